@@ -1,0 +1,103 @@
+//! What encoding and applying see of a checkpoint: named tensors whose bytes can be read by ranges.
+
+#![forbid(unsafe_code)]
+
+use crate::error::{Error, Escaped, Result};
+use crate::lane::Dtype;
+
+/// Name, dtype and shape of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Name.
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Dims; none for a scalar.
+    pub shape: Vec<u64>,
+}
+
+impl TensorInfo {
+    /// Bytes of the tensor: 0 for a shape that no tensor can have, which no [`Checkpoint`] holds.
+    pub fn bytes(&self) -> u64 {
+        self.dtype.lanes(&self.shape).map_or(0, |lanes| lanes * self.dtype.lane_bytes() as u64)
+    }
+}
+
+/// Named tensors, read by ranges from many threads.
+pub trait Checkpoint: Sync {
+    /// The tensors, names strictly ascending as bytes.
+    fn tensors(&self) -> &[TensorInfo];
+
+    /// Fills `out` with the bytes of the tensor at `place` of [`Checkpoint::tensors`], from byte `offset` of it on.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the bytes cannot be read, [`Error::Misuse`] if they are not there.
+    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()>;
+
+    /// The same bytes, in place where the checkpoint lies in memory, else through `scratch`.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::read`].
+    fn bytes<'a>(&'a self, place: usize, offset: u64, size: usize, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        if scratch.len() < size {
+            scratch.resize(size, 0);
+        }
+        let out = &mut scratch[..size];
+        self.read(place, offset, out)?;
+        Ok(out)
+    }
+
+    /// The place of the tensor of this name.
+    fn find(&self, name: &str) -> Option<usize> {
+        self.tensors().binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()
+    }
+}
+
+/// A checkpoint in memory, row-major and little-endian as in safetensors.
+#[derive(Debug, Default)]
+pub struct MemoryCheckpoint<'a> {
+    infos: Vec<TensorInfo>,
+    data: Vec<&'a [u8]>,
+}
+
+impl<'a> MemoryCheckpoint<'a> {
+    /// A checkpoint of these tensors, in any order.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if a name repeats or a tensor's bytes are not as many as its dtype and shape say.
+    pub fn new(tensors: impl IntoIterator<Item = (TensorInfo, &'a [u8])>) -> Result<Self> {
+        let mut tensors: Vec<_> = tensors.into_iter().collect();
+        tensors.sort_by(|a, b| a.0.name.cmp(&b.0.name));
+        if let Some(pair) = tensors.windows(2).find(|pair| pair[0].0.name == pair[1].0.name) {
+            return Err(Error::Misuse(format!("two tensors are named {}", Escaped(&pair[0].0.name))));
+        }
+        for (info, data) in &tensors {
+            let lanes = info.dtype.lanes(&info.shape);
+            if lanes.and_then(|n| n.checked_mul(info.dtype.lane_bytes() as u64)) != Some(data.len() as u64) {
+                let (name, found) = (Escaped(&info.name), data.len());
+                return Err(Error::Misuse(format!("tensor {name} of {} {:?} cannot have {found} bytes", info.dtype, info.shape)));
+            }
+        }
+        let (infos, data) = tensors.into_iter().unzip();
+        Ok(Self { infos, data })
+    }
+}
+
+impl Checkpoint for MemoryCheckpoint<'_> {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.infos
+    }
+
+    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        out.copy_from_slice(self.bytes(place, offset, out.len(), &mut Vec::new())?);
+        Ok(())
+    }
+
+    fn bytes<'a>(&'a self, place: usize, offset: u64, size: usize, _: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        let range = usize::try_from(offset).ok().and_then(|start| Some(start..start.checked_add(size)?));
+        let found = range.zip(self.data.get(place)).and_then(|(range, data)| data.get(range));
+        found.ok_or_else(|| {
+            Error::Misuse(format!("bytes {offset} to {} of tensor {place} are not there", offset.saturating_add(size as u64)))
+        })
+    }
+}

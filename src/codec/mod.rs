@@ -1,0 +1,154 @@
+//! Codecs: the changes of a chunk as bytes and back (`spec/codecs.md`).
+//!
+//! One file a codec. Byte slices in, byte slices out, no I/O. An encoder sees base and target lanes; a decoder turns base
+//! lanes into target lanes where they lie. Neither trusts a byte of the payload beyond what its record bounds.
+
+#![forbid(unsafe_code)]
+
+mod raw;
+pub(crate) mod zstd;
+
+pub use self::zstd::Layout;
+
+use crate::error::{Result, Rule};
+use crate::format::registry;
+use crate::lane::{Dtype, Lane, Order, collect_changes, lanes_of_mut, with_lane};
+
+registry! {
+    /// How payloads are coded.
+    Codec: u16 {
+        /// Positions and deltas as they are.
+        Raw = 0 => "raw",
+        /// One zstd frame a chunk.
+        Zstd = 1 => "zstd",
+    }
+}
+
+impl Codec {
+    /// Whether a record's sizes can be right: a function of the record and the tensor alone, so that every buffer of a decoder
+    /// is bounded before the payload is seen.
+    pub(crate) fn check_sizes(self, compressed: u32, uncompressed: u32, num_deltas: u32, lanes: u32, lane_bytes: usize) -> bool {
+        match self {
+            Codec::Raw => u64::from(uncompressed) == raw::size(num_deltas, lane_bytes) && compressed == uncompressed,
+            Codec::Zstd => zstd::check_size(uncompressed, lanes, lane_bytes),
+        }
+    }
+}
+
+/// The changes of a chunk, as lists.
+#[derive(Debug)]
+pub(crate) struct Changes<L> {
+    pub positions: Vec<u32>,
+    pub deltas: Vec<L>,
+}
+
+impl<L: Lane> Changes<L> {
+    fn collect(base: &[u8], target: &[u8], order: Order, count: usize) -> Self {
+        let mut changes = Self { positions: Vec::with_capacity(count), deltas: Vec::with_capacity(count) };
+        collect_changes(base, target, order, &mut changes.positions, &mut changes.deltas);
+        changes
+    }
+}
+
+/// Writes changes into lanes one after the other, and refuses what is not a valid list of them.
+pub(crate) struct Patch<'a, L: Lane> {
+    lanes: &'a mut [L::Le],
+    order: Order,
+    next: usize,
+}
+
+impl<'a, L: Lane> Patch<'a, L> {
+    pub fn new(lanes: &'a mut [u8], order: Order) -> Self {
+        Self { lanes: lanes_of_mut::<L>(lanes), order, next: 0 }
+    }
+
+    /// Changes the lane `gap` lanes after the last one.
+    #[inline(always)]
+    pub fn change(&mut self, gap: usize, delta: L) -> Result<()> {
+        let position = self.next.saturating_add(gap);
+        let count = self.lanes.len();
+        let Some(lane) = self.lanes.get_mut(position) else {
+            return Err(Rule::PayloadPositions.broken(format_args!("a position below {count}"), position));
+        };
+        if delta == L::default() {
+            return Err(Rule::PayloadDeltas.broken("a delta that is not zero", format_args!("zero at lane {position}")));
+        }
+        *lane = L::apply(L::load(*lane), delta, self.order).store();
+        self.next = position + 1;
+        Ok(())
+    }
+}
+
+/// What an encoder says of a payload; the rest of the record follows from it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Encoded {
+    /// Bytes that the payload expands to.
+    pub uncompressed_size: u32,
+    /// Changed lanes.
+    pub num_deltas: u32,
+}
+
+/// Encodes chunks; one a thread, used again for every chunk.
+pub struct ChunkEncoder {
+    codec: Codec,
+    layout: Option<Layout>,
+    zstd: zstd::Encoder,
+}
+
+impl ChunkEncoder {
+    /// An encoder for `codec`. `layout` fixes the layout of codec `zstd`; without it each chunk gets what suits it.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`](crate::Error::Misuse) if the zstd library refuses a parameter.
+    pub fn new(codec: Codec, layout: Option<Layout>) -> Result<Self> {
+        Ok(Self { codec, layout, zstd: zstd::Encoder::new()? })
+    }
+
+    /// Appends the payload of one chunk to `payload`: nothing if no lane has changed.
+    ///
+    /// `base` and `target` are the chunk's lanes as bytes, of equal length, at most 4 MiB.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`](crate::Error::Misuse) if the zstd library fails, which it has no reason to.
+    pub fn encode(&mut self, dtype: Dtype, base: &[u8], target: &[u8], payload: &mut Vec<u8>) -> Result<Encoded> {
+        debug_assert_eq!(base.len(), target.len());
+        with_lane!(dtype.lane_bytes(), L => match self.codec {
+            Codec::Raw => Ok(raw::encode::<L>(base, target, dtype.order(), payload)),
+            Codec::Zstd => self.zstd.encode::<L>(base, target, dtype.order(), self.layout, payload),
+        })
+    }
+}
+
+/// Decodes chunks; one a thread, used again for every chunk.
+pub struct ChunkDecoder {
+    zstd: zstd::Decoder,
+}
+
+impl Default for ChunkDecoder {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl ChunkDecoder {
+    /// A decoder for every codec.
+    pub fn new() -> Self {
+        Self { zstd: zstd::Decoder::new() }
+    }
+
+    /// Turns the base lanes of a chunk into its target lanes, in `lanes`.
+    ///
+    /// `encoded` is what the record says, and must have passed the checks of the index: memory is bounded by it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) naming the rule that the payload breaks; `lanes` is then a mixture.
+    pub fn decode(&mut self, codec: Codec, dtype: Dtype, encoded: Encoded, payload: &[u8], lanes: &mut [u8]) -> Result<()> {
+        with_lane!(dtype.lane_bytes(), L => match codec {
+            Codec::Raw => raw::decode::<L>(payload, encoded.num_deltas, dtype.order(), lanes),
+            Codec::Zstd => self.zstd.decode::<L>(payload, encoded, dtype.order(), lanes),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,51 @@
+//! Codec 0 (`spec/codecs.md` section 2).
+
+use super::{Changes, Encoded, Patch};
+use crate::error::{Result, Rule};
+use crate::lane::{Lane, Order, count_changed, lanes_of};
+use zerocopy::IntoBytes;
+
+/// Where the deltas begin.
+fn deltas_at(num_deltas: u32, lane_bytes: usize) -> u64 {
+    (4 * u64::from(num_deltas)).next_multiple_of(lane_bytes as u64)
+}
+
+/// Bytes of a payload.
+pub(super) fn size(num_deltas: u32, lane_bytes: usize) -> u64 {
+    deltas_at(num_deltas, lane_bytes) + u64::from(num_deltas) * lane_bytes as u64
+}
+
+pub(super) fn encode<L: Lane>(base: &[u8], target: &[u8], order: Order, payload: &mut Vec<u8>) -> Encoded {
+    let count = count_changed::<L>(base, target);
+    let changes = Changes::<L>::collect(base, target, order, count);
+    let start = payload.len();
+    payload.extend(changes.positions.iter().flat_map(|p| p.to_le_bytes()));
+    payload.resize(start + deltas_at(count as u32, L::BYTES) as usize, 0);
+    for delta in changes.deltas {
+        payload.extend_from_slice(delta.store().as_bytes());
+    }
+    Encoded { uncompressed_size: (payload.len() - start) as u32, num_deltas: count as u32 }
+}
+
+pub(super) fn decode<L: Lane>(payload: &[u8], num_deltas: u32, order: Order, lanes: &mut [u8]) -> Result<()> {
+    let count = num_deltas as usize;
+    let deltas_at = deltas_at(num_deltas, L::BYTES) as usize;
+    let (Some((positions, padding)), Some(deltas)) =
+        (payload.get(..deltas_at).and_then(|p| p.split_at_checked(4 * count)), payload.get(deltas_at..))
+    else {
+        return Err(Rule::PayloadSize.broken(format_args!("{} bytes", size(num_deltas, L::BYTES)), payload.len()));
+    };
+    Rule::PayloadPositions.check(padding.iter().all(|&b| b == 0), "zeros after the positions", "other bytes")?;
+    let deltas = lanes_of::<L>(deltas);
+    Rule::PayloadSize.check_eq(count, deltas.len())?;
+    let mut patch = Patch::<L>::new(lanes, order);
+    let mut next = 0;
+    for (position, delta) in positions.as_chunks::<4>().0.iter().zip(deltas) {
+        let position = u32::from_le_bytes(*position) as usize;
+        let gap =
+            position.checked_sub(next).ok_or_else(|| Rule::PayloadPositions.broken(format_args!("{next} or more"), position))?;
+        patch.change(gap, L::load(*delta))?;
+        next = position + 1;
+    }
+    Ok(())
+}

@@ -1,0 +1,105 @@
+//! Elias-δ code of gaps (`spec/codecs.md` section 3.3; P. Elias, "Universal codeword sets and representations of the
+//! integers", IEEE Transactions on Information Theory 21, 1975).
+
+/// Appends the codes of `gap + 1`, most significant bit first, the last byte filled up with zeros.
+pub(super) fn encode(gaps: impl Iterator<Item = u32>, out: &mut Vec<u8>) {
+    let (mut buffer, mut filled) = (0u64, 0);
+    let mut put = |value: u64, bits: u32, out: &mut Vec<u8>| {
+        buffer = buffer << bits | value;
+        filled += bits;
+        while filled >= 8 {
+            filled -= 8;
+            out.push((buffer >> filled) as u8);
+        }
+    };
+    for gap in gaps {
+        let x = u64::from(gap) + 1;
+        let n = x.ilog2();
+        let k = (n + 1).ilog2();
+        put(u64::from(n + 1), 2 * k + 1, out);
+        put(x & ((1 << n) - 1), n, out);
+    }
+    // Completes a byte that is begun, and nothing where none is.
+    put(0, 7, out);
+}
+
+/// Reads codes from the most significant bit down.
+pub(super) struct Reader<'a> {
+    bytes: &'a [u8],
+    /// Bits taken so far.
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, at: 0 }
+    }
+
+    /// The next 32 bits, zeros past the end, without taking them.
+    fn peek(&self) -> u32 {
+        let from = self.at / 8;
+        let mut window = [0; 8];
+        let rest = self.bytes.get(from..).unwrap_or_default();
+        let n = rest.len().min(8);
+        window[..n].copy_from_slice(&rest[..n]);
+        (u64::from_be_bytes(window) << (self.at % 8) >> 32) as u32
+    }
+
+    fn take(&mut self, bits: u32) -> Option<()> {
+        self.at += bits as usize;
+        (self.at <= 8 * self.bytes.len()).then_some(())
+    }
+
+    /// The next gap; `None` where the bytes end or the code is longer than any gap of a chunk needs.
+    pub fn gap(&mut self) -> Option<u32> {
+        let k = self.peek().leading_zeros();
+        if k > 4 {
+            return None;
+        }
+        self.take(k)?;
+        let n = (self.peek() >> (31 - k)) - 1;
+        self.take(k + 1)?;
+        let low = (u64::from(self.peek()) >> (32 - n)) as u32;
+        self.take(n)?;
+        // n is at most 30: k + 1 bits, 5 at most, hold n + 1.
+        Some((1 << n | low) - 1)
+    }
+
+    /// Whether only the filling of the last byte is left, and that is zeros.
+    pub fn is_finished(&self) -> bool {
+        self.at.div_ceil(8) == self.bytes.len() && (self.at % 8 == 0 || self.peek() >> 24 == 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn example_of_the_spec() {
+        let mut out = Vec::new();
+        encode([3, 16, 279].into_iter(), &mut out);
+        assert_eq!(out, [0x61, 0x44, 0x48, 0xC0]);
+    }
+
+    proptest! {
+        #[test]
+        fn gaps_come_back(gaps in proptest::collection::vec(0u32..1 << 22, 0..300)) {
+            let mut out = Vec::new();
+            encode(gaps.iter().copied(), &mut out);
+            let mut reader = Reader::new(&out);
+            let read: Vec<_> = gaps.iter().map(|_| reader.gap().unwrap()).collect();
+            prop_assert_eq!(read, gaps);
+            prop_assert!(reader.is_finished());
+        }
+
+        #[test]
+        fn any_bytes_end(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+            let mut reader = Reader::new(&bytes);
+            let mut count = 0;
+            while reader.gap().is_some() { count += 1; }
+            prop_assert!(count <= 8 * bytes.len());
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! One standard zstd frame with a content size, no dictionary and a bounded window, and nothing after it.
+
+use zstd::zstd_safe::zstd_sys::ZSTD_EndDirective;
+use zstd::zstd_safe::{self, CCtx, CParameter, DCtx, InBuffer, OutBuffer, ResetDirective, Strategy};
+
+const MAGIC: [u8; 4] = [0x28, 0xB5, 0x2F, 0xFD];
+/// Parts below this many bytes share a block with the next one: a block of its own costs a header and a table.
+const LEAST_BLOCK: usize = 128;
+
+type Outcome<T> = Result<T, &'static str>;
+
+fn named(code: usize) -> &'static str {
+    zstd_safe::get_error_name(code)
+}
+
+/// Writes frames.
+pub(super) struct Compressor(CCtx<'static>);
+
+impl Compressor {
+    pub fn new() -> Outcome<Self> {
+        let mut context = CCtx::try_create().ok_or("out of memory")?;
+        // Entropy coding of literals does nearly all the work here: the fastest match finder, told to accept only long matches,
+        // gives the best ratio on the real pairs and decodes fastest (DECISIONS.md).
+        for parameter in [
+            CParameter::CompressionLevel(1),
+            CParameter::Strategy(Strategy::ZSTD_fast),
+            CParameter::MinMatch(7),
+            CParameter::HashLog(6),
+            CParameter::ChecksumFlag(false),
+            CParameter::ContentSizeFlag(true),
+        ] {
+            context.set_parameter(parameter).map_err(named)?;
+        }
+        Ok(Self(context))
+    }
+
+    /// Appends a frame of `content` to `out`, with blocks that end where the parts end: each part has its own statistics.
+    pub fn compress(&mut self, content: &[u8], part_ends: &[usize], out: &mut Vec<u8>) -> Outcome<()> {
+        self.0.reset(ResetDirective::SessionOnly).map_err(named)?;
+        self.0.set_pledged_src_size(Some(content.len() as u64)).map_err(named)?;
+        let bound = zstd_safe::compress_bound(content.len()) + 64 + 4 * part_ends.len();
+        out.reserve(bound);
+        let start = out.len();
+        let mut buffer = OutBuffer::around_pos(out, start);
+        let mut from = 0;
+        let last = content.len();
+        let ends = part_ends.iter().copied().filter(|&end| end < last).chain([last]);
+        for end in ends {
+            let directive = if end == last { ZSTD_EndDirective::ZSTD_e_end } else { ZSTD_EndDirective::ZSTD_e_flush };
+            if end != last && (end - from < LEAST_BLOCK || last - end < LEAST_BLOCK) {
+                continue;
+            }
+            let mut input = InBuffer::around(&content[from..end]);
+            loop {
+                let left = self.0.compress_stream2(&mut buffer, &mut input, directive).map_err(named)?;
+                if left == 0 && input.pos() == end - from {
+                    break;
+                }
+                if buffer.pos() == buffer.capacity() {
+                    return Err("a frame larger than its bound");
+                }
+            }
+            from = end;
+        }
+        Ok(())
+    }
+}
+
+/// Reads frames.
+pub(super) struct Expander(DCtx<'static>);
+
+impl Expander {
+    pub fn new() -> Self {
+        Self(DCtx::create())
+    }
+
+    /// Expands `frame`, which must be one frame of exactly `out.len()` bytes, and says what it is otherwise.
+    pub fn expand(&mut self, frame: &[u8], out: &mut [u8], window_log_max: u32) -> Outcome<()> {
+        check_header(frame, out.len() as u64, window_log_max)?;
+        match zstd_safe::find_frame_compressed_size(frame) {
+            Ok(size) if size == frame.len() => {}
+            Ok(_) => return Err("bytes after the frame"),
+            Err(code) => return Err(named(code)),
+        }
+        let written = self.0.decompress(out, frame).map_err(named)?;
+        if written == out.len() { Ok(()) } else { Err("a frame of another size") }
+    }
+}
+
+/// Checks what the library would let pass: another format's magic, a missing size, a dictionary, a large window.
+fn check_header(frame: &[u8], size: u64, window_log_max: u32) -> Outcome<()> {
+    let Some((magic, [descriptor, rest @ ..])) = frame.split_first_chunk::<4>() else {
+        return Err("too few bytes for a frame");
+    };
+    if *magic != MAGIC {
+        return Err("another magic");
+    }
+    if descriptor & 3 != 0 {
+        return Err("a dictionary");
+    }
+    let single_segment = descriptor & 0x20 != 0;
+    if !single_segment {
+        let &[window, ..] = rest else { return Err("too few bytes for a frame") };
+        let base = 1u64 << (10 + (window >> 3));
+        if base + base / 8 * u64::from(window & 7) > 1 << window_log_max {
+            return Err("a window beyond the limit");
+        }
+    }
+    match zstd_safe::get_frame_content_size(frame) {
+        Ok(Some(found)) if found == size => Ok(()),
+        Ok(Some(_)) => Err("another content size"),
+        Ok(None) => Err("no content size"),
+        Err(_) => Err("a damaged frame header"),
+    }
+}
+
+/// Expands a frame into a buffer of its own: `size` must have been bounded.
+pub(crate) fn expand(frame: &[u8], size: usize, window_log_max: u32) -> Outcome<Vec<u8>> {
+    // The header is compared with the size before memory is taken for it.
+    check_header(frame, size as u64, window_log_max)?;
+    let mut out = vec![0; size];
+    Expander::new().expand(frame, &mut out, window_log_max)?;
+    Ok(out)
+}

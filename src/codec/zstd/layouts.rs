@@ -1,0 +1,357 @@
+//! The layouts of a frame's content (`spec/codecs.md` sections 3.1 to 3.5).
+
+use super::{Layout, elias};
+use crate::codec::{Changes, Patch};
+use crate::dispatch::vectorized;
+use crate::error::{Result, Rule};
+use crate::lane::{Lane, Order, lanes_of, lanes_of_mut};
+
+/// From here on a token of 15 and an escape of 255 are not enough.
+pub(super) const WIDE: u64 = NIBBLE + 255;
+/// From here on a nibble is not enough.
+const NIBBLE: u64 = 15;
+/// Lanes of a block of `nibble-planes`.
+const BLOCK: usize = 64;
+
+/// The content of a frame while it is put together.
+#[derive(Default)]
+pub(super) struct Content {
+    bytes: Vec<u8>,
+    part_ends: Vec<usize>,
+}
+
+impl Content {
+    pub fn clear(&mut self) {
+        self.bytes.clear();
+        self.part_ends.clear();
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Where parts end that have statistics of their own.
+    pub fn parts(&self) -> &[usize] {
+        &self.part_ends
+    }
+
+    fn end_part(&mut self) {
+        self.part_ends.push(self.bytes.len());
+    }
+
+    /// Sections 3.1 and 3.5; the deltas are those of all lanes.
+    pub fn put_dense<L: Lane>(&mut self, layout: Layout, deltas: &[L]) {
+        self.bytes.push(layout.code());
+        if layout == Layout::Planes {
+            return self.put_planes(deltas.iter().copied());
+        }
+        let start = self.bytes.len();
+        self.bytes.resize(start + deltas.len().div_ceil(BLOCK) * (BLOCK / 2), 0);
+        let tokens = &mut self.bytes[start..];
+        vectorized(
+            #[inline(always)]
+            || put_tokens(deltas, tokens),
+        );
+        self.end_part();
+        self.put_escapes(deltas, |z| z.widen());
+    }
+
+    /// Sections 3.2, 3.3 and 3.4.
+    pub fn put_sparse<L: Lane>(&mut self, layout: Layout, changes: &Changes<L>) {
+        self.bytes.push(layout.code());
+        let mut next = 0;
+        let gaps: Vec<u32> = changes.positions.iter().map(|&p| p - std::mem::replace(&mut next, p + 1)).collect();
+        if layout != Layout::NibbleGaps {
+            self.put_planes(changes.deltas.iter().copied());
+            match layout {
+                Layout::EliasDelta => elias::encode(gaps.into_iter(), &mut self.bytes),
+                _ => gaps.into_iter().for_each(|gap| put_continued(gap, &mut self.bytes)),
+            }
+            return;
+        }
+        let nibble = |x: u64| x.min(NIBBLE) as u8;
+        self.bytes.extend(gaps.iter().zip(&changes.deltas).map(|(&g, d)| nibble(g.into()) | nibble(d.widen() - 1) << 4));
+        self.end_part();
+        self.put_escapes(&changes.deltas, |d| d.widen() - 1);
+        for gap in gaps.into_iter().filter(|&gap| u64::from(gap) >= NIBBLE) {
+            put_continued(gap - NIBBLE as u32, &mut self.bytes);
+        }
+    }
+
+    fn put_planes<L: Lane>(&mut self, lanes: impl Iterator<Item = L> + Clone) {
+        for plane in 0..L::BYTES {
+            self.bytes.extend(lanes.clone().map(|d| (d.widen() >> (8 * plane)) as u8));
+            self.end_part();
+        }
+    }
+
+    /// Parts 2 and 3 of the nibble layouts.
+    fn put_escapes<L: Lane>(&mut self, deltas: &[L], value: impl Fn(&L) -> u64) {
+        let values = || deltas.iter().map(&value).filter(|&v| v >= NIBBLE);
+        self.bytes.extend(values().map(|v| (v - NIBBLE).min(255) as u8));
+        self.end_part();
+        let wide: Vec<L> = values().filter(|&v| v >= WIDE).map(|v| L::truncate(v - WIDE)).collect();
+        if !wide.is_empty() {
+            self.put_planes(wide.into_iter());
+        }
+    }
+}
+
+#[inline(always)]
+fn nibble<L: Lane>(z: L) -> u8 {
+    z.min(L::truncate(NIBBLE)).widen() as u8
+}
+
+#[inline(always)]
+fn put_tokens<L: Lane>(deltas: &[L], tokens: &mut [u8]) {
+    let (blocks, tail) = deltas.as_chunks::<BLOCK>();
+    let (full, last) = tokens.split_at_mut(blocks.len() * (BLOCK / 2));
+    for (block, tokens) in blocks.iter().zip(full.as_chunks_mut::<{ BLOCK / 2 }>().0) {
+        let (low, high) = block.split_at(BLOCK / 2);
+        for ((token, &low), &high) in tokens.iter_mut().zip(low).zip(high) {
+            *token = nibble(low) | nibble(high) << 4;
+        }
+    }
+    for (i, &z) in tail.iter().enumerate() {
+        last[i % (BLOCK / 2)] |= nibble(z) << (4 * (i / (BLOCK / 2)));
+    }
+}
+
+fn put_continued(mut x: u32, out: &mut Vec<u8>) {
+    while x >= 255 {
+        out.push(255);
+        x -= 255;
+    }
+    out.push(x as u8);
+}
+
+/// The deltas of all lanes of a chunk.
+pub(super) fn deltas_of_all<L: Lane>(base: &[u8], target: &[u8], order: Order) -> Vec<L> {
+    vectorized(
+        #[inline(always)]
+        || {
+            let pairs = lanes_of::<L>(base).iter().zip(lanes_of::<L>(target));
+            // Two loops so that neither has a branch on the order inside.
+            match order {
+                Order::Plain => pairs.map(|(b, t)| L::delta(L::load(*b), L::load(*t), Order::Plain)).collect(),
+                Order::Ordered => pairs.map(|(b, t)| L::delta(L::load(*b), L::load(*t), Order::Ordered)).collect(),
+            }
+        },
+    )
+}
+
+/// Applies the parts of a content to base lanes.
+pub(super) fn decode<L: Lane>(layout: Layout, parts: &[u8], count: usize, order: Order, lanes: &mut [u8]) -> Result<()> {
+    match layout {
+        Layout::Planes => decode_planes::<L>(parts, count, order, lanes),
+        Layout::Gaps => decode_gaps::<L>(parts, count, order, lanes),
+        Layout::EliasDelta => decode_elias::<L>(parts, count, order, lanes),
+        Layout::NibbleGaps => decode_nibble_gaps::<L>(parts, count, order, lanes),
+        Layout::NibblePlanes => decode_nibble_planes::<L>(parts, count, order, lanes),
+    }
+}
+
+/// Takes `size` bytes off the front of `parts`.
+fn take<'a>(parts: &mut &'a [u8], size: usize) -> Result<&'a [u8]> {
+    let (part, rest) =
+        parts.split_at_checked(size).ok_or_else(|| Rule::PayloadSize.broken(format_args!("{size} bytes more"), parts.len()))?;
+    *parts = rest;
+    Ok(part)
+}
+
+fn check_finished(parts: &[u8]) -> Result<()> {
+    Rule::PayloadSize.check(parts.is_empty(), "nothing after the last part", format_args!("{} bytes", parts.len()))
+}
+
+fn check_count(count: usize, found: usize) -> Result<()> {
+    Rule::PayloadDeltas.check(count == found, format_args!("{count} deltas"), found)
+}
+
+/// The lanes whose byte planes these are; `planes` is `count` × the lane's bytes long.
+fn lanes_of_planes<L: Lane>(planes: &[u8], count: usize) -> impl Iterator<Item = L> {
+    (0..count).map(move |i| plane_lane(planes, count, i))
+}
+
+#[inline(always)]
+fn plane_lane<L: Lane>(planes: &[u8], count: usize, i: usize) -> L {
+    L::truncate((0..L::BYTES).fold(0, |x, k| x | u64::from(planes[k * count + i]) << (8 * k)))
+}
+
+/// Applies a delta to each lane, zero or not, and returns how many are not.
+#[inline(always)]
+fn apply_all<L: Lane>(lanes: &mut [L::Le], deltas: &[L], order: Order) -> usize {
+    // Two loops so that neither has a branch on the order inside.
+    match order {
+        Order::Plain => apply_in(lanes, deltas, Order::Plain),
+        Order::Ordered => apply_in(lanes, deltas, Order::Ordered),
+    }
+}
+
+#[inline(always)]
+fn apply_in<L: Lane>(lanes: &mut [L::Le], deltas: &[L], order: Order) -> usize {
+    let mut changed = 0u32;
+    for (lane, &delta) in lanes.iter_mut().zip(deltas) {
+        changed += u32::from(delta != L::default());
+        *lane = L::apply(L::load(*lane), delta, order).store();
+    }
+    changed as usize
+}
+
+fn decode_planes<L: Lane>(mut parts: &[u8], count: usize, order: Order, lanes: &mut [u8]) -> Result<()> {
+    let total = lanes.len() / L::BYTES;
+    let planes = take(&mut parts, lanes.len())?;
+    check_finished(parts)?;
+    let changed = vectorized(
+        #[inline(always)]
+        || {
+            let mut changed = 0;
+            let mut deltas = [L::default(); BLOCK];
+            for (block, lanes) in lanes_of_mut::<L>(lanes).chunks_mut(BLOCK).enumerate() {
+                let deltas = &mut deltas[..lanes.len()];
+                deltas.fill(L::default());
+                for k in 0..L::BYTES {
+                    let plane = &planes[k * total + block * BLOCK..][..lanes.len()];
+                    for (delta, &byte) in deltas.iter_mut().zip(plane) {
+                        *delta = L::truncate(delta.widen() | u64::from(byte) << (8 * k));
+                    }
+                }
+                changed += apply_all(lanes, deltas, order);
+            }
+            changed
+        },
+    );
+    check_count(count, changed)
+}
+
+fn decode_gaps<L: Lane>(mut parts: &[u8], count: usize, order: Order, lanes: &mut [u8]) -> Result<()> {
+    let planes = take(&mut parts, count * L::BYTES)?;
+    let mut patch = Patch::<L>::new(lanes, order);
+    for delta in lanes_of_planes::<L>(planes, count) {
+        patch.change(take_continued(&mut parts)?, delta)?;
+    }
+    check_finished(parts)
+}
+
+fn decode_elias<L: Lane>(mut parts: &[u8], count: usize, order: Order, lanes: &mut [u8]) -> Result<()> {
+    let planes = take(&mut parts, count * L::BYTES)?;
+    let mut patch = Patch::<L>::new(lanes, order);
+    let mut gaps = elias::Reader::new(parts);
+    for delta in lanes_of_planes::<L>(planes, count) {
+        let gap = gaps.gap().ok_or_else(|| Rule::PayloadPositions.broken("a gap", "the end, or a code that is too long"))?;
+        patch.change(gap as usize, delta)?;
+    }
+    Rule::PayloadSize.check(gaps.is_finished(), "nothing but zeros after the last gap", "other bits")
+}
+
+/// Takes one number in continued bytes.
+#[inline(always)]
+fn take_continued(bytes: &mut &[u8]) -> Result<usize> {
+    let mut x = 0;
+    loop {
+        let Some((&byte, rest)) = bytes.split_first() else {
+            return Err(Rule::PayloadSize.broken("a gap", "the end"));
+        };
+        *bytes = rest;
+        x += usize::from(byte);
+        if byte < 255 {
+            return Ok(x);
+        }
+    }
+}
+
+/// Parts 2 and 3 of the nibble layouts, read in step with the tokens.
+struct Escapes<'a> {
+    bytes: &'a [u8],
+    planes: &'a [u8],
+    wide: usize,
+    wide_read: usize,
+}
+
+impl<'a> Escapes<'a> {
+    /// Takes both parts off the front of `parts`.
+    fn take<L: Lane>(parts: &mut &'a [u8], escaped: usize) -> Result<Self> {
+        let bytes = take(parts, escaped)?;
+        let wide = bytes.iter().filter(|&&b| b == 255).count();
+        let planes = take(parts, wide * L::BYTES)?;
+        Ok(Self { bytes, planes, wide, wide_read: 0 })
+    }
+
+    /// The next value, at most `most`.
+    #[inline(always)]
+    fn next<L: Lane>(&mut self, most: u64) -> Result<u64> {
+        let Some((&byte, rest)) = self.bytes.split_first() else {
+            return Err(Rule::PayloadSize.broken("an escape", "the end"));
+        };
+        self.bytes = rest;
+        if byte < 255 {
+            let value = NIBBLE + u64::from(byte);
+            // Only lanes of 8 bits can be too narrow here.
+            return if value <= most { Ok(value) } else { Err(too_large(value)) };
+        }
+        let low = plane_lane::<L>(self.planes, self.wide, self.wide_read).widen();
+        self.wide_read += 1;
+        low.checked_add(WIDE).filter(|&value| value <= most).ok_or_else(|| too_large(low))
+    }
+}
+
+#[cold]
+fn too_large(value: u64) -> crate::Error {
+    Rule::PayloadDeltas.broken("a delta that fits in a lane", value)
+}
+
+fn decode_nibble_gaps<L: Lane>(mut parts: &[u8], count: usize, order: Order, lanes: &mut [u8]) -> Result<()> {
+    let tokens = take(&mut parts, count)?;
+    let escaped = tokens.iter().filter(|&&t| t >= 0xF0).count();
+    let mut escapes = Escapes::take::<L>(&mut parts, escaped)?;
+    let most = L::truncate(u64::MAX).widen() - 1;
+    let mut patch = Patch::<L>::new(lanes, order);
+    for &token in tokens {
+        let (mut gap, mut value) = (usize::from(token & 15), u64::from(token >> 4));
+        if value == NIBBLE {
+            value = escapes.next::<L>(most)?;
+        }
+        if gap == NIBBLE as usize {
+            gap += take_continued(&mut parts)?;
+        }
+        patch.change(gap, L::truncate(value + 1))?;
+    }
+    check_finished(parts)
+}
+
+fn decode_nibble_planes<L: Lane>(mut parts: &[u8], count: usize, order: Order, lanes: &mut [u8]) -> Result<()> {
+    let total = lanes.len() / L::BYTES;
+    let tokens = take(&mut parts, total.div_ceil(BLOCK) * (BLOCK / 2))?;
+    let escaped = vectorized(
+        #[inline(always)]
+        || tokens.iter().map(|&t| usize::from(t & 15 == 15) + usize::from(t >= 0xF0)).sum::<usize>(),
+    );
+    let mut escapes = Escapes::take::<L>(&mut parts, escaped)?;
+    check_finished(parts)?;
+    let changed = vectorized(
+        #[inline(always)]
+        || -> Result<usize> {
+            let mut changed = 0;
+            let mut deltas = [L::default(); BLOCK];
+            for (lanes, tokens) in lanes_of_mut::<L>(lanes).chunks_mut(BLOCK).zip(tokens.as_chunks::<{ BLOCK / 2 }>().0) {
+                let mut full = false;
+                let (low, high) = deltas.split_at_mut(BLOCK / 2);
+                for ((&token, low), high) in tokens.iter().zip(low).zip(high) {
+                    *low = L::truncate((token & 15).into());
+                    *high = L::truncate((token >> 4).into());
+                    full |= token & 15 == 15 || token >= 0xF0;
+                }
+                if full {
+                    for delta in deltas.iter_mut().filter(|d| d.widen() == NIBBLE) {
+                        *delta = L::truncate(escapes.next::<L>(L::truncate(u64::MAX).widen())?);
+                    }
+                }
+                let used = lanes.len();
+                let beyond = deltas[used..].iter().any(|&d| d != L::default());
+                Rule::PayloadPositions.check(!beyond, "no delta past the chunk's lanes", "one")?;
+                changed += apply_all(lanes, &deltas[..used], order);
+            }
+            Ok(changed)
+        },
+    )?;
+    check_count(count, changed)
+}

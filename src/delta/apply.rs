@@ -1,0 +1,523 @@
+//! Applying: a base and a pair in, the target out (spec section 13, steps 8 to 12).
+
+use super::chunk::{Hashes, Worker, decode, find_base, patch};
+use super::{Pool, Progress, in_batches};
+use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::digest::{self, short};
+use crate::error::{Error, Escaped, Result, Rule, hex};
+use crate::format::BaseKind;
+use crate::index::Tensor;
+use crate::reader::{Pair, VerifyReport};
+use crate::source::Source;
+use blake3::Hash;
+use serde::Serialize;
+use std::ops::Range;
+
+/// Takes rebuilt lanes, from any thread; ranges never overlap.
+pub trait Sink: Sync {
+    /// Stores bytes of the tensor at `place` of the pair's table, from byte `offset` of it on.
+    ///
+    /// # Errors
+    /// Whatever keeps the sink from storing them; the application then ends.
+    fn write(&self, place: usize, offset: u64, bytes: &[u8]) -> Result<()>;
+}
+
+/// How far an in-place application checks before it writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum InPlace {
+    /// Decode and check everything first, and only then write: a refused pair leaves the tensors as they were.
+    #[default]
+    AllChecked,
+    /// Check each chunk before it is written, reading everything once: a failure in the middle leaves a mixture, which
+    /// [`Error::Poisoned`] tells.
+    ChunkByChunk,
+}
+
+/// A tensor to be changed where it lies.
+#[derive(Debug)]
+pub struct TensorMut<'a> {
+    /// Name in the target.
+    pub name: &'a str,
+    /// Its bytes, row-major and little-endian: the base's before, the target's after.
+    pub bytes: &'a mut [u8],
+}
+
+/// What an application did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct ApplyReport {
+    /// Tensors rebuilt.
+    pub tensors: u64,
+    /// Bytes of them.
+    pub bytes: u64,
+    /// Whether base and target were compared with the digests of the pair.
+    pub digests_checked: bool,
+}
+
+/// An application of a pair to a base, to be run in one of several ways.
+///
+/// ```
+/// # use tpde::{Apply, Dtype, EncodeOptions, MemoryCheckpoint, TensorInfo, encode_to_memory};
+/// # fn main() -> tpde::Result<()> {
+/// let info = TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![3] };
+/// let (old, new) = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7]);
+/// let base = MemoryCheckpoint::new([(info.clone(), &old[..])])?;
+/// let target = MemoryCheckpoint::new([(info, &new[..])])?;
+/// let (pair, _) = encode_to_memory(Some(&base), &target, &EncodeOptions::default())?;
+///
+/// let mut out = [0; 6];
+/// Apply::new(&pair, &base).to_buffers(&mut [&mut out])?;
+/// assert_eq!(out, new);
+/// # Ok(())
+/// # }
+/// ```
+pub struct Apply<'a, B> {
+    pair: &'a Pair<B>,
+    base: &'a dyn Checkpoint,
+    places: Vec<usize>,
+    /// The base holds the selected tensors in their order: names do not matter.
+    in_order: bool,
+    digests: bool,
+    progress: Progress<'a>,
+}
+
+/// One chunk to decode.
+struct Job<'a> {
+    at: usize,
+    tensor: Tensor<'a>,
+    base: Option<usize>,
+    chunk: u32,
+    /// Where its lanes go; a buffer of the thread's where there is none.
+    out: Option<&'a mut [u8]>,
+}
+
+impl Job<'_> {
+    fn byte_range(&self) -> Range<u64> {
+        let range = self.tensor.chunk_range(self.chunk);
+        let width = self.tensor.lane_bytes() as u64;
+        range.start * width..range.end * width
+    }
+}
+
+impl<'a, B: Source> Apply<'a, B> {
+    /// An application of all tensors with all checks. A pair without a base takes an empty
+    /// [`MemoryCheckpoint`](crate::MemoryCheckpoint).
+    pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint) -> Self {
+        Self { pair, base, places: (0..pair.index().tensor_count()).collect(), in_order: false, digests: true, progress: &|_| {} }
+    }
+
+    /// Only the tensors for which `wanted` holds.
+    #[must_use]
+    pub fn tensors(mut self, wanted: impl Fn(&str) -> bool) -> Self {
+        self.places.retain(|&i| wanted(self.pair.index().tensor(i).name));
+        self
+    }
+
+    /// Whether BLAKE3 digests are compared: on at first. Off, a chunk's CRC and sums still find damage, at some three times
+    /// the speed, but nothing finds forgery.
+    #[must_use]
+    pub fn digests(mut self, on: bool) -> Self {
+        self.digests = on;
+        self
+    }
+
+    /// Reports progress to `progress`.
+    #[must_use]
+    pub fn progress(mut self, progress: Progress<'a>) -> Self {
+        self.progress = progress;
+        self
+    }
+
+    /// The tensors that will be rebuilt, in the order in which [`Apply::to_buffers`] wants their buffers.
+    pub fn selected(&self) -> impl Iterator<Item = Tensor<'a>> + '_ {
+        self.places.iter().map(|&i| self.pair.index().tensor(i))
+    }
+
+    /// Rebuilds into buffers, one a selected tensor and as long as it. Out of place: the base is read, never written.
+    ///
+    /// Cost: one read of the base, one write of the target, and where digests are on one hash of each.
+    ///
+    /// # Errors
+    /// [`Error::WrongBase`], [`Error::AlreadyApplied`] or [`Error::Invalid`]; the buffers are then to be discarded.
+    /// [`Error::Misuse`] if a buffer's length is wrong.
+    pub fn to_buffers(&self, outputs: &mut [&mut [u8]]) -> Result<ApplyReport> {
+        let lengths: Vec<_> = self.selected().map(|tensor| (tensor.name, tensor.bytes())).collect();
+        if outputs.len() != lengths.len() {
+            return Err(Error::Misuse(format!("{} buffers for {} tensors", outputs.len(), lengths.len())));
+        }
+        for (output, (name, bytes)) in outputs.iter().zip(lengths) {
+            if output.len() as u64 != bytes {
+                return Err(Error::Misuse(format!(
+                    "a buffer of {} bytes for the {bytes} of tensor {}",
+                    output.len(),
+                    Escaped(name)
+                )));
+            }
+        }
+        let bases = self.bases()?;
+        let jobs = outputs.iter_mut().enumerate().flat_map(|(at, output)| {
+            let tensor = self.pair.index().tensor(self.places[at]);
+            let base = bases[at];
+            let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
+            tensor.chunks().zip(output.chunks_mut(chunk_bytes)).map(move |(chunk, out)| Job {
+                at,
+                tensor,
+                base,
+                chunk,
+                out: Some(out),
+            })
+        });
+        self.run(&bases, jobs, None)
+    }
+
+    /// Rebuilds into a sink, chunk by chunk. The base is read, never written; a sink that fails later has to be discarded.
+    ///
+    /// # Errors
+    /// As [`Apply::to_buffers`], and what the sink returns.
+    pub fn to_sink(&self, sink: &dyn Sink) -> Result<ApplyReport> {
+        let bases = self.bases()?;
+        self.run(&bases, self.jobs(&bases), Some(sink))
+    }
+
+    /// Rebuilds without keeping anything: checks that this base and this pair give the target.
+    ///
+    /// # Errors
+    /// As [`Apply::to_buffers`].
+    pub fn verify(&self) -> Result<VerifyReport> {
+        let bases = self.bases()?;
+        let report = self.run(&bases, self.jobs(&bases), None)?;
+        Ok(VerifyReport {
+            tensors: report.tensors,
+            chunks: self.selected().map(|t| u64::from(t.chunk_count)).sum(),
+            stored_bytes: self.pair.index().size() + self.pair.index().header().blob_size,
+            base_checked: self.digests,
+            target_checked: self.digests,
+        })
+    }
+
+    /// The bytes of a range of elements of a tensor: decodes the chunks that hold them and no others.
+    ///
+    /// Chunks are checked by CRC and sums, digests are not: that would take the whole tensor.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if there is no such tensor or range; otherwise as [`Apply::to_buffers`].
+    pub fn range(&self, name: &str, elements: Range<u64>) -> Result<Vec<u8>> {
+        let tensor =
+            self.pair.index().find(name).ok_or_else(|| Error::Misuse(format!("no tensor {} in the pair", Escaped(name))))?;
+        let (lanes, chunks) = tensor.locate(elements)?;
+        let base = find_base(&tensor, self.base)?;
+        let width = tensor.lane_bytes() as u64;
+        let mut out = Vec::new();
+        let mut worker = Worker::new();
+        for chunk in chunks {
+            let range = tensor.chunk_range(chunk);
+            let mut buffer = vec![0; ((range.end - range.start) * width) as usize];
+            decode(self.pair, &tensor, chunk, self.base, base, &mut worker, &mut buffer, false)?;
+            let from = lanes.start.max(range.start) - range.start;
+            let to = lanes.end.min(range.end) - range.start;
+            out.extend_from_slice(&buffer[(from * width) as usize..(to * width) as usize]);
+        }
+        Ok(out)
+    }
+
+    /// The places of the selected tensors' bases.
+    fn bases(&self) -> Result<Vec<Option<usize>>> {
+        if self.in_order {
+            return Ok((0..self.places.len()).map(Some).collect());
+        }
+        self.selected().map(|tensor| find_base(&tensor, self.base)).collect()
+    }
+
+    /// A job a chunk, lanes in buffers of the threads.
+    fn jobs<'j>(&'j self, bases: &'j [Option<usize>]) -> impl Iterator<Item = Job<'j>> {
+        self.places.iter().zip(bases).enumerate().flat_map(|(at, (&place, &base))| {
+            let tensor = self.pair.index().tensor(place);
+            tensor.chunks().map(move |chunk| Job { at, tensor, base, chunk, out: None })
+        })
+    }
+
+    fn run<'j>(
+        &self,
+        bases: &[Option<usize>],
+        jobs: impl Iterator<Item = Job<'j>>,
+        sink: Option<&dyn Sink>,
+    ) -> Result<ApplyReport> {
+        let workers = Pool::new(Worker::new);
+        let mut check = DigestCheck::new(self, bases);
+        let outcome = in_batches(
+            jobs,
+            |job| job.byte_range().end - job.byte_range().start,
+            |job| {
+                let range = job.byte_range();
+                let size = (range.end - range.start) as usize;
+                let hashes = workers.with(|worker| {
+                    if let Some(out) = &mut job.out {
+                        return decode(self.pair, &job.tensor, job.chunk, self.base, job.base, worker, out, self.digests);
+                    }
+                    // Taken out so that the worker's other buffers stay free for the decoder.
+                    let mut lanes = std::mem::take(&mut worker.lanes);
+                    lanes.resize(size.max(lanes.len()), 0);
+                    let hashes =
+                        decode(self.pair, &job.tensor, job.chunk, self.base, job.base, worker, &mut lanes[..size], self.digests);
+                    let stored = match (&hashes, sink) {
+                        (Ok(_), Some(sink)) => sink.write(job.tensor.place, range.start, &lanes[..size]),
+                        _ => Ok(()),
+                    };
+                    worker.lanes = lanes;
+                    stored.and(hashes)
+                })?;
+                (self.progress)(size as u64);
+                Ok(hashes)
+            },
+            |job, hashes| check.add(job.at, hashes),
+        );
+        outcome.and_then(|()| check.finish()).map_err(|e| self.explain(e, bases))?;
+        Ok(ApplyReport {
+            tensors: self.places.len() as u64,
+            bytes: self.selected().map(|tensor| tensor.bytes()).sum(),
+            digests_checked: self.digests,
+        })
+    }
+
+    /// A base that is not the pair's shows itself first as a chunk whose sum is off; says whose fault that is.
+    fn explain(&self, error: Error, bases: &[Option<usize>]) -> Error {
+        if error.rule() != Some(Rule::ChunkBaseSum) {
+            return error;
+        }
+        let mut wrong = None;
+        let mut all_are_targets = true;
+        for (tensor, base) in self.selected().zip(bases) {
+            let Some(place) = base.filter(|_| tensor.base_kind != BaseKind::None) else { continue };
+            let Ok(found) = hash_tensor(self.base, place).map(|hash| short(&hash)) else { return error };
+            all_are_targets &= found == tensor.digests.target_digest;
+            if found != tensor.digests.base_digest {
+                wrong.get_or_insert(Error::WrongBase {
+                    tensor: tensor.base_name.to_owned(),
+                    expected: hex(&tensor.digests.base_digest),
+                    found: hex(&found),
+                });
+            }
+        }
+        match wrong {
+            Some(_) if all_are_targets => Error::AlreadyApplied,
+            Some(wrong) => wrong,
+            // All digests agree, so the sums in the index are what is wrong.
+            None => error,
+        }
+    }
+}
+
+/// The hash of a whole tensor of a checkpoint, by all threads.
+pub(super) fn hash_tensor(checkpoint: &dyn Checkpoint, place: usize) -> Result<Hash> {
+    const PIECE: u64 = 1 << 20;
+    let bytes = checkpoint.tensors()[place].bytes();
+    let buffers = Pool::new(Vec::new);
+    let mut pieces = Vec::new();
+    in_batches(
+        (0..bytes.div_ceil(PIECE)).map(|i| i * PIECE),
+        |_| PIECE,
+        |&mut offset| {
+            let size = PIECE.min(bytes - offset) as usize;
+            buffers.with(|buffer| Ok(digest::of_piece(checkpoint.bytes(place, offset, size, buffer)?, offset, bytes)))
+        },
+        |_, piece| {
+            pieces.push(piece);
+            Ok(())
+        },
+    )?;
+    Ok(digest::combine(&pieces))
+}
+
+/// Puts the hashes of chunks together, tensor by tensor, and compares them with the index.
+struct DigestCheck<'a, 'b, B> {
+    apply: &'b Apply<'a, B>,
+    bases: &'b [Option<usize>],
+    /// How many of the selected tensors are complete.
+    ended: usize,
+    base: Vec<[u8; 32]>,
+    target: Vec<[u8; 32]>,
+    base_hashes: Vec<Option<Hash>>,
+    target_hashes: Vec<Hash>,
+}
+
+impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
+    fn new(apply: &'b Apply<'a, B>, bases: &'b [Option<usize>]) -> Self {
+        Self { apply, bases, ended: 0, base: Vec::new(), target: Vec::new(), base_hashes: Vec::new(), target_hashes: Vec::new() }
+    }
+
+    /// Takes the hashes of the next chunk, which belongs to the selected tensor `at`.
+    fn add(&mut self, at: usize, hashes: Option<Hashes>) -> Result<()> {
+        let Some(hashes) = hashes else { return Ok(()) };
+        while self.ended < at {
+            self.end_tensor()?;
+        }
+        self.base.extend(hashes.base);
+        self.target.push(hashes.target);
+        Ok(())
+    }
+
+    fn end_tensor(&mut self) -> Result<()> {
+        let tensor = self.apply.pair.index().tensor(self.apply.places[self.ended]);
+        let base_hash = match tensor.base_kind {
+            BaseKind::None => None,
+            BaseKind::Same => Some(digest::combine(&self.base)),
+            BaseKind::Prefix => self.bases[self.ended].map(|place| hash_tensor(self.apply.base, place)).transpose()?,
+        };
+        if let Some(found) = base_hash.as_ref().map(short).filter(|found| *found != tensor.digests.base_digest) {
+            // Its sums were right: an adversary's base, or a `prefix` base whose unused rows differ.
+            let expected = hex(&tensor.digests.base_digest);
+            return Err(Error::WrongBase { tensor: tensor.base_name.to_owned(), expected, found: hex(&found) });
+        }
+        let target_hash = digest::combine(&self.target);
+        let (expected, found) = (&tensor.digests.target_digest, short(&target_hash));
+        Rule::TensorTargetDigest.check(*expected == found, hex(expected), hex(&found)).map_err(|e| e.in_tensor(tensor.name))?;
+        self.base_hashes.push(base_hash);
+        self.target_hashes.push(target_hash);
+        self.base.clear();
+        self.target.clear();
+        self.ended += 1;
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<()> {
+        if !self.apply.digests {
+            return Ok(());
+        }
+        let count = self.apply.places.len();
+        while self.ended < count {
+            self.end_tensor()?;
+        }
+        let index = self.apply.pair.index();
+        if count == index.tensor_count() {
+            let root = digest::root(self.base_hashes.into_iter());
+            Rule::DigestBaseRoot.check(root == index.base_root(), hex(index.base_root()), hex(&root))?;
+            let root = digest::root(self.target_hashes.into_iter().map(Some));
+            Rule::DigestTargetRoot.check(root == index.target_root(), hex(index.target_root()), hex(&root))?;
+        }
+        Ok(())
+    }
+}
+
+/// Tensors in memory seen as a checkpoint, while nobody writes them.
+struct Snapshot<'a> {
+    infos: Vec<TensorInfo>,
+    data: Vec<&'a [u8]>,
+}
+
+impl Checkpoint for Snapshot<'_> {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.infos
+    }
+
+    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        // Lengths were compared with the table before this was made.
+        out.copy_from_slice(&self.data[place][offset as usize..][..out.len()]);
+        Ok(())
+    }
+}
+
+impl<B: Source> Pair<B> {
+    /// Turns base tensors into target tensors where they lie: the tensors given, in any order. Others of the pair are left.
+    ///
+    /// # Errors
+    /// With [`InPlace::AllChecked`], [`Error::WrongBase`], [`Error::AlreadyApplied`] or [`Error::Invalid`] and nothing is
+    /// written; with [`InPlace::ChunkByChunk`], [`Error::Poisoned`] if something was. [`Error::Misuse`] for a tensor that is
+    /// not in the pair, is given twice, has another length, or changes its number of rows.
+    pub fn apply_in_place(&self, tensors: &mut [TensorMut<'_>], mode: InPlace) -> Result<ApplyReport> {
+        tensors.sort_by(|a, b| a.name.cmp(b.name));
+        self.check_in_place(tensors)?;
+        if mode == InPlace::AllChecked {
+            self.preflight(tensors)?;
+        }
+        let table = self.index();
+        let mut places = Vec::new();
+        for tensor in tensors.iter() {
+            places.extend(table.find(tensor.name).map(|found| found.place));
+        }
+        let jobs = tensors.iter_mut().zip(&places).enumerate().flat_map(|(at, (given, &place))| {
+            let tensor = table.tensor(place);
+            let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
+            tensor.chunks().zip(given.bytes.chunks_mut(chunk_bytes)).map(move |(chunk, out)| Job {
+                at,
+                tensor,
+                base: None,
+                chunk,
+                out: Some(out),
+            })
+        });
+        let workers = Pool::new(Worker::new);
+        let written = std::sync::Mutex::new(Vec::new());
+        let outcome = in_batches(
+            jobs,
+            |job| job.byte_range().end - job.byte_range().start,
+            |job| {
+                let Some(out) = &mut job.out else { return Ok(()) };
+                workers.with(|worker| {
+                    let mut lanes = std::mem::take(&mut worker.lanes);
+                    lanes.clear();
+                    // Without a base the lanes begin as zeros, whatever lies there.
+                    match job.tensor.base_kind {
+                        BaseKind::None => lanes.resize(out.len(), 0),
+                        _ => lanes.extend_from_slice(out),
+                    }
+                    let outcome = patch(self, &job.tensor, job.chunk, worker, &mut lanes, false);
+                    if outcome.is_ok() {
+                        out.copy_from_slice(&lanes);
+                        written.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(job.chunk);
+                    }
+                    worker.lanes = lanes;
+                    outcome.map(|_| ())
+                })
+            },
+            |_, ()| Ok(()),
+        );
+        let mut written = written.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Err(source) = outcome {
+            if written.is_empty() {
+                return Err(source);
+            }
+            written.sort_unstable();
+            let total = places.iter().map(|&place| table.tensor(place).chunk_count).sum();
+            return Err(Error::Poisoned { written, total, source: Box::new(source) });
+        }
+        let bytes = tensors.iter().map(|tensor| tensor.bytes.len() as u64).sum();
+        Ok(ApplyReport { tensors: tensors.len() as u64, bytes, digests_checked: mode == InPlace::AllChecked })
+    }
+
+    fn check_in_place(&self, tensors: &[TensorMut<'_>]) -> Result<()> {
+        let mut before = None;
+        for given in tensors {
+            let name = Escaped(given.name);
+            let tensor = self.index().find(given.name).ok_or_else(|| Error::Misuse(format!("no tensor {name} in the pair")))?;
+            if before.replace(given.name) == Some(given.name) {
+                return Err(Error::Misuse(format!("tensor {name} is given twice")));
+            }
+            if tensor.base_kind == BaseKind::Prefix {
+                return Err(Error::Misuse(format!("tensor {name} changes its number of rows, which cannot be done in place")));
+            }
+            if given.bytes.len() as u64 != tensor.bytes() {
+                return Err(Error::Misuse(format!(
+                    "tensor {name} is given with {} bytes, it has {}",
+                    given.bytes.len(),
+                    tensor.bytes()
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// A full decode without a store, of the tensors as they lie.
+    fn preflight(&self, tensors: &[TensorMut<'_>]) -> Result<()> {
+        let found = tensors.iter().filter_map(|given| Some((self.index().find(given.name)?, &*given.bytes)));
+        let (infos, data) = found
+            .map(|(tensor, bytes)| {
+                let info = TensorInfo { name: tensor.base_name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
+                (info, bytes)
+            })
+            .unzip();
+        let names: Vec<_> = tensors.iter().map(|given| given.name).collect();
+        let base = Snapshot { infos, data };
+        let mut apply = Apply::new(self, &base).tensors(|name| names.binary_search(&name).is_ok());
+        apply.in_order = true; // each tensor is its own base, also where two were made from one
+        apply.verify().map(|_| ())
+    }
+}

@@ -1,0 +1,66 @@
+//! Encoding a pair from two checkpoints, and applying one to a base (spec sections 9 and 13).
+
+#![forbid(unsafe_code)]
+
+mod apply;
+mod chunk;
+mod encode;
+
+pub use apply::{Apply, ApplyReport, InPlace, Sink, TensorMut};
+pub use encode::{EncodeOptions, EncodeReport, TensorReport, encode, encode_to_memory, encode_to_path};
+
+use crate::error::Result;
+use rayon::prelude::*;
+use std::sync::{Mutex, PoisonError};
+
+/// Bytes of lanes that are in work at once: enough chunks to keep all threads busy, few enough to bound memory.
+const BATCH_BYTES: u64 = 48 << 20;
+
+/// Told how many bytes of target lanes have been done since the last call, from any thread.
+pub type Progress<'a> = &'a (dyn Fn(u64) + Sync);
+
+/// Works through jobs on all threads of the pool, a batch at a time, and hands the results over in order.
+///
+/// Memory is bounded by the results of a batch, whatever the number of jobs. The first error in order is returned.
+fn in_batches<J: Send, R: Send>(
+    jobs: impl IntoIterator<Item = J>,
+    bytes: impl Fn(&J) -> u64,
+    work: impl Fn(&mut J) -> Result<R> + Sync,
+    mut done: impl FnMut(J, R) -> Result<()>,
+) -> Result<()> {
+    let mut jobs = jobs.into_iter().peekable();
+    while jobs.peek().is_some() {
+        let mut batch = Vec::new();
+        let mut size = 0;
+        while let Some(job) = jobs.next_if(|_| size < BATCH_BYTES) {
+            size += bytes(&job).max(64); // empty jobs cost something too
+            batch.push(job);
+        }
+        let results: Vec<_> = batch.par_iter_mut().with_max_len(1).map(&work).collect();
+        for (job, result) in batch.into_iter().zip(results) {
+            done(job, result?)?;
+        }
+    }
+    Ok(())
+}
+
+/// Things that a thread takes for a job and puts back: contexts and buffers that are dear to make.
+struct Pool<T> {
+    free: Mutex<Vec<T>>,
+    make: fn() -> T,
+}
+
+impl<T> Pool<T> {
+    fn new(make: fn() -> T) -> Self {
+        Self { free: Mutex::new(Vec::new()), make }
+    }
+
+    fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
+        let free = || self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = free().pop();
+        let mut thing = taken.unwrap_or_else(self.make);
+        let result = work(&mut thing);
+        free().push(thing);
+        result
+    }
+}

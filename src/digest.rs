@@ -1,0 +1,95 @@
+//! BLAKE3 of tensors, formed chunk by chunk (spec section 7).
+//!
+//! BLAKE3 is a tree: a chunk of lanes is a power of two of at least 4 KiB, hence a subtree, so that threads can hash a tensor's
+//! chunks in any order and the result is the plain hash of the tensor.
+
+#![forbid(unsafe_code)]
+
+use blake3::hazmat::{HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
+use blake3::{Hash, Hasher};
+
+use crate::format::DIGEST_SIZE;
+
+/// Input below this many bytes is hashed by one thread.
+const PARALLEL: usize = 1 << 20;
+
+/// The hash of bytes in memory, by all threads where it pays.
+pub(crate) fn of(bytes: &[u8]) -> Hash {
+    let mut hasher = Hasher::new();
+    if bytes.len() < PARALLEL {
+        hasher.update(bytes)
+    } else {
+        hasher.update_rayon(bytes)
+    };
+    hasher.finalize()
+}
+
+/// BLAKE3-128 of the spec.
+pub(crate) fn short(hash: &Hash) -> [u8; DIGEST_SIZE] {
+    *hash.as_bytes().first_chunk().unwrap_or(&[0; DIGEST_SIZE])
+}
+
+/// The hash of one piece of a whole: final if the piece is the whole, else a chaining value for [`combine`].
+///
+/// `offset` is where the piece begins; all pieces but the last are equally long, a power of two of at least 1 KiB.
+pub(crate) fn of_piece(bytes: &[u8], offset: u64, whole: u64) -> [u8; 32] {
+    if bytes.len() as u64 == whole {
+        return *blake3::hash(bytes).as_bytes();
+    }
+    Hasher::new().set_input_offset(offset).update(bytes).finalize_non_root()
+}
+
+/// The hash of the whole from those of its pieces, in order.
+pub(crate) fn combine(pieces: &[[u8; 32]]) -> Hash {
+    match pieces {
+        [] => blake3::hash(&[]),
+        [whole] => Hash::from_bytes(*whole),
+        _ => {
+            let (left, right) = halves(pieces);
+            merge_subtrees_root(&left, &right, Mode::Hash)
+        }
+    }
+}
+
+fn halves(pieces: &[[u8; 32]]) -> ([u8; 32], [u8; 32]) {
+    let (left, right) = pieces.split_at(pieces.len().next_power_of_two() / 2);
+    (subtree(left), subtree(right))
+}
+
+fn subtree(pieces: &[[u8; 32]]) -> [u8; 32] {
+    match pieces {
+        [one] => *one,
+        _ => {
+            let (left, right) = halves(pieces);
+            merge_subtrees_non_root(&left, &right, Mode::Hash)
+        }
+    }
+}
+
+/// The root over a list of tensors: BLAKE3 of their hashes one after the other, zeros for a missing one.
+pub(crate) fn root(tensors: impl Iterator<Item = Option<Hash>>) -> [u8; 32] {
+    let mut hasher = Hasher::new();
+    for hash in tensors {
+        hasher.update(hash.as_ref().map_or(&[0; 32][..], |hash| hash.as_bytes()));
+    }
+    *hasher.finalize().as_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_give_the_plain_hash() {
+        const PIECE: usize = 4096;
+        let bytes: Vec<u8> = (0..9 * PIECE as u32 + 77).map(|i| (i % 251) as u8).collect();
+        for size in
+            [0, 1, 1024, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 1, 3 * PIECE, 5 * PIECE - 3, 8 * PIECE, bytes.len()]
+        {
+            let whole = &bytes[..size];
+            let pieces: Vec<_> =
+                whole.chunks(PIECE).enumerate().map(|(i, p)| of_piece(p, (i * PIECE) as u64, size as u64)).collect();
+            assert_eq!(combine(&pieces), blake3::hash(whole), "{size} bytes");
+        }
+    }
+}

@@ -1,0 +1,320 @@
+//! Errors: what was expected, what was found, and where.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Result of this crate's functions.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Everything that can go wrong, apart by who has to act.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The operating system refused.
+    #[error("cannot {action} {}: {source}", Escaped(&path.display().to_string()))]
+    Io {
+        /// What was being done, as a verb.
+        action: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// A pair breaks the spec, or its bytes are damaged.
+    #[error(transparent)]
+    Invalid(#[from] Box<Invalid>),
+    /// The base is not the one that the pair was made from.
+    #[error("wrong base: tensor {} has digest {found}, the pair was made from {expected}", Escaped(tensor))]
+    WrongBase {
+        /// Name of the first base tensor that differs.
+        tensor: String,
+        /// Digest in the index, hexadecimal.
+        expected: String,
+        /// Digest of what was given, hexadecimal.
+        found: String,
+    },
+    /// The base is the pair's target: nothing is left to do.
+    #[error("already applied: the base given is the target of this pair")]
+    AlreadyApplied,
+    /// A checkpoint that was given cannot be read as one.
+    #[error("{}: {reason}", Escaped(&path.display().to_string()))]
+    BadCheckpoint {
+        /// The file or folder.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The file may be fine but asks for more than the reader's limits.
+    #[error("{what} is {found}, above the limit of {limit}; raise the limit to read it")]
+    Limit {
+        /// What is bounded.
+        what: &'static str,
+        /// The bound in force.
+        limit: u64,
+        /// What the file asks for.
+        found: u64,
+    },
+    /// An in-place application failed after it had begun to write.
+    #[error("in-place application failed after {} of {total} chunks were written, the tensors are a mixture now: {source}", written.len())]
+    Poisoned {
+        /// Chunks that were written, by their place in the index map.
+        written: Vec<u32>,
+        /// Chunks that were to be written.
+        total: u32,
+        /// The first failure.
+        source: Box<Error>,
+    },
+    /// The call makes no sense: a wrong name, range, or size.
+    #[error("{0}")]
+    Misuse(String),
+}
+
+/// A rule of the spec that some bytes break.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Invalid {
+    /// The rule.
+    pub rule: Rule,
+    /// Where.
+    pub at: Location,
+    /// What the rule asks for.
+    pub expected: String,
+    /// What stands there.
+    pub found: String,
+}
+
+impl fmt::Display for Invalid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}{}: expected {}, found {} (spec section {})",
+            self.at,
+            self.rule,
+            self.expected,
+            self.found,
+            self.rule.section()
+        )
+    }
+}
+
+impl std::error::Error for Invalid {}
+
+/// Where in a pair an error was met; empty parts are not printed.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Location {
+    /// Name of the tensor.
+    pub tensor: Option<String>,
+    /// Place of the chunk in the index map.
+    pub chunk: Option<u32>,
+}
+
+impl fmt::Display for Location {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(tensor) = &self.tensor {
+            write!(f, "tensor {}, ", Escaped(tensor))?;
+        }
+        if let Some(chunk) = self.chunk {
+            write!(f, "chunk {chunk}, ")?;
+        }
+        Ok(())
+    }
+}
+
+macro_rules! rules {
+    ($($variant:ident = $id:literal in $section:literal,)+) => {
+        /// The rules on the bytes of a pair, by the ids that the spec gives them.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        #[expect(missing_docs, reason = "each rule is documented by the spec under its id")]
+        pub enum Rule { $($variant,)+ }
+
+        impl Rule {
+            /// All rules.
+            pub const ALL: &[Rule] = &[$(Rule::$variant,)+];
+            /// The id in the spec.
+            pub const fn id(self) -> &'static str { match self { $(Rule::$variant => $id,)+ } }
+            /// The section of `tpde-format.md`, or with a `C` of `codecs.md`.
+            pub const fn section(self) -> &'static str { match self { $(Rule::$variant => $section,)+ } }
+        }
+    };
+}
+
+rules! {
+    HeaderMagic = "header.magic" in "5",
+    HeaderVersionMajor = "header.version_major" in "5",
+    HeaderHeaderSize = "header.header_size" in "5",
+    HeaderCrc32 = "header.crc32" in "5",
+    HeaderRequiredFeatures = "header.required_features" in "5",
+    HeaderReserved = "header.reserved" in "5",
+    HeaderChunkCount = "header.chunk_count" in "5",
+    HeaderTensorCount = "header.tensor_count" in "5",
+    HeaderFileCount = "header.file_count" in "5",
+    HeaderIndexSize = "header.index_size" in "5",
+    HeaderSections = "header.sections" in "5",
+    IndexDigest = "index.digest" in "5",
+    SectionPadding = "section.padding" in "5",
+    SectionFrame = "section.frame" in "5",
+    TensorsSize = "tensors.size" in "8",
+    TensorName = "tensor.name" in "8",
+    TensorNameOrder = "tensor.name_order" in "8",
+    TensorBaseName = "tensor.base_name" in "8",
+    TensorDtype = "tensor.dtype" in "8",
+    TensorRank = "tensor.rank" in "8",
+    TensorShape = "tensor.shape" in "8",
+    TensorBaseKind = "tensor.base_kind" in "8.2",
+    TensorBaseParam = "tensor.base_param" in "8.2",
+    TensorCodec = "tensor.codec" in "8",
+    TensorChunkLanes = "tensor.chunk_lanes" in "8",
+    TensorReserved = "tensor.reserved" in "8",
+    TensorTablesSize = "tensor.tables_size" in "8",
+    TensorFirstChunk = "tensor.first_chunk" in "8",
+    TensorChunkCount = "tensor.chunk_count" in "8",
+    DigestNone = "digest.none" in "7",
+    FilesSize = "files.size" in "10",
+    FileKind = "file.kind" in "10",
+    FileReserved = "file.reserved" in "10",
+    FileName = "file.name" in "10",
+    FileContentSize = "file.content_size" in "10",
+    FileContentDigest = "file.content_digest" in "10",
+    FileTensors = "file.tensors" in "10",
+    RecordNumDeltas = "record.num_deltas" in "6",
+    RecordEmpty = "record.empty" in "6",
+    RecordSizes = "record.sizes" in "6",
+    RecordBlobOffset = "record.blob_offset" in "6",
+    RecordOutputOffset = "record.output_offset" in "6",
+    RecordSums = "record.sums" in "6.1",
+    RecordBlobSize = "record.blob_size" in "6",
+    BlobBlobSize = "blob.blob_size" in "11",
+    BlobMagic = "blob.magic" in "11",
+    BlobVersionMajor = "blob.version_major" in "11",
+    BlobHeaderSize = "blob.header_size" in "11",
+    BlobCrc32 = "blob.crc32" in "11",
+    BlobReserved = "blob.reserved" in "11",
+    BlobVersionMinor = "blob.version_minor" in "11",
+    BlobPairDigest = "blob.pair_digest" in "11",
+    PayloadCrc32 = "payload.crc32" in "6",
+    PayloadPadding = "payload.padding" in "11",
+    PayloadFrame = "payload.frame" in "C3",
+    PayloadLayout = "payload.layout" in "C3",
+    PayloadSize = "payload.size" in "C3",
+    PayloadPositions = "payload.positions" in "C2",
+    PayloadDeltas = "payload.deltas" in "C2",
+    ChunkBaseSum = "chunk.base_sum" in "6.1",
+    ChunkTargetSum = "chunk.target_sum" in "6.1",
+    BaseTensor = "base.tensor" in "8.2",
+    TensorTargetDigest = "tensor.target_digest" in "7",
+    DigestBaseRoot = "digest.base_root" in "7",
+    DigestTargetRoot = "digest.target_root" in "7",
+}
+
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.id())
+    }
+}
+
+impl Rule {
+    /// An error for this rule.
+    pub(crate) fn broken(self, expected: impl fmt::Display, found: impl fmt::Display) -> Error {
+        Error::Invalid(Box::new(Invalid {
+            rule: self,
+            at: Location::default(),
+            expected: expected.to_string(),
+            found: found.to_string(),
+        }))
+    }
+
+    /// An error for this rule unless the two are equal.
+    pub(crate) fn check_eq<T: PartialEq + fmt::Display>(self, expected: T, found: T) -> Result<()> {
+        if expected == found { Ok(()) } else { Err(self.broken(expected, found)) }
+    }
+
+    /// An error for this rule unless `ok`.
+    pub(crate) fn check(self, ok: bool, expected: impl fmt::Display, found: impl fmt::Display) -> Result<()> {
+        if ok { Ok(()) } else { Err(self.broken(expected, found)) }
+    }
+}
+
+impl Error {
+    /// The rule of the spec that is broken, where that is the matter.
+    pub fn rule(&self) -> Option<Rule> {
+        match self {
+            Error::Invalid(invalid) => Some(invalid.rule),
+            Error::Poisoned { source, .. } => source.rule(),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
+        Error::Io { action, path: path.to_owned(), source }
+    }
+
+    pub(crate) fn bad_checkpoint(path: &Path, reason: impl fmt::Display) -> Self {
+        Error::BadCheckpoint { path: path.to_owned(), reason: reason.to_string() }
+    }
+
+    /// Adds the tensor's name to a broken rule.
+    pub(crate) fn in_tensor(mut self, name: &str) -> Self {
+        if let Error::Invalid(invalid) = &mut self {
+            invalid.at.tensor.get_or_insert_with(|| name.to_owned());
+        }
+        self
+    }
+
+    /// Adds the chunk's place in the index map to a broken rule.
+    pub(crate) fn in_chunk(mut self, chunk: u32) -> Self {
+        if let Error::Invalid(invalid) = &mut self {
+            invalid.at.chunk.get_or_insert(chunk);
+        }
+        self
+    }
+}
+
+/// A stranger's text made safe for a terminal or a log: control characters, bidirectional overrides and other invisible
+/// characters appear as `\u{…}`, and long text is cut.
+pub struct Escaped<'a>(pub &'a str);
+
+impl fmt::Display for Escaped<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const MOST: usize = 200;
+        let mut out = String::new();
+        for (i, c) in self.0.chars().enumerate() {
+            if i == MOST {
+                out.push('…');
+                break;
+            }
+            let invisible = matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff0}'..='\u{fffb}' | '\u{e0000}'..='\u{e0fff}');
+            if c.is_control() || invisible {
+                out.extend(c.escape_unicode());
+            } else {
+                out.push(c);
+            }
+        }
+        f.pad(&out)
+    }
+}
+
+/// Bytes as lower-case hexadecimal.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_strangers_cannot_drive_a_terminal() {
+        let shown = Escaped("a\x1b[31m\n\u{202e}b\u{9b}é").to_string();
+        assert_eq!(shown, "a\\u{1b}[31m\\u{a}\\u{202e}b\\u{9b}é");
+        assert!(Escaped(&"x".repeat(5000)).to_string().chars().count() <= 201);
+    }
+
+    #[test]
+    fn rule_ids_are_unique() {
+        let mut ids: Vec<_> = Rule::ALL.iter().map(|r| r.id()).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        assert_eq!(ids.len(), Rule::ALL.len());
+    }
+}

@@ -1,0 +1,129 @@
+//! The bytes of a pair: constants and layouts, nothing else (spec sections 5 to 11).
+//!
+//! Every struct here is one table of `spec/tpde-format.md` and one struct of `spec/tpde.h`; the tests at the end of this
+//! module hold the sizes together. No I/O and no checks happen here: [`crate::index`] validates.
+
+#![forbid(unsafe_code)]
+
+mod blob;
+mod files;
+mod header;
+mod records;
+mod tensors;
+
+pub use blob::BlobHeader;
+pub use files::{FileEntry, FileKind};
+pub use header::{IndexHeader, Section, SectionEntry};
+pub use records::{ChunkMetadata, ChunkSums, TensorDigests};
+pub use tensors::{BaseKind, TensorEntry};
+
+/// First bytes of a `.tpde-index` (section 5).
+pub const INDEX_MAGIC: [u8; 8] = *b"\x89TPI\r\n\x1a\n";
+/// First bytes of a `.tpde-blob` (section 11).
+pub const BLOB_MAGIC: [u8; 8] = *b"\x89TPB\r\n\x1a\n";
+/// The major version that this crate reads and writes.
+pub const VERSION_MAJOR: u16 = 1;
+/// The minor version that this crate writes.
+pub const VERSION_MINOR: u16 = 0;
+/// Required feature bits that this crate knows.
+pub const KNOWN_REQUIRED_FEATURES: u64 = 0;
+
+/// Bytes of the index header.
+pub const INDEX_HEADER_SIZE: u32 = 256;
+/// Bytes of the index header under its CRC.
+pub const INDEX_HEADER_CRC_SPAN: usize = 252;
+/// Bytes of the blob header.
+pub const BLOB_HEADER_SIZE: u32 = 64;
+/// Bytes of the blob header under its CRC.
+pub const BLOB_HEADER_CRC_SPAN: usize = 60;
+/// Bytes of the pair digest at the end of the index.
+pub const PAIR_DIGEST_SIZE: u64 = 32;
+/// Bytes of the two roots before the digests of the tensors (section 7).
+pub const ROOTS_SIZE: u64 = 64;
+/// Bytes of a stored tensor or content digest.
+pub const DIGEST_SIZE: usize = 16;
+
+/// Alignment of sections in the index.
+pub const SECTION_ALIGN: u64 = 8;
+/// Alignment of payloads in the blob.
+pub const PAYLOAD_ALIGN: u64 = 16;
+
+/// log2 of the fewest lanes that a chunk size may have.
+pub const MIN_CHUNK_LANES_LOG2: u8 = 12;
+/// Most bytes of lanes that a chunk may have.
+pub const MAX_CHUNK_BYTES: u64 = 4 << 20;
+/// Most chunks of a pair.
+pub const MAX_CHUNKS: u32 = (1 << 31) - 1;
+/// Most tensors of a pair.
+pub const MAX_TENSORS: u32 = 1 << 24;
+/// Most files of a pair.
+pub const MAX_FILES: u32 = 1 << 16;
+/// Most bytes of a tensor name.
+pub const MAX_NAME_SIZE: u32 = 4096;
+/// Most bytes of a file name.
+pub const MAX_FILE_NAME_SIZE: u32 = 255;
+/// Highest rank.
+pub const MAX_RANK: u16 = 32;
+
+/// `align(x, a)` of the spec; `None` where the result does not fit.
+pub fn align(x: u64, a: u64) -> Option<u64> {
+    x.checked_next_multiple_of(a)
+}
+
+/// A code of a registry of the spec with its name: one macro so that every registry reads alike.
+macro_rules! registry {
+    ($(#[$meta:meta])* $name:ident : $repr:ty { $($(#[$vmeta:meta])* $variant:ident = $code:literal => $text:literal,)+ }) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize)]
+        #[cfg_attr(feature = "arbitrary", derive(arbitrary::Arbitrary))]
+        pub enum $name { $($(#[$vmeta])* #[serde(rename = $text)] $variant,)+ }
+
+        impl $name {
+            /// Every entry of the registry, in the order of its codes.
+            pub const ALL: &[$name] = &[$($name::$variant,)+];
+            /// The code in the file.
+            pub const fn code(self) -> $repr { match self { $($name::$variant => $code,)+ } }
+            /// The entry with this code, if there is one.
+            pub const fn from_code(code: $repr) -> Option<Self> { match code { $($code => Some($name::$variant),)+ _ => None } }
+            /// The name in the spec.
+            pub const fn name(self) -> &'static str { match self { $($name::$variant => $text,)+ } }
+        }
+
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result { f.pad(self.name()) }
+        }
+    };
+}
+pub(crate) use registry;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use binrw::{BinRead, BinWrite};
+    use std::io::Cursor;
+
+    fn written_size<T>(value: &T) -> usize
+    where
+        for<'a> T: BinWrite<Args<'a> = ()> + binrw::meta::WriteEndian,
+    {
+        let mut out = Cursor::new(Vec::new());
+        value.write(&mut out).unwrap();
+        out.into_inner().len()
+    }
+
+    #[test]
+    fn layouts_have_the_sizes_of_the_spec() {
+        assert_eq!(size_of::<ChunkMetadata>(), 32);
+        assert_eq!(size_of::<ChunkSums>(), 16);
+        assert_eq!(size_of::<TensorDigests>(), 32);
+        let zeros = [0u8; 256];
+        let header = IndexHeader::read(&mut Cursor::new(&zeros)).unwrap();
+        assert_eq!(written_size(&header), INDEX_HEADER_SIZE as usize);
+        let blob = BlobHeader::read(&mut Cursor::new(&zeros)).unwrap();
+        assert_eq!(written_size(&blob), BLOB_HEADER_SIZE as usize);
+        let tensor = TensorEntry::read(&mut Cursor::new(&zeros)).unwrap();
+        assert_eq!(written_size(&tensor), TensorEntry::SIZE);
+        let file = FileEntry::read(&mut Cursor::new(&zeros)).unwrap();
+        assert_eq!(written_size(&file), FileEntry::SIZE);
+    }
+}

@@ -1,0 +1,96 @@
+//! File table (spec section 10; step 5 of section 13).
+
+use super::TargetFile;
+use crate::digest;
+use crate::error::{Result, Rule, hex};
+use crate::format::*;
+use binrw::BinRead;
+use std::io::Cursor;
+use std::ops::Range;
+
+#[derive(Debug)]
+pub(super) struct FileTable {
+    rows: Vec<Row>,
+    /// Names, then contents.
+    bytes: Vec<u8>,
+}
+
+#[derive(Debug)]
+struct Row {
+    kind: FileKind,
+    name: Range<usize>,
+    content: Range<usize>,
+    content_size: u64,
+    content_digest: [u8; DIGEST_SIZE],
+}
+
+impl FileTable {
+    pub(super) fn parse(section: &[u8], header: &IndexHeader) -> Result<Self> {
+        let count = header.file_count as usize;
+        let too_small =
+            |what: &str| Rule::FilesSize.broken(format_args!("room for {what}"), format_args!("{} bytes", section.len()));
+        let (entries, bytes) = section.split_at_checked(count * FileEntry::SIZE).ok_or_else(|| too_small("the entries"))?;
+        let mut cursor = Cursor::new(entries);
+        let mut rows: Vec<Row> = Vec::with_capacity(count);
+        let mut at = 0;
+        for _ in 0..count {
+            let entry = FileEntry::read(&mut cursor).map_err(|e| Rule::FilesSize.broken("an entry", e))?;
+            let kind = FileKind::from_code(entry.kind).ok_or_else(|| Rule::FileKind.broken("a known code", entry.kind))?;
+            Rule::FileReserved.check(entry.reserved_0 == 0 && entry.reserved_1 == 0, "zeros", "other bytes")?;
+            let most = MAX_FILE_NAME_SIZE;
+            Rule::FileName.check(entry.name_size <= most, format_args!("at most {most} bytes"), entry.name_size)?;
+            let least = if kind.has_tensors() { 8 } else { 0 };
+            Rule::FileContentSize.check(entry.content_size >= least, format_args!("at least {least}"), entry.content_size)?;
+            let name = at..at + entry.name_size as usize;
+            let text = bytes.get(name.clone()).ok_or_else(|| too_small("the names"))?;
+            check_name(text, kind, count)?;
+            if let Some(before) = rows.last() {
+                Rule::FileName.check(&bytes[before.name.clone()] < text, "a name above the one before", "one that is not")?;
+            }
+            at = name.end;
+            rows.push(Row { kind, name, content: 0..0, content_size: entry.content_size, content_digest: entry.content_digest });
+        }
+        for row in rows.iter_mut().filter(|row| row.kind.is_stored()) {
+            let end =
+                usize::try_from(row.content_size).ok().and_then(|size| at.checked_add(size)).filter(|&end| end <= bytes.len());
+            row.content = at..end.ok_or_else(|| too_small("the contents"))?;
+            at = row.content.end;
+            let digest = digest::short(&digest::of(&bytes[row.content.clone()]));
+            Rule::FileContentDigest.check(digest == row.content_digest, hex(&digest), hex(&row.content_digest))?;
+        }
+        Rule::FilesSize.check(at == bytes.len(), "nothing after the contents", format_args!("{} bytes", bytes.len() - at))?;
+        Ok(Self { rows, bytes: bytes.to_vec() })
+    }
+
+    pub(super) fn iter(&self) -> impl ExactSizeIterator<Item = TargetFile<'_>> {
+        self.rows.iter().map(|row| TargetFile {
+            // ASCII, as check_name has said.
+            name: std::str::from_utf8(&self.bytes[row.name.clone()]).unwrap_or_default(),
+            kind: row.kind,
+            content_size: row.content_size,
+            content_digest: row.content_digest,
+            content: row.kind.is_stored().then(|| &self.bytes[row.content.clone()]),
+        })
+    }
+}
+
+fn check_name(name: &[u8], kind: FileKind, count: usize) -> Result<()> {
+    if name.is_empty() {
+        return Rule::FileName.check(count == 1 && kind.has_tensors(), "a name, but for a lone safetensors file", "none");
+    }
+    let shown = String::from_utf8_lossy(name);
+    Rule::FileName.check(
+        is_file_name(&shown, kind),
+        "letters, digits, . _ - and the ending of the kind",
+        crate::error::Escaped(&shown),
+    )
+}
+
+/// Whether a file of this kind may have this name (section 10): such a name is no path and no hidden file.
+pub(crate) fn is_file_name(name: &str, kind: FileKind) -> bool {
+    let ending = if kind.has_tensors() { ".safetensors" } else { ".safetensors.index.json" };
+    !name.starts_with('.')
+        && name.len() <= MAX_FILE_NAME_SIZE as usize
+        && name.ends_with(ending)
+        && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
+}

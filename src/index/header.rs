@@ -1,0 +1,134 @@
+//! Header, sections and pair digest (spec section 5; steps 1 to 3 of section 13).
+
+use crate::error::{Error, Result, Rule, hex};
+use crate::format::*;
+use crate::limits::Limits;
+use binrw::BinRead;
+use std::borrow::Cow;
+use std::io::Cursor;
+
+/// The least size of an index: header, two roots, pair digest.
+const LEAST_INDEX_SIZE: u64 = INDEX_HEADER_SIZE as u64 + ROOTS_SIZE + PAIR_DIGEST_SIZE;
+/// Largest window that a section's frame may ask for.
+const WINDOW_LOG_MAX: u32 = 27;
+
+/// Step 1.
+pub(super) fn parse(bytes: &[u8], limits: &Limits) -> Result<IndexHeader> {
+    let found = bytes.len() as u64;
+    if found > limits.index_size {
+        return Err(Error::Limit { what: "size of the index", limit: limits.index_size, found });
+    }
+    let magic = bytes.get(..8).unwrap_or(bytes);
+    Rule::HeaderMagic.check(INDEX_MAGIC.starts_with(magic), hex(&INDEX_MAGIC), hex(magic))?;
+    let at_least = || format!("at least {LEAST_INDEX_SIZE} bytes");
+    Rule::HeaderIndexSize.check(found >= u64::from(INDEX_HEADER_SIZE), at_least(), found)?;
+    let header = IndexHeader::read(&mut Cursor::new(bytes)).map_err(|e| Rule::HeaderIndexSize.broken("a header", e))?;
+    Rule::HeaderVersionMajor.check_eq(VERSION_MAJOR, header.version_major)?;
+    Rule::HeaderHeaderSize.check_eq(INDEX_HEADER_SIZE, header.header_size)?;
+    let crc = crc32fast::hash(&bytes[..INDEX_HEADER_CRC_SPAN]);
+    Rule::HeaderCrc32.check(crc == header.header_crc32, format_args!("{crc:08x}"), format_args!("{:08x}", header.header_crc32))?;
+    let unknown = header.required_features & !KNOWN_REQUIRED_FEATURES;
+    Rule::HeaderRequiredFeatures.check(unknown == 0, "no unknown bit", format_args!("{unknown:#x}"))?;
+    Rule::HeaderReserved.check(header.reserved_0 == 0 && header.reserved_1 == [0; 44], "zeros", "other bytes")?;
+    Rule::HeaderChunkCount.check(header.chunk_count <= MAX_CHUNKS, format_args!("at most {MAX_CHUNKS}"), header.chunk_count)?;
+    Rule::HeaderTensorCount.check(
+        header.tensor_count <= MAX_TENSORS,
+        format_args!("at most {MAX_TENSORS}"),
+        header.tensor_count,
+    )?;
+    Rule::HeaderFileCount.check(header.file_count <= MAX_FILES, format_args!("at most {MAX_FILES}"), header.file_count)?;
+    Rule::HeaderIndexSize.check(found >= LEAST_INDEX_SIZE, at_least(), found)?;
+    Rule::HeaderIndexSize.check_eq(header.index_size, found)?;
+    check_sections(&header, limits)?;
+    Ok(header)
+}
+
+fn check_sections(header: &IndexHeader, limits: &Limits) -> Result<()> {
+    let chunks = u64::from(header.chunk_count);
+    let broken = |section: Section, what: &str, expected: u64, found: u64| {
+        Rule::HeaderSections.broken(format_args!("{what} of section {} {expected}", section.name()), found)
+    };
+    let mut end = u64::from(INDEX_HEADER_SIZE);
+    for section in Section::ALL {
+        let entry = header.section(section);
+        let overflow = || broken(section, "end within", header.index_size, entry.stored_size);
+        let offset = align(end, SECTION_ALIGN).ok_or_else(overflow)?;
+        if entry.offset != offset {
+            return Err(broken(section, "offset", offset, entry.offset));
+        }
+        let fixed = match section {
+            Section::Chunks => Some(32 * chunks),
+            Section::Sums => Some(16 * chunks),
+            Section::Digests => Some(ROOTS_SIZE + 32 * u64::from(header.tensor_count)),
+            _ => None,
+        };
+        match fixed {
+            Some(size) if entry.stored_size != size => return Err(broken(section, "stored size", size, entry.stored_size)),
+            Some(size) if entry.expanded_size != size => return Err(broken(section, "expanded size", size, entry.expanded_size)),
+            None if entry.stored_size > entry.expanded_size => {
+                return Err(broken(section, "stored size at most", entry.expanded_size, entry.stored_size));
+            }
+            None if entry.expanded_size > limits.section_size => {
+                return Err(Error::Limit {
+                    what: "expanded size of a section",
+                    limit: limits.section_size,
+                    found: entry.expanded_size,
+                });
+            }
+            _ => {}
+        }
+        end = offset.checked_add(entry.stored_size).filter(|&e| e <= header.index_size).ok_or_else(overflow)?;
+    }
+    let size = align(end, SECTION_ALIGN).and_then(|e| e.checked_add(PAIR_DIGEST_SIZE));
+    Rule::HeaderIndexSize.check_eq(size.unwrap_or(u64::MAX), header.index_size)
+}
+
+/// Step 2: returns the pair digest.
+pub(super) fn check_digest(bytes: &[u8]) -> Result<[u8; 32]> {
+    let (body, stored) = bytes.split_at(bytes.len() - PAIR_DIGEST_SIZE as usize);
+    let digest = *crate::digest::of(body).as_bytes();
+    Rule::IndexDigest.check(digest == stored, hex(&digest), hex(stored))?;
+    Ok(digest)
+}
+
+/// First half of step 3.
+pub(super) fn check_padding(bytes: &[u8], header: &IndexHeader) -> Result<()> {
+    let ends = Section::ALL.map(|s| {
+        let entry = header.section(s);
+        (entry.offset + entry.stored_size) as usize
+    });
+    let starts = Section::ALL[1..].iter().map(|s| header.section(*s).offset as usize);
+    let digest = bytes.len() - PAIR_DIGEST_SIZE as usize;
+    for ((end, start), section) in ends.into_iter().zip(starts.chain([digest])).zip(Section::ALL) {
+        let zeros = bytes[end..start].iter().all(|&b| b == 0);
+        Rule::SectionPadding.check(zeros, format_args!("zeros after section {}", section.name()), "other bytes")?;
+    }
+    Ok(())
+}
+
+/// Second half of step 3: the bytes of a compressible section.
+pub(super) fn expand<'a>(bytes: &'a [u8], header: &IndexHeader, section: Section) -> Result<Cow<'a, [u8]>> {
+    let entry = header.section(section);
+    let frame = super::stored(bytes, header, section);
+    if entry.stored_size == entry.expanded_size {
+        return Ok(Cow::Borrowed(frame));
+    }
+    let size = entry.expanded_size as usize; // at most limits.section_size
+    let broken = |found: &dyn std::fmt::Display| {
+        Rule::SectionFrame.broken(format_args!("section {} to be one zstd frame of {size} bytes", section.name()), found)
+    };
+    crate::codec::zstd::expand_frame(frame, size, WINDOW_LOG_MAX).map(Cow::Owned).map_err(|found| broken(&found))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tiny_file_cannot_ask_for_much() {
+        let limits = Limits { index_size: 100, ..Limits::default() };
+        assert!(matches!(parse(&[0; 101], &limits), Err(Error::Limit { limit: 100, found: 101, .. })));
+        assert_eq!(parse(&[], &limits).unwrap_err().rule(), Some(Rule::HeaderIndexSize));
+        assert_eq!(parse(b"\x89TPB", &limits).unwrap_err().rule(), Some(Rule::HeaderMagic));
+    }
+}

@@ -1,0 +1,46 @@
+//! Chunk records and sums (spec section 6; step 6 of section 13).
+
+use super::{Tensor, ValidatedIndex};
+use crate::error::{Result, Rule};
+use crate::format::*;
+
+/// One linear pass of equalities; the canonical form leaves nothing else to check.
+pub(super) fn validate(index: &ValidatedIndex) -> Result<()> {
+    let mut end = u64::from(BLOB_HEADER_SIZE);
+    let (records, sums) = (index.chunks(), index.sums());
+    for tensor in index.tensors() {
+        let chunks = tensor.chunks();
+        let range = chunks.start as usize..chunks.end as usize;
+        for ((chunk, record), sums) in chunks.zip(&records[range.clone()]).zip(&sums[range]) {
+            end = check(&tensor, chunk, record, sums, end).map_err(|e| e.in_chunk(chunk).in_tensor(tensor.name))?;
+        }
+    }
+    Rule::RecordBlobSize.check_eq(end, index.header().blob_size)
+}
+
+/// Checks one record that begins at `end`, and returns where the next begins.
+#[inline]
+fn check(tensor: &Tensor<'_>, chunk: u32, record: &ChunkMetadata, sums: &ChunkSums, end: u64) -> Result<u64> {
+    let range = tensor.chunk_range(chunk);
+    let lanes = range.end - range.start;
+    let (compressed, uncompressed) = (record.compressed_size.get(), record.uncompressed_size.get());
+    let changed = record.num_deltas.get();
+    Rule::RecordNumDeltas.check(u64::from(changed) <= lanes, "at most the chunk's lanes", changed)?;
+    if changed == 0 || compressed == 0 {
+        let empty = changed == 0 && compressed == 0 && uncompressed == 0 && record.crc32.get() == 0;
+        Rule::RecordEmpty.check(empty, "sizes, deltas and CRC all zero", "some that are not")?;
+    } else {
+        let bound = u64::from(uncompressed) + u64::from(uncompressed) / 64 + 64;
+        Rule::RecordSizes.check(u64::from(compressed) <= bound, "a compressed size within its bound", compressed)?;
+        // A chunk's lanes fit in u32: at most 4 MiB of them.
+        let sizes = tensor.codec.check_sizes(compressed, uncompressed, changed, lanes as u32, tensor.lane_bytes());
+        Rule::RecordSizes.check(sizes, "sizes that the codec allows", format_args!("{compressed} for {uncompressed}"))?;
+    }
+    Rule::RecordBlobOffset.check_eq(end, record.blob_offset.get())?;
+    Rule::RecordOutputOffset.check_eq(range.start, record.output_offset.get())?;
+    let (base, target) = (sums.base_sum.get(), sums.target_sum.get());
+    Rule::RecordSums.check(tensor.base_kind != BaseKind::None || base == 0, "a base sum of 0 without a base", base)?;
+    Rule::RecordSums.check(changed != 0 || base == target, "equal sums of an unchanged chunk", target)?;
+    let next = end.checked_add(u64::from(compressed)).and_then(|x| align(x, PAYLOAD_ALIGN));
+    next.ok_or_else(|| Rule::RecordBlobOffset.broken("an offset below 2^64", end))
+}

@@ -1,0 +1,242 @@
+//! Tensor table (spec section 8; step 4 of section 13).
+
+use super::Tensor;
+use crate::codec::Codec;
+use crate::error::{Result, Rule};
+use crate::format::*;
+use crate::lane::Dtype;
+use binrw::BinRead;
+use std::io::Cursor;
+
+/// The table in the form that look-ups want: fixed rows, all dims, all names.
+#[derive(Debug)]
+pub(super) struct TensorTable {
+    rows: Vec<Row>,
+    dims: Vec<u64>,
+    names: String,
+}
+
+#[derive(Debug)]
+struct Row {
+    lanes: u64,
+    base_param: u64,
+    /// Where name and base name lie in `names`, and the dims in `dims`. All fit: the section is bounded by 32 bits.
+    name: u32,
+    base_name: u32,
+    end: u32,
+    first_dim: u32,
+    first_chunk: u32,
+    chunk_count: u32,
+    rank: u16,
+    dtype: Dtype,
+    base_kind: BaseKind,
+    codec: Codec,
+    chunk_lanes_log2: u8,
+}
+
+impl TensorTable {
+    pub(super) fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    pub(super) fn parse(section: &[u8], header: &IndexHeader) -> Result<Self> {
+        let size = section.len() as u64;
+        let count = u64::from(header.tensor_count);
+        let entries_size = count * TensorEntry::SIZE as u64;
+        let too_small = |needed: u64| Rule::TensorsSize.check(needed <= size, format_args!("at least {needed} bytes"), size);
+        too_small(entries_size)?;
+        let (entries, rest) = section.split_at(entries_size as usize);
+
+        let mut cursor = Cursor::new(entries);
+        let mut next_entry = || TensorEntry::read(&mut cursor).map_err(|e| Rule::TensorsSize.broken("an entry", e));
+
+        // The names come last, so where they begin must be known before an entry can be checked by name.
+        let mut dims_size = 0u64;
+        for (place, entry) in entries.chunks_exact(TensorEntry::SIZE).enumerate() {
+            let rank = u16::from_le_bytes([entry[10], entry[11]]);
+            Rule::TensorRank
+                .check(rank <= MAX_RANK, format_args!("at most {MAX_RANK}"), rank)
+                .map_err(|e| e.in_tensor(&numbered(place)))?;
+            dims_size += 8 * u64::from(rank);
+        }
+        too_small(entries_size + dims_size)?;
+        let (dims, names) = rest.split_at(dims_size as usize);
+        let dims: Vec<u64> = dims.as_chunks::<8>().0.iter().map(|d| u64::from_le_bytes(*d)).collect();
+
+        let mut walk =
+            Walk { table: Self { rows: Vec::with_capacity(count as usize), dims, names: String::new() }, ..Walk::default() };
+        walk.table.names.reserve_exact(names.len());
+        let mut rest = names;
+        for place in 0..count as usize {
+            let entry = next_entry()?;
+            walk.entry(&entry, &mut rest).map_err(|e| match walk.name {
+                Some(at) => e.in_tensor(&walk.table.names[at..]),
+                None => e.in_tensor(&numbered(place)),
+            })?;
+        }
+        Rule::TensorsSize.check(rest.is_empty(), "nothing after the names", format_args!("{} bytes", rest.len()))?;
+        let tables = header.section(Section::Tables).expanded_size;
+        Rule::TensorTablesSize.check_eq(walk.tables, tables)?;
+        Rule::HeaderChunkCount.check_eq(walk.chunks, u64::from(header.chunk_count))?;
+        Ok(walk.table)
+    }
+
+    /// First half of step 5.
+    pub(super) fn check_digests(&self, digests: &[TensorDigests]) -> Result<()> {
+        for (i, (row, digests)) in self.rows.iter().zip(digests).enumerate() {
+            let none = row.base_kind != BaseKind::None || digests.base_digest == [0; 16];
+            Rule::DigestNone.check(none, "zeros without a base", "other bytes").map_err(|e| e.in_tensor(self.name(i)))?;
+        }
+        Ok(())
+    }
+
+    fn name(&self, i: usize) -> &str {
+        let row = &self.rows[i];
+        &self.names[row.name as usize..row.base_name as usize]
+    }
+
+    pub(super) fn find(&self, name: &str) -> Option<usize> {
+        let (mut low, mut high) = (0, self.rows.len());
+        while low < high {
+            let middle = low.midpoint(high);
+            match self.name(middle).cmp(name) {
+                std::cmp::Ordering::Less => low = middle + 1,
+                std::cmp::Ordering::Greater => high = middle,
+                std::cmp::Ordering::Equal => return Some(middle),
+            }
+        }
+        None
+    }
+
+    pub(super) fn view<'a>(&'a self, i: usize, digests: &'a TensorDigests) -> Tensor<'a> {
+        let row = &self.rows[i];
+        let name = self.name(i);
+        let base_name = &self.names[row.base_name as usize..row.end as usize];
+        Tensor {
+            place: i,
+            name,
+            base_name: if base_name.is_empty() { name } else { base_name },
+            dtype: row.dtype,
+            shape: &self.dims[row.first_dim as usize..][..usize::from(row.rank)],
+            base_kind: row.base_kind,
+            base_param: row.base_param,
+            codec: row.codec,
+            lanes: row.lanes,
+            chunk_lanes: 1 << row.chunk_lanes_log2,
+            first_chunk: row.first_chunk,
+            chunk_count: row.chunk_count,
+            digests,
+        }
+    }
+}
+
+/// How an error names a tensor whose name is not known yet.
+fn numbered(place: usize) -> String {
+    format!("#{place}")
+}
+
+/// The running sums of one walk over the table.
+#[derive(Default)]
+struct Walk {
+    table: TensorTable,
+    chunks: u64,
+    tables: u64,
+    dims: usize,
+    previous: usize,
+    /// Where the name of the entry in hand lies, once it is known.
+    name: Option<usize>,
+}
+
+impl Default for TensorTable {
+    fn default() -> Self {
+        Self { rows: Vec::new(), dims: Vec::new(), names: String::new() }
+    }
+}
+
+impl Walk {
+    fn entry(&mut self, entry: &TensorEntry, names: &mut &[u8]) -> Result<()> {
+        self.name = None;
+        let name = take_name(names, entry.name_size, Rule::TensorName)?;
+        Rule::TensorName.check(!name.is_empty(), "a name", "none")?;
+        let start = self.table.names.len();
+        self.table.names.push_str(name);
+        self.name = Some(start);
+        if start > 0 {
+            let before = &self.table.names[self.previous..self.base_name_of_last()];
+            Rule::TensorNameOrder.check(before < name, "a name above the one before", "one that is not")?;
+        }
+        let base_start = self.table.names.len();
+        let base_name = take_name(names, entry.base_name_size, Rule::TensorBaseName)?;
+        Rule::TensorBaseName.check(base_name != name, "a name of its own or none", "the tensor's name")?;
+
+        let dtype = Dtype::from_code(entry.dtype).ok_or_else(|| Rule::TensorDtype.broken("a known code", entry.dtype))?;
+        let shape = &self.table.dims[self.dims..][..usize::from(entry.rank)];
+        let lanes = dtype.lanes(shape).ok_or_else(|| {
+            Rule::TensorShape.broken(format_args!("whole bytes, below 2^63 bits, of {dtype}"), format_args!("{shape:?}"))
+        })?;
+        let kind =
+            BaseKind::from_code(entry.base_kind).ok_or_else(|| Rule::TensorBaseKind.broken("a known code", entry.base_kind))?;
+        let base_allowed = kind != BaseKind::None || base_name.is_empty();
+        Rule::TensorBaseName.check(base_allowed, "no base name without a base", "one")?;
+        let codec = Codec::from_code(entry.codec).ok_or_else(|| Rule::TensorCodec.broken("a known id", entry.codec))?;
+        let log2 = entry.chunk_lanes_log2;
+        let in_range = log2 >= MIN_CHUNK_LANES_LOG2 && log2 < 32 && (dtype.lane_bytes() as u64) << log2 <= MAX_CHUNK_BYTES;
+        Rule::TensorChunkLanes.check(in_range, format_args!("12 or more, and at most {MAX_CHUNK_BYTES} bytes"), log2)?;
+        Rule::TensorReserved.check(entry.reserved == [0; 3], "zeros", "other bytes")?;
+        Rule::TensorTablesSize.check_eq(0, entry.tables_size)?;
+        Rule::TensorFirstChunk.check_eq(self.chunks, u64::from(entry.first_chunk))?;
+        Rule::TensorChunkCount.check_eq(lanes.div_ceil(1 << log2), u64::from(entry.chunk_count))?;
+        check_base_param(kind, entry.base_param, dtype, shape)?;
+
+        self.table.names.push_str(base_name);
+        self.table.rows.push(Row {
+            lanes,
+            base_param: entry.base_param,
+            name: start as u32,
+            base_name: base_start as u32,
+            end: self.table.names.len() as u32,
+            first_dim: self.dims as u32,
+            first_chunk: entry.first_chunk,
+            chunk_count: entry.chunk_count,
+            rank: entry.rank,
+            dtype,
+            base_kind: kind,
+            codec,
+            chunk_lanes_log2: log2,
+        });
+        self.previous = start;
+        self.chunks += u64::from(entry.chunk_count);
+        self.tables += u64::from(entry.tables_size);
+        self.dims += usize::from(entry.rank);
+        Ok(())
+    }
+
+    fn base_name_of_last(&self) -> usize {
+        self.table.rows.last().map_or(0, |row| row.base_name as usize)
+    }
+}
+
+fn check_base_param(kind: BaseKind, param: u64, dtype: Dtype, shape: &[u64]) -> Result<()> {
+    if kind != BaseKind::Prefix {
+        return Rule::TensorBaseParam.check_eq(0, param);
+    }
+    let Some(&rows) = shape.first() else {
+        return Err(Rule::TensorBaseParam.broken("a rank of at least 1", 0));
+    };
+    Rule::TensorBaseParam.check(param != rows, "other rows than the target's", param)?;
+    let mut base = shape.to_vec();
+    base[0] = param;
+    Rule::TensorBaseParam.check(dtype.lanes(&base).is_some(), "a base of whole bytes, below 2^63 bits", param)
+}
+
+/// Takes `size` bytes of name off the front.
+fn take_name<'a>(names: &mut &'a [u8], size: u32, rule: Rule) -> Result<&'a str> {
+    rule.check(size <= MAX_NAME_SIZE, format_args!("at most {MAX_NAME_SIZE} bytes"), size)?;
+    let (name, rest) = names
+        .split_at_checked(size as usize)
+        .ok_or_else(|| Rule::TensorsSize.broken(format_args!("{size} bytes of name"), names.len()))?;
+    *names = rest;
+    let name = std::str::from_utf8(name).map_err(|e| rule.broken("UTF-8", e))?;
+    rule.check(!name.contains('\0'), "no NUL", "one")?;
+    Ok(name)
+}

@@ -1,0 +1,342 @@
+//! Dtypes and the arithmetic of lossless: bit patterns in, bit patterns out (spec sections 8.1 and 9).
+
+#![forbid(unsafe_code)]
+
+use crate::dispatch::vectorized;
+use crate::format::registry;
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+registry! {
+    /// Element types, named as in safetensors.
+    Dtype: u16 {
+        /// Boolean, a byte each.
+        Bool = 0 => "BOOL",
+        /// Unsigned, 8 bits.
+        U8 = 1 => "U8",
+        /// Signed, 8 bits.
+        I8 = 2 => "I8",
+        /// Unsigned, 16 bits.
+        U16 = 3 => "U16",
+        /// Signed, 16 bits.
+        I16 = 4 => "I16",
+        /// Unsigned, 32 bits.
+        U32 = 5 => "U32",
+        /// Signed, 32 bits.
+        I32 = 6 => "I32",
+        /// Unsigned, 64 bits.
+        U64 = 7 => "U64",
+        /// Signed, 64 bits.
+        I64 = 8 => "I64",
+        /// IEEE half.
+        F16 = 16 => "F16",
+        /// bfloat16.
+        Bf16 = 17 => "BF16",
+        /// IEEE single.
+        F32 = 18 => "F32",
+        /// IEEE double.
+        F64 = 19 => "F64",
+        /// Complex of two singles.
+        C64 = 20 => "C64",
+        /// 8 bits, 4 of exponent.
+        F8E4m3 = 32 => "F8_E4M3",
+        /// 8 bits, 5 of exponent.
+        F8E5m2 = 33 => "F8_E5M2",
+        /// 8 bits, 4 of exponent, no negative zero.
+        F8E4m3Fnuz = 34 => "F8_E4M3FNUZ",
+        /// 8 bits, 5 of exponent, no negative zero.
+        F8E5m2Fnuz = 35 => "F8_E5M2FNUZ",
+        /// 8 bits of exponent, unsigned.
+        F8E8m0 = 36 => "F8_E8M0",
+        /// 4 bits, packed.
+        F4 = 48 => "F4",
+        /// 6 bits, packed.
+        F6E2m3 = 49 => "F6_E2M3",
+        /// 6 bits, packed.
+        F6E3m2 = 50 => "F6_E3M2",
+    }
+}
+
+impl Dtype {
+    /// Bits of an element.
+    pub const fn bits(self) -> u64 {
+        use Dtype::*;
+        match self {
+            Bool | U8 | I8 | F8E4m3 | F8E5m2 | F8E4m3Fnuz | F8E5m2Fnuz | F8E8m0 => 8,
+            U16 | I16 | F16 | Bf16 => 16,
+            U32 | I32 | F32 => 32,
+            U64 | I64 | F64 | C64 => 64,
+            F4 => 4,
+            F6E2m3 | F6E3m2 => 6,
+        }
+    }
+
+    /// Bytes of a lane: 1, 2, 4 or 8.
+    pub const fn lane_bytes(self) -> usize {
+        match self {
+            Dtype::C64 => 4,
+            Dtype::F4 | Dtype::F6E2m3 | Dtype::F6E3m2 => 1,
+            _ => self.bits() as usize / 8,
+        }
+    }
+
+    /// How the bits of a lane are ordered before they are subtracted.
+    pub const fn order(self) -> Order {
+        use Dtype::*;
+        match self {
+            F16 | Bf16 | F32 | F64 | C64 | F8E4m3 | F8E5m2 | F8E4m3Fnuz | F8E5m2Fnuz => Order::Ordered,
+            _ => Order::Plain,
+        }
+    }
+
+    /// Lanes of a tensor with this shape; `None` if the bits do not fit in 63 bits or do not fill whole bytes.
+    pub fn lanes(self, shape: &[u64]) -> Option<u64> {
+        // A zero dim makes the product zero whatever the others are, but only if no partial product overflows: the spec asks
+        // for the product, so zero wins.
+        let elements = if shape.contains(&0) { 0 } else { shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d))? };
+        let bits = elements.checked_mul(self.bits()).filter(|&b| b < 1 << 63)?;
+        (bits % 8 == 0).then_some(bits / 8 / self.lane_bytes() as u64)
+    }
+}
+
+/// Whether bit patterns are subtracted as they are, or after the order-preserving map for signed floats.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// `ordered(u) = u`.
+    Plain,
+    /// Negative values are mirrored so that neighbouring floats are neighbouring integers.
+    Ordered,
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// An unsigned integer as wide as a lane.
+pub trait Lane: sealed::Sealed + Copy + Eq + Ord + Default + Send + Sync + 'static + std::fmt::Debug {
+    /// The lane as it lies in memory: little-endian, any alignment.
+    type Le: Copy + FromBytes + IntoBytes + Immutable + KnownLayout + Unaligned;
+    /// Bytes of a lane.
+    const BYTES: usize;
+    /// From memory.
+    fn load(le: Self::Le) -> Self;
+    /// To memory.
+    fn store(self) -> Self::Le;
+    /// The low bits of `x`.
+    fn truncate(x: u64) -> Self;
+    /// The value.
+    fn widen(self) -> u64;
+    /// The map of section 9 for `order`.
+    fn ordered(self, order: Order) -> Self;
+    /// The inverse of [`Lane::ordered`].
+    fn unordered(self, order: Order) -> Self;
+    /// `zigzag(ordered(target) − ordered(base))`; zero exactly where the two are equal.
+    fn delta(base: Self, target: Self, order: Order) -> Self;
+    /// The target of which `delta` is the delta from `base`.
+    fn apply(base: Self, delta: Self, order: Order) -> Self;
+}
+
+macro_rules! lane {
+    ($unsigned:ty, $signed:ty, $le:ty, $load:expr, $store:expr) => {
+        impl sealed::Sealed for $unsigned {}
+        impl Lane for $unsigned {
+            type Le = $le;
+            const BYTES: usize = size_of::<$unsigned>();
+            #[inline(always)]
+            fn load(le: $le) -> Self {
+                $load(le)
+            }
+            #[inline(always)]
+            fn store(self) -> $le {
+                $store(self)
+            }
+            #[inline(always)]
+            fn truncate(x: u64) -> Self {
+                x as $unsigned
+            }
+            #[inline(always)]
+            fn widen(self) -> u64 {
+                u64::from(self)
+            }
+            #[inline(always)]
+            fn ordered(self, order: Order) -> Self {
+                const TOP: $unsigned = 1 << (<$unsigned>::BITS - 1);
+                match order {
+                    Order::Plain => self,
+                    // With the sign: all bits flip, which is MAX − u. Without: the top bit flips, which adds it.
+                    Order::Ordered => self ^ (((self as $signed) >> (<$unsigned>::BITS - 1)) as $unsigned | TOP),
+                }
+            }
+            #[inline(always)]
+            fn unordered(self, order: Order) -> Self {
+                const TOP: $unsigned = 1 << (<$unsigned>::BITS - 1);
+                match order {
+                    Order::Plain => self,
+                    Order::Ordered => self ^ (!(((self as $signed) >> (<$unsigned>::BITS - 1)) as $unsigned) | TOP),
+                }
+            }
+            #[inline(always)]
+            fn delta(base: Self, target: Self, order: Order) -> Self {
+                let d = target.ordered(order).wrapping_sub(base.ordered(order));
+                (d << 1) ^ (((d as $signed) >> (<$unsigned>::BITS - 1)) as $unsigned)
+            }
+            #[inline(always)]
+            fn apply(base: Self, delta: Self, order: Order) -> Self {
+                let d = (delta >> 1) ^ (delta & 1).wrapping_neg();
+                base.ordered(order).wrapping_add(d).unordered(order)
+            }
+        }
+    };
+}
+
+lane!(u8, i8, u8, |x| x, |x| x);
+lane!(u16, i16, U16, |x: U16| x.get(), U16::new);
+lane!(u32, i32, U32, |x: U32| x.get(), U32::new);
+lane!(u64, i64, U64, |x: U64| x.get(), U64::new);
+
+/// Runs `$body` with the type `$L` bound to the lane type of `$bytes` bytes.
+macro_rules! with_lane {
+    ($bytes:expr, $L:ident => $body:expr) => {
+        match $bytes {
+            1 => {
+                type $L = u8;
+                $body
+            }
+            2 => {
+                type $L = u16;
+                $body
+            }
+            4 => {
+                type $L = u32;
+                $body
+            }
+            _ => {
+                type $L = u64;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_lane;
+
+/// The lanes that lie in `bytes`; a remainder that is no whole lane is left out.
+#[inline(always)]
+pub(crate) fn lanes_of<L: Lane>(bytes: &[u8]) -> &[L::Le] {
+    <[L::Le]>::ref_from_prefix_with_elems(bytes, bytes.len() / L::BYTES).map_or(&[], |(lanes, _)| lanes)
+}
+
+/// The lanes that lie in `bytes`, to be changed.
+#[inline(always)]
+pub(crate) fn lanes_of_mut<L: Lane>(bytes: &mut [u8]) -> &mut [L::Le] {
+    let count = bytes.len() / L::BYTES;
+    <[L::Le]>::mut_from_prefix_with_elems(bytes, count).map_or(&mut [], |(lanes, _)| lanes)
+}
+
+/// How many lanes differ between two ranges of equal length.
+pub(crate) fn count_changed<L: Lane>(base: &[u8], target: &[u8]) -> usize {
+    vectorized(
+        #[inline(always)]
+        || {
+            let blocks = lanes_of::<L>(base).chunks(4096).zip(lanes_of::<L>(target).chunks(4096));
+            // A block's count fits in 16 bits, which lets the compiler count in narrow vectors.
+            blocks
+                .map(|(b, t)| usize::from(b.iter().zip(t).fold(0u16, |n, (b, t)| n + u16::from(L::load(*b) != L::load(*t)))))
+                .sum()
+        },
+    )
+}
+
+/// Appends position and delta of every changed lane, in order.
+pub(crate) fn collect_changes<L: Lane>(base: &[u8], target: &[u8], order: Order, positions: &mut Vec<u32>, deltas: &mut Vec<L>) {
+    const BLOCK: usize = 64;
+    let per_block = BLOCK / L::BYTES;
+    for (block, (b, t)) in base.chunks(BLOCK).zip(target.chunks(BLOCK)).enumerate() {
+        if b == t {
+            continue;
+        }
+        for (i, (b, t)) in lanes_of::<L>(b).iter().zip(lanes_of::<L>(t)).enumerate() {
+            let (b, t) = (L::load(*b), L::load(*t));
+            if b != t {
+                positions.push((block * per_block + i) as u32);
+                deltas.push(L::delta(b, t, order));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn registry_codes_survive() {
+        for dtype in Dtype::ALL {
+            assert_eq!(Dtype::from_code(dtype.code()), Some(*dtype));
+        }
+        assert_eq!(Dtype::from_code(9), None);
+    }
+
+    #[test]
+    fn ordered_sorts_floats_and_keeps_zeros_apart() {
+        let order = Order::Ordered;
+        let o = |x: f32| x.to_bits().ordered(order);
+        assert!(o(f32::NEG_INFINITY) < o(-1.0) && o(-1.0) < o(-f32::MIN_POSITIVE) && o(-0.0) < o(0.0) && o(0.0) < o(1.0));
+        assert_eq!(o(0.0) - o(-0.0), 1);
+        assert_eq!(u32::delta((-0.0f32).to_bits(), 0.0f32.to_bits(), order), 2);
+        assert_eq!(u16::delta(0x3F80, 0x3F81, order), 2);
+        assert_eq!(u16::delta(0x3F81, 0x3F80, order), 1);
+    }
+
+    /// Every pattern of 16 bits against a sample that holds the special ones: BF16, F16 and the integers.
+    #[test]
+    fn all_patterns_of_16_bits_come_back() {
+        let mut sample: Vec<u16> = vec![
+            0, 1, 2, 0x7F, 0x80, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0xFFFE, 0x7C00, 0x7C01, 0x7E00, 0xFC00, 0xFC01, 0x7F80, 0x7F81,
+            0xFF80, 0xFFC0, 0x3F80, 0x3C00, 0xBF80, 0x0400, 0x03FF,
+        ];
+        sample.extend((0..997u32).map(|i| (i * 6_547 % 65_521) as u16));
+        for order in [Order::Plain, Order::Ordered] {
+            for base in 0..=u16::MAX {
+                assert_eq!(base.ordered(order).unordered(order), base);
+                for &target in &sample {
+                    let delta = u16::delta(base, target, order);
+                    assert_eq!(u16::apply(base, delta, order), target);
+                    assert_eq!(delta == 0, base == target);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn lanes_of_huge_and_odd_shapes() {
+        assert_eq!(Dtype::Bf16.lanes(&[1 << 20, 1 << 20]), Some(1 << 40));
+        assert_eq!(Dtype::F32.lanes(&[]), Some(1));
+        assert_eq!(Dtype::F32.lanes(&[3, 0, u64::MAX, u64::MAX]), Some(0));
+        assert_eq!(Dtype::U8.lanes(&[1 << 60]), None);
+        assert_eq!(Dtype::U8.lanes(&[u64::MAX, 2]), None);
+        assert_eq!(Dtype::C64.lanes(&[5]), Some(10));
+        assert_eq!(Dtype::F4.lanes(&[6]), Some(3));
+        assert_eq!(Dtype::F4.lanes(&[5]), None);
+        assert_eq!(Dtype::F6E2m3.lanes(&[4]), Some(3));
+    }
+
+    fn round_trip<L: Lane>(base: u64, target: u64) {
+        let (base, target) = (L::truncate(base), L::truncate(target));
+        for order in [Order::Plain, Order::Ordered] {
+            let delta = L::delta(base, target, order);
+            assert_eq!(L::apply(base, delta, order), target);
+            assert_eq!(delta == L::default(), base == target);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn every_width_comes_back(base: u64, target: u64) {
+            round_trip::<u8>(base, target);
+            round_trip::<u16>(base, target);
+            round_trip::<u32>(base, target);
+            round_trip::<u64>(base, target);
+        }
+    }
+}

@@ -1,0 +1,16 @@
+//! Bounds on what a reader does for a stranger's file (spec section 13.1).
+
+/// What a reader is willing to hold. The defaults are the spec's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Most bytes of an index file.
+    pub index_size: u64,
+    /// Most bytes that one compressible section may expand to.
+    pub section_size: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { index_size: 1 << 30, section_size: 256 << 20 }
+    }
+}

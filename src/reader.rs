@@ -1,0 +1,198 @@
+//! A pair opened for reading (spec sections 11 and 13, steps 7 and 10).
+
+use crate::codec::Encoded;
+use crate::error::{Error, Result, Rule, hex};
+use crate::format::{BLOB_HEADER_CRC_SPAN, BLOB_HEADER_SIZE, BLOB_MAGIC, BlobHeader, PAYLOAD_ALIGN, VERSION_MAJOR};
+use crate::index::ValidatedIndex;
+use crate::limits::Limits;
+use crate::publish;
+use crate::source::{FileSource, Source};
+use binrw::BinRead;
+use rayon::prelude::*;
+use serde::Serialize;
+use std::io::Cursor;
+use std::path::{Path, PathBuf};
+
+/// Where the two files of a pair lie.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PairPaths {
+    /// `NAME.tpde-index`.
+    pub index: PathBuf,
+    /// `NAME.tpde-blob`.
+    pub blob: PathBuf,
+}
+
+impl PairPaths {
+    /// The files of the pair `path`, which is the stem or either file.
+    pub fn new(path: &Path) -> Self {
+        let stem = match path.extension().and_then(|e| e.to_str()) {
+            Some("tpde-index" | "tpde-blob") => path.with_extension(""),
+            _ => path.to_owned(),
+        };
+        let with = |extension: &str| {
+            let mut name = stem.clone().into_os_string();
+            name.push(extension);
+            PathBuf::from(name)
+        };
+        Self { index: with(".tpde-index"), blob: with(".tpde-blob") }
+    }
+}
+
+/// A validated index and the blob that belongs to it.
+#[derive(Debug)]
+pub struct Pair<B> {
+    index: ValidatedIndex,
+    blob: B,
+}
+
+impl Pair<FileSource> {
+    /// Opens the pair `path` (the stem or either file) with the default limits.
+    ///
+    /// Cheap: the index is read and validated whole, of the blob only the header. Payloads are checked when they are decoded;
+    /// [`Pair::verify`] checks them all. While the pair is being replaced, this gives the old one or the new one.
+    ///
+    /// # Errors
+    /// As [`ValidatedIndex::parse`] and [`Pair::new`], and [`Error::Io`].
+    pub fn open(path: &Path) -> Result<Self> {
+        Self::open_with(path, &Limits::default())
+    }
+
+    /// [`Pair::open`] with other limits.
+    ///
+    /// # Errors
+    /// As [`Pair::open`].
+    pub fn open_with(path: &Path, limits: &Limits) -> Result<Self> {
+        let paths = PairPaths::new(path);
+        let open = || Self::open_once(&paths, limits);
+        match open() {
+            // Perhaps between the two renames of a publication: wait for its end and look again.
+            Err(Error::Invalid(e)) if matches!(e.rule, Rule::BlobPairDigest | Rule::BlobBlobSize) => {
+                publish::between_publications(&paths.index, open)
+            }
+            outcome => outcome,
+        }
+    }
+
+    fn open_once(paths: &PairPaths, limits: &Limits) -> Result<Self> {
+        let index = FileSource::open(&paths.index)?.read_all("size of the index", limits.index_size)?;
+        Self::new(ValidatedIndex::parse(index, limits)?, FileSource::open(&paths.blob)?)
+    }
+}
+
+impl<B: Source> Pair<B> {
+    /// Joins a validated index with its blob: memory, a file, a mapping.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] with a `blob` rule if the blob is damaged, cut short or another pair's.
+    pub fn new(index: ValidatedIndex, blob: B) -> Result<Self> {
+        let size = index.header().blob_size;
+        let mut scratch = Vec::new();
+        if blob.size() < u64::from(BLOB_HEADER_SIZE) {
+            return Err(Rule::BlobBlobSize.broken(size, blob.size()));
+        }
+        let bytes = blob.bytes(0, BLOB_HEADER_SIZE as usize, &mut scratch)?;
+        // Before the size, so that a file that is no blob at all is called that.
+        Rule::BlobMagic.check(bytes[..8] == BLOB_MAGIC, hex(&BLOB_MAGIC), hex(&bytes[..8]))?;
+        Rule::BlobBlobSize.check_eq(size, blob.size())?;
+        let header = BlobHeader::read(&mut Cursor::new(bytes)).map_err(|e| Rule::BlobBlobSize.broken("a header", e))?;
+        Rule::BlobVersionMajor.check_eq(VERSION_MAJOR, header.version_major)?;
+        Rule::BlobHeaderSize.check_eq(BLOB_HEADER_SIZE, header.header_size)?;
+        let crc = crc32fast::hash(&bytes[..BLOB_HEADER_CRC_SPAN]);
+        Rule::BlobCrc32.check(
+            crc == header.header_crc32,
+            format_args!("{crc:08x}"),
+            format_args!("{:08x}", header.header_crc32),
+        )?;
+        Rule::BlobReserved.check_eq(0, header.reserved)?;
+        Rule::BlobVersionMinor.check_eq(index.header().version_minor, header.version_minor)?;
+        Rule::BlobBlobSize.check_eq(size, header.blob_size)?;
+        let own = index.pair_digest();
+        Rule::BlobPairDigest.check(*own == header.pair_digest, hex(own), hex(&header.pair_digest))?;
+        Ok(Self { index, blob })
+    }
+
+    /// The index.
+    pub fn index(&self) -> &ValidatedIndex {
+        &self.index
+    }
+
+    /// The blob.
+    pub fn blob(&self) -> &B {
+        &self.blob
+    }
+
+    /// The payload of a chunk, with its CRC and padding checked; empty for an unchanged chunk. In place where the blob is
+    /// memory or mapped, else through `scratch`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the chunk if the payload is damaged; [`Error::Misuse`] if there is no such chunk.
+    pub fn payload<'a>(&'a self, chunk: u32, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        let records = self.index.chunks();
+        let record = records
+            .get(chunk as usize)
+            .ok_or_else(|| Error::Misuse(format!("chunk {chunk} of a pair of {} chunks", records.len())))?;
+        let size = record.compressed_size.get() as usize;
+        let stored = size.next_multiple_of(PAYLOAD_ALIGN as usize);
+        let (payload, padding) = self.blob.bytes(record.blob_offset.get(), stored, scratch)?.split_at(size);
+        let (expected, found) = (record.crc32.get(), crc32fast::hash(payload));
+        let at = |e: Error| e.in_chunk(chunk);
+        Rule::PayloadCrc32.check(expected == found, format_args!("{expected:08x}"), format_args!("{found:08x}")).map_err(at)?;
+        Rule::PayloadPadding.check(padding.iter().all(|&b| b == 0), "zeros after the payload", "other bytes").map_err(at)?;
+        Ok(payload)
+    }
+
+    /// What the record of a chunk says to its codec.
+    pub(crate) fn encoded(&self, chunk: u32) -> Encoded {
+        let record = &self.index.chunks()[chunk as usize];
+        Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() }
+    }
+
+    /// Reads every payload and checks its CRC and padding, on all threads of the pool: with what opening has checked, every
+    /// stored byte is then known to be undamaged. The tensors themselves are checked against a base by
+    /// [`Apply::verify`](crate::delta::Apply::verify).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the first damaged chunk.
+    pub fn verify(&self) -> Result<VerifyReport> {
+        let chunks = self.index.header().chunk_count;
+        let failed = (0..chunks)
+            .into_par_iter()
+            .with_min_len(16)
+            .map_init(Vec::new, |scratch, chunk| self.payload(chunk, scratch).map(|_| ()));
+        failed.find_first(|outcome| outcome.is_err()).unwrap_or(Ok(())).map_err(|e| self.name_tensor(e))?;
+        Ok(VerifyReport {
+            tensors: self.index.tensor_count() as u64,
+            chunks: chunks.into(),
+            stored_bytes: self.index.size() + self.index.header().blob_size,
+            base_checked: false,
+            target_checked: false,
+        })
+    }
+
+    /// Adds the tensor's name to an error that knows its chunk.
+    fn name_tensor(&self, error: Error) -> Error {
+        let chunk = match &error {
+            Error::Invalid(invalid) => invalid.at.chunk,
+            _ => None,
+        };
+        match chunk.and_then(|chunk| self.index.tensors().find(|tensor| tensor.chunks().contains(&chunk))) {
+            Some(tensor) => error.in_tensor(tensor.name),
+            None => error,
+        }
+    }
+}
+
+/// What [`Pair::verify`] has looked at.
+#[derive(Debug, Clone, Serialize)]
+pub struct VerifyReport {
+    /// Tensors of the pair.
+    pub tensors: u64,
+    /// Chunks whose payloads were read.
+    pub chunks: u64,
+    /// Bytes of index and blob.
+    pub stored_bytes: u64,
+    /// Whether a base was given and is the pair's.
+    pub base_checked: bool,
+    /// Whether a target was given, or rebuilt from the base, and is the pair's.
+    pub target_checked: bool,
+}

@@ -1,0 +1,221 @@
+//! Checkpoints in safetensors files and sharded folders, and pairs made from and applied to them (spec section 10).
+//!
+//! The only module that knows the crate of that name. Headers are kept byte for byte: two headers that mean the same are not
+//! the same file.
+
+#![forbid(unsafe_code)]
+
+mod header;
+mod output;
+
+pub use output::{ApplyOptions, apply_to_path};
+
+use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::delta::{self, EncodeOptions, EncodeReport, Progress};
+use crate::error::{Error, Escaped, Result};
+use crate::format::FileKind;
+use crate::index::is_file_name;
+use crate::source::{FileSource, Source};
+use crate::writer::FileSpec;
+use header::{Header, Placed};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// Most bytes of a shard index.
+const SHARD_INDEX_LIMIT: u64 = 100_000_000;
+/// The ending of shard indexes.
+const SHARD_INDEX: &str = ".safetensors.index.json";
+
+/// A checkpoint in a safetensors file, or in a folder of them. Tensors are read by ranges, never held.
+#[derive(Debug)]
+pub struct SafetensorsCheckpoint {
+    path: PathBuf,
+    files: Vec<Shard>,
+    shard_index: Option<(String, Vec<u8>)>,
+    tensors: Vec<TensorInfo>,
+    /// File and first byte in it, a tensor.
+    places: Vec<(u32, u64)>,
+    not_included: Vec<String>,
+}
+
+/// One safetensors file.
+#[derive(Debug)]
+struct Shard {
+    /// Empty for a lone file.
+    name: String,
+    source: FileSource,
+    content_size: u64,
+}
+
+impl Shard {
+    fn open(path: &Path, name: &str) -> Result<(Self, Vec<Placed>)> {
+        let source = FileSource::open(path)?;
+        let header = Header::read(&source)?;
+        Ok((Self { name: name.to_owned(), source, content_size: header.content_size }, header.tensors))
+    }
+
+    /// The bytes of the file before its data.
+    fn content(&self) -> Result<Vec<u8>> {
+        let mut content = vec![0; self.content_size as usize]; // bounded by the header's limit
+        self.source.read(0, &mut content)?;
+        Ok(content)
+    }
+}
+
+impl SafetensorsCheckpoint {
+    /// Opens a `.safetensors` file, or a folder: the shards that its `*.safetensors.index.json` names, or without one all its
+    /// `.safetensors` files.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if something cannot be read, [`Error::BadCheckpoint`] if it is no such file or folder.
+    pub fn open(path: &Path) -> Result<Self> {
+        if path.is_dir() { Self::open_folder(path) } else { Self::from_files(path, vec![(path.to_owned(), String::new())]) }
+    }
+
+    fn open_folder(path: &Path) -> Result<Self> {
+        let bad = |reason: &dyn std::fmt::Display| Error::bad_checkpoint(path, reason);
+        let mut names = BTreeSet::new();
+        for entry in path.read_dir().map_err(|e| Error::io("list", path, e))? {
+            let name = entry.map_err(|e| Error::io("list", path, e))?.file_name();
+            names.insert(name.to_string_lossy().into_owned());
+        }
+        let mut indexes = names.iter().filter(|name| name.ends_with(SHARD_INDEX));
+        let shard_index = indexes.next().cloned();
+        if let (Some(one), Some(other)) = (&shard_index, indexes.next()) {
+            return Err(bad(&format_args!("two shard indexes, {} and {}", Escaped(one), Escaped(other))));
+        }
+        let shard_index = match shard_index {
+            Some(name) => {
+                check_name(path, &name, FileKind::Verbatim)?;
+                let content = FileSource::open(&path.join(&name))?.read_all("size of the shard index", SHARD_INDEX_LIMIT)?;
+                Some((name, content))
+            }
+            None => None,
+        };
+        let map = shard_index.as_ref().map(|(name, content)| header::weight_map(&path.join(name), content)).transpose()?;
+        let shards: BTreeSet<&String> = match &map {
+            Some(map) => map.values().collect(),
+            None => names.iter().filter(|name| name.ends_with(".safetensors")).collect(),
+        };
+        if shards.is_empty() {
+            return Err(bad(&"no .safetensors file in this folder"));
+        }
+        let mut files = Vec::new();
+        for &name in &shards {
+            check_name(path, name, FileKind::Safetensors)?;
+            files.push((path.join(name), name.clone()));
+        }
+        let mut checkpoint = Self::from_files(path, files)?;
+        for (tensor, shard) in map.iter().flatten() {
+            let found = checkpoint.find(tensor).map(|i| &checkpoint.files[checkpoint.places[i].0 as usize].name);
+            if found != Some(shard) {
+                return Err(bad(&format_args!(
+                    "the shard index has tensor {} in {}, which does not",
+                    Escaped(tensor),
+                    Escaped(shard)
+                )));
+            }
+        }
+        let is_included = |name: &String| shards.contains(name) || shard_index.as_ref().is_some_and(|(index, _)| index == name);
+        checkpoint.not_included = names.iter().filter(|name| !is_included(name)).cloned().collect();
+        checkpoint.shard_index = shard_index;
+        Ok(checkpoint)
+    }
+
+    fn from_files(path: &Path, paths: Vec<(PathBuf, String)>) -> Result<Self> {
+        let mut files = Vec::new();
+        let mut all = Vec::new();
+        for (file, (path, name)) in paths.iter().enumerate() {
+            let (shard, tensors) = Shard::open(path, name)?;
+            all.extend(tensors.into_iter().map(|placed| (placed.info, (file as u32, shard.content_size + placed.offset))));
+            files.push(shard);
+        }
+        all.sort_by(|a, b| a.0.name.cmp(&b.0.name));
+        if let Some(pair) = all.windows(2).find(|pair| pair[0].0.name == pair[1].0.name) {
+            return Err(Error::bad_checkpoint(path, format_args!("tensor {} is there twice", Escaped(&pair[0].0.name))));
+        }
+        let (tensors, places) = all.into_iter().unzip();
+        Ok(Self { path: path.to_owned(), files, shard_index: None, tensors, places, not_included: Vec::new() })
+    }
+
+    /// Where it was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What else lies in the folder and is no part of the checkpoint.
+    pub fn not_included(&self) -> &[String] {
+        &self.not_included
+    }
+
+    /// Bytes of all files that are part of the checkpoint.
+    pub fn file_bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.source.size()).sum::<u64>()
+            + self.shard_index.as_ref().map_or(0, |(_, content)| content.len() as u64)
+    }
+
+    /// The content of the base's file of this name and kind, for [`FileKind::SafetensorsOfBase`] and
+    /// [`FileKind::VerbatimOfBase`].
+    fn content(&self, name: &str, has_tensors: bool) -> Result<Option<Vec<u8>>> {
+        if has_tensors {
+            return self.files.iter().find(|file| file.name == name).map(Shard::content).transpose();
+        }
+        Ok(self.shard_index.as_ref().filter(|(index, _)| index == name).map(|(_, content)| content.clone()))
+    }
+
+    /// The files of this checkpoint as a pair tells them: what the base has too is not stored again.
+    fn file_specs(&self, base: Option<&Self>) -> Result<Vec<FileSpec>> {
+        let spec = |name: &str, content: Vec<u8>, stored: FileKind, of_base: FileKind| -> Result<FileSpec> {
+            let same = match base {
+                Some(base) => base.content(name, stored.has_tensors())?.is_some_and(|other| other == content),
+                None => false,
+            };
+            Ok(FileSpec { name: name.to_owned(), kind: if same { of_base } else { stored }, content })
+        };
+        let mut specs = Vec::new();
+        for file in &self.files {
+            specs.push(spec(&file.name, file.content()?, FileKind::Safetensors, FileKind::SafetensorsOfBase)?);
+        }
+        if let Some((name, content)) = &self.shard_index {
+            specs.push(spec(name, content.clone(), FileKind::Verbatim, FileKind::VerbatimOfBase)?);
+        }
+        specs.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(specs)
+    }
+}
+
+fn check_name(folder: &Path, name: &str, kind: FileKind) -> Result<()> {
+    if is_file_name(name, kind) {
+        return Ok(());
+    }
+    let reason =
+        format!("file name {} has other characters than letters, digits, '.', '_' and '-', or begins with '.'", Escaped(name));
+    Err(Error::bad_checkpoint(folder, reason))
+}
+
+impl Checkpoint for SafetensorsCheckpoint {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        let (file, start) = self.places[place];
+        self.files[file as usize].source.read(start + offset, out)
+    }
+}
+
+/// Encodes the difference of checkpoint `target` from `base` (`None`: from nothing) into the pair `path`.
+///
+/// # Errors
+/// As [`delta::encode_to_path`].
+pub fn encode_files(
+    base: Option<&SafetensorsCheckpoint>,
+    target: &SafetensorsCheckpoint,
+    options: &EncodeOptions,
+    path: &Path,
+    replace: bool,
+    progress: Progress<'_>,
+) -> Result<EncodeReport> {
+    let files = target.file_specs(base)?;
+    delta::encode_to_path(base.map(|base| base as &dyn Checkpoint), target, files, options, path, replace, progress)
+}

@@ -1,0 +1,204 @@
+//! Rebuilding the target's files.
+
+use super::SafetensorsCheckpoint;
+use super::header::{Header, Placed};
+use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
+use crate::delta::{Apply, ApplyReport, Progress, Sink};
+use crate::digest;
+use crate::error::{Error, Escaped, Result, Rule, hex};
+use crate::format::DIGEST_SIZE;
+use crate::index::{Tensor, ValidatedIndex};
+use crate::publish::{NewFolder, Publication};
+use crate::reader::Pair;
+use crate::source::Source;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// How [`apply_to_path`] works.
+#[derive(Default)]
+pub struct ApplyOptions<'a> {
+    /// Only these tensors, into one safetensors file with a header of its own.
+    pub wanted: Option<&'a dyn Fn(&str) -> bool>,
+    /// Whether existing files are replaced.
+    pub replace: bool,
+}
+
+/// A file to be written: its content, then tensors.
+struct Output {
+    name: String,
+    content: Vec<u8>,
+    data_size: u64,
+}
+
+/// Where each tensor of the pair goes: file and first byte; `None` for one that is not wanted.
+type Places = Vec<Option<(usize, u64)>>;
+
+struct Files {
+    paths: Vec<PathBuf>,
+    files: Vec<File>,
+    places: Places,
+}
+
+impl Sink for Files {
+    fn write(&self, place: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+        use std::os::unix::fs::FileExt;
+        let Some((file, start)) = self.places[place] else { return Ok(()) };
+        self.files[file].write_all_at(bytes, start + offset).map_err(|e| Error::io("write", &self.paths[file], e))
+    }
+}
+
+/// Rebuilds the target files of a pair at `path`: a file if the pair holds a lone one, else a folder.
+///
+/// Nothing appears at `path` before all of it is written, compared with the digests and synced. A new folder appears as a
+/// whole; in an existing one the files are replaced one by one, the shard index last. A pair without files, and a choice of
+/// tensors, give one safetensors file.
+///
+/// # Errors
+/// As [`Apply::to_sink`]; [`Error::Io`] if `path` exists and may not be replaced; [`Rule::FileTensors`] if the pair's files and
+/// its tensors do not fit together; [`Error::BadCheckpoint`] if the base lacks a file whose header the target shares.
+pub fn apply_to_path<B: Source>(
+    pair: &Pair<B>,
+    base: Option<&SafetensorsCheckpoint>,
+    path: &Path,
+    options: &ApplyOptions<'_>,
+    progress: Progress<'_>,
+) -> Result<ApplyReport> {
+    let nothing = MemoryCheckpoint::default();
+    let base_tensors: &dyn Checkpoint = base.map_or(&nothing, |base| base);
+    let mut apply = Apply::new(pair, base_tensors).progress(progress);
+    if let Some(wanted) = options.wanted {
+        apply = apply.tensors(wanted);
+    }
+    let (outputs, places) = if options.wanted.is_some() || pair.index().files().len() == 0 {
+        let chosen: Vec<_> = apply.selected().collect();
+        compose(pair.index(), &chosen)?
+    } else {
+        plan(pair.index(), base)?
+    };
+    if matches!(&outputs[..], [lone] if lone.name.is_empty()) {
+        let mut publication = Publication::new(path, options.replace);
+        let report = write(&apply, &outputs, places, &mut publication, vec![path.to_owned()])?;
+        publication.commit()?;
+        return Ok(report);
+    }
+    if path.symlink_metadata().is_err() {
+        let folder = NewFolder::create(path)?;
+        let paths: Vec<_> = outputs.iter().map(|output| folder.path().join(&output.name)).collect();
+        let mut publication = Publication::new(&paths[0], false);
+        let report = write(&apply, &outputs, places, &mut publication, paths)?;
+        publication.commit()?;
+        folder.publish()?;
+        return Ok(report);
+    }
+    let paths: Vec<_> = outputs.iter().map(|output| path.join(&output.name)).collect();
+    let mut publication = Publication::new(&paths[0], options.replace);
+    let report = write(&apply, &outputs, places, &mut publication, paths)?;
+    publication.commit()?;
+    Ok(report)
+}
+
+/// The files that the pair tells of, contents and places of tensors checked.
+fn plan(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<(Vec<Output>, Places)> {
+    let mut places: Places = vec![None; index.tensor_count()];
+    let mut outputs = Vec::new();
+    for file in index.files() {
+        let content = match file.content {
+            Some(content) => content.to_vec(),
+            None => content_of_base(base, file.name, file.kind.has_tensors(), file.content_size, &file.content_digest)?,
+        };
+        let mut data_size = 0;
+        if file.kind.has_tensors() {
+            let at = |found: &dyn std::fmt::Display| {
+                Rule::FileTensors.broken(format_args!("file {:?} to hold tensors of the pair, each once", file.name), found)
+            };
+            let header = Header::parse(&content).map_err(|reason| at(&reason))?;
+            data_size = header.data_size;
+            for placed in header.tensors {
+                let info = &placed.info;
+                let name = Escaped(&info.name);
+                let tensor = index.find(&info.name).ok_or_else(|| at(&format_args!("tensor {name}, which is not in it")))?;
+                if tensor.dtype != info.dtype || tensor.shape != info.shape {
+                    return Err(at(&format_args!("tensor {name} of {} {:?}", info.dtype, info.shape)));
+                }
+                if places[tensor.place].replace((outputs.len(), header.content_size + placed.offset)).is_some() {
+                    return Err(at(&format_args!("tensor {name} twice")));
+                }
+            }
+        }
+        outputs.push(Output { name: file.name.to_owned(), content, data_size });
+    }
+    if let Some(place) = places.iter().position(Option::is_none) {
+        let name = index.tensor(place).name;
+        return Err(Rule::FileTensors.broken("every tensor in a file", "one that is in none").in_tensor(name));
+    }
+    // The shard index commits what it tells of.
+    let last = outputs.iter().position(|output| output.name.ends_with(super::SHARD_INDEX));
+    if let Some(last) = last.filter(|&last| last + 1 < outputs.len()) {
+        let moved = outputs.remove(last);
+        outputs.push(moved);
+        places.iter_mut().flatten().filter(|(file, _)| *file > last).for_each(|(file, _)| *file -= 1);
+    }
+    Ok((outputs, places))
+}
+
+fn content_of_base(
+    base: Option<&SafetensorsCheckpoint>,
+    name: &str,
+    has_tensors: bool,
+    size: u64,
+    digest: &[u8; DIGEST_SIZE],
+) -> Result<Vec<u8>> {
+    let Some(base) = base else {
+        return Err(Error::Misuse(format!("file {name:?} has the header of the base's: a base is needed")));
+    };
+    let shown = if name.is_empty() { "a lone safetensors file" } else { name };
+    let content = base.content(name, has_tensors)?.ok_or_else(|| {
+        Error::bad_checkpoint(base.path(), format_args!("the pair needs {shown} of the base, which is not there"))
+    })?;
+    let found = digest::short(&digest::of(&content));
+    let fits = content.len() as u64 == size && found == *digest;
+    Rule::FileContentDigest.check(fits, format_args!("{shown} of the base to hash to {}", hex(digest)), hex(&found))?;
+    Ok(content)
+}
+
+/// One file that holds these tensors.
+fn compose(index: &ValidatedIndex, chosen: &[Tensor<'_>]) -> Result<(Vec<Output>, Places)> {
+    let mut sorted: Vec<_> = chosen.iter().collect();
+    // Wide elements first, so that each tensor is aligned; the order of the safetensors crate.
+    sorted.sort_by_key(|tensor| (std::cmp::Reverse(tensor.dtype.bits()), tensor.place));
+    let mut end = 0;
+    let tensors: Vec<_> = sorted
+        .iter()
+        .map(|tensor| {
+            let offset = end;
+            end += tensor.bytes();
+            let info = TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
+            Placed { info, offset }
+        })
+        .collect();
+    let content = Header::compose(&tensors).map_err(Error::Misuse)?;
+    let mut places: Places = vec![None; index.tensor_count()];
+    for (tensor, placed) in sorted.iter().zip(&tensors) {
+        places[tensor.place] = Some((0, content.len() as u64 + placed.offset));
+    }
+    Ok((vec![Output { name: String::new(), content, data_size: end }], places))
+}
+
+/// Writes the outputs under temporary names of a publication.
+fn write<B: Source>(
+    apply: &Apply<'_, B>,
+    outputs: &[Output],
+    places: Places,
+    publication: &mut Publication,
+    paths: Vec<PathBuf>,
+) -> Result<ApplyReport> {
+    let mut files = Vec::new();
+    for (output, path) in outputs.iter().zip(&paths) {
+        let mut file = publication.add(path)?;
+        let size = output.content.len() as u64 + output.data_size;
+        file.set_len(size).and_then(|()| file.write_all(&output.content)).map_err(|e| Error::io("write", path, e))?;
+        files.push(file);
+    }
+    apply.to_sink(&Files { paths, files, places })
+}

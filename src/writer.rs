@@ -1,0 +1,293 @@
+//! Building a pair, payload by payload (spec sections 4 to 11).
+
+use crate::codec::{Codec, Encoded};
+use crate::digest;
+use crate::error::{Error, Result};
+use crate::format::*;
+use crate::index::ValidatedIndex;
+use crate::lane::Dtype;
+use crate::limits::Limits;
+use binrw::BinWrite;
+use blake3::Hash;
+use std::io::{Cursor, Write};
+use std::path::PathBuf;
+use zerocopy::IntoBytes;
+
+/// What the tensor table says of a tensor, apart from what follows from its chunks.
+#[derive(Debug, Clone)]
+pub struct TensorSpec {
+    /// Name in the target; must be above the one before.
+    pub name: String,
+    /// Name of the base tensor where it differs.
+    pub base_name: Option<String>,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Dims.
+    pub shape: Vec<u64>,
+    /// Where the base lanes come from.
+    pub base_kind: BaseKind,
+    /// Rows of the base for [`BaseKind::Prefix`], else 0.
+    pub base_param: u64,
+    /// Codec of the payloads.
+    pub codec: Codec,
+    /// log2 of the lanes of a chunk.
+    pub chunk_lanes_log2: u8,
+}
+
+/// A target file to be rebuilt by readers.
+#[derive(Debug, Clone)]
+pub struct FileSpec {
+    /// File name, empty for a lone file.
+    pub name: String,
+    /// What it is made of.
+    pub kind: FileKind,
+    /// The content, stored or not as the kind says.
+    pub content: Vec<u8>,
+}
+
+/// Builds a pair: payloads go to `blob` as they come, the index is put together at the end.
+///
+/// Call [`begin_tensor`](Self::begin_tensor), [`chunk`](Self::chunk) for each of its chunks in order, and
+/// [`end_tensor`](Self::end_tensor), for all tensors in ascending order of their names; then [`finish`](Self::finish).
+/// Memory: 48 bytes a chunk and some 100 a tensor.
+pub struct PairBuilder<W> {
+    blob: W,
+    blob_path: PathBuf,
+    blob_size: u64,
+    records: Vec<ChunkMetadata>,
+    sums: Vec<ChunkSums>,
+    entries: Vec<TensorEntry>,
+    dims: Vec<u64>,
+    names: Vec<u8>,
+    digests: Vec<TensorDigests>,
+    hashes: Vec<(Option<Hash>, Hash)>,
+    files: Vec<FileSpec>,
+}
+
+impl<W: Write> PairBuilder<W> {
+    /// A builder that writes payloads to `blob`, from its beginning; `blob_path` is for error messages.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if `blob` refuses the room for its header.
+    pub fn new(mut blob: W, blob_path: PathBuf) -> Result<Self> {
+        // The header quotes the pair digest, which is known last; see `finish`.
+        blob.write_all(&[0; BLOB_HEADER_SIZE as usize]).map_err(|e| Error::io("write", &blob_path, e))?;
+        Ok(Self {
+            blob,
+            blob_path,
+            blob_size: BLOB_HEADER_SIZE.into(),
+            records: Vec::new(),
+            sums: Vec::new(),
+            entries: Vec::new(),
+            dims: Vec::new(),
+            names: Vec::new(),
+            digests: Vec::new(),
+            hashes: Vec::new(),
+            files: Vec::new(),
+        })
+    }
+
+    /// Begins the next tensor.
+    pub fn begin_tensor(&mut self, tensor: &TensorSpec) {
+        let base_name = tensor.base_name.as_deref().filter(|base| *base != tensor.name).unwrap_or_default();
+        self.dims.extend(&tensor.shape);
+        self.names.extend(tensor.name.as_bytes());
+        self.names.extend(base_name.as_bytes());
+        self.entries.push(TensorEntry {
+            name_size: tensor.name.len() as u32,
+            base_name_size: base_name.len() as u32,
+            dtype: tensor.dtype.code(),
+            rank: tensor.shape.len() as u16,
+            base_kind: tensor.base_kind.code(),
+            codec: tensor.codec.code(),
+            chunk_lanes_log2: tensor.chunk_lanes_log2,
+            reserved: [0; 3],
+            tables_size: 0,
+            first_chunk: self.records.len() as u32,
+            chunk_count: 0,
+            base_param: tensor.base_param,
+        });
+    }
+
+    /// Adds the next chunk of the tensor that was begun: its payload, what the encoder said of it, and its sums.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the blob cannot be written, [`Error::Misuse`] without a tensor.
+    pub fn chunk(&mut self, payload: &[u8], encoded: Encoded, base_sum: u64, target_sum: u64) -> Result<()> {
+        let Some(entry) = self.entries.last_mut() else {
+            return Err(Error::Misuse("a chunk before the first tensor".into()));
+        };
+        self.records.push(ChunkMetadata {
+            blob_offset: self.blob_size.into(),
+            compressed_size: (payload.len() as u32).into(),
+            uncompressed_size: encoded.uncompressed_size.into(),
+            num_deltas: encoded.num_deltas.into(),
+            crc32: if payload.is_empty() { 0 } else { crc32fast::hash(payload) }.into(),
+            output_offset: (u64::from(entry.chunk_count) << entry.chunk_lanes_log2).into(),
+        });
+        self.sums.push(ChunkSums { base_sum: base_sum.into(), target_sum: target_sum.into() });
+        entry.chunk_count += 1;
+        let padding = payload.len().next_multiple_of(PAYLOAD_ALIGN as usize) - payload.len();
+        let written = self.blob.write_all(payload).and_then(|()| self.blob.write_all(&[0; PAYLOAD_ALIGN as usize][..padding]));
+        written.map_err(|e| Error::io("write", &self.blob_path, e))?;
+        self.blob_size += (payload.len() + padding) as u64;
+        Ok(())
+    }
+
+    /// Ends the tensor: the BLAKE3 hashes of all bytes of its base tensor, if it has one, and of the target tensor.
+    pub fn end_tensor(&mut self, base: Option<Hash>, target: Hash) {
+        let base_digest = base.as_ref().map_or([0; DIGEST_SIZE], digest::short);
+        self.digests.push(TensorDigests { base_digest, target_digest: digest::short(&target) });
+        self.hashes.push((base, target));
+    }
+
+    /// Adds a target file; names must ascend.
+    pub fn file(&mut self, file: FileSpec) {
+        self.files.push(file);
+    }
+
+    /// Puts the index together and validates it as a reader would. The blob still lacks its header, which goes to its
+    /// beginning: [`Finished::blob_header`].
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the calls did not describe a valid pair, [`Error::Limit`] if it is too large for readers.
+    pub fn finish(mut self) -> Result<Finished<W>> {
+        self.blob.flush().map_err(|e| Error::io("write", &self.blob_path, e))?;
+        let index = ValidatedIndex::parse(self.index_bytes()?, &Limits::default())?;
+        let mut header = BlobHeader {
+            magic: BLOB_MAGIC,
+            version_major: VERSION_MAJOR,
+            version_minor: VERSION_MINOR,
+            header_size: BLOB_HEADER_SIZE,
+            blob_size: self.blob_size,
+            pair_digest: *index.pair_digest(),
+            reserved: 0,
+            header_crc32: 0,
+        };
+        header.header_crc32 = crc32fast::hash(&to_bytes(&header)?[..BLOB_HEADER_CRC_SPAN]);
+        let mut blob_header = [0; BLOB_HEADER_SIZE as usize];
+        blob_header.copy_from_slice(&to_bytes(&header)?);
+        Ok(Finished { index, blob_header, blob: self.blob })
+    }
+
+    fn index_bytes(&self) -> Result<Vec<u8>> {
+        let mut digests = digest::root(self.hashes.iter().map(|(base, _)| *base)).to_vec();
+        digests.extend(digest::root(self.hashes.iter().map(|(_, target)| Some(*target))));
+        digests.extend(self.digests.as_bytes());
+        let mut tensors = table_bytes(&self.entries)?;
+        tensors.extend(self.dims.iter().flat_map(|d| d.to_le_bytes()));
+        tensors.extend(&self.names);
+
+        let sections: [(u64, Vec<u8>); 6] = [
+            (32 * self.records.len() as u64, self.records.as_bytes().to_vec()),
+            (16 * self.sums.len() as u64, self.sums.as_bytes().to_vec()),
+            (digests.len() as u64, digests),
+            shrink(tensors)?,
+            shrink(self.files_bytes()?)?,
+            (0, Vec::new()),
+        ];
+        let mut index = vec![0; INDEX_HEADER_SIZE as usize];
+        let entries = sections.map(|(expanded_size, stored)| {
+            pad(&mut index);
+            let entry = SectionEntry { offset: index.len() as u64, stored_size: stored.len() as u64, expanded_size };
+            index.extend(stored);
+            entry
+        });
+        pad(&mut index);
+        let mut header = IndexHeader {
+            magic: INDEX_MAGIC,
+            version_major: VERSION_MAJOR,
+            version_minor: VERSION_MINOR,
+            header_size: INDEX_HEADER_SIZE,
+            required_features: 0,
+            optional_features: 0,
+            index_size: index.len() as u64 + PAIR_DIGEST_SIZE,
+            blob_size: self.blob_size,
+            chunk_count: count(self.records.len(), MAX_CHUNKS, "chunks")?,
+            tensor_count: count(self.entries.len(), MAX_TENSORS, "tensors")?,
+            file_count: count(self.files.len(), MAX_FILES, "files")?,
+            reserved_0: 0,
+            sections: entries,
+            reserved_1: [0; 44],
+            header_crc32: 0,
+        };
+        header.header_crc32 = crc32fast::hash(&to_bytes(&header)?[..INDEX_HEADER_CRC_SPAN]);
+        index[..INDEX_HEADER_SIZE as usize].copy_from_slice(&to_bytes(&header)?);
+        let digest = digest::of(&index);
+        index.extend(digest.as_bytes());
+        Ok(index)
+    }
+
+    fn files_bytes(&self) -> Result<Vec<u8>> {
+        let entries = self.files.iter().map(|file| FileEntry {
+            kind: file.kind.code(),
+            reserved_0: 0,
+            name_size: file.name.len() as u32,
+            content_size: file.content.len() as u64,
+            content_digest: digest::short(&digest::of(&file.content)),
+            reserved_1: 0,
+        });
+        let mut bytes = table_bytes(&entries.collect::<Vec<_>>())?;
+        bytes.extend(self.files.iter().flat_map(|file| file.name.as_bytes()));
+        bytes.extend(self.files.iter().filter(|file| file.kind.is_stored()).flat_map(|file| &file.content));
+        Ok(bytes)
+    }
+}
+
+/// A pair that only has to be put where it belongs.
+#[derive(Debug)]
+pub struct Finished<W> {
+    /// The index, validated; its bytes are [`ValidatedIndex::as_bytes`].
+    pub index: ValidatedIndex,
+    /// The first 64 bytes of the blob.
+    pub blob_header: [u8; BLOB_HEADER_SIZE as usize],
+    /// The blob as written so far, with zeros in place of its header.
+    pub blob: W,
+}
+
+impl Finished<Vec<u8>> {
+    /// The pair in memory.
+    ///
+    /// # Errors
+    /// None that the calls of a [`PairBuilder`] can cause.
+    pub fn into_pair(mut self) -> Result<crate::reader::Pair<Vec<u8>>> {
+        self.blob[..self.blob_header.len()].copy_from_slice(&self.blob_header);
+        crate::reader::Pair::new(self.index, self.blob)
+    }
+}
+
+fn count(found: usize, limit: u32, what: &'static str) -> Result<u32> {
+    let too_many = || Error::Limit { what, limit: limit.into(), found: found as u64 };
+    u32::try_from(found).ok().filter(|&n| n <= limit).ok_or_else(too_many)
+}
+
+fn pad(bytes: &mut Vec<u8>) {
+    bytes.resize(bytes.len().next_multiple_of(SECTION_ALIGN as usize), 0);
+}
+
+/// The stored form of a compressible section, after its expanded size.
+fn shrink(expanded: Vec<u8>) -> Result<(u64, Vec<u8>)> {
+    let size = expanded.len() as u64;
+    // Small tables are worth a good ratio; those of very many tensors are worth an end.
+    let level = if size <= 1 << 20 { 19 } else { 3 };
+    let frame = ::zstd::bulk::compress(&expanded, level).map_err(|e| Error::Misuse(format!("the zstd library failed: {e}")))?;
+    Ok((size, if (frame.len() as u64) < size { frame } else { expanded }))
+}
+
+fn to_bytes<T>(value: &T) -> Result<Vec<u8>>
+where
+    for<'a> T: BinWrite<Args<'a> = ()> + binrw::meta::WriteEndian,
+{
+    table_bytes(std::slice::from_ref(value))
+}
+
+fn table_bytes<T>(rows: &[T]) -> Result<Vec<u8>>
+where
+    for<'a> T: BinWrite<Args<'a> = ()> + binrw::meta::WriteEndian,
+{
+    let mut out = Cursor::new(Vec::new());
+    for row in rows {
+        row.write(&mut out).map_err(|e| Error::Misuse(format!("a layout could not be written: {e}")))?;
+    }
+    Ok(out.into_inner())
+}
