@@ -34,11 +34,19 @@ pub trait Checkpoint: Sync {
     /// [`Error::Io`] if the bytes cannot be read, [`Error::Misuse`] if they are not there.
     fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// The same bytes, in place where the checkpoint lies in memory, else through `scratch`.
+    /// `size` of the same bytes where they lie, if they lie in memory.
+    fn in_place(&self, _place: usize, _offset: u64, _size: usize) -> Option<&[u8]> {
+        None
+    }
+
+    /// The same bytes, in place where that can be, else through `scratch`.
     ///
     /// # Errors
     /// As for [`Checkpoint::read`].
     fn bytes<'a>(&'a self, place: usize, offset: u64, size: usize, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        if let Some(bytes) = self.in_place(place, offset, size) {
+            return Ok(bytes);
+        }
         if scratch.len() < size {
             scratch.resize(size, 0);
         }
@@ -89,15 +97,14 @@ impl Checkpoint for MemoryCheckpoint<'_> {
     }
 
     fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        out.copy_from_slice(self.bytes(place, offset, out.len(), &mut Vec::new())?);
+        let bytes = self.in_place(place, offset, out.len());
+        let missing = || Error::Misuse(format!("{} bytes from {offset} on of tensor {place} are not there", out.len()));
+        out.copy_from_slice(bytes.ok_or_else(missing)?);
         Ok(())
     }
 
-    fn bytes<'a>(&'a self, place: usize, offset: u64, size: usize, _: &'a mut Vec<u8>) -> Result<&'a [u8]> {
-        let range = usize::try_from(offset).ok().and_then(|start| Some(start..start.checked_add(size)?));
-        let found = range.zip(self.data.get(place)).and_then(|(range, data)| data.get(range));
-        found.ok_or_else(|| {
-            Error::Misuse(format!("bytes {offset} to {} of tensor {place} are not there", offset.saturating_add(size as u64)))
-        })
+    fn in_place(&self, place: usize, offset: u64, size: usize) -> Option<&[u8]> {
+        let start = usize::try_from(offset).ok()?;
+        self.data.get(place)?.get(start..start.checked_add(size)?)
     }
 }

@@ -31,12 +31,36 @@ pub(crate) fn short(hash: &Hash) -> [u8; DIGEST_SIZE] {
 
 /// The hash of one piece of a whole: final if the piece is the whole, else a chaining value for [`combine`].
 ///
-/// `offset` is where the piece begins; all pieces but the last are equally long, a power of two of at least 1 KiB.
-pub(crate) fn of_piece(bytes: &[u8], offset: u64, whole: u64) -> [u8; 32] {
-    if bytes.len() as u64 == whole {
-        return *blake3::hash(bytes).as_bytes();
+/// All pieces but the last are equally long, a power of two of at least 1 KiB.
+pub(crate) struct PieceHasher {
+    hasher: Hasher,
+    whole: u64,
+}
+
+impl PieceHasher {
+    /// The hasher of the piece that begins at `offset` of `whole` bytes.
+    pub fn new(offset: u64, whole: u64) -> Self {
+        let mut hasher = Hasher::new();
+        hasher.set_input_offset(offset);
+        Self { hasher, whole }
     }
-    Hasher::new().set_input_offset(offset).update(bytes).finalize_non_root()
+
+    /// Adds the next bytes of the piece.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.hasher.update(bytes);
+    }
+
+    /// The hash of the piece.
+    pub fn finish(self) -> [u8; 32] {
+        if self.hasher.count() == self.whole { *self.hasher.finalize().as_bytes() } else { self.hasher.finalize_non_root() }
+    }
+}
+
+/// [`PieceHasher`] for a piece that is at hand whole.
+pub(crate) fn of_piece(bytes: &[u8], offset: u64, whole: u64) -> [u8; 32] {
+    let mut hasher = PieceHasher::new(offset, whole);
+    hasher.update(bytes);
+    hasher.finish()
 }
 
 /// The hash of the whole from those of its pieces, in order.

@@ -215,6 +215,7 @@ impl fmt::Display for Rule {
 
 impl Rule {
     /// An error for this rule.
+    #[cold]
     pub(crate) fn broken(self, expected: impl fmt::Display, found: impl fmt::Display) -> Error {
         Error::Invalid(Box::new(Invalid {
             rule: self,

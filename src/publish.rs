@@ -56,6 +56,10 @@ impl Publication {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
             Err(e) => Err(Error::io("look at", path, e)),
             Ok(metadata) if metadata.is_dir() => Err(Error::io("replace", path, io::ErrorKind::IsADirectory.into())),
+            Ok(metadata) if !metadata.is_file() && !metadata.is_symlink() => {
+                // A rename over /dev/null would take it from everyone.
+                Err(Error::io("replace", path, io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")))
+            }
             Ok(_) if !self.replace => {
                 Err(Error::io("create", path, io::Error::new(io::ErrorKind::AlreadyExists, "it exists (force replaces it)")))
             }

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use crate::dispatch::vectorized;
+use crate::lane::Lane;
 use zerocopy::FromBytes;
 use zerocopy::little_endian::U32;
 
@@ -40,28 +41,117 @@ static Q: [u32; ROW] = {
 ///
 /// Cost: one multiplication for each 4 bytes, at about the speed of the second-level cache.
 pub fn chunk_sum(lanes: &[u8]) -> u64 {
-    debug_assert!(lanes.len() <= 4 * ROW * ROW);
-    vectorized(
-        #[inline(always)]
-        || sum_of_rows(lanes),
-    )
+    let mut sum = ChunkSum::default();
+    sum.add(lanes);
+    sum.value
+}
+
+/// A chunk sum that is formed block by block, while the lanes are in the cache for something else.
+#[derive(Default)]
+pub(crate) struct ChunkSum {
+    pub value: u64,
+    row: usize,
+}
+
+impl ChunkSum {
+    /// Bytes of which every block but the last must be a multiple.
+    pub const BLOCK: usize = 4 * ROW;
+
+    /// Adds the next block.
+    pub fn add(&mut self, lanes: &[u8]) {
+        self.add_rows(
+            lanes.chunks(Self::BLOCK),
+            #[inline(always)]
+            |row| inner_sum(row),
+        );
+    }
+
+    /// Copies the next block from `lanes` to `out`, which is as long, and adds it on the way.
+    pub fn copy(&mut self, lanes: &[u8], out: &mut [u8]) {
+        self.add_rows(
+            lanes.chunks(Self::BLOCK).zip(out.chunks_mut(Self::BLOCK)),
+            #[inline(always)]
+            |(row, out)| copy_and_sum(row, out),
+        );
+    }
+
+    #[inline(always)]
+    fn add_rows<R>(&mut self, rows: impl ExactSizeIterator<Item = R>, inner: impl Fn(R) -> u64) {
+        let count = rows.len();
+        debug_assert!(self.row + count <= ROW);
+        let weights = P.iter().cycle().skip(self.row);
+        let sum = vectorized(
+            #[inline(always)]
+            || {
+                let mut sum = 0u64;
+                for (row, p) in rows.zip(weights) {
+                    sum = sum.wrapping_add(p.wrapping_mul(inner(row)));
+                }
+                sum
+            },
+        );
+        self.value = self.value.wrapping_add(sum);
+        self.row += count;
+    }
 }
 
 #[inline(always)]
-fn sum_of_rows(lanes: &[u8]) -> u64 {
-    let mut sum = 0u64;
-    for (row, p) in lanes.chunks(4 * ROW).zip(P.iter().cycle()) {
-        let (words, tail) = row.as_chunks::<4>();
-        let words = <[U32]>::ref_from_bytes(words.as_flattened()).unwrap_or(&[]);
-        let mut inner = words.iter().zip(&Q).fold(0u64, |a, (w, q)| a.wrapping_add(u64::from(w.get()) * u64::from(*q)));
-        if !tail.is_empty() {
-            let mut last = [0; 4];
-            last[..tail.len()].copy_from_slice(tail);
-            inner = inner.wrapping_add(u64::from(u32::from_le_bytes(last)) * u64::from(Q[words.len()]));
-        }
-        sum = sum.wrapping_add(p.wrapping_mul(inner));
+fn term(word: u32, weight: u32) -> u64 {
+    u64::from(word) * u64::from(weight)
+}
+
+/// `Σ Q[c]·w_c` of a row.
+#[inline(always)]
+fn inner_sum(row: &[u8]) -> u64 {
+    let (words, tail) = words_of(row);
+    let sum = words.iter().zip(&Q).fold(0u64, |sum, (word, q)| sum.wrapping_add(term(word.get(), *q)));
+    sum.wrapping_add(tail_sum(tail, words.len()))
+}
+
+/// [`inner_sum`] of a row that is copied: one pass, because memory and arithmetic then overlap.
+#[inline(always)]
+fn copy_and_sum(row: &[u8], out: &mut [u8]) -> u64 {
+    let (words, tail) = words_of(row);
+    let (out_words, out_tail) = out.split_at_mut(row.len() - tail.len());
+    out_tail.copy_from_slice(tail);
+    let out_words = <[U32]>::mut_from_bytes(out_words).unwrap_or(&mut []);
+    let pairs = words.iter().zip(out_words).zip(&Q);
+    let sum = pairs.fold(0u64, |sum, ((word, out), q)| {
+        *out = *word;
+        sum.wrapping_add(term(word.get(), *q))
+    });
+    sum.wrapping_add(tail_sum(tail, words.len()))
+}
+
+#[inline(always)]
+fn words_of(row: &[u8]) -> (&[U32], &[u8]) {
+    let (words, tail) = row.split_at(row.len() / 4 * 4);
+    (<[U32]>::ref_from_bytes(words).unwrap_or(&[]), tail)
+}
+
+#[inline(always)]
+fn tail_sum(tail: &[u8], at: usize) -> u64 {
+    if tail.is_empty() {
+        return 0;
     }
-    sum
+    let mut last = [0; 4];
+    last[..tail.len()].copy_from_slice(tail);
+    term(u32::from_le_bytes(last), Q[at])
+}
+
+/// What the sum of a chunk grows by when lane `position` changes from `old` to `new`.
+#[inline(always)]
+pub(crate) fn lane_term<L: Lane>(position: usize, old: L, new: L) -> u64 {
+    let byte = position * L::BYTES;
+    let weight = |word: usize| P[word / ROW % ROW].wrapping_mul(u64::from(Q[word % ROW]));
+    let (old, new) = (old.widen(), new.widen());
+    if L::BYTES < 8 {
+        let shift = byte % 4 * 8;
+        return weight(byte / 4).wrapping_mul((new << shift).wrapping_sub(old << shift));
+    }
+    let (low, high) = (u64::from(u32::MAX), 32);
+    let low_term = weight(byte / 4).wrapping_mul((new & low).wrapping_sub(old & low));
+    low_term.wrapping_add(weight(byte / 4 + 1).wrapping_mul((new >> high).wrapping_sub(old >> high)))
 }
 
 #[cfg(test)]
@@ -95,6 +185,33 @@ mod tests {
         #[test]
         fn equals_the_formula(lanes in proptest::collection::vec(any::<u8>(), 0..20_000)) {
             prop_assert_eq!(chunk_sum(&lanes), by_the_spec(&lanes));
+        }
+
+        #[test]
+        fn blocks_and_copies_give_the_same(lanes in proptest::collection::vec(any::<u8>(), 0..40_000)) {
+            let mut sum = ChunkSum::default();
+            let mut out = vec![0; lanes.len()];
+            for (lanes, out) in lanes.chunks(2 * ChunkSum::BLOCK).zip(out.chunks_mut(2 * ChunkSum::BLOCK)) {
+                sum.copy(lanes, out);
+            }
+            prop_assert_eq!(sum.value, by_the_spec(&lanes));
+            prop_assert_eq!(out, lanes);
+        }
+
+        #[test]
+        fn a_lane_adds_its_term(position in 0usize..3_000, new: u64) {
+            let lanes: Vec<u8> = (0..24_000u32).map(|i| (i * 7 % 251) as u8).collect();
+            fn check<L: Lane>(lanes: &[u8], position: usize, new: L) {
+                let mut changed = lanes.to_vec();
+                let lane = &mut crate::lane::lanes_of_mut::<L>(&mut changed)[position];
+                let old = L::load(*lane);
+                *lane = new.store();
+                assert_eq!(chunk_sum(&changed), chunk_sum(lanes).wrapping_add(lane_term(position, old, new)));
+            }
+            check(&lanes, position, new as u8);
+            check(&lanes, position, new as u16);
+            check(&lanes, position, new as u32);
+            check(&lanes, position, new);
         }
 
         #[test]

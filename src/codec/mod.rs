@@ -13,6 +13,8 @@ pub use self::zstd::Layout;
 use crate::error::{Result, Rule};
 use crate::format::registry;
 use crate::lane::{Dtype, Lane, Order, collect_changes, lanes_of_mut, with_lane};
+use crate::sums::{chunk_sum, lane_term};
+use zerocopy::IntoBytes;
 
 registry! {
     /// How payloads are coded.
@@ -55,11 +57,22 @@ pub(crate) struct Patch<'a, L: Lane> {
     lanes: &'a mut [L::Le],
     order: Order,
     next: usize,
+    /// The chunk sum of the lanes as they are now, while it is kept.
+    sum: Option<u64>,
 }
 
 impl<'a, L: Lane> Patch<'a, L> {
-    pub fn new(lanes: &'a mut [u8], order: Order) -> Self {
-        Self { lanes: lanes_of_mut::<L>(lanes), order, next: 0 }
+    /// A patch of at most `count` changes to lanes whose chunk sum is `sum`.
+    pub fn new(lanes: &'a mut [u8], count: usize, sum: u64, order: Order) -> Self {
+        let lanes = lanes_of_mut::<L>(lanes);
+        // A term a change is dearer than its share of a pass over all lanes.
+        let sum = (16 * count < lanes.len()).then_some(sum);
+        Self { lanes, order, next: 0, sum }
+    }
+
+    /// The chunk sum of the lanes.
+    pub fn finish(self) -> u64 {
+        self.sum.unwrap_or_else(|| chunk_sum(self.lanes.as_bytes()))
     }
 
     /// Changes the lane `gap` lanes after the last one.
@@ -73,7 +86,12 @@ impl<'a, L: Lane> Patch<'a, L> {
         if delta == L::default() {
             return Err(Rule::PayloadDeltas.broken("a delta that is not zero", format_args!("zero at lane {position}")));
         }
-        *lane = L::apply(L::load(*lane), delta, self.order).store();
+        let base = L::load(*lane);
+        let target = L::apply(base, delta, self.order);
+        if let Some(sum) = &mut self.sum {
+            *sum = sum.wrapping_add(lane_term(position, base, target));
+        }
+        *lane = target.store();
         self.next = position + 1;
         Ok(())
     }
@@ -136,16 +154,25 @@ impl ChunkDecoder {
         Self { zstd: zstd::Decoder::new() }
     }
 
-    /// Turns the base lanes of a chunk into its target lanes, in `lanes`.
+    /// Turns the base lanes of a chunk into its target lanes, in `lanes`, and the [chunk sum](crate::chunk_sum) of the ones into
+    /// that of the others, which it returns: where few lanes change, without a pass over all of them.
     ///
     /// `encoded` is what the record says, and must have passed the checks of the index: memory is bounded by it.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) naming the rule that the payload breaks; `lanes` is then a mixture.
-    pub fn decode(&mut self, codec: Codec, dtype: Dtype, encoded: Encoded, payload: &[u8], lanes: &mut [u8]) -> Result<()> {
+    pub fn decode(
+        &mut self,
+        codec: Codec,
+        dtype: Dtype,
+        encoded: Encoded,
+        payload: &[u8],
+        base_sum: u64,
+        lanes: &mut [u8],
+    ) -> Result<u64> {
         with_lane!(dtype.lane_bytes(), L => match codec {
-            Codec::Raw => raw::decode::<L>(payload, encoded.num_deltas, dtype.order(), lanes),
-            Codec::Zstd => self.zstd.decode::<L>(payload, encoded, dtype.order(), lanes),
+            Codec::Raw => raw::decode::<L>(payload, encoded.num_deltas, dtype.order(), base_sum, lanes),
+            Codec::Zstd => self.zstd.decode::<L>(payload, encoded, dtype.order(), base_sum, lanes),
         })
     }
 }

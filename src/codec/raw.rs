@@ -27,7 +27,7 @@ pub(super) fn encode<L: Lane>(base: &[u8], target: &[u8], order: Order, payload:
     Encoded { uncompressed_size: (payload.len() - start) as u32, num_deltas: count as u32 }
 }
 
-pub(super) fn decode<L: Lane>(payload: &[u8], num_deltas: u32, order: Order, lanes: &mut [u8]) -> Result<()> {
+pub(super) fn decode<L: Lane>(payload: &[u8], num_deltas: u32, order: Order, base_sum: u64, lanes: &mut [u8]) -> Result<u64> {
     let count = num_deltas as usize;
     let deltas_at = deltas_at(num_deltas, L::BYTES) as usize;
     let (Some((positions, padding)), Some(deltas)) =
@@ -38,7 +38,7 @@ pub(super) fn decode<L: Lane>(payload: &[u8], num_deltas: u32, order: Order, lan
     Rule::PayloadPositions.check(padding.iter().all(|&b| b == 0), "zeros after the positions", "other bytes")?;
     let deltas = lanes_of::<L>(deltas);
     Rule::PayloadSize.check_eq(count, deltas.len())?;
-    let mut patch = Patch::<L>::new(lanes, order);
+    let mut patch = Patch::<L>::new(lanes, count, base_sum, order);
     let mut next = 0;
     for (position, delta) in positions.as_chunks::<4>().0.iter().zip(deltas) {
         let position = u32::from_le_bytes(*position) as usize;
@@ -47,5 +47,5 @@ pub(super) fn decode<L: Lane>(payload: &[u8], num_deltas: u32, order: Order, lan
         patch.change(gap, L::load(*delta))?;
         next = position + 1;
     }
-    Ok(())
+    Ok(patch.finish())
 }

@@ -1,1 +1,165 @@
+//! Every codec and layout against arbitrary lanes and arbitrary bytes.
 
+use super::*;
+use crate::chunk_sum;
+use crate::error::Error;
+use proptest::prelude::*;
+
+/// Every way to encode: codec `raw`, and codec `zstd` with each layout and with its own choice.
+fn ways() -> Vec<(Codec, Option<Layout>)> {
+    let zstd = Layout::ALL.iter().map(|&layout| (Codec::Zstd, Some(layout)));
+    [(Codec::Raw, None), (Codec::Zstd, None)].into_iter().chain(zstd).collect()
+}
+
+fn encode(way: (Codec, Option<Layout>), dtype: Dtype, base: &[u8], target: &[u8]) -> (Encoded, Vec<u8>) {
+    let mut payload = Vec::new();
+    let encoded = ChunkEncoder::new(way.0, way.1).unwrap().encode(dtype, base, target, &mut payload).unwrap();
+    (encoded, payload)
+}
+
+fn assert_round_trip(way: (Codec, Option<Layout>), dtype: Dtype, base: &[u8], target: &[u8]) {
+    let (encoded, payload) = encode(way, dtype, base, target);
+    let lane_bytes = dtype.lane_bytes();
+    let changed = base.chunks(lane_bytes).zip(target.chunks(lane_bytes)).filter(|(b, t)| b != t).count();
+    assert_eq!(encoded.num_deltas as usize, changed);
+    assert_eq!(payload.is_empty(), changed == 0);
+    if changed == 0 {
+        assert_eq!(encoded, Encoded::default());
+        return;
+    }
+    let lanes = (base.len() / lane_bytes) as u32;
+    assert!(way.0.check_sizes(payload.len() as u32, encoded.uncompressed_size, encoded.num_deltas, lanes, lane_bytes));
+    let mut out = base.to_vec();
+    let sum = ChunkDecoder::new().decode(way.0, dtype, encoded, &payload, chunk_sum(base), &mut out).unwrap();
+    assert_eq!(sum, chunk_sum(target));
+    assert!(out == target, "{way:?} {dtype} came back wrong");
+}
+
+/// Lanes whose deltas lie around the limits of nibbles and escapes, at gaps around those of gaps.
+fn pattern(dtype: Dtype, lanes: usize, gaps: &[usize], deltas: &[u64]) -> (Vec<u8>, Vec<u8>) {
+    let base: Vec<u8> = (0..lanes * dtype.lane_bytes()).map(|i| (i * 37 % 241) as u8).collect();
+    let mut target = base.clone();
+    with_lane!(dtype.lane_bytes(), L => {
+        let out = lanes_of_mut::<L>(&mut target);
+        let mut at = 0;
+        for (gap, delta) in gaps.iter().cycle().zip(deltas.iter().cycle()) {
+            at += gap;
+            let Some(lane) = out.get_mut(at) else { break };
+            *lane = L::apply(L::load(*lane), L::truncate(*delta), dtype.order()).store();
+            at += 1;
+        }
+    });
+    (base, target)
+}
+
+#[test]
+fn boundaries_of_gaps_and_deltas() {
+    let gaps = [0, 1, 14, 15, 16, 253, 254, 255, 256, 269, 270, 271, 509, 510, 511, 1000];
+    let deltas = [1, 2, 14, 15, 16, 17, 255, 256, 269, 270, 271, 272, 0xFFFE, 0xFFFF, 0xFFFF_FFFF, u64::MAX];
+    for dtype in [Dtype::I8, Dtype::F8E4m3, Dtype::Bf16, Dtype::U16, Dtype::F32, Dtype::U32, Dtype::F64, Dtype::I64, Dtype::F4] {
+        for way in ways() {
+            for lanes in [1, 31, 32, 33, 63, 64, 65, 4095, 4096, 4097] {
+                let (base, target) = pattern(dtype, lanes, &gaps, &deltas);
+                assert_round_trip(way, dtype, &base, &target);
+                let (base, target) = pattern(dtype, lanes, &[0], &deltas);
+                assert_round_trip(way, dtype, &base, &target);
+                let (base, target) = pattern(dtype, lanes, &[0], &[u64::MAX]);
+                assert_round_trip(way, dtype, &base, &target);
+            }
+        }
+    }
+}
+
+#[test]
+fn examples_of_the_spec() {
+    let base = vec![0x80; 8192];
+    let mut target = base.clone();
+    for (lane, delta) in [(3, 2), (20, 1), (300, 400)] {
+        let lane = &mut lanes_of_mut::<u16>(&mut target)[lane];
+        *lane = u16::apply(u16::load(*lane), delta, Order::Ordered).store();
+    }
+    let (encoded, payload) = encode((Codec::Raw, None), Dtype::Bf16, &base, &target);
+    assert_eq!(payload, [3, 0, 0, 0, 20, 0, 0, 0, 0x2C, 1, 0, 0, 2, 0, 1, 0, 0x90, 1]);
+    assert_eq!(encoded, Encoded { uncompressed_size: 18, num_deltas: 3 });
+    for (layout, content) in [
+        (Layout::Gaps, &[1, 2, 1, 0x90, 0, 0, 1, 3, 0x10, 0xFF, 0x18][..]),
+        (Layout::EliasDelta, &[2, 2, 1, 0x90, 0, 0, 1, 0x61, 0x44, 0x48, 0xC0]),
+        (Layout::NibbleGaps, &[3, 0x13, 0x0F, 0xFF, 0xFF, 0x81, 0, 1, 0xFF, 9]),
+    ] {
+        let (encoded, payload) = encode((Codec::Zstd, Some(layout)), Dtype::Bf16, &base, &target);
+        assert_eq!(zstd::expand_frame(&payload, encoded.uncompressed_size as usize, 27).unwrap(), content);
+    }
+}
+
+fn dtypes() -> impl Strategy<Value = Dtype> {
+    proptest::sample::select(Dtype::ALL)
+}
+
+/// Base lanes, and target lanes of which about one in `rarity` differs, by a little or by anything.
+fn lanes() -> impl Strategy<Value = (Dtype, Vec<u8>, Vec<u8>)> {
+    (dtypes(), 1usize..3000, 1u32..200, any::<bool>(), any::<u64>()).prop_map(|(dtype, lanes, rarity, small, seed)| {
+        let mut state = seed | 1;
+        let mut random = move || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 8
+        };
+        let base: Vec<u8> = (0..lanes * dtype.lane_bytes()).map(|_| random() as u8).collect();
+        let mut target = base.clone();
+        for lane in target.chunks_mut(dtype.lane_bytes()) {
+            if random() % u64::from(rarity) == 0 {
+                if small {
+                    lane[0] = lane[0].wrapping_add(random() as u8 % 7);
+                } else {
+                    lane.iter_mut().for_each(|byte| *byte = random() as u8);
+                }
+            }
+        }
+        (dtype, base, target)
+    })
+}
+
+proptest! {
+    #[test]
+    fn every_way_comes_back((dtype, base, target) in lanes()) {
+        for way in ways() {
+            assert_round_trip(way, dtype, &base, &target);
+        }
+    }
+
+    /// Any bytes as a payload: an error or lanes, never a panic, and never more changes than the record says.
+    #[test]
+    fn any_payload_ends(dtype in dtypes(), payload in proptest::collection::vec(any::<u8>(), 0..400), num_deltas in 1u32..64, uncompressed_size in 2u32..600) {
+        let lanes = vec![7; 64 * dtype.lane_bytes()];
+        for codec in Codec::ALL {
+            let mut out = lanes.clone();
+            let encoded = Encoded { uncompressed_size, num_deltas };
+            match ChunkDecoder::new().decode(*codec, dtype, encoded, &payload, 0, &mut out) {
+                Ok(_) => {
+                    let changed = lanes.chunks(dtype.lane_bytes()).zip(out.chunks(dtype.lane_bytes())).filter(|(a, b)| a != b).count();
+                    prop_assert_eq!(changed, num_deltas as usize);
+                }
+                Err(e) => prop_assert!(matches!(e, Error::Invalid(_)), "{e}"),
+            }
+        }
+    }
+
+    /// Any content in a well-formed frame: gets past zstd, into the layouts.
+    #[test]
+    fn any_content_ends(dtype in dtypes(), content in proptest::collection::vec(any::<u8>(), 1..400), layout in 0u8..6, num_deltas in 1u32..64) {
+        let mut content = content;
+        content[0] = layout;
+        let payload = ::zstd::bulk::compress(&content, 1).unwrap();
+        let lanes = vec![7; 64 * dtype.lane_bytes()];
+        let mut out = lanes.clone();
+        let encoded = Encoded { uncompressed_size: content.len() as u32, num_deltas };
+        match ChunkDecoder::new().decode(Codec::Zstd, dtype, encoded, &payload, 0, &mut out) {
+            Ok(_) => {
+                let changed = lanes.chunks(dtype.lane_bytes()).zip(out.chunks(dtype.lane_bytes())).filter(|(a, b)| a != b).count();
+                prop_assert_eq!(changed, num_deltas as usize);
+            }
+            Err(e) => prop_assert!(matches!(e, Error::Invalid(_)), "{e}"),
+        }
+    }
+}

@@ -1,14 +1,15 @@
 //! Applying: a base and a pair in, the target out (spec section 13, steps 8 to 12).
 
-use super::chunk::{Hashes, Worker, decode, find_base, patch};
+use super::chunk::{Hashes, Worker, base_lanes, decode, find_base};
 use super::{Pool, Progress, in_batches};
-use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::checkpoint::Checkpoint;
 use crate::digest::{self, short};
 use crate::error::{Error, Escaped, Result, Rule, hex};
 use crate::format::BaseKind;
 use crate::index::Tensor;
 use crate::reader::{Pair, VerifyReport};
 use crate::source::Source;
+use crate::sums::ChunkSum;
 use blake3::Hash;
 use serde::Serialize;
 use std::ops::Range;
@@ -20,26 +21,6 @@ pub trait Sink: Sync {
     /// # Errors
     /// Whatever keeps the sink from storing them; the application then ends.
     fn write(&self, place: usize, offset: u64, bytes: &[u8]) -> Result<()>;
-}
-
-/// How far an in-place application checks before it writes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum InPlace {
-    /// Decode and check everything first, and only then write: a refused pair leaves the tensors as they were.
-    #[default]
-    AllChecked,
-    /// Check each chunk before it is written, reading everything once: a failure in the middle leaves a mixture, which
-    /// [`Error::Poisoned`] tells.
-    ChunkByChunk,
-}
-
-/// A tensor to be changed where it lies.
-#[derive(Debug)]
-pub struct TensorMut<'a> {
-    /// Name in the target.
-    pub name: &'a str,
-    /// Its bytes, row-major and little-endian: the base's before, the target's after.
-    pub bytes: &'a mut [u8],
 }
 
 /// What an application did.
@@ -75,7 +56,7 @@ pub struct Apply<'a, B> {
     base: &'a dyn Checkpoint,
     places: Vec<usize>,
     /// The base holds the selected tensors in their order: names do not matter.
-    in_order: bool,
+    pub(super) in_order: bool,
     digests: bool,
     progress: Progress<'a>,
 }
@@ -211,7 +192,8 @@ impl<'a, B: Source> Apply<'a, B> {
         for chunk in chunks {
             let range = tensor.chunk_range(chunk);
             let mut buffer = vec![0; ((range.end - range.start) * width) as usize];
-            decode(self.pair, &tensor, chunk, self.base, base, &mut worker, &mut buffer, false)?;
+            let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, self.base, base, first, lanes, sum);
+            decode(self.pair, &tensor, chunk, fill, &mut worker, &mut buffer, false)?;
             let from = lanes.start.max(range.start) - range.start;
             let to = lanes.end.min(range.end) - range.start;
             out.extend_from_slice(&buffer[(from * width) as usize..(to * width) as usize]);
@@ -249,17 +231,18 @@ impl<'a, B: Source> Apply<'a, B> {
             |job| {
                 let range = job.byte_range();
                 let size = (range.end - range.start) as usize;
+                let Job { tensor, chunk, base, .. } = *job;
+                let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, self.base, base, first, lanes, sum);
                 let hashes = workers.with(|worker| {
                     if let Some(out) = &mut job.out {
-                        return decode(self.pair, &job.tensor, job.chunk, self.base, job.base, worker, out, self.digests);
+                        return decode(self.pair, &tensor, chunk, fill, worker, out, self.digests);
                     }
                     // Taken out so that the worker's other buffers stay free for the decoder.
                     let mut lanes = std::mem::take(&mut worker.lanes);
                     lanes.resize(size.max(lanes.len()), 0);
-                    let hashes =
-                        decode(self.pair, &job.tensor, job.chunk, self.base, job.base, worker, &mut lanes[..size], self.digests);
+                    let hashes = decode(self.pair, &tensor, chunk, fill, worker, &mut lanes[..size], self.digests);
                     let stored = match (&hashes, sink) {
-                        (Ok(_), Some(sink)) => sink.write(job.tensor.place, range.start, &lanes[..size]),
+                        (Ok(_), Some(sink)) => sink.write(tensor.place, range.start, &lanes[..size]),
                         _ => Ok(()),
                     };
                     worker.lanes = lanes;
@@ -394,130 +377,5 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
             Rule::DigestTargetRoot.check(root == index.target_root(), hex(index.target_root()), hex(&root))?;
         }
         Ok(())
-    }
-}
-
-/// Tensors in memory seen as a checkpoint, while nobody writes them.
-struct Snapshot<'a> {
-    infos: Vec<TensorInfo>,
-    data: Vec<&'a [u8]>,
-}
-
-impl Checkpoint for Snapshot<'_> {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.infos
-    }
-
-    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        // Lengths were compared with the table before this was made.
-        out.copy_from_slice(&self.data[place][offset as usize..][..out.len()]);
-        Ok(())
-    }
-}
-
-impl<B: Source> Pair<B> {
-    /// Turns base tensors into target tensors where they lie: the tensors given, in any order. Others of the pair are left.
-    ///
-    /// # Errors
-    /// With [`InPlace::AllChecked`], [`Error::WrongBase`], [`Error::AlreadyApplied`] or [`Error::Invalid`] and nothing is
-    /// written; with [`InPlace::ChunkByChunk`], [`Error::Poisoned`] if something was. [`Error::Misuse`] for a tensor that is
-    /// not in the pair, is given twice, has another length, or changes its number of rows.
-    pub fn apply_in_place(&self, tensors: &mut [TensorMut<'_>], mode: InPlace) -> Result<ApplyReport> {
-        tensors.sort_by(|a, b| a.name.cmp(b.name));
-        self.check_in_place(tensors)?;
-        if mode == InPlace::AllChecked {
-            self.preflight(tensors)?;
-        }
-        let table = self.index();
-        let mut places = Vec::new();
-        for tensor in tensors.iter() {
-            places.extend(table.find(tensor.name).map(|found| found.place));
-        }
-        let jobs = tensors.iter_mut().zip(&places).enumerate().flat_map(|(at, (given, &place))| {
-            let tensor = table.tensor(place);
-            let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
-            tensor.chunks().zip(given.bytes.chunks_mut(chunk_bytes)).map(move |(chunk, out)| Job {
-                at,
-                tensor,
-                base: None,
-                chunk,
-                out: Some(out),
-            })
-        });
-        let workers = Pool::new(Worker::new);
-        let written = std::sync::Mutex::new(Vec::new());
-        let outcome = in_batches(
-            jobs,
-            |job| job.byte_range().end - job.byte_range().start,
-            |job| {
-                let Some(out) = &mut job.out else { return Ok(()) };
-                workers.with(|worker| {
-                    let mut lanes = std::mem::take(&mut worker.lanes);
-                    lanes.clear();
-                    // Without a base the lanes begin as zeros, whatever lies there.
-                    match job.tensor.base_kind {
-                        BaseKind::None => lanes.resize(out.len(), 0),
-                        _ => lanes.extend_from_slice(out),
-                    }
-                    let outcome = patch(self, &job.tensor, job.chunk, worker, &mut lanes, false);
-                    if outcome.is_ok() {
-                        out.copy_from_slice(&lanes);
-                        written.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(job.chunk);
-                    }
-                    worker.lanes = lanes;
-                    outcome.map(|_| ())
-                })
-            },
-            |_, ()| Ok(()),
-        );
-        let mut written = written.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Err(source) = outcome {
-            if written.is_empty() {
-                return Err(source);
-            }
-            written.sort_unstable();
-            let total = places.iter().map(|&place| table.tensor(place).chunk_count).sum();
-            return Err(Error::Poisoned { written, total, source: Box::new(source) });
-        }
-        let bytes = tensors.iter().map(|tensor| tensor.bytes.len() as u64).sum();
-        Ok(ApplyReport { tensors: tensors.len() as u64, bytes, digests_checked: mode == InPlace::AllChecked })
-    }
-
-    fn check_in_place(&self, tensors: &[TensorMut<'_>]) -> Result<()> {
-        let mut before = None;
-        for given in tensors {
-            let name = Escaped(given.name);
-            let tensor = self.index().find(given.name).ok_or_else(|| Error::Misuse(format!("no tensor {name} in the pair")))?;
-            if before.replace(given.name) == Some(given.name) {
-                return Err(Error::Misuse(format!("tensor {name} is given twice")));
-            }
-            if tensor.base_kind == BaseKind::Prefix {
-                return Err(Error::Misuse(format!("tensor {name} changes its number of rows, which cannot be done in place")));
-            }
-            if given.bytes.len() as u64 != tensor.bytes() {
-                return Err(Error::Misuse(format!(
-                    "tensor {name} is given with {} bytes, it has {}",
-                    given.bytes.len(),
-                    tensor.bytes()
-                )));
-            }
-        }
-        Ok(())
-    }
-
-    /// A full decode without a store, of the tensors as they lie.
-    fn preflight(&self, tensors: &[TensorMut<'_>]) -> Result<()> {
-        let found = tensors.iter().filter_map(|given| Some((self.index().find(given.name)?, &*given.bytes)));
-        let (infos, data) = found
-            .map(|(tensor, bytes)| {
-                let info = TensorInfo { name: tensor.base_name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
-                (info, bytes)
-            })
-            .unzip();
-        let names: Vec<_> = tensors.iter().map(|given| given.name).collect();
-        let base = Snapshot { infos, data };
-        let mut apply = Apply::new(self, &base).tensors(|name| names.binary_search(&name).is_ok());
-        apply.in_order = true; // each tensor is its own base, also where two were made from one
-        apply.verify().map(|_| ())
     }
 }

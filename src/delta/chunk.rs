@@ -2,13 +2,13 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::codec::ChunkDecoder;
-use crate::digest;
+use crate::digest::{self, PieceHasher};
 use crate::error::{Error, Escaped, Result, Rule};
 use crate::format::BaseKind;
 use crate::index::Tensor;
 use crate::reader::Pair;
 use crate::source::Source;
-use crate::sums::chunk_sum;
+use crate::sums::ChunkSum;
 
 /// What a thread needs to decode chunks.
 pub(super) struct Worker {
@@ -45,69 +45,80 @@ pub(super) fn find_base(tensor: &Tensor<'_>, base: &dyn Checkpoint) -> Result<Op
     Ok(Some(place))
 }
 
-/// Step 8: fills `lanes` with the base lanes of a range, zeros where the base has none.
+/// Step 8 for a block: fills `lanes` with the base lanes from `first_lane` on, zeros where the base has none (section 8.2), and
+/// adds them to `sum`.
 pub(super) fn base_lanes(
     tensor: &Tensor<'_>,
     base: &dyn Checkpoint,
     place: Option<usize>,
     first_lane: u64,
     lanes: &mut [u8],
+    sum: &mut ChunkSum,
 ) -> Result<()> {
     let width = tensor.lane_bytes() as u64;
     let present = match (tensor.base_kind, place) {
         (BaseKind::None, _) | (_, None) => 0,
         (BaseKind::Same, _) => lanes.len(),
-        // The difference of two lanes of a chunk: it fits.
+        // The bytes past these lanes' start, as far as there are lanes to fill: bounded by their length.
         (BaseKind::Prefix, _) => (tensor.base_lanes().saturating_sub(first_lane) * width).min(lanes.len() as u64) as usize,
     };
+    let offset = first_lane * width;
+    let in_place = place.and_then(|place| base.in_place(place, offset, present));
+    match in_place {
+        Some(bytes) if present == lanes.len() => {
+            sum.copy(bytes, lanes);
+            return Ok(());
+        }
+        _ => {}
+    }
     let (from_base, zeros) = lanes.split_at_mut(present);
     zeros.fill(0);
-    match place {
-        Some(place) if !from_base.is_empty() => base.read(place, first_lane * width, from_base),
-        _ => Ok(()),
+    if let (Some(place), false) = (place, from_base.is_empty()) {
+        base.read(place, offset, from_base)?;
     }
+    sum.add(lanes);
+    Ok(())
 }
 
 /// Steps 8 to 11: fills `lanes`, as long as the chunk, with its target lanes.
+///
+/// `fill` is given blocks of `lanes` with the lane at which each begins in the tensor; it puts the base lanes there and adds
+/// them to the sum. They are summed and hashed block by block, while they are in the nearest cache.
 pub(super) fn decode<B: Source>(
     pair: &Pair<B>,
     tensor: &Tensor<'_>,
     chunk: u32,
-    base: &dyn Checkpoint,
-    place: Option<usize>,
+    fill: impl Fn(u64, &mut [u8], &mut ChunkSum) -> Result<()>,
     worker: &mut Worker,
     lanes: &mut [u8],
     with_hashes: bool,
 ) -> Result<Option<Hashes>> {
-    let range = tensor.chunk_range(chunk);
-    base_lanes(tensor, base, place, range.start, lanes)?;
-    patch(pair, tensor, chunk, worker, lanes, with_hashes)
-}
-
-/// Steps 8 to 11 on base lanes that lie in `lanes` already.
-pub(super) fn patch<B: Source>(
-    pair: &Pair<B>,
-    tensor: &Tensor<'_>,
-    chunk: u32,
-    worker: &mut Worker,
-    lanes: &mut [u8],
-    with_hashes: bool,
-) -> Result<Option<Hashes>> {
+    const BLOCK: usize = 8 * ChunkSum::BLOCK;
     let at = |e: Error| e.in_chunk(chunk).in_tensor(tensor.name);
     let sums = &pair.index().sums()[chunk as usize];
     let (base_sum, target_sum) = (sums.base_sum.get(), sums.target_sum.get());
-    let width = tensor.lane_bytes() as u64;
-    let offset = tensor.chunk_range(chunk).start * width;
+    let width = tensor.lane_bytes();
+    let first_lane = tensor.chunk_range(chunk).start;
+    let offset = first_lane * width as u64;
 
-    Rule::ChunkBaseSum.check_eq(base_sum, chunk_sum(lanes)).map_err(at)?;
-    // A `prefix` base has another length than its target: its pieces are hashed apart.
+    // A `prefix` base has another length than its target: it is hashed apart.
     let hash_base = with_hashes && tensor.base_kind == BaseKind::Same;
-    let base_hash = hash_base.then(|| digest::of_piece(lanes, offset, tensor.base_bytes()));
+    let mut hasher = hash_base.then(|| PieceHasher::new(offset, tensor.base_bytes()));
+    let mut sum = ChunkSum::default();
+    for (i, block) in lanes.chunks_mut(BLOCK).enumerate() {
+        fill(first_lane + (i * BLOCK / width) as u64, block, &mut sum)?;
+        if let Some(hasher) = &mut hasher {
+            hasher.update(block);
+        }
+    }
+    Rule::ChunkBaseSum.check_eq(base_sum, sum.value).map_err(at)?;
+    let base_hash = hasher.map(PieceHasher::finish);
+
     let encoded = pair.encoded(chunk);
     if encoded.num_deltas > 0 {
         let payload = pair.payload(chunk, &mut worker.payload).map_err(at)?;
-        worker.decoder.decode(tensor.codec, tensor.dtype, encoded, payload, lanes).map_err(at)?;
-        Rule::ChunkTargetSum.check_eq(target_sum, chunk_sum(lanes)).map_err(at)?;
+        let found = worker.decoder.decode(tensor.codec, tensor.dtype, encoded, payload, base_sum, lanes).map_err(at)?;
+        Rule::ChunkTargetSum.check_eq(target_sum, found).map_err(at)?;
     }
     let target_hash = match base_hash {
         Some(hash) if encoded.num_deltas == 0 => Some(hash),

@@ -4,10 +4,13 @@
 
 mod apply;
 mod chunk;
+mod compare;
 mod encode;
+mod in_place;
 
-pub use apply::{Apply, ApplyReport, InPlace, Sink, TensorMut};
+pub use apply::{Apply, ApplyReport, Sink};
 pub use encode::{EncodeOptions, EncodeReport, TensorReport, encode, encode_to_memory, encode_to_path};
+pub use in_place::{InPlace, TensorMut};
 
 use crate::error::Result;
 use rayon::prelude::*;

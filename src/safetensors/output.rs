@@ -149,10 +149,10 @@ fn content_of_base(
     size: u64,
     digest: &[u8; DIGEST_SIZE],
 ) -> Result<Vec<u8>> {
-    let Some(base) = base else {
-        return Err(Error::Misuse(format!("file {name:?} has the header of the base's: a base is needed")));
-    };
     let shown = if name.is_empty() { "a lone safetensors file" } else { name };
+    let Some(base) = base else {
+        return Err(Error::Misuse(format!("the pair needs {shown} of the base: give a base")));
+    };
     let content = base.content(name, has_tensors)?.ok_or_else(|| {
         Error::bad_checkpoint(base.path(), format_args!("the pair needs {shown} of the base, which is not there"))
     })?;

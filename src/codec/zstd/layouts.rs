@@ -5,6 +5,7 @@ use crate::codec::{Changes, Patch};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
 use crate::lane::{Lane, Order, lanes_of, lanes_of_mut};
+use crate::sums::chunk_sum;
 
 /// From here on a token of 15 and an escape of 255 are not enough.
 pub(super) const WIDE: u64 = NIBBLE + 255;
@@ -141,17 +142,37 @@ pub(super) fn deltas_of_all<L: Lane>(base: &[u8], target: &[u8], order: Order) -
 }
 
 /// Applies the parts of a content to base lanes.
-pub(super) fn decode<L: Lane>(layout: Layout, parts: &[u8], count: usize, order: Order, lanes: &mut [u8]) -> Result<()> {
+pub(super) fn decode<L: Lane>(
+    layout: Layout,
+    parts: &[u8],
+    count: usize,
+    order: Order,
+    base_sum: u64,
+    lanes: &mut [u8],
+) -> Result<u64> {
+    vectorized(
+        #[inline(always)]
+        || match order {
+            // Two copies of the loops so that none has a branch on the order inside.
+            Order::Plain => decode_in::<L>(layout, parts, count, Order::Plain, base_sum, lanes),
+            Order::Ordered => decode_in::<L>(layout, parts, count, Order::Ordered, base_sum, lanes),
+        },
+    )
+}
+
+#[inline(always)]
+fn decode_in<L: Lane>(layout: Layout, parts: &[u8], count: usize, order: Order, base_sum: u64, lanes: &mut [u8]) -> Result<u64> {
     match layout {
-        Layout::Planes => decode_planes::<L>(parts, count, order, lanes),
-        Layout::Gaps => decode_gaps::<L>(parts, count, order, lanes),
-        Layout::EliasDelta => decode_elias::<L>(parts, count, order, lanes),
-        Layout::NibbleGaps => decode_nibble_gaps::<L>(parts, count, order, lanes),
-        Layout::NibblePlanes => decode_nibble_planes::<L>(parts, count, order, lanes),
+        Layout::Planes => decode_planes::<L>(parts, count, order, lanes).map(|()| chunk_sum(lanes)),
+        Layout::Gaps => decode_gaps::<L>(parts, count, order, base_sum, lanes),
+        Layout::EliasDelta => decode_elias::<L>(parts, count, order, base_sum, lanes),
+        Layout::NibbleGaps => decode_nibble_gaps::<L>(parts, count, order, base_sum, lanes),
+        Layout::NibblePlanes => decode_nibble_planes::<L>(parts, count, order, lanes).map(|()| chunk_sum(lanes)),
     }
 }
 
 /// Takes `size` bytes off the front of `parts`.
+#[inline(always)]
 fn take<'a>(parts: &mut &'a [u8], size: usize) -> Result<&'a [u8]> {
     let (part, rest) =
         parts.split_at_checked(size).ok_or_else(|| Rule::PayloadSize.broken(format_args!("{size} bytes more"), parts.len()))?;
@@ -180,15 +201,6 @@ fn plane_lane<L: Lane>(planes: &[u8], count: usize, i: usize) -> L {
 /// Applies a delta to each lane, zero or not, and returns how many are not.
 #[inline(always)]
 fn apply_all<L: Lane>(lanes: &mut [L::Le], deltas: &[L], order: Order) -> usize {
-    // Two loops so that neither has a branch on the order inside.
-    match order {
-        Order::Plain => apply_in(lanes, deltas, Order::Plain),
-        Order::Ordered => apply_in(lanes, deltas, Order::Ordered),
-    }
-}
-
-#[inline(always)]
-fn apply_in<L: Lane>(lanes: &mut [L::Le], deltas: &[L], order: Order) -> usize {
     let mut changed = 0u32;
     for (lane, &delta) in lanes.iter_mut().zip(deltas) {
         changed += u32::from(delta != L::default());
@@ -197,50 +209,49 @@ fn apply_in<L: Lane>(lanes: &mut [L::Le], deltas: &[L], order: Order) -> usize {
     changed as usize
 }
 
+#[inline(always)]
 fn decode_planes<L: Lane>(mut parts: &[u8], count: usize, order: Order, lanes: &mut [u8]) -> Result<()> {
     let total = lanes.len() / L::BYTES;
     let planes = take(&mut parts, lanes.len())?;
     check_finished(parts)?;
-    let changed = vectorized(
-        #[inline(always)]
-        || {
-            let mut changed = 0;
-            let mut deltas = [L::default(); BLOCK];
-            for (block, lanes) in lanes_of_mut::<L>(lanes).chunks_mut(BLOCK).enumerate() {
-                let deltas = &mut deltas[..lanes.len()];
-                deltas.fill(L::default());
-                for k in 0..L::BYTES {
-                    let plane = &planes[k * total + block * BLOCK..][..lanes.len()];
-                    for (delta, &byte) in deltas.iter_mut().zip(plane) {
-                        *delta = L::truncate(delta.widen() | u64::from(byte) << (8 * k));
-                    }
-                }
-                changed += apply_all(lanes, deltas, order);
+    let mut changed = 0;
+    let mut deltas = [L::default(); BLOCK];
+    for (block, lanes) in lanes_of_mut::<L>(lanes).chunks_mut(BLOCK).enumerate() {
+        let deltas = &mut deltas[..lanes.len()];
+        deltas.fill(L::default());
+        for k in 0..L::BYTES {
+            let plane = &planes[k * total + block * BLOCK..][..lanes.len()];
+            for (delta, &byte) in deltas.iter_mut().zip(plane) {
+                *delta = L::truncate(delta.widen() | u64::from(byte) << (8 * k));
             }
-            changed
-        },
-    );
+        }
+        changed += apply_all(lanes, deltas, order);
+    }
     check_count(count, changed)
 }
 
-fn decode_gaps<L: Lane>(mut parts: &[u8], count: usize, order: Order, lanes: &mut [u8]) -> Result<()> {
+#[inline(always)]
+fn decode_gaps<L: Lane>(mut parts: &[u8], count: usize, order: Order, base_sum: u64, lanes: &mut [u8]) -> Result<u64> {
     let planes = take(&mut parts, count * L::BYTES)?;
-    let mut patch = Patch::<L>::new(lanes, order);
+    let mut patch = Patch::<L>::new(lanes, count, base_sum, order);
     for delta in lanes_of_planes::<L>(planes, count) {
         patch.change(take_continued(&mut parts)?, delta)?;
     }
-    check_finished(parts)
+    check_finished(parts)?;
+    Ok(patch.finish())
 }
 
-fn decode_elias<L: Lane>(mut parts: &[u8], count: usize, order: Order, lanes: &mut [u8]) -> Result<()> {
+#[inline(always)]
+fn decode_elias<L: Lane>(mut parts: &[u8], count: usize, order: Order, base_sum: u64, lanes: &mut [u8]) -> Result<u64> {
     let planes = take(&mut parts, count * L::BYTES)?;
-    let mut patch = Patch::<L>::new(lanes, order);
+    let mut patch = Patch::<L>::new(lanes, count, base_sum, order);
     let mut gaps = elias::Reader::new(parts);
     for delta in lanes_of_planes::<L>(planes, count) {
         let gap = gaps.gap().ok_or_else(|| Rule::PayloadPositions.broken("a gap", "the end, or a code that is too long"))?;
         patch.change(gap as usize, delta)?;
     }
-    Rule::PayloadSize.check(gaps.is_finished(), "nothing but zeros after the last gap", "other bits")
+    Rule::PayloadSize.check(gaps.is_finished(), "nothing but zeros after the last gap", "other bits")?;
+    Ok(patch.finish())
 }
 
 /// Takes one number in continued bytes.
@@ -269,6 +280,7 @@ struct Escapes<'a> {
 
 impl<'a> Escapes<'a> {
     /// Takes both parts off the front of `parts`.
+    #[inline(always)]
     fn take<L: Lane>(parts: &mut &'a [u8], escaped: usize) -> Result<Self> {
         let bytes = take(parts, escaped)?;
         let wide = bytes.iter().filter(|&&b| b == 255).count();
@@ -276,21 +288,23 @@ impl<'a> Escapes<'a> {
         Ok(Self { bytes, planes, wide, wide_read: 0 })
     }
 
-    /// The next value, at most `most`.
+    /// Puts the next values, each at most `most`, where `mask` has bits, from its lowest.
     #[inline(always)]
-    fn next<L: Lane>(&mut self, most: u64) -> Result<u64> {
-        let Some((&byte, rest)) = self.bytes.split_first() else {
-            return Err(Rule::PayloadSize.broken("an escape", "the end"));
-        };
-        self.bytes = rest;
-        if byte < 255 {
-            let value = NIBBLE + u64::from(byte);
-            // Only lanes of 8 bits can be too narrow here.
-            return if value <= most { Ok(value) } else { Err(too_large(value)) };
+    fn fill<L: Lane>(&mut self, mut mask: u64, most: u64, out: &mut [L; BLOCK]) -> Result<()> {
+        for &byte in take(&mut self.bytes, mask.count_ones() as usize)? {
+            let mut value = NIBBLE + u64::from(byte);
+            if byte == 255 {
+                let low = plane_lane::<L>(self.planes, self.wide, self.wide_read).widen();
+                self.wide_read += 1;
+                value = low.checked_add(WIDE).ok_or_else(|| too_large(low))?;
+            }
+            if value > most {
+                return Err(too_large(value));
+            }
+            out[mask.trailing_zeros() as usize % BLOCK] = L::truncate(value);
+            mask &= mask - 1;
         }
-        let low = plane_lane::<L>(self.planes, self.wide, self.wide_read).widen();
-        self.wide_read += 1;
-        low.checked_add(WIDE).filter(|&value| value <= most).ok_or_else(|| too_large(low))
+        Ok(())
     }
 }
 
@@ -299,59 +313,73 @@ fn too_large(value: u64) -> crate::Error {
     Rule::PayloadDeltas.broken("a delta that fits in a lane", value)
 }
 
-fn decode_nibble_gaps<L: Lane>(mut parts: &[u8], count: usize, order: Order, lanes: &mut [u8]) -> Result<()> {
+#[inline(always)]
+fn decode_nibble_gaps<L: Lane>(mut parts: &[u8], count: usize, order: Order, base_sum: u64, lanes: &mut [u8]) -> Result<u64> {
     let tokens = take(&mut parts, count)?;
     let escaped = tokens.iter().filter(|&&t| t >= 0xF0).count();
     let mut escapes = Escapes::take::<L>(&mut parts, escaped)?;
     let most = L::truncate(u64::MAX).widen() - 1;
-    let mut patch = Patch::<L>::new(lanes, order);
-    for &token in tokens {
-        let (mut gap, mut value) = (usize::from(token & 15), u64::from(token >> 4));
-        if value == NIBBLE {
-            value = escapes.next::<L>(most)?;
+    let mut patch = Patch::<L>::new(lanes, count, base_sum, order);
+    // The gaps come first in a block, the values second, so that one mask tells the escapes of both.
+    let (mut gaps, mut values) = ([0; BLOCK / 2], [L::default(); BLOCK]);
+    for tokens in tokens.chunks(BLOCK / 2) {
+        let mut padded = [0; BLOCK / 2];
+        padded[..tokens.len()].copy_from_slice(tokens);
+        for (i, &token) in padded.iter().enumerate() {
+            gaps[i] = usize::from(token & 15);
+            values[BLOCK / 2 + i] = L::truncate((token >> 4).into());
         }
-        if gap == NIBBLE as usize {
-            gap += take_continued(&mut parts)?;
+        let full = full_nibbles(&padded);
+        let (mut long, large) = (full & u64::from(u32::MAX), full & !u64::from(u32::MAX));
+        escapes.fill(large, most, &mut values)?;
+        while long != 0 {
+            gaps[long.trailing_zeros() as usize] += take_continued(&mut parts)?;
+            long &= long - 1;
         }
-        patch.change(gap, L::truncate(value + 1))?;
+        for (&gap, value) in gaps.iter().zip(&values[BLOCK / 2..]).take(tokens.len()) {
+            patch.change(gap, L::truncate(value.widen() + 1))?;
+        }
     }
-    check_finished(parts)
+    check_finished(parts)?;
+    Ok(patch.finish())
 }
 
+/// A bit for each nibble of 32 tokens that is 15: bits 0 to 31 for the low nibbles, 32 to 63 for the high ones. One mask for
+/// all of them, because how often a loop over it runs is hard to predict: there should be few such loops.
+#[inline(always)]
+fn full_nibbles(tokens: &[u8; BLOCK / 2]) -> u64 {
+    let mut mask = 0;
+    for (i, word) in tokens.as_chunks::<8>().0.iter().enumerate() {
+        let word = u64::from_le_bytes(*word);
+        for (half, nibbles) in [word, word >> 4].into_iter().enumerate() {
+            // Adding one carries out of a full nibble; the product gathers the carries of the eight bytes in the top one.
+            let carries = ((nibbles & 0x0F0F_0F0F_0F0F_0F0F) + 0x0101_0101_0101_0101) >> 4 & 0x0101_0101_0101_0101;
+            mask |= (carries.wrapping_mul(0x0102_0408_1020_4080) >> 56) << (8 * i + 32 * half);
+        }
+    }
+    mask
+}
+
+#[inline(always)]
 fn decode_nibble_planes<L: Lane>(mut parts: &[u8], count: usize, order: Order, lanes: &mut [u8]) -> Result<()> {
     let total = lanes.len() / L::BYTES;
     let tokens = take(&mut parts, total.div_ceil(BLOCK) * (BLOCK / 2))?;
-    let escaped = vectorized(
-        #[inline(always)]
-        || tokens.iter().map(|&t| usize::from(t & 15 == 15) + usize::from(t >= 0xF0)).sum::<usize>(),
-    );
+    let escaped = tokens.iter().map(|&t| usize::from(t & 15 == 15) + usize::from(t >= 0xF0)).sum();
     let mut escapes = Escapes::take::<L>(&mut parts, escaped)?;
     check_finished(parts)?;
-    let changed = vectorized(
-        #[inline(always)]
-        || -> Result<usize> {
-            let mut changed = 0;
-            let mut deltas = [L::default(); BLOCK];
-            for (lanes, tokens) in lanes_of_mut::<L>(lanes).chunks_mut(BLOCK).zip(tokens.as_chunks::<{ BLOCK / 2 }>().0) {
-                let mut full = false;
-                let (low, high) = deltas.split_at_mut(BLOCK / 2);
-                for ((&token, low), high) in tokens.iter().zip(low).zip(high) {
-                    *low = L::truncate((token & 15).into());
-                    *high = L::truncate((token >> 4).into());
-                    full |= token & 15 == 15 || token >= 0xF0;
-                }
-                if full {
-                    for delta in deltas.iter_mut().filter(|d| d.widen() == NIBBLE) {
-                        *delta = L::truncate(escapes.next::<L>(L::truncate(u64::MAX).widen())?);
-                    }
-                }
-                let used = lanes.len();
-                let beyond = deltas[used..].iter().any(|&d| d != L::default());
-                Rule::PayloadPositions.check(!beyond, "no delta past the chunk's lanes", "one")?;
-                changed += apply_all(lanes, &deltas[..used], order);
-            }
-            Ok(changed)
-        },
-    )?;
+    let mut changed = 0;
+    let mut deltas = [L::default(); BLOCK];
+    for (lanes, tokens) in lanes_of_mut::<L>(lanes).chunks_mut(BLOCK).zip(tokens.as_chunks::<{ BLOCK / 2 }>().0) {
+        let (low, high) = deltas.split_at_mut(BLOCK / 2);
+        for ((&token, low), high) in tokens.iter().zip(low).zip(high) {
+            *low = L::truncate((token & 15).into());
+            *high = L::truncate((token >> 4).into());
+        }
+        escapes.fill(full_nibbles(tokens), L::truncate(u64::MAX).widen(), &mut deltas)?;
+        let used = lanes.len();
+        let beyond = deltas[used..].iter().any(|&d| d != L::default());
+        Rule::PayloadPositions.check(!beyond, "no delta past the chunk's lanes", "one")?;
+        changed += apply_all(lanes, &deltas[..used], order);
+    }
     check_count(count, changed)
 }

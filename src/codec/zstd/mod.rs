@@ -102,7 +102,14 @@ impl Decoder {
         Self { frames: frame::Expander::new(), content: Vec::new() }
     }
 
-    pub fn decode<L: Lane>(&mut self, payload: &[u8], encoded: Encoded, order: Order, lanes: &mut [u8]) -> Result<()> {
+    pub fn decode<L: Lane>(
+        &mut self,
+        payload: &[u8],
+        encoded: Encoded,
+        order: Order,
+        base_sum: u64,
+        lanes: &mut [u8],
+    ) -> Result<u64> {
         let size = encoded.uncompressed_size as usize;
         // The index has bounded the size by the chunk's lanes; the buffer stays as large as the largest chunk so far.
         if self.content.len() < size {
@@ -114,6 +121,6 @@ impl Decoder {
             .map_err(|found| Rule::PayloadFrame.broken(format_args!("one zstd frame of {size} bytes"), found))?;
         let (&layout, parts) = content.split_first().ok_or_else(|| Rule::PayloadSize.broken("a layout", "nothing"))?;
         let layout = Layout::from_code(layout).ok_or_else(|| Rule::PayloadLayout.broken("a known layout", layout))?;
-        layouts::decode::<L>(layout, parts, encoded.num_deltas as usize, order, lanes)
+        layouts::decode::<L>(layout, parts, encoded.num_deltas as usize, order, base_sum, lanes)
     }
 }

@@ -1,0 +1,360 @@
+# Both files of the TPDE pair format, version 1.0, in Kaitai Struct. tpde-format.md is the norm:
+# this describes where things lie, not all that a reader must check (its section 13).
+#
+# A compressed section must be expanded by zstd first; then parse its bytes by the types
+# `tensors_section` and `files_section`, which take the count of their entries as a parameter.
+meta:
+  id: tpde
+  title: TPDE pair, index or blob
+  file-extension:
+    - tpde-index
+    - tpde-blob
+  ks-version: 0.11
+  encoding: UTF-8
+  endian: le
+seq:
+  - id: magic
+    type: u4
+    enum: magics
+    valid:
+      any-of: [magics::index, magics::blob]
+  - id: magic_end
+    contents: [0x0d, 0x0a, 0x1a, 0x0a]
+  - id: body
+    type:
+      switch-on: magic
+      cases:
+        'magics::index': index
+        'magics::blob': blob
+types:
+  index:
+    seq:
+      - id: version_major
+        type: u2
+        valid: 1
+      - id: version_minor
+        type: u2
+      - id: header_size
+        type: u4
+        valid: 256
+      - id: required_features
+        type: u8
+        valid: 0
+      - id: optional_features
+        type: u8
+      - id: index_size
+        type: u8
+      - id: blob_size
+        type: u8
+      - id: chunk_count
+        type: u4
+        valid:
+          max: 0x7fffffff
+      - id: tensor_count
+        type: u4
+        valid:
+          max: 0x1000000
+      - id: file_count
+        type: u4
+        valid:
+          max: 0x10000
+      - id: reserved
+        type: u4
+        valid: 0
+      - id: sections
+        type: section_entry
+        repeat: expr
+        repeat-expr: 6
+        doc: chunks, sums, digests, tensors, files, tables
+      - id: reserved2
+        size: 44
+      - id: header_crc32
+        type: u4
+        doc: CRC-32 of bytes 0 to 251
+    instances:
+      chunks:
+        io: _root._io
+        pos: sections[0].offset
+        type: chunk_metadata
+        repeat: expr
+        repeat-expr: chunk_count
+      sums:
+        io: _root._io
+        pos: sections[1].offset
+        type: chunk_sums
+        repeat: expr
+        repeat-expr: chunk_count
+      roots:
+        io: _root._io
+        pos: sections[2].offset
+        type: root_digests
+      digests:
+        io: _root._io
+        pos: sections[2].offset + 64
+        type: tensor_digests
+        repeat: expr
+        repeat-expr: tensor_count
+      tensors_stored:
+        io: _root._io
+        pos: sections[3].offset
+        size: sections[3].stored_size
+        doc: one zstd frame if the section is compressed
+      tensors:
+        io: _root._io
+        pos: sections[3].offset
+        size: sections[3].stored_size
+        type: tensors_section(tensor_count)
+        if: not sections[3].is_compressed
+      files_stored:
+        io: _root._io
+        pos: sections[4].offset
+        size: sections[4].stored_size
+        doc: one zstd frame if the section is compressed
+      files:
+        io: _root._io
+        pos: sections[4].offset
+        size: sections[4].stored_size
+        type: files_section(file_count)
+        if: not sections[4].is_compressed
+      tables_stored:
+        io: _root._io
+        pos: sections[5].offset
+        size: sections[5].stored_size
+        doc: one zstd frame if the section is compressed
+      pair_digest:
+        io: _root._io
+        pos: index_size - 32
+        size: 32
+        doc: BLAKE3 of all bytes of the index before
+  section_entry:
+    seq:
+      - id: offset
+        type: u8
+      - id: stored_size
+        type: u8
+      - id: expanded_size
+        type: u8
+    instances:
+      is_compressed:
+        value: stored_size != expanded_size
+  chunk_metadata:
+    seq:
+      - id: blob_offset
+        type: u8
+      - id: compressed_size
+        type: u4
+      - id: uncompressed_size
+        type: u4
+      - id: num_deltas
+        type: u4
+      - id: crc32
+        type: u4
+        doc: of the payload as stored
+      - id: output_offset
+        type: u8
+        doc: in lanes of the tensor
+  chunk_sums:
+    seq:
+      - id: base_sum
+        type: u8
+      - id: target_sum
+        type: u8
+  root_digests:
+    seq:
+      - id: base_root
+        size: 32
+      - id: target_root
+        size: 32
+  tensor_digests:
+    seq:
+      - id: base_digest
+        size: 16
+      - id: target_digest
+        size: 16
+  tensors_section:
+    params:
+      - id: tensor_count
+        type: u4
+    seq:
+      - id: entries
+        type: tensor_entry
+        repeat: expr
+        repeat-expr: tensor_count
+      - id: shapes
+        type: shape(entries[_index].rank)
+        repeat: expr
+        repeat-expr: tensor_count
+      - id: names
+        type: names(entries[_index].name_size, entries[_index].base_name_size)
+        repeat: expr
+        repeat-expr: tensor_count
+  tensor_entry:
+    seq:
+      - id: name_size
+        type: u4
+      - id: base_name_size
+        type: u4
+      - id: dtype
+        type: u2
+        enum: dtypes
+      - id: rank
+        type: u2
+      - id: base_kind
+        type: u2
+        enum: base_kinds
+      - id: codec
+        type: u2
+        enum: codecs
+      - id: chunk_lanes_log2
+        type: u1
+      - id: reserved
+        contents: [0, 0, 0]
+      - id: tables_size
+        type: u4
+      - id: first_chunk
+        type: u4
+      - id: chunk_count
+        type: u4
+      - id: base_param
+        type: u8
+  shape:
+    params:
+      - id: rank
+        type: u2
+    seq:
+      - id: dims
+        type: u8
+        repeat: expr
+        repeat-expr: rank
+  names:
+    params:
+      - id: name_size
+        type: u4
+      - id: base_name_size
+        type: u4
+    seq:
+      - id: name
+        type: str
+        size: name_size
+      - id: base_name
+        type: str
+        size: base_name_size
+        doc: empty if the base tensor has the same name, or if there is none
+  files_section:
+    params:
+      - id: file_count
+        type: u4
+    seq:
+      - id: entries
+        type: file_entry
+        repeat: expr
+        repeat-expr: file_count
+      - id: names
+        type: file_name(entries[_index].name_size)
+        repeat: expr
+        repeat-expr: file_count
+      - id: contents
+        type: file_content(entries[_index].stored_size)
+        repeat: expr
+        repeat-expr: file_count
+  file_entry:
+    seq:
+      - id: kind
+        type: u2
+        enum: file_kinds
+      - id: reserved
+        type: u2
+        valid: 0
+      - id: name_size
+        type: u4
+      - id: content_size
+        type: u8
+      - id: content_digest
+        size: 16
+      - id: reserved2
+        type: u8
+        valid: 0
+    instances:
+      is_stored:
+        value: kind == file_kinds::safetensors or kind == file_kinds::verbatim
+      stored_size:
+        value: 'is_stored ? content_size : 0'
+  file_name:
+    params:
+      - id: size
+        type: u4
+    seq:
+      - id: value
+        type: str
+        size: size
+        encoding: ASCII
+  file_content:
+    params:
+      - id: size
+        type: u8
+    seq:
+      - id: value
+        size: size
+  blob:
+    seq:
+      - id: version_major
+        type: u2
+        valid: 1
+      - id: version_minor
+        type: u2
+      - id: header_size
+        type: u4
+        valid: 64
+      - id: blob_size
+        type: u8
+      - id: pair_digest
+        size: 32
+      - id: reserved
+        type: u4
+        valid: 0
+      - id: header_crc32
+        type: u4
+        doc: CRC-32 of bytes 0 to 59
+      - id: payloads
+        size-eos: true
+        doc: the records of the index say where each payload lies
+enums:
+  magics:
+    0x49505489: index
+    0x42505489: blob
+  dtypes:
+    0: bool
+    1: u8
+    2: i8
+    3: u16
+    4: i16
+    5: u32
+    6: i32
+    7: u64
+    8: i64
+    16: f16
+    17: bf16
+    18: f32
+    19: f64
+    20: c64
+    32: f8_e4m3
+    33: f8_e5m2
+    34: f8_e4m3fnuz
+    35: f8_e5m2fnuz
+    36: f8_e8m0
+    48: f4
+    49: f6_e2m3
+    50: f6_e3m2
+  base_kinds:
+    0: none
+    1: same
+    2: prefix
+  codecs:
+    0: raw
+    1: zstd
+    2: conditioned
+  file_kinds:
+    0: safetensors
+    1: safetensors_of_base
+    2: verbatim
+    3: verbatim_of_base

@@ -1,0 +1,46 @@
+//! Comparing a checkpoint with what a pair rebuilds.
+
+use super::Progress;
+use super::apply::hash_tensor;
+use crate::checkpoint::Checkpoint;
+use crate::digest::{self, short};
+use crate::error::{Escaped, Result, Rule, hex};
+use crate::index::ValidatedIndex;
+
+impl ValidatedIndex {
+    /// Compares a checkpoint with the target of this pair: the same tensors, with the same dtypes, shapes and digests.
+    ///
+    /// Cost: one read and one hash of the checkpoint, by all threads of the pool.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) with `tensor.target_digest` for the first tensor that is missing or differs,
+    /// with `digest.target_root` for one that the pair has not; [`Error::Io`](crate::Error::Io).
+    pub fn check_target(&self, target: &dyn Checkpoint, progress: Progress<'_>) -> Result<()> {
+        let mut hashes = Vec::new();
+        for tensor in self.tensors() {
+            let expected = hex(&tensor.digests.target_digest);
+            let broken = |found: &dyn std::fmt::Display| {
+                let expected = format!("{} {:?} with digest {expected}", tensor.dtype, tensor.shape);
+                Rule::TensorTargetDigest.broken(expected, found).in_tensor(tensor.name)
+            };
+            let place = target.find(tensor.name).ok_or_else(|| broken(&"no such tensor"))?;
+            let info = &target.tensors()[place];
+            if info.dtype != tensor.dtype || info.shape != tensor.shape {
+                return Err(broken(&format_args!("{} {:?}", info.dtype, info.shape)));
+            }
+            let hash = hash_tensor(target, place)?;
+            let found = short(&hash);
+            if found != tensor.digests.target_digest {
+                return Err(broken(&format_args!("digest {}", hex(&found))));
+            }
+            hashes.push(Some(hash));
+            progress(info.bytes());
+        }
+        if let Some(other) = target.tensors().iter().find(|info| self.find(&info.name).is_none()) {
+            let expected = format_args!("the {} tensors of the pair", self.tensor_count());
+            return Err(Rule::DigestTargetRoot.broken(expected, format_args!("tensor {} too", Escaped(&other.name))));
+        }
+        let root = digest::root(hashes.into_iter());
+        Rule::DigestTargetRoot.check(root == self.target_root(), hex(self.target_root()), hex(&root))
+    }
+}

@@ -1,0 +1,166 @@
+//! Applying where the tensors lie (spec section 13, modes of application).
+
+use super::apply::{Apply, ApplyReport};
+use super::chunk::{Worker, decode};
+use super::{Pool, in_batches};
+use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::error::{Error, Escaped, Result};
+use crate::format::BaseKind;
+use crate::index::Tensor;
+use crate::reader::Pair;
+use crate::source::Source;
+use crate::sums::ChunkSum;
+use std::sync::{Mutex, PoisonError};
+
+/// How far an in-place application checks before it writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum InPlace {
+    /// Decode and check everything first, and only then write: a refused pair leaves the tensors as they were.
+    #[default]
+    AllChecked,
+    /// Check each chunk before it is written, reading everything once: a failure in the middle leaves a mixture, which
+    /// [`Error::Poisoned`] tells.
+    ChunkByChunk,
+}
+
+/// A tensor to be changed where it lies.
+#[derive(Debug)]
+pub struct TensorMut<'a> {
+    /// Name in the target.
+    pub name: &'a str,
+    /// Its bytes, row-major and little-endian: the base's before, the target's after.
+    pub bytes: &'a mut [u8],
+}
+
+/// Tensors in memory seen as a checkpoint, while nobody writes them.
+struct Snapshot<'a> {
+    infos: Vec<TensorInfo>,
+    data: Vec<&'a [u8]>,
+}
+
+impl Checkpoint for Snapshot<'_> {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.infos
+    }
+
+    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        // Lengths were compared with the table before this was made.
+        out.copy_from_slice(&self.data[place][offset as usize..][..out.len()]);
+        Ok(())
+    }
+
+    fn in_place(&self, place: usize, offset: u64, size: usize) -> Option<&[u8]> {
+        self.data.get(place)?.get(offset as usize..)?.get(..size)
+    }
+}
+
+impl<B: Source> Pair<B> {
+    /// Turns base tensors into target tensors where they lie: the tensors given, in any order. Others of the pair are left.
+    ///
+    /// # Errors
+    /// With [`InPlace::AllChecked`], [`Error::WrongBase`], [`Error::AlreadyApplied`] or [`Error::Invalid`] and nothing is
+    /// written; with [`InPlace::ChunkByChunk`], [`Error::Poisoned`] if something was. [`Error::Misuse`] for a tensor that is
+    /// not in the pair, is given twice, has another length, or changes its number of rows.
+    pub fn apply_in_place(&self, tensors: &mut [TensorMut<'_>], mode: InPlace) -> Result<ApplyReport> {
+        tensors.sort_by(|a, b| a.name.cmp(b.name));
+        self.check_in_place(tensors)?;
+        if mode == InPlace::AllChecked {
+            self.preflight(tensors)?;
+        }
+        let table = self.index();
+        let mut places = Vec::new();
+        for tensor in tensors.iter() {
+            places.extend(table.find(tensor.name).map(|found| found.place));
+        }
+        let jobs = tensors.iter_mut().zip(&places).flat_map(|(given, &place)| {
+            let tensor = table.tensor(place);
+            let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
+            tensor.chunks().zip(given.bytes.chunks_mut(chunk_bytes)).map(move |(chunk, lanes)| (tensor, chunk, lanes))
+        });
+        let workers = Pool::new(Worker::new);
+        let written = Mutex::new(Vec::new());
+        let outcome = in_batches(
+            jobs,
+            |(_, _, lanes)| lanes.len() as u64,
+            |(tensor, chunk, lanes)| {
+                workers.with(|worker| commit(self, tensor, *chunk, lanes, worker))?;
+                written.lock().unwrap_or_else(PoisonError::into_inner).push(*chunk);
+                Ok(())
+            },
+            |_, ()| Ok(()),
+        );
+        let mut written = written.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if let Err(source) = outcome {
+            if written.is_empty() {
+                return Err(source);
+            }
+            written.sort_unstable();
+            let total = places.iter().map(|&place| table.tensor(place).chunk_count).sum();
+            return Err(Error::Poisoned { written, total, source: Box::new(source) });
+        }
+        let bytes = tensors.iter().map(|tensor| tensor.bytes.len() as u64).sum();
+        Ok(ApplyReport { tensors: tensors.len() as u64, bytes, digests_checked: mode == InPlace::AllChecked })
+    }
+
+    fn check_in_place(&self, tensors: &[TensorMut<'_>]) -> Result<()> {
+        let mut before = None;
+        for given in tensors {
+            let name = Escaped(given.name);
+            let tensor = self.index().find(given.name).ok_or_else(|| Error::Misuse(format!("no tensor {name} in the pair")))?;
+            if before.replace(given.name) == Some(given.name) {
+                return Err(Error::Misuse(format!("tensor {name} is given twice")));
+            }
+            if tensor.base_kind == BaseKind::Prefix {
+                return Err(Error::Misuse(format!("tensor {name} changes its number of rows, which cannot be done in place")));
+            }
+            if given.bytes.len() as u64 != tensor.bytes() {
+                return Err(Error::Misuse(format!(
+                    "tensor {name} is given with {} bytes, it has {}",
+                    given.bytes.len(),
+                    tensor.bytes()
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// A full decode without a store, of the tensors as they lie.
+    fn preflight(&self, tensors: &[TensorMut<'_>]) -> Result<()> {
+        let found = tensors.iter().filter_map(|given| Some((self.index().find(given.name)?, &*given.bytes)));
+        let (infos, data) = found
+            .map(|(tensor, bytes)| {
+                let info = TensorInfo { name: tensor.base_name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
+                (info, bytes)
+            })
+            .unzip();
+        let names: Vec<_> = tensors.iter().map(|given| given.name).collect();
+        let base = Snapshot { infos, data };
+        let mut apply = Apply::new(self, &base).tensors(|name| names.binary_search(&name).is_ok());
+        apply.in_order = true; // each tensor is its own base, also where two were made from one
+        apply.verify().map(|_| ())
+    }
+}
+
+/// Decodes a chunk apart from its lanes, checks it, and only then stores it.
+fn commit<B: Source>(pair: &Pair<B>, tensor: &Tensor<'_>, chunk: u32, lanes: &mut [u8], worker: &mut Worker) -> Result<()> {
+    let first = tensor.chunk_range(chunk).start;
+    let fill = |first_lane: u64, block: &mut [u8], sum: &mut ChunkSum| {
+        match tensor.base_kind {
+            // The lanes begin as zeros, whatever lies there.
+            BaseKind::None => {
+                block.fill(0);
+                sum.add(block);
+            }
+            _ => sum.copy(&lanes[(first_lane - first) as usize * tensor.lane_bytes()..][..block.len()], block),
+        }
+        Ok(())
+    };
+    let mut decoded = std::mem::take(&mut worker.lanes);
+    decoded.resize(decoded.len().max(lanes.len()), 0);
+    let outcome = decode(pair, tensor, chunk, fill, worker, &mut decoded[..lanes.len()], false);
+    if outcome.is_ok() {
+        lanes.copy_from_slice(&decoded[..lanes.len()]);
+    }
+    worker.lanes = decoded;
+    outcome.map(|_| ())
+}

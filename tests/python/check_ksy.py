@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""Compiles spec/tpde.ksy and compares what it reads from every valid vector with testdata/reader.py.
+
+    pip install zstandard kaitaistruct==0.11
+    npm install --prefix target/ksc kaitai-struct-compiler@0.11.0 js-yaml@4.1.0
+    python3 tests/python/check_ksy.py [--npm target/ksc]
+
+Run from the root of the repository; needs node.
+"""
+
+import argparse
+import enum
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+from io import BytesIO
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "testdata"))
+import reader  # noqa: E402
+from kaitaistruct import KaitaiStream  # noqa: E402
+
+COMPILE = """
+const fs = require("fs");
+const compiler = require("kaitai-struct-compiler");
+const spec = require("js-yaml").load(fs.readFileSync(process.argv[1], "utf8"));
+compiler.compile("python", spec, null, false).then(
+  files => { for (const name in files) fs.writeFileSync(process.argv[2] + "/" + name, files[name]); },
+  error => { console.error(String(error)); process.exit(1); });
+"""
+
+
+def compiled(npm):
+    """The class that the compiler makes of the ksy."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["node", "-e", COMPILE, str(ROOT / "spec/tpde.ksy"), folder], check=True, cwd=npm)
+        sys.path.insert(0, folder)
+        return importlib.import_module("tpde").Tpde
+
+
+def plain(value):
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def fields(parsed, names):
+    return {name: plain(getattr(parsed, name)) for name in names}
+
+
+def same(what, parsed, expected):
+    if parsed != expected:
+        raise AssertionError(f"{what}: the ksy reads {parsed!r}, the reader {expected!r}")
+
+
+def row(parsed, expected):
+    """Compare all fields of one table row, a named tuple of the reader."""
+    values = {k: v for k, v in expected._asdict().items() if k != "reserved2"}
+    same(type(expected).__name__, fields(parsed, values), values)
+
+
+def section(parsed, number, data, kind, count):
+    """The parsed section; if it is compressed, its expanded bytes parsed by its type alone."""
+    stored, name = (("tensors_stored", "tensors"), ("files_stored", "files"))[number - 3]
+    entry = parsed.sections[number]
+    frame = getattr(parsed, stored)
+    same(stored, frame, data[entry.offset:entry.offset + entry.stored_size])
+    if not entry.is_compressed:
+        return getattr(parsed, name), 0
+    stream = KaitaiStream(BytesIO(reader.expand(frame, entry.expanded_size, "section.frame")))
+    expanded = kind(count, stream)
+    assert stream.is_eof()
+    return expanded, 1
+
+
+def check(Tpde, index_path, blob_path):
+    """Returns how many sections were compressed."""
+    data = index_path.read_bytes()
+    wanted = reader.open_index(data)
+    file = Tpde.from_file(str(index_path))
+    parsed = file.body
+    assert isinstance(parsed, Tpde.Index)
+    header = {k: v for k, v in wanted.header.items() if k != "magic"}
+    same("header", fields(parsed, header), header)
+    same("header_crc32", parsed.header_crc32, int.from_bytes(data[252:256], "little"))
+    same("sections", [(s.offset, s.stored_size, s.expanded_size) for s in parsed.sections], wanted.sections)
+    same("lengths", [len(parsed.chunks), len(parsed.sums), len(parsed.digests)],
+         [len(wanted.records), len(wanted.sums), len(wanted.digests)])
+    for rows, expected in ((parsed.chunks, wanted.records), (parsed.sums, wanted.sums),
+                           (parsed.digests, wanted.digests)):
+        for one, other in zip(rows, expected):
+            row(one, other)
+    same("roots", [parsed.roots.base_root, parsed.roots.target_root], [wanted.base_root, wanted.target_root])
+    same("pair_digest", parsed.pair_digest, wanted.pair_digest)
+    same("tables", parsed.tables_stored, b"")
+
+    tensors, compressed = section(parsed, 3, data, Tpde.TensorsSection, parsed.tensor_count)
+    same("tensors", len(tensors.entries), len(wanted.tensors))
+    for entry, shape, names, tensor in zip(tensors.entries, tensors.shapes, tensors.names, wanted.tensors):
+        row(entry, tensor.entry)
+        same("shape", shape.dims, tensor.shape)
+        same("name", names.name, tensor.name)
+        same("base name", names.base_name or names.name, tensor.base_name)
+
+    files, also = section(parsed, 4, data, Tpde.FilesSection, parsed.file_count)
+    same("files", len(files.entries), len(wanted.files))
+    for entry, name, content, expected in zip(files.entries, files.names, files.contents, wanted.files):
+        row(entry, expected.entry)
+        same("file", (name.value, plain(entry.kind), content.value if entry.is_stored else None),
+             (expected.name, expected.kind, expected.content))
+    file.close()
+
+    data = blob_path.read_bytes()
+    reader.open_blob(wanted, data)
+    file = Tpde.from_file(str(blob_path))
+    parsed = file.body
+    assert isinstance(parsed, Tpde.Blob)
+    names = "version_major version_minor header_size blob_size pair_digest reserved header_crc32".split()
+    same("blob", tuple(fields(parsed, names).values()), reader.BLOB_HEADER.unpack_from(data)[1:])
+    same("payloads", parsed.payloads, data[64:])
+    file.close()
+    return compressed + also
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--npm", default="target/ksc", help="the folder with node_modules")
+    Tpde = compiled(parser.parse_args().npm)
+    folder, passed, failed, compressed = ROOT / "testdata/v1", 0, 0, 0
+    for vector in json.loads((folder / "manifest.json").read_text("utf-8"))["vectors"]:
+        if vector["verdict"] != "valid":
+            continue
+        try:
+            compressed += check(Tpde, folder / vector["index"], folder / vector["blob"])
+            passed += 1
+        except Exception as error:  # of the generated code, too
+            failed += 1
+            print(f"{vector['name']}: {type(error).__name__}: {error}")
+    print(f"{compressed} compressed sections")
+    print(f"{passed} passed, {failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
