@@ -202,6 +202,7 @@ rules! {
     ChunkBaseSum = "chunk.base_sum" in "6.1",
     ChunkTargetSum = "chunk.target_sum" in "6.1",
     BaseTensor = "base.tensor" in "8.2",
+    BaseFile = "base.file" in "10",
     TensorTargetDigest = "tensor.target_digest" in "7",
     DigestBaseRoot = "digest.base_root" in "7",
     DigestTargetRoot = "digest.target_root" in "7",

@@ -1163,6 +1163,8 @@ def invalid_vectors(out):
     index("file_name_order", "Names that do not ascend.", "file.name", model=filed([note, shard]))
     halves = [lone(tensors[:2], "m.safetensors")[0], lone(tensors[2:], "m.safetensors")[0]]
     index("file_name_twice", "Two files of one name.", "file.name", model=filed(halves))
+    halves = [lone(tensors[:2], "M.safetensors")[0], lone(tensors[2:], "m.safetensors")[0]]
+    index("file_name_case", "Two names that differ in case alone.", "file.name", model=filed(halves))
     index("file_content_size", "A header of 7 bytes.", "file.content_size", model=filed([File(0, "", bytes(7))]))
     index("file_content_digest", "The stored header has another digest.", "file.content_digest",
           file_entries=lambda d: d.file_entry[0].update(content_digest=flip(15)(d.file_entry[0]["content_digest"])))
@@ -1476,10 +1478,10 @@ def invalid_vectors(out):
           records=lambda d: d.roots.update(base_root=blake3(b"".join(blake3(row[2]) for row in rows.values()))))
 
     # Rebuilding files.
-    apply("file_content_digest_of_base", "A header said to be the base's, which has another.", "file.content_digest",
+    apply("base_file_header", "A header said to be the base's, which has another.", "base.file",
           model=filed(lone(tensors, kind=HEADER_OF_BASE)))
-    apply("file_content_digest_base_lacks_it", "A file said to be the base's, which has none of that name.",
-          "file.content_digest", model=filed([shard, File(AS_BASE, "m.safetensors.index.json", b"{}")]))
+    apply("base_file_missing", "A file said to be the base's, which has none of that name.",
+          "base.file", model=filed([shard, File(AS_BASE, "m.safetensors.index.json", b"{}")]))
 
     def headed(name, about, files):
         apply(f"file_tensors_{name}", about, "file.tensors", model=filed(files))

@@ -237,6 +237,7 @@ def walk_files(section, file_count):
             ending = rb"\.safetensors" if e.kind < 2 else rb"\.safetensors\.index\.json"
             need(re.fullmatch(rb"[A-Za-z0-9_-][A-Za-z0-9._-]*" + ending, name), "file.name")
             need(not files or files[-1].name.encode() < name, "file.name", detail="order")
+            need(all(file.name.lower() != name.decode().lower() for file in files), "file.name", detail="case")
         need(e.kind > 1 or e.content_size >= 8, "file.content_size")
         need(not any(e.reserved2), "file.reserved")
         content = None
@@ -538,7 +539,7 @@ def rebuild_files(index, tensors, base):
         if content is None:
             content = (base.heads if file.kind == 1 else base.files).get(file.name)
             need(content is not None and len(content) == file.entry.content_size
-                 and blake3(content)[:16] == file.entry.content_digest, "file.content_digest")
+                 and blake3(content)[:16] == file.entry.content_digest, "base.file")
         if file.kind < 2:
             head = read_head(content)
             for name, dtype, shape, _, _ in head:

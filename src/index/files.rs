@@ -5,6 +5,7 @@ use crate::digest;
 use crate::error::{Result, Rule, hex};
 use crate::format::*;
 use binrw::BinRead;
+use std::collections::HashSet;
 use std::io::Cursor;
 use std::ops::Range;
 
@@ -32,6 +33,7 @@ impl FileTable {
         let (entries, bytes) = section.split_at_checked(count * FileEntry::SIZE).ok_or_else(|| too_small("the entries"))?;
         let mut cursor = Cursor::new(entries);
         let mut rows: Vec<Row> = Vec::with_capacity(count);
+        let mut folded_names = HashSet::new();
         let mut at = 0;
         for _ in 0..count {
             let entry = FileEntry::read(&mut cursor).map_err(|e| Rule::FilesSize.broken("an entry", e))?;
@@ -47,6 +49,8 @@ impl FileTable {
             if let Some(before) = rows.last() {
                 Rule::FileName.check(&bytes[before.name.clone()] < text, "a name above the one before", "one that is not")?;
             }
+            let folded = text.to_ascii_lowercase();
+            Rule::FileName.check(folded_names.insert(folded), "a name unlike the others also in lower case", "one that is not")?;
             at = name.end;
             rows.push(Row { kind, name, content: 0..0, content_size: entry.content_size, content_digest: entry.content_digest });
         }

@@ -39,11 +39,17 @@ pub(super) fn parse(bytes: &[u8], limits: &Limits) -> Result<IndexHeader> {
     Rule::HeaderFileCount.check(header.file_count <= MAX_FILES, format_args!("at most {MAX_FILES}"), header.file_count)?;
     Rule::HeaderIndexSize.check(found >= LEAST_INDEX_SIZE, at_least(), found)?;
     Rule::HeaderIndexSize.check_eq(header.index_size, found)?;
-    check_sections(&header, limits)?;
+    check_sections(&header)?;
+    for entry in [Section::Tensors, Section::Files, Section::Tables].map(|section| header.section(section)) {
+        let (limit, found) = (limits.section_size, entry.expanded_size);
+        if found > limit {
+            return Err(Error::Limit { what: "expanded size of a section", limit, found });
+        }
+    }
     Ok(header)
 }
 
-fn check_sections(header: &IndexHeader, limits: &Limits) -> Result<()> {
+fn check_sections(header: &IndexHeader) -> Result<()> {
     let chunks = u64::from(header.chunk_count);
     let broken = |section: Section, what: &str, expected: u64, found: u64| {
         Rule::HeaderSections.broken(format_args!("{what} of section {} {expected}", section.name()), found)
@@ -67,13 +73,6 @@ fn check_sections(header: &IndexHeader, limits: &Limits) -> Result<()> {
             Some(size) if entry.expanded_size != size => return Err(broken(section, "expanded size", size, entry.expanded_size)),
             None if entry.stored_size > entry.expanded_size => {
                 return Err(broken(section, "stored size at most", entry.expanded_size, entry.stored_size));
-            }
-            None if entry.expanded_size > limits.section_size => {
-                return Err(Error::Limit {
-                    what: "expanded size of a section",
-                    limit: limits.section_size,
-                    found: entry.expanded_size,
-                });
             }
             _ => {}
         }

@@ -52,12 +52,8 @@ impl TensorTable {
 
         // The names come last, so where they begin must be known before an entry can be checked by name.
         let mut dims_size = 0u64;
-        for (place, entry) in entries.chunks_exact(TensorEntry::SIZE).enumerate() {
-            let rank = u16::from_le_bytes([entry[10], entry[11]]);
-            Rule::TensorRank
-                .check(rank <= MAX_RANK, format_args!("at most {MAX_RANK}"), rank)
-                .map_err(|e| e.in_tensor(&numbered(place)))?;
-            dims_size += 8 * u64::from(rank);
+        for entry in entries.chunks_exact(TensorEntry::SIZE) {
+            dims_size += 8 * u64::from(u16::from_le_bytes([entry[10], entry[11]]));
         }
         too_small(entries_size + dims_size)?;
         let (dims, names) = rest.split_at(dims_size as usize);
@@ -170,6 +166,7 @@ impl Walk {
         Rule::TensorBaseName.check(base_name != name, "a name of its own or none", "the tensor's name")?;
 
         let dtype = Dtype::from_code(entry.dtype).ok_or_else(|| Rule::TensorDtype.broken("a known code", entry.dtype))?;
+        Rule::TensorRank.check(entry.rank <= MAX_RANK, format_args!("at most {MAX_RANK}"), entry.rank)?;
         let shape = &self.table.dims[self.dims..][..usize::from(entry.rank)];
         let lanes = dtype.lanes(shape).ok_or_else(|| {
             Rule::TensorShape.broken(format_args!("whole bytes, below 2^63 bits, of {dtype}"), format_args!("{shape:?}"))

@@ -60,6 +60,10 @@ impl Header {
             return Err("the length of the header is not what it says".into());
         }
         let metadata: Metadata = serde_json::from_slice(json).map_err(|e| format!("bad safetensors header: {e}"))?;
+        let Keys(keys) = serde_json::from_slice(json).map_err(|e| format!("bad safetensors header: {e}"))?;
+        if keys != metadata.offset_keys().len() + usize::from(metadata.metadata().is_some()) {
+            return Err("a name is twice in the header".into());
+        }
         let mut tensors = Vec::new();
         let mut data_size = 0;
         for name in metadata.offset_keys() {
@@ -92,6 +96,29 @@ impl Header {
         let mut content = (json.len() as u64).to_le_bytes().to_vec();
         content.extend(json);
         Ok(content)
+    }
+}
+
+/// How many keys an object has, repeated ones included, of which a map keeps but one.
+struct Keys(usize);
+
+impl<'de> serde::Deserialize<'de> for Keys {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Count;
+        impl<'de> serde::de::Visitor<'de> for Count {
+            type Value = Keys;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object")
+            }
+            fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Keys, A::Error> {
+                let mut count = 0;
+                while map.next_entry::<serde::de::IgnoredAny, serde::de::IgnoredAny>()?.is_some() {
+                    count += 1;
+                }
+                Ok(Keys(count))
+            }
+        }
+        deserializer.deserialize_map(Count)
     }
 }
 

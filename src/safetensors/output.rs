@@ -56,7 +56,7 @@ impl Sink for Files {
 ///
 /// # Errors
 /// As [`Apply::to_sink`]; [`Error::Io`] if `path` exists and may not be replaced; [`Rule::FileTensors`] if the pair's files and
-/// its tensors do not fit together; [`Error::BadCheckpoint`] if the base lacks a file whose header the target shares.
+/// its tensors do not fit together; [`Rule::BaseFile`] if the base lacks a file whose header the target shares.
 pub fn apply_to_path<B: Source>(
     pair: &Pair<B>,
     base: Option<&SafetensorsCheckpoint>,
@@ -149,16 +149,16 @@ fn content_of_base(
     size: u64,
     digest: &[u8; DIGEST_SIZE],
 ) -> Result<Vec<u8>> {
-    let shown = if name.is_empty() { "a lone safetensors file" } else { name };
-    let Some(base) = base else {
-        return Err(Error::Misuse(format!("the pair needs {shown} of the base: give a base")));
+    let broken = |found: &dyn std::fmt::Display| {
+        let shown = if name.is_empty() { "a lone safetensors file" } else { name };
+        Rule::BaseFile.broken(format_args!("{shown} of the base, of which {size} bytes hash to {}", hex(digest)), found)
     };
-    let content = base.content(name, has_tensors)?.ok_or_else(|| {
-        Error::bad_checkpoint(base.path(), format_args!("the pair needs {shown} of the base, which is not there"))
-    })?;
+    let base = base.ok_or_else(|| broken(&"no base"))?;
+    let content = base.content(name, has_tensors)?.ok_or_else(|| broken(&"no such file"))?;
     let found = digest::short(&digest::of(&content));
-    let fits = content.len() as u64 == size && found == *digest;
-    Rule::FileContentDigest.check(fits, format_args!("{shown} of the base to hash to {}", hex(digest)), hex(&found))?;
+    if content.len() as u64 != size || found != *digest {
+        return Err(broken(&format_args!("{} that hash to {}", content.len(), hex(&found))));
+    }
     Ok(content)
 }
 

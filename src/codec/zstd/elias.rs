@@ -23,6 +23,15 @@ pub(super) fn encode(gaps: impl Iterator<Item = u32>, out: &mut Vec<u8>) {
     put(0, 7, out);
 }
 
+/// Why there is no next gap.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Bad {
+    /// The bytes end inside a code.
+    End,
+    /// A fifth zero: no gap of a chunk is that large.
+    TooLong,
+}
+
 /// Reads codes from the most significant bit down.
 pub(super) struct Reader<'a> {
     bytes: &'a [u8],
@@ -45,16 +54,16 @@ impl<'a> Reader<'a> {
         (u64::from_be_bytes(window) << (self.at % 8) >> 32) as u32
     }
 
-    fn take(&mut self, bits: u32) -> Option<()> {
+    fn take(&mut self, bits: u32) -> Result<(), Bad> {
         self.at += bits as usize;
-        (self.at <= 8 * self.bytes.len()).then_some(())
+        if self.at <= 8 * self.bytes.len() { Ok(()) } else { Err(Bad::End) }
     }
 
-    /// The next gap; `None` where the bytes end or the code is longer than any gap of a chunk needs.
-    pub fn gap(&mut self) -> Option<u32> {
+    /// The next gap, unless the bytes end or the code is longer than any gap of a chunk needs.
+    pub fn gap(&mut self) -> Result<u32, Bad> {
         let k = self.peek().leading_zeros();
         if k > 4 {
-            return None;
+            return Err(if self.at + 5 <= 8 * self.bytes.len() { Bad::TooLong } else { Bad::End });
         }
         self.take(k)?;
         let n = (self.peek() >> (31 - k)) - 1;
@@ -62,7 +71,7 @@ impl<'a> Reader<'a> {
         let low = (u64::from(self.peek()) >> (32 - n)) as u32;
         self.take(n)?;
         // n is at most 30: k + 1 bits, 5 at most, hold n + 1.
-        Some((1 << n | low) - 1)
+        Ok((1 << n | low) - 1)
     }
 
     /// Whether only the filling of the last byte is left, and that is zeros.
@@ -98,7 +107,7 @@ mod tests {
         fn any_bytes_end(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
             let mut reader = Reader::new(&bytes);
             let mut count = 0;
-            while reader.gap().is_some() { count += 1; }
+            while reader.gap().is_ok() { count += 1; }
             prop_assert!(count <= 8 * bytes.len());
         }
     }

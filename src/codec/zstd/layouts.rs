@@ -247,7 +247,10 @@ fn decode_elias<L: Lane>(mut parts: &[u8], count: usize, order: Order, base_sum:
     let mut patch = Patch::<L>::new(lanes, count, base_sum, order);
     let mut gaps = elias::Reader::new(parts);
     for delta in lanes_of_planes::<L>(planes, count) {
-        let gap = gaps.gap().ok_or_else(|| Rule::PayloadPositions.broken("a gap", "the end, or a code that is too long"))?;
+        let gap = gaps.gap().map_err(|bad| match bad {
+            elias::Bad::End => Rule::PayloadSize.broken("a gap", "the end"),
+            elias::Bad::TooLong => Rule::PayloadPositions.broken("a gap of a chunk", "a code of five zeros"),
+        })?;
         patch.change(gap as usize, delta)?;
     }
     Rule::PayloadSize.check(gaps.is_finished(), "nothing but zeros after the last gap", "other bits")?;

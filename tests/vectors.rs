@@ -1,0 +1,161 @@
+//! The published vectors: each valid one decodes to the bytes that the manifest names, each invalid one is refused with the
+//! rule that it breaks, at the step where that shows. They are made from the spec by `testdata/make_vectors.py`, which shares
+//! nothing with this crate, and `testdata/reader.py` reads them too.
+
+use serde::Deserialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use tpde::error::Rule;
+use tpde::safetensors::ApplyOptions;
+use tpde::{
+    Apply, Checkpoint, Error, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, ValidatedIndex, apply_to_path,
+};
+
+#[derive(Deserialize)]
+struct Manifest {
+    vectors: Vec<Vector>,
+}
+
+#[derive(Deserialize)]
+struct Vector {
+    name: String,
+    verdict: String,
+    index: PathBuf,
+    blob: PathBuf,
+    base: Option<PathBuf>,
+    #[serde(default)]
+    tensors: BTreeMap<String, String>,
+    #[serde(default)]
+    files: BTreeMap<String, String>,
+    rule: Option<String>,
+    when: Option<String>,
+    error: Option<String>,
+    tensor: Option<String>,
+    chunk: Option<u32>,
+}
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/v1")
+}
+
+fn manifest() -> Manifest {
+    serde_json::from_slice(&std::fs::read(folder().join("manifest.json")).unwrap()).unwrap()
+}
+
+/// What reading a vector gave: bytes, or an error and the step at which it came.
+type Outcome = std::result::Result<Decoded, (&'static str, Error)>;
+
+struct Decoded {
+    tensors: BTreeMap<String, String>,
+    files: BTreeMap<String, String>,
+}
+
+fn hash(bytes: &[u8]) -> String {
+    blake3::hash(bytes).to_hex().to_string()
+}
+
+fn read(vector: &Vector) -> Outcome {
+    let bytes = |path: &Path| std::fs::read(folder().join(path)).unwrap();
+    let index = ValidatedIndex::parse(bytes(&vector.index), &Limits::default()).map_err(|e| ("open_index", e))?;
+    let pair = Pair::new(index, bytes(&vector.blob)).map_err(|e| ("open_blob", e))?;
+    let later = |e| ("decode", e);
+    pair.verify().map_err(later)?;
+    let base = vector.base.as_ref().map(|base| SafetensorsCheckpoint::open(&folder().join(base))).transpose().map_err(later)?;
+    let tensors = decode(&pair, base.as_ref()).map_err(later)?;
+    let out = tempfile::tempdir().unwrap();
+    let path = out.path().join("out");
+    let mut files = BTreeMap::new();
+    if pair.index().files().len() > 0 {
+        apply_to_path(&pair, base.as_ref(), &path, &ApplyOptions::default(), &|_| {}).map_err(|e| ("apply", e))?;
+        for file in pair.index().files() {
+            let path = if file.name.is_empty() { path.clone() } else { path.join(file.name) };
+            files.insert(file.name.to_owned(), hash(&std::fs::read(path).unwrap()));
+        }
+    }
+    Ok(Decoded { tensors, files })
+}
+
+fn decode(pair: &Pair<Vec<u8>>, base: Option<&SafetensorsCheckpoint>) -> Result<BTreeMap<String, String>> {
+    let nothing = MemoryCheckpoint::default();
+    let base: &dyn Checkpoint = base.map_or(&nothing, |base| base);
+    let mut outputs: Vec<_> = pair.index().tensors().map(|tensor| vec![0xAA; tensor.bytes() as usize]).collect();
+    let mut slices: Vec<_> = outputs.iter_mut().map(|output| &mut output[..]).collect();
+    Apply::new(pair, base).to_buffers(&mut slices)?;
+    Ok(pair.index().tensors().zip(&outputs).map(|(tensor, bytes)| (tensor.name.to_owned(), hash(bytes))).collect())
+}
+
+#[test]
+fn valid_vectors_decode_to_the_bytes_of_the_manifest() {
+    let vectors: Vec<_> = manifest().vectors.into_iter().filter(|v| v.verdict == "valid").collect();
+    assert!(vectors.len() >= 30);
+    for vector in vectors {
+        match read(&vector) {
+            Ok(decoded) => {
+                assert_eq!(decoded.tensors, vector.tensors, "{}", vector.name);
+                assert_eq!(decoded.files, vector.files, "{}", vector.name);
+            }
+            Err((when, e)) => panic!("{} was refused at {when}: {e}", vector.name),
+        }
+    }
+}
+
+#[test]
+fn invalid_vectors_are_refused_with_the_rule_that_they_break() {
+    let vectors: Vec<_> = manifest().vectors.into_iter().filter(|v| v.verdict == "invalid").collect();
+    assert!(vectors.len() >= 70);
+    let mut wrong = Vec::new();
+    for vector in vectors {
+        let (when, error) = match read(&vector) {
+            Ok(_) => {
+                wrong.push(format!("{}: accepted", vector.name));
+                continue;
+            }
+            Err(refused) => refused,
+        };
+        let expected = (vector.error.as_deref(), vector.rule.as_deref());
+        let right = match &error {
+            Error::WrongBase { .. } => expected.0 == Some("wrong_base") || expected.1 == Some("tensor.base_digest"),
+            Error::AlreadyApplied => expected.0 == Some("already_applied"),
+            Error::Limit { .. } => expected.1 == Some("limit"),
+            Error::Invalid(invalid) => {
+                let named = (vector.tensor.is_none() || invalid.at.tensor == vector.tensor)
+                    && (vector.chunk.is_none() || invalid.at.chunk == vector.chunk);
+                expected.1 == Some(invalid.rule.id()) && named
+            }
+            _ => false,
+        };
+        // A reader may find early what the manifest places late, never the other way round.
+        let steps = ["open_index", "open_blob", "decode", "apply"];
+        let step = |name: &str| steps.iter().position(|s| *s == name);
+        let in_time = vector.when.as_deref().is_some_and(|expected| step(when) <= step(expected));
+        if !right || !in_time {
+            wrong.push(format!("{}: expected {expected:?} at {:?}, got at {when}: {error}", vector.name, vector.when));
+        }
+    }
+    assert!(wrong.is_empty(), "{} vectors:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+/// Ids of rules in backquotes in the spec.
+fn ids_of_the_spec() -> BTreeSet<String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("spec");
+    let text: String = ["tpde-format.md", "codecs.md"].iter().map(|f| std::fs::read_to_string(root.join(f)).unwrap()).collect();
+    let groups: BTreeSet<_> = Rule::ALL.iter().filter_map(|rule| rule.id().split_once('.')).map(|(group, _)| group).collect();
+    let is_id = |s: &&str| {
+        s.split_once('.').is_some_and(|(group, name)| {
+            groups.contains(group) && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
+        })
+    };
+    text.split('`').filter(is_id).map(str::to_owned).collect()
+}
+
+#[test]
+fn rules_of_the_crate_are_those_of_the_spec_and_each_has_a_vector() {
+    let crate_ids: BTreeSet<_> = Rule::ALL.iter().map(|rule| rule.id().to_owned()).collect();
+    // A wrong base has an error of its own in this crate, which says what the base is instead.
+    let own_error = BTreeSet::from(["tensor.base_digest".to_owned()]);
+    let spec_ids = ids_of_the_spec();
+    assert_eq!(spec_ids.difference(&crate_ids).cloned().collect::<BTreeSet<_>>(), own_error);
+    assert!(crate_ids.is_subset(&spec_ids), "{:?}", crate_ids.difference(&spec_ids));
+    let with_vectors: BTreeSet<_> = manifest().vectors.into_iter().filter_map(|v| v.rule).collect();
+    assert!(spec_ids.is_subset(&with_vectors), "no vector breaks {:?}", spec_ids.difference(&with_vectors));
+}
