@@ -59,11 +59,7 @@ impl ChunkSum {
 
     /// Adds the next block.
     pub fn add(&mut self, lanes: &[u8]) {
-        self.add_rows(
-            lanes.chunks(Self::BLOCK),
-            #[inline(always)]
-            |row| inner_sum(row),
-        );
+        self.add_rows(lanes.chunks(Self::BLOCK), inner_sum);
     }
 
     /// Copies the next block from `lanes` to `out`, which is as long, and adds it on the way.

@@ -16,6 +16,7 @@ use crate::error::{Error, Result, hex};
 use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, FileKind, IndexHeader, Section, TensorDigests};
 use crate::lane::Dtype;
 use crate::limits::Limits;
+use crate::source::Buffer;
 use std::ops::Range;
 use zerocopy::FromBytes;
 
@@ -24,7 +25,7 @@ use zerocopy::FromBytes;
 /// It holds the bytes of the file, in which the flat arrays are read in place, and the expanded tables.
 #[derive(Debug)]
 pub struct ValidatedIndex {
-    bytes: Vec<u8>,
+    bytes: Buffer,
     header: IndexHeader,
     tensors: tensors::TensorTable,
     files: files::FileTable,
@@ -39,7 +40,8 @@ impl ValidatedIndex {
     /// # Errors
     /// [`Error::Invalid`] with the first rule that is broken, in the order of section 13; [`Error::Limit`] if the index is
     /// larger than `limits` allow.
-    pub fn parse(bytes: Vec<u8>, limits: &Limits) -> Result<Self> {
+    pub fn parse(bytes: impl Into<Buffer>, limits: &Limits) -> Result<Self> {
+        let bytes = bytes.into();
         let header = header::parse(&bytes, limits)?;
         let digest = header::check_digest(&bytes)?;
         header::check_padding(&bytes, &header)?;

@@ -9,7 +9,7 @@ use binrw::BinRead;
 use std::io::Cursor;
 
 /// The table in the form that look-ups want: fixed rows, all dims, all names.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct TensorTable {
     rows: Vec<Row>,
     dims: Vec<u64>,
@@ -143,12 +143,6 @@ struct Walk {
     name: Option<usize>,
 }
 
-impl Default for TensorTable {
-    fn default() -> Self {
-        Self { rows: Vec::new(), dims: Vec::new(), names: String::new() }
-    }
-}
-
 impl Walk {
     fn entry(&mut self, entry: &TensorEntry, names: &mut &[u8]) -> Result<()> {
         self.name = None;
@@ -177,7 +171,7 @@ impl Walk {
         Rule::TensorBaseName.check(base_allowed, "no base name without a base", "one")?;
         let codec = Codec::from_code(entry.codec).ok_or_else(|| Rule::TensorCodec.broken("a known id", entry.codec))?;
         let log2 = entry.chunk_lanes_log2;
-        let in_range = log2 >= MIN_CHUNK_LANES_LOG2 && log2 < 32 && (dtype.lane_bytes() as u64) << log2 <= MAX_CHUNK_BYTES;
+        let in_range = (MIN_CHUNK_LANES_LOG2..32).contains(&log2) && (dtype.lane_bytes() as u64) << log2 <= MAX_CHUNK_BYTES;
         Rule::TensorChunkLanes.check(in_range, format_args!("12 or more, and at most {MAX_CHUNK_BYTES} bytes"), log2)?;
         Rule::TensorReserved.check(entry.reserved == [0; 3], "zeros", "other bytes")?;
         Rule::TensorTablesSize.check_eq(0, entry.tables_size)?;

@@ -88,7 +88,7 @@ impl SafetensorsCheckpoint {
             Some(name) => {
                 check_name(path, &name, FileKind::Verbatim)?;
                 let content = FileSource::open(&path.join(&name))?.read_all("size of the shard index", SHARD_INDEX_LIMIT)?;
-                Some((name, content))
+                Some((name, content.to_vec()))
             }
             None => None,
         };

@@ -76,7 +76,7 @@ impl<'a> Reader<'a> {
 
     /// Whether only the filling of the last byte is left, and that is zeros.
     pub fn is_finished(&self) -> bool {
-        self.at.div_ceil(8) == self.bytes.len() && (self.at % 8 == 0 || self.peek() >> 24 == 0)
+        self.at.div_ceil(8) == self.bytes.len() && (self.at.is_multiple_of(8) || self.peek() >> 24 == 0)
     }
 }
 

@@ -1,0 +1,119 @@
+//! What a user waits for, on generated data: opening a large index, verifying, encoding, applying. `tpde bench` measures real
+//! checkpoints beside peers.
+
+use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
+use std::hint::black_box;
+use tpde::codec::{ChunkEncoder, Encoded};
+use tpde::format::BaseKind;
+use tpde::writer::{PairBuilder, TensorSpec};
+use tpde::{Apply, Codec, Dtype, EncodeOptions, Limits, MemoryCheckpoint, TensorInfo, ValidatedIndex, chunk_sum, encode_to_memory};
+
+const LANES: usize = 16 << 20;
+
+/// Base and target lanes of BF16, of which one in `rarity` differs by a few units in the last place.
+fn lanes(rarity: u64) -> (Vec<u8>, Vec<u8>) {
+    let mut state = 0x9E37_79B9_7F4A_7C15u64;
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state >> 16
+    };
+    let mut base = Vec::with_capacity(2 * LANES);
+    let mut target = Vec::with_capacity(2 * LANES);
+    for _ in 0..LANES {
+        let lane = 0x3C00 + (random() % 0x300) as u16;
+        let step = if random() % rarity == 0 { 1 + (random() % 7) as u16 } else { 0 };
+        base.extend(lane.to_le_bytes());
+        target.extend((lane + step).to_le_bytes());
+    }
+    (base, target)
+}
+
+/// An index of a million chunks with payloads.
+fn large_index() -> Vec<u8> {
+    let mut builder = PairBuilder::new(std::io::sink(), "nowhere".into()).unwrap();
+    let lanes = 4096u64;
+    let (chunks, tensors) = (1_000_000, 100);
+    let payload = [5, 0, 0, 0, 1, 0];
+    for i in 0..tensors {
+        builder.begin_tensor(&TensorSpec {
+            name: format!("tensor.{i:03}"),
+            base_name: None,
+            dtype: Dtype::Bf16,
+            shape: vec![chunks / tensors, lanes],
+            base_kind: BaseKind::Same,
+            base_param: 0,
+            codec: Codec::Raw,
+            chunk_lanes_log2: 12,
+        });
+        for chunk in 0..chunks / tensors {
+            builder.chunk(&payload, Encoded { uncompressed_size: 6, num_deltas: 1 }, chunk, chunk + 1).unwrap();
+        }
+        builder.end_tensor(Some(blake3::hash(b"base")), blake3::hash(b"target"));
+    }
+    builder.finish().unwrap().index.as_bytes().to_vec()
+}
+
+fn open(c: &mut Criterion) {
+    let index = large_index();
+    let path = std::env::temp_dir().join(format!("tpde-bench-{}.tpde-index", std::process::id()));
+    std::fs::write(&path, &index).unwrap();
+    let mut group = c.benchmark_group("index of a million records");
+    group.sample_size(20);
+    group.bench_function("parse and validate", |b| {
+        b.iter_batched(|| index.clone(), |bytes| ValidatedIndex::parse(bytes, &Limits::default()).unwrap(), BatchSize::PerIteration)
+    });
+    group.bench_function("read, parse and validate", |b| {
+        b.iter(|| {
+            let source = tpde::source::FileSource::open(&path).unwrap();
+            ValidatedIndex::parse(source.read_all("size of the index", 1 << 30).unwrap(), &Limits::default()).unwrap()
+        })
+    });
+    group.finish();
+    std::fs::remove_file(path).unwrap();
+}
+
+fn pair(c: &mut Criterion) {
+    for (name, rarity) in [("1 % changed", 100), ("40 % changed", 5)] {
+        let (base, target) = lanes(rarity);
+        let info = || TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![LANES as u64] };
+        let base = MemoryCheckpoint::new([(info(), &base[..])]).unwrap();
+        let target = MemoryCheckpoint::new([(info(), &target[..])]).unwrap();
+        let (pair, _) = encode_to_memory(Some(&base), &target, &EncodeOptions::default()).unwrap();
+        let mut group = c.benchmark_group(name);
+        group.sample_size(10);
+        group.throughput(Throughput::Bytes(2 * LANES as u64));
+        group.bench_function("encode", |b| b.iter(|| encode_to_memory(Some(&base), &target, &EncodeOptions::default()).unwrap()));
+        let mut out = vec![1; 2 * LANES];
+        group.bench_function("apply", |b| b.iter(|| Apply::new(&pair, &base).to_buffers(&mut [&mut out]).unwrap()));
+        group.bench_function("apply without digests", |b| {
+            b.iter(|| Apply::new(&pair, &base).digests(false).to_buffers(&mut [&mut out]).unwrap())
+        });
+        group.throughput(Throughput::Bytes(pair.index().header().blob_size));
+        group.bench_function("verify", |b| b.iter(|| pair.verify().unwrap()));
+        group.finish();
+    }
+}
+
+fn parts(c: &mut Criterion) {
+    let (base, target) = lanes(100);
+    let (base, target) = (&base[..2 << 20], &target[..2 << 20]);
+    let mut group = c.benchmark_group("chunk of 2 MiB");
+    group.throughput(Throughput::Bytes(base.len() as u64));
+    group.bench_function("chunk sum", |b| b.iter(|| chunk_sum(black_box(base))));
+    for codec in Codec::ALL {
+        let mut encoder = ChunkEncoder::new(*codec, None).unwrap();
+        let mut payload = Vec::new();
+        group.bench_function(format!("encode {codec}"), |b| {
+            b.iter(|| {
+                payload.clear();
+                encoder.encode(Dtype::Bf16, black_box(base), target, &mut payload).unwrap()
+            })
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, open, pair, parts);
+criterion_main!(benches);

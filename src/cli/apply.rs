@@ -1,0 +1,127 @@
+//! `tpde apply`: a base and a pair in, the target out.
+
+use super::Common;
+use super::inputs::{open, operands, refuse_overwriting};
+use super::text::{self, BOLD};
+use anyhow::Context;
+use clap::Args;
+use globset::{Glob, GlobMatcher};
+use serde::Serialize;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use tpde::error::Escaped;
+use tpde::reader::PairPaths;
+use tpde::safetensors::ApplyOptions;
+use tpde::{Error, Pair, Result, apply_to_path};
+
+/// Rebuild the target from a base and a pair
+///
+/// Gives back the target's files bit for bit: one file, or a folder of shards with its index. Nothing appears before all of it
+/// is written and compared with the digests of the pair.
+#[derive(Args)]
+#[command(visible_alias = "patch")]
+#[command(override_usage = "tpde apply [OPTIONS] BASE PAIR -o OUT\n       tpde apply [OPTIONS] --no-base PAIR -o OUT")]
+pub struct Apply {
+    /// The checkpoint that the pair was made from
+    #[arg(value_name = "BASE")]
+    pub first: PathBuf,
+    /// The pair: its name, or either file
+    #[arg(value_name = "PAIR", required_unless_present = "no_base")]
+    pub second: Option<PathBuf>,
+    /// The pair needs no base
+    #[arg(long, conflicts_with = "second")]
+    pub no_base: bool,
+    /// The file or folder to write
+    #[arg(short, long, value_name = "OUT")]
+    pub output: PathBuf,
+    /// Replace existing files
+    #[arg(short, long)]
+    pub force: bool,
+    /// Only tensors whose names match, into one safetensors file; may be repeated
+    #[arg(long, value_name = "GLOB", value_parser = Glob::new)]
+    pub tensor: Vec<Glob>,
+}
+
+/// What was rebuilt.
+#[derive(Serialize)]
+pub struct Report {
+    output: PathBuf,
+    tensors: u64,
+    target_bytes: u64,
+    digests_checked: bool,
+    seconds: f64,
+    gb_per_second: f64,
+    threads: usize,
+}
+
+impl Apply {
+    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+        self.apply(common).with_context(|| format!("apply to {}", text::path(&self.output)))
+    }
+
+    fn apply(&self, common: &Common) -> Result<Report> {
+        let (base, path) = operands(&self.first, self.second.as_deref());
+        let pair = Pair::open(path)?;
+        let globs = self.globs(&pair)?;
+        let wanted = |name: &str| globs.iter().any(|glob| glob.is_match(name));
+
+        let paths = PairPaths::new(path);
+        let inputs: Vec<&Path> = base.into_iter().chain([paths.index.as_path(), paths.blob.as_path()]).collect();
+        let files = pair.index().files().map(|file| self.output.join(file.name));
+        refuse_overwriting(&files.chain([self.output.clone()]).collect::<Vec<_>>(), &inputs)?;
+
+        let base = base.map(open).transpose()?;
+        let selected = pair.index().tensors().filter(|tensor| globs.is_empty() || wanted(tensor.name));
+        let bar = common.bar("apply", selected.map(|tensor| tensor.bytes()).sum());
+        let options = ApplyOptions { wanted: if globs.is_empty() { None } else { Some(&wanted) }, replace: self.force };
+        let start = Instant::now();
+        let report = apply_to_path(&pair, base.as_ref(), &self.output, &options, &|bytes| bar.inc(bytes))?;
+        let seconds = start.elapsed().as_secs_f64();
+        bar.finish_and_clear();
+        Ok(Report {
+            output: self.output.clone(),
+            tensors: report.tensors,
+            target_bytes: report.bytes,
+            digests_checked: report.digests_checked,
+            seconds,
+            gb_per_second: text::speed(report.bytes, seconds),
+            threads: rayon::current_num_threads(),
+        })
+    }
+
+    /// The patterns, each of which must match something: a slip of the pen shall not look like success.
+    fn globs<B: tpde::source::Source>(&self, pair: &Pair<B>) -> Result<Vec<GlobMatcher>> {
+        let compiled = self.tensor.iter().map(|glob| {
+            let matcher = glob.compile_matcher();
+            if pair.index().tensors().any(|tensor| matcher.is_match(tensor.name)) {
+                return Ok(matcher);
+            }
+            Err(Error::Misuse(format!("no tensor of the pair matches {}", Escaped(glob.glob()))))
+        });
+        compiled.collect()
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{BOLD}rebuilt {}{BOLD:#}", text::path(&self.output))?;
+        let checked = if self.digests_checked { "base and target have the digests of the pair" } else { "digests not compared" };
+        text::facts(
+            f,
+            &[
+                ("size", format!("{} in {}", text::bytes(self.target_bytes), text::counted(self.tensors, "tensor"))),
+                ("checked", checked.into()),
+                (
+                    "speed",
+                    format!(
+                        "{:.2} GB/s, {} on {}",
+                        self.gb_per_second,
+                        text::duration(self.seconds),
+                        text::counted(self.threads as u64, "thread")
+                    ),
+                ),
+            ],
+        )
+    }
+}

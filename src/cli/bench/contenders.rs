@@ -1,0 +1,268 @@
+//! Who is measured: the library, and plain zstd over the XOR of base and target.
+
+use rayon::prelude::*;
+use std::sync::{Mutex, PoisonError};
+use tpde::delta::encode;
+use tpde::format::BaseKind;
+use tpde::writer::PairBuilder;
+use tpde::{Apply, Checkpoint, Codec, EncodeOptions, Layout, MemoryCheckpoint, Pair, Result, ValidatedIndex, encode_to_memory};
+use zstd::bulk::{Compressor, Decompressor};
+
+/// Something that turns a target into fewer bytes and back. Contexts and large buffers are kept from one call to the next.
+pub trait Contender {
+    fn name(&self) -> String;
+    /// Bytes that it would put on a disk.
+    fn stored_bytes(&self) -> u64;
+    /// Encodes the target; `false` if it cannot do so in this way.
+    fn encode(&mut self, digests: bool) -> anyhow::Result<bool>;
+    /// Rebuilds the target's tensors, names ascending.
+    fn decode(&mut self, digests: bool, outputs: &mut [Vec<u8>]) -> anyhow::Result<()>;
+}
+
+/// The library.
+pub struct Ours<'a> {
+    base: &'a MemoryCheckpoint<'a>,
+    target: &'a MemoryCheckpoint<'a>,
+    options: EncodeOptions,
+    pair: Pair<Vec<u8>>,
+    /// The blob of the last encoding, to be written over by the next.
+    blob: Vec<u8>,
+}
+
+impl<'a> Ours<'a> {
+    pub fn new(base: &'a MemoryCheckpoint<'a>, target: &'a MemoryCheckpoint<'a>, options: EncodeOptions) -> Result<Self> {
+        let (pair, _) = encode_to_memory(Some(base), target, &options)?;
+        Ok(Self { base, target, options, pair, blob: Vec::new() })
+    }
+
+    pub fn pair(&self) -> &Pair<Vec<u8>> {
+        &self.pair
+    }
+}
+
+impl Contender for Ours<'_> {
+    fn name(&self) -> String {
+        match (self.options.codec, self.options.layout) {
+            (Codec::Zstd, layout) => format!("tpde, zstd {}", layout.map_or("auto", Layout::name)),
+            (codec, _) => format!("tpde, {codec}"),
+        }
+    }
+
+    fn stored_bytes(&self) -> u64 {
+        self.pair.index().size() + self.pair.index().header().blob_size
+    }
+
+    /// A pair has digests: there is no encoding without.
+    fn encode(&mut self, digests: bool) -> anyhow::Result<bool> {
+        if digests {
+            let mut blob = std::mem::take(&mut self.blob);
+            blob.clear();
+            let builder = PairBuilder::new(blob, "memory".into())?;
+            let (finished, _) = encode(Some(self.base), self.target, Vec::new(), &self.options, builder, &|_| {})?;
+            self.blob = finished.blob;
+        }
+        Ok(digests)
+    }
+
+    fn decode(&mut self, digests: bool, outputs: &mut [Vec<u8>]) -> anyhow::Result<()> {
+        let mut outputs: Vec<_> = outputs.iter_mut().map(Vec::as_mut_slice).collect();
+        Apply::new(&self.pair, self.base).digests(digests).to_buffers(&mut outputs)?;
+        Ok(())
+    }
+}
+
+/// One zstd frame a tensor, of the XOR of its base and target, as it is or in byte planes.
+pub struct Peer<'a> {
+    planes: bool,
+    level: i32,
+    tensors: Vec<Tensor<'a>>,
+    workers: Mutex<Vec<Worker>>,
+}
+
+struct Tensor<'a> {
+    /// As long as the target; zeros where the base has nothing.
+    base: Vec<u8>,
+    has_base: bool,
+    target: &'a [u8],
+    lane_bytes: usize,
+    frame: Vec<u8>,
+}
+
+/// What one thread works with.
+struct Worker {
+    compressor: Compressor<'static>,
+    decompressor: Decompressor<'static>,
+    xor: Vec<u8>,
+}
+
+impl<'a> Peer<'a> {
+    /// `index` says which base tensor belongs to which target tensor, so that all contenders start from the same.
+    pub fn new(
+        index: &ValidatedIndex,
+        base: &MemoryCheckpoint<'_>,
+        target: &'a [Vec<u8>],
+        planes: bool,
+        level: i32,
+    ) -> anyhow::Result<Self> {
+        let mut tensors = Vec::new();
+        for (tensor, target) in index.tensors().zip(target) {
+            let mut bytes = vec![0; target.len()];
+            let place = if tensor.base_kind == BaseKind::None { None } else { base.find(tensor.base_name) };
+            if let Some(place) = place {
+                let present = (tensor.base_bytes() as usize).min(bytes.len());
+                base.read(place, 0, &mut bytes[..present])?;
+            }
+            let frame = vec![0xA5; zstd::zstd_safe::compress_bound(target.len())];
+            tensors.push(Tensor { base: bytes, has_base: place.is_some(), target, lane_bytes: tensor.lane_bytes(), frame });
+        }
+        let largest = target.iter().map(Vec::len).max().unwrap_or(0);
+        let worker = |_| {
+            let (compressor, decompressor) = (Compressor::new(level)?, Decompressor::new()?);
+            Ok(Worker { compressor, decompressor, xor: vec![0xA5; largest] })
+        };
+        let workers = (0..rayon::current_num_threads()).map(worker).collect::<std::io::Result<_>>()?;
+        Ok(Self { planes, level, tensors, workers: Mutex::new(workers) })
+    }
+}
+
+/// Runs `work` with a worker that no other thread uses.
+fn with_worker<R>(workers: &Mutex<Vec<Worker>>, work: impl FnOnce(&mut Worker) -> R) -> R {
+    let lock = || workers.lock().unwrap_or_else(PoisonError::into_inner);
+    // There is one a thread.
+    let mut worker = lock().pop().expect("a free worker");
+    let result = work(&mut worker);
+    lock().push(worker);
+    result
+}
+
+impl Contender for Peer<'_> {
+    fn name(&self) -> String {
+        format!("XOR {}+ zstd-{}", if self.planes { "planes " } else { "" }, self.level)
+    }
+
+    fn stored_bytes(&self) -> u64 {
+        self.tensors.iter().map(|tensor| tensor.frame.len() as u64).sum()
+    }
+
+    fn encode(&mut self, digests: bool) -> anyhow::Result<bool> {
+        let (planes, workers) = (self.planes, &self.workers);
+        self.tensors.par_iter_mut().try_for_each(|tensor| {
+            with_worker(workers, |worker| {
+                let xor = &mut worker.xor[..tensor.target.len()];
+                if planes {
+                    xor_to_planes(&tensor.base, tensor.target, tensor.lane_bytes, xor);
+                } else {
+                    xor_into(&tensor.base, tensor.target, xor);
+                }
+                tensor.frame.clear();
+                worker.compressor.compress_to_buffer(xor, &mut tensor.frame)
+            })?;
+            if digests {
+                tensor.hash_base();
+                hash(tensor.target);
+            }
+            anyhow::Ok(())
+        })?;
+        Ok(true)
+    }
+
+    fn decode(&mut self, digests: bool, outputs: &mut [Vec<u8>]) -> anyhow::Result<()> {
+        let (planes, workers) = (self.planes, &self.workers);
+        self.tensors.par_iter().zip(outputs).try_for_each(|(tensor, output)| {
+            with_worker(workers, |worker| {
+                let xor = &mut worker.xor[..output.len()];
+                worker.decompressor.decompress_to_buffer(&tensor.frame, xor)?;
+                if planes {
+                    planes_to_target(&tensor.base, xor, tensor.lane_bytes, output);
+                } else {
+                    xor_into(&tensor.base, xor, output);
+                }
+                anyhow::Ok(())
+            })?;
+            if digests {
+                tensor.hash_base();
+                hash(output);
+            }
+            Ok(())
+        })
+    }
+}
+
+impl Tensor<'_> {
+    fn hash_base(&self) {
+        if self.has_base {
+            hash(&self.base);
+        }
+    }
+}
+
+fn hash(bytes: &[u8]) {
+    let mut hasher = blake3::Hasher::new();
+    if rayon::current_num_threads() > 1 {
+        hasher.update_rayon(bytes)
+    } else {
+        hasher.update(bytes)
+    };
+    std::hint::black_box(hasher.finalize());
+}
+
+fn xor_into(a: &[u8], b: &[u8], out: &mut [u8]) {
+    out.iter_mut().zip(a).zip(b).for_each(|((out, a), b)| *out = a ^ b);
+}
+
+/// Lanes that go through the first-level cache together.
+const BLOCK: usize = 4096;
+
+fn xor_to_planes(base: &[u8], target: &[u8], lane_bytes: usize, planes: &mut [u8]) {
+    fn split<const W: usize>(base: &[u8], target: &[u8], planes: &mut [u8]) {
+        let (base, target) = (base.as_chunks::<W>().0, target.as_chunks::<W>().0);
+        let lanes = target.len();
+        for (block, (base, target)) in base.chunks(BLOCK).zip(target.chunks(BLOCK)).enumerate() {
+            for byte in 0..W {
+                let plane = &mut planes[byte * lanes + block * BLOCK..][..target.len()];
+                plane.iter_mut().zip(base).zip(target).for_each(|((out, base), target)| *out = base[byte] ^ target[byte]);
+            }
+        }
+    }
+    match lane_bytes {
+        2 => split::<2>(base, target, planes),
+        4 => split::<4>(base, target, planes),
+        8 => split::<8>(base, target, planes),
+        _ => xor_into(base, target, planes),
+    }
+}
+
+fn planes_to_target(base: &[u8], planes: &[u8], lane_bytes: usize, target: &mut [u8]) {
+    fn join<const W: usize>(base: &[u8], planes: &[u8], target: &mut [u8]) {
+        let (base, target) = (base.as_chunks::<W>().0, target.as_chunks_mut::<W>().0);
+        let lanes = target.len();
+        let rows: [&[u8]; W] = std::array::from_fn(|byte| &planes[byte * lanes..][..lanes]);
+        for (i, (target, base)) in target.iter_mut().zip(base).enumerate() {
+            *target = std::array::from_fn(|byte| base[byte] ^ rows[byte][i]);
+        }
+    }
+    match lane_bytes {
+        2 => join::<2>(base, planes, target),
+        4 => join::<4>(base, planes, target),
+        8 => join::<8>(base, planes, target),
+        _ => xor_into(base, planes, target),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn planes_go_there_and_back() {
+        for lane_bytes in [1, 2, 4, 8] {
+            let base: Vec<u8> = (0..8 * BLOCK as u32 + 24).map(|i| (i * 7 % 251) as u8).collect();
+            let target: Vec<u8> = base.iter().rev().copied().collect();
+            let (mut planes, mut back) = (vec![0; base.len()], vec![0; base.len()]);
+            xor_to_planes(&base, &target, lane_bytes, &mut planes);
+            assert_eq!(planes[1], base[lane_bytes] ^ target[lane_bytes]);
+            planes_to_target(&base, &planes, lane_bytes, &mut back);
+            assert_eq!(back, target);
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! `tpde bench`: our codec beside what one would do without it, on the same tensors, in the same run.
+//!
+//! All is in memory. Contenders take turns within each run, so that a machine that slows down slows all of them; a first run,
+//! not counted, brings their buffers and contexts into being. What they rebuild is compared with the target every time.
+
+mod contenders;
+
+use super::Common;
+use super::inputs::{CodecArgs, open};
+use super::text::{self, BOLD};
+use anyhow::{Context, ensure};
+use clap::Args;
+use contenders::{Contender, Ours, Peer};
+use serde::Serialize;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use tpde::{Checkpoint, MemoryCheckpoint, TensorInfo};
+
+/// Compare speed and ratio with XOR and zstd, in memory
+///
+/// The peers code each tensor as one zstd frame: of base XOR target at level 1, and of its byte planes at level 3. Columns with
+/// digests include BLAKE3 of all base and target tensors, for every contender alike.
+#[derive(Args)]
+pub struct Bench {
+    /// Checkpoints: .safetensors files, or folders of them; both are read into memory
+    #[arg(value_name = "BASE")]
+    base: PathBuf,
+    #[arg(value_name = "TARGET")]
+    target: PathBuf,
+    /// Runs that count; medians are shown
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    runs: u32,
+    #[command(flatten)]
+    codec: CodecArgs,
+}
+
+/// What was measured.
+#[derive(Serialize)]
+pub struct Report {
+    base: PathBuf,
+    target: PathBuf,
+    base_bytes: u64,
+    target_bytes: u64,
+    tensors: usize,
+    threads: usize,
+    runs: u32,
+    contenders: Vec<Measured>,
+}
+
+#[derive(Serialize)]
+struct Measured {
+    name: String,
+    stored_bytes: u64,
+    ratio: Option<f64>,
+    encode: Option<Timing>,
+    decode: Option<Timing>,
+    encode_with_digests: Option<Timing>,
+    decode_with_digests: Option<Timing>,
+}
+
+#[derive(Serialize)]
+struct Timing {
+    seconds: f64,
+    gb_per_second: f64,
+    /// How many times as fast as the peer with XOR and zstd level 1.
+    to_xor_zstd_1: f64,
+    all_seconds: Vec<f64>,
+}
+
+/// What is timed, in the order in which it is done.
+const TASKS: [Task; 4] = [
+    Task { decodes: false, digests: false },
+    Task { decodes: true, digests: false },
+    Task { decodes: false, digests: true },
+    Task { decodes: true, digests: true },
+];
+
+#[derive(Clone, Copy)]
+struct Task {
+    decodes: bool,
+    digests: bool,
+}
+
+/// A checkpoint read into memory.
+struct Loaded {
+    infos: Vec<TensorInfo>,
+    data: Vec<Vec<u8>>,
+}
+
+impl Loaded {
+    fn read(path: &Path) -> tpde::Result<Self> {
+        let checkpoint = open(path)?;
+        let infos = checkpoint.tensors().to_vec();
+        let read = |(place, info): (usize, &TensorInfo)| {
+            let mut bytes = vec![0; info.bytes() as usize]; // the file is as long
+            checkpoint.read(place, 0, &mut bytes).map(|()| bytes)
+        };
+        let data = infos.iter().enumerate().map(read).collect::<tpde::Result<_>>()?;
+        Ok(Self { infos, data })
+    }
+
+    fn checkpoint(&self) -> tpde::Result<MemoryCheckpoint<'_>> {
+        MemoryCheckpoint::new(self.infos.iter().cloned().zip(self.data.iter().map(Vec::as_slice)))
+    }
+
+    fn bytes(&self) -> u64 {
+        self.data.iter().map(|bytes| bytes.len() as u64).sum()
+    }
+}
+
+impl Bench {
+    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+        self.bench(common).with_context(|| format!("bench {} {}", text::path(&self.base), text::path(&self.target)))
+    }
+
+    fn bench(&self, common: &Common) -> anyhow::Result<Report> {
+        let (base, target) = (Loaded::read(&self.base)?, Loaded::read(&self.target)?);
+        let (base_checkpoint, target_checkpoint) = (base.checkpoint()?, target.checkpoint()?);
+        let ours = Ours::new(&base_checkpoint, &target_checkpoint, self.codec.options())?;
+        let peer = |planes, level| Peer::new(ours.pair().index(), &base_checkpoint, &target.data, planes, level);
+        let (xor, planes) = (peer(false, 1)?, peer(true, 3)?);
+        let mut contenders: [Box<dyn Contender>; 3] = [Box::new(ours), Box::new(xor), Box::new(planes)];
+
+        let mut outputs: Vec<Vec<u8>> = target.data.iter().map(|bytes| vec![0; bytes.len()]).collect();
+        let mut times = [const { [const { Vec::new() }; TASKS.len()] }; 3];
+        let bar = common.bar("bench", u64::from(self.runs + 1) * target.bytes());
+        for run in 0..=self.runs {
+            for (at, task) in TASKS.into_iter().enumerate() {
+                for (contender, times) in contenders.iter_mut().zip(&mut times) {
+                    let seconds = task.time(&mut **contender, &target.data, &mut outputs)?;
+                    times[at].extend(seconds.filter(|_| run > 0));
+                }
+            }
+            bar.inc(target.bytes());
+        }
+        bar.finish_and_clear();
+
+        let target_bytes = target.bytes();
+        let reference: [f64; TASKS.len()] = std::array::from_fn(|at| median(&times[1][at]));
+        let measured = contenders.iter().zip(times).map(|(contender, times)| {
+            let mut timings = times.into_iter().zip(reference).map(|(all_seconds, reference)| {
+                let seconds = median(&all_seconds);
+                let gb_per_second = text::speed(target_bytes, seconds);
+                (!all_seconds.is_empty()).then(|| Timing {
+                    seconds,
+                    gb_per_second,
+                    to_xor_zstd_1: reference / seconds,
+                    all_seconds,
+                })
+            });
+            let mut next = || timings.next().flatten();
+            let stored_bytes = contender.stored_bytes();
+            Measured {
+                name: contender.name(),
+                stored_bytes,
+                ratio: text::ratio(target_bytes, stored_bytes),
+                encode: next(),
+                decode: next(),
+                encode_with_digests: next(),
+                decode_with_digests: next(),
+            }
+        });
+        Ok(Report {
+            base: self.base.clone(),
+            target: self.target.clone(),
+            base_bytes: base.bytes(),
+            target_bytes,
+            tensors: target.data.len(),
+            threads: rayon::current_num_threads(),
+            runs: self.runs,
+            contenders: measured.collect(),
+        })
+    }
+}
+
+impl Task {
+    /// How long a contender takes; `None` if it does not do this.
+    fn time(self, contender: &mut dyn Contender, target: &[Vec<u8>], outputs: &mut [Vec<u8>]) -> anyhow::Result<Option<f64>> {
+        if !self.decodes {
+            let start = Instant::now();
+            return Ok(contender.encode(self.digests)?.then(|| start.elapsed().as_secs_f64()));
+        }
+        // What an earlier contender rebuilt must not pass for this one's; and pages are there before the clock runs.
+        outputs.iter_mut().for_each(|output| output.fill(0xA5));
+        let start = Instant::now();
+        contender.decode(self.digests, outputs)?;
+        let seconds = start.elapsed().as_secs_f64();
+        ensure!(*outputs == *target, "{} has not rebuilt the target", contender.name());
+        Ok(Some(seconds))
+    }
+}
+
+/// The middle one; 0 for none.
+fn median(times: &[f64]) -> f64 {
+    let mut sorted = times.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{BOLD}{} from {}{BOLD:#}: {} in {}, medians of {} on {}",
+            text::path(&self.target),
+            text::path(&self.base),
+            text::bytes(self.target_bytes),
+            text::counted(self.tensors as u64, "tensor"),
+            text::counted(self.runs.into(), "run"),
+            text::counted(self.threads as u64, "thread"),
+        )?;
+        writeln!(f, "GB/s of target, and times the speed of XOR + zstd-1; every result equals the target bit for bit\n")?;
+        let header = ["", "ratio", "encode", "decode", "encode, digests", "decode, digests"];
+        let timing = |timing: &Option<Timing>| match timing {
+            None => "–".to_owned(),
+            Some(t) => format!("{:.2} ({:.2}x)", t.gb_per_second, t.to_xor_zstd_1),
+        };
+        let row = |contender: &Measured| {
+            vec![
+                contender.name.clone(),
+                text::times(contender.ratio),
+                timing(&contender.encode),
+                timing(&contender.decode),
+                timing(&contender.encode_with_digests),
+                timing(&contender.decode_with_digests),
+            ]
+        };
+        text::table(f, 1, &header, self.contenders.iter().map(row).collect())
+    }
+}

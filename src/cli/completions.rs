@@ -1,0 +1,33 @@
+//! `tpde completions`: what a shell wants to know.
+
+use clap::{Args, CommandFactory};
+use clap_complete::Shell;
+use serde::Serialize;
+use std::fmt;
+
+/// Print completions for a shell
+#[derive(Args)]
+pub struct Completions {
+    shell: Shell,
+}
+
+/// A script for a shell.
+#[derive(Serialize)]
+pub struct Report {
+    shell: String,
+    script: String,
+}
+
+impl Completions {
+    pub fn run(&self) -> Report {
+        let mut script = Vec::new();
+        clap_complete::generate(self.shell, &mut super::Cli::command(), "tpde", &mut script);
+        Report { shell: self.shell.to_string(), script: String::from_utf8_lossy(&script).into_owned() }
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.script)
+    }
+}

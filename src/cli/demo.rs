@@ -1,0 +1,199 @@
+//! `tpde demo`: the whole way once, on checkpoints made for it.
+
+use super::text::{self, BOLD, GOOD};
+use super::{Cli, Common, Verb};
+use anyhow::{Context, bail, ensure};
+use clap::{Args, Parser};
+use serde::Serialize;
+use serde_json::Value;
+use std::ffi::OsStr;
+use std::fmt::{self, Display};
+use std::path::{Path, PathBuf};
+use tpde::safetensors::ApplyOptions;
+use tpde::{Dtype, EncodeOptions, Error, MemoryCheckpoint, TensorInfo, apply_to_path, encode_to_memory};
+
+/// Make a small checkpoint and a fine-tuned one, and show every step
+#[derive(Args)]
+pub struct Demo {
+    /// Work in this folder and leave the files there [default: a temporary folder, removed at the end]
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+    /// Leave the temporary folder where it is
+    #[arg(long)]
+    keep: bool,
+    /// Replace existing files
+    #[arg(short, long)]
+    force: bool,
+}
+
+/// The steps, and how they came out.
+#[derive(Serialize)]
+pub struct Report {
+    dir: PathBuf,
+    kept: bool,
+    steps: Vec<Step>,
+    identical: bool,
+    target_bytes: u64,
+    stored_bytes: u64,
+}
+
+#[derive(Serialize)]
+struct Step {
+    command: String,
+    report: Value,
+    #[serde(skip)]
+    text: String,
+}
+
+impl Demo {
+    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+        self.demo(common).context("demo")
+    }
+
+    fn demo(&self, common: &Common) -> anyhow::Result<Report> {
+        let (dir, temporary) = match &self.dir {
+            Some(dir) => {
+                std::fs::create_dir_all(dir).map_err(|source| Error::Io { action: "create", path: dir.clone(), source })?;
+                (dir.clone(), None)
+            }
+            None => {
+                let folder = tempfile::Builder::new().prefix("tpde-demo-").tempdir()?;
+                (folder.path().to_owned(), Some(folder))
+            }
+        };
+        let [base, tuned, rebuilt] = ["base", "tuned", "rebuilt"].map(|name| dir.join(format!("{name}.safetensors")));
+        let update = dir.join("update");
+        let (old, new) = tensors();
+        write(&old, &base, self.force)?;
+        write(&new, &tuned, self.force)?;
+
+        let mut demo = Steps { common, force: self.force, steps: Vec::new() };
+        let [base_word, tuned_word, update_word, rebuilt_word] = [&base, &tuned, &update, &rebuilt].map(|path| path.as_os_str());
+        let word = OsStr::new;
+        demo.step(&[word("encode"), base_word, tuned_word, word("-o"), update_word])?;
+        demo.step(&[word("inspect"), update_word])?;
+        demo.step(&[word("verify"), update_word, word("--base"), base_word])?;
+        demo.step(&[word("apply"), base_word, update_word, word("-o"), rebuilt_word])?;
+
+        let read = |path: &Path| std::fs::read(path).with_context(|| format!("cannot read {}", text::path(path)));
+        let (wanted, found) = (read(&tuned)?, read(&rebuilt)?);
+        ensure!(wanted == found, "{} differs from {}", text::path(&rebuilt), text::path(&tuned));
+        let command = format!("cmp {} {}", text::path(&tuned), text::path(&rebuilt));
+        demo.steps.push(Step { command, report: Value::Bool(true), text: String::new() });
+
+        let size = |path: PathBuf| path.metadata().map(|metadata| metadata.len());
+        let stored_bytes = size(update.with_extension("tpde-index"))? + size(update.with_extension("tpde-blob"))?;
+        let kept = temporary.is_none() || self.keep;
+        if let Some(folder) = temporary.filter(|_| self.keep) {
+            let _kept = folder.keep();
+        }
+        Ok(Report { dir, kept, steps: demo.steps, identical: true, target_bytes: wanted.len() as u64, stored_bytes })
+    }
+}
+
+/// Commands, run as if they had been typed.
+struct Steps<'a> {
+    common: &'a Common,
+    force: bool,
+    steps: Vec<Step>,
+}
+
+impl Steps<'_> {
+    fn step(&mut self, words: &[&OsStr]) -> anyhow::Result<()> {
+        let mut words: Vec<_> = [OsStr::new("tpde")].iter().chain(words).copied().collect();
+        if self.force && words.contains(&OsStr::new("-o")) {
+            words.push(OsStr::new("-f"));
+        }
+        let command = words.iter().map(|word| text::path(Path::new(word))).collect::<Vec<_>>().join(" ");
+        let common = self.common;
+        match Cli::try_parse_from(words)?.verb {
+            Verb::Encode(verb) => self.report(command, verb.run(common)?),
+            Verb::Apply(verb) => self.report(command, verb.run(common)?),
+            Verb::Verify(verb) => self.report(command, verb.run(common)?),
+            Verb::Inspect(verb) => self.report(command, verb.run()?),
+            _ => bail!("{command} is no step of the demo"),
+        }
+    }
+
+    fn report(&mut self, command: String, report: impl Serialize + Display) -> anyhow::Result<()> {
+        self.steps.push(Step { command, report: serde_json::to_value(&report)?, text: report.to_string() });
+        Ok(())
+    }
+}
+
+/// A made-up checkpoint and a fine-tuned one. Weights look normal, and the tuning moves a few of them by few units in the last
+/// place, as reinforcement learning does.
+fn tensors() -> (Tensors, Tensors) {
+    let mut random = Xorshift(0x7470_6465);
+    let shapes: [(&str, Dtype, &[u64]); 7] = [
+        ("embed.weight", Dtype::Bf16, &[2048, 384]),
+        ("layers.0.attention.weight", Dtype::Bf16, &[384, 384]),
+        ("layers.0.mlp.weight", Dtype::Bf16, &[1536, 384]),
+        ("layers.0.norm.weight", Dtype::F32, &[384]),
+        ("layers.1.attention.weight", Dtype::Bf16, &[384, 384]),
+        ("layers.1.mlp.weight", Dtype::Bf16, &[1536, 384]),
+        ("head.weight", Dtype::F32, &[384, 384]),
+    ];
+    let (mut old, mut new) = (Vec::new(), Vec::new());
+    for (name, dtype, shape) in shapes {
+        let info = TensorInfo { name: name.into(), dtype, shape: shape.into() };
+        let lane_bytes = dtype.lane_bytes();
+        let (mut before, mut after) = (Vec::new(), Vec::new());
+        for _ in 0..shape.iter().product() {
+            // BF16 is the upper half of F32.
+            let lane = random.weight().to_bits() >> (32 - 8 * lane_bytes);
+            let step = if random.next().is_multiple_of(50) { 1 + (random.next() % 3) as u32 / 2 } else { 0 };
+            let moved = if random.next().is_multiple_of(2) { lane.wrapping_add(step) } else { lane.wrapping_sub(step) };
+            before.extend_from_slice(&lane.to_le_bytes()[..lane_bytes]);
+            after.extend_from_slice(&moved.to_le_bytes()[..lane_bytes]);
+        }
+        old.push((info.clone(), before));
+        new.push((info, after));
+    }
+    (old, new)
+}
+
+type Tensors = Vec<(TensorInfo, Vec<u8>)>;
+
+/// Writes tensors as a safetensors file: a pair without a base and without files gives one.
+fn write(tensors: &Tensors, path: &Path, replace: bool) -> tpde::Result<()> {
+    let checkpoint = MemoryCheckpoint::new(tensors.iter().map(|(info, bytes)| (info.clone(), bytes.as_slice())))?;
+    let (pair, _) = encode_to_memory(None, &checkpoint, &EncodeOptions::default())?;
+    apply_to_path(&pair, None, path, &ApplyOptions { wanted: None, replace }, &|_| {})?;
+    Ok(())
+}
+
+/// Numbers that look random and are the same everywhere.
+struct Xorshift(u64);
+
+impl Xorshift {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    /// Nearly normal, deviation about 0.02: a sum of eight bytes, less its mean, and some bits below.
+    fn weight(&mut self) -> f32 {
+        let sum: i32 = self.next().to_le_bytes().into_iter().map(i32::from).sum();
+        let fine = (self.next() >> 48) as i32;
+        ((sum - 1020) * 65536 + fine) as f32 * (0.02 / 209.0 / 65536.0)
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for step in &self.steps {
+            writeln!(f, "{BOLD}$ {}{BOLD:#}\n{}", step.command, step.text)?;
+        }
+        let smaller = text::times(text::ratio(self.target_bytes, self.stored_bytes));
+        writeln!(
+            f,
+            "{GOOD}success:{GOOD:#} rebuilt.safetensors equals tuned.safetensors byte for byte; {} became {}, {smaller} smaller",
+            text::bytes(self.target_bytes),
+            text::bytes(self.stored_bytes)
+        )?;
+        if self.kept { writeln!(f, "the files are in {}", text::path(&self.dir)) } else { Ok(()) }
+    }
+}

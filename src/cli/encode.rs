@@ -1,0 +1,220 @@
+//! `tpde encode`: two checkpoints in, a pair out.
+
+use super::Common;
+use super::inputs::{CodecArgs, open, operands, refuse_overwriting};
+use super::text::{self, BOLD};
+use anyhow::Context;
+use clap::Args;
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use tpde::delta::TensorReport;
+use tpde::format::BaseKind;
+use tpde::reader::PairPaths;
+use tpde::source::FileSource;
+use tpde::{Checkpoint, EncodeOptions, Error, Result, SafetensorsCheckpoint, encode_files};
+
+/// Most bytes of a rename map.
+const RENAME_MAP_LIMIT: u64 = 100_000_000;
+
+/// Write the difference of a target checkpoint from a base
+///
+/// Tensors are paired by name. One that the base lacks, or has with another dtype or other trailing dims, is stored whole; one
+/// with another number of rows takes the rows that are there.
+#[derive(Args)]
+#[command(visible_alias = "diff")]
+#[command(override_usage = "tpde encode [OPTIONS] BASE TARGET -o OUT\n       tpde encode [OPTIONS] --no-base TARGET -o OUT")]
+pub struct Encode {
+    /// The checkpoint to start from: a .safetensors file, or a folder of them
+    #[arg(value_name = "BASE")]
+    pub first: PathBuf,
+    /// The checkpoint to arrive at
+    #[arg(value_name = "TARGET", required_unless_present = "no_base")]
+    pub second: Option<PathBuf>,
+    /// Make a pair that needs no base: the target as a whole
+    #[arg(long, conflicts_with = "second")]
+    pub no_base: bool,
+    /// Name of the pair: OUT.tpde-index and OUT.tpde-blob
+    #[arg(short, long, value_name = "OUT")]
+    pub output: PathBuf,
+    /// Replace existing files
+    #[arg(short, long)]
+    pub force: bool,
+    #[command(flatten)]
+    pub codec: CodecArgs,
+    /// Pair a target tensor with a base tensor of another name; may be repeated
+    #[arg(long, value_name = "TARGET=BASE", value_parser = rename)]
+    pub rename: Vec<(String, String)>,
+    /// The same for many: {"target name": "base name", ...}
+    #[arg(long, value_name = "FILE.json")]
+    pub rename_map: Option<PathBuf>,
+}
+
+fn rename(text: &str) -> Result<(String, String), &'static str> {
+    text.split_once('=').map(|(target, base)| (target.to_owned(), base.to_owned())).ok_or("TARGET=BASE is wanted")
+}
+
+/// What was written.
+#[derive(Serialize)]
+pub struct Report {
+    index: PathBuf,
+    blob: PathBuf,
+    has_base: bool,
+    target_bytes: u64,
+    stored_bytes: u64,
+    index_bytes: u64,
+    blob_bytes: u64,
+    ratio: Option<f64>,
+    lanes: u64,
+    changed: u64,
+    changed_tensors: u64,
+    tensor_table_bytes: u64,
+    seconds: f64,
+    gb_per_second: f64,
+    threads: usize,
+    /// Tensors that the base has not.
+    added: Vec<String>,
+    /// Tensors that the base has with another dtype or other trailing dims, so that they are stored whole.
+    retyped: Vec<String>,
+    /// Tensors that the base has with another number of rows.
+    resized: Vec<String>,
+    /// Tensors that only the base has.
+    removed: Vec<String>,
+    /// What else lies in the target's folder.
+    not_included: Vec<String>,
+    tensors: Vec<TensorReport>,
+}
+
+impl Encode {
+    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+        self.encode(common).with_context(|| format!("encode {}", text::path(&self.output)))
+    }
+
+    fn encode(&self, common: &Common) -> Result<Report> {
+        let (base, target) = operands(&self.first, self.second.as_deref());
+        let paths = PairPaths::new(&self.output);
+        let inputs: Vec<_> = base.into_iter().chain([target]).collect();
+        refuse_overwriting(&[paths.index.clone(), paths.blob.clone()], &inputs)?;
+        let options = EncodeOptions { renamed: self.renamed()?, ..self.codec.options() };
+
+        let base = base.map(open).transpose()?;
+        let target = open(target)?;
+        let bar = common.bar("encode", target.tensors().iter().map(|tensor| tensor.bytes()).sum());
+        let start = Instant::now();
+        let report = encode_files(base.as_ref(), &target, &options, &self.output, self.force, &|bytes| bar.inc(bytes))?;
+        let seconds = start.elapsed().as_secs_f64();
+        bar.finish_and_clear();
+
+        let in_base = |name: &str| {
+            let name = options.renamed.get(name).map_or(name, String::as_str);
+            base.as_ref().is_some_and(|base: &SafetensorsCheckpoint| base.find(name).is_some())
+        };
+        let names = |wanted: &dyn Fn(&TensorReport) -> bool| -> Vec<String> {
+            report.tensors.iter().filter(|tensor| wanted(tensor)).map(|tensor| tensor.name.clone()).collect()
+        };
+        let has_base = base.is_some();
+        let retyped = names(&|tensor| tensor.base_kind == BaseKind::None && in_base(&tensor.name));
+        let base_of = |name: &String| options.renamed.get(name).unwrap_or(name).clone();
+        let paired: BTreeSet<_> = retyped.iter().map(base_of).collect();
+        let stored_bytes = report.index_bytes + report.blob_bytes;
+        Ok(Report {
+            index: paths.index,
+            blob: paths.blob,
+            has_base,
+            target_bytes: report.target_bytes,
+            stored_bytes,
+            index_bytes: report.index_bytes,
+            blob_bytes: report.blob_bytes,
+            ratio: text::ratio(report.target_bytes, stored_bytes),
+            lanes: report.tensors.iter().map(|tensor| tensor.lanes).sum(),
+            changed: report.tensors.iter().map(|tensor| tensor.changed).sum(),
+            changed_tensors: report.tensors.iter().filter(|tensor| tensor.changed > 0).count() as u64,
+            tensor_table_bytes: report.tensor_table_bytes,
+            seconds,
+            gb_per_second: text::speed(report.target_bytes, seconds),
+            threads: rayon::current_num_threads(),
+            added: names(&|tensor| has_base && tensor.base_kind == BaseKind::None && !in_base(&tensor.name)),
+            resized: names(&|tensor| tensor.base_kind == BaseKind::Prefix),
+            removed: report.removed.iter().filter(|name| !paired.contains(*name)).cloned().collect(),
+            retyped,
+            not_included: target.not_included().to_vec(),
+            tensors: report.tensors,
+        })
+    }
+
+    fn renamed(&self) -> Result<BTreeMap<String, String>> {
+        let mut renamed = self.rename_map.as_deref().map(read_map).transpose()?.unwrap_or_default();
+        renamed.extend(self.rename.iter().cloned());
+        Ok(renamed)
+    }
+}
+
+fn read_map(path: &Path) -> Result<BTreeMap<String, String>> {
+    let content = FileSource::open(path)?.read_all("size of the rename map", RENAME_MAP_LIMIT)?;
+    serde_json::from_slice(&content)
+        .map_err(|e| Error::Misuse(format!("{} does not map target names to base names: {e}", text::path(path))))
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let blob = self.blob.file_name().map_or(self.blob.as_path(), Path::new);
+        writeln!(f, "{BOLD}wrote {} and {}{BOLD:#}", text::path(&self.index), text::path(blob))?;
+        let tensors = self.tensors.len() as u64;
+        let mut facts = vec![
+            ("ratio", text::times(self.ratio)),
+            (
+                "size",
+                format!(
+                    "{} for {} of tensors: index {}, blob {}",
+                    text::bytes(self.stored_bytes),
+                    text::bytes(self.target_bytes),
+                    text::bytes(self.index_bytes),
+                    text::bytes(self.blob_bytes)
+                ),
+            ),
+            (
+                "changed",
+                format!(
+                    "{} of {} lanes, in {} of {}",
+                    text::share(self.changed, self.lanes),
+                    text::count(self.lanes),
+                    text::count(self.changed_tensors),
+                    text::counted(tensors, "tensor")
+                ),
+            ),
+            (
+                "table",
+                format!(
+                    "{}, {:.1} B a tensor",
+                    text::bytes(self.tensor_table_bytes),
+                    self.tensor_table_bytes as f64 / tensors.max(1) as f64
+                ),
+            ),
+            (
+                "speed",
+                format!(
+                    "{:.2} GB/s, {} on {}",
+                    self.gb_per_second,
+                    text::duration(self.seconds),
+                    text::counted(self.threads as u64, "thread")
+                ),
+            ),
+        ];
+        let lists = [
+            ("added", &self.added, "tensor", "stored whole"),
+            ("retyped", &self.retyped, "tensor", "another dtype or shape, stored whole"),
+            ("resized", &self.resized, "tensor", "another number of rows"),
+            ("removed", &self.removed, "tensor", "in the base only"),
+            ("left out", &self.not_included, "file", "in the folder, not part of the checkpoint"),
+        ];
+        for (label, names, thing, why) in lists {
+            if !names.is_empty() {
+                let count = text::counted(names.len() as u64, thing);
+                facts.push((label, format!("{count}, {why}: {}", text::some(names))));
+            }
+        }
+        text::facts(f, &facts)
+    }
+}

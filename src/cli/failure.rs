@@ -1,0 +1,133 @@
+//! What went wrong: messages, hints and exit codes.
+
+use super::text::{self, BAD, HINT};
+use serde::Serialize;
+use std::io::{self, Write};
+use std::process::ExitCode;
+use tpde::Error;
+use tpde::error::Rule;
+
+/// The data is wrong.
+const DATA: u8 = 1;
+/// The command makes no sense.
+const USAGE: u8 = 2;
+/// The system refused.
+const SYSTEM: u8 = 3;
+
+#[derive(Serialize)]
+struct Report {
+    error: Failure,
+}
+
+#[derive(Serialize)]
+struct Failure {
+    kind: &'static str,
+    /// Id of the rule of the spec that is broken.
+    rule: Option<&'static str>,
+    tensor: Option<String>,
+    chunk: Option<u32>,
+    message: String,
+    hint: Option<&'static str>,
+}
+
+/// Prints an error of the library or of a verb, and says how the process ends.
+pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
+    let ours = error.chain().find_map(|cause| cause.downcast_ref::<Error>());
+    let theirs = error.chain().find_map(|cause| cause.downcast_ref::<io::Error>());
+    if ours.is_none() && theirs.is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe) {
+        return ExitCode::SUCCESS; // whoever read our output has seen enough
+    }
+    let (kind, code) = match ours {
+        Some(Error::Io { .. }) => ("io", SYSTEM),
+        Some(Error::Invalid(_)) => ("invalid", DATA),
+        Some(Error::WrongBase { .. }) => ("wrong_base", DATA),
+        Some(Error::AlreadyApplied) => ("already_applied", DATA),
+        Some(Error::BadCheckpoint { .. }) => ("bad_checkpoint", DATA),
+        Some(Error::Limit { .. }) => ("limit", DATA),
+        Some(Error::Misuse(_)) => ("misuse", USAGE),
+        None if theirs.is_some() => ("io", SYSTEM),
+        _ => ("other", DATA),
+    };
+    let at = match ours {
+        Some(Error::Invalid(invalid)) => invalid.at.clone(),
+        Some(Error::WrongBase { tensor, .. }) => tpde::error::Location { tensor: Some(tensor.clone()), chunk: None },
+        _ => Default::default(),
+    };
+    let message = message(error);
+    let hint = ours.and_then(hint);
+    // Where stderr is gone too, the exit code has to do.
+    let _ = writeln!(anstream::stderr(), "{BAD}error:{BAD:#} {message}");
+    if let Some(hint) = hint {
+        let _ = writeln!(anstream::stderr(), "{HINT}hint:{HINT:#} {hint}");
+    }
+    if json {
+        let rule = ours.and_then(Error::rule).map(Rule::id);
+        print(Failure { kind, rule, tensor: at.tensor, chunk: at.chunk, message, hint });
+    }
+    ExitCode::from(code)
+}
+
+/// Prints what clap has to say: help and version too.
+pub fn usage(error: &clap::Error) -> ExitCode {
+    let _ = error.print();
+    let is_error = error.use_stderr();
+    if is_error && std::env::args_os().any(|arg| arg == "--json") {
+        let message = error.render().to_string();
+        let message = message.trim_start_matches("error: ").lines().next().unwrap_or_default().to_owned();
+        print(Failure { kind: "usage", rule: None, tensor: None, chunk: None, message, hint: None });
+    }
+    ExitCode::from(if is_error { USAGE } else { 0 })
+}
+
+fn print(error: Failure) {
+    if let Ok(text) = text::json("tpde.error/1", &Report { error }) {
+        let _ = io::stdout().write_all(text.as_bytes());
+    }
+}
+
+/// What was being done, and what the library says of it; the causes below that are in its words already.
+fn message(error: &anyhow::Error) -> String {
+    let mut parts = Vec::new();
+    for cause in error.chain() {
+        parts.push(cause.to_string());
+        if cause.is::<Error>() {
+            break;
+        }
+    }
+    parts.join(": ")
+}
+
+fn hint(error: &Error) -> Option<&'static str> {
+    Some(match error {
+        Error::WrongBase { .. } => {
+            "a pair fits the one checkpoint that it was made from; one that was converted or saved anew may differ in its bits"
+        }
+        Error::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists => "--force replaces what exists",
+        Error::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound && is_of_pair(path) => {
+            "a pair is named without its endings, or by either file; both must lie in one folder"
+        }
+        Error::Invalid(invalid) => match invalid.rule {
+            Rule::BaseTensor => "a pair fits the one checkpoint that it was made from: give that as BASE",
+            Rule::BaseFile => {
+                "the pair takes this header from its base: give the very file, or rebuild the tensors under a new header with --tensor '*'"
+            }
+            Rule::BlobPairDigest | Rule::BlobVersionMinor => "index and blob are of two pairs: fetch both files of one again",
+            Rule::BlobBlobSize => "the blob is cut short or belongs to another index: fetch both files again",
+            Rule::HeaderMagic | Rule::BlobMagic => "this is not a file of a pair, or an end-of-line conversion has damaged it",
+            Rule::HeaderVersionMajor
+            | Rule::HeaderRequiredFeatures
+            | Rule::TensorCodec
+            | Rule::TensorDtype
+            | Rule::TensorBaseKind => "a newer tpde may be able to read this pair",
+            Rule::HeaderCrc32 | Rule::IndexDigest | Rule::BlobCrc32 | Rule::PayloadCrc32 | Rule::PayloadPadding => {
+                "the file was damaged after it was written: fetch it again"
+            }
+            _ => return None,
+        },
+        _ => return None,
+    })
+}
+
+fn is_of_pair(path: &std::path::Path) -> bool {
+    path.extension().is_some_and(|e| e == "tpde-index" || e == "tpde-blob")
+}

@@ -1,0 +1,75 @@
+//! What verbs that read checkpoints and write files have in common.
+
+use super::text;
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use tpde::{Checkpoint, Codec, EncodeOptions, Error, Layout, Result, SafetensorsCheckpoint};
+
+/// How payloads are coded.
+#[derive(Args)]
+pub struct CodecArgs {
+    /// Codec of the payloads
+    #[arg(long, default_value = "zstd", value_parser = codecs())]
+    codec: Codec,
+    /// Layout of codec zstd; auto lets each chunk have what suits it
+    #[arg(long, default_value = "auto", value_parser = layouts())]
+    layout: LayoutChoice,
+    /// Most lanes of a chunk, a power of two of at least 4096; small chunks decode in more parallel pieces
+    #[arg(long, value_name = "N", default_value_t = EncodeOptions::default().chunk_lanes)]
+    chunk_lanes: u64,
+}
+
+#[derive(Clone)]
+struct LayoutChoice(Option<Layout>);
+
+fn codecs() -> impl TypedValueParser<Value = Codec> {
+    PossibleValuesParser::new(Codec::ALL.iter().map(|codec| codec.name()))
+        .try_map(|name| Codec::ALL.iter().copied().find(|codec| codec.name() == name).ok_or("no such codec"))
+}
+
+fn layouts() -> impl TypedValueParser<Value = LayoutChoice> {
+    PossibleValuesParser::new(std::iter::once("auto").chain(Layout::ALL.iter().map(|layout| layout.name())))
+        .map(|name| LayoutChoice(Layout::ALL.iter().copied().find(|layout| layout.name() == name)))
+}
+
+impl CodecArgs {
+    pub fn options(&self) -> EncodeOptions {
+        EncodeOptions { codec: self.codec, layout: self.layout.0, chunk_lanes: self.chunk_lanes, ..EncodeOptions::default() }
+    }
+}
+
+/// Tells the base from the operand after it, which stands first where there is no base.
+pub fn operands<'a>(first: &'a Path, second: Option<&'a Path>) -> (Option<&'a Path>, &'a Path) {
+    match second {
+        Some(second) => (Some(first), second),
+        None => (None, first),
+    }
+}
+
+pub fn open(path: &Path) -> Result<SafetensorsCheckpoint> {
+    let checkpoint = SafetensorsCheckpoint::open(path)?;
+    tracing::info!(path = text::path(path), tensors = checkpoint.tensors().len(), bytes = checkpoint.file_bytes(), "checkpoint");
+    Ok(checkpoint)
+}
+
+/// Refuses to write a file over one that is read: the base is what a pair cannot do without.
+pub fn refuse_overwriting(outputs: &[PathBuf], inputs: &[&Path]) -> Result<()> {
+    let identity = |path: &Path| path.metadata().ok().map(|metadata| (metadata.dev(), metadata.ino()));
+    for input in inputs {
+        let within = input.read_dir().into_iter().flatten().flatten().map(|entry| entry.path());
+        let shards = within.filter(|path| {
+            let name = path.to_string_lossy();
+            name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json")
+        });
+        for read in shards.chain([input.to_path_buf()]) {
+            let Some(read_identity) = identity(&read) else { continue };
+            if let Some(output) = outputs.iter().find(|output| identity(output) == Some(read_identity)) {
+                let (output, read) = (text::path(output), text::path(&read));
+                return Err(Error::Misuse(format!("{output} cannot be written: it is {read}, which is read")));
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,68 @@
+//! `tpde man`: manual pages.
+
+use super::text;
+use anyhow::Context;
+use clap::{Args, CommandFactory};
+use clap_mangen::Man as Page;
+use serde::Serialize;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use tpde::Error;
+
+/// Print the manual page, or write those of all verbs
+#[derive(Args)]
+pub struct Man {
+    /// Write tpde.1, tpde-encode.1 and so on into this folder, over older ones
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+}
+
+/// One page, or the files of all.
+#[derive(Serialize)]
+#[serde(untagged)]
+pub enum Report {
+    Page { page: String },
+    Files { files: Vec<PathBuf> },
+}
+
+impl Man {
+    pub fn run(&self) -> anyhow::Result<Report> {
+        let mut command = super::Cli::command();
+        command.build();
+        match &self.dir {
+            None => {
+                let mut page = Vec::new();
+                Page::new(command).render(&mut page)?;
+                Ok(Report::Page { page: String::from_utf8_lossy(&page).into_owned() })
+            }
+            Some(dir) => write(command, dir).with_context(|| format!("man {}", text::path(dir))),
+        }
+    }
+}
+
+fn write(command: clap::Command, dir: &Path) -> tpde::Result<Report> {
+    std::fs::create_dir_all(dir).map_err(|source| Error::Io { action: "create", path: dir.to_owned(), source })?;
+    let verbs: Vec<_> = command.get_subcommands().filter(|verb| verb.get_name() != "help").cloned().collect();
+    let mut files = Vec::new();
+    for command in std::iter::once(command).chain(verbs) {
+        let page = Page::new(command);
+        let path = dir.join(page.get_filename());
+        let mut bytes = Vec::new();
+        page.render(&mut bytes).and_then(|()| std::fs::write(&path, bytes)).map_err(|source| Error::Io {
+            action: "write",
+            path: path.clone(),
+            source,
+        })?;
+        files.push(path);
+    }
+    Ok(Report::Files { files })
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Report::Page { page } => f.write_str(page),
+            Report::Files { files } => files.iter().try_for_each(|path| writeln!(f, "{}", text::path(path))),
+        }
+    }
+}

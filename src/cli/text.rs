@@ -1,0 +1,199 @@
+//! How things are written for people, and for programs.
+
+use clap::builder::styling::{AnsiColor, Style};
+use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
+use serde::Serialize;
+use std::fmt;
+use std::path::Path;
+use tpde::error::Escaped;
+
+pub const BOLD: Style = Style::new().bold();
+pub const GOOD: Style = AnsiColor::Green.on_default().bold();
+pub const BAD: Style = AnsiColor::Red.on_default().bold();
+pub const HINT: Style = AnsiColor::Cyan.on_default().bold();
+
+/// A path, safe to print.
+pub fn path(path: &Path) -> String {
+    Escaped(&path.display().to_string()).to_string()
+}
+
+/// A number of bytes: `45.4 MB`.
+pub fn bytes(n: u64) -> String {
+    const UNITS: [&str; 5] = ["kB", "MB", "GB", "TB", "PB"];
+    if n < 1000 {
+        return format!("{n} B");
+    }
+    let mut value = n as f64 / 1e3;
+    let mut unit = 0;
+    // 999.95 would be written as 1000.0.
+    while value >= 999.95 && unit + 1 < UNITS.len() {
+        value /= 1e3;
+        unit += 1;
+    }
+    format!("{value:.1} {}", UNITS[unit])
+}
+
+/// A number with its thousands apart: `22,713,216`.
+pub fn count(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// A number of things: `1 tensor`, `2 tensors`.
+pub fn counted(n: u64, thing: &str) -> String {
+    format!("{} {thing}{}", count(n), if n == 1 { "" } else { "s" })
+}
+
+/// A part of a whole, in per cent; never 0 for some and never 100 for not all.
+pub fn share(part: u64, whole: u64) -> String {
+    let percent = part as f64 * 100.0 / whole.max(1) as f64;
+    match percent {
+        _ if part == 0 => "0 %".into(),
+        _ if part == whole => "100 %".into(),
+        ..0.01 => "<0.01 %".into(),
+        99.99.. => ">99.99 %".into(),
+        _ => format!("{percent:.2} %"),
+    }
+}
+
+/// How much smaller, as a number; `None` where nothing is stored.
+pub fn ratio(bytes: u64, stored: u64) -> Option<f64> {
+    (stored > 0).then(|| bytes as f64 / stored as f64)
+}
+
+/// A ratio with three digits or so: `46.8x`.
+pub fn times(ratio: Option<f64>) -> String {
+    match ratio {
+        None => "–".into(),
+        Some(r) if r < 9.995 => format!("{r:.2}x"),
+        Some(r) if r < 999.95 => format!("{r:.1}x"),
+        Some(r) => format!("{}x", count(r.round() as u64)),
+    }
+}
+
+/// Thousands of millions of bytes a second.
+pub fn speed(bytes: u64, seconds: f64) -> f64 {
+    bytes as f64 / seconds.max(1e-9) / 1e9
+}
+
+/// A duration: `38 ms`, `4.12 s`.
+pub fn duration(seconds: f64) -> String {
+    if seconds < 1.0 { format!("{:.0} ms", seconds * 1e3) } else { format!("{seconds:.2} s") }
+}
+
+/// Some of a list of strangers' names, and how many more there are: `a, b, c and 7 more`.
+pub fn some(names: &[String]) -> String {
+    const SHOWN: usize = 3;
+    let mut out = names.iter().take(SHOWN).map(|name| Escaped(name).to_string()).collect::<Vec<_>>().join(", ");
+    if names.len() > SHOWN {
+        out += &format!(" and {} more", count((names.len() - SHOWN) as u64));
+    }
+    out
+}
+
+/// Lines of a label and what is to be said of it, one below the other.
+pub fn facts(f: &mut fmt::Formatter<'_>, facts: &[(&str, String)]) -> fmt::Result {
+    let width = facts.iter().map(|(label, _)| label.len()).max().unwrap_or(0);
+    facts.iter().try_for_each(|(label, fact)| writeln!(f, "  {label:width$}  {fact}"))
+}
+
+/// Writes a table, its header in bold: `left` columns of text, then numbers. On a terminal that is too narrow, the beginnings
+/// of the first column are cut off so that a row stays a line.
+pub fn table(f: &mut fmt::Formatter<'_>, left: usize, header: &[&str], mut rows: Vec<Vec<String>>) -> fmt::Result {
+    const INDENT: usize = 2;
+    const LEAST: usize = 16;
+    let mut table = Table::new();
+    if let Some(width) = table.width() {
+        let widest = |column: usize| {
+            let cells = rows.iter().map(|row| row[column].chars().count());
+            cells.chain([header[column].chars().count()]).max().unwrap_or(0) + INDENT
+        };
+        let others: usize = (1..header.len()).map(widest).sum();
+        let room = usize::from(width).saturating_sub(others + INDENT).max(LEAST);
+        rows.iter_mut().for_each(|row| row[0] = cut(&row[0], room));
+    }
+    table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
+    table.set_header(header).add_rows(rows);
+    for (i, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((INDENT as u16, 0));
+        if i >= left {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    for (i, line) in table.lines().enumerate() {
+        let style = if i == 0 { BOLD } else { Style::new() };
+        writeln!(f, "{style}{}{style:#}", line.trim_end())?;
+    }
+    Ok(())
+}
+
+/// The last characters that fit: the endings of names tell tensors apart.
+fn cut(text: &str, room: usize) -> String {
+    match text.chars().count() {
+        count if count <= room => text.to_owned(),
+        count => ['…'].into_iter().chain(text.chars().skip(count + 1 - room)).collect(),
+    }
+}
+
+/// One JSON object: the schema, then the fields of `report`. Pure ASCII, so that a name can do nothing to a terminal.
+pub fn json(schema: &str, report: &impl Serialize) -> serde_json::Result<String> {
+    #[derive(Serialize)]
+    struct Document<'a, R> {
+        schema: &'a str,
+        #[serde(flatten)]
+        report: &'a R,
+    }
+    let compact = serde_json::to_string(&Document { schema, report })?;
+    let mut out = String::with_capacity(compact.len() + 1);
+    for c in compact.chars() {
+        match c {
+            // Outside of strings JSON is ASCII, and control characters below 20 hex are escaped already.
+            ' '..='~' => out.push(c),
+            _ => out.extend(c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}"))),
+        }
+    }
+    out.push('\n');
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_read_well() {
+        assert_eq!([bytes(999), bytes(999_949), bytes(999_950), bytes(45_437_832)], ["999 B", "999.9 kB", "1.0 MB", "45.4 MB"]);
+        assert_eq!([count(0), count(999), count(1000), count(22_713_216)], ["0", "999", "1,000", "22,713,216"]);
+        assert_eq!(
+            [share(0, 9), share(9, 9), share(1, 1 << 40), share((1 << 40) - 1, 1 << 40)],
+            ["0 %", "100 %", "<0.01 %", ">99.99 %"]
+        );
+        assert_eq!([times(None), times(Some(9.999)), times(Some(46.84)), times(Some(1234.5))], ["–", "10.0x", "46.8x", "1,235x"]);
+    }
+
+    #[test]
+    fn long_names_keep_their_endings() {
+        assert_eq!([cut("abcdef", 6), cut("abcdef", 5)], ["abcdef", "…cdef"]);
+    }
+
+    #[test]
+    fn json_is_ascii_and_means_the_same() {
+        #[derive(Serialize)]
+        struct Report {
+            name: &'static str,
+        }
+        let name = "a\u{1b}\u{7f}\u{9b}\u{202e}é😀\"";
+        let text = json("tpde.test/1", &Report { name }).unwrap();
+        assert!(text.trim_end().bytes().all(|b| (b' '..=b'~').contains(&b)), "{text}");
+        let back: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(back["name"], name);
+        assert_eq!(back["schema"], "tpde.test/1");
+    }
+}

@@ -1,0 +1,92 @@
+//! `tpde verify`: is a pair whole, and does it fit a base and a target?
+
+use super::Common;
+use super::inputs::open;
+use super::text::{self, GOOD};
+use anyhow::Context;
+use clap::Args;
+use serde::Serialize;
+use std::fmt;
+use std::path::PathBuf;
+use tpde::reader::VerifyReport;
+use tpde::{Apply, Pair, Result};
+
+/// Check a pair, and whether it fits a base or a target
+///
+/// Alone: every rule of the index, and the checksum of every payload. With a base: rebuilds every tensor without writing it
+/// and compares all digests. With a target: compares a checkpoint with the target's digests.
+#[derive(Args)]
+pub struct Verify {
+    /// The pair: its name, or either file
+    #[arg(value_name = "PAIR")]
+    pub pair: PathBuf,
+    /// A checkpoint that should be the base
+    #[arg(long, value_name = "BASE")]
+    pub base: Option<PathBuf>,
+    /// A checkpoint that should be the target
+    #[arg(long, value_name = "TARGET")]
+    pub target: Option<PathBuf>,
+}
+
+/// What was looked at, and found right.
+#[derive(Serialize)]
+pub struct Report {
+    pair: PathBuf,
+    #[serde(flatten)]
+    verified: VerifyReport,
+}
+
+impl Verify {
+    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+        self.verify(common).with_context(|| format!("verify {}", text::path(&self.pair)))
+    }
+
+    fn verify(&self, common: &Common) -> Result<Report> {
+        let pair = Pair::open(&self.pair)?;
+        let bytes = pair.index().tensor_bytes().1;
+        let mut verified = match &self.base {
+            None => pair.verify()?,
+            Some(base) => {
+                let base = open(base)?;
+                let bar = common.bar("rebuild", bytes);
+                let verified = Apply::new(&pair, &base).progress(&|bytes| bar.inc(bytes)).verify()?;
+                bar.finish_and_clear();
+                verified
+            }
+        };
+        if let Some(target) = &self.target {
+            let target = open(target)?;
+            let bar = common.bar("compare", bytes);
+            pair.index().check_target(&target, &|bytes| bar.inc(bytes))?;
+            bar.finish_and_clear();
+            verified.target_checked = true;
+        }
+        Ok(Report { pair: self.pair.clone(), verified })
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let VerifyReport { tensors, chunks, stored_bytes, base_checked, target_checked } = self.verified;
+        writeln!(f, "{GOOD}sound{GOOD:#} {}", text::path(&self.pair))?;
+        let tell = |checked: bool, right: &str, option: &str| {
+            if checked { right.to_owned() } else { format!("not compared ({option})") }
+        };
+        text::facts(
+            f,
+            &[
+                (
+                    "pair",
+                    format!(
+                        "{}, {}, {}: structure and all payload checksums are right",
+                        text::bytes(stored_bytes),
+                        text::counted(tensors, "tensor"),
+                        text::counted(chunks, "chunk")
+                    ),
+                ),
+                ("base", tell(base_checked, "is the one that the pair was made from", "--base BASE does it")),
+                ("target", tell(target_checked, "has the digests of the pair", "--base or --target does it")),
+            ],
+        )
+    }
+}

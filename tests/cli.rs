@@ -1,0 +1,544 @@
+//! The command line from outside: what it writes, what it says, and how it ends.
+
+#![cfg(feature = "cli")]
+
+mod common;
+
+use common::*;
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tempfile::TempDir;
+
+const TPDE: &str = env!("CARGO_BIN_EXE_tpde");
+/// The data is wrong.
+const DATA: i32 = 1;
+/// The command makes no sense.
+const USAGE: i32 = 2;
+/// The system refused.
+const SYSTEM: i32 = 3;
+
+/// A folder to work in.
+struct Place(TempDir);
+
+/// How a command ended.
+struct Run {
+    code: i32,
+    out: String,
+    err: String,
+}
+
+impl Place {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    /// A folder with `base.safetensors`, `target.safetensors` and the pair `pair` of the two.
+    fn with_pair() -> Self {
+        let place = Self::new();
+        let base = model();
+        let target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 50)).collect();
+        write_file(&place.path("base.safetensors"), &base);
+        write_file(&place.path("target.safetensors"), &target);
+        place.ok("encode base.safetensors target.safetensors -o pair");
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn read(&self, name: &str) -> Vec<u8> {
+        fs::read(self.path(name)).unwrap()
+    }
+
+    /// Changes the bytes of a file.
+    fn edit(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
+        let mut bytes = self.read(name);
+        change(&mut bytes);
+        fs::write(self.path(name), bytes).unwrap();
+    }
+
+    /// Names of all files here.
+    fn names(&self) -> Vec<String> {
+        let entries = self.0.path().read_dir().unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    }
+
+    /// Runs `tpde` with words apart by spaces; a hang is a failure.
+    fn tpde(&self, line: &str) -> Run {
+        self.command(TPDE, &line.split_whitespace().collect::<Vec<_>>())
+    }
+
+    fn command(&self, program: &str, arguments: &[&str]) -> Run {
+        let mut command = assert_cmd::Command::new(program);
+        let command = command.args(arguments).current_dir(self.0.path()).timeout(Duration::from_secs(60));
+        let output = command.output().unwrap();
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        let code = output.status.code().expect("neither killed nor out of time");
+        Run { code, out: text(output.stdout), err: text(output.stderr) }
+    }
+
+    /// A run that must go well.
+    fn ok(&self, line: &str) -> Run {
+        let run = self.tpde(line);
+        assert_eq!(run.code, 0, "{line}: {}", run.err);
+        run
+    }
+
+    /// The JSON object of a run that must go well.
+    fn json(&self, line: &str) -> Value {
+        serde_json::from_str(&self.ok(&format!("--json {line}")).out).unwrap()
+    }
+
+    /// A run that must fail, with an error that says `what`, in text and in JSON.
+    fn fails(&self, line: &str, code: i32, what: &str) -> Value {
+        let run = self.tpde(&format!("{line} --json"));
+        assert_eq!(run.code, code, "{line}: {}{}", run.out, run.err);
+        assert!(run.err.starts_with("error: "), "{line}: {}", run.err);
+        assert!(run.err.contains(what), "{line}: {}", run.err);
+        let json: Value = serde_json::from_str(&run.out).unwrap();
+        assert_eq!(json["schema"], "tpde.error/1");
+        json["error"].clone()
+    }
+
+    fn assert_same(&self, a: &str, b: &str) {
+        assert!(self.read(a) == self.read(b), "{a} differs from {b}");
+    }
+}
+
+fn model() -> Vec<Tensor> {
+    vec![
+        tensor("embed.weight", "BF16", &[96, 64], 1),
+        tensor("layers.0.weight", "BF16", &[64, 64], 2),
+        tensor("layers.0.norm", "F32", &[64], 3),
+        tensor("layers.1.weight", "BF16", &[64, 64], 4),
+        tensor("layers.1.norm", "F32", &[64], 5),
+        tensor("step", "I64", &[], 6),
+    ]
+}
+
+fn list(value: &Value) -> Vec<&str> {
+    value.as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect()
+}
+
+#[test]
+fn a_file_comes_back_byte_for_byte() {
+    let place = Place::with_pair();
+    place.ok("apply base.safetensors pair -o out.safetensors");
+    place.assert_same("out.safetensors", "target.safetensors");
+    for pair in ["pair.tpde-index", "pair.tpde-blob"] {
+        place.ok(&format!("patch base.safetensors {pair} -o again.safetensors -f"));
+        place.assert_same("again.safetensors", "target.safetensors");
+    }
+    let verified = place.json("verify pair --base base.safetensors --target target.safetensors");
+    assert_eq!((&verified["base_checked"], &verified["target_checked"]), (&true.into(), &true.into()));
+}
+
+#[test]
+fn a_folder_of_shards_comes_back_byte_for_byte() {
+    let place = Place::new();
+    let base = model();
+    let target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 9)).collect();
+    write_folder(&place.path("base"), &[&base[..2], &base[2..]]);
+    write_folder(&place.path("target"), &[&target[..3], &target[3..]]);
+    let report = place.json("diff base target -o pair");
+    assert_eq!(list(&report["not_included"]), ["config.json", "tokenizer.json"]);
+    let text = place.ok("encode base target -o pair -f").out;
+    assert!(text.contains("config.json, tokenizer.json"), "{text}");
+
+    place.ok("apply base pair -o out");
+    for name in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"] {
+        place.assert_same(&format!("out/{name}"), &format!("target/{name}"));
+    }
+    assert_eq!(place.path("out").read_dir().unwrap().count(), 3);
+
+    // Into a folder that is there: only by force, and never into the base.
+    place.fails("apply base pair -o out", SYSTEM, "it exists");
+    place.ok("apply base pair -o out -f");
+    let before = place.read("base/model-00001-of-00002.safetensors");
+    place.fails("apply base pair -o base -f", USAGE, "which is read");
+    place.fails("apply base pair -o base/model-00001-of-00002.safetensors --tensor step -f", USAGE, "which is read");
+    assert!(before == place.read("base/model-00001-of-00002.safetensors"));
+}
+
+#[test]
+fn renamed_tensors_are_paired() {
+    let place = Place::new();
+    let base = model();
+    let mut target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 50)).collect();
+    target[0].name = "embedding".into();
+    target[1].name = "blocks.0".into();
+    write_file(&place.path("base.safetensors"), &base);
+    write_file(&place.path("target.safetensors"), &target);
+    fs::write(place.path("map.json"), r#"{"embedding": "embed.weight", "blocks.0": "layers.0.weight"}"#).unwrap();
+
+    let apart = place.json("encode base.safetensors target.safetensors -o apart");
+    assert_eq!(list(&apart["added"]), ["blocks.0", "embedding"]);
+    assert_eq!(list(&apart["removed"]), ["embed.weight", "layers.0.weight"]);
+    let options = "--rename embedding=embed.weight --rename blocks.0=layers.0.weight";
+    let by_options = place.json(&format!("encode base.safetensors target.safetensors -o by-options {options}"));
+    let by_map = place.json("encode base.safetensors target.safetensors -o by-map --rename-map map.json");
+    assert!(list(&by_map["added"]).is_empty() && list(&by_map["removed"]).is_empty());
+    assert_eq!(by_options["stored_bytes"], by_map["stored_bytes"]);
+    assert!(by_map["stored_bytes"].as_u64() < apart["stored_bytes"].as_u64());
+    place.assert_same("by-options.tpde-index", "by-map.tpde-index");
+    place.ok("apply base.safetensors by-map -o out.safetensors");
+    place.assert_same("out.safetensors", "target.safetensors");
+
+    place.fails("encode base.safetensors target.safetensors -o x --rename embedding=nothing", USAGE, "no tensor nothing");
+    fs::write(place.path("map.json"), "[1]").unwrap();
+    place.fails("encode base.safetensors target.safetensors -o x --rename-map map.json", USAGE, "map.json");
+}
+
+#[test]
+fn tensors_may_come_go_grow_and_change_their_type() {
+    let place = Place::new();
+    let base = model();
+    let mut target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 50)).collect();
+    let mut grown = tensor("embed.weight", "BF16", &[100, 64], 77);
+    grown.bytes[..target[0].bytes.len()].copy_from_slice(&target[0].bytes);
+    target[0] = grown;
+    target[3].shape[0] = 32;
+    target[3].bytes.truncate(32 * 64 * 2);
+    target[2] = tensor("layers.0.norm", "F64", &[64], 8);
+    target.remove(4);
+    target.push(tensor("new", "U8", &[3, 5], 9));
+    target.push(tensor("nothing", "F16", &[0, 7], 10));
+    write_file(&place.path("base.safetensors"), &base);
+    write_file(&place.path("target.safetensors"), &target);
+    let report = place.json("encode base.safetensors target.safetensors -o pair");
+    assert_eq!(list(&report["added"]), ["new", "nothing"]);
+    assert_eq!(list(&report["retyped"]), ["layers.0.norm"]);
+    assert_eq!(list(&report["resized"]), ["embed.weight", "layers.1.weight"]);
+    assert_eq!(list(&report["removed"]), ["layers.1.norm"]);
+    let text = place.ok("encode base.safetensors target.safetensors -o pair -f").out;
+    for label in ["added", "retyped", "resized", "removed"] {
+        assert!(text.contains(label), "{text}");
+    }
+    place.ok("apply base.safetensors pair -o out.safetensors");
+    place.assert_same("out.safetensors", "target.safetensors");
+    place.ok("verify pair --base base.safetensors --target out.safetensors");
+}
+
+#[test]
+fn some_tensors_can_be_rebuilt_alone() {
+    let place = Place::with_pair();
+    let report = place.json("apply base.safetensors pair -o some.safetensors --tensor layers.*.norm --tensor st?p");
+    assert_eq!(report["tensors"], 3);
+    let file = place.read("some.safetensors");
+    let some = safetensors::SafeTensors::deserialize(&file).unwrap();
+    for name in ["layers.0.norm", "layers.1.norm", "step"] {
+        let wanted = model().iter().find(|tensor| tensor.name == name).map(|tensor| tuned(tensor, 50)).unwrap();
+        assert_eq!(some.tensor(name).unwrap().data(), wanted.bytes);
+    }
+    place.fails("apply base.safetensors pair -o none.safetensors --tensor step --tensor layer.*", USAGE, "layer.*");
+    place.fails("apply base.safetensors pair -o none.safetensors --tensor [", USAGE, "--tensor");
+}
+
+#[test]
+fn a_pair_can_do_without_a_base() {
+    let place = Place::with_pair();
+    place.ok("encode --no-base target.safetensors -o anchor");
+    place.ok("apply --no-base anchor -o out.safetensors");
+    place.assert_same("out.safetensors", "target.safetensors");
+    assert_eq!(place.fails("apply --no-base pair -o x.safetensors", DATA, "no base")["rule"], "base.file");
+    assert_eq!(place.fails("apply --no-base pair -o x.safetensors --tensor *", DATA, "base")["rule"], "base.tensor");
+}
+
+#[test]
+fn every_codec_and_layout_works() {
+    let place = Place::with_pair();
+    let zstd = ["auto", "planes", "gaps", "elias-delta", "nibble-gaps", "nibble-planes"].map(|l| format!("--layout {l}"));
+    for options in zstd.iter().map(String::as_str).chain(["--codec raw", "--chunk-lanes 4096"]) {
+        place.ok(&format!("encode base.safetensors target.safetensors -o coded -f {options}"));
+        place.ok("verify coded --base base.safetensors --target target.safetensors");
+    }
+    place.fails("encode base.safetensors target.safetensors -o x --chunk-lanes 5000", USAGE, "5000");
+    place.fails("encode base.safetensors target.safetensors -o x --codec raw --layout gaps", USAGE, "raw");
+}
+
+#[test]
+fn another_base_is_refused_by_its_name() {
+    let place = Place::with_pair();
+    let mut other = model();
+    other[3].bytes[77] ^= 4;
+    write_file(&place.path("other.safetensors"), &other);
+    let error = place.fails("apply other.safetensors pair -o out.safetensors", DATA, "wrong base");
+    assert_eq!((&error["kind"], &error["tensor"]), (&"wrong_base".into(), &"layers.1.weight".into()));
+    place.fails("verify pair --base other.safetensors", DATA, "wrong base");
+    let error = place.fails("verify pair --target other.safetensors", DATA, "digest");
+    assert_eq!((&error["rule"], &error["tensor"]), (&"tensor.target_digest".into(), &"embed.weight".into()));
+
+    let error = place.fails("apply target.safetensors pair -o out.safetensors", DATA, "already applied");
+    assert_eq!(error["kind"], "already_applied");
+
+    write_file(&place.path("fewer.safetensors"), &model()[1..]);
+    let error = place.fails("apply fewer.safetensors pair -o out.safetensors", DATA, "safetensors file of the base");
+    assert_eq!(error["rule"], "base.file");
+    assert!(error["hint"].as_str().unwrap().contains("--tensor"));
+    assert_eq!(place.fails("verify pair --base fewer.safetensors", DATA, "embed.weight")["rule"], "base.tensor");
+    let more: Vec<_> = model().iter().map(|t| tuned(t, 50)).chain([tensor("more", "U8", &[1], 1)]).collect();
+    write_file(&place.path("more.safetensors"), &more);
+    assert_eq!(place.fails("verify pair --target more.safetensors", DATA, "more")["rule"], "digest.target_root");
+    assert!(!place.path("out.safetensors").exists());
+}
+
+#[test]
+fn damage_is_found_and_named() {
+    let flip = |at: fn(usize) -> usize| {
+        move |bytes: &mut Vec<u8>| {
+            let at = at(bytes.len());
+            bytes[at] ^= 0x10;
+        }
+    };
+    let damaged = |name: &str, change: &dyn Fn(&mut Vec<u8>), rule: &str| {
+        let place = Place::with_pair();
+        place.edit(name, change);
+        for line in ["verify pair", "verify pair --base base.safetensors", "apply base.safetensors pair -o out.safetensors"] {
+            assert_eq!(place.fails(line, DATA, rule)["rule"], rule);
+        }
+        assert!(!place.path("out.safetensors").exists());
+    };
+    damaged("pair.tpde-blob", &flip(|_| 70), "payload.crc32");
+    damaged("pair.tpde-blob", &flip(|_| 0), "blob.magic");
+    damaged("pair.tpde-blob", &flip(|_| 30), "blob.crc32");
+    damaged("pair.tpde-blob", &|bytes| bytes.truncate(bytes.len() - 1), "blob.blob_size");
+    damaged("pair.tpde-blob", &|bytes| bytes.clear(), "blob.blob_size");
+    damaged("pair.tpde-index", &flip(|size| size / 2), "index.digest");
+    damaged("pair.tpde-index", &flip(|_| 3), "header.magic");
+    damaged("pair.tpde-index", &|bytes| bytes.truncate(300), "header.index_size");
+    damaged("pair.tpde-index", &|bytes| bytes.push(0), "header.index_size");
+}
+
+#[test]
+fn files_of_two_pairs_are_told_apart() {
+    let place = Place::with_pair();
+    let third: Vec<_> = model().iter().map(|tensor| tuned(tensor, 51)).collect();
+    write_file(&place.path("third.safetensors"), &third);
+    place.ok("encode base.safetensors third.safetensors -o other");
+    fs::copy(place.path("other.tpde-index"), place.path("pair.tpde-index")).unwrap();
+    let rule = place.fails("verify pair", DATA, "blob")["rule"].clone();
+    assert!(["blob.pair_digest", "blob.blob_size"].contains(&rule.as_str().unwrap()), "{rule}");
+
+    fs::rename(place.path("other.tpde-index"), place.path("swap")).unwrap();
+    fs::rename(place.path("other.tpde-blob"), place.path("other.tpde-index")).unwrap();
+    fs::rename(place.path("swap"), place.path("other.tpde-blob")).unwrap();
+    assert_eq!(place.fails("inspect other", DATA, "header.magic")["rule"], "header.magic");
+}
+
+#[test]
+fn what_is_not_there_or_no_file_is_refused_at_once() {
+    let place = Place::with_pair();
+    assert_eq!(place.command("mkfifo", &["pipe", "pipe.tpde-index"]).code, 0);
+    fs::create_dir(place.path("empty")).unwrap();
+    for input in ["missing", "pipe", "/dev/null", "/dev/zero"] {
+        for line in [format!("encode {input} target.safetensors -o x"), format!("encode base.safetensors {input} -o x")] {
+            assert_eq!(place.fails(&line, SYSTEM, input)["kind"], "io");
+        }
+        place.fails(&format!("apply {input} pair -o x"), SYSTEM, input);
+        place.fails(&format!("verify {input}"), SYSTEM, input);
+        place.fails(&format!("encode --no-base base.safetensors -o x --rename-map {input}"), SYSTEM, input);
+    }
+    place.fails("encode empty target.safetensors -o x", DATA, "no .safetensors file");
+    place.fails("verify empty", SYSTEM, "empty.tpde-index");
+    assert_eq!(place.fails("encode --no-base pair.tpde-blob -o x", DATA, "pair.tpde-blob")["kind"], "bad_checkpoint");
+    assert!(!place.names().iter().any(|name| name.starts_with('x')), "{:?}", place.names());
+}
+
+#[test]
+fn outputs_are_replaced_by_force_alone_and_inputs_never() {
+    let place = Place::with_pair();
+    let before = (place.read("pair.tpde-index"), place.read("base.safetensors"));
+    let error = place.fails("encode base.safetensors target.safetensors -o pair", SYSTEM, "exists");
+    assert!(error["hint"].as_str().unwrap().contains("--force"));
+    place.fails("apply base.safetensors pair -o target.safetensors", SYSTEM, "exists");
+    for line in ["-o base.safetensors", "-o pair.tpde-index", "-o pair.tpde-blob"] {
+        place.fails(&format!("apply base.safetensors pair -f {line}"), USAGE, "which is read");
+    }
+    fs::copy(place.path("base.safetensors"), place.path("odd.tpde-blob")).unwrap();
+    place.fails("encode odd.tpde-blob target.safetensors -o odd -f", USAGE, "which is read");
+    place.fails("apply base.safetensors pair -o /dev/null -f", SYSTEM, "not a regular file");
+    assert!(before == (place.read("pair.tpde-index"), place.read("base.safetensors")));
+    place.ok("encode base.safetensors target.safetensors -o pair --force");
+    place.ok("apply base.safetensors pair -o target.safetensors -f");
+}
+
+#[test]
+fn a_full_disk_leaves_nothing_behind() {
+    let place = Place::with_pair();
+    let before = place.names();
+    // Files end at 4 KiB, as on a disk that is full; the signal that comes with it is ignored.
+    for line in ["encode --no-base target.safetensors -o full", "apply base.safetensors pair -o full.safetensors"] {
+        let script = format!("trap '' XFSZ; ulimit -f 8; exec {TPDE} {line}");
+        let run = place.command("sh", &["-c", &script]);
+        assert_eq!(run.code, SYSTEM, "{}", run.err);
+        assert!(run.err.contains("cannot write"), "{}", run.err);
+        assert_eq!(place.names(), before);
+    }
+}
+
+#[test]
+fn bad_usage_ends_with_2() {
+    let place = Place::with_pair();
+    let lines = [
+        "",
+        "no-such-verb",
+        "encode base.safetensors -o x",
+        "encode base.safetensors target.safetensors",
+        "encode --no-base base.safetensors target.safetensors -o x",
+        "encode a b c -o x",
+        "encode base.safetensors target.safetensors -o x --codec lzma",
+        "encode base.safetensors target.safetensors -o x --layout best",
+        "encode base.safetensors target.safetensors -o x --rename nothing",
+        "apply pair -o x",
+        "verify",
+        "inspect pair --tensors --chunks",
+        "inspect pair -T 100000",
+        "inspect pair -q -v",
+        "bench base.safetensors target.safetensors --runs 0",
+        "completions tcsh",
+    ];
+    for line in lines {
+        let run = place.tpde(line);
+        assert_eq!((run.code, run.out.as_str()), (USAGE, ""), "{line}: {}", run.err);
+    }
+    assert_eq!(place.fails("inspect", USAGE, "required")["kind"], "usage");
+}
+
+#[test]
+fn json_tells_what_the_text_tells() {
+    let place = Place::with_pair();
+    let inspected = place.json("inspect pair");
+    assert_eq!(inspected["schema"], "tpde.inspect/1");
+    let tensors = inspected["tensors"].as_array().unwrap();
+    assert_eq!(inspected["summary"]["tensors"], tensors.len());
+    let payloads: Vec<_> = tensors.iter().map(|tensor| tensor["payload_bytes"].as_u64().unwrap()).collect();
+    assert!(payloads.is_sorted_by(|a, b| a >= b), "{payloads:?}");
+    assert!(place.json("inspect pair --tensors")["summary"].is_null());
+    let chunks = place.json("inspect pair --chunks");
+    assert_eq!(chunks["chunks"].as_array().unwrap().len() as u64, inspected["summary"]["chunks"].as_u64().unwrap());
+    let text = place.ok("inspect pair").out;
+    assert!(text.contains("layers.0.weight") && text.contains("64×64") && text.contains("6 tensors"), "{text}");
+    assert!(place.ok("inspect pair --chunks").out.lines().count() > chunks["chunks"].as_array().unwrap().len());
+
+    let bench = place.json("bench base.safetensors target.safetensors --runs 2");
+    assert_eq!((&bench["schema"], &bench["threads"]), (&"tpde.bench/1".into(), &1.into()));
+    for contender in bench["contenders"].as_array().unwrap() {
+        assert_eq!(contender["decode_with_digests"]["all_seconds"].as_array().unwrap().len(), 2);
+    }
+    let encoded = place.json("encode base.safetensors target.safetensors -o again -v");
+    assert_eq!((&encoded["schema"], &encoded["tensors"][0]["name"]), (&"tpde.encode/1".into(), &"embed.weight".into()));
+    assert_eq!(place.json("apply base.safetensors pair -o out.safetensors")["schema"], "tpde.apply/1");
+}
+
+#[test]
+fn the_bytes_are_the_same_for_any_number_of_threads() {
+    let place = Place::with_pair();
+    for threads in [1, 2, 3] {
+        place.ok(&format!("-T {threads} encode base.safetensors target.safetensors -o t{threads} --chunk-lanes 4096"));
+        place.assert_same(&format!("t{threads}.tpde-index"), "t1.tpde-index");
+        place.assert_same(&format!("t{threads}.tpde-blob"), "t1.tpde-blob");
+        place.ok(&format!("apply base.safetensors t1 -o out{threads}.safetensors -T {threads}"));
+        place.assert_same(&format!("out{threads}.safetensors"), "target.safetensors");
+    }
+}
+
+#[test]
+fn names_of_strangers_reach_no_terminal() {
+    let place = Place::new();
+    let evil = "a\u{1b}[31m\u{9b}2J\r\n\u{202e}b\u{7f}";
+    let base = [named(&model()[0], evil), named(&model()[1], "\u{1b}]0;gone\u{7}")];
+    let target = [tuned(&base[0], 50), named(&model()[2], "\u{1b}[2Jnew")];
+    write_file(&place.path("base.safetensors"), &base);
+    fs::create_dir(place.path("target")).unwrap();
+    write_file(&place.path("target/model.safetensors"), &target);
+    fs::write(place.path("target/\u{1b}[31mfile"), "").unwrap();
+    fs::write(place.path("target/\u{9b}file"), "").unwrap();
+
+    let mut said = String::new();
+    for line in [
+        "encode base.safetensors target -o pair --color always",
+        "--json encode base.safetensors target -o pair -f",
+        "inspect pair",
+        "inspect pair --chunks",
+        "inspect pair --json",
+        "apply base.safetensors pair -o out",
+        "apply base.safetensors pair -o x --tensor nothing",
+        "verify pair --base target",
+        "verify pair --base target --json",
+        "verify pair --target base.safetensors -vvv",
+        "encode base.safetensors target -o y --rename \u{1b}[2Jx=y",
+        "apply \u{1b}[2Jx pair -o y",
+    ] {
+        let run = place.tpde(line);
+        said += &run.out;
+        said += &run.err;
+    }
+    assert!(said.contains("\\u{1b}[31m") && said.contains("\\u001b[31m"), "{said}");
+    // Our own colours, where they are asked for, are the only escapes.
+    let ours = said.replace("\u{1b}[1m", "").replace("\u{1b}[0m", "");
+    let bad: Vec<_> = ours.chars().filter(|c| (c.is_control() && *c != '\n') || *c == '\u{202e}').collect();
+    assert!(bad.is_empty(), "{bad:?} in {ours}");
+    place.ok("apply base.safetensors pair -o out -f");
+    place.assert_same("out/model.safetensors", "target/model.safetensors");
+}
+
+#[test]
+fn colours_are_for_terminals() {
+    let place = Place::with_pair();
+    assert!(!place.ok("inspect pair").out.contains('\u{1b}'));
+    assert!(!place.tpde("inspect none").err.contains('\u{1b}'));
+    assert!(place.ok("inspect pair --color always").out.contains('\u{1b}'));
+    assert!(!place.ok("inspect pair --color never").out.contains('\u{1b}'));
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_is_no_error() {
+    let place = Place::with_pair();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = std::process::Command::new(TPDE);
+    let output = command.args(["inspect", "pair"]).current_dir(place.0.path()).stdout(writer).output().unwrap();
+    assert_eq!((output.status.code(), output.stderr), (Some(0), Vec::new()));
+}
+
+#[test]
+fn help_completions_and_manual_pages_are_there() {
+    let place = Place::new();
+    let verbs = ["encode", "apply", "verify", "inspect", "bench", "demo", "completions", "man"];
+    let all = place.ok("--help").out;
+    for verb in verbs {
+        assert!(all.contains(verb));
+        let help = place.ok(&format!("{verb} --help")).out;
+        assert!(help.contains("Usage: ") && help.contains("--json"), "{help}");
+    }
+    assert!(place.ok("--version").out.starts_with("tpde "));
+    for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
+        assert!(place.ok(&format!("completions {shell}")).out.contains("rename-map"));
+    }
+    assert!(place.ok("man").out.contains(".TH tpde 1"));
+    place.ok("man --dir pages");
+    assert_eq!(place.path("pages").read_dir().unwrap().count(), 1 + verbs.len());
+    assert!(fs::read_to_string(place.path("pages/tpde-encode.1")).unwrap().contains("rename"));
+}
+
+#[test]
+fn the_demo_succeeds() {
+    let place = Place::new();
+    let text = place.ok("demo --dir here").out;
+    assert!(text.contains("$ tpde encode ") && text.contains("success: "), "{text}");
+    place.assert_same("here/rebuilt.safetensors", "here/tuned.safetensors");
+    place.fails("demo --dir here", SYSTEM, "exists");
+    assert_eq!(place.json("demo --dir here -f")["identical"], true);
+
+    let report = place.json("demo --keep");
+    let dir = Path::new(report["dir"].as_str().unwrap()).to_owned();
+    assert!(dir.join("update.tpde-index").exists());
+    fs::remove_dir_all(dir).unwrap();
+    let report = place.json("demo");
+    assert!(!Path::new(report["dir"].as_str().unwrap()).exists());
+}

@@ -1,0 +1,96 @@
+//! Small checkpoints for tests: made-up tensors, written as safetensors by hand, so that nothing under test writes its own input.
+
+use serde_json::{Map, Value, json};
+use std::fs;
+use std::path::Path;
+
+/// A tensor to be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tensor {
+    pub name: String,
+    pub dtype: &'static str,
+    pub shape: Vec<usize>,
+    pub bytes: Vec<u8>,
+}
+
+/// Numbers that look random and are the same everywhere.
+pub struct Xorshift(pub u64);
+
+impl Xorshift {
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+}
+
+/// Bytes of an element of the dtypes that tests use.
+pub fn width(dtype: &str) -> usize {
+    match dtype {
+        "U8" => 1,
+        "BF16" | "F16" => 2,
+        "F32" => 4,
+        "F64" | "I64" => 8,
+        _ => panic!("no width for {dtype}"),
+    }
+}
+
+/// A tensor of random bits.
+pub fn tensor(name: &str, dtype: &'static str, shape: &[usize], seed: u64) -> Tensor {
+    let mut random = Xorshift(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+    let size = shape.iter().product::<usize>() * width(dtype);
+    let bytes = (0..size).map(|_| (random.next() >> 32) as u8).collect();
+    Tensor { name: name.into(), dtype, shape: shape.into(), bytes }
+}
+
+/// The same tensor with the lowest bit of one lane in `every` flipped.
+pub fn tuned(tensor: &Tensor, every: usize) -> Tensor {
+    let mut tuned = tensor.clone();
+    tuned.bytes.iter_mut().step_by(width(tensor.dtype) * every).for_each(|byte| *byte ^= 1);
+    tuned
+}
+
+/// The same tensor under another name.
+pub fn named(tensor: &Tensor, name: &str) -> Tensor {
+    Tensor { name: name.into(), ..tensor.clone() }
+}
+
+/// A safetensors file of these tensors, in their order, with metadata and spacing of its own.
+pub fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
+    let mut header = Map::new();
+    header.insert("__metadata__".into(), json!({"format": "pt", "made by": "a test"}));
+    let mut data: Vec<u8> = Vec::new();
+    for tensor in tensors {
+        let start = data.len();
+        data.extend(&tensor.bytes);
+        let entry = json!({"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, data.len()]});
+        header.insert(tensor.name.clone(), entry);
+    }
+    let mut json = serde_json::to_vec_pretty(&Value::Object(header)).unwrap();
+    json.resize(json.len().next_multiple_of(8), b' ');
+    let mut file = (json.len() as u64).to_le_bytes().to_vec();
+    file.extend(json);
+    file.extend(data);
+    file
+}
+
+/// Writes such a file.
+pub fn write_file(path: &Path, tensors: &[Tensor]) {
+    fs::write(path, safetensors(tensors)).unwrap();
+}
+
+/// Writes a folder of shards, with a shard index and with files that are no part of the checkpoint.
+pub fn write_folder(path: &Path, shards: &[&[Tensor]]) {
+    fs::create_dir(path).unwrap();
+    let mut map = Map::new();
+    for (i, tensors) in shards.iter().enumerate() {
+        let name = format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len());
+        write_file(&path.join(&name), tensors);
+        map.extend(tensors.iter().map(|tensor| (tensor.name.clone(), Value::from(name.as_str()))));
+    }
+    let index = json!({"metadata": {"total_size": 1}, "weight_map": map});
+    fs::write(path.join("model.safetensors.index.json"), serde_json::to_vec_pretty(&index).unwrap()).unwrap();
+    fs::write(path.join("config.json"), "{}").unwrap();
+    fs::write(path.join("tokenizer.json"), "{}").unwrap();
+}
