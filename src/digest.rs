@@ -91,12 +91,19 @@ fn subtree(pieces: &[[u8; 32]]) -> [u8; 32] {
 }
 
 /// The root over a list of tensors: BLAKE3 of their hashes one after the other, zeros for a missing one.
-pub(crate) fn root(tensors: impl Iterator<Item = Option<Hash>>) -> [u8; 32] {
-    let mut hasher = Hasher::new();
-    for hash in tensors {
-        hasher.update(hash.as_ref().map_or(&[0; 32][..], |hash| hash.as_bytes()));
+#[derive(Default)]
+pub(crate) struct Root(Hasher);
+
+impl Root {
+    /// Adds the next tensor.
+    pub fn add(&mut self, hash: Option<&Hash>) {
+        self.0.update(hash.map_or(&[0; 32][..], |hash| hash.as_bytes()));
     }
-    *hasher.finalize().as_bytes()
+
+    /// The root over the tensors so far.
+    pub fn finish(&self) -> [u8; 32] {
+        *self.0.finalize().as_bytes()
+    }
 }
 
 #[cfg(test)]

@@ -41,7 +41,11 @@ pub struct FileSpec {
     pub name: String,
     /// What it is made of.
     pub kind: FileKind,
-    /// The content, stored or not as the kind says.
+    /// Bytes of the content.
+    pub content_size: u64,
+    /// BLAKE3 of the content.
+    pub content_hash: Hash,
+    /// The content, for the kinds that store it.
     pub content: Vec<u8>,
 }
 
@@ -60,7 +64,8 @@ pub struct PairBuilder<W> {
     dims: Vec<u64>,
     names: Vec<u8>,
     digests: Vec<TensorDigests>,
-    hashes: Vec<(Option<Hash>, Hash)>,
+    base_root: digest::Root,
+    target_root: digest::Root,
     files: Vec<FileSpec>,
 }
 
@@ -82,7 +87,8 @@ impl<W: Write> PairBuilder<W> {
             dims: Vec::new(),
             names: Vec::new(),
             digests: Vec::new(),
-            hashes: Vec::new(),
+            base_root: digest::Root::default(),
+            target_root: digest::Root::default(),
             files: Vec::new(),
         })
     }
@@ -138,7 +144,8 @@ impl<W: Write> PairBuilder<W> {
     pub fn end_tensor(&mut self, base: Option<Hash>, target: Hash) {
         let base_digest = base.as_ref().map_or([0; DIGEST_SIZE], digest::short);
         self.digests.push(TensorDigests { base_digest, target_digest: digest::short(&target) });
-        self.hashes.push((base, target));
+        self.base_root.add(base.as_ref());
+        self.target_root.add(Some(&target));
     }
 
     /// Adds a target file; names must ascend.
@@ -171,27 +178,29 @@ impl<W: Write> PairBuilder<W> {
     }
 
     fn index_bytes(&self) -> Result<Vec<u8>> {
-        let mut digests = digest::root(self.hashes.iter().map(|(base, _)| *base)).to_vec();
-        digests.extend(digest::root(self.hashes.iter().map(|(_, target)| Some(*target))));
-        digests.extend(self.digests.as_bytes());
+        let roots = [self.base_root.finish(), self.target_root.finish()];
         let mut tensors = table_bytes(&self.entries)?;
         tensors.extend(self.dims.iter().flat_map(|d| d.to_le_bytes()));
         tensors.extend(&self.names);
 
-        let sections: [(u64, Vec<u8>); 6] = [
-            (32 * self.records.len() as u64, self.records.as_bytes().to_vec()),
-            (16 * self.sums.len() as u64, self.sums.as_bytes().to_vec()),
-            (digests.len() as u64, digests),
-            shrink(tensors)?,
-            shrink(self.files_bytes()?)?,
-            (0, Vec::new()),
+        let (tensors_size, tensors) = shrink(tensors)?;
+        let (files_size, files) = shrink(self.files_bytes()?)?;
+        // Each section as the parts that it is put together from, and its expanded size where that differs.
+        let sections: [(&[&[u8]], Option<u64>); 6] = [
+            (&[self.records.as_bytes()], None),
+            (&[self.sums.as_bytes()], None),
+            (&[roots.as_flattened(), self.digests.as_bytes()], None),
+            (&[&tensors], Some(tensors_size)),
+            (&[&files], Some(files_size)),
+            (&[], None),
         ];
         let mut index = vec![0; INDEX_HEADER_SIZE as usize];
-        let entries = sections.map(|(expanded_size, stored)| {
+        let entries = sections.map(|(parts, expanded_size)| {
             pad(&mut index);
-            let entry = SectionEntry { offset: index.len() as u64, stored_size: stored.len() as u64, expanded_size };
-            index.extend(stored);
-            entry
+            let offset = index.len() as u64;
+            parts.iter().for_each(|part| index.extend_from_slice(part));
+            let stored_size = index.len() as u64 - offset;
+            SectionEntry { offset, stored_size, expanded_size: expanded_size.unwrap_or(stored_size) }
         });
         pad(&mut index);
         let mut header = IndexHeader {
@@ -223,8 +232,8 @@ impl<W: Write> PairBuilder<W> {
             kind: file.kind.code(),
             reserved_0: 0,
             name_size: file.name.len() as u32,
-            content_size: file.content.len() as u64,
-            content_digest: digest::short(&digest::of(&file.content)),
+            content_size: file.content_size,
+            content_digest: digest::short(&file.content_hash),
             reserved_1: 0,
         });
         let mut bytes = table_bytes(&entries.collect::<Vec<_>>())?;

@@ -5,7 +5,9 @@
 
 use std::sync::LazyLock;
 use tpde::codec::{ChunkDecoder, Encoded};
-use tpde::format::{BLOB_HEADER_SIZE, BLOB_MAGIC, BaseKind, INDEX_HEADER_CRC_SPAN, INDEX_HEADER_SIZE, PAIR_DIGEST_SIZE};
+use tpde::format::{
+    BLOB_HEADER_SIZE, BLOB_MAGIC, BaseKind, INDEX_HEADER_CRC_SPAN, INDEX_HEADER_SIZE, INDEX_MAGIC, PAIR_DIGEST_SIZE, VERSION_MAJOR,
+};
 use tpde::{Limits, TensorInfo, ValidatedIndex, chunk_sum};
 
 /// Small, so that no input is slow.
@@ -32,6 +34,12 @@ fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
     }
 }
 
+/// Where records begin, as many as there are said to be and fit.
+fn records_of(index: &[u8]) -> impl Iterator<Item = usize> + use<> {
+    let count = u32_at(index, 48).min(index.len().saturating_sub(HEADER) / 32);
+    (0..count).map(|record| HEADER + 32 * record)
+}
+
 /// Makes one thread do all work of the pool, the one that calls: threads would only make inputs slower and less repeatable.
 pub fn one_thread() {
     rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build_global().expect("nothing has used the pool yet");
@@ -51,17 +59,24 @@ pub fn repair_digests(index: &mut [u8]) {
     put(index, body, &digest);
 }
 
-/// Puts right what follows from counts and sizes: the sections' offsets, the sizes of the flat ones, the running offsets of the
-/// records, the blob's size, and the length of the index.
+/// Puts right what must be so, or follows from counts and sizes: the fixed fields of the header, the sections' offsets and
+/// padding, the sizes of the flat ones, the running offsets of the records, the blob's size, and the length of the index.
 pub fn repair_layout(index: &mut Vec<u8>) {
     if index.len() < HEADER {
         return;
     }
+    put(index, 0, &INDEX_MAGIC);
+    put(index, 8, &VERSION_MAJOR.to_le_bytes());
+    put(index, 12, &INDEX_HEADER_SIZE.to_le_bytes());
+    put(index, 16, &[0; 8]); // required features
+    put(index, 60, &[0; 4]);
+    put(index, 208, &[0; 44]);
     let (chunks, tensors) = (u32_at(index, 48) as u64, u32_at(index, 52) as u64);
     let mut end = HEADER as u64;
     for section in 0..6 {
         let at = SECTIONS.0 + section * SECTIONS.1;
         let offset = end.next_multiple_of(8);
+        put(index, end as usize, &[0; 8][..(offset - end) as usize]);
         put(index, at, &offset.to_le_bytes());
         if let Some(size) = [32 * chunks, 16 * chunks, 64 + 32 * tensors].get(section) {
             put(index, at + 8, &size.to_le_bytes());
@@ -72,13 +87,10 @@ pub fn repair_layout(index: &mut Vec<u8>) {
     let size = end.next_multiple_of(8) as usize + DIGEST;
     if size <= 2 * index.len() {
         index.resize(size, 0);
+        index[end as usize..size - DIGEST].fill(0);
     }
     let mut offset = u64::from(BLOB_HEADER_SIZE);
-    for record in 0..chunks as usize {
-        let at = HEADER + 32 * record;
-        if at + 32 > index.len() {
-            break;
-        }
+    for at in records_of(index) {
         put(index, at, &offset.to_le_bytes());
         offset = (offset + u32_at(index, at + 8) as u64).next_multiple_of(16);
     }
@@ -89,8 +101,7 @@ pub fn repair_layout(index: &mut Vec<u8>) {
 pub fn repair_pair(index: &mut Vec<u8>, blob: &mut Vec<u8>) {
     repair_layout(index);
     blob.resize(u64_at(index, 40).min(MOST_BYTES) as usize, 0);
-    for record in 0..u32_at(index, 48) {
-        let at = HEADER + 32 * record;
+    for at in records_of(index) {
         let (from, size) = (u64_at(index, at) as usize, u32_at(index, at + 8));
         let Some(stored) = blob.get_mut(from..).and_then(|rest| rest.get_mut(..size.next_multiple_of(16))) else { break };
         stored[size..].fill(0);

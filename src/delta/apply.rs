@@ -318,13 +318,14 @@ struct DigestCheck<'a, 'b, B> {
     ended: usize,
     base: Vec<[u8; 32]>,
     target: Vec<[u8; 32]>,
-    base_hashes: Vec<Option<Hash>>,
-    target_hashes: Vec<Hash>,
+    base_root: digest::Root,
+    target_root: digest::Root,
 }
 
 impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
     fn new(apply: &'b Apply<'a, B>, bases: &'b [Option<usize>]) -> Self {
-        Self { apply, bases, ended: 0, base: Vec::new(), target: Vec::new(), base_hashes: Vec::new(), target_hashes: Vec::new() }
+        let (base_root, target_root) = (digest::Root::default(), digest::Root::default());
+        Self { apply, bases, ended: 0, base: Vec::new(), target: Vec::new(), base_root, target_root }
     }
 
     /// Takes the hashes of the next chunk, which belongs to the selected tensor `at`.
@@ -353,8 +354,8 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
         let target_hash = digest::combine(&self.target);
         let (expected, found) = (&tensor.digests.target_digest, short(&target_hash));
         Rule::TensorTargetDigest.check(*expected == found, hex(expected), hex(&found)).map_err(|e| e.in_tensor(tensor.name))?;
-        self.base_hashes.push(base_hash);
-        self.target_hashes.push(target_hash);
+        self.base_root.add(base_hash.as_ref());
+        self.target_root.add(Some(&target_hash));
         self.base.clear();
         self.target.clear();
         self.ended += 1;
@@ -371,9 +372,9 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
         }
         let index = self.apply.pair.index();
         if count == index.tensor_count() {
-            let root = digest::root(self.base_hashes.into_iter());
+            let root = self.base_root.finish();
             Rule::DigestBaseRoot.check(root == index.base_root(), hex(index.base_root()), hex(&root))?;
-            let root = digest::root(self.target_hashes.into_iter().map(Some));
+            let root = self.target_root.finish();
             Rule::DigestTargetRoot.check(root == index.target_root(), hex(index.target_root()), hex(&root))?;
         }
         Ok(())

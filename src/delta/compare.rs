@@ -3,7 +3,7 @@
 use super::Progress;
 use super::apply::hash_tensor;
 use crate::checkpoint::Checkpoint;
-use crate::digest::{self, short};
+use crate::digest::{Root, short};
 use crate::error::{Escaped, Result, Rule, hex};
 use crate::index::ValidatedIndex;
 
@@ -16,7 +16,7 @@ impl ValidatedIndex {
     /// [`Error::Invalid`](crate::Error::Invalid) with `tensor.target_digest` for the first tensor that is missing or differs,
     /// with `digest.target_root` for one that the pair has not; [`Error::Io`](crate::Error::Io).
     pub fn check_target(&self, target: &dyn Checkpoint, progress: Progress<'_>) -> Result<()> {
-        let mut hashes = Vec::new();
+        let mut root = Root::default();
         for tensor in self.tensors() {
             let expected = hex(&tensor.digests.target_digest);
             let broken = |found: &dyn std::fmt::Display| {
@@ -33,14 +33,14 @@ impl ValidatedIndex {
             if found != tensor.digests.target_digest {
                 return Err(broken(&format_args!("digest {}", hex(&found))));
             }
-            hashes.push(Some(hash));
+            root.add(Some(&hash));
             progress(info.bytes());
         }
         if let Some(other) = target.tensors().iter().find(|info| self.find(&info.name).is_none()) {
             let expected = format_args!("the {} tensors of the pair", self.tensor_count());
             return Err(Rule::DigestTargetRoot.broken(expected, format_args!("tensor {} too", Escaped(&other.name))));
         }
-        let root = digest::root(hashes.into_iter());
+        let root = root.finish();
         Rule::DigestTargetRoot.check(root == self.target_root(), hex(self.target_root()), hex(&root))
     }
 }

@@ -6,6 +6,7 @@ use crate::codec::{ChunkEncoder, Codec, Encoded, Layout};
 use crate::digest;
 use crate::error::{Error, Escaped, Result};
 use crate::format::{BaseKind, MAX_CHUNK_BYTES, MIN_CHUNK_LANES_LOG2};
+use crate::lane::Dtype;
 use crate::publish::Publication;
 use crate::reader::{Pair, PairPaths};
 use crate::sums::chunk_sum;
@@ -58,7 +59,7 @@ pub struct TensorReport {
     /// Name in the target.
     pub name: String,
     /// Element type.
-    pub dtype: crate::lane::Dtype,
+    pub dtype: Dtype,
     /// Dims.
     pub shape: Vec<u64>,
     /// Where its base lanes come from.
@@ -100,17 +101,40 @@ impl TensorReport {
     }
 }
 
-/// One target tensor with its base.
+/// One target tensor with its base. Small: a model may have very many.
 struct Plan {
-    spec: TensorSpec,
-    target: usize,
-    base: Option<usize>,
+    /// Places in the checkpoints.
+    target: u32,
+    base: Option<u32>,
+    base_kind: BaseKind,
+    dtype: Dtype,
+    chunk_lanes_log2: u8,
     lanes: u64,
 }
 
 impl Plan {
     fn width(&self) -> u64 {
-        self.spec.dtype.lane_bytes() as u64
+        self.dtype.lane_bytes() as u64
+    }
+
+    fn spec(&self, base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, codec: Codec) -> TensorSpec {
+        let TensorInfo { name, dtype, shape } = target.tensors()[self.target as usize].clone();
+        let base = base.zip(self.base).map(|(base, place)| &base.tensors()[place as usize]);
+        let base_param = match (self.base_kind, base) {
+            (BaseKind::Prefix, Some(base)) => base.shape[0],
+            _ => 0,
+        };
+        let base_name = base.map(|base| base.name.clone());
+        TensorSpec {
+            name,
+            base_name,
+            dtype,
+            shape,
+            base_kind: self.base_kind,
+            base_param,
+            codec,
+            chunk_lanes_log2: self.chunk_lanes_log2,
+        }
     }
 }
 
@@ -150,35 +174,24 @@ pub fn encode<W: Write>(
     target: &dyn Checkpoint,
     files: Vec<FileSpec>,
     options: &EncodeOptions,
-    mut builder: PairBuilder<W>,
+    builder: PairBuilder<W>,
     progress: Progress<'_>,
 ) -> Result<(Finished<W>, EncodeReport)> {
     check_options(base, target, options)?;
     let plans: Vec<Plan> = (0..target.tensors().len()).map(|i| plan(base, target, i, options)).collect::<Result<_>>()?;
     let workers = Pool::new(Worker::default);
-    let mut open = 0; // plans whose tensor has begun
-    let (mut base_hashes, mut target_hashes) = (Vec::new(), Vec::new());
-    // Ends tensor `open - 1` and begins others until `until` have begun, those without chunks included.
-    let mut advance = |builder: &mut PairBuilder<W>,
-                       base_hashes: &mut Vec<_>,
-                       target_hashes: &mut Vec<_>,
-                       until: usize,
-                       last: bool|
-     -> Result<()> {
-        while open < until || (last && open == until) {
-            if open > 0 {
-                end_tensor(builder, &plans[open - 1], base, base_hashes, target_hashes)?;
-            }
-            if open == plans.len() {
-                break;
-            }
-            builder.begin_tensor(&plans[open].spec);
-            open += 1;
-        }
-        Ok(())
+    let mut assembly = Assembly {
+        builder,
+        plans: &plans,
+        base,
+        target,
+        codec: options.codec,
+        begun: 0,
+        base_hashes: Vec::new(),
+        target_hashes: Vec::new(),
     };
     let jobs = plans.iter().enumerate().flat_map(|(i, plan)| {
-        let chunk = plan.width() << plan.spec.chunk_lanes_log2;
+        let chunk = plan.width() << plan.chunk_lanes_log2;
         let bytes = plan.lanes * plan.width();
         (0..bytes.div_ceil(chunk)).map(move |k| (i, Job { plan, offset: k * chunk, size: chunk.min(bytes - k * chunk) as usize }))
     });
@@ -190,14 +203,9 @@ pub fn encode<W: Write>(
             progress(job.size as u64);
             chunk
         },
-        |(i, _), chunk| {
-            advance(&mut builder, &mut base_hashes, &mut target_hashes, i + 1, false)?;
-            base_hashes.extend(chunk.base_hash);
-            target_hashes.push(chunk.target_hash);
-            builder.chunk(&chunk.payload, chunk.encoded, chunk.base_sum, chunk.target_sum)
-        },
+        |(i, _), chunk| assembly.add(i, chunk),
     )?;
-    advance(&mut builder, &mut base_hashes, &mut target_hashes, plans.len(), true)?;
+    let mut builder = assembly.finish()?;
     for file in files {
         builder.file(file);
     }
@@ -266,23 +274,19 @@ fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options
 }
 
 fn plan(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, place: usize, options: &EncodeOptions) -> Result<Plan> {
-    let info = &target.tensors()[place];
-    let TensorInfo { name, dtype, shape } = info.clone();
-    let lanes =
-        dtype.lanes(&shape).ok_or_else(|| Error::Misuse(format!("tensor {} has an impossible shape {shape:?}", Escaped(&name))))?;
-    let base_name = options.renamed.get(&name);
-    let found = base.and_then(|base| base.find(base_name.unwrap_or(&name)).map(|i| (i, &base.tensors()[i])));
-    let (base, base_kind, base_param) = match found {
-        Some((i, base)) if base.dtype == dtype && base.shape == shape => (Some(i), BaseKind::Same, 0),
-        Some((i, base)) if base.dtype == dtype && is_prefix(&base.shape, &shape) => (Some(i), BaseKind::Prefix, base.shape[0]),
+    let TensorInfo { name, dtype, shape } = &target.tensors()[place];
+    let impossible = || Error::Misuse(format!("tensor {} has an impossible shape {shape:?}", Escaped(name)));
+    let lanes = dtype.lanes(shape).ok_or_else(impossible)?;
+    let base_name = options.renamed.get(name).unwrap_or(name);
+    let found = base.and_then(|base| base.find(base_name).map(|i| (i as u32, &base.tensors()[i])));
+    let (base, base_kind) = match found {
+        Some((i, base)) if base.dtype == *dtype && base.shape == *shape => (Some(i), BaseKind::Same),
+        Some((i, base)) if base.dtype == *dtype && is_prefix(&base.shape, shape) => (Some(i), BaseKind::Prefix),
         // Another dtype or other trailing dims: the base says nothing that this version can use.
-        _ => (None, BaseKind::None, 0),
+        _ => (None, BaseKind::None),
     };
-    let width = dtype.lane_bytes() as u64;
-    let chunk_lanes_log2 = options.chunk_lanes.min(MAX_CHUNK_BYTES / width).ilog2() as u8;
-    let base_name = base_name.filter(|_| base.is_some()).cloned();
-    let spec = TensorSpec { name, base_name, dtype, shape, base_kind, base_param, codec: options.codec, chunk_lanes_log2 };
-    Ok(Plan { spec, target: place, base, lanes })
+    let chunk_lanes_log2 = options.chunk_lanes.min(MAX_CHUNK_BYTES / dtype.lane_bytes() as u64).ilog2() as u8;
+    Ok(Plan { target: place as u32, base, base_kind, dtype: *dtype, chunk_lanes_log2, lanes })
 }
 
 /// Whether the shapes differ in the number of rows alone.
@@ -304,24 +308,24 @@ fn encode_chunk(
         None => encoder.insert(ChunkEncoder::new(options.codec, options.layout)?),
     };
     let target_bytes = plan.lanes * plan.width();
-    let target_lanes = target.bytes(plan.target, offset, size, target_buffer)?;
-    let base_lanes = match (base, plan.base, plan.spec.base_kind) {
-        (Some(base), Some(place), BaseKind::Same) => base.bytes(place, offset, size, base_buffer)?,
+    let target_lanes = target.bytes(plan.target as usize, offset, size, target_buffer)?;
+    let base_lanes = match (base, plan.base, plan.base_kind) {
+        (Some(base), Some(place), BaseKind::Same) => base.bytes(place as usize, offset, size, base_buffer)?,
         (base, place, _) => {
-            let base_bytes = base.zip(place).map_or(0, |(base, place)| base.tensors()[place].bytes());
+            let base_bytes = base.zip(place).map_or(0, |(base, place)| base.tensors()[place as usize].bytes());
             base_buffer.clear();
             base_buffer.resize(size, 0);
             let present = base_bytes.saturating_sub(offset).min(size as u64) as usize;
             if let (Some(base), Some(place), 1..) = (base, place, present) {
-                base.read(place, offset, &mut base_buffer[..present])?;
+                base.read(place as usize, offset, &mut base_buffer[..present])?;
             }
             base_buffer
         }
     };
     let mut payload = Vec::new();
-    let encoded = encoder.encode(plan.spec.dtype, base_lanes, target_lanes, &mut payload)?;
+    let encoded = encoder.encode(plan.dtype, base_lanes, target_lanes, &mut payload)?;
     let base_sum = chunk_sum(base_lanes);
-    let base_hash = (plan.spec.base_kind == BaseKind::Same).then(|| digest::of_piece(base_lanes, offset, target_bytes));
+    let base_hash = (plan.base_kind == BaseKind::Same).then(|| digest::of_piece(base_lanes, offset, target_bytes));
     // An unchanged chunk has its base's sum and, in a tensor of the same length, its base's hash.
     let changed = encoded.num_deltas > 0;
     let target_sum = if changed { chunk_sum(target_lanes) } else { base_sum };
@@ -329,22 +333,57 @@ fn encode_chunk(
     Ok(Chunk { payload, encoded, base_sum, target_sum, base_hash, target_hash })
 }
 
-fn end_tensor<W: Write>(
-    builder: &mut PairBuilder<W>,
-    plan: &Plan,
-    base: Option<&dyn Checkpoint>,
-    base_hashes: &mut Vec<[u8; 32]>,
-    target_hashes: &mut Vec<[u8; 32]>,
-) -> Result<()> {
-    let base_hash = match (plan.spec.base_kind, base, plan.base) {
-        (BaseKind::Same, ..) => Some(digest::combine(base_hashes)),
-        (BaseKind::Prefix, Some(base), Some(place)) => Some(super::apply::hash_tensor(base, place)?),
-        _ => None,
-    };
-    builder.end_tensor(base_hash, digest::combine(target_hashes));
-    base_hashes.clear();
-    target_hashes.clear();
-    Ok(())
+/// Hands chunks, which come in order, to the builder, and with them the tensors that they belong to.
+struct Assembly<'a, W> {
+    builder: PairBuilder<W>,
+    plans: &'a [Plan],
+    base: Option<&'a dyn Checkpoint>,
+    target: &'a dyn Checkpoint,
+    codec: Codec,
+    /// How many tensors have begun; the last of them is not ended yet.
+    begun: usize,
+    base_hashes: Vec<[u8; 32]>,
+    target_hashes: Vec<[u8; 32]>,
+}
+
+impl<W: Write> Assembly<'_, W> {
+    /// Adds the next chunk, one of the tensor at `place`.
+    fn add(&mut self, place: usize, chunk: Chunk) -> Result<()> {
+        self.begin_until(place + 1)?;
+        self.base_hashes.extend(chunk.base_hash);
+        self.target_hashes.push(chunk.target_hash);
+        self.builder.chunk(&chunk.payload, chunk.encoded, chunk.base_sum, chunk.target_sum)
+    }
+
+    /// Adds the tensors that are left, which have no chunks, and returns the builder.
+    fn finish(mut self) -> Result<PairBuilder<W>> {
+        self.begin_until(self.plans.len())?;
+        self.end_tensor()?;
+        Ok(self.builder)
+    }
+
+    fn begin_until(&mut self, count: usize) -> Result<()> {
+        while self.begun < count {
+            self.end_tensor()?;
+            self.builder.begin_tensor(&self.plans[self.begun].spec(self.base, self.target, self.codec));
+            self.begun += 1;
+        }
+        Ok(())
+    }
+
+    /// Ends the last tensor that has begun, if one has.
+    fn end_tensor(&mut self) -> Result<()> {
+        let Some(plan) = self.begun.checked_sub(1).map(|last| &self.plans[last]) else { return Ok(()) };
+        let base_hash = match (plan.base_kind, self.base, plan.base) {
+            (BaseKind::Same, ..) => Some(digest::combine(&self.base_hashes)),
+            (BaseKind::Prefix, Some(base), Some(place)) => Some(super::apply::hash_tensor(base, place as usize)?),
+            _ => None,
+        };
+        self.builder.end_tensor(base_hash, digest::combine(&self.target_hashes));
+        self.base_hashes.clear();
+        self.target_hashes.clear();
+        Ok(())
+    }
 }
 
 fn report<W>(finished: &Finished<W>, base: Option<&dyn Checkpoint>, plans: &[Plan]) -> EncodeReport {
@@ -352,7 +391,7 @@ fn report<W>(finished: &Finished<W>, base: Option<&dyn Checkpoint>, plans: &[Pla
     let index = &finished.index;
     let tensors: Vec<_> = index.tensors().map(|tensor| TensorReport::new(index, &tensor)).collect();
     let mut used = vec![false; base.map_or(0, |base| base.tensors().len())];
-    plans.iter().filter_map(|plan| plan.base).for_each(|place| used[place] = true);
+    plans.iter().filter_map(|plan| plan.base).for_each(|place| used[place as usize] = true);
     let base_tensors = base.map_or(&[][..], |base| base.tensors());
     EncodeReport {
         target_bytes: tensors.iter().map(|t| t.bytes).sum(),

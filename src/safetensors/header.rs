@@ -1,11 +1,13 @@
 //! Safetensors headers and shard indexes, parsed.
 
 use crate::checkpoint::TensorInfo;
-use crate::error::{Error, Result};
+use crate::error::{Error, Escaped, Result};
 use crate::lane::Dtype;
 use crate::source::{FileSource, Source};
 use safetensors::tensor::Metadata;
-use std::collections::BTreeMap;
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
+use std::collections::{BTreeMap, HashMap};
+use std::io::{BufReader, Read};
 use std::path::Path;
 
 /// Bytes of the header's length, before the header.
@@ -42,10 +44,13 @@ impl Header {
         }
         source.read(0, &mut length)?;
         let content_size = content_size(length).filter(|&size| size <= source.size());
-        let content_size = content_size.ok_or_else(|| bad("no safetensors file: the length of its header is impossible".into()))?;
-        let mut content = vec![0; content_size as usize];
-        source.read(0, &mut content)?;
-        let header = Self::parse(&content).map_err(bad)?;
+        let content_size = content_size.ok_or_else(|| {
+            let length = u64::from_le_bytes(length);
+            bad(format!("no safetensors file: a header of {length} bytes is longer than the file or than {LIMIT} bytes"))
+        })?;
+        // Not held in memory: that of a model of very many tensors is large.
+        let json = BufReader::with_capacity(1 << 16, SourceReader { source, at: LENGTH, end: content_size });
+        let header = Self::from_table(serde_json::from_reader(json), content_size).map_err(bad)?;
         let expected = header.content_size + header.data_size;
         if expected != source.size() {
             return Err(bad(format!("the header tells of a file of {expected} bytes, this one has {}", source.size())));
@@ -59,27 +64,21 @@ impl Header {
         if content_size(*length) != Some(content.len() as u64) {
             return Err("the length of the header is not what it says".into());
         }
-        let metadata: Metadata = serde_json::from_slice(json).map_err(|e| format!("bad safetensors header: {e}"))?;
-        let Keys(keys) = serde_json::from_slice(json).map_err(|e| format!("bad safetensors header: {e}"))?;
-        if keys != metadata.offset_keys().len() + usize::from(metadata.metadata().is_some()) {
-            return Err("a name is twice in the header".into());
-        }
-        let mut tensors = Vec::new();
-        let mut data_size = 0;
-        for name in metadata.offset_keys() {
-            let Some(info) = metadata.info(&name) else { continue };
-            let (start, end) = info.data_offsets;
-            let dtype = from_safetensors(info.dtype).ok_or_else(|| format!("dtype {} is not known", info.dtype))?;
-            let shape: Vec<u64> = info.shape.iter().map(|&d| d as u64).collect();
-            let info = TensorInfo { name, dtype, shape };
-            // The crate has checked this too; what follows relies on it.
-            if start as u64 != data_size || end < start || info.bytes() != (end - start) as u64 {
-                return Err(format!("tensor {} does not lie where its shape says", crate::error::Escaped(&info.name)));
+        Self::from_table(serde_json::from_slice(json), content.len() as u64)
+    }
+
+    fn from_table(table: serde_json::Result<Table>, content_size: u64) -> Result<Self, String> {
+        let Table(mut tensors) = table.map_err(|e| format!("bad safetensors header: {e}"))?;
+        // Empty tensors may stand at the offset of another one, before or after it.
+        tensors.sort_by_key(|placed| (placed.offset, placed.info.bytes() > 0));
+        let mut data_size = 0u64;
+        for placed in &tensors {
+            if placed.offset != data_size {
+                return Err(format!("tensor {} does not begin where the one before ends", Escaped(&placed.info.name)));
             }
-            data_size = end as u64;
-            tensors.push(Placed { info, offset: start as u64 });
+            data_size = data_size.checked_add(placed.info.bytes()).ok_or("tensors of more than 2^64 bytes")?;
         }
-        Ok(Self { content_size: content.len() as u64, data_size, tensors })
+        Ok(Self { content_size, data_size, tensors })
     }
 
     /// The content of a new file that holds these tensors, each at the offset given beside it.
@@ -99,26 +98,68 @@ impl Header {
     }
 }
 
-/// How many keys an object has, repeated ones included, of which a map keeps but one.
-struct Keys(usize);
+/// The tensors of a header, as they are listed.
+struct Table(Vec<Placed>);
 
-impl<'de> serde::Deserialize<'de> for Keys {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Count;
-        impl<'de> serde::de::Visitor<'de> for Count {
-            type Value = Keys;
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("an object")
-            }
-            fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Keys, A::Error> {
-                let mut count = 0;
-                while map.next_entry::<serde::de::IgnoredAny, serde::de::IgnoredAny>()?.is_some() {
-                    count += 1;
+impl<'de> Deserialize<'de> for Table {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(TableVisitor)
+    }
+}
+
+struct TableVisitor;
+
+impl<'de> Visitor<'de> for TableVisitor {
+    type Value = Table;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("an object of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Table, A::Error> {
+        let mut tensors = Vec::new();
+        let mut has_metadata = false;
+        while let Some(name) = map.next_key::<String>()? {
+            if name == "__metadata__" {
+                if std::mem::replace(&mut has_metadata, true) {
+                    return Err(A::Error::duplicate_field("__metadata__"));
                 }
-                Ok(Keys(count))
+                map.next_value::<HashMap<String, String>>()?;
+                continue;
             }
+            let entry: safetensors::tensor::TensorInfo = map.next_value()?;
+            let bad = |what: &str| A::Error::custom(format_args!("tensor {}: {what}", Escaped(&name)));
+            let dtype = from_safetensors(entry.dtype).ok_or_else(|| bad("its dtype is not known"))?;
+            let shape: Vec<u64> = entry.shape.iter().map(|&d| d as u64).collect();
+            let (start, end) = entry.data_offsets;
+            let bytes = dtype.lanes(&shape).map(|lanes| lanes * dtype.lane_bytes() as u64);
+            if end.checked_sub(start).map(|size| size as u64) != bytes || bytes.is_none() {
+                return Err(bad("its data is not as long as its dtype and shape say"));
+            }
+            tensors.push(Placed { info: TensorInfo { name, dtype, shape }, offset: start as u64 });
         }
-        deserializer.deserialize_map(Count)
+        let mut names: Vec<_> = tensors.iter().map(|placed| placed.info.name.as_str()).collect();
+        names.sort_unstable();
+        if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(A::Error::custom(format_args!("tensor {} is there twice", Escaped(pair[0]))));
+        }
+        Ok(Table(tensors))
+    }
+}
+
+/// A range of a file as a stream.
+struct SourceReader<'a> {
+    source: &'a FileSource,
+    at: u64,
+    end: u64,
+}
+
+impl Read for SourceReader<'_> {
+    fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
+        let size = out.len().min((self.end - self.at) as usize);
+        self.source.read(self.at, &mut out[..size]).map_err(std::io::Error::other)?;
+        self.at += size as u64;
+        Ok(size)
     }
 }
 

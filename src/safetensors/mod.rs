@@ -12,6 +12,7 @@ pub use output::{ApplyOptions, apply_to_path};
 
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::delta::{self, EncodeOptions, EncodeReport, Progress};
+use crate::digest;
 use crate::error::{Error, Escaped, Result};
 use crate::format::FileKind;
 use crate::index::is_file_name;
@@ -59,6 +60,20 @@ impl Shard {
         let mut content = vec![0; self.content_size as usize]; // bounded by the header's limit
         self.source.read(0, &mut content)?;
         Ok(content)
+    }
+
+    /// The hash of [`Shard::content`], without holding it.
+    fn content_hash(&self) -> Result<blake3::Hash> {
+        let mut hasher = blake3::Hasher::new();
+        let mut buffer = vec![0; self.content_size.min(1 << 20) as usize];
+        let mut at = 0;
+        while at < self.content_size {
+            let size = buffer.len().min((self.content_size - at) as usize);
+            self.source.read(at, &mut buffer[..size])?;
+            hasher.update(&buffer[..size]);
+            at += size as u64;
+        }
+        Ok(hasher.finalize())
     }
 }
 
@@ -163,21 +178,26 @@ impl SafetensorsCheckpoint {
         Ok(self.shard_index.as_ref().filter(|(index, _)| index == name).map(|(_, content)| content.clone()))
     }
 
-    /// The files of this checkpoint as a pair tells them: what the base has too is not stored again.
+    /// The files of this checkpoint as a pair tells them: what the base has too is not stored again, nor held in memory.
     fn file_specs(&self, base: Option<&Self>) -> Result<Vec<FileSpec>> {
-        let spec = |name: &str, content: Vec<u8>, stored: FileKind, of_base: FileKind| -> Result<FileSpec> {
-            let same = match base {
-                Some(base) => base.content(name, stored.has_tensors())?.is_some_and(|other| other == content),
-                None => false,
-            };
-            Ok(FileSpec { name: name.to_owned(), kind: if same { of_base } else { stored }, content })
-        };
         let mut specs = Vec::new();
         for file in &self.files {
-            specs.push(spec(&file.name, file.content()?, FileKind::Safetensors, FileKind::SafetensorsOfBase)?);
+            let content_hash = file.content_hash()?;
+            let of_base = base.and_then(|base| base.files.iter().find(|other| other.name == file.name));
+            let same = match of_base {
+                Some(other) => other.content_size == file.content_size && other.content_hash()? == content_hash,
+                None => false,
+            };
+            let (kind, content) =
+                if same { (FileKind::SafetensorsOfBase, Vec::new()) } else { (FileKind::Safetensors, file.content()?) };
+            specs.push(FileSpec { name: file.name.clone(), kind, content_size: file.content_size, content_hash, content });
         }
         if let Some((name, content)) = &self.shard_index {
-            specs.push(spec(name, content.clone(), FileKind::Verbatim, FileKind::VerbatimOfBase)?);
+            let same = base.is_some_and(|base| base.shard_index == self.shard_index);
+            let kind = if same { FileKind::VerbatimOfBase } else { FileKind::Verbatim };
+            let (content_size, content_hash) = (content.len() as u64, digest::of(content));
+            let content = if same { Vec::new() } else { content.clone() };
+            specs.push(FileSpec { name: name.clone(), kind, content_size, content_hash, content });
         }
         specs.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(specs)

@@ -1,0 +1,33 @@
+# One command surface: `just` lists what there is. Continuous integration runs .ci/run, which is made of the same commands.
+
+_:
+    @just --list
+
+# Formatting, lints, documentation
+check:
+    cargo fmt --all --check
+    cargo fmt --manifest-path fuzz/Cargo.toml --check
+    cargo clippy --all-targets --all-features -- -D warnings
+    cargo clippy --all-targets --no-default-features -- -D warnings
+    RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --all-features
+
+# Every test: Rust, vectors, second reader, layouts, real checkpoints
+test:
+    scripts/test
+
+# Every fuzz target for some seconds
+fuzz seconds="60":
+    fuzz/run.sh {{seconds}}
+
+# Benchmarks on generated data; `tpde bench BASE TARGET` measures checkpoints of your own
+bench *arguments:
+    cargo bench {{arguments}}
+
+# Write the vectors anew and say what changed; published ones must not
+golden:
+    python3 testdata/make_vectors.py
+    git status --short testdata/v1
+
+# All that continuous integration runs
+ci:
+    .ci/run
