@@ -46,7 +46,7 @@ pub enum Error {
         reason: String,
     },
     /// The file may be fine but asks for more than the reader's limits.
-    #[error("{what} is {found}, above the limit of {limit}; raise the limit to read it")]
+    #[error("{what} is {found}, above the reader's limit of {limit}")]
     Limit {
         /// What is bounded.
         what: &'static str,

@@ -51,6 +51,21 @@ impl Publication {
         Ok(file)
     }
 
+    /// Refuses to begin what cannot end: a pair of a few bytes can name a target of terabytes.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file system has fewer than `size` bytes left.
+    pub fn check_room(&self, size: u64) -> Result<()> {
+        let error = |e| Error::io("write to", &self.folder, e);
+        let room = rustix::fs::statvfs(&self.folder).map_err(|e| error(e.into()))?;
+        let room = room.f_bavail.saturating_mul(room.f_frsize);
+        if size > room {
+            let reason = format!("{size} bytes are needed, {room} are left");
+            return Err(error(io::Error::new(io::ErrorKind::StorageFull, reason)));
+        }
+        Ok(())
+    }
+
     fn check_free(&self, path: &Path) -> Result<()> {
         match path.symlink_metadata() {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),

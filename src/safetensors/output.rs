@@ -193,11 +193,12 @@ fn write<B: Source>(
     publication: &mut Publication,
     paths: Vec<PathBuf>,
 ) -> Result<ApplyReport> {
+    let size = |output: &Output| output.data_size.saturating_add(output.content.len() as u64);
+    publication.check_room(outputs.iter().map(size).fold(0, u64::saturating_add))?;
     let mut files = Vec::new();
     for (output, path) in outputs.iter().zip(&paths) {
         let mut file = publication.add(path)?;
-        let size = output.content.len() as u64 + output.data_size;
-        file.set_len(size).and_then(|()| file.write_all(&output.content)).map_err(|e| Error::io("write", path, e))?;
+        file.set_len(size(output)).and_then(|()| file.write_all(&output.content)).map_err(|e| Error::io("write", path, e))?;
         files.push(file);
     }
     apply.to_sink(&Files { paths, files, places })
