@@ -1,0 +1,170 @@
+//! Each layout stands in one table of the spec, one Rust type and one struct of `spec/tpde.h`; the registries and constants
+//! stand in all three too. This holds them together. That the header's own assertions hold is for a C compiler to say.
+
+use binrw::BinRead;
+use std::collections::BTreeMap;
+use std::io::Cursor;
+use std::path::Path;
+use tpde::format::*;
+use tpde::{Codec, Dtype, Layout};
+use zerocopy::{FromBytes, IntoBytes};
+
+fn spec(file: &str) -> String {
+    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("spec").join(file)).unwrap()
+}
+
+/// Struct name to field name to offset, from the assertions of the C header.
+fn c_structs() -> BTreeMap<String, BTreeMap<String, usize>> {
+    let mut structs: BTreeMap<String, BTreeMap<String, usize>> = BTreeMap::new();
+    for line in spec("tpde.h").lines() {
+        let Some(args) = line.strip_prefix("TPDE_OFFSET(").and_then(|rest| rest.strip_suffix(");")) else { continue };
+        let [name, field, offset] = args.split(", ").collect::<Vec<_>>()[..] else { panic!("{line}") };
+        structs.entry(name.into()).or_default().insert(field.into(), offset.parse().unwrap());
+    }
+    structs
+}
+
+/// The offset tables of the spec in their order: field name to offset and size.
+fn spec_tables() -> Vec<BTreeMap<String, (usize, usize)>> {
+    let text = spec("tpde-format.md");
+    let text = &text[..text.find("\n## 14.").unwrap()];
+    let mut tables: Vec<BTreeMap<_, _>> = Vec::new();
+    for line in text.lines() {
+        let cells: Vec<_> = line.split('|').map(str::trim).collect();
+        let [_, offset, size, field, ..] = cells[..] else { continue };
+        if (offset, size) == ("offset", "size") {
+            tables.push(BTreeMap::new());
+        }
+        if let (Ok(offset), Ok(size), Some(name)) = (offset.parse(), size.parse(), field.strip_prefix('`')) {
+            tables.last_mut().unwrap().insert(name.split('`').next().unwrap().to_owned(), (offset, size));
+        }
+    }
+    tables
+}
+
+/// Compares the fields of a Rust struct, read from bytes that tell their own place, with the spec and the C header.
+fn check(name: &str, table: &BTreeMap<String, (usize, usize)>, fields: &[(&str, Vec<u8>)]) {
+    let c = &c_structs()[name];
+    let named: Vec<_> = fields.iter().map(|(field, _)| *field).collect();
+    assert!(table.keys().all(|field| named.contains(&field.as_str())), "{name}: {table:?} is not {named:?}");
+    for (field, bytes) in fields {
+        let (offset, size) = table.get(*field).unwrap_or_else(|| panic!("{name}.{field} is not in the spec"));
+        assert_eq!(bytes.len(), *size, "{name}.{field}");
+        assert_eq!(usize::from(bytes[0]), *offset, "{name}.{field}");
+        assert_eq!(c.get(*field), Some(offset), "{name}.{field} of tpde.h");
+    }
+}
+
+macro_rules! fields {
+    ($value:ident: $($field:ident),+ $(; $($array:ident),+)?) => {
+        vec![$((stringify!($field), $value.$field.to_le_bytes().to_vec()),)+ $($((stringify!($array), $value.$array.to_vec()),)+)?]
+    };
+}
+
+#[test]
+fn spec_crate_and_c_header_have_the_same_layouts() {
+    let place: [u8; 256] = std::array::from_fn(|i| i as u8);
+    let tables = spec_tables();
+    let [header, section, record, sums, _digests, tensor, file, blob] = &tables[..] else { panic!("{} tables", tables.len()) };
+
+    let v = IndexHeader::read(&mut Cursor::new(&place)).unwrap();
+    let mut fields = fields!(v: version_major, version_minor, header_size, required_features, optional_features, index_size,
+        blob_size, chunk_count, tensor_count, file_count, header_crc32; magic);
+    let sections = v.sections.iter().flat_map(|s| [s.offset, s.stored_size, s.expanded_size]).flat_map(u64::to_le_bytes);
+    fields.push(("sections", sections.collect()));
+    check("IndexHeader", header, &fields);
+
+    let v = SectionEntry::read(&mut Cursor::new(&place)).unwrap();
+    check("SectionEntry", section, &fields!(v: offset, stored_size, expanded_size));
+
+    let v = ChunkMetadata::ref_from_prefix(&place).unwrap().0;
+    let fields = vec![
+        ("blob_offset", v.blob_offset.as_bytes().to_vec()),
+        ("compressed_size", v.compressed_size.as_bytes().to_vec()),
+        ("uncompressed_size", v.uncompressed_size.as_bytes().to_vec()),
+        ("num_deltas", v.num_deltas.as_bytes().to_vec()),
+        ("crc32", v.crc32.as_bytes().to_vec()),
+        ("output_offset", v.output_offset.as_bytes().to_vec()),
+    ];
+    check("ChunkMetadata", record, &fields);
+
+    let v = ChunkSums::ref_from_prefix(&place).unwrap().0;
+    check("ChunkSums", sums, &[("base_sum", v.base_sum.as_bytes().to_vec()), ("target_sum", v.target_sum.as_bytes().to_vec())]);
+
+    let v = TensorDigests::ref_from_prefix(&place).unwrap().0;
+    let c = &c_structs()["TensorDigests"];
+    assert_eq!(usize::from(v.base_digest[0]), c["base_digest"]);
+    assert_eq!(usize::from(v.target_digest[0]), c["target_digest"]);
+
+    let v = TensorEntry::read(&mut Cursor::new(&place)).unwrap();
+    let fields = fields!(v: name_size, base_name_size, dtype, rank, base_kind, codec, chunk_lanes_log2, tables_size, first_chunk,
+        chunk_count, base_param);
+    check("TensorEntry", tensor, &fields);
+
+    let v = FileEntry::read(&mut Cursor::new(&place)).unwrap();
+    check("FileEntry", file, &fields!(v: kind, name_size, content_size; content_digest));
+
+    let v = BlobHeader::read(&mut Cursor::new(&place)).unwrap();
+    let fields = fields!(v: version_major, version_minor, header_size, blob_size, header_crc32; magic, pair_digest);
+    check("BlobHeader", blob, &fields);
+}
+
+/// Numbers that a `#define` or an `enum` of the C header gives.
+fn c_number(name: &str) -> u64 {
+    let text = spec("tpde.h");
+    let number = |text: &str| {
+        let text = text.trim().trim_start_matches("UINT32_C(").trim_start_matches("UINT64_C(").trim_end_matches(')');
+        text.strip_prefix("0x").map_or_else(|| text.parse().ok(), |hex| u64::from_str_radix(hex, 16).ok())
+    };
+    let defined = text.lines().find_map(|line| line.strip_prefix("#define ")?.strip_prefix(name)?.strip_prefix(' '));
+    let listed = || text.split([',', '{', '}']).find_map(|item| item.trim().strip_prefix(name)?.trim().strip_prefix('='));
+    defined.or_else(listed).and_then(number).unwrap_or_else(|| panic!("tpde.h has no {name}"))
+}
+
+#[test]
+fn registries_and_constants_agree() {
+    let (format, codecs) = (spec("tpde-format.md"), spec("codecs.md"));
+    let c_name = |prefix: &str, name: &str| format!("TPDE_{prefix}{}", name.replace('-', "_").to_uppercase());
+    for &dtype in Dtype::ALL {
+        assert_eq!(c_number(&c_name("", dtype.name())), u64::from(dtype.code()));
+        assert!(format.contains(&format!("| {} | {} | {} |", dtype.code(), dtype.name(), dtype.bits())), "{dtype}");
+    }
+    for &kind in BaseKind::ALL {
+        assert_eq!(c_number(&c_name("BASE_", kind.name())), u64::from(kind.code()));
+        assert!(format.contains(&format!("| {} | `{}` |", kind.code(), kind.name())));
+    }
+    for &kind in FileKind::ALL {
+        assert!(format.contains(&format!("| {} | {} |", kind.code(), kind.name())));
+    }
+    for &codec in Codec::ALL {
+        assert_eq!(c_number(&c_name("CODEC_", codec.name())), u64::from(codec.code()));
+        assert!(codecs.contains(&format!("| {} | `{}` |", codec.code(), codec.name())));
+    }
+    for &layout in Layout::ALL {
+        assert_eq!(c_number(&c_name("LAYOUT_", layout.name())), u64::from(layout.code()));
+        assert!(codecs.contains(&format!("| {} | `{}` |", layout.code(), layout.name())));
+    }
+    for (name, value) in [
+        ("TPDE_VERSION_MAJOR", u64::from(VERSION_MAJOR)),
+        ("TPDE_VERSION_MINOR", VERSION_MINOR.into()),
+        ("TPDE_INDEX_HEADER_SIZE", INDEX_HEADER_SIZE.into()),
+        ("TPDE_BLOB_HEADER_SIZE", BLOB_HEADER_SIZE.into()),
+        ("TPDE_PAIR_DIGEST_SIZE", PAIR_DIGEST_SIZE),
+        ("TPDE_SECTION_ALIGN", SECTION_ALIGN),
+        ("TPDE_PAYLOAD_ALIGN", PAYLOAD_ALIGN),
+        ("TPDE_CHUNK_COUNT_MAX", MAX_CHUNKS.into()),
+        ("TPDE_TENSOR_COUNT_MAX", MAX_TENSORS.into()),
+        ("TPDE_FILE_COUNT_MAX", MAX_FILES.into()),
+        ("TPDE_NAME_SIZE_MAX", MAX_NAME_SIZE.into()),
+        ("TPDE_FILE_NAME_SIZE_MAX", MAX_FILE_NAME_SIZE.into()),
+        ("TPDE_RANK_MAX", MAX_RANK.into()),
+        ("TPDE_CHUNK_LANES_LOG2_MIN", MIN_CHUNK_LANES_LOG2.into()),
+        ("TPDE_CHUNK_BYTES_MAX", MAX_CHUNK_BYTES),
+        ("TPDE_LIMIT_INDEX_SIZE", tpde::Limits::default().index_size),
+        ("TPDE_LIMIT_SECTION_SIZE", tpde::Limits::default().section_size),
+    ] {
+        assert_eq!(c_number(name), value, "{name}");
+    }
+    assert_eq!(c_number("TPDE_INDEX_MAGIC_U64"), u64::from_le_bytes(INDEX_MAGIC));
+    assert_eq!(c_number("TPDE_BLOB_MAGIC_U64"), u64::from_le_bytes(BLOB_MAGIC));
+}
