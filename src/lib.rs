@@ -51,6 +51,10 @@ pub mod source;
 mod sums;
 pub mod writer;
 
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 pub use checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 pub use codec::{Codec, Layout};
 pub use delta::{Apply, EncodeOptions, InPlace, TensorMut, encode_to_memory};

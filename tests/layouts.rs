@@ -57,7 +57,7 @@ fn check(name: &str, table: &BTreeMap<String, (usize, usize)>, fields: &[(&str, 
 
 macro_rules! fields {
     ($value:ident: $($field:ident),+ $(; $($array:ident),+)?) => {
-        vec![$((stringify!($field), $value.$field.to_le_bytes().to_vec()),)+ $($((stringify!($array), $value.$array.to_vec()),)+)?]
+        [$((stringify!($field), $value.$field.to_le_bytes().to_vec()),)+ $($((stringify!($array), $value.$array.to_vec()),)+)?]
     };
 }
 
@@ -68,8 +68,9 @@ fn spec_crate_and_c_header_have_the_same_layouts() {
     let [header, section, record, sums, _digests, tensor, file, blob] = &tables[..] else { panic!("{} tables", tables.len()) };
 
     let v = IndexHeader::read(&mut Cursor::new(&place)).unwrap();
-    let mut fields = fields!(v: version_major, version_minor, header_size, required_features, optional_features, index_size,
-        blob_size, chunk_count, tensor_count, file_count, header_crc32; magic);
+    let mut fields =
+        Vec::from(fields!(v: version_major, version_minor, header_size, required_features, optional_features, index_size,
+        blob_size, chunk_count, tensor_count, file_count, header_crc32; magic));
     let sections = v.sections.iter().flat_map(|s| [s.offset, s.stored_size, s.expanded_size]).flat_map(u64::to_le_bytes);
     fields.push(("sections", sections.collect()));
     check("IndexHeader", header, &fields);
@@ -78,7 +79,7 @@ fn spec_crate_and_c_header_have_the_same_layouts() {
     check("SectionEntry", section, &fields!(v: offset, stored_size, expanded_size));
 
     let v = ChunkMetadata::ref_from_prefix(&place).unwrap().0;
-    let fields = vec![
+    let fields = [
         ("blob_offset", v.blob_offset.as_bytes().to_vec()),
         ("compressed_size", v.compressed_size.as_bytes().to_vec()),
         ("uncompressed_size", v.uncompressed_size.as_bytes().to_vec()),

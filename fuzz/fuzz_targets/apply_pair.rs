@@ -59,7 +59,8 @@ fn check(pair: &Pair<Vec<u8>>) {
     let Some(before) = tensors_in_place(pair, &base) else { return };
     for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
         let mut lanes = before.clone();
-        let mut tensors: Vec<_> = pair.index().tensors().zip(&mut lanes).map(|(t, bytes)| TensorMut { name: t.name, bytes }).collect();
+        let mut tensors: Vec<_> =
+            pair.index().tensors().zip(&mut lanes).map(|(t, bytes)| TensorMut { name: t.name, bytes }).collect();
         let in_place = pair.apply_in_place(&mut tensors, mode);
         let (expected, bytes) = if mode == InPlace::AllChecked { (&outcome, &checked) } else { (&by_sums, &unchecked) };
         assert_eq!(in_place.is_ok(), expected.is_ok());

@@ -6,9 +6,7 @@ use arbitrary::{Arbitrary, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use std::collections::BTreeMap;
 use tpde::format::BaseKind;
-use tpde::{
-    Apply, Codec, Dtype, EncodeOptions, InPlace, Layout, MemoryCheckpoint, TensorInfo, TensorMut, encode_to_memory,
-};
+use tpde::{Apply, Codec, Dtype, EncodeOptions, InPlace, Layout, MemoryCheckpoint, TensorInfo, TensorMut, encode_to_memory};
 use tpde_fuzz::{base_lanes, one_thread};
 
 #[derive(Arbitrary, Debug)]
@@ -108,7 +106,9 @@ fn check(input: &Input) {
         match tensor.base {
             Base::OtherDtype => base.dtype = if base.dtype == Dtype::U8 { Dtype::I8 } else { Dtype::U8 },
             Base::Renamed => base.name = format!("old{i}"),
-            Base::Rows(n) if !base.shape.is_empty() => base.shape[0] = u64::from(n) % 100 * if tensor.dtype.bits() < 8 { 4 } else { 1 },
+            Base::Rows(n) if !base.shape.is_empty() => {
+                base.shape[0] = u64::from(n) % 100 * if tensor.dtype.bits() < 8 { 4 } else { 1 }
+            }
             _ => {}
         }
         let base_bytes = base_lanes(tensor.base_seed, base.bytes() as usize);

@@ -172,8 +172,7 @@ pub fn repair_sums(index: &ValidatedIndex, blob: &mut [u8]) -> Vec<u8> {
             let lanes = &mut target[(range.start * width) as usize..(range.end * width) as usize];
             let base_sum = chunk_sum(lanes);
             let record = &index.chunks()[chunk as usize];
-            let encoded =
-                Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
+            let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
             let mut target_sum = base_sum;
             if encoded.num_deltas > 0 {
                 let payload = &blob[record.blob_offset.get() as usize..][..record.compressed_size.get() as usize];
@@ -224,8 +223,7 @@ pub fn decode(chunk: &Chunk<'_>, codec: tpde::Codec, uncompressed_size: u32, pay
     let encoded = Encoded { uncompressed_size, num_deltas: chunk.num_deltas };
     let mut out = chunk.base.to_vec();
     let base_sum = chunk_sum(chunk.base);
-    let outcome =
-        DECODER.with_borrow_mut(|decoder| decoder.decode(codec, chunk.dtype, encoded, payload, base_sum, &mut out));
+    let outcome = DECODER.with_borrow_mut(|decoder| decoder.decode(codec, chunk.dtype, encoded, payload, base_sum, &mut out));
     match outcome {
         Ok(sum) => {
             assert_eq!(sum, chunk_sum(&out));
