@@ -26,7 +26,8 @@ bench *arguments:
 # Write the vectors anew and say what changed; published ones must not
 golden:
     python3 testdata/make_vectors.py
-    git status --short testdata/v1
+    python3 testdata/spec_tables.py
+    git status --short testdata/v1 spec
 
 # All that continuous integration runs
 ci:

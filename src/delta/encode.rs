@@ -231,7 +231,9 @@ pub fn encode_to_memory(
 /// [`encode`] into the files of the pair `path`, published together: first the blob, then the index, whose rename is the commit.
 ///
 /// # Errors
-/// As [`encode`]; on any error no file of the pair is changed. [`Error::Io`] if the pair exists and `replace` is false.
+/// As [`encode`]; [`Error::Io`] if the pair exists and `replace` is false. An error before the first rename leaves the old pair
+/// as it was, and everything but the renames comes before; if the system refuses the second one, the old index stands beside
+/// the new blob, and readers refuse the two.
 pub fn encode_to_path(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
