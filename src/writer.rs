@@ -274,12 +274,14 @@ fn pad(bytes: &mut Vec<u8>) {
     bytes.resize(bytes.len().next_multiple_of(SECTION_ALIGN as usize), 0);
 }
 
+/// zstd level of the compressible sections. On the tables of real checkpoints the levels above it gain nothing and cost up to
+/// fifty times as much, which small pairs feel: this part of encoding is serial.
+const TABLE_LEVEL: i32 = 6;
+
 /// The stored form of a compressible section, after its expanded size.
 fn shrink(expanded: Vec<u8>) -> Result<(u64, Vec<u8>)> {
     let size = expanded.len() as u64;
-    // Small tables are worth a good ratio; those of very many tensors are worth an end.
-    let level = if size <= 1 << 20 { 19 } else { 3 };
-    let frame = ::zstd::bulk::compress(&expanded, level).map_err(|e| Error::Misuse(format!("the zstd library failed: {e}")))?;
+    let frame = ::zstd::bulk::compress(&expanded, TABLE_LEVEL).map_err(|e| Error::Misuse(format!("the zstd library failed: {e}")))?;
     Ok((size, if (frame.len() as u64) < size { frame } else { expanded }))
 }
 
