@@ -1,6 +1,6 @@
 //! The published vectors: each valid one decodes to the bytes that the manifest names, each invalid one is refused with the
 //! rule that it breaks, at the step where that shows. They are made from the spec by `testdata/make_vectors.py`, which shares
-//! nothing with this crate, and `testdata/reader.py` reads them too.
+//! nothing with this crate, and `testdata/reader` reads them too.
 
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,0 +1,240 @@
+#!/usr/bin/env python3
+"""Measures what other ways of storing the difference of two safetensors files achieve.
+
+    python3 -m venv target/venv-peers && target/venv-peers/bin/pip install numpy zstandard==0.25.0
+    target/venv-peers/bin/pip install --no-deps zipnn==0.5.4
+    target/venv-peers/bin/python scripts/bench_peers.py BASE TARGET
+
+The ratio is bytes of the target's tensors by stored bytes. Stored bytes are those of the compressed frames alone: no
+names, lengths or checksums, which favours the peers. A tensor equal to its base costs nothing in all rows but ZipNN's,
+and one that the base lacks, or has with another dtype or shape, is taken as a difference to zeros. What is stored is
+decoded again and compared with the target, bit for bit.
+
+    xor, zstd-1            each tensor XOR its base
+    xor planes, zstd-3     the same, its bytes regrouped: all first bytes of the lanes, all second bytes, and so on
+    u16 gaps, zstd-1       where a tensor's changed lanes are, then their XOR values, in one frame. Where: how many
+                           unchanged lanes lie before each, as u16; 65535 stands for as many and says that more follow
+    NeMo-RL's, zstd-1      as NeMo-RL sends it (weight_transfer_sparse_codec.py): gaps as u16, or u32 or u64 in a tensor
+                           with a greater gap, none for a tensor whose changes are one run; one frame for all tensors,
+                           first all gaps, then all values, grouped by width. Its metadata and its container, which it
+                           compresses as well, are left out
+    ZipNN                  its delta of byte buffers (`delta_compressed_type="byte"`), one buffer for all tensors of a
+                           dtype, on one thread. Speeds are bytes of the target a second, medians of 5 runs, and
+                           include the XOR, which ZipNN does in NumPy. Tensors whose dtype ZipNN does not know are left
+                           out of its row, and counted below the table
+
+ZipNN imports PyTorch, some GB with what it depends on, for its tensors. With byte buffers it looks up the names of
+dtypes in it, and nothing else; where PyTorch is absent, an empty stand-in takes its place. The code that runs and is
+timed is ZipNN's own, unchanged.
+"""
+
+import importlib.util
+import statistics
+import sys
+import time
+import types
+from itertools import groupby
+
+import numpy as np
+import zstandard
+
+from make_variants import read
+
+RUNS = 5
+# A lane is the unit whose change is stored; a complex number is two. Types below a byte are taken as bytes.
+LANE_BYTES = {"BF16": 2, "F16": 2, "I16": 2, "U16": 2, "F32": 4, "I32": 4, "U32": 4, "C64": 4, "F64": 8, "I64": 8, "U64": 8}
+ZIPNN_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+
+
+def pairs(base_path, target_path):
+    """dtype, base and target of each tensor of the target, both as arrays of unsigned lanes."""
+    bases, result = read(base_path), []
+    for name, (dtype, shape, data) in read(target_path).items():
+        lane = f"<u{LANE_BYTES.get(dtype, 1)}"
+        target = np.frombuffer(data, lane)
+        known = name in bases and bases[name][:2] == (dtype, shape)
+        base = np.frombuffer(bases[name][2], lane) if known else np.zeros_like(target)
+        result.append((dtype, base, target))
+    return result
+
+
+def compress(level, data):
+    return zstandard.ZstdCompressor(level=level, write_content_size=True).compress(data)
+
+
+def decompress(frame):
+    return zstandard.ZstdDecompressor().decompress(frame)
+
+
+def changed(all_pairs):
+    return [(base, target) for _, base, target in all_pairs if not np.array_equal(base, target)]
+
+
+def check(rebuilt, target):
+    if not np.array_equal(rebuilt, target):
+        sys.exit("a peer's result differs from the target")
+
+
+def xor(all_pairs):
+    stored = 0
+    for base, target in changed(all_pairs):
+        frame = compress(1, (base ^ target).tobytes())
+        stored += len(frame)
+        check(base ^ np.frombuffer(decompress(frame), base.dtype), target)
+    return stored
+
+
+def xor_planes(all_pairs):
+    stored = 0
+    for base, target in changed(all_pairs):
+        width = base.itemsize
+        frame = compress(3, (base ^ target).view(np.uint8).reshape(-1, width).T.tobytes())
+        stored += len(frame)
+        lanes = np.frombuffer(decompress(frame), np.uint8).reshape(width, -1).T.copy().view(base.dtype)
+        check(base ^ lanes.reshape(-1), target)
+    return stored
+
+
+def gaps_of(base, target):
+    """Where the changed lanes are, how many unchanged ones lie before each, and the XOR values."""
+    where = np.flatnonzero(base != target)
+    return where, np.diff(where, prepend=-1) - 1, (base ^ target)[where]
+
+
+def u16_gaps(all_pairs):
+    stored = 0
+    for base, target in changed(all_pairs):
+        where, gaps, values = gaps_of(base, target)
+        escapes, rest = np.divmod(gaps, 65535)
+        words = np.full(len(gaps) + int(escapes.sum()), 65535, "<u2")
+        words[np.cumsum(escapes + 1) - 1] = rest
+        frame = compress(1, words.tobytes() + values.tobytes())
+        stored += len(frame)
+
+        # The values are as many as the words that are no escapes, so the two parts need no length between them if
+        # the count is known; here it is, and a real format would add some bytes.
+        content = decompress(frame)
+        words = np.frombuffer(content, "<u2", len(words))
+        values = np.frombuffer(content, base.dtype, offset=words.nbytes)
+        ends = np.cumsum(words, dtype=np.int64)[words != 65535]
+        rebuilt = base.copy()
+        rebuilt[ends + np.arange(len(ends))] ^= values
+        check(rebuilt, target)
+    return stored
+
+
+def nemo(all_pairs):
+    indices, values, plan = [], {}, []
+    for base, target in changed(all_pairs):
+        where, gaps, xors = gaps_of(base, target)
+        run = int(where[-1] - where[0]) + 1 == len(where)
+        greatest = int(gaps.max())
+        width = 0 if run else 2 if greatest <= 0xFFFF else 4 if greatest <= 0xFFFFFFFF else 8
+        if width:
+            indices.append(gaps.astype(f"<u{width}").tobytes())
+        values.setdefault(base.itemsize, []).append(xors.tobytes())
+        plan.append((base, target, width, len(where), int(where[0])))
+    frame = compress(1, b"".join(indices) + b"".join(part for group in values.values() for part in group))
+
+    content, at = decompress(frame), 0
+    starts = {}
+    end = sum(map(len, indices))
+    for size, group in values.items():
+        starts[size] = end
+        end += sum(map(len, group))
+    for base, target, width, count, first in plan:
+        if width:
+            gaps = np.frombuffer(content, f"<u{width}", count, at).astype(np.int64)
+            at += gaps.size * width
+            where = np.cumsum(gaps + 1) - 1
+        else:
+            where = np.arange(first, first + count)
+        rebuilt = base.copy()
+        rebuilt[where] ^= np.frombuffer(content, base.dtype, count, starts[base.itemsize])
+        starts[base.itemsize] += count * base.itemsize
+        check(rebuilt, target)
+    return len(frame) if plan else 0
+
+
+def import_zipnn():
+    """The package, with a stand-in for PyTorch if there is none; and whether there was."""
+    real = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("safetensors") is not None
+    if not real:
+
+        class Absent(types.ModuleType):
+            def __getattr__(self, name):
+                if name.startswith("__"):
+                    raise AttributeError(name)
+                # A type, since some of the names stand in annotations; kept, so that a name means one thing.
+                setattr(self, name, type(name, (), {}))
+                return getattr(self, name)
+
+        torch = Absent("torch")
+        torch.jit = types.SimpleNamespace(script=lambda function: function)
+        safetensors = types.ModuleType("safetensors")
+        safetensors.torch = Absent("safetensors.torch")
+        sys.modules.update({"torch": torch, "safetensors": safetensors, "safetensors.torch": safetensors.torch})
+    import zipnn
+
+    return zipnn.ZipNN, real
+
+
+def zipnn(all_pairs):
+    """Bytes in, bytes stored, seconds to compress and to decompress, and whether PyTorch was there."""
+    ZipNN, real = import_zipnn()
+    taken = sorted((pair for pair in all_pairs if pair[0] in ZIPNN_NAMES), key=lambda pair: pair[0])
+    size = stored = 0
+    seconds = [0.0, 0.0]
+    for dtype, group in groupby(taken, key=lambda pair: pair[0]):
+        group = list(group)
+        base = b"".join(pair[1].tobytes() for pair in group)
+        target = b"".join(pair[2].tobytes() for pair in group)
+        times = [], []
+        for _ in range(RUNS):
+            codec = ZipNN(bytearray_dtype=ZIPNN_NAMES[dtype], delta_compressed_type="byte", threads=1)
+            began = time.perf_counter()
+            frame = codec.compress(target, delta_second_data=base)
+            times[0].append(time.perf_counter() - began)
+            codec = ZipNN(bytearray_dtype=ZIPNN_NAMES[dtype], delta_compressed_type="byte", threads=1)
+            began = time.perf_counter()
+            rebuilt = codec.decompress(frame, delta_second_data=base)
+            times[1].append(time.perf_counter() - began)
+            if rebuilt != target:
+                sys.exit("ZipNN's result differs from the target")
+        size, stored = size + len(target), stored + len(frame)
+        for i in 0, 1:
+            seconds[i] += statistics.median(times[i])
+    return size, stored, seconds, real
+
+
+def main():
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    all_pairs = pairs(*sys.argv[1:])
+    total = sum(target.nbytes for _, _, target in all_pairs)
+    lanes = sum(target.size for _, _, target in all_pairs)
+    moved = sum(int(np.count_nonzero(base != target)) for _, base, target in all_pairs)
+    dtypes = ", ".join(sorted({dtype for dtype, _, _ in all_pairs}))
+    if not total:
+        sys.exit("the target has no data")
+    print(f"{total:,} bytes of {dtypes}; {moved / lanes:.3%} of {lanes:,} lanes changed\n")
+    print(f"{'':20} {'ratio':>9} {'stored':>13} {'compress':>10} {'decompress':>10}")
+
+    def row(name, size, stored, speeds=()):
+        ratio = f"{size / stored:.2f}x" if stored else "-"
+        print(f"{name:20} {ratio:>9} {stored:13,} " + " ".join(f"{speed:5.2f} GB/s" for speed in speeds), flush=True)
+
+    row("xor, zstd-1", total, xor(all_pairs))
+    row("xor planes, zstd-3", total, xor_planes(all_pairs))
+    row("u16 gaps, zstd-1", total, u16_gaps(all_pairs))
+    row("NeMo-RL's, zstd-1", total, nemo(all_pairs))
+    size, stored, seconds, real = zipnn(all_pairs)
+    if size:
+        row("ZipNN, 1 thread", size, stored, [size / value / 1e9 for value in seconds])
+    print("\nall results compared with the target; PyTorch for ZipNN:", "installed" if real else "a stand-in")
+    if size < total:
+        print(f"ZipNN left out {total - size:,} bytes of dtypes that it does not know")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""A second reader of TPDE pairs, written from spec/tpde-format.md and spec/codecs.md alone.
+
+It favours being plainly the text of the specification over speed. Needs `zstandard`; BLAKE3 is in the file beside this
+folder. `read_pair` below is the whole of it; the modules follow the specification, and are best read in this order:
+
+    common        refusals, parts of a row of bytes, zstd frames       sections 2, 5
+    layout        the tables of fields, dtypes and base kinds          sections 5 to 8, 10, 11
+    index         opening an index: every check of it                  section 13, steps 1 to 6
+    blob          opening a blob                                       section 13, step 7
+    lanes         the arithmetic of lanes and their sums               sections 6.1, 9
+    codec         a module a codec: from payloads to changes           codecs.md
+    decode        chunks, tensors and their digests                    section 13, steps 8 to 12
+    safetensors   the base, and the files that are rebuilt             section 10
+
+`python3 testdata/reader` runs it (`__main__`): on one pair, or on all vectors.
+"""
+
+from pathlib import Path
+
+from .blob import open_blob
+from .codec import RAW
+from .common import Refused, at, expand
+from .decode import check_digests, decode_tensors
+from .index import open_index
+from .layout import DTYPES, BlobHeader, SectionEntry
+from .safetensors import Base, rebuild_files
+
+SECTION_ENTRY = SectionEntry.struct
+__all__ = ["DTYPES", "RAW", "SECTION_ENTRY", "BlobHeader", "Refused", "expand", "open_blob", "open_index", "read_pair"]
+
+
+def read_pair(index_path, blob_path, base_path=None):
+    """The index, the bytes of each target tensor and the rebuilt files, all checked. A refusal says when it came."""
+    with at(when="open_index"):
+        index = open_index(Path(index_path).read_bytes())
+    with at(when="open_blob"):
+        blob = Path(blob_path).read_bytes()
+        open_blob(index, blob)
+    with at(when="decode"):
+        base = Base(base_path)
+        tensors = decode_tensors(index, blob, base)
+    with at(when="apply"):
+        check_digests(index, tensors)
+        targets = {name: target for name, (_, target) in tensors.items()}
+        return index, targets, rebuild_files(index, targets, base)

@@ -1,0 +1,215 @@
+"""Opening an index: steps 1 to 6 of section 13, in their order. What comes out may be relied on."""
+
+import re
+import struct
+import zlib
+from collections import namedtuple
+from dataclasses import dataclass
+from math import prod
+
+from blake3 import blake3
+
+from .codec import CODECS
+from .common import Parts, Refused, align, at, expand, need
+from .layout import (AS_BASE, DTYPES, HEADER_OF_BASE, NONE, PREFIX, SAFETENSORS, SAME, VERBATIM, Digests, FileEntry,
+                     IndexHeader, Record, SectionEntry, Sums, TensorEntry)
+
+MAGIC = b"\x89TPI\r\n\x1a\n"
+INDEX_LIMIT, SECTION_LIMIT = 1 << 30, 256 << 20
+
+Index = namedtuple("Index", "header sections records sums base_root target_root digests tensors files pair_digest")
+File = namedtuple("File", "name kind content entry")  # the content is None where the base has it
+
+
+@dataclass
+class Tensor:
+    entry: TensorEntry
+    name: str
+    base_name: str
+    shape: list
+    base_shape: list  # None for base kind `none`
+    lanes: int
+
+    @property
+    def dtype(self):
+        return DTYPES[self.entry.dtype]
+
+    def chunks(self):
+        """For each chunk the place of its record, its first lane and how many it has."""
+        size = 1 << self.entry.chunk_lanes_log2
+        for k in range(self.entry.chunk_count):
+            yield self.entry.first_chunk + k, k * size, min(size, self.lanes - k * size)
+
+
+def open_index(data):
+    header = read_header(data)
+    sections = read_sections(data, header)
+    need(blake3(data[:-32]) == data[-32:], "index.digest")
+
+    starts = [s.offset for s in sections] + [len(data) - 32]
+    for s, following in zip(sections, starts[1:]):
+        need(not any(data[s.offset + s.stored_size:following]), "section.padding")
+    chunks, sums, digests, tensors, files, tables = (expanded(data, s) for s in sections)
+    tensors = read_tensors(tensors, header, len(tables))
+    tensor_digests = Digests.rows(digests, header.tensor_count, 64)
+    for tensor, digest in zip(tensors, tensor_digests):
+        with at(tensor=tensor.name):
+            need(tensor.entry.base_kind != NONE or not any(digest.base_digest), "digest.none")
+    index = Index(header, sections, Record.rows(chunks, header.chunk_count), Sums.rows(sums, header.chunk_count),
+                  digests[:32], digests[32:64], tensor_digests, tensors, read_files(files, header.file_count),
+                  data[-32:])
+    check_records(index)
+    return index
+
+
+def read_header(data):
+    need(MAGIC.startswith(data[:8]), "header.magic")
+    need(len(data) >= 256, "header.index_size", "shorter than its header")
+    header, = IndexHeader.rows(data, 1)
+    need(header.version_major == 1, "header.version_major")
+    need(header.header_size == 256, "header.header_size")
+    need(zlib.crc32(data[:252]) == header.header_crc32, "header.crc32")
+    need(header.required_features == 0, "header.required_features")
+    need(header.reserved == 0 and not any(header.reserved2), "header.reserved")
+    need(header.chunk_count < 2**31, "header.chunk_count")
+    need(header.tensor_count <= 2**24, "header.tensor_count")
+    need(header.file_count <= 2**16, "header.file_count")
+    need(header.index_size == len(data) >= 352, "header.index_size")
+    return header
+
+
+def read_sections(data, header):
+    sections = SectionEntry.rows(header.sections, 6)
+    fixed = [32 * header.chunk_count, 16 * header.chunk_count, 64 + 32 * header.tensor_count]
+    end = 256
+    for i, s in enumerate(sections):
+        need(s.offset == align(end, 8), "header.sections", f"offset of section {i}")
+        if i < len(fixed):
+            need(s.stored_size == s.expanded_size == fixed[i], "header.sections", f"sizes of section {i}")
+        else:
+            need(s.stored_size <= s.expanded_size, "header.sections", f"sizes of section {i}")
+        end = s.offset + s.stored_size
+        need(end <= len(data) - 32, "header.sections", f"section {i} leaves the file")
+    need(len(data) == align(end, 8) + 32, "header.index_size", "not the end of the sections")
+    need(len(data) <= INDEX_LIMIT and all(s.expanded_size <= SECTION_LIMIT for s in sections[3:]), "limit")
+    return sections
+
+
+def expanded(data, section):
+    stored = data[section.offset:section.offset + section.stored_size]
+    return stored if len(stored) == section.expanded_size else expand(stored, section.expanded_size, "section.frame")
+
+
+def read_tensors(section, header, tables_size):
+    names_at = 40 * header.tensor_count
+    need(names_at <= len(section), "tensors.size")
+    entries = TensorEntry.rows(section, header.tensor_count)
+    dims = Parts(section, "tensors.size", names_at)
+    names = Parts(section, "tensors.size", names_at + 8 * sum(e.rank for e in entries))
+    tensors, chunks = [], 0
+    for e in entries:
+        need(1 <= e.name_size <= 4096, "tensor.name", "size")
+        name = read_name(names.take(e.name_size), "tensor.name")
+        with at(tensor=name):
+            need(not tensors or tensors[-1].name.encode() < name.encode(), "tensor.name_order")
+            tensors.append(read_tensor(e, name, names, dims, chunks))
+        chunks += e.chunk_count
+    names.finish()
+    need(sum(e.tables_size for e in entries) == tables_size, "tensor.tables_size")
+    need(chunks == header.chunk_count, "header.chunk_count")
+    return tensors
+
+
+def read_tensor(e, name, names, dims, chunks_before):
+    need(e.base_name_size <= 4096 and (e.base_name_size == 0 or e.base_kind != NONE), "tensor.base_name")
+    base_name = read_name(names.take(e.base_name_size), "tensor.base_name")
+    need(base_name != name, "tensor.base_name", "equals the name")
+    need(e.dtype in DTYPES, "tensor.dtype")
+    need(e.rank <= 32, "tensor.rank")
+    bits, lane_bytes = DTYPES[e.dtype].bits, DTYPES[e.dtype].lane_bytes
+    shape = list(struct.unpack(f"<{e.rank}Q", dims.take(8 * e.rank)))
+    need(shape_fits(shape, bits), "tensor.shape")
+    need(e.base_kind in (NONE, SAME, PREFIX), "tensor.base_kind")
+    need(e.codec in CODECS, "tensor.codec")
+    need(e.chunk_lanes_log2 >= 12 and lane_bytes << e.chunk_lanes_log2 <= 4 << 20, "tensor.chunk_lanes")
+    need(not any(e.reserved), "tensor.reserved")
+    need(e.tables_size == 0, "tensor.tables_size")  # neither codec has tables
+    need(e.first_chunk == chunks_before, "tensor.first_chunk")
+    lanes = prod(shape) * bits // (8 * lane_bytes)
+    need(e.chunk_count == -(-lanes // (1 << e.chunk_lanes_log2)), "tensor.chunk_count")
+    base_shape = None if e.base_kind == NONE else shape
+    if e.base_kind == PREFIX:
+        need(shape and shape[0] != e.base_param, "tensor.base_param")
+        base_shape = [e.base_param, *shape[1:]]
+        need(shape_fits(base_shape, bits), "tensor.base_param")
+    else:
+        need(e.base_param == 0, "tensor.base_param")
+    return Tensor(e, name, base_name or name, shape, base_shape, lanes)
+
+
+def read_name(data, rule):
+    try:
+        name = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise Refused(rule, "not UTF-8") from None
+    need("\0" not in name, rule, "NUL")
+    return name
+
+
+def shape_fits(shape, bits):
+    total = prod(shape) * bits  # a Python integer: no intermediate product can overflow
+    return total < 2**63 and total % 8 == 0
+
+
+def read_files(section, file_count):
+    names_at = 40 * file_count
+    need(names_at <= len(section), "files.size")
+    entries = FileEntry.rows(section, file_count)
+    names = Parts(section, "files.size", names_at)
+    contents = Parts(section, "files.size", names_at + sum(e.name_size for e in entries))
+    files = []
+    for e in entries:
+        need(e.kind in (SAFETENSORS, HEADER_OF_BASE, VERBATIM, AS_BASE), "file.kind")
+        need(e.reserved == 0, "file.reserved")
+        need(e.name_size <= 255, "file.name", "size")
+        name = names.take(e.name_size)
+        is_safetensors = e.kind in (SAFETENSORS, HEADER_OF_BASE)
+        if name or file_count != 1 or not is_safetensors:
+            ending = rb"\.safetensors" if is_safetensors else rb"\.safetensors\.index\.json"
+            need(re.fullmatch(rb"[A-Za-z0-9_-][A-Za-z0-9._-]*" + ending, name), "file.name")
+            need(not files or files[-1].name.encode() < name, "file.name", "order")
+            need(all(file.name.lower() != name.decode().lower() for file in files), "file.name", "case")
+        need(not is_safetensors or e.content_size >= 8, "file.content_size")
+        need(not any(e.reserved2), "file.reserved")
+        content = None
+        if e.kind in (SAFETENSORS, VERBATIM):
+            content = contents.take(e.content_size)
+            need(blake3(content)[:16] == e.content_digest, "file.content_digest")
+        files.append(File(name.decode(), e.kind, content, e))
+    contents.finish()
+    return files
+
+
+def check_records(index):
+    blob_offset = 64
+    for tensor in index.tensors:
+        for c, first, lanes in tensor.chunks():
+            record, sums = index.records[c], index.sums[c]
+            with at(tensor=tensor.name, chunk=c):
+                need(record.num_deltas <= lanes, "record.num_deltas")
+                check_sizes(record, tensor, lanes)
+                need(record.blob_offset == blob_offset, "record.blob_offset")
+                need(record.output_offset == first, "record.output_offset")
+                need(tensor.entry.base_kind != NONE or sums.base_sum == 0, "record.sums")
+                need(record.num_deltas or sums.base_sum == sums.target_sum, "record.sums")
+            blob_offset = align(blob_offset + record.compressed_size, 16)
+    need(index.header.blob_size == blob_offset, "record.blob_size")
+
+
+def check_sizes(record, tensor, lanes):
+    stored, size = record.compressed_size, record.uncompressed_size
+    if record.num_deltas == 0 or stored == 0:
+        need(record.num_deltas == stored == size == record.crc32 == 0, "record.empty")
+    else:
+        need(stored <= size + size // 64 + 64, "record.sizes")
+        need(CODECS[tensor.entry.codec].sizes_fit(record, tensor.dtype.lane_bytes, lanes), "record.sizes")
