@@ -42,8 +42,18 @@ from make_variants import read
 
 RUNS = 5
 # A lane is the unit whose change is stored; a complex number is two. Types below a byte are taken as bytes.
-LANE_BYTES = {"BF16": 2, "F16": 2, "I16": 2, "U16": 2, "F32": 4, "I32": 4, "U32": 4, "C64": 4, "F64": 8, "I64": 8, "U64": 8}
-ZIPNN_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+LANE_BYTES = {
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("F32", "I32", "U32", "C64"), 4),
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+}
+ZIPNN_NAMES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
 
 
 def pairs(base_path, target_path):
@@ -111,8 +121,7 @@ def u16_gaps(all_pairs):
         frame = compress(1, words.tobytes() + values.tobytes())
         stored += len(frame)
 
-        # The values are as many as the words that are no escapes, so the two parts need no length between them if
-        # the count is known; here it is, and a real format would add some bytes.
+        # How many words there are is known here; a real format would have to store it.
         content = decompress(frame)
         words = np.frombuffer(content, "<u2", len(words))
         values = np.frombuffer(content, base.dtype, offset=words.nbytes)
@@ -182,7 +191,7 @@ def import_zipnn():
 def zipnn(all_pairs):
     """Bytes in, bytes stored, seconds to compress and to decompress, and whether PyTorch was there."""
     ZipNN, real = import_zipnn()
-    taken = sorted((pair for pair in all_pairs if pair[0] in ZIPNN_NAMES), key=lambda pair: pair[0])
+    taken = sorted((pair for pair in all_pairs if pair[0] in ZIPNN_NAMES and pair[2].size), key=lambda pair: pair[0])
     size = stored = 0
     seconds = [0.0, 0.0]
     for dtype, group in groupby(taken, key=lambda pair: pair[0]):

@@ -89,6 +89,29 @@ impl Dtype {
         }
     }
 
+    /// Bits of mantissa of a lane, for floats with a sign.
+    pub(crate) const fn mantissa_bits(self) -> Option<u32> {
+        match self.context() {
+            Context::Exponent { shift, .. } => Some(shift),
+            _ => None,
+        }
+    }
+
+    /// What stands for the magnitude of a lane (`spec/codecs.md` section 4.1).
+    pub(crate) const fn context(self) -> Context {
+        use Dtype::*;
+        match self {
+            F16 => Context::Exponent { shift: 10, bits: 5 },
+            Bf16 => Context::Exponent { shift: 7, bits: 8 },
+            F32 | C64 => Context::Exponent { shift: 23, bits: 8 },
+            F64 => Context::Exponent { shift: 52, bits: 11 },
+            F8E4m3 | F8E4m3Fnuz => Context::Exponent { shift: 3, bits: 4 },
+            F8E5m2 | F8E5m2Fnuz => Context::Exponent { shift: 2, bits: 5 },
+            I8 | I16 | I32 | I64 => Context::SignedBits,
+            Bool | U8 | U16 | U32 | U64 | F8E8m0 | F4 | F6E2m3 | F6E3m2 => Context::Bits,
+        }
+    }
+
     /// Lanes of a tensor with this shape; `None` if the bits do not fit in 63 bits or do not fill whole bytes.
     pub fn lanes(self, shape: &[u64]) -> Option<u64> {
         // A zero dim makes the product zero whatever the others are, but only if no partial product overflows: the spec asks
@@ -106,6 +129,17 @@ pub enum Order {
     Plain,
     /// Negative values are mirrored so that neighbouring floats are neighbouring integers.
     Ordered,
+}
+
+/// Which bits of a base lane are its context.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Context {
+    /// `bits` bits from bit `shift` on.
+    Exponent { shift: u32, bits: u32 },
+    /// The number of bits of the lane, or of its complement where the top bit is set.
+    SignedBits,
+    /// The number of bits of the lane.
+    Bits,
 }
 
 mod sealed {
@@ -134,6 +168,16 @@ pub trait Lane: sealed::Sealed + Copy + Eq + Ord + Default + Send + Sync + 'stat
     fn delta(base: Self, target: Self, order: Order) -> Self;
     /// The target of which `delta` is the delta from `base`.
     fn apply(base: Self, delta: Self, order: Order) -> Self;
+    /// `bits` bits from bit `shift` on.
+    fn exponent(self, shift: u32, bits: u32) -> Self;
+    /// Number of bits.
+    fn bit_count(self) -> Self;
+    /// The complement where the top bit is set.
+    fn magnitude(self) -> Self;
+    /// min(max(self, `first`) − `first`, 255).
+    fn index_from(self, first: Self) -> u8;
+    /// `x`, or the largest value below it.
+    fn saturate(x: u16) -> Self;
 }
 
 macro_rules! lane {
@@ -184,6 +228,26 @@ macro_rules! lane {
             fn apply(base: Self, delta: Self, order: Order) -> Self {
                 let d = (delta >> 1) ^ (delta & 1).wrapping_neg();
                 base.ordered(order).wrapping_add(d).unordered(order)
+            }
+            #[inline(always)]
+            fn exponent(self, shift: u32, bits: u32) -> Self {
+                (self >> shift) & ((1 << bits) - 1)
+            }
+            #[inline(always)]
+            fn bit_count(self) -> Self {
+                (<$unsigned>::BITS - self.leading_zeros()) as $unsigned
+            }
+            #[inline(always)]
+            fn magnitude(self) -> Self {
+                self ^ (((self as $signed) >> (<$unsigned>::BITS - 1)) as $unsigned)
+            }
+            #[inline(always)]
+            fn index_from(self, first: Self) -> u8 {
+                self.saturating_sub(first).min(255) as u8
+            }
+            #[inline(always)]
+            fn saturate(x: u16) -> Self {
+                <$unsigned>::try_from(x).unwrap_or(<$unsigned>::MAX)
             }
         }
     };

@@ -47,6 +47,7 @@ pub mod limits;
 mod publish;
 pub mod reader;
 pub mod safetensors;
+mod simd;
 pub mod source;
 mod sums;
 pub mod writer;

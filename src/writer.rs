@@ -1,16 +1,17 @@
 //! Building a pair, payload by payload (spec sections 4 to 11).
 
-use crate::codec::{Codec, Encoded};
+use crate::codec::{Codec, Encoded, TableSet};
 use crate::digest;
 use crate::error::{Error, Result};
 use crate::format::*;
-use crate::index::ValidatedIndex;
+use crate::index::{MAX_TABLE_SETS, ValidatedIndex};
 use crate::lane::Dtype;
 use crate::limits::Limits;
 use binrw::BinWrite;
 use blake3::Hash;
 use std::io::{Cursor, Write};
 use std::path::PathBuf;
+use std::sync::Arc;
 use zerocopy::IntoBytes;
 
 /// What the tensor table says of a tensor, apart from what follows from its chunks.
@@ -30,6 +31,8 @@ pub struct TensorSpec {
     pub base_param: u64,
     /// Codec of the payloads.
     pub codec: Codec,
+    /// Tables of codec `conditioned`.
+    pub tables: Option<Arc<TableSet>>,
     /// log2 of the lanes of a chunk.
     pub chunk_lanes_log2: u8,
 }
@@ -63,6 +66,9 @@ pub struct PairBuilder<W> {
     entries: Vec<TensorEntry>,
     dims: Vec<u64>,
     names: Vec<u8>,
+    /// Table sets in the order of the tensors that own them, and the tables of all tensors.
+    sets: Vec<Arc<TableSet>>,
+    tables: Vec<u8>,
     digests: Vec<TensorDigests>,
     base_root: digest::Root,
     target_root: digest::Root,
@@ -86,6 +92,8 @@ impl<W: Write> PairBuilder<W> {
             entries: Vec::new(),
             dims: Vec::new(),
             names: Vec::new(),
+            sets: Vec::new(),
+            tables: Vec::new(),
             digests: Vec::new(),
             base_root: digest::Root::default(),
             target_root: digest::Root::default(),
@@ -99,6 +107,7 @@ impl<W: Write> PairBuilder<W> {
         self.dims.extend(&tensor.shape);
         self.names.extend(tensor.name.as_bytes());
         self.names.extend(base_name.as_bytes());
+        let tables_size = tensor.tables.as_ref().map_or(0, |set| self.put_tables(set));
         self.entries.push(TensorEntry {
             name_size: tensor.name.len() as u32,
             base_name_size: base_name.len() as u32,
@@ -108,11 +117,24 @@ impl<W: Write> PairBuilder<W> {
             codec: tensor.codec.code(),
             chunk_lanes_log2: tensor.chunk_lanes_log2,
             reserved: [0; 3],
-            tables_size: 0,
+            tables_size,
             first_chunk: self.records.len() as u32,
             chunk_count: 0,
             base_param: tensor.base_param,
         });
+    }
+
+    /// Adds the tables of a tensor, as a set or the number of one, and returns their size.
+    fn put_tables(&mut self, set: &Arc<TableSet>) -> u32 {
+        let before = self.tables.len();
+        if let Some(known) = self.sets.iter().position(|known| Arc::ptr_eq(known, set) || known == set) {
+            self.tables.extend((known as u16 + 1).to_le_bytes());
+        } else {
+            self.sets.push(Arc::clone(set));
+            self.tables.extend([0; 2]);
+            self.tables.extend(set.to_bytes());
+        }
+        (self.tables.len() - before) as u32
     }
 
     /// Adds the next chunk of the tensor that was begun: its payload, what the encoder said of it, and its sums.
@@ -164,7 +186,7 @@ impl<W: Write> PairBuilder<W> {
         let mut header = BlobHeader {
             magic: BLOB_MAGIC,
             version_major: VERSION_MAJOR,
-            version_minor: VERSION_MINOR,
+            version_minor: self.version_minor(),
             header_size: BLOB_HEADER_SIZE,
             blob_size: self.blob_size,
             pair_digest: *index.pair_digest(),
@@ -177,6 +199,12 @@ impl<W: Write> PairBuilder<W> {
         Ok(Finished { index, blob_header, blob: self.blob })
     }
 
+    /// The lowest version that has all that the pair uses.
+    fn version_minor(&self) -> u16 {
+        let newest = self.entries.iter().any(|entry| entry.codec == Codec::Conditioned.code());
+        if newest { VERSION_MINOR } else { 0 }
+    }
+
     fn index_bytes(&self) -> Result<Vec<u8>> {
         let roots = [self.base_root.finish(), self.target_root.finish()];
         let mut tensors = table_bytes(&self.entries)?;
@@ -185,6 +213,8 @@ impl<W: Write> PairBuilder<W> {
 
         let (tensors_size, tensors) = shrink(tensors)?;
         let (files_size, files) = shrink(self.files_bytes()?)?;
+        count(self.sets.len(), MAX_TABLE_SETS as u32, "table sets")?;
+        let (tables_size, tables) = shrink(self.tables.clone())?;
         // Each section as the parts that it is put together from, and its expanded size where that differs.
         let sections: [(&[&[u8]], Option<u64>); 6] = [
             (&[self.records.as_bytes()], None),
@@ -192,7 +222,7 @@ impl<W: Write> PairBuilder<W> {
             (&[roots.as_flattened(), self.digests.as_bytes()], None),
             (&[&tensors], Some(tensors_size)),
             (&[&files], Some(files_size)),
-            (&[], None),
+            (&[&tables], Some(tables_size)),
         ];
         let mut index = vec![0; INDEX_HEADER_SIZE as usize];
         let entries = sections.map(|(parts, expanded_size)| {
@@ -206,7 +236,7 @@ impl<W: Write> PairBuilder<W> {
         let mut header = IndexHeader {
             magic: INDEX_MAGIC,
             version_major: VERSION_MAJOR,
-            version_minor: VERSION_MINOR,
+            version_minor: self.version_minor(),
             header_size: INDEX_HEADER_SIZE,
             required_features: 0,
             optional_features: 0,
@@ -281,7 +311,8 @@ const TABLE_LEVEL: i32 = 6;
 /// The stored form of a compressible section, after its expanded size.
 fn shrink(expanded: Vec<u8>) -> Result<(u64, Vec<u8>)> {
     let size = expanded.len() as u64;
-    let frame = ::zstd::bulk::compress(&expanded, TABLE_LEVEL).map_err(|e| Error::Misuse(format!("the zstd library failed: {e}")))?;
+    let frame =
+        ::zstd::bulk::compress(&expanded, TABLE_LEVEL).map_err(|e| Error::Misuse(format!("the zstd library failed: {e}")))?;
     Ok((size, if (frame.len() as u64) < size { frame } else { expanded }))
 }
 

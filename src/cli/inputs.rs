@@ -10,9 +10,9 @@ use tpde::{Checkpoint, Codec, EncodeOptions, Error, Layout, Result, SafetensorsC
 /// How payloads are coded.
 #[derive(Args)]
 pub struct CodecArgs {
-    /// Codec of the payloads
-    #[arg(long, default_value = "zstd", value_parser = codecs())]
-    codec: Codec,
+    /// Codec of the payloads; auto takes the smallest for each tensor
+    #[arg(long, default_value = "auto", value_parser = codecs())]
+    codec: CodecChoice,
     /// Layout of codec zstd; auto lets each chunk have what suits it
     #[arg(long, default_value = "auto", value_parser = layouts())]
     layout: LayoutChoice,
@@ -22,11 +22,14 @@ pub struct CodecArgs {
 }
 
 #[derive(Clone)]
+struct CodecChoice(Option<Codec>);
+
+#[derive(Clone)]
 struct LayoutChoice(Option<Layout>);
 
-fn codecs() -> impl TypedValueParser<Value = Codec> {
-    PossibleValuesParser::new(Codec::ALL.iter().map(|codec| codec.name()))
-        .try_map(|name| Codec::ALL.iter().copied().find(|codec| codec.name() == name).ok_or("no such codec"))
+fn codecs() -> impl TypedValueParser<Value = CodecChoice> {
+    PossibleValuesParser::new(std::iter::once("auto").chain(Codec::ALL.iter().map(|codec| codec.name())))
+        .map(|name| CodecChoice(Codec::ALL.iter().copied().find(|codec| codec.name() == name)))
 }
 
 fn layouts() -> impl TypedValueParser<Value = LayoutChoice> {
@@ -36,7 +39,7 @@ fn layouts() -> impl TypedValueParser<Value = LayoutChoice> {
 
 impl CodecArgs {
     pub fn options(&self) -> EncodeOptions {
-        EncodeOptions { codec: self.codec, layout: self.layout.0, chunk_lanes: self.chunk_lanes, ..EncodeOptions::default() }
+        EncodeOptions { codec: self.codec.0, layout: self.layout.0, chunk_lanes: self.chunk_lanes, ..EncodeOptions::default() }
     }
 }
 

@@ -5,9 +5,11 @@
 
 #![forbid(unsafe_code)]
 
+pub(crate) mod conditioned;
 mod raw;
 pub(crate) mod zstd;
 
+pub use self::conditioned::TableSet;
 pub use self::zstd::Layout;
 
 use crate::error::{Result, Rule};
@@ -23,6 +25,8 @@ registry! {
         Raw = 0 => "raw",
         /// One zstd frame a chunk.
         Zstd = 1 => "zstd",
+        /// Entropy coding given the base lanes.
+        Conditioned = 2 => "conditioned",
     }
 }
 
@@ -33,6 +37,7 @@ impl Codec {
         match self {
             Codec::Raw => u64::from(uncompressed) == raw::size(num_deltas, lane_bytes) && compressed == uncompressed,
             Codec::Zstd => zstd::check_size(uncompressed, lanes, lane_bytes),
+            Codec::Conditioned => u64::from(uncompressed) == u64::from(lanes) * lane_bytes as u64,
         }
     }
 }
@@ -106,20 +111,35 @@ pub struct Encoded {
     pub num_deltas: u32,
 }
 
+/// How to encode a chunk.
+#[derive(Debug, Clone, Copy)]
+pub enum Coding<'a> {
+    /// Codec `raw`.
+    Raw,
+    /// Codec `zstd`, in a fixed layout or in the one that suits the chunk.
+    Zstd(Option<Layout>),
+    /// Codec `conditioned`.
+    Conditioned {
+        /// The tables of the tensor; without them deltas are stored as they are.
+        tables: Option<&'a TableSet>,
+        /// Bits of each delta that are stored as they are: 0 where lanes resemble their base, and less than a lane's.
+        low_bits: u32,
+    },
+}
+
 /// Encodes chunks; one a thread, used again for every chunk.
 pub struct ChunkEncoder {
-    codec: Codec,
-    layout: Option<Layout>,
     zstd: zstd::Encoder,
+    conditioned: conditioned::Encoder,
 }
 
 impl ChunkEncoder {
-    /// An encoder for `codec`. `layout` fixes the layout of codec `zstd`; without it each chunk gets what suits it.
+    /// An encoder for every codec.
     ///
     /// # Errors
     /// [`Error::Misuse`](crate::Error::Misuse) if the zstd library refuses a parameter.
-    pub fn new(codec: Codec, layout: Option<Layout>) -> Result<Self> {
-        Ok(Self { codec, layout, zstd: zstd::Encoder::new()? })
+    pub fn new() -> Result<Self> {
+        Ok(Self { zstd: zstd::Encoder::new()?, conditioned: conditioned::Encoder::default() })
     }
 
     /// Appends the payload of one chunk to `payload`: nothing if no lane has changed.
@@ -128,11 +148,21 @@ impl ChunkEncoder {
     ///
     /// # Errors
     /// [`Error::Misuse`](crate::Error::Misuse) if the zstd library fails, which it has no reason to.
-    pub fn encode(&mut self, dtype: Dtype, base: &[u8], target: &[u8], payload: &mut Vec<u8>) -> Result<Encoded> {
+    pub fn encode(
+        &mut self,
+        coding: Coding<'_>,
+        dtype: Dtype,
+        base: &[u8],
+        target: &[u8],
+        payload: &mut Vec<u8>,
+    ) -> Result<Encoded> {
         debug_assert_eq!(base.len(), target.len());
-        with_lane!(dtype.lane_bytes(), L => match self.codec {
-            Codec::Raw => Ok(raw::encode::<L>(base, target, dtype.order(), payload)),
-            Codec::Zstd => self.zstd.encode::<L>(base, target, dtype.order(), self.layout, payload),
+        with_lane!(dtype.lane_bytes(), L => match coding {
+            Coding::Raw => Ok(raw::encode::<L>(base, target, dtype.order(), payload)),
+            Coding::Zstd(layout) => self.zstd.encode::<L>(base, target, dtype.order(), layout, payload),
+            Coding::Conditioned { tables, low_bits } => {
+                Ok(self.conditioned.encode::<L>(dtype, tables, low_bits, base, target, payload))
+            }
         })
     }
 }
@@ -140,6 +170,7 @@ impl ChunkEncoder {
 /// Decodes chunks; one a thread, used again for every chunk.
 pub struct ChunkDecoder {
     zstd: zstd::Decoder,
+    conditioned: conditioned::Decoder,
 }
 
 impl Default for ChunkDecoder {
@@ -151,19 +182,22 @@ impl Default for ChunkDecoder {
 impl ChunkDecoder {
     /// A decoder for every codec.
     pub fn new() -> Self {
-        Self { zstd: zstd::Decoder::new() }
+        Self { zstd: zstd::Decoder::new(), conditioned: conditioned::Decoder::default() }
     }
 
     /// Turns the base lanes of a chunk into its target lanes, in `lanes`, and the [chunk sum](crate::chunk_sum) of the ones into
     /// that of the others, which it returns: where few lanes change, without a pass over all of them.
     ///
-    /// `encoded` is what the record says, and must have passed the checks of the index: memory is bounded by it.
+    /// `encoded` is what the record says, and must have passed the checks of the index: memory is bounded by it. `tables` are the
+    /// tensor's, for codec `conditioned`.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) naming the rule that the payload breaks; `lanes` is then a mixture.
+    #[expect(clippy::too_many_arguments, reason = "all that a record and a tensor say of a chunk")]
     pub fn decode(
         &mut self,
         codec: Codec,
+        tables: Option<&TableSet>,
         dtype: Dtype,
         encoded: Encoded,
         payload: &[u8],
@@ -173,6 +207,7 @@ impl ChunkDecoder {
         with_lane!(dtype.lane_bytes(), L => match codec {
             Codec::Raw => raw::decode::<L>(payload, encoded.num_deltas, dtype.order(), base_sum, lanes),
             Codec::Zstd => self.zstd.decode::<L>(payload, encoded, dtype.order(), base_sum, lanes),
+            Codec::Conditioned => self.conditioned.decode::<L>(dtype, tables, payload, encoded, base_sum, lanes),
         })
     }
 }

@@ -117,7 +117,8 @@ pub(super) fn decode<B: Source>(
     let encoded = pair.encoded(chunk);
     if encoded.num_deltas > 0 {
         let payload = pair.payload(chunk, &mut worker.payload).map_err(at)?;
-        let found = worker.decoder.decode(tensor.codec, tensor.dtype, encoded, payload, base_sum, lanes).map_err(at)?;
+        let found =
+            worker.decoder.decode(tensor.codec, tensor.tables, tensor.dtype, encoded, payload, base_sum, lanes).map_err(at)?;
         Rule::ChunkTargetSum.check_eq(target_sum, found).map_err(at)?;
     }
     let target_hash = match base_hash {

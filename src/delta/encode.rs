@@ -1,8 +1,9 @@
 //! Encoding: two checkpoints in, a pair out.
 
+use super::choose::{Lanes, choose};
 use super::{Pool, Progress, in_batches};
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::codec::{ChunkEncoder, Codec, Encoded, Layout};
+use crate::codec::{ChunkEncoder, Codec, Coding, Encoded, Layout, TableSet};
 use crate::digest;
 use crate::error::{Error, Escaped, Result};
 use crate::format::{BaseKind, MAX_CHUNK_BYTES, MIN_CHUNK_LANES_LOG2};
@@ -15,12 +16,13 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::{BufWriter, Seek, SeekFrom, Write};
 use std::path::Path;
+use std::sync::Arc;
 
 /// What an encoder may choose.
 #[derive(Debug, Clone)]
 pub struct EncodeOptions {
-    /// Codec of all tensors.
-    pub codec: Codec,
+    /// Codec of all tensors; without it each gets the one that makes it smallest, `conditioned` if nothing else does.
+    pub codec: Option<Codec>,
     /// Layout of codec `zstd`; without it each chunk gets what suits it.
     pub layout: Option<Layout>,
     /// Most lanes of a chunk, a power of two of at least 4,096; bounded further by 4 MiB. Smaller chunks decode in more
@@ -32,7 +34,7 @@ pub struct EncodeOptions {
 
 impl Default for EncodeOptions {
     fn default() -> Self {
-        Self { codec: Codec::Zstd, layout: None, chunk_lanes: 1 << 20, renamed: BTreeMap::new() }
+        Self { codec: None, layout: None, chunk_lanes: 1 << 20, renamed: BTreeMap::new() }
     }
 }
 
@@ -102,22 +104,39 @@ impl TensorReport {
 }
 
 /// One target tensor with its base. Small: a model may have very many.
-struct Plan {
+pub(super) struct Plan {
     /// Places in the checkpoints.
-    target: u32,
-    base: Option<u32>,
-    base_kind: BaseKind,
-    dtype: Dtype,
-    chunk_lanes_log2: u8,
-    lanes: u64,
+    pub target: u32,
+    pub base: Option<u32>,
+    pub base_kind: BaseKind,
+    pub dtype: Dtype,
+    pub chunk_lanes_log2: u8,
+    pub lanes: u64,
+    pub codec: Codec,
+    /// Of codec `conditioned`.
+    pub tables: Option<Arc<TableSet>>,
 }
 
 impl Plan {
-    fn width(&self) -> u64 {
+    pub fn width(&self) -> u64 {
         self.dtype.lane_bytes() as u64
     }
 
-    fn spec(&self, base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, codec: Codec) -> TensorSpec {
+    /// Bits of each delta that codec `conditioned` stores as they are: the mantissa and the sign of floats without a base.
+    pub fn low_bits(&self) -> u32 {
+        if self.base_kind == BaseKind::None { self.dtype.mantissa_bits().map_or(0, |bits| bits + 1) } else { 0 }
+    }
+
+    /// How `codec` is to code a chunk of this tensor.
+    pub fn coding(&self, codec: Codec, layout: Option<Layout>) -> Coding<'_> {
+        match codec {
+            Codec::Raw => Coding::Raw,
+            Codec::Zstd => Coding::Zstd(layout),
+            Codec::Conditioned => Coding::Conditioned { tables: self.tables.as_deref(), low_bits: self.low_bits() },
+        }
+    }
+
+    fn spec(&self, base: Option<&dyn Checkpoint>, target: &dyn Checkpoint) -> TensorSpec {
         let TensorInfo { name, dtype, shape } = target.tensors()[self.target as usize].clone();
         let base = base.zip(self.base).map(|(base, place)| &base.tensors()[place as usize]);
         let base_param = match (self.base_kind, base) {
@@ -132,7 +151,8 @@ impl Plan {
             shape,
             base_kind: self.base_kind,
             base_param,
-            codec,
+            codec: self.codec,
+            tables: self.tables.clone(),
             chunk_lanes_log2: self.chunk_lanes_log2,
         }
     }
@@ -154,11 +174,22 @@ struct Chunk {
     target_hash: [u8; 32],
 }
 
+/// What a thread needs to encode chunks.
 #[derive(Default)]
-struct Worker {
+pub(super) struct Worker {
     encoder: Option<ChunkEncoder>,
-    base: Vec<u8>,
-    target: Vec<u8>,
+    pub lanes: Lanes,
+}
+
+impl Worker {
+    /// The encoder, made when it is first wanted, and the buffers.
+    pub fn parts(&mut self) -> Result<(&mut ChunkEncoder, &mut Lanes)> {
+        let encoder = match &mut self.encoder {
+            Some(encoder) => encoder,
+            none => none.insert(ChunkEncoder::new()?),
+        };
+        Ok((encoder, &mut self.lanes))
+    }
 }
 
 /// Encodes the difference of `target` from `base` (`None`: from zeros) into `builder`.
@@ -178,18 +209,11 @@ pub fn encode<W: Write>(
     progress: Progress<'_>,
 ) -> Result<(Finished<W>, EncodeReport)> {
     check_options(base, target, options)?;
-    let plans: Vec<Plan> = (0..target.tensors().len()).map(|i| plan(base, target, i, options)).collect::<Result<_>>()?;
+    let mut plans: Vec<Plan> = (0..target.tensors().len()).map(|i| plan(base, target, i, options)).collect::<Result<_>>()?;
     let workers = Pool::new(Worker::default);
-    let mut assembly = Assembly {
-        builder,
-        plans: &plans,
-        base,
-        target,
-        codec: options.codec,
-        begun: 0,
-        base_hashes: Vec::new(),
-        target_hashes: Vec::new(),
-    };
+    choose(base, target, options, &mut plans, &workers)?;
+    let mut assembly =
+        Assembly { builder, plans: &plans, base, target, begun: 0, base_hashes: Vec::new(), target_hashes: Vec::new() };
     let jobs = plans.iter().enumerate().flat_map(|(i, plan)| {
         let chunk = plan.width() << plan.chunk_lanes_log2;
         let bytes = plan.lanes * plan.width();
@@ -261,8 +285,8 @@ fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options
     if !options.chunk_lanes.is_power_of_two() || options.chunk_lanes < 1 << MIN_CHUNK_LANES_LOG2 {
         return Err(Error::Misuse(format!("{} lanes a chunk: not a power of two of at least 4096", options.chunk_lanes)));
     }
-    if options.layout.is_some() && options.codec != Codec::Zstd {
-        return Err(Error::Misuse(format!("codec {} has no layouts", options.codec)));
+    if options.layout.is_some() && options.codec != Some(Codec::Zstd) {
+        return Err(Error::Misuse("layouts are for codec zstd".into()));
     }
     for (name, base_name) in &options.renamed {
         if target.find(name).is_none() {
@@ -288,7 +312,8 @@ fn plan(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, place: usize, op
         _ => (None, BaseKind::None),
     };
     let chunk_lanes_log2 = options.chunk_lanes.min(MAX_CHUNK_BYTES / dtype.lane_bytes() as u64).ilog2() as u8;
-    Ok(Plan { target: place as u32, base, base_kind, dtype: *dtype, chunk_lanes_log2, lanes })
+    let codec = options.codec.unwrap_or(Codec::Conditioned);
+    Ok(Plan { target: place as u32, base, base_kind, dtype: *dtype, chunk_lanes_log2, lanes, codec, tables: None })
 }
 
 /// Whether the shapes differ in the number of rows alone.
@@ -304,28 +329,11 @@ fn encode_chunk(
     worker: &mut Worker,
 ) -> Result<Chunk> {
     let Job { plan, offset, size } = *job;
-    let Worker { encoder, base: base_buffer, target: target_buffer } = worker;
-    let encoder = match encoder {
-        Some(encoder) => encoder,
-        None => encoder.insert(ChunkEncoder::new(options.codec, options.layout)?),
-    };
+    let (encoder, lanes) = worker.parts()?;
+    let (base_lanes, target_lanes) = lanes.read(base, target, plan, offset, size)?;
     let target_bytes = plan.lanes * plan.width();
-    let target_lanes = target.bytes(plan.target as usize, offset, size, target_buffer)?;
-    let base_lanes = match (base, plan.base, plan.base_kind) {
-        (Some(base), Some(place), BaseKind::Same) => base.bytes(place as usize, offset, size, base_buffer)?,
-        (base, place, _) => {
-            let base_bytes = base.zip(place).map_or(0, |(base, place)| base.tensors()[place as usize].bytes());
-            base_buffer.clear();
-            base_buffer.resize(size, 0);
-            let present = base_bytes.saturating_sub(offset).min(size as u64) as usize;
-            if let (Some(base), Some(place), 1..) = (base, place, present) {
-                base.read(place as usize, offset, &mut base_buffer[..present])?;
-            }
-            base_buffer
-        }
-    };
     let mut payload = Vec::new();
-    let encoded = encoder.encode(plan.dtype, base_lanes, target_lanes, &mut payload)?;
+    let encoded = encoder.encode(plan.coding(plan.codec, options.layout), plan.dtype, base_lanes, target_lanes, &mut payload)?;
     let base_sum = chunk_sum(base_lanes);
     let base_hash = (plan.base_kind == BaseKind::Same).then(|| digest::of_piece(base_lanes, offset, target_bytes));
     // An unchanged chunk has its base's sum and, in a tensor of the same length, its base's hash.
@@ -341,7 +349,6 @@ struct Assembly<'a, W> {
     plans: &'a [Plan],
     base: Option<&'a dyn Checkpoint>,
     target: &'a dyn Checkpoint,
-    codec: Codec,
     /// How many tensors have begun; the last of them is not ended yet.
     begun: usize,
     base_hashes: Vec<[u8; 32]>,
@@ -367,7 +374,7 @@ impl<W: Write> Assembly<'_, W> {
     fn begin_until(&mut self, count: usize) -> Result<()> {
         while self.begun < count {
             self.end_tensor()?;
-            self.builder.begin_tensor(&self.plans[self.begun].spec(self.base, self.target, self.codec));
+            self.builder.begin_tensor(&self.plans[self.begun].spec(self.base, self.target));
             self.begun += 1;
         }
         Ok(())

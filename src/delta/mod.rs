@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod apply;
+mod choose;
 mod chunk;
 mod compare;
 mod encode;

@@ -1,6 +1,6 @@
 //! The bytes of a pair: constants and layouts, nothing else (spec sections 5 to 11).
 //!
-//! Every struct here is one table of `spec/tpde-format.md` and one struct of `spec/tpde.h`; the tests at the end of this
+//! Every struct here is one table of `spec/tpde-format.md` or `spec/codecs.md` and one struct of `spec/tpde.h`; the tests at the end of this
 //! module hold the sizes together. No I/O and no checks happen here: [`crate::index`] validates.
 
 #![forbid(unsafe_code)]
@@ -8,12 +8,14 @@
 mod blob;
 mod files;
 mod header;
+mod payload;
 mod records;
 mod tensors;
 
 pub use blob::BlobHeader;
 pub use files::{FileEntry, FileKind};
 pub use header::{IndexHeader, Section, SectionEntry};
+pub use payload::ConditionedHeader;
 pub use records::{ChunkMetadata, ChunkSums, TensorDigests};
 pub use tensors::{BaseKind, TensorEntry};
 
@@ -23,8 +25,8 @@ pub const INDEX_MAGIC: [u8; 8] = *b"\x89TPI\r\n\x1a\n";
 pub const BLOB_MAGIC: [u8; 8] = *b"\x89TPB\r\n\x1a\n";
 /// The major version that this crate reads and writes.
 pub const VERSION_MAJOR: u16 = 1;
-/// The minor version that this crate writes.
-pub const VERSION_MINOR: u16 = 0;
+/// The newest minor version that this crate knows; it writes the lowest that a pair can do with.
+pub const VERSION_MINOR: u16 = 1;
 /// Required feature bits that this crate knows.
 pub const KNOWN_REQUIRED_FEATURES: u64 = 0;
 
@@ -116,6 +118,7 @@ mod tests {
         assert_eq!(size_of::<ChunkMetadata>(), 32);
         assert_eq!(size_of::<ChunkSums>(), 16);
         assert_eq!(size_of::<TensorDigests>(), 32);
+        assert_eq!(size_of::<ConditionedHeader>(), 16);
         let zeros = [0u8; 256];
         let header = IndexHeader::read(&mut Cursor::new(&zeros)).unwrap();
         assert_eq!(written_size(&header), INDEX_HEADER_SIZE as usize);

@@ -7,11 +7,13 @@
 mod files;
 mod header;
 mod records;
+mod tables;
 mod tensors;
 
 pub(crate) use files::is_file_name;
+pub(crate) use tables::MAX_TABLE_SETS;
 
-use crate::codec::Codec;
+use crate::codec::{Codec, TableSet};
 use crate::error::{Error, Result, hex};
 use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, FileKind, IndexHeader, Section, TensorDigests};
 use crate::lane::Dtype;
@@ -28,6 +30,7 @@ pub struct ValidatedIndex {
     bytes: Buffer,
     header: IndexHeader,
     tensors: tensors::TensorTable,
+    tables: tables::TableSets,
     files: files::FileTable,
     digest: [u8; 32],
 }
@@ -45,12 +48,12 @@ impl ValidatedIndex {
         let header = header::parse(&bytes, limits)?;
         let digest = header::check_digest(&bytes)?;
         header::check_padding(&bytes, &header)?;
-        let tensors = tensors::TensorTable::parse(&header::expand(&bytes, &header, Section::Tensors)?, &header)?;
+        let mut tensors = tensors::TensorTable::parse(&header::expand(&bytes, &header, Section::Tensors)?, &header)?;
+        let tables = tables::TableSets::parse(&header::expand(&bytes, &header, Section::Tables)?, &mut tensors)?;
         let digests = &stored(&bytes, &header, Section::Digests)[crate::format::ROOTS_SIZE as usize..];
         tensors.check_digests(digests_of(digests))?;
         let files = files::FileTable::parse(&header::expand(&bytes, &header, Section::Files)?, &header)?;
-        // No codec of this version has tables, and the tensor table has said that their sizes add up.
-        let index = Self { bytes, header, tensors, files, digest };
+        let index = Self { bytes, header, tensors, tables, files, digest };
         records::validate(&index)?;
         Ok(index)
     }
@@ -106,7 +109,7 @@ impl ValidatedIndex {
     /// If `i` is not below [`ValidatedIndex::tensor_count`].
     pub fn tensor(&self, i: usize) -> Tensor<'_> {
         let digests = &stored(&self.bytes, &self.header, Section::Digests)[crate::format::ROOTS_SIZE as usize..];
-        self.tensors.view(i, &digests_of(digests)[i])
+        self.tensors.view(i, &digests_of(digests)[i], &self.tables)
     }
 
     /// All tensors, names ascending.
@@ -117,6 +120,11 @@ impl ValidatedIndex {
     /// The tensor of this name. Cost: a binary search.
     pub fn find(&self, name: &str) -> Option<Tensor<'_>> {
         self.tensors.find(name).map(|i| self.tensor(i))
+    }
+
+    /// The table sets of codec `conditioned`, which tensors share.
+    pub fn table_sets(&self) -> &[TableSet] {
+        self.tables.all()
     }
 
     /// The target files that the pair can rebuild, none if it holds tensors only.
@@ -159,6 +167,8 @@ pub struct Tensor<'a> {
     pub base_param: u64,
     /// Codec of its payloads.
     pub codec: Codec,
+    /// Tables of codec `conditioned`, if it has some.
+    pub tables: Option<&'a TableSet>,
     /// Lanes of the tensor.
     pub lanes: u64,
     /// Lanes of a chunk.

@@ -1,6 +1,7 @@
 //! Tensor table (spec section 8; step 4 of section 13).
 
 use super::Tensor;
+use super::tables::TableSets;
 use crate::codec::Codec;
 use crate::error::{Result, Rule};
 use crate::format::*;
@@ -32,6 +33,8 @@ struct Row {
     base_kind: BaseKind,
     codec: Codec,
     chunk_lanes_log2: u8,
+    /// Bytes of the tables until those are read, then the number of their set.
+    tables: u32,
 }
 
 impl TensorTable {
@@ -86,7 +89,17 @@ impl TensorTable {
         Ok(())
     }
 
-    fn name(&self, i: usize) -> &str {
+    /// Bytes of the tables of a tensor, before [`TensorTable::set_table_set`].
+    pub(super) fn tables_size(&self, i: usize) -> u32 {
+        self.rows[i].tables
+    }
+
+    /// Says which set the tables of a tensor are.
+    pub(super) fn set_table_set(&mut self, i: usize, number: u32) {
+        self.rows[i].tables = number;
+    }
+
+    pub(super) fn name(&self, i: usize) -> &str {
         let row = &self.rows[i];
         &self.names[row.name as usize..row.base_name as usize]
     }
@@ -104,7 +117,7 @@ impl TensorTable {
         None
     }
 
-    pub(super) fn view<'a>(&'a self, i: usize, digests: &'a TensorDigests) -> Tensor<'a> {
+    pub(super) fn view<'a>(&'a self, i: usize, digests: &'a TensorDigests, sets: &'a TableSets) -> Tensor<'a> {
         let row = &self.rows[i];
         let name = self.name(i);
         let base_name = &self.names[row.base_name as usize..row.end as usize];
@@ -117,6 +130,7 @@ impl TensorTable {
             base_kind: row.base_kind,
             base_param: row.base_param,
             codec: row.codec,
+            tables: sets.get(row.tables),
             lanes: row.lanes,
             chunk_lanes: 1 << row.chunk_lanes_log2,
             first_chunk: row.first_chunk,
@@ -174,7 +188,8 @@ impl Walk {
         let in_range = (MIN_CHUNK_LANES_LOG2..32).contains(&log2) && (dtype.lane_bytes() as u64) << log2 <= MAX_CHUNK_BYTES;
         Rule::TensorChunkLanes.check(in_range, format_args!("12 or more, and at most {MAX_CHUNK_BYTES} bytes"), log2)?;
         Rule::TensorReserved.check(entry.reserved == [0; 3], "zeros", "other bytes")?;
-        Rule::TensorTablesSize.check_eq(0, entry.tables_size)?;
+        let tables_allowed = codec == Codec::Conditioned || entry.tables_size == 0;
+        Rule::TensorTablesSize.check(tables_allowed, format_args!("0 for codec {codec}"), entry.tables_size)?;
         Rule::TensorFirstChunk.check_eq(self.chunks, u64::from(entry.first_chunk))?;
         Rule::TensorChunkCount.check_eq(lanes.div_ceil(1 << log2), u64::from(entry.chunk_count))?;
         check_base_param(kind, entry.base_param, dtype, shape)?;
@@ -194,6 +209,7 @@ impl Walk {
             base_kind: kind,
             codec,
             chunk_lanes_log2: log2,
+            tables: entry.tables_size,
         });
         self.previous = start;
         self.chunks += u64::from(entry.chunk_count);

@@ -1,0 +1,59 @@
+//! Contexts and classes of base lanes (`spec/codecs.md` sections 4.1 and 4.4).
+
+use crate::dispatch::vectorized;
+use crate::lane::{Context, Dtype, Lane, lanes_of};
+
+/// Lanes of a block.
+pub(crate) const BLOCK: usize = 128;
+/// Lanes of the halves of a block, which masks of 64 bits describe.
+pub(crate) const HALF: usize = 64;
+/// Most contexts of a map.
+pub(crate) const MAX_CONTEXTS: usize = 64;
+
+/// Writes min(max(c, `first`) − `first`, 255) of each lane's context c to `out`, and 255 where there is no lane.
+pub(crate) fn indexes<L: Lane>(lanes: &[u8], dtype: Dtype, first: u16, out: &mut [u8]) {
+    let lanes = lanes_of::<L>(lanes);
+    let (used, unused) = out.split_at_mut(lanes.len());
+    unused.fill(255);
+    let first = L::saturate(first);
+    // One loop for each kind, so that each becomes vector instructions.
+    match dtype.context() {
+        Context::Exponent { shift, bits } => index::<L>(
+            used,
+            lanes,
+            #[inline(always)]
+            |lane: L| lane.exponent(shift, bits).index_from(first),
+        ),
+        Context::SignedBits => index::<L>(
+            used,
+            lanes,
+            #[inline(always)]
+            |lane: L| lane.magnitude().bit_count().index_from(first),
+        ),
+        Context::Bits => index::<L>(
+            used,
+            lanes,
+            #[inline(always)]
+            |lane: L| lane.bit_count().index_from(first),
+        ),
+    }
+}
+
+#[inline(always)]
+fn index<L: Lane>(out: &mut [u8], lanes: &[L::Le], of: impl Fn(L) -> u8) {
+    vectorized(
+        #[inline(always)]
+        || out.iter_mut().zip(lanes).for_each(|(out, lane)| *out = of(L::load(*lane))),
+    );
+}
+
+/// The maps of a payload: from context and activity to class.
+#[derive(Debug, Clone)]
+pub(crate) struct Maps {
+    /// First context that has an entry of its own; lower ones share it.
+    pub first: u16,
+    /// Number of entries of a map.
+    pub count: u8,
+    /// Class of each entry, for each activity; 0 past the last entry.
+    pub classes: [[u8; MAX_CONTEXTS]; 4],
+}

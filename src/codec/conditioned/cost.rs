@@ -1,0 +1,60 @@
+//! Costs in fractions of a bit, in integers: an encoder's choices must be the same on every machine.
+
+use super::tables::{MAX_TOKENS, SCALE_LOG2, TableSet};
+
+/// Units of a bit.
+pub(super) const BIT: u64 = 256;
+
+/// What a symbol of frequency 0 costs: more than any list of exceptions.
+const IMPOSSIBLE: u32 = 1 << 20;
+
+/// log2 of `x` > 0 in units, rounded down.
+pub(super) fn log2(x: u64) -> u64 {
+    let whole = x.ilog2();
+    // The mantissa in 32 bits, from 1 to 2; squaring doubles its logarithm, and a carry is the next bit of it.
+    let mut mantissa = if whole >= 31 { x >> (whole - 31) } else { x << (31 - whole) };
+    let mut fraction = 0;
+    for _ in 0..BIT.ilog2() {
+        mantissa = (mantissa * mantissa) >> 31;
+        let carry = mantissa >> 32;
+        fraction = fraction << 1 | carry;
+        mantissa >>= carry;
+    }
+    u64::from(whole) * BIT + fraction
+}
+
+/// What each token costs in each class of a set, classes from 1 on; extra bits apart.
+pub(super) struct Costs(Vec<[u32; MAX_TOKENS]>);
+
+impl Costs {
+    pub fn new(set: &TableSet) -> Self {
+        let cost = |&frequency: &u16| match frequency {
+            0 => IMPOSSIBLE,
+            f => (u64::from(SCALE_LOG2) * BIT - log2(f.into())) as u32,
+        };
+        let classes = set.classes().map(|class| {
+            let mut costs = [IMPOSSIBLE; MAX_TOKENS];
+            costs.iter_mut().zip(class).for_each(|(c, f)| *c = cost(f));
+            costs
+        });
+        Self(classes.collect())
+    }
+
+    /// What the symbols of a histogram cost in each class, classes from 1 on.
+    pub fn of<'a>(&'a self, histogram: &'a [u32]) -> impl Iterator<Item = u64> + 'a {
+        self.0.iter().map(|costs| histogram.iter().zip(costs).map(|(&n, &cost)| u64::from(n) * u64::from(cost)).sum())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn logarithms() {
+        assert_eq!([1, 2, 4, 1 << 40].map(log2), [0, BIT, 2 * BIT, 40 * BIT]);
+        assert_eq!(log2(3), 405); // 1.58496 · 256 = 405.7
+        assert_eq!(log2(4095), 12 * BIT - 1);
+        assert!((1..100_000).all(|x| log2(x) <= log2(x + 1)));
+    }
+}

@@ -1,0 +1,20 @@
+//! Codec 2: entropy coding of the changes given the base lanes (`spec/codecs.md` section 4).
+//!
+//! One file a section: `context` (4.1), `tables` (4.2 and 4.3), `payload` (4.4), `stream` (4.5), `decode` (4.4 to 4.6). The
+//! encoder's choices are not the spec's business: `train` makes tables from a sample of all tensors, `encode` codes a chunk with
+//! them.
+
+mod context;
+mod cost;
+mod decode;
+mod encode;
+mod payload;
+mod stats;
+mod stream;
+mod tables;
+mod train;
+
+pub(crate) use decode::Decoder;
+pub(crate) use encode::Encoder;
+pub use tables::TableSet;
+pub(crate) use train::{Sample, Trainer};

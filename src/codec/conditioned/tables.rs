@@ -1,0 +1,228 @@
+//! Table sets and tokens (`spec/codecs.md` sections 4.2 and 4.3).
+
+use crate::error::{Result, Rule};
+
+/// Most classes of a set; class 0, of lanes that are not coded, is none of them.
+pub(crate) const MAX_CLASSES: usize = 15;
+/// Most tokens of a class.
+pub(crate) const MAX_TOKENS: usize = 136;
+/// log2 of the sum of a class's frequencies.
+pub(crate) const SCALE_LOG2: u32 = 12;
+/// Sum of a class's frequencies.
+pub(crate) const SCALE: u32 = 1 << SCALE_LOG2;
+/// Values below this are their own tokens.
+pub(crate) const DIRECT: u64 = 16;
+
+/// The token of `value`, and the number of its extra bits; the extra bits are the low ones of the value.
+#[inline(always)]
+pub(crate) fn token_of(value: u64) -> (u8, u32) {
+    if value < DIRECT {
+        return (value as u8, 0);
+    }
+    let extra = 62 - value.leading_zeros();
+    ((16 + 2 * (extra - 3) + (value >> extra & 1) as u32) as u8, extra)
+}
+
+/// Number of extra bits of `token`.
+#[inline(always)]
+pub(crate) fn extra_bits(token: u8) -> u32 {
+    if token < 16 { 0 } else { (u32::from(token) - 16) / 2 + 3 }
+}
+
+/// The value of `token` whose extra bits are all 0.
+#[inline(always)]
+pub(crate) fn least_value(token: u8) -> u64 {
+    if token < 16 { u64::from(token) } else { (2 + u64::from(token & 1)) << extra_bits(token) }
+}
+
+/// Number of tokens whose values fit in `bits` bits.
+pub(crate) fn tokens_within(bits: u32) -> usize {
+    if bits <= 4 { 1 << bits } else { 16 + 2 * (bits as usize - 4) }
+}
+
+/// The token frequencies of up to 15 classes, which tensors share.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TableSet {
+    /// Tokens of each class.
+    counts: Vec<u8>,
+    /// Their frequencies, one class after the other.
+    frequencies: Vec<u16>,
+}
+
+impl TableSet {
+    /// A set of these classes, each a list of frequencies that add up to 4,096 and do not end with 0.
+    pub(crate) fn new(classes: &[Vec<u16>]) -> Self {
+        debug_assert!((1..=MAX_CLASSES).contains(&classes.len()));
+        debug_assert!(classes.iter().all(|c| c.iter().map(|&f| u32::from(f)).sum::<u32>() == SCALE && c.last() != Some(&0)));
+        Self { counts: classes.iter().map(|c| c.len() as u8).collect(), frequencies: classes.concat() }
+    }
+
+    /// Reads a set that fills `bytes`.
+    ///
+    /// # Errors
+    /// [`Rule::TensorTables`] for anything that section 4.2 does not allow.
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self> {
+        let rule = Rule::TensorTables;
+        let mut bytes = bytes.iter().copied();
+        let mut next = || bytes.next().ok_or_else(|| rule.broken("a whole set of tables", "an early end"));
+        let classes = usize::from(next()?);
+        rule.check((1..=MAX_CLASSES).contains(&classes), format_args!("1 to {MAX_CLASSES} classes"), classes)?;
+        let mut set = Self { counts: Vec::with_capacity(classes), frequencies: Vec::new() };
+        for _ in 0..classes {
+            let count = next()?;
+            rule.check((1..=MAX_TOKENS).contains(&count.into()), format_args!("1 to {MAX_TOKENS} tokens"), count)?;
+            let mut sum = 0;
+            let mut last = 0;
+            for _ in 0..count {
+                last = u16::from(next()?);
+                if last >= 128 {
+                    let high = u16::from(next()?);
+                    rule.check(high != 0, "a frequency in its shortest form", "a second byte of 0")?;
+                    last = last - 128 + (high << 7);
+                }
+                sum += u32::from(last);
+                set.frequencies.push(last);
+            }
+            rule.check(last != 0, "a last frequency that is not 0", last)?;
+            rule.check(sum == SCALE, format_args!("frequencies that add up to {SCALE}"), sum)?;
+            set.counts.push(count);
+        }
+        rule.check(bytes.next().is_none(), "nothing after the last class", "more bytes")?;
+        Ok(set)
+    }
+
+    /// The bytes that [`TableSet::parse`] reads.
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![self.counts.len() as u8];
+        for class in self.classes() {
+            bytes.push(class.len() as u8);
+            for &frequency in class {
+                if frequency < 128 {
+                    bytes.push(frequency as u8);
+                } else {
+                    bytes.extend([128 + (frequency & 127) as u8, (frequency >> 7) as u8]);
+                }
+            }
+        }
+        bytes
+    }
+
+    /// The frequencies of each class, from class 1 on.
+    pub fn classes(&self) -> impl ExactSizeIterator<Item = &[u16]> {
+        let mut rest = &self.frequencies[..];
+        self.counts.iter().map(move |&count| {
+            let (class, after) = rest.split_at(count.into());
+            rest = after;
+            class
+        })
+    }
+}
+
+/// A set in the forms that decoders look things up in.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Lookup {
+    set: TableSet,
+    /// `rows[t][k]`: where the slots of token `t` of class `k` end; the last row holds 4,096 in all columns.
+    pub rows: Vec<[u32; 16]>,
+    /// Token of each slot of each class, classes from 1 on.
+    pub tokens: Vec<u8>,
+    /// For each class from 1 on and each token: where its slots begin, and their number in the high half.
+    pub slots: Vec<[u32; MAX_TOKENS]>,
+}
+
+impl Lookup {
+    pub fn new(set: &TableSet) -> Self {
+        let most = set.counts.iter().copied().max().unwrap_or(0);
+        let classes = set.counts.len();
+        let mut lookup = Self {
+            set: set.clone(),
+            rows: vec![[SCALE; 16]; most.into()],
+            tokens: vec![0; classes << SCALE_LOG2],
+            slots: vec![[0; MAX_TOKENS]; classes],
+        };
+        for (k, class) in set.classes().enumerate() {
+            let mut end = 0;
+            for (t, &frequency) in class.iter().enumerate() {
+                let start = end;
+                end += u32::from(frequency);
+                lookup.rows[t][k + 1] = end;
+                lookup.slots[k][t] = start | u32::from(frequency) << 16;
+                lookup.tokens[k << SCALE_LOG2..][start as usize..end as usize].fill(t as u8);
+            }
+        }
+        lookup
+    }
+
+    /// Whether this is the look-up of `set`.
+    pub fn is_of(&self, set: &TableSet) -> bool {
+        self.set == *set
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn tokens_cover_all_values() {
+        let mut token = 0u8;
+        let mut value = 0u64;
+        while (token as usize) < MAX_TOKENS {
+            let extra = extra_bits(token);
+            let last = value + (((1u128 << extra) - 1) as u64);
+            assert_eq!(least_value(token), value);
+            assert_eq!(token_of(value), (token, extra));
+            assert_eq!(token_of(last), (token, extra));
+            token += 1;
+            value = last.wrapping_add(1);
+        }
+        assert_eq!(value, 0, "the last token ends with the largest value");
+        assert_eq!([0, 1, 4, 5, 8, 16, 64].map(tokens_within), [1, 2, 16, 18, 24, 40, 136]);
+    }
+
+    fn sets() -> impl Strategy<Value = TableSet> {
+        let class = (1usize..60, any::<u64>()).prop_map(|(count, seed)| {
+            let mut class = vec![0u16; count];
+            let mut x = seed;
+            class[count - 1] = 1;
+            let mut left = SCALE as u16 - 1;
+            while left > 0 {
+                x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let part = (1 + (x >> 40) as u16 % left.max(1)).min(left);
+                class[(x >> 33) as usize % count] += part;
+                left -= part;
+            }
+            class
+        });
+        proptest::collection::vec(class, 1..=MAX_CLASSES).prop_map(|classes| TableSet::new(&classes))
+    }
+
+    proptest! {
+        #[test]
+        fn sets_come_back(set in sets()) {
+            let bytes = set.to_bytes();
+            prop_assert_eq!(TableSet::parse(&bytes).unwrap(), set);
+            prop_assert!(TableSet::parse(&bytes[..bytes.len() - 1]).is_err());
+        }
+
+        #[test]
+        fn any_bytes_are_a_canonical_set_or_refused(bytes: Vec<u8>) {
+            if let Ok(set) = TableSet::parse(&bytes) {
+                prop_assert_eq!(set.to_bytes(), bytes);
+            }
+        }
+
+        #[test]
+        fn lookups_agree(set in sets(), slot in 0..SCALE) {
+            let lookup = Lookup::new(&set);
+            for k in 0..set.counts.len() {
+                let token = lookup.tokens[k << SCALE_LOG2 | slot as usize];
+                let start = lookup.slots[k][usize::from(token)] & 0xFFFF;
+                let end = lookup.rows[usize::from(token)][k + 1];
+                prop_assert!(start <= slot && slot < end);
+                prop_assert_eq!(end - start, lookup.slots[k][usize::from(token)] >> 16);
+            }
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! Table sets from a sample of the tensors that will share them.
+//!
+//! Contexts of all tensors are put into classes that code alike: first by how often and how far their lanes change, which makes
+//! some hundred groups of them, then by moving each group to the class that codes it in the fewest bits (k-means with the
+//! Kullback–Leibler divergence), splitting the class that wastes most until another one would not pay for its table.
+
+use super::cost::{BIT, log2};
+use super::stats::{LEVELS, Row, Split, Stats};
+use super::tables::{MAX_CLASSES, SCALE, TableSet, tokens_within};
+use crate::lane::{Dtype, Lane, count_changed, with_lane};
+use std::collections::BTreeMap;
+
+/// Rounds of moving groups between classes after each split.
+const ROUNDS: usize = 2;
+/// What an entry of a table costs.
+const ENTRY_COST: u64 = 12 * BIT;
+
+/// Rate of change in half powers of two, and mean token of the changes in quarters.
+type Group = (u8, u8);
+
+/// What a piece of a tensor says.
+#[derive(Debug)]
+pub(crate) struct Sample(BTreeMap<Group, Row>);
+
+impl Sample {
+    /// Looks at some lanes of a tensor, a multiple of 128 but for its end.
+    pub fn gather(dtype: Dtype, low_bits: u32, base: &[u8], target: &[u8]) -> Self {
+        let mut groups = BTreeMap::<Group, Row>::new();
+        with_lane!(dtype.lane_bytes(), L => {
+            let changed = count_changed::<L>(base, target);
+            if changed == 0 && low_bits == 0 {
+                return Self(groups);
+            }
+            let split = Split::for_lanes::<L>(base, target, dtype, low_bits);
+            let stats = Stats::gather::<L>(base, target, dtype, split, changed);
+            // Where many lanes change the encoder will tell blocks apart, and classes should know both kinds.
+            let by_level = 16 * changed * L::BYTES >= base.len();
+            let levels = if by_level { vec![0..1, 1..2, 2..3, 3..4] } else { vec![0..LEVELS] };
+            for levels in levels {
+                for context in stats.contexts(levels.clone()) {
+                    let row = stats.row(levels.clone(), context);
+                    if let Some(group) = group_of(&row) {
+                        groups.entry(group).or_default().add(&row);
+                    }
+                }
+            }
+        });
+        Self(groups)
+    }
+}
+
+fn group_of(row: &Row) -> Option<Group> {
+    let (lanes, others) = (row.lanes(), row.others());
+    let sum: u64 = row.counts.iter().zip(0u64..).map(|(&n, token)| u64::from(n) * token).sum();
+    let rate = 2 * (log2(lanes.max(1)) - log2(others.max(1)).min(log2(lanes.max(1)))) / BIT;
+    (others > 0).then(|| (rate.min(31) as u8, (4 * sum / others).min(127) as u8))
+}
+
+/// Makes a table set from samples of tensors that are to share it.
+#[derive(Debug, Default)]
+pub(crate) struct Trainer(BTreeMap<Group, Row>);
+
+impl Trainer {
+    /// Adds a sample.
+    pub fn add(&mut self, sample: &Sample) {
+        for (group, row) in &sample.0 {
+            self.0.entry(*group).or_default().add(row);
+        }
+    }
+
+    /// The set; none if nothing has changed. `bits` is the number of bits of a value, and with `all` every value has a token in
+    /// every class, because there is no other way to code it.
+    pub fn finish(self, bits: u32, all: bool) -> Option<TableSet> {
+        let rows: Vec<Row> = self.0.into_values().collect();
+        if rows.is_empty() {
+            return None;
+        }
+        let mut clusters = Clusters::new(&rows);
+        while clusters.sums.len() < MAX_CLASSES && clusters.split() {}
+        let tokens = tokens_within(bits);
+        let mut classes: Vec<_> = clusters.sums.iter().map(|sum| frequencies(sum, if all { tokens } else { 1 })).collect();
+        classes.sort_unstable_by(|a, b| b.cmp(a));
+        classes.dedup();
+        Some(TableSet::new(&classes))
+    }
+}
+
+/// Groups in classes.
+#[derive(Clone)]
+struct Clusters<'a> {
+    rows: &'a [Row],
+    /// Class of each row.
+    class: Vec<usize>,
+    /// What each row costs in its class, extra bits apart.
+    cost: Vec<u64>,
+    /// Sum of the rows of each class.
+    sums: Vec<Row>,
+}
+
+impl<'a> Clusters<'a> {
+    fn new(rows: &'a [Row]) -> Self {
+        let mut clusters = Self { rows, class: vec![0; rows.len()], cost: vec![0; rows.len()], sums: vec![Row::default()] };
+        clusters.sum_up();
+        clusters.assign();
+        clusters
+    }
+
+    fn sum_up(&mut self) {
+        self.sums.iter_mut().for_each(|sum| sum.counts.clear());
+        for (row, &class) in self.rows.iter().zip(&self.class) {
+            self.sums[class].add(row);
+        }
+    }
+
+    fn assign(&mut self) {
+        let costs: Vec<_> = self.sums.iter().map(token_costs).collect();
+        for ((row, class), cost) in self.rows.iter().zip(&mut self.class).zip(&mut self.cost) {
+            let of = |costs: &Vec<u64>| row.counts.iter().zip(costs).map(|(&n, &c)| u64::from(n) * c).sum::<u64>();
+            (*class, *cost) = costs.iter().map(of).enumerate().min_by_key(|&(class, cost)| (cost, class)).unwrap_or_default();
+        }
+    }
+
+    fn total(&self) -> u64 {
+        let entries = self.sums.iter().map(|sum| sum.counts.iter().filter(|&&n| n != 0).count() as u64);
+        self.cost.iter().sum::<u64>() + entries.sum::<u64>() * ENTRY_COST
+    }
+
+    /// Gives the class that wastes most another one beside it, begun by its worst row; false, and nothing changed, if that does
+    /// not pay.
+    fn split(&mut self) -> bool {
+        let waste = |(row, &cost): (&Row, &u64)| cost.saturating_sub(own_cost(row));
+        let mut wasted = vec![(0, 0, 0); self.sums.len()];
+        for (i, (waste, &class)) in self.rows.iter().zip(&self.cost).map(waste).zip(&self.class).enumerate() {
+            let (sum, worst, row) = &mut wasted[class];
+            *sum += waste;
+            if waste >= *worst {
+                (*worst, *row) = (waste, i);
+            }
+        }
+        let Some(&(waste, _, seed)) = wasted.iter().max() else { return false };
+        if waste == 0 {
+            return false;
+        }
+        let mut split = self.clone();
+        split.sums.push(self.rows[seed].clone());
+        for _ in 0..ROUNDS {
+            split.assign();
+            split.sum_up();
+        }
+        split.assign();
+        let kept: Vec<bool> = split.sums.iter().map(|sum| !sum.counts.is_empty()).collect();
+        if kept.contains(&false) || split.total() >= self.total() {
+            return false;
+        }
+        *self = split;
+        true
+    }
+}
+
+/// What a row would cost with a class of its own.
+fn own_cost(row: &Row) -> u64 {
+    let total = log2(row.lanes().max(1));
+    row.counts.iter().filter(|&&n| n != 0).map(|&n| u64::from(n) * (total - log2(n.into()))).sum()
+}
+
+/// What each token costs in a class with these counts; one that has not been seen costs as if it had been seen a little.
+fn token_costs(sum: &Row) -> Vec<u64> {
+    const PART: u64 = 32;
+    let total = log2(PART * sum.lanes() + super::tables::MAX_TOKENS as u64);
+    let cost = |n: u32| total - log2(PART * u64::from(n) + 1);
+    let mut costs: Vec<u64> = sum.counts.iter().map(|&n| cost(n)).collect();
+    costs.resize(super::tables::MAX_TOKENS, cost(0));
+    costs
+}
+
+/// Frequencies in proportion to counts, the first `least` of them not 0.
+fn frequencies(sum: &Row, least: usize) -> Vec<u16> {
+    let total = sum.lanes().max(1);
+    let last = sum.counts.iter().rposition(|&n| n != 0).map_or(1, |last| last + 1).max(least);
+    let count = |t: usize| u64::from(sum.counts.get(t).copied().unwrap_or(0));
+    let mut frequencies: Vec<u16> = (0..last)
+        .map(|t| {
+            let share = (count(t) * u64::from(SCALE) + total / 2) / total;
+            share.max(u64::from(count(t) != 0 || t < least)) as u16
+        })
+        .collect();
+    // The largest ones bear the rounding: it matters least there.
+    let mut sum: i32 = frequencies.iter().map(|&f| i32::from(f)).sum();
+    while sum != SCALE as i32 {
+        let Some(largest) = frequencies.iter_mut().max() else { break };
+        let step = (SCALE as i32 - sum).clamp(-(i32::from(*largest) / 2), SCALE as i32);
+        *largest = (i32::from(*largest) + step) as u16;
+        sum += step;
+    }
+    frequencies
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn frequencies_are_valid(counts in proptest::collection::vec(prop_oneof![Just(0u32), 0u32..10, any::<u32>()], 1..136), least in 1usize..40) {
+            let frequencies = frequencies(&Row { counts: counts.clone() }, least);
+            prop_assert_eq!(frequencies.iter().map(|&f| u32::from(f)).sum::<u32>(), SCALE);
+            prop_assert_ne!(frequencies.last(), Some(&0));
+            for (t, &f) in frequencies.iter().enumerate() {
+                prop_assert!(f > 0 || (counts[t] == 0 && t >= least));
+            }
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! What an encoder decides before it encodes: tables for codec `conditioned`, and the codec of each tensor.
+//!
+//! Both come from samples, in fixed places, so that the same checkpoints give the same pair and little is read twice.
+
+use super::encode::{EncodeOptions, Plan, Worker};
+use super::{Pool, in_batches};
+use crate::checkpoint::Checkpoint;
+use crate::codec::{Codec, conditioned};
+use crate::error::Result;
+use crate::format::{BaseKind, PAYLOAD_ALIGN};
+use crate::lane::Dtype;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Lanes of a piece that a sample is made of.
+const PIECE: u64 = 1 << 14;
+/// About how many pieces tables are made from: 8 million lanes.
+const PIECES: u64 = 512;
+/// Most lanes of a tensor that are encoded with every codec to see which is best.
+const TRIAL: u64 = 1 << 16;
+
+/// Lanes of base and target, read into buffers where they do not lie in memory.
+#[derive(Default)]
+pub(super) struct Lanes {
+    base: Vec<u8>,
+    target: Vec<u8>,
+}
+
+impl Lanes {
+    /// `size` bytes of lanes of base and target from byte `offset` of the tensor on; zeros where there is no base.
+    pub fn read<'a>(
+        &'a mut self,
+        base: Option<&'a dyn Checkpoint>,
+        target: &'a dyn Checkpoint,
+        plan: &Plan,
+        offset: u64,
+        size: usize,
+    ) -> Result<(&'a [u8], &'a [u8])> {
+        let target_lanes = target.bytes(plan.target as usize, offset, size, &mut self.target)?;
+        let base_lanes = match (base, plan.base, plan.base_kind) {
+            (Some(base), Some(place), BaseKind::Same) => base.bytes(place as usize, offset, size, &mut self.base)?,
+            (base, place, _) => {
+                let base_bytes = base.zip(place).map_or(0, |(base, place)| base.tensors()[place as usize].bytes());
+                self.base.clear();
+                self.base.resize(size, 0);
+                let present = base_bytes.saturating_sub(offset).min(size as u64) as usize;
+                if let (Some(base), Some(place), 1..) = (base, place, present) {
+                    base.read(place as usize, offset, &mut self.base[..present])?;
+                }
+                &self.base
+            }
+        };
+        Ok((base_lanes, target_lanes))
+    }
+}
+
+/// Gives every plan its codec, and its tables.
+pub(super) fn choose(
+    base: Option<&dyn Checkpoint>,
+    target: &dyn Checkpoint,
+    options: &EncodeOptions,
+    plans: &mut [Plan],
+    workers: &Pool<Worker>,
+) -> Result<()> {
+    if options.codec.is_some_and(|codec| codec != Codec::Conditioned) {
+        return Ok(());
+    }
+    train(base, target, plans, workers)?;
+    if options.codec.is_some() {
+        return Ok(());
+    }
+    let mut codecs = Vec::with_capacity(plans.len());
+    in_batches(
+        0..plans.len(),
+        |_| TRIAL,
+        |i| workers.with(|worker| try_codecs(base, target, &plans[*i], worker)),
+        |_, codec| {
+            codecs.push(codec);
+            Ok(())
+        },
+    )?;
+    for (plan, codec) in plans.iter_mut().zip(codecs) {
+        plan.codec = codec;
+        if codec != Codec::Conditioned {
+            plan.tables = None;
+        }
+    }
+    Ok(())
+}
+
+/// Makes table sets, one for all tensors of a dtype with a base, and one for those without.
+fn train(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plans: &mut [Plan], workers: &Pool<Worker>) -> Result<()> {
+    let pieces = |plan: &Plan| plan.lanes.div_ceil(PIECE);
+    let stride = plans.iter().map(pieces).sum::<u64>().div_ceil(PIECES).max(1);
+    let group = |plan: &Plan| (plan.dtype, plan.base_kind != BaseKind::None);
+    let mut trainers = BTreeMap::<(Dtype, bool), (u32, conditioned::Trainer)>::new();
+    let places = plans.iter().flat_map(|plan| (0..pieces(plan)).map(move |k| (plan, k)));
+    in_batches(
+        places.step_by(stride as usize),
+        |(plan, _)| PIECE * plan.width(),
+        |&mut (plan, k)| {
+            workers.with(|worker| {
+                let lanes = PIECE.min(plan.lanes - k * PIECE) * plan.width();
+                let (base, target) = worker.lanes.read(base, target, plan, k * PIECE * plan.width(), lanes as usize)?;
+                Ok(conditioned::Sample::gather(plan.dtype, plan.low_bits(), base, target))
+            })
+        },
+        |(plan, _), sample| {
+            let (low_bits, trainer) = trainers.entry(group(plan)).or_default();
+            *low_bits = plan.low_bits();
+            trainer.add(&sample);
+            Ok(())
+        },
+    )?;
+    let sets: BTreeMap<_, _> = trainers
+        .into_iter()
+        .map(|(group, (low_bits, trainer))| {
+            let bits = 8 * group.0.lane_bytes() as u32 - low_bits;
+            (group, trainer.finish(bits, low_bits != 0).map(Arc::new))
+        })
+        .collect();
+    for plan in plans {
+        plan.tables = sets.get(&group(plan)).cloned().flatten();
+    }
+    Ok(())
+}
+
+/// The codec that makes a part of the tensor smallest, all of it if it is small; `conditioned` where nothing is smaller.
+fn try_codecs(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plan: &Plan, worker: &mut Worker) -> Result<Codec> {
+    let size = plan.lanes.min(TRIAL) * plan.width();
+    // From the middle: the first rows of an embedding are no sample of it.
+    let offset =
+        (plan.lanes.saturating_sub(TRIAL) / 2).next_multiple_of(PIECE).min(plan.lanes.saturating_sub(TRIAL)) * plan.width();
+    let (encoder, lanes) = worker.parts()?;
+    let (base, target) = lanes.read(base, target, plan, offset, size as usize)?;
+    let mut best = (u64::MAX, Codec::Conditioned);
+    let mut payload = Vec::new();
+    for codec in [Codec::Conditioned, Codec::Zstd, Codec::Raw] {
+        payload.clear();
+        encoder.encode(plan.coding(codec, None), plan.dtype, base, target, &mut payload)?;
+        let stored = (payload.len() as u64).next_multiple_of(PAYLOAD_ALIGN);
+        if stored < best.0 {
+            best = (stored, codec);
+        }
+    }
+    Ok(best.1)
+}

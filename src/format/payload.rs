@@ -1,0 +1,29 @@
+//! The beginning of payloads of codec `conditioned` (`spec/codecs.md` section 4.4), read in place.
+
+use zerocopy::little_endian::{U16, U32};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// What the parts of a payload of codec `conditioned` are.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[cfg_attr(feature = "arbitrary", derive(arbitrary::Arbitrary))]
+#[repr(C)]
+pub struct ConditionedHeader {
+    /// Bits of each delta that are stored as they are.
+    pub low_bits: u8,
+    /// log2 of the states of a stream.
+    pub states_log2: u8,
+    /// log2 of the segments of the chunk.
+    pub segments_log2: u8,
+    /// Bits of a block's activity.
+    pub activity_bits: u8,
+    /// First context that has an entry of its own in the maps.
+    pub first_context: U16,
+    /// Entries of a map.
+    pub context_count: u8,
+    /// Zero.
+    pub reserved: u8,
+    /// Changes that are listed instead of coded.
+    pub exception_count: U32,
+    /// What the values of the high bits count down from.
+    pub center: U32,
+}

@@ -1,0 +1,56 @@
+//! Table sets of codec `conditioned` (`spec/codecs.md` section 4.2; end of step 4 of section 13).
+
+use super::tensors::TensorTable;
+use crate::codec::TableSet;
+use crate::error::{Result, Rule};
+
+/// Most table sets of a pair.
+pub(crate) const MAX_TABLE_SETS: usize = 65_535;
+
+/// All sets of a pair, in the order of the tensors that own them.
+#[derive(Debug, Default)]
+pub(super) struct TableSets(Vec<TableSet>);
+
+impl TableSets {
+    /// Reads the tables of every tensor, and tells the tensors their sets. The section has the size that their entries add up to.
+    pub(super) fn parse(mut section: &[u8], tensors: &mut TensorTable) -> Result<Self> {
+        let mut sets = Self::default();
+        for i in 0..tensors.len() {
+            let size = tensors.tables_size(i);
+            if size == 0 {
+                continue;
+            }
+            let (tables, rest) = section.split_at_checked(size as usize).unwrap_or((section, &[]));
+            section = rest;
+            let set = sets.tables(tables).map_err(|e| e.in_tensor(tensors.name(i)))?;
+            tensors.set_table_set(i, set);
+        }
+        Ok(sets)
+    }
+
+    /// The number of the set that these tables name, from 1 on.
+    fn tables(&mut self, tables: &[u8]) -> Result<u32> {
+        let rule = Rule::TensorTables;
+        let (number, set) = tables.split_first_chunk().ok_or_else(|| rule.broken("2 bytes or more", tables.len()))?;
+        let number = u16::from_le_bytes(*number);
+        if set.is_empty() {
+            let known = self.0.len();
+            rule.check((1..=known).contains(&number.into()), format_args!("the number of a set, 1 to {known}"), number)?;
+            return Ok(number.into());
+        }
+        rule.check(number == 0, "0 before a set", number)?;
+        rule.check(self.0.len() < MAX_TABLE_SETS, format_args!("at most {MAX_TABLE_SETS} sets"), "another one")?;
+        self.0.push(TableSet::parse(set)?);
+        Ok(self.0.len() as u32)
+    }
+
+    /// The set of this number; none for 0.
+    pub(super) fn get(&self, number: u32) -> Option<&TableSet> {
+        self.0.get((number as usize).checked_sub(1)?)
+    }
+
+    /// All sets.
+    pub(super) fn all(&self) -> &[TableSet] {
+        &self.0
+    }
+}
