@@ -3,7 +3,7 @@
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
-use tpde::codec::{ChunkEncoder, Encoded};
+use tpde::codec::{ChunkDecoder, ChunkEncoder, Coding, Encoded, TableSet};
 use tpde::format::BaseKind;
 use tpde::writer::{PairBuilder, TensorSpec};
 use tpde::{Apply, Codec, Dtype, EncodeOptions, Limits, MemoryCheckpoint, TensorInfo, ValidatedIndex, chunk_sum, encode_to_memory};
@@ -45,6 +45,7 @@ fn large_index() -> Vec<u8> {
             base_kind: BaseKind::Same,
             base_param: 0,
             codec: Codec::Raw,
+            tables: None,
             chunk_lanes_log2: 12,
         });
         for chunk in 0..chunks / tensors {
@@ -102,17 +103,43 @@ fn parts(c: &mut Criterion) {
     let mut group = c.benchmark_group("chunk of 2 MiB");
     group.throughput(Throughput::Bytes(base.len() as u64));
     group.bench_function("chunk sum", |b| b.iter(|| chunk_sum(black_box(base))));
-    for codec in Codec::ALL {
-        let mut encoder = ChunkEncoder::new(*codec, None).unwrap();
+    let tables = tables_of(base, target);
+    let mut encoder = ChunkEncoder::new().unwrap();
+    let mut decoder = ChunkDecoder::new();
+    let base_sum = chunk_sum(base);
+    for &codec in Codec::ALL {
+        let coding = match codec {
+            Codec::Raw => Coding::Raw,
+            Codec::Zstd => Coding::Zstd(None),
+            Codec::Conditioned => Coding::Conditioned { tables: Some(&tables), low_bits: 0 },
+        };
         let mut payload = Vec::new();
+        let encoded = encoder.encode(coding, Dtype::Bf16, base, target, &mut payload).unwrap();
+        let mut again = Vec::new();
         group.bench_function(format!("encode {codec}"), |b| {
             b.iter(|| {
-                payload.clear();
-                encoder.encode(Dtype::Bf16, black_box(base), target, &mut payload).unwrap()
+                again.clear();
+                encoder.encode(coding, Dtype::Bf16, black_box(base), target, &mut again).unwrap()
+            })
+        });
+        let mut lanes = base.to_vec();
+        group.bench_function(format!("copy base and decode {codec}"), |b| {
+            b.iter(|| {
+                lanes.copy_from_slice(black_box(base));
+                decoder.decode(codec, Some(&tables), Dtype::Bf16, encoded, &payload, base_sum, &mut lanes).unwrap()
             })
         });
     }
     group.finish();
+}
+
+/// The tables that an encoder makes for a checkpoint of these lanes.
+fn tables_of(base: &[u8], target: &[u8]) -> TableSet {
+    let info = TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![base.len() as u64 / 2] };
+    let base = MemoryCheckpoint::new([(info.clone(), base)]).unwrap();
+    let target = MemoryCheckpoint::new([(info, target)]).unwrap();
+    let options = EncodeOptions { codec: Some(Codec::Conditioned), ..EncodeOptions::default() };
+    encode_to_memory(Some(&base), &target, &options).unwrap().0.index().table_sets()[0].clone()
 }
 
 criterion_group!(benches, open, pair, parts);

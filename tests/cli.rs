@@ -252,13 +252,18 @@ fn a_pair_can_do_without_a_base() {
 #[test]
 fn every_codec_and_layout_works() {
     let place = Place::with_pair();
-    let zstd = ["auto", "planes", "gaps", "elias-delta", "nibble-gaps", "nibble-planes"].map(|l| format!("--layout {l}"));
-    for options in zstd.iter().map(String::as_str).chain(["--codec raw", "--chunk-lanes 4096"]) {
+    let layouts = ["auto", "planes", "gaps", "elias-delta", "nibble-gaps", "nibble-planes"];
+    let zstd = layouts.map(|layout| format!("--codec zstd --layout {layout}"));
+    let others =
+        ["--codec auto", "--codec conditioned", "--codec conditioned --chunk-lanes 4096", "--codec raw", "--chunk-lanes 4096"];
+    for options in zstd.iter().map(String::as_str).chain(others) {
         place.ok(&format!("encode base.safetensors target.safetensors -o coded -f {options}"));
         place.ok("verify coded --base base.safetensors --target target.safetensors");
     }
     place.fails("encode base.safetensors target.safetensors -o x --chunk-lanes 5000", USAGE, "5000");
-    place.fails("encode base.safetensors target.safetensors -o x --codec raw --layout gaps", USAGE, "raw");
+    for other in ["raw", "conditioned", "auto"] {
+        place.fails(&format!("encode base.safetensors target.safetensors -o x --codec {other} --layout gaps"), USAGE, "zstd");
+    }
 }
 
 #[test]

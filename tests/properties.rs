@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Mutex;
-use tpde::codec::ChunkEncoder;
+use tpde::codec::{ChunkEncoder, Coding};
 use tpde::delta::Sink;
 use tpde::error::Rule;
 use tpde::format::BaseKind;
@@ -194,8 +194,13 @@ fn any_base() -> impl Strategy<Value = Origin> {
 }
 
 fn case_of(from: impl Strategy<Value = Origin>) -> impl Strategy<Value = Case> {
-    let layouts: Vec<_> = Layout::ALL.iter().map(|&layout| (Codec::Zstd, Some(layout))).collect();
-    let ways = prop_oneof![3 => Just((Codec::Zstd, None)), 1 => Just((Codec::Raw, None)), 3 => proptest::sample::select(layouts)];
+    let layouts: Vec<_> = Layout::ALL.iter().map(|&layout| (Some(Codec::Zstd), Some(layout))).collect();
+    let codecs = [None, Some(Codec::Conditioned), Some(Codec::Zstd)].map(|codec| (codec, None));
+    let ways = prop_oneof![
+        6 => proptest::sample::select(codecs.to_vec()),
+        1 => Just((Some(Codec::Raw), None)),
+        3 => proptest::sample::select(layouts)
+    ];
     let chunk_lanes = prop_oneof![3 => Just(1 << 12), 1 => (12..17u32).prop_map(|log2| 1u64 << log2)];
     (proptest::collection::vec(recipe(from), 0..5), ways, chunk_lanes).prop_map(|(recipes, (codec, layout), chunk_lanes)| {
         let options = EncodeOptions { codec, layout, chunk_lanes, renamed: BTreeMap::new() };
@@ -494,6 +499,7 @@ fn tensors_beyond_32_bits_are_located_and_decoded() {
                 base_kind,
                 base_param: base_rows,
                 codec: Codec::Zstd,
+                tables: None,
                 chunk_lanes_log2,
             };
             let mut builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
@@ -505,8 +511,8 @@ fn tensors_beyond_32_bits_are_located_and_decoded() {
                     let mut target = base.clone();
                     if chunk == last {
                         *target.last_mut().unwrap() ^= 0x55;
-                        encoded =
-                            ChunkEncoder::new(Codec::Zstd, None).unwrap().encode(dtype, &base, &target, &mut payload).unwrap();
+                        let mut encoder = ChunkEncoder::new().unwrap();
+                        encoded = encoder.encode(Coding::Zstd(None), dtype, &base, &target, &mut payload).unwrap();
                     }
                     sums = (chunk_sum(&base), chunk_sum(&target));
                 }

@@ -12,7 +12,7 @@ use tpde_fuzz::{base_lanes, one_thread};
 #[derive(Arbitrary, Debug)]
 struct Input {
     tensors: Vec<Tensor>,
-    codec: Codec,
+    codec: Option<Codec>,
     layout: Option<Layout>,
     chunk_lanes_log2: u8,
     range: (u16, u16),
@@ -128,7 +128,7 @@ fn check(input: &Input) {
     }
     let base = MemoryCheckpoint::new(bases).expect("bases of their lengths");
     let target = MemoryCheckpoint::new(targets.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).expect("targets too");
-    let layout = input.layout.filter(|_| input.codec == Codec::Zstd);
+    let layout = input.layout.filter(|_| input.codec == Some(Codec::Zstd));
     let options = EncodeOptions { codec: input.codec, layout, chunk_lanes: 1 << (12 + input.chunk_lanes_log2 % 3), renamed };
     let (pair, report) = encode_to_memory(Some(&base), &target, &options).expect("options that make sense");
     assert_eq!(report.tensors.len(), targets.len());

@@ -176,7 +176,8 @@ pub fn repair_sums(index: &ValidatedIndex, blob: &mut [u8]) -> Vec<u8> {
             let mut target_sum = base_sum;
             if encoded.num_deltas > 0 {
                 let payload = &blob[record.blob_offset.get() as usize..][..record.compressed_size.get() as usize];
-                let decoded = ChunkDecoder::new().decode(tensor.codec, tensor.dtype, encoded, payload, base_sum, lanes);
+                let decoded =
+                    ChunkDecoder::new().decode(tensor.codec, tensor.tables, tensor.dtype, encoded, payload, base_sum, lanes);
                 target_sum = decoded.unwrap_or(0);
             }
             put(&mut bytes, sums_at + 16 * chunk as usize, &base_sum.to_le_bytes());
@@ -223,7 +224,7 @@ pub fn decode(chunk: &Chunk<'_>, codec: tpde::Codec, uncompressed_size: u32, pay
     let encoded = Encoded { uncompressed_size, num_deltas: chunk.num_deltas };
     let mut out = chunk.base.to_vec();
     let base_sum = chunk_sum(chunk.base);
-    let outcome = DECODER.with_borrow_mut(|decoder| decoder.decode(codec, chunk.dtype, encoded, payload, base_sum, &mut out));
+    let outcome = DECODER.with_borrow_mut(|decoder| decoder.decode(codec, None, chunk.dtype, encoded, payload, base_sum, &mut out));
     match outcome {
         Ok(sum) => {
             assert_eq!(sum, chunk_sum(&out));

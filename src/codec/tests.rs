@@ -5,20 +5,59 @@ use crate::chunk_sum;
 use crate::error::Error;
 use proptest::prelude::*;
 
-/// Every way to encode: codec `raw`, and codec `zstd` with each layout and with its own choice.
-fn ways() -> Vec<(Codec, Option<Layout>)> {
-    let zstd = Layout::ALL.iter().map(|&layout| (Codec::Zstd, Some(layout)));
-    [(Codec::Raw, None), (Codec::Zstd, None)].into_iter().chain(zstd).collect()
+/// A way to encode a chunk.
+#[derive(Debug, Clone, Copy)]
+enum Way {
+    Raw,
+    /// In a fixed layout, or in the one that suits the chunk.
+    Zstd(Option<Layout>),
+    /// With tables made from the chunk itself, and so many bits of each delta stored as they are.
+    Conditioned(u32),
+    /// Without tables.
+    Bare,
 }
 
-fn encode(way: (Codec, Option<Layout>), dtype: Dtype, base: &[u8], target: &[u8]) -> (Encoded, Vec<u8>) {
+/// Every way to encode lanes of this dtype.
+fn ways(dtype: Dtype) -> Vec<Way> {
+    let zstd = Layout::ALL.iter().map(|&layout| Way::Zstd(Some(layout)));
+    let low_bits = dtype.mantissa_bits().map(|bits| Way::Conditioned(bits + 1));
+    [Way::Raw, Way::Zstd(None), Way::Conditioned(0), Way::Bare].into_iter().chain(zstd).chain(low_bits).collect()
+}
+
+/// Tables made from a chunk; none if nothing changes.
+fn tables_of(dtype: Dtype, low_bits: u32, base: &[u8], target: &[u8]) -> Option<TableSet> {
+    let mut trainer = conditioned::Trainer::default();
+    trainer.add(&conditioned::Sample::gather(dtype, low_bits, base, target));
+    trainer.finish(8 * dtype.lane_bytes() as u32 - low_bits, low_bits != 0)
+}
+
+/// A payload, and what a decoder is told of it.
+struct Stored {
+    codec: Codec,
+    tables: Option<TableSet>,
+    encoded: Encoded,
+    payload: Vec<u8>,
+}
+
+fn encode(way: Way, dtype: Dtype, base: &[u8], target: &[u8]) -> Stored {
+    let (codec, tables, low_bits) = match way {
+        Way::Raw => (Codec::Raw, None, 0),
+        Way::Zstd(_) => (Codec::Zstd, None, 0),
+        Way::Conditioned(low_bits) => (Codec::Conditioned, tables_of(dtype, low_bits, base, target), low_bits),
+        Way::Bare => (Codec::Conditioned, None, 0),
+    };
+    let coding = match way {
+        Way::Raw => Coding::Raw,
+        Way::Zstd(layout) => Coding::Zstd(layout),
+        Way::Conditioned(_) | Way::Bare => Coding::Conditioned { tables: tables.as_ref(), low_bits },
+    };
     let mut payload = Vec::new();
-    let encoded = ChunkEncoder::new(way.0, way.1).unwrap().encode(dtype, base, target, &mut payload).unwrap();
-    (encoded, payload)
+    let encoded = ChunkEncoder::new().unwrap().encode(coding, dtype, base, target, &mut payload).unwrap();
+    Stored { codec, tables, encoded, payload }
 }
 
-fn assert_round_trip(way: (Codec, Option<Layout>), dtype: Dtype, base: &[u8], target: &[u8]) {
-    let (encoded, payload) = encode(way, dtype, base, target);
+fn assert_round_trip(way: Way, dtype: Dtype, base: &[u8], target: &[u8]) {
+    let Stored { codec, tables, encoded, payload } = encode(way, dtype, base, target);
     let lane_bytes = dtype.lane_bytes();
     let changed = base.chunks(lane_bytes).zip(target.chunks(lane_bytes)).filter(|(b, t)| b != t).count();
     assert_eq!(encoded.num_deltas as usize, changed);
@@ -28,9 +67,10 @@ fn assert_round_trip(way: (Codec, Option<Layout>), dtype: Dtype, base: &[u8], ta
         return;
     }
     let lanes = (base.len() / lane_bytes) as u32;
-    assert!(way.0.check_sizes(payload.len() as u32, encoded.uncompressed_size, encoded.num_deltas, lanes, lane_bytes));
+    assert!(codec.check_sizes(payload.len() as u32, encoded.uncompressed_size, encoded.num_deltas, lanes, lane_bytes));
     let mut out = base.to_vec();
-    let sum = ChunkDecoder::new().decode(way.0, dtype, encoded, &payload, chunk_sum(base), &mut out).unwrap();
+    let mut decoder = ChunkDecoder::new();
+    let sum = decoder.decode(codec, tables.as_ref(), dtype, encoded, &payload, chunk_sum(base), &mut out).unwrap();
     assert_eq!(sum, chunk_sum(target));
     assert!(out == target, "{way:?} {dtype} came back wrong");
 }
@@ -57,7 +97,7 @@ fn boundaries_of_gaps_and_deltas() {
     let gaps = [0, 1, 14, 15, 16, 253, 254, 255, 256, 269, 270, 271, 509, 510, 511, 1000];
     let deltas = [1, 2, 14, 15, 16, 17, 255, 256, 269, 270, 271, 272, 0xFFFE, 0xFFFF, 0xFFFF_FFFF, u64::MAX];
     for dtype in [Dtype::I8, Dtype::F8E4m3, Dtype::Bf16, Dtype::U16, Dtype::F32, Dtype::U32, Dtype::F64, Dtype::I64, Dtype::F4] {
-        for way in ways() {
+        for way in ways(dtype) {
             for lanes in [1, 31, 32, 33, 63, 64, 65, 4095, 4096, 4097] {
                 let (base, target) = pattern(dtype, lanes, &gaps, &deltas);
                 assert_round_trip(way, dtype, &base, &target);
@@ -78,7 +118,7 @@ fn examples_of_the_spec() {
         let lane = &mut lanes_of_mut::<u16>(&mut target)[lane];
         *lane = u16::apply(u16::load(*lane), delta, Order::Ordered).store();
     }
-    let (encoded, payload) = encode((Codec::Raw, None), Dtype::Bf16, &base, &target);
+    let Stored { encoded, payload, .. } = encode(Way::Raw, Dtype::Bf16, &base, &target);
     assert_eq!(payload, [3, 0, 0, 0, 20, 0, 0, 0, 0x2C, 1, 0, 0, 2, 0, 1, 0, 0x90, 1]);
     assert_eq!(encoded, Encoded { uncompressed_size: 18, num_deltas: 3 });
     for (layout, content) in [
@@ -86,7 +126,7 @@ fn examples_of_the_spec() {
         (Layout::EliasDelta, &[2, 2, 1, 0x90, 0, 0, 1, 0x61, 0x44, 0x48, 0xC0]),
         (Layout::NibbleGaps, &[3, 0x13, 0x0F, 0xFF, 0xFF, 0x81, 0, 1, 0xFF, 9]),
     ] {
-        let (encoded, payload) = encode((Codec::Zstd, Some(layout)), Dtype::Bf16, &base, &target);
+        let Stored { encoded, payload, .. } = encode(Way::Zstd(Some(layout)), Dtype::Bf16, &base, &target);
         assert_eq!(zstd::expand_frame(&payload, encoded.uncompressed_size as usize, 27).unwrap(), content);
     }
 }
@@ -123,7 +163,7 @@ fn lanes() -> impl Strategy<Value = (Dtype, Vec<u8>, Vec<u8>)> {
 proptest! {
     #[test]
     fn every_way_comes_back((dtype, base, target) in lanes()) {
-        for way in ways() {
+        for way in ways(dtype) {
             assert_round_trip(way, dtype, &base, &target);
         }
     }
@@ -135,7 +175,7 @@ proptest! {
         for codec in Codec::ALL {
             let mut out = lanes.clone();
             let encoded = Encoded { uncompressed_size, num_deltas };
-            match ChunkDecoder::new().decode(*codec, dtype, encoded, &payload, 0, &mut out) {
+            match ChunkDecoder::new().decode(*codec, None, dtype, encoded, &payload, 0, &mut out) {
                 Ok(_) => {
                     let changed = lanes.chunks(dtype.lane_bytes()).zip(out.chunks(dtype.lane_bytes())).filter(|(a, b)| a != b).count();
                     prop_assert_eq!(changed, num_deltas as usize);
@@ -154,7 +194,7 @@ proptest! {
         let lanes = vec![7; 64 * dtype.lane_bytes()];
         let mut out = lanes.clone();
         let encoded = Encoded { uncompressed_size: content.len() as u32, num_deltas };
-        match ChunkDecoder::new().decode(Codec::Zstd, dtype, encoded, &payload, 0, &mut out) {
+        match ChunkDecoder::new().decode(Codec::Zstd, None, dtype, encoded, &payload, 0, &mut out) {
             Ok(_) => {
                 let changed = lanes.chunks(dtype.lane_bytes()).zip(out.chunks(dtype.lane_bytes())).filter(|(a, b)| a != b).count();
                 prop_assert_eq!(changed, num_deltas as usize);

@@ -58,7 +58,11 @@ impl<'a> Payload<'a> {
             let padding = parts.take(1)?;
             Rule::PayloadSize.check(padding == [0], "a padding of zero", padding[0])?;
         }
-        Rule::PayloadSize.check(parts.rest.len() % 2 == 0, "streams of whole words", format_args!("{} bytes", parts.rest.len()))?;
+        Rule::PayloadSize.check(
+            parts.rest.len().is_multiple_of(2),
+            "streams of whole words",
+            format_args!("{} bytes", parts.rest.len()),
+        )?;
         Ok(Self {
             maps,
             activity_bits: header.activity_bits,
