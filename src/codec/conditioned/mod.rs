@@ -9,6 +9,9 @@ mod context;
 mod cost;
 mod decode;
 mod encode;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod model;
 mod payload;
 mod stats;
 mod stream;
@@ -18,4 +21,9 @@ mod train;
 pub(crate) use decode::Decoder;
 pub(crate) use encode::Encoder;
 pub use tables::TableSet;
+#[cfg(fuzzing)]
+pub(crate) use tables::check_lookup;
 pub(crate) use train::{Sample, Trainer};
+
+#[cfg(test)]
+mod tests;
