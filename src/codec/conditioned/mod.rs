@@ -8,6 +8,8 @@ mod context;
 mod cost;
 mod decode;
 mod encode;
+#[cfg(test)]
+mod kernel_model;
 mod payload;
 mod stats;
 mod stream;
