@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 /// Lanes of a piece that a sample is made of.
 const PIECE: u64 = 1 << 14;
-/// About how many pieces tables are made from: 8 million lanes.
-const PIECES: u64 = 512;
+/// About how many pieces tables are made from: a tenth of the checkpoint, but enough, and no more than 8 million lanes.
+const PIECES: std::ops::RangeInclusive<u64> = 128..=512;
 /// Most lanes of a tensor that are encoded with every codec to see which is best.
 const TRIAL: u64 = 1 << 16;
 
@@ -91,7 +91,8 @@ pub(super) fn choose(
 /// Makes table sets, one for all tensors of a dtype with a base, and one for those without.
 fn train(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plans: &mut [Plan], workers: &Pool<Worker>) -> Result<()> {
     let pieces = |plan: &Plan| plan.lanes.div_ceil(PIECE);
-    let stride = plans.iter().map(pieces).sum::<u64>().div_ceil(PIECES).max(1);
+    let all = plans.iter().map(pieces).sum::<u64>();
+    let stride = all.div_ceil((all / 10).clamp(*PIECES.start(), *PIECES.end())).max(1);
     let group = |plan: &Plan| (plan.dtype, plan.base_kind != BaseKind::None);
     let mut trainers = BTreeMap::<(Dtype, bool), (u32, conditioned::Trainer)>::new();
     let places = plans.iter().flat_map(|plan| (0..pieces(plan)).map(move |k| (plan, k)));

@@ -4,6 +4,7 @@
 //! encoder's choices are not the spec's business: `train` makes tables from a sample of all tensors, `encode` codes a chunk with
 //! them.
 
+mod coded;
 mod context;
 mod cost;
 mod decode;

@@ -1,6 +1,7 @@
 //! Table sets and tokens (`spec/codecs.md` sections 4.2 and 4.3).
 
 use crate::error::{Result, Rule};
+use crate::simd::Entry;
 
 /// Most classes of a set; class 0, of lanes that are not coded, is none of them.
 pub(crate) const MAX_CLASSES: usize = 15;
@@ -118,39 +119,27 @@ impl TableSet {
     }
 }
 
-/// A set in the forms that decoders look things up in.
+/// A set in the form that decoders look slots up in.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Lookup {
     set: TableSet,
-    /// `rows[t][k]`: where the slots of token `t` of class `k` end; the last row holds 4,096 in all columns.
-    pub rows: Vec<[u32; 16]>,
-    /// Token of each slot of each class, classes from 1 on.
-    pub tokens: Vec<u8>,
-    /// For each class from 1 on and each token: where its slots begin, and their number in the high half.
-    pub slots: Vec<[u32; MAX_TOKENS]>,
+    /// What each slot of each class stands for; all zero for classes that the set has not. Empty before there is a set.
+    pub entries: Vec<Entry>,
 }
 
 impl Lookup {
     pub fn new(set: &TableSet) -> Self {
-        let most = set.counts.iter().copied().max().unwrap_or(0);
-        let classes = set.counts.len();
-        let mut lookup = Self {
-            set: set.clone(),
-            rows: vec![[SCALE; 16]; most.into()],
-            tokens: vec![0; classes << SCALE_LOG2],
-            slots: vec![[0; MAX_TOKENS]; classes],
-        };
-        for (k, class) in set.classes().enumerate() {
-            let mut end = 0;
-            for (t, &frequency) in class.iter().enumerate() {
-                let start = end;
-                end += u32::from(frequency);
-                lookup.rows[t][k + 1] = end;
-                lookup.slots[k][t] = start | u32::from(frequency) << 16;
-                lookup.tokens[k << SCALE_LOG2..][start as usize..end as usize].fill(t as u8);
+        let mut entries = vec![0; (MAX_CLASSES + 1) << SCALE_LOG2];
+        for (class, frequencies) in (1..).zip(set.classes()) {
+            let slots = &mut entries[class << SCALE_LOG2..][..SCALE as usize];
+            let mut start = 0;
+            for (token, &frequency) in (0..).zip(frequencies).filter(|(_, frequency)| **frequency != 0) {
+                let frequency = u32::from(frequency);
+                slots[start as usize..][..frequency as usize].fill(start | (frequency - 1) << 12 | token << 24);
+                start += frequency;
             }
         }
-        lookup
+        Self { set: set.clone(), entries }
     }
 
     /// Whether this is the look-up of `set`.
@@ -216,12 +205,12 @@ mod tests {
         #[test]
         fn lookups_agree(set in sets(), slot in 0..SCALE) {
             let lookup = Lookup::new(&set);
-            for k in 0..set.counts.len() {
-                let token = lookup.tokens[k << SCALE_LOG2 | slot as usize];
-                let start = lookup.slots[k][usize::from(token)] & 0xFFFF;
-                let end = lookup.rows[usize::from(token)][k + 1];
-                prop_assert!(start <= slot && slot < end);
-                prop_assert_eq!(end - start, lookup.slots[k][usize::from(token)] >> 16);
+            for (class, frequencies) in (1..).zip(set.classes()) {
+                let entry = lookup.entries[class << SCALE_LOG2 | slot as usize];
+                let (start, frequency, token) = (entry & 0xFFF, (entry >> 12 & 0xFFF) + 1, (entry >> 24) as usize);
+                prop_assert!((start..start + frequency).contains(&slot));
+                prop_assert_eq!(u32::from(frequencies[token]), frequency);
+                prop_assert_eq!(frequencies[..token].iter().map(|&f| u32::from(f)).sum::<u32>(), start);
             }
         }
     }
