@@ -9,6 +9,8 @@ mod context;
 mod cost;
 mod decode;
 mod encode;
+#[cfg(test)]
+mod kernel_model;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod model;
