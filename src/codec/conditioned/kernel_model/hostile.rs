@@ -85,7 +85,10 @@ fn one_fault_at_a_time() {
     set(Rule::PayloadClasses, 0, 16, 0x24);
     set(Rule::PayloadClasses, 0, 21, 0x13);
 
-    set(Rule::PayloadStream, 0, sizes + 3, 255);
+    let mut case = rich(0);
+    case.payload[sizes + 3] = 255;
+    case.sign();
+    assert_eq!(case.compare(0).1, Some(Rule::PayloadSize), "a segment longer than the payload");
     set(Rule::PayloadStream, 0, streams + 2, 0);
     edit("a word too many", Rule::PayloadStream, 0, &|payload| payload.extend([0, 0]));
     edit("a word missing", Rule::PayloadStream, 0, &|payload| payload.truncate(payload.len() - 2));

@@ -10,6 +10,7 @@ mod warp;
 mod generated;
 mod hostile;
 mod shapes;
+mod vectors;
 mod writer;
 
 use self::memory::{Memory, Payload};

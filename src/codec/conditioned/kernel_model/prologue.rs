@@ -159,7 +159,7 @@ fn segment_streams(payload: &Payload<'_>, layout: &Layout) -> Result<[usize; WAR
     // More than there are is too much already, and keeps the sum within 32 bits.
     let end = inclusive_scan(size.map(|size| size.min(words + 1)));
     if ballot(&end.map(|end| end > words)) != 0 {
-        return Err(PAYLOAD_STREAM);
+        return Err(PAYLOAD_SIZE);
     }
     let mut streams = [layout.streams_at; WARP + 1];
     (0..last).for_each(|lane| streams[lane + 1] += 2 * end[lane] as usize);

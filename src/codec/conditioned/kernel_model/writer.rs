@@ -159,7 +159,7 @@ impl Case {
             let told = format!("{:?} {mode:?} {config:?}: {found:?}, expected {:?}", self.dtype, expected.as_ref().err());
             let again = self.model(Config { backwards: true, ..config }, mode, places.0, places.1);
             assert!(again == (outcome, output.clone()), "the outcome depends on the order of warps: {told}");
-            assert_eq!(found.map(kind), expected.as_ref().err().copied().map(kind), "{told}");
+            assert!(is_same_kind(expected.as_ref().err().copied(), found), "{told}");
             match &expected {
                 Ok(lanes) => {
                     assert_eq!(outcome.changed, self.num_deltas);
@@ -172,6 +172,13 @@ impl Case {
         }
         (expected.err(), verdict)
     }
+}
+
+/// Whether verdicts agree, as far as a payload that breaks several rules allows.
+fn is_same_kind(expected: Option<Rule>, found: Option<Rule>) -> bool {
+    // Where segments are too long for the payload, a decoder may have come to another fault before, in an earlier segment.
+    let early = found == Some(Rule::PayloadSize) && expected.map(kind) == Some(kind(Rule::PayloadStream));
+    early || expected.map(kind) == found.map(kind)
 }
 
 /// Rules that are checked at the same time. A payload that breaks several of a kind may be reported under any of them.
