@@ -53,7 +53,7 @@ impl Random {
         let any = self.any();
         match self.below(4) {
             0 => any,
-            1 => any % (1 << (any >> 40) as u32 % bits.min(63)),
+            1 => any % (1 << ((any >> 40) as u32 % bits.min(63))),
             2 => [0, u64::MAX, 1, 1 << (bits - 1), u64::MAX >> (65 - bits)][any as usize % 5],
             // An exponent of all ones or of zeros.
             _ => {
@@ -108,7 +108,7 @@ impl Random {
                 let part = 1 + self.below(u64::from(left)) as u16;
                 // Small tokens more often, and most tokens at times.
                 let token = self.below(count as u64) * self.below(5) / 4;
-                class[token as usize % count] += part.min(if part % 3 == 0 { 40 } else { part });
+                class[token as usize % count] += part.min(if part.is_multiple_of(3) { 40 } else { part });
                 left = SCALE as u16 - class.iter().sum::<u16>();
             }
             class
