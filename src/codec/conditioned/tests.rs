@@ -44,7 +44,7 @@ impl Random {
     }
 
     fn any(&mut self) -> u64 {
-        self.next() << 32 ^ self.next()
+        (self.next() << 32) ^ self.next()
     }
 
     /// Any bits, or few of them, or those of zeros, infinities and NaNs.
@@ -108,7 +108,7 @@ impl Random {
                 let part = 1 + self.below(u64::from(left)) as u16;
                 // Small tokens more often, and most tokens at times.
                 let token = self.below(count as u64) * self.below(5) / 4;
-                class[token as usize % count] += part.min(if part % 3 == 0 { 40 } else { part });
+                class[token as usize % count] += part.min(if part.is_multiple_of(3) { 40 } else { part });
                 left = SCALE as u16 - class.iter().sum::<u16>();
             }
             class
