@@ -53,13 +53,13 @@ impl Random {
         let any = self.any();
         match self.below(4) {
             0 => any,
-            1 => any % (1 << (any >> 40) as u32 % bits.min(63)),
+            1 => any % (1 << ((any >> 40) as u32 % bits.min(63))),
             2 => [0, u64::MAX, 1, 1 << (bits - 1), u64::MAX >> (65 - bits)][any as usize % 5],
             // An exponent of all ones or of zeros.
             _ => {
                 let mantissa = dtype.mantissa_bits().unwrap_or(bits / 2);
                 let top = [0, u64::MAX][(any >> 60) as usize % 2] << mantissa;
-                (top ^ (any & 1) << (bits - 1)) | [0, 1, 1 << (mantissa - 1)][(any >> 20) as usize % 3]
+                (top ^ ((any & 1) << (bits - 1))) | [0, 1, 1 << (mantissa - 1)][(any >> 20) as usize % 3]
             }
         }
     }
