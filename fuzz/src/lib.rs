@@ -144,8 +144,13 @@ static RANDOM: LazyLock<Vec<u8>> = LazyLock::new(|| {
     (0..1 << 17).flat_map(next).collect()
 });
 
-/// Base lanes, chosen by `seed`.
+static ZEROS: [u8; 1 << 20] = [0; 1 << 20];
+
+/// Base lanes, chosen by `seed`; the last one stands for no base.
 pub fn base_lanes(seed: u8, size: usize) -> &'static [u8] {
+    if seed == u8::MAX {
+        return &ZEROS[..size];
+    }
     &RANDOM[usize::from(seed) * 64..][..size]
 }
 
@@ -358,19 +363,25 @@ impl Conditioned {
         Ok(())
     }
 
-    /// Decodes the payload on every path and with the model, and asserts that all come to the same.
+    /// Decodes the payload on every path, and asserts that all come to the same, which is also what the model comes to.
     pub fn check(&self) {
         thread_local!(static DECODERS: RefCell<Decoders> = Decoders::default().into());
-        let expected = model::decode(self.dtype, self.tables.as_ref(), self.num_deltas, &self.payload, self.base);
         let encoded = Encoded { uncompressed_size: self.base.len() as u32, num_deltas: self.num_deltas };
         let outcomes = DECODERS.with_borrow_mut(|decoders| {
             decoders.decode(self.tables.as_ref(), self.dtype, encoded, &self.payload, chunk_sum(self.base), self.base)
         });
+        let accepted = outcomes[0].0.is_ok();
+        // The model is slow, and most payloads are refused, so it does not look at all of those.
+        if accepted || crc32fast::hash(&self.payload).is_multiple_of(8) {
+            let expected = model::decode(self.dtype, self.tables.as_ref(), self.num_deltas, &self.payload, self.base);
+            assert_eq!(expected.is_some(), accepted);
+            assert!(expected.is_none_or(|expected| expected == outcomes[0].1));
+        }
+        for (outcome, lanes) in &outcomes {
+            assert_eq!(outcome.is_ok(), accepted, "{outcome:?}");
+            assert!(!accepted || *lanes == outcomes[0].1);
+        }
         for (outcome, lanes) in outcomes {
-            match &expected {
-                Some(expected) => assert!(outcome.as_ref().is_ok_and(|_| lanes == *expected), "{outcome:?}"),
-                None => assert!(outcome.is_err()),
-            }
             check_outcome(self.dtype, self.base, self.num_deltas, outcome, &lanes);
         }
     }

@@ -66,7 +66,11 @@ impl Shape {
 
 /// The numbers in lanes of `width` bytes.
 fn numbers(lanes: &[u8], width: usize) -> Vec<u64> {
-    let number = |lane: &[u8]| lane.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte));
+    let number = |lane: &[u8]| {
+        let mut number = [0; 8];
+        number[..width].copy_from_slice(lane);
+        u64::from_le_bytes(number)
+    };
     lanes.chunks_exact(width).map(number).collect()
 }
 
@@ -355,8 +359,11 @@ pub fn decode(dtype: Dtype, tables: Option<&TableSet>, num_deltas: u32, payload:
     if deltas.iter().filter(|&&delta| delta != 0).count() != num_deltas as usize {
         return None;
     }
-    let lane = |(&base, &delta): (&u64, &u64)| apply(dtype, base, delta).to_le_bytes()[..width].to_vec();
-    Some(base.iter().zip(&deltas).flat_map(lane).collect())
+    let mut target = Vec::with_capacity(lanes * width);
+    for (&base, &delta) in base.iter().zip(&deltas) {
+        target.extend(&apply(dtype, base, delta).to_le_bytes()[..width]);
+    }
+    Some(target)
 }
 
 /// Section 4.5: a value for each of the tables. Those of the last tokens would not fit in 64 bits, so they get more.

@@ -44,7 +44,7 @@ impl Random {
     }
 
     fn any(&mut self) -> u64 {
-        self.next() << 32 ^ self.next()
+        (self.next() << 32) ^ self.next()
     }
 
     /// Any bits, or few of them, or those of zeros, infinities and NaNs.
@@ -59,7 +59,7 @@ impl Random {
             _ => {
                 let mantissa = dtype.mantissa_bits().unwrap_or(bits / 2);
                 let top = [0, u64::MAX][(any >> 60) as usize % 2] << mantissa;
-                (top ^ (any & 1) << (bits - 1)) | [0, 1, 1 << (mantissa - 1)][(any >> 20) as usize % 3]
+                (top ^ ((any & 1) << (bits - 1))) | [0, 1, 1 << (mantissa - 1)][(any >> 20) as usize % 3]
             }
         }
     }
