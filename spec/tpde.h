@@ -1,6 +1,6 @@
-/* tpde.h: the fixed layouts of the TPDE pair format, version 1.0, in C11 and C++11.
+/* tpde.h: the fixed layouts of the TPDE pair format, version 1.1, in C11 and C++11.
  *
- * tpde-format.md is the norm; this restates its tables. All integers are little-endian: on another
+ * tpde-format.md and codecs.md are the norm; this restates their tables. All integers are little-endian: on another
  * machine, swap them after reading. These structs say where bytes lie and check nothing: read
  * section 13 of the format before you trust what they hold.
  */
@@ -44,6 +44,19 @@
 #define TPDE_CHUNK_LANES_LOG2_MIN 12
 #define TPDE_CHUNK_BYTES_MAX UINT32_C(0x00400000)
 #define TPDE_WINDOW_SIZE_MAX UINT32_C(0x08000000)
+
+/* Codec conditioned, section 4 of codecs.md. */
+#define TPDE_CONDITIONED_HEADER_SIZE 16
+#define TPDE_CONDITIONED_BLOCK_LANES 128
+#define TPDE_CONDITIONED_STATES_LOG2_MAX 5
+#define TPDE_CONDITIONED_SEGMENTS_LOG2_MAX 5
+#define TPDE_CONDITIONED_ACTIVITY_BITS_MAX 2
+#define TPDE_CONDITIONED_CONTEXT_COUNT_MAX 64
+#define TPDE_CONDITIONED_CLASS_COUNT_MAX 15
+#define TPDE_CONDITIONED_TOKEN_COUNT_MAX 136
+#define TPDE_CONDITIONED_FREQUENCY_SUM 4096
+#define TPDE_CONDITIONED_STATE_MIN UINT32_C(0x00010000)
+#define TPDE_CONDITIONED_SET_COUNT_MAX 65535
 
 /* Limits that section 13.1 proposes, in expanded bytes. */
 #define TPDE_LIMIT_INDEX_SIZE UINT64_C(0x40000000)
@@ -241,6 +254,29 @@ TPDE_OFFSET(BlobHeader, pair_digest, 24);
 TPDE_OFFSET(BlobHeader, reserved, 56);
 TPDE_OFFSET(BlobHeader, header_crc32, 60);
 TPDE_SIZE(BlobHeader, TPDE_BLOB_HEADER_SIZE);
+
+/* The first bytes of a payload of codec conditioned, section 4.4 of codecs.md. */
+struct ConditionedHeader {
+    uint8_t low_bits;
+    uint8_t states_log2;
+    uint8_t segments_log2;
+    uint8_t activity_bits;
+    uint16_t first_context;
+    uint8_t context_count;
+    uint8_t reserved;
+    uint32_t exception_count;
+    uint32_t center;
+};
+TPDE_OFFSET(ConditionedHeader, low_bits, 0);
+TPDE_OFFSET(ConditionedHeader, states_log2, 1);
+TPDE_OFFSET(ConditionedHeader, segments_log2, 2);
+TPDE_OFFSET(ConditionedHeader, activity_bits, 3);
+TPDE_OFFSET(ConditionedHeader, first_context, 4);
+TPDE_OFFSET(ConditionedHeader, context_count, 6);
+TPDE_OFFSET(ConditionedHeader, reserved, 7);
+TPDE_OFFSET(ConditionedHeader, exception_count, 8);
+TPDE_OFFSET(ConditionedHeader, center, 12);
+TPDE_SIZE(ConditionedHeader, TPDE_CONDITIONED_HEADER_SIZE);
 
 #undef TPDE_OFFSET
 #undef TPDE_SIZE

@@ -1,8 +1,10 @@
-# Both files of the TPDE pair format, version 1.0, in Kaitai Struct. tpde-format.md is the norm:
+# Both files of the TPDE pair format, version 1.1, in Kaitai Struct. tpde-format.md is the norm:
 # this describes where things lie, not all that a reader must check (its section 13).
 #
 # A compressed section must be expanded by zstd first; then parse its bytes by the types
-# `tensors_section` and `files_section`, which take the count of their entries as a parameter.
+# `tensors_section` and `files_section`, which take the count of their entries as a parameter, and
+# `tables_section`, which takes the entries of the tensors. So must a payload of codec 2 be given to
+# `conditioned_header`: where it lies, and which codec it has, is for the index to say.
 meta:
   id: tpde
   title: TPDE pair, index or blob
@@ -121,6 +123,12 @@ types:
         pos: sections[5].offset
         size: sections[5].stored_size
         doc: one zstd frame if the section is compressed
+      tables:
+        io: _root._io
+        pos: sections[5].offset
+        size: sections[5].stored_size
+        type: tables_section(tensors.entries)
+        if: not sections[3].is_compressed and not sections[5].is_compressed
       pair_digest:
         io: _root._io
         pos: index_size - 32
@@ -240,6 +248,92 @@ types:
         type: str
         size: base_name_size
         doc: empty if the base tensor has the same name, or if there is none
+  tables_section:
+    params:
+      - id: tensors
+        type: tensor_entry[]
+    seq:
+      - id: tables
+        size: tensors[_index].tables_size
+        type: tensor_tables
+        repeat: expr
+        repeat-expr: tensors.size
+  tensor_tables:
+    doc: those of codec 2; other codecs have none
+    seq:
+      - id: reference
+        type: u2
+        if: not _io.eof
+        doc: the number of a set of the tensors before, from 1 on; 0 if the set follows
+      - id: table_set
+        type: table_set
+        if: not _io.eof
+  table_set:
+    seq:
+      - id: class_count
+        type: u1
+        valid:
+          min: 1
+          max: 15
+      - id: classes
+        type: table_class
+        repeat: expr
+        repeat-expr: class_count
+  table_class:
+    seq:
+      - id: token_count
+        type: u1
+        valid:
+          min: 1
+          max: 136
+      - id: frequencies
+        type: frequency
+        repeat: expr
+        repeat-expr: token_count
+        doc: they add up to 4096
+  frequency:
+    seq:
+      - id: low
+        type: u1
+      - id: rest
+        type: u1
+        if: low >= 128
+    instances:
+      value:
+        value: 'low < 128 ? low : low - 128 + 128 * rest'
+  conditioned_header:
+    doc: the first bytes of a payload of codec 2
+    seq:
+      - id: low_bits
+        type: u1
+        valid:
+          max: 64
+      - id: states_log2
+        type: u1
+        valid:
+          max: 5
+      - id: segments_log2
+        type: u1
+        valid:
+          max: 5
+      - id: activity_bits
+        type: u1
+        valid:
+          max: 2
+      - id: first_context
+        type: u2
+      - id: context_count
+        type: u1
+        valid:
+          min: 1
+          max: 64
+      - id: reserved
+        type: u1
+        valid: 0
+      - id: exception_count
+        type: u4
+      - id: center
+        type: u4
   files_section:
     params:
       - id: file_count

@@ -4,6 +4,7 @@
 
 use crate::dispatch::vectorized;
 use crate::format::registry;
+use crate::simd::Path;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -170,6 +171,9 @@ pub trait Lane: sealed::Sealed + Copy + Eq + Ord + Default + Send + Sync + 'stat
     fn apply(base: Self, delta: Self, order: Order) -> Self;
     /// `bits` bits from bit `shift` on.
     fn exponent(self, shift: u32, bits: u32) -> Self;
+    /// The lane's context.
+    #[expect(private_interfaces, reason = "the trait is sealed")]
+    fn context(self, of: Context) -> Self;
     /// Number of bits.
     fn bit_count(self) -> Self;
     /// The complement where the top bit is set.
@@ -232,6 +236,15 @@ macro_rules! lane {
             #[inline(always)]
             fn exponent(self, shift: u32, bits: u32) -> Self {
                 (self >> shift) & ((1 << bits) - 1)
+            }
+            #[inline(always)]
+            #[expect(private_interfaces, reason = "the trait is sealed")]
+            fn context(self, of: Context) -> Self {
+                match of {
+                    Context::Exponent { shift, bits } => self.exponent(shift, bits),
+                    Context::SignedBits => self.magnitude().bit_count(),
+                    Context::Bits => self.bit_count(),
+                }
             }
             #[inline(always)]
             fn bit_count(self) -> Self {
@@ -307,6 +320,17 @@ pub(crate) fn count_changed<L: Lane>(base: &[u8], target: &[u8]) -> usize {
                 .map(|(b, t)| usize::from(b.iter().zip(t).fold(0u16, |n, (b, t)| n + u16::from(L::load(*b) != L::load(*t)))))
                 .sum()
         },
+    )
+}
+
+/// Sets `masks` to a mask for each 64 lanes of those that differ between two ranges of equal length, and returns their number.
+pub(crate) fn changed_masks<L: Lane>(base: &[u8], target: &[u8], masks: &mut Vec<u64>) -> usize {
+    masks.clear();
+    masks.resize(base.len().div_ceil(64 * L::BYTES), 0);
+    Path::best().differ(L::BYTES, base, target, masks);
+    vectorized(
+        #[inline(always)]
+        || masks.iter().map(|mask| mask.count_ones() as usize).sum(),
     )
 }
 

@@ -1,13 +1,42 @@
 //! AVX2 with BMI2.
 
-use super::{Broken, Rows, STEP, Words};
+use super::{Broken, Coded, Entry, GROUP, HALF, STEP, Words};
 use std::arch::x86_64::*;
 
 /// See [`super::Path::compact`].
+#[target_feature(enable = "avx2,bmi1,bmi2,popcnt")]
+pub(super) fn compact(indexes: &[[u8; HALF]], activities: &[u8], maps: &[[u8; HALF]; 4], first: u32, out: &mut Coded<'_>) -> usize {
+    let mut count = 0;
+    for (h, (indexes, out_mask)) in indexes.iter().zip(&mut *out.masks).enumerate() {
+        let (mask, classes) = look_up_classes(indexes, &maps[usize::from(activities[h / 2] & 3)]);
+        *out_mask = mask;
+        let mut at = count;
+        for (group, classes) in classes.as_chunks::<8>().0.iter().enumerate() {
+            // Eight bytes are written, of which the next group overwrites what is no class.
+            let coded = mask >> (8 * group) & 0xFF;
+            let bytes = _pdep_u64(coded, 0x0101_0101_0101_0101) * 0xFF;
+            let packed = _pext_u64(u64::from_le_bytes(*classes), bytes);
+            let Some(room) = out.classes[at..].first_chunk_mut() else { return count };
+            *room = packed.to_le_bytes();
+            at += coded.count_ones() as usize;
+        }
+        if let Some(room) = out.positions.get_mut(count..at) {
+            let mut left = mask;
+            for position in room {
+                *position = first + (h * HALF) as u32 + left.trailing_zeros();
+                left &= left.wrapping_sub(1);
+            }
+        }
+        count = at;
+    }
+    count
+}
+
+/// Classes of 64 lanes, and the mask of those that are not 0.
 #[inline]
-#[target_feature(enable = "avx2,bmi2,popcnt")]
-pub(super) fn compact(indexes: &[u8; 64], map: &[u8; 64], out: &mut [u8; 64]) -> u64 {
-    let mut classes = [0; 64];
+#[target_feature(enable = "avx2")]
+fn look_up_classes(indexes: &[u8; HALF], map: &[u8; HALF]) -> (u64, [u8; HALF]) {
+    let mut classes = [0; HALF];
     let mut mask = 0u64;
     for half in 0..2 {
         // SAFETY: `indexes` has 64 bytes, so 32 from byte 0 or 32 on are in bounds; no alignment is asked for.
@@ -27,128 +56,128 @@ pub(super) fn compact(indexes: &[u8; 64], map: &[u8; 64], out: &mut [u8; 64]) ->
         // SAFETY: `classes` has 64 bytes.
         unsafe { _mm256_storeu_si256(classes.as_mut_ptr().add(32 * half).cast(), class) };
     }
-    if mask == u64::MAX {
-        *out = classes;
-        return mask;
-    }
-    // Eight lanes at a time; each group writes eight bytes, of which the next group overwrites what is no class.
-    let mut at = 0;
-    let mut spread = [0; 72];
-    for (group, classes) in classes.as_chunks::<8>().0.iter().enumerate() {
-        let coded = mask >> (8 * group) & 0xFF;
-        let bytes = _pdep_u64(coded, 0x0101_0101_0101_0101) * 0xFF;
-        let packed = _pext_u64(u64::from_le_bytes(*classes), bytes);
-        spread[at..at + 8].copy_from_slice(&packed.to_le_bytes());
-        at += coded.count_ones() as usize;
-    }
-    out.copy_from_slice(&spread[..64]);
-    mask
+    (mask, classes)
 }
 
-/// See [`super::Path::decode_steps`].
+/// See [`super::Path::differ`]; whole masks only.
+#[target_feature(enable = "avx2,bmi2")]
+pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]) {
+    let load = |bytes: &[u8; 32]| {
+        // SAFETY: the reference is to 32 bytes; no alignment is asked for.
+        unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
+    };
+    let (mut lanes, mut done) = (0, 0);
+    for (base, target) in base.as_chunks().0.iter().zip(target.as_chunks().0) {
+        let (base, target) = (load(base), load(target));
+        // A lane's bytes give as many equal bits, of which one is taken.
+        let (equal, one) = match width {
+            1 => (_mm256_cmpeq_epi8(base, target), u32::MAX),
+            2 => (_mm256_cmpeq_epi16(base, target), 0x5555_5555),
+            4 => (_mm256_cmpeq_epi32(base, target), 0x1111_1111),
+            _ => (_mm256_cmpeq_epi64(base, target), 0x0101_0101),
+        };
+        masks[done] |= u64::from(_pext_u32(!_mm256_movemask_epi8(equal) as u32, one)) << lanes;
+        lanes += 32 / width;
+        if lanes == 64 {
+            (lanes, done) = (0, done + 1);
+        }
+    }
+}
+
+/// See [`super::Path::decode_steps`]: `H` groups of 16 states, two vectors each.
 #[target_feature(enable = "avx2,bmi2,popcnt")]
-pub(super) fn decode_steps(
-    rows: &Rows,
+pub(super) fn decode_steps<const H: usize>(
+    entries: &[Entry],
     tokens: u32,
     words: &mut Words<'_>,
     states: &mut [u32; STEP],
-    classes: &[[u8; STEP]],
-    values: &mut [[u32; STEP]],
+    classes: &[[u8; GROUP]],
+    values: &mut [[u32; GROUP]],
+    changed: &mut [u16],
 ) -> Result<(), Broken> {
     let zero = _mm256_setzero_si256();
-    let mut x = [zero; 4];
-    for (h, x) in x.iter_mut().enumerate() {
-        // SAFETY: `states` has 32 words, so 8 from word 8·h on are in bounds for h below 4; no alignment is asked for.
-        *x = unsafe { _mm256_loadu_si256(states.as_ptr().add(8 * h).cast()) };
+    let mut x = [[zero; 2]; H];
+    for (x, states) in x.as_flattened_mut().iter_mut().zip(states.as_chunks().0) {
+        *x = load_words(states);
     }
-    let slots = _mm256_set1_epi32(0xFFF);
-    for (classes, values) in classes.iter().zip(values) {
-        let mut token = [zero; 4];
+    let low = _mm256_set1_epi32(0xFFF);
+    let last_direct = _mm256_set1_epi32(15);
+    for ((classes, values), changed) in
+        classes.as_chunks::<H>().0.iter().zip(values.as_chunks_mut::<H>().0).zip(changed.as_chunks_mut::<H>().0)
+    {
+        let mut token = [[zero; 2]; H];
         let mut wide = zero;
-        for h in 0..4 {
-            // SAFETY: `classes` has 32 bytes, so 8 from byte 8·h on are in bounds for h below 4.
-            let class = _mm256_cvtepu8_epi32(unsafe { _mm_loadl_epi64(classes.as_ptr().add(8 * h).cast()) });
-            let slot = _mm256_and_si256(x[h], slots);
-            let (found, start, end) = find(rows, class, slot);
-            token[h] = found;
-            wide = _mm256_or_si256(wide, _mm256_cmpgt_epi32(found, _mm256_set1_epi32(15)));
-            let beyond = _mm256_cmpgt_epi32(found, _mm256_set1_epi32(tokens as i32 - 1));
-            if _mm256_testz_si256(beyond, beyond) == 0 {
-                return Err(Broken::Value);
+        for h in 0..H {
+            changed[h] = 0;
+            for (half, classes) in classes[h].as_chunks::<8>().0.iter().enumerate() {
+                // SAFETY: the reference is to 8 bytes; no alignment is asked for.
+                let class = _mm256_cvtepu8_epi32(unsafe { _mm_loadl_epi64(classes.as_ptr().cast()) });
+                let state = x[h][half];
+                let slot = _mm256_and_si256(state, low);
+                let at = _mm256_or_si256(_mm256_slli_epi32::<12>(_mm256_and_si256(class, last_direct)), slot);
+                // SAFETY: class and slot have 4 and 12 bits, and `decode_steps` of the parent has found 2^16 entries.
+                let found = unsafe { _mm256_i32gather_epi32::<4>(entries.as_ptr().cast(), at) };
+                let this = _mm256_srli_epi32::<24>(found);
+                token[h][half] = this;
+                let unchanged = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(this, zero)));
+                changed[h] |= (!unchanged as u16 & 0xFF) << (8 * half);
+                wide = _mm256_or_si256(wide, _mm256_cmpgt_epi32(this, last_direct));
+                let beyond = _mm256_cmpgt_epi32(this, _mm256_set1_epi32(tokens as i32 - 1));
+                if _mm256_testz_si256(beyond, beyond) == 0 {
+                    return Err(Broken::Value);
+                }
+                let less_one = _mm256_and_si256(_mm256_srli_epi32::<12>(found), low);
+                let quotient = _mm256_srli_epi32::<12>(state);
+                let scaled = _mm256_add_epi32(_mm256_mullo_epi32(less_one, quotient), quotient);
+                let next = _mm256_add_epi32(scaled, _mm256_sub_epi32(slot, _mm256_and_si256(found, low)));
+                x[h][half] = renormalize(next, words)?;
             }
-            let frequency = _mm256_sub_epi32(end, start);
-            let scaled = _mm256_mullo_epi32(frequency, _mm256_srli_epi32::<12>(x[h]));
-            x[h] = renormalize(_mm256_add_epi32(scaled, _mm256_sub_epi32(slot, start)), words)?;
         }
-        let mut value = token;
         if _mm256_testz_si256(wide, wide) == 0 {
-            let mut left = [zero; 4];
-            for h in 0..4 {
-                let is_wide = _mm256_cmpgt_epi32(token[h], _mm256_set1_epi32(15));
-                let extra = _mm256_sub_epi32(_mm256_srli_epi32::<1>(token[h]), _mm256_set1_epi32(5));
-                left[h] = _mm256_and_si256(is_wide, extra);
-                let head = _mm256_add_epi32(_mm256_and_si256(token[h], _mm256_set1_epi32(1)), _mm256_set1_epi32(2));
-                value[h] = _mm256_blendv_epi8(value[h], _mm256_sllv_epi32(head, left[h]), is_wide);
+            let x = x.as_flattened_mut();
+            let token = token.as_flattened_mut();
+            let mut left = [[zero; 2]; H];
+            let left = left.as_flattened_mut();
+            for (token, left) in token.iter_mut().zip(&mut *left) {
+                let is_wide = _mm256_cmpgt_epi32(*token, last_direct);
+                *left = _mm256_and_si256(is_wide, _mm256_sub_epi32(_mm256_srli_epi32::<1>(*token), _mm256_set1_epi32(5)));
+                let head = _mm256_add_epi32(_mm256_and_si256(*token, _mm256_set1_epi32(1)), _mm256_set1_epi32(2));
+                *token = _mm256_blendv_epi8(*token, _mm256_sllv_epi32(head, *left), is_wide);
             }
             let mut done = zero;
-            loop {
-                let any = _mm256_or_si256(_mm256_or_si256(left[0], left[1]), _mm256_or_si256(left[2], left[3]));
-                if _mm256_testz_si256(any, any) == 1 {
-                    break;
-                }
-                for h in 0..4 {
-                    let now = _mm256_min_epu32(left[h], _mm256_set1_epi32(16));
-                    let bits = _mm256_andnot_si256(_mm256_sllv_epi32(_mm256_set1_epi32(-1), now), x[h]);
-                    value[h] = _mm256_or_si256(value[h], _mm256_sllv_epi32(bits, done));
-                    left[h] = _mm256_sub_epi32(left[h], now);
-                    x[h] = renormalize(_mm256_srlv_epi32(x[h], now), words)?;
+            while left.iter().any(|&left| _mm256_testz_si256(left, left) == 0) {
+                for ((x, token), left) in x.iter_mut().zip(&mut *token).zip(&mut *left) {
+                    let now = _mm256_min_epu32(*left, _mm256_set1_epi32(16));
+                    let bits = _mm256_andnot_si256(_mm256_sllv_epi32(_mm256_set1_epi32(-1), now), *x);
+                    *token = _mm256_or_si256(*token, _mm256_sllv_epi32(bits, done));
+                    *left = _mm256_sub_epi32(*left, now);
+                    *x = renormalize(_mm256_srlv_epi32(*x, now), words)?;
                 }
                 done = _mm256_add_epi32(done, _mm256_set1_epi32(16));
             }
         }
-        for h in 0..4 {
-            // SAFETY: `values` has 32 words, so 8 from word 8·h on are in bounds for h below 4.
-            unsafe { _mm256_storeu_si256(values.as_mut_ptr().add(8 * h).cast(), value[h]) };
+        for (values, token) in values.as_flattened_mut().as_chunks_mut().0.iter_mut().zip(token.as_flattened()) {
+            store_words(values, *token);
         }
     }
-    for h in 0..4 {
-        // SAFETY: as at the load.
-        unsafe { _mm256_storeu_si256(states.as_mut_ptr().add(8 * h).cast(), x[h]) };
+    for (states, x) in states.as_chunks_mut().0.iter_mut().zip(x.as_flattened()) {
+        store_words(states, *x);
     }
     Ok(())
 }
 
-/// Token of each slot, and where its slots start and end.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn find(rows: &Rows, class: __m256i, slot: __m256i) -> (__m256i, __m256i, __m256i) {
-    let mut token = _mm256_setzero_si256();
-    let mut start = _mm256_setzero_si256();
-    let mut end = look_up(&rows[0], class);
-    for next in &rows[1..] {
-        let within = _mm256_cmpgt_epi32(end, slot);
-        if _mm256_movemask_epi8(within) == -1 {
-            break;
-        }
-        // The mask is −1 where the slot lies past the end: subtracting it adds one.
-        let past = _mm256_xor_si256(within, _mm256_set1_epi32(-1));
-        token = _mm256_sub_epi32(token, past);
-        start = _mm256_blendv_epi8(start, end, past);
-        end = _mm256_blendv_epi8(end, look_up(next, class), past);
-    }
-    (token, start, end)
+fn load_words(words: &[u32; 8]) -> __m256i {
+    // SAFETY: the reference is to 32 bytes; no alignment is asked for.
+    unsafe { _mm256_loadu_si256(words.as_ptr().cast()) }
 }
 
-/// `row[class]` of each lane.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn look_up(row: &[u32; 16], class: __m256i) -> __m256i {
-    // SAFETY: `row` has 64 bytes; no alignment is asked for.
-    let (low, high) = unsafe { (_mm256_loadu_si256(row.as_ptr().cast()), _mm256_loadu_si256(row.as_ptr().add(8).cast())) };
-    let (low, high) = (_mm256_permutevar8x32_epi32(low, class), _mm256_permutevar8x32_epi32(high, class));
-    // Bit 3 of the class, moved to the sign, selects the half.
-    let high_half = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(class));
-    _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high), high_half))
+fn store_words(words: &mut [u32; 8], vector: __m256i) {
+    // SAFETY: the reference is to 32 bytes; no alignment is asked for.
+    unsafe { _mm256_storeu_si256(words.as_mut_ptr().cast(), vector) };
 }
 
 /// `EXPAND[mask][i]`: which of the next words lane `i` takes: as many as there are bits of the mask below it.

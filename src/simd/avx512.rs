@@ -1,148 +1,209 @@
 //! AVX-512 with VBMI and VBMI2.
 
-use super::{Broken, Rows, STEP, Words};
+use super::{Backwards, Broken, Coded, Divisors, Entry, GROUP, HALF, STEP, Words};
 use std::arch::x86_64::*;
 
 /// See [`super::Path::compact`].
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2")]
-pub(super) fn compact(indexes: &[u8; 64], map: &[u8; 64], out: &mut [u8; 64]) -> u64 {
-    // SAFETY: the references are to 64 bytes, and the instructions ask for no alignment.
-    let (indexes, map) = unsafe { (_mm512_loadu_epi8(indexes.as_ptr().cast()), _mm512_loadu_epi8(map.as_ptr().cast())) };
-    let within = _mm512_cmplt_epu8_mask(indexes, _mm512_set1_epi8(64));
-    let classes = _mm512_permutexvar_epi8(indexes, map);
-    let mask = _mm512_mask_test_epi8_mask(within, classes, classes);
-    // SAFETY: as above; compressing in a register and storing all of it is faster than a compressing store.
-    unsafe { _mm512_storeu_epi8(out.as_mut_ptr().cast(), _mm512_maskz_compress_epi8(mask, classes)) };
-    mask
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
+pub(super) fn compact(indexes: &[[u8; HALF]], activities: &[u8], maps: &[[u8; HALF]; 4], first: u32, out: &mut Coded<'_>) -> usize {
+    let mut lanes = [0u8; HALF];
+    lanes.iter_mut().enumerate().for_each(|(i, lane)| *lane = i as u8);
+    let lanes = load(&lanes);
+    let maps = maps.each_ref().map(|map| load(map));
+    let mut count = 0;
+    for (h, (indexes, out_mask)) in indexes.iter().zip(&mut *out.masks).enumerate() {
+        let index = load(indexes);
+        let within = _mm512_cmplt_epu8_mask(index, _mm512_set1_epi8(64));
+        let class = _mm512_permutexvar_epi8(index, maps[usize::from(activities[h / 2] & 3)]);
+        let mask = _mm512_mask_test_epi8_mask(within, class, class);
+        *out_mask = mask;
+        let Some(room) = out.classes[count..].first_chunk_mut::<HALF>() else { return count };
+        // SAFETY: `room` has 64 bytes; compressing in a register and storing all of it is faster than a compressing store.
+        unsafe { _mm512_storeu_epi8(room.as_mut_ptr().cast(), _mm512_maskz_compress_epi8(mask, class)) };
+        let more = mask.count_ones() as usize;
+        if let Some(room) = out.positions.get_mut(count..count + HALF) {
+            let mut packed = _mm512_maskz_compress_epi8(mask, lanes);
+            let start = _mm512_set1_epi32((first as usize + h * HALF) as i32);
+            for quarter in room.as_chunks_mut::<16>().0 {
+                let positions = _mm512_add_epi32(start, _mm512_cvtepu8_epi32(_mm512_castsi512_si128(packed)));
+                // SAFETY: `quarter` has 16 words.
+                unsafe { _mm512_storeu_epi32(quarter.as_mut_ptr().cast(), positions) };
+                packed = _mm512_shuffle_i64x2::<0b00_11_10_01>(packed, packed);
+                if more <= 16 {
+                    break;
+                }
+            }
+        }
+        count += more;
+    }
+    count
 }
 
-/// See [`super::Path::decode_steps`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn load(bytes: &[u8; 64]) -> __m512i {
+    // SAFETY: the reference is to 64 bytes; no alignment is asked for.
+    unsafe { _mm512_loadu_epi8(bytes.as_ptr().cast()) }
+}
+
+/// See [`super::Path::differ`]; whole masks only.
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]) {
+    let vectors = base.as_chunks().0.iter().zip(target.as_chunks().0).map(|(base, target)| (load(base), load(target)));
+    let (mut lanes, mut done) = (0, 0);
+    for (base, target) in vectors {
+        let mask = match width {
+            1 => _mm512_cmpneq_epi8_mask(base, target),
+            2 => _mm512_cmpneq_epi16_mask(base, target).into(),
+            4 => _mm512_cmpneq_epi32_mask(base, target).into(),
+            _ => _mm512_cmpneq_epi64_mask(base, target).into(),
+        };
+        masks[done] |= mask << lanes;
+        lanes += 64 / width;
+        if lanes == 64 {
+            (lanes, done) = (0, done + 1);
+        }
+    }
+}
+
+/// See [`super::Path::encode_tokens`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi2,bmi2,popcnt")]
+pub(super) fn encode_tokens(
+    divisors: &Divisors,
+    classes: &[u8; STEP],
+    tokens: &[u8; STEP],
+    states: &mut [u32; STEP],
+    words: &mut Backwards<'_>,
+) {
+    let widen = |bytes: &[u8; GROUP]| {
+        // SAFETY: the reference is to 16 bytes; no alignment is asked for.
+        _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) })
+    };
+    let groups = classes.as_chunks().0.iter().zip(tokens.as_chunks().0).zip(states.as_chunks_mut().0);
+    for ((classes, tokens), states) in groups.rev() {
+        let class = _mm512_and_si512(widen(classes), _mm512_set1_epi32(15));
+        let at = _mm512_or_si512(_mm512_slli_epi32::<8>(class), widen(tokens));
+        // SAFETY: class and token have 4 and 8 bits, and both tables have 2^12 entries.
+        let (slots, reciprocal) = unsafe {
+            (
+                _mm512_i32gather_epi32::<4>(at, divisors.slots.as_ptr().cast()),
+                _mm512_i32gather_epi32::<4>(at, divisors.reciprocals.as_ptr().cast()),
+            )
+        };
+        let start = _mm512_and_si512(slots, _mm512_set1_epi32(0xFFF));
+        let count = _mm512_add_epi32(_mm512_srli_epi32::<12>(slots), _mm512_set1_epi32(1));
+        let x = load_words(states);
+        let full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32::<20>(x), count);
+        let written = full.count_ones() as usize;
+        let packed = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, x));
+        let room = &mut words.words[words.next + 1 - written..=words.next];
+        // SAFETY: only as many words are written as `room` has.
+        unsafe { _mm256_mask_storeu_epi16(room.as_mut_ptr().cast(), _bzhi_u32(u32::MAX, written as u32) as u16, packed) };
+        words.next -= written;
+        let x = _mm512_mask_srli_epi32::<16>(x, full, x);
+        // The product falls short of the quotient by less than one.
+        let even = _mm512_srli_epi64::<32>(_mm512_mul_epu32(x, reciprocal));
+        let odd = _mm512_mul_epu32(_mm512_srli_epi64::<32>(x), _mm512_srli_epi64::<32>(reciprocal));
+        let quotient = _mm512_mask_mov_epi32(even, 0xAAAA, odd);
+        let rest = _mm512_sub_epi32(x, _mm512_mullo_epi32(quotient, count));
+        let more = _mm512_cmpge_epu32_mask(rest, count);
+        let quotient = _mm512_mask_add_epi32(quotient, more, quotient, _mm512_set1_epi32(1));
+        let rest = _mm512_mask_sub_epi32(rest, more, rest, count);
+        let next = _mm512_add_epi32(_mm512_slli_epi32::<12>(quotient), _mm512_add_epi32(rest, start));
+        store_words(states, next);
+    }
+}
+
+/// See [`super::Path::decode_steps`]: `H` vectors of 16 states.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,bmi2,popcnt")]
-pub(super) fn decode_steps(
-    rows: &Rows,
+pub(super) fn decode_steps<const H: usize>(
+    entries: &[Entry],
     tokens: u32,
     words: &mut Words<'_>,
     states: &mut [u32; STEP],
-    classes: &[[u8; STEP]],
-    values: &mut [[u32; STEP]],
+    classes: &[[u8; GROUP]],
+    values: &mut [[u32; GROUP]],
+    changed: &mut [u16],
 ) -> Result<(), Broken> {
-    let load = |half: &[u32]| {
-        _mm512_setr_epi32(
-            half[0] as i32,
-            half[1] as i32,
-            half[2] as i32,
-            half[3] as i32,
-            half[4] as i32,
-            half[5] as i32,
-            half[6] as i32,
-            half[7] as i32,
-            half[8] as i32,
-            half[9] as i32,
-            half[10] as i32,
-            half[11] as i32,
-            half[12] as i32,
-            half[13] as i32,
-            half[14] as i32,
-            half[15] as i32,
-        )
-    };
-    let mut x = [load(&states[..16]), load(&states[16..])];
+    let zero = _mm512_setzero_si512();
+    let mut x = [zero; H];
+    for (x, states) in x.iter_mut().zip(states.as_chunks().0) {
+        *x = load_words(states);
+    }
     let direct = _mm512_set1_epi32(16);
     let most = _mm512_set1_epi32(tokens as i32 - 1);
+    let low = _mm512_set1_epi32(0xFFF);
     let mut read = words.read;
-    for (classes, values) in classes.iter().zip(values) {
-        let mut token = [_mm512_setzero_si512(); 2];
-        let mut wide = [0; 2];
-        let mut symbols = [(_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()); 2];
-        for h in 0..2 {
-            // SAFETY: `classes` has 32 bytes, so 16 from byte 0 or 16 on are in bounds; no alignment is asked for.
-            let class = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(classes.as_ptr().add(16 * h).cast()) });
-            symbols[h] = find(rows, class, _mm512_and_si512(x[h], _mm512_set1_epi32(0xFFF)));
+    for ((classes, values), changed) in
+        classes.as_chunks::<H>().0.iter().zip(values.as_chunks_mut::<H>().0).zip(changed.as_chunks_mut::<H>().0)
+    {
+        let mut found = [zero; H];
+        for h in 0..H {
+            // SAFETY: the reference is to 16 bytes; no alignment is asked for.
+            let class = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(classes[h].as_ptr().cast()) });
+            let class = _mm512_slli_epi32::<12>(_mm512_and_si512(class, _mm512_set1_epi32(15)));
+            let at = _mm512_or_si512(class, _mm512_and_si512(x[h], low));
+            // SAFETY: class and slot have 4 and 12 bits, and `decode_steps` of the parent has found 2^16 entries.
+            found[h] = unsafe { _mm512_i32gather_epi32::<4>(at, entries.as_ptr().cast()) };
         }
-        for h in 0..2 {
-            let (found, start, end) = symbols[h];
-            let slot = _mm512_and_si512(x[h], _mm512_set1_epi32(0xFFF));
-            token[h] = found;
-            wide[h] = _mm512_cmpge_epu32_mask(found, direct);
-            if _mm512_cmpgt_epu32_mask(found, most) != 0 {
+        let mut token = [zero; H];
+        let mut wide = [0; H];
+        for h in 0..H {
+            token[h] = _mm512_srli_epi32::<24>(found[h]);
+            wide[h] = _mm512_cmpge_epu32_mask(token[h], direct);
+            changed[h] = _mm512_test_epi32_mask(token[h], token[h]);
+            if _mm512_cmpgt_epu32_mask(token[h], most) != 0 {
                 return Err(Broken::Value);
             }
-            let frequency = _mm512_sub_epi32(end, start);
+            let from_start = _mm512_sub_epi32(_mm512_and_si512(x[h], low), _mm512_and_si512(found[h], low));
+            let less_one = _mm512_and_si512(_mm512_srli_epi32::<12>(found[h]), low);
             let quotient = _mm512_srli_epi32::<12>(x[h]);
-            let next = _mm512_add_epi32(_mm512_mullo_epi32(frequency, quotient), _mm512_sub_epi32(slot, start));
-            x[h] = renormalize(next, words.words, &mut read)?;
+            let scaled = _mm512_add_epi32(_mm512_mullo_epi32(less_one, quotient), quotient);
+            x[h] = renormalize(_mm512_add_epi32(scaled, from_start), words.words, &mut read)?;
         }
-        if wide[0] | wide[1] == 0 {
-            store(values, token);
-            continue;
-        }
-        // Where a token has no extra bits, the number of them is 0 and the value is the token.
-        let mut left = [_mm512_setzero_si512(); 2];
-        let mut value = token;
-        for h in 0..2 {
-            let extra = _mm512_sub_epi32(_mm512_srli_epi32::<1>(token[h]), _mm512_set1_epi32(5));
-            left[h] = _mm512_maskz_mov_epi32(wide[h], extra);
-            let head = _mm512_add_epi32(_mm512_and_si512(token[h], _mm512_set1_epi32(1)), _mm512_set1_epi32(2));
-            value[h] = _mm512_mask_sllv_epi32(value[h], wide[h], head, extra);
-        }
-        let mut done = _mm512_setzero_si512();
-        while _mm512_test_epi32_mask(_mm512_or_si512(left[0], left[1]), _mm512_or_si512(left[0], left[1])) != 0 {
-            for h in 0..2 {
-                let now = _mm512_min_epu32(left[h], direct);
-                let bits = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), now), x[h]);
-                value[h] = _mm512_or_si512(value[h], _mm512_sllv_epi32(bits, done));
-                left[h] = _mm512_sub_epi32(left[h], now);
-                x[h] = renormalize(_mm512_srlv_epi32(x[h], now), words.words, &mut read)?;
+        if wide.iter().fold(0, |all, wide| all | wide) != 0 {
+            // Where a token has no extra bits, the number of them is 0 and the value is the token.
+            let mut left = [zero; H];
+            for h in 0..H {
+                left[h] = _mm512_maskz_sub_epi32(wide[h], _mm512_srli_epi32::<1>(token[h]), _mm512_set1_epi32(5));
+                let head = _mm512_add_epi32(_mm512_and_si512(token[h], _mm512_set1_epi32(1)), _mm512_set1_epi32(2));
+                token[h] = _mm512_mask_sllv_epi32(token[h], wide[h], head, left[h]);
             }
-            done = _mm512_add_epi32(done, direct);
+            let mut done = zero;
+            while left.iter().any(|&left| _mm512_test_epi32_mask(left, left) != 0) {
+                for h in 0..H {
+                    let now = _mm512_min_epu32(left[h], direct);
+                    let bits = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), now), x[h]);
+                    token[h] = _mm512_or_si512(token[h], _mm512_sllv_epi32(bits, done));
+                    left[h] = _mm512_sub_epi32(left[h], now);
+                    x[h] = renormalize(_mm512_srlv_epi32(x[h], now), words.words, &mut read)?;
+                }
+                done = _mm512_add_epi32(done, direct);
+            }
         }
-        store(values, value);
+        for h in 0..H {
+            store_words(&mut values[h], token[h]);
+        }
     }
     words.read = read;
-    for h in 0..2 {
-        // SAFETY: `states` has 32 words, so 16 from word 0 or 16 on are in bounds; no alignment is asked for.
-        unsafe { _mm512_storeu_epi32(states.as_mut_ptr().add(16 * h).cast(), x[h]) };
+    for (x, states) in x.iter().zip(states.as_chunks_mut().0) {
+        store_words(states, *x);
     }
     Ok(())
 }
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn store(values: &mut [u32; STEP], vectors: [__m512i; 2]) {
-    // SAFETY: `values` has 32 words; no alignment is asked for.
-    unsafe {
-        _mm512_storeu_epi32(values.as_mut_ptr().cast(), vectors[0]);
-        _mm512_storeu_epi32(values.as_mut_ptr().add(16).cast(), vectors[1]);
-    }
-}
-
-/// Token of each slot, and where its slots start and end. A search from the most frequent tokens on, which are few, beats
-/// gathering from a table of slots.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-fn find(rows: &Rows, class: __m512i, slot: __m512i) -> (__m512i, __m512i, __m512i) {
-    let one = _mm512_set1_epi32(1);
-    let mut token = _mm512_setzero_si512();
-    let mut start = _mm512_setzero_si512();
-    let mut end = _mm512_permutexvar_epi32(class, row(&rows[0]));
-    for next in &rows[1..] {
-        let past = _mm512_cmpge_epu32_mask(slot, end);
-        if past == 0 {
-            break;
-        }
-        token = _mm512_mask_add_epi32(token, past, token, one);
-        start = _mm512_mask_mov_epi32(start, past, end);
-        end = _mm512_mask_permutexvar_epi32(end, past, class, row(next));
-    }
-    (token, start, end)
+fn load_words(words: &[u32; GROUP]) -> __m512i {
+    // SAFETY: the reference is to 64 bytes; no alignment is asked for.
+    unsafe { _mm512_loadu_epi32(words.as_ptr().cast()) }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn row(row: &[u32; 16]) -> __m512i {
+fn store_words(words: &mut [u32; GROUP], vector: __m512i) {
     // SAFETY: the reference is to 64 bytes; no alignment is asked for.
-    unsafe { _mm512_loadu_epi32(row.as_ptr().cast()) }
+    unsafe { _mm512_storeu_epi32(words.as_mut_ptr().cast(), vector) };
 }
 
 /// [`Words::renormalize`] of 16 states in order.
@@ -150,9 +211,6 @@ fn row(row: &[u32; 16]) -> __m512i {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,bmi2,popcnt")]
 fn renormalize(x: __m512i, words: &[[u8; 2]], read: &mut usize) -> Result<__m512i, Broken> {
     let needy = _mm512_cmplt_epu32_mask(x, _mm512_set1_epi32(1 << 16));
-    if needy == 0 {
-        return Ok(x);
-    }
     let count = needy.count_ones();
     let end = *read + count as usize;
     let next = words.get(*read..end).ok_or(Broken::Short)?;

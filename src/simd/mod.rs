@@ -10,8 +10,10 @@ mod avx2;
 mod avx512;
 mod scalar;
 
-/// Lanes of a step that has a vector path: as many as a stream may have states.
+/// Most lanes of a step: as many as a stream may have states.
 pub(crate) const STEP: usize = 32;
+/// Lanes that have a mask of those with a value. Steps of one or two groups have vector paths.
+pub(crate) const GROUP: usize = 16;
 
 /// Instructions to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,8 +37,25 @@ pub(crate) enum Broken {
     Value,
 }
 
-/// Where the slots of tokens end: `rows[t][class]`, ascending in `t`, 4,096 in all columns of the last row.
-pub(crate) type Rows = [[u32; 16]];
+/// Lanes that a mask describes: half a block.
+pub(crate) const HALF: usize = 64;
+
+/// Room for what is found out about coded lanes.
+pub(crate) struct Coded<'a> {
+    /// A mask for each half of a block.
+    pub masks: &'a mut [u64],
+    /// Class of each coded lane; what follows the last one is undefined.
+    pub classes: &'a mut [u8],
+    /// Position of each coded lane, or no room if that is not wanted; what follows the last one is undefined.
+    pub positions: &'a mut [u32],
+}
+
+/// What a slot of a class stands for: where the token's slots begin in the low 12 bits, their number less one in the next 12,
+/// the token in the high 8.
+pub(crate) type Entry = u32;
+
+/// Slots of a class: entry `class << 12 | slot` of a table.
+pub(crate) const SLOTS_LOG2: u32 = 12;
 
 /// The part of a stream that is read as it is decoded.
 #[derive(Debug)]
@@ -57,6 +76,59 @@ impl Words<'_> {
         let word = *self.words.get(self.read).ok_or(Broken::Short)?;
         self.read += 1;
         Ok(x << 16 | u32::from(u16::from_le_bytes(word)))
+    }
+}
+
+/// What coding a token does to a state: the frequencies of all tokens of all classes.
+pub(crate) struct Divisors {
+    /// `class << 8 | token`: where the token's slots begin in the low 12 bits, their number less one in the next 12.
+    slots: Vec<u32>,
+    /// ⌊2^32 / number⌋, or the largest value below it; 0 where the class has no such token.
+    reciprocals: Vec<u32>,
+}
+
+impl Default for Divisors {
+    fn default() -> Self {
+        Self { slots: vec![0; 16 << 8], reciprocals: vec![0; 16 << 8] }
+    }
+}
+
+impl Divisors {
+    /// Gives a class, 1 to 15, a token with `count` slots from `start` on.
+    pub fn set(&mut self, class: u8, token: u8, start: u32, count: u32) {
+        let at = Self::at(class, token);
+        self.slots[at] = start | (count - 1) << 12;
+        self.reciprocals[at] = u32::try_from((1u64 << 32) / u64::from(count)).unwrap_or(u32::MAX);
+    }
+
+    /// Whether a class has a token.
+    #[inline(always)]
+    pub fn has(&self, class: u8, token: u8) -> bool {
+        self.reciprocals[Self::at(class, token)] != 0
+    }
+
+    #[inline(always)]
+    fn at(class: u8, token: u8) -> usize {
+        usize::from(class & 15) << 8 | usize::from(token)
+    }
+}
+
+/// Words that are written from the last one back; `next` is where the next one goes.
+pub(crate) struct Backwards<'a> {
+    /// Room for one word more than will be kept.
+    pub words: &'a mut [u16],
+    /// Place of the next word.
+    pub next: usize,
+}
+
+impl Backwards<'_> {
+    /// Writes the low word of a state that is not below `limit`, and returns what is left of it. No branch: it would be a guess.
+    #[inline(always)]
+    pub fn make_room(&mut self, state: u32, limit: u64) -> u32 {
+        let full = u64::from(state) >= limit;
+        self.words[self.next] = state as u16;
+        self.next -= usize::from(full);
+        state >> (16 * u32::from(full))
     }
 }
 
@@ -97,49 +169,121 @@ impl Path {
         self != Self::SCALAR
     }
 
-    /// Looks up the classes of 64 lanes, each `map[index]` where the index is below 64 and 0 elsewhere, and returns the mask of
-    /// those that are not 0. They go to the front of `out`, in order; the rest of its first 64 bytes is undefined.
-    #[inline(always)]
-    pub fn compact(self, indexes: &[u8; 64], map: &[u8; 64], out: &mut [u8; 64]) -> u64 {
+    /// Finds the coded lanes of some blocks: those whose class, `map[index]` where the index is below 64 and 0 elsewhere, is
+    /// not 0. Each block of 128 indexes has the map of its activity. Returns how many there are.
+    ///
+    /// # Panics
+    /// If `out` has no room, or the number of activities is not that of the blocks.
+    pub fn compact(
+        self,
+        indexes: &[[u8; HALF]],
+        activities: &[u8],
+        maps: &[[u8; HALF]; 4],
+        first: u32,
+        out: &mut Coded<'_>,
+    ) -> usize {
+        let lanes = indexes.len() * HALF;
+        assert!(indexes.len() == 2 * activities.len() && out.masks.len() == indexes.len());
+        // Each half writes 64 classes and positions from where the last one ended.
+        assert!(out.classes.len() >= lanes + HALF && (out.positions.is_empty() || out.positions.len() >= lanes + HALF));
         match self.0 {
-            Kind::Scalar => scalar::compact(indexes, map, out),
+            Kind::Scalar => scalar::compact(indexes, activities, maps, first, out),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: a path of this kind is only made in `available`, which detects all features that the function enables.
-            Kind::Avx2 => unsafe { avx2::compact(indexes, map, out) },
+            Kind::Avx2 => unsafe { avx2::compact(indexes, activities, maps, first, out) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
-            Kind::Avx512 => unsafe { avx512::compact(indexes, map, out) },
+            Kind::Avx512 => unsafe { avx512::compact(indexes, activities, maps, first, out) },
         }
     }
 
-    /// Decodes steps of 32 coded lanes, whose classes (1 to 15) fill `classes`, into as many values of at most 32 bits.
+    /// Sets `masks` to a mask for each 64 lanes, of `width` bytes, of those that differ.
     ///
-    /// `tokens` is the number of tokens whose values are allowed: at most those of 32 bits.
+    /// # Panics
+    /// If the lengths do not fit.
+    pub fn differ(self, width: usize, base: &[u8], target: &[u8], masks: &mut [u64]) {
+        assert!(base.len() == target.len() && masks.len() == base.len().div_ceil(64 * width));
+        masks.fill(0);
+        let whole = base.len() / (64 * width);
+        let (whole_masks, last) = masks.split_at_mut(whole);
+        let (base, base_rest) = base.split_at(64 * width * whole);
+        let (target, target_rest) = target.split_at(64 * width * whole);
+        match (self.0, width) {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as in `compact`.
+            (Kind::Avx512, 1 | 2 | 4 | 8) => unsafe { avx512::differ(width, base, target, whole_masks) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as in `compact`.
+            (Kind::Avx2, 1 | 2 | 4 | 8) => unsafe { avx2::differ(width, base, target, whole_masks) },
+            _ => scalar::differ(width, base, target, whole_masks),
+        }
+        scalar::differ(width, base_rest, target_rest, last);
+    }
+
+    /// Codes the tokens of a step, last lane first: at most 32 of them, each of which its class has.
+    ///
+    /// # Panics
+    /// If the lengths differ or there is no room for the words.
+    #[inline(always)]
+    pub fn encode_tokens(
+        self,
+        divisors: &Divisors,
+        classes: &[u8],
+        tokens: &[u8],
+        states: &mut [u32; STEP],
+        words: &mut Backwards<'_>,
+    ) {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512 if tokens.len() == STEP => {
+                let (Ok(classes), Ok(tokens)) = (classes.try_into(), tokens.try_into()) else { return };
+                // SAFETY: as in `compact`.
+                unsafe { avx512::encode_tokens(divisors, classes, tokens, states, words) };
+            }
+            _ => scalar::encode_tokens(divisors, classes, tokens, states, words),
+        }
+    }
+
+    /// Decodes steps of `count` coded lanes, 16 or 32, whose classes (1 to 15) fill `classes`, into as many values of at most 32
+    /// bits, and a mask for each 16 lanes of those that are not 0.
+    ///
+    /// `entries` has all slots of the classes 0 to 15; `tokens` is the number of tokens whose values are allowed: at most those of
+    /// 32 bits.
     ///
     /// # Errors
     /// A word that is missing, or a value with too many bits; states and values are then undefined.
     ///
     /// # Panics
-    /// If the lengths differ or are no multiple of 32, or on the scalar path, which has no such function.
+    /// If the lengths do not fit, or on the scalar path, which has no such function.
+    #[expect(clippy::too_many_arguments, reason = "the state of an inner loop")]
     pub fn decode_steps(
         self,
-        rows: &Rows,
+        count: usize,
+        entries: &[Entry],
         tokens: usize,
         words: &mut Words<'_>,
         states: &mut [u32; STEP],
         classes: &[u8],
         values: &mut [u32],
+        changed: &mut [u16],
     ) -> Result<(), Broken> {
-        assert!(classes.len() == values.len() && classes.len().is_multiple_of(STEP) && !rows.is_empty());
-        let (classes, values) = (classes.as_chunks().0, values.as_chunks_mut().0);
-        match self.0 {
-            Kind::Scalar => unreachable!("the scalar path decodes lane by lane"),
+        assert!(entries.len() == 16 << SLOTS_LOG2 && tokens <= 72 && (count == GROUP || count == STEP));
+        assert!(classes.len().is_multiple_of(count) && classes.len() == values.len() && classes.len() == GROUP * changed.len());
+        let (classes, values, tokens) = (classes.as_chunks().0, values.as_chunks_mut().0, tokens as u32);
+        match (self.0, count) {
+            (Kind::Scalar, _) => unreachable!("the scalar path decodes lane by lane"),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            Kind::Avx2 => unsafe { avx2::decode_steps(rows, tokens as u32, words, states, classes, values) },
+            (Kind::Avx2, GROUP) => unsafe { avx2::decode_steps::<1>(entries, tokens, words, states, classes, values, changed) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            Kind::Avx512 => unsafe { avx512::decode_steps(rows, tokens as u32, words, states, classes, values) },
+            (Kind::Avx2, _) => unsafe { avx2::decode_steps::<2>(entries, tokens, words, states, classes, values, changed) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as in `compact`.
+            (Kind::Avx512, GROUP) => unsafe { avx512::decode_steps::<1>(entries, tokens, words, states, classes, values, changed) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as in `compact`.
+            (Kind::Avx512, _) => unsafe { avx512::decode_steps::<2>(entries, tokens, words, states, classes, values, changed) },
         }
     }
 }
@@ -151,21 +295,92 @@ mod tests {
 
     proptest! {
         #[test]
-        fn compacting_is_the_same_on_every_path(
-            indexes in proptest::collection::vec(prop_oneof![0u8..70, any::<u8>()], 64),
-            map in proptest::collection::vec(prop_oneof![Just(0u8), 0u8..16], 64),
+        fn coding_tokens_is_the_same_on_every_path(
+            seed in proptest::collection::vec((0u8..16, 0u8..8, 1u32 << 16..), STEP),
+            count in 1u32..=4096,
         ) {
-            let (indexes, map) = (indexes.try_into().unwrap(), map.try_into().unwrap());
-            let mut expected = [0; 64];
-            let mask = scalar::compact(&indexes, &map, &mut expected);
-            for (i, &index) in indexes.iter().enumerate() {
-                prop_assert_eq!(mask >> i & 1 == 1, index < 64 && map[usize::from(index)] != 0);
+            let mut divisors = Divisors::default();
+            for class in 0..16 {
+                for token in 0..8 {
+                    let count = (count >> token).max(1) + u32::from(class & 1 & token);
+                    divisors.set(class, token, u32::from(token), count.min(4096));
+                }
             }
-            let count = mask.count_ones() as usize;
+            let classes: Vec<u8> = seed.iter().map(|s| s.0).collect();
+            let tokens: Vec<u8> = seed.iter().map(|s| s.1).collect();
+            let results: Vec<_> = Path::available().into_iter().map(|path| {
+                let mut states: [u32; STEP] = std::array::from_fn(|i| seed[i].2);
+                let mut room = [0; STEP + 1];
+                let mut words = Backwards { words: &mut room, next: STEP };
+                path.encode_tokens(&divisors, &classes, &tokens, &mut states, &mut words);
+                let next = words.next;
+                (states, room[next + 1..].to_vec())
+            }).collect();
+            for (i, &(class, token, before)) in seed.iter().enumerate() {
+                let count = (divisors.slots[Divisors::at(class, token)] >> 12) + 1;
+                let x = if u64::from(before) >= u64::from(count) << 20 { before >> 16 } else { before };
+                prop_assert_eq!(results[0].0[i], ((x / count) << 12) + x % count + u32::from(token));
+            }
+            for other in &results {
+                prop_assert_eq!(other, &results[0]);
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn differing_is_the_same_on_every_path(
+            base in proptest::collection::vec(any::<u8>(), 0..300),
+            flips in proptest::collection::vec((0usize..2400, 1u8..), 0..40),
+            log2 in 0u32..4,
+        ) {
+            let width = 1 << log2;
+            let base: Vec<u8> = base.iter().copied().cycle().take(base.len() * width).collect();
+            let mut target = base.clone();
+            for (at, flip) in flips {
+                if let Some(byte) = target.get_mut(at) {
+                    *byte ^= flip;
+                }
+            }
+            let lanes: Vec<bool> = base.chunks(width).zip(target.chunks(width)).map(|(b, t)| b != t).collect();
+            let expected: Vec<u64> =
+                lanes.chunks(64).map(|lanes| lanes.iter().rev().fold(0, |mask, &bit| mask << 1 | u64::from(bit))).collect();
             for path in Path::available() {
-                let mut out = [0; 64];
-                prop_assert_eq!(path.compact(&indexes, &map, &mut out), mask);
-                prop_assert_eq!(&out[..count], &expected[..count], "{:?}", path);
+                let mut masks = vec![7; expected.len()];
+                path.differ(width, &base, &target, &mut masks);
+                prop_assert_eq!(&masks, &expected, "{:?}", path);
+            }
+        }
+
+        #[test]
+        fn compacting_is_the_same_on_every_path(
+            indexes in proptest::collection::vec(prop_oneof![0u8..70, any::<u8>()], 4 * HALF),
+            map in proptest::collection::vec(prop_oneof![Just(0u8), 0u8..16], HALF),
+            dense: bool,
+        ) {
+            let indexes = indexes.as_chunks().0;
+            let mut maps = [[0; HALF]; 4];
+            maps[0].copy_from_slice(&map);
+            maps[1].fill(u8::from(dense) * 3);
+            let results = Path::available().into_iter().map(|path| {
+                let (mut masks, mut classes, mut positions) = ([0; 4], [0; 5 * HALF], [0; 5 * HALF]);
+                let mut out = Coded { masks: &mut masks, classes: &mut classes, positions: &mut positions };
+                let count = path.compact(indexes, &[0, 1], &maps, 1000, &mut out);
+                (masks, classes[..count].to_vec(), positions[..count].to_vec())
+            });
+            let results: Vec<_> = results.collect();
+            let (masks, classes, positions) = &results[0];
+            let mut found = classes.iter().zip(positions);
+            for (i, &index) in indexes.as_flattened().iter().enumerate() {
+                let class = maps[i / 128].get(usize::from(index)).copied().unwrap_or(0);
+                prop_assert_eq!(masks[i / 64] >> (i % 64) & 1 == 1, class != 0);
+                if class != 0 {
+                    prop_assert_eq!(found.next(), Some((&class, &(1000 + i as u32))));
+                }
+            }
+            prop_assert_eq!(found.next(), None);
+            for other in &results {
+                prop_assert_eq!(other, &results[0]);
             }
         }
     }

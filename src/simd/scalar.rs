@@ -2,17 +2,54 @@
 
 #![forbid(unsafe_code)]
 
+use super::{Backwards, Coded, Divisors, HALF, STEP};
+
 /// See [`super::Path::compact`].
-#[inline(always)]
-pub(super) fn compact(indexes: &[u8; 64], map: &[u8; 64], out: &mut [u8; 64]) -> u64 {
-    let mut mask = 0;
+pub(super) fn compact(indexes: &[[u8; HALF]], activities: &[u8], maps: &[[u8; HALF]; 4], first: u32, out: &mut Coded<'_>) -> usize {
     let mut count = 0;
-    for (i, &index) in indexes.iter().enumerate() {
-        let class = if index < 64 { map[usize::from(index)] } else { 0 };
-        // `count` is at most `i`: one is added a turn, and the remainder says so to the compiler.
-        out[count % 64] = class;
-        count += usize::from(class != 0);
-        mask |= u64::from(class != 0) << i;
+    for (h, (indexes, out_mask)) in indexes.iter().zip(&mut *out.masks).enumerate() {
+        let map = &maps[usize::from(activities[h / 2] & 3)];
+        let mut mask = 0;
+        for (i, &index) in indexes.iter().enumerate() {
+            let class = map.get(usize::from(index)).copied().unwrap_or(0);
+            out.classes[count] = class;
+            if let Some(position) = out.positions.get_mut(count) {
+                *position = first + (h * HALF + i) as u32;
+            }
+            count += usize::from(class != 0);
+            mask |= u64::from(class != 0) << i;
+        }
+        *out_mask = mask;
     }
-    mask
+    count
+}
+
+/// See [`super::Path::differ`].
+pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]) {
+    for ((base, target), mask) in base.chunks(64 * width).zip(target.chunks(64 * width)).zip(masks) {
+        let lanes = base.chunks(width).zip(target.chunks(width)).enumerate();
+        *mask = lanes.fold(0, |mask, (i, (base, target))| mask | u64::from(base != target) << i);
+    }
+}
+
+/// See [`super::Path::encode_tokens`].
+#[inline(always)]
+pub(super) fn encode_tokens(
+    divisors: &Divisors,
+    classes: &[u8],
+    tokens: &[u8],
+    states: &mut [u32; STEP],
+    words: &mut Backwards<'_>,
+) {
+    for ((state, &token), &class) in states[..tokens.len()].iter_mut().zip(tokens).zip(classes).rev() {
+        let at = Divisors::at(class, token);
+        let (slots, reciprocal) = (divisors.slots[at], divisors.reciprocals[at]);
+        let (start, count) = (slots & 0xFFF, (slots >> 12) + 1);
+        let x = words.make_room(*state, u64::from(count) << 20);
+        // The product falls short of the quotient by less than one.
+        let quotient = ((u64::from(x) * u64::from(reciprocal)) >> 32) as u32;
+        let rest = x - quotient * count;
+        let more = u32::from(rest >= count);
+        *state = ((quotient + more) << 12) + (rest - more * count) + start;
+    }
 }

@@ -29,6 +29,7 @@ class Tensor:
     shape: list
     base_shape: list  # None for base kind `none`
     lanes: int
+    tables: object = None  # what the codec makes of them
 
     @property
     def dtype(self):
@@ -51,6 +52,7 @@ def open_index(data):
         need(not any(data[s.offset + s.stored_size:following]), "section.padding")
     chunks, sums, digests, tensors, files, tables = (expanded(data, s) for s in sections)
     tensors = read_tensors(tensors, header, len(tables))
+    read_tables(tables, tensors)
     tensor_digests = Digests.rows(digests, header.tensor_count, 64)
     for tensor, digest in zip(tensors, tensor_digests):
         with at(tensor=tensor.name):
@@ -133,7 +135,7 @@ def read_tensor(e, name, names, dims, chunks_before):
     need(e.codec in CODECS, "tensor.codec")
     need(e.chunk_lanes_log2 >= 12 and lane_bytes << e.chunk_lanes_log2 <= 4 << 20, "tensor.chunk_lanes")
     need(not any(e.reserved), "tensor.reserved")
-    need(e.tables_size == 0, "tensor.tables_size")  # neither codec has tables
+    need(e.tables_size == 0 or CODECS[e.codec].HAS_TABLES, "tensor.tables_size")
     need(e.first_chunk == chunks_before, "tensor.first_chunk")
     lanes = prod(shape) * bits // (8 * lane_bytes)
     need(e.chunk_count == -(-lanes // (1 << e.chunk_lanes_log2)), "tensor.chunk_count")
@@ -145,6 +147,14 @@ def read_tensor(e, name, names, dims, chunks_before):
     else:
         need(e.base_param == 0, "tensor.base_param")
     return Tensor(e, name, base_name or name, shape, base_shape, lanes)
+
+
+def read_tables(section, tensors):
+    parts, owned = Parts(section, "tensor.tables_size"), []
+    for tensor in tensors:
+        content, codec = parts.take(tensor.entry.tables_size), CODECS[tensor.entry.codec]
+        with at(tensor=tensor.name):
+            tensor.tables = codec.read_tables(content, owned) if codec.HAS_TABLES else None
 
 
 def read_name(data, rule):

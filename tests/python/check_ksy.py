@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "testdata"))
 import reader  # noqa: E402
+from reader.codec import CONDITIONED, conditioned  # noqa: E402
 from kaitaistruct import KaitaiStream  # noqa: E402
 
 COMPILE = """
@@ -61,17 +62,29 @@ def row(parsed, expected):
 
 
 def section(parsed, number, data, kind, count):
-    """The parsed section; if it is compressed, its expanded bytes parsed by its type alone."""
-    stored, name = (("tensors_stored", "tensors"), ("files_stored", "files"))[number - 3]
+    """The parsed section; if it is compressed, its expanded bytes parsed by its type alone. `count` is what the type has as
+    parameter."""
+    name = ("tensors", "files", "tables")[number - 3]
+    stored = f"{name}_stored"
     entry = parsed.sections[number]
     frame = getattr(parsed, stored)
     same(stored, frame, data[entry.offset:entry.offset + entry.stored_size])
-    if not entry.is_compressed:
+    if not entry.is_compressed and getattr(parsed, name) is not None:  # the tables are not there without their tensors
         return getattr(parsed, name), 0
-    stream = KaitaiStream(BytesIO(reader.expand(frame, entry.expanded_size, "section.frame")))
+    content = reader.expand(frame, entry.expanded_size, "section.frame") if entry.is_compressed else frame
+    stream = KaitaiStream(BytesIO(content))
     expanded = kind(count, stream)
     assert stream.is_eof()
-    return expanded, 1
+    return expanded, int(entry.is_compressed)
+
+
+def classes_of(sets, parsed):
+    """What the reader makes of a tensor's tables: the frequencies of each class. `sets` are those before, and grow."""
+    if not getattr(parsed, "reference", None):
+        own = getattr(parsed, "table_set", None)
+        sets += [[[f.value for f in one.frequencies] for one in own.classes]] if own else []
+        return sets[-1] if own else []
+    return sets[parsed.reference - 1]
 
 
 def check(Tpde, index_path, blob_path):
@@ -92,7 +105,6 @@ def check(Tpde, index_path, blob_path):
             row(one, other)
     same("roots", [parsed.roots.base_root, parsed.roots.target_root], [wanted.base_root, wanted.target_root])
     same("pair_digest", parsed.pair_digest, wanted.pair_digest)
-    same("tables", parsed.tables_stored, b"")
 
     tensors, compressed = section(parsed, 3, data, Tpde.TensorsSection, parsed.tensor_count)
     same("tensors", len(tensors.entries), len(wanted.tensors))
@@ -101,6 +113,12 @@ def check(Tpde, index_path, blob_path):
         same("shape", shape.dims, tensor.shape)
         same("name", names.name, tensor.name)
         same("base name", names.base_name or names.name, tensor.base_name)
+
+    tables, too = section(parsed, 5, data, Tpde.TablesSection, tensors.entries)
+    same("tables", len(tables.tables), len(wanted.tensors))
+    sets = []
+    for one, tensor in zip(tables.tables, wanted.tensors):
+        same("tables", classes_of(sets, one), tensor.tables or [])
 
     files, also = section(parsed, 4, data, Tpde.FilesSection, parsed.file_count)
     same("files", len(files.entries), len(wanted.files))
@@ -120,7 +138,13 @@ def check(Tpde, index_path, blob_path):
     same("blob", fields(parsed, header), header)
     same("payloads", parsed.payloads, data[64:])
     file.close()
-    return compressed + also
+    for tensor in wanted.tensors:
+        for c, _, _ in tensor.chunks():
+            record = wanted.records[c]
+            if tensor.entry.codec == CONDITIONED and record.num_deltas:
+                payload = data[record.blob_offset:record.blob_offset + record.compressed_size]
+                row(Tpde.ConditionedHeader.from_bytes(payload), conditioned.Header.rows(payload, 1)[0])
+    return compressed + too + also
 
 
 def main():

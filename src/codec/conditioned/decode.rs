@@ -1,28 +1,33 @@
 //! From a payload and base lanes to target lanes (`spec/codecs.md` sections 4.4 to 4.6).
 
-use super::context::{BLOCK, HALF, indexes};
+use super::coded::Coded;
+use super::context::{BLOCK, HALF};
 use super::payload::{Payload, segment};
 use super::stream;
 use super::tables::{Lookup, TableSet};
 use crate::codec::Encoded;
+use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
 use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
-use crate::simd::Path;
+use crate::simd::{GROUP, Path};
 use crate::sums::{chunk_sum, lane_term};
-
-/// Blocks whose contexts are taken at once.
-const TILE_BLOCKS: usize = 32;
 
 /// What a thread needs to decode chunks, used again for every chunk.
 pub(crate) struct Decoder {
     path: Path,
     lookup: Lookup,
-    /// Of the segment in work: a mask for each half of a block, the classes of the coded lanes, and their values. The last two
-    /// are never made shorter, because growing them again would clear them.
-    masks: Vec<u64>,
-    coded: usize,
-    classes: Vec<u8>,
-    values: Vec<u8>,
+    /// Of the segment in work.
+    activities: Vec<u8>,
+    coded: Coded,
+    values: Values,
+}
+
+/// The values of coded lanes, and a mask for each 16 of them of those that are not 0. They are never made shorter, because
+/// growing them again would clear them.
+#[derive(Default)]
+struct Values {
+    bytes: Vec<u8>,
+    changed: Vec<u16>,
 }
 
 impl Default for Decoder {
@@ -34,7 +39,7 @@ impl Default for Decoder {
 impl Decoder {
     /// A decoder that uses these instructions.
     pub fn with_path(path: Path) -> Self {
-        Self { path, lookup: Lookup::default(), masks: Vec::new(), coded: 0, classes: Vec::new(), values: Vec::new() }
+        Self { path, lookup: Lookup::default(), activities: Vec::new(), coded: Coded::default(), values: Values::default() }
     }
 
     /// See [`crate::codec::ChunkDecoder::decode`].
@@ -56,60 +61,52 @@ impl Decoder {
         }
 
         // A term a change is dearer than its share of a pass over all lanes.
-        let sparse = 16 * (encoded.num_deltas as usize) < count && payload.low_bits == 0;
-        let mut target = Target { order: dtype.order(), sum: sparse.then_some(base_sum), changed: 0 };
+        let few = 16 * (encoded.num_deltas as usize) < count && payload.low_bits == 0;
+        let mut target = Target { order: dtype.order(), sum: few.then_some(base_sum), changed: 0 };
         let exceptions = Exceptions::<L>::find(&payload, lanes)?;
         let blocks = count.div_ceil(BLOCK);
         for (s, stream) in payload.streams().enumerate() {
             let blocks = segment(s, payload.segments, blocks);
             let first = blocks.start * BLOCK;
             let lanes = &mut lanes[first * L::BYTES..(blocks.end * BLOCK).min(count) * L::BYTES];
-            self.find_coded::<L>(dtype, &payload, blocks.start, lanes);
-            self.decode_stream::<L>(&payload, stream?)?;
-            if payload.low_bits == 0 {
-                target.patch::<L>(&self.masks, lanes_of::<L>(&self.values), first, lanes);
+            self.activities.clear();
+            self.activities.extend(blocks.map(|block| payload.activity(block)));
+            self.coded.find::<L>(self.path, dtype, &payload.maps, &self.activities, lanes, few);
+            let (values, changed) = self.values.decode::<L>(self.path, &self.lookup, &payload, stream?, self.coded.classes())?;
+            if payload.low_bits != 0 {
+                target.rebuild::<L>(&payload, self.coded.masks(), values, first, lanes);
+            } else if few {
+                target.patch_few::<L>(self.coded.positions(), values, changed, first, lanes);
             } else {
-                target.rebuild::<L>(&payload, &self.masks, lanes_of::<L>(&self.values), first, lanes);
+                target.patch_many::<L>(self.coded.masks(), values, changed, lanes);
             }
         }
         target.except(exceptions, lanes)?;
         Rule::PayloadDeltas.check_eq(encoded.num_deltas as usize, target.changed)?;
         Ok(target.sum.unwrap_or_else(|| chunk_sum(lanes)))
     }
+}
 
-    /// Finds the coded lanes of a segment, which begins with block `first_block`.
-    fn find_coded<L: Lane>(&mut self, dtype: Dtype, payload: &Payload<'_>, first_block: usize, lanes: &[u8]) {
-        let count = lanes.len() / L::BYTES;
-        self.masks.clear();
-        self.coded = 0;
-        let room = count.next_multiple_of(BLOCK) + HALF;
-        if self.classes.len() < room {
-            self.classes.resize(room, 0);
+impl Values {
+    fn decode<L: Lane>(
+        &mut self,
+        path: Path,
+        lookup: &Lookup,
+        payload: &Payload<'_>,
+        stream: &[u8],
+        classes: &[u8],
+    ) -> Result<(&[L::Le], &[u16])> {
+        let (size, masks) = (classes.len() * L::BYTES, classes.len().div_ceil(GROUP));
+        if self.bytes.len() < size {
+            self.bytes.resize(size, 0);
         }
-        let mut tile = [0; TILE_BLOCKS * BLOCK];
-        for (t, lanes) in lanes.chunks(tile.len() * L::BYTES).enumerate() {
-            let size = (lanes.len() / L::BYTES).next_multiple_of(BLOCK);
-            indexes::<L>(lanes, dtype, payload.maps.first, &mut tile[..size]);
-            for (b, block) in tile[..size].as_chunks::<HALF>().0.iter().enumerate() {
-                let activity = payload.activity(first_block + t * TILE_BLOCKS + b / 2);
-                let map = &payload.maps.classes[usize::from(activity)];
-                // The classes have room for one half more than there are lanes.
-                let Some(room) = self.classes[self.coded..].first_chunk_mut() else { return };
-                let mask = self.path.compact(block, map, room);
-                self.coded += mask.count_ones() as usize;
-                self.masks.push(mask);
-            }
-        }
-    }
-
-    fn decode_stream<L: Lane>(&mut self, payload: &Payload<'_>, stream: &[u8]) -> Result<()> {
-        let size = self.coded * L::BYTES;
-        if self.values.len() < size {
-            self.values.resize(size, 0);
+        if self.changed.len() < masks {
+            self.changed.resize(masks, 0);
         }
         let bits = 8 * L::BYTES as u32 - payload.low_bits;
-        let (classes, values) = (&self.classes[..self.coded], lanes_of_mut::<L>(&mut self.values[..size]));
-        stream::decode::<L>(self.path, &self.lookup, stream, payload.states_log2, classes, bits, values)
+        let (values, changed) = (lanes_of_mut::<L>(&mut self.bytes[..size]), &mut self.changed[..masks]);
+        stream::decode::<L>(path, lookup, stream, payload.states_log2, classes, bits, values, changed)?;
+        Ok((values, changed))
     }
 }
 
@@ -123,21 +120,41 @@ struct Target {
 }
 
 impl Target {
-    /// Changes the lanes of a segment, whose deltas are the values, and which begins with lane `first` of its chunk.
-    fn patch<L: Lane>(&mut self, masks: &[u64], mut values: &[L::Le], first: usize, lanes: &mut [u8]) {
-        for (h, (half, &mask)) in lanes_of_mut::<L>(lanes).chunks_mut(HALF).zip(masks).enumerate() {
-            let (deltas, rest) = values.split_at(mask.count_ones() as usize);
-            values = rest;
-            let changed = deltas.iter().filter(|&&delta| L::load(delta) != L::default()).count();
-            self.changed += changed;
-            if changed == 0 {
-                continue;
+    /// Changes the lanes of a segment that have a value, at their positions; the segment begins with lane `first` of the chunk.
+    fn patch_few<L: Lane>(&mut self, positions: &[u32], values: &[L::Le], changed: &[u16], first: usize, lanes: &mut [u8]) {
+        let lanes = lanes_of_mut::<L>(lanes);
+        let mut sum = 0u64;
+        let order = self.order;
+        for (group, &mask) in changed.iter().enumerate() {
+            let mut mask = mask;
+            while mask != 0 {
+                let j = group * GROUP + mask.trailing_zeros() as usize;
+                mask &= mask - 1;
+                let position = positions[j] as usize;
+                let base = L::load(lanes[position]);
+                let target = L::apply(base, L::load(values[j]), order);
+                lanes[position] = target.store();
+                sum = sum.wrapping_add(lane_term(first + position, base, target));
+                self.changed += 1;
             }
-            if let Some(sum) = &mut self.sum {
-                *sum = patch_few::<L>(half, mask, deltas, self.order, first + h * HALF, *sum);
-            } else {
-                patch_many::<L>(half, mask, deltas, self.order);
-            }
+        }
+        self.sum = self.sum.map(|before| before.wrapping_add(sum));
+    }
+
+    /// Changes the lanes of a segment that the masks select by their values.
+    fn patch_many<L: Lane>(&mut self, masks: &[u64], values: &[L::Le], changed: &[u16], lanes: &mut [u8]) {
+        self.changed += changed.iter().map(|mask| mask.count_ones() as usize).sum::<usize>();
+        let lanes = lanes_of_mut::<L>(lanes);
+        // One loop for each order, so that nothing is decided inside.
+        match self.order {
+            Order::Plain => vectorized(
+                #[inline(always)]
+                || patch_many::<L>(masks, values, Order::Plain, lanes),
+            ),
+            Order::Ordered => vectorized(
+                #[inline(always)]
+                || patch_many::<L>(masks, values, Order::Ordered, lanes),
+            ),
         }
     }
 
@@ -162,7 +179,7 @@ impl Target {
         Ok(())
     }
 
-    /// [`Target::patch`] where part of each delta is stored as it is.
+    /// Changes the lanes of a segment where part of each delta is stored as it is.
     fn rebuild<L: Lane>(&mut self, payload: &Payload<'_>, masks: &[u64], mut values: &[L::Le], first: usize, lanes: &mut [u8]) {
         let low_bits = payload.low_bits;
         let high_mask = 1u64.checked_shl(8 * L::BYTES as u32 - low_bits).unwrap_or(0).wrapping_sub(1);
@@ -202,39 +219,29 @@ impl<L: Lane> Exceptions<L> {
     }
 }
 
-/// Applies deltas to the lanes that `mask` selects, and returns `sum` of the chunk with their terms.
 #[inline(always)]
-fn patch_few<L: Lane>(half: &mut [L::Le], mut mask: u64, deltas: &[L::Le], order: Order, first: usize, mut sum: u64) -> u64 {
-    for delta in deltas {
-        let i = mask.trailing_zeros() as usize;
-        mask &= mask.wrapping_sub(1);
-        let delta = L::load(*delta);
-        if delta != L::default() {
-            // Indexes past the last lane have class 0, so that the mask has no bits there.
-            let Some(lane) = half.get_mut(i) else { continue };
-            let base = L::load(*lane);
-            let target = L::apply(base, delta, order);
-            *lane = target.store();
-            sum = sum.wrapping_add(lane_term(first + i, base, target));
+fn patch_many<L: Lane>(masks: &[u64], mut values: &[L::Le], order: Order, lanes: &mut [L::Le]) {
+    for (half, &mask) in lanes.chunks_mut(HALF).zip(masks) {
+        let (deltas, rest) = values.split_at(mask.count_ones() as usize);
+        values = rest;
+        if let (Ok(half), Ok(deltas)) = (<&mut [L::Le; HALF]>::try_from(&mut *half), <&[L::Le; HALF]>::try_from(deltas)) {
+            patch_all::<L>(half, deltas, order);
+        } else if mask != 0 {
+            let mut spread = [L::default().store(); HALF];
+            let mut mask = mask;
+            for delta in deltas {
+                spread[mask.trailing_zeros() as usize % HALF] = *delta;
+                mask &= mask.wrapping_sub(1);
+            }
+            patch_all::<L>(half, &spread, order);
         }
     }
-    sum
 }
 
-/// Applies deltas to the lanes that `mask` selects.
 #[inline(always)]
-fn patch_many<L: Lane>(half: &mut [L::Le], mut mask: u64, deltas: &[L::Le], order: Order) {
-    let mut spread = [L::default().store(); HALF];
-    if mask == u64::MAX {
-        spread.copy_from_slice(deltas);
-    } else {
-        for delta in deltas {
-            spread[mask.trailing_zeros() as usize % HALF] = *delta;
-            mask &= mask.wrapping_sub(1);
-        }
-    }
-    for (lane, delta) in half.iter_mut().zip(spread) {
-        *lane = L::apply(L::load(*lane), L::load(delta), order).store();
+fn patch_all<L: Lane>(lanes: &mut [L::Le], deltas: &[L::Le], order: Order) {
+    for (lane, delta) in lanes.iter_mut().zip(deltas) {
+        *lane = L::apply(L::load(*lane), L::load(*delta), order).store();
     }
 }
 

@@ -1,22 +1,24 @@
 //! From base and target lanes to a payload. What a decoder must accept is in the spec; what is chosen here is free.
 
-use super::context::{BLOCK, HALF, MAX_CONTEXTS, Maps, indexes};
+use super::coded::Coded;
+use super::context::{BLOCK, HALF, MAX_CONTEXTS, Maps};
 use super::cost::{BIT, Costs};
 use super::payload::segment;
-use super::stats::{LEVELS, Row, Split, Stats};
+use super::stats::{LEVELS, Row, Split, Stats, all_lanes};
 use super::stream::LEAST_STATE;
-use super::tables::{SCALE_LOG2, TableSet, token_of};
+use super::tables::{TableSet, extra_bits, token_of};
 use crate::codec::Encoded;
+use crate::dispatch::vectorized;
 use crate::format::ConditionedHeader;
-use crate::lane::{Dtype, Lane, count_changed, lanes_of};
-use crate::simd::{Path, STEP};
+use crate::lane::{Dtype, Lane, Order, changed_masks, lanes_of};
+use crate::simd::{Backwards, Divisors, Path, STEP};
 use std::ops::Range;
 use zerocopy::IntoBytes;
 
-/// Lanes of blocks whose contexts are taken at once.
-const TILE: usize = 32 * BLOCK;
 /// Most steps that a stream should have, so that a chunk is decoded in few rounds trips of a processor's latency.
 const STEPS: usize = 2048;
+/// What it is worth not to code a lane, so that decoding it costs no time.
+const LANE_COST: u64 = 4;
 /// Least payload for each state, so that their 2 wasted bytes do not show.
 const BYTES_PER_STATE: u64 = 40;
 
@@ -24,46 +26,47 @@ const BYTES_PER_STATE: u64 = 40;
 pub(crate) struct Encoder {
     path: Path,
     model: Option<Model>,
-    masks: Vec<u64>,
-    classes: Vec<u8>,
-    values: Vec<u64>,
+    /// A mask for each half of a block of the lanes that have a value to be coded: those that change, or all.
+    changed: Vec<u64>,
+    coded: Coded,
+    symbols: Symbols,
     words: Vec<u16>,
+}
+
+/// What the coded lanes have.
+#[derive(Default)]
+struct Symbols {
+    /// A token each.
+    tokens: Vec<u8>,
+    /// The values of those with extra bits; what follows the last one is undefined.
+    wide: Vec<u64>,
+    wide_count: usize,
 }
 
 /// A table set in the forms that an encoder wants.
 struct Model {
     set: TableSet,
     costs: Costs,
-    symbols: Vec<Vec<Symbol>>,
-}
-
-/// A token of a class.
-#[derive(Clone, Copy, Default)]
-struct Symbol {
-    frequency: u32,
-    start: u32,
-    /// ⌊2^44 / frequency⌋ + 1: a state below frequency·2^20 times this, shifted right by 44, is divided exactly.
-    reciprocal: u64,
+    divisors: Divisors,
 }
 
 impl Model {
     fn new(set: &TableSet) -> Self {
-        let symbols = set.classes().map(|class| {
+        let mut divisors = Divisors::default();
+        for (class, frequencies) in (1..).zip(set.classes()) {
             let mut start = 0;
-            let symbol = |&frequency: &u16| {
-                let frequency = u32::from(frequency);
-                let reciprocal = (1u64 << 44).checked_div(frequency.into()).map_or(0, |r| r + 1);
-                let symbol = Symbol { frequency, start, reciprocal };
-                start += frequency;
-                symbol
-            };
-            class.iter().map(symbol).collect()
-        });
-        Self { costs: Costs::new(set), symbols: symbols.collect(), set: set.clone() }
+            for (token, &frequency) in (0..).zip(frequencies).filter(|(_, frequency)| **frequency != 0) {
+                divisors.set(class, token, start, frequency.into());
+                start += u32::from(frequency);
+            }
+        }
+        Self { costs: Costs::new(set), divisors, set: set.clone() }
     }
 
+    /// Whether a class has a token.
+    #[inline(always)]
     fn has(&self, class: u8, token: u8) -> bool {
-        self.symbols[usize::from(class) - 1].get(usize::from(token)).is_some_and(|symbol| symbol.frequency != 0)
+        self.divisors.has(class, token)
     }
 }
 
@@ -76,7 +79,14 @@ struct Choice {
 
 impl Default for Encoder {
     fn default() -> Self {
-        Self { path: Path::best(), model: None, masks: Vec::new(), classes: Vec::new(), values: Vec::new(), words: Vec::new() }
+        Self {
+            path: Path::best(),
+            model: None,
+            changed: Vec::new(),
+            coded: Coded::default(),
+            symbols: Symbols::default(),
+            words: Vec::new(),
+        }
     }
 }
 
@@ -92,7 +102,7 @@ impl Encoder {
         target: &[u8],
         payload: &mut Vec<u8>,
     ) -> Encoded {
-        let changed = count_changed::<L>(base, target);
+        let changed = changed_masks::<L>(base, target, &mut self.changed);
         if changed == 0 {
             return Encoded::default();
         }
@@ -123,17 +133,19 @@ impl Encoder {
             model => model.insert(Model::new(tables)),
         };
         let split = Split::for_lanes::<L>(base, target, dtype, low_bits);
-        let stats = Stats::gather::<L>(base, target, dtype, split, changed);
-        let choice = choose(&stats, &model.costs, split, L::BYTES);
+        if low_bits != 0 {
+            all_lanes(base.len() / L::BYTES, &mut self.changed);
+        }
+        let stats = Stats::gather::<L>(base, target, dtype, split, &self.changed, changed);
+        let choice = choose(&stats, model, split, L::BYTES);
         let levels: Vec<u8> = stats.levels.iter().map(|&level| activity(level, choice.activity_bits)).collect();
-        let coded = find_coded::<L>(self.path, dtype, &choice.maps, &levels, base, &mut self.masks, &mut self.classes);
+        self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, base, false);
+        let (masks, classes) = (self.coded.masks(), self.coded.classes());
 
-        let Some(exceptions) = collect_values::<L>(base, target, dtype, split, &self.masks, &self.classes, model, &mut self.values)
-        else {
-            return false;
-        };
+        let lanes = Lanes { base, target, dtype, split, changed: &self.changed };
+        let Some(exceptions) = self.symbols.collect::<L>(&lanes, masks, classes, model) else { return false };
         let blocks = base.len().div_ceil(BLOCK * L::BYTES);
-        let (states, segments) = shape(coded, choice.cost / BIT / 8, blocks);
+        let (states, segments) = shape(classes.len(), choice.cost / BIT / 8, blocks);
         let header = ConditionedHeader {
             low_bits: low_bits as u8,
             states_log2: states.ilog2() as u8,
@@ -158,14 +170,21 @@ impl Encoder {
         payload.resize(sizes_at + 4 * (segments - 1), 0);
         payload.resize(payload.len() + (payload.len() - start) % 2, 0);
         let mut done = 0;
+        let mut wide = &self.symbols.wide[..self.symbols.wide_count];
         for s in 0..segments {
             let halves = segment(s, segments, blocks);
-            let halves = 2 * halves.start..(2 * halves.end).min(self.masks.len());
-            let count: u32 = self.masks[halves].iter().map(|mask| mask.count_ones()).sum();
-            let symbols = done..done + count as usize;
-            done = symbols.end;
+            let halves = 2 * halves.start..(2 * halves.end).min(masks.len());
+            let count: u32 = masks[halves].iter().map(|mask| mask.count_ones()).sum();
+            let (classes, tokens) = (&classes[done..done + count as usize], &self.symbols.tokens[done..done + count as usize]);
+            done += count as usize;
+            let with_extra_bits = vectorized(
+                #[inline(always)]
+                || tokens.iter().map(|&token| usize::from(token >= 16)).sum(),
+            );
+            let (now, later) = wide.split_at(with_extra_bits);
+            wide = later;
             let before = payload.len();
-            put_stream(&model.symbols, states, &self.classes[symbols.clone()], &self.values[symbols], &mut self.words, payload);
+            put_stream(self.path, &model.divisors, states, classes, tokens, now, &mut self.words, payload);
             let size = (payload.len() - before) / 2;
             if let Some(at) = payload[sizes_at..].as_chunks_mut().0[..segments - 1].get_mut(s) {
                 *at = (size as u32).to_le_bytes();
@@ -203,12 +222,12 @@ fn activity(level: u8, activity_bits: u8) -> u8 {
 }
 
 /// Chooses activities and maps.
-fn choose(stats: &Stats, costs: &Costs, split: Split, width: usize) -> Choice {
-    let mut best = choose_maps(stats, costs, split, width, 0, &[0..LEVELS]);
+fn choose(stats: &Stats, model: &Model, split: Split, width: usize) -> Choice {
+    let mut best = choose_maps(stats, model, split, width, 0, std::slice::from_ref(&(0..LEVELS)));
     let blocks = stats.levels.len() as u64;
     if blocks >= 32 {
         for (bits, groups) in [(1, &[0..1, 1..LEVELS][..]), (2, &[0..1, 1..2, 2..3, 3..4][..])] {
-            let mut choice = choose_maps(stats, costs, split, width, bits, groups);
+            let mut choice = choose_maps(stats, model, split, width, bits, groups);
             choice.cost += blocks * u64::from(bits) * BIT;
             if choice.cost < best.cost {
                 best = choice;
@@ -218,51 +237,62 @@ fn choose(stats: &Stats, costs: &Costs, split: Split, width: usize) -> Choice {
     best
 }
 
+/// The class that codes a row in the fewest bits, or 0 if it is better not coded, and what that costs.
+fn best_class(row: &Row, model: &Model, split: Split, width: usize) -> (u8, u64) {
+    let (time, exceptions) = match split.low_bits {
+        0 => (row.lanes() * LANE_COST, row.others() * 8 * (4 + width as u64) * BIT),
+        _ => (0, u64::MAX / 1024),
+    };
+    let extra = row.extra_bits() * BIT;
+    let usable = |class: u8| split.low_bits != 0 || model.has(class, 0);
+    let classes = (1..).zip(model.costs.of(&row.counts)).filter(|(class, _)| usable(*class));
+    let classes = classes.map(|(class, cost)| (class, cost + extra + time));
+    classes.chain([(0, exceptions)]).min_by_key(|&(class, cost)| (cost, class)).unwrap_or_default()
+}
+
 /// Chooses a map for each group of levels.
-fn choose_maps(stats: &Stats, costs: &Costs, split: Split, width: usize, activity_bits: u8, groups: &[Range<usize>]) -> Choice {
-    let exception = |row: &Row| match split.low_bits {
-        0 => row.others() * 8 * (4 + width as u64) * BIT,
-        _ => u64::MAX / 1024,
-    };
-    // A lane that is coded costs time, so a class has to gain a little by it.
-    let best_class = |row: &Row| -> (u8, u64) {
-        let time = row.lanes() * u64::from(split.low_bits == 0);
-        let extra = row.extra_bits() * BIT;
-        let classes = (1..).zip(costs.of(&row.counts)).map(|(class, cost)| (class, cost + extra + time));
-        classes.chain([(0, exception(row))]).min_by_key(|&(class, cost)| (cost, class)).unwrap_or_default()
-    };
+fn choose_maps(stats: &Stats, model: &Model, split: Split, width: usize, activity_bits: u8, groups: &[Range<usize>]) -> Choice {
+    let best_class = |row: &Row| best_class(row, model, split, width);
     // By group: the contexts that occur, their best classes and what those cost.
     let rows: Vec<Vec<(usize, Row, u8, u64)>> = groups
         .iter()
         .map(|levels| {
-            let contexts = stats.contexts(levels.clone());
             let row = |context| {
                 let row = stats.row(levels.clone(), context);
                 let (class, cost) = best_class(&row);
                 (context, row, class, cost)
             };
-            contexts.map(row).collect()
+            stats.contexts(levels.clone()).map(row).collect()
         })
         .collect();
-    let all = || rows.iter().flatten();
-    let coded = || all().filter(|(_, _, class, _)| *class != 0).map(|(context, ..)| *context);
-    let last = coded().max().unwrap_or(0);
-    let lowest = coded().min().unwrap_or(0);
-    // Contexts before the first one share its entry: fewer entries, and a worse fit.
-    let share = |first: usize| -> (u64, Vec<u8>) {
-        let merged = rows.iter().map(|rows| {
-            let mut row = Row::default();
-            rows.iter().filter(|(context, ..)| *context <= first).for_each(|(_, other, ..)| row.add(other));
-            if row.counts.is_empty() { (0, 0) } else { best_class(&row) }
-        });
-        let (classes, costs): (Vec<u8>, Vec<u64>) = merged.unzip();
-        let rest: u64 = all().filter(|(context, ..)| *context > first).map(|(.., cost)| *cost).sum();
-        let entries = (last + 1 - first).next_multiple_of(2) as u64;
-        (costs.iter().sum::<u64>() + rest + groups.len() as u64 * entries * 4 * BIT, classes)
-    };
-    let candidates = lowest.max((last + 1).saturating_sub(MAX_CONTEXTS))..=last;
-    let first = candidates.clone().min_by_key(|&first| share(first).0).unwrap_or(last);
-    let (cost, firsts) = share(first);
+    let coded = || rows.iter().flatten().filter(|(_, _, class, _)| *class != 0).map(|(context, ..)| *context);
+    let (lowest, last) = (coded().min().unwrap_or(0), coded().max().unwrap_or(0));
+
+    // Contexts before the first one share its entry: fewer entries, and a worse fit. The further it moves, the more share.
+    let mut best = (u64::MAX, 0, Vec::new());
+    let mut left: u64 = rows.iter().flatten().map(|(.., cost)| *cost).sum();
+    let mut shared = vec![Row::default(); groups.len()];
+    for first in 0..=last {
+        let mut grown = false;
+        for (rows, shared) in rows.iter().zip(&mut shared) {
+            for (_, row, _, cost) in rows.iter().filter(|(context, ..)| *context == first) {
+                shared.add(row);
+                left -= cost;
+                grown = true;
+            }
+        }
+        if first < lowest || last - first >= MAX_CONTEXTS || (first > lowest && !grown) {
+            continue;
+        }
+        let (classes, costs): (Vec<u8>, Vec<u64>) =
+            shared.iter().map(|row| if row.counts.is_empty() { (0, 0) } else { best_class(row) }).unzip();
+        let entries = groups.len() as u64 * (last + 1 - first).next_multiple_of(2) as u64;
+        let cost = left + costs.iter().sum::<u64>() + entries * 4 * BIT;
+        if cost < best.0 {
+            best = (cost, first, classes);
+        }
+    }
+    let (cost, first, firsts) = best;
 
     let mut maps = Maps { first: stats.first + first as u16, count: (last + 1 - first) as u8, classes: [[0; MAX_CONTEXTS]; 4] };
     for ((map, rows), class) in maps.classes.iter_mut().zip(&rows).zip(firsts) {
@@ -284,81 +314,90 @@ fn shape(coded: usize, size: u64, blocks: usize) -> (usize, usize) {
     (states.min(STEP), segments)
 }
 
-/// As in the decoder: masks of the coded lanes, and their classes. Returns how many there are.
-fn find_coded<L: Lane>(
-    path: Path,
-    dtype: Dtype,
-    maps: &Maps,
-    activities: &[u8],
-    base: &[u8],
-    masks: &mut Vec<u64>,
-    classes: &mut Vec<u8>,
-) -> usize {
-    let count = base.len() / L::BYTES;
-    masks.clear();
-    let room = count.next_multiple_of(BLOCK) + HALF;
-    if classes.len() < room {
-        classes.resize(room, 0);
-    }
-    let mut coded = 0;
-    let mut tile = [0; TILE];
-    for (t, lanes) in base.chunks(TILE * L::BYTES).enumerate() {
-        let size = (lanes.len() / L::BYTES).next_multiple_of(BLOCK);
-        indexes::<L>(lanes, dtype, maps.first, &mut tile[..size]);
-        for (h, half) in tile[..size].as_chunks::<HALF>().0.iter().enumerate() {
-            let map = &maps.classes[usize::from(activities[t * (TILE / BLOCK) + h / 2])];
-            let Some(room) = classes[coded..].first_chunk_mut() else { return coded };
-            let mask = path.compact(half, map, room);
-            coded += mask.count_ones() as usize;
-            masks.push(mask);
-        }
-    }
-    coded
-}
-
-/// The value of each coded lane, and the changes that are listed: of lanes that are not coded, and values without a token.
-/// `None` if such a value cannot be listed.
-#[expect(clippy::too_many_arguments, reason = "all of a chunk")]
-fn collect_values<L: Lane>(
-    base: &[u8],
-    target: &[u8],
+/// What a chunk's values come from.
+struct Lanes<'a> {
+    base: &'a [u8],
+    target: &'a [u8],
     dtype: Dtype,
     split: Split,
-    masks: &[u64],
-    classes: &[u8],
-    model: &Model,
-    values: &mut Vec<u64>,
-) -> Option<Vec<(u32, u64)>> {
-    values.clear();
-    let mut exceptions = Vec::new();
-    let bits = 8 * L::BYTES as u32;
-    let halves = base.chunks(HALF * L::BYTES).zip(target.chunks(HALF * L::BYTES));
-    for (h, ((base, target), &mask)) in halves.zip(masks).enumerate() {
-        let coded = values.len();
-        if split.low_bits == 0 && base == target {
-            values.resize(coded + mask.count_ones() as usize, 0);
-            continue;
+    changed: &'a [u64],
+}
+
+impl Symbols {
+    /// Takes down the token of each coded lane, and returns the changes that are listed: of lanes that are not coded, and values
+    /// without a token. `None` if such a value cannot be listed.
+    fn collect<L: Lane>(&mut self, lanes: &Lanes<'_>, masks: &[u64], classes: &[u8], model: &Model) -> Option<Vec<(u32, u64)>> {
+        self.tokens.clear();
+        self.tokens.resize(classes.len(), 0);
+        // One more than can be needed, for a write that is not kept.
+        let changed = lanes.changed.iter().map(|mask| mask.count_ones() as usize).sum::<usize>();
+        if self.wide.len() <= changed {
+            self.wide.resize(changed + 1, 0);
         }
-        for (i, delta) in deltas::<L>(base, target, dtype).enumerate() {
-            let listed = (h * HALF + i) as u32;
-            if mask >> i & 1 == 0 {
-                if delta != 0 {
-                    exceptions.push((listed, delta));
-                }
-                continue;
-            }
-            let value = split.value(delta, bits);
-            if model.has(classes[values.len()], token_of(value).0) {
-                values.push(value);
-            } else if split.low_bits == 0 && delta != 0 && model.has(classes[values.len()], 0) {
-                values.push(0);
-                exceptions.push((listed, delta));
-            } else {
-                return None;
-            }
+        self.wide_count = 0;
+        // One loop for each order, so that nothing is decided inside.
+        match lanes.dtype.order() {
+            Order::Plain => vectorized(
+                #[inline(always)]
+                || self.collect_in::<L>(lanes, Order::Plain, masks, classes, model),
+            ),
+            Order::Ordered => vectorized(
+                #[inline(always)]
+                || self.collect_in::<L>(lanes, Order::Ordered, masks, classes, model),
+            ),
         }
     }
-    (split.low_bits == 0 || exceptions.is_empty()).then_some(exceptions)
+
+    #[inline(always)]
+    fn collect_in<L: Lane>(
+        &mut self,
+        lanes: &Lanes<'_>,
+        order: Order,
+        masks: &[u64],
+        classes: &[u8],
+        model: &Model,
+    ) -> Option<Vec<(u32, u64)>> {
+        let (base, target) = (lanes_of::<L>(lanes.base), lanes_of::<L>(lanes.target));
+        let whole = lanes.split.low_bits == 0;
+        let mut exceptions = Vec::new();
+        let mut start = 0;
+        for (h, (&mask, &changed)) in masks.iter().zip(lanes.changed).enumerate() {
+            let mut changed = changed;
+            // All deltas of the half: where there are some, vector instructions make light of the others.
+            let mut deltas = [L::default(); HALF];
+            if changed != 0 {
+                let end = base.len().min((h + 1) * HALF);
+                let lanes = base[h * HALF..end].iter().zip(&target[h * HALF..end]);
+                for (delta, (base, target)) in deltas.iter_mut().zip(lanes) {
+                    *delta = L::delta(L::load(*base), L::load(*target), order);
+                }
+            }
+            while changed != 0 {
+                let i = changed.trailing_zeros();
+                changed &= changed - 1;
+                let position = h * HALF + i as usize;
+                let delta = deltas[i as usize % HALF].widen();
+                let value = lanes.split.value(delta, 8 * L::BYTES as u32);
+                let (token, extra) = token_of(value);
+                if mask >> i & 1 == 1 {
+                    let j = start + (mask & ((1 << i) - 1)).count_ones() as usize;
+                    if model.has(classes[j], token) {
+                        self.tokens[j] = token;
+                        // No branch: it would be a guess.
+                        self.wide[self.wide_count] = value;
+                        self.wide_count += usize::from(extra != 0);
+                        continue;
+                    }
+                }
+                if !whole {
+                    return None;
+                }
+                exceptions.push((position as u32, delta));
+            }
+            start += mask.count_ones() as usize;
+        }
+        Some(exceptions)
+    }
 }
 
 fn put_maps(choice: &Choice, payload: &mut Vec<u8>) {
@@ -389,39 +428,46 @@ fn put_bits(numbers: impl Iterator<Item = u64>, bits: u32, payload: &mut Vec<u8>
     }
 }
 
-/// Appends a stream: coded back to front, because a decoder undoes the last symbol first.
-fn put_stream(symbols: &[Vec<Symbol>], count: usize, classes: &[u8], values: &[u64], words: &mut Vec<u16>, payload: &mut Vec<u8>) {
-    words.clear();
+/// Appends a stream: coded back to front, because a decoder undoes the last symbol first. `wide` has the values of the tokens
+/// with extra bits.
+#[expect(clippy::too_many_arguments, reason = "a stream and what it is made from")]
+fn put_stream(
+    path: Path,
+    divisors: &Divisors,
+    count: usize,
+    classes: &[u8],
+    tokens: &[u8],
+    mut wide: &[u64],
+    words: &mut Vec<u16>,
+    payload: &mut Vec<u8>,
+) {
+    // A symbol gives at most a word, and each 16 extra bits another one.
+    let room = tokens.len() + wide.iter().map(|&value| token_of(value).1.div_ceil(16) as usize).sum::<usize>();
+    if words.len() <= room {
+        words.resize(room + 1, 0);
+    }
+    let mut words = Backwards { words, next: room };
     let mut states = [LEAST_STATE; STEP];
-    for (classes, values) in classes.chunks(count).zip(values.chunks(count)).rev() {
-        let mut tokens = [(0u8, 0u32); STEP];
-        let mut most = 0u32;
-        for (token, &value) in tokens.iter_mut().zip(values) {
-            *token = token_of(value);
-            most = most.max(token.1);
-        }
-        for round in (0..most.div_ceil(16)).rev() {
-            for ((state, &(_, extra)), &value) in states.iter_mut().zip(&tokens[..values.len()]).zip(values).rev() {
-                let bits = extra.saturating_sub(16 * round).min(16);
-                if bits > 0 {
-                    if *state >> (32 - bits) != 0 {
-                        words.push(*state as u16);
-                        *state >>= 16;
-                    }
-                    *state = *state << bits | (value >> (16 * round)) as u32 & ((1 << bits) - 1);
+    for (classes, tokens) in classes.chunks(count).zip(tokens.chunks(count)).rev() {
+        let most = tokens.iter().fold(0, |most, &token| token.max(most));
+        if most >= 16 {
+            // Lanes without extra bits do nothing in these rounds, and most have none.
+            let lanes = tokens.iter().zip(0u32..).fold(0u32, |lanes, (&token, i)| lanes | u32::from(token >= 16) << i);
+            let (before, values) = wide.split_at(wide.len() - lanes.count_ones() as usize);
+            wide = before;
+            for round in (0..extra_bits(most).div_ceil(16)).rev() {
+                let mut left = lanes;
+                for &value in values.iter().rev() {
+                    let i = left.ilog2() as usize;
+                    left ^= 1 << i;
+                    let bits = extra_bits(tokens[i]).saturating_sub(16 * round).min(16);
+                    let state = words.make_room(states[i], 1 << (32 - bits));
+                    states[i] = state << bits | (value >> (16 * round)) as u32 & ((1 << bits) - 1);
                 }
             }
         }
-        for ((state, (token, _)), class) in states.iter_mut().zip(&tokens[..values.len()]).zip(classes).rev() {
-            let symbol = symbols[usize::from(*class) - 1][usize::from(*token)];
-            if u64::from(*state) >= u64::from(symbol.frequency) << (32 - SCALE_LOG2) {
-                words.push(*state as u16);
-                *state >>= 16;
-            }
-            let quotient = ((u128::from(*state) * u128::from(symbol.reciprocal)) >> 44) as u32;
-            *state = (quotient << SCALE_LOG2) + (*state - quotient * symbol.frequency) + symbol.start;
-        }
+        path.encode_tokens(divisors, classes, tokens, &mut states, &mut words);
     }
     payload.extend(states[..count].iter().flat_map(|state| state.to_le_bytes()));
-    payload.extend(words.iter().rev().flat_map(|word| word.to_le_bytes()));
+    payload.extend(words.words[words.next + 1..=room].iter().flat_map(|word| word.to_le_bytes()));
 }

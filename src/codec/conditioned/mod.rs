@@ -4,10 +4,13 @@
 //! encoder's choices are not the spec's business: `train` makes tables from a sample of all tensors, `encode` codes a chunk with
 //! them.
 
+mod coded;
 mod context;
 mod cost;
 mod decode;
 mod encode;
+#[cfg(test)]
+mod kernel_model;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod model;

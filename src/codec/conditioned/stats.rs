@@ -1,8 +1,7 @@
 //! What an encoder looks at before it chooses: which contexts have which tokens, in how busy blocks.
 
-use super::context::{BLOCK, indexes};
+use super::context::{BLOCK, HALF, indexes};
 use super::tables::{extra_bits, token_of, tokens_within};
-use crate::dispatch::vectorized;
 use crate::lane::{Context, Dtype, Lane, lanes_of};
 
 /// Levels of activity: 0 for blocks without a change, then three of about equal size.
@@ -10,7 +9,7 @@ pub(super) const LEVELS: usize = 4;
 /// Contexts that are told apart; more than a map has, because where the map begins is not known yet.
 const CONTEXTS: usize = 256;
 /// Blocks, of a chunk with many changes, of which one is looked at.
-const STRIDE: usize = 4;
+const STRIDE: usize = 8;
 
 /// How deltas become values: which of their bits are stored as they are, and what the others count down from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,93 +58,123 @@ impl Split {
 pub(super) struct Stats {
     /// Context of the first row.
     pub first: u16,
-    /// Tokens of a row.
-    tokens: usize,
-    /// Lanes, by level and context.
-    lanes: Vec<[u32; CONTEXTS]>,
-    /// Tokens but for those of the value 0, by level, context and token.
+    /// By level and context: lanes, and which row of `counts` has their tokens, if one has.
+    lanes: Vec<[(u32, u32); CONTEXTS]>,
+    /// Tokens but for those of the value 0, in rows of as many as there are tokens.
     counts: Vec<u32>,
+    tokens: usize,
     /// Level of each block.
     pub levels: Vec<u8>,
 }
 
-impl Stats {
-    /// Looks at a chunk of which `changed` lanes change.
-    pub fn gather<L: Lane>(base: &[u8], target: &[u8], dtype: Dtype, split: Split, changed: usize) -> Self {
-        let bits = 8 * L::BYTES as u32;
-        let count = base.len() / L::BYTES;
-        let tokens = tokens_within(bits - split.low_bits);
-        let value =
-            |base: &L::Le, target: &L::Le| split.value(L::delta(L::load(*base), L::load(*target), dtype.order()).widen(), bits);
-        let blocks = || base.chunks(BLOCK * L::BYTES).zip(target.chunks(BLOCK * L::BYTES));
-        let scores: Vec<u16> = if split.low_bits == 0 {
-            blocks().map(|(base, target)| changed_lanes::<L>(base, target)).collect()
-        } else {
-            let score = |base, target| -> u16 {
-                let lanes = lanes_of::<L>(base).iter().zip(lanes_of::<L>(target));
-                lanes.map(|(base, target)| token_of(value(base, target)).0.min(15) as u16 + 1).sum()
-            };
-            blocks().map(|(base, target)| score(base, target)).collect()
-        };
-        let levels = levels_of(&scores);
+/// A row that does not exist.
+const NO_ROW: u32 = u32::MAX;
 
+impl Stats {
+    /// Looks at a chunk of which the lanes in `changed`, a mask for each half of a block, have values; `count` of them change.
+    pub fn gather<L: Lane>(base: &[u8], target: &[u8], dtype: Dtype, split: Split, changed: &[u64], count: usize) -> Self {
+        let lanes = base.len() / L::BYTES;
         let first = first_context::<L>(base, dtype);
-        let mut stats =
-            Self { first, tokens, lanes: vec![[0; CONTEXTS]; LEVELS], counts: vec![0; LEVELS * CONTEXTS * tokens], levels };
+        let tokens = tokens_within(8 * L::BYTES as u32 - split.low_bits);
+        let scores: Vec<u16> = match split.low_bits {
+            0 => changed.chunks(2).map(|halves| halves.iter().map(|mask| mask.count_ones() as u16).sum()).collect(),
+            _ => {
+                let blocks = base.chunks(BLOCK * L::BYTES).zip(target.chunks(BLOCK * L::BYTES));
+                blocks
+                    .map(|(base, target)| values::<L>(base, target, dtype, split).map(|v| u16::from(token_of(v).0.min(15))).sum())
+                    .collect()
+            }
+        };
+        let mut stats = Self {
+            first,
+            lanes: vec![[(0, NO_ROW); CONTEXTS]; LEVELS],
+            counts: Vec::new(),
+            tokens,
+            levels: levels_of(&scores, split.low_bits == 0),
+        };
         // Few changes are all looked at, so that none surprises; of the lanes, and of many changes, a part says enough.
-        let stride = if count >= 1 << 16 { STRIDE } else { 1 };
-        let few = 16 * changed < count;
+        let stride = if lanes >= 1 << 16 { STRIDE } else { 1 };
+        let few = 16 * count < lanes;
+        let weight = if few { 1 } else { stride as u32 };
         let mut contexts = [0; BLOCK];
-        for (b, (base, target)) in blocks().enumerate() {
+        let of = dtype.context();
+        let blocks = base.chunks(BLOCK * L::BYTES).zip(target.chunks(BLOCK * L::BYTES)).zip(changed.chunks(2));
+        for (b, ((base, target), changed)) in blocks.enumerate() {
             let sampled = b % stride == 0;
-            if !sampled && (!few || scores[b] == 0) {
+            if !sampled && (!few || changed.iter().all(|&mask| mask == 0)) {
                 continue;
             }
             let level = usize::from(stats.levels[b]);
-            indexes::<L>(base, dtype, first, &mut contexts);
             if sampled {
+                indexes::<L>(base, dtype, first, &mut contexts);
                 for &context in &contexts[..base.len() / L::BYTES] {
-                    stats.lanes[level][usize::from(context)] += stride as u32;
+                    stats.lanes[level][usize::from(context)].0 += stride as u32;
                 }
             }
-            if scores[b] == 0 {
-                continue;
-            }
-            let weight = if few { 1 } else { stride as u32 };
-            let rows = &mut stats.counts[level * CONTEXTS * tokens..][..CONTEXTS * tokens];
-            for ((base, target), &context) in lanes_of::<L>(base).iter().zip(lanes_of::<L>(target)).zip(&contexts) {
-                if split.low_bits != 0 || L::load(*base) != L::load(*target) {
-                    let token = usize::from(token_of(value(base, target)).0);
-                    rows[usize::from(context) * tokens + token] += weight;
+            let (base, target) = (lanes_of::<L>(base), lanes_of::<L>(target));
+            for (h, &mask) in changed.iter().enumerate() {
+                let mut mask = mask;
+                while mask != 0 {
+                    let i = h * HALF + mask.trailing_zeros() as usize;
+                    mask &= mask - 1;
+                    let (base, target) = (L::load(base[i]), L::load(target[i]));
+                    let context = base.context(of).index_from(L::saturate(first));
+                    let value = split.value(L::delta(base, target, dtype.order()).widen(), 8 * L::BYTES as u32);
+                    *stats.count_of(level, context.into(), token_of(value).0.into()) += weight;
                 }
             }
         }
         stats
     }
 
+    #[inline(always)]
+    fn count_of(&mut self, level: usize, context: usize, token: usize) -> &mut u32 {
+        let row = &mut self.lanes[level][context].1;
+        if *row == NO_ROW {
+            *row = (self.counts.len() / self.tokens) as u32;
+            self.counts.resize(self.counts.len() + self.tokens, 0);
+        }
+        &mut self.counts[*row as usize * self.tokens + token]
+    }
+
     /// The tokens of a context in the levels of a range, those of the value 0 included.
     pub fn row(&self, levels: std::ops::Range<usize>, context: usize) -> Row {
         let mut counts = vec![0; self.tokens];
         let mut lanes = 0;
-        for level in levels {
-            lanes += u64::from(self.lanes[level][context]);
-            let row = &self.counts[(level * CONTEXTS + context) * self.tokens..][..self.tokens];
-            counts.iter_mut().zip(row).for_each(|(sum, &n)| *sum += n);
+        for level in &self.lanes[levels] {
+            let (n, row) = level[context];
+            lanes += u64::from(n);
+            if row != NO_ROW {
+                let row = &self.counts[row as usize * self.tokens..][..self.tokens];
+                counts.iter_mut().zip(row).for_each(|(sum, &n)| *sum += n);
+            }
         }
-        let changes: u64 = counts.iter().map(|&n| u64::from(n)).sum();
-        counts[0] += lanes.saturating_sub(changes) as u32;
+        let values: u64 = counts.iter().map(|&n| u64::from(n)).sum();
+        counts[0] += lanes.saturating_sub(values) as u32;
+        counts.truncate(counts.iter().rposition(|&n| n != 0).map_or(1, |last| last + 1));
         Row { counts }
     }
 
     /// The contexts that occur in a range of levels.
     pub fn contexts(&self, levels: std::ops::Range<usize>) -> impl Iterator<Item = usize> + '_ {
-        (0..CONTEXTS).filter(move |&context| {
-            levels.clone().any(|level| {
-                let row = (level * CONTEXTS + context) * self.tokens;
-                self.lanes[level][context] != 0 || self.counts[row..row + self.tokens].iter().any(|&n| n != 0)
-            })
-        })
+        (0..CONTEXTS).filter(move |&context| self.lanes[levels.clone()].iter().any(|level| level[context] != (0, NO_ROW)))
     }
+}
+
+/// Sets `masks` to those of all of `lanes` lanes, for where each has a value.
+pub(super) fn all_lanes(lanes: usize, masks: &mut [u64]) {
+    masks.fill(u64::MAX);
+    if let (Some(last), 1..) = (masks.last_mut(), lanes % HALF) {
+        *last = (1 << (lanes % HALF)) - 1;
+    }
+}
+
+/// The values of all lanes.
+fn values<L: Lane>(base: &[u8], target: &[u8], dtype: Dtype, split: Split) -> impl Iterator<Item = u64> {
+    let lanes = lanes_of::<L>(base).iter().zip(lanes_of::<L>(target));
+    lanes.map(move |(base, target)| {
+        split.value(L::delta(L::load(*base), L::load(*target), dtype.order()).widen(), 8 * L::BYTES as u32)
+    })
 }
 
 /// A histogram of tokens.
@@ -180,32 +209,19 @@ impl Row {
     }
 }
 
-/// Number of lanes of a block that differ.
-fn changed_lanes<L: Lane>(base: &[u8], target: &[u8]) -> u16 {
-    if base == target {
-        return 0;
-    }
-    vectorized(
-        #[inline(always)]
-        || {
-            let lanes = lanes_of::<L>(base).iter().zip(lanes_of::<L>(target));
-            lanes.fold(0, |n, (base, target)| n + u16::from(L::load(*base) != L::load(*target)))
-        },
-    )
-}
-
-/// 0 for a score of 0, and 1 to 3 for the lower, middle and upper third of the others.
-fn levels_of(scores: &[u16]) -> Vec<u8> {
-    let mut sorted: Vec<u16> = scores.iter().copied().filter(|&score| score != 0).collect();
-    let third = |k: usize, sorted: &mut [u16]| match sorted.len() * k / 3 {
+/// 0 for a score of 0 if that stands for no change, and 1 to 3 for the lower, middle and upper third of the others.
+fn levels_of(scores: &[u16], zero_apart: bool) -> Vec<u8> {
+    let mut sorted: Vec<u16> = scores.iter().copied().filter(|&score| score != 0 || !zero_apart).collect();
+    let mut third = |k: usize| match sorted.len() * k / 3 {
         0 => 0,
         at => *sorted.select_nth_unstable(at - 1).1,
     };
-    let (low, middle) = (third(1, &mut sorted), third(2, &mut sorted));
-    scores
-        .iter()
-        .map(|&score| u8::from(score != 0) + u8::from(score > low && score != 0) + u8::from(score > middle.max(low)))
-        .collect()
+    let (low, middle) = (third(1), third(2));
+    let level = |&score: &u16| {
+        let apart = zero_apart && score == 0;
+        if apart { 0 } else { 1 + u8::from(score > low) + u8::from(score > middle) }
+    };
+    scores.iter().map(level).collect()
 }
 
 /// The context from which on contexts are told apart: those that matter end with the largest one.

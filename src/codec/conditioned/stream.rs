@@ -1,9 +1,10 @@
 //! Decoding of streams (`spec/codecs.md` section 4.5).
 
 use super::tables::{Lookup, SCALE, SCALE_LOG2, extra_bits, least_value, tokens_within};
+use crate::dispatch::vectorized;
 use crate::error::{Error, Result, Rule};
 use crate::lane::Lane;
-use crate::simd::{Broken, Path, STEP, Words};
+use crate::simd::{Broken, GROUP, Path, STEP, Words};
 
 /// Least state between symbols, and every state at the end of a stream.
 pub(crate) const LEAST_STATE: u32 = 1 << 16;
@@ -11,9 +12,11 @@ pub(crate) const LEAST_STATE: u32 = 1 << 16;
 /// Coded lanes that are decoded between two visits to the values, so that those are still in the nearest cache.
 const TILE: usize = 32 * STEP;
 
-/// Decodes the whole of `stream` into a value for each of `classes`, of at most `bits` bits.
+/// Decodes the whole of `stream` into a value for each of `classes`, of at most `bits` bits, and a mask for each 16 of them of
+/// those that are not 0.
 ///
 /// `lookup` holds the classes 1 to K, and `classes` none above K.
+#[expect(clippy::too_many_arguments, reason = "a stream, what it is decoded with, and what comes out")]
 pub(crate) fn decode<L: Lane>(
     path: Path,
     lookup: &Lookup,
@@ -22,6 +25,7 @@ pub(crate) fn decode<L: Lane>(
     classes: &[u8],
     bits: u32,
     values: &mut [L::Le],
+    changed: &mut [u16],
 ) -> Result<()> {
     let count = 1usize << states_log2;
     let mut states = [0u32; STEP];
@@ -33,29 +37,42 @@ pub(crate) fn decode<L: Lane>(
     let mut words = Words { words: words.as_chunks().0, read: 0 };
     let tokens = tokens_within(bits);
 
-    let mut rest = classes.iter().as_slice();
-    let mut values = values;
-    if count == STEP && L::BYTES <= 4 && path.has_steps() && !lookup.rows.is_empty() {
+    let mut done = 0;
+    if count >= GROUP && L::BYTES <= 4 && path.has_steps() {
         let mut tile = [0; TILE];
-        while rest.len() >= STEP {
-            let size = rest.len().min(TILE) / STEP * STEP;
-            let tile = &mut tile[..size];
-            path.decode_steps(&lookup.rows, tokens, &mut words, &mut states, &rest[..size], tile).map_err(refused)?;
-            let (now, later) = values.split_at_mut(size);
-            for (value, &found) in now.iter_mut().zip(&*tile) {
-                *value = L::truncate(found.into()).store();
-            }
-            (rest, values) = (&rest[size..], later);
+        let whole = classes.len() / count * count;
+        while done < whole {
+            let size = (whole - done).min(TILE);
+            let (tile, now) = (&mut tile[..size], done..done + size);
+            let masks = &mut changed[done / GROUP..][..size / GROUP];
+            path.decode_steps(count, &lookup.entries, tokens, &mut words, &mut states, &classes[now.clone()], tile, masks)
+                .map_err(refused)?;
+            narrow::<L>(tile, &mut values[now]);
+            done += size;
         }
     }
-    for (classes, values) in rest.chunks(count).zip(values.chunks_mut(count)) {
-        step::<L>(lookup, tokens, &mut words, &mut states, classes, values).map_err(refused)?;
+    changed[done / GROUP..].fill(0);
+    while done < classes.len() {
+        let now = done..classes.len().min(done + count);
+        step::<L>(lookup, tokens, &mut words, &mut states, &classes[now.clone()], &mut values[now.clone()]).map_err(refused)?;
+        for j in now.clone() {
+            changed[j / GROUP] |= u16::from(L::load(values[j]) != L::default()) << (j % GROUP);
+        }
+        done = now.end;
     }
 
     let left = words.words.len() - words.read;
     Rule::PayloadStream.check(left == 0, "no words after the last coded lane", left)?;
     let wrong = states[..count].iter().find(|&&state| state != LEAST_STATE);
     Rule::PayloadStream.check(wrong.is_none(), "final states of 2^16", wrong.copied().unwrap_or_default())
+}
+
+/// Values in lanes.
+fn narrow<L: Lane>(found: &[u32], values: &mut [L::Le]) {
+    vectorized(
+        #[inline(always)]
+        || values.iter_mut().zip(found).for_each(|(value, &found)| *value = L::truncate(found.into()).store()),
+    );
 }
 
 /// One step: the definition, lane by lane.
@@ -71,27 +88,23 @@ fn step<L: Lane>(
     let mut found = [0u8; STEP];
     let mut most = 0;
     for ((state, class), found) in states.iter_mut().zip(classes).zip(&mut found) {
-        let k = usize::from(*class) - 1;
         let slot = *state % SCALE;
-        let token = lookup.tokens[k << SCALE_LOG2 | slot as usize];
+        let entry = lookup.entries[usize::from(*class) << SCALE_LOG2 | slot as usize];
+        let (start, frequency, token) = (entry & 0xFFF, (entry >> 12 & 0xFFF) + 1, (entry >> 24) as u8);
         if usize::from(token) >= tokens {
             return Err(Broken::Value);
         }
-        let slots = lookup.slots[k][usize::from(token)];
-        *state = words.renormalize((slots >> 16) * (*state >> SCALE_LOG2) + slot - (slots & 0xFFFF))?;
+        *state = words.renormalize(frequency * (*state >> SCALE_LOG2) + slot - start)?;
         *found = token;
         most = most.max(token);
     }
-    let mut done = 0;
-    let rounds = extra_bits(most).div_ceil(16);
     let mut wide = [0u64; STEP];
-    for _ in 0..rounds {
+    for round in 0..extra_bits(most).div_ceil(16) {
         for ((state, token), value) in states.iter_mut().zip(&found[..classes.len()]).zip(&mut wide) {
-            let now = extra_bits(*token).saturating_sub(done).min(16);
-            *value |= u64::from(*state & ((1 << now) - 1)) << done;
+            let now = extra_bits(*token).saturating_sub(16 * round).min(16);
+            *value |= u64::from(*state & ((1 << now) - 1)) << (16 * round);
             *state = words.renormalize(*state >> now)?;
         }
-        done += 16;
     }
     for ((value, token), wide) in values.iter_mut().zip(found).zip(wide) {
         *value = L::truncate(least_value(token) | wide).store();

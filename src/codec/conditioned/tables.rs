@@ -1,6 +1,7 @@
 //! Table sets and tokens (`spec/codecs.md` sections 4.2 and 4.3).
 
 use crate::error::{Result, Rule};
+use crate::simd::Entry;
 
 /// Most classes of a set; class 0, of lanes that are not coded, is none of them.
 pub(crate) const MAX_CLASSES: usize = 15;
@@ -118,39 +119,27 @@ impl TableSet {
     }
 }
 
-/// A set in the forms that decoders look things up in.
+/// A set in the form that decoders look slots up in.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Lookup {
     set: TableSet,
-    /// `rows[t][k]`: where the slots of token `t` of class `k` end; the last row holds 4,096 in all columns.
-    pub rows: Vec<[u32; 16]>,
-    /// Token of each slot of each class, classes from 1 on.
-    pub tokens: Vec<u8>,
-    /// For each class from 1 on and each token: where its slots begin, and their number in the high half.
-    pub slots: Vec<[u32; MAX_TOKENS]>,
+    /// What each slot of each class stands for; all zero for classes that the set has not. Empty before there is a set.
+    pub entries: Vec<Entry>,
 }
 
 impl Lookup {
     pub fn new(set: &TableSet) -> Self {
-        let most = set.counts.iter().copied().max().unwrap_or(0);
-        let classes = set.counts.len();
-        let mut lookup = Self {
-            set: set.clone(),
-            rows: vec![[SCALE; 16]; most.into()],
-            tokens: vec![0; classes << SCALE_LOG2],
-            slots: vec![[0; MAX_TOKENS]; classes],
-        };
-        for (k, class) in set.classes().enumerate() {
-            let mut end = 0;
-            for (t, &frequency) in class.iter().enumerate() {
-                let start = end;
-                end += u32::from(frequency);
-                lookup.rows[t][k + 1] = end;
-                lookup.slots[k][t] = start | u32::from(frequency) << 16;
-                lookup.tokens[k << SCALE_LOG2..][start as usize..end as usize].fill(t as u8);
+        let mut entries = vec![0; (MAX_CLASSES + 1) << SCALE_LOG2];
+        for (class, frequencies) in (1..).zip(set.classes()) {
+            let slots = &mut entries[class << SCALE_LOG2..][..SCALE as usize];
+            let mut start = 0;
+            for (token, &frequency) in (0..).zip(frequencies).filter(|(_, frequency)| **frequency != 0) {
+                let frequency = u32::from(frequency);
+                slots[start as usize..][..frequency as usize].fill(start | (frequency - 1) << 12 | token << 24);
+                start += frequency;
             }
         }
-        lookup
+        Self { set: set.clone(), entries }
     }
 
     /// Whether this is the look-up of `set`.
@@ -159,22 +148,20 @@ impl Lookup {
     }
 }
 
-/// Asserts that the forms of a set's look-up say the same.
+/// Asserts that a set's look-up says what the set says, for every slot.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn check_lookup(set: &TableSet) {
     let lookup = Lookup::new(set);
     assert!(lookup.is_of(set));
-    assert_eq!(lookup.rows.last(), Some(&[SCALE; 16]));
-    for (k, class) in set.classes().enumerate() {
-        let mut slot = 0;
-        for (t, &frequency) in class.iter().enumerate() {
-            let end = slot + usize::from(frequency);
-            assert_eq!(lookup.slots[k][t], slot as u32 | u32::from(frequency) << 16);
-            assert_eq!(lookup.rows[t][k + 1], end as u32);
-            assert!(lookup.tokens[k << SCALE_LOG2..][slot..end].iter().all(|&token| usize::from(token) == t));
-            slot = end;
+    for (class, frequencies) in (1..).zip(set.classes()) {
+        let mut start = 0;
+        for (token, &frequency) in (0..).zip(frequencies).filter(|(_, frequency)| **frequency != 0) {
+            let entry = start | u32::from(frequency - 1) << 12 | token << 24;
+            let slots = &lookup.entries[class << SCALE_LOG2..][start as usize..][..frequency.into()];
+            assert!(slots.iter().all(|&slot| slot == entry));
+            start += u32::from(frequency);
         }
-        assert!(lookup.rows[class.len() - 1..].iter().all(|row| row[k + 1] == SCALE));
+        assert_eq!(start, SCALE);
     }
 }
 

@@ -515,6 +515,7 @@ proptest! {
         most in proptest::sample::select(&[1usize, 2, 16, 17, 30, 40, 72][..]),
         allowed in proptest::sample::select(&[2usize, 16, 24, 40, 72][..]),
         steps in 0usize..40,
+        count in proptest::sample::select(&[16, STEP][..]),
         size in prop_oneof![3 => Just(1 << 16), 1 => 0usize..3000],
         seed: u64,
     ) {
@@ -522,22 +523,35 @@ proptest! {
         let set = random.set(classes, most);
         let lookup = super::tables::Lookup::new(&set);
         let frequencies: Vec<_> = set.classes().map(<[u16]>::to_vec).collect();
-        let coded: Vec<u8> = (0..STEP * steps).map(|_| 1 + random.below(classes as u64) as u8).collect();
+        let coded: Vec<u8> = (0..count * steps).map(|_| 1 + random.below(classes as u64) as u8).collect();
         let mut initial = [0; STEP];
         initial.iter_mut().for_each(|x| *x = (random.any() as u32 >> random.below(16)).max(1 << 16));
         let stream: Vec<[u8; 2]> = (0..size).map(|_| (random.next() as u16 >> random.below(16)).to_le_bytes()).collect();
 
         let (mut states, mut words) = (initial, Words { words: &stream, read: 0 });
         let expected: Result<Vec<_>, _> =
-            coded.chunks(STEP).map(|classes| plain_step(classes, &frequencies, allowed, &mut words, &mut states)).collect();
+            coded.chunks(count).map(|classes| plain_step(classes, &frequencies, allowed, &mut words, &mut states)).collect();
         let expected = expected.map(|values| values.concat());
         for path in Path::available().into_iter().filter(|path| path.has_steps()) {
             let (mut found_states, mut found_words) = (initial, Words { words: &stream, read: 0 });
             let mut values = vec![0xAAAA_AAAA; coded.len()];
-            match path.decode_steps(&lookup.rows, allowed, &mut found_words, &mut found_states, &coded, &mut values) {
+            let mut changed = vec![0xAAAA; coded.len() / 16];
+            let result = path.decode_steps(
+                count,
+                &lookup.entries,
+                allowed,
+                &mut found_words,
+                &mut found_states,
+                &coded,
+                &mut values,
+                &mut changed,
+            );
+            match result {
                 Ok(()) => {
                     prop_assert!(expected.as_ref().is_ok_and(|expected| expected.iter().copied().eq(values.iter().map(|&value| u64::from(value)))));
                     prop_assert_eq!((found_states, found_words.read), (states, words.read), "{:?}", path);
+                    let not_zero = |lanes: &[u32]| lanes.iter().rev().fold(0, |mask, &value| mask << 1 | u16::from(value != 0));
+                    prop_assert!(values.chunks(16).map(not_zero).eq(changed));
                 }
                 // In a step that is wrong in two ways a vector may find the other one first.
                 Err(broken) => {

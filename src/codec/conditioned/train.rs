@@ -5,9 +5,9 @@
 //! Kullback–Leibler divergence), splitting the class that wastes most until another one would not pay for its table.
 
 use super::cost::{BIT, log2};
-use super::stats::{LEVELS, Row, Split, Stats};
+use super::stats::{LEVELS, Row, Split, Stats, all_lanes};
 use super::tables::{MAX_CLASSES, SCALE, TableSet, tokens_within};
-use crate::lane::{Dtype, Lane, count_changed, with_lane};
+use crate::lane::{Dtype, Lane, changed_masks, with_lane};
 use std::collections::BTreeMap;
 
 /// Rounds of moving groups between classes after each split.
@@ -27,16 +27,21 @@ impl Sample {
     pub fn gather(dtype: Dtype, low_bits: u32, base: &[u8], target: &[u8]) -> Self {
         let mut groups = BTreeMap::<Group, Row>::new();
         with_lane!(dtype.lane_bytes(), L => {
-            let changed = count_changed::<L>(base, target);
+            let mut masks = Vec::new();
+            let changed = changed_masks::<L>(base, target, &mut masks);
             if changed == 0 && low_bits == 0 {
                 return Self(groups);
             }
             let split = Split::for_lanes::<L>(base, target, dtype, low_bits);
-            let stats = Stats::gather::<L>(base, target, dtype, split, changed);
+            if low_bits != 0 {
+                all_lanes(base.len() / L::BYTES, &mut masks);
+            }
+            let stats = Stats::gather::<L>(base, target, dtype, split, &masks, changed);
             // Where many lanes change the encoder will tell blocks apart, and classes should know both kinds.
             let by_level = 16 * changed * L::BYTES >= base.len();
-            let levels = if by_level { vec![0..1, 1..2, 2..3, 3..4] } else { vec![0..LEVELS] };
-            for levels in levels {
+            let apart = [0..1, 1..2, 2..3, 3..4];
+            let together = std::slice::from_ref(&(0..LEVELS));
+            for levels in if by_level { &apart[..] } else { together } {
                 for context in stats.contexts(levels.clone()) {
                     let row = stats.row(levels.clone(), context);
                     if let Some(group) = group_of(&row) {
@@ -78,7 +83,7 @@ impl Trainer {
         let mut clusters = Clusters::new(&rows);
         while clusters.sums.len() < MAX_CLASSES && clusters.split() {}
         let tokens = tokens_within(bits);
-        let mut classes: Vec<_> = clusters.sums.iter().map(|sum| frequencies(sum, if all { tokens } else { 1 })).collect();
+        let mut classes: Vec<_> = clusters.sums.iter().map(|sum| frequencies(sum, if all { tokens } else { 1 }, tokens)).collect();
         classes.sort_unstable_by(|a, b| b.cmp(a));
         classes.dedup();
         Some(TableSet::new(&classes))
@@ -173,17 +178,15 @@ fn token_costs(sum: &Row) -> Vec<u64> {
     costs
 }
 
-/// Frequencies in proportion to counts, the first `least` of them not 0.
-fn frequencies(sum: &Row, least: usize) -> Vec<u16> {
+/// Frequencies in proportion to counts, none of the first `least` of them 0, nor of those before the last one that was seen and
+/// a few after it: a sample has not seen everything, and a change without a token is dear.
+fn frequencies(sum: &Row, least: usize, most: usize) -> Vec<u16> {
+    const UNSEEN: usize = 3;
     let total = sum.lanes().max(1);
-    let last = sum.counts.iter().rposition(|&n| n != 0).map_or(1, |last| last + 1).max(least);
+    let seen = sum.counts.iter().rposition(|&n| n != 0).map_or(1, |last| last + 1);
     let count = |t: usize| u64::from(sum.counts.get(t).copied().unwrap_or(0));
-    let mut frequencies: Vec<u16> = (0..last)
-        .map(|t| {
-            let share = (count(t) * u64::from(SCALE) + total / 2) / total;
-            share.max(u64::from(count(t) != 0 || t < least)) as u16
-        })
-        .collect();
+    let share = |t| ((count(t) * u64::from(SCALE) + total / 2) / total).max(1) as u16;
+    let mut frequencies: Vec<u16> = (0..(seen + UNSEEN).max(least).min(most)).map(share).collect();
     // The largest ones bear the rounding: it matters least there.
     let mut sum: i32 = frequencies.iter().map(|&f| i32::from(f)).sum();
     while sum != SCALE as i32 {
@@ -203,11 +206,11 @@ mod tests {
     proptest! {
         #[test]
         fn frequencies_are_valid(counts in proptest::collection::vec(prop_oneof![Just(0u32), 0u32..10, any::<u32>()], 1..136), least in 1usize..40) {
-            let frequencies = frequencies(&Row { counts: counts.clone() }, least);
+            let frequencies = frequencies(&Row { counts: counts.clone() }, least, 136);
             prop_assert_eq!(frequencies.iter().map(|&f| u32::from(f)).sum::<u32>(), SCALE);
             prop_assert_ne!(frequencies.last(), Some(&0));
             for (t, &f) in frequencies.iter().enumerate() {
-                prop_assert!(f > 0 || (counts[t] == 0 && t >= least));
+                prop_assert!(f > 0, "token {}", t);
             }
         }
     }

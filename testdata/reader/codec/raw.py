@@ -3,6 +3,8 @@
 from ..common import align, need
 from ..lanes import unpack_lanes
 
+HAS_TABLES = False
+
 
 def sizes_fit(record, w, lanes):
     return record.compressed_size == record.uncompressed_size == align(4 * record.num_deltas, w) + w * record.num_deltas

@@ -2,6 +2,8 @@
 
 from ..common import Parts, expand, need
 
+HAS_TABLES = False
+
 
 def sizes_fit(record, w, lanes):
     return 2 <= record.uncompressed_size <= (w + 3) * lanes + 64

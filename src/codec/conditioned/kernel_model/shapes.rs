@@ -1,0 +1,101 @@
+//! Chunks of every shape that the format allows, from a few numbers.
+
+use super::prologue::BLOCK;
+use super::writer::{Case, Plan, Random, random_lanes, random_set, write};
+use crate::lane::Dtype;
+use proptest::prelude::*;
+
+/// What shape a generated payload has; the rest comes from a seed.
+#[derive(Debug, Clone, Copy)]
+pub struct Shape {
+    pub dtype: Dtype,
+    pub lanes: usize,
+    pub rarity: usize,
+    pub classes: usize,
+    pub states_log2: u8,
+    pub segments_log2: u8,
+    pub activity_bits: u8,
+    /// In 64ths of a lane's bits.
+    pub low: u32,
+    pub all_tokens: bool,
+    /// Whether a lane is changed and listed too.
+    pub clash: bool,
+    pub seed: u64,
+}
+
+pub fn shapes() -> impl Strategy<Value = Shape> {
+    let dtype = proptest::sample::select(Dtype::ALL);
+    let lanes = prop_oneof![1usize..300, 1usize..9000];
+    let low = prop_oneof![3 => Just(0), 1 => 1u32..=64];
+    (dtype, lanes, 1usize..60, 1usize..16, 0u8..6, 0u8..6, 0u8..3, low, any::<bool>(), any::<u64>()).prop_map(
+        |(dtype, lanes, rarity, classes, states_log2, segments_log2, activity_bits, low, all_tokens, seed)| Shape {
+            dtype,
+            lanes,
+            rarity,
+            classes,
+            states_log2,
+            segments_log2,
+            activity_bits,
+            low,
+            all_tokens,
+            clash: false,
+            seed,
+        },
+    )
+}
+
+/// A chunk of this shape, at least one lane of which changes.
+pub fn case_of(shape: Shape) -> Case {
+    let random = &mut Random(shape.seed);
+    let Shape { dtype, lanes, .. } = shape;
+    let bits = 8 * dtype.lane_bytes() as u32;
+    let (mut base, mut target) = random_lanes(random, dtype, lanes, shape.rarity);
+    // A base with fewer lanes than the target, or none.
+    if random.once_in(5) {
+        let keep = random.below(lanes + 1) * dtype.lane_bytes();
+        base[keep..].fill(0);
+        if random.once_in(2) {
+            target[keep..].copy_from_slice(&base[keep..]);
+        }
+    }
+    if base == target {
+        target[0] ^= 1;
+    }
+    let low_bits = (shape.low * bits).div_ceil(64);
+    let high_bits = bits - low_bits;
+    let set = random_set(random, shape.classes, high_bits, shape.all_tokens || low_bits != 0);
+    let center = match low_bits {
+        0 => 0,
+        _ => random.bits() & 0xFFFF_FFFF & 1u64.checked_shl(high_bits).unwrap_or(0).wrapping_sub(1),
+    };
+    let contexts = 1 + random.below(64);
+    let blocks = lanes.div_ceil(BLOCK);
+    let uncoded = [1, 2, 10][random.below(3)];
+    let mut plan = Plan {
+        low_bits,
+        center: center as u32,
+        states_log2: shape.states_log2,
+        segments_log2: shape.segments_log2.min(blocks.ilog2() as u8),
+        activity_bits: shape.activity_bits,
+        first_context: [0, 0, random.below(120) as u16, random.bits() as u16][random.below(4)],
+        maps: (0..1 << shape.activity_bits)
+            .map(|_| {
+                (0..contexts).map(|_| if random.once_in(uncoded) { random.below(shape.classes + 1) as u8 } else { 0 }).collect()
+            })
+            .collect(),
+        activities: (0..blocks).map(|_| random.below(1 << shape.activity_bits) as u8).collect(),
+        listed: [1, 4, usize::MAX][random.below(3)],
+        clash: None,
+    };
+    if shape.clash {
+        let width = dtype.lane_bytes();
+        let changed: Vec<usize> = (0..lanes).filter(|i| base[i * width..][..width] != target[i * width..][..width]).collect();
+        plan.clash = Some(changed[random.below(changed.len())]);
+    }
+    let payload = write(dtype, &plan, &set, &base, &target);
+    let zeros = base.chunks(dtype.lane_bytes()).rev().take_while(|lane| lane.iter().all(|&byte| byte == 0)).count();
+    if random.once_in(2) {
+        base.truncate(base.len() - zeros * dtype.lane_bytes());
+    }
+    Case::new(dtype, Some(set), base, &target, payload)
+}

@@ -1,0 +1,10 @@
+"""The test vectors of TPDE; `testdata/make_vectors.py` writes them. Best read in this order:
+
+    data          constants, the lanes of the vectors, sums
+    zstd          codec 1, and frames made by hand
+    conditioned   codec 2: an encoder
+    pair          tensors and pairs to be, and the writer that makes their bytes
+    cases         what the vectors are collected in, and the edits that break a pair
+
+and then the vectors: valid, invalid, valid_conditioned, invalid_conditioned.
+"""
