@@ -324,7 +324,7 @@ fn stream(tables: &[&[u16]], coded: &[(u8, u64)], states: usize) -> Vec<u8> {
             let frequency = u32::from(table[token]);
             let start: u32 = table[..token].iter().map(|&f| u32::from(f)).sum();
             put(x, u64::from(frequency) << 20);
-            *x = *x / frequency << 12 | (*x % frequency + start);
+            *x = (*x / frequency) << 12 | (*x % frequency + start);
         }
     }
     x.iter().flat_map(|x| x.to_le_bytes()).chain(words.iter().rev().flat_map(|word| word.to_le_bytes())).collect()
