@@ -4,8 +4,11 @@
 use rayon::prelude::*;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
-use tpde::error::Invalid;
-use tpde::{Apply, Checkpoint, Error, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, ValidatedIndex};
+use tpde::error::{Invalid, Rule};
+use tpde::{
+    Apply, Checkpoint, Codec, Dtype, EncodeOptions, Error, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint,
+    TensorInfo, ValidatedIndex, encode_to_memory,
+};
 
 #[derive(Deserialize)]
 struct Manifest {
@@ -26,7 +29,7 @@ struct Sound {
     name: String,
     index: Vec<u8>,
     blob: Vec<u8>,
-    base: Option<SafetensorsCheckpoint>,
+    base: Box<dyn Checkpoint>,
 }
 
 fn sound_pairs() -> Vec<Sound> {
@@ -34,30 +37,82 @@ fn sound_pairs() -> Vec<Sound> {
     let read = |path: &Path| std::fs::read(folder.join(path)).unwrap();
     let manifest: Manifest = serde_json::from_slice(&read(Path::new("manifest.json"))).unwrap();
     let valid = manifest.vectors.into_iter().filter(|vector| vector.verdict == "valid");
-    let pairs: Vec<_> = valid
+    let mut pairs: Vec<_> = valid
         .map(|vector| Sound {
             name: vector.name,
             index: read(&vector.index),
             blob: read(&vector.blob),
-            base: vector.base.map(|base| SafetensorsCheckpoint::open(&folder.join(base)).unwrap()),
+            base: match vector.base {
+                Some(base) => Box::new(SafetensorsCheckpoint::open(&folder.join(base)).unwrap()),
+                None => Box::new(MemoryCheckpoint::default()),
+            },
         })
         .collect();
     assert!(pairs.len() >= 100);
+    pairs.extend([1, 2].map(pair_of_codec_conditioned));
     pairs
 }
 
+/// A pair of our encoder: tensors of some dtypes, with and without a base, with tables of their own and with those of others.
+fn pair_of_codec_conditioned(seed: u64) -> Sound {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state >> 11
+    };
+    let (mut base, mut target) = (Vec::new(), Vec::new());
+    let mut add = |name: &str, dtype: Dtype, lanes: u64, rarity: u64, has_base: bool| {
+        let width = dtype.lane_bytes();
+        let mut before = Vec::new();
+        for _ in 0..lanes {
+            let number = (random() % 2001) as f64 / 1e4 - 0.1;
+            match dtype {
+                Dtype::Bf16 => before.extend(&(number as f32).to_le_bytes()[2..]),
+                Dtype::F32 => before.extend((number as f32).to_le_bytes()),
+                Dtype::F64 => before.extend(number.to_le_bytes()),
+                _ => before.push((number * 100.0) as i8 as u8),
+            }
+        }
+        let mut after = before.clone();
+        for lane in after.chunks_mut(width) {
+            if random() % rarity == 0 {
+                lane[0] = lane[0].wrapping_add(random() as u8 % 5);
+            }
+        }
+        let info = TensorInfo { name: name.into(), dtype, shape: vec![lanes] };
+        if has_base {
+            base.push((info.clone(), &*before.leak()));
+        }
+        target.push((info, &*after.leak()));
+    };
+    add("a", Dtype::Bf16, 2 * 4096 + 77, 60, true);
+    add("b", Dtype::Bf16, 4096, 4, true);
+    add("c", Dtype::F32, 129, 1, false);
+    add("d", Dtype::F32, 300, 7, true);
+    add("e", Dtype::I8, 5000, 90, true);
+    add("f", Dtype::F64, 40, 1, false);
+    let (base, target) = (MemoryCheckpoint::new(base).unwrap(), MemoryCheckpoint::new(target).unwrap());
+    let options = EncodeOptions { codec: Some(Codec::Conditioned), chunk_lanes: 4096, ..EncodeOptions::default() };
+    let pair = encode_to_memory(Some(&base), &target, &options).unwrap().0;
+    assert!(pair.index().tensors().all(|tensor| tensor.codec == Codec::Conditioned && tensor.tables.is_some()));
+    assert!((2..6).contains(&pair.index().table_sets().len()), "{} sets", pair.index().table_sets().len());
+    let (index, blob) = (pair.index().as_bytes().to_vec(), pair.blob().clone());
+    Sound { name: format!("codec conditioned, {seed}"), index, blob, base: Box::new(base) }
+}
+
 /// All that a reader does with a pair, whatever is found early or late.
-fn read(index: &[u8], blob: &[u8], base: Option<&SafetensorsCheckpoint>) -> Result<()> {
+fn read(index: &[u8], blob: &[u8], base: &dyn Checkpoint) -> Result<()> {
     let pair = Pair::new(ValidatedIndex::parse(index.to_vec(), &Limits::default())?, blob)?;
     pair.verify()?;
-    let nothing = MemoryCheckpoint::default();
-    Apply::new(&pair, base.map_or(&nothing as &dyn Checkpoint, |base| base)).verify()?;
+    Apply::new(&pair, base).verify()?;
     Ok(())
 }
 
 /// The rule that damage was found by; it must be found.
 fn found(pair: &Sound, index: &[u8], blob: &[u8], damage: impl std::fmt::Display) -> Invalid {
-    match read(index, blob, pair.base.as_ref()) {
+    match read(index, blob, &*pair.base) {
         Err(Error::Invalid(invalid)) => *invalid,
         Err(other) => panic!("{}, {damage}: {other}", pair.name),
         Ok(()) => panic!("{}, {damage}: not noticed", pair.name),
@@ -72,7 +127,7 @@ fn places(size: usize) -> impl Iterator<Item = usize> {
 #[test]
 fn the_pairs_are_sound() {
     for pair in sound_pairs() {
-        read(&pair.index, &pair.blob, pair.base.as_ref()).unwrap_or_else(|e| panic!("{}: {e}", pair.name));
+        read(&pair.index, &pair.blob, &*pair.base).unwrap_or_else(|e| panic!("{}: {e}", pair.name));
     }
 }
 
@@ -148,5 +203,49 @@ fn a_blob_that_ends_in_a_hole_is_refused() {
                 );
             }
         }
+    });
+}
+
+/// Puts the CRC of a payload right, and all that follows from it: the pair digest and the header of the blob.
+fn repair(index: &mut [u8], blob: &mut [u8], chunk: usize) {
+    let record = 256 + 32 * chunk;
+    let place = u64::from_le_bytes(index[record..record + 8].try_into().unwrap()) as usize;
+    let size = u32::from_le_bytes(index[record + 8..record + 12].try_into().unwrap()) as usize;
+    index[record + 20..record + 24].copy_from_slice(&crc32fast::hash(&blob[place..place + size]).to_le_bytes());
+    let (body, digest) = index.split_last_chunk_mut::<32>().unwrap();
+    *digest = *blake3::hash(body).as_bytes();
+    blob[24..56].copy_from_slice(digest);
+    let crc = crc32fast::hash(&blob[..60]).to_le_bytes();
+    blob[60..64].copy_from_slice(&crc);
+}
+
+/// A bit that was wrong before its CRC was taken: the payload breaks a rule, or its lanes do not have the sum of the chunk. Bits
+/// that no lane depends on may be anything, such as the class of a context that does not occur.
+#[test]
+fn flipped_bits_under_a_right_crc_never_change_a_lane() {
+    let pairs = [1, 2].map(pair_of_codec_conditioned);
+    pairs.par_iter().for_each(|pair| {
+        let sound = ValidatedIndex::parse(pair.index.clone(), &Limits::default()).unwrap();
+        let (mut found, mut harmless) = (0, 0);
+        for (chunk, record) in sound.chunks().iter().enumerate() {
+            let (place, size) = (record.blob_offset.get() as usize, record.compressed_size.get() as usize);
+            for (at, bit) in places(size).flat_map(|at| (0..8).map(move |bit| (place + at, 1u8 << bit))) {
+                let (mut index, mut blob) = (pair.index.clone(), pair.blob.clone());
+                blob[at] ^= bit;
+                repair(&mut index, &mut blob, chunk);
+                match read(&index, &blob, &*pair.base) {
+                    // All digests were compared, so that the lanes are right.
+                    Ok(()) => harmless += 1,
+                    Err(Error::Invalid(invalid)) => {
+                        let rule = invalid.rule;
+                        assert!(rule.id().starts_with("payload.") || rule == Rule::ChunkTargetSum, "{}: {invalid}", pair.name);
+                        assert_eq!(invalid.at.chunk, Some(chunk as u32));
+                        found += 1;
+                    }
+                    Err(other) => panic!("{}: {other}", pair.name),
+                }
+            }
+        }
+        assert!(found > 20 * harmless, "{}: {found} found, {harmless} without effect", pair.name);
     });
 }

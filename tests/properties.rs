@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Mutex;
 use tpde::codec::{ChunkEncoder, Coding};
-use tpde::delta::Sink;
+use tpde::delta::{Sink, TensorReport};
 use tpde::error::Rule;
 use tpde::format::BaseKind;
 use tpde::index::Tensor;
@@ -372,6 +372,25 @@ proptest! {
         prop_assert!(one.blob() == two.blob());
     }
 
+    /// Tensors of one chunk, which the encoder tries as a whole.
+    #[test]
+    fn codec_auto_takes_the_smallest(case in case_of(any_base())) {
+        let with = |codec| {
+            let options = EncodeOptions { codec, layout: None, chunk_lanes: 1 << 16, ..case.options.clone() };
+            encode(&Case { options, ..case.clone() })
+        };
+        let sizes = |pair: &Pair<Vec<u8>>| -> Vec<(Codec, u64, u32)> {
+            let report = |tensor| TensorReport::new(pair.index(), &tensor);
+            pair.index().tensors().map(report).map(|tensor| (tensor.codec, tensor.payload_bytes, tensor.chunks)).collect()
+        };
+        let auto = sizes(&with(None));
+        let each: Vec<_> = Codec::ALL.iter().map(|&codec| sizes(&with(Some(codec)))).collect();
+        for (i, &(codec, size, chunks)) in auto.iter().enumerate().filter(|(_, (.., chunks))| *chunks <= 1) {
+            prop_assert_eq!(Some(size), each.iter().map(|sizes| sizes[i].1).min(), "tensor {}, {} chunks", i, chunks);
+            prop_assert!(each.iter().any(|sizes| sizes[i].0 == codec && sizes[i].1 == size));
+        }
+    }
+
     #[test]
     fn another_base_is_refused_by_the_name_of_its_tensor(case in case_of(any_base()), at: usize) {
         let pair = encode(&case);
@@ -446,6 +465,39 @@ proptest! {
                 prop_assert!(lanes[bytes.clone()] == expected[bytes], "{name}, chunk {chunk}, written {written:?}");
             }
         }
+    }
+}
+
+/// More than is in work at once, in tensors of several dtypes, with tables that come from samples of all of them.
+#[test]
+fn the_number_of_threads_changes_no_byte_of_large_tensors() {
+    let mut case = Case { base: Vec::new(), target: Vec::new(), options: EncodeOptions::default() };
+    case.options.chunk_lanes = 1 << 18;
+    for (i, (dtype, chunks, from, density)) in [
+        (Dtype::Bf16, 64, Origin::Same, 15),
+        (Dtype::F32, 20, Origin::Same, 300),
+        (Dtype::Bf16, 4, Origin::Nothing, 0),
+        (Dtype::I8, 9, Origin::Rows { eighths: 5, more: 1, renamed: false }, 40),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let recipe = Recipe { dtype, chunks, more: 77, rank: 2, from, change: Change::Steps, density, seed: i as u64 };
+        recipe.cook(i, &mut case);
+    }
+    assert!(case.target.iter().map(|(_, bytes)| bytes.len()).sum::<usize>() > 50 << 20);
+    for codec in [None, Some(Codec::Conditioned)] {
+        case.options.codec = codec;
+        let with = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(|| encode(&case));
+        let one = with(1);
+        for threads in [2, 5] {
+            let more = with(threads);
+            assert!(one.index().as_bytes() == more.index().as_bytes(), "{codec:?}, {threads} threads");
+            assert!(one.blob() == more.blob(), "{codec:?}, {threads} threads");
+        }
+        let mut outputs: Vec<_> = case.target.iter().map(|(_, bytes)| vec![0xA5; bytes.len()]).collect();
+        Apply::new(&one, &memory(&case.base)).to_buffers(&mut slices(&mut outputs)).unwrap();
+        assert!(outputs.iter().eq(case.target.iter().map(|(_, bytes)| bytes)));
     }
 }
 

@@ -3,9 +3,9 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use tpde::ValidatedIndex;
 use tpde::delta::TensorReport;
 use tpde::format::BaseKind;
+use tpde::{Codec, ValidatedIndex};
 use tpde_fuzz::{LIMITS, repair_digests, repair_layout};
 
 fuzz_target!(|data: &[u8]| {
@@ -36,6 +36,7 @@ fn check(index: &ValidatedIndex) {
         assert_eq!(tensor.lanes, tensor.dtype.lanes(tensor.shape).expect("a shape that fits"));
         assert!(tensor.bytes() < 1 << 60 && tensor.base_bytes() < 1 << 60);
         assert_eq!(tensor.base_shape().is_none(), tensor.base_kind == BaseKind::None);
+        assert!(tensor.tables.is_none_or(|tables| tensor.codec == Codec::Conditioned && index.table_sets().contains(tables)));
 
         assert_eq!(tensor.chunks().start, next_chunk);
         let mut next_lane = 0;
@@ -62,6 +63,10 @@ fn check(index: &ValidatedIndex) {
     }
     assert_eq!((next_chunk, next_byte), (header.chunk_count, header.blob_size));
     let _ = index.tensor_bytes();
+    assert!(index.table_sets().len() <= index.tensor_count());
+    for class in index.table_sets().iter().flat_map(|set| set.classes()) {
+        assert_eq!(class.iter().map(|&frequency| u32::from(frequency)).sum::<u32>(), 4096);
+    }
 
     let mut before: Option<&str> = None;
     for file in index.files() {

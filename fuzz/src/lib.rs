@@ -3,12 +3,16 @@
 //! Nearly every mutated byte of a pair ends at a CRC or a digest, which says nothing of the code behind them. So targets put
 //! those right first, as an attacker would.
 
+use arbitrary::Unstructured;
+use std::cell::RefCell;
 use std::sync::LazyLock;
-use tpde::codec::{ChunkDecoder, Encoded};
+use tpde::codec::fuzzing::model::{self, Shape};
+use tpde::codec::fuzzing::{self, Decoders};
+use tpde::codec::{ChunkDecoder, Encoded, TableSet};
 use tpde::format::{
     BLOB_HEADER_SIZE, BLOB_MAGIC, BaseKind, INDEX_HEADER_CRC_SPAN, INDEX_HEADER_SIZE, INDEX_MAGIC, PAIR_DIGEST_SIZE, VERSION_MAJOR,
 };
-use tpde::{Limits, TensorInfo, ValidatedIndex, chunk_sum};
+use tpde::{Codec, Dtype, Limits, Result, TensorInfo, ValidatedIndex, chunk_sum};
 
 /// Small, so that no input is slow.
 pub const LIMITS: Limits = Limits { index_size: 1 << 16, section_size: 1 << 16 };
@@ -129,13 +133,24 @@ fn repair_blob_header(index: &[u8], blob: &mut [u8]) {
 
 /// Bytes that look random: base lanes are taken from here.
 static RANDOM: LazyLock<Vec<u8>> = LazyLock::new(|| {
-    let mut bytes = vec![0; 1 << 20];
-    blake3::Hasher::new().finalize_xof().fill(&mut bytes);
-    bytes
+    // As simple as can be, because `make_seeds.py` does the same.
+    let mut state = 0x9E37_79B9_7F4A_7C15u64;
+    let next = |_| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_le_bytes()
+    };
+    (0..1 << 17).flat_map(next).collect()
 });
 
-/// Base lanes, chosen by `seed`.
+static ZEROS: [u8; 1 << 20] = [0; 1 << 20];
+
+/// Base lanes, chosen by `seed`; the last one stands for no base.
 pub fn base_lanes(seed: u8, size: usize) -> &'static [u8] {
+    if seed == u8::MAX {
+        return &ZEROS[..size];
+    }
     &RANDOM[usize::from(seed) * 64..][..size]
 }
 
@@ -200,7 +215,7 @@ pub fn repair_sums(index: &ValidatedIndex, blob: &mut [u8]) -> Vec<u8> {
 /// One chunk for a decoder, as the bytes of an input say: a dtype, lanes, what its record would say, and the rest.
 #[derive(Debug)]
 pub struct Chunk<'a> {
-    pub dtype: tpde::Dtype,
+    pub dtype: Dtype,
     pub base: &'static [u8],
     pub num_deltas: u32,
     pub wrapped: bool,
@@ -208,8 +223,8 @@ pub struct Chunk<'a> {
 }
 
 impl<'a> arbitrary::Arbitrary<'a> for Chunk<'a> {
-    fn arbitrary(u: &mut arbitrary::Unstructured<'a>) -> arbitrary::Result<Self> {
-        let dtype = *u.choose(tpde::Dtype::ALL)?;
+    fn arbitrary(u: &mut Unstructured<'a>) -> arbitrary::Result<Self> {
+        let dtype = *u.choose(Dtype::ALL)?;
         let lanes = 1 + u.arbitrary::<u16>()? % 4200;
         let num_deltas = 1 + u.arbitrary::<u16>()? % lanes;
         let (seed, wrapped) = (u.arbitrary()?, u.arbitrary::<u8>()? % 4 != 0);
@@ -219,19 +234,155 @@ impl<'a> arbitrary::Arbitrary<'a> for Chunk<'a> {
 }
 
 /// Decodes a payload whose record has passed the checks of the index, and asserts what holds whatever it says.
-pub fn decode(chunk: &Chunk<'_>, codec: tpde::Codec, uncompressed_size: u32, payload: &[u8]) {
-    thread_local!(static DECODER: std::cell::RefCell<ChunkDecoder> = ChunkDecoder::new().into());
+pub fn decode(chunk: &Chunk<'_>, codec: Codec, uncompressed_size: u32, payload: &[u8]) {
+    thread_local!(static DECODER: RefCell<ChunkDecoder> = ChunkDecoder::new().into());
     let encoded = Encoded { uncompressed_size, num_deltas: chunk.num_deltas };
     let mut out = chunk.base.to_vec();
     let base_sum = chunk_sum(chunk.base);
     let outcome = DECODER.with_borrow_mut(|decoder| decoder.decode(codec, None, chunk.dtype, encoded, payload, base_sum, &mut out));
+    check_outcome(chunk.dtype, chunk.base, chunk.num_deltas, outcome, &out);
+}
+
+fn check_outcome(dtype: Dtype, base: &[u8], num_deltas: u32, outcome: Result<u64>, out: &[u8]) {
     match outcome {
         Ok(sum) => {
-            assert_eq!(sum, chunk_sum(&out));
-            let width = chunk.dtype.lane_bytes();
-            let changed = chunk.base.chunks(width).zip(out.chunks(width)).filter(|(base, out)| base != out).count();
-            assert_eq!(changed, chunk.num_deltas as usize);
+            assert_eq!(sum, chunk_sum(out));
+            assert_eq!(count_changed(dtype, base, out), num_deltas);
         }
         Err(error) => assert!(error.rule().is_some_and(|rule| rule.id().starts_with("payload.")), "{error}"),
+    }
+}
+
+fn count_changed(dtype: Dtype, base: &[u8], target: &[u8]) -> u32 {
+    let width = dtype.lane_bytes();
+    base.chunks(width).zip(target.chunks(width)).filter(|(base, target)| base != target).count() as u32
+}
+
+/// Bytes that are a table set, after all that makes them none is put right; those of a table set are left as they are.
+pub fn tables(u: &mut Unstructured<'_>) -> Result<Vec<u8>, arbitrary::Error> {
+    let classes = (u.arbitrary::<u8>()?.max(1) - 1) % 15 + 1;
+    let mut set = vec![classes];
+    for _ in 0..classes {
+        let tokens = (u.arbitrary::<u8>()?.max(1) - 1) % 136 + 1;
+        let mut left = 4096;
+        let mut frequencies = Vec::new();
+        for _ in 0..tokens {
+            let low = u16::from(u.arbitrary::<u8>()?);
+            let frequency = if low < 128 { low } else { low - 128 + (u.arbitrary::<u8>()? as u16) * 128 };
+            frequencies.push(frequency.min(left));
+            left -= frequency.min(left);
+        }
+        while left == 0 && frequencies.last() == Some(&0) {
+            frequencies.pop();
+        }
+        *frequencies.last_mut().expect("a class has tokens, and they have slots") += left;
+        set.push(frequencies.len() as u8);
+        for frequency in frequencies {
+            match frequency {
+                0..128 => set.push(frequency as u8),
+                _ => set.extend([128 + (frequency % 128) as u8, (frequency / 128) as u8]),
+            }
+        }
+    }
+    Ok(set)
+}
+
+/// A payload of codec `conditioned`, and all that its decoder is told.
+pub struct Conditioned {
+    dtype: Dtype,
+    base: &'static [u8],
+    tables: Option<TableSet>,
+    num_deltas: u32,
+    payload: Vec<u8>,
+}
+
+impl Conditioned {
+    /// The bytes of a [`Chunk`], whose rest is a byte that says how many table sets there are (none or one), the set, and a
+    /// payload: as it is, or made from what the rest says of its shape and of the lanes that change, and damaged as it says.
+    pub fn new(chunk: &Chunk<'_>) -> arbitrary::Result<Self> {
+        let mut u = Unstructured::new(chunk.rest);
+        let tables = if u.arbitrary::<u8>()? % 8 == 0 { None } else { Some(tables(&mut u)?) };
+        let tables = tables.map(|set| fuzzing::parse_tables(&set).expect("a set that was put right"));
+        let mut conditioned =
+            Self { dtype: chunk.dtype, base: chunk.base, tables, num_deltas: chunk.num_deltas, payload: Vec::new() };
+        if chunk.wrapped {
+            conditioned.make(&mut u)?;
+        } else {
+            conditioned.payload = u.bytes(u.len())?.to_vec();
+        }
+        Ok(conditioned)
+    }
+
+    fn make(&mut self, u: &mut Unstructured<'_>) -> arbitrary::Result<()> {
+        let width = self.dtype.lane_bytes();
+        let lanes = self.base.len() / width;
+        let list = |u: &mut Unstructured<'_>| -> arbitrary::Result<Vec<u8>> {
+            let size = u.arbitrary::<u8>()?;
+            (0..size).map(|_| u.arbitrary()).collect()
+        };
+        let shape = Shape {
+            low_bits: u.arbitrary()?,
+            states_log2: u.arbitrary()?,
+            segments_log2: u.arbitrary()?,
+            activity_bits: u.arbitrary()?,
+            first_context: u.arbitrary()?,
+            context_count: u.arbitrary()?,
+            center: u.arbitrary()?,
+            list_every: u.arbitrary()?,
+            classes: list(u)?,
+            activities: list(u)?,
+        };
+        let shape = shape.bounded(self.dtype, lanes, self.tables.as_ref().map_or(0, |tables| tables.classes().len()));
+        let mut target = self.base.to_vec();
+        for _ in 0..u.arbitrary::<u8>()? {
+            let (first, count, step) = (u.arbitrary::<u16>()?, u.arbitrary::<u16>()?, u.arbitrary::<u16>()?);
+            let places = (usize::from(first) % lanes..lanes).step_by(usize::from(step % 256) + 1).take(count.into());
+            let change: u64 = u.arbitrary()?;
+            for lane in places {
+                let lane = &mut target[lane * width..(lane + 1) * width];
+                lane.iter_mut().zip(change.to_le_bytes()).for_each(|(byte, change)| *byte = byte.wrapping_add(change));
+            }
+        }
+        self.num_deltas = count_changed(self.dtype, self.base, &target);
+        let payload = (self.num_deltas > 0).then(|| model::encode(self.dtype, self.tables.as_ref(), &shape, self.base, &target));
+        self.payload = payload.flatten().ok_or(arbitrary::Error::IncorrectFormat)?;
+        if u.is_empty() {
+            let decoded = model::decode(self.dtype, self.tables.as_ref(), self.num_deltas, &self.payload, self.base);
+            assert!(decoded.is_some_and(|decoded| decoded == target), "the model is sound");
+        }
+        while !u.is_empty() {
+            let (at, change) = (u.arbitrary::<u16>()?, u.arbitrary::<u8>()?);
+            let at = usize::from(at) % self.payload.len().max(1);
+            match change {
+                0 => self.payload.truncate(at),
+                1 => self.payload.push(at as u8),
+                2 => self.num_deltas = self.num_deltas.wrapping_add(at as u32 % 5).clamp(1, lanes as u32),
+                _ => self.payload.iter_mut().skip(at).take(1).for_each(|byte| *byte ^= change),
+            }
+        }
+        Ok(())
+    }
+
+    /// Decodes the payload on every path, and asserts that all come to the same, which is also what the model comes to.
+    pub fn check(&self) {
+        thread_local!(static DECODERS: RefCell<Decoders> = Decoders::default().into());
+        let encoded = Encoded { uncompressed_size: self.base.len() as u32, num_deltas: self.num_deltas };
+        let outcomes = DECODERS.with_borrow_mut(|decoders| {
+            decoders.decode(self.tables.as_ref(), self.dtype, encoded, &self.payload, chunk_sum(self.base), self.base)
+        });
+        let accepted = outcomes[0].0.is_ok();
+        // The model is slow, and most payloads are refused, so it does not look at all of those.
+        if accepted || crc32fast::hash(&self.payload).is_multiple_of(8) {
+            let expected = model::decode(self.dtype, self.tables.as_ref(), self.num_deltas, &self.payload, self.base);
+            assert_eq!(expected.is_some(), accepted);
+            assert!(expected.is_none_or(|expected| expected == outcomes[0].1));
+        }
+        for (outcome, lanes) in &outcomes {
+            assert_eq!(outcome.is_ok(), accepted, "{outcome:?}");
+            assert!(!accepted || *lanes == outcomes[0].1);
+        }
+        for (outcome, lanes) in outcomes {
+            check_outcome(self.dtype, self.base, self.num_deltas, outcome, &lanes);
+        }
     }
 }

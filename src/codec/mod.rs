@@ -6,6 +6,9 @@
 #![forbid(unsafe_code)]
 
 pub(crate) mod conditioned;
+#[cfg(fuzzing)]
+#[doc(hidden)]
+pub mod fuzzing;
 mod raw;
 pub(crate) mod zstd;
 

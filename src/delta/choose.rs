@@ -16,8 +16,8 @@ use std::sync::Arc;
 const PIECE: u64 = 1 << 14;
 /// About how many pieces tables are made from: a tenth of the checkpoint, but enough, and no more than 8 million lanes.
 const PIECES: std::ops::RangeInclusive<u64> = 128..=512;
-/// Most lanes of a tensor that are encoded with every codec to see which is best.
-const TRIAL: u64 = 1 << 16;
+/// Most lanes of a tensor that is encoded whole with every codec, and lanes that are of a larger one.
+const TRIAL: (u64, u64) = (1 << 14, 1 << 12);
 
 /// Lanes of base and target, read into buffers where they do not lie in memory.
 #[derive(Default)]
@@ -72,7 +72,7 @@ pub(super) fn choose(
     let mut codecs = Vec::with_capacity(plans.len());
     in_batches(
         0..plans.len(),
-        |_| TRIAL,
+        |_| TRIAL.0,
         |i| workers.with(|worker| try_codecs(base, target, &plans[*i], worker)),
         |_, codec| {
             codecs.push(codec);
@@ -126,22 +126,28 @@ fn train(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plans: &mut [Pl
     Ok(())
 }
 
-/// The codec that makes a part of the tensor smallest, all of it if it is small; `conditioned` where nothing is smaller.
+/// The codec that makes a small tensor smallest, or a part of a large one much smaller; else `conditioned`. A part says little of
+/// a large tensor, where what every payload begins with does not count, so that only a clear difference decides.
 fn try_codecs(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plan: &Plan, worker: &mut Worker) -> Result<Codec> {
-    let size = plan.lanes.min(TRIAL) * plan.width();
+    let (lanes, factor) = if plan.lanes <= TRIAL.0 { (plan.lanes, 1) } else { (TRIAL.1, 2) };
     // From the middle: the first rows of an embedding are no sample of it.
-    let offset =
-        (plan.lanes.saturating_sub(TRIAL) / 2).next_multiple_of(PIECE).min(plan.lanes.saturating_sub(TRIAL)) * plan.width();
-    let (encoder, lanes) = worker.parts()?;
-    let (base, target) = lanes.read(base, target, plan, offset, size as usize)?;
-    let mut best = (u64::MAX, Codec::Conditioned);
+    let offset = (plan.lanes - lanes) / 2 / TRIAL.1 * TRIAL.1 * plan.width();
+    let (encoder, buffers) = worker.parts()?;
+    let (base, target) = buffers.read(base, target, plan, offset, (lanes * plan.width()) as usize)?;
     let mut payload = Vec::new();
-    for codec in [Codec::Conditioned, Codec::Zstd, Codec::Raw] {
+    let mut stored = |codec| -> Result<u64> {
         payload.clear();
         encoder.encode(plan.coding(codec, None), plan.dtype, base, target, &mut payload)?;
-        let stored = (payload.len() as u64).next_multiple_of(PAYLOAD_ALIGN);
-        if stored < best.0 {
-            best = (stored, codec);
+        Ok((payload.len() as u64).next_multiple_of(PAYLOAD_ALIGN))
+    };
+    let mut best = (stored(Codec::Conditioned)?, Codec::Conditioned);
+    if best.0 == 0 {
+        return Ok(best.1);
+    }
+    for codec in [Codec::Zstd, Codec::Raw] {
+        let size = stored(codec)? * factor;
+        if size < best.0 {
+            best = (size, codec);
         }
     }
     Ok(best.1)

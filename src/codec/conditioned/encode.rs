@@ -223,7 +223,7 @@ fn activity(level: u8, activity_bits: u8) -> u8 {
 
 /// Chooses activities and maps.
 fn choose(stats: &Stats, model: &Model, split: Split, width: usize) -> Choice {
-    let mut best = choose_maps(stats, model, split, width, 0, &[0..LEVELS]);
+    let mut best = choose_maps(stats, model, split, width, 0, std::slice::from_ref(&(0..LEVELS)));
     let blocks = stats.levels.len() as u64;
     if blocks >= 32 {
         for (bits, groups) in [(1, &[0..1, 1..LEVELS][..]), (2, &[0..1, 1..2, 2..3, 3..4][..])] {

@@ -11,6 +11,9 @@ mod decode;
 mod encode;
 #[cfg(test)]
 mod kernel_model;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod model;
 mod payload;
 mod stats;
 mod stream;
@@ -20,4 +23,9 @@ mod train;
 pub(crate) use decode::Decoder;
 pub(crate) use encode::Encoder;
 pub use tables::TableSet;
+#[cfg(fuzzing)]
+pub(crate) use tables::check_lookup;
 pub(crate) use train::{Sample, Trainer};
+
+#[cfg(test)]
+mod tests;

@@ -99,7 +99,7 @@ impl<'a> Payload<'a> {
             let Some(size) = self.sizes.get(s) else { return Ok(rest) };
             let size = 2 * u64::from(u32::from_le_bytes(*size));
             let (stream, after) = usize::try_from(size).ok().and_then(|size| rest.split_at_checked(size)).ok_or_else(|| {
-                Rule::PayloadStream
+                Rule::PayloadSize
                     .broken(format_args!("a stream of {size} bytes for segment {s}"), format_args!("{} left", rest.len()))
             })?;
             rest = after;

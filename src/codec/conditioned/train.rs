@@ -39,8 +39,9 @@ impl Sample {
             let stats = Stats::gather::<L>(base, target, dtype, split, &masks, changed);
             // Where many lanes change the encoder will tell blocks apart, and classes should know both kinds.
             let by_level = 16 * changed * L::BYTES >= base.len();
-            let levels = if by_level { vec![0..1, 1..2, 2..3, 3..4] } else { vec![0..LEVELS] };
-            for levels in levels {
+            let apart = [0..1, 1..2, 2..3, 3..4];
+            let together = std::slice::from_ref(&(0..LEVELS));
+            for levels in if by_level { &apart[..] } else { together } {
                 for context in stats.contexts(levels.clone()) {
                     let row = stats.row(levels.clone(), context);
                     if let Some(group) = group_of(&row) {

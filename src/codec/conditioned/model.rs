@@ -1,0 +1,411 @@
+//! Section 4 of `spec/codecs.md` once more, sentence by sentence and slowly: a decoder to compare the fast ones with, and an
+//! encoder whose caller chooses whatever an encoder may choose. For tests and fuzz targets; shares no line with either side of
+//! the codec but the tables' parser and the order of lanes.
+
+use super::tables::TableSet;
+use crate::lane::{Dtype, Lane, with_lane};
+
+/// What an encoder chooses for a payload.
+#[derive(Debug, Clone, Default)]
+#[cfg_attr(feature = "arbitrary", derive(arbitrary::Arbitrary))]
+pub struct Shape {
+    /// Bits of each delta that are stored as they are.
+    pub low_bits: u8,
+    /// log2 of the states of a stream.
+    pub states_log2: u8,
+    /// log2 of the segments.
+    pub segments_log2: u8,
+    /// Bits of a block's activity.
+    pub activity_bits: u8,
+    /// First context with an entry of its own.
+    pub first_context: u16,
+    /// Entries of a map.
+    pub context_count: u8,
+    /// What the values of high bits count down from.
+    pub center: u32,
+    /// Classes for the entries of all maps, taken in turn.
+    pub classes: Vec<u8>,
+    /// Activities of the blocks, taken in turn.
+    pub activities: Vec<u8>,
+    /// Of the changes, every so many-th is listed even if its lane is coded; 0 for none.
+    pub list_every: u8,
+}
+
+impl Shape {
+    /// The shape with every field brought to where it is valid, for a chunk of so many lanes in a tensor with so many classes.
+    pub fn bounded(mut self, dtype: Dtype, lanes: usize, classes: usize) -> Self {
+        let bits = 8 * dtype.lane_bytes() as u8;
+        self.low_bits %= bits + 1;
+        self.states_log2 %= 6;
+        self.segments_log2 = (self.segments_log2 % 6).min(lanes.div_ceil(128).ilog2() as u8);
+        self.activity_bits %= 3;
+        self.context_count = self.context_count % 64 + 1;
+        let high = bits - self.low_bits;
+        self.center = match (self.low_bits, high) {
+            (0, _) => 0,
+            (_, 32..) => self.center,
+            _ => self.center & ((1 << high) - 1),
+        };
+        self.classes.iter_mut().for_each(|class| *class %= classes as u8 + 1);
+        self.activities.iter_mut().for_each(|activity| *activity &= (1 << self.activity_bits) - 1);
+        self
+    }
+
+    fn map(&self, activity: usize) -> Vec<u8> {
+        let start = activity * usize::from(self.context_count);
+        let classes = self.classes.iter().copied().cycle().skip(start % self.classes.len().max(1));
+        let mut map: Vec<_> = classes.take(self.context_count.into()).collect();
+        map.resize(self.context_count.into(), 0);
+        map
+    }
+
+    fn activity(&self, block: usize) -> u8 {
+        self.activities.get(block % self.activities.len().max(1)).copied().unwrap_or(0)
+    }
+}
+
+/// The numbers in lanes of `width` bytes.
+fn numbers(lanes: &[u8], width: usize) -> Vec<u64> {
+    let number = |lane: &[u8]| {
+        let mut number = [0; 8];
+        number[..width].copy_from_slice(lane);
+        u64::from_le_bytes(number)
+    };
+    lanes.chunks_exact(width).map(number).collect()
+}
+
+fn bits_of(number: u64) -> u64 {
+    u64::from(u64::BITS - number.leading_zeros())
+}
+
+fn low_mask(bits: u32) -> u64 {
+    if bits == 64 { u64::MAX } else { (1 << bits) - 1 }
+}
+
+/// Section 4.1.
+pub fn context(dtype: Dtype, u: u64) -> u64 {
+    use Dtype::*;
+    let bits = 8 * dtype.lane_bytes() as u32;
+    match dtype {
+        F16 => (u >> 10) % (1 << 5),
+        Bf16 => (u >> 7) % (1 << 8),
+        F32 | C64 => (u >> 23) % (1 << 8),
+        F64 => (u >> 52) % (1 << 11),
+        F8E4m3 | F8E4m3Fnuz => (u >> 3) % (1 << 4),
+        F8E5m2 | F8E5m2Fnuz => (u >> 2) % (1 << 5),
+        I8 | I16 | I32 | I64 if u >> (bits - 1) == 1 => bits_of(!u & low_mask(bits)),
+        _ => bits_of(u),
+    }
+}
+
+/// Section 4.3: extra bits and the least value of a token.
+fn token(t: usize) -> (u32, u64) {
+    if t < 16 {
+        return (0, t as u64);
+    }
+    let extra = (t as u32 - 16) / 2 + 3;
+    (extra, (2 + t as u64 % 2) << extra)
+}
+
+fn delta(dtype: Dtype, base: u64, target: u64) -> u64 {
+    with_lane!(dtype.lane_bytes(), L => L::delta(L::truncate(base), L::truncate(target), dtype.order()).widen())
+}
+
+fn apply(dtype: Dtype, base: u64, delta: u64) -> u64 {
+    with_lane!(dtype.lane_bytes(), L => L::apply(L::truncate(base), L::truncate(delta), dtype.order()).widen())
+}
+
+/// A string of bits, the low bits of each byte first.
+fn pack(numbers: impl Iterator<Item = (u64, u32)>) -> Vec<u8> {
+    let bits: Vec<u8> = numbers.flat_map(|(number, bits)| (0..bits).map(move |i| (number >> i & 1) as u8)).collect();
+    bits.chunks(8).map(|bits| bits.iter().rev().fold(0, |byte, bit| byte << 1 | bit)).collect()
+}
+
+fn unpack(bytes: &[u8], at: usize, bits: usize) -> u64 {
+    (at..at + bits).rev().fold(0, |number, bit| number << 1 | u64::from(bytes[bit / 8] >> (bit % 8) & 1))
+}
+
+/// Tables of frequencies, from class 1 on.
+fn frequencies(tables: Option<&TableSet>) -> Vec<Vec<u16>> {
+    tables.map_or(Vec::new(), |tables| tables.classes().map(<[u16]>::to_vec).collect())
+}
+
+fn segments(count: usize, blocks: usize, lanes: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    (0..count).map(move |s| (128 * (s * blocks / count)).min(lanes)..(128 * ((s + 1) * blocks / count)).min(lanes))
+}
+
+/// What a decoder does with a state.
+#[derive(Clone, Copy)]
+enum Operation {
+    /// Takes a symbol of this frequency, whose slots start here.
+    Token(u32, u32),
+    /// Takes so many bits, which are these.
+    Bits(u32, u32),
+}
+
+/// A payload of this shape, which must be [`Shape::bounded`]; `None` if a lane cannot be coded in it.
+pub fn encode(dtype: Dtype, tables: Option<&TableSet>, shape: &Shape, base: &[u8], target: &[u8]) -> Option<Vec<u8>> {
+    let (width, r) = (dtype.lane_bytes(), u32::from(shape.low_bits));
+    let high_bits = 8 * width as u32 - r;
+    let (base, target) = (numbers(base, width), numbers(target, width));
+    let (lanes, blocks) = (base.len(), base.len().div_ceil(128));
+    let frequencies = frequencies(tables);
+    let maps: Vec<_> = (0..1 << shape.activity_bits).map(|activity| shape.map(activity)).collect();
+    let token_of = |value: u64| (0..136).rev().find(|&t| token(t).1 <= value).unwrap_or(0);
+    let has = |class: u8, value: u64| frequencies[usize::from(class) - 1].get(token_of(value)).is_some_and(|&f| f != 0);
+
+    let (mut coded, mut low, mut listed) = (Vec::new(), Vec::new(), Vec::new());
+    let mut changes = 0usize;
+    for (position, (&base, &target)) in base.iter().zip(&target).enumerate() {
+        let entry = context(dtype, base).max(shape.first_context.into()) - u64::from(shape.first_context);
+        let map = &maps[usize::from(shape.activity(position / 128))];
+        let class = map.get(entry as usize).copied().unwrap_or(0);
+        let delta = delta(dtype, base, target);
+        let high = if r == 64 { 0 } else { delta >> r };
+        let value = |high: u64| match r {
+            0 => high,
+            _ => u64::from(shape.center).wrapping_sub(high) & low_mask(high_bits),
+        };
+        changes += usize::from(delta != 0);
+        let free = |high: u64| if class == 0 { high == 0 } else { has(class, value(high)) };
+        let list = delta != 0 && shape.list_every != 0 && changes.is_multiple_of(shape.list_every.into());
+        let high = if free(high) && !(list && free(0)) {
+            low.push(delta & low_mask(r));
+            high
+        } else if delta != 0 && free(0) {
+            low.push(0);
+            listed.push((position as u32, delta));
+            0
+        } else {
+            return None;
+        };
+        if class != 0 {
+            coded.push((position, class, value(high)));
+        }
+    }
+
+    let mut payload = vec![shape.low_bits, shape.states_log2, shape.segments_log2, shape.activity_bits];
+    payload.extend(shape.first_context.to_le_bytes());
+    payload.extend([shape.context_count, 0]);
+    payload.extend((listed.len() as u32).to_le_bytes());
+    payload.extend(shape.center.to_le_bytes());
+    maps.iter().for_each(|map| payload.extend(pack(map.iter().map(|&class| (class.into(), 4)))));
+    payload.extend(pack((0..blocks).map(|block| (shape.activity(block).into(), shape.activity_bits.into()))));
+    payload.extend(listed.iter().flat_map(|(position, _)| position.to_le_bytes()));
+    payload.extend(listed.iter().flat_map(|(_, delta)| delta.to_le_bytes()[..width].to_vec()));
+    payload.extend(pack(low.into_iter().map(|low| (low, r))));
+
+    let mut coded = coded.into_iter().peekable();
+    let mut streams = Vec::new();
+    for segment in segments(1 << shape.segments_log2, blocks, lanes) {
+        let mut symbols = Vec::new();
+        while let Some((_, class, value)) = coded.next_if(|(position, ..)| *position < segment.end) {
+            symbols.push((class, value));
+        }
+        streams.push(stream(&symbols, 1 << shape.states_log2, &frequencies, token_of));
+    }
+    let (_, sized) = streams.split_last()?;
+    payload.extend(sized.iter().flat_map(|stream| (stream.len() as u32 / 2).to_le_bytes()));
+    payload.resize(payload.len().next_multiple_of(2), 0);
+    payload.extend(streams.concat());
+    Some(payload)
+}
+
+fn stream(symbols: &[(u8, u64)], count: usize, frequencies: &[Vec<u16>], token_of: impl Fn(u64) -> usize) -> Vec<u8> {
+    // All that the decoder does, in its order; then undone from the end, where every state is 2^16.
+    let mut operations = Vec::new();
+    for step in symbols.chunks(count) {
+        for (state, &(class, value)) in step.iter().enumerate() {
+            let class = &frequencies[usize::from(class) - 1];
+            let t = token_of(value);
+            let start = class[..t].iter().map(|&f| u32::from(f)).sum();
+            operations.push((state, Operation::Token(class[t].into(), start)));
+        }
+        for round in 0..4 {
+            for (state, &(_, value)) in step.iter().enumerate() {
+                let bits = token(token_of(value)).0.saturating_sub(16 * round).min(16);
+                if bits > 0 {
+                    operations.push((state, Operation::Bits(bits, (value >> (16 * round)) as u32 & ((1 << bits) - 1))));
+                }
+            }
+        }
+    }
+    let mut states = vec![1u64 << 16; count];
+    let mut words = Vec::new();
+    for (state, operation) in operations.into_iter().rev() {
+        let x = &mut states[state];
+        let limit = match operation {
+            Operation::Token(frequency, _) => u64::from(frequency) << 20,
+            Operation::Bits(bits, _) => 1 << (32 - bits),
+        };
+        if *x >= limit {
+            words.push(*x as u16);
+            *x >>= 16;
+        }
+        *x = match operation {
+            Operation::Token(frequency, start) => {
+                let frequency = u64::from(frequency);
+                (*x / frequency) << 12 | (*x % frequency + u64::from(start))
+            }
+            Operation::Bits(bits, value) => *x << bits | u64::from(value),
+        };
+    }
+    let states = states.into_iter().flat_map(|x| (x as u32).to_le_bytes());
+    states.chain(words.into_iter().rev().flat_map(u16::to_le_bytes)).collect()
+}
+
+/// What is left of a payload.
+struct Rest<'a>(&'a [u8]);
+
+impl<'a> Rest<'a> {
+    fn take(&mut self, size: usize) -> Option<&'a [u8]> {
+        let (part, rest) = self.0.split_at_checked(size)?;
+        self.0 = rest;
+        Some(part)
+    }
+
+    /// A part of so many bits, filled up with zeros.
+    fn take_bits(&mut self, bits: usize) -> Option<&'a [u8]> {
+        let part = self.take(bits.div_ceil(8))?;
+        let clean = (bits..8 * part.len()).all(|bit| part[bit / 8] >> (bit % 8) & 1 == 0);
+        clean.then_some(part)
+    }
+
+    fn number(&mut self, size: usize) -> Option<u64> {
+        Some(numbers(self.take(size)?, size)[0])
+    }
+}
+
+/// The target lanes of a payload; `None` if it breaks a rule.
+pub fn decode(dtype: Dtype, tables: Option<&TableSet>, num_deltas: u32, payload: &[u8], base: &[u8]) -> Option<Vec<u8>> {
+    let width = dtype.lane_bytes();
+    let base = numbers(base, width);
+    let (lanes, blocks, bits) = (base.len(), base.len().div_ceil(128), 8 * width as u32);
+    let frequencies = frequencies(tables);
+
+    let mut rest = Rest(payload);
+    let [r, states_log2, segments_log2, activity_bits] = *rest.take(4)?.first_chunk::<4>()?;
+    let first_context = rest.number(2)?;
+    let [context_count, reserved] = *rest.take(2)?.first_chunk::<2>()?;
+    let (exception_count, center) = (rest.number(4)?, rest.number(4)?);
+    let r = u32::from(r);
+    let valid = r <= bits
+        && states_log2 <= 5
+        && segments_log2 <= 5
+        && 1 << segments_log2 <= blocks
+        && activity_bits <= 2
+        && (1..=64).contains(&context_count)
+        && reserved == 0
+        && exception_count <= u64::from(num_deltas)
+        && if r == 0 { center == 0 } else { center <= low_mask(bits - r) };
+    if !valid {
+        return None;
+    }
+    let mut maps = Vec::new();
+    for _ in 0..1 << activity_bits {
+        let map = rest.take_bits(4 * usize::from(context_count))?;
+        let map: Vec<_> = (0..usize::from(context_count)).map(|i| unpack(map, 4 * i, 4) as usize).collect();
+        if map.iter().any(|&class| class > frequencies.len()) {
+            return None;
+        }
+        maps.push(map);
+    }
+    let activity_bits = usize::from(activity_bits);
+    let activities = rest.take_bits(blocks * activity_bits)?;
+    let positions = numbers(rest.take(4 * exception_count as usize)?, 4);
+    let listed = numbers(rest.take(width * exception_count as usize)?, width);
+    let low = rest.take_bits(lanes * r as usize)?;
+    let count = 1 << segments_log2;
+    let sizes = numbers(rest.take(4 * (count - 1))?, 4);
+    if !(payload.len() - rest.0.len()).is_multiple_of(2) && rest.take(1)? != [0] {
+        return None;
+    }
+    if !rest.0.len().is_multiple_of(2) {
+        return None;
+    }
+
+    let mut deltas = vec![0; lanes];
+    for (s, segment) in segments(count, blocks, lanes).enumerate() {
+        let size = sizes.get(s).map_or(rest.0.len(), |&words| 2 * words as usize);
+        let stream = rest.take(size)?;
+        let class = |position: usize| {
+            let entry = context(dtype, base[position]).max(first_context) - first_context;
+            maps[unpack(activities, position / 128 * activity_bits, activity_bits) as usize]
+                .get(entry as usize)
+                .copied()
+                .unwrap_or(0)
+        };
+        let coded: Vec<_> = segment.clone().map(|position| (position, class(position))).filter(|&(_, class)| class != 0).collect();
+        let values = values(stream, 1 << states_log2, coded.iter().map(|&(_, class)| &frequencies[class - 1][..]))?;
+        if values.iter().any(|&value| value > u128::from(low_mask(bits - r))) {
+            return None;
+        }
+        for ((position, _), value) in coded.into_iter().zip(values) {
+            let high = if r == 0 { value as u64 } else { center.wrapping_sub(value as u64) & low_mask(bits - r) };
+            deltas[position] = if r == 64 { 0 } else { high << r };
+        }
+        for position in segment {
+            deltas[position] |= unpack(low, position * r as usize, r as usize);
+        }
+    }
+    let mut next = 0;
+    for (position, delta) in positions.into_iter().zip(listed) {
+        if position < next || delta == 0 || deltas.get(position as usize) != Some(&0) {
+            return None;
+        }
+        deltas[position as usize] = delta;
+        next = position + 1;
+    }
+    if deltas.iter().filter(|&&delta| delta != 0).count() != num_deltas as usize {
+        return None;
+    }
+    let mut target = Vec::with_capacity(lanes * width);
+    for (&base, &delta) in base.iter().zip(&deltas) {
+        target.extend(&apply(dtype, base, delta).to_le_bytes()[..width]);
+    }
+    Some(target)
+}
+
+/// Section 4.5: a value for each of the tables. Those of the last tokens would not fit in 64 bits, so they get more.
+fn values<'a>(stream: &[u8], count: usize, tables: impl Iterator<Item = &'a [u16]>) -> Option<Vec<u128>> {
+    let mut rest = Rest(stream);
+    let mut states = numbers(rest.take(4 * count)?, 4);
+    if states.iter().any(|&x| x < 1 << 16) {
+        return None;
+    }
+    let tables: Vec<_> = tables.collect();
+    let mut values = Vec::new();
+    for step in tables.chunks(count) {
+        let mut tokens = Vec::new();
+        for (x, table) in states.iter_mut().zip(step) {
+            let slot = *x % 4096;
+            let mut cum = 0;
+            let t = table.iter().position(|&f| {
+                cum += u64::from(f);
+                slot < cum
+            })?;
+            let f = u64::from(table[t]);
+            *x = f * (*x / 4096) + slot - (cum - f);
+            if *x < 1 << 16 {
+                *x = *x << 16 | rest.number(2)?;
+            }
+            tokens.push(t);
+        }
+        let first = values.len();
+        values.extend(tokens.iter().map(|&t| u128::from(token(t).1)));
+        for round in 0..4 {
+            for ((x, &t), value) in states.iter_mut().zip(&tokens).zip(&mut values[first..]) {
+                let bits = token(t).0.saturating_sub(16 * round).min(16);
+                if bits == 0 {
+                    continue;
+                }
+                *value |= u128::from(*x % (1 << bits)) << (16 * round);
+                *x >>= bits;
+                if *x < 1 << 16 {
+                    *x = *x << 16 | rest.number(2)?;
+                }
+            }
+        }
+    }
+    (rest.0.is_empty() && states.iter().all(|&x| x == 1 << 16)).then_some(values)
+}
