@@ -106,6 +106,34 @@ fn one_fault_at_a_time() {
     edit("another delta", Rule::ChunkTargetSum, 0, &|payload| payload[deltas] ^= 2);
 }
 
+/// Every coded lane in turn is listed too: those whose step is complete in their tile, and those that are put off.
+#[test]
+fn each_lane_changed_twice() {
+    let (dtype, lanes) = (Dtype::Bf16, 1000);
+    let (base, target) = random_lanes(&mut Random(1), dtype, lanes, 1);
+    let set = random_set(&mut Random(2), 1, 16, true);
+    for lane in 0..lanes {
+        // Two contexts of three are coded, so that tiles of 256 lanes do not end with their steps.
+        let plan = Plan {
+            low_bits: 0,
+            center: 0,
+            states_log2: 5,
+            segments_log2: 0,
+            activity_bits: 0,
+            first_context: 0,
+            maps: vec![(0..64).map(|context| u8::from(context % 3 != 0)).collect()],
+            activities: Vec::new(),
+            listed: usize::MAX,
+            clash: Some(lane),
+        };
+        let payload = write(dtype, &plan, &set, &base, &target);
+        let mut case = Case::new(dtype, Some(set.clone()), base.clone(), &target, payload);
+        case.num_deltas += 1;
+        let (expected, found) = case.compare(0);
+        assert_eq!(expected, found);
+    }
+}
+
 /// Values that do not fit: a set for wide lanes, used by narrow ones.
 #[test]
 fn values_that_do_not_fit() {

@@ -1,4 +1,95 @@
-//! DOC
+//! A reference model of the device's algorithm: codec `conditioned` (`spec/codecs.md` section 4) as a GPU runs it, in plain Rust.
+//!
+//! One block decodes, applies and verifies one chunk in one launch (`spec/tpde-format.md` section 13, steps 8 to 11). The model
+//! says what each warp does between two barriers, so that a kernel can follow it line by line: loops over warps and lanes stand
+//! for what runs at once, arrays of 32 for registers, [`memory`] for shared and global memory. It is compiled for tests alone,
+//! and they hold it equal to the decoder of the crate. An access out of bounds, a misaligned one, a value read before it is
+//! written, or one that two warps touch without a barrier between them panics, whatever the payload holds.
+//!
+//! | file | |
+//! |---|---|
+//! | `warp` | ballots, shuffles, scans |
+//! | `memory` | shared and global memory, with checks for bounds, alignment and races |
+//! | `crc` | CRC-32 of a payload by a block |
+//! | `prologue` | header, maps, segments, exceptions |
+//! | `stream` | a warp that decodes: token search, states, words |
+//! | `sums` | chunk sums |
+//! | `block` | segments, tiles and phases: begin here |
+//! | `writer`, `shapes`, `generated`, `hostile`, `vectors` | the tests |
+//!
+//! # Design
+//!
+//! **Segments and groups.** With *S* segments and *W* warps, min(*S*, *W*) *groups* of warps each work through their segments, one
+//! after the other. Within a segment a group goes from *tile* to tile: 256 lanes a warp, 8 consecutive ones a thread. Eight lanes
+//! never straddle a block of 128, a segment, or a row of the chunk sums, and their classes fit in one register.
+//!
+//! **Phases of a tile,** with a barrier of the group (`bar.sync` of its own, or `__syncwarp` for a group of one warp) between them:
+//!
+//! 1. *classify:* base lanes, loaded one tile ahead, to the base's sum, to their classes, and into the tile in shared memory; a
+//!    scan over the warp of the numbers of coded lanes;
+//! 2. *append:* place in the tile and class of each coded lane, 16 bits, to the queue; the next tile's loads are issued;
+//! 3. *decode:* one warp of the group takes steps of *N* from the queue, applies their deltas to the tile, and makes the changes
+//!    that are listed;
+//! 4. *hand out:* lanes from the tile to the target's sum and to the output. No barrier follows: a thread reads and then
+//!    overwrites its own lanes only.
+//!
+//! **Put off.** A step needs all its *N* lanes, and words are read for tokens before extra bits, so the last coded lanes of a
+//! tile, fewer than *N*, must wait for the next tile. The decoding warp keeps them, with their base lanes, in registers; once they
+//! have their values it stores them by themselves and corrects the target's sum by a term each. The alternative, a ring of tiles
+//! that waits for them, has no bound: 31 coded lanes may be followed by a million that are not.
+//!
+//! **Why one warp decodes and the others wait.** A stream is serial: about 200 cycles a step, and no step can begin before the one
+//! before has read its words. Warps that wait cost no instructions, and other blocks of the multiprocessor have theirs: what
+//! matters is that 4 or more blocks fit on one, hence the small tables and tiles below. A pipeline, with decoding of one tile
+//! beside classification of the next, would save a third of a block's time in the sparse case and gain nothing once memory is
+//! busy. It needs tiles twice and is the next thing to try if measurements disagree.
+//!
+//! **Token search.** Buckets of 1, 2 or 4 slots, as fine as the set's classes let 16 KiB be, name a symbol; where its slots end
+//! before the one sought, the next symbol is tried, at most 3 times. A full table of 4,096 tokens a class takes 60 KiB for 15
+//! classes and halves the blocks of a multiprocessor. A search through the rows as on AVX-512 takes as many rounds as the largest
+//! token of 32 lanes, some 5 to 40, of 6 instructions and a look-up each: there the rows are registers, here they are not. With
+//! buckets it is two look-ups that depend on each other and, in one step of 5 to 50, a third.
+//!
+//! **Sums.** Both are formed over all lanes: 0.5 wide multiplications for a BF16 lane and sum, against some 15 operations for a
+//! term of a change. A wrong base makes streams fail; so when one does, its group goes on with the base's sum alone, and
+//! [`status`] lets that win.
+//!
+//! **CRC.** A pass over the payload by all threads before anything else; see [`crc`].
+//!
+//! **Alignment.** Tensors are aligned to their lanes and no more. Blocks, sums and tiles count from the chunk's first lane, so the
+//! grid stays there, and where an address is not a multiple of 16 an access of 16 bytes becomes two of 8, and so on. The sectors
+//! of memory that are touched are the same. Peeled heads would shift the grid against the words of the sums, differently for
+//! base and output. (Files in memory give multiples of 8, allocated tensors of 256.)
+//!
+//! **Modes.** Dry and out of place are one pass. In place is two, the first without stores, because the target's sum must be
+//! known before the first store: twice the instructions, and for BF16 twice the reads but only the vectors that change as writes,
+//! which together is no more traffic than out of place. To apply a whole pair *all checked*, a dry launch for all chunks comes
+//! first and the storing launch leaves the dry pass out, at the same cost. The exceptions of a tile compare its lanes with the
+//! base in memory, which is still there: a tile is stored after them.
+//!
+//! # Cost
+//!
+//! Operations of a BF16 lane, as thread instructions:
+//!
+//! | load, bounds | classify | two sums | scan, totals | append | tile, store | loop, barriers | all |
+//! |---|---|---|---|---|---|---|---|
+//! | 0.6 | 5 | 2.2 | 2.6 | 5 | 0.8 | 1 | 17 |
+//!
+//! A step is about 70 instructions of the decoding warp, 12 of them to apply, and 25 more for a round of extra bits; with *N* = 32
+//! that is 70 or 95 a coded lane. So 5 % of coded lanes make 21 operations a lane, 9 % 24, 60 % 74 and all of them with extra bits
+//! 112. An H200 reads and writes BF16 lanes at its full memory speed if they take at most about 25.
+//!
+//! The critical path of a chunk of 2^20 lanes (`steps_and_barriers_of_large_chunks` prints what it finds):
+//!
+//! - *sparse,* 4 % to 8 % coded, *S* = 1 or 2, 16 warps: 1,270 steps, 590 rounds of extra bits, 256 tiles and 769 barriers, of which
+//!   9 % of the coded lanes put off: about 450,000 cycles, two thirds of them decoding. A multiprocessor's share of the memory
+//!   moves the chunk in 220,000, so 3 blocks on it hide the rest.
+//! - *dense,* *S* = 16, all coded: each warp on its own, 2,048 steps and rounds of extra bits, 256 tiles, no barrier: 900,000 cycles
+//!   of issued instructions, which is the bound.
+//!
+//! Shared memory for *W* = 16 and lanes of 2 bytes: 16 KiB buckets, 8 KiB symbols, 8 KiB tile, 8 KiB queue, under 1 KiB for all else:
+//! 41 KiB. With *W* = 8 it is 33 KiB, and with 48 registers a thread 5 such blocks fit: more chunks at once, hence more decoding
+//! warps, than 16 warps a block give. (The tables of the CRC lie where tile and queue will be.)
 mod block;
 mod crc;
 mod memory;
