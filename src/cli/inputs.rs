@@ -13,7 +13,7 @@ pub struct CodecArgs {
     /// Codec of the payloads; auto takes the smallest for each tensor
     #[arg(long, default_value = "auto", value_parser = codecs())]
     codec: CodecChoice,
-    /// Layout of codec zstd; auto lets each chunk have what suits it
+    /// Layout of codec zstd, which this implies; auto lets each chunk have what suits it
     #[arg(long, default_value = "auto", value_parser = layouts())]
     layout: LayoutChoice,
     /// Most lanes of a chunk, a power of two of at least 4096; small chunks decode in more parallel pieces
@@ -39,7 +39,9 @@ fn layouts() -> impl TypedValueParser<Value = LayoutChoice> {
 
 impl CodecArgs {
     pub fn options(&self) -> EncodeOptions {
-        EncodeOptions { codec: self.codec.0, layout: self.layout.0, chunk_lanes: self.chunk_lanes, ..EncodeOptions::default() }
+        // Who names a layout means the codec that has layouts.
+        let codec = self.codec.0.or(self.layout.0.map(|_| Codec::Zstd));
+        EncodeOptions { codec, layout: self.layout.0, chunk_lanes: self.chunk_lanes, ..EncodeOptions::default() }
     }
 }
 

@@ -19,6 +19,9 @@ const PIECES: std::ops::RangeInclusive<u64> = 128..=512;
 /// Most lanes of a tensor that is encoded whole with every codec, and lanes that are of a larger one.
 const TRIAL: (u64, u64) = (1 << 14, 1 << 12);
 
+/// More than what payloads of codec `conditioned` begin with: header, maps and states.
+const PREFIX: u64 = 192;
+
 /// Lanes of base and target, read into buffers where they do not lie in memory.
 #[derive(Default)]
 pub(super) struct Lanes {
@@ -126,10 +129,10 @@ fn train(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plans: &mut [Pl
     Ok(())
 }
 
-/// The codec that makes a small tensor smallest, or a part of a large one much smaller; else `conditioned`. A part says little of
-/// a large tensor, where what every payload begins with does not count, so that only a clear difference decides.
+/// The codec that makes a small tensor smallest, or a part of a large one clearly smaller; else `conditioned`. In a part, what
+/// every payload begins with counts for more than it will in the tensor.
 fn try_codecs(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plan: &Plan, worker: &mut Worker) -> Result<Codec> {
-    let (lanes, factor) = if plan.lanes <= TRIAL.0 { (plan.lanes, 1) } else { (TRIAL.1, 2) };
+    let (lanes, margin) = if plan.lanes <= TRIAL.0 { (plan.lanes, 0) } else { (TRIAL.1, PREFIX) };
     // From the middle: the first rows of an embedding are no sample of it.
     let offset = (plan.lanes - lanes) / 2 / TRIAL.1 * TRIAL.1 * plan.width();
     let (encoder, buffers) = worker.parts()?;
@@ -145,7 +148,7 @@ fn try_codecs(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plan: &Pla
         return Ok(best.1);
     }
     for codec in [Codec::Zstd, Codec::Raw] {
-        let size = stored(codec)? * factor;
+        let size = stored(codec)? + margin;
         if size < best.0 {
             best = (size, codec);
         }

@@ -15,12 +15,11 @@ use crate::simd::{Backwards, Divisors, Path, STEP};
 use std::ops::Range;
 use zerocopy::IntoBytes;
 
-/// Most steps that a stream should have, so that a chunk is decoded in few rounds trips of a processor's latency.
-const STEPS: usize = 2048;
-/// What it is worth not to code a lane, so that decoding it costs no time.
+/// What it is worth not to code a lane, so that decoding it takes no time.
 const LANE_COST: u64 = 4;
-/// Least payload for each state, so that their 2 wasted bytes do not show.
-const BYTES_PER_STATE: u64 = 40;
+/// Most steps that a stream should have, so that a chunk is decoded in few round trips of a processor's latency, and the payload
+/// that a state must have for that; and a limit that is worth more. A state wastes 2 bytes.
+const STEPS: [(usize, u64); 2] = [(2048, 40), (4096, 16)];
 
 /// What a thread needs to encode chunks, used again for every chunk.
 pub(crate) struct Encoder {
@@ -306,10 +305,13 @@ fn choose_maps(stats: &Stats, model: &Model, split: Split, width: usize, activit
 
 /// States of a stream and segments of a chunk with `coded` coded lanes and a payload of about `size` bytes.
 fn shape(coded: usize, size: u64, blocks: usize) -> (usize, usize) {
-    let wanted = coded.div_ceil(STEPS).max(1).next_power_of_two();
-    let affordable = 1usize << (size / BYTES_PER_STATE).max(1).ilog2();
-    let states = wanted.max(coded.min(STEP)).min(affordable);
-    let states = 1usize << states.max(1).ilog2();
+    let states = STEPS.map(|(steps, bytes)| {
+        let affordable = 1usize << (size / bytes).max(1).ilog2();
+        coded.div_ceil(steps).next_power_of_two().min(affordable)
+    });
+    // A vector's worth of states is decoded at once, so as many are taken where they cost little.
+    let vector = STEP.min(coded.max(1)).min((size / STEPS[0].1).max(1) as usize);
+    let states = 1usize << states.into_iter().fold(vector, usize::max).ilog2();
     let segments = (states / STEP).clamp(1, 1 << super::payload::MAX_LOG2).min(1 << blocks.ilog2());
     (states.min(STEP), segments)
 }

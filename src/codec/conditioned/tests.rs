@@ -729,6 +729,17 @@ fn rules_are_told_apart() {
         payload[at..at + bytes.len()].copy_from_slice(bytes);
         assert_refused(&chunks[chunk], &payload, rule);
     }
+    // Two changes are listed, and their positions change places, or become the same.
+    let listed_twice = Shape { context_count: 1, classes: vec![], ..Shape::default() };
+    let twice = example(listed_twice, &[(7, 4), (9, 2)]);
+    twice.assert_decodes(&mut decoders());
+    let at = HEADER + 1;
+    assert_eq!(twice.payload[at..at + 8], [7, 0, 0, 0, 9, 0, 0, 0]);
+    for positions in [[9, 7], [7, 7], [9, 9]] {
+        let mut payload = twice.payload.clone();
+        (payload[at], payload[at + 4]) = (positions[0], positions[1]);
+        assert_refused(&twice, &payload, Rule::PayloadPositions);
+    }
     // One byte more makes half a word, two are a word that nothing reads.
     assert_refused(&chunks[0], &[&chunks[0].payload[..], &[0]].concat(), Rule::PayloadSize);
     assert_refused(&chunks[0], &[&chunks[0].payload[..], &[0, 0]].concat(), Rule::PayloadStream);
