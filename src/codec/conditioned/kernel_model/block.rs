@@ -391,9 +391,7 @@ impl<'a, L: Lane> Group<'a, L> {
     /// The decoding warp: as many steps as there are coded lanes for, then the exceptions of the tile.
     fn decode(&mut self, memory: &mut Memory, tile: Tile, coded: usize) -> Result<(), Status> {
         let who = self.who(self.decoding);
-        let (Some(prologue), Some(tables)) = (self.prologue, self.chunk.tables) else {
-            return self.except(memory, tile);
-        };
+        let Some(prologue) = self.prologue else { return Ok(()) };
         let Some(decoder) = &mut self.decoder else { return Ok(()) };
         let layout = &prologue.layout;
         let high_mask = 1u64.checked_shl(8 * L::BYTES as u32 - layout.low_bits).unwrap_or(0).wrapping_sub(1);
@@ -420,7 +418,8 @@ impl<'a, L: Lane> Group<'a, L> {
                 true => item(decoder, &mut self.tile, lane, step * states + lane),
                 false => Item::default(),
             });
-            let values = decoder.stream.step(self.payload, tables, &items.map(|item| item.class), active, &mut self.counts)?;
+            let values =
+                decoder.stream.step(self.payload, &prologue.lookup, &items.map(|item| item.class), active, &mut self.counts)?;
             let mut clash = [false; WARP];
             for (lane, item) in items.iter().enumerate().take(active) {
                 let mut delta = values[lane];

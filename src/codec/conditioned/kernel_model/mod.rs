@@ -12,6 +12,7 @@
 //! | `memory` | shared and global memory, with checks for bounds, alignment and races |
 //! | `crc` | CRC-32 of a payload by a block |
 //! | `prologue` | header, maps, segments, exceptions |
+//! | `tables` | table sets: small in global memory, expanded in shared memory |
 //! | `stream` | a warp that decodes: token search, states, words |
 //! | `sums` | chunk sums |
 //! | `block` | segments, tiles and phases: begin here |
@@ -48,7 +49,8 @@
 //! before the one sought, the next symbol is tried, at most 3 times. A full table of 4,096 tokens a class takes 60 KiB for 15
 //! classes and halves the blocks of a multiprocessor. A search through the rows as on AVX-512 takes as many rounds as the largest
 //! token of 32 lanes, some 5 to 40, of 6 instructions and a look-up each: there the rows are registers, here they are not. With
-//! buckets it is two look-ups that depend on each other and, in one step of 5 to 50, a third.
+//! buckets it is two look-ups that depend on each other and, in one step of 5 to 50, a third. The buckets are made by each block:
+//! an index of some hundred kilobytes may own 65,535 sets, which must not become gigabytes on the device.
 //!
 //! **Sums.** Both are formed over all lanes: 0.5 wide multiplications for a BF16 lane and sum, against some 15 operations for a
 //! term of a change. A wrong base makes streams fail; so when one does, its group goes on with the base's sum alone, and
@@ -81,14 +83,16 @@
 //!
 //! The critical path of a chunk of 2^20 lanes (`steps_and_barriers_of_large_chunks` prints what it finds):
 //!
-//! - *sparse,* 4 % to 8 % coded, *S* = 1 or 2, 16 warps: 1,270 steps, 590 rounds of extra bits, 256 tiles and 769 barriers, of which
+//! - *sparse,* 4 % to 8 % coded, *S* = 1 or 2, 16 warps: 1,270 steps, 590 rounds of extra bits, 256 tiles and 769 barriers, and
 //!   9 % of the coded lanes put off: about 450,000 cycles, two thirds of them decoding. A multiprocessor's share of the memory
 //!   moves the chunk in 220,000, so 3 blocks on it hide the rest.
-//! - *dense,* *S* = 16, all coded: each warp on its own, 2,048 steps and rounds of extra bits, 256 tiles, no barrier: 900,000 cycles
-//!   of issued instructions, which is the bound.
+//! - *dense,* *S* = 16, all coded: each warp on its own, 2,048 steps and rounds of extra bits, 256 tiles, no barrier: 900,000
+//!   cycles of issued instructions, which is the bound.
 //!
-//! Shared memory for *W* = 16 and lanes of 2 bytes: 16 KiB buckets, 8 KiB symbols, 8 KiB tile, 8 KiB queue, under 1 KiB for all else:
-//! 41 KiB. With *W* = 8 it is 33 KiB, and with 48 registers a thread 5 such blocks fit: more chunks at once, hence more decoding
+//! These cycles are estimates from latencies and issue rates, not measurements.
+//!
+//! Shared memory for *W* = 16 and lanes of 2 bytes: 16 KiB buckets, 8 KiB symbols, 8 KiB tile, 8 KiB queue, under 1 KiB for all
+//! else: 41 KiB. With *W* = 8 it is 33 KiB, and with 48 registers a thread 5 such blocks fit: more chunks at once, hence more decoding
 //! warps, than 16 warps a block give. (The tables of the CRC lie where tile and queue will be.)
 mod block;
 mod crc;
@@ -96,6 +100,7 @@ mod memory;
 mod prologue;
 mod stream;
 mod sums;
+mod tables;
 mod warp;
 
 mod generated;
@@ -105,7 +110,7 @@ mod vectors;
 mod writer;
 
 use self::memory::{Memory, Payload};
-use self::stream::DeviceTables;
+use self::tables::DeviceTables;
 use crate::error::Rule;
 use crate::lane::Dtype;
 

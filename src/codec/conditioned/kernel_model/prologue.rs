@@ -6,6 +6,7 @@
 use super::crc::{CrcTables, block_crc32};
 use super::memory::Payload;
 use super::status::*;
+use super::tables::{DeviceTables, Lookup};
 use super::warp::{WARP, ballot, inclusive_scan, per_lane};
 use super::{Chunk, Status};
 
@@ -40,6 +41,8 @@ pub struct Prologue {
     pub layout: Layout,
     /// Class of each context, four maps of [`MAP`] entries.
     pub classes: [u8; 4 * MAP],
+    /// The tables; none that are ever looked at if the tensor has none.
+    pub lookup: Lookup,
     /// Where the stream of each segment begins, and where the last one ends: bytes of the payload.
     pub streams: [usize; WARP + 1],
 }
@@ -124,7 +127,7 @@ pub fn prologue(chunk: &Chunk<'_>, payload: &Payload<'_>, crc: &CrcTables, warps
     let layout = Layout::parse(payload, chunk.lanes, width, chunk.num_deltas)?;
 
     // One thread an entry of the maps.
-    let known = chunk.tables.map_or(0, |tables| tables.classes);
+    let known = chunk.tables.map_or(0, DeviceTables::classes);
     let mut classes = [0; 4 * MAP];
     let map_size = layout.contexts.div_ceil(2);
     for (entry, class) in classes.iter_mut().enumerate() {
@@ -148,7 +151,8 @@ pub fn prologue(chunk: &Chunk<'_>, payload: &Payload<'_>, crc: &CrcTables, warps
             return Err(PAYLOAD_DELTAS);
         }
     }
-    Ok(Prologue { layout, classes, streams })
+    let lookup = chunk.tables.map(Lookup::new).unwrap_or_default();
+    Ok(Prologue { layout, classes, lookup, streams })
 }
 
 /// One warp: where the streams are. A thread has the size of a segment's stream.

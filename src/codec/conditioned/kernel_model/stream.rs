@@ -2,50 +2,9 @@
 
 use super::memory::Payload;
 use super::status::{PAYLOAD_DELTAS, PAYLOAD_STREAM};
+use super::tables::{Lookup, SCALE_LOG2, SYMBOLS};
 use super::warp::{PerLane, WARP, ballot, before, per_lane, shfl};
 use super::{Counts, Status};
-use crate::codec::conditioned::tables::TableSet;
-
-/// log2 of the sum of a class's frequencies.
-const SCALE_LOG2: u32 = 12;
-/// Bytes of the buckets of all classes.
-pub const BUCKET_BYTES: usize = 16 << 10;
-/// Most symbols of a class.
-pub const SYMBOLS: usize = 136;
-
-/// A table set as the host lays it out for the device; a block copies it to shared memory.
-///
-/// A *symbol* is a token with a frequency that is not zero: where its slots begin in bits 0 to 11, their number less one in bits
-/// 12 to 23, the token above. Slots are in *buckets* of 2^`shift`, and a bucket names the symbol of its first slot: from there
-/// the right one is at most 2^`shift` − 1 symbols away, as each has a slot of its own.
-pub struct DeviceTables {
-    /// Number of classes.
-    pub classes: usize,
-    pub shift: u32,
-    pub buckets: Vec<u8>,
-    pub symbols: Vec<u32>,
-}
-
-impl DeviceTables {
-    pub fn new(set: &TableSet) -> Self {
-        let classes = set.classes().len();
-        let shift = (0..).find(|shift| classes << (SCALE_LOG2 - shift) <= BUCKET_BYTES).unwrap();
-        let mut tables = Self { classes, shift, buckets: Vec::new(), symbols: vec![0; classes * SYMBOLS] };
-        for (k, class) in set.classes().enumerate() {
-            let (mut start, mut count) = (0, 0);
-            for (token, frequency) in class.iter().enumerate().filter(|(_, frequency)| **frequency != 0) {
-                let end = start + u32::from(*frequency);
-                tables.symbols[k * SYMBOLS + count as usize] = start | (end - start - 1) << 12 | (token as u32) << 24;
-                // The buckets whose first slot is one of these.
-                let firsts = start.next_multiple_of(1 << shift)..end;
-                tables.buckets.extend(firsts.step_by(1 << shift).map(|_| count as u8));
-                (start, count) = (end, count + 1);
-            }
-        }
-        assert!(tables.buckets.len() <= BUCKET_BYTES && shift <= 2);
-        tables
-    }
-}
 
 /// The part of a stream that has not been read yet.
 ///
@@ -140,7 +99,7 @@ impl Stream {
     pub fn step(
         &mut self,
         payload: &Payload<'_>,
-        tables: &DeviceTables,
+        lookup: &Lookup,
         classes: &PerLane<u8>,
         active: usize,
         counts: &mut Counts,
@@ -152,13 +111,13 @@ impl Stream {
         // Two look-ups that depend on each other, and rarely a third.
         let mut at = per_lane(|lane| match on[lane] {
             true => {
-                let bucket = row[lane] << (SCALE_LOG2 - tables.shift) | (slot[lane] >> tables.shift) as usize;
-                row[lane] * SYMBOLS + usize::from(tables.buckets[bucket])
+                let bucket = row[lane] << (SCALE_LOG2 - lookup.shift) | (slot[lane] >> lookup.shift) as usize;
+                row[lane] * SYMBOLS + usize::from(lookup.buckets[bucket])
             }
             false => 0,
         });
         let symbol = loop {
-            let symbol = per_lane(|lane| if on[lane] { tables.symbols[at[lane]] } else { 0 });
+            let symbol = per_lane(|lane| if on[lane] { lookup.symbols[at[lane]] } else { 0 });
             let past = per_lane(|lane| on[lane] && slot[lane] - (symbol[lane] & 0xFFF) > symbol[lane] >> 12 & 0xFFF);
             if ballot(&past) == 0 {
                 break symbol;

@@ -3,7 +3,7 @@
 
 use super::memory::Memory;
 use super::prologue::BLOCK;
-use super::stream::DeviceTables;
+use super::tables::DeviceTables;
 use super::{Chunk, Config, Mode, Outcome, run};
 use crate::codec::conditioned::TableSet;
 use crate::codec::conditioned::tables::{extra_bits, token_of, tokens_within};
@@ -176,7 +176,7 @@ impl Case {
 
 /// Whether verdicts agree, as far as a payload that breaks several rules allows.
 fn is_same_kind(expected: Option<Rule>, found: Option<Rule>) -> bool {
-    // Where segments are too long for the payload, a decoder may have come to another fault before, in an earlier segment.
+    // The sizes of all segments are checked first; the decoder may have found a fault in an earlier segment.
     let early = found == Some(Rule::PayloadSize) && expected.map(kind) == Some(kind(Rule::PayloadStream));
     early || expected.map(kind) == found.map(kind)
 }
