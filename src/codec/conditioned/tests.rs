@@ -712,7 +712,7 @@ fn rules_are_told_apart() {
         (0, HEADER + 1, &[0x12], Rule::PayloadClasses),
         (1, activities, &[0x16], Rule::PayloadSize),
         (1, sizes + 4, &[1], Rule::PayloadSize),
-        (1, sizes, &[255; 4], Rule::PayloadStream),
+        (1, sizes, &[255; 4], Rule::PayloadSize),
         (1, sizes, &[7, 0, 0, 0], Rule::PayloadStream),
         (0, streams[0], &[255, 255, 0, 0], Rule::PayloadStream),
         (1, streams[1] + 4, &[255, 255, 0, 0], Rule::PayloadStream),
@@ -816,7 +816,7 @@ fn promises_of_much_are_refused() {
     header[SEGMENTS] = 5;
     header[STATES] = 5;
     refused(header, &[0; 100], Rule::PayloadSize);
-    refused(header, &[&[0][..], &[255; 4 * 31], &[0], &[1; 200]].concat(), Rule::PayloadStream);
+    refused(header, &[&[0][..], &[255; 4 * 31], &[0], &[1; 200]].concat(), Rule::PayloadSize);
     // All lanes are coded, and the words for them end at once.
     header[SEGMENTS] = 0;
     refused(header, &[&[1, 0][..], &[1; 4 * 32]].concat(), Rule::PayloadStream);
