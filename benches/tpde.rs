@@ -126,7 +126,9 @@ fn parts(c: &mut Criterion) {
         group.bench_function(format!("copy base and decode {codec}"), |b| {
             b.iter(|| {
                 lanes.copy_from_slice(black_box(base));
-                decoder.decode(codec, Some(&tables), Dtype::Bf16, encoded, &payload, base_sum, &mut lanes).unwrap()
+                decoder
+                    .decode(codec, Some(&tables), Dtype::Bf16, encoded, &payload, base_sum, &mut lanes, &mut |_, _| Ok(()))
+                    .unwrap()
             })
         });
     }

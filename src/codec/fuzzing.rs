@@ -49,7 +49,7 @@ impl Decoders {
         let decode = |decoder: &mut conditioned::Decoder| {
             let mut lanes = base.to_vec();
             let sum = with_lane!(dtype.lane_bytes(), L => {
-                decoder.decode::<L>(dtype, tables, payload, encoded, base_sum, &mut lanes)
+                decoder.decode::<L>(dtype, tables, payload, encoded, base_sum, &mut lanes, &mut |_, _| Ok(()))
             });
             (sum, lanes)
         };

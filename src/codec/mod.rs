@@ -170,6 +170,11 @@ impl ChunkEncoder {
     }
 }
 
+/// Puts base lanes into the lanes of a chunk, at least up to a byte, where they are not there yet: from the first to the last,
+/// and each once, so that they can be copied and checked while they are in the cache for decoding. Does nothing for lanes that
+/// begin as the base's.
+pub type Fill<'a> = &'a mut dyn FnMut(&mut [u8], usize) -> Result<()>;
+
 /// Decodes chunks; one a thread, used again for every chunk.
 pub struct ChunkDecoder {
     zstd: zstd::Decoder,
@@ -191,11 +196,14 @@ impl ChunkDecoder {
     /// Turns the base lanes of a chunk into its target lanes, in `lanes`, and the [chunk sum](crate::chunk_sum) of the ones into
     /// that of the others, which it returns: where few lanes change, without a pass over all of them.
     ///
+    /// `fill` is asked for the base lanes as they are needed, see [`Fill`]; after an error not all may have been asked for.
+    ///
     /// `encoded` is what the record says, and must have passed the checks of the index: memory is bounded by it. `tables` are the
     /// tensor's, for codec `conditioned`.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) naming the rule that the payload breaks; `lanes` is then a mixture.
+    /// [`Error::Invalid`](crate::Error::Invalid) naming the rule that the payload breaks, or what `fill` returns; `lanes` is then
+    /// a mixture.
     #[expect(clippy::too_many_arguments, reason = "all that a record and a tensor say of a chunk")]
     pub fn decode(
         &mut self,
@@ -206,11 +214,15 @@ impl ChunkDecoder {
         payload: &[u8],
         base_sum: u64,
         lanes: &mut [u8],
+        fill: Fill<'_>,
     ) -> Result<u64> {
+        if codec != Codec::Conditioned {
+            fill(lanes, lanes.len())?;
+        }
         with_lane!(dtype.lane_bytes(), L => match codec {
             Codec::Raw => raw::decode::<L>(payload, encoded.num_deltas, dtype.order(), base_sum, lanes),
             Codec::Zstd => self.zstd.decode::<L>(payload, encoded, dtype.order(), base_sum, lanes),
-            Codec::Conditioned => self.conditioned.decode::<L>(dtype, tables, payload, encoded, base_sum, lanes),
+            Codec::Conditioned => self.conditioned.decode::<L>(dtype, tables, payload, encoded, base_sum, lanes, fill),
         })
     }
 }

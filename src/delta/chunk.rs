@@ -83,7 +83,7 @@ pub(super) fn base_lanes(
 /// Steps 8 to 11: fills `lanes`, as long as the chunk, with its target lanes.
 ///
 /// `fill` is given blocks of `lanes` with the lane at which each begins in the tensor; it puts the base lanes there and adds
-/// them to the sum. They are summed and hashed block by block, while they are in the nearest cache.
+/// them to the sum. They are summed, hashed and decoded block by block, while they are in the nearest cache.
 pub(super) fn decode<B: Source>(
     pair: &Pair<B>,
     tensor: &Tensor<'_>,
@@ -105,22 +105,31 @@ pub(super) fn decode<B: Source>(
     let hash_base = with_hashes && tensor.base_kind == BaseKind::Same;
     let mut hasher = hash_base.then(|| PieceHasher::new(offset, tensor.base_bytes()));
     let mut sum = ChunkSum::default();
-    for (i, block) in lanes.chunks_mut(BLOCK).enumerate() {
-        fill(first_lane + (i * BLOCK / width) as u64, block, &mut sum)?;
-        if let Some(hasher) = &mut hasher {
-            hasher.update(block);
+    let mut filled = 0;
+    let mut fill = |lanes: &mut [u8], end: usize| {
+        while filled < end {
+            let block = filled..lanes.len().min(filled + BLOCK);
+            filled = block.end;
+            fill(first_lane + (block.start / width) as u64, &mut lanes[block.clone()], &mut sum)?;
+            if let Some(hasher) = &mut hasher {
+                hasher.update(&lanes[block]);
+            }
         }
-    }
-    Rule::ChunkBaseSum.check_eq(base_sum, sum.value).map_err(at)?;
-    let base_hash = hasher.map(PieceHasher::finish);
+        Ok(())
+    };
 
     let encoded = pair.encoded(chunk);
-    if encoded.num_deltas > 0 {
-        let payload = pair.payload(chunk, &mut worker.payload).map_err(at)?;
-        let found =
-            worker.decoder.decode(tensor.codec, tensor.tables, tensor.dtype, encoded, payload, base_sum, lanes).map_err(at)?;
-        Rule::ChunkTargetSum.check_eq(target_sum, found).map_err(at)?;
+    let found = (encoded.num_deltas > 0).then(|| {
+        let payload = pair.payload(chunk, &mut worker.payload)?;
+        worker.decoder.decode(tensor.codec, tensor.tables, tensor.dtype, encoded, payload, base_sum, lanes, &mut fill)
+    });
+    // Whatever a payload seems to lack on a wrong base, the base is what is wrong.
+    fill(lanes, lanes.len())?;
+    Rule::ChunkBaseSum.check_eq(base_sum, sum.value).map_err(at)?;
+    if let Some(found) = found {
+        Rule::ChunkTargetSum.check_eq(target_sum, found.map_err(at)?).map_err(at)?;
     }
+    let base_hash = hasher.map(PieceHasher::finish);
     let target_hash = match base_hash {
         Some(hash) if encoded.num_deltas == 0 => Some(hash),
         _ => with_hashes.then(|| digest::of_piece(lanes, offset, tensor.bytes())),

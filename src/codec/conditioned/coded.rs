@@ -7,9 +7,10 @@ use crate::simd::{self, Path};
 /// Blocks whose contexts are taken at once.
 const TILE: usize = 32;
 
-/// The coded lanes of a range of blocks, found in buffers that are used again.
+/// Coded lanes in order, in buffers that are used again.
 #[derive(Default)]
 pub(super) struct Coded {
+    /// Of the blocks that were looked at last.
     masks: Vec<u64>,
     /// The two below are longer than `count`, and never made shorter, because growing them again would clear them.
     classes: Vec<u8>,
@@ -18,11 +19,10 @@ pub(super) struct Coded {
 }
 
 impl Coded {
-    /// Looks at the base lanes of blocks with these activities. Positions count from the first lane, and are only taken down if
-    /// they are wanted.
-    pub fn find<L: Lane>(&mut self, path: Path, dtype: Dtype, maps: &Maps, activities: &[u8], lanes: &[u8], positions: bool) {
+    /// Looks at the base lanes of blocks with these activities, and adds those that are coded. Their positions, in lanes, count
+    /// from `first` for the first one looked at, and are only taken down if they are wanted: always or never.
+    pub fn find<L: Lane>(&mut self, path: Path, dtype: Dtype, maps: &Maps, activities: &[u8], lanes: &[u8], first: Option<usize>) {
         self.masks.resize(2 * activities.len(), 0);
-        self.count = 0;
         let mut tile = [0; TILE * BLOCK];
         let tiles = lanes.chunks(tile.len() * L::BYTES).zip(activities.chunks(TILE)).zip(self.masks.chunks_mut(2 * TILE));
         for (t, ((lanes, activities), masks)) in tiles.enumerate() {
@@ -33,20 +33,34 @@ impl Coded {
             if self.classes.len() < room {
                 self.classes.resize(room + room / 2, 0);
             }
-            if positions && self.positions.len() < room {
+            if first.is_some() && self.positions.len() < room {
                 self.positions.resize(room + room / 2, 0);
             }
             let mut out = simd::Coded {
                 masks,
                 classes: &mut self.classes[self.count..],
-                positions: if positions { &mut self.positions[self.count..] } else { &mut [] },
+                positions: if first.is_some() { &mut self.positions[self.count..] } else { &mut [] },
             };
-            let first = (t * TILE * BLOCK) as u32;
+            let first = (first.unwrap_or_default() + t * TILE * BLOCK) as u32;
             self.count += path.compact(tile.as_chunks().0, activities, &maps.classes, first, &mut out);
         }
     }
 
-    /// A mask for each half of a block.
+    /// Forgets all lanes.
+    pub fn clear(&mut self) {
+        self.count = 0;
+    }
+
+    /// Forgets the first `count` lanes; their positions were wanted if any are left.
+    pub fn forget(&mut self, count: usize) {
+        if count < self.count {
+            self.classes.copy_within(count..self.count, 0);
+            self.positions.copy_within(count..self.count, 0);
+        }
+        self.count -= count;
+    }
+
+    /// A mask for each half of a block that was looked at last.
     pub fn masks(&self) -> &[u64] {
         &self.masks
     }

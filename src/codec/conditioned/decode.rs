@@ -3,14 +3,17 @@
 use super::coded::Coded;
 use super::context::{BLOCK, HALF};
 use super::payload::{Payload, segment};
-use super::stream;
+use super::stream::Stream;
 use super::tables::{Lookup, TableSet};
-use crate::codec::Encoded;
+use crate::codec::{Encoded, Fill};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
 use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
 use crate::simd::{GROUP, Path};
 use crate::sums::{chunk_sum, lane_term};
+
+/// Blocks that are worked on at once where few lanes change.
+const TILE: usize = 512;
 
 /// What a thread needs to decode chunks, used again for every chunk.
 pub(crate) struct Decoder {
@@ -51,6 +54,7 @@ impl Decoder {
         encoded: Encoded,
         base_sum: u64,
         lanes: &mut [u8],
+        fill: Fill<'_>,
     ) -> Result<u64> {
         let count = lanes.len() / L::BYTES;
         let classes = tables.map_or(0, |tables| tables.classes().len());
@@ -63,25 +67,39 @@ impl Decoder {
         // A term a change is dearer than its share of a pass over all lanes.
         let few = 16 * (encoded.num_deltas as usize) < count && payload.low_bits == 0;
         let mut target = Target { order: dtype.order(), sum: few.then_some(base_sum), changed: 0 };
-        let exceptions = Exceptions::<L>::find(&payload, lanes)?;
+        let mut exceptions = Exceptions::<L>::new(&payload, count)?;
         let blocks = count.div_ceil(BLOCK);
         for (s, stream) in payload.streams().enumerate() {
-            let blocks = segment(s, payload.segments, blocks);
-            let first = blocks.start * BLOCK;
-            let lanes = &mut lanes[first * L::BYTES..(blocks.end * BLOCK).min(count) * L::BYTES];
-            self.activities.clear();
-            self.activities.extend(blocks.map(|block| payload.activity(block)));
-            self.coded.find::<L>(self.path, dtype, &payload.maps, &self.activities, lanes, few);
-            let (values, changed) = self.values.decode::<L>(self.path, &self.lookup, &payload, stream?, self.coded.classes())?;
-            if payload.low_bits != 0 {
-                target.rebuild::<L>(&payload, self.coded.masks(), values, first, lanes);
-            } else if few {
-                target.patch_few::<L>(self.coded.positions(), values, changed, first, lanes);
-            } else {
-                target.patch_many::<L>(self.coded.masks(), values, changed, lanes);
+            let mut blocks = segment(s, payload.segments, blocks);
+            self.coded.clear();
+            let mut stream = Stream::begin(stream?, payload.states_log2, 8 * L::BYTES as u32 - payload.low_bits)?;
+            while !blocks.is_empty() {
+                // Few values can be put in their places one by one, so they need not wait until the lanes have left the cache.
+                let tile = blocks.start..if few { blocks.end.min(blocks.start + TILE) } else { blocks.end };
+                blocks.start = tile.end;
+                let (first, end) = (tile.start * BLOCK, count.min(tile.end * BLOCK));
+                fill(lanes, end * L::BYTES)?;
+                exceptions.take_bases(lanes, end);
+                let lanes_of_tile = &mut lanes[first * L::BYTES..end * L::BYTES];
+                self.activities.clear();
+                self.activities.extend(tile.map(|block| payload.activity(block)));
+                self.coded.find::<L>(self.path, dtype, &payload.maps, &self.activities, lanes_of_tile, few.then_some(first));
+                let classes = self.coded.classes();
+                let classes = if blocks.is_empty() { classes } else { &classes[..stream.whole(classes.len())] };
+                let decoded = classes.len();
+                let (values, changed) = self.values.decode::<L>(self.path, &self.lookup, &mut stream, classes)?;
+                if payload.low_bits != 0 {
+                    target.rebuild::<L>(&payload, self.coded.masks(), values, first, lanes_of_tile);
+                } else if few {
+                    target.patch_few::<L>(self.coded.positions(), values, changed, lanes);
+                } else {
+                    target.patch_many::<L>(self.coded.masks(), values, changed, lanes_of_tile);
+                }
+                self.coded.forget(decoded);
             }
+            stream.end()?;
         }
-        target.except(exceptions, lanes)?;
+        target.except(&exceptions, lanes)?;
         Rule::PayloadDeltas.check_eq(encoded.num_deltas as usize, target.changed)?;
         Ok(target.sum.unwrap_or_else(|| chunk_sum(lanes)))
     }
@@ -92,8 +110,7 @@ impl Values {
         &mut self,
         path: Path,
         lookup: &Lookup,
-        payload: &Payload<'_>,
-        stream: &[u8],
+        stream: &mut Stream<'_>,
         classes: &[u8],
     ) -> Result<(&[L::Le], &[u16])> {
         let (size, masks) = (classes.len() * L::BYTES, classes.len().div_ceil(GROUP));
@@ -103,9 +120,8 @@ impl Values {
         if self.changed.len() < masks {
             self.changed.resize(masks, 0);
         }
-        let bits = 8 * L::BYTES as u32 - payload.low_bits;
         let (values, changed) = (lanes_of_mut::<L>(&mut self.bytes[..size]), &mut self.changed[..masks]);
-        stream::decode::<L>(path, lookup, stream, payload.states_log2, classes, bits, values, changed)?;
+        stream.decode::<L>(path, lookup, classes, values, changed)?;
         Ok((values, changed))
     }
 }
@@ -120,8 +136,8 @@ struct Target {
 }
 
 impl Target {
-    /// Changes the lanes of a segment that have a value, at their positions; the segment begins with lane `first` of the chunk.
-    fn patch_few<L: Lane>(&mut self, positions: &[u32], values: &[L::Le], changed: &[u16], first: usize, lanes: &mut [u8]) {
+    /// Changes the lanes of a chunk that have a value, at their positions.
+    fn patch_few<L: Lane>(&mut self, positions: &[u32], values: &[L::Le], changed: &[u16], lanes: &mut [u8]) {
         let lanes = lanes_of_mut::<L>(lanes);
         let mut sum = 0u64;
         let order = self.order;
@@ -134,7 +150,7 @@ impl Target {
                 let base = L::load(lanes[position]);
                 let target = L::apply(base, L::load(values[j]), order);
                 lanes[position] = target.store();
-                sum = sum.wrapping_add(lane_term(first + position, base, target));
+                sum = sum.wrapping_add(lane_term(position, base, target));
                 self.changed += 1;
             }
         }
@@ -159,9 +175,9 @@ impl Target {
     }
 
     /// Makes the changes that are listed; they come last, and are for lanes that nothing has changed yet.
-    fn except<L: Lane>(&mut self, exceptions: Exceptions<L>, lanes: &mut [u8]) -> Result<()> {
+    fn except<L: Lane>(&mut self, exceptions: &Exceptions<'_, L>, lanes: &mut [u8]) -> Result<()> {
         let lanes = lanes_of_mut::<L>(lanes);
-        for (position, delta, base) in exceptions.0 {
+        for (position, delta, base) in exceptions.each() {
             let now = L::load(lanes[position]);
             Rule::PayloadPositions.check(now == base, "an exception for an unchanged lane", position)?;
             Rule::PayloadDeltas.check(
@@ -199,23 +215,40 @@ impl Target {
     }
 }
 
-/// Changes that are listed, with the base lanes that they are for.
-struct Exceptions<L>(Vec<(usize, L, L)>);
+/// Changes that are listed.
+struct Exceptions<'a, L: Lane> {
+    positions: &'a [[u8; 4]],
+    deltas: &'a [L::Le],
+    /// The base lanes of the first ones.
+    bases: Vec<L>,
+}
 
-impl<L: Lane> Exceptions<L> {
-    /// Takes down position, delta and base lane of each, before anything changes.
-    fn find(payload: &Payload<'_>, base: &[u8]) -> Result<Self> {
-        let base = lanes_of::<L>(base);
+impl<'a, L: Lane> Exceptions<'a, L> {
+    fn new(payload: &Payload<'a>, count: usize) -> Result<Self> {
         let mut next = 0;
-        let exceptions = payload.positions.iter().zip(lanes_of::<L>(payload.deltas)).map(|(position, delta)| {
+        for position in payload.positions {
             let position = u32::from_le_bytes(*position) as usize;
-            let lane = base.get(position).filter(|_| position >= next).ok_or_else(|| {
-                Rule::PayloadPositions.broken(format_args!("a position from {next} on, below {}", base.len()), position)
-            })?;
+            Rule::PayloadPositions.check(
+                (next..count).contains(&position),
+                format_args!("a position from {next} on, below {count}"),
+                position,
+            )?;
             next = position + 1;
-            Ok((position, L::load(*delta), L::load(*lane)))
-        });
-        exceptions.collect::<Result<_>>().map(Self)
+        }
+        Ok(Self { positions: payload.positions, deltas: lanes_of::<L>(payload.deltas), bases: Vec::new() })
+    }
+
+    /// Takes down the base lanes of those before lane `end`, which have not changed yet.
+    fn take_bases(&mut self, lanes: &[u8], end: usize) {
+        let left = self.positions[self.bases.len()..].iter().map(|position| u32::from_le_bytes(*position) as usize);
+        let lanes = lanes_of::<L>(lanes);
+        self.bases.extend(left.take_while(|position| *position < end).map(|position| L::load(lanes[position])));
+    }
+
+    /// Position, delta and base lane of each.
+    fn each(&self) -> impl Iterator<Item = (usize, L, L)> {
+        let positions = self.positions.iter().map(|position| u32::from_le_bytes(*position) as usize);
+        positions.zip(self.deltas).zip(&self.bases).map(|((position, delta), base)| (position, L::load(*delta), *base))
     }
 }
 

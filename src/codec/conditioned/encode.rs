@@ -131,7 +131,8 @@ impl Encoder {
         let stats = Stats::gather::<L>(base, target, dtype, split, &self.changed, changed);
         let choice = choose(&stats, model, split, L::BYTES);
         let levels: Vec<u8> = stats.levels.iter().map(|&level| activity(level, choice.activity_bits)).collect();
-        self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, base, false);
+        self.coded.clear();
+        self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, base, None);
         let (masks, classes) = (self.coded.masks(), self.coded.classes());
 
         let blocks = levels.len();

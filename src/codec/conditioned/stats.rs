@@ -95,13 +95,7 @@ impl Stats {
                 blocks.map(|(base, target)| score(block_tokens::<L>(base, target, dtype.order(), split))).collect();
             levels_of(&scores, false)
         };
-        let mut stats = Self {
-            first,
-            lanes: vec![[(0, NO_ROW); CONTEXTS]; LEVELS],
-            counts: Vec::new(),
-            tokens,
-            levels,
-        };
+        let mut stats = Self { first, lanes: vec![[(0, NO_ROW); CONTEXTS]; LEVELS], counts: Vec::new(), tokens, levels };
         let stride = |count: usize, enough: usize| (1 << (count / enough).max(1).ilog2()).min(STRIDE);
         let (lane_stride, change_stride) = (stride(lanes, LANES), stride(count, CHANGES));
         // Neighbours are often alike: counted in one place, each would wait for the one before.

@@ -12,59 +12,80 @@ pub(crate) const LEAST_STATE: u32 = 1 << 16;
 /// Coded lanes that are decoded between two visits to the values, so that those are still in the nearest cache.
 const TILE: usize = 32 * STEP;
 
-/// Decodes the whole of `stream` into a value for each of `classes`, of at most `bits` bits, and a mask for each 16 of them of
-/// those that are not 0.
-///
-/// `lookup` holds the classes 1 to K, and `classes` none above K.
-#[expect(clippy::too_many_arguments, reason = "a stream, what it is decoded with, and what comes out")]
-pub(crate) fn decode<L: Lane>(
-    path: Path,
-    lookup: &Lookup,
-    stream: &[u8],
-    states_log2: u8,
-    classes: &[u8],
-    bits: u32,
-    values: &mut [L::Le],
-    changed: &mut [u16],
-) -> Result<()> {
-    let count = 1usize << states_log2;
-    let mut states = [0u32; STEP];
-    let (initial, words) = stream.split_at_checked(4 * count).ok_or_else(|| broken("states", "too few bytes"))?;
-    for (state, bytes) in states.iter_mut().zip(initial.as_chunks().0) {
-        *state = u32::from_le_bytes(*bytes);
-        Rule::PayloadStream.check(*state >= LEAST_STATE, "states of at least 2^16", *state)?;
-    }
-    let mut words = Words { words: words.as_chunks().0, read: 0 };
-    let tokens = tokens_within(bits);
+/// A stream that is decoded.
+pub(super) struct Stream<'a> {
+    words: Words<'a>,
+    states: [u32; STEP],
+    count: usize,
+    /// Number of tokens whose values are allowed.
+    tokens: usize,
+}
 
-    let mut done = 0;
-    if count >= GROUP && L::BYTES <= 4 && path.has_steps() {
-        let mut tile = [0; TILE];
-        let whole = classes.len() / count * count;
-        while done < whole {
-            let size = (whole - done).min(TILE);
-            let (tile, now) = (&mut tile[..size], done..done + size);
-            let masks = &mut changed[done / GROUP..][..size / GROUP];
-            path.decode_steps(count, &lookup.entries, tokens, &mut words, &mut states, &classes[now.clone()], tile, masks)
-                .map_err(refused)?;
-            narrow::<L>(tile, &mut values[now]);
-            done += size;
+impl<'a> Stream<'a> {
+    /// Begins to decode `stream`, whose values have at most `bits` bits.
+    pub fn begin(stream: &'a [u8], states_log2: u8, bits: u32) -> Result<Self> {
+        let count = 1usize << states_log2;
+        let mut states = [0u32; STEP];
+        let (initial, words) = stream.split_at_checked(4 * count).ok_or_else(|| broken("states", "too few bytes"))?;
+        for (state, bytes) in states.iter_mut().zip(initial.as_chunks().0) {
+            *state = u32::from_le_bytes(*bytes);
+            Rule::PayloadStream.check(*state >= LEAST_STATE, "states of at least 2^16", *state)?;
         }
-    }
-    changed[done / GROUP..].fill(0);
-    while done < classes.len() {
-        let now = done..classes.len().min(done + count);
-        step::<L>(lookup, tokens, &mut words, &mut states, &classes[now.clone()], &mut values[now.clone()]).map_err(refused)?;
-        for j in now.clone() {
-            changed[j / GROUP] |= u16::from(L::load(values[j]) != L::default()) << (j % GROUP);
-        }
-        done = now.end;
+        Ok(Self { words: Words { words: words.as_chunks().0, read: 0 }, states, count, tokens: tokens_within(bits) })
     }
 
-    let left = words.words.len() - words.read;
-    Rule::PayloadStream.check(left == 0, "no words after the last coded lane", left)?;
-    let wrong = states[..count].iter().find(|&&state| state != LEAST_STATE);
-    Rule::PayloadStream.check(wrong.is_none(), "final states of 2^16", wrong.copied().unwrap_or_default())
+    /// How many of `lanes` coded lanes can be decoded before more of them are known: whole steps.
+    pub fn whole(&self, lanes: usize) -> usize {
+        lanes & !(self.count - 1)
+    }
+
+    /// Decodes a value for each of `classes`, whole steps or all that are left, and a mask for each 16 of them of those that are
+    /// not 0.
+    ///
+    /// `lookup` holds the classes 1 to K, and `classes` none above K.
+    pub fn decode<L: Lane>(
+        &mut self,
+        path: Path,
+        lookup: &Lookup,
+        classes: &[u8],
+        values: &mut [L::Le],
+        changed: &mut [u16],
+    ) -> Result<()> {
+        let Self { words, states, count, tokens } = self;
+        let count = *count;
+        let mut done = 0;
+        if count >= GROUP && L::BYTES <= 4 && path.has_steps() {
+            let mut tile = [0; TILE];
+            let whole = classes.len() / count * count;
+            while done < whole {
+                let size = (whole - done).min(TILE);
+                let (tile, now) = (&mut tile[..size], done..done + size);
+                let masks = &mut changed[done / GROUP..][..size / GROUP];
+                path.decode_steps(count, &lookup.entries, *tokens, words, states, &classes[now.clone()], tile, masks)
+                    .map_err(refused)?;
+                narrow::<L>(tile, &mut values[now]);
+                done += size;
+            }
+        }
+        changed[done / GROUP..].fill(0);
+        while done < classes.len() {
+            let now = done..classes.len().min(done + count);
+            step::<L>(lookup, *tokens, words, states, &classes[now.clone()], &mut values[now.clone()]).map_err(refused)?;
+            for j in now.clone() {
+                changed[j / GROUP] |= u16::from(L::load(values[j]) != L::default()) << (j % GROUP);
+            }
+            done = now.end;
+        }
+        Ok(())
+    }
+
+    /// Checks that the last coded lane was the stream's last.
+    pub fn end(self) -> Result<()> {
+        let left = self.words.words.len() - self.words.read;
+        Rule::PayloadStream.check(left == 0, "no words after the last coded lane", left)?;
+        let wrong = self.states[..self.count].iter().find(|&&state| state != LEAST_STATE);
+        Rule::PayloadStream.check(wrong.is_none(), "final states of 2^16", wrong.copied().unwrap_or_default())
+    }
 }
 
 /// Values in lanes.

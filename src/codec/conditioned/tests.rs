@@ -151,7 +151,7 @@ fn decode(
     let encoded = Encoded { uncompressed_size: base.len() as u32, num_deltas };
     let mut lanes = base.to_vec();
     let sum = with_lane!(dtype.lane_bytes(), L => {
-        decoder.decode::<L>(dtype, tables, payload, encoded, chunk_sum(base), &mut lanes)
+        decoder.decode::<L>(dtype, tables, payload, encoded, chunk_sum(base), &mut lanes, &mut |_, _| Ok(()))
     })?;
     Ok((sum, lanes))
 }

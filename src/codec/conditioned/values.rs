@@ -42,7 +42,7 @@ impl Lanes<'_> {
         let part = Part {
             base: lanes_of::<L>(&self.base[lanes.clone()]),
             target: lanes_of::<L>(&self.target[lanes]),
-            changed: &self.changed[halves.clone()],
+            changed: &self.changed[halves.start..halves.end.min(self.changed.len())],
             coded,
         };
         // One loop for each way to a value, so that nothing is decided inside.
@@ -51,8 +51,7 @@ impl Lanes<'_> {
             (Order::Ordered, 0) => part.pack::<L>(path, |base, target| L::delta(base, target, Order::Ordered), values),
             (order, _) => {
                 let bits = 8 * L::BYTES as u32;
-                let value =
-                    |base, target| L::truncate(self.split.value(L::delta(base, target, order).widen(), bits));
+                let value = |base, target| L::truncate(self.split.value(L::delta(base, target, order).widen(), bits));
                 part.pack::<L>(path, value, values);
             }
         }

@@ -114,7 +114,7 @@ impl Case {
         let tables = self.set.as_ref();
         let mut decoder = ChunkDecoder::new();
         let sum = decoder
-            .decode(Codec::Conditioned, tables, self.dtype, encoded, &self.payload, self.base_sum, &mut lanes)
+            .decode(Codec::Conditioned, tables, self.dtype, encoded, &self.payload, self.base_sum, &mut lanes, &mut |_, _| Ok(()))
             .map_err(|e| e.rule().expect("a rule is broken"))?;
         assert_eq!(sum, chunk_sum(&lanes));
         rule(sum != self.target_sum, Rule::ChunkTargetSum)?;
