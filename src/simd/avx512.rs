@@ -1,7 +1,9 @@
 //! AVX-512 with VBMI and VBMI2.
 
 use super::{Backwards, Broken, Coded, Divisors, Entry, GROUP, HALF, STEP, Words};
+use crate::lane::Lane;
 use std::arch::x86_64::*;
+use zerocopy::IntoBytes;
 
 /// See [`super::Path::compact`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
@@ -66,52 +68,148 @@ pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]
     }
 }
 
-/// See [`super::Path::encode_tokens`].
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi2,bmi2,popcnt")]
-pub(super) fn encode_tokens(
+/// See [`super::Path::pack`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi2")]
+pub(super) fn pack<L: Lane>(lanes: &[L::Le; HALF], mask: u64, out: &mut [L::Le]) {
+    let vectors = lanes.as_bytes().as_chunks().0;
+    let out = out.as_mut_bytes();
+    let (mut mask, mut done) = (mask, 0);
+    for vector in vectors {
+        let lanes = load(vector);
+        let wanted = mask & (u64::MAX >> (64 - 64 / L::BYTES));
+        let packed = match L::BYTES {
+            1 => _mm512_maskz_compress_epi8(wanted, lanes),
+            2 => _mm512_maskz_compress_epi16(wanted as u32, lanes),
+            4 => _mm512_maskz_compress_epi32(wanted as u16, lanes),
+            _ => _mm512_maskz_compress_epi64(wanted as u8, lanes),
+        };
+        let Some(room) = out[done..].first_chunk_mut::<64>() else { return };
+        // SAFETY: `room` has 64 bytes.
+        unsafe { _mm512_storeu_epi8(room.as_mut_ptr().cast(), packed) };
+        done += L::BYTES * wanted.count_ones() as usize;
+        mask = mask.unbounded_shr(64 / L::BYTES as u32);
+    }
+}
+
+/// See [`super::Path::encode_steps`]: `H` vectors of 16 states.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512cd,avx512vbmi2,bmi2,popcnt")]
+pub(super) fn encode_steps<L: Lane, const H: usize>(
     divisors: &Divisors,
-    classes: &[u8; STEP],
-    tokens: &[u8; STEP],
+    classes: &[u8],
+    values: &[L::Le],
     states: &mut [u32; STEP],
     words: &mut Backwards<'_>,
-) {
-    let widen = |bytes: &[u8; GROUP]| {
-        // SAFETY: the reference is to 16 bytes; no alignment is asked for.
-        _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) })
-    };
-    let groups = classes.as_chunks().0.iter().zip(tokens.as_chunks().0).zip(states.as_chunks_mut().0);
-    for ((classes, tokens), states) in groups.rev() {
-        let class = _mm512_and_si512(widen(classes), _mm512_set1_epi32(15));
-        let at = _mm512_or_si512(_mm512_slli_epi32::<8>(class), widen(tokens));
-        // SAFETY: class and token have 4 and 8 bits, and both tables have 2^12 entries.
-        let (slots, reciprocal) = unsafe {
-            (
-                _mm512_i32gather_epi32::<4>(at, divisors.slots.as_ptr().cast()),
-                _mm512_i32gather_epi32::<4>(at, divisors.reciprocals.as_ptr().cast()),
-            )
-        };
-        let start = _mm512_and_si512(slots, _mm512_set1_epi32(0xFFF));
-        let count = _mm512_add_epi32(_mm512_srli_epi32::<12>(slots), _mm512_set1_epi32(1));
-        let x = load_words(states);
-        let full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32::<20>(x), count);
-        let written = full.count_ones() as usize;
-        let packed = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, x));
-        let room = &mut words.words[words.next + 1 - written..=words.next];
-        // SAFETY: only as many words are written as `room` has.
-        unsafe { _mm256_mask_storeu_epi16(room.as_mut_ptr().cast(), _bzhi_u32(u32::MAX, written as u32) as u16, packed) };
-        words.next -= written;
-        let x = _mm512_mask_srli_epi32::<16>(x, full, x);
-        // The product falls short of the quotient by less than one.
-        let even = _mm512_srli_epi64::<32>(_mm512_mul_epu32(x, reciprocal));
-        let odd = _mm512_mul_epu32(_mm512_srli_epi64::<32>(x), _mm512_srli_epi64::<32>(reciprocal));
-        let quotient = _mm512_mask_mov_epi32(even, 0xAAAA, odd);
-        let rest = _mm512_sub_epi32(x, _mm512_mullo_epi32(quotient, count));
-        let more = _mm512_cmpge_epu32_mask(rest, count);
-        let quotient = _mm512_mask_add_epi32(quotient, more, quotient, _mm512_set1_epi32(1));
-        let rest = _mm512_mask_sub_epi32(rest, more, rest, count);
-        let next = _mm512_add_epi32(_mm512_slli_epi32::<12>(quotient), _mm512_add_epi32(rest, start));
-        store_words(states, next);
+) -> usize {
+    let zero = _mm512_setzero_si512();
+    let mut x = [zero; H];
+    for (x, states) in x.iter_mut().zip(states.as_chunks().0) {
+        *x = load_words(states);
     }
+    let one = _mm512_set1_epi32(1);
+    let low = _mm512_set1_epi32(0xFFF);
+    let most_bits = _mm512_set1_epi32(16);
+    let steps = classes.as_chunks::<GROUP>().0.as_chunks::<H>().0.iter().zip(values.as_chunks::<GROUP>().0.as_chunks::<H>().0);
+    let mut left = H * GROUP * steps.len();
+    for (classes, values) in steps.rev() {
+        let (mut value, mut extra, mut slots, mut reciprocal) = ([zero; H], [zero; H], [zero; H], [zero; H]);
+        let (mut missing, mut wide, mut wider) = (0, 0, 0);
+        for h in 0..H {
+            value[h] = widen::<L>(&values[h]);
+            let direct = _mm512_cmplt_epu32_mask(value[h], most_bits);
+            let token;
+            (token, extra[h]) = if direct == u16::MAX {
+                (value[h], zero)
+            } else {
+                let extra = _mm512_maskz_sub_epi32(!direct, _mm512_set1_epi32(30), _mm512_lzcnt_epi32(value[h]));
+                let top = _mm512_and_si512(_mm512_srlv_epi32(value[h], extra), one);
+                let token = _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32::<1>(extra), _mm512_set1_epi32(10)), top);
+                (_mm512_mask_mov_epi32(token, direct, value[h]), extra)
+            };
+            wide |= !direct;
+            wider |= _mm512_cmpgt_epu32_mask(extra[h], most_bits);
+            // SAFETY: the reference is to 16 bytes; no alignment is asked for.
+            let class = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(classes[h].as_ptr().cast()) });
+            let class = _mm512_slli_epi32::<8>(_mm512_and_si512(class, _mm512_set1_epi32(15)));
+            let at = _mm512_or_si512(class, token);
+            // SAFETY: class and token have 4 and 8 bits (a value of 32 bits has a token below 72), and there are 2^12 entries.
+            let (first, last) = unsafe {
+                let entries = divisors.entries.as_ptr().cast();
+                (
+                    _mm512_i32gather_epi64::<8>(_mm512_castsi512_si256(at), entries),
+                    _mm512_i32gather_epi64::<8>(_mm512_extracti64x4_epi64::<1>(at), entries),
+                )
+            };
+            let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            slots[h] = _mm512_permutex2var_epi32(first, even, last);
+            reciprocal[h] = _mm512_permutex2var_epi32(first, _mm512_add_epi32(even, one), last);
+            missing |= _mm512_testn_epi32_mask(reciprocal[h], reciprocal[h]);
+        }
+        if missing != 0 {
+            break;
+        }
+        if wide != 0 {
+            for round in (0..1 + u32::from(wider != 0)).rev() {
+                for h in (0..H).rev() {
+                    let bits = _mm512_subs_epu16(extra[h], _mm512_set1_epi32(16 * round as i32));
+                    let bits = _mm512_min_epu32(bits, most_bits);
+                    // A shift by 32 gives 0.
+                    let over = _mm512_srlv_epi32(x[h], _mm512_sub_epi32(_mm512_set1_epi32(32), bits));
+                    let room = make_room(x[h], _mm512_test_epi32_mask(over, over), words);
+                    let part = _mm512_srlv_epi32(value[h], _mm512_set1_epi32(16 * round as i32));
+                    let part = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), bits), part);
+                    x[h] = _mm512_or_si512(_mm512_sllv_epi32(room, bits), part);
+                }
+            }
+        }
+        for h in (0..H).rev() {
+            let start = _mm512_and_si512(slots[h], low);
+            let count = _mm512_add_epi32(_mm512_srli_epi32::<12>(slots[h]), one);
+            let full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32::<20>(x[h]), count);
+            let x_now = make_room(x[h], full, words);
+            // The product falls short of the quotient by less than one.
+            let even = _mm512_srli_epi64::<32>(_mm512_mul_epu32(x_now, reciprocal[h]));
+            let odd = _mm512_mul_epu32(_mm512_srli_epi64::<32>(x_now), _mm512_srli_epi64::<32>(reciprocal[h]));
+            let quotient = _mm512_mask_mov_epi32(even, 0xAAAA, odd);
+            let rest = _mm512_sub_epi32(x_now, _mm512_mullo_epi32(quotient, count));
+            let more = _mm512_cmpge_epu32_mask(rest, count);
+            let quotient = _mm512_mask_add_epi32(quotient, more, quotient, one);
+            let rest = _mm512_mask_sub_epi32(rest, more, rest, count);
+            x[h] = _mm512_add_epi32(_mm512_slli_epi32::<12>(quotient), _mm512_add_epi32(rest, start));
+        }
+        left -= H * GROUP;
+    }
+    for (x, states) in x.iter().zip(states.as_chunks_mut().0) {
+        store_words(states, *x);
+    }
+    left
+}
+
+/// Sixteen lanes, of at most 4 bytes.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn widen<L: Lane>(lanes: &[L::Le; GROUP]) -> __m512i {
+    let lanes = lanes.as_bytes();
+    // SAFETY: the reference is to 16 lanes; no alignment is asked for.
+    unsafe {
+        match L::BYTES {
+            1 => _mm512_cvtepu8_epi32(_mm_loadu_si128(lanes.as_ptr().cast())),
+            2 => _mm512_cvtepu16_epi32(_mm256_loadu_si256(lanes.as_ptr().cast())),
+            _ => _mm512_loadu_epi32(lanes.as_ptr().cast()),
+        }
+    }
+}
+
+/// [`Backwards::make_room`] of the states in `full`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,bmi2,popcnt")]
+fn make_room(x: __m512i, full: __mmask16, words: &mut Backwards<'_>) -> __m512i {
+    let written = full.count_ones() as usize;
+    let packed = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, x));
+    let room = &mut words.words[words.next + 1 - written..=words.next];
+    // SAFETY: only as many words are written as `room` has.
+    unsafe { _mm256_mask_storeu_epi16(room.as_mut_ptr().cast(), _bzhi_u32(u32::MAX, written as u32) as u16, packed) };
+    words.next -= written;
+    _mm512_mask_srli_epi32::<16>(x, full, x)
 }
 
 /// See [`super::Path::decode_steps`]: `H` vectors of 16 states.

@@ -10,6 +10,8 @@ mod avx2;
 mod avx512;
 mod scalar;
 
+use crate::lane::Lane;
+
 /// Most lanes of a step: as many as a stream may have states.
 pub(crate) const STEP: usize = 32;
 /// Lanes that have a mask of those with a value. Steps of one or two groups have vector paths.
@@ -81,30 +83,41 @@ impl Words<'_> {
 
 /// What coding a token does to a state: the frequencies of all tokens of all classes.
 pub(crate) struct Divisors {
-    /// `class << 8 | token`: where the token's slots begin in the low 12 bits, their number less one in the next 12.
-    slots: Vec<u32>,
-    /// ⌊2^32 / number⌋, or the largest value below it; 0 where the class has no such token.
-    reciprocals: Vec<u32>,
+    /// `class << 8 | token`: where the token's slots begin in the low 12 bits, their number less one in the next 12, and in the
+    /// high 32 ⌊2^32 / number⌋, or the largest value below it; 0 where the class has no such token.
+    entries: Vec<u64>,
 }
 
 impl Default for Divisors {
     fn default() -> Self {
-        Self { slots: vec![0; 16 << 8], reciprocals: vec![0; 16 << 8] }
+        Self { entries: vec![0; 16 << 8] }
     }
 }
 
 impl Divisors {
     /// Gives a class, 1 to 15, a token with `count` slots from `start` on.
     pub fn set(&mut self, class: u8, token: u8, start: u32, count: u32) {
-        let at = Self::at(class, token);
-        self.slots[at] = start | (count - 1) << 12;
-        self.reciprocals[at] = u32::try_from((1u64 << 32) / u64::from(count)).unwrap_or(u32::MAX);
+        let reciprocal = ((1u64 << 32) / u64::from(count)).min(u32::MAX.into());
+        self.entries[Self::at(class, token)] = u64::from(start | (count - 1) << 12) | reciprocal << 32;
     }
 
     /// Whether a class has a token.
     #[inline(always)]
     pub fn has(&self, class: u8, token: u8) -> bool {
-        self.reciprocals[Self::at(class, token)] != 0
+        self.entries[Self::at(class, token)] != 0
+    }
+
+    /// Codes a token that its class has.
+    #[inline(always)]
+    pub fn encode(&self, class: u8, token: u8, state: u32, words: &mut Backwards<'_>) -> u32 {
+        let entry = self.entries[Self::at(class, token)];
+        let (start, count) = (entry as u32 & 0xFFF, (entry as u32 >> 12) + 1);
+        let x = words.make_room(state, u64::from(count) << 20);
+        // The product falls short of the quotient by less than one.
+        let quotient = ((u64::from(x) * (entry >> 32)) >> 32) as u32;
+        let rest = x - quotient * count;
+        let more = u32::from(rest >= count);
+        ((quotient + more) << 12) + (rest - more * count) + start
     }
 
     #[inline(always)]
@@ -148,6 +161,7 @@ impl Path {
             if is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("avx512cd")
                 && is_x86_feature_detected!("avx512vbmi")
                 && is_x86_feature_detected!("avx512vbmi2")
                 && is_x86_feature_detected!("bmi2")
@@ -220,27 +234,50 @@ impl Path {
         scalar::differ(width, base_rest, target_rest, last);
     }
 
-    /// Codes the tokens of a step, last lane first: at most 32 of them, each of which its class has.
+    /// Packs the lanes that `mask` selects to the beginning of `out`; what follows them there is either as it was or 0.
+    ///
+    /// # Panics
+    /// If `out` has no room for 64 lanes.
+    #[inline(always)]
+    pub fn pack<L: Lane>(self, lanes: &[L::Le; HALF], mask: u64, out: &mut [L::Le]) {
+        let out = &mut out[..HALF];
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as in `compact`.
+            Kind::Avx512 => unsafe { avx512::pack::<L>(lanes, mask, out) },
+            _ => scalar::pack(lanes, mask, out),
+        }
+    }
+
+    /// Codes steps of `count` coded lanes, which fill `classes`, from the last one back; returns how many lanes are left to be
+    /// coded lane by lane: all that this path has no instructions for, or those up to and with the last step in which a class
+    /// lacks a token.
     ///
     /// # Panics
     /// If the lengths differ or there is no room for the words.
     #[inline(always)]
-    pub fn encode_tokens(
+    pub fn encode_steps<L: Lane>(
         self,
+        count: usize,
         divisors: &Divisors,
         classes: &[u8],
-        tokens: &[u8],
+        values: &[L::Le],
         states: &mut [u32; STEP],
         words: &mut Backwards<'_>,
-    ) {
-        match self.0 {
+    ) -> usize {
+        assert!(classes.len() == values.len());
+        match (self.0, count) {
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512 if tokens.len() == STEP => {
-                let (Ok(classes), Ok(tokens)) = (classes.try_into(), tokens.try_into()) else { return };
-                // SAFETY: as in `compact`.
-                unsafe { avx512::encode_tokens(divisors, classes, tokens, states, words) };
-            }
-            _ => scalar::encode_tokens(divisors, classes, tokens, states, words),
+            // SAFETY: as in `compact`.
+            (Kind::Avx512, GROUP) if L::BYTES <= 4 && classes.len().is_multiple_of(count) => unsafe {
+                avx512::encode_steps::<L, 1>(divisors, classes, values, states, words)
+            },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as in `compact`.
+            (Kind::Avx512, STEP) if L::BYTES <= 4 && classes.len().is_multiple_of(count) => unsafe {
+                avx512::encode_steps::<L, 2>(divisors, classes, values, states, words)
+            },
+            _ => classes.len(),
         }
     }
 
@@ -295,35 +332,39 @@ mod tests {
 
     proptest! {
         #[test]
-        fn coding_tokens_is_the_same_on_every_path(
-            seed in proptest::collection::vec((0u8..16, 0u8..8, 1u32 << 16..), STEP),
-            count in 1u32..=4096,
-        ) {
+        fn a_token_is_coded_by_division(class in 0u8..16, token: u8, count in 1u32..=4096, state in 1u32 << 16..) {
             let mut divisors = Divisors::default();
-            for class in 0..16 {
-                for token in 0..8 {
-                    let count = (count >> token).max(1) + u32::from(class & 1 & token);
-                    divisors.set(class, token, u32::from(token), count.min(4096));
+            let start = 4096 - count;
+            divisors.set(class, token, start, count);
+            prop_assert!(divisors.has(class, token) && !divisors.has(class, token ^ 1));
+            let mut room = [0; 2];
+            let mut words = Backwards { words: &mut room, next: 1 };
+            let next = divisors.encode(class, token, state, &mut words);
+            let full = u64::from(state) >= u64::from(count) << 20;
+            let x = if full { state >> 16 } else { state };
+            prop_assert_eq!(next, ((x / count) << 12) + x % count + start);
+            prop_assert_eq!(words.next, usize::from(!full));
+            prop_assert!(!full || room[1] == state as u16);
+        }
+
+        #[test]
+        fn packing_is_the_same_on_every_path(lanes in proptest::collection::vec(any::<u64>(), HALF), mask: u64) {
+            fn check<L: Lane>(lanes: &[u64], mask: u64) {
+                let lanes: [L::Le; HALF] = std::array::from_fn(|i| L::truncate(lanes[i]).store());
+                for path in Path::available() {
+                    let mut out = [L::default().store(); HALF];
+                    path.pack::<L>(&lanes, mask, &mut out);
+                    let mut found = out.iter().map(|lane| L::load(*lane));
+                    for i in (0..HALF).filter(|i| mask >> i & 1 == 1) {
+                        assert_eq!(found.next(), Some(L::load(lanes[i])));
+                    }
+                    assert!(found.all(|lane| lane == L::default()));
                 }
             }
-            let classes: Vec<u8> = seed.iter().map(|s| s.0).collect();
-            let tokens: Vec<u8> = seed.iter().map(|s| s.1).collect();
-            let results: Vec<_> = Path::available().into_iter().map(|path| {
-                let mut states: [u32; STEP] = std::array::from_fn(|i| seed[i].2);
-                let mut room = [0; STEP + 1];
-                let mut words = Backwards { words: &mut room, next: STEP };
-                path.encode_tokens(&divisors, &classes, &tokens, &mut states, &mut words);
-                let next = words.next;
-                (states, room[next + 1..].to_vec())
-            }).collect();
-            for (i, &(class, token, before)) in seed.iter().enumerate() {
-                let count = (divisors.slots[Divisors::at(class, token)] >> 12) + 1;
-                let x = if u64::from(before) >= u64::from(count) << 20 { before >> 16 } else { before };
-                prop_assert_eq!(results[0].0[i], ((x / count) << 12) + x % count + u32::from(token));
-            }
-            for other in &results {
-                prop_assert_eq!(other, &results[0]);
-            }
+            check::<u8>(&lanes, mask);
+            check::<u16>(&lanes, mask);
+            check::<u32>(&lanes, mask);
+            check::<u64>(&lanes, mask);
         }
     }
 

@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Backwards, Coded, Divisors, HALF, STEP};
+use super::{Coded, HALF};
 
 /// See [`super::Path::compact`].
 pub(super) fn compact(indexes: &[[u8; HALF]], activities: &[u8], maps: &[[u8; HALF]; 4], first: u32, out: &mut Coded<'_>) -> usize {
@@ -32,24 +32,11 @@ pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]
     }
 }
 
-/// See [`super::Path::encode_tokens`].
+/// See [`super::Path::pack`].
 #[inline(always)]
-pub(super) fn encode_tokens(
-    divisors: &Divisors,
-    classes: &[u8],
-    tokens: &[u8],
-    states: &mut [u32; STEP],
-    words: &mut Backwards<'_>,
-) {
-    for ((state, &token), &class) in states[..tokens.len()].iter_mut().zip(tokens).zip(classes).rev() {
-        let at = Divisors::at(class, token);
-        let (slots, reciprocal) = (divisors.slots[at], divisors.reciprocals[at]);
-        let (start, count) = (slots & 0xFFF, (slots >> 12) + 1);
-        let x = words.make_room(*state, u64::from(count) << 20);
-        // The product falls short of the quotient by less than one.
-        let quotient = ((u64::from(x) * u64::from(reciprocal)) >> 32) as u32;
-        let rest = x - quotient * count;
-        let more = u32::from(rest >= count);
-        *state = ((quotient + more) << 12) + (rest - more * count) + start;
+pub(super) fn pack<T: Copy>(lanes: &[T; HALF], mut mask: u64, out: &mut [T]) {
+    for out in out.iter_mut().take(mask.count_ones() as usize) {
+        *out = lanes[mask.trailing_zeros() as usize % HALF];
+        mask &= mask.wrapping_sub(1);
     }
 }

@@ -1,17 +1,17 @@
 //! From base and target lanes to a payload. What a decoder must accept is in the spec; what is chosen here is free.
 
 use super::coded::Coded;
-use super::context::{BLOCK, HALF, MAX_CONTEXTS, Maps};
+use super::context::{HALF, MAX_CONTEXTS, Maps};
 use super::cost::{BIT, Costs};
 use super::payload::segment;
 use super::stats::{LEVELS, Row, Split, Stats, all_lanes};
-use super::stream::LEAST_STATE;
-use super::tables::{TableSet, extra_bits, token_of};
+use super::stream::{self, LEAST_STATE};
+use super::tables::TableSet;
+use super::values::Lanes;
 use crate::codec::Encoded;
-use crate::dispatch::vectorized;
 use crate::format::ConditionedHeader;
-use crate::lane::{Dtype, Lane, Order, changed_masks, lanes_of};
-use crate::simd::{Backwards, Divisors, Path, STEP};
+use crate::lane::{Dtype, Lane, changed_masks, lanes_of};
+use crate::simd::{Divisors, Path, STEP};
 use std::ops::Range;
 use zerocopy::IntoBytes;
 
@@ -28,18 +28,10 @@ pub(crate) struct Encoder {
     /// A mask for each half of a block of the lanes that have a value to be coded: those that change, or all.
     changed: Vec<u64>,
     coded: Coded,
-    symbols: Symbols,
+    /// Values of a segment.
+    values: Vec<u8>,
     words: Vec<u16>,
-}
-
-/// What the coded lanes have.
-#[derive(Default)]
-struct Symbols {
-    /// A token each.
-    tokens: Vec<u8>,
-    /// The values of those with extra bits; what follows the last one is undefined.
-    wide: Vec<u64>,
-    wide_count: usize,
+    streams: Vec<u8>,
 }
 
 /// A table set in the forms that an encoder wants.
@@ -83,8 +75,9 @@ impl Default for Encoder {
             model: None,
             changed: Vec::new(),
             coded: Coded::default(),
-            symbols: Symbols::default(),
+            values: Vec::new(),
             words: Vec::new(),
+            streams: Vec::new(),
         }
     }
 }
@@ -141,10 +134,31 @@ impl Encoder {
         self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, base, false);
         let (masks, classes) = (self.coded.masks(), self.coded.classes());
 
-        let lanes = Lanes { base, target, dtype, split, changed: &self.changed };
-        let Some(exceptions) = self.symbols.collect::<L>(&lanes, masks, classes, model) else { return false };
-        let blocks = base.len().div_ceil(BLOCK * L::BYTES);
+        let blocks = levels.len();
         let (states, segments) = shape(classes.len(), choice.cost / BIT / 8, blocks);
+        let lanes = Lanes { base, target, dtype, split, changed: &self.changed };
+        let mut listed = Vec::new();
+        let mut sizes = Vec::with_capacity(segments);
+        let mut done = 0;
+        self.streams.clear();
+        for s in 0..segments {
+            let halves = segment(s, segments, blocks);
+            let halves = 2 * halves.start..(2 * halves.end).min(masks.len());
+            let masks = &masks[halves.clone()];
+            let values = lanes.values::<L>(self.path, halves.clone(), masks, &mut self.values, &mut listed);
+            let classes = &classes[done..done + values.len()];
+            done += values.len();
+            let before = self.streams.len();
+            let missing =
+                stream::encode::<L>(self.path, &model.divisors, states, classes, values, &mut self.words, &mut self.streams);
+            listed.extend(positions(halves.start, masks, missing));
+            sizes.push(((self.streams.len() - before) / 2) as u32);
+        }
+        if low_bits != 0 && !listed.is_empty() {
+            return false;
+        }
+        listed.sort_unstable();
+
         let header = ConditionedHeader {
             low_bits: low_bits as u8,
             states_log2: states.ilog2() as u8,
@@ -153,42 +167,23 @@ impl Encoder {
             first_context: choice.maps.first.into(),
             context_count: choice.maps.count,
             reserved: 0,
-            exception_count: (exceptions.len() as u32).into(),
+            exception_count: (listed.len() as u32).into(),
             center: (split.center as u32).into(),
         };
         let start = payload.len();
         payload.extend(header.as_bytes());
         put_maps(&choice, payload);
         put_bits(levels.iter().map(|&level| level.into()), choice.activity_bits.into(), payload);
-        payload.extend(exceptions.iter().flat_map(|(position, _)| position.to_le_bytes()));
-        payload.extend(exceptions.iter().flat_map(|(_, delta)| delta.to_le_bytes().into_iter().take(L::BYTES)));
+        payload.extend(listed.iter().flat_map(|position| position.to_le_bytes()));
+        for &position in &listed {
+            payload.extend(lanes.delta::<L>(position as usize).store().as_bytes());
+        }
         if low_bits != 0 {
             put_bits(deltas::<L>(base, target, dtype).map(|delta| delta & ((1 << low_bits) - 1)), low_bits, payload);
         }
-        let sizes_at = payload.len();
-        payload.resize(sizes_at + 4 * (segments - 1), 0);
+        payload.extend(sizes[..segments - 1].iter().flat_map(|size| size.to_le_bytes()));
         payload.resize(payload.len() + (payload.len() - start) % 2, 0);
-        let mut done = 0;
-        let mut wide = &self.symbols.wide[..self.symbols.wide_count];
-        for s in 0..segments {
-            let halves = segment(s, segments, blocks);
-            let halves = 2 * halves.start..(2 * halves.end).min(masks.len());
-            let count: u32 = masks[halves].iter().map(|mask| mask.count_ones()).sum();
-            let (classes, tokens) = (&classes[done..done + count as usize], &self.symbols.tokens[done..done + count as usize]);
-            done += count as usize;
-            let with_extra_bits = vectorized(
-                #[inline(always)]
-                || tokens.iter().map(|&token| usize::from(token >= 16)).sum(),
-            );
-            let (now, later) = wide.split_at(with_extra_bits);
-            wide = later;
-            let before = payload.len();
-            put_stream(self.path, &model.divisors, states, classes, tokens, now, &mut self.words, payload);
-            let size = (payload.len() - before) / 2;
-            if let Some(at) = payload[sizes_at..].as_chunks_mut().0[..segments - 1].get_mut(s) {
-                *at = (size as u32).to_le_bytes();
-            }
-        }
+        payload.extend(&self.streams);
         true
     }
 }
@@ -316,90 +311,24 @@ fn shape(coded: usize, size: u64, blocks: usize) -> (usize, usize) {
     (states.min(STEP), segments)
 }
 
-/// What a chunk's values come from.
-struct Lanes<'a> {
-    base: &'a [u8],
-    target: &'a [u8],
-    dtype: Dtype,
-    split: Split,
-    changed: &'a [u64],
-}
-
-impl Symbols {
-    /// Takes down the token of each coded lane, and returns the changes that are listed: of lanes that are not coded, and values
-    /// without a token. `None` if such a value cannot be listed.
-    fn collect<L: Lane>(&mut self, lanes: &Lanes<'_>, masks: &[u64], classes: &[u8], model: &Model) -> Option<Vec<(u32, u64)>> {
-        self.tokens.clear();
-        self.tokens.resize(classes.len(), 0);
-        // One more than can be needed, for a write that is not kept.
-        let changed = lanes.changed.iter().map(|mask| mask.count_ones() as usize).sum::<usize>();
-        if self.wide.len() <= changed {
-            self.wide.resize(changed + 1, 0);
+/// The positions of some coded lanes, given by their places among those that `masks`, of halves of blocks from `first` on, select.
+fn positions(first: usize, masks: &[u64], mut places: Vec<usize>) -> Vec<u32> {
+    places.sort_unstable();
+    let mut places = places.into_iter().peekable();
+    let mut found = Vec::new();
+    let mut before = 0;
+    for (half, mask) in (first..).zip(masks) {
+        if places.peek().is_none() {
+            break;
         }
-        self.wide_count = 0;
-        // One loop for each order, so that nothing is decided inside.
-        match lanes.dtype.order() {
-            Order::Plain => vectorized(
-                #[inline(always)]
-                || self.collect_in::<L>(lanes, Order::Plain, masks, classes, model),
-            ),
-            Order::Ordered => vectorized(
-                #[inline(always)]
-                || self.collect_in::<L>(lanes, Order::Ordered, masks, classes, model),
-            ),
+        let end = before + mask.count_ones() as usize;
+        while let Some(place) = places.next_if(|&place| place < end) {
+            let rest = (before..place).fold(*mask, |rest, _| rest & (rest - 1));
+            found.push((half * HALF) as u32 + rest.trailing_zeros());
         }
+        before = end;
     }
-
-    #[inline(always)]
-    fn collect_in<L: Lane>(
-        &mut self,
-        lanes: &Lanes<'_>,
-        order: Order,
-        masks: &[u64],
-        classes: &[u8],
-        model: &Model,
-    ) -> Option<Vec<(u32, u64)>> {
-        let (base, target) = (lanes_of::<L>(lanes.base), lanes_of::<L>(lanes.target));
-        let whole = lanes.split.low_bits == 0;
-        let mut exceptions = Vec::new();
-        let mut start = 0;
-        for (h, (&mask, &changed)) in masks.iter().zip(lanes.changed).enumerate() {
-            let mut changed = changed;
-            // All deltas of the half: where there are some, vector instructions make light of the others.
-            let mut deltas = [L::default(); HALF];
-            if changed != 0 {
-                let end = base.len().min((h + 1) * HALF);
-                let lanes = base[h * HALF..end].iter().zip(&target[h * HALF..end]);
-                for (delta, (base, target)) in deltas.iter_mut().zip(lanes) {
-                    *delta = L::delta(L::load(*base), L::load(*target), order);
-                }
-            }
-            while changed != 0 {
-                let i = changed.trailing_zeros();
-                changed &= changed - 1;
-                let position = h * HALF + i as usize;
-                let delta = deltas[i as usize % HALF].widen();
-                let value = lanes.split.value(delta, 8 * L::BYTES as u32);
-                let (token, extra) = token_of(value);
-                if mask >> i & 1 == 1 {
-                    let j = start + (mask & ((1 << i) - 1)).count_ones() as usize;
-                    if model.has(classes[j], token) {
-                        self.tokens[j] = token;
-                        // No branch: it would be a guess.
-                        self.wide[self.wide_count] = value;
-                        self.wide_count += usize::from(extra != 0);
-                        continue;
-                    }
-                }
-                if !whole {
-                    return None;
-                }
-                exceptions.push((position as u32, delta));
-            }
-            start += mask.count_ones() as usize;
-        }
-        Some(exceptions)
-    }
+    found
 }
 
 fn put_maps(choice: &Choice, payload: &mut Vec<u8>) {
@@ -428,48 +357,4 @@ fn put_bits(numbers: impl Iterator<Item = u64>, bits: u32, payload: &mut Vec<u8>
     if count > 0 {
         payload.push(pending as u8);
     }
-}
-
-/// Appends a stream: coded back to front, because a decoder undoes the last symbol first. `wide` has the values of the tokens
-/// with extra bits.
-#[expect(clippy::too_many_arguments, reason = "a stream and what it is made from")]
-fn put_stream(
-    path: Path,
-    divisors: &Divisors,
-    count: usize,
-    classes: &[u8],
-    tokens: &[u8],
-    mut wide: &[u64],
-    words: &mut Vec<u16>,
-    payload: &mut Vec<u8>,
-) {
-    // A symbol gives at most a word, and each 16 extra bits another one.
-    let room = tokens.len() + wide.iter().map(|&value| token_of(value).1.div_ceil(16) as usize).sum::<usize>();
-    if words.len() <= room {
-        words.resize(room + 1, 0);
-    }
-    let mut words = Backwards { words, next: room };
-    let mut states = [LEAST_STATE; STEP];
-    for (classes, tokens) in classes.chunks(count).zip(tokens.chunks(count)).rev() {
-        let most = tokens.iter().fold(0, |most, &token| token.max(most));
-        if most >= 16 {
-            // Lanes without extra bits do nothing in these rounds, and most have none.
-            let lanes = tokens.iter().zip(0u32..).fold(0u32, |lanes, (&token, i)| lanes | u32::from(token >= 16) << i);
-            let (before, values) = wide.split_at(wide.len() - lanes.count_ones() as usize);
-            wide = before;
-            for round in (0..extra_bits(most).div_ceil(16)).rev() {
-                let mut left = lanes;
-                for &value in values.iter().rev() {
-                    let i = left.ilog2() as usize;
-                    left ^= 1 << i;
-                    let bits = extra_bits(tokens[i]).saturating_sub(16 * round).min(16);
-                    let state = words.make_room(states[i], 1 << (32 - bits));
-                    states[i] = state << bits | (value >> (16 * round)) as u32 & ((1 << bits) - 1);
-                }
-            }
-        }
-        path.encode_tokens(divisors, classes, tokens, &mut states, &mut words);
-    }
-    payload.extend(states[..count].iter().flat_map(|state| state.to_le_bytes()));
-    payload.extend(words.words[words.next + 1..=room].iter().flat_map(|word| word.to_le_bytes()));
 }

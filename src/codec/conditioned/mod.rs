@@ -19,6 +19,7 @@ mod stats;
 mod stream;
 mod tables;
 mod train;
+mod values;
 
 pub(crate) use decode::Decoder;
 pub(crate) use encode::Encoder;

@@ -1,10 +1,10 @@
-//! Decoding of streams (`spec/codecs.md` section 4.5).
+//! Streams, decoded and encoded (`spec/codecs.md` section 4.5).
 
-use super::tables::{Lookup, SCALE, SCALE_LOG2, extra_bits, least_value, tokens_within};
+use super::tables::{Lookup, SCALE, SCALE_LOG2, extra_bits, least_value, token_of, tokens_within};
 use crate::dispatch::vectorized;
 use crate::error::{Error, Result, Rule};
 use crate::lane::Lane;
-use crate::simd::{Broken, GROUP, Path, STEP, Words};
+use crate::simd::{Backwards, Broken, Divisors, GROUP, Path, STEP, Words};
 
 /// Least state between symbols, and every state at the end of a stream.
 pub(crate) const LEAST_STATE: u32 = 1 << 16;
@@ -110,6 +110,68 @@ fn step<L: Lane>(
         *value = L::truncate(least_value(token) | wide).store();
     }
     Ok(())
+}
+
+/// Appends the stream of a value for each of `classes` to `out`: coded back to front, because a decoder undoes the last symbol
+/// first. Values whose tokens their classes lack become 0, whose token they have; returns which. `words` is a buffer.
+pub(super) fn encode<L: Lane>(
+    path: Path,
+    divisors: &Divisors,
+    count: usize,
+    classes: &[u8],
+    values: &mut [L::Le],
+    words: &mut Vec<u16>,
+    out: &mut Vec<u8>,
+) -> Vec<usize> {
+    // A symbol gives at most a word, and each 16 extra bits another one.
+    let room = classes.len() * (1 + L::BYTES.div_ceil(2));
+    if words.len() <= room {
+        words.resize(room + 1, 0);
+    }
+    let mut words = Backwards { words, next: room };
+    let mut states = [LEAST_STATE; STEP];
+    let mut missing = Vec::new();
+    let mut left = classes.len();
+    loop {
+        left = path.encode_steps::<L>(count, divisors, &classes[..left], &values[..left], &mut states, &mut words);
+        if left == 0 {
+            break;
+        }
+        let now = (left - 1) / count * count..left;
+        for j in now.clone() {
+            if !divisors.has(classes[j], token_of(L::load(values[j]).widen()).0) {
+                values[j] = L::default().store();
+                missing.push(j);
+            }
+        }
+        encode_step::<L>(divisors, &classes[now.clone()], &values[now.clone()], &mut states, &mut words);
+        left = now.start;
+    }
+    out.extend(states[..count].iter().flat_map(|state| state.to_le_bytes()));
+    out.extend(words.words[words.next + 1..=room].iter().flat_map(|word| word.to_le_bytes()));
+    missing
+}
+
+/// Undoes [`step`].
+fn encode_step<L: Lane>(
+    divisors: &Divisors,
+    classes: &[u8],
+    values: &[L::Le],
+    states: &mut [u32; STEP],
+    words: &mut Backwards<'_>,
+) {
+    let values = values.iter().map(|value| L::load(*value).widen());
+    let most = values.clone().map(|value| token_of(value).1).max().unwrap_or(0);
+    for round in (0..most.div_ceil(16)).rev() {
+        for (state, value) in states.iter_mut().zip(values.clone()).rev() {
+            let bits = token_of(value).1.saturating_sub(16 * round).min(16);
+            let x = words.make_room(*state, 1 << (32 - bits));
+            *state = x << bits | (value >> (16 * round)) as u32 & ((1 << bits) - 1);
+        }
+    }
+    for ((state, value), class) in states.iter_mut().zip(values).zip(classes).rev() {
+        *state = divisors.encode(*class, token_of(value).0, *state, words);
+    }
 }
 
 #[cold]

@@ -1,0 +1,109 @@
+//! What an encoder takes from base and target: the values of coded lanes, and the changes that are listed.
+
+use super::context::HALF;
+use super::stats::Split;
+use crate::dispatch::vectorized;
+use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
+use crate::simd::Path;
+use std::ops::Range;
+
+/// Base and target lanes of a chunk, and how their deltas become values.
+pub(super) struct Lanes<'a> {
+    pub base: &'a [u8],
+    pub target: &'a [u8],
+    pub dtype: Dtype,
+    pub split: Split,
+    /// A mask for each half of a block of the lanes that have a value: those that change, or all.
+    pub changed: &'a [u64],
+}
+
+impl Lanes<'_> {
+    /// The delta of a lane.
+    pub fn delta<L: Lane>(&self, position: usize) -> L {
+        let (base, target) = (lanes_of::<L>(self.base)[position], lanes_of::<L>(self.target)[position]);
+        L::delta(L::load(base), L::load(target), self.dtype.order())
+    }
+
+    /// The values of the lanes in some halves of blocks that `coded`, a mask for each of them, selects, in a buffer that is used
+    /// again; changed lanes that it does not select are added to `listed`.
+    pub fn values<'b, L: Lane>(
+        &self,
+        path: Path,
+        halves: Range<usize>,
+        coded: &[u64],
+        buffer: &'b mut Vec<u8>,
+        listed: &mut Vec<u32>,
+    ) -> &'b mut [L::Le] {
+        let count = coded.iter().map(|mask| mask.count_ones() as usize).sum::<usize>();
+        buffer.clear();
+        buffer.resize((count + HALF) * L::BYTES, 0);
+        let values = lanes_of_mut::<L>(buffer);
+        let lanes = halves.start * HALF * L::BYTES..(halves.end * HALF * L::BYTES).min(self.base.len());
+        let part = Part {
+            base: lanes_of::<L>(&self.base[lanes.clone()]),
+            target: lanes_of::<L>(&self.target[lanes]),
+            changed: &self.changed[halves.clone()],
+            coded,
+        };
+        // One loop for each way to a value, so that nothing is decided inside.
+        match (self.dtype.order(), self.split.low_bits) {
+            (Order::Plain, 0) => part.pack::<L>(path, |base, target| L::delta(base, target, Order::Plain), values),
+            (Order::Ordered, 0) => part.pack::<L>(path, |base, target| L::delta(base, target, Order::Ordered), values),
+            (order, _) => {
+                let bits = 8 * L::BYTES as u32;
+                let value =
+                    |base, target| L::truncate(self.split.value(L::delta(base, target, order).widen(), bits));
+                part.pack::<L>(path, value, values);
+            }
+        }
+        for ((half, changed), coded) in halves.zip(part.changed).zip(coded) {
+            let mut left = changed & !coded;
+            while left != 0 {
+                listed.push((half * HALF) as u32 + left.trailing_zeros());
+                left &= left - 1;
+            }
+        }
+        &mut values[..count]
+    }
+}
+
+/// Halves of blocks whose values are wanted.
+struct Part<'a, T> {
+    base: &'a [T],
+    target: &'a [T],
+    changed: &'a [u64],
+    coded: &'a [u64],
+}
+
+impl<T: Copy> Part<'_, T> {
+    /// Packs values to where their turn comes, in `out`, which is 0 everywhere and has room for 64 more.
+    #[inline(always)]
+    fn pack<L: Lane<Le = T>>(&self, path: Path, value: impl Fn(L, L) -> L, out: &mut [T]) {
+        vectorized(
+            #[inline(always)]
+            || {
+                let mut done = 0;
+                let lanes = self.base.chunks(HALF).zip(self.target.chunks(HALF));
+                for (((base, target), &changed), &coded) in lanes.zip(self.changed).zip(self.coded) {
+                    if changed & coded != 0 {
+                        let mut values = [L::default().store(); HALF];
+                        if let (Ok(base), Ok(target)) = (<&[T; HALF]>::try_from(base), <&[T; HALF]>::try_from(target)) {
+                            each::<L>(base, target, &value, &mut values);
+                        } else {
+                            each::<L>(base, target, &value, &mut values);
+                        }
+                        path.pack::<L>(&values, coded, &mut out[done..]);
+                    }
+                    done += coded.count_ones() as usize;
+                }
+            },
+        );
+    }
+}
+
+#[inline(always)]
+fn each<L: Lane>(base: &[L::Le], target: &[L::Le], value: &impl Fn(L, L) -> L, values: &mut [L::Le; HALF]) {
+    for ((out, base), target) in values.iter_mut().zip(base).zip(target) {
+        *out = value(L::load(*base), L::load(*target)).store();
+    }
+}
