@@ -6,7 +6,7 @@
 pub(crate) fn vectorized<R>(f: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     {
-        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,bmi1,bmi2,popcnt,lzcnt")]
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512cd,avx2,bmi1,bmi2,popcnt,lzcnt")]
         unsafe fn v4<R>(f: impl FnOnce() -> R) -> R {
             f()
         }
@@ -24,6 +24,7 @@ pub(crate) fn vectorized<R>(f: impl FnOnce() -> R) -> R {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512vl")
                 && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512cd")
             {
                 // SAFETY: every feature that v4 enables was detected just above.
                 return unsafe { v4(f) };

@@ -128,13 +128,16 @@ impl Divisors {
 
 /// Words that are written from the last one back; `next` is where the next one goes.
 pub(crate) struct Backwards<'a> {
-    /// Room for one word more than will be kept.
+    /// Room for `SPARE` words more than will be kept.
     pub words: &'a mut [u16],
     /// Place of the next word.
     pub next: usize,
 }
 
 impl Backwards<'_> {
+    /// Words that may be written before the last one that is kept.
+    pub const SPARE: usize = 16;
+
     /// Writes the low word of a state that is not below `limit`, and returns what is left of it. No branch: it would be a guess.
     #[inline(always)]
     pub fn make_room(&mut self, state: u32, limit: u64) -> u32 {

@@ -1,6 +1,6 @@
 //! Costs in fractions of a bit, in integers: an encoder's choices must be the same on every machine.
 
-use super::tables::{MAX_TOKENS, SCALE_LOG2, TableSet};
+use super::tables::{MAX_CLASSES, MAX_TOKENS, SCALE_LOG2, TableSet};
 
 /// Units of a bit.
 pub(super) const BIT: u64 = 256;
@@ -24,25 +24,26 @@ pub(super) fn log2(x: u64) -> u64 {
 }
 
 /// What each token costs in each class of a set, classes from 1 on; extra bits apart.
-pub(super) struct Costs(Vec<[u32; MAX_TOKENS]>);
+pub(super) struct Costs(Vec<[u32; MAX_CLASSES]>);
 
 impl Costs {
     pub fn new(set: &TableSet) -> Self {
-        let cost = |&frequency: &u16| match frequency {
-            0 => IMPOSSIBLE,
-            f => (u64::from(SCALE_LOG2) * BIT - log2(f.into())) as u32,
-        };
-        let classes = set.classes().map(|class| {
-            let mut costs = [IMPOSSIBLE; MAX_TOKENS];
-            costs.iter_mut().zip(class).for_each(|(c, f)| *c = cost(f));
-            costs
-        });
-        Self(classes.collect())
+        let mut costs = vec![[IMPOSSIBLE; MAX_CLASSES]; MAX_TOKENS];
+        for (class, frequencies) in set.classes().enumerate() {
+            for (cost, &frequency) in costs.iter_mut().zip(frequencies).filter(|(_, frequency)| **frequency != 0) {
+                cost[class] = (u64::from(SCALE_LOG2) * BIT - log2(frequency.into())) as u32;
+            }
+        }
+        Self(costs)
     }
 
     /// What the symbols of a histogram cost in each class, classes from 1 on.
-    pub fn of<'a>(&'a self, histogram: &'a [u32]) -> impl Iterator<Item = u64> + 'a {
-        self.0.iter().map(|costs| histogram.iter().zip(costs).map(|(&n, &cost)| u64::from(n) * u64::from(cost)).sum())
+    pub fn of(&self, histogram: &[u32]) -> [u64; MAX_CLASSES] {
+        let mut sums = [0; MAX_CLASSES];
+        for (&count, costs) in histogram.iter().zip(&self.0).filter(|(count, _)| **count != 0) {
+            sums.iter_mut().zip(costs).for_each(|(sum, &cost)| *sum += u64::from(count) * u64::from(cost));
+        }
+        sums
     }
 }
 

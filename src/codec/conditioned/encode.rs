@@ -233,15 +233,21 @@ fn choose(stats: &Stats, model: &Model, split: Split, width: usize) -> Choice {
 
 /// The class that codes a row in the fewest bits, or 0 if it is better not coded, and what that costs.
 fn best_class(row: &Row, model: &Model, split: Split, width: usize) -> (u8, u64) {
-    let (time, exceptions) = match split.low_bits {
-        0 => (row.lanes() * LANE_COST, row.others() * 8 * (4 + width as u64) * BIT),
-        _ => (0, u64::MAX / 1024),
+    let others = row.others();
+    if split.low_bits == 0 && others == 0 {
+        return (0, 0);
+    }
+    let (time, mut best) = match split.low_bits {
+        0 => (row.lanes() * LANE_COST, (0, others * 8 * (4 + width as u64) * BIT)),
+        _ => (0, (0, u64::MAX / 1024)),
     };
-    let extra = row.extra_bits() * BIT;
-    let usable = |class: u8| split.low_bits != 0 || model.has(class, 0);
-    let classes = (1..).zip(model.costs.of(&row.counts)).filter(|(class, _)| usable(*class));
-    let classes = classes.map(|(class, cost)| (class, cost + extra + time));
-    classes.chain([(0, exceptions)]).min_by_key(|&(class, cost)| (cost, class)).unwrap_or_default()
+    let rest = row.extra_bits() * BIT + time;
+    for (class, cost) in (1..).zip(model.costs.of(&row.counts)) {
+        if cost + rest < best.1 && (split.low_bits != 0 || model.has(class, 0)) {
+            best = (class, cost + rest);
+        }
+    }
+    best
 }
 
 /// Chooses a map for each group of levels.
@@ -270,7 +276,7 @@ fn choose_maps(stats: &Stats, model: &Model, split: Split, width: usize, activit
         let mut grown = false;
         for (rows, shared) in rows.iter().zip(&mut shared) {
             for (_, row, _, cost) in rows.iter().filter(|(context, ..)| *context == first) {
-                shared.add(row);
+                shared.add(&row.counts);
                 left -= cost;
                 grown = true;
             }

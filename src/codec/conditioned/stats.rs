@@ -2,14 +2,20 @@
 
 use super::context::{BLOCK, HALF, indexes};
 use super::tables::{extra_bits, token_of, tokens_within};
-use crate::lane::{Context, Dtype, Lane, lanes_of};
+use crate::dispatch::vectorized;
+use crate::lane::{Context, Dtype, Lane, Order, lanes_of};
 
 /// Levels of activity: 0 for blocks without a change, then three of about equal size.
 pub(super) const LEVELS: usize = 4;
 /// Contexts that are told apart; more than a map has, because where the map begins is not known yet.
 const CONTEXTS: usize = 256;
-/// Blocks, of a chunk with many changes, of which one is looked at.
-const STRIDE: usize = 8;
+/// Lanes and changes that say enough of all: with more, those of some blocks are looked at.
+const LANES: usize = 1 << 14;
+const CHANGES: usize = 1 << 11;
+/// At least one block in so many is looked at.
+const STRIDE: usize = 32;
+/// Changes of a block that are worth working out all of its values.
+const MANY: u16 = 8;
 
 /// How deltas become values: which of their bits are stored as they are, and what the others count down from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,52 +82,68 @@ impl Stats {
         let lanes = base.len() / L::BYTES;
         let first = first_context::<L>(base, dtype);
         let tokens = tokens_within(8 * L::BYTES as u32 - split.low_bits);
-        let scores: Vec<u16> = match split.low_bits {
-            0 => changed.chunks(2).map(|halves| halves.iter().map(|mask| mask.count_ones() as u16).sum()).collect(),
-            _ => {
-                let blocks = base.chunks(BLOCK * L::BYTES).zip(target.chunks(BLOCK * L::BYTES));
-                blocks
-                    .map(|(base, target)| values::<L>(base, target, dtype, split).map(|v| u16::from(token_of(v).0.min(15))).sum())
-                    .collect()
-            }
+        let changes: Vec<u16> = vectorized(
+            #[inline(always)]
+            || changed.chunks(2).map(|halves| halves.iter().map(|mask| mask.count_ones() as u16).sum()).collect(),
+        );
+        let levels = if split.low_bits == 0 {
+            levels_of(&changes, true)
+        } else {
+            let blocks = base.chunks(BLOCK * L::BYTES).zip(target.chunks(BLOCK * L::BYTES));
+            let score = |tokens: [u8; BLOCK]| tokens.iter().map(|&token| u16::from(token.min(15))).sum();
+            let scores: Vec<u16> =
+                blocks.map(|(base, target)| score(block_tokens::<L>(base, target, dtype.order(), split))).collect();
+            levels_of(&scores, false)
         };
         let mut stats = Self {
             first,
             lanes: vec![[(0, NO_ROW); CONTEXTS]; LEVELS],
             counts: Vec::new(),
             tokens,
-            levels: levels_of(&scores, split.low_bits == 0),
+            levels,
         };
-        // Few changes are all looked at, so that none surprises; of the lanes, and of many changes, a part says enough.
-        let stride = if lanes >= 1 << 16 { STRIDE } else { 1 };
-        let few = 16 * count < lanes;
-        let weight = if few { 1 } else { stride as u32 };
+        let stride = |count: usize, enough: usize| (1 << (count / enough).max(1).ilog2()).min(STRIDE);
+        let (lane_stride, change_stride) = (stride(lanes, LANES), stride(count, CHANGES));
+        // Neighbours are often alike: counted in one place, each would wait for the one before.
+        let mut counts = vec![[[0u32; CONTEXTS]; 4]; LEVELS];
         let mut contexts = [0; BLOCK];
-        let of = dtype.context();
-        let blocks = base.chunks(BLOCK * L::BYTES).zip(target.chunks(BLOCK * L::BYTES)).zip(changed.chunks(2));
-        for (b, ((base, target), changed)) in blocks.enumerate() {
-            let sampled = b % stride == 0;
-            if !sampled && (!few || changed.iter().all(|&mask| mask == 0)) {
+        let (of, order, bits) = (dtype.context(), dtype.order(), 8 * L::BYTES as u32);
+        let lanes_of_block = |b: usize| b * BLOCK * L::BYTES..((b + 1) * BLOCK * L::BYTES).min(base.len());
+        for b in (0..changes.len()).step_by(lane_stride.min(change_stride)) {
+            let with_lanes = b % lane_stride == 0;
+            let changes = if b % change_stride == 0 { changes[b] } else { 0 };
+            if !with_lanes && changes == 0 {
                 continue;
             }
+            let (base, target) = (&base[lanes_of_block(b)], &target[lanes_of_block(b)]);
+            let changed = &changed[2 * b..changed.len().min(2 * b + 2)];
             let level = usize::from(stats.levels[b]);
-            if sampled {
+            if with_lanes || changes >= MANY {
                 indexes::<L>(base, dtype, first, &mut contexts);
-                for &context in &contexts[..base.len() / L::BYTES] {
-                    stats.lanes[level][usize::from(context)].0 += stride as u32;
+            }
+            if with_lanes {
+                for contexts in contexts[..base.len() / L::BYTES].chunks(4) {
+                    for (counts, &context) in counts[level].iter_mut().zip(contexts) {
+                        counts[usize::from(context)] += lane_stride as u32;
+                    }
                 }
             }
-            let (base, target) = (lanes_of::<L>(base), lanes_of::<L>(target));
-            for (h, &mask) in changed.iter().enumerate() {
-                let mut mask = mask;
-                while mask != 0 {
-                    let i = h * HALF + mask.trailing_zeros() as usize;
-                    mask &= mask - 1;
+            if changes >= MANY {
+                let tokens = block_tokens::<L>(base, target, order, split);
+                each(changed, |i| *stats.count_of(level, contexts[i].into(), tokens[i].into()) += change_stride as u32);
+            } else if changes > 0 {
+                let (base, target) = (lanes_of::<L>(base), lanes_of::<L>(target));
+                each(changed, |i| {
                     let (base, target) = (L::load(base[i]), L::load(target[i]));
                     let context = base.context(of).index_from(L::saturate(first));
-                    let value = split.value(L::delta(base, target, dtype.order()).widen(), 8 * L::BYTES as u32);
-                    *stats.count_of(level, context.into(), token_of(value).0.into()) += weight;
-                }
+                    let token = token_of(split.value(L::delta(base, target, order).widen(), bits)).0;
+                    *stats.count_of(level, context.into(), token.into()) += change_stride as u32;
+                });
+            }
+        }
+        for (lanes, counts) in stats.lanes.iter_mut().zip(counts) {
+            for (context, (lanes, _)) in lanes.iter_mut().enumerate() {
+                *lanes = counts.iter().map(|counts| counts[context]).sum();
             }
         }
         stats
@@ -139,25 +161,33 @@ impl Stats {
 
     /// The tokens of a context in the levels of a range, those of the value 0 included.
     pub fn row(&self, levels: std::ops::Range<usize>, context: usize) -> Row {
-        let mut counts = vec![0; self.tokens];
-        let mut lanes = 0;
-        for level in &self.lanes[levels] {
-            let (n, row) = level[context];
-            lanes += u64::from(n);
-            if row != NO_ROW {
-                let row = &self.counts[row as usize * self.tokens..][..self.tokens];
-                counts.iter_mut().zip(row).for_each(|(sum, &n)| *sum += n);
-            }
+        let levels = &self.lanes[levels];
+        let lanes: u64 = levels.iter().map(|level| u64::from(level[context].0)).sum();
+        let mut row = Row::default();
+        for at in levels.iter().map(|level| level[context].1).filter(|at| *at != NO_ROW) {
+            row.add(&self.counts[at as usize * self.tokens..][..self.tokens]);
         }
-        let values: u64 = counts.iter().map(|&n| u64::from(n)).sum();
-        counts[0] += lanes.saturating_sub(values) as u32;
-        counts.truncate(counts.iter().rposition(|&n| n != 0).map_or(1, |last| last + 1));
-        Row { counts }
+        let values = row.lanes();
+        row.counts.resize(row.counts.iter().rposition(|&n| n != 0).map_or(1, |last| last + 1), 0);
+        row.counts[0] += lanes.saturating_sub(values) as u32;
+        row
     }
 
     /// The contexts that occur in a range of levels.
     pub fn contexts(&self, levels: std::ops::Range<usize>) -> impl Iterator<Item = usize> + '_ {
         (0..CONTEXTS).filter(move |&context| self.lanes[levels.clone()].iter().any(|level| level[context] != (0, NO_ROW)))
+    }
+}
+
+/// Calls `f` for each lane of a block that the masks of its halves select.
+#[inline(always)]
+fn each(masks: &[u64], mut f: impl FnMut(usize)) {
+    for (h, &mask) in masks.iter().enumerate() {
+        let mut left = mask;
+        while left != 0 {
+            f(h * HALF + left.trailing_zeros() as usize);
+            left &= left - 1;
+        }
     }
 }
 
@@ -169,12 +199,20 @@ pub(super) fn all_lanes(lanes: usize, masks: &mut [u64]) {
     }
 }
 
-/// The values of all lanes.
-fn values<L: Lane>(base: &[u8], target: &[u8], dtype: Dtype, split: Split) -> impl Iterator<Item = u64> {
-    let lanes = lanes_of::<L>(base).iter().zip(lanes_of::<L>(target));
-    lanes.map(move |(base, target)| {
-        split.value(L::delta(L::load(*base), L::load(*target), dtype.order()).widen(), 8 * L::BYTES as u32)
-    })
+/// The tokens of a block's lanes; 0 where there is no lane.
+fn block_tokens<L: Lane>(base: &[u8], target: &[u8], order: Order, split: Split) -> [u8; BLOCK] {
+    let mut tokens = [0; BLOCK];
+    let lanes = tokens.iter_mut().zip(lanes_of::<L>(base)).zip(lanes_of::<L>(target));
+    let bits = 8 * L::BYTES as u32;
+    vectorized(
+        #[inline(always)]
+        || {
+            for ((token, base), target) in lanes {
+                *token = token_of(split.value(L::delta(L::load(*base), L::load(*target), order).widen(), bits)).0;
+            }
+        },
+    );
+    tokens
 }
 
 /// A histogram of tokens.
@@ -201,11 +239,11 @@ impl Row {
     }
 
     /// Adds another row to this one.
-    pub fn add(&mut self, other: &Row) {
-        if self.counts.len() < other.counts.len() {
-            self.counts.resize(other.counts.len(), 0);
+    pub fn add(&mut self, other: &[u32]) {
+        if self.counts.len() < other.len() {
+            self.counts.resize(other.len(), 0);
         }
-        self.counts.iter_mut().zip(&other.counts).for_each(|(sum, &n)| *sum = sum.saturating_add(n));
+        self.counts.iter_mut().zip(other).for_each(|(sum, &n)| *sum = sum.saturating_add(n));
     }
 }
 

@@ -124,7 +124,7 @@ pub(super) fn encode<L: Lane>(
     out: &mut Vec<u8>,
 ) -> Vec<usize> {
     // A symbol gives at most a word, and each 16 extra bits another one.
-    let room = classes.len() * (1 + L::BYTES.div_ceil(2));
+    let room = classes.len() * (1 + L::BYTES.div_ceil(2)) + Backwards::SPARE;
     if words.len() <= room {
         words.resize(room + 1, 0);
     }

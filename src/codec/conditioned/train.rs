@@ -45,7 +45,7 @@ impl Sample {
                 for context in stats.contexts(levels.clone()) {
                     let row = stats.row(levels.clone(), context);
                     if let Some(group) = group_of(&row) {
-                        groups.entry(group).or_default().add(&row);
+                        groups.entry(group).or_default().add(&row.counts);
                     }
                 }
             }
@@ -69,7 +69,7 @@ impl Trainer {
     /// Adds a sample.
     pub fn add(&mut self, sample: &Sample) {
         for (group, row) in &sample.0 {
-            self.0.entry(*group).or_default().add(row);
+            self.0.entry(*group).or_default().add(&row.counts);
         }
     }
 
@@ -113,7 +113,7 @@ impl<'a> Clusters<'a> {
     fn sum_up(&mut self) {
         self.sums.iter_mut().for_each(|sum| sum.counts.clear());
         for (row, &class) in self.rows.iter().zip(&self.class) {
-            self.sums[class].add(row);
+            self.sums[class].add(&row.counts);
         }
     }
 
