@@ -24,6 +24,7 @@ DTYPES = list(reader.DTYPES)  # in the order of the crate's list
 BF16, F32, I8, F8_E4M3 = 17, 18, 2, 32
 CONDITIONED = 2
 MOST_LANES = 4200  # of a chunk that a target decodes
+SAVED_TABLES = set()
 
 
 def save(target, name, data):
@@ -87,7 +88,9 @@ def save_conditioned(name, plain, blob):
         own, tables = tables[:entry.tables_size], tables[entry.tables_size:]
         if len(own) > 2:
             sets.append(own[2:])
-            save("conditioned_tables", f"{name}_{i}", b"\x00" + own[2:])
+            if own not in SAVED_TABLES:  # many vectors have the same
+                save("conditioned_tables", f"{name}_{i}", b"\x00" + own[2:])
+                SAVED_TABLES.add(own)
         if entry.codec != CONDITIONED:
             continue
         number = int.from_bytes(own[:2], "little") if len(own) == 2 else len(sets) if own else 0

@@ -255,17 +255,17 @@ TPDE_OFFSET(BlobHeader, reserved, 56);
 TPDE_OFFSET(BlobHeader, header_crc32, 60);
 TPDE_SIZE(BlobHeader, TPDE_BLOB_HEADER_SIZE);
 
-/* The first bytes of a payload of codec conditioned, section 4.4 of codecs.md. */
+/* Codec conditioned: the first bytes of a payload, section 4.4 of codecs.md, which names the parts that follow. */
 struct ConditionedHeader {
-    uint8_t low_bits;
-    uint8_t states_log2;
-    uint8_t segments_log2;
-    uint8_t activity_bits;
-    uint16_t first_context;
-    uint8_t context_count;
+    uint8_t low_bits; /* stored as they are, of each lane's delta */
+    uint8_t states_log2; /* of a stream */
+    uint8_t segments_log2; /* of the chunk */
+    uint8_t activity_bits; /* of a block; there are 1 << activity_bits maps */
+    uint16_t first_context; /* lower contexts count as this one */
+    uint8_t context_count; /* entries of a map, 4 bits each */
     uint8_t reserved;
     uint32_t exception_count;
-    uint32_t center;
+    uint32_t center; /* what coded values are taken from, if low_bits is not 0 */
 };
 TPDE_OFFSET(ConditionedHeader, low_bits, 0);
 TPDE_OFFSET(ConditionedHeader, states_log2, 1);

@@ -8,7 +8,7 @@ use zerocopy::FromBytes;
 use zerocopy::little_endian::U32;
 
 /// Words of a row: within a row the weight is `Q`, between rows `P`.
-const ROW: usize = 1024;
+pub(crate) const ROW: usize = 1024;
 
 const fn mix(x: u64) -> u64 {
     let mut z = x.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
@@ -17,7 +17,7 @@ const fn mix(x: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-static P: [u64; ROW] = {
+pub(crate) static P: [u64; ROW] = {
     let mut table = [0; ROW];
     let mut r = 0;
     while r < ROW {
@@ -27,7 +27,7 @@ static P: [u64; ROW] = {
     table
 };
 
-static Q: [u32; ROW] = {
+pub(crate) static Q: [u32; ROW] = {
     let mut table = [0; ROW];
     let mut c = 0;
     while c < ROW {

@@ -1,28 +1,16 @@
 //! Damage of stored bytes: no cut and no flipped bit of any published pair goes unnoticed, and each is called by the rule that
 //! it breaks.
 
+#[allow(dead_code, reason = "other tests use more of it")]
+mod common;
+
+use common::{Xorshift, manifest};
 use rayon::prelude::*;
-use serde::Deserialize;
-use std::path::{Path, PathBuf};
 use tpde::error::{Invalid, Rule};
 use tpde::{
     Apply, Checkpoint, Codec, Dtype, EncodeOptions, Error, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint,
     TensorInfo, ValidatedIndex, encode_to_memory,
 };
-
-#[derive(Deserialize)]
-struct Manifest {
-    vectors: Vec<Vector>,
-}
-
-#[derive(Deserialize)]
-struct Vector {
-    name: String,
-    verdict: String,
-    index: PathBuf,
-    blob: PathBuf,
-    base: Option<PathBuf>,
-}
 
 /// A valid pair and its base.
 struct Sound {
@@ -33,17 +21,14 @@ struct Sound {
 }
 
 fn sound_pairs() -> Vec<Sound> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/v1");
-    let read = |path: &Path| std::fs::read(folder.join(path)).unwrap();
-    let manifest: Manifest = serde_json::from_slice(&read(Path::new("manifest.json"))).unwrap();
-    let valid = manifest.vectors.into_iter().filter(|vector| vector.verdict == "valid");
+    let valid = manifest::vectors().into_iter().filter(|vector| vector.verdict == "valid");
     let mut pairs: Vec<_> = valid
         .map(|vector| Sound {
             name: vector.name,
-            index: read(&vector.index),
-            blob: read(&vector.blob),
+            index: manifest::read(&vector.index),
+            blob: manifest::read(&vector.blob),
             base: match vector.base {
-                Some(base) => Box::new(SafetensorsCheckpoint::open(&folder.join(base)).unwrap()),
+                Some(base) => Box::new(SafetensorsCheckpoint::open(&manifest::folder().join(base)).unwrap()),
                 None => Box::new(MemoryCheckpoint::default()),
             },
         })
@@ -55,13 +40,8 @@ fn sound_pairs() -> Vec<Sound> {
 
 /// A pair of our encoder: tensors of some dtypes, with and without a base, with tables of their own and with those of others.
 fn pair_of_codec_conditioned(seed: u64) -> Sound {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    let mut random = move || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state >> 11
-    };
+    let mut numbers = Xorshift(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    let mut random = move || numbers.next() >> 11;
     let (mut base, mut target) = (Vec::new(), Vec::new());
     let mut add = |name: &str, dtype: Dtype, lanes: u64, rarity: u64, has_base: bool| {
         let width = dtype.lane_bytes();

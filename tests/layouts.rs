@@ -24,10 +24,8 @@ fn c_structs() -> BTreeMap<String, BTreeMap<String, usize>> {
     structs
 }
 
-/// The offset tables of the spec in their order: field name to offset and size.
-fn spec_tables() -> Vec<BTreeMap<String, (usize, usize)>> {
-    let text = spec("tpde-format.md");
-    let text = &text[..text.find("\n## 14.").unwrap()];
+/// The offset tables of a text of the spec in their order: field name to offset and size.
+fn spec_tables(text: &str) -> Vec<BTreeMap<String, (usize, usize)>> {
     let mut tables: Vec<BTreeMap<_, _>> = Vec::new();
     for line in text.lines() {
         let cells: Vec<_> = line.split('|').map(str::trim).collect();
@@ -64,7 +62,8 @@ macro_rules! fields {
 #[test]
 fn spec_crate_and_c_header_have_the_same_layouts() {
     let place: [u8; 256] = std::array::from_fn(|i| i as u8);
-    let tables = spec_tables();
+    let text = spec("tpde-format.md");
+    let tables = spec_tables(&text[..text.find("\n## 14.").unwrap()]);
     let [header, section, record, sums, _digests, tensor, file, blob] = &tables[..] else { panic!("{} tables", tables.len()) };
 
     let v = IndexHeader::read(&mut Cursor::new(&place)).unwrap();
@@ -108,6 +107,18 @@ fn spec_crate_and_c_header_have_the_same_layouts() {
     let v = BlobHeader::read(&mut Cursor::new(&place)).unwrap();
     let fields = fields!(v: version_major, version_minor, header_size, blob_size, header_crc32; magic, pair_digest);
     check("BlobHeader", blob, &fields);
+
+    // The first one is of codec `raw`, whose offsets are no numbers.
+    let tables = spec_tables(&spec("codecs.md"));
+    let [_, header] = &tables[..] else { panic!("{} tables", tables.len()) };
+    let v = ConditionedHeader::ref_from_prefix(&place).unwrap().0;
+    let mut fields = Vec::from(fields!(v: low_bits, states_log2, segments_log2, activity_bits, context_count));
+    fields.extend([
+        ("first_context", v.first_context.as_bytes().to_vec()),
+        ("exception_count", v.exception_count.as_bytes().to_vec()),
+        ("center", v.center.as_bytes().to_vec()),
+    ]);
+    check("ConditionedHeader", header, &fields);
 }
 
 /// Numbers that a `#define` or an `enum` of the C header gives.
@@ -168,4 +179,32 @@ fn registries_and_constants_agree() {
     }
     assert_eq!(c_number("TPDE_INDEX_MAGIC_U64"), u64::from_le_bytes(INDEX_MAGIC));
     assert_eq!(c_number("TPDE_BLOB_MAGIC_U64"), u64::from_le_bytes(BLOB_MAGIC));
+}
+
+/// The bounds of codec `conditioned` in the words of the spec; that the crate keeps them is for its vectors to say.
+#[test]
+fn bounds_of_codec_conditioned_agree() {
+    assert_eq!(c_number("TPDE_CONDITIONED_HEADER_SIZE"), size_of::<ConditionedHeader>() as u64);
+    let text = spec("codecs.md");
+    for (name, before, after) in [
+        ("HEADER_SIZE", "| header | ", " |"),
+        ("BLOCK_LANES", "Lanes are grouped into *blocks* of ", ","),
+        ("STATES_LOG2_MAX", "| `states_log2` | 0 to ", ";"),
+        ("SEGMENTS_LOG2_MAX", "| `segments_log2` | 0 to ", ","),
+        ("ACTIVITY_BITS_MAX", "| `activity_bits` | 0 to ", " |"),
+        ("CONTEXT_COUNT_MAX", "| `context_count` | 1 to ", " |"),
+        ("CLASS_COUNT_MAX", "the number of classes, 1 to ", ";"),
+        ("TOKEN_COUNT_MAX", "a byte *T*, 1 to ", ","),
+        ("FREQUENCY_SUM", "those of a class add up to ", ", and"),
+        ("STATE_MIN", "`u32` each and at least ", ","),
+        ("SET_COUNT_MAX", "At most ", " sets."),
+    ] {
+        let number = c_number(&format!("TPDE_CONDITIONED_{name}"));
+        let words = match name {
+            "STATE_MIN" => format!("2^{}", number.ilog2()),
+            _ if number < 1000 => number.to_string(),
+            _ => format!("{},{:03}", number / 1000, number % 1000),
+        };
+        assert!(text.contains(&format!("{before}{words}{after}")), "{name} is {words}");
+    }
 }

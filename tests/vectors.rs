@@ -2,45 +2,17 @@
 //! rule that it breaks, at the step where that shows. They are made from the spec by `testdata/make_vectors.py`, which shares
 //! nothing with this crate, and `testdata/reader` reads them too.
 
-use serde::Deserialize;
+#[allow(dead_code, reason = "other tests use more of it")]
+mod common;
+
+use common::manifest::{self, Vector, folder, vectors};
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use tpde::error::Rule;
 use tpde::safetensors::ApplyOptions;
 use tpde::{
     Apply, Checkpoint, Error, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, ValidatedIndex, apply_to_path,
 };
-
-#[derive(Deserialize)]
-struct Manifest {
-    vectors: Vec<Vector>,
-}
-
-#[derive(Deserialize)]
-struct Vector {
-    name: String,
-    verdict: String,
-    index: PathBuf,
-    blob: PathBuf,
-    base: Option<PathBuf>,
-    #[serde(default)]
-    tensors: BTreeMap<String, String>,
-    #[serde(default)]
-    files: BTreeMap<String, String>,
-    rule: Option<String>,
-    when: Option<String>,
-    error: Option<String>,
-    tensor: Option<String>,
-    chunk: Option<u32>,
-}
-
-fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/v1")
-}
-
-fn manifest() -> Manifest {
-    serde_json::from_slice(&std::fs::read(folder().join("manifest.json")).unwrap()).unwrap()
-}
 
 /// What reading a vector gave: bytes, or an error and the step at which it came.
 type Outcome = std::result::Result<Decoded, (&'static str, Error)>;
@@ -55,9 +27,8 @@ fn hash(bytes: &[u8]) -> String {
 }
 
 fn read(vector: &Vector) -> Outcome {
-    let bytes = |path: &Path| std::fs::read(folder().join(path)).unwrap();
-    let index = ValidatedIndex::parse(bytes(&vector.index), &Limits::default()).map_err(|e| ("open_index", e))?;
-    let pair = Pair::new(index, bytes(&vector.blob)).map_err(|e| ("open_blob", e))?;
+    let index = ValidatedIndex::parse(manifest::read(&vector.index), &Limits::default()).map_err(|e| ("open_index", e))?;
+    let pair = Pair::new(index, manifest::read(&vector.blob)).map_err(|e| ("open_blob", e))?;
     let later = |e| ("decode", e);
     pair.verify().map_err(later)?;
     let base = vector.base.as_ref().map(|base| SafetensorsCheckpoint::open(&folder().join(base))).transpose().map_err(later)?;
@@ -86,7 +57,7 @@ fn decode(pair: &Pair<Vec<u8>>, base: Option<&SafetensorsCheckpoint>) -> Result<
 
 #[test]
 fn valid_vectors_decode_to_the_bytes_of_the_manifest() {
-    let vectors: Vec<_> = manifest().vectors.into_iter().filter(|v| v.verdict == "valid").collect();
+    let vectors: Vec<_> = vectors().into_iter().filter(|v| v.verdict == "valid").collect();
     assert!(vectors.len() >= 30);
     for vector in vectors {
         match read(&vector) {
@@ -101,7 +72,7 @@ fn valid_vectors_decode_to_the_bytes_of_the_manifest() {
 
 #[test]
 fn invalid_vectors_are_refused_with_the_rule_that_they_break() {
-    let vectors: Vec<_> = manifest().vectors.into_iter().filter(|v| v.verdict == "invalid").collect();
+    let vectors: Vec<_> = vectors().into_iter().filter(|v| v.verdict == "invalid").collect();
     assert!(vectors.len() >= 70);
     let mut wrong = Vec::new();
     for vector in vectors {
@@ -156,6 +127,6 @@ fn rules_of_the_crate_are_those_of_the_spec_and_each_has_a_vector() {
     let spec_ids = ids_of_the_spec();
     assert_eq!(spec_ids.difference(&crate_ids).cloned().collect::<BTreeSet<_>>(), own_error);
     assert!(crate_ids.is_subset(&spec_ids), "{:?}", crate_ids.difference(&spec_ids));
-    let with_vectors: BTreeSet<_> = manifest().vectors.into_iter().filter_map(|v| v.rule).collect();
+    let with_vectors: BTreeSet<_> = vectors().into_iter().filter_map(|v| v.rule).collect();
     assert!(spec_ids.is_subset(&with_vectors), "no vector breaks {:?}", spec_ids.difference(&with_vectors));
 }

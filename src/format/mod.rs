@@ -1,7 +1,7 @@
 //! The bytes of a pair: constants and layouts, nothing else (spec sections 5 to 11).
 //!
-//! Every struct here is one table of `spec/tpde-format.md` or `spec/codecs.md` and one struct of `spec/tpde.h`; the tests at the end of this
-//! module hold the sizes together. No I/O and no checks happen here: [`crate::index`] validates.
+//! Every struct here is one table of `spec/tpde-format.md` or `spec/codecs.md` and one struct of `spec/tpde.h`;
+//! `tests/layouts.rs` holds the three together. No I/O and no checks happen here: [`crate::index`] and [`crate::codec`] validate.
 
 #![forbid(unsafe_code)]
 

@@ -91,7 +91,7 @@ def read_sections(data, header):
         else:
             need(s.stored_size <= s.expanded_size, "header.sections", f"sizes of section {i}")
         end = s.offset + s.stored_size
-        need(end <= len(data) - 32, "header.sections", f"section {i} leaves the file")
+        need(end <= len(data), "header.sections", f"section {i} leaves the file")
     need(len(data) == align(end, 8) + 32, "header.index_size", "not the end of the sections")
     need(len(data) <= INDEX_LIMIT and all(s.expanded_size <= SECTION_LIMIT for s in sections[3:]), "limit")
     return sections
@@ -123,7 +123,7 @@ def read_tensors(section, header, tables_size):
 
 
 def read_tensor(e, name, names, dims, chunks_before):
-    need(e.base_name_size <= 4096 and (e.base_name_size == 0 or e.base_kind != NONE), "tensor.base_name")
+    need(e.base_name_size <= 4096, "tensor.base_name", "size")
     base_name = read_name(names.take(e.base_name_size), "tensor.base_name")
     need(base_name != name, "tensor.base_name", "equals the name")
     need(e.dtype in DTYPES, "tensor.dtype")
@@ -132,6 +132,7 @@ def read_tensor(e, name, names, dims, chunks_before):
     shape = list(struct.unpack(f"<{e.rank}Q", dims.take(8 * e.rank)))
     need(shape_fits(shape, bits), "tensor.shape")
     need(e.base_kind in (NONE, SAME, PREFIX), "tensor.base_kind")
+    need(e.base_kind != NONE or e.base_name_size == 0, "tensor.base_name", "without a base")
     need(e.codec in CODECS, "tensor.codec")
     need(e.chunk_lanes_log2 >= 12 and lane_bytes << e.chunk_lanes_log2 <= 4 << 20, "tensor.chunk_lanes")
     need(not any(e.reserved), "tensor.reserved")

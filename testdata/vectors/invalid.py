@@ -351,20 +351,23 @@ def invalid_vectors(out):
         index(f"file_name_{name}", about, "file.name",
               model=filed([file] if kind == 0 else [shard, file] if raw_name(value) > b"m.s" else [file, shard]))
 
-    file_name("parent", "A name that climbs out of the folder.", "../x.safetensors")
-    file_name("slash", "A name with a folder.", "a/x.safetensors")
-    file_name("backslash", "A name with a backslash.", "a\\x.safetensors")
-    file_name("absolute", "An absolute name.", "/x.safetensors")
-    file_name("drive", "A name with a colon.", "C:x.safetensors")
-    file_name("hidden", "A name that begins with a dot.", ".x.safetensors")
-    file_name("ending", "A name with another ending.", "x.safetensors.sh")
-    file_name("only_ending", "A name that is nothing but the ending.", ".safetensors")
-    file_name("case_of_ending", "A name with the ending in capitals.", "x.SAFETENSORS")
-    file_name("space", "A name with a space.", "x y.safetensors")
-    file_name("not_ascii", "A name with a letter beyond ASCII.", "é.safetensors")
-    file_name("nul", "A name with a NUL.", "x\0.safetensors")
-    file_name("newline", "A name with a line end after the ending.", "x.safetensors\n")
-    file_name("long", "A name of 256 characters.", "x" * 244 + ".safetensors")
+    for name, about, value in [
+        ("parent", "A name that climbs out of the folder.", "../x.safetensors"),
+        ("slash", "A name with a folder.", "a/x.safetensors"),
+        ("backslash", "A name with a backslash.", "a\\x.safetensors"),
+        ("absolute", "An absolute name.", "/x.safetensors"),
+        ("drive", "A name with a colon.", "C:x.safetensors"),
+        ("hidden", "A name that begins with a dot.", ".x.safetensors"),
+        ("ending", "A name with another ending.", "x.safetensors.sh"),
+        ("only_ending", "A name that is nothing but the ending.", ".safetensors"),
+        ("case_of_ending", "A name with the ending in capitals.", "x.SAFETENSORS"),
+        ("space", "A name with a space.", "x y.safetensors"),
+        ("not_ascii", "A name with a letter beyond ASCII.", "é.safetensors"),
+        ("nul", "A name with a NUL.", "x\0.safetensors"),
+        ("newline", "A name with a line end after the ending.", "x.safetensors\n"),
+        ("long", "A name of 256 characters.", "x" * 244 + ".safetensors"),
+    ]:
+        file_name(name, about, value)
     file_name("verbatim_of_safetensors", "A verbatim file with the ending of safetensors.", "n.safetensors", VERBATIM)
     index("file_name_header_of_json", "A safetensors file with the ending of an index file.", "file.name",
           model=filed(lone(tensors, "m.safetensors.index.json")))

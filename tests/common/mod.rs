@@ -1,5 +1,8 @@
 //! Small checkpoints for tests: made-up tensors, written as safetensors by hand, so that nothing under test writes its own input.
 
+#[allow(dead_code, reason = "not all tests look at the vectors")]
+pub mod manifest;
+
 use serde_json::{Map, Value, json};
 use std::fs;
 use std::path::Path;

@@ -5,10 +5,11 @@ use super::memory::{LANES, Memory, Payload, Shared, Who};
 use super::prologue::{BLOCK, MAP, Prologue, prologue};
 use super::status::*;
 use super::stream::Stream;
-use super::sums::{lane_term, sum_of};
+use super::sums::sum_of;
 use super::warp::{PerLane, WARP, ballot, inclusive_scan, per_lane, reduce};
 use super::{Chunk, Config, Counts, Mode, Outcome, Status};
 use crate::lane::{Context, Lane};
+use crate::sums::lane_term;
 
 /// Lanes that a warp has of a tile.
 const WARP_LANES: usize = WARP * LANES;

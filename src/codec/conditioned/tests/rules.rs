@@ -1,0 +1,177 @@
+//! Each way to break a payload, by the rule that it breaks.
+
+use super::*;
+use crate::codec::conditioned::tables::{extra_bits, least_value};
+use crate::error::Rule;
+use crate::lane::{Lane, Order, lanes_of_mut};
+
+/// 512 lanes of BF16 with the exponents 0 to 3, four lanes each in turn, of which some change.
+fn example(shape: Shape, changes: &[(usize, u16)]) -> Chunk {
+    let set = TableSet::new(&[flat(16, 100), flat(30, 50)]);
+    let base: Vec<u8> = (0..512u16).flat_map(|lane| (lane << 5 & 0x1FF).to_le_bytes()).collect();
+    let mut target = base.clone();
+    for &(position, delta) in changes {
+        let lane = &mut lanes_of_mut::<u16>(&mut target)[position];
+        *lane = u16::apply(u16::load(*lane), delta, Order::Ordered).store();
+    }
+    let payload = model::encode(Dtype::Bf16, Some(&set), &shape, &base, &target).unwrap();
+    Chunk { dtype: Dtype::Bf16, tables: Some(set), base, target, payload }
+}
+
+fn assert_refused(chunk: &Chunk, payload: &[u8], rule: Rule) {
+    for mut decoder in decoders() {
+        let found = decode(&mut decoder, chunk.dtype, chunk.tables.as_ref(), chunk.changed(), payload, &chunk.base);
+        let error = found.expect_err("a payload that breaks a rule");
+        assert_eq!(error.rule(), Some(rule), "{error}");
+    }
+    assert_eq!(chunk.assert_as_model(&mut decoders(), chunk.changed(), payload), None);
+}
+
+/// Each way to break a payload, and the rule that it breaks.
+#[test]
+fn rules_are_told_apart() {
+    // The exponents 1 and 2 are coded, so that the change of lane 0 is listed.
+    let plain = Shape { context_count: 3, classes: vec![0, 1, 2], ..Shape::default() };
+    let split = Shape { activity_bits: 1, activities: vec![0, 1, 1], segments_log2: 1, states_log2: 2, ..plain.clone() };
+    let low = Shape { low_bits: 5, center: 100, classes: vec![], ..plain.clone() };
+    let changes = [(0, 9), (5, 3), (6, 1), (330, 7)];
+    let chunks = [example(plain, &changes), example(split, &changes), example(low, &[(3, 9), (100, 31)])];
+    for chunk in &chunks {
+        chunk.assert_decodes(&mut decoders());
+    }
+    let listed = HEADER + 2; // a position and a delta, after a map of two bytes
+    let activities = HEADER + 4; // a byte, after two maps
+    let sizes = activities + 1 + 6; // a word, after one exception; then a padding
+    let low = HEADER + 2;
+    let streams = [listed + 6, sizes + 5, low + 320];
+    let last = chunks[0].payload.len() - 1;
+    for (chunk, at, bytes, rule) in [
+        (0, LOW_BITS, &[17][..], Rule::PayloadHeader),
+        (0, STATES, &[6], Rule::PayloadHeader),
+        (0, SEGMENTS, &[3], Rule::PayloadHeader),
+        (0, SEGMENTS, &[255], Rule::PayloadHeader),
+        (0, ACTIVITY_BITS, &[3], Rule::PayloadHeader),
+        (0, CONTEXT_COUNT, &[0], Rule::PayloadHeader),
+        (0, CONTEXT_COUNT, &[65], Rule::PayloadHeader),
+        (0, RESERVED, &[1], Rule::PayloadHeader),
+        (0, EXCEPTIONS, &[5], Rule::PayloadHeader),
+        (0, EXCEPTIONS, &[255; 4], Rule::PayloadHeader),
+        (0, CENTER, &[1], Rule::PayloadHeader),
+        (2, CENTER, &[0, 8], Rule::PayloadHeader),
+        (0, HEADER, &[0x30], Rule::PayloadClasses),
+        (0, HEADER + 1, &[0x03], Rule::PayloadClasses),
+        (0, HEADER + 1, &[0x12], Rule::PayloadClasses),
+        (1, activities, &[0x16], Rule::PayloadSize),
+        (1, sizes + 4, &[1], Rule::PayloadSize),
+        (1, sizes, &[255; 4], Rule::PayloadSize),
+        (1, sizes, &[7, 0, 0, 0], Rule::PayloadStream),
+        (0, streams[0], &[255, 255, 0, 0], Rule::PayloadStream),
+        (1, streams[1] + 4, &[255, 255, 0, 0], Rule::PayloadStream),
+        (2, streams[2], &[1], Rule::PayloadStream),
+        (0, last, &[!chunks[0].payload[last]], Rule::PayloadStream),
+        (0, listed, &[0, 2], Rule::PayloadPositions),
+        (0, listed, &[255; 4], Rule::PayloadPositions),
+        (0, listed, &[5], Rule::PayloadPositions),
+        (0, listed + 4, &[0], Rule::PayloadDeltas),
+        (2, low + 8, &[255], Rule::PayloadDeltas),
+    ] {
+        let mut payload = chunks[chunk].payload.clone();
+        assert_ne!(payload[at..at + bytes.len()], *bytes);
+        payload[at..at + bytes.len()].copy_from_slice(bytes);
+        assert_refused(&chunks[chunk], &payload, rule);
+    }
+    // Two changes are listed, and their positions change places, or become the same.
+    let listed_twice = Shape { context_count: 1, classes: vec![], ..Shape::default() };
+    let twice = example(listed_twice, &[(7, 4), (9, 2)]);
+    twice.assert_decodes(&mut decoders());
+    let at = HEADER + 1;
+    assert_eq!(twice.payload[at..at + 8], [7, 0, 0, 0, 9, 0, 0, 0]);
+    for positions in [[9, 7], [7, 7], [9, 9]] {
+        let mut payload = twice.payload.clone();
+        (payload[at], payload[at + 4]) = (positions[0], positions[1]);
+        assert_refused(&twice, &payload, Rule::PayloadPositions);
+    }
+    // One byte more makes half a word, two are a word that nothing reads.
+    assert_refused(&chunks[0], &[&chunks[0].payload[..], &[0]].concat(), Rule::PayloadSize);
+    assert_refused(&chunks[0], &[&chunks[0].payload[..], &[0, 0]].concat(), Rule::PayloadStream);
+    assert_refused(&chunks[0], &chunks[0].payload[..last - 1], Rule::PayloadStream);
+    assert_refused(&chunks[0], &chunks[0].payload[..HEADER - 1], Rule::PayloadSize);
+}
+
+/// Each token that fits in a lane, with the largest value and the least; the token after them is refused.
+#[test]
+fn the_largest_values_fit() {
+    for (dtype, tokens) in [(Dtype::U8, 24), (Dtype::U16, 40), (Dtype::U32, 72), (Dtype::U64, 136)] {
+        let width = dtype.lane_bytes();
+        for lanes in [1, 31, 32, 33, 64] {
+            for token in 1..tokens {
+                let least = least_value(token as u8);
+                let extra = (1 << extra_bits(token as u8)) - 1;
+                for value in [least, least + extra / 3, least + extra] {
+                    let base = vec![0; lanes * width];
+                    let mut target = base.clone();
+                    with_lane!(width, L => {
+                        let lane = |lane: &mut _| *lane = L::apply(L::default(), L::truncate(value), dtype.order()).store();
+                        lanes_of_mut::<L>(&mut target).iter_mut().for_each(lane);
+                    });
+                    for states_log2 in [0, 5] {
+                        let set = one_token(token);
+                        let shape = Shape { states_log2, context_count: 1, classes: vec![1], ..Shape::default() };
+                        let payload = model::encode(dtype, Some(&set), &shape, &base, &target).unwrap();
+                        assert_decodes(&mut decoders(), dtype, Some(&set), &payload, &base, &target);
+                    }
+                }
+            }
+            for token in tokens..MAX_TOKENS {
+                for (states_log2, states) in [(0, 1), (5, 32)] {
+                    // Words in plenty, so that it is the value that is wrong.
+                    let mut header = [0; HEADER];
+                    (header[STATES], header[CONTEXT_COUNT]) = (states_log2, 1);
+                    let payload = [&header[..], &[1, 0], &[0, 0, 1, 0].repeat(states + 1000)].concat();
+                    let (base, target) = (vec![0; lanes * width], vec![1; lanes * width]);
+                    let chunk = Chunk { dtype, tables: Some(one_token(token)), base, target, payload };
+                    assert_refused(&chunk, &chunk.payload, Rule::PayloadDeltas);
+                }
+            }
+        }
+    }
+}
+
+/// Counts and sizes that promise far more than there is: refused for what is missing.
+#[test]
+fn promises_of_much_are_refused() {
+    let lanes = 4 << 20;
+    let base = vec![0; lanes];
+    let set = TableSet::new(&[flat(2, 100)]);
+    let refused = |header: [u8; HEADER], rest: &[u8], rule: Rule| {
+        let payload = [&header[..], rest].concat();
+        for mut decoder in decoders() {
+            let found = decode(&mut decoder, Dtype::U8, Some(&set), lanes as u32, &payload, &base);
+            assert_eq!(found.unwrap_err().rule(), Some(rule));
+        }
+    };
+    let exceptions = (lanes as u32).to_le_bytes();
+    let mut header = [0; HEADER];
+    header[CONTEXT_COUNT] = 1;
+    header[EXCEPTIONS..CENTER].copy_from_slice(&exceptions);
+    refused(header, &[0; 9], Rule::PayloadSize);
+    header[EXCEPTIONS..CENTER].fill(0);
+    header[LOW_BITS] = 8;
+    refused(header, &[0; 1000], Rule::PayloadSize);
+    header[LOW_BITS] = 0;
+    header[SEGMENTS] = 5;
+    header[STATES] = 5;
+    refused(header, &[0; 100], Rule::PayloadSize);
+    refused(header, &[&[0][..], &[255; 4 * 31], &[0], &[1; 200]].concat(), Rule::PayloadSize);
+    // All lanes are coded, and the words for them end at once.
+    header[SEGMENTS] = 0;
+    refused(header, &[&[1, 0][..], &[1; 4 * 32]].concat(), Rule::PayloadStream);
+    // All lanes are coded and unchanged.
+    let flat = TableSet::new(&[flat(1, 1)]);
+    let payload = [&header[..], &[1, 0], &[0, 0, 1, 0].repeat(32)].concat();
+    for mut decoder in decoders() {
+        let found = decode(&mut decoder, Dtype::U8, Some(&flat), 1, &payload, &base);
+        assert_eq!(found.unwrap_err().rule(), Some(Rule::PayloadDeltas));
+        assert!(decode(&mut decoder, Dtype::U8, Some(&flat), 0, &payload, &base).is_ok_and(|(_, lanes)| lanes == base));
+    }
+}

@@ -1,0 +1,99 @@
+//! Steps of a stream, on every path that has them.
+
+use super::*;
+use crate::codec::conditioned::tables::Lookup;
+use crate::simd::{Broken, STEP, Words};
+
+/// A step as section 4.5 has it, on frequencies.
+fn plain_step(
+    classes: &[u8],
+    set: &[Vec<u16>],
+    tokens: usize,
+    words: &mut Words<'_>,
+    states: &mut [u32; STEP],
+) -> Result<Vec<u64>, Broken> {
+    let mut found = Vec::new();
+    for (x, &class) in states.iter_mut().zip(classes) {
+        let mut slot = *x % SCALE;
+        let mut token = 0;
+        let class = &set[usize::from(class) - 1];
+        while slot >= u32::from(class[token]) {
+            slot -= u32::from(class[token]);
+            token += 1;
+        }
+        if token >= tokens {
+            return Err(Broken::Value);
+        }
+        *x = words.renormalize(u32::from(class[token]) * (*x / SCALE) + slot)?;
+        found.push(token as u64);
+    }
+    let mut values: Vec<u64> = found.iter().map(|&t| if t < 16 { t } else { (2 + t % 2) << ((t - 16) / 2 + 3) }).collect();
+    for round in 0..4 {
+        for ((x, &token), value) in states.iter_mut().zip(&found).zip(&mut values) {
+            let extra = if token < 16 { 0 } else { (token - 16) / 2 + 3 };
+            let bits = extra.saturating_sub(16 * round).min(16);
+            *value += u64::from(*x % (1 << bits)) << (16 * round);
+            *x = words.renormalize(*x >> bits)?;
+        }
+    }
+    Ok(values)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(3000))]
+
+    /// Steps from any states and words, which always decode to something while words are there and tokens allowed.
+    #[test]
+    fn steps_are_the_same_on_every_path(
+        classes in 1usize..16,
+        most in proptest::sample::select(&[1usize, 2, 16, 17, 30, 40, 72][..]),
+        allowed in proptest::sample::select(&[2usize, 16, 24, 40, 72][..]),
+        steps in 0usize..40,
+        count in proptest::sample::select(&[16, STEP][..]),
+        size in prop_oneof![3 => Just(1 << 16), 1 => 0usize..3000],
+        seed: u64,
+    ) {
+        let mut random = Random::new(seed);
+        let set = random.set(classes, most);
+        let lookup = Lookup::new(&set);
+        let frequencies: Vec<_> = set.classes().map(<[u16]>::to_vec).collect();
+        let coded: Vec<u8> = (0..count * steps).map(|_| 1 + random.below(classes as u64) as u8).collect();
+        let mut initial = [0; STEP];
+        initial.iter_mut().for_each(|x| *x = (random.any() as u32 >> random.below(16)).max(1 << 16));
+        let stream: Vec<[u8; 2]> = (0..size).map(|_| (random.next() as u16 >> random.below(16)).to_le_bytes()).collect();
+
+        let (mut states, mut words) = (initial, Words { words: &stream, read: 0 });
+        let expected: Result<Vec<_>, _> =
+            coded.chunks(count).map(|classes| plain_step(classes, &frequencies, allowed, &mut words, &mut states)).collect();
+        let expected = expected.map(|values| values.concat());
+        for path in Path::available().into_iter().filter(|path| path.has_steps()) {
+            let (mut found_states, mut found_words) = (initial, Words { words: &stream, read: 0 });
+            let mut values = vec![0xAAAA_AAAA; coded.len()];
+            let mut changed = vec![0xAAAA; coded.len() / 16];
+            let result = path.decode_steps(
+                count,
+                &lookup.entries,
+                allowed,
+                &mut found_words,
+                &mut found_states,
+                &coded,
+                &mut values,
+                &mut changed,
+            );
+            match result {
+                Ok(()) => {
+                    prop_assert!(expected.as_ref().is_ok_and(|expected| expected.iter().copied().eq(values.iter().map(|&value| u64::from(value)))));
+                    prop_assert_eq!((found_states, found_words.read), (states, words.read), "{:?}", path);
+                    let not_zero = |lanes: &[u32]| lanes.iter().rev().fold(0, |mask, &value| mask << 1 | u16::from(value != 0));
+                    prop_assert!(values.chunks(16).map(not_zero).eq(changed));
+                }
+                // In a step that is wrong in two ways a vector may find the other one first.
+                Err(broken) => {
+                    prop_assert!(expected.is_err(), "{:?} on {:?}", broken, path);
+                    prop_assert!(broken != Broken::Value || most > allowed, "{:?}", path);
+                    prop_assert!(broken != Broken::Short || size < 1 << 16, "{:?}", path);
+                }
+            }
+        }
+    }
+}
