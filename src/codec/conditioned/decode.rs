@@ -46,6 +46,7 @@ impl Decoder {
     }
 
     /// See [`crate::codec::ChunkDecoder::decode`].
+    #[expect(clippy::too_many_arguments, reason = "all that a record and a tensor say of a chunk")]
     pub fn decode<L: Lane>(
         &mut self,
         dtype: Dtype,
@@ -139,22 +140,13 @@ impl Target {
     /// Changes the lanes of a chunk that have a value, at their positions.
     fn patch_few<L: Lane>(&mut self, positions: &[u32], values: &[L::Le], changed: &[u16], lanes: &mut [u8]) {
         let lanes = lanes_of_mut::<L>(lanes);
-        let mut sum = 0u64;
         let order = self.order;
-        for (group, &mask) in changed.iter().enumerate() {
-            let mut mask = mask;
-            while mask != 0 {
-                let j = group * GROUP + mask.trailing_zeros() as usize;
-                mask &= mask - 1;
-                let position = positions[j] as usize;
-                let base = L::load(lanes[position]);
-                let target = L::apply(base, L::load(values[j]), order);
-                lanes[position] = target.store();
-                sum = sum.wrapping_add(lane_term(position, base, target));
-                self.changed += 1;
-            }
-        }
+        let (sum, count) = vectorized(
+            #[inline(always)]
+            || patch_few::<L>(positions, values, changed, order, lanes),
+        );
         self.sum = self.sum.map(|before| before.wrapping_add(sum));
+        self.changed += count;
     }
 
     /// Changes the lanes of a segment that the masks select by their values.
@@ -250,6 +242,27 @@ impl<'a, L: Lane> Exceptions<'a, L> {
         let positions = self.positions.iter().map(|position| u32::from_le_bytes(*position) as usize);
         positions.zip(self.deltas).zip(&self.bases).map(|((position, delta), base)| (position, L::load(*delta), *base))
     }
+}
+
+/// Returns what a chunk sum grows by, and the number of changes.
+#[inline(always)]
+fn patch_few<L: Lane>(positions: &[u32], values: &[L::Le], changed: &[u16], order: Order, lanes: &mut [L::Le]) -> (u64, usize) {
+    let (mut sum, mut count) = (0u64, 0);
+    // Four groups at once: where a loop ends is a guess, and wrong as often as there are loops.
+    for (at, masks) in changed.chunks(4).enumerate() {
+        let mut left = masks.iter().rev().fold(0u64, |left, &mask| left << GROUP | u64::from(mask));
+        count += left.count_ones() as usize;
+        while left != 0 {
+            let j = 4 * GROUP * at + left.trailing_zeros() as usize;
+            left &= left - 1;
+            let position = positions[j] as usize;
+            let base = L::load(lanes[position]);
+            let target = L::apply(base, L::load(values[j]), order);
+            lanes[position] = target.store();
+            sum = sum.wrapping_add(lane_term(position, base, target));
+        }
+    }
+    (sum, count)
 }
 
 #[inline(always)]
