@@ -11,9 +11,9 @@ pub(super) const LEVELS: usize = 4;
 const CONTEXTS: usize = 256;
 /// Lanes and changes that say enough of all: with more, those of some blocks are looked at.
 const LANES: usize = 1 << 14;
-const CHANGES: usize = 1 << 11;
+const CHANGES: usize = 1 << 13;
 /// At least one block in so many is looked at.
-const STRIDE: usize = 32;
+const STRIDE: usize = 16;
 /// Changes of a block that are worth working out all of its values.
 const MANY: u16 = 8;
 
