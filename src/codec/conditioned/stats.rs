@@ -97,13 +97,15 @@ impl Stats {
         };
         let mut stats = Self { first, lanes: vec![[(0, NO_ROW); CONTEXTS]; LEVELS], counts: Vec::new(), tokens, levels };
         let stride = |count: usize, enough: usize| (1 << (count / enough).max(1).ilog2()).min(STRIDE);
-        let (lane_stride, change_stride) = (stride(lanes, LANES), stride(count, CHANGES));
+        // Where part of the changes is looked at, lanes are of the same blocks: else unchanged ones would be miscounted.
+        let change_stride = stride(count, CHANGES);
+        let lane_stride = stride(lanes, LANES).max(change_stride);
         // Neighbours are often alike: counted in one place, each would wait for the one before.
         let mut counts = vec![[[0u32; CONTEXTS]; 4]; LEVELS];
         let mut contexts = [0; BLOCK];
         let (of, order, bits) = (dtype.context(), dtype.order(), 8 * L::BYTES as u32);
         let lanes_of_block = |b: usize| b * BLOCK * L::BYTES..((b + 1) * BLOCK * L::BYTES).min(base.len());
-        for b in (0..changes.len()).step_by(lane_stride.min(change_stride)) {
+        for b in (0..changes.len()).step_by(change_stride) {
             let with_lanes = b % lane_stride == 0;
             let changes = if b % change_stride == 0 { changes[b] } else { 0 };
             if !with_lanes && changes == 0 {
