@@ -158,9 +158,9 @@ pub trait Lane: sealed::Sealed + Copy + Eq + Ord + Default + Send + Sync + 'stat
     /// To memory.
     fn store(self) -> Self::Le;
     /// The low bits of `x`.
-    fn truncate(x: u64) -> Self;
+    fn from_u64(x: u64) -> Self;
     /// The value.
-    fn widen(self) -> u64;
+    fn to_u64(self) -> u64;
     /// The map of section 9 for `order`.
     fn ordered(self, order: Order) -> Self;
     /// The inverse of [`Lane::ordered`].
@@ -199,11 +199,11 @@ macro_rules! lane {
                 $store(self)
             }
             #[inline(always)]
-            fn truncate(x: u64) -> Self {
+            fn from_u64(x: u64) -> Self {
                 x as $unsigned
             }
             #[inline(always)]
-            fn widen(self) -> u64 {
+            fn to_u64(self) -> u64 {
                 u64::from(self)
             }
             #[inline(always)]
@@ -410,7 +410,7 @@ mod tests {
     }
 
     fn round_trip<L: Lane>(base: u64, target: u64) {
-        let (base, target) = (L::truncate(base), L::truncate(target));
+        let (base, target) = (L::from_u64(base), L::from_u64(target));
         for order in [Order::Plain, Order::Ordered] {
             let delta = L::delta(base, target, order);
             assert_eq!(L::apply(base, delta, order), target);

@@ -140,7 +140,7 @@ fn tail_sum(tail: &[u8], at: usize) -> u64 {
 pub(crate) fn lane_term<L: Lane>(position: usize, old: L, new: L) -> u64 {
     let byte = position * L::BYTES;
     let weight = |word: usize| P[word / ROW % ROW].wrapping_mul(u64::from(Q[word % ROW]));
-    let (old, new) = (old.widen(), new.widen());
+    let (old, new) = (old.to_u64(), new.to_u64());
     if L::BYTES < 8 {
         let shift = byte % 4 * 8;
         return weight(byte / 4).wrapping_mul((new << shift).wrapping_sub(old << shift));

@@ -191,8 +191,16 @@ pub fn repair_sums(index: &ValidatedIndex, blob: &mut [u8]) -> Vec<u8> {
             let mut target_sum = base_sum;
             if encoded.num_deltas > 0 {
                 let payload = &blob[record.blob_offset.get() as usize..][..record.compressed_size.get() as usize];
-                let decoded =
-                    ChunkDecoder::new().decode(tensor.codec, tensor.tables, tensor.dtype, encoded, payload, base_sum, lanes);
+                let decoded = ChunkDecoder::new().decode(
+                    tensor.codec,
+                    tensor.tables,
+                    tensor.dtype,
+                    encoded,
+                    payload,
+                    base_sum,
+                    lanes,
+                    &mut |_, _| Ok(()),
+                );
                 target_sum = decoded.unwrap_or(0);
             }
             put(&mut bytes, sums_at + 16 * chunk as usize, &base_sum.to_le_bytes());
@@ -239,7 +247,9 @@ pub fn decode(chunk: &Chunk<'_>, codec: Codec, uncompressed_size: u32, payload: 
     let encoded = Encoded { uncompressed_size, num_deltas: chunk.num_deltas };
     let mut out = chunk.base.to_vec();
     let base_sum = chunk_sum(chunk.base);
-    let outcome = DECODER.with_borrow_mut(|decoder| decoder.decode(codec, None, chunk.dtype, encoded, payload, base_sum, &mut out));
+    let outcome = DECODER.with_borrow_mut(|decoder| {
+        decoder.decode(codec, None, chunk.dtype, encoded, payload, base_sum, &mut out, &mut |_, _| Ok(()))
+    });
     check_outcome(chunk.dtype, chunk.base, chunk.num_deltas, outcome, &out);
 }
 

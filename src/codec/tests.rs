@@ -93,7 +93,7 @@ fn pattern(dtype: Dtype, lanes: usize, gaps: &[usize], deltas: &[u64]) -> (Vec<u
         for (gap, delta) in gaps.iter().cycle().zip(deltas.iter().cycle()) {
             at += gap;
             let Some(lane) = out.get_mut(at) else { break };
-            *lane = L::apply(L::load(*lane), L::truncate(*delta), dtype.order()).store();
+            *lane = L::apply(L::load(*lane), L::from_u64(*delta), dtype.order()).store();
             at += 1;
         }
     });

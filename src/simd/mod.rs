@@ -353,7 +353,7 @@ mod tests {
         #[test]
         fn packing_is_the_same_on_every_path(lanes in proptest::collection::vec(any::<u64>(), HALF), mask: u64) {
             fn check<L: Lane>(lanes: &[u64], mask: u64) {
-                let lanes: [L::Le; HALF] = std::array::from_fn(|i| L::truncate(lanes[i]).store());
+                let lanes: [L::Le; HALF] = std::array::from_fn(|i| L::from_u64(lanes[i]).store());
                 for path in Path::available() {
                     let mut out = [L::default().store(); HALF];
                     path.pack::<L>(&lanes, mask, &mut out);

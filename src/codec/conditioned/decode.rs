@@ -197,9 +197,9 @@ impl Target {
             let mut found = found.iter();
             for (i, lane) in half.iter_mut().enumerate() {
                 let coded = if mask >> i & 1 == 1 { found.next() } else { None };
-                let high = coded.map_or(0, |value| payload.center.wrapping_sub(L::load(*value).widen()) & high_mask);
+                let high = coded.map_or(0, |value| payload.center.wrapping_sub(L::load(*value).to_u64()) & high_mask);
                 let low = bits_at(payload.low, (first + h * HALF + i) * low_bits as usize, low_bits);
-                let delta = L::truncate(high.checked_shl(low_bits).unwrap_or(0) | low);
+                let delta = L::from_u64(high.checked_shl(low_bits).unwrap_or(0) | low);
                 self.changed += usize::from(delta != L::default());
                 *lane = L::apply(L::load(*lane), delta, self.order).store();
             }

@@ -192,7 +192,7 @@ impl Encoder {
 /// The zigzag deltas of all lanes.
 fn deltas<L: Lane>(base: &[u8], target: &[u8], dtype: Dtype) -> impl Iterator<Item = u64> {
     let lanes = lanes_of::<L>(base).iter().zip(lanes_of::<L>(target));
-    lanes.map(move |(base, target)| L::delta(L::load(*base), L::load(*target), dtype.order()).widen())
+    lanes.map(move |(base, target)| L::delta(L::load(*base), L::load(*target), dtype.order()).to_u64())
 }
 
 /// A payload whose deltas are stored as they are.

@@ -108,11 +108,11 @@ fn token(t: usize) -> (u32, u64) {
 }
 
 fn delta(dtype: Dtype, base: u64, target: u64) -> u64 {
-    with_lane!(dtype.lane_bytes(), L => L::delta(L::truncate(base), L::truncate(target), dtype.order()).widen())
+    with_lane!(dtype.lane_bytes(), L => L::delta(L::from_u64(base), L::from_u64(target), dtype.order()).to_u64())
 }
 
 fn apply(dtype: Dtype, base: u64, delta: u64) -> u64 {
-    with_lane!(dtype.lane_bytes(), L => L::apply(L::truncate(base), L::truncate(delta), dtype.order()).widen())
+    with_lane!(dtype.lane_bytes(), L => L::apply(L::from_u64(base), L::from_u64(delta), dtype.order()).to_u64())
 }
 
 /// A string of bits, the low bits of each byte first.

@@ -36,7 +36,7 @@ impl Split {
         // Floats have at most 11 bits of exponent.
         let mut counts = vec![0usize; 1 << high_bits.min(11)];
         for (base, target) in lanes_of::<L>(base).iter().zip(lanes_of::<L>(target)) {
-            let high = L::delta(L::load(*base), L::load(*target), dtype.order()).widen() >> low_bits;
+            let high = L::delta(L::load(*base), L::load(*target), dtype.order()).to_u64() >> low_bits;
             counts[(high as usize).min((1 << high_bits.min(11)) - 1)] += 1;
         }
         // A few lanes may lie above the center: they wrap to large values.
@@ -132,7 +132,7 @@ impl Stats {
                 each(changed, |i| {
                     let (base, target) = (L::load(base[i]), L::load(target[i]));
                     let context = base.context(of).index_from(L::saturate(first));
-                    let token = token_of(split.value(L::delta(base, target, order).widen(), bits)).0;
+                    let token = token_of(split.value(L::delta(base, target, order).to_u64(), bits)).0;
                     *stats.count_of(level, context.into(), token.into()) += change_stride as u32;
                 });
             }
@@ -204,7 +204,7 @@ fn block_tokens<L: Lane>(base: &[u8], target: &[u8], order: Order, split: Split)
         #[inline(always)]
         || {
             for ((token, base), target) in lanes {
-                *token = token_of(split.value(L::delta(L::load(*base), L::load(*target), order).widen(), bits)).0;
+                *token = token_of(split.value(L::delta(L::load(*base), L::load(*target), order).to_u64(), bits)).0;
             }
         },
     );
@@ -263,7 +263,7 @@ fn first_context<L: Lane>(base: &[u8], dtype: Dtype) -> u16 {
     match dtype.context() {
         Context::Exponent { shift, bits } if 1usize << bits > CONTEXTS => {
             let most = (1 << bits) - 1;
-            let exponents = lanes_of::<L>(base).iter().map(|lane| L::load(*lane).widen() >> shift & most);
+            let exponents = lanes_of::<L>(base).iter().map(|lane| L::load(*lane).to_u64() >> shift & most);
             // Infinities and NaNs say nothing about the others.
             let largest = exponents.filter(|&exponent| exponent != most).max().unwrap_or(0);
             (largest as u16).saturating_sub(CONTEXTS as u16 - 2)

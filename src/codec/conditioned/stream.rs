@@ -92,7 +92,7 @@ impl<'a> Stream<'a> {
 fn narrow<L: Lane>(found: &[u32], values: &mut [L::Le]) {
     vectorized(
         #[inline(always)]
-        || values.iter_mut().zip(found).for_each(|(value, &found)| *value = L::truncate(found.into()).store()),
+        || values.iter_mut().zip(found).for_each(|(value, &found)| *value = L::from_u64(found.into()).store()),
     );
 }
 
@@ -128,7 +128,7 @@ fn step<L: Lane>(
         }
     }
     for ((value, token), wide) in values.iter_mut().zip(found).zip(wide) {
-        *value = L::truncate(least_value(token) | wide).store();
+        *value = L::from_u64(least_value(token) | wide).store();
     }
     Ok(())
 }
@@ -160,7 +160,7 @@ pub(super) fn encode<L: Lane>(
         }
         let now = (left - 1) / count * count..left;
         for j in now.clone() {
-            if !divisors.has(classes[j], token_of(L::load(values[j]).widen()).0) {
+            if !divisors.has(classes[j], token_of(L::load(values[j]).to_u64()).0) {
                 values[j] = L::default().store();
                 missing.push(j);
             }
@@ -181,7 +181,7 @@ fn encode_step<L: Lane>(
     states: &mut [u32; STEP],
     words: &mut Backwards<'_>,
 ) {
-    let values = values.iter().map(|value| L::load(*value).widen());
+    let values = values.iter().map(|value| L::load(*value).to_u64());
     let most = values.clone().map(|value| token_of(value).1).max().unwrap_or(0);
     for round in (0..most.div_ceil(16)).rev() {
         for (state, value) in states.iter_mut().zip(values.clone()).rev() {

@@ -51,7 +51,7 @@ impl Lanes<'_> {
             (Order::Ordered, 0) => part.pack::<L>(path, |base, target| L::delta(base, target, Order::Ordered), values),
             (order, _) => {
                 let bits = 8 * L::BYTES as u32;
-                let value = |base, target| L::truncate(self.split.value(L::delta(base, target, order).widen(), bits));
+                let value = |base, target| L::from_u64(self.split.value(L::delta(base, target, order).to_u64(), bits));
                 part.pack::<L>(path, value, values);
             }
         }

@@ -54,7 +54,7 @@ impl Content {
             || put_tokens(deltas, tokens),
         );
         self.end_part();
-        self.put_escapes(deltas, |z| z.widen());
+        self.put_escapes(deltas, |z| z.to_u64());
     }
 
     /// Sections 3.2, 3.3 and 3.4.
@@ -71,9 +71,9 @@ impl Content {
             return;
         }
         let nibble = |x: u64| x.min(NIBBLE) as u8;
-        self.bytes.extend(gaps.iter().zip(&changes.deltas).map(|(&g, d)| nibble(g.into()) | nibble(d.widen() - 1) << 4));
+        self.bytes.extend(gaps.iter().zip(&changes.deltas).map(|(&g, d)| nibble(g.into()) | nibble(d.to_u64() - 1) << 4));
         self.end_part();
-        self.put_escapes(&changes.deltas, |d| d.widen() - 1);
+        self.put_escapes(&changes.deltas, |d| d.to_u64() - 1);
         for gap in gaps.into_iter().filter(|&gap| u64::from(gap) >= NIBBLE) {
             put_continued(gap - NIBBLE as u32, &mut self.bytes);
         }
@@ -81,7 +81,7 @@ impl Content {
 
     fn put_planes<L: Lane>(&mut self, lanes: impl Iterator<Item = L> + Clone) {
         for plane in 0..L::BYTES {
-            self.bytes.extend(lanes.clone().map(|d| (d.widen() >> (8 * plane)) as u8));
+            self.bytes.extend(lanes.clone().map(|d| (d.to_u64() >> (8 * plane)) as u8));
             self.end_part();
         }
     }
@@ -91,7 +91,7 @@ impl Content {
         let values = || deltas.iter().map(&value).filter(|&v| v >= NIBBLE);
         self.bytes.extend(values().map(|v| (v - NIBBLE).min(255) as u8));
         self.end_part();
-        let wide: Vec<L> = values().filter(|&v| v >= WIDE).map(|v| L::truncate(v - WIDE)).collect();
+        let wide: Vec<L> = values().filter(|&v| v >= WIDE).map(|v| L::from_u64(v - WIDE)).collect();
         if !wide.is_empty() {
             self.put_planes(wide.into_iter());
         }
@@ -100,7 +100,7 @@ impl Content {
 
 #[inline(always)]
 fn nibble<L: Lane>(z: L) -> u8 {
-    z.min(L::truncate(NIBBLE)).widen() as u8
+    z.min(L::from_u64(NIBBLE)).to_u64() as u8
 }
 
 #[inline(always)]
@@ -195,7 +195,7 @@ fn lanes_of_planes<L: Lane>(planes: &[u8], count: usize) -> impl Iterator<Item =
 
 #[inline(always)]
 fn plane_lane<L: Lane>(planes: &[u8], count: usize, i: usize) -> L {
-    L::truncate((0..L::BYTES).fold(0, |x, k| x | u64::from(planes[k * count + i]) << (8 * k)))
+    L::from_u64((0..L::BYTES).fold(0, |x, k| x | u64::from(planes[k * count + i]) << (8 * k)))
 }
 
 /// Applies a delta to each lane, zero or not, and returns how many are not.
@@ -222,7 +222,7 @@ fn decode_planes<L: Lane>(mut parts: &[u8], count: usize, order: Order, lanes: &
         for k in 0..L::BYTES {
             let plane = &planes[k * total + block * BLOCK..][..lanes.len()];
             for (delta, &byte) in deltas.iter_mut().zip(plane) {
-                *delta = L::truncate(delta.widen() | u64::from(byte) << (8 * k));
+                *delta = L::from_u64(delta.to_u64() | u64::from(byte) << (8 * k));
             }
         }
         changed += apply_all(lanes, deltas, order);
@@ -297,14 +297,14 @@ impl<'a> Escapes<'a> {
         for &byte in take(&mut self.bytes, mask.count_ones() as usize)? {
             let mut value = NIBBLE + u64::from(byte);
             if byte == 255 {
-                let low = plane_lane::<L>(self.planes, self.wide, self.wide_read).widen();
+                let low = plane_lane::<L>(self.planes, self.wide, self.wide_read).to_u64();
                 self.wide_read += 1;
                 value = low.checked_add(WIDE).ok_or_else(|| too_large(low))?;
             }
             if value > most {
                 return Err(too_large(value));
             }
-            out[mask.trailing_zeros() as usize % BLOCK] = L::truncate(value);
+            out[mask.trailing_zeros() as usize % BLOCK] = L::from_u64(value);
             mask &= mask - 1;
         }
         Ok(())
@@ -321,7 +321,7 @@ fn decode_nibble_gaps<L: Lane>(mut parts: &[u8], count: usize, order: Order, bas
     let tokens = take(&mut parts, count)?;
     let escaped = tokens.iter().filter(|&&t| t >= 0xF0).count();
     let mut escapes = Escapes::take::<L>(&mut parts, escaped)?;
-    let most = L::truncate(u64::MAX).widen() - 1;
+    let most = L::from_u64(u64::MAX).to_u64() - 1;
     let mut patch = Patch::<L>::new(lanes, count, base_sum, order);
     // The gaps come first in a block, the values second, so that one mask tells the escapes of both.
     let (mut gaps, mut values) = ([0; BLOCK / 2], [L::default(); BLOCK]);
@@ -330,7 +330,7 @@ fn decode_nibble_gaps<L: Lane>(mut parts: &[u8], count: usize, order: Order, bas
         padded[..tokens.len()].copy_from_slice(tokens);
         for (i, &token) in padded.iter().enumerate() {
             gaps[i] = usize::from(token & 15);
-            values[BLOCK / 2 + i] = L::truncate((token >> 4).into());
+            values[BLOCK / 2 + i] = L::from_u64((token >> 4).into());
         }
         let full = full_nibbles(&padded);
         let (mut long, large) = (full & u64::from(u32::MAX), full & !u64::from(u32::MAX));
@@ -340,7 +340,7 @@ fn decode_nibble_gaps<L: Lane>(mut parts: &[u8], count: usize, order: Order, bas
             long &= long - 1;
         }
         for (&gap, value) in gaps.iter().zip(&values[BLOCK / 2..]).take(tokens.len()) {
-            patch.change(gap, L::truncate(value.widen() + 1))?;
+            patch.change(gap, L::from_u64(value.to_u64() + 1))?;
         }
     }
     check_finished(parts)?;
@@ -375,10 +375,10 @@ fn decode_nibble_planes<L: Lane>(mut parts: &[u8], count: usize, order: Order, l
     for (lanes, tokens) in lanes_of_mut::<L>(lanes).chunks_mut(BLOCK).zip(tokens.as_chunks::<{ BLOCK / 2 }>().0) {
         let (low, high) = deltas.split_at_mut(BLOCK / 2);
         for ((&token, low), high) in tokens.iter().zip(low).zip(high) {
-            *low = L::truncate((token & 15).into());
-            *high = L::truncate((token >> 4).into());
+            *low = L::from_u64((token & 15).into());
+            *high = L::from_u64((token >> 4).into());
         }
-        escapes.fill(full_nibbles(tokens), L::truncate(u64::MAX).widen(), &mut deltas)?;
+        escapes.fill(full_nibbles(tokens), L::from_u64(u64::MAX).to_u64(), &mut deltas)?;
         let used = lanes.len();
         let beyond = deltas[used..].iter().any(|&d| d != L::default());
         Rule::PayloadPositions.check(!beyond, "no delta past the chunk's lanes", "one")?;

@@ -85,7 +85,7 @@ impl Encoder {
 
 /// Whether nibbles with escapes would mostly be escapes.
 fn mostly_wide<L: Lane>(deltas: &[L], count: usize) -> bool {
-    8 * deltas.iter().filter(|d| d.widen() >= WIDE).count() > count
+    8 * deltas.iter().filter(|d| d.to_u64() >= WIDE).count() > count
 }
 
 fn library(message: &'static str) -> Error {

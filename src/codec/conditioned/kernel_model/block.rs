@@ -352,7 +352,7 @@ impl<'a, L: Lane> Group<'a, L> {
                 thread.classes |= u32::from(class) << (4 * k);
                 let mut value = base;
                 if layout.low_bits != 0 && class == 0 {
-                    let delta = L::truncate(low(self.payload, layout.low_at, own + k, layout.low_bits));
+                    let delta = L::from_u64(low(self.payload, layout.low_at, own + k, layout.low_bits));
                     thread.changed += u32::from(delta != L::default());
                     value = L::apply(base, delta, self.chunk.dtype.order());
                 }
@@ -433,7 +433,7 @@ impl<'a, L: Lane> Group<'a, L> {
                     continue;
                 }
                 let thread = &mut self.threads[self.decoding][lane];
-                let target = L::apply(item.base, L::truncate(delta), self.chunk.dtype.order());
+                let target = L::apply(item.base, L::from_u64(delta), self.chunk.dtype.order());
                 thread.changed += 1;
                 match item.place {
                     Some(place) => self.tile.set(who, place, target),
@@ -479,7 +479,7 @@ impl<'a, L: Lane> Group<'a, L> {
                 let place = position[lane] - tile.first;
                 let base: L = memory.load_lane(who, position[lane]);
                 clash[lane] = self.tile.get(who, place) != base;
-                self.tile.set(who, place, L::apply(base, L::truncate(delta), self.chunk.dtype.order()));
+                self.tile.set(who, place, L::apply(base, L::from_u64(delta), self.chunk.dtype.order()));
                 self.threads[self.decoding][lane].changed += 1;
                 // Shuffles: is it one that waits for its value? That must then turn out to be 0.
                 decoder.items.iter_mut().take(decoder.waiting).for_each(|item| item.excepted |= item.position == position[lane]);
@@ -515,10 +515,10 @@ impl<'a, L: Lane> Group<'a, L> {
 
 /// The context of a base lane (`spec/codecs.md` section 4.1): 1 to 3 operations.
 fn context<L: Lane>(chunk: &Chunk<'_>, base: L) -> i32 {
-    let bits = |lane: L| (64 - lane.widen().leading_zeros()) as i32;
+    let bits = |lane: L| (64 - lane.to_u64().leading_zeros()) as i32;
     match chunk.dtype.context() {
-        Context::Exponent { shift, bits } => (base.widen() >> shift) as i32 & ((1 << bits) - 1),
-        Context::SignedBits if base.widen() >> (8 * L::BYTES - 1) == 1 => bits(L::truncate(!base.widen())),
+        Context::Exponent { shift, bits } => (base.to_u64() >> shift) as i32 & ((1 << bits) - 1),
+        Context::SignedBits if base.to_u64() >> (8 * L::BYTES - 1) == 1 => bits(L::from_u64(!base.to_u64())),
         Context::SignedBits | Context::Bits => bits(base),
     }
 }

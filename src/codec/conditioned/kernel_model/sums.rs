@@ -12,8 +12,8 @@ pub fn sum_of<L: Lane>(at: usize, lanes: &[L; LANES]) -> u64 {
     let first = at * L::BYTES / 4;
     let per_word = (4 / L::BYTES).max(1);
     let word = |j: usize| match L::BYTES {
-        8 => (lanes[j / 2].widen() >> (32 * (j % 2))) as u32,
-        _ => (0..per_word).fold(0, |word, k| word | (lanes[j * per_word + k].widen() as u32) << (8 * L::BYTES * k)),
+        8 => (lanes[j / 2].to_u64() >> (32 * (j % 2))) as u32,
+        _ => (0..per_word).fold(0, |word, k| word | (lanes[j * per_word + k].to_u64() as u32) << (8 * L::BYTES * k)),
     };
     let inner = (0..2 * L::BYTES).fold(0u64, |sum, j| {
         let weight = Q[first % ROW..][..2 * L::BYTES][j];

@@ -199,9 +199,9 @@ fn classes_of<L: Lane>(dtype: Dtype, plan: &Plan, base: &[L]) -> Vec<u8> {
     let top = 1u64 << (8 * L::BYTES - 1);
     let class = |(i, lane): (usize, &L)| {
         let context = match dtype.context() {
-            Context::Exponent { shift, bits } => lane.widen() >> shift & ((1 << bits) - 1),
-            Context::SignedBits if lane.widen() & top != 0 => count(!lane.widen() & (top - 1)),
-            Context::SignedBits | Context::Bits => count(lane.widen()),
+            Context::Exponent { shift, bits } => lane.to_u64() >> shift & ((1 << bits) - 1),
+            Context::SignedBits if lane.to_u64() & top != 0 => count(!lane.to_u64() & (top - 1)),
+            Context::SignedBits | Context::Bits => count(lane.to_u64()),
         };
         let index = context.saturating_sub(plan.first_context.into()) as usize;
         let activity = if plan.activity_bits == 0 { 0 } else { plan.activities[i / BLOCK] };
@@ -245,7 +245,7 @@ fn write_lanes<L: Lane>(dtype: Dtype, plan: &Plan, set: &TableSet, base: &[u8], 
     let mut deltas = Vec::new();
     let mut exceptions = Vec::new();
     for (i, ((&base, &target), &class)) in base.iter().zip(&target).zip(&classes).enumerate() {
-        let delta = L::delta(base, target, dtype.order()).widen();
+        let delta = L::delta(base, target, dtype.order()).to_u64();
         let possible = match class {
             0 => delta.checked_shr(low).unwrap_or(0) == 0,
             class => has(class, value(delta)),
@@ -366,7 +366,7 @@ pub fn random_lanes(random: &mut Random, dtype: Dtype, lanes: usize, rarity: usi
     with_lane!(width, L => for lane in lanes_of_mut::<L>(&mut target) {
         if random.once_in(rarity) {
             let delta = if random.once_in(8) { random.bits() } else { 1 + random.below(30) as u64 };
-            *lane = L::apply(L::load(*lane), L::truncate(delta), dtype.order()).store();
+            *lane = L::apply(L::load(*lane), L::from_u64(delta), dtype.order()).store();
         }
     });
     (base, target)

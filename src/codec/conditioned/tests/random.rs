@@ -70,7 +70,7 @@ impl Random {
                         (_, 0) => self.any(),
                         _ => self.any() >> (20 + self.below(44)),
                     };
-                    let value = if largest == 3 { L::truncate(self.lane(dtype)) } else { L::apply(L::load(*lane), L::truncate(delta), dtype.order()) };
+                    let value = if largest == 3 { L::from_u64(self.lane(dtype)) } else { L::apply(L::load(*lane), L::from_u64(delta), dtype.order()) };
                     *lane = value.store();
                 }
             }

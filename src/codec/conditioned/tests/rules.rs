@@ -111,7 +111,7 @@ fn the_largest_values_fit() {
                     let base = vec![0; lanes * width];
                     let mut target = base.clone();
                     with_lane!(width, L => {
-                        let lane = |lane: &mut _| *lane = L::apply(L::default(), L::truncate(value), dtype.order()).store();
+                        let lane = |lane: &mut _| *lane = L::apply(L::default(), L::from_u64(value), dtype.order()).store();
                         lanes_of_mut::<L>(&mut target).iter_mut().for_each(lane);
                     });
                     for states_log2 in [0, 5] {
