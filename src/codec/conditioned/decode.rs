@@ -12,8 +12,9 @@ use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
 use crate::simd::{GROUP, Path};
 use crate::sums::{chunk_sum, lane_term};
 
-/// Blocks that are worked on at once where few lanes change.
-const TILE: usize = 512;
+/// Blocks that are worked on at once where few lanes change: what fits in the second-level cache, and in tests so few that short
+/// chunks have several of them.
+const TILE: usize = if cfg!(any(test, fuzzing)) { 2 } else { 512 };
 
 /// What a thread needs to decode chunks, used again for every chunk.
 pub(crate) struct Decoder {
