@@ -189,22 +189,20 @@ impl Target {
     }
 
     /// Changes the lanes of a segment where part of each delta is stored as it is.
-    fn rebuild<L: Lane>(&mut self, payload: &Payload<'_>, masks: &[u64], mut values: &[L::Le], first: usize, lanes: &mut [u8]) {
-        let low_bits = payload.low_bits;
-        let high_mask = 1u64.checked_shl(8 * L::BYTES as u32 - low_bits).unwrap_or(0).wrapping_sub(1);
-        for (h, (half, &mask)) in lanes_of_mut::<L>(lanes).chunks_mut(HALF).zip(masks).enumerate() {
-            let (found, rest) = values.split_at(mask.count_ones() as usize);
-            values = rest;
-            let mut found = found.iter();
-            for (i, lane) in half.iter_mut().enumerate() {
-                let coded = if mask >> i & 1 == 1 { found.next() } else { None };
-                let high = coded.map_or(0, |value| payload.center.wrapping_sub(L::load(*value).to_u64()) & high_mask);
-                let low = bits_at(payload.low, (first + h * HALF + i) * low_bits as usize, low_bits);
-                let delta = L::from_u64(high.checked_shl(low_bits).unwrap_or(0) | low);
-                self.changed += usize::from(delta != L::default());
-                *lane = L::apply(L::load(*lane), delta, self.order).store();
-            }
-        }
+    fn rebuild<L: Lane>(&mut self, payload: &Payload<'_>, masks: &[u64], values: &[L::Le], first: usize, lanes: &mut [u8]) {
+        let low = &payload.low[first / 8 * payload.low_bits as usize..];
+        let lanes = lanes_of_mut::<L>(lanes);
+        // One loop for each order, so that nothing is decided inside.
+        self.changed += match self.order {
+            Order::Plain => vectorized(
+                #[inline(always)]
+                || rebuild::<L>(payload, low, masks, values, Order::Plain, lanes),
+            ),
+            Order::Ordered => vectorized(
+                #[inline(always)]
+                || rebuild::<L>(payload, low, masks, values, Order::Ordered, lanes),
+            ),
+        };
     }
 }
 
@@ -292,15 +290,60 @@ fn patch_all<L: Lane>(lanes: &mut [L::Le], deltas: &[L::Le], order: Order) {
     }
 }
 
-/// Bits `at` to `at + count` of a string of bits, `count` at most 64.
+/// Returns the number of changes. `low` begins with the bits of the first lane.
 #[inline(always)]
-fn bits_at(bytes: &[u8], at: usize, count: u32) -> u64 {
-    let rest = &bytes[at / 8..];
-    let window = rest.first_chunk().copied().unwrap_or_else(|| {
-        let mut window = [0; 16];
-        window[..rest.len()].copy_from_slice(rest);
-        window
-    });
-    let bits = u128::from_le_bytes(window) >> (at % 8);
-    (bits & ((1 << count) - 1)) as u64
+fn rebuild<L: Lane>(
+    payload: &Payload<'_>,
+    low: &[u8],
+    masks: &[u64],
+    mut values: &[L::Le],
+    order: Order,
+    lanes: &mut [L::Le],
+) -> usize {
+    let low_bits = payload.low_bits;
+    let high_mask = 1u64.checked_shl(8 * L::BYTES as u32 - low_bits).unwrap_or(0).wrapping_sub(1);
+    // With 64 low bits there are no high ones to be shifted.
+    let high = |value: &L::Le| (payload.center.wrapping_sub(L::load(*value).to_u64()) & high_mask) << low_bits.min(63);
+    // The low bits of half a block begin with a byte.
+    let low = low.chunks(HALF / 8 * low_bits as usize);
+    let mut changed = 0;
+    for ((half, &mask), low) in lanes.chunks_mut(HALF).zip(masks).zip(low) {
+        let (found, rest) = values.split_at(mask.count_ones() as usize);
+        values = rest;
+        let mut deltas = low_bits_of_half(low, low_bits);
+        if found.len() == HALF {
+            deltas.iter_mut().zip(found).for_each(|(delta, value)| *delta |= high(value));
+        } else {
+            let mut left = mask;
+            for value in found {
+                deltas[left.trailing_zeros() as usize % HALF] |= high(value);
+                left &= left.wrapping_sub(1);
+            }
+        }
+        for (lane, delta) in half.iter_mut().zip(deltas) {
+            changed += usize::from(delta != 0);
+            *lane = L::apply(L::load(*lane), L::from_u64(delta), order).store();
+        }
+    }
+    changed
+}
+
+/// Numbers of `count` bits, 1 to 64, from the begin of a string of bits; 0 where it has ended.
+#[inline(always)]
+fn low_bits_of_half(bytes: &[u8], count: u32) -> [u64; HALF] {
+    let mut numbers = [0; HALF];
+    if count == 8 {
+        numbers.iter_mut().zip(bytes).for_each(|(number, byte)| *number = u64::from(*byte));
+        return numbers;
+    }
+    // Room for a window at the last number.
+    let mut string = [0; HALF * 8 + 16];
+    string[..bytes.len()].copy_from_slice(bytes);
+    let mask = u64::MAX >> (64 - count);
+    for (i, number) in numbers.iter_mut().enumerate() {
+        let bit = i * count as usize;
+        let window = string[bit / 8..].first_chunk().copied().unwrap_or_default();
+        *number = (u128::from_le_bytes(window) >> (bit % 8)) as u64 & mask;
+    }
+    numbers
 }

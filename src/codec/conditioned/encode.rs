@@ -347,21 +347,22 @@ fn put_maps(choice: &Choice, payload: &mut Vec<u8>) {
 
 /// Packs `bits` bits of each number, from the low bits of each byte up.
 fn put_bits(numbers: impl Iterator<Item = u64>, bits: u32, payload: &mut Vec<u8>) {
-    if bits == 0 {
-        return;
+    match bits {
+        0 => return,
+        // A byte each needs no packing, and becomes vector instructions.
+        8 => return payload.extend(numbers.map(|number| number as u8)),
+        _ => {}
     }
     let mut pending = 0u128;
     let mut count = 0;
     for number in numbers {
         pending |= u128::from(number) << count;
         count += bits;
-        while count >= 8 {
-            payload.push(pending as u8);
-            pending >>= 8;
-            count -= 8;
+        if count >= 64 {
+            payload.extend((pending as u64).to_le_bytes());
+            pending >>= 64;
+            count -= 64;
         }
     }
-    if count > 0 {
-        payload.push(pending as u8);
-    }
+    payload.extend(&pending.to_le_bytes()[..count.div_ceil(8) as usize]);
 }

@@ -17,6 +17,11 @@ const STRIDE: usize = 16;
 /// Changes of a block that are worth working out all of its values.
 const MANY: u16 = 8;
 
+/// Of how many blocks one is looked at where there are `count` of something of which `enough` say enough.
+fn stride(count: usize, enough: usize) -> usize {
+    (1 << (count / enough).max(1).ilog2()).min(STRIDE)
+}
+
 /// How deltas become values: which of their bits are stored as they are, and what the others count down from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Split {
@@ -35,12 +40,15 @@ impl Split {
         }
         // Floats have at most 11 bits of exponent.
         let mut counts = vec![0usize; 1 << high_bits.min(11)];
-        for (base, target) in lanes_of::<L>(base).iter().zip(lanes_of::<L>(target)) {
+        let lanes = base.len() / L::BYTES;
+        let stride = stride(lanes, LANES);
+        let blocks = base.chunks(BLOCK * L::BYTES).zip(target.chunks(BLOCK * L::BYTES)).step_by(stride);
+        for (base, target) in blocks.flat_map(|(base, target)| lanes_of::<L>(base).iter().zip(lanes_of::<L>(target))) {
             let high = L::delta(L::load(*base), L::load(*target), dtype.order()).to_u64() >> low_bits;
             counts[(high as usize).min((1 << high_bits.min(11)) - 1)] += 1;
         }
         // A few lanes may lie above the center: they wrap to large values.
-        let mut above = base.len() / L::BYTES / 1024;
+        let mut above = lanes / stride / 1024;
         let mut center = counts.len() - 1;
         while center > 0 && counts[center] <= above {
             above -= counts[center];
@@ -96,7 +104,6 @@ impl Stats {
             levels_of(&scores, false)
         };
         let mut stats = Self { first, lanes: vec![[(0, NO_ROW); CONTEXTS]; LEVELS], counts: Vec::new(), tokens, levels };
-        let stride = |count: usize, enough: usize| (1 << (count / enough).max(1).ilog2()).min(STRIDE);
         // Where part of the changes is looked at, lanes are of the same blocks: else unchanged ones would be miscounted.
         let change_stride = stride(count, CHANGES);
         let lane_stride = stride(lanes, LANES).max(change_stride);
