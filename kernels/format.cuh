@@ -11,7 +11,12 @@ typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
 
-#define TPDE_OFFSET(type, field, offset) static_assert(__builtin_offsetof(type, field) == (offset), #type "." #field)
+#ifdef __CUDACC_RTC__
+#define TPDE_OFFSET_OF(type, field) __INTADDR__(&((type*)0)->field) // NVRTC has no offsetof
+#else
+#define TPDE_OFFSET_OF(type, field) __builtin_offsetof(type, field)
+#endif
+#define TPDE_OFFSET(type, field, offset) static_assert(TPDE_OFFSET_OF(type, field) == (offset), #type "." #field)
 #define TPDE_SIZE(type, size) static_assert(sizeof(type) == (size), #type)
 
 // ---- From the index, as it lies there ----
@@ -179,7 +184,7 @@ enum : u32 {
 #define TPDE_RAW_THREADS 256
 #define TPDE_RAW_SHARED 0
 #define TPDE_CONDITIONED_THREADS 256
-#define TPDE_CONDITIONED_SHARED 0
+#define TPDE_CONDITIONED_SHARED 57344
 
 // Bytes before the first slot of scratch memory of n slots: a word for each, rounded up to 256.
 #define TPDE_SCRATCH_HEAD(slots) ((((u64)(slots) * 4) + 255) / 256 * 256)
