@@ -56,6 +56,47 @@ __device__ __forceinline__ bool commit_is_off(const Launch& launch) {
     return launch.mode == TPDE_MODE_COMMIT && *(const volatile u32*)launch.flag != 0;
 }
 
+// ---- Shared memory by address: 32 bits, and constants stay in the instruction ----
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u8(u32 at) {
+    u32 value;
+    asm volatile("ld.shared.u8 %0, [%1+%2];" : "=r"(value) : "r"(at), "n"(OFFSET));
+    return value;
+}
+template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u16(u32 at) {
+    u32 value;
+    asm volatile("{.reg .u16 half; ld.shared.u16 half, [%1+%2]; cvt.u32.u16 %0, half;}" : "=r"(value) : "r"(at), "n"(OFFSET));
+    return value;
+}
+template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u32(u32 at) {
+    u32 value;
+    asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(value) : "r"(at), "n"(OFFSET));
+    return value;
+}
+template <u32 OFFSET = 0> __device__ __forceinline__ uint2 shared_u32x2(u32 at) {
+    uint2 value;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2+%3];" : "=r"(value.x), "=r"(value.y) : "r"(at), "n"(OFFSET));
+    return value;
+}
+
+// A lane, and a lane's place, in shared memory.
+template <int W> __device__ __forceinline__ typename WideOf<W>::type shared_lane(u32 at) {
+    if constexpr (W == 1) return shared_u8(at);
+    if constexpr (W == 2) return shared_u16(at);
+    if constexpr (W == 4) return shared_u32(at);
+    if constexpr (W == 8) {
+        uint2 lane = shared_u32x2(at);
+        return lane.x | (u64)lane.y << 32;
+    }
+}
+template <int W> __device__ __forceinline__ void set_shared_lane(u32 at, typename WideOf<W>::type lane) {
+    if constexpr (W == 1) asm volatile("{.reg .u16 half; cvt.u16.u32 half, %1; st.shared.u8 [%0], half;}" ::"r"(at), "r"(lane) : "memory");
+    if constexpr (W == 2) asm volatile("{.reg .u16 half; cvt.u16.u32 half, %1; st.shared.u16 [%0], half;}" ::"r"(at), "r"(lane) : "memory");
+    if constexpr (W == 4) asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(lane) : "memory");
+    if constexpr (W == 8) asm volatile("st.shared.u64 [%0], %1;" ::"r"(at), "l"(lane) : "memory");
+}
+
 // ---- Payload: reads stay inside it and its padding ----
 
 __device__ __forceinline__ u32 padded(u32 size) { return (size + 15) & ~15u; }
@@ -75,35 +116,6 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
     uint4 piece;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
     return piece;
-}
-
-// 16 bytes of lanes from lane `at` of the chunk on, by those of its lanes that are before `count`; zeros past it. The tensor is
-// aligned to its lanes and no more, and where that is not 16 the lanes are taken one by one: the sectors that are touched are the
-// same. (Loops that are not unrolled, and no calls: both would cost the fast path its registers.)
-template <int W> __device__ __forceinline__ uint4 load_piece(const u8* lanes, u32 at, u32 count) {
-    typedef typename LaneOf<W>::type Lane;
-    const Lane* from = (const Lane*)lanes + at;
-    if ((u64)lanes % 16 == 0 && at + 16 / W <= count) return load_once(from);
-    u64 low = 0, high = 0;
-#pragma unroll 1
-    for (u32 k = 0; k < 16 / W && at + k < count; k++) {
-        u64 lane = from[k];
-        if (k < 8 / W) low |= lane << (8 * W * k);
-        else high |= lane << (8 * W * k % 64);
-    }
-    return make_uint4((u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32));
-}
-
-template <int W> __device__ __forceinline__ void store_piece(u8* lanes, u32 at, u32 count, uint4 piece) {
-    typedef typename LaneOf<W>::type Lane;
-    Lane* to = (Lane*)lanes + at;
-    if ((u64)lanes % 16 == 0 && at + 16 / W <= count) {
-        __stcs((uint4*)to, piece);
-        return;
-    }
-    u64 low = piece.x | (u64)piece.y << 32, high = piece.z | (u64)piece.w << 32;
-#pragma unroll 1
-    for (u32 k = 0; k < 16 / W && at + k < count; k++) to[k] = (Lane)((k < 8 / W ? low : high) >> (8 * W * k % 64));
 }
 
 template <int W> __device__ __forceinline__ typename WideOf<W>::type load_lane(const Chunk& chunk, u32 at) {

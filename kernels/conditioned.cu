@@ -49,57 +49,96 @@ __device__ __forceinline__ bool is_searched(const Parts& parts) { return parts.s
 
 // A chunk, or what is left of it, in which nothing changes.
 template <int W> __device__ __noinline__ u64 copy_chunk(u32 store) {
-    const Chunk& chunk = shared_memory().chunk;
     typedef TileShape<W> Shape;
-    Range range = {0, chunk.lanes};
+    Shared& shared = shared_memory();
+    Range range = {0, shared.chunk.lanes};
+    Tile& tile = shared.tiles[threadIdx.x / WARP];
     u64 sum = 0;
-    for (u32 tile = threadIdx.x / WARP; tile * Shape::LANES < chunk.lanes; tile += WARPS) {
+    for (u32 number = threadIdx.x / WARP; number * Shape::LANES < range.end; number += WARPS) {
         uint4 pieces[Shape::PIECES];
-        load_tile<W>(chunk, range, tile, pieces);
-        sum += tile_sum<W>(tile, pieces);
-        if (store == STORE_ALL) store_tile<W>(chunk, range, tile, pieces);
+        bool whole = is_whole<W>(shared.chunk, range, number);
+        if (whole) {
+            load_tile<W>(shared.chunk, number, pieces);
+            if (store == STORE_ALL) store_tile<W>(shared.chunk, number, pieces);
+        } else {
+            gather_tile<W>(shared.chunk, range, number, tile);
+            read_tile<W>(tile, pieces);
+            if (store == STORE_ALL) scatter_tile<W>(shared.chunk, range, number, tile, true);
+            __syncwarp();
+        }
+        sum += tile_sum<W>(number, pieces);
     }
     return sum;
 }
 
+template <int W> __device__ __forceinline__ Decoding<W> decoding(const Shared& shared, const Tile& marks, u32 store) {
+    const Lookup& lookup = shared.lookup;
+    Decoding<W> with;
+    with.output = shared.chunk.output;
+    with.lookup = {shared_address(shared.buckets), shared_address(shared.symbols), lookup.shift, lookup.tokens,
+        lookup.shared ? nullptr : lookup.set + lookup.classes + 2};
+    with.maps = shared_address(shared.maps);
+    with.marks = shared_address(marks.excepted);
+    with.classes = shared.classes;
+    with.states = shared.parts.states;
+    with.activity_bits = shared.parts.activity_bits;
+    with.store = store;
+    return with;
+}
+
 // Looks for the coded lanes of every `share`-th tile of a segment.
-template <int W> __device__ __forceinline__ void search(u32 store, u32 decoder, u32 place, u32 share, u32 barrier, Sums& sums) {
-    Shared& shared = shared_memory();
+template <int W> __device__ __forceinline__ void search(u32 store, u32 segment, u32 place, u32 share, u32 barrier, Sums& sums) {
     typedef TileShape<W> Shape;
-    Range range = segment_range(shared.chunk, shared.parts.segments, decoder);
+    Shared& shared = shared_memory();
+    Range range = segment_range(shared.chunk, shared.parts.segments, segment);
     u32 first = range.first / Shape::LANES, end = (range.end + Shape::LANES - 1) / Shape::LANES;
     Tile& tile = shared.tiles[barrier];
-    uint4 next[Shape::PIECES];
+    Classes classes = shared.classes;
+    u32 maps = shared_address(shared.maps), activity_bits = shared.parts.activity_bits, activities = 0;
+    const u8* activities_at = shared.chunk.payload + shared.parts.activities_at;
+    uint4 pieces[Shape::PIECES];
     u32 number = first + place;
-    if (number < end) load_tile<W>(shared.chunk, range, number, next);
+    bool whole = number < end && is_whole<W>(shared.chunk, range, number);
+    if (whole) load_tile<W>(shared.chunk, number, pieces);
     for (; number < end; number += share) {
-        uint4 pieces[Shape::PIECES];
-#pragma unroll
-        for (int p = 0; p < Shape::PIECES; p++) pieces[p] = next[p];
-        if (number + share < end) load_tile<W>(shared.chunk, range, number + share, next);
-        sums.base += tile_sum<W>(number, pieces);
-        if (store == STORE_ALL) store_tile<W>(shared.chunk, range, number, pieces);
+        activities = activities_of_tile(activities_at, activity_bits, number, Shape::BLOCKS);
+        if (whole) {
+            if (store == STORE_ALL) store_tile<W>(shared.chunk, number, pieces);
+            sums.base += tile_sum<W>(number, pieces);
+        }
         if (number >= first + share) barrier_wait(BARRIER_EMPTY(barrier));
-        fill_tile<W>(shared.chunk, shared.parts, shared.classes, range, number, pieces, tile);
+        if (whole) {
+            write_tile<W>(tile, pieces);
+        } else {
+            gather_tile<W>(shared.chunk, range, number, tile);
+            read_tile<W>(tile, pieces);
+            if (store == STORE_ALL) scatter_tile<W>(shared.chunk, range, number, tile, true);
+            sums.base += tile_sum<W>(number, pieces);
+        }
+        mark_tile<W>(shared.parts, classes, maps, range, number, activities, pieces, tile);
+        // The next lanes arrive while these are queued and decoded.
+        whole = number + share < end && is_whole<W>(shared.chunk, range, number + share);
+        if (whole) load_tile<W>(shared.chunk, number + share, pieces);
+        queue_tile<W>(tile);
         barrier_arrive(BARRIER_FULL(barrier));
     }
 }
 
 // Decodes a segment whose tiles `share` other warps prepare.
 template <int W> __device__ __forceinline__ void decode(u32 store, u32 segment, u32 share, u32 barriers, Sums& sums) {
-    Shared& shared = shared_memory();
     typedef TileShape<W> Shape;
+    Shared& shared = shared_memory();
     Range range = segment_range(shared.chunk, shared.parts.segments, segment);
     u32 first = range.first / Shape::LANES, end = (range.end + Shape::LANES - 1) / Shape::LANES;
     Decoder<W> decoder = {};
     open_segment<W>(decoder, shared.chunk, shared.parts, segment, range.first);
-    u32* marks = shared.tiles[WARPS - 1 - segment].excepted;
+    Decoding<W> with = decoding<W>(shared, shared.tiles[WARPS - 1 - segment], store);
     for (u32 number = first, turn = 0; number < end; number++) {
         u32 barrier = barriers + turn;
         turn = turn + 1 == share ? 0 : turn + 1;
         barrier_wait(BARRIER_FULL(barrier));
-        decode_tile<W, false>(decoder, shared.chunk, shared.parts, shared.classes, shared.lookup, number, number + 1 == end,
-            shared.tiles[barrier], marks, store, shared.list, &shared.listed);
+        decode_tile<W, false, false>(decoder, with, shared.chunk, shared.parts, number, number + 1 == end, shared.tiles[barrier],
+            shared.list, &shared.listed);
         if (number + share < end) barrier_arrive(BARRIER_EMPTY(barrier));
     }
     sums.target += decoder.target_sum;
@@ -108,7 +147,7 @@ template <int W> __device__ __forceinline__ void decode(u32 store, u32 segment, 
 }
 
 // Lanes that are not coded have their low bits alone.
-template <int W> __device__ __noinline__ u32 apply_low_bits(Range range, u32 number, Tile& tile) {
+template <int W> __device__ __forceinline__ u32 apply_low_bits(Range range, u32 number, Tile& tile) {
     Shared& shared = shared_memory();
     typedef TileShape<W> Shape;
     typedef typename LaneOf<W>::type Lane;
@@ -118,50 +157,54 @@ template <int W> __device__ __noinline__ u32 apply_low_bits(Range range, u32 num
         if (at < range.first || at >= range.end || tile.masks[place / 32] >> place % 32 & 1) continue;
         typename WideOf<W>::type delta = low_bits_of<W>(shared.chunk, shared.parts, at), base = ((Lane*)tile.lanes)[place];
         changed += delta != 0;
-        ((Lane*)tile.lanes)[place] = (Lane)apply_delta<W>(base, delta, shared.classes.order.ordered);
+        ((Lane*)tile.lanes)[place] = (Lane)apply_delta<W>(base, delta, (typename WideOf<W>::type)shared.classes.order.ordered);
     }
     __syncwarp();
     return changed;
 }
 
 // Works on a segment alone.
-template <int W> __device__ __forceinline__ void decode_alone(u32 store, u32 segment, Sums& sums) {
-    Shared& shared = shared_memory();
+template <int W, bool LOW_BITS> __device__ __forceinline__ void decode_alone(u32 store, u32 segment, Sums& sums) {
     typedef TileShape<W> Shape;
+    Shared& shared = shared_memory();
     Range range = segment_range(shared.chunk, shared.parts.segments, segment);
-    u32 end = (range.end + Shape::LANES - 1) / Shape::LANES, warp = threadIdx.x / WARP;
-    Tile& tile = shared.tiles[warp];
+    u32 end = (range.end + Shape::LANES - 1) / Shape::LANES;
+    Tile& tile = shared.tiles[threadIdx.x / WARP];
     Decoder<W> decoder = {};
     open_segment<W>(decoder, shared.chunk, shared.parts, segment, range.first);
-    uint4 pieces[Shape::PIECES];
+    Decoding<W> with = decoding<W>(shared, tile, store);
+    const u8* activities_at = shared.chunk.payload + shared.parts.activities_at;
     for (u32 number = range.first / Shape::LANES; number < end; number++) {
-        load_tile<W>(shared.chunk, range, number, pieces);
-        fill_tile<W>(shared.chunk, shared.parts, shared.classes, range, number, pieces, tile);
-        if (shared.parts.low_bits != 0) sums.changed += apply_low_bits<W>(range, number, tile);
-        decode_tile<W, true>(decoder, shared.chunk, shared.parts, shared.classes, shared.lookup, number, number + 1 == end, tile, tile.excepted,
-            store, shared.list, &shared.listed);
-        __syncwarp();
+        uint4 pieces[Shape::PIECES];
+        bool whole = is_whole<W>(shared.chunk, range, number);
+        if (whole) {
+            load_tile<W>(shared.chunk, number, pieces);
+            write_tile<W>(tile, pieces);
+        } else {
+            gather_tile<W>(shared.chunk, range, number, tile);
+            read_tile<W>(tile, pieces);
+        }
         u64 of_base = tile_sum<W>(number, pieces);
         sums.base += of_base;
-        uint4 targets[Shape::PIECES];
-#pragma unroll
-        for (int p = 0; p < Shape::PIECES; p++) targets[p] = *(const uint4*)&tile.lanes[Shape::lane_of(p, threadIdx.x % WARP) * W];
-        sums.target += tile_sum<W>(number, targets) - of_base;
-        if (store == STORE_ALL) store_tile<W>(shared.chunk, range, number, targets);
-        if (store == STORE_CHANGES) {
-#pragma unroll
-            for (int p = 0; p < Shape::PIECES; p++) {
-                u32 at = number * Shape::LANES + Shape::lane_of(p, threadIdx.x % WARP);
-                uint4 a = pieces[p], b = targets[p];
-                if (a.x != b.x || a.y != b.y || a.z != b.z || a.w != b.w) store_piece<W>(shared.chunk.output, at, range.end, b);
-            }
-        }
+        u32 activities = activities_of_tile(activities_at, with.activity_bits, number, Shape::BLOCKS);
+        mark_tile<W>(shared.parts, with.classes, with.maps, range, number, activities, pieces, tile);
+        queue_tile<W>(tile);
+        if (LOW_BITS) sums.changed += apply_low_bits<W>(range, number, tile);
+        decode_tile<W, true, LOW_BITS>(decoder, with, shared.chunk, shared.parts, number, number + 1 == end, tile, shared.list, &shared.listed);
+        __syncwarp();
+        read_tile<W>(tile, pieces);
+        sums.target += tile_sum<W>(number, pieces) - of_base;
+        if (store == STORE_ALL && whole) store_tile<W>(shared.chunk, number, pieces);
+        else if (store != STORE_NONE) scatter_tile<W>(shared.chunk, range, number, tile, store == STORE_ALL);
         __syncwarp();
     }
     sums.target += decoder.target_sum;
     sums.changed += decoder.changed;
     sums.errors |= decoder.errors | finish_stream(decoder.stream);
 }
+
+// The same for payloads with low bits, apart because it takes many registers.
+template <int W> __device__ __noinline__ void decode_low_bits(u32 store, u32 segment, Sums& sums) { decode_alone<W, true>(store, segment, sums); }
 
 // All threads: the changes that are listed in the payload. They are for lanes that have none yet, so their base is still there.
 template <int W> __device__ __noinline__ void except(bool store, Sums& sums) {
@@ -174,10 +217,10 @@ template <int W> __device__ __noinline__ void except(bool store, Sums& sums) {
             continue;
         }
         T delta = (T)unaligned<W>(shared.chunk.payload, shared.parts.deltas_at + W * i), base = load_lane<W>(shared.chunk, at);
-        T target = apply_delta<W>(base, delta, shared.classes.order.ordered);
+        T target = apply_delta<W>(base, delta, (typename WideOf<W>::type)shared.classes.order.ordered);
         if (delta == 0) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
         if (shared.parts.low_bits != 0 && low_bits_of<W>(shared.chunk, shared.parts, at) != 0 &&
-            class_of<W>(shared.classes, activity_of(shared.chunk, shared.parts, at), base) == CLASS_NONE) {
+            class_of<W>(shared_address(shared.maps), shared.classes, activity_of(shared.chunk, shared.parts, at), base) == CLASS_NONE) {
             sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
         sums.changed++;
@@ -187,7 +230,7 @@ template <int W> __device__ __noinline__ void except(bool store, Sums& sums) {
 }
 
 // One pass over the chunk. Returns its errors, the same in every thread.
-template <int W> __device__ __noinline__ u32 pass(u32 store) {
+template <int W> __device__ __forceinline__ u32 pass(u32 store) {
     Shared& shared = shared_memory();
     u32 warp = threadIdx.x / WARP, segments = shared.parts.segments;
     Totals& totals = shared.totals;
@@ -208,7 +251,10 @@ template <int W> __device__ __noinline__ u32 pass(u32 store) {
             search<W>(store, searcher / share, searcher % share, share, searcher, sums);
         }
     } else {
-        for (u32 segment = warp; segment < segments; segment += WARPS) decode_alone<W>(store, segment, sums);
+        for (u32 segment = warp; segment < segments; segment += WARPS) {
+            if (shared.parts.low_bits == 0) decode_alone<W, false>(store, segment, sums);
+            else decode_low_bits<W>(store, segment, sums);
+        }
     }
     // Exceptions are stored after everything else.
     __syncthreads();
@@ -228,23 +274,24 @@ __device__ u32 take_slot(const Launch& launch) {
     return slot;
 }
 
-// In place with one reading of the base: changes are kept, and stored once the sums are right.
-template <int W> __device__ __forceinline__ u32 pass_with_list(const Launch& launch) {
+// In place with one reading of the base, changes are kept until the sums are right.
+template <int W> __device__ __forceinline__ void open_list(const Launch& launch) {
+    Shared& shared = shared_memory();
+    shared.slot = take_slot(launch);
+    u8* slot = (u8*)launch.scratch + TPDE_SCRATCH_HEAD(launch.scratch_slots) + (u64)shared.slot * launch.scratch_slot_bytes;
+    u32 count = shared.chunk.num_deltas;
+    shared.list = {slot, slot + (4 * (u64)count + 7) / 8 * 8, count};
+}
+
+template <int W> __device__ __noinline__ void carry_out_list(const Launch& launch, bool right) {
     typedef typename LaneOf<W>::type Lane;
     Shared& shared = shared_memory();
-    const Chunk& chunk = shared.chunk;
-    if (threadIdx.x == 0) {
-        shared.slot = take_slot(launch);
-        u8* slot = (u8*)launch.scratch + TPDE_SCRATCH_HEAD(launch.scratch_slots) + (u64)shared.slot * launch.scratch_slot_bytes;
-        shared.list = {slot, slot + (4 * (u64)chunk.num_deltas + 7) / 8 * 8, chunk.num_deltas};
-    }
-    u32 errors = pass<W>(STORE_LIST);
-    if (errors == 0) {
+    if (right) {
         // All changes are accounted for, so the list has those that are not exceptions.
-        u32 count = chunk.num_deltas - shared.parts.exceptions;
+        u32 count = shared.chunk.num_deltas - shared.parts.exceptions;
         const u32* positions = (const u32*)shared.list.positions;
         const Lane* lanes = (const Lane*)shared.list.lanes;
-        for (u32 i = threadIdx.x; i < count; i += THREADS) store_lane<W>(chunk, positions[i], lanes[i]);
+        for (u32 i = threadIdx.x; i < count; i += THREADS) store_lane<W>(shared.chunk, positions[i], lanes[i]);
         Sums sums = {};
         except<W>(true, sums);
     }
@@ -253,7 +300,6 @@ template <int W> __device__ __forceinline__ u32 pass_with_list(const Launch& lau
         __threadfence();
         atomicExch((u32*)launch.scratch + shared.slot, 0);
     }
-    return errors;
 }
 
 // Header, maps and tables: errors, the same in every thread.
@@ -289,7 +335,7 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
         }
         if (thread == 0) {
             shared.lookup = lookup;
-            shared.classes = {shared.maps, parts.first_context, order, (W == 2 || W == 4) && order.kind == CONTEXT_EXPONENT && !holes};
+            shared.classes = {parts.first_context, order, (W == 2 || W == 4) && order.kind == CONTEXT_EXPONENT, holes};
         }
     }
     __syncthreads();
@@ -314,13 +360,17 @@ template <int W> __device__ __forceinline__ u32 run(const Launch& launch, u32 ta
     }
     u32 errors = open_payload<W>(launch, tables, dtype);
     if (errors) return errors;
-    if (!checked_first) return pass<W>(store);
     u64 bytes = (4 * (u64)chunk.num_deltas + 7) / 8 * 8 + (u64)W * chunk.num_deltas;
-    bool fits = launch.scratch_slots != 0 && bytes <= launch.scratch_slot_bytes;
-    if (store == STORE_CHANGES && fits && is_searched(shared.parts)) return pass_with_list<W>(launch);
-    errors = pass<W>(STORE_NONE);
-    if (errors == 0) pass<W>(store);
-    return errors;
+    bool fits = launch.scratch_slots != 0 && bytes <= launch.scratch_slot_bytes && is_searched(shared.parts);
+    bool listed = checked_first && store == STORE_CHANGES && fits;
+    if (listed && threadIdx.x == 0) open_list<W>(launch);
+    u32 now = listed ? STORE_LIST : checked_first ? STORE_NONE : store;
+    for (;;) {
+        errors = pass<W>(now);
+        if (now == STORE_LIST) carry_out_list<W>(launch, errors == 0);
+        if (!checked_first || errors || now == STORE_LIST || now == store) return errors;
+        now = store;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4) tpde_conditioned(const __grid_constant__ Launch launch) {

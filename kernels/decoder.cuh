@@ -27,7 +27,8 @@ template <int W> struct Decoder {
     T base;
     bool excepted;     // an exception is for it
     u32 waiting;
-    u32 exception;     // first one that is not before the tile
+    u32 exception;     // first one that is not before the tile, and its position
+    u32 next_exception;
     u32 listed;
     // Of this thread.
     u64 target_sum;    // terms of changes
@@ -45,13 +46,15 @@ template <int W> __device__ __forceinline__ void open_segment(Decoder<W>& decode
         else end = middle;
     }
     decoder.exception = begin;
+    decoder.next_exception = exception_position(chunk, parts, begin);
 }
 
 // Marks the lanes of the tile that exceptions are for. False if there are none.
 template <int W>
-__device__ __forceinline__ bool mark_exceptions(Decoder<W>& decoder, const Chunk& chunk, const Parts& parts, u32 first, u32 end, u32* marks) {
-    if (parts.exceptions == 0 || exception_position(chunk, parts, decoder.exception) >= end) return false;
+__device__ __forceinline__ bool mark_exceptions(Decoder<W>& decoder, const Chunk& chunk, const Parts& parts, u32 first, u32 end, u32 address) {
+    if (decoder.next_exception >= end) return false;
     u32 thread = threadIdx.x % WARP;
+    u32* marks = (u32*)__cvta_shared_to_generic(address);
     marks[thread] = 0;
     __syncwarp();
     u32 count;
@@ -62,63 +65,90 @@ __device__ __forceinline__ bool mark_exceptions(Decoder<W>& decoder, const Chunk
         count = __popc(__ballot_sync(ALL_LANES, inside));
         decoder.exception += count;
     } while (count == WARP);
+    decoder.next_exception = exception_position(chunk, parts, decoder.exception);
     __syncwarp();
     return true;
 }
 
+// What a decoding warp holds in registers while it works on a segment.
+template <int W> struct Decoding {
+    const u8* output;
+    LookupAddress lookup;
+    u32 maps, marks;   // shared addresses
+    Classes classes;
+    u32 states, activity_bits;
+    u32 store;
+};
+
 // Decodes as many coded lanes of a tile as fill steps, or all of them in the segment's last. With IN_TILE target lanes go to the
 // tile, but for those that were put off: their tile is gone, and they are on their own.
-template <int W, bool IN_TILE>
+template <int W, bool IN_TILE, bool LOW_BITS>
 __device__ __forceinline__ void decode_tile(
-    Decoder<W>& decoder, const Chunk& chunk, const Parts& parts, const Classes& classes, const Lookup& lookup, u32 number, bool last,
-    Tile& tile, u32* marks, u32 store, const List& list, u32* listed) {
+    Decoder<W>& decoder, const Decoding<W>& with, const Chunk& chunk, const Parts& parts, u32 number, bool last, const Tile& tile,
+    const List& list, u32* listed) {
     typedef typename WideOf<W>::type T;
     typedef typename LaneOf<W>::type Lane;
     typedef TileShape<W> Shape;
-    u32 thread = threadIdx.x % WARP, before = (1u << thread) - 1, states = parts.states, first = number * Shape::LANES;
-    u32 available = decoder.waiting + tile.count;
-    u32 steps = last ? (available + states - 1) / states : available / states;
-    bool marked = mark_exceptions(decoder, chunk, parts, first, first + Shape::LANES, marks);
-    bool late = thread < decoder.waiting;
+    u32 thread = threadIdx.x % WARP, before = (1u << thread) - 1, states = with.states, first = number * Shape::LANES;
+    u32 waiting = decoder.waiting, available = waiting + tile.count;
+    bool marked = mark_exceptions(decoder, chunk, parts, first, first + Shape::LANES, with.marks);
+    u32 lanes = shared_address(tile.lanes), queue = shared_address(tile.queue), activities = tile.activities;
+    u32 late = waiting; // threads below it have lanes of tiles before
 
-    u32 position = decoder.position, entry = decoder.entry;
-    T base = decoder.base;
-    bool excepted = decoder.excepted;
-    auto fetch = [&](u32 step) {
-        u32 i = step * states + thread;
-        if (thread < states && i >= decoder.waiting && i < available) {
-            u32 place = tile.queue[i - decoder.waiting];
-            position = first + place;
-            base = ((const Lane*)tile.lanes)[place];
-            entry = class_of<W>(classes, activity_of(chunk, parts, position), base);
-            excepted = marked && (marks[place / 32] >> place % 32 & 1);
+    // The lane of the thread in a step, by its number among those that wait and those of the tile. What is not there is looked up
+    // all the same, and left.
+    auto fetch = [&](u32 i) {
+        u32 place = shared_u16(queue + 2 * ((i - waiting) % TILE_LANES)) % Shape::LANES;
+        T base = shared_lane<W>(lanes + place * W);
+        u32 activity = with.activity_bits ? activities >> (place / BLOCK_LANES * with.activity_bits) & ((1u << with.activity_bits) - 1) : 0;
+        u32 entry = class_of<W>(with.maps, with.classes, activity, base);
+        if (thread < states && i >= waiting && i < available) {
+            decoder.position = first + place;
+            decoder.base = base;
+            decoder.entry = entry;
+            decoder.excepted = marked && (shared_u32(with.marks + place / 32 * 4) >> place % 32 & 1);
         }
     };
-    fetch(0);
-    for (u32 step = 0; step < steps; step++) {
-        bool on = thread < states && step * states + thread < available;
-        u32 at = position, now = entry;
-        T from = base;
-        bool clash = excepted;
-        fetch(step + 1);
-        T delta = decode_step<W>(decoder.stream, lookup, now, on, before);
-        if (parts.low_bits != 0 && on) {
+    fetch(thread);
+    u32 done = 0; // lanes of the steps before
+    while (last ? done < available : done + states <= available) {
+        bool on = thread < states && done + thread < available;
+        u32 at = decoder.position, entry = decoder.entry;
+        T from = decoder.base;
+        bool clash = decoder.excepted;
+        u32 word = at * W / 4;
+        u32 q = 0;
+        u64 p = 0;
+        if (!IN_TILE) {
+            q = WEIGHTS.q[word % TPDE_ROW_WORDS];
+            p = row_weight(word);
+        }
+        fetch(done + states + thread);
+        T delta = decode_step<W>(decoder.stream, with.lookup, entry, on, before);
+        if (LOW_BITS && on) {
             u32 bits = parts.low_bits;
-            T high = bits == 8 * W ? 0 : ((T)parts.center - delta) & (((T)1 << (8 * W - bits)) - 1);
+            T high = bits == 8 * W ? 0 : ((T)parts.center - delta) & (((T)1 << (8 * W - bits) % (8 * sizeof(T))) - 1);
             delta = (bits == 8 * W ? 0 : high << bits) | low_bits_of<W>(chunk, parts, at);
         }
-        bool changed = on && delta != 0;
-        T target = apply_delta<W>(from, delta, classes.order.ordered);
+        bool changed = delta != 0;
+        T target = apply_delta<W>(from, delta, (T)with.classes.order.ordered);
         if (changed && clash) decoder.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         decoder.changed += changed;
-        if (IN_TILE && !late) {
-            if (changed) ((Lane*)tile.lanes)[at - first] = (Lane)target;
-        } else {
-            if (changed) {
+        if (IN_TILE) {
+            if (thread >= late) {
+                if (changed) set_shared_lane<W>(lanes + (at - first) * W, target);
+            } else if (changed) {
                 decoder.target_sum += lane_term<W>(at, from, target);
-                if (store == STORE_ALL || store == STORE_CHANGES) store_lane<W>(chunk, at, target);
+                if (with.store != STORE_NONE) ((Lane*)with.output)[at] = (Lane)target;
             }
-            if (!IN_TILE && store == STORE_LIST) {
+        } else {
+            if constexpr (W == 8) {
+                if (changed) decoder.target_sum += lane_term<W>(at, from, target);
+            } else {
+                u32 shift = 8 * (at * W % 4);
+                decoder.target_sum += p * ((u64)q * (target << shift) - (u64)q * (from << shift));
+            }
+            if (with.store == STORE_LIST) {
                 u32 mask = __ballot_sync(ALL_LANES, changed), count = __popc(mask), begin = decoder.listed;
                 if (parts.segments > 1) {
                     if (thread == 0 && count) begin = atomicAdd(listed, count);
@@ -130,13 +160,12 @@ __device__ __forceinline__ void decode_tile(
                     ((u32*)list.positions)[i] = at;
                     ((Lane*)list.lanes)[i] = (Lane)target;
                 }
+            } else if (changed && with.store != STORE_NONE) {
+                ((Lane*)with.output)[at] = (Lane)target;
             }
         }
-        late = false;
+        late = 0;
+        done += states;
     }
-    decoder.waiting = available - min(available, steps * states);
-    decoder.position = position;
-    decoder.entry = entry;
-    decoder.base = base;
-    decoder.excepted = excepted;
+    decoder.waiting = available - min(available, done);
 }

@@ -91,7 +91,16 @@ __device__ __forceinline__ u32 map_entry(const Chunk& chunk, const Parts& parts,
 __device__ __forceinline__ u32 activity_of(const Chunk& chunk, const Parts& parts, u32 at) {
     if (parts.activity_bits == 0) return 0;
     u32 bit = at / BLOCK_LANES * parts.activity_bits;
-    return __ldg(chunk.payload + parts.activities_at + bit / 8) >> bit % 8 & ((1u << parts.activity_bits) - 1);
+    return chunk.payload[parts.activities_at + bit / 8] >> bit % 8 & ((1u << parts.activity_bits) - 1);
+}
+
+// Activities of a tile of `blocks` blocks, a power of two up to 8, the first in the low bits. What lies past the last block is of no
+// use, but in bounds: other parts or padding follow.
+__device__ __forceinline__ u32 activities_of_tile(const u8* activities, u32 activity_bits, u32 tile, u32 blocks) {
+    if (activity_bits == 0) return 0;
+    u32 bit = tile * blocks * activity_bits;
+    u32 low = activities[bit / 8], high = blocks * activity_bits > 8 ? activities[bit / 8 + 1] : 0;
+    return (low | high << 8) >> bit % 8;
 }
 
 // Position of an exception; past all of them, one that no lane has.

@@ -1,6 +1,6 @@
 // A warp that decodes a stream: its threads are the states (spec/codecs.md section 4.5).
 //
-// Nothing here ends early: a stream that is wrong gives wrong values within its bounds, and `errors` says so at the end.
+// Nothing here ends early: a stream that is wrong gives wrong values within its bounds, and the errors say so at the end.
 #pragma once
 #include "payload.cuh"
 #include "tables.cuh"
@@ -37,36 +37,43 @@ __device__ __forceinline__ void renormalize(Stream& stream, u32 state, u32 befor
     stream.at += __popc(mask);
 }
 
-// Decodes a step: a value for each thread that is `on`, whose lane has class `entry` of a map.
+// Where the look-up lies in shared memory, and what of it is in registers.
+struct LookupAddress {
+    u32 buckets, symbols, shift, tokens;
+    const u32* set; // its symbols in global memory, if they are not in shared memory
+};
+
+__device__ __forceinline__ Symbol symbol_at(const LookupAddress& lookup, u32 at) {
+    if (lookup.set != nullptr) return make_symbol(__ldg(lookup.set + at / 8), lookup.tokens);
+    return shared_u32x2(lookup.symbols + at);
+}
+
+// Decodes a step: a value for each thread that is `on`, whose lane has class `entry` of a map. The others have the entry of any
+// class, and may look up what they like.
 template <int W>
-__device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, const Lookup& lookup, u32 entry, bool on, u32 before) {
+__device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, const LookupAddress& lookup, u32 entry, bool on, u32 before) {
     typedef typename WideOf<W>::type T;
     u32 slot = stream.state & 0xFFF;
-    Symbol symbol = make_uint2(0, 0);
-    u32 offset = 0, next = stream.state;
-    u32 at = 0;
-    if (on) {
-        at = (entry >> 16) + lookup.buckets[(entry & 0xFFFF) + (slot >> lookup.shift)];
-        symbol = symbol_at(lookup, at);
-        offset = slot - (symbol.x & 0xFFFF);
-    }
+    u32 at = (entry >> 16) + 8 * shared_u8(lookup.buckets + (entry & 0xFFFF) + (slot >> lookup.shift));
+    Symbol symbol = symbol_at(lookup, at);
+    u32 offset = slot - (symbol.x & 0xFFFF);
     while (__any_sync(ALL_LANES, on && offset >= symbol.x >> 16)) {
         if (on && offset >= symbol.x >> 16) {
-            symbol = symbol_at(lookup, ++at);
+            symbol = symbol_at(lookup, at += 8);
             offset = slot - (symbol.x & 0xFFFF);
         }
     }
-    if (on) next = (symbol.x >> 16) * (stream.state >> TPDE_FREQUENCY_SUM_LOG2) + offset;
-    renormalize(stream, next, before);
-    stream.bad |= symbol.y;
-    u32 extra = symbol.y & 63;
+    u32 next = (symbol.x >> 16) * (stream.state >> TPDE_FREQUENCY_SUM_LOG2) + offset;
+    renormalize(stream, on ? next : stream.state, before);
+    u32 extra = on ? symbol.y & 63 : 0;
+    if (on) stream.bad |= symbol.y;
     T value = (T)(symbol.y >> 8 & 255) << extra;
     for (u32 done = 0; __any_sync(ALL_LANES, extra > done); done += 16) {
         u32 now = extra > done ? min(extra - done, 16) : 0;
         value |= (T)(stream.state & ((1u << now) - 1)) << done;
         renormalize(stream, stream.state >> now, before);
     }
-    return value;
+    return on ? value : 0;
 }
 
 // The errors of a stream that has come to its end.

@@ -26,12 +26,6 @@ __host__ __device__ constexpr SumWeights make_weights() {
 // 12 KiB that every block of a multiprocessor finds in its first-level cache.
 __device__ const SumWeights WEIGHTS alignas(16) = make_weights();
 
-// The part of the sum that four words from word `at` of the chunk on make up, `at` a multiple of 4, without the weight of their row.
-__device__ __forceinline__ u64 sum_in_row(u32 at, uint4 words) {
-    uint4 q = *(const uint4*)&WEIGHTS.q[at % TPDE_ROW_WORDS];
-    return (u64)words.x * q.x + (u64)words.y * q.y + (u64)words.z * q.z + (u64)words.w * q.w;
-}
-
 // Past the end of the largest chunk lanes are zeros, whatever their weight.
 __device__ __forceinline__ u64 row_weight(u32 at) { return WEIGHTS.p[at / TPDE_ROW_WORDS % TPDE_ROW_WORDS]; }
 

@@ -10,7 +10,7 @@
 typedef uint2 Symbol;
 #define SYMBOL_BAD 0x80000000u
 
-// A class of a map: in bits 0 to 15 its first bucket, above its first symbol.
+// A class of a map: in bits 0 to 15 its first bucket, above the bytes of the symbols before its own.
 #define CLASS_NONE 0xFFFFFFFFu
 
 // Slots are in buckets of 2^`shift`, and a bucket names the symbol of its first slot, counted from the first of its class: from
@@ -18,11 +18,9 @@ typedef uint2 Symbol;
 struct Lookup {
     u32 shift;
     u32 classes;
-    u32 tokens;          // tokens whose values fit
-    const u32* set;      // in global memory
-    const u8* buckets;   // shared
-    const Symbol* symbols; // shared; unused if the set has too many
-    bool shared;
+    u32 tokens;     // tokens whose values fit
+    bool shared;    // symbols are in shared memory; otherwise in global memory alone
+    const u32* set; // in global memory
 };
 
 __device__ __forceinline__ Symbol make_symbol(u32 packed, u32 tokens) {
@@ -31,13 +29,9 @@ __device__ __forceinline__ Symbol make_symbol(u32 packed, u32 tokens) {
     return make_uint2(cum | frequency << 16, token < tokens ? extra | lead << 8 : SYMBOL_BAD);
 }
 
-__device__ __forceinline__ Symbol symbol_at(const Lookup& lookup, u32 at) {
-    return lookup.shared ? lookup.symbols[at] : make_symbol(__ldg(lookup.set + lookup.classes + 2 + at), lookup.tokens);
-}
-
 // The look-up of set `tables` for values of `bits` bits, the same in every thread. A barrier must follow.
 template <int THREADS> __device__ Lookup make_lookup(const Launch& launch, u32 tables, u32 bits, u8* buckets, Symbol* symbols) {
-    Lookup lookup = {0, 0, bits <= 4 ? 1u << bits : 16 + 2 * (bits - 4), nullptr, buckets, symbols, true};
+    Lookup lookup = {0, 0, bits <= 4 ? 1u << bits : 16 + 2 * (bits - 4), true, nullptr};
     if (tables == TPDE_NO_TABLES) return lookup;
     lookup.set = (const u32*)launch.tables + tables;
     lookup.classes = __ldg(lookup.set);
@@ -65,5 +59,5 @@ template <int THREADS> __device__ Lookup make_lookup(const Launch& launch, u32 t
 __device__ __forceinline__ u32 class_entry(const Lookup& lookup, u32 number) {
     if (number == 0) return CLASS_NONE;
     u32 symbols = __ldg(lookup.set + number) - (lookup.classes + 2);
-    return (number - 1) << (TPDE_FREQUENCY_SUM_LOG2 - lookup.shift) | symbols << 16;
+    return (number - 1) << (TPDE_FREQUENCY_SUM_LOG2 - lookup.shift) | symbols * 8 << 16;
 }

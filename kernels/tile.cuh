@@ -11,11 +11,11 @@ template <int W> struct TileShape {
     static constexpr int LANES = 32 * UNIT * UNITS;
     static constexpr int PIECE = 16 / W;                // lanes of 16 bytes
     static constexpr int PIECES = UNIT / PIECE * UNITS; // of a thread
-    // First lane of piece p of thread t.
-    static __device__ __forceinline__ u32 lane_of(int piece, u32 thread) {
-        constexpr int per_unit = UNIT / PIECE;
-        return (32 * (piece / per_unit) + thread) * UNIT + piece % per_unit * PIECE;
-    }
+    static constexpr int WORDS = LANES * W / 4;
+    static constexpr int PER_UNIT = UNIT / PIECE;
+    static constexpr int BLOCKS = LANES / BLOCK_LANES;
+    // Where piece p of a thread begins, from where the thread's first unit does.
+    static __device__ constexpr int lane_of(int piece) { return 32 * UNIT * (piece / PER_UNIT) + piece % PER_UNIT * PIECE; }
 };
 
 #define TILE_BYTES 2048
@@ -27,7 +27,9 @@ struct alignas(16) Tile {
     u16 queue[TILE_LANES];  // places in the tile of its coded lanes
     u32 masks[TILE_LANES / 32];
     u32 excepted[TILE_LANES / 32]; // of the warp that decodes
-    u32 count, padding[3];
+    u32 count;
+    u32 activities; // of its blocks of lanes, as activities_of_tile() gives them
+    u32 padding[2];
 };
 
 // Lanes of a segment, and the tiles that they lie in: tiles count from the chunk's first lane.
@@ -41,34 +43,78 @@ __device__ __forceinline__ Range segment_range(const Chunk& chunk, u32 segments,
     return {segment * blocks / segments * BLOCK_LANES, min(end, chunk.lanes)};
 }
 
-// Base lanes of tile `tile`, zeros outside the segment.
-template <int W> __device__ __forceinline__ void load_tile(const Chunk& chunk, Range range, u32 tile, uint4* pieces) {
+// Whether a tile lies in its segment and in its base as a whole, in pieces of 16 bytes: nearly all do. The others go lane by lane.
+template <int W> __device__ __forceinline__ bool is_whole(const Chunk& chunk, Range range, u32 number) {
+    u32 first = number * TileShape<W>::LANES, end = first + TileShape<W>::LANES;
+    return first >= range.first && end <= min(range.end, chunk.base_lanes) && ((u64)chunk.base | (u64)chunk.output) % 16 == 0;
+}
+
+// Base lanes of a whole tile.
+template <int W> __device__ __forceinline__ void load_tile(const Chunk& chunk, u32 number, uint4* pieces) {
     typedef TileShape<W> Shape;
+    const u8* from = chunk.base + (u64)(number * Shape::LANES + threadIdx.x % WARP * Shape::UNIT) * W;
 #pragma unroll
-    for (int p = 0; p < Shape::PIECES; p++) {
-        u32 at = tile * Shape::LANES + Shape::lane_of(p, threadIdx.x % WARP);
-        pieces[p] = make_uint4(0, 0, 0, 0);
-        if (at >= range.first && at < range.end) pieces[p] = load_piece<W>(chunk.base, at, chunk.base_lanes);
+    for (int p = 0; p < Shape::PIECES; p++) pieces[p] = load_once(from + Shape::lane_of(p) * W);
+}
+
+template <int W> __device__ __forceinline__ void store_tile(const Chunk& chunk, u32 number, const uint4* pieces) {
+    typedef TileShape<W> Shape;
+    u8* to = chunk.output + (u64)(number * Shape::LANES + threadIdx.x % WARP * Shape::UNIT) * W;
+#pragma unroll
+    for (int p = 0; p < Shape::PIECES; p++) __stcs((uint4*)(to + Shape::lane_of(p) * W), pieces[p]);
+}
+
+// The pieces of a tile from shared memory, and back.
+template <int W> __device__ __forceinline__ void read_tile(const Tile& tile, uint4* pieces) {
+    typedef TileShape<W> Shape;
+    const u8* from = tile.lanes + threadIdx.x % WARP * Shape::UNIT * W;
+#pragma unroll
+    for (int p = 0; p < Shape::PIECES; p++) pieces[p] = *(const uint4*)(from + Shape::lane_of(p) * W);
+}
+
+template <int W> __device__ __forceinline__ void write_tile(Tile& tile, const uint4* pieces) {
+    typedef TileShape<W> Shape;
+    u8* to = tile.lanes + threadIdx.x % WARP * Shape::UNIT * W;
+#pragma unroll
+    for (int p = 0; p < Shape::PIECES; p++) *(uint4*)(to + Shape::lane_of(p) * W) = pieces[p];
+}
+
+// A tile that is not whole: its lanes to shared memory, zeros outside the segment and the base. The sectors of memory that are
+// touched are the same as for any other tile.
+template <int W> __device__ __forceinline__ void gather_tile(const Chunk& chunk, Range range, u32 number, Tile& tile) {
+    typedef typename LaneOf<W>::type Lane;
+    for (u32 place = threadIdx.x % WARP; place < TileShape<W>::LANES; place += WARP) {
+        u32 at = number * TileShape<W>::LANES + place;
+        Lane lane = 0;
+        if (at >= range.first && at < range.end) lane = (Lane)load_lane<W>(chunk, at);
+        ((Lane*)tile.lanes)[place] = lane;
+    }
+    __syncwarp();
+}
+
+// Lanes of such a tile from shared memory to the output: all of them, or those that are not the base's.
+template <int W> __device__ __forceinline__ void scatter_tile(const Chunk& chunk, Range range, u32 number, const Tile& tile, bool all) {
+    typedef typename LaneOf<W>::type Lane;
+    for (u32 place = threadIdx.x % WARP; place < TileShape<W>::LANES; place += WARP) {
+        u32 at = number * TileShape<W>::LANES + place;
+        if (at < range.first || at >= range.end) continue;
+        Lane lane = ((const Lane*)tile.lanes)[place];
+        if (all || lane != (Lane)load_lane<W>(chunk, at)) store_lane<W>(chunk, at, lane);
     }
 }
 
-template <int W> __device__ __forceinline__ void store_tile(const Chunk& chunk, Range range, u32 tile, const uint4* pieces) {
+template <int W> __device__ __forceinline__ u64 tile_sum(u32 number, const uint4* pieces) {
     typedef TileShape<W> Shape;
-#pragma unroll
-    for (int p = 0; p < Shape::PIECES; p++) {
-        u32 at = tile * Shape::LANES + Shape::lane_of(p, threadIdx.x % WARP);
-        if (at >= range.first && at < range.end) store_piece<W>(chunk.output, at, range.end, pieces[p]);
-    }
-}
-
-template <int W> __device__ __forceinline__ u64 tile_sum(u32 tile, const uint4* pieces) {
-    typedef TileShape<W> Shape;
+    u32 word = number * Shape::WORDS;
+    const u32* weights = &WEIGHTS.q[word % TPDE_ROW_WORDS + threadIdx.x % WARP * (Shape::UNIT * W / 4)];
     u64 sum = 0;
 #pragma unroll
     for (int p = 0; p < Shape::PIECES; p++) {
-        sum += sum_in_row((tile * Shape::LANES + Shape::lane_of(p, threadIdx.x % WARP)) * W / 4, pieces[p]);
+        uint4 q = *(const uint4*)(weights + Shape::lane_of(p) * W / 4);
+        sum += (u64)pieces[p].x * q.x + (u64)pieces[p].y * q.y;
+        sum += (u64)pieces[p].z * q.z + (u64)pieces[p].w * q.w;
     }
-    return sum * row_weight(tile * (Shape::LANES * W / 4));
+    return sum * row_weight(word);
 }
 
 template <int W> __device__ __forceinline__ typename WideOf<W>::type lane_of_piece(uint4 piece, int k) {
@@ -82,22 +128,22 @@ template <int W> __device__ __forceinline__ typename WideOf<W>::type lane_of_pie
 
 // What a payload's maps make of a base lane: where its class is looked up.
 struct Classes {
-    const u32* maps; // shared: MAP entries for each activity
     i32 first;
     Order order;
     bool by_threshold; // see Parts::thresholds
+    bool holes;
 };
 
-template <int W> __device__ __forceinline__ u32 class_of(const Classes& classes, u32 activity, typename WideOf<W>::type base) {
+// The entry of the maps at shared address `maps`.
+template <int W> __device__ __forceinline__ u32 class_of(u32 maps, const Classes& classes, u32 activity, typename WideOf<W>::type base) {
     i32 index = min(max(context_of<W>(base, classes.order) - classes.first, 0), MAP - 1);
-    return classes.maps[activity * MAP + index];
+    return shared_u32(maps + 4 * (activity * MAP + index));
 }
 
-// Bits for the coded lanes of 16 bytes.
-template <int W> __device__ __forceinline__ u32 coded_lanes(const Classes& classes, const Parts& parts, u32 activity, uint4 piece) {
-    if (classes.by_threshold) {
-        u32 threshold = parts.thresholds[activity];
-        if constexpr (W == 2) {
+// Bits for the coded lanes of 16 bytes, and for some that are not if the maps have holes.
+template <int W> __device__ __forceinline__ u32 coded_lanes(const Classes& classes, u32 maps, u32 threshold, u32 activity, uint4 piece) {
+    if constexpr (W == 2) {
+        if (classes.by_threshold) {
             // The top bit of each half says that the magnitude is below the threshold; nothing is borrowed from one by the other.
             u32 from = (0x7FFF + threshold) * 0x10001;
             u32 a = from - (piece.x & 0x7FFF7FFF), b = from - (piece.y & 0x7FFF7FFF);
@@ -108,48 +154,66 @@ template <int W> __device__ __forceinline__ u32 coded_lanes(const Classes& class
             asm("prmt.b32 %0, %1, %2, 0xFDB9;" : "=r"(high) : "r"(c), "r"(d));
             return __dp4a((low & 0x08040201) | (high & 0x80402010), 0x01010101u, 0u);
         }
-        if constexpr (W == 4) {
-            u32 mask = 0;
-#pragma unroll
-            for (int k = 0; k < 4; k++) mask |= (u32)((lane_of_piece<4>(piece, k) & 0x7FFFFFFF) < threshold) << k;
-            return mask;
-        }
     }
     u32 mask = 0;
+    if (W == 4 && classes.by_threshold) {
 #pragma unroll
-    for (int k = 0; k < 16 / W; k++) mask |= (u32)(class_of<W>(classes, activity, lane_of_piece<W>(piece, k)) != CLASS_NONE) << k;
+        for (int k = 0; k < 16 / W; k++) mask |= (u32)((u32)(lane_of_piece<W>(piece, k) & 0x7FFFFFFF) < threshold) << k;
+        return mask;
+    }
+#pragma unroll
+    for (int k = 0; k < 16 / W; k++) mask |= (u32)(class_of<W>(maps, classes, activity, lane_of_piece<W>(piece, k)) != CLASS_NONE) << k;
     return mask;
 }
 
-// A warp: the tile's masks of coded lanes, whose bits are as many as lanes before `range.end`, then the queue. Begins and ends
-// with the warp in step.
+// A warp: the tile's masks of coded lanes. `thresholds` is a shared address.
 template <int W>
-__device__ __forceinline__ void fill_tile(
-    const Chunk& chunk, const Parts& parts, const Classes& classes, Range range, u32 number, const uint4* pieces, Tile& tile) {
+__device__ __forceinline__ void mark_tile(
+    const Parts& parts, const Classes& classes, u32 maps, Range range, u32 number, u32 activities, const uint4* pieces, Tile& tile) {
     typedef TileShape<W> Shape;
-    constexpr int PER_UNIT = Shape::UNIT / Shape::PIECE;
-    u32 thread = threadIdx.x % WARP;
-#pragma unroll
-    for (int p = 0; p < Shape::PIECES; p++) *(uint4*)&tile.lanes[Shape::lane_of(p, thread) * W] = pieces[p];
+    u32 thread = threadIdx.x % WARP, first = number * Shape::LANES + thread * Shape::UNIT;
+    bool inside = number * Shape::LANES >= range.first && (number + 1) * Shape::LANES <= range.end;
+    u32 bits = parts.activity_bits, threshold = parts.thresholds[0];
 #pragma unroll
     for (int n = 0; n < Shape::UNITS; n++) {
-        u32 place = Shape::lane_of(n * PER_UNIT, thread), at = number * Shape::LANES + place;
-        u32 mask = 0;
-        if (at >= range.first && at < range.end) {
-            u32 activity = activity_of(chunk, parts, at);
+        u32 mask = 0, activity = 0;
+        if (bits) {
+            activity = activities >> ((32 * Shape::UNIT * n + thread * Shape::UNIT) / BLOCK_LANES * bits) & ((1u << bits) - 1);
+            threshold = parts.thresholds[activity];
+        }
 #pragma unroll
-            for (int i = 0; i < PER_UNIT; i++) {
-                mask |= coded_lanes<W>(classes, parts, activity, pieces[n * PER_UNIT + i]) << (i * Shape::PIECE);
-            }
-            if (range.end - at < Shape::UNIT) mask &= (1u << (range.end - at)) - 1;
+        for (int i = 0; i < Shape::PER_UNIT; i++) {
+            mask |= coded_lanes<W>(classes, maps, threshold, activity, pieces[n * Shape::PER_UNIT + i]) << (i * Shape::PIECE);
+        }
+        if (!inside) {
+            u32 at = first + 32 * Shape::UNIT * n, left = at >= range.first && at < range.end ? range.end - at : 0;
+            if (left < Shape::UNIT) mask &= (1u << left) - 1;
         }
         if (Shape::UNIT == 16) {
-            ((u16*)tile.masks)[place / 16] = (u16)mask;
+            ((u16*)tile.masks)[32 * n + thread] = (u16)mask;
         } else {
-            ((u8*)tile.masks)[place / 8] = (u8)mask;
+            ((u8*)tile.masks)[32 * n + thread] = (u8)mask;
         }
     }
+    if (thread == 0) tile.activities = activities;
     __syncwarp();
+    if (classes.holes && classes.by_threshold && thread < Shape::LANES / 32) {
+        u32 mask = tile.masks[thread];
+        u32 activity = activities >> (thread / 4 * bits) & ((1u << bits) - 1);
+        for (u32 rest = mask; rest; rest &= rest - 1) {
+            u32 place = 32 * thread + __ffs((i32)rest) - 1;
+            u32 entry = class_of<W>(maps, classes, activity, shared_lane<W>(shared_address(tile.lanes) + place * W));
+            if (entry == CLASS_NONE) mask ^= rest & (0u - rest);
+        }
+        tile.masks[thread] = mask;
+    }
+    __syncwarp();
+}
+
+// A warp: the queue, from the masks. Ends with the warp in step.
+template <int W> __device__ __forceinline__ void queue_tile(Tile& tile) {
+    typedef TileShape<W> Shape;
+    u32 thread = threadIdx.x % WARP;
     u32 mask = thread < Shape::LANES / 32 ? tile.masks[thread] : 0;
     u32 end = __popc(mask);
 #pragma unroll
@@ -159,13 +223,14 @@ __device__ __forceinline__ void fill_tile(
     }
     u32 count = __shfl_sync(ALL_LANES, end, WARP - 1), rank = end - __popc(mask);
     if (count < Shape::LANES / 4) {
-        for (; mask; mask &= mask - 1) tile.queue[rank++] = (u16)(32 * thread + __ffs((i32)mask) - 1);
+        u32 to = shared_address(tile.queue) + 2 * rank;
+        for (; mask; mask &= mask - 1, to += 2) set_shared_lane<2>(to, 32 * thread + __ffs((i32)mask) - 1);
     } else {
-        u32 before = (1u << thread) - 1;
+        u32 before = (1u << thread) - 1, to = shared_address(tile.queue);
 #pragma unroll 4
         for (u32 i = 0; i < Shape::LANES / 32; i++) {
             u32 word = __shfl_sync(ALL_LANES, mask, i), begin = __shfl_sync(ALL_LANES, rank, i);
-            if (word >> thread & 1) tile.queue[begin + __popc(word & before)] = (u16)(32 * i + thread);
+            if (word >> thread & 1) set_shared_lane<2>(to + 2 * (begin + __popc(word & before)), 32 * i + thread);
         }
     }
     if (thread == 0) tile.count = count;
