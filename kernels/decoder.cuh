@@ -97,25 +97,25 @@ __device__ __forceinline__ void decode_tile(
 
     // The lane of the thread in a step, by its number among those that wait and those of the tile. What is not there is looked up
     // all the same, and left.
+    u32 activity_mask = (1u << with.activity_bits) - 1;
     auto fetch = [&](u32 i) {
         u32 place = shared_u16(queue + 2 * ((i - waiting) % TILE_LANES)) % Shape::LANES;
         T base = shared_lane<W>(lanes + place * W);
-        u32 activity = with.activity_bits ? activities >> (place / BLOCK_LANES * with.activity_bits) & ((1u << with.activity_bits) - 1) : 0;
+        u32 activity = activities >> (place / BLOCK_LANES * with.activity_bits) & activity_mask;
         u32 entry = class_of<W>(with.maps, with.classes, activity, base);
-        if (thread < states && i >= waiting && i < available) {
-            decoder.position = first + place;
-            decoder.base = base;
-            decoder.entry = entry;
-            decoder.excepted = marked && (shared_u32(with.marks + place / 32 * 4) >> place % 32 & 1);
-        }
+        bool taken = thread < states && i >= waiting && i < available;
+        decoder.position = taken ? first + place : decoder.position;
+        decoder.base = taken ? base : decoder.base;
+        decoder.entry = taken ? entry : decoder.entry;
     };
+    // Whether an exception is for the lane of the thread.
+    auto is_excepted = [&](u32 at) { return shared_u32(with.marks + (at - first) / 32 * 4) >> (at - first) % 32 & 1; };
     fetch(thread);
     u32 done = 0; // lanes of the steps before
     while (last ? done < available : done + states <= available) {
         bool on = thread < states && done + thread < available;
         u32 at = decoder.position, entry = decoder.entry;
         T from = decoder.base;
-        bool clash = decoder.excepted;
         u32 word = at * W / 4;
         u32 q = 0;
         u64 p = 0;
@@ -132,7 +132,8 @@ __device__ __forceinline__ void decode_tile(
         }
         bool changed = delta != 0;
         T target = apply_delta<W>(from, delta, (T)with.classes.order.ordered);
-        if (changed && clash) decoder.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
+        if (changed && thread < late && decoder.excepted) decoder.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
+        if (marked && changed && thread >= late && is_excepted(at)) decoder.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         decoder.changed += changed;
         if (IN_TILE) {
             if (thread >= late) {
@@ -168,4 +169,5 @@ __device__ __forceinline__ void decode_tile(
         done += states;
     }
     decoder.waiting = available - min(available, done);
+    if (thread >= late) decoder.excepted = marked && thread < decoder.waiting && is_excepted(decoder.position);
 }
