@@ -47,30 +47,6 @@ __device__ __forceinline__ Shared& shared_memory() {
 // Whether some warps search for others.
 __device__ __forceinline__ bool is_searched(const Parts& parts) { return parts.segments <= WARPS / 2 && parts.low_bits == 0; }
 
-// A chunk in which nothing changes.
-template <int W> __device__ __forceinline__ u64 copy_chunk(u32 store) {
-    typedef TileShape<W> Shape;
-    Shared& shared = shared_memory();
-    Range range = {0, shared.chunk.lanes};
-    u64 sum = 0;
-    for (u32 number = threadIdx.x / WARP; number * Shape::LANES < range.end; number += WARPS) {
-        if (is_whole<W>(shared.chunk, range, number)) {
-            uint4 pieces[Shape::PIECES];
-            load_tile<W>(shared.chunk, number, pieces);
-            if (store == STORE_ALL) store_tile<W>(shared.chunk, number, pieces);
-            sum += tile_sum<W>(number, pieces);
-        } else {
-            u32 first = number * Shape::LANES;
-            for (u32 at = first + threadIdx.x % WARP; at < min(first + Shape::LANES, range.end); at += WARP) {
-                typename WideOf<W>::type lane = load_lane<W>(shared.chunk, at);
-                sum += lane_term<W>(at, 0, lane);
-                if (store == STORE_ALL) store_lane<W>(shared.chunk, at, lane);
-            }
-        }
-    }
-    return sum;
-}
-
 template <int W> __device__ __forceinline__ Decoding<W> decoding(const Shared& shared, const Tile& marks, u32 store) {
     const Lookup& lookup = shared.lookup;
     Decoding<W> with;
@@ -87,7 +63,7 @@ template <int W> __device__ __forceinline__ Decoding<W> decoding(const Shared& s
 }
 
 // Looks for the coded lanes of every `share`-th tile of a segment.
-template <int W> __device__ __forceinline__ void search(u32 store, u32 segment, u32 place, u32 share, u32 barrier, Sums& sums) {
+template <int W> __device__ __noinline__ void search(u32 store, u32 segment, u32 place, u32 share, u32 barrier, Sums& sums) {
     typedef TileShape<W> Shape;
     Shared& shared = shared_memory();
     Range range = segment_range(shared.chunk, shared.parts.segments, segment);
@@ -122,7 +98,7 @@ template <int W> __device__ __forceinline__ void search(u32 store, u32 segment, 
 }
 
 // Decodes a segment whose tiles `share` other warps prepare.
-template <int W> __device__ __forceinline__ void decode(u32 store, u32 segment, u32 share, u32 barriers, Sums& sums) {
+template <int W> __device__ __noinline__ void decode(u32 store, u32 segment, u32 share, u32 barriers, Sums& sums) {
     typedef TileShape<W> Shape;
     Shared& shared = shared_memory();
     Range range = segment_range(shared.chunk, shared.parts.segments, segment);
@@ -161,7 +137,7 @@ template <int W> __device__ __forceinline__ u32 apply_low_bits(Range range, u32 
 }
 
 // Works on a segment alone.
-template <int W, bool LOW_BITS> __device__ __forceinline__ void decode_alone(u32 store, u32 segment, Sums& sums) {
+template <int W, bool LOW_BITS> __device__ __noinline__ void decode_alone(u32 store, u32 segment, Sums& sums) {
     typedef TileShape<W> Shape;
     Shared& shared = shared_memory();
     Range range = segment_range(shared.chunk, shared.parts.segments, segment);
@@ -211,9 +187,6 @@ template <int W, bool LOW_BITS> __device__ __forceinline__ void decode_alone(u32
     sums.errors |= decoder.errors | finish_stream(decoder.stream);
 }
 
-// The same for payloads with low bits, apart because it takes many registers.
-template <int W> __device__ __noinline__ void decode_low_bits(u32 store, u32 segment, Sums& sums) { decode_alone<W, true>(store, segment, sums); }
-
 // All threads: the changes that are listed in the payload. They are for lanes that have none yet, so their base is still there.
 template <int W> __device__ __noinline__ void except(bool store, Sums& sums) {
     Shared& shared = shared_memory();
@@ -261,7 +234,7 @@ template <int W> __device__ __forceinline__ u32 pass(u32 store) {
     } else {
         for (u32 segment = warp; segment < segments; segment += WARPS) {
             if (shared.parts.low_bits == 0) decode_alone<W, false>(store, segment, sums);
-            else decode_low_bits<W>(store, segment, sums);
+            else decode_alone<W, true>(store, segment, sums);
         }
     }
     // Exceptions are stored after everything else.
@@ -359,11 +332,11 @@ template <int W> __device__ __forceinline__ u32 run(const Launch& launch, u32 ta
     if (chunk.num_deltas == 0) {
         if (threadIdx.x == 0) shared.totals = {};
         __syncthreads();
-        u64 sum = copy_chunk<W>(checked_first ? STORE_NONE : store);
+        u64 sum = copy_chunk<W, THREADS>(chunk, !checked_first && store == STORE_ALL);
         add_to(shared.totals, sum, 0, 0, 0);
         __syncthreads();
         u32 errors = errors_of(shared.totals, chunk);
-        if (checked_first && errors == 0 && store == STORE_ALL) copy_chunk<W>(store);
+        if (checked_first && errors == 0 && store == STORE_ALL) copy_chunk<W, THREADS>(chunk, true);
         return errors;
     }
     u32 errors = open_payload<W>(launch, tables, dtype);

@@ -38,8 +38,11 @@ struct LookupAddress {
     const u32* set; // its symbols in global memory, if they are not in shared memory
 };
 
+// A call, so that sets that fit in shared memory pay no more than a branch for those that do not.
+__device__ __noinline__ Symbol symbol_in_global_memory(const u32* set, u32 at, u32 tokens) { return make_symbol(__ldg(set + at / 8), tokens); }
+
 __device__ __forceinline__ Symbol symbol_at(const LookupAddress& lookup, u32 at) {
-    if (lookup.set != nullptr) return make_symbol(__ldg(lookup.set + at / 8), lookup.tokens);
+    if (lookup.set != nullptr) return symbol_in_global_memory(lookup.set, at, lookup.tokens);
     return shared_u32x2(lookup.symbols + at);
 }
 

@@ -1,22 +1,8 @@
 // A tile: 1 or 2 KiB of base lanes that one warp loads, and the places of those that are coded.
 #pragma once
 #include "payload.cuh"
+#include "pieces.cuh"
 #include "tables.cuh"
-
-// What a tile of lanes of W bytes is made of. A thread has UNITS units, 32 units apart; unit n of thread t begins at lane
-// (32·n + t)·UNIT. Units never straddle a block of lanes, a segment, or a row of the chunk sums; nor do tiles straddle a row.
-template <int W> struct TileShape {
-    static constexpr int UNIT = W == 1 ? 16 : 8;
-    static constexpr int UNITS = W == 1 ? 2 : 8 / W;
-    static constexpr int LANES = 32 * UNIT * UNITS;
-    static constexpr int PIECE = 16 / W;                // lanes of 16 bytes
-    static constexpr int PIECES = UNIT / PIECE * UNITS; // of a thread
-    static constexpr int WORDS = LANES * W / 4;
-    static constexpr int PER_UNIT = UNIT / PIECE;
-    static constexpr int BLOCKS = LANES / BLOCK_LANES;
-    // Where piece p of a thread begins, from where the thread's first unit does.
-    static __device__ constexpr int lane_of(int piece) { return 32 * UNIT * (piece / PER_UNIT) + piece % PER_UNIT * PIECE; }
-};
 
 #define TILE_BYTES 2048
 #define TILE_LANES 1024
@@ -32,37 +18,10 @@ struct alignas(16) Tile {
     u32 padding[2];
 };
 
-// Lanes of a segment, and the tiles that they lie in: tiles count from the chunk's first lane.
-struct Range {
-    u32 first, end;
-};
-
 __device__ __forceinline__ Range segment_range(const Chunk& chunk, u32 segments, u32 segment) {
     u32 blocks = (chunk.lanes + BLOCK_LANES - 1) / BLOCK_LANES;
     u32 end = (segment + 1) * blocks / segments * BLOCK_LANES;
     return {segment * blocks / segments * BLOCK_LANES, min(end, chunk.lanes)};
-}
-
-// Whether the fast path can have a tile: it lies in its segment and in its base as a whole, in pieces of 16 bytes, and what is coded
-// is a matter of one comparison. Nearly all tiles of floats are such. The others go lane by lane.
-template <int W> __device__ __forceinline__ bool is_whole(const Chunk& chunk, Range range, u32 number) {
-    u32 first = number * TileShape<W>::LANES, end = first + TileShape<W>::LANES;
-    return first >= range.first && end <= min(range.end, chunk.base_lanes) && ((u64)chunk.base | (u64)chunk.output) % 16 == 0;
-}
-
-// Base lanes of a whole tile.
-template <int W> __device__ __forceinline__ void load_tile(const Chunk& chunk, u32 number, uint4* pieces) {
-    typedef TileShape<W> Shape;
-    const u8* from = chunk.base + (u64)(number * Shape::LANES + threadIdx.x % WARP * Shape::UNIT) * W;
-#pragma unroll
-    for (int p = 0; p < Shape::PIECES; p++) pieces[p] = load_once(from + Shape::lane_of(p) * W);
-}
-
-template <int W> __device__ __forceinline__ void store_tile(const Chunk& chunk, u32 number, const uint4* pieces) {
-    typedef TileShape<W> Shape;
-    u8* to = chunk.output + (u64)(number * Shape::LANES + threadIdx.x % WARP * Shape::UNIT) * W;
-#pragma unroll
-    for (int p = 0; p < Shape::PIECES; p++) __stcs((uint4*)(to + Shape::lane_of(p) * W), pieces[p]);
 }
 
 // The pieces of a tile from shared memory, and back.
@@ -78,20 +37,6 @@ template <int W> __device__ __forceinline__ void write_tile(Tile& tile, const ui
     u8* to = tile.lanes + threadIdx.x % WARP * Shape::UNIT * W;
 #pragma unroll
     for (int p = 0; p < Shape::PIECES; p++) *(uint4*)(to + Shape::lane_of(p) * W) = pieces[p];
-}
-
-template <int W> __device__ __forceinline__ u64 tile_sum(u32 number, const uint4* pieces) {
-    typedef TileShape<W> Shape;
-    u32 word = number * Shape::WORDS;
-    const u32* weights = &WEIGHTS.q[word % TPDE_ROW_WORDS + threadIdx.x % WARP * (Shape::UNIT * W / 4)];
-    u64 sum = 0;
-#pragma unroll
-    for (int p = 0; p < Shape::PIECES; p++) {
-        uint4 q = *(const uint4*)(weights + Shape::lane_of(p) * W / 4);
-        sum += (u64)pieces[p].x * q.x + (u64)pieces[p].y * q.y;
-        sum += (u64)pieces[p].z * q.z + (u64)pieces[p].w * q.w;
-    }
-    return sum * row_weight(word);
 }
 
 // What a payload's maps make of a base lane: where its class is looked up.
