@@ -47,30 +47,6 @@ __device__ __forceinline__ Shared& shared_memory() {
 // Whether some warps search for others.
 __device__ __forceinline__ bool is_searched(const Parts& parts) { return parts.segments <= WARPS / 2 && parts.low_bits == 0; }
 
-// A chunk, or what is left of it, in which nothing changes.
-template <int W> __device__ __noinline__ u64 copy_chunk(u32 store) {
-    typedef TileShape<W> Shape;
-    Shared& shared = shared_memory();
-    Range range = {0, shared.chunk.lanes};
-    Tile& tile = shared.tiles[threadIdx.x / WARP];
-    u64 sum = 0;
-    for (u32 number = threadIdx.x / WARP; number * Shape::LANES < range.end; number += WARPS) {
-        uint4 pieces[Shape::PIECES];
-        bool whole = is_whole<W>(shared.chunk, range, number);
-        if (whole) {
-            load_tile<W>(shared.chunk, number, pieces);
-            if (store == STORE_ALL) store_tile<W>(shared.chunk, number, pieces);
-        } else {
-            gather_tile<W>(shared.chunk, range, number, tile);
-            read_tile<W>(tile, pieces);
-            if (store == STORE_ALL) scatter_tile<W>(shared.chunk, range, number, tile, true);
-            __syncwarp();
-        }
-        sum += tile_sum<W>(number, pieces);
-    }
-    return sum;
-}
-
 template <int W> __device__ __forceinline__ Decoding<W> decoding(const Shared& shared, const Tile& marks, u32 store) {
     const Lookup& lookup = shared.lookup;
     Decoding<W> with;
@@ -87,45 +63,42 @@ template <int W> __device__ __forceinline__ Decoding<W> decoding(const Shared& s
 }
 
 // Looks for the coded lanes of every `share`-th tile of a segment.
-template <int W> __device__ __forceinline__ void search(u32 store, u32 segment, u32 place, u32 share, u32 barrier, Sums& sums) {
+template <int W> __device__ __noinline__ void search(u32 store, u32 segment, u32 place, u32 share, u32 barrier, Sums& sums) {
     typedef TileShape<W> Shape;
     Shared& shared = shared_memory();
     Range range = segment_range(shared.chunk, shared.parts.segments, segment);
     u32 first = range.first / Shape::LANES, end = (range.end + Shape::LANES - 1) / Shape::LANES;
     Tile& tile = shared.tiles[barrier];
-    Classes classes = shared.classes;
-    u32 maps = shared_address(shared.maps), activity_bits = shared.parts.activity_bits, activities = 0;
+    const Classes& classes = shared.classes;
+    u32 maps = shared_address(shared.maps);
     const u8* activities_at = shared.chunk.payload + shared.parts.activities_at;
+    bool fast = classes.by_threshold;
     uint4 pieces[Shape::PIECES];
     u32 number = first + place;
-    bool whole = number < end && is_whole<W>(shared.chunk, range, number);
+    bool whole = fast && number < end && is_whole<W>(shared.chunk, range, number);
     if (whole) load_tile<W>(shared.chunk, number, pieces);
     for (; number < end; number += share) {
-        activities = activities_of_tile(activities_at, activity_bits, number, Shape::BLOCKS);
+        u32 activities = activities_of_tile(activities_at, shared.parts.activity_bits, number, Shape::BLOCKS);
         if (whole) {
             if (store == STORE_ALL) store_tile<W>(shared.chunk, number, pieces);
             sums.base += tile_sum<W>(number, pieces);
-        }
-        if (number >= first + share) barrier_wait(BARRIER_EMPTY(barrier));
-        if (whole) {
+            if (number >= first + share) barrier_wait(BARRIER_EMPTY(barrier));
             write_tile<W>(tile, pieces);
+            mark_tile<W>(shared.parts, classes, maps, activities, pieces, tile);
         } else {
-            gather_tile<W>(shared.chunk, range, number, tile);
-            read_tile<W>(tile, pieces);
-            if (store == STORE_ALL) scatter_tile<W>(shared.chunk, range, number, tile, true);
-            sums.base += tile_sum<W>(number, pieces);
+            if (number >= first + share) barrier_wait(BARRIER_EMPTY(barrier));
+            sums.base += gather_tile<W>(shared.chunk, shared.parts, classes, maps, range, number, activities, store == STORE_ALL, tile);
         }
-        mark_tile<W>(shared.parts, classes, maps, range, number, activities, pieces, tile);
         // The next lanes arrive while these are queued and decoded.
-        whole = number + share < end && is_whole<W>(shared.chunk, range, number + share);
+        whole = fast && number + share < end && is_whole<W>(shared.chunk, range, number + share);
         if (whole) load_tile<W>(shared.chunk, number + share, pieces);
-        queue_tile<W>(tile);
+        queue_tile<W>(tile, activities);
         barrier_arrive(BARRIER_FULL(barrier));
     }
 }
 
 // Decodes a segment whose tiles `share` other warps prepare.
-template <int W> __device__ __forceinline__ void decode(u32 store, u32 segment, u32 share, u32 barriers, Sums& sums) {
+template <int W> __device__ __noinline__ void decode(u32 store, u32 segment, u32 share, u32 barriers, Sums& sums) {
     typedef TileShape<W> Shape;
     Shared& shared = shared_memory();
     Range range = segment_range(shared.chunk, shared.parts.segments, segment);
@@ -164,7 +137,7 @@ template <int W> __device__ __forceinline__ u32 apply_low_bits(Range range, u32 
 }
 
 // Works on a segment alone.
-template <int W, bool LOW_BITS> __device__ __forceinline__ void decode_alone(u32 store, u32 segment, Sums& sums) {
+template <int W, bool LOW_BITS> __device__ __noinline__ void decode_alone(u32 store, u32 segment, Sums& sums) {
     typedef TileShape<W> Shape;
     Shared& shared = shared_memory();
     Range range = segment_range(shared.chunk, shared.parts.segments, segment);
@@ -175,36 +148,44 @@ template <int W, bool LOW_BITS> __device__ __forceinline__ void decode_alone(u32
     Decoding<W> with = decoding<W>(shared, tile, store);
     const u8* activities_at = shared.chunk.payload + shared.parts.activities_at;
     for (u32 number = range.first / Shape::LANES; number < end; number++) {
-        uint4 pieces[Shape::PIECES];
-        bool whole = is_whole<W>(shared.chunk, range, number);
+        u32 activities = activities_of_tile(activities_at, with.activity_bits, number, Shape::BLOCKS);
+        bool whole = !LOW_BITS && with.classes.by_threshold && is_whole<W>(shared.chunk, range, number);
         if (whole) {
+            uint4 pieces[Shape::PIECES];
             load_tile<W>(shared.chunk, number, pieces);
             write_tile<W>(tile, pieces);
+            u64 sum = tile_sum<W>(number, pieces);
+            sums.base += sum;
+            sums.target -= sum;
+            mark_tile<W>(shared.parts, with.classes, with.maps, activities, pieces, tile);
         } else {
-            gather_tile<W>(shared.chunk, range, number, tile);
-            read_tile<W>(tile, pieces);
+            sums.base += gather_tile<W>(shared.chunk, shared.parts, with.classes, with.maps, range, number, activities, false, tile);
         }
-        u64 of_base = tile_sum<W>(number, pieces);
-        sums.base += of_base;
-        u32 activities = activities_of_tile(activities_at, with.activity_bits, number, Shape::BLOCKS);
-        mark_tile<W>(shared.parts, with.classes, with.maps, range, number, activities, pieces, tile);
-        queue_tile<W>(tile);
+        queue_tile<W>(tile, activities);
         if (LOW_BITS) sums.changed += apply_low_bits<W>(range, number, tile);
         decode_tile<W, true, LOW_BITS>(decoder, with, shared.chunk, shared.parts, number, number + 1 == end, tile, shared.list, &shared.listed);
         __syncwarp();
-        read_tile<W>(tile, pieces);
-        sums.target += tile_sum<W>(number, pieces) - of_base;
-        if (store == STORE_ALL && whole) store_tile<W>(shared.chunk, number, pieces);
-        else if (store != STORE_NONE) scatter_tile<W>(shared.chunk, range, number, tile, store == STORE_ALL);
-        __syncwarp();
+        if (whole && store != STORE_CHANGES) {
+            uint4 pieces[Shape::PIECES];
+            read_tile<W>(tile, pieces);
+            sums.target += tile_sum<W>(number, pieces);
+            if (store == STORE_ALL) store_tile<W>(shared.chunk, number, pieces);
+            __syncwarp();
+        } else {
+            u64 sum = scatter_tile<W>(shared.chunk, range, number, store != STORE_NONE, store == STORE_ALL, tile);
+            sums.target += whole ? 0 : sum;
+        }
+        if (whole && store == STORE_CHANGES) {
+            uint4 pieces[Shape::PIECES];
+            read_tile<W>(tile, pieces);
+            sums.target += tile_sum<W>(number, pieces);
+            __syncwarp();
+        }
     }
     sums.target += decoder.target_sum;
     sums.changed += decoder.changed;
     sums.errors |= decoder.errors | finish_stream(decoder.stream);
 }
-
-// The same for payloads with low bits, apart because it takes many registers.
-template <int W> __device__ __noinline__ void decode_low_bits(u32 store, u32 segment, Sums& sums) { decode_alone<W, true>(store, segment, sums); }
 
 // All threads: the changes that are listed in the payload. They are for lanes that have none yet, so their base is still there.
 template <int W> __device__ __noinline__ void except(bool store, Sums& sums) {
@@ -253,7 +234,7 @@ template <int W> __device__ __forceinline__ u32 pass(u32 store) {
     } else {
         for (u32 segment = warp; segment < segments; segment += WARPS) {
             if (shared.parts.low_bits == 0) decode_alone<W, false>(store, segment, sums);
-            else decode_low_bits<W>(store, segment, sums);
+            else decode_alone<W, true>(store, segment, sums);
         }
     }
     // Exceptions are stored after everything else.
@@ -330,12 +311,12 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
             u64 coded = low | (u64)high << 32;
             u32 count = bit_count(coded);
             holes |= (coded & (coded + 1)) != 0;
-            u64 threshold = count ? (u64)(parts.first_context + count) << order.shift : 0;
-            if (thread == 0) parts.thresholds[a] = (u32)min(threshold, 1ull << (8 * W - 1));
+            u64 threshold = count ? min((u64)(parts.first_context + count) << order.shift, 1ull << (8 * W - 1)) : 0;
+            if (thread == 0) parts.thresholds[a] = (u32)(W == 8 ? threshold >> 32 : threshold);
         }
         if (thread == 0) {
             shared.lookup = lookup;
-            shared.classes = {parts.first_context, order, (W == 2 || W == 4) && order.kind == CONTEXT_EXPONENT, holes};
+            shared.classes = {parts.first_context, order, order.kind == CONTEXT_EXPONENT, holes};
         }
     }
     __syncthreads();
@@ -351,11 +332,11 @@ template <int W> __device__ __forceinline__ u32 run(const Launch& launch, u32 ta
     if (chunk.num_deltas == 0) {
         if (threadIdx.x == 0) shared.totals = {};
         __syncthreads();
-        u64 sum = copy_chunk<W>(checked_first ? STORE_NONE : store);
+        u64 sum = copy_chunk<W, THREADS>(chunk, !checked_first && store == STORE_ALL);
         add_to(shared.totals, sum, 0, 0, 0);
         __syncthreads();
         u32 errors = errors_of(shared.totals, chunk);
-        if (checked_first && errors == 0 && store == STORE_ALL) copy_chunk<W>(store);
+        if (checked_first && errors == 0 && store == STORE_ALL) copy_chunk<W, THREADS>(chunk, true);
         return errors;
     }
     u32 errors = open_payload<W>(launch, tables, dtype);

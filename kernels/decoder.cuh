@@ -97,32 +97,29 @@ __device__ __forceinline__ void decode_tile(
 
     // The lane of the thread in a step, by its number among those that wait and those of the tile. What is not there is looked up
     // all the same, and left.
+    u32 activity_mask = (1u << with.activity_bits) - 1;
     auto fetch = [&](u32 i) {
         u32 place = shared_u16(queue + 2 * ((i - waiting) % TILE_LANES)) % Shape::LANES;
         T base = shared_lane<W>(lanes + place * W);
-        u32 activity = with.activity_bits ? activities >> (place / BLOCK_LANES * with.activity_bits) & ((1u << with.activity_bits) - 1) : 0;
+        u32 activity = activities >> (place / BLOCK_LANES * with.activity_bits) & activity_mask;
         u32 entry = class_of<W>(with.maps, with.classes, activity, base);
-        if (thread < states && i >= waiting && i < available) {
-            decoder.position = first + place;
-            decoder.base = base;
-            decoder.entry = entry;
-            decoder.excepted = marked && (shared_u32(with.marks + place / 32 * 4) >> place % 32 & 1);
-        }
+        bool taken = thread < states && i >= waiting && i < available;
+        decoder.position = taken ? first + place : decoder.position;
+        decoder.base = taken ? base : decoder.base;
+        decoder.entry = taken ? entry : decoder.entry;
     };
+    // Whether an exception is for the lane of the thread.
+    auto is_excepted = [&](u32 at) { return shared_u32(with.marks + (at - first) / 32 * 4) >> (at - first) % 32 & 1; };
     fetch(thread);
     u32 done = 0; // lanes of the steps before
+    bool careful = marked || __any_sync(ALL_LANES, late > thread && decoder.excepted);
+    // Terms of the sum without the weight of the row, which is the tile's.
+    u64 gained = 0, lost = 0;
     while (last ? done < available : done + states <= available) {
         bool on = thread < states && done + thread < available;
-        u32 at = decoder.position, entry = decoder.entry;
+        u32 at = decoder.position, entry = decoder.entry, q = 0;
         T from = decoder.base;
-        bool clash = decoder.excepted;
-        u32 word = at * W / 4;
-        u32 q = 0;
-        u64 p = 0;
-        if (!IN_TILE) {
-            q = WEIGHTS.q[word % TPDE_ROW_WORDS];
-            p = row_weight(word);
-        }
+        if (!IN_TILE && W != 8) q = WEIGHTS.q[at * W / 4 % TPDE_ROW_WORDS];
         fetch(done + states + thread);
         T delta = decode_step<W>(decoder.stream, with.lookup, entry, on, before);
         if (LOW_BITS && on) {
@@ -132,40 +129,38 @@ __device__ __forceinline__ void decode_tile(
         }
         bool changed = delta != 0;
         T target = apply_delta<W>(from, delta, (T)with.classes.order.ordered);
-        if (changed && clash) decoder.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         decoder.changed += changed;
+        if (careful && changed && (thread < late ? decoder.excepted : marked && is_excepted(at))) decoder.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         if (IN_TILE) {
+            if (changed && thread >= late) set_shared_lane<W>(lanes + (at - first) * W, target);
+        } else if (W != 8) {
             if (thread >= late) {
-                if (changed) set_shared_lane<W>(lanes + (at - first) * W, target);
-            } else if (changed) {
-                decoder.target_sum += lane_term<W>(at, from, target);
-                if (with.store != STORE_NONE) ((Lane*)with.output)[at] = (Lane)target;
-            }
-        } else {
-            if constexpr (W == 8) {
-                if (changed) decoder.target_sum += lane_term<W>(at, from, target);
-            } else {
                 u32 shift = 8 * (at * W % 4);
-                decoder.target_sum += p * ((u64)q * (target << shift) - (u64)q * (from << shift));
+                gained += (u64)q * (u32)(target << shift);
+                lost += (u64)q * (u32)(from << shift);
             }
-            if (with.store == STORE_LIST) {
-                u32 mask = __ballot_sync(ALL_LANES, changed), count = __popc(mask), begin = decoder.listed;
-                if (parts.segments > 1) {
-                    if (thread == 0 && count) begin = atomicAdd(listed, count);
-                    begin = __shfl_sync(ALL_LANES, begin, 0);
-                }
-                decoder.listed += count;
-                u32 i = begin + __popc(mask & before);
-                if (changed && i < list.capacity) {
-                    ((u32*)list.positions)[i] = at;
-                    ((Lane*)list.lanes)[i] = (Lane)target;
-                }
-            } else if (changed && with.store != STORE_NONE) {
-                ((Lane*)with.output)[at] = (Lane)target;
+        }
+        // F64 has two words a lane, and is rare.
+        if (changed && (thread < late || (W == 8 && !IN_TILE))) decoder.target_sum += lane_term<W>(at, from, target);
+        if (!IN_TILE && with.store == STORE_LIST) {
+            u32 mask = __ballot_sync(ALL_LANES, changed), count = __popc(mask), begin = decoder.listed;
+            if (parts.segments > 1) {
+                if (thread == 0 && count) begin = atomicAdd(listed, count);
+                begin = __shfl_sync(ALL_LANES, begin, 0);
             }
+            decoder.listed += count;
+            u32 i = begin + __popc(mask & before);
+            if (changed && i < list.capacity) {
+                ((u32*)list.positions)[i] = at;
+                ((Lane*)list.lanes)[i] = (Lane)target;
+            }
+        } else if (changed && with.store != STORE_NONE && (!IN_TILE || thread < late)) {
+            ((Lane*)with.output)[at] = (Lane)target;
         }
         late = 0;
         done += states;
     }
+    if (!IN_TILE && W != 8) decoder.target_sum += row_weight(number * Shape::WORDS) * (gained - lost);
     decoder.waiting = available - min(available, done);
+    if (thread >= late) decoder.excepted = marked && thread < decoder.waiting && is_excepted(decoder.position);
 }

@@ -193,3 +193,5 @@ enum : u32 {
 #define TPDE_FREQUENCY_SUM_LOG2 12   // log2 of the sum of a class's frequencies
 #define TPDE_CLASS_COUNT_MAX 15
 #define TPDE_TOKEN_COUNT_MAX 136
+
+#define TPDE_LAYOUT_WORDS 59 // of the report of tpde_layout, in the order of layout.cu

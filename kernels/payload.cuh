@@ -1,8 +1,7 @@
 // The parts of a payload of codec `conditioned` (spec/codecs.md section 4.4).
 #pragma once
-#include "block.cuh"
+#include "pieces.cuh"
 
-#define BLOCK_LANES 128
 #define MAP 65           // entries of a map in shared memory: 64, and one for the contexts past them
 #define SEGMENTS_MAX 32
 

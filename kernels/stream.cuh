@@ -8,6 +8,7 @@
 struct Stream {
     const u16* words;  // the payload
     u32 at, end;       // next word, and where the stream ends
+    u32 last;          // last word of the payload and its padding
     u32 state;
     u32 bad;           // SYMBOL_BAD once a value does not fit
     bool refused;      // too short, or a state that is none
@@ -18,6 +19,7 @@ __device__ __forceinline__ Stream open_stream(const Chunk& chunk, const Parts& p
     u32 lane = threadIdx.x % WARP, begin = parts.streams[segment];
     stream.words = (const u16*)chunk.payload;
     stream.end = parts.streams[segment + 1];
+    stream.last = padded(chunk.size) / 2 - 1;
     stream.state = 1u << 16;
     stream.bad = 0;
     bool fits = stream.end - begin >= 2 * parts.states;
@@ -27,15 +29,8 @@ __device__ __forceinline__ Stream open_stream(const Chunk& chunk, const Parts& p
     return stream;
 }
 
-// Makes `state` the state, after a word if it needs one.
-__device__ __forceinline__ void renormalize(Stream& stream, u32 state, u32 before) {
-    bool needy = state < 1u << 16;
-    u32 mask = __ballot_sync(ALL_LANES, needy), place = stream.at + __popc(mask & before);
-    u32 word = 0;
-    if (needy && place < stream.end) word = __ldg(stream.words + place);
-    stream.state = needy ? state << 16 | word : state;
-    stream.at += __popc(mask);
-}
+// The word at `place`; past the payload, any. `at` of a stream grows by at most 64 a step, which fits.
+__device__ __forceinline__ u32 word_at(const Stream& stream, u32 place) { return __ldg(stream.words + min(place, stream.last)); }
 
 // Where the look-up lies in shared memory, and what of it is in registers.
 struct LookupAddress {
@@ -43,8 +38,11 @@ struct LookupAddress {
     const u32* set; // its symbols in global memory, if they are not in shared memory
 };
 
+// A call, so that sets that fit in shared memory pay no more than a branch for those that do not.
+__device__ __noinline__ Symbol symbol_in_global_memory(const u32* set, u32 at, u32 tokens) { return make_symbol(__ldg(set + at / 8), tokens); }
+
 __device__ __forceinline__ Symbol symbol_at(const LookupAddress& lookup, u32 at) {
-    if (lookup.set != nullptr) return make_symbol(__ldg(lookup.set + at / 8), lookup.tokens);
+    if (lookup.set != nullptr) return symbol_in_global_memory(lookup.set, at, lookup.tokens);
     return shared_u32x2(lookup.symbols + at);
 }
 
@@ -63,17 +61,35 @@ __device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, 
             offset = slot - (symbol.x & 0xFFFF);
         }
     }
-    u32 next = (symbol.x >> 16) * (stream.state >> TPDE_FREQUENCY_SUM_LOG2) + offset;
-    renormalize(stream, on ? next : stream.state, before);
-    u32 extra = on ? symbol.y & 63 : 0;
-    if (on) stream.bad |= symbol.y;
-    T value = (T)(symbol.y >> 8 & 255) << extra;
-    for (u32 done = 0; __any_sync(ALL_LANES, extra > done); done += 16) {
-        u32 now = extra > done ? min(extra - done, 16) : 0;
-        value |= (T)(stream.state & ((1u << now) - 1)) << done;
-        renormalize(stream, stream.state >> now, before);
+    u32 state = on ? (symbol.x >> 16) * (stream.state >> TPDE_FREQUENCY_SUM_LOG2) + offset : stream.state;
+    u32 rest = on ? symbol.y : 0;
+    stream.bad |= rest;
+    // The words for tokens come first, then those for extra bits. Who needs one of the latter is known before the former are read:
+    // a state that gets a word will have more than 16 bits, whatever the word.
+    u32 extra = rest & 63, now = W <= 2 ? extra : min(extra, 16);
+    bool first = state < 1u << 16, second = state >> now < (first ? 1u : 1u << 16);
+    u32 firsts = __ballot_sync(ALL_LANES, first), seconds = __ballot_sync(ALL_LANES, second);
+    u32 middle = stream.at + __popc(firsts);
+    u32 a = word_at(stream, stream.at + __popc(firsts & before)), b = word_at(stream, middle + __popc(seconds & before));
+    stream.at = middle + __popc(seconds);
+    state = first ? state << 16 | a : state;
+    T value = (T)(rest >> 8 & 255) << extra | (T)(state & ((1u << now) - 1));
+    state >>= now;
+    state = second ? state << 16 | b : state;
+    if constexpr (W > 2) {
+        for (u32 done = 16; __any_sync(ALL_LANES, extra > done); done += 16) {
+            now = extra > done ? min(extra - done, 16) : 0;
+            value |= (T)(state & ((1u << now) - 1)) << done;
+            state >>= now;
+            bool needy = state < 1u << 16;
+            u32 mask = __ballot_sync(ALL_LANES, needy);
+            u32 word = word_at(stream, stream.at + __popc(mask & before));
+            state = needy ? state << 16 | word : state;
+            stream.at += __popc(mask);
+        }
     }
-    return on ? value : 0;
+    stream.state = state;
+    return value;
 }
 
 // The errors of a stream that has come to its end.

@@ -1,22 +1,8 @@
 // A tile: 1 or 2 KiB of base lanes that one warp loads, and the places of those that are coded.
 #pragma once
 #include "payload.cuh"
+#include "pieces.cuh"
 #include "tables.cuh"
-
-// What a tile of lanes of W bytes is made of. A thread has UNITS units, 32 units apart; unit n of thread t begins at lane
-// (32·n + t)·UNIT. Units never straddle a block of lanes, a segment, or a row of the chunk sums; nor do tiles straddle a row.
-template <int W> struct TileShape {
-    static constexpr int UNIT = W == 1 ? 16 : 8;
-    static constexpr int UNITS = W == 1 ? 2 : 8 / W;
-    static constexpr int LANES = 32 * UNIT * UNITS;
-    static constexpr int PIECE = 16 / W;                // lanes of 16 bytes
-    static constexpr int PIECES = UNIT / PIECE * UNITS; // of a thread
-    static constexpr int WORDS = LANES * W / 4;
-    static constexpr int PER_UNIT = UNIT / PIECE;
-    static constexpr int BLOCKS = LANES / BLOCK_LANES;
-    // Where piece p of a thread begins, from where the thread's first unit does.
-    static __device__ constexpr int lane_of(int piece) { return 32 * UNIT * (piece / PER_UNIT) + piece % PER_UNIT * PIECE; }
-};
 
 #define TILE_BYTES 2048
 #define TILE_LANES 1024
@@ -32,36 +18,10 @@ struct alignas(16) Tile {
     u32 padding[2];
 };
 
-// Lanes of a segment, and the tiles that they lie in: tiles count from the chunk's first lane.
-struct Range {
-    u32 first, end;
-};
-
 __device__ __forceinline__ Range segment_range(const Chunk& chunk, u32 segments, u32 segment) {
     u32 blocks = (chunk.lanes + BLOCK_LANES - 1) / BLOCK_LANES;
     u32 end = (segment + 1) * blocks / segments * BLOCK_LANES;
     return {segment * blocks / segments * BLOCK_LANES, min(end, chunk.lanes)};
-}
-
-// Whether a tile lies in its segment and in its base as a whole, in pieces of 16 bytes: nearly all do. The others go lane by lane.
-template <int W> __device__ __forceinline__ bool is_whole(const Chunk& chunk, Range range, u32 number) {
-    u32 first = number * TileShape<W>::LANES, end = first + TileShape<W>::LANES;
-    return first >= range.first && end <= min(range.end, chunk.base_lanes) && ((u64)chunk.base | (u64)chunk.output) % 16 == 0;
-}
-
-// Base lanes of a whole tile.
-template <int W> __device__ __forceinline__ void load_tile(const Chunk& chunk, u32 number, uint4* pieces) {
-    typedef TileShape<W> Shape;
-    const u8* from = chunk.base + (u64)(number * Shape::LANES + threadIdx.x % WARP * Shape::UNIT) * W;
-#pragma unroll
-    for (int p = 0; p < Shape::PIECES; p++) pieces[p] = load_once(from + Shape::lane_of(p) * W);
-}
-
-template <int W> __device__ __forceinline__ void store_tile(const Chunk& chunk, u32 number, const uint4* pieces) {
-    typedef TileShape<W> Shape;
-    u8* to = chunk.output + (u64)(number * Shape::LANES + threadIdx.x % WARP * Shape::UNIT) * W;
-#pragma unroll
-    for (int p = 0; p < Shape::PIECES; p++) __stcs((uint4*)(to + Shape::lane_of(p) * W), pieces[p]);
 }
 
 // The pieces of a tile from shared memory, and back.
@@ -79,53 +39,6 @@ template <int W> __device__ __forceinline__ void write_tile(Tile& tile, const ui
     for (int p = 0; p < Shape::PIECES; p++) *(uint4*)(to + Shape::lane_of(p) * W) = pieces[p];
 }
 
-// A tile that is not whole: its lanes to shared memory, zeros outside the segment and the base. The sectors of memory that are
-// touched are the same as for any other tile.
-template <int W> __device__ __forceinline__ void gather_tile(const Chunk& chunk, Range range, u32 number, Tile& tile) {
-    typedef typename LaneOf<W>::type Lane;
-    for (u32 place = threadIdx.x % WARP; place < TileShape<W>::LANES; place += WARP) {
-        u32 at = number * TileShape<W>::LANES + place;
-        Lane lane = 0;
-        if (at >= range.first && at < range.end) lane = (Lane)load_lane<W>(chunk, at);
-        ((Lane*)tile.lanes)[place] = lane;
-    }
-    __syncwarp();
-}
-
-// Lanes of such a tile from shared memory to the output: all of them, or those that are not the base's.
-template <int W> __device__ __forceinline__ void scatter_tile(const Chunk& chunk, Range range, u32 number, const Tile& tile, bool all) {
-    typedef typename LaneOf<W>::type Lane;
-    for (u32 place = threadIdx.x % WARP; place < TileShape<W>::LANES; place += WARP) {
-        u32 at = number * TileShape<W>::LANES + place;
-        if (at < range.first || at >= range.end) continue;
-        Lane lane = ((const Lane*)tile.lanes)[place];
-        if (all || lane != (Lane)load_lane<W>(chunk, at)) store_lane<W>(chunk, at, lane);
-    }
-}
-
-template <int W> __device__ __forceinline__ u64 tile_sum(u32 number, const uint4* pieces) {
-    typedef TileShape<W> Shape;
-    u32 word = number * Shape::WORDS;
-    const u32* weights = &WEIGHTS.q[word % TPDE_ROW_WORDS + threadIdx.x % WARP * (Shape::UNIT * W / 4)];
-    u64 sum = 0;
-#pragma unroll
-    for (int p = 0; p < Shape::PIECES; p++) {
-        uint4 q = *(const uint4*)(weights + Shape::lane_of(p) * W / 4);
-        sum += (u64)pieces[p].x * q.x + (u64)pieces[p].y * q.y;
-        sum += (u64)pieces[p].z * q.z + (u64)pieces[p].w * q.w;
-    }
-    return sum * row_weight(word);
-}
-
-template <int W> __device__ __forceinline__ typename WideOf<W>::type lane_of_piece(uint4 piece, int k) {
-    u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
-    if constexpr (W == 8) {
-        return words[2 * k] | (u64)words[2 * k + 1] << 32;
-    } else {
-        return words[k * W / 4] >> (k * W % 4 * 8) & (u32)((1ull << (8 * W)) - 1);
-    }
-}
-
 // What a payload's maps make of a base lane: where its class is looked up.
 struct Classes {
     i32 first;
@@ -140,66 +53,55 @@ template <int W> __device__ __forceinline__ u32 class_of(u32 maps, const Classes
     return shared_u32(maps + 4 * (activity * MAP + index));
 }
 
-// Bits for the coded lanes of 16 bytes, and for some that are not if the maps have holes.
-template <int W> __device__ __forceinline__ u32 coded_lanes(const Classes& classes, u32 maps, u32 threshold, u32 activity, uint4 piece) {
-    if constexpr (W == 2) {
-        if (classes.by_threshold) {
-            // The top bit of each half says that the magnitude is below the threshold; nothing is borrowed from one by the other.
-            u32 from = (0x7FFF + threshold) * 0x10001;
-            u32 a = from - (piece.x & 0x7FFF7FFF), b = from - (piece.y & 0x7FFF7FFF);
-            u32 c = from - (piece.z & 0x7FFF7FFF), d = from - (piece.w & 0x7FFF7FFF);
+// Lanes of 16 bytes whose magnitude is below `threshold`, by their order-preserving bits alone; for F64 it is the high word's.
+template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4 piece) {
+    if constexpr (W <= 2) {
+        // The top bit of each lane says that it is below; nothing is borrowed from one lane by the next.
+        constexpr u32 ones = W == 1 ? 0x01010101 : 0x10001, magnitude = W == 1 ? 0x7F7F7F7F : 0x7FFF7FFF;
+        u32 from = (threshold + (W == 1 ? 0x7F : 0x7FFF)) * ones;
+        u32 a = from - (piece.x & magnitude), b = from - (piece.y & magnitude);
+        u32 c = from - (piece.z & magnitude), d = from - (piece.w & magnitude);
+        if constexpr (W == 1) {
+            u32 low = __dp4a(a >> 7 & ones, 0x08040201u, 0u) | __dp4a(b >> 7 & ones, 0x80402010u, 0u);
+            u32 high = __dp4a(c >> 7 & ones, 0x08040201u, 0u) | __dp4a(d >> 7 & ones, 0x80402010u, 0u);
+            return low | high << 8;
+        } else {
             // Bytes of all bits or none: the permutation repeats the top bits of the bytes 1, 3, 5 and 7.
             u32 low, high;
             asm("prmt.b32 %0, %1, %2, 0xFDB9;" : "=r"(low) : "r"(a), "r"(b));
             asm("prmt.b32 %0, %1, %2, 0xFDB9;" : "=r"(high) : "r"(c), "r"(d));
             return __dp4a((low & 0x08040201) | (high & 0x80402010), 0x01010101u, 0u);
         }
+    } else if constexpr (W == 4) {
+        return (u32)((piece.x & 0x7FFFFFFF) < threshold) | (u32)((piece.y & 0x7FFFFFFF) < threshold) << 1 |
+               (u32)((piece.z & 0x7FFFFFFF) < threshold) << 2 | (u32)((piece.w & 0x7FFFFFFF) < threshold) << 3;
+    } else {
+        return (u32)((piece.y & 0x7FFFFFFF) < threshold) | (u32)((piece.w & 0x7FFFFFFF) < threshold) << 1;
     }
-    u32 mask = 0;
-    if (W == 4 && classes.by_threshold) {
-#pragma unroll
-        for (int k = 0; k < 16 / W; k++) mask |= (u32)((u32)(lane_of_piece<W>(piece, k) & 0x7FFFFFFF) < threshold) << k;
-        return mask;
-    }
-#pragma unroll
-    for (int k = 0; k < 16 / W; k++) mask |= (u32)(class_of<W>(maps, classes, activity, lane_of_piece<W>(piece, k)) != CLASS_NONE) << k;
-    return mask;
 }
 
-// A warp: the tile's masks of coded lanes. `thresholds` is a shared address.
+// A warp: the masks of coded lanes of a tile on the fast path.
 template <int W>
-__device__ __forceinline__ void mark_tile(
-    const Parts& parts, const Classes& classes, u32 maps, Range range, u32 number, u32 activities, const uint4* pieces, Tile& tile) {
+__device__ __forceinline__ void mark_tile(const Parts& parts, const Classes& classes, u32 maps, u32 activities, const uint4* pieces, Tile& tile) {
     typedef TileShape<W> Shape;
-    u32 thread = threadIdx.x % WARP, first = number * Shape::LANES + thread * Shape::UNIT;
-    bool inside = number * Shape::LANES >= range.first && (number + 1) * Shape::LANES <= range.end;
-    u32 bits = parts.activity_bits, threshold = parts.thresholds[0];
+    u32 thread = threadIdx.x % WARP, bits = parts.activity_bits, threshold = parts.thresholds[0];
 #pragma unroll
     for (int n = 0; n < Shape::UNITS; n++) {
-        u32 mask = 0, activity = 0;
+        u32 mask = 0;
         if (bits) {
-            activity = activities >> ((32 * Shape::UNIT * n + thread * Shape::UNIT) / BLOCK_LANES * bits) & ((1u << bits) - 1);
-            threshold = parts.thresholds[activity];
+            threshold = parts.thresholds[activities >> ((32 * n + thread) * Shape::UNIT / BLOCK_LANES * bits) & ((1u << bits) - 1)];
         }
 #pragma unroll
-        for (int i = 0; i < Shape::PER_UNIT; i++) {
-            mask |= coded_lanes<W>(classes, maps, threshold, activity, pieces[n * Shape::PER_UNIT + i]) << (i * Shape::PIECE);
-        }
-        if (!inside) {
-            u32 at = first + 32 * Shape::UNIT * n, left = at >= range.first && at < range.end ? range.end - at : 0;
-            if (left < Shape::UNIT) mask &= (1u << left) - 1;
-        }
+        for (int i = 0; i < Shape::PER_UNIT; i++) mask |= lanes_below<W>(threshold, pieces[n * Shape::PER_UNIT + i]) << (i * Shape::PIECE);
         if (Shape::UNIT == 16) {
             ((u16*)tile.masks)[32 * n + thread] = (u16)mask;
         } else {
             ((u8*)tile.masks)[32 * n + thread] = (u8)mask;
         }
     }
-    if (thread == 0) tile.activities = activities;
     __syncwarp();
-    if (classes.holes && classes.by_threshold && thread < Shape::LANES / 32) {
-        u32 mask = tile.masks[thread];
-        u32 activity = activities >> (thread / 4 * bits) & ((1u << bits) - 1);
+    if (classes.holes && thread < Shape::LANES / 32) {
+        u32 mask = tile.masks[thread], activity = activities >> (thread / 4 * bits) & ((1u << bits) - 1);
         for (u32 rest = mask; rest; rest &= rest - 1) {
             u32 place = 32 * thread + __ffs((i32)rest) - 1;
             u32 entry = class_of<W>(maps, classes, activity, shared_lane<W>(shared_address(tile.lanes) + place * W));
@@ -207,13 +109,54 @@ __device__ __forceinline__ void mark_tile(
         }
         tile.masks[thread] = mask;
     }
-    __syncwarp();
 }
 
-// A warp: the queue, from the masks. Ends with the warp in step.
-template <int W> __device__ __forceinline__ void queue_tile(Tile& tile) {
+// A warp: the lanes of any tile, their masks, and the part of the base's sum of each thread. Lanes outside the segment and the base
+// are zeros and not coded.
+template <int W>
+__device__ __noinline__ u64 gather_tile(
+    const Chunk& chunk, const Parts& parts, const Classes& classes, u32 maps, Range range, u32 number, u32 activities, bool copy, Tile& tile) {
+    typedef typename WideOf<W>::type T;
+    u32 thread = threadIdx.x % WARP, bits = parts.activity_bits;
+    u64 sum = 0;
+#pragma unroll 1
+    for (u32 i = 0; i < TileShape<W>::LANES / 32; i++) {
+        u32 place = 32 * i + thread, at = number * TileShape<W>::LANES + place;
+        bool inside = at >= range.first && at < range.end;
+        T lane = inside ? load_lane<W>(chunk, at) : 0;
+        if (inside && copy) store_lane<W>(chunk, at, lane);
+        sum += lane_term<W>(at, 0, lane);
+        set_shared_lane<W>(shared_address(tile.lanes) + place * W, lane);
+        u32 activity = activities >> (i / 4 * bits) & ((1u << bits) - 1);
+        u32 mask = __ballot_sync(ALL_LANES, inside && class_of<W>(maps, classes, activity, lane) != CLASS_NONE);
+        if (thread == 0) tile.masks[i] = mask;
+    }
+    __syncwarp();
+    return sum;
+}
+
+// A warp: what the target's sum has more than the base's; and if `stored`, the lanes of any tile to the output, all of them or those
+// that change.
+template <int W> __device__ __noinline__ u64 scatter_tile(const Chunk& chunk, Range range, u32 number, bool stored, bool all, const Tile& tile) {
+    typedef typename WideOf<W>::type T;
+    u64 sum = 0;
+#pragma unroll 1
+    for (u32 place = threadIdx.x % WARP; place < TileShape<W>::LANES; place += WARP) {
+        u32 at = number * TileShape<W>::LANES + place;
+        if (at < range.first || at >= range.end) continue;
+        T lane = shared_lane<W>(shared_address(tile.lanes) + place * W), base = load_lane<W>(chunk, at);
+        if (lane != base) sum += lane_term<W>(at, base, lane);
+        if (stored && (all || lane != base)) store_lane<W>(chunk, at, lane);
+    }
+    __syncwarp();
+    return sum;
+}
+
+// A warp: the queue, from the masks. Begins and ends with the warp in step.
+template <int W> __device__ __forceinline__ void queue_tile(Tile& tile, u32 activities) {
     typedef TileShape<W> Shape;
     u32 thread = threadIdx.x % WARP;
+    __syncwarp();
     u32 mask = thread < Shape::LANES / 32 ? tile.masks[thread] : 0;
     u32 end = __popc(mask);
 #pragma unroll
@@ -233,6 +176,9 @@ template <int W> __device__ __forceinline__ void queue_tile(Tile& tile) {
             if (word >> thread & 1) set_shared_lane<2>(to + 2 * (begin + __popc(word & before)), 32 * i + thread);
         }
     }
-    if (thread == 0) tile.count = count;
+    if (thread == 0) {
+        tile.count = count;
+        tile.activities = activities;
+    }
     __syncwarp();
 }
