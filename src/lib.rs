@@ -36,6 +36,8 @@
 
 pub mod checkpoint;
 pub mod codec;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod delta;
 mod digest;
 mod dispatch;
