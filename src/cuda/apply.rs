@@ -31,7 +31,7 @@ pub enum Mode {
 pub enum Payloads<'a> {
     /// A file, a mapping or memory of the host: read into the staging ring by the thread that launches, with help from rayon's.
     Host(&'a dyn Source),
-    /// Pinned memory: copied by the device alone.
+    /// Pinned memory: copied by the device alone, but for payloads of codec `zstd`, which the processor expands.
     Pinned(Arc<PinnedBuffer>),
     /// Memory of the device, the first byte at a multiple of 16.
     Device(DeviceSlice),
@@ -115,17 +115,7 @@ impl DeviceIndex {
             _ => Route::Staged { slice_bytes },
         };
         let plan = Plan::new(self, &checked, route)?;
-        if plan.has_expanded && matches!(payloads, Payloads::Pinned(_)) {
-            // Pinned memory that the processor has to look at is memory of the host like any other.
-            let Payloads::Pinned(pinned) = payloads else { unreachable!() };
-            return Ok(Application { shared: Arc::new(Shared::new(self, checked, mode, plan)?), payloads: Given::Seen(pinned) });
-        }
         let shared = Arc::new(Shared::new(self, checked, mode, plan)?);
-        let payloads = match payloads {
-            Payloads::Host(source) => Given::Host(source),
-            Payloads::Pinned(pinned) => Given::Pinned(pinned),
-            Payloads::Device(slice) => Given::Device(slice),
-        };
         Ok(Application { shared, payloads })
     }
 }
@@ -134,26 +124,7 @@ impl DeviceIndex {
 #[derive(Debug)]
 pub struct Application<'a> {
     shared: Arc<Shared>,
-    payloads: Given<'a>,
-}
-
-/// Payloads, by what is done with them.
-pub(super) enum Given<'a> {
-    Host(&'a dyn Source),
-    /// Pinned, but read by the processor.
-    Seen(Arc<PinnedBuffer>),
-    Pinned(Arc<PinnedBuffer>),
-    Device(DeviceSlice),
-}
-
-impl fmt::Debug for Given<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Given::Host(_) | Given::Seen(_) => "Host",
-            Given::Pinned(_) => "Pinned",
-            Given::Device(_) => "Device",
-        })
-    }
+    payloads: Payloads<'a>,
 }
 
 /// What the device works with until the last launch has passed.
@@ -343,7 +314,7 @@ impl Application<'_> {
         if !driver::is_capturing(&cx, raw)? {
             return Err(Error::Misuse("the stream is not being captured".into()));
         }
-        if matches!(self.payloads, Given::Host(_) | Given::Seen(_)) {
+        if matches!(self.payloads, Payloads::Host(_)) || shared.plan.has_expanded {
             return Err(Error::Misuse("a graph cannot read payloads through the processor".into()));
         }
         let bytes = 4 * shared.plan.span.len();
@@ -365,14 +336,14 @@ impl Application<'_> {
 
     fn keep(&self) -> Option<Arc<PinnedBuffer>> {
         match &self.payloads {
-            Given::Pinned(pinned) => Some(pinned.clone()),
+            Payloads::Pinned(pinned) => Some(pinned.clone()),
             _ => None,
         }
     }
 
     /// Staging memory, if payloads are to be copied: that of an earlier launch which has passed, or fresh.
     fn staging(&self, cx: &Entered<'_>, state: &mut State) -> Result<Option<Allocation>> {
-        if matches!(self.payloads, Given::Device(_)) || self.shared.plan.staged_bytes == 0 {
+        if matches!(self.payloads, Payloads::Device(_)) || self.shared.plan.staged_bytes == 0 {
             return Ok(None);
         }
         match (state.spare.take(), &state.last) {

@@ -1,6 +1,6 @@
 //! The queueing of an application: copies of payloads beside launches of kernels.
 
-use super::apply::{Given, Mode, Shared};
+use super::apply::{Mode, Payloads, Shared};
 use super::driver::{Entered, RawEvent, RawStream};
 use super::layout::{FLAG_NO_CRC, Launch, mode};
 use super::memory::{self, PinnedBuffer};
@@ -27,18 +27,17 @@ pub(super) struct Launcher<'a> {
 impl Launcher<'_> {
     /// Queues everything. An error of the host's side, of reading or expanding, ends the queueing and is returned apart: what
     /// was queued before it may have written.
-    pub fn run(&self, payloads: &Given<'_>, statuses: &PinnedBuffer) -> Result<Option<Error>> {
+    pub fn run(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<Option<Error>> {
         let blob = match payloads {
-            Given::Device(slice) => slice.address(),
+            Payloads::Device(slice) => slice.address(),
             _ => self.staging.unwrap_or(0).wrapping_add(self.shared.plan.shift),
         };
         let mut host_error = None;
         for slice in &self.shared.plan.slices {
             let staged: Result<()> = match payloads {
-                Given::Device(_) => Ok(()),
-                Given::Pinned(pinned) => self.copy(slice, pinned).map(|_| ()),
-                Given::Host(source) => self.send(slice, *source, &mut host_error),
-                Given::Seen(pinned) => self.send(slice, &&pinned[..], &mut host_error),
+                Payloads::Device(_) => Ok(()),
+                Payloads::Pinned(pinned) => self.copy(slice, pinned, &mut host_error),
+                Payloads::Host(source) => self.send(self.pieces(slice), *source, &mut host_error),
             };
             staged?;
             if host_error.is_some() {
@@ -54,14 +53,14 @@ impl Launcher<'_> {
     }
 
     /// As [`Launcher::run`], with all on one stream.
-    pub fn run_in_order(&self, payloads: &Given<'_>, statuses: &PinnedBuffer) -> Result<()> {
+    pub fn run_in_order(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<()> {
         let blob = match payloads {
-            Given::Device(slice) => slice.address(),
+            Payloads::Device(slice) => slice.address(),
             _ => self.staging.unwrap_or(0).wrapping_add(self.shared.plan.shift),
         };
         for slice in &self.shared.plan.slices {
-            if let Given::Pinned(pinned) = payloads {
-                self.copy_on(slice, pinned, self.stream)?;
+            if let Payloads::Pinned(pinned) = payloads {
+                self.copy_on(self.pieces(slice), pinned, self.stream)?;
             }
             self.launch(slice, blob, self.first_mode())?;
         }
@@ -124,19 +123,23 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    /// Copies the payloads of a slice from pinned memory: on the stream itself where there is one slice, else beside it.
-    fn copy(&self, slice: &Slice, pinned: &PinnedBuffer) -> Result<()> {
+    /// Copies the payloads of a slice from pinned memory: on the stream itself where there is one slice, else beside it. Those
+    /// that have to be expanded go through the ring.
+    fn copy(&self, slice: &Slice, pinned: &PinnedBuffer, host_error: &mut Option<Error>) -> Result<()> {
+        let (expanded, stored): (Vec<_>, Vec<_>) = self.pieces(slice).into_iter().partition(|piece| piece.is_expanded);
         if self.shared.plan.slices.len() == 1 {
-            return self.copy_on(slice, pinned, self.stream);
+            self.copy_on(stored, pinned, self.stream)?;
+        } else {
+            let copy = self.shared.index.device().0.copy.raw();
+            self.copy_on(stored, pinned, copy)?;
+            self.after(copy)?;
         }
-        let copy = self.shared.index.device().0.copy.raw();
-        self.copy_on(slice, pinned, copy)?;
-        self.after(copy)
+        if expanded.is_empty() { Ok(()) } else { self.send(expanded, &&pinned[..], host_error) }
     }
 
-    fn copy_on(&self, slice: &Slice, pinned: &PinnedBuffer, stream: RawStream) -> Result<()> {
+    fn copy_on(&self, pieces: Vec<Piece>, pinned: &PinnedBuffer, stream: RawStream) -> Result<()> {
         let Some(staging) = self.staging else { return Ok(()) };
-        for piece in self.pieces(slice) {
+        for piece in pieces {
             let Piece { blob, at, bytes, .. } = piece;
             let from = pinned.get(blob as usize..).filter(|from| from.len() as u64 >= bytes);
             let from = from.ok_or_else(|| Error::Misuse("a blob without the payloads of its index".into()))?;
@@ -154,12 +157,12 @@ impl Launcher<'_> {
         event.hold(self.cx, self.stream)
     }
 
-    /// Sends the payloads of a slice through the ring.
-    fn send(&self, slice: &Slice, source: &dyn Source, host_error: &mut Option<Error>) -> Result<()> {
+    /// Sends payloads through the ring.
+    fn send(&self, pieces: Vec<Piece>, source: &dyn Source, host_error: &mut Option<Error>) -> Result<()> {
         let Some(staging) = self.staging else { return Ok(()) };
         let device = &self.shared.index.device().0;
         let mut ring = device.ring.lock().unwrap_or_else(PoisonError::into_inner);
-        for piece in self.pieces(slice) {
+        for piece in pieces {
             let sent = if piece.is_expanded {
                 self.expand(&piece, source).and_then(|payloads| {
                     for (staged, payload) in self.shared.plan.staged[piece.staged.clone()].iter().zip(payloads) {
