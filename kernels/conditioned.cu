@@ -50,7 +50,6 @@ __device__ __forceinline__ bool is_searched(const Parts& parts) { return parts.s
 template <int W> __device__ __forceinline__ Decoding<W> decoding(const Shared& shared, const Tile& marks, u32 store) {
     const Lookup& lookup = shared.lookup;
     Decoding<W> with;
-    with.output = shared.chunk.output;
     with.lookup = {shared_address(shared.buckets), shared_address(shared.symbols), lookup.shift, lookup.tokens,
         lookup.shared ? nullptr : lookup.set + lookup.classes + 2};
     with.maps = shared_address(shared.maps);
@@ -63,7 +62,8 @@ template <int W> __device__ __forceinline__ Decoding<W> decoding(const Shared& s
 }
 
 // Looks for the coded lanes of every `share`-th tile of a segment.
-template <int W> __device__ __noinline__ void search(u32 store, u32 segment, u32 place, u32 share, u32 barrier, Sums& sums) {
+template <int W> __device__ __noinline__ u64 search(u32 store, u32 segment, u32 place, u32 share, u32 barrier) {
+    u64 base_sum = 0;
     typedef TileShape<W> Shape;
     Shared& shared = shared_memory();
     Range range = segment_range(shared.chunk, shared.parts.segments, segment);
@@ -72,29 +72,25 @@ template <int W> __device__ __noinline__ void search(u32 store, u32 segment, u32
     const Classes& classes = shared.classes;
     u32 maps = shared_address(shared.maps);
     const u8* activities_at = shared.chunk.payload + shared.parts.activities_at;
-    bool fast = classes.by_threshold;
-    uint4 pieces[Shape::PIECES];
-    u32 number = first + place;
-    bool whole = fast && number < end && is_whole<W>(shared.chunk, range, number);
-    if (whole) load_tile<W>(shared.chunk, number, pieces);
-    for (; number < end; number += share) {
+    u32 turns = 0;
+    for (u32 number = first + place; number < end; number += share, turns++) {
         u32 activities = activities_of_tile(activities_at, shared.parts.activity_bits, number, Shape::BLOCKS);
-        if (whole) {
+        if (classes.by_threshold && is_whole<W>(shared.chunk, range, number)) {
+            uint4 pieces[Shape::PIECES];
+            load_tile<W>(shared.chunk, number, pieces);
             if (store == STORE_ALL) store_tile<W>(shared.chunk, number, pieces);
-            sums.base += tile_sum<W>(number, pieces);
-            if (number >= first + share) barrier_wait(BARRIER_EMPTY(barrier));
+            base_sum += tile_sum<W>(number, pieces);
+            if (turns) barrier_wait(BARRIER_EMPTY(barrier));
             write_tile<W>(tile, pieces);
             mark_tile<W>(shared.parts, classes, maps, activities, pieces, tile);
         } else {
-            if (number >= first + share) barrier_wait(BARRIER_EMPTY(barrier));
-            sums.base += gather_tile<W>(shared.chunk, shared.parts, classes, maps, range, number, activities, store == STORE_ALL, tile);
+            if (turns) barrier_wait(BARRIER_EMPTY(barrier));
+            base_sum += gather_tile<W>(shared.chunk, shared.parts, classes, maps, range, number, activities, store == STORE_ALL, tile);
         }
-        // The next lanes arrive while these are queued and decoded.
-        whole = fast && number + share < end && is_whole<W>(shared.chunk, range, number + share);
-        if (whole) load_tile<W>(shared.chunk, number + share, pieces);
         queue_tile<W>(tile, activities);
         barrier_arrive(BARRIER_FULL(barrier));
     }
+    return base_sum;
 }
 
 // Decodes a segment whose tiles `share` other warps prepare.
@@ -136,54 +132,71 @@ template <int W> __device__ __forceinline__ u32 apply_low_bits(Range range, u32 
     return changed;
 }
 
+// Whether a warp that works alone may take a tile by pieces.
+template <int W> __device__ __forceinline__ bool is_fast(const Shared& shared, Range range, u32 number) {
+    return shared.parts.low_bits == 0 && shared.classes.by_threshold && is_whole<W>(shared.chunk, range, number);
+}
+
+// The two ends of a tile of a warp that works alone. Calls, so that the decoding between them has the registers to itself.
+template <int W> __device__ __noinline__ u64 begin_tile(Range range, u32 number) {
+    typedef TileShape<W> Shape;
+    Shared& shared = shared_memory();
+    Tile& tile = shared.tiles[threadIdx.x / WARP];
+    const Parts& parts = shared.parts;
+    u32 maps = shared_address(shared.maps);
+    u32 activities = activities_of_tile(shared.chunk.payload + parts.activities_at, parts.activity_bits, number, Shape::BLOCKS);
+    u64 sum;
+    if (is_fast<W>(shared, range, number)) {
+        uint4 pieces[Shape::PIECES];
+        load_tile<W>(shared.chunk, number, pieces);
+        write_tile<W>(tile, pieces);
+        sum = tile_sum<W>(number, pieces);
+        mark_tile<W>(parts, shared.classes, maps, activities, pieces, tile);
+    } else {
+        sum = gather_tile<W>(shared.chunk, parts, shared.classes, maps, range, number, activities, false, tile);
+    }
+    queue_tile<W>(tile, activities);
+    return sum;
+}
+
+// What the target's sum has more than the base's, which was `of_base`.
+template <int W> __device__ __noinline__ u64 end_tile(Range range, u32 number, u32 store, u64 of_base) {
+    typedef TileShape<W> Shape;
+    Shared& shared = shared_memory();
+    Tile& tile = shared.tiles[threadIdx.x / WARP];
+    __syncwarp();
+    if (store == STORE_CHANGES || !is_fast<W>(shared, range, number)) {
+        return scatter_tile<W>(shared.chunk, range, number, store != STORE_NONE, store == STORE_ALL, tile);
+    }
+    uint4 pieces[Shape::PIECES];
+    read_tile<W>(tile, pieces);
+    u64 sum = tile_sum<W>(number, pieces) - of_base;
+    if (store == STORE_ALL) store_tile<W>(shared.chunk, number, pieces);
+    __syncwarp();
+    return sum;
+}
+
 // Works on a segment alone.
 template <int W, bool LOW_BITS> __device__ __noinline__ void decode_alone(u32 store, u32 segment, Sums& sums) {
     typedef TileShape<W> Shape;
     Shared& shared = shared_memory();
     Range range = segment_range(shared.chunk, shared.parts.segments, segment);
-    u32 end = (range.end + Shape::LANES - 1) / Shape::LANES;
+    u32 end = (range.end + Shape::LANES - 1) / Shape::LANES, changed = 0;
     Tile& tile = shared.tiles[threadIdx.x / WARP];
     Decoder<W> decoder = {};
     open_segment<W>(decoder, shared.chunk, shared.parts, segment, range.first);
     Decoding<W> with = decoding<W>(shared, tile, store);
-    const u8* activities_at = shared.chunk.payload + shared.parts.activities_at;
+    u64 base_sum = 0, target_sum = 0;
     for (u32 number = range.first / Shape::LANES; number < end; number++) {
-        u32 activities = activities_of_tile(activities_at, with.activity_bits, number, Shape::BLOCKS);
-        bool whole = !LOW_BITS && with.classes.by_threshold && is_whole<W>(shared.chunk, range, number);
-        if (whole) {
-            uint4 pieces[Shape::PIECES];
-            load_tile<W>(shared.chunk, number, pieces);
-            write_tile<W>(tile, pieces);
-            u64 sum = tile_sum<W>(number, pieces);
-            sums.base += sum;
-            sums.target -= sum;
-            mark_tile<W>(shared.parts, with.classes, with.maps, activities, pieces, tile);
-        } else {
-            sums.base += gather_tile<W>(shared.chunk, shared.parts, with.classes, with.maps, range, number, activities, false, tile);
-        }
-        queue_tile<W>(tile, activities);
-        if (LOW_BITS) sums.changed += apply_low_bits<W>(range, number, tile);
+        u64 of_base = begin_tile<W>(range, number);
+        base_sum += of_base;
+        if (LOW_BITS) changed += apply_low_bits<W>(range, number, tile);
         decode_tile<W, true, LOW_BITS>(decoder, with, shared.chunk, shared.parts, number, number + 1 == end, tile, shared.list, &shared.listed);
-        __syncwarp();
-        if (whole && store != STORE_CHANGES) {
-            uint4 pieces[Shape::PIECES];
-            read_tile<W>(tile, pieces);
-            sums.target += tile_sum<W>(number, pieces);
-            if (store == STORE_ALL) store_tile<W>(shared.chunk, number, pieces);
-            __syncwarp();
-        } else {
-            u64 sum = scatter_tile<W>(shared.chunk, range, number, store != STORE_NONE, store == STORE_ALL, tile);
-            sums.target += whole ? 0 : sum;
-        }
-        if (whole && store == STORE_CHANGES) {
-            uint4 pieces[Shape::PIECES];
-            read_tile<W>(tile, pieces);
-            sums.target += tile_sum<W>(number, pieces);
-            __syncwarp();
-        }
+        target_sum += end_tile<W>(range, number, store, of_base);
     }
-    sums.target += decoder.target_sum;
-    sums.changed += decoder.changed;
+    sums.base += base_sum;
+    sums.target += target_sum + decoder.target_sum;
+    sums.changed += changed + decoder.changed;
     sums.errors |= decoder.errors | finish_stream(decoder.stream);
 }
 
@@ -229,7 +242,7 @@ template <int W> __device__ __forceinline__ u32 pass(u32 store) {
             decode<W>(store, role, share, role * share, sums);
         } else {
             u32 searcher = role - segments;
-            search<W>(store, searcher / share, searcher % share, share, searcher, sums);
+            sums.base += search<W>(store, searcher / share, searcher % share, share, searcher);
         }
     } else {
         for (u32 segment = warp; segment < segments; segment += WARPS) {

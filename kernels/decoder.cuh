@@ -72,7 +72,6 @@ __device__ __forceinline__ bool mark_exceptions(Decoder<W>& decoder, const Chunk
 
 // What a decoding warp holds in registers while it works on a segment.
 template <int W> struct Decoding {
-    const u8* output;
     LookupAddress lookup;
     u32 maps, marks;   // shared addresses
     Classes classes;
@@ -155,7 +154,7 @@ __device__ __forceinline__ void decode_tile(
                 ((Lane*)list.lanes)[i] = (Lane)target;
             }
         } else if (changed && with.store != STORE_NONE && (!IN_TILE || thread < late)) {
-            ((Lane*)with.output)[at] = (Lane)target;
+            store_lane<W>(chunk, at, target);
         }
         late = 0;
         done += states;

@@ -38,6 +38,6 @@ template <int W> __device__ __forceinline__ u64 lane_term(u32 at, typename WideO
         return p * (q.x * ((to & 0xFFFFFFFF) - (from & 0xFFFFFFFF)) + q.y * ((to >> 32) - (from >> 32)));
     } else {
         u32 shift = 8 * (at * W % 4);
-        return p * ((i64)WEIGHTS.q[word % TPDE_ROW_WORDS] * ((i64)((u64)to << shift) - (i64)((u64)from << shift)));
+        return p * (WEIGHTS.q[word % TPDE_ROW_WORDS] * (((u64)to << shift) - ((u64)from << shift)));
     }
 }

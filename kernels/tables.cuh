@@ -45,9 +45,12 @@ template <int THREADS> __device__ Lookup make_lookup(const Launch& launch, u32 t
     u32 shift = lookup.shift, lane = threadIdx.x % WARP;
     for (u32 row = threadIdx.x / WARP; row < lookup.classes; row += THREADS / WARP) {
         u32 begin = __ldg(lookup.set + 1 + row), end = __ldg(lookup.set + 2 + row);
+        u32 ahead = 0;
         u8* of_class = buckets + (row << (TPDE_FREQUENCY_SUM_LOG2 - shift));
         for (u32 at = begin; at < end; at++) {
-            u32 symbol = __ldg(lookup.set + at), first = symbol & 0xFFF, last = first + (symbol >> 12 & 0xFFF);
+            // A load for each thread, once for 32 symbols.
+            if ((at - begin) % WARP == 0) ahead = at + lane < end ? __ldg(lookup.set + at + lane) : 0;
+            u32 symbol = __shfl_sync(ALL_LANES, ahead, (at - begin) % WARP), first = symbol & 0xFFF, last = first + (symbol >> 12 & 0xFFF);
             // The buckets whose first slot is one of these.
             for (u32 i = ((first + (1u << shift) - 1) >> shift) + lane; i <= last >> shift; i += WARP) of_class[i] = (u8)(at - begin);
         }
