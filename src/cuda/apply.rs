@@ -2,7 +2,7 @@
 
 use super::binding::{self, Binding};
 use super::device::{Scratch, Stream};
-use super::driver::{self, Entered, RawEvent, RawStream};
+use super::driver::{self, Entered, OwnStream, RawEvent, RawStream};
 use super::index::DeviceIndex;
 use super::launch::Launcher;
 use super::layout::{DeviceTensor, STATUS_NOT_RUN};
@@ -16,6 +16,9 @@ use crate::source::Source;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use zerocopy::IntoBytes;
+
+/// Most slices that are decoded at once.
+const SIDES: usize = 4;
 
 /// What becomes of the base.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -143,6 +146,8 @@ pub(super) struct Shared {
     pub records: u64,
     pub statuses: u64,
     pub flag: u64,
+    /// Streams that slices take turns on, so that one does not wait for the last chunks of another; none for one slice.
+    pub sides: Vec<OwnStream>,
     /// Behind the copy of all that.
     ready: RawEvent,
     state: Mutex<State>,
@@ -178,6 +183,10 @@ impl Shared {
         let scratch = match mode {
             Mode::InPlace(InPlace::ChunkByChunk) => Some(device.scratch(&cx)?),
             _ => None,
+        };
+        let sides = match plan.slices.len() {
+            0 | 1 => Vec::new(),
+            slices => (0..slices.min(SIDES)).map(|_| OwnStream::new(&cx)).collect::<Result<_>>()?,
         };
         let parts: [&[u8]; 3] = [table.as_bytes(), plan.order.as_bytes(), plan.records.as_bytes()];
         let mut size = 0usize;
@@ -219,6 +228,7 @@ impl Shared {
             statuses: from_zero(statuses, plan.span.start as usize, 4),
             flag: at(flag),
             plan,
+            sides,
             bindings,
             _memory: memory,
             ready,
@@ -241,6 +251,14 @@ impl Shared {
             }
         }
         Ok(())
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        if let Ok(cx) = self.index.device().0.context.enter() {
+            self.sides.iter_mut().for_each(|side| side.destroy(&cx));
+        }
     }
 }
 

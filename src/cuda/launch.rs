@@ -33,23 +33,62 @@ impl Launcher<'_> {
             _ => self.staging.unwrap_or(0).wrapping_add(self.shared.plan.shift),
         };
         let mut host_error = None;
-        for slice in &self.shared.plan.slices {
-            let staged: Result<()> = match payloads {
-                Payloads::Device(_) => Ok(()),
-                Payloads::Pinned(pinned) => self.copy(slice, pinned, &mut host_error),
-                Payloads::Host(source) => self.send(self.pieces(slice), *source, &mut host_error),
-            };
-            staged?;
-            if host_error.is_some() {
-                break;
-            }
-            self.launch(slice, blob, self.first_mode())?;
-        }
-        if host_error.is_none() {
-            self.commit(blob)?;
+        self.fork()?;
+        let queued = self.run_slices(payloads, blob, &mut host_error);
+        // What was queued beside the stream comes before what follows on it, also after an error.
+        self.join()?;
+        queued?;
+        if host_error.is_none() && self.shared.mode == Mode::InPlace(InPlace::AllChecked) {
+            self.fork()?;
+            let queued = self.commit(blob);
+            self.join()?;
+            queued?;
         }
         self.hand_back(statuses)?;
         Ok(host_error)
+    }
+
+    fn run_slices(&self, payloads: &Payloads<'_>, blob: u64, host_error: &mut Option<Error>) -> Result<()> {
+        for (n, slice) in self.shared.plan.slices.iter().enumerate() {
+            let side = self.side(n);
+            match payloads {
+                Payloads::Device(_) => {}
+                Payloads::Pinned(pinned) => self.copy(slice, side, pinned, host_error)?,
+                Payloads::Host(source) => self.send(self.pieces(slice), side, *source, host_error)?,
+            }
+            if host_error.is_some() {
+                break;
+            }
+            self.launch(slice, side, blob, self.first_mode())?;
+        }
+        Ok(())
+    }
+
+    /// After a dry pass over everything, the pass that stores.
+    fn commit(&self, blob: u64) -> Result<()> {
+        let mut slices = self.shared.plan.slices.iter().enumerate();
+        slices.try_for_each(|(n, slice)| self.launch(slice, self.side(n), blob, mode::COMMIT))
+    }
+
+    /// The stream of a slice.
+    fn side(&self, n: usize) -> RawStream {
+        let sides = &self.shared.sides;
+        if sides.is_empty() { self.stream } else { sides[n % sides.len()].raw() }
+    }
+
+    /// Lets the side streams begin where the stream is.
+    fn fork(&self) -> Result<()> {
+        if self.shared.sides.is_empty() {
+            return Ok(());
+        }
+        let event = RawEvent::new(self.cx, false)?;
+        event.record(self.cx, self.stream)?;
+        self.shared.sides.iter().try_for_each(|side| event.hold(self.cx, side.raw()))
+    }
+
+    /// Lets the stream go on when the side streams are done.
+    fn join(&self) -> Result<()> {
+        self.shared.sides.iter().try_for_each(|side| self.after(side.raw(), self.stream))
     }
 
     /// As [`Launcher::run`], with all on one stream.
@@ -62,9 +101,12 @@ impl Launcher<'_> {
             if let Payloads::Pinned(pinned) = payloads {
                 self.copy_on(self.pieces(slice), pinned, self.stream)?;
             }
-            self.launch(slice, blob, self.first_mode())?;
+            self.launch(slice, self.stream, blob, self.first_mode())?;
         }
-        self.commit(blob)?;
+        if self.shared.mode == Mode::InPlace(InPlace::AllChecked) {
+            let mut slices = self.shared.plan.slices.iter();
+            slices.try_for_each(|slice| self.launch(slice, self.stream, blob, mode::COMMIT))?;
+        }
         self.hand_back(statuses)
     }
 
@@ -76,16 +118,6 @@ impl Launcher<'_> {
         }
     }
 
-    /// After a dry pass over everything, the pass that stores.
-    fn commit(&self, blob: u64) -> Result<()> {
-        if self.shared.mode == Mode::InPlace(InPlace::AllChecked) {
-            for slice in &self.shared.plan.slices {
-                self.launch(slice, blob, mode::COMMIT)?;
-            }
-        }
-        Ok(())
-    }
-
     fn hand_back(&self, statuses: &PinnedBuffer) -> Result<()> {
         let bytes = 4 * self.shared.plan.span.len();
         // SAFETY: the status words are the application's, and the pinned memory is as long and read by nobody before the event
@@ -93,7 +125,7 @@ impl Launcher<'_> {
         unsafe { memory::copy_out(self.cx, statuses.as_ptr(), self.shared.first_status(), bytes, self.stream) }
     }
 
-    fn launch(&self, slice: &Slice, blob: u64, mode: u32) -> Result<()> {
+    fn launch(&self, slice: &Slice, stream: RawStream, blob: u64, mode: u32) -> Result<()> {
         let Shared { index, scratch, .. } = self.shared;
         let device = &index.device().0;
         for run in &slice.runs {
@@ -118,23 +150,23 @@ impl Launcher<'_> {
             let kernel = if run.group == Group::Conditioned { device.conditioned } else { device.raw };
             // SAFETY: records, sums, tensors and tables are those of a validated index, on the device, with memory whose lengths
             // were compared with them; payloads are where the records say. All of it is held until the stream has passed.
-            unsafe { kernel.launch(self.cx, self.stream, launch.count, &launch)? };
+            unsafe { kernel.launch(self.cx, stream, launch.count, &launch)? };
         }
         Ok(())
     }
 
     /// Copies the payloads of a slice from pinned memory: on the stream itself where there is one slice, else beside it. Those
     /// that have to be expanded go through the ring.
-    fn copy(&self, slice: &Slice, pinned: &PinnedBuffer, host_error: &mut Option<Error>) -> Result<()> {
+    fn copy(&self, slice: &Slice, side: RawStream, pinned: &PinnedBuffer, host_error: &mut Option<Error>) -> Result<()> {
         let (expanded, stored): (Vec<_>, Vec<_>) = self.pieces(slice).into_iter().partition(|piece| piece.is_expanded);
         if self.shared.plan.slices.len() == 1 {
             self.copy_on(stored, pinned, self.stream)?;
         } else {
             let copy = self.shared.index.device().0.copy.raw();
             self.copy_on(stored, pinned, copy)?;
-            self.after(copy)?;
+            self.after(copy, side)?;
         }
-        if expanded.is_empty() { Ok(()) } else { self.send(expanded, &&pinned[..], host_error) }
+        if expanded.is_empty() { Ok(()) } else { self.send(expanded, side, &&pinned[..], host_error) }
     }
 
     fn copy_on(&self, pieces: Vec<Piece>, pinned: &PinnedBuffer, stream: RawStream) -> Result<()> {
@@ -150,15 +182,15 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    /// Makes the stream wait for what is queued on another.
-    fn after(&self, other: RawStream) -> Result<()> {
+    /// Makes a stream wait for what is queued on another.
+    fn after(&self, other: RawStream, stream: RawStream) -> Result<()> {
         let event = RawEvent::new(self.cx, false)?;
         event.record(self.cx, other)?;
-        event.hold(self.cx, self.stream)
+        event.hold(self.cx, stream)
     }
 
     /// Sends payloads through the ring.
-    fn send(&self, pieces: Vec<Piece>, source: &dyn Source, host_error: &mut Option<Error>) -> Result<()> {
+    fn send(&self, pieces: Vec<Piece>, side: RawStream, source: &dyn Source, host_error: &mut Option<Error>) -> Result<()> {
         let Some(staging) = self.staging else { return Ok(()) };
         let device = &self.shared.index.device().0;
         let mut ring = device.ring.lock().unwrap_or_else(PoisonError::into_inner);
@@ -189,7 +221,7 @@ impl Launcher<'_> {
             }
         }
         drop(ring);
-        self.after(device.copy.raw())
+        self.after(device.copy.raw(), side)
     }
 
     /// The payloads of a piece as those of codec `raw`, with their padding.

@@ -139,7 +139,8 @@ impl Plan {
         // Payloads follow each other in the blob, so that often all of them are as far from there.
         let offset = |staged: &Staged| index.0.records[staged.chunk as usize].blob_offset.get();
         self.shift = start.at.wrapping_sub(offset(start));
-        if !self.staged.iter().all(|staged| staged.at.wrapping_sub(offset(staged)) == self.shift) {
+        // Where payloads were expanded they have other sizes too.
+        if self.has_expanded || !self.staged.iter().all(|staged| staged.at.wrapping_sub(offset(staged)) == self.shift) {
             self.records = index.0.records[self.span.start as usize..self.span.end as usize].to_vec();
             for staged in &self.staged {
                 let record = &mut self.records[(staged.chunk - self.span.start) as usize];

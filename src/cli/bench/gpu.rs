@@ -110,10 +110,8 @@ pub fn bench(
     let mut pairs = Vec::new();
     // What `auto` gives to codec zstd because it is a few bytes smaller would keep all from being in device memory.
     let chosen = options.codec.unwrap_or(Codec::Conditioned);
-    for codec in [chosen, Codec::Raw, Codec::Zstd] {
-        if !pairs.is_empty() && codec == chosen {
-            continue;
-        }
+    let others: &[Codec] = if options.codec.is_some() { &[] } else { &[Codec::Raw, Codec::Zstd] };
+    for codec in std::iter::once(chosen).chain(others.iter().copied()) {
         let layout = options.layout.filter(|_| codec == Codec::Zstd);
         let options = EncodeOptions { codec: Some(codec), layout, ..options.clone() };
         let (pair, _) = encode_to_memory(Some(&base_checkpoint), &target_checkpoint, &options)?;
@@ -156,9 +154,16 @@ impl Bed<'_> {
         let index = self.device.upload(pair.index())?;
         let mut pinned = self.device.pinned(pair.blob().len())?;
         pinned.copy_from_slice(pair.blob());
-        let pinned = Payloads::Pinned(Arc::new(pinned));
+        let pinned = Arc::new(pinned);
         let on_device = self.device.alloc(pair.blob().len() as u64)?;
-        self.device.write(&on_device, pair.blob())?;
+        let payloads_alone = self.row("payloads alone", "pinned memory", || {
+            let start = self.stream.record()?;
+            self.stream.copy_in(&on_device, &pinned)?;
+            let end = self.stream.record()?;
+            end.wait()?;
+            Ok(end.since(&start)?)
+        })?;
+        let pinned = Payloads::Pinned(pinned);
         let on_device = Payloads::Device(on_device);
         let has_zstd = pair.index().tensors().any(|tensor| tensor.codec == Codec::Zstd);
 
@@ -167,7 +172,7 @@ impl Bed<'_> {
             ("in place, chunk by chunk", Mode::InPlace(InPlace::ChunkByChunk)),
             ("in place, all checked", Mode::InPlace(InPlace::AllChecked)),
         ];
-        let mut rows = Vec::new();
+        let mut rows = vec![payloads_alone];
         for (name, mode) in modes {
             let bindings = self.bindings(&pair, &index, mode)?;
             let mut measure = |from, payloads: &Payloads<'_>, wall: bool| -> anyhow::Result<()> {

@@ -24,6 +24,9 @@ use tpde::{Checkpoint, MemoryCheckpoint, TensorInfo};
 ///
 /// The peers code each tensor as one zstd frame: of base XOR target at level 1, and of its byte planes at level 3. Columns with
 /// digests include BLAKE3 of all base and target tensors, for every contender alike.
+///
+/// On a device: times to rebuild the target there, out of place and in place, from payloads in its memory, in pinned memory and in
+/// memory of the host, beside those of copying the target as it is. Codec conditioned, raw and zstd, or the one that is named.
 #[derive(Args)]
 pub struct Bench {
     /// Checkpoints: .safetensors files, or folders of them; both are read into memory

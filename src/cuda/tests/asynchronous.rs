@@ -34,7 +34,7 @@ wait:
     ret;
 }
 ";
-const LONG: Duration = Duration::from_millis(400);
+const LONG: Duration = Duration::from_millis(200);
 
 fn spinner(device: &Device) -> Kernel {
     let cx = device.0.context.enter().unwrap();

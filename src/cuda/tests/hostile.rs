@@ -89,9 +89,11 @@ fn conditioned(random: &mut Random) -> Hostile {
         _ => {}
     }
     case.num_deltas = case.num_deltas.min(case.lanes as u32);
-    // What the index refuses does not come to a kernel.
     let expanded = case.lanes * case.dtype.lane_bytes();
-    case.payload.truncate(expanded + expanded / 64 + 64);
+    if case.payload.len() > expanded + expanded / 64 + 64 {
+        // What the index refuses does not come to a kernel.
+        return conditioned(random);
+    }
     case.sign();
     let mut judged = case.clone();
     judged.payload = stored.clone().unwrap_or(judged.payload);
