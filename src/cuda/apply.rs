@@ -17,8 +17,8 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use zerocopy::IntoBytes;
 
-/// Most slices that are decoded at once.
-const SIDES: usize = 4;
+/// Most slices that are decoded at once: as many as the driver keeps apart.
+const SIDES: usize = 8;
 
 /// What becomes of the base.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,9 +88,18 @@ impl DeviceIndex {
     /// the output of an application out of place, or payloads of codec `zstd` are to come from the device;
     /// [`Error::Device`] if memory or the driver fails.
     pub fn prepare<'a>(&self, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>) -> Result<Application<'a>> {
-        // So many slices that the first is soon there, and so large that launches cost little beside copies.
-        let slice_bytes = (payloads.bytes() / 8).clamp(512 << 10, 8 << 20);
-        self.prepare_in_slices(tensors, mode, payloads, slice_bytes)
+        let (mut chunks, mut bytes) = (0, 0);
+        for binding in tensors {
+            let of_tensor = self.tensor(binding.tensor)?.chunks();
+            chunks += of_tensor.len() as u64;
+            let records = &self.0.records[of_tensor.start as usize..of_tensor.end as usize];
+            bytes += records.iter().map(|record| u64::from(record.compressed_size.get())).sum::<u64>();
+        }
+        // As many slices as can be decoded at once, so that the first is soon there; but each should fill the device, as one
+        // that does not takes as long, and be so large that launches cost little beside copies.
+        let full = 2 * u64::from(self.device().multiprocessors());
+        let slices = (chunks / full).clamp(1, SIDES as u64);
+        self.prepare_in_slices(tensors, mode, payloads, (bytes / slices).max(512 << 10))
     }
 
     /// [`DeviceIndex::prepare`] with staging by slices of whole chunks of about `slice_bytes` bytes: each is copied while the
