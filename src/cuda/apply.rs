@@ -1,7 +1,7 @@
 //! Applications: tensors, payloads and a mode made ready once, then launched on a caller's stream as often as wanted.
 
 use super::binding::{self, Binding};
-use super::device::{Scratch, Stream};
+use super::device::Scratch;
 use super::driver::{self, Entered, OwnStream, RawEvent, RawStream};
 use super::index::DeviceIndex;
 use super::launch::Launcher;
@@ -9,6 +9,7 @@ use super::layout::{DeviceTensor, STATUS_NOT_RUN};
 use super::memory::{self, Allocation, DeviceSlice, PinnedBuffer};
 use super::outcome::{Captured, Pending};
 use super::plan::{Plan, Route};
+use super::stream::Stream;
 use crate::delta::InPlace;
 use crate::error::{Error, Result};
 use crate::format::PAYLOAD_ALIGN;

@@ -175,8 +175,8 @@ impl Launcher<'_> {
             let Piece { blob, at, bytes, .. } = piece;
             let from = pinned.get(blob as usize..).filter(|from| from.len() as u64 >= bytes);
             let from = from.ok_or_else(|| Error::Misuse("a blob without the payloads of its index".into()))?;
-            // SAFETY: the staging memory has room for all payloads where the plan puts them; it and the pinned memory, which an
-            // `Arc` keeps from being changed, are held until the stream has passed.
+            // SAFETY: the staging memory has room for all payloads where the plan puts them; it and the pinned memory are held
+            // until the stream has passed. Should the bytes change meanwhile, the kernels refuse them like any others.
             unsafe { memory::copy_in(self.cx, staging + at, from.as_ptr(), bytes as usize, stream)? };
         }
         Ok(())

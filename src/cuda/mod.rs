@@ -44,12 +44,14 @@ mod outcome;
 mod plan;
 mod rebuild;
 mod staging;
+mod stream;
 #[cfg(test)]
 mod tests;
 
 pub use apply::{Application, Mode, Payloads};
 pub use binding::Binding;
-pub use device::{Device, Event, FirstCall, Stream};
+pub use device::{Device, FirstCall};
 pub use index::DeviceIndex;
 pub use memory::{DeviceSlice, PinnedBuffer};
 pub use outcome::{BadChunk, Captured, Pending};
+pub use stream::{Event, Stream};

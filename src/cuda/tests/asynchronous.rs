@@ -1,8 +1,8 @@
 //! Calls that return while the device is busy, graphs, contexts, and what the calls refuse.
 
-use super::super::device::{self, Stream};
+use super::super::device;
 use super::super::driver::{Kernel, check};
-use super::super::{Binding, Device, Mode, Payloads};
+use super::super::{Binding, Device, Mode, Payloads, Stream};
 use super::generated::{Random, lanes};
 use super::laid::{Laid, Route, payloads};
 use super::vectors::MODES;
