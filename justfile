@@ -23,6 +23,10 @@ fuzz seconds="60":
 bench *arguments:
     cargo bench {{arguments}}
 
+# Everything that needs a CUDA device
+gpu *arguments:
+    scripts/gpu-check {{arguments}}
+
 # Write the vectors anew and say what changed; published ones must not
 golden:
     python3 testdata/make_vectors.py

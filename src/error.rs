@@ -65,6 +65,17 @@ pub enum Error {
         /// The first failure.
         source: Box<Error>,
     },
+    /// The device asked for is not there, or there is nothing to use it with.
+    #[error("no CUDA device: {0}")]
+    NoDevice(String),
+    /// The driver of a device refused something, or work on the device died.
+    #[error("cannot {doing}: {reason}")]
+    Device {
+        /// What was being done, as a verb.
+        doing: &'static str,
+        /// The driver's answer.
+        reason: String,
+    },
     /// The call makes no sense: a wrong name, range, or size.
     #[error("{0}")]
     Misuse(String),

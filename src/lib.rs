@@ -28,6 +28,8 @@
 //! folders by ranges, so that a model need not fit in memory; [`Pair::open`] opens a pair. A part of a tensor comes from
 //! [`Apply::range`], tensors in memory are changed where they lie by [`Pair::apply_in_place`].
 //!
+//! On a CUDA device, [`cuda`] does the same in memory of the device; [`Apply::on`] puts one in the place of the processor.
+//!
 //! Nothing here panics on data: what a stranger's file may contain ends in an [`Error`] that says what was expected, what was
 //! found, and where.
 
@@ -36,6 +38,8 @@
 
 pub mod checkpoint;
 pub mod codec;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod delta;
 mod digest;
 mod dispatch;
@@ -52,7 +56,7 @@ pub mod source;
 mod sums;
 pub mod writer;
 
-#[cfg(doctest)]
+#[cfg(all(doctest, feature = "cuda"))]
 #[doc = include_str!("../README.md")]
 struct Readme;
 

@@ -2,7 +2,7 @@
 
 use crate::codec::Encoded;
 use crate::error::{Error, Result, Rule, hex};
-use crate::format::{BLOB_HEADER_CRC_SPAN, BLOB_HEADER_SIZE, BLOB_MAGIC, BlobHeader, PAYLOAD_ALIGN, VERSION_MAJOR};
+use crate::format::{BLOB_HEADER_CRC_SPAN, BLOB_HEADER_SIZE, BLOB_MAGIC, BlobHeader, ChunkMetadata, PAYLOAD_ALIGN, VERSION_MAJOR};
 use crate::index::ValidatedIndex;
 use crate::limits::Limits;
 use crate::publish;
@@ -131,14 +131,7 @@ impl<B: Source> Pair<B> {
         let record = records
             .get(chunk as usize)
             .ok_or_else(|| Error::Misuse(format!("chunk {chunk} of a pair of {} chunks", records.len())))?;
-        let size = record.compressed_size.get() as usize;
-        let stored = size.next_multiple_of(PAYLOAD_ALIGN as usize);
-        let (payload, padding) = self.blob.bytes(record.blob_offset.get(), stored, scratch)?.split_at(size);
-        let (expected, found) = (record.crc32.get(), crc32fast::hash(payload));
-        let at = |e: Error| e.in_chunk(chunk);
-        Rule::PayloadCrc32.check(expected == found, format_args!("{expected:08x}"), format_args!("{found:08x}")).map_err(at)?;
-        Rule::PayloadPadding.check(padding.iter().all(|&b| b == 0), "zeros after the payload", "other bytes").map_err(at)?;
-        Ok(payload)
+        checked_payload(&self.blob, record, chunk, scratch)
     }
 
     /// What the record of a chunk says to its codec.
@@ -180,6 +173,23 @@ impl<B: Source> Pair<B> {
             None => error,
         }
     }
+}
+
+/// The payload that a record tells of, its CRC and padding checked.
+pub(crate) fn checked_payload<'a>(
+    blob: &'a (impl Source + ?Sized),
+    record: &ChunkMetadata,
+    chunk: u32,
+    scratch: &'a mut Vec<u8>,
+) -> Result<&'a [u8]> {
+    let size = record.compressed_size.get() as usize;
+    let stored = size.next_multiple_of(PAYLOAD_ALIGN as usize);
+    let (payload, padding) = blob.bytes(record.blob_offset.get(), stored, scratch)?.split_at(size);
+    let (expected, found) = (record.crc32.get(), crc32fast::hash(payload));
+    let at = |e: Error| e.in_chunk(chunk);
+    Rule::PayloadCrc32.check(expected == found, format_args!("{expected:08x}"), format_args!("{found:08x}")).map_err(at)?;
+    Rule::PayloadPadding.check(padding.iter().all(|&b| b == 0), "zeros after the payload", "other bytes").map_err(at)?;
+    Ok(payload)
 }
 
 /// What [`Pair::verify`] has looked at.

@@ -18,6 +18,8 @@ const DATA: i32 = 1;
 const USAGE: i32 = 2;
 /// The system refused.
 const SYSTEM: i32 = 3;
+/// The device asked for is not there.
+const DEVICE: i32 = 4;
 
 /// A folder to work in.
 struct Place(TempDir);
@@ -500,6 +502,38 @@ fn colours_are_for_terminals() {
     assert!(!place.tpde("inspect none").err.contains('\u{1b}'));
     assert!(place.ok("inspect pair --color always").out.contains('\u{1b}'));
     assert!(!place.ok("inspect pair --color never").out.contains('\u{1b}'));
+}
+
+#[test]
+fn a_device_that_is_not_there_is_said_so() {
+    let place = Place::with_pair();
+    for command in [
+        "apply base.safetensors pair -o out.safetensors --device cuda:999",
+        "verify pair --base base.safetensors --device cuda:999",
+        "bench base.safetensors target.safetensors --device cuda:999",
+    ] {
+        place.fails(command, DEVICE, "no CUDA device");
+        assert!(!place.path("out.safetensors").exists());
+    }
+    place.ok("apply base.safetensors pair -o out.safetensors --device cpu");
+    place.fails("verify pair --device tpu", USAGE, "cpu, cuda, cuda:N");
+    let needs = &place.json("inspect pair")["summary"]["device"];
+    assert!(needs["payload_bytes"].as_u64() > Some(0) && needs["kernels"].is_array(), "{needs}");
+}
+
+/// On a machine with a device, what it rebuilds is what the processor does.
+#[test]
+fn a_device_gives_the_same_files() {
+    let place = Place::with_pair();
+    let run = place.tpde("apply base.safetensors pair -o out.safetensors --device cuda");
+    if run.code == DEVICE {
+        eprintln!("SKIPPED a device: {}", run.err.trim());
+        return;
+    }
+    assert_eq!(run.code, 0, "{}", run.err);
+    place.assert_same("out.safetensors", "target.safetensors");
+    place.ok("verify pair --base base.safetensors --device cuda");
+    place.fails("verify pair --base target.safetensors --device cuda", DATA, "already applied");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! `tpde apply`: a base and a pair in, the target out.
 
 use super::Common;
+use super::device::DeviceArgs;
 use super::inputs::{open, operands, refuse_overwriting};
 use super::text::{self, BOLD};
 use anyhow::Context;
@@ -41,6 +42,8 @@ pub struct Apply {
     /// Only tensors whose names match, into one safetensors file; may be repeated
     #[arg(long, value_name = "GLOB", value_parser = Glob::new)]
     pub tensor: Vec<Glob>,
+    #[command(flatten)]
+    pub device: DeviceArgs,
 }
 
 /// What was rebuilt.
@@ -74,7 +77,12 @@ impl Apply {
         let base = base.map(open).transpose()?;
         let selected = pair.index().tensors().filter(|tensor| globs.is_empty() || wanted(tensor.name));
         let bar = common.bar("apply", selected.map(|tensor| tensor.bytes()).sum());
-        let options = ApplyOptions { wanted: if globs.is_empty() { None } else { Some(&wanted) }, replace: self.force };
+        let device = self.device.open()?;
+        let options = ApplyOptions {
+            wanted: if globs.is_empty() { None } else { Some(&wanted) },
+            replace: self.force,
+            accelerator: device.as_deref(),
+        };
         let start = Instant::now();
         let report = apply_to_path(&pair, base.as_ref(), &self.output, &options, &|bytes| bar.inc(bytes))?;
         let seconds = start.elapsed().as_secs_f64();

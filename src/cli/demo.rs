@@ -159,7 +159,7 @@ type Tensors = Vec<(TensorInfo, Vec<u8>)>;
 fn write(tensors: &Tensors, path: &Path, replace: bool) -> tpde::Result<()> {
     let checkpoint = MemoryCheckpoint::new(tensors.iter().map(|(info, bytes)| (info.clone(), bytes.as_slice())))?;
     let (pair, _) = encode_to_memory(None, &checkpoint, &EncodeOptions::default())?;
-    apply_to_path(&pair, None, path, &ApplyOptions { wanted: None, replace }, &|_| {})?;
+    apply_to_path(&pair, None, path, &ApplyOptions { replace, ..ApplyOptions::default() }, &|_| {})?;
     Ok(())
 }
 

@@ -13,6 +13,8 @@ const DATA: u8 = 1;
 const USAGE: u8 = 2;
 /// The system refused.
 const SYSTEM: u8 = 3;
+/// The device asked for is not there.
+const DEVICE: u8 = 4;
 
 #[derive(Serialize)]
 struct Report {
@@ -45,6 +47,8 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
         Some(Error::BadCheckpoint { .. }) => ("bad_checkpoint", DATA),
         Some(Error::Limit { .. }) => ("limit", DATA),
         Some(Error::Misuse(_)) => ("misuse", USAGE),
+        Some(Error::NoDevice(_)) => ("no_device", DEVICE),
+        Some(Error::Device { .. }) => ("device", SYSTEM),
         None if theirs.is_some() => ("io", SYSTEM),
         _ => ("other", DATA),
     };
@@ -106,6 +110,7 @@ fn hint(error: &Error) -> Option<&'static str> {
         Error::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound && is_of_pair(path) => {
             "a pair is named without its endings, or by either file; both must lie in one folder"
         }
+        Error::NoDevice(_) => "without --device the processor does the same work",
         Error::Invalid(invalid) => match invalid.rule {
             Rule::BaseTensor => "a pair fits the one checkpoint that it was made from: give that as BASE",
             Rule::BaseFile => {

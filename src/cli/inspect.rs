@@ -9,9 +9,9 @@ use std::fmt;
 use std::path::PathBuf;
 use tpde::delta::TensorReport;
 use tpde::error::Escaped;
-use tpde::format::FileKind;
+use tpde::format::{BaseKind, FileKind};
 use tpde::reader::PairPaths;
-use tpde::{Pair, Result};
+use tpde::{Codec, Pair, Result, ValidatedIndex};
 
 /// Show what a pair holds
 ///
@@ -59,6 +59,26 @@ struct Summary {
     chunks: u32,
     tensors: u32,
     files: Vec<TargetFile>,
+    device: Needs,
+}
+
+/// What a device needs to decode all of the pair.
+#[derive(Serialize)]
+struct Needs {
+    /// Codecs that kernels decode.
+    kernels: Vec<Codec>,
+    /// Codecs whose payloads the processor expands on the way.
+    expanded_by_host: Vec<Codec>,
+    /// Bytes of index on the device, tables apart.
+    index_bytes: u64,
+    /// Bytes of payloads that go to the device where they stay as stored.
+    payload_bytes: u64,
+    /// Bytes of tensors on the device, out of place and in place.
+    out_of_place_bytes: u64,
+    in_place_bytes: u64,
+    largest_tensor_bytes: u64,
+    /// Tensors that cannot be changed in place.
+    out_of_place_only: u64,
 }
 
 #[derive(Serialize)]
@@ -142,9 +162,27 @@ impl Inspect {
                     .files()
                     .map(|file| TargetFile { name: file.name.to_owned(), kind: file.kind, content_bytes: file.content_size })
                     .collect(),
+                device: needs(index),
             }
         });
         Ok(Report { summary, tensors: Some(tensors), chunks: None })
+    }
+}
+
+fn needs(index: &ValidatedIndex) -> Needs {
+    let used = |codec: &&Codec| index.tensors().any(|tensor| tensor.codec == **codec && tensor.chunk_count > 0);
+    let (kernels, expanded_by_host) = Codec::ALL.iter().filter(used).partition(|codec| **codec != Codec::Zstd);
+    let (base_bytes, target_bytes) = index.tensor_bytes();
+    Needs {
+        kernels,
+        expanded_by_host,
+        // Record, sums and tensor of each chunk.
+        index_bytes: (32 + 16 + 4) * u64::from(index.header().chunk_count),
+        payload_bytes: index.chunks().iter().map(|record| u64::from(record.compressed_size.get()).next_multiple_of(16)).sum(),
+        out_of_place_bytes: base_bytes.saturating_add(target_bytes),
+        in_place_bytes: target_bytes,
+        largest_tensor_bytes: index.tensors().map(|tensor| tensor.bytes()).max().unwrap_or(0),
+        out_of_place_only: index.tensors().filter(|tensor| tensor.base_kind == BaseKind::Prefix).count() as u64,
     }
 }
 

@@ -5,6 +5,7 @@ mod apply;
 mod bench;
 mod completions;
 mod demo;
+mod device;
 mod encode;
 mod failure;
 mod inputs;

@@ -1,6 +1,7 @@
 //! `tpde verify`: is a pair whole, and does it fit a base and a target?
 
 use super::Common;
+use super::device::DeviceArgs;
 use super::inputs::open;
 use super::text::{self, GOOD};
 use anyhow::Context;
@@ -26,6 +27,8 @@ pub struct Verify {
     /// A checkpoint that should be the target
     #[arg(long, value_name = "TARGET")]
     pub target: Option<PathBuf>,
+    #[command(flatten)]
+    pub device: DeviceArgs,
 }
 
 /// What was looked at, and found right.
@@ -44,12 +47,18 @@ impl Verify {
     fn verify(&self, common: &Common) -> Result<Report> {
         let pair = Pair::open(&self.pair)?;
         let bytes = pair.index().tensor_bytes().1;
+        let device = self.device.open()?;
         let mut verified = match &self.base {
             None => pair.verify()?,
             Some(base) => {
                 let base = open(base)?;
                 let bar = common.bar("rebuild", bytes);
-                let verified = Apply::new(&pair, &base).progress(&|bytes| bar.inc(bytes)).verify()?;
+                let progress = |bytes| bar.inc(bytes);
+                let mut apply = Apply::new(&pair, &base).progress(&progress);
+                if let Some(device) = &device {
+                    apply = apply.on(&**device);
+                }
+                let verified = apply.verify()?;
                 bar.finish_and_clear();
                 verified
             }

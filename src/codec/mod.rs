@@ -13,6 +13,8 @@ mod raw;
 pub(crate) mod zstd;
 
 pub use self::conditioned::TableSet;
+#[cfg(feature = "cuda")]
+pub(crate) use self::raw::size as raw_size;
 pub use self::zstd::Layout;
 
 use crate::error::{Result, Rule};
@@ -224,6 +226,35 @@ impl ChunkDecoder {
             Codec::Zstd => self.zstd.decode::<L>(payload, encoded, dtype.order(), base_sum, lanes),
             Codec::Conditioned => self.conditioned.decode::<L>(dtype, tables, payload, encoded, base_sum, lanes, fill),
         })
+    }
+}
+
+/// Rewrites payloads of codec `zstd` as those of codec `raw`, for a device that knows the latter; one a thread.
+#[cfg(feature = "cuda")]
+#[derive(Default)]
+pub(crate) struct Expander {
+    decoder: ChunkDecoder,
+    zeros: Vec<u8>,
+    deltas: Vec<u8>,
+    payload: Vec<u8>,
+}
+
+#[cfg(feature = "cuda")]
+impl Expander {
+    /// The same changes of a chunk of `lanes` lanes. Memory: two chunks and the payload.
+    pub fn expand(&mut self, encoded: Encoded, payload: &[u8], lanes: usize, lane_bytes: usize) -> Result<&[u8]> {
+        let size = lanes * lane_bytes;
+        self.zeros.resize(self.zeros.len().max(size), 0);
+        self.deltas.clear();
+        self.deltas.resize(size, 0);
+        self.payload.clear();
+        let found = with_lane!(lane_bytes, L => {
+            // On lanes of zeros, and without an order, what comes out is the deltas.
+            self.decoder.zstd.decode::<L>(payload, encoded, Order::Plain, 0, &mut self.deltas)?;
+            raw::encode::<L>(&self.zeros[..size], &self.deltas, Order::Plain, &mut self.payload)
+        });
+        Rule::PayloadDeltas.check_eq(encoded.num_deltas, found.num_deltas)?;
+        Ok(&self.payload)
     }
 }
 

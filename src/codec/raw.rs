@@ -11,7 +11,7 @@ fn deltas_at(num_deltas: u32, lane_bytes: usize) -> u64 {
 }
 
 /// Bytes of a payload.
-pub(super) fn size(num_deltas: u32, lane_bytes: usize) -> u64 {
+pub(crate) fn size(num_deltas: u32, lane_bytes: usize) -> u64 {
     deltas_at(num_deltas, lane_bytes) + u64::from(num_deltas) * lane_bytes as u64
 }
 

@@ -176,6 +176,21 @@ proptest! {
         }
     }
 
+    /// A payload of codec `zstd` and what a device is given for it say the same.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn expanded_payloads_are_those_of_codec_raw((dtype, base, target) in lanes()) {
+        let raw = encode(Way::Raw, dtype, &base, &target);
+        let mut expander = Expander::default();
+        for way in ways(dtype) {
+            let Stored { codec, encoded, payload, .. } = encode(way, dtype, &base, &target);
+            if codec == Codec::Zstd && encoded.num_deltas > 0 {
+                let lane_bytes = dtype.lane_bytes();
+                prop_assert_eq!(expander.expand(encoded, &payload, base.len() / lane_bytes, lane_bytes).unwrap(), &raw.payload[..]);
+            }
+        }
+    }
+
     /// Any bytes as a payload: an error or lanes, never a panic, and never more changes than the record says.
     #[test]
     fn any_payload_ends(dtype in dtypes(), payload in proptest::collection::vec(any::<u8>(), 0..400), num_deltas in 1u32..64, uncompressed_size in 2u32..600) {

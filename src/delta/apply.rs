@@ -6,11 +6,12 @@ use crate::checkpoint::Checkpoint;
 use crate::digest::{self, short};
 use crate::error::{Error, Escaped, Result, Rule, hex};
 use crate::format::BaseKind;
-use crate::index::Tensor;
+use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::{Pair, VerifyReport};
 use crate::source::Source;
 use crate::sums::ChunkSum;
 use blake3::Hash;
+use rayon::prelude::*;
 use serde::Serialize;
 use std::ops::Range;
 
@@ -21,6 +22,29 @@ pub trait Sink: Sync {
     /// # Errors
     /// Whatever keeps the sink from storing them; the application then ends.
     fn write(&self, place: usize, offset: u64, bytes: &[u8]) -> Result<()>;
+}
+
+/// Decodes in place of the processor: a device, for [`Apply::on`].
+pub trait Accelerator: Sync {
+    /// Rebuilds tensors out of place, and hands each of them over whole, in their order. CRC and sums are checked, digests are
+    /// not.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the chunk that is wrong, what `done` returns, and what is the matter with the device.
+    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()>;
+}
+
+/// What an [`Accelerator`] rebuilds.
+#[derive(Clone, Copy)]
+pub struct Work<'a> {
+    /// The index.
+    pub index: &'a ValidatedIndex,
+    /// The blob that belongs to it.
+    pub blob: &'a dyn Source,
+    /// The base.
+    pub base: &'a dyn Checkpoint,
+    /// Places of tensors in the index, and of their bases in the base, whose dtypes and shapes have been checked.
+    pub tensors: &'a [(usize, Option<usize>)],
 }
 
 /// What an application did.
@@ -59,6 +83,7 @@ pub struct Apply<'a, B> {
     pub(super) in_order: bool,
     digests: bool,
     progress: Progress<'a>,
+    accelerator: Option<&'a dyn Accelerator>,
 }
 
 /// One chunk to decode.
@@ -83,7 +108,8 @@ impl<'a, B: Source> Apply<'a, B> {
     /// An application of all tensors with all checks. A pair without a base takes an empty
     /// [`MemoryCheckpoint`](crate::MemoryCheckpoint).
     pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint) -> Self {
-        Self { pair, base, places: (0..pair.index().tensor_count()).collect(), in_order: false, digests: true, progress: &|_| {} }
+        let places = (0..pair.index().tensor_count()).collect();
+        Self { pair, base, places, in_order: false, digests: true, progress: &|_| {}, accelerator: None }
     }
 
     /// Only the tensors for which `wanted` holds.
@@ -98,6 +124,13 @@ impl<'a, B: Source> Apply<'a, B> {
     #[must_use]
     pub fn digests(mut self, on: bool) -> Self {
         self.digests = on;
+        self
+    }
+
+    /// Decodes on a device: the result is the same. Digests, where they are compared, are formed by the processor.
+    #[must_use]
+    pub fn on(mut self, accelerator: &'a dyn Accelerator) -> Self {
+        self.accelerator = Some(accelerator);
         self
     }
 
@@ -135,6 +168,12 @@ impl<'a, B: Source> Apply<'a, B> {
             }
         }
         let bases = self.bases()?;
+        if let Some(accelerator) = self.accelerator {
+            return self.run_on(accelerator, &bases, &mut |at, bytes| {
+                outputs[at].copy_from_slice(bytes);
+                Ok(())
+            });
+        }
         let jobs = outputs.iter_mut().enumerate().flat_map(|(at, output)| {
             let tensor = self.pair.index().tensor(self.places[at]);
             let base = bases[at];
@@ -156,6 +195,12 @@ impl<'a, B: Source> Apply<'a, B> {
     /// As [`Apply::to_buffers`], and what the sink returns.
     pub fn to_sink(&self, sink: &dyn Sink) -> Result<ApplyReport> {
         let bases = self.bases()?;
+        if let Some(accelerator) = self.accelerator {
+            return self.run_on(accelerator, &bases, &mut |at, bytes| {
+                let pieces = bytes.par_chunks(1 << 20).enumerate();
+                pieces.try_for_each(|(i, piece)| sink.write(self.places[at], (i as u64) << 20, piece))
+            });
+        }
         self.run(&bases, self.jobs(&bases), Some(sink))
     }
 
@@ -165,7 +210,10 @@ impl<'a, B: Source> Apply<'a, B> {
     /// As [`Apply::to_buffers`].
     pub fn verify(&self) -> Result<VerifyReport> {
         let bases = self.bases()?;
-        let report = self.run(&bases, self.jobs(&bases), None)?;
+        let report = match self.accelerator {
+            Some(accelerator) => self.run_on(accelerator, &bases, &mut |_, _| Ok(()))?,
+            None => self.run(&bases, self.jobs(&bases), None)?,
+        };
         Ok(VerifyReport {
             tensors: report.tensors,
             chunks: self.selected().map(|t| u64::from(t.chunk_count)).sum(),
@@ -254,11 +302,56 @@ impl<'a, B: Source> Apply<'a, B> {
             |job, hashes| check.add(job.at, hashes),
         );
         outcome.and_then(|()| check.finish()).map_err(|e| self.explain(e, bases))?;
-        Ok(ApplyReport {
+        Ok(self.report())
+    }
+
+    fn report(&self) -> ApplyReport {
+        ApplyReport {
             tensors: self.places.len() as u64,
             bytes: self.selected().map(|tensor| tensor.bytes()).sum(),
             digests_checked: self.digests,
-        })
+        }
+    }
+
+    /// [`Apply::run`] on a device. Each tensor is compared with its digests before `store` has it.
+    fn run_on(
+        &self,
+        accelerator: &dyn Accelerator,
+        bases: &[Option<usize>],
+        store: &mut dyn FnMut(usize, &[u8]) -> Result<()>,
+    ) -> Result<ApplyReport> {
+        let tensors: Vec<_> = self.places.iter().copied().zip(bases.iter().copied()).collect();
+        let work = Work { index: self.pair.index(), blob: self.pair.blob(), base: self.base, tensors: &tensors };
+        let mut check = DigestCheck::new(self, bases);
+        let outcome = accelerator.rebuild(&work, &mut |at, bytes| {
+            if self.digests {
+                for hashes in self.hash_chunks(at, bases[at], bytes)? {
+                    check.add(at, Some(hashes))?;
+                }
+            }
+            store(at, bytes)?;
+            (self.progress)(bytes.len() as u64);
+            Ok(())
+        });
+        outcome.and_then(|()| check.finish()).map_err(|e| self.explain(e, bases))?;
+        Ok(self.report())
+    }
+
+    /// The hashes of the chunks of a selected tensor that has been rebuilt.
+    fn hash_chunks(&self, at: usize, base: Option<usize>, target: &[u8]) -> Result<Vec<Hashes>> {
+        let tensor = self.pair.index().tensor(self.places[at]);
+        let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
+        let base = base.filter(|_| tensor.base_kind == BaseKind::Same);
+        let hash = |scratch: &mut Vec<u8>, (i, lanes): (usize, &[u8])| {
+            let offset = (i * chunk_bytes) as u64;
+            let hash_base = |place| -> Result<[u8; 32]> {
+                let bytes = self.base.bytes(place, offset, lanes.len(), scratch)?;
+                Ok(digest::of_piece(bytes, offset, tensor.base_bytes()))
+            };
+            let base = base.map(hash_base).transpose()?;
+            Ok(Hashes { base, target: digest::of_piece(lanes, offset, tensor.bytes()) })
+        };
+        target.par_chunks(chunk_bytes).enumerate().map_init(Vec::new, hash).collect()
     }
 
     /// A base that is not the pair's shows itself first as a chunk whose sum is off; says whose fault that is.

@@ -9,7 +9,7 @@ mod compare;
 mod encode;
 mod in_place;
 
-pub use apply::{Apply, ApplyReport, Sink};
+pub use apply::{Accelerator, Apply, ApplyReport, Sink, Work};
 pub use encode::{EncodeOptions, EncodeReport, TensorReport, encode, encode_to_memory, encode_to_path};
 pub use in_place::{InPlace, TensorMut};
 

@@ -3,7 +3,7 @@
 use super::SafetensorsCheckpoint;
 use super::header::{Header, Placed};
 use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
-use crate::delta::{Apply, ApplyReport, Progress, Sink};
+use crate::delta::{Accelerator, Apply, ApplyReport, Progress, Sink};
 use crate::digest;
 use crate::error::{Error, Escaped, Result, Rule, hex};
 use crate::format::DIGEST_SIZE;
@@ -22,6 +22,8 @@ pub struct ApplyOptions<'a> {
     pub wanted: Option<&'a dyn Fn(&str) -> bool>,
     /// Whether existing files are replaced.
     pub replace: bool,
+    /// A device that decodes in place of the processor.
+    pub accelerator: Option<&'a dyn Accelerator>,
 }
 
 /// A file to be written: its content, then tensors.
@@ -69,6 +71,9 @@ pub fn apply_to_path<B: Source>(
     let mut apply = Apply::new(pair, base_tensors).progress(progress);
     if let Some(wanted) = options.wanted {
         apply = apply.tensors(wanted);
+    }
+    if let Some(accelerator) = options.accelerator {
+        apply = apply.on(accelerator);
     }
     let (outputs, places) = if options.wanted.is_some() || pair.index().files().len() == 0 {
         let chosen: Vec<_> = apply.selected().collect();

@@ -4,8 +4,11 @@
 //! not counted, brings their buffers and contexts into being. What they rebuild is compared with the target every time.
 
 mod contenders;
+#[cfg(feature = "cuda")]
+mod gpu;
 
 use super::Common;
+use super::device::{DeviceArgs, DeviceName, open_cuda};
 use super::inputs::{CodecArgs, open};
 use super::text::{self, BOLD};
 use anyhow::{Context, ensure};
@@ -21,6 +24,9 @@ use tpde::{Checkpoint, MemoryCheckpoint, TensorInfo};
 ///
 /// The peers code each tensor as one zstd frame: of base XOR target at level 1, and of its byte planes at level 3. Columns with
 /// digests include BLAKE3 of all base and target tensors, for every contender alike.
+///
+/// On a device: times to rebuild the target there, out of place and in place, from payloads in its memory, in pinned memory and in
+/// memory of the host, beside those of copying the target as it is. Codec conditioned, raw and zstd, or the one that is named.
 #[derive(Args)]
 pub struct Bench {
     /// Checkpoints: .safetensors files, or folders of them; both are read into memory
@@ -31,13 +37,40 @@ pub struct Bench {
     /// Runs that count; medians are shown
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
+    /// Repeat every tensor so often along its first dimension
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=10_000))]
+    repeat: u64,
+    /// Bytes of payloads that are copied to the device together, while those before are decoded [default: by size]
+    #[arg(long, value_name = "N")]
+    slice_bytes: Option<u64>,
     #[command(flatten)]
     codec: CodecArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
 }
 
-/// What was measured.
+/// What was measured, and where.
 #[derive(Serialize)]
-pub struct Report {
+#[serde(untagged)]
+pub enum Report {
+    Cpu(CpuReport),
+    #[cfg(feature = "cuda")]
+    Gpu(gpu::Report),
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Report::Cpu(report) => report.fmt(f),
+            #[cfg(feature = "cuda")]
+            Report::Gpu(report) => report.fmt(f),
+        }
+    }
+}
+
+/// What was measured of the processor.
+#[derive(Serialize)]
+pub struct CpuReport {
     base: PathBuf,
     target: PathBuf,
     base_bytes: u64,
@@ -89,14 +122,18 @@ struct Loaded {
 }
 
 impl Loaded {
-    fn read(path: &Path) -> tpde::Result<Self> {
+    fn read(path: &Path, repeat: u64) -> tpde::Result<Self> {
         let checkpoint = open(path)?;
-        let infos = checkpoint.tensors().to_vec();
+        let mut infos = checkpoint.tensors().to_vec();
         let read = |(place, info): (usize, &TensorInfo)| {
             let mut bytes = vec![0; info.bytes() as usize]; // the file is as long
             checkpoint.read(place, 0, &mut bytes).map(|()| bytes)
         };
-        let data = infos.iter().enumerate().map(read).collect::<tpde::Result<_>>()?;
+        let mut data = infos.iter().enumerate().map(read).collect::<tpde::Result<Vec<_>>>()?;
+        for (info, data) in infos.iter_mut().zip(&mut data).filter(|(info, _)| repeat > 1 && !info.shape.is_empty()) {
+            info.shape[0] *= repeat;
+            *data = data.repeat(repeat as usize);
+        }
         Ok(Self { infos, data })
     }
 
@@ -115,7 +152,11 @@ impl Bench {
     }
 
     fn bench(&self, common: &Common) -> anyhow::Result<Report> {
-        let (base, target) = (Loaded::read(&self.base)?, Loaded::read(&self.target)?);
+        if let DeviceName::Cuda(ordinal) = self.device.device {
+            // First: who asks for a device that is not there shall not wait for checkpoints.
+            return self.bench_cuda(open_cuda(ordinal)?);
+        }
+        let (base, target) = self.load()?;
         let (base_checkpoint, target_checkpoint) = (base.checkpoint()?, target.checkpoint()?);
         let ours = Ours::new(&base_checkpoint, &target_checkpoint, self.codec.options())?;
         let peer = |planes, level| Peer::new(ours.pair().index(), &base_checkpoint, &target.data, planes, level);
@@ -161,7 +202,7 @@ impl Bench {
                 decode_with_digests: next(),
             }
         });
-        Ok(Report {
+        Ok(Report::Cpu(CpuReport {
             base: self.base.clone(),
             target: self.target.clone(),
             base_bytes: base.bytes(),
@@ -170,7 +211,22 @@ impl Bench {
             threads: rayon::current_num_threads(),
             runs: self.runs,
             contenders: measured.collect(),
-        })
+        }))
+    }
+
+    fn load(&self) -> tpde::Result<(Loaded, Loaded)> {
+        Ok((Loaded::read(&self.base, self.repeat)?, Loaded::read(&self.target, self.repeat)?))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn bench_cuda(&self, device: tpde::cuda::Device) -> anyhow::Result<Report> {
+        let (base, target) = self.load()?;
+        gpu::bench(&device, &base, &target, &self.codec.options(), self.runs, self.slice_bytes).map(Report::Gpu)
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn bench_cuda(&self, device: super::device::NoCuda) -> anyhow::Result<Report> {
+        match device {}
     }
 }
 
@@ -198,7 +254,7 @@ fn median(times: &[f64]) -> f64 {
     sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for CpuReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,

@@ -10,7 +10,7 @@ mod cost;
 mod decode;
 mod encode;
 #[cfg(test)]
-mod kernel_model;
+pub(crate) mod kernel_model;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod model;

@@ -105,9 +105,9 @@ mod warp;
 
 mod generated;
 mod hostile;
-mod shapes;
+pub mod shapes;
 mod vectors;
-mod writer;
+pub mod writer;
 
 use self::memory::{Memory, Payload};
 use self::tables::DeviceTables;

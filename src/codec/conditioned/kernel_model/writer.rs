@@ -175,7 +175,7 @@ impl Case {
 }
 
 /// Whether verdicts agree, as far as a payload that breaks several rules allows.
-fn is_same_kind(expected: Option<Rule>, found: Option<Rule>) -> bool {
+pub fn is_same_kind(expected: Option<Rule>, found: Option<Rule>) -> bool {
     // The sizes of all segments are checked first; the decoder may have found a fault in an earlier segment.
     let early = found == Some(Rule::PayloadSize) && expected.map(kind) == Some(kind(Rule::PayloadStream));
     early || expected.map(kind) == found.map(kind)

@@ -1,0 +1,163 @@
+// What a block knows about its chunk, and what all its threads do together.
+#pragma once
+#include "sums.cuh"
+
+#define WARP 32
+#define ALL_LANES 0xFFFFFFFFu
+
+// A chunk and its part of the tensor. All numbers that count within the chunk have 32 bits.
+struct Chunk {
+    const u8* base;    // first base lane of the chunk
+    u8* output;
+    const u8* payload; // a multiple of 16
+    u32 lanes;
+    u32 base_lanes;    // base lanes that exist; those beyond are zero
+    u32 size;          // of the payload
+    u32 num_deltas;
+    u32 crc32;
+    u32 number;
+    u64 base_sum, target_sum;
+};
+
+// The chunk of this block and its tensor; false if this kernel has nothing to do with it.
+__device__ __forceinline__ bool chunk_of_block(const Launch& launch, u16 codec, Chunk& chunk, DeviceTensor& tensor) {
+    u32 place = blockIdx.x;
+    if (place >= launch.count) return false;
+    chunk.number = launch.order ? ((const u32*)launch.order)[place] : launch.first + place;
+    tensor = ((const DeviceTensor*)launch.tensors)[((const u32*)launch.chunk_tensors)[chunk.number]];
+    if (tensor.codec != codec) return false;
+    ChunkMetadata record = ((const ChunkMetadata*)launch.chunks)[chunk.number];
+    ChunkSums sums = ((const ChunkSums*)launch.sums)[chunk.number];
+    u64 first = record.output_offset, left = tensor.lanes - first, size = 1ull << tensor.chunk_lanes_log2;
+    u64 of_base = tensor.base_lanes > first ? tensor.base_lanes - first : 0;
+    chunk.lanes = (u32)(left < size ? left : size);
+    chunk.base_lanes = (u32)(of_base < chunk.lanes ? of_base : chunk.lanes);
+    chunk.base = (const u8*)tensor.base + (first << tensor.lane_log2);
+    chunk.output = (u8*)tensor.output + (first << tensor.lane_log2);
+    chunk.payload = (const u8*)(launch.blob + record.blob_offset);
+    chunk.size = record.compressed_size;
+    chunk.num_deltas = record.num_deltas;
+    chunk.crc32 = record.crc32;
+    chunk.base_sum = sums.base_sum;
+    chunk.target_sum = sums.target_sum;
+    return true;
+}
+
+// Errors are gathered as bits, one for each code.
+__device__ __forceinline__ u32 error(u32 status) { return 1u << status; }
+
+// One thread: writes the status that the errors of the block make.
+__device__ __forceinline__ void report(const Launch& launch, const Chunk& chunk, u32 errors) {
+    ((u32*)launch.statuses)[chunk.number] = errors ? __ffs((i32)errors) - 1 : 0;
+    if (errors && launch.mode == TPDE_MODE_DRY) *(volatile u32*)launch.flag = 1;
+}
+
+__device__ __forceinline__ bool commit_is_off(const Launch& launch) {
+    return launch.mode == TPDE_MODE_COMMIT && *(const volatile u32*)launch.flag != 0;
+}
+
+// ---- Shared memory by address: 32 bits, and constants stay in the instruction ----
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u8(u32 at) {
+    u32 value;
+    asm volatile("ld.shared.u8 %0, [%1+%2];" : "=r"(value) : "r"(at), "n"(OFFSET));
+    return value;
+}
+template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u16(u32 at) {
+    u32 value;
+    asm volatile("{.reg .u16 half; ld.shared.u16 half, [%1+%2]; cvt.u32.u16 %0, half;}" : "=r"(value) : "r"(at), "n"(OFFSET));
+    return value;
+}
+template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u32(u32 at) {
+    u32 value;
+    asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(value) : "r"(at), "n"(OFFSET));
+    return value;
+}
+template <u32 OFFSET = 0> __device__ __forceinline__ uint2 shared_u32x2(u32 at) {
+    uint2 value;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2+%3];" : "=r"(value.x), "=r"(value.y) : "r"(at), "n"(OFFSET));
+    return value;
+}
+
+// A lane, and a lane's place, in shared memory.
+template <int W> __device__ __forceinline__ typename WideOf<W>::type shared_lane(u32 at) {
+    if constexpr (W == 1) return shared_u8(at);
+    if constexpr (W == 2) return shared_u16(at);
+    if constexpr (W == 4) return shared_u32(at);
+    if constexpr (W == 8) {
+        uint2 lane = shared_u32x2(at);
+        return lane.x | (u64)lane.y << 32;
+    }
+}
+template <int W> __device__ __forceinline__ void set_shared_lane(u32 at, typename WideOf<W>::type lane) {
+    if constexpr (W == 1) asm volatile("{.reg .u16 half; cvt.u16.u32 half, %1; st.shared.u8 [%0], half;}" ::"r"(at), "r"(lane) : "memory");
+    if constexpr (W == 2) asm volatile("{.reg .u16 half; cvt.u16.u32 half, %1; st.shared.u16 [%0], half;}" ::"r"(at), "r"(lane) : "memory");
+    if constexpr (W == 4) asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(lane) : "memory");
+    if constexpr (W == 8) asm volatile("st.shared.u64 [%0], %1;" ::"r"(at), "l"(lane) : "memory");
+}
+
+// ---- Payload: reads stay inside it and its padding ----
+
+__device__ __forceinline__ u32 padded(u32 size) { return (size + 15) & ~15u; }
+
+// Up to 8 bytes at any place, `size` of them; the caller knows that they are there.
+template <int SIZE> __device__ __forceinline__ u64 unaligned(const u8* payload, u32 at) {
+    u64 value = 0;
+#pragma unroll
+    for (int i = 0; i < SIZE; i++) value |= (u64)payload[at + i] << (8 * i);
+    return value;
+}
+
+// ---- Lanes in global memory ----
+
+// A base is read once: it must not push from the first-level cache what is read again and again.
+__device__ __forceinline__ uint4 load_once(const void* from) {
+    uint4 piece;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
+    return piece;
+}
+
+template <int W> __device__ __forceinline__ typename WideOf<W>::type load_lane(const Chunk& chunk, u32 at) {
+    return at < chunk.base_lanes ? ((const typename LaneOf<W>::type*)chunk.base)[at] : 0;
+}
+
+template <int W> __device__ __forceinline__ void store_lane(const Chunk& chunk, u32 at, typename WideOf<W>::type lane) {
+    ((typename LaneOf<W>::type*)chunk.output)[at] = (typename LaneOf<W>::type)lane;
+}
+
+// ---- What all threads know of ----
+
+// Sums and errors of a block, in shared memory.
+struct Totals {
+    u64 base_sum, target_sum;
+    u32 changed, errors;
+};
+
+__device__ __forceinline__ u64 warp_sum(u64 x) {
+    for (int by = 16; by; by /= 2) x += __shfl_xor_sync(ALL_LANES, x, by);
+    return x;
+}
+
+// Adds what each thread has; a barrier must follow.
+__device__ __forceinline__ void add_to(Totals& totals, u64 base_sum, u64 target_sum, u32 changed, u32 errors) {
+    base_sum = warp_sum(base_sum);
+    target_sum = warp_sum(target_sum);
+    changed = __reduce_add_sync(ALL_LANES, changed);
+    errors = __reduce_or_sync(ALL_LANES, errors);
+    if (threadIdx.x % WARP == 0) {
+        atomicAdd(&totals.base_sum, base_sum);
+        atomicAdd(&totals.target_sum, target_sum);
+        atomicAdd(&totals.changed, changed);
+        atomicOr(&totals.errors, errors);
+    }
+}
+
+// The errors of the block, those of the sums among them. `target_sum` has been formed as the base's plus a term a change.
+__device__ __forceinline__ u32 errors_of(const Totals& totals, const Chunk& chunk) {
+    u32 errors = totals.errors;
+    if (totals.base_sum != chunk.base_sum) errors |= error(TPDE_STATUS_CHUNK_BASE_SUM);
+    if (totals.changed != chunk.num_deltas) errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
+    if (totals.base_sum + totals.target_sum != chunk.target_sum) errors |= error(TPDE_STATUS_CHUNK_TARGET_SUM);
+    return errors;
+}

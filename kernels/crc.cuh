@@ -1,0 +1,99 @@
+// CRC-32 of a payload by all threads of a block.
+//
+// The payload is seen as rows of as many words as the block has threads, filled up with zeros in front, which a CRC that begins
+// with zero does not see. A thread goes down its column; a step from row to row multiplies by x^(32·threads) mod P, which is
+// linear over GF(2) and so four look-ups by the bytes of the sum so far. At the end column i is multiplied by
+// x^(32·(threads − i)), and all columns are added.
+#pragma once
+#include "block.cuh"
+
+#define CRC_POLYNOMIAL 0xEDB88320u
+
+// a·b mod P; bits are reflected.
+__host__ __device__ constexpr u32 crc_multiply(u32 a, u32 b) {
+    u32 product = 0;
+    for (int bit = 31; bit >= 0; bit--) {
+        product ^= (0u - (a >> bit & 1)) & b;
+        b = b >> 1 ^ ((0u - (b & 1)) & CRC_POLYNOMIAL);
+    }
+    return product;
+}
+
+template <int THREADS> struct CrcConstants {
+    u32 rows[4][256];      // what each byte of a word becomes a row further on
+    u32 columns[THREADS];  // x^(32·(THREADS − i)) for thread i
+};
+
+template <int THREADS> __host__ __device__ constexpr CrcConstants<THREADS> make_crc_constants() {
+    CrcConstants<THREADS> constants{};
+    u32 word = 1u << 31; // x^0
+    for (int i = 0; i < 32; i++) word = word >> 1 ^ ((0u - (word & 1)) & CRC_POLYNOMIAL);
+    u32 power = word;
+    for (int i = THREADS - 1; i >= 0; i--) {
+        constants.columns[i] = power;
+        if (i > 0) power = crc_multiply(power, word);
+    }
+    u32 bits[32]{};
+    for (int i = 0; i < 32; i++) bits[i] = crc_multiply(power, 1u << i);
+    for (int byte = 0; byte < 4; byte++) {
+        for (int value = 1; value < 256; value++) {
+            int low = 0;
+            while (!(value >> low & 1)) low++;
+            constants.rows[byte][value] = constants.rows[byte][value & (value - 1)] ^ bits[8 * byte + low];
+        }
+    }
+    return constants;
+}
+
+template <int THREADS> __device__ const CrcConstants<THREADS> CRC = make_crc_constants<THREADS>();
+
+// Bytes of shared memory that it works with; the content is of no use after.
+#define CRC_SHARED (4 * 256 * 4 + 4 * 32)
+
+// The CRC of the payload, in every thread. Begins and ends with barriers of the block.
+template <int THREADS> __device__ u32 block_crc32(const Chunk& chunk, u32* shared) {
+    u32 thread = threadIdx.x, words = chunk.size / 4;
+    u32* partial = shared + 1024;
+    __syncthreads();
+    for (u32 i = thread; i < 1024; i += THREADS) shared[i] = CRC<THREADS>.rows[i / 256][i % 256];
+    __syncthreads();
+    u32 rows = (words + THREADS - 1) / THREADS, filled = rows * THREADS - words;
+    u32 sum = 0;
+    const u32* payload = (const u32*)chunk.payload;
+    // Eight rows are on their way at a time.
+    for (u32 row = 0; row < rows; row += 8) {
+        u32 next[8];
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            u32 place = (row + i) * THREADS + thread;
+            bool inside = row + i < rows && place >= filled;
+            next[i] = inside ? __ldg(payload + (place - filled)) ^ (place == filled ? ~0u : 0) : 0;
+        }
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            if (row + i >= rows) break;
+            sum = next[i] ^ shared[sum & 255] ^ shared[256 + (sum >> 8 & 255)] ^ shared[512 + (sum >> 16 & 255)] ^ shared[768 + (sum >> 24)];
+        }
+    }
+    sum = __reduce_xor_sync(ALL_LANES, crc_multiply(CRC<THREADS>.columns[thread], sum));
+    if (thread % WARP == 0) partial[thread / WARP] = sum;
+    __syncthreads();
+    u32 crc = words == 0 ? ~0u : 0;
+    for (u32 i = 0; i < THREADS / WARP; i++) crc ^= partial[i];
+    for (u32 at = 4 * words; at < chunk.size; at++) {
+        crc ^= chunk.payload[at];
+        for (int i = 0; i < 8; i++) crc = crc >> 1 ^ ((0u - (crc & 1)) & CRC_POLYNOMIAL);
+    }
+    __syncthreads();
+    return ~crc;
+}
+
+// CRC and padding of the payload: errors, the same in every thread.
+template <int THREADS> __device__ u32 check_payload(const Launch& launch, const Chunk& chunk, u32* shared) {
+    if (launch.flags & TPDE_FLAG_NO_CRC) return 0;
+    u32 errors = block_crc32<THREADS>(chunk, shared) != chunk.crc32 ? error(TPDE_STATUS_PAYLOAD_CRC32) : 0;
+    for (u32 at = chunk.size; at < padded(chunk.size); at++) {
+        if (chunk.payload[at] != 0) errors |= error(TPDE_STATUS_PAYLOAD_PADDING);
+    }
+    return errors;
+}

@@ -1,0 +1,124 @@
+// The parts of a payload of codec `conditioned` (spec/codecs.md section 4.4).
+#pragma once
+#include "pieces.cuh"
+
+#define MAP 65           // entries of a map in shared memory: 64, and one for the contexts past them
+#define SEGMENTS_MAX 32
+
+// Written by one thread to shared memory.
+struct Parts {
+    u32 low_bits, states, segments, activity_bits;
+    i32 first_context;
+    u32 contexts, exceptions, center;
+    u32 maps_at, activities_at, positions_at, deltas_at, low_at, sizes_at, streams_at;
+    // Of floats of 2 and 4 bytes: the lanes that are coded are those whose magnitude is below the threshold of their activity.
+    // Not so where a map has a 0 among its classes.
+    u32 holes;
+    u32 thresholds[4];
+    // Where the stream of each segment begins, in words of 16 bits, and where the last one ends.
+    u32 streams[SEGMENTS_MAX + 1];
+};
+
+// One thread: the header, and where the parts are. Sizes fit in 32 bits: a chunk has at most 4 MiB, and `exceptions` is bounded by
+// its lanes before it is used.
+template <int W> __device__ u32 parse_header(const Chunk& chunk, Parts& parts) {
+    if (chunk.size < sizeof(ConditionedHeader)) return error(TPDE_STATUS_PAYLOAD_SIZE);
+    ConditionedHeader header = *(const ConditionedHeader*)chunk.payload;
+    u32 blocks = (chunk.lanes + BLOCK_LANES - 1) / BLOCK_LANES;
+    if (header.low_bits > 8 * W || header.states_log2 > 5 || header.segments_log2 > 5 || 1u << header.segments_log2 > blocks ||
+        header.activity_bits > 2 || header.context_count < 1 || header.context_count > 64 || header.reserved != 0 ||
+        header.exception_count > chunk.num_deltas) {
+        return error(TPDE_STATUS_PAYLOAD_HEADER);
+    }
+    u32 center_bits = header.low_bits == 0 ? 0 : 8 * W - header.low_bits;
+    if (center_bits < 32 && header.center >> center_bits != 0) return error(TPDE_STATUS_PAYLOAD_HEADER);
+    parts.low_bits = header.low_bits;
+    parts.states = 1u << header.states_log2;
+    parts.segments = 1u << header.segments_log2;
+    parts.activity_bits = header.activity_bits;
+    parts.first_context = header.first_context;
+    parts.contexts = header.context_count;
+    parts.exceptions = header.exception_count;
+    parts.center = header.center;
+    u32 activity_bits = blocks * header.activity_bits, low_bits = chunk.lanes * header.low_bits;
+    parts.maps_at = sizeof(ConditionedHeader);
+    parts.activities_at = parts.maps_at + ((header.context_count + 1u) / 2 << header.activity_bits);
+    parts.positions_at = parts.activities_at + (activity_bits + 7) / 8;
+    parts.deltas_at = parts.positions_at + 4 * parts.exceptions;
+    parts.low_at = parts.deltas_at + W * parts.exceptions;
+    parts.sizes_at = parts.low_at + (low_bits + 7) / 8;
+    u32 end = parts.sizes_at + 4 * (parts.segments - 1);
+    parts.streams_at = (end + 1) & ~1u;
+    if (parts.streams_at > chunk.size || (chunk.size - parts.streams_at) % 2 != 0) return error(TPDE_STATUS_PAYLOAD_SIZE);
+    bool clean = (activity_bits % 8 == 0 || chunk.payload[parts.positions_at - 1] >> activity_bits % 8 == 0) &&
+                 (low_bits % 8 == 0 || chunk.payload[parts.sizes_at - 1] >> low_bits % 8 == 0) &&
+                 (end == parts.streams_at || chunk.payload[end] == 0);
+    return clean ? 0 : error(TPDE_STATUS_PAYLOAD_SIZE);
+}
+
+// One warp: where the streams are. A thread has the size of a segment's stream.
+__device__ __forceinline__ u32 find_streams(const Chunk& chunk, Parts& parts) {
+    u32 lane = threadIdx.x % WARP, words = (chunk.size - parts.streams_at) / 2, last = parts.segments - 1;
+    u32 size = lane < last ? (u32)unaligned<4>(chunk.payload, parts.sizes_at + 4 * lane) : 0;
+    // More than there are is too much already, and keeps the sum within 32 bits.
+    size = min(size, words + 1);
+    for (u32 by = 1; by < WARP; by *= 2) {
+        u32 other = __shfl_up_sync(ALL_LANES, size, by);
+        if (lane >= by) size += other;
+    }
+    u32 begin = parts.streams_at / 2, end = min(size, words);
+    if (lane < last) parts.streams[lane + 1] = begin + end;
+    if (lane == 0) parts.streams[0] = begin;
+    __syncwarp();
+    if (lane == last) parts.streams[parts.segments] = begin + words;
+    return __any_sync(ALL_LANES, size > words) ? error(TPDE_STATUS_PAYLOAD_SIZE) : 0;
+}
+
+// All threads: the class of entry `at` of map `map`, or an error for a class above `classes`.
+__device__ __forceinline__ u32 map_entry(const Chunk& chunk, const Parts& parts, u32 map, u32 at, u32 classes, u32& errors) {
+    u32 size = (parts.contexts + 1) / 2;
+    if (at >= 2 * size) return 0;
+    u32 found = chunk.payload[parts.maps_at + map * size + at / 2] >> (4 * (at % 2)) & 15;
+    if (found > (at < parts.contexts ? classes : 0)) {
+        errors |= error(TPDE_STATUS_PAYLOAD_CLASSES);
+        return 0;
+    }
+    return found;
+}
+
+// Activity of the block of lanes that lane `at` is in.
+__device__ __forceinline__ u32 activity_of(const Chunk& chunk, const Parts& parts, u32 at) {
+    if (parts.activity_bits == 0) return 0;
+    u32 bit = at / BLOCK_LANES * parts.activity_bits;
+    return chunk.payload[parts.activities_at + bit / 8] >> bit % 8 & ((1u << parts.activity_bits) - 1);
+}
+
+// Activities of a tile of `blocks` blocks, a power of two up to 8, the first in the low bits. What lies past the last block is of no
+// use, but in bounds: other parts or padding follow.
+__device__ __forceinline__ u32 activities_of_tile(const u8* activities, u32 activity_bits, u32 tile, u32 blocks) {
+    if (activity_bits == 0) return 0;
+    u32 bit = tile * blocks * activity_bits;
+    u32 low = activities[bit / 8], high = blocks * activity_bits > 8 ? activities[bit / 8 + 1] : 0;
+    return (low | high << 8) >> bit % 8;
+}
+
+// Position of an exception; past all of them, one that no lane has.
+__device__ __forceinline__ u32 exception_position(const Chunk& chunk, const Parts& parts, u32 exception) {
+    return exception < parts.exceptions ? (u32)unaligned<4>(chunk.payload, parts.positions_at + 4 * exception) : 0xFFFFFFFFu;
+}
+
+// The low bits of lane `at`. They end before the payload does, but the last words that are read need not.
+template <int W> __device__ __forceinline__ typename WideOf<W>::type low_bits_of(const Chunk& chunk, const Parts& parts, u32 at) {
+    const u32* words = (const u32*)chunk.payload;
+    u32 count = parts.low_bits, bit = at * count + 8 * (parts.low_at % 4), word = parts.low_at / 4 + bit / 32;
+    u32 last = padded(chunk.size) / 4 - 1;
+    u32 a = __ldg(words + min(word, last)), b = __ldg(words + min(word + 1, last));
+    if constexpr (W == 8) {
+        u32 c = __ldg(words + min(word + 2, last));
+        u64 bits = (u64)__funnelshift_r(b, c, bit % 32) << 32 | __funnelshift_r(a, b, bit % 32);
+        return count == 64 ? bits : bits & ((1ull << count) - 1);
+    } else {
+        u32 bits = __funnelshift_r(a, b, bit % 32);
+        return count == 32 ? bits : bits & ((1u << count) - 1);
+    }
+}

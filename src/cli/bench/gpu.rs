@@ -1,0 +1,315 @@
+//! `tpde bench --device cuda`: what a device takes to rebuild a target, beside copying it.
+//!
+//! Times of the device are between events on its stream, wall times from the call to the end of the wait. Each row is the median
+//! of runs whose result was compared with the target bit for bit; the dense copies are taken in the same process.
+
+use super::Loaded;
+use crate::cli::text::{self, BOLD};
+use anyhow::ensure;
+use serde::Serialize;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+use tpde::cuda::{Binding, Device, DeviceIndex, DeviceSlice, FirstCall, Mode, Payloads, Stream};
+use tpde::format::BaseKind;
+use tpde::{Checkpoint, Codec, EncodeOptions, InPlace, Pair, encode_to_memory};
+
+/// What was measured.
+#[derive(Serialize)]
+pub struct Report {
+    pub device: String,
+    pub first_call: FirstCall,
+    pub target_bytes: u64,
+    pub tensors: usize,
+    pub runs: u32,
+    /// Copies of the target as it is.
+    pub dense: Vec<Row>,
+    pub pairs: Vec<OfPair>,
+}
+
+/// What one codec gives.
+#[derive(Serialize)]
+pub struct OfPair {
+    pub codec: String,
+    pub ratio: Option<f64>,
+    pub stored_bytes: u64,
+    pub chunks: u32,
+    pub rows: Vec<Row>,
+}
+
+/// One way of getting the target.
+#[derive(Serialize)]
+pub struct Row {
+    pub what: String,
+    /// Where the payloads, or the target itself, are at first.
+    pub from: &'static str,
+    /// `device` for events on the stream, `wall` for the clock of the host.
+    pub clock: &'static str,
+    pub seconds: f64,
+    pub gb_per_second: f64,
+    pub all_seconds: Vec<f64>,
+}
+
+/// The checkpoints on the device.
+struct Bed<'a> {
+    device: &'a Device,
+    stream: Stream,
+    runs: u32,
+    target: &'a [Vec<u8>],
+    target_bytes: u64,
+    /// Base tensors by place in the target's order, where they are as large; and room for the target.
+    base_memory: DeviceSlice,
+    output: DeviceSlice,
+    /// Where each tensor begins in either.
+    places: Vec<u64>,
+}
+
+/// Tensors begin aligned like allocations.
+const ALIGN: u64 = 256;
+
+pub fn bench(
+    device: &Device,
+    base: &Loaded,
+    target: &Loaded,
+    options: &EncodeOptions,
+    runs: u32,
+    slice_bytes: Option<u64>,
+) -> anyhow::Result<Report> {
+    let (base_checkpoint, target_checkpoint) = (base.checkpoint()?, target.checkpoint()?);
+    let mut end = 0;
+    let places: Vec<u64> = target
+        .data
+        .iter()
+        .map(|bytes| {
+            let at = end;
+            end += (bytes.len() as u64).next_multiple_of(ALIGN);
+            at
+        })
+        .collect();
+    let bed = Bed {
+        device,
+        stream: device.stream()?,
+        runs,
+        target: &target.data,
+        target_bytes: target.bytes(),
+        base_memory: device.alloc(end)?,
+        output: device.alloc(end)?,
+        places,
+    };
+    let mut image = vec![0; end as usize];
+    for (info, &at) in target.infos.iter().zip(&bed.places) {
+        let Some(place) = base_checkpoint.find(&info.name) else { continue };
+        let same = base_checkpoint.tensors()[place] == *info;
+        ensure!(same, "a tensor of the base has another dtype or shape: only the processor's bench measures that");
+        base_checkpoint.read(place, 0, &mut image[at as usize..][..info.bytes() as usize])?;
+    }
+    device.write(&bed.base_memory, &image)?;
+
+    let dense = bed.dense(&image)?;
+    drop(image);
+    let mut pairs = Vec::new();
+    // What `auto` gives to codec zstd because it is a few bytes smaller would keep all from being in device memory.
+    let chosen = options.codec.unwrap_or(Codec::Conditioned);
+    let others: &[Codec] = if options.codec.is_some() { &[] } else { &[Codec::Raw, Codec::Zstd] };
+    for codec in std::iter::once(chosen).chain(others.iter().copied()) {
+        let layout = options.layout.filter(|_| codec == Codec::Zstd);
+        let options = EncodeOptions { codec: Some(codec), layout, ..options.clone() };
+        let (pair, _) = encode_to_memory(Some(&base_checkpoint), &target_checkpoint, &options)?;
+        pairs.push(bed.pair(codec, pair, slice_bytes)?);
+    }
+    Ok(Report {
+        device: device.name(),
+        first_call: device.first_call(),
+        target_bytes: bed.target_bytes,
+        tensors: target.data.len(),
+        runs,
+        dense,
+        pairs,
+    })
+}
+
+impl Bed<'_> {
+    /// The target copied as it is: from pinned memory, and within the device.
+    fn dense(&self, image: &[u8]) -> anyhow::Result<Vec<Row>> {
+        let mut pinned = self.device.pinned(image.len())?;
+        pinned.copy_from_slice(image);
+        let pinned = Arc::new(pinned);
+        let within = self.row("copy", "device memory", || {
+            let start = self.stream.record()?;
+            self.stream.copy(&self.output, &self.base_memory)?;
+            let end = self.stream.record()?;
+            end.wait()?;
+            Ok(end.since(&start)?)
+        })?;
+        let to_device = self.wall_row("copy", "pinned memory", || {
+            let start = Instant::now();
+            self.stream.copy_in(&self.output, &pinned)?;
+            self.stream.record()?.wait()?;
+            Ok(start.elapsed().as_secs_f64())
+        })?;
+        Ok(vec![within, to_device])
+    }
+
+    fn pair(&self, codec: Codec, pair: Pair<Vec<u8>>, slice_bytes: Option<u64>) -> anyhow::Result<OfPair> {
+        let index = self.device.upload(pair.index())?;
+        let mut pinned = self.device.pinned(pair.blob().len())?;
+        pinned.copy_from_slice(pair.blob());
+        let pinned = Arc::new(pinned);
+        let on_device = self.device.alloc(pair.blob().len() as u64)?;
+        let payloads_alone = self.row("payloads alone", "pinned memory", || {
+            let start = self.stream.record()?;
+            self.stream.copy_in(&on_device, &pinned)?;
+            let end = self.stream.record()?;
+            end.wait()?;
+            Ok(end.since(&start)?)
+        })?;
+        let pinned = Payloads::Pinned(pinned);
+        let on_device = Payloads::Device(on_device);
+        let has_zstd = pair.index().tensors().any(|tensor| tensor.codec == Codec::Zstd);
+
+        let modes = [
+            ("out of place", Mode::OutOfPlace),
+            ("in place, chunk by chunk", Mode::InPlace(InPlace::ChunkByChunk)),
+            ("in place, all checked", Mode::InPlace(InPlace::AllChecked)),
+        ];
+        let mut rows = vec![payloads_alone];
+        for (name, mode) in modes {
+            let bindings = self.bindings(&pair, &index, mode)?;
+            let mut measure = |from, payloads: &Payloads<'_>, wall: bool| -> anyhow::Result<()> {
+                let application = match slice_bytes {
+                    Some(bytes) => index.prepare_in_slices(&bindings, mode, payloads.clone(), bytes)?,
+                    None => index.prepare(&bindings, mode, payloads.clone())?,
+                };
+                let mut run = || {
+                    self.restore(mode)?;
+                    let clock = Instant::now();
+                    let start = (!wall).then(|| self.stream.record()).transpose()?;
+                    let pending = application.launch(&self.stream)?;
+                    let end = (!wall).then(|| self.stream.record()).transpose()?;
+                    pending.wait()?;
+                    let mut seconds = clock.elapsed().as_secs_f64();
+                    if let (Some(start), Some(end)) = (start, end) {
+                        end.wait()?;
+                        seconds = end.since(&start)?;
+                    }
+                    Ok(seconds)
+                };
+                let row = if wall { self.wall_row(name, from, &mut run) } else { self.row(name, from, &mut run) };
+                rows.push(row?);
+                self.compare(codec)
+            };
+            if !has_zstd {
+                measure("device memory", &on_device, false)?;
+                measure("pinned memory", &pinned, false)?;
+                measure("pinned memory", &pinned, true)?;
+            }
+            measure("host memory", &Payloads::Host(pair.blob()), true)?;
+        }
+        let stored_bytes = pair.index().size() + pair.index().header().blob_size;
+        Ok(OfPair {
+            codec: codec.to_string(),
+            ratio: text::ratio(self.target_bytes, stored_bytes),
+            stored_bytes,
+            chunks: pair.index().header().chunk_count,
+            rows,
+        })
+    }
+
+    /// Tensors out of place from the base's memory to the output's, or in place in the output's.
+    fn bindings(&self, pair: &Pair<Vec<u8>>, index: &DeviceIndex, mode: Mode) -> anyhow::Result<Vec<Binding>> {
+        let mut bindings = Vec::new();
+        for (tensor, &at) in pair.index().tensors().zip(&self.places) {
+            let output = self.output.slice(at, tensor.bytes())?;
+            let base = match (mode, tensor.base_kind) {
+                (Mode::OutOfPlace, BaseKind::Same) => Some(self.base_memory.slice(at, tensor.bytes())?),
+                _ => None,
+            };
+            ensure!(index.find(tensor.name) == Some(tensor.place), "the index on the device is another");
+            bindings.push(Binding { tensor: tensor.place, base, output });
+        }
+        Ok(bindings)
+    }
+
+    /// In place, puts the base back; out of place, spoils the output.
+    fn restore(&self, mode: Mode) -> anyhow::Result<()> {
+        match mode {
+            Mode::OutOfPlace => self.stream.fill(&self.output, 0xA5)?,
+            Mode::InPlace(_) => self.stream.copy(&self.output, &self.base_memory)?,
+        }
+        Ok(self.stream.record()?.wait()?)
+    }
+
+    /// Compares the output with the target.
+    fn compare(&self, codec: Codec) -> anyhow::Result<()> {
+        let mut found = Vec::new();
+        for (n, (target, &at)) in self.target.iter().zip(&self.places).enumerate() {
+            found.resize(target.len(), 0);
+            self.device.read(&self.output.slice(at, target.len() as u64)?, &mut found)?;
+            ensure!(found == *target, "tensor {n} was not rebuilt from codec {codec}");
+        }
+        Ok(())
+    }
+
+    fn row(&self, what: &str, from: &'static str, run: impl FnMut() -> anyhow::Result<f64>) -> anyhow::Result<Row> {
+        self.timed(what, from, "device", run)
+    }
+
+    fn wall_row(&self, what: &str, from: &'static str, run: impl FnMut() -> anyhow::Result<f64>) -> anyhow::Result<Row> {
+        self.timed(what, from, "wall", run)
+    }
+
+    fn timed(
+        &self,
+        what: &str,
+        from: &'static str,
+        clock: &'static str,
+        mut run: impl FnMut() -> anyhow::Result<f64>,
+    ) -> anyhow::Result<Row> {
+        for _ in 0..2 {
+            run()?;
+        }
+        let all_seconds = (0..self.runs).map(|_| run()).collect::<anyhow::Result<Vec<_>>>()?;
+        let seconds = super::median(&all_seconds);
+        let gb_per_second = text::speed(self.target_bytes, seconds);
+        Ok(Row { what: what.to_owned(), from, clock, seconds, gb_per_second, all_seconds })
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let milliseconds = |duration: std::time::Duration| format!("{:.0} ms", duration.as_secs_f64() * 1e3);
+        writeln!(
+            f,
+            "{BOLD}{}{BOLD:#}: {} in {}, medians of {}",
+            self.device,
+            text::bytes(self.target_bytes),
+            text::counted(self.tensors as u64, "tensor"),
+            text::counted(self.runs.into(), "run"),
+        )?;
+        let FirstCall { context, kernels, memory } = self.first_call;
+        writeln!(
+            f,
+            "every result equals the target bit for bit; before the first: context {}, kernels {}, pinned memory {}\n",
+            milliseconds(context),
+            milliseconds(kernels),
+            milliseconds(memory)
+        )?;
+        let header = ["codec", "ratio", "", "from", "clock", "ms", "GB/s of target"];
+        let row = |codec: &str, ratio: Option<f64>, row: &Row| {
+            vec![
+                codec.to_owned(),
+                if codec.is_empty() { String::new() } else { text::times(ratio) },
+                row.what.clone(),
+                row.from.to_owned(),
+                row.clock.to_owned(),
+                format!("{:.3}", row.seconds * 1e3),
+                format!("{:.1}", row.gb_per_second),
+            ]
+        };
+        let mut rows: Vec<_> = self.dense.iter().map(|dense| row("", None, dense)).collect();
+        for pair in &self.pairs {
+            rows.extend(pair.rows.iter().map(|of| row(&pair.codec, pair.ratio, of)));
+        }
+        text::table(f, 1, &header, rows)
+    }
+}

@@ -1,0 +1,382 @@
+//! Applications: tensors, payloads and a mode made ready once, then launched on a caller's stream as often as wanted.
+
+use super::binding::{self, Binding};
+use super::device::Scratch;
+use super::driver::{self, Entered, OwnStream, RawEvent, RawStream};
+use super::index::DeviceIndex;
+use super::launch::Launcher;
+use super::layout::{DeviceTensor, STATUS_NOT_RUN};
+use super::memory::{self, Allocation, DeviceSlice, PinnedBuffer};
+use super::outcome::{Captured, Pending};
+use super::plan::{Plan, Route};
+use super::stream::Stream;
+use crate::delta::InPlace;
+use crate::error::{Error, Result};
+use crate::format::PAYLOAD_ALIGN;
+use crate::source::Source;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use zerocopy::IntoBytes;
+
+/// Most slices that are decoded at once: as many as the driver keeps apart.
+const SIDES: usize = 8;
+
+/// What becomes of the base.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// It is read, and all lanes of the target are written elsewhere. If a chunk fails, the output is to be discarded.
+    OutOfPlace,
+    /// It turns into the target where it lies.
+    InPlace(InPlace),
+}
+
+/// Where the payloads of a pair are: its blob, from the first byte on.
+#[derive(Clone)]
+pub enum Payloads<'a> {
+    /// A file, a mapping or memory of the host: read into the staging ring by the thread that launches, with help from rayon's.
+    Host(&'a dyn Source),
+    /// Pinned memory: copied by the device alone, but for payloads of codec `zstd`, which the processor expands.
+    Pinned(Arc<PinnedBuffer>),
+    /// Memory of the device, the first byte at a multiple of 16.
+    Device(DeviceSlice),
+}
+
+impl fmt::Debug for Payloads<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Payloads::Host(source) => write!(f, "Host({} bytes)", source.size()),
+            Payloads::Pinned(pinned) => write!(f, "{pinned:?}"),
+            Payloads::Device(slice) => write!(f, "{slice:?}"),
+        }
+    }
+}
+
+impl Payloads<'_> {
+    fn bytes(&self) -> u64 {
+        match self {
+            Payloads::Host(source) => source.size(),
+            Payloads::Pinned(pinned) => pinned.len() as u64,
+            Payloads::Device(slice) => slice.bytes(),
+        }
+    }
+}
+
+impl DeviceIndex {
+    /// Rebuilds tensors out of place: what [`DeviceIndex::prepare`] and [`Application::launch`] do.
+    ///
+    /// # Errors
+    /// As those two. What is wrong with the data is found by [`Pending::wait`].
+    pub fn apply(&self, tensors: &[Binding], payloads: Payloads<'_>, stream: &Stream) -> Result<Pending> {
+        self.prepare(tensors, Mode::OutOfPlace, payloads)?.launch(stream)
+    }
+
+    /// Changes tensors where they lie: what [`DeviceIndex::prepare`] and [`Application::launch`] do.
+    ///
+    /// # Errors
+    /// As those two. What is wrong with the data is found by [`Pending::wait`].
+    pub fn apply_in_place(&self, tensors: &[Binding], mode: InPlace, payloads: Payloads<'_>, stream: &Stream) -> Result<Pending> {
+        self.prepare(tensors, Mode::InPlace(mode), payloads)?.launch(stream)
+    }
+
+    /// Makes an application of some or all tensors of the pair ready, in memory of its device.
+    ///
+    /// Cost: a few allocations and one small copy, without waiting for a stream; memory of the device: 4 bytes a chunk for the
+    /// order of work and 4 for its outcome, 48 a tensor, and once for the device scratch memory for
+    /// [`InPlace::ChunkByChunk`]. What it launches may be launched again.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if a tensor is missing or given twice, a length or an alignment is wrong, memory overlaps, a base is
+    /// the output of an application out of place, or payloads of codec `zstd` are to come from the device;
+    /// [`Error::Device`] if memory or the driver fails.
+    pub fn prepare<'a>(&self, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>) -> Result<Application<'a>> {
+        let (mut chunks, mut bytes) = (0, 0);
+        for binding in tensors {
+            let of_tensor = self.tensor(binding.tensor)?.chunks();
+            chunks += of_tensor.len() as u64;
+            let records = &self.0.records[of_tensor.start as usize..of_tensor.end as usize];
+            bytes += records.iter().map(|record| u64::from(record.compressed_size.get())).sum::<u64>();
+        }
+        // As many slices as can be decoded at once, so that the first is soon there; but each should fill the device, as one
+        // that does not takes as long, and be so large that launches cost little beside copies.
+        let full = 2 * u64::from(self.device().multiprocessors());
+        let slices = (chunks / full).clamp(1, SIDES as u64);
+        self.prepare_in_slices(tensors, mode, payloads, (bytes / slices).max(512 << 10))
+    }
+
+    /// [`DeviceIndex::prepare`] with staging by slices of whole chunks of about `slice_bytes` bytes: each is copied while the
+    /// one before is decoded.
+    ///
+    /// # Errors
+    /// As [`DeviceIndex::prepare`].
+    pub fn prepare_in_slices<'a>(
+        &self,
+        tensors: &[Binding],
+        mode: Mode,
+        payloads: Payloads<'a>,
+        slice_bytes: u64,
+    ) -> Result<Application<'a>> {
+        let (needed, found) = (self.0.blob_size, payloads.bytes());
+        if found != needed {
+            return Err(Error::Misuse(format!("a blob of {found} bytes for a pair whose blob has {needed}")));
+        }
+        let checked = binding::check(self, tensors, mode != Mode::OutOfPlace)?.bindings;
+        let route = match &payloads {
+            Payloads::Device(slice) if !slice.address().is_multiple_of(PAYLOAD_ALIGN) => {
+                return Err(Error::Misuse(format!("a blob at {:#x}, which is no multiple of {PAYLOAD_ALIGN}", slice.address())));
+            }
+            Payloads::Device(_) => Route::OnDevice,
+            _ => Route::Staged { slice_bytes },
+        };
+        let plan = Plan::new(self, &checked, route)?;
+        let shared = Arc::new(Shared::new(self, checked, mode, plan)?);
+        Ok(Application { shared, payloads })
+    }
+}
+
+/// An application of a pair that is ready to be launched.
+#[derive(Debug)]
+pub struct Application<'a> {
+    shared: Arc<Shared>,
+    payloads: Payloads<'a>,
+}
+
+/// What the device works with until the last launch has passed.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub index: DeviceIndex,
+    pub mode: Mode,
+    pub plan: Plan,
+    /// Keeps the memory of the tensors.
+    pub bindings: Vec<Binding>,
+    pub scratch: Option<Scratch>,
+    /// Tensor table, order, own records, status words and the flag, in this order.
+    _memory: Allocation,
+    pub tensors: u64,
+    pub order: u64,
+    pub records: u64,
+    pub statuses: u64,
+    pub flag: u64,
+    /// Streams that slices take turns on, so that one does not wait for the last chunks of another; none for one slice.
+    pub sides: Vec<OwnStream>,
+    /// Behind the copy of all that.
+    ready: RawEvent,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Behind the last launch.
+    last: Option<RawEvent>,
+    /// Staging memory of that launch.
+    spare: Option<Allocation>,
+}
+
+impl Shared {
+    fn new(index: &DeviceIndex, bindings: Vec<Binding>, mode: Mode, plan: Plan) -> Result<Self> {
+        // Of the tensor table, only from the first to the last tensor that is used.
+        let first = bindings.first().map_or(0, |binding| binding.tensor);
+        let end = bindings.last().map_or(0, |binding| binding.tensor + 1);
+        let mut table = vec![DeviceTensor::default(); end - first];
+        for binding in &bindings {
+            let tensor = &index.tensor(binding.tensor)?.device;
+            let output = binding.output.address();
+            let base = match mode {
+                Mode::OutOfPlace => binding.base.as_ref().map_or(0, DeviceSlice::address),
+                Mode::InPlace(_) => output,
+            };
+            table[binding.tensor - first] = DeviceTensor { base, output, ..*tensor };
+        }
+
+        let device = &index.device().0;
+        let _relaxed = driver::Relaxed::new()?;
+        let cx = device.context.enter()?;
+        let scratch = match mode {
+            Mode::InPlace(InPlace::ChunkByChunk) => Some(device.scratch(&cx)?),
+            _ => None,
+        };
+        let sides = match plan.slices.len() {
+            0 | 1 => Vec::new(),
+            slices => (0..slices.min(SIDES)).map(|_| OwnStream::new(&cx)).collect::<Result<_>>()?,
+        };
+        let parts: [&[u8]; 3] = [table.as_bytes(), plan.order.as_bytes(), plan.records.as_bytes()];
+        let mut size = 0usize;
+        let mut place = |bytes: usize| {
+            let at = size;
+            size = (at + bytes).next_multiple_of(256);
+            at
+        };
+        let starts = parts.map(|part| place(part.len()));
+        let copied = place(0);
+        let statuses = place(4 * plan.span.len());
+        let flag = place(4);
+        let memory = Allocation::new(device, &cx, size as u64)?;
+        let mut pinned = PinnedBuffer::new(device, &cx, copied)?;
+        for (part, start) in parts.into_iter().zip(starts) {
+            pinned[start..][..part.len()].copy_from_slice(part);
+        }
+        let at = |offset: usize| memory.address() + offset as u64;
+        let copy = device.copy.raw();
+        let ready = RawEvent::new(&cx, false)?;
+        // SAFETY: all of it lies within the memory just allocated; that and the pinned memory are held until the copy has passed.
+        let queued = unsafe {
+            memory::copy_in(&cx, at(0), pinned.as_ptr(), copied, copy)
+                .and_then(|()| memory::fill(&cx, at(statuses), STATUS_NOT_RUN, plan.span.len(), copy))
+                .and_then(|()| memory::fill(&cx, at(flag), 0, 1, copy))
+        };
+        ready.record(&cx, copy)?;
+        ready.hold(&cx, device.pools.reaper.raw())?;
+        queued?;
+        // Kernels count chunks and tensors of the whole pair: these addresses are where number 0 would be.
+        let from_zero = |offset: usize, number: usize, bytes: usize| at(offset).wrapping_sub((number * bytes) as u64);
+        Ok(Self {
+            index: index.clone(),
+            mode,
+            scratch,
+            tensors: from_zero(starts[0], first, size_of::<DeviceTensor>()),
+            order: at(starts[1]),
+            records: if plan.records.is_empty() { index.0.chunks() } else { from_zero(starts[2], plan.span.start as usize, 32) },
+            statuses: from_zero(statuses, plan.span.start as usize, 4),
+            flag: at(flag),
+            plan,
+            sides,
+            bindings,
+            _memory: memory,
+            ready,
+            state: Mutex::default(),
+        })
+    }
+
+    /// Where the status words begin that are copied back: that of the first chunk of the span.
+    pub fn first_status(&self) -> u64 {
+        self.statuses.wrapping_add(4 * u64::from(self.plan.span.start))
+    }
+
+    /// Readies status words and flag for the next launch.
+    pub fn reset(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
+        // SAFETY: within the memory of this application, which is held until the stream has passed.
+        unsafe {
+            memory::fill(cx, self.first_status(), STATUS_NOT_RUN, self.plan.span.len(), stream)?;
+            if self.mode == Mode::InPlace(InPlace::AllChecked) {
+                memory::fill(cx, self.flag, 0, 1, stream)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        if let Ok(cx) = self.index.device().0.context.enter() {
+            self.sides.iter_mut().for_each(|side| side.destroy(&cx));
+        }
+    }
+}
+
+impl Application<'_> {
+    /// Queues the application on a stream, and returns. The outcome, and an error of what is read from the host meanwhile, is
+    /// [`Pending::wait`]'s to tell.
+    ///
+    /// The call waits for no stream. From pinned and device memory it does nothing but queue; payloads of the host are read,
+    /// and those of codec `zstd` expanded, before it returns, through a ring of fixed size. Launches of one application follow
+    /// each other, whatever their streams. All memory that this crate owns is kept until the stream has passed.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a stream of another device, or one that is being captured, see [`Application::capture`];
+    /// [`Error::Device`] if the driver refuses.
+    pub fn launch(&self, stream: &Stream) -> Result<Pending> {
+        let shared = &self.shared;
+        let device = &shared.index.device().0;
+        self.check_device(stream)?;
+        let _relaxed = driver::Relaxed::new()?;
+        let cx = device.context.enter()?;
+        let raw = stream.raw();
+        if driver::is_capturing(&cx, raw)? {
+            return Err(Error::Misuse("the stream is being captured into a graph: that is Application::capture".into()));
+        }
+        let statuses = PinnedBuffer::new(device, &cx, 4 * shared.plan.span.len())?;
+        let mut state = shared.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let staging = self.staging(&cx, &mut state)?;
+        if let Some(last) = &state.last {
+            last.hold(&cx, raw)?;
+        }
+        shared.ready.hold(&cx, raw)?;
+
+        let launcher = Launcher { shared, cx: &cx, stream: raw, staging: staging.as_ref().map(Allocation::address) };
+        let (done, last) = (RawEvent::new(&cx, false)?, RawEvent::new(&cx, false)?);
+        let queued = launcher.run(&self.payloads, &statuses);
+        // From here on whatever was queued is held, also after an error.
+        let held = done
+            .record(&cx, raw)
+            .and_then(|()| shared.reset(&cx, raw))
+            .and_then(|()| last.record(&cx, raw))
+            .and_then(|()| last.hold(&cx, device.pools.reaper.raw()))
+            .and_then(|()| if queued.is_err() { device.hold_memory(&cx, device.copy.raw()) } else { Ok(()) });
+        let pending = Pending::new(shared.clone(), done, statuses);
+        if let Err(e) = held {
+            // Nobody knows when the device is done with the memory: it is given up.
+            std::mem::forget((pending, staging, shared.clone()));
+            return Err(e);
+        }
+        state.spare = staging;
+        state.last = Some(last);
+        queued.map(|host_error| pending.with_host_error(host_error))
+    }
+
+    /// Queues the application on a stream that is being captured into a graph: each launch of the graph is then one of the
+    /// application. Payloads must be in device or pinned memory.
+    ///
+    /// # Safety
+    /// While the graph may still run, the result is kept, and so is the memory of the tensors and payloads. Launches of the
+    /// graph, and of the application, do not overlap.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a stream of another device, one that is not captured, or payloads that the processor reads;
+    /// [`Error::Device`] if the driver refuses.
+    pub unsafe fn capture(&self, stream: &Stream) -> Result<Captured> {
+        let shared = &self.shared;
+        let device = &shared.index.device().0;
+        self.check_device(stream)?;
+        let _relaxed = driver::Relaxed::new()?;
+        let cx = device.context.enter()?;
+        let raw = stream.raw();
+        if !driver::is_capturing(&cx, raw)? {
+            return Err(Error::Misuse("the stream is not being captured".into()));
+        }
+        if matches!(self.payloads, Payloads::Host(_)) || shared.plan.has_expanded {
+            return Err(Error::Misuse("a graph cannot read payloads through the processor".into()));
+        }
+        let bytes = 4 * shared.plan.span.len();
+        let (statuses, staging) = (PinnedBuffer::new(device, &cx, bytes)?, self.staging(&cx, &mut State::default())?);
+        // What was queued outside of the capture cannot be waited for in it; this is a copy that was queued long ago.
+        shared.ready.wait(&cx)?;
+        shared.reset(&cx, raw)?;
+        let launcher = Launcher { shared, cx: &cx, stream: raw, staging: staging.as_ref().map(Allocation::address) };
+        launcher.run_in_order(&self.payloads, &statuses)?;
+        Ok(Captured::new(shared.clone(), statuses, staging, self.keep()))
+    }
+
+    fn check_device(&self, stream: &Stream) -> Result<()> {
+        if Arc::ptr_eq(&stream.device().0, &self.shared.index.device().0) {
+            return Ok(());
+        }
+        Err(Error::Misuse("the stream and the index are of different devices".into()))
+    }
+
+    fn keep(&self) -> Option<Arc<PinnedBuffer>> {
+        match &self.payloads {
+            Payloads::Pinned(pinned) => Some(pinned.clone()),
+            _ => None,
+        }
+    }
+
+    /// Staging memory, if payloads are to be copied: that of an earlier launch which has passed, or fresh.
+    fn staging(&self, cx: &Entered<'_>, state: &mut State) -> Result<Option<Allocation>> {
+        if matches!(self.payloads, Payloads::Device(_)) || self.shared.plan.staged_bytes == 0 {
+            return Ok(None);
+        }
+        match (state.spare.take(), &state.last) {
+            (Some(memory), Some(last)) if last.is_passed(cx)? => Ok(Some(memory)),
+            _ => Allocation::new(&self.shared.index.device().0, cx, self.shared.plan.staged_bytes).map(Some),
+        }
+    }
+}

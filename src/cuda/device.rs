@@ -1,0 +1,310 @@
+//! A device: its context, kernels, streams and memory.
+
+use super::driver::{self, Context, Entered, Kernel, OwnStream, RawEvent, RawStream, check};
+use super::index::DeviceIndex;
+use super::layout;
+use super::memory::{self, Allocation, DeviceSlice, PinnedBuffer, Pools};
+use super::staging::Ring;
+use super::stream::Stream;
+use crate::error::{Error, Result};
+use crate::index::ValidatedIndex;
+use cudarc::driver::sys;
+use std::ffi::{CStr, CString, c_int, c_void};
+use std::fmt;
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+const RAW_PTX: &str = include_str!("../../kernels/raw.ptx");
+const CONDITIONED_PTX: &str = include_str!("../../kernels/conditioned.ptx");
+const LAYOUT_PTX: &str = include_str!("../../kernels/layout.ptx");
+
+/// Bytes of a slot of scratch memory: the changes of a chunk, mostly.
+const SCRATCH_SLOT: u32 = 128 << 10;
+/// Blocks that a multiprocessor holds at once.
+const BLOCKS: u32 = 8;
+
+/// What opening a device took, once: none of it is in the times of later calls.
+#[derive(Debug, Clone, Copy, serde::Serialize)]
+pub struct FirstCall {
+    /// Loading the driver and opening the device's context, where the process had none.
+    pub context: Duration,
+    /// Compiling the kernels for the device, or finding them in the driver's cache.
+    pub kernels: Duration,
+    /// Streams, and pinning the staging ring.
+    pub memory: Duration,
+}
+
+/// A CUDA device that is ready to rebuild tensors. Clones are the same device.
+#[derive(Clone)]
+pub struct Device(pub(super) Arc<Inner>);
+
+pub(super) struct Inner {
+    pub context: Context,
+    pub pools: Pools,
+    /// Copies to the device from the staging ring and from pinned memory. It never waits for a caller's stream.
+    pub copy: OwnStream,
+    pub ring: Mutex<Ring>,
+    pub raw: Kernel,
+    pub conditioned: Kernel,
+    layout: Kernel,
+    modules: Vec<Module>,
+    multiprocessors: u32,
+    scratch: Mutex<Option<Scratch>>,
+    first_call: FirstCall,
+}
+
+pub(super) struct Module(sys::CUmodule);
+
+// SAFETY: modules may be used by any thread.
+unsafe impl Send for Module {}
+// SAFETY: as above; the driver locks what it shares.
+unsafe impl Sync for Module {}
+
+/// Scratch memory of modes in place, shared by all launches.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Scratch {
+    pub address: u64,
+    pub slots: u32,
+    pub slot_bytes: u32,
+}
+
+impl Device {
+    /// Number of devices that the driver shows.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] without a driver that serves.
+    pub fn count() -> Result<u32> {
+        driver::count()
+    }
+
+    /// Opens a device, by its place among those that the driver shows. The caller's current context stays as it is.
+    ///
+    /// Cost: some tenths of a second in a process that has not used the device, see [`Device::first_call`].
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] if there is no driver, none recent enough, no such device, or one too old for the kernels;
+    /// [`Error::Device`] if the driver refuses something else.
+    pub fn open(ordinal: u32) -> Result<Self> {
+        let start = Instant::now();
+        let context = Context::open(ordinal)?;
+        let cx = context.enter()?;
+        let _relaxed = driver::Relaxed::new()?;
+        let with_context = Instant::now();
+        let mut modules = Vec::new();
+        let mut kernel = |ptx, name: &str, threads, shared| load(&cx, &mut modules, ptx, name, threads, shared);
+        let raw = kernel(RAW_PTX, "tpde_raw", layout::RAW_THREADS, layout::RAW_SHARED)?;
+        let conditioned = kernel(CONDITIONED_PTX, "tpde_conditioned", layout::CONDITIONED_THREADS, layout::CONDITIONED_SHARED)?;
+        let layout = kernel(LAYOUT_PTX, "tpde_layout", 1, 0)?;
+        let with_kernels = Instant::now();
+        let multiprocessors = context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
+        let (pools, copy, ring) = (Pools::new(&cx)?, OwnStream::new(&cx)?, Ring::new(&cx)?);
+        drop(cx);
+        let first_call =
+            FirstCall { context: with_context - start, kernels: with_kernels - with_context, memory: with_kernels.elapsed() };
+        tracing::debug!(?first_call, "opened CUDA device {ordinal}");
+        Ok(Self(Arc::new(Inner {
+            context,
+            pools,
+            copy,
+            ring: Mutex::new(ring),
+            raw,
+            conditioned,
+            layout,
+            modules,
+            multiprocessors,
+            scratch: Mutex::new(None),
+            first_call,
+        })))
+    }
+
+    /// What opening took.
+    pub fn first_call(&self) -> FirstCall {
+        self.0.first_call
+    }
+
+    /// Name of the device, as the driver has it.
+    pub fn name(&self) -> String {
+        self.0.context.name()
+    }
+
+    /// Number of multiprocessors.
+    pub fn multiprocessors(&self) -> u32 {
+        self.0.multiprocessors
+    }
+
+    /// Uploads what kernels need of an index: records, sums, tensors and tables. Once a pair; 52 bytes a chunk on the device and
+    /// 32 on the host.
+    ///
+    /// The copies are queued behind each other and done when something that was prepared with the result runs.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if memory or the driver fails.
+    pub fn upload(&self, index: &ValidatedIndex) -> Result<DeviceIndex> {
+        DeviceIndex::new(self, index)
+    }
+
+    /// Memory of the device, with nothing in particular in it.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if there is not enough.
+    pub fn alloc(&self, bytes: u64) -> Result<DeviceSlice> {
+        let cx = self.0.context.enter()?;
+        Ok(DeviceSlice::owned(Allocation::new(&self.0, &cx, bytes)?, bytes))
+    }
+
+    /// Pinned memory of the host. Slow the first time; what is dropped is kept for the next who asks.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if there is not enough.
+    pub fn pinned(&self, bytes: usize) -> Result<PinnedBuffer> {
+        PinnedBuffer::new(&self.0, &self.0.context.enter()?, bytes)
+    }
+
+    /// A stream of our own, which waits for no other.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver refuses.
+    pub fn stream(&self) -> Result<Stream> {
+        let cx = self.0.context.enter()?;
+        Ok(Stream::new(self, OwnStream::new(&cx)?.raw(), true))
+    }
+
+    /// A caller's stream, that of torch for example. Null is the legacy default stream.
+    ///
+    /// # Safety
+    /// It is a stream of this device's primary context, and is there while it is used through the result.
+    pub unsafe fn borrow_stream(&self, raw: *mut c_void) -> Stream {
+        Stream::new(self, raw.cast(), false)
+    }
+
+    /// Copies to the device, and waits until it is done.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if the lengths differ, [`Error::Device`] if the driver fails.
+    pub fn write(&self, to: &DeviceSlice, from: &[u8]) -> Result<()> {
+        same_length(to, from.len())?;
+        let cx = self.0.context.enter()?;
+        // SAFETY: the slice is memory of the device by its making, as long as `from`, which stays until the copy is waited for.
+        unsafe { memory::copy_in(&cx, to.address(), from.as_ptr(), from.len(), self.0.copy.raw())? };
+        self.0.wait_for(&cx, self.0.copy.raw())
+    }
+
+    /// Copies from the device, and waits until it is done. What was queued on other streams must have passed.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if the lengths differ, [`Error::Device`] if the driver fails.
+    pub fn read(&self, from: &DeviceSlice, to: &mut [u8]) -> Result<()> {
+        same_length(from, to.len())?;
+        let cx = self.0.context.enter()?;
+        // SAFETY: the slice is memory of the device by its making, as long as `to`, which stays until the copy is waited for.
+        unsafe { memory::copy_out(&cx, to.as_mut_ptr(), from.address(), to.len(), self.0.copy.raw())? };
+        self.0.wait_for(&cx, self.0.copy.raw())
+    }
+
+    /// What the kernel `tpde_layout` reports of the structs, for a test.
+    #[doc(hidden)]
+    pub fn layout_report(&self, words: usize) -> Result<Vec<u32>> {
+        let mut report = vec![0; 4 * words];
+        let slice = self.alloc(report.len() as u64)?;
+        self.write(&slice, &report)?;
+        let cx = self.0.context.enter()?;
+        // SAFETY: the kernel takes an address of memory for its report, which is as long as its caller knows it to be.
+        unsafe { self.0.layout.launch(&cx, self.0.copy.raw(), 1, &slice.address())? };
+        self.read(&slice, &mut report)?;
+        Ok(report.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect())
+    }
+}
+
+pub(super) fn same_length(slice: &DeviceSlice, bytes: usize) -> Result<()> {
+    if slice.bytes() == bytes as u64 {
+        return Ok(());
+    }
+    Err(Error::Misuse(format!("{bytes} bytes of the host and {} of the device", slice.bytes())))
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Device({})", self.0.context.ordinal())
+    }
+}
+
+impl Inner {
+    /// Waits, on the host, for what is queued on a stream of ours.
+    pub fn wait_for(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
+        let event = RawEvent::new(cx, false)?;
+        event.record(cx, stream)?;
+        event.wait(cx)
+    }
+
+    /// Keeps memory that the stream uses from being freed before the stream has passed this point.
+    pub fn hold_memory(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
+        let event = RawEvent::new(cx, false)?;
+        event.record(cx, stream)?;
+        event.hold(cx, self.pools.reaper.raw())
+    }
+
+    /// The scratch memory, made when it is first wanted: about 1 MiB a multiprocessor, whatever the tensors' size.
+    pub fn scratch(&self, cx: &Entered<'_>) -> Result<Scratch> {
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(scratch) = *scratch {
+            return Ok(scratch);
+        }
+        let slots = BLOCKS * self.multiprocessors;
+        let head = layout::scratch_head(slots);
+        let address = self.pools.allocate(cx, head + u64::from(slots) * u64::from(SCRATCH_SLOT))?;
+        // SAFETY: the head lies within what was just allocated, and is waited for before anyone uses it.
+        unsafe { memory::fill(cx, address, 0, head as usize / 4, self.pools.alloc.raw())? };
+        self.wait_for(cx, self.pools.alloc.raw())?;
+        Ok(*scratch.insert(Scratch { address, slots, slot_bytes: SCRATCH_SLOT }))
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let Ok(cx) = self.context.enter() else { return };
+        if let Some(scratch) = self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
+            self.pools.free(scratch.address);
+        }
+        self.ring.get_mut().unwrap_or_else(PoisonError::into_inner).destroy(&cx);
+        self.pools.destroy(&cx);
+        self.copy.destroy(&cx);
+        for module in &self.modules {
+            // SAFETY: all work that uses its functions has passed: the pools have waited for the last use of memory.
+            unsafe { sys::cuModuleUnload(module.0) };
+        }
+    }
+}
+
+/// Compiles a kernel for the device and makes it ready to be launched.
+pub(super) fn load(_: &Entered<'_>, modules: &mut Vec<Module>, ptx: &str, name: &str, threads: u32, shared: u32) -> Result<Kernel> {
+    let image = CString::new(ptx).map_err(|_| Error::Misuse("PTX with a NUL".into()))?;
+    let mut log = [0u8; 2048];
+    let mut options = [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+    let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
+    let mut module = ptr::null_mut();
+    // SAFETY: the image is a terminated text, the options and their values are as many as is told, and the log is as long.
+    let code = unsafe { sys::cuModuleLoadDataEx(&mut module, image.as_ptr().cast(), 2, options.as_mut_ptr(), values.as_mut_ptr()) };
+    check(code, "compile the kernels for this device").map_err(|e| match (e, CStr::from_bytes_until_nul(&log)) {
+        (Error::Device { doing, reason }, Ok(log)) => {
+            Error::Device { doing, reason: format!("{reason} {}", log.to_string_lossy()).trim_end().to_owned() }
+        }
+        (e, _) => e,
+    })?;
+    modules.push(Module(module));
+    let name = CString::new(name).map_err(|_| Error::Misuse("a kernel's name with a NUL".into()))?;
+    let mut function = ptr::null_mut();
+    // SAFETY: the module was just loaded, and the name is terminated.
+    check(unsafe { sys::cuModuleGetFunction(&mut function, module, name.as_ptr()) }, "find a kernel")?;
+    let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    if shared > 0 {
+        // SAFETY: the function is the module's.
+        check(unsafe { sys::cuFuncSetAttribute(function, attribute, shared as c_int) }, "give a kernel its shared memory")?;
+    }
+    let mut registers = 0;
+    // Asking for this loads the function, which would else happen when it is first launched.
+    let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
+    // SAFETY: the function is the module's, and the place an int's.
+    check(unsafe { sys::cuFuncGetAttribute(&mut registers, attribute, function) }, "load a kernel")?;
+    Ok(Kernel { function, threads, shared })
+}

@@ -1,0 +1,331 @@
+//! The driver, loaded when it is first asked for: its errors, devices, contexts, streams and events.
+//!
+//! Handles are the driver's own and are freed by who owns them. Every call that needs a current context takes [`Entered`], whose
+//! making has pushed one and whose end pops it: the caller's current context is left as it was found.
+
+use crate::error::{Error, Result};
+use cudarc::driver::sys;
+use std::ffi::{CStr, c_int, c_void};
+use std::marker::PhantomData;
+use std::ptr;
+
+/// What the kernels' PTX (ISA 8.4) needs: CUDA 12.4, which is driver 550.
+const LEAST_VERSION: c_int = 12_040;
+const LEAST_CAPABILITY: c_int = 80;
+
+/// The driver's answer as a result; `doing` completes "cannot …".
+pub(super) fn check(code: sys::CUresult, doing: &'static str) -> Result<()> {
+    if code == sys::CUresult::CUDA_SUCCESS { Ok(()) } else { Err(failed(code, doing)) }
+}
+
+#[cold]
+fn failed(code: sys::CUresult, doing: &'static str) -> Error {
+    let text = |of: unsafe fn(sys::CUresult, *mut *const std::ffi::c_char) -> sys::CUresult| {
+        let mut text = ptr::null();
+        // SAFETY: `text` is a place for a pointer; the driver sets it to a static string, or leaves it null for a code that it
+        // does not know.
+        unsafe {
+            of(code, &mut text);
+            if text.is_null() { None } else { Some(CStr::from_ptr(text).to_string_lossy()) }
+        }
+    };
+    let name = text(sys::cuGetErrorName).unwrap_or("unknown error".into());
+    let what = text(sys::cuGetErrorString).unwrap_or_default();
+    Error::Device { doing, reason: format!("{what} ({name}, {})", code as u32) }
+}
+
+/// Loads the driver and initialises it; says what is missing if there is none.
+fn start() -> Result<()> {
+    // SAFETY: loads a library by the driver's name, as every use of CUDA does; its initialisers are trusted.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(Error::NoDevice("the NVIDIA driver's library, libcuda.so.1, is not on this system".into()));
+    }
+    let refused = |e: Error| match e {
+        Error::Device { reason, .. } => Error::NoDevice(format!("the NVIDIA driver does not start: {reason}")),
+        e => e,
+    };
+    let mut version = 0;
+    // SAFETY: `version` is a place for an int; neither call asks for anything to be done before.
+    unsafe {
+        check(sys::cuInit(0), "start the driver").map_err(refused)?;
+        check(sys::cuDriverGetVersion(&mut version), "ask for the driver's version").map_err(refused)?;
+    }
+    if version < LEAST_VERSION {
+        let shown = |v: c_int| format!("{}.{}", v / 1000, v % 1000 / 10);
+        let (found, least) = (shown(version), shown(LEAST_VERSION));
+        return Err(Error::NoDevice(format!("the NVIDIA driver knows CUDA {found}, {least} (driver 550) or later is needed")));
+    }
+    Ok(())
+}
+
+/// Number of devices that the driver shows; an error without a driver.
+pub(super) fn count() -> Result<u32> {
+    start()?;
+    let mut count = 0;
+    // SAFETY: `count` is a place for an int.
+    check(unsafe { sys::cuDeviceGetCount(&mut count) }, "count devices")?;
+    Ok(count.max(0) as u32)
+}
+
+/// The primary context of a device, which other users of CUDA in this process share.
+#[derive(Debug)]
+pub(super) struct Context {
+    device: sys::CUdevice,
+    raw: sys::CUcontext,
+}
+
+// SAFETY: contexts may be pushed and popped by any thread.
+unsafe impl Send for Context {}
+// SAFETY: as above; the driver locks what it shares.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// Retains the primary context of a device that can run the kernels.
+    pub fn open(ordinal: u32) -> Result<Self> {
+        let count = count()?;
+        if ordinal >= count {
+            let found = if count == 0 { "none".to_owned() } else { format!("{count}, from 0 on") };
+            return Err(Error::NoDevice(format!("there is no device {ordinal}; the driver shows {found}")));
+        }
+        let mut device = 0;
+        let mut raw = ptr::null_mut();
+        // SAFETY: `device` is a place for a device.
+        check(unsafe { sys::cuDeviceGet(&mut device, ordinal as c_int) }, "find the device")?;
+        let capability = [
+            sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        ];
+        let [major, minor] = capability.map(|which| attribute(device, which));
+        let (major, minor) = (major?, minor?);
+        if 10 * major + minor < LEAST_CAPABILITY {
+            let reason = format!("device {ordinal} has compute capability {major}.{minor}, 8.0 or later is needed");
+            return Err(Error::NoDevice(reason));
+        }
+        // SAFETY: `raw` is a place for a context; it is released once, in `drop`.
+        check(unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, device) }, "open the device's context")?;
+        Ok(Self { device, raw })
+    }
+
+    /// Makes the context current until the guard goes.
+    pub fn enter(&self) -> Result<Entered<'_>> {
+        // SAFETY: the context is retained while `self` lives, which the guard borrows.
+        check(unsafe { sys::cuCtxPushCurrent_v2(self.raw) }, "make the device's context current")?;
+        Ok(Entered { context: self, here: PhantomData })
+    }
+
+    pub fn attribute(&self, which: sys::CUdevice_attribute) -> Result<c_int> {
+        attribute(self.device, which)
+    }
+
+    pub fn ordinal(&self) -> c_int {
+        self.device
+    }
+
+    pub fn name(&self) -> String {
+        let mut name = [0; 256];
+        // SAFETY: the buffer has the length that is told, and stays terminated by the zero that the driver writes or left.
+        unsafe {
+            match sys::cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, self.device) {
+                sys::CUresult::CUDA_SUCCESS => CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned(),
+                _ => "a device without a name".into(),
+            }
+        }
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `open`. A driver that is gone already answers with an error, which changes nothing.
+        unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+fn attribute(device: sys::CUdevice, which: sys::CUdevice_attribute) -> Result<c_int> {
+    let mut value = 0;
+    // SAFETY: `value` is a place for an int.
+    check(unsafe { sys::cuDeviceGetAttribute(&mut value, which, device) }, "ask for an attribute of the device")?;
+    Ok(value)
+}
+
+/// While it lives, the context is this thread's current one.
+pub(super) struct Entered<'a> {
+    context: &'a Context,
+    /// Contexts are current for a thread: the guard stays in it.
+    here: PhantomData<*const ()>,
+}
+
+impl Entered<'_> {
+    pub fn context(&self) -> &Context {
+        self.context
+    }
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        let mut popped = ptr::null_mut();
+        // SAFETY: undoes the push of `enter`; guards go in the reverse of their order because each is a local of a call.
+        unsafe { sys::cuCtxPopCurrent_v2(&mut popped) };
+    }
+}
+
+/// A stream's handle: ours, or a caller's.
+pub(super) type RawStream = sys::CUstream;
+
+/// A stream of ours that waits for no other. It is never destroyed before its device is.
+#[derive(Debug)]
+pub(super) struct OwnStream(RawStream);
+
+// SAFETY: streams may be used by any thread.
+unsafe impl Send for OwnStream {}
+// SAFETY: as above; the driver locks what it shares.
+unsafe impl Sync for OwnStream {}
+
+impl OwnStream {
+    pub fn new(_: &Entered<'_>) -> Result<Self> {
+        let mut raw = ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: `raw` is a place for a stream.
+        check(unsafe { sys::cuStreamCreate(&mut raw, flags) }, "make a stream")?;
+        Ok(Self(raw))
+    }
+
+    pub fn raw(&self) -> RawStream {
+        self.0
+    }
+
+    /// Ends the stream; what is queued on it still runs.
+    pub fn destroy(&mut self, _: &Entered<'_>) {
+        // SAFETY: made in `new`, and nobody uses it after its owner has called this.
+        unsafe { sys::cuStreamDestroy_v2(self.0) };
+    }
+}
+
+/// A point in a stream.
+#[derive(Debug)]
+pub(super) struct RawEvent(sys::CUevent);
+
+// SAFETY: events may be used by any thread.
+unsafe impl Send for RawEvent {}
+// SAFETY: as above; the driver locks what it shares.
+unsafe impl Sync for RawEvent {}
+
+impl RawEvent {
+    /// An event; one that does not tell times is cheaper.
+    pub fn new(_: &Entered<'_>, timed: bool) -> Result<Self> {
+        let mut raw = ptr::null_mut();
+        let flags = if timed { sys::CUevent_flags::CU_EVENT_DEFAULT } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING };
+        // SAFETY: `raw` is a place for an event.
+        check(unsafe { sys::cuEventCreate(&mut raw, flags as u32) }, "make an event")?;
+        Ok(Self(raw))
+    }
+
+    /// Puts the point behind all that is queued on the stream now.
+    pub fn record(&self, _: &Entered<'_>, stream: RawStream) -> Result<()> {
+        // SAFETY: both handles are alive: the event is ours, and streams are ours or promised by the caller.
+        check(unsafe { sys::cuEventRecord(self.0, stream) }, "record an event")
+    }
+
+    /// Makes what is queued on the stream from now on wait for the point; the host does not wait.
+    pub fn hold(&self, _: &Entered<'_>, stream: RawStream) -> Result<()> {
+        // SAFETY: as in `record`.
+        check(unsafe { sys::cuStreamWaitEvent(stream, self.0, 0) }, "make a stream wait for an event")
+    }
+
+    /// Waits, on the host, until the point is passed.
+    pub fn wait(&self, _: &Entered<'_>) -> Result<()> {
+        // SAFETY: the event is ours.
+        check(unsafe { sys::cuEventSynchronize(self.0) }, "finish what was queued on the device")
+    }
+
+    /// Whether the point is passed.
+    pub fn is_passed(&self, _: &Entered<'_>) -> Result<bool> {
+        // SAFETY: the event is ours.
+        match unsafe { sys::cuEventQuery(self.0) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => check(code, "finish what was queued on the device").map(|()| true),
+        }
+    }
+
+    /// Milliseconds from `start` to this point, both timed and passed.
+    pub fn since(&self, _: &Entered<'_>, start: &Self) -> Result<f32> {
+        let mut milliseconds = 0.0;
+        // SAFETY: both events are ours, and the place is a float's.
+        check(unsafe { sys::cuEventElapsedTime(&mut milliseconds, start.0, self.0) }, "take the time between two events")?;
+        Ok(milliseconds)
+    }
+}
+
+impl Drop for RawEvent {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`; an event that is still to be reached is freed by the driver once it is.
+        unsafe { sys::cuEventDestroy_v2(self.0) };
+    }
+}
+
+/// Whether the stream is being captured into a graph.
+pub(super) fn is_capturing(_: &Entered<'_>, stream: RawStream) -> Result<bool> {
+    let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: the stream is ours or promised by the caller, and the place is a status's.
+    check(unsafe { sys::cuStreamIsCapturing(stream, &mut status) }, "ask whether a stream is captured")?;
+    Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
+/// While a capture that another part of the process has begun forbids calls like allocations, lets this thread make them.
+pub(super) struct Relaxed(sys::CUstreamCaptureMode);
+
+impl Relaxed {
+    pub fn new() -> Result<Self> {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: `mode` is a place for a mode, which is exchanged with the thread's.
+        check(unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) }, "allow calls during a capture")?;
+        Ok(Self(mode))
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // SAFETY: as in `new`, in reverse.
+        unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.0) };
+    }
+}
+
+/// A kernel.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Kernel {
+    pub function: sys::CUfunction,
+    pub threads: u32,
+    pub shared: u32,
+}
+
+// SAFETY: functions of a loaded module may be launched by any thread.
+unsafe impl Send for Kernel {}
+// SAFETY: as above.
+unsafe impl Sync for Kernel {}
+
+impl Kernel {
+    /// Queues a launch of `blocks` blocks with one parameter, which is copied.
+    ///
+    /// # Safety
+    /// The parameter is the kernel's, and what it points to is there until the launch has run.
+    pub unsafe fn launch<T>(&self, _: &Entered<'_>, stream: RawStream, blocks: u32, parameter: &T) -> Result<()> {
+        let mut parameters = [ptr::from_ref(parameter).cast_mut().cast::<c_void>()];
+        // SAFETY: the driver copies the parameter, of the size that the function has, before it returns; the rest is promised
+        // by the caller.
+        let code = unsafe {
+            sys::cuLaunchKernel(
+                self.function,
+                blocks,
+                1,
+                1,
+                self.threads,
+                1,
+                1,
+                self.shared,
+                stream,
+                parameters.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        check(code, "launch a kernel")
+    }
+}

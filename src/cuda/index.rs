@@ -1,0 +1,197 @@
+//! An index on the device.
+
+use super::device::Device;
+use super::layout::{DeviceTensor, NO_TABLES};
+use super::memory::Allocation;
+use crate::codec::{Codec, TableSet};
+use crate::error::{Error, Result};
+use crate::format::{BaseKind, ChunkMetadata, ChunkSums, TensorDigests};
+use crate::index::{Tensor, ValidatedIndex};
+use std::ops::Range;
+use std::sync::{Arc, PoisonError};
+use zerocopy::IntoBytes;
+
+/// What kernels need of an index, on its device; made by [`Device::upload`](super::Device::upload), which takes nothing but a
+/// validated one. Clones are the same.
+#[derive(Debug, Clone)]
+pub struct DeviceIndex(pub(super) Arc<Uploaded>);
+
+#[derive(Debug)]
+pub(super) struct Uploaded {
+    pub device: Device,
+    memory: Allocation,
+    /// Where the parts begin.
+    pub sums: u64,
+    pub chunk_tensors: u64,
+    pub tables: u64,
+    pub records: Vec<ChunkMetadata>,
+    pub tensors: Vec<TensorOnDevice>,
+    pub blob_size: u64,
+}
+
+/// What the host keeps of a tensor.
+#[derive(Debug, Clone)]
+pub(super) struct TensorOnDevice {
+    pub name: String,
+    pub base_kind: BaseKind,
+    pub codec: Codec,
+    pub bytes: u64,
+    pub base_bytes: u64,
+    pub chunk_count: u32,
+    pub digests: TensorDigests,
+    /// All but the pointers.
+    pub device: DeviceTensor,
+}
+
+impl TensorOnDevice {
+    pub fn chunks(&self) -> Range<u32> {
+        self.device.first_chunk..self.device.first_chunk + self.chunk_count
+    }
+
+    /// Lanes of one of its chunks.
+    pub fn chunk_lanes(&self, chunk: u32) -> u64 {
+        let start = u64::from(chunk - self.device.first_chunk) << self.device.chunk_lanes_log2;
+        (self.device.lanes - start).min(1 << self.device.chunk_lanes_log2)
+    }
+}
+
+impl DeviceIndex {
+    pub(super) fn new(device: &Device, index: &ValidatedIndex) -> Result<Self> {
+        let (sets, tables) = tables_of(index.table_sets())?;
+        let chunk_tensors: Vec<u32> =
+            index.tensors().flat_map(|t| std::iter::repeat_n(t.place as u32, t.chunk_count as usize)).collect();
+        let parts: [&[u8]; 4] = [index.chunks().as_bytes(), index.sums().as_bytes(), chunk_tensors.as_bytes(), tables.as_bytes()];
+        let mut size = 0;
+        let starts = parts.map(|part| {
+            let start = size;
+            size = (start + part.len() as u64).next_multiple_of(256);
+            start
+        });
+
+        let inner = &device.0;
+        let cx = inner.context.enter()?;
+        let memory = Allocation::new(inner, &cx, size)?;
+        let [chunks, sums, chunk_tensors, tables] = starts.map(|start| memory.address() + start);
+        {
+            let mut ring = inner.ring.lock().unwrap_or_else(PoisonError::into_inner);
+            for (part, start) in parts.into_iter().zip(starts) {
+                // SAFETY: the parts lie in the memory just allocated, which the reaper holds until the copies have passed.
+                unsafe { ring.send_bytes(&cx, inner, memory.address() + start, part)? };
+            }
+        }
+        inner.hold_memory(&cx, inner.copy.raw())?;
+        debug_assert_eq!(chunks, memory.address());
+        let tensors = index.tensors().map(|tensor| on_device(&tensor, index.table_sets(), &sets)).collect();
+        Ok(Self(Arc::new(Uploaded {
+            device: device.clone(),
+            memory,
+            sums,
+            chunk_tensors,
+            tables,
+            records: index.chunks().to_vec(),
+            tensors,
+            blob_size: index.header().blob_size,
+        })))
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// Number of tensors of the pair.
+    pub fn tensor_count(&self) -> usize {
+        self.0.tensors.len()
+    }
+
+    /// Place of the tensor of this name, as in the index.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        self.0.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()
+    }
+
+    pub(super) fn tensor(&self, place: usize) -> Result<&TensorOnDevice> {
+        self.0
+            .tensors
+            .get(place)
+            .ok_or_else(|| Error::Misuse(format!("tensor {place} of a pair of {} tensors", self.0.tensors.len())))
+    }
+}
+
+impl Uploaded {
+    pub fn chunks(&self) -> u64 {
+        self.memory.address()
+    }
+}
+
+/// The words of all sets as kernels want them, and where each set begins; see `kernels/README.md`.
+fn tables_of(sets: &[TableSet]) -> Result<(Vec<u32>, Vec<u32>)> {
+    let mut starts = Vec::with_capacity(sets.len());
+    let mut words = Vec::new();
+    for set in sets {
+        let start = words.len();
+        starts.push(u32::try_from(start).map_err(|_| Error::Limit {
+            what: "words of codec tables",
+            limit: u32::MAX.into(),
+            found: start as u64,
+        })?);
+        let classes = set.classes().len();
+        words.resize(start + classes + 2, 0);
+        words[start] = classes as u32;
+        for (class, frequencies) in set.classes().enumerate() {
+            words[start + 1 + class] = (words.len() - start) as u32;
+            let mut cum = 0;
+            for (token, &frequency) in (0u32..).zip(frequencies).filter(|(_, frequency)| **frequency != 0) {
+                words.push(cum | (u32::from(frequency) - 1) << 12 | token << 24);
+                cum += u32::from(frequency);
+            }
+        }
+        words[start + 1 + classes] = (words.len() - start) as u32;
+    }
+    Ok((starts, words))
+}
+
+fn on_device(tensor: &Tensor<'_>, sets: &[TableSet], starts: &[u32]) -> TensorOnDevice {
+    // A tensor's set is one of the index's: which one, its place in their array says.
+    let number = |own| (std::ptr::from_ref::<TableSet>(own).addr() - sets.as_ptr().addr()) / size_of::<TableSet>();
+    let codec = if tensor.codec == Codec::Zstd { Codec::Raw } else { tensor.codec };
+    TensorOnDevice {
+        name: tensor.name.to_owned(),
+        base_kind: tensor.base_kind,
+        codec: tensor.codec,
+        bytes: tensor.bytes(),
+        base_bytes: tensor.base_bytes(),
+        chunk_count: tensor.chunk_count,
+        digests: *tensor.digests,
+        device: DeviceTensor {
+            base: 0,
+            output: 0,
+            lanes: tensor.lanes,
+            base_lanes: tensor.base_lanes().min(tensor.lanes),
+            first_chunk: tensor.first_chunk,
+            tables: tensor.tables.map_or(NO_TABLES, |own| starts[number(own)]),
+            dtype: tensor.dtype.code(),
+            codec: codec.code(),
+            lane_log2: tensor.lane_bytes().ilog2() as u8,
+            chunk_lanes_log2: tensor.chunk_lanes.ilog2() as u8,
+            reserved: 0,
+        },
+    }
+}
+
+const _: () = assert!(size_of::<ChunkMetadata>() == 32 && size_of::<ChunkSums>() == 16);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn table_sets_lie_as_kernels_want_them() {
+        let mut second = vec![0u16; 40];
+        (second[0], second[39]) = (4000, 96);
+        let sets = [TableSet::new(&[vec![4096]]), TableSet::new(&[vec![1, 4095], second])];
+        let (starts, words) = tables_of(&sets).unwrap();
+        assert_eq!(starts, [0, 4]);
+        assert_eq!(words[..4], [1, 3, 4, 4095 << 12]);
+        assert_eq!(words[4..], [2, 4, 6, 8, 0, 1 | 4094 << 12 | 1 << 24, 3999 << 12, 4000 | 95 << 12 | 39 << 24]);
+    }
+}

@@ -1,0 +1,280 @@
+//! The queueing of an application: copies of payloads beside launches of kernels.
+
+use super::apply::{Mode, Payloads, Shared};
+use super::driver::{Entered, RawEvent, RawStream};
+use super::layout::{FLAG_NO_CRC, Launch, mode};
+use super::memory::{self, PinnedBuffer};
+use super::plan::{Group, Slice, Staged};
+use super::staging::{SLOT_BYTES, fill_in_parallel};
+use crate::codec::{Encoded, Expander};
+use crate::delta::InPlace;
+use crate::error::{Error, Result};
+use crate::reader::checked_payload;
+use crate::source::Source;
+use rayon::prelude::*;
+use std::ops::Range;
+use std::sync::PoisonError;
+
+/// A launch that is being queued.
+pub(super) struct Launcher<'a> {
+    pub shared: &'a Shared,
+    pub cx: &'a Entered<'a>,
+    pub stream: RawStream,
+    /// Memory for all payloads, where they are not on the device.
+    pub staging: Option<u64>,
+}
+
+impl Launcher<'_> {
+    /// Queues everything. An error of the host's side, of reading or expanding, ends the queueing and is returned apart: what
+    /// was queued before it may have written.
+    pub fn run(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<Option<Error>> {
+        let blob = match payloads {
+            Payloads::Device(slice) => slice.address(),
+            _ => self.staging.unwrap_or(0).wrapping_add(self.shared.plan.shift),
+        };
+        let mut host_error = None;
+        self.fork()?;
+        let queued = self.run_slices(payloads, blob, &mut host_error);
+        // What was queued beside the stream comes before what follows on it, also after an error.
+        self.join()?;
+        queued?;
+        if host_error.is_none() && self.shared.mode == Mode::InPlace(InPlace::AllChecked) {
+            self.fork()?;
+            let queued = self.commit(blob);
+            self.join()?;
+            queued?;
+        }
+        self.hand_back(statuses)?;
+        Ok(host_error)
+    }
+
+    fn run_slices(&self, payloads: &Payloads<'_>, blob: u64, host_error: &mut Option<Error>) -> Result<()> {
+        for (n, slice) in self.shared.plan.slices.iter().enumerate() {
+            let side = self.side(n);
+            match payloads {
+                Payloads::Device(_) => {}
+                Payloads::Pinned(pinned) => self.copy(slice, side, pinned, host_error)?,
+                Payloads::Host(source) => self.send(self.pieces(slice), side, *source, host_error)?,
+            }
+            if host_error.is_some() {
+                break;
+            }
+            self.launch(slice, side, blob, self.first_mode())?;
+        }
+        Ok(())
+    }
+
+    /// After a dry pass over everything, the pass that stores.
+    fn commit(&self, blob: u64) -> Result<()> {
+        let mut slices = self.shared.plan.slices.iter().enumerate();
+        slices.try_for_each(|(n, slice)| self.launch(slice, self.side(n), blob, mode::COMMIT))
+    }
+
+    /// The stream of a slice.
+    fn side(&self, n: usize) -> RawStream {
+        let sides = &self.shared.sides;
+        if sides.is_empty() { self.stream } else { sides[n % sides.len()].raw() }
+    }
+
+    /// Lets the side streams begin where the stream is.
+    fn fork(&self) -> Result<()> {
+        if self.shared.sides.is_empty() {
+            return Ok(());
+        }
+        let event = RawEvent::new(self.cx, false)?;
+        event.record(self.cx, self.stream)?;
+        self.shared.sides.iter().try_for_each(|side| event.hold(self.cx, side.raw()))
+    }
+
+    /// Lets the stream go on when the side streams are done.
+    fn join(&self) -> Result<()> {
+        self.shared.sides.iter().try_for_each(|side| self.after(side.raw(), self.stream))
+    }
+
+    /// As [`Launcher::run`], with all on one stream.
+    pub fn run_in_order(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<()> {
+        let blob = match payloads {
+            Payloads::Device(slice) => slice.address(),
+            _ => self.staging.unwrap_or(0).wrapping_add(self.shared.plan.shift),
+        };
+        for slice in &self.shared.plan.slices {
+            if let Payloads::Pinned(pinned) = payloads {
+                self.copy_on(self.pieces(slice), pinned, self.stream)?;
+            }
+            self.launch(slice, self.stream, blob, self.first_mode())?;
+        }
+        if self.shared.mode == Mode::InPlace(InPlace::AllChecked) {
+            let mut slices = self.shared.plan.slices.iter();
+            slices.try_for_each(|slice| self.launch(slice, self.stream, blob, mode::COMMIT))?;
+        }
+        self.hand_back(statuses)
+    }
+
+    fn first_mode(&self) -> u32 {
+        match self.shared.mode {
+            Mode::OutOfPlace => mode::OUT_OF_PLACE,
+            Mode::InPlace(InPlace::AllChecked) => mode::DRY,
+            Mode::InPlace(InPlace::ChunkByChunk) => mode::IN_PLACE,
+        }
+    }
+
+    fn hand_back(&self, statuses: &PinnedBuffer) -> Result<()> {
+        let bytes = 4 * self.shared.plan.span.len();
+        // SAFETY: the status words are the application's, and the pinned memory is as long and read by nobody before the event
+        // behind this; both are held until then.
+        unsafe { memory::copy_out(self.cx, statuses.as_ptr(), self.shared.first_status(), bytes, self.stream) }
+    }
+
+    fn launch(&self, slice: &Slice, stream: RawStream, blob: u64, mode: u32) -> Result<()> {
+        let Shared { index, scratch, .. } = self.shared;
+        let device = &index.device().0;
+        for run in &slice.runs {
+            let launch = Launch {
+                chunks: self.shared.records,
+                sums: index.0.sums,
+                chunk_tensors: index.0.chunk_tensors,
+                tensors: self.shared.tensors,
+                tables: index.0.tables,
+                blob,
+                statuses: self.shared.statuses,
+                flag: self.shared.flag,
+                order: self.shared.order + 4 * run.order.start as u64,
+                scratch: scratch.map_or(0, |s| s.address),
+                first: 0,
+                count: run.order.len() as u32,
+                mode,
+                flags: if run.group == Group::Expanded { FLAG_NO_CRC } else { 0 },
+                scratch_slots: scratch.map_or(0, |s| s.slots),
+                scratch_slot_bytes: scratch.map_or(0, |s| s.slot_bytes),
+            };
+            let kernel = if run.group == Group::Conditioned { device.conditioned } else { device.raw };
+            // SAFETY: records, sums, tensors and tables are those of a validated index, on the device, with memory whose lengths
+            // were compared with them; payloads are where the records say. All of it is held until the stream has passed.
+            unsafe { kernel.launch(self.cx, stream, launch.count, &launch)? };
+        }
+        Ok(())
+    }
+
+    /// Copies the payloads of a slice from pinned memory: on the stream itself where there is one slice, else beside it. Those
+    /// that have to be expanded go through the ring.
+    fn copy(&self, slice: &Slice, side: RawStream, pinned: &PinnedBuffer, host_error: &mut Option<Error>) -> Result<()> {
+        let (expanded, stored): (Vec<_>, Vec<_>) = self.pieces(slice).into_iter().partition(|piece| piece.is_expanded);
+        if self.shared.plan.slices.len() == 1 {
+            self.copy_on(stored, pinned, self.stream)?;
+        } else {
+            let copy = self.shared.index.device().0.copy.raw();
+            self.copy_on(stored, pinned, copy)?;
+            self.after(copy, side)?;
+        }
+        if expanded.is_empty() { Ok(()) } else { self.send(expanded, side, &&pinned[..], host_error) }
+    }
+
+    fn copy_on(&self, pieces: Vec<Piece>, pinned: &PinnedBuffer, stream: RawStream) -> Result<()> {
+        let Some(staging) = self.staging else { return Ok(()) };
+        for piece in pieces {
+            let Piece { blob, at, bytes, .. } = piece;
+            let from = pinned.get(blob as usize..).filter(|from| from.len() as u64 >= bytes);
+            let from = from.ok_or_else(|| Error::Misuse("a blob without the payloads of its index".into()))?;
+            // SAFETY: the staging memory has room for all payloads where the plan puts them; it and the pinned memory are held
+            // until the stream has passed. Should the bytes change meanwhile, the kernels refuse them like any others.
+            unsafe { memory::copy_in(self.cx, staging + at, from.as_ptr(), bytes as usize, stream)? };
+        }
+        Ok(())
+    }
+
+    /// Makes a stream wait for what is queued on another.
+    fn after(&self, other: RawStream, stream: RawStream) -> Result<()> {
+        let event = RawEvent::new(self.cx, false)?;
+        event.record(self.cx, other)?;
+        event.hold(self.cx, stream)
+    }
+
+    /// Sends payloads through the ring.
+    fn send(&self, pieces: Vec<Piece>, side: RawStream, source: &dyn Source, host_error: &mut Option<Error>) -> Result<()> {
+        let Some(staging) = self.staging else { return Ok(()) };
+        let device = &self.shared.index.device().0;
+        let mut ring = device.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        for piece in pieces {
+            let sent = if piece.is_expanded {
+                self.expand(&piece, source).and_then(|payloads| {
+                    for (staged, payload) in self.shared.plan.staged[piece.staged.clone()].iter().zip(payloads) {
+                        // SAFETY: the staging memory has room for this payload where the plan puts it, and is held.
+                        unsafe { ring.send_bytes(self.cx, device, staging + staged.at, &payload)? };
+                    }
+                    Ok(())
+                })
+            } else {
+                (0..piece.bytes).step_by(SLOT_BYTES).try_for_each(|done| {
+                    let bytes = (piece.bytes - done).min(SLOT_BYTES as u64) as usize;
+                    let read = |offset: usize, out: &mut [u8]| source.read(piece.blob + done + offset as u64, out);
+                    // SAFETY: the staging memory has room for all payloads where the plan puts them, and is held.
+                    unsafe { ring.send(self.cx, device, staging + piece.at + done, bytes, |slot| fill_in_parallel(slot, read)) }
+                })
+            };
+            match sent {
+                Ok(()) => {}
+                Err(e @ Error::Device { .. }) => return Err(e),
+                Err(e) => {
+                    *host_error = Some(e);
+                    break;
+                }
+            }
+        }
+        drop(ring);
+        self.after(device.copy.raw(), side)
+    }
+
+    /// The payloads of a piece as those of codec `raw`, with their padding.
+    fn expand(&self, piece: &Piece, source: &dyn Source) -> Result<Vec<Vec<u8>>> {
+        let index = &self.shared.index;
+        let expand = |(expander, scratch): &mut (Expander, Vec<u8>), staged: &Staged| {
+            let record = &index.0.records[staged.chunk as usize];
+            let tensor = index.tensor(staged.tensor as usize)?;
+            let at = |e: Error| e.in_chunk(staged.chunk).in_tensor(&tensor.name);
+            let payload = checked_payload(source, record, staged.chunk, scratch).map_err(at)?;
+            let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
+            let lanes = tensor.chunk_lanes(staged.chunk) as usize;
+            let mut raw = expander.expand(encoded, payload, lanes, 1 << tensor.device.lane_log2).map_err(at)?.to_vec();
+            raw.resize(staged.room() as usize, 0);
+            Ok(raw)
+        };
+        let chunks = &self.shared.plan.staged[piece.staged.clone()];
+        let lanes_bytes: u64 = chunks.iter().map(|staged| staged.room()).sum();
+        // A few small payloads are done before threads would have begun.
+        if lanes_bytes < 64 << 10 {
+            let mut worker = Default::default();
+            return chunks.iter().map(|staged| expand(&mut worker, staged)).collect();
+        }
+        chunks.par_iter().with_max_len(1).map_init(Default::default, expand).collect()
+    }
+
+    /// The payloads of a slice as runs that lie together, in the blob and as staged. Expanded ones are in pieces of a few
+    /// slots, so that memory of the host is bounded.
+    fn pieces(&self, slice: &Slice) -> Vec<Piece> {
+        let mut pieces: Vec<Piece> = Vec::new();
+        for number in slice.chunks.clone() {
+            let staged = &self.shared.plan.staged[number];
+            let is_expanded = staged.group == Group::Expanded;
+            let blob = self.shared.index.0.records[staged.chunk as usize].blob_offset.get();
+            if let Some(piece) = pieces.last_mut().filter(|piece| piece.is_expanded == is_expanded) {
+                let follows = if is_expanded { piece.bytes < 4 * SLOT_BYTES as u64 } else { piece.blob + piece.bytes == blob };
+                if follows {
+                    piece.bytes += staged.room();
+                    piece.staged.end = number + 1;
+                    continue;
+                }
+            }
+            pieces.push(Piece { blob, at: staged.at, bytes: staged.room(), staged: number..number + 1, is_expanded });
+        }
+        pieces
+    }
+}
+
+/// Payloads that are copied at once.
+struct Piece {
+    blob: u64,
+    at: u64,
+    bytes: u64,
+    staged: Range<usize>,
+    is_expanded: bool,
+}

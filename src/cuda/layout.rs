@@ -1,0 +1,221 @@
+//! What `kernels/format.cuh` lays down: the structs of a launch, its modes and status words.
+
+use crate::error::Rule;
+use zerocopy::{Immutable, IntoBytes};
+
+/// The text that both the kernels and this file follow; numbers that it defines are read from it.
+pub(super) const FORMAT: &str = include_str!("../../kernels/format.cuh");
+
+/// A tensor of a launch, as `DeviceTensor` of `format.cuh`.
+#[derive(Debug, Clone, Copy, Default, Immutable, IntoBytes)]
+#[repr(C)]
+pub(super) struct DeviceTensor {
+    pub base: u64,
+    pub output: u64,
+    pub lanes: u64,
+    pub base_lanes: u64,
+    pub first_chunk: u32,
+    pub tables: u32,
+    pub dtype: u16,
+    pub codec: u16,
+    pub lane_log2: u8,
+    pub chunk_lanes_log2: u8,
+    pub reserved: u16,
+}
+
+/// The parameter of a kernel that decodes, as `Launch` of `format.cuh`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub(super) struct Launch {
+    pub chunks: u64,
+    pub sums: u64,
+    pub chunk_tensors: u64,
+    pub tensors: u64,
+    pub tables: u64,
+    pub blob: u64,
+    pub statuses: u64,
+    pub flag: u64,
+    pub order: u64,
+    pub scratch: u64,
+    pub first: u32,
+    pub count: u32,
+    pub mode: u32,
+    pub flags: u32,
+    pub scratch_slots: u32,
+    pub scratch_slot_bytes: u32,
+}
+
+/// What a launch does with the target lanes.
+pub(super) mod mode {
+    pub const DRY: u32 = 0;
+    pub const OUT_OF_PLACE: u32 = 1;
+    pub const IN_PLACE: u32 = 2;
+    pub const COMMIT: u32 = 3;
+}
+
+/// Payloads were checked before: leave CRC and padding alone.
+pub(super) const FLAG_NO_CRC: u32 = 1;
+pub(super) const NO_TABLES: u32 = u32::MAX;
+pub(super) const STATUS_OK: u32 = 0;
+pub(super) const STATUS_NOT_RUN: u32 = u32::MAX;
+
+pub(super) const RAW_THREADS: u32 = defined("TPDE_RAW_THREADS");
+pub(super) const RAW_SHARED: u32 = defined("TPDE_RAW_SHARED");
+pub(super) const CONDITIONED_THREADS: u32 = defined("TPDE_CONDITIONED_THREADS");
+pub(super) const CONDITIONED_SHARED: u32 = defined("TPDE_CONDITIONED_SHARED");
+
+/// Rules that status words name, by code.
+const RULES: [(u32, Rule); 10] = [
+    (1, Rule::PayloadCrc32),
+    (2, Rule::PayloadPadding),
+    (3, Rule::PayloadSize),
+    (4, Rule::PayloadHeader),
+    (5, Rule::PayloadClasses),
+    (6, Rule::ChunkBaseSum),
+    (7, Rule::PayloadStream),
+    (8, Rule::PayloadPositions),
+    (9, Rule::PayloadDeltas),
+    (10, Rule::ChunkTargetSum),
+];
+
+/// The rule that a status word names.
+pub(super) fn rule(status: u32) -> Option<Rule> {
+    RULES.iter().find(|(code, _)| *code == status).map(|(_, rule)| *rule)
+}
+
+/// Bytes before the first slot of scratch memory, `TPDE_SCRATCH_HEAD`.
+pub(super) fn scratch_head(slots: u32) -> u64 {
+    (u64::from(slots) * 4).next_multiple_of(256)
+}
+
+/// The number in `#define NAME number` of `format.cuh`, when this is compiled.
+const fn defined(name: &str) -> u32 {
+    let (text, name) = (FORMAT.as_bytes(), name.as_bytes());
+    let define = b"#define ";
+    let mut at = 0;
+    while at + define.len() + name.len() < text.len() {
+        if is_at(text, at, define) && is_at(text, at + define.len(), name) && text[at + define.len() + name.len()] == b' ' {
+            let mut number = 0;
+            let mut digit = at + define.len() + name.len() + 1;
+            while text[digit].is_ascii_digit() {
+                number = 10 * number + (text[digit] - b'0') as u32;
+                digit += 1;
+            }
+            return number;
+        }
+        // To the next line.
+        while text[at] != b'\n' {
+            at += 1;
+        }
+        at += 1;
+    }
+    panic!("format.cuh does not define this")
+}
+
+const fn is_at(text: &[u8], at: usize, part: &[u8]) -> bool {
+    let mut i = 0;
+    while i < part.len() {
+        if at + i >= text.len() || text[at + i] != part[i] {
+            return false;
+        }
+        i += 1;
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::Codec;
+    use crate::format::{ChunkMetadata, ChunkSums, ConditionedHeader};
+    use crate::lane::Dtype;
+    use std::collections::BTreeMap;
+    use std::mem::offset_of;
+
+    /// `TPDE_OFFSET(type, field, n)` and `TPDE_SIZE(type, n)` of `format.cuh`, as `type.field` and `type`.
+    fn layouts() -> BTreeMap<String, usize> {
+        let mut found = BTreeMap::new();
+        for line in FORMAT.lines() {
+            let Some((what, rest)) = line.strip_suffix(");").and_then(|line| line.split_once('(')) else { continue };
+            let parts: Vec<_> = rest.split(',').map(str::trim).collect();
+            match (what, &parts[..]) {
+                ("TPDE_OFFSET", [of, field, at]) => found.insert(format!("{of}.{field}"), at.parse().unwrap()),
+                ("TPDE_SIZE", [of, size]) => found.insert((*of).to_owned(), size.parse().unwrap()),
+                _ => None,
+            };
+        }
+        found
+    }
+
+    /// `NAME = number` in the enumerations of `format.cuh`.
+    fn constants() -> BTreeMap<String, u32> {
+        let words = FORMAT.split([',', '{', '}', '\n']);
+        let parse = |word: &str| {
+            let (name, number) = word.split_once(" = ")?;
+            let name = name.trim().strip_prefix("TPDE_")?;
+            let number = number.trim().trim_end_matches('u');
+            let number = number.strip_prefix("0x").map_or_else(|| number.parse().ok(), |n| u32::from_str_radix(n, 16).ok())?;
+            Some((name.to_owned(), number))
+        };
+        words.filter_map(parse).collect()
+    }
+
+    macro_rules! ours {
+        ($($type:ident { $($field:ident),+ $(,)? })+) => {
+            [$(
+                (stringify!($type).to_owned(), size_of::<$type>()),
+                $((format!("{}.{}", stringify!($type), stringify!($field)), offset_of!($type, $field)),)+
+            )+]
+        };
+    }
+
+    #[test]
+    fn structs_are_those_of_the_kernels() {
+        let ours = ours! {
+            ChunkMetadata { blob_offset, compressed_size, uncompressed_size, num_deltas, crc32, output_offset }
+            ChunkSums { base_sum, target_sum }
+            ConditionedHeader {
+                low_bits, states_log2, segments_log2, activity_bits, first_context, context_count, reserved, exception_count, center,
+            }
+            DeviceTensor {
+                base, output, lanes, base_lanes, first_chunk, tables, dtype, codec, lane_log2, chunk_lanes_log2, reserved,
+            }
+            Launch {
+                chunks, sums, chunk_tensors, tensors, tables, blob, statuses, flag, order, scratch, first, count, mode, flags,
+                scratch_slots, scratch_slot_bytes,
+            }
+        };
+        assert_eq!(BTreeMap::from(ours), layouts());
+    }
+
+    #[test]
+    fn constants_are_those_of_the_kernels() {
+        let theirs = constants();
+        let mut ours = BTreeMap::new();
+        for dtype in Dtype::ALL {
+            ours.insert(dtype.name().to_owned(), u32::from(dtype.code()));
+        }
+        for codec in Codec::ALL {
+            ours.insert(format!("CODEC_{}", codec.name().to_uppercase()), u32::from(codec.code()));
+        }
+        for (name, value) in [
+            ("MODE_DRY", mode::DRY),
+            ("MODE_OUT_OF_PLACE", mode::OUT_OF_PLACE),
+            ("MODE_IN_PLACE", mode::IN_PLACE),
+            ("MODE_COMMIT", mode::COMMIT),
+            ("FLAG_NO_CRC", FLAG_NO_CRC),
+            ("STATUS_OK", STATUS_OK),
+            ("STATUS_NOT_RUN", STATUS_NOT_RUN),
+        ] {
+            ours.insert(name.to_owned(), value);
+        }
+        for (code, rule) in RULES {
+            ours.insert(format!("STATUS_{}", rule.id().replace('.', "_").to_uppercase()), code);
+        }
+        assert_eq!(ours, theirs);
+        assert!(FORMAT.contains("#define TPDE_NO_TABLES 0xFFFFFFFFu"));
+        assert_eq!(NO_TABLES, 0xFFFF_FFFF);
+        assert!(FORMAT.contains("((((u64)(slots) * 4) + 255) / 256 * 256)"));
+        assert_eq!([0, 1, 64, 65].map(scratch_head), [0, 256, 256, 512]);
+    }
+}

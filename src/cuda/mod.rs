@@ -1,0 +1,57 @@
+//! Decoding on CUDA devices (spec section 13, the class *GPU consumer*).
+//!
+//! A device is opened once, an index uploaded once, and then tensors are rebuilt or changed where they lie, in memory of the
+//! device that is this crate's or a caller's, on a stream of this crate's or a caller's. Kernels do steps 8 to 11 for each chunk
+//! and answer with a status word; nothing leaves the device but those. Digests are not compared on the device: CRC and sums find
+//! accidents, and [`Apply`](crate::Apply) on a device hashes what comes back.
+//!
+//! ```no_run
+//! use tpde::cuda::{Binding, Device, Payloads};
+//! use tpde::{InPlace, Pair};
+//!
+//! # fn main() -> tpde::Result<()> {
+//! let device = Device::open(0)?;
+//! let pair = Pair::open("rl20".as_ref())?;
+//! let index = device.upload(pair.index())?;
+//! let stream = device.stream()?;
+//! # let weights: Vec<u8> = vec![];
+//! let memory = device.alloc(weights.len() as u64)?;
+//! device.write(&memory, &weights)?;
+//! let place = index.find("layer.weight").expect("a tensor of the pair");
+//! let pending = index.apply_in_place(
+//!     &[Binding::in_place(place, memory.clone())],
+//!     InPlace::AllChecked,
+//!     Payloads::Host(pair.blob()),
+//!     &stream,
+//! )?;
+//! // Other work may be queued on the stream here.
+//! pending.wait()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Nothing of CUDA is needed to build the crate; the driver is loaded when a device is first asked for.
+
+mod apply;
+mod binding;
+mod device;
+mod driver;
+mod index;
+mod launch;
+mod layout;
+mod memory;
+mod outcome;
+mod plan;
+mod rebuild;
+mod staging;
+mod stream;
+#[cfg(test)]
+mod tests;
+
+pub use apply::{Application, Mode, Payloads};
+pub use binding::Binding;
+pub use device::{Device, FirstCall};
+pub use index::DeviceIndex;
+pub use memory::{DeviceSlice, PinnedBuffer};
+pub use outcome::{BadChunk, Captured, Pending};
+pub use stream::{Event, Stream};

@@ -1,0 +1,159 @@
+//! What became of a launch: status words turned into errors.
+
+use super::apply::{Mode, Shared};
+use super::driver::RawEvent;
+use super::layout::{self, STATUS_NOT_RUN, STATUS_OK};
+use super::memory::{Allocation, PinnedBuffer};
+use crate::delta::InPlace;
+use crate::error::{Error, Result, Rule};
+use std::sync::Arc;
+
+/// A launch that is queued. Dropping it leaves the launch alone.
+#[derive(Debug)]
+#[must_use = "whether the data was right is known after `wait`"]
+pub struct Pending {
+    shared: Arc<Shared>,
+    done: RawEvent,
+    statuses: PinnedBuffer,
+    host_error: Option<Error>,
+}
+
+/// What is wrong with a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BadChunk {
+    /// Place of the chunk in the index map.
+    pub chunk: u32,
+    /// The rule that it breaks; none for one that was not run, after an error elsewhere.
+    pub rule: Option<Rule>,
+}
+
+impl Pending {
+    pub(super) fn new(shared: Arc<Shared>, done: RawEvent, statuses: PinnedBuffer) -> Self {
+        Self { shared, done, statuses, host_error: None }
+    }
+
+    pub(super) fn with_host_error(mut self, error: Option<Error>) -> Self {
+        self.host_error = error;
+        self
+    }
+
+    /// Whether the launch has passed: then [`Pending::wait`] returns at once.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if work on the device has died.
+    pub fn is_done(&self) -> Result<bool> {
+        self.done.is_passed(&self.shared.index.device().0.context.enter()?)
+    }
+
+    /// Waits, on the host, until the launch has passed, and says whether all chunks were right.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the first chunk that is not, and its tensor: out of place the output is to be discarded, in
+    /// place all checked nothing was written. [`Error::Poisoned`] if chunks were written chunk by chunk.
+    /// What reading payloads on the host gave, likewise. [`Error::Device`] if work on the device has died.
+    pub fn wait(mut self) -> Result<()> {
+        self.finish()?;
+        let host_error = self.host_error.take();
+        judge(&self.shared, &self.statuses, host_error)
+    }
+
+    /// Waits, and lists what is wrong, by chunk: none if all is well.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if work on the device has died.
+    pub fn bad_chunks(&self) -> Result<Vec<BadChunk>> {
+        self.finish()?;
+        Ok(bad_chunks(&self.shared, &self.statuses).collect())
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.done.wait(&self.shared.index.device().0.context.enter()?)
+    }
+}
+
+/// A launch within a graph.
+#[derive(Debug)]
+pub struct Captured {
+    shared: Arc<Shared>,
+    statuses: PinnedBuffer,
+    _staging: Option<Allocation>,
+    _payloads: Option<Arc<PinnedBuffer>>,
+}
+
+impl Captured {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        statuses: PinnedBuffer,
+        staging: Option<Allocation>,
+        payloads: Option<Arc<PinnedBuffer>>,
+    ) -> Self {
+        Self { shared, statuses, _staging: staging, _payloads: payloads }
+    }
+
+    /// What became of the last launch of the graph, which must have passed.
+    ///
+    /// # Errors
+    /// As [`Pending::wait`].
+    pub fn check(&self) -> Result<()> {
+        judge(&self.shared, &self.statuses, None)
+    }
+}
+
+/// All chunks of the application with their status words, in the order of the index map.
+fn statuses<'a>(shared: &'a Shared, words: &'a PinnedBuffer) -> impl Iterator<Item = (u32, u32)> + 'a {
+    let tensors = shared.bindings.iter().filter_map(|binding| shared.index.tensor(binding.tensor).ok());
+    let chunks = tensors.flat_map(|tensor| tensor.chunks());
+    chunks.map(|chunk| (chunk, words.word((chunk - shared.plan.span.start) as usize)))
+}
+
+fn bad_chunks<'a>(shared: &'a Shared, words: &'a PinnedBuffer) -> impl Iterator<Item = BadChunk> + 'a {
+    let bad = statuses(shared, words).filter(|(_, status)| *status != STATUS_OK);
+    bad.map(|(chunk, status)| BadChunk { chunk, rule: layout::rule(status) })
+}
+
+fn judge(shared: &Shared, words: &PinnedBuffer, host_error: Option<Error>) -> Result<()> {
+    // What a kernel found comes before what was not run because of the host.
+    let found = statuses(shared, words).find(|(_, status)| *status != STATUS_OK && *status != STATUS_NOT_RUN);
+    let first = match (found, host_error) {
+        (Some((chunk, status)), _) => error(shared, chunk, status),
+        (None, Some(error)) => error,
+        (None, None) => match statuses(shared, words).find(|(_, status)| *status != STATUS_OK) {
+            Some((chunk, status)) => error(shared, chunk, status),
+            None => return Ok(()),
+        },
+    };
+    if shared.mode != Mode::InPlace(InPlace::ChunkByChunk) {
+        return Err(first);
+    }
+    let written: Vec<u32> = statuses(shared, words).filter(|(_, status)| *status == STATUS_OK).map(|(chunk, _)| chunk).collect();
+    if written.is_empty() {
+        return Err(first);
+    }
+    Err(Error::Poisoned { written, total: statuses(shared, words).count() as u32, source: Box::new(first) })
+}
+
+fn error(shared: &Shared, chunk: u32, status: u32) -> Error {
+    let Some(rule) = layout::rule(status) else {
+        let reason = match status {
+            STATUS_NOT_RUN => format!("the kernel did not come to chunk {chunk}"),
+            _ => format!("the kernel gave chunk {chunk} the status {status:#x}"),
+        };
+        return Error::Device { doing: "decode on the device", reason };
+    };
+    let record = &shared.index.0.records[chunk as usize];
+    let expected = match rule {
+        Rule::PayloadCrc32 => format!("{:08x}", record.crc32.get()),
+        Rule::PayloadPadding => "zeros after the payload".into(),
+        Rule::PayloadSize => format!("parts that fill {} bytes", record.compressed_size.get()),
+        Rule::PayloadHeader => "a header within its bounds".into(),
+        Rule::PayloadClasses => "classes of the tensor's tables".into(),
+        Rule::PayloadStream => "streams that end as they should".into(),
+        Rule::PayloadPositions => "ascending positions within the chunk".into(),
+        Rule::PayloadDeltas => format!("{} changes that are not zero", record.num_deltas.get()),
+        Rule::ChunkBaseSum => "the sum over the base lanes".into(),
+        _ => "the sum over the target lanes".into(),
+    };
+    let tensor = shared.bindings.iter().filter_map(|binding| shared.index.tensor(binding.tensor).ok());
+    let name = tensor.clone().find(|tensor| tensor.chunks().contains(&chunk)).map_or("", |tensor| &tensor.name);
+    rule.broken(expected, "another, on the device").in_chunk(chunk).in_tensor(name)
+}

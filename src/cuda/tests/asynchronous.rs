@@ -1,0 +1,318 @@
+//! Calls that return while the device is busy, graphs, contexts, and what the calls refuse.
+
+use super::super::device;
+use super::super::driver::{Kernel, check};
+use super::super::{Binding, Device, Mode, Payloads, Stream};
+use super::generated::{Random, lanes};
+use super::laid::{Laid, Route, payloads};
+use super::vectors::MODES;
+use crate::delta::InPlace;
+use crate::error::{Error, Result};
+use crate::lane::Dtype;
+use crate::source::Source;
+use crate::{Codec, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo, encode_to_memory};
+use cudarc::driver::sys;
+use std::ptr;
+use std::time::{Duration, Instant};
+
+/// Waits for so many nanoseconds.
+const SPIN: &str = "
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry spin(.param .u64 ns)
+{
+    .reg .u64 %rd<4>;
+    .reg .pred %p;
+    ld.param.u64 %rd0, [ns];
+    mov.u64 %rd1, %globaltimer;
+wait:
+    mov.u64 %rd2, %globaltimer;
+    sub.u64 %rd3, %rd2, %rd1;
+    setp.lt.u64 %p, %rd3, %rd0;
+    @%p bra wait;
+    ret;
+}
+";
+const LONG: Duration = Duration::from_millis(200);
+
+fn spinner(device: &Device) -> Kernel {
+    let cx = device.0.context.enter().unwrap();
+    // The module stays loaded: the tests end with it.
+    device::load(&cx, &mut Vec::new(), SPIN, "spin", 1, 0).unwrap()
+}
+
+fn spin(device: &Device, kernel: Kernel, stream: &Stream) {
+    let cx = device.0.context.enter().unwrap();
+    // SAFETY: the kernel takes a number and touches no memory.
+    unsafe { kernel.launch(&cx, stream.raw(), 1, &(LONG.as_nanos() as u64)).unwrap() };
+}
+
+/// Two tensors of a few hundred chunks.
+struct Sample {
+    infos: Vec<TensorInfo>,
+    base: Vec<Vec<u8>>,
+    target: Vec<Vec<u8>>,
+    pair: Pair<Vec<u8>>,
+}
+
+impl Sample {
+    fn new(codec: Codec) -> Self {
+        let random = &mut Random(5);
+        let infos: Vec<_> =
+            ["a", "b"].map(|name| TensorInfo { name: name.into(), dtype: Dtype::Bf16, shape: vec![1000, 777] }).into();
+        let (base, target): (Vec<_>, Vec<_>) = infos.iter().map(|_| lanes(random, Dtype::Bf16, 777_000, 20)).unzip();
+        let options = EncodeOptions { codec: Some(codec), chunk_lanes: 4096, ..EncodeOptions::default() };
+        let checkpoint = |data: &[Vec<u8>]| -> Pair<Vec<u8>> {
+            let target = MemoryCheckpoint::new(infos.iter().cloned().zip(target.iter().map(|t| &t[..]))).unwrap();
+            let base = MemoryCheckpoint::new(infos.iter().cloned().zip(data.iter().map(|t| &t[..]))).unwrap();
+            encode_to_memory(Some(&base), &target, &options).unwrap().0
+        };
+        let pair = checkpoint(&base);
+        Self { infos, base, target, pair }
+    }
+
+    fn laid(&self, device: &Device, mode: Mode) -> Laid {
+        let data = self.base.iter().map(|b| &b[..]);
+        let base = MemoryCheckpoint::new(self.infos.iter().cloned().zip(data)).unwrap();
+        Laid::new(device, self.pair.index(), &base, mode != Mode::OutOfPlace, 1)
+    }
+
+    fn assert_done(&self, device: &Device, laid: &mut Laid) {
+        for (place, bytes) in laid.outputs(device) {
+            assert!(bytes == self.target[place]);
+        }
+    }
+}
+
+/// A source that fails once it has been read a few times.
+struct Failing<'a>(&'a Vec<u8>, std::sync::atomic::AtomicU32);
+
+impl Source for Failing<'_> {
+    fn size(&self) -> u64 {
+        self.0.size()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        if self.1.fetch_add(1, std::sync::atomic::Ordering::Relaxed) >= 3 {
+            return Err(Error::io("read", "a blob".as_ref(), std::io::Error::other("no more of it")));
+        }
+        self.0.read(offset, out)
+    }
+}
+
+#[test]
+fn calls_return_while_the_stream_is_busy() {
+    let Some(device) = super::device("asynchrony") else { return };
+    let spinning = spinner(device);
+    let mut longest = Duration::ZERO;
+    for codec in [Codec::Conditioned, Codec::Raw, Codec::Zstd] {
+        let sample = Sample::new(codec);
+        let index = device.upload(sample.pair.index()).unwrap();
+        for mode in MODES {
+            for route in [Route::Host, Route::Pinned, Route::Device] {
+                if codec == Codec::Zstd && route == Route::Device {
+                    continue;
+                }
+                let payloads = payloads(device, &sample.pair, route);
+                let stream = device.stream().unwrap();
+                // Once before, so that pinned memory and scratch memory are there; the second time counts.
+                for turn in 0..2 {
+                    let mut laid = sample.laid(device, mode);
+                    spin(device, spinning, &stream);
+                    let start = Instant::now();
+                    let application = index.prepare_in_slices(&laid.bindings, mode, payloads.clone(), 100_000).unwrap();
+                    let pending = application.launch(&stream).unwrap();
+                    let took = start.elapsed();
+                    if turn == 1 {
+                        assert!(took < LONG / 2, "{codec} {mode:?} {route:?}: {took:?}");
+                        longest = longest.max(took);
+                    }
+                    assert!(!pending.is_done().unwrap(), "{codec} {mode:?} {route:?}: done after {took:?}");
+                    assert!(laid.is_untouched(device));
+                    drop(application);
+                    pending.wait().unwrap();
+                    sample.assert_done(device, &mut laid);
+                }
+            }
+        }
+    }
+    eprintln!("calls returned after at most {longest:?} while their stream was busy for {LONG:?}");
+}
+
+/// Everything is dropped while it is in use, also after an error half-way.
+#[test]
+fn memory_is_kept_until_the_stream_has_passed() {
+    let Some(device) = super::device("memory kept") else { return };
+    let (spinning, sample) = (spinner(device), Sample::new(Codec::Conditioned));
+    for mode in MODES {
+        let stream = device.stream().unwrap();
+        let mut laid = sample.laid(device, mode);
+        {
+            let index = device.upload(sample.pair.index()).unwrap();
+            spin(device, spinning, &stream);
+            for route in [Route::Pinned, Route::Device, Route::Host] {
+                // The first turns the base into the target; the others then find another base, and no fault.
+                let payloads = payloads(device, &sample.pair, route);
+                drop(index.prepare_in_slices(&laid.bindings, mode, payloads, 8_000).unwrap().launch(&stream).unwrap());
+            }
+            let failing = Failing(sample.pair.blob(), 0.into());
+            let pending =
+                index.prepare_in_slices(&laid.bindings, mode, Payloads::Host(&failing), 8_000).unwrap().launch(&stream).unwrap();
+            drop(index);
+            // Memory that was freed too early would be given to these, and overwritten.
+            for _ in 0..20 {
+                let slice = device.alloc(200_000).unwrap();
+                device.write(&slice, &[0xEE; 200_000]).unwrap();
+            }
+            let error = pending.wait().unwrap_err();
+            assert!(error.to_string().contains("no more of it") || error.rule().is_some(), "{error}");
+        }
+        sample.assert_done(device, &mut laid);
+    }
+    eprintln!("nothing was freed too early");
+}
+
+#[test]
+fn a_graph_replays_an_application() {
+    let Some(device) = super::device("graphs") else { return };
+    let sample = Sample::new(Codec::Conditioned);
+    let index = device.upload(sample.pair.index()).unwrap();
+    for mode in MODES {
+        for route in [Route::Pinned, Route::Device] {
+            let mut laid = sample.laid(device, mode);
+            let stream = device.stream().unwrap();
+            let application = index.prepare(&laid.bindings, mode, payloads(device, &sample.pair, route)).unwrap();
+            // SAFETY: for all calls below: handles are made here, used in the order that the driver asks for, and freed once.
+            let (captured, graph, ready) = unsafe {
+                let _cx = device.0.context.enter().unwrap();
+                let (mut graph, mut ready) = (ptr::null_mut(), ptr::null_mut());
+                let global = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+                check(sys::cuStreamBeginCapture_v2(stream.raw(), global), "begin a capture").unwrap();
+                assert!(matches!(application.launch(&stream), Err(Error::Misuse(_))));
+                let captured = application.capture(&stream).unwrap();
+                check(sys::cuStreamEndCapture(stream.raw(), &mut graph), "end a capture").unwrap();
+                check(sys::cuGraphInstantiateWithFlags(&mut ready, graph, 0), "make a graph").unwrap();
+                (captured, graph, ready)
+            };
+            assert!(laid.is_untouched(device), "captured, not run");
+            for turn in 0..2 {
+                // SAFETY: as above.
+                unsafe {
+                    let _cx = device.0.context.enter().unwrap();
+                    check(sys::cuGraphLaunch(ready, stream.raw()), "launch a graph").unwrap();
+                    check(sys::cuStreamSynchronize(stream.raw()), "wait").unwrap();
+                }
+                match (turn, mode) {
+                    // In place, the second run finds the target where the base was.
+                    (1, Mode::InPlace(_)) => {
+                        let error = captured.check().unwrap_err();
+                        assert!(error.rule().is_some(), "{error}");
+                    }
+                    _ => captured.check().unwrap(),
+                }
+                sample.assert_done(device, &mut laid);
+            }
+            // SAFETY: as above; the graph has passed.
+            unsafe {
+                let _cx = device.0.context.enter().unwrap();
+                sys::cuGraphExecDestroy(ready);
+                sys::cuGraphDestroy(graph);
+            }
+        }
+    }
+    eprintln!("graphs replay every mode from device and pinned memory");
+}
+
+/// The caller's current context is what it was, whichever it was; and streams of callers serve, the default one too.
+#[test]
+fn contexts_of_callers_stay_current() {
+    let Some(device) = super::device("contexts") else { return };
+    let sample = Sample::new(Codec::Conditioned);
+    let current = || {
+        let mut current = ptr::null_mut();
+        // SAFETY: a place for a context.
+        check(unsafe { sys::cuCtxGetCurrent(&mut current) }, "ask for the current context").unwrap();
+        current
+    };
+    let everything = || {
+        let before = current();
+        let device = Device::open(0).unwrap();
+        assert_eq!(current(), before);
+        let index = device.upload(sample.pair.index()).unwrap();
+        for borrowed in [false, true] {
+            let mut laid = sample.laid(&device, Mode::OutOfPlace);
+            // SAFETY: the legacy default stream is always there.
+            let stream = if borrowed { unsafe { device.borrow_stream(ptr::null_mut()) } } else { device.stream().unwrap() };
+            let pending = index.apply(&laid.bindings, Payloads::Host(sample.pair.blob()), &stream).unwrap();
+            assert_eq!(current(), before);
+            pending.wait().unwrap();
+            sample.assert_done(&device, &mut laid);
+        }
+        assert!(index.prepare(&[], Mode::OutOfPlace, Payloads::Host(&Vec::new())).is_err());
+        drop(index);
+        drop(device);
+        assert_eq!(current(), before);
+    };
+    everything();
+    let mut other = ptr::null_mut();
+    // SAFETY: makes a context, current until it is destroyed below.
+    check(unsafe { sys::cuCtxCreate_v2(&mut other, 0, device.0.context.ordinal()) }, "make a context").unwrap();
+    assert_eq!(current(), other);
+    everything();
+    assert_eq!(current(), other);
+    // SAFETY: nobody uses it.
+    check(unsafe { sys::cuCtxDestroy_v2(other) }, "destroy a context").unwrap();
+    // Several devices, where there are several.
+    for ordinal in 1..Device::count().unwrap() {
+        let device = Device::open(ordinal).unwrap();
+        let index = device.upload(sample.pair.index()).unwrap();
+        let mut laid = sample.laid(&device, Mode::OutOfPlace);
+        let stream = device.stream().unwrap();
+        index.apply(&laid.bindings, Payloads::Host(sample.pair.blob()), &stream).unwrap().wait().unwrap();
+        sample.assert_done(&device, &mut laid);
+    }
+    eprintln!("the current context stayed, with none and with another; devices: {}", Device::count().unwrap());
+}
+
+#[test]
+fn memory_that_overlaps_is_refused_and_the_same_twice_is_decoded_once() {
+    let Some(device) = super::device("overlaps") else { return };
+    let sample = Sample::new(Codec::Raw);
+    let index = device.upload(sample.pair.index()).unwrap();
+    let bytes = sample.base[0].len() as u64;
+    let memory = device.alloc(4 * bytes).unwrap();
+    let at = |offset: u64| memory.slice(offset, bytes).unwrap();
+    let blob = || Payloads::Host(sample.pair.blob());
+    let refused = |bindings: &[Binding], mode: Mode, why: &str| match index.prepare(bindings, mode, blob()) {
+        Err(Error::Misuse(told)) => assert!(told.contains(why), "{told}"),
+        other => panic!("{other:?}, where {why:?} is the matter"),
+    };
+    let out = |tensor, base, output| Binding::out_of_place(tensor, Some(at(base)), at(output));
+    refused(&[out(0, 0, 0)], Mode::OutOfPlace, "overlaps the base");
+    refused(&[out(0, 0, bytes - 2)], Mode::OutOfPlace, "overlaps the base");
+    refused(&[out(0, 0, bytes), out(1, 2 * bytes, bytes + 2)], Mode::OutOfPlace, "overlaps that for");
+    refused(&[out(0, 0, bytes), out(1, bytes + 2, 3 * bytes)], Mode::OutOfPlace, "overlaps the base");
+    refused(&[out(0, 0, bytes), out(0, 0, 2 * bytes)], Mode::OutOfPlace, "given twice");
+    refused(&[out(0, 0, bytes), out(1, 0, bytes)], Mode::OutOfPlace, "overlaps that for");
+    refused(&[Binding::out_of_place(0, None, at(0))], Mode::OutOfPlace, "without its base");
+    refused(&[Binding::in_place(9, at(0))], Mode::OutOfPlace, "tensor 9");
+    let in_place = Mode::InPlace(InPlace::AllChecked);
+    refused(&[Binding::in_place(0, at(0)), Binding::in_place(1, at(2))], in_place, "overlaps that for");
+    refused(&[Binding::in_place(0, at(1))], in_place, "not aligned");
+    refused(&[Binding::in_place(0, memory.slice(0, bytes - 2).unwrap())], in_place, "bytes, it has");
+    refused(&[out(0, 0, bytes)], in_place, "given with a base");
+    assert!(index.prepare(&[], in_place, Payloads::Host(&&sample.pair.blob()[1..])).is_err());
+
+    device.write(&at(0), &sample.base[0]).unwrap();
+    let stream = device.stream().unwrap();
+    let twice = [Binding::in_place(0, at(0)), Binding::in_place(0, at(0))];
+    index.apply_in_place(&twice, InPlace::ChunkByChunk, blob(), &stream).unwrap().wait().unwrap();
+    let mut found = vec![0; bytes as usize];
+    device.read(&at(0), &mut found).unwrap();
+    assert!(found == sample.target[0]);
+    // Once more: that base is the target already.
+    let again = index.apply_in_place(&twice[..1], InPlace::AllChecked, blob(), &stream).unwrap().wait();
+    assert_eq!(again.unwrap_err().rule(), Some(crate::error::Rule::ChunkBaseSum));
+    eprintln!("overlaps are refused");
+}

@@ -1,0 +1,142 @@
+//! Tensors laid out on a device between canaries, and compared with all that should be there afterwards.
+
+use super::super::{Binding, Device, DeviceIndex, DeviceSlice, Mode, Payloads};
+use crate::checkpoint::Checkpoint;
+use crate::codec::Codec;
+use crate::error::Result;
+use crate::format::BaseKind;
+use crate::index::ValidatedIndex;
+use crate::reader::Pair;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What lies between tensors, and where nothing was written.
+const CANARY: u8 = 0xC5;
+const POISON: u8 = 0xA5;
+
+/// How payloads get to the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Route {
+    Host,
+    Pinned,
+    Device,
+}
+
+/// Tensors of a pair on a device.
+pub struct Laid {
+    pub bindings: Vec<Binding>,
+    image: Vec<u8>,
+    outputs: Vec<Range<usize>>,
+    memory: DeviceSlice,
+}
+
+impl Laid {
+    /// Lays out all tensors of a pair; `skew` moves them by so many lanes off an alignment of 16 bytes. In place, tensors that
+    /// change their number of rows are left out.
+    pub fn new(device: &Device, index: &ValidatedIndex, base: &dyn Checkpoint, in_place: bool, skew: usize) -> Self {
+        let mut image = Vec::new();
+        let mut places = Vec::new();
+        let mut put = |bytes: &[u8], lane: usize, n: usize| {
+            image.resize((image.len() + 64).next_multiple_of(16) + (skew + n) % 17 * lane, CANARY);
+            let start = image.len();
+            image.extend_from_slice(bytes);
+            start..image.len()
+        };
+        for (n, tensor) in index.tensors().enumerate() {
+            let mut old = vec![0; tensor.base_bytes() as usize];
+            if tensor.base_kind != BaseKind::None {
+                base.read(base.find(tensor.base_name).unwrap(), 0, &mut old).unwrap();
+            }
+            let poison = vec![POISON; tensor.bytes() as usize];
+            let lane = tensor.lane_bytes();
+            match tensor.base_kind {
+                BaseKind::Prefix if in_place => {}
+                BaseKind::None => places.push((tensor.place, None, put(&poison, lane, n))),
+                _ if in_place => places.push((tensor.place, None, put(&old, lane, n))),
+                _ => {
+                    let base = put(&old, lane, n + 5);
+                    places.push((tensor.place, Some(base), put(&poison, lane, n)));
+                }
+            }
+        }
+        image.resize(image.len() + 300, CANARY);
+        let memory = device.alloc(image.len() as u64).unwrap();
+        device.write(&memory, &image).unwrap();
+        let slice = |range: Range<usize>| memory.slice(range.start as u64, range.len() as u64).unwrap();
+        let bindings = places.iter().map(|(tensor, base, output)| Binding {
+            tensor: *tensor,
+            base: base.clone().map(slice),
+            output: slice(output.clone()),
+        });
+        let bindings = bindings.collect();
+        Self { bindings, image, outputs: places.into_iter().map(|(.., output)| output).collect(), memory }
+    }
+
+    /// The outputs as they are now, by place of their tensors, once canaries and bases have been found whole.
+    pub fn outputs(&mut self, device: &Device) -> Vec<(usize, Vec<u8>)> {
+        let mut now = vec![0; self.image.len()];
+        device.read(&self.memory, &mut now).unwrap();
+        for output in &self.outputs {
+            self.image[output.clone()].copy_from_slice(&now[output.clone()]);
+        }
+        if let Some(at) = (0..now.len()).find(|&i| now[i] != self.image[i]) {
+            panic!("byte {at} is {:#x}, which is no part of any output", now[at]);
+        }
+        self.bindings.iter().zip(&self.outputs).map(|(binding, output)| (binding.tensor, now[output.clone()].to_vec())).collect()
+    }
+
+    /// Whether the outputs are as they were laid out.
+    pub fn is_untouched(&self, device: &Device) -> bool {
+        let mut now = vec![0; self.image.len()];
+        device.read(&self.memory, &mut now).unwrap();
+        now == self.image
+    }
+}
+
+/// The blob of a pair, where the route wants it.
+pub fn payloads<'a>(device: &Device, pair: &'a Pair<Vec<u8>>, route: Route) -> Payloads<'a> {
+    match route {
+        Route::Host => Payloads::Host(pair.blob()),
+        Route::Pinned => {
+            let mut pinned = device.pinned(pair.blob().len()).unwrap();
+            pinned.copy_from_slice(pair.blob());
+            Payloads::Pinned(Arc::new(pinned))
+        }
+        Route::Device => {
+            let slice = device.alloc(pair.blob().len() as u64).unwrap();
+            device.write(&slice, pair.blob()).unwrap();
+            Payloads::Device(slice)
+        }
+    }
+}
+
+/// The routes that a pair can take.
+pub fn routes(index: &ValidatedIndex) -> &'static [Route] {
+    match index.tensors().any(|tensor| tensor.codec == Codec::Zstd) {
+        true => &[Route::Host, Route::Pinned],
+        false => &[Route::Host, Route::Pinned, Route::Device],
+    }
+}
+
+/// Applies all of a pair, and gives back what it wrote.
+pub fn apply(
+    device: &Device,
+    index: &DeviceIndex,
+    pair: &Pair<Vec<u8>>,
+    base: &dyn Checkpoint,
+    mode: Mode,
+    route: Route,
+    skew: usize,
+) -> (Result<()>, Vec<(usize, Vec<u8>)>) {
+    let mut laid = Laid::new(device, pair.index(), base, mode != Mode::OutOfPlace, skew);
+    let stream = device.stream().unwrap();
+    // Slices of a few payloads, so that there are several.
+    let slice = if skew.is_multiple_of(2) { 4096 } else { 1 << 20 };
+    let outcome = index
+        .prepare_in_slices(&laid.bindings, mode, payloads(device, pair, route), slice)
+        .and_then(|application| application.launch(&stream)?.wait());
+    if mode == Mode::InPlace(crate::InPlace::AllChecked) && outcome.is_err() {
+        assert!(laid.is_untouched(device), "written although {outcome:?}");
+    }
+    (outcome, laid.outputs(device))
+}

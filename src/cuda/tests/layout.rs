@@ -1,0 +1,33 @@
+//! What the device makes of the structs that it shares with the host.
+
+use super::super::layout::{self, DeviceTensor, Launch, mode};
+use crate::format::{ChunkMetadata, ChunkSums, ConditionedHeader};
+use std::mem::offset_of;
+
+macro_rules! words {
+    ($($type:ident { $($field:ident),+ $(,)? })+) => {
+        vec![$(size_of::<$type>() as u32, $(offset_of!($type, $field) as u32,)+)+]
+    };
+}
+
+#[test]
+fn the_device_agrees_with_every_size_offset_and_constant() {
+    let Some(device) = super::device("layout") else { return };
+    let mut expected = words! {
+        ChunkMetadata { blob_offset, compressed_size, uncompressed_size, num_deltas, crc32, output_offset }
+        ChunkSums { base_sum, target_sum }
+        ConditionedHeader {
+            low_bits, states_log2, segments_log2, activity_bits, first_context, context_count, reserved, exception_count, center,
+        }
+        DeviceTensor { base, output, lanes, base_lanes, first_chunk, tables, dtype, codec, lane_log2, chunk_lanes_log2, reserved }
+        Launch {
+            chunks, sums, chunk_tensors, tensors, tables, blob, statuses, flag, order, scratch, first, count, mode, flags,
+            scratch_slots, scratch_slot_bytes,
+        }
+    };
+    expected.extend([layout::RAW_THREADS, layout::RAW_SHARED, layout::CONDITIONED_THREADS, layout::CONDITIONED_SHARED]);
+    expected.extend([layout::scratch_head(100) as u32, 10, layout::STATUS_NOT_RUN]);
+    expected.extend([mode::COMMIT, layout::FLAG_NO_CRC, layout::NO_TABLES]);
+    assert_eq!(device.layout_report(expected.len()).unwrap(), expected);
+    eprintln!("layout: {} words agree", expected.len());
+}

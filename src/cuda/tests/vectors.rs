@@ -1,0 +1,136 @@
+//! The published vectors on a device: valid ones give the bytes of the manifest, invalid ones are refused.
+
+use super::super::{Device, Mode};
+use super::laid::{apply, routes};
+use crate::delta::InPlace;
+use crate::error::{Error, Rule};
+use crate::safetensors::ApplyOptions;
+use crate::{Apply, Checkpoint, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, ValidatedIndex, apply_to_path};
+use serde_json::Value;
+use std::path::PathBuf;
+
+pub const MODES: [Mode; 3] = [Mode::OutOfPlace, Mode::InPlace(InPlace::AllChecked), Mode::InPlace(InPlace::ChunkByChunk)];
+
+fn folder() -> PathBuf {
+    // A test that was built elsewhere finds them where it is run.
+    let here = PathBuf::from("testdata/v1");
+    if here.exists() { here } else { PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata/v1") }
+}
+
+fn vectors(verdict: &str) -> Vec<Value> {
+    let manifest: Value = serde_json::from_slice(&std::fs::read(folder().join("manifest.json")).unwrap()).unwrap();
+    let all = manifest["vectors"].as_array().unwrap();
+    all.iter().filter(|vector| vector["verdict"] == verdict).cloned().collect()
+}
+
+fn open(vector: &Value) -> Result<(Pair<Vec<u8>>, Option<SafetensorsCheckpoint>)> {
+    let bytes = |key: &str| std::fs::read(folder().join(vector[key].as_str().unwrap())).unwrap();
+    let index = ValidatedIndex::parse(bytes("index"), &Limits::default())?;
+    let pair = Pair::new(index, bytes("blob"))?;
+    let base = vector["base"].as_str().map(|base| SafetensorsCheckpoint::open(&folder().join(base))).transpose()?;
+    Ok((pair, base))
+}
+
+#[test]
+fn valid_vectors_decode_to_the_bytes_of_the_manifest() {
+    let Some(device) = super::device("valid vectors") else { return };
+    let (mut runs, mut wrong) = (0, Vec::new());
+    let vectors = vectors("valid");
+    for (n, vector) in vectors.iter().enumerate() {
+        let (pair, base) = open(vector).unwrap();
+        let nothing = MemoryCheckpoint::default();
+        let base: &dyn Checkpoint = base.as_ref().map_or(&nothing, |base| base);
+        let index = device.upload(pair.index()).unwrap();
+        for mode in MODES {
+            for &route in routes(pair.index()) {
+                let (outcome, outputs) = apply(device, &index, &pair, base, mode, route, n);
+                runs += 1;
+                let hash = |bytes: &[u8]| blake3::hash(bytes).to_hex().to_string();
+                let name = |place| pair.index().tensor(place).name;
+                let other = outputs.iter().find(|(place, bytes)| vector["tensors"][name(*place)] != hash(bytes));
+                if let (Err(_), _) | (_, Some(_)) = (&outcome, &other) {
+                    let other = other.map(|(place, _)| name(*place));
+                    wrong.push(format!("{} {mode:?} {route:?}: {outcome:?}, differs: {other:?}", vector["name"]));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{} of {runs} runs:\n{}", wrong.len(), wrong.join("\n"));
+    eprintln!("{} valid vectors right in {runs} runs", vectors.len());
+}
+
+/// What reading a vector on the device ends in: as the test of the vectors on the processor does.
+fn read(device: &Device, vector: &Value) -> Result<()> {
+    let (pair, base) = open(vector)?;
+    let nothing = MemoryCheckpoint::default();
+    let tensors: &dyn Checkpoint = base.as_ref().map_or(&nothing, |base| base);
+    Apply::new(&pair, tensors).on(device).verify()?;
+    if pair.index().files().len() > 0 {
+        let out = tempfile::tempdir().unwrap();
+        let options = ApplyOptions { accelerator: Some(device), ..ApplyOptions::default() };
+        apply_to_path(&pair, base.as_ref(), &out.path().join("out"), &options, &|_| {})?;
+    }
+    Ok(())
+}
+
+#[test]
+fn invalid_vectors_are_refused_with_the_rule_that_they_break() {
+    let Some(device) = super::device("invalid vectors") else { return };
+    let vectors = vectors("invalid");
+    let (mut wrong, mut by_device) = (Vec::new(), 0);
+    for vector in &vectors {
+        let Err(error) = read(device, vector) else {
+            wrong.push(format!("{}: accepted", vector["name"]));
+            continue;
+        };
+        let expected = (vector["error"].as_str(), vector["rule"].as_str());
+        let right = match &error {
+            Error::WrongBase { .. } => expected.0 == Some("wrong_base") || expected.1 == Some("tensor.base_digest"),
+            Error::AlreadyApplied => expected.0 == Some("already_applied"),
+            Error::Limit { .. } => expected.1 == Some("limit"),
+            Error::Invalid(invalid) => {
+                by_device += usize::from(invalid.found.ends_with("on the device"));
+                let named = (vector["tensor"].is_null() || vector["tensor"].as_str() == invalid.at.tensor.as_deref())
+                    && (vector["chunk"].is_null() || vector["chunk"].as_u64() == invalid.at.chunk.map(u64::from));
+                expected.1 == Some(invalid.rule.id()) && named
+            }
+            _ => false,
+        };
+        if !right {
+            wrong.push(format!("{}: expected {expected:?}, got {error}", vector["name"]));
+        }
+    }
+    assert!(wrong.is_empty(), "{} vectors:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(by_device >= 50, "{by_device}");
+    eprintln!("{} invalid vectors refused, {by_device} of them by the device", vectors.len());
+}
+
+/// In place, the invalid vectors whose payloads are bad leave everything as it was; chunk by chunk, what was written is named.
+#[test]
+fn invalid_vectors_in_place() {
+    let Some(device) = super::device("invalid vectors in place") else { return };
+    let (mut refused, mut wrong) = (0, Vec::new());
+    for vector in vectors("invalid") {
+        let Ok((pair, base)) = open(&vector) else { continue };
+        let bad = vector["rule"].as_str().is_some_and(|rule| rule.starts_with("payload.") || rule == "chunk.target_sum");
+        if !bad {
+            continue;
+        }
+        let nothing = MemoryCheckpoint::default();
+        let base: &dyn Checkpoint = base.as_ref().map_or(&nothing, |base| base);
+        let index = device.upload(pair.index()).unwrap();
+        for mode in MODES {
+            for (skew, &route) in routes(pair.index()).iter().enumerate() {
+                let (outcome, _) = apply(device, &index, &pair, base, mode, route, skew);
+                let found = outcome.err().and_then(|e| e.rule()).map(Rule::id);
+                if found != vector["rule"].as_str() {
+                    wrong.push(format!("{} {mode:?} {route:?}: {found:?}", vector["name"]));
+                }
+                refused += 1;
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{} of {refused}:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(refused > 200, "{refused}");
+    eprintln!("{refused} applications of bad payloads refused");
+}
