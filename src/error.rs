@@ -65,6 +65,9 @@ pub enum Error {
         /// The first failure.
         source: Box<Error>,
     },
+    /// Whoever watched the work has ended it.
+    #[error("cancelled")]
+    Cancelled,
     /// The call makes no sense: a wrong name, range, or size.
     #[error("{0}")]
     Misuse(String),

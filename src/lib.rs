@@ -50,6 +50,7 @@ pub mod safetensors;
 mod simd;
 pub mod source;
 mod sums;
+mod watch;
 pub mod writer;
 
 #[cfg(doctest)]
@@ -66,3 +67,4 @@ pub use limits::Limits;
 pub use reader::Pair;
 pub use safetensors::{SafetensorsCheckpoint, apply_to_path, encode_files};
 pub use sums::chunk_sum;
+pub use watch::{Progress, Watch};
