@@ -37,7 +37,7 @@ impl Memory {
     }
 
     pub fn bytes(&self) -> &[u8] {
-        if self.4 == 0 {
+        if self.4 == 0 || self.3 == 0 {
             return &[];
         }
         // SAFETY: the memory is there while the owner is held, as the type says, and is not written meanwhile.
@@ -49,7 +49,7 @@ impl Memory {
     /// # Safety
     /// No other slice of the same memory may exist.
     pub unsafe fn bytes_mut(&mut self) -> &mut [u8] {
-        if self.4 == 0 {
+        if self.4 == 0 || self.3 == 0 {
             return &mut [];
         }
         // SAFETY: the memory is there while the owner is held, and the caller promises that the slice is the only one.

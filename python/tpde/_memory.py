@@ -72,11 +72,13 @@ class NumPy:
         import numpy
 
         self.numpy = numpy
+        self.ml_dtypes: Any = None
         try:
             import ml_dtypes
+
+            self.ml_dtypes = ml_dtypes
         except ImportError:
-            ml_dtypes = None
-        self.ml_dtypes = ml_dtypes
+            pass
 
     def dtype(self, dtype: str) -> Any:
         """The dtype of arrays; one of unsigned integers where ml_dtypes is not there, or has none."""

@@ -11,7 +11,7 @@ from ._dtypes import BITS, TORCH, byte_shape, is_packed
 from ._errors import DeviceUnavailable, Misuse, NotContiguous
 from ._memory import Memory, as_expected, no_memory
 
-_DTYPES = {name: getattr(torch, own) for name, own in TORCH.items() if hasattr(torch, own)}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH.items() if hasattr(torch, own)}
 if hasattr(torch, "float4_e2m1fn_x2"):
     _DTYPES["F4"] = torch.float4_e2m1fn_x2
 _NAMES = {own: name for name, own in _DTYPES.items()}
@@ -24,19 +24,20 @@ def dtype_of(name: str) -> torch.dtype:
 
 def check_device(device: Any) -> torch.device:
     """The device, if tensors on it can be read and written."""
-    device = torch.device(device)
-    if device.type != "cpu":
+    wanted: torch.device = torch.device(device)
+    if wanted.type != "cpu":
         raise DeviceUnavailable(
-            f"tensors on {device} cannot be read or written: this build of tpde has no device path, only the CPU's",
-            device=str(device),
+            f"tensors on {wanted} cannot be read or written: this build of tpde has no device path, only the CPU's",
+            device=str(wanted),
         )
-    return device
+    return wanted
 
 
 def describe(name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | None = None) -> Memory:
     """A tensor that PyTorch has made, looked at."""
+    without_memory = f"tensor {name!r} is a {type(tensor).__name__} on {tensor.device} without memory of its own"
     if tensor.device.type == "meta" or is_traceable_wrapper_subclass(tensor):
-        raise Misuse(f"tensor {name!r} is a {type(tensor).__name__} on {tensor.device} without memory of its own")
+        raise Misuse(without_memory)
     check_device(tensor.device)
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise Misuse(f"tensor {name!r} is sparse or quantized: give the tensors that it is made of")
@@ -44,20 +45,26 @@ def describe(name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | 
     if dtype is None:
         raise Misuse(f"tensor {name!r} has dtype {tensor.dtype}, which cannot be in a checkpoint")
     if not tensor.is_contiguous():
-        shape, strides = tuple(tensor.shape), tensor.stride()
-        raise NotContiguous(f"tensor {name!r} is not contiguous (shape {shape}, strides {strides})", tensor=name)
+        layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        raise NotContiguous(f"tensor {name!r} is not contiguous ({layout})", tensor=name)
     if tensor.is_conj() or tensor.is_neg():
         raise Misuse(f"tensor {name!r} is conjugated or negated lazily: resolve_conj and resolve_neg make it what it seems")
-    shape = list(tensor.shape)
+    shape: list[int] = [*tensor.shape]
     if dtype == "F4":  # two elements in each that PyTorch counts
         shape = [*shape[:-1], 2 * shape[-1]] if shape else [2]
     dtype, shape = as_expected(name, dtype, shape, expected)
+    bytes = tensor.numel() * tensor.element_size()
     try:
+        storage = tensor.untyped_storage()
+        # A fake tensor has a storage elsewhere; a sharding library may have taken a storage's memory away.
+        needed = tensor.storage_offset() * tensor.element_size() + bytes
+        if bytes and (storage.device.type != "cpu" or storage.nbytes() < needed):
+            raise Misuse(without_memory)
         address = tensor.data_ptr()
     except RuntimeError as error:
-        raise Misuse(f"tensor {name!r} is a {type(tensor).__name__} without memory of its own") from error
+        raise Misuse(without_memory) from error
     # The storage too: `tensor.data = other` would take it away.
-    return name, dtype, shape, address, tensor.numel() * tensor.element_size(), (tensor, tensor.untyped_storage())
+    return name, dtype, shape, address, bytes, (tensor, storage)
 
 
 class Torch:
