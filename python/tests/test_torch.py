@@ -118,6 +118,29 @@ def test_save_file_of_state_dicts_and_modules(made: Made, tmp_path: Path) -> Non
     assert raw_of(tpde.torch.load_file(tmp_path / "c")) == raw_of(Tied().state_dict())
 
 
+def test_buffers_that_a_module_does_not_save(tmp_path: Path) -> None:
+    module = Tied()
+    module.register_buffer("cache", torch.ones(4), persistent=False)
+    tpde.torch.save_file(module, tuned(module), tmp_path / "p")
+    assert tpde.torch.apply_(module, tmp_path / "p") == "applied"
+    tpde.torch.save_file(None, module, tmp_path / "q")
+    assert set(tpde.torch.load_file(tmp_path / "q")) == set(module.state_dict())
+
+
+def test_memory_is_held_while_in_use(tmp_path: Path) -> None:
+    base, target = torch.randn(16 << 20), torch.nn.Parameter(torch.randn(16 << 20))
+    wanted, told = target.detach().clone(), []
+
+    def take_away(done: int, total: int) -> None:
+        told.append(done)
+        target.data = torch.empty(0)  # the parameter lets go of its memory
+        torch.zeros(16 << 20)  # which would be given to others now
+
+    tpde.torch.save_file({"w": base}, {"w": target}, tmp_path / "p", progress=take_away)
+    assert len(told) > 1 and not target.numel()
+    assert torch.equal(tpde.torch.load_file(tmp_path / "p", {"w": base})["w"], wanted)
+
+
 def test_what_safetensors_writes(made: Made, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     base, target = tensors_of(made.base_bytes), tensors_of(made.target_bytes)
@@ -228,6 +251,10 @@ class TestApply:
         assert tpde.torch.apply_({"w": weight, "another name": other}, tmp_path / "p") == "applied"
         assert other._version > version
 
+    def test_arrays_among_the_tensors(self, made: Made) -> None:
+        tensors = {name: tensor.numpy() if name == "frozen.weight" else tensor for name, tensor in tensors_of(made.base_bytes).items()}
+        assert tpde.torch.apply_(tensors, made.pair) == "applied"
+
     def test_inference_tensors(self, tmp_path: Path) -> None:
         with torch.inference_mode():
             weight = torch.randn(64, 64)
@@ -266,7 +293,8 @@ class TestApply:
         part = {name: tensor for name, tensor in module.state_dict().items() if "layers" in name}
         with pytest.raises(tpde.Misuse, match="'embed.weight' and 2 more"):
             tpde.torch.apply_(part, pair)
-        assert tpde.torch.apply_({**part, "more": torch.ones(2), "text": "x"}, pair, strict=False) == "applied"
+        more = {"more": torch.ones(2), "text": "x", "sparse": torch.ones(3).to_sparse(), "meta": torch.ones(3, device="meta")}
+        assert tpde.torch.apply_({**part, **more}, pair, strict=False) == "applied"
         assert all(raw(part[name]) == raw(target[name]) for name in part)
 
     def test_misuse(self, model: tuple) -> None:

@@ -70,7 +70,7 @@ class Reader:
         for entry in entries:
             value = self.tensors.get(entry.base_name)
             if entry.base_kind != "none" and value is not None and entry.base_name not in found:
-                expected = (entry.dtype, entry.shape) if entry.is_same else (entry.dtype, [*value.shape])
+                expected = (entry.dtype, entry.shape) if entry.is_same else (entry.dtype, [*getattr(value, "shape", [])])
                 found[entry.base_name] = describe(entry.base_name, value, expected)
         return list(found.values())
 

@@ -26,10 +26,17 @@ def load(pair: StrPath, base: Any, framework: str, device: Any, digests: bool, p
 def save(base: Any, target: Any, path: StrPath, replace: bool, progress: Progress, **how: Any) -> EncodeReport:
     """The difference of two state dicts as a pair."""
     if base is not None and not isinstance(base, (str, os.PathLike)):
-        base = describe_all(state_of(base))
+        base = describe_all(saved_of(base))
     with told(progress, "encode") as tell:
-        text = _tpde.encode_memory(base, describe_all(state_of(target)), path, options(**how), replace, tell)
+        text = _tpde.encode_memory(base, describe_all(saved_of(target)), path, options(**how), replace, tell)
     return report(EncodeReport, text)
+
+
+def saved_of(value: Any) -> Mapping[str, Any]:
+    """The tensors of a state dict, or those that a module saves: not all of its buffers."""
+    if not isinstance(value, Mapping) and hasattr(value, "state_dict"):
+        value = value.state_dict()
+    return state_of(value)
 
 
 def apply_(

@@ -126,19 +126,24 @@ def apply_(
 
 def _tell_autograd(tensors: Mapping[str, Any], entries: list[Entry]) -> None:
     """Raises the versions of all tensors that show memory which the pair changes, those under other names too."""
-    changed = {
-        tensors[entry.name].untyped_storage().data_ptr()
-        for entry in entries
-        if entry.changes or entry.base_kind == "none"
-    }
+    changed = {_storage(tensors[entry.name]) for entry in entries if entry.changes or entry.base_kind == "none"}
     told = set()
     for tensor in tensors.values():
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu" or id(tensor) in told:
-            continue
-        told.add(id(tensor))
+        storage = _storage(tensor)
         # Tensors made in inference mode have no versions.
-        if not tensor.is_inference() and tensor.untyped_storage().data_ptr() in changed:
+        if storage and storage in changed and id(tensor) not in told and not tensor.is_inference():
+            told.add(id(tensor))
             torch.autograd.graph.increment_version(tensor)
+
+
+def _storage(tensor: Any) -> int | None:
+    """Where the storage of a tensor begins, if it is one with a storage on the CPU."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse, or no memory of its own
+        return None
 
 
 def iter_weights(
