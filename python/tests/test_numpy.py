@@ -192,12 +192,19 @@ def test_read_only_arrays_are_read_and_not_written(made: Made) -> None:
 
 
 def test_buffers_are_held_while_in_use(tmp_path: Path) -> None:
-    base = {"w": np.zeros(1 << 20, np.float32)}
-    target = {"w": np.ones(1 << 20, np.float32)}
+    random = np.random.default_rng(1)
+    base = {"w": random.standard_normal(16 << 20, dtype=np.float32)}
+    target = {"w": random.standard_normal(16 << 20, dtype=np.float32)}
+    wanted, told = target["w"].copy(), []
 
-    def shrink(done: int, total: int) -> None:
-        if done < total:
+    def take_away(done: int, total: int) -> None:
+        told.append(done)
+        if target:
             with pytest.raises(ValueError):
                 target["w"].resize(1)
+            target.clear()  # and nobody else has the array
+            np.zeros(16 << 20, np.float32).fill(7)
 
-    tpde.numpy.save_file(base, target, tmp_path / "p", progress=shrink)
+    tpde.numpy.save_file(base, target, tmp_path / "p", progress=take_away)
+    assert told[0] < wanted.nbytes and not target
+    assert np.array_equal(tpde.numpy.load_file(tmp_path / "p", base)["w"], wanted)
