@@ -9,11 +9,16 @@ check:
     cargo fmt --manifest-path fuzz/Cargo.toml --check
     cargo clippy --all-targets --all-features -- -D warnings
     cargo clippy --all-targets --no-default-features -- -D warnings
+    cargo clippy --package tpde-python --all-targets -- -D warnings
     RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --all-features
 
-# Every test: Rust, vectors, second reader, layouts, real checkpoints
+# Every test: Rust, vectors, second reader, layouts, real checkpoints, Python package
 test:
     scripts/test
+
+# The Python package, built and installed into target/: its tests and the examples
+python:
+    python/test
 
 # Every fuzz target for some seconds
 fuzz seconds="60":

@@ -76,6 +76,9 @@ pub enum Error {
         /// The driver's answer.
         reason: String,
     },
+    /// Whoever watched the work has ended it.
+    #[error("cancelled")]
+    Cancelled,
     /// The call makes no sense: a wrong name, range, or size.
     #[error("{0}")]
     Misuse(String),

@@ -54,6 +54,7 @@ pub mod safetensors;
 mod simd;
 pub mod source;
 mod sums;
+mod watch;
 pub mod writer;
 
 #[cfg(all(doctest, feature = "cuda"))]
@@ -70,3 +71,4 @@ pub use limits::Limits;
 pub use reader::Pair;
 pub use safetensors::{SafetensorsCheckpoint, apply_to_path, encode_files};
 pub use sums::chunk_sum;
+pub use watch::{Progress, Watch};

@@ -7,6 +7,7 @@ use crate::index::ValidatedIndex;
 use crate::limits::Limits;
 use crate::publish;
 use crate::source::{FileSource, Source};
+use crate::watch::Progress;
 use binrw::BinRead;
 use rayon::prelude::*;
 use serde::Serialize;
@@ -147,11 +148,21 @@ impl<B: Source> Pair<B> {
     /// # Errors
     /// [`Error::Invalid`] naming the first damaged chunk.
     pub fn verify(&self) -> Result<VerifyReport> {
+        self.verify_with(&|_| {})
+    }
+
+    /// [`Pair::verify`], watched: the progress is in bytes of payloads, [`IndexHeader::blob_size`] of them and the blob's header.
+    ///
+    /// # Errors
+    /// As [`Pair::verify`], and what `progress` ends the work with.
+    ///
+    /// [`IndexHeader::blob_size`]: crate::format::IndexHeader::blob_size
+    pub fn verify_with(&self, progress: Progress<'_>) -> Result<VerifyReport> {
         let chunks = self.index.header().chunk_count;
-        let failed = (0..chunks)
-            .into_par_iter()
-            .with_min_len(16)
-            .map_init(Vec::new, |scratch, chunk| self.payload(chunk, scratch).map(|_| ()));
+        let failed = (0..chunks).into_par_iter().with_min_len(16).map_init(Vec::new, |scratch, chunk| {
+            progress.done(self.index.chunks()[chunk as usize].compressed_size.get().into())?;
+            self.payload(chunk, scratch).map(|_| ())
+        });
         failed.find_first(|outcome| outcome.is_err()).unwrap_or(Ok(())).map_err(|e| self.name_tensor(e))?;
         Ok(VerifyReport {
             tensors: self.index.tensor_count() as u64,

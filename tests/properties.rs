@@ -5,8 +5,9 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
 use tpde::codec::{ChunkEncoder, Coding};
-use tpde::delta::{Sink, TensorReport};
+use tpde::delta::{Sink, TensorReport, encode as encode_watched};
 use tpde::error::Rule;
 use tpde::format::BaseKind;
 use tpde::index::Tensor;
@@ -14,7 +15,7 @@ use tpde::source::Source;
 use tpde::writer::{PairBuilder, TensorSpec};
 use tpde::{
     Apply, Checkpoint, Codec, Dtype, EncodeOptions, Error, InPlace, Layout, Limits, MemoryCheckpoint, Pair, Result, TensorInfo,
-    TensorMut, ValidatedIndex, chunk_sum, encode_to_memory,
+    TensorMut, ValidatedIndex, Watch, chunk_sum, encode_to_memory,
 };
 
 /// A tensor with its bytes.
@@ -423,6 +424,73 @@ proptest! {
         let again = pair.apply_in_place(&mut tensors_mut(&mut lanes), InPlace::AllChecked).map(|_| ());
         prop_assert!(is_right(again));
         prop_assert!(lanes == before);
+        let again = pair.apply_in_place(&mut tensors_mut(&mut lanes), InPlace::ChunkByChunk).map(|_| ());
+        prop_assert!(is_right(again));
+        prop_assert!(lanes == before);
+    }
+
+    #[test]
+    fn changes_are_what_differs(case in case_of(any_base())) {
+        let pair = encode(&case);
+        let base = memory(&case.base);
+        let apply = Apply::new(&pair, &base);
+        for tensor in pair.index().tensors() {
+            let target = target_of(&case, tensor.name);
+            let mut old = vec![0; target.len()];
+            if let (Some(place), true) = (base.find(tensor.base_name), tensor.base_kind != BaseKind::None) {
+                let present = (tensor.base_bytes() as usize).min(old.len());
+                base.read(place, 0, &mut old[..present]).unwrap();
+            }
+            let size = tensor.element_bytes();
+            let changes = apply.changes(tensor.name).unwrap();
+            let differing = old.chunks(size).zip(target.chunks(size)).enumerate().filter(|(_, (old, new))| old != new);
+            let (positions, values): (Vec<_>, Vec<_>) = differing.map(|(i, (_, new))| (i as u64, new)).unzip();
+            prop_assert_eq!(changes.positions, positions);
+            prop_assert_eq!(changes.values, values.concat());
+        }
+    }
+
+    /// Whoever watches can end any work, which then leaves what it should.
+    #[test]
+    fn work_that_is_cancelled_ends(case in case_of(any_base()), after in 0u32..4) {
+        struct Stop { after: u32, asked: AtomicU32 }
+        impl Watch for Stop {
+            fn done(&self, _: u64) -> Result<()> {
+                if self.asked.fetch_add(1, Ordering::Relaxed) >= self.after { Err(Error::Cancelled) } else { Ok(()) }
+            }
+        }
+        let stop = || Stop { after, asked: AtomicU32::new(0) };
+        // Cancelled exactly if it was asked often enough.
+        let is_right = |stop: &Stop, outcome: Result<()>| match outcome {
+            Ok(()) => stop.asked.load(Ordering::Relaxed) <= after,
+            Err(Error::Cancelled) => stop.asked.load(Ordering::Relaxed) > after,
+            Err(_) => false,
+        };
+        let pair = encode(&case);
+        let (base, target) = (memory(&case.base), memory(&case.target));
+        let watch = stop();
+        prop_assert!(is_right(&watch, Apply::new(&pair, &base).progress(&watch).verify().map(|_| ())));
+        let watch = stop();
+        prop_assert!(is_right(&watch, pair.verify_with(&watch).map(|_| ())));
+        let watch = stop();
+        prop_assert!(is_right(&watch, pair.index().check_target(&target, &watch)));
+        let watch = stop();
+        let builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
+        let encoded = encode_watched(Some(&base), &target, Vec::new(), &case.options, builder, &watch);
+        prop_assert!(is_right(&watch, encoded.map(|_| ())));
+
+        let before = in_place_of(&pair, &case.base);
+        let mut lanes = before.clone();
+        let watch = stop();
+        let outcome = pair.apply_in_place_with(&mut tensors_mut(&mut lanes), InPlace::AllChecked, &watch).map(|_| ());
+        prop_assert!(outcome.is_ok() || lanes == before);
+        prop_assert!(is_right(&watch, outcome));
+        let mut lanes = before.clone();
+        let watch = stop();
+        match pair.apply_in_place_with(&mut tensors_mut(&mut lanes), InPlace::ChunkByChunk, &watch) {
+            Err(Error::Poisoned { source, .. }) => prop_assert!(matches!(*source, Error::Cancelled)),
+            outcome => prop_assert!(is_right(&watch, outcome.map(|_| ()))),
+        }
     }
 
     /// All checked: not a byte changes. Chunk by chunk: the error tells which chunks are the target's, and all others are as

@@ -10,6 +10,7 @@ use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::{Pair, VerifyReport};
 use crate::source::Source;
 use crate::sums::ChunkSum;
+use crate::watch::Watch;
 use blake3::Hash;
 use rayon::prelude::*;
 use serde::Serialize;
@@ -56,6 +57,34 @@ pub struct ApplyReport {
     pub bytes: u64,
     /// Whether base and target were compared with the digests of the pair.
     pub digests_checked: bool,
+}
+
+/// What [`Apply::changes`] has found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Changes {
+    /// Elements that change, counted row by row, ascending.
+    pub positions: Vec<u64>,
+    /// Their new values, one after the other.
+    pub values: Vec<u8>,
+}
+
+impl Changes {
+    /// Adds the elements, `first` and those after it, that differ.
+    fn collect(&mut self, first: u64, old: &[u8], new: &[u8], element: usize) {
+        const BLOCK: usize = 1024;
+        for (block, (old, new)) in old.chunks(BLOCK).zip(new.chunks(BLOCK)).enumerate() {
+            if old == new {
+                continue;
+            }
+            let first = first + (block * BLOCK / element) as u64;
+            for (i, (old, new)) in old.chunks(element).zip(new.chunks(element)).enumerate() {
+                if old != new {
+                    self.positions.push(first + i as u64);
+                    self.values.extend_from_slice(new);
+                }
+            }
+        }
+    }
 }
 
 /// An application of a pair to a base, to be run in one of several ways.
@@ -134,7 +163,7 @@ impl<'a, B: Source> Apply<'a, B> {
         self
     }
 
-    /// Reports progress to `progress`.
+    /// Reports progress to `progress`, which may end the application.
     #[must_use]
     pub fn progress(mut self, progress: Progress<'a>) -> Self {
         self.progress = progress;
@@ -249,6 +278,51 @@ impl<'a, B: Source> Apply<'a, B> {
         Ok(out)
     }
 
+    /// What a tensor changes: the elements whose bits differ from the base's, in order, with their new values. Where the base
+    /// has nothing, it counts as zeros. Of a packed dtype, bytes take the place of elements.
+    ///
+    /// Cost: decodes the chunks that change, checked by CRC and sums, digests are not; memory for what it returns.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if there is no such tensor; otherwise as [`Apply::to_buffers`].
+    pub fn changes(&self, name: &str) -> Result<Changes> {
+        let tensor =
+            self.pair.index().find(name).ok_or_else(|| Error::Misuse(format!("no tensor {} in the pair", Escaped(name))))?;
+        let base = find_base(&tensor, self.base)?;
+        let width = tensor.lane_bytes() as u64;
+        let element = tensor.element_bytes();
+        let workers = Pool::new(Worker::new);
+        let mut changes = Changes::default();
+        in_batches(
+            tensor.chunks().filter(|&chunk| self.pair.encoded(chunk).num_deltas > 0),
+            |&chunk| (tensor.chunk_range(chunk).end - tensor.chunk_range(chunk).start) * width,
+            |&mut chunk| {
+                let range = tensor.chunk_range(chunk);
+                let size = ((range.end - range.start) * width) as usize;
+                let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, self.base, base, first, lanes, sum);
+                let mut found = Changes::default();
+                workers.with(|worker| {
+                    let mut lanes = std::mem::take(&mut worker.lanes);
+                    lanes.resize((2 * size).max(lanes.len()), 0);
+                    let (new, old) = lanes[..2 * size].split_at_mut(size);
+                    let decoded = decode(self.pair, &tensor, chunk, fill, worker, new, false)
+                        .and_then(|_| fill(range.start, old, &mut ChunkSum::default()));
+                    found.collect(range.start * width / element as u64, old, new, element);
+                    worker.lanes = lanes;
+                    decoded
+                })?;
+                self.progress.done(size as u64)?;
+                Ok(found)
+            },
+            |_, found| {
+                changes.positions.extend(found.positions);
+                changes.values.extend(found.values);
+                Ok(())
+            },
+        )?;
+        Ok(changes)
+    }
+
     /// The places of the selected tensors' bases.
     fn bases(&self) -> Result<Vec<Option<usize>>> {
         if self.in_order {
@@ -296,7 +370,7 @@ impl<'a, B: Source> Apply<'a, B> {
                     worker.lanes = lanes;
                     stored.and(hashes)
                 })?;
-                (self.progress)(size as u64);
+                self.progress.done(size as u64)?;
                 Ok(hashes)
             },
             |job, hashes| check.add(job.at, hashes),
@@ -330,8 +404,7 @@ impl<'a, B: Source> Apply<'a, B> {
                 }
             }
             store(at, bytes)?;
-            (self.progress)(bytes.len() as u64);
-            Ok(())
+            self.progress.done(bytes.len() as u64)
         });
         outcome.and_then(|()| check.finish()).map_err(|e| self.explain(e, bases))?;
         Ok(self.report())
@@ -354,6 +427,23 @@ impl<'a, B: Source> Apply<'a, B> {
         target.par_chunks(chunk_bytes).enumerate().map_init(Vec::new, hash).collect()
     }
 
+    /// [`Apply::explain`] for bases in the order of the tensors.
+    pub(super) fn explain_in_order(&self, error: Error) -> Error {
+        let bases: Vec<_> = (0..self.places.len()).map(Some).collect();
+        self.explain(error, &bases)
+    }
+
+    /// The hash of a whole base tensor: may be cancelled, is no progress.
+    fn hash_base(&self, place: usize) -> Result<Hash> {
+        struct NoProgress<'a>(Progress<'a>);
+        impl Watch for NoProgress<'_> {
+            fn done(&self, _: u64) -> Result<()> {
+                self.0.done(0)
+            }
+        }
+        hash_tensor(self.base, place, &NoProgress(self.progress))
+    }
+
     /// A base that is not the pair's shows itself first as a chunk whose sum is off; says whose fault that is.
     fn explain(&self, error: Error, bases: &[Option<usize>]) -> Error {
         if error.rule() != Some(Rule::ChunkBaseSum) {
@@ -362,10 +452,15 @@ impl<'a, B: Source> Apply<'a, B> {
         let mut wrong = None;
         let mut all_are_targets = true;
         for (tensor, base) in self.selected().zip(bases) {
-            let Some(place) = base.filter(|_| tensor.base_kind != BaseKind::None) else { continue };
-            let Ok(found) = hash_tensor(self.base, place).map(|hash| short(&hash)) else { return error };
+            // Of those without a base only what is changed in place has one here: what lies there counts if it is the target.
+            let Some(place) = *base else { continue };
+            let found = match self.hash_base(place) {
+                Ok(hash) => short(&hash),
+                Err(Error::Cancelled) => return Error::Cancelled,
+                Err(_) => return error,
+            };
             all_are_targets &= found == tensor.digests.target_digest;
-            if found != tensor.digests.base_digest {
+            if tensor.base_kind != BaseKind::None && found != tensor.digests.base_digest {
                 wrong.get_or_insert(Error::WrongBase {
                     tensor: tensor.base_name.to_owned(),
                     expected: hex(&tensor.digests.base_digest),
@@ -383,7 +478,7 @@ impl<'a, B: Source> Apply<'a, B> {
 }
 
 /// The hash of a whole tensor of a checkpoint, by all threads.
-pub(super) fn hash_tensor(checkpoint: &dyn Checkpoint, place: usize) -> Result<Hash> {
+pub(super) fn hash_tensor(checkpoint: &dyn Checkpoint, place: usize, progress: Progress<'_>) -> Result<Hash> {
     const PIECE: u64 = 1 << 20;
     let bytes = checkpoint.tensors()[place].bytes();
     let buffers = Pool::new(Vec::new);
@@ -393,6 +488,7 @@ pub(super) fn hash_tensor(checkpoint: &dyn Checkpoint, place: usize) -> Result<H
         |_| PIECE,
         |&mut offset| {
             let size = PIECE.min(bytes - offset) as usize;
+            progress.done(size as u64)?;
             buffers.with(|buffer| Ok(digest::of_piece(checkpoint.bytes(place, offset, size, buffer)?, offset, bytes)))
         },
         |_, piece| {
@@ -437,7 +533,7 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
         let base_hash = match tensor.base_kind {
             BaseKind::None => None,
             BaseKind::Same => Some(digest::combine(&self.base)),
-            BaseKind::Prefix => self.bases[self.ended].map(|place| hash_tensor(self.apply.base, place)).transpose()?,
+            BaseKind::Prefix => self.bases[self.ended].map(|place| self.apply.hash_base(place)).transpose()?,
         };
         if let Some(found) = base_hash.as_ref().map(short).filter(|found| *found != tensor.digests.base_digest) {
             // Its sums were right: an adversary's base, or a `prefix` base whose unused rows differ.

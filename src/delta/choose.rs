@@ -3,7 +3,7 @@
 //! Both come from samples, in fixed places, so that the same checkpoints give the same pair and little is read twice.
 
 use super::encode::{EncodeOptions, Plan, Worker};
-use super::{Pool, in_batches};
+use super::{Pool, Progress, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::codec::{Codec, conditioned};
 use crate::error::Result;
@@ -64,11 +64,12 @@ pub(super) fn choose(
     options: &EncodeOptions,
     plans: &mut [Plan],
     workers: &Pool<Worker>,
+    progress: Progress<'_>,
 ) -> Result<()> {
     if options.codec.is_some_and(|codec| codec != Codec::Conditioned) {
         return Ok(());
     }
-    train(base, target, plans, workers)?;
+    train(base, target, plans, workers, progress)?;
     if options.codec.is_some() {
         return Ok(());
     }
@@ -76,7 +77,10 @@ pub(super) fn choose(
     in_batches(
         0..plans.len(),
         |_| TRIAL.0,
-        |i| workers.with(|worker| try_codecs(base, target, &plans[*i], worker)),
+        |i| {
+            progress.done(0)?;
+            workers.with(|worker| try_codecs(base, target, &plans[*i], worker))
+        },
         |_, codec| {
             codecs.push(codec);
             Ok(())
@@ -92,7 +96,13 @@ pub(super) fn choose(
 }
 
 /// Makes table sets, one for all tensors of a dtype with a base, and one for those without.
-fn train(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plans: &mut [Plan], workers: &Pool<Worker>) -> Result<()> {
+fn train(
+    base: Option<&dyn Checkpoint>,
+    target: &dyn Checkpoint,
+    plans: &mut [Plan],
+    workers: &Pool<Worker>,
+    progress: Progress<'_>,
+) -> Result<()> {
     let pieces = |plan: &Plan| plan.lanes.div_ceil(PIECE);
     let all = plans.iter().map(pieces).sum::<u64>();
     let stride = all.div_ceil((all / 10).clamp(*PIECES.start(), *PIECES.end())).max(1);
@@ -103,6 +113,7 @@ fn train(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plans: &mut [Pl
         places.step_by(stride as usize),
         |(plan, _)| PIECE * plan.width(),
         |&mut (plan, k)| {
+            progress.done(0)?;
             workers.with(|worker| {
                 let lanes = PIECE.min(plan.lanes - k * PIECE) * plan.width();
                 let (base, target) = worker.lanes.read(base, target, plan, k * PIECE * plan.width(), lanes as usize)?;

@@ -28,13 +28,12 @@ impl ValidatedIndex {
             if info.dtype != tensor.dtype || info.shape != tensor.shape {
                 return Err(broken(&format_args!("{} {:?}", info.dtype, info.shape)));
             }
-            let hash = hash_tensor(target, place)?;
+            let hash = hash_tensor(target, place, progress)?;
             let found = short(&hash);
             if found != tensor.digests.target_digest {
                 return Err(broken(&format_args!("digest {}", hex(&found))));
             }
             root.add(Some(&hash));
-            progress(info.bytes());
         }
         if let Some(other) = target.tensors().iter().find(|info| self.find(&info.name).is_none()) {
             let expected = format_args!("the {} tensors of the pair", self.tensor_count());

@@ -198,8 +198,8 @@ impl Worker {
 /// the threads and one batch of payloads, whatever the size of the checkpoints.
 ///
 /// # Errors
-/// [`Error::Io`] from the checkpoints or the blob, [`Error::Misuse`] for options that make no sense, and
-/// [`Error::Limit`] for more than the format holds.
+/// [`Error::Io`] from the checkpoints or the blob, [`Error::Misuse`] for options that make no sense,
+/// [`Error::Limit`] for more than the format holds, and what `progress` ends the work with.
 pub fn encode<W: Write>(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
@@ -211,7 +211,7 @@ pub fn encode<W: Write>(
     check_options(base, target, options)?;
     let mut plans: Vec<Plan> = (0..target.tensors().len()).map(|i| plan(base, target, i, options)).collect::<Result<_>>()?;
     let workers = Pool::new(Worker::default);
-    choose(base, target, options, &mut plans, &workers)?;
+    choose(base, target, options, &mut plans, &workers, progress)?;
     let mut assembly =
         Assembly { builder, plans: &plans, base, target, begun: 0, base_hashes: Vec::new(), target_hashes: Vec::new() };
     let jobs = plans.iter().enumerate().flat_map(|(i, plan)| {
@@ -224,7 +224,7 @@ pub fn encode<W: Write>(
         |(_, job)| job.size as u64,
         |(_, job)| {
             let chunk = workers.with(|worker| encode_chunk(base, target, job, options, worker));
-            progress(job.size as u64);
+            progress.done(job.size as u64)?;
             chunk
         },
         |(i, _), chunk| assembly.add(i, chunk),
@@ -385,7 +385,7 @@ impl<W: Write> Assembly<'_, W> {
         let Some(plan) = self.begun.checked_sub(1).map(|last| &self.plans[last]) else { return Ok(()) };
         let base_hash = match (plan.base_kind, self.base, plan.base) {
             (BaseKind::Same, ..) => Some(digest::combine(&self.base_hashes)),
-            (BaseKind::Prefix, Some(base), Some(place)) => Some(super::apply::hash_tensor(base, place as usize)?),
+            (BaseKind::Prefix, Some(base), Some(place)) => Some(super::apply::hash_tensor(base, place as usize, &|_| {})?),
             _ => None,
         };
         self.builder.end_tensor(base_hash, digest::combine(&self.target_hashes));

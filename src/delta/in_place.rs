@@ -2,7 +2,7 @@
 
 use super::apply::{Apply, ApplyReport};
 use super::chunk::{Worker, decode};
-use super::{Pool, in_batches};
+use super::{Pool, Progress, in_batches};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
@@ -10,6 +10,7 @@ use crate::index::Tensor;
 use crate::reader::Pair;
 use crate::source::Source;
 use crate::sums::ChunkSum;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// How far an in-place application checks before it writes.
@@ -62,10 +63,20 @@ impl<B: Source> Pair<B> {
     /// written; with [`InPlace::ChunkByChunk`], [`Error::Poisoned`] if something was. [`Error::Misuse`] for a tensor that is
     /// not in the pair, is given twice, has another length, or changes its number of rows.
     pub fn apply_in_place(&self, tensors: &mut [TensorMut<'_>], mode: InPlace) -> Result<ApplyReport> {
+        self.apply_in_place_with(tensors, mode, &|_| {})
+    }
+
+    /// [`Pair::apply_in_place`], watched: each byte counts once, when it is checked.
+    ///
+    /// With [`InPlace::AllChecked`], `progress` cannot end what has begun to write.
+    ///
+    /// # Errors
+    /// As [`Pair::apply_in_place`], and what `progress` ends the work with.
+    pub fn apply_in_place_with(&self, tensors: &mut [TensorMut<'_>], mode: InPlace, progress: Progress<'_>) -> Result<ApplyReport> {
         tensors.sort_by(|a, b| a.name.cmp(b.name));
         self.check_in_place(tensors)?;
         if mode == InPlace::AllChecked {
-            self.preflight(tensors)?;
+            self.on_snapshot(tensors, progress, |apply| apply.verify().map(|_| ()))?;
         }
         let table = self.index();
         let mut places = Vec::new();
@@ -79,20 +90,25 @@ impl<B: Source> Pair<B> {
         });
         let workers = Pool::new(Worker::new);
         let written = Mutex::new(Vec::new());
+        let changed = AtomicBool::new(false);
         let outcome = in_batches(
             jobs,
             |(_, _, lanes)| lanes.len() as u64,
             |(tensor, chunk, lanes)| {
                 workers.with(|worker| commit(self, tensor, *chunk, lanes, worker))?;
                 written.lock().unwrap_or_else(PoisonError::into_inner).push(*chunk);
-                Ok(())
+                if tensor.base_kind == BaseKind::None || self.encoded(*chunk).num_deltas > 0 {
+                    changed.store(true, Ordering::Relaxed);
+                }
+                if mode == InPlace::ChunkByChunk { progress.done(lanes.len() as u64) } else { Ok(()) }
             },
             |_, ()| Ok(()),
         );
         let mut written = written.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Err(source) = outcome {
-            if written.is_empty() {
-                return Err(source);
+            // Chunks that stay as they are count as written: if there are no others, the tensors are still what they were.
+            if !changed.into_inner() {
+                return Err(self.on_snapshot(tensors, progress, |apply| apply.explain_in_order(source)));
             }
             written.sort_unstable();
             let total = places.iter().map(|&place| table.tensor(place).chunk_count).sum();
@@ -124,8 +140,8 @@ impl<B: Source> Pair<B> {
         Ok(())
     }
 
-    /// A full decode without a store, of the tensors as they lie.
-    fn preflight(&self, tensors: &[TensorMut<'_>]) -> Result<()> {
+    /// Works with an application to the tensors as they lie.
+    fn on_snapshot<R>(&self, tensors: &[TensorMut<'_>], progress: Progress<'_>, work: impl FnOnce(&Apply<'_, B>) -> R) -> R {
         let found = tensors.iter().filter_map(|given| Some((self.index().find(given.name)?, &*given.bytes)));
         let (infos, data) = found
             .map(|(tensor, bytes)| {
@@ -135,9 +151,9 @@ impl<B: Source> Pair<B> {
             .unzip();
         let names: Vec<_> = tensors.iter().map(|given| given.name).collect();
         let base = Snapshot { infos, data };
-        let mut apply = Apply::new(self, &base).tensors(|name| names.binary_search(&name).is_ok());
+        let mut apply = Apply::new(self, &base).tensors(|name| names.binary_search(&name).is_ok()).progress(progress);
         apply.in_order = true; // each tensor is its own base, also where two were made from one
-        apply.verify().map(|_| ())
+        work(&apply)
     }
 }
 

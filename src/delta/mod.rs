@@ -9,9 +9,11 @@ mod compare;
 mod encode;
 mod in_place;
 
-pub use apply::{Accelerator, Apply, ApplyReport, Sink, Work};
+pub use apply::{Accelerator, Apply, ApplyReport, Changes, Sink, Work};
 pub use encode::{EncodeOptions, EncodeReport, TensorReport, encode, encode_to_memory, encode_to_path};
 pub use in_place::{InPlace, TensorMut};
+
+pub use crate::watch::Progress;
 
 use crate::error::Result;
 use rayon::prelude::*;
@@ -19,9 +21,6 @@ use std::sync::{Mutex, PoisonError};
 
 /// Bytes of lanes that are in work at once: enough chunks to keep all threads busy, few enough to bound memory.
 const BATCH_BYTES: u64 = 48 << 20;
-
-/// Told how many bytes of target lanes have been done since the last call, from any thread.
-pub type Progress<'a> = &'a (dyn Fn(u64) + Sync);
 
 /// Works through jobs on all threads of the pool, a batch at a time, and hands the results over in order.
 ///

@@ -187,6 +187,11 @@ impl Tensor<'_> {
         self.dtype.lane_bytes()
     }
 
+    /// Bytes of an element; 1 for packed dtypes.
+    pub fn element_bytes(&self) -> usize {
+        self.dtype.bits().div_ceil(8) as usize
+    }
+
     /// Bytes of the target tensor.
     pub fn bytes(&self) -> u64 {
         self.lanes * self.lane_bytes() as u64

@@ -98,6 +98,18 @@ impl Header {
     }
 }
 
+/// The `__metadata__` of the content of a file before its data.
+pub(super) fn metadata(content: &[u8]) -> Result<BTreeMap<String, String>, String> {
+    #[derive(serde::Deserialize)]
+    struct Metadata {
+        #[serde(rename = "__metadata__", default)]
+        metadata: BTreeMap<String, String>,
+    }
+    let (_, json) = content.split_first_chunk::<{ LENGTH as usize }>().ok_or("a header without a length")?;
+    let parsed: Metadata = serde_json::from_slice(json).map_err(|e| format!("bad safetensors header: {e}"))?;
+    Ok(parsed.metadata)
+}
+
 /// The tensors of a header, as they are listed.
 struct Table(Vec<Placed>);
 

@@ -8,7 +8,7 @@
 mod header;
 mod output;
 
-pub use output::{ApplyOptions, apply_to_path};
+pub use output::{ApplyOptions, apply_to_path, target_metadata};
 
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::delta::{self, EncodeOptions, EncodeReport, Progress};

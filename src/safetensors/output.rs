@@ -1,7 +1,7 @@
 //! Rebuilding the target's files.
 
 use super::SafetensorsCheckpoint;
-use super::header::{Header, Placed};
+use super::header::{self, Header, Placed};
 use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 use crate::delta::{Accelerator, Apply, ApplyReport, Progress, Sink};
 use crate::digest;
@@ -11,6 +11,7 @@ use crate::index::{Tensor, ValidatedIndex};
 use crate::publish::{NewFolder, Publication};
 use crate::reader::Pair;
 use crate::source::Source;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -101,6 +102,30 @@ pub fn apply_to_path<B: Source>(
     let report = write(&apply, &outputs, places, &mut publication, paths)?;
     publication.commit()?;
     Ok(report)
+}
+
+/// The `__metadata__` of a pair's target files, all in one; of two files with different values for a key, the first's.
+///
+/// # Errors
+/// [`Rule::BaseFile`] if the base, or none, lacks a file whose header the target shares; [`Rule::FileTensors`] for a header
+/// that is none.
+pub fn target_metadata(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<BTreeMap<String, String>> {
+    let mut all = BTreeMap::new();
+    for file in index.files().filter(|file| file.kind.has_tensors()) {
+        let of_base;
+        let content = match file.content {
+            Some(content) => content,
+            None => {
+                of_base = content_of_base(base, file.name, true, file.content_size, &file.content_digest)?;
+                &of_base
+            }
+        };
+        let metadata = header::metadata(content).map_err(|reason| Rule::FileTensors.broken("a safetensors header", reason))?;
+        for (key, value) in metadata {
+            all.entry(key).or_insert(value);
+        }
+    }
+    Ok(all)
 }
 
 /// The files that the pair tells of, contents and places of tensors checked.

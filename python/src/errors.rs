@@ -1,0 +1,82 @@
+//! Errors of the library as exceptions of the family in `tpde/_errors.py`.
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tpde::Error;
+
+/// An exception of the class of this name, with these attributes.
+fn exception<'py>(py: Python<'py>, class: &str, message: &str, attributes: &Bound<'py, PyDict>) -> PyErr {
+    let made = py
+        .import("tpde._errors")
+        .and_then(|module| module.getattr(class))
+        .and_then(|class| class.call((message,), Some(attributes)));
+    match made {
+        Ok(exception) => PyErr::from_value(exception),
+        Err(error) => error,
+    }
+}
+
+/// The exception for an error of the library.
+pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
+    attributes(py, error).unwrap_or_else(|error| error)
+}
+
+fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
+    let with = PyDict::new(py);
+    let class = match error {
+        Error::Io { action, path, source } => {
+            with.set_item("action", action)?;
+            with.set_item("path", path)?;
+            with.set_item("errno", source.raw_os_error())?;
+            match source.kind() {
+                std::io::ErrorKind::NotFound => "NotFound",
+                std::io::ErrorKind::AlreadyExists => "AlreadyExists",
+                _ => "SystemRefused",
+            }
+        }
+        Error::Invalid(invalid) => {
+            with.set_item("rule", invalid.rule.id())?;
+            with.set_item("section", invalid.rule.section())?;
+            with.set_item("tensor", &invalid.at.tensor)?;
+            with.set_item("chunk", invalid.at.chunk)?;
+            with.set_item("expected", &invalid.expected)?;
+            with.set_item("found", &invalid.found)?;
+            "Invalid"
+        }
+        Error::WrongBase { tensor, expected, found } => {
+            with.set_item("tensor", tensor)?;
+            with.set_item("expected", expected)?;
+            with.set_item("found", found)?;
+            "WrongBase"
+        }
+        Error::AlreadyApplied => "AlreadyApplied",
+        Error::BadCheckpoint { path, reason } => {
+            with.set_item("path", path)?;
+            with.set_item("reason", reason)?;
+            "BadCheckpoint"
+        }
+        Error::Limit { what, limit, found } => {
+            with.set_item("what", what)?;
+            with.set_item("limit", limit)?;
+            with.set_item("found", found)?;
+            "Limit"
+        }
+        Error::Poisoned { written, total, source } => {
+            with.set_item("written", written)?;
+            with.set_item("total", total)?;
+            let poisoned = exception(py, "Poisoned", &error.to_string(), &with);
+            poisoned.set_cause(py, Some(to_python(py, source)));
+            return Ok(poisoned);
+        }
+        Error::Misuse(_) => "Misuse",
+        _ => "TpdeError",
+    };
+    Ok(exception(py, class, &error.to_string(), &with))
+}
+
+/// The exception for a panic, which is a defect of the library.
+pub fn panicked(py: Python<'_>, payload: &(dyn std::any::Any + Send)) -> PyErr {
+    let message = payload.downcast_ref::<&str>().copied().or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+    let message = format!("this is a defect of tpde: {}", message.unwrap_or("it panicked"));
+    exception(py, "Internal", &message, &PyDict::new(py))
+}

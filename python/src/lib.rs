@@ -1,0 +1,36 @@
+//! The compiled half of the Python package `tpde`: the library's functions on paths and on memory that Python holds.
+//!
+//! Private to the package, whose Python half in `tpde/` has the public names, the documentation and all that needs NumPy or
+//! PyTorch. No format logic is here.
+
+#![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
+
+mod errors;
+mod memory;
+mod pair;
+mod paths;
+mod run;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _tpde {
+    #[pymodule_export]
+    use super::pair::Pair;
+    #[pymodule_export]
+    use super::paths::{apply, encode, encode_memory, inspect, verify};
+
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        // For tests alone: what a panic becomes.
+        module.add_function(wrap_pyfunction!(super::panic_for_tests, module)?)
+    }
+}
+
+#[pyfunction(name = "_panic")]
+fn panic_for_tests(py: Python<'_>) -> PyResult<()> {
+    run::run(py, None, 0, |_| panic!("a panic for the tests"))
+}

@@ -1,0 +1,72 @@
+//! Tensors that lie in memory of Python's.
+
+use pyo3::prelude::*;
+use tpde::{Dtype, Error, MemoryCheckpoint, Result, TensorInfo};
+
+/// A tensor: name, dtype, dims, address, bytes, and an object that keeps the memory where it is.
+///
+/// Made by `tpde/_memory.py` and `tpde/_tensors.py` alone, from tensors that they have looked at: contiguous, in host memory.
+/// While it is held, and nobody gives the memory back behind its owner's back, the address stays valid. The caller of the
+/// public function promises that nobody writes the memory meanwhile, and for memory that is written that nobody reads it.
+#[derive(FromPyObject)]
+pub struct Memory(
+    String,
+    String,
+    Vec<u64>,
+    usize,
+    usize,
+    #[expect(dead_code, reason = "to be held is all that it is for")] Py<PyAny>,
+);
+
+impl Memory {
+    pub fn name(&self) -> &str {
+        &self.0
+    }
+
+    pub fn shape(&self) -> &[u64] {
+        &self.2
+    }
+
+    /// First byte and the one after the last.
+    pub fn range(&self) -> std::ops::Range<usize> {
+        self.3..self.3.saturating_add(self.4)
+    }
+
+    pub fn dtype(&self) -> Result<Dtype> {
+        dtype(&self.1)
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        if self.4 == 0 || self.3 == 0 {
+            return &[];
+        }
+        // SAFETY: the memory is there while the owner is held, as the type says, and is not written meanwhile.
+        unsafe { std::slice::from_raw_parts(self.3 as *const u8, self.4) }
+    }
+
+    /// The same, to be written.
+    ///
+    /// # Safety
+    /// No other slice of the same memory may exist.
+    pub unsafe fn bytes_mut(&mut self) -> &mut [u8] {
+        if self.4 == 0 || self.3 == 0 {
+            return &mut [];
+        }
+        // SAFETY: the memory is there while the owner is held, and the caller promises that the slice is the only one.
+        unsafe { std::slice::from_raw_parts_mut(self.3 as *mut u8, self.4) }
+    }
+}
+
+/// The dtype of this name.
+pub fn dtype(name: &str) -> Result<Dtype> {
+    Dtype::ALL.iter().copied().find(|dtype| dtype.name() == name).ok_or_else(|| Error::Misuse(format!("no dtype is named {name}")))
+}
+
+/// Tensors as a checkpoint.
+pub fn checkpoint(tensors: &[Memory]) -> Result<MemoryCheckpoint<'_>> {
+    let infos = tensors.iter().map(|tensor| {
+        let info = TensorInfo { name: tensor.name().to_owned(), dtype: tensor.dtype()?, shape: tensor.shape().to_vec() };
+        Ok((info, tensor.bytes()))
+    });
+    MemoryCheckpoint::new(infos.collect::<Result<Vec<_>>>()?)
+}

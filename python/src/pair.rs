@@ -1,0 +1,216 @@
+//! A pair that stays open, with tensors in memory as what is read and written.
+
+use crate::errors;
+use crate::memory::{self, Memory};
+use crate::run::run;
+use pyo3::prelude::*;
+use pyo3::types::PyByteArray;
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use tpde::error::Escaped;
+use tpde::format::BaseKind;
+use tpde::index::Tensor;
+use tpde::safetensors::target_metadata;
+use tpde::source::FileSource;
+use tpde::{Apply, Checkpoint, Error, InPlace, MemoryCheckpoint, Result, SafetensorsCheckpoint, TensorMut};
+
+/// A pair and, if it was opened with one, the files of its base.
+#[pyclass(frozen, module = "tpde._tpde")]
+pub struct Pair {
+    pair: tpde::Pair<FileSource>,
+    base: Option<SafetensorsCheckpoint>,
+}
+
+/// Name, dtype, dims, kind of base, name of the base tensor, whether anything changes.
+type Described = (String, &'static str, Vec<u64>, &'static str, String, bool);
+
+#[pymethods]
+impl Pair {
+    /// Opens the pair `path`, and the base at `base` if it lies in files.
+    #[new]
+    #[pyo3(signature = (path, base=None))]
+    fn open(py: Python<'_>, path: PathBuf, base: Option<PathBuf>) -> PyResult<Self> {
+        run(py, None, 0, |_| {
+            let base = base.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
+            Ok(Self { pair: tpde::Pair::open(&path)?, base })
+        })
+    }
+
+    /// All tensors, names ascending.
+    fn tensors(&self) -> Vec<Described> {
+        let index = self.pair.index();
+        let describe = |tensor: Tensor<'_>| {
+            let records = &index.chunks()[tensor.chunks().start as usize..tensor.chunks().end as usize];
+            let changes = records.iter().any(|record| record.num_deltas.get() > 0);
+            let name = tensor.name.to_owned();
+            (name, tensor.dtype.name(), tensor.shape.to_vec(), tensor.base_kind.name(), tensor.base_name.to_owned(), changes)
+        };
+        index.tensors().map(describe).collect()
+    }
+
+    /// Whether the pair tells of files, not of tensors alone.
+    fn has_files(&self) -> bool {
+        self.pair.index().files().len() > 0
+    }
+
+    /// The `__metadata__` of the target's files.
+    fn metadata(&self, py: Python<'_>) -> PyResult<BTreeMap<String, String>> {
+        run(py, None, 0, |_| target_metadata(self.pair.index(), self.base.as_ref()))
+    }
+
+    /// Rebuilds the tensors that `outputs` are named after.
+    fn read(
+        &self,
+        py: Python<'_>,
+        mut outputs: Vec<Memory>,
+        base: Option<Vec<Memory>>,
+        digests: bool,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let total = outputs.iter().map(|output| output.range().len() as u64).sum();
+        run(py, progress, total, |steering| {
+            self.on_base(base.as_deref(), |base| {
+                let mut places = HashMap::new();
+                for output in &mut outputs {
+                    let (name, range) = (output.name().to_owned(), output.range());
+                    // SAFETY: outputs are new tensors, as `tpde/_tensors.py` makes them: nobody else has seen their memory.
+                    if places.insert(name, unsafe { output.bytes_mut() }).is_some() {
+                        return Err(Error::Misuse(format!("{range:?}: two outputs of one name")));
+                    }
+                }
+                let apply =
+                    Apply::new(&self.pair, base).tensors(|name| places.contains_key(name)).digests(digests).progress(steering);
+                let names: Vec<_> = apply.selected().map(|tensor| tensor.name).collect();
+                let mut buffers: Vec<_> = names.iter().filter_map(|name| places.remove(*name)).collect();
+                if let Some(name) = places.keys().next() {
+                    return Err(unknown(name));
+                }
+                apply.to_buffers(&mut buffers).map(|_| ())
+            })
+        })
+    }
+
+    /// Rebuilds elements from `start` on of a tensor, as many as fill `output`, which is named after it.
+    fn read_range(&self, py: Python<'_>, mut output: Memory, start: u64, stop: u64, base: Option<Vec<Memory>>) -> PyResult<()> {
+        run(py, None, 0, |steering| {
+            self.on_base(base.as_deref(), |base| {
+                let bytes = Apply::new(&self.pair, base).progress(steering).range(output.name(), start..stop)?;
+                let name = output.name().to_owned();
+                // SAFETY: the output is a new tensor: nobody else has seen its memory.
+                let out = unsafe { output.bytes_mut() };
+                if out.len() != bytes.len() {
+                    return Err(Error::Misuse(format!("{} bytes for {} of tensor {}", out.len(), bytes.len(), Escaped(&name))));
+                }
+                out.copy_from_slice(&bytes);
+                Ok(())
+            })
+        })
+    }
+
+    /// Positions (little-endian, 4 bytes each if all fit in 31 bits, else 8) and values of the elements of a tensor that change.
+    fn changes<'py>(
+        &self,
+        py: Python<'py>,
+        name: &str,
+        base: Option<Vec<Memory>>,
+    ) -> PyResult<(Bound<'py, PyByteArray>, Bound<'py, PyByteArray>, usize)> {
+        let (positions, values, size) = run(py, None, 0, |steering| {
+            self.on_base(base.as_deref(), |base| {
+                let tensor = self.pair.index().find(name).ok_or_else(|| unknown(name))?;
+                let changes = Apply::new(&self.pair, base).progress(steering).changes(name)?;
+                let size = if tensor.lanes <= i32::MAX as u64 { 4 } else { 8 };
+                let positions: Vec<u8> = changes.positions.iter().flat_map(|p| p.to_le_bytes().into_iter().take(size)).collect();
+                Ok((positions, changes.values, size))
+            })
+        })?;
+        Ok((PyByteArray::new(py, &positions), PyByteArray::new(py, &values), size))
+    }
+
+    /// Changes tensors where they lie, each piece of memory once. True if they were changed, false if they were the target.
+    fn apply_in_place(
+        &self,
+        py: Python<'_>,
+        mut tensors: Vec<Memory>,
+        checked: bool,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<bool> {
+        let once = self.each_memory_once(&tensors).map_err(|error| errors::to_python(py, &error))?;
+        let total = once.iter().map(|&i| tensors[i].range().len() as u64).sum();
+        let mode = if checked { InPlace::AllChecked } else { InPlace::ChunkByChunk };
+        run(py, progress, total, |steering| {
+            let mut given = Vec::new();
+            for (i, tensor) in tensors.iter_mut().enumerate() {
+                let Some(found) = self.pair.index().find(tensor.name()).filter(|_| once.contains(&i)) else { continue };
+                // SAFETY: `each_memory_once` has found that these tensors do not overlap.
+                given.push(TensorMut { name: found.name, bytes: unsafe { tensor.bytes_mut() } });
+            }
+            match self.pair.apply_in_place_with(&mut given, mode, steering) {
+                Ok(_) => Ok(true),
+                Err(Error::AlreadyApplied) => Ok(false),
+                Err(error) => Err(error),
+            }
+        })
+    }
+}
+
+fn unknown(name: &str) -> Error {
+    Error::Misuse(format!("no tensor {} in the pair", Escaped(name)))
+}
+
+impl Pair {
+    fn on_base<R>(&self, base: Option<&[Memory]>, work: impl FnOnce(&dyn Checkpoint) -> Result<R>) -> Result<R> {
+        match (base, &self.base) {
+            (Some(tensors), _) => work(&memory::checkpoint(tensors)?),
+            (None, Some(files)) => work(files),
+            (None, None) => work(&MemoryCheckpoint::default()),
+        }
+    }
+
+    /// Which of the tensors to change so that each piece of memory is changed once: tied weights are one piece with several
+    /// names, which must become the same. The tensors must be those of the pair in dtype and shape.
+    fn each_memory_once(&self, tensors: &[Memory]) -> Result<std::collections::HashSet<usize>> {
+        let mut found = Vec::new();
+        for (i, given) in tensors.iter().enumerate() {
+            let name = Escaped(given.name());
+            let tensor = self.pair.index().find(given.name()).ok_or_else(|| unknown(given.name()))?;
+            if tensor.dtype != given.dtype()? || tensor.shape != given.shape() {
+                let (dtype, shape) = (given.dtype()?, given.shape());
+                let expected = format!("{} {:?}", tensor.dtype, tensor.shape);
+                return Err(Error::Misuse(format!("tensor {name} is {dtype} {shape:?} here, and {expected} in the pair")));
+            }
+            if tensor.bytes() != given.range().len() as u64 {
+                return Err(Error::Misuse(format!("tensor {name} has {} bytes, not {}", given.range().len(), tensor.bytes())));
+            }
+            found.push((i, given.range(), tensor));
+        }
+        // Of tied tensors, one with a base comes first: it is the one whose base can be checked.
+        found.sort_by_key(|(_, range, tensor)| (range.start, range.end, tensor.base_kind == BaseKind::None));
+        let mut once = std::collections::HashSet::new();
+        let mut before: Option<&(usize, std::ops::Range<usize>, Tensor<'_>)> = None;
+        for entry in &found {
+            let (i, range, tensor) = entry;
+            if range.is_empty() {
+                once.insert(*i);
+                continue;
+            }
+            match before.filter(|(_, other, _)| range.start < other.end) {
+                Some((_, other, first)) if other == range => {
+                    let same_base = tensor.base_kind == BaseKind::None || tensor.digests.base_digest == first.digests.base_digest;
+                    if !same_base || tensor.digests.target_digest != first.digests.target_digest {
+                        let (a, b) = (Escaped(first.name), Escaped(tensor.name));
+                        return Err(Error::Misuse(format!("tensors {a} and {b} share memory, but not their values in the pair")));
+                    }
+                    continue;
+                }
+                Some((_, _, first)) => {
+                    let (a, b) = (Escaped(first.name), Escaped(tensor.name));
+                    return Err(Error::Misuse(format!("tensors {a} and {b} share a part of their memory")));
+                }
+                None => {}
+            }
+            once.insert(*i);
+            before = Some(entry);
+        }
+        Ok(once)
+    }
+}

@@ -1,0 +1,196 @@
+//! Functions on paths.
+
+use crate::memory::{self, Memory};
+use crate::run::run;
+use pyo3::prelude::*;
+use serde_json::json;
+use std::collections::{BTreeMap, HashSet};
+use std::path::PathBuf;
+use tpde::delta::{EncodeReport, TensorReport, encode_to_path};
+use tpde::reader::PairPaths;
+use tpde::safetensors::ApplyOptions;
+use tpde::{Apply, Checkpoint, Codec, EncodeOptions, Error, Layout, Pair, Result, SafetensorsCheckpoint};
+
+/// How to encode, as Python says it.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct Options {
+    codec: Option<String>,
+    layout: Option<String>,
+    chunk_lanes: Option<u64>,
+    renamed: BTreeMap<String, String>,
+}
+
+impl Options {
+    fn parse(self) -> Result<EncodeOptions> {
+        let unknown = |what: &str, name: &str| Error::Misuse(format!("no {what} is named {name}"));
+        let layout = self.layout.map(|name| {
+            let found = Layout::ALL.iter().copied().find(|layout| layout.name() == name);
+            found.ok_or_else(|| unknown("layout", &name))
+        });
+        let layout = layout.transpose()?;
+        let codec = self.codec.map(|name| {
+            let found = Codec::ALL.iter().copied().find(|codec| codec.name() == name);
+            found.ok_or_else(|| unknown("codec", &name))
+        });
+        // Who names a layout means the codec that has layouts.
+        let codec = codec.transpose()?.or(layout.map(|_| Codec::Zstd));
+        let defaults = EncodeOptions::default();
+        let chunk_lanes = self.chunk_lanes.unwrap_or(defaults.chunk_lanes);
+        Ok(EncodeOptions { codec, layout, chunk_lanes, renamed: self.renamed })
+    }
+}
+
+fn bytes_of(checkpoint: &dyn Checkpoint) -> u64 {
+    checkpoint.tensors().iter().map(|tensor| tensor.bytes()).sum()
+}
+
+fn encode_report(report: &EncodeReport, output: &std::path::Path, not_included: &[String]) -> String {
+    let paths = PairPaths::new(output);
+    json!({
+        "index": paths.index.to_string_lossy(),
+        "blob": paths.blob.to_string_lossy(),
+        "target_bytes": report.target_bytes,
+        "index_bytes": report.index_bytes,
+        "blob_bytes": report.blob_bytes,
+        "tensors": report.tensors,
+        "removed": report.removed,
+        "not_included": not_included,
+    })
+    .to_string()
+}
+
+#[pyfunction]
+pub fn encode(
+    py: Python<'_>,
+    base: Option<PathBuf>,
+    target: PathBuf,
+    output: PathBuf,
+    options: Options,
+    replace: bool,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<String> {
+    let opened = run(py, None, 0, |_| {
+        let base = base.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
+        Ok((base, SafetensorsCheckpoint::open(&target)?, options.parse()?))
+    });
+    let (base, target, options) = opened?;
+    let total = bytes_of(&target);
+    run(py, progress, total, |steering| {
+        let report = tpde::encode_files(base.as_ref(), &target, &options, &output, replace, steering)?;
+        Ok(encode_report(&report, &output, target.not_included()))
+    })
+}
+
+/// A checkpoint as Python gives it: files, or tensors in memory.
+#[derive(FromPyObject)]
+pub enum Source {
+    Memory(Vec<Memory>),
+    Path(PathBuf),
+}
+
+#[pyfunction]
+pub fn encode_memory(
+    py: Python<'_>,
+    base: Option<Source>,
+    target: Vec<Memory>,
+    output: PathBuf,
+    options: Options,
+    replace: bool,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<String> {
+    let total = target.iter().map(|tensor| tensor.bytes().len() as u64).sum();
+    run(py, progress, total, |steering| {
+        let target = memory::checkpoint(&target)?;
+        let options = options.parse()?;
+        let encode = |base: Option<&dyn Checkpoint>| {
+            let report = encode_to_path(base, &target, Vec::new(), &options, &output, replace, steering)?;
+            Ok(encode_report(&report, &output, &[]))
+        };
+        match &base {
+            None => encode(None),
+            Some(Source::Memory(tensors)) => encode(Some(&memory::checkpoint(tensors)?)),
+            Some(Source::Path(path)) => encode(Some(&SafetensorsCheckpoint::open(path)?)),
+        }
+    })
+}
+
+#[pyfunction]
+pub fn apply(
+    py: Python<'_>,
+    base: Option<PathBuf>,
+    pair: PathBuf,
+    output: PathBuf,
+    wanted: Option<HashSet<String>>,
+    replace: bool,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<String> {
+    let (pair, base) = run(py, None, 0, |_| {
+        let base = base.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
+        Ok((Pair::open(&pair)?, base))
+    })?;
+    let is_wanted = |name: &str| wanted.as_ref().is_none_or(|wanted| wanted.contains(name));
+    let total = pair.index().tensors().filter(|tensor| is_wanted(tensor.name)).map(|tensor| tensor.bytes()).sum();
+    run(py, progress, total, |steering| {
+        let options = ApplyOptions { wanted: wanted.as_ref().map(|_| &is_wanted as _), replace };
+        let report = tpde::apply_to_path(&pair, base.as_ref(), &output, &options, steering)?;
+        Ok(json!(report).to_string())
+    })
+}
+
+#[pyfunction]
+pub fn verify(
+    py: Python<'_>,
+    pair: PathBuf,
+    base: Option<PathBuf>,
+    target: Option<PathBuf>,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<String> {
+    let (pair, base, target) = run(py, None, 0, |_| {
+        let base = base.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
+        let target = target.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
+        Ok((Pair::open(&pair)?, base, target))
+    })?;
+    let bytes = pair.index().tensor_bytes().1;
+    let first = if base.is_some() { bytes } else { pair.index().header().blob_size };
+    let total = first + if target.is_some() { bytes } else { 0 };
+    run(py, progress, total, |steering| {
+        let mut report = match &base {
+            None => pair.verify_with(steering)?,
+            Some(base) => Apply::new(&pair, base).progress(steering).verify()?,
+        };
+        if let Some(target) = &target {
+            pair.index().check_target(target, steering)?;
+            report.target_checked = true;
+        }
+        Ok(json!(report).to_string())
+    })
+}
+
+#[pyfunction]
+pub fn inspect(py: Python<'_>, pair: PathBuf) -> PyResult<String> {
+    run(py, None, 0, |_| {
+        let pair = Pair::open(&pair)?;
+        let index = pair.index();
+        let header = index.header();
+        let (base_bytes, target_bytes) = index.tensor_bytes();
+        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let files: Vec<_> =
+            index.files().map(|file| json!({"name": file.name, "kind": file.kind, "content_bytes": file.content_size})).collect();
+        let tensors: Vec<_> = index.tensors().map(|tensor| TensorReport::new(index, &tensor)).collect();
+        Ok(json!({
+            "version": format!("{}.{}", header.version_major, header.version_minor),
+            "pair_digest": hex(index.pair_digest()),
+            "base_root": hex(index.base_root()),
+            "target_root": hex(index.target_root()),
+            "base_bytes": base_bytes,
+            "target_bytes": target_bytes,
+            "index_bytes": index.size(),
+            "blob_bytes": header.blob_size,
+            "chunks": header.chunk_count,
+            "files": files,
+            "tensors": tensors,
+        })
+        .to_string())
+    })
+}

@@ -1,0 +1,210 @@
+"""Tensors as NumPy arrays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tpde
+from conftest import SHAPES, Made, raw
+
+# Whatever ml_dtypes does, the bits are these.
+VIEWS = {"BF16": np.uint16, "F8_E4M3": np.uint8, "F32": np.float32, "F16": np.float16, "F64": np.float64, "I64": np.int64}
+
+
+def views(tensors: dict[str, bytes]) -> dict[str, np.ndarray]:
+    """Writable arrays of these bytes, BF16 and F8 as integers."""
+    return {
+        name: np.frombuffer(bytearray(tensors[name]), VIEWS.get(dtype, np.bool_)).reshape(shape)
+        for name, (dtype, shape) in SHAPES.items()
+    }
+
+
+def test_get_tensor(made: Made) -> None:
+    with tpde.safe_open(made.pair, base=made.base, framework="np") as target:
+        assert target.keys() == sorted(SHAPES)
+        assert target.metadata() == {"format": "pt", "step": "20"}
+        for name, (_, shape) in SHAPES.items():
+            array = target.get_tensor(name)
+            assert array.shape == shape and raw(array) == made.target_bytes[name]
+            assert array.flags.writeable and array.flags.c_contiguous
+    with pytest.raises(tpde.Misuse, match="closed"):
+        target.get_tensor("scalar")
+
+
+def test_dtypes_are_those_of_ml_dtypes(made: Made) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    arrays = tpde.numpy.load_file(made.pair, made.base)
+    assert arrays["embed.weight"].dtype == ml_dtypes.bfloat16
+    assert arrays["layers.0.scale"].dtype == ml_dtypes.float8_e4m3fn
+    assert arrays["layers.1.mask"].dtype == np.bool_
+
+
+def test_without_ml_dtypes_and_torch_they_are_integers(made: Made) -> None:
+    code = f"""
+import sys
+sys.modules["ml_dtypes"] = sys.modules["torch"] = None
+import numpy as np, tpde
+arrays = tpde.numpy.load_file({str(made.pair)!r}, {str(made.base)!r})
+assert arrays["embed.weight"].dtype == np.uint16 and arrays["layers.0.scale"].dtype == np.uint8
+base = dict(arrays)
+assert tpde.numpy.apply_(base, {str(made.pair)!r}) == "already_applied"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_base_in_memory(made: Made) -> None:
+    base = views(made.base_bytes)
+    with tpde.safe_open(made.pair, base=base, framework="np") as target:
+        for name in SHAPES:
+            assert raw(target.get_tensor(name)) == made.target_bytes[name]
+        assert target.metadata() == {"format": "pt", "step": "20"}
+        base["embed.weight"][3, 3] ^= 1
+        with pytest.raises(tpde.WrongBase):
+            target.get_tensor("embed.weight")
+        del base["embed.weight"]
+        with pytest.raises(tpde.Invalid) as caught:
+            target.get_tensor("embed.weight")
+        assert caught.value.rule == "base.tensor"
+
+
+INDICES = [
+    np.s_[:],
+    np.s_[0],
+    np.s_[-1],
+    np.s_[3:9],
+    np.s_[100:217],
+    np.s_[5:290:7],
+    np.s_[..., 2],
+    np.s_[7, 3],
+    np.s_[7, 3:40],
+    np.s_[40:41, 3:40:3],
+    np.s_[10:20, ::5],
+    np.s_[10:20, 5:5],
+    np.s_[50:20],
+    np.s_[500:600],
+    np.s_[-20:, -3:],
+    (...,),
+    (np.int64(4), np.uint8(5)),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_slices(made: Made, index: object) -> None:
+    whole = np.frombuffer(made.target_bytes["embed.weight"], np.uint16).reshape(300, 64)
+    with tpde.safe_open(made.pair, base=made.base, framework="np") as target:
+        view = target.get_slice("embed.weight")
+        assert view.get_shape() == [300, 64] and view.get_dtype() == "BF16"
+        found = view[index]
+    assert found.shape == whole[index].shape and raw(found) == whole[index].tobytes()
+
+
+def test_slices_of_few_dims(made: Made) -> None:
+    with tpde.safe_open(made.pair, base=made.base, framework="np") as target:
+        assert raw(target.get_slice("scalar")[()]) == raw(target.get_slice("scalar")[...]) == made.target_bytes["scalar"]
+        assert raw(target.get_slice("layers.0.norm.weight")[7]) == made.target_bytes["layers.0.norm.weight"][28:32]
+        assert target.get_slice("empty")[:, 3:5].shape == (0, 2)
+        view = target.get_slice("embed.weight")
+        for index in (300, (0, 64), (0, 0, 0), -301):
+            with pytest.raises(IndexError):
+                view[index]
+        for index in (None, [1, 2], slice(None, None, -1), "a", 1.5, True, (..., ...), slice("a")):
+            with pytest.raises(tpde.Misuse):
+                view[index]
+
+
+def test_a_slice_reads_the_chunks_that_it_needs_and_no_others(made: Made) -> None:
+    damaged = made.damaged("embed.weight")  # in its first chunk: rows 0 to 63
+    whole = np.frombuffer(made.target_bytes["embed.weight"], np.uint16).reshape(300, 64)
+    with tpde.safe_open(damaged, base=made.base, framework="np") as target:
+        view = target.get_slice("embed.weight")
+        assert raw(view[64:]) == whole[64:].tobytes()
+        with pytest.raises(tpde.Invalid) as caught:
+            view[63:65]
+        assert caught.value.rule == "payload.crc32" and caught.value.chunk is not None
+
+
+def test_save_load_apply(made: Made, tmp_path: Path) -> None:
+    base, target = views(made.base_bytes), views(made.target_bytes)
+    report = tpde.numpy.save_file(base, target, tmp_path / "p", chunk_lanes=4096)
+    assert report.ratio > 3
+    loaded = tpde.numpy.load_file(tmp_path / "p", base)
+    assert {name: raw(array) for name, array in loaded.items()} == made.target_bytes
+    with tpde.safe_open(tmp_path / "p", base=base, framework="np") as opened:
+        assert opened.metadata() is None
+    with pytest.raises(tpde.AlreadyApplied):
+        tpde.numpy.load_file(tmp_path / "p", target)
+    assert tpde.numpy.apply_(base, tmp_path / "p") == "applied"
+    assert {name: raw(array) for name, array in base.items()} == made.target_bytes
+    assert tpde.numpy.apply_(base, tmp_path / "p") == "already_applied"
+
+
+def test_a_base_in_files_for_a_target_in_memory(made: Made, tmp_path: Path) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    target = views(made.target_bytes)
+    target["embed.weight"] = target["embed.weight"].view(ml_dtypes.bfloat16)
+    target["layers.0.mlp.weight"] = target["layers.0.mlp.weight"].view(ml_dtypes.bfloat16)
+    target["layers.0.scale"] = target["layers.0.scale"].view(ml_dtypes.float8_e4m3fn)
+    report = tpde.numpy.save_file(made.base, target, tmp_path / "p")
+    assert {tensor.base_kind for tensor in report.tensors} == {"same"}
+
+
+def test_rows_that_were_added(tmp_path: Path) -> None:
+    base = {"w": np.arange(10_000, dtype=np.float32).reshape(1000, 10)}
+    target = {"w": np.concatenate([base["w"], np.ones((3, 10), np.float32)])}
+    report = tpde.numpy.save_file(base, target, tmp_path / "p")
+    assert report.tensors[0].base_kind == "prefix"
+    assert raw(tpde.numpy.load_file(tmp_path / "p", base)["w"]) == raw(target["w"])
+    with pytest.raises(tpde.Misuse):
+        tpde.numpy.apply_(base, tmp_path / "p")
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.ones((4, 4), np.float32).T[1:],
+        np.ones((4, 4), np.float32)[:, ::2],
+        np.ones((4, 4), ">f4"),
+        np.ones(4, np.complex128),
+        np.array(["text"]),
+        [1.0, 2.0],
+        None,
+    ],
+    ids=lambda array: f"{type(array).__name__} {getattr(array, 'dtype', '')}",
+)
+def test_arrays_that_cannot_be_read_are_refused(array: object, tmp_path: Path) -> None:
+    with pytest.raises(tpde.Misuse) as caught:
+        tpde.numpy.save_file(None, {"w": array}, tmp_path / "p")
+    strided = isinstance(array, np.ndarray) and not array.flags.c_contiguous
+    assert isinstance(caught.value, tpde.NotContiguous) == strided and "'w'" in str(caught.value)
+
+
+def test_read_only_arrays_are_read_and_not_written(made: Made) -> None:
+    base = {name: np.frombuffer(bytes(array), array.dtype).reshape(array.shape) for name, array in views(made.base_bytes).items()}
+    assert len(tpde.numpy.load_file(made.pair, base)) == len(SHAPES)
+    with pytest.raises(tpde.Misuse, match="read-only"):
+        tpde.numpy.apply_(base, made.pair)
+    assert {name: raw(array) for name, array in base.items()} == made.base_bytes
+
+
+def test_buffers_are_held_while_in_use(tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    base = {"w": random.standard_normal(16 << 20, dtype=np.float32)}
+    target = {"w": random.standard_normal(16 << 20, dtype=np.float32)}
+    wanted, told = target["w"].copy(), []
+
+    def take_away(done: int, total: int) -> None:
+        told.append(done)
+        if target:
+            with pytest.raises(ValueError):
+                target["w"].resize(1)
+            target.clear()  # and nobody else has the array
+            np.zeros(16 << 20, np.float32).fill(7)
+
+    tpde.numpy.save_file(base, target, tmp_path / "p", progress=take_away)
+    assert told[0] < wanted.nbytes and not target
+    assert np.array_equal(tpde.numpy.load_file(tmp_path / "p", base)["w"], wanted)

@@ -1,0 +1,166 @@
+"""Functions on files, and the errors that they raise."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+import tpde
+from conftest import Made
+
+
+def test_the_version_is_the_crate_s() -> None:
+    manifest = Path(__file__).parents[2] / "Cargo.toml"
+    assert re.search(r"version = \"(.*?)\"", manifest.read_text())[1] == tpde.__version__
+
+
+def test_there_and_back(made: Made, tmp_path: Path) -> None:
+    out = tmp_path / "rebuilt.safetensors"
+    report = tpde.apply(made.base, made.pair, out)
+    assert out.read_bytes() == made.target.read_bytes()
+    assert report.digests_checked and report.tensors == len(made.target_bytes)
+    assert made.report.ratio > 3
+    assert made.report.stored_bytes == sum(
+        made.pair.with_suffix(end).stat().st_size for end in (".tpde-index", ".tpde-blob")
+    )
+
+
+def test_paths_may_be_strings(made: Made, tmp_path: Path) -> None:
+    tpde.encode(str(made.base), str(made.target), str(tmp_path / "p"))
+    tpde.apply(str(made.base), str(tmp_path / "p.tpde-index"), str(tmp_path / "o"))
+    assert (tmp_path / "o").read_bytes() == made.target.read_bytes()
+
+
+def test_without_a_base(made: Made, tmp_path: Path) -> None:
+    tpde.encode(None, made.target, tmp_path / "p")
+    tpde.apply(None, tmp_path / "p", tmp_path / "o")
+    assert (tmp_path / "o").read_bytes() == made.target.read_bytes()
+
+
+def test_a_choice_of_tensors(made: Made, tmp_path: Path) -> None:
+    def names(path: Path) -> set[str]:
+        content = path.read_bytes()
+        return set(json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]))
+
+    tpde.apply(made.base, made.pair, tmp_path / "a", tensors="layers.0.*")
+    assert names(tmp_path / "a") == {name for name in made.target_bytes if name.startswith("layers.0.")}
+    tpde.apply(made.base, made.pair, tmp_path / "b", tensors=["scalar", "empty"])
+    assert names(tmp_path / "b") == {"scalar", "empty"}
+    tpde.apply(made.base, made.pair, tmp_path / "c", tensors=lambda name: name == "scalar")
+    assert names(tmp_path / "c") == {"scalar"}
+    with pytest.raises(tpde.Misuse, match="layer.*"):
+        tpde.apply(made.base, made.pair, tmp_path / "d", tensors="layer_*")
+
+
+def test_verify(made: Made) -> None:
+    alone = tpde.verify(made.pair)
+    assert not alone.base_checked and not alone.target_checked and alone.chunks > len(made.target_bytes)
+    both = tpde.verify(made.pair, base=made.base, target=made.target)
+    assert both.base_checked and both.target_checked
+    with pytest.raises(tpde.Invalid) as caught:
+        tpde.verify(made.pair, target=made.base)
+    assert caught.value.rule == "tensor.target_digest"
+
+
+def test_inspect(made: Made) -> None:
+    seen = tpde.inspect(made.pair)
+    assert len(seen.pair_digest) == 64 and seen.target_bytes == sum(map(len, made.target_bytes.values()))
+    by_name = {tensor.name: tensor for tensor in seen.tensors}
+    assert by_name["embed.weight"].shape == (300, 64) and by_name["embed.weight"].dtype == "BF16"
+    assert by_name["frozen.weight"].changed == 0
+    assert seen.files[0]["kind"] == "safetensors"
+
+
+def test_options(made: Made, tmp_path: Path) -> None:
+    report = tpde.encode(made.base, made.target, tmp_path / "z", layout="gaps", chunk_lanes=8192)
+    assert {tensor.codec for tensor in report.tensors} == {"zstd"}
+    tpde.encode(made.base, made.target, tmp_path / "r", renamed={"embed.weight": "layers.0.mlp.weight"})
+    for wrong in ({"codec": "best"}, {"layout": "best"}, {"chunk_lanes": 5000}, {"renamed": {"a": "b"}}, {"progress": 3}):
+        with pytest.raises(tpde.Misuse):
+            tpde.encode(made.base, made.target, tmp_path / "w", **wrong)
+    assert not list(tmp_path.glob("w*"))
+
+
+def test_progress(made: Made, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    tpde.encode(made.base, made.target, tmp_path / "p", progress=lambda done, total: told.append((done, total)))
+    total = sum(map(len, made.target_bytes.values()))
+    assert told[-1] == (total, total)
+
+
+def test_progress_in_tqdm(made: Made, tmp_path: Path) -> None:
+    tqdm = pytest.importorskip("tqdm")
+    with tqdm.tqdm(disable=False, file=open(tmp_path / "bar", "w")) as bar:
+        tpde.verify(made.pair, base=made.base, progress=bar)
+        assert bar.n == bar.total == sum(map(len, made.target_bytes.values()))
+    tpde.verify(made.pair, progress=True)
+
+
+def test_an_exception_of_progress_ends_the_work_and_leaves_nothing(made: Made, tmp_path: Path) -> None:
+    def fail(done: int, total: int) -> None:
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        tpde.verify(made.pair, base=made.base, progress=fail)
+
+
+class TestErrors:
+    def test_wrong_base(self, made: Made, tmp_path: Path) -> None:
+        wrong = bytearray(made.base.read_bytes())
+        wrong[-1] ^= 1
+        (tmp_path / "wrong").write_bytes(wrong)
+        with pytest.raises(tpde.WrongBase) as caught:
+            tpde.apply(tmp_path / "wrong", made.pair, tmp_path / "o")
+        assert caught.value.tensor == "scalar" and len(caught.value.expected) == 32
+        assert not (tmp_path / "o").exists()
+
+    def test_already_applied(self, made: Made, tmp_path: Path) -> None:
+        with pytest.raises(tpde.AlreadyApplied):
+            tpde.apply(made.target, made.pair, tmp_path / "o", tensors="*")
+
+    def test_invalid_says_where(self, made: Made) -> None:
+        with pytest.raises(tpde.Invalid) as caught:
+            tpde.verify(made.damaged("layers.0.mlp.weight"))
+        assert caught.value.rule == "payload.crc32" and caught.value.section == "6"
+        assert caught.value.tensor == "layers.0.mlp.weight" and caught.value.chunk is not None
+        assert "payload.crc32" in str(caught.value)
+
+    def test_files(self, made: Made, tmp_path: Path) -> None:
+        with pytest.raises(tpde.NotFound) as caught:
+            tpde.inspect(tmp_path / "none")
+        assert isinstance(caught.value, FileNotFoundError) and caught.value.errno == 2
+        with pytest.raises(FileExistsError) as exists:
+            tpde.encode(made.base, made.target, made.pair)
+        assert isinstance(exists.value, tpde.AlreadyExists) and isinstance(exists.value, tpde.TpdeError)
+        tpde.encode(made.base, made.target, made.pair, replace=True, chunk_lanes=4096)
+        (tmp_path / "text").write_text("no checkpoint at all")
+        with pytest.raises(tpde.BadCheckpoint):
+            tpde.encode(made.base, tmp_path / "text", tmp_path / "p")
+
+    def test_what_is_read_is_not_written(self, made: Made) -> None:
+        with pytest.raises(tpde.Misuse, match="which is read"):
+            tpde.apply(made.base, made.pair, made.base, replace=True)
+
+    def test_all_are_one_family_and_can_be_sent_to_another_process(self, made: Made, tmp_path: Path) -> None:
+        calls = [
+            lambda: tpde.verify(made.damaged("embed.weight")),
+            lambda: tpde.inspect(tmp_path / "none"),
+            lambda: tpde.verify(made.pair, base=made.target),
+            lambda: tpde.apply(made.base, made.pair, made.base),
+        ]
+        for call in calls:
+            with pytest.raises(tpde.TpdeError) as caught:
+                call()
+            again = pickle.loads(pickle.dumps(caught.value))
+            assert type(again) is type(caught.value) and str(again) == str(caught.value)
+            assert {k: v for k, v in vars(again).items() if k != "_attributes"} == {
+                k: v for k, v in vars(caught.value).items() if k != "_attributes"
+            }
+
+    def test_a_panic_is_an_exception_too(self) -> None:
+        with pytest.raises(tpde.Internal, match="a panic for the tests"):
+            tpde._tpde._panic()

@@ -1,0 +1,202 @@
+"""Threads, signals, forks: what a long call does to its process, and the other way round."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tpde
+from conftest import Made
+
+#: Elements of arrays that take a good part of a second to encode.
+LARGE = 32 << 20
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that must not take long."""
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=env, capture_output=True, text=True)
+
+
+def test_importing_takes_nothing_along() -> None:
+    python(
+        """
+import sys, tpde
+assert not {"torch", "numpy", "ml_dtypes", "tqdm", "safetensors"} & set(sys.modules)
+loaded = open("/proc/self/maps").read()
+assert "libcuda" not in loaded and "libtorch" not in loaded
+""",
+        CUDA_VISIBLE_DEVICES="",
+    )
+
+
+def test_the_wheel_needs_no_library_that_a_system_lacks() -> None:
+    module = Path(tpde._tpde.__file__)
+    found = subprocess.run(["ldd", module], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[0].rsplit("/", 1)[-1].split(".so")[0] for line in found.splitlines()}
+    assert names <= {"linux-vdso", "libc", "libgcc_s", "libm", "libpthread", "libdl", "librt", "ld-linux-x86-64", "ld-linux-aarch64"}
+
+
+def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
+    base, target = large()
+    ticks, stop = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not stop.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.monotonic()
+    tpde.numpy.save_file(base, target, tmp_path / "p")
+    seconds = time.monotonic() - start
+    stop.set()
+    thread.join()
+    assert ticks > 20 * seconds
+
+
+def large() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    base = np.random.default_rng(1).standard_normal(LARGE, dtype=np.float32)
+    return {"w": base}, {"w": base * np.float32(1.001)}
+
+
+def test_a_keyboard_interrupt_ends_encoding_and_leaves_no_file(tmp_path: Path) -> None:
+    base, target = large()
+
+    def interrupt() -> None:
+        while not list(tmp_path.iterdir()):  # files under temporary names come first
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        tpde.numpy.save_file(base, target, tmp_path / "p")
+    thread.join()
+    assert not list(tmp_path.iterdir())
+    tpde.numpy.save_file(base, target, tmp_path / "p")  # and all is as before
+
+
+class Interrupt:
+    """Progress that interrupts once something has been done, as Ctrl-C would."""
+
+    def __call__(self, done: int, total: int) -> None:
+        if 0 < done < total:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("mode", ["all_checked", "chunk_by_chunk"])
+def test_a_keyboard_interrupt_leaves_weights_as_documented(mode: str, tmp_path: Path) -> None:
+    base, target = large()
+    tpde.numpy.save_file(base, target, tmp_path / "p", codec="raw")
+    before = base["w"].copy()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        tpde.numpy.apply_(base, tmp_path / "p", mode=mode, progress=Interrupt())
+    if mode == "all_checked":
+        assert np.array_equal(base["w"], before) or np.array_equal(base["w"], target["w"])
+    else:
+        changed = base["w"] != before
+        assert np.array_equal(base["w"][changed], target["w"][changed])
+        if changed.any():
+            assert isinstance(caught.value.__cause__, tpde.Poisoned) and caught.value.__cause__.written
+        with pytest.raises(tpde.TpdeError):
+            tpde.numpy.apply_(base, tmp_path / "p", mode=mode)
+
+
+def test_what_raises_frees_its_memory(tmp_path: Path, made: Made) -> None:
+    base, target = large()
+    tpde.numpy.save_file(base, target, tmp_path / "p", codec="raw")
+    base["w"][0] = 7
+
+    def size() -> int:
+        return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) >> 10
+
+    def fail() -> None:
+        with pytest.raises(tpde.WrongBase):
+            tpde.numpy.load_file(tmp_path / "p", base)
+
+    fail()
+    before = size()
+    for _ in range(4):
+        fail()
+    assert size() < before + 64, "MiB"
+    gc.collect()  # what was caught holds the frames that it came through
+    references = sys.getrefcount(base["w"])
+    fail()
+    gc.collect()
+    more = sys.getrefcount(base["w"]) - references
+    assert more == 0
+
+
+def rebuild(pair: str, base: str) -> int:
+    """Runs in another process."""
+    return sum(len(array.tobytes()) for array in tpde.numpy.load_file(pair, base).values())
+
+
+def fail(pair: str) -> None:
+    tpde.verify(pair)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_processes(method: str, made: Made) -> None:
+    rebuild(str(made.pair), str(made.base))  # the parent has threads by now
+    context = multiprocessing.get_context(method)
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
+        results = list(pool.map(rebuild, [str(made.pair)] * 4, [str(made.base)] * 4, timeout=100))
+        with pytest.raises(tpde.Invalid) as caught:
+            pool.submit(fail, str(made.damaged("embed.weight"))).result(timeout=100)
+    assert set(results) == {sum(map(len, made.target_bytes.values()))}
+    assert caught.value.rule == "payload.crc32" and caught.value.tensor == "embed.weight"
+
+
+def test_a_fork_while_another_thread_works(made: Made, tmp_path: Path) -> None:
+    python(
+        f"""
+import os, threading, numpy as np, tpde
+base = np.random.default_rng(1).standard_normal(8 << 20, dtype=np.float32)
+work = threading.Thread(target=tpde.numpy.save_file, args=({{"w": base}}, {{"w": base * 2}}, {str(tmp_path / "p")!r}))
+work.start()
+for _ in range(5):
+    child = os.fork()
+    if child == 0:
+        tpde.verify({str(made.pair)!r}, base={str(made.base)!r})
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+work.join()
+tpde.verify({str(tmp_path / "p")!r})
+"""
+    )
+
+
+def test_an_open_pair_survives_a_fork(made: Made) -> None:
+    with tpde.safe_open(made.pair, base=made.base, framework="np") as target:
+        target.get_tensor("scalar")
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = 0 if target.get_tensor("embed.weight").tobytes() == made.target_bytes["embed.weight"] else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert target.get_tensor("embed.weight").tobytes() == made.target_bytes["embed.weight"]
+
+
+def test_many_threads_at_once(made: Made) -> None:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        with tpde.safe_open(made.pair, base=made.base, framework="np") as target:
+            names = target.keys() * 8
+            for name, array in zip(names, pool.map(target.get_tensor, names)):
+                assert array.tobytes() == made.target_bytes[name]

@@ -1,0 +1,470 @@
+"""State dicts and live modules of PyTorch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tpde
+from conftest import SHAPES, Made
+
+torch = pytest.importorskip("torch")
+
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+    "F16": torch.float16,
+    "F64": torch.float64,
+}
+
+
+def tensors_of(raw: dict[str, bytes]) -> dict[str, torch.Tensor]:
+    """Tensors of these bytes."""
+    made = {}
+    for name, (dtype, shape) in SHAPES.items():
+        tensor = torch.empty(shape, dtype=DTYPES[dtype])
+        if raw[name]:
+            tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(raw[name]), dtype=torch.uint8))
+        made[name] = tensor
+    return made
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def raw_of(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: raw(tensor) for name, tensor in tensors.items()}
+
+
+class Tied(torch.nn.Module):
+    """An embedding that is the head too, some layers, and a buffer."""
+
+    def __init__(self, seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = torch.nn.Embedding(100, 64, dtype=dtype)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(64, 64, dtype=dtype) for _ in range(2)])
+        self.head = torch.nn.Linear(64, 100, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+def tuned(model: torch.nn.Module, names: list[str] | None = None) -> dict[str, torch.Tensor]:
+    """A copy of a module's tensors, some lanes moved by a unit in the last place."""
+    torch.manual_seed(3)
+    target = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, tensor in target.items():
+        if (names is None or name in names) and name != "head.weight":
+            lanes = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+            lanes += (torch.rand(tensor.shape) < 0.05).to(lanes.dtype)
+    if "head.weight" in target:
+        target["head.weight"] = target["embed.weight"]
+    return target
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> tuple[Tied, dict[str, torch.Tensor], Path]:
+    made = Tied()
+    target = tuned(made)
+    tpde.torch.save_file(made, target, tmp_path / "p")
+    return made, target, tmp_path / "p"
+
+
+def test_load_file(made: Made) -> None:
+    for base in (made.base, tensors_of(made.base_bytes)):
+        loaded = tpde.torch.load_file(made.pair, base)
+        assert raw_of(loaded) == made.target_bytes
+        assert {name: tensor.dtype for name, tensor in loaded.items()} == {n: DTYPES[d] for n, (d, _) in SHAPES.items()}
+        assert all(tuple(loaded[name].shape) == shape for name, (_, shape) in SHAPES.items())
+    assert raw_of(tpde.torch.load_file(made.pair, made.base, digests=False)) == made.target_bytes
+    with pytest.raises(tpde.AlreadyApplied):
+        tpde.torch.load_file(made.pair, made.target)
+
+
+def test_safe_open(made: Made) -> None:
+    with tpde.safe_open(made.pair, base=made.base, framework="pt", device=torch.device("cpu")) as target:
+        whole = target.get_tensor("embed.weight")
+        assert raw(whole) == made.target_bytes["embed.weight"]
+        view = target.get_slice("embed.weight")
+        for index in ((slice(3, 9),), (slice(5, 290, 7), slice(1, 60, 3)), (7,), (7, 3), (..., 3), (slice(5, 5),)):
+            found = view[index]
+            assert torch.equal(found, whole[index]) and found.is_contiguous()
+            assert found.untyped_storage().nbytes() == found.nbytes
+        scale = target.get_slice("layers.0.scale")[3:5]
+        assert scale.dtype == torch.float8_e4m3fn and raw(scale) == made.target_bytes["layers.0.scale"][3 * 72 : 5 * 72]
+
+
+def test_save_file_of_state_dicts_and_modules(made: Made, tmp_path: Path) -> None:
+    base, target = tensors_of(made.base_bytes), tensors_of(made.target_bytes)
+    tpde.torch.save_file(base, target, tmp_path / "a")
+    assert raw_of(tpde.torch.load_file(tmp_path / "a", base)) == made.target_bytes
+    tpde.torch.save_file(made.base, target, tmp_path / "b")
+    assert raw_of(tpde.torch.load_file(tmp_path / "b", made.base)) == made.target_bytes
+    tpde.torch.save_file(None, Tied(), tmp_path / "c")
+    assert raw_of(tpde.torch.load_file(tmp_path / "c")) == raw_of(Tied().state_dict())
+
+
+def test_buffers_that_a_module_does_not_save(tmp_path: Path) -> None:
+    module = Tied()
+    module.register_buffer("cache", torch.ones(4), persistent=False)
+    tpde.torch.save_file(module, tuned(module), tmp_path / "p")
+    assert tpde.torch.apply_(module, tmp_path / "p") == "applied"
+    tpde.torch.save_file(None, module, tmp_path / "q")
+    assert set(tpde.torch.load_file(tmp_path / "q")) == set(module.state_dict())
+
+
+def test_memory_is_held_while_in_use(tmp_path: Path) -> None:
+    base, target = torch.randn(16 << 20), torch.nn.Parameter(torch.randn(16 << 20))
+    wanted, told = target.detach().clone(), []
+
+    def take_away(done: int, total: int) -> None:
+        told.append(done)
+        target.data = torch.empty(0)  # the parameter lets go of its memory
+        torch.zeros(16 << 20)  # which would be given to others now
+
+    tpde.torch.save_file({"w": base}, {"w": target}, tmp_path / "p", progress=take_away)
+    assert len(told) > 1 and not target.numel()
+    assert torch.equal(tpde.torch.load_file(tmp_path / "p", {"w": base})["w"], wanted)
+
+
+def test_what_safetensors_writes(made: Made, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    base, target = tensors_of(made.base_bytes), tensors_of(made.target_bytes)
+    safetensors.save_file(base, tmp_path / "base.safetensors")
+    safetensors.save_file(target, tmp_path / "target.safetensors")
+    tpde.encode(tmp_path / "base.safetensors", tmp_path / "target.safetensors", tmp_path / "p")
+    tpde.apply(tmp_path / "base.safetensors", tmp_path / "p", tmp_path / "out.safetensors")
+    assert raw_of(safetensors.load_file(tmp_path / "out.safetensors")) == made.target_bytes
+
+
+class TestApply:
+    @pytest.mark.parametrize("mode", ["all_checked", "chunk_by_chunk"])
+    def test_live_parameters(self, model: tuple, mode: str) -> None:
+        module, target, pair = model
+        before = {name: (parameter, parameter.data_ptr()) for name, parameter in module.named_parameters()}
+        assert tpde.torch.apply_(module, pair, mode=mode) == "applied"
+        assert raw_of(module.state_dict()) == raw_of(target)
+        for name, parameter in module.named_parameters():
+            assert parameter is before[name][0] and parameter.data_ptr() == before[name][1] and parameter.requires_grad
+        assert tpde.torch.apply_(module, pair, mode=mode) == "already_applied"
+        assert raw_of(module.state_dict()) == raw_of(target)
+
+    def test_state_dicts(self, model: tuple) -> None:
+        module, target, pair = model
+        assert tpde.torch.apply_(module.state_dict(), pair) == "applied"
+        assert raw_of(module.state_dict()) == raw_of(target)
+
+    def test_every_dtype(self, made: Made) -> None:
+        tensors = tensors_of(made.base_bytes)
+        assert tpde.torch.apply_(tensors, made.pair) == "applied"
+        assert raw_of(tensors) == made.target_bytes
+
+    def test_tied_weights_are_patched_once(self, model: tuple) -> None:
+        module, target, pair = model
+        assert {"embed.weight", "head.weight"} <= set(tensor.name for tensor in tpde.inspect(pair).tensors)
+        assert tpde.torch.apply_(module, pair) == "applied"
+        assert module.head.weight is module.embed.weight and raw(module.embed.weight) == raw(target["embed.weight"])
+
+    def test_tied_weights_of_two_values_are_refused(self, model: tuple, tmp_path: Path) -> None:
+        module, target, _ = model
+        target["head.weight"] = target["head.weight"].clone()
+        target["head.weight"].view(torch.int16)[0, 0] ^= 1
+        tpde.torch.save_file(module, target, tmp_path / "q")
+        before = raw_of(module.state_dict())
+        with pytest.raises(tpde.Misuse, match="share memory"):
+            tpde.torch.apply_(module, tmp_path / "q")
+        assert raw_of(module.state_dict()) == before
+
+    def test_tensors_that_overlap_in_part_are_refused(self, tmp_path: Path) -> None:
+        storage = torch.zeros(100)
+        base = {"a": storage[:60], "b": storage[40:]}
+        target = {name: tensor + 1 for name, tensor in base.items()}
+        tpde.torch.save_file(base, target, tmp_path / "p")
+        with pytest.raises(tpde.Misuse, match="share a part"):
+            tpde.torch.apply_(base, tmp_path / "p")
+        assert not storage.any()
+
+    def test_storage_offsets_and_unaligned_views(self, made: Made) -> None:
+        tensors = {}
+        for offset, (name, (dtype, shape)) in enumerate(SHAPES.items(), start=1):
+            content = made.base_bytes[name]
+            if not content:
+                tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
+                continue
+            # Neither the storage nor the offset are aligned to the elements.
+            buffer = bytearray(b"\xaa" * offset + content + b"\xbb" * 9)
+            count = len(content) // torch.empty((), dtype=DTYPES[dtype]).element_size()
+            flat = torch.frombuffer(buffer, dtype=DTYPES[dtype], offset=offset, count=count)
+            tensors[name] = flat.view(shape)
+        whole = torch.zeros(3, 300, 64, dtype=torch.bfloat16)
+        whole[1] = tensors["embed.weight"]
+        tensors["embed.weight"] = whole[1]
+        assert whole[1].storage_offset() == 300 * 64
+        assert tpde.torch.apply_(tensors, made.pair) == "applied"
+        assert raw_of(tensors) == made.target_bytes
+        assert not whole[0].any() and not whole[2].any()
+
+    def test_versions_tell_autograd(self, model: tuple) -> None:
+        module, _, pair = model
+        loss = module(torch.arange(10)).float().sum()
+        before = {name: (parameter._version, raw(parameter)) for name, parameter in module.named_parameters()}
+        assert tpde.torch.apply_(module, pair) == "applied"
+        for name, parameter in module.named_parameters():
+            version, bits = before[name]
+            assert (parameter._version > version) == (raw(parameter) != bits), name
+        assert module.embed.weight._version > before["embed.weight"][0]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        module(torch.arange(10)).float().sum().backward()  # leaves that require gradients still get them
+        assert module.embed.weight.grad is not None
+        versions = {name: parameter._version for name, parameter in module.named_parameters()}
+        assert tpde.torch.apply_(module, pair) == "already_applied"
+        assert all(parameter._version == versions[name] for name, parameter in module.named_parameters())
+
+    def test_versions_of_what_does_not_change_stay(self, tmp_path: Path) -> None:
+        module = Tied()
+        tpde.torch.save_file(module, tuned(module, ["layers.0.weight"]), tmp_path / "p")
+        versions = {name: parameter._version for name, parameter in module.named_parameters()}
+        assert tpde.torch.apply_(module, tmp_path / "p") == "applied"
+        moved = [name for name, parameter in module.named_parameters() if parameter._version > versions[name]]
+        assert moved == ["layers.0.weight"]
+
+    def test_names_that_share_memory_with_a_changed_one_have_their_versions_raised(self, tmp_path: Path) -> None:
+        weight = torch.randn(64, 64)
+        other = weight.data  # the same memory, a version of its own
+        tpde.torch.save_file({"w": weight}, {"w": weight + 1}, tmp_path / "p")
+        version = other._version
+        assert tpde.torch.apply_({"w": weight, "another name": other}, tmp_path / "p") == "applied"
+        assert other._version > version
+
+    def test_arrays_among_the_tensors(self, made: Made) -> None:
+        tensors = {name: tensor.numpy() if name == "frozen.weight" else tensor for name, tensor in tensors_of(made.base_bytes).items()}
+        assert tpde.torch.apply_(tensors, made.pair) == "applied"
+
+    def test_inference_tensors(self, tmp_path: Path) -> None:
+        with torch.inference_mode():
+            weight = torch.randn(64, 64)
+        target = weight + 1
+        tpde.torch.save_file({"w": weight}, {"w": target}, tmp_path / "p")
+        with torch.inference_mode():
+            assert tpde.torch.apply_({"w": weight}, tmp_path / "p") == "applied"
+        assert raw(weight) == raw(target)
+
+    def test_wrong_base_and_damage_leave_the_weights(self, made: Made) -> None:
+        tensors = tensors_of(made.base_bytes)
+        tensors["frozen.weight"].view(torch.int16)[0, 0] ^= 1
+        before, versions = raw_of(tensors), {name: tensor._version for name, tensor in tensors.items()}
+        with pytest.raises(tpde.WrongBase) as caught:
+            tpde.torch.apply_(tensors, made.pair)
+        assert caught.value.tensor == "frozen.weight"
+        tensors = {**tensors, "frozen.weight": tensors_of(made.base_bytes)["frozen.weight"]}
+        with pytest.raises(tpde.Invalid):
+            tpde.torch.apply_(tensors, made.damaged("layers.1.mlp.weight"))
+        del before["frozen.weight"], versions["frozen.weight"]
+        assert before.items() <= raw_of(tensors).items()
+        assert versions.items() <= {name: tensor._version for name, tensor in tensors.items()}.items()
+
+    def test_chunk_by_chunk_tells_what_it_has_written(self, made: Made) -> None:
+        tensors = tensors_of(made.base_bytes)
+        version = tensors["embed.weight"]._version
+        with pytest.raises(tpde.Poisoned) as caught:
+            tpde.torch.apply_(tensors, made.damaged("layers.1.mlp.weight"), mode="chunk_by_chunk")
+        assert isinstance(caught.value.__cause__, tpde.Invalid) and 0 < len(caught.value.written) < caught.value.total
+        assert tensors["embed.weight"]._version > version
+        for name, tensor in tensors.items():  # each chunk is wholly the one or the other
+            assert raw(tensor)[:100] in (made.base_bytes[name][:100], made.target_bytes[name][:100])
+
+    def test_missing_and_additional_tensors(self, model: tuple) -> None:
+        module, target, pair = model
+        part = {name: tensor for name, tensor in module.state_dict().items() if "layers" in name}
+        with pytest.raises(tpde.Misuse, match="'embed.weight' and 2 more"):
+            tpde.torch.apply_(part, pair)
+        more = {"more": torch.ones(2), "text": "x", "sparse": torch.ones(3).to_sparse(), "meta": torch.ones(3, device="meta")}
+        assert tpde.torch.apply_({**part, **more}, pair, strict=False) == "applied"
+        assert all(raw(part[name]) == raw(target[name]) for name in part)
+
+    def test_misuse(self, model: tuple) -> None:
+        module, _, pair = model
+        for wrong in (module.float(), Tied(dtype=torch.float16), 3, [1], {**module.state_dict(), "scale": torch.ones(4)}):
+            with pytest.raises(tpde.Misuse):
+                tpde.torch.apply_(wrong, pair)
+        with pytest.raises(tpde.Misuse):
+            tpde.torch.apply_(Tied(), pair, mode="fast")
+
+    def test_no_tensor_of_the_weights_size_is_made(self, tmp_path: Path) -> None:
+        code = f"""
+import resource, torch, tpde, tpde.torch
+torch.manual_seed(0)
+base = {{"w": torch.randn(48 << 20)}}                   # 192 MiB
+target = {{"w": base["w"].clone()}}
+target["w"][::1000] += 1
+tpde.torch.save_file(base, target, {str(tmp_path / "p")!r})
+del target
+# The peak before is above what two such tensors need: read the size of today, not the peak.
+for mode in ("all_checked", "chunk_by_chunk"):
+    open("/proc/self/clear_refs", "w").write("5")       # the peak begins here
+    status = lambda key: next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(key)) >> 10
+    before = status("VmRSS")
+    assert tpde.torch.apply_(base, {str(tmp_path / "p")!r}, mode=mode) == "applied"
+    growth = status("VmHWM") - before
+    assert growth < 96, f"{{mode}}: {{growth}} MiB more"
+    base["w"][::1000] -= 1
+    base["w"] = base["w"].clone()
+    torch.manual_seed(0)
+    base["w"] = torch.randn(48 << 20)
+"""
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory was taken away, as sharding libraries do."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            torch.ones(4, 6).t(),
+            torch.ones(4, 6)[:, ::2],
+            torch.ones(1).expand(5),
+            torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        ],
+        ids=["transposed", "strided", "expanded", "channels_last"],
+    )
+    def test_non_contiguous(self, tensor: torch.Tensor, tmp_path: Path) -> None:
+        contiguous = tensor.clone(memory_format=torch.contiguous_format)
+        with pytest.raises(tpde.NotContiguous) as caught:
+            tpde.torch.save_file(None, {"w": tensor}, tmp_path / "p")
+        assert caught.value.tensor == "w"
+        assert not list(tmp_path.iterdir())
+        tpde.torch.save_file({"w": contiguous}, {"w": contiguous + 1}, tmp_path / "p")
+        with pytest.raises(tpde.NotContiguous):
+            tpde.torch.apply_({"w": tensor}, tmp_path / "p")
+        with pytest.raises(tpde.NotContiguous):
+            tpde.torch.load_file(tmp_path / "p", {"w": tensor})
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: torch.ones(4, device="meta"),
+            lambda: torch.ones(4).to_sparse(),
+            lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+            lambda: torch.ones(4, dtype=torch.complex128),
+            lambda: torch.ones(4, dtype=torch.complex64).conj(),
+            lambda: freed(torch.ones(4)),
+            lambda: torch._subclasses.FakeTensorMode().from_tensor(torch.ones(4)),
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        ],
+        ids=["meta", "sparse", "quantized", "complex128", "conjugated", "freed", "fake", "nested"],
+    )
+    def test_tensors_without_plain_memory(self, make: object, tmp_path: Path) -> None:
+        with pytest.raises(tpde.Misuse):
+            tpde.torch.save_file(None, {"w": make()}, tmp_path / "p")
+
+    def test_devices(self, made: Made) -> None:
+        for device in ("cuda", "cuda:1", torch.device("cuda", 0), "meta"):
+            with pytest.raises(tpde.DeviceUnavailable, match="no device path") as caught:
+                tpde.torch.load_file(made.pair, made.base, device=device)
+            assert caught.value.device == str(device)
+            with pytest.raises(tpde.DeviceUnavailable):
+                tpde.safe_open(made.pair, base=made.base, framework="pt", device=device)
+            with pytest.raises(tpde.DeviceUnavailable):
+                next(tpde.torch.iter_weights(made.pair, made.base, device))
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    def test_tensors_on_a_gpu(self, made: Made) -> None:
+        tensors = {name: tensor.cuda() for name, tensor in tensors_of(made.base_bytes).items()}
+        with pytest.raises(tpde.DeviceUnavailable, match="cuda:0"):
+            tpde.torch.apply_(tensors, made.pair)
+
+    def test_frameworks(self, made: Made) -> None:
+        with pytest.raises(tpde.Misuse):
+            tpde.safe_open(made.pair, base=made.base, framework="tf")
+        with pytest.raises(tpde.DeviceUnavailable):
+            tpde.safe_open(made.pair, base=made.base, framework="np", device="cuda")
+
+
+class TestStreams:
+    def test_weights(self, made: Made) -> None:
+        assert raw_of(dict(tpde.torch.iter_weights(made.pair, made.base))) == made.target_bytes
+        changed = dict(tpde.torch.iter_weights(made.pair, made.base, changed_only=True))
+        assert set(made.target_bytes) - set(changed) == {"frozen.weight", "empty"}
+
+    def test_patches_turn_base_into_target(self, made: Made) -> None:
+        tensors = tensors_of(made.base_bytes)
+        patches = list(tpde.torch.iter_patches(made.pair, tensors))
+        kinds = {}
+        for name, shape, dtype, values, indices in patches:
+            flat = tensors[name].view(-1)
+            assert tuple(tensors[name].shape) == shape and flat.dtype == dtype == values.dtype
+            kinds[name] = "dense" if indices is None else "sparse"
+            if indices is None:
+                assert len(values) == flat.numel()
+                flat.copy_(values)
+            else:
+                assert indices.dtype == torch.int32 and len(values) == len(indices) and (indices.diff() > 0).all()
+                flat.view(torch.uint8).view(len(flat), -1)[indices.long()] = values.view(torch.uint8).view(len(values), -1)
+        assert raw_of(tensors) == made.target_bytes
+        assert "frozen.weight" not in kinds and kinds["embed.weight"] == kinds["layers.0.scale"] == "sparse"
+        assert kinds["layers.1.steps"] == "dense"
+
+        def names(kind: str) -> list[str]:
+            return [patch.name for patch in tpde.torch.iter_patches(made.pair, made.base, kind=kind)]
+
+        assert names("sparse") == [name for name, kind in kinds.items() if kind == "sparse"]
+        assert names("dense") == [name for name, kind in kinds.items() if kind == "dense"]
+        with pytest.raises(tpde.Misuse):
+            names("some")
+
+    def test_patches_with_nan_are_dense(self, tmp_path: Path) -> None:
+        base = {"w": torch.zeros(10)}
+        tpde.torch.save_file(base, {"w": torch.tensor([0.0] * 9 + [float("nan")])}, tmp_path / "p")
+        (patch,) = tpde.torch.iter_patches(tmp_path / "p", base)
+        assert patch.indices is None and patch.values.isnan().sum() == 1
+
+    def test_negative_zeros_and_nan_payloads_come_back(self, tmp_path: Path) -> None:
+        base = torch.zeros(6, dtype=torch.int32)
+        target = torch.tensor([-(1 << 31), 0x7FC00001, 0x7F800001, -1, 1, 0], dtype=torch.int32)
+        state = {"w": base.view(torch.float32)}
+        tpde.torch.save_file(state, {"w": target.view(torch.float32)}, tmp_path / "p")
+        assert tpde.torch.apply_(state, tmp_path / "p") == "applied"
+        assert torch.equal(base, target)
+
+    def test_new_tensors_are_dense(self, tmp_path: Path) -> None:
+        tpde.torch.save_file({"a": torch.ones(3)}, {"a": torch.ones(3), "b": torch.zeros(3)}, tmp_path / "p")
+        (patch,) = tpde.torch.iter_patches(tmp_path / "p", {"a": torch.ones(3)})
+        assert patch.name == "b" and patch.indices is None
+
+
+def test_packed_dtypes(tmp_path: Path) -> None:
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        pytest.skip("this PyTorch has no float4_e2m1fn_x2")
+    base = torch.randint(0, 256, (5, 16), dtype=torch.uint8)
+    target = base ^ (torch.rand(5, 16) < 0.2).to(torch.uint8)
+    state = {"w": base.view(torch.float4_e2m1fn_x2)}
+    report = tpde.torch.save_file(state, {"w": target.view(torch.float4_e2m1fn_x2)}, tmp_path / "p")
+    assert report.tensors[0].dtype == "F4" and report.tensors[0].shape == (5, 32)
+    loaded = tpde.torch.load_file(tmp_path / "p", state)["w"]
+    assert loaded.dtype == torch.float4_e2m1fn_x2 and torch.equal(loaded.view(torch.uint8), target)
+    with tpde.safe_open(tmp_path / "p", base={"w": base.numpy()}, framework="np") as opened:
+        assert opened.get_tensor("w").tobytes() == raw(target)
+        with pytest.raises(tpde.Misuse):
+            opened.get_slice("w")[0]
+    assert tpde.torch.apply_(state, tmp_path / "p") == "applied"
+    assert torch.equal(base, target)

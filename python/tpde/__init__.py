@@ -1,0 +1,84 @@
+"""Lossless differences between neural-network checkpoints.
+
+A *base* checkpoint and a *pair* of files, ``NAME.tpde-index`` and ``NAME.tpde-blob``, give back a *target*, bit for bit::
+
+    import tpde
+
+    tpde.encode("base.safetensors", "tuned.safetensors", "update")
+    tpde.apply("base.safetensors", "update", "rebuilt.safetensors")
+
+    with tpde.safe_open("update", base="base.safetensors", framework="np") as target:
+        weight = target.get_tensor("layer.weight")
+
+:mod:`tpde.torch` works on state dicts and live modules, :mod:`tpde.numpy` on dicts of arrays; each is imported when it is first
+used. All errors are :class:`TpdeError`. Calls let other Python threads run, can be interrupted, and use all processors
+(the environment variable ``RAYON_NUM_THREADS`` says how many).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._errors import (
+    AlreadyApplied,
+    AlreadyExists,
+    BadCheckpoint,
+    DeviceUnavailable,
+    Internal,
+    Invalid,
+    Limit,
+    Misuse,
+    NotContiguous,
+    NotFound,
+    OutOfMemory,
+    OutOfRange,
+    Poisoned,
+    SystemRefused,
+    TpdeError,
+    WrongBase,
+)
+from ._open import Slice, safe_open
+from ._paths import ApplyReport, EncodeReport, Inspection, TensorReport, VerifyReport, apply, encode, inspect, verify
+from ._tpde import __version__
+
+__all__ = [
+    "AlreadyApplied",
+    "AlreadyExists",
+    "ApplyReport",
+    "BadCheckpoint",
+    "DeviceUnavailable",
+    "EncodeReport",
+    "Inspection",
+    "Internal",
+    "Invalid",
+    "Limit",
+    "Misuse",
+    "NotContiguous",
+    "NotFound",
+    "OutOfMemory",
+    "OutOfRange",
+    "Poisoned",
+    "Slice",
+    "SystemRefused",
+    "TensorReport",
+    "TpdeError",
+    "VerifyReport",
+    "WrongBase",
+    "__version__",
+    "apply",
+    "encode",
+    "inspect",
+    "numpy",
+    "safe_open",
+    "torch",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Modules that need what may not be installed, or takes long to import.
+    if name in ("numpy", "torch"):
+        import importlib
+
+        return importlib.import_module(f"tpde.{name}")
+    raise AttributeError(f"module 'tpde' has no attribute {name!r}")

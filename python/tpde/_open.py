@@ -1,0 +1,261 @@
+"""Reading the target of a pair tensor by tensor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from . import _tpde
+from ._dtypes import is_packed
+from ._errors import DeviceUnavailable, Misuse, OutOfRange
+from ._memory import Memory, NumPy, describe
+from ._paths import StrPath
+from ._progress import Progress, told
+
+
+class Entry(NamedTuple):
+    """A tensor of a pair."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    base_kind: str
+    base_name: str
+    changes: bool
+
+    @property
+    def is_same(self) -> bool:
+        """Whether it has a base of its own dtype and shape."""
+        return self.base_kind == "same"
+
+
+class Reader:
+    """A pair with its base, in one framework: what `safe_open` and the functions of `tpde.torch` and `tpde.numpy` share."""
+
+    def __init__(self, pair: StrPath, base: Any, framework: str, device: Any = "cpu") -> None:
+        if framework in ("pt", "torch", "pytorch"):
+            from ._torch_memory import Torch, check_device
+
+            check_device(device)
+            self.making: Any = Torch()
+        elif framework in ("np", "numpy"):
+            if str(device) != "cpu":
+                raise DeviceUnavailable(f"NumPy has no device {device}", device=str(device))
+            self.making = NumPy()
+        else:
+            raise Misuse(f"no framework {framework!r}: 'pt' and 'np' are known")
+        self.tensors: Mapping[str, Any] | None = None
+        path = None
+        if isinstance(base, (str, os.PathLike)):
+            path = base
+        elif base is not None:
+            self.tensors = state_of(base)
+        self.pair = _tpde.Pair(pair, path)
+        self.has_base_files = path is not None
+        self.entries = {entry[0]: Entry(*entry) for entry in self.pair.tensors()}
+
+    def entry(self, name: str) -> Entry:
+        """The tensor of this name."""
+        try:
+            return self.entries[name]
+        except KeyError:
+            raise Misuse(f"no tensor {name!r} in the pair") from None
+
+    def base_of(self, entries: list[Entry]) -> list[Memory] | None:
+        """The base tensors of these, if they lie in memory."""
+        if self.tensors is None:
+            return None
+        found = {}
+        for entry in entries:
+            value = self.tensors.get(entry.base_name)
+            if entry.base_kind != "none" and value is not None and entry.base_name not in found:
+                expected = (entry.dtype, entry.shape) if entry.is_same else (entry.dtype, [*getattr(value, "shape", [])])
+                found[entry.base_name] = describe(entry.base_name, value, expected)
+        return list(found.values())
+
+    def read(self, names: list[str], digests: bool = True, progress: Progress = None) -> dict[str, Any]:
+        """These tensors, rebuilt."""
+        entries = [self.entry(name) for name in names]
+        base = self.base_of(entries)
+        made = {entry.name: self.making.empty(entry.name, entry.dtype, entry.shape) for entry in entries}
+        with told(progress, "load") as tell:
+            self.pair.read([memory for _, memory in made.values()], base, digests, tell)
+        return {name: tensor for name, (tensor, _) in made.items()}
+
+    def read_range(self, entry: Entry, start: int, stop: int, shape: list[int]) -> Any:
+        """The elements from ``start`` to ``stop``, in this shape: the chunks that hold them are decoded, and no others."""
+        tensor, memory = self.making.empty(entry.name, entry.dtype, shape)
+        if stop > start:
+            self.pair.read_range(memory, start, stop, self.base_of([entry]))
+        return tensor
+
+
+def state_of(value: Any) -> Mapping[str, Any]:
+    """The tensors of a state dict, or those of a module where they live."""
+    if isinstance(value, Mapping):
+        return value
+    if hasattr(value, "named_parameters") and hasattr(value, "named_buffers"):
+        named = dict(value.named_parameters(remove_duplicate=False))
+        return {**named, **dict(value.named_buffers(remove_duplicate=False))}
+    raise Misuse(f"a {type(value).__name__} is neither a path, nor a dict of tensors, nor a module")
+
+
+class safe_open:
+    """The target of a pair, opened as ``safetensors.safe_open`` opens a file: tensors are rebuilt when they are asked for.
+
+    ::
+
+        with tpde.safe_open("rl20", base="base.safetensors", framework="np") as target:
+            for name in target.keys():
+                array = target.get_tensor(name)
+
+    Args:
+        path: Name of the pair, or either file.
+        base: The checkpoint that the pair was made from, as path or as dict of tensors (of NumPy or PyTorch, contiguous, on
+            the CPU; they must not be written while a call reads them); ``None`` if the pair needs none.
+        framework: ``"pt"`` for PyTorch, ``"np"`` for NumPy.
+        device: ``"cpu"``; others raise :class:`DeviceUnavailable`.
+        digests: Whether :meth:`get_tensor` compares base and target with the digests of the pair. Without, sums and checksums
+            still find damage, at some three times the speed.
+
+    Opening is cheap: the index and the base's headers are read. NumPy gets BF16 and the F8 dtypes of ml_dtypes where that is
+    installed, else unsigned integers as wide, with the same bits; F4 and F6 come as ``uint8``, with the last dim in bytes, or
+    with one dim if rows are not whole bytes.
+
+    Raises:
+        Invalid, Limit, BadCheckpoint, SystemRefused, Misuse, DeviceUnavailable: As their names say.
+    """
+
+    def __init__(
+        self, path: StrPath, base: Any = None, framework: str = "pt", device: Any = "cpu", *, digests: bool = True
+    ) -> None:
+        self._reader: Reader | None = Reader(path, base, framework, device)
+        self._digests = digests
+
+    def __enter__(self) -> safe_open:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader = None
+
+    def _opened(self) -> Reader:
+        if self._reader is None:
+            raise Misuse("the pair is closed")
+        return self._reader
+
+    def keys(self) -> list[str]:
+        """Names of all tensors, ascending."""
+        return list(self._opened().entries)
+
+    def metadata(self) -> dict[str, str] | None:
+        """The ``__metadata__`` of the target's files; ``None`` if the pair was made from tensors, or if its headers are those of
+        the base's files and the base was not given as files."""
+        reader = self._opened()
+        if not reader.pair.has_files():
+            return None
+        try:
+            return reader.pair.metadata()
+        except Exception as error:
+            if getattr(error, "rule", None) == "base.file" and not reader.has_base_files:
+                return None
+            raise
+
+    def get_tensor(self, name: str) -> Any:
+        """The tensor of this name, rebuilt: an array or a tensor of its own memory, contiguous.
+
+        Raises:
+            WrongBase, AlreadyApplied, Invalid: This tensor's base is not what the pair was made from, or the pair is damaged.
+            Misuse: There is no such tensor.
+        """
+        return self._opened().read([name], self._digests)[name]
+
+    def get_slice(self, name: str) -> Slice:
+        """A view of the tensor of this name, of which indexing rebuilds what is asked for."""
+        reader = self._opened()
+        return Slice(reader, reader.entry(name))
+
+
+class Slice:
+    """A tensor that is rebuilt where it is indexed: ``open.get_slice("w")[10:20, :64]``."""
+
+    def __init__(self, reader: Reader, entry: Entry) -> None:
+        self._reader = reader
+        self._entry = entry
+
+    def get_shape(self) -> list[int]:
+        """Dims of the whole tensor."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """Its dtype, as safetensors names it: ``"BF16"``."""
+        return self._entry.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        """The elements that ``index`` asks for: integers, slices with a positive step, and one ``...``.
+
+        Decodes the chunks from the first row to the last that are asked for, and no others, checked by their sums (the digests
+        would take the whole tensor).
+
+        Raises:
+            OutOfRange: An index beyond the tensor. Misuse: Anything else as index, or a packed dtype.
+            WrongBase, Invalid: The base's chunks are not what the pair was made from, or the pair is damaged.
+        """
+        shape = self._entry.shape
+        if is_packed(self._entry.dtype):
+            raise Misuse(f"tensor {self._entry.name!r} of {self._entry.dtype} has elements of less than a byte: get_tensor reads it")
+        wanted = [_range(one, dim) for one, dim in zip(_complete(index, len(shape)), shape)]
+        result = [len(wanted_range) for wanted_range, is_one in wanted if not is_one]
+        ranges = [wanted_range for wanted_range, _ in wanted]
+        if not all(ranges):
+            return self._reader.read_range(self._entry, 0, 0, result)
+        # One row of each leading dim is a single run of elements; the first dim with more of them begins a block of rows.
+        lead = 0
+        while lead < len(shape) and len(ranges[lead]) == 1:
+            lead += 1
+        strides = [1] * (len(shape) + 1)
+        for dim in reversed(range(len(shape))):
+            strides[dim] = strides[dim + 1] * shape[dim]
+        start = sum(ranges[dim][0] * strides[dim + 1] for dim in range(lead))
+        if lead == len(shape):
+            return self._reader.read_range(self._entry, start, start + 1, result)
+        rows = ranges[lead][-1] - ranges[lead][0] + 1
+        start += ranges[lead][0] * strides[lead + 1]
+        is_block = ranges[lead].step == 1 and all(len(r) == d for r, d in zip(ranges[lead + 1 :], shape[lead + 1 :]))
+        dims = result if is_block else [rows, *shape[lead + 1 :]]
+        block = self._reader.read_range(self._entry, start, start + rows * strides[lead + 1], dims)
+        if is_block:
+            return block
+        inner = tuple(slice(r.start, r.stop, r.step) for r in ranges[lead + 1 :])
+        return self._reader.making.contiguous(block[(slice(0, rows, ranges[lead].step), *inner)], result)
+
+
+def _complete(index: Any, rank: int) -> list[Any]:
+    """An index for each dim."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    dots = [i for i, one in enumerate(given) if one is Ellipsis]
+    if len(dots) > 1:
+        raise Misuse("an index has at most one '...'")
+    missing = rank - (len(given) - len(dots))
+    if missing < 0:
+        raise OutOfRange(f"{len(given)} indices for {rank} dims")
+    at = dots[0] if dots else len(given)
+    return [*given[:at], *[slice(None)] * missing, *given[at + 1 :]]
+
+
+def _range(index: Any, dim: int) -> tuple[range, bool]:
+    """What an index takes of a dim, and whether it is a single integer."""
+    if isinstance(index, slice):
+        try:
+            taken = range(*index.indices(dim))
+        except (TypeError, ValueError) as error:
+            raise Misuse(f"bad slice {index}: {error}") from error
+        if taken.step < 0:
+            raise Misuse("slices with a negative step cannot be read")
+        return range(taken.start, max(taken.start, taken.stop), taken.step), False
+    if isinstance(index, bool) or not hasattr(index, "__index__"):
+        raise Misuse(f"a {type(index).__name__} as index: integers, slices and '...' can be read")
+    at = index.__index__()
+    if not -dim <= at < dim:
+        raise OutOfRange(f"index {at} is beyond a dim of {dim}")
+    return range(at % dim, at % dim + 1), True

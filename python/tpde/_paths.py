@@ -1,0 +1,257 @@
+"""Functions on files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar, Union
+
+from . import _tpde
+from ._errors import Misuse
+from ._progress import Progress, told
+
+StrPath = Union[str, "os.PathLike[str]"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """What a pair says of a tensor, in figures."""
+
+    #: Name in the target.
+    name: str
+    #: Element type, as safetensors names it: ``"BF16"``.
+    dtype: str
+    shape: tuple[int, ...]
+    #: Where its base lanes come from: ``"none"``, ``"same"`` (dtype and shape), or ``"prefix"`` (another number of rows).
+    base_kind: str
+    #: ``"raw"``, ``"zstd"`` or ``"conditioned"``.
+    codec: str
+    chunks: int
+    #: Lanes, changed or not; an element is a lane but for complex (two) and packed (bytes) dtypes.
+    lanes: int
+    #: Lanes that differ from the base's.
+    changed: int
+    #: Bytes of the target tensor.
+    bytes: int
+    #: Bytes of its payloads, padded.
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
+class EncodeReport:
+    """What encoding did."""
+
+    index: str
+    blob: str
+    #: Bytes of all target tensors.
+    target_bytes: int
+    index_bytes: int
+    blob_bytes: int
+    tensors: list[TensorReport] = field(repr=False)
+    #: Base tensors that no target tensor uses.
+    removed: list[str] = field(repr=False)
+    #: What else lies in the target's folder and is not part of the pair.
+    not_included: list[str] = field(repr=False)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of index and blob."""
+        return self.index_bytes + self.blob_bytes
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the target's tensors for each byte stored."""
+        return self.target_bytes / self.stored_bytes
+
+
+@dataclass(frozen=True)
+class ApplyReport:
+    """What an application did."""
+
+    tensors: int
+    bytes: int
+    #: Whether base and target were compared with the digests of the pair.
+    digests_checked: bool
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What verification has looked at, and found right."""
+
+    tensors: int
+    chunks: int
+    #: Bytes of index and blob.
+    stored_bytes: int
+    base_checked: bool
+    target_checked: bool
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a pair holds."""
+
+    version: str
+    pair_digest: str
+    base_root: str
+    target_root: str
+    base_bytes: int
+    target_bytes: int
+    index_bytes: int
+    blob_bytes: int
+    chunks: int
+    #: Files that the pair can rebuild: dicts of ``name``, ``kind`` and ``content_bytes``.
+    files: list[dict[str, Any]] = field(repr=False)
+    tensors: list[TensorReport] = field(repr=False)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of index and blob."""
+        return self.index_bytes + self.blob_bytes
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the target's tensors for each byte stored."""
+        return self.target_bytes / self.stored_bytes
+
+
+def report(kind: type[T], text: str) -> T:
+    """A report of the compiled half's."""
+    values = json.loads(text)
+    if isinstance(values.get("tensors"), list):
+        for tensor in values["tensors"]:
+            tensor["shape"] = tuple(tensor["shape"])
+        values["tensors"] = [TensorReport(**tensor) for tensor in values["tensors"]]
+    return kind(**{field.name: values[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+
+
+def options(
+    codec: str | None, layout: str | None, chunk_lanes: int | None, renamed: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """How to encode, for the compiled half."""
+    return {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "renamed": dict(renamed or {})}
+
+
+def encode(
+    base: StrPath | None,
+    target: StrPath,
+    output: StrPath,
+    *,
+    codec: str | None = None,
+    layout: str | None = None,
+    chunk_lanes: int | None = None,
+    renamed: Mapping[str, str] | None = None,
+    replace: bool = False,
+    progress: Progress = None,
+) -> EncodeReport:
+    """Write the difference of the checkpoint ``target`` from ``base`` as the pair ``output``.
+
+    Args:
+        base: A ``.safetensors`` file or a folder of shards; ``None`` for a pair that needs no base.
+        target: The checkpoint to arrive at.
+        output: Name of the pair: ``output.tpde-index`` and ``output.tpde-blob`` are written.
+        codec: ``"raw"``, ``"zstd"``, ``"conditioned"``, or ``None`` for the smallest for each tensor.
+        layout: Layout of codec zstd; ``None`` for what suits each chunk.
+        chunk_lanes: Most lanes of a chunk, a power of two of at least 4096.
+        renamed: Base tensors of targets that were renamed: target name to base name.
+        replace: Whether an existing pair is replaced.
+        progress: ``True`` for a tqdm bar, such a bar, or a callable that gets bytes done and bytes in all.
+
+    Raises:
+        AlreadyExists: The pair exists and ``replace`` is false.
+        BadCheckpoint, SystemRefused, Misuse: As their names say. Nothing is written then.
+    """
+    paths = [os.fspath(target)] if base is None else [os.fspath(base), os.fspath(target)]
+    stem = _stem(output)
+    _refuse_overwriting([stem + ".tpde-index", stem + ".tpde-blob"], paths)
+    with told(progress, "encode") as tell:
+        text = _tpde.encode(base, target, output, options(codec, layout, chunk_lanes, renamed), replace, tell)
+    return report(EncodeReport, text)
+
+
+def apply(
+    base: StrPath | None,
+    pair: StrPath,
+    output: StrPath,
+    *,
+    tensors: str | Iterable[str] | Callable[[str], bool] | None = None,
+    replace: bool = False,
+    progress: Progress = None,
+) -> ApplyReport:
+    """Rebuild the target's files from ``base`` and ``pair`` at ``output``, byte for byte.
+
+    Nothing appears at ``output`` before all of it is written and compared with the digests of the pair.
+
+    Args:
+        base: The checkpoint that the pair was made from; ``None`` if the pair needs none.
+        pair: Name of the pair, or either file.
+        output: The file, or for a sharded target the folder, to write.
+        tensors: Only these, into one file with a header of its own: a pattern with ``*``, several, or a function of the name.
+        replace: Whether existing files are replaced.
+        progress: As for :func:`encode`.
+
+    Raises:
+        WrongBase: ``base`` is not what the pair was made from.
+        AlreadyApplied: ``base`` is the target already.
+        Invalid: The pair is damaged.
+        AlreadyExists, BadCheckpoint, Limit, SystemRefused, Misuse: As their names say. Nothing is written then.
+    """
+    stem = _stem(pair)
+    inputs = [stem + ".tpde-index", stem + ".tpde-blob", *([os.fspath(base)] if base is not None else [])]
+    _refuse_overwriting([os.fspath(output)], inputs)
+    wanted = None if tensors is None else _matching(pair, tensors)
+    with told(progress, "apply") as tell:
+        return report(ApplyReport, _tpde.apply(base, pair, output, wanted, replace, tell))
+
+
+def verify(
+    pair: StrPath, base: StrPath | None = None, target: StrPath | None = None, *, progress: Progress = None
+) -> VerifyReport:
+    """Check a pair, and whether it fits a base and a target.
+
+    Alone: every rule of the index, and the checksum of every payload. With ``base``: rebuilds every tensor without writing it
+    and compares all digests. With ``target``: compares a checkpoint with the target's digests.
+
+    Raises:
+        Invalid, WrongBase, AlreadyApplied, BadCheckpoint, Limit, SystemRefused: What is wrong.
+    """
+    with told(progress, "verify") as tell:
+        return report(VerifyReport, _tpde.verify(pair, base, target, tell))
+
+
+def inspect(pair: StrPath) -> Inspection:
+    """What a pair holds, from its index alone: no payload is read.
+
+    Raises:
+        Invalid, Limit, SystemRefused: The index cannot be read or is none.
+    """
+    return report(Inspection, _tpde.inspect(pair))
+
+
+def _stem(pair: StrPath) -> str:
+    path = os.fspath(pair)
+    return path.removesuffix(".tpde-index").removesuffix(".tpde-blob")
+
+
+def _matching(pair: StrPath, tensors: str | Iterable[str] | Callable[[str], bool]) -> set[str]:
+    names = [tensor.name for tensor in inspect(pair).tensors]
+    if callable(tensors):
+        return {name for name in names if tensors(name)}
+    wanted: set[str] = set()
+    for pattern in [tensors] if isinstance(tensors, str) else tensors:
+        found = {name for name in names if fnmatchcase(name, pattern)}
+        if not found:
+            raise Misuse(f"no tensor of the pair matches {pattern!r}")
+        wanted |= found
+    return wanted
+
+
+def _refuse_overwriting(outputs: list[str], inputs: list[str]) -> None:
+    """The base is what a pair cannot do without."""
+    for output in outputs:
+        for path in inputs:
+            if os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path):
+                raise Misuse(f"{output} cannot be written: it is {path}, which is read")

@@ -1,0 +1,92 @@
+"""Tensors of PyTorch's. Their bytes are reached by address: every dtype alike, with nothing that an exchange protocol lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ._dtypes import BITS, TORCH, byte_shape, is_packed
+from ._errors import DeviceUnavailable, Misuse, NotContiguous
+from ._memory import Memory, as_expected, no_memory
+
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH.items() if hasattr(torch, own)}
+if hasattr(torch, "float4_e2m1fn_x2"):
+    _DTYPES["F4"] = torch.float4_e2m1fn_x2
+_NAMES = {own: name for name, own in _DTYPES.items()}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of tensors; ``torch.uint8`` for those that PyTorch lacks."""
+    return _DTYPES.get(name, torch.uint8)
+
+
+def check_device(device: Any) -> torch.device:
+    """The device, if tensors on it can be read and written."""
+    wanted: torch.device = torch.device(device)
+    if wanted.type != "cpu":
+        raise DeviceUnavailable(
+            f"tensors on {wanted} cannot be read or written: this build of tpde has no device path, only the CPU's",
+            device=str(wanted),
+        )
+    return wanted
+
+
+def describe(name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | None = None) -> Memory:
+    """A tensor that PyTorch has made, looked at."""
+    without_memory = f"tensor {name!r} is a {type(tensor).__name__} on {tensor.device} without memory of its own"
+    if tensor.device.type == "meta" or is_traceable_wrapper_subclass(tensor):
+        raise Misuse(without_memory)
+    check_device(tensor.device)
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise Misuse(f"tensor {name!r} is sparse or quantized: give the tensors that it is made of")
+    dtype = _NAMES.get(tensor.dtype)
+    if dtype is None:
+        raise Misuse(f"tensor {name!r} has dtype {tensor.dtype}, which cannot be in a checkpoint")
+    if not tensor.is_contiguous():
+        layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        raise NotContiguous(f"tensor {name!r} is not contiguous ({layout})", tensor=name)
+    if tensor.is_conj() or tensor.is_neg():
+        raise Misuse(f"tensor {name!r} is conjugated or negated lazily: resolve_conj and resolve_neg make it what it seems")
+    shape: list[int] = [*tensor.shape]
+    if dtype == "F4":  # two elements in each that PyTorch counts
+        shape = [*shape[:-1], 2 * shape[-1]] if shape else [2]
+    dtype, shape = as_expected(name, dtype, shape, expected)
+    bytes = tensor.numel() * tensor.element_size()
+    try:
+        storage = tensor.untyped_storage()
+        # A fake tensor has a storage elsewhere; a sharding library may have taken a storage's memory away.
+        needed = tensor.storage_offset() * tensor.element_size() + bytes
+        if bytes and (storage.device.type != "cpu" or storage.nbytes() < needed):
+            raise Misuse(without_memory)
+        address = tensor.data_ptr()
+    except RuntimeError as error:
+        raise Misuse(without_memory) from error
+    # The storage too: `tensor.data = other` would take it away.
+    return name, dtype, shape, address, bytes, (tensor, storage)
+
+
+class Torch:
+    """Making tensors."""
+
+    def empty(self, name: str, dtype: str, shape: list[int]) -> tuple[torch.Tensor, Memory]:
+        """A new tensor, and its memory."""
+        dims = byte_shape(dtype, shape) if is_packed(dtype) else shape
+        own = dtype_of(dtype)
+        if is_packed(dtype) and len(dims) != len(shape):
+            own = torch.uint8  # rows are not whole bytes
+        try:
+            tensor = torch.empty(dims, dtype=own, device="cpu", requires_grad=False)
+        except (RuntimeError, MemoryError, TypeError, OverflowError) as error:
+            raise no_memory(name, dtype, shape) from error
+        return tensor, (name, dtype, shape, tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)
+
+    def contiguous(self, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
+        """The elements one after the other, in this shape, with memory for no more than them."""
+        return tensor.reshape(shape).clone(memory_format=torch.contiguous_format)
+
+
+def values_of(raw: bytearray, dtype: str) -> torch.Tensor:
+    """The elements that lie in bytes."""
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype_of(dtype) if BITS[dtype] >= 8 else torch.uint8)

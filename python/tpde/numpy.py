@@ -1,0 +1,63 @@
+"""Pairs and dicts of NumPy arrays, with the names of ``safetensors.numpy``.
+
+Dtypes that NumPy lacks (BF16, F8) are those of ml_dtypes where it is installed, else unsigned integers as wide with the same
+bits; F4 and F6 are ``uint8``. What is read and written in place may be such a view in either case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import _state
+from ._paths import EncodeReport, StrPath
+from ._progress import Progress
+from ._state import Mode, Outcome
+
+if TYPE_CHECKING:
+    import numpy
+
+__all__ = ["apply_", "load_file", "save_file"]
+
+
+def load_file(
+    pair: StrPath,
+    base: StrPath | Mapping[str, numpy.ndarray[Any, Any]] | None = None,
+    *,
+    digests: bool = True,
+    progress: Progress = None,
+) -> dict[str, numpy.ndarray[Any, Any]]:
+    """All tensors of the target of ``pair``, rebuilt from ``base``: name to array. As :func:`tpde.torch.load_file`."""
+    return _state.load(pair, base, "np", "cpu", digests, progress)
+
+
+def save_file(
+    base: StrPath | Mapping[str, numpy.ndarray[Any, Any]] | None,
+    target: Mapping[str, numpy.ndarray[Any, Any]],
+    path: StrPath,
+    *,
+    codec: str | None = None,
+    layout: str | None = None,
+    chunk_lanes: int | None = None,
+    renamed: Mapping[str, str] | None = None,
+    replace: bool = False,
+    progress: Progress = None,
+) -> EncodeReport:
+    """Write the difference of the arrays ``target`` from ``base`` as the pair ``path``. As :func:`tpde.torch.save_file`.
+
+    A BF16 tensor must be an array of ml_dtypes: one of ``uint16`` is U16, which encodes well but is another dtype.
+    """
+    how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "renamed": renamed}
+    return _state.save(base, target, path, replace, progress, **how)
+
+
+def apply_(
+    arrays: Mapping[str, numpy.ndarray[Any, Any]],
+    pair: StrPath,
+    *,
+    mode: Mode = "all_checked",
+    strict: bool = True,
+    progress: Progress = None,
+) -> Outcome:
+    """Turn base arrays into target arrays where they lie. As :func:`tpde.torch.apply_`; read-only arrays are refused."""
+    return _state.apply_(arrays, pair, mode, strict, progress, lambda *_: None)

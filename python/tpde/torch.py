@@ -1,0 +1,235 @@
+"""Pairs and PyTorch: state dicts, live parameters, and streams of weights for inference engines.
+
+Tensors are on the CPU; those on another device raise :class:`tpde.DeviceUnavailable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
+
+import torch
+
+from . import _state
+from ._errors import Misuse
+from ._open import Entry, Reader
+from ._paths import EncodeReport, StrPath
+from ._progress import Progress
+from ._state import Mode, Outcome
+from ._torch_memory import dtype_of, values_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["CheckpointWeightPatch", "apply_", "iter_patches", "iter_weights", "load_file", "save_file"]
+
+State = Mapping[str, torch.Tensor]
+Base = Union[StrPath, State, "nn.Module", None]
+
+
+def load_file(
+    pair: StrPath,
+    base: Base = None,
+    device: str | torch.device = "cpu",
+    *,
+    digests: bool = True,
+    progress: Progress = None,
+) -> dict[str, torch.Tensor]:
+    """All tensors of the target of ``pair``, rebuilt from ``base``: name to tensor, each of its own memory.
+
+    Args:
+        pair: Name of the pair, or either file.
+        base: Path of the checkpoint that the pair was made from, or its tensors (a state dict or a module: contiguous, on the
+            CPU, not written meanwhile), which are read and left; ``None`` if the pair needs none.
+        device: ``"cpu"``.
+        digests: Whether base and target are compared with the digests of the pair. Without, sums and checksums still find
+            damage, at some three times the speed.
+        progress: As for :func:`tpde.encode`.
+
+    Raises:
+        WrongBase, AlreadyApplied, Invalid, Limit, BadCheckpoint, SystemRefused, OutOfMemory: What is wrong.
+        NotContiguous, Misuse: A base tensor that cannot be read.
+        DeviceUnavailable: Another device than the CPU.
+    """
+    return _state.load(pair, base, "pt", device, digests, progress)
+
+
+def save_file(
+    base: Base,
+    target: State | nn.Module,
+    path: StrPath,
+    *,
+    codec: str | None = None,
+    layout: str | None = None,
+    chunk_lanes: int | None = None,
+    renamed: Mapping[str, str] | None = None,
+    replace: bool = False,
+    progress: Progress = None,
+) -> EncodeReport:
+    """Write the difference of the tensors ``target`` from ``base`` as the pair ``path``.
+
+    Tensors are read where they lie: contiguous, on the CPU, of a dtype that safetensors knows, and not written meanwhile.
+    Tied weights are stored under each of their names. The pair holds tensors, no files: :func:`tpde.apply` rebuilds one file
+    with a header of its own.
+
+    Args:
+        base: Path of a checkpoint, a state dict or a module; ``None`` for a pair that needs no base.
+        target: A state dict or a module.
+        path: Name of the pair.
+        codec, layout, chunk_lanes, renamed, replace, progress: As for :func:`tpde.encode`.
+
+    Raises:
+        NotContiguous, Misuse: A tensor that cannot be read.
+        DeviceUnavailable: A tensor on another device than the CPU.
+        AlreadyExists, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
+    """
+    how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "renamed": renamed}
+    return _state.save(base, target, path, replace, progress, **how)
+
+
+def apply_(
+    module_or_state_dict: nn.Module | State,
+    pair: StrPath,
+    *,
+    mode: Mode = "all_checked",
+    strict: bool = True,
+    progress: Progress = None,
+) -> Outcome:
+    """Turn live base weights into target weights where they lie: parameters stay the same objects at the same addresses.
+
+    Memory beyond the weights: some buffers of a chunk a thread. Tied weights are changed once; autograd is told (the versions
+    of the tensors that change go up, leaves that require gradients too). Tensors that the pair does not name are left.
+
+    Args:
+        module_or_state_dict: The base: a module, of which parameters and buffers are taken, or a dict of tensors. Contiguous
+            (any storage offset, any alignment), on the CPU. Nobody may read or write them meanwhile.
+        pair: Name of the pair, or either file.
+        mode: ``"all_checked"``: everything is decoded and checked with all digests first, and only then written, which nothing
+            interrupts: the weights are the base or the target, whatever is raised. ``"chunk_by_chunk"``: each chunk is
+            checked by its sums and written, in one pass: a failure in the middle raises :class:`Poisoned`, an interruption
+            has that as its ``__cause__``, and the weights are a mixture.
+        strict: Whether every tensor of the pair must be there.
+        progress: As for :func:`tpde.encode`.
+
+    Returns:
+        ``"applied"``, or ``"already_applied"`` if the weights are the target's already, and nothing was written.
+
+    Raises:
+        WrongBase, Invalid, Limit, SystemRefused: What is wrong; nothing was written.
+        Poisoned: See ``mode``.
+        NotContiguous, Misuse: A tensor that cannot be changed in place, is missing, has another dtype or shape than in the
+            pair, or shares memory with one that the pair gives other values. Nothing was written.
+        DeviceUnavailable: A tensor on another device than the CPU.
+    """
+    return _state.apply_(module_or_state_dict, pair, mode, strict, progress, _tell_autograd)
+
+
+def _tell_autograd(tensors: Mapping[str, Any], entries: list[Entry]) -> None:
+    """Raises the versions of all tensors that show memory which the pair changes, those under other names too."""
+    changed = {_storage(tensors[entry.name]) for entry in entries if entry.changes or entry.base_kind == "none"}
+    told = set()
+    for tensor in tensors.values():
+        storage = _storage(tensor)
+        # Tensors made in inference mode have no versions.
+        if storage and storage in changed and id(tensor) not in told and not tensor.is_inference():
+            told.add(id(tensor))
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _storage(tensor: Any) -> int | None:
+    """Where the storage of a tensor begins, if it is one with a storage on the CPU."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse, or no memory of its own
+        return None
+
+
+def iter_weights(
+    pair: StrPath,
+    base: Base = None,
+    device: str | torch.device = "cpu",
+    *,
+    changed_only: bool = False,
+    digests: bool = True,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The target's tensors one by one, names ascending, as the ``load_weights`` of inference engines takes them.
+
+    One tensor is in memory at a time, apart from those that the caller keeps.
+
+    Args:
+        pair, base, device, digests: As for :func:`load_file`.
+        changed_only: Whether tensors that equal their base are left out.
+
+    Raises:
+        As :func:`load_file`: the first call of ``next`` for what opening finds, later ones for what their tensor has.
+    """
+    reader = Reader(pair, base, "pt", device)
+    for entry in reader.entries.values():
+        if entry.changes or not entry.is_same or not changed_only:
+            yield entry.name, reader.read([entry.name], digests)[entry.name]
+
+
+class CheckpointWeightPatch(NamedTuple):
+    """An update of one checkpoint tensor, with the fields of vLLM's class of this name."""
+
+    #: Name in the checkpoint.
+    name: str
+    #: Shape of the whole tensor.
+    shape: tuple[int, ...]
+    #: Its dtype.
+    dtype: torch.dtype
+    #: The new values, one dim: at ``indices``, or of the whole tensor.
+    values: torch.Tensor
+    #: Where in the flattened tensor, ascending (``int32``, or ``int64`` for large tensors); ``None`` for the whole tensor.
+    indices: torch.Tensor | None
+
+
+def iter_patches(
+    pair: StrPath,
+    base: Base = None,
+    device: str | torch.device = "cpu",
+    *,
+    kind: Literal["all", "sparse", "dense"] = "all",
+) -> Iterator[CheckpointWeightPatch]:
+    """What the pair changes, tensor by tensor, as patches of new values at flat indices.
+
+    A patch is dense (``indices`` is ``None``) where a sparse one cannot say it: for tensors without a base of their shape, for
+    dtypes that are not floating, and for new values that are NaN, which vLLM takes for 'unchanged'. vLLM loads dense and sparse
+    patches in calls apart: ``kind`` selects. Tensors that do not change have no patch.
+
+    Chunks are checked by checksums and sums; sparse patches are not compared with the digests, which would take the whole
+    tensor.
+
+    Args:
+        pair, base, device: As for :func:`load_file`. The base is read as far as tensors change.
+        kind: Which patches: ``"all"``, ``"sparse"`` or ``"dense"``.
+
+    Raises:
+        As :func:`load_file`.
+    """
+    if kind not in ("all", "sparse", "dense"):
+        raise Misuse(f"no kind {kind!r} of patches: 'all', 'sparse' and 'dense' are known")
+    reader = Reader(pair, base, "pt", device)
+    for entry in reader.entries.values():
+        if entry.is_same and not entry.changes:
+            continue
+        patch = _sparse(reader, entry)
+        if patch is None and kind != "sparse":
+            tensor = reader.read([entry.name])[entry.name]
+            patch = CheckpointWeightPatch(entry.name, tuple(tensor.shape), tensor.dtype, tensor.reshape(-1), None)
+        if patch is not None and kind in ("all", "dense" if patch.indices is None else "sparse"):
+            yield patch
+
+
+def _sparse(reader: Reader, entry: Entry) -> CheckpointWeightPatch | None:
+    dtype = dtype_of(entry.dtype)
+    if not entry.is_same or not dtype.is_floating_point or entry.dtype == "F4":
+        return None
+    positions, raw, size = reader.pair.changes(entry.name, reader.base_of([entry]))
+    values = values_of(raw, entry.dtype)
+    if values.to(torch.float64).isnan().any():
+        return None
+    indices = torch.frombuffer(positions, dtype=torch.int32 if size == 4 else torch.int64)
+    return CheckpointWeightPatch(entry.name, tuple(entry.shape), dtype, values, indices)
