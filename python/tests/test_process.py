@@ -142,16 +142,19 @@ def test_what_raises_frees_its_memory(tmp_path: Path, made: Made) -> None:
 
 def rebuild(pair: str, base: str) -> int:
     """Runs in another process."""
+    signal.alarm(60)  # without threads it would wait for ever
     return sum(len(array.tobytes()) for array in tpde.numpy.load_file(pair, base).values())
 
 
 def fail(pair: str) -> None:
+    """Runs in another process."""
+    signal.alarm(60)
     tpde.verify(pair)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_processes(method: str, made: Made) -> None:
-    rebuild(str(made.pair), str(made.base))  # the parent has threads by now
+    tpde.numpy.load_file(made.pair, made.base)  # the parent has threads by now
     context = multiprocessing.get_context(method)
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
         results = list(pool.map(rebuild, [str(made.pair)] * 4, [str(made.base)] * 4, timeout=100))
@@ -164,13 +167,14 @@ def test_processes(method: str, made: Made) -> None:
 def test_a_fork_while_another_thread_works(made: Made, tmp_path: Path) -> None:
     python(
         f"""
-import os, threading, numpy as np, tpde
+import os, signal, threading, numpy as np, tpde
 base = np.random.default_rng(1).standard_normal(8 << 20, dtype=np.float32)
 work = threading.Thread(target=tpde.numpy.save_file, args=({{"w": base}}, {{"w": base * 2}}, {str(tmp_path / "p")!r}))
 work.start()
 for _ in range(5):
     child = os.fork()
     if child == 0:
+        signal.alarm(60)
         tpde.verify({str(made.pair)!r}, base={str(made.base)!r})
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
@@ -186,6 +190,7 @@ def test_an_open_pair_survives_a_fork(made: Made) -> None:
         child = os.fork()
         if child == 0:
             status = 1
+            signal.alarm(60)  # without threads it would wait for ever
             try:
                 status = 0 if target.get_tensor("embed.weight").tobytes() == made.target_bytes["embed.weight"] else 2
             finally:
