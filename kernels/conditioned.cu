@@ -324,7 +324,8 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
             u64 coded = low | (u64)high << 32;
             u32 count = bit_count(coded);
             holes |= (coded & (coded + 1)) != 0;
-            u64 threshold = count ? min((u64)(parts.first_context + count) << order.shift, 1ull << (8 * W - 1)) : 0;
+            // Contexts past the last of the dtype would shift out of 64 bits.
+            u64 threshold = count ? (u64)min(parts.first_context + count, order.mask + 1) << order.shift : 0;
             if (thread == 0) parts.thresholds[a] = (u32)(W == 8 ? threshold >> 32 : threshold);
         }
         if (thread == 0) {

@@ -94,6 +94,8 @@ __device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, 
 
 // The errors of a stream that has come to its end.
 __device__ __forceinline__ u32 finish_stream(const Stream& stream) {
+    // After a value that does not fit the stream is read wrong, and its end says nothing.
+    if (__any_sync(ALL_LANES, stream.bad & SYMBOL_BAD)) return error(TPDE_STATUS_PAYLOAD_DELTAS);
     bool wrong = stream.refused || stream.at != stream.end || stream.state != 1u << 16;
-    return (wrong ? error(TPDE_STATUS_PAYLOAD_STREAM) : 0) | (stream.bad & SYMBOL_BAD ? error(TPDE_STATUS_PAYLOAD_DELTAS) : 0);
+    return wrong ? error(TPDE_STATUS_PAYLOAD_STREAM) : 0;
 }
