@@ -132,7 +132,7 @@ pub fn apply(
     let is_wanted = |name: &str| wanted.as_ref().is_none_or(|wanted| wanted.contains(name));
     let total = pair.index().tensors().filter(|tensor| is_wanted(tensor.name)).map(|tensor| tensor.bytes()).sum();
     run(py, progress, total, |steering| {
-        let options = ApplyOptions { wanted: wanted.as_ref().map(|_| &is_wanted as _), replace };
+        let options = ApplyOptions { wanted: wanted.as_ref().map(|_| &is_wanted as _), replace, ..ApplyOptions::default() };
         let report = tpde::apply_to_path(&pair, base.as_ref(), &output, &options, steering)?;
         Ok(json!(report).to_string())
     })
