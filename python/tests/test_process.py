@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -67,11 +68,20 @@ def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
     assert ticks > 20 * seconds
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as Python has it, also where the shell that began the tests in the background had it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def large() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     base = np.random.default_rng(1).standard_normal(LARGE, dtype=np.float32)
     return {"w": base}, {"w": base * np.float32(1.001)}
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_keyboard_interrupt_ends_encoding_and_leaves_no_file(tmp_path: Path) -> None:
     base, target = large()
 
@@ -97,6 +107,7 @@ class Interrupt:
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("mode", ["all_checked", "chunk_by_chunk"])
 def test_a_keyboard_interrupt_leaves_weights_as_documented(mode: str, tmp_path: Path) -> None:
     base, target = large()
