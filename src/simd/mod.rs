@@ -1,5 +1,5 @@
-//! The two inner loops of codec `conditioned` that are worth vector instructions written by hand: finding the coded lanes of a
-//! base, and decoding steps of 32 states. Both give the same results on every path; tests hold them together.
+//! The inner loops of codec `conditioned` that are worth vector instructions written by hand: finding changed and coded lanes,
+//! packing values, decoding and encoding steps of states. They give the same results on every path; tests hold them together.
 //!
 //! This module and [`crate::dispatch`] are the only places of the codecs with `unsafe`, and it is safe to call: a [`Path`] other
 //! than [`Path::Scalar`] exists only where its instructions were detected.

@@ -2,7 +2,7 @@
 //!
 //! One file a section: `context` (4.1), `tables` (4.2 and 4.3), `payload` (4.4), `stream` (4.5), `decode` (4.4 to 4.6). The
 //! encoder's choices are not the spec's business: `train` makes tables from a sample of all tensors, `encode` codes a chunk with
-//! them.
+//! them, `stats` is what it looks at before, and `values` what it takes from base and target.
 
 mod coded;
 mod context;

@@ -207,3 +207,44 @@ fn refused(why: Broken) -> Error {
         Broken::Value => Rule::PayloadDeltas.broken("values that fit", "a token of larger ones"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn encode_on_every_path<L: Lane>(divisors: &Divisors, count: usize, classes: &[u8], values: &[u64]) {
+        let results = Path::available().into_iter().map(|path| {
+            let mut values: Vec<L::Le> = values.iter().map(|value| L::from_u64(*value).store()).collect();
+            let (mut words, mut out) = (Vec::new(), Vec::new());
+            let mut missing = encode::<L>(path, divisors, count, classes, &mut values, &mut words, &mut out);
+            missing.sort_unstable();
+            (out, missing, values.into_iter().map(L::load).collect::<Vec<_>>())
+        });
+        let results: Vec<_> = results.collect();
+        assert!(results.iter().all(|result| *result == results[0]));
+    }
+
+    proptest! {
+        #[test]
+        fn streams_are_the_same_on_every_path(
+            lanes in proptest::collection::vec((1u8..4, any::<u64>(), 0u32..70), 0..300),
+            states_log2 in 0u32..=5,
+            gap in 0u8..80,
+        ) {
+            let mut divisors = Divisors::default();
+            for class in 1..4 {
+                // Every token has slots but one, which the other classes may have.
+                for token in (0..136).filter(|token| *token == 0 || *token != gap + class) {
+                    divisors.set(class, token, u32::from(token) * 30, 30 + u32::from(class));
+                }
+            }
+            let classes: Vec<u8> = lanes.iter().map(|lane| lane.0).collect();
+            let values: Vec<u64> = lanes.iter().map(|lane| lane.1.checked_shr(lane.2).unwrap_or(0)).collect();
+            encode_on_every_path::<u8>(&divisors, 1 << states_log2, &classes, &values);
+            encode_on_every_path::<u16>(&divisors, 1 << states_log2, &classes, &values);
+            encode_on_every_path::<u32>(&divisors, 1 << states_log2, &classes, &values);
+            encode_on_every_path::<u64>(&divisors, 1 << states_log2, &classes, &values);
+        }
+    }
+}
