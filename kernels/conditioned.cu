@@ -1,7 +1,5 @@
-// Codec `conditioned` (spec/codecs.md section 4): a block decodes a chunk, applies it to its base lanes and checks it.
-//
-// Few segments: some warps of the block decode, one a segment, and the others look for coded lanes in the base and hand them over
-// tile by tile. Many segments, or low bits: each warp takes segments of its own, and does both.
+// Codec `conditioned` (spec/codecs.md section 4): a block decodes a chunk, applies it to its base lanes and checks it. Each warp takes
+// segments of its own.
 #include "crc.cuh"
 #include "decoder.cuh"
 
@@ -10,194 +8,47 @@
 
 struct alignas(16) Shared {
     Tile tiles[WARPS];
-    Symbol symbols[SYMBOLS_SHARED];
-    u8 buckets[BUCKETS];
-    u32 maps[4 * MAP];
+    u32 weights[TPDE_ROW_WORDS];
+    Entry maps[5 * MAP];
     Chunk chunk;
     Parts parts;
-    Lookup lookup;
     Classes classes;
-    List list;
     Totals totals;
-    u32 listed, slot;
+    u32 slot, used, fits;
 };
 
 static_assert(CRC_SHARED <= sizeof(Tile) * WARPS, "the CRC works where the tiles will be");
 static_assert(sizeof(Shared) <= TPDE_CONDITIONED_SHARED, "room in dynamic shared memory");
 
-// ---- Barriers between a warp that looks for coded lanes and the one that decodes them ----
-
-__device__ __forceinline__ void barrier_wait(u32 id) { asm volatile("bar.sync %0, 64;" ::"r"(id) : "memory"); }
-__device__ __forceinline__ void barrier_arrive(u32 id) { asm volatile("bar.arrive %0, 64;" ::"r"(id) : "memory"); }
-#define BARRIER_FULL(warp) (1 + (warp))
-#define BARRIER_EMPTY(warp) (8 + (warp))
-
-// What a thread adds to the sums of the chunk.
-struct Sums {
-    u64 base, target;
-    u32 changed, errors;
-};
-
-// All that the threads of a block know lies in shared memory: no thread has registers for it.
+// All that the threads of a block know lies in shared memory: no thread has registers for it. The tables follow.
 __device__ __forceinline__ Shared& shared_memory() {
     extern __shared__ uint4 dynamic_shared[];
     return *(Shared*)dynamic_shared;
 }
 
-// Whether some warps search for others.
-__device__ __forceinline__ bool is_searched(const Parts& parts) { return parts.segments <= WARPS / 2 && parts.low_bits == 0; }
+// Whether the chunk's lanes are floats without low bits.
+__device__ __forceinline__ bool is_plain(const Shared& shared) { return shared.classes.by_threshold && shared.parts.low_bits == 0; }
 
-template <int W> __device__ __forceinline__ Decoding<W> decoding(const Shared& shared, const Tile& marks, u32 store) {
-    const Lookup& lookup = shared.lookup;
-    Decoding<W> with;
-    with.lookup = {shared_address(shared.buckets), shared_address(shared.symbols), lookup.shift, lookup.tokens,
-        lookup.shared ? nullptr : lookup.set + lookup.classes + 2};
-    with.maps = shared_address(shared.maps);
-    with.marks = shared_address(marks.excepted);
-    with.classes = shared.classes;
-    with.states = shared.parts.states;
-    with.activity_bits = shared.parts.activity_bits;
-    with.store = store;
-    return with;
+// The part of a slot that a warp has for its changes.
+template <int W> __device__ __forceinline__ List open_list(const Launch& launch, bool listed) {
+    u32 size = launch.scratch_slot_bytes / WARPS;
+    u64 slot = launch.scratch + TPDE_SCRATCH_HEAD(launch.scratch_slots) + (u64)shared_memory().slot * launch.scratch_slot_bytes;
+    return {(u8*)(slot + threadIdx.x / WARP * size), listed ? size / (u32)sizeof(Change<W>) : 0, 0};
 }
 
-// Looks for the coded lanes of every `share`-th tile of a segment.
-template <int W> __device__ __noinline__ u64 search(u32 store, u32 segment, u32 place, u32 share, u32 barrier) {
-    u64 base_sum = 0;
-    typedef TileShape<W> Shape;
+template <int W, int HOW> __device__ __noinline__ void decode(u32 store, List& list, Sums& sums) {
     Shared& shared = shared_memory();
-    Range range = segment_range(shared.chunk, shared.parts.segments, segment);
-    u32 first = range.first / Shape::LANES, end = (range.end + Shape::LANES - 1) / Shape::LANES;
-    Tile& tile = shared.tiles[barrier];
-    const Classes& classes = shared.classes;
-    u32 maps = shared_address(shared.maps);
-    const u8* activities_at = shared.chunk.payload + shared.parts.activities_at;
-    u32 turns = 0;
-    for (u32 number = first + place; number < end; number += share, turns++) {
-        u32 activities = activities_of_tile(activities_at, shared.parts.activity_bits, number, Shape::BLOCKS);
-        if (classes.by_threshold && is_whole<W>(shared.chunk, range, number)) {
-            uint4 pieces[Shape::PIECES];
-            load_tile<W>(shared.chunk, number, pieces);
-            if (store == STORE_ALL) store_tile<W>(shared.chunk, number, pieces);
-            base_sum += tile_sum<W>(number, pieces);
-            if (turns) barrier_wait(BARRIER_EMPTY(barrier));
-            write_tile<W>(tile, pieces);
-            mark_tile<W>(shared.parts, classes, maps, activities, pieces, tile);
-        } else {
-            if (turns) barrier_wait(BARRIER_EMPTY(barrier));
-            base_sum += gather_tile<W>(shared.chunk, shared.parts, classes, maps, range, number, activities, store == STORE_ALL, tile);
-        }
-        queue_tile<W>(tile, activities);
-        barrier_arrive(BARRIER_FULL(barrier));
+    const Chunk chunk = shared.chunk;
+    const Classes classes = shared.classes;
+    u32 warp = threadIdx.x / WARP;
+    Sums own = {};
+    List changes = list;
+    for (u32 segment = warp; segment < shared.parts.segments; segment += WARPS) {
+        decode_segment<W, HOW>(chunk, shared.parts, classes, shared.weights, segment, store, shared.tiles[warp], changes, own);
     }
-    return base_sum;
-}
-
-// Decodes a segment whose tiles `share` other warps prepare.
-template <int W> __device__ __noinline__ void decode(u32 store, u32 segment, u32 share, u32 barriers, Sums& sums) {
-    typedef TileShape<W> Shape;
-    Shared& shared = shared_memory();
-    Range range = segment_range(shared.chunk, shared.parts.segments, segment);
-    u32 first = range.first / Shape::LANES, end = (range.end + Shape::LANES - 1) / Shape::LANES;
-    Decoder<W> decoder = {};
-    open_segment<W>(decoder, shared.chunk, shared.parts, segment, range.first);
-    Decoding<W> with = decoding<W>(shared, shared.tiles[WARPS - 1 - segment], store);
-    for (u32 number = first, turn = 0; number < end; number++) {
-        u32 barrier = barriers + turn;
-        turn = turn + 1 == share ? 0 : turn + 1;
-        barrier_wait(BARRIER_FULL(barrier));
-        decode_tile<W, false, false>(decoder, with, shared.chunk, shared.parts, number, number + 1 == end, shared.tiles[barrier],
-            shared.list, &shared.listed);
-        if (number + share < end) barrier_arrive(BARRIER_EMPTY(barrier));
-    }
-    sums.target += decoder.target_sum;
-    sums.changed += decoder.changed;
-    sums.errors |= decoder.errors | finish_stream(decoder.stream);
-}
-
-// Lanes that are not coded have their low bits alone.
-template <int W> __device__ __forceinline__ u32 apply_low_bits(Range range, u32 number, Tile& tile) {
-    Shared& shared = shared_memory();
-    typedef TileShape<W> Shape;
-    typedef typename LaneOf<W>::type Lane;
-    u32 changed = 0;
-    for (u32 place = threadIdx.x % WARP; place < Shape::LANES; place += WARP) {
-        u32 at = number * Shape::LANES + place;
-        if (at < range.first || at >= range.end || tile.masks[place / 32] >> place % 32 & 1) continue;
-        typename WideOf<W>::type delta = low_bits_of<W>(shared.chunk, shared.parts, at), base = ((Lane*)tile.lanes)[place];
-        changed += delta != 0;
-        ((Lane*)tile.lanes)[place] = (Lane)apply_delta<W>(base, delta, (typename WideOf<W>::type)shared.classes.order.ordered);
-    }
-    __syncwarp();
-    return changed;
-}
-
-// Whether a warp that works alone may take a tile by pieces.
-template <int W> __device__ __forceinline__ bool is_fast(const Shared& shared, Range range, u32 number) {
-    return shared.parts.low_bits == 0 && shared.classes.by_threshold && is_whole<W>(shared.chunk, range, number);
-}
-
-// The two ends of a tile of a warp that works alone. Calls, so that the decoding between them has the registers to itself.
-template <int W> __device__ __noinline__ u64 begin_tile(Range range, u32 number) {
-    typedef TileShape<W> Shape;
-    Shared& shared = shared_memory();
-    Tile& tile = shared.tiles[threadIdx.x / WARP];
-    const Parts& parts = shared.parts;
-    u32 maps = shared_address(shared.maps);
-    u32 activities = activities_of_tile(shared.chunk.payload + parts.activities_at, parts.activity_bits, number, Shape::BLOCKS);
-    u64 sum;
-    if (is_fast<W>(shared, range, number)) {
-        uint4 pieces[Shape::PIECES];
-        load_tile<W>(shared.chunk, number, pieces);
-        write_tile<W>(tile, pieces);
-        sum = tile_sum<W>(number, pieces);
-        mark_tile<W>(parts, shared.classes, maps, activities, pieces, tile);
-    } else {
-        sum = gather_tile<W>(shared.chunk, parts, shared.classes, maps, range, number, activities, false, tile);
-    }
-    queue_tile<W>(tile, activities);
-    return sum;
-}
-
-// What the target's sum has more than the base's, which was `of_base`.
-template <int W> __device__ __noinline__ u64 end_tile(Range range, u32 number, u32 store, u64 of_base) {
-    typedef TileShape<W> Shape;
-    Shared& shared = shared_memory();
-    Tile& tile = shared.tiles[threadIdx.x / WARP];
-    __syncwarp();
-    if (store == STORE_CHANGES || !is_fast<W>(shared, range, number)) {
-        return scatter_tile<W>(shared.chunk, range, number, store != STORE_NONE, store == STORE_ALL, tile);
-    }
-    uint4 pieces[Shape::PIECES];
-    read_tile<W>(tile, pieces);
-    u64 sum = tile_sum<W>(number, pieces) - of_base;
-    if (store == STORE_ALL) store_tile<W>(shared.chunk, number, pieces);
-    __syncwarp();
-    return sum;
-}
-
-// Works on a segment alone.
-template <int W, bool LOW_BITS> __device__ __noinline__ void decode_alone(u32 store, u32 segment, Sums& sums) {
-    typedef TileShape<W> Shape;
-    Shared& shared = shared_memory();
-    Range range = segment_range(shared.chunk, shared.parts.segments, segment);
-    u32 end = (range.end + Shape::LANES - 1) / Shape::LANES, changed = 0;
-    Tile& tile = shared.tiles[threadIdx.x / WARP];
-    Decoder<W> decoder = {};
-    open_segment<W>(decoder, shared.chunk, shared.parts, segment, range.first);
-    Decoding<W> with = decoding<W>(shared, tile, store);
-    u64 base_sum = 0, target_sum = 0;
-    for (u32 number = range.first / Shape::LANES; number < end; number++) {
-        u64 of_base = begin_tile<W>(range, number);
-        base_sum += of_base;
-        if (LOW_BITS) changed += apply_low_bits<W>(range, number, tile);
-        decode_tile<W, true, LOW_BITS>(decoder, with, shared.chunk, shared.parts, number, number + 1 == end, tile, shared.list, &shared.listed);
-        target_sum += end_tile<W>(range, number, store, of_base);
-    }
-    sums.base += base_sum;
-    sums.target += target_sum + decoder.target_sum;
-    sums.changed += changed + decoder.changed;
-    sums.errors |= decoder.errors | finish_stream(decoder.stream);
+    if (HOW == TO_LIST && threadIdx.x % WARP == 0) own.changed = changes.count;
+    list = changes;
+    sums = own;
 }
 
 // All threads: the changes that are listed in the payload. They are for lanes that have none yet, so their base is still there.
@@ -211,10 +62,10 @@ template <int W> __device__ __noinline__ void except(bool store, Sums& sums) {
             continue;
         }
         T delta = (T)unaligned<W>(shared.chunk.payload, shared.parts.deltas_at + W * i), base = load_lane<W>(shared.chunk, at);
-        T target = apply_delta<W>(base, delta, (typename WideOf<W>::type)shared.classes.order.ordered);
+        T target = apply_delta<W>(base, delta, (typename WideOf<W>::type)shared.classes.order.magnitude);
         if (delta == 0) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
         if (shared.parts.low_bits != 0 && low_bits_of<W>(shared.chunk, shared.parts, at) != 0 &&
-            class_of<W>(shared_address(shared.maps), shared.classes, activity_of(shared.chunk, shared.parts, at), base) == CLASS_NONE) {
+            class_of<W>(shared.classes, activity_of(shared.chunk, shared.parts, at), base).x == shared.classes.none) {
             sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
         sums.changed++;
@@ -224,38 +75,26 @@ template <int W> __device__ __noinline__ void except(bool store, Sums& sums) {
 }
 
 // One pass over the chunk. Returns its errors, the same in every thread.
-template <int W> __device__ __forceinline__ u32 pass(u32 store) {
+template <int W> __device__ __forceinline__ u32 pass(u32 store, List& list) {
     Shared& shared = shared_memory();
-    u32 warp = threadIdx.x / WARP, segments = shared.parts.segments;
-    Totals& totals = shared.totals;
     __syncthreads();
     if (threadIdx.x == 0) {
-        totals = {};
-        shared.listed = 0;
+        shared.totals = {};
+        shared.fits = 1;
     }
     __syncthreads();
-    Sums sums = {};
-    if (is_searched(shared.parts)) {
-        // The decoding warps of the blocks of a multiprocessor should not all be in the same quarter of it.
-        u32 role = (warp - shared.chunk.number) % WARPS, share = WARPS / segments - 1;
-        if (role < segments) {
-            decode<W>(store, role, share, role * share, sums);
-        } else {
-            u32 searcher = role - segments;
-            sums.base += search<W>(store, searcher / share, searcher % share, share, searcher);
-        }
-    } else {
-        for (u32 segment = warp; segment < segments; segment += WARPS) {
-            if (shared.parts.low_bits == 0) decode_alone<W, false>(store, segment, sums);
-            else decode_alone<W, true>(store, segment, sums);
-        }
-    }
+    Sums sums;
+    if (!is_plain(shared)) decode<W, ANY_LANES>(store, list, sums);
+    else if (store == STORE_ALL) decode<W, TO_TILE>(store, list, sums);
+    else if (store == STORE_LIST) decode<W, TO_LIST>(store, list, sums);
+    else decode<W, TO_OUTPUT>(store, list, sums);
+    if (list.count > list.capacity) shared.fits = 0;
     // Exceptions are stored after everything else.
     __syncthreads();
     except<W>(store == STORE_ALL || store == STORE_CHANGES, sums);
-    add_to(totals, sums.base, sums.target, sums.changed, sums.errors);
+    add_to(shared.totals, sums.base, sums.target, sums.changed, sums.errors);
     __syncthreads();
-    return errors_of(totals, shared.chunk);
+    return errors_of(shared.totals, shared.chunk);
 }
 
 // One thread: takes a slot of the scratch memory.
@@ -268,25 +107,22 @@ __device__ u32 take_slot(const Launch& launch) {
     return slot;
 }
 
-// In place with one reading of the base, changes are kept until the sums are right.
-template <int W> __device__ __forceinline__ void open_list(const Launch& launch) {
+// In place with one reading of the base: changes are kept until the sums are right. False if they did not fit, and all is as it was.
+template <int W> __device__ __forceinline__ bool pass_with_list(const Launch& launch, u32& errors) {
     Shared& shared = shared_memory();
-    shared.slot = take_slot(launch);
-    u8* slot = (u8*)launch.scratch + TPDE_SCRATCH_HEAD(launch.scratch_slots) + (u64)shared.slot * launch.scratch_slot_bytes;
-    u32 count = shared.chunk.num_deltas;
-    shared.list = {slot, slot + (4 * (u64)count + 7) / 8 * 8, count};
-}
-
-template <int W> __device__ __noinline__ void carry_out_list(const Launch& launch, bool right) {
     typedef typename LaneOf<W>::type Lane;
-    Shared& shared = shared_memory();
-    if (right) {
-        // All changes are accounted for, so the list has those that are not exceptions.
-        u32 count = shared.chunk.num_deltas - shared.parts.exceptions;
-        const u32* positions = (const u32*)shared.list.positions;
-        const Lane* lanes = (const Lane*)shared.list.lanes;
-        for (u32 i = threadIdx.x; i < count; i += THREADS) store_lane<W>(shared.chunk, positions[i], lanes[i]);
+    if (threadIdx.x == 0) shared.slot = take_slot(launch);
+    __syncthreads();
+    List list = open_list<W>(launch, true);
+    errors = pass<W>(STORE_LIST, list);
+    bool carried = errors == 0 && shared.fits;
+    if (carried) {
+        for (u32 i = threadIdx.x % WARP; i < list.count; i += WARP) {
+            Change<W> change = list.template at<W>(i);
+            *(Lane*)(shared.chunk.output + change.position) = (Lane)change.lane;
+        }
         Sums sums = {};
+        __syncthreads();
         except<W>(true, sums);
     }
     __syncthreads();
@@ -294,6 +130,7 @@ template <int W> __device__ __noinline__ void carry_out_list(const Launch& launc
         __threadfence();
         atomicExch((u32*)launch.scratch + shared.slot, 0);
     }
+    return carried || errors;
 }
 
 // Header, maps and tables: errors, the same in every thread.
@@ -305,22 +142,30 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
     u32 errors = check_payload<THREADS>(launch, chunk, (u32*)shared.tiles);
     if (errors) return errors;
     Order order = order_of(dtype);
-    if (thread == 0) shared.totals.errors = parse_header<W>(chunk, parts);
+    if (thread == 0) {
+        shared.totals.errors = parse_header<W>(chunk, parts);
+        shared.used = 0;
+    }
+    for (u32 i = thread; i < TPDE_ROW_WORDS; i += THREADS) shared.weights[i] = WEIGHTS.q[i];
     __syncthreads();
     if (shared.totals.errors) return shared.totals.errors;
-    Lookup lookup = make_lookup<THREADS>(launch, tables, 8 * W - parts.low_bits, shared.buckets, shared.symbols);
-    for (u32 i = thread; i < 4 * MAP; i += THREADS) {
-        u32 number = i / MAP < 1u << parts.activity_bits ? map_entry(chunk, parts, i / MAP, i % MAP, lookup.classes, errors) : 0;
-        shared.maps[i] = class_entry(lookup, number);
-    }
+    u32 classes = class_count(launch, tables);
+    auto number_of = [&](u32 i) { return i / MAP < 1u << parts.activity_bits ? map_entry(chunk, parts, i / MAP, i % MAP, classes, errors) : 0; };
+    u32 used = 0;
+    for (u32 i = thread; i < 4 * MAP; i += THREADS) used |= 1u << number_of(i);
+    atomicOr(&shared.used, used);
+    __syncthreads();
+    Lookup lookup = make_lookup<THREADS>(launch, tables, shared.used, 8 * W - parts.low_bits, shared_address(&shared + 1));
+    u32 none = lookup.buckets;
+    for (u32 i = thread; i < 5 * MAP; i += THREADS) shared.maps[i] = class_entry(launch, tables, lookup, number_of(i));
     if (thread < WARP) errors |= find_streams(chunk, parts);
     __syncthreads();
     if (errors) atomicOr(&shared.totals.errors, errors);
     if (thread < WARP) {
         bool holes = false;
         for (u32 a = 0; a < 4; a++) {
-            u32 low = __ballot_sync(ALL_LANES, shared.maps[a * MAP + thread] != CLASS_NONE);
-            u32 high = __ballot_sync(ALL_LANES, shared.maps[a * MAP + 32 + thread] != CLASS_NONE);
+            u32 low = __ballot_sync(ALL_LANES, shared.maps[a * MAP + thread].x != none);
+            u32 high = __ballot_sync(ALL_LANES, shared.maps[a * MAP + 32 + thread].x != none);
             u64 coded = low | (u64)high << 32;
             u32 count = bit_count(coded);
             holes |= (coded & (coded + 1)) != 0;
@@ -329,8 +174,7 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
             if (thread == 0) parts.thresholds[a] = (u32)(W == 8 ? threshold >> 32 : threshold);
         }
         if (thread == 0) {
-            shared.lookup = lookup;
-            shared.classes = {parts.first_context, order, order.kind == CONTEXT_EXPONENT, holes};
+            shared.classes = {parts.first_context, order, shared_address(shared.maps), none, order.kind == CONTEXT_EXPONENT, holes};
         }
     }
     __syncthreads();
@@ -355,20 +199,18 @@ template <int W> __device__ __forceinline__ u32 run(const Launch& launch, u32 ta
     }
     u32 errors = open_payload<W>(launch, tables, dtype);
     if (errors) return errors;
-    u64 bytes = (4 * (u64)chunk.num_deltas + 7) / 8 * 8 + (u64)W * chunk.num_deltas;
-    bool fits = launch.scratch_slots != 0 && bytes <= launch.scratch_slot_bytes && is_searched(shared.parts);
-    bool listed = checked_first && store == STORE_CHANGES && fits;
-    if (listed && threadIdx.x == 0) open_list<W>(launch);
-    u32 now = listed ? STORE_LIST : checked_first ? STORE_NONE : store;
-    for (;;) {
-        errors = pass<W>(now);
-        if (now == STORE_LIST) carry_out_list<W>(launch, errors == 0);
-        if (!checked_first || errors || now == STORE_LIST || now == store) return errors;
-        now = store;
+    List none = {};
+    if (!checked_first) return pass<W>(store, none);
+    if (store == STORE_CHANGES && launch.scratch_slots != 0 && is_plain(shared)) {
+        if (pass_with_list<W>(launch, errors)) return errors;
+    } else {
+        errors = pass<W>(STORE_NONE, none);
+        if (errors) return errors;
     }
+    return pass<W>(store, none);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) tpde_conditioned(const __grid_constant__ Launch launch) {
+extern "C" __global__ void __launch_bounds__(THREADS, 5) tpde_conditioned(const __grid_constant__ Launch launch) {
     Shared& shared = shared_memory();
     Chunk chunk;
     DeviceTensor tensor;

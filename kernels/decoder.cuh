@@ -1,4 +1,4 @@
-// The decoding of a segment's coded lanes, tile by tile (spec/codecs.md sections 4.5 and 4.6).
+// The decoding of a segment by a warp, tile by tile (spec/codecs.md sections 4.5 and 4.6).
 #pragma once
 #include "stream.cuh"
 #include "tile.cuh"
@@ -11,155 +11,192 @@ enum : u32 {
     STORE_LIST = 3,    // changes to a list that is carried out later
 };
 
-// Changes that wait for the checks: positions, then target lanes, as in a payload of codec `raw`.
-struct List {
-    u8* positions;
-    u8* lanes;
-    u32 capacity;
+// How a warp does it.
+enum : int {
+    TO_LIST,   // STORE_LIST
+    TO_OUTPUT, // each change on its own, with any other
+    TO_TILE,   // to the tile, which leaves as a whole
+    ANY_LANES, // to the tile, for integers and lanes with low bits; the others are for floats
 };
 
-template <int W> struct Decoder {
-    typedef typename WideOf<W>::type T;
-    Stream stream;
-    // A coded lane in the hands of each thread: its lane of the chunk, its base, its entry of a map. The first `waiting` threads
-    // have theirs from the tiles before: too few for a step.
-    u32 position, entry;
-    T base;
-    bool excepted;     // an exception is for it
-    u32 waiting;
-    u32 exception;     // first one that is not before the tile, and its position
-    u32 next_exception;
-    u32 listed;
-    // Of this thread.
-    u64 target_sum;    // terms of changes
+// A change that waits for the checks of its chunk.
+template <int W> struct alignas(W == 8 ? 16 : 8) Change {
+    typename WideOf<W>::type position, lane; // in bytes of the chunk
+};
+
+// Those of a warp. What does not fit is counted, and lost.
+struct List {
+    u8* changes;
+    u32 capacity, count;
+    template <int W> __device__ __forceinline__ Change<W>& at(u32 i) const { return ((Change<W>*)changes)[i]; }
+};
+
+// What a thread adds to the sums of the chunk.
+struct Sums {
+    u64 base, target;
     u32 changed, errors;
 };
 
-template <int W> __device__ __forceinline__ void open_segment(Decoder<W>& decoder, const Chunk& chunk, const Parts& parts, u32 segment, u32 first) {
-    decoder.stream = open_stream(chunk, parts, segment);
-    decoder.waiting = 0;
-    decoder.excepted = false;
+// A coded lane in the hands of a thread.
+template <int W> struct Coded {
+    u32 position; // in bytes of the chunk
+    u32 at;       // shared address of the lane in its tile
+    typename WideOf<W>::type base;
+    Entry entry;
+};
+
+// Exceptions, which ascend, as a warp passes them.
+struct Marker {
+    u32 exception, next; // first one that is not before the tile, and its position
+};
+
+__device__ __forceinline__ Marker open_marker(const Chunk& chunk, const Parts& parts, u32 first) {
     u32 begin = 0, end = parts.exceptions;
     while (begin < end) {
         u32 middle = (begin + end) / 2;
         if (exception_position(chunk, parts, middle) < first) begin = middle + 1;
         else end = middle;
     }
-    decoder.exception = begin;
-    decoder.next_exception = exception_position(chunk, parts, begin);
+    return {begin, exception_position(chunk, parts, begin)};
 }
 
-// Marks the lanes of the tile that exceptions are for. False if there are none.
-template <int W>
-__device__ __forceinline__ bool mark_exceptions(Decoder<W>& decoder, const Chunk& chunk, const Parts& parts, u32 first, u32 end, u32 address) {
-    if (decoder.next_exception >= end) return false;
+// Marks the lanes of a tile that exceptions are for.
+__device__ __noinline__ void mark_exceptions(Marker& marker, const Chunk& chunk, const Parts& parts, u32 first, u32 end, u32* marks) {
     u32 thread = threadIdx.x % WARP;
-    u32* marks = (u32*)__cvta_shared_to_generic(address);
     marks[thread] = 0;
     __syncwarp();
     u32 count;
     do {
-        u32 position = exception_position(chunk, parts, decoder.exception + thread);
+        u32 position = exception_position(chunk, parts, marker.exception + thread);
         bool inside = position >= first && position < end;
         if (inside) atomicOr(&marks[(position - first) / 32], 1u << (position - first) % 32);
         count = __popc(__ballot_sync(ALL_LANES, inside));
-        decoder.exception += count;
+        marker.exception += count;
     } while (count == WARP);
-    decoder.next_exception = exception_position(chunk, parts, decoder.exception);
+    marker.next = exception_position(chunk, parts, marker.exception);
     __syncwarp();
-    return true;
 }
 
-// What a decoding warp holds in registers while it works on a segment.
-template <int W> struct Decoding {
-    LookupAddress lookup;
-    u32 maps, marks;   // shared addresses
-    Classes classes;
-    u32 states, activity_bits;
-    u32 store;
-};
-
-// Decodes as many coded lanes of a tile as fill steps, or all of them in the segment's last. With IN_TILE target lanes go to the
-// tile, but for those that were put off: their tile is gone, and they are on their own.
-template <int W, bool IN_TILE, bool LOW_BITS>
-__device__ __forceinline__ void decode_tile(
-    Decoder<W>& decoder, const Decoding<W>& with, const Chunk& chunk, const Parts& parts, u32 number, bool last, const Tile& tile,
-    const List& list, u32* listed) {
+// Decodes a segment.
+template <int W, int HOW>
+__device__ __forceinline__ void decode_segment(
+    const Chunk& chunk, const Parts& parts, const Classes& classes, const u32* weights, u32 segment, u32 store, Tile& tile, List& list, Sums& sums) {
     typedef typename WideOf<W>::type T;
     typedef typename LaneOf<W>::type Lane;
     typedef TileShape<W> Shape;
-    u32 thread = threadIdx.x % WARP, before = (1u << thread) - 1, states = with.states, first = number * Shape::LANES;
-    u32 waiting = decoder.waiting, available = waiting + tile.count;
-    bool marked = mark_exceptions(decoder, chunk, parts, first, first + Shape::LANES, with.marks);
-    u32 lanes = shared_address(tile.lanes), queue = shared_address(tile.queue), activities = tile.activities;
-    u32 late = waiting; // threads below it have lanes of tiles before
-
-    // The lane of the thread in a step, by its number among those that wait and those of the tile. What is not there is looked up
-    // all the same, and left.
-    u32 activity_mask = (1u << with.activity_bits) - 1;
-    auto fetch = [&](u32 i) {
-        u32 place = shared_u16(queue + 2 * ((i - waiting) % TILE_LANES)) % Shape::LANES;
-        T base = shared_lane<W>(lanes + place * W);
-        u32 activity = activities >> (place / BLOCK_LANES * with.activity_bits) & activity_mask;
-        u32 entry = class_of<W>(with.maps, with.classes, activity, base);
-        bool taken = thread < states && i >= waiting && i < available;
-        decoder.position = taken ? first + place : decoder.position;
-        decoder.base = taken ? base : decoder.base;
-        decoder.entry = taken ? entry : decoder.entry;
-    };
-    // Whether an exception is for the lane of the thread.
-    auto is_excepted = [&](u32 at) { return shared_u32(with.marks + (at - first) / 32 * 4) >> (at - first) % 32 & 1; };
-    fetch(thread);
-    u32 done = 0; // lanes of the steps before
-    bool careful = marked || __any_sync(ALL_LANES, late > thread && decoder.excepted);
-    // Terms of the sum without the weight of the row, which is the tile's.
-    u64 gained = 0, lost = 0;
-    while (last ? done < available : done + states <= available) {
-        bool on = thread < states && done + thread < available;
-        u32 at = decoder.position, entry = decoder.entry, q = 0;
-        T from = decoder.base;
-        if (!IN_TILE && W != 8) q = WEIGHTS.q[at * W / 4 % TPDE_ROW_WORDS];
-        fetch(done + states + thread);
-        T delta = decode_step<W>(decoder.stream, with.lookup, entry, on, before);
-        if (LOW_BITS && on) {
-            u32 bits = parts.low_bits;
-            T high = bits == 8 * W ? 0 : ((T)parts.center - delta) & (((T)1 << (8 * W - bits) % (8 * sizeof(T))) - 1);
-            delta = (bits == 8 * W ? 0 : high << bits) | low_bits_of<W>(chunk, parts, at);
+    constexpr u32 LANES = Shape::LANES;
+    constexpr bool IN_TILE = HOW == TO_TILE || HOW == ANY_LANES;
+    u32 thread = threadIdx.x % WARP, before = (1u << thread) - 1;
+    u32 states = parts.states, activity_bits = parts.activity_bits, low_bits = HOW == ANY_LANES ? parts.low_bits : 0;
+    u32 lanes = shared_address(tile.lanes), queue = shared_address(tile.queue), marks = shared_address(tile.excepted);
+    T magnitude = (T)classes.order.magnitude;
+    Range range = segment_range(chunk, parts.segments, segment);
+    u32 end = (range.end + LANES - 1) / LANES;
+    Stream stream = open_stream(chunk, parts, segment);
+    Marker marker = open_marker(chunk, parts, range.first);
+    tile.nothing = QUEUE_NOTHING;
+    __syncwarp();
+    // The first `waiting` threads have coded lanes of the tiles before: too few for a step.
+    u32 waiting = 0;
+    Coded<W> coded = {};
+    bool excepted = false; // an exception is for it
+    auto is_fast = [&](u32 number) { return HOW != ANY_LANES && is_whole<W>(chunk, range, number); };
+    auto is_excepted = [&](u32 place) { return shared_u32(marks + place / 32 * 4) >> place % 32 & 1; };
+    uint4 pieces[Shape::PIECES];
+    bool fast = is_fast(range.first / LANES);
+    if (fast) load_tile<W>(chunk, range.first / LANES, pieces);
+    for (u32 number = range.first / LANES; number < end; number++) {
+        u32 first = number * LANES;
+        u32 activities = activities_of_tile(chunk.payload + parts.activities_at, activity_bits, number, Shape::BLOCKS);
+        u64 of_base;
+        bool was_fast = fast;
+        if (fast) {
+            write_tile<W>(tile, pieces);
+            of_base = tile_sum<W>(weights, number, pieces);
+            mark_tile<W>(parts, classes, activities, pieces, tile);
+        } else {
+            of_base = gather_tile<W>(chunk, parts, classes, range, number, activities, tile);
         }
-        bool changed = delta != 0;
-        T target = apply_delta<W>(from, delta, (T)with.classes.order.ordered);
-        decoder.changed += changed;
-        if (careful && changed && (thread < late ? decoder.excepted : marked && is_excepted(at))) decoder.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
-        if (IN_TILE) {
-            if (changed && thread >= late) set_shared_lane<W>(lanes + (at - first) * W, target);
-        } else if (W != 8) {
-            if (thread >= late) {
-                u32 shift = 8 * (at * W % 4);
-                gained += (u64)q * (u32)(target << shift);
-                lost += (u64)q * (u32)(from << shift);
+        sums.base += of_base;
+        u32 available = waiting + queue_tile<W>(parts, activities, tile);
+        // The next lanes arrive while these are decoded.
+        fast = number + 1 < end && is_fast(number + 1);
+        if (fast) load_tile<W>(chunk, number + 1, pieces);
+        if (HOW == ANY_LANES && low_bits != 0) sums.changed += apply_low_bits<W>(chunk, parts, range, number, magnitude, tile);
+        bool marked = marker.next < first + LANES;
+        if (marked) mark_exceptions(marker, chunk, parts, first, first + LANES, tile.excepted);
+        // The coded lane of the thread in the next step; past the last one, or in a thread that is no state, it is of no class.
+        bool is_state = thread < states;
+        u32 from = is_state ? queue + 2 * (thread - waiting) : queue + 2 * (TILE_LANES + 2 * WARP), stride = is_state ? 2 * states : 0;
+        auto fetch = [&] {
+            u32 queued = shared_u16(from), place = queued % (1u << QUEUE_MAP);
+            from += stride;
+            coded.at = lanes + place;
+            coded.base = shared_lane<W>(coded.at);
+            if constexpr (HOW == ANY_LANES) coded.entry = class_of<W>(classes, queued >> QUEUE_MAP, coded.base);
+            else coded.entry = class_of_context(classes, queued >> QUEUE_MAP, (i32)((u32)(coded.base >> classes.order.shift) & classes.order.mask));
+            coded.position = first * W + place;
+        };
+        u32 late = waiting;
+        if (thread >= late) fetch();
+        else from += stride;
+        bool careful = late != 0 || marked;
+        u32 left = number + 1 == end ? available : available & ~(states - 1);
+        u64 gained = 0, lost = 0; // terms of the sum without the weight of the row, which is the tile's
+#pragma unroll 1
+        for (u32 done = 0; done < left; done += states) {
+            Coded<W> now = coded;
+            fetch();
+            T moved = decode_step<W>(stream, now.entry, before);
+            if (HOW == ANY_LANES && low_bits != 0 && now.entry.x != classes.none) {
+                // The value, from the difference that it would be.
+                T value = moved << 1 ^ sign_of<W == 8 ? 8 : 4>(moved);
+                T high = low_bits == 8 * W ? 0 : ((T)parts.center - value) & (((T)1 << (8 * W - low_bits) % (8 * sizeof(T))) - 1);
+                moved = difference_of<W>((low_bits == 8 * W ? 0 : high << low_bits) | low_bits_of<W>(chunk, parts, now.position / W));
+            }
+            bool changed = moved != 0;
+            T target = move_lane<W>(now.base, moved, magnitude);
+            if (HOW != TO_LIST) sums.changed += changed;
+            if (careful) {
+                bool put_off = thread < late;
+                if (changed && (put_off ? excepted : marked && is_excepted(now.position / W - first))) {
+                    sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
+                }
+                if (changed && put_off) {
+                    u64 term = lane_term<W>(now.position / W, now.base, target);
+                    // Below, the weight of this tile's row is going to be taken.
+                    if (!IN_TILE && W != 8) term -= term_in_row<W>(now.position / W, now.base, target) * row_weight(number * Shape::WORDS);
+                    if (IN_TILE || W != 8) sums.target += term;
+                    if (IN_TILE && store != STORE_NONE) store_lane<W>(chunk, now.position / W, target);
+                }
+                late = 0;
+                careful = marked;
+            }
+            if constexpr (IN_TILE) {
+                if (changed) set_shared_lane<W>(now.at, target);
+            } else {
+                if constexpr (W == 8) {
+                    if (changed) sums.target += lane_term<W>(now.position / W, now.base, target);
+                } else {
+                    u32 q = weights[now.position / 4 % TPDE_ROW_WORDS], shift = 8 * (now.position % 4);
+                    gained += (u64)q * (u32)(target << shift);
+                    lost += (u64)q * (u32)(now.base << shift);
+                }
+                if (HOW == TO_LIST) {
+                    u32 mask = __ballot_sync(ALL_LANES, changed), i = list.count + __popc(mask & before);
+                    list.count += __popc(mask);
+                    if (changed && i < list.capacity) list.template at<W>(i) = {now.position, target};
+                } else if (changed && store == STORE_CHANGES) {
+                    *(Lane*)(chunk.output + now.position) = (Lane)target;
+                }
             }
         }
-        // F64 has two words a lane, and is rare.
-        if (changed && (thread < late || (W == 8 && !IN_TILE))) decoder.target_sum += lane_term<W>(at, from, target);
-        if (!IN_TILE && with.store == STORE_LIST) {
-            u32 mask = __ballot_sync(ALL_LANES, changed), count = __popc(mask), begin = decoder.listed;
-            if (parts.segments > 1) {
-                if (thread == 0 && count) begin = atomicAdd(listed, count);
-                begin = __shfl_sync(ALL_LANES, begin, 0);
-            }
-            decoder.listed += count;
-            u32 i = begin + __popc(mask & before);
-            if (changed && i < list.capacity) {
-                ((u32*)list.positions)[i] = at;
-                ((Lane*)list.lanes)[i] = (Lane)target;
-            }
-        } else if (changed && with.store != STORE_NONE && (!IN_TILE || thread < late)) {
-            store_lane<W>(chunk, at, target);
-        }
-        late = 0;
-        done += states;
+        if (!IN_TILE && W != 8) sums.target += row_weight(number * Shape::WORDS) * (gained - lost);
+        waiting = available - left;
+        if (thread >= late) excepted = marked && thread < waiting && is_excepted(coded.position / W - first);
+        coded.at = shared_address(&tile.put_off);
+        if (IN_TILE) sums.target += end_tile<W>(chunk, weights, range, number, store != STORE_NONE, was_fast, of_base, tile);
+        __syncwarp();
     }
-    if (!IN_TILE && W != 8) decoder.target_sum += row_weight(number * Shape::WORDS) * (gained - lost);
-    decoder.waiting = available - min(available, done);
-    if (thread >= late) decoder.excepted = marked && thread < decoder.waiting && is_excepted(decoder.position);
+    sums.errors |= finish_stream(stream);
 }

@@ -183,8 +183,8 @@ enum : u32 {
 // (CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES).
 #define TPDE_RAW_THREADS 256
 #define TPDE_RAW_SHARED 0
-#define TPDE_CONDITIONED_THREADS 256
-#define TPDE_CONDITIONED_SHARED 57344
+#define TPDE_CONDITIONED_THREADS 128
+#define TPDE_CONDITIONED_SHARED 25088
 
 // Bytes before the first slot of scratch memory of n slots: a word for each, rounded up to 256.
 #define TPDE_SCRATCH_HEAD(slots) ((((u64)(slots) * 4) + 255) / 256 * 256)

@@ -14,7 +14,7 @@ template <> struct WideOf<8> { typedef u64 type; };
 
 // How a dtype's lanes are read: all that depends on it but their size.
 struct Order {
-    u64 ordered;       // all bits set if the order-preserving map applies, else none
+    u64 magnitude;     // see move_lane()
     u32 kind;          // CONTEXT_…
     u32 shift, mask;   // of the exponent
 };
@@ -23,15 +23,15 @@ enum : u32 { CONTEXT_EXPONENT = 0, CONTEXT_SIGNED_BITS = 1, CONTEXT_BITS = 2 };
 
 __device__ __forceinline__ Order order_of(u32 dtype) {
     switch (dtype) {
-    case TPDE_F16: return {~0ull, CONTEXT_EXPONENT, 10, 31};
-    case TPDE_BF16: return {~0ull, CONTEXT_EXPONENT, 7, 255};
+    case TPDE_F16: return {0x7FFF, CONTEXT_EXPONENT, 10, 31};
+    case TPDE_BF16: return {0x7FFF, CONTEXT_EXPONENT, 7, 255};
     case TPDE_F32:
-    case TPDE_C64: return {~0ull, CONTEXT_EXPONENT, 23, 255};
-    case TPDE_F64: return {~0ull, CONTEXT_EXPONENT, 52, 2047};
+    case TPDE_C64: return {0x7FFFFFFF, CONTEXT_EXPONENT, 23, 255};
+    case TPDE_F64: return {~0ull >> 1, CONTEXT_EXPONENT, 52, 2047};
     case TPDE_F8_E4M3:
-    case TPDE_F8_E4M3FNUZ: return {~0ull, CONTEXT_EXPONENT, 3, 15};
+    case TPDE_F8_E4M3FNUZ: return {0x7F, CONTEXT_EXPONENT, 3, 15};
     case TPDE_F8_E5M2:
-    case TPDE_F8_E5M2FNUZ: return {~0ull, CONTEXT_EXPONENT, 2, 31};
+    case TPDE_F8_E5M2FNUZ: return {0x7F, CONTEXT_EXPONENT, 2, 31};
     case TPDE_I8:
     case TPDE_I16:
     case TPDE_I32:
@@ -53,21 +53,26 @@ template <int W> __device__ __forceinline__ i32 context_of(typename WideOf<W>::t
     return bit_count(u);
 }
 
-// The target lane that `delta` makes of `base`. Both have no bits above the lane's, and so has the result. `ordered`: all bits set
-// if the order-preserving map applies, else none.
+// All bits set if the top bit of the lane is.
+template <int W> __device__ __forceinline__ typename WideOf<W>::type sign_of(typename WideOf<W>::type lane) {
+    if constexpr (W == 8) return (u64)((i64)lane >> 63);
+    else return (u32)((i32)(lane << (32 - 8 * W)) >> 31);
+}
+
+// The lane that `base` becomes if it is moved by `moved`, modulo 2^(8·W). `magnitude`: the bits below the top one if the
+// order-preserving map applies, else 0. The map is one of its own inverses here: it has the top bit as it was, so that lanes with it
+// come first, and that makes no difference to a sum modulo 2^(8·W).
 template <int W>
-__device__ __forceinline__ typename WideOf<W>::type apply_delta(typename WideOf<W>::type base, typename WideOf<W>::type delta, typename WideOf<W>::type ordered) {
+__device__ __forceinline__ typename WideOf<W>::type move_lane(typename WideOf<W>::type base, typename WideOf<W>::type moved, typename WideOf<W>::type magnitude) {
     typedef typename WideOf<W>::type T;
-    constexpr int SPARE = 8 * sizeof(T) - 8 * W;
-    constexpr T top = (T)1 << (8 * W - 1), all = top | (top - 1);
-    T d = delta >> 1 ^ (T)0 - (delta & 1);
-    // All bits set for a lane with a sign bit.
-    T sign;
-    if constexpr (W == 8) sign = (T)((i64)base >> 63);
-    else sign = (T)((i32)(base << SPARE) >> 31);
-    T now = (base ^ ((sign | top) & all & ordered)) + d;
-    // The map back: what lies in the upper half had no sign bit.
-    if constexpr (W == 8) sign = (T)((i64)now >> 63);
-    else sign = (T)((i32)(now << SPARE) >> 31);
-    return (now ^ ((~sign | top) & ordered)) & all;
+    T now = (base ^ (sign_of<W>(base) & magnitude)) + moved;
+    now ^= sign_of<W>(now) & magnitude;
+    return W == 1 ? now & 0xFF : W == 2 ? now & 0xFFFF : now;
+}
+
+// The same for a delta, which is a zigzag number.
+template <int W>
+__device__ __forceinline__ typename WideOf<W>::type apply_delta(typename WideOf<W>::type base, typename WideOf<W>::type delta, typename WideOf<W>::type magnitude) {
+    typedef typename WideOf<W>::type T;
+    return move_lane<W>(base, delta >> 1 ^ (T)0 - (delta & 1), magnitude);
 }

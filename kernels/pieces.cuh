@@ -46,16 +46,17 @@ template <int W> __device__ __forceinline__ void store_tile(const Chunk& chunk, 
     for (int p = 0; p < Shape::PIECES; p++) __stcs((uint4*)(to + Shape::lane_of(p) * W), pieces[p]);
 }
 
-template <int W> __device__ __forceinline__ u64 tile_sum(u32 number, const uint4* pieces) {
+// The part of the sum that a thread's pieces of a tile are, with the weights of a row's words at `q`.
+template <int W> __device__ __forceinline__ u64 tile_sum(const u32* q, u32 number, const uint4* pieces) {
     typedef TileShape<W> Shape;
     u32 word = number * Shape::WORDS;
-    const u32* weights = &WEIGHTS.q[word % TPDE_ROW_WORDS + threadIdx.x % WARP * (Shape::UNIT * W / 4)];
+    const u32* weights = &q[word % TPDE_ROW_WORDS + threadIdx.x % WARP * (Shape::UNIT * W / 4)];
     u64 sum = 0;
 #pragma unroll
     for (int p = 0; p < Shape::PIECES; p++) {
-        uint4 q = *(const uint4*)(weights + Shape::lane_of(p) * W / 4);
-        sum += (u64)pieces[p].x * q.x + (u64)pieces[p].y * q.y;
-        sum += (u64)pieces[p].z * q.z + (u64)pieces[p].w * q.w;
+        uint4 of = *(const uint4*)(weights + Shape::lane_of(p) * W / 4);
+        sum += (u64)pieces[p].x * of.x + (u64)pieces[p].y * of.y;
+        sum += (u64)pieces[p].z * of.z + (u64)pieces[p].w * of.w;
     }
     return sum * row_weight(word);
 }
@@ -71,7 +72,7 @@ template <int W, int THREADS> __device__ __forceinline__ u64 copy_chunk(const Ch
             uint4 pieces[Shape::PIECES];
             load_tile<W>(chunk, number, pieces);
             if (stored) store_tile<W>(chunk, number, pieces);
-            sum += tile_sum<W>(number, pieces);
+            sum += tile_sum<W>(WEIGHTS.q, number, pieces);
         } else {
             u32 first = number * Shape::LANES;
             for (u32 at = first + threadIdx.x % WARP; at < min(first + Shape::LANES, range.end); at += WARP) {

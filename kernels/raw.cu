@@ -11,7 +11,7 @@ struct RawShared {
 };
 
 // All threads: the changes. Positions ascend strictly, so that no two threads have the same lane.
-template <int W> __device__ __forceinline__ void apply_changes(const Chunk& chunk, bool ordered, bool stored, u64& sum, u32& errors) {
+template <int W> __device__ __forceinline__ void apply_changes(const Chunk& chunk, u64 magnitude, bool stored, u64& sum, u32& errors) {
     typedef typename WideOf<W>::type T;
     const u32* positions = (const u32*)chunk.payload;
     const typename LaneOf<W>::type* deltas = (const typename LaneOf<W>::type*)(chunk.payload + (4 * chunk.num_deltas + W - 1) / W * W);
@@ -23,7 +23,7 @@ template <int W> __device__ __forceinline__ void apply_changes(const Chunk& chun
             continue;
         }
         if (delta == 0) errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
-        T base = load_lane<W>(chunk, at), target = apply_delta<W>(base, delta, ordered ? ~(T)0 : 0);
+        T base = load_lane<W>(chunk, at), target = apply_delta<W>(base, delta, (T)magnitude);
         sum += lane_term<W>(at, base, target);
         if (stored) store_lane<W>(chunk, at, target);
     }
@@ -37,7 +37,7 @@ template <int W> __device__ __forceinline__ u32 check_size(const Chunk& chunk) {
     return clean ? 0 : error(TPDE_STATUS_PAYLOAD_POSITIONS);
 }
 
-template <int W> __device__ __noinline__ u32 run(const Launch& launch, bool ordered, RawShared& shared) {
+template <int W> __device__ __noinline__ u32 run(const Launch& launch, u64 magnitude, RawShared& shared) {
     const Chunk& chunk = shared.chunk;
     bool all = launch.mode == TPDE_MODE_OUT_OF_PLACE || chunk.base_lanes < chunk.lanes, checked_first = launch.mode == TPDE_MODE_IN_PLACE;
     bool stored = launch.mode == TPDE_MODE_OUT_OF_PLACE || launch.mode == TPDE_MODE_COMMIT;
@@ -52,7 +52,7 @@ template <int W> __device__ __noinline__ u32 run(const Launch& launch, bool orde
         u64 base_sum = copy_chunk<W, THREADS>(chunk, stored && all), target_sum = 0;
         u32 errors = 0;
         __syncthreads();
-        apply_changes<W>(chunk, ordered, stored, target_sum, errors);
+        apply_changes<W>(chunk, magnitude, stored, target_sum, errors);
         add_to(shared.totals, base_sum, target_sum, 0, errors);
         __syncthreads();
         if (threadIdx.x == 0) shared.totals.changed = chunk.num_deltas;
@@ -71,13 +71,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) tpde_raw(const __grid_cons
     if (!chunk_of_block(launch, TPDE_CODEC_RAW, chunk, tensor) || commit_is_off(launch)) return;
     if (threadIdx.x == 0) shared.chunk = chunk;
     __syncthreads();
-    bool ordered = order_of(tensor.dtype).ordered != 0;
+    u64 magnitude = order_of(tensor.dtype).magnitude;
     u32 errors;
     switch (tensor.lane_log2) {
-    case 0: errors = run<1>(launch, ordered, shared); break;
-    case 1: errors = run<2>(launch, ordered, shared); break;
-    case 2: errors = run<4>(launch, ordered, shared); break;
-    default: errors = run<8>(launch, ordered, shared); break;
+    case 0: errors = run<1>(launch, magnitude, shared); break;
+    case 1: errors = run<2>(launch, magnitude, shared); break;
+    case 2: errors = run<4>(launch, magnitude, shared); break;
+    default: errors = run<8>(launch, magnitude, shared); break;
     }
     if (threadIdx.x == 0) report(launch, shared.chunk, errors);
 }

@@ -29,67 +29,58 @@ __device__ __forceinline__ Stream open_stream(const Chunk& chunk, const Parts& p
     return stream;
 }
 
-// The word at `place`; past the payload, any. `at` of a stream grows by at most 64 a step, which fits.
+// The word at `place`; past the payload, any. `at` of a stream grows by at most 160 a step, which fits.
 __device__ __forceinline__ u32 word_at(const Stream& stream, u32 place) { return __ldg(stream.words + min(place, stream.last)); }
 
-// Where the look-up lies in shared memory, and what of it is in registers.
-struct LookupAddress {
-    u32 buckets, symbols, shift, tokens;
-    const u32* set; // its symbols in global memory, if they are not in shared memory
-};
-
-// A call, so that sets that fit in shared memory pay no more than a branch for those that do not.
-__device__ __noinline__ Symbol symbol_in_global_memory(const u32* set, u32 at, u32 tokens) { return make_symbol(__ldg(set + at / 8), tokens); }
-
-__device__ __forceinline__ Symbol symbol_at(const LookupAddress& lookup, u32 at) {
-    if (lookup.set != nullptr) return symbol_in_global_memory(lookup.set, at, lookup.tokens);
-    return shared_u32x2(lookup.symbols + at);
+// The difference that a value stands for; it is 0 if the value is.
+template <int W> __device__ __forceinline__ typename WideOf<W>::type difference_of(typename WideOf<W>::type value) {
+    return value >> 1 ^ (typename WideOf<W>::type)0 - (value & 1);
 }
 
-// Decodes a step: a value for each thread that is `on`, whose lane has class `entry` of a map. The others have the entry of any
-// class, and may look up what they like.
-template <int W>
-__device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, const LookupAddress& lookup, u32 entry, bool on, u32 before) {
+// Decodes a step: what a lane with `entry` is to be moved by, for each thread.
+template <int W> __device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, Entry entry, u32 before) {
     typedef typename WideOf<W>::type T;
-    u32 slot = stream.state & 0xFFF;
-    u32 at = (entry >> 16) + 8 * shared_u8(lookup.buckets + (entry & 0xFFFF) + (slot >> lookup.shift));
-    Symbol symbol = symbol_at(lookup, at);
-    u32 offset = slot - (symbol.x & 0xFFFF);
-    while (__any_sync(ALL_LANES, on && offset >= symbol.x >> 16)) {
-        if (on && offset >= symbol.x >> 16) {
-            symbol = symbol_at(lookup, at += 8);
-            offset = slot - (symbol.x & 0xFFFF);
+    u32 state = stream.state;
+    u32 bucket = shared_u16(entry.x | state / 4 % BUCKET_BYTES & ~1u);
+    Symbol symbol = shared_u32x2(entry.y + 8 * symbol_of(bucket, state));
+    state = (symbol.x >> 16) * (state >> TPDE_FREQUENCY_SUM_LOG2) + (state % (1u << TPDE_FREQUENCY_SUM_LOG2) - (symbol.x & 0xFFFF));
+    bool first = state < 1u << 16;
+    u32 firsts = __ballot_sync(ALL_LANES, first);
+    u32 word = word_at(stream, stream.at + __popc(firsts & before));
+    stream.at += __popc(firsts);
+    T moved = (T)((i32)symbol.y >> 8);
+    if constexpr (W == 8) moved = (T)(i64)((i32)symbol.y >> 8);
+    if (!__any_sync(ALL_LANES, symbol.y & SYMBOL_EXTRA)) {
+        if (first) state = state << 16 | word;
+    } else {
+        // Who needs another word is known before this one is there: a state that gets a word has more than 16 bits then.
+        bool with = symbol.y & SYMBOL_EXTRA;
+        u32 extra = with ? symbol.y >> 8 & 63 : 0, now = min(extra, 16);
+        if (with) stream.bad |= symbol.y;
+        bool second = state >> now < (first ? 1u : 1u << 16);
+        u32 seconds = __ballot_sync(ALL_LANES, second);
+        u32 other = word_at(stream, stream.at + __popc(seconds & before));
+        stream.at += __popc(seconds);
+        state = first ? state << 16 | word : state;
+        T value = (T)(symbol.y >> 16 & 3) << extra | (T)(state & ((1u << now) - 1));
+        state >>= now;
+        state = second ? state << 16 | other : state;
+        if constexpr (W > 2) {
+            for (u32 done = 16; __any_sync(ALL_LANES, extra > done); done += 16) {
+                now = extra > done ? min(extra - done, 16) : 0;
+                value |= (T)(state & ((1u << now) - 1)) << done;
+                state >>= now;
+                bool needy = state < 1u << 16;
+                u32 mask = __ballot_sync(ALL_LANES, needy);
+                word = word_at(stream, stream.at + __popc(mask & before));
+                state = needy ? state << 16 | word : state;
+                stream.at += __popc(mask);
+            }
         }
-    }
-    u32 state = on ? (symbol.x >> 16) * (stream.state >> TPDE_FREQUENCY_SUM_LOG2) + offset : stream.state;
-    u32 rest = on ? symbol.y : 0;
-    stream.bad |= rest;
-    // The words for tokens come first, then those for extra bits. Who needs one of the latter is known before the former are read:
-    // a state that gets a word will have more than 16 bits, whatever the word.
-    u32 extra = rest & 63, now = W <= 2 ? extra : min(extra, 16);
-    bool first = state < 1u << 16, second = state >> now < (first ? 1u : 1u << 16);
-    u32 firsts = __ballot_sync(ALL_LANES, first), seconds = __ballot_sync(ALL_LANES, second);
-    u32 middle = stream.at + __popc(firsts);
-    u32 a = word_at(stream, stream.at + __popc(firsts & before)), b = word_at(stream, middle + __popc(seconds & before));
-    stream.at = middle + __popc(seconds);
-    state = first ? state << 16 | a : state;
-    T value = (T)(rest >> 8 & 255) << extra | (T)(state & ((1u << now) - 1));
-    state >>= now;
-    state = second ? state << 16 | b : state;
-    if constexpr (W > 2) {
-        for (u32 done = 16; __any_sync(ALL_LANES, extra > done); done += 16) {
-            now = extra > done ? min(extra - done, 16) : 0;
-            value |= (T)(state & ((1u << now) - 1)) << done;
-            state >>= now;
-            bool needy = state < 1u << 16;
-            u32 mask = __ballot_sync(ALL_LANES, needy);
-            u32 word = word_at(stream, stream.at + __popc(mask & before));
-            state = needy ? state << 16 | word : state;
-            stream.at += __popc(mask);
-        }
+        if (with) moved = difference_of<W>(value);
     }
     stream.state = state;
-    return value;
+    return moved;
 }
 
 // The errors of a stream that has come to its end.

@@ -29,15 +29,18 @@ __device__ const SumWeights WEIGHTS alignas(16) = make_weights();
 // Past the end of the largest chunk lanes are zeros, whatever their weight.
 __device__ __forceinline__ u64 row_weight(u32 at) { return WEIGHTS.p[at / TPDE_ROW_WORDS % TPDE_ROW_WORDS]; }
 
-// What the sum grows by when lane `at` of the chunk changes.
-template <int W> __device__ __forceinline__ u64 lane_term(u32 at, typename WideOf<W>::type from, typename WideOf<W>::type to) {
-    u32 word = at * W / 4;
-    u64 p = row_weight(word);
+// What the sum grows by when lane `at` of the chunk changes, without the weight of the row.
+template <int W> __device__ __forceinline__ u64 term_in_row(u32 at, typename WideOf<W>::type from, typename WideOf<W>::type to) {
+    u32 word = at * W / 4 % TPDE_ROW_WORDS;
     if constexpr (W == 8) {
-        uint2 q = *(const uint2*)&WEIGHTS.q[word % TPDE_ROW_WORDS];
-        return p * (q.x * ((to & 0xFFFFFFFF) - (from & 0xFFFFFFFF)) + q.y * ((to >> 32) - (from >> 32)));
+        uint2 q = *(const uint2*)&WEIGHTS.q[word];
+        return q.x * ((to & 0xFFFFFFFF) - (from & 0xFFFFFFFF)) + q.y * ((to >> 32) - (from >> 32));
     } else {
         u32 shift = 8 * (at * W % 4);
-        return p * (WEIGHTS.q[word % TPDE_ROW_WORDS] * (((u64)to << shift) - ((u64)from << shift)));
+        return WEIGHTS.q[word] * (((u64)to << shift) - ((u64)from << shift));
     }
+}
+
+template <int W> __device__ __forceinline__ u64 lane_term(u32 at, typename WideOf<W>::type from, typename WideOf<W>::type to) {
+    return row_weight(at * W / 4) * term_in_row<W>(at, from, to);
 }

@@ -10,13 +10,18 @@
 // In shared memory, one a warp.
 struct alignas(16) Tile {
     u8 lanes[TILE_BYTES];
-    u16 queue[TILE_LANES];  // places in the tile of its coded lanes
+    // The coded lanes of the tile: where they lie among its bytes, and from bit 12 up which map is theirs. As many follow as two
+    // steps may ask for, that are of no class.
+    u16 queue[TILE_LANES + 2 * WARP];
+    u16 nothing; // one of these
+    u16 padding;
+    u32 put_off; // where the targets of lanes go whose tile is gone
     u32 masks[TILE_LANES / 32];
-    u32 excepted[TILE_LANES / 32]; // of the warp that decodes
-    u32 count;
-    u32 activities; // of its blocks of lanes, as activities_of_tile() gives them
-    u32 padding[2];
+    u32 excepted[TILE_LANES / 32];
 };
+
+#define QUEUE_MAP 12
+#define QUEUE_NOTHING (4 << QUEUE_MAP)
 
 __device__ __forceinline__ Range segment_range(const Chunk& chunk, u32 segments, u32 segment) {
     u32 blocks = (chunk.lanes + BLOCK_LANES - 1) / BLOCK_LANES;
@@ -43,14 +48,19 @@ template <int W> __device__ __forceinline__ void write_tile(Tile& tile, const ui
 struct Classes {
     i32 first;
     Order order;
+    u32 maps;          // shared address of the entries: a map for each activity, and one of lanes that are not coded
+    u32 none;          // `x` of the entry of a lane that is not coded
     bool by_threshold; // see Parts::thresholds
     bool holes;
 };
 
-// The entry of the maps at shared address `maps`.
-template <int W> __device__ __forceinline__ u32 class_of(u32 maps, const Classes& classes, u32 activity, typename WideOf<W>::type base) {
-    i32 index = min(max(context_of<W>(base, classes.order) - classes.first, 0), MAP - 1);
-    return shared_u32(maps + 4 * (activity * MAP + index));
+// The entry of map `map` for a context.
+__device__ __forceinline__ Entry class_of_context(const Classes& classes, u32 map, i32 context) {
+    return shared_u32x2(classes.maps + 8 * MAP * map + 8 * min(max(context - classes.first, 0), MAP - 1));
+}
+
+template <int W> __device__ __forceinline__ Entry class_of(const Classes& classes, u32 map, typename WideOf<W>::type base) {
+    return class_of_context(classes, map, context_of<W>(base, classes.order));
 }
 
 // Lanes of 16 bytes whose magnitude is below `threshold`, by their order-preserving bits alone; for F64 it is the high word's.
@@ -82,7 +92,7 @@ template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4
 
 // A warp: the masks of coded lanes of a tile on the fast path.
 template <int W>
-__device__ __forceinline__ void mark_tile(const Parts& parts, const Classes& classes, u32 maps, u32 activities, const uint4* pieces, Tile& tile) {
+__device__ __forceinline__ void mark_tile(const Parts& parts, const Classes& classes, u32 activities, const uint4* pieces, Tile& tile) {
     typedef TileShape<W> Shape;
     u32 thread = threadIdx.x % WARP, bits = parts.activity_bits, threshold = parts.thresholds[0];
 #pragma unroll
@@ -104,8 +114,8 @@ __device__ __forceinline__ void mark_tile(const Parts& parts, const Classes& cla
         u32 mask = tile.masks[thread], activity = activities >> (thread / 4 * bits) & ((1u << bits) - 1);
         for (u32 rest = mask; rest; rest &= rest - 1) {
             u32 place = 32 * thread + __ffs((i32)rest) - 1;
-            u32 entry = class_of<W>(maps, classes, activity, shared_lane<W>(shared_address(tile.lanes) + place * W));
-            if (entry == CLASS_NONE) mask ^= rest & (0u - rest);
+            Entry entry = class_of<W>(classes, activity, shared_lane<W>(shared_address(tile.lanes) + place * W));
+            if (entry.x == classes.none) mask ^= rest & (0u - rest);
         }
         tile.masks[thread] = mask;
     }
@@ -115,7 +125,7 @@ __device__ __forceinline__ void mark_tile(const Parts& parts, const Classes& cla
 // are zeros and not coded.
 template <int W>
 __device__ __noinline__ u64 gather_tile(
-    const Chunk& chunk, const Parts& parts, const Classes& classes, u32 maps, Range range, u32 number, u32 activities, bool copy, Tile& tile) {
+    const Chunk& chunk, const Parts& parts, const Classes& classes, Range range, u32 number, u32 activities, Tile& tile) {
     typedef typename WideOf<W>::type T;
     u32 thread = threadIdx.x % WARP, bits = parts.activity_bits;
     u64 sum = 0;
@@ -124,20 +134,18 @@ __device__ __noinline__ u64 gather_tile(
         u32 place = 32 * i + thread, at = number * TileShape<W>::LANES + place;
         bool inside = at >= range.first && at < range.end;
         T lane = inside ? load_lane<W>(chunk, at) : 0;
-        if (inside && copy) store_lane<W>(chunk, at, lane);
         sum += lane_term<W>(at, 0, lane);
         set_shared_lane<W>(shared_address(tile.lanes) + place * W, lane);
         u32 activity = activities >> (i / 4 * bits) & ((1u << bits) - 1);
-        u32 mask = __ballot_sync(ALL_LANES, inside && class_of<W>(maps, classes, activity, lane) != CLASS_NONE);
+        u32 mask = __ballot_sync(ALL_LANES, inside && class_of<W>(classes, activity, lane).x != classes.none);
         if (thread == 0) tile.masks[i] = mask;
     }
     __syncwarp();
     return sum;
 }
 
-// A warp: what the target's sum has more than the base's; and if `stored`, the lanes of any tile to the output, all of them or those
-// that change.
-template <int W> __device__ __noinline__ u64 scatter_tile(const Chunk& chunk, Range range, u32 number, bool stored, bool all, const Tile& tile) {
+// A warp: what the target's sum has more than the base's; and if `stored`, the lanes of any tile to the output.
+template <int W> __device__ __noinline__ u64 scatter_tile(const Chunk& chunk, Range range, u32 number, bool stored, const Tile& tile) {
     typedef typename WideOf<W>::type T;
     u64 sum = 0;
 #pragma unroll 1
@@ -146,16 +154,16 @@ template <int W> __device__ __noinline__ u64 scatter_tile(const Chunk& chunk, Ra
         if (at < range.first || at >= range.end) continue;
         T lane = shared_lane<W>(shared_address(tile.lanes) + place * W), base = load_lane<W>(chunk, at);
         if (lane != base) sum += lane_term<W>(at, base, lane);
-        if (stored && (all || lane != base)) store_lane<W>(chunk, at, lane);
+        if (stored) store_lane<W>(chunk, at, lane);
     }
     __syncwarp();
     return sum;
 }
 
-// A warp: the queue, from the masks. Begins and ends with the warp in step.
-template <int W> __device__ __forceinline__ void queue_tile(Tile& tile, u32 activities) {
+// A warp: the queue, from the masks, and how many coded lanes it has. Begins and ends with the warp in step.
+template <int W> __device__ __forceinline__ u32 queue_tile(const Parts& parts, u32 activities, Tile& tile) {
     typedef TileShape<W> Shape;
-    u32 thread = threadIdx.x % WARP;
+    u32 thread = threadIdx.x % WARP, bits = parts.activity_bits;
     __syncwarp();
     u32 mask = thread < Shape::LANES / 32 ? tile.masks[thread] : 0;
     u32 end = __popc(mask);
@@ -164,21 +172,48 @@ template <int W> __device__ __forceinline__ void queue_tile(Tile& tile, u32 acti
         u32 other = __shfl_up_sync(ALL_LANES, end, by);
         if (thread >= by) end += other;
     }
-    u32 count = __shfl_sync(ALL_LANES, end, WARP - 1), rank = end - __popc(mask);
+    u32 count = __shfl_sync(ALL_LANES, end, WARP - 1), queue = shared_address(tile.queue), to = queue + 2 * (end - __popc(mask));
+    u32 first = 32 * W * thread | (activities >> (thread / 4 * bits) & ((1u << bits) - 1)) << QUEUE_MAP;
     if (count < Shape::LANES / 4) {
-        u32 to = shared_address(tile.queue) + 2 * rank;
-        for (; mask; mask &= mask - 1, to += 2) set_shared_lane<2>(to, 32 * thread + __ffs((i32)mask) - 1);
+        for (; mask; mask &= mask - 1, to += 2) set_shared_lane<2>(to, first + W * (__ffs((i32)mask) - 1));
     } else {
-        u32 before = (1u << thread) - 1, to = shared_address(tile.queue);
-#pragma unroll 4
-        for (u32 i = 0; i < Shape::LANES / 32; i++) {
-            u32 word = __shfl_sync(ALL_LANES, mask, i), begin = __shfl_sync(ALL_LANES, rank, i);
-            if (word >> thread & 1) set_shared_lane<2>(to + 2 * (begin + __popc(word & before)), 32 * i + thread);
+#pragma unroll
+        for (u32 i = 0; i < 32; i++) {
+            if (mask >> i & 1) {
+                set_shared_lane<2>(to, first + W * i);
+                to += 2;
+            }
         }
     }
-    if (thread == 0) {
-        tile.count = count;
-        tile.activities = activities;
+    set_shared_lane<2>(queue + 2 * (count + thread), QUEUE_NOTHING);
+    set_shared_lane<2>(queue + 2 * (count + WARP + thread), QUEUE_NOTHING);
+    __syncwarp();
+    return count;
+}
+
+// Lanes that are not coded have their low bits alone. Returns how many lanes of the thread change.
+template <int W> __device__ __noinline__ u32 apply_low_bits(const Chunk& chunk, const Parts& parts, Range range, u32 number, typename WideOf<W>::type magnitude, Tile& tile) {
+    typedef TileShape<W> Shape;
+    u32 changed = 0;
+    for (u32 place = threadIdx.x % WARP; place < Shape::LANES; place += WARP) {
+        u32 at = number * Shape::LANES + place;
+        if (at < range.first || at >= range.end || tile.masks[place / 32] >> place % 32 & 1) continue;
+        typename WideOf<W>::type delta = low_bits_of<W>(chunk, parts, at), base = shared_lane<W>(shared_address(tile.lanes) + place * W);
+        changed += delta != 0;
+        set_shared_lane<W>(shared_address(tile.lanes) + place * W, apply_delta<W>(base, delta, magnitude));
     }
     __syncwarp();
+    return changed;
+}
+
+// What the target's sum has more than the base's, which was `of_base`; and the lanes of the tile to the output, all of them with
+// `store` of a kind that stores.
+template <int W>
+__device__ __forceinline__ u64 end_tile(const Chunk& chunk, const u32* weights, Range range, u32 number, bool stored, bool fast, u64 of_base, const Tile& tile) {
+    __syncwarp();
+    if (!fast) return scatter_tile<W>(chunk, range, number, stored, tile);
+    uint4 pieces[TileShape<W>::PIECES];
+    read_tile<W>(tile, pieces);
+    if (stored) store_tile<W>(chunk, number, pieces);
+    return tile_sum<W>(weights, number, pieces) - of_base;
 }
