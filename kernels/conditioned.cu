@@ -22,8 +22,7 @@ static_assert(sizeof(Shared) <= TPDE_CONDITIONED_SHARED, "room in dynamic shared
 
 // All that the threads of a block know lies in shared memory: no thread has registers for it. The tables follow.
 __device__ __forceinline__ Shared& shared_memory() {
-    extern __shared__ uint4 dynamic_shared[];
-    return *(Shared*)dynamic_shared;
+    return *(Shared*)dynamic_shared_memory();
 }
 
 // Whether the chunk's lanes are floats without low bits.
@@ -99,9 +98,7 @@ template <int W> __device__ __forceinline__ u32 pass(u32 store, List& list) {
 
 // One thread: takes a slot of the scratch memory.
 __device__ u32 take_slot(const Launch& launch) {
-    u32 multiprocessor;
-    asm("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
-    u32 slot = multiprocessor * 8 % launch.scratch_slots;
+    u32 slot = multiprocessor() * 8 % launch.scratch_slots;
     while (atomicExch((u32*)launch.scratch + slot, 1) != 0) slot = slot + 1 == launch.scratch_slots ? 0 : slot + 1;
     __threadfence();
     return slot;

@@ -44,8 +44,8 @@ __device__ __forceinline__ u32 class_count(const Launch& launch, u32 tables) {
 template <int THREADS> __device__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 at) {
     Lookup lookup = {class_count(launch, tables), (at + BUCKET_BYTES - 1) / BUCKET_BYTES * BUCKET_BYTES, 0};
     lookup.symbols = lookup.buckets + (lookup.classes + 1) * BUCKET_BYTES;
-    u16* buckets = (u16*)__cvta_shared_to_generic(lookup.buckets);
-    Symbol* symbols = (Symbol*)__cvta_shared_to_generic(lookup.symbols);
+    u16* buckets = (u16*)shared_pointer(lookup.buckets);
+    Symbol* symbols = (Symbol*)shared_pointer(lookup.symbols);
     for (u32 i = threadIdx.x; i < BUCKETS; i += THREADS) buckets[i] = 0;
     if (threadIdx.x == 0) symbols[0] = make_uint2(1u << TPDE_FREQUENCY_SUM_LOG2 << 16, 0);
     if (lookup.classes == 0) return lookup;
