@@ -74,6 +74,9 @@ template <int W> __device__ __forceinline__ void set_shared_lane(u32 at, typenam
     if constexpr (W == 8) set_shared_u64(at, lane);
 }
 
+// The same in all threads of a warp, and known to be.
+__device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(ALL_LANES, x, 0); }
+
 // ---- Payload: reads stay inside it and its padding ----
 
 __device__ __forceinline__ u32 padded(u32 size) { return (size + 15) & ~15u; }

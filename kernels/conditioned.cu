@@ -6,7 +6,7 @@
 #define THREADS TPDE_CONDITIONED_THREADS
 #define WARPS (THREADS / WARP)
 
-struct alignas(16) Shared {
+struct alignas(BUCKET_BYTES) Shared {
     Tile tiles[WARPS];
     u32 weights[TPDE_ROW_WORDS];
     Entry maps[5 * MAP];
@@ -39,10 +39,10 @@ template <int W, int HOW> __device__ __noinline__ void decode(u32 store, List& l
     Shared& shared = shared_memory();
     const Chunk chunk = shared.chunk;
     const Classes classes = shared.classes;
-    u32 warp = threadIdx.x / WARP;
+    u32 warp = uniform(threadIdx.x / WARP);
     Sums own = {};
     List changes = list;
-    for (u32 segment = warp; segment < shared.parts.segments; segment += WARPS) {
+    for (u32 segment = warp; segment < uniform(shared.parts.segments); segment += WARPS) {
         decode_segment<W, HOW>(chunk, shared.parts, classes, shared.weights, segment, store, shared.tiles[warp], changes, own);
     }
     if (HOW == TO_LIST && threadIdx.x % WARP == 0) own.changed = changes.count;

@@ -87,11 +87,11 @@ __device__ __forceinline__ void decode_segment(
     constexpr u32 LANES = Shape::LANES;
     constexpr bool IN_TILE = HOW == TO_TILE || HOW == ANY_LANES;
     u32 thread = threadIdx.x % WARP, before = (1u << thread) - 1;
-    u32 states = parts.states, activity_bits = parts.activity_bits, low_bits = HOW == ANY_LANES ? parts.low_bits : 0;
+    u32 states = uniform(parts.states), activity_bits = parts.activity_bits, low_bits = HOW == ANY_LANES ? parts.low_bits : 0;
     u32 lanes = shared_address(tile.lanes), queue = shared_address(tile.queue), marks = shared_address(tile.excepted);
     T magnitude = (T)classes.order.magnitude;
     Range range = segment_range(chunk, parts.segments, segment);
-    u32 end = (range.end + LANES - 1) / LANES;
+    u32 end = uniform((range.end + LANES - 1) / LANES);
     Stream stream = open_stream(chunk, parts, segment);
     Marker marker = open_marker(chunk, parts, range.first);
     tile.nothing = QUEUE_NOTHING;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void decode_segment(
     auto is_fast = [&](u32 number) { return HOW != ANY_LANES && is_whole<W>(chunk, range, number); };
     auto is_excepted = [&](u32 place) { return shared_u32(marks + place / 32 * 4) >> place % 32 & 1; };
     uint4 pieces[Shape::PIECES];
-    bool fast = is_fast(range.first / LANES);
+    bool fast = uniform(is_fast(range.first / LANES));
     if (fast) load_tile<W>(chunk, range.first / LANES, pieces);
     for (u32 number = range.first / LANES; number < end; number++) {
         u32 first = number * LANES;
@@ -120,10 +120,10 @@ __device__ __forceinline__ void decode_segment(
         sums.base += of_base;
         u32 available = waiting + queue_tile<W>(parts, activities, tile);
         // The next lanes arrive while these are decoded.
-        fast = number + 1 < end && is_fast(number + 1);
+        fast = uniform(number + 1 < end && is_fast(number + 1));
         if (fast) load_tile<W>(chunk, number + 1, pieces);
         if (HOW == ANY_LANES && low_bits != 0) sums.changed += apply_low_bits<W>(chunk, parts, range, number, magnitude, tile);
-        bool marked = marker.next < first + LANES;
+        bool marked = uniform(marker.next < first + LANES);
         if (marked) mark_exceptions(marker, chunk, parts, first, first + LANES, tile.excepted);
         // The coded lane of the thread in the next step; past the last one, or in a thread that is no state, it is of no class.
         bool is_state = thread < states;
@@ -140,8 +140,8 @@ __device__ __forceinline__ void decode_segment(
         u32 late = waiting;
         if (thread >= late) fetch();
         else from += stride;
-        bool careful = late != 0 || marked;
-        u32 left = number + 1 == end ? available : available & ~(states - 1);
+        bool careful = __any_sync(ALL_LANES, late != 0 || marked);
+        u32 left = uniform(number + 1 == end ? available : available & ~(states - 1));
         u64 gained = 0, lost = 0; // terms of the sum without the weight of the row, which is the tile's
 #pragma unroll 1
         for (u32 done = 0; done < left; done += states) {

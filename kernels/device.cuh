@@ -9,9 +9,9 @@
 
 // ---- Shared memory ----
 
-// The dynamic shared memory of the block.
+// The dynamic shared memory of the block, at a multiple of 1,024.
 __device__ __forceinline__ void* dynamic_shared_memory() {
-    extern __shared__ uint4 dynamic_shared[];
+    extern __shared__ __align__(1024) uint4 dynamic_shared[];
     return dynamic_shared;
 }
 

@@ -184,7 +184,7 @@ enum : u32 {
 #define TPDE_RAW_THREADS 256
 #define TPDE_RAW_SHARED 0
 #define TPDE_CONDITIONED_THREADS 128
-#define TPDE_CONDITIONED_SHARED 25088
+#define TPDE_CONDITIONED_SHARED 25600
 
 // Bytes before the first slot of scratch memory of n slots: a word for each, rounded up to 256.
 #define TPDE_SCRATCH_HEAD(slots) ((((u64)(slots) * 4) + 255) / 256 * 256)

@@ -39,10 +39,10 @@ __device__ __forceinline__ u32 class_count(const Launch& launch, u32 tables) {
     return tables == TPDE_NO_TABLES ? 0 : __ldg((const u32*)launch.tables + tables);
 }
 
-// All threads: the look-up of the classes `used` of set `tables`, for values of `bits` bits, from shared address `at` on. A barrier
-// must follow. See TPDE_CONDITIONED_TABLES for the room.
+// All threads: the look-up of the classes `used` of set `tables`, for values of `bits` bits, from shared address `at` on, a
+// multiple of BUCKET_BYTES. A barrier must follow. See TPDE_CONDITIONED_TABLES for the room.
 template <int THREADS> __device__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 at) {
-    Lookup lookup = {class_count(launch, tables), (at + BUCKET_BYTES - 1) / BUCKET_BYTES * BUCKET_BYTES, 0};
+    Lookup lookup = {class_count(launch, tables), at, 0};
     lookup.symbols = lookup.buckets + (lookup.classes + 1) * BUCKET_BYTES;
     u16* buckets = (u16*)shared_pointer(lookup.buckets);
     Symbol* symbols = (Symbol*)shared_pointer(lookup.symbols);
