@@ -45,6 +45,10 @@ template <int W> struct Coded {
     Entry entry;
 };
 
+template <bool B> struct Bool {
+    static constexpr bool value = B;
+};
+
 // Exceptions, which ascend, as a warp passes them.
 struct Marker {
     u32 exception, next; // first one that is not before the tile, and its position
@@ -61,7 +65,7 @@ __device__ __forceinline__ Marker open_marker(const Chunk& chunk, const Parts& p
 }
 
 // Marks the lanes of a tile that exceptions are for.
-__device__ __noinline__ void mark_exceptions(Marker& marker, const Chunk& chunk, const Parts& parts, u32 first, u32 end, u32* marks) {
+__device__ __noinline__ Marker mark_exceptions(Marker marker, const Chunk& chunk, const Parts& parts, u32 first, u32 end, u32* marks) {
     u32 thread = threadIdx.x % WARP;
     marks[thread] = 0;
     __syncwarp();
@@ -73,8 +77,8 @@ __device__ __noinline__ void mark_exceptions(Marker& marker, const Chunk& chunk,
         count = __popc(__ballot_sync(ALL_LANES, inside));
         marker.exception += count;
     } while (count == WARP);
-    marker.next = exception_position(chunk, parts, marker.exception);
     __syncwarp();
+    return {marker.exception, exception_position(chunk, parts, marker.exception)};
 }
 
 // Decodes a segment.
@@ -108,11 +112,11 @@ __device__ __forceinline__ void decode_segment(
     for (u32 number = range.first / LANES; number < end; number++) {
         u32 first = number * LANES;
         u32 activities = activities_of_tile(chunk.payload + parts.activities_at, activity_bits, number, Shape::BLOCKS);
-        u64 of_base;
+        u64 of_base, row = row_weight(number * Shape::WORDS);
         bool was_fast = fast;
         if (fast) {
             write_tile<W>(tile, pieces);
-            of_base = tile_sum<W>(weights, number, pieces);
+            of_base = row * tile_sum<W>(weights, number, pieces);
             mark_tile<W>(parts, classes, activities, pieces, tile);
         } else {
             of_base = gather_tile<W>(chunk, parts, classes, range, number, activities, tile);
@@ -124,7 +128,7 @@ __device__ __forceinline__ void decode_segment(
         if (fast) load_tile<W>(chunk, number + 1, pieces);
         if (HOW == ANY_LANES && low_bits != 0) sums.changed += apply_low_bits<W>(chunk, parts, range, number, magnitude, tile);
         bool marked = uniform(marker.next < first + LANES);
-        if (marked) mark_exceptions(marker, chunk, parts, first, first + LANES, tile.excepted);
+        if (marked) marker = mark_exceptions(marker, chunk, parts, first, first + LANES, tile.excepted);
         // The coded lane of the thread in the next step; past the last one, or in a thread that is no state, it is of no class.
         bool is_state = thread < states;
         u32 from = is_state ? queue + 2 * (thread - waiting) : queue + 2 * (TILE_LANES + 2 * WARP), stride = is_state ? 2 * states : 0;
@@ -140,11 +144,9 @@ __device__ __forceinline__ void decode_segment(
         u32 late = waiting;
         if (thread >= late) fetch();
         else from += stride;
-        bool careful = __any_sync(ALL_LANES, late != 0 || marked);
-        u32 left = uniform(number + 1 == end ? available : available & ~(states - 1));
+        u32 left = uniform(number + 1 == end ? available : available & ~(states - 1)), done = 0;
         u64 gained = 0, lost = 0; // terms of the sum without the weight of the row, which is the tile's
-#pragma unroll 1
-        for (u32 done = 0; done < left; done += states) {
+        auto step = [&](auto careful) {
             Coded<W> now = coded;
             fetch();
             T moved = decode_step<W>(stream, now.entry, before);
@@ -156,8 +158,8 @@ __device__ __forceinline__ void decode_segment(
             }
             bool changed = moved != 0;
             T target = move_lane<W>(now.base, moved, magnitude);
-            if (HOW != TO_LIST) sums.changed += changed;
-            if (careful) {
+            if (HOW != TO_LIST) count_if(sums.changed, changed);
+            if constexpr (decltype(careful)::value) {
                 bool put_off = thread < late;
                 if (changed && (put_off ? excepted : marked && is_excepted(now.position / W - first))) {
                     sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
@@ -165,12 +167,11 @@ __device__ __forceinline__ void decode_segment(
                 if (changed && put_off) {
                     u64 term = lane_term<W>(now.position / W, now.base, target);
                     // Below, the weight of this tile's row is going to be taken.
-                    if (!IN_TILE && W != 8) term -= term_in_row<W>(now.position / W, now.base, target) * row_weight(number * Shape::WORDS);
+                    if (!IN_TILE && W != 8) term -= term_in_row<W>(now.position / W, now.base, target) * row;
                     if (IN_TILE || W != 8) sums.target += term;
                     if (IN_TILE && store != STORE_NONE) store_lane<W>(chunk, now.position / W, target);
                 }
                 late = 0;
-                careful = marked;
             }
             if constexpr (IN_TILE) {
                 if (changed) set_shared_lane<W>(now.at, target);
@@ -190,12 +191,24 @@ __device__ __forceinline__ void decode_segment(
                     *(Lane*)(chunk.output + now.position) = (Lane)target;
                 }
             }
+            done += states;
+        };
+        // The first step may have lanes of tiles before.
+        bool special = __any_sync(ALL_LANES, late != 0 || marked);
+        if (special) {
+#pragma unroll 1
+            do {
+                if (done >= left) break;
+                step(Bool<true>{});
+            } while (marked);
         }
-        if (!IN_TILE && W != 8) sums.target += row_weight(number * Shape::WORDS) * (gained - lost);
+#pragma unroll 1
+        while (done < left) step(Bool<false>{});
+        if (!IN_TILE && W != 8) sums.target += row * (gained - lost);
         waiting = available - left;
         if (thread >= late) excepted = marked && thread < waiting && is_excepted(coded.position / W - first);
         coded.at = shared_address(&tile.put_off);
-        if (IN_TILE) sums.target += end_tile<W>(chunk, weights, range, number, store != STORE_NONE, was_fast, of_base, tile);
+        if (IN_TILE) sums.target += end_tile<W>(chunk, weights, row, range, number, store != STORE_NONE, was_fast, of_base, tile);
         __syncwarp();
     }
     sums.errors |= finish_stream(stream);

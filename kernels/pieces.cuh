@@ -46,7 +46,7 @@ template <int W> __device__ __forceinline__ void store_tile(const Chunk& chunk, 
     for (int p = 0; p < Shape::PIECES; p++) __stcs((uint4*)(to + Shape::lane_of(p) * W), pieces[p]);
 }
 
-// The part of the sum that a thread's pieces of a tile are, with the weights of a row's words at `q`.
+// The part of the sum that a thread's pieces of a tile are, without the weight of the row; those of its words are at `q`.
 template <int W> __device__ __forceinline__ u64 tile_sum(const u32* q, u32 number, const uint4* pieces) {
     typedef TileShape<W> Shape;
     u32 word = number * Shape::WORDS;
@@ -58,7 +58,7 @@ template <int W> __device__ __forceinline__ u64 tile_sum(const u32* q, u32 numbe
         sum += (u64)pieces[p].x * of.x + (u64)pieces[p].y * of.y;
         sum += (u64)pieces[p].z * of.z + (u64)pieces[p].w * of.w;
     }
-    return sum * row_weight(word);
+    return sum;
 }
 
 // A chunk in which nothing changes, or what becomes of it before it does: the base to the output if `stored`, and to the sum of each
@@ -72,7 +72,7 @@ template <int W, int THREADS> __device__ __forceinline__ u64 copy_chunk(const Ch
             uint4 pieces[Shape::PIECES];
             load_tile<W>(chunk, number, pieces);
             if (stored) store_tile<W>(chunk, number, pieces);
-            sum += tile_sum<W>(WEIGHTS.q, number, pieces);
+            sum += row_weight(number * Shape::WORDS) * tile_sum<W>(WEIGHTS.q, number, pieces);
         } else {
             u32 first = number * Shape::LANES;
             for (u32 at = first + threadIdx.x % WARP; at < min(first + Shape::LANES, range.end); at += WARP) {

@@ -88,17 +88,15 @@ template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4
     }
 }
 
-// A warp: the masks of coded lanes of a tile on the fast path.
-template <int W>
-__device__ __forceinline__ void mark_tile(const Parts& parts, const Classes& classes, u32 activities, const uint4* pieces, Tile& tile) {
+// A warp: the masks of coded lanes of a tile on the fast path. The branch spares most chunks the activities.
+template <int W, bool ACTIVE>
+__device__ __forceinline__ void mark_pieces(const Parts& parts, u32 activities, const uint4* pieces, Tile& tile) {
     typedef TileShape<W> Shape;
     u32 thread = threadIdx.x % WARP, bits = parts.activity_bits, threshold = parts.thresholds[0];
 #pragma unroll
     for (int n = 0; n < Shape::UNITS; n++) {
         u32 mask = 0;
-        if (bits) {
-            threshold = parts.thresholds[activities >> ((32 * n + thread) * Shape::UNIT / BLOCK_LANES * bits) & ((1u << bits) - 1)];
-        }
+        if (ACTIVE) threshold = parts.thresholds[activities >> ((32 * n + thread) * Shape::UNIT / BLOCK_LANES * bits) & ((1u << bits) - 1)];
 #pragma unroll
         for (int i = 0; i < Shape::PER_UNIT; i++) mask |= lanes_below<W>(threshold, pieces[n * Shape::PER_UNIT + i]) << (i * Shape::PIECE);
         if (Shape::UNIT == 16) {
@@ -107,8 +105,15 @@ __device__ __forceinline__ void mark_tile(const Parts& parts, const Classes& cla
             ((u8*)tile.masks)[32 * n + thread] = (u8)mask;
         }
     }
+}
+
+template <int W>
+__device__ __forceinline__ void mark_tile(const Parts& parts, const Classes& classes, u32 activities, const uint4* pieces, Tile& tile) {
+    u32 thread = threadIdx.x % WARP, bits = uniform(parts.activity_bits);
+    if (bits) mark_pieces<W, true>(parts, activities, pieces, tile);
+    else mark_pieces<W, false>(parts, activities, pieces, tile);
     __syncwarp();
-    if (classes.holes && thread < Shape::LANES / 32) {
+    if (classes.holes && thread < TileShape<W>::LANES / 32) {
         u32 mask = tile.masks[thread], activity = activities >> (thread / 4 * bits) & ((1u << bits) - 1);
         for (u32 rest = mask; rest; rest &= rest - 1) {
             u32 place = 32 * thread + __ffs((i32)rest) - 1;
@@ -207,11 +212,11 @@ template <int W> __device__ __noinline__ u32 apply_low_bits(const Chunk& chunk, 
 // What the target's sum has more than the base's, which was `of_base`; and the lanes of the tile to the output, all of them with
 // `store` of a kind that stores.
 template <int W>
-__device__ __forceinline__ u64 end_tile(const Chunk& chunk, const u32* weights, Range range, u32 number, bool stored, bool fast, u64 of_base, const Tile& tile) {
+__device__ __forceinline__ u64 end_tile(const Chunk& chunk, const u32* weights, u64 row, Range range, u32 number, bool stored, bool fast, u64 of_base, const Tile& tile) {
     __syncwarp();
     if (!fast) return scatter_tile<W>(chunk, range, number, stored, tile);
     uint4 pieces[TileShape<W>::PIECES];
     read_tile<W>(tile, pieces);
     if (stored) store_tile<W>(chunk, number, pieces);
-    return tile_sum<W>(weights, number, pieces) - of_base;
+    return row * tile_sum<W>(weights, number, pieces) - of_base;
 }
