@@ -3,9 +3,9 @@
 //! Times of the device are between events on its stream, wall times from the call to the end of the wait. Each row is the median
 //! of runs whose result was compared with the target bit for bit; the dense copies are taken in the same process.
 
-use super::Loaded;
 use crate::cli::text::{self, BOLD};
 use anyhow::ensure;
+use rayon::prelude::*;
 use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
@@ -21,6 +21,10 @@ pub struct Report {
     pub first_call: FirstCall,
     pub target_bytes: u64,
     pub tensors: usize,
+    pub lanes: u64,
+    /// Lanes that differ from the base's.
+    pub changed: u64,
+    pub threads: usize,
     pub runs: u32,
     /// Copies of the target as it is.
     pub dense: Vec<Row>,
@@ -34,6 +38,7 @@ pub struct OfPair {
     pub ratio: Option<f64>,
     pub stored_bytes: u64,
     pub chunks: u32,
+    pub encode_seconds: f64,
     pub rows: Vec<Row>,
 }
 
@@ -55,7 +60,7 @@ struct Bed<'a> {
     device: &'a Device,
     stream: Stream,
     runs: u32,
-    target: &'a [Vec<u8>],
+    target: &'a dyn Checkpoint,
     target_bytes: u64,
     /// Base tensors by place in the target's order, where they are as large; and room for the target.
     base_memory: DeviceSlice,
@@ -66,23 +71,28 @@ struct Bed<'a> {
 
 /// Tensors begin aligned like allocations.
 const ALIGN: u64 = 256;
+/// Most bytes of a tensor that pass through memory of the host at once.
+const PIECE: usize = 64 << 20;
+/// What a thread takes of them.
+const PART: usize = 1 << 20;
+/// Most bytes of pinned memory that the target is copied from: it is taken again and again.
+const PINNED: u64 = 1 << 30;
 
 pub fn bench(
     device: &Device,
-    base: &Loaded,
-    target: &Loaded,
+    base: &dyn Checkpoint,
+    target: &dyn Checkpoint,
     options: &EncodeOptions,
     runs: u32,
     slice_bytes: Option<u64>,
 ) -> anyhow::Result<Report> {
-    let (base_checkpoint, target_checkpoint) = (base.checkpoint()?, target.checkpoint()?);
     let mut end = 0;
     let places: Vec<u64> = target
-        .data
+        .tensors()
         .iter()
-        .map(|bytes| {
+        .map(|info| {
             let at = end;
-            end += (bytes.len() as u64).next_multiple_of(ALIGN);
+            end += info.bytes().next_multiple_of(ALIGN);
             at
         })
         .collect();
@@ -90,23 +100,15 @@ pub fn bench(
         device,
         stream: device.stream()?,
         runs,
-        target: &target.data,
-        target_bytes: target.bytes(),
+        target,
+        target_bytes: target.tensors().iter().map(|info| info.bytes()).sum(),
         base_memory: device.alloc(end)?,
         output: device.alloc(end)?,
         places,
     };
-    let mut image = vec![0; end as usize];
-    for (info, &at) in target.infos.iter().zip(&bed.places) {
-        let Some(place) = base_checkpoint.find(&info.name) else { continue };
-        let same = base_checkpoint.tensors()[place] == *info;
-        ensure!(same, "a tensor of the base has another dtype or shape: only the processor's bench measures that");
-        base_checkpoint.read(place, 0, &mut image[at as usize..][..info.bytes() as usize])?;
-    }
-    device.write(&bed.base_memory, &image)?;
-
-    let dense = bed.dense(&image)?;
-    drop(image);
+    bed.load(base)?;
+    let dense = bed.dense()?;
+    let (mut lanes, mut changed) = (0, 0);
     let mut pairs = Vec::new();
     // What `auto` gives to codec zstd because it is a few bytes smaller would keep all from being in device memory.
     let chosen = options.codec.unwrap_or(Codec::Conditioned);
@@ -114,14 +116,21 @@ pub fn bench(
     for codec in std::iter::once(chosen).chain(others.iter().copied()) {
         let layout = options.layout.filter(|_| codec == Codec::Zstd);
         let options = EncodeOptions { codec: Some(codec), layout, ..options.clone() };
-        let (pair, _) = encode_to_memory(Some(&base_checkpoint), &target_checkpoint, &options)?;
-        pairs.push(bed.pair(codec, pair, slice_bytes)?);
+        let start = Instant::now();
+        let (pair, report) = encode_to_memory(Some(base), target, &options)?;
+        let encode_seconds = start.elapsed().as_secs_f64();
+        lanes = report.tensors.iter().map(|tensor| tensor.lanes).sum();
+        changed = report.tensors.iter().map(|tensor| tensor.changed).sum();
+        pairs.push(bed.pair(codec, pair, encode_seconds, slice_bytes)?);
     }
     Ok(Report {
         device: device.name(),
         first_call: device.first_call(),
         target_bytes: bed.target_bytes,
-        tensors: target.data.len(),
+        tensors: target.tensors().len(),
+        lanes,
+        changed,
+        threads: rayon::current_num_threads(),
         runs,
         dense,
         pairs,
@@ -129,11 +138,29 @@ pub fn bench(
 }
 
 impl Bed<'_> {
+    /// Brings the base to the device, where the target has tensors of its names.
+    fn load(&self, base: &dyn Checkpoint) -> anyhow::Result<()> {
+        let mut piece = self.device.pinned(PIECE)?;
+        for (info, &at) in self.target.tensors().iter().zip(&self.places) {
+            let memory = self.base_memory.slice(at, info.bytes())?;
+            let Some(place) = base.find(&info.name) else {
+                self.stream.fill(&memory, 0)?;
+                continue;
+            };
+            let same = base.tensors()[place] == *info;
+            ensure!(same, "a tensor of the base has another dtype or shape: only the processor's bench measures that");
+            for (offset, size) in pieces(info.bytes()) {
+                let piece = &mut piece[..size];
+                let read = |(i, part): (usize, &mut [u8])| base.read(place, offset + (i * PART) as u64, part);
+                piece.par_chunks_mut(PART).enumerate().try_for_each(read)?;
+                self.device.write(&memory.slice(offset, size as u64)?, piece)?;
+            }
+        }
+        Ok(self.stream.record()?.wait()?)
+    }
+
     /// The target copied as it is: from pinned memory, and within the device.
-    fn dense(&self, image: &[u8]) -> anyhow::Result<Vec<Row>> {
-        let mut pinned = self.device.pinned(image.len())?;
-        pinned.copy_from_slice(image);
-        let pinned = Arc::new(pinned);
+    fn dense(&self) -> anyhow::Result<Vec<Row>> {
         let within = self.row("copy", "device memory", || {
             let start = self.stream.record()?;
             self.stream.copy(&self.output, &self.base_memory)?;
@@ -141,16 +168,24 @@ impl Bed<'_> {
             end.wait()?;
             Ok(end.since(&start)?)
         })?;
+        let bytes = self.output.bytes();
+        // Equal pieces, but for what the last one has in common with the one before.
+        let step = bytes.div_ceil(bytes.div_ceil(PINNED).max(1));
+        let mut pinned = self.device.pinned(step as usize)?;
+        self.device.read(&self.base_memory.slice(0, step)?, &mut pinned)?;
+        let pinned = Arc::new(pinned);
         let to_device = self.wall_row("copy", "pinned memory", || {
             let start = Instant::now();
-            self.stream.copy_in(&self.output, &pinned)?;
+            for at in (0..bytes).step_by(step as usize) {
+                self.stream.copy_in(&self.output.slice(at.min(bytes - step), step)?, &pinned)?;
+            }
             self.stream.record()?.wait()?;
             Ok(start.elapsed().as_secs_f64())
         })?;
         Ok(vec![within, to_device])
     }
 
-    fn pair(&self, codec: Codec, pair: Pair<Vec<u8>>, slice_bytes: Option<u64>) -> anyhow::Result<OfPair> {
+    fn pair(&self, codec: Codec, pair: Pair<Vec<u8>>, encode_seconds: f64, slice_bytes: Option<u64>) -> anyhow::Result<OfPair> {
         let index = self.device.upload(pair.index())?;
         let mut pinned = self.device.pinned(pair.blob().len())?;
         pinned.copy_from_slice(pair.blob());
@@ -165,6 +200,8 @@ impl Bed<'_> {
         })?;
         let pinned = Payloads::Pinned(pinned);
         let on_device = Payloads::Device(on_device);
+        let host = Payloads::Host(pair.blob());
+        let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build()?;
         let has_zstd = pair.index().tensors().any(|tensor| tensor.codec == Codec::Zstd);
 
         let modes = [
@@ -203,7 +240,10 @@ impl Bed<'_> {
                 measure("pinned memory", &pinned, false)?;
                 measure("pinned memory", &pinned, true)?;
             }
-            measure("host memory", &Payloads::Host(pair.blob()), true)?;
+            measure("host memory", &host, true)?;
+            if has_zstd && rayon::current_num_threads() > 1 {
+                one_thread.install(|| measure("host memory, one thread", &host, true))?;
+            }
         }
         let stored_bytes = pair.index().size() + pair.index().header().blob_size;
         Ok(OfPair {
@@ -211,6 +251,7 @@ impl Bed<'_> {
             ratio: text::ratio(self.target_bytes, stored_bytes),
             stored_bytes,
             chunks: pair.index().header().chunk_count,
+            encode_seconds,
             rows,
         })
     }
@@ -241,11 +282,17 @@ impl Bed<'_> {
 
     /// Compares the output with the target.
     fn compare(&self, codec: Codec) -> anyhow::Result<()> {
-        let mut found = Vec::new();
-        for (n, (target, &at)) in self.target.iter().zip(&self.places).enumerate() {
-            found.resize(target.len(), 0);
-            self.device.read(&self.output.slice(at, target.len() as u64)?, &mut found)?;
-            ensure!(found == *target, "tensor {n} was not rebuilt from codec {codec}");
+        let mut found = self.device.pinned(PIECE)?;
+        for (place, (info, &at)) in self.target.tensors().iter().zip(&self.places).enumerate() {
+            for (offset, size) in pieces(info.bytes()) {
+                self.device.read(&self.output.slice(at + offset, size as u64)?, &mut found[..size])?;
+                let check = |scratch: &mut Vec<u8>, (i, found): (usize, &[u8])| -> anyhow::Result<()> {
+                    let target = self.target.bytes(place, offset + (i * PART) as u64, found.len(), scratch)?;
+                    ensure!(found == target, "tensor {} was not rebuilt from codec {codec}", info.name);
+                    Ok(())
+                };
+                found[..size].par_chunks(PART).enumerate().map_init(Vec::new, check).collect::<anyhow::Result<()>>()?;
+            }
         }
         Ok(())
     }
@@ -273,6 +320,11 @@ impl Bed<'_> {
         let gb_per_second = text::speed(self.target_bytes, seconds);
         Ok(Row { what: what.to_owned(), from, clock, seconds, gb_per_second, all_seconds })
     }
+}
+
+/// Pieces of so many bytes that pass through memory of the host at once: where each begins, and its size.
+fn pieces(bytes: u64) -> impl Iterator<Item = (u64, usize)> {
+    (0..bytes).step_by(PIECE).map(move |at| (at, (bytes - at).min(PIECE as u64) as usize))
 }
 
 impl fmt::Display for Report {
