@@ -69,6 +69,9 @@ struct Bed<'a> {
     places: Vec<u64>,
 }
 
+/// Seconds after which a row has no more runs, and how many it has anyway.
+const ENOUGH: f64 = 3.0;
+const LEAST_RUNS: usize = 3;
 /// Tensors begin aligned like allocations.
 const ALIGN: u64 = 256;
 /// Most bytes of a tensor that pass through memory of the host at once.
@@ -312,10 +315,16 @@ impl Bed<'_> {
         clock: &'static str,
         mut run: impl FnMut() -> anyhow::Result<f64>,
     ) -> anyhow::Result<Row> {
-        for _ in 0..2 {
+        let begin = Instant::now();
+        let has_time = || begin.elapsed().as_secs_f64() < ENOUGH;
+        run()?;
+        if has_time() {
             run()?;
         }
-        let all_seconds = (0..self.runs).map(|_| run()).collect::<anyhow::Result<Vec<_>>>()?;
+        let mut all_seconds = Vec::new();
+        while all_seconds.len() < self.runs as usize && (all_seconds.len() < LEAST_RUNS || has_time()) {
+            all_seconds.push(run()?);
+        }
         let seconds = super::median(&all_seconds);
         let gb_per_second = text::speed(self.target_bytes, seconds);
         Ok(Row { what: what.to_owned(), from, clock, seconds, gb_per_second, all_seconds })

@@ -37,7 +37,7 @@ pub struct Bench {
     base: PathBuf,
     #[arg(value_name = "TARGET")]
     target: PathBuf,
-    /// Runs that count; medians are shown
+    /// Runs that count; medians are shown. On a device, what is slow has fewer, 3 at least
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
     /// Repeat every tensor so often along its first dimension
