@@ -3,6 +3,7 @@
 use super::device::Device;
 use super::layout::{DeviceTensor, NO_TABLES};
 use super::memory::Allocation;
+use super::nvcomp::Trusted;
 use crate::codec::{Codec, TableSet};
 use crate::error::{Error, Result};
 use crate::format::{BaseKind, ChunkMetadata, ChunkSums, TensorDigests};
@@ -14,7 +15,7 @@ use zerocopy::IntoBytes;
 /// What kernels need of an index, on its device; made by [`Device::upload`](super::Device::upload), which takes nothing but a
 /// validated one. Clones are the same.
 #[derive(Debug, Clone)]
-pub struct DeviceIndex(pub(super) Arc<Uploaded>);
+pub struct DeviceIndex(pub(super) Arc<Uploaded>, pub(super) Option<Trusted>);
 
 #[derive(Debug)]
 pub(super) struct Uploaded {
@@ -82,16 +83,23 @@ impl DeviceIndex {
         inner.hold_memory(&cx, inner.copy.raw())?;
         debug_assert_eq!(chunks, memory.address());
         let tensors = index.tensors().map(|tensor| on_device(&tensor, index.table_sets(), &sets)).collect();
-        Ok(Self(Arc::new(Uploaded {
-            device: device.clone(),
-            memory,
-            sums,
-            chunk_tensors,
-            tables,
-            records: index.chunks().to_vec(),
-            tensors,
-            blob_size: index.header().blob_size,
-        })))
+        Ok(Self(
+            Arc::new(Uploaded {
+                device: device.clone(),
+                memory,
+                sums,
+                chunk_tensors,
+                tables,
+                records: index.chunks().to_vec(),
+                tensors,
+                blob_size: index.header().blob_size,
+            }),
+            None,
+        ))
+    }
+
+    pub(super) fn with_trust(&self, trusted: Trusted) -> Self {
+        Self(self.0.clone(), Some(trusted))
     }
 
     /// The device.
@@ -114,6 +122,11 @@ impl DeviceIndex {
             .tensors
             .get(place)
             .ok_or_else(|| Error::Misuse(format!("tensor {place} of a pair of {} tensors", self.0.tensors.len())))
+    }
+
+    /// The tensor that a chunk belongs to.
+    pub(super) fn chunk_tensor(&self, chunk: u32) -> Result<&TensorOnDevice> {
+        self.tensor(self.0.tensors.partition_point(|tensor| tensor.chunks().end <= chunk))
     }
 }
 

@@ -59,9 +59,21 @@ impl Launcher<'_> {
             if host_error.is_some() {
                 break;
             }
+            self.expand_frames(slice, side, blob)?;
             self.launch(slice, side, blob, self.first_mode())?;
         }
         Ok(())
+    }
+
+    /// Lets nvCOMP expand the frames of a slice.
+    fn expand_frames(&self, slice: &Slice, stream: RawStream, blob: u64) -> Result<()> {
+        let run = slice.runs.iter().find(|run| run.group == Group::Frames);
+        let (Some(frames), Some(run)) = (&self.shared.frames, run) else { return Ok(()) };
+        let Shared { records, tensors, order, .. } = *self.shared;
+        let order = order + 4 * run.order.start as u64;
+        // SAFETY: records and tensors are those of a validated index, payloads are where the records say, and frames were made for
+        // this run. All of it is held until the stream has passed.
+        unsafe { frames.expand(self.cx, stream, records, blob, tensors, order) }
     }
 
     /// After a dry pass over everything, the pass that stores.
@@ -122,15 +134,23 @@ impl Launcher<'_> {
         let bytes = 4 * self.shared.plan.span.len();
         // SAFETY: the status words are the application's, and the pinned memory is as long and read by nobody before the event
         // behind this; both are held until then.
-        unsafe { memory::copy_out(self.cx, statuses.as_ptr(), self.shared.first_status(), bytes, self.stream) }
+        unsafe { memory::copy_out(self.cx, statuses.as_ptr(), self.shared.first_status(), bytes, self.stream)? };
+        let Some(frames) = &self.shared.frames else { return Ok(()) };
+        let first = frames.statuses().wrapping_add(4 * u64::from(self.shared.plan.span.start));
+        // SAFETY: as above; the pinned memory has room for both.
+        unsafe { memory::copy_out(self.cx, statuses.as_ptr().add(bytes), first, bytes, self.stream) }
     }
 
     fn launch(&self, slice: &Slice, stream: RawStream, blob: u64, mode: u32) -> Result<()> {
         let Shared { index, scratch, .. } = self.shared;
         let device = &index.device().0;
         for run in &slice.runs {
+            let (records, blob) = match &self.shared.frames {
+                Some(frames) if run.group == Group::Frames => frames.payloads(),
+                _ => (self.shared.records, blob),
+            };
             let launch = Launch {
-                chunks: self.shared.records,
+                chunks: records,
                 sums: index.0.sums,
                 chunk_tensors: index.0.chunk_tensors,
                 tensors: self.shared.tensors,
@@ -143,7 +163,7 @@ impl Launcher<'_> {
                 first: 0,
                 count: run.order.len() as u32,
                 mode,
-                flags: if run.group == Group::Expanded { FLAG_NO_CRC } else { 0 },
+                flags: if matches!(run.group, Group::Expanded | Group::Frames) { FLAG_NO_CRC } else { 0 },
                 scratch_slots: scratch.map_or(0, |s| s.slots),
                 scratch_slot_bytes: scratch.map_or(0, |s| s.slot_bytes),
             };

@@ -78,9 +78,12 @@ const RULES: [(u32, Rule); 10] = [
     (10, Rule::ChunkTargetSum),
 ];
 
+/// Those of frames beside them, in `frames.cuh`.
+pub(super) const FRAME_RULES: [(u32, Rule); 2] = [(16, Rule::PayloadFrame), (17, Rule::PayloadLayout)];
+
 /// The rule that a status word names.
 pub(super) fn rule(status: u32) -> Option<Rule> {
-    RULES.iter().find(|(code, _)| *code == status).map(|(_, rule)| *rule)
+    RULES.iter().chain(&FRAME_RULES).find(|(code, _)| *code == status).map(|(_, rule)| *rule)
 }
 
 /// Bytes before the first slot of scratch memory, `TPDE_SCRATCH_HEAD`.

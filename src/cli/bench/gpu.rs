@@ -10,7 +10,7 @@ use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
-use tpde::cuda::{Binding, Device, DeviceIndex, DeviceSlice, FirstCall, Mode, Payloads, Stream};
+use tpde::cuda::{Application, Binding, Device, DeviceIndex, DeviceSlice, FirstCall, Mode, Nvcomp, Payloads, Stream};
 use tpde::format::BaseKind;
 use tpde::{Checkpoint, Codec, EncodeOptions, InPlace, Pair, encode_to_memory};
 
@@ -55,11 +55,19 @@ pub struct Row {
     pub all_seconds: Vec<f64>,
 }
 
+/// How is measured.
+pub struct Settings {
+    pub runs: u32,
+    pub slice_bytes: Option<u64>,
+    /// Who may expand frames, besides the processor.
+    pub nvcomp: Option<Nvcomp>,
+}
+
 /// The checkpoints on the device.
 struct Bed<'a> {
     device: &'a Device,
     stream: Stream,
-    runs: u32,
+    settings: Settings,
     target: &'a dyn Checkpoint,
     target_bytes: u64,
     /// Base tensors by place in the target's order, where they are as large; and room for the target.
@@ -72,6 +80,9 @@ struct Bed<'a> {
 /// Seconds after which a row has no more runs, and how many it has anyway.
 const ENOUGH: f64 = 3.0;
 const LEAST_RUNS: usize = 3;
+/// Clocks: events on the stream, and the host's.
+const DEVICE: &str = "device";
+const WALL: &str = "wall";
 /// Tensors begin aligned like allocations.
 const ALIGN: u64 = 256;
 /// Most bytes of a tensor that pass through memory of the host at once.
@@ -86,8 +97,7 @@ pub fn bench(
     base: &dyn Checkpoint,
     target: &dyn Checkpoint,
     options: &EncodeOptions,
-    runs: u32,
-    slice_bytes: Option<u64>,
+    settings: Settings,
 ) -> anyhow::Result<Report> {
     let mut end = 0;
     let places: Vec<u64> = target
@@ -102,7 +112,7 @@ pub fn bench(
     let bed = Bed {
         device,
         stream: device.stream()?,
-        runs,
+        settings,
         target,
         target_bytes: target.tensors().iter().map(|info| info.bytes()).sum(),
         base_memory: device.alloc(end)?,
@@ -124,7 +134,7 @@ pub fn bench(
         let encode_seconds = start.elapsed().as_secs_f64();
         lanes = report.tensors.iter().map(|tensor| tensor.lanes).sum();
         changed = report.tensors.iter().map(|tensor| tensor.changed).sum();
-        pairs.push(bed.pair(codec, pair, encode_seconds, slice_bytes)?);
+        pairs.push(bed.pair(codec, pair, encode_seconds)?);
     }
     Ok(Report {
         device: device.name(),
@@ -134,7 +144,7 @@ pub fn bench(
         lanes,
         changed,
         threads: rayon::current_num_threads(),
-        runs,
+        runs: bed.settings.runs,
         dense,
         pairs,
     })
@@ -164,7 +174,7 @@ impl Bed<'_> {
 
     /// The target copied as it is: from pinned memory, and within the device.
     fn dense(&self) -> anyhow::Result<Vec<Row>> {
-        let within = self.row("copy", "device memory", || {
+        let within = self.timed("copy", "device memory", DEVICE, || {
             let start = self.stream.record()?;
             self.stream.copy(&self.output, &self.base_memory)?;
             let end = self.stream.record()?;
@@ -177,7 +187,7 @@ impl Bed<'_> {
         let mut pinned = self.device.pinned(step as usize)?;
         self.device.read(&self.base_memory.slice(0, step)?, &mut pinned)?;
         let pinned = Arc::new(pinned);
-        let to_device = self.wall_row("copy", "pinned memory", || {
+        let to_device = self.timed("copy", "pinned memory", WALL, || {
             let start = Instant::now();
             for at in (0..bytes).step_by(step as usize) {
                 self.stream.copy_in(&self.output.slice(at.min(bytes - step), step)?, &pinned)?;
@@ -188,13 +198,13 @@ impl Bed<'_> {
         Ok(vec![within, to_device])
     }
 
-    fn pair(&self, codec: Codec, pair: Pair<Vec<u8>>, encode_seconds: f64, slice_bytes: Option<u64>) -> anyhow::Result<OfPair> {
+    fn pair(&self, codec: Codec, pair: Pair<Vec<u8>>, encode_seconds: f64) -> anyhow::Result<OfPair> {
         let index = self.device.upload(pair.index())?;
         let mut pinned = self.device.pinned(pair.blob().len())?;
         pinned.copy_from_slice(pair.blob());
         let pinned = Arc::new(pinned);
         let on_device = self.device.alloc(pair.blob().len() as u64)?;
-        let payloads_alone = self.row("payloads alone", "pinned memory", || {
+        let payloads_alone = self.timed("payloads alone", "pinned memory", DEVICE, || {
             let start = self.stream.record()?;
             self.stream.copy_in(&on_device, &pinned)?;
             let end = self.stream.record()?;
@@ -206,6 +216,10 @@ impl Bed<'_> {
         let host = Payloads::Host(pair.blob());
         let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build()?;
         let has_zstd = pair.index().tensors().any(|tensor| tensor.codec == Codec::Zstd);
+        let trusted = match self.settings.nvcomp.as_ref().filter(|_| has_zstd) {
+            Some(nvcomp) => Some(index.trust(nvcomp)?), // the pair was made above
+            None => None,
+        };
 
         let modes = [
             ("out of place", Mode::OutOfPlace),
@@ -215,37 +229,29 @@ impl Bed<'_> {
         let mut rows = vec![payloads_alone];
         for (name, mode) in modes {
             let bindings = self.bindings(&pair, &index, mode)?;
-            let mut measure = |from, payloads: &Payloads<'_>, wall: bool| -> anyhow::Result<()> {
-                let application = match slice_bytes {
+            let mut measure = |what: &str, index: &DeviceIndex, from, payloads: &Payloads<'_>, clock| -> anyhow::Result<()> {
+                let application = match self.settings.slice_bytes {
                     Some(bytes) => index.prepare_in_slices(&bindings, mode, payloads.clone(), bytes)?,
                     None => index.prepare(&bindings, mode, payloads.clone())?,
                 };
-                let mut run = || {
-                    self.restore(mode)?;
-                    let clock = Instant::now();
-                    let start = (!wall).then(|| self.stream.record()).transpose()?;
-                    let pending = application.launch(&self.stream)?;
-                    let end = (!wall).then(|| self.stream.record()).transpose()?;
-                    pending.wait()?;
-                    let mut seconds = clock.elapsed().as_secs_f64();
-                    if let (Some(start), Some(end)) = (start, end) {
-                        end.wait()?;
-                        seconds = end.since(&start)?;
-                    }
-                    Ok(seconds)
-                };
-                let row = if wall { self.wall_row(name, from, &mut run) } else { self.row(name, from, &mut run) };
-                rows.push(row?);
+                rows.push(self.timed(what, from, clock, || self.launch(&application, mode, clock))?);
                 self.compare(codec)
             };
+            let on_device_or_pinned =
+                [("device memory", &on_device, DEVICE), ("pinned memory", &pinned, DEVICE), ("pinned memory", &pinned, WALL)];
             if !has_zstd {
-                measure("device memory", &on_device, false)?;
-                measure("pinned memory", &pinned, false)?;
-                measure("pinned memory", &pinned, true)?;
+                for (from, payloads, clock) in on_device_or_pinned {
+                    measure(name, &index, from, payloads, clock)?;
+                }
             }
-            measure("host memory", &host, true)?;
+            measure(name, &index, "host memory", &host, WALL)?;
             if has_zstd && rayon::current_num_threads() > 1 {
-                one_thread.install(|| measure("host memory, one thread", &host, true))?;
+                one_thread.install(|| measure(&format!("{name}, one thread"), &index, "host memory", &host, WALL))?;
+            }
+            if let Some(trusted) = &trusted {
+                for (from, payloads, clock) in on_device_or_pinned {
+                    measure(&format!("{name}, nvCOMP"), trusted, from, payloads, clock)?;
+                }
             }
         }
         let stored_bytes = pair.index().size() + pair.index().header().blob_size;
@@ -300,12 +306,20 @@ impl Bed<'_> {
         Ok(())
     }
 
-    fn row(&self, what: &str, from: &'static str, run: impl FnMut() -> anyhow::Result<f64>) -> anyhow::Result<Row> {
-        self.timed(what, from, "device", run)
-    }
-
-    fn wall_row(&self, what: &str, from: &'static str, run: impl FnMut() -> anyhow::Result<f64>) -> anyhow::Result<Row> {
-        self.timed(what, from, "wall", run)
+    /// Seconds from the launch of an application to its end.
+    fn launch(&self, application: &Application<'_>, mode: Mode, clock: &str) -> anyhow::Result<f64> {
+        self.restore(mode)?;
+        if clock == WALL {
+            let start = Instant::now();
+            application.launch(&self.stream)?.wait()?;
+            return Ok(start.elapsed().as_secs_f64());
+        }
+        let start = self.stream.record()?;
+        let pending = application.launch(&self.stream)?;
+        let end = self.stream.record()?;
+        pending.wait()?;
+        end.wait()?;
+        Ok(end.since(&start)?)
     }
 
     fn timed(
@@ -322,7 +336,7 @@ impl Bed<'_> {
             run()?;
         }
         let mut all_seconds = Vec::new();
-        while all_seconds.len() < self.runs as usize && (all_seconds.len() < LEAST_RUNS || has_time()) {
+        while all_seconds.len() < self.settings.runs as usize && (all_seconds.len() < LEAST_RUNS || has_time()) {
             all_seconds.push(run()?);
         }
         let seconds = super::median(&all_seconds);

@@ -150,6 +150,7 @@ impl Bench {
     }
 
     fn bench(&self, common: &Common) -> anyhow::Result<Report> {
+        self.device.check()?;
         if let DeviceName::Cuda(ordinal) = self.device.device {
             // First: who asks for a device that is not there shall not wait for checkpoints.
             return self.bench_cuda(open_cuda(ordinal)?);
@@ -220,7 +221,9 @@ impl Bench {
     #[cfg(feature = "cuda")]
     fn bench_cuda(&self, device: tpde::cuda::Device) -> anyhow::Result<Report> {
         let (base, target) = self.open()?;
-        gpu::bench(&device, &base, &target, &self.codec.options(), self.runs, self.slice_bytes).map(Report::Gpu)
+        let nvcomp = self.device.trust.then(tpde::cuda::Nvcomp::load).transpose()?;
+        let settings = gpu::Settings { runs: self.runs, slice_bytes: self.slice_bytes, nvcomp };
+        gpu::bench(&device, &base, &target, &self.codec.options(), settings).map(Report::Gpu)
     }
 
     #[cfg(not(feature = "cuda"))]
