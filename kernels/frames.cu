@@ -71,13 +71,16 @@ template <int W> __device__ __forceinline__ void put_delta(const Content& conten
 // Gaps in continued bytes: `take(k, sum)` for each, with the sum of the gaps up to it. Returns how many there are.
 template <typename Take> __device__ u32 continued(const u8* bytes, u32 size, u32* warps, const Take& take) {
     u32 count = 0, sum = 0;
+#pragma unroll 1
     for (u32 tile = 0; tile < size; tile += TILE) {
         u32 first = tile + threadIdx.x * ITEMS, ends = 0, own = 0, all_ends, all;
+#pragma unroll 1
         for (u32 i = first; i < first + ITEMS && i < size; i++) {
             ends += bytes[i] < 255;
             own += bytes[i];
         }
         u32 k = count + sum_before(ends, all_ends, warps), at = sum + sum_before(own, all, warps);
+#pragma unroll 1
         for (u32 i = first; i < first + ITEMS && i < size; i++) {
             at += bytes[i];
             if (bytes[i] < 255) take(k++, at);
@@ -103,6 +106,7 @@ template <int W> __device__ bool take_escapes(const Content& content, u64& at, u
     if (at + count > content.size) return false;
     escapes = {content.bytes + at, content.bytes + at + count, count, 0, 0, 0};
     u32 wide = 0;
+#pragma unroll 1
     for (u32 i = threadIdx.x; i < count; i += THREADS) wide += escapes.bytes[i] == 255;
     escapes.wide = sum_of_block(wide, warps);
     at += count + (u64)W * escapes.wide;
@@ -114,6 +118,7 @@ template <int W> __device__ void unescape(const u32 (&nibbles)[ITEMS], Wide<W> (
     u32 full = 0, wide = 0, all, all_wide;
     for (u32 i = 0; i < ITEMS; i++) full += nibbles[i] == FULL_NIBBLE;
     u32 place = escapes.done + sum_before(full, all, warps);
+#pragma unroll 1
     for (u32 i = 0; i < full; i++) wide += escapes.bytes[place + i] == 255;
     u32 wide_place = escapes.wide_done + sum_before(wide, all_wide, warps);
     for (u32 i = 0; i < ITEMS; i++) {
@@ -149,6 +154,7 @@ template <int W> __device__ void put_changed(const Content& content, u32 first, 
 template <int W> __device__ u32 expand_planes(const Content& content, u32* warps) {
     if (content.size != 1 + (u64)W * content.lanes) return error(TPDE_STATUS_PAYLOAD_SIZE);
     u32 found = 0;
+#pragma unroll 1
     for (u32 tile = 0; tile < content.lanes; tile += TILE) {
         u32 first = tile + threadIdx.x * ITEMS;
         Wide<W> values[ITEMS];
@@ -163,6 +169,7 @@ template <int W> __device__ u32 expand_gaps(const Content& content, u32* warps) 
     u32 n = content.num_deltas;
     u64 at = 1 + (u64)W * n;
     if (at > content.size) return error(TPDE_STATUS_PAYLOAD_SIZE);
+#pragma unroll 1
     for (u32 i = threadIdx.x; i < n; i += THREADS) put_delta<W>(content, i, plane_lane<W>(content.bytes + 1, n, i));
     const u8* bytes = content.bytes + at;
     u32 size = content.size - (u32)at;
@@ -182,6 +189,7 @@ __device__ __forceinline__ u32 peek(const u8* bytes, u32 size, u64 at) {
 __device__ u32 elias_positions(const Content& content, const u8* bytes, u32 size) {
     u64 at = 0;
     u32 position = 0;
+#pragma unroll 1
     for (u32 i = 0; i < content.num_deltas; i++) {
         u32 zeros = __clz((i32)peek(bytes, size, at));
         if (zeros > 4) return error(at + 5 <= 8 * (u64)size ? TPDE_STATUS_PAYLOAD_POSITIONS : TPDE_STATUS_PAYLOAD_SIZE);
@@ -202,6 +210,7 @@ template <int W> __device__ u32 expand_elias(const Content& content) {
     u32 n = content.num_deltas;
     u64 at = 1 + (u64)W * n;
     if (at > content.size) return error(TPDE_STATUS_PAYLOAD_SIZE);
+#pragma unroll 1
     for (u32 i = threadIdx.x; i < n; i += THREADS) put_delta<W>(content, i, plane_lane<W>(content.bytes + 1, n, i));
     return threadIdx.x == 0 ? elias_positions(content, content.bytes + at, content.size - (u32)at) : 0;
 }
@@ -214,6 +223,7 @@ template <int W> __device__ u32 expand_nibble_gaps(const Content& content, u32* 
     u64 at = 1 + (u64)n;
     if (at > content.size) return error(TPDE_STATUS_PAYLOAD_SIZE);
     u32 full = 0, long_gaps = 0;
+#pragma unroll 1
     for (u32 i = threadIdx.x; i < n; i += THREADS) {
         full += tokens[i] >> 4 == FULL_NIBBLE;
         long_gaps += tokens[i] % 16 == FULL_NIBBLE;
@@ -232,6 +242,7 @@ template <int W> __device__ u32 expand_nibble_gaps(const Content& content, u32* 
     __syncthreads();
 
     u32 gaps_done = 0, short_done = 0, long_done = 0; // long gaps of the tiles before, the sum of all nibbles, that of what they lack
+#pragma unroll 1
     for (u32 tile = 0; tile < n; tile += TILE) {
         u32 first = tile + threadIdx.x * ITEMS, own_gaps = 0, own_short = 0, all_gaps, all_short;
         u32 nibbles[ITEMS], places[ITEMS];
@@ -272,10 +283,12 @@ template <int W> __device__ u32 expand_nibble_planes(const Content& content, u32
     u32 size = (content.lanes + 63) / 64 * 32, full = 0, found = 0, errors = 0;
     u64 at = 1 + (u64)size;
     if (at > content.size) return error(TPDE_STATUS_PAYLOAD_SIZE);
+#pragma unroll 1
     for (u32 i = threadIdx.x; i < size; i += THREADS) full += (tokens[i] % 16 == FULL_NIBBLE) + (tokens[i] >> 4 == FULL_NIBBLE);
     full = sum_of_block(full, warps);
     Escapes escapes;
     if (!take_escapes<W>(content, at, full, escapes, warps) || at != content.size) return error(TPDE_STATUS_PAYLOAD_SIZE);
+#pragma unroll 1
     for (u32 tile = 0; tile < 2 * size; tile += TILE) {
         u32 first = tile + threadIdx.x * ITEMS;
         u32 nibbles[ITEMS];

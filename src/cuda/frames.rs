@@ -77,6 +77,9 @@ impl Frames {
         let record = |chunk: &u32| &index.0.records[*chunk as usize];
         let chunks: Vec<u32> =
             plan.order[run.order.clone()].iter().copied().take_while(|chunk| record(chunk).num_deltas.get() > 0).collect();
+        if chunks.is_empty() {
+            return Ok(None);
+        }
 
         let mut expanded = index.0.records[plan.span.start as usize..plan.span.end as usize].to_vec();
         let (mut room, mut contents) = (Vec::with_capacity(chunks.len()), Vec::with_capacity(chunks.len()));
@@ -123,11 +126,12 @@ impl Frames {
         }
         let copy = device.copy.raw();
         // SAFETY: all of it lies within the memory just allocated; that and the pinned memory are held until the copy has passed.
-        unsafe {
-            memory::copy_in(cx, at(0), pinned.as_ptr(), copied as usize, copy)?;
-            memory::fill(cx, at(at_statuses), 0, plan.span.len(), copy)?;
-        }
+        let queued = unsafe {
+            memory::copy_in(cx, at(0), pinned.as_ptr(), copied as usize, copy)
+                .and_then(|()| memory::fill(cx, at(at_statuses), 0, plan.span.len(), copy))
+        };
         device.hold_memory(cx, copy)?;
+        queued?;
 
         // Kernels count chunks of the whole pair: these addresses are where number 0 would be.
         let from_zero = |offset, bytes: usize| at(offset).wrapping_sub(plan.span.start as u64 * bytes as u64);
@@ -184,9 +188,6 @@ impl Frames {
         tensors: u64,
         order: u64,
     ) -> Result<()> {
-        if self.batch.count == 0 {
-            return Ok(());
-        }
         let parameter = Parameter { stored, blob, tensors, order, ..self.parameter };
         let Kernels { check, expand } = self.trusted.kernels;
         // SAFETY: promised by the caller; the index has bounded contents and payloads, for which there is room. That the frames

@@ -109,6 +109,7 @@ pub fn bench(
             at
         })
         .collect();
+    ensure!(end > 0, "the target has no bytes");
     let bed = Bed {
         device,
         stream: device.stream()?,
