@@ -217,11 +217,8 @@ impl Launcher<'_> {
         for piece in pieces {
             let sent = if piece.is_expanded {
                 self.expand(&piece, source).and_then(|payloads| {
-                    for (staged, payload) in self.shared.plan.staged[piece.staged.clone()].iter().zip(payloads) {
-                        // SAFETY: the staging memory has room for this payload where the plan puts it, and is held.
-                        unsafe { ring.send_bytes(self.cx, device, staging + staged.at, &payload)? };
-                    }
-                    Ok(())
+                    // SAFETY: the staging memory has room for all payloads where the plan puts them, and is held.
+                    unsafe { ring.send_bytes(self.cx, device, staging + piece.at, &payloads) }
                 })
             } else {
                 (0..piece.bytes).step_by(SLOT_BYTES).try_for_each(|done| {
@@ -244,28 +241,36 @@ impl Launcher<'_> {
         self.after(device.copy.raw(), side)
     }
 
-    /// The payloads of a piece as those of codec `raw`, with their padding.
-    fn expand(&self, piece: &Piece, source: &dyn Source) -> Result<Vec<Vec<u8>>> {
+    /// The payloads of a piece as those of codec `raw`, with their padding: as they are staged.
+    fn expand(&self, piece: &Piece, source: &dyn Source) -> Result<Vec<u8>> {
         let index = &self.shared.index;
-        let expand = |(expander, scratch): &mut (Expander, Vec<u8>), staged: &Staged| {
+        let expand = |(expander, scratch): &mut (Expander, Vec<u8>), (staged, out): (&Staged, &mut [u8])| {
             let record = &index.0.records[staged.chunk as usize];
             let tensor = index.tensor(staged.tensor as usize)?;
             let at = |e: Error| e.in_chunk(staged.chunk).in_tensor(&tensor.name);
             let payload = checked_payload(source, record, staged.chunk, scratch).map_err(at)?;
             let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
             let lanes = tensor.chunk_lanes(staged.chunk) as usize;
-            let mut raw = expander.expand(encoded, payload, lanes, 1 << tensor.device.lane_log2).map_err(at)?.to_vec();
-            raw.resize(staged.room() as usize, 0);
-            Ok(raw)
+            let raw = expander.expand(encoded, payload, lanes, 1 << tensor.device.lane_log2).map_err(at)?;
+            out[..raw.len()].copy_from_slice(raw);
+            Ok(())
         };
-        let chunks = &self.shared.plan.staged[piece.staged.clone()];
-        let lanes_bytes: u64 = chunks.iter().map(|staged| staged.room()).sum();
-        // A few small payloads are done before threads would have begun.
-        if lanes_bytes < 64 << 10 {
-            let mut worker = Default::default();
-            return chunks.iter().map(|staged| expand(&mut worker, staged)).collect();
+        let mut payloads = vec![0; piece.bytes as usize];
+        let mut rest = &mut payloads[..];
+        let mut parts = Vec::with_capacity(piece.staged.len());
+        for staged in &self.shared.plan.staged[piece.staged.clone()] {
+            let (out, behind) = rest.split_at_mut(staged.room() as usize);
+            parts.push((staged, out));
+            rest = behind;
         }
-        chunks.par_iter().with_max_len(1).map_init(Default::default, expand).collect()
+        // A few small payloads are done before threads would have begun.
+        if piece.bytes < 64 << 10 {
+            let mut worker = Default::default();
+            parts.into_iter().try_for_each(|part| expand(&mut worker, part))?;
+        } else {
+            parts.into_par_iter().with_max_len(1).map_init(Default::default, expand).collect::<Result<()>>()?;
+        }
+        Ok(payloads)
     }
 
     /// The payloads of a slice as runs that lie together, in the blob and as staged. Expanded ones are in pieces of a few
