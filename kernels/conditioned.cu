@@ -207,7 +207,7 @@ template <int W> __device__ __forceinline__ u32 run(const Launch& launch, u32 ta
     return pass<W>(store, none);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 5) tpde_conditioned(const __grid_constant__ Launch launch) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3) tpde_conditioned(const __grid_constant__ Launch launch) {
     Shared& shared = shared_memory();
     Chunk chunk;
     DeviceTensor tensor;

@@ -183,8 +183,10 @@ enum : u32 {
 // (CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES).
 #define TPDE_RAW_THREADS 256
 #define TPDE_RAW_SHARED 0
-#define TPDE_CONDITIONED_THREADS 128
-#define TPDE_CONDITIONED_SHARED 25600
+#define TPDE_CONDITIONED_THREADS 256
+#define TPDE_CONDITIONED_SHARED 44032
+// and on top of that, for the table set of the launch with most: `classes` and `symbols` of it, see README.md.
+#define TPDE_CONDITIONED_TABLES(classes, symbols) (((classes) + 1) * 1024 + ((symbols) + 1) * 8)
 
 // Bytes before the first slot of scratch memory of n slots: a word for each, rounded up to 256.
 #define TPDE_SCRATCH_HEAD(slots) ((((u64)(slots) * 4) + 255) / 256 * 256)
@@ -194,4 +196,4 @@ enum : u32 {
 #define TPDE_CLASS_COUNT_MAX 15
 #define TPDE_TOKEN_COUNT_MAX 136
 
-#define TPDE_LAYOUT_WORDS 59 // of the report of tpde_layout, in the order of layout.cu
+#define TPDE_LAYOUT_WORDS 60 // of the report of tpde_layout, in the order of layout.cu

@@ -68,6 +68,14 @@ pub enum Error {
     /// The device asked for is not there, or there is nothing to use it with.
     #[error("no CUDA device: {0}")]
     NoDevice(String),
+    /// A library that the caller asked for is not there.
+    #[error("{library} cannot be used: {reason}")]
+    NoLibrary {
+        /// Its name.
+        library: &'static str,
+        /// The system's answer.
+        reason: String,
+    },
     /// The driver of a device refused something, or work on the device died.
     #[error("cannot {doing}: {reason}")]
     Device {

@@ -2,10 +2,8 @@
 
 use clap::Args;
 use std::str::FromStr;
-#[cfg(not(feature = "cuda"))]
-use tpde::Error;
-use tpde::Result;
 use tpde::delta::Accelerator;
+use tpde::{Error, Result};
 
 /// What decodes.
 #[derive(Args)]
@@ -13,6 +11,11 @@ pub struct DeviceArgs {
     /// What decodes: cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub device: DeviceName,
+    /// Trust whoever wrote the pair, and let nvCOMP expand payloads of codec zstd on the device
+    ///
+    /// A payload that was made for it may take over the process then. libnvcomp.so.6 must be where the system's loader finds it.
+    #[arg(long)]
+    pub trust: bool,
 }
 
 /// A device by its name.
@@ -36,10 +39,24 @@ impl FromStr for DeviceName {
 }
 
 impl DeviceArgs {
+    /// Refuses what only a device can do.
+    pub fn check(&self) -> Result<()> {
+        if self.trust && self.device == DeviceName::Cpu {
+            return Err(Error::Misuse("--trust is for a device: --device cuda".into()));
+        }
+        Ok(())
+    }
+
     /// The device, opened; none for the processor.
     pub fn open(&self) -> Result<Option<Box<dyn Accelerator>>> {
+        self.check()?;
         match self.device {
             DeviceName::Cpu => Ok(None),
+            #[cfg(feature = "cuda")]
+            DeviceName::Cuda(ordinal) if self.trust => {
+                let (device, nvcomp) = (open_cuda(ordinal)?, tpde::cuda::Nvcomp::load()?);
+                Ok(Some(Box::new(tpde::cuda::Trusting { device, nvcomp })))
+            }
             DeviceName::Cuda(ordinal) => Ok(Some(Box::new(open_cuda(ordinal)?))),
         }
     }

@@ -48,6 +48,7 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
         Some(Error::Limit { .. }) => ("limit", DATA),
         Some(Error::Misuse(_)) => ("misuse", USAGE),
         Some(Error::NoDevice(_)) => ("no_device", DEVICE),
+        Some(Error::NoLibrary { .. }) => ("no_library", DEVICE),
         Some(Error::Device { .. }) => ("device", SYSTEM),
         None if theirs.is_some() => ("io", SYSTEM),
         _ => ("other", DATA),
@@ -110,6 +111,7 @@ fn hint(error: &Error) -> Option<&'static str> {
         Error::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound && is_of_pair(path) => {
             "a pair is named without its endings, or by either file; both must lie in one folder"
         }
+        Error::NoLibrary { .. } => "without --trust the processor expands payloads of codec zstd",
         Error::NoDevice(_) => "without --device the processor does the same work",
         Error::Invalid(invalid) => match invalid.rule {
             Rule::BaseTensor => "a pair fits the one checkpoint that it was made from: give that as BASE",

@@ -10,7 +10,7 @@ use tpde::{Checkpoint, Codec, EncodeOptions, Error, Layout, Result, SafetensorsC
 /// How payloads are coded.
 #[derive(Args)]
 pub struct CodecArgs {
-    /// Codec of the payloads; auto takes the smallest for each tensor
+    /// Codec of the payloads; auto takes the smallest for each tensor. For a device: conditioned, which it decodes alone
     #[arg(long, default_value = "auto", value_parser = codecs())]
     codec: CodecChoice,
     /// Layout of codec zstd, which this implies; auto lets each chunk have what suits it

@@ -3,6 +3,7 @@
 use super::binding::{self, Binding};
 use super::device::Scratch;
 use super::driver::{self, Entered, OwnStream, RawEvent, RawStream};
+use super::frames::Frames;
 use super::index::DeviceIndex;
 use super::launch::Launcher;
 use super::layout::{DeviceTensor, STATUS_NOT_RUN};
@@ -37,7 +38,8 @@ pub enum Payloads<'a> {
     Host(&'a dyn Source),
     /// Pinned memory: copied by the device alone, but for payloads of codec `zstd`, which the processor expands.
     Pinned(Arc<PinnedBuffer>),
-    /// Memory of the device, the first byte at a multiple of 16.
+    /// Memory of the device, the first byte at a multiple of 16; payloads of codec `zstd` only with
+    /// [`DeviceIndex::trust`].
     Device(DeviceSlice),
 }
 
@@ -149,6 +151,7 @@ pub(super) struct Shared {
     /// Keeps the memory of the tensors.
     pub bindings: Vec<Binding>,
     pub scratch: Option<Scratch>,
+    pub frames: Option<Frames>,
     /// Tensor table, order, own records, status words and the flag, in this order.
     _memory: Allocation,
     pub tensors: u64,
@@ -214,6 +217,7 @@ impl Shared {
         for (part, start) in parts.into_iter().zip(starts) {
             pinned[start..][..part.len()].copy_from_slice(part);
         }
+        let frames = Frames::new(index, &plan, device, &cx)?;
         let at = |offset: usize| memory.address() + offset as u64;
         let copy = device.copy.raw();
         let ready = RawEvent::new(&cx, false)?;
@@ -232,6 +236,7 @@ impl Shared {
             index: index.clone(),
             mode,
             scratch,
+            frames,
             tensors: from_zero(starts[0], first, size_of::<DeviceTensor>()),
             order: at(starts[1]),
             records: if plan.records.is_empty() { index.0.chunks() } else { from_zero(starts[2], plan.span.start as usize, 32) },
@@ -249,6 +254,11 @@ impl Shared {
     /// Where the status words begin that are copied back: that of the first chunk of the span.
     pub fn first_status(&self) -> u64 {
         self.statuses.wrapping_add(4 * u64::from(self.plan.span.start))
+    }
+
+    /// Bytes of status words that come back: after those of the kernels that decode, those of frames.
+    pub fn status_bytes(&self) -> usize {
+        4 * self.plan.span.len() * if self.frames.is_some() { 2 } else { 1 }
     }
 
     /// Readies status words and flag for the next launch.
@@ -293,7 +303,7 @@ impl Application<'_> {
         if driver::is_capturing(&cx, raw)? {
             return Err(Error::Misuse("the stream is being captured into a graph: that is Application::capture".into()));
         }
-        let statuses = PinnedBuffer::new(device, &cx, 4 * shared.plan.span.len())?;
+        let statuses = PinnedBuffer::new(device, &cx, shared.status_bytes())?;
         let mut state = shared.state.lock().unwrap_or_else(PoisonError::into_inner);
         let staging = self.staging(&cx, &mut state)?;
         if let Some(last) = &state.last {
@@ -330,7 +340,8 @@ impl Application<'_> {
     /// graph, and of the application, do not overlap.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for a stream of another device, one that is not captured, or payloads that the processor reads;
+    /// [`Error::Misuse`] for a stream of another device, one that is not captured, or payloads that the processor reads or
+    /// nvCOMP expands;
     /// [`Error::Device`] if the driver refuses.
     pub unsafe fn capture(&self, stream: &Stream) -> Result<Captured> {
         let shared = &self.shared;
@@ -345,7 +356,10 @@ impl Application<'_> {
         if matches!(self.payloads, Payloads::Host(_)) || shared.plan.has_expanded {
             return Err(Error::Misuse("a graph cannot read payloads through the processor".into()));
         }
-        let bytes = 4 * shared.plan.span.len();
+        if shared.frames.is_some() {
+            return Err(Error::Misuse("a graph cannot have frames expanded by nvCOMP".into()));
+        }
+        let bytes = shared.status_bytes();
         let (statuses, staging) = (PinnedBuffer::new(device, &cx, bytes)?, self.staging(&cx, &mut State::default())?);
         // What was queued outside of the capture cannot be waited for in it; this is a copy that was queued long ago.
         shared.ready.wait(&cx)?;

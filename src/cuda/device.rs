@@ -1,6 +1,7 @@
 //! A device: its context, kernels, streams and memory.
 
 use super::driver::{self, Context, Entered, Kernel, OwnStream, RawEvent, RawStream, check};
+use super::frames::{self, Kernels};
 use super::index::DeviceIndex;
 use super::layout;
 use super::memory::{self, Allocation, DeviceSlice, PinnedBuffer, Pools};
@@ -17,12 +18,13 @@ use std::time::{Duration, Instant};
 
 const RAW_PTX: &str = include_str!("../../kernels/raw.ptx");
 const CONDITIONED_PTX: &str = include_str!("../../kernels/conditioned.ptx");
+const FRAMES_PTX: &str = include_str!("../../kernels/frames.ptx");
 const LAYOUT_PTX: &str = include_str!("../../kernels/layout.ptx");
 
 /// Bytes of a slot of scratch memory: the changes of a chunk, mostly.
-const SCRATCH_SLOT: u32 = 128 << 10;
+const SCRATCH_SLOT: u32 = 256 << 10;
 /// Blocks that a multiprocessor holds at once.
-const BLOCKS: u32 = 8;
+const BLOCKS: u32 = 4;
 
 /// What opening a device took, once: none of it is in the times of later calls.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
@@ -51,6 +53,7 @@ pub(super) struct Inner {
     modules: Vec<Module>,
     multiprocessors: u32,
     scratch: Mutex<Option<Scratch>>,
+    frames: Mutex<Option<(Kernels, Vec<Module>)>>,
     first_call: FirstCall,
 }
 
@@ -94,7 +97,8 @@ impl Device {
         let mut modules = Vec::new();
         let mut kernel = |ptx, name: &str, threads, shared| load(&cx, &mut modules, ptx, name, threads, shared);
         let raw = kernel(RAW_PTX, "tpde_raw", layout::RAW_THREADS, layout::RAW_SHARED)?;
-        let conditioned = kernel(CONDITIONED_PTX, "tpde_conditioned", layout::CONDITIONED_THREADS, layout::CONDITIONED_SHARED)?;
+        let shared = layout::CONDITIONED_SHARED + layout::CONDITIONED_TABLES_MAX;
+        let conditioned = kernel(CONDITIONED_PTX, "tpde_conditioned", layout::CONDITIONED_THREADS, shared)?;
         let layout = kernel(LAYOUT_PTX, "tpde_layout", 1, 0)?;
         let with_kernels = Instant::now();
         let multiprocessors = context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
@@ -114,6 +118,7 @@ impl Device {
             modules,
             multiprocessors,
             scratch: Mutex::new(None),
+            frames: Mutex::new(None),
             first_call,
         })))
     }
@@ -244,6 +249,21 @@ impl Inner {
         event.hold(cx, self.pools.reaper.raw())
     }
 
+    /// The kernels of frames, compiled when they are first wanted.
+    pub fn frames(&self) -> Result<Kernels> {
+        let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((kernels, _)) = &*frames {
+            return Ok(*kernels);
+        }
+        let _relaxed = driver::Relaxed::new()?;
+        let cx = self.context.enter()?;
+        let mut modules = Vec::new();
+        let mut kernel = |name| load(&cx, &mut modules, FRAMES_PTX, name, frames::THREADS, 0);
+        let kernels = Kernels { check: kernel("tpde_frames_check")?, expand: kernel("tpde_frames_expand")? };
+        *frames = Some((kernels, modules));
+        Ok(kernels)
+    }
+
     /// The scratch memory, made when it is first wanted: about 1 MiB a multiprocessor, whatever the tensors' size.
     pub fn scratch(&self, cx: &Entered<'_>) -> Result<Scratch> {
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
@@ -269,7 +289,8 @@ impl Drop for Inner {
         self.ring.get_mut().unwrap_or_else(PoisonError::into_inner).destroy(&cx);
         self.pools.destroy(&cx);
         self.copy.destroy(&cx);
-        for module in &self.modules {
+        let frames = self.frames.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        for module in self.modules.iter().chain(frames.iter().flat_map(|(_, modules)| modules)) {
             // SAFETY: all work that uses its functions has passed: the pools have waited for the last use of memory.
             unsafe { sys::cuModuleUnload(module.0) };
         }

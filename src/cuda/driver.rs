@@ -303,6 +303,12 @@ unsafe impl Send for Kernel {}
 unsafe impl Sync for Kernel {}
 
 impl Kernel {
+    /// The same with as many bytes of dynamic shared memory, no more than it was loaded with.
+    pub fn with_shared(self, shared: u32) -> Self {
+        debug_assert!(shared <= self.shared);
+        Self { shared, ..self }
+    }
+
     /// Queues a launch of `blocks` blocks with one parameter, which is copied.
     ///
     /// # Safety

@@ -1,8 +1,9 @@
 //! An index on the device.
 
 use super::device::Device;
-use super::layout::{DeviceTensor, NO_TABLES};
+use super::layout::{self, DeviceTensor, NO_TABLES};
 use super::memory::Allocation;
+use super::nvcomp::Trusted;
 use crate::codec::{Codec, TableSet};
 use crate::error::{Error, Result};
 use crate::format::{BaseKind, ChunkMetadata, ChunkSums, TensorDigests};
@@ -14,7 +15,7 @@ use zerocopy::IntoBytes;
 /// What kernels need of an index, on its device; made by [`Device::upload`](super::Device::upload), which takes nothing but a
 /// validated one. Clones are the same.
 #[derive(Debug, Clone)]
-pub struct DeviceIndex(pub(super) Arc<Uploaded>);
+pub struct DeviceIndex(pub(super) Arc<Uploaded>, pub(super) Option<Trusted>);
 
 #[derive(Debug)]
 pub(super) struct Uploaded {
@@ -24,6 +25,8 @@ pub(super) struct Uploaded {
     pub sums: u64,
     pub chunk_tensors: u64,
     pub tables: u64,
+    /// What the largest table set takes in shared memory.
+    pub table_bytes: u32,
     pub records: Vec<ChunkMetadata>,
     pub tensors: Vec<TensorOnDevice>,
     pub blob_size: u64,
@@ -82,16 +85,24 @@ impl DeviceIndex {
         inner.hold_memory(&cx, inner.copy.raw())?;
         debug_assert_eq!(chunks, memory.address());
         let tensors = index.tensors().map(|tensor| on_device(&tensor, index.table_sets(), &sets)).collect();
-        Ok(Self(Arc::new(Uploaded {
-            device: device.clone(),
-            memory,
-            sums,
-            chunk_tensors,
-            tables,
-            records: index.chunks().to_vec(),
-            tensors,
-            blob_size: index.header().blob_size,
-        })))
+        Ok(Self(
+            Arc::new(Uploaded {
+                device: device.clone(),
+                memory,
+                sums,
+                chunk_tensors,
+                tables,
+                table_bytes: table_bytes(index.table_sets()),
+                records: index.chunks().to_vec(),
+                tensors,
+                blob_size: index.header().blob_size,
+            }),
+            None,
+        ))
+    }
+
+    pub(super) fn with_trust(&self, trusted: Trusted) -> Self {
+        Self(self.0.clone(), Some(trusted))
     }
 
     /// The device.
@@ -114,6 +125,11 @@ impl DeviceIndex {
             .tensors
             .get(place)
             .ok_or_else(|| Error::Misuse(format!("tensor {place} of a pair of {} tensors", self.0.tensors.len())))
+    }
+
+    /// The tensor that a chunk belongs to.
+    pub(super) fn chunk_tensor(&self, chunk: u32) -> Result<&TensorOnDevice> {
+        self.tensor(self.0.tensors.partition_point(|tensor| tensor.chunks().end <= chunk))
     }
 }
 
@@ -148,6 +164,13 @@ fn tables_of(sets: &[TableSet]) -> Result<(Vec<u32>, Vec<u32>)> {
         words[start + 1 + classes] = (words.len() - start) as u32;
     }
     Ok((starts, words))
+}
+
+/// Bytes of shared memory for the largest of the sets.
+fn table_bytes(sets: &[TableSet]) -> u32 {
+    let symbols = |set: &TableSet| set.classes().map(|class| class.iter().filter(|frequency| **frequency != 0).count()).sum::<usize>();
+    let bytes = |set: &TableSet| layout::conditioned_tables(set.classes().len() as u32, symbols(set) as u32);
+    sets.iter().map(bytes).max().unwrap_or(const { layout::conditioned_tables(0, 0) })
 }
 
 fn on_device(tensor: &Tensor<'_>, sets: &[TableSet], starts: &[u32]) -> TensorOnDevice {

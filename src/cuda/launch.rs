@@ -2,7 +2,7 @@
 
 use super::apply::{Mode, Payloads, Shared};
 use super::driver::{Entered, RawEvent, RawStream};
-use super::layout::{FLAG_NO_CRC, Launch, mode};
+use super::layout::{self, FLAG_NO_CRC, Launch, mode};
 use super::memory::{self, PinnedBuffer};
 use super::plan::{Group, Slice, Staged};
 use super::staging::{SLOT_BYTES, fill_in_parallel};
@@ -59,9 +59,21 @@ impl Launcher<'_> {
             if host_error.is_some() {
                 break;
             }
+            self.expand_frames(slice, side, blob)?;
             self.launch(slice, side, blob, self.first_mode())?;
         }
         Ok(())
+    }
+
+    /// Lets nvCOMP expand the frames of a slice.
+    fn expand_frames(&self, slice: &Slice, stream: RawStream, blob: u64) -> Result<()> {
+        let run = slice.runs.iter().find(|run| run.group == Group::Frames);
+        let (Some(frames), Some(run)) = (&self.shared.frames, run) else { return Ok(()) };
+        let Shared { records, tensors, order, .. } = *self.shared;
+        let order = order + 4 * run.order.start as u64;
+        // SAFETY: records and tensors are those of a validated index, payloads are where the records say, and frames were made for
+        // this run. All of it is held until the stream has passed.
+        unsafe { frames.expand(self.cx, stream, records, blob, tensors, order) }
     }
 
     /// After a dry pass over everything, the pass that stores.
@@ -122,15 +134,23 @@ impl Launcher<'_> {
         let bytes = 4 * self.shared.plan.span.len();
         // SAFETY: the status words are the application's, and the pinned memory is as long and read by nobody before the event
         // behind this; both are held until then.
-        unsafe { memory::copy_out(self.cx, statuses.as_ptr(), self.shared.first_status(), bytes, self.stream) }
+        unsafe { memory::copy_out(self.cx, statuses.as_ptr(), self.shared.first_status(), bytes, self.stream)? };
+        let Some(frames) = &self.shared.frames else { return Ok(()) };
+        let first = frames.statuses().wrapping_add(4 * u64::from(self.shared.plan.span.start));
+        // SAFETY: as above; the pinned memory has room for both.
+        unsafe { memory::copy_out(self.cx, statuses.as_ptr().add(bytes), first, bytes, self.stream) }
     }
 
     fn launch(&self, slice: &Slice, stream: RawStream, blob: u64, mode: u32) -> Result<()> {
         let Shared { index, scratch, .. } = self.shared;
         let device = &index.device().0;
         for run in &slice.runs {
+            let (records, blob) = match &self.shared.frames {
+                Some(frames) if run.group == Group::Frames => frames.payloads(),
+                _ => (self.shared.records, blob),
+            };
             let launch = Launch {
-                chunks: self.shared.records,
+                chunks: records,
                 sums: index.0.sums,
                 chunk_tensors: index.0.chunk_tensors,
                 tensors: self.shared.tensors,
@@ -143,11 +163,14 @@ impl Launcher<'_> {
                 first: 0,
                 count: run.order.len() as u32,
                 mode,
-                flags: if run.group == Group::Expanded { FLAG_NO_CRC } else { 0 },
+                flags: if matches!(run.group, Group::Expanded | Group::Frames) { FLAG_NO_CRC } else { 0 },
                 scratch_slots: scratch.map_or(0, |s| s.slots),
                 scratch_slot_bytes: scratch.map_or(0, |s| s.slot_bytes),
             };
-            let kernel = if run.group == Group::Conditioned { device.conditioned } else { device.raw };
+            let kernel = match run.group {
+                Group::Conditioned => device.conditioned.with_shared(layout::CONDITIONED_SHARED + self.shared.index.0.table_bytes),
+                _ => device.raw,
+            };
             // SAFETY: records, sums, tensors and tables are those of a validated index, on the device, with memory whose lengths
             // were compared with them; payloads are where the records say. All of it is held until the stream has passed.
             unsafe { kernel.launch(self.cx, stream, launch.count, &launch)? };
@@ -197,11 +220,8 @@ impl Launcher<'_> {
         for piece in pieces {
             let sent = if piece.is_expanded {
                 self.expand(&piece, source).and_then(|payloads| {
-                    for (staged, payload) in self.shared.plan.staged[piece.staged.clone()].iter().zip(payloads) {
-                        // SAFETY: the staging memory has room for this payload where the plan puts it, and is held.
-                        unsafe { ring.send_bytes(self.cx, device, staging + staged.at, &payload)? };
-                    }
-                    Ok(())
+                    // SAFETY: the staging memory has room for all payloads where the plan puts them, and is held.
+                    unsafe { ring.send_bytes(self.cx, device, staging + piece.at, &payloads) }
                 })
             } else {
                 (0..piece.bytes).step_by(SLOT_BYTES).try_for_each(|done| {
@@ -224,28 +244,36 @@ impl Launcher<'_> {
         self.after(device.copy.raw(), side)
     }
 
-    /// The payloads of a piece as those of codec `raw`, with their padding.
-    fn expand(&self, piece: &Piece, source: &dyn Source) -> Result<Vec<Vec<u8>>> {
+    /// The payloads of a piece as those of codec `raw`, with their padding: as they are staged.
+    fn expand(&self, piece: &Piece, source: &dyn Source) -> Result<Vec<u8>> {
         let index = &self.shared.index;
-        let expand = |(expander, scratch): &mut (Expander, Vec<u8>), staged: &Staged| {
+        let expand = |(expander, scratch): &mut (Expander, Vec<u8>), (staged, out): (&Staged, &mut [u8])| {
             let record = &index.0.records[staged.chunk as usize];
             let tensor = index.tensor(staged.tensor as usize)?;
             let at = |e: Error| e.in_chunk(staged.chunk).in_tensor(&tensor.name);
             let payload = checked_payload(source, record, staged.chunk, scratch).map_err(at)?;
             let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
             let lanes = tensor.chunk_lanes(staged.chunk) as usize;
-            let mut raw = expander.expand(encoded, payload, lanes, 1 << tensor.device.lane_log2).map_err(at)?.to_vec();
-            raw.resize(staged.room() as usize, 0);
-            Ok(raw)
+            let raw = expander.expand(encoded, payload, lanes, 1 << tensor.device.lane_log2).map_err(at)?;
+            out[..raw.len()].copy_from_slice(raw);
+            Ok(())
         };
-        let chunks = &self.shared.plan.staged[piece.staged.clone()];
-        let lanes_bytes: u64 = chunks.iter().map(|staged| staged.room()).sum();
-        // A few small payloads are done before threads would have begun.
-        if lanes_bytes < 64 << 10 {
-            let mut worker = Default::default();
-            return chunks.iter().map(|staged| expand(&mut worker, staged)).collect();
+        let mut payloads = vec![0; piece.bytes as usize];
+        let mut rest = &mut payloads[..];
+        let mut parts = Vec::with_capacity(piece.staged.len());
+        for staged in &self.shared.plan.staged[piece.staged.clone()] {
+            let (out, behind) = rest.split_at_mut(staged.room() as usize);
+            parts.push((staged, out));
+            rest = behind;
         }
-        chunks.par_iter().with_max_len(1).map_init(Default::default, expand).collect()
+        // A few small payloads are done before threads would have begun.
+        if piece.bytes < 64 << 10 {
+            let mut worker = Default::default();
+            parts.into_iter().try_for_each(|part| expand(&mut worker, part))?;
+        } else {
+            parts.into_par_iter().with_max_len(1).map_init(Default::default, expand).collect::<Result<()>>()?;
+        }
+        Ok(payloads)
     }
 
     /// The payloads of a slice as runs that lie together, in the blob and as staged. Expanded ones are in pieces of a few

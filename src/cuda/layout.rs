@@ -64,6 +64,17 @@ pub(super) const RAW_SHARED: u32 = defined("TPDE_RAW_SHARED");
 pub(super) const CONDITIONED_THREADS: u32 = defined("TPDE_CONDITIONED_THREADS");
 pub(super) const CONDITIONED_SHARED: u32 = defined("TPDE_CONDITIONED_SHARED");
 
+/// `TPDE_CONDITIONED_TABLES`: bytes of shared memory on top of [`CONDITIONED_SHARED`] for a table set.
+pub(super) const fn conditioned_tables(classes: u32, symbols: u32) -> u32 {
+    (classes + 1) * 1024 + (symbols + 1) * 8
+}
+
+/// The same for the largest set that there can be.
+pub(super) const CONDITIONED_TABLES_MAX: u32 = {
+    let classes = defined("TPDE_CLASS_COUNT_MAX");
+    conditioned_tables(classes, classes * defined("TPDE_TOKEN_COUNT_MAX"))
+};
+
 /// Rules that status words name, by code.
 const RULES: [(u32, Rule); 10] = [
     (1, Rule::PayloadCrc32),
@@ -78,9 +89,12 @@ const RULES: [(u32, Rule); 10] = [
     (10, Rule::ChunkTargetSum),
 ];
 
+/// Those of frames beside them, in `frames.cuh`.
+pub(super) const FRAME_RULES: [(u32, Rule); 2] = [(16, Rule::PayloadFrame), (17, Rule::PayloadLayout)];
+
 /// The rule that a status word names.
 pub(super) fn rule(status: u32) -> Option<Rule> {
-    RULES.iter().find(|(code, _)| *code == status).map(|(_, rule)| *rule)
+    RULES.iter().chain(&FRAME_RULES).find(|(code, _)| *code == status).map(|(_, rule)| *rule)
 }
 
 /// Bytes before the first slot of scratch memory, `TPDE_SCRATCH_HEAD`.

@@ -103,7 +103,14 @@ impl Captured {
 fn statuses<'a>(shared: &'a Shared, words: &'a PinnedBuffer) -> impl Iterator<Item = (u32, u32)> + 'a {
     let tensors = shared.bindings.iter().filter_map(|binding| shared.index.tensor(binding.tensor).ok());
     let chunks = tensors.flat_map(|tensor| tensor.chunks());
-    chunks.map(|chunk| (chunk, words.word((chunk - shared.plan.span.start) as usize)))
+    let span = &shared.plan.span;
+    chunks.map(move |chunk| {
+        let at = (chunk - span.start) as usize;
+        let status = words.word(at);
+        // What is wrong with a frame is why its payload was refused.
+        let of_frame = if shared.frames.is_some() { words.word(span.len() + at) } else { STATUS_OK };
+        (chunk, if status == STATUS_NOT_RUN || of_frame == STATUS_OK { status } else { of_frame })
+    })
 }
 
 fn bad_chunks<'a>(shared: &'a Shared, words: &'a PinnedBuffer) -> impl Iterator<Item = BadChunk> + 'a {
@@ -145,6 +152,8 @@ fn error(shared: &Shared, chunk: u32, status: u32) -> Error {
         Rule::PayloadCrc32 => format!("{:08x}", record.crc32.get()),
         Rule::PayloadPadding => "zeros after the payload".into(),
         Rule::PayloadSize => format!("parts that fill {} bytes", record.compressed_size.get()),
+        Rule::PayloadFrame => format!("one zstd frame of {} bytes", record.uncompressed_size.get()),
+        Rule::PayloadLayout => "a known layout".into(),
         Rule::PayloadHeader => "a header within its bounds".into(),
         Rule::PayloadClasses => "classes of the tensor's tables".into(),
         Rule::PayloadStream => "streams that end as they should".into(),

@@ -17,6 +17,8 @@ pub(super) enum Group {
     Raw,
     /// `tpde_raw`, a payload of codec `zstd` that the host has expanded and checked.
     Expanded,
+    /// `tpde_raw`, a payload of codec `zstd` as stored, which is expanded on the device.
+    Frames,
 }
 
 /// Chunks of one kernel that are launched together: a range of [`Plan::order`].
@@ -90,9 +92,11 @@ impl Plan {
             has_expanded: false,
         };
         let mut chunks = Vec::new();
+        let mut has_frames = false;
         for binding in bindings {
             let tensor = index.tensor(binding.tensor)?;
-            let group = group_of(tensor);
+            let group = group_of(tensor, index.1.is_some());
+            has_frames |= group == Group::Frames;
             plan.has_expanded |= group == Group::Expanded;
             if route == Route::OnDevice && group == Group::Expanded {
                 let name = Escaped(&tensor.name);
@@ -107,6 +111,8 @@ impl Plan {
         }
         match route {
             Route::OnDevice => plan.add_slice(index, &chunks, 0..0)?,
+            // Frames are expanded together.
+            Route::Staged { .. } if has_frames => plan.stage(index, &chunks, u64::MAX)?,
             Route::Staged { slice_bytes } => plan.stage(index, &chunks, slice_bytes)?,
         }
         Ok(plan)
@@ -176,10 +182,11 @@ impl Plan {
     }
 }
 
-fn group_of(tensor: &TensorOnDevice) -> Group {
+fn group_of(tensor: &TensorOnDevice, trusted: bool) -> Group {
     match tensor.codec {
         Codec::Conditioned => Group::Conditioned,
         Codec::Raw => Group::Raw,
+        Codec::Zstd if trusted => Group::Frames,
         Codec::Zstd => Group::Expanded,
     }
 }

@@ -3,7 +3,9 @@
 use super::apply::Payloads;
 use super::binding::Binding;
 use super::device::Device;
+use super::index::DeviceIndex;
 use super::memory::DeviceSlice;
+use super::nvcomp::Nvcomp;
 use crate::delta::{Accelerator, Work};
 use crate::error::Result;
 use crate::index::Tensor;
@@ -20,7 +22,28 @@ impl Accelerator for Device {
     /// Batch by batch: bases are read into pinned memory and copied, tensors decoded out of place, and copied back. Memory of
     /// the device: bases and outputs of a batch of 2 GiB, or of one tensor, and the payloads of the batch.
     fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
-        let index = self.upload(work.index)?;
+        self.rebuild_with(&self.upload(work.index)?, work, done)
+    }
+}
+
+/// A device that lets nvCOMP expand payloads of codec `zstd`, where the writer of the pair is trusted: see [`Nvcomp`].
+#[derive(Debug)]
+pub struct Trusting {
+    /// The device.
+    pub device: Device,
+    /// The library.
+    pub nvcomp: Nvcomp,
+}
+
+impl Accelerator for Trusting {
+    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
+        let index = self.device.upload(work.index)?.trust(&self.nvcomp)?;
+        self.device.rebuild_with(&index, work, done)
+    }
+}
+
+impl Device {
+    fn rebuild_with(&self, index: &DeviceIndex, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
         let stream = self.stream()?;
         let room = |&(place, _): &(usize, Option<usize>)| {
             let tensor = work.index.tensor(place);
@@ -62,9 +85,7 @@ impl Accelerator for Device {
         }
         Ok(())
     }
-}
 
-impl Device {
     /// Copies a tensor of the base to the device.
     fn load(&self, work: &Work<'_>, tensor: &Tensor<'_>, place: usize, to: &DeviceSlice) -> Result<()> {
         let mut pinned = self.pinned(tensor.base_bytes() as usize)?;

@@ -3,14 +3,14 @@
 //! Times of the device are between events on its stream, wall times from the call to the end of the wait. Each row is the median
 //! of runs whose result was compared with the target bit for bit; the dense copies are taken in the same process.
 
-use super::Loaded;
 use crate::cli::text::{self, BOLD};
 use anyhow::ensure;
+use rayon::prelude::*;
 use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
-use tpde::cuda::{Binding, Device, DeviceIndex, DeviceSlice, FirstCall, Mode, Payloads, Stream};
+use tpde::cuda::{Application, Binding, Device, DeviceIndex, DeviceSlice, FirstCall, Mode, Nvcomp, Payloads, Stream};
 use tpde::format::BaseKind;
 use tpde::{Checkpoint, Codec, EncodeOptions, InPlace, Pair, encode_to_memory};
 
@@ -21,6 +21,10 @@ pub struct Report {
     pub first_call: FirstCall,
     pub target_bytes: u64,
     pub tensors: usize,
+    pub lanes: u64,
+    /// Lanes that differ from the base's.
+    pub changed: u64,
+    pub threads: usize,
     pub runs: u32,
     /// Copies of the target as it is.
     pub dense: Vec<Row>,
@@ -34,6 +38,7 @@ pub struct OfPair {
     pub ratio: Option<f64>,
     pub stored_bytes: u64,
     pub chunks: u32,
+    pub encode_seconds: f64,
     pub rows: Vec<Row>,
 }
 
@@ -50,12 +55,20 @@ pub struct Row {
     pub all_seconds: Vec<f64>,
 }
 
+/// How is measured.
+pub struct Settings {
+    pub runs: u32,
+    pub slice_bytes: Option<u64>,
+    /// Who may expand frames, besides the processor.
+    pub nvcomp: Option<Nvcomp>,
+}
+
 /// The checkpoints on the device.
 struct Bed<'a> {
     device: &'a Device,
     stream: Stream,
-    runs: u32,
-    target: &'a [Vec<u8>],
+    settings: Settings,
+    target: &'a dyn Checkpoint,
     target_bytes: u64,
     /// Base tensors by place in the target's order, where they are as large; and room for the target.
     base_memory: DeviceSlice,
@@ -64,49 +77,52 @@ struct Bed<'a> {
     places: Vec<u64>,
 }
 
+/// Seconds after which a row has no more runs, and how many it has anyway.
+const ENOUGH: f64 = 3.0;
+const LEAST_RUNS: usize = 3;
+/// Clocks: events on the stream, and the host's.
+const DEVICE: &str = "device";
+const WALL: &str = "wall";
 /// Tensors begin aligned like allocations.
 const ALIGN: u64 = 256;
+/// Most bytes of a tensor that pass through memory of the host at once.
+const PIECE: usize = 64 << 20;
+/// What a thread takes of them.
+const PART: usize = 1 << 20;
+/// Most bytes of pinned memory that the target is copied from: it is taken again and again.
+const PINNED: u64 = 1 << 30;
 
 pub fn bench(
     device: &Device,
-    base: &Loaded,
-    target: &Loaded,
+    base: &dyn Checkpoint,
+    target: &dyn Checkpoint,
     options: &EncodeOptions,
-    runs: u32,
-    slice_bytes: Option<u64>,
+    settings: Settings,
 ) -> anyhow::Result<Report> {
-    let (base_checkpoint, target_checkpoint) = (base.checkpoint()?, target.checkpoint()?);
     let mut end = 0;
     let places: Vec<u64> = target
-        .data
+        .tensors()
         .iter()
-        .map(|bytes| {
+        .map(|info| {
             let at = end;
-            end += (bytes.len() as u64).next_multiple_of(ALIGN);
+            end += info.bytes().next_multiple_of(ALIGN);
             at
         })
         .collect();
+    ensure!(end > 0, "the target has no bytes");
     let bed = Bed {
         device,
         stream: device.stream()?,
-        runs,
-        target: &target.data,
-        target_bytes: target.bytes(),
+        settings,
+        target,
+        target_bytes: target.tensors().iter().map(|info| info.bytes()).sum(),
         base_memory: device.alloc(end)?,
         output: device.alloc(end)?,
         places,
     };
-    let mut image = vec![0; end as usize];
-    for (info, &at) in target.infos.iter().zip(&bed.places) {
-        let Some(place) = base_checkpoint.find(&info.name) else { continue };
-        let same = base_checkpoint.tensors()[place] == *info;
-        ensure!(same, "a tensor of the base has another dtype or shape: only the processor's bench measures that");
-        base_checkpoint.read(place, 0, &mut image[at as usize..][..info.bytes() as usize])?;
-    }
-    device.write(&bed.base_memory, &image)?;
-
-    let dense = bed.dense(&image)?;
-    drop(image);
+    bed.load(base)?;
+    let dense = bed.dense()?;
+    let (mut lanes, mut changed) = (0, 0);
     let mut pairs = Vec::new();
     // What `auto` gives to codec zstd because it is a few bytes smaller would keep all from being in device memory.
     let chosen = options.codec.unwrap_or(Codec::Conditioned);
@@ -114,49 +130,82 @@ pub fn bench(
     for codec in std::iter::once(chosen).chain(others.iter().copied()) {
         let layout = options.layout.filter(|_| codec == Codec::Zstd);
         let options = EncodeOptions { codec: Some(codec), layout, ..options.clone() };
-        let (pair, _) = encode_to_memory(Some(&base_checkpoint), &target_checkpoint, &options)?;
-        pairs.push(bed.pair(codec, pair, slice_bytes)?);
+        let start = Instant::now();
+        let (pair, report) = encode_to_memory(Some(base), target, &options)?;
+        let encode_seconds = start.elapsed().as_secs_f64();
+        lanes = report.tensors.iter().map(|tensor| tensor.lanes).sum();
+        changed = report.tensors.iter().map(|tensor| tensor.changed).sum();
+        pairs.push(bed.pair(codec, pair, encode_seconds)?);
     }
     Ok(Report {
         device: device.name(),
         first_call: device.first_call(),
         target_bytes: bed.target_bytes,
-        tensors: target.data.len(),
-        runs,
+        tensors: target.tensors().len(),
+        lanes,
+        changed,
+        threads: rayon::current_num_threads(),
+        runs: bed.settings.runs,
         dense,
         pairs,
     })
 }
 
 impl Bed<'_> {
+    /// Brings the base to the device, where the target has tensors of its names.
+    fn load(&self, base: &dyn Checkpoint) -> anyhow::Result<()> {
+        let mut piece = self.device.pinned(PIECE)?;
+        for (info, &at) in self.target.tensors().iter().zip(&self.places) {
+            let memory = self.base_memory.slice(at, info.bytes())?;
+            let Some(place) = base.find(&info.name) else {
+                self.stream.fill(&memory, 0)?;
+                continue;
+            };
+            let same = base.tensors()[place] == *info;
+            ensure!(same, "a tensor of the base has another dtype or shape: only the processor's bench measures that");
+            for (offset, size) in pieces(info.bytes()) {
+                let piece = &mut piece[..size];
+                let read = |(i, part): (usize, &mut [u8])| base.read(place, offset + (i * PART) as u64, part);
+                piece.par_chunks_mut(PART).enumerate().try_for_each(read)?;
+                self.device.write(&memory.slice(offset, size as u64)?, piece)?;
+            }
+        }
+        Ok(self.stream.record()?.wait()?)
+    }
+
     /// The target copied as it is: from pinned memory, and within the device.
-    fn dense(&self, image: &[u8]) -> anyhow::Result<Vec<Row>> {
-        let mut pinned = self.device.pinned(image.len())?;
-        pinned.copy_from_slice(image);
-        let pinned = Arc::new(pinned);
-        let within = self.row("copy", "device memory", || {
+    fn dense(&self) -> anyhow::Result<Vec<Row>> {
+        let within = self.timed("copy", "device memory", DEVICE, || {
             let start = self.stream.record()?;
             self.stream.copy(&self.output, &self.base_memory)?;
             let end = self.stream.record()?;
             end.wait()?;
             Ok(end.since(&start)?)
         })?;
-        let to_device = self.wall_row("copy", "pinned memory", || {
+        let bytes = self.output.bytes();
+        // Equal pieces, but for what the last one has in common with the one before.
+        let step = bytes.div_ceil(bytes.div_ceil(PINNED).max(1));
+        let mut pinned = self.device.pinned(step as usize)?;
+        self.device.read(&self.base_memory.slice(0, step)?, &mut pinned)?;
+        let pinned = Arc::new(pinned);
+        let to_device = self.timed("copy", "pinned memory", WALL, || {
             let start = Instant::now();
-            self.stream.copy_in(&self.output, &pinned)?;
+            for at in (0..bytes).step_by(step as usize) {
+                self.stream.copy_in(&self.output.slice(at.min(bytes - step), step)?, &pinned)?;
+            }
             self.stream.record()?.wait()?;
             Ok(start.elapsed().as_secs_f64())
         })?;
         Ok(vec![within, to_device])
     }
 
-    fn pair(&self, codec: Codec, pair: Pair<Vec<u8>>, slice_bytes: Option<u64>) -> anyhow::Result<OfPair> {
+    fn pair(&self, codec: Codec, pair: Pair<Vec<u8>>, encode_seconds: f64) -> anyhow::Result<OfPair> {
         let index = self.device.upload(pair.index())?;
         let mut pinned = self.device.pinned(pair.blob().len())?;
         pinned.copy_from_slice(pair.blob());
         let pinned = Arc::new(pinned);
         let on_device = self.device.alloc(pair.blob().len() as u64)?;
-        let payloads_alone = self.row("payloads alone", "pinned memory", || {
+        let payloads_alone = self.timed("payloads alone", "pinned memory", DEVICE, || {
             let start = self.stream.record()?;
             self.stream.copy_in(&on_device, &pinned)?;
             let end = self.stream.record()?;
@@ -165,7 +214,13 @@ impl Bed<'_> {
         })?;
         let pinned = Payloads::Pinned(pinned);
         let on_device = Payloads::Device(on_device);
+        let host = Payloads::Host(pair.blob());
+        let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build()?;
         let has_zstd = pair.index().tensors().any(|tensor| tensor.codec == Codec::Zstd);
+        let trusted = match self.settings.nvcomp.as_ref().filter(|_| has_zstd) {
+            Some(nvcomp) => Some(index.trust(nvcomp)?), // the pair was made above
+            None => None,
+        };
 
         let modes = [
             ("out of place", Mode::OutOfPlace),
@@ -175,35 +230,30 @@ impl Bed<'_> {
         let mut rows = vec![payloads_alone];
         for (name, mode) in modes {
             let bindings = self.bindings(&pair, &index, mode)?;
-            let mut measure = |from, payloads: &Payloads<'_>, wall: bool| -> anyhow::Result<()> {
-                let application = match slice_bytes {
+            let mut measure = |what: &str, index: &DeviceIndex, from, payloads: &Payloads<'_>, clock| -> anyhow::Result<()> {
+                let application = match self.settings.slice_bytes {
                     Some(bytes) => index.prepare_in_slices(&bindings, mode, payloads.clone(), bytes)?,
                     None => index.prepare(&bindings, mode, payloads.clone())?,
                 };
-                let mut run = || {
-                    self.restore(mode)?;
-                    let clock = Instant::now();
-                    let start = (!wall).then(|| self.stream.record()).transpose()?;
-                    let pending = application.launch(&self.stream)?;
-                    let end = (!wall).then(|| self.stream.record()).transpose()?;
-                    pending.wait()?;
-                    let mut seconds = clock.elapsed().as_secs_f64();
-                    if let (Some(start), Some(end)) = (start, end) {
-                        end.wait()?;
-                        seconds = end.since(&start)?;
-                    }
-                    Ok(seconds)
-                };
-                let row = if wall { self.wall_row(name, from, &mut run) } else { self.row(name, from, &mut run) };
-                rows.push(row?);
+                rows.push(self.timed(what, from, clock, || self.launch(&application, mode, clock))?);
                 self.compare(codec)
             };
+            let on_device_or_pinned =
+                [("device memory", &on_device, DEVICE), ("pinned memory", &pinned, DEVICE), ("pinned memory", &pinned, WALL)];
             if !has_zstd {
-                measure("device memory", &on_device, false)?;
-                measure("pinned memory", &pinned, false)?;
-                measure("pinned memory", &pinned, true)?;
+                for (from, payloads, clock) in on_device_or_pinned {
+                    measure(name, &index, from, payloads, clock)?;
+                }
             }
-            measure("host memory", &Payloads::Host(pair.blob()), true)?;
+            measure(name, &index, "host memory", &host, WALL)?;
+            if has_zstd && rayon::current_num_threads() > 1 {
+                one_thread.install(|| measure(&format!("{name}, one thread"), &index, "host memory", &host, WALL))?;
+            }
+            if let Some(trusted) = &trusted {
+                for (from, payloads, clock) in on_device_or_pinned {
+                    measure(&format!("{name}, nvCOMP"), trusted, from, payloads, clock)?;
+                }
+            }
         }
         let stored_bytes = pair.index().size() + pair.index().header().blob_size;
         Ok(OfPair {
@@ -211,6 +261,7 @@ impl Bed<'_> {
             ratio: text::ratio(self.target_bytes, stored_bytes),
             stored_bytes,
             chunks: pair.index().header().chunk_count,
+            encode_seconds,
             rows,
         })
     }
@@ -241,21 +292,35 @@ impl Bed<'_> {
 
     /// Compares the output with the target.
     fn compare(&self, codec: Codec) -> anyhow::Result<()> {
-        let mut found = Vec::new();
-        for (n, (target, &at)) in self.target.iter().zip(&self.places).enumerate() {
-            found.resize(target.len(), 0);
-            self.device.read(&self.output.slice(at, target.len() as u64)?, &mut found)?;
-            ensure!(found == *target, "tensor {n} was not rebuilt from codec {codec}");
+        let mut found = self.device.pinned(PIECE)?;
+        for (place, (info, &at)) in self.target.tensors().iter().zip(&self.places).enumerate() {
+            for (offset, size) in pieces(info.bytes()) {
+                self.device.read(&self.output.slice(at + offset, size as u64)?, &mut found[..size])?;
+                let check = |scratch: &mut Vec<u8>, (i, found): (usize, &[u8])| -> anyhow::Result<()> {
+                    let target = self.target.bytes(place, offset + (i * PART) as u64, found.len(), scratch)?;
+                    ensure!(found == target, "tensor {} was not rebuilt from codec {codec}", info.name);
+                    Ok(())
+                };
+                found[..size].par_chunks(PART).enumerate().map_init(Vec::new, check).collect::<anyhow::Result<()>>()?;
+            }
         }
         Ok(())
     }
 
-    fn row(&self, what: &str, from: &'static str, run: impl FnMut() -> anyhow::Result<f64>) -> anyhow::Result<Row> {
-        self.timed(what, from, "device", run)
-    }
-
-    fn wall_row(&self, what: &str, from: &'static str, run: impl FnMut() -> anyhow::Result<f64>) -> anyhow::Result<Row> {
-        self.timed(what, from, "wall", run)
+    /// Seconds from the launch of an application to its end.
+    fn launch(&self, application: &Application<'_>, mode: Mode, clock: &str) -> anyhow::Result<f64> {
+        self.restore(mode)?;
+        if clock == WALL {
+            let start = Instant::now();
+            application.launch(&self.stream)?.wait()?;
+            return Ok(start.elapsed().as_secs_f64());
+        }
+        let start = self.stream.record()?;
+        let pending = application.launch(&self.stream)?;
+        let end = self.stream.record()?;
+        pending.wait()?;
+        end.wait()?;
+        Ok(end.since(&start)?)
     }
 
     fn timed(
@@ -265,14 +330,25 @@ impl Bed<'_> {
         clock: &'static str,
         mut run: impl FnMut() -> anyhow::Result<f64>,
     ) -> anyhow::Result<Row> {
-        for _ in 0..2 {
+        let begin = Instant::now();
+        let has_time = || begin.elapsed().as_secs_f64() < ENOUGH;
+        run()?;
+        if has_time() {
             run()?;
         }
-        let all_seconds = (0..self.runs).map(|_| run()).collect::<anyhow::Result<Vec<_>>>()?;
+        let mut all_seconds = Vec::new();
+        while all_seconds.len() < self.settings.runs as usize && (all_seconds.len() < LEAST_RUNS || has_time()) {
+            all_seconds.push(run()?);
+        }
         let seconds = super::median(&all_seconds);
         let gb_per_second = text::speed(self.target_bytes, seconds);
         Ok(Row { what: what.to_owned(), from, clock, seconds, gb_per_second, all_seconds })
     }
+}
+
+/// Pieces of so many bytes that pass through memory of the host at once: where each begins, and its size.
+fn pieces(bytes: u64) -> impl Iterator<Item = (u64, usize)> {
+    (0..bytes).step_by(PIECE).map(move |at| (at, (bytes - at).min(PIECE as u64) as usize))
 }
 
 impl fmt::Display for Report {

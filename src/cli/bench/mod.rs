@@ -6,6 +6,7 @@
 mod contenders;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod repeated;
 
 use super::Common;
 use super::device::{DeviceArgs, DeviceName, open_cuda};
@@ -14,11 +15,12 @@ use super::text::{self, BOLD};
 use anyhow::{Context, ensure};
 use clap::Args;
 use contenders::{Contender, Ours, Peer};
+use repeated::Repeated;
 use serde::Serialize;
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
-use tpde::{Checkpoint, MemoryCheckpoint, TensorInfo};
+use tpde::{Checkpoint, MemoryCheckpoint, SafetensorsCheckpoint, TensorInfo};
 
 /// Compare speed and ratio with XOR and zstd, in memory
 ///
@@ -27,14 +29,15 @@ use tpde::{Checkpoint, MemoryCheckpoint, TensorInfo};
 ///
 /// On a device: times to rebuild the target there, out of place and in place, from payloads in its memory, in pinned memory and in
 /// memory of the host, beside those of copying the target as it is. Codec conditioned, raw and zstd, or the one that is named.
+/// Checkpoints are read as they are needed then, so that they may be larger than memory.
 #[derive(Args)]
 pub struct Bench {
-    /// Checkpoints: .safetensors files, or folders of them; both are read into memory
+    /// Checkpoints: .safetensors files, or folders of them; without a device both are read into memory
     #[arg(value_name = "BASE")]
     base: PathBuf,
     #[arg(value_name = "TARGET")]
     target: PathBuf,
-    /// Runs that count; medians are shown
+    /// Runs that count; medians are shown. On a device, what is slow has fewer, 3 at least
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
     /// Repeat every tensor so often along its first dimension
@@ -122,18 +125,13 @@ struct Loaded {
 }
 
 impl Loaded {
-    fn read(path: &Path, repeat: u64) -> tpde::Result<Self> {
-        let checkpoint = open(path)?;
-        let mut infos = checkpoint.tensors().to_vec();
+    fn read(checkpoint: &dyn Checkpoint) -> tpde::Result<Self> {
+        let infos = checkpoint.tensors().to_vec();
         let read = |(place, info): (usize, &TensorInfo)| {
-            let mut bytes = vec![0; info.bytes() as usize]; // the file is as long
+            let mut bytes = vec![0; info.bytes() as usize];
             checkpoint.read(place, 0, &mut bytes).map(|()| bytes)
         };
-        let mut data = infos.iter().enumerate().map(read).collect::<tpde::Result<Vec<_>>>()?;
-        for (info, data) in infos.iter_mut().zip(&mut data).filter(|(info, _)| repeat > 1 && !info.shape.is_empty()) {
-            info.shape[0] *= repeat;
-            *data = data.repeat(repeat as usize);
-        }
+        let data = infos.iter().enumerate().map(read).collect::<tpde::Result<Vec<_>>>()?;
         Ok(Self { infos, data })
     }
 
@@ -152,11 +150,13 @@ impl Bench {
     }
 
     fn bench(&self, common: &Common) -> anyhow::Result<Report> {
+        self.device.check()?;
         if let DeviceName::Cuda(ordinal) = self.device.device {
             // First: who asks for a device that is not there shall not wait for checkpoints.
             return self.bench_cuda(open_cuda(ordinal)?);
         }
-        let (base, target) = self.load()?;
+        let (base, target) = self.open()?;
+        let (base, target) = (Loaded::read(&base)?, Loaded::read(&target)?);
         let (base_checkpoint, target_checkpoint) = (base.checkpoint()?, target.checkpoint()?);
         let ours = Ours::new(&base_checkpoint, &target_checkpoint, self.codec.options())?;
         let peer = |planes, level| Peer::new(ours.pair().index(), &base_checkpoint, &target.data, planes, level);
@@ -214,14 +214,16 @@ impl Bench {
         }))
     }
 
-    fn load(&self) -> tpde::Result<(Loaded, Loaded)> {
-        Ok((Loaded::read(&self.base, self.repeat)?, Loaded::read(&self.target, self.repeat)?))
+    fn open(&self) -> tpde::Result<(Repeated<SafetensorsCheckpoint>, Repeated<SafetensorsCheckpoint>)> {
+        Ok((Repeated::new(open(&self.base)?, self.repeat), Repeated::new(open(&self.target)?, self.repeat)))
     }
 
     #[cfg(feature = "cuda")]
     fn bench_cuda(&self, device: tpde::cuda::Device) -> anyhow::Result<Report> {
-        let (base, target) = self.load()?;
-        gpu::bench(&device, &base, &target, &self.codec.options(), self.runs, self.slice_bytes).map(Report::Gpu)
+        let (base, target) = self.open()?;
+        let nvcomp = self.device.trust.then(tpde::cuda::Nvcomp::load).transpose()?;
+        let settings = gpu::Settings { runs: self.runs, slice_bytes: self.slice_bytes, nvcomp };
+        gpu::bench(&device, &base, &target, &self.codec.options(), settings).map(Report::Gpu)
     }
 
     #[cfg(not(feature = "cuda"))]

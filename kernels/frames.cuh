@@ -1,0 +1,55 @@
+// What the kernels of frames.cu are told; `cuda/frames.rs` has the same struct.
+#pragma once
+#include "format.cuh"
+
+// The parameter of `tpde_frames_check` and `tpde_frames_expand`, passed by value. Arrays without another word have `count` places,
+// in the order of `order`.
+struct Frames {
+    u64 stored;        // const ChunkMetadata*: the whole index map, or a copy with other offsets
+    u64 expanded;      // const ChunkMetadata*: the same chunks with payloads of codec `raw`
+    u64 chunk_tensors; // const u32*: the tensor of each record
+    u64 tensors;       // const DeviceTensor*
+    u64 blob;          // address at which `blob_offset` 0 of `stored` would be
+    u64 payloads;      // and of `expanded`
+    u64 order;         // const u32*: numbers of the chunks, each with a payload
+    u64 statuses;      // u32*: one a record, zeroed by the host
+    u64 frames;        // u64*: where frames begin, written by the check
+    u64 frame_bytes;   // u64*
+    u64 contents;      // const u64*: where they are expanded to
+    u64 content_bytes; // const u64*: how many bytes were
+    u64 outcomes;      // const u32*: 0 for a frame that was
+    u64 substitute;    // a frame of one byte, which takes the place of one that is damaged
+    u32 substitute_bytes;
+    u32 count; // blocks of the grid
+};
+TPDE_OFFSET(Frames, stored, 0);
+TPDE_OFFSET(Frames, expanded, 8);
+TPDE_OFFSET(Frames, chunk_tensors, 16);
+TPDE_OFFSET(Frames, tensors, 24);
+TPDE_OFFSET(Frames, blob, 32);
+TPDE_OFFSET(Frames, payloads, 40);
+TPDE_OFFSET(Frames, order, 48);
+TPDE_OFFSET(Frames, statuses, 56);
+TPDE_OFFSET(Frames, frames, 64);
+TPDE_OFFSET(Frames, frame_bytes, 72);
+TPDE_OFFSET(Frames, contents, 80);
+TPDE_OFFSET(Frames, content_bytes, 88);
+TPDE_OFFSET(Frames, outcomes, 96);
+TPDE_OFFSET(Frames, substitute, 104);
+TPDE_OFFSET(Frames, substitute_bytes, 112);
+TPDE_OFFSET(Frames, count, 116);
+TPDE_SIZE(Frames, 120);
+
+// Status words beside those of format.cuh.
+enum : u32 {
+    TPDE_STATUS_PAYLOAD_FRAME = 16,
+    TPDE_STATUS_PAYLOAD_LAYOUT = 17,
+};
+
+#define TPDE_FRAMES_THREADS 256
+
+#define TPDE_LAYOUT_PLANES 0
+#define TPDE_LAYOUT_GAPS 1
+#define TPDE_LAYOUT_ELIAS_DELTA 2
+#define TPDE_LAYOUT_NIBBLE_GAPS 3
+#define TPDE_LAYOUT_NIBBLE_PLANES 4

@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""Makes checkpoints for benches on a device, from a seed; needs PyTorch, and makes them on a GPU where there is one.
+
+    python3 scripts/make_bench_data.py layers OUT
+    python3 scripts/make_bench_data.py model OUT [--layers 32 --vocabulary 128256]
+
+layers  OUT/layer.base and OUT/layer.target, one F32 tensor of 1024×4096, a tenth of it moved by N(0, 0.01); and
+        OUT/large.base and OUT/large.target, the same of 16384×4096.
+model   OUT/model.base and OUT/model.target, the tensors of Llama 3.1 8B by shape and name: weights of N(0, 0.02) in FP32 before
+        and after one step of Adam at a rate of 7e-7, its moments those of eight gradients of N(0, 1); both rounded to BF16.
+
+Each with the ending .safetensors. The same seed, version of PyTorch and kind of device give the same bytes.
+"""
+
+import argparse
+import json
+import math
+import os
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SEED = 4
+RATE, GRADIENTS, BETAS, EPSILON = 7e-7, 8, (0.9, 0.999), 1e-8
+WIDTH, INNER, KEYS = 4096, 14336, 8 * 128
+PIECE = 64 << 20  # bytes that are written at once
+THREADS = 16
+
+
+class Output:
+    """A safetensors file whose tensors are written one by one, by many threads."""
+
+    def __init__(self, path, tensors, pool):
+        header, end = {}, 0
+        self.places = {}
+        for name, (dtype, shape, size) in tensors.items():
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+            self.places[name], end = end, end + size
+        header = json.dumps(header, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        self.start, self.pool = 8 + len(header), pool
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.pwrite(self.file, struct.pack("<Q", len(header)) + header, 0)
+        os.ftruncate(self.file, self.start + end)
+
+    def write(self, name, data, at=0):
+        """Bytes of a tensor from its byte `at` on."""
+        data, at = memoryview(data).cast("B"), self.start + self.places[name] + at
+        pieces = range(0, len(data), PIECE)
+        list(self.pool.map(lambda i: write_all(self.file, data[i : i + PIECE], at + i), pieces))
+
+
+def write_all(file, data, at):
+    while data:
+        done = os.pwrite(file, data, at)
+        data, at = data[done:], at + done
+
+
+def shapes(layers, vocabulary):
+    """Names and shapes of Llama 3.1 8B, and how many layers it is made with."""
+    yield "model.embed_tokens.weight", [vocabulary, WIDTH]
+    yield "lm_head.weight", [vocabulary, WIDTH]
+    yield "model.norm.weight", [WIDTH]
+    for layer in range(layers):
+        name = f"model.layers.{layer}."
+        yield name + "input_layernorm.weight", [WIDTH]
+        yield name + "post_attention_layernorm.weight", [WIDTH]
+        yield name + "self_attn.q_proj.weight", [WIDTH, WIDTH]
+        yield name + "self_attn.k_proj.weight", [KEYS, WIDTH]
+        yield name + "self_attn.v_proj.weight", [KEYS, WIDTH]
+        yield name + "self_attn.o_proj.weight", [WIDTH, WIDTH]
+        yield name + "mlp.gate_proj.weight", [INNER, WIDTH]
+        yield name + "mlp.up_proj.weight", [INNER, WIDTH]
+        yield name + "mlp.down_proj.weight", [WIDTH, INNER]
+
+
+def torch_here():
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch, device, torch.Generator(device).manual_seed(SEED)
+
+
+def make_layers(out, pool):
+    torch, device, random = torch_here()
+    for name, rows in ("layer", 1024), ("large", 16384):
+        normal = lambda: torch.randn(rows, WIDTH, generator=random, device=device)
+        base = normal()
+        moved = torch.rand(rows, WIDTH, generator=random, device=device) > 0.9
+        target = base + 0.01 * normal() * moved
+        for which, tensor in ("base", base), ("target", target):
+            tensor = tensor.cpu().view(torch.uint8).numpy()
+            file = Output(out / f"{name}.{which}.safetensors", {"layer.weight": ("F32", [rows, WIDTH], tensor.nbytes)}, pool)
+            file.write("layer.weight", tensor)
+
+
+def make_model(out, pool, layers, vocabulary):
+    torch, device, random = torch_here()
+    tensors = dict(shapes(layers, vocabulary))
+    sizes = {name: ("BF16", shape, 2 * math.prod(shape)) for name, shape in tensors.items()}
+    outputs = [Output(out / f"model.{which}.safetensors", sizes, pool) for which in ("base", "target")]
+    rows_at_once = 32768  # bounds the memory of temporaries
+    for name, shape in tensors.items():
+        mean, spread = (1.0, 0.1) if len(shape) == 1 else (0.0, 0.02)
+        for first in range(0, shape[0], rows_at_once):
+            part = [min(rows_at_once, shape[0] - first), *shape[1:]]
+            normal = lambda: torch.randn(part, generator=random, device=device)
+            weights = normal().mul_(spread).add_(mean)
+            first_moment, second_moment = torch.zeros_like(weights), torch.zeros_like(weights)
+            for _ in range(GRADIENTS):
+                gradient = normal()
+                first_moment.lerp_(gradient, 1 - BETAS[0])
+                second_moment.lerp_(gradient.square_(), 1 - BETAS[1])
+            first_moment.div_(1 - BETAS[0] ** GRADIENTS)
+            second_moment.div_(1 - BETAS[1] ** GRADIENTS)
+            after = weights - RATE * first_moment.div_(second_moment.sqrt_().add_(EPSILON))
+            for file, tensor in zip(outputs, (weights, after)):
+                data = tensor.to(torch.bfloat16).view(torch.uint8)
+                file.write(name, data.cpu().numpy(), 2 * first * math.prod(shape[1:]))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["layers", "model"])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(THREADS) as pool:
+        if arguments.what == "layers":
+            make_layers(arguments.out, pool)
+        else:
+            make_model(arguments.out, pool, arguments.layers, arguments.vocabulary)
+
+
+if __name__ == "__main__":
+    main()

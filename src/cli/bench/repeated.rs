@@ -1,0 +1,56 @@
+//! A checkpoint whose tensors are repeated: as large as wanted, and read as it is needed.
+
+use tpde::{Checkpoint, Result, TensorInfo};
+
+/// Every tensor of a checkpoint so often along its first dimension; scalars as they are.
+pub struct Repeated<C> {
+    of: C,
+    infos: Vec<TensorInfo>,
+}
+
+impl<C: Checkpoint> Repeated<C> {
+    pub fn new(of: C, times: u64) -> Self {
+        let mut infos = of.tensors().to_vec();
+        infos.iter_mut().filter_map(|info| info.shape.first_mut()).for_each(|rows| *rows *= times);
+        Self { of, infos }
+    }
+}
+
+impl<C: Checkpoint> Checkpoint for Repeated<C> {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.infos
+    }
+
+    fn read(&self, place: usize, offset: u64, mut out: &mut [u8]) -> Result<()> {
+        let size = self.of.tensors()[place].bytes();
+        let mut at = offset.checked_rem(size).unwrap_or(0);
+        while !out.is_empty() && size > 0 {
+            let (part, rest) = out.split_at_mut((size - at).min(out.len() as u64) as usize);
+            self.of.read(place, at, part)?;
+            (out, at) = (rest, 0);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tpde::{Dtype, MemoryCheckpoint};
+
+    #[test]
+    fn tensors_follow_themselves() {
+        let info = |name: &str, shape: &[u64]| TensorInfo { name: name.into(), dtype: Dtype::U8, shape: shape.to_vec() };
+        let tensors = [(info("none", &[0, 3]), &[][..]), (info("rows", &[2, 3]), b"abcdef"), (info("scalar", &[]), b"x")];
+        let repeated = Repeated::new(MemoryCheckpoint::new(tensors).unwrap(), 3);
+        assert_eq!(repeated.tensors(), [info("none", &[0, 3]), info("rows", &[6, 3]), info("scalar", &[])]);
+        let read = |place, offset, size| {
+            let mut out = vec![0; size];
+            repeated.read(place, offset, &mut out).map(|()| out)
+        };
+        assert_eq!(read(1, 0, 18).unwrap(), b"abcdefabcdefabcdef");
+        assert_eq!(read(1, 4, 9).unwrap(), b"efabcdefa");
+        assert_eq!(read(2, 0, 1).unwrap(), b"x");
+        assert_eq!(read(0, 0, 0).unwrap(), b"");
+    }
+}

@@ -1,0 +1,259 @@
+//! Payloads of codec `zstd` that nvCOMP expands: what it works with, and the kernels before and after it.
+
+use super::device::Inner;
+use super::driver::{Entered, Kernel, RawStream};
+use super::index::DeviceIndex;
+use super::memory::{self, Allocation, PinnedBuffer};
+use super::nvcomp::{Batch, Trusted};
+use super::plan::{Group, Plan};
+use crate::codec::raw_size;
+use crate::error::Result;
+use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
+use std::sync::Arc;
+use zerocopy::IntoBytes;
+
+pub(super) const THREADS: u32 = 256;
+
+/// A zstd frame of one byte, which takes the place of a damaged one.
+const SUBSTITUTE: [u8; 10] = [0x28, 0xB5, 0x2F, 0xFD, 0x20, 1, 9, 0, 0, 0];
+
+/// The parameter of both kernels, as `Frames` of `kernels/frames.cuh`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+struct Parameter {
+    stored: u64,
+    expanded: u64,
+    chunk_tensors: u64,
+    tensors: u64,
+    blob: u64,
+    payloads: u64,
+    order: u64,
+    statuses: u64,
+    frames: u64,
+    frame_bytes: u64,
+    contents: u64,
+    content_bytes: u64,
+    outcomes: u64,
+    substitute: u64,
+    substitute_bytes: u32,
+    count: u32,
+}
+
+/// `tpde_frames_check` and `tpde_frames_expand`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Kernels {
+    pub check: Kernel,
+    pub expand: Kernel,
+}
+
+/// The frames of an application.
+#[derive(Debug)]
+pub(super) struct Frames {
+    trusted: Trusted,
+    parameter: Parameter,
+    batch: Batch,
+    _memory: Allocation,
+}
+
+/// Places in memory that is yet to be allocated.
+#[derive(Default)]
+struct Room(u64);
+
+impl Room {
+    fn take(&mut self, bytes: u64) -> u64 {
+        let at = self.0;
+        self.0 = (at + bytes).next_multiple_of(256);
+        at
+    }
+}
+
+impl Frames {
+    /// Finds room for all frames of a plan, and queues what the kernels are told on the copy stream; none where it has none.
+    pub fn new(index: &DeviceIndex, plan: &Plan, device: &Arc<Inner>, cx: &Entered<'_>) -> Result<Option<Self>> {
+        let Some(trusted) = &index.1 else { return Ok(None) };
+        // One slice has all of them, chunks without payloads last.
+        let run = plan.slices.iter().flat_map(|slice| &slice.runs).find(|run| run.group == Group::Frames);
+        let Some(run) = run else { return Ok(None) };
+        let record = |chunk: &u32| &index.0.records[*chunk as usize];
+        let chunks: Vec<u32> =
+            plan.order[run.order.clone()].iter().copied().take_while(|chunk| record(chunk).num_deltas.get() > 0).collect();
+        if chunks.is_empty() {
+            return Ok(None);
+        }
+
+        let mut expanded = index.0.records[plan.span.start as usize..plan.span.end as usize].to_vec();
+        let (mut room, mut contents) = (Vec::with_capacity(chunks.len()), Vec::with_capacity(chunks.len()));
+        let (mut content_end, mut payload_end, mut largest) = (0u64, 0u64, 0);
+        for chunk in &chunks {
+            let record = record(chunk);
+            let size = u64::from(record.uncompressed_size.get());
+            contents.push(content_end);
+            room.push(size);
+            content_end += size.next_multiple_of(PAYLOAD_ALIGN);
+            largest = largest.max(size);
+            // The index has bounded both by the chunk's lanes.
+            let bytes = raw_size(record.num_deltas.get(), 1 << index.chunk_tensor(*chunk)?.device.lane_log2);
+            let record = &mut expanded[(chunk - plan.span.start) as usize];
+            record.blob_offset = payload_end.into();
+            record.compressed_size = (bytes as u32).into();
+            payload_end += bytes.next_multiple_of(PAYLOAD_ALIGN);
+        }
+
+        let count = chunks.len();
+        let temporary_bytes = trusted.nvcomp.temporary_bytes(cx, count, largest as usize, content_end as usize)?;
+        let (words, places) = (4 * plan.span.len() as u64, 8 * count as u64);
+        let mut end = Room::default();
+        let [at_expanded, at_room, at_contents, at_substitute] =
+            [size_of_val(&expanded[..]) as u64, places, places, SUBSTITUTE.len() as u64].map(|bytes| end.take(bytes));
+        let copied = end.take(0);
+        let [at_statuses, at_frames, at_frame_bytes, at_content_bytes, at_outcomes] =
+            [words, places, places, places, places / 2].map(|bytes| end.take(bytes));
+        let [at_content, at_payloads, at_temporary] =
+            [content_end, payload_end, temporary_bytes as u64].map(|bytes| end.take(bytes));
+        let memory = Allocation::new(device, cx, end.take(0))?;
+        let at = |offset: u64| memory.address() + offset;
+        contents.iter_mut().for_each(|content| *content += at(at_content));
+
+        let mut pinned = PinnedBuffer::new(device, cx, copied as usize)?;
+        let parts = [
+            (at_expanded, expanded.as_bytes()),
+            (at_room, room.as_bytes()),
+            (at_contents, contents.as_bytes()),
+            (at_substitute, &SUBSTITUTE),
+        ];
+        for (start, part) in parts {
+            pinned[start as usize..][..part.len()].copy_from_slice(part);
+        }
+        let copy = device.copy.raw();
+        // SAFETY: all of it lies within the memory just allocated; that and the pinned memory are held until the copy has passed.
+        let queued = unsafe {
+            memory::copy_in(cx, at(0), pinned.as_ptr(), copied as usize, copy)
+                .and_then(|()| memory::fill(cx, at(at_statuses), 0, plan.span.len(), copy))
+        };
+        device.hold_memory(cx, copy)?;
+        queued?;
+
+        // Kernels count chunks of the whole pair: these addresses are where number 0 would be.
+        let from_zero = |offset, bytes: usize| at(offset).wrapping_sub(plan.span.start as u64 * bytes as u64);
+        let parameter = Parameter {
+            expanded: from_zero(at_expanded, size_of::<ChunkMetadata>()),
+            chunk_tensors: index.0.chunk_tensors,
+            payloads: at(at_payloads),
+            statuses: from_zero(at_statuses, 4),
+            frames: at(at_frames),
+            frame_bytes: at(at_frame_bytes),
+            contents: at(at_contents),
+            content_bytes: at(at_content_bytes),
+            outcomes: at(at_outcomes),
+            substitute: at(at_substitute),
+            substitute_bytes: SUBSTITUTE.len() as u32,
+            count: count as u32,
+            ..Parameter::default()
+        };
+        let batch = Batch {
+            frames: parameter.frames,
+            frame_bytes: parameter.frame_bytes,
+            room: at(at_room),
+            content_bytes: parameter.content_bytes,
+            contents: parameter.contents,
+            outcomes: parameter.outcomes,
+            count,
+            temporary: at(at_temporary),
+            temporary_bytes,
+        };
+        Ok(Some(Self { trusted: trusted.clone(), parameter, batch, _memory: memory }))
+    }
+
+    /// Records of the payloads that come out, and where offset 0 of theirs is.
+    pub fn payloads(&self) -> (u64, u64) {
+        (self.parameter.expanded, self.parameter.payloads)
+    }
+
+    /// Where the status words of chunk 0 would be.
+    pub fn statuses(&self) -> u64 {
+        self.parameter.statuses
+    }
+
+    /// Queues the check, the expansion, and the making of payloads. Addresses are those of the launch: records as stored, the
+    /// blob, the tensor table, and the order from the first frame on.
+    ///
+    /// # Safety
+    /// They hold what the index says, and all of it is kept until the stream has passed.
+    pub unsafe fn expand(
+        &self,
+        cx: &Entered<'_>,
+        stream: RawStream,
+        stored: u64,
+        blob: u64,
+        tensors: u64,
+        order: u64,
+    ) -> Result<()> {
+        let parameter = Parameter { stored, blob, tensors, order, ..self.parameter };
+        let Kernels { check, expand } = self.trusted.kernels;
+        // SAFETY: promised by the caller; the index has bounded contents and payloads, for which there is room. That the frames
+        // are a trusted writer's was promised when the index was trusted, and damaged ones are replaced by the check.
+        unsafe {
+            check.launch(cx, stream, parameter.count, &parameter)?;
+            self.trusted.nvcomp.expand(cx, &self.batch, stream)?;
+            expand.launch(cx, stream, parameter.count, &parameter)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+    use std::mem::offset_of;
+
+    const TEXT: &str = include_str!("../../kernels/frames.cuh");
+
+    #[test]
+    fn the_parameter_is_that_of_the_kernels() {
+        macro_rules! ours {
+            ($($field:ident),+ $(,)?) => { BTreeMap::from([$((stringify!($field), offset_of!(Parameter, $field))),+]) };
+        }
+        let ours = ours![
+            stored,
+            expanded,
+            chunk_tensors,
+            tensors,
+            blob,
+            payloads,
+            order,
+            statuses,
+            frames,
+            frame_bytes,
+            contents,
+            content_bytes,
+            outcomes,
+            substitute,
+            substitute_bytes,
+            count,
+        ];
+        let theirs = TEXT.lines().filter_map(|line| {
+            let (field, at) = line.strip_prefix("TPDE_OFFSET(Frames, ")?.strip_suffix(");")?.split_once(", ")?;
+            Some((field, at.parse().unwrap()))
+        });
+        assert_eq!(ours, theirs.collect());
+        assert!(TEXT.contains(&format!("TPDE_SIZE(Frames, {});", size_of::<Parameter>())));
+        assert!(TEXT.contains(&format!("#define TPDE_FRAMES_THREADS {THREADS}\n")));
+    }
+
+    #[test]
+    fn layouts_and_status_words_are_those_of_the_kernels() {
+        for layout in crate::Layout::ALL {
+            let name = layout.name().replace('-', "_").to_uppercase();
+            assert!(TEXT.contains(&format!("#define TPDE_LAYOUT_{name} {}\n", layout.code())), "{name}");
+        }
+        for (code, rule) in super::super::layout::FRAME_RULES {
+            let name = rule.id().replace('.', "_").to_uppercase();
+            assert!(TEXT.contains(&format!("TPDE_STATUS_{name} = {code},\n")), "{name}");
+        }
+    }
+
+    #[test]
+    fn the_substitute_is_a_frame() {
+        assert_eq!(crate::codec::zstd::expand_frame(&SUBSTITUTE, 1, 27), Ok(vec![0]));
+    }
+}

@@ -1,0 +1,189 @@
+//! nvCOMP, a library of NVIDIA's that expands zstd frames on the device, where it is installed.
+
+use super::driver::{Entered, RawStream};
+use super::frames::Kernels;
+use super::index::DeviceIndex;
+use crate::error::{Error, Result};
+use std::ffi::{OsStr, c_void};
+use std::fmt;
+use std::sync::Arc;
+
+/// What the library is called, as the loader finds it: the interface is that of version 6.
+const NAME: &str = "libnvcomp.so.6";
+
+/// nvCOMP, loaded. Clones are the same.
+///
+/// With [`DeviceIndex::trust`] it expands payloads of codec `zstd` on the device, in place of the processor. It is not made for data
+/// of strangers: *what a frame holds may make it read and write memory that is not its own*, of all that the device sees. CRCs are
+/// compared before it sees a frame, which finds accidents; but who has written the pair must be trusted.
+#[derive(Clone)]
+pub struct Nvcomp(Arc<Library>);
+
+struct Library {
+    temporary_bytes: TemporaryBytes,
+    expand: Expand,
+    /// Keeps the functions.
+    _loaded: libloading::Library,
+}
+
+/// `nvcompBatchedZstdDecompressOpts_t`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Options {
+    backend: i32,
+    reserved: [u8; 60],
+}
+
+const DEFAULT: Options = Options { backend: 0, reserved: [0; 60] };
+
+/// `nvcompBatchedZstdDecompressGetTempSize`: chunks, largest, options, where to put the result, bytes of all, stream.
+type TemporaryBytes = unsafe extern "C" fn(usize, usize, Options, *mut usize, usize, *mut c_void) -> i32;
+
+/// `nvcompBatchedZstdDecompressAsync`: see [`Batch`].
+type Expand = unsafe extern "C" fn(
+    *const c_void,
+    *const c_void,
+    *const c_void,
+    *mut c_void,
+    usize,
+    *mut c_void,
+    usize,
+    *const c_void,
+    Options,
+    *mut c_void,
+    *mut c_void,
+) -> i32;
+
+/// Frames to be expanded together: addresses of arrays on the device.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Batch {
+    pub frames: u64,
+    pub frame_bytes: u64,
+    /// Room for each content, and how much of it was filled.
+    pub room: u64,
+    pub content_bytes: u64,
+    pub contents: u64,
+    pub outcomes: u64,
+    pub count: usize,
+    pub temporary: u64,
+    pub temporary_bytes: usize,
+}
+
+impl Nvcomp {
+    /// Loads nvCOMP from where the system's loader finds `libnvcomp.so.6`.
+    ///
+    /// # Errors
+    /// [`Error::NoLibrary`] if it is not there, or is another.
+    pub fn load() -> Result<Self> {
+        // SAFETY: the name is that of NVIDIA's library, whose initialisers may run in any process.
+        unsafe { Self::open(NAME) }
+    }
+
+    /// Loads nvCOMP from a file.
+    ///
+    /// # Safety
+    /// The file is nvCOMP, version 6.
+    ///
+    /// # Errors
+    /// As [`Nvcomp::load`].
+    pub unsafe fn open(path: impl AsRef<OsStr>) -> Result<Self> {
+        let missing = |e: libloading::Error| Error::NoLibrary { library: NAME, reason: e.to_string() };
+        // SAFETY: promised by the caller; the functions have these types in its headers, and are kept with the library.
+        unsafe {
+            let loaded = libloading::Library::new(path.as_ref()).map_err(missing)?;
+            let temporary_bytes = *loaded.get(b"nvcompBatchedZstdDecompressGetTempSize").map_err(missing)?;
+            let expand = *loaded.get(b"nvcompBatchedZstdDecompressAsync").map_err(missing)?;
+            Ok(Self(Arc::new(Library { temporary_bytes, expand, _loaded: loaded })))
+        }
+    }
+
+    /// Bytes of device memory that an expansion works with.
+    pub(super) fn temporary_bytes(&self, _: &Entered<'_>, count: usize, largest: usize, all: usize) -> Result<usize> {
+        let mut bytes = 0;
+        // SAFETY: `bytes` is a place for the result, and the null stream is always there.
+        let code = unsafe { (self.0.temporary_bytes)(count, largest, DEFAULT, &mut bytes, all, std::ptr::null_mut()) };
+        check(code).map(|()| bytes)
+    }
+
+    /// Queues the expansion of a batch.
+    ///
+    /// # Safety
+    /// The addresses are those of memory of the device, as large as [`Batch`] says, until the stream has passed; the frames are
+    /// such as a trusted writer makes.
+    pub(super) unsafe fn expand(&self, _: &Entered<'_>, batch: &Batch, stream: RawStream) -> Result<()> {
+        let at = |address: u64| std::ptr::without_provenance_mut::<c_void>(address as usize);
+        // SAFETY: promised by the caller.
+        let code = unsafe {
+            (self.0.expand)(
+                at(batch.frames),
+                at(batch.frame_bytes),
+                at(batch.room),
+                at(batch.content_bytes),
+                batch.count,
+                at(batch.temporary),
+                batch.temporary_bytes,
+                at(batch.contents),
+                DEFAULT,
+                at(batch.outcomes),
+                stream.cast(),
+            )
+        };
+        check(code)
+    }
+}
+
+impl fmt::Debug for Nvcomp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Nvcomp")
+    }
+}
+
+fn check(code: i32) -> Result<()> {
+    if code == 0 {
+        return Ok(());
+    }
+    Err(Error::Device { doing: "expand frames with nvCOMP", reason: format!("it answers with status {code}") })
+}
+
+/// An index whose frames nvCOMP may expand.
+#[derive(Debug, Clone)]
+pub(super) struct Trusted {
+    pub nvcomp: Nvcomp,
+    pub kernels: Kernels,
+}
+
+impl DeviceIndex {
+    /// The same index for a pair whose writer is trusted, see [`Nvcomp`]: its payloads of codec `zstd` are expanded by nvCOMP on
+    /// the device, so that they may be in device memory too.
+    ///
+    /// Memory of the device, for each application: what the frames expand to, as it is and as payloads of codec `raw`, and what
+    /// nvCOMP works with. Cost: the first time on a device, compiling two kernels.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver refuses.
+    pub fn trust(&self, nvcomp: &Nvcomp) -> Result<Self> {
+        let kernels = self.device().0.frames()?;
+        Ok(self.with_trust(Trusted { nvcomp: nvcomp.clone(), kernels }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_is_missing_or_another_is_named() {
+        for path in ["/no/such/libnvcomp.so.6", "libc.so.6"] {
+            // SAFETY: the one is not there, and the other in this process already.
+            match unsafe { Nvcomp::open(path) } {
+                Err(Error::NoLibrary { library: "libnvcomp.so.6", reason }) => assert!(!reason.is_empty()),
+                other => panic!("{path}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn options_are_as_large_as_theirs() {
+        assert_eq!((size_of::<Options>(), align_of::<Options>()), (64, 4));
+    }
+}

@@ -1,0 +1,93 @@
+//! Payloads of codec `zstd` that nvCOMP expands, where it is installed.
+
+use super::super::Nvcomp;
+use super::generated::{Random, lanes};
+use super::laid::{Route, apply};
+use super::vectors::MODES;
+use crate::codec::Layout;
+use crate::lane::Dtype;
+use crate::{Codec, EncodeOptions, Error, Limits, MemoryCheckpoint, Pair, TensorInfo, ValidatedIndex, encode_to_memory};
+
+const ROUTES: [Route; 3] = [Route::Host, Route::Pinned, Route::Device];
+
+fn nvcomp(test: &str) -> Option<Nvcomp> {
+    Nvcomp::load().inspect_err(|e| eprintln!("SKIPPED {test}: {e}")).ok()
+}
+
+/// Tensors of all densities, and of sizes on both sides of chunks and tiles.
+fn data(dtype: Dtype) -> Vec<(TensorInfo, Vec<u8>, Vec<u8>)> {
+    let random = &mut Random(u64::from(dtype.code()) + 5);
+    let mut data = Vec::new();
+    for (n, rarity) in [1, 2, 10, 100, 5000].into_iter().enumerate() {
+        for size in [1usize, 65, 4096, 20_000] {
+            let info = TensorInfo { name: format!("{n}.{size}"), dtype, shape: vec![size as u64] };
+            let (base, target) = lanes(random, dtype, size, rarity);
+            data.push((info, base, target));
+        }
+    }
+    data
+}
+
+fn pair_of(data: &[(TensorInfo, Vec<u8>, Vec<u8>)], layout: Layout) -> Pair<Vec<u8>> {
+    let base = MemoryCheckpoint::new(data.iter().map(|(info, base, _)| (info.clone(), &base[..]))).unwrap();
+    let target = MemoryCheckpoint::new(data.iter().map(|(info, _, target)| (info.clone(), &target[..]))).unwrap();
+    let options = EncodeOptions { codec: Some(Codec::Zstd), layout: Some(layout), chunk_lanes: 8192, ..EncodeOptions::default() };
+    encode_to_memory(Some(&base), &target, &options).unwrap().0
+}
+
+#[test]
+fn frames_of_every_layout_are_expanded_on_the_device() {
+    let Some(device) = super::device("frames") else { return };
+    let Some(nvcomp) = nvcomp("frames") else { return };
+    let mut runs = 0;
+    for dtype in [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64] {
+        let data = data(dtype);
+        let base = MemoryCheckpoint::new(data.iter().map(|(info, base, _)| (info.clone(), &base[..]))).unwrap();
+        for &layout in Layout::ALL {
+            let pair = pair_of(&data, layout);
+            let index = device.upload(pair.index()).unwrap().trust(&nvcomp).unwrap();
+            for mode in MODES {
+                for (skew, route) in ROUTES.into_iter().enumerate() {
+                    let (outcome, outputs) = apply(device, &index, &pair, &base, mode, route, skew);
+                    let told = format!("{layout} {dtype} {mode:?} {route:?}");
+                    outcome.unwrap_or_else(|e| panic!("{told}: {e}"));
+                    for (place, found) in outputs {
+                        let name = pair.index().tensor(place).name;
+                        let expected = &data.iter().find(|(info, ..)| info.name == name).unwrap().2;
+                        assert!(found == *expected, "{told}: tensor {name}");
+                    }
+                    runs += 1;
+                }
+            }
+        }
+    }
+    eprintln!("frames: every tensor right in {runs} runs");
+}
+
+#[test]
+fn a_damaged_frame_does_not_reach_nvcomp() {
+    let Some(device) = super::device("damaged frames") else { return };
+    let Some(nvcomp) = nvcomp("damaged frames") else { return };
+    let data = data(Dtype::Bf16);
+    let base = MemoryCheckpoint::new(data.iter().map(|(info, base, _)| (info.clone(), &base[..]))).unwrap();
+    let pair = pair_of(&data, Layout::NibbleGaps);
+    let index = device.upload(pair.index()).unwrap().trust(&nvcomp).unwrap();
+    let mut refused = 0;
+    for (chunk, record) in pair.index().chunks().iter().enumerate().filter(|(_, record)| record.num_deltas.get() > 0).step_by(7) {
+        let mut blob = pair.blob().clone();
+        blob[record.blob_offset.get() as usize + record.compressed_size.get() as usize / 2] ^= 0x10;
+        let index_again = ValidatedIndex::parse(pair.index().as_bytes().to_vec(), &Limits::default()).unwrap();
+        let damaged = Pair::new(index_again, blob).unwrap();
+        for mode in MODES {
+            let (outcome, _) = apply(device, &index, &damaged, &base, mode, Route::Device, 0);
+            let error = match outcome.unwrap_err() {
+                Error::Poisoned { source, .. } => *source,
+                error => error,
+            };
+            let Error::Invalid(invalid) = &error else { panic!("{error}") };
+            assert_eq!((invalid.rule, invalid.at.chunk), (crate::error::Rule::PayloadCrc32, Some(chunk as u32)), "{error}");
+            refused += 1;
+        }
+    }
+    eprintln!("damaged frames: {refused} refused");
+}
