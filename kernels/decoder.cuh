@@ -98,7 +98,7 @@ __device__ __forceinline__ void decode_segment(
     u32 end = uniform((range.end + LANES - 1) / LANES);
     Stream stream = open_stream(chunk, parts, segment);
     Marker marker = open_marker(chunk, parts, range.first);
-    tile.nothing = QUEUE_NOTHING;
+    if (thread == 0) tile.nothing = QUEUE_NOTHING;
     __syncwarp();
     // The first `waiting` threads have coded lanes of the tiles before: too few for a step.
     u32 waiting = 0;

@@ -14,8 +14,8 @@ struct alignas(16) Tile {
     // steps may ask for, that are of no class.
     u16 queue[TILE_LANES + 2 * WARP];
     u16 nothing; // one of these
-    u16 padding;
-    u32 put_off; // where the targets of lanes go whose tile is gone
+    u16 padding[3];
+    u64 put_off; // where the targets of lanes go whose tile is gone
     u32 masks[TILE_LANES / 32];
     u32 excepted[TILE_LANES / 32];
 };
