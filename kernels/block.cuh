@@ -1,5 +1,6 @@
 // What a block knows about its chunk, and what all its threads do together.
 #pragma once
+#include "device.cuh"
 #include "sums.cuh"
 
 #define WARP 32
@@ -56,31 +57,7 @@ __device__ __forceinline__ bool commit_is_off(const Launch& launch) {
     return launch.mode == TPDE_MODE_COMMIT && *(const volatile u32*)launch.flag != 0;
 }
 
-// ---- Shared memory by address: 32 bits, and constants stay in the instruction ----
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u8(u32 at) {
-    u32 value;
-    asm volatile("ld.shared.u8 %0, [%1+%2];" : "=r"(value) : "r"(at), "n"(OFFSET));
-    return value;
-}
-template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u16(u32 at) {
-    u32 value;
-    asm volatile("{.reg .u16 half; ld.shared.u16 half, [%1+%2]; cvt.u32.u16 %0, half;}" : "=r"(value) : "r"(at), "n"(OFFSET));
-    return value;
-}
-template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u32(u32 at) {
-    u32 value;
-    asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(value) : "r"(at), "n"(OFFSET));
-    return value;
-}
-template <u32 OFFSET = 0> __device__ __forceinline__ uint2 shared_u32x2(u32 at) {
-    uint2 value;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2+%3];" : "=r"(value.x), "=r"(value.y) : "r"(at), "n"(OFFSET));
-    return value;
-}
-
-// A lane, and a lane's place, in shared memory.
+// A lane at an address in shared memory.
 template <int W> __device__ __forceinline__ typename WideOf<W>::type shared_lane(u32 at) {
     if constexpr (W == 1) return shared_u8(at);
     if constexpr (W == 2) return shared_u16(at);
@@ -91,10 +68,10 @@ template <int W> __device__ __forceinline__ typename WideOf<W>::type shared_lane
     }
 }
 template <int W> __device__ __forceinline__ void set_shared_lane(u32 at, typename WideOf<W>::type lane) {
-    if constexpr (W == 1) asm volatile("{.reg .u16 half; cvt.u16.u32 half, %1; st.shared.u8 [%0], half;}" ::"r"(at), "r"(lane) : "memory");
-    if constexpr (W == 2) asm volatile("{.reg .u16 half; cvt.u16.u32 half, %1; st.shared.u16 [%0], half;}" ::"r"(at), "r"(lane) : "memory");
-    if constexpr (W == 4) asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(lane) : "memory");
-    if constexpr (W == 8) asm volatile("st.shared.u64 [%0], %1;" ::"r"(at), "l"(lane) : "memory");
+    if constexpr (W == 1) set_shared_u8(at, lane);
+    if constexpr (W == 2) set_shared_u16(at, lane);
+    if constexpr (W == 4) set_shared_u32(at, lane);
+    if constexpr (W == 8) set_shared_u64(at, lane);
 }
 
 // ---- Payload: reads stay inside it and its padding ----
@@ -110,13 +87,6 @@ template <int SIZE> __device__ __forceinline__ u64 unaligned(const u8* payload, 
 }
 
 // ---- Lanes in global memory ----
-
-// A base is read once: it must not push from the first-level cache what is read again and again.
-__device__ __forceinline__ uint4 load_once(const void* from) {
-    uint4 piece;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
-    return piece;
-}
 
 template <int W> __device__ __forceinline__ typename WideOf<W>::type load_lane(const Chunk& chunk, u32 at) {
     return at < chunk.base_lanes ? ((const typename LaneOf<W>::type*)chunk.base)[at] : 0;

@@ -27,8 +27,8 @@ static_assert(sizeof(Shared) <= TPDE_CONDITIONED_SHARED, "room in dynamic shared
 
 // ---- Barriers between a warp that looks for coded lanes and the one that decodes them ----
 
-__device__ __forceinline__ void barrier_wait(u32 id) { asm volatile("bar.sync %0, 64;" ::"r"(id) : "memory"); }
-__device__ __forceinline__ void barrier_arrive(u32 id) { asm volatile("bar.arrive %0, 64;" ::"r"(id) : "memory"); }
+__device__ __forceinline__ void barrier_wait(u32 id) { barrier_sync(id, 2 * WARP); }
+__device__ __forceinline__ void barrier_arrive(u32 id) { barrier_arrive(id, 2 * WARP); }
 #define BARRIER_FULL(warp) (1 + (warp))
 #define BARRIER_EMPTY(warp) (8 + (warp))
 
@@ -40,8 +40,7 @@ struct Sums {
 
 // All that the threads of a block know lies in shared memory: no thread has registers for it.
 __device__ __forceinline__ Shared& shared_memory() {
-    extern __shared__ uint4 dynamic_shared[];
-    return *(Shared*)dynamic_shared;
+    return *(Shared*)dynamic_shared_memory();
 }
 
 // Whether some warps search for others.
@@ -260,9 +259,7 @@ template <int W> __device__ __forceinline__ u32 pass(u32 store) {
 
 // One thread: takes a slot of the scratch memory.
 __device__ u32 take_slot(const Launch& launch) {
-    u32 multiprocessor;
-    asm("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
-    u32 slot = multiprocessor * 8 % launch.scratch_slots;
+    u32 slot = multiprocessor() * 8 % launch.scratch_slots;
     while (atomicExch((u32*)launch.scratch + slot, 1) != 0) slot = slot + 1 == launch.scratch_slots ? 0 : slot + 1;
     __threadfence();
     return slot;

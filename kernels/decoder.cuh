@@ -54,7 +54,7 @@ template <int W>
 __device__ __forceinline__ bool mark_exceptions(Decoder<W>& decoder, const Chunk& chunk, const Parts& parts, u32 first, u32 end, u32 address) {
     if (decoder.next_exception >= end) return false;
     u32 thread = threadIdx.x % WARP;
-    u32* marks = (u32*)__cvta_shared_to_generic(address);
+    u32* marks = (u32*)shared_pointer(address);
     marks[thread] = 0;
     __syncwarp();
     u32 count;

@@ -67,9 +67,7 @@ template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4
             return low | high << 8;
         } else {
             // Bytes of all bits or none: the permutation repeats the top bits of the bytes 1, 3, 5 and 7.
-            u32 low, high;
-            asm("prmt.b32 %0, %1, %2, 0xFDB9;" : "=r"(low) : "r"(a), "r"(b));
-            asm("prmt.b32 %0, %1, %2, 0xFDB9;" : "=r"(high) : "r"(c), "r"(d));
+            u32 low = permute_bytes(a, b, 0xFDB9), high = permute_bytes(c, d, 0xFDB9);
             return __dp4a((low & 0x08040201) | (high & 0x80402010), 0x01010101u, 0u);
         }
     } else if constexpr (W == 4) {

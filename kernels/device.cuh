@@ -1,0 +1,82 @@
+// What C++ has no words for: inline PTX, each piece a function with a name. No other file has any, so that everything else can be
+// compiled for a processor too (emulator/README.md); what stands for these functions there is in emulator/device.h.
+#pragma once
+#include "format.cuh"
+
+#ifdef TPDE_EMULATED
+#include "emulator/device.h"
+#else
+
+// ---- Shared memory ----
+
+// The dynamic shared memory of the block.
+__device__ __forceinline__ void* dynamic_shared_memory() {
+    extern __shared__ uint4 dynamic_shared[];
+    return dynamic_shared;
+}
+
+// Shared memory by address: 32 bits, and constants stay in the instruction.
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+__device__ __forceinline__ void* shared_pointer(u32 at) { return __cvta_shared_to_generic(at); }
+
+template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u8(u32 at) {
+    u32 value;
+    asm volatile("ld.shared.u8 %0, [%1+%2];" : "=r"(value) : "r"(at), "n"(OFFSET));
+    return value;
+}
+template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u16(u32 at) {
+    u32 value;
+    asm volatile("{.reg .u16 half; ld.shared.u16 half, [%1+%2]; cvt.u32.u16 %0, half;}" : "=r"(value) : "r"(at), "n"(OFFSET));
+    return value;
+}
+template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u32(u32 at) {
+    u32 value;
+    asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(value) : "r"(at), "n"(OFFSET));
+    return value;
+}
+template <u32 OFFSET = 0> __device__ __forceinline__ uint2 shared_u32x2(u32 at) {
+    uint2 value;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2+%3];" : "=r"(value.x), "=r"(value.y) : "r"(at), "n"(OFFSET));
+    return value;
+}
+__device__ __forceinline__ void set_shared_u8(u32 at, u32 value) {
+    asm volatile("{.reg .u16 half; cvt.u16.u32 half, %1; st.shared.u8 [%0], half;}" ::"r"(at), "r"(value) : "memory");
+}
+__device__ __forceinline__ void set_shared_u16(u32 at, u32 value) {
+    asm volatile("{.reg .u16 half; cvt.u16.u32 half, %1; st.shared.u16 [%0], half;}" ::"r"(at), "r"(value) : "memory");
+}
+__device__ __forceinline__ void set_shared_u32(u32 at, u32 value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory"); }
+__device__ __forceinline__ void set_shared_u64(u32 at, u64 value) { asm volatile("st.shared.u64 [%0], %1;" ::"r"(at), "l"(value) : "memory"); }
+
+// ---- Global memory ----
+
+// For what is read once: it must not push from the first-level cache what is read again and again.
+__device__ __forceinline__ uint4 load_once(const void* from) {
+    uint4 piece;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
+    return piece;
+}
+
+// ---- Barriers of some warps of a block: `threads` of them, whole warps, each once ----
+
+__device__ __forceinline__ void barrier_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// Does not wait.
+__device__ __forceinline__ void barrier_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// ---- The rest ----
+
+// Four bytes of `low` and `high`, by the digits of `selector`; one from 8 on repeats the byte's top bit.
+__device__ __forceinline__ u32 permute_bytes(u32 low, u32 high, u32 selector) {
+    u32 value;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(value) : "r"(low), "r"(high), "r"(selector));
+    return value;
+}
+
+// The multiprocessor that the thread is on, by number.
+__device__ __forceinline__ u32 multiprocessor() {
+    u32 number;
+    asm("mov.u32 %0, %%smid;" : "=r"(number));
+    return number;
+}
+
+#endif
