@@ -28,6 +28,10 @@ fuzz seconds="60":
 bench *arguments:
     cargo bench {{arguments}}
 
+# The kernels on the processor: all cases, or those that have a name
+emulate *arguments:
+    kernels/emulator/run {{arguments}}
+
 # Everything that needs a CUDA device
 gpu *arguments:
     scripts/gpu-check {{arguments}}

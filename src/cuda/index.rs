@@ -140,7 +140,7 @@ impl Uploaded {
 }
 
 /// The words of all sets as kernels want them, and where each set begins; see `kernels/README.md`.
-fn tables_of(sets: &[TableSet]) -> Result<(Vec<u32>, Vec<u32>)> {
+pub(super) fn tables_of(sets: &[TableSet]) -> Result<(Vec<u32>, Vec<u32>)> {
     let mut starts = Vec::with_capacity(sets.len());
     let mut words = Vec::new();
     for set in sets {

@@ -9,8 +9,6 @@ mod context;
 mod cost;
 mod decode;
 mod encode;
-#[cfg(test)]
-pub(crate) mod kernel_model;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod model;
@@ -26,6 +24,8 @@ pub(crate) use encode::Encoder;
 pub use tables::TableSet;
 #[cfg(fuzzing)]
 pub(crate) use tables::check_lookup;
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) use tables::{extra_bits, token_of, tokens_within};
 pub(crate) use train::{Sample, Trainer};
 
 #[cfg(test)]

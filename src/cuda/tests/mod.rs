@@ -1,6 +1,8 @@
 //! Tests on a device. Where there is none each says that it was skipped, or fails if `TPDE_GPU` is set.
 
 mod asynchronous;
+mod cases;
+mod emulated;
 mod frames;
 mod generated;
 mod hostile;

@@ -17,13 +17,13 @@ fn folder() -> PathBuf {
     if here.exists() { here } else { PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata/v1") }
 }
 
-fn vectors(verdict: &str) -> Vec<Value> {
+pub fn vectors(verdict: &str) -> Vec<Value> {
     let manifest: Value = serde_json::from_slice(&std::fs::read(folder().join("manifest.json")).unwrap()).unwrap();
     let all = manifest["vectors"].as_array().unwrap();
     all.iter().filter(|vector| vector["verdict"] == verdict).cloned().collect()
 }
 
-fn open(vector: &Value) -> Result<(Pair<Vec<u8>>, Option<SafetensorsCheckpoint>)> {
+pub fn open(vector: &Value) -> Result<(Pair<Vec<u8>>, Option<SafetensorsCheckpoint>)> {
     let bytes = |key: &str| std::fs::read(folder().join(vector[key].as_str().unwrap())).unwrap();
     let index = ValidatedIndex::parse(bytes("index"), &Limits::default())?;
     let pair = Pair::new(index, bytes("blob"))?;

@@ -1,0 +1,69 @@
+// Stands for device.cuh on a processor: the same functions. Included by device.cuh, after cuda.h and format.cuh.
+#pragma once
+
+// ---- Shared memory. Addresses count from the dynamic memory's begin, and are negative for variables before it ----
+
+inline void* dynamic_shared_memory() { return emulator::dynamic_memory; }
+inline u32 shared_address(const void* pointer) { return (u32)((const u8*)pointer - emulator::dynamic_memory); }
+inline void* shared_pointer(u32 at) { return emulator::dynamic_memory + (i32)at; }
+
+template <u32 OFFSET = 0> u32 shared_u8(u32 at, EMULATOR_HERE) { return emulator::shared_at<u8>((i64)(i32)at + OFFSET, place); }
+template <u32 OFFSET = 0> u32 shared_u16(u32 at, EMULATOR_HERE) { return emulator::shared_at<u16>((i64)(i32)at + OFFSET, place); }
+template <u32 OFFSET = 0> u32 shared_u32(u32 at, EMULATOR_HERE) { return emulator::shared_at<u32>((i64)(i32)at + OFFSET, place); }
+template <u32 OFFSET = 0> u64 shared_u64(u32 at, EMULATOR_HERE) { return emulator::shared_at<u64>((i64)(i32)at + OFFSET, place); }
+template <u32 OFFSET = 0> uint2 shared_u32x2(u32 at, EMULATOR_HERE) { return emulator::shared_at<uint2>((i64)(i32)at + OFFSET, place); }
+template <u32 OFFSET = 0> uint4 shared_u32x4(u32 at, EMULATOR_HERE) { return emulator::shared_at<uint4>((i64)(i32)at + OFFSET, place); }
+inline void set_shared_u8(u32 at, u32 value, EMULATOR_HERE) { emulator::set_shared(at, (u8)value, place); }
+inline void set_shared_u16(u32 at, u32 value, EMULATOR_HERE) { emulator::set_shared(at, (u16)value, place); }
+inline void set_shared_u32(u32 at, u32 value, EMULATOR_HERE) { emulator::set_shared(at, value, place); }
+inline void set_shared_u64(u32 at, u64 value, EMULATOR_HERE) { emulator::set_shared(at, value, place); }
+inline void set_shared_u32x2(u32 at, uint2 value, EMULATOR_HERE) { emulator::set_shared(at, value, place); }
+inline void set_shared_u32x4(u32 at, uint4 value, EMULATOR_HERE) { emulator::set_shared(at, value, place); }
+
+// ---- Copies from global to shared memory that run beside the thread: the bytes are there when they have been waited for ----
+
+template <int SIZE> inline void copy_async(u32 to, const void* from, EMULATOR_HERE) {
+    memset(shared_pointer(to), 0x5C, SIZE);
+    emulator::begin_copy(shared_pointer(to), from, SIZE, 0, place);
+}
+// `size` bytes, then zeros.
+template <int SIZE> inline void copy_async(u32 to, const void* from, u32 size, EMULATOR_HERE) {
+    memset(shared_pointer(to), 0x5C, SIZE);
+    if (size > SIZE) emulator::fail(place, "a copy of %u of %d bytes", size, SIZE);
+    emulator::begin_copy(shared_pointer(to), from, size, SIZE - size, place);
+}
+inline void commit_copies() { emulator::commit_copies(); }
+template <int PENDING> inline void wait_for_copies() {
+    emulator::Copy copy;
+    while (emulator::next_copy(PENDING, copy)) {
+        memcpy(copy.to, copy.from, copy.size);
+        memset((u8*)copy.to + copy.size, 0, copy.zeros);
+    }
+}
+
+// ---- Global memory ----
+
+inline uint4 load_once(const void* from) { return *(const uint4*)from; }
+inline void prefetch(const void*) {}
+
+// ---- Barriers of some warps of a block ----
+
+inline void barrier_sync(u32 id, u32 threads, EMULATOR_HERE) { emulator::barrier(id, threads, true, 0, place); }
+inline void barrier_arrive(u32 id, u32 threads, EMULATOR_HERE) { emulator::barrier(id, threads, false, 0, place); }
+
+// ---- The rest ----
+
+inline u32 permute_bytes(u32 low, u32 high, u32 selector) {
+    u64 bytes = (u64)high << 32 | low;
+    u32 value = 0;
+    for (int i = 0; i < 4; i++) {
+        u32 digit = selector >> 4 * i & 15, byte = (u32)(bytes >> 8 * (digit & 7) & 255);
+        value |= (digit < 8 ? byte : byte & 128 ? 255 : 0) << 8 * i;
+    }
+    return value;
+}
+
+inline void count_if(u32& count, bool counted) { count += counted; }
+
+// Any will do; blocks of a device are on all of them.
+inline u32 multiprocessor() { return blockIdx.x * 7 + 3; }

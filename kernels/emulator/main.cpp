@@ -1,0 +1,543 @@
+// Runs the kernels on cases and compares what they leave behind: see README.md, which describes the files of cases too.
+#include "block.h"
+#include <algorithm>
+#include <array>
+#include <csignal>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <vector>
+#include "../format.cuh"
+
+extern "C" void tpde_raw(Launch);
+extern "C" void tpde_conditioned(Launch);
+extern "C" const char* __asan_default_options() { return "detect_leaks=0:detect_stack_use_after_return=0:print_legend=0"; }
+extern "C" const char* __ubsan_default_options() { return "print_stacktrace=1"; }
+extern "C" const char* __tsan_default_options() { return "report_thread_leaks=0:exitcode=66:halt_on_error=1:report_signal_unsafe=0:history_size=4"; }
+extern "C" void __sanitizer_set_death_callback(void (*)()) __attribute__((weak));
+extern "C" void* __asan_get_report_address() __attribute__((weak));
+extern "C" void __asan_poison_memory_region(const volatile void*, size_t) __attribute__((weak));
+extern "C" void __asan_unpoison_memory_region(const volatile void*, size_t) __attribute__((weak));
+
+namespace {
+
+typedef std::vector<u8> Bytes;
+
+// ---- Cases ----
+
+struct ChunkCase {
+    DeviceTensor tensor;
+    ChunkMetadata record;
+    ChunkSums sums;
+    u32 statuses; // that are right, as bits
+    Bytes payload, base, target;
+
+    u32 width() const { return 1u << tensor.lane_log2; }
+    u32 lanes() const { return (u32)std::min(tensor.lanes - record.output_offset, (u64)1 << tensor.chunk_lanes_log2); }
+};
+
+struct Case {
+    std::string name;
+    u32 flags;
+    std::vector<u32> tables;
+    std::vector<ChunkCase> chunks;
+};
+
+struct Reader {
+    const u8 *at, *end;
+
+    void take(void* to, size_t size) {
+        if ((size_t)(end - at) < size) {
+            fprintf(stderr, "a file of cases that ends too early\n");
+            exit(2);
+        }
+        if (size) memcpy(to, at, size);
+        at += size;
+    }
+    template <class T> T number() {
+        T value;
+        take(&value, sizeof value);
+        return value;
+    }
+    template <class T> std::vector<T> list() {
+        std::vector<T> values(number<u32>());
+        take(values.data(), values.size() * sizeof(T));
+        return values;
+    }
+};
+
+std::vector<Case> read_cases(const char* path) {
+    FILE* file = fopen(path, "rb");
+    if (!file) {
+        perror(path);
+        exit(2);
+    }
+    Bytes bytes;
+    u8 part[1 << 16];
+    for (size_t n; (n = fread(part, 1, sizeof part, file)) > 0;) bytes.insert(bytes.end(), part, part + n);
+    fclose(file);
+    Reader reader = {bytes.data(), bytes.data() + bytes.size()};
+    std::vector<Case> cases;
+    while (reader.at != reader.end) {
+        Case one;
+        std::vector<u8> name = reader.list<u8>();
+        one.name.assign(name.begin(), name.end());
+        one.flags = reader.number<u32>();
+        one.tables = reader.list<u32>();
+        one.chunks.resize(reader.number<u32>());
+        for (ChunkCase& chunk : one.chunks) {
+            chunk.tensor = reader.number<DeviceTensor>();
+            chunk.record = reader.number<ChunkMetadata>();
+            chunk.sums = reader.number<ChunkSums>();
+            chunk.statuses = reader.number<u32>();
+            chunk.payload = reader.list<u8>();
+            chunk.base = reader.list<u8>();
+            chunk.target = reader.list<u8>();
+        }
+        cases.push_back(std::move(one));
+    }
+    return cases;
+}
+
+// ---- What is told ----
+
+const char* status_name(u32 status) {
+    const char* names[] = {"ok", "payload.crc32", "payload.padding", "payload.size", "payload.header", "payload.classes", "chunk.base_sum",
+        "payload.stream", "payload.positions", "payload.deltas", "chunk.target_sum"};
+    return status < sizeof names / sizeof *names ? names[status] : status == TPDE_STATUS_NOT_RUN ? "not run" : "no status";
+}
+
+std::string status_names(u32 mask) {
+    std::string names;
+    for (u32 status = 0; status < 32; status++) {
+        if (mask >> status & 1) names += (names.empty() ? "" : " or ") + std::to_string(status) + " " + status_name(status);
+    }
+    return names;
+}
+
+enum Mode { OUT_OF_PLACE, LISTED, TWICE, CHECKED, MODES };
+const char* const MODE_NAMES[] = {"out", "listed", "twice", "checked"};
+const char* const MODE_TEXTS[] = {"out of place", "in place, scratch memory", "in place, no scratch memory", "in place, all checked"};
+
+// What is seen by all processes.
+struct Progress {
+    u32 next;     // case
+    u32 failures;
+    u64 runs, chunks, refused;
+    char now[300];
+};
+Progress* progress;
+bool failed_now;
+
+__attribute__((format(printf, 1, 2))) void wrong(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    if (!failed_now) fprintf(stderr, "WRONG  %s\n", progress->now);
+    fprintf(stderr, "    ");
+    vfprintf(stderr, format, arguments);
+    fprintf(stderr, "\n");
+    va_end(arguments);
+    failed_now = true;
+}
+
+// ---- Memory that belongs to a launch ----
+
+// Bytes that end where they end, for the address sanitizer, and begin `shift` bytes past a multiple of 64; canaries lie before.
+class Buffer {
+    u8* all;
+    size_t shift, size_;
+    Bytes before;
+
+public:
+    std::string name;
+    u8* data;
+    // Those that there are, for messages.
+    static std::vector<const Buffer*> there;
+
+    Buffer(std::string name, const Bytes& bytes, size_t size, size_t shift) : shift(shift), size_(size), name(std::move(name)) {
+        if (posix_memalign((void**)&all, 64, shift + size + GUARD)) abort();
+        data = all + shift;
+        memset(all, 0xC5, shift);
+        memset(data + size, 0xC5, GUARD);
+        memset(data, 0xA5, size);
+        if (!bytes.empty()) memcpy(data, bytes.data(), std::min(bytes.size(), size));
+        if (__asan_poison_memory_region) {
+            // Up to 7 bytes before the first cannot be told from it.
+            __asan_poison_memory_region(all, shift / 8 * 8);
+            __asan_poison_memory_region(data + size, GUARD);
+        }
+        before.assign(data, data + size);
+        there.push_back(this);
+    }
+    Buffer(const Buffer&) = delete;
+    ~Buffer() {
+        there.erase(std::find(there.begin(), there.end(), this));
+        free(all);
+    }
+
+    bool is_untouched() const { return before.empty() || memcmp(before.data(), data, before.size()) == 0; }
+    bool has_canaries() {
+        if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(all, shift + size_ + GUARD);
+        auto is_canary = [](u8 byte) { return byte == 0xC5; };
+        return std::all_of(all, data, is_canary) && std::all_of(data + size_, data + size_ + GUARD, is_canary);
+    }
+
+    // Whether an address is in it or near it; then says so.
+    bool tell(const void* address) const {
+        i64 at = (i64)((u64)address - (u64)data);
+        if (at < -(i64)shift - 64 || at >= (i64)(size_ + GUARD + 64)) return false;
+        fprintf(stderr, "    the address is byte %lld of %s, which has %zu\n", at, name.c_str(), size_);
+        return true;
+    }
+
+    static constexpr size_t GUARD = 64;
+};
+std::vector<const Buffer*> Buffer::there;
+
+void last_words() {
+    fprintf(stderr, "BROKEN %s\n", progress->now);
+    emulator::describe_thread();
+    if (const void* address = __asan_get_report_address ? __asan_get_report_address() : nullptr) {
+        i64 in_shared = (i64)((u64)address - (u64)emulator::dynamic_memory);
+        if (in_shared >= 0 && in_shared < 228 << 10) fprintf(stderr, "    the address is byte %lld of the dynamic shared memory\n", in_shared);
+        for (const Buffer* buffer : Buffer::there) {
+            if (buffer->tell(address)) break;
+        }
+    }
+}
+
+void too_long(int) {
+    fprintf(stderr, "no end in sight\n");
+    last_words();
+    _exit(3);
+}
+
+struct Options {
+    std::vector<const char*> names;
+    std::vector<u32> shifts = {0};
+    u32 modes = (1 << MODES) - 1;
+    u64 seed = 1;
+    bool here = false, list = false;
+    u32 most = 20;
+};
+
+void compare_lanes(const char* what, const u8* found, const Bytes& expected, u32 width) {
+    auto lane = [&](const u8* at) {
+        u64 value = 0;
+        memcpy(&value, at, width);
+        return (unsigned long long)value;
+    };
+    size_t first = expected.size(), count = 0;
+    for (size_t i = 0; i + width <= expected.size(); i += width) {
+        if (memcmp(found + i, &expected[i], width) == 0) continue;
+        if (!count++) first = i;
+    }
+    if (!count) return;
+    wrong("%s: %zu of %zu lanes differ; lane %zu is %0*llx, expected %0*llx", what, count, expected.size() / width, first / width,
+        (int)(2 * width), lane(found + first), (int)(2 * width), lane(&expected[first]));
+}
+
+// Bytes of shared memory that the host gives to the tables: those of the largest set of the case.
+u32 bytes_of_tables(const Case& one) {
+    u32 bytes = TPDE_CONDITIONED_TABLES(0, 0);
+    for (const ChunkCase& chunk : one.chunks) {
+        if (chunk.tensor.tables == TPDE_NO_TABLES) continue;
+        const u32* set = &one.tables[chunk.tensor.tables];
+        u32 classes = set[0], symbols = set[classes + 1] - (classes + 2);
+        bytes = std::max<u32>(bytes, TPDE_CONDITIONED_TABLES(classes, symbols));
+    }
+    return bytes;
+}
+
+void run(u32 codec, const Launch& launch, u32 table_bytes, u64 seed) {
+    emulator::Configuration configuration = {launch.count + 1, TPDE_RAW_THREADS, TPDE_RAW_SHARED, seed};
+    if (codec == TPDE_CODEC_CONDITIONED) configuration = {launch.count + 1, TPDE_CONDITIONED_THREADS, TPDE_CONDITIONED_SHARED + table_bytes, seed};
+    auto raw = [](const void* launch) { tpde_raw(*(const Launch*)launch); };
+    auto conditioned = [](const void* launch) { tpde_conditioned(*(const Launch*)launch); };
+    emulator::launch(configuration, codec == TPDE_CODEC_CONDITIONED ? +conditioned : +raw, &launch);
+}
+
+template <class T> Bytes bytes_of(const std::vector<T>& values) {
+    return values.empty() ? Bytes() : Bytes((const u8*)values.data(), (const u8*)(values.data() + values.size()));
+}
+
+// All chunks of a case in one launch, each in memory of its own, so that none can read what is another's.
+void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
+    u32 count = (u32)one.chunks.size();
+    bool in_place = mode != OUT_OF_PLACE;
+    std::vector<std::unique_ptr<Buffer>> payloads, bases, outputs;
+    std::vector<DeviceTensor> tensors(count);
+    std::vector<ChunkMetadata> records(count);
+    std::vector<ChunkSums> sums(count);
+    std::vector<u32> chunk_tensors(count), order(count), statuses(count, TPDE_STATUS_NOT_RUN);
+    for (u32 i = 0; i < count; i++) {
+        const ChunkCase& chunk = one.chunks[i];
+        u32 width = chunk.width();
+        size_t size = (size_t)chunk.lanes() * width;
+        std::string of_chunk = " of chunk " + std::to_string(i);
+        payloads.emplace_back(new Buffer("the payload" + of_chunk, chunk.payload, chunk.payload.size(), 16 * ((i + shift) % 8)));
+        // Base and output are shifted alike, and not alike, by whole lanes.
+        u32 of_output = shift ? (i * 5 + shift) % 17 : 0, of_base = shift % 2 ? (of_output + 16 / width * (i % 3)) % 24 : shift ? i % 17 : 0;
+        if (in_place) {
+            outputs.emplace_back(new Buffer("the lanes" + of_chunk, chunk.base, size, of_output * width));
+        } else {
+            bases.emplace_back(new Buffer("the base" + of_chunk, chunk.base, chunk.base.size(), of_base * width));
+            outputs.emplace_back(new Buffer("the output" + of_chunk, {}, size, of_output * width));
+        }
+        // The tensor begins where its chunk would be that of the record; there is memory for the chunk alone.
+        u64 before = chunk.record.output_offset * width;
+        DeviceTensor& tensor = tensors[count - 1 - i] = chunk.tensor;
+        tensor.base = (u64)(in_place ? outputs[i] : bases[i])->data - before;
+        tensor.output = (u64)outputs[i]->data - before;
+        records[i] = chunk.record;
+        records[i].blob_offset = (u64)payloads[i]->data;
+        sums[i] = chunk.sums;
+        chunk_tensors[i] = count - 1 - i;
+        order[i] = (i + seed) % count;
+    }
+    // Uploaded: exact, and not to be written.
+    Buffer uploads[] = {{"the records", bytes_of(records), 32 * count, 0}, {"the sums", bytes_of(sums), 16 * count, 0},
+        {"the numbers of tensors", bytes_of(chunk_tensors), 4 * count, 0}, {"the tensors", bytes_of(tensors), 48 * count, 0},
+        {"the table sets", bytes_of(one.tables), 4 * one.tables.size(), 0}, {"the order", bytes_of(order), 4 * count, 0}};
+    Buffer status_words("the status words", bytes_of(statuses), 4 * count, 0), flag("the flag", Bytes(4), 4, 0);
+    const u32 slots = 1 + seed % 3, slot_bytes = seed % 5 ? 32768 : 512;
+    Bytes zeros(TPDE_SCRATCH_HEAD(slots));
+    Buffer scratch("the scratch memory", zeros, zeros.size() + slots * slot_bytes, 0);
+
+    Launch launch = {};
+    launch.chunks = (u64)uploads[0].data;
+    launch.sums = (u64)uploads[1].data;
+    launch.chunk_tensors = (u64)uploads[2].data;
+    launch.tensors = (u64)uploads[3].data;
+    launch.tables = (u64)uploads[4].data;
+    launch.statuses = (u64)status_words.data;
+    launch.flag = (u64)flag.data;
+    launch.order = shift % 2 ? (u64)uploads[5].data : 0;
+    launch.count = count;
+    launch.flags = one.flags;
+    if (mode == LISTED) {
+        launch.scratch = (u64)scratch.data;
+        launch.scratch_slots = slots;
+        launch.scratch_slot_bytes = slot_bytes;
+    }
+    auto both = [&](u32 what) {
+        launch.mode = what;
+        // A kernel leaves alone what is the other's.
+        for (u32 codec : {(u32)TPDE_CODEC_RAW, (u32)TPDE_CODEC_CONDITIONED}) {
+            bool any = std::any_of(one.chunks.begin(), one.chunks.end(), [&](const ChunkCase& chunk) { return chunk.tensor.codec == codec; });
+            if (any || seed % 16 == 0) run(codec, launch, bytes_of_tables(one), seed + what);
+        }
+    };
+    auto found = [&](u32 i) { return ((const u32*)status_words.data)[i]; };
+    auto all_right = [&] { return std::all_of(one.chunks.begin(), one.chunks.end(), [](const ChunkCase& c) { return c.statuses & 1; }); };
+    auto at = [&](u32 i) {
+        const ChunkCase& chunk = one.chunks[i];
+        snprintf(progress->now, sizeof progress->now, "%s, %s (--mode %s --shift %u --seed %llu), chunk %u (codec %u, dtype %u, %u lanes of %u bytes, %u of them in the base)",
+            one.name.c_str(), MODE_TEXTS[mode], MODE_NAMES[mode], shift, (unsigned long long)seed, i, chunk.tensor.codec, chunk.tensor.dtype, chunk.lanes(), chunk.width(),
+            (u32)(chunk.base.size() / chunk.width()));
+    };
+    auto all = [&] {
+        snprintf(progress->now, sizeof progress->now, "%s, %s (--mode %s --shift %u --seed %llu)", one.name.c_str(), MODE_TEXTS[mode], MODE_NAMES[mode], shift, (unsigned long long)seed);
+    };
+    all();
+    if (mode == OUT_OF_PLACE) both(TPDE_MODE_OUT_OF_PLACE);
+    if (mode == LISTED || mode == TWICE) both(TPDE_MODE_IN_PLACE);
+    if (mode == CHECKED) {
+        both(TPDE_MODE_DRY);
+        for (u32 i = 0; i < count; i++) {
+            at(i);
+            if (!outputs[i]->is_untouched()) wrong("a dry launch has written to the tensor");
+        }
+        all();
+        if (*(const u32*)flag.data != (all_right() ? 0 : 1)) wrong("the flag is %u after a dry launch", *(const u32*)flag.data);
+        both(TPDE_MODE_COMMIT);
+    } else if (!flag.is_untouched()) {
+        wrong("the flag was written");
+    }
+
+    for (const Buffer& upload : uploads) {
+        if (!upload.is_untouched()) wrong("%s were written", upload.name.c_str());
+    }
+    if (!std::all_of(scratch.data, scratch.data + zeros.size(), [](u8 byte) { return byte == 0; })) wrong("slots of the scratch memory were not returned");
+    for (u32 i = 0; i < count; i++) {
+        const ChunkCase& chunk = one.chunks[i];
+        at(i);
+        u32 status = found(i);
+        bool expected = status < 32 && chunk.statuses >> status & 1;
+        if (!expected) wrong("status %u %s, expected %s", status, status_name(status), status_names(chunk.statuses).c_str());
+        bool stored = mode == CHECKED ? *(const u32*)flag.data == 0 : status == 0;
+        if (stored && !chunk.target.empty()) compare_lanes("target", outputs[i]->data, chunk.target, chunk.width());
+        if (!stored && in_place && !outputs[i]->is_untouched()) wrong("written although refused");
+        if (!in_place && !bases[i]->is_untouched()) wrong("the base was written");
+        if (!payloads[i]->is_untouched()) wrong("the payload was written");
+        if (!outputs[i]->has_canaries() || (!in_place && !bases[i]->has_canaries())) wrong("written outside of the chunk");
+        progress->refused += status != 0;
+    }
+    progress->runs++;
+    progress->chunks += count;
+}
+
+bool is_chosen(const Case& one, const Options& options) {
+    return options.names.empty() ||
+           std::any_of(options.names.begin(), options.names.end(), [&](const char* name) { return one.name.find(name) != std::string::npos; });
+}
+
+// From the next case on. Ends when all are done, or too much is wrong.
+void work(const std::vector<Case>& cases, const Options& options) {
+    while (progress->next < cases.size() && progress->failures < options.most) {
+        u32 number = progress->next++;
+        const Case& one = cases[number];
+        if (!is_chosen(one, options)) continue;
+        for (u32 shift : options.shifts) {
+            for (u32 mode = 0; mode < MODES; mode++) {
+                if (!(options.modes >> mode & 1)) continue;
+                failed_now = false;
+                alarm(60);
+                run_case(one, (Mode)mode, shift, options.here ? options.seed : options.seed + number * 64 + mode * 16 + shift);
+                progress->failures += failed_now;
+            }
+        }
+    }
+    alarm(0);
+}
+
+// Hands on what a process says. The sanitizers' own look-up does not find the lines of all kernels; where a line of theirs ends in
+// an address, addr2line is asked.
+void pass_on(FILE* from) {
+    char self[4096] = {}, line[8192];
+    if (readlink("/proc/self/exe", self, sizeof self - 1) < 0) self[0] = 0;
+    const char* name = strrchr(self, '/');
+    std::string mark = std::string(name ? name + 1 : self) + "+0x";
+    while (fgets(line, sizeof line, from)) {
+        char* at = self[0] && strstr(line, "    #") ? strstr(line, mark.c_str()) : nullptr;
+        if (!at) {
+            fputs(line, stderr);
+            continue;
+        }
+        unsigned long long address = strtoull(at + mark.size() - 2, nullptr, 16);
+        while (at > line && *at != '(') at--;
+        // The call is before the place that it returns to.
+        char command[8192];
+        snprintf(command, sizeof command, "addr2line -sie '%s' 0x%llx 2>/dev/null", self, strstr(line, "#0 ") ? address : address - 1);
+        // Where functions were put into others, the innermost place comes first.
+        std::string places;
+        char place[1024];
+        if (FILE* answer = popen(command, "r")) {
+            while (fgets(place, sizeof place, answer)) {
+                place[strcspn(place, " \n")] = 0;
+                if (place[0] != '?') places += (places.empty() ? "" : " < ") + std::string(place);
+            }
+            pclose(answer);
+        }
+        if (!places.empty()) fprintf(stderr, "%.*s%s\n", (int)(at - line), line, places.c_str());
+        else fputs(line, stderr);
+    }
+}
+
+const char USAGE[] =
+    "emulator [--mode out|listed|twice|checked]... [--shift N]... [--seed N] [--list] [--here] [--most N] FILE... [-- NAME...]\n"
+    "Runs the cases of the files, or those with a NAME in their names, in every mode, and compares statuses and lanes.\n"
+    "  --shift   lanes that tensors lie off an alignment of 64 bytes, more or less; several are tried one after the other\n"
+    "  --seed    of the order in which warps and threads get their turns, and of what shared memory holds at first\n"
+    "  --here    exactly this seed and no second process, for a debugger\n"
+    "  --most    failures after which to end (20)\n";
+
+Options parse(int count, char** words, std::vector<const char*>& files) {
+    Options options;
+    auto usage = [] {
+        fputs(USAGE, stderr);
+        exit(2);
+    };
+    bool names = false, first_shift = true, first_mode = true;
+    for (int i = 1; i < count; i++) {
+        std::string word = words[i];
+        auto value = [&]() -> const char* {
+            if (i + 1 == count) usage();
+            return words[++i];
+        };
+        if (names) options.names.push_back(words[i]);
+        else if (word == "--") names = true;
+        else if (word == "--here") options.here = true;
+        else if (word == "--list") options.list = true;
+        else if (word == "--seed") options.seed = strtoull(value(), nullptr, 0);
+        else if (word == "--most") options.most = (u32)atoi(value());
+        else if (word == "--shift") {
+            if (first_shift) options.shifts.clear();
+            first_shift = false;
+            options.shifts.push_back((u32)atoi(value()));
+        } else if (word == "--mode") {
+            std::string mode = value();
+            auto found = std::find(MODE_NAMES, MODE_NAMES + MODES, mode);
+            if (found == MODE_NAMES + MODES) usage();
+            if (first_mode) options.modes = 0;
+            first_mode = false;
+            options.modes |= 1u << (found - MODE_NAMES);
+        } else if (word[0] == '-') usage();
+        else files.push_back(words[i]);
+    }
+    if (files.empty()) usage();
+    return options;
+}
+
+} // namespace
+
+int main(int count, char** words) {
+    std::vector<const char*> files;
+    Options options = parse(count, words, files);
+    std::vector<Case> cases;
+    for (const char* file : files) {
+        for (Case& one : read_cases(file)) cases.push_back(std::move(one));
+    }
+    if (options.list) {
+        for (const Case& one : cases) {
+            if (is_chosen(one, options)) printf("%s (%zu chunks)\n", one.name.c_str(), one.chunks.size());
+        }
+        return 0;
+    }
+    progress = (Progress*)mmap(nullptr, sizeof(Progress), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (__sanitizer_set_death_callback) __sanitizer_set_death_callback(last_words);
+    signal(SIGALRM, too_long);
+    signal(SIGABRT, [](int) {
+        last_words();
+        _exit(3);
+    });
+    if (options.here) {
+        work(cases, options);
+    } else {
+        // A process for all cases up to the first that ends it; then another for the rest.
+        while (progress->next < cases.size() && progress->failures < options.most) {
+            fflush(nullptr);
+            int ends[2];
+            if (pipe(ends) != 0) abort();
+            pid_t child = fork();
+            if (child == 0) {
+                dup2(ends[1], STDERR_FILENO);
+                close(ends[0]);
+                close(ends[1]);
+                work(cases, options);
+                fflush(nullptr);
+                _exit(0);
+            }
+            close(ends[1]);
+            FILE* told = fdopen(ends[0], "r");
+            pass_on(told);
+            fclose(told);
+            int status = 0;
+            waitpid(child, &status, 0);
+            if (status != 0) progress->failures++;
+        }
+    }
+    if (progress->failures == 0 && progress->runs == 0) {
+        printf("no case has such a name\n");
+        return 2;
+    }
+    printf("%llu runs of %llu chunks, %llu of them refused; %u wrong%s\n", (unsigned long long)progress->runs, (unsigned long long)progress->chunks,
+        (unsigned long long)progress->refused, progress->failures, progress->failures >= options.most ? ", the rest not run" : "");
+    return progress->failures != 0;
+}

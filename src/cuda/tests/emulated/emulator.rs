@@ -1,0 +1,155 @@
+//! Files of cases, and the program that runs kernels on them (`kernels/emulator`).
+
+use super::super::cases::Case;
+use crate::codec::Codec;
+use crate::cuda::index::tables_of;
+use crate::cuda::layout::{self, DeviceTensor, FLAG_NO_CRC, NO_TABLES};
+use crate::error::Rule;
+use crate::format::{ChunkMetadata, ChunkSums};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, PoisonError};
+use zerocopy::IntoBytes;
+
+/// A chunk, what it should come to, and the status words that are right.
+pub struct Chunk {
+    pub case: Case,
+    /// The tensor's lanes before the chunk, and those of a whole chunk.
+    pub first_lane: u64,
+    pub chunk_lanes: u64,
+    pub expected: Result<Vec<u8>, Rule>,
+    pub right: fn(Option<Rule>, Option<Rule>) -> bool,
+}
+
+impl Chunk {
+    /// A chunk that is its tensor.
+    pub fn alone(case: Case, expected: Result<Vec<u8>, Rule>, right: fn(Option<Rule>, Option<Rule>) -> bool) -> Self {
+        let chunk_lanes = case.lanes.next_power_of_two().max(4096) as u64;
+        Self { case, first_lane: 0, chunk_lanes, expected, right }
+    }
+}
+
+/// Cases for the emulator, as `kernels/emulator/README.md` says they lie in files.
+#[derive(Default)]
+pub struct Cases {
+    bytes: Vec<u8>,
+    pub count: usize,
+}
+
+impl Cases {
+    fn number(&mut self, number: usize) {
+        self.bytes.extend(u32::try_from(number).unwrap().to_le_bytes());
+    }
+
+    fn list<T: IntoBytes + zerocopy::Immutable>(&mut self, list: &[T]) {
+        self.number(list.len());
+        self.bytes.extend(list.as_bytes());
+    }
+
+    /// Adds a launch of all these chunks; those of codec `zstd` have been expanded.
+    pub fn add(&mut self, name: &str, expanded: bool, chunks: &[Chunk]) {
+        let sets: Vec<_> = chunks.iter().filter_map(|chunk| chunk.case.set.clone()).collect();
+        let (starts, words) = tables_of(&sets).unwrap();
+        let mut starts = starts.into_iter();
+        self.list(name.as_bytes());
+        self.number(if expanded { FLAG_NO_CRC as usize } else { 0 });
+        self.list(&words);
+        self.number(chunks.len());
+        for Chunk { case, first_lane, chunk_lanes, expected, right } in chunks {
+            let width = case.dtype.lane_bytes();
+            let tensor = DeviceTensor {
+                lanes: first_lane + case.lanes as u64,
+                base_lanes: first_lane + (case.base.len() / width) as u64,
+                tables: case.set.as_ref().map_or(NO_TABLES, |_| starts.next().unwrap()),
+                dtype: case.dtype.code(),
+                codec: if expanded { Codec::Raw } else { case.codec }.code(),
+                lane_log2: width.ilog2() as u8,
+                chunk_lanes_log2: chunk_lanes.ilog2() as u8,
+                ..DeviceTensor::default()
+            };
+            let record = ChunkMetadata {
+                blob_offset: 0.into(),
+                compressed_size: (case.payload.len() as u32).into(),
+                uncompressed_size: case.uncompressed_size.into(),
+                num_deltas: case.num_deltas.into(),
+                crc32: case.crc32.into(),
+                output_offset: (*first_lane).into(),
+            };
+            let sums = ChunkSums { base_sum: case.base_sum.into(), target_sum: case.target_sum.into() };
+            let mut payload = case.payload.clone();
+            payload.resize(payload.len().next_multiple_of(16), case.padding);
+            let broken = expected.as_ref().err().copied();
+            let statuses =
+                (0..32).filter(|&status| right(broken, layout::rule(status)) && (status == 0 || layout::rule(status).is_some()));
+            self.bytes.extend_from_slice(tensor.as_bytes());
+            self.bytes.extend_from_slice(record.as_bytes());
+            self.bytes.extend_from_slice(sums.as_bytes());
+            self.number(statuses.map(|status| 1 << status).sum());
+            self.list(&payload);
+            self.list(&case.base);
+            self.list(expected.as_deref().unwrap_or(&[]));
+        }
+        self.count += 1;
+    }
+
+    /// Runs the kernels on all cases, and says on stderr what came of it, or that there is no compiler of C++.
+    pub fn run(&self, name: &str, arguments: &[&str]) {
+        let file = self.save(name);
+        self.run_saved(&file, "memory", arguments);
+    }
+
+    /// The same, looking for races between threads.
+    pub fn find_races(&self, name: &str, arguments: &[&str]) {
+        let file = self.save(name);
+        self.run_saved(&file, "races", arguments);
+    }
+
+    fn save(&self, name: &str) -> PathBuf {
+        let folder = folder();
+        std::fs::create_dir_all(&folder).unwrap();
+        let file = folder.join(name).with_extension("cases");
+        std::fs::write(&file, &self.bytes).unwrap();
+        file
+    }
+
+    fn run_saved(&self, file: &Path, program: &str, arguments: &[&str]) {
+        if std::env::var_os("TPDE_EMULATE").is_some_and(|only| only == "write") {
+            return;
+        }
+        let name = file.file_stem().unwrap().display();
+        if let Err(why) = build(program) {
+            assert!(std::env::var_os("TPDE_NO_SKIP").is_none(), "{why}");
+            eprintln!("SKIPPED kernels on the processor, {name}: {why}");
+            return;
+        }
+        let program = folder().join(program);
+        // The sanitizer of threads may not know where a kernel with much randomisation puts things.
+        let fixed = Command::new("setarch").args(["-R", "true"]).output().is_ok_and(|output| output.status.success());
+        let before: &[&str] = if fixed { &["setarch", "-R"] } else { &["env"] };
+        let output = Command::new(before[0]).args(&before[1..]).arg(program).args(arguments).arg(file).output().unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let told = text(&output.stdout);
+        assert!(output.status.success(), "{}{told}one of them again: kernels/emulator/run NAME", text(&output.stderr));
+        eprint!("{name}: {} cases, {told}", self.count);
+    }
+}
+
+/// Where programs and cases lie, beside what cargo builds.
+fn folder() -> PathBuf {
+    std::env::current_exe().unwrap().ancestors().nth(3).unwrap().join("emulator")
+}
+
+/// Builds a program if its sources have changed; an error if there is no compiler.
+fn build(program: &str) -> Result<(), String> {
+    // One at a time: tests run side by side.
+    static BUILDING: Mutex<()> = Mutex::new(());
+    let _building = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/emulator/build");
+    let output = Command::new(script).arg(folder()).arg(program).output().map_err(|e| e.to_string())?;
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    match output.status.code() {
+        Some(0) => Ok(()),
+        Some(77) => Err(errors),
+        _ => panic!("{errors}"),
+    }
+}

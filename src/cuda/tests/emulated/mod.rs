@@ -1,0 +1,236 @@
+//! The kernels' sources, compiled for the processor (`kernels/emulator`): in every mode they come to what the decoder comes to,
+//! and touch nothing that is not theirs.
+
+mod emulator;
+
+use self::emulator::{Cases, Chunk};
+use super::cases::shapes::{Shape, case_of};
+use super::cases::{Case, Random, faults, hostile, is_same_kind, random_lanes};
+use super::vectors;
+use crate::codec::{Codec, Encoded, Expander};
+use crate::format::BaseKind;
+use crate::lane::Dtype;
+use crate::{Checkpoint, Pair, SafetensorsCheckpoint};
+
+/// Alignments: tensors at multiples of 64, and at any lane, base and output alike and not.
+const SHIFTS: [&str; 6] = ["--shift", "0", "--shift", "1", "--shift", "6"];
+
+/// The chunks of a pair, as far as they come to a kernel: as they are stored, and of codec `zstd` expanded.
+fn chunks_of(pair: &Pair<Vec<u8>>, checkpoint: Option<&SafetensorsCheckpoint>) -> Option<[Vec<Chunk>; 2]> {
+    let (mut stored, mut expanded) = (Vec::new(), Vec::new());
+    for tensor in pair.index().tensors() {
+        let width = tensor.lane_bytes();
+        let mut base = vec![0; tensor.base_bytes() as usize];
+        if tensor.base_kind != BaseKind::None {
+            // A base of another shape is the host's business.
+            let checkpoint = checkpoint?;
+            let place = checkpoint.find(tensor.base_name)?;
+            if checkpoint.tensors()[place].shape != tensor.base_shape()? || checkpoint.tensors()[place].dtype != tensor.dtype {
+                return None;
+            }
+            checkpoint.read(place, 0, &mut base).unwrap();
+        }
+        for number in tensor.chunks() {
+            let (record, sums) = (&pair.index().chunks()[number as usize], &pair.index().sums()[number as usize]);
+            let lanes = tensor.chunk_range(number);
+            let start = record.blob_offset.get() as usize;
+            let end = start + record.compressed_size.get() as usize;
+            let here = |lane: u64| (lane as usize * width).min(base.len());
+            let mut case = Case {
+                codec: tensor.codec,
+                dtype: tensor.dtype,
+                lanes: (lanes.end - lanes.start) as usize,
+                set: tensor.tables.cloned(),
+                base: base[here(lanes.start)..here(lanes.end)].to_vec(),
+                payload: pair.blob()[start..end].to_vec(),
+                padding: pair.blob()[end..end.next_multiple_of(16)].iter().copied().max().unwrap_or(0),
+                uncompressed_size: record.uncompressed_size.get(),
+                num_deltas: record.num_deltas.get(),
+                crc32: record.crc32.get(),
+                base_sum: sums.base_sum.get(),
+                target_sum: sums.target_sum.get(),
+            };
+            let expected = case.decode();
+            if case.codec == Codec::Zstd && case.num_deltas > 0 {
+                let encoded = Encoded { uncompressed_size: case.uncompressed_size, num_deltas: case.num_deltas };
+                let checked = crc32fast::hash(&case.payload) == case.crc32 && case.padding == 0;
+                let mut expander = Expander::default();
+                let Some(raw) = expander.expand(encoded, &case.payload, case.lanes, width).ok().filter(|_| checked) else {
+                    continue;
+                };
+                case.payload = raw.to_vec();
+            }
+            let list = if case.codec == Codec::Zstd { &mut expanded } else { &mut stored };
+            let (first_lane, chunk_lanes) = (lanes.start, tensor.chunk_lanes);
+            list.push(Chunk { case, first_lane, chunk_lanes, expected, right: |expected, found| expected == found });
+        }
+    }
+    Some([stored, expanded])
+}
+
+#[test]
+fn vectors() {
+    let mut cases = Cases::default();
+    let (mut right, mut wrong) = (0, 0);
+    for vector in [vectors::vectors("valid"), vectors::vectors("invalid")].concat() {
+        let (name, valid) = (vector["name"].as_str().unwrap(), vector["verdict"] == "valid");
+        let Ok((pair, base)) = vectors::open(&vector) else { continue };
+        let Some(lists) = chunks_of(&pair, base.as_ref()) else { continue };
+        let broken: Vec<_> =
+            lists.iter().flatten().filter_map(|chunk| chunk.expected.as_ref().err()).map(|rule| rule.id()).collect();
+        match vector["rule"].as_str() {
+            _ if valid => assert!(broken.is_empty(), "{name}: {broken:?}"),
+            Some(rule) if !broken.is_empty() => assert!(broken.iter().all(|broken| *broken == rule), "{name}: {broken:?}"),
+            // What is wrong with it is found by the host.
+            _ => continue,
+        }
+        right += usize::from(valid);
+        wrong += usize::from(!valid);
+        for (chunks, expanded) in lists.iter().zip([false, true]) {
+            if !chunks.is_empty() {
+                let kind = if valid { "valid" } else { "invalid" };
+                cases.add(&format!("{kind}/{name}{}", if expanded { ", expanded" } else { "" }), expanded, chunks);
+            }
+        }
+    }
+    assert!(right > 200 && wrong > 50, "{right} right, {wrong} wrong");
+    cases.run("vectors", &SHIFTS);
+}
+
+#[test]
+fn one_fault_at_a_time() {
+    let mut cases = Cases::default();
+    for faults::Fault { name, case, .. } in faults::all() {
+        let expected = case.decode();
+        cases.add(&format!("fault/{name}"), false, &[Chunk::alone(case, expected, |expected, found| expected == found)]);
+    }
+    cases.run("faults", &["--shift", "0"]);
+}
+
+/// What the encoder makes of every dtype and density.
+#[test]
+fn generated() {
+    let mut cases = Cases::default();
+    let mut seed = 0;
+    for codec in [Codec::Raw, Codec::Conditioned] {
+        for &dtype in Dtype::ALL {
+            for rarity in [1, 9, 300] {
+                let chunk = |lanes: usize| {
+                    seed += 1;
+                    let (base, target) = random_lanes(&mut Random(seed), dtype, lanes, rarity);
+                    let mut case = Case::encoded(codec, dtype, 0, base, &target);
+                    if case.base == target {
+                        case.set = None;
+                    }
+                    Chunk::alone(case, Ok(target), |expected, found| expected == found)
+                };
+                let chunks: Vec<_> = [1, 127, 4096, 4097].into_iter().map(chunk).collect();
+                cases.add(&format!("generated/{codec} {dtype} 1 in {rarity}"), false, &chunks);
+            }
+        }
+    }
+    for (n, dtype) in [Dtype::Bf16, Dtype::F16, Dtype::F32, Dtype::F64, Dtype::F8E4m3].into_iter().enumerate() {
+        let (_, target) = random_lanes(&mut Random(n as u64), dtype, 3000, 1);
+        let low_bits = dtype.mantissa_bits().unwrap() + 1;
+        let mut case = Case::encoded(Codec::Conditioned, dtype, low_bits, vec![0; target.len()], &target);
+        let zeros = Chunk::alone(case.clone(), Ok(target.clone()), |expected, found| expected == found);
+        case.base.clear();
+        let none = Chunk::alone(case, Ok(target), |expected, found| expected == found);
+        cases.add(&format!("generated/{dtype} without a base"), false, &[zeros, none]);
+    }
+    cases.run("generated", &["--shift", "0", "--shift", "3"]);
+}
+
+/// Every number of states with every number of segments, and other choices that the encoder does not make.
+#[test]
+fn every_shape() {
+    let mut cases = Cases::default();
+    for states_log2 in 0..6u8 {
+        for segments_log2 in 0..6u8 {
+            let random = &mut Random(u64::from(states_log2 * 6 + segments_log2));
+            let chunks: Vec<_> = [Dtype::Bf16, Dtype::F32]
+                .into_iter()
+                .map(|dtype| {
+                    let shape = Shape { dtype, lanes: 5000, states_log2, segments_log2, low: 0, ..Shape::any(random, 1) };
+                    let case = case_of(shape);
+                    let expected = case.decode();
+                    assert!(expected.is_ok());
+                    Chunk::alone(case, expected, |expected, found| expected == found)
+                })
+                .collect();
+            cases.add(&format!("shape/{} states, {} segments", 1 << states_log2, 1 << segments_log2), false, &chunks);
+        }
+    }
+    cases.run("shapes", &["--shift", "2"]);
+}
+
+/// Payloads that end at every byte, and with one bit of three flipped, behind right CRCs: reads end where payloads do.
+#[test]
+fn every_cut_and_many_flipped_bits() {
+    let mut cases = Cases::default();
+    let mut add = |name: String, case: Case| cases.add(&name, false, &[Chunk::alone(case.clone(), case.decode(), is_same_kind)]);
+    let shapes = [(Dtype::Bf16, 0, 1), (Dtype::Bf16, 20, 0), (Dtype::U8, 32, 1), (Dtype::F32, 10, 0), (Dtype::F64, 3, 1)];
+    for (n, (dtype, low, segments_log2)) in shapes.into_iter().enumerate() {
+        let random = &mut Random(n as u64);
+        let shape = Shape { dtype, lanes: 140, rarity: 6, classes: 2, states_log2: 1, segments_log2, low, ..Shape::any(random, 1) };
+        let case = case_of(shape);
+        for size in 0..case.payload.len() + 18 {
+            let mut case = case.clone();
+            case.payload.resize(size, 0);
+            case.sign();
+            add(format!("cut/{n}, {size} of {} bytes", case.payload.len()), case);
+        }
+        for bit in (0..8 * case.payload.len()).step_by(3) {
+            let mut case = case.clone();
+            case.payload[bit / 8] ^= 1 << (bit % 8);
+            case.sign();
+            add(format!("flip/{n}, bit {bit}"), case);
+        }
+    }
+    cases.run("cuts", &["--shift", "0", "--mode", "out", "--mode", "listed"]);
+}
+
+/// Threads meet in memory only where barriers order them. Codec `raw` alone: the kernel of codec `conditioned` looks up, and leaves,
+/// lanes that are just written.
+#[test]
+fn no_races() {
+    let mut cases = Cases::default();
+    let mut seed = 0;
+    for dtype in [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64] {
+        for rarity in [1, 30] {
+            let chunk = |lanes: usize| {
+                seed += 1;
+                let (base, target) = random_lanes(&mut Random(seed), dtype, lanes, rarity);
+                Chunk::alone(Case::encoded(Codec::Raw, dtype, 0, base, &target), Ok(target), |expected, found| expected == found)
+            };
+            let chunks: Vec<_> = [1, 127, 4097].into_iter().map(chunk).collect();
+            cases.add(&format!("races/{dtype} 1 in {rarity}"), false, &chunks);
+        }
+    }
+    cases.find_races("races", &["--shift", "0", "--shift", "3"]);
+}
+
+fn strangers(name: &str, make: fn(&mut Random, usize) -> hostile::Hostile, count: usize) {
+    let mut cases = Cases::default();
+    let random = &mut Random(0x5EED);
+    let mut refused = 0;
+    for n in 0..count {
+        let most = if n % 32 == 0 { 6000 } else { 600 };
+        let hostile::Hostile { mut case, stored, expected } = make(random, most);
+        case.payload = stored.unwrap_or(case.payload);
+        refused += usize::from(expected.is_err());
+        cases.add(&format!("{name}/{n}"), false, &[Chunk::alone(case, expected, is_same_kind)]);
+    }
+    assert!(refused > count / 3, "{refused} of {count}");
+    cases.run(name, &["--shift", "1"]);
+}
+
+#[test]
+fn hostile_payloads_of_codec_conditioned() {
+    strangers("hostile", hostile::conditioned, 2000);
+}
+
+#[test]
+fn hostile_payloads_of_codec_raw() {
+    strangers("hostile-raw", hostile::raw, 500);
+}
