@@ -141,6 +141,7 @@ fn kind(rule: Rule) -> u8 {
         Rule::PayloadSize | Rule::PayloadHeader | Rule::PayloadClasses => 2,
         Rule::PayloadStream | Rule::PayloadPositions | Rule::PayloadDeltas | Rule::ChunkTargetSum => 3,
         Rule::ChunkBaseSum => 4,
+        Rule::PayloadFrame | Rule::PayloadLayout => 5,
         _ => panic!("no rule of a chunk: {rule:?}"),
     }
 }
