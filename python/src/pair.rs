@@ -54,6 +54,21 @@ impl Pair {
         self.pair.blob().size()
     }
 
+    /// Bytes of the payloads of a tensor.
+    fn payload_bytes(&self, py: Python<'_>, name: &str) -> PyResult<u64> {
+        let index = self.pair.index();
+        let tensor = index.find(name).ok_or_else(|| errors::to_python(py, &unknown(name)))?;
+        let records = &index.chunks()[tensor.chunks().start as usize..tensor.chunks().end as usize];
+        Ok(records.iter().map(|record| u64::from(record.compressed_size.get())).sum())
+    }
+
+    /// Whether two tensors are the same under two names, in base and target.
+    fn is_same(&self, py: Python<'_>, a: &str, b: &str) -> PyResult<bool> {
+        let find = |name| self.pair.index().find(name).ok_or_else(|| errors::to_python(py, &unknown(name)));
+        let (a, b) = (find(a)?, find(b)?);
+        Ok(a.digests == b.digests && a.base_kind == b.base_kind && a.dtype == b.dtype && a.shape == b.shape)
+    }
+
     /// Whether the pair tells of files, not of tensors alone.
     fn has_files(&self) -> bool {
         self.pair.index().files().len() > 0

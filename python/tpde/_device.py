@@ -93,6 +93,7 @@ class DevicePair:
             raise Misuse(f"no place {payloads!r} for payloads: 'file', 'pinned' and 'device' are known")
         self._device = Device.of(device)
         self._device.refuse_capture("making a pair ready")
+        self._path = pair
         self._pair = _tpde.Pair(pair)
         self._index = self._device.memory(_tpde.DevicePair.index_bytes(self._pair), "the index of a pair")
         self._blob = None

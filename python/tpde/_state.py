@@ -66,6 +66,8 @@ def apply_(
     found = [
         describe(entry.name, tensors[entry.name], (entry.dtype, entry.shape), writable=True, device=where) for entry in entries
     ]
+    if base is not None:
+        entries = [entry._replace(changes=True) for entry in entries]
     try:
         if base is not None:
             applied = _overwrite(opened, on_device, entries, found, base, mode == "all_checked", where, progress)
