@@ -176,6 +176,10 @@ def test_dtypes_and_autocast(dtype: torch.dtype, tmp_path: Path) -> None:
         if dtype == torch.float32:
             with torch.autocast("cpu", torch.bfloat16):
                 assert torch.equal(base(TOKENS), plain(TOKENS))
+                compiled = torch.compile(base, fullgraph=True, backend="aot_eager")
+                assert torch.equal(compiled(TOKENS), plain(TOKENS))
+    with pytest.raises(RuntimeError), torch.no_grad():  # dtypes that do not fit are no business of the layer's
+        base.twin(torch.ones(1, 64, dtype=torch.bfloat16))
     with torch.inference_mode():
         assert torch.equal(base(TOKENS), plain(TOKENS))
 

@@ -52,16 +52,20 @@ class Device:
     def memory(self, bytes: int, what: str) -> torch.Tensor:
         """Bytes for the compiled half: at a multiple of 256 at least, as PyTorch's allocator has it."""
         try:
-            with torch.cuda.stream(self.copies):
+            with torch.inference_mode(False), torch.cuda.stream(self.copies):
                 return torch.empty(max(bytes, 1), dtype=torch.uint8, device=self.torch, requires_grad=False)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"no memory on {self.torch} for {what}, {bytes} bytes", tensor=what, bytes=bytes) from error
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        with torch.cuda.device(self.torch):
+            return torch.cuda.is_current_stream_capturing()
+
     def refuse_capture(self, what: str) -> None:
         """Raises if the current stream is being captured: a graph cannot wait for an outcome."""
-        with torch.cuda.device(self.torch):
-            if torch.cuda.is_current_stream_capturing():
-                raise Misuse(f"{what} waits for its outcome, which a CUDA graph that is being captured cannot")
+        if self.is_capturing():
+            raise Misuse(f"{what} waits for its outcome, which a CUDA graph that is being captured cannot")
 
 
 def _given(tensor: torch.Tensor) -> tuple[int, int]:

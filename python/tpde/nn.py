@@ -32,6 +32,8 @@ from ._torch_memory import check_device, dtype_of
 
 __all__ = ["Attached", "JITCompressedLinear", "attach"]
 
+Payloads = Literal["pinned", "device"]
+
 #: Bytes that scratch memory is aligned to.
 ALIGN = 256
 
@@ -75,9 +77,16 @@ class _Weight:
         """The weight in memory of its own."""
         raise NotImplementedError
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """What the layer gives."""
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
+        """What the layer gives; ``cast``: in the dtype of ``x``, whatever the weight's."""
         raise NotImplementedError
+
+    def compute(self, x: torch.Tensor, scratch: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
+        """The layer with the weight that lies in scratch memory."""
+        weight = scratch[: self.bytes].view(self.dtype).view(self.shape)
+        if cast:
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        return nn.functional.linear(x, weight, bias)
 
 
 class _HostWeight(_Weight):
@@ -100,15 +109,16 @@ class _HostWeight(_Weight):
     def _room(self) -> torch.Tensor:
         room: torch.Tensor | None = getattr(self._scratch, "room", None)
         if room is None or room.numel() < self.bytes:
-            whole = torch.empty(self.bytes + ALIGN, dtype=torch.uint8)
-            start = -whole.data_ptr() % ALIGN
-            self._scratch.room = room = whole[start : start + self.bytes]
+            with torch.inference_mode(False):
+                whole = torch.empty(self.bytes + ALIGN, dtype=torch.uint8)
+                start = -whole.data_ptr() % ALIGN
+                self._scratch.room = room = whole[start : start + self.bytes]
         return room
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
         scratch = self._room()
         self._decode(scratch)
-        return nn.functional.linear(x, self.view(scratch), bias)
+        return self.compute(x, scratch, bias, cast)
 
 
 class _Slot:
@@ -152,6 +162,18 @@ class _Arena:
         """Those of all streams of a device."""
         return [arena for (where, _), arena in cls._made.items() if where == device]
 
+    @classmethod
+    def forget(cls, device: torch.device, handle: int) -> None:
+        """Lets go of what is held for a weight that is gone, and of all scratch memory with the last one."""
+        alive = any(isinstance(one, _DeviceWeight) and one.device.torch == device for one in list(_Weight.known.values()))
+        for key, arena in list(cls._made.items()):
+            if key[0] == device:
+                with arena.lock:
+                    for slot in arena.slots:
+                        slot.rebuilds.pop(handle, None)
+                if not alive:
+                    cls._made.pop(key, None)
+
     def settle(self, wait: bool = False) -> None:
         """Raises what was wrong with decodings that have passed, or with all of them."""
         with self.lock:
@@ -167,8 +189,9 @@ class _Arena:
         slot.rebuilds.clear()
         slot.dense = slot.payload = slot.holds = None
         # Made in the order of the stream, so the others begin behind what it still does with that memory.
-        slot.dense = torch.empty(dense, dtype=torch.uint8, device=self.device.torch)
-        slot.payload = torch.empty(payload, dtype=torch.uint8, device=self.device.torch) if payload else None
+        with torch.inference_mode(False):
+            slot.dense = torch.empty(dense, dtype=torch.uint8, device=self.device.torch)
+            slot.payload = torch.empty(payload, dtype=torch.uint8, device=self.device.torch) if payload else None
         for beside in (self.copying, self.decoding):
             beside.wait_stream(self.stream)
             for made in (slot.dense, slot.payload):
@@ -196,7 +219,7 @@ class _Arena:
         slot.holds = weight.handle
         self.pending.append(launched)
 
-    def linear(self, weight: _DeviceWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, weight: _DeviceWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
         """A layer, decoded before where it was foreseen; then the next one is begun."""
         with self.lock:
             self.settle()
@@ -207,7 +230,7 @@ class _Arena:
                 self.fill(weight, slot)
             assert slot.dense is not None
             self.stream.wait_event(slot.ready)
-            y = nn.functional.linear(x, weight.view(slot.dense), bias)
+            y = weight.compute(x, slot.dense, bias, cast)
             slot.used.record(self.stream)
             slot.holds = None
             if self.last is not None:
@@ -234,6 +257,7 @@ class _DeviceWeight(_Weight):
         self.start = start
         #: What graphs refer to.
         self.captured: list[tuple[_tpde.Rebuild, _tpde.Captured, torch.Tensor]] = []
+        weakref.finalize(self, _Arena.forget, self.device.torch, self.handle).atexit = False
 
     def largest(self) -> tuple[int, int]:
         """Bytes of the largest weight of the device, and of the largest payload that is copied."""
@@ -266,14 +290,14 @@ class _DeviceWeight(_Weight):
         self.on_device._rebuild([self.memory(own)], self.base_memory(), None)
         return self.view(own)
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
         stream = self.device.stream()
-        if torch.cuda.is_current_stream_capturing():
-            return self._captured_linear(x, bias, stream)
-        return _Arena.of(self.device, stream).linear(self, x, bias)
+        if self.device.is_capturing():
+            return self._captured_linear(x, bias, cast, stream)
+        return _Arena.of(self.device, stream).linear(self, x, bias, cast)
 
     def _captured_linear(
-        self, x: torch.Tensor, bias: torch.Tensor | None, stream: torch.cuda.Stream
+        self, x: torch.Tensor, bias: torch.Tensor | None, cast: bool, stream: torch.cuda.Stream
     ) -> torch.Tensor:
         """The same within a graph: all in the order of the stream, in scratch memory of the graph's, which other operations of
         it use before and after."""
@@ -284,23 +308,27 @@ class _DeviceWeight(_Weight):
             part.copy_(self.payload, non_blocking=True)
         rebuild, memory = self.rebuild(dense, part, stream, keep=False)
         self.captured.append((rebuild, rebuild.capture(self.device.raw, stream.cuda_stream), memory))
-        return nn.functional.linear(x, self.view(dense), bias)
+        return self.compute(x, dense, bias, cast)
 
 
 _library: Any = torch.library.Library("tpde", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
-    "linear(Tensor x, Tensor? bias, SymInt handle, SymInt out_features) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+    "linear(Tensor x, Tensor? bias, SymInt handle, SymInt out_features, bool cast=False) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
 
 
-def _linear(x: torch.Tensor, bias: Optional[torch.Tensor], handle: int, out_features: int) -> torch.Tensor:
+def _linear(
+    x: torch.Tensor, bias: Optional[torch.Tensor], handle: int, out_features: int, cast: bool = False
+) -> torch.Tensor:
     weight = _Weight.known.get(handle)
     if weight is None:
         raise Misuse(f"no weight has the handle {handle}: its layer is gone")
-    return weight.linear(x, bias)
+    return weight.linear(x, bias, cast)
 
 
-def _linear_fake(x: torch.Tensor, bias: Optional[torch.Tensor], handle: int, out_features: int) -> torch.Tensor:
+def _linear_fake(
+    x: torch.Tensor, bias: Optional[torch.Tensor], handle: int, out_features: int, cast: bool = False
+) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
@@ -313,7 +341,7 @@ class JITCompressedLinear(nn.Module):
     """A linear layer that rebuilds its weight whenever it is called; :func:`attach` makes it of an ``nn.Linear``.
 
     ``y = x Wᵀ + b``, with ``W`` of shape ``(out_features, in_features)``: bit for bit what ``nn.Linear`` gives with the pair's
-    target. It computes by the operator ``tpde::linear(x, bias, handle, out_features)``, which ``torch.compile`` takes as it is.
+    target. It computes by the operator ``tpde::linear(x, bias, handle, out_features, cast)``, which ``torch.compile`` takes as it is.
     The bias is an ordinary parameter. The weight is no parameter and not in the state dict; a deep copy of the layer shares it.
 
     Raises:
@@ -339,7 +367,10 @@ class JITCompressedLinear(nn.Module):
         """``x``: ``(…, in_features)``, of the weight's dtype and on its device. Gives ``(…, out_features)``."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise Misuse("a JITCompressedLinear has no gradients: call it under torch.no_grad()")
-        y: torch.Tensor = torch.ops.tpde.linear(x, self.bias, self.handle, self.out_features)
+        cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+        if cast:  # as PyTorch does it for nn.Linear, said here for the operator's fake kernel
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y: torch.Tensor = torch.ops.tpde.linear(x, self.bias, self.handle, self.out_features, cast)
         return y
 
     def extra_repr(self) -> str:
@@ -388,7 +419,7 @@ def attach(
     pair: StrPath | DevicePair,
     *,
     device: str | torch.device | None = None,
-    payloads: Literal["pinned", "device"] = "pinned",
+    payloads: Payloads | Callable[[str], Payloads] = "pinned",
     only: Callable[[str], bool] | None = None,
     check: bool = True,
     progress: Progress = None,
@@ -407,7 +438,8 @@ def attach(
         pair: Name of the pair, or either file; or a :class:`tpde.torch.DevicePair`.
         device: Where the model is to run; ``None``: where each tensor is. Bases on the CPU stay there for a CUDA device, pinned,
             and are read from there; all other tensors are moved.
-        payloads: Where compressed bytes are kept for a CUDA device: in ``"pinned"`` memory of the host, or on the ``"device"``.
+        payloads: Where compressed bytes are kept for a CUDA device: in ``"pinned"`` memory of the host, or on the ``"device"``;
+            or what says so for the name of a weight. A :class:`tpde.torch.DevicePair` that has them on the device keeps them there.
         only: Of linear weights, those whose names this holds for; the others are rebuilt once.
         check: Whether each weight is rebuilt once now, so that a wrong base or damage is raised here; on the CPU with digests.
         progress: As for :func:`tpde.encode`, of reading the payloads.
@@ -418,15 +450,16 @@ def attach(
             on another device.
         DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with the device.
     """
-    if payloads not in ("pinned", "device"):
+    if not callable(payloads) and payloads not in ("pinned", "device"):
         raise Misuse(f"no place {payloads!r} for payloads: 'pinned' and 'device' are known")
     found = _Model(model)
     wanted = None if device is None else check_device(device)
-    attaching = _Attaching(found, pair, wanted, payloads, progress)
+    attaching = _Attaching(found, pair, payloads, progress)
     weights: dict[str, _Weight] = {}
     dense: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        for names in found.groups:
+        # First what takes memory of the device while it is rebuilt.
+        for names in sorted(found.groups, key=found.is_linear):
             entry = attaching.entry(names)
             tensor = found.tensors[names[0]]
             where = wanted or tensor.device
@@ -440,6 +473,8 @@ def attach(
                 weights.update(dict.fromkeys(names, weight))
             elif entry is not None and is_changed:
                 dense.update(dict.fromkeys(names, attaching.rebuilt(entry, where)))
+            elif tensor.device.type == "meta":
+                raise Misuse(f"tensor {names[0]!r} is on the device meta, and the pair has nothing for it")
             elif tensor.device != where:
                 dense.update(dict.fromkeys(names, tensor.detach().to(where)))
     # Nothing was changed so far, whatever was raised.
@@ -498,7 +533,7 @@ class _Attaching:
     """A pair and what has been made of it, by device."""
 
     def __init__(
-        self, model: _Model, pair: StrPath | DevicePair, device: torch.device | None, payloads: str, progress: Progress
+        self, model: _Model, pair: StrPath | DevicePair, payloads: Payloads | Callable[[str], Payloads], progress: Progress
     ) -> None:
         self.model = model
         self.given = pair
@@ -540,8 +575,7 @@ class _Attaching:
                 raise Misuse(f"the pair is on {self.given.device}, the model is to run on {device}")
             return self.given
         if device not in self._on_device:
-            where: Literal["device", "file"] = "device" if self.payloads == "device" else "file"
-            self._on_device[device] = DevicePair(self.given, device, payloads=where, progress=self.progress)
+            self._on_device[device] = DevicePair(self.given, device, payloads="file", progress=self.progress)
         return self._on_device[device]
 
     def weight(self, entry: Entry, device: torch.device) -> _HostWeight | _DeviceWeight | None:
@@ -562,8 +596,11 @@ class _Attaching:
         start, end = place
         if on_device._blob is not None:
             return _DeviceWeight(on_device, entry, base, on_device._blob, 0)
-        payload = torch.empty(end - start, dtype=torch.uint8, pin_memory=True)
+        stays = self.payloads(entry.name) if callable(self.payloads) else self.payloads
+        payload = torch.empty(end - start, dtype=torch.uint8, pin_memory=stays == "pinned")
         on_device._raw.read_payloads(start, ("", "U8", [end - start], payload.data_ptr(), end - start, payload))
+        if stays == "device":
+            payload = payload.to(device)
         return _DeviceWeight(on_device, entry, base, payload, start)
 
     def rebuilt(self, entry: Entry, device: torch.device) -> torch.Tensor:
