@@ -2,6 +2,7 @@
 
 mod asynchronous;
 mod generated;
+mod given;
 mod hostile;
 mod laid;
 mod layout;
