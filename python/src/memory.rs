@@ -6,7 +6,8 @@ use tpde::{Dtype, Error, MemoryCheckpoint, Result, TensorInfo};
 
 /// A tensor: name, dtype, dims, address, bytes, and an object that keeps the memory where it is.
 ///
-/// Made by `tpde/_memory.py` and `tpde/_tensors.py` alone, from tensors that they have looked at: contiguous, in host memory.
+/// Made by `tpde/_memory.py` and `tpde/_torch_memory.py` alone, from tensors that they have looked at: contiguous, in host memory
+/// unless the device half asked for others, which makes no slices of the host of them.
 /// While it is held, and nobody gives the memory back behind its owner's back, the address stays valid. The caller of the
 /// public function promises that nobody writes the memory meanwhile, and for memory that is written that nobody reads it.
 #[derive(FromPyObject)]

@@ -336,3 +336,161 @@ class TestRefused:
         tpde.torch.save_file(base, target, tmp_path / "p")
         with pytest.raises(tpde.Misuse, match="one, but not in the pair"):
             tpde.nn.attach(base, tmp_path / "p")
+
+
+class Fake:
+    """A device in the place of CUDA: streams do what they are told at once, payloads are decoded by the CPU's code when their
+    decoding is launched, from where they were copied to."""
+
+    def __init__(self, pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, str]] = []
+        self.torch = torch.device("cpu")
+        self.raw = None
+        self.main = self.Stream()
+        self._pair = tpde._tpde.Pair(pair)
+        self._index = torch.zeros(1, dtype=torch.uint8)
+        self._device, self._raw = self, self
+        self.entries = {entry[0]: tpde._open.Entry(*entry) for entry in self._pair.tensors()}
+        self.blob = pair.with_suffix(".tpde-blob").read_bytes()
+        self.fails = ""
+        monkeypatch.setattr(torch.cuda, "Stream", lambda *_: self.Stream())
+        monkeypatch.setattr(torch.cuda, "Event", self.Event)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        monkeypatch.setattr(tpde.nn._Arena, "_made", {})
+
+    class Event:
+        def record(self, stream: object) -> None:
+            self.recorded = stream
+
+    class Stream:
+        cuda_stream = 0
+
+        def wait_event(self, event: object) -> None: ...
+        def wait_stream(self, stream: object) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    def stream(self) -> Stream:
+        return self.main
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def memory(self, bytes: int, what: str) -> torch.Tensor:
+        return torch.zeros(max(bytes, 1), dtype=torch.uint8)
+
+    def plan(self, pair: object, output: tuple, base: tuple, start: int, part: tuple) -> object:
+        fake = self
+
+        class Plan:
+            def bytes(self) -> int:
+                return 5
+
+            def prepare(self, memory: tuple) -> object:
+                return self
+
+            def launch(self, device: object, stream: int) -> object:
+                fake.log.append(("decode", output[0]))
+                size = fake._pair.payload_bytes(output[0])
+                assert bytes(part[5][:size].tolist()) == fake.blob[start : start + size]  # the right payload is there
+                fake._pair.read([output], [base], False, None)
+                return self
+
+            def is_done(self) -> bool:
+                return True
+
+            def wait(self) -> None:
+                if fake.fails == output[0]:
+                    raise tpde.Invalid("a payload is damaged", rule="payload.crc32")
+
+        return Plan()
+
+    def weights(self, model: torch.nn.Module, names: list[str]) -> list[tpde.nn._DeviceWeight]:
+        """Weights of this device, their payloads in memory that is to be copied."""
+        offset, made = 64, {}
+        for entry in self.entries.values():  # payloads follow each other in the order of the tensors, padded chunk by chunk
+            made[entry.name] = offset
+            chunks = next(t.chunks for t in tpde.inspect(self.stem).tensors if t.name == entry.name)
+            assert chunks == 1
+            offset += (self._pair.payload_bytes(entry.name) + 15) // 16 * 16
+        found = []
+        for name in names:
+            payload = torch.frombuffer(bytearray(self.blob[made[name] :]), dtype=torch.uint8)
+            payload = payload[: (self._pair.payload_bytes(name) + 15) // 16 * 16]
+            found.append(tpde.nn._DeviceWeight(self, self.entries[name], model.get_parameter(name), payload, made[name]))
+        return found
+
+
+class TestArena:
+    @pytest.fixture
+    def fake(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Fake, Deep, Deep]:
+        base = Deep()
+        target = target_of(base)
+        tpde.torch.save_file(base, target, tmp_path / "p", codec="conditioned", chunk_lanes=1 << 20)
+        fake = Fake(tmp_path / "p", monkeypatch)
+        fake.stem = tmp_path / "p"
+        return fake, base, loaded(target)
+
+    NAMES = [f"blocks.{i}.{kind}.weight" for i in range(3) for kind in ("up", "down")]
+
+    def run(self, fake: Fake, weights: list, target: Deep) -> None:
+        for weight in weights:
+            x = torch.randn(3, weight.shape[1], dtype=torch.bfloat16)
+            y = weight.linear(x, None, False)
+            fake.log.append(("use", weight.entry.name))
+            assert torch.equal(y, torch.nn.functional.linear(x, target.get_parameter(weight.entry.name)))
+
+    @pytest.mark.parametrize("count", [1, 2, 3, 6])
+    def test_the_next_weight_is_decoded_while_one_is_used(self, fake: tuple[Fake, Deep, Deep], count: int) -> None:
+        device, base, target = fake
+        weights = device.weights(base, self.NAMES[:count])
+        for _ in range(4):
+            self.run(device, weights, target)
+        uses = [name for what, name in device.log if what == "use"]
+        decoded = [name for what, name in device.log if what == "decode"]
+        assert uses == self.NAMES[:count] * 4
+        # Each is decoded once a use, and one more is foreseen; after the first round always before the one before is done.
+        assert decoded == (uses + uses)[: len(uses) + 1]
+        for n in range(count + 1, len(uses)):
+            before = [i for i, entry in enumerate(device.log) if entry == ("decode", uses[n])][n // count]
+            assert before < [i for i, entry in enumerate(device.log) if entry[0] == "use"][n - 1]
+
+    def test_another_order(self, fake: tuple[Fake, Deep, Deep]) -> None:
+        device, base, target = fake
+        weights = device.weights(base, self.NAMES)
+        for order in ([0, 1, 2, 3], [3, 1, 0, 2], [5, 5, 4], [0, 1, 2, 3], [2], [4, 0]):
+            self.run(device, [weights[i] for i in order], target)
+
+    def test_memory_is_two_slots_and_goes_with_the_last_weight(self, fake: tuple[Fake, Deep, Deep]) -> None:
+        device, base, target = fake
+        weights = device.weights(base, self.NAMES)
+        self.run(device, weights * 2, target)
+        (arena,) = tpde.nn._Arena._made.values()
+        assert {slot.dense.numel() for slot in arena.slots} == {max(weight.bytes for weight in weights)}
+        assert {slot.payload.numel() for slot in arena.slots} == {max(weight.payload.numel() for weight in weights)}
+        handle = weights.pop().handle
+        gc.collect()
+        assert all(handle not in slot.rebuilds for slot in arena.slots)
+        del weights[:], arena
+        gc.collect()
+        assert not tpde.nn._Arena._made
+
+    def test_larger_weights_come_later(self, fake: tuple[Fake, Deep, Deep]) -> None:
+        device, base, target = fake
+        weights = device.weights(base, self.NAMES[:1])
+        self.run(device, weights * 2, target)
+        weights += device.weights(base, ["embed.weight", "blocks.1.up.weight"])
+        for _ in range(3):
+            self.run(device, weights, target)
+
+    def test_what_went_wrong_is_told_later(self, fake: tuple[Fake, Deep, Deep]) -> None:
+        device, base, target = fake
+        weights = device.weights(base, self.NAMES[:3])
+        self.run(device, weights, target)
+        device.fails = self.NAMES[1]
+        with pytest.raises(tpde.Invalid):
+            for _ in range(2):
+                self.run(device, weights, target)
+        device.fails = ""
+        self.run(device, weights, target)
