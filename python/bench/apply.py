@@ -4,7 +4,7 @@
     python bench/apply.py FOLDER [--tiles 24] [--pair rl20] [--keep FOLDER]
 
 FOLDER has base.safetensors, or a pair `anchor` without a base that gives it, and a pair on it. Both checkpoints are tiled, so
-that they are as large as a model: every tensor is there so many times under names of its own. All results are compared with the
+that they are as large as a model: every tensor so many times along its first dim. All results are compared with the
 target. Files are in the page cache. Times are medians of wall times, with the device idle before and after.
 """
 
@@ -61,8 +61,8 @@ def bench(folder: Path, pair_name: str, tiles: int, work: Path) -> None:
     else:
         one = tpde.torch.load_file(folder / "anchor")
     tuned = tpde.torch.load_file(folder / pair_name, one)
-    host = {f"{i}.{name}": tensor.clone() for i in range(tiles) for name, tensor in one.items()}
-    host_target = {f"{i}.{name}": tensor.clone() for i in range(tiles) for name, tensor in tuned.items()}
+    host = {name: torch.cat([tensor] * tiles) for name, tensor in one.items()}
+    host_target = {name: torch.cat([tensor] * tiles) for name, tensor in tuned.items()}
     dense_file, pair = work / "target.safetensors", work / "tiled"
     safetensors.torch.save_file(host, work / "base.safetensors")
     safetensors.torch.save_file(host_target, dense_file)

@@ -8,6 +8,7 @@ use crate::pair::{self, Pair};
 use crate::run::run;
 use crate::{errors, memory};
 use pyo3::prelude::*;
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use tpde::cuda::{self, Application, Binding, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer, Planned, Stream};
@@ -240,6 +241,7 @@ impl DevicePair {
     /// The tensors with their bases, each piece of memory once.
     fn bindings(&self, pair: &Pair, tensors: &[Memory], base: &[Memory], mode: Mode) -> Result<Vec<Binding>> {
         let once = pair.each_memory_once(tensors)?;
+        let bases: HashMap<_, _> = base.iter().map(|base| (base.name(), base)).collect();
         let mut bindings = Vec::with_capacity(once.len());
         for (_, given) in tensors.iter().enumerate().filter(|(i, _)| once.contains(i)) {
             let place = self.place(given.name())?;
@@ -248,7 +250,7 @@ impl DevicePair {
             // until the streams have passed.
             let output = unsafe { given.device_slice() };
             let wants_base = mode == Mode::OutOfPlace && tensor.base_kind != BaseKind::None;
-            let base = base.iter().find(|base| wants_base && base.name() == tensor.base_name);
+            let base = bases.get(tensor.base_name).filter(|_| wants_base);
             if let Some(base) = base
                 && (base.dtype()? != tensor.dtype || base.shape().get(1..) != tensor.shape.get(1..))
             {

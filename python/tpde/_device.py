@@ -97,7 +97,7 @@ class DevicePair:
             raise Misuse(f"no place {payloads!r} for payloads: 'file', 'pinned' and 'device' are known")
         self._device = Device.of(device)
         self._device.refuse_capture("making a pair ready")
-        self._path = pair
+        self._path = os.fspath(pair)
         self._pair = _tpde.Pair(pair)
         self._index = self._device.memory(_tpde.DevicePair.index_bytes(self._pair), "the index of a pair")
         self._blob = None
@@ -112,6 +112,10 @@ class DevicePair:
                 None if self._blob is None else _given(self._blob),
                 tell,
             )
+
+    def __fspath__(self) -> str:
+        """Name of the pair, for what works on files."""
+        return self._path
 
     @property
     def device(self) -> torch.device:

@@ -60,7 +60,7 @@ class Reader:
             on_device = device_of((self.tensors or {}).values()) is not None or base is None
             self._open_on_device(pair, on_device)
         if self.on_device is None:
-            self.pair = _tpde.Pair(getattr(pair, "_pair", pair), path)
+            self.pair = _tpde.Pair(pair, path)
         self.has_base_files = path is not None
         self.entries = {entry[0]: Entry(*entry) for entry in self.pair.tensors()}
 
@@ -70,7 +70,9 @@ class Reader:
         from ._device import DevicePair
         from ._torch_memory import Torch
 
-        if isinstance(pair, DevicePair):
+        if isinstance(pair, DevicePair) and wanted:
+            if pair.device != self.device:
+                raise Misuse(f"the pair is on {pair.device}, tensors are wanted on {self.device}")
             self.on_device = pair
         elif wanted:
             self.on_device = DevicePair(pair, self.device, payloads="file")

@@ -53,7 +53,8 @@ def apply_(
         raise Misuse(f"no mode {mode!r}: 'all_checked' and 'chunk_by_chunk' are known")
     tensors = state_of(target)
     path = base if isinstance(base, (str, os.PathLike)) else None
-    opened = getattr(pair, "_pair", None) or _tpde.Pair(pair, path)
+    kept = getattr(pair, "_pair", None)  # that of a DevicePair
+    opened = kept if kept is not None and path is None else _tpde.Pair(pair, path)
     entries = [Entry(*entry) for entry in opened.tensors()]
     missing = [entry.name for entry in entries if entry.name not in tensors]
     if missing and strict:

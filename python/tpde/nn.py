@@ -608,7 +608,7 @@ class _Attaching:
         base = self._base(entry)
         tensors: Mapping[str, torch.Tensor] | None = None if base is None else {entry.base_name: base.detach()}
         is_there = base is None or base.device == device
-        pair: Any = self.on_device(device) if device.type == "cuda" and is_there else getattr(self.given, "_path", self.given)
+        pair: Any = self.on_device(device) if device.type == "cuda" and is_there else self.given
         tensor: torch.Tensor = Reader(pair, tensors, "pt", device).read([entry.name])[entry.name]
         return tensor
 
