@@ -59,6 +59,8 @@ class Device:
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
+        if torch.cuda.current_device() == self.torch.index:
+            return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(self.torch):
             return torch.cuda.is_current_stream_capturing()
 

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Optional
+from typing import Any, Literal, NamedTuple, Optional
 
 import torch
 from torch import nn
@@ -81,12 +81,13 @@ class _Weight:
         """What the layer gives; ``cast``: in the dtype of ``x``, whatever the weight's."""
         raise NotImplementedError
 
-    def compute(self, x: torch.Tensor, scratch: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
-        """The layer with the weight that lies in scratch memory."""
-        weight = scratch[: self.bytes].view(self.dtype).view(self.shape)
-        if cast:
-            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        return nn.functional.linear(x, weight, bias)
+
+
+def _compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
+    """The layer with a weight that lies in scratch memory."""
+    if cast:
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    return nn.functional.linear(x, weight, bias)
 
 
 class _HostWeight(_Weight):
@@ -118,7 +119,19 @@ class _HostWeight(_Weight):
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
         scratch = self._room()
         self._decode(scratch)
-        return self.compute(x, scratch, bias, cast)
+        return _compute(x, self.view(scratch), bias, cast)
+
+
+class _Filling(NamedTuple):
+    """How a slot is filled with a weight: made once."""
+
+    rebuild: _tpde.Rebuild
+    #: What it works in.
+    memory: torch.Tensor
+    #: The weight in the slot.
+    weight: torch.Tensor
+    #: Where its payload is copied to, if it is.
+    payload: torch.Tensor | None
 
 
 class _Slot:
@@ -131,7 +144,7 @@ class _Slot:
         self.holds: int | None = None
         #: Behind the decoding of a weight, and behind its last use.
         self.ready, self.used, self.copied = (torch.cuda.Event() for _ in range(3))  # type: ignore[no-untyped-call]
-        self.rebuilds: dict[int, tuple[_tpde.Rebuild, torch.Tensor]] = {}
+        self.rebuilds: dict[int, _Filling] = {}
 
 
 class _Arena:
@@ -165,6 +178,7 @@ class _Arena:
     @classmethod
     def forget(cls, device: torch.device, handle: int) -> None:
         """Lets go of what is held for a weight that is gone, and of all scratch memory with the last one."""
+        _DeviceWeight._largest.pop(device, None)
         alive = any(isinstance(one, _DeviceWeight) and one.device.torch == device for one in list(_Weight.known.values()))
         for key, arena in list(cls._made.items()):
             if key[0] == device:
@@ -183,9 +197,9 @@ class _Arena:
     def _room(self, weight: _DeviceWeight, slot: _Slot) -> None:
         """Sees to it that a slot has room for all weights of the device."""
         dense, payload = weight.largest()
-        if slot.dense is not None and slot.dense.numel() >= dense and (slot.payload is None or slot.payload.numel() >= payload):
-            if payload == 0 or slot.payload is not None:
-                return
+        held = 0 if slot.payload is None else slot.payload.numel()
+        if slot.dense is not None and slot.dense.numel() >= dense and held >= payload:
+            return
         slot.rebuilds.clear()
         slot.dense = slot.payload = slot.holds = None
         # Made in the order of the stream, so the others begin behind what it still does with that memory.
@@ -201,20 +215,22 @@ class _Arena:
     def fill(self, weight: _DeviceWeight, slot: _Slot) -> None:
         """Queues the decoding of a weight into a slot."""
         self._room(weight, slot)
-        assert slot.dense is not None
-        part = weight.payload
-        if part.device.type == "cpu":
-            assert slot.payload is not None
-            part = slot.payload
+        filling = slot.rebuilds.get(weight.handle)
+        if filling is None:
+            assert slot.dense is not None
+            copied = slot.payload[: weight.payload.numel()] if weight.is_copied and slot.payload is not None else None
+            part = weight.payload if copied is None else copied
+            with torch.inference_mode(False):
+                filling = _Filling(*weight.rebuild(slot.dense, part, self.decoding), weight.view(slot.dense), copied)
+            slot.rebuilds[weight.handle] = filling
+        if filling.payload is not None:
             self.copying.wait_event(slot.ready)  # what was decoded from there
             with torch.cuda.stream(self.copying):
-                part[: weight.payload.numel()].copy_(weight.payload, non_blocking=True)
+                filling.payload.copy_(weight.payload, non_blocking=True)
             slot.copied.record(self.copying)
             self.decoding.wait_event(slot.copied)
-        if weight.handle not in slot.rebuilds:
-            slot.rebuilds[weight.handle] = weight.rebuild(slot.dense, part, self.decoding)
         self.decoding.wait_event(slot.used)
-        launched = slot.rebuilds[weight.handle][0].launch(self.device.raw, self.decoding.cuda_stream)
+        launched = filling.rebuild.launch(self.device.raw, self.decoding.cuda_stream)
         slot.ready.record(self.decoding)
         slot.holds = weight.handle
         self.pending.append(launched)
@@ -228,9 +244,8 @@ class _Arena:
             if slot is None:
                 slot = next((slot for slot in self.slots if slot.holds is None), self.slots[0])
                 self.fill(weight, slot)
-            assert slot.dense is not None
             self.stream.wait_event(slot.ready)
-            y = weight.compute(x, slot.dense, bias, cast)
+            y = _compute(x, slot.rebuilds[handle].weight, bias, cast)
             slot.used.record(self.stream)
             slot.holds = None
             if self.last is not None:
@@ -254,16 +269,24 @@ class _DeviceWeight(_Weight):
         self.device = on_device._device
         #: Bytes of the blob from `start` on, on the device or in pinned memory.
         self.payload = payload
+        self.is_copied = payload.device.type == "cpu"
         self.start = start
+        self._largest.pop(self.device.torch, None)
         #: What graphs refer to.
         self.captured: list[tuple[_tpde.Rebuild, _tpde.Captured, torch.Tensor]] = []
         weakref.finalize(self, _Arena.forget, self.device.torch, self.handle).atexit = False
 
+    #: By device, what `largest` has found.
+    _largest: dict[torch.device, tuple[int, int]] = {}
+
     def largest(self) -> tuple[int, int]:
         """Bytes of the largest weight of the device, and of the largest payload that is copied."""
-        alive = [one for one in self.known.values() if isinstance(one, _DeviceWeight) and one.device is self.device]
-        copied = [one.payload.numel() for one in alive if one.payload.device.type == "cpu"]
-        return max(one.bytes for one in alive), max(copied, default=0)
+        found = self._largest.get(self.device.torch)
+        if found is None:
+            alive = [one for one in list(self.known.values()) if isinstance(one, _DeviceWeight) and one.device is self.device]
+            copied = max((one.payload.numel() for one in alive if one.is_copied), default=0)
+            found = self._largest[self.device.torch] = max(one.bytes for one in alive), copied
+        return found
 
     def rebuild(
         self, dense: torch.Tensor, part: torch.Tensor, stream: torch.cuda.Stream, keep: bool = True
@@ -308,7 +331,7 @@ class _DeviceWeight(_Weight):
             part.copy_(self.payload, non_blocking=True)
         rebuild, memory = self.rebuild(dense, part, stream, keep=False)
         self.captured.append((rebuild, rebuild.capture(self.device.raw, stream.cuda_stream), memory))
-        return self.compute(x, dense, bias, cast)
+        return _compute(x, self.view(dense), bias, cast)
 
 
 _library: Any = torch.library.Library("tpde", "DEF")  # type: ignore[no-untyped-call]
