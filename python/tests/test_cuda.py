@@ -386,7 +386,11 @@ tpde.torch.apply_({{"w": base.cuda()}}, {str(large.pair)!r})
 child = os.fork()
 if child == 0:
     assert tpde.torch.apply_({{"w": base}}, {str(large.pair)!r}) == "applied"
-    os._exit(0)
+    try:
+        tpde.torch.DevicePair({str(large.pair)!r}, "cuda")
+    except tpde.DeviceUnavailable:
+        os._exit(0)
+    os._exit(1)
 assert os.waitpid(child, 0)[1] == 0
 assert tpde.torch.apply_({{"w": base.cuda()}}, {str(large.pair)!r}) == "applied"
 """

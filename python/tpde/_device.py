@@ -29,8 +29,12 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:  # in a process forked from one that had, for example
+            raise DeviceUnavailable(f"PyTorch cannot use {device}: {error}", device=str(device)) from error
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # PyTorch begins, if it has not
+            torch.cuda.current_stream()
             self.raw = _tpde.Device(device.index)
             self.copies = torch.cuda.ExternalStream(self.raw.copy_stream(), device=device)  # type: ignore[no-untyped-call]
 
