@@ -68,6 +68,15 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             poisoned.set_cause(py, Some(to_python(py, source)));
             return Ok(poisoned);
         }
+        Error::NoDevice(_) => {
+            with.set_item("device", "cuda")?;
+            "DeviceUnavailable"
+        }
+        Error::Device { doing, reason } => {
+            with.set_item("action", doing)?;
+            with.set_item("reason", reason)?;
+            "DeviceFailed"
+        }
         Error::Misuse(_) => "Misuse",
         _ => "TpdeError",
     };

@@ -5,6 +5,7 @@
 
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
+mod device;
 mod errors;
 mod memory;
 mod pair;
@@ -15,6 +16,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _tpde {
+    #[pymodule_export]
+    use super::device::{Captured, Device, DevicePair, Launched, Plan, Rebuild};
     #[pymodule_export]
     use super::pair::Pair;
     #[pymodule_export]

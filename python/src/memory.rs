@@ -1,11 +1,13 @@
 //! Tensors that lie in memory of Python's.
 
 use pyo3::prelude::*;
+use tpde::cuda::DeviceSlice;
 use tpde::{Dtype, Error, MemoryCheckpoint, Result, TensorInfo};
 
 /// A tensor: name, dtype, dims, address, bytes, and an object that keeps the memory where it is.
 ///
-/// Made by `tpde/_memory.py` and `tpde/_tensors.py` alone, from tensors that they have looked at: contiguous, in host memory.
+/// Made by `tpde/_memory.py` and `tpde/_torch_memory.py` alone, from tensors that they have looked at: contiguous, in host memory
+/// unless the device half asked for others, which makes no slices of the host of them.
 /// While it is held, and nobody gives the memory back behind its owner's back, the address stays valid. The caller of the
 /// public function promises that nobody writes the memory meanwhile, and for memory that is written that nobody reads it.
 #[derive(FromPyObject)]
@@ -25,6 +27,16 @@ impl Memory {
 
     pub fn shape(&self) -> &[u64] {
         &self.2
+    }
+
+    /// The same of memory of a device, at an address that the device sees.
+    ///
+    /// # Safety
+    /// The memory is the device's, and its owner is held until all work that is queued with the slice has passed; PyTorch holds
+    /// what a tensor gives back until the streams that were recorded with it have passed.
+    pub unsafe fn device_slice(&self) -> DeviceSlice {
+        // SAFETY: promised by the caller.
+        unsafe { DeviceSlice::from_raw(self.3 as u64, self.4 as u64) }
     }
 
     /// First byte and the one after the last.
@@ -62,11 +74,13 @@ pub fn dtype(name: &str) -> Result<Dtype> {
     Dtype::ALL.iter().copied().find(|dtype| dtype.name() == name).ok_or_else(|| Error::Misuse(format!("no dtype is named {name}")))
 }
 
+/// Name, dtype and dims.
+pub fn info(tensor: &Memory) -> Result<TensorInfo> {
+    Ok(TensorInfo { name: tensor.name().to_owned(), dtype: tensor.dtype()?, shape: tensor.shape().to_vec() })
+}
+
 /// Tensors as a checkpoint.
 pub fn checkpoint(tensors: &[Memory]) -> Result<MemoryCheckpoint<'_>> {
-    let infos = tensors.iter().map(|tensor| {
-        let info = TensorInfo { name: tensor.name().to_owned(), dtype: tensor.dtype()?, shape: tensor.shape().to_vec() };
-        Ok((info, tensor.bytes()))
-    });
+    let infos = tensors.iter().map(|tensor| Ok((info(tensor)?, tensor.bytes())));
     MemoryCheckpoint::new(infos.collect::<Result<Vec<_>>>()?)
 }

@@ -5,19 +5,20 @@ use crate::memory::{self, Memory};
 use crate::run::run;
 use pyo3::prelude::*;
 use pyo3::types::PyByteArray;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
+use std::sync::Arc;
 use tpde::error::Escaped;
 use tpde::format::BaseKind;
 use tpde::index::Tensor;
 use tpde::safetensors::target_metadata;
-use tpde::source::FileSource;
+use tpde::source::{FileSource, Source};
 use tpde::{Apply, Checkpoint, Error, InPlace, MemoryCheckpoint, Result, SafetensorsCheckpoint, TensorMut};
 
 /// A pair and, if it was opened with one, the files of its base.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Pair {
-    pair: tpde::Pair<FileSource>,
+    pair: Arc<tpde::Pair<FileSource>>,
     base: Option<SafetensorsCheckpoint>,
 }
 
@@ -32,7 +33,7 @@ impl Pair {
     fn open(py: Python<'_>, path: PathBuf, base: Option<PathBuf>) -> PyResult<Self> {
         run(py, None, 0, |_| {
             let base = base.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
-            Ok(Self { pair: tpde::Pair::open(&path)?, base })
+            Ok(Self { pair: Arc::new(tpde::Pair::open(&path)?), base })
         })
     }
 
@@ -46,6 +47,26 @@ impl Pair {
             (name, tensor.dtype.name(), tensor.shape.to_vec(), tensor.base_kind.name(), tensor.base_name.to_owned(), changes)
         };
         index.tensors().map(describe).collect()
+    }
+
+    /// Bytes of the blob.
+    fn blob_bytes(&self) -> u64 {
+        self.pair.blob().size()
+    }
+
+    /// Bytes of the payloads of a tensor.
+    fn payload_bytes(&self, py: Python<'_>, name: &str) -> PyResult<u64> {
+        let index = self.pair.index();
+        let tensor = index.find(name).ok_or_else(|| errors::to_python(py, &unknown(name)))?;
+        let records = &index.chunks()[tensor.chunks().start as usize..tensor.chunks().end as usize];
+        Ok(records.iter().map(|record| u64::from(record.compressed_size.get())).sum())
+    }
+
+    /// Whether two tensors are the same under two names, in base and target.
+    fn is_same(&self, py: Python<'_>, a: &str, b: &str) -> PyResult<bool> {
+        let find = |name| self.pair.index().find(name).ok_or_else(|| errors::to_python(py, &unknown(name)));
+        let (a, b) = (find(a)?, find(b)?);
+        Ok(a.digests == b.digests && a.base_kind == b.base_kind && a.dtype == b.dtype && a.shape == b.shape)
     }
 
     /// Whether the pair tells of files, not of tensors alone.
@@ -67,13 +88,22 @@ impl Pair {
         digests: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
-        let total = outputs.iter().map(|output| output.range().len() as u64).sum();
+        let once = self.each_memory_once(&outputs).map_err(|error| errors::to_python(py, &error))?;
+        let total = once.iter().map(|&i| outputs[i].range().len() as u64).sum();
         run(py, progress, total, |steering| {
+            for base in base.iter().flatten() {
+                let of_base = base.range();
+                let meets = |o: &&Memory| o.range().start < of_base.end && of_base.start < o.range().end && !of_base.is_empty();
+                if let Some(output) = outputs.iter().find(meets) {
+                    let (name, base) = (Escaped(output.name()), Escaped(base.name()));
+                    return Err(Error::Misuse(format!("tensor {name} shares memory with the base {base}")));
+                }
+            }
             self.on_base(base.as_deref(), |base| {
                 let mut places = HashMap::new();
-                for output in &mut outputs {
+                for (_, output) in outputs.iter_mut().enumerate().filter(|(i, _)| once.contains(i)) {
                     let (name, range) = (output.name().to_owned(), output.range());
-                    // SAFETY: outputs are new tensors, as `tpde/_tensors.py` makes them: nobody else has seen their memory.
+                    // SAFETY: `each_memory_once` has found that these do not overlap, and none does a base.
                     if places.insert(name, unsafe { output.bytes_mut() }).is_some() {
                         return Err(Error::Misuse(format!("{range:?}: two outputs of one name")));
                     }
@@ -153,11 +183,16 @@ impl Pair {
     }
 }
 
-fn unknown(name: &str) -> Error {
+pub fn unknown(name: &str) -> Error {
     Error::Misuse(format!("no tensor {} in the pair", Escaped(name)))
 }
 
 impl Pair {
+    /// The pair alone, which others may keep.
+    pub fn shared(&self) -> Arc<tpde::Pair<FileSource>> {
+        self.pair.clone()
+    }
+
     fn on_base<R>(&self, base: Option<&[Memory]>, work: impl FnOnce(&dyn Checkpoint) -> Result<R>) -> Result<R> {
         match (base, &self.base) {
             (Some(tensors), _) => work(&memory::checkpoint(tensors)?),
@@ -168,7 +203,7 @@ impl Pair {
 
     /// Which of the tensors to change so that each piece of memory is changed once: tied weights are one piece with several
     /// names, which must become the same. The tensors must be those of the pair in dtype and shape.
-    fn each_memory_once(&self, tensors: &[Memory]) -> Result<std::collections::HashSet<usize>> {
+    pub fn each_memory_once(&self, tensors: &[Memory]) -> Result<HashSet<usize>> {
         let mut found = Vec::new();
         for (i, given) in tensors.iter().enumerate() {
             let name = Escaped(given.name());
@@ -185,7 +220,7 @@ impl Pair {
         }
         // Of tied tensors, one with a base comes first: it is the one whose base can be checked.
         found.sort_by_key(|(_, range, tensor)| (range.start, range.end, tensor.base_kind == BaseKind::None));
-        let mut once = std::collections::HashSet::new();
+        let mut once = HashSet::new();
         let mut before: Option<&(usize, std::ops::Range<usize>, Tensor<'_>)> = None;
         for entry in &found {
             let (i, range, tensor) = entry;

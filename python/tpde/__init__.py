@@ -11,7 +11,7 @@ A *base* checkpoint and a *pair* of files, ``NAME.tpde-index`` and ``NAME.tpde-b
         weight = target.get_tensor("layer.weight")
 
 :mod:`tpde.torch` works on state dicts and live modules, :mod:`tpde.numpy` on dicts of arrays; each is imported when it is first
-used. All errors are :class:`TpdeError`. Calls let other Python threads run, can be interrupted, and use all processors
+used. :mod:`tpde.nn` has layers that rebuild their weights just in time. All errors are :class:`TpdeError`. Calls let other Python threads run, can be interrupted, and use all processors
 (the environment variable ``RAYON_NUM_THREADS`` says how many).
 """
 
@@ -23,6 +23,7 @@ from ._errors import (
     AlreadyApplied,
     AlreadyExists,
     BadCheckpoint,
+    DeviceFailed,
     DeviceUnavailable,
     Internal,
     Invalid,
@@ -46,6 +47,7 @@ __all__ = [
     "AlreadyExists",
     "ApplyReport",
     "BadCheckpoint",
+    "DeviceFailed",
     "DeviceUnavailable",
     "EncodeReport",
     "Inspection",
@@ -68,6 +70,7 @@ __all__ = [
     "apply",
     "encode",
     "inspect",
+    "nn",
     "numpy",
     "safe_open",
     "torch",
@@ -77,7 +80,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Modules that need what may not be installed, or takes long to import.
-    if name in ("numpy", "torch"):
+    if name in ("nn", "numpy", "torch"):
         import importlib
 
         return importlib.import_module(f"tpde.{name}")

@@ -131,9 +131,16 @@ class OutOfMemory(TpdeError, MemoryError):
 
 
 class DeviceUnavailable(TpdeError, RuntimeError):
-    """Tensors of this device cannot be read or written by this build. Attribute: ``device``."""
+    """There is no such device, or nothing to use it with: no driver, one too old, none of PyTorch's. Attribute: ``device``."""
 
     device: str
+
+
+class DeviceFailed(TpdeError, RuntimeError):
+    """The driver of a device refused something, or work on the device died. Attributes: ``action``, ``reason``."""
+
+    action: str
+    reason: str
 
 
 class Internal(TpdeError, RuntimeError):

@@ -1,13 +1,14 @@
 """Tensors as the compiled half sees them: name, dtype, dims, address, bytes, and what keeps the memory where it is.
 
-Everything that is handed over has been looked at here: contiguous, little-endian, in host memory. The NumPy half is in this
+Everything that is handed over has been looked at here: contiguous, little-endian, in host memory, or in that of the
+device that was asked for. The NumPy half is in this
 module, the PyTorch half in `_torch_memory`, which is imported when a tensor of PyTorch's comes along.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ._dtypes import ML_DTYPES, NUMPY, VIEWS, byte_shape, is_packed, size
@@ -22,13 +23,25 @@ def is_torch(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def describe(name: str, value: Any, expected: tuple[str, list[int]] | None = None, *, writable: bool = False) -> Memory:
-    """A tensor of either kind. ``expected``, dtype and shape, tells a view of integers from integers."""
+def describe(
+    name: str, value: Any, expected: tuple[str, list[int]] | None = None, *, writable: bool = False, device: Any = "cpu"
+) -> Memory:
+    """A tensor of either kind, on this device. ``expected``, dtype and shape, tells a view of integers from integers."""
     if is_torch(value):
         from . import _torch_memory
 
-        return _torch_memory.describe(name, value, expected)
+        return _torch_memory.describe(name, value, expected, device)
+    if str(device) != "cpu":
+        raise Misuse(f"tensor {name!r} is an array, others are on {device}")
     return _describe_array(name, value, expected, writable)
+
+
+def device_of(values: Iterable[Any]) -> Any:
+    """The device of PyTorch's that some of these are on, one of CUDA; ``None`` if they are on the CPU, or say so themselves."""
+    for value in values:
+        if is_torch(value) and value.device.type == "cuda":
+            return value.device
+    return None
 
 
 def describe_all(tensors: Mapping[str, Any]) -> list[Memory]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from . import _tpde
 from ._dtypes import is_packed
 from ._errors import DeviceUnavailable, Misuse, OutOfRange
-from ._memory import Memory, NumPy, describe
+from ._memory import Memory, NumPy, describe, device_of
 from ._paths import StrPath
 from ._progress import Progress, told
 
@@ -33,12 +33,16 @@ class Entry(NamedTuple):
 class Reader:
     """A pair with its base, in one framework: what `safe_open` and the functions of `tpde.torch` and `tpde.numpy` share."""
 
-    def __init__(self, pair: StrPath, base: Any, framework: str, device: Any = "cpu") -> None:
+    def __init__(self, pair: Any, base: Any, framework: str, device: Any = "cpu") -> None:
+        #: Where tensors are wanted, if not on the CPU, and the pair there, if that is where they are rebuilt.
+        self.device: Any = None
+        self.on_device: Any = None
         if framework in ("pt", "torch", "pytorch"):
             from ._torch_memory import Torch, check_device
 
-            check_device(device)
-            self.making: Any = Torch()
+            checked = check_device(device)
+            self.device = None if checked.type == "cpu" else checked
+            self.making: Any = Torch(checked)
         elif framework in ("np", "numpy"):
             if str(device) != "cpu":
                 raise DeviceUnavailable(f"NumPy has no device {device}", device=str(device))
@@ -51,9 +55,31 @@ class Reader:
             path = base
         elif base is not None:
             self.tensors = state_of(base)
-        self.pair = _tpde.Pair(pair, path)
+        if self.device is not None:
+            # From a base in files or on the CPU, tensors are rebuilt there and copied.
+            on_device = device_of((self.tensors or {}).values()) is not None or base is None
+            self._open_on_device(pair, on_device)
+        if self.on_device is None:
+            self.pair = _tpde.Pair(pair, path)
         self.has_base_files = path is not None
         self.entries = {entry[0]: Entry(*entry) for entry in self.pair.tensors()}
+
+    def _open_on_device(self, pair: Any, wanted: bool) -> None:
+        import torch
+
+        from ._device import DevicePair
+        from ._torch_memory import Torch
+
+        if isinstance(pair, DevicePair) and wanted:
+            if pair.device != self.device:
+                raise Misuse(f"the pair is on {pair.device}, tensors are wanted on {self.device}")
+            self.on_device = pair
+        elif wanted:
+            self.on_device = DevicePair(pair, self.device, payloads="file")
+        if self.on_device is None:
+            self.making = Torch(torch.device("cpu"))
+        else:
+            self.pair = self.on_device._pair
 
     def entry(self, name: str) -> Entry:
         """The tensor of this name."""
@@ -64,31 +90,45 @@ class Reader:
 
     def base_of(self, entries: list[Entry]) -> list[Memory] | None:
         """The base tensors of these, if they lie in memory."""
-        if self.tensors is None:
-            return None
-        found = {}
-        for entry in entries:
-            value = self.tensors.get(entry.base_name)
-            if entry.base_kind != "none" and value is not None and entry.base_name not in found:
-                expected = (entry.dtype, entry.shape) if entry.is_same else (entry.dtype, [*getattr(value, "shape", [])])
-                found[entry.base_name] = describe(entry.base_name, value, expected)
-        return list(found.values())
+        return None if self.tensors is None else bases(entries, self.tensors, "cpu" if self.on_device is None else self.device)
 
     def read(self, names: list[str], digests: bool = True, progress: Progress = None) -> dict[str, Any]:
         """These tensors, rebuilt."""
         entries = [self.entry(name) for name in names]
         base = self.base_of(entries)
         made = {entry.name: self.making.empty(entry.name, entry.dtype, entry.shape) for entry in entries}
-        with told(progress, "load") as tell:
-            self.pair.read([memory for _, memory in made.values()], base, digests, tell)
-        return {name: tensor for name, (tensor, _) in made.items()}
+        outputs = [memory for _, memory in made.values()]
+        if self.on_device is not None:
+            self.on_device._rebuild(outputs, base or [], progress)
+        else:
+            with told(progress, "load") as tell:
+                self.pair.read(outputs, base, digests, tell)
+        return {name: self._moved(tensor) for name, (tensor, _) in made.items()}
+
+    def _moved(self, tensor: Any) -> Any:
+        """A tensor that was rebuilt, where it is wanted."""
+        return tensor if self.device is None else tensor.to(self.device)
 
     def read_range(self, entry: Entry, start: int, stop: int, shape: list[int]) -> Any:
-        """The elements from ``start`` to ``stop``, in this shape: the chunks that hold them are decoded, and no others."""
+        """The elements from ``start`` to ``stop``, in this shape: the chunks that hold them are decoded, and on the CPU no
+        others."""
+        if self.on_device is not None:
+            return self.read([entry.name])[entry.name].view(-1)[start:stop].clone().view(shape)
         tensor, memory = self.making.empty(entry.name, entry.dtype, shape)
         if stop > start:
             self.pair.read_range(memory, start, stop, self.base_of([entry]))
-        return tensor
+        return self._moved(tensor)
+
+
+def bases(entries: list[Entry], tensors: Mapping[str, Any], device: Any) -> list[Memory]:
+    """The base tensors of these that are there, each once."""
+    found = {}
+    for entry in entries:
+        value = tensors.get(entry.base_name)
+        if entry.base_kind != "none" and value is not None and entry.base_name not in found:
+            expected = (entry.dtype, entry.shape) if entry.is_same else (entry.dtype, [*getattr(value, "shape", [])])
+            found[entry.base_name] = describe(entry.base_name, value, expected, device=device)
+    return list(found.values())
 
 
 def state_of(value: Any) -> Mapping[str, Any]:
@@ -113,11 +153,12 @@ class safe_open:
     Args:
         path: Name of the pair, or either file.
         base: The checkpoint that the pair was made from, as path or as dict of tensors (of NumPy or PyTorch, contiguous, on
-            the CPU; they must not be written while a call reads them); ``None`` if the pair needs none.
+            the CPU or all on ``device``; they must not be written while a call reads them); ``None`` if the pair needs none.
         framework: ``"pt"`` for PyTorch, ``"np"`` for NumPy.
-        device: ``"cpu"``; others raise :class:`DeviceUnavailable`.
-        digests: Whether :meth:`get_tensor` compares base and target with the digests of the pair. Without, sums and checksums
-            still find damage, at some three times the speed.
+        device: Where tensors are wanted: ``"cpu"``, or with PyTorch a CUDA device. They are decoded there if the base is
+            there, or none is needed; else on the CPU, and copied.
+        digests: Whether :meth:`get_tensor` compares base and target with the digests of the pair. Without, and on a CUDA
+            device, sums and checksums still find damage, on the CPU at some three times the speed.
 
     Opening is cheap: the index and the base's headers are read. NumPy gets BF16 and the F8 dtypes of ml_dtypes where that is
     installed, else unsigned integers as wide, with the same bits; F4 and F6 come as ``uint8``, with the last dim in bytes, or

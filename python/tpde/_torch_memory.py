@@ -23,22 +23,40 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def check_device(device: Any) -> torch.device:
-    """The device, if tensors on it can be read and written."""
-    wanted: torch.device = torch.device(device)
-    if wanted.type != "cpu":
-        raise DeviceUnavailable(
-            f"tensors on {wanted} cannot be read or written: this build of tpde has no device path, only the CPU's",
-            device=str(wanted),
-        )
-    return wanted
+    """The device, if tensors on it can be read and written; one of CUDA with its number."""
+    try:
+        wanted: torch.device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceUnavailable(f"no device {device!r}: {error}", device=str(device)) from error
+    if wanted.type == "cpu":
+        return wanted
+    why = "only the CPU and CUDA devices are worked on"
+    if wanted.type == "cuda":
+        if torch.cuda.is_available():
+            number = torch.cuda.current_device() if wanted.index is None else wanted.index
+            if number < torch.cuda.device_count():
+                return torch.device("cuda", number)
+            why = f"PyTorch shows {torch.cuda.device_count()} CUDA devices"
+        else:
+            why = "PyTorch shows no CUDA device"
+    raise DeviceUnavailable(f"tensors on {wanted} cannot be read or written: {why}", device=str(wanted))
 
 
-def describe(name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | None = None) -> Memory:
-    """A tensor that PyTorch has made, looked at."""
+def describe(
+    name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | None = None, device: Any = "cpu"
+) -> Memory:
+    """A tensor that PyTorch has made, looked at; on this device."""
     without_memory = f"tensor {name!r} is a {type(tensor).__name__} on {tensor.device} without memory of its own"
     if tensor.device.type == "meta" or is_traceable_wrapper_subclass(tensor):
         raise Misuse(without_memory)
-    check_device(tensor.device)
+    if tensor.device != torch.device(device):
+        if tensor.device.type == "cpu":
+            raise Misuse(f"tensor {name!r} is on the CPU, others are on {device}")
+        check_device(tensor.device)
+        if str(device) == "cpu":
+            message = f"tensor {name!r} is on {tensor.device}, and only tensors on the CPU can be read here: tensor.cpu() copies it"
+            raise DeviceUnavailable(message, device=str(tensor.device))
+        raise Misuse(f"tensor {name!r} is on {tensor.device}, others are on {device}: one call for each device (strict=False)")
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise Misuse(f"tensor {name!r} is sparse or quantized: give the tensors that it is made of")
     dtype = _NAMES.get(tensor.dtype)
@@ -58,7 +76,7 @@ def describe(name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | 
         storage = tensor.untyped_storage()
         # A fake tensor has a storage elsewhere; a sharding library may have taken a storage's memory away.
         needed = tensor.storage_offset() * tensor.element_size() + bytes
-        if bytes and (storage.device.type != "cpu" or storage.nbytes() < needed):
+        if bytes and (storage.device != tensor.device or storage.nbytes() < needed):
             raise Misuse(without_memory)
         address = tensor.data_ptr()
     except RuntimeError as error:
@@ -68,7 +86,10 @@ def describe(name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | 
 
 
 class Torch:
-    """Making tensors."""
+    """Making tensors on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def empty(self, name: str, dtype: str, shape: list[int]) -> tuple[torch.Tensor, Memory]:
         """A new tensor, and its memory."""
@@ -77,7 +98,7 @@ class Torch:
         if is_packed(dtype) and len(dims) != len(shape):
             own = torch.uint8  # rows are not whole bytes
         try:
-            tensor = torch.empty(dims, dtype=own, device="cpu", requires_grad=False)
+            tensor = torch.empty(dims, dtype=own, device=self.device, requires_grad=False)
         except (RuntimeError, MemoryError, TypeError, OverflowError) as error:
             raise no_memory(name, dtype, shape) from error
         return tensor, (name, dtype, shape, tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)

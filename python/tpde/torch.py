@@ -1,6 +1,8 @@
 """Pairs and PyTorch: state dicts, live parameters, and streams of weights for inference engines.
 
-Tensors are on the CPU; those on another device raise :class:`tpde.DeviceUnavailable`.
+Tensors are on the CPU or on CUDA devices. There pairs are decoded by kernels, on PyTorch's current stream, in memory of its
+allocator: beside the tensors, the compressed bytes and at most 64 MiB. Chunks are checked by checksums and sums; digests are
+compared on the CPU alone. Calls return when their outcome is known; :class:`DevicePair` keeps ready what is used again.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
 import torch
 
 from . import _state
+from ._device import DevicePair
 from ._errors import Misuse
 from ._open import Entry, Reader
 from ._paths import EncodeReport, StrPath
@@ -21,14 +24,15 @@ from ._torch_memory import dtype_of, values_of
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["CheckpointWeightPatch", "apply_", "iter_patches", "iter_weights", "load_file", "save_file"]
+__all__ = ["CheckpointWeightPatch", "DevicePair", "apply_", "iter_patches", "iter_weights", "load_file", "save_file"]
 
 State = Mapping[str, torch.Tensor]
 Base = Union[StrPath, State, "nn.Module", None]
+Pair = Union[StrPath, DevicePair]
 
 
 def load_file(
-    pair: StrPath,
+    pair: Pair,
     base: Base = None,
     device: str | torch.device = "cpu",
     *,
@@ -40,16 +44,17 @@ def load_file(
     Args:
         pair: Name of the pair, or either file.
         base: Path of the checkpoint that the pair was made from, or its tensors (a state dict or a module: contiguous, on the
-            CPU, not written meanwhile), which are read and left; ``None`` if the pair needs none.
-        device: ``"cpu"``.
-        digests: Whether base and target are compared with the digests of the pair. Without, sums and checksums still find
-            damage, at some three times the speed.
+            CPU or all on ``device``, not written meanwhile), which are read and left; ``None`` if the pair needs none.
+        device: Where the tensors are wanted: the CPU or a CUDA device. They are decoded there if the base is there, or none is
+            needed; else on the CPU, and copied.
+        digests: Whether base and target are compared with the digests of the pair, on the CPU. Without, sums and checksums
+            still find damage, at some three times the speed.
         progress: As for :func:`tpde.encode`.
 
     Raises:
         WrongBase, AlreadyApplied, Invalid, Limit, BadCheckpoint, SystemRefused, OutOfMemory: What is wrong.
         NotContiguous, Misuse: A base tensor that cannot be read.
-        DeviceUnavailable: Another device than the CPU.
+        DeviceUnavailable, DeviceFailed: There is no such device, or it fails.
     """
     return _state.load(pair, base, "pt", device, digests, progress)
 
@@ -68,7 +73,7 @@ def save_file(
 ) -> EncodeReport:
     """Write the difference of the tensors ``target`` from ``base`` as the pair ``path``.
 
-    Tensors are read where they lie: contiguous, on the CPU, of a dtype that safetensors knows, and not written meanwhile.
+    Tensors are read where they lie: contiguous, on the CPU (``tensor.cpu()`` copies others there), of a dtype that safetensors knows, and not written meanwhile.
     Tied weights are stored under each of their names. The pair holds tensors, no files: :func:`tpde.apply` rebuilds one file
     with a header of its own.
 
@@ -89,26 +94,31 @@ def save_file(
 
 def apply_(
     module_or_state_dict: nn.Module | State,
-    pair: StrPath,
+    pair: Pair,
     *,
     mode: Mode = "all_checked",
     strict: bool = True,
+    base: Base = None,
     progress: Progress = None,
 ) -> Outcome:
     """Turn live base weights into target weights where they lie: parameters stay the same objects at the same addresses.
 
-    Memory beyond the weights: some buffers of a chunk a thread. Tied weights are changed once; autograd is told (the versions
+    Memory beyond the weights: some buffers of a chunk a thread; on a CUDA device the compressed bytes and at most 64 MiB. Tied weights are changed once; autograd is told (the versions
     of the tensors that change go up, leaves that require gradients too). Tensors that the pair does not name are left.
 
     Args:
         module_or_state_dict: The base: a module, of which parameters and buffers are taken, or a dict of tensors. Contiguous
-            (any storage offset, any alignment), on the CPU. Nobody may read or write them meanwhile.
-        pair: Name of the pair, or either file.
+            (any storage offset; on the CPU any alignment), all on the CPU or all on one CUDA device, where the work follows
+            what is queued on the current stream. Nobody else may read or write them meanwhile.
+        pair: Name of the pair, or either file; or a :class:`DevicePair`.
         mode: ``"all_checked"``: everything is decoded and checked with all digests first, and only then written, which nothing
             interrupts: the weights are the base or the target, whatever is raised. ``"chunk_by_chunk"``: each chunk is
             checked by its sums and written, in one pass: a failure in the middle raises :class:`Poisoned`, an interruption
             has that as its ``__cause__``, and the weights are a mixture.
         strict: Whether every tensor of the pair must be there.
+        base: Where the base is, if the weights are something else, another fine-tune of it say: they are overwritten then, in
+            one pass, and the base is left. On a CUDA device it lies there too. If that fails, the weights are of no use:
+            :class:`Poisoned` has the reason as its ``__cause__``.
         progress: As for :func:`tpde.encode`.
 
     Returns:
@@ -119,9 +129,10 @@ def apply_(
         Poisoned: See ``mode``.
         NotContiguous, Misuse: A tensor that cannot be changed in place, is missing, has another dtype or shape than in the
             pair, or shares memory with one that the pair gives other values. Nothing was written.
-        DeviceUnavailable: A tensor on another device than the CPU.
+            Or a CUDA graph is being captured, which cannot wait for the outcome.
+        DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with a device.
     """
-    return _state.apply_(module_or_state_dict, pair, mode, strict, progress, _tell_autograd)
+    return _state.apply_(module_or_state_dict, pair, mode, strict, progress, _tell_autograd, base)
 
 
 def _tell_autograd(tensors: Mapping[str, Any], entries: list[Entry]) -> None:
@@ -136,18 +147,18 @@ def _tell_autograd(tensors: Mapping[str, Any], entries: list[Entry]) -> None:
             torch.autograd.graph.increment_version(tensor)
 
 
-def _storage(tensor: Any) -> int | None:
-    """Where the storage of a tensor begins, if it is one with a storage on the CPU."""
-    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
+def _storage(tensor: Any) -> tuple[str, int] | None:
+    """Where the storage of a tensor begins, if it is one with a storage."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type not in ("cpu", "cuda"):
         return None
     try:
-        return tensor.untyped_storage().data_ptr()
+        return str(tensor.device), tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse, or no memory of its own
         return None
 
 
 def iter_weights(
-    pair: StrPath,
+    pair: Pair,
     base: Base = None,
     device: str | torch.device = "cpu",
     *,
@@ -187,7 +198,7 @@ class CheckpointWeightPatch(NamedTuple):
 
 
 def iter_patches(
-    pair: StrPath,
+    pair: Pair,
     base: Base = None,
     device: str | torch.device = "cpu",
     *,
@@ -227,9 +238,30 @@ def _sparse(reader: Reader, entry: Entry) -> CheckpointWeightPatch | None:
     dtype = dtype_of(entry.dtype)
     if not entry.is_same or not dtype.is_floating_point or entry.dtype == "F4":
         return None
+    if reader.on_device is not None:
+        return _sparse_on_device(reader, entry)
     positions, raw, size = reader.pair.changes(entry.name, reader.base_of([entry]))
     values = values_of(raw, entry.dtype)
     if values.to(torch.float64).isnan().any():
         return None
     indices = torch.frombuffer(positions, dtype=torch.int32 if size == 4 else torch.int64)
+    if reader.device is not None:
+        values, indices = values.to(reader.device), indices.to(reader.device)
     return CheckpointWeightPatch(entry.name, tuple(entry.shape), dtype, values, indices)
+
+
+#: Integers as wide as an element of so many bytes.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sparse_on_device(reader: Reader, entry: Entry) -> CheckpointWeightPatch | None:
+    """The same where the base is on a device: the whole tensor is rebuilt beside it and compared."""
+    tensor = reader.read([entry.name])[entry.name].view(-1)
+    base = (reader.tensors or {})[entry.base_name].detach().view(-1)
+    as_integers = _INTEGERS[tensor.element_size()]
+    indices = (tensor.view(as_integers) != base.view(as_integers)).nonzero().view(-1)
+    values = tensor[indices] if tensor.element_size() > 1 else tensor.view(as_integers)[indices].view(tensor.dtype)
+    if values.to(torch.float64).isnan().any():
+        return None
+    fits = tensor.numel() <= torch.iinfo(torch.int32).max
+    return CheckpointWeightPatch(entry.name, tuple(entry.shape), tensor.dtype, values, indices.to(torch.int32) if fits else indices)

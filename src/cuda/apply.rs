@@ -5,15 +5,16 @@ use super::device::Scratch;
 use super::driver::{self, Entered, OwnStream, RawEvent, RawStream};
 use super::frames::Frames;
 use super::index::DeviceIndex;
+use super::index::laid_out;
 use super::launch::Launcher;
-use super::layout::{DeviceTensor, STATUS_NOT_RUN};
+use super::layout::{self, DeviceTensor, STATUS_NOT_RUN};
 use super::memory::{self, Allocation, DeviceSlice, PinnedBuffer};
 use super::outcome::{Captured, Pending};
 use super::plan::{Plan, Route};
 use super::stream::Stream;
 use crate::delta::InPlace;
-use crate::error::{Error, Result};
-use crate::format::PAYLOAD_ALIGN;
+use crate::error::{Error, Escaped, Result};
+use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use crate::source::Source;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -41,6 +42,14 @@ pub enum Payloads<'a> {
     /// Memory of the device, the first byte at a multiple of 16; payloads of codec `zstd` only with
     /// [`DeviceIndex::trust`].
     Device(DeviceSlice),
+    /// A part of the blob, from byte `at` of it on, in memory of the device: all payloads of the tensors that are bound, see
+    /// [`DeviceIndex::payloads_of`]. The first byte lies as far behind a multiple of 16 as in the blob.
+    Part {
+        /// Where in the blob the part begins.
+        at: u64,
+        /// Its bytes.
+        memory: DeviceSlice,
+    },
 }
 
 impl fmt::Debug for Payloads<'_> {
@@ -49,17 +58,46 @@ impl fmt::Debug for Payloads<'_> {
             Payloads::Host(source) => write!(f, "Host({} bytes)", source.size()),
             Payloads::Pinned(pinned) => write!(f, "{pinned:?}"),
             Payloads::Device(slice) => write!(f, "{slice:?}"),
+            Payloads::Part { at, memory } => write!(f, "{memory:?} from {at} on"),
         }
     }
 }
 
 impl Payloads<'_> {
-    fn bytes(&self) -> u64 {
+    /// Where the blob begins in the device's memory, or would: only what of it is there is ever read.
+    pub(super) fn on_device(&self) -> Option<u64> {
         match self {
+            Payloads::Host(_) | Payloads::Pinned(_) => None,
+            Payloads::Device(slice) => Some(slice.address()),
+            Payloads::Part { at, memory } => Some(memory.address().wrapping_sub(*at)),
+        }
+    }
+
+    /// Whether these can be the payloads of the tensors.
+    fn check(&self, index: &DeviceIndex, tensors: &[Binding]) -> Result<()> {
+        let found = match self {
             Payloads::Host(source) => source.size(),
             Payloads::Pinned(pinned) => pinned.len() as u64,
             Payloads::Device(slice) => slice.bytes(),
+            Payloads::Part { at, memory } => {
+                let end = at.checked_add(memory.bytes()).ok_or_else(|| Error::Misuse(format!("a part of a blob from {at} on")))?;
+                for binding in tensors {
+                    let payloads = index.payloads_of(binding.tensor)?;
+                    if !payloads.is_empty() && (payloads.start < *at || payloads.end > end) {
+                        let name = Escaped(&index.tensor(binding.tensor)?.name);
+                        return Err(Error::Misuse(format!(
+                            "bytes {at} to {end} of a blob, and tensor {name} has its payloads at {payloads:?}"
+                        )));
+                    }
+                }
+                return Ok(());
+            }
+        };
+        if found != index.0.blob_size {
+            let needed = index.0.blob_size;
+            return Err(Error::Misuse(format!("a blob of {found} bytes for a pair whose blob has {needed}")));
         }
+        Ok(())
     }
 }
 
@@ -91,6 +129,15 @@ impl DeviceIndex {
     /// the output of an application out of place, or payloads of codec `zstd` are to come from the device;
     /// [`Error::Device`] if memory or the driver fails.
     pub fn prepare<'a>(&self, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>) -> Result<Application<'a>> {
+        self.plan(tensors, mode, payloads)?.prepare()
+    }
+
+    /// The first half of [`DeviceIndex::prepare`]: all that needs no memory of the device. What comes out says how much of it
+    /// the other half needs, for those who want to give it.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`], as [`DeviceIndex::prepare`].
+    pub fn plan<'a>(&self, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>) -> Result<Planned<'a>> {
         let (mut chunks, mut bytes) = (0, 0);
         for binding in tensors {
             let of_tensor = self.tensor(binding.tensor)?.chunks();
@@ -102,7 +149,7 @@ impl DeviceIndex {
         // that does not takes as long, and be so large that launches cost little beside copies.
         let full = 2 * u64::from(self.device().multiprocessors());
         let slices = (chunks / full).clamp(1, SIDES as u64);
-        self.prepare_in_slices(tensors, mode, payloads, (bytes / slices).max(512 << 10))
+        self.plan_in_slices(tensors, mode, payloads, (bytes / slices).max(512 << 10))
     }
 
     /// [`DeviceIndex::prepare`] with staging by slices of whole chunks of about `slice_bytes` bytes: each is copied while the
@@ -117,21 +164,113 @@ impl DeviceIndex {
         payloads: Payloads<'a>,
         slice_bytes: u64,
     ) -> Result<Application<'a>> {
-        let (needed, found) = (self.0.blob_size, payloads.bytes());
-        if found != needed {
-            return Err(Error::Misuse(format!("a blob of {found} bytes for a pair whose blob has {needed}")));
-        }
-        let checked = binding::check(self, tensors, mode != Mode::OutOfPlace)?.bindings;
-        let route = match &payloads {
-            Payloads::Device(slice) if !slice.address().is_multiple_of(PAYLOAD_ALIGN) => {
-                return Err(Error::Misuse(format!("a blob at {:#x}, which is no multiple of {PAYLOAD_ALIGN}", slice.address())));
+        self.plan_in_slices(tensors, mode, payloads, slice_bytes)?.prepare()
+    }
+
+    fn plan_in_slices<'a>(&self, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>, slice_bytes: u64) -> Result<Planned<'a>> {
+        payloads.check(self, tensors)?;
+        let bindings = binding::check(self, tensors, mode != Mode::OutOfPlace)?.bindings;
+        let route = match payloads.on_device() {
+            Some(blob) if !blob.is_multiple_of(PAYLOAD_ALIGN) => {
+                return Err(Error::Misuse(format!("a blob at {blob:#x}, which is no multiple of {PAYLOAD_ALIGN}")));
             }
-            Payloads::Device(_) => Route::OnDevice,
-            _ => Route::Staged { slice_bytes },
+            Some(_) => Route::OnDevice,
+            None => Route::Staged { slice_bytes },
         };
-        let plan = Plan::new(self, &checked, route)?;
-        let shared = Arc::new(Shared::new(self, checked, mode, plan)?);
+        let plan = Plan::new(self, &bindings, route)?;
+        Ok(Planned { index: self.clone(), bindings, mode, plan, payloads })
+    }
+}
+
+/// An application that has been worked out and has no memory of the device yet.
+#[derive(Debug)]
+pub struct Planned<'a> {
+    index: DeviceIndex,
+    bindings: Vec<Binding>,
+    mode: Mode,
+    plan: Plan,
+    payloads: Payloads<'a>,
+}
+
+/// Where in the memory of an application its parts begin, and how large all is.
+struct Layout {
+    table: u64,
+    order: u64,
+    records: u64,
+    /// Behind the parts that are copied to the device.
+    copied: u64,
+    statuses: u64,
+    flag: u64,
+    scratch: u64,
+    staging: u64,
+    bytes: u64,
+}
+
+impl<'a> Planned<'a> {
+    /// Bytes of device memory for [`Planned::prepare_in`]: 4 a chunk for the order of work and 4 for its outcome, 48 a tensor;
+    /// the payloads, where they are copied; and up to 48 MiB for [`InPlace::ChunkByChunk`].
+    pub fn bytes(&self) -> u64 {
+        self.layout(self.scratch_slots(), self.plan.staged_bytes).bytes
+    }
+
+    /// Makes the application ready in memory of the crate's.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if memory or the driver fails.
+    pub fn prepare(self) -> Result<Application<'a>> {
+        self.ready(None)
+    }
+
+    /// Makes the application ready in memory of the caller's, and takes no other: as much as [`Planned::bytes`] says, at a
+    /// multiple of 256. What is queued on [`Device::copy_stream`](super::Device::copy_stream) may use the memory at once, and
+    /// nobody else does until the application is dropped and the streams that it was launched on have passed. Where payloads
+    /// are copied, a launch is refused while the one before it is under way.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if the memory is too small or not aligned; [`Error::Device`] if the driver fails.
+    pub fn prepare_in(self, memory: DeviceSlice) -> Result<Application<'a>> {
+        self.ready(Some(memory))
+    }
+
+    fn ready(self, memory: Option<DeviceSlice>) -> Result<Application<'a>> {
+        let layout = match memory {
+            Some(_) => self.layout(self.scratch_slots(), self.plan.staged_bytes),
+            None => self.layout(0, 0),
+        };
+        let memory = memory.map(|given| given.room_for(layout.bytes)).transpose()?;
+        let Self { index, bindings, mode, plan, payloads } = self;
+        let slots = if memory.is_some() { slots_of(mode, &plan, &index) } else { 0 };
+        let shared = Arc::new(Shared::new(&index, bindings, mode, plan, layout, memory, slots)?);
         Ok(Application { shared, payloads })
+    }
+
+    fn scratch_slots(&self) -> u32 {
+        slots_of(self.mode, &self.plan, &self.index)
+    }
+
+    fn layout(&self, scratch_slots: u32, staged_bytes: u64) -> Layout {
+        // Of the tensor table, only from the first to the last tensor that is used.
+        let first = self.bindings.first().map_or(0, |binding| binding.tensor);
+        let end = self.bindings.last().map_or(0, |binding| binding.tensor + 1);
+        let scratch = if scratch_slots > 0 { Scratch::bytes(scratch_slots) } else { 0 };
+        let ([table, order, records, statuses, flag, scratch, staging], bytes) = laid_out([
+            (size_of::<DeviceTensor>() * (end - first)) as u64,
+            4 * self.plan.order.len() as u64,
+            (size_of::<ChunkMetadata>() * self.plan.records.len()) as u64,
+            4 * self.plan.span.len() as u64,
+            4,
+            scratch,
+            staged_bytes,
+        ]);
+        Layout { table, order, records, copied: statuses, statuses, flag, scratch, staging, bytes }
+    }
+}
+
+/// Slots of scratch memory of a caller's: not more than chunks, nor than what such a caller would miss.
+fn slots_of(mode: Mode, plan: &Plan, index: &DeviceIndex) -> u32 {
+    match mode {
+        Mode::InPlace(InPlace::ChunkByChunk) => plan.span.len().min(8 * index.device().multiprocessors() as usize).min(384) as u32,
+        _ => 0,
     }
 }
 
@@ -152,8 +291,10 @@ pub(super) struct Shared {
     pub bindings: Vec<Binding>,
     pub scratch: Option<Scratch>,
     pub frames: Option<Frames>,
-    /// Tensor table, order, own records, status words and the flag, in this order.
-    _memory: Allocation,
+    /// Tensor table, order, own records, status words and the flag, in this order; a caller's has room for the rest too.
+    _memory: DeviceSlice,
+    /// Whether all memory is the caller's.
+    is_given: bool,
     pub tensors: u64,
     pub order: u64,
     pub records: u64,
@@ -171,12 +312,19 @@ struct State {
     /// Behind the last launch.
     last: Option<RawEvent>,
     /// Staging memory of that launch.
-    spare: Option<Allocation>,
+    spare: Option<DeviceSlice>,
 }
 
 impl Shared {
-    fn new(index: &DeviceIndex, bindings: Vec<Binding>, mode: Mode, plan: Plan) -> Result<Self> {
-        // Of the tensor table, only from the first to the last tensor that is used.
+    fn new(
+        index: &DeviceIndex,
+        bindings: Vec<Binding>,
+        mode: Mode,
+        plan: Plan,
+        layout: Layout,
+        given: Option<DeviceSlice>,
+        slots: u32,
+    ) -> Result<Self> {
         let first = bindings.first().map_or(0, |binding| binding.tensor);
         let end = bindings.last().map_or(0, |binding| binding.tensor + 1);
         let mut table = vec![DeviceTensor::default(); end - first];
@@ -193,7 +341,14 @@ impl Shared {
         let device = &index.device().0;
         let _relaxed = driver::Relaxed::new()?;
         let cx = device.context.enter()?;
+        let is_given = given.is_some();
+        let memory = match given {
+            Some(given) => given,
+            None => DeviceSlice::owned(Allocation::new(device, &cx, layout.bytes)?, layout.bytes),
+        };
+        let at = |offset: u64| memory.address() + offset;
         let scratch = match mode {
+            Mode::InPlace(InPlace::ChunkByChunk) if is_given => (slots > 0).then(|| Scratch::at(at(layout.scratch), slots)),
             Mode::InPlace(InPlace::ChunkByChunk) => Some(device.scratch(&cx)?),
             _ => None,
         };
@@ -202,52 +357,46 @@ impl Shared {
             slices => (0..slices.min(SIDES)).map(|_| OwnStream::new(&cx)).collect::<Result<_>>()?,
         };
         let parts: [&[u8]; 3] = [table.as_bytes(), plan.order.as_bytes(), plan.records.as_bytes()];
-        let mut size = 0usize;
-        let mut place = |bytes: usize| {
-            let at = size;
-            size = (at + bytes).next_multiple_of(256);
-            at
-        };
-        let starts = parts.map(|part| place(part.len()));
-        let copied = place(0);
-        let statuses = place(4 * plan.span.len());
-        let flag = place(4);
-        let memory = Allocation::new(device, &cx, size as u64)?;
+        let starts = [layout.table, layout.order, layout.records];
+        let copied = layout.copied as usize;
         let mut pinned = PinnedBuffer::new(device, &cx, copied)?;
         for (part, start) in parts.into_iter().zip(starts) {
-            pinned[start..][..part.len()].copy_from_slice(part);
+            pinned[start as usize..][..part.len()].copy_from_slice(part);
         }
         let frames = Frames::new(index, &plan, device, &cx)?;
-        let at = |offset: usize| memory.address() + offset as u64;
         let copy = device.copy.raw();
         let ready = RawEvent::new(&cx, false)?;
-        // SAFETY: all of it lies within the memory just allocated; that and the pinned memory are held until the copy has passed.
+        // SAFETY: all of it lies within memory that the layout has room in, and that was allocated or given for this; that and
+        // the pinned memory are held until the copy has passed.
         let queued = unsafe {
             memory::copy_in(&cx, at(0), pinned.as_ptr(), copied, copy)
-                .and_then(|()| memory::fill(&cx, at(statuses), STATUS_NOT_RUN, plan.span.len(), copy))
-                .and_then(|()| memory::fill(&cx, at(flag), 0, 1, copy))
+                .and_then(|()| memory::fill(&cx, at(layout.statuses), STATUS_NOT_RUN, plan.span.len(), copy))
+                .and_then(|()| memory::fill(&cx, at(layout.flag), 0, 1, copy))
+                .and_then(|()| memory::fill(&cx, at(layout.scratch), 0, layout::scratch_head(slots) as usize / 4, copy))
         };
         ready.record(&cx, copy)?;
         ready.hold(&cx, device.pools.reaper.raw())?;
         queued?;
         // Kernels count chunks and tensors of the whole pair: these addresses are where number 0 would be.
-        let from_zero = |offset: usize, number: usize, bytes: usize| at(offset).wrapping_sub((number * bytes) as u64);
+        let from_zero = |offset: u64, number: usize, bytes: usize| at(offset).wrapping_sub((number * bytes) as u64);
+        let staging = if is_given { Some(memory.slice(layout.staging, plan.staged_bytes)?) } else { None };
         Ok(Self {
             index: index.clone(),
             mode,
             scratch,
             frames,
+            is_given,
             tensors: from_zero(starts[0], first, size_of::<DeviceTensor>()),
             order: at(starts[1]),
             records: if plan.records.is_empty() { index.0.chunks() } else { from_zero(starts[2], plan.span.start as usize, 32) },
-            statuses: from_zero(statuses, plan.span.start as usize, 4),
-            flag: at(flag),
+            statuses: from_zero(layout.statuses, plan.span.start as usize, 4),
+            flag: at(layout.flag),
             plan,
             sides,
             bindings,
             _memory: memory,
             ready,
-            state: Mutex::default(),
+            state: Mutex::new(State { last: None, spare: staging }),
         })
     }
 
@@ -311,7 +460,7 @@ impl Application<'_> {
         }
         shared.ready.hold(&cx, raw)?;
 
-        let launcher = Launcher { shared, cx: &cx, stream: raw, staging: staging.as_ref().map(Allocation::address) };
+        let launcher = Launcher { shared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address) };
         let (done, last) = (RawEvent::new(&cx, false)?, RawEvent::new(&cx, false)?);
         let queued = launcher.run(&self.payloads, &statuses);
         // From here on whatever was queued is held, also after an error.
@@ -320,7 +469,8 @@ impl Application<'_> {
             .and_then(|()| shared.reset(&cx, raw))
             .and_then(|()| last.record(&cx, raw))
             .and_then(|()| last.hold(&cx, device.pools.reaper.raw()))
-            .and_then(|()| if queued.is_err() { device.hold_memory(&cx, device.copy.raw()) } else { Ok(()) });
+            .and_then(|()| if queued.is_err() { device.hold_memory(&cx, device.copy.raw()) } else { Ok(()) })
+            .and_then(|()| if queued.is_err() { launcher.after(device.copy.raw(), raw) } else { Ok(()) });
         let pending = Pending::new(shared.clone(), done, statuses);
         if let Err(e) = held {
             // Nobody knows when the device is done with the memory: it is given up.
@@ -359,12 +509,14 @@ impl Application<'_> {
         if shared.frames.is_some() {
             return Err(Error::Misuse("a graph cannot have frames expanded by nvCOMP".into()));
         }
-        let bytes = shared.status_bytes();
-        let (statuses, staging) = (PinnedBuffer::new(device, &cx, bytes)?, self.staging(&cx, &mut State::default())?);
+        let statuses = PinnedBuffer::new(device, &cx, shared.status_bytes())?;
+        let mut state = if shared.is_given { None } else { Some(State::default()) };
+        let mut own = shared.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let staging = self.staging(&cx, state.as_mut().unwrap_or(&mut own))?;
         // What was queued outside of the capture cannot be waited for in it; this is a copy that was queued long ago.
         shared.ready.wait(&cx)?;
         shared.reset(&cx, raw)?;
-        let launcher = Launcher { shared, cx: &cx, stream: raw, staging: staging.as_ref().map(Allocation::address) };
+        let launcher = Launcher { shared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address) };
         launcher.run_in_order(&self.payloads, &statuses)?;
         Ok(Captured::new(shared.clone(), statuses, staging, self.keep()))
     }
@@ -384,13 +536,20 @@ impl Application<'_> {
     }
 
     /// Staging memory, if payloads are to be copied: that of an earlier launch which has passed, or fresh.
-    fn staging(&self, cx: &Entered<'_>, state: &mut State) -> Result<Option<Allocation>> {
-        if matches!(self.payloads, Payloads::Device(_)) || self.shared.plan.staged_bytes == 0 {
+    fn staging(&self, cx: &Entered<'_>, state: &mut State) -> Result<Option<DeviceSlice>> {
+        let bytes = self.shared.plan.staged_bytes;
+        if bytes == 0 {
             return Ok(None);
         }
-        match (state.spare.take(), &state.last) {
-            (Some(memory), Some(last)) if last.is_passed(cx)? => Ok(Some(memory)),
-            _ => Allocation::new(&self.shared.index.device().0, cx, self.shared.plan.staged_bytes).map(Some),
+        let is_free = state.last.as_ref().map(|last| last.is_passed(cx)).transpose()?.unwrap_or(true);
+        if self.shared.is_given {
+            let given = state.spare.clone().filter(|_| is_free);
+            let busy = || Error::Misuse("the memory given for payloads is in use by the launch before".into());
+            return given.ok_or_else(busy).map(Some);
+        }
+        match state.spare.take() {
+            Some(memory) if is_free => Ok(Some(memory)),
+            _ => Ok(Some(DeviceSlice::owned(Allocation::new(&self.shared.index.device().0, cx, bytes)?, bytes))),
         }
     }
 }

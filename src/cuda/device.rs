@@ -72,6 +72,18 @@ pub(super) struct Scratch {
     pub slot_bytes: u32,
 }
 
+impl Scratch {
+    /// Bytes of so many slots.
+    pub fn bytes(slots: u32) -> u64 {
+        layout::scratch_head(slots) + u64::from(slots) * u64::from(SCRATCH_SLOT)
+    }
+
+    /// Scratch memory at an address; its head is to be zeroed.
+    pub fn at(address: u64, slots: u32) -> Self {
+        Self { address, slots, slot_bytes: SCRATCH_SLOT }
+    }
+}
+
 impl Device {
     /// Number of devices that the driver shows.
     ///
@@ -146,7 +158,23 @@ impl Device {
     /// # Errors
     /// [`Error::Device`] if memory or the driver fails.
     pub fn upload(&self, index: &ValidatedIndex) -> Result<DeviceIndex> {
-        DeviceIndex::new(self, index)
+        DeviceIndex::new(self, index, None)
+    }
+
+    /// [`Device::upload`] to memory of the caller's: as much as [`DeviceIndex::bytes_of`] says, at a multiple of 256. What is
+    /// queued on [`Device::copy_stream`] may use the memory at once, and nobody else does until the index is dropped and all
+    /// work with it has passed.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if the memory is too small or not aligned; [`Error::Device`] if the driver fails.
+    pub fn upload_to(&self, index: &ValidatedIndex, memory: DeviceSlice) -> Result<DeviceIndex> {
+        DeviceIndex::new(self, index, Some(memory))
+    }
+
+    /// The driver's handle, a `CUstream`, of the stream that copies to the device run on, for those who give memory: what comes
+    /// to be free in the order of this stream can be given at once.
+    pub fn copy_stream(&self) -> *mut c_void {
+        self.0.copy.raw().cast()
     }
 
     /// Memory of the device, with nothing in particular in it.
@@ -272,11 +300,11 @@ impl Inner {
         }
         let slots = BLOCKS * self.multiprocessors;
         let head = layout::scratch_head(slots);
-        let address = self.pools.allocate(cx, head + u64::from(slots) * u64::from(SCRATCH_SLOT))?;
+        let address = self.pools.allocate(cx, Scratch::bytes(slots))?;
         // SAFETY: the head lies within what was just allocated, and is waited for before anyone uses it.
         unsafe { memory::fill(cx, address, 0, head as usize / 4, self.pools.alloc.raw())? };
         self.wait_for(cx, self.pools.alloc.raw())?;
-        Ok(*scratch.insert(Scratch { address, slots, slot_bytes: SCRATCH_SLOT }))
+        Ok(*scratch.insert(Scratch::at(address, slots)))
     }
 }
 

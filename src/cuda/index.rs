@@ -2,11 +2,11 @@
 
 use super::device::Device;
 use super::layout::{self, DeviceTensor, NO_TABLES};
-use super::memory::Allocation;
+use super::memory::{Allocation, DeviceSlice, MEMORY_ALIGN};
 use super::nvcomp::Trusted;
 use crate::codec::{Codec, TableSet};
 use crate::error::{Error, Result};
-use crate::format::{BaseKind, ChunkMetadata, ChunkSums, TensorDigests};
+use crate::format::{BaseKind, ChunkMetadata, ChunkSums, PAYLOAD_ALIGN, TensorDigests};
 use crate::index::{Tensor, ValidatedIndex};
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
@@ -20,7 +20,7 @@ pub struct DeviceIndex(pub(super) Arc<Uploaded>, pub(super) Option<Trusted>);
 #[derive(Debug)]
 pub(super) struct Uploaded {
     pub device: Device,
-    memory: Allocation,
+    memory: DeviceSlice,
     /// Where the parts begin.
     pub sums: u64,
     pub chunk_tensors: u64,
@@ -59,21 +59,19 @@ impl TensorOnDevice {
 }
 
 impl DeviceIndex {
-    pub(super) fn new(device: &Device, index: &ValidatedIndex) -> Result<Self> {
+    pub(super) fn new(device: &Device, index: &ValidatedIndex, memory: Option<DeviceSlice>) -> Result<Self> {
         let (sets, tables) = tables_of(index.table_sets())?;
         let chunk_tensors: Vec<u32> =
             index.tensors().flat_map(|t| std::iter::repeat_n(t.place as u32, t.chunk_count as usize)).collect();
         let parts: [&[u8]; 4] = [index.chunks().as_bytes(), index.sums().as_bytes(), chunk_tensors.as_bytes(), tables.as_bytes()];
-        let mut size = 0;
-        let starts = parts.map(|part| {
-            let start = size;
-            size = (start + part.len() as u64).next_multiple_of(256);
-            start
-        });
+        let (starts, size) = laid_out(parts.map(|part| part.len() as u64));
 
         let inner = &device.0;
         let cx = inner.context.enter()?;
-        let memory = Allocation::new(inner, &cx, size)?;
+        let memory = match memory {
+            Some(given) => given.room_for(size)?,
+            None => DeviceSlice::owned(Allocation::new(inner, &cx, size)?, size),
+        };
         let [chunks, sums, chunk_tensors, tables] = starts.map(|start| memory.address() + start);
         {
             let mut ring = inner.ring.lock().unwrap_or_else(PoisonError::into_inner);
@@ -103,6 +101,33 @@ impl DeviceIndex {
 
     pub(super) fn with_trust(&self, trusted: Trusted) -> Self {
         Self(self.0.clone(), Some(trusted))
+    }
+
+    /// Bytes of device memory that an index takes there; see [`Device::upload_to`](super::Device::upload_to).
+    ///
+    /// # Errors
+    /// [`Error::Limit`] if its tables have more words than kernels can count.
+    pub fn bytes_of(index: &ValidatedIndex) -> Result<u64> {
+        let (_, tables) = tables_of(index.table_sets())?;
+        let chunks = index.chunks().len() as u64;
+        Ok(laid_out([32 * chunks, 16 * chunks, 4 * chunks, 4 * tables.len() as u64]).1)
+    }
+
+    /// Where in the blob the payloads of a tensor lie, with their padding: empty if it has none.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if there is no such tensor.
+    pub fn payloads_of(&self, tensor: usize) -> Result<Range<u64>> {
+        let chunks = self.tensor(tensor)?.chunks();
+        Ok(self.0.payload_ranges(chunks).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or_default())
+    }
+
+    /// Whether the device can decode a tensor alone: not if its codec is `zstd`, which the processor expands.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if there is no such tensor.
+    pub fn is_decoded_alone(&self, tensor: usize) -> Result<bool> {
+        Ok(self.tensor(tensor)?.codec != Codec::Zstd)
     }
 
     /// The device.
@@ -137,6 +162,26 @@ impl Uploaded {
     pub fn chunks(&self) -> u64 {
         self.memory.address()
     }
+
+    /// Where in the blob the payloads of these chunks lie, with their padding.
+    pub fn payload_ranges(&self, chunks: Range<u32>) -> impl Iterator<Item = Range<u64>> + '_ {
+        let records = self.records[chunks.start as usize..chunks.end as usize].iter();
+        records.filter(|record| record.compressed_size.get() > 0).map(|record| {
+            let start = record.blob_offset.get();
+            start..start + u64::from(record.compressed_size.get()).next_multiple_of(PAYLOAD_ALIGN)
+        })
+    }
+}
+
+/// Where parts of these sizes begin in one memory, and how large it is.
+pub(super) fn laid_out<const N: usize>(sizes: [u64; N]) -> ([u64; N], u64) {
+    let mut end = 0;
+    let starts = sizes.map(|size| {
+        let start = end;
+        end = (start + size).next_multiple_of(MEMORY_ALIGN);
+        start
+    });
+    (starts, end)
 }
 
 /// The words of all sets as kernels want them, and where each set begins; see `kernels/README.md`.
@@ -168,7 +213,8 @@ pub(super) fn tables_of(sets: &[TableSet]) -> Result<(Vec<u32>, Vec<u32>)> {
 
 /// Bytes of shared memory for the largest of the sets.
 fn table_bytes(sets: &[TableSet]) -> u32 {
-    let symbols = |set: &TableSet| set.classes().map(|class| class.iter().filter(|frequency| **frequency != 0).count()).sum::<usize>();
+    let symbols =
+        |set: &TableSet| set.classes().map(|class| class.iter().filter(|frequency| **frequency != 0).count()).sum::<usize>();
     let bytes = |set: &TableSet| layout::conditioned_tables(set.classes().len() as u32, symbols(set) as u32);
     sets.iter().map(bytes).max().unwrap_or(const { layout::conditioned_tables(0, 0) })
 }

@@ -28,10 +28,7 @@ impl Launcher<'_> {
     /// Queues everything. An error of the host's side, of reading or expanding, ends the queueing and is returned apart: what
     /// was queued before it may have written.
     pub fn run(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<Option<Error>> {
-        let blob = match payloads {
-            Payloads::Device(slice) => slice.address(),
-            _ => self.staging.unwrap_or(0).wrapping_add(self.shared.plan.shift),
-        };
+        let blob = self.blob(payloads);
         let mut host_error = None;
         self.fork()?;
         let queued = self.run_slices(payloads, blob, &mut host_error);
@@ -52,7 +49,7 @@ impl Launcher<'_> {
         for (n, slice) in self.shared.plan.slices.iter().enumerate() {
             let side = self.side(n);
             match payloads {
-                Payloads::Device(_) => {}
+                Payloads::Device(_) | Payloads::Part { .. } => {}
                 Payloads::Pinned(pinned) => self.copy(slice, side, pinned, host_error)?,
                 Payloads::Host(source) => self.send(self.pieces(slice), side, *source, host_error)?,
             }
@@ -82,6 +79,11 @@ impl Launcher<'_> {
         slices.try_for_each(|(n, slice)| self.launch(slice, self.side(n), blob, mode::COMMIT))
     }
 
+    /// Where the blob begins as kernels see it: what its records say is added to this.
+    fn blob(&self, payloads: &Payloads<'_>) -> u64 {
+        payloads.on_device().unwrap_or_else(|| self.staging.unwrap_or(0).wrapping_add(self.shared.plan.shift))
+    }
+
     /// The stream of a slice.
     fn side(&self, n: usize) -> RawStream {
         let sides = &self.shared.sides;
@@ -105,10 +107,7 @@ impl Launcher<'_> {
 
     /// As [`Launcher::run`], with all on one stream.
     pub fn run_in_order(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<()> {
-        let blob = match payloads {
-            Payloads::Device(slice) => slice.address(),
-            _ => self.staging.unwrap_or(0).wrapping_add(self.shared.plan.shift),
-        };
+        let blob = self.blob(payloads);
         for slice in &self.shared.plan.slices {
             if let Payloads::Pinned(pinned) = payloads {
                 self.copy_on(self.pieces(slice), pinned, self.stream)?;
@@ -206,7 +205,7 @@ impl Launcher<'_> {
     }
 
     /// Makes a stream wait for what is queued on another.
-    fn after(&self, other: RawStream, stream: RawStream) -> Result<()> {
+    pub fn after(&self, other: RawStream, stream: RawStream) -> Result<()> {
         let event = RawEvent::new(self.cx, false)?;
         event.record(self.cx, other)?;
         event.hold(self.cx, stream)

@@ -13,6 +13,11 @@ use std::fmt;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, Mutex, PoisonError};
 
+/// Alignment of memory that kernels work in.
+pub(super) const MEMORY_ALIGN: u64 = 256;
+/// Pinned memory is asked for in powers of two up to this, and in multiples of it.
+const PINNED_STEP: usize = 64 << 20;
+
 /// Where a device's memory comes from.
 #[derive(Debug)]
 pub(super) struct Pools {
@@ -83,7 +88,10 @@ impl Pools {
     }
 
     fn pin(&self, cx: &Entered<'_>, bytes: usize) -> Result<(NonNull<u8>, usize)> {
-        let capacity = bytes.max(4096).checked_next_power_of_two();
+        let capacity = match bytes {
+            ..=PINNED_STEP => Some(bytes.max(4096).next_power_of_two()),
+            _ => bytes.checked_next_multiple_of(PINNED_STEP),
+        };
         let capacity = capacity.ok_or_else(|| Error::Misuse(format!("{bytes} bytes of pinned memory")))?;
         {
             let mut blocks = self.pinned.lock().unwrap_or_else(PoisonError::into_inner);
@@ -227,6 +235,17 @@ impl DeviceSlice {
             Some(end) if end <= self.bytes => Ok(Self { address: self.address + offset, bytes, keep: self.keep.clone() }),
             _ => Err(Error::Misuse(format!("{bytes} bytes from {offset} on do not lie in {} of device memory", self.bytes))),
         }
+    }
+
+    /// The first of it, if a caller gave as much as is needed, aligned as kernels want it.
+    pub(super) fn room_for(&self, bytes: u64) -> Result<Self> {
+        if !self.address.is_multiple_of(MEMORY_ALIGN) || self.bytes < bytes {
+            let (found, at) = (self.bytes, self.address);
+            return Err(Error::Misuse(format!(
+                "{found} bytes of device memory at {at:#x} for {bytes} at a multiple of {MEMORY_ALIGN}"
+            )));
+        }
+        self.slice(0, bytes)
     }
 
     pub(super) fn end(&self) -> Result<u64> {

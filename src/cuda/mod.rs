@@ -50,7 +50,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
-pub use apply::{Application, Mode, Payloads};
+pub use apply::{Application, Mode, Payloads, Planned};
 pub use binding::Binding;
 pub use device::{Device, FirstCall};
 pub use index::DeviceIndex;

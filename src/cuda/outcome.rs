@@ -3,9 +3,10 @@
 use super::apply::{Mode, Shared};
 use super::driver::RawEvent;
 use super::layout::{self, STATUS_NOT_RUN, STATUS_OK};
-use super::memory::{Allocation, PinnedBuffer};
+use super::memory::{DeviceSlice, PinnedBuffer};
 use crate::delta::InPlace;
 use crate::error::{Error, Result, Rule};
+use crate::format::BaseKind;
 use std::sync::Arc;
 
 /// A launch that is queued. Dropping it leaves the launch alone.
@@ -76,7 +77,7 @@ impl Pending {
 pub struct Captured {
     shared: Arc<Shared>,
     statuses: PinnedBuffer,
-    _staging: Option<Allocation>,
+    _staging: Option<DeviceSlice>,
     _payloads: Option<Arc<PinnedBuffer>>,
 }
 
@@ -84,7 +85,7 @@ impl Captured {
     pub(super) fn new(
         shared: Arc<Shared>,
         statuses: PinnedBuffer,
-        staging: Option<Allocation>,
+        staging: Option<DeviceSlice>,
         payloads: Option<Arc<PinnedBuffer>>,
     ) -> Self {
         Self { shared, statuses, _staging: staging, _payloads: payloads }
@@ -133,7 +134,13 @@ fn judge(shared: &Shared, words: &PinnedBuffer, host_error: Option<Error>) -> Re
         return Err(first);
     }
     let written: Vec<u32> = statuses(shared, words).filter(|(_, status)| *status == STATUS_OK).map(|(chunk, _)| chunk).collect();
-    if written.is_empty() {
+    // Chunks that stay as they are count as written: if there are no others, the tensors are still what they were.
+    let changes = |&chunk: &u32| {
+        let tensor = shared.bindings.iter().filter_map(|binding| shared.index.tensor(binding.tensor).ok());
+        let is_new = tensor.clone().any(|tensor| tensor.chunks().contains(&chunk) && tensor.base_kind == BaseKind::None);
+        is_new || shared.index.0.records[chunk as usize].num_deltas.get() > 0
+    };
+    if !written.iter().any(changes) {
         return Err(first);
     }
     Err(Error::Poisoned { written, total: statuses(shared, words).count() as u32, source: Box::new(first) })

@@ -445,7 +445,7 @@ impl<'a, B: Source> Apply<'a, B> {
     }
 
     /// A base that is not the pair's shows itself first as a chunk whose sum is off; says whose fault that is.
-    fn explain(&self, error: Error, bases: &[Option<usize>]) -> Error {
+    pub(super) fn explain(&self, error: Error, bases: &[Option<usize>]) -> Error {
         if error.rule() != Some(Rule::ChunkBaseSum) {
             return error;
         }

@@ -118,6 +118,21 @@ impl<B: Source> Pair<B> {
         Ok(ApplyReport { tensors: tensors.len() as u64, bytes, digests_checked: mode == InPlace::AllChecked })
     }
 
+    /// What `error` means of an application by other means, of tensors of these names: an error about the sum of a base chunk
+    /// is [`Error::WrongBase`] or [`Error::AlreadyApplied`] if digests say so, which are formed for that; others are themselves.
+    ///
+    /// `base` has the base tensors, or, for an application in place, what lies where the tensors are to be, under the names of
+    /// the target.
+    #[must_use]
+    pub fn explain(&self, error: Error, names: &[&str], base: &dyn Checkpoint, in_place: bool, progress: Progress<'_>) -> Error {
+        let apply = Apply::new(self, base).tensors(|name| names.contains(&name)).progress(progress);
+        let bases = apply.selected().map(|tensor| match in_place {
+            true => base.find(tensor.name),
+            false => base.find(tensor.base_name).filter(|_| tensor.base_kind != BaseKind::None),
+        });
+        apply.explain(error, &bases.collect::<Vec<_>>())
+    }
+
     fn check_in_place(&self, tensors: &[TensorMut<'_>]) -> Result<()> {
         let mut before = None;
         for given in tensors {

@@ -5,6 +5,7 @@ mod cases;
 mod emulated;
 mod frames;
 mod generated;
+mod given;
 mod hostile;
 mod laid;
 mod layout;

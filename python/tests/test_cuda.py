@@ -1,0 +1,574 @@
+"""Tensors and layers on CUDA devices. Without one all of this is skipped, and said so; with TPDE_GPU set it fails instead."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import tpde
+from conftest import SHAPES, Made
+from test_nn import JIT, TOKENS, Deep, loaded, target_of
+from test_torch import DTYPES, Tied, raw_of, tensors_of, tuned
+
+torch = pytest.importorskip("torch")
+
+import tpde.nn  # noqa: E402 (needs torch)
+
+gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() and "TPDE_GPU" not in os.environ, reason="SKIPPED: PyTorch shows no CUDA device here"
+)
+two = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="SKIPPED: needs two CUDA devices"
+)
+MODES = ["all_checked", "chunk_by_chunk"]
+MIB = 1 << 20
+
+
+def moved(tensors: dict[str, torch.Tensor], device: str = "cuda") -> dict[str, torch.Tensor]:
+    """The tensors on a device, tied ones still tied."""
+    made: dict[int, torch.Tensor] = {}
+    return {name: made.setdefault(id(t), t.detach().to(device)) for name, t in tensors.items()}
+
+
+def back(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    """The bytes of tensors of any device."""
+    torch.cuda.synchronize()
+    return raw_of({name: tensor.detach().cpu() for name, tensor in tensors.items()})
+
+
+class Large:
+    """A tensor of 64 MiB on the device in many chunks, and the pair that changes it."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.base = (torch.randn(4096, 8192) * 0.02).to(torch.bfloat16)
+        self.target = self.base.clone()
+        self.target.view(torch.int16).add_((torch.rand(4096, 8192) < 0.01).to(torch.int16))
+        self.pair = folder / "large"
+        self.report = tpde.torch.save_file({"w": self.base}, {"w": self.target}, self.pair, codec="conditioned")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Large:
+    return Large(tmp_path_factory.mktemp("large"))
+
+
+@gpu
+class TestApply:
+    @pytest.mark.parametrize("mode", MODES)
+    def test_live_parameters(self, mode: str, tmp_path: Path) -> None:
+        module = Tied()
+        target = tuned(module)
+        tpde.torch.save_file(module, target, tmp_path / "p")
+        module.cuda()
+        before = {name: (parameter, parameter.data_ptr(), parameter._version) for name, parameter in module.named_parameters()}
+        changed = {tensor.name for tensor in tpde.inspect(tmp_path / "p").tensors if tensor.changed}
+        assert tpde.torch.apply_(module, tmp_path / "p", mode=mode) == "applied"
+        assert back(module.state_dict()) == raw_of(target)
+        for name, parameter in module.named_parameters():
+            old, address, version = before[name]
+            assert parameter is old and parameter.data_ptr() == address and parameter.requires_grad
+            assert (parameter._version > version) == (name in changed)
+        assert module.head.weight is module.embed.weight
+        assert tpde.torch.apply_(module, tmp_path / "p", mode=mode) == "already_applied"
+        assert back(module.state_dict()) == raw_of(target)
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("codec", ["conditioned", "raw", "zstd"])
+    def test_every_dtype_and_codec(self, codec: str, mode: str, made: Made, tmp_path: Path) -> None:
+        tpde.encode(made.base, made.target, tmp_path / "p", codec=codec, chunk_lanes=4096)
+        tensors = moved(tensors_of(made.base_bytes))
+        assert tpde.torch.apply_(tensors, tmp_path / "p", mode=mode) == "applied"
+        assert back(tensors) == made.target_bytes
+
+    @pytest.mark.parametrize("payloads", ["file", "pinned", "device"])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_pairs_made_ready(self, mode: str, payloads: str, large: Large) -> None:
+        pair = tpde.torch.DevicePair(large.pair, "cuda", payloads=payloads)
+        assert pair.device == torch.device("cuda", torch.cuda.current_device())
+        for _ in range(3):
+            tensors = {"w": large.base.cuda()}
+            assert tpde.torch.apply_(tensors, pair, mode=mode) == "applied"
+            assert torch.equal(tensors["w"].cpu().view(torch.int16), large.target.view(torch.int16))
+        for _ in range(3):  # over whatever is there
+            tensors["w"].zero_()
+            assert tpde.torch.apply_(tensors, pair, base={"w": large.base.cuda()}) == "applied"
+            assert torch.equal(tensors["w"].cpu().view(torch.int16), large.target.view(torch.int16))
+
+    def test_storage_offsets(self, made: Made) -> None:
+        whole, tensors = {}, {}
+        for offset, (name, (dtype, shape)) in enumerate(SHAPES.items(), start=1):
+            base = tensors_of(made.base_bytes)[name]
+            buffer = torch.zeros(offset + base.numel() + 9, dtype=DTYPES[dtype], device="cuda")
+            buffer[offset : offset + base.numel()] = base.view(-1).cuda()
+            tensors[name] = buffer[offset : offset + base.numel()].view(shape)
+            whole[name] = buffer
+        assert tpde.torch.apply_(tensors, made.pair) == "applied"
+        assert back(tensors) == made.target_bytes
+        for offset, (name, buffer) in enumerate(whole.items(), start=1):
+            around = torch.cat([buffer[:offset], buffer[-9:]]).cpu().view(torch.uint8)
+            assert not around.any(), name
+
+    def test_refused_with_nothing_written(self, made: Made) -> None:
+        base = tensors_of(made.base_bytes)
+        base["embed.weight"].view(torch.int16)[0, 0] ^= 1
+        tensors = moved(base)
+        before = back(tensors)
+        with pytest.raises(tpde.WrongBase) as caught:
+            tpde.torch.apply_(tensors, made.pair)
+        assert caught.value.tensor == "embed.weight"
+        assert back(tensors) == before
+        tensors = moved(tensors_of(made.base_bytes))
+        with pytest.raises(tpde.Invalid) as damage:
+            tpde.torch.apply_(tensors, made.damaged("layers.1.mlp.weight"))
+        assert damage.value.tensor == "layers.1.mlp.weight" and damage.value.rule.startswith("payload.")
+        assert back(tensors) == made.base_bytes
+
+    def test_chunk_by_chunk_tells_what_it_has_written(self, made: Made) -> None:
+        tensors = moved(tensors_of(made.base_bytes))
+        version = tensors["embed.weight"]._version
+        with pytest.raises((tpde.Poisoned, tpde.Invalid)) as caught:
+            tpde.torch.apply_(tensors, made.damaged("layers.1.mlp.weight"), mode="chunk_by_chunk")
+        if isinstance(caught.value, tpde.Invalid):  # found by the processor before anything was launched
+            assert back(tensors) == made.base_bytes and tensors["embed.weight"]._version == version
+            return
+        assert isinstance(caught.value.__cause__, tpde.Invalid) and 0 < len(caught.value.written) < caught.value.total
+        assert tensors["embed.weight"]._version > version
+
+    def test_misuse(self, made: Made) -> None:
+        base = tensors_of(made.base_bytes)
+        tensors = moved(base)
+        with pytest.raises(tpde.NotContiguous):
+            tpde.torch.apply_({**tensors, "frozen.weight": torch.zeros(100, 50, dtype=torch.float16, device="cuda").t()}, made.pair)
+        with pytest.raises(tpde.Misuse, match="on the CPU"):
+            tpde.torch.apply_({**tensors, "frozen.weight": base["frozen.weight"]}, made.pair)
+        with pytest.raises(tpde.DeviceUnavailable, match="cpu"):
+            tpde.torch.save_file(None, tensors, made.folder / "never")
+        with pytest.raises(tpde.Misuse, match="files"):
+            tpde.torch.apply_(tensors, made.pair, base=made.base)
+        with pytest.raises(tpde.Misuse, match="overlaps|shares"):
+            tpde.torch.apply_(tensors, made.pair, base=tensors)
+        assert back(tensors) == made.base_bytes
+
+    def test_tied_weights_of_two_values_are_refused(self, tmp_path: Path) -> None:
+        module = Tied()
+        target = tuned(module)
+        target["head.weight"] = target["head.weight"].clone()
+        target["head.weight"].view(torch.int16)[0, 0] ^= 1
+        tpde.torch.save_file(module, target, tmp_path / "p")
+        module.cuda()
+        before = back(module.state_dict())
+        with pytest.raises(tpde.Misuse, match="share memory"):
+            tpde.torch.apply_(module, tmp_path / "p")
+        assert back(module.state_dict()) == before
+
+
+@gpu
+class TestLoad:
+    def test_from_a_base_on_the_device(self, made: Made) -> None:
+        base = moved(tensors_of(made.base_bytes))
+        loaded = tpde.torch.load_file(made.pair, base, device="cuda")
+        assert all(tensor.is_cuda for tensor in loaded.values()) and back(loaded) == made.target_bytes
+        assert back(base) == made.base_bytes
+        with pytest.raises(tpde.AlreadyApplied):
+            tpde.torch.load_file(made.pair, loaded, device="cuda")
+        assert back(dict(tpde.torch.iter_weights(made.pair, base, "cuda"))) == made.target_bytes
+
+    def test_from_a_base_elsewhere(self, made: Made) -> None:
+        for base in (made.base, tensors_of(made.base_bytes)):
+            loaded = tpde.torch.load_file(made.pair, base, device="cuda")
+            assert all(tensor.is_cuda for tensor in loaded.values()) and back(loaded) == made.target_bytes
+
+    def test_without_a_base(self, made: Made, tmp_path: Path) -> None:
+        target = tensors_of(made.target_bytes)
+        for codec in ("conditioned", "zstd"):
+            tpde.torch.save_file(None, target, tmp_path / codec, codec=codec)
+            assert back(tpde.torch.load_file(tmp_path / codec, device="cuda")) == made.target_bytes
+
+    def test_safe_open(self, made: Made) -> None:
+        for base in (made.base, moved(tensors_of(made.base_bytes))):
+            with tpde.safe_open(made.pair, base=base, framework="pt", device="cuda:0") as target:
+                whole = target.get_tensor("embed.weight")
+                rows = target.get_slice("embed.weight")[3:9, ::2]
+            assert whole.is_cuda and back({"w": whole})["w"] == made.target_bytes["embed.weight"]
+            assert rows.is_cuda and torch.equal(rows, whole[3:9, ::2])
+
+    def test_patches(self, made: Made) -> None:
+        tensors = moved(tensors_of(made.base_bytes))
+        host = {patch.name: patch for patch in tpde.torch.iter_patches(made.pair, made.base)}
+        for base in (tensors, made.base):
+            patches = {patch.name: patch for patch in tpde.torch.iter_patches(made.pair, base, "cuda")}
+            assert set(patches) == set(host)
+            for name, patch in patches.items():
+                assert patch.values.is_cuda and patch.shape == host[name].shape and patch.dtype == host[name].dtype
+                assert back({"v": patch.values}) == raw_of({"v": host[name].values})
+                assert (patch.indices is None) == (host[name].indices is None)
+                if patch.indices is not None:
+                    assert patch.indices.dtype == torch.int32 and torch.equal(patch.indices.cpu(), host[name].indices)
+
+
+@gpu
+class TestStreams:
+    def test_work_follows_the_current_stream(self, large: Large) -> None:
+        base, weight = large.base.cuda(), torch.zeros_like(large.base, device="cuda")
+        torch.cuda.synchronize()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(100_000_000)
+            weight.copy_(base)  # late: who does not wait for this finds zeros
+            assert tpde.torch.apply_({"w": weight}, large.pair) == "applied"
+            assert torch.cuda.current_stream() == side
+            copy = weight.clone()
+        side.synchronize()
+        assert torch.equal(copy.cpu().view(torch.int16), large.target.view(torch.int16))
+
+    def test_the_current_device_stays(self, large: Large) -> None:
+        before = torch.cuda.current_device(), torch.cuda.current_stream()
+        tpde.torch.load_file(large.pair, {"w": large.base.cuda()}, device="cuda")
+        assert (torch.cuda.current_device(), torch.cuda.current_stream()) == before
+
+    @two
+    def test_two_devices(self, large: Large) -> None:
+        with torch.cuda.device(0):
+            for device in ("cuda:1", "cuda:0"):
+                weight = large.base.to(device)
+                assert tpde.torch.apply_({"w": weight}, large.pair) == "applied"
+                assert torch.cuda.current_device() == 0
+                assert torch.equal(weight.cpu().view(torch.int16), large.target.view(torch.int16))
+            with pytest.raises(tpde.Misuse, match="on cuda:0"):
+                pair = tpde.torch.DevicePair(large.pair, "cuda:1")
+                tpde.torch.apply_({"w": large.base.to("cuda:0")}, pair)
+
+    @two
+    def test_tensors_on_two_devices_are_refused(self, made: Made) -> None:
+        tensors = moved(tensors_of(made.base_bytes))
+        tensors["frozen.weight"] = tensors["frozen.weight"].to("cuda:1")
+        with pytest.raises(tpde.Misuse, match="one call for each device"):
+            tpde.torch.apply_(tensors, made.pair)
+
+    def test_a_capture_is_refused_and_goes_on(self, large: Large) -> None:
+        weight, x = large.base.cuda(), torch.zeros(4, device="cuda")
+        pair = tpde.torch.DevicePair(large.pair, "cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x += 1
+            for given in (large.pair, pair):
+                with pytest.raises(tpde.Misuse, match="captured"):
+                    tpde.torch.apply_({"w": weight}, given)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert x.tolist() == [1] * 4
+        assert torch.equal(weight.cpu().view(torch.int16), large.base.view(torch.int16))
+
+    def test_a_pair_made_ready_serves_as_its_files(self, large: Large) -> None:
+        pair = tpde.torch.DevicePair(large.pair, "cuda")
+        weight = large.base.clone()
+        assert tpde.torch.apply_({"w": weight}, pair) == "applied"
+        assert torch.equal(weight.view(torch.int16), large.target.view(torch.int16))
+        found = tpde.torch.load_file(pair, {"w": large.base}, device="cuda")["w"]
+        assert torch.equal(found.cpu().view(torch.int16), large.target.view(torch.int16))
+
+    def test_threads(self, large: Large) -> None:
+        failures = []
+
+        def work() -> None:
+            try:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    for mode in MODES * 3:
+                        weight = large.base.cuda()
+                        assert tpde.torch.apply_({"w": weight}, large.pair, mode=mode) == "applied"
+                        assert torch.equal(weight.cpu().view(torch.int16), large.target.view(torch.int16))
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+
+
+@gpu
+class TestMemory:
+    @pytest.mark.parametrize("mode", MODES)
+    def test_no_more_than_the_compressed_bytes(self, mode: str, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        base = {f"w{i}": (torch.randn(2048, 4096) * 0.02).to(torch.bfloat16) for i in range(24)}  # 384 MiB
+        target = {name: tensor.clone() for name, tensor in base.items()}
+        for tensor in target.values():
+            tensor.view(torch.int16).add_((torch.rand(tensor.shape) < 0.3).to(torch.int16))
+        report = tpde.torch.save_file(base, target, tmp_path / "p")
+        tpde.torch.apply_(moved(base), tmp_path / "p", mode=mode)  # what is there once for all: kernels, PyTorch's own
+        tensors = moved(base)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        free, held = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
+        least = [free]
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.is_set():
+                least[0] = min(least[0], torch.cuda.mem_get_info()[0])
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            assert tpde.torch.apply_(tensors, tmp_path / "p", mode=mode) == "applied"
+        finally:
+            done.set()
+            watcher.join()
+        least[0] = min(least[0], torch.cuda.mem_get_info()[0])  # PyTorch keeps what it has asked for
+        allowed = report.stored_bytes + 64 * MIB
+        print(f"{mode}: {(free - least[0]) / MIB:.0f} MiB more, {report.stored_bytes / MIB:.0f} compressed")
+        assert free - least[0] <= allowed
+        assert torch.cuda.max_memory_allocated() - held <= allowed
+        assert torch.cuda.memory_allocated() == held
+        assert back(tensors) == raw_of(target)
+
+    def test_exceptions_free_everything(self, made: Made, large: Large) -> None:
+        tensors, weight = moved(tensors_of(made.base_bytes)), large.base.cuda()
+        other = torch.zeros_like(weight)
+        tpde.torch.apply_({"w": weight.clone()}, large.pair)
+
+        def interrupt(done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        for _ in range(3):
+            for mode in MODES:
+                with pytest.raises((tpde.Invalid, tpde.Poisoned)):
+                    tpde.torch.apply_(moved(tensors_of(made.base_bytes)), made.damaged("layers.1.mlp.weight"), mode=mode)
+                with pytest.raises(tpde.WrongBase):
+                    tpde.torch.apply_({"w": other}, large.pair, mode=mode)
+            with pytest.raises(tpde.WrongBase):
+                tpde.torch.load_file(large.pair, {"w": other}, device="cuda")
+            with pytest.raises(KeyboardInterrupt):
+                tpde.torch.apply_({"w": weight.clone()}, large.pair, progress=interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                tpde.torch.DevicePair(large.pair, "cuda", payloads="device", progress=interrupt)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == held
+        assert back(tensors) == made.base_bytes
+
+    def test_no_memory_is_an_error_with_a_name(self, large: Large) -> None:
+        base = large.base.cuda()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + MIB) / total)
+        try:
+            with pytest.raises(tpde.OutOfMemory):
+                tpde.torch.load_file(large.pair, {"w": base}, device="cuda")
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert tpde.torch.apply_({"w": base}, large.pair) == "applied"
+
+
+@gpu
+class TestProcesses:
+    def test_importing_opens_no_device(self) -> None:
+        code = "import torch, tpde, tpde.torch, tpde.nn; assert not torch.cuda.is_initialized()"
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    def test_a_forked_process_works_on_the_cpu(self, large: Large) -> None:
+        code = f"""
+import os, torch, tpde, tpde.torch
+base = torch.load({str(large.pair) + ".base"!r})
+tpde.torch.apply_({{"w": base.cuda()}}, {str(large.pair)!r})
+child = os.fork()
+if child == 0:
+    assert tpde.torch.apply_({{"w": base}}, {str(large.pair)!r}) == "applied"
+    try:
+        tpde.torch.DevicePair({str(large.pair)!r}, "cuda")
+    except tpde.DeviceUnavailable:
+        os._exit(0)
+    os._exit(1)
+assert os.waitpid(child, 0)[1] == 0
+assert tpde.torch.apply_({{"w": base.cuda()}}, {str(large.pair)!r}) == "applied"
+"""
+        torch.save(large.base, str(large.pair) + ".base")
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+    def test_without_a_visible_device(self, large: Large) -> None:
+        code = f"""
+import tpde, tpde.torch
+try:
+    tpde.torch.load_file({str(large.pair)!r}, device="cuda")
+except tpde.DeviceUnavailable as error:
+    print(error)
+else:
+    raise SystemExit("no error")
+"""
+        subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> tuple[Deep, Deep, Path]:
+    """A base on the device, the plain target model there, and the pair of them."""
+    base = Deep(width=256)
+    target = target_of(base)
+    tpde.torch.save_file(base, target, tmp_path / "p", codec="conditioned", chunk_lanes=4096)
+    return base.cuda(), loaded(target, "cuda", width=256), tmp_path / "p"
+
+
+@gpu
+class TestLayers:
+    @pytest.mark.parametrize("payloads", ["pinned", "device"])
+    @pytest.mark.parametrize("where", ["device", "host"])
+    def test_outputs_are_the_targets(self, where: str, payloads: str, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        if where == "host":
+            base.cpu()
+        weights = dict(base.named_parameters(remove_duplicate=False))
+        attached = tpde.nn.attach(base, pair, device="cuda", payloads=payloads)
+        assert set(attached.layers) == JIT and base.head.weight is base.embed.weight
+        with torch.no_grad():
+            for _ in range(4):
+                assert torch.equal(base(TOKENS.cuda()), target(TOKENS.cuda()))
+        attached.check()
+        for name, layer in attached.layers.items():
+            if where == "device":
+                assert layer._weight.base.data_ptr() == weights[f"{name}.weight"].data_ptr()
+            else:
+                assert layer._weight.base.is_pinned()
+            assert torch.equal(layer.weight, target.get_parameter(f"{name}.weight"))
+
+    def test_a_pair_without_a_base(self, deep: tuple[Deep, Deep, Path], tmp_path: Path) -> None:
+        _, target, _ = deep
+        tpde.torch.save_file(None, {name: t.cpu() for name, t in target.state_dict().items()}, tmp_path / "a", codec="conditioned")
+        for payloads in ("pinned", "device"):
+            with torch.device("meta"):
+                model = Deep(width=256)
+            model.head.weight = model.embed.weight
+            tpde.nn.attach(model, tmp_path / "a", device="cuda", payloads=payloads).check()
+            with torch.no_grad():
+                assert torch.equal(model(TOKENS.cuda()), target(TOKENS.cuda()))
+
+    def test_a_pair_made_ready(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        for payloads in ("file", "device"):
+            model = loaded({name: tensor.cpu() for name, tensor in base.state_dict().items()}, "cuda", width=256)
+            tpde.nn.attach(model, tpde.torch.DevicePair(pair, "cuda", payloads=payloads))
+            with torch.no_grad():
+                assert torch.equal(model(TOKENS.cuda()), target(TOKENS.cuda()))
+
+    def test_streams_have_scratch_of_their_own(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        with torch.no_grad():
+            wanted = target(TOKENS.cuda())
+            torch.cuda.synchronize()
+            streams, found = [torch.cuda.Stream() for _ in range(3)], []
+            for _ in range(3):
+                for stream in streams:
+                    with torch.cuda.stream(stream):
+                        found.append(base(TOKENS.cuda()))
+            torch.cuda.synchronize()
+        assert all(torch.equal(one, wanted) for one in found)
+        arenas = [tpde.nn._Arena.of(base.twin._weight.device, stream) for stream in streams]
+        rooms = {slot.dense.data_ptr() for arena in arenas for slot in arena.slots}
+        assert len(rooms) == 6 and all(address % 256 == 0 for address in rooms)
+
+    def test_scratch_is_all_the_memory(self, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        width, layers = 2048, 16
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
+        tpde.torch.save_file(None, model, tmp_path / "a", codec="conditioned")
+        plain, weight = model.cuda(), width * width * 2
+        with torch.device("meta"):
+            model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
+        x = torch.randn(1, width, dtype=torch.bfloat16, device="cuda")
+        tpde.nn.attach(model, tmp_path / "a", device="cuda")
+        torch.cuda.synchronize()
+        with torch.no_grad():
+            wanted = plain(x)
+            held = torch.cuda.memory_allocated()
+            for _ in range(3):
+                assert torch.equal(model(x), wanted)
+            torch.cuda.synchronize()
+        # Two slots of a weight and its payload, and little for each layer.
+        assert torch.cuda.memory_allocated() - held <= 4 * weight + 8 * MIB
+
+    def test_compiled(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        compiled = torch.compile(base, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            for _ in range(3):
+                assert torch.equal(compiled(TOKENS.cuda()), target(TOKENS.cuda()))
+
+    @pytest.mark.parametrize("payloads", ["pinned", "device"])
+    def test_in_a_graph(self, payloads: str, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        attached = tpde.nn.attach(base, pair, payloads=payloads)
+        tokens = TOKENS.cuda()
+        with torch.no_grad():
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                base(tokens)
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = base(tokens)
+            for shift in range(3):
+                tokens.copy_((TOKENS.cuda() + shift) % 100)
+                graph.replay()
+                assert torch.equal(y, target(tokens))
+                assert torch.equal(base(tokens), target(tokens))  # without the graph, in between
+        attached.check()
+
+    def test_damage_is_found(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        attached = tpde.nn.attach(base, pair)
+        payload = attached.layers["blocks.2.up"]._weight.payload
+        payload[len(payload) // 2] ^= 4
+        with pytest.raises(tpde.Invalid) as caught, torch.no_grad():
+            base(TOKENS.cuda())
+            attached.check()
+        assert caught.value.rule.startswith("payload.") and caught.value.tensor == "blocks.2.up.weight"
+        payload[len(payload) // 2] ^= 4
+        for _ in range(4):  # what is under way has its errors told too
+            try:
+                attached.check()
+            except tpde.Invalid:
+                continue
+        with torch.no_grad():
+            base(TOKENS.cuda())
+            assert torch.equal(base(TOKENS.cuda()), target(TOKENS.cuda()))
+        attached.check()
+
+    def test_a_wrong_base(self, deep: tuple[Deep, Deep, Path]) -> None:
+        _, target, pair = deep
+        with pytest.raises(tpde.WrongBase):
+            tpde.nn.attach(Deep(seed=8, width=256).cuda(), pair)
+        with pytest.raises(tpde.AlreadyApplied):
+            tpde.nn.attach(target, pair)
+
+    def test_threads(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        with torch.no_grad():
+            wanted = target(TOKENS.cuda())
+        found: list[torch.Tensor] = []
+
+        def work() -> None:  # all on one stream
+            with torch.no_grad():
+                found.extend(base(TOKENS.cuda()) for _ in range(5))
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.cuda.synchronize()
+        assert len(found) == 15 and all(torch.equal(one, wanted) for one in found)

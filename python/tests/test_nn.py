@@ -1,0 +1,496 @@
+"""Linear layers that rebuild their weights: on the CPU here, on a GPU in `test_cuda.py`."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import tpde
+from test_torch import Tied, raw, raw_of, tuned
+
+torch = pytest.importorskip("torch")
+
+import tpde.nn  # noqa: E402 (needs torch)
+
+
+class Deep(torch.nn.Module):
+    """Linear layers of several shapes, a norm, a tied head, one layer twice, and two layers with one weight."""
+
+    def __init__(self, seed: int = 1, dtype: torch.dtype = torch.bfloat16, width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = torch.nn.Embedding(100, width, dtype=dtype)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.ModuleDict(
+                {
+                    "norm": torch.nn.LayerNorm(width, dtype=dtype),
+                    "up": torch.nn.Linear(width, 3 * width, dtype=dtype),
+                    "down": torch.nn.Linear(3 * width, width, bias=False, dtype=dtype),
+                }
+            )
+            for _ in range(3)
+        )
+        self.again = self.blocks[0]["up"]
+        self.twin = torch.nn.Linear(width, 3 * width, bias=False, dtype=dtype)
+        self.twin.weight = self.blocks[1]["up"].weight
+        self.head = torch.nn.Linear(width, 100, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block["down"](torch.relu(block["up"](block["norm"](x))))
+        x = x + self.blocks[2]["down"](self.again(x)) + self.blocks[0]["down"](self.twin(x))
+        return self.head(x)
+
+
+def target_of(model: torch.nn.Module, names: list[str] | None = None) -> dict[str, torch.Tensor]:
+    """A tuned state of the model, in which what is tied has one value."""
+    target, firsts = tuned(model, names), {}
+    for name, tensor in model.state_dict().items():
+        target[name] = target[firsts.setdefault(tensor.data_ptr(), name)]
+    return target
+
+
+def loaded(state: dict[str, torch.Tensor], device: str = "cpu", **how: object) -> Deep:
+    """The plain model with these weights."""
+    model = Deep(seed=5, **how)
+    model.load_state_dict(state)
+    return model.to(device)
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> tuple[Deep, Deep, Path]:
+    """A base, the plain target model, and the pair of them."""
+    base = Deep()
+    target = target_of(base)
+    tpde.torch.save_file(base, target, tmp_path / "p", codec="conditioned", chunk_lanes=4096)
+    return base, loaded(target), tmp_path / "p"
+
+
+TOKENS = torch.arange(24).view(2, 12)
+JIT = {f"blocks.{i}.{kind}" for i in range(3) for kind in ("up", "down")} | {"again", "twin"}
+
+
+def test_outputs_are_the_targets(deep: tuple[Deep, Deep, Path]) -> None:
+    base, target, pair = deep
+    weights = {name: parameter for name, parameter in base.named_parameters(remove_duplicate=False)}
+    before = raw_of(base.state_dict())
+    model = copy.copy(base)
+    attached = tpde.nn.attach(base, pair)
+    assert set(attached.layers) == JIT
+    # Tied to the embedding: that one is there as it is, and both still are one.
+    assert {"embed.weight", "head.weight"} <= set(attached.dense) and base.head.weight is base.embed.weight
+    assert type(base.head) is torch.nn.Linear
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(base(TOKENS), target(TOKENS))
+    for name, layer in attached.layers.items():
+        # The base is the one that was there, and it was only read.
+        assert layer._weight.base.data_ptr() == weights[f"{name}.weight"].data_ptr()
+        assert raw(weights[f"{name}.weight"]) == before[f"{name}.weight"]
+        assert raw(layer.weight) == raw(target.state_dict()[f"{name}.weight"])
+        assert "weight" not in dict(layer.named_parameters())
+    assert base.again is not target.again and base.again._weight is base.blocks[0]["up"]._weight
+    assert base.twin._weight is base.blocks[1]["up"]._weight
+    assert 0 < attached.stored_bytes < sum(w.nbytes for n, w in weights.items() if n.rpartition(".")[0] in JIT) / 3
+    attached.check()
+    del model
+
+
+def test_one_base_for_several_targets(tmp_path: Path) -> None:
+    base = Deep()
+    states = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        state = target_of(base)
+        state["blocks.0.norm.bias"] = state["blocks.0.norm.bias"] + seed
+        states.append(state)
+        tpde.torch.save_file(base, state, tmp_path / str(seed))
+    before = raw_of(base.state_dict())
+    models = []
+    for seed in range(3):
+        # A model of its own that shares every tensor.
+        model = Deep()
+        for name, parameter in base.named_parameters(remove_duplicate=False):
+            first, _, last = name.rpartition(".")
+            setattr(model.get_submodule(first), last, parameter)
+        attached = tpde.nn.attach(model, tmp_path / str(seed))
+        for name, layer in attached.layers.items():
+            assert layer._weight.base.data_ptr() == base.get_parameter(f"{name}.weight").data_ptr()
+        models.append(model)
+    assert raw_of(base.state_dict()) == before
+    with torch.no_grad():
+        for model, state in zip(models, states):
+            assert torch.equal(model(TOKENS), loaded(state)(TOKENS))
+
+
+def test_a_pair_without_a_base_needs_no_weights(deep: tuple[Deep, Deep, Path], tmp_path: Path) -> None:
+    _, target, _ = deep
+    tpde.torch.save_file(None, target, tmp_path / "anchor")
+    with torch.device("meta"):
+        model = Deep()
+    model.head.weight = model.embed.weight
+    attached = tpde.nn.attach(model, tmp_path / "anchor", device="cpu")
+    assert all(layer._weight.base is None for layer in attached.layers.values())
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), target(TOKENS))
+
+
+def test_only_some_layers(deep: tuple[Deep, Deep, Path]) -> None:
+    base, target, pair = deep
+    attached = tpde.nn.attach(base, pair, only=lambda name: "down" in name)
+    assert set(attached.layers) == {f"blocks.{i}.down" for i in range(3)}
+    with torch.no_grad():
+        assert torch.equal(base(TOKENS), target(TOKENS))
+
+
+def test_layers_that_do_not_change_stay(tmp_path: Path) -> None:
+    base = Deep()
+    target = target_of(base, ["blocks.1.down.weight"])
+    tpde.torch.save_file(base, target, tmp_path / "p")
+    weight = base.blocks[0]["down"].weight
+    attached = tpde.nn.attach(base, tmp_path / "p")
+    assert set(attached.layers) == {"blocks.1.down"} and attached.dense == []
+    assert base.blocks[0]["down"].weight is weight
+    with torch.no_grad():
+        assert torch.equal(base(TOKENS), loaded(target)(TOKENS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_dtypes_and_autocast(dtype: torch.dtype, tmp_path: Path) -> None:
+    base = Deep(dtype=dtype)
+    target = target_of(base)
+    tpde.torch.save_file(base, target, tmp_path / "p")
+    plain = loaded(target, dtype=dtype)
+    tpde.nn.attach(base, tmp_path / "p")
+    with torch.no_grad():
+        assert torch.equal(base(TOKENS), plain(TOKENS))
+        if dtype == torch.float32:
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(base(TOKENS), plain(TOKENS))
+                compiled = torch.compile(base, fullgraph=True, backend="aot_eager")
+                assert torch.equal(compiled(TOKENS), plain(TOKENS))
+    with pytest.raises(RuntimeError), torch.no_grad():  # dtypes that do not fit are no business of the layer's
+        base.twin(torch.ones(1, 64, dtype=torch.bfloat16))
+    with torch.inference_mode():
+        assert torch.equal(base(TOKENS), plain(TOKENS))
+
+
+class TestCompiled:
+    def test_whole_graph(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        compiled = torch.compile(base, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            assert torch.equal(compiled(TOKENS), target(TOKENS))
+            for rows in (3, 5):  # other shapes
+                assert torch.equal(compiled(TOKENS[:, :rows]), target(TOKENS[:, :rows]))
+
+    def test_a_layer_with_inductor(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        x = torch.randn(7, 64, dtype=torch.bfloat16)
+        with torch.no_grad():
+            found = torch.compile(base.blocks[0]["up"], fullgraph=True)(x)
+            assert torch.equal(found, target.blocks[0]["up"](x))
+
+    def test_the_operator(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, _, pair = deep
+        layer = tpde.nn.attach(base, pair).layers["blocks.0.up"]
+        x = torch.randn(4, 2, 64, dtype=torch.bfloat16)
+        torch.library.opcheck(
+            torch.ops.tpde.linear.default,
+            (x, layer.bias.detach(), layer.handle, layer.out_features),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+        with torch._subclasses.FakeTensorMode() as mode:
+            y = torch.ops.tpde.linear(mode.from_tensor(x), None, layer.handle, layer.out_features)
+            assert y.shape == (4, 2, 192) and y.dtype == torch.bfloat16
+
+
+class TestMemory:
+    def test_scratch_is_shared_and_aligned(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, _, pair = deep
+        attached = tpde.nn.attach(base, pair)
+        with torch.no_grad():
+            base(TOKENS)
+        largest = max(layer._weight.bytes for layer in attached.layers.values())
+        room = attached.layers["twin"]._weight._room()
+        assert room.data_ptr() % 256 == 0
+        assert all(layer._weight._room().data_ptr() == room.data_ptr() for layer in attached.layers.values())
+        assert room.numel() >= largest
+
+    def test_outputs_do_not_lie_in_scratch(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        x = torch.randn(4, 64, dtype=torch.bfloat16)
+        with torch.no_grad():
+            first = base.blocks[0]["up"](x)
+            kept = first.clone()
+            base.blocks[1]["up"](x)
+            assert torch.equal(first, kept) and torch.equal(first, target.blocks[0]["up"](x))
+
+    def test_a_layer_that_is_gone(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, _, pair = deep
+        handle = tpde.nn.attach(copy.deepcopy(base), pair).layers["twin"].handle
+        gc.collect()
+        with pytest.raises(tpde.Misuse, match="gone"):
+            torch.ops.tpde.linear(torch.ones(1, 64, dtype=torch.bfloat16), None, handle, 192)
+
+    def test_copies_share_the_base(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        other = copy.deepcopy(base)
+        assert other.twin._weight is base.twin._weight
+        with torch.no_grad():
+            assert torch.equal(other(TOKENS), target(TOKENS))
+
+    def test_threads(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        wanted, found = target(TOKENS).detach(), []
+
+        def work() -> None:
+            with torch.no_grad():
+                found.extend(base(TOKENS) for _ in range(5))
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 15 and all(torch.equal(one, wanted) for one in found)
+
+    def test_weights_are_not_held(self, tmp_path: Path) -> None:
+        code = f"""
+import torch, tpde, tpde.torch, tpde.nn
+status = lambda key: next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(key)) >> 10
+make = lambda: torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(12)))   # 192 MiB
+model = make()
+target = {{name: tensor.clone() for name, tensor in model.state_dict().items()}}
+for tensor in target.values(): tensor.view(-1)[::1000] += 1
+tpde.torch.save_file(model, target, {str(tmp_path / "p")!r})
+del target
+tpde.nn.attach(model, {str(tmp_path / "p")!r})
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+with torch.no_grad(): model(torch.ones(1, 2048))
+growth = status("VmHWM") - before
+assert growth < 64, f"{{growth}} MiB more"
+"""
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class TestRefused:
+    def test_gradients(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, _, pair = deep
+        layer = tpde.nn.attach(base, pair).layers["twin"]
+        with pytest.raises(tpde.Misuse, match="no_grad"):
+            layer(torch.ones(1, 64, dtype=torch.bfloat16, requires_grad=True))
+
+    def test_a_wrong_base_leaves_the_model(self, deep: tuple[Deep, Deep, Path]) -> None:
+        _, target, pair = deep
+        other = Deep(seed=8)
+        modules = dict(other.named_modules())
+        with pytest.raises(tpde.WrongBase):
+            tpde.nn.attach(other, pair)
+        assert dict(other.named_modules()) == modules
+        with pytest.raises(tpde.AlreadyApplied):
+            tpde.nn.attach(target, pair)
+
+    def test_damage(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, _, pair = deep
+        blob = bytearray(pair.with_suffix(".tpde-blob").read_bytes())
+        blob[len(blob) // 3] ^= 1
+        pair.with_suffix(".tpde-blob").write_bytes(blob)
+        with pytest.raises(tpde.Invalid):
+            tpde.nn.attach(base, pair)
+
+    def test_another_model(self, deep: tuple[Deep, Deep, Path], tmp_path: Path) -> None:
+        base, _, pair = deep
+        for other in (Tied(), Deep(width=32), Deep(dtype=torch.float16)):
+            with pytest.raises(tpde.Misuse):
+                tpde.nn.attach(other, pair)
+        linear = torch.nn.Linear(3, 3)
+        tpde.torch.save_file(linear, {name: tensor + 1 for name, tensor in linear.state_dict().items()}, tmp_path / "q")
+        with pytest.raises(tpde.Misuse, match="itself"):
+            tpde.nn.attach(linear, tmp_path / "q")
+        with pytest.raises(tpde.Misuse):
+            tpde.nn.attach(base, pair, payloads="disk")
+        if not torch.cuda.is_available():
+            with pytest.raises(tpde.DeviceUnavailable):
+                tpde.nn.attach(base, pair, device="cuda")
+
+    def test_tied_weights_of_two_values(self, tmp_path: Path) -> None:
+        base = Deep()
+        target = target_of(base)
+        target["twin.weight"] = target["twin.weight"] + 1
+        tpde.torch.save_file(base, target, tmp_path / "p")
+        with pytest.raises(tpde.Misuse, match="one, but not in the pair"):
+            tpde.nn.attach(base, tmp_path / "p")
+
+
+class Fake:
+    """A device in the place of CUDA: streams do what they are told at once, payloads are decoded by the CPU's code when their
+    decoding is launched, from where they were copied to."""
+
+    def __init__(self, pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, str]] = []
+        self.torch = torch.device("cpu")
+        self.raw = None
+        self.main = self.Stream()
+        self._pair = tpde._tpde.Pair(pair)
+        self._index = torch.zeros(1, dtype=torch.uint8)
+        self._device, self._raw = self, self
+        self.entries = {entry[0]: tpde._open.Entry(*entry) for entry in self._pair.tensors()}
+        self.blob = pair.with_suffix(".tpde-blob").read_bytes()
+        self.fails = ""
+        monkeypatch.setattr(torch.cuda, "Stream", lambda *_: self.Stream())
+        monkeypatch.setattr(torch.cuda, "Event", self.Event)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        monkeypatch.setattr(tpde.nn._Arena, "_made", {})
+
+    class Event:
+        def record(self, stream: object) -> None:
+            self.recorded = stream
+
+    class Stream:
+        cuda_stream = 0
+
+        def wait_event(self, event: object) -> None: ...
+        def wait_stream(self, stream: object) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    def stream(self) -> Stream:
+        return self.main
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def memory(self, bytes: int, what: str) -> torch.Tensor:
+        return torch.zeros(max(bytes, 1), dtype=torch.uint8)
+
+    def plan(self, pair: object, output: tuple, base: tuple, start: int, part: tuple) -> object:
+        fake = self
+
+        class Plan:
+            def bytes(self) -> int:
+                return 5
+
+            def prepare(self, memory: tuple) -> object:
+                return self
+
+            def launch(self, device: object, stream: int) -> object:
+                fake.log.append(("decode", output[0]))
+                size = fake._pair.payload_bytes(output[0])
+                assert bytes(part[5][:size].tolist()) == fake.blob[start : start + size]  # the right payload is there
+                fake._pair.read([output], [base], False, None)
+                return self
+
+            def is_done(self) -> bool:
+                return True
+
+            def wait(self) -> None:
+                if fake.fails == output[0]:
+                    raise tpde.Invalid("a payload is damaged", rule="payload.crc32")
+
+        return Plan()
+
+    def weights(self, model: torch.nn.Module, names: list[str]) -> list[tpde.nn._DeviceWeight]:
+        """Weights of this device, their payloads in memory that is to be copied."""
+        offset, made = 64, {}
+        for entry in self.entries.values():  # payloads follow each other in the order of the tensors, padded chunk by chunk
+            made[entry.name] = offset
+            chunks = next(t.chunks for t in tpde.inspect(self.stem).tensors if t.name == entry.name)
+            assert chunks == 1
+            offset += (self._pair.payload_bytes(entry.name) + 15) // 16 * 16
+        found = []
+        for name in names:
+            payload = torch.frombuffer(bytearray(self.blob[made[name] :]), dtype=torch.uint8)
+            payload = payload[: (self._pair.payload_bytes(name) + 15) // 16 * 16]
+            found.append(tpde.nn._DeviceWeight(self, self.entries[name], model.get_parameter(name), payload, made[name]))
+        return found
+
+
+class TestArena:
+    @pytest.fixture
+    def fake(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Fake, Deep, Deep]:
+        base = Deep()
+        target = target_of(base)
+        tpde.torch.save_file(base, target, tmp_path / "p", codec="conditioned", chunk_lanes=1 << 20)
+        fake = Fake(tmp_path / "p", monkeypatch)
+        fake.stem = tmp_path / "p"
+        return fake, base, loaded(target)
+
+    NAMES = [f"blocks.{i}.{kind}.weight" for i in range(3) for kind in ("up", "down")]
+
+    def run(self, fake: Fake, weights: list, target: Deep) -> None:
+        for weight in weights:
+            x = torch.randn(3, weight.shape[1], dtype=torch.bfloat16)
+            y = weight.linear(x, None, False)
+            fake.log.append(("use", weight.entry.name))
+            assert torch.equal(y, torch.nn.functional.linear(x, target.get_parameter(weight.entry.name)))
+
+    @pytest.mark.parametrize("count", [1, 2, 3, 6])
+    def test_the_next_weight_is_decoded_while_one_is_used(self, fake: tuple[Fake, Deep, Deep], count: int) -> None:
+        device, base, target = fake
+        weights = device.weights(base, self.NAMES[:count])
+        for _ in range(4):
+            self.run(device, weights, target)
+        uses = [name for what, name in device.log if what == "use"]
+        decoded = [name for what, name in device.log if what == "decode"]
+        assert uses == self.NAMES[:count] * 4
+        # Each is decoded once a use, and one more is foreseen; after the first round always before the one before is done.
+        assert decoded == (uses + uses)[: len(uses) + 1]
+        for n in range(count + 1, len(uses)):
+            before = [i for i, entry in enumerate(device.log) if entry == ("decode", uses[n])][n // count]
+            assert before < [i for i, entry in enumerate(device.log) if entry[0] == "use"][n - 1]
+
+    def test_another_order(self, fake: tuple[Fake, Deep, Deep]) -> None:
+        device, base, target = fake
+        weights = device.weights(base, self.NAMES)
+        for order in ([0, 1, 2, 3], [3, 1, 0, 2], [5, 5, 4], [0, 1, 2, 3], [2], [4, 0]):
+            self.run(device, [weights[i] for i in order], target)
+
+    def test_memory_is_two_slots_and_goes_with_the_last_weight(self, fake: tuple[Fake, Deep, Deep]) -> None:
+        device, base, target = fake
+        weights = device.weights(base, self.NAMES)
+        self.run(device, weights * 2, target)
+        (arena,) = tpde.nn._Arena._made.values()
+        assert {slot.dense.numel() for slot in arena.slots} == {max(weight.bytes for weight in weights)}
+        assert {slot.payload.numel() for slot in arena.slots} == {max(weight.payload.numel() for weight in weights)}
+        handle = weights.pop().handle
+        gc.collect()
+        assert all(handle not in slot.rebuilds for slot in arena.slots)
+        del weights[:], arena
+        gc.collect()
+        assert not tpde.nn._Arena._made
+
+    def test_larger_weights_come_later(self, fake: tuple[Fake, Deep, Deep]) -> None:
+        device, base, target = fake
+        weights = device.weights(base, self.NAMES[:1])
+        self.run(device, weights * 2, target)
+        weights += device.weights(base, ["embed.weight", "blocks.1.up.weight"])
+        for _ in range(3):
+            self.run(device, weights, target)
+
+    def test_what_went_wrong_is_told_later(self, fake: tuple[Fake, Deep, Deep]) -> None:
+        device, base, target = fake
+        weights = device.weights(base, self.NAMES[:3])
+        self.run(device, weights, target)
+        device.fails = self.NAMES[1]
+        with pytest.raises(tpde.Invalid):
+            for _ in range(2):
+                self.run(device, weights, target)
+        device.fails = ""
+        self.run(device, weights, target)

@@ -1,0 +1,142 @@
+//! Memory of a caller's: all that an index and an application work in, and payloads of single tensors.
+
+use super::super::{Device, DeviceIndex, DeviceSlice, Mode, Payloads};
+use super::generated::{Random, lanes};
+use super::laid::{Laid, Route, payloads, routes};
+use super::vectors::MODES;
+use crate::delta::InPlace;
+use crate::error::Error;
+use crate::lane::Dtype;
+use crate::{Codec, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo, encode_to_memory};
+
+/// A pair with what it is of, by place.
+struct Made {
+    infos: Vec<TensorInfo>,
+    base: Vec<Vec<u8>>,
+    target: Vec<Vec<u8>>,
+    pair: Pair<Vec<u8>>,
+}
+
+impl Made {
+    fn new(codec: Codec) -> Self {
+        let random = &mut Random(11);
+        let (mut infos, mut base, mut target) = (Vec::new(), Vec::new(), Vec::new());
+        for (n, (dtype, size)) in
+            [(Dtype::Bf16, 70_001), (Dtype::Bf16, 9), (Dtype::F32, 20_000), (Dtype::U8, 5000)].into_iter().enumerate()
+        {
+            infos.push(TensorInfo { name: format!("t{n}"), dtype, shape: vec![size as u64] });
+            let (old, new) = lanes(random, dtype, size, 30);
+            base.push(old);
+            target.push(new);
+        }
+        let options = EncodeOptions { codec: Some(codec), chunk_lanes: 4096, ..EncodeOptions::default() };
+        let (old, new) = (checkpoint_of(&infos, &base), checkpoint_of(&infos, &target));
+        let pair = encode_to_memory(Some(&old), &new, &options).unwrap().0;
+        Self { infos, base, target, pair }
+    }
+
+    fn base(&self) -> MemoryCheckpoint<'_> {
+        checkpoint_of(&self.infos, &self.base)
+    }
+}
+
+fn checkpoint_of<'a>(infos: &[TensorInfo], data: &'a [Vec<u8>]) -> MemoryCheckpoint<'a> {
+    MemoryCheckpoint::new(infos.iter().cloned().zip(data.iter().map(|d| &d[..]))).unwrap()
+}
+
+/// As much memory as that, which holds something else.
+fn given(device: &Device, bytes: u64) -> DeviceSlice {
+    let memory = device.alloc(bytes).unwrap();
+    device.write(&memory, &vec![0xEE; bytes as usize]).unwrap();
+    memory
+}
+
+fn uploaded(device: &Device, made: &Made) -> DeviceIndex {
+    let memory = given(device, DeviceIndex::bytes_of(made.pair.index()).unwrap());
+    device.upload_to(made.pair.index(), memory).unwrap()
+}
+
+#[test]
+fn all_is_done_in_memory_that_was_given() {
+    let Some(device) = super::device("memory of callers") else { return };
+    let mut count = 0;
+    for codec in [Codec::Conditioned, Codec::Raw, Codec::Zstd] {
+        let made = Made::new(codec);
+        let index = uploaded(device, &made);
+        for mode in MODES {
+            for &route in routes(made.pair.index()) {
+                let mut laid = Laid::new(device, made.pair.index(), &made.base(), mode != Mode::OutOfPlace, 3);
+                let planned = index.plan(&laid.bindings, mode, payloads(device, &made.pair, route)).unwrap();
+                let bytes = planned.bytes();
+                let memory = given(device, bytes + 256);
+                let stream = device.stream().unwrap();
+                planned.prepare_in(memory.slice(0, bytes).unwrap()).unwrap().launch(&stream).unwrap().wait().unwrap();
+                for (place, found) in laid.outputs(device) {
+                    assert!(found == made.target[place], "{mode:?} {route:?}");
+                }
+                // What lies behind is as it was.
+                let mut behind = vec![0; 256];
+                device.read(&memory.slice(bytes, 256).unwrap(), &mut behind).unwrap();
+                assert!(behind.iter().all(|byte| *byte == 0xEE), "{mode:?} {route:?}");
+                count += 1;
+            }
+        }
+    }
+    eprintln!("{count} applications");
+}
+
+#[test]
+fn a_part_of_the_blob_serves_a_tensor() {
+    let Some(device) = super::device("parts of blobs") else { return };
+    let mut count = 0;
+    for codec in [Codec::Conditioned, Codec::Raw] {
+        let made = Made::new(codec);
+        let index = uploaded(device, &made);
+        for mode in MODES {
+            let mut laid = Laid::new(device, made.pair.index(), &made.base(), mode != Mode::OutOfPlace, 1);
+            for binding in &laid.bindings {
+                let range = index.payloads_of(binding.tensor).unwrap();
+                let part = &made.pair.blob()[range.start as usize..range.end as usize];
+                let memory = device.alloc(part.len() as u64).unwrap();
+                device.write(&memory, part).unwrap();
+                let payloads = |at| Payloads::Part { at, memory: memory.clone() };
+                let tensors = [binding.clone()];
+                let stream = device.stream().unwrap();
+                let application = index.prepare(&tensors, mode, payloads(range.start)).unwrap();
+                application.launch(&stream).unwrap().wait().unwrap();
+                if !part.is_empty() {
+                    for at in [range.start + 16, range.start.wrapping_sub(16)] {
+                        assert!(matches!(index.prepare(&tensors, mode, payloads(at)), Err(Error::Misuse(_))), "{at}");
+                    }
+                }
+                count += 1;
+            }
+            for (place, found) in laid.outputs(device) {
+                assert!(found == made.target[place], "{mode:?}");
+            }
+        }
+    }
+    eprintln!("{count} tensors from parts of their blobs");
+}
+
+#[test]
+fn memory_that_does_not_serve_is_refused() {
+    let Some(device) = super::device("refused memory") else { return };
+    let made = Made::new(Codec::Conditioned);
+    let bytes = DeviceIndex::bytes_of(made.pair.index()).unwrap();
+    let memory = given(device, bytes + 256);
+    for wrong in [memory.slice(0, bytes - 1), memory.slice(16, bytes)] {
+        assert!(matches!(device.upload_to(made.pair.index(), wrong.unwrap()), Err(Error::Misuse(_))));
+    }
+    let index = uploaded(device, &made);
+    for mode in [Mode::OutOfPlace, Mode::InPlace(InPlace::ChunkByChunk)] {
+        let laid = Laid::new(device, made.pair.index(), &made.base(), mode != Mode::OutOfPlace, 0);
+        let plan = || index.plan(&laid.bindings, mode, payloads(device, &made.pair, Route::Host)).unwrap();
+        let bytes = plan().bytes();
+        let memory = given(device, bytes + 256);
+        for wrong in [memory.slice(0, bytes - 1), memory.slice(16, bytes)] {
+            assert!(matches!(plan().prepare_in(wrong.unwrap()), Err(Error::Misuse(_))));
+        }
+    }
+    eprintln!("memory that is too small or not aligned is refused");
+}
