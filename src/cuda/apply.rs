@@ -364,6 +364,9 @@ impl Shared {
             pinned[start as usize..][..part.len()].copy_from_slice(part);
         }
         let frames = Frames::new(index, &plan, device, &cx)?;
+        if is_given && frames.is_some() {
+            return Err(Error::Misuse("nvCOMP takes memory of its own: it cannot be used with the caller's".into()));
+        }
         let copy = device.copy.raw();
         let ready = RawEvent::new(&cx, false)?;
         // SAFETY: all of it lies within memory that the layout has room in, and that was allocated or given for this; that and
