@@ -28,11 +28,12 @@ __device__ __forceinline__ Shared& shared_memory() {
 // Whether the chunk's lanes are floats without low bits.
 __device__ __forceinline__ bool is_plain(const Shared& shared) { return shared.classes.by_threshold && shared.parts.low_bits == 0; }
 
-// The part of a slot that a warp has for its changes.
-template <int W> __device__ __forceinline__ List open_list(const Launch& launch, bool listed) {
-    u32 size = launch.scratch_slot_bytes / WARPS;
+// The part of a slot that a warp has for its changes; where segments are fewer than warps, the first warps have it all.
+template <int W> __device__ __forceinline__ List open_list(const Launch& launch) {
+    u32 warp = threadIdx.x / WARP, lists = min(shared_memory().parts.segments, WARPS);
+    u32 capacity = warp < lists ? launch.scratch_slot_bytes / (lists * (u32)sizeof(Change<W>)) : 0;
     u64 slot = launch.scratch + TPDE_SCRATCH_HEAD(launch.scratch_slots) + (u64)shared_memory().slot * launch.scratch_slot_bytes;
-    return {(u8*)(slot + threadIdx.x / WARP * size), listed ? size / (u32)sizeof(Change<W>) : 0, 0};
+    return {(u8*)(slot + (u64)warp * capacity * sizeof(Change<W>)), capacity, 0};
 }
 
 template <int W, int HOW> __device__ __noinline__ void decode(u32 store, List& list, Sums& sums) {
@@ -110,10 +111,12 @@ template <int W> __device__ __forceinline__ bool pass_with_list(const Launch& la
     typedef typename LaneOf<W>::type Lane;
     if (threadIdx.x == 0) shared.slot = take_slot(launch);
     __syncthreads();
-    List list = open_list<W>(launch, true);
+    List list = open_list<W>(launch);
     errors = pass<W>(STORE_LIST, list);
     bool carried = errors == 0 && shared.fits;
     if (carried) {
+        // Few loads at a time would take as long as the decoding.
+#pragma unroll 4
         for (u32 i = threadIdx.x % WARP; i < list.count; i += WARP) {
             Change<W> change = list.template at<W>(i);
             *(Lane*)(shared.chunk.output + change.position) = (Lane)change.lane;
