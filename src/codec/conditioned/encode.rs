@@ -4,7 +4,7 @@ use super::coded::Coded;
 use super::context::{HALF, MAX_CONTEXTS, Maps};
 use super::cost::{BIT, Costs};
 use super::payload::segment;
-use super::stats::{LEVELS, Row, Split, Stats, all_lanes};
+use super::stats::{CONTEXTS, LEVELS, Row, Split, Stats, all_lanes};
 use super::stream::{self, LEAST_STATE};
 use super::tables::TableSet;
 use super::values::Lanes;
@@ -18,8 +18,10 @@ use zerocopy::IntoBytes;
 /// What it is worth not to code a lane, so that decoding it takes no time.
 const LANE_COST: u64 = 4;
 /// Most steps that a stream should have, so that a chunk is decoded in few round trips of a processor's latency, and the payload
-/// that a state must have for that; and a limit that is worth more. A state wastes 2 bytes.
-const STEPS: [(usize, u64); 2] = [(2048, 40), (4096, 16)];
+/// that a state must have for that; and limits that are worth more. A state wastes 2 bytes.
+const STEPS: [(usize, u64); 3] = [(512, 40), (1024, 16), (2048, 8)];
+/// What maps without holes may cost more than others: so many-th of the payload, and bits.
+const WHOLE: (u64, u64) = (100, 8 * 12);
 
 /// What a thread needs to encode chunks, used again for every chunk.
 pub(crate) struct Encoder {
@@ -218,91 +220,175 @@ fn activity(level: u8, activity_bits: u8) -> u8 {
 
 /// Chooses activities and maps.
 fn choose(stats: &Stats, model: &Model, split: Split, width: usize) -> Choice {
-    let mut best = choose_maps(stats, model, split, width, 0, std::slice::from_ref(&(0..LEVELS)));
+    let fit = |row: &Row| Fit::new(row, model, split, width);
     let blocks = stats.levels.len() as u64;
+    let choices = |bits: u8, groups: &[Range<usize>]| {
+        let groups = Groups::new(stats, groups, fit);
+        [false, true].map(|holes| {
+            let (maps, cost) = groups.maps(stats.first, holes);
+            Choice { activity_bits: bits, maps, cost: cost + blocks * u64::from(bits) * BIT }
+        })
+    };
+    let mut best = choices(0, std::slice::from_ref(&(0..LEVELS)));
     if blocks >= 32 {
         for (bits, groups) in [(1, &[0..1, 1..LEVELS][..]), (2, &[0..1, 1..2, 2..3, 3..4][..])] {
-            let mut choice = choose_maps(stats, model, split, width, bits, groups);
-            choice.cost += blocks * u64::from(bits) * BIT;
-            if choice.cost < best.cost {
-                best = choice;
+            for (best, choice) in best.iter_mut().zip(choices(bits, groups)) {
+                if choice.cost < best.cost {
+                    *best = choice;
+                }
             }
         }
     }
-    best
+    let [whole, holed] = best;
+    if whole.cost <= holed.cost + holed.cost / WHOLE.0 + WHOLE.1 * BIT { whole } else { holed }
 }
 
-/// The class that codes a row in the fewest bits, or 0 if it is better not coded, and what that costs.
-fn best_class(row: &Row, model: &Model, split: Split, width: usize) -> (u8, u64) {
-    let others = row.others();
-    if split.low_bits == 0 && others == 0 {
-        return (0, 0);
-    }
-    let (time, mut best) = match split.low_bits {
-        0 => (row.lanes() * LANE_COST, (0, others * 8 * (4 + width as u64) * BIT)),
-        _ => (0, (0, u64::MAX / 1024)),
-    };
-    let rest = row.extra_bits() * BIT + time;
-    for (class, cost) in (1..).zip(model.costs.of(&row.counts)) {
-        if cost + rest < best.1 && (split.low_bits != 0 || model.has(class, 0)) {
-            best = (class, cost + rest);
-        }
-    }
-    best
+/// What the lanes of a row cost.
+#[derive(Debug, Clone, Copy, Default)]
+struct Fit {
+    /// If they are not coded.
+    uncoded: u64,
+    /// If they are coded with the class that suits them best.
+    coded: u64,
+    /// That class; 0 if there are no lanes.
+    class: u8,
 }
 
-/// Chooses a map for each group of levels.
-fn choose_maps(stats: &Stats, model: &Model, split: Split, width: usize, activity_bits: u8, groups: &[Range<usize>]) -> Choice {
-    let best_class = |row: &Row| best_class(row, model, split, width);
-    // By group: the contexts that occur, their best classes and what those cost.
-    let rows: Vec<Vec<(usize, Row, u8, u64)>> = groups
-        .iter()
-        .map(|levels| {
-            let row = |context| {
-                let row = stats.row(levels.clone(), context);
-                let (class, cost) = best_class(&row);
-                (context, row, class, cost)
-            };
-            stats.contexts(levels.clone()).map(row).collect()
-        })
-        .collect();
-    let coded = || rows.iter().flatten().filter(|(_, _, class, _)| *class != 0).map(|(context, ..)| *context);
-    let (lowest, last) = (coded().min().unwrap_or(0), coded().max().unwrap_or(0));
+impl Fit {
+    /// More than anything else costs; the sum of that of all contexts is a number still.
+    const NEVER: u64 = 1 << 52;
 
-    // Contexts before the first one share its entry: fewer entries, and a worse fit. The further it moves, the more share.
-    let mut best = (u64::MAX, 0, Vec::new());
-    let mut left: u64 = rows.iter().flatten().map(|(.., cost)| *cost).sum();
-    let mut shared = vec![Row::default(); groups.len()];
-    for first in 0..=last {
-        let mut grown = false;
-        for (rows, shared) in rows.iter().zip(&mut shared) {
-            for (_, row, _, cost) in rows.iter().filter(|(context, ..)| *context == first) {
-                shared.add(&row.counts);
-                left -= cost;
-                grown = true;
+    fn new(row: &Row, model: &Model, split: Split, width: usize) -> Self {
+        let (time, uncoded) = match split.low_bits {
+            0 => (row.lanes() * LANE_COST, row.others() * 8 * (4 + width as u64) * BIT),
+            _ => (0, Self::NEVER),
+        };
+        let mut fit = Self { uncoded, coded: Self::NEVER, class: 0 };
+        let rest = row.extra_bits() * BIT + time;
+        for (class, cost) in (1..).zip(model.costs.of(&row.counts)) {
+            if cost + rest < fit.coded && (split.low_bits != 0 || model.has(class, 0)) {
+                (fit.coded, fit.class) = (cost + rest, class);
             }
         }
-        if first < lowest || last - first >= MAX_CONTEXTS || (first > lowest && !grown) {
-            continue;
-        }
-        let (classes, costs): (Vec<u8>, Vec<u64>) =
-            shared.iter().map(|row| if row.counts.is_empty() { (0, 0) } else { best_class(row) }).unzip();
-        let entries = groups.len() as u64 * (last + 1 - first).next_multiple_of(2) as u64;
-        let cost = left + costs.iter().sum::<u64>() + entries * 4 * BIT;
-        if cost < best.0 {
-            best = (cost, first, classes);
-        }
+        fit
     }
-    let (cost, first, firsts) = best;
 
-    let mut maps = Maps { first: stats.first + first as u16, count: (last + 1 - first) as u8, classes: [[0; MAX_CONTEXTS]; 4] };
-    for ((map, rows), class) in maps.classes.iter_mut().zip(&rows).zip(firsts) {
-        map[0] = class;
-        for (context, _, class, _) in rows.iter().filter(|(context, ..)| *context > first && *context <= last) {
-            map[context - first] = *class;
-        }
+    /// Class and cost between coded entries, which with `holes` may be those of lanes that are not coded.
+    fn between(&self, holes: bool) -> (u8, u64) {
+        if holes && self.uncoded <= self.coded { (0, self.uncoded) } else { (self.class, self.coded) }
     }
-    Choice { activity_bits, maps, cost }
+
+    fn occurs(&self) -> bool {
+        self.class != 0 || self.coded != 0
+    }
+}
+
+/// What contexts cost in each of some groups of levels, which have a map each.
+struct Groups {
+    /// By context.
+    fits: Vec<[Fit; CONTEXTS]>,
+    /// Contexts with which maps may begin, and what they and all before them cost in one entry.
+    firsts: Vec<(usize, Vec<Fit>)>,
+}
+
+impl Groups {
+    fn new(stats: &Stats, groups: &[Range<usize>], fit: impl Fn(&Row) -> Fit) -> Self {
+        let rows = |levels: &Range<usize>| -> Vec<(usize, Row)> {
+            stats.contexts(levels.clone()).map(|context| (context, stats.row(levels.clone(), context))).collect()
+        };
+        let rows: Vec<_> = groups.iter().map(rows).collect();
+        let fits_of = |rows: &Vec<(usize, Row)>| {
+            let mut fits = [Fit::default(); CONTEXTS];
+            rows.iter().for_each(|(context, row)| fits[*context] = fit(row));
+            fits
+        };
+        let fits: Vec<_> = rows.iter().map(fits_of).collect();
+
+        let coded = |context: &usize| fits.iter().any(|fits| fits[*context].coded < fits[*context].uncoded);
+        let lowest = (0..CONTEXTS).find(coded).unwrap_or(0);
+        let last = (0..CONTEXTS).rfind(coded).unwrap_or(0);
+        let mut shared = vec![Row::default(); groups.len()];
+        let mut firsts = Vec::new();
+        for first in 0..=last {
+            let mut grown = false;
+            for (rows, shared) in rows.iter().zip(&mut shared) {
+                for (_, row) in rows.iter().filter(|(context, _)| *context == first) {
+                    shared.add(&row.counts);
+                    grown = true;
+                }
+            }
+            if first == lowest || (first > lowest && grown) {
+                let fit = |row: &Row| if row.counts.is_empty() { Fit::default() } else { fit(row) };
+                firsts.push((first, shared.iter().map(fit).collect()));
+            }
+        }
+        Self { fits, firsts }
+    }
+
+    /// Chooses maps, and says what they cost. Without `holes` the coded entries of each are its first ones, so that a comparison
+    /// of magnitudes finds coded lanes.
+    fn maps(&self, first_context: u16, holes: bool) -> (Maps, u64) {
+        let tails: Vec<_> = self.fits.iter().map(|fits| tails(fits, holes)).collect();
+        // Contexts before the first one share its entry: fewer entries, and a worse fit. The further it moves, the more share.
+        let mut best = (u64::MAX, 0, 1, Vec::new());
+        for (first, shared) in &self.firsts {
+            let (mut cost, mut count) = (0, 1);
+            let mut entries = Vec::new();
+            for (fit, tails) in shared.iter().zip(&tails) {
+                let tail = tails[first + 1];
+                let coded = fit.between(holes).1 + tail.cost;
+                let uncoded = fit.uncoded + tail.uncoded;
+                let end = if coded < uncoded { tail.end.max(first + 1) } else { 0 };
+                cost += coded.min(uncoded);
+                count = count.max(end.saturating_sub(*first));
+                entries.push((*fit, end));
+            }
+            cost += self.fits.len() as u64 * count.next_multiple_of(2) as u64 * 4 * BIT;
+            if count <= MAX_CONTEXTS && cost < best.0 {
+                best = (cost, *first, count, entries);
+            }
+        }
+        let (cost, first, count, entries) = best;
+
+        let mut maps = Maps { first: first_context + first as u16, count: count as u8, classes: [[0; MAX_CONTEXTS]; 4] };
+        for ((map, fits), (shared, end)) in maps.classes.iter_mut().zip(&self.fits).zip(entries) {
+            // Contexts that do not occur, or not in the blocks that were looked at, are coded as the next one.
+            let mut class = 0;
+            for context in (first..end).rev() {
+                let fit = if context == first { &shared } else { &fits[context] };
+                if fit.occurs() {
+                    class = fit.between(holes).0;
+                }
+                map[context - first] = class;
+            }
+        }
+        (maps, cost)
+    }
+}
+
+/// What the contexts from one on cost.
+#[derive(Debug, Clone, Copy, Default)]
+struct Tail {
+    /// If those before `end` are coded, and no other `end` costs less.
+    cost: u64,
+    /// 0 if none is coded.
+    end: usize,
+    /// If none is coded.
+    uncoded: u64,
+}
+
+/// The tails that begin with each context, the last one empty.
+fn tails(fits: &[Fit; CONTEXTS], holes: bool) -> [Tail; CONTEXTS + 1] {
+    let mut tails = [Tail::default(); CONTEXTS + 1];
+    for (context, fit) in fits.iter().enumerate().rev() {
+        let after = tails[context + 1];
+        let (coded, uncoded) = (fit.between(holes).1 + after.cost, fit.uncoded + after.uncoded);
+        tails[context] = match coded < uncoded {
+            true => Tail { cost: coded, end: after.end.max(context + 1), uncoded },
+            false => Tail { cost: uncoded, end: 0, uncoded },
+        };
+    }
+    tails
 }
 
 /// States of a stream and segments of a chunk with `coded` coded lanes and a payload of about `size` bytes.

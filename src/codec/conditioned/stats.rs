@@ -8,7 +8,7 @@ use crate::lane::{Context, Dtype, Lane, Order, lanes_of};
 /// Levels of activity: 0 for blocks without a change, then three of about equal size.
 pub(super) const LEVELS: usize = 4;
 /// Contexts that are told apart; more than a map has, because where the map begins is not known yet.
-const CONTEXTS: usize = 256;
+pub(super) const CONTEXTS: usize = 256;
 /// Lanes and changes that say enough of all: with more, those of some blocks are looked at.
 const LANES: usize = 1 << 14;
 const CHANGES: usize = 1 << 13;

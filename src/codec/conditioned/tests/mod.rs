@@ -5,6 +5,7 @@
 
 mod contexts;
 mod damaged;
+mod maps;
 mod random;
 mod round_trips;
 mod rules;

@@ -1,0 +1,98 @@
+//! Maps that our encoder chooses. A decoder may look for coded lanes by one comparison of magnitudes where the coded entries of a
+//! map are its first ones.
+
+use super::*;
+use crate::codec::conditioned::payload::Payload;
+
+/// For each map of a payload of BF16 whether it codes anything, and whether an entry below a coded one is not coded.
+fn coded_and_holes(chunk: &Chunk) -> Vec<(bool, bool)> {
+    let classes = chunk.tables.as_ref().map_or(0, |tables| tables.classes().len());
+    let payload = Payload::parse(&chunk.payload, chunk.base.len() / 2, 2, chunk.changed(), classes).unwrap();
+    let map = |map: &[u8; 64]| match map.iter().rposition(|&class| class != 0) {
+        Some(last) => (true, map[..last].contains(&0)),
+        None => (false, false),
+    };
+    payload.maps.classes[..1 << payload.activity_bits].iter().map(map).collect()
+}
+
+/// Weights in rows of 384, of which one in `resting` is left alone; the others take a step of about `step`.
+fn weights(random: &mut Random, rows: usize, resting: u64, step: f32) -> (Vec<u8>, Vec<u8>) {
+    // About normal, with a deviation of 1.
+    let mut normal = || (0..12).map(|_| random.below(1 << 16) as f32 / 65536.0).sum::<f32>() - 6.0;
+    let lanes: Vec<(f32, f32)> = (0..rows * 384).map(|_| (0.05 * normal(), step * normal())).collect();
+    let rests: Vec<bool> = (0..rows).map(|_| random.below(resting) == 0).collect();
+    let round = |x: f32| ((x.to_bits() + 0x7FFF + (x.to_bits() >> 16 & 1)) >> 16) as u16;
+    let of = |lanes: &mut dyn Iterator<Item = u16>| lanes.flat_map(u16::to_le_bytes).collect::<Vec<u8>>();
+    let base = of(&mut lanes.iter().map(|&(weight, _)| round(weight)));
+    let target = of(&mut lanes.iter().enumerate().map(|(i, &(weight, step))| {
+        // A weight of 16 bits is what is there, and the step is added to it.
+        let weight = f32::from_bits(u32::from(round(weight)) << 16);
+        round(if rests[i / 384] { weight } else { weight + step })
+    }));
+    (base, target)
+}
+
+#[test]
+fn maps_of_weights_have_no_holes() {
+    let mut random = Random::new(20);
+    let mut decoders = decoders();
+    let (mut encoder, mut coded) = (Encoder::default(), 0);
+    for rows in [20, 200, 1400] {
+        for resting in [2, 1000] {
+            for step in [1e-7, 1e-6, 1e-5, 1e-4, 1e-3] {
+                let (base, target) = weights(&mut random, rows, resting, step);
+                if base == target {
+                    continue;
+                }
+                let tables = trained(Dtype::Bf16, 0, &base, &target);
+                let payload = encode(&mut encoder, Dtype::Bf16, tables.as_ref(), 0, &base, &target);
+                let chunk = Chunk { dtype: Dtype::Bf16, tables, base, target, payload };
+                chunk.assert_decodes(&mut decoders);
+                for (codes, holes) in coded_and_holes(&chunk) {
+                    assert!(!holes, "{rows} rows, steps of {step}");
+                    coded += usize::from(codes);
+                }
+            }
+        }
+    }
+    assert!(coded > 30, "{coded} maps");
+}
+
+/// Contexts without changes, and such as do not occur, between those that have changes.
+#[test]
+fn few_lanes_that_do_not_change_make_no_holes() {
+    let mut random = Random::new(21);
+    let lane = |i: u64| {
+        // Every third or fifth lane of some exponents changes; few have the others, and some none.
+        let (exponent, changes) = match i % 1000 {
+            0 => (101, false),
+            1 => (103, false),
+            odd if odd % 2 == 1 => (100, odd % 3 == 0),
+            even => (104, even % 5 == 0),
+        };
+        let lane = exponent << 7 | random.below(127) as u16;
+        (lane, lane + u16::from(changes))
+    };
+    let (base, target): (Vec<u16>, Vec<u16>) = (0..60_000).map(lane).unzip();
+    let [base, target] = [base, target].map(|lanes| lanes.into_iter().flat_map(u16::to_le_bytes).collect::<Vec<_>>());
+    let tables = trained(Dtype::Bf16, 0, &base, &target);
+    let payload = encode(&mut Encoder::default(), Dtype::Bf16, tables.as_ref(), 0, &base, &target);
+    let chunk = Chunk { dtype: Dtype::Bf16, tables, base, target, payload };
+    let maps = coded_and_holes(&chunk);
+    assert!(maps.iter().any(|map| map.0) && !maps.iter().any(|map| map.1), "{maps:?}");
+    chunk.assert_decodes(&mut decoders());
+}
+
+/// Where no class suits lanes that do not change, it costs too much to code them.
+#[test]
+fn holes_that_are_worth_it_stay() {
+    let base: Vec<u8> = (0..30_000u16).flat_map(|i| (0x3C00 + i % 3 * 0x80).to_le_bytes()).collect();
+    let mut target = base.clone();
+    // Half of the lanes of every exponent but the one in the middle.
+    target.chunks_mut(2).enumerate().filter(|(i, _)| i % 3 != 1 && i / 3 % 2 == 0).for_each(|(_, lane)| lane[0] ^= 1);
+    let tables = Some(TableSet::new(&[flat(3, 1365)]));
+    let payload = encode(&mut Encoder::default(), Dtype::Bf16, tables.as_ref(), 0, &base, &target);
+    let chunk = Chunk { dtype: Dtype::Bf16, tables, base, target, payload };
+    assert_eq!(coded_and_holes(&chunk), [(true, true)]);
+    chunk.assert_decodes(&mut decoders());
+}
