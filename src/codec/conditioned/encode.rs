@@ -20,6 +20,9 @@ const LANE_COST: u64 = 4;
 /// Most steps that a stream should have, so that a chunk is decoded in few round trips of a processor's latency, and the payload
 /// that a state must have for that; and limits that are worth more. A state wastes 2 bytes.
 const STEPS: [(usize, u64); 3] = [(512, 40), (1024, 16), (2048, 8)];
+/// States that a processor decodes at once, and the warps of a block on a device, each of which takes a segment.
+const VECTOR: usize = 16;
+const WARPS: usize = 8;
 /// What maps without holes may cost more than others: so many-th of the payload, and bits.
 const WHOLE: (u64, u64) = (100, 8 * 12);
 
@@ -400,8 +403,9 @@ fn shape(coded: usize, size: u64, blocks: usize) -> (usize, usize) {
     // A vector's worth of states is decoded at once, so as many are taken where they cost little.
     let vector = STEP.min(coded.max(1)).min((size / STEPS[0].1).max(1) as usize);
     let states = 1usize << states.into_iter().fold(vector, usize::max).ilog2();
-    let segments = (states / STEP).clamp(1, 1 << super::payload::MAX_LOG2).min(1 << blocks.ilog2());
-    (states.min(STEP), segments)
+    // Up to as many segments as a block of the device's threads has warps, streams are a vector wide rather than a warp.
+    let segments = (states / STEP).max((states / VECTOR).min(WARPS)).clamp(1, 1 << super::payload::MAX_LOG2).min(1 << blocks.ilog2());
+    ((states / segments).min(STEP), segments)
 }
 
 /// The positions of some coded lanes, given by their places among those that `masks`, of halves of blocks from `first` on, select.
