@@ -37,6 +37,8 @@ class Reader:
         #: Where tensors are wanted, if not on the CPU, and the pair there, if that is where they are rebuilt.
         self.device: Any = None
         self.on_device: Any = None
+        #: Whether the caller has that, for other calls.
+        self.on_device_is_kept = False
         if framework in ("pt", "torch", "pytorch"):
             from ._torch_memory import Torch, check_device
 
@@ -62,7 +64,8 @@ class Reader:
         if self.on_device is None:
             self.pair = _tpde.Pair(pair, path)
         self.has_base_files = path is not None
-        self.entries = {entry[0]: Entry(*entry) for entry in self.pair.tensors()}
+        listed = [Entry(*entry) for entry in self.pair.tensors()] if self.on_device is None else self.on_device._entries()
+        self.entries = {entry.name: entry for entry in listed}
 
     def _open_on_device(self, pair: Any, wanted: bool) -> None:
         import torch
@@ -73,7 +76,7 @@ class Reader:
         if isinstance(pair, DevicePair) and wanted:
             if pair.device != self.device:
                 raise Misuse(f"the pair is on {pair.device}, tensors are wanted on {self.device}")
-            self.on_device = pair
+            self.on_device, self.on_device_is_kept = pair, True
         elif wanted:
             self.on_device = DevicePair(pair, self.device, payloads="file")
         if self.on_device is None:
@@ -99,7 +102,12 @@ class Reader:
         made = {entry.name: self.making.empty(entry.name, entry.dtype, entry.shape) for entry in entries}
         outputs = [memory for _, memory in made.values()]
         if self.on_device is not None:
-            self.on_device._rebuild(outputs, base or [], progress)
+            is_all = len(names) == len(self.entries) and len(names) == len(made)
+            ready = self.on_device._rebuild(outputs, base or [], progress)
+            if is_all and self.on_device_is_kept:
+                how = [(name, [*tensor.shape], tensor.dtype) for name, (tensor, _) in made.items()]
+                self.on_device._remember(ready, None, self.tensors, made=how)
+            return {name: tensor for name, (tensor, _) in made.items()}
         else:
             with told(progress, "load") as tell:
                 self.pair.read(outputs, base, digests, tell)

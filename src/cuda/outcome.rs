@@ -121,7 +121,10 @@ fn bad_chunks<'a>(shared: &'a Shared, words: &'a PinnedBuffer) -> impl Iterator<
 
 fn judge(shared: &Shared, words: &PinnedBuffer, host_error: Option<Error>) -> Result<()> {
     // Mostly all is well, and that is soon seen.
-    if host_error.is_none() && const { STATUS_OK == 0 } && words[..shared.status_bytes()].iter().fold(0, |any, byte| any | byte) == 0 {
+    if host_error.is_none()
+        && const { STATUS_OK == 0 }
+        && words[..shared.status_bytes()].iter().fold(0, |any, byte| any | byte) == 0
+    {
         return Ok(());
     }
     // What a kernel found comes before what was not run because of the host.
