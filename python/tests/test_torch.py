@@ -487,6 +487,26 @@ def test_packed_dtypes(tmp_path: Path) -> None:
     assert torch.equal(base, target)
 
 
+class TestModules:
+    def test_tensors_are_those_that_a_module_lists(self) -> None:
+        class Own(torch.nn.Linear):
+            def named_parameters(self, *args: object, **how: object) -> object:
+                return iter([("other", self.weight)])
+
+        parametrized = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 3))
+        for module in (
+            Tied(),
+            torch.nn.Sequential(Tied(), torch.nn.BatchNorm1d(4), parametrized, torch.nn.Linear(2, 2, bias=False)),
+            torch.nn.Transformer(16, 2, 1, 1, 16),
+            torch.nn.Sequential(torch.nn.Linear(2, 2), Own(2, 2)),
+            torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 2))),
+            Own(2, 2),
+        ):
+            named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+            found = tpde._open.state_of(module)
+            assert list(found) == [name for name, _ in named] and all(found[name].data_ptr() == t.data_ptr() for name, t in named)
+
+
 class Planned:
     """An application of a device's that the CPU's code does."""
 
@@ -627,6 +647,10 @@ class TestAgain:
         with pytest.raises(tpde.TpdeError):
             tpde.torch.load_file(pair, base)
         assert pair.runs == 5
+
+    def test_what_is_kept_does_not_hold_the_pair(self, pair: FakePair, made: Made) -> None:
+        assert tpde.torch.apply_(tensors_of(made.base_bytes), pair) == "applied"
+        assert not any(value is pair for value in vars(pair._kept[""]).values())  # a cycle would hold memory of the device
 
     def test_a_failure_is_told_and_forgotten(self, pair: FakePair, made: Made) -> None:
         tensors = tensors_of(made.base_bytes)

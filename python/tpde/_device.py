@@ -103,7 +103,6 @@ class _Ready:
     """An application that has been run and can be again."""
 
     def __init__(self, pair: DevicePair, tensors: list[Memory], base: list[Memory], mode: str) -> None:
-        self.pair = pair
         self.mode = mode
         self.of = (_described(tensors), _described(base))
         device = pair._device
@@ -122,14 +121,14 @@ class _Ready:
         #: ... and what is made for the results: name, dims and dtype.
         self.made: list[tuple[str, list[int], torch.dtype]] | None = None
 
-    def run(self, progress: Progress) -> bool:
-        """Runs it on the current stream and waits: whether tensors were changed."""
-        device = self.pair._device
+    def run(self, pair: DevicePair, progress: Progress) -> bool:
+        """Runs it on the current stream and waits: whether tensors were changed. ``pair``: its own, which holds it."""
+        device = pair._device
         stream = device.stream()
         handle = stream.cuda_stream
         if handle not in self.streams:
             self.streams.add(handle)
-            for used in (self.memory, self.pair._index, self.pair._blob):
+            for used in (self.memory, pair._index, pair._blob):
                 if used is not None:
                     used.record_stream(stream)
         with told(progress, "apply") as tell:
@@ -211,7 +210,7 @@ class DevicePair:
                 ready = None
         if ready is None:
             ready = _Ready(self, tensors, base, mode)
-        return ready.run(progress), ready
+        return ready.run(self, progress), ready
 
     def _rebuild(self, outputs: list[Memory], base: list[Memory], progress: Progress) -> _Ready:
         """Rebuilds tensors from others."""
@@ -270,7 +269,7 @@ class DevicePair:
             return None
         if not ready.raw.move_to(list(map(torch.Tensor.data_ptr, made.values()))):
             return None
-        applied = ready.run(progress)
+        applied = ready.run(self, progress)
         self._kept[""] = ready
         if not applied:
             raise AlreadyApplied("already applied: the base given is the target of this pair")

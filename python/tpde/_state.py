@@ -109,7 +109,7 @@ def _apply_again(
     told = [tensors[name] for name in ready.told]
     try:
         try:
-            applied = ready.run(progress)
+            applied = ready.run(pair, progress)
             if overwrites and not applied:
                 raise AlreadyApplied("already applied: the base given is the target of this pair")
         except TpdeError as error:
