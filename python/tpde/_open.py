@@ -170,11 +170,16 @@ def _walk(module: Any, prefix: str, parameters: dict[str, Any], buffers: dict[st
         _ordinary[own] = is_ordinary
     if not is_ordinary:
         return False
-    for found, tensors in ((parameters, module._parameters), (buffers, module._buffers)):
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                found[prefix + name] = tensor
-    return all(_walk(child, f"{prefix}{name}.", parameters, buffers) for name, child in module._modules.items() if child is not None)
+    for name, tensor in module._parameters.items():
+        if tensor is not None:
+            parameters[prefix + name] = tensor
+    for name, tensor in module._buffers.items():
+        if tensor is not None:
+            buffers[prefix + name] = tensor
+    for name, child in module._modules.items():
+        if child is not None and not _walk(child, f"{prefix}{name}.", parameters, buffers):
+            return False
+    return True
 
 
 class safe_open:
