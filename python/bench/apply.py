@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
 """Times of `tpde.torch` on a CUDA device, against copies of the dense tensors, in one run.
 
-    python bench/apply.py FOLDER [--tiles 24] [--pair rl20] [--keep FOLDER]
+    python bench/apply.py FOLDER [--tiles 24] [--pair rl20] [--keep FOLDER] [--tpde PROGRAM]
 
 FOLDER has base.safetensors, or a pair `anchor` without a base that gives it, and a pair on it. Both checkpoints are tiled, so
 that they are as large as a model: every tensor so many times along its first dim. All results are compared with the
-target. Files are in the page cache. Times are medians of wall times, with the device idle before and after.
+target. Files are in the page cache. Times are medians of wall times, with the device idle before and after, of calls that repeat
+one before, and beside them what the first call took; `host` is the part of such a call before all is queued and the waiting
+begins. With a program tpde, what it measures of the same library without Python is set beside each.
 """
 
 import argparse
+import json
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +24,7 @@ import torch
 
 import tpde
 import tpde.torch
+from tpde._device import Device
 
 
 def timed(work: Callable[[], object], before: Callable[[], object] = lambda: None, runs: int = 9) -> float:
@@ -48,14 +53,28 @@ def main() -> None:
     parser.add_argument("--tiles", type=int, default=24)
     parser.add_argument("--pair", default="rl20")
     parser.add_argument("--keep", type=Path, help="leave the tiled checkpoints there")
+    parser.add_argument("--tpde", type=Path, help="the program, built with CUDA")
     how = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         work = how.keep or Path(name)
         work.mkdir(exist_ok=True)
-        bench(how.folder, how.pair, how.tiles, work)
+        bench(how.folder, how.pair, how.tiles, work, how.tpde)
 
 
-def bench(folder: Path, pair_name: str, tiles: int, work: Path) -> None:
+#: Where the program has its payloads where a pair has them, and the clock of such a row: the program takes no wall times of
+#: payloads on the device.
+ALIKE = {"file": ("host memory", "wall"), "pinned": ("pinned memory", "wall"), "device": ("device memory", "device")}
+
+
+def without_python(program: Path, work: Path) -> dict[tuple[str, str, str], float]:
+    """Seconds that the program measures for the same checkpoints: by mode, where payloads are, and clock."""
+    files = [str(work / f"{name}.safetensors") for name in ("base", "target")]
+    command = [str(program), "bench", *files, "--device", "cuda", "--runs", "9", "-T", "0", "--codec", "conditioned", "--json"]
+    report = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    return {(row["what"], row["from"], row["clock"]): row["seconds"] for row in report["pairs"][0]["rows"]}
+
+
+def bench(folder: Path, pair_name: str, tiles: int, work: Path, program: Path | None) -> None:
     if (folder / "base.safetensors").exists():
         one = safetensors.torch.load_file(folder / "base.safetensors")
     else:
@@ -71,13 +90,39 @@ def bench(folder: Path, pair_name: str, tiles: int, work: Path) -> None:
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}: {size / 1e9:.2f} GB in {len(host)} tensors, ", end="")
     print(f"{report.stored_bytes:,} bytes stored, {report.ratio:.1f}:1")
 
+    program_takes = without_python(program, work) if program else {}
     base = {name: tensor.cuda() for name, tensor in host.items()}
     target = {name: tensor.cuda() for name, tensor in host_target.items()}
     live = {name: tensor.clone() for name, tensor in base.items()}
 
-    def row(what: str, seconds: float) -> float:
-        print(f"{what:64} {1e3 * seconds:9.3f} ms {size / seconds / 1e9:9.1f} GB/s", flush=True)
+    def row(what: str, seconds: float, more: str = "") -> float:
+        print(f"{what:64} {1e3 * seconds:9.3f} ms {size / seconds / 1e9:9.1f} GB/s{more}", flush=True)
         return seconds
+
+    device = Device.of("cuda")
+
+    def calls(what: str, payloads: str, mode: str, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+        """The row of a call, with its first time, and what it is to the program's."""
+        before()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        first = time.perf_counter() - begin
+        hosts = []
+
+        def measured() -> object:
+            begin = time.perf_counter()
+            result = work()
+            hosts.append(device.queued - begin)
+            return result
+
+        seconds = timed(measured, before)
+        more = f"   first {1e3 * first:8.3f} ms, host {1e6 * statistics.median(hosts[2:]):6.0f} us"
+        where, clock = ALIKE[payloads]
+        alone = program_takes.get((mode, where, clock))
+        if alone is not None:
+            more += f", from Rust {1e3 * alone:7.3f} ms ({clock}): {alone / seconds:.0%} of its speed"
+        return row(what, seconds, more)
 
     def restore() -> None:
         for name, tensor in live.items():
@@ -91,19 +136,22 @@ def bench(folder: Path, pair_name: str, tiles: int, work: Path) -> None:
     del source, room, pinned
     loaded = row("safetensors.torch.load_file of the target, to the device", timed(lambda: safetensors.torch.load_file(dense_file, device="cuda")))
 
-    made = {"the path": pair}
+    made = {"the path": ("file", pair)}
     for payloads in ("file", "pinned", "device"):
-        made[f"DevicePair, payloads {payloads}"] = tpde.torch.DevicePair(pair, "cuda", payloads=payloads)
-    for mode in ("all_checked", "chunk_by_chunk"):
-        for what, given in made.items():
-            row(f"apply_, {mode}, {what}", timed(lambda: tpde.torch.apply_(live, given, mode=mode), restore))
+        begin = time.perf_counter()
+        made[f"DevicePair, payloads {payloads}"] = payloads, tpde.torch.DevicePair(pair, "cuda", payloads=payloads)
+        print(f"making a DevicePair, payloads {payloads}: {1e3 * (time.perf_counter() - begin):.3f} ms")
+    for mode, name in {"all_checked": "in place, all checked", "chunk_by_chunk": "in place, chunk by chunk"}.items():
+        for what, (payloads, given) in made.items():
+            calls(f"apply_, {mode}, {what}", payloads, name, lambda: tpde.torch.apply_(live, given, mode=mode), restore)
             equal(live, target)
     best = 0.0
-    for what, given in made.items():
-        seconds = row(f"load_file from the base on the device, {what}", timed(lambda: tpde.torch.load_file(given, base, device="cuda")))
+    for what, (payloads, given) in made.items():
+        name = f"load_file from the base on the device, {what}"
+        seconds = calls(name, payloads, "out of place", lambda: tpde.torch.load_file(given, base, device="cuda"))
         equal(tpde.torch.load_file(given, base, device="cuda"), target)
         best = best or seconds
-        row(f"apply_(base=…), {what}", timed(lambda: tpde.torch.apply_(live, given, base=base)))
+        calls(f"apply_(base=…), {what}", payloads, "out of place", lambda: tpde.torch.apply_(live, given, base=base))
         equal(live, target)
     print(f"load_file of the path: {loaded / best:.1f} times as fast as safetensors, {dense / best:.1f} times as a pinned dense copy")
 

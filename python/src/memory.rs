@@ -39,6 +39,21 @@ impl Memory {
         unsafe { DeviceSlice::from_raw(self.3 as u64, self.4 as u64) }
     }
 
+    /// The same without what keeps the memory.
+    pub fn unowned(&self, py: Python<'_>) -> Self {
+        Self(self.0.clone(), self.1.clone(), self.2.clone(), self.3, self.4, py.None())
+    }
+
+    /// Where it is.
+    pub fn address(&self) -> usize {
+        self.3
+    }
+
+    /// The same of memory elsewhere.
+    pub fn move_to(&mut self, address: usize) {
+        self.3 = address;
+    }
+
     /// First byte and the one after the last.
     pub fn range(&self) -> std::ops::Range<usize> {
         self.3..self.3.saturating_add(self.4)

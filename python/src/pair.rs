@@ -88,7 +88,7 @@ impl Pair {
         digests: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
-        let once = self.each_memory_once(&outputs).map_err(|error| errors::to_python(py, &error))?;
+        let once = each_memory_once(&self.pair, &outputs).map_err(|error| errors::to_python(py, &error))?;
         let total = once.iter().map(|&i| outputs[i].range().len() as u64).sum();
         run(py, progress, total, |steering| {
             for base in base.iter().flatten() {
@@ -164,7 +164,7 @@ impl Pair {
         checked: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<bool> {
-        let once = self.each_memory_once(&tensors).map_err(|error| errors::to_python(py, &error))?;
+        let once = each_memory_once(&self.pair, &tensors).map_err(|error| errors::to_python(py, &error))?;
         let total = once.iter().map(|&i| tensors[i].range().len() as u64).sum();
         let mode = if checked { InPlace::AllChecked } else { InPlace::ChunkByChunk };
         run(py, progress, total, |steering| {
@@ -200,52 +200,52 @@ impl Pair {
             (None, None) => work(&MemoryCheckpoint::default()),
         }
     }
+}
 
-    /// Which of the tensors to change so that each piece of memory is changed once: tied weights are one piece with several
-    /// names, which must become the same. The tensors must be those of the pair in dtype and shape.
-    pub fn each_memory_once(&self, tensors: &[Memory]) -> Result<HashSet<usize>> {
-        let mut found = Vec::new();
-        for (i, given) in tensors.iter().enumerate() {
-            let name = Escaped(given.name());
-            let tensor = self.pair.index().find(given.name()).ok_or_else(|| unknown(given.name()))?;
-            if tensor.dtype != given.dtype()? || tensor.shape != given.shape() {
-                let (dtype, shape) = (given.dtype()?, given.shape());
-                let expected = format!("{} {:?}", tensor.dtype, tensor.shape);
-                return Err(Error::Misuse(format!("tensor {name} is {dtype} {shape:?} here, and {expected} in the pair")));
-            }
-            if tensor.bytes() != given.range().len() as u64 {
-                return Err(Error::Misuse(format!("tensor {name} has {} bytes, not {}", given.range().len(), tensor.bytes())));
-            }
-            found.push((i, given.range(), tensor));
+/// Which of the tensors to change so that each piece of memory is changed once: tied weights are one piece with several
+/// names, which must become the same. The tensors must be those of the pair in dtype and shape.
+pub fn each_memory_once(pair: &tpde::Pair<FileSource>, tensors: &[Memory]) -> Result<HashSet<usize>> {
+    let mut found = Vec::new();
+    for (i, given) in tensors.iter().enumerate() {
+        let name = Escaped(given.name());
+        let tensor = pair.index().find(given.name()).ok_or_else(|| unknown(given.name()))?;
+        if tensor.dtype != given.dtype()? || tensor.shape != given.shape() {
+            let (dtype, shape) = (given.dtype()?, given.shape());
+            let expected = format!("{} {:?}", tensor.dtype, tensor.shape);
+            return Err(Error::Misuse(format!("tensor {name} is {dtype} {shape:?} here, and {expected} in the pair")));
         }
-        // Of tied tensors, one with a base comes first: it is the one whose base can be checked.
-        found.sort_by_key(|(_, range, tensor)| (range.start, range.end, tensor.base_kind == BaseKind::None));
-        let mut once = HashSet::new();
-        let mut before: Option<&(usize, std::ops::Range<usize>, Tensor<'_>)> = None;
-        for entry in &found {
-            let (i, range, tensor) = entry;
-            if range.is_empty() {
-                once.insert(*i);
+        if tensor.bytes() != given.range().len() as u64 {
+            return Err(Error::Misuse(format!("tensor {name} has {} bytes, not {}", given.range().len(), tensor.bytes())));
+        }
+        found.push((i, given.range(), tensor));
+    }
+    // Of tied tensors, one with a base comes first: it is the one whose base can be checked.
+    found.sort_by_key(|(_, range, tensor)| (range.start, range.end, tensor.base_kind == BaseKind::None));
+    let mut once = HashSet::new();
+    let mut before: Option<&(usize, std::ops::Range<usize>, Tensor<'_>)> = None;
+    for entry in &found {
+        let (i, range, tensor) = entry;
+        if range.is_empty() {
+            once.insert(*i);
+            continue;
+        }
+        match before.filter(|(_, other, _)| range.start < other.end) {
+            Some((_, other, first)) if other == range => {
+                let same_base = tensor.base_kind == BaseKind::None || tensor.digests.base_digest == first.digests.base_digest;
+                if !same_base || tensor.digests.target_digest != first.digests.target_digest {
+                    let (a, b) = (Escaped(first.name), Escaped(tensor.name));
+                    return Err(Error::Misuse(format!("tensors {a} and {b} share memory, but not their values in the pair")));
+                }
                 continue;
             }
-            match before.filter(|(_, other, _)| range.start < other.end) {
-                Some((_, other, first)) if other == range => {
-                    let same_base = tensor.base_kind == BaseKind::None || tensor.digests.base_digest == first.digests.base_digest;
-                    if !same_base || tensor.digests.target_digest != first.digests.target_digest {
-                        let (a, b) = (Escaped(first.name), Escaped(tensor.name));
-                        return Err(Error::Misuse(format!("tensors {a} and {b} share memory, but not their values in the pair")));
-                    }
-                    continue;
-                }
-                Some((_, _, first)) => {
-                    let (a, b) = (Escaped(first.name), Escaped(tensor.name));
-                    return Err(Error::Misuse(format!("tensors {a} and {b} share a part of their memory")));
-                }
-                None => {}
+            Some((_, _, first)) => {
+                let (a, b) = (Escaped(first.name), Escaped(tensor.name));
+                return Err(Error::Misuse(format!("tensors {a} and {b} share a part of their memory")));
             }
-            once.insert(*i);
-            before = Some(entry);
+            None => {}
         }
-        Ok(once)
+        once.insert(*i);
+        before = Some(entry);
     }
+    Ok(once)
 }

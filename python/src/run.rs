@@ -10,7 +10,7 @@ use std::time::Duration;
 use tpde::{Error, Result, Watch};
 
 /// How often the calling thread looks for signals and tells the progress.
-const LOOK: Duration = Duration::from_millis(50);
+pub const LOOK: Duration = Duration::from_millis(50);
 
 /// What the calling thread and the working threads tell each other.
 pub struct Steering {
@@ -59,6 +59,14 @@ fn pool() -> Result<&'static ThreadPool> {
     }
 }
 
+/// Calls `progress(done, total)`.
+pub fn tell(py: Python<'_>, progress: Option<&Py<PyAny>>, done: u64, total: u64) -> PyResult<()> {
+    match progress {
+        Some(progress) => progress.call1(py, (done.min(total), total)).map(|_| ()),
+        None => Ok(()),
+    }
+}
+
 /// Runs `work` on the threads of the pool while the calling thread lets go of the interpreter, but for looking for signals and
 /// calling `progress(done, total)` now and then. An exception of either ends the work, and is raised when it has ended.
 ///
@@ -71,10 +79,7 @@ pub fn run<T: Send>(
     work: impl FnOnce(&Steering) -> Result<T> + Send,
 ) -> PyResult<T> {
     let steering = Steering { done: AtomicU64::new(0), cancelled: AtomicBool::new(false) };
-    let tell = |py: Python<'_>, done: u64| match &progress {
-        Some(progress) => progress.call1(py, (done.min(total), total)).map(|_| ()),
-        None => Ok(()),
-    };
+    let tell = |py: Python<'_>, done: u64| tell(py, progress.as_ref(), done, total);
     let (outcome, raised) = py.detach(|| {
         let finished = Mutex::new(None);
         let is_finished = Condvar::new();

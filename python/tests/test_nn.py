@@ -380,7 +380,7 @@ class Fake:
     def memory(self, bytes: int, what: str) -> torch.Tensor:
         return torch.zeros(max(bytes, 1), dtype=torch.uint8)
 
-    def plan(self, pair: object, output: tuple, base: tuple, start: int, part: tuple) -> object:
+    def plan(self, output: tuple, base: tuple, start: int, part: tuple) -> object:
         fake = self
 
         class Plan:

@@ -8,6 +8,8 @@ passed. It leaves PyTorch's current device and stream as they are.
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,9 +17,14 @@ import torch
 from . import _tpde
 from ._errors import AlreadyApplied, DeviceUnavailable, Misuse, OutOfMemory
 from ._memory import Memory
+from ._open import Entry
 from ._paths import StrPath
 from ._progress import Progress, told
-from ._torch_memory import check_device
+from ._torch_memory import Seen, check_device
+
+#: Bytes for the changes of chunks that are decoded chunk by chunk, so that all that a call takes beside payloads is within
+#: 64 MiB as PyTorch rounds it: an index of more than 1 MiB lies in a block of 20 MiB.
+_SCRATCH, _SCRATCH_BESIDE_LARGE = 58 << 20, 40 << 20
 
 Payloads = Literal["file", "pinned", "device"]
 
@@ -29,6 +36,8 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
+        #: When the last application was queued, as :func:`time.perf_counter` has it: what follows is waiting.
+        self.queued = 0.0
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # in a process forked from one that had, for example
@@ -63,7 +72,11 @@ class Device:
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
-        if torch.cuda.current_device() == self.torch.index:
+        try:
+            current = torch.cuda.current_device()
+        except RuntimeError as error:  # in a process forked from one that had used it
+            raise DeviceUnavailable(f"PyTorch cannot use {self.torch}: {error}", device=str(self.torch)) from error
+        if current == self.torch.index:
             return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(self.torch):
             return torch.cuda.is_current_stream_capturing()
@@ -78,11 +91,59 @@ def _given(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
+def _described(tensors: list[Memory]) -> list[tuple[str, str, list[int], int]]:
+    return [(name, dtype, shape, bytes) for name, dtype, shape, _, bytes, _ in tensors]
+
+
+def _same(seen: Seen | None, tensors: Mapping[str, Any] | None) -> bool:
+    return seen is None if tensors is None else seen is not None and seen.same(tensors)
+
+
+class _Ready:
+    """An application that has been run and can be again."""
+
+    def __init__(self, pair: DevicePair, tensors: list[Memory], base: list[Memory], mode: str) -> None:
+        self.mode = mode
+        self.of = (_described(tensors), _described(base))
+        device = pair._device
+        scratch = _SCRATCH if pair._index.numel() <= 1 << 20 else _SCRATCH_BESIDE_LARGE
+        plan = pair._raw.plan_all(tensors, base, mode, scratch)
+        self.memory = device.memory(plan.bytes(), "applying a pair")
+        self.raw = plan.prepare(_given(self.memory))
+        #: Streams that its memory was told of.
+        self.streams: set[int] = set()
+        #: What it was run with, for a call with the same: the state dicts of the target and of the base, ...
+        self.seen: Seen | None = None
+        self.base: Seen | None = None
+        #: ... the names of tensors that autograd is told of, whether all of the pair were there, ...
+        self.told: list[str] = []
+        self.is_complete = True
+        #: ... and what is made for the results: name, dims and dtype.
+        self.made: list[tuple[str, list[int], torch.dtype]] | None = None
+
+    def run(self, pair: DevicePair, progress: Progress) -> bool:
+        """Runs it on the current stream and waits: whether tensors were changed. ``pair``: its own, which holds it."""
+        device = pair._device
+        stream = device.stream()
+        handle = stream.cuda_stream
+        if handle not in self.streams:
+            self.streams.add(handle)
+            for used in (self.memory, pair._index, pair._blob):
+                if used is not None:
+                    used.record_stream(stream)
+        with told(progress, "apply") as tell:
+            begin = time.perf_counter()
+            applied, queued = self.raw.run(handle, tell)
+            device.queued = begin + queued
+        return applied
+
+
 class DevicePair:
     """A pair made ready on a CUDA device, for one that is used there more than once.
 
     :func:`tpde.torch.apply_`, :func:`tpde.torch.load_file` and :func:`tpde.nn.attach` take it in the place of a path. Its index
-    is uploaded, 52 bytes a chunk.
+    is uploaded, 52 bytes a chunk. What the last call has worked out and worked in is kept: a call with the same tensors, or for
+    the same results, begins at once.
 
     Args:
         pair: Name of the pair, or either file.
@@ -107,6 +168,9 @@ class DevicePair:
         self._pair = _tpde.Pair(pair)
         self._index = self._device.memory(_tpde.DevicePair.index_bytes(self._pair), "the index of a pair")
         self._blob = None
+        self._listed: list[Entry] | None = None
+        #: The last application, under no name while it is in use: a dict, because others may look at the same time.
+        self._kept: dict[str, _Ready] = {}
         if payloads == "device":
             self._blob = self._device.memory(self._pair.blob_bytes(), "the payloads of a pair")
         with told(progress, "read") as tell:
@@ -128,18 +192,85 @@ class DevicePair:
         """The device that the pair is on."""
         return self._device.torch
 
-    def _apply(self, tensors: list[Memory], base: list[Memory], mode: str, progress: Progress) -> bool:
-        """Changes tensors on the device, or rebuilds them from ``base``, and waits for the outcome: whether they were changed."""
-        self._device.refuse_capture("applying a pair")
-        stream = self._device.stream()
-        memory = self._device.memory(self._raw.apply_bytes(self._pair, tensors, base, mode), "applying a pair")
-        for used in (memory, self._index, self._blob):
-            if used is not None:
-                used.record_stream(stream)
-        with told(progress, "apply") as tell:
-            return self._raw.apply(self._pair, tensors, base, mode, _given(memory), stream.cuda_stream, tell)
+    def _entries(self) -> list[Entry]:
+        """The tensors of the pair."""
+        if self._listed is None:
+            self._listed = [Entry(*entry) for entry in self._pair.tensors()]
+        return self._listed
 
-    def _rebuild(self, outputs: list[Memory], base: list[Memory], progress: Progress) -> None:
+    def _apply(self, tensors: list[Memory], base: list[Memory], mode: str, progress: Progress) -> tuple[bool, _Ready]:
+        """Changes tensors on the device, or rebuilds them from ``base``, and waits for the outcome: whether they were changed,
+        and what did it."""
+        self._device.refuse_capture("applying a pair")
+        ready = self._kept.pop("", None)
+        if ready is not None:
+            is_like = ready.mode == mode and ready.of == (_described(tensors), _described(base))
+            addresses = [memory[3] for memory in tensors], [memory[3] for memory in base]
+            if not is_like or not ready.raw.move_to(*addresses):
+                ready = None
+        if ready is None:
+            ready = _Ready(self, tensors, base, mode)
+        return ready.run(self, progress), ready
+
+    def _rebuild(self, outputs: list[Memory], base: list[Memory], progress: Progress) -> _Ready:
         """Rebuilds tensors from others."""
-        if not self._apply(outputs, base, "out_of_place", progress):
+        applied, ready = self._apply(outputs, base, "out_of_place", progress)
+        if not applied:
             raise AlreadyApplied("already applied: the base given is the target of this pair")
+        return ready
+
+    def _remember(
+        self,
+        ready: _Ready,
+        seen: Mapping[str, Any] | None,
+        base: Mapping[str, Any] | None,
+        told: list[str] | None = None,
+        is_complete: bool = True,
+        made: list[tuple[str, list[int], torch.dtype]] | None = None,
+    ) -> None:
+        """Keeps an application for calls like that which it was made for."""
+        ready.seen = None if seen is None else Seen(seen)
+        ready.base = None if base is None else Seen(base)
+        ready.told, ready.is_complete, ready.made = told or [], is_complete, made
+        self._kept[""] = ready
+
+    def _again(
+        self, seen: Mapping[str, Any], base: Mapping[str, Any] | None, mode: str, strict: bool
+    ) -> _Ready | None:
+        """The application to tensors that are those of the last call."""
+        ready = self._kept.pop("", None)
+        if ready is None:
+            return None
+        is_like = ready.mode == mode and ready.made is None and (ready.is_complete or not strict)
+        if is_like and _same(ready.seen, seen) and _same(ready.base, base):
+            return ready
+        self._kept[""] = ready
+        return None
+
+    def _load_again(self, base: Mapping[str, Any] | None, device: Any, progress: Progress) -> dict[str, torch.Tensor] | None:
+        """All tensors of the target, if the last call was for those from this base."""
+        here = self._device.torch
+        try:
+            wanted = torch.device(device)
+            is_here = wanted == here or (wanted == torch.device("cuda") and torch.cuda.current_device() == here.index)
+        except (RuntimeError, TypeError):  # which is told where the device is looked at
+            return None
+        ready = self._kept.pop("", None) if is_here else None
+        if ready is None:
+            return None
+        if ready.made is None or not _same(ready.base, base):
+            self._kept[""] = ready
+            return None
+        self._device.refuse_capture("applying a pair")
+        empty = torch.empty
+        try:
+            made = {name: empty(dims, dtype=dtype, device=here, requires_grad=False) for name, dims, dtype in ready.made}
+        except RuntimeError:  # out of memory, which is told where it is first made
+            return None
+        if not ready.raw.move_to(list(map(torch.Tensor.data_ptr, made.values()))):
+            return None
+        applied = ready.run(self, progress)
+        self._kept[""] = ready
+        if not applied:
+            raise AlreadyApplied("already applied: the base given is the target of this pair")
+        return made

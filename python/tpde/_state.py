@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from . import _tpde
-from ._errors import Misuse, Poisoned, TpdeError
+from ._errors import AlreadyApplied, Misuse, Poisoned, TpdeError
 from ._memory import Memory, describe, describe_all, device_of
 from ._open import Entry, Reader, bases, state_of
 from ._paths import EncodeReport, StrPath, options, report
@@ -19,6 +19,10 @@ Mode = Literal["all_checked", "chunk_by_chunk"]
 
 def load(pair: Any, base: Any, framework: str, device: Any, digests: bool, progress: Progress) -> dict[str, Any]:
     """All tensors of the target."""
+    if hasattr(pair, "_load_again") and framework == "pt" and not isinstance(base, (str, os.PathLike)):
+        loaded: dict[str, Any] | None = pair._load_again(None if base is None else state_of(base), device, progress)
+        if loaded is not None:
+            return loaded
     reader = Reader(pair, base, framework, device)
     return reader.read(list(reader.entries), digests, progress)
 
@@ -45,17 +49,24 @@ def apply_(
     mode: Mode,
     strict: bool,
     progress: Progress,
-    written: Callable[[Mapping[str, Any], list[Entry]], None],
+    written: Callable[[Mapping[str, Any], list[Entry]], list[str]],
+    again: Callable[[list[Any]], None],
     base: Any = None,
 ) -> Outcome:
-    """Change tensors where they lie, or overwrite them from ``base``, and tell ``written`` whenever some may have been."""
+    """Change tensors where they lie, or overwrite them from ``base``, and tell ``written`` whenever some may have been, which says
+    whom it has told, or ``again`` those when they are written once more."""
     if mode not in ("all_checked", "chunk_by_chunk"):
         raise Misuse(f"no mode {mode!r}: 'all_checked' and 'chunk_by_chunk' are known")
     tensors = state_of(target)
     path = base if isinstance(base, (str, os.PathLike)) else None
     kept = getattr(pair, "_pair", None)  # that of a DevicePair
+    bases_of = None if base is None or path is not None else state_of(base)
+    if kept is not None and path is None:
+        ready = pair._again(tensors, bases_of, mode if base is None else "out_of_place", strict)
+        if ready is not None:
+            return _apply_again(pair, ready, tensors, again, base is not None, progress)
     opened = kept if kept is not None and path is None else _tpde.Pair(pair, path)
-    entries = [Entry(*entry) for entry in opened.tensors()]
+    entries = pair._entries() if opened is kept else [Entry(*entry) for entry in opened.tensors()]
     missing = [entry.name for entry in entries if entry.name not in tensors]
     if missing and strict:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -69,11 +80,12 @@ def apply_(
     ]
     if base is not None:
         entries = [entry._replace(changes=True) for entry in entries]
+    ready = None
     try:
         if base is not None:
-            applied = _overwrite(opened, on_device, entries, found, base, mode == "all_checked", where, progress)
+            applied, ready = True, _overwrite(opened, on_device, entries, found, base, mode == "all_checked", where, progress)
         elif on_device is not None:
-            applied = on_device._apply(found, [], mode, progress)
+            applied, ready = on_device._apply(found, [], mode, progress)
         else:
             with told(progress, "apply") as tell:
                 applied = opened.apply_in_place(found, mode == "all_checked", tell)
@@ -83,8 +95,39 @@ def apply_(
             written(tensors, entries)
         raise
     if applied:
-        written(tensors, entries)
+        names = written(tensors, entries)
+        if ready is not None and on_device is not None and on_device is pair:
+            pair._remember(ready, tensors, bases_of, told=names, is_complete=not missing)
     return "applied" if applied else "already_applied"
+
+
+def _apply_again(
+    pair: Any, ready: Any, tensors: Mapping[str, Any], again: Callable[[list[Any]], None], overwrites: bool, progress: Progress
+) -> Outcome:
+    """The same as in the call before, which has looked at the tensors."""
+    pair._device.refuse_capture("applying a pair")
+    told = [tensors[name] for name in ready.told]
+    try:
+        try:
+            applied = ready.run(pair, progress)
+            if overwrites and not applied:
+                raise AlreadyApplied("already applied: the base given is the target of this pair")
+        except TpdeError as error:
+            if overwrites and not isinstance(error, Misuse):
+                raise _spoilt(error) from error
+            raise
+    except BaseException as error:
+        if isinstance(error, Poisoned) or not isinstance(error, TpdeError):
+            again(told)
+        raise
+    pair._kept[""] = ready
+    if applied:
+        again(told)
+    return "applied" if applied else "already_applied"
+
+
+def _spoilt(error: TpdeError) -> Poisoned:
+    return Poisoned(f"the tensors are neither what they were nor the target now: {error}", written=[], total=0)
 
 
 def _on(device: Any, pair: Any) -> Any:
@@ -107,8 +150,8 @@ def _overwrite(
     digests: bool,
     where: Any,
     progress: Progress,
-) -> bool:
-    """Rebuild tensors from a base elsewhere, whatever they hold."""
+) -> Any:
+    """Rebuild tensors from a base elsewhere, whatever they hold; what a device has done that with."""
     given = None
     if not isinstance(base, (str, os.PathLike)):
         given = bases(entries, state_of(base), where)
@@ -116,13 +159,11 @@ def _overwrite(
         raise Misuse("the base of tensors on a CUDA device must lie there too, not in files")
     try:
         if on_device is not None:
-            on_device._rebuild(found, given or [], progress)
-        else:
-            with told(progress, "apply") as tell:
-                opened.read(found, given, digests, tell)
+            return on_device._rebuild(found, given or [], progress)
+        with told(progress, "apply") as tell:
+            opened.read(found, given, digests, tell)
     except Misuse:
         raise
     except TpdeError as error:
-        message = f"the tensors are neither what they were nor the target now: {error}"
-        raise Poisoned(message, written=[], total=0) from error
-    return True
+        raise _spoilt(error) from error
+    return None

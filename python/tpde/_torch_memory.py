@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,13 +34,16 @@ def check_device(device: Any) -> torch.device:
         return wanted
     why = "only the CPU and CUDA devices are worked on"
     if wanted.type == "cuda":
-        if torch.cuda.is_available():
-            number = torch.cuda.current_device() if wanted.index is None else wanted.index
-            if number < torch.cuda.device_count():
-                return torch.device("cuda", number)
-            why = f"PyTorch shows {torch.cuda.device_count()} CUDA devices"
-        else:
-            why = "PyTorch shows no CUDA device"
+        try:
+            if torch.cuda.is_available():
+                number = torch.cuda.current_device() if wanted.index is None else wanted.index
+                if number < torch.cuda.device_count():
+                    return torch.device("cuda", number)
+                why = f"PyTorch shows {torch.cuda.device_count()} CUDA devices"
+            else:
+                why = "PyTorch shows no CUDA device"
+        except RuntimeError as error:  # in a process forked from one that had used it, for example
+            raise DeviceUnavailable(f"PyTorch cannot use {wanted}: {error}", device=str(wanted)) from error
     raise DeviceUnavailable(f"tensors on {wanted} cannot be read or written: {why}", device=str(wanted))
 
 
@@ -83,6 +88,43 @@ def describe(
         raise Misuse(without_memory) from error
     # The storage too: `tensor.data = other` would take it away.
     return name, dtype, shape, address, bytes, (tensor, storage)
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_dtypes = attrgetter("dtype")
+_shapes = attrgetter("shape")
+
+
+class Seen:
+    """The tensors of a state dict as they were once: whether they are still where and what they were, without looking at each
+    from all sides again."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self.names = list(tensors)
+        self.looks = self._looks(list(tensors.values()))
+
+    def same(self, tensors: Mapping[str, Any]) -> bool:
+        """Whether these are the same in all that they were looked at for."""
+        # An address of a device is that device's alone, and a storage that has been made smaller has moved.
+        return self.looks is not None and list(tensors) == self.names and self._looks(list(tensors.values())) == self.looks
+
+    @staticmethod
+    def _looks(tensors: list[Any]) -> tuple[list[Any], ...] | None:
+        """None if there are some among them that are not so simple."""
+        if not _PLAIN.issuperset(map(type, tensors)):
+            return None
+        try:
+            return (
+                list(map(torch.Tensor.data_ptr, tensors)),
+                list(map(torch.Tensor.is_contiguous, tensors)),
+                list(map(torch.Tensor.is_neg, tensors)),
+                list(map(torch.Tensor.is_conj, tensors)),
+                list(map(torch.Tensor.is_inference, tensors)),
+                list(map(_dtypes, tensors)),
+                list(map(_shapes, tensors)),
+            )
+        except RuntimeError:  # sparse, or on no device
+            return None
 
 
 class Torch:

@@ -297,7 +297,7 @@ class _DeviceWeight(_Weight):
         if not keep:
             output, payload = (*output[:5], None), (*payload[:5], None)
         base = self.base_memory()
-        plan = self.on_device._raw.plan(self.pair, output, base[0] if base else None, self.start, payload)
+        plan = self.on_device._raw.plan(output, base[0] if base else None, self.start, payload)
         memory = self.device.memory(plan.bytes(), "decoding a weight")
         for used in (memory, self.on_device._index):
             used.record_stream(stream)

@@ -60,4 +60,4 @@ def apply_(
     progress: Progress = None,
 ) -> Outcome:
     """Turn base arrays into target arrays where they lie. As :func:`tpde.torch.apply_`; read-only arrays are refused."""
-    return _state.apply_(arrays, pair, mode, strict, progress, lambda *_: None)
+    return _state.apply_(arrays, pair, mode, strict, progress, lambda *_: [], lambda _: None)

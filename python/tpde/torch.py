@@ -132,18 +132,30 @@ def apply_(
             Or a CUDA graph is being captured, which cannot wait for the outcome.
         DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with a device.
     """
-    return _state.apply_(module_or_state_dict, pair, mode, strict, progress, _tell_autograd, base)
+    return _state.apply_(module_or_state_dict, pair, mode, strict, progress, _tell_autograd, _tell_again, base)
 
 
-def _tell_autograd(tensors: Mapping[str, Any], entries: list[Entry]) -> None:
-    """Raises the versions of all tensors that show memory which the pair changes, those under other names too."""
+def _tell_autograd(tensors: Mapping[str, Any], entries: list[Entry]) -> list[str]:
+    """Raises the versions of all tensors that show memory which the pair changes, those under other names too; their names."""
     changed = {_storage(tensors[entry.name]) for entry in entries if entry.changes or entry.base_kind == "none"}
-    told = set()
-    for tensor in tensors.values():
+    names, told = [], set()
+    for name, tensor in tensors.items():
         storage = _storage(tensor)
         # Tensors made in inference mode have no versions.
-        if storage and storage in changed and id(tensor) not in told and not tensor.is_inference():
-            told.add(id(tensor))
+        if storage and storage in changed and not tensor.is_inference():
+            names.append(name)
+            if id(tensor) not in told:
+                told.add(id(tensor))
+                torch.autograd.graph.increment_version(tensor)
+    return names
+
+
+def _tell_again(tensors: list[Any]) -> None:
+    """Raises the versions of tensors that were found to need it."""
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except (AttributeError, TypeError):  # PyTorch before 2.6 takes one
+        for tensor in tensors:
             torch.autograd.graph.increment_version(tensor)
 
 

@@ -12,6 +12,7 @@ use super::memory::{self, Allocation, DeviceSlice, PinnedBuffer};
 use super::outcome::{Captured, Pending};
 use super::plan::{Plan, Route};
 use super::stream::Stream;
+use crate::codec::Codec;
 use crate::delta::InPlace;
 use crate::error::{Error, Escaped, Result};
 use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
@@ -22,6 +23,9 @@ use zerocopy::IntoBytes;
 
 /// Most slices that are decoded at once: as many as the driver keeps apart.
 const SIDES: usize = 8;
+
+/// Most bytes of scratch memory that a caller gives, unless told otherwise.
+const SCRATCH_MOST: u64 = 48 << 20;
 
 /// What becomes of the base.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,6 +41,8 @@ pub enum Mode {
 pub enum Payloads<'a> {
     /// A file, a mapping or memory of the host: read into the staging ring by the thread that launches, with help from rayon's.
     Host(&'a dyn Source),
+    /// The same, kept by the application.
+    Kept(Arc<dyn Source + Send>),
     /// Pinned memory: copied by the device alone, but for payloads of codec `zstd`, which the processor expands.
     Pinned(Arc<PinnedBuffer>),
     /// Memory of the device, the first byte at a multiple of 16; payloads of codec `zstd` only with
@@ -56,6 +62,7 @@ impl fmt::Debug for Payloads<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Payloads::Host(source) => write!(f, "Host({} bytes)", source.size()),
+            Payloads::Kept(source) => write!(f, "Kept({} bytes)", source.size()),
             Payloads::Pinned(pinned) => write!(f, "{pinned:?}"),
             Payloads::Device(slice) => write!(f, "{slice:?}"),
             Payloads::Part { at, memory } => write!(f, "{memory:?} from {at} on"),
@@ -67,7 +74,7 @@ impl Payloads<'_> {
     /// Where the blob begins in the device's memory, or would: only what of it is there is ever read.
     pub(super) fn on_device(&self) -> Option<u64> {
         match self {
-            Payloads::Host(_) | Payloads::Pinned(_) => None,
+            Payloads::Host(_) | Payloads::Kept(_) | Payloads::Pinned(_) => None,
             Payloads::Device(slice) => Some(slice.address()),
             Payloads::Part { at, memory } => Some(memory.address().wrapping_sub(*at)),
         }
@@ -77,6 +84,7 @@ impl Payloads<'_> {
     fn check(&self, index: &DeviceIndex, tensors: &[Binding]) -> Result<()> {
         let found = match self {
             Payloads::Host(source) => source.size(),
+            Payloads::Kept(source) => source.size(),
             Payloads::Pinned(pinned) => pinned.len() as u64,
             Payloads::Device(slice) => slice.bytes(),
             Payloads::Part { at, memory } => {
@@ -178,7 +186,7 @@ impl DeviceIndex {
             None => Route::Staged { slice_bytes },
         };
         let plan = Plan::new(self, &bindings, route)?;
-        Ok(Planned { index: self.clone(), bindings, mode, plan, payloads })
+        Ok(Planned { index: self.clone(), bindings, mode, plan, payloads, scratch_most: SCRATCH_MOST })
     }
 }
 
@@ -190,6 +198,7 @@ pub struct Planned<'a> {
     mode: Mode,
     plan: Plan,
     payloads: Payloads<'a>,
+    scratch_most: u64,
 }
 
 /// Where in the memory of an application its parts begin, and how large all is.
@@ -208,9 +217,15 @@ struct Layout {
 
 impl<'a> Planned<'a> {
     /// Bytes of device memory for [`Planned::prepare_in`]: 4 a chunk for the order of work and 4 for its outcome, 48 a tensor;
-    /// the payloads, where they are copied; and up to 48 MiB for [`InPlace::ChunkByChunk`].
+    /// the payloads, where they are copied; and what the changes of chunks take for [`InPlace::ChunkByChunk`], up to 48 MiB.
     pub fn bytes(&self) -> u64 {
-        self.layout(self.scratch_slots(), self.plan.staged_bytes).bytes
+        self.layout(self.given_scratch(), self.plan.staged_bytes).bytes
+    }
+
+    /// Bounds the memory for changes of chunks: with less than they take, chunks are decoded twice.
+    #[must_use]
+    pub fn scratch_most(self, bytes: u64) -> Self {
+        Self { scratch_most: bytes, ..self }
     }
 
     /// Makes the application ready in memory of the crate's.
@@ -233,26 +248,45 @@ impl<'a> Planned<'a> {
     }
 
     fn ready(self, memory: Option<DeviceSlice>) -> Result<Application<'a>> {
-        let layout = match memory {
-            Some(_) => self.layout(self.scratch_slots(), self.plan.staged_bytes),
-            None => self.layout(0, 0),
+        let (scratch, staged_bytes) = match memory {
+            Some(_) => (self.given_scratch(), self.plan.staged_bytes),
+            None => (None, 0),
         };
+        let layout = self.layout(scratch, staged_bytes);
         let memory = memory.map(|given| given.room_for(layout.bytes)).transpose()?;
-        let Self { index, bindings, mode, plan, payloads } = self;
-        let slots = if memory.is_some() { slots_of(mode, &plan, &index) } else { 0 };
-        let shared = Arc::new(Shared::new(&index, bindings, mode, plan, layout, memory, slots)?);
+        let Self { index, bindings, mode, plan, payloads, .. } = self;
+        let shared = Arc::new(Shared::new(&index, bindings, mode, plan, layout, memory, scratch)?);
         Ok(Application { shared, payloads })
     }
 
-    fn scratch_slots(&self) -> u32 {
-        slots_of(self.mode, &self.plan, &self.index)
+    /// Scratch memory of a caller's, yet without an address: slots as large as the changes of these chunks want it, and as many
+    /// as blocks may have at once, while there is room. Where there is not, it is better to have a slot for each block and some
+    /// chunks decoded twice than blocks that wait.
+    fn given_scratch(&self) -> Option<Scratch> {
+        if self.mode != Mode::InPlace(InPlace::ChunkByChunk) {
+            return None;
+        }
+        let (mut chunks, mut most) = (0, 0);
+        for binding in &self.bindings {
+            let Ok(tensor) = self.index.tensor(binding.tensor) else { continue };
+            if tensor.codec != Codec::Conditioned {
+                continue;
+            }
+            let of_tensor = tensor.chunks();
+            for record in &self.index.0.records[of_tensor.start as usize..of_tensor.end as usize] {
+                let changes = u64::from(record.num_deltas.get());
+                chunks += u32::from(changes > 0);
+                most = most.max(changes * layout::change_bytes(tensor.device.lane_log2));
+            }
+        }
+        Scratch::planned(chunks, most, self.index.device().multiprocessors(), self.scratch_most)
     }
 
-    fn layout(&self, scratch_slots: u32, staged_bytes: u64) -> Layout {
+    fn layout(&self, scratch: Option<Scratch>, staged_bytes: u64) -> Layout {
         // Of the tensor table, only from the first to the last tensor that is used.
         let first = self.bindings.first().map_or(0, |binding| binding.tensor);
         let end = self.bindings.last().map_or(0, |binding| binding.tensor + 1);
-        let scratch = if scratch_slots > 0 { Scratch::bytes(scratch_slots) } else { 0 };
+        let scratch = scratch.map_or(0, |scratch| scratch.bytes());
         let ([table, order, records, statuses, flag, scratch, staging], bytes) = laid_out([
             (size_of::<DeviceTensor>() * (end - first)) as u64,
             4 * self.plan.order.len() as u64,
@@ -266,12 +300,21 @@ impl<'a> Planned<'a> {
     }
 }
 
-/// Slots of scratch memory of a caller's: not more than chunks, nor than what such a caller would miss.
-fn slots_of(mode: Mode, plan: &Plan, index: &DeviceIndex) -> u32 {
-    match mode {
-        Mode::InPlace(InPlace::ChunkByChunk) => plan.span.len().min(8 * index.device().multiprocessors() as usize).min(384) as u32,
-        _ => 0,
+/// What kernels are told of the tensors, from the first that is bound to the last.
+fn table_of(index: &DeviceIndex, bindings: &[Binding], mode: Mode) -> Result<Vec<DeviceTensor>> {
+    let first = bindings.first().map_or(0, |binding| binding.tensor);
+    let end = bindings.last().map_or(0, |binding| binding.tensor + 1);
+    let mut table = vec![DeviceTensor::default(); end - first];
+    for binding in bindings {
+        let tensor = &index.tensor(binding.tensor)?.device;
+        let output = binding.output.address();
+        let base = match mode {
+            Mode::OutOfPlace => binding.base.as_ref().map_or(0, DeviceSlice::address),
+            Mode::InPlace(_) => output,
+        };
+        table[binding.tensor - first] = DeviceTensor { base, output, ..*tensor };
     }
+    Ok(table)
 }
 
 /// An application of a pair that is ready to be launched.
@@ -311,8 +354,12 @@ pub(super) struct Shared {
 struct State {
     /// Behind the last launch.
     last: Option<RawEvent>,
+    /// Behind all of that launch that reads the staging memory.
+    done: Option<Arc<RawEvent>>,
     /// Staging memory of that launch.
     spare: Option<DeviceSlice>,
+    /// The tensor table, if the one on the device is of other memory.
+    table: Option<PinnedBuffer>,
 }
 
 impl Shared {
@@ -323,20 +370,10 @@ impl Shared {
         plan: Plan,
         layout: Layout,
         given: Option<DeviceSlice>,
-        slots: u32,
+        scratch: Option<Scratch>,
     ) -> Result<Self> {
         let first = bindings.first().map_or(0, |binding| binding.tensor);
-        let end = bindings.last().map_or(0, |binding| binding.tensor + 1);
-        let mut table = vec![DeviceTensor::default(); end - first];
-        for binding in &bindings {
-            let tensor = &index.tensor(binding.tensor)?.device;
-            let output = binding.output.address();
-            let base = match mode {
-                Mode::OutOfPlace => binding.base.as_ref().map_or(0, DeviceSlice::address),
-                Mode::InPlace(_) => output,
-            };
-            table[binding.tensor - first] = DeviceTensor { base, output, ..*tensor };
-        }
+        let table = table_of(index, &bindings, mode)?;
 
         let device = &index.device().0;
         let _relaxed = driver::Relaxed::new()?;
@@ -347,8 +384,9 @@ impl Shared {
             None => DeviceSlice::owned(Allocation::new(device, &cx, layout.bytes)?, layout.bytes),
         };
         let at = |offset: u64| memory.address() + offset;
+        let given_slots = scratch.map_or(0, |scratch| scratch.slots);
         let scratch = match mode {
-            Mode::InPlace(InPlace::ChunkByChunk) if is_given => (slots > 0).then(|| Scratch::at(at(layout.scratch), slots)),
+            Mode::InPlace(InPlace::ChunkByChunk) if is_given => scratch.map(|scratch| scratch.at(at(layout.scratch))),
             Mode::InPlace(InPlace::ChunkByChunk) => Some(device.scratch(&cx)?),
             _ => None,
         };
@@ -375,7 +413,7 @@ impl Shared {
             memory::copy_in(&cx, at(0), pinned.as_ptr(), copied, copy)
                 .and_then(|()| memory::fill(&cx, at(layout.statuses), STATUS_NOT_RUN, plan.span.len(), copy))
                 .and_then(|()| memory::fill(&cx, at(layout.flag), 0, 1, copy))
-                .and_then(|()| memory::fill(&cx, at(layout.scratch), 0, layout::scratch_head(slots) as usize / 4, copy))
+                .and_then(|()| memory::fill(&cx, at(layout.scratch), 0, layout::scratch_head(given_slots) as usize / 4, copy))
         };
         ready.record(&cx, copy)?;
         ready.hold(&cx, device.pools.reaper.raw())?;
@@ -399,7 +437,7 @@ impl Shared {
             bindings,
             _memory: memory,
             ready,
-            state: Mutex::new(State { last: None, spare: staging }),
+            state: Mutex::new(State { spare: staging, ..State::default() }),
         })
     }
 
@@ -435,6 +473,44 @@ impl Drop for Shared {
 }
 
 impl Application<'_> {
+    /// Binds the same tensors to other memory, for the launches from here on. False if other work is to be prepared for that,
+    /// because of tensors that are one now, or no longer; nothing has changed then.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] as [`DeviceIndex::prepare`], or if something is kept of an earlier launch that was not waited for.
+    pub fn rebind(&mut self, tensors: &[Binding]) -> Result<bool> {
+        let busy = || Error::Misuse("an application is bound anew, and a launch of it was not waited for".into());
+        let shared = Arc::get_mut(&mut self.shared).ok_or_else(busy)?;
+        let bindings = binding::check(&shared.index, tensors, shared.mode != Mode::OutOfPlace)?.bindings;
+        let places = |bindings: &[Binding]| bindings.iter().map(|binding| binding.tensor).collect::<Vec<_>>();
+        if places(&bindings) != places(&shared.bindings) {
+            return Ok(false);
+        }
+        let table = table_of(&shared.index, &bindings, shared.mode)?;
+        let device = &shared.index.device().0;
+        let cx = device.context.enter()?;
+        let mut pinned = PinnedBuffer::new(device, &cx, size_of_val(&table[..]))?;
+        pinned.copy_from_slice(table.as_bytes());
+        shared.state.get_mut().unwrap_or_else(PoisonError::into_inner).table = Some(pinned);
+        shared.bindings = bindings;
+        Ok(true)
+    }
+
+    /// Whether a launch has the processor read payloads.
+    pub fn reads_on_host(&self) -> bool {
+        matches!(self.payloads, Payloads::Host(_) | Payloads::Kept(_)) || self.shared.plan.has_expanded
+    }
+
+    /// Queues the copy of a tensor table.
+    fn send_table(&self, cx: &Entered<'_>, table: Option<&PinnedBuffer>, stream: RawStream) -> Result<()> {
+        let Some(table) = table else { return Ok(()) };
+        let first = self.shared.bindings.first().map_or(0, |binding| binding.tensor);
+        let to = self.shared.tensors.wrapping_add((first * size_of::<DeviceTensor>()) as u64);
+        // SAFETY: a table of the same tensors is as long as that which the memory was made for. The stream is behind the last
+        // launch, and both memories are held until it has passed.
+        unsafe { memory::copy_in(cx, to, table.as_ptr(), table.len(), stream) }
+    }
+
     /// Queues the application on a stream, and returns. The outcome, and an error of what is read from the host meanwhile, is
     /// [`Pending::wait`]'s to tell.
     ///
@@ -464,8 +540,9 @@ impl Application<'_> {
         shared.ready.hold(&cx, raw)?;
 
         let launcher = Launcher { shared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address) };
-        let (done, last) = (RawEvent::new(&cx, false)?, RawEvent::new(&cx, false)?);
-        let queued = launcher.run(&self.payloads, &statuses);
+        let (done, last) = (Arc::new(RawEvent::new(&cx, false)?), RawEvent::new(&cx, false)?);
+        let table = state.table.take();
+        let queued = self.send_table(&cx, table.as_ref(), raw).and_then(|()| launcher.run(&self.payloads, &statuses));
         // From here on whatever was queued is held, also after an error.
         let held = done
             .record(&cx, raw)
@@ -474,14 +551,15 @@ impl Application<'_> {
             .and_then(|()| last.hold(&cx, device.pools.reaper.raw()))
             .and_then(|()| if queued.is_err() { device.hold_memory(&cx, device.copy.raw()) } else { Ok(()) })
             .and_then(|()| if queued.is_err() { launcher.after(device.copy.raw(), raw) } else { Ok(()) });
-        let pending = Pending::new(shared.clone(), done, statuses);
+        let pending = Pending::new(shared.clone(), done.clone(), statuses);
         if let Err(e) = held {
             // Nobody knows when the device is done with the memory: it is given up.
-            std::mem::forget((pending, staging, shared.clone()));
+            std::mem::forget((pending, staging, table, shared.clone()));
             return Err(e);
         }
         state.spare = staging;
         state.last = Some(last);
+        state.done = Some(done);
         queued.map(|host_error| pending.with_host_error(host_error))
     }
 
@@ -506,7 +584,7 @@ impl Application<'_> {
         if !driver::is_capturing(&cx, raw)? {
             return Err(Error::Misuse("the stream is not being captured".into()));
         }
-        if matches!(self.payloads, Payloads::Host(_)) || shared.plan.has_expanded {
+        if self.reads_on_host() {
             return Err(Error::Misuse("a graph cannot read payloads through the processor".into()));
         }
         if shared.frames.is_some() {
@@ -515,6 +593,9 @@ impl Application<'_> {
         let statuses = PinnedBuffer::new(device, &cx, shared.status_bytes())?;
         let mut state = if shared.is_given { None } else { Some(State::default()) };
         let mut own = shared.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if own.table.is_some() {
+            return Err(Error::Misuse("an application that was bound anew is launched before it is captured".into()));
+        }
         let staging = self.staging(&cx, state.as_mut().unwrap_or(&mut own))?;
         // What was queued outside of the capture cannot be waited for in it; this is a copy that was queued long ago.
         shared.ready.wait(&cx)?;
@@ -544,7 +625,7 @@ impl Application<'_> {
         if bytes == 0 {
             return Ok(None);
         }
-        let is_free = state.last.as_ref().map(|last| last.is_passed(cx)).transpose()?.unwrap_or(true);
+        let is_free = state.done.as_ref().map(|done| done.is_passed(cx)).transpose()?.unwrap_or(true);
         if self.shared.is_given {
             let given = state.spare.clone().filter(|_| is_free);
             let busy = || Error::Misuse("the memory given for payloads is in use by the launch before".into());

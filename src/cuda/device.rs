@@ -23,8 +23,12 @@ const LAYOUT_PTX: &str = include_str!("../../kernels/layout.ptx");
 
 /// Bytes of a slot of scratch memory: the changes of a chunk, mostly.
 const SCRATCH_SLOT: u32 = 256 << 10;
-/// Blocks that a multiprocessor holds at once.
+/// Slots for each multiprocessor: more than blocks that it holds at once, so that one is soon found.
 const BLOCKS: u32 = 4;
+/// Blocks of `tpde_conditioned` that a multiprocessor holds at once: there are no slots to spare then.
+const BLOCKS_LEAST: u32 = 3;
+/// A slot has a part for each warp of a block.
+const SLOT_STEP: u64 = 256;
 
 /// What opening a device took, once: none of it is in the times of later calls.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
@@ -73,14 +77,32 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// Bytes of so many slots.
-    pub fn bytes(slots: u32) -> u64 {
-        layout::scratch_head(slots) + u64::from(slots) * u64::from(SCRATCH_SLOT)
+    /// That of a device, which has no address yet.
+    fn new(slots: u32) -> Self {
+        Self { address: 0, slots, slot_bytes: SCRATCH_SLOT }
     }
 
-    /// Scratch memory at an address; its head is to be zeroed.
-    pub fn at(address: u64, slots: u32) -> Self {
-        Self { address, slots, slot_bytes: SCRATCH_SLOT }
+    /// What serves so many chunks that change, of which the changes take at most `changes` bytes, within `most` bytes; none if
+    /// there are none.
+    pub fn planned(chunks: u32, changes: u64, multiprocessors: u32, most: u64) -> Option<Self> {
+        // Warps do not find as many changes each: a half more is room for most.
+        let wanted = (changes + changes / 2 + 4096).next_multiple_of(SLOT_STEP).min(SCRATCH_SLOT.into());
+        let room = |slots: u32| (most.saturating_sub(layout::scratch_head(slots)) / u64::from(slots)) / SLOT_STEP * SLOT_STEP;
+        let slots = [BLOCKS, BLOCKS_LEAST].map(|blocks| (blocks * multiprocessors).min(chunks)).into_iter();
+        let slots = slots.filter(|slots| *slots > 0).collect::<Vec<_>>();
+        let found = slots.iter().find(|slots| room(**slots) >= wanted).or(slots.last())?;
+        let slot_bytes = room(*found).min(wanted) as u32;
+        (slot_bytes > 0).then_some(Self { address: 0, slots: *found, slot_bytes })
+    }
+
+    /// How large it is.
+    pub fn bytes(&self) -> u64 {
+        layout::scratch_head(self.slots) + u64::from(self.slots) * u64::from(self.slot_bytes)
+    }
+
+    /// The same at an address; its head is to be zeroed.
+    pub fn at(self, address: u64) -> Self {
+        Self { address, ..self }
     }
 }
 
@@ -298,13 +320,13 @@ impl Inner {
         if let Some(scratch) = *scratch {
             return Ok(scratch);
         }
-        let slots = BLOCKS * self.multiprocessors;
-        let head = layout::scratch_head(slots);
-        let address = self.pools.allocate(cx, Scratch::bytes(slots))?;
+        let planned = Scratch::new(BLOCKS * self.multiprocessors);
+        let head = layout::scratch_head(planned.slots);
+        let address = self.pools.allocate(cx, planned.bytes())?;
         // SAFETY: the head lies within what was just allocated, and is waited for before anyone uses it.
         unsafe { memory::fill(cx, address, 0, head as usize / 4, self.pools.alloc.raw())? };
         self.wait_for(cx, self.pools.alloc.raw())?;
-        Ok(*scratch.insert(Scratch::at(address, slots)))
+        Ok(*scratch.insert(planned.at(address)))
     }
 }
 
@@ -356,4 +378,29 @@ pub(super) fn load(_: &Entered<'_>, modules: &mut Vec<Module>, ptx: &str, name: 
     // SAFETY: the function is the module's, and the place an int's.
     check(unsafe { sys::cuFuncGetAttribute(&mut registers, attribute, function) }, "load a kernel")?;
     Ok(Kernel { function, threads, shared })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scratch_memory_is_within_its_bound() {
+        assert!(Scratch::planned(0, 0, 132, 48 << 20).is_none());
+        assert!(Scratch::planned(9, 8, 132, 100).is_none());
+        for (chunks, changes, multiprocessors, most, slots, slot_bytes) in [
+            // A slot for each chunk, no larger than its changes want it; then as many as blocks are in flight.
+            (1, 8, 132, 48 << 20, 1, 4352),
+            (500, 10_000, 132, 48 << 20, 500, 19_200),
+            (5000, 10_000, 132, 48 << 20, 528, 19_200),
+            // No room for that: one for each block, as large as there is room for.
+            (5000, 70_000, 132, 48 << 20, 396, 109_312),
+            (5000, 4 << 20, 132, 48 << 20, 396, 126_976),
+            (5000, 4 << 20, 8, 48 << 20, 32, 262_144),
+        ] {
+            let scratch = Scratch::planned(chunks, changes, multiprocessors, most).unwrap();
+            assert_eq!((scratch.slots, scratch.slot_bytes), (slots, slot_bytes), "{chunks} chunks of {changes} bytes");
+            assert!(scratch.bytes() <= most && u64::from(scratch.slot_bytes).is_multiple_of(SLOT_STEP));
+        }
+    }
 }

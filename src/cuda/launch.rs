@@ -52,6 +52,7 @@ impl Launcher<'_> {
                 Payloads::Device(_) | Payloads::Part { .. } => {}
                 Payloads::Pinned(pinned) => self.copy(slice, side, pinned, host_error)?,
                 Payloads::Host(source) => self.send(self.pieces(slice), side, *source, host_error)?,
+                Payloads::Kept(source) => self.send(self.pieces(slice), side, &**source, host_error)?,
             }
             if host_error.is_some() {
                 break;

@@ -102,6 +102,11 @@ pub(super) fn scratch_head(slots: u32) -> u64 {
     (u64::from(slots) * 4).next_multiple_of(256)
 }
 
+/// Bytes of a change of lanes of so many bytes in scratch memory.
+pub(super) fn change_bytes(lane_log2: u8) -> u64 {
+    if lane_log2 == 3 { 16 } else { 8 }
+}
+
 /// The number in `#define NAME number` of `format.cuh`, when this is compiled.
 const fn defined(name: &str) -> u32 {
     let (text, name) = (FORMAT.as_bytes(), name.as_bytes());

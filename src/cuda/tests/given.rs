@@ -85,6 +85,42 @@ fn all_is_done_in_memory_that_was_given() {
     eprintln!("{count} applications");
 }
 
+/// Bound anew it works in other memory, and again and again with payloads through the same staging memory.
+#[test]
+fn what_is_bound_anew_works_elsewhere() {
+    let Some(device) = super::device("applications bound anew") else { return };
+    let mut count = 0;
+    for codec in [Codec::Conditioned, Codec::Raw, Codec::Zstd] {
+        let made = Made::new(codec);
+        let index = uploaded(device, &made);
+        for mode in MODES {
+            for &route in routes(made.pair.index()) {
+                let laid = |seed| Laid::new(device, made.pair.index(), &made.base(), mode != Mode::OutOfPlace, seed);
+                let mut all = [laid(1), laid(2), laid(3)];
+                let planned = index.plan(&all[0].bindings, mode, payloads(device, &made.pair, route)).unwrap();
+                let planned = planned.scratch_most(1 << 20);
+                let memory = given(device, planned.bytes());
+                let mut application = planned.prepare_in(memory).unwrap();
+                let stream = device.stream().unwrap();
+                for laid in &mut all {
+                    assert!(application.rebind(&laid.bindings).unwrap());
+                    for _ in 0..if mode == Mode::OutOfPlace { 3 } else { 1 } {
+                        let pending = application.launch(&stream).unwrap();
+                        assert!(matches!(application.rebind(&laid.bindings), Err(Error::Misuse(_))), "under way");
+                        pending.wait().unwrap();
+                    }
+                    for (place, found) in laid.outputs(device) {
+                        assert!(found == made.target[place], "{mode:?} {route:?}");
+                    }
+                    assert!(!application.rebind(&laid.bindings[1..]).unwrap(), "another plan is needed");
+                    count += 1;
+                }
+            }
+        }
+    }
+    eprintln!("{count} applications bound anew");
+}
+
 #[test]
 fn a_part_of_the_blob_serves_a_tensor() {
     let Some(device) = super::device("parts of blobs") else { return };
