@@ -404,7 +404,8 @@ fn shape(coded: usize, size: u64, blocks: usize) -> (usize, usize) {
     let vector = STEP.min(coded.max(1)).min((size / STEPS[0].1).max(1) as usize);
     let states = 1usize << states.into_iter().fold(vector, usize::max).ilog2();
     // Up to as many segments as a block of the device's threads has warps, streams are a vector wide rather than a warp.
-    let segments = (states / STEP).max((states / VECTOR).min(WARPS)).clamp(1, 1 << super::payload::MAX_LOG2).min(1 << blocks.ilog2());
+    let segments =
+        (states / STEP).max((states / VECTOR).min(WARPS)).clamp(1, 1 << super::payload::MAX_LOG2).min(1 << blocks.ilog2());
     ((states / segments).min(STEP), segments)
 }
 
