@@ -20,7 +20,7 @@ const LANE_COST: u64 = 4;
 /// Most steps that a stream should have, so that a chunk is decoded in few round trips of a processor's latency, and the payload
 /// that a state must have for that; and limits that are worth more. A state wastes 2 bytes.
 const STEPS: [(usize, u64); 3] = [(512, 40), (1024, 16), (2048, 8)];
-/// What maps without holes may cost more than others: so many-th of the payload, and bits.
+/// What maps without holes may cost more than others: a part of the payload, and bits.
 const WHOLE: (u64, u64) = (100, 8 * 12);
 
 /// What a thread needs to encode chunks, used again for every chunk.
