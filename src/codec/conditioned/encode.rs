@@ -23,7 +23,7 @@ const STEPS: [(usize, u64); 3] = [(512, 40), (1024, 16), (2048, 8)];
 /// States that a processor decodes at once, and the warps of a block on a device, each of which takes a segment.
 const VECTOR: usize = 16;
 const WARPS: usize = 8;
-/// What maps without holes may cost more than others: so many-th of the payload, and bits.
+/// What maps without holes may cost more than others: a part of the payload, and bits.
 const WHOLE: (u64, u64) = (100, 8 * 12);
 
 /// What a thread needs to encode chunks, used again for every chunk.
