@@ -163,7 +163,8 @@ impl Plan {
         for &(chunk, tensor, group) in chunks {
             let tensor = index.tensor(tensor as usize)?;
             let bytes = tensor.chunk_lanes(chunk) << tensor.device.lane_log2;
-            sorted.push((group, Reverse((index.0.records[chunk as usize].compressed_size.get(), bytes)), chunk));
+            let size = u64::from(index.0.records[chunk as usize].compressed_size.get());
+            sorted.push((group, Reverse(effort(group, bytes, size)), chunk));
         }
         sorted.sort_unstable();
         let mut runs: Vec<Run> = Vec::new();
@@ -180,6 +181,16 @@ impl Plan {
         }
         Ok(())
     }
+}
+
+/// About how long a block is at work on a chunk, in no unit: those that take longest are to be begun first. A chunk of
+/// codec `conditioned` with a small payload has few segments, and each is worked on by one warp of eight.
+fn effort(group: Group, bytes: u64, size: u64) -> u64 {
+    let segments = match group {
+        Group::Conditioned => 1 << (size >> 10).clamp(1, 8).ilog2(),
+        _ => 8,
+    };
+    2 * bytes / segments + 5 * size
 }
 
 fn group_of(tensor: &TensorOnDevice, trusted: bool) -> Group {
