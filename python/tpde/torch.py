@@ -103,8 +103,9 @@ def apply_(
 ) -> Outcome:
     """Turn live base weights into target weights where they lie: parameters stay the same objects at the same addresses.
 
-    Memory beyond the weights: some buffers of a chunk a thread; on a CUDA device the compressed bytes and at most 64 MiB. Tied weights are changed once; autograd is told (the versions
-    of the tensors that change go up, leaves that require gradients too). Tensors that the pair does not name are left.
+    Memory beyond the weights: some buffers of a chunk a thread; on a CUDA device the compressed bytes and at most 64 MiB. Tied
+    weights are changed once; autograd is told (the versions of the tensors that change go up, leaves that require gradients
+    too). Tensors that the pair does not name are left.
 
     Args:
         module_or_state_dict: The base: a module, of which parameters and buffers are taken, or a dict of tensors. Contiguous
