@@ -21,7 +21,7 @@ enum : int {
 
 // A change that waits for the checks of its chunk.
 template <int W> struct alignas(W == 8 ? 16 : 8) Change {
-    typename WideOf<W>::type position, lane; // in bytes of the chunk
+    typename WideOf<W>::type position, lane; // the position in bytes of the chunk
 };
 
 // Those of a warp. What does not fit is counted, and lost.

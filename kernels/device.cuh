@@ -57,12 +57,6 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
     return piece;
 }
 
-// ---- Barriers of some warps of a block: `threads` of them, whole warps, each once ----
-
-__device__ __forceinline__ void barrier_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-// Does not wait.
-__device__ __forceinline__ void barrier_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-
 // ---- The rest ----
 
 // Four bytes of `low` and `high`, by the digits of `selector`; one from 8 on repeats the byte's top bit.

@@ -46,11 +46,6 @@ template <int PENDING> inline void wait_for_copies() {
 inline uint4 load_once(const void* from) { return *(const uint4*)from; }
 inline void prefetch(const void*) {}
 
-// ---- Barriers of some warps of a block ----
-
-inline void barrier_sync(u32 id, u32 threads, EMULATOR_HERE) { emulator::barrier(id, threads, true, 0, place); }
-inline void barrier_arrive(u32 id, u32 threads, EMULATOR_HERE) { emulator::barrier(id, threads, false, 0, place); }
-
 // ---- The rest ----
 
 inline u32 permute_bytes(u32 low, u32 high, u32 selector) {
