@@ -1,51 +1,24 @@
 // Codec `conditioned` (spec/codecs.md section 4): a block decodes a chunk, applies it to its base lanes and checks it. Each warp takes
-// segments of its own.
-#include "crc.cuh"
+// segments of its own, or where segments are few turns at one.
 #include "decoder.cuh"
-
-#define THREADS TPDE_CONDITIONED_THREADS
-#define WARPS (THREADS / WARP)
-
-struct alignas(BUCKET_BYTES) Shared {
-    Tile tiles[WARPS];
-    u32 weights[TPDE_ROW_WORDS];
-    Entry maps[5 * MAP];
-    Chunk chunk;
-    Parts parts;
-    Classes classes;
-    Totals totals;
-    u32 slot, used, fits;
-};
-
-static_assert(CRC_SHARED <= sizeof(Tile) * WARPS, "the CRC works where the tiles will be");
-static_assert(sizeof(Shared) <= TPDE_CONDITIONED_SHARED, "room in dynamic shared memory");
-
-// All that the threads of a block know lies in shared memory: no thread has registers for it. The tables follow.
-__device__ __forceinline__ Shared& shared_memory() {
-    return *(Shared*)dynamic_shared_memory();
-}
 
 // Whether the chunk's lanes are floats without low bits.
 __device__ __forceinline__ bool is_plain(const Shared& shared) { return shared.classes.by_threshold && shared.parts.low_bits == 0; }
 
-// The part of a slot that a warp has for its changes; where segments are fewer than warps, the first warps have it all.
+// The part of a slot that a warp has for its changes.
 template <int W> __device__ __forceinline__ List open_list(const Launch& launch) {
-    u32 warp = threadIdx.x / WARP, lists = min(shared_memory().parts.segments, WARPS);
-    u32 capacity = warp < lists ? launch.scratch_slot_bytes / (lists * (u32)sizeof(Change<W>)) : 0;
+    u32 warp = threadIdx.x / WARP, capacity = launch.scratch_slot_bytes / (WARPS * (u32)sizeof(Change<W>));
     u64 slot = launch.scratch + TPDE_SCRATCH_HEAD(launch.scratch_slots) + (u64)shared_memory().slot * launch.scratch_slot_bytes;
     return {(u8*)(slot + (u64)warp * capacity * sizeof(Change<W>)), capacity, 0};
 }
 
 template <int W, int HOW> __device__ __noinline__ void decode(u32 store, List& list, Sums& sums) {
-    Shared& shared = shared_memory();
-    const Chunk chunk = shared.chunk;
-    const Classes classes = shared.classes;
-    u32 warp = uniform(threadIdx.x / WARP);
+    u32 log2 = uniform(shared_memory().parts.segments_log2), rounds = log2 > WARPS_LOG2 ? 1u << (log2 - WARPS_LOG2) : 1;
+    Ring ring = open_ring(log2);
     Sums own = {};
     List changes = list;
-    for (u32 segment = warp; segment < uniform(shared.parts.segments); segment += WARPS) {
-        decode_segment<W, HOW>(chunk, shared.parts, classes, shared.weights, segment, store, shared.tiles[warp], changes, own);
-    }
+    u32 segment = uniform(threadIdx.x / WARP) & ((1u << log2) - 1);
+    for (u32 round = 0; round < rounds; round++, segment += WARPS) decode_segment<W, HOW>(segment, ring, store, changes, own);
     if (HOW == TO_LIST && threadIdx.x % WARP == 0) own.changed = changes.count;
     list = changes;
     sums = own;
@@ -65,7 +38,7 @@ template <int W> __device__ __noinline__ void except(bool store, Sums& sums) {
         T target = apply_delta<W>(base, delta, (typename WideOf<W>::type)shared.classes.order.magnitude);
         if (delta == 0) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
         if (shared.parts.low_bits != 0 && low_bits_of<W>(shared.chunk, shared.parts, at) != 0 &&
-            class_of<W>(shared.classes, activity_of(shared.chunk, shared.parts, at), base).x == shared.classes.none) {
+            class_of<W>(activity_of(shared.chunk, shared.parts, at), base).x == shared.classes.none.x) {
             sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
         sums.changed++;
@@ -82,9 +55,11 @@ template <int W> __device__ __forceinline__ u32 pass(u32 store, List& list) {
         shared.totals = {};
         shared.fits = 1;
     }
+    if (threadIdx.x < WARPS / 2) shared.turns[threadIdx.x].bad = 0;
+    if (threadIdx.x % WARP == 0) open_tile(shared.tiles[threadIdx.x / WARP]);
     __syncthreads();
     Sums sums;
-    if (!is_plain(shared)) decode<W, ANY_LANES>(store, list, sums);
+    if (!is_plain(shared)) decode<W, LOW_BITS>(store, list, sums);
     else if (store == STORE_ALL) decode<W, TO_TILE>(store, list, sums);
     else if (store == STORE_LIST) decode<W, TO_LIST>(store, list, sums);
     else decode<W, TO_OUTPUT>(store, list, sums);
@@ -150,22 +125,33 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
     __syncthreads();
     if (shared.totals.errors) return shared.totals.errors;
     u32 classes = class_count(launch, tables);
-    auto number_of = [&](u32 i) { return i / MAP < 1u << parts.activity_bits ? map_entry(chunk, parts, i / MAP, i % MAP, classes, errors) : 0; };
+    // Contexts before the first of a map share its first entry, and those past the last are not coded; lanes of 8 bytes have the
+    // entries themselves.
+    auto number_of = [&](u32 i) {
+        u32 entry = W == 8 ? i % MAP : (u32)max((i32)(i % MAP) - parts.first_context, 0);
+        return i / MAP < 1u << parts.activity_bits && entry < 64 ? map_entry(chunk, parts, i / MAP, entry, classes, errors) : 0;
+    };
     u32 used = 0;
-    for (u32 i = thread; i < 4 * MAP; i += THREADS) used |= 1u << number_of(i);
+    // All entries are looked at, whether contexts have them or not.
+    for (u32 i = thread; i < MAPS * 64; i += THREADS) {
+        if (i / 64 < 1u << parts.activity_bits) used |= 1u << map_entry(chunk, parts, i / 64, i % 64, classes, errors);
+    }
     atomicOr(&shared.used, used);
     __syncthreads();
-    Lookup lookup = make_lookup<THREADS>(launch, tables, shared.used, 8 * W - parts.low_bits, shared_address(&shared + 1));
-    u32 none = lookup.buckets;
-    for (u32 i = thread; i < 5 * MAP; i += THREADS) shared.maps[i] = class_entry(launch, tables, lookup, number_of(i));
+    Lookup lookup = make_lookup<THREADS>(launch, tables, shared.used, 8 * W - parts.low_bits, shared_address(&shared + 1), (u32*)shared.tiles);
+    for (u32 i = thread; i <= MAPS * MAP; i += THREADS) shared.maps[i] = class_entry(launch, tables, lookup, number_of(i));
     if (thread < WARP) errors |= find_streams(chunk, parts);
     __syncthreads();
     if (errors) atomicOr(&shared.totals.errors, errors);
     if (thread < WARP) {
         bool holes = false;
-        for (u32 a = 0; a < 4; a++) {
-            u32 low = __ballot_sync(ALL_LANES, shared.maps[a * MAP + thread].x != none);
-            u32 high = __ballot_sync(ALL_LANES, shared.maps[a * MAP + 32 + thread].x != none);
+        for (u32 a = 0; a < MAPS; a++) {
+            // Errors of entries are known by now.
+            auto is_coded = [&](u32 entry) {
+                u32 none = 0;
+                return a < 1u << parts.activity_bits && map_entry(chunk, parts, a, entry, classes, none) != 0;
+            };
+            u32 low = __ballot_sync(ALL_LANES, is_coded(thread)), high = __ballot_sync(ALL_LANES, is_coded(32 + thread));
             u64 coded = low | (u64)high << 32;
             u32 count = bit_count(coded);
             holes |= (coded & (coded + 1)) != 0;
@@ -174,7 +160,7 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
             if (thread == 0) parts.thresholds[a] = (u32)(W == 8 ? threshold >> 32 : threshold);
         }
         if (thread == 0) {
-            shared.classes = {parts.first_context, order, shared_address(shared.maps), none, order.kind == CONTEXT_EXPONENT, holes};
+            shared.classes = {parts.first_context, order, make_uint2(lookup.buckets, lookup.symbols), order.kind == CONTEXT_EXPONENT, holes};
         }
     }
     __syncthreads();

@@ -1,215 +1,205 @@
-// The decoding of a segment by a warp, tile by tile (spec/codecs.md sections 4.5 and 4.6).
+// The decoding of a segment, tile by tile (spec/codecs.md sections 4.4 to 4.6).
 #pragma once
-#include "stream.cuh"
-#include "tile.cuh"
+#include "slow.cuh"
 
-// What becomes of target lanes.
-enum : u32 {
-    STORE_NONE = 0,
-    STORE_ALL = 1,     // all lanes of the output
-    STORE_CHANGES = 2, // in place
-    STORE_LIST = 3,    // changes to a list that is carried out later
-};
-
-// How a warp does it.
+// How tiles are decoded.
 enum : int {
     TO_LIST,   // STORE_LIST
     TO_OUTPUT, // each change on its own, with any other
     TO_TILE,   // to the tile, which leaves as a whole
-    ANY_LANES, // to the tile, for integers and lanes with low bits; the others are for floats
+    LOW_BITS,  // the same, for lanes with low bits, all of them coded; and what is decoded slowly anyway
 };
 
-// A change that waits for the checks of its chunk.
-template <int W> struct alignas(W == 8 ? 16 : 8) Change {
-    typename WideOf<W>::type position, lane; // the position in bytes of the chunk
+// The coded lanes of a tile.
+struct Coded {
+    u32 blocks; // if `whole`: a bit for each row of 32 lanes, but the same for all of a block
+    u32 count;  // if not: in the queue
+    bool whole; // all lanes of a block, or none
 };
 
-// Those of a warp. What does not fit is counted, and lost.
-struct List {
-    u8* changes;
-    u32 capacity, count;
-    template <int W> __device__ __forceinline__ Change<W>& at(u32 i) const { return ((Change<W>*)changes)[i]; }
-};
-
-// What a thread adds to the sums of the chunk.
-struct Sums {
-    u64 base, target;
-    u32 changed, errors;
-};
-
-// A coded lane in the hands of a thread.
-template <int W> struct Coded {
-    u32 position; // in bytes of the chunk
-    u32 at;       // shared address of the lane in its tile
-    typename WideOf<W>::type base;
-    Entry entry;
-};
-
-template <bool B> struct Bool {
-    static constexpr bool value = B;
-};
-
-// Exceptions, which ascend, as a warp passes them.
-struct Marker {
-    u32 exception, next; // first one that is not before the tile, and its position
-};
-
-__device__ __forceinline__ Marker open_marker(const Chunk& chunk, const Parts& parts, u32 first) {
-    u32 begin = 0, end = parts.exceptions;
-    while (begin < end) {
-        u32 middle = (begin + end) / 2;
-        if (exception_position(chunk, parts, middle) < first) begin = middle + 1;
-        else end = middle;
+// A thread of a warp: takes the lanes that are not coded from the 32 of its mask.
+template <int W> __device__ __noinline__ u32 without_holes(u32 activity, u32 mask) {
+    u32 lanes = shared_address(tile_of_warp().lanes) + 32 * W * (threadIdx.x % WARP);
+    for (u32 rest = mask; rest; rest &= rest - 1) {
+        Entry entry = class_of<W>(activity, shared_lane<W>(lanes + W * (__ffs((i32)rest) - 1)));
+        if (entry.x == shared_memory().classes.none.x) mask ^= rest & (0u - rest);
     }
-    return {begin, exception_position(chunk, parts, begin)};
+    return mask;
 }
 
-// Marks the lanes of a tile that exceptions are for.
-__device__ __noinline__ Marker mark_exceptions(Marker marker, const Chunk& chunk, const Parts& parts, u32 first, u32 end, u32* marks) {
+// A warp: which lanes of a whole tile are coded; its pieces are in shared memory too. Begins and ends with the warp in step. `in_rows`:
+// whether steps may be rows of 32 lanes.
+template <int W> __device__ __forceinline__ Coded find_coded(u32 bits, u32 activities, bool in_rows, const uint4* pieces, Tile& tile) {
+    constexpr u32 ROWS = TileShape<W>::LANES / 32;
     u32 thread = threadIdx.x % WARP;
-    marks[thread] = 0;
+    if (bits) mark_pieces<W, true>(shared_memory().parts, bits, activities, pieces, tile);
+    else mark_pieces<W, false>(shared_memory().parts, bits, activities, pieces, tile);
     __syncwarp();
-    u32 count;
-    do {
-        u32 position = exception_position(chunk, parts, marker.exception + thread);
-        bool inside = position >= first && position < end;
-        if (inside) atomicOr(&marks[(position - first) / 32], 1u << (position - first) % 32);
-        count = __popc(__ballot_sync(ALL_LANES, inside));
-        marker.exception += count;
-    } while (count == WARP);
-    __syncwarp();
-    return {marker.exception, exception_position(chunk, parts, marker.exception)};
+    u32 mask = thread < ROWS ? tile.masks[thread] : 0, activity = bits ? activity_of_row(bits, activities) : 0;
+    if (uniform(shared_memory().classes.holes)) mask = without_holes<W>(activity, mask);
+    u32 full = __ballot_sync(ALL_LANES, mask == ~0u), rows = __ballot_sync(ALL_LANES, mask != 0);
+    if (in_rows && full == rows && (rows & 0x11111111) * 15 == rows) return {rows, 0, true};
+    return {0, queue_rows<W>(mask, activity, tile), false};
 }
 
-// Decodes a segment.
+// What of a chunk is decoded fast: its first tiles.
+template <int W, int HOW> __device__ __forceinline__ u32 fast_tiles() {
+    const Chunk& chunk = shared_memory().chunk;
+    if (HOW != LOW_BITS) return whole_tiles<W>(chunk);
+    if (!shared_memory().classes.by_threshold || shared_memory().parts.low_bits == 0) return 0;
+    if (chunk.base_lanes != 0) return whole_tiles<W>(chunk);
+    return (u64)chunk.output % 16 == 0 ? chunk.lanes / TileShape<W>::LANES : 0;
+}
+
 template <int W, int HOW>
-__device__ __forceinline__ void decode_segment(
-    const Chunk& chunk, const Parts& parts, const Classes& classes, const u32* weights, u32 segment, u32 store, Tile& tile, List& list, Sums& sums) {
+__device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u32 store, List& list, Sums& sums) {
     typedef typename WideOf<W>::type T;
     typedef typename LaneOf<W>::type Lane;
     typedef TileShape<W> Shape;
     constexpr u32 LANES = Shape::LANES;
-    constexpr bool IN_TILE = HOW == TO_TILE || HOW == ANY_LANES;
-    u32 thread = threadIdx.x % WARP, before = (1u << thread) - 1;
-    u32 states = uniform(parts.states), activity_bits = parts.activity_bits, low_bits = HOW == ANY_LANES ? parts.low_bits : 0;
-    u32 lanes = shared_address(tile.lanes), queue = shared_address(tile.queue), marks = shared_address(tile.excepted);
-    T magnitude = (T)classes.order.magnitude;
-    Range range = segment_range(chunk, parts.segments, segment);
-    u32 end = uniform((range.end + LANES - 1) / LANES);
+    constexpr bool IN_TILE = HOW == TO_TILE || HOW == LOW_BITS;
+    Shared& shared = shared_memory();
+    const Chunk& chunk = shared.chunk;
+    const Parts& parts = shared.parts;
+    Tile& tile = tile_of_warp();
+    u32 thread = threadIdx.x % WARP, before = (1u << thread) - 1, states = uniform(parts.states), bits = uniform(parts.activity_bits);
+    u32 lanes = shared_address(tile.lanes), tiles = (chunk.lanes + LANES - 1) / LANES;
+    u32 begin = uniform(segment * tiles >> parts.segments_log2), end = uniform((segment + 1) * tiles >> parts.segments_log2);
+    u32 fast = uniform(min(end, fast_tiles<W, HOW>()));
+    bool has_base = HOW != LOW_BITS || chunk.base_lanes != 0;
     Stream stream = open_stream(chunk, parts, segment);
-    Marker marker = open_marker(chunk, parts, range.first);
-    if (thread == 0) tile.nothing = QUEUE_NOTHING;
-    __syncwarp();
-    // The first `waiting` threads have coded lanes of the tiles before: too few for a step.
-    u32 waiting = 0;
-    Coded<W> coded = {};
-    bool excepted = false; // an exception is for it
-    auto is_fast = [&](u32 number) { return HOW != ANY_LANES && is_whole<W>(chunk, range, number); };
-    auto is_excepted = [&](u32 place) { return shared_u32(marks + place / 32 * 4) >> place % 32 & 1; };
-    uint4 pieces[Shape::PIECES];
-    bool fast = uniform(is_fast(range.first / LANES));
-    if (fast) load_tile<W>(chunk, range.first / LANES, pieces);
-    for (u32 number = range.first / LANES; number < end; number++) {
+    Marker marker = open_marker(chunk, parts, begin * LANES);
+    uint4 pieces[Shape::PIECES] = {};
+    u32 number = begin + ring.member;
+    bool ends = (end - 1 - number) % ring.count == 0; // the segment's last tile is this warp's
+    // Whose turn it is, and which lanes are excepted.
+    bool takes, passes, marked;
+    auto open_tile = [&] {
         u32 first = number * LANES;
-        u32 activities = activities_of_tile(chunk.payload + parts.activities_at, activity_bits, number, Shape::BLOCKS);
-        u64 of_base, row = row_weight(number * Shape::WORDS);
-        bool was_fast = fast;
-        if (fast) {
-            write_tile<W>(tile, pieces);
-            of_base = row * tile_sum<W>(weights, number, pieces);
-            mark_tile<W>(parts, classes, activities, pieces, tile);
-        } else {
-            of_base = gather_tile<W>(chunk, parts, classes, range, number, activities, tile);
+        takes = ring.count > 1 && number != begin;
+        passes = ring.count > 1 && number + 1 != end;
+        marker.marked = false;
+        if (uniform(marker.next) < first + LANES) marker = mark_exceptions(marker, chunk, parts, first, first + LANES, tile.excepted);
+        marked = uniform(marker.marked);
+    };
+    auto decode_tile_slowly = [&] {
+        Slow slow = {stream, 0, 0, 0, 0, list.count};
+        slow = decode_slowly<W>(slow, number, marked, store, list, ring, takes, passes);
+        stream = slow.stream;
+        sums.base += slow.base;
+        sums.target += slow.target;
+        sums.changed += slow.changed;
+        sums.errors |= slow.errors;
+        list.count = slow.listed;
+    };
+    if (number < fast && has_base) load_tile<W>(chunk, number, pieces);
+#pragma unroll 1
+    for (; number < fast; number += ring.count) {
+        open_tile();
+        u32 first = number * LANES, activities = bits ? activities_of_tile(chunk.payload + parts.activities_at, bits, number, Shape::BLOCKS) : 0;
+        u64 row = row_weight(number * Shape::WORDS), of_base = row * tile_sum<W>(shared.weights, number, pieces);
+        write_tile<W>(tile, pieces);
+        Coded coded = find_coded<W>(bits, activities, states == WARP && !marked, pieces, tile);
+        // The next lanes arrive while these are decoded.
+        if (number + ring.count < fast && has_base) load_tile<W>(chunk, number + ring.count, pieces);
+        if (HOW == LOW_BITS && (!coded.whole || __popc(coded.blocks) != LANES / 32)) {
+            decode_tile_slowly();
+            continue;
         }
         sums.base += of_base;
-        u32 available = waiting + queue_tile<W>(parts, activities, tile);
-        // The next lanes arrive while these are decoded.
-        fast = uniform(number + 1 < end && is_fast(number + 1));
-        if (fast) load_tile<W>(chunk, number + 1, pieces);
-        if (HOW == ANY_LANES && low_bits != 0) sums.changed += apply_low_bits<W>(chunk, parts, range, number, magnitude, tile);
-        bool marked = uniform(marker.next < first + LANES);
-        if (marked) marker = mark_exceptions(marker, chunk, parts, first, first + LANES, tile.excepted);
-        // The coded lane of the thread in the next step; past the last one, or in a thread that is no state, it is of no class.
-        bool is_state = thread < states;
-        u32 from = is_state ? queue + 2 * (thread - waiting) : queue + 2 * (TILE_LANES + 2 * WARP), stride = is_state ? 2 * states : 0;
-        auto fetch = [&] {
-            u32 queued = shared_u16(from), place = queued % (1u << QUEUE_MAP);
-            from += stride;
-            coded.at = lanes + place;
-            coded.base = shared_lane<W>(coded.at);
-            if constexpr (HOW == ANY_LANES) coded.entry = class_of<W>(classes, queued >> QUEUE_MAP, coded.base);
-            else coded.entry = class_of_context(classes, queued >> QUEUE_MAP, (i32)((u32)(coded.base >> classes.order.shift) & classes.order.mask));
-            coded.position = first * W + place;
-        };
-        u32 late = waiting;
-        if (thread >= late) fetch();
-        else from += stride;
-        u32 left = uniform(number + 1 == end ? available : available & ~(states - 1)), done = 0;
-        u64 gained = 0, lost = 0; // terms of the sum without the weight of the row, which is the tile's
-        auto step = [&](auto careful) {
-            Coded<W> now = coded;
-            fetch();
-            T moved = decode_step<W>(stream, now.entry, before);
-            if (HOW == ANY_LANES && low_bits != 0 && now.entry.x != classes.none) {
-                // The value, from the difference that it would be.
-                T value = moved << 1 ^ sign_of<W == 8 ? 8 : 4>(moved);
-                T high = low_bits == 8 * W ? 0 : ((T)parts.center - value) & (((T)1 << (8 * W - low_bits) % (8 * sizeof(T))) - 1);
-                moved = difference_of<W>((low_bits == 8 * W ? 0 : high << low_bits) | low_bits_of<W>(chunk, parts, now.position / W));
-            }
+        u64 gained = 0, lost = 0; // terms of the sum without the weight of the row
+        u32 shift = shared.classes.order.shift, mask = shared.classes.order.mask;
+        T magnitude = (T)shared.classes.order.magnitude;
+        // A lane at `place` of the tile, in bytes.
+        auto apply = [&](u32 place, T base, T moved) {
+            u32 position = first * W + place;
+            if (HOW == LOW_BITS) moved = with_low_bits<W>(moved, position / W);
             bool changed = moved != 0;
-            T target = move_lane<W>(now.base, moved, magnitude);
             if (HOW != TO_LIST) count_if(sums.changed, changed);
-            if constexpr (decltype(careful)::value) {
-                bool put_off = thread < late;
-                if (changed && (put_off ? excepted : marked && is_excepted(now.position / W - first))) {
-                    sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
-                }
-                if (changed && put_off) {
-                    u64 term = lane_term<W>(now.position / W, now.base, target);
-                    // Below, the weight of this tile's row is going to be taken.
-                    if (!IN_TILE && W != 8) term -= term_in_row<W>(now.position / W, now.base, target) * row;
-                    if (IN_TILE || W != 8) sums.target += term;
-                    if (IN_TILE && store != STORE_NONE) store_lane<W>(chunk, now.position / W, target);
-                }
-                late = 0;
-            }
             if constexpr (IN_TILE) {
-                if (changed) set_shared_lane<W>(now.at, target);
+                // Threads without a lane leave that of none as it is.
+                set_shared_lane<W>(lanes + place, move_lane_in<W>(base, moved, magnitude));
             } else {
+                T target = move_lane<W>(base, moved, magnitude);
                 if constexpr (W == 8) {
-                    if (changed) sums.target += lane_term<W>(now.position / W, now.base, target);
+                    if (changed) sums.target += lane_term<W>(position / W, base, target);
                 } else {
-                    u32 q = weights[now.position / 4 % TPDE_ROW_WORDS], shift = 8 * (now.position % 4);
-                    gained += (u64)q * (u32)(target << shift);
-                    lost += (u64)q * (u32)(now.base << shift);
+                    u32 q = shared.weights[position / 4 % TPDE_ROW_WORDS], by = 8 * (position % 4);
+                    gained += (u64)q * (u32)(target << by);
+                    lost += (u64)q * (u32)(base << by);
                 }
-                if (HOW == TO_LIST) {
-                    u32 mask = __ballot_sync(ALL_LANES, changed), i = list.count + __popc(mask & before);
-                    list.count += __popc(mask);
-                    if (changed && i < list.capacity) list.template at<W>(i) = {now.position, target};
-                } else if (changed && store == STORE_CHANGES) {
-                    *(Lane*)(chunk.output + now.position) = (Lane)target;
-                }
+                if (HOW == TO_LIST) list.count = list_changes<W>(list, list.count, changed, position, target);
+                else if (changed && store == STORE_CHANGES) *(Lane*)(chunk.output + position) = (Lane)target;
             }
-            done += states;
+            return changed;
         };
-        // The first step may have lanes of tiles before.
-        bool special = __any_sync(ALL_LANES, late != 0 || marked);
-        if (special) {
+        if (coded.whole) {
+            if (takes) take_turn(ring, stream);
+            u32 blocks = uniform(coded.blocks);
 #pragma unroll 1
-            do {
-                if (done >= left) break;
-                step(Bool<true>{});
-            } while (marked);
+            while (blocks) {
+                u32 row = __ffs((i32)blocks) - 1, map = bits ? activities >> (row / 4 * bits) & ((1u << bits) - 1) : 0;
+                u32 place = (32 * row + thread) * W;
+                blocks ^= 15u << row;
+                T bases[4];
+                Entry entries[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) bases[i] = shared_lane<W>(lanes + place + 32 * W * i);
+#pragma unroll
+                for (int i = 0; i < 4; i++) entries[i] = entry_of<W>(map, (i32)((u32)(bases[i] >> shift) & mask));
+#pragma unroll
+                for (int i = 0; i < 4; i++) apply(place + 32 * W * i, bases[i], decode_step<W>(stream, entries[i], before));
+            }
+            if (passes) pass_turn(ring, stream);
+        } else if constexpr (HOW != LOW_BITS) {
+            // Threads that are no states have no lanes.
+            u32 from = thread < states ? shared_address(tile.queue) + 2 * thread : shared_address(&tile.no_entry), stride = thread < states ? 2 * states : 0;
+            u32 place;
+            T base;
+            Entry entry;
+            auto fetch = [&] {
+                u32 queued = shared_u16(from);
+                from += stride;
+                place = queued % (1u << QUEUE_MAP);
+                base = shared_lane<W>(lanes + place);
+                entry = entry_of<W>(queued >> QUEUE_MAP, (i32)((u32)(base >> shift) & mask));
+            };
+            u32 count = uniform(coded.count);
+            fetch();
+            if (takes) take_turn(ring, stream);
+            if (count == 0 && passes) pass_turn(ring, stream);
+#pragma unroll 1
+            for (u32 done = 0; done < count;) {
+                u32 at = place;
+                T of = base;
+                Entry now = entry;
+                done += states;
+                fetch();
+                T moved = decode_step<W>(stream, now, before);
+                // Whoever is next need not wait until this warp has done with the last step's lanes.
+                if (passes && done >= count) pass_turn(ring, stream);
+                bool changed = apply(at, of, moved);
+                if (marked && changed && is_excepted(tile, at / W)) sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
+            }
         }
-#pragma unroll 1
-        while (done < left) step(Bool<false>{});
-        if (!IN_TILE && W != 8) sums.target += row * (gained - lost);
-        waiting = available - left;
-        if (thread >= late) excepted = marked && thread < waiting && is_excepted(coded.position / W - first);
-        coded.at = shared_address(&tile.put_off);
-        if (IN_TILE) sums.target += end_tile<W>(chunk, weights, row, range, number, store != STORE_NONE, was_fast, of_base, tile);
+        if constexpr (IN_TILE) {
+            __syncwarp();
+            uint4 out[Shape::PIECES];
+            read_tile<W>(tile, out);
+            if (store != STORE_NONE) store_tile<W>(chunk, number, out);
+            sums.target += row * tile_sum<W>(shared.weights, number, out) - of_base;
+        } else if (W != 8) {
+            sums.target += row * (gained - lost);
+        }
         __syncwarp();
     }
-    sums.errors |= finish_stream(stream);
+#pragma unroll 1
+    for (; number < end; number += ring.count) {
+        open_tile();
+        decode_tile_slowly();
+    }
+    if (ends) {
+        if (ring.count > 1 && shared_u32<TPDE_OFFSET_OF(Turn, bad)>(ring.turn)) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
+        else sums.errors |= finish_stream(stream);
+    }
 }

@@ -57,12 +57,34 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
     return piece;
 }
 
+// ---- What threads do together ----
+
+// All threads of a warp: `x`, and that of the thread `by` before, if there is one: two instructions, where a shuffle and a choice are
+// three.
+__device__ __forceinline__ u32 add_from_before(u32 x, u32 by) {
+    u32 sum = x;
+    asm volatile("{.reg .pred p; .reg .u32 from; shfl.sync.up.b32 from|p, %1, %2, 0, 0xFFFFFFFF; @p add.u32 %0, %0, from;}" : "+r"(sum) : "r"(x), "r"(by));
+    return sum;
+}
+
+// Barriers of two warps, numbered from 1 to 15: one arrives and goes on, the other waits, and sees what the first had written. All
+// threads of a warp.
+__device__ __forceinline__ void arrive_for(u32 barrier) { asm volatile("bar.arrive %0, 64;" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ void wait_at(u32 barrier) { asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory"); }
+
 // ---- The rest ----
 
 // Four bytes of `low` and `high`, by the digits of `selector`; one from 8 on repeats the byte's top bit.
 __device__ __forceinline__ u32 permute_bytes(u32 low, u32 high, u32 selector) {
     u32 value;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(value) : "r"(low), "r"(high), "r"(selector));
+    return value;
+}
+
+// ~a & b | c: one instruction.
+__device__ __forceinline__ u32 not_and_or(u32 a, u32 b, u32 c) {
+    u32 value;
+    asm("lop3.b32 %0, %1, %2, %3, 0xAE;" : "=r"(value) : "r"(a), "r"(b), "r"(c)); // of 0xF0, 0xCC, 0xAA
     return value;
 }
 

@@ -184,7 +184,7 @@ enum : u32 {
 #define TPDE_RAW_THREADS 256
 #define TPDE_RAW_SHARED 0
 #define TPDE_CONDITIONED_THREADS 256
-#define TPDE_CONDITIONED_SHARED 44032
+#define TPDE_CONDITIONED_SHARED 50176
 // and on top of that, for the table set of the launch with most: `classes` and `symbols` of it, see README.md.
 #define TPDE_CONDITIONED_TABLES(classes, symbols) (((classes) + 1) * 1024 + ((symbols) + 1) * 8)
 
@@ -194,6 +194,6 @@ enum : u32 {
 #define TPDE_ROW_WORDS 1024          // words of a row of the chunk sums
 #define TPDE_FREQUENCY_SUM_LOG2 12   // log2 of the sum of a class's frequencies
 #define TPDE_CLASS_COUNT_MAX 15
-#define TPDE_TOKEN_COUNT_MAX 136
+#define TPDE_TOKEN_COUNT_MAX 180
 
 #define TPDE_LAYOUT_WORDS 60 // of the report of tpde_layout, in the order of layout.cu

@@ -1,6 +1,6 @@
 // Lanes: order-preserving map, zigzag and contexts (spec/tpde-format.md section 9, spec/codecs.md section 4.1).
 #pragma once
-#include "format.cuh"
+#include "device.cuh"
 
 template <int W> struct LaneOf;
 template <> struct LaneOf<1> { typedef u8 type; };
@@ -56,17 +56,22 @@ template <int W> __device__ __forceinline__ i32 context_of(typename WideOf<W>::t
 // All bits set if the top bit of the lane is.
 template <int W> __device__ __forceinline__ typename WideOf<W>::type sign_of(typename WideOf<W>::type lane) {
     if constexpr (W == 8) return (u64)((i64)lane >> 63);
-    else return (u32)((i32)(lane << (32 - 8 * W)) >> 31);
+    else if constexpr (W == 4) return (u32)((i32)lane >> 31);
+    else return permute_bytes(lane, 0, W == 2 ? 0x9999 : 0x8888);
 }
 
 // The lane that `base` becomes if it is moved by `moved`, modulo 2^(8·W). `magnitude`: the bits below the top one if the
 // order-preserving map applies, else 0. The map is one of its own inverses here: it has the top bit as it was, so that lanes with it
 // come first, and that makes no difference to a sum modulo 2^(8·W).
+// What lies above the lane's bits is not cleared by move_lane_in.
+template <int W>
+__device__ __forceinline__ typename WideOf<W>::type move_lane_in(typename WideOf<W>::type base, typename WideOf<W>::type moved, typename WideOf<W>::type magnitude) {
+    typename WideOf<W>::type now = (base ^ (sign_of<W>(base) & magnitude)) + moved;
+    return now ^ (sign_of<W>(now) & magnitude);
+}
 template <int W>
 __device__ __forceinline__ typename WideOf<W>::type move_lane(typename WideOf<W>::type base, typename WideOf<W>::type moved, typename WideOf<W>::type magnitude) {
-    typedef typename WideOf<W>::type T;
-    T now = (base ^ (sign_of<W>(base) & magnitude)) + moved;
-    now ^= sign_of<W>(now) & magnitude;
+    typename WideOf<W>::type now = move_lane_in<W>(base, moved, magnitude);
     return W == 1 ? now & 0xFF : W == 2 ? now & 0xFFFF : now;
 }
 

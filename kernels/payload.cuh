@@ -2,19 +2,19 @@
 #pragma once
 #include "pieces.cuh"
 
-#define MAP 65           // entries of a map in shared memory: 64, and one for the contexts past them
+#define MAP 256  // entries of a map in shared memory: the contexts of lanes of up to 4 bytes
+#define MAPS 4
 #define SEGMENTS_MAX 32
 
 // Written by one thread to shared memory.
 struct Parts {
-    u32 low_bits, states, segments, activity_bits;
+    u32 low_bits, states, segments, segments_log2, activity_bits;
     i32 first_context;
     u32 contexts, exceptions, center;
     u32 maps_at, activities_at, positions_at, deltas_at, low_at, sizes_at, streams_at;
-    // Of floats of 2 and 4 bytes: the lanes that are coded are those whose magnitude is below the threshold of their activity.
-    // Not so where a map has a 0 among its classes.
-    u32 holes;
-    u32 thresholds[4];
+    // Of floats: the lanes that are coded are those whose magnitude is below the threshold of their activity, but for those whose
+    // class is 0 all the same.
+    u32 thresholds[MAPS];
     // Where the stream of each segment begins, in words of 16 bits, and where the last one ends.
     u32 streams[SEGMENTS_MAX + 1];
 };
@@ -24,8 +24,8 @@ struct Parts {
 template <int W> __device__ u32 parse_header(const Chunk& chunk, Parts& parts) {
     if (chunk.size < sizeof(ConditionedHeader)) return error(TPDE_STATUS_PAYLOAD_SIZE);
     ConditionedHeader header = *(const ConditionedHeader*)chunk.payload;
-    u32 blocks = (chunk.lanes + BLOCK_LANES - 1) / BLOCK_LANES;
-    if (header.low_bits > 8 * W || header.states_log2 > 5 || header.segments_log2 > 5 || 1u << header.segments_log2 > blocks ||
+    u32 blocks = (chunk.lanes + BLOCK_LANES - 1) / BLOCK_LANES, tiles = (chunk.lanes + TileShape<W>::LANES - 1) / TileShape<W>::LANES;
+    if (header.low_bits > 8 * W || header.states_log2 > 5 || header.segments_log2 > 5 || 1u << header.segments_log2 > tiles ||
         header.activity_bits > 2 || header.context_count < 1 || header.context_count > 64 || header.reserved != 0 ||
         header.exception_count > chunk.num_deltas) {
         return error(TPDE_STATUS_PAYLOAD_HEADER);
@@ -35,6 +35,7 @@ template <int W> __device__ u32 parse_header(const Chunk& chunk, Parts& parts) {
     parts.low_bits = header.low_bits;
     parts.states = 1u << header.states_log2;
     parts.segments = 1u << header.segments_log2;
+    parts.segments_log2 = header.segments_log2;
     parts.activity_bits = header.activity_bits;
     parts.first_context = header.first_context;
     parts.contexts = header.context_count;

@@ -4,8 +4,8 @@
 
 #define BLOCK_LANES 128
 
-// What a tile of lanes of W bytes is made of. A thread has UNITS units, 32 units apart; unit n of thread t begins at lane
-// (32·n + t)·UNIT. Units never straddle a block of lanes, a segment, or a row of the chunk sums; nor do tiles straddle a row.
+// What a tile of lanes of W bytes is made of (spec/codecs.md section 4.4). A thread has UNITS units, 32 units apart; unit n of thread
+// t begins at lane (32·n + t)·UNIT. Units never straddle a block of lanes; tiles never straddle a row of the chunk sums.
 template <int W> struct TileShape {
     static constexpr int UNIT = W == 1 ? 16 : 8;
     static constexpr int UNITS = W == 1 ? 2 : 8 / W;
@@ -19,16 +19,10 @@ template <int W> struct TileShape {
     static __device__ constexpr int lane_of(int piece) { return 32 * UNIT * (piece / PER_UNIT) + piece % PER_UNIT * PIECE; }
 };
 
-// Lanes of a chunk. Tiles count from the chunk's first lane, wherever a range begins.
-struct Range {
-    u32 first, end;
-};
-
-// Whether a tile lies in the range and in the base as a whole, and its pieces at multiples of 16: nearly all do. The others go lane
-// by lane, and touch the same sectors of memory.
-template <int W> __device__ __forceinline__ bool is_whole(const Chunk& chunk, Range range, u32 number) {
-    u32 first = number * TileShape<W>::LANES, end = first + TileShape<W>::LANES;
-    return first >= range.first && end <= min(range.end, chunk.base_lanes) && ((u64)chunk.base | (u64)chunk.output) % 16 == 0;
+// The tiles of a chunk that lie in the chunk and its base as a whole, at multiples of 16: nearly all of them, and the first ones.
+// Others go lane by lane, and touch the same sectors of memory.
+template <int W> __device__ __forceinline__ u32 whole_tiles(const Chunk& chunk) {
+    return ((u64)chunk.base | (u64)chunk.output) % 16 == 0 ? min(chunk.base_lanes, chunk.lanes) / TileShape<W>::LANES : 0;
 }
 
 // Base lanes of a whole tile.
@@ -65,17 +59,17 @@ template <int W> __device__ __forceinline__ u64 tile_sum(const u32* q, u32 numbe
 // thread. In place no lane may be stored before all have been read.
 template <int W, int THREADS> __device__ __forceinline__ u64 copy_chunk(const Chunk& chunk, bool stored) {
     typedef TileShape<W> Shape;
-    Range range = {0, chunk.lanes};
+    u32 whole = whole_tiles<W>(chunk);
     u64 sum = 0;
-    for (u32 number = threadIdx.x / WARP; number * Shape::LANES < range.end; number += THREADS / WARP) {
-        if (is_whole<W>(chunk, range, number)) {
+    for (u32 number = threadIdx.x / WARP; number * Shape::LANES < chunk.lanes; number += THREADS / WARP) {
+        if (number < whole) {
             uint4 pieces[Shape::PIECES];
             load_tile<W>(chunk, number, pieces);
             if (stored) store_tile<W>(chunk, number, pieces);
             sum += row_weight(number * Shape::WORDS) * tile_sum<W>(WEIGHTS.q, number, pieces);
         } else {
             u32 first = number * Shape::LANES;
-            for (u32 at = first + threadIdx.x % WARP; at < min(first + Shape::LANES, range.end); at += WARP) {
+            for (u32 at = first + threadIdx.x % WARP; at < min(first + Shape::LANES, chunk.lanes); at += WARP) {
                 typename WideOf<W>::type lane = load_lane<W>(chunk, at);
                 sum += lane_term<W>(at, 0, lane);
                 if (stored) store_lane<W>(chunk, at, lane);

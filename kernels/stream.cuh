@@ -10,7 +10,7 @@ struct Stream {
     u32 at, end;       // next word, and where the stream ends
     u32 last;          // last word of the payload and its padding
     u32 state;
-    u32 bad;           // SYMBOL_BAD once a value does not fit
+    i32 worst;         // the greatest `y` of a symbol with extra bits
     bool refused;      // too short, or a state that is none
 };
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ Stream open_stream(const Chunk& chunk, const Parts& p
     stream.end = parts.streams[segment + 1];
     stream.last = padded(chunk.size) / 2 - 1;
     stream.state = 1u << 16;
-    stream.bad = 0;
+    stream.worst = 0;
     bool fits = stream.end - begin >= 2 * parts.states;
     stream.at = fits ? begin + 2 * parts.states : stream.end;
     if (fits && lane < parts.states) stream.state = __ldg(stream.words + begin + 2 * lane) | (u32)__ldg(stream.words + begin + 2 * lane + 1) << 16;
@@ -43,26 +43,32 @@ template <int W> __device__ __forceinline__ typename WideOf<W>::type decode_step
     u32 state = stream.state;
     u32 bucket = shared_u16(entry.x | state / 4 % BUCKET_BYTES & ~1u);
     Symbol symbol = shared_u32x2(entry.y + 8 * symbol_of(bucket, state));
-    state = (symbol.x >> 16) * (state >> TPDE_FREQUENCY_SUM_LOG2) + (state % (1u << TPDE_FREQUENCY_SUM_LOG2) - (symbol.x & 0xFFFF));
-    bool first = state < 1u << 16;
+    // With x the state, d = f - 4,096 and q = x / 4,096 without its fraction: x + d·q - cum. What d·65,536 adds symbol.x takes off.
+    state = state - symbol.x + (u32)((i32)symbol.x >> 16) * ((state >> TPDE_FREQUENCY_SUM_LOG2) + (1u << 16));
+    bool first = state < 1u << 16, with = (i32)symbol.y >= SYMBOL_EXTRA;
     u32 firsts = __ballot_sync(ALL_LANES, first);
     u32 word = word_at(stream, stream.at + __popc(firsts & before));
     stream.at += __popc(firsts);
-    T moved = (T)((i32)symbol.y >> 8);
-    if constexpr (W == 8) moved = (T)(i64)((i32)symbol.y >> 8);
-    if (!__any_sync(ALL_LANES, symbol.y & SYMBOL_EXTRA)) {
+    T moved = (T)(i32)symbol.y;
+    if constexpr (W == 8) moved = (T)(i64)(i32)symbol.y;
+    if (!__any_sync(ALL_LANES, with)) {
         if (first) state = state << 16 | word;
     } else {
+        stream.worst = max(stream.worst, (i32)symbol.y);
         // Who needs another word is known before this one is there: a state that gets a word has more than 16 bits then.
-        bool with = symbol.y & SYMBOL_EXTRA;
-        u32 extra = with ? symbol.y >> 8 & 63 : 0, now = min(extra, 16);
-        if (with) stream.bad |= symbol.y;
-        bool second = state >> now < (first ? 1u : 1u << 16);
+        u32 extra = with ? symbol.y & 63 : 0, now = W > 2 ? min(extra, 16) : extra, widened = first ? state << 16 : state;
+        bool second = widened >> now < 1u << 16;
         u32 seconds = __ballot_sync(ALL_LANES, second);
         u32 other = word_at(stream, stream.at + __popc(seconds & before));
         stream.at += __popc(seconds);
-        state = first ? state << 16 | word : state;
-        T value = (T)(symbol.y >> 16 & 3) << extra | (T)(state & ((1u << now) - 1));
+        state = first ? widened | word : widened;
+        T value;
+        if constexpr (W <= 2) {
+            // The state without the bits that stay in it, and what they are appended to in their place.
+            value = state + (((symbol.y >> 16 & 3) - (state >> now)) << now);
+        } else {
+            value = (T)(symbol.y >> 16 & 3) << extra | (T)(state & ((1u << now) - 1));
+        }
         state >>= now;
         state = second ? state << 16 | other : state;
         if constexpr (W > 2) {
@@ -86,7 +92,7 @@ template <int W> __device__ __forceinline__ typename WideOf<W>::type decode_step
 // The errors of a stream that has come to its end.
 __device__ __forceinline__ u32 finish_stream(const Stream& stream) {
     // After a value that does not fit the stream is read wrong, and its end says nothing.
-    if (__any_sync(ALL_LANES, stream.bad & SYMBOL_BAD)) return error(TPDE_STATUS_PAYLOAD_DELTAS);
+    if (__any_sync(ALL_LANES, stream.worst >= SYMBOL_BAD)) return error(TPDE_STATUS_PAYLOAD_DELTAS);
     bool wrong = stream.refused || stream.at != stream.end || stream.state != 1u << 16;
     return wrong ? error(TPDE_STATUS_PAYLOAD_STREAM) : 0;
 }

@@ -2,22 +2,24 @@
 #pragma once
 #include "block.cuh"
 
-// A token with a frequency, ready for use. x: `cum` in the low half and the frequency in the high half. y: without extra bits the
-// value's zigzag number shifted up by 8 bits; with them SYMBOL_EXTRA, their number in bits 8 to 13, what they are appended to in
-// bits 16 and 17, and SYMBOL_BAD if values do not fit.
+// A token with a frequency f, ready for use. x: `cum` in the low half and f - 4,096 in the high half. y: for a token that is a value,
+// what a lane is moved by; for another one SYMBOL_EXTRA, the number of extra bits in bits 0 to 5 and what they are appended to in bits
+// 16 and 17; SYMBOL_BAD if values do not fit. As numbers with signs they ascend in this order.
 typedef uint2 Symbol;
-#define SYMBOL_EXTRA 1u
-#define SYMBOL_BAD 0x80000000u
-
-__device__ __forceinline__ i32 zigzag(u32 value) { return (i32)(value >> 1 ^ (0u - (value & 1))); }
+#define SYMBOL_EXTRA 0x40000000
+#define SYMBOL_BAD 0x60000000
+#define TOKEN_VALUES 64
 
 __device__ __forceinline__ Symbol make_symbol(u32 packed, u32 tokens) {
-    u32 token = packed >> 24, cum = packed & 0xFFF, frequency = (packed >> 12 & 0xFFF) + 1;
-    u32 rest = SYMBOL_EXTRA | (token / 2 - 5) << 8 | (2 + token % 2) << 16;
-    if (token < 16) rest = (u32)zigzag(token) << 8;
-    if (token >= tokens) rest = SYMBOL_EXTRA | SYMBOL_BAD;
-    return make_uint2(cum | frequency << 16, rest);
+    u32 token = packed >> 24, cum = packed & 0xFFF, less = (packed >> 12 & 0xFFF) + 1 - (1u << TPDE_FREQUENCY_SUM_LOG2);
+    u32 moved = token >> 1 ^ (0u - (token & 1));
+    if (token >= TOKEN_VALUES) moved = SYMBOL_EXTRA | (token - TOKEN_VALUES) / 2 + 5 | (2 + token % 2) << 16;
+    if (token >= tokens) moved = SYMBOL_BAD;
+    return make_uint2(cum | less << 16, moved);
 }
+
+// Tokens of values of `bits` bits.
+__device__ __forceinline__ u32 tokens_within(u32 bits) { return bits <= 6 ? 1u << bits : TOKEN_VALUES + 2 * (bits - 6); }
 
 // Slots are in buckets of eight. A bucket has the symbol of its first slot from bit 8 up, counted from the first of its class, and
 // bit i says whether a symbol begins with slot i, 1 to 7: every symbol has a slot of its own.
@@ -25,7 +27,7 @@ __device__ __forceinline__ Symbol make_symbol(u32 packed, u32 tokens) {
 #define BUCKET_BYTES (2 * BUCKETS)
 
 // The symbol of the slot that is in the low bits of a state.
-__device__ __forceinline__ u32 symbol_of(u32 bucket, u32 state) { return (bucket >> 8) + __popc(bucket << (state % 8 ^ 31)); }
+__device__ __forceinline__ u32 symbol_of(u32 bucket, u32 state) { return (bucket >> 8) + __popc(__funnelshift_l(0, bucket, not_and_or(state, 7, 24))); }
 
 // What shared memory has of a table set: a class of all slots for the value 0, then the buckets of each class, then its symbols. An
 // address of buckets is a multiple of their size.
@@ -39,39 +41,53 @@ __device__ __forceinline__ u32 class_count(const Launch& launch, u32 tables) {
     return tables == TPDE_NO_TABLES ? 0 : __ldg((const u32*)launch.tables + tables);
 }
 
+// A warp: the buckets of a class, from its symbols. `begins` has room for a bit a slot.
+__device__ __forceinline__ void make_buckets(const Symbol* symbols, u32 count, u32* begins, u32* buckets) {
+    u32 thread = threadIdx.x % WARP;
+    uint4* mine = (uint4*)begins + thread;
+    *mine = make_uint4(0, 0, 0, 0);
+    __syncwarp();
+    for (u32 i = thread; i < count; i += WARP) {
+        u32 slot = symbols[i].x & 0xFFFF;
+        atomicOr(&begins[slot / 32], 1u << slot % 32);
+    }
+    __syncwarp();
+    uint4 bits = *mine;
+    u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
+    u32 end = __popc(bits.x) + __popc(bits.y) + __popc(bits.z) + __popc(bits.w), before = end;
+#pragma unroll
+    for (u32 by = 1; by < WARP; by *= 2) end = add_from_before(end, by);
+    before = end - before;
+    // The symbol of a slot is the last one that begins at or before it.
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        u32 two = words[i / 2] >> i % 2 * 16, first = before + (two & 1) - 1, second = before + __popc(two & 0x1FF) - 1;
+        buckets[8 * thread + i] = first << 8 | (two & 0xFE) | second << 24 | (two & 0xFE00) << 8;
+        before += __popc(two & 0xFFFF);
+    }
+    __syncwarp();
+}
+
 // All threads: the look-up of the classes `used` of set `tables`, for values of `bits` bits, from shared address `at` on, a
-// multiple of BUCKET_BYTES. A barrier must follow. See TPDE_CONDITIONED_TABLES for the room.
-template <int THREADS> __device__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 at) {
+// multiple of BUCKET_BYTES. Each warp has 512 bytes to work with at `room`. A barrier must follow. See TPDE_CONDITIONED_TABLES for
+// the room of the look-up.
+template <int THREADS> __device__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 at, u32* room) {
     Lookup lookup = {class_count(launch, tables), at, 0};
     lookup.symbols = lookup.buckets + (lookup.classes + 1) * BUCKET_BYTES;
-    u16* buckets = (u16*)shared_pointer(lookup.buckets);
+    u32* buckets = (u32*)shared_pointer(lookup.buckets);
     Symbol* symbols = (Symbol*)shared_pointer(lookup.symbols);
-    for (u32 i = threadIdx.x; i < BUCKETS; i += THREADS) buckets[i] = 0;
-    if (threadIdx.x == 0) symbols[0] = make_uint2(1u << TPDE_FREQUENCY_SUM_LOG2 << 16, 0);
+    for (u32 i = threadIdx.x; i < BUCKETS / 2; i += THREADS) buckets[i] = 0;
+    if (threadIdx.x == 0) symbols[0] = make_uint2(0, 0);
     if (lookup.classes == 0) return lookup;
     const u32* set = (const u32*)launch.tables + tables;
     const u32* packed = set + lookup.classes + 2;
-    u32 count = __ldg(set + lookup.classes + 1) - (lookup.classes + 2), tokens = bits <= 4 ? 1u << bits : 16 + 2 * (bits - 4);
+    u32 count = __ldg(set + lookup.classes + 1) - (lookup.classes + 2), tokens = tokens_within(bits);
     for (u32 i = threadIdx.x; i < count; i += THREADS) symbols[1 + i] = make_symbol(__ldg(packed + i), tokens);
     __syncthreads();
-    for (u32 number = 1; number <= lookup.classes; number++) {
+    for (u32 number = 1 + threadIdx.x / WARP; number <= lookup.classes; number += THREADS / WARP) {
         if (!(used >> number & 1)) continue;
         u32 begin = __ldg(set + number) - (lookup.classes + 1), end = __ldg(set + number + 1) - (lookup.classes + 1);
-        for (u32 bucket = threadIdx.x; bucket < BUCKETS; bucket += THREADS) {
-            u32 low = begin, high = end;
-            while (high - low > 1) {
-                u32 middle = (low + high) / 2;
-                if ((symbols[middle].x & 0xFFFF) <= 8 * bucket) low = middle;
-                else high = middle;
-            }
-            u32 begins = 0;
-            for (u32 next = low + 1; next < end; next++) {
-                u32 slot = (symbols[next].x & 0xFFFF) - 8 * bucket;
-                if (slot >= 8) break;
-                begins |= 1u << slot;
-            }
-            buckets[number * BUCKETS + bucket] = (u16)((low - begin) << 8 | begins);
-        }
+        make_buckets(symbols + begin, end - begin, room + threadIdx.x / WARP * (BUCKETS * 8 / 32), buckets + number * (BUCKETS / 2));
     }
     return lookup;
 }

@@ -1,4 +1,4 @@
-// A tile: 1 or 2 KiB of base lanes that one warp loads, and the places of those that are coded.
+// A tile: 1 or 2 KiB of base lanes that one warp loads, and the places of those that are coded (spec/codecs.md section 4.4).
 #pragma once
 #include "payload.cuh"
 #include "pieces.cuh"
@@ -10,23 +10,24 @@
 // In shared memory, one a warp.
 struct alignas(16) Tile {
     u8 lanes[TILE_BYTES];
+    u64 no_lane;  // 0: the lane of threads that have none in a step
+    u16 no_entry; // the entry of the queue for it
+    u16 padding[3];
     // The coded lanes of the tile: where they lie among its bytes, and from bit 12 up which map is theirs. As many follow as two
     // steps may ask for, that are of no class.
     u16 queue[TILE_LANES + 2 * WARP];
-    u16 nothing; // one of these
-    u16 padding[3];
-    u64 put_off; // where the targets of lanes go whose tile is gone
-    u32 masks[TILE_LANES / 32];
+    u32 masks[TILE_LANES / 32]; // of the coded lanes
     u32 excepted[TILE_LANES / 32];
 };
 
 #define QUEUE_MAP 12
-#define QUEUE_NOTHING (4 << QUEUE_MAP)
+#define NO_ENTRY (MAPS << QUEUE_MAP | TILE_BYTES)
+static_assert(TPDE_OFFSET_OF(Tile, no_lane) == TILE_BYTES, "the entry says where it lies");
 
-__device__ __forceinline__ Range segment_range(const Chunk& chunk, u32 segments, u32 segment) {
-    u32 blocks = (chunk.lanes + BLOCK_LANES - 1) / BLOCK_LANES;
-    u32 end = (segment + 1) * blocks / segments * BLOCK_LANES;
-    return {segment * blocks / segments * BLOCK_LANES, min(end, chunk.lanes)};
+// One thread: before the tile is used.
+__device__ __forceinline__ void open_tile(Tile& tile) {
+    tile.no_lane = 0;
+    tile.no_entry = NO_ENTRY;
 }
 
 // The pieces of a tile from shared memory, and back.
@@ -44,24 +45,14 @@ template <int W> __device__ __forceinline__ void write_tile(Tile& tile, const ui
     for (int p = 0; p < Shape::PIECES; p++) *(uint4*)(to + Shape::lane_of(p) * W) = pieces[p];
 }
 
-// What a payload's maps make of a base lane: where its class is looked up.
+// What a payload's maps make of a base lane.
 struct Classes {
     i32 first;
     Order order;
-    u32 maps;          // shared address of the entries: a map for each activity, and one of lanes that are not coded
-    u32 none;          // `x` of the entry of a lane that is not coded
+    Entry none;        // of a lane that is not coded
     bool by_threshold; // see Parts::thresholds
-    bool holes;
+    bool holes;        // some lanes below a threshold are not coded
 };
-
-// The entry of map `map` for a context.
-__device__ __forceinline__ Entry class_of_context(const Classes& classes, u32 map, i32 context) {
-    return shared_u32x2(classes.maps + 8 * MAP * map + 8 * min(max(context - classes.first, 0), MAP - 1));
-}
-
-template <int W> __device__ __forceinline__ Entry class_of(const Classes& classes, u32 map, typename WideOf<W>::type base) {
-    return class_of_context(classes, map, context_of<W>(base, classes.order));
-}
 
 // Lanes of 16 bytes whose magnitude is below `threshold`, by their order-preserving bits alone; for F64 it is the high word's.
 template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4 piece) {
@@ -88,11 +79,11 @@ template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4
     }
 }
 
-// A warp: the masks of coded lanes of a tile on the fast path. The branch spares most chunks the activities.
+// A warp: the masks of coded lanes of a whole tile. The branch spares most chunks the activities.
 template <int W, bool ACTIVE>
-__device__ __forceinline__ void mark_pieces(const Parts& parts, u32 activities, const uint4* pieces, Tile& tile) {
+__device__ __forceinline__ void mark_pieces(const Parts& parts, u32 bits, u32 activities, const uint4* pieces, Tile& tile) {
     typedef TileShape<W> Shape;
-    u32 thread = threadIdx.x % WARP, bits = parts.activity_bits, threshold = parts.thresholds[0];
+    u32 thread = threadIdx.x % WARP, threshold = parts.thresholds[0];
 #pragma unroll
     for (int n = 0; n < Shape::UNITS; n++) {
         u32 mask = 0;
@@ -107,116 +98,32 @@ __device__ __forceinline__ void mark_pieces(const Parts& parts, u32 activities, 
     }
 }
 
-template <int W>
-__device__ __forceinline__ void mark_tile(const Parts& parts, const Classes& classes, u32 activities, const uint4* pieces, Tile& tile) {
-    u32 thread = threadIdx.x % WARP, bits = uniform(parts.activity_bits);
-    if (bits) mark_pieces<W, true>(parts, activities, pieces, tile);
-    else mark_pieces<W, false>(parts, activities, pieces, tile);
-    __syncwarp();
-    if (classes.holes && thread < TileShape<W>::LANES / 32) {
-        u32 mask = tile.masks[thread], activity = activities >> (thread / 4 * bits) & ((1u << bits) - 1);
-        for (u32 rest = mask; rest; rest &= rest - 1) {
-            u32 place = 32 * thread + __ffs((i32)rest) - 1;
-            Entry entry = class_of<W>(classes, activity, shared_lane<W>(shared_address(tile.lanes) + place * W));
-            if (entry.x == classes.none) mask ^= rest & (0u - rest);
-        }
-        tile.masks[thread] = mask;
-    }
+// The activity of the row of a thread.
+__device__ __forceinline__ u32 activity_of_row(u32 bits, u32 activities) {
+    return activities >> (threadIdx.x % WARP / 4 * bits) & ((1u << bits) - 1);
 }
 
-// A warp: the lanes of any tile, their masks, and the part of the base's sum of each thread. Lanes outside the segment and the base
-// are zeros and not coded.
-template <int W>
-__device__ __noinline__ u64 gather_tile(
-    const Chunk& chunk, const Parts& parts, const Classes& classes, Range range, u32 number, u32 activities, Tile& tile) {
-    typedef typename WideOf<W>::type T;
-    u32 thread = threadIdx.x % WARP, bits = parts.activity_bits;
-    u64 sum = 0;
-#pragma unroll 1
-    for (u32 i = 0; i < TileShape<W>::LANES / 32; i++) {
-        u32 place = 32 * i + thread, at = number * TileShape<W>::LANES + place;
-        bool inside = at >= range.first && at < range.end;
-        T lane = inside ? load_lane<W>(chunk, at) : 0;
-        sum += lane_term<W>(at, 0, lane);
-        set_shared_lane<W>(shared_address(tile.lanes) + place * W, lane);
-        u32 activity = activities >> (i / 4 * bits) & ((1u << bits) - 1);
-        u32 mask = __ballot_sync(ALL_LANES, inside && class_of<W>(classes, activity, lane).x != classes.none);
-        if (thread == 0) tile.masks[i] = mask;
-    }
-    __syncwarp();
-    return sum;
-}
-
-// A warp: what the target's sum has more than the base's; and if `stored`, the lanes of any tile to the output.
-template <int W> __device__ __noinline__ u64 scatter_tile(const Chunk& chunk, Range range, u32 number, bool stored, const Tile& tile) {
-    typedef typename WideOf<W>::type T;
-    u64 sum = 0;
-#pragma unroll 1
-    for (u32 place = threadIdx.x % WARP; place < TileShape<W>::LANES; place += WARP) {
-        u32 at = number * TileShape<W>::LANES + place;
-        if (at < range.first || at >= range.end) continue;
-        T lane = shared_lane<W>(shared_address(tile.lanes) + place * W), base = load_lane<W>(chunk, at);
-        if (lane != base) sum += lane_term<W>(at, base, lane);
-        if (stored) store_lane<W>(chunk, at, lane);
-    }
-    __syncwarp();
-    return sum;
-}
-
-// A warp: the queue, from the masks, and how many coded lanes it has. Begins and ends with the warp in step.
-template <int W> __device__ __forceinline__ u32 queue_tile(const Parts& parts, u32 activities, Tile& tile) {
+// A warp: the queue. A thread has the mask of a row.
+template <int W> __device__ __forceinline__ u32 queue_rows(u32 mask, u32 activity, Tile& tile) {
     typedef TileShape<W> Shape;
-    u32 thread = threadIdx.x % WARP, bits = parts.activity_bits;
-    __syncwarp();
-    u32 mask = thread < Shape::LANES / 32 ? tile.masks[thread] : 0;
-    u32 end = __popc(mask);
+    u32 thread = threadIdx.x % WARP, end = __popc(mask);
 #pragma unroll
-    for (u32 by = 1; by < WARP; by *= 2) {
-        u32 other = __shfl_up_sync(ALL_LANES, end, by);
-        if (thread >= by) end += other;
-    }
+    for (u32 by = 1; by < WARP; by *= 2) end = add_from_before(end, by);
     u32 count = __shfl_sync(ALL_LANES, end, WARP - 1), queue = shared_address(tile.queue), to = queue + 2 * (end - __popc(mask));
-    u32 first = 32 * W * thread | (activities >> (thread / 4 * bits) & ((1u << bits) - 1)) << QUEUE_MAP;
+    u32 first = 32 * W * thread | activity << QUEUE_MAP;
     if (count < Shape::LANES / 4) {
-        for (; mask; mask &= mask - 1, to += 2) set_shared_lane<2>(to, first + W * (__ffs((i32)mask) - 1));
+        for (; mask; mask &= mask - 1, to += 2) set_shared_u16(to, first + W * (__ffs((i32)mask) - 1));
     } else {
 #pragma unroll
         for (u32 i = 0; i < 32; i++) {
             if (mask >> i & 1) {
-                set_shared_lane<2>(to, first + W * i);
+                set_shared_u16(to, first + W * i);
                 to += 2;
             }
         }
     }
-    set_shared_lane<2>(queue + 2 * (count + thread), QUEUE_NOTHING);
-    set_shared_lane<2>(queue + 2 * (count + WARP + thread), QUEUE_NOTHING);
+    set_shared_u16(queue + 2 * (count + thread), NO_ENTRY);
+    set_shared_u16(queue + 2 * (count + WARP + thread), NO_ENTRY);
     __syncwarp();
     return count;
-}
-
-// Lanes that are not coded have their low bits alone. Returns how many lanes of the thread change.
-template <int W> __device__ __noinline__ u32 apply_low_bits(const Chunk& chunk, const Parts& parts, Range range, u32 number, typename WideOf<W>::type magnitude, Tile& tile) {
-    typedef TileShape<W> Shape;
-    u32 changed = 0;
-    for (u32 place = threadIdx.x % WARP; place < Shape::LANES; place += WARP) {
-        u32 at = number * Shape::LANES + place;
-        if (at < range.first || at >= range.end || tile.masks[place / 32] >> place % 32 & 1) continue;
-        typename WideOf<W>::type delta = low_bits_of<W>(chunk, parts, at), base = shared_lane<W>(shared_address(tile.lanes) + place * W);
-        changed += delta != 0;
-        set_shared_lane<W>(shared_address(tile.lanes) + place * W, apply_delta<W>(base, delta, magnitude));
-    }
-    __syncwarp();
-    return changed;
-}
-
-// What the target's sum has more than the base's, which was `of_base`; and the lanes of the tile to the output, all of them with
-// `store` of a kind that stores.
-template <int W>
-__device__ __forceinline__ u64 end_tile(const Chunk& chunk, const u32* weights, u64 row, Range range, u32 number, bool stored, bool fast, u64 of_base, const Tile& tile) {
-    __syncwarp();
-    if (!fast) return scatter_tile<W>(chunk, range, number, stored, tile);
-    uint4 pieces[TileShape<W>::PIECES];
-    read_tile<W>(tile, pieces);
-    if (stored) store_tile<W>(chunk, number, pieces);
-    return row * tile_sum<W>(weights, number, pieces) - of_base;
 }

@@ -46,6 +46,15 @@ template <int PENDING> inline void wait_for_copies() {
 inline uint4 load_once(const void* from) { return *(const uint4*)from; }
 inline void prefetch(const void*) {}
 
+// ---- What threads do together ----
+
+inline u32 add_from_before(u32 x, u32 by, EMULATOR_HERE) {
+    u32 from = __shfl_up_sync(~0u, x, by, 32, place);
+    return threadIdx.x % 32 >= by ? x + from : x;
+}
+inline void arrive_for(u32 barrier, EMULATOR_HERE) { emulator::barrier(barrier, 64, false, 0, place); }
+inline void wait_at(u32 barrier, EMULATOR_HERE) { emulator::barrier(barrier, 64, true, 0, place); }
+
 // ---- The rest ----
 
 inline u32 permute_bytes(u32 low, u32 high, u32 selector) {
@@ -57,6 +66,8 @@ inline u32 permute_bytes(u32 low, u32 high, u32 selector) {
     }
     return value;
 }
+
+inline u32 not_and_or(u32 a, u32 b, u32 c) { return ~a & b | c; }
 
 inline void count_if(u32& count, bool counted) { count += counted; }
 

@@ -1,0 +1,46 @@
+// What a block of the kernel for codec `conditioned` keeps in shared memory. All that its threads know in common lies there: no thread
+// has registers for it.
+#pragma once
+#include "crc.cuh"
+#include "tile.cuh"
+
+#define THREADS TPDE_CONDITIONED_THREADS
+#define WARPS (THREADS / WARP)
+#define WARPS_LOG2 3
+static_assert(WARPS == 1 << WARPS_LOG2, "warps share segments evenly");
+
+// A stream between two tiles, where several warps decode it.
+struct Turn {
+    u32 states[WARP];
+    u32 at, bad;
+};
+
+struct alignas(BUCKET_BYTES) Shared {
+    Tile tiles[WARPS];
+    u32 weights[TPDE_ROW_WORDS];
+    Entry maps[MAPS * MAP + 1]; // a map for each activity, and the entry of no lane
+    Turn turns[WARPS / 2];
+    Chunk chunk;
+    Parts parts;
+    Classes classes;
+    Totals totals;
+    u32 slot, used, fits;
+};
+
+static_assert(CRC_SHARED <= sizeof(Tile) * WARPS, "the CRC works where the tiles will be");
+static_assert(sizeof(Shared) <= TPDE_CONDITIONED_SHARED, "room in dynamic shared memory");
+
+// The tables follow.
+__device__ __forceinline__ Shared& shared_memory() { return *(Shared*)dynamic_shared_memory(); }
+__device__ __forceinline__ Tile& tile_of_warp() { return shared_memory().tiles[uniform(threadIdx.x / WARP)]; }
+
+// The entry of map `map` for a context. A map has an entry for each context but for lanes of 8 bytes, whose contexts are too many.
+template <int W> __device__ __forceinline__ Entry entry_of(u32 map, i32 context) {
+    Shared& shared = shared_memory();
+    if (W == 8) context = min(max(context - shared.classes.first, 0), 64);
+    return shared_u32x2(shared_address(shared.maps) + 8 * (MAP * map + (u32)context));
+}
+
+template <int W> __device__ __forceinline__ Entry class_of(u32 map, typename WideOf<W>::type base) {
+    return entry_of<W>(map, context_of<W>(base, shared_memory().classes.order));
+}
