@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from .data import bytes_of
 
 TOTAL, BLOCK, LEAST = 4096, 128, 1 << 16
+TILE = {1: 1024, 2: 1024, 4: 512, 8: 256}  # lanes, by the bytes of a lane
 EXPONENT = {"F16": (10, 31), "BF16": (7, 255), "F32": (23, 255), "C64": (23, 255), "F64": (52, 2047),
             "F8_E4M3": (3, 15), "F8_E4M3FNUZ": (3, 15), "F8_E5M2": (2, 31), "F8_E5M2FNUZ": (2, 31)}
 
@@ -55,15 +56,15 @@ def set_bytes(tables):
 
 def token_of(v):
     """The token of a value, the number of its extra bits, and these."""
-    if v < 16:
+    if v < 64:
         return v, 0, 0
     e = v.bit_length() - 2
-    return 16 + 2 * (e - 3) + (v >> e & 1), e, v % (1 << e)
+    return 64 + 2 * (e - 5) + (v >> e & 1), e, v % (1 << e)
 
 
-def stream_of(coded, count, start=LEAST):
-    """States and words for a list of (frequencies, value). Every turn of the decoder is undone, the last one first;
-    `start` is what the decoder's states end at, all of them or each."""
+def stream_of(tiles, count, start=LEAST):
+    """States and words for tiles, which are lists of (frequencies, value). Every turn of the decoder is undone, the last
+    one first; `start` is what the decoder's states end at, all of them or each."""
     states, words = list(start) if isinstance(start, list) else [start] * count, []
 
     def ready(j, room):
@@ -73,8 +74,9 @@ def stream_of(coded, count, start=LEAST):
             states[j] >>= 16
         return states[j]
 
-    for first in reversed(range(0, len(coded), count)):
-        turns = [(frequencies, *token_of(v)) for frequencies, v in coded[first:first + count]]
+    steps = [coded[first:first + count] for coded in tiles for first in range(0, len(coded), count)]
+    for step in reversed(steps):
+        turns = [(frequencies, *token_of(v)) for frequencies, v in step]
         for done in reversed(range(0, max(e for _, _, e, _ in turns), 16)):
             for j, (_, _, e, extra) in reversed(list(enumerate(turns))):
                 if size := max(min(e - done, 16), 0):
@@ -117,11 +119,8 @@ class Payload:
         self.w, self.r, self.tables, self.edits = w, plan.low_bits, tables, {}
         self.maps, self.activities, self.low_bits = plan.maps, list(plan.activities), []
         self.exceptions = {}
-        blocks, r = -(-len(base) // BLOCK), self.r
-        segments = 1 << plan.segments_log2
-        self.segments = [[] for _ in range(segments)]
-        ends = [BLOCK * ((s + 1) * blocks // segments) for s in range(segments)]
-        assert len(self.maps) in (1, 2, 4) and (len(self.maps) == 1 or len(self.activities) == blocks)
+        r, self.tiles = self.r, [[] for _ in range(0, len(base), TILE[w])]
+        assert len(self.maps) in (1, 2, 4) and (len(self.maps) == 1 or len(self.activities) == -(-len(base) // BLOCK))
         for i, u in enumerate(base):
             delta = deltas.get(i, 0)
             c = self.class_of(plan, i, context_of(u, dtype, w))
@@ -131,8 +130,7 @@ class Payload:
             self.low_bits.append(delta % (1 << r))
             if c:
                 v = delta >> r if r == 0 else (plan.center - (delta >> r)) % (1 << 8 * w - r)
-                segment = next(s for s, end in enumerate(ends) if i < end)
-                self.segments[segment].append((c, v))
+                self.tiles[i // TILE[w]].append((c, v))
         self.header = {
             "low_bits": r, "states_log2": plan.states_log2, "segments_log2": plan.segments_log2,
             "activity_bits": len(self.maps).bit_length() - 1, "first_context": plan.first_context,
@@ -146,9 +144,11 @@ class Payload:
         return self.maps[a][entry] if entry < len(self.maps[a]) else 0
 
     def code(self, start=LEAST):
-        """Makes the streams; to be called again after a change of `segments`."""
-        self.streams = [stream_of([(self.tables[c - 1], v) for c, v in segment], 1 << self.header["states_log2"], start)
-                        for segment in self.segments]
+        """Makes the streams; to be called again after a change of `tiles`."""
+        tiles = [[(self.tables[c - 1], v) for c, v in tile] for tile in self.tiles]
+        count, segments = len(tiles), 1 << self.header["segments_log2"]
+        self.streams = [stream_of(tiles[s * count // segments:(s + 1) * count // segments],
+                                  1 << self.header["states_log2"], start) for s in range(segments)]
 
     def parts(self):
         """The name of each part, and how to make its bytes from those of the parts before."""

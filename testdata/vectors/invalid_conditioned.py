@@ -37,7 +37,8 @@ def invalid_tables(out):
     tables("16_classes", "A set of 16 classes.", b"\0\0\x10" + b"\1\x80\x20" * 16)
     tables("255_classes", "A set of 255 classes.", b"\0\0\xff" + b"\1\x80\x20" * 255)
     tables("no_tokens", "A class without tokens.", one + b"\0")
-    tables("137_tokens", "A class of 137 tokens.", one + b"\x89" + b"\x80\x1f" + b"\0" * 135 + b"\x80\1")
+    tables("181_tokens", "A class of 181 tokens.", one + b"\xb5" + b"\x80\x1f" + b"\0" * 179 + b"\x80\1")
+    tables("255_tokens", "A class of 255 tokens.", one + b"\xff" + b"\x80\x1f" + b"\0" * 253 + b"\x80\1")
     tables("sum_4095", "Frequencies that add up to 4,095.", one + b"\2\xff\x1e\x80\1")
     tables("sum_4097", "Frequencies that add up to 4,097.", one + b"\2\x81\x1f\x80\1")
     tables("sum_wraps", "Frequencies that add up to 4,096 + 2^16.", one + b"\4\x80\xff\x80\xff\x80\x20\x80\2")
@@ -101,14 +102,16 @@ def invalid_tables(out):
 
 
 def invalid_payloads(out):
-    lanes = varied("BF16", 300, 100)
-    target = stepped("BF16", lanes)
-    base = out.base("invalid/conditioned", safetensors({"t": ("BF16", [300], bytes_of(lanes, 2))}))
-    # The pair that most vectors break something in. Lanes i and i + 70 have context 100 + i; contexts 106, 113 and so on
-    # have class 0. Lane i changes where i mod 5 = 2.
+    lanes = varied("BF16", 1100, 100)
+    target = stepped("BF16", lanes, p=23)
+    base = out.base("invalid/conditioned", safetensors({"t": ("BF16", [1100], bytes_of(lanes, 2))}))
+    # The pair that most vectors break something in: two tiles, the last of which has one block. Lane i has context
+    # 100 + i mod 70; contexts 106, 113 and so on have class 0. Lane i changes where i mod 23 = 2.
     maps = [[1, 2, 3, 1, 2, 3, 0] * 5, [3] * 6 + [0] + [2] * 28]
-    usual = Plan(maps, 100, [0, 1, 0], states_log2=1, segments_log2=1)
-    low = Plan(maps, 100, [0, 1, 0], low_bits=3, center=15, states_log2=2, segments_log2=1)
+    activities = [0, 1, 0, 0, 1, 1, 0, 1, 0]
+    usual = Plan(maps, 100, activities, states_log2=1, segments_log2=1)
+    low = Plan(maps, 100, activities, low_bits=3, center=15, states_log2=2, segments_log2=1)
+    uneven = Plan([maps[0][:33]], 100, segments_log2=1)  # with a map of 17 bytes, and so a byte of padding
 
     def bad(name, about, rule, edit=lambda p: None, plan=usual, tables=FEW, dtype="BF16", old=lanes, new=target,
             when="decode", **edits):
@@ -131,11 +134,14 @@ def invalid_payloads(out):
     header("low_bits_255", "255 low bits.", edit=with_header(low_bits=255))
     header("states_64", "64 states.", plan=Plan(maps[:1], 100, states_log2=6))
     header("states_2_255", "2^255 states, a shift too far.", edit=with_header(states_log2=255))
-    header("segments_64", "64 segments of three blocks.", edit=with_header(segments_log2=6))
+    header("segments_64", "64 segments of two tiles.", edit=with_header(segments_log2=6))
     header("segments_2_32", "2^32 segments, which a shift may take for 1.", edit=with_header(segments_log2=32))
-    header("segments_above_blocks", "Four segments of three blocks.", plan=Plan(maps[:1], 100, segments_log2=2))
-    header("segments_of_one_block", "Two segments of one block.", plan=Plan([[1]], segments_log2=1), old=None,
-           new=[1] + [0] * 99)
+    header("segments_above_tiles", "Four segments of two tiles, with nine blocks.", plan=Plan(maps[:1], 100, segments_log2=2))
+    for dtype, count in (("U8", 1024), ("I16", 1024), ("F32", 512), ("F64", 256)):
+        header(f"segments_of_one_tile_{dtype.lower()}", f"Two segments of one whole tile: {count:,} lanes of {dtype}.",
+               dtype=dtype, plan=Plan([[1]], segments_log2=1), old=None, new=[1] + [0] * (count - 1))
+    header("segments_32_of_31_tiles", "32 segments of 31 tiles.", dtype="I64", plan=Plan([[1]], segments_log2=5), old=None,
+           new=[1] + [0] * (31 * 256 - 1))
     header("activity_bits_3", "Activities of three bits.", edit=with_header(activity_bits=3))
     header("activity_bits_255", "Activities of 255 bits.", edit=with_header(activity_bits=255))
     header("context_count_0", "No contexts.", edit=with_header(context_count=0))
@@ -143,7 +149,7 @@ def invalid_payloads(out):
     header("reserved_1", "The reserved byte is 1.", edit=with_header(reserved=1))
     header("reserved_128", "The reserved byte is 128.", edit=with_header(reserved=128))
     header("exception_count_above_num_deltas", "An exception more than the record has changes.", plan=Plan([[0]]),
-           records=put("record", 0, num_deltas=59))
+           records=put("record", 0, num_deltas=47))
     header("exception_count_largest", "2^32 - 1 exceptions.", edit=with_header(exception_count=2**32 - 1))
     header("center_without_low_bits", "A center where there are no low bits.", edit=with_header(center=1))
     header("center_2_13", "Three low bits of 16, and a center of 2^13.",
@@ -161,9 +167,9 @@ def invalid_payloads(out):
     bad("payload_classes_above", "A map with class 4, of three.", "payload.classes", entry(0, 2, 4))
     bad("payload_classes_15", "A map with class 15, of three.", "payload.classes", entry(1, 3, 15))
     bad("payload_classes_unused_entry", "The entry with class 4 is of a context that no lane has.", "payload.classes",
-        entry(0, 0, 4), plan=Plan([[1, 0, 1]], 260))
+        entry(0, 2, 4), plan=Plan([[1, 0, 1]], 260))
     bad("payload_classes_unused_map", "The map with class 4 is of an activity that no block has.", "payload.classes",
-        entry(1, 2, 4), plan=Plan(maps, 100, [0, 0, 0]))
+        entry(1, 2, 4), plan=Plan(maps, 100, [0] * 9))
     bad("payload_classes_without_tables", "A map with class 1 for a tensor without tables.", "payload.classes",
         entry(0, 0, 1), plan=Plan([[0, 0]], 100), tables=None)
     bad("payload_classes_of_shared_set", "A map with a class that the other set has, not this tensor's.",
@@ -198,9 +204,9 @@ def invalid_payloads(out):
          lambda p: cut("exceptions", 6 * len(p.exceptions) - 4)(p))
     size("low_bits", "The payload ends within the low bits.", cut("low_bits", 1), plan=low, tables=EVERY * 3)
     size("sizes", "The payload ends within the size of the first segment.", cut("sizes", 1))
-    size("padding", "The payload ends before the byte of padding.", cut("padding", 1))
-    size("padding_byte", "The byte of padding is not zero.", with_part("padding", lambda part: b"\1"))
-    size("rest_of_activities", "The rest of the last byte of activities is not zero.", with_part("activities", flip(0, 8)))
+    size("padding", "The payload ends before the byte of padding.", cut("padding", 1), plan=uneven)
+    size("padding_byte", "The byte of padding is not zero.", with_part("padding", lambda part: b"\1"), plan=uneven)
+    size("rest_of_activities", "The rest of the last byte of activities is not zero.", with_part("activities", flip(-1, 2)))
     size("rest_of_low_bits", "The rest of the last byte of low bits is not zero.", with_part("low_bits", flip(-1, 16)),
          plan=low, tables=EVERY * 3)
     size("half_word", "A byte follows the last word.", with_part("streams", lambda part: part + b"\0"))
@@ -222,8 +228,8 @@ def invalid_payloads(out):
             assert p.streams[s] != old
         return edit
 
-    still = Plan([[0, 1], [0, 0]], 100, [0, 0, 1], states_log2=2, segments_log2=1)  # segment 1 has no coded lanes
-    alone = Plan([[1] * 5], 100, states_log2=5)  # ten coded lanes, 32 states
+    still = Plan([[0, 1], [0, 0]], 100, [0] * 8 + [1], states_log2=2, segments_log2=1)  # segment 1 has no coded lanes
+    alone = Plan([[1]], 100, states_log2=5)  # at most 15 coded lanes in a tile, 32 states
     stream("word_missing", "The last word is missing.", with_stream(-1, lambda x, words: (x, words[:-1])))
     stream("word_missing_in_segment", "The last word of the first segment is missing.",
            with_stream(0, lambda x, words: (x, words[:-1])))
@@ -268,7 +274,7 @@ def invalid_payloads(out):
     exceptions("order", "Two exceptions exchanged.", lambda e: [e[1], e[0], *e[2:]])
     exceptions("twice", "A position twice.", lambda e: [e[0], e[0], *e[2:]])
     exceptions("past_the_end", "An exception after the last lane, within the size of a whole chunk.",
-               lambda e: [*e[:-1], (300, e[-1][1])])
+               lambda e: [*e[:-1], (1100, e[-1][1])])
     exceptions("largest", "An exception at 2^32 - 1.", lambda e: [*e[:-1], (2**32 - 1, e[-1][1])])
     exceptions("of_coded_change", "An exception of a lane whose value is not 0.", lambda e: [(2, 9), *e[1:]])
     exceptions("of_low_bits", "An exception of a lane whose value is 0 and whose low bits are not.",
@@ -280,15 +286,19 @@ def invalid_payloads(out):
     def deltas(name, about, edit=lambda p: None, **options):
         bad(f"payload_deltas_conditioned_{name}", about, "payload.deltas", edit, **options)
 
-    def value(v, i=0, s=0):
+    def value(v, i=0, tile=0):
         def edit(p):
-            p.segments[s][i] = p.segments[s][i][0], v
+            p.tiles[tile][i] = p.tiles[tile][i][0], v
             p.code()
         return edit
 
     few = lambda count, w=1: [(i % 7 == 0) * 1 for i in range(count)]  # noqa: E731
     deltas("value_256", "A value of 256 in lanes of 8 bits.", value(256, 7), dtype="U8", plan=Plan([[1]]), old=None,
            new=few(100), tables=EVERY)
+    deltas("value_32", "A value of 32, a token without extra bits, in lanes of 8 bits with three low bits.", value(32, 1),
+           dtype="U8", plan=Plan([[1]], low_bits=3), old=None, new=few(100), tables=EVERY)
+    deltas("value_64", "A value of 64 in lanes of 8 bits with two low bits.", value(64, 1), dtype="U8",
+           plan=Plan([[1]], low_bits=2), old=None, new=few(100), tables=EVERY)
     deltas("value_2_16", "A value of 2^16 in lanes of 16 bits.", value(2**16, 9, 1), tables=EVERY * 3,
            plan=Plan(maps[:1], 100, segments_log2=1))
     deltas("value_2_32", "A value of 2^32 in lanes of 32 bits.", value(2**32), dtype="F32", plan=Plan([[1]]), old=None,
@@ -305,8 +315,8 @@ def invalid_payloads(out):
     deltas("value_of_unchanged_lane", "A value for a lane that does not change.", value(1, 0))
     deltas("low_bit_of_unchanged_lane", "A low bit of a lane that does not change.", with_part("low_bits", flip(0)), plan=low,
            tables=EVERY * 3)
-    deltas("fewer", "A change fewer than the record has.", records=put("record", 0, num_deltas=61))
-    deltas("more", "A change more than the record has.", records=put("record", 0, num_deltas=59))
+    deltas("fewer", "A change fewer than the record has.", records=put("record", 0, num_deltas=49))
+    deltas("more", "A change more than the record has.", records=put("record", 0, num_deltas=47))
     deltas("exception_missing", "An exception fewer than the record has.", lambda p: (
         p.exceptions.popitem(), p.header.update(exception_count=len(p.exceptions))))
 
@@ -314,8 +324,8 @@ def invalid_payloads(out):
     def sizes(name, about, **options):
         bad(f"record_sizes_conditioned_{name}", about, "record.sizes", when="open_index", **options)
 
-    sizes("above", "uncompressed_size one lane above that of the lanes.", records=put("record", 0, uncompressed_size=602))
-    sizes("below", "uncompressed_size one byte below that of the lanes.", records=put("record", 0, uncompressed_size=599))
+    sizes("above", "uncompressed_size one lane above that of the lanes.", records=put("record", 0, uncompressed_size=2202))
+    sizes("below", "uncompressed_size one byte below that of the lanes.", records=put("record", 0, uncompressed_size=2199))
     sizes("of_whole_chunk", "uncompressed_size is that of a whole chunk.",
           records=put("record", 0, uncompressed_size=2 * 4096))
     sizes("of_payload", "uncompressed_size is that of the payload.", records=lambda d: d.record[0].update(

@@ -1,15 +1,18 @@
 """The valid vectors of codec 2, `conditioned`, of version 1.1."""
 
+from dataclasses import replace
+
 from .cases import zeros_but
-from .conditioned import EXPONENT, Plan, row, shared_by, token_of
+from .conditioned import BLOCK, EXPONENT, TILE, Payload, Plan, row, shared_by, token_of
 from .data import CONDITIONED, DTYPES, NONE, PREFIX, RAW, SAME, bytes_of, lanes_of, moved, pattern
 from .pair import Model, Tensor, change, lone, safetensors
 from .zstd import by_hand, by_runs, library
 
 STEPS = [1, -1, 2, 3, -60]  # deltas 2, 1, 4, 6 and 119
-FEW = [row({0: 3000, 1: 500, 2: 400, 4: 100, 6: 64, 21: 32}), row({0: 1000, 1: 2000, 2: 1000, 4: 50, 6: 40, 21: 6}),
-       row({0: 128, 1: 127, 2: 129, 4: 1, 6: 3583, 21: 128})]
-EVERY = [shared_by(range(136))]
+FEW = [row({0: 3000, 1: 500, 2: 400, 4: 100, 6: 64, 65: 32}), row({0: 1000, 1: 2000, 2: 1000, 4: 50, 6: 40, 65: 6}),
+       row({0: 128, 1: 127, 2: 129, 4: 1, 6: 3583, 65: 128})]
+RARE = [row({0: 4000, 2: 96})]
+EVERY = [shared_by(range(180))]
 
 
 def varied(dtype, count, first):
@@ -64,7 +67,7 @@ def valid_conditioned_vectors(out):
         maps = [[(entry + turn) % 4 for entry in range(64 - i % 2)] for turn in range(1 << i % 3)]
         tensors.append(coded(dtype, dtype, lanes, target, FEW, Plan(
             maps, first + 2 if dtype in EXPONENT else i % 4, [b % len(maps) for b in range(3)] if i % 3 else [],
-            states_log2=i % (5 if DTYPES[dtype][2] > 1 else 3), segments_log2=i % 2)))
+            states_log2=i % (5 if DTYPES[dtype][2] > 1 else 3))))
     base = over("dtypes", *tensors)
     for tensor in tensors:
         one(f"dtype_{tensor.dtype.lower()}", f"A tensor of {tensor.dtype}, with a map that tells its contexts apart.",
@@ -86,20 +89,72 @@ def valid_conditioned_vectors(out):
     states("states_whole_steps", "16 states for 256 coded lanes: every step is whole.", 256,
            Plan([[1, 2, 3]], 300, states_log2=4))
     states("one_lane", "A chunk of one lane.", 1, Plan(classes, 100), [moved(lanes[0], 2, 2, True)])
-    states("block_of_one_lane", "129 lanes: the last block has one lane, with a segment and an activity of its own.", 129,
-           Plan([[1] * 64, [3] * 64], 100, [0, 1], segments_log2=1))
-    states("blocks_of_128", "256 lanes: two whole blocks.", 256, Plan(classes, 100, segments_log2=1))
+    states("block_of_one_lane", "129 lanes: the last block has one lane, with an activity of its own.", 129,
+           Plan([[1] * 64, [3] * 64], 100, [0, 1]))
+    states("blocks_of_128", "256 lanes: two whole blocks.", 256, Plan(classes, 100))
+
+    # Tiles. These tensors have two and a short one. With the map below each tile has an odd number of coded lanes: its last
+    # step is shorter for any number of states but one.
+    odd, tiled = [1, 2, 1, 1, 0] * 12, []
+    for dtype, first, first_context in (("BF16", 100, 99), ("F32", 100, 101), ("F64", 1000, 1000), ("F8_E4M3", 1, 5)):
+        w = DTYPES[dtype][2]
+        lanes_ = varied(dtype, 2 * TILE[w] + 101, first)
+        steps = STEPS + [40] + [2**e + 0x12345678901234 % 2**e for e in (12, 20, 30, 40, 50) if e < 8 * w]
+        tokens = sorted({token_of(2 * step if step > 0 else -2 * step - 1)[0] for step in steps})
+        tensor = coded(dtype, dtype, lanes_, stepped(dtype, lanes_, steps, 23), [
+            shared_by([0], *tokens), shared_by([0, *tokens])], Plan([odd], first_context))
+        assert all(len(tile) % 2 for tile in Payload(tensor.plan, tensor.tables, dtype, w, lanes_, {}).tiles)
+        tiled.append(tensor)
+    base = over("tiles", *tiled)
+
+    def tiles(name, about, tables=None, with_coded=None, **options):
+        """Those tensors with another plan; with a map and an activity more where only some tiles have coded lanes."""
+        tensors = []
+        for t in tiled:
+            plan = replace(t.plan, **options)
+            if with_coded is not None:
+                plan = replace(plan, maps=[[0] * len(odd), odd], activities=[
+                    int(lane // TILE[DTYPES[t.dtype][2]] in with_coded) for lane in range(0, t.shape[0], BLOCK)])
+            tensors.append(replace(t, tables=tables or t.tables, plan=plan))
+        one(name, about, tensors, base)
+
+    for log2 in (0, 1, 3, 4, 5):
+        tiles(f"tiles_states_{1 << log2}", "Two tiles and a short one of lanes of each width, each with an odd number of coded "
+              f"lanes; {1 << log2} state{'s' * (log2 > 0)}.", states_log2=log2)
+    tiles("segments_2_of_3_tiles", "Segments of one and of two tiles, each tile with an odd number of coded lanes; 4 states.",
+          states_log2=2, segments_log2=1)
+    tiles("tile_without_coded_lanes", "The second of three tiles has no coded lanes; 8 states.", with_coded=(0, 2),
+          states_log2=3)
+    tiles("tiles_without_coded_lanes", "The first and the last of three tiles have no coded lanes; 8 states.", with_coded=(1,),
+          states_log2=3)
+    tiles("tiles_low_bits", "Three low bits of the lanes of three tiles; 16 states.", states_log2=4, low_bits=3, center=15,
+          tables=[shared_by([15], *range(15), *range(16, 180))] * 2)
+    lanes_ = lanes_of(tiled[0].base, 2)
+    one("tiles_of_few_coded_lanes", "At most 15 coded lanes in each of three tiles, and 32 states, more than half of them "
+        "unused.", [coded("BF16", "BF16", lanes_, stepped("BF16", lanes_, p=140, r=7), FEW, Plan(
+            [[0, 1]], 106, states_log2=5))], base)
+
+    def no_base(dtype, tiles, more, plan):
+        """All lanes of so many tiles, and some more or less, have context 0; few change, the last one among them."""
+        count = TILE[DTYPES[dtype][2]] * tiles + more
+        changes = {i: 1 for i in (*range(0, count, 37), count - 1)}
+        return coded(dtype, dtype, None, zeros_but_lanes(count, changes), RARE, plan, log2=max(12, (count - 1).bit_length()))
+
+    widths = "U8", "U16", "U32", "U64"
+    one("tiles_of_whole_steps", "Two whole tiles of lanes of each width, all of them coded; 32 states.",
+        [no_base(dtype, 2, 0, Plan([[1]], states_log2=5)) for dtype in widths])
+    one("tile_of_one_lane", "A lane more than a tile, for lanes of each width; 8 states.",
+        [no_base(dtype, 1, 1, Plan([[1]], states_log2=3)) for dtype in widths])
 
     # Segments.
-    for blocks, log2 in ((5, 2), (7, 2), (3, 1), (8, 3)):
-        states(f"segments_{1 << log2}_of_{blocks}_blocks", f"{1 << log2} segments of {blocks} blocks, the last of which is "
-               "short.", 128 * blocks - 27, Plan(classes, 100, states_log2=1, segments_log2=log2))
-    states("segment_without_coded_lanes", "The first and the last of four segments have states and no coded lane.", 512,
-           Plan([[0] * 64, [1] * 64], 100, [0, 1, 1, 0], segments_log2=2))
-
-    one("segments_32_of_33_blocks", "32 segments of 33 blocks, the last of which has two; chunks of 8,192 lanes.",
-        [coded("t", "U8", None, zeros_but_lanes(32 * 128 + 10, {i: 1 + i % 2 for i in range(0, 4106, 37)}), FEW, Plan(
-            [[1]], segments_log2=5), log2=13)])
+    one("segment_of_one_lane", "Two segments of two tiles, the second of which has one lane, for lanes of each width.",
+        [no_base(dtype, 1, 1, Plan([[1]], states_log2=1, segments_log2=1)) for dtype in widths])
+    for dtype, tiles_, more, log2 in (("U32", 5, -27, 2), ("I64", 7, -27, 2), ("U8", 8, 0, 3), ("U16", 33, -1014, 5)):
+        one(f"segments_{1 << log2}_of_{tiles_}_tiles", f"{1 << log2} segments of {tiles_} tiles"
+            f"{', the last of which is short' * (more < 0)}; lanes of {DTYPES[dtype][1]} bits.",
+            [no_base(dtype, tiles_, more, Plan([[1]], states_log2=log2 % 3, segments_log2=log2))])
+    one("segment_without_coded_lanes", "The first and the last of four segments have states and no coded lane.",
+        [no_base("I64", 4, 0, Plan([[0], [1]], activities=[0, 0, 1, 1, 1, 1, 0, 0], segments_log2=2))])
 
     # Contexts, classes and activities.
     states("context_clamped", "first_context above most contexts: those below it count as it.", 300,
@@ -143,7 +198,7 @@ def valid_conditioned_vectors(out):
     low("low_bits_center", "BF16 without a base: mantissa and sign are low bits, exponents count down from the center.",
         "BF16", floats, Plan([[1]], low_bits=8, center=125, states_log2=2), [row({t: 512 for t in range(8)})])
     low("low_bits_wraps", "Values above the center: center less value wraps below zero.", "BF16", floats,
-        Plan([[1]], low_bits=8, center=124, segments_log2=1), [row({0: 1200, 1: 1200, 2: 1000, 23: 696})])
+        Plan([[1]], low_bits=8, center=124), [row({0: 1200, 1: 1200, 2: 1000, 67: 696})])
     low("low_bits_all", "All bits are low bits: no tables, and no lane is coded.", "F32",
         pattern(200, 4, 3), Plan([[0]], low_bits=32), None)
     low("low_bits_all_coded", "All bits are low bits, and lanes are coded with value 0 all the same.", "U8",
@@ -164,10 +219,13 @@ def valid_conditioned_vectors(out):
     one("low_bits_of_uncoded_lanes", "Low bits for all lanes, coded or not, and exceptions of lanes whose low bits are zero.",
         [tensor], sizes[300])
 
-    # Extra bits.
-    each = [0] + [t if t < 16 else (2 + t % 2 << (t - 16) // 2 + 3) + (0x5A5A5A5A5A5A5A5A >> 66 - (t - 16) // 2 - 4)
-                  for t in range(1, 136)]
-    mixed = [each[i * 53 % 136] for i in range(136)]
+    # Tokens and extra bits.
+    def span_of(t):
+        """The least value of a token, and how many values it has."""
+        return (t, 1) if t < 64 else (2 + t % 2 << (t - 64) // 2 + 5, 1 << (t - 64) // 2 + 5)
+
+    each = [least + 0xA5A5A5A5A5A5A5A5 % size for least, size in map(span_of, range(180))]
+    mixed = [each[i * 53 % 180] for i in range(180)]
 
     def inverse(delta, bits=64):
         return (delta >> 1) % (1 << bits) if delta % 2 == 0 else (1 << bits) - (delta + 1 >> 1)
@@ -176,14 +234,27 @@ def valid_conditioned_vectors(out):
         one(f"extra_bits_states_{1 << log2}", f"Every token of lanes of 64 bits, with up to four rounds of extra bits; "
             f"{1 << log2} state{'s' * (log2 > 0)}.", [coded("t", "U64", None, [inverse(v) for v in values], EVERY, Plan(
                 [[1]], states_log2=log2))])
-    for rounds, sizes_ in ((1, (3, 15, 16)), (2, (17, 31, 32)), (3, (33, 47, 48)), (4, (49, 61, 62))):
+    for rounds, sizes_ in ((1, (5, 15, 16)), (2, (17, 31, 32)), (3, (33, 47, 48)), (4, (49, 61, 62))):
         values = [(2 + i % 2 << e) + (1 << e) - 1 - i for i in range(3) for e in sizes_]
         one(f"extra_bits_rounds_{rounds}", f"Lanes with {', '.join(map(str, sizes_))} extra bits: {rounds} round"
             f"{'s' * (rounds > 1)}.", [coded("t", "I64", None, [inverse(v) for v in values], EVERY, Plan(
                 [[1]], states_log2=1))])
-    one("value_largest", "The largest values of lanes of each width, with and without low bits.",
-        [coded(f"{dtype}_{r}", dtype, None, [inverse((1 << 8 * DTYPES[dtype][2]) - 1, 8 * DTYPES[dtype][2])] * 40, EVERY,
-               Plan([[1]], low_bits=r)) for dtype in ("U8", "U16", "U32", "U64") for r in (0, 1)])
+    tensors = []
+    for dtype, count in (("U8", 68), ("U16", 84), ("U32", 116), ("U64", 180)):
+        ends = [v for least, size in map(span_of, range(count)) for v in sorted({least, least + size - 1})]
+        assert ends[-1] == (1 << DTYPES[dtype][1]) - 1
+        tensors.append(coded(dtype, dtype, None, [inverse(v, DTYPES[dtype][1]) for v in ends], [shared_by(range(count))],
+                             Plan([[1]], states_log2=2)))
+    one("tokens_of_each_width", "The first and the last value of every token that fits in lanes of each width.", tensors)
+    tensors = []
+    for dtype in "U16", "U32", "U64", "U8":
+        bits = DTYPES[dtype][1]
+        for r in sorted({0, 1, bits - 7, bits - 6, bits - 5, bits - 1}):
+            values = [(1 << bits - r) - 1 - i % min(3, 1 << bits - r) for i in range(9)]
+            deltas = [(-v % (1 << bits - r) << r) + i % (1 << r) if r else v for i, v in enumerate(values)]
+            tensors.append(coded(f"{dtype}_{r:02}", dtype, None, [inverse(delta, bits) for delta in deltas],
+                                 1 if tensors else EVERY, Plan([[1]], low_bits=r)))
+    one("value_largest", "The largest values of lanes of each width, with and without low bits.", tensors)
 
     # Tables.
     ones = [0, 1] * 60
@@ -193,9 +264,9 @@ def valid_conditioned_vectors(out):
     one("frequencies_1_and_4095", "A table with frequencies of 1 and of 4,095.",
         [coded("t", "U8", None, ones, [row({0: 1, 2: 4095})], Plan([[1]]))])
     one("frequencies_of_two_bytes", "Frequencies about 128, where the second byte begins, and zeros between them.",
-        [coded("t", "U8", None, [u % 5 for u in range(100)], [row({0: 127, 2: 128, 4: 129, 6: 255, 8: 256, 135: 3201})],
+        [coded("t", "U8", None, [u % 5 for u in range(100)], [row({0: 127, 2: 128, 4: 129, 6: 255, 8: 256, 179: 3201})],
                Plan([[1]]))])
-    fifteen = [shared_by([0, token_of(2 * max(k, 1))[0], 1], *range(20, 20 + k)) for k in range(15)]
+    fifteen = [shared_by([0, token_of(2 * max(k, 1))[0], 1], *range(40, 40 + k)) for k in range(15)]
     lanes_ = [u % 2**15 for u in pattern(300, 2, 21)]
     tensor = coded("t", "U16", lanes_, lanes_, fifteen, Plan([list(range(1, 16))], 1))
     tensor.target = bytes_of([u + (max(u.bit_length(), 1) - 1 if u.bit_length() > 1 and i % 3 else 0)
@@ -230,7 +301,7 @@ def valid_conditioned_vectors(out):
     one("base_prefix_shrunk", "Base kind prefix, 300 lanes shrunk to 200.", [tensor], sizes[300])
     one("base_none", "Base kind none: all lanes have the context of zero.",
         [coded("t", "F32", None, [moved(0, [0, 1, -1, 3][i % 4], 4, True) for i in range(200)], FEW,
-               Plan([[0, 2, 0], [2, 1, 0]], activities=[1, 1], segments_log2=1))])
+               Plan([[0, 2, 0], [2, 1, 0]], activities=[1, 1]))])
 
     # Floats that a comparison of values would lose.
     for dtype in ("BF16", "F32"):
@@ -249,8 +320,8 @@ def valid_conditioned_vectors(out):
     target_[4096:8192] = lanes_[4096:8192]
     target_[-1] = moved(lanes_[-1], 2, 2, True)
     tensor = coded("t", "BF16", lanes_, target_, FEW, [
-        Plan([[1] * 64], 100, states_log2=5, segments_log2=5), None,
-        Plan([[1, 2] * 16, [0] * 32], 110, [k % 2 for k in range(32)], states_log2=2, segments_log2=3), Plan([[0]])])
+        Plan([[1] * 64], 100, states_log2=5, segments_log2=2), None,
+        Plan([[1, 2] * 16, [0] * 32], 110, [k % 2 for k in range(32)], states_log2=2, segments_log2=1), Plan([[0]])])
     one("chunks", "Four chunks with other maps, states and segments each, one of them without changes, the last of one "
         "lane.", [tensor], over("chunks", tensor), files=True)
     one("beside_other_codecs", "Tensors of all three codecs, the middle one with tables.",
@@ -268,5 +339,5 @@ def zeros_but_lanes(count, changes):
 
 def example_tensor():
     base = [0x3F80, 0x3C01, 0x3F85, 0x4100, 0xBFFF]
-    target = [moved(u, step, 2, True) for u, step in zip(base, (1, 0, 9, -3, -1))]
-    return coded("w", "BF16", base, target, [row({0: 3072, 1: 512, 2: 511, 16: 1})], Plan([[1, 0]], 127))
+    target = [moved(u, step, 2, True) for u, step in zip(base, (1, 0, 40, -3, -1))]
+    return coded("w", "BF16", base, target, [row({0: 3072, 1: 512, 2: 511, 64: 1})], Plan([[1, 0]], 127))

@@ -1,6 +1,6 @@
 """Codec 2, `conditioned`: section 4 of codecs.md. Here *w*, *L* and so on of the text are `w` and `lanes`."""
 
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from ..common import Parts, need
 from ..lanes import unpack_lanes
@@ -9,6 +9,7 @@ from ..layout import table
 HAS_TABLES = True
 TOTAL = 4096  # what the frequencies of a class add up to
 BLOCK = 128  # lanes
+TILE = {1: 8, 2: 8, 4: 4, 8: 2}  # blocks, for lanes of so many bytes
 LEAST = 2**16  # of a state between two turns; all states end there
 MOST_SETS = 65_535
 
@@ -58,7 +59,7 @@ def read_tables(content, owned):
 
 def read_class(parts):
     tokens, = parts.take(1)
-    need(1 <= tokens <= 136, "tensor.tables", "number of tokens")
+    need(1 <= tokens <= 180, "tensor.tables", "number of tokens")
     frequencies = [read_frequency(parts) for _ in range(tokens)]
     need(frequencies[-1] != 0, "tensor.tables", "the last frequency is zero")
     need(sum(frequencies) == TOTAL, "tensor.tables", "sum")
@@ -90,11 +91,12 @@ def sizes_fit(record, w, lanes):
 
 def changes(payload, record, tensor, base_lanes):
     w, lanes = tensor.dtype.lane_bytes, len(base_lanes)
-    blocks = -(-lanes // BLOCK)
+    blocks, tile = -(-lanes // BLOCK), BLOCK * TILE[w]
+    tiles = -(-lanes // tile)
     parts = Parts(payload, "payload.size")
     header, = Header.rows(parts.take(16), 1)
-    check_header(header, record, w, blocks)
-    r, segments = header.low_bits, 1 << header.segments_log2
+    check_header(header, record, w, tiles)
+    r, states, segments = header.low_bits, 1 << header.states_log2, 1 << header.segments_log2
 
     maps = [read_map(parts, header.context_count, len(tensor.tables)) for _ in range(1 << header.activity_bits)]
     activities = take_bits(parts, blocks, header.activity_bits)
@@ -113,10 +115,12 @@ def changes(payload, record, tensor, base_lanes):
     tables = [residues_of(frequencies) for frequencies in tensor.tables]
     deltas = low_bits
     for s, stream in enumerate(streams):
-        first, end = (BLOCK * (k * blocks // segments) for k in (s, s + 1))
-        coded = [(lane, c) for lane in range(first, min(end, lanes)) if (c := class_of(lane))]
-        values = read_stream(stream, [tables[c - 1] for _, c in coded], 1 << header.states_log2)
-        for (lane, _), v in zip(coded, values):
+        steps = []
+        for q in range(s * tiles // segments, (s + 1) * tiles // segments):
+            coded = [(lane, c) for lane in range(tile * q, min(tile * (q + 1), lanes)) if (c := class_of(lane))]
+            steps += [coded[j:j + states] for j in range(0, len(coded), states)]
+        values = read_stream(stream, [[tables[c - 1] for _, c in step] for step in steps], states)
+        for (lane, _), v in zip(chain.from_iterable(steps), values):
             need(v < 1 << 8 * w - r, "payload.deltas", "a value too large")
             deltas[lane] += ((header.center - v) % (1 << 8 * w - r) if r else v) << r
 
@@ -129,10 +133,10 @@ def changes(payload, record, tensor, base_lanes):
     return positions, [deltas[i] for i in positions]
 
 
-def check_header(header, record, w, blocks):
+def check_header(header, record, w, tiles):
     need(header.low_bits <= 8 * w, "payload.header", "low_bits")
     need(header.states_log2 <= 5, "payload.header", "states_log2")
-    need(header.segments_log2 <= 5 and 1 << header.segments_log2 <= blocks, "payload.header", "segments_log2")
+    need(header.segments_log2 <= 5 and 1 << header.segments_log2 <= tiles, "payload.header", "segments_log2")
     need(header.activity_bits <= 2, "payload.header", "activity_bits")
     need(1 <= header.context_count <= 64, "payload.header", "context_count")
     need(header.reserved == 0, "payload.header", "reserved")
@@ -157,8 +161,8 @@ def take_bits(parts, count, size):
 # Section 4.5.
 
 
-def read_stream(stream, tables, count):
-    """The values of a stream of `count` states, whose coded lanes have these `tables`."""
+def read_stream(stream, steps, count):
+    """The values of a stream of `count` states; a step is the tables of its coded lanes."""
     need(len(stream) >= 4 * count, "payload.stream", "shorter than its states")
     states = unpack_lanes(stream[:4 * count], 4)
     need(min(states) >= LEAST, "payload.stream", "a state below 2^16")
@@ -172,9 +176,9 @@ def read_stream(stream, tables, count):
         return x << 16 | word
 
     values = []
-    for step in range(0, len(tables), count):
+    for step in steps:
         tokens = []
-        for j, residues in enumerate(tables[step:step + count]):
+        for j, residues in enumerate(step):
             x = states[j]
             t, f, cum = residues[x % TOTAL]
             states[j] = filled(f * (x // TOTAL) + x % TOTAL - cum)
@@ -187,11 +191,11 @@ def read_stream(stream, tables, count):
                     extras[j] += states[j] % 2**size << extra_bits(t) - left[j]
                     states[j] = filled(states[j] >> size)
                     left[j] -= size
-        values += [t if t < 16 else (2 + t % 2 << extra_bits(t)) + extra for t, extra in zip(tokens, extras)]
+        values += [t if t < 64 else (2 + t % 2 << extra_bits(t)) + extra for t, extra in zip(tokens, extras)]
     need(all(x == LEAST for x in states), "payload.stream", "a state at the end")
     need(next(words, None) is None, "payload.stream", "words are left")
     return values
 
 
 def extra_bits(t):
-    return 0 if t < 16 else (t - 16) // 2 + 3
+    return 0 if t < 64 else (t - 64) // 2 + 5
