@@ -1,15 +1,27 @@
 //! AVX2 with BMI2.
 
-use super::{Broken, Coded, Entry, GROUP, HALF, STEP, Words};
+use super::{Broken, Coded, DIRECT, EXTRA_BIAS, Entry, GROUP, HALF, STEP, Tiles, Words};
 use std::arch::x86_64::*;
 
 /// See [`super::Path::compact`].
 #[target_feature(enable = "avx2,bmi1,bmi2,popcnt")]
-pub(super) fn compact(indexes: &[[u8; HALF]], activities: &[u8], maps: &[[u8; HALF]; 4], first: u32, out: &mut Coded<'_>) -> usize {
-    let mut count = 0;
-    for (h, (indexes, out_mask)) in indexes.iter().zip(&mut *out.masks).enumerate() {
+pub(super) fn compact(
+    indexes: &[[u8; HALF]],
+    activities: &[u8],
+    maps: &[[u8; HALF]; 4],
+    tiles: Tiles,
+    first: u32,
+    out: &mut Coded<'_>,
+) -> usize {
+    let (mut start, mut count, mut left) = (0, 0, tiles.halves);
+    for (h, indexes) in indexes.iter().enumerate() {
+        if left == 0 {
+            count = out.end_tile(tiles, start, count);
+            (start, left) = (count, tiles.halves);
+        }
+        left -= 1;
         let (mask, classes) = look_up_classes(indexes, &maps[usize::from(activities[h / 2] & 3)]);
-        *out_mask = mask;
+        out.masks[h] = mask;
         let mut at = count;
         for (group, classes) in classes.as_chunks::<8>().0.iter().enumerate() {
             // Eight bytes are written, of which the next group overwrites what is no class.
@@ -29,7 +41,7 @@ pub(super) fn compact(indexes: &[[u8; HALF]], activities: &[u8], maps: &[[u8; HA
         }
         count = at;
     }
-    count
+    out.end_tile(tiles, start, count)
 }
 
 /// Classes of 64 lanes, and the mask of those that are not 0.
@@ -101,7 +113,7 @@ pub(super) fn decode_steps<const H: usize>(
         *x = load_words(states);
     }
     let low = _mm256_set1_epi32(0xFFF);
-    let last_direct = _mm256_set1_epi32(15);
+    let last_direct = _mm256_set1_epi32(DIRECT as i32 - 1);
     for ((classes, values), changed) in
         classes.as_chunks::<H>().0.iter().zip(values.as_chunks_mut::<H>().0).zip(changed.as_chunks_mut::<H>().0)
     {
@@ -114,7 +126,7 @@ pub(super) fn decode_steps<const H: usize>(
                 let class = _mm256_cvtepu8_epi32(unsafe { _mm_loadl_epi64(classes.as_ptr().cast()) });
                 let state = x[h][half];
                 let slot = _mm256_and_si256(state, low);
-                let at = _mm256_or_si256(_mm256_slli_epi32::<12>(_mm256_and_si256(class, last_direct)), slot);
+                let at = _mm256_or_si256(_mm256_slli_epi32::<12>(_mm256_and_si256(class, _mm256_set1_epi32(15))), slot);
                 // SAFETY: class and slot have 4 and 12 bits, and `decode_steps` of the parent has found 2^16 entries.
                 let found = unsafe { _mm256_i32gather_epi32::<4>(entries.as_ptr().cast(), at) };
                 let this = _mm256_srli_epi32::<24>(found);
@@ -140,7 +152,8 @@ pub(super) fn decode_steps<const H: usize>(
             let left = left.as_flattened_mut();
             for (token, left) in token.iter_mut().zip(&mut *left) {
                 let is_wide = _mm256_cmpgt_epi32(*token, last_direct);
-                *left = _mm256_and_si256(is_wide, _mm256_sub_epi32(_mm256_srli_epi32::<1>(*token), _mm256_set1_epi32(5)));
+                let extra = _mm256_sub_epi32(_mm256_srli_epi32::<1>(*token), _mm256_set1_epi32(EXTRA_BIAS as i32));
+                *left = _mm256_and_si256(is_wide, extra);
                 let head = _mm256_add_epi32(_mm256_and_si256(*token, _mm256_set1_epi32(1)), _mm256_set1_epi32(2));
                 *token = _mm256_blendv_epi8(*token, _mm256_sllv_epi32(head, *left), is_wide);
             }

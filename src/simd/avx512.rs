@@ -1,24 +1,36 @@
 //! AVX-512 with VBMI and VBMI2.
 
-use super::{Backwards, Broken, Coded, Divisors, Entry, GROUP, HALF, STEP, Words};
+use super::{Backwards, Broken, Coded, DIRECT, Divisors, EXTRA_BIAS, Entry, GROUP, HALF, STEP, Tiles, Words};
 use crate::lane::Lane;
 use std::arch::x86_64::*;
 use zerocopy::IntoBytes;
 
 /// See [`super::Path::compact`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
-pub(super) fn compact(indexes: &[[u8; HALF]], activities: &[u8], maps: &[[u8; HALF]; 4], first: u32, out: &mut Coded<'_>) -> usize {
+pub(super) fn compact(
+    indexes: &[[u8; HALF]],
+    activities: &[u8],
+    maps: &[[u8; HALF]; 4],
+    tiles: Tiles,
+    first: u32,
+    out: &mut Coded<'_>,
+) -> usize {
     let mut lanes = [0u8; HALF];
     lanes.iter_mut().enumerate().for_each(|(i, lane)| *lane = i as u8);
     let lanes = load(&lanes);
     let maps = maps.each_ref().map(|map| load(map));
-    let mut count = 0;
-    for (h, (indexes, out_mask)) in indexes.iter().zip(&mut *out.masks).enumerate() {
+    let (mut start, mut count, mut left) = (0, 0, tiles.halves);
+    for (h, indexes) in indexes.iter().enumerate() {
+        if left == 0 {
+            count = out.end_tile(tiles, start, count);
+            (start, left) = (count, tiles.halves);
+        }
+        left -= 1;
         let index = load(indexes);
         let within = _mm512_cmplt_epu8_mask(index, _mm512_set1_epi8(64));
         let class = _mm512_permutexvar_epi8(index, maps[usize::from(activities[h / 2] & 3)]);
         let mask = _mm512_mask_test_epi8_mask(within, class, class);
-        *out_mask = mask;
+        out.masks[h] = mask;
         let Some(room) = out.classes[count..].first_chunk_mut::<HALF>() else { return count };
         // SAFETY: `room` has 64 bytes; compressing in a register and storing all of it is faster than a compressing store.
         unsafe { _mm512_storeu_epi8(room.as_mut_ptr().cast(), _mm512_maskz_compress_epi8(mask, class)) };
@@ -38,7 +50,7 @@ pub(super) fn compact(indexes: &[[u8; HALF]], activities: &[u8], maps: &[[u8; HA
         }
         count += more;
     }
-    count
+    out.end_tile(tiles, start, count)
 }
 
 #[inline]
@@ -115,14 +127,15 @@ pub(super) fn encode_steps<L: Lane, const H: usize>(
         let (mut missing, mut wide, mut wider) = (0, 0, 0);
         for h in 0..H {
             value[h] = widen::<L>(&values[h]);
-            let direct = _mm512_cmplt_epu32_mask(value[h], most_bits);
+            let direct = _mm512_cmplt_epu32_mask(value[h], _mm512_set1_epi32(DIRECT as i32));
             let token;
             (token, extra[h]) = if direct == u16::MAX {
                 (value[h], zero)
             } else {
                 let extra = _mm512_maskz_sub_epi32(!direct, _mm512_set1_epi32(30), _mm512_lzcnt_epi32(value[h]));
                 let top = _mm512_and_si512(_mm512_srlv_epi32(value[h], extra), one);
-                let token = _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32::<1>(extra), _mm512_set1_epi32(10)), top);
+                let half = _mm512_add_epi32(extra, _mm512_set1_epi32(EXTRA_BIAS as i32));
+                let token = _mm512_add_epi32(_mm512_slli_epi32::<1>(half), top);
                 (_mm512_mask_mov_epi32(token, direct, value[h]), extra)
             };
             wide |= !direct;
@@ -131,7 +144,7 @@ pub(super) fn encode_steps<L: Lane, const H: usize>(
             let class = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(classes[h].as_ptr().cast()) });
             let class = _mm512_slli_epi32::<8>(_mm512_and_si512(class, _mm512_set1_epi32(15)));
             let at = _mm512_or_si512(class, token);
-            // SAFETY: class and token have 4 and 8 bits (a value of 32 bits has a token below 72), and there are 2^12 entries.
+            // SAFETY: class and token have 4 and 8 bits (a value of 32 bits has a token below `TOKENS_32`), and there are 2^12 entries.
             let (first, last) = unsafe {
                 let entries = divisors.entries.as_ptr().cast();
                 (
@@ -231,7 +244,8 @@ pub(super) fn decode_steps<const H: usize>(
     for (x, states) in x.iter_mut().zip(states.as_chunks().0) {
         *x = load_words(states);
     }
-    let direct = _mm512_set1_epi32(16);
+    let direct = _mm512_set1_epi32(DIRECT as i32);
+    let most_bits = _mm512_set1_epi32(16);
     let most = _mm512_set1_epi32(tokens as i32 - 1);
     let low = _mm512_set1_epi32(0xFFF);
     let mut read = words.read;
@@ -266,20 +280,20 @@ pub(super) fn decode_steps<const H: usize>(
             // Where a token has no extra bits, the number of them is 0 and the value is the token.
             let mut left = [zero; H];
             for h in 0..H {
-                left[h] = _mm512_maskz_sub_epi32(wide[h], _mm512_srli_epi32::<1>(token[h]), _mm512_set1_epi32(5));
+                left[h] = _mm512_maskz_sub_epi32(wide[h], _mm512_srli_epi32::<1>(token[h]), _mm512_set1_epi32(EXTRA_BIAS as i32));
                 let head = _mm512_add_epi32(_mm512_and_si512(token[h], _mm512_set1_epi32(1)), _mm512_set1_epi32(2));
                 token[h] = _mm512_mask_sllv_epi32(token[h], wide[h], head, left[h]);
             }
             let mut done = zero;
             while left.iter().any(|&left| _mm512_test_epi32_mask(left, left) != 0) {
                 for h in 0..H {
-                    let now = _mm512_min_epu32(left[h], direct);
+                    let now = _mm512_min_epu32(left[h], most_bits);
                     let bits = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), now), x[h]);
                     token[h] = _mm512_or_si512(token[h], _mm512_sllv_epi32(bits, done));
                     left[h] = _mm512_sub_epi32(left[h], now);
                     x[h] = renormalize(_mm512_srlv_epi32(x[h], now), words.words, &mut read)?;
                 }
-                done = _mm512_add_epi32(done, direct);
+                done = _mm512_add_epi32(done, most_bits);
             }
         }
         for h in 0..H {

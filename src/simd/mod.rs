@@ -42,19 +42,57 @@ pub(crate) enum Broken {
 /// Lanes that a mask describes: half a block.
 pub(crate) const HALF: usize = 64;
 
-/// Room for what is found out about coded lanes.
+/// Values below this are their own tokens.
+pub(crate) const DIRECT: u32 = 64;
+/// What the number of a token's extra bits is less than half of the token, from [`DIRECT`] on.
+pub(crate) const EXTRA_BIAS: u32 = DIRECT / 2 - (DIRECT.ilog2() - 1);
+/// Tokens of the values of 32 bits, which are all that vectors have room for.
+const TOKENS_32: usize = 2 * (30 + EXTRA_BIAS) as usize + 2;
+
+/// Lanes that are decoded in steps of their own, whatever comes before them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tiles {
+    /// Halves of blocks of a tile, of which the last one may have fewer.
+    pub halves: usize,
+    /// Lanes of a step: a power of two, at most [`STEP`].
+    pub step: usize,
+}
+
+impl Tiles {
+    /// Places that `coded` lanes of a tile take: whole steps.
+    #[inline(always)]
+    pub fn places(self, coded: usize) -> usize {
+        (coded + self.step - 1) & !(self.step - 1)
+    }
+}
+
+/// Room for what is found out about coded lanes. Each tile takes whole steps of it.
 pub(crate) struct Coded<'a> {
     /// A mask for each half of a block.
     pub masks: &'a mut [u64],
-    /// Class of each coded lane; what follows the last one is undefined.
+    /// Class of each coded lane, and 0 up to the end of the tile's last step; what follows is undefined.
     pub classes: &'a mut [u8],
-    /// Position of each coded lane, or no room if that is not wanted; what follows the last one is undefined.
+    /// Position of each coded lane, or no room if that is not wanted; all other places are undefined.
     pub positions: &'a mut [u32],
+}
+
+impl Coded<'_> {
+    /// Ends a tile that takes the places from `start` up to `count`: returns where the next one begins.
+    #[inline(always)]
+    fn end_tile(&mut self, tiles: Tiles, start: usize, count: usize) -> usize {
+        if let Some(room) = self.classes[count..].first_chunk_mut::<STEP>() {
+            *room = [0; STEP];
+        }
+        start + tiles.places(count - start)
+    }
 }
 
 /// What a slot of a class stands for: where the token's slots begin in the low 12 bits, their number less one in the next 12,
 /// the token in the high 8.
 pub(crate) type Entry = u32;
+
+/// The slots of class 0, which fills up steps: one token, 0, has all of them, so it leaves a state as it is and needs no word.
+pub(crate) const NO_CLASS: Entry = 0xFFF << 12;
 
 /// Slots of a class: entry `class << 12 | slot` of a table.
 pub(crate) const SLOTS_LOG2: u32 = 12;
@@ -89,13 +127,16 @@ pub(crate) struct Divisors {
 }
 
 impl Default for Divisors {
+    /// Those of class 0 alone, which fills up steps: coding its token leaves a state as it is.
     fn default() -> Self {
-        Self { entries: vec![0; 16 << 8] }
+        let mut divisors = Self { entries: vec![0; 16 << 8] };
+        divisors.set(0, 0, 0, 1 << SLOTS_LOG2);
+        divisors
     }
 }
 
 impl Divisors {
-    /// Gives a class, 1 to 15, a token with `count` slots from `start` on.
+    /// Gives a class a token with `count` slots from `start` on.
     pub fn set(&mut self, class: u8, token: u8, start: u32, count: u32) {
         let reciprocal = ((1u64 << 32) / u64::from(count)).min(u32::MAX.into());
         self.entries[Self::at(class, token)] = u64::from(start | (count - 1) << 12) | reciprocal << 32;
@@ -186,8 +227,8 @@ impl Path {
         self != Self::SCALAR
     }
 
-    /// Finds the coded lanes of some blocks: those whose class, `map[index]` where the index is below 64 and 0 elsewhere, is
-    /// not 0. Each block of 128 indexes has the map of its activity. Returns how many there are.
+    /// Finds the coded lanes of some tiles: those whose class, `map[index]` where the index is below 64 and 0 elsewhere, is
+    /// not 0. Each block of 128 indexes has the map of its activity. Returns how many places they take.
     ///
     /// # Panics
     /// If `out` has no room, or the number of activities is not that of the blocks.
@@ -196,21 +237,24 @@ impl Path {
         indexes: &[[u8; HALF]],
         activities: &[u8],
         maps: &[[u8; HALF]; 4],
+        tiles: Tiles,
         first: u32,
         out: &mut Coded<'_>,
     ) -> usize {
         let lanes = indexes.len() * HALF;
         assert!(indexes.len() == 2 * activities.len() && out.masks.len() == indexes.len());
-        // Each half writes 64 classes and positions from where the last one ended.
+        assert!(tiles.halves.is_multiple_of(2) && tiles.step.is_power_of_two() && tiles.step <= STEP);
+        // Each half writes 64 classes and positions from where the last one ended, and the places of a tile are not more than
+        // its lanes, of which there are whole steps.
         assert!(out.classes.len() >= lanes + HALF && (out.positions.is_empty() || out.positions.len() >= lanes + HALF));
         match self.0 {
-            Kind::Scalar => scalar::compact(indexes, activities, maps, first, out),
+            Kind::Scalar => scalar::compact(indexes, activities, maps, tiles, first, out),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: a path of this kind is only made in `available`, which detects all features that the function enables.
-            Kind::Avx2 => unsafe { avx2::compact(indexes, activities, maps, first, out) },
+            Kind::Avx2 => unsafe { avx2::compact(indexes, activities, maps, tiles, first, out) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
-            Kind::Avx512 => unsafe { avx512::compact(indexes, activities, maps, first, out) },
+            Kind::Avx512 => unsafe { avx512::compact(indexes, activities, maps, tiles, first, out) },
         }
     }
 
@@ -252,7 +296,7 @@ impl Path {
         }
     }
 
-    /// Codes steps of `count` coded lanes, which fill `classes`, from the last one back; returns how many lanes are left to be
+    /// Codes whole steps of `count` lanes, which fill `classes`, from the last one back; returns how many lanes are left to be
     /// coded lane by lane: all that this path has no instructions for, or those up to and with the last step in which a class
     /// lacks a token.
     ///
@@ -268,23 +312,23 @@ impl Path {
         states: &mut [u32; STEP],
         words: &mut Backwards<'_>,
     ) -> usize {
-        assert!(classes.len() == values.len());
+        assert!(classes.len() == values.len() && classes.len().is_multiple_of(count));
         match (self.0, count) {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Kind::Avx512, GROUP) if L::BYTES <= 4 && classes.len().is_multiple_of(count) => unsafe {
+            (Kind::Avx512, GROUP) if L::BYTES <= 4 => unsafe {
                 avx512::encode_steps::<L, 1>(divisors, classes, values, states, words)
             },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Kind::Avx512, STEP) if L::BYTES <= 4 && classes.len().is_multiple_of(count) => unsafe {
+            (Kind::Avx512, STEP) if L::BYTES <= 4 => unsafe {
                 avx512::encode_steps::<L, 2>(divisors, classes, values, states, words)
             },
             _ => classes.len(),
         }
     }
 
-    /// Decodes steps of `count` coded lanes, 16 or 32, whose classes (1 to 15) fill `classes`, into as many values of at most 32
+    /// Decodes steps of `count` lanes, 16 or 32, whose classes (0 to 15) fill `classes`, into as many values of at most 32
     /// bits, and a mask for each 16 lanes of those that are not 0.
     ///
     /// `entries` has all slots of the classes 0 to 15; `tokens` is the number of tokens whose values are allowed: at most those of
@@ -307,7 +351,7 @@ impl Path {
         values: &mut [u32],
         changed: &mut [u16],
     ) -> Result<(), Broken> {
-        assert!(entries.len() == 16 << SLOTS_LOG2 && tokens <= 72 && (count == GROUP || count == STEP));
+        assert!(entries.len() == 16 << SLOTS_LOG2 && tokens <= TOKENS_32 && (count == GROUP || count == STEP));
         assert!(classes.len().is_multiple_of(count) && classes.len() == values.len() && classes.len() == GROUP * changed.len());
         let (classes, values, tokens) = (classes.as_chunks().0, values.as_chunks_mut().0, tokens as u32);
         match (self.0, count) {
@@ -335,7 +379,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_token_is_coded_by_division(class in 0u8..16, token: u8, count in 1u32..=4096, state in 1u32 << 16..) {
+        fn a_token_is_coded_by_division(class in 1u8..16, token: u8, count in 1u32..=4096, state in 1u32 << 16..) {
             let mut divisors = Divisors::default();
             let start = 4096 - count;
             divisors.set(class, token, start, count);
@@ -401,7 +445,10 @@ mod tests {
             indexes in proptest::collection::vec(prop_oneof![0u8..70, any::<u8>()], 4 * HALF),
             map in proptest::collection::vec(prop_oneof![Just(0u8), 0u8..16], HALF),
             dense: bool,
+            blocks in 1usize..3,
+            step_log2 in 0u32..6,
         ) {
+            let tiles = Tiles { halves: 2 * blocks, step: 1 << step_log2 };
             let indexes = indexes.as_chunks().0;
             let mut maps = [[0; HALF]; 4];
             maps[0].copy_from_slice(&map);
@@ -409,20 +456,28 @@ mod tests {
             let results = Path::available().into_iter().map(|path| {
                 let (mut masks, mut classes, mut positions) = ([0; 4], [0; 5 * HALF], [0; 5 * HALF]);
                 let mut out = Coded { masks: &mut masks, classes: &mut classes, positions: &mut positions };
-                let count = path.compact(indexes, &[0, 1], &maps, 1000, &mut out);
+                let count = path.compact(indexes, &[0, 1], &maps, tiles, 1000, &mut out);
+                let positions: Vec<u32> = classes.iter().zip(positions).map(|(&class, at)| if class == 0 { 0 } else { at }).collect();
                 (masks, classes[..count].to_vec(), positions[..count].to_vec())
             });
             let results: Vec<_> = results.collect();
             let (masks, classes, positions) = &results[0];
             let mut found = classes.iter().zip(positions);
+            let mut taken = 0;
             for (i, &index) in indexes.as_flattened().iter().enumerate() {
+                if i % (tiles.halves * HALF) == 0 {
+                    let filled = found.by_ref().take(tiles.places(taken) - taken);
+                    prop_assert!(filled.eq(std::iter::repeat_n((&0, &0), tiles.places(taken) - taken)));
+                    taken = 0;
+                }
                 let class = maps[i / 128].get(usize::from(index)).copied().unwrap_or(0);
                 prop_assert_eq!(masks[i / 64] >> (i % 64) & 1 == 1, class != 0);
                 if class != 0 {
                     prop_assert_eq!(found.next(), Some((&class, &(1000 + i as u32))));
+                    taken += 1;
                 }
             }
-            prop_assert_eq!(found.next(), None);
+            prop_assert!(found.eq(std::iter::repeat_n((&0, &0), tiles.places(taken) - taken)));
             for other in &results {
                 prop_assert_eq!(other, &results[0]);
             }

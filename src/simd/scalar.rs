@@ -2,12 +2,23 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Coded, HALF};
+use super::{Coded, HALF, Tiles};
 
 /// See [`super::Path::compact`].
-pub(super) fn compact(indexes: &[[u8; HALF]], activities: &[u8], maps: &[[u8; HALF]; 4], first: u32, out: &mut Coded<'_>) -> usize {
-    let mut count = 0;
-    for (h, (indexes, out_mask)) in indexes.iter().zip(&mut *out.masks).enumerate() {
+pub(super) fn compact(
+    indexes: &[[u8; HALF]],
+    activities: &[u8],
+    maps: &[[u8; HALF]; 4],
+    tiles: Tiles,
+    first: u32,
+    out: &mut Coded<'_>,
+) -> usize {
+    let (mut start, mut count) = (0, 0);
+    for (h, indexes) in indexes.iter().enumerate() {
+        if h != 0 && h % tiles.halves == 0 {
+            count = out.end_tile(tiles, start, count);
+            start = count;
+        }
         let map = &maps[usize::from(activities[h / 2] & 3)];
         let mut mask = 0;
         for (i, &index) in indexes.iter().enumerate() {
@@ -19,9 +30,9 @@ pub(super) fn compact(indexes: &[[u8; HALF]], activities: &[u8], maps: &[[u8; HA
             count += usize::from(class != 0);
             mask |= u64::from(class != 0) << i;
         }
-        *out_mask = mask;
+        out.masks[h] = mask;
     }
-    count
+    out.end_tile(tiles, start, count)
 }
 
 /// See [`super::Path::differ`].

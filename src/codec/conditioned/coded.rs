@@ -1,16 +1,20 @@
 //! Which lanes are coded, and in which class (`spec/codecs.md` section 4.4).
 
-use super::context::{BLOCK, HALF, Maps, indexes};
+use super::context::{BLOCK, HALF, Maps, indexes, tile_blocks};
 use crate::lane::{Dtype, Lane};
-use crate::simd::{self, Path};
+use crate::simd::{self, Path, Tiles};
 
-/// Blocks whose contexts are taken at once.
-const TILE: usize = 32;
+/// Blocks whose contexts are taken at once: whole tiles.
+const BATCH: usize = 32;
 
-/// Coded lanes in order, in buffers that are used again.
+/// The tiles of lanes of this type in a stream of `states` states.
+pub(super) fn tiles_of<L: Lane>(states: usize) -> Tiles {
+    Tiles { halves: tile_blocks(L::BYTES) * (BLOCK / HALF), step: states }
+}
+
+/// Coded lanes in order, in buffers that are used again. Each tile takes whole steps: places after its last lane have class 0.
 #[derive(Default)]
 pub(super) struct Coded {
-    /// Of the blocks that were looked at last.
     masks: Vec<u64>,
     /// The two below are longer than `count`, and never made shorter, because growing them again would clear them.
     classes: Vec<u8>,
@@ -19,17 +23,28 @@ pub(super) struct Coded {
 }
 
 impl Coded {
-    /// Looks at the base lanes of blocks with these activities, and adds those that are coded. Their positions, in lanes, count
-    /// from `first` for the first one looked at, and are only taken down if they are wanted: always or never.
-    pub fn find<L: Lane>(&mut self, path: Path, dtype: Dtype, maps: &Maps, activities: &[u8], lanes: &[u8], first: Option<usize>) {
+    /// Looks at the base lanes of tiles whose blocks have these activities, for those that are coded in steps of `states`. Their
+    /// positions, in lanes, count from `first` for the first one looked at, and are only taken down if they are wanted.
+    #[expect(clippy::too_many_arguments, reason = "all that says which lanes are coded, and what is wanted of them")]
+    pub fn find<L: Lane>(
+        &mut self,
+        path: Path,
+        dtype: Dtype,
+        maps: &Maps,
+        activities: &[u8],
+        states: usize,
+        lanes: &[u8],
+        first: Option<usize>,
+    ) {
         self.masks.resize(2 * activities.len(), 0);
-        let mut tile = [0; TILE * BLOCK];
-        let tiles = lanes.chunks(tile.len() * L::BYTES).zip(activities.chunks(TILE)).zip(self.masks.chunks_mut(2 * TILE));
-        for (t, ((lanes, activities), masks)) in tiles.enumerate() {
-            let tile = &mut tile[..activities.len() * BLOCK];
-            indexes::<L>(lanes, dtype, maps.first, tile);
+        self.count = 0;
+        let mut batch = [0; BATCH * BLOCK];
+        let batches = lanes.chunks(batch.len() * L::BYTES).zip(activities.chunks(BATCH)).zip(self.masks.chunks_mut(2 * BATCH));
+        for (t, ((lanes, activities), masks)) in batches.enumerate() {
+            let batch = &mut batch[..activities.len() * BLOCK];
+            indexes::<L>(lanes, dtype, maps.first, batch);
             // No more room than is needed: untouched memory has to be got from the system and cleared.
-            let room = self.count + tile.len() + HALF;
+            let room = self.count + batch.len() + HALF;
             if self.classes.len() < room {
                 self.classes.resize(room + room / 2, 0);
             }
@@ -41,36 +56,22 @@ impl Coded {
                 classes: &mut self.classes[self.count..],
                 positions: if first.is_some() { &mut self.positions[self.count..] } else { &mut [] },
             };
-            let first = (first.unwrap_or_default() + t * TILE * BLOCK) as u32;
-            self.count += path.compact(tile.as_chunks().0, activities, &maps.classes, first, &mut out);
+            let first = (first.unwrap_or_default() + t * BATCH * BLOCK) as u32;
+            self.count += path.compact(batch.as_chunks().0, activities, &maps.classes, tiles_of::<L>(states), first, &mut out);
         }
     }
 
-    /// Forgets all lanes.
-    pub fn clear(&mut self) {
-        self.count = 0;
-    }
-
-    /// Forgets the first `count` lanes; their positions were wanted if any are left.
-    pub fn forget(&mut self, count: usize) {
-        if count < self.count {
-            self.classes.copy_within(count..self.count, 0);
-            self.positions.copy_within(count..self.count, 0);
-        }
-        self.count -= count;
-    }
-
-    /// A mask for each half of a block that was looked at last.
+    /// A mask for each half of a block.
     pub fn masks(&self) -> &[u64] {
         &self.masks
     }
 
-    /// The class of each coded lane, in order.
+    /// The class of each coded lane, in order, and those that fill up steps.
     pub fn classes(&self) -> &[u8] {
         &self.classes[..self.count]
     }
 
-    /// The position of each coded lane, if it was wanted.
+    /// The position of each coded lane, if it was wanted; undefined where the class is 0.
     pub fn positions(&self) -> &[u32] {
         self.positions.get(..self.count).unwrap_or_default()
     }

@@ -7,6 +7,10 @@ use crate::lane::{Context, Dtype, Lane, lanes_of};
 pub(crate) const BLOCK: usize = 128;
 /// Lanes of the halves of a block, which masks of 64 bits describe.
 pub(crate) const HALF: usize = 64;
+/// Blocks of a tile of lanes of `width` bytes, of which the last may have fewer.
+pub(crate) const fn tile_blocks(width: usize) -> usize {
+    if width <= 2 { 8 } else { 16 / width }
+}
 /// Most contexts of a map.
 pub(crate) const MAX_CONTEXTS: usize = 64;
 

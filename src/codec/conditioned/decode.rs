@@ -1,7 +1,7 @@
 //! From a payload and base lanes to target lanes (`spec/codecs.md` sections 4.4 to 4.6).
 
-use super::coded::Coded;
-use super::context::{BLOCK, HALF};
+use super::coded::{Coded, tiles_of};
+use super::context::{BLOCK, HALF, tile_blocks};
 use super::payload::{Payload, segment};
 use super::stream::Stream;
 use super::tables::{Lookup, TableSet};
@@ -9,24 +9,24 @@ use crate::codec::{Encoded, Fill};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
 use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
-use crate::simd::{GROUP, Path};
+use crate::simd::{GROUP, Path, Tiles};
 use crate::sums::{chunk_sum, lane_term};
 
-/// Blocks that are worked on at once where few lanes change: what fits in the second-level cache, and in tests so few that short
-/// chunks have several of them.
-const TILE: usize = if cfg!(any(test, fuzzing)) { 2 } else { 512 };
+/// Tiles that are worked on at once: what fits in the second-level cache, and in tests so few that short chunks have several of
+/// them.
+const BATCH: usize = if cfg!(any(test, fuzzing)) { 1 } else { 64 };
 
 /// What a thread needs to decode chunks, used again for every chunk.
 pub(crate) struct Decoder {
     path: Path,
     lookup: Lookup,
-    /// Of the segment in work.
+    /// Of the blocks in work.
     activities: Vec<u8>,
     coded: Coded,
     values: Values,
 }
 
-/// The values of coded lanes, and a mask for each 16 of them of those that are not 0. They are never made shorter, because
+/// The values of the places of coded lanes, 0 where there is none, and a mask for each 16 of them of those that are not 0. They are never made shorter, because
 /// growing them again would clear them.
 #[derive(Default)]
 struct Values {
@@ -70,34 +70,31 @@ impl Decoder {
         let few = 16 * (encoded.num_deltas as usize) < count && payload.low_bits == 0;
         let mut target = Target { order: dtype.order(), sum: few.then_some(base_sum), changed: 0 };
         let mut exceptions = Exceptions::<L>::new(&payload, count)?;
-        let blocks = count.div_ceil(BLOCK);
+        let (blocks, tile) = (count.div_ceil(BLOCK), tile_blocks(L::BYTES));
+        let (states, path) = (1 << payload.states_log2, self.path);
         for (s, stream) in payload.streams().enumerate() {
-            let mut blocks = segment(s, payload.segments, blocks);
-            self.coded.clear();
-            let mut stream = Stream::begin(stream?, payload.states_log2, 8 * L::BYTES as u32 - payload.low_bits)?;
-            while !blocks.is_empty() {
-                // Few values can be put in their places one by one, so they need not wait until the lanes have left the cache.
-                let tile = blocks.start..if few { blocks.end.min(blocks.start + TILE) } else { blocks.end };
-                blocks.start = tile.end;
-                let (first, end) = (tile.start * BLOCK, count.min(tile.end * BLOCK));
+            let mut tiles = segment(s, payload.segments, blocks.div_ceil(tile));
+            let mut stream = Stream::begin(stream?, states, 8 * L::BYTES as u32 - payload.low_bits)?;
+            while !tiles.is_empty() {
+                let batch = tiles.start * tile..blocks.min(tiles.end.min(tiles.start + BATCH) * tile);
+                tiles.start += BATCH;
+                let (first, end) = (batch.start * BLOCK, count.min(batch.end * BLOCK));
                 fill(lanes, end * L::BYTES)?;
                 exceptions.take_bases(lanes, end);
-                let lanes_of_tile = &mut lanes[first * L::BYTES..end * L::BYTES];
+                let lanes_of_batch = &mut lanes[first * L::BYTES..end * L::BYTES];
                 self.activities.clear();
-                self.activities.extend(tile.map(|block| payload.activity(block)));
-                self.coded.find::<L>(self.path, dtype, &payload.maps, &self.activities, lanes_of_tile, few.then_some(first));
-                let classes = self.coded.classes();
-                let classes = if blocks.is_empty() { classes } else { &classes[..stream.whole(classes.len())] };
-                let decoded = classes.len();
-                let (values, changed) = self.values.decode::<L>(self.path, &self.lookup, &mut stream, classes)?;
+                self.activities.extend(batch.map(|block| payload.activity(block)));
+                let positions = few.then_some(first);
+                self.coded.find::<L>(path, dtype, &payload.maps, &self.activities, states, lanes_of_batch, positions);
+                let (values, changed) = self.values.decode::<L>(path, &self.lookup, &mut stream, self.coded.classes())?;
+                let halves = Halves { masks: self.coded.masks(), values, tiles: tiles_of::<L>(states) };
                 if payload.low_bits != 0 {
-                    target.rebuild::<L>(&payload, self.coded.masks(), values, first, lanes_of_tile);
+                    target.rebuild::<L>(&payload, halves, first, lanes_of_batch);
                 } else if few {
                     target.patch_few::<L>(self.coded.positions(), values, changed, lanes);
                 } else {
-                    target.patch_many::<L>(self.coded.masks(), values, changed, lanes_of_tile);
+                    target.patch_many::<L>(halves, changed, lanes_of_batch);
                 }
-                self.coded.forget(decoded);
             }
             stream.end()?;
         }
@@ -150,19 +147,19 @@ impl Target {
         self.changed += count;
     }
 
-    /// Changes the lanes of a segment that the masks select by their values.
-    fn patch_many<L: Lane>(&mut self, masks: &[u64], values: &[L::Le], changed: &[u16], lanes: &mut [u8]) {
+    /// Changes the lanes of some tiles that have a place by their values.
+    fn patch_many<L: Lane>(&mut self, halves: Halves<'_, L>, changed: &[u16], lanes: &mut [u8]) {
         self.changed += changed.iter().map(|mask| mask.count_ones() as usize).sum::<usize>();
         let lanes = lanes_of_mut::<L>(lanes);
         // One loop for each order, so that nothing is decided inside.
         match self.order {
             Order::Plain => vectorized(
                 #[inline(always)]
-                || patch_many::<L>(masks, values, Order::Plain, lanes),
+                || patch_many::<L>(halves, Order::Plain, lanes),
             ),
             Order::Ordered => vectorized(
                 #[inline(always)]
-                || patch_many::<L>(masks, values, Order::Ordered, lanes),
+                || patch_many::<L>(halves, Order::Ordered, lanes),
             ),
         }
     }
@@ -188,19 +185,19 @@ impl Target {
         Ok(())
     }
 
-    /// Changes the lanes of a segment where part of each delta is stored as it is.
-    fn rebuild<L: Lane>(&mut self, payload: &Payload<'_>, masks: &[u64], values: &[L::Le], first: usize, lanes: &mut [u8]) {
+    /// Changes the lanes of some tiles where part of each delta is stored as it is.
+    fn rebuild<L: Lane>(&mut self, payload: &Payload<'_>, halves: Halves<'_, L>, first: usize, lanes: &mut [u8]) {
         let low = &payload.low[first / 8 * payload.low_bits as usize..];
         let lanes = lanes_of_mut::<L>(lanes);
         // One loop for each order, so that nothing is decided inside.
         self.changed += match self.order {
             Order::Plain => vectorized(
                 #[inline(always)]
-                || rebuild::<L>(payload, low, masks, values, Order::Plain, lanes),
+                || rebuild::<L>(payload, low, halves, Order::Plain, lanes),
             ),
             Order::Ordered => vectorized(
                 #[inline(always)]
-                || rebuild::<L>(payload, low, masks, values, Order::Ordered, lanes),
+                || rebuild::<L>(payload, low, halves, Order::Ordered, lanes),
             ),
         };
     }
@@ -243,6 +240,30 @@ impl<'a, L: Lane> Exceptions<'a, L> {
     }
 }
 
+/// The coded lanes of some tiles: a mask for each half of a block, and a value for each place.
+struct Halves<'a, L: Lane> {
+    masks: &'a [u64],
+    values: &'a [L::Le],
+    tiles: Tiles,
+}
+
+impl<L: Lane> Halves<'_, L> {
+    /// Calls `f` with the number of each half of a block, its lanes, their mask, and the values of those that it selects.
+    #[inline(always)]
+    fn each(mut self, lanes: &mut [L::Le], mut f: impl FnMut(usize, &mut [L::Le], u64, &[L::Le])) {
+        let size = self.tiles.halves;
+        for (t, (lanes, masks)) in lanes.chunks_mut(size * HALF).zip(self.masks.chunks(size)).enumerate() {
+            let mut taken = 0;
+            for (h, (half, &mask)) in lanes.chunks_mut(HALF).zip(masks).enumerate() {
+                let first = taken;
+                taken += mask.count_ones() as usize;
+                f(t * size + h, half, mask, &self.values[first..taken]);
+            }
+            self.values = &self.values[self.tiles.places(taken)..];
+        }
+    }
+}
+
 /// Returns what a chunk sum grows by, and the number of changes.
 #[inline(always)]
 fn patch_few<L: Lane>(positions: &[u32], values: &[L::Le], changed: &[u16], order: Order, lanes: &mut [L::Le]) -> (u64, usize) {
@@ -265,22 +286,23 @@ fn patch_few<L: Lane>(positions: &[u32], values: &[L::Le], changed: &[u16], orde
 }
 
 #[inline(always)]
-fn patch_many<L: Lane>(masks: &[u64], mut values: &[L::Le], order: Order, lanes: &mut [L::Le]) {
-    for (half, &mask) in lanes.chunks_mut(HALF).zip(masks) {
-        let (deltas, rest) = values.split_at(mask.count_ones() as usize);
-        values = rest;
-        if let (Ok(half), Ok(deltas)) = (<&mut [L::Le; HALF]>::try_from(&mut *half), <&[L::Le; HALF]>::try_from(deltas)) {
-            patch_all::<L>(half, deltas, order);
-        } else if mask != 0 {
-            let mut spread = [L::default().store(); HALF];
-            let mut mask = mask;
-            for delta in deltas {
-                spread[mask.trailing_zeros() as usize % HALF] = *delta;
-                mask &= mask.wrapping_sub(1);
+fn patch_many<L: Lane>(halves: Halves<'_, L>, order: Order, lanes: &mut [L::Le]) {
+    halves.each(
+        lanes,
+        #[inline(always)]
+        |_, half, mut mask, deltas| {
+            if let (Ok(half), Ok(deltas)) = (<&mut [L::Le; HALF]>::try_from(&mut *half), <&[L::Le; HALF]>::try_from(deltas)) {
+                patch_all::<L>(half, deltas, order);
+            } else if mask != 0 {
+                let mut spread = [L::default().store(); HALF];
+                for delta in deltas {
+                    spread[mask.trailing_zeros() as usize % HALF] = *delta;
+                    mask &= mask.wrapping_sub(1);
+                }
+                patch_all::<L>(half, &spread, order);
             }
-            patch_all::<L>(half, &spread, order);
-        }
-    }
+        },
+    );
 }
 
 #[inline(always)]
@@ -292,39 +314,34 @@ fn patch_all<L: Lane>(lanes: &mut [L::Le], deltas: &[L::Le], order: Order) {
 
 /// Returns the number of changes. `low` begins with the bits of the first lane.
 #[inline(always)]
-fn rebuild<L: Lane>(
-    payload: &Payload<'_>,
-    low: &[u8],
-    masks: &[u64],
-    mut values: &[L::Le],
-    order: Order,
-    lanes: &mut [L::Le],
-) -> usize {
+fn rebuild<L: Lane>(payload: &Payload<'_>, low: &[u8], halves: Halves<'_, L>, order: Order, lanes: &mut [L::Le]) -> usize {
     let low_bits = payload.low_bits;
     let high_mask = 1u64.checked_shl(8 * L::BYTES as u32 - low_bits).unwrap_or(0).wrapping_sub(1);
     // With 64 low bits there are no high ones to be shifted.
     let high = |value: &L::Le| (payload.center.wrapping_sub(L::load(*value).to_u64()) & high_mask) << low_bits.min(63);
     // The low bits of half a block begin with a byte.
-    let low = low.chunks(HALF / 8 * low_bits as usize);
+    let size = HALF / 8 * low_bits as usize;
     let mut changed = 0;
-    for ((half, &mask), low) in lanes.chunks_mut(HALF).zip(masks).zip(low) {
-        let (found, rest) = values.split_at(mask.count_ones() as usize);
-        values = rest;
-        let mut deltas = low_bits_of_half(low, low_bits);
-        if found.len() == HALF {
-            deltas.iter_mut().zip(found).for_each(|(delta, value)| *delta |= high(value));
-        } else {
-            let mut left = mask;
-            for value in found {
-                deltas[left.trailing_zeros() as usize % HALF] |= high(value);
-                left &= left.wrapping_sub(1);
+    halves.each(
+        lanes,
+        #[inline(always)]
+        |h, half, mut mask, found| {
+            let low = &low[h * size..];
+            let mut deltas = low_bits_of_half(&low[..size.min(low.len())], low_bits);
+            if found.len() == HALF {
+                deltas.iter_mut().zip(found).for_each(|(delta, value)| *delta |= high(value));
+            } else {
+                for value in found {
+                    deltas[mask.trailing_zeros() as usize % HALF] |= high(value);
+                    mask &= mask.wrapping_sub(1);
+                }
             }
-        }
-        for (lane, delta) in half.iter_mut().zip(deltas) {
-            changed += usize::from(delta != 0);
-            *lane = L::apply(L::load(*lane), L::from_u64(delta), order).store();
-        }
-    }
+            for (lane, delta) in half.iter_mut().zip(deltas) {
+                changed += usize::from(delta != 0);
+                *lane = L::apply(L::load(*lane), L::from_u64(delta), order).store();
+            }
+        },
+    );
     changed
 }
 

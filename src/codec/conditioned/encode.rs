@@ -1,9 +1,9 @@
 //! From base and target lanes to a payload. What a decoder must accept is in the spec; what is chosen here is free.
 
-use super::coded::Coded;
-use super::context::{HALF, MAX_CONTEXTS, Maps};
+use super::coded::{Coded, tiles_of};
+use super::context::{HALF, MAX_CONTEXTS, Maps, tile_blocks};
 use super::cost::{BIT, Costs};
-use super::payload::segment;
+use super::payload::{MAX_LOG2, segment};
 use super::stats::{CONTEXTS, LEVELS, Row, Split, Stats, all_lanes};
 use super::stream::{self, LEAST_STATE};
 use super::tables::TableSet;
@@ -11,7 +11,7 @@ use super::values::Lanes;
 use crate::codec::Encoded;
 use crate::format::ConditionedHeader;
 use crate::lane::{Dtype, Lane, changed_masks, lanes_of};
-use crate::simd::{Divisors, Path, STEP};
+use crate::simd::{Divisors, Path, STEP, Tiles};
 use std::ops::Range;
 use zerocopy::IntoBytes;
 
@@ -20,9 +20,6 @@ const LANE_COST: u64 = 4;
 /// Most steps that a stream should have, so that a chunk is decoded in few round trips of a processor's latency, and the payload
 /// that a state must have for that; and limits that are worth more. A state wastes 2 bytes.
 const STEPS: [(usize, u64); 3] = [(512, 40), (1024, 16), (2048, 8)];
-/// States that a processor decodes at once, and the warps of a block on a device, each of which takes a segment.
-const VECTOR: usize = 16;
-const WARPS: usize = 8;
 /// What maps without holes may cost more than others: a part of the payload, and bits.
 const WHOLE: (u64, u64) = (100, 8 * 12);
 
@@ -136,28 +133,32 @@ impl Encoder {
         let stats = Stats::gather::<L>(base, target, dtype, split, &self.changed, changed);
         let choice = choose(&stats, model, split, L::BYTES);
         let levels: Vec<u8> = stats.levels.iter().map(|&level| activity(level, choice.activity_bits)).collect();
-        self.coded.clear();
-        self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, base, None);
+        let (blocks, tile) = (levels.len(), tile_blocks(L::BYTES));
+        let tiles = blocks.div_ceil(tile);
+        self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, STEP, base, None);
+        let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
+        let (states, segments) = shape(coded, choice.cost / BIT / 8, tiles);
+        if states != STEP {
+            // Only now it is known how long a step is; chunks with so few changes take little time otherwise.
+            self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, states, base, None);
+        }
         let (masks, classes) = (self.coded.masks(), self.coded.classes());
-
-        let blocks = levels.len();
-        let (states, segments) = shape(classes.len(), choice.cost / BIT / 8, blocks);
         let lanes = Lanes { base, target, dtype, split, changed: &self.changed };
         let mut listed = Vec::new();
         let mut sizes = Vec::with_capacity(segments);
         let mut done = 0;
         self.streams.clear();
         for s in 0..segments {
-            let halves = segment(s, segments, blocks);
-            let halves = 2 * halves.start..(2 * halves.end).min(masks.len());
+            let tiles = segment(s, segments, tiles);
+            let halves = 2 * tile * tiles.start..(2 * tile * tiles.end).min(masks.len());
             let masks = &masks[halves.clone()];
-            let values = lanes.values::<L>(self.path, halves.clone(), masks, &mut self.values, &mut listed);
+            let values = lanes.values::<L>(self.path, halves.clone(), masks, states, &mut self.values, &mut listed);
             let classes = &classes[done..done + values.len()];
             done += values.len();
             let before = self.streams.len();
             let missing =
                 stream::encode::<L>(self.path, &model.divisors, states, classes, values, &mut self.words, &mut self.streams);
-            listed.extend(positions(halves.start, masks, missing));
+            listed.extend(positions(halves.start, masks, tiles_of::<L>(states), missing));
             sizes.push(((self.streams.len() - before) / 2) as u32);
         }
         if low_bits != 0 && !listed.is_empty() {
@@ -394,35 +395,36 @@ fn tails(fits: &[Fit; CONTEXTS], holes: bool) -> [Tail; CONTEXTS + 1] {
     tails
 }
 
-/// States of a stream and segments of a chunk with `coded` coded lanes and a payload of about `size` bytes.
-fn shape(coded: usize, size: u64, blocks: usize) -> (usize, usize) {
+/// States of a stream and segments of a chunk of `tiles` tiles, with `coded` coded lanes and a payload of about `size` bytes.
+fn shape(coded: usize, size: u64, tiles: usize) -> (usize, usize) {
     let states = STEPS.map(|(steps, bytes)| {
         let affordable = 1usize << (size / bytes).max(1).ilog2();
         coded.div_ceil(steps).next_power_of_two().min(affordable)
     });
-    // A vector's worth of states is decoded at once, so as many are taken where they cost little.
+    // A vector's or a warp's worth of states is decoded at once, so as many are taken where they cost little.
     let vector = STEP.min(coded.max(1)).min((size / STEPS[0].1).max(1) as usize);
     let states = 1usize << states.into_iter().fold(vector, usize::max).ilog2();
-    // Up to as many segments as a block of the device's threads has warps, streams are a vector wide rather than a warp.
-    let segments =
-        (states / STEP).max((states / VECTOR).min(WARPS)).clamp(1, 1 << super::payload::MAX_LOG2).min(1 << blocks.ilog2());
-    ((states / segments).min(STEP), segments)
+    (states.min(STEP), (states / STEP).clamp(1, 1 << MAX_LOG2).min(1 << tiles.ilog2()))
 }
 
-/// The positions of some coded lanes, given by their places among those that `masks`, of halves of blocks from `first` on, select.
-fn positions(first: usize, masks: &[u64], mut places: Vec<usize>) -> Vec<u32> {
+/// The positions of some coded lanes, given by their places in tiles whose halves of blocks, from `first` on, have these masks.
+fn positions(first: usize, masks: &[u64], tiles: Tiles, mut places: Vec<usize>) -> Vec<u32> {
     places.sort_unstable();
     let mut places = places.into_iter().peekable();
     let mut found = Vec::new();
-    let mut before = 0;
-    for (half, mask) in (first..).zip(masks) {
+    let (mut start, mut before) = (0, 0);
+    for (h, mask) in masks.iter().enumerate() {
         if places.peek().is_none() {
             break;
+        }
+        if h % tiles.halves == 0 {
+            start += tiles.places(before - start);
+            before = start;
         }
         let end = before + mask.count_ones() as usize;
         while let Some(place) = places.next_if(|&place| place < end) {
             let rest = (before..place).fold(*mask, |rest, _| rest & (rest - 1));
-            found.push((half * HALF) as u32 + rest.trailing_zeros());
+            found.push(((first + h) * HALF) as u32 + rest.trailing_zeros());
         }
         before = end;
     }

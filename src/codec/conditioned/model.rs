@@ -37,7 +37,7 @@ impl Shape {
         let bits = 8 * dtype.lane_bytes() as u8;
         self.low_bits %= bits + 1;
         self.states_log2 %= 6;
-        self.segments_log2 = (self.segments_log2 % 6).min(lanes.div_ceil(128).ilog2() as u8);
+        self.segments_log2 = (self.segments_log2 % 6).min(lanes.div_ceil(tile(dtype)).ilog2() as u8);
         self.activity_bits %= 3;
         self.context_count = self.context_count % 64 + 1;
         let high = bits - self.low_bits;
@@ -100,10 +100,10 @@ pub fn context(dtype: Dtype, u: u64) -> u64 {
 
 /// Section 4.3: extra bits and the least value of a token.
 fn token(t: usize) -> (u32, u64) {
-    if t < 16 {
+    if t < 64 {
         return (0, t as u64);
     }
-    let extra = (t as u32 - 16) / 2 + 3;
+    let extra = (t as u32 - 64) / 2 + 5;
     (extra, (2 + t as u64 % 2) << extra)
 }
 
@@ -130,8 +130,26 @@ fn frequencies(tables: Option<&TableSet>) -> Vec<Vec<u16>> {
     tables.map_or(Vec::new(), |tables| tables.classes().map(<[u16]>::to_vec).collect())
 }
 
-fn segments(count: usize, blocks: usize, lanes: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
-    (0..count).map(move |s| (128 * (s * blocks / count)).min(lanes)..(128 * ((s + 1) * blocks / count)).min(lanes))
+/// Section 4.4: lanes of a tile.
+fn tile(dtype: Dtype) -> usize {
+    128 * [0, 8, 8, 0, 4, 0, 0, 0, 2][dtype.lane_bytes()]
+}
+
+fn segments(count: usize, tile: usize, lanes: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let tiles = lanes.div_ceil(tile);
+    (0..count).map(move |s| (tile * (s * tiles / count)).min(lanes)..(tile * ((s + 1) * tiles / count)).min(lanes))
+}
+
+/// Section 4.5: the steps of a segment, each a range of its coded lanes, whose positions these are.
+fn steps(positions: &[usize], tile: usize, count: usize) -> Vec<std::ops::Range<usize>> {
+    let mut steps: Vec<std::ops::Range<usize>> = Vec::new();
+    for (j, position) in positions.iter().enumerate() {
+        match steps.last_mut() {
+            Some(step) if step.len() < count && positions[step.start] / tile == position / tile => step.end += 1,
+            _ => steps.push(j..j + 1),
+        }
+    }
+    steps
 }
 
 /// What a decoder does with a state.
@@ -151,7 +169,7 @@ pub fn encode(dtype: Dtype, tables: Option<&TableSet>, shape: &Shape, base: &[u8
     let (lanes, blocks) = (base.len(), base.len().div_ceil(128));
     let frequencies = frequencies(tables);
     let maps: Vec<_> = (0..1 << shape.activity_bits).map(|activity| shape.map(activity)).collect();
-    let token_of = |value: u64| (0..136).rev().find(|&t| token(t).1 <= value).unwrap_or(0);
+    let token_of = |value: u64| (0..180).rev().find(|&t| token(t).1 <= value).unwrap_or(0);
     let has = |class: u8, value: u64| frequencies[usize::from(class) - 1].get(token_of(value)).is_some_and(|&f| f != 0);
 
     let (mut coded, mut low, mut listed) = (Vec::new(), Vec::new(), Vec::new());
@@ -197,12 +215,15 @@ pub fn encode(dtype: Dtype, tables: Option<&TableSet>, shape: &Shape, base: &[u8
 
     let mut coded = coded.into_iter().peekable();
     let mut streams = Vec::new();
-    for segment in segments(1 << shape.segments_log2, blocks, lanes) {
-        let mut symbols = Vec::new();
-        while let Some((_, class, value)) = coded.next_if(|(position, ..)| *position < segment.end) {
+    for segment in segments(1 << shape.segments_log2, tile(dtype), lanes) {
+        let (mut positions, mut symbols) = (Vec::new(), Vec::new());
+        while let Some((position, class, value)) = coded.next_if(|(position, ..)| *position < segment.end) {
+            positions.push(position);
             symbols.push((class, value));
         }
-        streams.push(stream(&symbols, 1 << shape.states_log2, &frequencies, token_of));
+        let count = 1 << shape.states_log2;
+        let steps = steps(&positions, tile(dtype), count).into_iter().map(|step| &symbols[step]);
+        streams.push(stream(steps, count, &frequencies, token_of));
     }
     let (_, sized) = streams.split_last()?;
     payload.extend(sized.iter().flat_map(|stream| (stream.len() as u32 / 2).to_le_bytes()));
@@ -211,10 +232,15 @@ pub fn encode(dtype: Dtype, tables: Option<&TableSet>, shape: &Shape, base: &[u8
     Some(payload)
 }
 
-fn stream(symbols: &[(u8, u64)], count: usize, frequencies: &[Vec<u16>], token_of: impl Fn(u64) -> usize) -> Vec<u8> {
+fn stream<'a>(
+    steps: impl Iterator<Item = &'a [(u8, u64)]>,
+    count: usize,
+    frequencies: &[Vec<u16>],
+    token_of: impl Fn(u64) -> usize,
+) -> Vec<u8> {
     // All that the decoder does, in its order; then undone from the end, where every state is 2^16.
     let mut operations = Vec::new();
-    for step in symbols.chunks(count) {
+    for step in steps {
         for (state, &(class, value)) in step.iter().enumerate() {
             let class = &frequencies[usize::from(class) - 1];
             let t = token_of(value);
@@ -292,7 +318,7 @@ pub fn decode(dtype: Dtype, tables: Option<&TableSet>, num_deltas: u32, payload:
     let valid = r <= bits
         && states_log2 <= 5
         && segments_log2 <= 5
-        && 1 << segments_log2 <= blocks
+        && 1 << segments_log2 <= lanes.div_ceil(tile(dtype))
         && activity_bits <= 2
         && (1..=64).contains(&context_count)
         && reserved == 0
@@ -325,7 +351,7 @@ pub fn decode(dtype: Dtype, tables: Option<&TableSet>, num_deltas: u32, payload:
     }
 
     let mut deltas = vec![0; lanes];
-    for (s, segment) in segments(count, blocks, lanes).enumerate() {
+    for (s, segment) in segments(count, tile(dtype), lanes).enumerate() {
         let size = sizes.get(s).map_or(rest.0.len(), |&words| 2 * words as usize);
         let stream = rest.take(size)?;
         let class = |position: usize| {
@@ -335,12 +361,14 @@ pub fn decode(dtype: Dtype, tables: Option<&TableSet>, num_deltas: u32, payload:
                 .copied()
                 .unwrap_or(0)
         };
-        let coded: Vec<_> = segment.clone().map(|position| (position, class(position))).filter(|&(_, class)| class != 0).collect();
-        let values = values(stream, 1 << states_log2, coded.iter().map(|&(_, class)| &frequencies[class - 1][..]))?;
+        let coded: Vec<_> = segment.clone().filter(|&position| class(position) != 0).collect();
+        let tables: Vec<_> = coded.iter().map(|&position| &frequencies[class(position) - 1][..]).collect();
+        let count = 1 << states_log2;
+        let values = values(stream, count, steps(&coded, tile(dtype), count).into_iter().map(|step| &tables[step]))?;
         if values.iter().any(|&value| value > u128::from(low_mask(bits - r))) {
             return None;
         }
-        for ((position, _), value) in coded.into_iter().zip(values) {
+        for (position, value) in coded.into_iter().zip(values) {
             let high = if r == 0 { value as u64 } else { center.wrapping_sub(value as u64) & low_mask(bits - r) };
             deltas[position] = if r == 64 { 0 } else { high << r };
         }
@@ -366,16 +394,15 @@ pub fn decode(dtype: Dtype, tables: Option<&TableSet>, num_deltas: u32, payload:
     Some(target)
 }
 
-/// Section 4.5: a value for each of the tables. Those of the last tokens would not fit in 64 bits, so they get more.
-fn values<'a>(stream: &[u8], count: usize, tables: impl Iterator<Item = &'a [u16]>) -> Option<Vec<u128>> {
+/// Section 4.5: a value for each of the steps' tables. Those of the last tokens would not fit in 64 bits, so they get more.
+fn values<'a>(stream: &[u8], count: usize, steps: impl Iterator<Item = &'a [&'a [u16]]>) -> Option<Vec<u128>> {
     let mut rest = Rest(stream);
     let mut states = numbers(rest.take(4 * count)?, 4);
     if states.iter().any(|&x| x < 1 << 16) {
         return None;
     }
-    let tables: Vec<_> = tables.collect();
     let mut values = Vec::new();
-    for step in tables.chunks(count) {
+    for step in steps {
         let mut tokens = Vec::new();
         for (x, table) in states.iter_mut().zip(step) {
             let slot = *x % 4096;

@@ -1,6 +1,6 @@
 //! The parts of a payload (`spec/codecs.md` section 4.4).
 
-use super::context::{BLOCK, MAX_CONTEXTS, Maps};
+use super::context::{BLOCK, MAX_CONTEXTS, Maps, tile_blocks};
 use crate::error::{Result, Rule};
 use crate::format::ConditionedHeader;
 use std::ops::Range;
@@ -9,9 +9,9 @@ use zerocopy::FromBytes;
 /// Most states of a stream and most segments of a chunk, as powers of two.
 pub(crate) const MAX_LOG2: u8 = 5;
 
-/// The segment of these blocks, of `blocks`, that has the number `s` of `segments`.
-pub(crate) fn segment(s: usize, segments: usize, blocks: usize) -> Range<usize> {
-    s * blocks / segments..(s + 1) * blocks / segments
+/// The segment of these tiles, of `tiles`, that has the number `s` of `segments`.
+pub(crate) fn segment(s: usize, segments: usize, tiles: usize) -> Range<usize> {
+    s * tiles / segments..(s + 1) * tiles / segments
 }
 
 /// A payload taken apart; everything in it is in bounds for the chunk, except what the streams turn out to hold.
@@ -39,7 +39,7 @@ impl<'a> Payload<'a> {
         let mut parts = Parts { rest: payload, size: payload.len() };
         let header = ConditionedHeader::read_from_bytes(parts.take(size_of::<ConditionedHeader>() as u64)?);
         let header = header.map_err(|_| Rule::PayloadSize.broken("a header", "none"))?;
-        check_header(&header, blocks, width, num_deltas)?;
+        check_header(&header, blocks.div_ceil(tile_blocks(width)), width, num_deltas)?;
 
         let map_size = u64::from(header.context_count).div_ceil(2);
         let mut maps = Maps { first: header.first_context.get(), count: header.context_count, classes: [[0; MAX_CONTEXTS]; 4] };
@@ -108,14 +108,14 @@ impl<'a> Payload<'a> {
     }
 }
 
-fn check_header(header: &ConditionedHeader, blocks: usize, width: usize, num_deltas: u32) -> Result<()> {
+fn check_header(header: &ConditionedHeader, tiles: usize, width: usize, num_deltas: u32) -> Result<()> {
     let rule = Rule::PayloadHeader;
     let bits = 8 * width as u32;
     let low = u32::from(header.low_bits);
     rule.check(low <= bits, format_args!("low_bits of at most {bits}"), low)?;
     rule.check(header.states_log2 <= MAX_LOG2, "states_log2 of at most 5", header.states_log2)?;
     let segments = header.segments_log2;
-    rule.check(segments <= MAX_LOG2 && 1 << segments <= blocks, format_args!("at most 32 segments, and {blocks}"), segments)?;
+    rule.check(segments <= MAX_LOG2 && 1 << segments <= tiles, format_args!("at most 32 segments, and {tiles}"), segments)?;
     rule.check(header.activity_bits <= 2, "activity_bits of at most 2", header.activity_bits)?;
     rule.check((1..=MAX_CONTEXTS).contains(&header.context_count.into()), "context_count of 1 to 64", header.context_count)?;
     rule.check(header.reserved == 0, "a reserved byte of 0", header.reserved)?;

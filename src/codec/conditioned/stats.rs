@@ -4,6 +4,7 @@ use super::context::{BLOCK, HALF, indexes};
 use super::tables::{extra_bits, token_of, tokens_within};
 use crate::dispatch::vectorized;
 use crate::lane::{Context, Dtype, Lane, Order, lanes_of};
+use crate::simd::DIRECT;
 
 /// Levels of activity: 0 for blocks without a change, then three of about equal size.
 pub(super) const LEVELS: usize = 4;
@@ -238,7 +239,7 @@ impl Row {
 
     /// Extra bits of all values.
     pub fn extra_bits(&self) -> u64 {
-        self.counts.iter().enumerate().skip(16).map(|(t, &n)| u64::from(n) * u64::from(extra_bits(t as u8))).sum()
+        self.counts.iter().enumerate().skip(DIRECT as usize).map(|(t, &n)| u64::from(n) * u64::from(extra_bits(t as u8))).sum()
     }
 
     /// Adds another row to this one.

@@ -1,44 +1,43 @@
 //! Table sets and tokens (`spec/codecs.md` sections 4.2 and 4.3).
 
 use crate::error::{Result, Rule};
-use crate::simd::Entry;
+use crate::simd::{DIRECT, EXTRA_BIAS, Entry, NO_CLASS};
 
 /// Most classes of a set; class 0, of lanes that are not coded, is none of them.
 pub(crate) const MAX_CLASSES: usize = 15;
 /// Most tokens of a class.
-pub(crate) const MAX_TOKENS: usize = 136;
+pub(crate) const MAX_TOKENS: usize = tokens_within(64);
 /// log2 of the sum of a class's frequencies.
 pub(crate) const SCALE_LOG2: u32 = 12;
 /// Sum of a class's frequencies.
 pub(crate) const SCALE: u32 = 1 << SCALE_LOG2;
-/// Values below this are their own tokens.
-pub(crate) const DIRECT: u64 = 16;
 
 /// The token of `value`, and the number of its extra bits; the extra bits are the low ones of the value.
 #[inline(always)]
 pub(crate) fn token_of(value: u64) -> (u8, u32) {
-    if value < DIRECT {
+    if value < u64::from(DIRECT) {
         return (value as u8, 0);
     }
     let extra = 62 - value.leading_zeros();
-    ((16 + 2 * (extra - 3) + (value >> extra & 1) as u32) as u8, extra)
+    ((2 * (extra + EXTRA_BIAS) + (value >> extra & 1) as u32) as u8, extra)
 }
 
 /// Number of extra bits of `token`.
 #[inline(always)]
 pub(crate) fn extra_bits(token: u8) -> u32 {
-    if token < 16 { 0 } else { (u32::from(token) - 16) / 2 + 3 }
+    if u32::from(token) < DIRECT { 0 } else { u32::from(token) / 2 - EXTRA_BIAS }
 }
 
 /// The value of `token` whose extra bits are all 0.
 #[inline(always)]
 pub(crate) fn least_value(token: u8) -> u64 {
-    if token < 16 { u64::from(token) } else { (2 + u64::from(token & 1)) << extra_bits(token) }
+    if u32::from(token) < DIRECT { u64::from(token) } else { (2 + u64::from(token & 1)) << extra_bits(token) }
 }
 
 /// Number of tokens whose values fit in `bits` bits.
-pub(crate) fn tokens_within(bits: u32) -> usize {
-    if bits <= 4 { 1 << bits } else { 16 + 2 * (bits as usize - 4) }
+pub(crate) const fn tokens_within(bits: u32) -> usize {
+    let direct = DIRECT.ilog2();
+    if bits <= direct { 1 << bits } else { (DIRECT + 2 * (bits - direct)) as usize }
 }
 
 /// The token frequencies of up to 15 classes, which tensors share.
@@ -123,13 +122,15 @@ impl TableSet {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Lookup {
     set: TableSet,
-    /// What each slot of each class stands for; all zero for classes that the set has not. Empty before there is a set.
+    /// What each slot of each class stands for; all zero for classes that the set has not, but for class 0. Empty before there is
+    /// a set.
     pub entries: Vec<Entry>,
 }
 
 impl Lookup {
     pub fn new(set: &TableSet) -> Self {
         let mut entries = vec![0; (MAX_CLASSES + 1) << SCALE_LOG2];
+        entries[..SCALE as usize].fill(NO_CLASS);
         for (class, frequencies) in (1..).zip(set.classes()) {
             let slots = &mut entries[class << SCALE_LOG2..][..SCALE as usize];
             let mut start = 0;
@@ -184,11 +185,11 @@ mod tests {
             value = last.wrapping_add(1);
         }
         assert_eq!(value, 0, "the last token ends with the largest value");
-        assert_eq!([0, 1, 4, 5, 8, 16, 64].map(tokens_within), [1, 2, 16, 18, 24, 40, 136]);
+        assert_eq!([0, 1, 6, 7, 8, 16, 32, 64].map(tokens_within), [1, 2, 64, 66, 68, 84, 116, 180]);
     }
 
     fn sets() -> impl Strategy<Value = TableSet> {
-        let class = (1usize..60, any::<u64>()).prop_map(|(count, seed)| {
+        let class = (1usize..90, any::<u64>()).prop_map(|(count, seed)| {
             let mut class = vec![0u16; count];
             let mut x = seed;
             class[count - 1] = 1;

@@ -6,7 +6,7 @@
 
 use super::cost::{BIT, log2};
 use super::stats::{LEVELS, Row, Split, Stats, all_lanes};
-use super::tables::{MAX_CLASSES, SCALE, TableSet, tokens_within};
+use super::tables::{MAX_CLASSES, SCALE, TableSet, least_value, tokens_within};
 use crate::lane::{Dtype, Lane, changed_masks, with_lane};
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ const ROUNDS: usize = 2;
 /// What an entry of a table costs.
 const ENTRY_COST: u64 = 12 * BIT;
 
-/// Rate of change in half powers of two, and mean token of the changes in quarters.
+/// Rate of change in half powers of two, and mean magnitude of the changes in quarters.
 type Group = (u8, u8);
 
 /// What a piece of a tensor says.
@@ -56,9 +56,18 @@ impl Sample {
 
 fn group_of(row: &Row) -> Option<Group> {
     let (lanes, others) = (row.lanes(), row.others());
-    let sum: u64 = row.counts.iter().zip(0u64..).map(|(&n, token)| u64::from(n) * token).sum();
+    let sum: u64 = row.counts.iter().zip(0..).map(|(&n, token)| u64::from(n) * magnitude(token)).sum();
     let rate = 2 * (log2(lanes.max(1)) - log2(others.max(1)).min(log2(lanes.max(1)))) / BIT;
     (others > 0).then(|| (rate.min(31) as u8, (4 * sum / others).min(127) as u8))
+}
+
+/// A token's value where that is small, and a measure of its logarithm beyond: few large changes are not a matter of their own.
+fn magnitude(token: u8) -> u64 {
+    let value = least_value(token);
+    match value.checked_ilog2() {
+        Some(log2 @ 4..) => u64::from(8 + 2 * log2) + (value >> (log2 - 1) & 1),
+        _ => value,
+    }
 }
 
 /// Makes a table set from samples of tensors that are to share it.
@@ -205,8 +214,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn frequencies_are_valid(counts in proptest::collection::vec(prop_oneof![Just(0u32), 0u32..10, any::<u32>()], 1..136), least in 1usize..40) {
-            let frequencies = frequencies(&Row { counts: counts.clone() }, least, 136);
+        fn frequencies_are_valid(counts in proptest::collection::vec(prop_oneof![Just(0u32), 0u32..10, any::<u32>()], 1..180), least in 1usize..84) {
+            let frequencies = frequencies(&Row { counts: counts.clone() }, least, 180);
             prop_assert_eq!(frequencies.iter().map(|&f| u32::from(f)).sum::<u32>(), SCALE);
             prop_assert_ne!(frequencies.last(), Some(&0));
             for (t, &f) in frequencies.iter().enumerate() {

@@ -1,10 +1,11 @@
 //! What an encoder takes from base and target: the values of coded lanes, and the changes that are listed.
 
+use super::coded::tiles_of;
 use super::context::HALF;
 use super::stats::Split;
 use crate::dispatch::vectorized;
 use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
-use crate::simd::Path;
+use crate::simd::{Path, Tiles};
 use std::ops::Range;
 
 /// Base and target lanes of a chunk, and how their deltas become values.
@@ -24,17 +25,20 @@ impl Lanes<'_> {
         L::delta(L::load(base), L::load(target), self.dtype.order())
     }
 
-    /// The values of the lanes in some halves of blocks that `coded`, a mask for each of them, selects, in a buffer that is used
-    /// again; changed lanes that it does not select are added to `listed`.
+    /// The values of the lanes in some tiles that `coded`, a mask for each half of a block, selects, in a buffer that is used
+    /// again, each tile filled up to whole steps of `states`; changed lanes that it does not select are added to `listed`.
     pub fn values<'b, L: Lane>(
         &self,
         path: Path,
         halves: Range<usize>,
         coded: &[u64],
+        states: usize,
         buffer: &'b mut Vec<u8>,
         listed: &mut Vec<u32>,
     ) -> &'b mut [L::Le] {
-        let count = coded.iter().map(|mask| mask.count_ones() as usize).sum::<usize>();
+        let tiles = tiles_of::<L>(states);
+        let coded_in = |tile: &[u64]| tile.iter().map(|mask| mask.count_ones() as usize).sum();
+        let count = coded.chunks(tiles.halves).map(|tile| tiles.places(coded_in(tile))).sum::<usize>();
         buffer.clear();
         buffer.resize((count + HALF) * L::BYTES, 0);
         let values = lanes_of_mut::<L>(buffer);
@@ -44,6 +48,7 @@ impl Lanes<'_> {
             target: lanes_of::<L>(&self.target[lanes]),
             changed: &self.changed[halves.start..halves.end.min(self.changed.len())],
             coded,
+            tiles,
         };
         // One loop for each way to a value, so that nothing is decided inside.
         match (self.dtype.order(), self.split.low_bits) {
@@ -72,6 +77,7 @@ struct Part<'a, T> {
     target: &'a [T],
     changed: &'a [u64],
     coded: &'a [u64],
+    tiles: Tiles,
 }
 
 impl<T: Copy> Part<'_, T> {
@@ -81,9 +87,14 @@ impl<T: Copy> Part<'_, T> {
         vectorized(
             #[inline(always)]
             || {
-                let mut done = 0;
+                let (mut start, mut done, mut left) = (0, 0, self.tiles.halves);
                 let lanes = self.base.chunks(HALF).zip(self.target.chunks(HALF));
                 for (((base, target), &changed), &coded) in lanes.zip(self.changed).zip(self.coded) {
+                    if left == 0 {
+                        start += self.tiles.places(done - start);
+                        (done, left) = (start, self.tiles.halves);
+                    }
+                    left -= 1;
                     if changed & coded != 0 {
                         let mut values = [L::default().store(); HALF];
                         if let (Ok(base), Ok(target)) = (<&[T; HALF]>::try_from(base), <&[T; HALF]>::try_from(target)) {

@@ -123,9 +123,9 @@ fn handmade() -> Vec<TableSet> {
         one_token(0),
         one_token(3),
         TableSet::new(&[flat(2, 2048)]),
-        TableSet::new(&[flat(MAX_TOKENS, 30), alone(MAX_TOKENS - 1), flat(2, 1)]),
-        TableSet::new(&vec![flat(20, 100); 15]),
-        TableSet::new(&[alone(0), alone(1), alone(15), alone(16), alone(17), flat(40, 1)]),
+        TableSet::new(&[flat(MAX_TOKENS, 20), alone(MAX_TOKENS - 1), flat(2, 1)]),
+        TableSet::new(&vec![flat(68, 50); 15]),
+        TableSet::new(&[alone(0), alone(1), alone(63), alone(64), alone(65), flat(84, 1)]),
     ]
 }
 
@@ -152,7 +152,7 @@ impl Chunk {
             1 => handmade().into_iter().nth(random.below(6) as usize),
             _ => {
                 let classes = 1 + random.below(15) as usize;
-                let most = [2, 16, 17, 40, MAX_TOKENS][random.below(5) as usize];
+                let most = [2, 64, 65, 84, MAX_TOKENS][random.below(5) as usize];
                 Some(random.set(classes, most))
             }
         };

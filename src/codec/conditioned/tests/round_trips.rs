@@ -96,11 +96,12 @@ fn all_states_segments_and_activities_come_back() {
         for segments_log2 in 0..=5 {
             for activity_bits in 0..=2 {
                 for (dtype, lanes) in [
-                    (Dtype::Bf16, 4097),
-                    (Dtype::F32, 128 << segments_log2),
-                    (Dtype::F64, 4500),
-                    (Dtype::I8, 9000),
-                    (Dtype::F16, (128 << segments_log2) - 127),
+                    (Dtype::Bf16, 33_000),
+                    (Dtype::F32, 512 << segments_log2),
+                    (Dtype::F64, 8300),
+                    (Dtype::I8, 40_000),
+                    // A tile a segment, and the last tile of one lane.
+                    (Dtype::F16, (1024 << segments_log2) - 1023),
                 ] {
                     let shape = shape(&mut random, states_log2, segments_log2, activity_bits);
                     let Some(chunk) = Chunk::new(&mut random, dtype, lanes, shape) else { continue };

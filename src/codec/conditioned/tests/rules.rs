@@ -5,10 +5,10 @@ use crate::codec::conditioned::tables::{extra_bits, least_value};
 use crate::error::Rule;
 use crate::lane::{Lane, Order, lanes_of_mut};
 
-/// 512 lanes of BF16 with the exponents 0 to 3, four lanes each in turn, of which some change.
+/// 2,200 lanes of BF16, which are three tiles, with the exponents 0 to 3, four lanes each in turn, of which some change.
 fn example(shape: Shape, changes: &[(usize, u16)]) -> Chunk {
-    let set = TableSet::new(&[flat(16, 100), flat(30, 50)]);
-    let base: Vec<u8> = (0..512u16).flat_map(|lane| (lane << 5 & 0x1FF).to_le_bytes()).collect();
+    let set = TableSet::new(&[flat(16, 100), flat(70, 50)]);
+    let base: Vec<u8> = (0..2200u16).flat_map(|lane| (lane << 5 & 0x1FF).to_le_bytes()).collect();
     let mut target = base.clone();
     for &(position, delta) in changes {
         let lane = &mut lanes_of_mut::<u16>(&mut target)[position];
@@ -34,21 +34,21 @@ fn rules_are_told_apart() {
     let plain = Shape { context_count: 3, classes: vec![0, 1, 2], ..Shape::default() };
     let split = Shape { activity_bits: 1, activities: vec![0, 1, 1], segments_log2: 1, states_log2: 2, ..plain.clone() };
     let low = Shape { low_bits: 5, center: 100, classes: vec![], ..plain.clone() };
-    let changes = [(0, 9), (5, 3), (6, 1), (330, 7)];
+    let changes = [(0, 9), (5, 3), (6, 1), (1338, 7)];
     let chunks = [example(plain, &changes), example(split, &changes), example(low, &[(3, 9), (100, 31)])];
     for chunk in &chunks {
         chunk.assert_decodes(&mut decoders());
     }
     let listed = HEADER + 2; // a position and a delta, after a map of two bytes
-    let activities = HEADER + 4; // a byte, after two maps
-    let sizes = activities + 1 + 6; // a word, after one exception; then a padding
+    let activities = HEADER + 4; // three bytes, after two maps
+    let sizes = activities + 3 + 6; // a word, after one exception; then a padding
     let low = HEADER + 2;
-    let streams = [listed + 6, sizes + 5, low + 320];
+    let streams = [listed + 6, sizes + 5, low + 1376];
     let last = chunks[0].payload.len() - 1;
     for (chunk, at, bytes, rule) in [
         (0, LOW_BITS, &[17][..], Rule::PayloadHeader),
         (0, STATES, &[6], Rule::PayloadHeader),
-        (0, SEGMENTS, &[3], Rule::PayloadHeader),
+        (0, SEGMENTS, &[2], Rule::PayloadHeader),
         (0, SEGMENTS, &[255], Rule::PayloadHeader),
         (0, ACTIVITY_BITS, &[3], Rule::PayloadHeader),
         (0, CONTEXT_COUNT, &[0], Rule::PayloadHeader),
@@ -61,7 +61,7 @@ fn rules_are_told_apart() {
         (0, HEADER, &[0x30], Rule::PayloadClasses),
         (0, HEADER + 1, &[0x03], Rule::PayloadClasses),
         (0, HEADER + 1, &[0x12], Rule::PayloadClasses),
-        (1, activities, &[0x16], Rule::PayloadSize),
+        (1, activities + 2, &[0x07], Rule::PayloadSize),
         (1, sizes + 4, &[1], Rule::PayloadSize),
         (1, sizes, &[255; 4], Rule::PayloadSize),
         (1, sizes, &[7, 0, 0, 0], Rule::PayloadStream),
@@ -69,7 +69,7 @@ fn rules_are_told_apart() {
         (1, streams[1] + 4, &[255, 255, 0, 0], Rule::PayloadStream),
         (2, streams[2], &[1], Rule::PayloadStream),
         (0, last, &[!chunks[0].payload[last]], Rule::PayloadStream),
-        (0, listed, &[0, 2], Rule::PayloadPositions),
+        (0, listed, &[0x98, 8], Rule::PayloadPositions),
         (0, listed, &[255; 4], Rule::PayloadPositions),
         (0, listed, &[5], Rule::PayloadPositions),
         (0, listed + 4, &[0], Rule::PayloadDeltas),
@@ -101,7 +101,7 @@ fn rules_are_told_apart() {
 /// Each token that fits in a lane, with the largest value and the least; the token after them is refused.
 #[test]
 fn the_largest_values_fit() {
-    for (dtype, tokens) in [(Dtype::U8, 24), (Dtype::U16, 40), (Dtype::U32, 72), (Dtype::U64, 136)] {
+    for (dtype, tokens) in [(Dtype::U8, 68), (Dtype::U16, 84), (Dtype::U32, 116), (Dtype::U64, 180)] {
         let width = dtype.lane_bytes();
         for lanes in [1, 31, 32, 33, 64] {
             for token in 1..tokens {

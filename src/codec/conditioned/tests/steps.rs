@@ -27,10 +27,10 @@ fn plain_step(
         *x = words.renormalize(u32::from(class[token]) * (*x / SCALE) + slot)?;
         found.push(token as u64);
     }
-    let mut values: Vec<u64> = found.iter().map(|&t| if t < 16 { t } else { (2 + t % 2) << ((t - 16) / 2 + 3) }).collect();
+    let mut values: Vec<u64> = found.iter().map(|&t| if t < 64 { t } else { (2 + t % 2) << ((t - 64) / 2 + 5) }).collect();
     for round in 0..4 {
         for ((x, &token), value) in states.iter_mut().zip(&found).zip(&mut values) {
-            let extra = if token < 16 { 0 } else { (token - 16) / 2 + 3 };
+            let extra = if token < 64 { 0 } else { (token - 64) / 2 + 5 };
             let bits = extra.saturating_sub(16 * round).min(16);
             *value += u64::from(*x % (1 << bits)) << (16 * round);
             *x = words.renormalize(*x >> bits)?;
@@ -46,8 +46,8 @@ proptest! {
     #[test]
     fn steps_are_the_same_on_every_path(
         classes in 1usize..16,
-        most in proptest::sample::select(&[1usize, 2, 16, 17, 30, 40, 72][..]),
-        allowed in proptest::sample::select(&[2usize, 16, 24, 40, 72][..]),
+        most in proptest::sample::select(&[1usize, 2, 64, 65, 78, 84, 116][..]),
+        allowed in proptest::sample::select(&[2usize, 64, 68, 84, 116][..]),
         steps in 0usize..40,
         count in proptest::sample::select(&[16, STEP][..]),
         size in prop_oneof![3 => Just(1 << 16), 1 => 0usize..3000],

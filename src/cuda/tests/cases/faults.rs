@@ -19,11 +19,11 @@ pub fn all() -> Vec<Fault> {
     [one_at_a_time(), changed_twice(), values_that_do_not_fit(), nothing_coded()].into_iter().flatten().collect()
 }
 
-/// A chunk with something of everything: 700 lanes in 6 blocks, 5 contexts, 2 segments of 4 states.
+/// A chunk with something of everything: 2,725 lanes in 22 blocks and 3 tiles, 5 contexts, 2 segments of 4 states.
 fn rich(low_bits: u32) -> Case {
     let random = &mut Random(11);
     let dtype = Dtype::Bf16;
-    let (base, target) = random_lanes(random, dtype, 701, 3);
+    let (base, target) = random_lanes(random, dtype, 2725, 3);
     let set = random_set(random, 3, 16 - low_bits, true);
     let plan = Plan {
         low_bits,
@@ -33,7 +33,7 @@ fn rich(low_bits: u32) -> Case {
         activity_bits: 1,
         first_context: 120,
         maps: vec![vec![1, 2, 3, 1, 2], vec![2, 0, 1, 0, 3]],
-        activities: vec![0, 1, 1, 0, 0, 1],
+        activities: (0..22).map(|block| block % 5 % 2).collect(),
         listed: 7,
         clash: None,
     };
@@ -62,9 +62,9 @@ fn one_at_a_time() -> Vec<Fault> {
         edit(&format!("byte {at} = {value}"), rule, low_bits, &|payload| payload[at] = value);
     };
     let word = |payload: &[u8], at: usize| u32::from_le_bytes(payload[at..at + 4].try_into().unwrap());
-    // Where the parts of this payload are: header, maps of 3 bytes, activities, positions, deltas, low bits, one size.
+    // Where the parts of this payload are: header, maps of 3 bytes, activities of 3, positions, deltas, low bits, one size.
     let listed = word(&rich(0).payload, 8) as usize;
-    let positions = 16 + 6 + 1;
+    let positions = 16 + 6 + 3;
     let deltas = positions + 4 * listed;
     let sizes = deltas + 2 * listed;
     let streams = (sizes + 4).next_multiple_of(2);
@@ -80,14 +80,14 @@ fn one_at_a_time() -> Vec<Fault> {
     edit("no sizes", Rule::PayloadSize, 0, &|payload| payload.truncate(streams - 2));
     edit("half a word", Rule::PayloadSize, 0, &|payload| payload.truncate(payload.len() - 1));
     set(Rule::PayloadSize, 0, streams - 1, 1);
-    set(Rule::PayloadSize, 0, 22, 0x40 | rich(0).payload[22]);
+    set(Rule::PayloadSize, 0, 24, 0x40 | rich(0).payload[24]);
     edit("low bits past the last lane", Rule::PayloadSize, 3, &|payload| {
         let listed = word(payload, 8) as usize;
-        // 701 · 3 bits are 262 bytes and 7 bits.
-        payload[positions + 6 * listed + 262] |= 0x80;
+        // 2,725 · 3 bits are 1,021 bytes and 7 bits.
+        payload[positions + 6 * listed + 1021] |= 0x80;
     });
 
-    for (at, value) in [(0, 17), (0, 255), (1, 6), (2, 6), (2, 3), (3, 3), (6, 0), (6, 65), (7, 1), (10, 1), (12, 1), (15, 1)] {
+    for (at, value) in [(0, 17), (0, 255), (1, 6), (2, 6), (2, 2), (3, 3), (6, 0), (6, 65), (7, 1), (10, 1), (12, 1), (15, 1)] {
         set(Rule::PayloadHeader, 0, at, value);
     }
     set(Rule::PayloadHeader, 3, 13, 0x20);
@@ -100,7 +100,7 @@ fn one_at_a_time() -> Vec<Fault> {
     edit("a word too many", Rule::PayloadStream, 0, &|payload| payload.extend([0, 0]));
     edit("a word missing", Rule::PayloadStream, 0, &|payload| payload.truncate(payload.len() - 2));
 
-    edit("not below L", Rule::PayloadPositions, 0, &|payload| payload[deltas - 4..deltas].copy_from_slice(&701u32.to_le_bytes()));
+    edit("not below L", Rule::PayloadPositions, 0, &|payload| payload[deltas - 4..deltas].copy_from_slice(&2725u32.to_le_bytes()));
     edit("far", Rule::PayloadPositions, 0, &|payload| payload[deltas - 1] = 255);
     edit("twice", Rule::PayloadPositions, 0, &|payload| payload.copy_within(positions..positions + 4, positions + 4));
     edit("no delta", Rule::PayloadDeltas, 0, &|payload| payload[deltas..deltas + 2].fill(0));
@@ -130,12 +130,12 @@ fn plain(maps: Vec<Vec<u8>>) -> Plan {
     }
 }
 
-/// Coded lanes that are listed too, one in turn: those whose step is complete in their tile, and those that are put off.
+/// Coded lanes that are listed too, one in turn: those of whole steps, and those of the shorter ones that end tiles.
 fn changed_twice() -> Vec<Fault> {
-    let (dtype, lanes) = (Dtype::Bf16, 1000);
+    let (dtype, lanes) = (Dtype::Bf16, 1300);
     let (base, target) = random_lanes(&mut Random(1), dtype, lanes, 1);
     let set = random_set(&mut Random(2), 1, 16, true);
-    // Two contexts of three are coded, so that tiles do not end with their steps.
+    // Two contexts of three are coded, so that tiles do not end with whole steps.
     let maps = vec![(0..64).map(|context| u8::from(context % 3 != 0)).collect()];
     let fault = |lane| {
         let plan = Plan { clash: Some(lane), ..plain(maps.clone()) };
@@ -150,19 +150,19 @@ fn changed_twice() -> Vec<Fault> {
 
 /// Values that do not fit: a set for wide lanes, used by narrow ones.
 fn values_that_do_not_fit() -> Vec<Fault> {
-    let mut class = vec![30u16; 136];
-    class[0] += 16;
+    let mut class = vec![20u16; 180];
+    class[0] += 496;
     let set = TableSet::new(&[class]);
     let plan = Plan { states_log2: 0, ..plain(vec![vec![1]]) };
     let mut faults = Vec::new();
-    for (dtype, largest) in [(Dtype::U8, 23u32), (Dtype::Bf16, 39), (Dtype::F32, 71), (Dtype::F64, 135)] {
+    for (dtype, largest) in [(Dtype::U8, 67u32), (Dtype::Bf16, 83), (Dtype::F32, 115), (Dtype::F64, 179)] {
         let base = vec![0; dtype.lane_bytes()];
         let target: Vec<u8> = base.iter().map(|_| 0x77).collect();
         let mut case = Case::new(dtype, Some(set.clone()), base.clone(), &target, write(dtype, &plan, &set, &base, &target));
         faults.push(Fault { name: format!("a value of {dtype}"), case: case.clone(), rule: None });
-        if largest < 135 {
+        if largest < 179 {
             let at = case.payload.len().min(18);
-            let slot = 30 * (largest + 1) + 16;
+            let slot = 20 * (largest + 1) + 496;
             case.payload[at..at + 4].copy_from_slice(&(1 << 16 | slot).to_le_bytes());
             case.sign();
             faults.push(Fault { name: format!("a value too large for {dtype}"), case, rule: Some(Rule::PayloadDeltas) });

@@ -1,6 +1,6 @@
 //! Chunks of every shape that the format allows, from a few numbers.
 
-use super::writer::{BLOCK, Plan, random_set, write};
+use super::writer::{BLOCK, Plan, random_set, tile, write};
 use super::{Case, Random, random_lanes};
 use crate::lane::Dtype;
 
@@ -75,7 +75,7 @@ pub fn case_of(shape: Shape) -> Case {
         low_bits,
         center: center as u32,
         states_log2: shape.states_log2,
-        segments_log2: shape.segments_log2.min(blocks.ilog2() as u8),
+        segments_log2: shape.segments_log2.min(lanes.div_ceil(tile(dtype)).ilog2() as u8),
         activity_bits: shape.activity_bits,
         first_context: [0, 0, random.below(120) as u16, random.bits() as u16][random.below(4)],
         maps: (0..1 << shape.activity_bits)

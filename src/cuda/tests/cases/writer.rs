@@ -10,6 +10,15 @@ use zerocopy::IntoBytes;
 /// Lanes of a block, which have one activity.
 pub const BLOCK: usize = 128;
 
+/// Lanes of a tile.
+pub fn tile(dtype: Dtype) -> usize {
+    match dtype.lane_bytes() {
+        1 | 2 => 8 * BLOCK,
+        4 => 4 * BLOCK,
+        _ => 2 * BLOCK,
+    }
+}
+
 /// The choices of a payload.
 #[derive(Debug, Clone)]
 pub struct Plan {
@@ -121,12 +130,16 @@ fn write_lanes<L: Lane>(dtype: Dtype, plan: &Plan, set: &TableSet, base: &[u8], 
     payload.extend(exceptions.iter().flat_map(|(_, delta)| delta.to_le_bytes().into_iter().take(L::BYTES)));
     put_bits(deltas.iter().map(|&delta| (delta, low)), &mut payload);
 
-    let segments = 1usize << plan.segments_log2;
+    let (segments, tile) = (1usize << plan.segments_log2, tile(dtype));
+    let tiles = base.len().div_ceil(tile);
     let streams: Vec<Vec<u8>> = (0..segments)
         .map(|s| {
-            let lanes = s * blocks / segments * BLOCK..((s + 1) * blocks / segments * BLOCK).min(base.len());
-            let coded = lanes.filter(|&i| classes[i] != 0).map(|i| (classes[i], value(deltas[i]))).collect::<Vec<_>>();
-            stream(&tables, &coded, 1 << plan.states_log2)
+            let coded = |t: usize| {
+                let lanes = t * tile..((t + 1) * tile).min(base.len());
+                lanes.filter(|&i| classes[i] != 0).map(|i| (classes[i], value(deltas[i]))).collect::<Vec<_>>()
+            };
+            let tiles = (s * tiles / segments..(s + 1) * tiles / segments).map(coded).collect::<Vec<_>>();
+            stream(&tables, &tiles, 1 << plan.states_log2)
         })
         .collect();
     payload.extend(streams[..segments - 1].iter().flat_map(|stream| (stream.len() as u32 / 2).to_le_bytes()));
@@ -135,8 +148,8 @@ fn write_lanes<L: Lane>(dtype: Dtype, plan: &Plan, set: &TableSet, base: &[u8], 
     payload
 }
 
-/// The stream of coded lanes, each a class and a value: the decoder's steps, undone from the last to the first.
-fn stream(tables: &[&[u16]], coded: &[(u8, u64)], states: usize) -> Vec<u8> {
+/// The stream of the coded lanes of some tiles, each a class and a value: the decoder's steps, undone from the last to the first.
+fn stream(tables: &[&[u16]], tiles: &[Vec<(u8, u64)>], states: usize) -> Vec<u8> {
     let mut x = vec![1u32 << 16; states];
     let mut words = Vec::new();
     let mut put = |x: &mut u32, least: u64| {
@@ -145,7 +158,7 @@ fn stream(tables: &[&[u16]], coded: &[(u8, u64)], states: usize) -> Vec<u8> {
             *x >>= 16;
         }
     };
-    for step in coded.chunks(states).rev() {
+    for step in tiles.iter().flat_map(|coded| coded.chunks(states)).rev() {
         for round in (0..4).rev() {
             for (x, &(_, value)) in x.iter_mut().zip(step).rev() {
                 let now = extra_bits(token_of(value).0).saturating_sub(16 * round).min(16);
