@@ -19,7 +19,7 @@ template <int W, int HOW> __device__ __noinline__ void decode(u32 store, List& l
     List changes = list;
     u32 segment = uniform(threadIdx.x / WARP) & ((1u << log2) - 1);
     for (u32 round = 0; round < rounds; round++, segment += WARPS) decode_segment<W, HOW>(segment, ring, store, changes, own);
-    if (HOW == TO_LIST && threadIdx.x % WARP == 0) own.changed = changes.count;
+    if (HOW == TO_LIST) own.changed = threadIdx.x % WARP == 0 ? changes.count : 0;
     list = changes;
     sums = own;
 }
@@ -63,7 +63,7 @@ template <int W> __device__ __forceinline__ u32 pass(u32 store, List& list) {
     else if (store == STORE_ALL) decode<W, TO_TILE>(store, list, sums);
     else if (store == STORE_LIST) decode<W, TO_LIST>(store, list, sums);
     else decode<W, TO_OUTPUT>(store, list, sums);
-    if (list.count > list.capacity) shared.fits = 0;
+    if (list.count > list.capacity) atomicExch(&shared.fits, 0);
     // Exceptions are stored after everything else.
     __syncthreads();
     except<W>(store == STORE_ALL || store == STORE_CHANGES, sums);

@@ -110,15 +110,14 @@ __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u3
         u64 gained = 0, lost = 0; // terms of the sum without the weight of the row
         u32 shift = shared.classes.order.shift, mask = shared.classes.order.mask;
         T magnitude = (T)shared.classes.order.magnitude;
-        // A lane at `place` of the tile, in bytes.
-        auto apply = [&](u32 place, T base, T moved) {
+        // A lane at `place` of the tile, in bytes. `in_rows`: every thread has one.
+        auto apply = [&](bool in_rows, u32 place, T base, T moved) {
             u32 position = first * W + place;
             if (HOW == LOW_BITS) moved = with_low_bits<W>(moved, position / W);
             bool changed = moved != 0;
             if (HOW != TO_LIST) count_if(sums.changed, changed);
             if constexpr (IN_TILE) {
-                // Threads without a lane leave that of none as it is.
-                set_shared_lane<W>(lanes + place, move_lane_in<W>(base, moved, magnitude));
+                if (in_rows || changed) set_shared_lane<W>(lanes + place, move_lane_in<W>(base, moved, magnitude));
             } else {
                 T target = move_lane<W>(base, moved, magnitude);
                 if constexpr (W == 8) {
@@ -148,7 +147,7 @@ __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u3
 #pragma unroll
                 for (int i = 0; i < 4; i++) entries[i] = entry_of<W>(map, (i32)((u32)(bases[i] >> shift) & mask));
 #pragma unroll
-                for (int i = 0; i < 4; i++) apply(place + 32 * W * i, bases[i], decode_step<W>(stream, entries[i], before));
+                for (int i = 0; i < 4; i++) apply(true, place + 32 * W * i, bases[i], decode_step<W>(stream, entries[i], before));
             }
             if (passes) pass_turn(ring, stream);
         } else if constexpr (HOW != LOW_BITS) {
@@ -178,7 +177,7 @@ __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u3
                 T moved = decode_step<W>(stream, now, before);
                 // Whoever is next need not wait until this warp has done with the last step's lanes.
                 if (passes && done >= count) pass_turn(ring, stream);
-                bool changed = apply(at, of, moved);
+                bool changed = apply(false, at, of, moved);
                 if (marked && changed && is_excepted(tile, at / W)) sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
             }
         }

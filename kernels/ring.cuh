@@ -18,7 +18,7 @@ __device__ __forceinline__ Ring open_ring(u32 log2) {
 __device__ __forceinline__ void take_turn(const Ring& ring, Stream& stream) {
     wait_at(ring.mine);
     stream.state = shared_u32(ring.turn + 4 * (threadIdx.x % WARP));
-    stream.at = uniform(shared_u32<TPDE_OFFSET_OF(Turn, at)>(ring.turn));
+    stream.at = uniform(threadIdx.x % WARP == 0 ? shared_u32<TPDE_OFFSET_OF(Turn, at)>(ring.turn) : 0);
 }
 
 __device__ __forceinline__ void pass_turn(const Ring& ring, const Stream& stream) {

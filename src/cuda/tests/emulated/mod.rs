@@ -4,7 +4,7 @@
 mod emulator;
 
 use self::emulator::{Cases, Chunk};
-use super::cases::shapes::{Shape, case_of};
+use super::cases::shapes::{Shape, case_of, rows_of};
 use super::cases::{Case, Random, faults, hostile, is_same_kind, random_lanes};
 use super::vectors;
 use crate::codec::{Codec, Encoded, Expander};
@@ -151,7 +151,8 @@ fn every_shape() {
             let chunks: Vec<_> = [Dtype::Bf16, Dtype::F32]
                 .into_iter()
                 .map(|dtype| {
-                    let shape = Shape { dtype, lanes: 5000, states_log2, segments_log2, low: 0, ..Shape::any(random, 1) };
+                    let lanes = 3000 + (1024 << segments_log2);
+                    let shape = Shape { dtype, lanes, states_log2, segments_log2, low: 0, ..Shape::any(random, 1) };
                     let case = case_of(shape);
                     let expected = case.decode();
                     assert!(expected.is_ok());
@@ -162,6 +163,32 @@ fn every_shape() {
         }
     }
     cases.run("shapes", &["--shift", "2"]);
+}
+
+/// Tiles that are decoded row by row, and segments that several warps take turns at, with few tiles and many.
+fn rows_and_turns() -> Vec<(String, Chunk)> {
+    let mut chunks = Vec::new();
+    for dtype in [Dtype::F8E4m3, Dtype::Bf16, Dtype::F32, Dtype::F64] {
+        for segments_log2 in 0..6u8 {
+            for (activity_bits, low) in [(0, 0), (1, 0), (2, 0), (0, 5), (1, 5)] {
+                let random = &mut Random(chunks.len() as u64);
+                let tiles = (1 << segments_log2) + random.below(12);
+                let case = rows_of(random, dtype, tiles, segments_log2, activity_bits, low);
+                let expected = case.decode();
+                let name = format!("rows/{dtype}, {} segments, {activity_bits} activity bits, {low} low bits", 1 << segments_log2);
+                assert!(expected.is_ok(), "{name}: {:?}", expected.err());
+                chunks.push((name, Chunk::alone(case, expected, |expected, found| expected == found)));
+            }
+        }
+    }
+    chunks
+}
+
+#[test]
+fn rows_of_lanes() {
+    let mut cases = Cases::default();
+    rows_and_turns().iter().for_each(|(name, chunk)| cases.add(name, false, std::slice::from_ref(chunk)));
+    cases.run("rows", &["--shift", "0"]);
 }
 
 /// Payloads that end at every byte, and with one bit of three flipped, behind right CRCs: reads end where payloads do.
@@ -190,11 +217,11 @@ fn every_cut_and_many_flipped_bits() {
     cases.run("cuts", &["--shift", "0", "--mode", "out", "--mode", "listed"]);
 }
 
-/// Threads meet in memory only where barriers order them. Codec `raw` alone: the kernel of codec `conditioned` looks up, and leaves,
-/// lanes that are just written.
+/// Threads meet in memory only where barriers order them.
 #[test]
 fn no_races() {
     let mut cases = Cases::default();
+    rows_and_turns().iter().step_by(3).for_each(|(name, chunk)| cases.add(name, false, std::slice::from_ref(chunk)));
     let mut seed = 0;
     for dtype in [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64] {
         for rarity in [1, 30] {
