@@ -138,7 +138,7 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
     }
     atomicOr(&shared.used, used);
     __syncthreads();
-    Lookup lookup = make_lookup<THREADS>(launch, tables, shared.used, 8 * W - parts.low_bits, shared_address(&shared + 1), (u32*)shared.tiles);
+    Lookup lookup = make_lookup<THREADS>(launch, tables, shared.used, 8 * W, parts.low_bits, shared_address(&shared + 1), (u32*)shared.tiles);
     for (u32 i = thread; i <= MAPS * MAP; i += THREADS) shared.maps[i] = class_entry(launch, tables, lookup, number_of(i));
     if (thread < WARP) errors |= find_streams(chunk, parts);
     __syncthreads();

@@ -7,7 +7,7 @@ enum : int {
     TO_LIST,   // STORE_LIST
     TO_OUTPUT, // each change on its own, with any other
     TO_TILE,   // to the tile, which leaves as a whole
-    LOW_BITS,  // the same, for lanes with low bits, all of them coded; and what is decoded slowly anyway
+    LOW_BITS,  // the same, for floats with low bits and without a base, all of them coded; and what is decoded slowly anyway
 };
 
 // The coded lanes of a tile.
@@ -45,10 +45,41 @@ template <int W> __device__ __forceinline__ Coded find_coded(u32 bits, u32 activ
 // What of a chunk is decoded fast: its first tiles.
 template <int W, int HOW> __device__ __forceinline__ u32 fast_tiles() {
     const Chunk& chunk = shared_memory().chunk;
+    const Parts& parts = shared_memory().parts;
     if (HOW != LOW_BITS) return whole_tiles<W>(chunk);
-    if (!shared_memory().classes.by_threshold || shared_memory().parts.low_bits == 0) return 0;
-    if (chunk.base_lanes != 0) return whole_tiles<W>(chunk);
-    return (u64)chunk.output % 16 == 0 ? chunk.lanes / TileShape<W>::LANES : 0;
+    bool coded = true;
+    for (u32 a = 0; a < 1u << parts.activity_bits; a++) coded &= entry_of<W>(a, 0).x != shared_memory().classes.none.x;
+    // Low bits are read by the word, and a bit further.
+    bool fast = coded && shared_memory().classes.by_threshold && parts.low_bits != 0 && parts.states == WARP && chunk.base_lanes == 0 &&
+                (u64)chunk.output % 16 == 0 && parts.sizes_at + 12 <= padded(chunk.size) && parts.exceptions == 0;
+    return fast ? chunk.lanes / TileShape<W>::LANES : 0;
+}
+
+// The low bits of the lanes that a thread has, one in each row: they lie `count` words apart, at the same bit.
+template <int W> struct LowBits {
+    const u32* words;
+    u32 count, shift;
+    typename WideOf<W>::type mask;
+
+    __device__ __forceinline__ void open(const Chunk& chunk, const Parts& parts, u32 at) {
+        u64 bit = 8ull * parts.low_at + (u64)at * parts.low_bits;
+        words = (const u32*)chunk.payload + bit / 32;
+        count = parts.low_bits;
+        shift = bit % 32;
+        mask = (typename WideOf<W>::type)0 - 1 >> (8 * sizeof mask - count);
+    }
+    __device__ __forceinline__ typename WideOf<W>::type next() {
+        u32 a = __ldg(words), b = __ldg(words + 1), low = __funnelshift_r(a, b, shift);
+        typename WideOf<W>::type bits = low;
+        if constexpr (W == 8) bits |= (u64)__funnelshift_r(b, __ldg(words + 2), shift) << 32;
+        words += count;
+        return bits & mask;
+    }
+};
+
+// The lane that a delta makes of a float that is 0: the sign is the delta's lowest bit.
+template <int W> __device__ __forceinline__ typename WideOf<W>::type lane_of_delta(typename WideOf<W>::type delta) {
+    return delta >> 1 | delta << (8 * W - 1);
 }
 
 template <int W, int HOW>
@@ -57,7 +88,6 @@ __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u3
     typedef typename LaneOf<W>::type Lane;
     typedef TileShape<W> Shape;
     constexpr u32 LANES = Shape::LANES;
-    constexpr bool IN_TILE = HOW == TO_TILE || HOW == LOW_BITS;
     Shared& shared = shared_memory();
     const Chunk& chunk = shared.chunk;
     const Parts& parts = shared.parts;
@@ -66,7 +96,6 @@ __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u3
     u32 lanes = shared_address(tile.lanes), tiles = (chunk.lanes + LANES - 1) / LANES;
     u32 begin = uniform(segment * tiles >> parts.segments_log2), end = uniform((segment + 1) * tiles >> parts.segments_log2);
     u32 fast = uniform(min(end, fast_tiles<W, HOW>()));
-    bool has_base = HOW != LOW_BITS || chunk.base_lanes != 0;
     Stream stream = open_stream(chunk, parts, segment);
     Marker marker = open_marker(chunk, parts, begin * LANES);
     uint4 pieces[Shape::PIECES] = {};
@@ -92,20 +121,41 @@ __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u3
         sums.errors |= slow.errors;
         list.count = slow.listed;
     };
-    if (number < fast && has_base) load_tile<W>(chunk, number, pieces);
+    if (HOW != LOW_BITS && number < fast) load_tile<W>(chunk, number, pieces);
 #pragma unroll 1
     for (; number < fast; number += ring.count) {
         open_tile();
         u32 first = number * LANES, activities = bits ? activities_of_tile(chunk.payload + parts.activities_at, bits, number, Shape::BLOCKS) : 0;
-        u64 row = row_weight(number * Shape::WORDS), of_base = row * tile_sum<W>(shared.weights, number, pieces);
+        u64 row = row_weight(number * Shape::WORDS);
+        if constexpr (HOW == LOW_BITS) {
+            LowBits<W> low;
+            low.open(chunk, parts, first + thread);
+            T mask = high_mask<W>(low.count);
+            Entry entry = entry_of<W>(0, 0);
+            if (takes) take_turn(ring, stream);
+#pragma unroll 1
+            for (u32 block = 0; block < Shape::BLOCKS; block++) {
+                if (bits) entry = entry_of<W>(activities >> block * bits & ((1u << bits) - 1), 0);
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) {
+                    T lower = low.next(), delta = high_bits<W>(decode_step<W>(stream, entry, before, true), mask) | lower;
+                    count_if(sums.changed, delta != 0);
+                    set_shared_lane<W>(lanes + (BLOCK_LANES * block + 32 * i + thread) * W, lane_of_delta<W>(delta));
+                }
+            }
+            if (passes) pass_turn(ring, stream);
+            __syncwarp();
+            read_tile<W>(tile, pieces);
+            if (store != STORE_NONE) store_tile<W>(chunk, number, pieces);
+            sums.target += row * tile_sum<W>(shared.weights, number, pieces);
+            __syncwarp();
+            continue;
+        }
+        u64 of_base = row * tile_sum<W>(shared.weights, number, pieces);
         write_tile<W>(tile, pieces);
         Coded coded = find_coded<W>(bits, activities, states == WARP && !marked, pieces, tile);
         // The next lanes arrive while these are decoded.
-        if (number + ring.count < fast && has_base) load_tile<W>(chunk, number + ring.count, pieces);
-        if (HOW == LOW_BITS && (!coded.whole || __popc(coded.blocks) != LANES / 32)) {
-            decode_tile_slowly();
-            continue;
-        }
+        if (number + ring.count < fast) load_tile<W>(chunk, number + ring.count, pieces);
         sums.base += of_base;
         u64 gained = 0, lost = 0; // terms of the sum without the weight of the row
         u32 shift = shared.classes.order.shift, mask = shared.classes.order.mask;
@@ -113,10 +163,9 @@ __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u3
         // A lane at `place` of the tile, in bytes. `in_rows`: every thread has one.
         auto apply = [&](bool in_rows, u32 place, T base, T moved) {
             u32 position = first * W + place;
-            if (HOW == LOW_BITS) moved = with_low_bits<W>(moved, position / W);
             bool changed = moved != 0;
             if (HOW != TO_LIST) count_if(sums.changed, changed);
-            if constexpr (IN_TILE) {
+            if constexpr (HOW == TO_TILE) {
                 if (in_rows || changed) set_shared_lane<W>(lanes + place, move_lane_in<W>(base, moved, magnitude));
             } else {
                 T target = move_lane<W>(base, moved, magnitude);
@@ -147,10 +196,10 @@ __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u3
 #pragma unroll
                 for (int i = 0; i < 4; i++) entries[i] = entry_of<W>(map, (i32)((u32)(bases[i] >> shift) & mask));
 #pragma unroll
-                for (int i = 0; i < 4; i++) apply(true, place + 32 * W * i, bases[i], decode_step<W>(stream, entries[i], before));
+                for (int i = 0; i < 4; i++) apply(true, place + 32 * W * i, bases[i], decode_step<W>(stream, entries[i], before, false));
             }
             if (passes) pass_turn(ring, stream);
-        } else if constexpr (HOW != LOW_BITS) {
+        } else {
             // Threads that are no states have no lanes.
             u32 from = thread < states ? shared_address(tile.queue) + 2 * thread : shared_address(&tile.no_entry), stride = thread < states ? 2 * states : 0;
             u32 place;
@@ -174,14 +223,14 @@ __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u3
                 Entry now = entry;
                 done += states;
                 fetch();
-                T moved = decode_step<W>(stream, now, before);
+                T moved = decode_step<W>(stream, now, before, false);
                 // Whoever is next need not wait until this warp has done with the last step's lanes.
                 if (passes && done >= count) pass_turn(ring, stream);
                 bool changed = apply(false, at, of, moved);
                 if (marked && changed && is_excepted(tile, at / W)) sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
             }
         }
-        if constexpr (IN_TILE) {
+        if constexpr (HOW == TO_TILE) {
             __syncwarp();
             uint4 out[Shape::PIECES];
             read_tile<W>(tile, out);

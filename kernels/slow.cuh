@@ -10,14 +10,16 @@ struct Slow {
     u32 changed, errors, listed;
 };
 
-// What a coded lane is moved by if it has low bits, from the difference that its value would be.
-template <int W> __device__ __forceinline__ typename WideOf<W>::type with_low_bits(typename WideOf<W>::type moved, u32 at) {
+// The bits that a value has with low bits, all of them low ones.
+template <int W> __device__ __forceinline__ typename WideOf<W>::type high_mask(u32 low_bits) {
     typedef typename WideOf<W>::type T;
-    Shared& shared = shared_memory();
-    u32 low_bits = shared.parts.low_bits;
-    T value = moved << 1 ^ sign_of<W == 8 ? 8 : 4>(moved);
-    T high = low_bits == 8 * W ? 0 : ((T)shared.parts.center - value) & (((T)1 << (8 * W - low_bits) % (8 * sizeof(T))) - 1);
-    return difference_of<W>((low_bits == 8 * W ? 0 : high << low_bits) | low_bits_of<W>(shared.chunk, shared.parts, at));
+    return low_bits == 8 * W ? 0 : ((T)1 << (8 * W - low_bits) % (8 * sizeof(T))) - 1;
+}
+
+// The delta of a coded lane with low bits, without them.
+template <int W> __device__ __forceinline__ typename WideOf<W>::type high_bits(typename WideOf<W>::type value, typename WideOf<W>::type mask) {
+    typedef typename WideOf<W>::type T;
+    return (((T)shared_memory().parts.center - value) & mask) << shared_memory().parts.low_bits % (8 * sizeof(T));
 }
 
 // A warp: the lanes of a tile, their masks, and the part of the base's sum of each thread. Lanes outside the chunk and the base are
@@ -62,8 +64,12 @@ template <int W> __device__ __noinline__ Slow decode_slowly(Slow slow, u32 numbe
     for (u32 done = 0; done < count; done += states) {
         u32 queued = thread < states ? shared_u16(queue + 2 * (done + thread)) : NO_ENTRY, place = queued % (1u << QUEUE_MAP);
         bool is_lane = place != TILE_BYTES;
-        T base = shared_lane<W>(lanes + place), moved = decode_step<W>(slow.stream, is_lane ? class_of<W>(queued >> QUEUE_MAP, base) : shared.classes.none, before);
-        if (low_bits != 0 && is_lane) moved = with_low_bits<W>(moved, first + place / W);
+        T base = shared_lane<W>(lanes + place);
+        Entry entry = is_lane ? class_of<W>(queued >> QUEUE_MAP, base) : shared.classes.none;
+        T moved = decode_step<W>(slow.stream, entry, before, low_bits != 0);
+        if (low_bits != 0 && is_lane) {
+            moved = difference_of<W>(high_bits<W>(moved, high_mask<W>(low_bits)) | low_bits_of<W>(chunk, parts, first + place / W));
+        }
         if (is_lane) set_shared_lane<W>(lanes + place, move_lane<W>(base, moved, magnitude));
     }
     if (passes) pass_turn(ring, slow.stream);

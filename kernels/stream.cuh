@@ -37,8 +37,8 @@ template <int W> __device__ __forceinline__ typename WideOf<W>::type difference_
     return value >> 1 ^ (typename WideOf<W>::type)0 - (value & 1);
 }
 
-// Decodes a step: what a lane with `entry` is to be moved by, for each thread.
-template <int W> __device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, Entry entry, u32 before) {
+// Decodes a step: what a lane with `entry` is to be moved by, for each thread; or the value, as the symbols were made for.
+template <int W> __device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, Entry entry, u32 before, bool with_low_bits) {
     typedef typename WideOf<W>::type T;
     u32 state = stream.state;
     u32 bucket = shared_u16(entry.x | state / 4 % BUCKET_BYTES & ~1u);
@@ -83,7 +83,7 @@ template <int W> __device__ __forceinline__ typename WideOf<W>::type decode_step
                 stream.at += __popc(mask);
             }
         }
-        if (with) moved = difference_of<W>(value);
+        if (with) moved = with_low_bits ? value : difference_of<W>(value);
     }
     stream.state = state;
     return moved;

@@ -3,19 +3,19 @@
 #include "block.cuh"
 
 // A token with a frequency f, ready for use. x: `cum` in the low half and f - 4,096 in the high half. y: for a token that is a value,
-// what a lane is moved by; for another one SYMBOL_EXTRA, the number of extra bits in bits 0 to 5 and what they are appended to in bits
+// what a lane is moved by, or the value where there are low bits; for another one SYMBOL_EXTRA, the number of extra bits in bits 0 to 5 and what they are appended to in bits
 // 16 and 17; SYMBOL_BAD if values do not fit. As numbers with signs they ascend in this order.
 typedef uint2 Symbol;
 #define SYMBOL_EXTRA 0x40000000
 #define SYMBOL_BAD 0x60000000
 #define TOKEN_VALUES 64
 
-__device__ __forceinline__ Symbol make_symbol(u32 packed, u32 tokens) {
+__device__ __forceinline__ Symbol make_symbol(u32 packed, u32 tokens, bool with_low_bits) {
     u32 token = packed >> 24, cum = packed & 0xFFF, less = (packed >> 12 & 0xFFF) + 1 - (1u << TPDE_FREQUENCY_SUM_LOG2);
-    u32 moved = token >> 1 ^ (0u - (token & 1));
-    if (token >= TOKEN_VALUES) moved = SYMBOL_EXTRA | (token - TOKEN_VALUES) / 2 + 5 | (2 + token % 2) << 16;
-    if (token >= tokens) moved = SYMBOL_BAD;
-    return make_uint2(cum | less << 16, moved);
+    u32 rest = with_low_bits ? token : token >> 1 ^ (0u - (token & 1));
+    if (token >= TOKEN_VALUES) rest = SYMBOL_EXTRA | (token - TOKEN_VALUES) / 2 + 5 | (2 + token % 2) << 16;
+    if (token >= tokens) rest = SYMBOL_BAD;
+    return make_uint2(cum | less << 16, rest);
 }
 
 // Tokens of values of `bits` bits.
@@ -68,10 +68,10 @@ __device__ __forceinline__ void make_buckets(const Symbol* symbols, u32 count, u
     __syncwarp();
 }
 
-// All threads: the look-up of the classes `used` of set `tables`, for values of `bits` bits, from shared address `at` on, a
-// multiple of BUCKET_BYTES. Each warp has 512 bytes to work with at `room`. A barrier must follow. See TPDE_CONDITIONED_TABLES for
+// All threads: the look-up of the classes `used` of set `tables`, for lanes of `bits` bits, of which some are low, from shared address
+// `at` on, a multiple of BUCKET_BYTES. Each warp has 512 bytes to work with at `room`. A barrier must follow. See TPDE_CONDITIONED_TABLES for
 // the room of the look-up.
-template <int THREADS> __device__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 at, u32* room) {
+template <int THREADS> __device__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 low_bits, u32 at, u32* room) {
     Lookup lookup = {class_count(launch, tables), at, 0};
     lookup.symbols = lookup.buckets + (lookup.classes + 1) * BUCKET_BYTES;
     u32* buckets = (u32*)shared_pointer(lookup.buckets);
@@ -81,8 +81,8 @@ template <int THREADS> __device__ Lookup make_lookup(const Launch& launch, u32 t
     if (lookup.classes == 0) return lookup;
     const u32* set = (const u32*)launch.tables + tables;
     const u32* packed = set + lookup.classes + 2;
-    u32 count = __ldg(set + lookup.classes + 1) - (lookup.classes + 2), tokens = tokens_within(bits);
-    for (u32 i = threadIdx.x; i < count; i += THREADS) symbols[1 + i] = make_symbol(__ldg(packed + i), tokens);
+    u32 count = __ldg(set + lookup.classes + 1) - (lookup.classes + 2), tokens = tokens_within(bits - low_bits);
+    for (u32 i = threadIdx.x; i < count; i += THREADS) symbols[1 + i] = make_symbol(__ldg(packed + i), tokens, low_bits != 0);
     __syncthreads();
     for (u32 number = 1 + threadIdx.x / WARP; number <= lookup.classes; number += THREADS / WARP) {
         if (!(used >> number & 1)) continue;

@@ -100,11 +100,12 @@ pub fn case_of(shape: Shape) -> Case {
     Case::new(dtype, Some(set), base, &target, payload)
 }
 
-/// A chunk of which all lanes of a block are coded, or none, so that steps are rows of lanes; `tiles` tiles and a bit.
+/// A chunk of which all lanes of a block are coded, or none, so that steps are rows of lanes; `tiles` tiles and a bit. With low bits it
+/// has no base, and all lanes are coded.
 pub fn rows_of(random: &mut Random, dtype: Dtype, tiles: usize, segments_log2: u8, activity_bits: u8, low_bits: u32) -> Case {
     let lanes = tiles * tile(dtype) + 1 + random.below(200);
     let (mut base, target) = random_lanes(random, dtype, lanes, 2);
-    if low_bits != 0 && activity_bits == 0 {
+    if low_bits != 0 {
         base.fill(0);
     }
     let set = random_set(random, 3, 8 * dtype.lane_bytes() as u32 - low_bits, true);
@@ -116,13 +117,15 @@ pub fn rows_of(random: &mut Random, dtype: Dtype, tiles: usize, segments_log2: u
         activity_bits,
         // All contexts share the first entry.
         first_context: u16::MAX,
-        maps: (0..1 << activity_bits).map(|map| vec![if activity_bits == 0 { 1 } else { map }]).collect(),
+        maps: (0..1 << activity_bits)
+            .map(|map| vec![if activity_bits == 0 || low_bits != 0 { 1 + map % 3 } else { map }])
+            .collect(),
         activities: (0..lanes.div_ceil(BLOCK)).map(|_| random.below(1 << activity_bits) as u8).collect(),
-        listed: 300,
+        listed: if low_bits != 0 { usize::MAX } else { 300 },
         clash: None,
     };
     let payload = write(dtype, &plan, &set, &base, &target);
-    if low_bits != 0 && activity_bits == 0 {
+    if low_bits != 0 {
         base.clear();
     }
     Case::new(dtype, Some(set), base, &target, payload)
