@@ -17,9 +17,13 @@ use zerocopy::IntoBytes;
 
 /// What it is worth not to code a lane, so that decoding it takes no time.
 const LANE_COST: u64 = 4;
-/// Most steps that a stream should have, so that a chunk is decoded in few round trips of a processor's latency, and the payload
-/// that a state must have for that; and limits that are worth more. A state wastes 2 bytes.
-const STEPS: [(usize, u64); 3] = [(512, 40), (1024, 16), (2048, 8)];
+/// Most steps that a stream should have, and the payload that a state must have for that. Where a chunk is decoded by threads that
+/// wait for each other, steps are what takes the time. A state wastes 2 bytes.
+const STEPS: [(usize, u64); 2] = [(512, 40), (704, 2)];
+/// What it may cost more, as a part, to code all lanes of a kind of block, so that steps are rows of lanes.
+const ROWS: u64 = 64;
+/// Contexts after the last one seen that other blocks may have.
+const UNSEEN: usize = 3;
 /// What maps without holes may cost more than others: a part of the payload, and bits.
 const WHOLE: (u64, u64) = (100, 8 * 12);
 
@@ -293,6 +297,8 @@ struct Groups {
     fits: Vec<[Fit; CONTEXTS]>,
     /// Contexts with which maps may begin, and what they and all before them cost in one entry.
     firsts: Vec<(usize, Vec<Fit>)>,
+    /// Where a map ends that all lanes are to be coded with: a few contexts after the last one that was seen.
+    end: usize,
 }
 
 impl Groups {
@@ -326,7 +332,8 @@ impl Groups {
                 firsts.push((first, shared.iter().map(fit).collect()));
             }
         }
-        Self { fits, firsts }
+        let seen = (0..CONTEXTS).rfind(|&context| fits.iter().any(|fits| fits[context].occurs()));
+        Self { fits, firsts, end: CONTEXTS.min(seen.map_or(1, |seen| seen + 1 + UNSEEN)) }
     }
 
     /// Chooses maps, and says what they cost. Without `holes` the coded entries of each are its first ones, so that a comparison
@@ -342,10 +349,16 @@ impl Groups {
                 let tail = tails[first + 1];
                 let coded = fit.between(holes).1 + tail.cost;
                 let uncoded = fit.uncoded + tail.uncoded;
-                let end = if coded < uncoded { tail.end.max(first + 1) } else { 0 };
-                cost += coded.min(uncoded);
+                let all = fit.coded + tail.all;
+                let in_rows = coded < uncoded && all - coded <= coded / ROWS;
+                let end = match in_rows {
+                    true => self.end,
+                    false if coded < uncoded => tail.end.max(first + 1),
+                    false => 0,
+                };
+                cost += if in_rows { all } else { coded.min(uncoded) };
                 count = count.max(end.saturating_sub(*first));
-                entries.push((*fit, end));
+                entries.push((*fit, end, in_rows));
             }
             cost += self.fits.len() as u64 * count.next_multiple_of(2) as u64 * 4 * BIT;
             if count <= MAX_CONTEXTS && cost < best.0 {
@@ -355,13 +368,14 @@ impl Groups {
         let (cost, first, count, entries) = best;
 
         let mut maps = Maps { first: first_context + first as u16, count: count as u8, classes: [[0; MAX_CONTEXTS]; 4] };
-        for ((map, fits), (shared, end)) in maps.classes.iter_mut().zip(&self.fits).zip(entries) {
-            // Contexts that do not occur, or not in the blocks that were looked at, are coded as the next one.
-            let mut class = 0;
+        for ((map, fits), (shared, end, in_rows)) in maps.classes.iter_mut().zip(&self.fits).zip(entries) {
+            let fit = |context| if context == first { &shared } else { &fits[context] };
+            let class_of = |fit: &Fit| if in_rows { fit.class } else { fit.between(holes).0 };
+            // Contexts that do not occur, or not in the blocks that were looked at, are coded as the next one, or the last one.
+            let mut class = (first..end).rev().map(fit).find(|fit| fit.occurs()).map_or(0, class_of);
             for context in (first..end).rev() {
-                let fit = if context == first { &shared } else { &fits[context] };
-                if fit.occurs() {
-                    class = fit.between(holes).0;
+                if fit(context).occurs() {
+                    class = class_of(fit(context));
                 }
                 map[context - first] = class;
             }
@@ -379,6 +393,8 @@ struct Tail {
     end: usize,
     /// If none is coded.
     uncoded: u64,
+    /// If all are.
+    all: u64,
 }
 
 /// The tails that begin with each context, the last one empty.
@@ -387,9 +403,10 @@ fn tails(fits: &[Fit; CONTEXTS], holes: bool) -> [Tail; CONTEXTS + 1] {
     for (context, fit) in fits.iter().enumerate().rev() {
         let after = tails[context + 1];
         let (coded, uncoded) = (fit.between(holes).1 + after.cost, fit.uncoded + after.uncoded);
+        let all = fit.coded.saturating_add(after.all);
         tails[context] = match coded < uncoded {
-            true => Tail { cost: coded, end: after.end.max(context + 1), uncoded },
-            false => Tail { cost: uncoded, end: 0, uncoded },
+            true => Tail { cost: coded, end: after.end.max(context + 1), uncoded, all },
+            false => Tail { cost: uncoded, end: 0, uncoded, all },
         };
     }
     tails
@@ -397,14 +414,16 @@ fn tails(fits: &[Fit; CONTEXTS], holes: bool) -> [Tail; CONTEXTS + 1] {
 
 /// States of a stream and segments of a chunk of `tiles` tiles, with `coded` coded lanes and a payload of about `size` bytes.
 fn shape(coded: usize, size: u64, tiles: usize) -> (usize, usize) {
-    let states = STEPS.map(|(steps, bytes)| {
-        let affordable = 1usize << (size / bytes).max(1).ilog2();
-        coded.div_ceil(steps).next_power_of_two().min(affordable)
+    // Half of a tile's last step is lost.
+    let steps = coded.div_ceil(STEP) + tiles / 2;
+    let segments = STEPS.map(|(most, bytes)| {
+        let affordable = 1usize << (size / bytes / STEP as u64).max(1).ilog2();
+        steps.div_ceil(most).next_power_of_two().min(affordable)
     });
-    // A vector's or a warp's worth of states is decoded at once, so as many are taken where they cost little.
-    let vector = STEP.min(coded.max(1)).min((size / STEPS[0].1).max(1) as usize);
-    let states = 1usize << states.into_iter().fold(vector, usize::max).ilog2();
-    (states.min(STEP), (states / STEP).clamp(1, 1 << MAX_LOG2).min(1 << tiles.ilog2()))
+    let segments = segments.into_iter().fold(1, usize::max).min(1 << MAX_LOG2).min(1 << tiles.ilog2());
+    // Small payloads have no room for a vector's or a warp's worth of states.
+    let states = STEP.min(coded.max(1)).min((size / STEPS[0].1).max(1) as usize);
+    (if segments == 1 { 1 << states.ilog2() } else { STEP }, segments)
 }
 
 /// The positions of some coded lanes, given by their places in tiles whose halves of blocks, from `first` on, have these masks.
