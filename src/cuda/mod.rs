@@ -34,6 +34,7 @@
 
 mod apply;
 mod binding;
+mod calls;
 mod device;
 mod driver;
 mod frames;
