@@ -473,7 +473,7 @@ class TestLayers:
                         found.append(base(TOKENS.cuda()))
             torch.cuda.synchronize()
         assert all(torch.equal(one, wanted) for one in found)
-        arenas = [tpde.nn._Arena.of(base.twin._weight.device, stream) for stream in streams]
+        arenas = [tpde._rebuilt.Arena.of(base.twin._weight.device, stream) for stream in streams]
         rooms = {slot.dense.data_ptr() for arena in arenas for slot in arena.slots}
         assert len(rooms) == 6 and all(address % 256 == 0 for address in rooms)
 

@@ -357,7 +357,7 @@ class Fake:
         monkeypatch.setattr(torch.cuda, "Event", self.Event)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-        monkeypatch.setattr(tpde.nn._Arena, "_made", {})
+        monkeypatch.setattr(tpde._rebuilt.Arena, "_made", {})
 
     class Event:
         def record(self, stream: object) -> None:
@@ -406,7 +406,7 @@ class Fake:
 
         return Plan()
 
-    def weights(self, model: torch.nn.Module, names: list[str]) -> list[tpde.nn._DeviceWeight]:
+    def weights(self, model: torch.nn.Module, names: list[str]) -> list[tpde._rebuilt.DeviceWeight]:
         """Weights of this device, their payloads in memory that is to be copied."""
         offset, made = 64, {}
         for entry in self.entries.values():  # payloads follow each other in the order of the tensors, padded chunk by chunk
@@ -418,7 +418,7 @@ class Fake:
         for name in names:
             payload = torch.frombuffer(bytearray(self.blob[made[name] :]), dtype=torch.uint8)
             payload = payload[: (self._pair.payload_bytes(name) + 15) // 16 * 16]
-            found.append(tpde.nn._DeviceWeight(self, self.entries[name], model.get_parameter(name), payload, made[name]))
+            found.append(tpde._rebuilt.DeviceWeight(self, self.entries[name], model.get_parameter(name), payload, made[name]))
         return found
 
 
@@ -466,7 +466,7 @@ class TestArena:
         device, base, target = fake
         weights = device.weights(base, self.NAMES)
         self.run(device, weights * 2, target)
-        (arena,) = tpde.nn._Arena._made.values()
+        (arena,) = tpde._rebuilt.Arena._made.values()
         assert {slot.dense.numel() for slot in arena.slots} == {max(weight.bytes for weight in weights)}
         assert {slot.payload.numel() for slot in arena.slots} == {max(weight.payload.numel() for weight in weights)}
         handle = weights.pop().handle
@@ -474,7 +474,7 @@ class TestArena:
         assert all(handle not in slot.rebuilds for slot in arena.slots)
         del weights[:], arena
         gc.collect()
-        assert not tpde.nn._Arena._made
+        assert not tpde._rebuilt.Arena._made
 
     def test_larger_weights_come_later(self, fake: tuple[Fake, Deep, Deep]) -> None:
         device, base, target = fake

@@ -22,12 +22,16 @@ from conftest import Made
 
 #: Elements of arrays that take a good part of a second to encode.
 LARGE = 32 << 20
+#: How many times as many are tried in turn, where work may be done before the calling thread has had its turn.
+TIMES = (1, 1, 1, 2, 4)
+#: Seconds after which what hangs is given up: many, as a machine may have much else to do.
+LONG = 600
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter that must not take long."""
+    """A fresh interpreter that must end."""
     env = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=env, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code], check=True, timeout=LONG, env=env, capture_output=True, text=True)
 
 
 def test_importing_takes_nothing_along() -> None:
@@ -60,12 +64,12 @@ def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=tick)
     thread.start()
-    start = time.monotonic()
+    before = ticks
     tpde.numpy.save_file(base, target, tmp_path / "p")
-    seconds = time.monotonic() - start
+    meanwhile = ticks - before
     stop.set()
     thread.join()
-    assert ticks > 20 * seconds
+    assert meanwhile >= 10  # how many, the machine's load says; with the lock held it would be one or two
 
 
 @pytest.fixture
@@ -76,27 +80,40 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def large() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    base = np.random.default_rng(1).standard_normal(LARGE, dtype=np.float32)
+def large(times: int = 1) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    base = np.random.default_rng(1).standard_normal(times * LARGE, dtype=np.float32)
     return {"w": base}, {"w": base * np.float32(1.001)}
 
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_keyboard_interrupt_ends_encoding_and_leaves_no_file(tmp_path: Path) -> None:
-    base, target = large()
-
-    def interrupt() -> None:
-        while not list(tmp_path.iterdir()):  # files under temporary names come first
+    def interrupt(folder: Path) -> None:
+        while not list(folder.iterdir()):  # files under temporary names come first
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        tpde.numpy.save_file(base, target, tmp_path / "p")
-    thread.join()
-    assert not list(tmp_path.iterdir())
-    tpde.numpy.save_file(base, target, tmp_path / "p")  # and all is as before
+    for attempt, times in enumerate(TIMES):
+        base, target = large(times)
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        thread = threading.Thread(target=interrupt, args=(folder,))
+        thread.start()
+        is_done = False
+        with pytest.raises(KeyboardInterrupt):
+            tpde.numpy.save_file(base, target, folder / "p")
+            is_done = True  # before the other thread had its turn
+            thread.join()
+        thread.join()
+        if is_done:
+            continue
+        left = list(folder.iterdir())
+        if len(left) == 2:  # the last file was renamed when the signal came
+            tpde.verify(folder / "p")
+            continue
+        assert not left
+        tpde.numpy.save_file(base, target, folder / "p")  # and all is as before
+        return
+    pytest.fail("the work was always done first")
 
 
 class Interrupt:
@@ -110,11 +127,17 @@ class Interrupt:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("mode", ["all_checked", "chunk_by_chunk"])
 def test_a_keyboard_interrupt_leaves_weights_as_documented(mode: str, tmp_path: Path) -> None:
-    base, target = large()
-    tpde.numpy.save_file(base, target, tmp_path / "p", codec="raw")
-    before = base["w"].copy()
-    with pytest.raises(KeyboardInterrupt) as caught:
-        tpde.numpy.apply_(base, tmp_path / "p", mode=mode, progress=Interrupt())
+    for times in TIMES:
+        base, target = large(times)
+        tpde.numpy.save_file(base, target, tmp_path / "p", codec="raw", replace=True)
+        before = base["w"].copy()
+        try:
+            tpde.numpy.apply_(base, tmp_path / "p", mode=mode, progress=Interrupt())
+        except KeyboardInterrupt as error:
+            caught = error
+            break
+    else:
+        pytest.fail("the work was always done first")
     if np.array_equal(base["w"], target["w"]):
         # The last chunk was begun before the calling thread, which looks for signals now and then, had its turn.
         assert tpde.numpy.apply_(base, tmp_path / "p", mode=mode) == "already_applied"
@@ -124,7 +147,7 @@ def test_a_keyboard_interrupt_leaves_weights_as_documented(mode: str, tmp_path: 
         assert mode == "chunk_by_chunk"
         changed = base["w"] != before
         assert np.array_equal(base["w"][changed], target["w"][changed])
-        assert isinstance(caught.value.__cause__, tpde.Poisoned) and caught.value.__cause__.written
+        assert isinstance(caught.__cause__, tpde.Poisoned) and caught.__cause__.written
         with pytest.raises(tpde.TpdeError):
             tpde.numpy.apply_(base, tmp_path / "p", mode=mode)
 
@@ -156,13 +179,13 @@ def test_what_raises_frees_its_memory(tmp_path: Path, made: Made) -> None:
 
 def rebuild(pair: str, base: str) -> int:
     """Runs in another process."""
-    signal.alarm(60)  # without threads it would wait for ever
+    signal.alarm(LONG)  # without threads it would wait for ever
     return sum(len(array.tobytes()) for array in tpde.numpy.load_file(pair, base).values())
 
 
 def fail(pair: str) -> None:
     """Runs in another process."""
-    signal.alarm(60)
+    signal.alarm(LONG)
     tpde.verify(pair)
 
 
@@ -171,9 +194,9 @@ def test_processes(method: str, made: Made) -> None:
     tpde.numpy.load_file(made.pair, made.base)  # the parent has threads by now
     context = multiprocessing.get_context(method)
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
-        results = list(pool.map(rebuild, [str(made.pair)] * 4, [str(made.base)] * 4, timeout=100))
+        results = list(pool.map(rebuild, [str(made.pair)] * 4, [str(made.base)] * 4, timeout=LONG))
         with pytest.raises(tpde.Invalid) as caught:
-            pool.submit(fail, str(made.damaged("embed.weight"))).result(timeout=100)
+            pool.submit(fail, str(made.damaged("embed.weight"))).result(timeout=LONG)
     assert set(results) == {sum(map(len, made.target_bytes.values()))}
     assert caught.value.rule == "payload.crc32" and caught.value.tensor == "embed.weight"
 
@@ -188,7 +211,7 @@ work.start()
 for _ in range(5):
     child = os.fork()
     if child == 0:
-        signal.alarm(60)
+        signal.alarm({LONG})
         tpde.verify({str(made.pair)!r}, base={str(made.base)!r})
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
@@ -204,7 +227,7 @@ def test_an_open_pair_survives_a_fork(made: Made) -> None:
         child = os.fork()
         if child == 0:
             status = 1
-            signal.alarm(60)  # without threads it would wait for ever
+            signal.alarm(LONG)  # without threads it would wait for ever
             try:
                 status = 0 if target.get_tensor("embed.weight").tobytes() == made.target_bytes["embed.weight"] else 2
             finally:

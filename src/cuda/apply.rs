@@ -5,109 +5,17 @@ use super::device::Scratch;
 use super::driver::{self, Entered, OwnStream, RawEvent, RawStream};
 use super::frames::Frames;
 use super::index::DeviceIndex;
-use super::index::laid_out;
 use super::launch::Launcher;
 use super::layout::{self, DeviceTensor, STATUS_NOT_RUN};
 use super::memory::{self, Allocation, DeviceSlice, PinnedBuffer};
 use super::outcome::{Captured, Pending};
-use super::plan::{Plan, Route};
+use super::plan::Plan;
+use super::planned::{Layout, Mode, Payloads, Planned, SIDES, table_of};
 use super::stream::Stream;
-use crate::codec::Codec;
 use crate::delta::InPlace;
-use crate::error::{Error, Escaped, Result};
-use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
-use crate::source::Source;
-use std::fmt;
+use crate::error::{Error, Result};
 use std::sync::{Arc, Mutex, PoisonError};
 use zerocopy::IntoBytes;
-
-/// Most slices that are decoded at once: as many as the driver keeps apart.
-const SIDES: usize = 8;
-
-/// Most bytes of scratch memory that a caller gives, unless told otherwise.
-const SCRATCH_MOST: u64 = 48 << 20;
-
-/// What becomes of the base.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mode {
-    /// It is read, and all lanes of the target are written elsewhere. If a chunk fails, the output is to be discarded.
-    OutOfPlace,
-    /// It turns into the target where it lies.
-    InPlace(InPlace),
-}
-
-/// Where the payloads of a pair are: its blob, from the first byte on.
-#[derive(Clone)]
-pub enum Payloads<'a> {
-    /// A file, a mapping or memory of the host: read into the staging ring by the thread that launches, with help from rayon's.
-    Host(&'a dyn Source),
-    /// The same, kept by the application.
-    Kept(Arc<dyn Source + Send>),
-    /// Pinned memory: copied by the device alone, but for payloads of codec `zstd`, which the processor expands.
-    Pinned(Arc<PinnedBuffer>),
-    /// Memory of the device, the first byte at a multiple of 16; payloads of codec `zstd` only with
-    /// [`DeviceIndex::trust`].
-    Device(DeviceSlice),
-    /// A part of the blob, from byte `at` of it on, in memory of the device: all payloads of the tensors that are bound, see
-    /// [`DeviceIndex::payloads_of`]. The first byte lies as far behind a multiple of 16 as in the blob.
-    Part {
-        /// Where in the blob the part begins.
-        at: u64,
-        /// Its bytes.
-        memory: DeviceSlice,
-    },
-}
-
-impl fmt::Debug for Payloads<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Payloads::Host(source) => write!(f, "Host({} bytes)", source.size()),
-            Payloads::Kept(source) => write!(f, "Kept({} bytes)", source.size()),
-            Payloads::Pinned(pinned) => write!(f, "{pinned:?}"),
-            Payloads::Device(slice) => write!(f, "{slice:?}"),
-            Payloads::Part { at, memory } => write!(f, "{memory:?} from {at} on"),
-        }
-    }
-}
-
-impl Payloads<'_> {
-    /// Where the blob begins in the device's memory, or would: only what of it is there is ever read.
-    pub(super) fn on_device(&self) -> Option<u64> {
-        match self {
-            Payloads::Host(_) | Payloads::Kept(_) | Payloads::Pinned(_) => None,
-            Payloads::Device(slice) => Some(slice.address()),
-            Payloads::Part { at, memory } => Some(memory.address().wrapping_sub(*at)),
-        }
-    }
-
-    /// Whether these can be the payloads of the tensors.
-    fn check(&self, index: &DeviceIndex, tensors: &[Binding]) -> Result<()> {
-        let found = match self {
-            Payloads::Host(source) => source.size(),
-            Payloads::Kept(source) => source.size(),
-            Payloads::Pinned(pinned) => pinned.len() as u64,
-            Payloads::Device(slice) => slice.bytes(),
-            Payloads::Part { at, memory } => {
-                let end = at.checked_add(memory.bytes()).ok_or_else(|| Error::Misuse(format!("a part of a blob from {at} on")))?;
-                for binding in tensors {
-                    let payloads = index.payloads_of(binding.tensor)?;
-                    if !payloads.is_empty() && (payloads.start < *at || payloads.end > end) {
-                        let name = Escaped(&index.tensor(binding.tensor)?.name);
-                        return Err(Error::Misuse(format!(
-                            "bytes {at} to {end} of a blob, and tensor {name} has its payloads at {payloads:?}"
-                        )));
-                    }
-                }
-                return Ok(());
-            }
-        };
-        if found != index.0.blob_size {
-            let needed = index.0.blob_size;
-            return Err(Error::Misuse(format!("a blob of {found} bytes for a pair whose blob has {needed}")));
-        }
-        Ok(())
-    }
-}
 
 impl DeviceIndex {
     /// Rebuilds tensors out of place: what [`DeviceIndex::prepare`] and [`Application::launch`] do.
@@ -140,26 +48,6 @@ impl DeviceIndex {
         self.plan(tensors, mode, payloads)?.prepare()
     }
 
-    /// The first half of [`DeviceIndex::prepare`]: all that needs no memory of the device. What comes out says how much of it
-    /// the other half needs, for those who want to give it.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`], as [`DeviceIndex::prepare`].
-    pub fn plan<'a>(&self, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>) -> Result<Planned<'a>> {
-        let (mut chunks, mut bytes) = (0, 0);
-        for binding in tensors {
-            let of_tensor = self.tensor(binding.tensor)?.chunks();
-            chunks += of_tensor.len() as u64;
-            let records = &self.0.records[of_tensor.start as usize..of_tensor.end as usize];
-            bytes += records.iter().map(|record| u64::from(record.compressed_size.get())).sum::<u64>();
-        }
-        // As many slices as can be decoded at once, so that the first is soon there; but each should fill the device, as one
-        // that does not takes as long, and be so large that launches cost little beside copies.
-        let full = 2 * u64::from(self.device().multiprocessors());
-        let slices = (chunks / full).clamp(1, SIDES as u64);
-        self.plan_in_slices(tensors, mode, payloads, (bytes / slices).max(512 << 10))
-    }
-
     /// [`DeviceIndex::prepare`] with staging by slices of whole chunks of about `slice_bytes` bytes: each is copied while the
     /// one before is decoded.
     ///
@@ -174,60 +62,9 @@ impl DeviceIndex {
     ) -> Result<Application<'a>> {
         self.plan_in_slices(tensors, mode, payloads, slice_bytes)?.prepare()
     }
-
-    fn plan_in_slices<'a>(&self, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>, slice_bytes: u64) -> Result<Planned<'a>> {
-        payloads.check(self, tensors)?;
-        let bindings = binding::check(self, tensors, mode != Mode::OutOfPlace)?.bindings;
-        let route = match payloads.on_device() {
-            Some(blob) if !blob.is_multiple_of(PAYLOAD_ALIGN) => {
-                return Err(Error::Misuse(format!("a blob at {blob:#x}, which is no multiple of {PAYLOAD_ALIGN}")));
-            }
-            Some(_) => Route::OnDevice,
-            None => Route::Staged { slice_bytes },
-        };
-        let plan = Plan::new(self, &bindings, route)?;
-        Ok(Planned { index: self.clone(), bindings, mode, plan, payloads, scratch_most: SCRATCH_MOST })
-    }
-}
-
-/// An application that has been worked out and has no memory of the device yet.
-#[derive(Debug)]
-pub struct Planned<'a> {
-    index: DeviceIndex,
-    bindings: Vec<Binding>,
-    mode: Mode,
-    plan: Plan,
-    payloads: Payloads<'a>,
-    scratch_most: u64,
-}
-
-/// Where in the memory of an application its parts begin, and how large all is.
-struct Layout {
-    table: u64,
-    order: u64,
-    records: u64,
-    /// Behind the parts that are copied to the device.
-    copied: u64,
-    statuses: u64,
-    flag: u64,
-    scratch: u64,
-    staging: u64,
-    bytes: u64,
 }
 
 impl<'a> Planned<'a> {
-    /// Bytes of device memory for [`Planned::prepare_in`]: 4 a chunk for the order of work and 4 for its outcome, 48 a tensor;
-    /// the payloads, where they are copied; and what the changes of chunks take for [`InPlace::ChunkByChunk`], up to 48 MiB.
-    pub fn bytes(&self) -> u64 {
-        self.layout(self.given_scratch(), self.plan.staged_bytes).bytes
-    }
-
-    /// Bounds the memory for changes of chunks: with less than they take, chunks are decoded twice.
-    #[must_use]
-    pub fn scratch_most(self, bytes: u64) -> Self {
-        Self { scratch_most: bytes, ..self }
-    }
-
     /// Makes the application ready in memory of the crate's.
     ///
     /// # Errors
@@ -258,63 +95,6 @@ impl<'a> Planned<'a> {
         let shared = Arc::new(Shared::new(&index, bindings, mode, plan, layout, memory, scratch)?);
         Ok(Application { shared, payloads })
     }
-
-    /// Scratch memory of a caller's, yet without an address: slots as large as the changes of these chunks want it, and as many
-    /// as blocks may have at once, while there is room. Where there is not, it is better to have a slot for each block and some
-    /// chunks decoded twice than blocks that wait.
-    fn given_scratch(&self) -> Option<Scratch> {
-        if self.mode != Mode::InPlace(InPlace::ChunkByChunk) {
-            return None;
-        }
-        let (mut chunks, mut most) = (0, 0);
-        for binding in &self.bindings {
-            let Ok(tensor) = self.index.tensor(binding.tensor) else { continue };
-            if tensor.codec != Codec::Conditioned {
-                continue;
-            }
-            let of_tensor = tensor.chunks();
-            for record in &self.index.0.records[of_tensor.start as usize..of_tensor.end as usize] {
-                let changes = u64::from(record.num_deltas.get());
-                chunks += u32::from(changes > 0);
-                most = most.max(changes * layout::change_bytes(tensor.device.lane_log2));
-            }
-        }
-        Scratch::planned(chunks, most, self.index.device().multiprocessors(), self.scratch_most)
-    }
-
-    fn layout(&self, scratch: Option<Scratch>, staged_bytes: u64) -> Layout {
-        // Of the tensor table, only from the first to the last tensor that is used.
-        let first = self.bindings.first().map_or(0, |binding| binding.tensor);
-        let end = self.bindings.last().map_or(0, |binding| binding.tensor + 1);
-        let scratch = scratch.map_or(0, |scratch| scratch.bytes());
-        let ([table, order, records, statuses, flag, scratch, staging], bytes) = laid_out([
-            (size_of::<DeviceTensor>() * (end - first)) as u64,
-            4 * self.plan.order.len() as u64,
-            (size_of::<ChunkMetadata>() * self.plan.records.len()) as u64,
-            4 * self.plan.span.len() as u64,
-            4,
-            scratch,
-            staged_bytes,
-        ]);
-        Layout { table, order, records, copied: statuses, statuses, flag, scratch, staging, bytes }
-    }
-}
-
-/// What kernels are told of the tensors, from the first that is bound to the last.
-fn table_of(index: &DeviceIndex, bindings: &[Binding], mode: Mode) -> Result<Vec<DeviceTensor>> {
-    let first = bindings.first().map_or(0, |binding| binding.tensor);
-    let end = bindings.last().map_or(0, |binding| binding.tensor + 1);
-    let mut table = vec![DeviceTensor::default(); end - first];
-    for binding in bindings {
-        let tensor = &index.tensor(binding.tensor)?.device;
-        let output = binding.output.address();
-        let base = match mode {
-            Mode::OutOfPlace => binding.base.as_ref().map_or(0, DeviceSlice::address),
-            Mode::InPlace(_) => output,
-        };
-        table[binding.tensor - first] = DeviceTensor { base, output, ..*tensor };
-    }
-    Ok(table)
 }
 
 /// An application of a pair that is ready to be launched.

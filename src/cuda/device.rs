@@ -1,5 +1,6 @@
 //! A device: its context, kernels, streams and memory.
 
+use super::calls;
 use super::driver::{self, Context, Entered, Kernel, OwnStream, RawEvent, RawStream, check};
 use super::frames::{self, Kernels};
 use super::index::DeviceIndex;
@@ -342,7 +343,7 @@ impl Drop for Inner {
         let frames = self.frames.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         for module in self.modules.iter().chain(frames.iter().flat_map(|(_, modules)| modules)) {
             // SAFETY: all work that uses its functions has passed: the pools have waited for the last use of memory.
-            unsafe { sys::cuModuleUnload(module.0) };
+            unsafe { calls::cuModuleUnload(module.0) };
         }
     }
 }
@@ -355,7 +356,8 @@ pub(super) fn load(_: &Entered<'_>, modules: &mut Vec<Module>, ptx: &str, name: 
     let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
     let mut module = ptr::null_mut();
     // SAFETY: the image is a terminated text, the options and their values are as many as is told, and the log is as long.
-    let code = unsafe { sys::cuModuleLoadDataEx(&mut module, image.as_ptr().cast(), 2, options.as_mut_ptr(), values.as_mut_ptr()) };
+    let code =
+        unsafe { calls::cuModuleLoadDataEx(&mut module, image.as_ptr().cast(), 2, options.as_mut_ptr(), values.as_mut_ptr()) };
     check(code, "compile the kernels for this device").map_err(|e| match (e, CStr::from_bytes_until_nul(&log)) {
         (Error::Device { doing, reason }, Ok(log)) => {
             Error::Device { doing, reason: format!("{reason} {}", log.to_string_lossy()).trim_end().to_owned() }
@@ -366,17 +368,17 @@ pub(super) fn load(_: &Entered<'_>, modules: &mut Vec<Module>, ptx: &str, name: 
     let name = CString::new(name).map_err(|_| Error::Misuse("a kernel's name with a NUL".into()))?;
     let mut function = ptr::null_mut();
     // SAFETY: the module was just loaded, and the name is terminated.
-    check(unsafe { sys::cuModuleGetFunction(&mut function, module, name.as_ptr()) }, "find a kernel")?;
+    check(unsafe { calls::cuModuleGetFunction(&mut function, module, name.as_ptr()) }, "find a kernel")?;
     let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
     if shared > 0 {
         // SAFETY: the function is the module's.
-        check(unsafe { sys::cuFuncSetAttribute(function, attribute, shared as c_int) }, "give a kernel its shared memory")?;
+        check(unsafe { calls::cuFuncSetAttribute(function, attribute, shared as c_int) }, "give a kernel its shared memory")?;
     }
     let mut registers = 0;
     // Asking for this loads the function, which would else happen when it is first launched.
     let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
     // SAFETY: the function is the module's, and the place an int's.
-    check(unsafe { sys::cuFuncGetAttribute(&mut registers, attribute, function) }, "load a kernel")?;
+    check(unsafe { calls::cuFuncGetAttribute(&mut registers, attribute, function) }, "load a kernel")?;
     Ok(Kernel { function, threads, shared })
 }
 

@@ -3,6 +3,7 @@
 //! Handles are the driver's own and are freed by who owns them. Every call that needs a current context takes [`Entered`], whose
 //! making has pushed one and whose end pops it: the caller's current context is left as it was found.
 
+use super::calls::{self, Code};
 use crate::error::{Error, Result};
 use cudarc::driver::sys;
 use std::ffi::{CStr, c_int, c_void};
@@ -14,13 +15,13 @@ const LEAST_VERSION: c_int = 12_040;
 const LEAST_CAPABILITY: c_int = 80;
 
 /// The driver's answer as a result; `doing` completes "cannot …".
-pub(super) fn check(code: sys::CUresult, doing: &'static str) -> Result<()> {
-    if code == sys::CUresult::CUDA_SUCCESS { Ok(()) } else { Err(failed(code, doing)) }
+pub(super) fn check(code: Code, doing: &'static str) -> Result<()> {
+    if code == Code::SUCCESS { Ok(()) } else { Err(failed(code, doing)) }
 }
 
 #[cold]
-fn failed(code: sys::CUresult, doing: &'static str) -> Error {
-    let text = |of: unsafe fn(sys::CUresult, *mut *const std::ffi::c_char) -> sys::CUresult| {
+fn failed(code: Code, doing: &'static str) -> Error {
+    let text = |of: unsafe fn(Code, *mut *const std::ffi::c_char) -> Code| {
         let mut text = ptr::null();
         // SAFETY: `text` is a place for a pointer; the driver sets it to a static string, or leaves it null for a code that it
         // does not know.
@@ -29,15 +30,16 @@ fn failed(code: sys::CUresult, doing: &'static str) -> Error {
             if text.is_null() { None } else { Some(CStr::from_ptr(text).to_string_lossy()) }
         }
     };
-    let name = text(sys::cuGetErrorName).unwrap_or("unknown error".into());
-    let what = text(sys::cuGetErrorString).unwrap_or_default();
-    Error::Device { doing, reason: format!("{what} ({name}, {})", code as u32) }
+    let reason = match (text(calls::cuGetErrorString), text(calls::cuGetErrorName)) {
+        (Some(what), Some(name)) => format!("{what} ({name}, {})", code.0),
+        _ => format!("unknown error {}", code.0),
+    };
+    Error::Device { doing, reason }
 }
 
 /// Loads the driver and initialises it; says what is missing if there is none.
 fn start() -> Result<()> {
-    // SAFETY: loads a library by the driver's name, as every use of CUDA does; its initialisers are trusted.
-    if !unsafe { sys::is_culib_present() } {
+    if !calls::are_there() {
         return Err(Error::NoDevice("the NVIDIA driver's library, libcuda.so.1, is not on this system".into()));
     }
     let refused = |e: Error| match e {
@@ -47,8 +49,8 @@ fn start() -> Result<()> {
     let mut version = 0;
     // SAFETY: `version` is a place for an int; neither call asks for anything to be done before.
     unsafe {
-        check(sys::cuInit(0), "start the driver").map_err(refused)?;
-        check(sys::cuDriverGetVersion(&mut version), "ask for the driver's version").map_err(refused)?;
+        check(calls::cuInit(0), "start the driver").map_err(refused)?;
+        check(calls::cuDriverGetVersion(&mut version), "ask for the driver's version").map_err(refused)?;
     }
     if version < LEAST_VERSION {
         let shown = |v: c_int| format!("{}.{}", v / 1000, v % 1000 / 10);
@@ -63,7 +65,7 @@ pub(super) fn count() -> Result<u32> {
     start()?;
     let mut count = 0;
     // SAFETY: `count` is a place for an int.
-    check(unsafe { sys::cuDeviceGetCount(&mut count) }, "count devices")?;
+    check(unsafe { calls::cuDeviceGetCount(&mut count) }, "count devices")?;
     Ok(count.max(0) as u32)
 }
 
@@ -90,7 +92,7 @@ impl Context {
         let mut device = 0;
         let mut raw = ptr::null_mut();
         // SAFETY: `device` is a place for a device.
-        check(unsafe { sys::cuDeviceGet(&mut device, ordinal as c_int) }, "find the device")?;
+        check(unsafe { calls::cuDeviceGet(&mut device, ordinal as c_int) }, "find the device")?;
         let capability = [
             sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
             sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
@@ -102,14 +104,14 @@ impl Context {
             return Err(Error::NoDevice(reason));
         }
         // SAFETY: `raw` is a place for a context; it is released once, in `drop`.
-        check(unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, device) }, "open the device's context")?;
+        check(unsafe { calls::cuDevicePrimaryCtxRetain(&mut raw, device) }, "open the device's context")?;
         Ok(Self { device, raw })
     }
 
     /// Makes the context current until the guard goes.
     pub fn enter(&self) -> Result<Entered<'_>> {
         // SAFETY: the context is retained while `self` lives, which the guard borrows.
-        check(unsafe { sys::cuCtxPushCurrent_v2(self.raw) }, "make the device's context current")?;
+        check(unsafe { calls::cuCtxPushCurrent_v2(self.raw) }, "make the device's context current")?;
         Ok(Entered { context: self, here: PhantomData })
     }
 
@@ -125,8 +127,8 @@ impl Context {
         let mut name = [0; 256];
         // SAFETY: the buffer has the length that is told, and stays terminated by the zero that the driver writes or left.
         unsafe {
-            match sys::cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, self.device) {
-                sys::CUresult::CUDA_SUCCESS => CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned(),
+            match calls::cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, self.device) {
+                Code::SUCCESS => CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned(),
                 _ => "a device without a name".into(),
             }
         }
@@ -136,14 +138,14 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: retained once in `open`. A driver that is gone already answers with an error, which changes nothing.
-        unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+        unsafe { calls::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
 
 fn attribute(device: sys::CUdevice, which: sys::CUdevice_attribute) -> Result<c_int> {
     let mut value = 0;
     // SAFETY: `value` is a place for an int.
-    check(unsafe { sys::cuDeviceGetAttribute(&mut value, which, device) }, "ask for an attribute of the device")?;
+    check(unsafe { calls::cuDeviceGetAttribute(&mut value, which, device) }, "ask for an attribute of the device")?;
     Ok(value)
 }
 
@@ -164,7 +166,7 @@ impl Drop for Entered<'_> {
     fn drop(&mut self) {
         let mut popped = ptr::null_mut();
         // SAFETY: undoes the push of `enter`; guards go in the reverse of their order because each is a local of a call.
-        unsafe { sys::cuCtxPopCurrent_v2(&mut popped) };
+        unsafe { calls::cuCtxPopCurrent_v2(&mut popped) };
     }
 }
 
@@ -185,7 +187,7 @@ impl OwnStream {
         let mut raw = ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: `raw` is a place for a stream.
-        check(unsafe { sys::cuStreamCreate(&mut raw, flags) }, "make a stream")?;
+        check(unsafe { calls::cuStreamCreate(&mut raw, flags) }, "make a stream")?;
         Ok(Self(raw))
     }
 
@@ -196,7 +198,7 @@ impl OwnStream {
     /// Ends the stream; what is queued on it still runs.
     pub fn destroy(&mut self, _: &Entered<'_>) {
         // SAFETY: made in `new`, and nobody uses it after its owner has called this.
-        unsafe { sys::cuStreamDestroy_v2(self.0) };
+        unsafe { calls::cuStreamDestroy_v2(self.0) };
     }
 }
 
@@ -215,33 +217,33 @@ impl RawEvent {
         let mut raw = ptr::null_mut();
         let flags = if timed { sys::CUevent_flags::CU_EVENT_DEFAULT } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING };
         // SAFETY: `raw` is a place for an event.
-        check(unsafe { sys::cuEventCreate(&mut raw, flags as u32) }, "make an event")?;
+        check(unsafe { calls::cuEventCreate(&mut raw, flags as u32) }, "make an event")?;
         Ok(Self(raw))
     }
 
     /// Puts the point behind all that is queued on the stream now.
     pub fn record(&self, _: &Entered<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: both handles are alive: the event is ours, and streams are ours or promised by the caller.
-        check(unsafe { sys::cuEventRecord(self.0, stream) }, "record an event")
+        check(unsafe { calls::cuEventRecord(self.0, stream) }, "record an event")
     }
 
     /// Makes what is queued on the stream from now on wait for the point; the host does not wait.
     pub fn hold(&self, _: &Entered<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: as in `record`.
-        check(unsafe { sys::cuStreamWaitEvent(stream, self.0, 0) }, "make a stream wait for an event")
+        check(unsafe { calls::cuStreamWaitEvent(stream, self.0, 0) }, "make a stream wait for an event")
     }
 
     /// Waits, on the host, until the point is passed.
     pub fn wait(&self, _: &Entered<'_>) -> Result<()> {
         // SAFETY: the event is ours.
-        check(unsafe { sys::cuEventSynchronize(self.0) }, "finish what was queued on the device")
+        check(unsafe { calls::cuEventSynchronize(self.0) }, "finish what was queued on the device")
     }
 
     /// Whether the point is passed.
     pub fn is_passed(&self, _: &Entered<'_>) -> Result<bool> {
         // SAFETY: the event is ours.
-        match unsafe { sys::cuEventQuery(self.0) } {
-            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+        match unsafe { calls::cuEventQuery(self.0) } {
+            Code::NOT_READY => Ok(false),
             code => check(code, "finish what was queued on the device").map(|()| true),
         }
     }
@@ -250,7 +252,7 @@ impl RawEvent {
     pub fn since(&self, _: &Entered<'_>, start: &Self) -> Result<f32> {
         let mut milliseconds = 0.0;
         // SAFETY: both events are ours, and the place is a float's.
-        check(unsafe { sys::cuEventElapsedTime(&mut milliseconds, start.0, self.0) }, "take the time between two events")?;
+        check(unsafe { calls::cuEventElapsedTime(&mut milliseconds, start.0, self.0) }, "take the time between two events")?;
         Ok(milliseconds)
     }
 }
@@ -258,26 +260,27 @@ impl RawEvent {
 impl Drop for RawEvent {
     fn drop(&mut self) {
         // SAFETY: made in `new`; an event that is still to be reached is freed by the driver once it is.
-        unsafe { sys::cuEventDestroy_v2(self.0) };
+        unsafe { calls::cuEventDestroy_v2(self.0) };
     }
 }
 
 /// Whether the stream is being captured into a graph.
 pub(super) fn is_capturing(_: &Entered<'_>, stream: RawStream) -> Result<bool> {
-    let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: the stream is ours or promised by the caller, and the place is a status's.
-    check(unsafe { sys::cuStreamIsCapturing(stream, &mut status) }, "ask whether a stream is captured")?;
-    Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    // As for answers, a number in the place of an enum.
+    let mut status = 0u32;
+    // SAFETY: the stream is ours or promised by the caller, and the place is as large as a status.
+    check(unsafe { calls::cuStreamIsCapturing(stream, (&raw mut status).cast()) }, "ask whether a stream is captured")?;
+    Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32)
 }
 
 /// While a capture that another part of the process has begun forbids calls like allocations, lets this thread make them.
-pub(super) struct Relaxed(sys::CUstreamCaptureMode);
+pub(super) struct Relaxed(u32);
 
 impl Relaxed {
     pub fn new() -> Result<Self> {
-        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: `mode` is a place for a mode, which is exchanged with the thread's.
-        check(unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) }, "allow calls during a capture")?;
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as u32;
+        // SAFETY: `mode` is as large as a mode, which is exchanged with the thread's.
+        check(unsafe { calls::cuThreadExchangeStreamCaptureMode((&raw mut mode).cast()) }, "allow calls during a capture")?;
         Ok(Self(mode))
     }
 }
@@ -285,7 +288,7 @@ impl Relaxed {
 impl Drop for Relaxed {
     fn drop(&mut self) {
         // SAFETY: as in `new`, in reverse.
-        unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.0) };
+        unsafe { calls::cuThreadExchangeStreamCaptureMode((&raw mut self.0).cast()) };
     }
 }
 
@@ -318,7 +321,7 @@ impl Kernel {
         // SAFETY: the driver copies the parameter, of the size that the function has, before it returns; the rest is promised
         // by the caller.
         let code = unsafe {
-            sys::cuLaunchKernel(
+            calls::cuLaunchKernel(
                 self.function,
                 blocks,
                 1,
@@ -333,5 +336,22 @@ impl Kernel {
             )
         };
         check(code, "launch a kernel")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Answers that a newer driver may give are errors like others.
+    #[test]
+    fn unknown_answers_are_errors() {
+        for code in [4242, u32::MAX] {
+            let error = check(Code(code), "try").unwrap_err();
+            assert!(matches!(error, Error::Device { doing: "try", .. }));
+            let text = error.to_string();
+            assert!(text.contains(&format!("unknown error {code}")), "{text}");
+        }
+        check(Code::SUCCESS, "try").unwrap();
     }
 }

@@ -1,10 +1,11 @@
 //! The queueing of an application: copies of payloads beside launches of kernels.
 
-use super::apply::{Mode, Payloads, Shared};
+use super::apply::Shared;
 use super::driver::{Entered, RawEvent, RawStream};
 use super::layout::{self, FLAG_NO_CRC, Launch, mode};
 use super::memory::{self, PinnedBuffer};
 use super::plan::{Group, Slice, Staged};
+use super::planned::{Mode, Payloads};
 use super::staging::{SLOT_BYTES, fill_in_parallel};
 use crate::codec::{Encoded, Expander};
 use crate::delta::InPlace;

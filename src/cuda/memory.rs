@@ -4,6 +4,7 @@
 //! order of a stream of its own, the *reaper*, which waits for whatever used the memory. Pinned memory is kept for the next who
 //! asks, once the reaper has passed its last use: asking the driver for it is slow.
 
+use super::calls;
 use super::device::Inner;
 use super::driver::{Entered, OwnStream, RawEvent, RawStream, check};
 use crate::error::{Error, Result};
@@ -61,11 +62,11 @@ impl Pools {
         let mut address = 0;
         let Some(pool) = &self.pool else {
             // SAFETY: `address` is a place for an address.
-            check(unsafe { sys::cuMemAlloc_v2(&mut address, bytes) }, doing)?;
+            check(unsafe { calls::cuMemAlloc_v2(&mut address, bytes) }, doing)?;
             return Ok(address);
         };
         // SAFETY: pool and stream are alive, and `address` is a place for an address.
-        check(unsafe { sys::cuMemAllocFromPoolAsync(&mut address, bytes, pool.0, self.alloc.raw()) }, doing)?;
+        check(unsafe { calls::cuMemAllocFromPoolAsync(&mut address, bytes, pool.0, self.alloc.raw()) }, doing)?;
         // Passed at once, since the stream holds nothing else; then any stream may use the memory.
         let done = RawEvent::new(cx, false)?;
         done.record(cx, self.alloc.raw())?;
@@ -79,10 +80,10 @@ impl Pools {
         // memory with it.
         unsafe {
             if self.pool.is_some() {
-                sys::cuMemFreeAsync(address, self.reaper.raw());
+                calls::cuMemFreeAsync(address, self.reaper.raw());
             } else {
-                sys::cuStreamSynchronize(self.reaper.raw());
-                sys::cuMemFree_v2(address);
+                calls::cuStreamSynchronize(self.reaper.raw());
+                calls::cuMemFree_v2(address);
             }
         }
     }
@@ -106,7 +107,7 @@ impl Pools {
         let mut start: *mut c_void = ptr::null_mut();
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: `start` is a place for a pointer.
-        check(unsafe { sys::cuMemHostAlloc(&mut start, capacity, flags) }, "pin memory of the host")?;
+        check(unsafe { calls::cuMemHostAlloc(&mut start, capacity, flags) }, "pin memory of the host")?;
         let start = NonNull::new(start.cast::<u8>())
             .ok_or_else(|| Error::Device { doing: "pin memory of the host", reason: "the driver gave none".into() })?;
         // SAFETY: fresh memory of `capacity` bytes; from here on all of it has a value.
@@ -128,12 +129,12 @@ impl Pools {
     pub fn destroy(&mut self, cx: &Entered<'_>) {
         // SAFETY: the device is going, and with it everyone who could use these; the reaper has waited for their last uses.
         unsafe {
-            sys::cuStreamSynchronize(self.reaper.raw());
+            calls::cuStreamSynchronize(self.reaper.raw());
             for block in self.pinned.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
-                sys::cuMemFreeHost(block.start.as_ptr().cast());
+                calls::cuMemFreeHost(block.start.as_ptr().cast());
             }
             if let Some(pool) = self.pool.take() {
-                sys::cuMemPoolDestroy(pool.0);
+                calls::cuMemPoolDestroy(pool.0);
             }
         }
         self.alloc.destroy(cx);
@@ -149,13 +150,13 @@ fn make_pool(cx: &Entered<'_>) -> Result<Pool> {
     properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
     properties.location.id = cx.context().ordinal();
     // SAFETY: places for a pool and its properties.
-    check(unsafe { sys::cuMemPoolCreate(&mut pool, &properties) }, "make a pool of memory")?;
+    check(unsafe { calls::cuMemPoolCreate(&mut pool, &properties) }, "make a pool of memory")?;
     let pool = Pool(pool);
     let mut keep = u64::MAX;
     let mut off = 0i32;
     let set = |which, value: *mut c_void| {
         // SAFETY: the pool is alive, and the value has the type that the attribute has.
-        check(unsafe { sys::cuMemPoolSetAttribute(pool.0, which, value) }, "set up a pool of memory")
+        check(unsafe { calls::cuMemPoolSetAttribute(pool.0, which, value) }, "set up a pool of memory")
     };
     use sys::CUmemPool_attribute as Attribute;
     // Memory is not given back and asked for anew between applications, and never waits for a stream that still uses it.
@@ -325,7 +326,7 @@ pub(super) unsafe fn copy_in(_: &Entered<'_>, to: u64, from: *const u8, bytes: u
         return Ok(());
     }
     // SAFETY: promised by the caller.
-    check(unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, stream) }, "copy to the device")
+    check(unsafe { calls::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, stream) }, "copy to the device")
 }
 
 /// Queues a copy to the host.
@@ -337,7 +338,7 @@ pub(super) unsafe fn copy_out(_: &Entered<'_>, to: *mut u8, from: u64, bytes: us
         return Ok(());
     }
     // SAFETY: promised by the caller.
-    check(unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, stream) }, "copy from the device")
+    check(unsafe { calls::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, stream) }, "copy from the device")
 }
 
 /// Queues a copy within the device.
@@ -349,7 +350,7 @@ pub(super) unsafe fn copy_within(_: &Entered<'_>, to: u64, from: u64, bytes: u64
         return Ok(());
     }
     // SAFETY: promised by the caller.
-    check(unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes as usize, stream) }, "copy within the device")
+    check(unsafe { calls::cuMemcpyDtoDAsync_v2(to, from, bytes as usize, stream) }, "copy within the device")
 }
 
 /// Queues the writing of one word `count` times.
@@ -361,7 +362,7 @@ pub(super) unsafe fn fill(_: &Entered<'_>, to: u64, word: u32, count: usize, str
         return Ok(());
     }
     // SAFETY: promised by the caller.
-    check(unsafe { sys::cuMemsetD32Async(to, word, count, stream) }, "fill memory of the device")
+    check(unsafe { calls::cuMemsetD32Async(to, word, count, stream) }, "fill memory of the device")
 }
 
 /// Queues the writing of one byte `count` times.
@@ -373,5 +374,5 @@ pub(super) unsafe fn fill_bytes(_: &Entered<'_>, to: u64, byte: u8, count: u64, 
         return Ok(());
     }
     // SAFETY: promised by the caller.
-    check(unsafe { sys::cuMemsetD8Async(to, byte, count as usize, stream) }, "fill memory of the device")
+    check(unsafe { calls::cuMemsetD8Async(to, byte, count as usize, stream) }, "fill memory of the device")
 }

@@ -34,6 +34,7 @@
 
 mod apply;
 mod binding;
+mod calls;
 mod device;
 mod driver;
 mod frames;
@@ -44,18 +45,20 @@ mod memory;
 mod nvcomp;
 mod outcome;
 mod plan;
+mod planned;
 mod rebuild;
 mod staging;
 mod stream;
 #[cfg(test)]
 mod tests;
 
-pub use apply::{Application, Mode, Payloads, Planned};
+pub use apply::Application;
 pub use binding::Binding;
 pub use device::{Device, FirstCall};
 pub use index::DeviceIndex;
 pub use memory::{DeviceSlice, PinnedBuffer};
 pub use nvcomp::Nvcomp;
 pub use outcome::{BadChunk, Captured, Pending};
+pub use planned::{Mode, Payloads, Planned};
 pub use rebuild::Trusting;
 pub use stream::{Event, Stream};

@@ -1,9 +1,10 @@
 //! What became of a launch: status words turned into errors.
 
-use super::apply::{Mode, Shared};
+use super::apply::Shared;
 use super::driver::RawEvent;
 use super::layout::{self, STATUS_NOT_RUN, STATUS_OK};
 use super::memory::{DeviceSlice, PinnedBuffer};
+use super::planned::Mode;
 use crate::delta::InPlace;
 use crate::error::{Error, Result, Rule};
 use crate::format::BaseKind;

@@ -1,11 +1,11 @@
 //! A device in the place of the processor: [`Apply::on`](crate::Apply::on).
 
-use super::apply::Payloads;
 use super::binding::Binding;
 use super::device::Device;
 use super::index::DeviceIndex;
 use super::memory::DeviceSlice;
 use super::nvcomp::Nvcomp;
+use super::planned::Payloads;
 use crate::delta::{Accelerator, Work};
 use crate::error::Result;
 use crate::index::Tensor;

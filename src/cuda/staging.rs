@@ -1,5 +1,6 @@
 //! The staging ring: pinned slots, through which bytes of any source reach the device by copies of full speed.
 
+use super::calls;
 use super::device::Inner;
 use super::driver::{Entered, RawEvent, check};
 use super::memory;
@@ -33,7 +34,7 @@ impl Ring {
         let mut start = ptr::null_mut();
         let doing = "pin the staging ring";
         // SAFETY: `start` is a place for a pointer.
-        check(unsafe { sys::cuMemHostAlloc(&mut start, SLOTS * SLOT_BYTES, sys::CU_MEMHOSTALLOC_PORTABLE) }, doing)?;
+        check(unsafe { calls::cuMemHostAlloc(&mut start, SLOTS * SLOT_BYTES, sys::CU_MEMHOSTALLOC_PORTABLE) }, doing)?;
         let start = NonNull::new(start.cast::<u8>());
         let start = start.ok_or_else(|| Error::Device { doing, reason: "the driver gave none".into() })?;
         // SAFETY: fresh memory of this size; from here on all of it has a value.
@@ -90,7 +91,7 @@ impl Ring {
     pub fn destroy(&mut self, cx: &Entered<'_>) {
         self.events.iter().for_each(|event| _ = event.wait(cx));
         // SAFETY: allocated in `new`; no copy reads it any more, and its owner is going.
-        unsafe { sys::cuMemFreeHost(self.start.as_ptr().cast()) };
+        unsafe { calls::cuMemFreeHost(self.start.as_ptr().cast()) };
     }
 }
 

@@ -1,10 +1,10 @@
 //! Streams and events, as the interface shows them.
 
+use super::calls;
 use super::device::{Device, same_length};
 use super::driver::{RawEvent, RawStream};
 use super::memory::{self, DeviceSlice, PinnedBuffer};
 use crate::error::{Error, Result};
-use cudarc::driver::sys;
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -93,7 +93,7 @@ impl Drop for Stream {
     fn drop(&mut self) {
         if let (true, Ok(_cx)) = (self.owned, self.device.0.context.enter()) {
             // SAFETY: made by us, and nobody else has it; what is queued on it still runs.
-            unsafe { sys::cuStreamDestroy_v2(self.raw) };
+            unsafe { calls::cuStreamDestroy_v2(self.raw) };
         }
     }
 }

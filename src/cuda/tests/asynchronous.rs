@@ -1,5 +1,6 @@
 //! Calls that return while the device is busy, graphs, contexts, and what the calls refuse.
 
+use super::super::calls;
 use super::super::device;
 use super::super::driver::{Kernel, check};
 use super::super::{Binding, Device, Mode, Payloads, Stream};
@@ -188,11 +189,11 @@ fn a_graph_replays_an_application() {
                 let _cx = device.0.context.enter().unwrap();
                 let (mut graph, mut ready) = (ptr::null_mut(), ptr::null_mut());
                 let global = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
-                check(sys::cuStreamBeginCapture_v2(stream.raw(), global), "begin a capture").unwrap();
+                check(calls::cuStreamBeginCapture_v2(stream.raw(), global), "begin a capture").unwrap();
                 assert!(matches!(application.launch(&stream), Err(Error::Misuse(_))));
                 let captured = application.capture(&stream).unwrap();
-                check(sys::cuStreamEndCapture(stream.raw(), &mut graph), "end a capture").unwrap();
-                check(sys::cuGraphInstantiateWithFlags(&mut ready, graph, 0), "make a graph").unwrap();
+                check(calls::cuStreamEndCapture(stream.raw(), &mut graph), "end a capture").unwrap();
+                check(calls::cuGraphInstantiateWithFlags(&mut ready, graph, 0), "make a graph").unwrap();
                 (captured, graph, ready)
             };
             assert!(laid.is_untouched(device), "captured, not run");
@@ -200,8 +201,8 @@ fn a_graph_replays_an_application() {
                 // SAFETY: as above.
                 unsafe {
                     let _cx = device.0.context.enter().unwrap();
-                    check(sys::cuGraphLaunch(ready, stream.raw()), "launch a graph").unwrap();
-                    check(sys::cuStreamSynchronize(stream.raw()), "wait").unwrap();
+                    check(calls::cuGraphLaunch(ready, stream.raw()), "launch a graph").unwrap();
+                    check(calls::cuStreamSynchronize(stream.raw()), "wait").unwrap();
                 }
                 match (turn, mode) {
                     // In place, the second run finds the target where the base was.
@@ -216,8 +217,8 @@ fn a_graph_replays_an_application() {
             // SAFETY: as above; the graph has passed.
             unsafe {
                 let _cx = device.0.context.enter().unwrap();
-                sys::cuGraphExecDestroy(ready);
-                sys::cuGraphDestroy(graph);
+                calls::cuGraphExecDestroy(ready);
+                calls::cuGraphDestroy(graph);
             }
         }
     }
@@ -232,7 +233,7 @@ fn contexts_of_callers_stay_current() {
     let current = || {
         let mut current = ptr::null_mut();
         // SAFETY: a place for a context.
-        check(unsafe { sys::cuCtxGetCurrent(&mut current) }, "ask for the current context").unwrap();
+        check(unsafe { calls::cuCtxGetCurrent(&mut current) }, "ask for the current context").unwrap();
         current
     };
     let everything = || {
@@ -257,12 +258,12 @@ fn contexts_of_callers_stay_current() {
     everything();
     let mut other = ptr::null_mut();
     // SAFETY: makes a context, current until it is destroyed below.
-    check(unsafe { sys::cuCtxCreate_v2(&mut other, 0, device.0.context.ordinal()) }, "make a context").unwrap();
+    check(unsafe { calls::cuCtxCreate_v2(&mut other, 0, device.0.context.ordinal()) }, "make a context").unwrap();
     assert_eq!(current(), other);
     everything();
     assert_eq!(current(), other);
     // SAFETY: nobody uses it.
-    check(unsafe { sys::cuCtxDestroy_v2(other) }, "destroy a context").unwrap();
+    check(unsafe { calls::cuCtxDestroy_v2(other) }, "destroy a context").unwrap();
     // Several devices, where there are several.
     for ordinal in 1..Device::count().unwrap() {
         let device = Device::open(ordinal).unwrap();

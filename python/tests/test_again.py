@@ -1,0 +1,170 @@
+"""Calls like the one before, which a pair made ready on a device has kept: with a device that is the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tpde
+from conftest import Made
+from test_torch import raw_of, tensors_of
+
+torch = pytest.importorskip("torch")
+
+
+class Planned:
+    """An application of a device's that the CPU's code does."""
+
+    def __init__(self, of: FakePair, tensors: list[tuple], base: list[tuple], mode: str) -> None:
+        self.of, self.tensors, self.base, self.mode = of, tensors, base, mode
+
+    def bytes(self) -> int:
+        return 5
+
+    def prepare(self, memory: tuple[int, int]) -> Planned:
+        return self
+
+    def move_to(self, tensors: list[int], base: list[int] | None = None) -> bool:
+        self.tensors = [(*memory[:3], address, *memory[4:]) for memory, address in zip(self.tensors, tensors)]
+        if base is not None:
+            self.base = [(*memory[:3], address, *memory[4:]) for memory, address in zip(self.base, base)]
+        return self.of.can_move
+
+    def run(self, stream: int, tell: object) -> tuple[bool, float]:
+        self.of.runs += 1
+        if self.mode == "out_of_place":
+            self.of._pair.read(self.tensors, self.base, False, None)
+            return True, 0.0
+        return self.of._pair.apply_in_place(self.tensors, self.mode == "all_checked", None), 0.0
+
+
+class FakePair(tpde.torch.DevicePair):
+    """A pair on a device that is the CPU."""
+
+    def __init__(self, pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plans = self.runs = 0
+        self.can_move = True
+        self._path, self._pair = str(pair), tpde._tpde.Pair(pair)
+        self._index, self._blob, self._listed, self._kept = torch.zeros(1, dtype=torch.uint8), None, None, {}
+        self._device = self._raw = self
+        self.queued = 0.0
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        monkeypatch.setattr(tpde._state, "device_of", lambda _: torch.device("cpu"))
+
+    torch = torch.device("cpu")
+    cuda_stream = 0
+
+    def stream(self) -> FakePair:
+        return self
+
+    def refuse_capture(self, what: str) -> None: ...
+
+    def memory(self, bytes: int, what: str) -> torch.Tensor:
+        return torch.zeros(bytes, dtype=torch.uint8)
+
+    def plan_all(self, tensors: list[tuple], base: list[tuple], mode: str, scratch: int) -> Planned:
+        self.plans += 1
+        return Planned(self, tensors, base, mode)
+
+
+class TestAgain:
+    """Calls like the one before, which a device's pair has kept."""
+
+    @pytest.fixture
+    def pair(self, made: Made, monkeypatch: pytest.MonkeyPatch) -> FakePair:
+        return FakePair(made.pair, monkeypatch)
+
+    def put(self, tensors: dict[str, torch.Tensor], bytes: dict[str, bytes]) -> None:
+        for name, tensor in tensors_of(bytes).items():
+            tensors[name].copy_(tensor)
+
+    @pytest.mark.parametrize("mode", ["all_checked", "chunk_by_chunk"])
+    def test_apply(self, mode: str, pair: FakePair, made: Made) -> None:
+        tensors = tensors_of(made.base_bytes)
+        for time in range(3):
+            self.put(tensors, made.base_bytes)
+            versions = {name: tensor._version for name, tensor in tensors.items()}
+            assert tpde.torch.apply_(tensors, pair, mode=mode) == "applied"
+            assert raw_of(tensors) == made.target_bytes
+            for name in ("embed.weight", "layers.0.norm.weight", "frozen.weight"):
+                assert (tensors[name]._version > versions[name]) == (name != "frozen.weight")
+        assert (pair.plans, pair.runs) == (1, 3)
+        assert tpde.torch.apply_(tensors, pair, mode=mode) == "already_applied"
+        assert tpde.torch.apply_(tensors, pair, mode=mode) == "already_applied"
+
+    def test_other_tensors_are_looked_at(self, pair: FakePair, made: Made) -> None:
+        for plans in (1, 1, 1):  # other memory
+            tensors = tensors_of(made.base_bytes)
+            assert tpde.torch.apply_(tensors, pair) == "applied" and pair.plans == plans
+            assert raw_of(tensors) == made.target_bytes
+        pair.can_move = False
+        tensors = tensors_of(made.base_bytes)
+        assert tpde.torch.apply_(tensors, pair) == "applied" and pair.plans == 2
+        for wrong, error in [
+            (tensors["frozen.weight"].view(100, 50), tpde.Misuse),
+            (tensors["frozen.weight"].view(torch.int16), tpde.Misuse),
+            (torch.zeros(100, 50, dtype=torch.float16).t(), tpde.NotContiguous),
+            (torch.zeros(50, 100).to_sparse(), tpde.Misuse),
+            (torch.zeros(50, 100, dtype=torch.float16, device="meta"), tpde.Misuse),
+        ]:
+            with pytest.raises(error):
+                tpde.torch.apply_({**tensors, "frozen.weight": wrong}, pair)
+        del tensors["frozen.weight"]
+        with pytest.raises(tpde.Misuse, match="frozen.weight"):
+            tpde.torch.apply_(tensors, pair)
+        self.put({**tensors, "frozen.weight": torch.zeros(50, 100, dtype=torch.float16)}, made.base_bytes)
+        assert tpde.torch.apply_(tensors, pair, strict=False) == "applied"
+        with pytest.raises(tpde.Misuse, match="frozen.weight"):
+            tpde.torch.apply_(tensors, pair)
+
+    def test_a_tensor_that_was_put_elsewhere(self, pair: FakePair, made: Made) -> None:
+        tensors = tensors_of(made.base_bytes)
+        assert tpde.torch.apply_(tensors, pair) == "applied"
+        self.put(tensors, made.base_bytes)
+        tensors["embed.weight"].data = tensors["embed.weight"].clone()
+        assert tpde.torch.apply_(tensors, pair) == "applied" and pair.plans == 1
+        assert raw_of(tensors) == made.target_bytes
+
+    def test_from_a_base(self, pair: FakePair, made: Made) -> None:
+        base, tensors = tensors_of(made.base_bytes), tensors_of(made.base_bytes)
+        for _ in range(3):
+            for tensor in tensors.values():
+                tensor.zero_()
+            assert tpde.torch.apply_(tensors, pair, base=base) == "applied"
+            assert raw_of(tensors) == made.target_bytes
+        assert (pair.plans, pair.runs) == (1, 3)
+        base = tensors_of(made.base_bytes)
+        assert tpde.torch.apply_(tensors, pair, base=base) == "applied" and raw_of(tensors) == made.target_bytes
+        with pytest.raises(tpde.Poisoned):
+            base["embed.weight"].zero_()
+            tpde.torch.apply_(tensors, pair, base=base)
+
+    def test_load(self, pair: FakePair, made: Made) -> None:
+        base = tensors_of(made.base_bytes)
+        reader = tpde._open.Reader(made.pair, base, "pt")
+        reader.device, reader.on_device, reader.on_device_is_kept = torch.device("cpu"), pair, True
+        assert raw_of(reader.read(list(reader.entries))) == made.target_bytes and pair.plans == 1
+        loaded = [tpde.torch.load_file(pair, base) for _ in range(3)]
+        assert (pair.plans, pair.runs) == (1, 4)
+        assert all(raw_of(one) == made.target_bytes for one in loaded)
+        assert len({tensor.data_ptr() for one in loaded for tensor in one.values() if tensor.numel()}) == 3 * 9
+        assert tpde.torch.apply_(base, pair) == "applied"  # another application
+        with pytest.raises(tpde.TpdeError):
+            tpde.torch.load_file(pair, base)
+        assert pair.runs == 5
+
+    def test_what_is_kept_does_not_hold_the_pair(self, pair: FakePair, made: Made) -> None:
+        assert tpde.torch.apply_(tensors_of(made.base_bytes), pair) == "applied"
+        assert not any(value is pair for value in vars(pair._kept[""]).values())  # a cycle would hold memory of the device
+
+    def test_a_failure_is_told_and_forgotten(self, pair: FakePair, made: Made) -> None:
+        tensors = tensors_of(made.base_bytes)
+        assert tpde.torch.apply_(tensors, pair) == "applied"
+        self.put(tensors, made.base_bytes)
+        tensors["embed.weight"].view(torch.int16)[0, 0] ^= 1
+        for _ in range(2):
+            with pytest.raises(tpde.WrongBase):
+                tpde.torch.apply_(tensors, pair)
+        self.put(tensors, made.base_bytes)
+        assert tpde.torch.apply_(tensors, pair) == "applied" and pair.plans == 3
