@@ -107,7 +107,7 @@ def save_conditioned(name, plain, blob):
 
 def shaped():
     """Chunks for `decode_conditioned` that the target makes itself: tables, shape and changes."""
-    few, many = table_set([flat(3, 200), flat(20, 100)]), table_set([flat(136, 20)] * 3)
+    few, many = table_set([flat(3, 200), flat(20, 100)]), table_set([flat(180, 20)] * 3)
     shape = struct.Struct("<BBBBHBIB")
     ends = bytes([1, 0, 1, 2]), bytes([0, 1, 2, 3])  # classes and activities, after a byte with their number
     lists = b"".join(bytes([len(part)]) + part for part in ends)
@@ -216,7 +216,7 @@ def main():
                     save("decode_zstd", chunk + "_frame", head + struct.pack("<H", record.uncompressed_size) + payload)
     save_ours()
     shaped()
-    for i, classes in enumerate([[[4096]], [flat(136, 30)], [flat(16, 100)] * 15, [[0] * 135 + [4096], [4000, 96]]]):
+    for i, classes in enumerate([[[4096]], [flat(180, 20)], [flat(16, 100)] * 15, [[0] * 179 + [4096], [4000, 96]]]):
         for repair in range(2):
             save("conditioned_tables", f"set_{i}_{repair}", bytes([repair]) + table_set(classes))
     index = {"metadata": {"total_size": 4}, "weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}

@@ -285,7 +285,7 @@ types:
         type: u1
         valid:
           min: 1
-          max: 136
+          max: 180
       - id: frequencies
         type: frequency
         repeat: expr
