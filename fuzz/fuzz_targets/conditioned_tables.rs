@@ -56,7 +56,7 @@ fn classes(bytes: &[u8]) -> Option<Vec<Vec<u16>>> {
             rest = after;
         }
         let sum: u64 = class.iter().map(|&frequency| u64::from(frequency)).sum();
-        if !(1..=136).contains(&tokens) || sum != 4096 || class.last() == Some(&0) {
+        if !(1..=180).contains(&tokens) || sum != 4096 || class.last() == Some(&0) {
             return None;
         }
         classes.push(class);

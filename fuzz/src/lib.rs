@@ -273,7 +273,7 @@ pub fn tables(u: &mut Unstructured<'_>) -> Result<Vec<u8>, arbitrary::Error> {
     let classes = (u.arbitrary::<u8>()?.max(1) - 1) % 15 + 1;
     let mut set = vec![classes];
     for _ in 0..classes {
-        let tokens = (u.arbitrary::<u8>()?.max(1) - 1) % 136 + 1;
+        let tokens = (u.arbitrary::<u8>()?.max(1) - 1) % 180 + 1;
         let mut left = 4096;
         let mut frequencies = Vec::new();
         for _ in 0..tokens {

@@ -65,7 +65,7 @@ fn group_of(row: &Row) -> Option<Group> {
 fn magnitude(token: u8) -> u64 {
     let value = least_value(token);
     match value.checked_ilog2() {
-        Some(log2 @ 4..) => u64::from(8 + 2 * log2) + (value >> (log2 - 1) & 1),
+        Some(log2 @ 3..) => u64::from(2 + 2 * log2) + (value >> (log2 - 1) & 1),
         _ => value,
     }
 }

@@ -98,6 +98,30 @@ fn rules_are_told_apart() {
     assert_refused(&chunks[0], &chunks[0].payload[..HEADER - 1], Rule::PayloadSize);
 }
 
+/// As many segments as tiles, and twice as many.
+#[test]
+fn a_segment_has_a_tile() {
+    for (dtype, tile) in [(Dtype::U8, 1024), (Dtype::U16, 1024), (Dtype::U32, 512), (Dtype::U64, 256)] {
+        for segments_log2 in 0..5 {
+            let width = dtype.lane_bytes();
+            let lanes = (tile << segments_log2) - tile + 1;
+            let base = vec![0; lanes * width];
+            let mut target = base.clone();
+            target[0] = 1;
+            let shape = Shape { segments_log2, context_count: 1, ..Shape::default() };
+            let payload = model::encode(dtype, None, &shape, &base, &target).unwrap();
+            let mut chunk = Chunk { dtype, tables: None, base, target, payload };
+            chunk.assert_decodes(&mut decoders());
+            // A tile less, and the header is checked before anything is read.
+            chunk.base.truncate(chunk.base.len() - width);
+            chunk.target.truncate(chunk.base.len());
+            if segments_log2 > 0 {
+                assert_refused(&chunk, &chunk.payload, Rule::PayloadHeader);
+            }
+        }
+    }
+}
+
 /// Each token that fits in a lane, with the largest value and the least; the token after them is refused.
 #[test]
 fn the_largest_values_fit() {

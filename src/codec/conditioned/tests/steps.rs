@@ -97,3 +97,25 @@ proptest! {
         }
     }
 }
+
+/// Three coded lanes of a tile and two of the next, with four states: the fourth one has nothing to say.
+#[test]
+fn a_tile_begins_with_the_first_state() {
+    let set = TableSet::new(&[flat(2, 2048)]);
+    let coded = [(5, 1), (700, 0), (1023, 1), (1024, 1), (2000, 0)];
+    let mut base = vec![0u16; 2048];
+    coded.iter().for_each(|&(position, _)| base[position] = 0x80);
+    let target: Vec<u8> =
+        (0..).zip(&base).flat_map(|(i, lane)| (lane - u16::from(coded.contains(&(i, 1)))).to_le_bytes()).collect();
+    let base: Vec<u8> = base.iter().flat_map(|lane| lane.to_le_bytes()).collect();
+    // A token of 2,048 slots is the bit below the upper half of a state, which loses it.
+    let states = [1 << 18 | 1 << 12 | 1 << 11, 1 << 18, 1 << 17 | 1 << 11, 1u32 << 16];
+    let mut payload = vec![0; HEADER];
+    (payload[STATES], payload[CONTEXT_COUNT]) = (2, 2);
+    payload.extend([0x10, 0]);
+    payload.extend(states.iter().flat_map(|state| state.to_le_bytes()));
+
+    let shape = Shape { states_log2: 2, context_count: 2, classes: vec![0, 1], ..Shape::default() };
+    assert_eq!(model::encode(Dtype::Bf16, Some(&set), &shape, &base, &target).as_ref(), Some(&payload));
+    assert_decodes(&mut decoders(), Dtype::Bf16, Some(&set), &payload, &base, &target);
+}

@@ -173,7 +173,7 @@ fn values_that_do_not_fit() -> Vec<Fault> {
 
 /// No step ever reads a word.
 fn nothing_coded() -> Vec<Fault> {
-    let (base, target) = random_lanes(&mut Random(3), Dtype::F32, 3000, 500);
+    let (base, target) = random_lanes(&mut Random(3), Dtype::F32, 9000, 500);
     let plan = Plan { segments_log2: 4, listed: 1, ..plain(vec![vec![0]]) };
     let set = TableSet::new(&[vec![4096]]);
     let payload = write(Dtype::F32, &plan, &set, &base, &target);

@@ -5,6 +5,7 @@ mod emulator;
 
 use self::emulator::{Cases, Chunk};
 use super::cases::shapes::{Shape, case_of, rows_of};
+use super::cases::writer::tile;
 use super::cases::{Case, Random, faults, hostile, is_same_kind, random_lanes};
 use super::vectors;
 use crate::codec::{Codec, Encoded, Expander};
@@ -151,7 +152,7 @@ fn every_shape() {
             let chunks: Vec<_> = [Dtype::Bf16, Dtype::F32]
                 .into_iter()
                 .map(|dtype| {
-                    let lanes = 3000 + (1024 << segments_log2);
+                    let lanes = 3000 + (tile(dtype) << segments_log2);
                     let shape = Shape { dtype, lanes, states_log2, segments_log2, low: 0, ..Shape::any(random, 1) };
                     let case = case_of(shape);
                     let expected = case.decode();
@@ -196,10 +197,12 @@ fn rows_of_lanes() {
 fn every_cut_and_many_flipped_bits() {
     let mut cases = Cases::default();
     let mut add = |name: String, case: Case| cases.add(&name, false, &[Chunk::alone(case.clone(), case.decode(), is_same_kind)]);
-    let shapes = [(Dtype::Bf16, 0, 1), (Dtype::Bf16, 20, 0), (Dtype::U8, 32, 1), (Dtype::F32, 10, 0), (Dtype::F64, 3, 1)];
+    let shapes = [(Dtype::Bf16, 0, 1), (Dtype::Bf16, 20, 0), (Dtype::U8, 32, 0), (Dtype::F32, 10, 0), (Dtype::F64, 3, 1)];
     for (n, (dtype, low, segments_log2)) in shapes.into_iter().enumerate() {
         let random = &mut Random(n as u64);
-        let shape = Shape { dtype, lanes: 140, rarity: 6, classes: 2, states_log2: 1, segments_log2, low, ..Shape::any(random, 1) };
+        // Two segments are two tiles at least.
+        let lanes = 140.max(usize::from(segments_log2) * (tile(dtype) + 12));
+        let shape = Shape { dtype, lanes, rarity: 6, classes: 2, states_log2: 1, segments_log2, low, ..Shape::any(random, 1) };
         let case = case_of(shape);
         for size in 0..case.payload.len() + 18 {
             let mut case = case.clone();
