@@ -350,7 +350,7 @@ impl Groups {
                 let coded = fit.between(holes).1 + tail.cost;
                 let uncoded = fit.uncoded + tail.uncoded;
                 let all = fit.coded + tail.all;
-                let in_rows = coded < uncoded && all - coded <= coded / ROWS;
+                let in_rows = coded < uncoded && all - coded <= coded / ROWS && self.end <= first + MAX_CONTEXTS;
                 let end = match in_rows {
                     true => self.end,
                     false if coded < uncoded => tail.end.max(first + 1),
