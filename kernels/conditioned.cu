@@ -59,7 +59,7 @@ template <int W> __device__ __forceinline__ u32 pass(u32 store, List& list) {
     if (threadIdx.x % WARP == 0) open_tile(shared.tiles[threadIdx.x / WARP]);
     __syncthreads();
     Sums sums;
-    if (!is_plain(shared)) decode<W, LOW_BITS>(store, list, sums);
+    if (W == 8 || !is_plain(shared)) decode<W, LOW_BITS>(store, list, sums);
     else if (store == STORE_ALL) decode<W, TO_TILE>(store, list, sums);
     else if (store == STORE_LIST) decode<W, TO_LIST>(store, list, sums);
     else decode<W, TO_OUTPUT>(store, list, sums);
