@@ -19,7 +19,9 @@ use zerocopy::IntoBytes;
 const LANE_COST: u64 = 4;
 /// Most steps that a stream should have, and the payload that a state must have for that. Where a chunk is decoded by threads that
 /// wait for each other, steps are what takes the time. A state wastes 2 bytes.
-const STEPS: [(usize, u64); 2] = [(512, 40), (704, 2)];
+const STEPS: [(usize, u64); 2] = [(512, 80), (1024, 2)];
+/// The payload that each state of a chunk with one stream must have.
+const STATE: u64 = 40;
 /// What it may cost more, as a part, to code all lanes of a kind of block, so that steps are rows of lanes.
 const ROWS: u64 = 64;
 /// Contexts after the last one seen that other blocks may have.
@@ -422,7 +424,7 @@ fn shape(coded: usize, size: u64, tiles: usize) -> (usize, usize) {
     });
     let segments = segments.into_iter().fold(1, usize::max).min(1 << MAX_LOG2).min(1 << tiles.ilog2());
     // Small payloads have no room for a vector's or a warp's worth of states.
-    let states = STEP.min(coded.max(1)).min((size / STEPS[0].1).max(1) as usize);
+    let states = STEP.min(coded.max(1)).min((size / STATE).max(1) as usize);
     (if segments == 1 { 1 << states.ilog2() } else { STEP }, segments)
 }
 
