@@ -167,6 +167,8 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
     return shared.totals.errors;
 }
 
+template <int W> __device__ __noinline__ u64 copy(bool stored) { return copy_chunk<W, THREADS>(shared_memory().chunk, stored); }
+
 template <int W> __device__ __forceinline__ u32 run(const Launch& launch, u32 tables, u32 dtype) {
     Shared& shared = shared_memory();
     const Chunk& chunk = shared.chunk;
@@ -176,11 +178,11 @@ template <int W> __device__ __forceinline__ u32 run(const Launch& launch, u32 ta
     if (chunk.num_deltas == 0) {
         if (threadIdx.x == 0) shared.totals = {};
         __syncthreads();
-        u64 sum = copy_chunk<W, THREADS>(chunk, !checked_first && store == STORE_ALL);
+        u64 sum = copy<W>(!checked_first && store == STORE_ALL);
         add_to(shared.totals, sum, 0, 0, 0);
         __syncthreads();
         u32 errors = errors_of(shared.totals, chunk);
-        if (checked_first && errors == 0 && store == STORE_ALL) copy_chunk<W, THREADS>(chunk, true);
+        if (checked_first && errors == 0 && store == STORE_ALL) copy<W>(true);
         return errors;
     }
     u32 errors = open_payload<W>(launch, tables, dtype);

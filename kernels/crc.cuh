@@ -89,7 +89,7 @@ template <int THREADS> __device__ u32 block_crc32(const Chunk& chunk, u32* share
 }
 
 // CRC and padding of the payload: errors, the same in every thread.
-template <int THREADS> __device__ u32 check_payload(const Launch& launch, const Chunk& chunk, u32* shared) {
+template <int THREADS> __device__ __noinline__ u32 check_payload(const Launch& launch, const Chunk& chunk, u32* shared) {
     if (launch.flags & TPDE_FLAG_NO_CRC) return 0;
     u32 errors = block_crc32<THREADS>(chunk, shared) != chunk.crc32 ? error(TPDE_STATUS_PAYLOAD_CRC32) : 0;
     for (u32 at = chunk.size; at < padded(chunk.size); at++) {

@@ -71,7 +71,7 @@ __device__ __forceinline__ void make_buckets(const Symbol* symbols, u32 count, u
 // All threads: the look-up of the classes `used` of set `tables`, for lanes of `bits` bits, of which some are low, from shared address
 // `at` on, a multiple of BUCKET_BYTES. Each warp has 512 bytes to work with at `room`. A barrier must follow. See TPDE_CONDITIONED_TABLES for
 // the room of the look-up.
-template <int THREADS> __device__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 low_bits, u32 at, u32* room) {
+template <int THREADS> __device__ __noinline__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 low_bits, u32 at, u32* room) {
     Lookup lookup = {class_count(launch, tables), at, 0};
     lookup.symbols = lookup.buckets + (lookup.classes + 1) * BUCKET_BYTES;
     u32* buckets = (u32*)shared_pointer(lookup.buckets);
