@@ -157,7 +157,7 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
             holes |= (coded & (coded + 1)) != 0;
             // Contexts past the last of the dtype would shift out of 64 bits.
             u64 threshold = count ? (u64)min(parts.first_context + count, order.mask + 1) << order.shift : 0;
-            if (thread == 0) parts.thresholds[a] = (u32)(W == 8 ? threshold >> 32 : threshold);
+            if (thread == 0) parts.thresholds[a] = (u32)threshold;
         }
         if (thread == 0) {
             shared.classes = {parts.first_context, order, make_uint2(lookup.buckets, lookup.symbols), order.kind == CONTEXT_EXPONENT, holes};

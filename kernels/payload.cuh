@@ -12,7 +12,7 @@ struct Parts {
     i32 first_context;
     u32 contexts, exceptions, center;
     u32 maps_at, activities_at, positions_at, deltas_at, low_at, sizes_at, streams_at;
-    // Of floats: the lanes that are coded are those whose magnitude is below the threshold of their activity, but for those whose
+    // Of floats of up to 4 bytes: the lanes that are coded are those whose magnitude is below the threshold of their activity, but for those whose
     // class is 0 all the same.
     u32 thresholds[MAPS];
     // Where the stream of each segment begins, in words of 16 bits, and where the last one ends.

@@ -54,7 +54,7 @@ struct Classes {
     bool holes;        // some lanes below a threshold are not coded
 };
 
-// Lanes of 16 bytes whose magnitude is below `threshold`, by their order-preserving bits alone; for F64 it is the high word's.
+// Lanes of 16 bytes whose magnitude is below `threshold`, by their order-preserving bits alone.
 template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4 piece) {
     if constexpr (W <= 2) {
         // The top bit of each lane says that it is below; nothing is borrowed from one lane by the next.
@@ -71,11 +71,9 @@ template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4
             u32 low = permute_bytes(a, b, 0xFDB9), high = permute_bytes(c, d, 0xFDB9);
             return __dp4a((low & 0x08040201) | (high & 0x80402010), 0x01010101u, 0u);
         }
-    } else if constexpr (W == 4) {
+    } else {
         return (u32)((piece.x & 0x7FFFFFFF) < threshold) | (u32)((piece.y & 0x7FFFFFFF) < threshold) << 1 |
                (u32)((piece.z & 0x7FFFFFFF) < threshold) << 2 | (u32)((piece.w & 0x7FFFFFFF) < threshold) << 3;
-    } else {
-        return (u32)((piece.y & 0x7FFFFFFF) < threshold) | (u32)((piece.w & 0x7FFFFFFF) < threshold) << 1;
     }
 }
 

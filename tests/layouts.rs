@@ -207,4 +207,7 @@ fn bounds_of_codec_conditioned_agree() {
         };
         assert!(text.contains(&format!("{before}{words}{after}")), "{name} is {words}");
     }
+    assert!(text.contains("of 8 blocks for lanes of 1 and 2 bytes, of 4 for lanes of 4 bytes, and of 2 for lanes of 8 bytes"));
+    let blocks = "#define TPDE_CONDITIONED_TILE_BLOCKS(lane_bytes) ((lane_bytes) < 2 ? 8 : 16 / (lane_bytes))";
+    assert!(spec("tpde.h").contains(blocks), "that gives 8, 8, 4 and 2");
 }

@@ -183,8 +183,8 @@ impl Plan {
     }
 }
 
-/// About how long a block is at work on a chunk, in no unit: those that take longest are to be begun first. A lane that is coded
-/// takes some twenty times as long as one that is only summed, a byte for a byte.
+/// About how long a block is at work on a chunk, in no unit: those that take longest are to be begun first. A byte of a payload of
+/// codec `conditioned` takes as long as some twenty of the base, by the instructions that the kernel has for them.
 fn effort(group: Group, bytes: u64, size: u64) -> u64 {
     bytes + if group == Group::Conditioned { 20 * size } else { size }
 }

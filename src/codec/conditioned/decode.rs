@@ -26,8 +26,8 @@ pub(crate) struct Decoder {
     values: Values,
 }
 
-/// The values of the places of coded lanes, 0 where there is none, and a mask for each 16 of them of those that are not 0. They are never made shorter, because
-/// growing them again would clear them.
+/// The values of the places of coded lanes, 0 where there is none, and a mask for each 16 of them of those that are not 0. They are
+/// never made shorter, because growing them again would clear them.
 #[derive(Default)]
 struct Values {
     bytes: Vec<u8>,

@@ -405,7 +405,7 @@ fn tails(fits: &[Fit; CONTEXTS], holes: bool) -> [Tail; CONTEXTS + 1] {
     for (context, fit) in fits.iter().enumerate().rev() {
         let after = tails[context + 1];
         let (coded, uncoded) = (fit.between(holes).1 + after.cost, fit.uncoded + after.uncoded);
-        let all = fit.coded.saturating_add(after.all);
+        let all = fit.coded + after.all;
         tails[context] = match coded < uncoded {
             true => Tail { cost: coded, end: after.end.max(context + 1), uncoded, all },
             false => Tail { cost: uncoded, end: 0, uncoded, all },

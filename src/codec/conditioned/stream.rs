@@ -121,8 +121,9 @@ fn step<L: Lane>(
     Ok(())
 }
 
-/// Appends the stream of a value for each of `classes`, which are whole steps of `count`, to `out`: coded back to front, because a decoder undoes the last symbol
-/// first. Values whose tokens their classes lack become 0, whose token they have; returns which. `words` is a buffer.
+/// Appends the stream of a value for each of `classes`, which are whole steps of `count`, to `out`: coded back to front, because a
+/// decoder undoes the last symbol first. Values whose tokens their classes lack become 0, whose token they have; returns which.
+/// `words` is a buffer.
 pub(super) fn encode<L: Lane>(
     path: Path,
     divisors: &Divisors,

@@ -83,6 +83,42 @@ fn few_lanes_that_do_not_change_make_no_holes() {
     chunk.assert_decodes(&mut decoders());
 }
 
+/// Rows of lanes are decoded where they lie if all of a block are coded, those too that hardly ever change.
+#[test]
+fn dense_blocks_are_coded_as_a_whole() {
+    let (base, target) = weights(&mut Random::new(22), 400, 2, 1e-4);
+    let tables = trained(Dtype::Bf16, 0, &base, &target);
+    let payload = encode(&mut Encoder::default(), Dtype::Bf16, tables.as_ref(), 0, &base, &target);
+    let chunk = Chunk { dtype: Dtype::Bf16, tables, base, target, payload };
+    let classes = chunk.tables.as_ref().unwrap().classes().len();
+    let payload = Payload::parse(&chunk.payload, chunk.base.len() / 2, 2, chunk.changed(), classes).unwrap();
+    let maps = &payload.maps;
+    let (mut rows, mut none) = (0, 0);
+    for (block, lanes) in chunk.base.chunks(256).enumerate() {
+        let map = &maps.classes[usize::from(payload.activity(block))];
+        let context = |lane: &[u8]| u16::from_le_bytes([lane[0], lane[1]]) >> 7 & 0xFF;
+        let entry = |lane| usize::from(context(lane).saturating_sub(maps.first));
+        let coded = lanes.chunks(2).filter(|lane| map.get(entry(lane)).is_some_and(|&class| class != 0)).count();
+        rows += usize::from(coded == 128);
+        none += usize::from(coded == 0);
+    }
+    let blocks = chunk.base.len() / 256;
+    assert!(rows > blocks / 3 && rows + none > blocks * 9 / 10, "{rows} and {none} of {blocks}");
+    chunk.assert_decodes(&mut decoders());
+}
+
+/// A few large lanes among many small ones that change: a map for all of them would have too many contexts.
+#[test]
+fn lanes_may_have_more_contexts_than_a_map() {
+    let exponent = |i: u16| if i.is_multiple_of(5000) { 230 } else { 100 + i % 3 };
+    let base: Vec<u8> = (0..30_000).flat_map(|i| (exponent(i) * 0x80 + i % 97).to_le_bytes()).collect();
+    let mut target = base.clone();
+    target.chunks_mut(2).enumerate().filter(|(i, _)| i % 5000 != 0).for_each(|(_, lane)| lane[0] ^= 1);
+    let tables = trained(Dtype::Bf16, 0, &base, &target);
+    let payload = encode(&mut Encoder::default(), Dtype::Bf16, tables.as_ref(), 0, &base, &target);
+    Chunk { dtype: Dtype::Bf16, tables, base, target, payload }.assert_decodes(&mut decoders());
+}
+
 /// Where no class suits lanes that do not change, it costs too much to code them.
 #[test]
 fn holes_that_are_worth_it_stay() {
