@@ -25,8 +25,8 @@ struct List {
 
 // A warp: adds the changes of some of its threads. Returns how many there are now.
 template <int W>
-__device__ __forceinline__ u32 list_changes(const List& list, u32 count, bool changed, u32 position, typename WideOf<W>::type lane) {
-    u32 mask = __ballot_sync(ALL_LANES, changed), i = count + __popc(mask & ((1u << threadIdx.x % WARP) - 1));
+__device__ __forceinline__ u32 list_changes(const List& list, u32 count, u32 before, bool changed, u32 position, typename WideOf<W>::type lane) {
+    u32 mask = __ballot_sync(ALL_LANES, changed), i = count + __popc(mask & before);
     if (changed && i < list.capacity) list.template at<W>(i) = {position, lane};
     return count + __popc(mask);
 }

@@ -1,6 +1,9 @@
 // Codec `conditioned` (spec/codecs.md section 4): a block decodes a chunk, applies it to its base lanes and checks it. Each warp takes
 // segments of its own, or where segments are few turns at one.
 #include "decoder.cuh"
+#ifndef BLOCKS_SM
+#define BLOCKS_SM 3
+#endif
 
 // Whether the chunk's lanes are floats without low bits.
 __device__ __forceinline__ bool is_plain(const Shared& shared) { return shared.classes.by_threshold && shared.parts.low_bits == 0; }
@@ -198,7 +201,10 @@ template <int W> __device__ __forceinline__ u32 run(const Launch& launch, u32 ta
     return pass<W>(store, none);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3) tpde_conditioned(const __grid_constant__ Launch launch) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_SM) tpde_conditioned(const __grid_constant__ Launch launch) {
+#ifdef TIMES
+    u64 t0; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t0));
+#endif
     Shared& shared = shared_memory();
     Chunk chunk;
     DeviceTensor tensor;
@@ -213,4 +219,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) tpde_conditioned(const 
     default: errors = run<8>(launch, tensor.tables, tensor.dtype); break;
     }
     if (threadIdx.x == 0) report(launch, shared.chunk, errors);
+#ifdef TIMES
+    u64 t1; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t1));
+    if (threadIdx.x == 0 && launch.mode == TPDE_MODE_DRY) { u64* t = (u64*)launch.scratch + 4 * blockIdx.x; t[0] = t0; t[1] = t1; t[2] = shared.chunk.number; t[3] = multiprocessor() | (u64)shared.parts.segments << 32; }
+#endif
 }

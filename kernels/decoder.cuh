@@ -30,17 +30,16 @@ template <int W> __device__ __noinline__ u32 without_holes(u32 activity, u32 mas
 
 // A warp: which lanes of a whole tile are coded; its pieces are in shared memory too. Begins and ends with the warp in step. `in_rows`:
 // whether steps may be rows of 32 lanes.
-template <int W> __device__ __forceinline__ Coded find_coded(u32 bits, u32 activities, bool in_rows, const uint4* pieces, Tile& tile) {
+template <int W> __device__ __forceinline__ Coded find_coded(Shared& shared, u32 bits, u32 activities, u32 thread, bool in_rows, const uint4* pieces, Tile& tile) {
     constexpr u32 ROWS = TileShape<W>::LANES / 32;
-    u32 thread = threadIdx.x % WARP;
-    if (bits) mark_pieces<W, true>(shared_memory().parts, bits, activities, pieces, tile);
-    else mark_pieces<W, false>(shared_memory().parts, bits, activities, pieces, tile);
+    if (bits) mark_pieces<W, true>(shared.parts, bits, activities, thread, pieces, tile);
+    else mark_pieces<W, false>(shared.parts, bits, activities, thread, pieces, tile);
     __syncwarp();
-    u32 mask = thread < ROWS ? tile.masks[thread] : 0, activity = bits ? activity_of_row(bits, activities) : 0;
-    if (uniform(shared_memory().classes.holes)) mask = without_holes<W>(activity, mask);
+    u32 mask = thread < ROWS ? tile.masks[thread] : 0, activity = bits ? activity_of_row(bits, activities, thread) : 0;
+    if (uniform(shared.classes.holes)) mask = without_holes<W>(activity, mask);
     u32 full = __ballot_sync(ALL_LANES, mask == ~0u), rows = __ballot_sync(ALL_LANES, mask != 0);
     if (in_rows && full == rows && (rows & 0x11111111) * 15 == rows) return {rows, 0, true};
-    return {0, queue_rows<W>(mask, activity, tile), false};
+    return {0, queue_rows<W>(mask, activity, thread, tile), false};
 }
 
 // What a warp has in hand, from tile to tile.
@@ -49,10 +48,15 @@ struct Work {
     Ring ring;
     Sums sums;
     List list;
-    u32 before, states, bits; // a mask of the threads before; of the payload
+    u32 shared_at, tile_at;   // shared addresses: what the compiler cannot work out again, it keeps
+    u32 thread, before;       // of the warp; a mask of those before
+    u32 states, bits;         // of the payload
     u32 number;               // of the tile
     bool takes, passes;       // the stream: from the warp before, to the next one
     bool marked;              // some lanes of the tile are excepted
+
+    __device__ __forceinline__ Shared& shared() const { return *(Shared*)shared_pointer(shared_at); }
+    __device__ __forceinline__ Tile& tile() const { return *(Tile*)shared_pointer(tile_at); }
 };
 
 // The low bits of the lanes that a thread has, one in each row: they lie `count` words apart, at the same bit.
@@ -83,19 +87,19 @@ template <int W> __device__ __forceinline__ typename WideOf<W>::type lane_of_del
 template <int W> __device__ __forceinline__ void decode_without_base(Work& work, u32 store) {
     typedef typename WideOf<W>::type T;
     typedef TileShape<W> Shape;
-    Shared& shared = shared_memory();
+    Shared& shared = work.shared();
     const Chunk& chunk = shared.chunk;
-    Tile& tile = tile_of_warp();
-    u32 thread = threadIdx.x % WARP, lanes = shared_address(tile.lanes), first = work.number * Shape::LANES;
+    Tile& tile = work.tile();
+    u32 thread = work.thread, lanes = shared_address(tile.lanes), first = work.number * Shape::LANES;
     u32 activities = activities_of_tile(chunk.payload + shared.parts.activities_at, work.bits, work.number, Shape::BLOCKS);
     LowBits low;
     low.open(chunk, shared.parts, first + thread);
     T mask = high_mask<W>(low.count);
-    Entry entry = entry_of<W>(0, 0);
-    if (work.takes) take_turn(work.ring, work.stream);
+    Entry entry = entry_of<W>(shared, 0, 0);
+    if (work.takes) take_turn(work.ring, work.thread, work.stream);
 #pragma unroll 1
     for (u32 block = 0; block < Shape::BLOCKS; block++) {
-        if (work.bits) entry = entry_of<W>(activities >> block * work.bits & ((1u << work.bits) - 1), 0);
+        if (work.bits) entry = entry_of<W>(shared, activities >> block * work.bits & ((1u << work.bits) - 1), 0);
 #pragma unroll
         for (u32 i = 0; i < 4; i++) {
             T lower = low.next(), delta = high_bits<W>(decode_step<W>(work.stream, entry, work.before, true), mask) | lower;
@@ -103,12 +107,12 @@ template <int W> __device__ __forceinline__ void decode_without_base(Work& work,
             set_shared_lane<W>(lanes + (BLOCK_LANES * block + 32 * i + thread) * W, lane_of_delta<W>(delta));
         }
     }
-    if (work.passes) pass_turn(work.ring, work.stream);
+    if (work.passes) pass_turn(work.ring, work.thread, work.stream);
     __syncwarp();
     uint4 pieces[Shape::PIECES];
-    read_tile<W>(tile, pieces);
-    if (store != STORE_NONE) store_tile<W>(chunk, work.number, pieces);
-    work.sums.target += row_weight(work.number * Shape::WORDS) * tile_sum<W>(shared.weights, work.number, pieces);
+    read_tile<W>(tile, thread, pieces);
+    if (store != STORE_NONE) store_tile<W>(chunk, work.number, thread, pieces);
+    work.sums.target += row_weight(work.number * Shape::WORDS) * tile_sum<W>(shared.weights, work.number, thread, pieces);
     __syncwarp();
 }
 
@@ -117,17 +121,24 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
     typedef typename WideOf<W>::type T;
     typedef typename LaneOf<W>::type Lane;
     typedef TileShape<W> Shape;
-    Shared& shared = shared_memory();
+    Shared& shared = work.shared();
     const Chunk& chunk = shared.chunk;
-    Tile& tile = tile_of_warp();
-    u32 thread = threadIdx.x % WARP, lanes = shared_address(tile.lanes), first = work.number * Shape::LANES;
+    Tile& tile = work.tile();
+    u32 thread = work.thread, lanes = shared_address(tile.lanes), first = work.number * Shape::LANES;
     u32 activities = activities_of_tile(chunk.payload + shared.parts.activities_at, work.bits, work.number, Shape::BLOCKS);
     u64 row = row_weight(work.number * Shape::WORDS);
-    u64 of_base = row * tile_sum<W>(shared.weights, work.number, pieces);
-    write_tile<W>(tile, pieces);
-    Coded coded = find_coded<W>(work.bits, activities, work.states == WARP && !work.marked, pieces, tile);
+    u64 of_base = row * tile_sum<W>(shared.weights, work.number, thread, pieces);
+    write_tile<W>(tile, thread, pieces);
+    Coded coded = find_coded<W>(shared, work.bits, activities, thread, work.states == WARP && !work.marked, pieces, tile);
     // The next lanes arrive while these are decoded.
-    if (work.number + work.ring.count < end) load_tile<W>(chunk, work.number + work.ring.count, pieces);
+    if (work.number + work.ring.count < end) load_tile<W>(chunk, work.number + work.ring.count, thread, pieces);
+#if TOUCH == 1
+    if (work.ring.count == 1) { if (thread < 3) asm volatile("prefetch.global.L1 [%0];" ::"l"(work.stream.words + min(work.stream.at + 64 * thread, work.stream.last))); }
+#elif TOUCH == 2
+    if (work.ring.count == 1) { if (thread < 5) asm volatile("prefetch.global.L1 [%0];" ::"l"(work.stream.words + min(work.stream.at + 64 * thread, work.stream.last))); }
+#elif TOUCH == 3
+    if (work.ring.count == 1) { if (thread < 3) __ldg((const u32*)(work.stream.words + (min(work.stream.at + 64 * thread, work.stream.last) & ~1u))); }
+#endif
     work.sums.base += of_base;
     u64 gained = 0, lost = 0; // terms of the sum without the weight of the row
     u32 shift = shared.classes.order.shift, mask = shared.classes.order.mask;
@@ -144,13 +155,13 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
             u32 q = shared.weights[position / 4 % TPDE_ROW_WORDS], by = 8 * (position % 4);
             gained += (u64)q * (u32)(target << by);
             lost += (u64)q * (u32)(base << by);
-            if (HOW == TO_LIST) work.list.count = list_changes<W>(work.list, work.list.count, changed, position, target);
+            if (HOW == TO_LIST) work.list.count = list_changes<W>(work.list, work.list.count, work.before, changed, position, target);
             else if (changed && store == STORE_CHANGES) *(Lane*)(chunk.output + position) = (Lane)target;
         }
         return changed;
     };
     if (coded.whole) {
-        if (work.takes) take_turn(work.ring, work.stream);
+        if (work.takes) take_turn(work.ring, work.thread, work.stream);
         u32 blocks = uniform(coded.blocks);
 #pragma unroll 1
         while (blocks) {
@@ -162,11 +173,11 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
 #pragma unroll
             for (int i = 0; i < 4; i++) bases[i] = shared_lane<W>(lanes + place + 32 * W * i);
 #pragma unroll
-            for (int i = 0; i < 4; i++) entries[i] = entry_of<W>(map, (i32)((u32)(bases[i] >> shift) & mask));
+            for (int i = 0; i < 4; i++) entries[i] = entry_of<W>(shared, map, (i32)((u32)(bases[i] >> shift) & mask));
 #pragma unroll
             for (int i = 0; i < 4; i++) apply(true, place + 32 * W * i, bases[i], decode_step<W>(work.stream, entries[i], work.before, false));
         }
-        if (work.passes) pass_turn(work.ring, work.stream);
+        if (work.passes) pass_turn(work.ring, work.thread, work.stream);
     } else {
         // Threads that are no states have no lanes.
         bool is_state = thread < work.states;
@@ -179,12 +190,12 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
             from += stride;
             place = queued % (1u << QUEUE_MAP);
             base = shared_lane<W>(lanes + place);
-            entry = entry_of<W>(queued >> QUEUE_MAP, (i32)((u32)(base >> shift) & mask));
+            entry = entry_of<W>(shared, queued >> QUEUE_MAP, (i32)((u32)(base >> shift) & mask));
         };
         u32 count = uniform(coded.count);
         fetch();
-        if (work.takes) take_turn(work.ring, work.stream);
-        if (count == 0 && work.passes) pass_turn(work.ring, work.stream);
+        if (work.takes) take_turn(work.ring, work.thread, work.stream);
+        if (count == 0 && work.passes) pass_turn(work.ring, work.thread, work.stream);
 #pragma unroll 1
         for (u32 done = 0; done < count;) {
             u32 at = place;
@@ -194,7 +205,7 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
             fetch();
             T moved = decode_step<W>(work.stream, now, work.before, false);
             // Whoever is next need not wait until this warp has done with the last step's lanes.
-            if (work.passes && done >= count) pass_turn(work.ring, work.stream);
+            if (work.passes && done >= count) pass_turn(work.ring, work.thread, work.stream);
             bool changed = apply(false, at, of, moved);
             if (work.marked && changed && is_excepted(tile, at / W)) work.sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
@@ -202,9 +213,9 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
     if constexpr (HOW == TO_TILE) {
         __syncwarp();
         uint4 out[Shape::PIECES];
-        read_tile<W>(tile, out);
-        if (store != STORE_NONE) store_tile<W>(chunk, work.number, out);
-        work.sums.target += row * tile_sum<W>(shared.weights, work.number, out) - of_base;
+        read_tile<W>(tile, thread, out);
+        if (store != STORE_NONE) store_tile<W>(chunk, work.number, thread, out);
+        work.sums.target += row * tile_sum<W>(shared.weights, work.number, thread, out) - of_base;
     } else {
         work.sums.target += row * (gained - lost);
     }
@@ -218,7 +229,7 @@ template <int W, int HOW> __device__ __forceinline__ u32 fast_tiles() {
     if (W == 8) return 0;
     if (HOW != LOW_BITS) return whole_tiles<W>(chunk);
     bool coded = true;
-    for (u32 a = 0; a < 1u << parts.activity_bits; a++) coded &= entry_of<W>(a, 0).x != shared_memory().classes.none.x;
+    for (u32 a = 0; a < 1u << parts.activity_bits; a++) coded &= entry_of<W>(shared_memory(), a, 0).x != shared_memory().classes.none.x;
     // Low bits are read by the word, and a bit further.
     bool fast = coded && shared_memory().classes.by_threshold && parts.low_bits != 0 && parts.states == WARP && chunk.base_lanes == 0 &&
                 (u64)chunk.output % 16 == 0 && parts.sizes_at + 8 <= padded(chunk.size) && parts.exceptions == 0;
@@ -234,35 +245,42 @@ template <int W, int HOW> __device__ __forceinline__ void decode_segment(u32 seg
     u32 begin = uniform(segment * tiles >> parts.segments_log2), end = uniform((segment + 1) * tiles >> parts.segments_log2);
     u32 fast = uniform(min(end, fast_tiles<W, HOW>()));
     Work work = {open_stream(chunk, parts, segment), ring, sums, list};
-    work.before = (1u << threadIdx.x % WARP) - 1;
+    work.shared_at = uniform(shared_address(&shared));
+    work.tile_at = uniform(shared_address(&tile_of_warp()));
+    work.thread = __shfl_sync(ALL_LANES, threadIdx.x % WARP, threadIdx.x % WARP);
+    work.before = (1u << work.thread) - 1;
     work.states = uniform(parts.states);
     work.bits = uniform(parts.activity_bits);
     work.number = begin + ring.member;
     bool ends = (end - 1 - work.number) % ring.count == 0; // the segment's last tile is this warp's
+    bool shares = ring.count > 1, more = fast != end;
     Marker marker = open_marker(chunk, parts, begin * Shape::LANES);
-    auto open = [&] {
-        work.takes = ring.count > 1 && work.number != begin;
-        work.passes = ring.count > 1 && work.number + 1 != end;
-        marker.marked = false;
-        u32 first = work.number * Shape::LANES;
-        if (uniform(marker.next) < first + Shape::LANES) {
-            marker = mark_exceptions(marker, chunk, parts, first, first + Shape::LANES, tile_of_warp().excepted);
+    u32 next = uniform(marker.next / Shape::LANES); // tile with exceptions
+    work.takes = shares && ring.member != 0;
+    auto open = [&](bool passes) {
+        work.passes = shares && passes;
+        work.marked = false;
+        if (next <= work.number) {
+            u32 first = work.number * Shape::LANES;
+            marker = mark_exceptions(marker, chunk, parts, first, first + Shape::LANES, work.tile().excepted);
+            work.marked = uniform(marker.marked);
+            next = uniform(marker.next / Shape::LANES);
         }
-        work.marked = uniform(marker.marked);
     };
     if constexpr (W != 8) {
         uint4 pieces[Shape::PIECES] = {};
-        if (HOW != LOW_BITS && work.number < fast) load_tile<W>(chunk, work.number, pieces);
+        if (HOW != LOW_BITS && work.number < fast) load_tile<W>(chunk, work.number, work.thread, pieces);
 #pragma unroll 1
         for (; work.number < fast; work.number += ring.count) {
-            open();
+            open(work.number + 1 < fast || more);
             if constexpr (HOW == LOW_BITS) decode_without_base<W>(work, store);
             else decode_tile<W, HOW>(work, pieces, fast, store);
+            work.takes = shares;
         }
     }
 #pragma unroll 1
     for (; work.number < end; work.number += ring.count) {
-        open();
+        open(work.number + 1 < end);
         Slow slow = {work.stream, 0, 0, 0, 0, work.list.count};
         slow = decode_slowly<W>(slow, work.number, work.marked, store, work.list, ring, work.takes, work.passes);
         work.stream = slow.stream;
@@ -271,6 +289,7 @@ template <int W, int HOW> __device__ __forceinline__ void decode_segment(u32 seg
         work.sums.changed += slow.changed;
         work.sums.errors |= slow.errors;
         work.list.count = slow.listed;
+        work.takes = shares;
     }
     sums = work.sums;
     list = work.list;

@@ -26,25 +26,25 @@ template <int W> __device__ __forceinline__ u32 whole_tiles(const Chunk& chunk) 
 }
 
 // Base lanes of a whole tile.
-template <int W> __device__ __forceinline__ void load_tile(const Chunk& chunk, u32 number, uint4* pieces) {
+template <int W> __device__ __forceinline__ void load_tile(const Chunk& chunk, u32 number, u32 thread, uint4* pieces) {
     typedef TileShape<W> Shape;
-    const u8* from = chunk.base + (u64)(number * Shape::LANES + threadIdx.x % WARP * Shape::UNIT) * W;
+    const u8* from = chunk.base + (u64)(number * Shape::LANES + thread * Shape::UNIT) * W;
 #pragma unroll
     for (int p = 0; p < Shape::PIECES; p++) pieces[p] = load_once(from + Shape::lane_of(p) * W);
 }
 
-template <int W> __device__ __forceinline__ void store_tile(const Chunk& chunk, u32 number, const uint4* pieces) {
+template <int W> __device__ __forceinline__ void store_tile(const Chunk& chunk, u32 number, u32 thread, const uint4* pieces) {
     typedef TileShape<W> Shape;
-    u8* to = chunk.output + (u64)(number * Shape::LANES + threadIdx.x % WARP * Shape::UNIT) * W;
+    u8* to = chunk.output + (u64)(number * Shape::LANES + thread * Shape::UNIT) * W;
 #pragma unroll
     for (int p = 0; p < Shape::PIECES; p++) __stcs((uint4*)(to + Shape::lane_of(p) * W), pieces[p]);
 }
 
 // The part of the sum that a thread's pieces of a tile are, without the weight of the row; those of its words are at `q`.
-template <int W> __device__ __forceinline__ u64 tile_sum(const u32* q, u32 number, const uint4* pieces) {
+template <int W> __device__ __forceinline__ u64 tile_sum(const u32* q, u32 number, u32 thread, const uint4* pieces) {
     typedef TileShape<W> Shape;
     u32 word = number * Shape::WORDS;
-    const u32* weights = &q[word % TPDE_ROW_WORDS + threadIdx.x % WARP * (Shape::UNIT * W / 4)];
+    const u32* weights = &q[word % TPDE_ROW_WORDS + thread * (Shape::UNIT * W / 4)];
     u64 sum = 0;
 #pragma unroll
     for (int p = 0; p < Shape::PIECES; p++) {
@@ -59,17 +59,17 @@ template <int W> __device__ __forceinline__ u64 tile_sum(const u32* q, u32 numbe
 // thread. In place no lane may be stored before all have been read.
 template <int W, int THREADS> __device__ __forceinline__ u64 copy_chunk(const Chunk& chunk, bool stored) {
     typedef TileShape<W> Shape;
-    u32 whole = whole_tiles<W>(chunk);
+    u32 whole = whole_tiles<W>(chunk), thread = threadIdx.x % WARP;
     u64 sum = 0;
     for (u32 number = threadIdx.x / WARP; number * Shape::LANES < chunk.lanes; number += THREADS / WARP) {
         if (number < whole) {
             uint4 pieces[Shape::PIECES];
-            load_tile<W>(chunk, number, pieces);
-            if (stored) store_tile<W>(chunk, number, pieces);
-            sum += row_weight(number * Shape::WORDS) * tile_sum<W>(WEIGHTS.q, number, pieces);
+            load_tile<W>(chunk, number, thread, pieces);
+            if (stored) store_tile<W>(chunk, number, thread, pieces);
+            sum += row_weight(number * Shape::WORDS) * tile_sum<W>(WEIGHTS.q, number, thread, pieces);
         } else {
             u32 first = number * Shape::LANES;
-            for (u32 at = first + threadIdx.x % WARP; at < min(first + Shape::LANES, chunk.lanes); at += WARP) {
+            for (u32 at = first + thread; at < min(first + Shape::LANES, chunk.lanes); at += WARP) {
                 typename WideOf<W>::type lane = load_lane<W>(chunk, at);
                 sum += lane_term<W>(at, 0, lane);
                 if (stored) store_lane<W>(chunk, at, lane);

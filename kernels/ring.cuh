@@ -15,15 +15,16 @@ __device__ __forceinline__ Ring open_ring(u32 log2) {
     return {warp >> few, (u32)WARPS >> few, turn, 1 + warp, 1 + (warp + (1u << few)) % WARPS};
 }
 
-__device__ __forceinline__ void take_turn(const Ring& ring, Stream& stream) {
+__device__ __forceinline__ void take_turn(const Ring& ring, u32 thread, Stream& stream) {
     wait_at(ring.mine);
-    stream.state = shared_u32(ring.turn + 4 * (threadIdx.x % WARP));
-    stream.at = uniform(threadIdx.x % WARP == 0 ? shared_u32<TPDE_OFFSET_OF(Turn, at)>(ring.turn) : 0);
+    stream.state = shared_u32(ring.turn + 4 * thread);
+    stream.at = shared_u32<TPDE_OFFSET_OF(Turn, at)>(ring.turn);
+    __syncwarp(); // before this warp writes there
 }
 
-__device__ __forceinline__ void pass_turn(const Ring& ring, const Stream& stream) {
-    set_shared_u32(ring.turn + 4 * (threadIdx.x % WARP), stream.state);
+__device__ __forceinline__ void pass_turn(const Ring& ring, u32 thread, const Stream& stream) {
+    set_shared_u32(ring.turn + 4 * thread, stream.state);
     if (stream.worst >= SYMBOL_BAD) set_shared_u32(ring.turn + TPDE_OFFSET_OF(Turn, bad), 1);
-    if (threadIdx.x % WARP == 0) set_shared_u32(ring.turn + TPDE_OFFSET_OF(Turn, at), stream.at);
+    if (thread == 0) set_shared_u32(ring.turn + TPDE_OFFSET_OF(Turn, at), stream.at);
     arrive_for(ring.next);
 }

@@ -35,12 +35,11 @@ __device__ __forceinline__ Shared& shared_memory() { return *(Shared*)dynamic_sh
 __device__ __forceinline__ Tile& tile_of_warp() { return shared_memory().tiles[uniform(threadIdx.x / WARP)]; }
 
 // The entry of map `map` for a context. A map has an entry for each context but for lanes of 8 bytes, whose contexts are too many.
-template <int W> __device__ __forceinline__ Entry entry_of(u32 map, i32 context) {
-    Shared& shared = shared_memory();
+template <int W> __device__ __forceinline__ Entry entry_of(const Shared& shared, u32 map, i32 context) {
     if (W == 8) context = min(max(context - shared.classes.first, 0), 64);
     return shared_u32x2(shared_address(shared.maps) + 8 * (MAP * map + (u32)context));
 }
 
 template <int W> __device__ __forceinline__ Entry class_of(u32 map, typename WideOf<W>::type base) {
-    return entry_of<W>(map, context_of<W>(base, shared_memory().classes.order));
+    return entry_of<W>(shared_memory(), map, context_of<W>(base, shared_memory().classes.order));
 }

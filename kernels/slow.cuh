@@ -58,8 +58,8 @@ template <int W> __device__ __noinline__ Slow decode_slowly(Slow slow, u32 numbe
     slow.base += gather_tile<W>(number, tile);
     u32 mask = thread < Shape::LANES / 32 ? tile.masks[thread] : 0;
     u32 activities = activities_of_tile(chunk.payload + parts.activities_at, parts.activity_bits, number, Shape::BLOCKS);
-    u32 count = uniform(queue_rows<W>(mask, activity_of_row(parts.activity_bits, activities), tile));
-    if (takes) take_turn(ring, slow.stream);
+    u32 count = uniform(queue_rows<W>(mask, activity_of_row(parts.activity_bits, activities, thread), thread, tile));
+    if (takes) take_turn(ring, thread, slow.stream);
 #pragma unroll 1
     for (u32 done = 0; done < count; done += states) {
         u32 queued = thread < states ? shared_u16(queue + 2 * (done + thread)) : NO_ENTRY, place = queued % (1u << QUEUE_MAP);
@@ -72,7 +72,7 @@ template <int W> __device__ __noinline__ Slow decode_slowly(Slow slow, u32 numbe
         }
         if (is_lane) set_shared_lane<W>(lanes + place, move_lane<W>(base, moved, magnitude));
     }
-    if (passes) pass_turn(ring, slow.stream);
+    if (passes) pass_turn(ring, thread, slow.stream);
     __syncwarp();
 #pragma unroll 1
     for (u32 i = 0; i < Shape::LANES / 32; i++) {
@@ -88,7 +88,7 @@ template <int W> __device__ __noinline__ Slow decode_slowly(Slow slow, u32 numbe
             if (marked && coded && is_excepted(tile, place)) slow.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
         if (store == STORE_LIST) {
-            slow.listed = list_changes<W>(list, slow.listed, changed, at * W, lane);
+            slow.listed = list_changes<W>(list, slow.listed, before, changed, at * W, lane);
         } else if (inside && (store == STORE_ALL || (changed && store == STORE_CHANGES))) {
             store_lane<W>(chunk, at, lane);
         }

@@ -31,16 +31,16 @@ __device__ __forceinline__ void open_tile(Tile& tile) {
 }
 
 // The pieces of a tile from shared memory, and back.
-template <int W> __device__ __forceinline__ void read_tile(const Tile& tile, uint4* pieces) {
+template <int W> __device__ __forceinline__ void read_tile(const Tile& tile, u32 thread, uint4* pieces) {
     typedef TileShape<W> Shape;
-    const u8* from = tile.lanes + threadIdx.x % WARP * Shape::UNIT * W;
+    const u8* from = tile.lanes + thread * Shape::UNIT * W;
 #pragma unroll
     for (int p = 0; p < Shape::PIECES; p++) pieces[p] = *(const uint4*)(from + Shape::lane_of(p) * W);
 }
 
-template <int W> __device__ __forceinline__ void write_tile(Tile& tile, const uint4* pieces) {
+template <int W> __device__ __forceinline__ void write_tile(Tile& tile, u32 thread, const uint4* pieces) {
     typedef TileShape<W> Shape;
-    u8* to = tile.lanes + threadIdx.x % WARP * Shape::UNIT * W;
+    u8* to = tile.lanes + thread * Shape::UNIT * W;
 #pragma unroll
     for (int p = 0; p < Shape::PIECES; p++) *(uint4*)(to + Shape::lane_of(p) * W) = pieces[p];
 }
@@ -79,9 +79,9 @@ template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4
 
 // A warp: the masks of coded lanes of a whole tile. The branch spares most chunks the activities.
 template <int W, bool ACTIVE>
-__device__ __forceinline__ void mark_pieces(const Parts& parts, u32 bits, u32 activities, const uint4* pieces, Tile& tile) {
+__device__ __forceinline__ void mark_pieces(const Parts& parts, u32 bits, u32 activities, u32 thread, const uint4* pieces, Tile& tile) {
     typedef TileShape<W> Shape;
-    u32 thread = threadIdx.x % WARP, threshold = parts.thresholds[0];
+    u32 threshold = parts.thresholds[0];
 #pragma unroll
     for (int n = 0; n < Shape::UNITS; n++) {
         u32 mask = 0;
@@ -97,14 +97,14 @@ __device__ __forceinline__ void mark_pieces(const Parts& parts, u32 bits, u32 ac
 }
 
 // The activity of the row of a thread.
-__device__ __forceinline__ u32 activity_of_row(u32 bits, u32 activities) {
-    return activities >> (threadIdx.x % WARP / 4 * bits) & ((1u << bits) - 1);
+__device__ __forceinline__ u32 activity_of_row(u32 bits, u32 activities, u32 thread) {
+    return activities >> (thread / 4 * bits) & ((1u << bits) - 1);
 }
 
 // A warp: the queue. A thread has the mask of a row.
-template <int W> __device__ __forceinline__ u32 queue_rows(u32 mask, u32 activity, Tile& tile) {
+template <int W> __device__ __forceinline__ u32 queue_rows(u32 mask, u32 activity, u32 thread, Tile& tile) {
     typedef TileShape<W> Shape;
-    u32 thread = threadIdx.x % WARP, end = __popc(mask);
+    u32 end = __popc(mask);
 #pragma unroll
     for (u32 by = 1; by < WARP; by *= 2) end = add_from_before(end, by);
     u32 count = __shfl_sync(ALL_LANES, end, WARP - 1), queue = shared_address(tile.queue), to = queue + 2 * (end - __popc(mask));

@@ -129,6 +129,8 @@ pub enum Coding<'a> {
         tables: Option<&'a TableSet>,
         /// Bits of each delta that are stored as they are: 0 where lanes resemble their base, and less than a lane's.
         low_bits: u32,
+        /// How many steps a stream may have before it costs payload to have fewer.
+        steps: usize,
     },
 }
 
@@ -165,8 +167,8 @@ impl ChunkEncoder {
         with_lane!(dtype.lane_bytes(), L => match coding {
             Coding::Raw => Ok(raw::encode::<L>(base, target, dtype.order(), payload)),
             Coding::Zstd(layout) => self.zstd.encode::<L>(base, target, dtype.order(), layout, payload),
-            Coding::Conditioned { tables, low_bits } => {
-                Ok(self.conditioned.encode::<L>(dtype, tables, low_bits, base, target, payload))
+            Coding::Conditioned { tables, low_bits, steps } => {
+                Ok(self.conditioned.encode::<L>(dtype, tables, low_bits, steps, base, target, payload))
             }
         })
     }

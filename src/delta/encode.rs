@@ -132,7 +132,11 @@ impl Plan {
         match codec {
             Codec::Raw => Coding::Raw,
             Codec::Zstd => Coding::Zstd(layout),
-            Codec::Conditioned => Coding::Conditioned { tables: self.tables.as_deref(), low_bits: self.low_bits() },
+            Codec::Conditioned => {
+                // Who wants small chunks wants them to be decoded soon.
+                let steps = if self.chunk_lanes_log2 < 20 { 512 } else { 1024 };
+                Coding::Conditioned { tables: self.tables.as_deref(), low_bits: self.low_bits(), steps }
+            }
         }
     }
 

@@ -16,12 +16,12 @@ use std::ops::Range;
 use zerocopy::IntoBytes;
 
 /// What it is worth not to code a lane, so that decoding it takes no time.
-const LANE_COST: u64 = 4;
-/// Most steps that a stream should have, and the payload that a state must have for that. Where a chunk is decoded by threads that
-/// wait for each other, steps are what takes the time. A state wastes 2 bytes.
-const STEPS: [(usize, u64); 2] = [(512, 80), (1024, 2)];
-/// The payload that each state of a chunk with one stream must have.
-const STATE: u64 = 40;
+const LANE_COST: u64 = 16;
+/// Most steps that a stream should have if each state has some payload: a state wastes 2 bytes. Where a chunk is decoded by threads
+/// that wait for each other, steps are what takes the time.
+const STEPS: usize = 512;
+/// What a state must have for [`STEPS`], for the limit that is asked for, and in a chunk with one stream.
+const STATE: [u64; 3] = [80, 2, 40];
 /// What it may cost more, as a part, to code all lanes of a kind of block, so that steps are rows of lanes.
 const ROWS: u64 = 64;
 /// Contexts after the last one seen that other blocks may have.
@@ -92,12 +92,14 @@ impl Default for Encoder {
 
 impl Encoder {
     /// Appends the payload of a chunk to `payload`: nothing if no lane has changed. `low_bits` is 0, or the bits of each delta
-    /// to store as they are.
+    /// to store as they are; `steps` is how many a stream may have.
+    #[expect(clippy::too_many_arguments, reason = "all of a chunk")]
     pub fn encode<L: Lane>(
         &mut self,
         dtype: Dtype,
         tables: Option<&TableSet>,
         low_bits: u32,
+        steps: usize,
         base: &[u8],
         target: &[u8],
         payload: &mut Vec<u8>,
@@ -107,7 +109,7 @@ impl Encoder {
             return Encoded::default();
         }
         let start = payload.len();
-        let coded = tables.is_some_and(|tables| self.encode_coded::<L>(dtype, tables, low_bits, base, target, changed, payload));
+        let coded = tables.is_some_and(|tables| self.encode_coded::<L>(dtype, tables, low_bits, steps, base, target, changed, payload));
         let most = base.len() + base.len() / 64 + 64;
         if !coded || payload.len() - start > most {
             payload.truncate(start);
@@ -123,6 +125,7 @@ impl Encoder {
         dtype: Dtype,
         tables: &TableSet,
         low_bits: u32,
+        steps: usize,
         base: &[u8],
         target: &[u8],
         changed: usize,
@@ -143,7 +146,7 @@ impl Encoder {
         let tiles = blocks.div_ceil(tile);
         self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, STEP, base, None);
         let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
-        let (states, segments) = shape(coded, choice.cost / BIT / 8, tiles);
+        let (states, segments) = shape(coded, choice.cost / BIT / 8, tiles, steps);
         if states != STEP {
             // Only now it is known how long a step is; chunks with so few changes take little time otherwise.
             self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, states, base, None);
@@ -414,18 +417,20 @@ fn tails(fits: &[Fit; CONTEXTS], holes: bool) -> [Tail; CONTEXTS + 1] {
     tails
 }
 
-/// States of a stream and segments of a chunk of `tiles` tiles, with `coded` coded lanes and a payload of about `size` bytes.
-fn shape(coded: usize, size: u64, tiles: usize) -> (usize, usize) {
+/// States of a stream and segments of a chunk of `tiles` tiles, with `coded` coded lanes and a payload of about `size` bytes. Streams
+/// have at most `most` steps, unless states are all there may be.
+fn shape(coded: usize, size: u64, tiles: usize, most: usize) -> (usize, usize) {
     // Half of a tile's last step is lost.
     let steps = coded.div_ceil(STEP) + tiles / 2;
-    let segments = STEPS.map(|(most, bytes)| {
+    let segments = [(STEPS, STATE[0]), (most, STATE[1])].map(|(most, bytes)| {
         let affordable = 1usize << (size / bytes / STEP as u64).max(1).ilog2();
         steps.div_ceil(most).next_power_of_two().min(affordable)
     });
     let segments = segments.into_iter().fold(1, usize::max).min(1 << MAX_LOG2).min(1 << tiles.ilog2());
     // Small payloads have no room for a vector's or a warp's worth of states.
-    let states = STEP.min(coded.max(1)).min((size / STATE).max(1) as usize);
-    (if segments == 1 { 1 << states.ilog2() } else { STEP }, segments)
+    let states = 1 << STEP.min(coded.max(1)).min((size / STATE[2]).max(1) as usize).ilog2();
+    let states = STEP.min(coded.div_ceil(most).next_power_of_two()).max(states);
+    (if segments == 1 { states } else { STEP }, segments)
 }
 
 /// The positions of some coded lanes, given by their places in tiles whose halves of blocks, from `first` on, have these masks.

@@ -84,7 +84,7 @@ impl Case {
         let coding = match codec {
             Codec::Raw => Coding::Raw,
             Codec::Zstd => Coding::Zstd(None),
-            Codec::Conditioned => Coding::Conditioned { tables: set.as_ref(), low_bits },
+            Codec::Conditioned => Coding::Conditioned { tables: set.as_ref(), low_bits, steps: 1024 },
         };
         let mut payload = Vec::new();
         let encoded = ChunkEncoder::new().unwrap().encode(coding, dtype, &base, target, &mut payload).unwrap();
