@@ -20,11 +20,12 @@ struct Chunk {
     u64 base_sum, target_sum;
 };
 
+__device__ __forceinline__ u32 place_of_block(const Launch& launch) { return launch.first + blockIdx.x; }
+
 // The chunk of this block and its tensor; false if this kernel has nothing to do with it.
 __device__ __forceinline__ bool chunk_of_block(const Launch& launch, u16 codec, Chunk& chunk, DeviceTensor& tensor) {
-    u32 place = blockIdx.x;
-    if (place >= launch.count) return false;
-    chunk.number = launch.order ? ((const u32*)launch.order)[place] : launch.first + place;
+    if (blockIdx.x >= launch.count) return false;
+    chunk.number = launch.order ? ((const u32*)launch.order)[place_of_block(launch)] : place_of_block(launch);
     tensor = ((const DeviceTensor*)launch.tensors)[((const u32*)launch.chunk_tensors)[chunk.number]];
     if (tensor.codec != codec) return false;
     ChunkMetadata record = ((const ChunkMetadata*)launch.chunks)[chunk.number];

@@ -11,24 +11,18 @@ enum : u32 {
     STORE_LIST = 3,    // changes to a list that is carried out later
 };
 
-// A change that waits for the checks of its chunk.
-template <int W> struct alignas(W == 8 ? 16 : 8) Change {
-    typename WideOf<W>::type position, lane; // the position in bytes of the chunk
-};
-
-// Those of a warp. What does not fit is counted, and lost.
-struct List {
-    u8* changes;
-    u32 capacity, count;
-    template <int W> __device__ __forceinline__ Change<W>& at(u32 i) const { return ((Change<W>*)changes)[i]; }
-};
-
-// A warp: adds the changes of some of its threads. Returns how many there are now.
+// A warp: adds the changes of some of its threads to those that wait for the checks of their chunk. What does not fit is counted, and
+// lost.
 template <int W>
-__device__ __forceinline__ u32 list_changes(const List& list, u32 count, u32 before, bool changed, u32 position, typename WideOf<W>::type lane) {
-    u32 mask = __ballot_sync(ALL_LANES, changed), i = count + __popc(mask & before);
-    if (changed && i < list.capacity) list.template at<W>(i) = {position, lane};
-    return count + __popc(mask);
+__device__ __forceinline__ void list_changes(Shared& shared, u32 thread, u32 before, bool changed, u32 position, typename WideOf<W>::type lane) {
+    u32 mask = __ballot_sync(ALL_LANES, changed);
+    u32 first = first_adds_to_shared(thread, shared_address(&shared.listed), __popc(mask));
+    u32 i = __shfl_sync(ALL_LANES, first, 0) + __popc(mask & before);
+    List list = shared.list;
+    if (changed && i < list.capacity) {
+        list.position(i) = position;
+        list.template lane<W>(i) = (typename LaneOf<W>::type)lane;
+    }
 }
 
 // What a thread adds to the sums of the chunk.

@@ -1,75 +1,68 @@
 // Codec `conditioned` (spec/codecs.md section 4): a block decodes a chunk, applies it to its base lanes and checks it. Each warp takes
 // segments of its own, or where segments are few turns at one.
 #include "decoder.cuh"
-#ifndef BLOCKS_SM
-#define BLOCKS_SM 3
-#endif
 
 // Whether the chunk's lanes are floats without low bits.
 __device__ __forceinline__ bool is_plain(const Shared& shared) { return shared.classes.by_threshold && shared.parts.low_bits == 0; }
 
-// The part of a slot that a warp has for its changes.
-template <int W> __device__ __forceinline__ List open_list(const Launch& launch) {
-    u32 warp = threadIdx.x / WARP, capacity = launch.scratch_slot_bytes / (WARPS * (u32)sizeof(Change<W>));
-    u64 slot = launch.scratch + TPDE_SCRATCH_HEAD(launch.scratch_slots) + (u64)shared_memory().slot * launch.scratch_slot_bytes;
-    return {(u8*)(slot + (u64)warp * capacity * sizeof(Change<W>)), capacity, 0};
-}
-
-template <int W, int HOW> __device__ __noinline__ void decode(u32 store, List& list, Sums& sums) {
+template <int W, int HOW> __device__ __noinline__ void decode(u32 store, Sums& sums) {
     u32 log2 = uniform(shared_memory().parts.segments_log2), rounds = log2 > WARPS_LOG2 ? 1u << (log2 - WARPS_LOG2) : 1;
     Ring ring = open_ring(log2);
     Sums own = {};
-    List changes = list;
     u32 segment = uniform(threadIdx.x / WARP) & ((1u << log2) - 1);
-    for (u32 round = 0; round < rounds; round++, segment += WARPS) decode_segment<W, HOW>(segment, ring, store, changes, own);
-    if (HOW == TO_LIST) own.changed = threadIdx.x % WARP == 0 ? changes.count : 0;
-    list = changes;
+    for (u32 round = 0; round < rounds; round++, segment += WARPS) decode_segment<W, HOW>(segment, ring, store, own);
     sums = own;
 }
 
 // All threads: the changes that are listed in the payload. They are for lanes that have none yet, so their base is still there.
-template <int W> __device__ __noinline__ void except(bool store, Sums& sums) {
+template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {
     Shared& shared = shared_memory();
     typedef typename WideOf<W>::type T;
-    for (u32 i = threadIdx.x; i < shared.parts.exceptions; i += THREADS) {
-        u32 at = exception_position(shared.chunk, shared.parts, i);
-        if (at >= shared.chunk.lanes || (i > 0 && at <= exception_position(shared.chunk, shared.parts, i - 1))) {
-            sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
-            continue;
+    u32 count = uniform(shared.parts.exceptions), before = (1u << threadIdx.x % WARP) - 1;
+    for (u32 first = uniform(threadIdx.x / WARP) * WARP; first < count; first += THREADS) {
+        u32 i = first + threadIdx.x % WARP, at = 0;
+        bool valid = i < count;
+        T target = 0;
+        if (valid) {
+            at = exception_position(shared.chunk, shared.parts, i);
+            valid = at < shared.chunk.lanes && (i == 0 || at > exception_position(shared.chunk, shared.parts, i - 1));
+            if (!valid) sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
-        T delta = (T)unaligned<W>(shared.chunk.payload, shared.parts.deltas_at + W * i), base = load_lane<W>(shared.chunk, at);
-        T target = apply_delta<W>(base, delta, (typename WideOf<W>::type)shared.classes.order.magnitude);
-        if (delta == 0) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
-        if (shared.parts.low_bits != 0 && low_bits_of<W>(shared.chunk, shared.parts, at) != 0 &&
-            class_of<W>(activity_of(shared.chunk, shared.parts, at), base).x == shared.classes.none.x) {
-            sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
+        if (valid) {
+            T delta = (T)unaligned<W>(shared.chunk.payload, shared.parts.deltas_at + W * i), base = load_lane<W>(shared.chunk, at);
+            target = apply_delta<W>(base, delta, (T)shared.classes.order.magnitude);
+            if (delta == 0) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
+            if (shared.parts.low_bits != 0 && low_bits_of<W>(shared.chunk, shared.parts, at) != 0 &&
+                class_of<W>(activity_of(shared.chunk, shared.parts, at), base).x == shared.classes.none.x) {
+                sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
+            }
+            sums.changed++;
+            sums.target += lane_term<W>(at, base, target);
+            if (store == STORE_ALL || store == STORE_CHANGES) store_lane<W>(shared.chunk, at, target);
         }
-        sums.changed++;
-        sums.target += lane_term<W>(at, base, target);
-        if (store) store_lane<W>(shared.chunk, at, target);
+        list_changes<W>(shared, threadIdx.x % WARP, before, valid && store == STORE_LIST, at * W, target);
     }
 }
 
 // One pass over the chunk. Returns its errors, the same in every thread.
-template <int W> __device__ __forceinline__ u32 pass(u32 store, List& list) {
+template <int W> __device__ __forceinline__ u32 pass(u32 store) {
     Shared& shared = shared_memory();
     __syncthreads();
     if (threadIdx.x == 0) {
         shared.totals = {};
-        shared.fits = 1;
+        shared.listed = 0;
     }
     if (threadIdx.x < WARPS / 2) shared.turns[threadIdx.x].bad = 0;
     if (threadIdx.x % WARP == 0) open_tile(shared.tiles[threadIdx.x / WARP]);
     __syncthreads();
     Sums sums;
-    if (W == 8 || !is_plain(shared)) decode<W, LOW_BITS>(store, list, sums);
-    else if (store == STORE_ALL) decode<W, TO_TILE>(store, list, sums);
-    else if (store == STORE_LIST) decode<W, TO_LIST>(store, list, sums);
-    else decode<W, TO_OUTPUT>(store, list, sums);
-    if (list.count > list.capacity) atomicExch(&shared.fits, 0);
+    if (W == 8 || !is_plain(shared)) decode<W, LOW_BITS>(store, sums);
+    else if (store == STORE_ALL) decode<W, TO_TILE>(store, sums);
+    else if (store == STORE_LIST) decode<W, TO_LIST>(store, sums);
+    else decode<W, TO_OUTPUT>(store, sums);
     // Exceptions are stored after everything else.
     __syncthreads();
-    except<W>(store == STORE_ALL || store == STORE_CHANGES, sums);
+    except<W>(store, sums);
     add_to(shared.totals, sums.base, sums.target, sums.changed, sums.errors);
     __syncthreads();
     return errors_of(shared.totals, shared.chunk);
@@ -83,32 +76,73 @@ __device__ u32 take_slot(const Launch& launch) {
     return slot;
 }
 
-// In place with one reading of the base: changes are kept until the sums are right. False if they did not fit, and all is as it was.
-template <int W> __device__ __forceinline__ bool pass_with_list(const Launch& launch, u32& errors) {
+// One thread: takes room for the changes of a chunk until the launch that commits. Returns where, in units of 256 bytes from 1 on, or 0
+// if there is none left.
+template <int W> __device__ u32 take_room(const Launch& launch, u32 changes) {
+    u32 units = (TPDE_LIST_BYTES(changes, W) + 255) / 256, all = launch.scratch_slot_bytes / 256;
+    // Who sees that there is no room does not add, so that the sum stays within 32 bits.
+    if (*(volatile u32*)launch.scratch + units > all) return 0;
+    u32 at = atomicAdd((u32*)launch.scratch, units);
+    return at + units <= all ? at + 1 : 0;
+}
+
+// The list of the chunk in the slot or room that it has.
+template <int W> __device__ __forceinline__ List list_in(const Launch& launch, u32 slot, u32 changes) {
+    u64 offset = launch.mode == TPDE_MODE_IN_PLACE ? (u64)slot * launch.scratch_slot_bytes : 256ull * (slot - 1);
+    return {(u8*)(launch.scratch + TPDE_SCRATCH_HEAD(launch.scratch_slots) + offset), changes, TPDE_LIST_LANES_AT(changes)};
+}
+
+// Memory for the changes of the chunk: a slot while it is decoded, or room that it has until the launch that commits. False if they do
+// not fit, or there is none left.
+template <int W> __device__ __forceinline__ bool open_list(const Launch& launch) {
     Shared& shared = shared_memory();
-    typedef typename LaneOf<W>::type Lane;
-    if (threadIdx.x == 0) shared.slot = take_slot(launch);
-    __syncthreads();
-    List list = open_list<W>(launch);
-    errors = pass<W>(STORE_LIST, list);
-    bool carried = errors == 0 && shared.fits;
-    if (carried) {
-        // Few loads at a time would take as long as the decoding.
-#pragma unroll 4
-        for (u32 i = threadIdx.x % WARP; i < list.count; i += WARP) {
-            Change<W> change = list.template at<W>(i);
-            *(Lane*)(shared.chunk.output + change.position) = (Lane)change.lane;
-        }
-        Sums sums = {};
-        __syncthreads();
-        except<W>(true, sums);
+    u32 changes = shared.chunk.num_deltas;
+    bool keeps = launch.mode == TPDE_MODE_DRY;
+    if (!keeps && TPDE_LIST_BYTES(changes, W) > launch.scratch_slot_bytes) return false;
+    if (threadIdx.x == 0) {
+        shared.slot = keeps ? take_room<W>(launch, changes) : take_slot(launch);
+        shared.list = list_in<W>(launch, shared.slot, changes);
     }
+    __syncthreads();
+    return !keeps || shared.slot != 0;
+}
+
+// All threads: as many changes as the chunk should have, which is as many as it has if its checks have passed. Few loads at a time
+// would take as long as the decoding.
+template <int W> __device__ __noinline__ void carry_out() {
+    typedef typename LaneOf<W>::type Lane;
+    constexpr int AT_ONCE = 8;
+    List list = shared_memory().list;
+    u8* output = shared_memory().chunk.output;
+    for (u32 first = threadIdx.x; first < list.capacity; first += AT_ONCE * THREADS) {
+        u32 positions[AT_ONCE];
+        Lane lanes[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            u32 i = min(first + k * THREADS, list.capacity - 1);
+            positions[k] = __ldcg(&list.position(i));
+            lanes[k] = __ldcg(&list.template lane<W>(i));
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            if (first + k * THREADS < list.capacity) *(Lane*)(output + positions[k]) = lanes[k];
+        }
+    }
+}
+
+// After a pass: the changes are carried out, or kept for the launch that does.
+template <int W> __device__ __forceinline__ void close_list(const Launch& launch, u32 errors) {
+    Shared& shared = shared_memory();
+    if (launch.mode == TPDE_MODE_DRY) {
+        if (threadIdx.x == 0 && errors == 0) ((u32*)launch.scratch)[1 + place_of_block(launch)] = shared.slot;
+        return;
+    }
+    if (errors == 0) carry_out<W>();
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
         atomicExch((u32*)launch.scratch + shared.slot, 0);
     }
-    return carried || errors;
 }
 
 // Header, maps and tables: errors, the same in every thread.
@@ -188,23 +222,34 @@ template <int W> __device__ __forceinline__ u32 run(const Launch& launch, u32 ta
         if (checked_first && errors == 0 && store == STORE_ALL) copy<W>(true);
         return errors;
     }
+    bool lists = all == STORE_CHANGES && launch.scratch_slots != 0 && launch.mode != TPDE_MODE_OUT_OF_PLACE;
+    if (lists && launch.mode == TPDE_MODE_COMMIT) {
+        u32 room = ((const u32*)launch.scratch)[1 + place_of_block(launch)];
+        if (room != 0) {
+            if (threadIdx.x == 0) shared.list = list_in<W>(launch, room, chunk.num_deltas);
+            __syncthreads();
+            carry_out<W>();
+            return 0;
+        }
+        lists = false;
+    }
     u32 errors = open_payload<W>(launch, tables, dtype);
     if (errors) return errors;
-    List none = {};
-    if (!checked_first) return pass<W>(store, none);
-    if (store == STORE_CHANGES && launch.scratch_slots != 0 && is_plain(shared)) {
-        if (pass_with_list<W>(launch, errors)) return errors;
-    } else {
-        errors = pass<W>(STORE_NONE, none);
+    lists = lists && is_plain(shared) && open_list<W>(launch);
+    // Each pass by itself: what `store` is must not depend on what threads have read.
+    if (lists) {
+        errors = pass<W>(STORE_LIST);
+        close_list<W>(launch, errors);
+        return errors;
+    }
+    if (checked_first) {
+        errors = pass<W>(STORE_NONE);
         if (errors) return errors;
     }
-    return pass<W>(store, none);
+    return pass<W>(store);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_SM) tpde_conditioned(const __grid_constant__ Launch launch) {
-#ifdef TIMES
-    u64 t0; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t0));
-#endif
+extern "C" __global__ void __launch_bounds__(THREADS, 3) tpde_conditioned(const __grid_constant__ Launch launch) {
     Shared& shared = shared_memory();
     Chunk chunk;
     DeviceTensor tensor;
@@ -219,8 +264,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_SM) tpde_conditione
     default: errors = run<8>(launch, tensor.tables, tensor.dtype); break;
     }
     if (threadIdx.x == 0) report(launch, shared.chunk, errors);
-#ifdef TIMES
-    u64 t1; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t1));
-    if (threadIdx.x == 0 && launch.mode == TPDE_MODE_DRY) { u64* t = (u64*)launch.scratch + 4 * blockIdx.x; t[0] = t0; t[1] = t1; t[2] = shared.chunk.number; t[3] = multiprocessor() | (u64)shared.parts.segments << 32; }
-#endif
 }

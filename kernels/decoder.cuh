@@ -47,7 +47,6 @@ struct Work {
     Stream stream;
     Ring ring;
     Sums sums;
-    List list;
     u32 shared_at, tile_at;   // shared addresses: what the compiler cannot work out again, it keeps
     u32 thread, before;       // of the warp; a mask of those before
     u32 states, bits;         // of the payload
@@ -132,13 +131,9 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
     Coded coded = find_coded<W>(shared, work.bits, activities, thread, work.states == WARP && !work.marked, pieces, tile);
     // The next lanes arrive while these are decoded.
     if (work.number + work.ring.count < end) load_tile<W>(chunk, work.number + work.ring.count, thread, pieces);
-#if TOUCH == 1
-    if (work.ring.count == 1) { if (thread < 3) asm volatile("prefetch.global.L1 [%0];" ::"l"(work.stream.words + min(work.stream.at + 64 * thread, work.stream.last))); }
-#elif TOUCH == 2
-    if (work.ring.count == 1) { if (thread < 5) asm volatile("prefetch.global.L1 [%0];" ::"l"(work.stream.words + min(work.stream.at + 64 * thread, work.stream.last))); }
-#elif TOUCH == 3
-    if (work.ring.count == 1) { if (thread < 3) __ldg((const u32*)(work.stream.words + (min(work.stream.at + 64 * thread, work.stream.last) & ~1u))); }
-#endif
+    // So do the words of this tile and the next, for which other base lanes leave little room in the first-level cache. Where warps
+    // share a stream there are few words.
+    if (work.ring.count == 1 && thread < 5) prefetch(work.stream.words + min(work.stream.at + 64 * thread, work.stream.last));
     work.sums.base += of_base;
     u64 gained = 0, lost = 0; // terms of the sum without the weight of the row
     u32 shift = shared.classes.order.shift, mask = shared.classes.order.mask;
@@ -147,7 +142,7 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
     auto apply = [&](bool in_rows, u32 place, T base, T moved) {
         u32 position = first * W + place;
         bool changed = moved != 0;
-        if (HOW != TO_LIST) count_if(work.sums.changed, changed);
+        count_if(work.sums.changed, changed);
         if constexpr (HOW == TO_TILE) {
             if (in_rows || changed) set_shared_lane<W>(lanes + place, move_lane_in<W>(base, moved, magnitude));
         } else {
@@ -155,7 +150,7 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
             u32 q = shared.weights[position / 4 % TPDE_ROW_WORDS], by = 8 * (position % 4);
             gained += (u64)q * (u32)(target << by);
             lost += (u64)q * (u32)(base << by);
-            if (HOW == TO_LIST) work.list.count = list_changes<W>(work.list, work.list.count, work.before, changed, position, target);
+            if (HOW == TO_LIST) list_changes<W>(shared, thread, work.before, changed, position, target);
             else if (changed && store == STORE_CHANGES) *(Lane*)(chunk.output + position) = (Lane)target;
         }
         return changed;
@@ -236,7 +231,7 @@ template <int W, int HOW> __device__ __forceinline__ u32 fast_tiles() {
     return fast ? chunk.lanes / TileShape<W>::LANES : 0;
 }
 
-template <int W, int HOW> __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u32 store, List& list, Sums& sums) {
+template <int W, int HOW> __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u32 store, Sums& sums) {
     typedef TileShape<W> Shape;
     Shared& shared = shared_memory();
     const Chunk& chunk = shared.chunk;
@@ -244,7 +239,7 @@ template <int W, int HOW> __device__ __forceinline__ void decode_segment(u32 seg
     u32 tiles = (chunk.lanes + Shape::LANES - 1) / Shape::LANES;
     u32 begin = uniform(segment * tiles >> parts.segments_log2), end = uniform((segment + 1) * tiles >> parts.segments_log2);
     u32 fast = uniform(min(end, fast_tiles<W, HOW>()));
-    Work work = {open_stream(chunk, parts, segment), ring, sums, list};
+    Work work = {open_stream(chunk, parts, segment), ring, sums};
     work.shared_at = uniform(shared_address(&shared));
     work.tile_at = uniform(shared_address(&tile_of_warp()));
     work.thread = __shfl_sync(ALL_LANES, threadIdx.x % WARP, threadIdx.x % WARP);
@@ -281,18 +276,16 @@ template <int W, int HOW> __device__ __forceinline__ void decode_segment(u32 seg
 #pragma unroll 1
     for (; work.number < end; work.number += ring.count) {
         open(work.number + 1 < end);
-        Slow slow = {work.stream, 0, 0, 0, 0, work.list.count};
-        slow = decode_slowly<W>(slow, work.number, work.marked, store, work.list, ring, work.takes, work.passes);
+        Slow slow = {work.stream, 0, 0, 0, 0};
+        slow = decode_slowly<W>(slow, work.number, work.marked, store, ring, work.takes, work.passes);
         work.stream = slow.stream;
         work.sums.base += slow.base;
         work.sums.target += slow.target;
         work.sums.changed += slow.changed;
         work.sums.errors |= slow.errors;
-        work.list.count = slow.listed;
         work.takes = shares;
     }
     sums = work.sums;
-    list = work.list;
     if (ends) {
         if (ring.count > 1 && shared_u32<TPDE_OFFSET_OF(Turn, bad)>(ring.turn)) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
         else sums.errors |= finish_stream(work.stream);

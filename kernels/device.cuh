@@ -48,6 +48,14 @@ __device__ __forceinline__ void set_shared_u16(u32 at, u32 value) {
 __device__ __forceinline__ void set_shared_u32(u32 at, u32 value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory"); }
 __device__ __forceinline__ void set_shared_u64(u32 at, u64 value) { asm volatile("st.shared.u64 [%0], %1;" ::"r"(at), "l"(value) : "memory"); }
 
+// Thread 0 of a warp adds to a word, and gets what was there; for the others the result is of no use. To the compiler each thread has
+// an address of its own: it would gather the threads first, which is work for nothing where one adds.
+__device__ __forceinline__ u32 first_adds_to_shared(u32 thread, u32 at, u32 value) {
+    u32 before = 0;
+    asm volatile("{.reg .pred p; setp.eq.u32 p, %1, 0; @p atom.shared.add.u32 %0, [%2], %3;}" : "+r"(before) : "r"(thread), "r"(at + 4 * thread), "r"(value) : "memory");
+    return before;
+}
+
 // ---- Global memory ----
 
 // For what is read once: it must not push from the first-level cache what is read again and again.
@@ -56,6 +64,9 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
     return piece;
 }
+
+// A line of 128 bytes that will be read soon.
+__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L1 [%0];" ::"l"(from)); }
 
 // ---- What threads do together ----
 

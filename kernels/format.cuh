@@ -131,14 +131,14 @@ struct Launch {
     u64 blob;          // address at which `blob_offset` 0 would be, a multiple of 16; only payloads launched need be there
     u64 statuses;      // u32*: one a record
     u64 flag;          // u32*: DRY sets it to 1 where a chunk fails, COMMIT reads it; zeroed by the host before DRY
-    u64 order;         // const u32*: numbers of the chunks to do, `count` of them; 0: `first`, `first` + 1, ...
+    u64 order;         // const u32*: numbers of the chunks by their places; 0: the number is the place
     u64 scratch;       // see README.md; 0: none
-    u32 first;
+    u32 first;         // place of the first chunk to do
     u32 count;         // blocks of the grid; a block at or past it does nothing
     u32 mode;
     u32 flags;
-    u32 scratch_slots;
-    u32 scratch_slot_bytes; // a multiple of 256
+    u32 scratch_slots;      // IN_PLACE: as many; DRY and COMMIT: places of all launches, and one; 0: no scratch memory
+    u32 scratch_slot_bytes; // IN_PLACE: of each; DRY and COMMIT: of the memory for changes; a multiple of 256
 };
 TPDE_OFFSET(Launch, chunks, 0);
 TPDE_OFFSET(Launch, sums, 8);
@@ -190,6 +190,9 @@ enum : u32 {
 
 // Bytes before the first slot of scratch memory of n slots: a word for each, rounded up to 256.
 #define TPDE_SCRATCH_HEAD(slots) ((((u64)(slots) * 4) + 255) / 256 * 256)
+// A list of n changes of lanes of `width` bytes: the positions as words, then the lanes. From DRY to COMMIT it takes a multiple of 256.
+#define TPDE_LIST_LANES_AT(n) (((n) + 1) / 2 * 8)
+#define TPDE_LIST_BYTES(n, width) (TPDE_LIST_LANES_AT(n) + (n) * (width))
 
 #define TPDE_ROW_WORDS 1024          // words of a row of the chunk sums
 #define TPDE_FREQUENCY_SUM_LOG2 12   // log2 of the sum of a class's frequencies

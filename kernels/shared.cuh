@@ -15,6 +15,17 @@ struct Turn {
     u32 at, bad;
 };
 
+// Changes of a chunk that wait for its checks: positions, in bytes of the chunk, then lanes.
+struct List {
+    u8* changes;
+    u32 capacity, lanes_at;
+
+    __device__ __forceinline__ u32& position(u32 i) const { return ((u32*)changes)[i]; }
+    template <int W> __device__ __forceinline__ typename LaneOf<W>::type& lane(u32 i) const {
+        return ((typename LaneOf<W>::type*)(changes + lanes_at))[i];
+    }
+};
+
 struct alignas(BUCKET_BYTES) Shared {
     Tile tiles[WARPS];
     u32 weights[TPDE_ROW_WORDS];
@@ -24,7 +35,8 @@ struct alignas(BUCKET_BYTES) Shared {
     Parts parts;
     Classes classes;
     Totals totals;
-    u32 slot, used, fits;
+    List list;
+    u32 slot, listed, used;
 };
 
 static_assert(CRC_SHARED <= sizeof(Tile) * WARPS, "the CRC works where the tiles will be");

@@ -7,7 +7,7 @@
 struct Slow {
     Stream stream;
     u64 base, target; // added to the sums
-    u32 changed, errors, listed;
+    u32 changed, errors;
 };
 
 // The bits that a value has with low bits, all of them low ones.
@@ -45,7 +45,7 @@ template <int W> __device__ __forceinline__ u64 gather_tile(u32 number, Tile& ti
 }
 
 // A warp. `marked`: some lanes of the tile are excepted. The stream is taken before the first step and passed on after the last one.
-template <int W> __device__ __noinline__ Slow decode_slowly(Slow slow, u32 number, bool marked, u32 store, List list, Ring ring, bool takes, bool passes) {
+template <int W> __device__ __noinline__ Slow decode_slowly(Slow slow, u32 number, bool marked, u32 store, Ring ring, bool takes, bool passes) {
     typedef typename WideOf<W>::type T;
     typedef TileShape<W> Shape;
     Shared& shared = shared_memory();
@@ -88,7 +88,7 @@ template <int W> __device__ __noinline__ Slow decode_slowly(Slow slow, u32 numbe
             if (marked && coded && is_excepted(tile, place)) slow.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
         if (store == STORE_LIST) {
-            slow.listed = list_changes<W>(list, slow.listed, before, changed, at * W, lane);
+            list_changes<W>(shared, thread, before, changed, at * W, lane);
         } else if (inside && (store == STORE_ALL || (changed && store == STORE_CHANGES))) {
             store_lane<W>(chunk, at, lane);
         }

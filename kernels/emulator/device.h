@@ -20,6 +20,8 @@ inline void set_shared_u64(u32 at, u64 value, EMULATOR_HERE) { emulator::set_sha
 inline void set_shared_u32x2(u32 at, uint2 value, EMULATOR_HERE) { emulator::set_shared(at, value, place); }
 inline void set_shared_u32x4(u32 at, uint4 value, EMULATOR_HERE) { emulator::set_shared(at, value, place); }
 
+inline u32 first_adds_to_shared(u32 thread, u32 at, u32 value) { return thread == 0 ? atomicAdd((u32*)shared_pointer(at), value) : 0; }
+
 // ---- Copies from global to shared memory that run beside the thread: the bytes are there when they have been waited for ----
 
 template <int SIZE> inline void copy_async(u32 to, const void* from, EMULATOR_HERE) {

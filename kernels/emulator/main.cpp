@@ -306,9 +306,11 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
         {"the numbers of tensors", bytes_of(chunk_tensors), 4 * count, 0}, {"the tensors", bytes_of(tensors), 48 * count, 0},
         {"the table sets", bytes_of(one.tables), 4 * one.tables.size(), 0}, {"the order", bytes_of(order), 4 * count, 0}};
     Buffer status_words("the status words", bytes_of(statuses), 4 * count, 0), flag("the flag", Bytes(4), 4, 0);
-    const u32 slots = 1 + seed % 3, slot_bytes = seed % 5 ? 32768 : 512;
+    // For changes of all chunks in between two launches: none, room for all or most, or for few.
+    const bool keeps = mode == CHECKED;
+    const u32 slots = keeps ? (seed % 4 ? (u32)count + 1 : 0) : 1 + seed % 3, slot_bytes = keeps ? (seed % 3 ? 1 << 20 : 2048) : seed % 5 ? 32768 : 512;
     Bytes zeros(TPDE_SCRATCH_HEAD(slots));
-    Buffer scratch("the scratch memory", zeros, zeros.size() + slots * slot_bytes, 0);
+    Buffer scratch("the scratch memory", zeros, zeros.size() + (keeps ? 1 : slots) * slot_bytes, 0);
 
     Launch launch = {};
     launch.chunks = (u64)uploads[0].data;
@@ -321,7 +323,7 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
     launch.order = shift % 2 ? (u64)uploads[5].data : 0;
     launch.count = count;
     launch.flags = one.flags;
-    if (mode == LISTED) {
+    if (mode == LISTED || keeps) {
         launch.scratch = (u64)scratch.data;
         launch.scratch_slots = slots;
         launch.scratch_slot_bytes = slot_bytes;
@@ -331,7 +333,14 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
         // A kernel leaves alone what is the other's.
         for (u32 codec : {(u32)TPDE_CODEC_RAW, (u32)TPDE_CODEC_CONDITIONED}) {
             bool any = std::any_of(one.chunks.begin(), one.chunks.end(), [&](const ChunkCase& chunk) { return chunk.tensor.codec == codec; });
-            if (any || seed % 16 == 0) run(codec, launch, bytes_of_tables(one), seed + what);
+            if (!any && seed % 16 != 0) continue;
+            // In two launches, or in one.
+            for (u32 first = 0, next; first < count; first = next) {
+                next = seed % 8 == 1 && first == 0 && count > 1 ? count / 2 : count;
+                launch.first = first;
+                launch.count = next - first;
+                run(codec, launch, bytes_of_tables(one), seed + what);
+            }
         }
     };
     auto found = [&](u32 i) { return ((const u32*)status_words.data)[i]; };
@@ -364,7 +373,8 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
     for (const Buffer& upload : uploads) {
         if (!upload.is_untouched()) wrong("%s were written", upload.name.c_str());
     }
-    if (!std::all_of(scratch.data, scratch.data + zeros.size(), [](u8 byte) { return byte == 0; })) wrong("slots of the scratch memory were not returned");
+    if (!keeps && !std::all_of(scratch.data, scratch.data + zeros.size(), [](u8 byte) { return byte == 0; })) wrong("slots of the scratch memory were not returned");
+    if (!scratch.has_canaries()) wrong("written outside of the scratch memory");
     for (u32 i = 0; i < count; i++) {
         const ChunkCase& chunk = one.chunks[i];
         at(i);

@@ -85,11 +85,8 @@ impl<'a> Planned<'a> {
     }
 
     fn ready(self, memory: Option<DeviceSlice>) -> Result<Application<'a>> {
-        let (scratch, staged_bytes) = match memory {
-            Some(_) => (self.given_scratch(), self.plan.staged_bytes),
-            None => (None, 0),
-        };
-        let layout = self.layout(scratch, staged_bytes);
+        let scratch = self.scratch(memory.is_some());
+        let layout = self.layout(scratch, if memory.is_some() { self.plan.staged_bytes } else { 0 });
         let memory = memory.map(|given| given.room_for(layout.bytes)).transpose()?;
         let Self { index, bindings, mode, plan, payloads, .. } = self;
         let shared = Arc::new(Shared::new(&index, bindings, mode, plan, layout, memory, scratch)?);
@@ -114,7 +111,8 @@ pub(super) struct Shared {
     pub bindings: Vec<Binding>,
     pub scratch: Option<Scratch>,
     pub frames: Option<Frames>,
-    /// Tensor table, order, own records, status words and the flag, in this order; a caller's has room for the rest too.
+    /// Tensor table, order, own records, status words, the flag and scratch memory, in this order; a caller's has room for the rest
+    /// too.
     _memory: DeviceSlice,
     /// Whether all memory is the caller's.
     is_given: bool,
@@ -164,11 +162,10 @@ impl Shared {
             None => DeviceSlice::owned(Allocation::new(device, &cx, layout.bytes)?, layout.bytes),
         };
         let at = |offset: u64| memory.address() + offset;
-        let given_slots = scratch.map_or(0, |scratch| scratch.slots);
+        let own_head = scratch.map_or(0, |scratch| layout::scratch_head(scratch.slots));
         let scratch = match mode {
-            Mode::InPlace(InPlace::ChunkByChunk) if is_given => scratch.map(|scratch| scratch.at(at(layout.scratch))),
-            Mode::InPlace(InPlace::ChunkByChunk) => Some(device.scratch(&cx)?),
-            _ => None,
+            Mode::InPlace(InPlace::ChunkByChunk) if !is_given => Some(device.scratch(&cx)?),
+            _ => scratch.map(|scratch| scratch.at(at(layout.scratch))),
         };
         let sides = match plan.slices.len() {
             0 | 1 => Vec::new(),
@@ -193,7 +190,7 @@ impl Shared {
             memory::copy_in(&cx, at(0), pinned.as_ptr(), copied, copy)
                 .and_then(|()| memory::fill(&cx, at(layout.statuses), STATUS_NOT_RUN, plan.span.len(), copy))
                 .and_then(|()| memory::fill(&cx, at(layout.flag), 0, 1, copy))
-                .and_then(|()| memory::fill(&cx, at(layout.scratch), 0, layout::scratch_head(given_slots) as usize / 4, copy))
+                .and_then(|()| memory::fill(&cx, at(layout.scratch), 0, own_head as usize / 4, copy))
         };
         ready.record(&cx, copy)?;
         ready.hold(&cx, device.pools.reaper.raw())?;
@@ -231,13 +228,16 @@ impl Shared {
         4 * self.plan.span.len() * if self.frames.is_some() { 2 } else { 1 }
     }
 
-    /// Readies status words and flag for the next launch.
+    /// Readies status words, flag and scratch memory for the next launch.
     pub fn reset(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: within the memory of this application, which is held until the stream has passed.
         unsafe {
             memory::fill(cx, self.first_status(), STATUS_NOT_RUN, self.plan.span.len(), stream)?;
             if self.mode == Mode::InPlace(InPlace::AllChecked) {
                 memory::fill(cx, self.flag, 0, 1, stream)?;
+                if let Some(scratch) = self.scratch {
+                    memory::fill(cx, scratch.address, 0, layout::scratch_head(scratch.slots) as usize / 4, stream)?;
+                }
             }
         }
         Ok(())

@@ -4,7 +4,7 @@ use super::calls;
 use super::driver::{self, Context, Entered, Kernel, OwnStream, RawEvent, RawStream, check};
 use super::frames::{self, Kernels};
 use super::index::DeviceIndex;
-use super::layout;
+use super::layout::{self, LIST_STEP};
 use super::memory::{self, Allocation, DeviceSlice, PinnedBuffer, Pools};
 use super::staging::Ring;
 use super::stream::Stream;
@@ -28,8 +28,6 @@ const SCRATCH_SLOT: u32 = 256 << 10;
 const BLOCKS: u32 = 4;
 /// Blocks of `tpde_conditioned` that a multiprocessor holds at once: there are no slots to spare then.
 const BLOCKS_LEAST: u32 = 3;
-/// A slot has a part for each warp of a block.
-const SLOT_STEP: u64 = 256;
 
 /// What opening a device took, once: none of it is in the times of later calls.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
@@ -69,36 +67,42 @@ unsafe impl Send for Module {}
 // SAFETY: as above; the driver locks what it shares.
 unsafe impl Sync for Module {}
 
-/// Scratch memory of modes in place, shared by all launches.
+/// Scratch memory of a mode in place, see `kernels/README.md`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Scratch {
     pub address: u64,
     pub slots: u32,
     pub slot_bytes: u32,
+    /// How large it is.
+    pub bytes: u64,
 }
 
 impl Scratch {
-    /// That of a device, which has no address yet.
-    fn new(slots: u32) -> Self {
-        Self { address: 0, slots, slot_bytes: SCRATCH_SLOT }
+    /// Slots that chunks take while they are decoded. It has no address yet, like all that follow.
+    fn new(slots: u32, slot_bytes: u32) -> Self {
+        let bytes = layout::scratch_head(slots) + u64::from(slots) * u64::from(slot_bytes);
+        Self { address: 0, slots, slot_bytes, bytes }
     }
 
-    /// What serves so many chunks that change, of which the changes take at most `changes` bytes, within `most` bytes; none if
+    /// What keeps the changes of so many chunks, which take `changes` bytes, from one launch to the next, within `most` bytes; none
+    /// if there are none, or no room.
+    pub fn kept(chunks: u32, changes: u64, most: u64) -> Option<Self> {
+        let slots = chunks + 1;
+        let head = layout::scratch_head(slots);
+        let bytes = changes.min(most.saturating_sub(head)).min(u32::MAX.into()) / LIST_STEP * LIST_STEP;
+        (bytes > 0).then_some(Self { address: 0, slots, slot_bytes: bytes as u32, bytes: head + bytes })
+    }
+
+    /// What serves so many chunks that change, whose lists of changes take at most `changes` bytes each, within `most` bytes; none if
     /// there are none.
     pub fn planned(chunks: u32, changes: u64, multiprocessors: u32, most: u64) -> Option<Self> {
-        // Warps do not find as many changes each: a half more is room for most.
-        let wanted = (changes + changes / 2 + 4096).next_multiple_of(SLOT_STEP).min(SCRATCH_SLOT.into());
-        let room = |slots: u32| (most.saturating_sub(layout::scratch_head(slots)) / u64::from(slots)) / SLOT_STEP * SLOT_STEP;
+        let wanted = changes.min(SCRATCH_SLOT.into());
+        let room = |slots: u32| (most.saturating_sub(layout::scratch_head(slots)) / u64::from(slots)) / LIST_STEP * LIST_STEP;
         let slots = [BLOCKS, BLOCKS_LEAST].map(|blocks| (blocks * multiprocessors).min(chunks)).into_iter();
         let slots = slots.filter(|slots| *slots > 0).collect::<Vec<_>>();
         let found = slots.iter().find(|slots| room(**slots) >= wanted).or(slots.last())?;
         let slot_bytes = room(*found).min(wanted) as u32;
-        (slot_bytes > 0).then_some(Self { address: 0, slots: *found, slot_bytes })
-    }
-
-    /// How large it is.
-    pub fn bytes(&self) -> u64 {
-        layout::scratch_head(self.slots) + u64::from(self.slots) * u64::from(self.slot_bytes)
+        (slot_bytes > 0).then_some(Self::new(*found, slot_bytes))
     }
 
     /// The same at an address; its head is to be zeroed.
@@ -315,15 +319,15 @@ impl Inner {
         Ok(kernels)
     }
 
-    /// The scratch memory, made when it is first wanted: about 1 MiB a multiprocessor, whatever the tensors' size.
+    /// The scratch memory of [`InPlace::ChunkByChunk`](crate::delta::InPlace), made when it is first wanted: about 1 MiB a multiprocessor, whatever the tensors' size.
     pub fn scratch(&self, cx: &Entered<'_>) -> Result<Scratch> {
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(scratch) = *scratch {
             return Ok(scratch);
         }
-        let planned = Scratch::new(BLOCKS * self.multiprocessors);
+        let planned = Scratch::new(BLOCKS * self.multiprocessors, SCRATCH_SLOT);
         let head = layout::scratch_head(planned.slots);
-        let address = self.pools.allocate(cx, planned.bytes())?;
+        let address = self.pools.allocate(cx, planned.bytes)?;
         // SAFETY: the head lies within what was just allocated, and is waited for before anyone uses it.
         unsafe { memory::fill(cx, address, 0, head as usize / 4, self.pools.alloc.raw())? };
         self.wait_for(cx, self.pools.alloc.raw())?;
@@ -389,20 +393,34 @@ mod tests {
     #[test]
     fn scratch_memory_is_within_its_bound() {
         assert!(Scratch::planned(0, 0, 132, 48 << 20).is_none());
-        assert!(Scratch::planned(9, 8, 132, 100).is_none());
+        assert!(Scratch::planned(9, 256, 132, 100).is_none());
         for (chunks, changes, multiprocessors, most, slots, slot_bytes) in [
             // A slot for each chunk, no larger than its changes want it; then as many as blocks are in flight.
-            (1, 8, 132, 48 << 20, 1, 4352),
-            (500, 10_000, 132, 48 << 20, 500, 19_200),
-            (5000, 10_000, 132, 48 << 20, 528, 19_200),
+            (1, 256, 132, 48 << 20, 1, 256),
+            (500, 10_240, 132, 48 << 20, 500, 10_240),
+            (5000, 10_240, 132, 48 << 20, 528, 10_240),
             // No room for that: one for each block, as large as there is room for.
-            (5000, 70_000, 132, 48 << 20, 396, 109_312),
+            (5000, 109_312, 132, 48 << 20, 396, 109_312),
             (5000, 4 << 20, 132, 48 << 20, 396, 126_976),
             (5000, 4 << 20, 8, 48 << 20, 32, 262_144),
         ] {
             let scratch = Scratch::planned(chunks, changes, multiprocessors, most).unwrap();
             assert_eq!((scratch.slots, scratch.slot_bytes), (slots, slot_bytes), "{chunks} chunks of {changes} bytes");
-            assert!(scratch.bytes() <= most && u64::from(scratch.slot_bytes).is_multiple_of(SLOT_STEP));
+            assert!(scratch.bytes <= most && u64::from(scratch.slot_bytes).is_multiple_of(LIST_STEP));
+        }
+        assert!(Scratch::kept(9, 0, 48 << 20).is_none());
+        assert!(Scratch::kept(9, 256, 300).is_none());
+        for (chunks, changes, most, slot_bytes, bytes) in [
+            (9, 256, 512, 256, 512),
+            (1000, 1 << 20, 48 << 20, 1 << 20, (1 << 20) + 4096),
+            (100, 1 << 40, 48 << 20, (48 << 20) - 512, 48 << 20),
+        ] {
+            let scratch = Scratch::kept(chunks, changes, most).unwrap();
+            assert_eq!(
+                (scratch.slots, scratch.slot_bytes, scratch.bytes),
+                (chunks + 1, slot_bytes, bytes),
+                "{chunks} chunks, {changes} bytes"
+            );
         }
     }
 }

@@ -102,10 +102,13 @@ pub(super) fn scratch_head(slots: u32) -> u64 {
     (u64::from(slots) * 4).next_multiple_of(256)
 }
 
-/// Bytes of a change of lanes of so many bytes in scratch memory.
-pub(super) fn change_bytes(lane_log2: u8) -> u64 {
-    if lane_log2 == 3 { 16 } else { 8 }
+/// What so many changes take in scratch memory, `TPDE_LIST_BYTES` in slots.
+pub(super) fn list_bytes(changes: u64, lane_log2: u8) -> u64 {
+    (changes.next_multiple_of(2) * 4 + (changes << lane_log2)).next_multiple_of(LIST_STEP)
 }
+
+/// Lists of changes take a multiple of so many bytes.
+pub(super) const LIST_STEP: u64 = 256;
 
 /// The number in `#define NAME number` of `format.cuh`, when this is compiled.
 const fn defined(name: &str) -> u32 {

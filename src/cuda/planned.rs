@@ -171,9 +171,9 @@ pub(super) struct Layout {
 
 impl Planned<'_> {
     /// Bytes of device memory for [`Planned::prepare_in`]: 4 a chunk for the order of work and 4 for its outcome, 48 a tensor;
-    /// the payloads, where they are copied; and what the changes of chunks take for [`InPlace::ChunkByChunk`], up to 48 MiB.
+    /// the payloads, where they are copied; and what changes take in place until they are carried out, up to 48 MiB.
     pub fn bytes(&self) -> u64 {
-        self.layout(self.given_scratch(), self.plan.staged_bytes).bytes
+        self.layout(self.scratch(true), self.plan.staged_bytes).bytes
     }
 
     /// Bounds the memory for changes of chunks: with less than they take, chunks are decoded twice.
@@ -182,34 +182,41 @@ impl Planned<'_> {
         Self { scratch_most: bytes, ..self }
     }
 
-    /// Scratch memory of a caller's, yet without an address: slots as large as the changes of these chunks want it, and as many
-    /// as blocks may have at once, while there is room. Where there is not, it is better to have a slot for each block and some
-    /// chunks decoded twice than blocks that wait.
-    pub(super) fn given_scratch(&self) -> Option<Scratch> {
-        if self.mode != Mode::InPlace(InPlace::ChunkByChunk) {
-            return None;
-        }
-        let (mut chunks, mut most) = (0, 0);
+    /// The scratch memory of the application's own, yet without an address. To check all first, it has room for all changes, while
+    /// there is: chunks without it are decoded twice. Chunk by chunk there is some only where memory is the caller's: slots as
+    /// large as the changes of these chunks want it, and as many as blocks may have at once, while there is room. Where there is
+    /// not, it is better to have a slot for each block and some chunks decoded twice than blocks that wait.
+    pub(super) fn scratch(&self, is_given: bool) -> Option<Scratch> {
+        let (mut chunks, mut most, mut all) = (0, 0, 0);
         for binding in &self.bindings {
             let Ok(tensor) = self.index.tensor(binding.tensor) else { continue };
             if tensor.codec != Codec::Conditioned {
                 continue;
             }
-            let of_tensor = tensor.chunks();
+            let (of_tensor, lane_log2) = (tensor.chunks(), tensor.device.lane_log2);
             for record in &self.index.0.records[of_tensor.start as usize..of_tensor.end as usize] {
                 let changes = u64::from(record.num_deltas.get());
-                chunks += u32::from(changes > 0);
-                most = most.max(changes * layout::change_bytes(tensor.device.lane_log2));
+                if changes > 0 {
+                    chunks += 1;
+                    let bytes = layout::list_bytes(changes, lane_log2);
+                    (most, all) = (most.max(bytes), all + bytes);
+                }
             }
         }
-        Scratch::planned(chunks, most, self.index.device().multiprocessors(), self.scratch_most)
+        match self.mode {
+            Mode::InPlace(InPlace::AllChecked) => Scratch::kept(self.plan.order.len() as u32, all, self.scratch_most),
+            Mode::InPlace(InPlace::ChunkByChunk) if is_given => {
+                Scratch::planned(chunks, most, self.index.device().multiprocessors(), self.scratch_most)
+            }
+            _ => None,
+        }
     }
 
     pub(super) fn layout(&self, scratch: Option<Scratch>, staged_bytes: u64) -> Layout {
         // Of the tensor table, only from the first to the last tensor that is used.
         let first = self.bindings.first().map_or(0, |binding| binding.tensor);
         let end = self.bindings.last().map_or(0, |binding| binding.tensor + 1);
-        let scratch = scratch.map_or(0, |scratch| scratch.bytes());
+        let scratch = scratch.map_or(0, |scratch| scratch.bytes);
         let ([table, order, records, statuses, flag, scratch, staging], bytes) = laid_out([
             (size_of::<DeviceTensor>() * (end - first)) as u64,
             4 * self.plan.order.len() as u64,

@@ -109,7 +109,8 @@ impl Encoder {
             return Encoded::default();
         }
         let start = payload.len();
-        let coded = tables.is_some_and(|tables| self.encode_coded::<L>(dtype, tables, low_bits, steps, base, target, changed, payload));
+        let coded =
+            tables.is_some_and(|tables| self.encode_coded::<L>(dtype, tables, low_bits, steps, base, target, changed, payload));
         let most = base.len() + base.len() / 64 + 64;
         if !coded || payload.len() - start > most {
             payload.truncate(start);
