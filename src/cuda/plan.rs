@@ -164,11 +164,11 @@ impl Plan {
             let tensor = index.tensor(tensor as usize)?;
             let bytes = tensor.chunk_lanes(chunk) << tensor.device.lane_log2;
             let size = u64::from(index.0.records[chunk as usize].compressed_size.get());
-            sorted.push((group, Reverse(effort(group, bytes, size)), chunk));
+            sorted.push((rank(group, bytes, size), chunk));
         }
         sorted.sort_unstable();
         let mut runs: Vec<Run> = Vec::new();
-        for &(group, _, chunk) in &sorted {
+        for &((group, ..), chunk) in &sorted {
             let at = self.order.len();
             match runs.last_mut() {
                 Some(run) if run.group == group => run.order.end = at + 1,
@@ -183,10 +183,12 @@ impl Plan {
     }
 }
 
-/// About how long a block is at work on a chunk, in no unit: those that take longest are to be begun first. A byte of a payload of
-/// codec `conditioned` takes as long as some twenty of the base, by the instructions that the kernel has for them.
-fn effort(group: Group, bytes: u64, size: u64) -> u64 {
-    bytes + if group == Group::Conditioned { 20 * size } else { size }
+/// What chunks are sorted by, with `bytes` bytes of lanes and `size` of payload: those that take a block longest are to be begun
+/// first, but frames that are there come before those that are not, as nvCOMP is given the first ones. A byte of a payload of codec
+/// `conditioned` takes as long as some thirty of the base, by what an H200 takes for them.
+fn rank(group: Group, bytes: u64, size: u64) -> (Group, bool, Reverse<u64>) {
+    let effort = bytes + if group == Group::Conditioned { 30 * size } else { size };
+    (group, group == Group::Frames && size == 0, Reverse(effort))
 }
 
 fn group_of(tensor: &TensorOnDevice, trusted: bool) -> Group {
@@ -195,5 +197,32 @@ fn group_of(tensor: &TensorOnDevice, trusted: bool) -> Group {
         Codec::Raw => Group::Raw,
         Codec::Zstd if trusted => Group::Frames,
         Codec::Zstd => Group::Expanded,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_come_first_and_then_what_takes_longest() {
+        let mut chunks = [
+            (Group::Frames, 1 << 20, 0),
+            (Group::Conditioned, 1 << 10, 900),
+            (Group::Frames, 1 << 10, 9),
+            (Group::Conditioned, 1 << 20, 0),
+            (Group::Frames, 1 << 20, 9),
+            (Group::Conditioned, 1 << 20, 9),
+        ];
+        chunks.sort_by_key(|&(group, bytes, size)| rank(group, bytes, size));
+        let expected = [
+            (Group::Conditioned, 1 << 20, 9),
+            (Group::Conditioned, 1 << 20, 0),
+            (Group::Conditioned, 1 << 10, 900),
+            (Group::Frames, 1 << 20, 9),
+            (Group::Frames, 1 << 10, 9),
+            (Group::Frames, 1 << 20, 0),
+        ];
+        assert_eq!(chunks, expected);
     }
 }
