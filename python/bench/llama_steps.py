@@ -309,12 +309,17 @@ class Streamed(nn.Module):
 
 # ---- tpde
 
+#: Lanes of a chunk of layers that are rebuilt one by one: as many chunks as a device decodes at once.
+LAYER_CHUNK = 1 << 16
+#: Of fine-tunes, which are rebuilt as a whole.
+TUNE_CHUNK = 1 << 19
+
 
 def anchor(m: Model) -> dict[str, Any]:
     """The layers compressed without a base."""
     layers = {name: m.weight(name, "host") for name in m.linears}
     begin = time.perf_counter()
-    report = tpde.torch.save_file(None, layers, m.folder / "anchor", codec="conditioned", replace=True)
+    report = tpde.torch.save_file(None, layers, m.folder / "anchor", codec="conditioned", chunk_lanes=LAYER_CHUNK, replace=True)
     took = time.perf_counter() - begin
     speed = report.target_bytes / took / 1e9
     return {
@@ -434,7 +439,8 @@ def swap(m: Model, share: float) -> dict[str, Any]:
             pinned[name].copy_(tuned(name, tensor, number, share))
         path = m.folder / f"tune-{number}"
         begin = time.perf_counter()
-        sizes.append(tpde.torch.save_file(host, pinned, path, codec="conditioned", replace=True).stored_bytes)
+        report = tpde.torch.save_file(host, pinned, path, codec="conditioned", chunk_lanes=TUNE_CHUNK, replace=True)
+        sizes.append(report.stored_bytes)
         encoded.append(time.perf_counter() - begin)
         pairs.append(tpde.torch.DevicePair(path, m.device, payloads="pinned") if m.is_gpu else path)
         if m.left() < 40 + 2 * encoded[-1]:
