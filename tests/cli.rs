@@ -257,8 +257,14 @@ fn every_codec_and_layout_works() {
     let layouts = ["auto", "planes", "gaps", "elias-delta", "nibble-gaps", "nibble-planes"];
     // A layout alone means the codec that has layouts.
     let zstd = layouts.map(|layout| format!("--codec {} --layout {layout}", if layout == "gaps" { "auto" } else { "zstd" }));
-    let others =
-        ["--codec auto", "--codec conditioned", "--codec conditioned --chunk-lanes 4096", "--codec raw", "--chunk-lanes 4096"];
+    let others = [
+        "--codec auto",
+        "--codec conditioned",
+        "--codec conditioned --chunk-lanes 4096",
+        "--codec conditioned --favor speed",
+        "--codec raw",
+        "--chunk-lanes 4096",
+    ];
     for options in zstd.iter().map(String::as_str).chain(others) {
         place.ok(&format!("encode base.safetensors target.safetensors -o coded -f {options}"));
         place.ok("verify coded --base base.safetensors --target target.safetensors");

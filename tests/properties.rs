@@ -14,8 +14,8 @@ use tpde::index::Tensor;
 use tpde::source::Source;
 use tpde::writer::{PairBuilder, TensorSpec};
 use tpde::{
-    Apply, Checkpoint, Codec, Dtype, EncodeOptions, Error, InPlace, Layout, Limits, MemoryCheckpoint, Pair, Result, TensorInfo,
-    TensorMut, ValidatedIndex, Watch, chunk_sum, encode_to_memory,
+    Apply, Checkpoint, Codec, Dtype, EncodeOptions, Error, Favor, InPlace, Layout, Limits, MemoryCheckpoint, Pair, Result,
+    TensorInfo, TensorMut, ValidatedIndex, Watch, chunk_sum, encode_to_memory,
 };
 
 /// A tensor with its bytes.
@@ -203,15 +203,18 @@ fn case_of(from: impl Strategy<Value = Origin>) -> impl Strategy<Value = Case> {
         3 => proptest::sample::select(layouts)
     ];
     let chunk_lanes = prop_oneof![3 => Just(1 << 12), 1 => (12..17u32).prop_map(|log2| 1u64 << log2)];
-    (proptest::collection::vec(recipe(from), 0..5), ways, chunk_lanes).prop_map(|(recipes, (codec, layout), chunk_lanes)| {
-        let options = EncodeOptions { codec, layout, chunk_lanes, renamed: BTreeMap::new() };
-        let mut case = Case { base: Vec::new(), target: Vec::new(), options };
-        for (i, recipe) in recipes.iter().enumerate() {
-            recipe.cook(i, &mut case);
-        }
-        case.target.sort_by(|a, b| a.0.name.cmp(&b.0.name));
-        case
-    })
+    let favor = proptest::sample::select(Favor::ALL);
+    (proptest::collection::vec(recipe(from), 0..5), ways, chunk_lanes, favor).prop_map(
+        |(recipes, (codec, layout), chunk_lanes, favor)| {
+            let options = EncodeOptions { codec, layout, chunk_lanes, favor, renamed: BTreeMap::new() };
+            let mut case = Case { base: Vec::new(), target: Vec::new(), options };
+            for (i, recipe) in recipes.iter().enumerate() {
+                recipe.cook(i, &mut case);
+            }
+            case.target.sort_by(|a, b| a.0.name.cmp(&b.0.name));
+            case
+        },
+    )
 }
 
 /// Where a range begins or ends: in chunks, and units of elements more or less.

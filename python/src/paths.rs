@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use tpde::delta::{EncodeReport, TensorReport, encode_to_path};
 use tpde::reader::PairPaths;
 use tpde::safetensors::ApplyOptions;
-use tpde::{Apply, Checkpoint, Codec, EncodeOptions, Error, Layout, Pair, Result, SafetensorsCheckpoint};
+use tpde::{Apply, Checkpoint, Codec, EncodeOptions, Error, Favor, Layout, Pair, Result, SafetensorsCheckpoint};
 
 /// How to encode, as Python says it.
 #[derive(FromPyObject)]
@@ -18,6 +18,7 @@ pub struct Options {
     codec: Option<String>,
     layout: Option<String>,
     chunk_lanes: Option<u64>,
+    favor: Option<String>,
     renamed: BTreeMap<String, String>,
 }
 
@@ -37,7 +38,10 @@ impl Options {
         let codec = codec.transpose()?.or(layout.map(|_| Codec::Zstd));
         let defaults = EncodeOptions::default();
         let chunk_lanes = self.chunk_lanes.unwrap_or(defaults.chunk_lanes);
-        Ok(EncodeOptions { codec, layout, chunk_lanes, renamed: self.renamed })
+        let favor = self.favor.map_or(Ok(defaults.favor), |name| {
+            Favor::ALL.iter().copied().find(|favor| favor.name() == name).ok_or_else(|| unknown("favor", &name))
+        })?;
+        Ok(EncodeOptions { codec, layout, chunk_lanes, favor, renamed: self.renamed })
     }
 }
 

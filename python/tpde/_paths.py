@@ -129,10 +129,11 @@ def report(kind: type[T], text: str) -> T:
 
 
 def options(
-    codec: str | None, layout: str | None, chunk_lanes: int | None, renamed: Mapping[str, str] | None
+    codec: str | None, layout: str | None, chunk_lanes: int | None, favor: str | None, renamed: Mapping[str, str] | None
 ) -> dict[str, Any]:
     """How to encode, for the compiled half."""
-    return {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "renamed": dict(renamed or {})}
+    how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "favor": favor}
+    return {**how, "renamed": dict(renamed or {})}
 
 
 def encode(
@@ -143,6 +144,7 @@ def encode(
     codec: str | None = None,
     layout: str | None = None,
     chunk_lanes: int | None = None,
+    favor: str | None = None,
     renamed: Mapping[str, str] | None = None,
     replace: bool = False,
     progress: Progress = None,
@@ -156,6 +158,7 @@ def encode(
         codec: ``"raw"``, ``"zstd"``, ``"conditioned"``, or ``None`` for the smallest for each tensor.
         layout: Layout of codec zstd; ``None`` for what suits each chunk.
         chunk_lanes: Most lanes of a chunk, a power of two of at least 4096.
+        favor: ``"ratio"``, or ``"speed"`` for pairs that decode faster on a device where few lanes change, and are larger.
         renamed: Base tensors of targets that were renamed: target name to base name.
         replace: Whether an existing pair is replaced.
         progress: ``True`` for a tqdm bar, such a bar, or a callable that gets bytes done and bytes in all.
@@ -168,7 +171,7 @@ def encode(
     stem = _stem(output)
     _refuse_overwriting([stem + ".tpde-index", stem + ".tpde-blob"], paths)
     with told(progress, "encode") as tell:
-        text = _tpde.encode(base, target, output, options(codec, layout, chunk_lanes, renamed), replace, tell)
+        text = _tpde.encode(base, target, output, options(codec, layout, chunk_lanes, favor, renamed), replace, tell)
     return report(EncodeReport, text)
 
 

@@ -39,6 +39,7 @@ def save_file(
     codec: str | None = None,
     layout: str | None = None,
     chunk_lanes: int | None = None,
+    favor: str | None = None,
     renamed: Mapping[str, str] | None = None,
     replace: bool = False,
     progress: Progress = None,
@@ -47,7 +48,7 @@ def save_file(
 
     A BF16 tensor must be an array of ml_dtypes: one of ``uint16`` is U16, which encodes well but is another dtype.
     """
-    how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "renamed": renamed}
+    how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "favor": favor, "renamed": renamed}
     return _state.save(base, target, path, replace, progress, **how)
 
 

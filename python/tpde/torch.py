@@ -67,6 +67,7 @@ def save_file(
     codec: str | None = None,
     layout: str | None = None,
     chunk_lanes: int | None = None,
+    favor: str | None = None,
     renamed: Mapping[str, str] | None = None,
     replace: bool = False,
     progress: Progress = None,
@@ -81,14 +82,14 @@ def save_file(
         base: Path of a checkpoint, a state dict or a module; ``None`` for a pair that needs no base.
         target: A state dict or a module.
         path: Name of the pair.
-        codec, layout, chunk_lanes, renamed, replace, progress: As for :func:`tpde.encode`.
+        codec, layout, chunk_lanes, favor, renamed, replace, progress: As for :func:`tpde.encode`.
 
     Raises:
         NotContiguous, Misuse: A tensor that cannot be read.
         DeviceUnavailable: A tensor on another device than the CPU.
         AlreadyExists, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
-    how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "renamed": renamed}
+    how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "favor": favor, "renamed": renamed}
     return _state.save(base, target, path, replace, progress, **how)
 
 

@@ -5,7 +5,7 @@ use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use tpde::{Checkpoint, Codec, EncodeOptions, Error, Layout, Result, SafetensorsCheckpoint};
+use tpde::{Checkpoint, Codec, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint};
 
 /// How payloads are coded.
 #[derive(Args)]
@@ -19,6 +19,9 @@ pub struct CodecArgs {
     /// Most lanes of a chunk, a power of two of at least 4096; small chunks decode in more parallel pieces
     #[arg(long, value_name = "N", default_value_t = EncodeOptions::default().chunk_lanes)]
     chunk_lanes: u64,
+    /// What to favor in codec conditioned: speed codes fewer lanes where few change, and decodes faster on a device
+    #[arg(long, default_value = Favor::default().name(), value_parser = favors())]
+    favor: Favor,
 }
 
 #[derive(Clone)]
@@ -37,11 +40,16 @@ fn layouts() -> impl TypedValueParser<Value = LayoutChoice> {
         .map(|name| LayoutChoice(Layout::ALL.iter().copied().find(|layout| layout.name() == name)))
 }
 
+fn favors() -> impl TypedValueParser<Value = Favor> {
+    PossibleValuesParser::new(Favor::ALL.iter().map(|favor| favor.name()))
+        .map(|name| Favor::ALL.iter().copied().find(|favor| favor.name() == name).unwrap_or_default())
+}
+
 impl CodecArgs {
     pub fn options(&self) -> EncodeOptions {
         // Who names a layout means the codec that has layouts.
         let codec = self.codec.0.or(self.layout.0.map(|_| Codec::Zstd));
-        EncodeOptions { codec, layout: self.layout.0, chunk_lanes: self.chunk_lanes, ..EncodeOptions::default() }
+        EncodeOptions { codec, layout: self.layout.0, chunk_lanes: self.chunk_lanes, favor: self.favor, ..EncodeOptions::default() }
     }
 }
 

@@ -12,7 +12,7 @@ pub mod fuzzing;
 mod raw;
 pub(crate) mod zstd;
 
-pub use self::conditioned::TableSet;
+pub use self::conditioned::{Pace, TableSet};
 #[cfg(feature = "cuda")]
 pub(crate) use self::raw::size as raw_size;
 pub use self::zstd::Layout;
@@ -129,8 +129,8 @@ pub enum Coding<'a> {
         tables: Option<&'a TableSet>,
         /// Bits of each delta that are stored as they are: 0 where lanes resemble their base, and less than a lane's.
         low_bits: u32,
-        /// How many steps a stream may have before it costs payload to have fewer.
-        steps: usize,
+        /// What the time of decoding is worth.
+        pace: Pace,
     },
 }
 
@@ -167,8 +167,8 @@ impl ChunkEncoder {
         with_lane!(dtype.lane_bytes(), L => match coding {
             Coding::Raw => Ok(raw::encode::<L>(base, target, dtype.order(), payload)),
             Coding::Zstd(layout) => self.zstd.encode::<L>(base, target, dtype.order(), layout, payload),
-            Coding::Conditioned { tables, low_bits, steps } => {
-                Ok(self.conditioned.encode::<L>(dtype, tables, low_bits, steps, base, target, payload))
+            Coding::Conditioned { tables, low_bits, pace } => {
+                Ok(self.conditioned.encode::<L>(dtype, tables, low_bits, pace, base, target, payload))
             }
         })
     }

@@ -3,7 +3,7 @@
 use super::choose::{Lanes, choose};
 use super::{Pool, Progress, in_batches};
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::codec::{ChunkEncoder, Codec, Coding, Encoded, Layout, TableSet};
+use crate::codec::{ChunkEncoder, Codec, Coding, Encoded, Layout, Pace, TableSet};
 use crate::digest;
 use crate::error::{Error, Escaped, Result};
 use crate::format::{BaseKind, MAX_CHUNK_BYTES, MIN_CHUNK_LANES_LOG2};
@@ -28,13 +28,48 @@ pub struct EncodeOptions {
     /// Most lanes of a chunk, a power of two of at least 4,096; bounded further by 4 MiB. Smaller chunks decode in more
     /// parallel pieces and cost more: 48 bytes each in the index.
     pub chunk_lanes: u64,
+    /// What to favor where codec `conditioned` has the choice.
+    pub favor: Favor,
     /// Base tensors of targets that were renamed: target name to base name.
     pub renamed: BTreeMap<String, String>,
 }
 
 impl Default for EncodeOptions {
     fn default() -> Self {
-        Self { codec: None, layout: None, chunk_lanes: 1 << 20, renamed: BTreeMap::new() }
+        Self { codec: None, layout: None, chunk_lanes: 1 << 20, favor: Favor::Ratio, renamed: BTreeMap::new() }
+    }
+}
+
+/// What an encoder favors.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Favor {
+    /// Small pairs.
+    #[default]
+    Ratio,
+    /// Fast decoding, above all on a device: where few lanes change, fewer of them are coded, and changes of others are listed one
+    /// by one. Pairs grow by a hundredth, or to twice their size where all lanes change alike seldom.
+    Speed,
+}
+
+impl Favor {
+    /// All of them.
+    pub const ALL: &[Self] = &[Self::Ratio, Self::Speed];
+
+    /// The name that users know.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ratio => "ratio",
+            Self::Speed => "speed",
+        }
+    }
+
+    /// For chunks of at most 2^`chunk_lanes_log2` lanes: who wants small ones wants them to be decoded soon.
+    fn pace(self, chunk_lanes_log2: u8) -> Pace {
+        let lane = match self {
+            Self::Ratio => 16,
+            Self::Speed => 256,
+        };
+        Pace { lane, steps: if self == Self::Ratio && chunk_lanes_log2 >= 20 { 1024 } else { 512 } }
     }
 }
 
@@ -111,6 +146,7 @@ pub(super) struct Plan {
     pub base_kind: BaseKind,
     pub dtype: Dtype,
     pub chunk_lanes_log2: u8,
+    pub favor: Favor,
     pub lanes: u64,
     pub codec: Codec,
     /// Of codec `conditioned`.
@@ -133,9 +169,8 @@ impl Plan {
             Codec::Raw => Coding::Raw,
             Codec::Zstd => Coding::Zstd(layout),
             Codec::Conditioned => {
-                // Who wants small chunks wants them to be decoded soon.
-                let steps = if self.chunk_lanes_log2 < 20 { 512 } else { 1024 };
-                Coding::Conditioned { tables: self.tables.as_deref(), low_bits: self.low_bits(), steps }
+                let pace = self.favor.pace(self.chunk_lanes_log2);
+                Coding::Conditioned { tables: self.tables.as_deref(), low_bits: self.low_bits(), pace }
             }
         }
     }
@@ -317,7 +352,17 @@ fn plan(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, place: usize, op
     };
     let chunk_lanes_log2 = options.chunk_lanes.min(MAX_CHUNK_BYTES / dtype.lane_bytes() as u64).ilog2() as u8;
     let codec = options.codec.unwrap_or(Codec::Conditioned);
-    Ok(Plan { target: place as u32, base, base_kind, dtype: *dtype, chunk_lanes_log2, lanes, codec, tables: None })
+    Ok(Plan {
+        target: place as u32,
+        base,
+        base_kind,
+        dtype: *dtype,
+        chunk_lanes_log2,
+        favor: options.favor,
+        lanes,
+        codec,
+        tables: None,
+    })
 }
 
 /// Whether the shapes differ in the number of rows alone.

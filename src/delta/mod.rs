@@ -10,7 +10,7 @@ mod encode;
 mod in_place;
 
 pub use apply::{Accelerator, Apply, ApplyReport, Changes, Sink, Work};
-pub use encode::{EncodeOptions, EncodeReport, TensorReport, encode, encode_to_memory, encode_to_path};
+pub use encode::{EncodeOptions, EncodeReport, Favor, TensorReport, encode, encode_to_memory, encode_to_path};
 pub use in_place::{InPlace, TensorMut};
 
 pub use crate::watch::Progress;

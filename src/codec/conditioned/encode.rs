@@ -15,8 +15,6 @@ use crate::simd::{Divisors, Path, STEP, Tiles};
 use std::ops::Range;
 use zerocopy::IntoBytes;
 
-/// What it is worth not to code a lane, so that decoding it takes no time.
-const LANE_COST: u64 = 16;
 /// Most steps that a stream should have if each state has some payload: a state wastes 2 bytes. Where a chunk is decoded by threads
 /// that wait for each other, steps are what takes the time.
 const STEPS: usize = 512;
@@ -90,16 +88,25 @@ impl Default for Encoder {
     }
 }
 
+/// What the time of decoding is worth in payload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pace {
+    /// That of a coded lane, in 256ths of a bit.
+    pub lane: u64,
+    /// Steps that a stream may have; fewer are taken only where states have much payload each.
+    pub steps: usize,
+}
+
 impl Encoder {
     /// Appends the payload of a chunk to `payload`: nothing if no lane has changed. `low_bits` is 0, or the bits of each delta
-    /// to store as they are; `steps` is how many a stream may have.
+    /// to store as they are.
     #[expect(clippy::too_many_arguments, reason = "all of a chunk")]
     pub fn encode<L: Lane>(
         &mut self,
         dtype: Dtype,
         tables: Option<&TableSet>,
         low_bits: u32,
-        steps: usize,
+        pace: Pace,
         base: &[u8],
         target: &[u8],
         payload: &mut Vec<u8>,
@@ -110,7 +117,7 @@ impl Encoder {
         }
         let start = payload.len();
         let coded =
-            tables.is_some_and(|tables| self.encode_coded::<L>(dtype, tables, low_bits, steps, base, target, changed, payload));
+            tables.is_some_and(|tables| self.encode_coded::<L>(dtype, tables, low_bits, pace, base, target, changed, payload));
         let most = base.len() + base.len() / 64 + 64;
         if !coded || payload.len() - start > most {
             payload.truncate(start);
@@ -126,7 +133,7 @@ impl Encoder {
         dtype: Dtype,
         tables: &TableSet,
         low_bits: u32,
-        steps: usize,
+        pace: Pace,
         base: &[u8],
         target: &[u8],
         changed: usize,
@@ -141,13 +148,13 @@ impl Encoder {
             all_lanes(base.len() / L::BYTES, &mut self.changed);
         }
         let stats = Stats::gather::<L>(base, target, dtype, split, &self.changed, changed);
-        let choice = choose(&stats, model, split, L::BYTES);
+        let choice = choose(&stats, model, split, pace.lane, L::BYTES);
         let levels: Vec<u8> = stats.levels.iter().map(|&level| activity(level, choice.activity_bits)).collect();
         let (blocks, tile) = (levels.len(), tile_blocks(L::BYTES));
         let tiles = blocks.div_ceil(tile);
         self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, STEP, base, None);
         let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
-        let (states, segments) = shape(coded, choice.cost / BIT / 8, tiles, steps);
+        let (states, segments) = shape(coded, choice.cost / BIT / 8, tiles, pace.steps);
         if states != STEP {
             // Only now it is known how long a step is; chunks with so few changes take little time otherwise.
             self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, states, base, None);
@@ -233,8 +240,8 @@ fn activity(level: u8, activity_bits: u8) -> u8 {
 }
 
 /// Chooses activities and maps.
-fn choose(stats: &Stats, model: &Model, split: Split, width: usize) -> Choice {
-    let fit = |row: &Row| Fit::new(row, model, split, width);
+fn choose(stats: &Stats, model: &Model, split: Split, lane_cost: u64, width: usize) -> Choice {
+    let fit = |row: &Row| Fit::new(row, model, split, lane_cost, width);
     let blocks = stats.levels.len() as u64;
     let choices = |bits: u8, groups: &[Range<usize>]| {
         let groups = Groups::new(stats, groups, fit);
@@ -272,9 +279,9 @@ impl Fit {
     /// More than anything else costs; the sum of that of all contexts is a number still.
     const NEVER: u64 = 1 << 52;
 
-    fn new(row: &Row, model: &Model, split: Split, width: usize) -> Self {
+    fn new(row: &Row, model: &Model, split: Split, lane_cost: u64, width: usize) -> Self {
         let (time, uncoded) = match split.low_bits {
-            0 => (row.lanes() * LANE_COST, row.others() * 8 * (4 + width as u64) * BIT),
+            0 => (row.lanes() * lane_cost, row.others() * 8 * (4 + width as u64) * BIT),
             _ => (0, Self::NEVER),
         };
         let mut fit = Self { uncoded, coded: Self::NEVER, class: 0 };

@@ -21,6 +21,7 @@ mod values;
 
 pub(crate) use decode::Decoder;
 pub(crate) use encode::Encoder;
+pub use encode::Pace;
 pub use tables::TableSet;
 #[cfg(fuzzing)]
 pub(crate) use tables::check_lookup;

@@ -45,9 +45,21 @@ fn trained(dtype: Dtype, low_bits: u32, base: &[u8], target: &[u8]) -> Option<Ta
 }
 
 fn encode(encoder: &mut Encoder, dtype: Dtype, tables: Option<&TableSet>, low_bits: u32, base: &[u8], target: &[u8]) -> Vec<u8> {
+    encode_at(Pace { lane: 16, steps: 1024 }, encoder, dtype, tables, low_bits, base, target)
+}
+
+fn encode_at(
+    pace: Pace,
+    encoder: &mut Encoder,
+    dtype: Dtype,
+    tables: Option<&TableSet>,
+    low_bits: u32,
+    base: &[u8],
+    target: &[u8],
+) -> Vec<u8> {
     let mut payload = vec![0xEE; 3];
     let encoded =
-        with_lane!(dtype.lane_bytes(), L => encoder.encode::<L>(dtype, tables, low_bits, 1024, base, target, &mut payload));
+        with_lane!(dtype.lane_bytes(), L => encoder.encode::<L>(dtype, tables, low_bits, pace, base, target, &mut payload));
     let changed = count_changed(dtype, base, target);
     let size = if changed == 0 { 0 } else { base.len() as u32 };
     assert_eq!(encoded, Encoded { uncompressed_size: size, num_deltas: changed });

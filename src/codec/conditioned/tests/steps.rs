@@ -2,7 +2,9 @@
 
 use super::*;
 use crate::codec::conditioned::tables::Lookup;
+use crate::format::ConditionedHeader;
 use crate::simd::{Broken, STEP, Words};
+use zerocopy::FromBytes;
 
 /// A step as section 4.5 has it, on frequencies.
 fn plain_step(
@@ -118,4 +120,28 @@ fn a_tile_begins_with_the_first_state() {
     let shape = Shape { states_log2: 2, context_count: 2, classes: vec![0, 1], ..Shape::default() };
     assert_eq!(model::encode(Dtype::Bf16, Some(&set), &shape, &base, &target).as_ref(), Some(&payload));
     assert_decodes(&mut decoders(), Dtype::Bf16, Some(&set), &payload, &base, &target);
+}
+
+/// Changes that are seldom, and the more so the larger a lane is: what time is worth decides where lanes are coded.
+#[test]
+fn a_dear_lane_is_coded_less_often_and_streams_are_as_short_as_they_are_wanted() {
+    let mut random = Random::new(7);
+    let (mut base, mut target) = (Vec::new(), Vec::new());
+    for _ in 0..1 << 18 {
+        let exponent = random.below(8);
+        let lane = ((110 + exponent) << 7 | random.below(128)) as u16;
+        let moved = lane + u16::from(random.below(32 << exponent) == 0);
+        base.extend(lane.to_le_bytes());
+        target.extend(moved.to_le_bytes());
+    }
+    let tables = trained(Dtype::Bf16, 0, &base, &target);
+    let mut encoder = Encoder::default();
+    let [cheap, dear, short] = [(16, 1024), (256, 1024), (16, 512)].map(|(lane, steps)| {
+        let payload = encode_at(Pace { lane, steps }, &mut encoder, Dtype::Bf16, tables.as_ref(), 0, &base, &target);
+        assert_decodes(&mut decoders(), Dtype::Bf16, tables.as_ref(), &payload, &base, &target);
+        let (header, _) = ConditionedHeader::read_from_prefix(&payload).unwrap();
+        (payload.len(), header.exception_count.get(), header.segments_log2)
+    });
+    assert!(dear.1 > 2 * cheap.1 && dear.0 > cheap.0, "{cheap:?} {dear:?}");
+    assert!(short.2 > cheap.2 && short.0 > cheap.0, "{cheap:?} {short:?}");
 }
