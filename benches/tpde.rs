@@ -3,7 +3,7 @@
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
-use tpde::codec::{ChunkDecoder, ChunkEncoder, Coding, Encoded, TableSet};
+use tpde::codec::{ChunkDecoder, ChunkEncoder, Coding, Encoded, Pace, TableSet};
 use tpde::format::BaseKind;
 use tpde::writer::{PairBuilder, TensorSpec};
 use tpde::{Apply, Codec, Dtype, EncodeOptions, Limits, MemoryCheckpoint, TensorInfo, ValidatedIndex, chunk_sum, encode_to_memory};
@@ -111,7 +111,7 @@ fn parts(c: &mut Criterion) {
         let coding = match codec {
             Codec::Raw => Coding::Raw,
             Codec::Zstd => Coding::Zstd(None),
-            Codec::Conditioned => Coding::Conditioned { tables: Some(&tables), low_bits: 0 },
+            Codec::Conditioned => Coding::Conditioned { tables: Some(&tables), low_bits: 0, pace: Pace::default() },
         };
         let mut payload = Vec::new();
         let encoded = encoder.encode(coding, Dtype::Bf16, base, target, &mut payload).unwrap();

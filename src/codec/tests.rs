@@ -56,9 +56,7 @@ fn encode(way: Way, dtype: Dtype, base: &[u8], target: &[u8]) -> Stored {
     let coding = match way {
         Way::Raw => Coding::Raw,
         Way::Zstd(layout) => Coding::Zstd(layout),
-        Way::Conditioned(_) | Way::Bare => {
-            Coding::Conditioned { tables: tables.as_ref(), low_bits, pace: Pace { lane: 16, steps: 1024 } }
-        }
+        Way::Conditioned(_) | Way::Bare => Coding::Conditioned { tables: tables.as_ref(), low_bits, pace: Pace::default() },
     };
     let mut payload = Vec::new();
     let encoded = ENCODER.with_borrow_mut(|encoder| encoder.encode(coding, dtype, base, target, &mut payload).unwrap());

@@ -65,11 +65,11 @@ impl Favor {
 
     /// For chunks of at most 2^`chunk_lanes_log2` lanes: who wants small ones wants them to be decoded soon.
     fn pace(self, chunk_lanes_log2: u8) -> Pace {
-        let lane = match self {
-            Self::Ratio => 16,
-            Self::Speed => 256,
-        };
-        Pace { lane, steps: if self == Self::Ratio && chunk_lanes_log2 >= 20 { 1024 } else { 512 } }
+        match self {
+            Self::Ratio if chunk_lanes_log2 >= 20 => Pace::default(),
+            Self::Ratio => Pace { steps: 512, ..Pace::default() },
+            Self::Speed => Pace { lane: 256, steps: 512 },
+        }
     }
 }
 

@@ -97,6 +97,13 @@ pub struct Pace {
     pub steps: usize,
 }
 
+impl Default for Pace {
+    /// Little: for small payloads.
+    fn default() -> Self {
+        Self { lane: 16, steps: 1024 }
+    }
+}
+
 impl Encoder {
     /// Appends the payload of a chunk to `payload`: nothing if no lane has changed. `low_bits` is 0, or the bits of each delta
     /// to store as they are.

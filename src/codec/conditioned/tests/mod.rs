@@ -45,7 +45,7 @@ fn trained(dtype: Dtype, low_bits: u32, base: &[u8], target: &[u8]) -> Option<Ta
 }
 
 fn encode(encoder: &mut Encoder, dtype: Dtype, tables: Option<&TableSet>, low_bits: u32, base: &[u8], target: &[u8]) -> Vec<u8> {
-    encode_at(Pace { lane: 16, steps: 1024 }, encoder, dtype, tables, low_bits, base, target)
+    encode_at(Pace::default(), encoder, dtype, tables, low_bits, base, target)
 }
 
 fn encode_at(

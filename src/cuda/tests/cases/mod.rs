@@ -84,7 +84,7 @@ impl Case {
         let coding = match codec {
             Codec::Raw => Coding::Raw,
             Codec::Zstd => Coding::Zstd(None),
-            Codec::Conditioned => Coding::Conditioned { tables: set.as_ref(), low_bits, pace: Pace { lane: 16, steps: 1024 } },
+            Codec::Conditioned => Coding::Conditioned { tables: set.as_ref(), low_bits, pace: Pace::default() },
         };
         let mut payload = Vec::new();
         let encoded = ChunkEncoder::new().unwrap().encode(coding, dtype, &base, target, &mut payload).unwrap();
