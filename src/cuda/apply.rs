@@ -37,8 +37,8 @@ impl DeviceIndex {
     /// Makes an application of some or all tensors of the pair ready, in memory of its device.
     ///
     /// Cost: a few allocations and one small copy, without waiting for a stream; memory of the device: 4 bytes a chunk for the
-    /// order of work and 4 for its outcome, 48 a tensor, and once for the device scratch memory for
-    /// [`InPlace::ChunkByChunk`]. What it launches may be launched again.
+    /// order of work and 4 for its outcome, 48 a tensor; for [`InPlace::AllChecked`] what lists of changes take, up to 48 MiB;
+    /// and once for the device scratch memory for [`InPlace::ChunkByChunk`]. What it launches may be launched again.
     ///
     /// # Errors
     /// [`Error::Misuse`] if a tensor is missing or given twice, a length or an alignment is wrong, memory overlaps, a base is
