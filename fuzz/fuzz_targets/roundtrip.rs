@@ -6,7 +6,7 @@ use arbitrary::{Arbitrary, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use std::collections::BTreeMap;
 use tpde::format::BaseKind;
-use tpde::{Apply, Codec, Dtype, EncodeOptions, InPlace, Layout, MemoryCheckpoint, TensorInfo, TensorMut, encode_to_memory};
+use tpde::{Apply, Codec, Dtype, EncodeOptions, Favor, InPlace, Layout, MemoryCheckpoint, TensorInfo, TensorMut, encode_to_memory};
 use tpde_fuzz::{base_lanes, one_thread};
 
 #[derive(Arbitrary, Debug)]
@@ -129,7 +129,8 @@ fn check(input: &Input) {
     let base = MemoryCheckpoint::new(bases).expect("bases of their lengths");
     let target = MemoryCheckpoint::new(targets.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).expect("targets too");
     let layout = input.layout.filter(|_| input.codec == Some(Codec::Zstd));
-    let options = EncodeOptions { codec: input.codec, layout, chunk_lanes: 1 << (12 + input.chunk_lanes_log2 % 3), renamed };
+    let favor = Favor::ALL[usize::from(input.chunk_lanes_log2 / 3 % 2)];
+    let options = EncodeOptions { codec: input.codec, layout, chunk_lanes: 1 << (12 + input.chunk_lanes_log2 % 3), favor, renamed };
     let (pair, report) = encode_to_memory(Some(&base), &target, &options).expect("options that make sense");
     assert_eq!(report.tensors.len(), targets.len());
     pair.verify().expect("payloads as they were written");
