@@ -191,29 +191,19 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
         fetch();
         if (work.takes) take_turn(work.ring, work.thread, work.stream);
         if (count == 0 && work.passes) pass_turn(work.ring, work.thread, work.stream);
-        // What a step gave is applied after the next one, or after the stream has been passed on: whoever is next does not wait for it.
-        u32 last_place = 0;
-        T last_base = 0, last_moved = 0;
-        auto apply_last = [&] {
-            bool changed = apply(false, last_place, last_base, last_moved);
-            if (work.marked && changed && is_excepted(tile, last_place / W)) work.sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
-        };
 #pragma unroll 1
         for (u32 done = 0; done < count;) {
             u32 at = place;
             T of = base;
             Entry now = entry;
-            bool is_first = done == 0;
             done += work.states;
             fetch();
             T moved = decode_step<W>(work.stream, now, work.before, false);
+            // Whoever is next need not wait until this warp has done with the last step's lanes.
             if (work.passes && done >= count) pass_turn(work.ring, work.thread, work.stream);
-            if (!is_first) apply_last();
-            last_place = at;
-            last_base = of;
-            last_moved = moved;
+            bool changed = apply(false, at, of, moved);
+            if (work.marked && changed && is_excepted(tile, at / W)) work.sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
-        if (count != 0) apply_last();
     }
     if constexpr (HOW == TO_TILE) {
         __syncwarp();

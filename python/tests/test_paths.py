@@ -79,7 +79,10 @@ def test_options(made: Made, tmp_path: Path) -> None:
     report = tpde.encode(made.base, made.target, tmp_path / "z", layout="gaps", chunk_lanes=8192)
     assert {tensor.codec for tensor in report.tensors} == {"zstd"}
     tpde.encode(made.base, made.target, tmp_path / "r", renamed={"embed.weight": "layers.0.mlp.weight"})
-    for wrong in ({"codec": "best"}, {"layout": "best"}, {"chunk_lanes": 5000}, {"renamed": {"a": "b"}}, {"progress": 3}):
+    tpde.encode(made.base, made.target, tmp_path / "s", favor="speed")
+    tpde.verify(tmp_path / "s", base=made.base, target=made.target)
+    named = ({name: "best"} for name in ("codec", "layout", "favor"))
+    for wrong in (*named, {"chunk_lanes": 5000}, {"renamed": {"a": "b"}}, {"progress": 3}):
         with pytest.raises(tpde.Misuse):
             tpde.encode(made.base, made.target, tmp_path / "w", **wrong)
     assert not list(tmp_path.glob("w*"))

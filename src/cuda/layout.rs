@@ -238,6 +238,11 @@ mod tests {
         assert!(FORMAT.contains("#define TPDE_NO_TABLES 0xFFFFFFFFu"));
         assert_eq!(NO_TABLES, 0xFFFF_FFFF);
         assert!(FORMAT.contains("((((u64)(slots) * 4) + 255) / 256 * 256)"));
+        assert!(FORMAT.contains("#define TPDE_LIST_LANES_AT(n) (((n) + 1) / 2 * 8)\n"));
+        assert!(FORMAT.contains("#define TPDE_LIST_BYTES(n, width) (TPDE_LIST_LANES_AT(n) + (n) * (width))\n"));
+        for (changes, lane_log2, bytes) in [(1, 0, 256), (28, 3, 512), (42, 1, 256), (43, 1, 512), (4 << 20, 0, 20 << 20)] {
+            assert_eq!(list_bytes(changes, lane_log2), bytes, "{changes} changes of lanes of 2^{lane_log2} bytes");
+        }
         assert_eq!([0, 1, 64, 65].map(scratch_head), [0, 256, 256, 512]);
     }
 }

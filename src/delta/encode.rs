@@ -47,7 +47,7 @@ pub enum Favor {
     #[default]
     Ratio,
     /// Fast decoding, above all on a device: where few lanes change, fewer of them are coded, and changes of others are listed one
-    /// by one. Pairs grow by a hundredth, or to twice their size where all lanes change alike seldom.
+    /// by one. Pairs grow by some percent, or to twice their size where all lanes change alike seldom.
     Speed,
 }
 
@@ -63,10 +63,10 @@ impl Favor {
         }
     }
 
-    /// For chunks of at most 2^`chunk_lanes_log2` lanes: who wants small ones wants them to be decoded soon.
-    fn pace(self, chunk_lanes_log2: u8) -> Pace {
+    /// For chunks of at most so many lanes: who wants small ones wants them to be decoded soon.
+    fn pace(self, chunk_lanes: u64) -> Pace {
         match self {
-            Self::Ratio if chunk_lanes_log2 >= 20 => Pace::default(),
+            Self::Ratio if chunk_lanes >= EncodeOptions::default().chunk_lanes => Pace::default(),
             Self::Ratio => Pace { steps: 512, ..Pace::default() },
             Self::Speed => Pace { lane: 256, steps: 512 },
         }
@@ -146,7 +146,7 @@ pub(super) struct Plan {
     pub base_kind: BaseKind,
     pub dtype: Dtype,
     pub chunk_lanes_log2: u8,
-    pub favor: Favor,
+    pub pace: Pace,
     pub lanes: u64,
     pub codec: Codec,
     /// Of codec `conditioned`.
@@ -169,8 +169,7 @@ impl Plan {
             Codec::Raw => Coding::Raw,
             Codec::Zstd => Coding::Zstd(layout),
             Codec::Conditioned => {
-                let pace = self.favor.pace(self.chunk_lanes_log2);
-                Coding::Conditioned { tables: self.tables.as_deref(), low_bits: self.low_bits(), pace }
+                Coding::Conditioned { tables: self.tables.as_deref(), low_bits: self.low_bits(), pace: self.pace }
             }
         }
     }
@@ -358,7 +357,7 @@ fn plan(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, place: usize, op
         base_kind,
         dtype: *dtype,
         chunk_lanes_log2,
-        favor: options.favor,
+        pace: options.favor.pace(options.chunk_lanes),
         lanes,
         codec,
         tables: None,

@@ -432,8 +432,8 @@ fn tails(fits: &[Fit; CONTEXTS], holes: bool) -> [Tail; CONTEXTS + 1] {
     tails
 }
 
-/// States of a stream and segments of a chunk of `tiles` tiles, with `coded` coded lanes and a payload of about `size` bytes. Streams
-/// have at most `most` steps, unless states are all there may be.
+/// States of a stream and segments of a chunk of `tiles` tiles, with `coded` coded lanes and a payload of about `size` bytes, the
+/// time of its lanes among them. Streams have at most `most` steps, unless states are all there may be.
 fn shape(coded: usize, size: u64, tiles: usize, most: usize) -> (usize, usize) {
     // Half of a tile's last step is lost.
     let steps = coded.div_ceil(STEP) + tiles / 2;
