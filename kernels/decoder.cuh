@@ -58,10 +58,13 @@ struct Work {
     __device__ __forceinline__ Tile& tile() const { return *(Tile*)shared_pointer(tile_at); }
 };
 
-// The low bits of the lanes that a thread has, one in each row: they lie `count` words apart, at the same bit.
-struct LowBits {
+// The low bits of the lanes that a thread has, four rows of 32 lanes at a time, and what they and a value make of a lane: the delta,
+// whose lowest bit is the sign, as the base is 0.
+template <int W> struct LowBits {
+    typedef typename WideOf<W>::type T;
     const u32* words;
     u32 count, shift, mask;
+    T center, high;
 
     __device__ __forceinline__ void open(const Chunk& chunk, const Parts& parts, u32 at) {
         u64 bit = 8ull * parts.low_at + (u64)at * parts.low_bits;
@@ -69,44 +72,85 @@ struct LowBits {
         count = parts.low_bits;
         shift = bit % 32;
         mask = ~0u >> (32 - count);
+        center = (T)parts.center;
+        high = high_mask<W>(count);
     }
-    __device__ __forceinline__ u32 next() {
-        u32 bits = __funnelshift_r(__ldg(words), __ldg(words + 1), shift);
-        words += count;
-        return bits & mask;
+    // They lie `count` words apart, at the same bit.
+    __device__ __forceinline__ void next(u32* rows) {
+#pragma unroll
+        for (int i = 0; i < 4; i++, words += count) rows[i] = __funnelshift_r(__ldg(words), __ldg(words + 1), shift) & mask;
+    }
+    __device__ __forceinline__ T lane(T value, u32 low) const {
+        T delta = ((center - value) & high) << count % (8 * sizeof(T)) | low;
+        return delta >> 1 | delta << (8 * W - 1);
     }
 };
 
-// The lane that a delta makes of a float that is 0: the sign is the delta's lowest bit.
-template <int W> __device__ __forceinline__ typename WideOf<W>::type lane_of_delta(typename WideOf<W>::type delta) {
-    return delta >> 1 | delta << (8 * W - 1);
+// The same where they are bytes, and so is the rest: BF16.
+struct LowBytes {
+    const u8* bytes;
+    u32 center;
+
+    __device__ __forceinline__ void open(const Chunk& chunk, const Parts& parts, u32 at) {
+        bytes = chunk.payload + parts.low_at + at;
+        center = parts.center;
+    }
+    __device__ __forceinline__ void next(u32* rows) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) rows[i] = __ldg(bytes + 32 * i);
+        bytes += BLOCK_LANES;
+    }
+    // The delta twice, so that a shift turns it; the upper half is of no use.
+    __device__ __forceinline__ u32 lane(u32 value, u32 low) const { return permute_bytes(low, center - value, 0x4040) >> 1; }
+};
+
+// A warp: the lanes of a tile of floats without a base, all of them coded, to shared memory.
+template <int W, typename Low> __device__ __forceinline__ void decode_blocks(Work& work, StagedWords& words, u32 activities) {
+    typedef typename WideOf<W>::type T;
+    typedef TileShape<W> Shape;
+    Shared& shared = work.shared();
+    u32 thread = work.thread, lanes = shared_address(work.tile().lanes) + thread * W;
+    Low low;
+    low.open(shared.chunk, shared.parts, work.number * Shape::LANES + thread);
+    u32 rows[4], coming[4];
+    low.next(coming);
+    Entry entry = entry_of<W>(shared, 0, 0);
+    if (work.takes) {
+        take_turn(work.ring, work.thread, work.stream);
+        words.open(work.stream);
+    }
+#pragma unroll 1
+    for (u32 block = 0; block < Shape::BLOCKS; block++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) rows[i] = coming[i];
+        // Low bits arrive while the block before is decoded.
+        if (block + 1 < Shape::BLOCKS) low.next(coming);
+        words.fill(work.stream);
+        if (work.bits) entry = entry_of<W>(shared, activities >> block * work.bits & ((1u << work.bits) - 1), 0);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            T lane = low.lane(decode_step<W>(work.stream, words, entry, work.before, true), rows[i]);
+            count_if(work.sums.changed, lane != 0);
+            set_shared_lane<W>(lanes + 32 * W * i, lane);
+        }
+        lanes += BLOCK_LANES * W;
+    }
+    if (work.passes) pass_turn(work.ring, work.thread, work.stream);
 }
 
 // A warp: a tile of floats without a base, all of them coded.
-template <int W> __device__ __forceinline__ void decode_without_base(Work& work, u32 store) {
-    typedef typename WideOf<W>::type T;
+template <int W> __device__ __forceinline__ void decode_without_base(Work& work, StagedWords& words, u32 store) {
     typedef TileShape<W> Shape;
     Shared& shared = work.shared();
     const Chunk& chunk = shared.chunk;
     Tile& tile = work.tile();
-    u32 thread = work.thread, lanes = shared_address(tile.lanes), first = work.number * Shape::LANES;
+    u32 thread = work.thread;
     u32 activities = activities_of_tile(chunk.payload + shared.parts.activities_at, work.bits, work.number, Shape::BLOCKS);
-    LowBits low;
-    low.open(chunk, shared.parts, first + thread);
-    T mask = high_mask<W>(low.count);
-    Entry entry = entry_of<W>(shared, 0, 0);
-    if (work.takes) take_turn(work.ring, work.thread, work.stream);
-#pragma unroll 1
-    for (u32 block = 0; block < Shape::BLOCKS; block++) {
-        if (work.bits) entry = entry_of<W>(shared, activities >> block * work.bits & ((1u << work.bits) - 1), 0);
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-            T lower = low.next(), delta = high_bits<W>(decode_step<W>(work.stream, entry, work.before, true), mask) | lower;
-            count_if(work.sums.changed, delta != 0);
-            set_shared_lane<W>(lanes + (BLOCK_LANES * block + 32 * i + thread) * W, lane_of_delta<W>(delta));
-        }
+    if (W == 2 && uniform(shared.parts.low_bits) == 8) {
+        if constexpr (W == 2) decode_blocks<W, LowBytes>(work, words, activities);
+    } else {
+        decode_blocks<W, LowBits<W>>(work, words, activities);
     }
-    if (work.passes) pass_turn(work.ring, work.thread, work.stream);
     __syncwarp();
     uint4 pieces[Shape::PIECES];
     read_tile<W>(tile, thread, pieces);
@@ -136,6 +180,7 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
     if (work.ring.count == 1 && thread < 5) prefetch(work.stream.words + min(work.stream.at + 64 * thread, work.stream.last));
     work.sums.base += of_base;
     u64 gained = 0, lost = 0; // terms of the sum without the weight of the row
+    DirectWords words;
     u32 shift = shared.classes.order.shift, mask = shared.classes.order.mask;
     T magnitude = (T)shared.classes.order.magnitude;
     // A lane at `place` of the tile, in bytes. `in_rows`: every thread has one.
@@ -170,7 +215,7 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
 #pragma unroll
             for (int i = 0; i < 4; i++) entries[i] = entry_of<W>(shared, map, (i32)((u32)(bases[i] >> shift) & mask));
 #pragma unroll
-            for (int i = 0; i < 4; i++) apply(true, place + 32 * W * i, bases[i], decode_step<W>(work.stream, entries[i], work.before, false));
+            for (int i = 0; i < 4; i++) apply(true, place + 32 * W * i, bases[i], decode_step<W>(work.stream, words, entries[i], work.before, false));
         }
         if (work.passes) pass_turn(work.ring, work.thread, work.stream);
     } else {
@@ -198,7 +243,7 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
             Entry now = entry;
             done += work.states;
             fetch();
-            T moved = decode_step<W>(work.stream, now, work.before, false);
+            T moved = decode_step<W>(work.stream, words, now, work.before, false);
             // Whoever is next need not wait until this warp has done with the last step's lanes.
             if (work.passes && done >= count) pass_turn(work.ring, work.thread, work.stream);
             bool changed = apply(false, at, of, moved);
@@ -264,11 +309,17 @@ template <int W, int HOW> __device__ __forceinline__ void decode_segment(u32 seg
     };
     if constexpr (W != 8) {
         uint4 pieces[Shape::PIECES] = {};
+        StagedWords words;
+        if (HOW == LOW_BITS && work.number < fast) {
+            // The queue's memory, as all lanes are coded.
+            words.at = (shared_address(work.tile().queue) + 511) & ~511u;
+            words.open(work.stream);
+        }
         if (HOW != LOW_BITS && work.number < fast) load_tile<W>(chunk, work.number, work.thread, pieces);
 #pragma unroll 1
         for (; work.number < fast; work.number += ring.count) {
             open(work.number + 1 < fast || more);
-            if constexpr (HOW == LOW_BITS) decode_without_base<W>(work, store);
+            if constexpr (HOW == LOW_BITS) decode_without_base<W>(work, words, store);
             else decode_tile<W, HOW>(work, pieces, fast, store);
             work.takes = shares;
         }

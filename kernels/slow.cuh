@@ -60,13 +60,14 @@ template <int W> __device__ __noinline__ Slow decode_slowly(Slow slow, u32 numbe
     u32 activities = activities_of_tile(chunk.payload + parts.activities_at, parts.activity_bits, number, Shape::BLOCKS);
     u32 count = uniform(queue_rows<W>(mask, activity_of_row(parts.activity_bits, activities, thread), thread, tile));
     if (takes) take_turn(ring, thread, slow.stream);
+    DirectWords words;
 #pragma unroll 1
     for (u32 done = 0; done < count; done += states) {
         u32 queued = thread < states ? shared_u16(queue + 2 * (done + thread)) : NO_ENTRY, place = queued % (1u << QUEUE_MAP);
         bool is_lane = place != TILE_BYTES;
         T base = shared_lane<W>(lanes + place);
         Entry entry = is_lane ? class_of<W>(queued >> QUEUE_MAP, base) : shared.classes.none;
-        T moved = decode_step<W>(slow.stream, entry, before, low_bits != 0);
+        T moved = decode_step<W>(slow.stream, words, entry, before, low_bits != 0);
         if (low_bits != 0 && is_lane) {
             moved = difference_of<W>(high_bits<W>(moved, high_mask<W>(low_bits)) | low_bits_of<W>(chunk, parts, first + place / W));
         }

@@ -32,13 +32,51 @@ __device__ __forceinline__ Stream open_stream(const Chunk& chunk, const Parts& p
 // The word at `place`; past the payload, any. `at` of a stream grows by at most 160 a step, which fits.
 __device__ __forceinline__ u32 word_at(const Stream& stream, u32 place) { return __ldg(stream.words + min(place, stream.last)); }
 
+// Where `decode_step` takes words from: as they lie in global memory, ...
+struct DirectWords {
+    __device__ __forceinline__ u32 word(const Stream& stream, u32 place) const { return word_at(stream, place); }
+    __device__ __forceinline__ void jumped(const Stream&) {}
+};
+
+// ... or from 512 bytes of shared memory, at a multiple of 512, that a warp has to itself. Every word of a stream is new to the
+// first-level cache where it has many: whoever waits for them waits for the second one.
+struct StagedWords {
+    u32 at;       // shared address
+    u32 end;      // what lies there: the 2·UNIT words before, each where its number says
+    uint2 coming; // the words behind: each thread has four of UNIT
+    static constexpr u32 UNIT = 4 * WARP;
+
+    __device__ __forceinline__ void load(const Stream& stream) {
+        coming = __ldg((const uint2*)(stream.words + min(end + 4 * (threadIdx.x % WARP), stream.last - 3)));
+    }
+    // A warp: there are UNIT words at least, or four steps without extra bits.
+    __device__ __forceinline__ void fill(const Stream& stream) {
+        while (__any_sync(ALL_LANES, end < stream.at + UNIT)) {
+            __syncwarp();
+            set_shared_u64(at + 2 * (end % (2 * UNIT)) + 8 * (threadIdx.x % WARP), coming.x | (u64)coming.y << 32);
+            end += UNIT;
+            load(stream);
+            __syncwarp();
+        }
+    }
+    __device__ __forceinline__ void open(const Stream& stream) {
+        end = stream.at & ~(UNIT - 1);
+        load(stream);
+        fill(stream);
+    }
+    __device__ __forceinline__ u32 word(const Stream&, u32 place) const { return shared_u16(at | 2 * place % (4 * UNIT)); }
+    // Extra bits were read.
+    __device__ __forceinline__ void jumped(const Stream& stream) { fill(stream); }
+};
+
 // The difference that a value stands for; it is 0 if the value is.
 template <int W> __device__ __forceinline__ typename WideOf<W>::type difference_of(typename WideOf<W>::type value) {
     return value >> 1 ^ (typename WideOf<W>::type)0 - (value & 1);
 }
 
 // Decodes a step: what a lane with `entry` is to be moved by, for each thread; or the value, as the symbols were made for.
-template <int W> __device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, Entry entry, u32 before, bool with_low_bits) {
+template <int W, typename Words>
+__device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, Words& words, Entry entry, u32 before, bool with_low_bits) {
     typedef typename WideOf<W>::type T;
     u32 state = stream.state;
     u32 bucket = shared_u16(entry.x | state / 4 % BUCKET_BYTES & ~1u);
@@ -47,7 +85,7 @@ template <int W> __device__ __forceinline__ typename WideOf<W>::type decode_step
     state = state - symbol.x + (u32)((i32)symbol.x >> 16) * ((state >> TPDE_FREQUENCY_SUM_LOG2) + (1u << 16));
     bool first = state < 1u << 16, with = (i32)symbol.y >= SYMBOL_EXTRA;
     u32 firsts = __ballot_sync(ALL_LANES, first);
-    u32 word = word_at(stream, stream.at + __popc(firsts & before));
+    u32 word = words.word(stream, stream.at + __popc(firsts & before));
     stream.at += __popc(firsts);
     T moved = (T)(i32)symbol.y;
     if constexpr (W == 8) moved = (T)(i64)(i32)symbol.y;
@@ -83,6 +121,7 @@ template <int W> __device__ __forceinline__ typename WideOf<W>::type decode_step
                 stream.at += __popc(mask);
             }
         }
+        words.jumped(stream);
         if (with) moved = with_low_bits ? value : difference_of<W>(value);
     }
     stream.state = state;

@@ -45,6 +45,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "swap-1": (),
     "swap-40": (),
     "12-tpde-graph": ("reference", "anchor"),
+    "8-tpde-graph": ("reference", "anchor"),
     "12-accelerate": ("reference",),
     "8-accelerate": ("reference",),
     "dfloat11": (),

@@ -191,7 +191,7 @@ def reference(m: Model) -> dict[str, Any]:
     }
 
 
-def contender(m: Model, gib: int, build: Callable[[Model, int], nn.Module], count: int, graph: bool = False) -> dict[str, Any]:
+def contender(m: Model, gib: int, build: Callable[..., nn.Module], count: int, graph: bool = False) -> dict[str, Any]:
     """Builds a model that uses what is left of the budget, and runs it."""
     wanted = json.loads((m.folder / "reference.json").read_text())["digests"]
     m.warm_up()
@@ -202,9 +202,8 @@ def contender(m: Model, gib: int, build: Callable[[Model, int], nn.Module], coun
     if m.is_gpu:
         torch.cuda.set_per_process_memory_fraction((budget - beside) / torch.cuda.mem_get_info()[1])
     begin = time.perf_counter()
-    # A graph has scratch memory of its own.
-    room = budget - beside - m.other_bytes - RESERVE - (2 * max(m.dense_bytes.values()) if graph else 0)
-    model = build(m, room)
+    room = budget - beside - m.other_bytes - RESERVE
+    model = build(m, room, **({"graph": True} if graph else {}))
     m.put(model, (name for name, parameter in model.named_parameters() if parameter.is_meta and name in m.others))
     m.wait()
     took = time.perf_counter() - begin
@@ -330,17 +329,19 @@ def anchor(m: Model) -> dict[str, Any]:
     }
 
 
-def compressed(m: Model, room: int) -> nn.Module:
+def compressed(m: Model, room: int, graph: bool = False) -> nn.Module:
     model = m.empty()
     stored = {tensor.name: tensor.payload_bytes for tensor in tpde.inspect(m.folder / "anchor").tensors}
-    room -= 2 * max(m.dense_bytes.values()) + (0 if m.is_small else 16 << 20)  # slots, and the index
+    # Two slots for weights and two rooms for payloads; a graph has its own, beside those of the steps before it.
+    pairs = 4 if graph else 2
+    room -= pairs * max(m.dense_bytes.values()) + (0 if m.is_small else 16 << 20)  # and the index
     plain: set[str] = set()
     if sum(stored.values()) <= room:
         on_device = set(m.linears)
         gain = {name: m.dense_bytes[name] - stored[name] for name in m.linears}
         plain = spread(m.linears, gain, room - sum(stored.values()))
     else:
-        on_device = spread(m.linears, stored, room - 2 * max(stored.values()))
+        on_device = spread(m.linears, stored, room - pairs * max(stored.values()))
     # Embedding and head before the layers, as the pair does not have them.
     m.put(model, m.others)
     tpde.nn.attach(

@@ -358,6 +358,13 @@ class Fake:
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
         monkeypatch.setattr(tpde._rebuilt.Arena, "_made", {})
+        copy = tpde._rebuilt.Arena._copy
+
+        def logged(arena: tpde._rebuilt.Arena, weight: tpde._rebuilt.DeviceWeight, room: object) -> None:
+            self.log.append(("copy", weight.entry.name))
+            copy(arena, weight, room)
+
+        monkeypatch.setattr(tpde._rebuilt.Arena, "_copy", logged)
 
     class Event:
         def record(self, stream: object) -> None:
@@ -456,6 +463,26 @@ class TestArena:
             before = [i for i, entry in enumerate(device.log) if entry == ("decode", uses[n])][n // count]
             assert before < [i for i, entry in enumerate(device.log) if entry[0] == "use"][n - 1]
 
+    @pytest.mark.parametrize("copied", [[0], [1, 4], [0, 2, 5], [0, 1, 2, 3, 4, 5]])
+    def test_payloads_are_copied_two_ahead(self, copied: list[int], fake: tuple[Fake, Deep, Deep]) -> None:
+        device, base, target = fake
+        weights = device.weights(base, self.NAMES)
+        for place, weight in enumerate(weights):
+            weight.is_copied = place in copied
+        for _ in range(3):
+            self.run(device, weights, target)
+        device.log.clear()
+        for _ in range(3):
+            self.run(device, weights, target)
+        decoded = [name for what, name in device.log if what == "decode" and self.NAMES.index(name) in copied]
+        seen = [name for what, name in device.log if what == "copy"]
+        # Each is copied once a use, in the order of the decodings, and two or as many as there are are under way.
+        ahead = min(len(copied), 2)
+        assert len(decoded) == 3 * len(copied) and seen == (decoded * 2)[ahead : ahead + len(decoded)]
+        for n, name in enumerate(decoded):
+            place = [i for i, entry in enumerate(device.log) if entry[0] == "decode" and self.NAMES.index(entry[1]) in copied][n]
+            assert [what for what, _ in device.log[:place]].count("copy") == n
+
     def test_another_order(self, fake: tuple[Fake, Deep, Deep]) -> None:
         device, base, target = fake
         weights = device.weights(base, self.NAMES)
@@ -468,10 +495,12 @@ class TestArena:
         self.run(device, weights * 2, target)
         (arena,) = tpde._rebuilt.Arena._made.values()
         assert {slot.dense.numel() for slot in arena.slots} == {max(weight.bytes for weight in weights)}
-        assert {slot.payload.numel() for slot in arena.slots} == {max(weight.payload.numel() for weight in weights)}
-        handle = weights.pop().handle
+        assert {room.memory.numel() for room in arena.rooms} == {max(weight.payload.numel() for weight in weights)}
+        handle = weights[-1].handle
+        assert any(key[0] == handle for slot in arena.slots for key in slot.rebuilds)
+        weights.pop()
         gc.collect()
-        assert all(handle not in slot.rebuilds for slot in arena.slots)
+        assert not any(key[0] == handle for slot in arena.slots for key in slot.rebuilds)
         del weights[:], arena
         gc.collect()
         assert not tpde._rebuilt.Arena._made

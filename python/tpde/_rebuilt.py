@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional, TypeGuard
 
 import torch
 from torch import nn
@@ -105,46 +105,67 @@ class HostWeight(Weight):
         return _compute(x, self.view(scratch), bias, cast)
 
 
-class _Filling(NamedTuple):
-    """How a slot is filled with a weight: made once."""
+class _Room:
+    """Memory of the device for a payload that is copied, before it is decoded from there."""
 
-    rebuild: _tpde.Rebuild
-    #: What it works in.
-    memory: torch.Tensor
-    #: The weight in the slot.
-    weight: torch.Tensor
-    #: Where its payload is copied to, if it is.
-    payload: torch.Tensor | None
+    def __init__(self) -> None:
+        self.memory: torch.Tensor | None = None
+        #: The weight whose payload is or will be there, and not decoded yet.
+        self.holds: int | None = None
+        #: Behind the copying, and behind the decoding.
+        self.copied, self.decoded = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
 
 
 class _Slot:
     """Scratch memory for a weight, and what is known of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.dense: torch.Tensor | None = None
-        self.payload: torch.Tensor | None = None
+        #: Each slot decodes on a stream of its own: the next weight begins where the last blocks of one leave room.
+        self.decoding: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         #: The weight that is or will be there, and not used yet.
         self.holds: int | None = None
         #: Behind the decoding of a weight, and behind its last use.
-        self.ready, self.used, self.copied = (torch.cuda.Event() for _ in range(3))  # type: ignore[no-untyped-call]
-        self.rebuilds: dict[int, _Filling] = {}
+        self.ready, self.used = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        #: What fills it with a weight, by its handle and the room its payload is copied to; and the weight in it.
+        self.rebuilds: dict[tuple[int, int | None], tuple[_tpde.Rebuild, torch.Tensor]] = {}
+        self.weight: torch.Tensor | None = None
+
+
+class _Capture:
+    """What a graph that is being captured has of its own: memory of its pool, and where in the graph it is free again."""
+
+    def __init__(self, weight: DeviceWeight, begin: torch.cuda.Event) -> None:
+        dense, payload = weight.largest()
+        device = weight.device.torch
+        self.slots = [torch.empty(dense, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.rooms = [torch.empty(payload, dtype=torch.uint8, device=device) for _ in range(2)] if payload else []
+        self.used, self.decoded = [begin] * 2, [begin] * 2
+        self.count = self.copies = 0
 
 
 class Arena:
-    """The scratch memory of a stream: two slots, one in use while the other is filled on streams beside it."""
+    """The scratch memory of a stream: two slots for weights, one in use while the other is filled on streams beside it, and two
+    rooms for payloads that are copied, as far ahead as they are free."""
 
     _made: dict[tuple[torch.device, int], Arena] = {}
 
     def __init__(self, device: Device, stream: torch.cuda.Stream) -> None:
         self.device = device
         self.stream = stream
-        self.copying, self.decoding = (torch.cuda.Stream(device.torch) for _ in range(2))  # type: ignore[no-untyped-call]
-        self.slots = [_Slot(), _Slot()]
+        self.copying: torch.cuda.Stream = torch.cuda.Stream(device.torch)  # type: ignore[no-untyped-call]
+        self.slots = [_Slot(device.torch) for _ in range(2)]
+        self.rooms = [_Room() for _ in range(2)]
         self.lock = threading.RLock()
-        #: Which weight was used after which, the last time.
+        #: Which weight was used after which, the last time; and of those that are copied, which was copied after which.
         self.next: dict[int, int] = {}
+        self.next_copied: dict[int, int] = {}
         self.last: int | None = None
+        self.last_copied: int | None = None
+        #: The weight whose payload was copied last.
+        self.queued: int | None = None
         self.pending: deque[_tpde.Launched] = deque()
+        self.capture: _Capture | None = None
 
     @classmethod
     def of(cls, device: Device, stream: torch.cuda.Stream) -> Arena:
@@ -167,7 +188,8 @@ class Arena:
             if key[0] == device:
                 with arena.lock:
                     for slot in arena.slots:
-                        slot.rebuilds.pop(handle, None)
+                        for room in (None, *range(len(arena.rooms))):
+                            slot.rebuilds.pop((handle, room), None)
                 if not alive:
                     cls._made.pop(key, None)
 
@@ -177,46 +199,89 @@ class Arena:
             while self.pending and (wait or self.pending[0].is_done()):
                 self.pending.popleft().wait()
 
-    def _room(self, weight: DeviceWeight, slot: _Slot) -> None:
-        """Sees to it that a slot has room for all weights of the device."""
+    def _see_to_memory(self, weight: DeviceWeight) -> None:
+        """Sees to it that slots and rooms are large enough for all weights of the device."""
         dense, payload = weight.largest()
-        held = 0 if slot.payload is None else slot.payload.numel()
-        if slot.dense is not None and slot.dense.numel() >= dense and held >= payload:
+        large = [slot.dense is not None and slot.dense.numel() >= dense for slot in self.slots]
+        large += [payload == 0 or (room.memory is not None and room.memory.numel() >= payload) for room in self.rooms]
+        if all(large):
             return
-        slot.rebuilds.clear()
-        slot.dense = slot.payload = slot.holds = None
+        beside = [self.copying, *(slot.decoding for slot in self.slots)]
+        for slot in self.slots:
+            slot.rebuilds.clear()
+            slot.dense = slot.weight = slot.holds = None
+        for room in self.rooms:
+            room.memory = room.holds = None
         # Made in the order of the stream, so the others begin behind what it still does with that memory.
         with torch.inference_mode(False):
-            slot.dense = torch.empty(dense, dtype=torch.uint8, device=self.device.torch)
-            slot.payload = torch.empty(payload, dtype=torch.uint8, device=self.device.torch) if payload else None
-        for beside in (self.copying, self.decoding):
-            beside.wait_stream(self.stream)
-            for made in (slot.dense, slot.payload):
+            for slot in self.slots:
+                slot.dense = torch.empty(dense, dtype=torch.uint8, device=self.device.torch)
+            for room in self.rooms if payload else ():
+                room.memory = torch.empty(payload, dtype=torch.uint8, device=self.device.torch)
+        for stream in beside:
+            stream.wait_stream(self.stream)
+            for made in [slot.dense for slot in self.slots] + [room.memory for room in self.rooms]:
                 if made is not None:
-                    made.record_stream(beside)
+                    made.record_stream(stream)
+
+    def _copy(self, weight: DeviceWeight, room: _Room) -> None:
+        """Queues the copying of a payload."""
+        assert room.memory is not None
+        self.copying.wait_event(room.decoded)  # what was decoded from there
+        with torch.cuda.stream(self.copying):
+            room.memory[: weight.payload.numel()].copy_(weight.payload, non_blocking=True)
+        room.copied.record(self.copying)
+        room.holds = self.queued = weight.handle
+
+    def _room_of(self, weight: DeviceWeight) -> int:
+        """The room that has the weight's payload, or will have: copied before where it was foreseen."""
+        place = next((place for place, room in enumerate(self.rooms) if room.holds == weight.handle), None)
+        if place is None:
+            # Another order than the last time: nothing that was foreseen is of use.
+            for room in self.rooms:
+                room.holds = None
+            place = 0
+            self._copy(weight, self.rooms[place])
+        if self.last_copied is not None:
+            self.next_copied[self.last_copied] = weight.handle
+        self.last_copied = weight.handle
+        return place
+
+    def _foresee_copies(self) -> None:
+        """Fills the rooms that are free with what was copied next the last time."""
+        for room in self.rooms:
+            following = Weight.known.get(self.next_copied.get(self.queued or 0, 0))
+            if room.holds is not None or not self._is_here(following) or any(other.holds == following.handle for other in self.rooms):
+                continue
+            self._copy(following, room)
+
+    def _is_here(self, weight: Weight | None) -> TypeGuard[DeviceWeight]:
+        return isinstance(weight, DeviceWeight) and weight.device is self.device
 
     def fill(self, weight: DeviceWeight, slot: _Slot) -> None:
         """Queues the decoding of a weight into a slot."""
-        self._room(weight, slot)
-        filling = slot.rebuilds.get(weight.handle)
+        self._see_to_memory(weight)
+        place = self._room_of(weight) if weight.is_copied else None
+        filling = slot.rebuilds.get((weight.handle, place))
         if filling is None:
             assert slot.dense is not None
-            copied = slot.payload[: weight.payload.numel()] if weight.is_copied and slot.payload is not None else None
-            part = weight.payload if copied is None else copied
+            room = None if place is None else self.rooms[place].memory
+            part = weight.payload if room is None else room[: weight.payload.numel()]
             with torch.inference_mode(False):
-                filling = _Filling(*weight.rebuild(slot.dense, part, self.decoding), weight.view(slot.dense), copied)
-            slot.rebuilds[weight.handle] = filling
-        if filling.payload is not None:
-            self.copying.wait_event(slot.ready)  # what was decoded from there
-            with torch.cuda.stream(self.copying):
-                filling.payload.copy_(weight.payload, non_blocking=True)
-            slot.copied.record(self.copying)
-            self.decoding.wait_event(slot.copied)
-        self.decoding.wait_event(slot.used)
-        launched = filling.rebuild.launch(self.device.raw, self.decoding.cuda_stream)
-        slot.ready.record(self.decoding)
+                filling = weight.rebuild(slot.dense, part, slot.decoding)[0], weight.view(slot.dense)
+            slot.rebuilds[weight.handle, place] = filling
+        rebuild, slot.weight = filling
+        if place is not None:
+            slot.decoding.wait_event(self.rooms[place].copied)
+        slot.decoding.wait_event(slot.used)
+        launched = rebuild.launch(self.device.raw, slot.decoding.cuda_stream)
+        slot.ready.record(slot.decoding)
         slot.holds = weight.handle
         self.pending.append(launched)
+        if place is not None:
+            self.rooms[place].decoded.record(slot.decoding)
+            self.rooms[place].holds = None
+            self._foresee_copies()
 
     def linear(self, weight: DeviceWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
         """A layer, decoded before where it was foreseen; then the next one is begun."""
@@ -228,17 +293,63 @@ class Arena:
                 slot = next((slot for slot in self.slots if slot.holds is None), self.slots[0])
                 self.fill(weight, slot)
             self.stream.wait_event(slot.ready)
-            y = _compute(x, slot.rebuilds[handle].weight, bias, cast)
+            assert slot.weight is not None
+            y = _compute(x, slot.weight, bias, cast)
             slot.used.record(self.stream)
             slot.holds = None
             if self.last is not None:
                 self.next[self.last] = handle
             self.last = handle
             following = Weight.known.get(self.next.get(handle, 0))
-            if isinstance(following, DeviceWeight) and following.device is self.device:
-                if all(other.holds != following.handle for other in self.slots):
-                    self.fill(following, next(other for other in self.slots if other is not slot))
+            if self._is_here(following) and all(other.holds != following.handle for other in self.slots):
+                self.fill(following, next(other for other in self.slots if other is not slot))
             return y
+
+    def captured_linear(self, weight: DeviceWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
+        """The same within a graph, in memory of the graph's. What is decoded and copied waits for nothing but its memory, so that
+        replays do it as far ahead as that is free; and all of it is waited for here, wherever the graph ends."""
+        with self.lock:
+            own = self._own_capture(weight)
+            place, own.count = own.count % 2, own.count + 1
+            dense, decoding = own.slots[place], self.slots[place].decoding
+            decoding.wait_event(own.used[place])
+            part, room = weight.payload, own.copies % 2
+            if weight.is_copied:
+                own.copies += 1
+                part = own.rooms[room][: weight.payload.numel()]
+                self.copying.wait_event(own.decoded[room])
+                with torch.cuda.stream(self.copying):
+                    part.copy_(weight.payload, non_blocking=True)
+                decoding.wait_event(_event_on(self.copying))
+            rebuild, memory = weight.rebuild(dense, part, decoding, keep=False)
+            weight.captured.append((rebuild, rebuild.capture(self.device.raw, decoding.cuda_stream), memory))
+            ready = _event_on(decoding)
+            if weight.is_copied:
+                own.decoded[room] = ready
+            self.stream.wait_event(ready)
+            y = _compute(x, weight.view(dense), bias, cast)
+            own.used[place] = _event_on(self.stream)
+            return y
+
+    def _own_capture(self, weight: DeviceWeight) -> _Capture:
+        """What the graph has that is being captured; made by its first layer, which finds the streams beside outside of it."""
+        with torch.cuda.stream(self.slots[0].decoding):
+            begun = torch.cuda.is_current_stream_capturing()
+        if self.capture is None or not begun:
+            # That of the graph before goes first: graphs may share a pool.
+            self.capture = None
+            begin = _event_on(self.stream)
+            for beside in (self.copying, *(slot.decoding for slot in self.slots)):
+                beside.wait_event(begin)
+            self.capture = _Capture(weight, begin)
+        return self.capture
+
+
+def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind what the stream has so far."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
 
 
 class DeviceWeight(Weight):
@@ -298,23 +409,8 @@ class DeviceWeight(Weight):
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
         stream = self.device.stream()
-        if self.device.is_capturing():
-            return self._captured_linear(x, bias, cast, stream)
-        return Arena.of(self.device, stream).linear(self, x, bias, cast)
-
-    def _captured_linear(
-        self, x: torch.Tensor, bias: torch.Tensor | None, cast: bool, stream: torch.cuda.Stream
-    ) -> torch.Tensor:
-        """The same within a graph: all in the order of the stream, in scratch memory of the graph's, which other operations of
-        it use before and after."""
-        dense = torch.empty(self.bytes, dtype=torch.uint8, device=self.device.torch)
-        part = self.payload
-        if part.device.type == "cpu":
-            part = torch.empty(part.numel(), dtype=torch.uint8, device=self.device.torch)
-            part.copy_(self.payload, non_blocking=True)
-        rebuild, memory = self.rebuild(dense, part, stream, keep=False)
-        self.captured.append((rebuild, rebuild.capture(self.device.raw, stream.cuda_stream), memory))
-        return _compute(x, self.view(dense), bias, cast)
+        arena = Arena.of(self.device, stream)
+        return (arena.captured_linear if self.device.is_capturing() else arena.linear)(self, x, bias, cast)
 
 
 _library: Any = torch.library.Library("tpde", "DEF")  # type: ignore[no-untyped-call]
