@@ -43,6 +43,11 @@ impl Device {
         })
     }
 
+    /// Calls `make` where the thread may allocate although a stream is being captured: what it makes is not the graph's.
+    fn beside_captures(&self, py: Python<'_>, make: Py<PyAny>) -> PyResult<Py<PyAny>> {
+        self.0.beside_captures(|| make.call0(py)).map_err(|e| errors::to_python(py, &e))?
+    }
+
     /// Handle of the stream in whose order memory is to be free that is given.
     fn copy_stream(&self) -> usize {
         self.0.copy_stream().addr()

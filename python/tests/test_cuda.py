@@ -527,6 +527,47 @@ class TestLayers:
                 assert torch.equal(base(tokens), target(tokens))  # without the graph, in between
         attached.check()
 
+    def test_memory_beside_a_graph(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        attached = tpde.nn.attach(base, pair)
+        tokens, device = TOKENS.cuda(), base.twin._weight.device
+        with torch.no_grad():
+            base(tokens)
+            torch.cuda.synchronize()
+            # What the layers work in is not in the pool of the graph, and there is nothing left of what was allocated.
+            held, filling = torch.cuda.memory_reserved(), []
+            while torch.cuda.memory_reserved() == held:
+                filling.append(device.memory(1 << 16, "a test"))
+            filling += [device.memory(1 << 16, "a test") for _ in range(31)]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = base(tokens)
+            graph.replay()
+            assert torch.equal(y, target(tokens))
+        attached.check()
+
+    @pytest.mark.parametrize("payloads", ["pinned", "device"])
+    def test_graphs_of_parts(self, payloads: str, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        attached = tpde.nn.attach(base, pair, payloads=payloads)
+        names = list(attached.layers)
+        x = {name: torch.randn(2, layer.in_features, dtype=torch.bfloat16, device="cuda") for name, layer in attached.layers.items()}
+        wanted = {name: target.get_submodule(name)(x[name]) for name in names}
+        graphs = []
+        pool = torch.cuda.graph_pool_handle()
+        with torch.no_grad():
+            for n, of in enumerate((names, names[:1], names[2:5], names[::-1], names[:2] * 3)):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool if n % 2 else None):  # some share their memory
+                    found = [(name, attached.layers[name](x[name])) for name in of]
+                graphs.append((graph, found))
+            for _ in range(3):
+                for graph, found in graphs:
+                    graph.replay()
+                    assert all(torch.equal(y, wanted[name]) for name, y in found)
+                    assert torch.equal(base(TOKENS.cuda()), target(TOKENS.cuda()))
+        attached.check()
+
     def test_damage_is_found(self, deep: tuple[Deep, Deep, Path]) -> None:
         base, target, pair = deep
         attached = tpde.nn.attach(base, pair)

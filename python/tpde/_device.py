@@ -63,10 +63,10 @@ class Device:
         return torch.cuda.current_stream(self.torch)
 
     def memory(self, bytes: int, what: str) -> torch.Tensor:
-        """Bytes for the compiled half: at a multiple of 256 at least, as PyTorch's allocator has it."""
+        """Bytes for the compiled half: at a multiple of 256 at least, as PyTorch's allocator has it. Never a graph's."""
         try:
             with torch.inference_mode(False), torch.cuda.stream(self.copies):
-                return torch.empty(max(bytes, 1), dtype=torch.uint8, device=self.torch, requires_grad=False)
+                return self.raw.beside_captures(lambda: torch.empty(max(bytes, 1), dtype=torch.uint8, device=self.torch))
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"no memory on {self.torch} for {what}, {bytes} bytes", tensor=what, bytes=bytes) from error
 

@@ -1,10 +1,11 @@
 from collections.abc import Callable
 from os import PathLike
-from typing import Any, Union
+from typing import Any, TypeVar, Union
 
 _Path = Union[str, PathLike[str]]
 _Memory = tuple[str, str, list[int], int, int, Any]
 _Progress = Callable[[int, int], Any]
+_Made = TypeVar("_Made")
 
 __version__: str
 
@@ -45,6 +46,7 @@ _Given = tuple[int, int]
 
 class Device:
     def __new__(cls, ordinal: int) -> Device: ...
+    def beside_captures(self, make: Callable[[], _Made]) -> _Made: ...
     def copy_stream(self) -> int: ...
 
 class DevicePair:

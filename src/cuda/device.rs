@@ -198,6 +198,16 @@ impl Device {
         DeviceIndex::new(self, index, Some(memory))
     }
 
+    /// Calls `work` on this thread, which may allocate meanwhile, for example, although a stream is being captured into a graph
+    /// somewhere in the process: what it does is not the graph's.
+    ///
+    /// # Errors
+    /// [`Error::Device`](crate::Error::Device) if the driver refuses.
+    pub fn beside_captures<T>(&self, work: impl FnOnce() -> T) -> Result<T> {
+        let _relaxed = driver::Relaxed::new()?;
+        Ok(work())
+    }
+
     /// The driver's handle, a `CUstream`, of the stream that copies to the device run on, for those who give memory: what comes
     /// to be free in the order of this stream can be given at once.
     pub fn copy_stream(&self) -> *mut c_void {
