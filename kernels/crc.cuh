@@ -2,7 +2,8 @@
 //
 // The payload is seen as rows of as many words as the block has threads, filled up with zeros in front, which a CRC that begins
 // with zero does not see. A thread goes down its column; a step from row to row multiplies by x^(32·threads) mod P, which is
-// linear over GF(2) and so four look-ups by the bytes of the sum so far. At the end column i is multiplied by
+// linear over GF(2) and so a look-up for each five bits of the sum so far. A table of 32 words is a register of the warp, and a
+// look-up a shuffle: shared memory would be asked for one word by several threads at a time. At the end column i is multiplied by
 // x^(32·(threads − i)), and all columns are added.
 #pragma once
 #include "block.cuh"
@@ -19,9 +20,11 @@ __host__ __device__ constexpr u32 crc_multiply(u32 a, u32 b) {
     return product;
 }
 
+#define CRC_LOOKUPS 7
+
 template <int THREADS> struct CrcConstants {
-    u32 rows[4][256];      // what each byte of a word becomes a row further on
-    u32 columns[THREADS];  // x^(32·(THREADS − i)) for thread i
+    u32 rows[CRC_LOOKUPS][32]; // what each five bits of a word become a row further on
+    u32 columns[THREADS];      // x^(32·(THREADS − i)) for thread i
 };
 
 template <int THREADS> __host__ __device__ constexpr CrcConstants<THREADS> make_crc_constants() {
@@ -33,13 +36,10 @@ template <int THREADS> __host__ __device__ constexpr CrcConstants<THREADS> make_
         constants.columns[i] = power;
         if (i > 0) power = crc_multiply(power, word);
     }
-    u32 bits[32]{};
-    for (int i = 0; i < 32; i++) bits[i] = crc_multiply(power, 1u << i);
-    for (int byte = 0; byte < 4; byte++) {
-        for (int value = 1; value < 256; value++) {
-            int low = 0;
-            while (!(value >> low & 1)) low++;
-            constants.rows[byte][value] = constants.rows[byte][value & (value - 1)] ^ bits[8 * byte + low];
+    for (int i = 0; i < 32; i++) {
+        u32 bit = crc_multiply(power, 1u << i);
+        for (int value = 0; value < 32; value++) {
+            if (value >> i % 5 & 1) constants.rows[i / 5][value] ^= bit;
         }
     }
     return constants;
@@ -48,33 +48,34 @@ template <int THREADS> __host__ __device__ constexpr CrcConstants<THREADS> make_
 template <int THREADS> __device__ const CrcConstants<THREADS> CRC = make_crc_constants<THREADS>();
 
 // Bytes of shared memory that it works with; the content is of no use after.
-#define CRC_SHARED (4 * 256 * 4 + 4 * 32)
+#define CRC_SHARED (4 * 32)
 
 // The CRC of the payload, in every thread. Begins and ends with barriers of the block.
-template <int THREADS> __device__ u32 block_crc32(const Chunk& chunk, u32* shared) {
-    u32 thread = threadIdx.x, words = chunk.size / 4;
-    u32* partial = shared + 1024;
-    __syncthreads();
-    for (u32 i = thread; i < 1024; i += THREADS) shared[i] = CRC<THREADS>.rows[i / 256][i % 256];
-    __syncthreads();
-    u32 rows = (words + THREADS - 1) / THREADS, filled = rows * THREADS - words;
+template <int THREADS> __device__ u32 block_crc32(const Chunk& chunk, u32* partial) {
+    constexpr u32 AT_ONCE = 8;
+    u32 thread = threadIdx.x, words = uniform(chunk.size) / 4;
+    u32 tables[CRC_LOOKUPS];
+#pragma unroll
+    for (int i = 0; i < CRC_LOOKUPS; i++) tables[i] = CRC<THREADS>.rows[i][thread % WARP];
+    u32 rows = (words + AT_ONCE * THREADS - 1) / (AT_ONCE * THREADS) * AT_ONCE, filled = rows * THREADS - words;
     u32 sum = 0;
     const u32* payload = (const u32*)chunk.payload;
-    // Eight rows are on their way at a time.
-    for (u32 row = 0; row < rows; row += 8) {
-        u32 next[8];
+    for (u32 row = 0; row < rows; row += AT_ONCE) {
+        u32 next[AT_ONCE];
 #pragma unroll
-        for (u32 i = 0; i < 8; i++) {
+        for (u32 i = 0; i < AT_ONCE; i++) {
             u32 place = (row + i) * THREADS + thread;
-            bool inside = row + i < rows && place >= filled;
-            next[i] = inside ? __ldg(payload + (place - filled)) ^ (place == filled ? ~0u : 0) : 0;
+            next[i] = place >= filled ? __ldg(payload + (place - filled)) ^ (place == filled ? ~0u : 0) : 0;
         }
 #pragma unroll
-        for (u32 i = 0; i < 8; i++) {
-            if (row + i >= rows) break;
-            sum = next[i] ^ shared[sum & 255] ^ shared[256 + (sum >> 8 & 255)] ^ shared[512 + (sum >> 16 & 255)] ^ shared[768 + (sum >> 24)];
+        for (u32 i = 0; i < AT_ONCE; i++) {
+            u32 product = 0;
+#pragma unroll
+            for (int k = 0; k < CRC_LOOKUPS; k++) product ^= __shfl_sync(ALL_LANES, tables[k], (i32)(sum >> 5 * k));
+            sum = next[i] ^ product;
         }
     }
+    __syncthreads();
     sum = __reduce_xor_sync(ALL_LANES, crc_multiply(CRC<THREADS>.columns[thread], sum));
     if (thread % WARP == 0) partial[thread / WARP] = sum;
     __syncthreads();

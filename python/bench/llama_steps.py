@@ -112,7 +112,9 @@ class Model:
             setattr(model.get_submodule(path), last, nn.Parameter(self.weight(name, where), requires_grad=False))
 
     @torch.no_grad()
-    def run(self, model: nn.Module, count: int, graph: bool = False) -> tuple[torch.Tensor, list[int], float]:
+    def run(
+        self, model: nn.Module, count: int, graph: bool = False, before_graph: Callable[[], None] = lambda: None
+    ) -> tuple[torch.Tensor, list[int], float]:
         """Logits and token of each step, and tokens a second; two steps come before those that count. With ``graph``, those that
         count are replays of a CUDA graph of one step."""
         tokens = torch.arange(1, 17, device=self.device).view(1, 16)
@@ -121,6 +123,9 @@ class Model:
         for step in range(count + 2):
             if step == 2:
                 if graph:
+                    self.wait()
+                    before_graph()
+                    torch.cuda.empty_cache()
                     given, replay = tokens.clone(), torch.cuda.CUDAGraph()
                     with torch.cuda.graph(replay):
                         made = model(given, past_key_values=cache, use_cache=True).logits[:, -1]
@@ -191,7 +196,7 @@ def reference(m: Model) -> dict[str, Any]:
     }
 
 
-def contender(m: Model, gib: int, build: Callable[..., nn.Module], count: int, graph: bool = False) -> dict[str, Any]:
+def contender(m: Model, gib: int, build: Callable[[Model, int], nn.Module], count: int, graph: bool = False) -> dict[str, Any]:
     """Builds a model that uses what is left of the budget, and runs it."""
     wanted = json.loads((m.folder / "reference.json").read_text())["digests"]
     m.warm_up()
@@ -203,11 +208,12 @@ def contender(m: Model, gib: int, build: Callable[..., nn.Module], count: int, g
         torch.cuda.set_per_process_memory_fraction((budget - beside) / torch.cuda.mem_get_info()[1])
     begin = time.perf_counter()
     room = budget - beside - m.other_bytes - RESERVE
-    model = build(m, room, **({"graph": True} if graph else {}))
+    model = build(m, room)
     m.put(model, (name for name, parameter in model.named_parameters() if parameter.is_meta and name in m.others))
     m.wait()
     took = time.perf_counter() - begin
-    logits, _, speed = m.run(model, min(count, m.how.tokens), graph)
+    attached = getattr(model, "attached", None)
+    logits, _, speed = m.run(model, min(count, m.how.tokens), graph, attached.release if attached else lambda: None)
     found, peak = digests(logits), m.peak()
     differs = next((step for step, digest in enumerate(found) if digest != wanted[step]), None)
     equal = "equal bit for bit" if differs is None else f"DIFFER from step {differs} on"
@@ -329,22 +335,21 @@ def anchor(m: Model) -> dict[str, Any]:
     }
 
 
-def compressed(m: Model, room: int, graph: bool = False) -> nn.Module:
+def compressed(m: Model, room: int) -> nn.Module:
     model = m.empty()
     stored = {tensor.name: tensor.payload_bytes for tensor in tpde.inspect(m.folder / "anchor").tensors}
-    # Two slots for weights and two rooms for payloads; a graph has its own, beside those of the steps before it.
-    pairs = 4 if graph else 2
-    room -= pairs * max(m.dense_bytes.values()) + (0 if m.is_small else 16 << 20)  # and the index
+    # Two slots for weights, the index, and two rooms for payloads.
+    room -= 2 * max(m.dense_bytes.values()) + (0 if m.is_small else 16 << 20)
     plain: set[str] = set()
     if sum(stored.values()) <= room:
         on_device = set(m.linears)
         gain = {name: m.dense_bytes[name] - stored[name] for name in m.linears}
         plain = spread(m.linears, gain, room - sum(stored.values()))
     else:
-        on_device = spread(m.linears, stored, room - pairs * max(stored.values()))
+        on_device = spread(m.linears, stored, room - 2 * max(stored.values()))
     # Embedding and head before the layers, as the pair does not have them.
     m.put(model, m.others)
-    tpde.nn.attach(
+    attached = tpde.nn.attach(
         model,
         m.folder / "anchor",
         device=m.device,
@@ -352,6 +357,7 @@ def compressed(m: Model, room: int, graph: bool = False) -> nn.Module:
         only=lambda name: name not in plain,
         check=False,  # each is checked whenever it is rebuilt
     )
+    object.__setattr__(model, "attached", attached)
     streamed = [name for name in m.linears if name not in on_device]
     gib = sum(stored[name] for name in streamed) / GIB
     m.say(

@@ -505,6 +505,18 @@ class TestArena:
         gc.collect()
         assert not tpde._rebuilt.Arena._made
 
+    def test_memory_is_given_back(self, fake: tuple[Fake, Deep, Deep]) -> None:
+        device, base, target = fake
+        weights = device.weights(base, self.NAMES)
+        for _ in range(3):
+            self.run(device, weights[:-1], target)
+            (arena,) = tpde._rebuilt.Arena._made.values()
+            assert all(slot.dense is not None for slot in arena.slots)
+            arena.release()
+            assert not any(slot.dense is not None or slot.rebuilds for slot in arena.slots)
+            assert all(room.memory is None for room in arena.rooms)
+            self.run(device, weights, target)
+
     def test_larger_weights_come_later(self, fake: tuple[Fake, Deep, Deep]) -> None:
         device, base, target = fake
         weights = device.weights(base, self.NAMES[:1])

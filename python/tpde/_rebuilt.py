@@ -199,6 +199,22 @@ class Arena:
             while self.pending and (wait or self.pending[0].is_done()):
                 self.pending.popleft().wait()
 
+    def release(self) -> None:
+        """Gives all memory back; what was foreseen is decoded again."""
+        with self.lock:
+            try:
+                self.settle(wait=True)
+            finally:
+                self._let_go()
+                self.capture = None
+
+    def _let_go(self) -> None:
+        for slot in self.slots:
+            slot.rebuilds.clear()
+            slot.dense = slot.weight = slot.holds = None
+        for room in self.rooms:
+            room.memory = room.holds = None
+
     def _see_to_memory(self, weight: DeviceWeight) -> None:
         """Sees to it that slots and rooms are large enough for all weights of the device."""
         dense, payload = weight.largest()
@@ -206,12 +222,8 @@ class Arena:
         large += [payload == 0 or (room.memory is not None and room.memory.numel() >= payload) for room in self.rooms]
         if all(large):
             return
+        self._let_go()
         beside = [self.copying, *(slot.decoding for slot in self.slots)]
-        for slot in self.slots:
-            slot.rebuilds.clear()
-            slot.dense = slot.weight = slot.holds = None
-        for room in self.rooms:
-            room.memory = room.holds = None
         # Made in the order of the stream, so the others begin behind what it still does with that memory.
         with torch.inference_mode(False):
             for slot in self.slots:
