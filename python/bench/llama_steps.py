@@ -446,7 +446,7 @@ def swap(m: Model, share: float) -> dict[str, Any]:
             pinned[name].copy_(tuned(name, tensor, number, share))
         path = m.folder / f"tune-{number}"
         begin = time.perf_counter()
-        report = tpde.torch.save_file(host, pinned, path, codec="conditioned", chunk_lanes=TUNE_CHUNK, favor="speed", replace=True)
+        report = tpde.torch.save_file(host, pinned, path, codec="conditioned", chunk_lanes=TUNE_CHUNK, replace=True)
         sizes.append(report.stored_bytes)
         encoded.append(time.perf_counter() - begin)
         pairs.append(tpde.torch.DevicePair(path, m.device, payloads="pinned") if m.is_gpu else path)
