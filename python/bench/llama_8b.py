@@ -61,12 +61,12 @@ ROOM = 48 << 30
 
 
 def selected(only: str) -> list[str]:
-    """The steps of these names; a name's first part stands for all that begin with it."""
+    """The steps of these names; what is no step itself stands for all that begin with it."""
     names = only.split(",")
     for name in names:
         if not any(step == name or step.startswith(f"{name}-") for step in STEPS):
             raise SystemExit(f"no step {name!r}: see --list")
-    wanted = {step for step in STEPS if any(step == name or step.startswith(f"{name}-") for name in names)}
+    wanted = {step for step in STEPS if any(step == name or (name not in STEPS and step.startswith(f"{name}-")) for name in names)}
     return [step for step in STEPS if step in wanted]
 
 
