@@ -312,7 +312,8 @@ template <int W, int HOW> __device__ __forceinline__ void decode_segment(u32 seg
         StagedWords words;
         if (HOW == LOW_BITS && work.number < fast) {
             // The queue's memory, as all lanes are coded.
-            words.at = (shared_address(work.tile().queue) + 511) & ~511u;
+            static_assert(sizeof(Tile::queue) >= 2 * STAGED_BYTES - 1, "room at a multiple, wherever the queue begins");
+            words.at = (shared_address(work.tile().queue) + STAGED_BYTES - 1) & ~(STAGED_BYTES - 1);
             words.open(work.stream);
         }
         if (HOW != LOW_BITS && work.number < fast) load_tile<W>(chunk, work.number, work.thread, pieces);

@@ -32,13 +32,15 @@ __device__ __forceinline__ Stream open_stream(const Chunk& chunk, const Parts& p
 // The word at `place`; past the payload, any. `at` of a stream grows by at most 160 a step, which fits.
 __device__ __forceinline__ u32 word_at(const Stream& stream, u32 place) { return __ldg(stream.words + min(place, stream.last)); }
 
+#define STAGED_BYTES (4 * 4 * WARP)
+
 // Where `decode_step` takes words from: as they lie in global memory, ...
 struct DirectWords {
     __device__ __forceinline__ u32 word(const Stream& stream, u32 place) const { return word_at(stream, place); }
     __device__ __forceinline__ void jumped(const Stream&) {}
 };
 
-// ... or from 512 bytes of shared memory, at a multiple of 512, that a warp has to itself. Every word of a stream is new to the
+// ... or from STAGED_BYTES of shared memory, at a multiple of as many, that a warp has to itself. Every word of a stream is new to the
 // first-level cache where it has many: whoever waits for them waits for the second one.
 struct StagedWords {
     u32 at;       // shared address
@@ -64,7 +66,7 @@ struct StagedWords {
         load(stream);
         fill(stream);
     }
-    __device__ __forceinline__ u32 word(const Stream&, u32 place) const { return shared_u16(at | 2 * place % (4 * UNIT)); }
+    __device__ __forceinline__ u32 word(const Stream&, u32 place) const { return shared_u16(at | 2 * place % STAGED_BYTES); }
     // Extra bits were read.
     __device__ __forceinline__ void jumped(const Stream& stream) { fill(stream); }
 };

@@ -1,0 +1,224 @@
+"""Layers of `tpde.nn` on a CUDA device."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import tpde
+from test_cuda import MIB, gpu
+from test_nn import JIT, TOKENS, Deep, loaded, target_of
+
+torch = pytest.importorskip("torch")
+
+import tpde.nn  # noqa: E402 (needs torch)
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> tuple[Deep, Deep, Path]:
+    """A base on the device, the plain target model there, and the pair of them."""
+    base = Deep(width=256)
+    target = target_of(base)
+    tpde.torch.save_file(base, target, tmp_path / "p", codec="conditioned", chunk_lanes=4096)
+    return base.cuda(), loaded(target, "cuda", width=256), tmp_path / "p"
+
+
+@gpu
+class TestLayers:
+    @pytest.mark.parametrize("payloads", ["pinned", "device"])
+    @pytest.mark.parametrize("where", ["device", "host"])
+    def test_outputs_are_the_targets(self, where: str, payloads: str, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        if where == "host":
+            base.cpu()
+        weights = dict(base.named_parameters(remove_duplicate=False))
+        attached = tpde.nn.attach(base, pair, device="cuda", payloads=payloads)
+        assert set(attached.layers) == JIT and base.head.weight is base.embed.weight
+        with torch.no_grad():
+            for _ in range(4):
+                assert torch.equal(base(TOKENS.cuda()), target(TOKENS.cuda()))
+        attached.check()
+        for name, layer in attached.layers.items():
+            if where == "device":
+                assert layer._weight.base.data_ptr() == weights[f"{name}.weight"].data_ptr()
+            else:
+                assert layer._weight.base.is_pinned()
+            assert torch.equal(layer.weight, target.get_parameter(f"{name}.weight"))
+
+    def test_a_pair_without_a_base(self, deep: tuple[Deep, Deep, Path], tmp_path: Path) -> None:
+        _, target, _ = deep
+        tpde.torch.save_file(None, {name: t.cpu() for name, t in target.state_dict().items()}, tmp_path / "a", codec="conditioned")
+        for payloads in ("pinned", "device"):
+            with torch.device("meta"):
+                model = Deep(width=256)
+            model.head.weight = model.embed.weight
+            tpde.nn.attach(model, tmp_path / "a", device="cuda", payloads=payloads).check()
+            with torch.no_grad():
+                assert torch.equal(model(TOKENS.cuda()), target(TOKENS.cuda()))
+
+    def test_a_pair_made_ready(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        for payloads in ("file", "device"):
+            model = loaded({name: tensor.cpu() for name, tensor in base.state_dict().items()}, "cuda", width=256)
+            tpde.nn.attach(model, tpde.torch.DevicePair(pair, "cuda", payloads=payloads))
+            with torch.no_grad():
+                assert torch.equal(model(TOKENS.cuda()), target(TOKENS.cuda()))
+
+    def test_streams_have_scratch_of_their_own(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        with torch.no_grad():
+            wanted = target(TOKENS.cuda())
+            torch.cuda.synchronize()
+            streams, found = [torch.cuda.Stream() for _ in range(3)], []
+            for _ in range(3):
+                for stream in streams:
+                    with torch.cuda.stream(stream):
+                        found.append(base(TOKENS.cuda()))
+            torch.cuda.synchronize()
+        assert all(torch.equal(one, wanted) for one in found)
+        arenas = [tpde._rebuilt.Arena.of(base.twin._weight.device, stream) for stream in streams]
+        rooms = {slot.dense.data_ptr() for arena in arenas for slot in arena.slots}
+        assert len(rooms) == 6 and all(address % 256 == 0 for address in rooms)
+
+    def test_scratch_is_all_the_memory(self, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        width, layers = 2048, 16
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
+        tpde.torch.save_file(None, model, tmp_path / "a", codec="conditioned")
+        plain, weight = model.cuda(), width * width * 2
+        with torch.device("meta"):
+            model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
+        x = torch.randn(1, width, dtype=torch.bfloat16, device="cuda")
+        attached = tpde.nn.attach(model, tmp_path / "a", device="cuda")
+        torch.cuda.synchronize()
+        with torch.no_grad():
+            wanted = plain(x)
+            held = torch.cuda.memory_allocated()
+            for _ in range(3):
+                assert torch.equal(model(x), wanted)
+            torch.cuda.synchronize()
+            # Two slots of a weight and its payload, and little for each layer.
+            assert 3 * weight <= torch.cuda.memory_allocated() - held <= 4 * weight + 8 * MIB
+            attached.release()
+            assert torch.cuda.memory_allocated() - held <= 8 * MIB
+            assert torch.equal(model(x), wanted)
+
+    def test_compiled(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        compiled = torch.compile(base, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            for _ in range(3):
+                assert torch.equal(compiled(TOKENS.cuda()), target(TOKENS.cuda()))
+
+    @pytest.mark.parametrize("payloads", ["pinned", "device"])
+    def test_in_a_graph(self, payloads: str, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        attached = tpde.nn.attach(base, pair, payloads=payloads)
+        tokens = TOKENS.cuda()
+        with torch.no_grad():
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                base(tokens)
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = base(tokens)
+            for shift in range(3):
+                tokens.copy_((TOKENS.cuda() + shift) % 100)
+                graph.replay()
+                assert torch.equal(y, target(tokens))
+                assert torch.equal(base(tokens), target(tokens))  # without the graph, in between
+        attached.check()
+
+    def test_memory_beside_a_graph(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        attached = tpde.nn.attach(base, pair)
+        tokens, device = TOKENS.cuda(), base.twin._weight.device
+        with torch.no_grad():
+            base(tokens)
+            torch.cuda.synchronize()
+            # What the layers work in is not in the pool of the graph, and there is nothing left of what was allocated.
+            held, filling = torch.cuda.memory_reserved(), []
+            while torch.cuda.memory_reserved() == held:
+                filling.append(device.memory(1 << 16, "a test"))
+            filling += [device.memory(1 << 16, "a test") for _ in range(31)]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = base(tokens)
+            graph.replay()
+            assert torch.equal(y, target(tokens))
+        attached.check()
+
+    @pytest.mark.parametrize("payloads", ["pinned", "device"])
+    def test_graphs_of_parts(self, payloads: str, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        attached = tpde.nn.attach(base, pair, payloads=payloads)
+        names = list(attached.layers)
+        x = {name: torch.randn(2, layer.in_features, dtype=torch.bfloat16, device="cuda") for name, layer in attached.layers.items()}
+        wanted = {name: target.get_submodule(name)(x[name]) for name in names}
+        graphs = []
+        pool = torch.cuda.graph_pool_handle()
+        with torch.no_grad():
+            for n, of in enumerate((names, names[:1], names[2:5], names[::-1], names[:2] * 3)):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool if n % 2 else None):  # some share their memory
+                    found = [(name, attached.layers[name](x[name])) for name in of]
+                graphs.append((graph, found))
+            for _ in range(3):
+                for graph, found in graphs:
+                    graph.replay()
+                    assert all(torch.equal(y, wanted[name]) for name, y in found)
+                    assert torch.equal(base(TOKENS.cuda()), target(TOKENS.cuda()))
+        attached.check()
+
+    def test_damage_is_found(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        attached = tpde.nn.attach(base, pair)
+        payload = attached.layers["blocks.2.up"]._weight.payload
+        payload[len(payload) // 2] ^= 4
+        with pytest.raises(tpde.Invalid) as caught, torch.no_grad():
+            base(TOKENS.cuda())
+            attached.check()
+        assert caught.value.rule.startswith("payload.") and caught.value.tensor == "blocks.2.up.weight"
+        payload[len(payload) // 2] ^= 4
+        for _ in range(4):  # what is under way has its errors told too
+            try:
+                attached.check()
+            except tpde.Invalid:
+                continue
+        with torch.no_grad():
+            base(TOKENS.cuda())
+            assert torch.equal(base(TOKENS.cuda()), target(TOKENS.cuda()))
+        attached.check()
+
+    def test_a_wrong_base(self, deep: tuple[Deep, Deep, Path]) -> None:
+        _, target, pair = deep
+        with pytest.raises(tpde.WrongBase):
+            tpde.nn.attach(Deep(seed=8, width=256).cuda(), pair)
+        with pytest.raises(tpde.AlreadyApplied):
+            tpde.nn.attach(target, pair)
+
+    def test_threads(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        with torch.no_grad():
+            wanted = target(TOKENS.cuda())
+        found: list[torch.Tensor] = []
+
+        def work() -> None:  # all on one stream
+            with torch.no_grad():
+                found.extend(base(TOKENS.cuda()) for _ in range(5))
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.cuda.synchronize()
+        assert len(found) == 15 and all(torch.equal(one, wanted) for one in found)
