@@ -5,12 +5,12 @@
 // Whether the chunk's lanes are floats without low bits.
 __device__ __forceinline__ bool is_plain(const Shared& shared) { return shared.classes.by_threshold && shared.parts.low_bits == 0; }
 
-template <int W, int HOW> __device__ __noinline__ void decode(u32 store, Sums& sums) {
+template <int W, int HOW, int EXTRA> __device__ __noinline__ void decode(u32 store, Sums& sums) {
     u32 log2 = uniform(shared_memory().parts.segments_log2), rounds = log2 > WARPS_LOG2 ? 1u << (log2 - WARPS_LOG2) : 1;
     Ring ring = open_ring(log2);
     Sums own = {};
     u32 segment = uniform(threadIdx.x / WARP) & ((1u << log2) - 1);
-    for (u32 round = 0; round < rounds; round++, segment += WARPS) decode_segment<W, HOW>(segment, ring, store, own);
+    for (u32 round = 0; round < rounds; round++, segment += WARPS) decode_segment<W, HOW, EXTRA>(segment, ring, store, own);
     sums = own;
 }
 
@@ -44,6 +44,12 @@ template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {
     }
 }
 
+template <int W, int EXTRA> __device__ __forceinline__ void decode_plain(u32 store, Sums& sums) {
+    if (store == STORE_ALL) decode<W, TO_TILE, EXTRA>(store, sums);
+    else if (store == STORE_LIST) decode<W, TO_LIST, EXTRA>(store, sums);
+    else decode<W, TO_OUTPUT, EXTRA>(store, sums);
+}
+
 // One pass over the chunk. Returns its errors, the same in every thread.
 template <int W> __device__ __forceinline__ u32 pass(u32 store) {
     Shared& shared = shared_memory();
@@ -56,10 +62,9 @@ template <int W> __device__ __forceinline__ u32 pass(u32 store) {
     if (threadIdx.x % WARP == 0) open_tile(shared.tiles[threadIdx.x / WARP]);
     __syncthreads();
     Sums sums;
-    if (W == 8 || !is_plain(shared)) decode<W, LOW_BITS>(store, sums);
-    else if (store == STORE_ALL) decode<W, TO_TILE>(store, sums);
-    else if (store == STORE_LIST) decode<W, TO_LIST>(store, sums);
-    else decode<W, TO_OUTPUT>(store, sums);
+    if (W == 8 || !is_plain(shared)) decode<W, LOW_BITS, READS_EXTRA>(store, sums);
+    else if (W == 2 && !shared.extra) decode_plain<W, W == 2 ? NO_EXTRA : READS_EXTRA>(store, sums); // few fine-tunes have lanes that need them
+    else decode_plain<W, READS_EXTRA>(store, sums);
     // Exceptions are stored after everything else.
     __syncthreads();
     except<W>(store, sums);
@@ -156,7 +161,7 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
     Order order = order_of(dtype);
     if (thread == 0) {
         shared.totals.errors = parse_header<W>(chunk, parts);
-        shared.used = 0;
+        shared.used = shared.extra = 0;
     }
     for (u32 i = thread; i < TPDE_ROW_WORDS; i += THREADS) shared.weights[i] = WEIGHTS.q[i];
     __syncthreads();
@@ -175,7 +180,7 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
     }
     atomicOr(&shared.used, used);
     __syncthreads();
-    Lookup lookup = make_lookup<THREADS>(launch, tables, shared.used, 8 * W, parts.low_bits, shared_address(&shared + 1), (u32*)shared.tiles);
+    Lookup lookup = make_lookup<THREADS>(launch, tables, shared.used, 8 * W, parts.low_bits, shared_address(&shared + 1), (u32*)shared.tiles, shared.extra);
     for (u32 i = thread; i <= MAPS * MAP; i += THREADS) shared.maps[i] = class_entry(launch, tables, lookup, number_of(i));
     if (thread < WARP) errors |= find_streams(chunk, parts);
     __syncthreads();

@@ -60,13 +60,20 @@ template <int THREADS> __device__ u32 block_crc32(const Chunk& chunk, u32* parti
     u32 rows = (words + AT_ONCE * THREADS - 1) / (AT_ONCE * THREADS) * AT_ONCE, filled = rows * THREADS - words;
     u32 sum = 0;
     const u32* payload = (const u32*)chunk.payload;
-    for (u32 row = 0; row < rows; row += AT_ONCE) {
-        u32 next[AT_ONCE];
+    u32 next[AT_ONCE], coming[AT_ONCE];
+    auto load = [&](u32 row) {
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; i++) {
             u32 place = (row + i) * THREADS + thread;
-            next[i] = place >= filled ? __ldg(payload + (place - filled)) ^ (place == filled ? ~0u : 0) : 0;
+            coming[i] = place >= filled && row < rows ? __ldg(payload + (place - filled)) ^ (place == filled ? ~0u : 0) : 0;
         }
+    };
+    load(0);
+    for (u32 row = 0; row < rows; row += AT_ONCE) {
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++) next[i] = coming[i];
+        // The next words arrive while these are looked up.
+        load(row + AT_ONCE);
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; i++) {
             u32 product = 0;

@@ -53,6 +53,7 @@ struct Work {
     u32 number;               // of the tile
     bool takes, passes;       // the stream: from the warp before, to the next one
     bool marked;              // some lanes of the tile are excepted
+    bool extra;               // the tile before had extra bits
 
     __device__ __forceinline__ Shared& shared() const { return *(Shared*)shared_pointer(shared_at); }
     __device__ __forceinline__ Tile& tile() const { return *(Tile*)shared_pointer(tile_at); }
@@ -105,7 +106,7 @@ struct LowBytes {
 };
 
 // A warp: the lanes of a tile of floats without a base, all of them coded, to shared memory.
-template <int W, typename Low> __device__ __forceinline__ void decode_blocks(Work& work, StagedWords& words, u32 activities) {
+template <int W, int EXTRA, typename Low> __device__ __forceinline__ void decode_blocks(Work& work, StagedWords& words, u32 activities) {
     typedef typename WideOf<W>::type T;
     typedef TileShape<W> Shape;
     Shared& shared = work.shared();
@@ -115,10 +116,6 @@ template <int W, typename Low> __device__ __forceinline__ void decode_blocks(Wor
     u32 rows[4], coming[4];
     low.next(coming);
     Entry entry = entry_of<W>(shared, 0, 0);
-    if (work.takes) {
-        take_turn(work.ring, work.thread, work.stream);
-        words.open(work.stream);
-    }
 #pragma unroll 1
     for (u32 block = 0; block < Shape::BLOCKS; block++) {
 #pragma unroll
@@ -129,13 +126,33 @@ template <int W, typename Low> __device__ __forceinline__ void decode_blocks(Wor
         if (work.bits) entry = entry_of<W>(shared, activities >> block * work.bits & ((1u << work.bits) - 1), 0);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            T lane = low.lane(decode_step<W>(work.stream, words, entry, work.before, true), rows[i]);
+            T lane = low.lane(decode_step<W, EXTRA>(work.stream, words, entry, work.before, true), rows[i]);
             count_if(work.sums.changed, lane != 0);
             set_shared_lane<W>(lanes + 32 * W * i, lane);
         }
         lanes += BLOCK_LANES * W;
     }
-    if (work.passes) pass_turn(work.ring, work.thread, work.stream);
+}
+
+// The same, the first time as if there were no extra bits. Lanes of 2 bytes rarely have any: where a tile has, it is decoded again, and so is
+// the next one at once.
+template <int W, typename Low> __device__ __forceinline__ void decode_blocks_twice(Work& work, StagedWords& words, u32 activities) {
+    Stream before = work.stream;
+    u32 changed = work.sums.changed;
+    if (!work.extra) {
+        work.stream.worst = 0;
+        decode_blocks<W, SEES_EXTRA, Low>(work, words, activities);
+        work.extra = __any_sync(ALL_LANES, work.stream.worst >= SYMBOL_EXTRA);
+        work.stream.worst = before.worst;
+        if (!work.extra) return;
+        work.stream = before;
+        work.sums.changed = changed;
+        words.open(work.stream);
+    }
+    work.stream.worst = 0;
+    decode_blocks<W, READS_EXTRA, Low>(work, words, activities);
+    work.extra = __any_sync(ALL_LANES, work.stream.worst >= SYMBOL_EXTRA);
+    work.stream.worst = max(work.stream.worst, before.worst);
 }
 
 // A warp: a tile of floats without a base, all of them coded.
@@ -146,11 +163,16 @@ template <int W> __device__ __forceinline__ void decode_without_base(Work& work,
     Tile& tile = work.tile();
     u32 thread = work.thread;
     u32 activities = activities_of_tile(chunk.payload + shared.parts.activities_at, work.bits, work.number, Shape::BLOCKS);
-    if (W == 2 && uniform(shared.parts.low_bits) == 8) {
-        if constexpr (W == 2) decode_blocks<W, LowBytes>(work, words, activities);
-    } else {
-        decode_blocks<W, LowBits<W>>(work, words, activities);
+    if (work.takes) {
+        take_turn(work.ring, thread, work.stream);
+        words.open(work.stream);
     }
+    if (W == 2 && uniform(shared.parts.low_bits) == 8) {
+        if constexpr (W == 2) decode_blocks_twice<W, LowBytes>(work, words, activities);
+    } else {
+        decode_blocks<W, READS_EXTRA, LowBits<W>>(work, words, activities);
+    }
+    if (work.passes) pass_turn(work.ring, thread, work.stream);
     __syncwarp();
     uint4 pieces[Shape::PIECES];
     read_tile<W>(tile, thread, pieces);
@@ -160,7 +182,7 @@ template <int W> __device__ __forceinline__ void decode_without_base(Work& work,
 }
 
 // A warp: a whole tile, whose base lanes are in `pieces`; then those are of its next one, if that is before tile `end`.
-template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, u32 store) {
+template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, u32 store) {
     typedef typename WideOf<W>::type T;
     typedef typename LaneOf<W>::type Lane;
     typedef TileShape<W> Shape;
@@ -215,7 +237,7 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
 #pragma unroll
             for (int i = 0; i < 4; i++) entries[i] = entry_of<W>(shared, map, (i32)((u32)(bases[i] >> shift) & mask));
 #pragma unroll
-            for (int i = 0; i < 4; i++) apply(true, place + 32 * W * i, bases[i], decode_step<W>(work.stream, words, entries[i], work.before, false));
+            for (int i = 0; i < 4; i++) apply(true, place + 32 * W * i, bases[i], decode_step<W, EXTRA>(work.stream, words, entries[i], work.before, false));
         }
         if (work.passes) pass_turn(work.ring, work.thread, work.stream);
     } else {
@@ -243,7 +265,7 @@ template <int W, int HOW> __device__ __forceinline__ void decode_tile(Work& work
             Entry now = entry;
             done += work.states;
             fetch();
-            T moved = decode_step<W>(work.stream, words, now, work.before, false);
+            T moved = decode_step<W, EXTRA>(work.stream, words, now, work.before, false);
             // Whoever is next need not wait until this warp has done with the last step's lanes.
             if (work.passes && done >= count) pass_turn(work.ring, work.thread, work.stream);
             bool changed = apply(false, at, of, moved);
@@ -276,7 +298,7 @@ template <int W, int HOW> __device__ __forceinline__ u32 fast_tiles() {
     return fast ? chunk.lanes / TileShape<W>::LANES : 0;
 }
 
-template <int W, int HOW> __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u32 store, Sums& sums) {
+template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u32 store, Sums& sums) {
     typedef TileShape<W> Shape;
     Shared& shared = shared_memory();
     const Chunk& chunk = shared.chunk;
@@ -292,6 +314,7 @@ template <int W, int HOW> __device__ __forceinline__ void decode_segment(u32 seg
     work.states = uniform(parts.states);
     work.bits = uniform(parts.activity_bits);
     work.number = begin + ring.member;
+    work.extra = false;
     bool ends = (end - 1 - work.number) % ring.count == 0; // the segment's last tile is this warp's
     bool shares = ring.count > 1, more = fast != end;
     Marker marker = open_marker(chunk, parts, begin * Shape::LANES);
@@ -321,7 +344,7 @@ template <int W, int HOW> __device__ __forceinline__ void decode_segment(u32 seg
         for (; work.number < fast; work.number += ring.count) {
             open(work.number + 1 < fast || more);
             if constexpr (HOW == LOW_BITS) decode_without_base<W>(work, words, store);
-            else decode_tile<W, HOW>(work, pieces, fast, store);
+            else decode_tile<W, HOW, EXTRA>(work, pieces, fast, store);
             work.takes = shares;
         }
     }

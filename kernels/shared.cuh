@@ -37,6 +37,7 @@ struct alignas(BUCKET_BYTES) Shared {
     Totals totals;
     List list;
     u32 slot, listed, used;
+    u32 extra; // some symbols that may come have extra bits
 };
 
 static_assert(CRC_SHARED <= sizeof(Tile) * WARPS, "the CRC works where the tiles will be");

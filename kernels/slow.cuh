@@ -67,7 +67,7 @@ template <int W> __device__ __noinline__ Slow decode_slowly(Slow slow, u32 numbe
         bool is_lane = place != TILE_BYTES;
         T base = shared_lane<W>(lanes + place);
         Entry entry = is_lane ? class_of<W>(queued >> QUEUE_MAP, base) : shared.classes.none;
-        T moved = decode_step<W>(slow.stream, words, entry, before, low_bits != 0);
+        T moved = decode_step<W, READS_EXTRA>(slow.stream, words, entry, before, low_bits != 0);
         if (low_bits != 0 && is_lane) {
             moved = difference_of<W>(high_bits<W>(moved, high_mask<W>(low_bits)) | low_bits_of<W>(chunk, parts, first + place / W));
         }

@@ -76,8 +76,15 @@ template <int W> __device__ __forceinline__ typename WideOf<W>::type difference_
     return value >> 1 ^ (typename WideOf<W>::type)0 - (value & 1);
 }
 
+// What a step makes of symbols with extra bits. Without them nothing branches, and steps are interleaved.
+enum : int {
+    NO_EXTRA,   // there are none
+    SEES_EXTRA, // nothing: Stream::worst says that there was one
+    READS_EXTRA,
+};
+
 // Decodes a step: what a lane with `entry` is to be moved by, for each thread; or the value, as the symbols were made for.
-template <int W, typename Words>
+template <int W, int EXTRA, typename Words>
 __device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, Words& words, Entry entry, u32 before, bool with_low_bits) {
     typedef typename WideOf<W>::type T;
     u32 state = stream.state;
@@ -85,13 +92,14 @@ __device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, 
     Symbol symbol = shared_u32x2(entry.y + 8 * symbol_of(bucket, state));
     // With x the state, d = f - 4,096 and q = x / 4,096 without its fraction: x + d·q - cum. What d·65,536 adds symbol.x takes off.
     state = state - symbol.x + (u32)((i32)symbol.x >> 16) * ((state >> TPDE_FREQUENCY_SUM_LOG2) + (1u << 16));
-    bool first = state < 1u << 16, with = (i32)symbol.y >= SYMBOL_EXTRA;
+    bool first = state < 1u << 16, with = EXTRA == READS_EXTRA && (i32)symbol.y >= SYMBOL_EXTRA;
+    if (EXTRA == SEES_EXTRA) stream.worst = max(stream.worst, (i32)symbol.y);
     u32 firsts = __ballot_sync(ALL_LANES, first);
     u32 word = words.word(stream, stream.at + __popc(firsts & before));
     stream.at += __popc(firsts);
     T moved = (T)(i32)symbol.y;
     if constexpr (W == 8) moved = (T)(i64)(i32)symbol.y;
-    if (!__any_sync(ALL_LANES, with)) {
+    if (EXTRA != READS_EXTRA || !__any_sync(ALL_LANES, with)) {
         if (first) state = state << 16 | word;
     } else {
         stream.worst = max(stream.worst, (i32)symbol.y);

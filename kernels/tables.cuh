@@ -42,13 +42,14 @@ __device__ __forceinline__ u32 class_count(const Launch& launch, u32 tables) {
 }
 
 // A warp: the buckets of a class, from its symbols. `begins` has room for a bit a slot.
-__device__ __forceinline__ void make_buckets(const Symbol* symbols, u32 count, u32* begins, u32* buckets) {
+__device__ __forceinline__ void make_buckets(const Symbol* symbols, u32 count, u32* begins, u32* buckets, u32& extra) {
     u32 thread = threadIdx.x % WARP;
     uint4* mine = (uint4*)begins + thread;
     *mine = make_uint4(0, 0, 0, 0);
     __syncwarp();
     for (u32 i = thread; i < count; i += WARP) {
         u32 slot = symbols[i].x & 0xFFFF;
+        if ((i32)symbols[i].y >= SYMBOL_EXTRA) atomicOr(&extra, 1u);
         atomicOr(&begins[slot / 32], 1u << slot % 32);
     }
     __syncwarp();
@@ -70,8 +71,8 @@ __device__ __forceinline__ void make_buckets(const Symbol* symbols, u32 count, u
 
 // All threads: the look-up of the classes `used` of set `tables`, for lanes of `bits` bits, of which some are low, from shared address
 // `at` on, a multiple of BUCKET_BYTES. Each warp has 512 bytes to work with at `room`. A barrier must follow. See TPDE_CONDITIONED_TABLES for
-// the room of the look-up.
-template <int THREADS> __device__ __noinline__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 low_bits, u32 at, u32* room) {
+// the room of the look-up. `extra` is set if some of their symbols have extra bits.
+template <int THREADS> __device__ __noinline__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 low_bits, u32 at, u32* room, u32& extra) {
     Lookup lookup = {class_count(launch, tables), at, 0};
     lookup.symbols = lookup.buckets + (lookup.classes + 1) * BUCKET_BYTES;
     u32* buckets = (u32*)shared_pointer(lookup.buckets);
@@ -87,7 +88,7 @@ template <int THREADS> __device__ __noinline__ Lookup make_lookup(const Launch& 
     for (u32 number = 1 + threadIdx.x / WARP; number <= lookup.classes; number += THREADS / WARP) {
         if (!(used >> number & 1)) continue;
         u32 begin = __ldg(set + number) - (lookup.classes + 1), end = __ldg(set + number + 1) - (lookup.classes + 1);
-        make_buckets(symbols + begin, end - begin, room + threadIdx.x / WARP * (BUCKETS * 8 / 32), buckets + number * (BUCKETS / 2));
+        make_buckets(symbols + begin, end - begin, room + threadIdx.x / WARP * (BUCKETS * 8 / 32), buckets + number * (BUCKETS / 2), extra);
     }
     return lookup;
 }
