@@ -185,6 +185,8 @@ enum : u32 {
 #define TPDE_RAW_SHARED 0
 #define TPDE_CONDITIONED_THREADS 256
 #define TPDE_CONDITIONED_SHARED 50176
+#define TPDE_WITHOUT_BASE_THREADS 256
+#define TPDE_WITHOUT_BASE_SHARED 41984
 // and on top of that, for the table set of the launch with most: `classes` and `symbols` of it, see README.md.
 #define TPDE_CONDITIONED_TABLES(classes, symbols) (((classes) + 1) * 1024 + ((symbols) + 1) * 8)
 
@@ -199,4 +201,4 @@ enum : u32 {
 #define TPDE_CLASS_COUNT_MAX 15
 #define TPDE_TOKEN_COUNT_MAX 180
 
-#define TPDE_LAYOUT_WORDS 60 // of the report of tpde_layout, in the order of layout.cu
+#define TPDE_LAYOUT_WORDS 62 // of the report of tpde_layout, in the order of layout.cu

@@ -2,7 +2,6 @@
 #pragma once
 #include "pieces.cuh"
 
-#define MAP 256  // entries of a map in shared memory: the contexts of lanes of up to 4 bytes
 #define MAPS 4
 #define SEGMENTS_MAX 32
 

@@ -5,6 +5,7 @@
 #include "tile.cuh"
 
 #define THREADS TPDE_CONDITIONED_THREADS
+static_assert(THREADS == TPDE_WITHOUT_BASE_THREADS, "they share their code");
 #define WARPS (THREADS / WARP)
 #define WARPS_LOG2 3
 static_assert(WARPS == 1 << WARPS_LOG2, "warps share segments evenly");
@@ -29,7 +30,7 @@ struct List {
 struct alignas(BUCKET_BYTES) Shared {
     Tile tiles[WARPS];
     u32 weights[TPDE_ROW_WORDS];
-    Entry maps[MAPS * MAP + 1]; // a map for each activity, and the entry of no lane
+    Entry maps[MAPS * MAP + 1]; // a map of MAP contexts, as the kernel has it, for each activity, and the entry of no lane
     Turn turns[WARPS / 2];
     Chunk chunk;
     Parts parts;
@@ -41,7 +42,7 @@ struct alignas(BUCKET_BYTES) Shared {
 };
 
 static_assert(CRC_SHARED <= sizeof(Tile) * WARPS, "the CRC works where the tiles will be");
-static_assert(sizeof(Shared) <= TPDE_CONDITIONED_SHARED, "room in dynamic shared memory");
+static_assert(sizeof(Shared) <= (MAP == 1 ? TPDE_WITHOUT_BASE_SHARED : TPDE_CONDITIONED_SHARED), "room in dynamic shared memory");
 
 // The tables follow.
 __device__ __forceinline__ Shared& shared_memory() { return *(Shared*)dynamic_shared_memory(); }

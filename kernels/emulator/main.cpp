@@ -17,6 +17,7 @@
 
 extern "C" void tpde_raw(Launch);
 extern "C" void tpde_conditioned(Launch);
+extern "C" void tpde_without_base(Launch);
 extern "C" const char* __asan_default_options() { return "detect_leaks=0:detect_stack_use_after_return=0:print_legend=0"; }
 extern "C" const char* __ubsan_default_options() { return "print_stacktrace=1"; }
 extern "C" const char* __tsan_default_options() { return "report_thread_leaks=0:exitcode=66:halt_on_error=1:report_signal_unsafe=0:history_size=4"; }
@@ -255,12 +256,18 @@ u32 bytes_of_tables(const Case& one) {
     return bytes;
 }
 
+// Each kernel leaves the chunks of the others alone.
 void run(u32 codec, const Launch& launch, u32 table_bytes, u64 seed) {
-    emulator::Configuration configuration = {launch.count + 1, TPDE_RAW_THREADS, TPDE_RAW_SHARED, seed};
-    if (codec == TPDE_CODEC_CONDITIONED) configuration = {launch.count + 1, TPDE_CONDITIONED_THREADS, TPDE_CONDITIONED_SHARED + table_bytes, seed};
     auto raw = [](const void* launch) { tpde_raw(*(const Launch*)launch); };
     auto conditioned = [](const void* launch) { tpde_conditioned(*(const Launch*)launch); };
-    emulator::launch(configuration, codec == TPDE_CODEC_CONDITIONED ? +conditioned : +raw, &launch);
+    auto without_base = [](const void* launch) { tpde_without_base(*(const Launch*)launch); };
+    u32 blocks = launch.count + 1;
+    if (codec != TPDE_CODEC_CONDITIONED) {
+        emulator::launch({blocks, TPDE_RAW_THREADS, TPDE_RAW_SHARED, seed}, raw, &launch);
+        return;
+    }
+    emulator::launch({blocks, TPDE_CONDITIONED_THREADS, TPDE_CONDITIONED_SHARED + table_bytes, seed}, conditioned, &launch);
+    emulator::launch({blocks, TPDE_WITHOUT_BASE_THREADS, TPDE_WITHOUT_BASE_SHARED + table_bytes, seed}, without_base, &launch);
 }
 
 template <class T> Bytes bytes_of(const std::vector<T>& values) {

@@ -127,7 +127,8 @@ class Model:
                     before_graph()
                     torch.cuda.empty_cache()
                     given, replay = tokens.clone(), torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(replay):
+                    # What is decoded for later layers must not keep those before it waiting.
+                    with torch.cuda.graph(replay, stream=torch.cuda.Stream(priority=-1)):
                         made = model(given, past_key_values=cache, use_cache=True).logits[:, -1]
                 self.wait()
                 begin = time.perf_counter()

@@ -146,6 +146,8 @@ def attach(
             no base for may be on the device ``meta``.
         pair: Name of the pair, or either file; or a :class:`tpde.torch.DevicePair`. For a CUDA device it is best encoded with
             ``codec="conditioned", chunk_lanes=65536``: a block of the device takes a chunk, and a layer should have hundreds.
+            A CUDA graph is best captured on a stream of high priority, ``torch.cuda.graph(graph,
+            stream=torch.cuda.Stream(priority=-1))``: what is decoded for later layers leaves those before it more room then.
         device: Where the model is to run; ``None``: where each tensor is. Bases on the CPU stay there for a CUDA device, pinned,
             and are read from there; all other tensors are moved.
         payloads: Where compressed bytes are kept for a CUDA device: in ``"pinned"`` memory of the host, or on the ``"device"``;

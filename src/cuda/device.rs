@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 const RAW_PTX: &str = include_str!("../../kernels/raw.ptx");
 const CONDITIONED_PTX: &str = include_str!("../../kernels/conditioned.ptx");
+const WITHOUT_BASE_PTX: &str = include_str!("../../kernels/without_base.ptx");
 const FRAMES_PTX: &str = include_str!("../../kernels/frames.ptx");
 const LAYOUT_PTX: &str = include_str!("../../kernels/layout.ptx");
 
@@ -56,6 +57,7 @@ pub(super) struct Inner {
     modules: Vec<Module>,
     multiprocessors: u32,
     scratch: Mutex<Option<Scratch>>,
+    without_base: Mutex<Option<(Kernel, Vec<Module>)>>,
     frames: Mutex<Option<(Kernels, Vec<Module>)>>,
     first_call: FirstCall,
 }
@@ -157,6 +159,7 @@ impl Device {
             modules,
             multiprocessors,
             scratch: Mutex::new(None),
+            without_base: Mutex::new(None),
             frames: Mutex::new(None),
             first_call,
         })))
@@ -314,6 +317,21 @@ impl Inner {
         event.hold(cx, self.pools.reaper.raw())
     }
 
+    /// The kernel for chunks without a base, compiled when it is first wanted.
+    pub fn without_base(&self) -> Result<Kernel> {
+        let mut without_base = self.without_base.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((kernel, _)) = &*without_base {
+            return Ok(*kernel);
+        }
+        let _relaxed = driver::Relaxed::new()?;
+        let cx = self.context.enter()?;
+        let mut modules = Vec::new();
+        let shared = layout::WITHOUT_BASE_SHARED + layout::CONDITIONED_TABLES_MAX;
+        let kernel = load(&cx, &mut modules, WITHOUT_BASE_PTX, "tpde_without_base", layout::WITHOUT_BASE_THREADS, shared)?;
+        *without_base = Some((kernel, modules));
+        Ok(kernel)
+    }
+
     /// The kernels of frames, compiled when they are first wanted.
     pub fn frames(&self) -> Result<Kernels> {
         let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
@@ -355,7 +373,9 @@ impl Drop for Inner {
         self.pools.destroy(&cx);
         self.copy.destroy(&cx);
         let frames = self.frames.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        for module in self.modules.iter().chain(frames.iter().flat_map(|(_, modules)| modules)) {
+        let without_base = self.without_base.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let (frames, without_base) = (frames.iter().flat_map(|(_, modules)| modules), without_base.iter().flat_map(|(_, modules)| modules));
+        for module in self.modules.iter().chain(frames).chain(without_base) {
             // SAFETY: all work that uses its functions has passed: the pools have waited for the last use of memory.
             unsafe { calls::cuModuleUnload(module.0) };
         }

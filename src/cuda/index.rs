@@ -51,10 +51,14 @@ impl TensorOnDevice {
         self.device.first_chunk..self.device.first_chunk + self.chunk_count
     }
 
+    /// Where in the tensor one of its chunks begins, in lanes.
+    pub fn first_lane(&self, chunk: u32) -> u64 {
+        u64::from(chunk - self.device.first_chunk) << self.device.chunk_lanes_log2
+    }
+
     /// Lanes of one of its chunks.
     pub fn chunk_lanes(&self, chunk: u32) -> u64 {
-        let start = u64::from(chunk - self.device.first_chunk) << self.device.chunk_lanes_log2;
-        (self.device.lanes - start).min(1 << self.device.chunk_lanes_log2)
+        (self.device.lanes - self.first_lane(chunk)).min(1 << self.device.chunk_lanes_log2)
     }
 }
 
@@ -82,7 +86,11 @@ impl DeviceIndex {
         }
         inner.hold_memory(&cx, inner.copy.raw())?;
         debug_assert_eq!(chunks, memory.address());
-        let tensors = index.tensors().map(|tensor| on_device(&tensor, index.table_sets(), &sets)).collect();
+        let tensors: Vec<_> = index.tensors().map(|tensor| on_device(&tensor, index.table_sets(), &sets)).collect();
+        if tensors.iter().any(|tensor| tensor.codec == Codec::Conditioned && tensor.device.base_lanes < tensor.device.lanes) {
+            // Compiled here, and not in a launch, which is to be quick and may be captured.
+            inner.without_base()?;
+        }
         Ok(Self(
             Arc::new(Uploaded {
                 device: device.clone(),

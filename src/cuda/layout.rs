@@ -63,8 +63,10 @@ pub(super) const RAW_THREADS: u32 = defined("TPDE_RAW_THREADS");
 pub(super) const RAW_SHARED: u32 = defined("TPDE_RAW_SHARED");
 pub(super) const CONDITIONED_THREADS: u32 = defined("TPDE_CONDITIONED_THREADS");
 pub(super) const CONDITIONED_SHARED: u32 = defined("TPDE_CONDITIONED_SHARED");
+pub(super) const WITHOUT_BASE_THREADS: u32 = defined("TPDE_WITHOUT_BASE_THREADS");
+pub(super) const WITHOUT_BASE_SHARED: u32 = defined("TPDE_WITHOUT_BASE_SHARED");
 
-/// `TPDE_CONDITIONED_TABLES`: bytes of shared memory on top of [`CONDITIONED_SHARED`] for a table set.
+/// `TPDE_CONDITIONED_TABLES`: bytes of shared memory on top of [`CONDITIONED_SHARED`] or [`WITHOUT_BASE_SHARED`] for a table set.
 pub(super) const fn conditioned_tables(classes: u32, symbols: u32) -> u32 {
     (classes + 1) * 1024 + (symbols + 1) * 8
 }

@@ -13,6 +13,8 @@ use std::ops::Range;
 pub(super) enum Group {
     /// `tpde_conditioned`.
     Conditioned,
+    /// `tpde_without_base`.
+    WithoutBase,
     /// `tpde_raw`, as stored.
     Raw,
     /// `tpde_raw`, a payload of codec `zstd` that the host has expanded and checked.
@@ -104,7 +106,10 @@ impl Plan {
                     "tensor {name} has codec zstd, which the processor expands: give the blob in memory of the host"
                 )));
             }
-            chunks.extend(tensor.chunks().map(|chunk| (chunk, binding.tensor as u32, group)));
+            chunks.extend(tensor.chunks().map(|chunk| {
+                let is_alone = group == Group::Conditioned && tensor.first_lane(chunk) >= tensor.device.base_lanes;
+                (chunk, binding.tensor as u32, if is_alone { Group::WithoutBase } else { group })
+            }));
         }
         if let (Some((first, ..)), Some((last, ..))) = (chunks.first(), chunks.last()) {
             plan.span = *first..last + 1;
@@ -187,7 +192,7 @@ impl Plan {
 /// first, but frames that are there come before those that are not, as nvCOMP is given the first ones. A byte of a payload of codec
 /// `conditioned` takes as long as some thirty of the base, by what an H200 takes for them.
 fn rank(group: Group, bytes: u64, size: u64) -> (Group, bool, Reverse<u64>) {
-    let effort = bytes + if group == Group::Conditioned { 30 * size } else { size };
+    let effort = bytes + if matches!(group, Group::Conditioned | Group::WithoutBase) { 30 * size } else { size };
     (group, group == Group::Frames && size == 0, Reverse(effort))
 }
 

@@ -26,6 +26,7 @@ fn the_device_agrees_with_every_size_offset_and_constant() {
         }
     };
     expected.extend([layout::RAW_THREADS, layout::RAW_SHARED, layout::CONDITIONED_THREADS, layout::CONDITIONED_SHARED]);
+    expected.extend([layout::WITHOUT_BASE_THREADS, layout::WITHOUT_BASE_SHARED]);
     expected.push(layout::CONDITIONED_TABLES_MAX);
     expected.extend([layout::scratch_head(100) as u32, 10, layout::STATUS_NOT_RUN]);
     expected.extend([mode::COMMIT, layout::FLAG_NO_CRC, layout::NO_TABLES]);

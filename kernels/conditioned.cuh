@@ -1,0 +1,148 @@
+// Codec `conditioned` (spec/codecs.md section 4): a block decodes a chunk, applies it to its base lanes and checks it. Each warp takes
+// segments of its own, or where segments are few turns at one. What the kernels for chunks with and without a base have in common.
+#pragma once
+#include "decoder.cuh"
+
+// All threads: the changes that are listed in the payload. They are for lanes that have none yet, so their base is still there.
+template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {
+    Shared& shared = shared_memory();
+    typedef typename WideOf<W>::type T;
+    u32 count = uniform(shared.parts.exceptions), before = (1u << threadIdx.x % WARP) - 1;
+    for (u32 first = uniform(threadIdx.x / WARP) * WARP; first < count; first += THREADS) {
+        u32 i = first + threadIdx.x % WARP, at = 0;
+        bool valid = i < count;
+        T target = 0;
+        if (valid) {
+            at = exception_position(shared.chunk, shared.parts, i);
+            valid = at < shared.chunk.lanes && (i == 0 || at > exception_position(shared.chunk, shared.parts, i - 1));
+            if (!valid) sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
+        }
+        if (valid) {
+            T delta = (T)unaligned<W>(shared.chunk.payload, shared.parts.deltas_at + W * i), base = load_lane<W>(shared.chunk, at);
+            target = apply_delta<W>(base, delta, (T)shared.classes.order.magnitude);
+            if (delta == 0) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
+            if (shared.parts.low_bits != 0 && low_bits_of<W>(shared.chunk, shared.parts, at) != 0 &&
+                class_of<W>(activity_of(shared.chunk, shared.parts, at), base).x == shared.classes.none.x) {
+                sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
+            }
+            sums.changed++;
+            sums.target += lane_term<W>(at, base, target);
+            if (store == STORE_ALL || store == STORE_CHANGES) store_lane<W>(shared.chunk, at, target);
+        }
+        list_changes<W>(shared, threadIdx.x % WARP, before, valid && store == STORE_LIST, at * W, target);
+    }
+}
+
+// One pass over the chunk, whose segments `decode` decodes. Returns its errors, the same in every thread.
+template <int W, typename Decode> __device__ __forceinline__ u32 pass(u32 store, Decode decode) {
+    Shared& shared = shared_memory();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        shared.totals = {};
+        shared.listed = 0;
+    }
+    if (threadIdx.x < WARPS / 2) shared.turns[threadIdx.x].bad = 0;
+    if (threadIdx.x % WARP == 0) open_tile(shared.tiles[threadIdx.x / WARP]);
+    __syncthreads();
+    Sums sums;
+    decode(store, sums);
+    // Exceptions are stored after everything else.
+    __syncthreads();
+    except<W>(store, sums);
+    add_to(shared.totals, sums.base, sums.target, sums.changed, sums.errors);
+    __syncthreads();
+    return errors_of(shared.totals, shared.chunk);
+}
+
+// Header, maps and tables: errors, the same in every thread.
+template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launch, u32 tables, u32 dtype) {
+    Shared& shared = shared_memory();
+    const Chunk& chunk = shared.chunk;
+    Parts& parts = shared.parts;
+    u32 thread = threadIdx.x;
+    u32 errors = check_payload<THREADS>(launch, chunk, (u32*)shared.tiles);
+    if (errors) return errors;
+    Order order = order_of(dtype);
+    if (thread == 0) {
+        shared.totals.errors = parse_header<W>(chunk, parts);
+        shared.used = shared.extra = 0;
+    }
+    for (u32 i = thread; i < TPDE_ROW_WORDS; i += THREADS) shared.weights[i] = WEIGHTS.q[i];
+    __syncthreads();
+    if (shared.totals.errors) return shared.totals.errors;
+    u32 classes = class_count(launch, tables);
+    // Contexts before the first of a map share its first entry, and those past the last are not coded; lanes of 8 bytes have the
+    // entries themselves.
+    auto number_of = [&](u32 i) {
+        u32 entry = W == 8 ? i % MAP : (u32)max((i32)(i % MAP) - parts.first_context, 0);
+        return i / MAP < 1u << parts.activity_bits && entry < 64 ? map_entry(chunk, parts, i / MAP, entry, classes, errors) : 0;
+    };
+    u32 used = 0;
+    // All entries are looked at, whether contexts have them or not.
+    for (u32 i = thread; i < MAPS * 64; i += THREADS) {
+        if (i / 64 < 1u << parts.activity_bits) used |= 1u << map_entry(chunk, parts, i / 64, i % 64, classes, errors);
+    }
+    atomicOr(&shared.used, used);
+    __syncthreads();
+    Lookup lookup = make_lookup<THREADS>(launch, tables, shared.used, 8 * W, parts.low_bits, shared_address(&shared + 1), (u32*)shared.tiles, shared.extra);
+    for (u32 i = thread; i <= MAPS * MAP; i += THREADS) shared.maps[i] = class_entry(launch, tables, lookup, number_of(i));
+    if (thread < WARP) errors |= find_streams(chunk, parts);
+    __syncthreads();
+    if (errors) atomicOr(&shared.totals.errors, errors);
+    if (thread < WARP) {
+        bool holes = false;
+        for (u32 a = 0; a < MAPS; a++) {
+            // Errors of entries are known by now.
+            auto is_coded = [&](u32 entry) {
+                u32 none = 0;
+                return a < 1u << parts.activity_bits && map_entry(chunk, parts, a, entry, classes, none) != 0;
+            };
+            u32 low = __ballot_sync(ALL_LANES, is_coded(thread)), high = __ballot_sync(ALL_LANES, is_coded(32 + thread));
+            u64 coded = low | (u64)high << 32;
+            u32 count = bit_count(coded);
+            holes |= (coded & (coded + 1)) != 0;
+            // Contexts past the last of the dtype would shift out of 64 bits.
+            u64 threshold = count ? (u64)min(parts.first_context + count, order.mask + 1) << order.shift : 0;
+            if (thread == 0) parts.thresholds[a] = (u32)threshold;
+        }
+        if (thread == 0) {
+            shared.classes = {parts.first_context, order, make_uint2(lookup.buckets, lookup.symbols), order.kind == CONTEXT_EXPONENT, holes};
+        }
+    }
+    __syncthreads();
+    return shared.totals.errors;
+}
+
+template <int W> __device__ __noinline__ u64 copy(bool stored) { return copy_chunk<W, THREADS>(shared_memory().chunk, stored); }
+
+// A chunk in which nothing changes: to its output if `store` says so, in place when its sum is right.
+template <int W> __device__ __forceinline__ u32 leave(const Launch& launch, u32 store) {
+    Shared& shared = shared_memory();
+    bool checked_first = launch.mode == TPDE_MODE_IN_PLACE;
+    if (threadIdx.x == 0) shared.totals = {};
+    __syncthreads();
+    u64 sum = copy<W>(!checked_first && store == STORE_ALL);
+    add_to(shared.totals, sum, 0, 0, 0);
+    __syncthreads();
+    u32 errors = errors_of(shared.totals, shared.chunk);
+    if (checked_first && errors == 0 && store == STORE_ALL) copy<W>(true);
+    return errors;
+}
+
+// The chunk of this block, if it is one for this kernel.
+template <typename Kernel> __device__ __forceinline__ void run_block(const Launch& launch) {
+    Shared& shared = shared_memory();
+    Chunk chunk;
+    DeviceTensor tensor;
+    if (!chunk_of_block(launch, TPDE_CODEC_CONDITIONED, chunk, tensor) || (chunk.base_lanes != 0) != Kernel::WITH_BASE || commit_is_off(launch)) return;
+    if (threadIdx.x == 0) shared.chunk = chunk;
+    __syncthreads();
+    u32 errors;
+    switch (tensor.lane_log2) {
+    case 0: errors = Kernel::template run<1>(launch, tensor.tables, tensor.dtype); break;
+    case 1: errors = Kernel::template run<2>(launch, tensor.tables, tensor.dtype); break;
+    case 2: errors = Kernel::template run<4>(launch, tensor.tables, tensor.dtype); break;
+    default: errors = Kernel::template run<8>(launch, tensor.tables, tensor.dtype); break;
+    }
+    if (threadIdx.x == 0) report(launch, shared.chunk, errors);
+}

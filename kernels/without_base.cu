@@ -1,0 +1,26 @@
+// Codec `conditioned`: chunks without a base. A kernel of their own, because they need fewer registers and less shared memory than those
+// with one, and a multiprocessor holds more of them.
+#define MAP 1 // the context of a zero
+#include "conditioned.cuh"
+
+template <int W> __device__ __forceinline__ u32 pass(u32 store) {
+    return pass<W>(store, [](u32 store, Sums& sums) { decode<W, LOW_BITS, READS_EXTRA>(store, sums); });
+}
+
+struct WithoutBase {
+    static constexpr bool WITH_BASE = false;
+
+    template <int W> static __device__ __forceinline__ u32 run(const Launch& launch, u32 tables, u32 dtype) {
+        u32 store = launch.mode == TPDE_MODE_DRY ? STORE_NONE : STORE_ALL;
+        if (shared_memory().chunk.num_deltas == 0) return leave<W>(launch, store);
+        u32 errors = open_payload<W>(launch, tables, dtype);
+        if (errors) return errors;
+        if (launch.mode == TPDE_MODE_IN_PLACE) {
+            errors = pass<W>(STORE_NONE);
+            if (errors) return errors;
+        }
+        return pass<W>(store);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4) tpde_without_base(const __grid_constant__ Launch launch) { run_block<WithoutBase>(launch); }
