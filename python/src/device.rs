@@ -108,7 +108,13 @@ impl DevicePair {
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let (device, pair) = (device.0.clone(), pair.shared());
-        let total = if pinned || blob.is_some() { pair.blob().size() } else { 0 };
+        if !pinned && blob.is_none() {
+            // SAFETY: as the module says.
+            let upload = || device.upload_to(pair.index(), unsafe { slice(memory) });
+            let index = py.detach(upload).map_err(|e| errors::to_python(py, &e))?;
+            return Ok(Self { pair, index, stored: Stored::File });
+        }
+        let total = pair.blob().size();
         run(py, progress, total, |steering| {
             // SAFETY: as the module says.
             let index = device.upload_to(pair.index(), unsafe { slice(memory) })?;
@@ -132,7 +138,7 @@ impl DevicePair {
                     }
                     Stored::Device(room)
                 }
-                None if pinned => {
+                None => {
                     let mut buffer = device.pinned(size as usize)?;
                     for at in (0..size).step_by(PIECE) {
                         let bytes = (size - at).min(PIECE as u64) as usize;
@@ -140,7 +146,6 @@ impl DevicePair {
                     }
                     Stored::Pinned(Arc::new(buffer))
                 }
-                None => Stored::File,
             };
             Ok(Self { pair, index, stored })
         })

@@ -162,10 +162,20 @@ class DevicePair:
     ) -> None:
         if payloads not in ("file", "pinned", "device"):
             raise Misuse(f"no place {payloads!r} for payloads: 'file', 'pinned' and 'device' are known")
+        self._begin(pair, None, device, payloads, progress)
+
+    @classmethod
+    def of_opened(cls, path: StrPath, pair: _tpde.Pair, device: Any) -> DevicePair:
+        """One for a single use."""
+        made = cls.__new__(cls)
+        made._begin(path, pair, device, "file", None)
+        return made
+
+    def _begin(self, path: StrPath, pair: _tpde.Pair | None, device: Any, payloads: Payloads, progress: Progress) -> None:
         self._device = Device.of(device)
         self._device.refuse_capture("making a pair ready")
-        self._path = os.fspath(pair)
-        self._pair = _tpde.Pair(pair)
+        self._path = os.fspath(path)
+        self._pair = _tpde.Pair(path) if pair is None else pair
         self._index = self._device.memory(_tpde.DevicePair.index_bytes(self._pair), "the index of a pair")
         self._blob = None
         self._listed: list[Entry] | None = None
@@ -195,7 +205,7 @@ class DevicePair:
     def _entries(self) -> list[Entry]:
         """The tensors of the pair."""
         if self._listed is None:
-            self._listed = [Entry(*entry) for entry in self._pair.tensors()]
+            self._listed = list(map(Entry._make, self._pair.tensors()))
         return self._listed
 
     def _apply(self, tensors: list[Memory], base: list[Memory], mode: str, progress: Progress) -> tuple[bool, _Ready]:

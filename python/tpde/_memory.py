@@ -44,6 +44,20 @@ def device_of(values: Iterable[Any]) -> Any:
     return None
 
 
+def describe_each(
+    names: list[str], values: list[Any], expected: list[tuple[str, list[int]]], *, writable: bool = False, device: Any = "cpu"
+) -> list[Memory]:
+    """:func:`describe` of several."""
+    if values and is_torch(values[0]):
+        from . import _torch_memory
+
+        found = _torch_memory.describe_many(names, values, expected, device)
+        if found is not None:
+            return found
+    each = zip(names, values, expected)
+    return [describe(name, value, like, writable=writable, device=device) for name, value, like in each]
+
+
 def describe_all(tensors: Mapping[str, Any]) -> list[Memory]:
     """All tensors of a state dict."""
     return [describe(name, value) for name, value in tensors.items()]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from . import _tpde
 from ._dtypes import is_packed
 from ._errors import DeviceUnavailable, Misuse, OutOfRange
-from ._memory import Memory, NumPy, describe, device_of
+from ._memory import Memory, NumPy, describe_each, device_of
 from ._paths import StrPath
 from ._progress import Progress, told
 
@@ -65,7 +65,7 @@ class Reader:
         if self.on_device is None:
             self.pair = _tpde.Pair(pair, path)
         self.has_base_files = path is not None
-        listed = [Entry(*entry) for entry in self.pair.tensors()] if self.on_device is None else self.on_device._entries()
+        listed = list(map(Entry._make, self.pair.tensors())) if self.on_device is None else self.on_device._entries()
         self.entries = {entry.name: entry for entry in listed}
 
     def _open_on_device(self, pair: Any, wanted: bool) -> None:
@@ -131,13 +131,14 @@ class Reader:
 
 def bases(entries: list[Entry], tensors: Mapping[str, Any], device: Any) -> list[Memory]:
     """The base tensors of these that are there, each once."""
-    found = {}
+    found: dict[str, tuple[Any, tuple[str, list[int]]]] = {}
     for entry in entries:
         value = tensors.get(entry.base_name)
         if entry.base_kind != "none" and value is not None and entry.base_name not in found:
-            expected = (entry.dtype, entry.shape) if entry.is_same else (entry.dtype, [*getattr(value, "shape", [])])
-            found[entry.base_name] = describe(entry.base_name, value, expected, device=device)
-    return list(found.values())
+            shape = entry.shape if entry.is_same else [*getattr(value, "shape", [])]
+            found[entry.base_name] = value, (entry.dtype, shape)
+    values, expected = [value for value, _ in found.values()], [like for _, like in found.values()]
+    return describe_each(list(found), values, expected, device=device)
 
 
 def state_of(value: Any) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from . import _tpde
 from ._errors import AlreadyApplied, Misuse, Poisoned, TpdeError
-from ._memory import Memory, describe, describe_all, device_of
+from ._memory import Memory, describe_all, describe_each, device_of
 from ._open import Entry, Reader, bases, state_of
 from ._paths import EncodeReport, StrPath, options, report
 from ._progress import Progress, told
@@ -66,18 +66,17 @@ def apply_(
         if ready is not None:
             return _apply_again(pair, ready, tensors, again, base is not None, progress)
     opened = kept if kept is not None and path is None else _tpde.Pair(pair, path)
-    entries = pair._entries() if opened is kept else [Entry(*entry) for entry in opened.tensors()]
+    entries = pair._entries() if opened is kept else list(map(Entry._make, opened.tensors()))
     missing = [entry.name for entry in entries if entry.name not in tensors]
     if missing and strict:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise Misuse(f"the pair changes tensor {missing[0]!r}{more}, which is not there (strict=False leaves it)")
     entries = [entry for entry in entries if entry.name in tensors]
     device = device_of(tensors[entry.name] for entry in entries)
-    on_device = None if device is None else _on(device, pair)
+    on_device = None if device is None else _on(device, pair, opened)
     where = "cpu" if device is None else device
-    found = [
-        describe(entry.name, tensors[entry.name], (entry.dtype, entry.shape), writable=True, device=where) for entry in entries
-    ]
+    names, expected = [entry.name for entry in entries], [(entry.dtype, entry.shape) for entry in entries]
+    found = describe_each(names, [tensors[name] for name in names], expected, writable=True, device=where)
     if base is not None:
         entries = [entry._replace(changes=True) for entry in entries]
     ready = None
@@ -95,9 +94,9 @@ def apply_(
             written(tensors, entries)
         raise
     if applied:
-        names = written(tensors, entries)
+        to_tell = written(tensors, entries)
         if ready is not None and on_device is not None and on_device is pair:
-            pair._remember(ready, tensors, bases_of, told=names, is_complete=not missing)
+            pair._remember(ready, tensors, bases_of, told=to_tell, is_complete=not missing)
     return "applied" if applied else "already_applied"
 
 
@@ -130,12 +129,12 @@ def _spoilt(error: TpdeError) -> Poisoned:
     return Poisoned(f"the tensors are neither what they were nor the target now: {error}", written=[], total=0)
 
 
-def _on(device: Any, pair: Any) -> Any:
-    """The pair on this device."""
+def _on(device: Any, pair: Any, opened: _tpde.Pair) -> Any:
+    """The pair, which has been opened, on this device."""
     from ._device import DevicePair
 
     if not isinstance(pair, DevicePair):
-        return DevicePair(pair, device, payloads="file")
+        return DevicePair.of_opened(pair, opened, device)
     if pair.device != device:
         raise Misuse(f"the pair is on {pair.device}, the tensors are on {device}")
     return pair

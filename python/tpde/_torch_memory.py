@@ -91,8 +91,58 @@ def describe(
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+#: Bytes of an element, of dtypes whose tensors are just that: nothing is packed, or conjugated lazily.
+_SIZES = {name: own.itemsize for name, own in _DTYPES.items() if name != "F4" and not own.is_complex}
+_bytes = attrgetter("nbytes")
+_devices = attrgetter("device")
 _dtypes = attrgetter("dtype")
+_layouts = attrgetter("layout")
 _shapes = attrgetter("shape")
+
+
+def describe_many(
+    names: list[str], tensors: list[torch.Tensor], expected: list[tuple[str, list[int]]], device: Any
+) -> list[Memory] | None:
+    """What :func:`describe` says of each, but for all at once, which takes a quarter of the time. ``None`` if it might have to
+    say more of one of them than what is expected."""
+    if not _PLAIN.issuperset(map(type, tensors)) or not {torch.strided}.issuperset(map(_layouts, tensors)):
+        return None
+    if not {torch.device(device)}.issuperset(map(_devices, tensors)) or torch.device(device).type not in ("cpu", "cuda"):
+        return None
+    is_as_usual = all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
+    dtypes = list(map(_NAMES.get, map(_dtypes, tensors)))
+    if not is_as_usual or not _SIZES.keys() >= set(dtypes):
+        return None
+    found = [(dtype, [*shape]) for dtype, shape in zip(dtypes, map(_shapes, tensors))]
+    if found != expected:
+        return None
+    bytes = list(map(_bytes, tensors))
+    storages = list(map(torch.Tensor.untyped_storage, tensors))
+    begins = [offset * _SIZES[dtype] for offset, (dtype, _) in zip(map(torch.Tensor.storage_offset, tensors), expected)]
+    if any(own and begin + own > room for begin, own, room in zip(begins, bytes, map(torch.UntypedStorage.nbytes, storages))):
+        return None
+    addresses = map(torch.Tensor.data_ptr, tensors)
+    owners = zip(tensors, storages)
+    return [(name, *look, *at, owner) for name, look, at, owner in zip(names, expected, zip(addresses, bytes), owners)]
+
+
+def storages_of(values: list[Any]) -> list[int | None]:
+    """Where the storages of tensors begin, an address that is one device's alone; ``None`` for what is no tensor with one."""
+    if _PLAIN.issuperset(map(type, values)) and {torch.strided}.issuperset(map(_layouts, values)):
+        try:
+            return [begin or None for begin in map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, values))]
+        except (RuntimeError, NotImplementedError):
+            pass
+    return list(map(_storage, values))
+
+
+def _storage(tensor: Any) -> int | None:
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type not in ("cpu", "cuda"):
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):  # sparse, or no memory of its own
+        return None
 
 
 class Seen:

@@ -19,7 +19,7 @@ from ._open import Entry, Reader
 from ._paths import EncodeReport, StrPath
 from ._progress import Progress
 from ._state import Mode, Outcome
-from ._torch_memory import dtype_of, values_of
+from ._torch_memory import dtype_of, storages_of, values_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -139,36 +139,22 @@ def apply_(
 
 def _tell_autograd(tensors: Mapping[str, Any], entries: list[Entry]) -> list[str]:
     """Raises the versions of all tensors that show memory which the pair changes, those under other names too; their names."""
-    changed = {_storage(tensors[entry.name]) for entry in entries if entry.changes or entry.base_kind == "none"}
-    names, told = [], set()
-    for name, tensor in tensors.items():
-        storage = _storage(tensor)
-        # Tensors made in inference mode have no versions.
-        if storage and storage in changed and not tensor.is_inference():
-            names.append(name)
-            if id(tensor) not in told:
-                told.add(id(tensor))
-                torch.autograd.graph.increment_version(tensor)
+    storages = dict(zip(tensors, storages_of(list(tensors.values()))))
+    changed = {storages[entry.name] for entry in entries if entry.changes or entry.base_kind == "none"} - {None}
+    # Tensors made in inference mode have no versions.
+    names = [name for name, storage in storages.items() if storage in changed and not tensors[name].is_inference()]
+    _tell_again([tensors[name] for name in names])
     return names
 
 
 def _tell_again(tensors: list[Any]) -> None:
-    """Raises the versions of tensors that were found to need it."""
+    """Raises the versions of tensors that were found to need it, each once."""
+    tensors = list({id(tensor): tensor for tensor in tensors}.values())
     try:
         torch.autograd.graph.increment_version(tensors)
     except (AttributeError, TypeError):  # PyTorch before 2.6 takes one
         for tensor in tensors:
             torch.autograd.graph.increment_version(tensor)
-
-
-def _storage(tensor: Any) -> tuple[str, int] | None:
-    """Where the storage of a tensor begins, if it is one with a storage."""
-    if not isinstance(tensor, torch.Tensor) or tensor.device.type not in ("cpu", "cuda"):
-        return None
-    try:
-        return str(tensor.device), tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse, or no memory of its own
-        return None
 
 
 def iter_weights(

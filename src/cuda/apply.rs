@@ -169,7 +169,7 @@ impl Shared {
         };
         let sides = match plan.slices.len() {
             0 | 1 => Vec::new(),
-            slices => (0..slices.min(SIDES)).map(|_| OwnStream::new(&cx)).collect::<Result<_>>()?,
+            slices => (0..slices.min(SIDES)).map(|_| device.pools.stream(&cx)).collect::<Result<_>>()?,
         };
         let parts: [&[u8]; 3] = [table.as_bytes(), plan.order.as_bytes(), plan.records.as_bytes()];
         let starts = [layout.table, layout.order, layout.records];
@@ -246,8 +246,9 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        if let Ok(cx) = self.index.device().0.context.enter() {
-            self.sides.iter_mut().for_each(|side| side.destroy(&cx));
+        let device = &self.index.device().0;
+        if let Ok(cx) = device.context.enter() {
+            self.sides.drain(..).for_each(|side| device.pools.take_back(&cx, side));
         }
     }
 }

@@ -195,6 +195,12 @@ impl OwnStream {
         self.0
     }
 
+    /// Whether everything that was queued has passed.
+    pub fn is_idle(&self, _: &Entered<'_>) -> bool {
+        // SAFETY: the stream is alive.
+        unsafe { calls::cuStreamQuery(self.0) == calls::Code::SUCCESS }
+    }
+
     /// Ends the stream; what is queued on it still runs.
     pub fn destroy(&mut self, _: &Entered<'_>) {
         // SAFETY: made in `new`, and nobody uses it after its owner has called this.

@@ -18,6 +18,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(super) const MEMORY_ALIGN: u64 = 256;
 /// Pinned memory is asked for in powers of two up to this, and in multiples of it.
 const PINNED_STEP: usize = 64 << 20;
+/// Most streams that are kept for the next who asks.
+const STREAMS: usize = 32;
 
 /// Where a device's memory comes from.
 #[derive(Debug)]
@@ -28,6 +30,7 @@ pub(super) struct Pools {
     pub alloc: OwnStream,
     pub reaper: OwnStream,
     pinned: Mutex<Vec<Block>>,
+    streams: Mutex<Vec<OwnStream>>,
 }
 
 #[derive(Debug)]
@@ -53,7 +56,20 @@ impl Pools {
     pub fn new(cx: &Entered<'_>) -> Result<Self> {
         let supported = cx.context().attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? != 0;
         let pool = if supported { Some(make_pool(cx)?) } else { None };
-        Ok(Self { pool, alloc: OwnStream::new(cx)?, reaper: OwnStream::new(cx)?, pinned: Mutex::new(Vec::new()) })
+        Ok(Self { pool, alloc: OwnStream::new(cx)?, reaper: OwnStream::new(cx)?, pinned: Mutex::default(), streams: Mutex::default() })
+    }
+
+    /// A stream that nothing is queued on: making one is slow.
+    pub fn stream(&self, cx: &Entered<'_>) -> Result<OwnStream> {
+        let kept = self.streams.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        kept.map_or_else(|| OwnStream::new(cx), Ok)
+    }
+
+    /// Takes a stream back.
+    pub fn take_back(&self, cx: &Entered<'_>, mut stream: OwnStream) {
+        let is_idle = stream.is_idle(cx);
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        if is_idle && streams.len() < STREAMS { streams.push(stream) } else { stream.destroy(cx) }
     }
 
     pub fn allocate(&self, cx: &Entered<'_>, bytes: u64) -> Result<u64> {
@@ -137,6 +153,7 @@ impl Pools {
                 calls::cuMemPoolDestroy(pool.0);
             }
         }
+        self.streams.get_mut().unwrap_or_else(PoisonError::into_inner).iter_mut().for_each(|stream| stream.destroy(cx));
         self.alloc.destroy(cx);
         self.reaper.destroy(cx);
     }

@@ -8,11 +8,12 @@ use anyhow::ensure;
 use rayon::prelude::*;
 use serde::Serialize;
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 use tpde::cuda::{Application, Binding, Device, DeviceIndex, DeviceSlice, FirstCall, Mode, Nvcomp, Payloads, Stream};
 use tpde::format::BaseKind;
-use tpde::{Checkpoint, Codec, EncodeOptions, InPlace, Pair, encode_to_memory};
+use tpde::{Checkpoint, Codec, EncodeOptions, InPlace, Pair, ValidatedIndex, encode_to_memory};
 
 /// What was measured.
 #[derive(Serialize)]
@@ -227,9 +228,12 @@ impl Bed<'_> {
             ("in place, chunk by chunk", Mode::InPlace(InPlace::ChunkByChunk)),
             ("in place, all checked", Mode::InPlace(InPlace::AllChecked)),
         ];
+        let files = tempfile::tempdir()?;
+        std::fs::write(files.path().join("pair.tpde-index"), pair.index().as_bytes())?;
+        std::fs::write(files.path().join("pair.tpde-blob"), pair.blob())?;
         let mut rows = vec![payloads_alone];
         for (name, mode) in modes {
-            let bindings = self.bindings(&pair, &index, mode)?;
+            let bindings = self.bindings(pair.index(), &index, mode)?;
             let mut measure = |what: &str, index: &DeviceIndex, from, payloads: &Payloads<'_>, clock| -> anyhow::Result<()> {
                 let application = match self.settings.slice_bytes {
                     Some(bytes) => index.prepare_in_slices(&bindings, mode, payloads.clone(), bytes)?,
@@ -255,6 +259,10 @@ impl Bed<'_> {
                 }
             }
         }
+        for (name, mode) in modes {
+            rows.push(self.timed(name, "files, opened anew", WALL, || self.open_and_launch(&files.path().join("pair"), mode))?);
+            self.compare(codec)?;
+        }
         let stored_bytes = pair.index().size() + pair.index().header().blob_size;
         Ok(OfPair {
             codec: codec.to_string(),
@@ -267,9 +275,9 @@ impl Bed<'_> {
     }
 
     /// Tensors out of place from the base's memory to the output's, or in place in the output's.
-    fn bindings(&self, pair: &Pair<Vec<u8>>, index: &DeviceIndex, mode: Mode) -> anyhow::Result<Vec<Binding>> {
+    fn bindings(&self, pair: &ValidatedIndex, index: &DeviceIndex, mode: Mode) -> anyhow::Result<Vec<Binding>> {
         let mut bindings = Vec::new();
-        for (tensor, &at) in pair.index().tensors().zip(&self.places) {
+        for (tensor, &at) in pair.tensors().zip(&self.places) {
             let output = self.output.slice(at, tensor.bytes())?;
             let base = match (mode, tensor.base_kind) {
                 (Mode::OutOfPlace, BaseKind::Same) => Some(self.base_memory.slice(at, tensor.bytes())?),
@@ -321,6 +329,17 @@ impl Bed<'_> {
         pending.wait()?;
         end.wait()?;
         Ok(end.since(&start)?)
+    }
+
+    /// The same from a pair's files, which are in the page cache: all that a caller does who has nothing but its path.
+    fn open_and_launch(&self, path: &Path, mode: Mode) -> anyhow::Result<f64> {
+        self.restore(mode)?;
+        let start = Instant::now();
+        let pair = Pair::open(path)?;
+        let index = self.device.upload(pair.index())?;
+        let payloads = Payloads::Host(pair.blob());
+        index.prepare(&self.bindings(pair.index(), &index, mode)?, mode, payloads)?.launch(&self.stream)?.wait()?;
+        Ok(start.elapsed().as_secs_f64())
     }
 
     fn timed(
