@@ -242,6 +242,38 @@ class TestApply:
         assert raw_of(tensors) == made.target_bytes
         assert not whole[0].any() and not whole[2].any()
 
+    def test_tensors_looked_at_together_are_what_each_is_alone(self) -> None:
+        from tpde import _torch_memory
+
+        tensors = {
+            "plain": torch.randn(4, 6),
+            "parameter": torch.nn.Parameter(torch.randn(3).bfloat16()),
+            "offset": torch.arange(20, dtype=torch.int16)[5:15].view(2, 5),
+            "empty": torch.empty(0, 3),
+            "scalar": torch.tensor(1.0),
+            "fp8": torch.zeros(8, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        }
+        alone = [_torch_memory.describe(name, tensor) for name, tensor in tensors.items()]
+        expected = [(dtype, shape) for _, dtype, shape, *_ in alone]
+        names, values = list(tensors), list(tensors.values())
+        together = _torch_memory.describe_many(names, values, expected, "cpu")
+        assert together is not None and [one[:5] for one in together] == [one[:5] for one in alone]
+        assert all(one[5][0] is tensor for one, tensor in zip(together, values))
+        # Whatever needs a second look gets it.
+        emptied = torch.zeros(6)
+        emptied.untyped_storage().resize_(8)
+        for odd in (
+            torch.zeros(4, 6).t(),
+            torch.zeros(6, dtype=torch.complex64),
+            torch.zeros(6).to_sparse(),
+            torch.zeros(6, dtype=torch.complex64).conj().imag,
+            torch.zeros(6, device="meta"),
+            torch.zeros(6, dtype=torch.int32),
+            emptied,
+        ):
+            like = ("F32", [6]) if odd.dim() == 1 else ("F32", [6, 4])
+            assert _torch_memory.describe_many(["plain", "odd"], [values[0], odd], [expected[0], like], "cpu") is None
+
     def test_versions_tell_autograd(self, model: tuple) -> None:
         module, _, pair = model
         loss = module(torch.arange(10)).float().sum()

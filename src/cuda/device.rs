@@ -374,7 +374,8 @@ impl Drop for Inner {
         self.copy.destroy(&cx);
         let frames = self.frames.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         let without_base = self.without_base.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        let (frames, without_base) = (frames.iter().flat_map(|(_, modules)| modules), without_base.iter().flat_map(|(_, modules)| modules));
+        let (frames, without_base) =
+            (frames.iter().flat_map(|(_, modules)| modules), without_base.iter().flat_map(|(_, modules)| modules));
         for module in self.modules.iter().chain(frames).chain(without_base) {
             // SAFETY: all work that uses its functions has passed: the pools have waited for the last use of memory.
             unsafe { calls::cuModuleUnload(module.0) };

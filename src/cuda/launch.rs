@@ -170,7 +170,9 @@ impl Launcher<'_> {
             };
             let kernel = match run.group {
                 Group::Conditioned => device.conditioned.with_shared(layout::CONDITIONED_SHARED + self.shared.index.0.table_bytes),
-                Group::WithoutBase => device.without_base()?.with_shared(layout::WITHOUT_BASE_SHARED + self.shared.index.0.table_bytes),
+                Group::WithoutBase => {
+                    device.without_base()?.with_shared(layout::WITHOUT_BASE_SHARED + self.shared.index.0.table_bytes)
+                }
                 Group::Raw | Group::Expanded | Group::Frames => device.raw,
             };
             // SAFETY: records, sums, tensors and tables are those of a validated index, on the device, with memory whose lengths

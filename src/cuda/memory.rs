@@ -56,7 +56,13 @@ impl Pools {
     pub fn new(cx: &Entered<'_>) -> Result<Self> {
         let supported = cx.context().attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? != 0;
         let pool = if supported { Some(make_pool(cx)?) } else { None };
-        Ok(Self { pool, alloc: OwnStream::new(cx)?, reaper: OwnStream::new(cx)?, pinned: Mutex::default(), streams: Mutex::default() })
+        Ok(Self {
+            pool,
+            alloc: OwnStream::new(cx)?,
+            reaper: OwnStream::new(cx)?,
+            pinned: Mutex::default(),
+            streams: Mutex::default(),
+        })
     }
 
     /// A stream that nothing is queued on: making one is slow.
