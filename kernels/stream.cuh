@@ -138,6 +138,21 @@ __device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, 
     return moved;
 }
 
+// The frequency of the value 0 in the class of an entry, if it comes first there, as tokens ascend; else 0.
+__device__ __forceinline__ u32 zeros_of(Entry entry) {
+    Symbol symbol = shared_u32x2(entry.y);
+    return symbol.y == 0 ? (1u << TPDE_FREQUENCY_SUM_LOG2) + (u32)((i32)symbol.x >> 16) : 0;
+}
+
+// A warp: a step of values that are all 0, and for which no state needs a word: most steps, where changes are rare. It takes no look-up.
+// False if it is another one, and nothing was done.
+__device__ __forceinline__ bool skip_step(Stream& stream, u32 zeros) {
+    u32 slot = stream.state % (1u << TPDE_FREQUENCY_SUM_LOG2), next = zeros * (stream.state >> TPDE_FREQUENCY_SUM_LOG2) + slot;
+    if (!__all_sync(ALL_LANES, slot < zeros && next >= 1u << 16)) return false;
+    stream.state = next;
+    return true;
+}
+
 // The errors of a stream that has come to its end.
 __device__ __forceinline__ u32 finish_stream(const Stream& stream) {
     // After a value that does not fit the stream is read wrong, and its end says nothing.

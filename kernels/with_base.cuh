@@ -76,20 +76,40 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_tile
     };
     if (coded.whole) {
         if (work.takes) take_turn(work.ring, work.thread, work.stream);
-        u32 blocks = uniform(coded.blocks);
-#pragma unroll 1
-        while (blocks) {
+        u32 blocks = uniform(coded.blocks), place;
+        T bases[4];
+        Entry entries[4];
+        auto take_block = [&] {
             u32 row = __ffs((i32)blocks) - 1, map = work.bits ? activities >> (row / 4 * work.bits) & ((1u << work.bits) - 1) : 0;
-            u32 place = (32 * row + thread) * W;
+            place = (32 * row + thread) * W;
             blocks ^= 15u << row;
-            T bases[4];
-            Entry entries[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) bases[i] = shared_lane<W>(lanes + place + 32 * W * i);
 #pragma unroll
             for (int i = 0; i < 4; i++) entries[i] = entry_of<W>(shared, map, (i32)((u32)(bases[i] >> shift) & mask));
+        };
+        auto decode_row = [&](int i) {
+            apply(true, place + 32 * W * i, bases[i], decode_step<W, EXTRA>(work.stream, words, entries[i], work.before, false));
+        };
+        // So few changes that there is none in many a row.
+        if (EXTRA == NO_EXTRA && chunk.num_deltas < chunk.lanes / 40) {
+#pragma unroll 1
+            while (blocks) {
+                take_block();
+                u32 zeros[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) apply(true, place + 32 * W * i, bases[i], decode_step<W, EXTRA>(work.stream, words, entries[i], work.before, false));
+                for (int i = 0; i < 4; i++) zeros[i] = zeros_of(entries[i]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    if (!skip_step(work.stream, zeros[i])) decode_row(i);
+                }
+            }
+        }
+#pragma unroll 1
+        while (blocks) {
+            take_block();
+#pragma unroll
+            for (int i = 0; i < 4; i++) decode_row(i);
         }
         if (work.passes) pass_turn(work.ring, work.thread, work.stream);
     } else {

@@ -101,14 +101,22 @@ pub fn case_of(shape: Shape) -> Case {
 }
 
 /// A chunk of which all lanes of a block are coded, or none, so that steps are rows of lanes; `tiles` tiles and a bit. With low bits it
-/// has no base, and all lanes are coded.
-pub fn rows_of(random: &mut Random, dtype: Dtype, tiles: usize, segments_log2: u8, activity_bits: u8, low_bits: u32) -> Case {
+/// has no base, and all lanes are coded. Where one lane in more than two changes, values have no extra bits.
+pub fn rows_of(
+    random: &mut Random,
+    dtype: Dtype,
+    tiles: usize,
+    segments_log2: u8,
+    activity_bits: u8,
+    low_bits: u32,
+    rarity: usize,
+) -> Case {
     let lanes = tiles * tile(dtype) + 1 + random.below(200);
-    let (mut base, target) = random_lanes(random, dtype, lanes, 2);
+    let (mut base, target) = random_lanes(random, dtype, lanes, rarity);
     if low_bits != 0 {
         base.fill(0);
     }
-    let set = random_set(random, 3, 8 * dtype.lane_bytes() as u32 - low_bits, true);
+    let set = random_set(random, 3, if rarity > 2 { 5 } else { 8 * dtype.lane_bytes() as u32 - low_bits }, true);
     let plan = Plan {
         low_bits,
         center: 0,
