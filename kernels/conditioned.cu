@@ -13,10 +13,10 @@ template <int W, int EXTRA> __device__ __forceinline__ void decode_plain(u32 sto
 }
 
 template <int W> __device__ __forceinline__ u32 pass(u32 store) {
-    return pass<W>(store, [](u32 store, Sums& sums) {
+    return run_pass<W>(store, [](u32 store, Sums& sums) {
         const Shared& shared = shared_memory();
         if (W == 8 || !is_plain(shared)) decode<W, SLOWLY, READS_EXTRA>(store, sums);
-        // Lanes of 2 bytes are the ones that often have no extra bits.
+        // Lanes of 2 bytes are the ones that often have no extra bits; for others there is no such code.
         else if (W == 2 && !shared.extra) decode_plain<W, W == 2 ? NO_EXTRA : READS_EXTRA>(store, sums);
         else decode_plain<W, READS_EXTRA>(store, sums);
     });

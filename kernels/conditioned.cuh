@@ -1,6 +1,9 @@
 // Codec `conditioned` (spec/codecs.md section 4): a block decodes a chunk, applies it to its base lanes and checks it. Each warp takes
 // segments of its own, or where segments are few turns at one. What the kernels for chunks with and without a base have in common.
 #pragma once
+#ifndef MAP
+#error "a kernel says first how many contexts its maps have: MAP"
+#endif
 #include "decoder.cuh"
 
 // All threads: the changes that are listed in the payload. They are for lanes that have none yet, so their base is still there.
@@ -34,7 +37,7 @@ template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {
 }
 
 // One pass over the chunk, whose segments `decode` decodes. Returns its errors, the same in every thread.
-template <int W, typename Decode> __device__ __forceinline__ u32 pass(u32 store, Decode decode) {
+template <int W, typename Decode> __device__ __forceinline__ u32 run_pass(u32 store, Decode decode) {
     Shared& shared = shared_memory();
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -11,7 +11,8 @@ template <int W, int HOW> __device__ __forceinline__ u32 fast_tiles() {
     if (HOW != LOW_BITS) return whole_tiles<W>(chunk);
     bool coded = true;
     for (u32 a = 0; a < 1u << parts.activity_bits; a++) coded &= entry_of<W>(shared_memory(), a, 0).x != shared_memory().classes.none.x;
-    // Low bits are read by the word, and a bit further.
+    // No base lane is there to be looked at: such chunks come to the kernel for those without. Low bits are read by the word, and a bit
+    // further.
     bool fast = coded && shared_memory().classes.by_threshold && parts.low_bits != 0 && parts.states == WARP &&
                 (u64)chunk.output % 16 == 0 && parts.sizes_at + 8 <= padded(chunk.size) && parts.exceptions == 0;
     return fast ? chunk.lanes / TileShape<W>::LANES : 0;

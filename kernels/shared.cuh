@@ -1,4 +1,4 @@
-// What a block of the kernel for codec `conditioned` keeps in shared memory. All that its threads know in common lies there: no thread
+// What a block of a kernel for codec `conditioned` keeps in shared memory. All that its threads know in common lies there: no thread
 // has registers for it.
 #pragma once
 #include "crc.cuh"

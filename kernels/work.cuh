@@ -7,7 +7,7 @@ enum : int {
     TO_LIST,   // STORE_LIST
     TO_OUTPUT, // each change on its own, with any other
     TO_TILE,   // to the tile, which leaves as a whole
-    LOW_BITS,  // the same without a base, for floats with low bits, all of them coded
+    LOW_BITS,  // the same without a base, for floats with low bits, all of them coded; whatever else there is lane by lane
     SLOWLY,    // lane by lane
 };
 

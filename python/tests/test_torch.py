@@ -274,6 +274,14 @@ class TestApply:
             like = ("F32", [6]) if odd.dim() == 1 else ("F32", [6, 4])
             assert _torch_memory.describe_many(["plain", "odd"], [values[0], odd], [expected[0], like], "cpu") is None
 
+        def within(tensor: torch.Tensor) -> torch.Tensor:
+            assert _torch_memory.describe_many(["odd"], [tensor], [("F32", [6])], "cpu") is None
+            with pytest.raises(tpde.Misuse, match="without memory of its own"):
+                _torch_memory.describe("odd", tensor)
+            return tensor
+
+        torch.vmap(within)(torch.zeros(2, 6))
+
     def test_versions_tell_autograd(self, model: tuple) -> None:
         module, _, pair = model
         loss = module(torch.arange(10)).float().sum()
@@ -290,6 +298,20 @@ class TestApply:
         versions = {name: parameter._version for name, parameter in module.named_parameters()}
         assert tpde.torch.apply_(module, pair) == "already_applied"
         assert all(parameter._version == versions[name] for name, parameter in module.named_parameters())
+
+    def test_versions_where_one_tensor_is_taken_at_a_time(self, model: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+        module, _, pair = model
+        increment = torch.autograd.graph.increment_version
+
+        def of_one(tensor: torch.Tensor) -> None:
+            if not isinstance(tensor, torch.Tensor):
+                raise RuntimeError("increment_version expect a Tensor as input")
+            increment(tensor)
+
+        monkeypatch.setattr(torch.autograd.graph, "increment_version", of_one)
+        before = module.embed.weight._version
+        assert tpde.torch.apply_(module, pair) == "applied"
+        assert module.embed.weight._version > before
 
     def test_versions_of_what_does_not_change_stay(self, tmp_path: Path) -> None:
         module = Tied()

@@ -150,7 +150,7 @@ class DevicePair:
         device: The CUDA device.
         payloads: Where the compressed bytes are while they are not used: ``"pinned"`` memory of the host, which the device
             copies from by itself; memory of the ``"device"``, which takes no copy at all; or their ``"file"``.
-        progress: As for :func:`tpde.encode`, of reading the payloads.
+        progress: As for :func:`tpde.encode`, of reading the payloads, unless they stay in their file.
 
     Raises:
         Invalid, Limit, SystemRefused: What is wrong with the pair's files.

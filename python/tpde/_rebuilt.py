@@ -121,7 +121,7 @@ class _Slot:
 
     def __init__(self, decoding: torch.cuda.Stream) -> None:
         self.dense: torch.Tensor | None = None
-        #: Each slot decodes on a stream of its own: the next weight begins where the last blocks of one leave room.
+        #: Outside of graphs each slot decodes on a stream of its own: the next weight begins where the last blocks of one leave room.
         self.decoding = decoding
         #: The weight that is or will be there, and not used yet.
         self.holds: int | None = None

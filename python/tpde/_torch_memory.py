@@ -117,17 +117,23 @@ def describe_many(
     if found != expected:
         return None
     bytes = list(map(_bytes, tensors))
-    storages = list(map(torch.Tensor.untyped_storage, tensors))
-    begins = [offset * _SIZES[dtype] for offset, (dtype, _) in zip(map(torch.Tensor.storage_offset, tensors), expected)]
-    if any(own and begin + own > room for begin, own, room in zip(begins, bytes, map(torch.UntypedStorage.nbytes, storages))):
+    try:
+        storages = list(map(torch.Tensor.untyped_storage, tensors))
+        rooms = list(map(torch.UntypedStorage.nbytes, storages))
+        offsets = list(map(torch.Tensor.storage_offset, tensors))
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
+    except RuntimeError:  # within torch.vmap, for example
         return None
-    addresses = map(torch.Tensor.data_ptr, tensors)
+    begins = [offset * _SIZES[dtype] for offset, (dtype, _) in zip(offsets, expected)]
+    if any(own and begin + own > room for begin, own, room in zip(begins, bytes, rooms)):
+        return None
     owners = zip(tensors, storages)
     return [(name, *look, *at, owner) for name, look, at, owner in zip(names, expected, zip(addresses, bytes), owners)]
 
 
 def storages_of(values: list[Any]) -> list[int | None]:
-    """Where the storages of tensors begin, an address that is one device's alone; ``None`` for what is no tensor with one."""
+    """Where the storages of tensors begin, an address that is one device's alone; ``None`` for what is no tensor with one. Those
+    on the device ``meta`` begin at 0."""
     if _PLAIN.issuperset(map(type, values)) and {torch.strided}.issuperset(map(_layouts, values)):
         try:
             return [begin or None for begin in map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, values))]

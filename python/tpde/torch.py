@@ -152,7 +152,7 @@ def _tell_again(tensors: list[Any]) -> None:
     tensors = list({id(tensor): tensor for tensor in tensors}.values())
     try:
         torch.autograd.graph.increment_version(tensors)
-    except (AttributeError, TypeError):  # PyTorch before 2.6 takes one
+    except (AttributeError, TypeError, RuntimeError):  # PyTorch before 2.6 takes one
         for tensor in tensors:
             torch.autograd.graph.increment_version(tensor)
 

@@ -167,10 +167,6 @@ impl Shared {
             Mode::InPlace(InPlace::ChunkByChunk) if !is_given => Some(device.scratch(&cx)?),
             _ => scratch.map(|scratch| scratch.at(at(layout.scratch))),
         };
-        let sides = match plan.slices.len() {
-            0 | 1 => Vec::new(),
-            slices => (0..slices.min(SIDES)).map(|_| device.pools.stream(&cx)).collect::<Result<_>>()?,
-        };
         let parts: [&[u8]; 3] = [table.as_bytes(), plan.order.as_bytes(), plan.records.as_bytes()];
         let starts = [layout.table, layout.order, layout.records];
         let copied = layout.copied as usize;
@@ -198,6 +194,11 @@ impl Shared {
         // Kernels count chunks and tensors of the whole pair: these addresses are where number 0 would be.
         let from_zero = |offset: u64, number: usize, bytes: usize| at(offset).wrapping_sub((number * bytes) as u64);
         let staging = if is_given { Some(memory.slice(layout.staging, plan.staged_bytes)?) } else { None };
+        // Last, so that an error before loses none.
+        let sides = match plan.slices.len() {
+            0 | 1 => Vec::new(),
+            slices => (0..slices.min(SIDES)).map(|_| device.pools.stream(&cx)).collect::<Result<_>>()?,
+        };
         Ok(Self {
             index: index.clone(),
             mode,
@@ -247,6 +248,8 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         let device = &self.index.device().0;
+        // Streams are asked whether they are idle, also while another thread captures.
+        let _relaxed = driver::Relaxed::new();
         if let Ok(cx) = device.context.enter() {
             self.sides.drain(..).for_each(|side| device.pools.take_back(&cx, side));
         }

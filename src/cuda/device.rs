@@ -35,7 +35,8 @@ const BLOCKS_LEAST: u32 = 3;
 pub struct FirstCall {
     /// Loading the driver and opening the device's context, where the process had none.
     pub context: Duration,
-    /// Compiling the kernels for the device, or finding them in the driver's cache.
+    /// Compiling the kernels for the device, or finding them in the driver's cache; but for the one for chunks without a base,
+    /// which comes with the first index that has such.
     pub kernels: Duration,
     /// Streams, and pinning the staging ring.
     pub memory: Duration,
@@ -181,7 +182,7 @@ impl Device {
     }
 
     /// Uploads what kernels need of an index: records, sums, tensors and tables. Once a pair; 52 bytes a chunk on the device and
-    /// 32 on the host.
+    /// 32 on the host. The first index with chunks without a base has their kernel compiled, unless the driver's cache has it.
     ///
     /// The copies are queued behind each other and done when something that was prepared with the result runs.
     ///

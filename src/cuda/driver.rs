@@ -173,7 +173,7 @@ impl Drop for Entered<'_> {
 /// A stream's handle: ours, or a caller's.
 pub(super) type RawStream = sys::CUstream;
 
-/// A stream of ours that waits for no other. It is never destroyed before its device is.
+/// A stream of ours that waits for no other, destroyed by its owner.
 #[derive(Debug)]
 pub(super) struct OwnStream(RawStream);
 

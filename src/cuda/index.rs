@@ -71,6 +71,11 @@ impl DeviceIndex {
         let (starts, size) = laid_out(parts.map(|part| part.len() as u64));
 
         let inner = &device.0;
+        let tensors: Vec<_> = index.tensors().map(|tensor| on_device(&tensor, index.table_sets(), &sets)).collect();
+        if tensors.iter().any(|tensor| tensor.codec == Codec::Conditioned && tensor.device.base_lanes < tensor.device.lanes) {
+            // Compiled here, and not in a launch, which is to be quick and may be captured.
+            inner.without_base()?;
+        }
         let cx = inner.context.enter()?;
         let memory = match memory {
             Some(given) => given.room_for(size)?,
@@ -86,11 +91,6 @@ impl DeviceIndex {
         }
         inner.hold_memory(&cx, inner.copy.raw())?;
         debug_assert_eq!(chunks, memory.address());
-        let tensors: Vec<_> = index.tensors().map(|tensor| on_device(&tensor, index.table_sets(), &sets)).collect();
-        if tensors.iter().any(|tensor| tensor.codec == Codec::Conditioned && tensor.device.base_lanes < tensor.device.lanes) {
-            // Compiled here, and not in a launch, which is to be quick and may be captured.
-            inner.without_base()?;
-        }
         Ok(Self(
             Arc::new(Uploaded {
                 device: device.clone(),

@@ -107,8 +107,8 @@ impl Plan {
                 )));
             }
             chunks.extend(tensor.chunks().map(|chunk| {
-                let is_alone = group == Group::Conditioned && tensor.first_lane(chunk) >= tensor.device.base_lanes;
-                (chunk, binding.tensor as u32, if is_alone { Group::WithoutBase } else { group })
+                let has_no_base = group == Group::Conditioned && tensor.first_lane(chunk) >= tensor.device.base_lanes;
+                (chunk, binding.tensor as u32, if has_no_base { Group::WithoutBase } else { group })
             }));
         }
         if let (Some((first, ..)), Some((last, ..))) = (chunks.first(), chunks.last()) {

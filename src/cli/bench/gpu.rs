@@ -331,7 +331,8 @@ impl Bed<'_> {
         Ok(end.since(&start)?)
     }
 
-    /// The same from a pair's files, which are in the page cache: all that a caller does who has nothing but its path.
+    /// The same from a pair's files, which are in the page cache: all that a caller does who has nothing but its path, in slices as
+    /// they come.
     fn open_and_launch(&self, path: &Path, mode: Mode) -> anyhow::Result<f64> {
         self.restore(mode)?;
         let start = Instant::now();

@@ -101,7 +101,7 @@ pub fn case_of(shape: Shape) -> Case {
 }
 
 /// A chunk of which all lanes of a block are coded, or none, so that steps are rows of lanes; `tiles` tiles and a bit. With low bits it
-/// has no base, and all lanes are coded. Where one lane in more than two changes, values have no extra bits.
+/// has no base, and all lanes are coded. One lane in `rarity` changes; with more than 2, values have no extra bits.
 pub fn rows_of(
     random: &mut Random,
     dtype: Dtype,
