@@ -165,7 +165,7 @@ class DevicePair:
         self._begin(pair, None, device, payloads, progress)
 
     @classmethod
-    def of_opened(cls, path: StrPath, pair: _tpde.Pair, device: Any) -> DevicePair:
+    def _of_opened(cls, path: StrPath, pair: _tpde.Pair, device: Any) -> DevicePair:
         """One for a single use."""
         made = cls.__new__(cls)
         made._begin(path, pair, device, "file", None)

@@ -134,7 +134,7 @@ def _on(device: Any, pair: Any, opened: _tpde.Pair) -> Any:
     from ._device import DevicePair
 
     if not isinstance(pair, DevicePair):
-        return DevicePair.of_opened(pair, opened, device)
+        return DevicePair._of_opened(pair, opened, device)
     if pair.device != device:
         raise Misuse(f"the pair is on {pair.device}, the tensors are on {device}")
     return pair

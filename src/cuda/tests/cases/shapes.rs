@@ -2,7 +2,7 @@
 
 use super::writer::{BLOCK, Plan, random_set, tile, write};
 use super::{Case, Random, random_lanes};
-use crate::lane::Dtype;
+use crate::lane::{Dtype, Lane, lanes_of_mut, with_lane};
 
 /// What shape a generated payload has; the rest comes from a seed.
 #[derive(Debug, Clone, Copy)]
@@ -101,7 +101,8 @@ pub fn case_of(shape: Shape) -> Case {
 }
 
 /// A chunk of which all lanes of a block are coded, or none, so that steps are rows of lanes; `tiles` tiles and a bit. With low bits it
-/// has no base, and all lanes are coded. One lane in `rarity` changes; with more than 2, values have no extra bits.
+/// has no base, and all lanes are coded. One lane in `rarity` changes; with more than 2, values have no extra bits. With low bits it is
+/// one lane in eight times as many whose value has some: not in every tile.
 pub fn rows_of(
     random: &mut Random,
     dtype: Dtype,
@@ -112,14 +113,23 @@ pub fn rows_of(
     rarity: usize,
 ) -> Case {
     let lanes = tiles * tile(dtype) + 1 + random.below(200);
-    let (mut base, target) = random_lanes(random, dtype, lanes, rarity);
+    let (mut base, mut target) = random_lanes(random, dtype, lanes, rarity);
+    let high_bits = 8 * dtype.lane_bytes() as u32 - low_bits;
+    let mut center = 0;
     if low_bits != 0 {
         base.fill(0);
     }
-    let set = random_set(random, 3, if rarity > 2 { 5 } else { 8 * dtype.lane_bytes() as u32 - low_bits }, true);
+    if low_bits != 0 && rarity > 2 {
+        center = 30.min((1u64 << high_bits) - 1);
+        with_lane!(dtype.lane_bytes(), L => for lane in lanes_of_mut::<L>(&mut target) {
+            let delta = if random.once_in(8 * rarity) { random.bits() } else { random.bits() % ((center + 1) << low_bits) };
+            *lane = L::apply(L::from_u64(0), L::from_u64(delta), dtype.order()).store();
+        });
+    }
+    let set = random_set(random, 3, if rarity > 2 && low_bits == 0 { 5 } else { high_bits }, true);
     let plan = Plan {
         low_bits,
-        center: 0,
+        center: center as u32,
         states_log2: 5,
         segments_log2,
         activity_bits,

@@ -171,9 +171,18 @@ fn rows_and_turns() -> Vec<(String, Chunk)> {
     let mut chunks = Vec::new();
     for dtype in [Dtype::F8E4m3, Dtype::Bf16, Dtype::F32, Dtype::F64] {
         for segments_log2 in 0..6u8 {
-            for (activity_bits, low, rarity) in
-                [(0, 0, 2), (1, 0, 2), (2, 0, 2), (0, 5, 2), (2, 8, 2), (0, 0, 30), (0, 0, 400), (2, 0, 400)]
-            {
+            for (activity_bits, low, rarity) in [
+                (0, 0, 2),
+                (1, 0, 2),
+                (2, 0, 2),
+                (0, 5, 2),
+                (2, 8, 2),
+                (0, 0, 30),
+                (0, 0, 400),
+                (2, 0, 400),
+                (0, 8, 400),
+                (2, 8, 400),
+            ] {
                 let random = &mut Random(chunks.len() as u64);
                 let tiles = (1 << segments_log2) + random.below(12);
                 let case = rows_of(random, dtype, tiles, segments_log2, activity_bits, low, rarity);
