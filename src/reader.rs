@@ -141,9 +141,12 @@ impl<B: Source> Pair<B> {
         Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() }
     }
 
-    /// Reads every payload and checks its CRC and padding, on all threads of the pool: with what opening has checked, every
-    /// stored byte is then known to be undamaged. The tensors themselves are checked against a base by
-    /// [`Apply::verify`](crate::delta::Apply::verify).
+    /// Reads every payload and checks its CRC and padding, on all threads of the pool.
+    ///
+    /// Finds accidents: together with what opening has checked, every stored byte is covered. CRC-32 misses random damage of a
+    /// payload with a probability of 2^-32. It does not find forgery: a payload can be changed so that its CRC and the chunk sums
+    /// stay the same, and the pair digest does not cover payloads. Only a comparison of the target digests shows that payloads
+    /// are authentic; [`Apply::verify`](crate::delta::Apply::verify) makes it.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming the first damaged chunk.
@@ -214,6 +217,7 @@ pub struct VerifyReport {
     pub stored_bytes: u64,
     /// Whether a base was given and is the pair's.
     pub base_checked: bool,
-    /// Whether a target was given, or rebuilt from the base, and is the pair's.
+    /// Whether a target was given, or rebuilt from the base, and has the digests of the pair. Only a rebuilt target says
+    /// anything of the payloads.
     pub target_checked: bool,
 }

@@ -4,6 +4,7 @@
 
 mod common;
 
+use common::forge::forge;
 use common::*;
 use serde_json::Value;
 use std::fs;
@@ -326,6 +327,32 @@ fn damage_is_found_and_named() {
     damaged("pair.tpde-index", &flip(|_| 3), "header.magic");
     damaged("pair.tpde-index", &|bytes| bytes.truncate(300), "header.index_size");
     damaged("pair.tpde-index", &|bytes| bytes.push(0), "header.index_size");
+}
+
+/// A payload that was changed with its CRC and sums kept: what `verify` prints must not say that this was excluded.
+#[test]
+fn verify_says_whether_it_excludes_a_forged_payload() {
+    let place = Place::new();
+    let [old, mut new] = [1, 2].map(|seed| tensor("w", "U32", &[1024], seed));
+    write_file(&place.path("base.safetensors"), &[old]);
+    write_file(&place.path("target.safetensors"), std::slice::from_ref(&new));
+    place.ok("encode base.safetensors target.safetensors -o pair --codec raw");
+    let forged = |line: &str| (place.json(line)["payload_authenticity"].clone(), place.ok(line).out);
+    let (checked, text) = forged("verify pair --base base.safetensors");
+    assert!(checked == "checked" && text.contains("forgery  excluded"), "{checked}, {text}");
+
+    let limits = tpde::Limits::default();
+    let index = tpde::ValidatedIndex::parse(place.read("pair.tpde-index"), &limits).unwrap();
+    place.edit("pair.tpde-blob", |blob| forge(&index, blob, &mut new.bytes));
+    for line in ["verify pair", "verify pair --target target.safetensors"] {
+        let (checked, text) = forged(line);
+        assert!(checked == "not_checked" && text.contains("forgery  not excluded"), "{line}: {checked}, {text}");
+    }
+    for line in ["verify pair --base base.safetensors", "apply base.safetensors pair -o out.safetensors"] {
+        assert_eq!(place.fails(line, DATA, "target_digest")["rule"], "tensor.target_digest");
+    }
+    let help = place.ok("verify --help").out.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(help.contains("finds damage, not forgery"), "{help}");
 }
 
 #[test]

@@ -4,12 +4,12 @@
 #[allow(dead_code, reason = "other tests use more of it")]
 mod common;
 
-use common::{Xorshift, manifest};
+use common::{Xorshift, forge::forge, manifest, tensor};
 use rayon::prelude::*;
 use tpde::error::{Invalid, Rule};
 use tpde::{
-    Apply, Checkpoint, Codec, Dtype, EncodeOptions, Error, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint,
-    TensorInfo, ValidatedIndex, encode_to_memory,
+    Apply, Checkpoint, Codec, Dtype, EncodeOptions, Error, InPlace, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint,
+    TensorInfo, TensorMut, ValidatedIndex, encode_to_memory,
 };
 
 /// A valid pair and its base.
@@ -228,4 +228,37 @@ fn flipped_bits_under_a_right_crc_never_change_a_lane() {
         }
         assert!(found > 20 * harmless, "{}: {found} found, {harmless} without effect", pair.name);
     });
+}
+
+/// The limit of what is not a digest: a blob that somebody changed with the weights of the sums at hand. Digests refuse it, and
+/// nothing else does.
+#[test]
+fn a_forged_blob_is_refused_where_digests_are_compared_and_nowhere_else() {
+    let [old, new] = [1, 2].map(|seed| tensor("w", "U32", &[1024], seed).bytes);
+    let info = TensorInfo { name: "w".into(), dtype: Dtype::U32, shape: vec![1024] };
+    let base = MemoryCheckpoint::new([(info.clone(), &*old)]).unwrap();
+    let target = MemoryCheckpoint::new([(info, &*new)]).unwrap();
+    let options = EncodeOptions { codec: Some(Codec::Raw), ..EncodeOptions::default() };
+    let genuine = encode_to_memory(Some(&base), &target, &options).unwrap().0;
+    let (mut blob, mut wrong) = (genuine.blob().clone(), new.clone());
+    forge(genuine.index(), &mut blob, &mut wrong);
+    let index = ValidatedIndex::parse(genuine.index().as_bytes().to_vec(), &Limits::default()).unwrap();
+    let forged = Pair::new(index, blob).unwrap();
+    assert!(forged.blob() != genuine.blob() && wrong != new);
+
+    let refused = |outcome: Result<()>| assert_eq!(outcome.unwrap_err().rule(), Some(Rule::TensorTargetDigest));
+    let mut out = vec![0; old.len()];
+    let mut lanes = old.clone();
+    let in_place = |lanes: &mut [u8], mode| forged.apply_in_place(&mut [TensorMut { name: "w", bytes: lanes }], mode).map(|_| ());
+    refused(Apply::new(&forged, &base).to_buffers(&mut [&mut out]).map(|_| ()));
+    refused(Apply::new(&forged, &base).verify().map(|_| ()));
+    refused(in_place(&mut lanes, InPlace::AllChecked));
+    assert_eq!(lanes, old);
+
+    assert!(!forged.verify().unwrap().target_checked);
+    let report = Apply::new(&forged, &base).digests(false).to_buffers(&mut [&mut out]).unwrap();
+    assert_eq!((report.digests_checked, &out), (false, &wrong));
+    assert_eq!(Apply::new(&forged, &base).range("w", 0..1024).unwrap(), wrong);
+    in_place(&mut lanes, InPlace::ChunkByChunk).unwrap();
+    assert_eq!(lanes, wrong);
 }

@@ -14,8 +14,10 @@ use tpde::{Apply, Pair, Result};
 
 /// Check a pair, and whether it fits a base or a target
 ///
-/// Alone: every rule of the index, and the checksum of every payload. With a base: rebuilds every tensor without writing it
-/// and compares all digests. With a target: compares a checkpoint with the target's digests.
+/// Alone: every rule of the index, and the CRC-32 of every payload. That finds damage, not forgery: a payload can be changed
+/// without changing its CRC-32 or the pair digest. With a base: rebuilds every tensor without writing it and compares all
+/// digests; a forged payload is refused. With a target: compares a checkpoint with the target's digests, which says nothing
+/// more of the payloads.
 #[derive(Args)]
 pub struct Verify {
     /// The pair: its name, or either file
@@ -37,6 +39,17 @@ pub struct Report {
     pair: PathBuf,
     #[serde(flatten)]
     verified: VerifyReport,
+    payload_authenticity: Authenticity,
+}
+
+/// Whether the payloads were shown to give the target that the index names.
+#[derive(Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Authenticity {
+    /// The tensors that they give were compared with the target digests.
+    Checked,
+    /// Their CRC-32 was compared, which somebody who changes a payload can keep.
+    NotChecked,
 }
 
 impl Verify {
@@ -70,7 +83,9 @@ impl Verify {
             bar.finish_and_clear();
             verified.target_checked = true;
         }
-        Ok(Report { pair: self.pair.clone(), verified })
+        // Comparing a given target says nothing of the payloads.
+        let payload_authenticity = if verified.base_checked { Authenticity::Checked } else { Authenticity::NotChecked };
+        Ok(Report { pair: self.pair.clone(), verified, payload_authenticity })
     }
 }
 
@@ -87,11 +102,19 @@ impl fmt::Display for Report {
                 (
                     "pair",
                     format!(
-                        "{}, {}, {}: structure and all payload checksums are right",
+                        "{}, {}, {}: structure and CRC-32 of all payloads are right",
                         text::bytes(stored_bytes),
                         text::counted(tensors, "tensor"),
                         text::counted(chunks, "chunk")
                     ),
+                ),
+                (
+                    "forgery",
+                    match self.payload_authenticity {
+                        Authenticity::Checked => "excluded: the payloads give tensors with the digests of the pair",
+                        Authenticity::NotChecked => "not excluded: digests of rebuilt tensors were not compared (--base BASE)",
+                    }
+                    .into(),
                 ),
                 ("base", tell(base_checked, "is the one that the pair was made from", "--base BASE does it")),
                 ("target", tell(target_checked, "has the digests of the pair", "--base or --target does it")),

@@ -14,6 +14,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// How far an in-place application checks before it writes.
+///
+/// Only digests detect a forged blob: CRC and chunk sums are linear, and a signed pair digest does not cover payloads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum InPlace {
     /// Decode and check everything first, and only then write: a refused pair leaves the tensors as they were.
@@ -21,6 +23,8 @@ pub enum InPlace {
     AllChecked,
     /// Check each chunk before it is written, reading everything once: a failure in the middle leaves a mixture, which
     /// [`Error::Poisoned`] tells.
+    ///
+    /// Compares CRC and chunk sums and no digests, so it does not detect a forged blob.
     ChunkByChunk,
 }
 
@@ -57,6 +61,8 @@ impl Checkpoint for Snapshot<'_> {
 
 impl<B: Source> Pair<B> {
     /// Turns base tensors into target tensors where they lie: the tensors given, in any order. Others of the pair are left.
+    ///
+    /// Digests are compared with [`InPlace::AllChecked`] only; see [`InPlace`] for what that means for a forged blob.
     ///
     /// # Errors
     /// With [`InPlace::AllChecked`], [`Error::WrongBase`], [`Error::AlreadyApplied`] or [`Error::Invalid`] and nothing is

@@ -1,5 +1,7 @@
 //! Small checkpoints for tests: made-up tensors, written as safetensors by hand, so that nothing under test writes its own input.
 
+#[allow(dead_code, reason = "not all tests forge")]
+pub mod forge;
 #[allow(dead_code, reason = "not all tests look at the vectors")]
 pub mod manifest;
 
@@ -33,7 +35,7 @@ pub fn width(dtype: &str) -> usize {
     match dtype {
         "U8" => 1,
         "BF16" | "F16" => 2,
-        "F32" => 4,
+        "F32" | "U32" => 4,
         "F64" | "I64" => 8,
         _ => panic!("no width for {dtype}"),
     }

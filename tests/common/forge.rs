@@ -1,0 +1,75 @@
+//! A blob that passes every check that is not cryptographic: CRC-32 and chunk sums are linear, so changes of a payload can be
+//! chosen that cancel in both.
+
+use tpde::ValidatedIndex;
+
+/// Weights of the words of a row (section 6.1), from the text of the spec.
+fn row_weight(word: usize) -> u32 {
+    let mut z = (word as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    ((z ^ (z >> 31)) >> 32) as u32 | 1
+}
+
+/// Changes the blob of a pair of one U32 tensor in one chunk of at most 1,024 lanes, all of them changed, with codec `raw`.
+/// `target` becomes what the forged pair decodes to. The index stays as it is and fits the forged blob.
+pub fn forge(index: &ValidatedIndex, blob: &mut [u8], target: &mut [u8]) {
+    let record = index.chunks()[0];
+    let lanes = record.num_deltas.get() as usize;
+    assert!(index.chunks().len() == 1 && lanes <= 1024 && target.len() == 4 * lanes, "a pair of another kind");
+    let payload = &mut blob[record.blob_offset.get() as usize..][..record.compressed_size.get() as usize];
+    let crc = crc32fast::hash(payload);
+
+    // A move adds Q[b] to word a and takes Q[a] from word b, which leaves Q[a]·a + Q[b]·b as it was. Moves of different words
+    // change different bits, so the CRC of several is the XOR of what each does. 33 of them have a subset that does nothing.
+    let feasible = (0..lanes - 1).step_by(2).filter_map(|a| {
+        let up = word(target, a).checked_add(row_weight(a + 1))?;
+        let down = word(target, a + 1).checked_sub(row_weight(a))?;
+        let moved = [(a, up), (a + 1, down)];
+        moved.iter().all(|&(at, new)| new != base_word(payload, lanes, target, at)).then_some(moved)
+    });
+    let moves: Vec<_> = feasible.take(33).collect();
+    assert_eq!(moves.len(), 33, "too few words can be moved");
+    let mut basis: Vec<(u32, u64)> = Vec::new();
+    let subset = moves.iter().enumerate().find_map(|(i, change)| {
+        let (mut copy, mut scratch) = (payload.to_vec(), target.to_vec());
+        apply(&mut copy, lanes, &mut scratch, change);
+        let (mut effect, mut subset) = (crc32fast::hash(&copy) ^ crc, 1u64 << i);
+        for &(vector, of) in &basis {
+            // Each vector of the basis has a leading bit of its own.
+            if effect & (1 << vector.ilog2()) != 0 {
+                (effect, subset) = (effect ^ vector, subset ^ of);
+            }
+        }
+        basis.extend((effect != 0).then_some((effect, subset)));
+        basis.sort_unstable_by(|a, b| b.cmp(a));
+        (effect == 0).then_some(subset)
+    });
+    let subset = subset.expect("33 vectors of 32 bits depend on each other");
+    for (i, change) in moves.iter().enumerate() {
+        if subset & (1 << i) != 0 {
+            apply(payload, lanes, target, change);
+        }
+    }
+}
+
+/// Writes new target words, and the deltas that make them out of the base.
+fn apply(payload: &mut [u8], lanes: usize, target: &mut [u8], change: &[(usize, u32)]) {
+    for &(at, new) in change {
+        let difference = new.wrapping_sub(base_word(payload, lanes, target, at)) as i32;
+        let delta = ((difference << 1) ^ (difference >> 31)) as u32;
+        payload[4 * (lanes + at)..][..4].copy_from_slice(&delta.to_le_bytes());
+        target[4 * at..][..4].copy_from_slice(&new.to_le_bytes());
+    }
+}
+
+/// A lane of the base: positions come first in the payload, then the deltas.
+fn base_word(payload: &[u8], lanes: usize, target: &[u8], at: usize) -> u32 {
+    let delta = word(payload, lanes + at);
+    word(target, at).wrapping_sub((delta >> 1) ^ (delta & 1).wrapping_neg())
+}
+
+/// A little-endian word of 32 bits.
+fn word(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(bytes[4 * at..][..4].try_into().unwrap())
+}
