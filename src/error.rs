@@ -45,6 +45,12 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+    /// Something that was read twice, or for a long time, was changed meanwhile. Reading it again may succeed.
+    #[error("{what} changed while it was read")]
+    Changed {
+        /// The file, or the part of a blob.
+        what: String,
+    },
     /// The file may be fine but asks for more than the reader's limits.
     #[error("{what} is {found}, above the reader's limit of {limit}")]
     Limit {

@@ -1,6 +1,5 @@
 //! A pair opened for reading (spec sections 11 and 13, steps 7 and 10).
 
-use crate::codec::Encoded;
 use crate::error::{Error, Result, Rule, hex};
 use crate::format::{BLOB_HEADER_CRC_SPAN, BLOB_HEADER_SIZE, BLOB_MAGIC, BlobHeader, ChunkMetadata, PAYLOAD_ALIGN, VERSION_MAJOR};
 use crate::index::ValidatedIndex;
@@ -133,12 +132,6 @@ impl<B: Source> Pair<B> {
             .get(chunk as usize)
             .ok_or_else(|| Error::Misuse(format!("chunk {chunk} of a pair of {} chunks", records.len())))?;
         checked_payload(&self.blob, record, chunk, scratch)
-    }
-
-    /// What the record of a chunk says to its codec.
-    pub(crate) fn encoded(&self, chunk: u32) -> Encoded {
-        let record = &self.index.chunks()[chunk as usize];
-        Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() }
     }
 
     /// Reads every payload and checks its CRC and padding, on all threads of the pool.

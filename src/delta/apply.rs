@@ -1,6 +1,6 @@
 //! Applying: a base and a pair in, the target out (spec section 13, steps 8 to 12).
 
-use super::chunk::{Hashes, Worker, base_lanes, decode, find_base};
+use super::chunk::{Chunks, Hashes, Worker, base_lanes, decode, find_base};
 use super::{Pool, Progress, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::digest::{self, short};
@@ -106,6 +106,8 @@ impl Changes {
 /// ```
 pub struct Apply<'a, B> {
     pair: &'a Pair<B>,
+    /// Where the processor takes payloads from: the pair, unless they are kept.
+    pub(super) chunks: &'a dyn Chunks,
     base: &'a dyn Checkpoint,
     places: Vec<usize>,
     /// The base holds the selected tensors in their order: names do not matter.
@@ -138,7 +140,7 @@ impl<'a, B: Source> Apply<'a, B> {
     /// [`MemoryCheckpoint`](crate::MemoryCheckpoint).
     pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint) -> Self {
         let places = (0..pair.index().tensor_count()).collect();
-        Self { pair, base, places, in_order: false, digests: true, progress: &|_| {}, accelerator: None }
+        Self { pair, chunks: pair, base, places, in_order: false, digests: true, progress: &|_| {}, accelerator: None }
     }
 
     /// Only the tensors for which `wanted` holds.
@@ -272,7 +274,7 @@ impl<'a, B: Source> Apply<'a, B> {
             let range = tensor.chunk_range(chunk);
             let mut buffer = vec![0; ((range.end - range.start) * width) as usize];
             let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, self.base, base, first, lanes, sum);
-            decode(self.pair, &tensor, chunk, fill, &mut worker, &mut buffer, false)?;
+            decode(self.chunks, &tensor, chunk, fill, &mut worker, &mut buffer, false)?;
             let from = lanes.start.max(range.start) - range.start;
             let to = lanes.end.min(range.end) - range.start;
             out.extend_from_slice(&buffer[(from * width) as usize..(to * width) as usize]);
@@ -296,7 +298,7 @@ impl<'a, B: Source> Apply<'a, B> {
         let workers = Pool::new(Worker::new);
         let mut changes = Changes::default();
         in_batches(
-            tensor.chunks().filter(|&chunk| self.pair.encoded(chunk).num_deltas > 0),
+            tensor.chunks().filter(|&chunk| self.chunks.encoded(chunk).num_deltas > 0),
             |&chunk| (tensor.chunk_range(chunk).end - tensor.chunk_range(chunk).start) * width,
             |&mut chunk| {
                 let range = tensor.chunk_range(chunk);
@@ -307,7 +309,7 @@ impl<'a, B: Source> Apply<'a, B> {
                     let mut lanes = std::mem::take(&mut worker.lanes);
                     lanes.resize((2 * size).max(lanes.len()), 0);
                     let (new, old) = lanes[..2 * size].split_at_mut(size);
-                    let decoded = decode(self.pair, &tensor, chunk, fill, worker, new, false)
+                    let decoded = decode(self.chunks, &tensor, chunk, fill, worker, new, false)
                         .and_then(|_| fill(range.start, old, &mut ChunkSum::default()));
                     found.collect(range.start * width / element as u64, old, new, element);
                     worker.lanes = lanes;
@@ -359,12 +361,12 @@ impl<'a, B: Source> Apply<'a, B> {
                 let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, self.base, base, first, lanes, sum);
                 let hashes = workers.with(|worker| {
                     if let Some(out) = &mut job.out {
-                        return decode(self.pair, &tensor, chunk, fill, worker, out, self.digests);
+                        return decode(self.chunks, &tensor, chunk, fill, worker, out, self.digests);
                     }
                     // Taken out so that the worker's other buffers stay free for the decoder.
                     let mut lanes = std::mem::take(&mut worker.lanes);
                     lanes.resize(size.max(lanes.len()), 0);
-                    let hashes = decode(self.pair, &tensor, chunk, fill, worker, &mut lanes[..size], self.digests);
+                    let hashes = decode(self.chunks, &tensor, chunk, fill, worker, &mut lanes[..size], self.digests);
                     let stored = match (&hashes, sink) {
                         (Ok(_), Some(sink)) => sink.write(tensor.place, range.start, &lanes[..size]),
                         _ => Ok(()),
@@ -458,8 +460,8 @@ impl<'a, B: Source> Apply<'a, B> {
             let Some(place) = *base else { continue };
             let found = match self.hash_base(place) {
                 Ok(hash) => short(&hash),
-                Err(Error::Cancelled) => return Error::Cancelled,
-                Err(_) => return error,
+                // A base that cannot be read is not known to be wrong.
+                Err(unread) => return unread,
             };
             all_are_targets &= found == tensor.digests.target_digest;
             if tensor.base_kind != BaseKind::None && found != tensor.digests.base_digest {

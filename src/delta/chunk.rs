@@ -1,14 +1,39 @@
 //! Decoding one chunk: steps 8 to 11 of spec section 13.
 
 use crate::checkpoint::Checkpoint;
-use crate::codec::ChunkDecoder;
+use crate::codec::{ChunkDecoder, Encoded};
 use crate::digest::{self, PieceHasher};
 use crate::error::{Error, Escaped, Result, Rule};
 use crate::format::BaseKind;
-use crate::index::Tensor;
+use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::Pair;
 use crate::source::Source;
 use crate::sums::ChunkSum;
+use std::cell::Cell;
+
+/// The chunks of a pair: an index, and the payloads that belong to it.
+pub(super) trait Chunks: Sync {
+    fn index(&self) -> &ValidatedIndex;
+
+    /// The payload of a chunk, its CRC and padding checked: in memory as it is, or read into `scratch`.
+    fn payload<'a>(&'a self, chunk: u32, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]>;
+
+    /// What the record of a chunk says to its codec.
+    fn encoded(&self, chunk: u32) -> Encoded {
+        let record = &self.index().chunks()[chunk as usize];
+        Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() }
+    }
+}
+
+impl<B: Source> Chunks for Pair<B> {
+    fn index(&self) -> &ValidatedIndex {
+        self.index()
+    }
+
+    fn payload<'a>(&'a self, chunk: u32, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        self.payload(chunk, scratch)
+    }
+}
 
 /// What a thread needs to decode chunks.
 pub(super) struct Worker {
@@ -83,9 +108,10 @@ pub(super) fn base_lanes(
 /// Steps 8 to 11: fills `lanes`, as long as the chunk, with its target lanes.
 ///
 /// `fill` is given blocks of `lanes` with the lane at which each begins in the tensor; it puts the base lanes there and adds
-/// them to the sum. They are summed, hashed and decoded block by block, while they are in the nearest cache.
-pub(super) fn decode<B: Source>(
-    pair: &Pair<B>,
+/// them to the sum. They are summed, hashed and decoded block by block, while they are in the nearest cache. An error of `fill`
+/// is returned as it is: without the base lanes nothing is known about the chunk.
+pub(super) fn decode(
+    chunks: &dyn Chunks,
     tensor: &Tensor<'_>,
     chunk: u32,
     fill: impl Fn(u64, &mut [u8], &mut ChunkSum) -> Result<()>,
@@ -95,7 +121,7 @@ pub(super) fn decode<B: Source>(
 ) -> Result<Option<Hashes>> {
     const BLOCK: usize = 8 * ChunkSum::BLOCK;
     let at = |e: Error| e.in_chunk(chunk).in_tensor(tensor.name);
-    let sums = &pair.index().sums()[chunk as usize];
+    let sums = &chunks.index().sums()[chunk as usize];
     let (base_sum, target_sum) = (sums.base_sum.get(), sums.target_sum.get());
     let width = tensor.lane_bytes();
     let first_lane = tensor.chunk_range(chunk).start;
@@ -106,11 +132,13 @@ pub(super) fn decode<B: Source>(
     let mut hasher = hash_base.then(|| PieceHasher::new(offset, tensor.base_bytes()));
     let mut sum = ChunkSum::default();
     let mut filled = 0;
+    let unfilled = Cell::new(false);
     let mut fill = |lanes: &mut [u8], end: usize| {
         while filled < end {
             let block = filled..lanes.len().min(filled + BLOCK);
+            fill(first_lane + (block.start / width) as u64, &mut lanes[block.clone()], &mut sum)
+                .inspect_err(|_| unfilled.set(true))?;
             filled = block.end;
-            fill(first_lane + (block.start / width) as u64, &mut lanes[block.clone()], &mut sum)?;
             if let Some(hasher) = &mut hasher {
                 hasher.update(&lanes[block]);
             }
@@ -118,11 +146,14 @@ pub(super) fn decode<B: Source>(
         Ok(())
     };
 
-    let encoded = pair.encoded(chunk);
+    let encoded = chunks.encoded(chunk);
     let found = (encoded.num_deltas > 0).then(|| {
-        let payload = pair.payload(chunk, &mut worker.payload)?;
+        let payload = chunks.payload(chunk, &mut worker.payload)?;
         worker.decoder.decode(tensor.codec, tensor.tables, tensor.dtype, encoded, payload, base_sum, lanes, &mut fill)
     });
+    if let (Some(Err(_)), true) = (&found, unfilled.get()) {
+        return found.transpose().map(|_| None);
+    }
     // Whatever a payload seems to lack on a wrong base, the base is what is wrong.
     fill(lanes, lanes.len())?;
     Rule::ChunkBaseSum.check_eq(base_sum, sum.value).map_err(at)?;

@@ -1,7 +1,8 @@
 //! Applying where the tensors lie (spec section 13, modes of application).
 
 use super::apply::{Apply, ApplyReport};
-use super::chunk::{Worker, decode};
+use super::chunk::{Chunks, Worker, decode};
+use super::kept::{KEPT_PAYLOADS, Kept};
 use super::{Pool, Progress, in_batches};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::error::{Error, Escaped, Result};
@@ -19,6 +20,15 @@ use std::sync::{Mutex, PoisonError};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum InPlace {
     /// Decode and check everything first, and only then write: a refused pair leaves the tensors as they were.
+    ///
+    /// What is written is what was checked, also when the blob changes meanwhile. Payloads are kept in memory between the two
+    /// passes, up to [`KEPT_PAYLOADS`](super::KEPT_PAYLOADS) bytes of them. The others are read again and compared with their
+    /// BLAKE3 digests: a difference is [`Error::Changed`], within [`Error::Poisoned`] if something was written by then. So is
+    /// another failure to read them. While all payloads are kept, the second pass reads nothing and cannot fail in this way.
+    ///
+    /// The bytes of the tensors are not copied. The exclusive borrow keeps the rest of a Rust program from writing them between
+    /// the passes. Where other code can reach the memory, the caller must keep it from writing; of such a write, the second pass
+    /// compares the chunk sums but not the digests.
     #[default]
     AllChecked,
     /// Check each chunk before it is written, reading everything once: a failure in the middle leaves a mixture, which
@@ -65,9 +75,10 @@ impl<B: Source> Pair<B> {
     /// Digests are compared with [`InPlace::AllChecked`] only; see [`InPlace`] for what that means for a forged blob.
     ///
     /// # Errors
-    /// With [`InPlace::AllChecked`], [`Error::WrongBase`], [`Error::AlreadyApplied`] or [`Error::Invalid`] and nothing is
-    /// written; with [`InPlace::ChunkByChunk`], [`Error::Poisoned`] if something was. [`Error::Misuse`] for a tensor that is
-    /// not in the pair, is given twice, has another length, or changes its number of rows.
+    /// With [`InPlace::AllChecked`], [`Error::WrongBase`], [`Error::AlreadyApplied`], [`Error::Invalid`] or [`Error::Io`] and
+    /// nothing is written; with [`InPlace::ChunkByChunk`], and for blobs that change or fail between the passes of
+    /// [`InPlace::AllChecked`], [`Error::Poisoned`] if something was. [`Error::Misuse`] for a tensor that is not in the pair, is
+    /// given twice, has another length, or changes its number of rows.
     pub fn apply_in_place(&self, tensors: &mut [TensorMut<'_>], mode: InPlace) -> Result<ApplyReport> {
         self.apply_in_place_with(tensors, mode, &|_| {})
     }
@@ -79,11 +90,27 @@ impl<B: Source> Pair<B> {
     /// # Errors
     /// As [`Pair::apply_in_place`], and what `progress` ends the work with.
     pub fn apply_in_place_with(&self, tensors: &mut [TensorMut<'_>], mode: InPlace, progress: Progress<'_>) -> Result<ApplyReport> {
+        self.apply_in_place_keeping(tensors, mode, KEPT_PAYLOADS, progress)
+    }
+
+    /// [`Pair::apply_in_place_with`] that keeps at most `limit` bytes of payloads.
+    fn apply_in_place_keeping(
+        &self,
+        tensors: &mut [TensorMut<'_>],
+        mode: InPlace,
+        limit: u64,
+        progress: Progress<'_>,
+    ) -> Result<ApplyReport> {
         tensors.sort_by(|a, b| a.name.cmp(b.name));
         self.check_in_place(tensors)?;
-        if mode == InPlace::AllChecked {
-            self.on_snapshot(tensors, progress, |apply| apply.verify().map(|_| ()))?;
-        }
+        let kept = Kept::new(self, limit);
+        let chunks: &dyn Chunks = match mode {
+            InPlace::AllChecked => {
+                self.on_snapshot(tensors, &kept, progress, |apply| apply.verify().map(|_| ()))?;
+                &kept
+            }
+            InPlace::ChunkByChunk => self,
+        };
         let table = self.index();
         let mut places = Vec::new();
         for tensor in tensors.iter() {
@@ -101,9 +128,9 @@ impl<B: Source> Pair<B> {
             jobs,
             |(_, _, lanes)| lanes.len() as u64,
             |(tensor, chunk, lanes)| {
-                workers.with(|worker| commit(self, tensor, *chunk, lanes, worker))?;
+                workers.with(|worker| commit(chunks, tensor, *chunk, lanes, worker))?;
                 written.lock().unwrap_or_else(PoisonError::into_inner).push(*chunk);
-                if tensor.base_kind == BaseKind::None || self.encoded(*chunk).num_deltas > 0 {
+                if tensor.base_kind == BaseKind::None || chunks.encoded(*chunk).num_deltas > 0 {
                     changed.store(true, Ordering::Relaxed);
                 }
                 if mode == InPlace::ChunkByChunk { progress.done(lanes.len() as u64) } else { Ok(()) }
@@ -114,7 +141,7 @@ impl<B: Source> Pair<B> {
         if let Err(source) = outcome {
             // Chunks that stay as they are count as written: if there are no others, the tensors are still what they were.
             if !changed.into_inner() {
-                return Err(self.on_snapshot(tensors, progress, |apply| apply.explain_in_order(source)));
+                return Err(self.on_snapshot(tensors, chunks, progress, |apply| apply.explain_in_order(source)));
             }
             written.sort_unstable();
             let total = places.iter().map(|&place| table.tensor(place).chunk_count).sum();
@@ -161,8 +188,14 @@ impl<B: Source> Pair<B> {
         Ok(())
     }
 
-    /// Works with an application to the tensors as they lie.
-    fn on_snapshot<R>(&self, tensors: &[TensorMut<'_>], progress: Progress<'_>, work: impl FnOnce(&Apply<'_, B>) -> R) -> R {
+    /// Works with an application of `chunks` to the tensors as they lie.
+    fn on_snapshot<R>(
+        &self,
+        tensors: &[TensorMut<'_>],
+        chunks: &dyn Chunks,
+        progress: Progress<'_>,
+        work: impl FnOnce(&Apply<'_, B>) -> R,
+    ) -> R {
         let found = tensors.iter().filter_map(|given| Some((self.index().find(given.name)?, &*given.bytes)));
         let (infos, data) = found
             .map(|(tensor, bytes)| {
@@ -173,13 +206,14 @@ impl<B: Source> Pair<B> {
         let names: Vec<_> = tensors.iter().map(|given| given.name).collect();
         let base = Snapshot { infos, data };
         let mut apply = Apply::new(self, &base).tensors(|name| names.binary_search(&name).is_ok()).progress(progress);
+        apply.chunks = chunks;
         apply.in_order = true; // each tensor is its own base, also where two were made from one
         work(&apply)
     }
 }
 
 /// Decodes a chunk apart from its lanes, checks it, and only then stores it.
-fn commit<B: Source>(pair: &Pair<B>, tensor: &Tensor<'_>, chunk: u32, lanes: &mut [u8], worker: &mut Worker) -> Result<()> {
+fn commit(chunks: &dyn Chunks, tensor: &Tensor<'_>, chunk: u32, lanes: &mut [u8], worker: &mut Worker) -> Result<()> {
     let first = tensor.chunk_range(chunk).start;
     let fill = |first_lane: u64, block: &mut [u8], sum: &mut ChunkSum| {
         match tensor.base_kind {
@@ -194,10 +228,13 @@ fn commit<B: Source>(pair: &Pair<B>, tensor: &Tensor<'_>, chunk: u32, lanes: &mu
     };
     let mut decoded = std::mem::take(&mut worker.lanes);
     decoded.resize(decoded.len().max(lanes.len()), 0);
-    let outcome = decode(pair, tensor, chunk, fill, worker, &mut decoded[..lanes.len()], false);
+    let outcome = decode(chunks, tensor, chunk, fill, worker, &mut decoded[..lanes.len()], false);
     if outcome.is_ok() {
         lanes.copy_from_slice(&decoded[..lanes.len()]);
     }
     worker.lanes = decoded;
     outcome.map(|_| ())
 }
+
+#[cfg(test)]
+mod tests;

@@ -8,10 +8,12 @@ mod chunk;
 mod compare;
 mod encode;
 mod in_place;
+mod kept;
 
 pub use apply::{Accelerator, Apply, ApplyReport, Changes, Sink, Work};
 pub use encode::{EncodeOptions, EncodeReport, Favor, TensorReport, encode, encode_to_memory, encode_to_path};
 pub use in_place::{InPlace, TensorMut};
+pub use kept::KEPT_PAYLOADS;
 
 pub use crate::watch::Progress;
 

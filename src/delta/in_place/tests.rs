@@ -1,0 +1,164 @@
+use super::*;
+use crate::sums::Q;
+use crate::{Codec, Dtype, EncodeOptions, Limits, MemoryCheckpoint, ValidatedIndex, encode_to_memory};
+use std::collections::HashSet;
+
+/// What a blob does when payloads are read again.
+#[derive(Debug, Clone, Copy)]
+enum Second {
+    /// Other payloads with the same CRC and the same sums.
+    Forged,
+    Fails,
+}
+
+/// A blob that answers differently when a range is read again.
+struct Twofold {
+    first: Vec<u8>,
+    forged: Vec<u8>,
+    second: Second,
+    /// Only reads from here on are answered differently.
+    from: u64,
+    seen: Mutex<HashSet<u64>>,
+    reads_again: Mutex<u32>,
+}
+
+impl Source for Twofold {
+    fn size(&self) -> u64 {
+        self.first.len() as u64
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        let range = offset as usize..offset as usize + out.len();
+        let again = !self.seen.lock().unwrap().insert(offset);
+        *self.reads_again.lock().unwrap() += u32::from(again);
+        match self.second {
+            Second::Forged if again && offset >= self.from => out.copy_from_slice(&self.forged[range]),
+            Second::Fails if again && offset >= self.from => {
+                return Err(Error::io("read", "blob".as_ref(), std::io::Error::from_raw_os_error(5)));
+            }
+            _ => out.copy_from_slice(&self.first[range]),
+        }
+        Ok(())
+    }
+}
+
+const CHUNK_LANES: usize = 4096;
+const CHUNKS: usize = 4;
+/// Moves of lanes per chunk that leave the chunk sum: enough that some of them together leave the CRC too, which has 32 bits.
+const MOVES: usize = 40;
+
+fn info() -> TensorInfo {
+    TensorInfo { name: "w".into(), dtype: Dtype::U32, shape: vec![(CHUNKS * CHUNK_LANES) as u64] }
+}
+
+fn base() -> Vec<u8> {
+    let chunk = (0..CHUNK_LANES as u32).flat_map(|i| i.wrapping_mul(0x9E37_79B9).to_le_bytes());
+    chunk.collect::<Vec<_>>().repeat(CHUNKS) // so that what keeps the CRC of one payload keeps that of all
+}
+
+/// A target in which the first lanes of each chunk change. Move `i` adds `Q[b]` to lane `a` and takes `Q[a]` from lane `b`, so
+/// that all targets have the same chunk sums.
+fn target(moves: &[usize]) -> Vec<u8> {
+    let mut target = base();
+    for chunk in target.chunks_mut(4 * CHUNK_LANES) {
+        for i in 0..MOVES {
+            let (a, b) = (2 * i, 2 * i + 1);
+            let on = u32::from(moves.contains(&i));
+            chunk[4 * a..][..4].copy_from_slice(&(on * Q[b]).to_le_bytes());
+            chunk[4 * b..][..4].copy_from_slice(&(u32::MAX - on * Q[a]).to_le_bytes());
+        }
+    }
+    target
+}
+
+fn encode(target: &[u8]) -> Pair<Vec<u8>> {
+    let base = base();
+    let base = MemoryCheckpoint::new([(info(), &base[..])]).unwrap();
+    let target = MemoryCheckpoint::new([(info(), target)]).unwrap();
+    let options = EncodeOptions { codec: Some(Codec::Raw), chunk_lanes: CHUNK_LANES as u64, ..EncodeOptions::default() };
+    encode_to_memory(Some(&base), &target, &options).unwrap().0
+}
+
+/// Moves that together leave the CRC of a payload of chunk 0: a dependency of their differences, which are linear.
+fn moves_that_keep_the_crc() -> Vec<usize> {
+    let crc = |moves: &[usize]| encode(&target(moves)).index().chunks()[0].crc32.get();
+    let none = crc(&[]);
+    let mut reduced: Vec<(u32, u64)> = Vec::new();
+    for i in 0..MOVES {
+        let (mut difference, mut of) = (crc(&[i]) ^ none, 1 << i);
+        for (other, moves) in &reduced {
+            if difference ^ other < difference {
+                (difference, of) = (difference ^ other, of ^ moves);
+            }
+        }
+        if difference == 0 {
+            return (0..MOVES).filter(|i| of >> i & 1 == 1).collect();
+        }
+        reduced.push((difference, of));
+        reduced.sort_unstable_by_key(|(difference, _)| std::cmp::Reverse(*difference));
+    }
+    panic!("40 vectors of 32 bits are dependent")
+}
+
+/// A pair whose payloads from `from_chunk` on are answered differently when they are read again.
+fn pair(second: Second, from_chunk: usize) -> Pair<Twofold> {
+    let (first, forged) = (encode(&target(&[])), encode(&target(&moves_that_keep_the_crc())));
+    for (first, forged) in first.index().chunks().iter().zip(forged.index().chunks()) {
+        assert_eq!(first.crc32, forged.crc32);
+    }
+    let from = first.index().chunks()[from_chunk].blob_offset.get();
+    let index = ValidatedIndex::parse(first.index().as_bytes().to_vec(), &Limits::default()).unwrap();
+    let blob = Twofold {
+        first: first.blob().clone(),
+        forged: forged.blob().clone(),
+        second,
+        from,
+        seen: Mutex::default(),
+        reads_again: Mutex::default(),
+    };
+    Pair::new(index, blob).unwrap()
+}
+
+fn apply(pair: &Pair<Twofold>, limit: u64) -> (Result<ApplyReport>, Vec<u8>) {
+    let mut bytes = base();
+    let mut tensors = [TensorMut { name: "w", bytes: &mut bytes }];
+    let outcome = pair.apply_in_place_keeping(&mut tensors, InPlace::AllChecked, limit, &|_| {});
+    (outcome, bytes)
+}
+
+#[test]
+fn what_is_written_is_what_was_checked() {
+    for second in [Second::Forged, Second::Fails] {
+        let pair = pair(second, 0);
+        let (outcome, bytes) = apply(&pair, KEPT_PAYLOADS);
+        assert!(outcome.unwrap().digests_checked);
+        assert!(bytes == target(&[]), "{second:?}");
+        assert_eq!(*pair.blob().reads_again.lock().unwrap(), 0, "all payloads are kept");
+    }
+}
+
+#[test]
+fn above_the_limit_payloads_that_change_are_not_written() {
+    let (outcome, bytes) = apply(&pair(Second::Forged, 0), 0);
+    assert!(matches!(outcome, Err(Error::Changed { .. })), "{outcome:?}");
+    assert!(bytes == base(), "nothing was written");
+
+    let (outcome, bytes) = apply(&pair(Second::Forged, 2), 0);
+    let Err(Error::Poisoned { written, total, source }) = outcome else { panic!("{outcome:?}") };
+    assert_eq!((&written[..], total), (&[0, 1][..], 4));
+    assert!(matches!(*source, Error::Changed { .. }), "{source}");
+    let half = bytes.len() / 2;
+    assert!(bytes[..half] == target(&[])[..half] && bytes[half..] == base()[half..]);
+}
+
+#[test]
+fn above_the_limit_payloads_that_cannot_be_read_again_are_an_error_of_the_system() {
+    let (outcome, bytes) = apply(&pair(Second::Fails, 0), 0);
+    assert!(matches!(outcome, Err(Error::Io { .. })), "{outcome:?}");
+    assert!(bytes == base(), "nothing was written");
+
+    let (outcome, _) = apply(&pair(Second::Fails, 3), 0);
+    let Err(Error::Poisoned { written, source, .. }) = outcome else { panic!("{outcome:?}") };
+    assert_eq!(written, [0, 1, 2]);
+    assert!(matches!(*source, Error::Io { .. }), "{source}");
+}

@@ -1,0 +1,82 @@
+//! Payloads that are read twice and must be the same both times.
+
+use super::chunk::Chunks;
+use crate::digest;
+use crate::error::{Error, Result};
+use crate::index::ValidatedIndex;
+use crate::reader::Pair;
+use crate::source::Source;
+use blake3::Hash;
+use std::collections::HashMap;
+use std::sync::{PoisonError, RwLock};
+
+/// Bytes of payloads that [`InPlace::AllChecked`](super::InPlace::AllChecked) keeps in memory between checking and writing. Of
+/// those beyond it only a digest is kept: they are read again and compared.
+pub const KEPT_PAYLOADS: u64 = 256 << 20;
+
+/// The payloads of a pair whose blob may change: the first reading of each chunk is remembered, and every later one gives the same
+/// bytes or fails.
+pub(super) struct Kept<'a, B> {
+    pair: &'a Pair<B>,
+    read: RwLock<Read>,
+}
+
+struct Read {
+    payloads: HashMap<u32, Payload>,
+    /// Bytes that may still be kept.
+    free: u64,
+}
+
+enum Payload {
+    Bytes(Box<[u8]>),
+    Digest(Hash),
+}
+
+impl<'a, B: Source> Kept<'a, B> {
+    /// Nothing is read yet; at most `limit` bytes of payloads will be held.
+    pub fn new(pair: &'a Pair<B>, limit: u64) -> Self {
+        Self { pair, read: RwLock::new(Read { payloads: HashMap::new(), free: limit }) }
+    }
+
+    fn keep(&self, chunk: u32, payload: &[u8]) {
+        let mut read = self.read.write().unwrap_or_else(PoisonError::into_inner);
+        let size = payload.len() as u64;
+        let kept = if size <= read.free {
+            read.free -= size;
+            Payload::Bytes(payload.into())
+        } else {
+            drop(read); // hashing takes long
+            let digest = digest::of(payload);
+            read = self.read.write().unwrap_or_else(PoisonError::into_inner);
+            Payload::Digest(digest)
+        };
+        read.payloads.insert(chunk, kept);
+    }
+}
+
+impl<B: Source> Chunks for Kept<'_, B> {
+    fn index(&self) -> &ValidatedIndex {
+        self.pair.index()
+    }
+
+    fn payload<'a>(&'a self, chunk: u32, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        let digest = match self.read.read().unwrap_or_else(PoisonError::into_inner).payloads.get(&chunk) {
+            Some(Payload::Bytes(bytes)) => {
+                scratch.clear();
+                scratch.extend_from_slice(bytes);
+                return Ok(scratch);
+            }
+            Some(Payload::Digest(digest)) => Some(*digest),
+            None => None,
+        };
+        let payload = self.pair.payload(chunk, scratch)?;
+        match digest {
+            Some(digest) if digest != digest::of(payload) => {
+                return Err(Error::Changed { what: format!("the payload of chunk {chunk}") });
+            }
+            Some(_) => {}
+            None => self.keep(chunk, payload),
+        }
+        Ok(payload)
+    }
+}

@@ -1,0 +1,188 @@
+//! A base or target that cannot be read is an error of the system on every path, never a pair or a base that is wrong.
+
+#[allow(dead_code, reason = "other tests use more of it")]
+mod common;
+
+use common::*;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use tpde::delta::{Accelerator, Sink, Work};
+use tpde::error::Rule;
+use tpde::{Apply, Checkpoint, Codec, Dtype, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, TensorInfo, encode_to_memory};
+
+/// Tensors in memory of which one range cannot be read.
+struct Faulty<'a> {
+    tensors: MemoryCheckpoint<'a>,
+    tensor: &'a str,
+    /// The byte that cannot be read.
+    byte: u64,
+    /// Reads of that byte that go well before.
+    good: AtomicUsize,
+}
+
+impl<'a> Faulty<'a> {
+    fn new(held: &'a [(TensorInfo, Vec<u8>)], tensor: &'a str, byte: u64) -> Self {
+        Self { tensors: checkpoint(held), tensor, byte, good: AtomicUsize::new(0) }
+    }
+}
+
+impl Checkpoint for Faulty<'_> {
+    fn tensors(&self) -> &[TensorInfo] {
+        self.tensors.tensors()
+    }
+
+    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        let hit = self.tensors()[place].name == self.tensor && (offset..offset + out.len() as u64).contains(&self.byte);
+        if hit && self.good.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1)).is_err() {
+            return Err(eio());
+        }
+        self.tensors.read(place, offset, out)
+    }
+}
+
+struct Nowhere;
+
+impl Sink for Nowhere {
+    fn write(&self, _: usize, _: u64, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Stands in for a device: reads the bases that it is asked to, and hands over targets that are known.
+struct Copies<'a> {
+    targets: &'a [(TensorInfo, Vec<u8>)],
+    reads_bases: bool,
+}
+
+impl Accelerator for Copies<'_> {
+    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
+        for (at, &(place, base)) in work.tensors.iter().enumerate() {
+            if let (Some(base), true) = (base, self.reads_bases) {
+                let mut bytes = vec![0; work.base.tensors()[base].bytes() as usize];
+                work.base.read(base, 0, &mut bytes)?;
+            }
+            done(at, &self.targets[place].1)?;
+        }
+        Ok(())
+    }
+}
+
+fn eio() -> Error {
+    Error::Io { action: "read", path: "base".into(), source: std::io::Error::from_raw_os_error(5) }
+}
+
+const ROWS: u64 = 600;
+
+fn info(name: &str, rows: u64) -> TensorInfo {
+    TensorInfo { name: name.into(), dtype: Dtype::Bf16, shape: vec![rows, 64] }
+}
+
+fn held(infos: &[TensorInfo], flipped: usize) -> Vec<(TensorInfo, Vec<u8>)> {
+    let mut held = Vec::new();
+    for info in infos {
+        let mut bytes = tensor(&info.name, "BF16", &[info.bytes() as usize / 2], 7).bytes;
+        bytes.iter_mut().step_by(flipped).for_each(|byte| *byte ^= 1);
+        held.push((info.clone(), bytes));
+    }
+    held
+}
+
+fn checkpoint(held: &[(TensorInfo, Vec<u8>)]) -> MemoryCheckpoint<'_> {
+    MemoryCheckpoint::new(held.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).unwrap()
+}
+
+struct Case {
+    base: Vec<(TensorInfo, Vec<u8>)>,
+    target: Vec<(TensorInfo, Vec<u8>)>,
+    options: EncodeOptions,
+}
+
+impl Case {
+    /// Tensor `prefix` has more rows than its base, tensor `same` as many.
+    fn new(codec: Codec) -> Self {
+        let base = held(&[info("prefix", ROWS / 2), info("same", ROWS)], usize::MAX);
+        let target = held(&[info("prefix", ROWS), info("same", ROWS)], 100);
+        Self { base, target, options: EncodeOptions { codec: Some(codec), chunk_lanes: 4096, ..EncodeOptions::default() } }
+    }
+
+    fn pair(&self) -> Pair<Vec<u8>> {
+        encode_to_memory(Some(&checkpoint(&self.base)), &checkpoint(&self.target), &self.options).unwrap().0
+    }
+}
+
+#[track_caller]
+fn is_io<T>(outcome: Result<T>, what: impl std::fmt::Display) {
+    match outcome {
+        Err(Error::Io { source, .. }) => assert_eq!(source.raw_os_error(), Some(5), "{what}"),
+        Err(e) => panic!("{what}: {e}"),
+        Ok(_) => panic!("{what}: no error"),
+    }
+}
+
+#[test]
+fn a_base_that_cannot_be_read_is_said_to_be_unreadable_when_a_pair_is_applied() {
+    for &codec in Codec::ALL {
+        let case = Case::new(codec);
+        let pair = case.pair();
+        for (tensor, byte) in [("same", 0), ("same", 2 * 4096 * 2 + 5), ("same", ROWS * 128 - 1), ("prefix", 9), ("prefix", 17_000)]
+        {
+            let base = Faulty::new(&case.base, tensor, byte);
+            let what = format!("{codec:?}, {tensor} {byte}");
+            for digests in [true, false] {
+                let apply = Apply::new(&pair, &base).digests(digests);
+                let mut outputs: Vec<_> = apply.selected().map(|tensor| vec![0; tensor.bytes() as usize]).collect();
+                let mut slices: Vec<_> = outputs.iter_mut().map(|output| &mut output[..]).collect();
+                is_io(apply.to_buffers(&mut slices), &what);
+                is_io(apply.to_sink(&Nowhere), &what);
+                is_io(apply.verify(), &what);
+                let element = byte / 2;
+                is_io(apply.range(tensor, element..element + 1), &what);
+                is_io(apply.changes(tensor), &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_base_that_cannot_be_read_for_its_digest_is_said_to_be_unreadable() {
+    let case = Case::new(Codec::Raw);
+    let pair = case.pair();
+    // All chunks are read, then the base of another length once more.
+    let base = Faulty::new(&case.base, "prefix", 9);
+    base.good.store(1, Ordering::Relaxed);
+    is_io(Apply::new(&pair, &base).verify(), "digest");
+
+    // The first tensor is wrong, and whether the second one is cannot be found out.
+    let mut wrong = case.base.clone();
+    wrong[0].1[5] ^= 1;
+    let base = Faulty::new(&wrong, "same", 0);
+    let broken = Apply::new(&pair, &checkpoint(&wrong)).range("prefix", 0..1).unwrap_err();
+    assert_eq!(broken.rule(), Some(Rule::ChunkBaseSum));
+    is_io::<()>(Err(pair.explain(broken, &["prefix", "same"], &base, false, &|_| {})), "explained");
+}
+
+#[test]
+fn a_base_that_a_device_cannot_be_given_is_said_to_be_unreadable() {
+    let case = Case::new(Codec::Conditioned);
+    let pair = case.pair();
+    for reads_bases in [true, false] {
+        for tensor in ["prefix", "same"] {
+            let base = Faulty::new(&case.base, tensor, 9);
+            let device = Copies { targets: &case.target, reads_bases };
+            is_io(Apply::new(&pair, &base).on(&device).verify(), tensor);
+        }
+    }
+}
+
+#[test]
+fn checkpoints_that_cannot_be_read_are_said_to_be_unreadable_when_they_are_encoded() {
+    for codec in [None, Some(Codec::Raw), Some(Codec::Zstd), Some(Codec::Conditioned)] {
+        let case = Case::new(Codec::Raw);
+        let options = EncodeOptions { codec, ..case.options.clone() };
+        let (base, target) = (checkpoint(&case.base), checkpoint(&case.target));
+        for (tensor, byte) in [("same", 0), ("same", ROWS * 128 - 1), ("prefix", 9)] {
+            let what = format!("{codec:?}, {tensor} {byte}");
+            is_io(encode_to_memory(Some(&Faulty::new(&case.base, tensor, byte)), &target, &options), &what);
+            is_io(encode_to_memory(Some(&base), &Faulty::new(&case.target, tensor, byte), &options), &what);
+        }
+    }
+}
