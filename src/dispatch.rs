@@ -5,33 +5,35 @@
 #[inline]
 pub(crate) fn vectorized<R>(f: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
-    {
-        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512cd,avx2,bmi1,bmi2,popcnt,lzcnt")]
-        unsafe fn v4<R>(f: impl FnOnce() -> R) -> R {
-            f()
-        }
-        #[target_feature(enable = "avx2,bmi1,bmi2,popcnt,lzcnt")]
-        unsafe fn v3<R>(f: impl FnOnce() -> R) -> R {
-            f()
-        }
-        if is_x86_feature_detected!("avx2")
-            && is_x86_feature_detected!("bmi1")
-            && is_x86_feature_detected!("bmi2")
-            && is_x86_feature_detected!("popcnt")
-            && is_x86_feature_detected!("lzcnt")
-        {
-            if is_x86_feature_detected!("avx512f")
-                && is_x86_feature_detected!("avx512bw")
-                && is_x86_feature_detected!("avx512vl")
-                && is_x86_feature_detected!("avx512dq")
-                && is_x86_feature_detected!("avx512cd")
-            {
-                // SAFETY: every feature that v4 enables was detected just above.
-                return unsafe { v4(f) };
-            }
-            // SAFETY: every feature that v3 enables was detected just above.
-            return unsafe { v3(f) };
-        }
-    }
+    let f = match v4(f).or_else(v3) {
+        Ok(result) => return result,
+        Err(f) => f,
+    };
     f()
 }
+
+/// A function that runs `f` compiled with these features where the processor has all of them, and else gives `f` back. One list
+/// says what is enabled and what is detected.
+#[cfg(target_arch = "x86_64")]
+macro_rules! with_features {
+    ($name:ident: $($feature:tt),+) => {
+        #[inline]
+        fn $name<R, F: FnOnce() -> R>(f: F) -> Result<R, F> {
+            $(#[target_feature(enable = $feature)])+
+            unsafe fn enabled<R>(f: impl FnOnce() -> R) -> R {
+                f()
+            }
+            if $(is_x86_feature_detected!($feature))&&+ {
+                // SAFETY: every feature that the function enables was detected just above.
+                Ok(unsafe { enabled(f) })
+            } else {
+                Err(f)
+            }
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+with_features!(v4: "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx2", "bmi1", "bmi2", "popcnt", "lzcnt");
+#[cfg(target_arch = "x86_64")]
+with_features!(v3: "avx2", "bmi1", "bmi2", "popcnt", "lzcnt");

@@ -17,6 +17,27 @@ pub(crate) const STEP: usize = 32;
 /// Lanes that have a mask of those with a value. Steps of one or two groups have vector paths.
 pub(crate) const GROUP: usize = 16;
 
+/// A function that asks the processor for every feature that the functions of a path enable, and the list of them, with which a
+/// test compares the source.
+#[cfg(target_arch = "x86_64")]
+macro_rules! detection {
+    ($has:ident, $features:ident: $($feature:tt),+) => {
+        fn $has() -> bool {
+            $(is_x86_feature_detected!($feature))&&+
+        }
+        #[cfg(test)]
+        const $features: &[&str] = &[$($feature),+];
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+detection!(has_avx2, AVX2_FEATURES: "avx2", "bmi1", "bmi2", "popcnt");
+#[cfg(target_arch = "x86_64")]
+detection!(
+    has_avx512, AVX512_FEATURES:
+    "avx512f", "avx512bw", "avx512vl", "avx512cd", "avx512vbmi", "avx512vbmi2", "bmi2", "popcnt"
+);
+
 /// Instructions to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Path(Kind);
@@ -199,18 +220,10 @@ impl Path {
         let mut paths = vec![Self::SCALAR];
         #[cfg(target_arch = "x86_64")]
         {
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("bmi2") && is_x86_feature_detected!("popcnt") {
+            if has_avx2() {
                 paths.push(Self(Kind::Avx2));
             }
-            if is_x86_feature_detected!("avx512f")
-                && is_x86_feature_detected!("avx512bw")
-                && is_x86_feature_detected!("avx512vl")
-                && is_x86_feature_detected!("avx512cd")
-                && is_x86_feature_detected!("avx512vbmi")
-                && is_x86_feature_detected!("avx512vbmi2")
-                && is_x86_feature_detected!("bmi2")
-                && is_x86_feature_detected!("popcnt")
-            {
+            if has_avx512() {
                 paths.push(Self(Kind::Avx512));
             }
         }
@@ -376,6 +389,22 @@ impl Path {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn every_feature_that_a_path_enables_is_detected() {
+        let paths = [(include_str!("avx2.rs"), AVX2_FEATURES), (include_str!("avx512.rs"), AVX512_FEATURES)];
+        for (source, detected) in paths {
+            let attributes = source.lines().filter_map(|line| line.trim().strip_prefix("#[target_feature(enable = \""));
+            let mut enabled: Vec<_> =
+                attributes.flat_map(|rest| rest.strip_suffix("\")]").expect("one list a line").split(',')).collect();
+            enabled.sort_unstable();
+            enabled.dedup();
+            let mut detected = detected.to_vec();
+            detected.sort_unstable();
+            assert_eq!(enabled, detected);
+        }
+    }
 
     proptest! {
         #[test]
