@@ -5,7 +5,7 @@
 pub struct Limits {
     /// Most bytes of an index file.
     pub index_size: u64,
-    /// Most bytes that one compressible section may expand to.
+    /// Most bytes that one compressible section may expand to. More than 2^32 - 1 is refused whatever this says.
     pub section_size: u64,
 }
 

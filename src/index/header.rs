@@ -12,6 +12,10 @@ const LEAST_INDEX_SIZE: u64 = INDEX_HEADER_SIZE as u64 + ROOTS_SIZE + PAIR_DIGES
 /// Largest window that a section's frame may ask for.
 const WINDOW_LOG_MAX: u32 = 27;
 
+/// Most bytes of an expanded section that this reader can count: places in it are kept in 32 bits. No limit of a caller's goes
+/// beyond.
+const SECTION_SIZE_MAX: u64 = u32::MAX as u64;
+
 /// Step 1.
 pub(super) fn parse(bytes: &[u8], limits: &Limits) -> Result<IndexHeader> {
     let found = bytes.len() as u64;
@@ -41,7 +45,7 @@ pub(super) fn parse(bytes: &[u8], limits: &Limits) -> Result<IndexHeader> {
     Rule::HeaderIndexSize.check_eq(header.index_size, found)?;
     check_sections(&header)?;
     for entry in [Section::Tensors, Section::Files, Section::Tables].map(|section| header.section(section)) {
-        let (limit, found) = (limits.section_size, entry.expanded_size);
+        let (limit, found) = (limits.section_size.min(SECTION_SIZE_MAX), entry.expanded_size);
         if found > limit {
             return Err(Error::Limit { what: "expanded size of a section", limit, found });
         }
@@ -122,6 +126,7 @@ pub(super) fn expand<'a>(bytes: &'a [u8], header: &IndexHeader, section: Section
 #[cfg(test)]
 mod tests {
     use super::*;
+    use binrw::BinWrite;
 
     #[test]
     fn a_tiny_file_cannot_ask_for_much() {
@@ -129,5 +134,28 @@ mod tests {
         assert!(matches!(parse(&[0; 101], &limits), Err(Error::Limit { limit: 100, found: 101, .. })));
         assert_eq!(parse(&[], &limits).unwrap_err().rule(), Some(Rule::HeaderIndexSize));
         assert_eq!(parse(b"\x89TPB", &limits).unwrap_err().rule(), Some(Rule::HeaderMagic));
+    }
+
+    /// The index of an empty pair, the header of which says that this section expands to so many bytes. Nothing has that size.
+    fn with_expanded_size(section: Section, size: u64) -> Vec<u8> {
+        let target = crate::MemoryCheckpoint::default();
+        let (pair, _) = crate::encode_to_memory(None, &target, &crate::EncodeOptions::default()).unwrap();
+        let mut bytes = pair.index().as_bytes().to_vec();
+        let mut header = IndexHeader::read(&mut Cursor::new(&bytes)).unwrap();
+        header.sections[section as usize].expanded_size = size;
+        header.write(&mut Cursor::new(&mut bytes)).unwrap();
+        header.header_crc32 = crc32fast::hash(&bytes[..INDEX_HEADER_CRC_SPAN]);
+        header.write(&mut Cursor::new(&mut bytes)).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn places_in_a_section_fit_in_32_bits_whatever_the_limits() {
+        let limits = Limits { index_size: u64::MAX, section_size: u64::MAX };
+        for section in [Section::Tensors, Section::Files, Section::Tables] {
+            parse(&with_expanded_size(section, u32::MAX.into()), &limits).unwrap();
+            let refused = parse(&with_expanded_size(section, 1 << 32), &limits);
+            assert!(matches!(refused, Err(Error::Limit { limit: 0xFFFF_FFFF, found: 0x1_0000_0000, .. })), "{}", section.name());
+        }
     }
 }

@@ -21,7 +21,7 @@ pub(super) struct TensorTable {
 struct Row {
     lanes: u64,
     base_param: u64,
-    /// Where name and base name lie in `names`, and the dims in `dims`. All fit: the section is bounded by 32 bits.
+    /// Where name and base name lie in `names`, and the dims in `dims`. All fit: the header refuses a larger section.
     name: u32,
     base_name: u32,
     end: u32,
