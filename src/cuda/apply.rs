@@ -10,7 +10,7 @@ use super::layout::{self, DeviceTensor, STATUS_NOT_RUN};
 use super::memory::{self, Allocation, DeviceSlice, PinnedBuffer};
 use super::outcome::{Captured, Pending};
 use super::plan::Plan;
-use super::planned::{Layout, Mode, Payloads, Planned, SIDES, table_of};
+use super::planned::{Layout, Mode, Payloads, Planned, SIDES, check_devices, table_of};
 use super::stream::Stream;
 use crate::delta::InPlace;
 use crate::error::{Error, Result};
@@ -87,7 +87,7 @@ impl<'a> Planned<'a> {
     fn ready(self, memory: Option<DeviceSlice>) -> Result<Application<'a>> {
         let scratch = self.scratch(memory.is_some());
         let layout = self.layout(scratch, if memory.is_some() { self.plan.staged_bytes } else { 0 });
-        let memory = memory.map(|given| given.room_for(layout.bytes)).transpose()?;
+        let memory = memory.map(|given| given.room_for(layout.bytes, self.index.device())).transpose()?;
         let Self { index, bindings, mode, plan, payloads, .. } = self;
         let shared = Arc::new(Shared::new(&index, bindings, mode, plan, layout, memory, scratch)?);
         Ok(Application { shared, payloads })
@@ -180,17 +180,16 @@ impl Shared {
         }
         let copy = device.copy.raw();
         let ready = RawEvent::new(&cx, false)?;
+        let queueing = device.queueing(&cx, copy);
         // SAFETY: all of it lies within memory that the layout has room in, and that was allocated or given for this; that and
-        // the pinned memory are held until the copy has passed.
-        let queued = unsafe {
-            memory::copy_in(&cx, at(0), pinned.as_ptr(), copied, copy)
-                .and_then(|()| memory::fill(&cx, at(layout.statuses), STATUS_NOT_RUN, plan.span.len(), copy))
-                .and_then(|()| memory::fill(&cx, at(layout.flag), 0, 1, copy))
-                .and_then(|()| memory::fill(&cx, at(layout.scratch), 0, own_head as usize / 4, copy))
-        };
-        ready.record(&cx, copy)?;
-        ready.hold(&cx, device.pools.reaper.raw())?;
-        queued?;
+        // the pinned memory are held until the copy has passed, also after an error.
+        unsafe {
+            memory::copy_in(&cx, at(0), pinned.as_ptr(), copied, copy)?;
+            memory::fill(&cx, at(layout.statuses), STATUS_NOT_RUN, plan.span.len(), copy)?;
+            memory::fill(&cx, at(layout.flag), 0, 1, copy)?;
+            memory::fill(&cx, at(layout.scratch), 0, own_head as usize / 4, copy)?;
+        }
+        queueing.end_with(&ready)?;
         // Kernels count chunks and tensors of the whole pair: these addresses are where number 0 would be.
         let from_zero = |offset: u64, number: usize, bytes: usize| at(offset).wrapping_sub((number * bytes) as u64);
         let staging = if is_given { Some(memory.slice(layout.staging, plan.staged_bytes)?) } else { None };
@@ -256,6 +255,20 @@ impl Drop for Shared {
     }
 }
 
+/// While a launch is queued. If that ends by a panic, of a caller's [`Source`](crate::source::Source) for example, the host waits
+/// for all that was queued, so that its memory may be freed, and the application is ready for the next launch.
+struct Unwinding<'a>(&'a Launcher<'a>);
+
+impl Drop for Unwinding<'_> {
+    fn drop(&mut self) {
+        let Launcher { shared, cx, stream, .. } = *self.0;
+        let sides = shared.sides.iter().map(OwnStream::raw);
+        [shared.index.device().0.copy.raw(), stream].into_iter().chain(sides).for_each(|stream| driver::drain(cx, stream));
+        _ = shared.reset(cx, stream);
+        driver::drain(cx, stream);
+    }
+}
+
 impl Application<'_> {
     /// Binds the same tensors to other memory, for the launches from here on. False if other work is to be prepared for that,
     /// because of tensors that are one now, or no longer; nothing has changed then.
@@ -265,7 +278,8 @@ impl Application<'_> {
     pub fn rebind(&mut self, tensors: &[Binding]) -> Result<bool> {
         let busy = || Error::Misuse("an application is bound anew, and a launch of it was not waited for".into());
         let shared = Arc::get_mut(&mut self.shared).ok_or_else(busy)?;
-        let bindings = binding::check(&shared.index, tensors, shared.mode != Mode::OutOfPlace)?.bindings;
+        check_devices(shared.index.device(), tensors)?;
+        let bindings = binding::check(&shared.index.0.tensors, tensors, shared.mode != Mode::OutOfPlace)?.bindings;
         let places = |bindings: &[Binding]| bindings.iter().map(|binding| binding.tensor).collect::<Vec<_>>();
         if places(&bindings) != places(&shared.bindings) {
             return Ok(false);
@@ -325,22 +339,24 @@ impl Application<'_> {
 
         let launcher = Launcher { shared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address) };
         let (done, last) = (Arc::new(RawEvent::new(&cx, false)?), RawEvent::new(&cx, false)?);
-        let table = state.table.take();
-        let queued = self.send_table(&cx, table.as_ref(), raw).and_then(|()| launcher.run(&self.payloads, &statuses));
-        // From here on whatever was queued is held, also after an error.
-        let held = done
-            .record(&cx, raw)
+        let unwinding = Unwinding(&launcher);
+        let queued = self.send_table(&cx, state.table.as_ref(), raw).and_then(|()| launcher.run(&self.payloads, &statuses));
+        // From here on whatever was queued is held, also after an error, which may have come before the streams were joined.
+        let gathered = if queued.is_err() { launcher.gather() } else { Ok(()) };
+        let held = gathered
+            .and_then(|()| done.record(&cx, raw))
             .and_then(|()| shared.reset(&cx, raw))
             .and_then(|()| last.record(&cx, raw))
-            .and_then(|()| last.hold(&cx, device.pools.reaper.raw()))
-            .and_then(|()| if queued.is_err() { device.hold_memory(&cx, device.copy.raw()) } else { Ok(()) })
-            .and_then(|()| if queued.is_err() { launcher.after(device.copy.raw(), raw) } else { Ok(()) });
+            .and_then(|()| last.hold(&cx, device.pools.reaper.raw()));
+        std::mem::forget(unwinding);
         let pending = Pending::new(shared.clone(), done.clone(), statuses);
         if let Err(e) = held {
             // Nobody knows when the device is done with the memory: it is given up.
-            std::mem::forget((pending, staging, table, shared.clone()));
+            std::mem::forget((pending, staging, shared.clone()));
             return Err(e);
         }
+        // After an error the table on the device may still be the old one.
+        let _sent = if queued.is_ok() { state.table.take() } else { None };
         state.spare = staging;
         state.last = Some(last);
         state.done = Some(done);
@@ -383,10 +399,17 @@ impl Application<'_> {
         let staging = self.staging(&cx, state.as_mut().unwrap_or(&mut own))?;
         // What was queued outside of the capture cannot be waited for in it; this is a copy that was queued long ago.
         shared.ready.wait(&cx)?;
-        shared.reset(&cx, raw)?;
         let launcher = Launcher { shared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address) };
-        launcher.run_in_order(&self.payloads, &statuses)?;
-        Ok(Captured::new(shared.clone(), statuses, staging, self.keep()))
+        let queued = shared.reset(&cx, raw).and_then(|()| launcher.run_in_order(&self.payloads, &statuses));
+        let captured = Captured::new(shared.clone(), statuses, staging, self.keep());
+        match queued {
+            Ok(()) => Ok(captured),
+            Err(e) => {
+                // What was captured before the error may be run as a part of the caller's graph: its memory is given up.
+                std::mem::forget(captured);
+                Err(e)
+            }
+        }
     }
 
     fn check_device(&self, stream: &Stream) -> Result<()> {

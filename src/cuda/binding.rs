@@ -1,6 +1,6 @@
 //! Which memory holds which tensor, and what is refused of it.
 
-use super::index::{DeviceIndex, TensorOnDevice};
+use super::index::{TensorOnDevice, tensor_at};
 use super::memory::DeviceSlice;
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
@@ -35,22 +35,24 @@ pub(super) struct Checked {
     pub bindings: Vec<Binding>,
 }
 
-/// Checks lengths, alignment and overlaps. Of tensors that are given with the same memory, which is right where they are the
-/// same tensor under several names, one is decoded.
-pub(super) fn check(index: &DeviceIndex, given: &[Binding], in_place: bool) -> Result<Checked> {
+/// Checks lengths, alignment and overlaps. Tensors with the same memory are right where they are the same tensor under several
+/// names; one of them is decoded.
+pub(super) fn check(tensors: &[TensorOnDevice], given: &[Binding], in_place: bool) -> Result<Checked> {
     let mut bindings = given.to_vec();
     bindings.sort_by_key(|binding| binding.tensor);
     for binding in &bindings {
-        check_lengths(index.tensor(binding.tensor)?, binding, in_place)?;
+        check_lengths(tensor_at(tensors, binding.tensor)?, binding, in_place)?;
     }
-    // By where the outputs lie; of equal ones the first tensor leads.
-    bindings.sort_by_key(|binding| (binding.output.address(), std::cmp::Reverse(binding.output.bytes()), binding.tensor));
-    let mut kept: Vec<Binding> = Vec::with_capacity(bindings.len());
-    for binding in bindings {
-        let tensor = index.tensor(binding.tensor)?;
-        let before = kept.last().filter(|before| binding.output.bytes() > 0 && before.output.bytes() > 0);
-        if let Some(before) = before.filter(|before| before.output.address() + before.output.bytes() > binding.output.address()) {
-            let other = index.tensor(before.tensor)?;
+    // An empty output overlaps nothing, and must not stand between two that overlap.
+    let (empty, mut occupied): (Vec<_>, Vec<_>) = bindings.into_iter().partition(|binding| binding.output.bytes() == 0);
+    // By address; of equal outputs the first tensor leads.
+    occupied.sort_by_key(|binding| (binding.output.address(), std::cmp::Reverse(binding.output.bytes()), binding.tensor));
+    let mut kept: Vec<Binding> = Vec::with_capacity(occupied.len() + empty.len());
+    for binding in occupied {
+        let tensor = tensor_at(tensors, binding.tensor)?;
+        let overlapping = |before: &&Binding| before.output.address() + before.output.bytes() > binding.output.address();
+        if let Some(before) = kept.last().filter(overlapping) {
+            let other = tensor_at(tensors, before.tensor)?;
             let same_memory = (before.output.address(), before.output.bytes())
                 == (binding.output.address(), binding.output.bytes())
                 && base_of(before) == base_of(&binding);
@@ -67,11 +69,12 @@ pub(super) fn check(index: &DeviceIndex, given: &[Binding], in_place: bool) -> R
         kept.push(binding);
     }
     if !in_place {
-        check_bases(index, &kept)?;
+        check_bases(tensors, &kept, &empty)?;
     }
+    kept.extend(empty);
     kept.sort_by_key(|binding| binding.tensor);
     if let Some(pair) = kept.windows(2).find(|pair| pair[0].tensor == pair[1].tensor && pair[0].output.bytes() > 0) {
-        let name = &index.tensor(pair[0].tensor)?.name;
+        let name = &tensor_at(tensors, pair[0].tensor)?.name;
         return Err(Error::Misuse(format!("tensor {} is given twice, in different memory", Escaped(name))));
     }
     kept.dedup_by_key(|binding| binding.tensor);
@@ -112,25 +115,113 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &Binding, in_place: bool) -> 
     }
 }
 
-/// Out of place no output may overlap a base: blocks read bases while others write.
-fn check_bases(index: &DeviceIndex, outputs: &[Binding]) -> Result<()> {
-    // `outputs` ascend and do not overlap, so the only one that can hold a place is the last that begins at or before it.
-    for binding in outputs {
+/// Out of place no output may overlap a base: blocks read bases while others write. `outputs` ascend, do not overlap, and none
+/// of them is empty.
+fn check_bases(tensors: &[TensorOnDevice], outputs: &[Binding], empty: &[Binding]) -> Result<()> {
+    for binding in outputs.iter().chain(empty) {
         let Some(base) = binding.base.as_ref().filter(|base| base.bytes() > 0) else { continue };
-        if index.tensor(binding.tensor)?.base_kind == BaseKind::None {
+        if tensor_at(tensors, binding.tensor)?.base_kind == BaseKind::None {
             continue;
         }
+        // Of the outputs that begin before the end of the base, the last one ends last.
         let end = base.end()?;
         let before = outputs.partition_point(|other| other.output.address() < end);
-        let overlapping = outputs[..before].iter().rev().find(|other| other.output.bytes() > 0);
+        let overlapping = outputs[..before].last();
         let Some(other) = overlapping.filter(|other| other.output.address() + other.output.bytes() > base.address()) else {
             continue;
         };
-        let name = Escaped(&index.tensor(binding.tensor)?.name);
-        let other = Escaped(&index.tensor(other.tensor)?.name);
+        let name = Escaped(&tensor_at(tensors, binding.tensor)?.name);
+        let other = Escaped(&tensor_at(tensors, other.tensor)?.name);
         return Err(Error::Misuse(format!(
             "the memory for tensor {other} overlaps the base of tensor {name}: that is an application in place"
         )));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::index::{all_on_device, tables_of};
+    use super::*;
+    use crate::{Dtype, EncodeOptions, MemoryCheckpoint, TensorInfo, encode_to_memory};
+
+    const START: u64 = 0x7f00_0000_0000;
+
+    /// Tensors of these names and numbers of lanes, of two bytes each. All differ from their bases and from each other.
+    fn tensors(lanes: &[(&str, u64)]) -> Vec<TensorOnDevice> {
+        let infos = lanes.iter().map(|(name, n)| TensorInfo { name: (*name).into(), dtype: Dtype::U16, shape: vec![*n] });
+        let infos: Vec<_> = infos.collect();
+        let bytes = |first: usize| -> Vec<Vec<u8>> {
+            lanes.iter().enumerate().map(|(i, (_, n))| vec![(first + i) as u8; 2 * *n as usize]).collect()
+        };
+        let (base, target) = (bytes(1), bytes(101));
+        let [base, target] = [&base, &target]
+            .map(|all| MemoryCheckpoint::new(infos.iter().cloned().zip(all.iter().map(|bytes| &bytes[..]))).unwrap());
+        let (pair, _) = encode_to_memory(Some(&base), &target, &EncodeOptions::default()).unwrap();
+        all_on_device(pair.index(), &tables_of(pair.index().table_sets()).unwrap().0)
+    }
+
+    /// The bytes from `at` to `end` of some memory.
+    fn slice(at: u64, end: u64) -> DeviceSlice {
+        // SAFETY: nothing is done with the memory.
+        unsafe { DeviceSlice::from_raw(START + at, end - at) }
+    }
+
+    fn refused(tensors: &[TensorOnDevice], given: &[Binding], in_place: bool) -> String {
+        match check(tensors, given, in_place) {
+            Err(Error::Misuse(why)) => why,
+            other => panic!("{given:?}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn an_empty_output_between_two_that_overlap_does_not_hide_that() {
+        // By address, the empty tensors come after the first of those that overlap and before the second.
+        let tensors = tensors(&[("a", 50), ("b", 50), ("e", 0), ("f", 0)]);
+        let empty = |tensor, at| Binding::in_place(tensor, slice(at, at));
+        let given = [Binding::in_place(0, slice(0, 100)), empty(2, 30), empty(3, 98), Binding::in_place(1, slice(98, 198))];
+        assert!(refused(&tensors, &given, true).contains("overlaps"));
+        let out_of_place = |binding: &Binding| {
+            let base = slice(1000 + 1000 * binding.tensor as u64, 1000 + 1000 * binding.tensor as u64 + binding.output.bytes());
+            Binding::out_of_place(binding.tensor, Some(base), binding.output.clone())
+        };
+        assert!(refused(&tensors, &given.clone().map(|binding| out_of_place(&binding)), false).contains("overlaps"));
+        // Side by side they are right, wherever the empty ones are.
+        let given = [Binding::in_place(0, slice(0, 100)), empty(2, 30), empty(3, 100), Binding::in_place(1, slice(100, 200))];
+        let bound: Vec<_> = check(&tensors, &given, true).unwrap().bindings.iter().map(|binding| binding.tensor).collect();
+        assert_eq!(bound, [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn an_output_in_a_base_is_refused_with_empty_ones_between() {
+        let tensors = tensors(&[("a", 50), ("e", 0)]);
+        let empty = |at| Binding::out_of_place(1, None, slice(at, at));
+        for (base, output) in [(0, 98), (98, 0), (0, 0)] {
+            let bound = Binding::out_of_place(0, Some(slice(base, base + 100)), slice(output, output + 100));
+            assert!(refused(&tensors, &[bound, empty(99)], false).contains("in place"), "{base} {output}");
+        }
+        let bound = Binding::out_of_place(0, Some(slice(0, 100)), slice(100, 200));
+        check(&tensors, &[bound, empty(99)], false).unwrap();
+    }
+
+    #[test]
+    fn a_tensor_is_bound_once() {
+        let tensors = tensors(&[("a", 50), ("e", 0)]);
+        let (here, there) = (Binding::in_place(0, slice(0, 100)), Binding::in_place(0, slice(100, 200)));
+        assert!(refused(&tensors, &[here.clone(), there], true).contains("twice"));
+        let empty = [slice(0, 0), slice(7, 7)].map(|memory| Binding::in_place(1, memory));
+        let bound = check(&tensors, &[&[here.clone(), here][..], &empty].concat(), true).unwrap().bindings;
+        assert_eq!(bound.len(), 2);
+    }
+
+    #[test]
+    fn memory_that_wraps_around_is_refused() {
+        let tensors = tensors(&[("a", 50)]);
+        // SAFETY: nothing is done with the memory.
+        let memory = unsafe { DeviceSlice::from_raw(u64::MAX - 97, 100) };
+        refused(&tensors, &[Binding::in_place(0, memory)], true);
+        refused(&tensors, &[Binding::in_place(1, slice(0, 100))], true);
+        refused(&tensors, &[Binding::in_place(0, slice(0, 98))], true);
+        refused(&tensors, &[Binding::in_place(0, slice(1, 101))], true);
+    }
 }

@@ -82,6 +82,7 @@ call!(cuGetErrorString(code: Code, text: *mut *const c_char));
 calls! {
     cuCtxPopCurrent_v2(context: *mut CUcontext);
     cuCtxPushCurrent_v2(context: CUcontext);
+    cuCtxSynchronize();
     cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
     cuDeviceGetAttribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice);
     cuDeviceGetCount(count: *mut c_int);

@@ -259,9 +259,10 @@ impl Device {
     pub fn write(&self, to: &DeviceSlice, from: &[u8]) -> Result<()> {
         same_length(to, from.len())?;
         let cx = self.0.context.enter()?;
-        // SAFETY: the slice is memory of the device by its making, as long as `from`, which stays until the copy is waited for.
-        unsafe { memory::copy_in(&cx, to.address(), from.as_ptr(), from.len(), self.0.copy.raw())? };
-        self.0.wait_for(&cx, self.0.copy.raw())
+        // SAFETY: the slice is memory of the device by its making, as long as `from`, which stays until the copy is waited for,
+        // also after an error.
+        let queued = unsafe { memory::copy_in(&cx, to.address(), from.as_ptr(), from.len(), self.0.copy.raw()) };
+        self.0.wait_for(&cx, self.0.copy.raw()).and(queued)
     }
 
     /// Copies from the device, and waits until it is done. What was queued on other streams must have passed.
@@ -271,9 +272,10 @@ impl Device {
     pub fn read(&self, from: &DeviceSlice, to: &mut [u8]) -> Result<()> {
         same_length(from, to.len())?;
         let cx = self.0.context.enter()?;
-        // SAFETY: the slice is memory of the device by its making, as long as `to`, which stays until the copy is waited for.
-        unsafe { memory::copy_out(&cx, to.as_mut_ptr(), from.address(), to.len(), self.0.copy.raw())? };
-        self.0.wait_for(&cx, self.0.copy.raw())
+        // SAFETY: the slice is memory of the device by its making, as long as `to`, which stays until the copy is waited for, also
+        // after an error.
+        let queued = unsafe { memory::copy_out(&cx, to.as_mut_ptr(), from.address(), to.len(), self.0.copy.raw()) };
+        self.0.wait_for(&cx, self.0.copy.raw()).and(queued)
     }
 
     /// What the kernel `tpde_layout` reports of the structs, for a test.
@@ -304,18 +306,34 @@ impl fmt::Debug for Device {
 }
 
 impl Inner {
-    /// Waits, on the host, for what is queued on a stream of ours.
+    /// Waits, on the host, for what is queued on a stream of ours. Also after an error nothing of that is under way.
     pub fn wait_for(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
-        let event = RawEvent::new(cx, false)?;
-        event.record(cx, stream)?;
-        event.wait(cx)
+        let event = RawEvent::new(cx, false);
+        let waited = event.and_then(|event| event.record(cx, stream).and_then(|()| event.wait(cx)));
+        waited.inspect_err(|_| driver::drain(cx, stream))
     }
 
-    /// Keeps memory that the stream uses from being freed before the stream has passed this point.
+    /// Keeps memory that the stream uses from being freed before the stream has passed this point. If the driver refuses, the host
+    /// waits for the stream: also after an error the memory may be freed.
     pub fn hold_memory(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
-        let event = RawEvent::new(cx, false)?;
-        event.record(cx, stream)?;
-        event.hold(cx, self.pools.reaper.raw())
+        match RawEvent::new(cx, false) {
+            Ok(event) => self.hold_memory_until(cx, &event, stream),
+            Err(e) => {
+                driver::drain(cx, stream);
+                Err(e)
+            }
+        }
+    }
+
+    /// As [`Inner::hold_memory`], with an event that the caller keeps for the point.
+    pub fn hold_memory_until(&self, cx: &Entered<'_>, event: &RawEvent, stream: RawStream) -> Result<()> {
+        let held = event.record(cx, stream).and_then(|()| event.hold(cx, self.pools.reaper.raw()));
+        held.inspect_err(|_| driver::drain(cx, stream))
+    }
+
+    /// A guard for queueing work on a stream that uses memory of this crate's: see [`Queueing`].
+    pub fn queueing<'a>(&'a self, cx: &'a Entered<'a>, stream: RawStream) -> Queueing<'a> {
+        Queueing { device: self, cx, stream, is_held: false }
     }
 
     /// The kernel for chunks without a base, compiled when it is first wanted.
@@ -380,6 +398,38 @@ impl Drop for Inner {
         for module in self.modules.iter().chain(frames).chain(without_base) {
             // SAFETY: all work that uses its functions has passed: the pools have waited for the last use of memory.
             unsafe { calls::cuModuleUnload(module.0) };
+        }
+    }
+}
+
+/// While work is queued on a stream: whatever way this goes, memory that is freed afterwards is not freed before the stream has
+/// passed. It is declared behind the memory, so that it goes first.
+pub(super) struct Queueing<'a> {
+    device: &'a Inner,
+    cx: &'a Entered<'a>,
+    stream: RawStream,
+    is_held: bool,
+}
+
+impl Queueing<'_> {
+    /// All is queued.
+    pub fn end(mut self) -> Result<()> {
+        self.is_held = true;
+        self.device.hold_memory(self.cx, self.stream)
+    }
+
+    /// The same, with an event that the caller keeps for the point.
+    pub fn end_with(mut self, event: &RawEvent) -> Result<()> {
+        self.is_held = true;
+        self.device.hold_memory_until(self.cx, event, self.stream)
+    }
+}
+
+impl Drop for Queueing<'_> {
+    fn drop(&mut self) {
+        if !self.is_held {
+            // The error that has led here is the one to report; this one leaves nothing under way either.
+            _ = self.device.hold_memory(self.cx, self.stream);
         }
     }
 }

@@ -208,6 +208,18 @@ impl OwnStream {
     }
 }
 
+/// Waits, on the host, for all work of a stream: for errors that leave no event to wait for. If that fails too, for all work of the
+/// context; a driver that refuses even this has lost the context and ended its work.
+#[cold]
+pub(super) fn drain(_: &Entered<'_>, stream: RawStream) {
+    // SAFETY: the stream is ours or promised by the caller, and the context is current.
+    unsafe {
+        if calls::cuStreamSynchronize(stream) != Code::SUCCESS {
+            calls::cuCtxSynchronize();
+        }
+    }
+}
+
 /// A point in a stream.
 #[derive(Debug)]
 pub(super) struct RawEvent(sys::CUevent);

@@ -125,13 +125,14 @@ impl Frames {
             pinned[start as usize..][..part.len()].copy_from_slice(part);
         }
         let copy = device.copy.raw();
-        // SAFETY: all of it lies within the memory just allocated; that and the pinned memory are held until the copy has passed.
-        let queued = unsafe {
-            memory::copy_in(cx, at(0), pinned.as_ptr(), copied as usize, copy)
-                .and_then(|()| memory::fill(cx, at(at_statuses), 0, plan.span.len(), copy))
-        };
-        device.hold_memory(cx, copy)?;
-        queued?;
+        let queueing = device.queueing(cx, copy);
+        // SAFETY: all of it lies within the memory just allocated; that and the pinned memory are held until the copy has passed,
+        // also after an error.
+        unsafe {
+            memory::copy_in(cx, at(0), pinned.as_ptr(), copied as usize, copy)?;
+            memory::fill(cx, at(at_statuses), 0, plan.span.len(), copy)?;
+        }
+        queueing.end()?;
 
         // Kernels count chunks of the whole pair: these addresses are where number 0 would be.
         let from_zero = |offset, bytes: usize| at(offset).wrapping_sub(plan.span.start as u64 * bytes as u64);

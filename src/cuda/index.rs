@@ -71,25 +71,27 @@ impl DeviceIndex {
         let (starts, size) = laid_out(parts.map(|part| part.len() as u64));
 
         let inner = &device.0;
-        let tensors: Vec<_> = index.tensors().map(|tensor| on_device(&tensor, index.table_sets(), &sets)).collect();
+        let tensors = all_on_device(index, &sets);
         if tensors.iter().any(|tensor| tensor.codec == Codec::Conditioned && tensor.device.base_lanes < tensor.device.lanes) {
             // Compiled here, and not in a launch, which is to be quick and may be captured.
             inner.without_base()?;
         }
         let cx = inner.context.enter()?;
         let memory = match memory {
-            Some(given) => given.room_for(size)?,
+            Some(given) => given.room_for(size, device)?,
             None => DeviceSlice::owned(Allocation::new(inner, &cx, size)?, size),
         };
         let [chunks, sums, chunk_tensors, tables] = starts.map(|start| memory.address() + start);
+        let queueing = inner.queueing(&cx, inner.copy.raw());
         {
             let mut ring = inner.ring.lock().unwrap_or_else(PoisonError::into_inner);
             for (part, start) in parts.into_iter().zip(starts) {
-                // SAFETY: the parts lie in the memory just allocated, which the reaper holds until the copies have passed.
+                // SAFETY: the parts lie in the memory just allocated, which is held until the copies have passed, also after an
+                // error.
                 unsafe { ring.send_bytes(&cx, inner, memory.address() + start, part)? };
             }
         }
-        inner.hold_memory(&cx, inner.copy.raw())?;
+        queueing.end()?;
         debug_assert_eq!(chunks, memory.address());
         Ok(Self(
             Arc::new(Uploaded {
@@ -154,10 +156,7 @@ impl DeviceIndex {
     }
 
     pub(super) fn tensor(&self, place: usize) -> Result<&TensorOnDevice> {
-        self.0
-            .tensors
-            .get(place)
-            .ok_or_else(|| Error::Misuse(format!("tensor {place} of a pair of {} tensors", self.0.tensors.len())))
+        tensor_at(&self.0.tensors, place)
     }
 
     /// The tensor that a chunk belongs to.
@@ -181,6 +180,11 @@ impl Uploaded {
     }
 }
 
+/// The tensor at this place of the table.
+pub(super) fn tensor_at(tensors: &[TensorOnDevice], place: usize) -> Result<&TensorOnDevice> {
+    tensors.get(place).ok_or_else(|| Error::Misuse(format!("tensor {place} of a pair of {} tensors", tensors.len())))
+}
+
 /// Where parts of these sizes begin in one memory, and how large it is.
 pub(super) fn laid_out<const N: usize>(sizes: [u64; N]) -> ([u64; N], u64) {
     let mut end = 0;
@@ -198,11 +202,7 @@ pub(super) fn tables_of(sets: &[TableSet]) -> Result<(Vec<u32>, Vec<u32>)> {
     let mut words = Vec::new();
     for set in sets {
         let start = words.len();
-        starts.push(u32::try_from(start).map_err(|_| Error::Limit {
-            what: "words of codec tables",
-            limit: u32::MAX.into(),
-            found: start as u64,
-        })?);
+        starts.push(start_of_set(start)?);
         let classes = set.classes().len();
         words.resize(start + classes + 2, 0);
         words[start] = classes as u32;
@@ -219,12 +219,23 @@ pub(super) fn tables_of(sets: &[TableSet]) -> Result<(Vec<u32>, Vec<u32>)> {
     Ok((starts, words))
 }
 
+/// Where a set begins, in words, as kernels count. The number that says 'no set' is none.
+fn start_of_set(words: usize) -> Result<u32> {
+    let start = u32::try_from(words).ok().filter(|start| *start != NO_TABLES);
+    start.ok_or(Error::Limit { what: "words of codec tables", limit: u64::from(NO_TABLES) - 1, found: words as u64 })
+}
+
 /// Bytes of shared memory for the largest of the sets.
 fn table_bytes(sets: &[TableSet]) -> u32 {
     let symbols =
         |set: &TableSet| set.classes().map(|class| class.iter().filter(|frequency| **frequency != 0).count()).sum::<usize>();
     let bytes = |set: &TableSet| layout::conditioned_tables(set.classes().len() as u32, symbols(set) as u32);
     sets.iter().map(bytes).max().unwrap_or(const { layout::conditioned_tables(0, 0) })
+}
+
+/// What the host keeps of all tensors, whose table sets begin at `starts`.
+pub(super) fn all_on_device(index: &ValidatedIndex, starts: &[u32]) -> Vec<TensorOnDevice> {
+    index.tensors().map(|tensor| on_device(&tensor, index.table_sets(), starts)).collect()
 }
 
 fn on_device(tensor: &Tensor<'_>, sets: &[TableSet], starts: &[u32]) -> TensorOnDevice {
@@ -260,6 +271,15 @@ const _: () = assert!(size_of::<ChunkMetadata>() == 32 && size_of::<ChunkSums>()
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_set_begins_where_kernels_can_count() {
+        assert_eq!(start_of_set(0xFFFF_FFFE).unwrap(), 0xFFFF_FFFE);
+        for words in [0xFFFF_FFFF, 0x1_0000_0000] {
+            let found = words as u64;
+            assert!(matches!(start_of_set(words), Err(Error::Limit { limit: 0xFFFF_FFFE, found: f, .. }) if f == found));
+        }
+    }
 
     #[test]
     fn table_sets_lie_as_kernels_want_them() {

@@ -107,6 +107,12 @@ impl Launcher<'_> {
         self.shared.sides.iter().try_for_each(|side| self.after(side.raw(), self.stream))
     }
 
+    /// After an error: lets the stream wait for every other one that something may have been queued on.
+    pub fn gather(&self) -> Result<()> {
+        self.after(self.shared.index.device().0.copy.raw(), self.stream)?;
+        self.join()
+    }
+
     /// As [`Launcher::run`], with all on one stream.
     pub fn run_in_order(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<()> {
         let blob = self.blob(payloads);

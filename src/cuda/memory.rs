@@ -5,7 +5,7 @@
 //! asks, once the reaper has passed its last use: asking the driver for it is slow.
 
 use super::calls;
-use super::device::Inner;
+use super::device::{Device, Inner};
 use super::driver::{Entered, OwnStream, RawEvent, RawStream, check};
 use crate::error::{Error, Result};
 use cudarc::driver::sys;
@@ -261,8 +261,18 @@ impl DeviceSlice {
         }
     }
 
-    /// The first of it, if a caller gave as much as is needed, aligned as kernels want it.
-    pub(super) fn room_for(&self, bytes: u64) -> Result<Self> {
+    /// Whether work on this device may use the memory: what another device of this crate's has allocated is freed in an order that
+    /// this one is no part of.
+    pub(super) fn check_device(&self, device: &Device) -> Result<()> {
+        match &self.keep {
+            Some(allocation) => same_device(&allocation.device, device),
+            None => Ok(()),
+        }
+    }
+
+    /// The first of it, if a caller gave as much as is needed, aligned as kernels want it, for work on this device.
+    pub(super) fn room_for(&self, bytes: u64, device: &Device) -> Result<Self> {
+        self.check_device(device)?;
         if !self.address.is_multiple_of(MEMORY_ALIGN) || self.bytes < bytes {
             let (found, at) = (self.bytes, self.address);
             return Err(Error::Misuse(format!(
@@ -301,6 +311,11 @@ impl PinnedBuffer {
         self.start.as_ptr()
     }
 
+    /// As [`DeviceSlice::check_device`].
+    pub(super) fn check_device(&self, device: &Device) -> Result<()> {
+        same_device(&self.device, device)
+    }
+
     /// A word that the device may be writing.
     pub(super) fn word(&self, at: usize) -> u32 {
         assert!(4 * at + 4 <= self.bytes);
@@ -337,6 +352,13 @@ impl Drop for PinnedBuffer {
         let cx = self.device.context.enter();
         self.device.pools.unpin(cx.as_ref().ok(), self.start, self.capacity);
     }
+}
+
+fn same_device(owner: &Arc<Inner>, device: &Device) -> Result<()> {
+    if Arc::ptr_eq(owner, &device.0) {
+        return Ok(());
+    }
+    Err(Error::Misuse("memory of one device is given to another, or to the same one opened twice".into()))
 }
 
 /// Queues a copy from the host.

@@ -1,7 +1,7 @@
 //! Applications that have been worked out: what is done to which tensors, in what order, and in how much memory.
 
 use super::binding::{self, Binding};
-use super::device::Scratch;
+use super::device::{Device, Scratch};
 use super::index::{DeviceIndex, laid_out};
 use super::layout::{self, DeviceTensor};
 use super::memory::{DeviceSlice, PinnedBuffer};
@@ -73,6 +73,14 @@ impl Payloads<'_> {
         }
     }
 
+    fn check_device(&self, device: &Device) -> Result<()> {
+        match self {
+            Payloads::Host(_) | Payloads::Kept(_) => Ok(()),
+            Payloads::Pinned(pinned) => pinned.check_device(device),
+            Payloads::Device(memory) | Payloads::Part { memory, .. } => memory.check_device(device),
+        }
+    }
+
     /// Whether these can be the payloads of the tensors.
     fn check(&self, index: &DeviceIndex, tensors: &[Binding]) -> Result<()> {
         let found = match self {
@@ -131,7 +139,9 @@ impl DeviceIndex {
         slice_bytes: u64,
     ) -> Result<Planned<'a>> {
         payloads.check(self, tensors)?;
-        let bindings = binding::check(self, tensors, mode != Mode::OutOfPlace)?.bindings;
+        payloads.check_device(self.device())?;
+        check_devices(self.device(), tensors)?;
+        let bindings = binding::check(&self.0.tensors, tensors, mode != Mode::OutOfPlace)?.bindings;
         let route = match payloads.on_device() {
             Some(blob) if !blob.is_multiple_of(PAYLOAD_ALIGN) => {
                 return Err(Error::Misuse(format!("a blob at {blob:#x}, which is no multiple of {PAYLOAD_ALIGN}")));
@@ -228,6 +238,12 @@ impl Planned<'_> {
         ]);
         Layout { table, order, records, copied: statuses, statuses, flag, scratch, staging, bytes }
     }
+}
+
+/// Whether work on this device may use the memory of these tensors.
+pub(super) fn check_devices(device: &Device, tensors: &[Binding]) -> Result<()> {
+    let mut memory = tensors.iter().flat_map(|binding| binding.base.iter().chain([&binding.output]));
+    memory.try_for_each(|memory| memory.check_device(device))
 }
 
 /// What kernels are told of the tensors, from the first that is bound to the last.

@@ -2,7 +2,7 @@
 
 use super::calls;
 use super::device::Inner;
-use super::driver::{Entered, RawEvent, check};
+use super::driver::{self, Entered, RawEvent, check};
 use super::memory;
 use crate::error::{Error, Result};
 use cudarc::driver::sys;
@@ -66,9 +66,8 @@ impl Ring {
         fill(slot)?;
         // SAFETY: nobody writes the slot before the event, recorded next, has passed; the rest is promised by the caller.
         let copied = unsafe { memory::copy_in(cx, to, slot.as_ptr(), bytes, device.copy.raw()) };
-        // Also after an error: what was queued may run.
-        event.record(cx, device.copy.raw())?;
-        copied
+        // Also after an error: what was queued may run. Without an event the slot is free once the host has waited.
+        event.record(cx, device.copy.raw()).inspect_err(|_| driver::drain(cx, device.copy.raw())).and(copied)
     }
 
     /// Queues the copy of `bytes` to `to`, slot by slot.

@@ -2,7 +2,7 @@
 
 use super::calls;
 use super::device::{Device, same_length};
-use super::driver::{RawEvent, RawStream};
+use super::driver::{self, Entered, RawEvent, RawStream};
 use super::memory::{self, DeviceSlice, PinnedBuffer};
 use crate::error::{Error, Result};
 use std::ffi::c_void;
@@ -53,40 +53,71 @@ impl Stream {
     /// Queues a copy from one place of the device to another.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if the lengths differ, [`Error::Device`] if the driver refuses.
+    /// [`Error::Misuse`] if the lengths differ, the places overlap, memory is another device's, or the stream is being captured
+    /// into a graph; [`Error::Device`] if the driver refuses.
     pub fn copy(&self, to: &DeviceSlice, from: &DeviceSlice) -> Result<()> {
-        if to.bytes() != from.bytes() {
-            return Err(Error::Misuse(format!("a copy of {} bytes to {}", from.bytes(), to.bytes())));
-        }
-        let cx = self.device.0.context.enter()?;
-        // SAFETY: both are memory of the device by their making, and their memory is held until the stream has passed.
+        check_copy(to, from)?;
+        let cx = self.begin(&[to, from])?;
+        let queueing = self.device.0.queueing(&cx, self.raw);
+        // SAFETY: both are memory of the device by their making, do not overlap, and are held until the stream has passed, also
+        // after an error.
         unsafe { memory::copy_within(&cx, to.address(), from.address(), to.bytes(), self.raw)? };
-        self.device.0.hold_memory(&cx, self.raw)
+        queueing.end()
     }
 
     /// Queues the writing of a byte to all of some memory.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver refuses.
+    /// [`Error::Misuse`] if the memory is another device's, or the stream is being captured into a graph; [`Error::Device`] if the
+    /// driver refuses.
     pub fn fill(&self, to: &DeviceSlice, byte: u8) -> Result<()> {
-        let cx = self.device.0.context.enter()?;
-        // SAFETY: memory of the device by its making, held until the stream has passed.
+        let cx = self.begin(&[to])?;
+        let queueing = self.device.0.queueing(&cx, self.raw);
+        // SAFETY: memory of the device by its making, held until the stream has passed, also after an error.
         unsafe { memory::fill_bytes(&cx, to.address(), byte, to.bytes(), self.raw)? };
-        self.device.0.hold_memory(&cx, self.raw)
+        queueing.end()
     }
 
     /// Queues a copy from pinned memory.
     ///
     /// # Errors
-    /// As [`Stream::copy`].
+    /// [`Error::Misuse`] if the lengths differ, memory is another device's, or the stream is being captured into a graph;
+    /// [`Error::Device`] if the driver refuses.
     pub fn copy_in(&self, to: &DeviceSlice, from: &Arc<PinnedBuffer>) -> Result<()> {
         same_length(to, from.len())?;
-        let cx = self.device.0.context.enter()?;
-        // SAFETY: the slice is memory of the device by its making; both are held until the stream has passed, since pinned
-        // memory goes back by the reaper. A caller who changes the bytes meanwhile gets a mixture of them on the device.
+        from.check_device(&self.device)?;
+        let cx = self.begin(&[to])?;
+        let queueing = self.device.0.queueing(&cx, self.raw);
+        // SAFETY: the slice is memory of the device by its making; both are held until the stream has passed, also after an error,
+        // since pinned memory goes back by the reaper. A caller who changes the bytes meanwhile gets a mixture of them on the
+        // device.
         unsafe { memory::copy_in(&cx, to.address(), from.as_ptr(), from.len(), self.raw)? };
-        self.device.0.hold_memory(&cx, self.raw)
+        queueing.end()
     }
+
+    /// Makes the context current for work with this memory.
+    fn begin(&self, memory: &[&DeviceSlice]) -> Result<Entered<'_>> {
+        memory.iter().try_for_each(|slice| slice.check_device(&self.device))?;
+        let cx = self.device.0.context.enter()?;
+        // A graph can run after the memory is freed, and the reaper must not become a part of it.
+        if driver::is_capturing(&cx, self.raw)? {
+            return Err(Error::Misuse("the stream is being captured into a graph, which cannot hold the memory".into()));
+        }
+        Ok(cx)
+    }
+}
+
+/// What a copy within the device needs: the driver leaves it undefined what overlapping places hold afterwards.
+fn check_copy(to: &DeviceSlice, from: &DeviceSlice) -> Result<()> {
+    if to.bytes() != from.bytes() {
+        return Err(Error::Misuse(format!("a copy of {} bytes to {}", from.bytes(), to.bytes())));
+    }
+    let (to_end, from_end) = (to.end()?, from.end()?);
+    if to.bytes() > 0 && to.address() < from_end && from.address() < to_end {
+        let (bytes, to, from) = (to.bytes(), to.address(), from.address());
+        return Err(Error::Misuse(format!("a copy of {bytes} bytes from {from:#x} to {to:#x}, which overlap")));
+    }
+    Ok(())
 }
 
 impl Drop for Stream {
@@ -128,5 +159,26 @@ impl Event {
     /// [`Error::Device`] if one of them is not.
     pub fn since(&self, start: &Event) -> Result<f64> {
         Ok(f64::from(self.raw.since(&self.device.0.context.enter()?, &start.raw)?) / 1e3)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_onto_itself_in_part_is_refused() {
+        // SAFETY: nothing is done with the memory.
+        let slice = |address, bytes| unsafe { DeviceSlice::from_raw(address, bytes) };
+        for (to, from) in [(1000, 1099), (1099, 1000), (1000, 1000), (1000, 1001)] {
+            let refused = check_copy(&slice(to, 100), &slice(from, 100));
+            assert!(matches!(&refused, Err(Error::Misuse(why)) if why.contains("overlap")), "{to} {from}: {refused:?}");
+        }
+        for (to, from) in [(1000, 1100), (1100, 1000)] {
+            check_copy(&slice(to, 100), &slice(from, 100)).unwrap();
+        }
+        check_copy(&slice(1000, 0), &slice(1000, 0)).unwrap();
+        assert!(matches!(check_copy(&slice(1000, 100), &slice(2000, 99)), Err(Error::Misuse(_))));
+        assert!(matches!(check_copy(&slice(u64::MAX - 9, 100), &slice(1000, 100)), Err(Error::Misuse(_))));
     }
 }
