@@ -126,6 +126,75 @@ class TestAgain:
         assert tpde.torch.apply_(tensors, pair) == "applied" and pair.plans == 1
         assert raw_of(tensors) == made.target_bytes
 
+    def test_a_storage_that_was_resized_in_place(self, pair: FakePair, made: Made) -> None:
+        tensors = tensors_of(made.base_bytes)
+        assert tpde.torch.apply_(tensors, pair) == "applied"
+        for size in (tensors["embed.weight"].nbytes - 1, 5, 0):
+            self.put(tensors, made.base_bytes)
+            weight = tensors["embed.weight"].clone()
+            assert tpde.torch.apply_({**tensors, "embed.weight": weight}, pair) == "applied"
+            weight.untyped_storage().resize_(size)
+            with pytest.raises(tpde.Misuse, match="'embed.weight'.* without memory of its own"):
+                tpde.torch.apply_({**tensors, "embed.weight": weight}, pair)
+        assert pair.plans == 1
+
+    def test_a_storage_that_was_resized_and_is_at_the_same_address(
+        self, pair: FakePair, made: Made, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tensors = tensors_of(made.base_bytes)
+        assert tpde.torch.apply_(tensors, pair) == "applied"
+        self.put(tensors, made.base_bytes)
+        weight = tensors["embed.weight"]
+        needed, storage, address = weight.nbytes, weight.untyped_storage().data_ptr(), weight.data_ptr()
+        weight.untyped_storage().resize_(needed - 1)
+        # An allocator may give the address again. Where it does not, it is said that it had: sizes are all that tells then.
+        data_ptr, storage_ptr = torch.Tensor.data_ptr, torch.UntypedStorage.data_ptr
+        moved = storage_ptr(weight.untyped_storage())
+        monkeypatch.setattr(torch.Tensor, "data_ptr", lambda one: address if one is weight else data_ptr(one))
+        monkeypatch.setattr(
+            torch.UntypedStorage, "data_ptr", lambda one: storage if storage_ptr(one) == moved else storage_ptr(one)
+        )
+        runs = pair.runs
+        with pytest.raises(tpde.Misuse, match="'embed.weight'.* without memory of its own"):
+            tpde.torch.apply_(tensors, pair)
+        assert pair.runs == runs
+
+    def test_a_base_or_results_of_which_a_storage_was_resized(self, pair: FakePair, made: Made) -> None:
+        base, tensors = tensors_of(made.base_bytes), tensors_of(made.base_bytes)
+        assert tpde.torch.apply_(tensors, pair, base=base) == "applied"
+        reader = tpde._open.Reader(made.pair, base, "pt")
+        reader.device, reader.on_device, reader.on_device_is_kept = torch.device("cpu"), pair, True
+        assert raw_of(reader.read(list(reader.entries))) == made.target_bytes
+        base["embed.weight"].untyped_storage().resize_(5)
+        assert pair._load_again(base, "cpu", None) is None  # nothing is kept for such a base
+        with pytest.raises(tpde.Misuse, match="'embed.weight'.* without memory of its own"):
+            tpde.torch.apply_(tensors, pair, base=base)
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            lambda weight: weight.untyped_storage().resize_(weight.untyped_storage().nbytes() + 8),
+            lambda weight: weight.set_(weight.untyped_storage(), 1, weight.shape, weight.stride()),
+            lambda weight: weight.set_(weight.untyped_storage(), 0, weight.shape, weight.stride()[::-1]),
+            lambda weight: weight.set_(weight.untyped_storage(), 0, weight.shape[::-1], weight.stride()),
+            lambda weight: weight.set_(torch.zeros(40)),
+            lambda weight: setattr(weight, "data", torch.zeros(5, 4, dtype=torch.int32)),
+            lambda weight: setattr(weight, "__class__", type("Own", (torch.Tensor,), {})),
+        ],
+        ids=["storage", "offset", "strides", "shape", "memory", "dtype", "class"],
+    )
+    def test_every_change_of_a_tensor_is_seen(self, changed: object) -> None:
+        from tpde import _torch_memory
+
+        tensors = {"other": torch.ones(3), "weight": torch.zeros(50)[2:].narrow(0, 0, 20).view(5, 4)}
+        seen = _torch_memory.Seen(tensors)
+        assert seen.same(tensors) and seen.same(dict(tensors))
+        assert not seen.same({"weight": tensors["weight"], "other": tensors["other"]})
+        changed(tensors["weight"])
+        assert not seen.same(tensors)
+        moved = _torch_memory.Seen(dict.fromkeys(["a"], torch.zeros(3)))
+        assert not moved.same({"a": torch.zeros(3, device="meta")})
+
     def test_from_a_base(self, pair: FakePair, made: Made) -> None:
         base, tensors = tensors_of(made.base_bytes), tensors_of(made.base_bytes)
         for _ in range(3):

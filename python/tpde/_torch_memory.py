@@ -152,8 +152,11 @@ def _storage(tensor: Any) -> int | None:
 
 
 class Seen:
-    """The tensors of a state dict as they were once: whether they are still where and what they were, without looking at each
-    from all sides again."""
+    """The tensors of a state dict as they were once: whether they are still where and what they were.
+
+    It compares everything that :func:`describe` has looked at, which takes less time than to look at it again. An address alone
+    says too little: a storage that was made smaller may have come back to it.
+    """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self.names = list(tensors)
@@ -161,7 +164,6 @@ class Seen:
 
     def same(self, tensors: Mapping[str, Any]) -> bool:
         """Whether these are the same in all that they were looked at for."""
-        # An address of a device is that device's alone, and a storage that has been made smaller has moved.
         return self.looks is not None and list(tensors) == self.names and self._looks(list(tensors.values())) == self.looks
 
     @staticmethod
@@ -170,16 +172,22 @@ class Seen:
         if not _PLAIN.issuperset(map(type, tensors)):
             return None
         try:
+            storages = list(map(torch.Tensor.untyped_storage, tensors))
             return (
                 list(map(torch.Tensor.data_ptr, tensors)),
-                list(map(torch.Tensor.is_contiguous, tensors)),
+                list(map(torch.UntypedStorage.data_ptr, storages)),
+                list(map(torch.UntypedStorage.nbytes, storages)),
+                list(map(torch.Tensor.storage_offset, tensors)),
+                list(map(torch.Tensor.stride, tensors)),
                 list(map(torch.Tensor.is_neg, tensors)),
                 list(map(torch.Tensor.is_conj, tensors)),
                 list(map(torch.Tensor.is_inference, tensors)),
+                list(map(_devices, tensors)),
+                list(map(_layouts, tensors)),
                 list(map(_dtypes, tensors)),
                 list(map(_shapes, tensors)),
             )
-        except RuntimeError:  # sparse, or on no device
+        except (RuntimeError, NotImplementedError, ValueError):  # sparse, on no device, or not initialized
             return None
 
 
