@@ -79,7 +79,7 @@ impl Shard {
 
 impl SafetensorsCheckpoint {
     /// Opens a `.safetensors` file, or a folder: the shards that its `*.safetensors.index.json` names, or without one all its
-    /// `.safetensors` files.
+    /// `.safetensors` files. Hidden files of the folder are no part of it.
     ///
     /// # Errors
     /// [`Error::Io`] if something cannot be read, [`Error::BadCheckpoint`] if it is no such file or folder.
@@ -94,7 +94,8 @@ impl SafetensorsCheckpoint {
             let name = entry.map_err(|e| Error::io("list", path, e))?.file_name();
             names.insert(name.to_string_lossy().into_owned());
         }
-        let mut indexes = names.iter().filter(|name| name.ends_with(SHARD_INDEX));
+        let seen = |ending: &'static str| names.iter().filter(move |name| name.ends_with(ending) && !name.starts_with('.'));
+        let mut indexes = seen(SHARD_INDEX);
         let shard_index = indexes.next().cloned();
         if let (Some(one), Some(other)) = (&shard_index, indexes.next()) {
             return Err(bad(&format_args!("two shard indexes, {} and {}", Escaped(one), Escaped(other))));
@@ -110,7 +111,7 @@ impl SafetensorsCheckpoint {
         let map = shard_index.as_ref().map(|(name, content)| header::weight_map(&path.join(name), content)).transpose()?;
         let shards: BTreeSet<&String> = match &map {
             Some(map) => map.values().collect(),
-            None => names.iter().filter(|name| name.ends_with(".safetensors")).collect(),
+            None => seen(".safetensors").collect(),
         };
         if shards.is_empty() {
             return Err(bad(&"no .safetensors file in this folder"));
@@ -118,6 +119,9 @@ impl SafetensorsCheckpoint {
         let mut files = Vec::new();
         for &name in &shards {
             check_name(path, name, FileKind::Safetensors)?;
+            if !names.contains(name) {
+                return Err(bad(&format_args!("the shard index names {}, which is not there", Escaped(name))));
+            }
             files.push((path.join(name), name.clone()));
         }
         let mut checkpoint = Self::from_files(path, files)?;

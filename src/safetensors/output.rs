@@ -1,7 +1,7 @@
 //! Rebuilding the target's files.
 
 use super::SafetensorsCheckpoint;
-use super::header::{self, Header, Placed};
+use super::header::{Header, Placed};
 use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 use crate::delta::{Accelerator, Apply, ApplyReport, Progress, Sink};
 use crate::digest;
@@ -120,8 +120,8 @@ pub fn target_metadata(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoi
                 &of_base
             }
         };
-        let metadata = header::metadata(content).map_err(|reason| Rule::FileTensors.broken("a safetensors header", reason))?;
-        for (key, value) in metadata {
+        let header = Header::parse(content).map_err(|reason| Rule::FileTensors.broken("a safetensors header", reason))?;
+        for (key, value) in header.metadata {
             all.entry(key).or_insert(value);
         }
     }

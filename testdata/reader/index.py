@@ -16,6 +16,7 @@ from .layout import (AS_BASE, DTYPES, HEADER_OF_BASE, NONE, PREFIX, SAFETENSORS,
 
 MAGIC = b"\x89TPI\r\n\x1a\n"
 INDEX_LIMIT, SECTION_LIMIT = 1 << 30, 256 << 20
+SHARD, SHARD_INDEX = ".safetensors", ".safetensors.index.json"  # endings of names
 
 Index = namedtuple("Index", "header sections records sums base_root target_root digests tensors files pair_digest")
 File = namedtuple("File", "name kind content entry")  # the content is None where the base has it
@@ -186,8 +187,7 @@ def read_files(section, file_count):
         name = names.take(e.name_size)
         is_safetensors = e.kind in (SAFETENSORS, HEADER_OF_BASE)
         if name or file_count != 1 or not is_safetensors:
-            ending = rb"\.safetensors" if is_safetensors else rb"\.safetensors\.index\.json"
-            need(re.fullmatch(rb"[A-Za-z0-9_-][A-Za-z0-9._-]*" + ending, name), "file.name")
+            need(is_file_name(name, SHARD if is_safetensors else SHARD_INDEX), "file.name")
             need(not files or files[-1].name.encode() < name, "file.name", "order")
             need(all(file.name.lower() != name.decode().lower() for file in files), "file.name", "case")
         need(not is_safetensors or e.content_size >= 8, "file.content_size")
@@ -199,6 +199,11 @@ def read_files(section, file_count):
         files.append(File(name.decode(), e.kind, content, e))
     contents.finish()
     return files
+
+
+def is_file_name(name, ending):
+    return (len(name) <= 255 and name.endswith(ending.encode()) and len(name) > len(ending)
+            and re.fullmatch(rb"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) is not None)
 
 
 def check_records(index):

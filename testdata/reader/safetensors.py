@@ -1,40 +1,62 @@
 """The base checkpoint, and the files that are rebuilt from the target tensors: section 10."""
 
 import json
+from collections import namedtuple
 from math import prod
 from pathlib import Path
 
 from blake3 import blake3
 
 from .common import Refused, at, need
+from .index import SHARD, SHARD_INDEX, is_file_name
 from .layout import DTYPES, HEADER_OF_BASE, NONE, SAFETENSORS
 
 BITS = {dtype.name: dtype.bits for dtype in DTYPES.values()}
 HEADER_LIMIT = 100_000_000
 
+Placed = namedtuple("Placed", "name dtype shape begin end")
+
 
 class Base:
     """A lone safetensors file, whose name is then empty, or a folder of them with their shard index; None is no base.
 
-    `tensors` has the dtype, shape and bytes of each tensor, `files` the content and `heads` the first bytes, up to the
-    tensors, of each file.
+    `tensors` has the dtype, shape and bytes of each tensor, `heads` the first bytes of each safetensors file, up to its
+    tensors, and `shard_indexes` the content of the shard index, all by name.
     """
 
     def __init__(self, path):
-        self.tensors, self.heads, self.files = {}, {}, {}
+        self.tensors, self.heads, self.shard_indexes = {}, {}, {}
         if path is not None and Path(path).is_file():
-            self.add("", Path(path).read_bytes(), True)
+            self.add("", Path(path).read_bytes())
         elif path is not None:
-            for file in sorted(Path(path).iterdir()):
-                self.add(file.name, file.read_bytes(), file.name.endswith(".safetensors"))
+            self.add_folder(Path(path))
 
-    def add(self, name, data, is_safetensors):
-        self.files[name] = data
-        if is_safetensors:
-            start = 8 + int.from_bytes(data[:8], "little")
-            self.heads[name] = data[:start]
-            for tensor, dtype, shape, begin, end in read_head(data[:start]):
-                self.tensors[tensor] = (dtype, shape, data[start + begin:start + end])
+    def add_folder(self, folder):
+        names = sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
+        indexes = [name for name in names if name.endswith(SHARD_INDEX)]
+        need(len(indexes) <= 1, "base.file", "two shard indexes")
+        shards, placed = [name for name in names if name.endswith(SHARD)], {}
+        for name in indexes:
+            self.shard_indexes[name] = (folder / name).read_bytes()
+            placed = read_weight_map(self.shard_indexes[name])
+            shards = sorted(set(placed.values()))
+        need(shards, "base.file", "no safetensors file")
+        found = {}
+        for name in shards:
+            need(is_file_name(name.encode(), SHARD) and name in names, "base.file", "no such shard")
+            found |= dict.fromkeys(self.add(name, (folder / name).read_bytes()), name)
+        need(placed.items() <= found.items(), "base.file", "a tensor that is not in its shard")
+
+    def add(self, name, data):
+        """The names of the file's tensors, which are taken in."""
+        start = 8 + int.from_bytes(data[:8], "little")
+        self.heads[name] = data[:start]
+        entries = read_head(data[:start], "base.file")
+        need(start + (entries[-1].end if entries else 0) == len(data), "base.file", "length")
+        for tensor, dtype, shape, begin, end in entries:
+            need(tensor not in self.tensors, "base.file", "a tensor twice")
+            self.tensors[tensor] = (dtype, shape, data[start + begin:start + end])
+        return [entry.name for entry in entries]
 
     def bytes_of(self, tensor):
         """The bytes of the base tensor of `tensor`; none for base kind `none`."""
@@ -45,29 +67,92 @@ class Base:
         return data
 
 
-def read_head(head):
-    """The tensors of a safetensors header in the order of their data: name, dtype, shape, begin, end."""
-    def unique(pairs):
-        need(len(dict(pairs)) == len(pairs), "file.tensors", "a key twice")
-        return dict(pairs)
+# Section 10.3. Python's parser accepts more than JSON, and other numbers than the profile.
 
-    need(len(head) == 8 + int.from_bytes(head[:8], "little") <= 8 + HEADER_LIMIT, "file.tensors", "header length")
-    need(head[8:9] == b"{", "file.tensors", "header start")
+
+class Members(list):
+    """An object, as the list of its members."""
+
+
+class Number(str):
+    """A number, as it is written."""
+
+
+def parse_json(data, rule):
+    """What one JSON text holds, with `Members` for objects and `Number` for numbers."""
+    def no_constant(name):
+        raise ValueError(f"{name} is no JSON")
+
     try:
-        entries = json.loads(head[8:].decode("utf-8"), object_pairs_hook=unique)
-        entries.pop("__metadata__", None)
-        tensors = [(name, e["dtype"], e["shape"], *e["data_offsets"]) for name, e in entries.items()]
-        tensors.sort(key=lambda tensor: tensor[3:])
-        expected = 0
-        for name, dtype, shape, begin, end in tensors:
-            with at(tensor=name):
-                need(all(type(number) is int for number in (*shape, begin, end)), "file.tensors", "not integers")
-                need(begin == expected, "file.tensors", "gap or overlap")
-                need(8 * (end - begin) == prod(shape) * BITS[dtype], "file.tensors", "size")
-            expected = end
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Refused("file.tensors", f"header: {error!r}") from None
+        return json.loads(data.decode("utf-8"), object_pairs_hook=Members, parse_int=Number, parse_float=Number,
+                          parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        raise Refused(rule, f"JSON: {error}") from None
+
+
+def object_of(value, rule):
+    """The members of an object, by name, each there once."""
+    need(isinstance(value, Members), rule, "no object")
+    members = dict(value)
+    need(len(members) == len(value), rule, "a member twice")
+    for name in members:
+        string_of(name, rule)
+    return members
+
+
+def string_of(value, rule):
+    need(type(value) is str and not any("\ud800" <= c <= "\udfff" for c in value), rule, "no string, or a lone surrogate")
+    return value
+
+
+def strings_of(value, rule):
+    return {name: string_of(text, rule) for name, text in object_of(value, rule).items()}
+
+
+def integer_of(value, rule):
+    need(isinstance(value, Number) and value.isdecimal() and len(value) <= 20 and int(value) < 2**64, rule, "no integer")
+    return int(value)
+
+
+def integers_of(value, rule):
+    need(type(value) is list, rule, "no array")
+    return [integer_of(number, rule) for number in value]
+
+
+def read_head(head, rule):
+    """The tensors of a safetensors header in the order of their data."""
+    need(len(head) == 8 + int.from_bytes(head[:8], "little") <= 8 + HEADER_LIMIT, rule, "header length")
+    need(head[8:9] == b"{", rule, "header start")
+    members = object_of(parse_json(head[8:], rule), rule)
+    strings_of(members.pop("__metadata__", Members()), rule)
+    tensors = []
+    for name, value in members.items():
+        with at(tensor=name):
+            entry = object_of(value, rule)
+            need(entry.keys() == {"dtype", "shape", "data_offsets"}, rule, "members")
+            dtype, shape = string_of(entry["dtype"], rule), integers_of(entry["shape"], rule)
+            offsets = integers_of(entry["data_offsets"], rule)
+            need(dtype in BITS, rule, "dtype")
+            need(len(offsets) == 2, rule, "data_offsets")
+            bits = prod(shape) * BITS[dtype]
+            need(bits < 2**63 and 8 * (offsets[1] - offsets[0]) == bits, rule, "size")
+            tensors.append(Placed(name, dtype, shape, *offsets))
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
+    expected = 0
+    for tensor in tensors:
+        with at(tensor=tensor.name):
+            need(tensor.begin == expected, rule, "gap or overlap")
+        expected = tensor.end
     return tensors
+
+
+def read_weight_map(content):
+    """Shard by tensor, of a shard index. What its other members hold is not looked at."""
+    root = parse_json(content, "base.file")
+    need(isinstance(root, Members), "base.file", "no object")
+    maps = [value for name, value in root if string_of(name, "base.file") == "weight_map"]
+    need(len(maps) == 1, "base.file", "not one weight_map")
+    return strings_of(maps[0], "base.file")
 
 
 def rebuild_files(index, targets, base):
@@ -77,11 +162,11 @@ def rebuild_files(index, targets, base):
     for file in index.files:
         content = file.content
         if content is None:
-            content = (base.heads if file.kind == HEADER_OF_BASE else base.files).get(file.name)
+            content = (base.heads if file.kind == HEADER_OF_BASE else base.shard_indexes).get(file.name)
             need(content is not None and len(content) == file.entry.content_size
                  and blake3(content)[:16] == file.entry.content_digest, "base.file")
         if file.kind in (SAFETENSORS, HEADER_OF_BASE):
-            head = read_head(content)
+            head = read_head(content, "file.tensors")
             for name, dtype, shape, _, _ in head:
                 with at(tensor=name):
                     need(shapes.get(name) == (dtype, shape), "file.tensors")
