@@ -1,4 +1,4 @@
-//! One standard zstd frame with a content size, no dictionary and a bounded window, and nothing after it.
+//! One standard zstd frame with a content size, no dictionary and a bounded window, and nothing after it (spec section 5.2).
 
 use zstd::zstd_safe::zstd_sys::ZSTD_EndDirective;
 use zstd::zstd_safe::{self, CCtx, CParameter, DCtx, InBuffer, OutBuffer, ResetDirective, Strategy};
@@ -87,7 +87,8 @@ impl Expander {
     }
 }
 
-/// Checks what the library would let pass: another format's magic, a missing size, a dictionary, a large window.
+/// Checks what the library would accept: another format's magic, no content size or another one, a large window. A dictionary it
+/// refuses itself.
 fn check_header(frame: &[u8], size: u64, window_log_max: u32) -> Outcome<()> {
     let Some((magic, [descriptor, rest @ ..])) = frame.split_first_chunk::<4>() else {
         return Err("too few bytes for a frame");
@@ -95,16 +96,17 @@ fn check_header(frame: &[u8], size: u64, window_log_max: u32) -> Outcome<()> {
     if *magic != MAGIC {
         return Err("another magic");
     }
-    if descriptor & 3 != 0 {
-        return Err("a dictionary");
-    }
     let single_segment = descriptor & 0x20 != 0;
-    if !single_segment {
-        let &[window, ..] = rest else { return Err("too few bytes for a frame") };
-        let base = 1u64 << (10 + (window >> 3));
-        if base + base / 8 * u64::from(window & 7) > 1 << window_log_max {
-            return Err("a window beyond the limit");
+    let window = match (single_segment, rest) {
+        (true, _) => size,
+        (false, &[window, ..]) => {
+            let base = 1 << (10 + (window >> 3));
+            base + base / 8 * u64::from(window & 7)
         }
+        (false, []) => return Err("too few bytes for a frame"),
+    };
+    if window > 1 << window_log_max {
+        return Err("a window beyond the limit");
     }
     match zstd_safe::get_frame_content_size(frame) {
         Ok(Some(found)) if found == size => Ok(()),
