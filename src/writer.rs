@@ -333,3 +333,23 @@ where
     }
     Ok(out.into_inner())
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::{Codec, Dtype, EncodeOptions, MemoryCheckpoint, TensorInfo, encode_to_memory};
+
+    #[test]
+    fn a_pair_states_the_lowest_version_that_has_all_it_uses() {
+        let info = TensorInfo { name: "t".into(), dtype: Dtype::Bf16, shape: vec![2] };
+        let base = MemoryCheckpoint::new([(info.clone(), &[0, 1, 2, 3][..])]).unwrap();
+        let target = MemoryCheckpoint::new([(info, &[0, 1, 3, 3][..])]).unwrap();
+        for (codec, minor) in [(Codec::Raw, 0), (Codec::Zstd, 0), (Codec::Conditioned, 1)] {
+            let options = EncodeOptions { codec: Some(codec), ..EncodeOptions::default() };
+            let pair = encode_to_memory(Some(&base), &target, &options).unwrap().0;
+            assert_eq!(pair.index().header().version_minor, minor, "{codec:?}");
+        }
+        let nothing = MemoryCheckpoint::default();
+        let pair = encode_to_memory(None, &nothing, &EncodeOptions::default()).unwrap().0;
+        assert_eq!(pair.index().header().version_minor, 0, "no tensors");
+    }
+}
