@@ -1,4 +1,4 @@
-//! Bounds on what a reader does for a stranger's file (spec section 13.1).
+//! Bounds on what a reader does for a stranger's file (spec section 13.4).
 
 /// What a reader is willing to hold. The defaults are the spec's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

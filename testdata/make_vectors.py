@@ -25,6 +25,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # for BLAKE3, in the file beside this one
 from blake3 import blake3  # noqa: E402
 from vectors.cases import Set  # noqa: E402
+from vectors.checkpoints import checkpoint_vectors  # noqa: E402
+from vectors.frames import frame_vectors  # noqa: E402
 from vectors.invalid import invalid_vectors  # noqa: E402
 from vectors.invalid_conditioned import invalid_conditioned_vectors  # noqa: E402
 from vectors.valid import valid_vectors  # noqa: E402
@@ -51,7 +53,8 @@ def main():
     how = parser.parse_args()
     check = how.check or how.publish
     out = Set(V1 if check else None)
-    for add in (valid_vectors, invalid_vectors, valid_conditioned_vectors, invalid_conditioned_vectors):
+    for add in (valid_vectors, invalid_vectors, valid_conditioned_vectors, invalid_conditioned_vectors,
+                checkpoint_vectors, frame_vectors):
         add(out)
     out.files["manifest.json"] = (json.dumps({"version": 1, "vectors": out.manifest}, indent=1, ensure_ascii=True)
                                   + "\n").encode()

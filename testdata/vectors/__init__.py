@@ -6,5 +6,5 @@
     pair          tensors and pairs to be, and the writer that makes their bytes
     cases         what the vectors are collected in, and the edits that break a pair
 
-and then the vectors: valid, invalid, valid_conditioned, invalid_conditioned.
+and then the vectors: valid, invalid, valid_conditioned, invalid_conditioned, checkpoints, frames.
 """

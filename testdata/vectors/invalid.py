@@ -480,6 +480,10 @@ def invalid_vectors(out):
          blob_header=put("blob_head", version_minor=1))
     blob("blob_size_field", "blob_size of the blob's header is not the length of the file.", "blob.blob_size",
          blob_header=lambda d: d.blob_head.update(blob_size=d.blob_head["blob_size"] - 16))
+    for name, more in (("longer", 16), ("shorter", -16)):
+        blob(f"blob_size_{name}", f"The blob is 16 bytes {name} than the index says, and its header agrees with the file.",
+             "blob.blob_size", blob_header=lambda d, more=more: d.blob_head.update(blob_size=d.blob_head["blob_size"] + more),
+             blob=replace("blob_file", lambda data, more=more: data[:more] if more < 0 else data + bytes(more)))
     blob("blob_pair_digest", "The blob quotes another pair digest.", "blob.pair_digest",
          blob_header=lambda d: d.blob_head.update(pair_digest=flip(31)(d.blob_head["pair_digest"])))
     other = small()

@@ -54,6 +54,11 @@ def valid_conditioned_vectors(out):
     example = example_tensor()
     one("example", "The worked example of codecs.md: five lanes, four of them coded, and an exception.", [example],
         over("example", example), files=True)
+    walkthrough = walkthrough_tensor()
+    one("walkthrough", "The second worked example of codecs.md: two states, two segments, activities, low bits, extra bits in two "
+        "rounds, an exception.", [walkthrough], over("walkthrough", walkthrough), files=True)
+    out.valid("conditioned_of_minor_0", "Codec 2 in a pair of minor version 0: a reader does not compare the two.",
+              Model([example], lone([example]), minor=0), "valid/conditioned_example.base.safetensors")
 
     # Each dtype: nearly every context has another class than its neighbours, so that a wrong one shows.
     tensors = []
@@ -335,6 +340,18 @@ def valid_conditioned_vectors(out):
 
 def zeros_but_lanes(count, changes):
     return [changes.get(i, 0) for i in range(count)]
+
+
+def walkthrough_tensor():
+    """The second worked example: two states, two segments, activities, low bits, a value with 18 extra bits, an exception."""
+    base = [1 << 20] * 260
+    base[0:3], base[256:260] = [1, 4, 9], [6, 7, 8, 5]
+    deltas = {0: 4 * 1 + 2, 1: 4 * 2, 2: 4 * 2 + 3, 50: 3, 100: 9, 256: 4 * 10 + 1, 257: 4 * (2**62 + 10 - 700_000), 258: 2,
+              259: 4 * 1 + 1}
+    target = [(u + (delta >> 1 ^ -(delta & 1))) % 2**64 for i, u in enumerate(base) for delta in [deltas.get(i, 0)]]
+    tables = [row({0: 2008, 8: 1024, 9: 1000, 10: 64}), row({0: 96, 8: 2992, 9: 600, 10: 400, token_of(700_000)[0]: 8})]
+    plan = Plan([[1, 2], [2, 1]], 3, [0, 0, 1], low_bits=2, center=10, states_log2=1, segments_log2=1)
+    return coded("w", "I64", base, target, tables, plan)
 
 
 def example_tensor():

@@ -88,6 +88,7 @@ fn invalid_vectors_are_refused_with_the_rule_that_they_break() {
             Error::WrongBase { .. } => expected.0 == Some("wrong_base") || expected.1 == Some("tensor.base_digest"),
             Error::AlreadyApplied => expected.0 == Some("already_applied"),
             Error::Limit { .. } => expected.1 == Some("limit"),
+            Error::BadCheckpoint { .. } => expected.1 == Some("base.file"),
             Error::Invalid(invalid) => {
                 by_device += usize::from(invalid.found.ends_with("on the device"));
                 let named = (vector["tensor"].is_null() || vector["tensor"].as_str() == invalid.at.tensor.as_deref())
