@@ -59,7 +59,7 @@
 #define TPDE_CONDITIONED_STATE_MIN UINT32_C(0x00010000)
 #define TPDE_CONDITIONED_SET_COUNT_MAX 65535
 
-/* Limits that section 13.1 proposes, in expanded bytes. */
+/* Default limits of section 13.4, in expanded bytes. */
 #define TPDE_LIMIT_INDEX_SIZE UINT64_C(0x40000000)
 #define TPDE_LIMIT_SECTION_SIZE UINT64_C(0x10000000)
 

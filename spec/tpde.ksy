@@ -69,7 +69,8 @@ types:
         repeat-expr: 6
         doc: chunks, sums, digests, tensors, files, tables
       - id: reserved2
-        size: 44
+        contents: [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
       - id: header_crc32
         type: u4
         doc: CRC-32 of bytes 0 to 251

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes the parts of spec/tpde-format.md that follow from the vectors: the annotated dump of a small pair (section 14) and
-the index from each rule to its vectors (section 15). Standard library only.
+"""Writes the parts of spec/ that follow from the vectors: of tpde-format.md the annotated dump of a small pair (section 14) and
+the index from each rule to its vectors (section 15.2), of codecs.md the long example (section 5.3). Standard library only.
 
     python3 testdata/spec_tables.py            rewrites them
-    python3 testdata/spec_tables.py --check    says whether they are current
+    python3 testdata/spec_tables.py --check    says whether they are current, and whether each rule is a MUST with a step
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SPEC = HERE.parent / "spec"
 EXAMPLE = "shape_scalar"
+WALKTHROUGH = "conditioned_walkthrough"
 MOST = 4  # vectors named for a rule; the manifest has all
 
 HEADER = [(8, "`magic`"), (2, "`version_major` 1"), (2, "`version_minor` 0"), (4, "`header_size` 256"),
@@ -80,13 +81,147 @@ def dump():
             + f"\n\n`{EXAMPLE}.tpde-blob`, {len(blob)} bytes:\n\n{head}" + "\n".join(rows(blob, blob_fields)))
 
 
+def number(data, at, size):
+    return int.from_bytes(data[at:at + size], "little")
+
+
+class Walk:
+    """Codec `conditioned` on one chunk of lanes of I64, section 4 of codecs.md step by step, and rows of tables about it."""
+
+    W, TILE, CONTEXTS_OF_BLOCK = 8, 256, 128
+
+    def __init__(self, name):
+        index, blob, base = ((HERE / f"v1/valid/{name}{ending}").read_bytes()
+                             for ending in (".tpde-index", ".tpde-blob", ".base.safetensors"))
+        self.payload = blob[number(index, 256, 8):][:number(index, 264, 4)]
+        start = 8 + number(base, 0, 8)
+        self.base = [number(base, at, 8) for at in range(start, len(base), 8)]
+        self.tables = index[number(index, 64 + 5 * 24, 8):][:number(index, 64 + 5 * 24 + 8, 8)]
+        self.classes, at = [], 3
+        for _ in range(self.tables[2]):
+            count, at, row = self.tables[at], at + 1, []
+            for _ in range(count):
+                f, at = self.tables[at], at + 1
+                if f > 127:
+                    f, at = f - 128 + 128 * self.tables[at], at + 1
+                row.append(f)
+            self.classes.append(row)
+        self.at, self.parts, self.codings, self.turns, self.values = 0, [], [], [], {}
+        self.take_parts()
+
+    def take(self, size, what):
+        data = self.payload[self.at:self.at + size]
+        text = re.sub(r"(?: 00){8,}", lambda zeros: f" (00 × {len(zeros[0]) // 3})", " " + data.hex(" ").upper()).strip()
+        self.parts += [f"| {self.at} | `{text}` | {what} |"] if size else []
+        self.at += size
+        return data
+
+    def take_parts(self):
+        lanes, h = len(self.base), self.payload[:16]
+        self.low, self.states, self.segments, bits = h[0], 1 << h[1], 1 << h[2], h[3]
+        self.first, self.contexts, self.center, exceptions = number(h, 4, 2), h[6], number(h, 12, 4), number(h, 8, 4)
+        self.take(16, f"header: `low_bits` {self.low}, `states_log2` {h[1]}, `segments_log2` {h[2]}, `activity_bits` {bits}, "
+                      f"`first_context` {self.first}, `context_count` {self.contexts}, `exception_count` {exceptions}, `center` {self.center}")
+        self.maps = []
+        for a in range(1 << bits):
+            packed = self.take(-(-self.contexts // 2), f"map {a}")
+            self.maps.append([packed[i // 2] >> 4 * (i % 2) & 15 for i in range(self.contexts)])
+        blocks = -(-lanes // self.CONTEXTS_OF_BLOCK)
+        packed = int.from_bytes(self.take(-(-blocks * bits // 8), f"activities of {blocks} blocks"), "little")
+        self.activities = [packed >> bits * i & (1 << bits) - 1 for i in range(blocks)]
+        positions = self.take(4 * exceptions, "positions of exceptions")
+        deltas = self.take(self.W * exceptions, "their deltas")
+        self.exceptions = {number(positions, 4 * i, 4): number(deltas, 8 * i, 8) for i in range(exceptions)}
+        packed = int.from_bytes(self.take(-(-lanes * self.low // 8), f"{self.low} low bits for each of {lanes} lanes"), "little")
+        self.lows = [packed >> self.low * i & (1 << self.low) - 1 for i in range(lanes)]
+        sizes = self.take(4 * (self.segments - 1), "words of stream 0, states included")
+        self.take(self.at % 2, "padding") if self.at % 2 else None
+        ends = [2 * number(sizes, 4 * s, 4) for s in range(self.segments - 1)]
+        for s in range(self.segments):
+            size = ends[s] if s < len(ends) else len(self.payload) - self.at
+            self.stream(s, self.take(4 * self.states, f"stream {s}: states"), self.take(size - 4 * self.states, f"stream {s}: words"))
+        assert self.at == len(self.payload)
+
+    def class_of(self, lane):
+        u, a = self.base[lane], self.activities[lane // self.CONTEXTS_OF_BLOCK]
+        c = ((1 << 64) - 1 - u if u >> 63 else u).bit_length()
+        i = max(c, self.first) - self.first
+        return c, a, i, self.maps[a][i] if i < self.contexts else 0
+
+    def stream(self, s, states, words):
+        x = [number(states, 4 * k, 4) for k in range(self.states)]
+        words = iter([number(words, i, 2) for i in range(0, len(words), 2)])
+        tiles = -(-len(self.base) // self.TILE)
+
+        def turn(k, lane, now, what):
+            before, x[k] = x[k], now
+            if now < 1 << 16:
+                word = next(words)
+                x[k] = now << 16 | word
+                what += f"; {now:,} is below 2^16, word `{word:04X}`"
+            self.turns.append(f"| {s} | {lane} | {k} | {before:,} | {what} | {x[k]:,}{' = 2^16' * (x[k] == 1 << 16)} |")
+
+        for q in range(s * tiles // self.segments, (s + 1) * tiles // self.segments):
+            coded = [lane for lane in range(q * self.TILE, min((q + 1) * self.TILE, len(self.base))) if self.class_of(lane)[3]]
+            for lane in coded:
+                c, a, i, row = self.class_of(lane)
+                self.codings.append(f"| {lane} | {self.base[lane]} | {c} | {a} | {i} | {row} |")
+            for j in range(0, len(coded), self.states):
+                step, left, done = list(enumerate(coded[j:j + self.states])), {}, {}
+                for k, lane in step:
+                    f = self.classes[self.class_of(lane)[3] - 1]
+                    residue, t = x[k] % 4096, 0
+                    while residue >= sum(f[:t + 1]):
+                        t += 1
+                    left[k], done[k] = (t - 64) // 2 + 5 if t > 63 else 0, 0
+                    self.values[lane] = t if t < 64 else (2 + t % 2) << left[k]
+                    turn(k, lane, f[t] * (x[k] // 4096) + residue - sum(f[:t]), f"mod 4,096 = {residue:,}: token {t}")
+                while any(left.values()):
+                    for k, lane in step:
+                        if m := min(left[k], 16):
+                            extra = x[k] % (1 << m)
+                            self.values[lane] += extra << done[k]
+                            left[k], done[k] = left[k] - m, done[k] + m
+                            turn(k, lane, x[k] >> m, f"{m} extra bits = {extra:,}")
+        assert all(state == 1 << 16 for state in x) and next(words, None) is None
+
+    def deltas(self):
+        rows, size = [], 1 << 64 - self.low
+        for lane in sorted(set(self.values) | set(self.exceptions) | {i for i, low in enumerate(self.lows) if low}):
+            v, low = self.values.get(lane), self.lows[lane]
+            high = 0 if v is None else (self.center - v) % size
+            delta = (high << self.low) + low
+            shown = f"2^62 − {size - high:,}" if high > size // 2 else f"{high:,}"
+            what = "not coded" if v is None else f"{v:,}"
+            if lane in self.exceptions:
+                assert delta == 0
+                delta, what = self.exceptions[lane], "not coded, exception"
+            rows.append(f"| {lane} | {what} | {shown} | {low} | {f'2^64 − {2**64 - delta:,}' if delta >> 63 else f'{delta:,}'} |")
+        return rows
+
+
+def walkthrough():
+    walk = Walk(WALKTHROUGH)
+    tokens = "; ".join(f"class {i + 1}: " + ", ".join(f"{t}: {f:,}" for t, f in enumerate(row) if f) for i, row in enumerate(walk.classes))
+    lanes, states, segments = len(walk.base), walk.states, walk.segments
+    return (f"The vector `{WALKTHROUGH}`: I64, so *w* = 8, and a tile has 256 lanes; *L* = {lanes}, so there are 3 blocks and 2 tiles. It has "
+            f"*N* = {states} states, *S* = {segments} segments, *A* = {len(walk.maps)} maps and *r* = {walk.low} low bits. Lanes that the tables do not list "
+            f"have the base lane 2^20, whose context, 21, is beyond the map.\n\nTables, {len(walk.tables)} bytes, as token: frequency. {tokens}.\n\n"
+            f"Payload, {len(walk.payload)} bytes:\n\n| at | bytes | part |\n|---|---|---|\n" + "\n".join(walk.parts)
+            + "\n\nCoded lanes. The first one's context is below `first_context` and counts as that:\n\n"
+            "| lane | base lane | context | activity | *i* | class |\n|---|---|---|---|---|---|\n" + "\n".join(walk.codings)
+            + "\n\nTurns, in their order. The second step of segment 0 has one lane. In segment 1 the first step has rounds of extra bits for lane 257 "
+            "alone:\n\n| segment | lane | state | *x* | turn | then *x* is |\n|---|---|---|---|---|---|\n" + "\n".join(walk.turns)
+            + f"\n\nDeltas. high is ({walk.center} − *v*) mod 2^62:\n\n| lane | *v* | high | low bits | delta |\n|---|---|---|---|---|\n"
+            + "\n".join(walk.deltas()))
+
+
 def rule_index(text):
     vectors = {}
     for vector in json.loads((HERE / "v1/manifest.json").read_text())["vectors"]:
         if "rule" in vector:
             vectors.setdefault(vector["rule"], []).append(vector["name"])
-    ids = dict.fromkeys(re.findall(r"`((?:[a-z]+)\.[a-z0-9_]+)`", text))
-    ids = [rule for rule in ids if rule in vectors]
+    ids = [rule for rule in ids_of(text) if rule in vectors] + ["limit"]
     lines = []
     for rule in ids:
         names = vectors[rule]
@@ -95,21 +230,47 @@ def rule_index(text):
     return "| rule | vectors in `testdata/v1/invalid` |\n|---|---|\n" + "\n".join(lines)
 
 
+def ids_of(text):
+    """The ids of rules in a text, in its order."""
+    return list(dict.fromkeys(re.findall(r"`((?:header|section|index|record|chunk|digest|tensors?|files?|base|blob|payload)\.[a-z0-9_]+)`", text)))
+
+
+def faults(text, codecs):
+    """What the texts lack: a requirement without a key word, a rule without a step in section 13.1, a step without a rule."""
+    requirements, _, rest = text.partition("\n## 13. ")
+    steps = rest[rest.index("### 13.1"):rest.index("### 13.2")]
+    requirements += codecs[:codecs.index("### 4.7")]
+    stated = set()
+    for paragraph in re.split(r"\n\n|\n(?=[-|0-9])", requirements[requirements.index("\n## 5. "):]):
+        if ids_of(paragraph) and not paragraph.lstrip().startswith("|"):
+            if not re.search(r"\bMUST\b|A violation", paragraph):
+                yield f"no MUST: {paragraph.strip()[:100]}"
+        stated |= set(ids_of(paragraph))
+    in_steps = set(ids_of(steps))
+    yield from (f"`{rule}` has no step in section 13.1" for rule in sorted(stated - in_steps))
+    yield from (f"`{rule}` has a step in section 13.1 and is stated nowhere" for rule in sorted(in_steps - stated))
+
+
 def put(text, mark, body):
-    return re.sub(rf"(<!-- {mark} -->\n).*?(\n<!-- end -->)", lambda m: m[1] + body + m[2], text, flags=re.S)
+    return re.sub(rf"(<!-- {mark} -->\n).*?\n?(<!-- end -->)", lambda m: m[1] + body + "\n" + m[2], text, flags=re.S)
 
 
 def main():
-    path = SPEC / "tpde-format.md"
-    old = path.read_text()
-    rules_from = re.sub(r"<!-- rules -->.*?<!-- end -->", "", old, flags=re.S) + (SPEC / "codecs.md").read_text()
-    new = put(put(old, "dump", dump()), "rules", rule_index(rules_from))
+    container, codecs = (SPEC / name for name in ("tpde-format.md", "codecs.md"))
+    old = {path: path.read_text() for path in (container, codecs)}
+    rules_from = re.sub(r"<!-- rules -->.*?<!-- end -->", "", old[container], flags=re.S) + old[codecs]
+    new = {container: put(put(old[container], "dump", dump()), "rules", rule_index(rules_from)),
+           codecs: put(old[codecs], "walkthrough", walkthrough())}
+    if found := list(faults(*new.values())):
+        sys.exit("\n".join(found))
     if sys.argv[1:] == ["--check"]:
-        if new != old:
-            sys.exit("spec/tpde-format.md is not current: run testdata/spec_tables.py")
-        print("sections 14 and 15 of spec/tpde-format.md are current")
+        for path, text in new.items():
+            if text != old[path]:
+                sys.exit(f"spec/{path.name} is not current: run testdata/spec_tables.py")
+        print("the parts of spec/ that follow from the vectors are current, and each rule is stated and has a step")
         return
-    path.write_text(new)
+    for path, text in new.items():
+        path.write_text(text)
 
 
 main()

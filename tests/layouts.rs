@@ -177,6 +177,10 @@ fn registries_and_constants_agree() {
     ] {
         assert_eq!(c_number(name), value, "{name}");
     }
+    let limits = tpde::Limits::default();
+    assert!(format.contains(&format!("| length of the index | 256 MiB | {} GiB |", limits.index_size >> 30)));
+    assert!(limits.index_size >= 256 << 20 && limits.section_size >= 64 << 20);
+    assert!(format.contains(&format!("of `tables`, each | 64 MiB | {} MiB |", limits.section_size >> 20)));
     assert_eq!(c_number("TPDE_INDEX_MAGIC_U64"), u64::from_le_bytes(INDEX_MAGIC));
     assert_eq!(c_number("TPDE_BLOB_MAGIC_U64"), u64::from_le_bytes(BLOB_MAGIC));
 }
@@ -188,16 +192,16 @@ fn bounds_of_codec_conditioned_agree() {
     let text = spec("codecs.md");
     for (name, before, after) in [
         ("HEADER_SIZE", "| header | ", " |"),
-        ("BLOCK_LANES", "Lanes are grouped into *blocks* of ", ","),
+        ("BLOCK_LANES", "Lanes are grouped into *blocks* of ", " lanes,"),
         ("STATES_LOG2_MAX", "| `states_log2` | 0 to ", ";"),
         ("SEGMENTS_LOG2_MAX", "| `segments_log2` | 0 to ", ","),
-        ("ACTIVITY_BITS_MAX", "| `activity_bits` | 0 to ", " |"),
-        ("CONTEXT_COUNT_MAX", "| `context_count` | 1 to ", " |"),
-        ("CLASS_COUNT_MAX", "the number of classes, 1 to ", ";"),
-        ("TOKEN_COUNT_MAX", "a byte *T*, 1 to ", ","),
-        ("FREQUENCY_SUM", "those of a class add up to ", ", and"),
+        ("ACTIVITY_BITS_MAX", "| `activity_bits` | 0 to ", ";"),
+        ("CONTEXT_COUNT_MAX", "| `context_count` | 1 to ", ";"),
+        ("CLASS_COUNT_MAX", "| classes | 1 | *K*, 1 to ", " |"),
+        ("TOKEN_COUNT_MAX", "tokens | 1 | *T*, 1 to ", " |"),
+        ("FREQUENCY_SUM", "those of a class MUST add up to ", "."),
         ("STATE_MIN", "`u32` each and at least ", ","),
-        ("SET_COUNT_MAX", "At most ", " sets."),
+        ("SET_COUNT_MAX", "a pair MUST have at most ", " sets."),
     ] {
         let number = c_number(&format!("TPDE_CONDITIONED_{name}"));
         let words = match name {
@@ -207,7 +211,9 @@ fn bounds_of_codec_conditioned_agree() {
         };
         assert!(text.contains(&format!("{before}{words}{after}")), "{name} is {words}");
     }
-    assert!(text.contains("of 8 blocks for lanes of 1 and 2 bytes, of 4 for lanes of 4 bytes, and of 2 for lanes of 8 bytes"));
+    for row in ["| 1, 2 | 8 | 1,024 |", "| 4 | 4 | 512 |", "| 8 | 2 | 256 |"] {
+        assert!(text.contains(row), "tiles: {row}");
+    }
     let blocks = "#define TPDE_CONDITIONED_TILE_BLOCKS(lane_bytes) ((lane_bytes) < 2 ? 8 : 16 / (lane_bytes))";
     assert!(spec("tpde.h").contains(blocks), "that gives 8, 8, 4 and 2");
 }
