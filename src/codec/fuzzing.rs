@@ -35,6 +35,11 @@ impl Default for Decoders {
 }
 
 impl Decoders {
+    /// The instructions that the decoders use.
+    pub fn names() -> Vec<String> {
+        Path::available().iter().map(|path| format!("{path:?}")).collect()
+    }
+
     /// Decodes a payload on every path: the chunk sum or the error, and the lanes. Arguments as in
     /// [`ChunkDecoder::decode`](super::ChunkDecoder::decode).
     pub fn decode(

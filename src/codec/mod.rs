@@ -180,21 +180,16 @@ impl ChunkEncoder {
 pub type Fill<'a> = &'a mut dyn FnMut(&mut [u8], usize) -> Result<()>;
 
 /// Decodes chunks; one a thread, used again for every chunk.
+#[derive(Default)]
 pub struct ChunkDecoder {
     zstd: zstd::Decoder,
     conditioned: conditioned::Decoder,
 }
 
-impl Default for ChunkDecoder {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl ChunkDecoder {
     /// A decoder for every codec.
     pub fn new() -> Self {
-        Self { zstd: zstd::Decoder::new(), conditioned: conditioned::Decoder::default() }
+        Self::default()
     }
 
     /// Turns the base lanes of a chunk into its target lanes, in `lanes`, and the [chunk sum](crate::chunk_sum) of the ones into

@@ -63,7 +63,7 @@ impl Decoder {
         let payload = Payload::parse(payload, count, L::BYTES, encoded.num_deltas, classes)?;
         // Without tables no lane is coded, and whatever stands here is not looked at.
         if let Some(tables) = tables.filter(|tables| !self.lookup.is_of(tables)) {
-            self.lookup = Lookup::new(tables);
+            self.lookup.set(tables);
         }
 
         // A term a change is dearer than its share of a pass over all lanes.

@@ -107,6 +107,15 @@ fn token(t: usize) -> (u32, u64) {
     (extra, (2 + t as u64 % 2) << extra)
 }
 
+/// Section 4.3: the token of a value.
+fn token_of(value: u64) -> usize {
+    if value < 64 {
+        return value as usize;
+    }
+    let extra = value.ilog2() - 1;
+    64 + 2 * (extra as usize - 5) + (value >> extra) as usize % 2
+}
+
 fn delta(dtype: Dtype, base: u64, target: u64) -> u64 {
     with_lane!(dtype.lane_bytes(), L => L::delta(L::from_u64(base), L::from_u64(target), dtype.order()).to_u64())
 }
@@ -125,9 +134,24 @@ fn unpack(bytes: &[u8], at: usize, bits: usize) -> u64 {
     (at..at + bits).rev().fold(0, |number, bit| number << 1 | u64::from(bytes[bit / 8] >> (bit % 8) & 1))
 }
 
-/// Tables of frequencies, from class 1 on.
-fn frequencies(tables: Option<&TableSet>) -> Vec<Vec<u16>> {
-    tables.map_or(Vec::new(), |tables| tables.classes().map(<[u16]>::to_vec).collect())
+/// The slots of a token.
+#[derive(Clone, Copy)]
+struct Slots {
+    start: u64,
+    frequency: u64,
+}
+
+/// The slots of each token, of the classes from class 1 on.
+fn slots(tables: Option<&TableSet>) -> Vec<Vec<Slots>> {
+    let class = |frequencies: &[u16]| {
+        let mut start = 0;
+        let slots = frequencies.iter().map(|&frequency| {
+            start += u64::from(frequency);
+            Slots { start: start - u64::from(frequency), frequency: frequency.into() }
+        });
+        slots.collect()
+    };
+    tables.map_or(Vec::new(), |tables| tables.classes().map(class).collect())
 }
 
 /// Section 4.4: lanes of a tile.
@@ -155,8 +179,8 @@ fn steps(positions: &[usize], tile: usize, count: usize) -> Vec<std::ops::Range<
 /// What a decoder does with a state.
 #[derive(Clone, Copy)]
 enum Operation {
-    /// Takes a symbol of this frequency, whose slots start here.
-    Token(u32, u32),
+    /// Takes a symbol that has these slots.
+    Token(Slots),
     /// Takes so many bits, which are these.
     Bits(u32, u32),
 }
@@ -167,10 +191,10 @@ pub fn encode(dtype: Dtype, tables: Option<&TableSet>, shape: &Shape, base: &[u8
     let high_bits = 8 * width as u32 - r;
     let (base, target) = (numbers(base, width), numbers(target, width));
     let (lanes, blocks) = (base.len(), base.len().div_ceil(128));
-    let frequencies = frequencies(tables);
+    let classes = slots(tables);
     let maps: Vec<_> = (0..1 << shape.activity_bits).map(|activity| shape.map(activity)).collect();
-    let token_of = |value: u64| (0..180).rev().find(|&t| token(t).1 <= value).unwrap_or(0);
-    let has = |class: u8, value: u64| frequencies[usize::from(class) - 1].get(token_of(value)).is_some_and(|&f| f != 0);
+    let has =
+        |class: u8, value: u64| classes[usize::from(class) - 1].get(token_of(value)).is_some_and(|slots| slots.frequency != 0);
 
     let (mut coded, mut low, mut listed) = (Vec::new(), Vec::new(), Vec::new());
     let mut changes = 0usize;
@@ -223,7 +247,7 @@ pub fn encode(dtype: Dtype, tables: Option<&TableSet>, shape: &Shape, base: &[u8
         }
         let count = 1 << shape.states_log2;
         let steps = steps(&positions, tile(dtype), count).into_iter().map(|step| &symbols[step]);
-        streams.push(stream(steps, count, &frequencies, token_of));
+        streams.push(stream(steps, count, &classes));
     }
     let (_, sized) = streams.split_last()?;
     payload.extend(sized.iter().flat_map(|stream| (stream.len() as u32 / 2).to_le_bytes()));
@@ -232,20 +256,12 @@ pub fn encode(dtype: Dtype, tables: Option<&TableSet>, shape: &Shape, base: &[u8
     Some(payload)
 }
 
-fn stream<'a>(
-    steps: impl Iterator<Item = &'a [(u8, u64)]>,
-    count: usize,
-    frequencies: &[Vec<u16>],
-    token_of: impl Fn(u64) -> usize,
-) -> Vec<u8> {
+fn stream<'a>(steps: impl Iterator<Item = &'a [(u8, u64)]>, count: usize, classes: &[Vec<Slots>]) -> Vec<u8> {
     // All that the decoder does, in its order; then undone from the end, where every state is 2^16.
     let mut operations = Vec::new();
     for step in steps {
         for (state, &(class, value)) in step.iter().enumerate() {
-            let class = &frequencies[usize::from(class) - 1];
-            let t = token_of(value);
-            let start = class[..t].iter().map(|&f| u32::from(f)).sum();
-            operations.push((state, Operation::Token(class[t].into(), start)));
+            operations.push((state, Operation::Token(classes[usize::from(class) - 1][token_of(value)])));
         }
         for round in 0..4 {
             for (state, &(_, value)) in step.iter().enumerate() {
@@ -261,7 +277,7 @@ fn stream<'a>(
     for (state, operation) in operations.into_iter().rev() {
         let x = &mut states[state];
         let limit = match operation {
-            Operation::Token(frequency, _) => u64::from(frequency) << 20,
+            Operation::Token(slots) => slots.frequency << 20,
             Operation::Bits(bits, _) => 1 << (32 - bits),
         };
         if *x >= limit {
@@ -269,10 +285,7 @@ fn stream<'a>(
             *x >>= 16;
         }
         *x = match operation {
-            Operation::Token(frequency, start) => {
-                let frequency = u64::from(frequency);
-                (*x / frequency) << 12 | (*x % frequency + u64::from(start))
-            }
+            Operation::Token(Slots { start, frequency }) => (*x / frequency) << 12 | (*x % frequency + start),
             Operation::Bits(bits, value) => *x << bits | u64::from(value),
         };
     }
@@ -307,7 +320,7 @@ pub fn decode(dtype: Dtype, tables: Option<&TableSet>, num_deltas: u32, payload:
     let width = dtype.lane_bytes();
     let base = numbers(base, width);
     let (lanes, blocks, bits) = (base.len(), base.len().div_ceil(128), 8 * width as u32);
-    let frequencies = frequencies(tables);
+    let classes = slots(tables);
 
     let mut rest = Rest(payload);
     let [r, states_log2, segments_log2, activity_bits] = *rest.take(4)?.first_chunk::<4>()?;
@@ -331,7 +344,7 @@ pub fn decode(dtype: Dtype, tables: Option<&TableSet>, num_deltas: u32, payload:
     for _ in 0..1 << activity_bits {
         let map = rest.take_bits(4 * usize::from(context_count))?;
         let map: Vec<_> = (0..usize::from(context_count)).map(|i| unpack(map, 4 * i, 4) as usize).collect();
-        if map.iter().any(|&class| class > frequencies.len()) {
+        if map.iter().any(|&class| class > classes.len()) {
             return None;
         }
         maps.push(map);
@@ -362,7 +375,7 @@ pub fn decode(dtype: Dtype, tables: Option<&TableSet>, num_deltas: u32, payload:
                 .unwrap_or(0)
         };
         let coded: Vec<_> = segment.clone().filter(|&position| class(position) != 0).collect();
-        let tables: Vec<_> = coded.iter().map(|&position| &frequencies[class(position) - 1][..]).collect();
+        let tables: Vec<_> = coded.iter().map(|&position| &classes[class(position) - 1][..]).collect();
         let count = 1 << states_log2;
         let values = values(stream, count, steps(&coded, tile(dtype), count).into_iter().map(|step| &tables[step]))?;
         if values.iter().any(|&value| value > u128::from(low_mask(bits - r))) {
@@ -395,7 +408,7 @@ pub fn decode(dtype: Dtype, tables: Option<&TableSet>, num_deltas: u32, payload:
 }
 
 /// Section 4.5: a value for each of the steps' tables. Those of the last tokens would not fit in 64 bits, so they get more.
-fn values<'a>(stream: &[u8], count: usize, steps: impl Iterator<Item = &'a [&'a [u16]]>) -> Option<Vec<u128>> {
+fn values<'a>(stream: &[u8], count: usize, steps: impl Iterator<Item = &'a [&'a [Slots]]>) -> Option<Vec<u128>> {
     let mut rest = Rest(stream);
     let mut states = numbers(rest.take(4 * count)?, 4);
     if states.iter().any(|&x| x < 1 << 16) {
@@ -406,13 +419,9 @@ fn values<'a>(stream: &[u8], count: usize, steps: impl Iterator<Item = &'a [&'a 
         let mut tokens = Vec::new();
         for (x, table) in states.iter_mut().zip(step) {
             let slot = *x % 4096;
-            let mut cum = 0;
-            let t = table.iter().position(|&f| {
-                cum += u64::from(f);
-                slot < cum
-            })?;
-            let f = u64::from(table[t]);
-            *x = f * (*x / 4096) + slot - (cum - f);
+            // The last one that starts there or before: those without slots start where the next one does.
+            let t = table.partition_point(|slots| slots.start <= slot).checked_sub(1)?;
+            *x = table[t].frequency * (*x / 4096) + slot - table[t].start;
             if *x < 1 << 16 {
                 *x = *x << 16 | rest.number(2)?;
             }

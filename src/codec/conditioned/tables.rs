@@ -128,8 +128,11 @@ pub(crate) struct Lookup {
 }
 
 impl Lookup {
-    pub fn new(set: &TableSet) -> Self {
-        let mut entries = vec![0; (MAX_CLASSES + 1) << SCALE_LOG2];
+    /// Makes this the look-up of `set`, in the memory that it has.
+    pub fn set(&mut self, set: &TableSet) {
+        let entries = &mut self.entries;
+        entries.clear();
+        entries.resize((MAX_CLASSES + 1) << SCALE_LOG2, 0);
         entries[..SCALE as usize].fill(NO_CLASS);
         for (class, frequencies) in (1..).zip(set.classes()) {
             let slots = &mut entries[class << SCALE_LOG2..][..SCALE as usize];
@@ -140,7 +143,7 @@ impl Lookup {
                 start += frequency;
             }
         }
-        Self { set: set.clone(), entries }
+        self.set.clone_from(set);
     }
 
     /// Whether this is the look-up of `set`.
@@ -152,7 +155,8 @@ impl Lookup {
 /// Asserts that a set's look-up says what the set says, for every slot.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn check_lookup(set: &TableSet) {
-    let lookup = Lookup::new(set);
+    let mut lookup = Lookup::default();
+    lookup.set(set);
     assert!(lookup.is_of(set));
     for (class, frequencies) in (1..).zip(set.classes()) {
         let mut start = 0;
@@ -223,6 +227,17 @@ mod tests {
         #[test]
         fn lookups_agree(set in sets()) {
             check_lookup(&set);
+        }
+
+        #[test]
+        fn a_lookup_keeps_nothing_of_the_set_before(before in sets(), set in sets()) {
+            let (mut again, mut fresh) = (Lookup::default(), Lookup::default());
+            again.set(&before);
+            let memory = again.entries.as_ptr();
+            again.set(&set);
+            fresh.set(&set);
+            prop_assert!(again.is_of(&set) && again.entries == fresh.entries);
+            prop_assert_eq!(again.entries.as_ptr(), memory, "the memory is used again");
         }
     }
 }

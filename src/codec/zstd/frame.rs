@@ -66,14 +66,11 @@ impl Compressor {
     }
 }
 
-/// Reads frames.
-pub(super) struct Expander(DCtx<'static>);
+/// Reads frames. The context, of 95 kB that are cleared, is made for the first frame: many decoders see none.
+#[derive(Default)]
+pub(super) struct Expander(Option<DCtx<'static>>);
 
 impl Expander {
-    pub fn new() -> Self {
-        Self(DCtx::create())
-    }
-
     /// Expands `frame`, which must be one frame of exactly `out.len()` bytes, and says what it is otherwise.
     pub fn expand(&mut self, frame: &[u8], out: &mut [u8], window_log_max: u32) -> Outcome<()> {
         check_header(frame, out.len() as u64, window_log_max)?;
@@ -82,7 +79,8 @@ impl Expander {
             Ok(_) => return Err("bytes after the frame"),
             Err(code) => return Err(named(code)),
         }
-        let written = self.0.decompress(out, frame).map_err(named)?;
+        let context = self.0.get_or_insert_with(DCtx::create);
+        let written = context.decompress(out, frame).map_err(named)?;
         if written == out.len() { Ok(()) } else { Err("a frame of another size") }
     }
 }
@@ -121,6 +119,23 @@ pub(crate) fn expand(frame: &[u8], size: usize, window_log_max: u32) -> Outcome<
     // The header is compared with the size before memory is taken for it.
     check_header(frame, size as u64, window_log_max)?;
     let mut out = vec![0; size];
-    Expander::new().expand(frame, &mut out, window_log_max)?;
+    Expander::default().expand(frame, &mut out, window_log_max)?;
     Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_context_is_made_for_the_first_frame_that_is_in_order() {
+        let mut expander = Expander::default();
+        assert_eq!(expander.expand(b"no frame", &mut [0; 3], 27), Err("another magic"));
+        assert!(expander.0.is_none());
+        let mut frame = Vec::new();
+        Compressor::new().unwrap().compress(b"abc", &[], &mut frame).unwrap();
+        let mut out = [0; 3];
+        expander.expand(&frame, &mut out, 27).unwrap();
+        assert!(out == *b"abc" && expander.0.is_some());
+    }
 }

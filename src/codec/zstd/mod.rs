@@ -92,16 +92,13 @@ fn library(message: &'static str) -> Error {
     Error::Misuse(format!("the zstd library failed: {message}"))
 }
 
+#[derive(Default)]
 pub(super) struct Decoder {
     frames: frame::Expander,
     content: Vec<u8>,
 }
 
 impl Decoder {
-    pub fn new() -> Self {
-        Self { frames: frame::Expander::new(), content: Vec::new() }
-    }
-
     pub fn decode<L: Lane>(
         &mut self,
         payload: &[u8],

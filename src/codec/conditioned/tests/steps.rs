@@ -57,7 +57,8 @@ proptest! {
     ) {
         let mut random = Random::new(seed);
         let set = random.set(classes, most);
-        let lookup = Lookup::new(&set);
+        let mut lookup = Lookup::default();
+        lookup.set(&set);
         let frequencies: Vec<_> = set.classes().map(<[u16]>::to_vec).collect();
         let coded: Vec<u8> = (0..count * steps).map(|_| 1 + random.below(classes as u64) as u8).collect();
         let mut initial = [0; STEP];
