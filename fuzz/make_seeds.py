@@ -221,6 +221,9 @@ def main():
             save("conditioned_tables", f"set_{i}_{repair}", bytes([repair]) + table_set(classes))
     index = {"metadata": {"total_size": 4}, "weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}
     save("safetensors_header", "shard_index", b"\x01" + json.dumps(index).encode())
+    for i in range(0, 256, 4):
+        save("mutated_pair", f"seed_{i}", struct.pack("<HB", i, 0))
+    (SEEDS / "conditioned_paths").symlink_to("decode_conditioned")
     for i, pattern in enumerate([bytes(40), bytes(range(160)), b"\xa5\x01\x7f" * 80]):
         save("roundtrip", f"pattern_{i}", pattern)
 

@@ -1,5 +1,7 @@
-//! Any bytes as a payload of codec `conditioned`, and payloads of any shape that are in order but for some bytes: the same on
-//! every path of vector instructions and in the model that follows the text of the specification.
+//! Any bytes as a payload of codec `conditioned`, and payloads of any shape that are in order but for some bytes: refused by a rule
+//! of the payload, or decoded to lanes of which as many differ as the record says and whose sum is right.
+//!
+//! `conditioned_paths` compares the same with the model and every kind of vector instructions.
 
 #![no_main]
 

@@ -4,7 +4,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use tpde::Codec;
-use tpde_fuzz::{Chunk, decode};
+use tpde_fuzz::{Chunk, decode, frame};
 
 fuzz_target!(|chunk: Chunk<'_>| {
     // The index refuses a record of any other size (spec/codecs.md section 3).
@@ -21,12 +21,3 @@ fuzz_target!(|chunk: Chunk<'_>| {
         }
     }
 });
-
-/// A frame of one block that is stored as it is: content at the price of a copy.
-fn frame(content: &[u8]) -> Vec<u8> {
-    let mut frame = vec![0x28, 0xB5, 0x2F, 0xFD, 0xA0]; // one segment, a content size of 4 bytes
-    frame.extend((content.len() as u32).to_le_bytes());
-    frame.extend(&((content.len() as u32) << 3 | 1).to_le_bytes()[..3]); // the last block, raw
-    frame.extend(content);
-    frame
-}

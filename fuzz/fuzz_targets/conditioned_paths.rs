@@ -1,0 +1,16 @@
+//! Any table set, payload, base lanes and dtype: scalar, AVX2 and AVX-512 code and the model that follows the text of the
+//! specification give the same verdict and the same lanes.
+
+#![no_main]
+
+use libfuzzer_sys::{Corpus, fuzz_target};
+use tpde::codec::fuzzing::Decoders;
+use tpde_fuzz::{Chunk, Conditioned};
+
+fuzz_target!(init: eprintln!("compared: {}", Decoders::names().join(", ")), |chunk: Chunk<'_>| -> Corpus {
+    match Conditioned::new(&chunk) {
+        Ok(conditioned) => conditioned.check_paths(),
+        Err(_) => return Corpus::Reject,
+    }
+    Corpus::Keep
+});

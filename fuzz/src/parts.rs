@@ -1,0 +1,211 @@
+//! A pair in parts that can be changed one by one and written again.
+
+use crate::{base_tensors, chunk_bytes, repair_layout, repair_pair, split_pair};
+use binrw::{BinRead, BinWrite};
+use std::io::Cursor;
+use std::path::Path;
+use std::sync::LazyLock;
+use tpde::codec::TableSet;
+use tpde::format::{BaseKind, FileEntry, IndexHeader, Section, TensorEntry};
+use tpde::{Dtype, Limits, ValidatedIndex};
+
+/// Most bytes of tensors of a pair that is a seed: larger ones make every input slow.
+const MOST_SEED_BYTES: u64 = 1 << 15;
+
+#[derive(Debug, Clone)]
+pub struct Parts {
+    pub header: IndexHeader,
+    pub roots: Vec<u8>,
+    pub tensors: Vec<TensorPart>,
+    pub files: Vec<FilePart>,
+}
+
+#[derive(Debug, Clone)]
+pub struct TensorPart {
+    pub entry: TensorEntry,
+    pub dims: Vec<u64>,
+    pub name: Vec<u8>,
+    pub base_name: Vec<u8>,
+    /// As stored: a number and perhaps a set.
+    pub tables: Vec<u8>,
+    pub digests: Vec<u8>,
+    pub chunks: Vec<ChunkPart>,
+    /// The set that the tables stand for in the seed.
+    pub set: Option<TableSet>,
+}
+
+impl TensorPart {
+    pub fn dtype(&self) -> Option<Dtype> {
+        Dtype::from_code(self.entry.dtype)
+    }
+}
+
+#[derive(Debug, Clone)]
+pub struct ChunkPart {
+    pub uncompressed_size: u32,
+    pub compressed_size: u32,
+    pub num_deltas: u32,
+    pub output_offset: u64,
+    pub sums: Vec<u8>,
+    pub payload: Vec<u8>,
+    /// The base lanes that it has in the seed.
+    pub base: Vec<u8>,
+}
+
+#[derive(Debug, Clone)]
+pub struct FilePart {
+    pub entry: FileEntry,
+    pub name: Vec<u8>,
+    pub content: Vec<u8>,
+}
+
+/// The seeds of `apply_pair`, in the order of their names.
+pub static SEEDS: LazyLock<Vec<Parts>> = LazyLock::new(|| {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("seeds/apply_pair");
+    let entries = std::fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+    let mut paths: Vec<_> = entries.map(|entry| entry.expect("a seed").path()).collect();
+    paths.sort();
+    let seeds: Vec<_> = paths.iter().filter_map(|path| Parts::read(&std::fs::read(path).expect("a seed"))).collect();
+    assert!(seeds.len() >= 100, "{} seeds in {}", seeds.len(), folder.display());
+    seeds
+});
+
+impl Parts {
+    /// The parts of an input of `apply_pair`, whose sections are expanded; `None` if its tensors are large.
+    fn read(seed: &[u8]) -> Option<Self> {
+        let (_, mut index, mut blob) = split_pair(seed)?;
+        repair_pair(&mut index, &mut blob);
+        let valid = ValidatedIndex::parse(index, &Limits::default()).expect("a seed that is valid");
+        let (base_bytes, target_bytes) = valid.tensor_bytes();
+        if base_bytes.max(target_bytes) > MOST_SEED_BYTES {
+            return None;
+        }
+        let bases = base_tensors(&valid);
+        let (header, bytes) = (*valid.header(), valid.as_bytes());
+        let section = |section| {
+            let entry = header.section(section);
+            &bytes[entry.offset as usize..][..entry.stored_size as usize]
+        };
+        let (sums, digests, mut tables) = (section(Section::Sums), section(Section::Digests), section(Section::Tables));
+        let mut entries = Cursor::new(section(Section::Tensors));
+        let tensors = valid.tensors().map(|tensor| {
+            let entry = TensorEntry::read(&mut entries).expect("an entry");
+            let own = tables.split_off(..entry.tables_size as usize).expect("tables");
+            let base = bases.iter().find(|(info, _)| tensor.base_kind != BaseKind::None && info.name == tensor.base_name);
+            let mut lanes = base.map_or(Vec::new(), |(_, bytes)| bytes.to_vec());
+            lanes.resize(tensor.bytes() as usize, 0);
+            let chunks = tensor.chunks().map(|chunk| {
+                let record = &valid.chunks()[chunk as usize];
+                ChunkPart {
+                    uncompressed_size: record.uncompressed_size.get(),
+                    compressed_size: record.compressed_size.get(),
+                    num_deltas: record.num_deltas.get(),
+                    output_offset: record.output_offset.get(),
+                    sums: sums[16 * chunk as usize..][..16].to_vec(),
+                    payload: blob[record.blob_offset.get() as usize..][..record.compressed_size.get() as usize].to_vec(),
+                    base: lanes[chunk_bytes(&tensor, chunk)].to_vec(),
+                }
+            });
+            TensorPart {
+                entry,
+                dims: tensor.shape.to_vec(),
+                name: tensor.name.as_bytes().to_vec(),
+                base_name: if entry.base_name_size == 0 { Vec::new() } else { tensor.base_name.as_bytes().to_vec() },
+                tables: own.to_vec(),
+                digests: digests[64 + 32 * tensor.place..][..32].to_vec(),
+                chunks: chunks.collect(),
+                set: tensor.tables.cloned(),
+            }
+        });
+        let tensors = tensors.collect();
+        let mut entries = Cursor::new(section(Section::Files));
+        let files = valid.files().map(|file| FilePart {
+            entry: FileEntry::read(&mut entries).expect("an entry"),
+            name: file.name.as_bytes().to_vec(),
+            content: file.content.unwrap_or_default().to_vec(),
+        });
+        Some(Self { header, roots: digests[..64].to_vec(), files: files.collect(), tensors })
+    }
+
+    /// Makes every field that follows from others what it must be.
+    pub fn derive(&mut self) {
+        let mut next = 0;
+        for tensor in &mut self.tensors {
+            let entry = &mut tensor.entry;
+            entry.name_size = tensor.name.len() as u32;
+            entry.base_name_size = tensor.base_name.len() as u32;
+            entry.rank = tensor.dims.len() as u16;
+            entry.tables_size = tensor.tables.len() as u32;
+            entry.first_chunk = next;
+            entry.chunk_count = tensor.chunks.len() as u32;
+            next += entry.chunk_count;
+            for (i, chunk) in tensor.chunks.iter_mut().enumerate() {
+                chunk.compressed_size = chunk.payload.len() as u32;
+                chunk.output_offset = (i as u64) << (entry.chunk_lanes_log2 % 32);
+            }
+        }
+        for file in &mut self.files {
+            let stored = file.entry.kind % 2 == 0;
+            file.entry.name_size = file.name.len() as u32;
+            if stored {
+                file.entry.content_size = file.content.len() as u64;
+                file.entry.content_digest.copy_from_slice(&blake3::hash(&file.content).as_bytes()[..16]);
+            }
+        }
+        self.header.chunk_count = next;
+        self.header.tensor_count = self.tensors.len() as u32;
+        self.header.file_count = self.files.len() as u32;
+    }
+
+    /// The index and the blob, with everything that follows from the bytes themselves: offsets, sizes, CRCs and the pair digest.
+    pub fn write(&self) -> (Vec<u8>, Vec<u8>) {
+        let chunks = || self.tensors.iter().flat_map(|tensor| &tensor.chunks);
+        let (mut records, mut sums) = (Vec::new(), Vec::new());
+        for chunk in chunks() {
+            records.extend([0; 8]);
+            for field in [chunk.compressed_size, chunk.uncompressed_size, chunk.num_deltas, 0] {
+                records.extend(field.to_le_bytes());
+            }
+            records.extend(chunk.output_offset.to_le_bytes());
+            sums.extend(&chunk.sums);
+        }
+        let mut digests = self.roots.clone();
+        let (mut tensors, mut dims, mut names, mut tables) = (Cursor::new(Vec::new()), Vec::new(), Vec::new(), Vec::new());
+        for tensor in &self.tensors {
+            digests.extend(&tensor.digests);
+            tensor.entry.write(&mut tensors).expect("memory");
+            dims.extend(tensor.dims.iter().flat_map(|dim| dim.to_le_bytes()));
+            names.extend([&tensor.name[..], &tensor.base_name].concat());
+            tables.extend(&tensor.tables);
+        }
+        let mut files = Cursor::new(Vec::new());
+        self.files.iter().for_each(|file| file.entry.write(&mut files).expect("memory"));
+        let mut files = files.into_inner();
+        self.files.iter().for_each(|file| files.extend(&file.name));
+        self.files.iter().for_each(|file| files.extend(&file.content));
+
+        let mut header = self.header;
+        let tensors = [tensors.into_inner(), dims, names].concat();
+        let sections = [records, sums, digests, tensors, files, tables];
+        let mut body = Vec::new();
+        for (entry, section) in header.sections.iter_mut().zip(sections) {
+            (entry.stored_size, entry.expanded_size) = (section.len() as u64, section.len() as u64);
+            body.extend(section);
+            body.resize(body.len().next_multiple_of(8), 0);
+        }
+        let mut index = Cursor::new(Vec::new());
+        header.write(&mut index).expect("memory");
+        let mut index = [index.into_inner(), body, vec![0; 32]].concat();
+        // Payloads go where the records will say that they are.
+        repair_layout(&mut index);
+        let mut blob = vec![0; 64];
+        for chunk in chunks() {
+            let size = (chunk.compressed_size as usize).min(chunk.payload.len() + 64);
+            blob.extend(&chunk.payload[..size.min(chunk.payload.len())]);
+            blob.resize(blob.len() + size.saturating_sub(chunk.payload.len()), 0);
+            blob.resize(blob.len().next_multiple_of(16), 0);
+        }
+        repair_pair(&mut index, &mut blob);
+        (index, blob)
+    }
+}
