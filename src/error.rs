@@ -38,7 +38,7 @@ pub enum Error {
     #[error("already applied: the base given is the target of this pair")]
     AlreadyApplied,
     /// A checkpoint that was given cannot be read as one.
-    #[error("{}: {reason}", Escaped(&path.display().to_string()))]
+    #[error("{}: {}", Escaped(&path.display().to_string()), Text(reason))]
     BadCheckpoint {
         /// The file or folder.
         path: PathBuf,
@@ -72,10 +72,10 @@ pub enum Error {
         source: Box<Error>,
     },
     /// The device asked for is not there, or there is nothing to use it with.
-    #[error("no CUDA device: {0}")]
+    #[error("no CUDA device: {}", Text(_0))]
     NoDevice(String),
     /// A library that the caller asked for is not there.
-    #[error("{library} cannot be used: {reason}")]
+    #[error("{library} cannot be used: {}", Text(reason))]
     NoLibrary {
         /// Its name.
         library: &'static str,
@@ -83,7 +83,7 @@ pub enum Error {
         reason: String,
     },
     /// The driver of a device refused something, or work on the device died.
-    #[error("cannot {doing}: {reason}")]
+    #[error("cannot {doing}: {}", Text(reason))]
     Device {
         /// What was being done, as a verb.
         doing: &'static str,
@@ -94,7 +94,7 @@ pub enum Error {
     #[error("cancelled")]
     Cancelled,
     /// The call makes no sense: a wrong name, range, or size.
-    #[error("{0}")]
+    #[error("{}", Text(_0))]
     Misuse(String),
 }
 
@@ -118,8 +118,8 @@ impl fmt::Display for Invalid {
             "{}{}: expected {}, found {} (spec section {})",
             self.at,
             self.rule,
-            self.expected,
-            self.found,
+            Text(&self.expected),
+            Text(&self.found),
             self.rule.section()
         )
     }
@@ -253,8 +253,8 @@ impl Rule {
         Error::Invalid(Box::new(Invalid {
             rule: self,
             at: Location::default(),
-            expected: expected.to_string(),
-            found: found.to_string(),
+            expected: bounded(expected),
+            found: bounded(found),
         }))
     }
 
@@ -284,7 +284,7 @@ impl Error {
     }
 
     pub(crate) fn bad_checkpoint(path: &Path, reason: impl fmt::Display) -> Self {
-        Error::BadCheckpoint { path: path.to_owned(), reason: reason.to_string() }
+        Error::BadCheckpoint { path: path.to_owned(), reason: bounded(reason) }
     }
 
     /// Adds the tensor's name to a broken rule.
@@ -304,28 +304,93 @@ impl Error {
     }
 }
 
-/// A stranger's text made safe for a terminal or a log: control characters, bidirectional overrides and other invisible
-/// characters appear as `\u{…}`, and long text is cut.
+/// Most characters of a name, a path or a shape in a message or a table.
+pub const SHOWN_CHARS: usize = 200;
+/// Most characters of each free text that a message is made of.
+pub const MESSAGE_CHARS: usize = 1000;
+
+/// A stranger's name made safe for a terminal or a log: control characters, bidirectional overrides and other invisible
+/// characters appear as `\u{…}`, and of a long name the middle is cut out so that [`SHOWN_CHARS`] are left.
 pub struct Escaped<'a>(pub &'a str);
 
 impl fmt::Display for Escaped<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const MOST: usize = 200;
-        let mut out = String::new();
-        for (i, c) in self.0.chars().enumerate() {
-            if i == MOST {
-                out.push('…');
-                break;
-            }
-            let invisible = matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff0}'..='\u{fffb}' | '\u{e0000}'..='\u{e0fff}');
-            if c.is_control() || invisible {
-                out.extend(c.escape_unicode());
-            } else {
-                out.push(c);
-            }
-        }
-        f.pad(&out)
+        f.pad(&escape(self.0, SHOWN_CHARS))
     }
+}
+
+/// A free text of a message, treated like a name and cut to [`MESSAGE_CHARS`].
+struct Text<'a>(&'a str);
+
+impl fmt::Display for Text<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&escape(self.0, MESSAGE_CHARS))
+    }
+}
+
+fn is_invisible(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff0}'..='\u{fffb}' | '\u{e0000}'..='\u{e0fff}')
+}
+
+/// Characters that `c` appears as.
+fn shown_width(c: char) -> usize {
+    if is_invisible(c) { c.escape_unicode().count() } else { 1 }
+}
+
+fn push_shown(out: &mut String, c: char) {
+    if is_invisible(c) { out.extend(c.escape_unicode()) } else { out.push(c) }
+}
+
+/// `text` with its invisible characters escaped, in at most `limit` characters: of a longer one the beginning and the end.
+fn escape(text: &str, limit: usize) -> String {
+    // Bytes of the longest run of characters that appears as at most `limit` characters.
+    let fitting = |chars: &mut dyn Iterator<Item = char>, limit: usize| {
+        let mut used = 0;
+        let fits = |c: &char| {
+            used += shown_width(*c);
+            used <= limit
+        };
+        chars.take_while(fits).map(char::len_utf8).sum::<usize>()
+    };
+    let mut out = String::new();
+    if fitting(&mut text.chars(), limit) == text.len() {
+        text.chars().for_each(|c| push_shown(&mut out, c));
+    } else {
+        let end = limit / 2;
+        text[..fitting(&mut text.chars(), limit - 1 - end)].chars().for_each(|c| push_shown(&mut out, c));
+        out.push('…');
+        text[text.len() - fitting(&mut text.chars().rev(), end)..].chars().for_each(|c| push_shown(&mut out, c));
+    }
+    out
+}
+
+/// What `value` prints, with its invisible characters escaped and cut to [`MESSAGE_CHARS`]. Printing ends there, so that a
+/// value of gigabytes costs no more than a message.
+fn bounded(value: impl fmt::Display) -> String {
+    struct Bounded {
+        text: String,
+        left: usize,
+    }
+    impl fmt::Write for Bounded {
+        fn write_str(&mut self, text: &str) -> fmt::Result {
+            for c in text.chars() {
+                // The last character is for the ellipsis.
+                match self.left.checked_sub(shown_width(c)) {
+                    Some(left) if left > 0 => self.left = left,
+                    _ => {
+                        self.text.push('…');
+                        return Err(fmt::Error);
+                    }
+                }
+                push_shown(&mut self.text, c);
+            }
+            Ok(())
+        }
+    }
+    let mut out = Bounded { text: String::new(), left: MESSAGE_CHARS };
+    let _ = fmt::write(&mut out, format_args!("{value}"));
+    out.text
 }
 
 /// Bytes as lower-case hexadecimal.
@@ -341,7 +406,47 @@ mod tests {
     fn names_of_strangers_cannot_drive_a_terminal() {
         let shown = Escaped("a\x1b[31m\n\u{202e}b\u{9b}é").to_string();
         assert_eq!(shown, "a\\u{1b}[31m\\u{a}\\u{202e}b\\u{9b}é");
-        assert!(Escaped(&"x".repeat(5000)).to_string().chars().count() <= 201);
+    }
+
+    #[test]
+    fn long_names_are_cut_in_the_middle() {
+        let shown = |text: &str| Escaped(text).to_string();
+        assert_eq!(shown(&"x".repeat(200)), "x".repeat(200));
+        let long = format!("{}{}", "a".repeat(150), "z".repeat(51));
+        assert_eq!(shown(&long), format!("{}…{}", "a".repeat(99), &long[101..]));
+        let invisible = shown(&"\u{e0001}".repeat(1 << 20));
+        assert!(invisible.chars().count() <= SHOWN_CHARS && invisible.contains("}…\\u{e0001}"), "{invisible}");
+    }
+
+    #[test]
+    fn messages_are_cut_whatever_they_are_made_of() {
+        struct Endless;
+        impl fmt::Display for Endless {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                loop {
+                    f.write_str("\u{1b}[31m")?;
+                }
+            }
+        }
+        let long = "\u{9b}".repeat(1 << 20);
+        let errors = [
+            Rule::TensorShape.broken(Endless, Endless).in_tensor(&long),
+            Error::bad_checkpoint(Path::new(&long), Endless),
+            Error::BadCheckpoint { path: PathBuf::from(&long), reason: long.clone() },
+            Error::Misuse(long.clone()),
+            Error::Device { doing: "work", reason: long.clone() },
+            Error::Invalid(Box::new(Invalid {
+                rule: Rule::TensorName,
+                at: Location { tensor: Some(long.clone()), chunk: None },
+                expected: long.clone(),
+                found: long,
+            })),
+        ];
+        for error in errors {
+            let message = error.to_string();
+            assert!(message.chars().count() < 2 * MESSAGE_CHARS + 2 * SHOWN_CHARS, "{message}");
+            assert!(!message.chars().any(char::is_control), "{message}");
+        }
     }
 
     #[test]
