@@ -57,7 +57,11 @@ impl Header {
         let mut json = BufReader::with_capacity(1 << 16, SourceReader { source, at: LENGTH, end: content_size });
         let start = json.fill_buf().map_err(|e| Error::io("read", source.path(), e))?;
         check_start(start).map_err(bad)?;
-        let header = Self::from_table(serde_json::from_reader(json), content_size).map_err(bad)?;
+        let table = match serde_json::from_reader(json) {
+            Err(e) if e.is_io() => return Err(Error::io("read", source.path(), e.into())),
+            table => table,
+        };
+        let header = Self::from_table(table, content_size).map_err(bad)?;
         let expected = header.content_size + header.data_size;
         if expected != source.size() {
             return Err(bad(format!("the header tells of a file of {expected} bytes, this one has {}", source.size())));
@@ -230,7 +234,10 @@ struct SourceReader<'a> {
 impl Read for SourceReader<'_> {
     fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
         let size = out.len().min((self.end - self.at) as usize);
-        self.source.read(self.at, &mut out[..size]).map_err(std::io::Error::other)?;
+        self.source.read(self.at, &mut out[..size]).map_err(|e| match e {
+            Error::Io { source, .. } => source,
+            other => std::io::Error::other(other),
+        })?;
         self.at += size as u64;
         Ok(size)
     }

@@ -212,8 +212,11 @@ fn check_name(folder: &Path, name: &str, kind: FileKind) -> Result<()> {
     if is_file_name(name, kind) {
         return Ok(());
     }
-    let reason =
-        format!("file name {} has other characters than letters, digits, '.', '_' and '-', or begins with '.'", Escaped(name));
+    let ending = if kind.has_tensors() { ".safetensors" } else { SHARD_INDEX };
+    let reason = format_args!(
+        "file {} cannot be part of a pair: names have at most 255 ASCII letters, digits, '.', '_' and '-', do not begin with '.', and end with {ending}; rename it",
+        Escaped(name)
+    );
     Err(Error::bad_checkpoint(folder, reason))
 }
 
