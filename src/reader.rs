@@ -74,8 +74,8 @@ impl Pair<FileSource> {
     }
 
     fn open_once(paths: &PairPaths, limits: &Limits) -> Result<Self> {
-        let index = FileSource::open(&paths.index)?.read_all("size of the index", limits.index_size)?;
-        Self::new(ValidatedIndex::parse(index, limits)?, FileSource::open(&paths.blob)?)
+        let index = ValidatedIndex::read(&FileSource::open(&paths.index)?, limits)?;
+        Self::new(index, FileSource::open(&paths.blob)?)
     }
 }
 

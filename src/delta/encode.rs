@@ -6,8 +6,12 @@ use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::codec::{ChunkEncoder, Codec, Coding, Encoded, Layout, Pace, TableSet};
 use crate::digest;
 use crate::error::{Error, Escaped, Result};
-use crate::format::{BaseKind, MAX_CHUNK_BYTES, MIN_CHUNK_LANES_LOG2};
+use crate::format::{
+    BaseKind, FileEntry, MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_FILES, MAX_TENSORS, MIN_CHUNK_LANES_LOG2, TensorEntry,
+};
+use crate::index::{self, FileNames};
 use crate::lane::Dtype;
+use crate::limits::Limits;
 use crate::publish::Publication;
 use crate::reader::{Pair, PairPaths};
 use crate::sums::chunk_sum;
@@ -236,8 +240,9 @@ impl Worker {
 /// the threads and one batch of payloads, whatever the size of the checkpoints.
 ///
 /// # Errors
-/// [`Error::Io`] from the checkpoints or the blob, [`Error::Misuse`] for options that make no sense,
-/// [`Error::Limit`] for more than the format holds, and what `progress` ends the work with.
+/// [`Error::Io`] from the checkpoints or the blob, [`Error::Misuse`] for options that make no sense, and what `progress` ends
+/// the work with. Before any lane is read: [`Error::Invalid`] for a name or a shape that the format cannot hold, naming the
+/// tensor or the file, and [`Error::Limit`] for more than it holds.
 pub fn encode<W: Write>(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
@@ -248,6 +253,7 @@ pub fn encode<W: Write>(
 ) -> Result<(Finished<W>, EncodeReport)> {
     check_options(base, target, options)?;
     let mut plans: Vec<Plan> = (0..target.tensors().len()).map(|i| plan(base, target, i, options)).collect::<Result<_>>()?;
+    check_holdable(base, target, &plans, &files)?;
     let workers = Pool::new(Worker::default);
     choose(base, target, options, &mut plans, &workers, progress)?;
     let mut assembly =
@@ -335,6 +341,37 @@ fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options
         }
     }
     Ok(())
+}
+
+/// Refuses what the format cannot hold, before there is work to lose.
+fn check_holdable(
+    base: Option<&dyn Checkpoint>,
+    target: &dyn Checkpoint,
+    plans: &[Plan],
+    files: &[FileSpec],
+) -> Result<()> {
+    let most = Limits::default().section_size;
+    let bounded = |what, limit, found| if found > limit { Err(Error::Limit { what, limit, found }) } else { Ok(()) };
+    let (mut chunks, mut table) = (0u64, 0);
+    for plan in plans {
+        let info = &target.tensors()[plan.target as usize];
+        let base_name = base.zip(plan.base).map(|(base, place)| base.tensors()[place as usize].name.as_str());
+        let base_name = base_name.filter(|base_name| *base_name != info.name);
+        index::check_holdable(&info.name, base_name, info.shape.len())?;
+        chunks = chunks.saturating_add(plan.lanes.div_ceil(1 << plan.chunk_lanes_log2));
+        let names = info.name.len() + base_name.map_or(0, str::len);
+        table += (TensorEntry::SIZE + 8 * info.shape.len() + names) as u64;
+    }
+    bounded("number of tensors", MAX_TENSORS.into(), plans.len() as u64)?;
+    bounded("number of chunks", MAX_CHUNKS.into(), chunks)?;
+    bounded("size of the tensor table", most, table)?;
+    let mut names = FileNames::default();
+    for file in files {
+        names.add(file.name.as_bytes(), file.kind, files.len())?;
+    }
+    bounded("number of files", MAX_FILES.into(), files.len() as u64)?;
+    let table = files.iter().map(|file| (FileEntry::SIZE + file.name.len() + file.content.len()) as u64).sum();
+    bounded("size of the file table", most, table)
 }
 
 fn plan(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, place: usize, options: &EncodeOptions) -> Result<Plan> {

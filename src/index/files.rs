@@ -2,10 +2,10 @@
 
 use super::TargetFile;
 use crate::digest;
-use crate::error::{Result, Rule, hex};
+use crate::error::{Escaped, Result, Rule, hex};
 use crate::format::*;
 use binrw::BinRead;
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::io::Cursor;
 use std::ops::Range;
 
@@ -33,7 +33,7 @@ impl FileTable {
         let (entries, bytes) = section.split_at_checked(count * FileEntry::SIZE).ok_or_else(|| too_small("the entries"))?;
         let mut cursor = Cursor::new(entries);
         let mut rows: Vec<Row> = Vec::with_capacity(count);
-        let mut folded_names = HashSet::new();
+        let mut names = FileNames::default();
         let mut at = 0;
         for _ in 0..count {
             let entry = FileEntry::read(&mut cursor).map_err(|e| Rule::FilesSize.broken("an entry", e))?;
@@ -45,12 +45,7 @@ impl FileTable {
             Rule::FileContentSize.check(entry.content_size >= least, format_args!("at least {least}"), entry.content_size)?;
             let name = at..at + entry.name_size as usize;
             let text = bytes.get(name.clone()).ok_or_else(|| too_small("the names"))?;
-            check_name(text, kind, count)?;
-            if let Some(before) = rows.last() {
-                Rule::FileName.check(&bytes[before.name.clone()] < text, "a name above the one before", "one that is not")?;
-            }
-            let folded = text.to_ascii_lowercase();
-            Rule::FileName.check(folded_names.insert(folded), "a name unlike the others also in lower case", "one that is not")?;
+            names.add(text, kind, count)?;
             at = name.end;
             rows.push(Row { kind, name, content: 0..0, content_size: entry.content_size, content_digest: entry.content_digest });
         }
@@ -68,7 +63,7 @@ impl FileTable {
 
     pub(super) fn iter(&self) -> impl ExactSizeIterator<Item = TargetFile<'_>> {
         self.rows.iter().map(|row| TargetFile {
-            // ASCII, as check_name has said.
+            // ASCII, as FileNames has said.
             name: std::str::from_utf8(&self.bytes[row.name.clone()]).unwrap_or_default(),
             kind: row.kind,
             content_size: row.content_size,
@@ -78,16 +73,37 @@ impl FileTable {
     }
 }
 
-fn check_name(name: &[u8], kind: FileKind, count: usize) -> Result<()> {
-    if name.is_empty() {
-        return Rule::FileName.check(count == 1 && kind.has_tensors(), "a name, but for a lone safetensors file", "none");
+/// The names of a pair's files, as they come one after the other.
+#[derive(Default)]
+pub(crate) struct FileNames {
+    before: Vec<u8>,
+    folded: HashMap<Vec<u8>, Vec<u8>>,
+}
+
+impl FileNames {
+    /// Checks the next of `count` names, of a file of this kind.
+    ///
+    /// # Errors
+    /// [`Rule::FileName`].
+    pub(crate) fn add(&mut self, name: &[u8], kind: FileKind, count: usize) -> Result<()> {
+        let text = String::from_utf8_lossy(name);
+        let shown = Escaped(&text);
+        if name.is_empty() {
+            return Rule::FileName.check(count == 1 && kind.has_tensors(), "a name, but for a lone safetensors file", "none");
+        }
+        Rule::FileName.check(is_file_name(&text, kind), "letters, digits, . _ - and the ending of the kind", &shown)?;
+        let (expected, before) = ("a name above the one before", String::from_utf8_lossy(&self.before));
+        Rule::FileName.check(*self.before < *name, expected, format_args!("{shown} after {}", Escaped(&before)))?;
+        self.before = name.to_vec();
+        match self.folded.insert(name.to_ascii_lowercase(), name.to_vec()) {
+            None => Ok(()),
+            Some(other) => {
+                let other = String::from_utf8_lossy(&other);
+                let expected = "a name unlike the others also in lower case";
+                Err(Rule::FileName.broken(expected, format_args!("{shown} beside {}", Escaped(&other))))
+            }
+        }
     }
-    let shown = String::from_utf8_lossy(name);
-    Rule::FileName.check(
-        is_file_name(&shown, kind),
-        "letters, digits, . _ - and the ending of the kind",
-        crate::error::Escaped(&shown),
-    )
 }
 
 /// Whether a file of this kind may have this name (section 10): such a name is no path and no hidden file.

@@ -16,9 +16,8 @@ const WINDOW_LOG_MAX: u32 = 27;
 /// beyond.
 const SECTION_SIZE_MAX: u64 = u32::MAX as u64;
 
-/// Step 1.
-pub(super) fn parse(bytes: &[u8], limits: &Limits) -> Result<IndexHeader> {
-    let found = bytes.len() as u64;
+/// Step 1, for a file of `found` bytes that begins with `bytes`: the header, or the whole file where that is shorter.
+pub(super) fn parse(bytes: &[u8], found: u64, limits: &Limits) -> Result<IndexHeader> {
     if found > limits.index_size {
         return Err(Error::Limit { what: "size of the index", limit: limits.index_size, found });
     }
@@ -131,9 +130,9 @@ mod tests {
     #[test]
     fn a_tiny_file_cannot_ask_for_much() {
         let limits = Limits { index_size: 100, ..Limits::default() };
-        assert!(matches!(parse(&[0; 101], &limits), Err(Error::Limit { limit: 100, found: 101, .. })));
-        assert_eq!(parse(&[], &limits).unwrap_err().rule(), Some(Rule::HeaderIndexSize));
-        assert_eq!(parse(b"\x89TPB", &limits).unwrap_err().rule(), Some(Rule::HeaderMagic));
+        assert!(matches!(parse(&[0; 101], 101, &limits), Err(Error::Limit { limit: 100, found: 101, .. })));
+        assert_eq!(parse(&[], 0, &limits).unwrap_err().rule(), Some(Rule::HeaderIndexSize));
+        assert_eq!(parse(b"\x89TPB", 4, &limits).unwrap_err().rule(), Some(Rule::HeaderMagic));
     }
 
     /// The index of an empty pair, the header of which says that this section expands to so many bytes. Nothing has that size.
@@ -153,8 +152,9 @@ mod tests {
     fn places_in_a_section_fit_in_32_bits_whatever_the_limits() {
         let limits = Limits { index_size: u64::MAX, section_size: u64::MAX };
         for section in [Section::Tensors, Section::Files, Section::Tables] {
-            parse(&with_expanded_size(section, u32::MAX.into()), &limits).unwrap();
-            let refused = parse(&with_expanded_size(section, 1 << 32), &limits);
+            let parse = |bytes: Vec<u8>| parse(&bytes, bytes.len() as u64, &limits);
+            parse(with_expanded_size(section, u32::MAX.into())).unwrap();
+            let refused = parse(with_expanded_size(section, 1 << 32));
             assert!(matches!(refused, Err(Error::Limit { limit: 0xFFFF_FFFF, found: 0x1_0000_0000, .. })), "{}", section.name());
         }
     }

@@ -10,15 +10,18 @@ mod records;
 mod tables;
 mod tensors;
 
-pub(crate) use files::is_file_name;
+pub(crate) use files::{FileNames, is_file_name};
 pub(crate) use tables::MAX_TABLE_SETS;
+pub(crate) use tensors::check_holdable;
 
 use crate::codec::{Codec, TableSet};
 use crate::error::{Error, Result, hex};
-use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, FileKind, IndexHeader, Section, TensorDigests};
+use crate::format::{
+    BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, FileKind, INDEX_HEADER_SIZE, IndexHeader, Section, TensorDigests,
+};
 use crate::lane::Dtype;
 use crate::limits::Limits;
-use crate::source::Buffer;
+use crate::source::{Buffer, FileSource, Source};
 use std::ops::Range;
 use zerocopy::FromBytes;
 
@@ -45,7 +48,7 @@ impl ValidatedIndex {
     /// larger than `limits` allow.
     pub fn parse(bytes: impl Into<Buffer>, limits: &Limits) -> Result<Self> {
         let bytes = bytes.into();
-        let header = header::parse(&bytes, limits)?;
+        let header = header::parse(&bytes, bytes.len() as u64, limits)?;
         let digest = header::check_digest(&bytes)?;
         header::check_padding(&bytes, &header)?;
         let mut tensors = tensors::TensorTable::parse(&header::expand(&bytes, &header, Section::Tensors)?, &header)?;
@@ -56,6 +59,19 @@ impl ValidatedIndex {
         let index = Self { bytes, header, tensors, tables, files, digest };
         records::validate(&index)?;
         Ok(index)
+    }
+
+    /// Reads an index file: its header first, so that a file that is no index of its size is refused before it is read whole.
+    ///
+    /// # Errors
+    /// As [`ValidatedIndex::parse`], and [`Error::Io`].
+    pub(crate) fn read(file: &FileSource, limits: &Limits) -> Result<Self> {
+        let mut head = [0; INDEX_HEADER_SIZE as usize];
+        let head = &mut head[..file.size().min(INDEX_HEADER_SIZE.into()) as usize];
+        file.read(0, head)?;
+        header::parse(head, file.size(), limits)?;
+        // The header is parsed again: the file may have changed.
+        Self::parse(file.read_all("size of the index", limits.index_size)?, limits)
     }
 
     /// The header as it stands in the file.

@@ -161,7 +161,7 @@ impl Walk {
     fn entry(&mut self, entry: &TensorEntry, names: &mut &[u8]) -> Result<()> {
         self.name = None;
         let name = take_name(names, entry.name_size, Rule::TensorName)?;
-        Rule::TensorName.check(!name.is_empty(), "a name", "none")?;
+        check_present(name, Rule::TensorName)?;
         let start = self.table.names.len();
         self.table.names.push_str(name);
         self.name = Some(start);
@@ -174,7 +174,7 @@ impl Walk {
         Rule::TensorBaseName.check(base_name != name, "a name of its own or none", "the tensor's name")?;
 
         let dtype = Dtype::from_code(entry.dtype).ok_or_else(|| Rule::TensorDtype.broken("a known code", entry.dtype))?;
-        Rule::TensorRank.check(entry.rank <= MAX_RANK, format_args!("at most {MAX_RANK}"), entry.rank)?;
+        check_rank(entry.rank.into())?;
         let shape = &self.table.dims[self.dims..][..usize::from(entry.rank)];
         let lanes = dtype.lanes(shape).ok_or_else(|| {
             Rule::TensorShape.broken(format_args!("whole bytes, below 2^63 bits, of {dtype}"), format_args!("{shape:?}"))
@@ -238,12 +238,45 @@ fn check_base_param(kind: BaseKind, param: u64, dtype: Dtype, shape: &[u64]) -> 
 
 /// Takes `size` bytes of name off the front.
 fn take_name<'a>(names: &mut &'a [u8], size: u32, rule: Rule) -> Result<&'a str> {
-    rule.check(size <= MAX_NAME_SIZE, format_args!("at most {MAX_NAME_SIZE} bytes"), size)?;
+    check_name_size(size as usize, rule)?;
     let (name, rest) = names
         .split_at_checked(size as usize)
         .ok_or_else(|| Rule::TensorsSize.broken(format_args!("{size} bytes of name"), names.len()))?;
     *names = rest;
     let name = std::str::from_utf8(name).map_err(|e| rule.broken("UTF-8", e))?;
-    rule.check(!name.contains('\0'), "no NUL", "one")?;
+    check_content(name, rule)?;
     Ok(name)
+}
+
+/// Whether the table can hold a tensor of this name, base name (if another) and number of dims: what a writer asks before it
+/// begins.
+pub(crate) fn check_holdable(name: &str, base_name: Option<&str>, rank: usize) -> Result<()> {
+    let check = || {
+        check_name(name, Rule::TensorName)?;
+        base_name.map_or(Ok(()), |base_name| check_name(base_name, Rule::TensorBaseName))?;
+        check_rank(rank)
+    };
+    check().map_err(|e| e.in_tensor(name))
+}
+
+fn check_name(name: &str, rule: Rule) -> Result<()> {
+    check_present(name, rule)?;
+    check_name_size(name.len(), rule)?;
+    check_content(name, rule)
+}
+
+fn check_present(name: &str, rule: Rule) -> Result<()> {
+    rule.check(!name.is_empty(), "a name", "none")
+}
+
+fn check_name_size(size: usize, rule: Rule) -> Result<()> {
+    rule.check(size <= MAX_NAME_SIZE as usize, format_args!("at most {MAX_NAME_SIZE} bytes"), size)
+}
+
+fn check_content(name: &str, rule: Rule) -> Result<()> {
+    rule.check(!name.contains('\0'), "no NUL", "one")
+}
+
+fn check_rank(rank: usize) -> Result<()> {
+    Rule::TensorRank.check(rank <= usize::from(MAX_RANK), format_args!("at most {MAX_RANK}"), rank)
 }
