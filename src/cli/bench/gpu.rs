@@ -406,6 +406,6 @@ impl fmt::Display for Report {
         for pair in &self.pairs {
             rows.extend(pair.rows.iter().map(|of| row(&pair.codec, pair.ratio, of)));
         }
-        text::table(f, 1, &header, rows)
+        text::table(f, 1, &header, rows.into_iter())
     }
 }

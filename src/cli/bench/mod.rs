@@ -6,12 +6,13 @@
 mod contenders;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod memory;
 mod repeated;
 
 use super::Common;
 use super::device::{DeviceArgs, DeviceName, open_cuda};
 use super::inputs::{CodecArgs, open};
-use super::text::{self, BOLD};
+use super::text::{self, BOLD, JsonPath};
 use anyhow::{Context, ensure};
 use clap::Args;
 use contenders::{Contender, Ours, Peer};
@@ -74,8 +75,8 @@ impl fmt::Display for Report {
 /// What was measured of the processor.
 #[derive(Serialize)]
 pub struct CpuReport {
-    base: PathBuf,
-    target: PathBuf,
+    base: JsonPath,
+    target: JsonPath,
     base_bytes: u64,
     target_bytes: u64,
     tensors: usize,
@@ -156,6 +157,7 @@ impl Bench {
             return self.bench_cuda(open_cuda(ordinal)?);
         }
         let (base, target) = self.open()?;
+        memory::check(memory_needed(&base, &target))?;
         let (base, target) = (Loaded::read(&base)?, Loaded::read(&target)?);
         let (base_checkpoint, target_checkpoint) = (base.checkpoint()?, target.checkpoint()?);
         let ours = Ours::new(&base_checkpoint, &target_checkpoint, self.codec.options())?;
@@ -203,8 +205,8 @@ impl Bench {
             }
         });
         Ok(Report::Cpu(CpuReport {
-            base: self.base.clone(),
-            target: self.target.clone(),
+            base: JsonPath(self.base.clone()),
+            target: JsonPath(self.target.clone()),
             base_bytes: base.bytes(),
             target_bytes,
             tensors: target.data.len(),
@@ -215,7 +217,7 @@ impl Bench {
     }
 
     fn open(&self) -> tpde::Result<(Repeated<SafetensorsCheckpoint>, Repeated<SafetensorsCheckpoint>)> {
-        Ok((Repeated::new(open(&self.base)?, self.repeat), Repeated::new(open(&self.target)?, self.repeat)))
+        Ok((Repeated::new(open(&self.base)?, self.repeat)?, Repeated::new(open(&self.target)?, self.repeat)?))
     }
 
     #[cfg(feature = "cuda")]
@@ -247,6 +249,17 @@ impl Task {
         ensure!(*outputs == *target, "{} has not rebuilt the target", contender.name());
         Ok(Some(seconds))
     }
+}
+
+/// Bytes of memory that contenders and checkpoints take.
+fn memory_needed(base: &dyn Checkpoint, target: &dyn Checkpoint) -> u64 {
+    let bytes = |checkpoint: &dyn Checkpoint| checkpoint.tensors().iter().map(TensorInfo::bytes).fold(0, u64::saturating_add);
+    let largest = target.tensors().iter().map(TensorInfo::bytes).max().unwrap_or(0);
+    // Of the target: itself, what is rebuilt, base and frame of either peer, and at most one more for the two pairs.
+    let copies = bytes(target).saturating_mul(7);
+    // Each thread of either peer has a tensor's XOR.
+    let threads = largest.saturating_mul(2 * rayon::current_num_threads() as u64);
+    bytes(base).saturating_add(copies).saturating_add(threads)
 }
 
 /// The middle one; 0 for none.
@@ -284,6 +297,6 @@ impl fmt::Display for CpuReport {
                 timing(&contender.decode_with_digests),
             ]
         };
-        text::table(f, 1, &header, self.contenders.iter().map(row).collect())
+        text::table(f, 1, &header, self.contenders.iter().map(row))
     }
 }

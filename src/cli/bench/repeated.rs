@@ -1,6 +1,7 @@
 //! A checkpoint whose tensors are repeated: as large as wanted, and read as it is needed.
 
-use tpde::{Checkpoint, Result, TensorInfo};
+use tpde::error::Escaped;
+use tpde::{Checkpoint, Error, Result, TensorInfo};
 
 /// Every tensor of a checkpoint so often along its first dimension; scalars as they are.
 pub struct Repeated<C> {
@@ -9,10 +10,22 @@ pub struct Repeated<C> {
 }
 
 impl<C: Checkpoint> Repeated<C> {
-    pub fn new(of: C, times: u64) -> Self {
+    /// # Errors
+    /// [`Error::Misuse`] for a tensor that has no size then, or a checkpoint whose bytes do not fit in 64 bits.
+    pub fn new(of: C, times: u64) -> Result<Self> {
         let mut infos = of.tensors().to_vec();
-        infos.iter_mut().filter_map(|info| info.shape.first_mut()).for_each(|rows| *rows *= times);
-        Self { of, infos }
+        let mut bytes = 0u64;
+        for info in &mut infos {
+            let rows = info.shape.first_mut().map_or(Some(0), |rows| {
+                *rows = rows.checked_mul(times)?;
+                Some(*rows)
+            });
+            let has_size = rows.is_some() && info.dtype.lanes(&info.shape).is_some();
+            bytes = bytes.checked_add(info.bytes()).filter(|_| has_size).ok_or_else(|| {
+                Error::Misuse(format!("tensor {} cannot be repeated {times} times: it is too large", Escaped(&info.name)))
+            })?;
+        }
+        Ok(Self { of, infos })
     }
 }
 
@@ -42,7 +55,7 @@ mod tests {
     fn tensors_follow_themselves() {
         let info = |name: &str, shape: &[u64]| TensorInfo { name: name.into(), dtype: Dtype::U8, shape: shape.to_vec() };
         let tensors = [(info("none", &[0, 3]), &[][..]), (info("rows", &[2, 3]), b"abcdef"), (info("scalar", &[]), b"x")];
-        let repeated = Repeated::new(MemoryCheckpoint::new(tensors).unwrap(), 3);
+        let repeated = Repeated::new(MemoryCheckpoint::new(tensors).unwrap(), 3).unwrap();
         assert_eq!(repeated.tensors(), [info("none", &[0, 3]), info("rows", &[6, 3]), info("scalar", &[])]);
         let read = |place, offset, size| {
             let mut out = vec![0; size];
@@ -52,5 +65,13 @@ mod tests {
         assert_eq!(read(1, 4, 9).unwrap(), b"efabcdefa");
         assert_eq!(read(2, 0, 1).unwrap(), b"x");
         assert_eq!(read(0, 0, 0).unwrap(), b"");
+    }
+
+    #[test]
+    fn what_becomes_too_large_is_refused() {
+        let info = |rows| TensorInfo { name: "w".into(), dtype: Dtype::U8, shape: vec![rows, 0] };
+        let repeated = |rows, times| Repeated::new(MemoryCheckpoint::new([(info(rows), &[][..])]).unwrap(), times);
+        assert!(repeated(1 << 62, 3).is_ok());
+        assert!(matches!(repeated(1 << 62, 4), Err(Error::Misuse(_))));
     }
 }
