@@ -3,7 +3,7 @@
 use super::Common;
 use super::device::DeviceArgs;
 use super::inputs::{open, operands, refuse_overwriting};
-use super::text::{self, BOLD};
+use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
 use globset::{Glob, GlobMatcher};
@@ -49,7 +49,7 @@ pub struct Apply {
 /// What was rebuilt.
 #[derive(Serialize)]
 pub struct Report {
-    output: PathBuf,
+    output: JsonPath,
     tensors: u64,
     target_bytes: u64,
     digests_checked: bool,
@@ -88,7 +88,7 @@ impl Apply {
         let seconds = start.elapsed().as_secs_f64();
         bar.finish_and_clear();
         Ok(Report {
-            output: self.output.clone(),
+            output: JsonPath(self.output.clone()),
             tensors: report.tensors,
             target_bytes: report.bytes,
             digests_checked: report.digests_checked,

@@ -1,6 +1,6 @@
 //! `tpde demo`: the whole way once, on checkpoints made for it.
 
-use super::text::{self, BOLD, GOOD};
+use super::text::{self, BOLD, GOOD, JsonPath};
 use super::{Cli, Common, Verb};
 use anyhow::{Context, bail, ensure};
 use clap::{Args, Parser};
@@ -29,7 +29,7 @@ pub struct Demo {
 /// The steps, and how they came out.
 #[derive(Serialize)]
 pub struct Report {
-    dir: PathBuf,
+    dir: JsonPath,
     kept: bool,
     steps: Vec<Step>,
     identical: bool,
@@ -87,7 +87,7 @@ impl Demo {
         if let Some(folder) = temporary.filter(|_| self.keep) {
             let _kept = folder.keep();
         }
-        Ok(Report { dir, kept, steps: demo.steps, identical: true, target_bytes: wanted.len() as u64, stored_bytes })
+        Ok(Report { dir: JsonPath(dir), kept, steps: demo.steps, identical: true, target_bytes: wanted.len() as u64, stored_bytes })
     }
 }
 

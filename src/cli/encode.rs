@@ -2,7 +2,7 @@
 
 use super::Common;
 use super::inputs::{CodecArgs, open, operands, refuse_overwriting};
-use super::text::{self, BOLD};
+use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
@@ -59,8 +59,8 @@ fn rename(text: &str) -> Result<(String, String), &'static str> {
 /// What was written.
 #[derive(Serialize)]
 pub struct Report {
-    index: PathBuf,
-    blob: PathBuf,
+    index: JsonPath,
+    blob: JsonPath,
     has_base: bool,
     target_bytes: u64,
     stored_bytes: u64,
@@ -120,8 +120,8 @@ impl Encode {
         let paired: BTreeSet<_> = retyped.iter().map(base_of).collect();
         let stored_bytes = report.index_bytes + report.blob_bytes;
         Ok(Report {
-            index: paths.index,
-            blob: paths.blob,
+            index: JsonPath(paths.index),
+            blob: JsonPath(paths.blob),
             has_base,
             target_bytes: report.target_bytes,
             stored_bytes,
@@ -159,7 +159,7 @@ fn read_map(path: &Path) -> Result<BTreeMap<String, String>> {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let blob = self.blob.file_name().map_or(self.blob.as_path(), Path::new);
+        let blob = self.blob.file_name().map_or(&*self.blob, Path::new);
         writeln!(f, "{BOLD}wrote {} and {}{BOLD:#}", text::path(&self.index), text::path(blob))?;
         let tensors = self.tensors.len() as u64;
         let mut facts = vec![

@@ -16,6 +16,11 @@ const SYSTEM: u8 = 3;
 /// The device asked for is not there.
 const DEVICE: u8 = 4;
 
+/// Standard output could not be written.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot write to standard output: {0}")]
+pub struct Output(#[source] pub io::Error);
+
 #[derive(Serialize)]
 struct Report {
     error: Failure,
@@ -85,9 +90,7 @@ pub fn usage(error: &clap::Error) -> ExitCode {
 }
 
 fn print(error: Failure) {
-    if let Ok(text) = text::json("tpde.error/1", &Report { error }) {
-        let _ = io::stdout().write_all(text.as_bytes());
-    }
+    let _ = text::json(io::stdout().lock(), "tpde.error/1", &Report { error });
 }
 
 /// What was being done, and what the library says of it; the causes below that are in its words already.
@@ -95,7 +98,7 @@ fn message(error: &anyhow::Error) -> String {
     let mut parts = Vec::new();
     for cause in error.chain() {
         parts.push(cause.to_string());
-        if cause.is::<Error>() {
+        if cause.is::<Error>() || cause.is::<Output>() {
             break;
         }
     }

@@ -1,9 +1,10 @@
 //! `tpde inspect`: what a pair holds, from its index alone.
 
-use super::text::{self, BOLD};
+use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
-use serde::Serialize;
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
 use std::cmp::Reverse;
 use std::fmt;
 use std::path::PathBuf;
@@ -11,6 +12,7 @@ use tpde::delta::TensorReport;
 use tpde::error::Escaped;
 use tpde::format::{BaseKind, FileKind};
 use tpde::reader::PairPaths;
+use tpde::source::FileSource;
 use tpde::{Codec, Pair, Result, ValidatedIndex};
 
 /// Show what a pair holds
@@ -29,21 +31,24 @@ pub struct Inspect {
     pub chunks: bool,
 }
 
-/// The parts that were asked for.
-#[derive(Serialize)]
+/// The pair, and the parts of it that were asked for. Rows are made when they are printed and never held: an index of some
+/// megabytes may have gigabytes of them.
 pub struct Report {
-    #[serde(skip_serializing_if = "Option::is_none")]
+    pair: Pair<FileSource>,
     summary: Option<Summary>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    tensors: Option<Vec<TensorReport>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    chunks: Option<Vec<Chunk>>,
+    rows: Rows,
+}
+
+enum Rows {
+    /// Places of the tensors, the largest payloads first.
+    Tensors(Vec<u32>),
+    Chunks,
 }
 
 #[derive(Serialize)]
 struct Summary {
-    index: PathBuf,
-    blob: PathBuf,
+    index: JsonPath,
+    blob: JsonPath,
     version: String,
     pair_digest: String,
     base_root: String,
@@ -90,9 +95,9 @@ struct TargetFile {
 
 /// A record with what it belongs to.
 #[derive(Serialize)]
-struct Chunk {
+struct Chunk<'a> {
     chunk: u32,
-    tensor: String,
+    tensor: &'a str,
     output_offset: u64,
     lanes: u64,
     num_deltas: u32,
@@ -113,59 +118,95 @@ impl Inspect {
 
     fn inspect(&self) -> Result<Report> {
         let pair = Pair::open(&self.pair)?;
-        let index = pair.index();
         if self.chunks {
-            let chunks = index.tensors().flat_map(|tensor| {
-                tensor.chunks().map(move |chunk| {
-                    let record = &index.chunks()[chunk as usize];
-                    let range = tensor.chunk_range(chunk);
-                    Chunk {
-                        chunk,
-                        tensor: tensor.name.to_owned(),
-                        output_offset: record.output_offset.get(),
-                        lanes: range.end - range.start,
-                        num_deltas: record.num_deltas.get(),
-                        blob_offset: record.blob_offset.get(),
-                        compressed_size: record.compressed_size.get(),
-                        uncompressed_size: record.uncompressed_size.get(),
-                        crc32: format!("{:08x}", record.crc32.get()),
-                    }
-                })
-            });
-            return Ok(Report { summary: None, tensors: None, chunks: Some(chunks.collect()) });
+            return Ok(Report { pair, summary: None, rows: Rows::Chunks });
         }
-        let mut tensors: Vec<_> = index.tensors().map(|tensor| TensorReport::new(index, &tensor)).collect();
-        tensors.sort_by_key(|tensor| Reverse(tensor.payload_bytes)); // stable: names stay in order where payloads are equal
-        let summary = (!self.tensors).then(|| {
-            let header = index.header();
-            let (base_bytes, target_bytes) = index.tensor_bytes();
-            let stored_bytes = index.size() + header.blob_size;
-            let paths = PairPaths::new(&self.pair);
-            Summary {
-                index: paths.index,
-                blob: paths.blob,
-                version: format!("{}.{}", header.version_major, header.version_minor),
-                pair_digest: hex(index.pair_digest()),
-                base_root: hex(index.base_root()),
-                target_root: hex(index.target_root()),
-                base_bytes,
-                target_bytes,
-                stored_bytes,
-                index_bytes: index.size(),
-                blob_bytes: header.blob_size,
-                ratio: text::ratio(target_bytes, stored_bytes),
-                lanes: tensors.iter().map(|tensor| tensor.lanes).sum(),
-                changed: tensors.iter().map(|tensor| tensor.changed).sum(),
-                chunks: header.chunk_count,
-                tensors: header.tensor_count,
-                files: index
-                    .files()
-                    .map(|file| TargetFile { name: file.name.to_owned(), kind: file.kind, content_bytes: file.content_size })
-                    .collect(),
-                device: needs(index),
-            }
-        });
-        Ok(Report { summary, tensors: Some(tensors), chunks: None })
+        let index = pair.index();
+        let payload_bytes = |place: &u32| TensorReport::new(index, &index.tensor(*place as usize)).payload_bytes;
+        let mut places: Vec<_> = (0..index.tensor_count() as u32).collect();
+        places.sort_by_cached_key(|place| Reverse(payload_bytes(place))); // stable: names stay in order where payloads are equal
+        let summary = (!self.tensors).then(|| summary(index, PairPaths::new(&self.pair)));
+        Ok(Report { pair, summary, rows: Rows::Tensors(places) })
+    }
+}
+
+fn summary(index: &ValidatedIndex, paths: PairPaths) -> Summary {
+    let header = index.header();
+    let (base_bytes, target_bytes) = index.tensor_bytes();
+    let stored_bytes = index.size() + header.blob_size;
+    Summary {
+        index: JsonPath(paths.index),
+        blob: JsonPath(paths.blob),
+        version: format!("{}.{}", header.version_major, header.version_minor),
+        pair_digest: hex(index.pair_digest()),
+        base_root: hex(index.base_root()),
+        target_root: hex(index.target_root()),
+        base_bytes,
+        target_bytes,
+        stored_bytes,
+        index_bytes: index.size(),
+        blob_bytes: header.blob_size,
+        ratio: text::ratio(target_bytes, stored_bytes),
+        lanes: index.tensors().map(|tensor| tensor.lanes).sum(),
+        changed: index.chunks().iter().map(|record| u64::from(record.num_deltas.get())).sum(),
+        chunks: header.chunk_count,
+        tensors: header.tensor_count,
+        files: index
+            .files()
+            .map(|file| TargetFile { name: file.name.to_owned(), kind: file.kind, content_bytes: file.content_size })
+            .collect(),
+        device: needs(index),
+    }
+}
+
+impl Report {
+    fn tensors<'a>(&'a self, places: &'a [u32]) -> impl Iterator<Item = TensorReport> + Clone + 'a {
+        let index = self.pair.index();
+        places.iter().map(move |&place| TensorReport::new(index, &index.tensor(place as usize)))
+    }
+
+    fn chunks(&self) -> impl Iterator<Item = Chunk<'_>> + Clone {
+        let index = self.pair.index();
+        (0..index.tensor_count()).map(|place| index.tensor(place)).flat_map(move |tensor| {
+            tensor.chunks().map(move |chunk| {
+                let record = &index.chunks()[chunk as usize];
+                let range = tensor.chunk_range(chunk);
+                Chunk {
+                    chunk,
+                    tensor: tensor.name,
+                    output_offset: record.output_offset.get(),
+                    lanes: range.end - range.start,
+                    num_deltas: record.num_deltas.get(),
+                    blob_offset: record.blob_offset.get(),
+                    compressed_size: record.compressed_size.get(),
+                    uncompressed_size: record.uncompressed_size.get(),
+                    crc32: format!("{:08x}", record.crc32.get()),
+                }
+            })
+        })
+    }
+}
+
+impl Serialize for Report {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut parts = serializer.serialize_map(None)?;
+        if let Some(summary) = &self.summary {
+            parts.serialize_entry("summary", summary)?;
+        }
+        match &self.rows {
+            Rows::Tensors(places) => parts.serialize_entry("tensors", &Sequence(self.tensors(places)))?,
+            Rows::Chunks => parts.serialize_entry("chunks", &Sequence(self.chunks()))?,
+        }
+        parts.end()
+    }
+}
+
+/// An iterator as a sequence whose items are made one by one.
+struct Sequence<I>(I);
+
+impl<I: Iterator<Item: Serialize> + Clone> Serialize for Sequence<I> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.0.clone())
     }
 }
 
@@ -192,13 +233,10 @@ impl fmt::Display for Report {
             write!(f, "{summary}")?;
             writeln!(f)?;
         }
-        if let Some(tensors) = &self.tensors {
-            write_tensors(f, tensors)?;
+        match &self.rows {
+            Rows::Tensors(places) => write_tensors(f, self.tensors(places)),
+            Rows::Chunks => write_chunks(f, self.chunks()),
         }
-        if let Some(chunks) = &self.chunks {
-            write_chunks(f, chunks)?;
-        }
-        Ok(())
     }
 }
 
@@ -241,9 +279,9 @@ impl fmt::Display for Summary {
     }
 }
 
-fn write_tensors(f: &mut fmt::Formatter<'_>, tensors: &[TensorReport]) -> fmt::Result {
+fn write_tensors(f: &mut fmt::Formatter<'_>, tensors: impl Iterator<Item = TensorReport> + Clone) -> fmt::Result {
     let header = ["tensor, by bytes", "dtype", "shape", "base", "codec", "changed", "ratio", "bytes"];
-    let row = |tensor: &TensorReport| {
+    let row = |tensor: TensorReport| {
         vec![
             Escaped(&tensor.name).to_string(),
             tensor.dtype.to_string(),
@@ -255,27 +293,32 @@ fn write_tensors(f: &mut fmt::Formatter<'_>, tensors: &[TensorReport]) -> fmt::R
             text::count(tensor.payload_bytes),
         ]
     };
-    let mut rows: Vec<_> = tensors.iter().map(row).collect();
-    let sum = |of: fn(&TensorReport) -> u64| tensors.iter().map(of).sum();
-    let payload = sum(|tensor| tensor.payload_bytes);
-    rows.push(vec![
-        text::counted(tensors.len() as u64, "tensor"),
+    let (mut count, mut changed, mut lanes, mut bytes, mut payload) = (0, 0, 0, 0, 0);
+    for tensor in tensors.clone() {
+        count += 1;
+        changed += tensor.changed;
+        lanes += tensor.lanes;
+        bytes += tensor.bytes;
+        payload += tensor.payload_bytes;
+    }
+    let all = vec![
+        text::counted(count, "tensor"),
         String::new(),
         String::new(),
         String::new(),
         String::new(),
-        text::share(sum(|tensor| tensor.changed), sum(|tensor| tensor.lanes)),
-        text::times(text::ratio(sum(|tensor| tensor.bytes), payload)),
+        text::share(changed, lanes),
+        text::times(text::ratio(bytes, payload)),
         text::count(payload),
-    ]);
-    text::table(f, 5, &header, rows)
+    ];
+    text::table(f, 5, &header, tensors.map(row).chain([all]))
 }
 
-fn write_chunks(f: &mut fmt::Formatter<'_>, chunks: &[Chunk]) -> fmt::Result {
+fn write_chunks<'a>(f: &mut fmt::Formatter<'_>, chunks: impl Iterator<Item = Chunk<'a>> + Clone) -> fmt::Result {
     let header = ["tensor", "chunk", "first lane", "lanes", "changed", "blob offset", "stored", "expanded", "crc32"];
-    let row = |chunk: &Chunk| {
+    let row = |chunk: Chunk<'_>| {
         vec![
-            Escaped(&chunk.tensor).to_string(),
+            Escaped(chunk.tensor).to_string(),
             chunk.chunk.to_string(),
             chunk.output_offset.to_string(),
             chunk.lanes.to_string(),
@@ -283,15 +326,16 @@ fn write_chunks(f: &mut fmt::Formatter<'_>, chunks: &[Chunk]) -> fmt::Result {
             chunk.blob_offset.to_string(),
             chunk.compressed_size.to_string(),
             chunk.uncompressed_size.to_string(),
-            chunk.crc32.clone(),
+            chunk.crc32,
         ]
     };
-    text::table(f, 1, &header, chunks.iter().map(row).collect())
+    text::table(f, 1, &header, chunks.map(row))
 }
 
+/// The dims, cut short like a name.
 fn shape(dims: &[u64]) -> String {
     match dims {
         [] => "scalar".into(),
-        dims => dims.iter().map(u64::to_string).collect::<Vec<_>>().join("×"),
+        dims => Escaped(&dims.iter().map(u64::to_string).collect::<Vec<_>>().join("×")).to_string(),
     }
 }

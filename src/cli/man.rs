@@ -1,6 +1,6 @@
 //! `tpde man`: manual pages.
 
-use super::text;
+use super::text::{self, JsonPath};
 use anyhow::Context;
 use clap::{Args, CommandFactory};
 use clap_mangen::Man as Page;
@@ -22,7 +22,7 @@ pub struct Man {
 #[serde(untagged)]
 pub enum Report {
     Page { page: String },
-    Files { files: Vec<PathBuf> },
+    Files { files: Vec<JsonPath> },
 }
 
 impl Man {
@@ -53,7 +53,7 @@ fn write(command: clap::Command, dir: &Path) -> tpde::Result<Report> {
             path: path.clone(),
             source,
         })?;
-        files.push(path);
+        files.push(JsonPath(path));
     }
     Ok(Report::Files { files })
 }

@@ -18,7 +18,7 @@ use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use std::fmt::Display;
-use std::io::{self, Write};
+use std::io::{self, BufWriter, Write};
 use std::process::ExitCode;
 use tracing::Level;
 
@@ -136,12 +136,11 @@ impl Cli {
 }
 
 impl Common {
-    /// Prints what a verb found.
+    /// Prints what a verb found, piece by piece: a report may be longer than memory.
     fn show(&self, verb: &str, report: impl Serialize + Display) -> anyhow::Result<()> {
-        let text = if self.json { text::json(&format!("tpde.{verb}/1"), &report)? } else { report.to_string() };
-        let mut out = anstream::stdout().lock();
-        out.write_all(text.as_bytes())?;
-        Ok(out.flush()?)
+        let mut out = BufWriter::with_capacity(1 << 16, anstream::stdout().lock());
+        let written = if self.json { text::json(&mut out, &format!("tpde.{verb}/1"), &report) } else { write!(out, "{report}") };
+        Ok(written.and_then(|()| out.flush()).map_err(failure::Output)?)
     }
 
     /// A progress bar on stderr, which hides itself unless that is a terminal.

@@ -1,11 +1,15 @@
 //! How things are written for people, and for programs.
 
 use clap::builder::styling::{AnsiColor, Style};
-use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
-use serde::Serialize;
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
 use std::fmt;
-use std::path::Path;
+use std::io::{self, Write};
+use std::ops::Deref;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use tpde::error::Escaped;
+use unicode_width::UnicodeWidthStr;
 
 pub const BOLD: Style = Style::new().bold();
 pub const GOOD: Style = AnsiColor::Green.on_default().bold();
@@ -15,6 +19,32 @@ pub const HINT: Style = AnsiColor::Cyan.on_default().bold();
 /// A path, safe to print.
 pub fn path(path: &Path) -> String {
     Escaped(&path.display().to_string()).to_string()
+}
+
+/// A path in a report. In JSON it is a string; a path that is not UTF-8, which no JSON string can hold, is an object with the
+/// path as it is shown (`shown`) and its bytes in hexadecimal (`bytes`).
+#[derive(Debug)]
+pub struct JsonPath(pub PathBuf);
+
+impl Serialize for JsonPath {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if let Some(path) = self.0.to_str() {
+            return serializer.serialize_str(path);
+        }
+        let bytes: String = self.0.as_os_str().as_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
+        let mut object = serializer.serialize_map(Some(2))?;
+        object.serialize_entry("shown", &path(&self.0))?;
+        object.serialize_entry("bytes", &bytes)?;
+        object.end()
+    }
+}
+
+impl Deref for JsonPath {
+    type Target = Path;
+
+    fn deref(&self) -> &Path {
+        &self.0
+    }
 }
 
 /// A number of bytes: `45.4 MB`.
@@ -106,32 +136,37 @@ pub fn facts(f: &mut fmt::Formatter<'_>, facts: &[(&str, String)]) -> fmt::Resul
 
 /// Writes a table, its header in bold: `left` columns of text, then numbers. On a terminal that is too narrow, the beginnings
 /// of the first column are cut off so that a row stays a line.
-pub fn table(f: &mut fmt::Formatter<'_>, left: usize, header: &[&str], mut rows: Vec<Vec<String>>) -> fmt::Result {
+///
+/// Rows are made twice, for the widths of the columns and for the text, and never held.
+pub fn table(
+    f: &mut fmt::Formatter<'_>,
+    left: usize,
+    header: &[&str],
+    rows: impl Iterator<Item = Vec<String>> + Clone,
+) -> fmt::Result {
     const INDENT: usize = 2;
     const LEAST: usize = 16;
-    let mut table = Table::new();
-    if let Some(width) = table.width() {
-        let widest = |column: usize| {
-            let cells = rows.iter().map(|row| row[column].chars().count());
-            cells.chain([header[column].chars().count()]).max().unwrap_or(0) + INDENT
-        };
-        let others: usize = (1..header.len()).map(widest).sum();
-        let room = usize::from(width).saturating_sub(others + INDENT).max(LEAST);
-        rows.iter_mut().for_each(|row| row[0] = cut(&row[0], room));
+    let mut widths: Vec<_> = header.iter().map(|cell| cell.width()).collect();
+    for row in rows.clone() {
+        widths.iter_mut().zip(&row).for_each(|(width, cell)| *width = (*width).max(cell.width()));
     }
-    table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header(header).add_rows(rows);
-    for (i, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((INDENT as u16, 0));
-        if i >= left {
-            column.set_cell_alignment(CellAlignment::Right);
+    if let Some((terminal, _)) = terminal_size::terminal_size_of(std::io::stdout()) {
+        let others: usize = widths[1..].iter().map(|width| width + INDENT).sum();
+        let room = usize::from(terminal.0).saturating_sub(others + INDENT).max(LEAST);
+        widths[0] = widths[0].min(room);
+    }
+    let mut line = |style: Style, row: Vec<String>| {
+        let mut text = String::new();
+        for (i, (cell, &width)) in row.iter().zip(&widths).enumerate() {
+            let cell = if i == 0 { cut(cell, width) } else { cell.clone() };
+            let (indent, space) = (" ".repeat(INDENT), " ".repeat(width.saturating_sub(cell.width())));
+            let parts = if i < left { [indent, cell, space] } else { [indent, space, cell] };
+            text.extend(parts);
         }
-    }
-    for (i, line) in table.lines().enumerate() {
-        let style = if i == 0 { BOLD } else { Style::new() };
-        writeln!(f, "{style}{}{style:#}", line.trim_end())?;
-    }
-    Ok(())
+        writeln!(f, "{style}{}{style:#}", text.trim_end())
+    };
+    line(BOLD, header.iter().map(|&cell| cell.to_owned()).collect())?;
+    rows.into_iter().try_for_each(|row| line(Style::new(), row))
 }
 
 /// The last characters that fit: the endings of names tell tensors apart.
@@ -142,25 +177,36 @@ fn cut(text: &str, room: usize) -> String {
     }
 }
 
-/// One JSON object: the schema, then the fields of `report`. Pure ASCII, so that a name can do nothing to a terminal.
-pub fn json(schema: &str, report: &impl Serialize) -> serde_json::Result<String> {
+/// Writes one JSON object: the schema, then the fields of `report`. Pure ASCII, so that a name can do nothing to a terminal.
+pub fn json(out: impl Write, schema: &str, report: &impl Serialize) -> io::Result<()> {
     #[derive(Serialize)]
     struct Document<'a, R> {
         schema: &'a str,
         #[serde(flatten)]
         report: &'a R,
     }
-    let compact = serde_json::to_string(&Document { schema, report })?;
-    let mut out = String::with_capacity(compact.len() + 1);
-    for c in compact.chars() {
-        match c {
-            // Outside of strings JSON is ASCII, and control characters below 20 hex are escaped already.
-            ' '..='~' => out.push(c),
-            _ => out.extend(c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}"))),
+    let mut serializer = serde_json::Serializer::with_formatter(out, Ascii);
+    Document { schema, report }.serialize(&mut serializer)?;
+    serializer.into_inner().write_all(b"\n")
+}
+
+/// Compact JSON with what is not printable ASCII escaped. Outside of strings JSON is ASCII, and the serializer escapes control
+/// characters below 20 hex.
+struct Ascii;
+
+impl serde_json::ser::Formatter for Ascii {
+    fn write_string_fragment<W: ?Sized + Write>(&mut self, writer: &mut W, fragment: &str) -> io::Result<()> {
+        let is_plain = |c: char| matches!(c, ' '..='~');
+        let mut rest = fragment;
+        while let Some(at) = rest.find(|c| !is_plain(c)) {
+            let (plain, from) = rest.split_at(at);
+            writer.write_all(plain.as_bytes())?;
+            let end = from.find(is_plain).unwrap_or(from.len());
+            from[..end].encode_utf16().try_for_each(|unit| write!(writer, "\\u{unit:04x}"))?;
+            rest = &from[end..];
         }
+        writer.write_all(rest.as_bytes())
     }
-    out.push('\n');
-    Ok(out)
 }
 
 #[cfg(test)]
@@ -190,7 +236,9 @@ mod tests {
             name: &'static str,
         }
         let name = "a\u{1b}\u{7f}\u{9b}\u{202e}é😀\"";
-        let text = json("tpde.test/1", &Report { name }).unwrap();
+        let mut text = Vec::new();
+        json(&mut text, "tpde.test/1", &Report { name }).unwrap();
+        let text = String::from_utf8(text).unwrap();
         assert!(text.trim_end().bytes().all(|b| (b' '..=b'~').contains(&b)), "{text}");
         let back: serde_json::Value = serde_json::from_str(&text).unwrap();
         assert_eq!(back["name"], name);

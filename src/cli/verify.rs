@@ -3,7 +3,7 @@
 use super::Common;
 use super::device::DeviceArgs;
 use super::inputs::open;
-use super::text::{self, GOOD};
+use super::text::{self, GOOD, JsonPath};
 use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
@@ -36,7 +36,7 @@ pub struct Verify {
 /// What was looked at, and found right.
 #[derive(Serialize)]
 pub struct Report {
-    pair: PathBuf,
+    pair: JsonPath,
     #[serde(flatten)]
     verified: VerifyReport,
     payload_authenticity: Authenticity,
@@ -85,7 +85,7 @@ impl Verify {
         }
         // Comparing a given target says nothing of the payloads.
         let payload_authenticity = if verified.base_checked { Authenticity::Checked } else { Authenticity::NotChecked };
-        Ok(Report { pair: self.pair.clone(), verified, payload_authenticity })
+        Ok(Report { pair: JsonPath(self.pair.clone()), verified, payload_authenticity })
     }
 }
 

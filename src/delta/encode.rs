@@ -6,9 +6,7 @@ use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::codec::{ChunkEncoder, Codec, Coding, Encoded, Layout, Pace, TableSet};
 use crate::digest;
 use crate::error::{Error, Escaped, Result};
-use crate::format::{
-    BaseKind, FileEntry, MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_FILES, MAX_TENSORS, MIN_CHUNK_LANES_LOG2, TensorEntry,
-};
+use crate::format::{BaseKind, FileEntry, MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_FILES, MAX_TENSORS, MIN_CHUNK_LANES_LOG2, TensorEntry};
 use crate::index::{self, FileNames};
 use crate::lane::Dtype;
 use crate::limits::Limits;
@@ -344,12 +342,7 @@ fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options
 }
 
 /// Refuses what the format cannot hold, before there is work to lose.
-fn check_holdable(
-    base: Option<&dyn Checkpoint>,
-    target: &dyn Checkpoint,
-    plans: &[Plan],
-    files: &[FileSpec],
-) -> Result<()> {
+fn check_holdable(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plans: &[Plan], files: &[FileSpec]) -> Result<()> {
     let most = Limits::default().section_size;
     let bounded = |what, limit, found| if found > limit { Err(Error::Limit { what, limit, found }) } else { Ok(()) };
     let (mut chunks, mut table) = (0u64, 0);

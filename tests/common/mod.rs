@@ -4,6 +4,9 @@
 pub mod forge;
 #[allow(dead_code, reason = "not all tests look at the vectors")]
 pub mod manifest;
+#[cfg(feature = "cli")]
+#[allow(dead_code, reason = "not all tests run the program")]
+pub mod place;
 
 use serde_json::{Map, Value, json};
 use std::fs;
