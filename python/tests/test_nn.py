@@ -58,6 +58,28 @@ def target_of(model: torch.nn.Module, names: list[str] | None = None) -> dict[st
     return target
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_module_with_rebuilt_weights_is_not_saved_without_them(deep: tuple, wrapped: bool, tmp_path: Path) -> None:
+    base, target, pair = deep
+    plain = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    attached = tpde.nn.attach(base, pair)
+    name = next(name for name, _ in base.named_modules() if name in attached.layers)
+    module = torch.nn.Sequential(base) if wrapped else base
+    for call in (
+        lambda: tpde.torch.save_file(None, module, tmp_path / "q"),
+        lambda: tpde.torch.save_file(module, plain, tmp_path / "q"),
+        lambda: tpde.torch.save_file(plain, module, tmp_path / "q"),
+        lambda: tpde.torch.apply_(module, pair, strict=False),
+    ):
+        with pytest.raises(tpde.Misuse, match=f"'{'0.' if wrapped else ''}{name}' and {len(attached.layers) - 1} more .*rebuild"):
+            call()
+    assert not list(tmp_path.glob("q*"))
+    # What the message advises.
+    state = {**base.state_dict(), **{f"{name}.weight": layer.weight for name, layer in attached.layers.items()}}
+    tpde.torch.save_file(plain, state, tmp_path / "q")
+    assert raw_of(tpde.torch.load_file(tmp_path / "q", plain)) == raw_of(target.state_dict())
+
+
 def loaded(state: dict[str, torch.Tensor], device: str = "cpu", **how: object) -> Deep:
     """The plain model with these weights."""
     model = Deep(seed=5, **how)

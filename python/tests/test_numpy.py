@@ -112,7 +112,7 @@ def test_slices_of_few_dims(made: Made) -> None:
         for index in (300, (0, 64), (0, 0, 0), -301):
             with pytest.raises(IndexError):
                 view[index]
-        for index in (None, [1, 2], slice(None, None, -1), "a", 1.5, True, (..., ...), slice("a")):
+        for index in (None, [1, 2], slice(None, None, -1), "a", 1.5, True, (..., ...), slice("a"), np.array([1, 2])):
             with pytest.raises(tpde.Misuse):
                 view[index]
 
@@ -171,6 +171,13 @@ def test_rows_that_were_added(tmp_path: Path) -> None:
         np.ones((4, 4), ">f4"),
         np.ones(4, np.complex128),
         np.array(["text"]),
+        np.zeros(3, [("a", "f4")]),
+        np.zeros(3, object),
+        np.zeros(3, "V2"),
+        np.zeros(3, "M8[s]"),
+        np.ones(4)[::-1],
+        np.broadcast_to(np.ones(1), (4,)),
+        np.float32(1),
         [1.0, 2.0],
         None,
     ],
@@ -181,6 +188,33 @@ def test_arrays_that_cannot_be_read_are_refused(array: object, tmp_path: Path) -
         tpde.numpy.save_file(None, {"w": array}, tmp_path / "p")
     strided = isinstance(array, np.ndarray) and not array.flags.c_contiguous
     assert isinstance(caught.value, tpde.NotContiguous) == strided and "'w'" in str(caught.value)
+
+
+def test_masked_arrays_are_refused(made: Made, tmp_path: Path) -> None:
+    masked = np.ma.masked_array(views(made.base_bytes)["layers.0.norm.weight"], np.arange(96) % 2)
+    base = {**views(made.base_bytes), "layers.0.norm.weight": masked}
+    for call in (
+        lambda: tpde.numpy.save_file(None, base, tmp_path / "p"),
+        lambda: tpde.numpy.save_file(base, views(made.target_bytes), tmp_path / "p"),
+        lambda: tpde.numpy.load_file(made.pair, base),
+        lambda: tpde.numpy.apply_(base, made.pair),
+    ):
+        with pytest.raises(tpde.Misuse, match="'layers.0.norm.weight' is a masked array"):
+            call()
+    assert not list(tmp_path.iterdir()) and raw(masked.data) == made.base_bytes["layers.0.norm.weight"]
+
+
+def test_arrays_of_other_classes_are_their_memory(tmp_path: Path) -> None:
+    class Own(np.ndarray):
+        def reshape(self, *shape: object, **how: object) -> object:
+            raise RuntimeError("of no use here")
+
+    mapped = np.memmap(tmp_path / "mapped", np.float32, "w+", shape=(10,))
+    base = {"own": np.ones(10, np.float32).view(Own), "matrix": np.asmatrix(np.ones((2, 3))), "mapped": mapped}
+    target = {name: np.asarray(array) + 1 for name, array in base.items()}
+    tpde.numpy.save_file(base, target, tmp_path / "p")
+    assert tpde.numpy.apply_(base, tmp_path / "p") == "applied"
+    assert {name: raw(array) for name, array in base.items()} == {name: raw(array) for name, array in target.items()}
 
 
 def test_read_only_arrays_are_read_and_not_written(made: Made) -> None:

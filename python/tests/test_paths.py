@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 from pathlib import Path
@@ -33,6 +34,46 @@ def test_paths_may_be_strings(made: Made, tmp_path: Path) -> None:
     tpde.encode(str(made.base), str(made.target), str(tmp_path / "p"))
     tpde.apply(str(made.base), str(tmp_path / "p.tpde-index"), str(tmp_path / "o"))
     assert (tmp_path / "o").read_bytes() == made.target.read_bytes()
+
+
+class Named:
+    """A path of another library's."""
+
+    def __init__(self, path: str | bytes) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str | bytes:
+        return self.path
+
+
+@pytest.mark.parametrize("form", [str, os.fsencode, lambda path: Named(str(path)), lambda path: Named(os.fsencode(path))])
+def test_every_form_of_paths(form: object, made: Made, tmp_path: Path) -> None:
+    base, target, pair, out = map(form, (made.base, made.target, tmp_path / "p", tmp_path / "o"))
+    tpde.encode(base, target, pair)
+    assert tpde.inspect(pair).tensors
+    assert tpde.verify(pair, base, target).target_checked
+    tpde.apply(base, pair, out)
+    assert (tmp_path / "o").read_bytes() == made.target.read_bytes()
+    with pytest.raises(tpde.Misuse, match="which is read"):
+        tpde.apply(base, pair, base, replace=True)
+    with tpde.safe_open(pair, base=base, framework="np") as opened:
+        arrays = {name: opened.get_tensor(name) for name in opened.keys()}
+    assert {name: array.tobytes() for name, array in arrays.items()} == made.target_bytes
+    loaded = tpde.numpy.load_file(pair, base)
+    tpde.numpy.save_file(base, loaded, form(tmp_path / "q"))
+    assert tpde.numpy.apply_(loaded, form(tmp_path / "q"), strict=False) == "already_applied"
+
+
+def test_a_path_that_is_not_text(made: Made, tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/\xff\xfe"
+    tpde.encode(made.base, made.target, name)
+    for form in (name, os.fsdecode(name), Path(os.fsdecode(name))):
+        assert tpde.verify(form, made.base).base_checked
+    for wrong in ("\ud800", "", b""):
+        with pytest.raises(tpde.Misuse):
+            tpde.inspect(wrong)
+        with pytest.raises(tpde.Misuse):
+            tpde.encode(made.base, made.target, wrong)
 
 
 def test_without_a_base(made: Made, tmp_path: Path) -> None:
@@ -82,7 +123,9 @@ def test_options(made: Made, tmp_path: Path) -> None:
     tpde.encode(made.base, made.target, tmp_path / "s", favor="speed")
     tpde.verify(tmp_path / "s", base=made.base, target=made.target)
     named = ({name: "best"} for name in ("codec", "layout", "favor"))
-    for wrong in (*named, {"chunk_lanes": 5000}, {"renamed": {"a": "b"}}, {"progress": 3}):
+    odd = ({"codec": 3}, {"layout": b"gaps"}, {"favor": []}, {"renamed": [1]}, {"renamed": {1: "a"}}, {"renamed": {"a": "\udc80"}})
+    sizes = ({"chunk_lanes": size} for size in (5000, -1, 1 << 70, 4096.0, "4096"))
+    for wrong in (*named, *odd, *sizes, {"renamed": {"a": "b"}}, {"progress": 3}):
         with pytest.raises(tpde.Misuse):
             tpde.encode(made.base, made.target, tmp_path / "w", **wrong)
     assert not list(tmp_path.glob("w*"))

@@ -187,6 +187,18 @@ class TestApply:
             tpde.torch.apply_(Tied(), pair, base=target)
         assert isinstance(caught.value.__cause__, tpde.AlreadyApplied)
 
+    @pytest.mark.parametrize("given", [{}, {"other": torch.ones(3)}], ids=["none", "others"])
+    def test_nothing_to_apply_to_is_not_applied(self, given: dict, model: tuple) -> None:
+        base, _, pair = model
+        before = raw_of(given)
+        assert tpde.torch.apply_(given, pair, strict=False) == "nothing"
+        assert tpde.torch.apply_(given, pair, strict=False, mode="chunk_by_chunk") == "nothing"
+        assert tpde.torch.apply_(given, pair, strict=False, base=base) == "nothing"
+        assert tpde.numpy.apply_({}, pair, strict=False) == "nothing"
+        assert raw_of(given) == before
+        with pytest.raises(tpde.Misuse, match="which is not there"):
+            tpde.torch.apply_(given, pair)
+
     def test_state_dicts(self, model: tuple) -> None:
         module, target, pair = model
         assert tpde.torch.apply_(module.state_dict(), pair) == "applied"
@@ -414,6 +426,13 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+class Lying(torch.Tensor):
+    """A tensor that says of itself what is not so."""
+
+    def numel(self) -> int:
+        return 1 << 40
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         "tensor",
@@ -448,12 +467,39 @@ class TestRefused:
             lambda: freed(torch.ones(4)),
             lambda: torch._subclasses.FakeTensorMode().from_tensor(torch.ones(4)),
             lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            lambda: torch.nn.parameter.UninitializedParameter(),
+            lambda: torch.ones(4).as_subclass(Lying),
         ],
-        ids=["meta", "sparse", "quantized", "complex128", "conjugated", "freed", "fake", "nested"],
+        ids=["meta", "sparse", "quantized", "complex128", "conjugated", "freed", "fake", "jagged", "nested", "lazy", "lying"],
     )
     def test_tensors_without_plain_memory(self, make: object, tmp_path: Path) -> None:
-        with pytest.raises(tpde.Misuse):
+        with pytest.raises(tpde.Misuse, match="'w'"):
             tpde.torch.save_file(None, {"w": make()}, tmp_path / "p")
+        tpde.torch.save_file({"w": torch.zeros(4)}, {"w": torch.ones(4)}, tmp_path / "p")
+        with pytest.raises(tpde.Misuse, match="'w'"):
+            tpde.torch.apply_({"w": make()}, tmp_path / "p")
+        with pytest.raises(tpde.Misuse, match="'w'"):
+            tpde.torch.load_file(tmp_path / "p", {"w": make()})
+
+    @pytest.mark.parametrize("name", [1, None, b"w", ("w",), 1.5])
+    def test_names_that_are_no_strings(self, name: object, made: Made, tmp_path: Path) -> None:
+        wrong, right = {name: torch.ones(3)}, {"w": torch.ones(3)}
+        for call in (
+            lambda: tpde.torch.save_file(None, wrong, tmp_path / "p"),
+            lambda: tpde.torch.save_file(wrong, right, tmp_path / "p"),
+            lambda: tpde.torch.save_file(right, right, tmp_path / "p", renamed={"w": name}),
+            lambda: tpde.torch.load_file(made.pair, wrong),
+            lambda: tpde.torch.apply_({**tensors_of(made.base_bytes), **wrong}, made.pair),
+            lambda: tpde.torch.apply_(tensors_of(made.base_bytes), made.pair, base=wrong),
+        ):
+            with pytest.raises(tpde.Misuse, match="a name is a string"):
+                call()
+        assert not list(tmp_path.iterdir())
+
+    def test_names_that_are_no_text(self, tmp_path: Path) -> None:
+        with pytest.raises(tpde.Misuse, match="not Unicode text"):
+            tpde.torch.save_file(None, {"a\udc80": torch.ones(3)}, tmp_path / "p")
 
     def test_devices(self, made: Made) -> None:
         absent = ["meta", "xpu", "no device", "cuda:99"] + (

@@ -18,7 +18,7 @@ from . import _tpde
 from ._errors import AlreadyApplied, DeviceUnavailable, Misuse, OutOfMemory
 from ._memory import Memory
 from ._open import Entry
-from ._paths import StrPath
+from ._paths import StrPath, path_of
 from ._progress import Progress, told
 from ._torch_memory import Seen, check_device
 
@@ -174,8 +174,8 @@ class DevicePair:
     def _begin(self, path: StrPath, pair: _tpde.Pair | None, device: Any, payloads: Payloads, progress: Progress) -> None:
         self._device = Device.of(device)
         self._device.refuse_capture("making a pair ready")
-        self._path = os.fspath(path)
-        self._pair = _tpde.Pair(path) if pair is None else pair
+        self._path = path_of(path)
+        self._pair = _tpde.Pair(self._path) if pair is None else pair
         self._index = self._device.memory(_tpde.DevicePair.index_bytes(self._pair), "the index of a pair")
         self._blob = None
         self._listed: list[Entry] | None = None

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ._dtypes import ML_DTYPES, NUMPY, VIEWS, byte_shape, is_packed, size
-from ._errors import Misuse, NotContiguous, OutOfMemory
+from ._errors import Misuse, NotContiguous, OutOfMemory, TpdeError
+from ._paths import check_name
 
 Memory = tuple[str, str, list[int], int, int, Any]
 
@@ -27,13 +28,18 @@ def describe(
     name: str, value: Any, expected: tuple[str, list[int]] | None = None, *, writable: bool = False, device: Any = "cpu"
 ) -> Memory:
     """A tensor of either kind, on this device. ``expected``, dtype and shape, tells a view of integers from integers."""
-    if is_torch(value):
-        from . import _torch_memory
+    try:
+        if is_torch(value):
+            from . import _torch_memory
 
-        return _torch_memory.describe(name, value, expected, device)
-    if str(device) != "cpu":
-        raise Misuse(f"tensor {name!r} is an array, others are on {device}")
-    return _describe_array(name, value, expected, writable)
+            return _torch_memory.describe(name, value, expected, device)
+        if str(device) != "cpu":
+            raise Misuse(f"tensor {name!r} is an array, others are on {device}")
+        return _describe_array(name, value, expected, writable)
+    except TpdeError:
+        raise
+    except Exception as error:  # of nested tensors, lazy ones and classes of others, each another kind
+        raise Misuse(f"tensor {name!r} is a {type(value).__name__} that cannot be read: {error}") from error
 
 
 def device_of(values: Iterable[Any]) -> Any:
@@ -60,7 +66,7 @@ def describe_each(
 
 def describe_all(tensors: Mapping[str, Any]) -> list[Memory]:
     """All tensors of a state dict."""
-    return [describe(name, value) for name, value in tensors.items()]
+    return [describe(check_name(name), value) for name, value in tensors.items()]
 
 
 def as_expected(name: str, dtype: str, shape: list[int], expected: tuple[str, list[int]] | None) -> tuple[str, list[int]]:
@@ -79,6 +85,10 @@ def _describe_array(name: str, value: Any, expected: tuple[str, list[int]] | Non
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray):
         raise Misuse(f"tensor {name!r} is a {type(value).__name__}, neither a NumPy array nor a PyTorch tensor")
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(value, masked.MaskedArray):
+        raise Misuse(f"tensor {name!r} is a masked array, whose mask would be lost: filled() makes an array of it")
+    value = value.view(numpy.ndarray)  # a class of others may say of itself what it likes
     dtype = _NAMES.get(value.dtype.name)
     if dtype is None or not (value.dtype.isnative or value.dtype.itemsize == 1) or sys.byteorder != "little":
         raise Misuse(f"tensor {name!r} has dtype {value.dtype.str} ({value.dtype.name}), which cannot be in a checkpoint")

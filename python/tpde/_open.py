@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from . import _tpde
 from ._dtypes import is_packed
 from ._errors import DeviceUnavailable, Misuse, OutOfRange
 from ._memory import Memory, NumPy, describe_each, device_of
-from ._paths import StrPath
+from ._paths import StrPath, check_name, is_path, path_of
 from ._progress import Progress, told
 
 
@@ -54,8 +54,8 @@ class Reader:
             raise Misuse(f"no framework {framework!r}: 'pt' and 'np' are known")
         self.tensors: Mapping[str, Any] | None = None
         path = None
-        if isinstance(base, (str, os.PathLike)):
-            path = base
+        if is_path(base):
+            path = path_of(base)
         elif base is not None:
             self.tensors = state_of(base)
         if self.device is not None:
@@ -63,7 +63,7 @@ class Reader:
             on_device = device_of((self.tensors or {}).values()) is not None or base is None
             self._open_on_device(pair, on_device)
         if self.on_device is None:
-            self.pair = _tpde.Pair(pair, path)
+            self.pair = _tpde.Pair(path_of(pair), path)
         self.has_base_files = path is not None
         listed = list(map(Entry._make, self.pair.tensors())) if self.on_device is None else self.on_device._entries()
         self.entries = {entry.name: entry for entry in listed}
@@ -89,7 +89,7 @@ class Reader:
         """The tensor of this name."""
         try:
             return self.entries[name]
-        except KeyError:
+        except (KeyError, TypeError):  # what is no name may not be hashable either
             raise Misuse(f"no tensor {name!r} in the pair") from None
 
     def base_of(self, entries: list[Entry]) -> list[Memory] | None:
@@ -144,6 +144,8 @@ def bases(entries: list[Entry], tensors: Mapping[str, Any], device: Any) -> list
 def state_of(value: Any) -> Mapping[str, Any]:
     """The tensors of a state dict, or those of a module where they live."""
     if isinstance(value, Mapping):
+        if not {str}.issuperset(map(type, value)):
+            list(map(check_name, value))
         return value
     if hasattr(value, "named_parameters") and hasattr(value, "named_buffers"):
         parameters: dict[str, Any] = {}
@@ -157,7 +159,7 @@ def state_of(value: Any) -> Mapping[str, Any]:
 
 _WALKS = ("named_parameters", "named_buffers", "named_modules", "_named_members")
 #: Whether a class of modules lists its tensors as every module does.
-_ordinary: dict[type, bool] = {}
+_ordinary: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def _walk(module: Any, prefix: str, parameters: dict[str, Any], buffers: dict[str, Any]) -> bool:
@@ -338,7 +340,10 @@ def _range(index: Any, dim: int) -> tuple[range, bool]:
         return range(taken.start, max(taken.start, taken.stop), taken.step), False
     if isinstance(index, bool) or not hasattr(index, "__index__"):
         raise Misuse(f"a {type(index).__name__} as index: integers, slices and '...' can be read")
-    at = index.__index__()
+    try:
+        at = index.__index__()
+    except TypeError as error:  # an array or tensor of several
+        raise Misuse(f"a {type(index).__name__} as index: integers, slices and '...' can be read") from error
     if not -dim <= at < dim:
         raise OutOfRange(f"index {at} is beyond a dim of {dim}")
     return range(at % dim, at % dim + 1), True

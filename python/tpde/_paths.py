@@ -13,8 +13,29 @@ from . import _tpde
 from ._errors import Misuse
 from ._progress import Progress, told
 
-StrPath = Union[str, "os.PathLike[str]"]
+StrPath = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 T = TypeVar("T")
+
+
+def is_path(value: Any) -> bool:
+    """Whether this is a path, and not tensors."""
+    return isinstance(value, (str, bytes, os.PathLike))
+
+
+def path_of(path: StrPath) -> str:
+    """A path as text. Bytes that are no text become surrogates, as in all of Python."""
+    text = os.fsdecode(path)
+    if not text:
+        raise Misuse("a path is empty")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise Misuse(f"no file can have the path {text!r}: {error.reason}") from error
+    return text
+
+
+def _path_or_none(path: StrPath | None) -> str | None:
+    return None if path is None else path_of(path)
 
 
 @dataclass(frozen=True)
@@ -132,8 +153,26 @@ def options(
     codec: str | None, layout: str | None, chunk_lanes: int | None, favor: str | None, renamed: Mapping[str, str] | None
 ) -> dict[str, Any]:
     """How to encode, for the compiled half."""
+    for what, name in {"codec": codec, "layout": layout, "favor": favor}.items():
+        if name is not None and not isinstance(name, str):
+            raise Misuse(f"no {what} is named {name!r}")
+    if chunk_lanes is not None and (not isinstance(chunk_lanes, int) or not 0 <= chunk_lanes < 1 << 64):
+        raise Misuse(f"chunks of {chunk_lanes!r} lanes: a power of two of at least 4096 is wanted")
+    if not isinstance(renamed, (Mapping, type(None))):
+        raise Misuse(f"renamed is a {type(renamed).__name__}: a dict of target names to base names is wanted")
     how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "favor": favor}
-    return {**how, "renamed": dict(renamed or {})}
+    return {**how, "renamed": {check_name(name): check_name(base) for name, base in (renamed or {}).items()}}
+
+
+def check_name(name: Any) -> str:
+    """The name of a tensor, which is Unicode text."""
+    if not isinstance(name, str):
+        raise Misuse(f"a tensor is named {name!r}, which is of type {type(name).__name__}: a name is a string")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise Misuse(f"a tensor is named {name!r}, which is not Unicode text: {error.reason}") from error
+    return name
 
 
 def encode(
@@ -167,7 +206,8 @@ def encode(
         AlreadyExists: The pair exists and ``replace`` is false.
         BadCheckpoint, SystemRefused, Misuse: As their names say. Nothing is written then.
     """
-    paths = [os.fspath(target)] if base is None else [os.fspath(base), os.fspath(target)]
+    base, target, output = _path_or_none(base), path_of(target), path_of(output)
+    paths = [target] if base is None else [base, target]
     stem = _stem(output)
     _refuse_overwriting([stem + ".tpde-index", stem + ".tpde-blob"], paths)
     with told(progress, "encode") as tell:
@@ -202,9 +242,10 @@ def apply(
         Invalid: The pair is damaged.
         AlreadyExists, BadCheckpoint, Limit, SystemRefused, Misuse: As their names say. Nothing is written then.
     """
+    base, pair, output = _path_or_none(base), path_of(pair), path_of(output)
     stem = _stem(pair)
-    inputs = [stem + ".tpde-index", stem + ".tpde-blob", *([os.fspath(base)] if base is not None else [])]
-    _refuse_overwriting([os.fspath(output)], inputs)
+    inputs = [stem + ".tpde-index", stem + ".tpde-blob", *([base] if base is not None else [])]
+    _refuse_overwriting([output], inputs)
     wanted = None if tensors is None else _matching(pair, tensors)
     with told(progress, "apply") as tell:
         return report(ApplyReport, _tpde.apply(base, pair, output, wanted, replace, tell))
@@ -221,6 +262,7 @@ def verify(
     Raises:
         Invalid, WrongBase, AlreadyApplied, BadCheckpoint, Limit, SystemRefused: What is wrong.
     """
+    pair, base, target = path_of(pair), _path_or_none(base), _path_or_none(target)
     with told(progress, "verify") as tell:
         return report(VerifyReport, _tpde.verify(pair, base, target, tell))
 
@@ -231,11 +273,10 @@ def inspect(pair: StrPath) -> Inspection:
     Raises:
         Invalid, Limit, SystemRefused: The index cannot be read or is none.
     """
-    return report(Inspection, _tpde.inspect(pair))
+    return report(Inspection, _tpde.inspect(path_of(pair)))
 
 
-def _stem(pair: StrPath) -> str:
-    path = os.fspath(pair)
+def _stem(path: str) -> str:
     return path.removesuffix(".tpde-index").removesuffix(".tpde-blob")
 
 

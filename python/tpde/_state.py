@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -10,16 +10,16 @@ from . import _tpde
 from ._errors import AlreadyApplied, Misuse, Poisoned, TpdeError
 from ._memory import Memory, describe_all, describe_each, device_of
 from ._open import Entry, Reader, bases, state_of
-from ._paths import EncodeReport, StrPath, options, report
+from ._paths import EncodeReport, StrPath, is_path, options, path_of, report
 from ._progress import Progress, told
 
-Outcome = Literal["applied", "already_applied"]
+Outcome = Literal["applied", "already_applied", "nothing"]
 Mode = Literal["all_checked", "chunk_by_chunk"]
 
 
 def load(pair: Any, base: Any, framework: str, device: Any, digests: bool, progress: Progress) -> dict[str, Any]:
     """All tensors of the target."""
-    if hasattr(pair, "_load_again") and framework == "pt" and not isinstance(base, (str, os.PathLike)):
+    if hasattr(pair, "_load_again") and framework == "pt" and not is_path(base):
         loaded: dict[str, Any] | None = pair._load_again(None if base is None else state_of(base), device, progress)
         if loaded is not None:
             return loaded
@@ -29,18 +29,33 @@ def load(pair: Any, base: Any, framework: str, device: Any, digests: bool, progr
 
 def save(base: Any, target: Any, path: StrPath, replace: bool, progress: Progress, **how: Any) -> EncodeReport:
     """The difference of two state dicts as a pair."""
-    if base is not None and not isinstance(base, (str, os.PathLike)):
-        base = describe_all(saved_of(base))
+    if base is not None:
+        base = path_of(base) if is_path(base) else describe_all(saved_of(base))
     with told(progress, "encode") as tell:
-        text = _tpde.encode_memory(base, describe_all(saved_of(target)), path, options(**how), replace, tell)
+        text = _tpde.encode_memory(base, describe_all(saved_of(target)), path_of(path), options(**how), replace, tell)
     return report(EncodeReport, text)
 
 
 def saved_of(value: Any) -> Mapping[str, Any]:
     """The tensors of a state dict, or those that a module saves: not all of its buffers."""
     if not isinstance(value, Mapping) and hasattr(value, "state_dict"):
+        refuse_rebuilt(value)
         value = value.state_dict()
     return state_of(value)
+
+
+def refuse_rebuilt(module: Any) -> None:
+    """Raises for a module with layers of :mod:`tpde.nn`: it does not have their weights, which would be left out silently."""
+    nn = sys.modules.get("tpde.nn")
+    if nn is None or not hasattr(module, "named_modules"):
+        return
+    names = [name for name, layer in module.named_modules() if isinstance(layer, nn.JITCompressedLinear)]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise Misuse(
+            f"layer {names[0]!r}{more} of the module rebuilds its weight, which is not among the module's tensors: give a dict "
+            "with the weight of each such layer, layer.weight, or the model as it was before tpde.nn.attach"
+        )
 
 
 def apply_(
@@ -57,21 +72,25 @@ def apply_(
     whom it has told, or ``again`` those when they are written once more."""
     if mode not in ("all_checked", "chunk_by_chunk"):
         raise Misuse(f"no mode {mode!r}: 'all_checked' and 'chunk_by_chunk' are known")
+    if not strict:
+        refuse_rebuilt(target)
     tensors = state_of(target)
-    path = base if isinstance(base, (str, os.PathLike)) else None
+    path = path_of(base) if is_path(base) else None
     kept = getattr(pair, "_pair", None)  # that of a DevicePair
     bases_of = None if base is None or path is not None else state_of(base)
     if kept is not None and path is None:
         ready = pair._again(tensors, bases_of, mode if base is None else "out_of_place", strict)
         if ready is not None:
             return _apply_again(pair, ready, tensors, again, base is not None, progress)
-    opened = kept if kept is not None and path is None else _tpde.Pair(pair, path)
+    opened = kept if kept is not None and path is None else _tpde.Pair(path_of(pair), path)
     entries = pair._entries() if opened is kept else list(map(Entry._make, opened.tensors()))
     missing = [entry.name for entry in entries if entry.name not in tensors]
     if missing and strict:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise Misuse(f"the pair changes tensor {missing[0]!r}{more}, which is not there (strict=False leaves it)")
     entries = [entry for entry in entries if entry.name in tensors]
+    if not entries:
+        return "nothing"
     device = device_of(tensors[entry.name] for entry in entries)
     on_device = None if device is None else _on(device, pair, opened)
     where = "cpu" if device is None else device
@@ -152,7 +171,7 @@ def _overwrite(
 ) -> Any:
     """Rebuild tensors from a base elsewhere, whatever they hold; what a device has done that with."""
     given = None
-    if not isinstance(base, (str, os.PathLike)):
+    if not is_path(base):
         given = bases(entries, state_of(base), where)
     elif on_device is not None:
         raise Misuse("the base of tensors on a CUDA device must lie there too, not in files")

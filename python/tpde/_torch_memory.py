@@ -105,6 +105,15 @@ def describe_many(
 ) -> list[Memory] | None:
     """What :func:`describe` says of each, but for all at once, which takes a quarter of the time. ``None`` if it might have to
     say more of one of them than what is expected."""
+    try:
+        return _described_together(names, tensors, expected, device)
+    except RuntimeError:  # within torch.vmap, or of nested tensors, for example
+        return None
+
+
+def _described_together(
+    names: list[str], tensors: list[torch.Tensor], expected: list[tuple[str, list[int]]], device: Any
+) -> list[Memory] | None:
     if not _PLAIN.issuperset(map(type, tensors)) or not {torch.strided}.issuperset(map(_layouts, tensors)):
         return None
     if not {torch.device(device)}.issuperset(map(_devices, tensors)) or torch.device(device).type not in ("cpu", "cuda"):
@@ -117,13 +126,10 @@ def describe_many(
     if found != expected:
         return None
     bytes = list(map(_bytes, tensors))
-    try:
-        storages = list(map(torch.Tensor.untyped_storage, tensors))
-        rooms = list(map(torch.UntypedStorage.nbytes, storages))
-        offsets = list(map(torch.Tensor.storage_offset, tensors))
-        addresses = list(map(torch.Tensor.data_ptr, tensors))
-    except RuntimeError:  # within torch.vmap, for example
-        return None
+    storages = list(map(torch.Tensor.untyped_storage, tensors))
+    rooms = list(map(torch.UntypedStorage.nbytes, storages))
+    offsets = list(map(torch.Tensor.storage_offset, tensors))
+    addresses = list(map(torch.Tensor.data_ptr, tensors))
     begins = [offset * _SIZES[dtype] for offset, (dtype, _) in zip(offsets, expected)]
     if any(own and begin + own > room for begin, own, room in zip(begins, bytes, rooms)):
         return None

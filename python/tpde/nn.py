@@ -21,7 +21,7 @@ from . import _tpde
 from ._device import DevicePair
 from ._errors import Misuse
 from ._open import Entry, Reader, state_of
-from ._paths import StrPath
+from ._paths import StrPath, path_of
 from ._progress import Progress
 from ._rebuilt import Arena, DeviceWeight, HostWeight, Weight
 from ._torch_memory import check_device, dtype_of
@@ -251,7 +251,7 @@ class _Attaching:
         self.given = pair
         self.payloads = payloads
         self.progress = progress
-        self.pair = pair._pair if isinstance(pair, DevicePair) else _tpde.Pair(pair)
+        self.pair = pair._pair if isinstance(pair, DevicePair) else _tpde.Pair(path_of(pair))
         self.entries = {entry[0]: Entry(*entry) for entry in self.pair.tensors()}
         self._on_device: dict[torch.device, DevicePair] = {}
         missing = [name for name in self.entries if name not in model.tensors]

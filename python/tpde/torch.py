@@ -80,12 +80,13 @@ def save_file(
 
     Args:
         base: Path of a checkpoint, a state dict or a module; ``None`` for a pair that needs no base.
-        target: A state dict or a module.
+        target: A state dict or a module. A module with layers of :mod:`tpde.nn` is refused, as a base too: their weights are
+            not in its state dict. Give a dict with ``layer.weight`` of each, which rebuilds it.
         path: Name of the pair.
         codec, layout, chunk_lanes, favor, renamed, replace, progress: As for :func:`tpde.encode`.
 
     Raises:
-        NotContiguous, Misuse: A tensor that cannot be read.
+        NotContiguous, Misuse: A tensor that cannot be read, or a name that is not a string.
         DeviceUnavailable: A tensor on another device than the CPU.
         AlreadyExists, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
@@ -117,14 +118,16 @@ def apply_(
             interrupts: the weights are the base or the target, whatever is raised. ``"chunk_by_chunk"``: each chunk is
             checked by its sums and written, in one pass: a failure in the middle raises :class:`Poisoned`, an interruption
             has that as its ``__cause__``, and the weights are a mixture.
-        strict: Whether every tensor of the pair must be there.
+        strict: Whether every tensor of the pair must be there. A module with layers of :mod:`tpde.nn` lacks their weights, and
+            is refused in either case.
         base: Where the base is, if the weights are something else, another fine-tune of it say: they are overwritten then, in
             one pass, and the base is left. On a CUDA device it lies there too. If that fails, the weights are of no use:
             :class:`Poisoned` has the reason as its ``__cause__``.
         progress: As for :func:`tpde.encode`.
 
     Returns:
-        ``"applied"``, or ``"already_applied"`` if the weights are the target's already, and nothing was written.
+        ``"applied"``; ``"already_applied"`` if the weights are the target's already; or ``"nothing"`` if no tensor of the pair
+        is among those given, which takes ``strict=False``. Nothing was written in the last two cases.
 
     Raises:
         WrongBase, Invalid, Limit, SystemRefused: What is wrong; nothing was written.
