@@ -142,7 +142,8 @@ class DevicePair:
     """A pair made ready on a CUDA device, for one that is used there more than once.
 
     :func:`tpde.torch.apply_`, :func:`tpde.torch.load_file` and :func:`tpde.nn.attach` take it in the place of a path. Its index
-    is uploaded, 52 bytes a chunk. What the last call has worked out and worked in is kept: a call with the same tensors, or for
+    is uploaded, 52 bytes a chunk. Work with it compares CRC and sums and no digests: what that means for a forged blob says
+    :mod:`tpde.torch`. What the last call has worked out and worked in is kept: a call with the same tensors, or for
     the same results, begins at once.
 
     Args:

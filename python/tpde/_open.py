@@ -202,7 +202,7 @@ class safe_open:
         device: Where tensors are wanted: ``"cpu"``, or with PyTorch a CUDA device. They are decoded there if the base is
             there, or none is needed; else on the CPU, and copied.
         digests: Whether :meth:`get_tensor` compares base and target with the digests of the pair. Without, and on a CUDA
-            device, sums and checksums still find damage, on the CPU at some three times the speed.
+            device, CRC and sums still find damage, on the CPU at some three times the speed; a forged blob is not detected.
 
     Opening is cheap: the index and the base's headers are read. NumPy gets BF16 and the F8 dtypes of ml_dtypes where that is
     installed, else unsigned integers as wide, with the same bits; F4 and F6 come as ``uint8``, with the last dim in bytes, or
@@ -279,8 +279,8 @@ class Slice:
     def __getitem__(self, index: Any) -> Any:
         """The elements that ``index`` asks for: integers, slices with a positive step, and one ``...``.
 
-        Decodes the chunks from the first row to the last that are asked for, and no others, checked by their sums (the digests
-        would take the whole tensor).
+        Decodes the chunks from the first row to the last that are asked for, and no others, checked by CRC and sums. Digests
+        would take the whole tensor, so a forged blob is not detected.
 
         Raises:
             OutOfRange: An index beyond the tensor. Misuse: Anything else as index, or a packed dtype.

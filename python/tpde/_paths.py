@@ -256,8 +256,10 @@ def verify(
 ) -> VerifyReport:
     """Check a pair, and whether it fits a base and a target.
 
-    Alone: every rule of the index, and the checksum of every payload. With ``base``: rebuilds every tensor without writing it
-    and compares all digests. With ``target``: compares a checkpoint with the target's digests.
+    Alone: every rule of the index, and the CRC-32 of every payload. That finds damage, missing random damage of a payload with a
+    probability of 2^-32; it does not find forgery. With ``base``: rebuilds every tensor without writing it and compares all
+    digests, which a forged payload does not pass. With ``target``: compares a checkpoint with the target's digests, which says
+    nothing more of the payloads.
 
     Raises:
         Invalid, WrongBase, AlreadyApplied, BadCheckpoint, Limit, SystemRefused: What is wrong.

@@ -1,8 +1,14 @@
 """Pairs and PyTorch: state dicts, live parameters, and streams of weights for inference engines.
 
 Tensors are on the CPU or on CUDA devices. There pairs are decoded by kernels, on PyTorch's current stream, in memory of its
-allocator: beside the tensors, the compressed bytes and at most 64 MiB. Chunks are checked by checksums and sums; digests are
-compared on the CPU alone. Calls return when their outcome is known; :class:`DevicePair` keeps ready what is used again.
+allocator: beside the tensors, the compressed bytes and at most 64 MiB. Calls return when their outcome is known;
+:class:`DevicePair` keeps ready what is used again.
+
+What is checked: everywhere the CRC of each payload and the sums of each chunk. They find accidents: random damage passes the CRC
+with a probability of 2^-32, and a random result passes the target sum with one of 2^-64. They do not find forgery: a blob can be
+changed to give other weights under the same index and the same signed pair digest. Only digests detect that, and they are
+compared on the CPU alone. For a pair whose author is not trusted, call :func:`tpde.verify` with ``base`` before it is used on a
+CUDA device.
 """
 
 from __future__ import annotations
@@ -47,8 +53,8 @@ def load_file(
             CPU or all on ``device``, not written meanwhile), which are read and left; ``None`` if the pair needs none.
         device: Where the tensors are wanted: the CPU or a CUDA device. They are decoded there if the base is there, or none is
             needed; else on the CPU, and copied.
-        digests: Whether base and target are compared with the digests of the pair, on the CPU. Without, sums and checksums
-            still find damage, at some three times the speed.
+        digests: Whether base and target are compared with the digests of the pair, on the CPU. Without, and on a CUDA device,
+            CRC and sums still find damage, on the CPU at some three times the speed; a forged blob is not detected.
         progress: As for :func:`tpde.encode`.
 
     Raises:
@@ -114,10 +120,11 @@ def apply_(
             (any storage offset; on the CPU any alignment), all on the CPU or all on one CUDA device, where the work follows
             what is queued on the current stream. Nobody else may read or write them meanwhile.
         pair: Name of the pair, or either file; or a :class:`DevicePair`.
-        mode: ``"all_checked"``: everything is decoded and checked with all digests first, and only then written, which nothing
-            interrupts: the weights are the base or the target, whatever is raised. ``"chunk_by_chunk"``: each chunk is
-            checked by its sums and written, in one pass: a failure in the middle raises :class:`Poisoned`, an interruption
-            has that as its ``__cause__``, and the weights are a mixture.
+        mode: ``"all_checked"``: everything is decoded and checked first, and only then written, which nothing interrupts: the
+            weights are the base or the target, whatever is raised. On the CPU CRC, sums and all digests are compared, on a CUDA
+            device CRC and sums and no digests. ``"chunk_by_chunk"``: each chunk is checked by CRC and sums and written, in one
+            pass: a failure in the middle raises :class:`Poisoned`, an interruption has that as its ``__cause__``, and the
+            weights are a mixture. Without digests a forged blob is not detected: see :mod:`tpde.torch`.
         strict: Whether every tensor of the pair must be there. A module with layers of :mod:`tpde.nn` lacks their weights, and
             is refused in either case.
         base: Where the base is, if the weights are something else, another fine-tune of it say: they are overwritten then, in
@@ -213,8 +220,8 @@ def iter_patches(
     dtypes that are not floating, and for new values that are NaN, which vLLM takes for 'unchanged'. vLLM loads dense and sparse
     patches in calls apart: ``kind`` selects. Tensors that do not change have no patch.
 
-    Chunks are checked by checksums and sums; sparse patches are not compared with the digests, which would take the whole
-    tensor.
+    Chunks are checked by CRC and sums; sparse patches are not compared with the digests, which would take the whole tensor. So a
+    forged blob is not detected: see :mod:`tpde.torch`.
 
     Args:
         pair, base, device: As for :func:`load_file`. The base is read as far as tensors change.

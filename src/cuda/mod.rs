@@ -2,8 +2,16 @@
 //!
 //! A device is opened once, an index uploaded once, and then tensors are rebuilt or changed where they lie, in memory of the
 //! device that is this crate's or a caller's, on a stream of this crate's or a caller's. Kernels do steps 8 to 11 for each chunk
-//! and answer with a status word; nothing leaves the device but those. Digests are not compared on the device: CRC and sums find
-//! accidents, and [`Apply`](crate::Apply) on a device hashes what comes back.
+//! and answer with a status word; nothing leaves the device but those.
+//!
+//! # What is checked
+//!
+//! Kernels compare the CRC of each payload, and the base sum and target sum of each chunk. They compare no digests, in any
+//! [`Mode`]. That finds accidents: the CRC misses random damage of a payload with a probability of 2^-32, and the target sum
+//! misses a random result with one of 2^-64. It does not find forgery: CRC and sums are linear, so a blob can be changed to give
+//! other weights under the same index and the same signed pair digest. Payloads whose author is not trusted take
+//! [`Apply::on`](crate::Apply::on), which hashes what the device gives back and compares the digests, or
+//! [`Apply::verify`](crate::Apply::verify) before.
 //!
 //! ```no_run
 //! use tpde::cuda::{Binding, Device, Payloads};

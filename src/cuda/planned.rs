@@ -20,7 +20,8 @@ pub(super) const SIDES: usize = 8;
 /// Most bytes of scratch memory that a caller gives, unless told otherwise.
 const SCRATCH_MOST: u64 = 48 << 20;
 
-/// What becomes of the base.
+/// What becomes of the base. In every mode CRC and sums are checked on the device, and digests are not: see the
+/// [module](super#what-is-checked).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
     /// It is read, and all lanes of the target are written elsewhere. If a chunk fails, the output is to be discarded.
