@@ -55,6 +55,10 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             with.set_item("reason", reason)?;
             "BadCheckpoint"
         }
+        Error::Changed { what } => {
+            with.set_item("what", what)?;
+            "Changed"
+        }
         Error::Limit { what, limit, found } => {
             with.set_item("what", what)?;
             with.set_item("limit", limit)?;

@@ -90,6 +90,12 @@ class BadCheckpoint(TpdeError, ValueError):
     reason: str
 
 
+class Changed(TpdeError, RuntimeError):
+    """A file changed while it was read. To read it again may succeed. Attribute: ``what``, the file or the part of a blob."""
+
+    what: str
+
+
 class Limit(TpdeError, ValueError):
     """A file may be fine but asks for more than a reader's limits. Attributes: ``what``, ``limit``, ``found``."""
 

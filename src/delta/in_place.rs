@@ -16,7 +16,9 @@ use std::sync::{Mutex, PoisonError};
 
 /// How far an in-place application checks before it writes.
 ///
-/// Only digests detect a forged blob: CRC and chunk sums are linear, and a signed pair digest does not cover payloads.
+/// Only digests detect a forged blob: CRC and chunk sums are linear, and a signed pair digest does not cover payloads. On a CUDA
+/// device digests are compared in neither mode, see [`cuda`](crate::cuda#what-is-checked); what follows about digests and payloads
+/// that are read twice is of the CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum InPlace {
     /// Decode and check everything first, and only then write: a refused pair leaves the tensors as they were.
