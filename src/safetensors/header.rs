@@ -290,6 +290,22 @@ mod tests {
     }
 
     #[test]
+    fn a_header_that_cannot_be_read_is_an_io_error_and_no_bad_file() {
+        use std::io::Write;
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        let json = format!("{{{}}}", " ".repeat(1 << 18));
+        file.write_all(&(json.len() as u64).to_le_bytes()).unwrap();
+        file.write_all(json.as_bytes()).unwrap();
+        let source = FileSource::open(file.path()).unwrap();
+        assert!(Header::read(&source).is_ok());
+        for left in [1 << 17, 9] {
+            file.as_file().set_len(left).unwrap();
+            let error = Header::read(&source).unwrap_err();
+            assert!(matches!(error, Error::Io { .. }), "{left}: {error}");
+        }
+    }
+
+    #[test]
     fn a_composed_header_is_read_back() {
         let info = |name: &str, shape: &[u64]| TensorInfo { name: name.into(), dtype: Dtype::Bf16, shape: shape.into() };
         let tensors = [
