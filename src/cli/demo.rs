@@ -1,5 +1,6 @@
 //! `tpde demo`: the whole way once, on checkpoints made for it.
 
+use super::signals::TemporaryFolder;
 use super::text::{self, BOLD, GOOD, JsonPath};
 use super::{Cli, Common, Verb};
 use anyhow::{Context, bail, ensure};
@@ -57,7 +58,7 @@ impl Demo {
                 (dir.clone(), None)
             }
             None => {
-                let folder = tempfile::Builder::new().prefix("tpde-demo-").tempdir()?;
+                let folder = TemporaryFolder::create("tpde-demo-")?;
                 (folder.path().to_owned(), Some(folder))
             }
         };
@@ -85,7 +86,7 @@ impl Demo {
         let stored_bytes = size(update.with_extension("tpde-index"))? + size(update.with_extension("tpde-blob"))?;
         let kept = temporary.is_none() || self.keep;
         if let Some(folder) = temporary.filter(|_| self.keep) {
-            let _kept = folder.keep();
+            folder.keep();
         }
         Ok(Report { dir: JsonPath(dir), kept, steps: demo.steps, identical: true, target_bytes: wanted.len() as u64, stored_bytes })
     }

@@ -11,6 +11,7 @@ mod failure;
 mod inputs;
 mod inspect;
 mod man;
+mod signals;
 mod text;
 mod verify;
 
@@ -28,7 +29,7 @@ use tracing::Level;
 /// Checkpoints are .safetensors files, or folders of them.
 ///
 /// Exit codes: 0 done; 1 the data is wrong (damage, another base, applied already, no checkpoint, above a limit);
-/// 2 usage; 3 the system refused (files, disk); 4 no such device.
+/// 2 usage; 3 the system refused (files, disk); 4 no such device. A signal ends tpde by that signal, and leaves no temporary files.
 #[derive(Parser)]
 #[command(version, max_term_width = 110, arg_required_else_help = true)]
 struct Cli {
@@ -109,7 +110,9 @@ pub fn main() -> ExitCode {
     };
     let ansi = anstream::AutoStream::choice(&io::stderr()) != anstream::ColorChoice::Never;
     tracing_subscriber::fmt().with_max_level(level).with_ansi(ansi).with_writer(io::stderr).init();
-    match cli.run() {
+    let outcome = signals::catch().map_err(anyhow::Error::from).and_then(|()| cli.run());
+    signals::settle();
+    match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failure::show(&error, common.json),
     }

@@ -3,6 +3,7 @@
 //! Times of the device are between events on its stream, wall times from the call to the end of the wait. Each row is the median
 //! of runs whose result was compared with the target bit for bit; the dense copies are taken in the same process.
 
+use crate::cli::signals::TemporaryFolder;
 use crate::cli::text::{self, BOLD};
 use anyhow::ensure;
 use rayon::prelude::*;
@@ -228,7 +229,7 @@ impl Bed<'_> {
             ("in place, chunk by chunk", Mode::InPlace(InPlace::ChunkByChunk)),
             ("in place, all checked", Mode::InPlace(InPlace::AllChecked)),
         ];
-        let files = tempfile::tempdir()?;
+        let files = TemporaryFolder::create("tpde-bench-")?;
         std::fs::write(files.path().join("pair.tpde-index"), pair.index().as_bytes())?;
         std::fs::write(files.path().join("pair.tpde-blob"), pair.blob())?;
         let mut rows = vec![payloads_alone];
