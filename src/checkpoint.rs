@@ -4,6 +4,7 @@
 
 use crate::error::{Error, Escaped, Result};
 use crate::lane::Dtype;
+use std::path::PathBuf;
 
 /// Name, dtype and shape of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,6 +54,11 @@ pub trait Checkpoint: Sync {
         let out = &mut scratch[..size];
         self.read(place, offset, out)?;
         Ok(out)
+    }
+
+    /// The files and folders that this checkpoint is read from; none for memory. No output may touch them.
+    fn paths(&self) -> Vec<PathBuf> {
+        Vec::new()
     }
 
     /// The place of the tensor of this name.

@@ -68,6 +68,7 @@ pub use error::{Error, Result};
 pub use index::ValidatedIndex;
 pub use lane::Dtype;
 pub use limits::Limits;
+pub use publish::Temporaries;
 pub use reader::Pair;
 pub use safetensors::{SafetensorsCheckpoint, apply_to_path, encode_files};
 pub use sums::chunk_sum;

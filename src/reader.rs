@@ -43,6 +43,8 @@ impl PairPaths {
 pub struct Pair<B> {
     index: ValidatedIndex,
     blob: B,
+    /// The files that it was opened from.
+    paths: Option<PairPaths>,
 }
 
 impl Pair<FileSource> {
@@ -75,7 +77,8 @@ impl Pair<FileSource> {
 
     fn open_once(paths: &PairPaths, limits: &Limits) -> Result<Self> {
         let index = ValidatedIndex::read(&FileSource::open(&paths.index)?, limits)?;
-        Self::new(index, FileSource::open(&paths.blob)?)
+        let pair = Self::new(index, FileSource::open(&paths.blob)?)?;
+        Ok(Self { paths: Some(paths.clone()), ..pair })
     }
 }
 
@@ -108,12 +111,17 @@ impl<B: Source> Pair<B> {
         Rule::BlobBlobSize.check_eq(size, header.blob_size)?;
         let own = index.pair_digest();
         Rule::BlobPairDigest.check(*own == header.pair_digest, hex(own), hex(&header.pair_digest))?;
-        Ok(Self { index, blob })
+        Ok(Self { index, blob, paths: None })
     }
 
     /// The index.
     pub fn index(&self) -> &ValidatedIndex {
         &self.index
+    }
+
+    /// The files that the pair was opened from; none for one that was joined from parts.
+    pub(crate) fn paths(&self) -> Vec<PathBuf> {
+        self.paths.iter().flat_map(|paths| [paths.index.clone(), paths.blob.clone()]).collect()
     }
 
     /// The blob.

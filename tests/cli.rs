@@ -45,8 +45,8 @@ fn a_folder_of_shards_comes_back_byte_for_byte() {
     place.fails("apply base pair -o out", SYSTEM, "it exists");
     place.ok("apply base pair -o out -f");
     let before = place.read("base/model-00001-of-00002.safetensors");
-    place.fails("apply base pair -o base -f", USAGE, "which is read");
-    place.fails("apply base pair -o base/model-00001-of-00002.safetensors --tensor step -f", USAGE, "which is read");
+    place.fails("apply base pair -o base -f", USAGE, "is the same as input base");
+    place.fails("apply base pair -o base/model-00001-of-00002.safetensors --tensor step -f", USAGE, "is the same as input base");
     assert!(before == place.read("base/model-00001-of-00002.safetensors"));
 }
 
@@ -280,14 +280,184 @@ fn outputs_are_replaced_by_force_alone_and_inputs_never() {
     assert!(error["hint"].as_str().unwrap().contains("--force"));
     place.fails("apply base.safetensors pair -o target.safetensors", SYSTEM, "exists");
     for line in ["-o base.safetensors", "-o pair.tpde-index", "-o pair.tpde-blob"] {
-        place.fails(&format!("apply base.safetensors pair -f {line}"), USAGE, "which is read");
+        place.fails(&format!("apply base.safetensors pair -f {line}"), USAGE, "is the same as input");
     }
     fs::copy(place.path("base.safetensors"), place.path("odd.tpde-blob")).unwrap();
-    place.fails("encode odd.tpde-blob target.safetensors -o odd -f", USAGE, "which is read");
-    place.fails("apply base.safetensors pair -o /dev/null -f", SYSTEM, "not a regular file");
+    place.fails("encode odd.tpde-blob target.safetensors -o odd -f", USAGE, "is the same as input odd.tpde-blob");
     assert!(before == (place.read("pair.tpde-index"), place.read("base.safetensors")));
     place.ok("encode base.safetensors target.safetensors -o pair --force");
     place.ok("apply base.safetensors pair -o target.safetensors -f");
+}
+
+#[test]
+fn a_base_is_never_overwritten_whatever_its_name() {
+    let place = Place::with_pair();
+    let base = model();
+    write_folder(&place.path("base"), &[&base[..2], &base[2..]]);
+    let target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 30)).collect();
+    write_folder(&place.path("target"), &[&target[..2], &target[2..]]);
+    place.ok("encode base target -o sharded");
+    // A lone base that has the name of a shard of the target, in the folder that is written to.
+    place.ok("encode base.safetensors target -o lone");
+    fs::create_dir(place.path("out")).unwrap();
+    fs::rename(place.path("base.safetensors"), place.path("out/model-00001-of-00002.safetensors")).unwrap();
+    let before = place.read("out/model-00001-of-00002.safetensors");
+    let line = "apply out/model-00001-of-00002.safetensors lone -f -o";
+    place.fails(&format!("{line} out"), USAGE, "is the same as input out/model-00001-of-00002.safetensors");
+    assert!(before == place.read("out/model-00001-of-00002.safetensors"));
+    // Inside the base, above it, and the same by another name.
+    std::os::unix::fs::symlink("base", place.path("link")).unwrap();
+    place.fails("apply base sharded -o base/out", USAGE, "output base/out lies inside input base");
+    place.fails("apply base sharded -o link/out", USAGE, "output link/out lies inside input base");
+    place.fails("apply link sharded -o base -f", USAGE, "output base is the same as input link");
+    place.fails("apply base sharded -o . -f", USAGE, "output . contains input base");
+    place.fails("encode base target -o base/pair", USAGE, "output base/pair.tpde-index lies inside input base");
+    place.fails("encode base target -o target/pair", USAGE, "output target/pair.tpde-index lies inside input target");
+    place.ok("apply base sharded -o rebuilt");
+}
+
+#[test]
+fn what_is_no_regular_file_is_not_replaced_through_links_either() {
+    let place = Place::with_pair();
+    assert_eq!(place.command("mkfifo", &["pipe"]).code, 0);
+    let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, place.path(name)).unwrap();
+    link("pipe", "to-pipe");
+    link("/proc/self/fd/1", "stdout"); // as /dev/stdout
+    link("nothing", "to-nothing");
+    let before = place.names();
+    for output in ["pipe", "to-pipe", "stdout", "to-nothing"] {
+        place.fails(&format!("apply base.safetensors pair -o {output} -f"), SYSTEM, "not a regular file");
+        assert_eq!(place.names(), before);
+        let file_type = place.path(output).symlink_metadata().unwrap().file_type();
+        assert!(!file_type.is_file(), "{output} was replaced");
+    }
+    // Of a link to a file, the link is replaced, not the file, which other links may share.
+    fs::write(place.path("shared"), "theirs").unwrap();
+    link("shared", "to-shared");
+    place.ok("apply base.safetensors pair -o to-shared -f");
+    place.assert_same("to-shared", "target.safetensors");
+    assert!(!place.path("to-shared").is_symlink());
+    assert_eq!(place.read("shared"), b"theirs");
+}
+
+#[test]
+fn replaced_files_keep_their_modes_and_new_ones_follow_the_umask() {
+    use std::os::unix::fs::PermissionsExt;
+    let place = Place::with_pair();
+    let mode = |name: &str| place.path(name).metadata().unwrap().permissions().mode() & 0o7777;
+    let run = |line: &str| {
+        let run = place.command("sh", &["-c", &format!("umask 027; exec {TPDE} {line}")]);
+        assert_eq!(run.code, 0, "{}", run.err);
+    };
+    run("apply base.safetensors pair -o out.safetensors");
+    run("encode base.safetensors target.safetensors -o other");
+    assert_eq!([mode("out.safetensors"), mode("other.tpde-index"), mode("other.tpde-blob")], [0o640; 3]);
+    for (name, bits) in [("out.safetensors", 0o606), ("other.tpde-index", 0o600), ("other.tpde-blob", 0o444)] {
+        fs::set_permissions(place.path(name), fs::Permissions::from_mode(bits)).unwrap();
+    }
+    run("apply base.safetensors pair -o out.safetensors -f");
+    run("encode base.safetensors target.safetensors -o other -f");
+    assert_eq!([mode("out.safetensors"), mode("other.tpde-index"), mode("other.tpde-blob")], [0o606, 0o600, 0o444]);
+}
+
+#[test]
+fn files_that_would_be_read_with_the_pairs_are_not_left_beside_them() {
+    let place = Place::new();
+    let base = model();
+    let target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 30)).collect();
+    for (name, tensors) in [("base", &base), ("target", &target)] {
+        write_folder(&place.path(name), &[&tensors[..2], &tensors[2..]]);
+        fs::remove_file(place.path(name).join("model.safetensors.index.json")).unwrap();
+    }
+    place.ok("encode base target -o pair");
+    place.ok("apply base pair -o out");
+    let before = place.read("out/model-00001-of-00002.safetensors");
+    for name in ["old.safetensors", "old.safetensors.index.json"] {
+        fs::write(place.path("out").join(name), "{}").unwrap();
+        place.fails("apply base pair -o out -f", DATA, name);
+        fs::remove_file(place.path("out").join(name)).unwrap();
+    }
+    assert!(before == place.read("out/model-00001-of-00002.safetensors"));
+    fs::write(place.path("out/config.json"), "theirs").unwrap();
+    place.ok("apply base pair -o out -f");
+    assert_eq!(place.read("out/config.json"), b"theirs");
+}
+
+#[test]
+fn a_foreign_lock_is_waited_for_with_a_message() {
+    use std::io::{BufRead, BufReader, Read};
+    let place = Place::with_pair();
+    for quiet in [false, true] {
+        let lock = fs::File::open(place.0.path()).unwrap();
+        lock.lock().unwrap();
+        let mut command = std::process::Command::new(TPDE);
+        let line = "encode base.safetensors target.safetensors -o other -f";
+        command.args(line.split_whitespace()).args(quiet.then_some("-q")).current_dir(place.0.path());
+        let mut child = command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::piped()).spawn().unwrap();
+        let mut stderr = BufReader::new(child.stderr.take().unwrap());
+        if !quiet {
+            let mut message = String::new();
+            stderr.read_line(&mut message).unwrap();
+            assert!(message.contains("is locked by another process, waiting for up to 30 s"), "{message}");
+        }
+        lock.unlock().unwrap();
+        assert!(child.wait().unwrap().success());
+        let mut rest = String::new();
+        stderr.read_to_string(&mut rest).unwrap();
+        assert_eq!(rest, "");
+    }
+}
+
+#[test]
+fn names_may_be_as_long_as_the_file_system_allows() {
+    let place = Place::with_pair();
+    let stem = "n".repeat(255 - ".tpde-index".len());
+    place.ok(&format!("encode base.safetensors target.safetensors -o {stem}"));
+    place.ok(&format!("apply base.safetensors {stem} -o {}", "o".repeat(255)));
+    place.assert_same(&"o".repeat(255), "target.safetensors");
+    // One more is refused before the work.
+    place.fails(&format!("encode base.safetensors target.safetensors -o {stem}n"), SYSTEM, "File name too long");
+}
+
+#[test]
+fn a_signal_that_is_ignored_stays_ignored() {
+    let place = Place::with_pair();
+    let line = "encode base.safetensors target.safetensors -o other";
+    // The shell's kill reaches the program that it becomes, which looks at the signal before it ends.
+    for (trap, code) in [("trap '' HUP", Some(0)), ("true", None)] {
+        let script =
+            format!("{trap}; strace -qq -o log -e trace=?link,?linkat -e inject=?link,?linkat:signal=HUP:when=1 {TPDE} {line} -f");
+        let mut command = std::process::Command::new("sh");
+        let output = match command.args(["-c", &script]).current_dir(place.0.path()).output() {
+            Ok(output) if place.path("log").exists() => output,
+            _ => return assert_ne!(std::env::var("TPDE_NO_SKIP").as_deref(), Ok("1"), "strace is not there"),
+        };
+        assert_eq!(output.status.code(), code, "{output:?}");
+    }
+}
+
+#[test]
+fn a_demo_that_is_ended_by_a_signal_leaves_no_folder() {
+    let place = Place::new();
+    for signal in ["INT", "TERM", "HUP"] {
+        let mut command = std::process::Command::new(TPDE);
+        let mut child = command.arg("demo").env("TMPDIR", place.0.path()).spawn().unwrap();
+        while place.names().is_empty() && child.try_wait().unwrap().is_none() {
+            std::thread::yield_now();
+        }
+        assert_eq!(place.command("kill", &[&format!("-{signal}"), &child.id().to_string()]).code, 0);
+        let status = child.wait().unwrap();
+        assert_eq!(status.code(), None, "{signal}: {status}");
+        assert!(place.names().is_empty(), "{signal}: {:?}", place.names());
+    }
+}
+
+#[test]
+fn a_demo_whose_reader_has_gone_leaves_no_folder() {
+    let place = Place::new();
+    let script = format!("TMPDIR=. {TPDE} demo | true");
+    place.command("bash", &["-c", &script]);
+    assert!(place.names().is_empty(), "{:?}", place.names());
 }
 
 #[test]

@@ -15,7 +15,7 @@ use std::process::{Command, Output};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tempfile::TempDir;
-use tpde::{Apply, EncodeOptions, Error, Pair, SafetensorsCheckpoint, encode_files};
+use tpde::{Apply, Checkpoint, EncodeOptions, Error, Pair, SafetensorsCheckpoint, encode_files};
 
 const TPDE: &str = env!("CARGO_BIN_EXE_tpde");
 /// Exit code where the system refused.
@@ -40,8 +40,22 @@ const CHANGES: [&str; 16] = [
     "rmdir",
 ];
 /// Other calls on files, at which the command is stopped too.
-const OTHERS: [&str; 12] =
-    ["open", "openat", "close", "lseek", "fsync", "fdatasync", "flock", "fstat", "stat", "lstat", "statx", "newfstatat"];
+const OTHERS: [&str; 14] = [
+    "open",
+    "openat",
+    "close",
+    "lseek",
+    "fsync",
+    "fdatasync",
+    "flock",
+    "fstat",
+    "stat",
+    "lstat",
+    "statx",
+    "newfstatat",
+    "statfs",
+    "fstatfs",
+];
 
 /// What is there after a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -76,7 +90,7 @@ const APPLY_FILE: Scenario = Scenario {
     before: &[("old.safetensors", "out.safetensors")],
     old: &["out.safetensors"],
     new: &["out.safetensors"],
-    judge: |place| judge_files(place, &[("out.safetensors", "old.safetensors", "new.safetensors")]),
+    judge: judge_file,
 };
 
 const APPLY_NEW_FOLDER: Scenario = Scenario {
@@ -90,23 +104,25 @@ const APPLY_NEW_FOLDER: Scenario = Scenario {
         }
         // A folder appears whole.
         assert_eq!(names(&place.join("out")), names(&place.join("new")));
-        judge_files(place, &SHARDS)
+        judge_folder(place)
     },
 };
 
 const APPLY_FOLDER: Scenario = Scenario {
     command: "apply base new-shards -o out -f",
-    before: &[("old", "out")],
+    before: &[("old", "out"), ("config.json", "out/config.json")],
     old: &["out"],
     new: &["out"],
-    judge: |place| judge_files(place, &SHARDS),
+    judge: judge_folder,
 };
 
-const SHARDS: [(&str, &str, &str); 3] = [
-    ("out/model-00001-of-00002.safetensors", "old/model-00001-of-00002.safetensors", "new/model-00001-of-00002.safetensors"),
-    ("out/model-00002-of-00002.safetensors", "old/model-00002-of-00002.safetensors", "new/model-00002-of-00002.safetensors"),
-    ("out/model.safetensors.index.json", "old/model.safetensors.index.json", "new/model.safetensors.index.json"),
-];
+const APPLY_FOLDER_WITHOUT_INDEX: Scenario = Scenario {
+    command: "apply base new-plain -o out -f",
+    before: &[("old-plain-shards", "out"), ("config.json", "out/config.json")],
+    old: &["out"],
+    new: &["out"],
+    judge: judge_folder,
+};
 
 /// The pair is looked at as a reader would; one that opens and decodes must give one of the two targets.
 fn judge_pair(place: &Path) -> State {
@@ -126,19 +142,37 @@ fn judge_pair(place: &Path) -> State {
     }
 }
 
-/// Each file is wholly the old one or wholly the new one.
-fn judge_files(place: &Path, files: &[(&str, &str, &str)]) -> State {
+/// The file is wholly the old one or wholly the new one.
+fn judge_file(place: &Path) -> State {
     let read = |name: &str| fs::read(place.join(name)).unwrap();
-    let states: BTreeSet<State> = files
+    match read("out.safetensors") {
+        bytes if bytes == read("old.safetensors") => State::Old,
+        bytes if bytes == read("new.safetensors") => State::New,
+        _ => panic!("neither the old file nor the new one"),
+    }
+}
+
+/// A folder that opens as a checkpoint is wholly the old one or wholly the new one. What is not the pair's is left alone.
+fn judge_folder(place: &Path) -> State {
+    let out = place.join("out");
+    let has_config = !place.join("out/config.json").exists() || fs::read(out.join("config.json")).unwrap() == b"{}";
+    assert!(has_config, "config.json has changed");
+    let Ok(checkpoint) = SafetensorsCheckpoint::open(&out) else { return State::Refused };
+    let tensors: Vec<_> = checkpoint
+        .tensors()
         .iter()
-        .filter(|(_, old, new)| read(old) != read(new))
-        .map(|(file, old, new)| match read(file) {
-            bytes if bytes == read(old) => State::Old,
-            bytes if bytes == read(new) => State::New,
-            _ => panic!("{file} is neither the old one nor the new one"),
+        .enumerate()
+        .map(|(place, info)| {
+            let mut bytes = vec![0; info.bytes() as usize];
+            checkpoint.read(place, 0, &mut bytes).unwrap();
+            bytes
         })
         .collect();
-    if states.len() == 1 { *states.first().unwrap() } else { State::Refused }
+    match tensors {
+        tensors if tensors == bytes_of(&target(1)) => State::Old,
+        tensors if tensors == bytes_of(&target(2)) => State::New,
+        _ => panic!("a mixture that opens: {:?}", names(&out)),
+    }
 }
 
 fn base() -> Vec<Tensor> {
@@ -168,6 +202,11 @@ fn tpde(place: &Path, line: &str) -> Output {
     Command::new(TPDE).args(line.split_whitespace()).args(["-q", "-T", "1"]).current_dir(place).output().unwrap()
 }
 
+/// Names that none of our files has when a command has ended in order.
+fn hidden(folder: &Path) -> Vec<String> {
+    names(folder).into_iter().filter(|name| name.starts_with('.')).collect()
+}
+
 fn copy(from: &Path, to: &Path) {
     if !from.is_dir() {
         fs::copy(from, to).unwrap();
@@ -186,14 +225,20 @@ fn checkpoints() -> TempDir {
     write_file(&place.join("base.safetensors"), &base());
     let base = base();
     write_folder(&place.join("base"), &[&base[..2], &base[2..]]);
+    fs::write(place.join("config.json"), "{}").unwrap();
     for (name, which) in [("old", 1), ("new", 2)] {
         let target = target(which);
         write_file(&place.join(format!("{name}.safetensors")), &target);
-        write_folder(&place.join(name), &[&target[..which], &target[which..]]);
+        // Cut alike, so that nothing but care keeps a mixture of the two from opening.
+        write_folder(&place.join(name), &[&target[..1], &target[1..]]);
         for file in ["config.json", "tokenizer.json"] {
             fs::remove_file(place.join(name).join(file)).unwrap(); // no part of a pair
         }
-        for (base, target, pair) in [("base.safetensors", format!("{name}.safetensors"), "pair"), ("base", name.into(), "shards")] {
+        let plain = format!("{name}-plain-shards");
+        copy(&place.join(name), &place.join(&plain));
+        fs::remove_file(place.join(&plain).join("model.safetensors.index.json")).unwrap();
+        let shards = [("base", name, "shards"), ("base", &plain, "plain")];
+        for (base, target, pair) in [("base.safetensors", &format!("{name}.safetensors")[..], "pair")].into_iter().chain(shards) {
             let output = tpde(place, &format!("encode {base} {target} -o {name}-{pair}"));
             assert!(output.status.success(), "{output:?}");
         }
@@ -202,6 +247,7 @@ fn checkpoints() -> TempDir {
 }
 
 /// One system call of a traced run, with what follows its name.
+#[derive(Debug)]
 struct Call {
     thread: String,
     name: String,
@@ -221,34 +267,77 @@ impl Call {
     }
 
     fn is_output(&self) -> bool {
-        self.name == "write" && (self.rest.starts_with("1,") || self.rest.starts_with("2,"))
+        self.name == "write" && ["1<", "2<", "1,", "2,"].iter().any(|stream| self.rest.starts_with(stream))
     }
 
-    fn has_renamed(&self) -> bool {
-        self.name.starts_with("rename") && self.has_worked()
+    /// Whether a file or folder has got or lost a name that is not temporary, by this call.
+    fn has_named(&self) -> bool {
+        ["rename", "link", "unlink"].iter().any(|names| self.name.starts_with(names))
+            && self.has_worked()
+            && self.paths().last().is_some_and(|to| !is_temporary(to))
+    }
+
+    /// The strings among its arguments.
+    fn paths(&self) -> Vec<&str> {
+        self.rest.split('"').skip(1).step_by(2).collect()
+    }
+
+    /// Whether it opens a file without a name.
+    fn opens_unnamed(&self) -> bool {
+        self.name.starts_with("open") && self.rest.contains("O_TMPFILE")
     }
 }
 
-/// Runs a command under strace, with what it shall do to a call.
-fn traced(place: &Path, line: &str, inject: Option<&str>) -> (Output, Vec<Call>) {
+fn is_temporary(path: &str) -> bool {
+    path.contains(".tpde-") && path.contains(".tmp")
+}
+
+/// Runs a command under strace, with what it shall do to calls.
+fn traced(place: &Path, line: &str, inject: &[String]) -> (Output, Vec<Call>) {
     let log = place.join("strace.log");
     let calls: Vec<_> = CHANGES.iter().chain(&OTHERS).map(|call| format!("?{call}")).collect(); // not every machine has all
     let mut command = Command::new("strace");
     // The loader's calls in cargo's library path would hide those of ours that strace counts alike.
-    command.env_remove("LD_LIBRARY_PATH");
-    command.args(["-f", "-qq", "-o"]).arg(&log).arg("-e").arg(format!("trace={}", calls.join(",")));
-    if let Some(inject) = inject {
+    command.env_remove("LD_LIBRARY_PATH").env("TMPDIR", place);
+    command.args(["-f", "-y", "-qq", "-o"]).arg(&log).arg("-e").arg(format!("trace={}", calls.join(",")));
+    for inject in inject {
         command.arg("-e").arg(format!("inject={inject}"));
     }
     let output = command.arg(TPDE).args(line.split_whitespace()).args(["-q", "-T", "1"]).current_dir(place).output().unwrap();
     let text = fs::read_to_string(&log).unwrap();
     fs::remove_file(log).unwrap();
-    let calls = text.lines().filter_map(|line| {
-        let (thread, call) = line.split_once(' ')?;
-        let (name, rest) = call.trim_start().split_once('(')?;
-        Some(Call { thread: thread.into(), name: name.into(), rest: rest.into() })
-    });
-    (output, calls.collect())
+    (output, parse(&text))
+}
+
+/// The calls of a log of strace, in the order in which they began. A call that another thread's interrupts in the log is put
+/// together again; lines that are no calls, such as `???(` of a killed thread, are left out.
+fn parse(log: &str) -> Vec<Call> {
+    let mut calls: Vec<Call> = Vec::new();
+    for line in log.lines() {
+        let Some((thread, text)) = line.split_once(' ') else { continue };
+        let text = text.trim_start();
+        if let Some(resumed) = text.strip_prefix("<... ") {
+            let rest = resumed.split_once("resumed>").map_or("", |(_, rest)| rest);
+            if let Some(call) = calls.iter_mut().rev().find(|call| call.thread == thread) {
+                call.rest.push_str(rest);
+            }
+        } else if let Some((name, rest)) = text.split_once('(')
+            && CHANGES.iter().chain(&OTHERS).any(|known| *known == name)
+        {
+            let rest = rest.trim_end_matches(" <unfinished ...>");
+            calls.push(Call { thread: thread.into(), name: name.into(), rest: rest.into() });
+        }
+    }
+    calls
+}
+
+#[test]
+fn logs_of_several_threads_are_put_together() {
+    let log = "7 write(3</a>, \"x(y\", 3 <unfinished ...>\n8 ???( <unfinished ...>\n8 openat(AT_FDCWD, \"b\", O_RDONLY) = 4\n\
+               7 <... write resumed>) = 3\n8 +++ killed by SIGKILL +++\n9 ???() = ?\n";
+    let calls: Vec<_> = parse(log).into_iter().map(|call| (call.thread, call.name, call.rest)).collect();
+    let call = |thread: &str, name: &str, rest: &str| (thread.to_owned(), name.to_owned(), rest.to_owned());
+    assert_eq!(calls, [call("7", "write", "3</a>, \"x(y\", 3) = 3"), call("8", "openat", "AT_FDCWD, \"b\", O_RDONLY) = 4")]);
 }
 
 /// Says what cannot be tested on this machine; where everything was to be tested, that is a failure.
@@ -280,12 +369,14 @@ impl Scenario {
         folder
     }
 
-    /// How often each call is made, by the thread that makes it most: strace counts by threads.
-    fn calls(&self, checkpoints: &TempDir) -> (BTreeMap<String, usize>, Vec<Call>) {
+    /// A run in which nothing happens: how often each call is made, by the thread that makes it most, and all calls. strace
+    /// counts by threads.
+    fn calls(&self, checkpoints: &TempDir, inject: &[String]) -> (BTreeMap<String, usize>, Vec<Call>) {
         let folder = self.place(checkpoints);
-        let (output, calls) = traced(folder.path(), self.command, None);
+        let (output, calls) = traced(folder.path(), self.command, inject);
         assert!(output.status.success(), "{output:?}");
         assert_eq!((self.judge)(folder.path()), State::New);
+        assert_eq!(hidden(folder.path()), [""; 0]);
         let mut counts: BTreeMap<(&str, &str), usize> = BTreeMap::new();
         calls.iter().for_each(|call| *counts.entry((&call.name, &call.thread)).or_default() += 1);
         let mut most = BTreeMap::new();
@@ -296,37 +387,64 @@ impl Scenario {
         (most, calls)
     }
 
+    /// What makes the file system seem to lack files without names, from the run in which it has them; `None` if it lacks them.
+    fn without_unnamed(&self, clean: &[Call]) -> Option<String> {
+        let first = clean.iter().find(|call| call.opens_unnamed())?;
+        let alike: Vec<_> = clean.iter().filter(|call| (&call.name, &call.thread) == (&first.name, &first.thread)).collect();
+        let begin = alike.iter().position(|call| call.opens_unnamed())?;
+        let count = alike[begin..].iter().take_while(|call| call.opens_unnamed()).count();
+        // After each that fails, std opens a file with a name, by openat.
+        let step = if first.name == "openat" { 2 } else { 1 };
+        Some(format!("{}:error=EOPNOTSUPP:when={}..{}+{step}", first.name, begin + 1, begin + 1 + step * (count - 1)))
+    }
+
+    /// Both ways to write a file before it has its name, as strace is told: without any name, and under a temporary one.
+    fn ways(&self, checkpoints: &TempDir) -> Vec<Vec<String>> {
+        let (_, clean) = self.calls(checkpoints, &[]);
+        let named: Vec<_> = self.without_unnamed(&clean).into_iter().collect();
+        let (_, calls) = self.calls(checkpoints, &named);
+        let renamed = calls.iter().filter(|call| call.name.starts_with("rename") && is_temporary(call.paths()[0])).count();
+        assert!(renamed >= 1, "nothing was written under a temporary name");
+        if named.is_empty() { vec![named] } else { vec![Vec::new(), named] }
+    }
+
     /// Kills the command at each of its calls.
     fn kill_everywhere(&self) {
         if !can_trace() {
             return;
         }
         let checkpoints = checkpoints();
-        let (counts, clean) = self.calls(&checkpoints);
-        let (mut seen, mut done) = (BTreeSet::new(), BTreeSet::new());
-        for (name, count) in counts {
-            for k in 1..=count {
-                let folder = self.place(&checkpoints);
-                let place = folder.path();
-                let (output, calls) = traced(place, self.command, Some(&format!("{name}:signal=KILL:when={k}")));
-                assert!(!output.status.success(), "{name} {k} was to be the last call");
-                let state = (self.judge)(place);
-                let renamed = calls.iter().any(Call::has_renamed);
-                assert!(renamed || state == State::Old, "{name} {k}: {state:?} before anything was renamed");
-                seen.insert(state);
-                done.insert(calls.iter().filter(|call| call.has_changed()).count());
+        for way in self.ways(&checkpoints) {
+            let (counts, clean) = self.calls(&checkpoints, &way);
+            let (mut seen, mut done) = (BTreeSet::new(), BTreeSet::new());
+            for (name, count) in counts {
+                if way.first().is_some_and(|way| way.starts_with(&format!("{name}:"))) {
+                    continue; // strace does one thing to a call
+                }
+                for k in 1..=count {
+                    let folder = self.place(&checkpoints);
+                    let place = folder.path();
+                    let inject = [&way[..], &[format!("{name}:signal=KILL:when={k}")]].concat();
+                    let (output, calls) = traced(place, self.command, &inject);
+                    assert!(!output.status.success(), "{name} {k} was to be the last call");
+                    let state = (self.judge)(place);
+                    let named = calls.iter().any(Call::has_named);
+                    assert!(named || state == State::Old, "{name} {k}: {state:?} before anything had its name");
+                    seen.insert(state);
+                    done.insert(calls.iter().filter(|call| call.has_changed()).count());
 
-                // What a crash leaves is in nobody's way.
-                let command = format!("{} -f", self.command.trim_end_matches(" -f"));
-                let again = tpde(place, &command);
-                assert!(again.status.success(), "{name} {k}: {}", String::from_utf8_lossy(&again.stderr));
-                assert_eq!((self.judge)(place), State::New);
+                    // What a crash leaves is in nobody's way.
+                    let command = format!("{} -f", self.command.trim_end_matches(" -f"));
+                    let again = tpde(place, &command);
+                    assert!(again.status.success(), "{name} {k}: {}", String::from_utf8_lossy(&again.stderr));
+                    assert_eq!((self.judge)(place), State::New);
+                }
             }
+            // Between any two changes the command was stopped at least once.
+            let changes = clean.iter().filter(|call| call.has_changed()).count();
+            assert_eq!(done.into_iter().collect::<Vec<_>>(), (0..=changes).collect::<Vec<_>>());
+            assert!(seen.contains(&State::Old) && seen.contains(&State::New));
         }
-        // Between any two changes the command was stopped at least once.
-        let changes = clean.iter().filter(|call| call.has_changed()).count();
-        assert_eq!(done.into_iter().collect::<Vec<_>>(), (0..=changes).collect::<Vec<_>>());
-        assert!(seen.contains(&State::Old) && seen.contains(&State::New));
     }
 
     /// Makes each call that can fail in the middle fail.
@@ -335,43 +453,133 @@ impl Scenario {
             return;
         }
         let checkpoints = checkpoints();
-        let (counts, clean) = self.calls(&checkpoints);
-        let renames = clean.iter().filter(|call| call.has_renamed()).count();
-        let mut tried = 0;
-        for (name, count) in &counts {
-            let errors: &[&str] = match name.as_str() {
-                "write" | "pwrite64" => &["ENOSPC", "EDQUOT", "EFBIG", "EIO"],
-                "ftruncate" => &["ENOSPC", "EFBIG", "EIO"],
-                "mkdir" | "mkdirat" => &["ENOSPC", "EDQUOT"],
-                "fsync" | "fdatasync" | "rename" | "renameat" | "renameat2" => &["EIO"],
-                _ => continue,
-            };
-            for (error, k) in errors.iter().flat_map(|error| (1..=*count).map(move |k| (error, k))) {
-                let folder = self.place(&checkpoints);
-                let place = folder.path();
-                let before = names(place);
-                let (output, calls) = traced(place, self.command, Some(&format!("{name}:error={error}:when={k}")));
-                let context = format!("{error} of {name} {k}: {}", String::from_utf8_lossy(&output.stderr));
-                let failed = calls.iter().position(|call| call.rest.contains("(INJECTED)"));
-                let failed = failed.unwrap_or_else(|| panic!("no call has failed, {context}"));
-                assert_eq!(output.status.code(), Some(SYSTEM), "{context}");
-                // Up to the first rename the old is intact, after the last the new is there; between, a reader refuses.
-                let renamed = calls[..failed].iter().filter(|call| call.has_renamed()).count();
-                let state = (self.judge)(place);
-                match renamed {
-                    0 => assert_eq!(state, State::Old, "{context}"),
-                    n if n == renames => assert_eq!(state, State::New, "{context}"),
-                    _ => {}
+        for way in self.ways(&checkpoints) {
+            let (counts, clean) = self.calls(&checkpoints, &way);
+            let all = clean.iter().filter(|call| call.has_named()).count();
+            let mut tried = BTreeSet::new();
+            for (name, count) in &counts {
+                let errors: &[&str] = match name.as_str() {
+                    "write" | "pwrite64" => &["ENOSPC", "EDQUOT", "EFBIG", "EIO"],
+                    "ftruncate" => &["ENOSPC", "EFBIG", "EIO"],
+                    "mkdir" | "mkdirat" => &["ENOSPC", "EDQUOT"],
+                    "fsync" | "fdatasync" | "rename" | "renameat" | "renameat2" | "link" | "linkat" | "statfs" => &["EIO"],
+                    _ => continue,
+                };
+                for (error, k) in errors.iter().flat_map(|error| (1..=*count).map(move |k| (error, k))) {
+                    let folder = self.place(&checkpoints);
+                    let place = folder.path();
+                    let before = names(place);
+                    let inject = [&way[..], &[format!("{name}:error={error}:when={k}")]].concat();
+                    let (output, calls) = traced(place, self.command, &inject);
+                    let context = format!("{error} of {name} {k}: {}", String::from_utf8_lossy(&output.stderr));
+                    let failed = calls.iter().position(|call| call.name == *name && call.rest.contains("(INJECTED)"));
+                    let failed = failed.unwrap_or_else(|| panic!("no call has failed, {context}"));
+                    assert_eq!(output.status.code(), Some(SYSTEM), "{context}");
+                    // Until the first file has its name the old is intact, after the last the new is there; between, a reader
+                    // refuses.
+                    let named = calls[..failed].iter().filter(|call| call.has_named()).count();
+                    let expected = if named == 0 {
+                        State::Old
+                    } else if named == all {
+                        State::New
+                    } else {
+                        State::Refused
+                    };
+                    assert_eq!((self.judge)(place), expected, "{context}");
+                    let mut expected: BTreeSet<_> = before.into_iter().collect();
+                    expected.extend(if named == all { self.new } else { self.old }.iter().map(|name| name.to_string()));
+                    assert_eq!(names(place), expected.into_iter().collect::<Vec<_>>(), "{context}");
+                    if place.join("out").is_dir() {
+                        assert_eq!(hidden(&place.join("out")), [""; 0], "{context}");
+                    }
+                    tried.insert((name.clone(), error, k));
                 }
-                let mut expected: BTreeSet<_> = before.into_iter().collect();
-                expected.extend(if renamed == renames { self.new } else { self.old }.iter().map(|name| name.to_string()));
-                assert_eq!(names(place), expected.into_iter().collect::<Vec<_>>(), "{context}");
-                let out = place.join("out");
-                assert!(!out.is_dir() || names(&out).len() == 3, "{context}: {:?}", names(&out));
-                tried += 1;
+            }
+            assert!(tried.len() >= 10);
+            // The room on the disk is looked at before anything is written.
+            let looks = tried.iter().any(|(name, ..)| name == "statfs");
+            assert_eq!(looks, self.command.starts_with("apply"));
+        }
+    }
+
+    /// Ends the command by a signal at each of its calls that change something or wait for the disk.
+    fn signal_everywhere(&self, signal: &str) {
+        if !can_trace() {
+            return;
+        }
+        let checkpoints = checkpoints();
+        for way in self.ways(&checkpoints) {
+            let (counts, _) = self.calls(&checkpoints, &way);
+            let mut seen = BTreeSet::new();
+            for (name, count) in counts {
+                let is_worth_it = CHANGES.contains(&name.as_str()) || ["openat", "fsync", "flock"].contains(&name.as_str());
+                if !is_worth_it || way.first().is_some_and(|way| way.starts_with(&format!("{name}:"))) {
+                    continue;
+                }
+                for k in 1..=count {
+                    let folder = self.place(&checkpoints);
+                    let place = folder.path();
+                    let inject = [&way[..], &[format!("{name}:signal={signal}:when={k}")]].concat();
+                    let (output, _) = traced(place, self.command, &inject);
+                    assert!(!output.status.success(), "{name} {k}: {output:?}");
+                    assert!(output.stderr.is_empty(), "{name} {k}: {output:?}");
+                    let state = (self.judge)(place);
+                    assert_ne!(state, State::Refused, "{name} {k}: a commit was interrupted");
+                    seen.insert(state);
+                    assert_eq!(hidden(place), [""; 0], "{name} {k}");
+                    if place.join("out").is_dir() {
+                        assert_eq!(hidden(&place.join("out")), [""; 0], "{name} {k}");
+                    }
+                }
+            }
+            assert!(seen.contains(&State::Old));
+        }
+    }
+
+    /// What is synced and what gets its name, in order. Checks that nothing is written to a file after it was synced.
+    fn order(&self, checkpoints: &TempDir, way: &[String]) -> Vec<String> {
+        let (_, calls) = self.calls(checkpoints, way);
+        // A file without a name is known by its descriptor, others by their path.
+        let mut steps: Vec<(&str, String)> = Vec::new();
+        let mut names: Vec<(String, String)> = Vec::new();
+        for call in calls.iter().filter(|call| call.has_worked() && !call.is_output()) {
+            let descriptor = call.rest.split(&[',', ')']).next().unwrap_or_default();
+            let of = match descriptor.split_once('<') {
+                Some((number, path)) if path.contains("#") => format!("/proc/self/fd/{number}"),
+                Some((_, path)) => path.trim_end_matches('>').to_owned(),
+                None => String::new(),
+            };
+            match call.name.as_str() {
+                "write" | "pwrite64" | "ftruncate" => {
+                    let synced = steps.iter().any(|(step, path)| *step == "sync" && *path == of);
+                    assert!(!synced || !of.starts_with("/proc"), "written after it was synced: {call:?}");
+                }
+                "fsync" => steps.push(("sync", of)),
+                name if name.starts_with("rename") || name.starts_with("link") => {
+                    let [from, to] = call.paths()[..] else { panic!("{call:?}") };
+                    names.push((from.to_owned(), to.to_owned()));
+                    steps.push(("name", to.to_owned()));
+                }
+                _ => {}
             }
         }
-        assert!(tried >= 10);
+        // What had a temporary name is called by its last one.
+        let last = |path: &str| {
+            let file_name = |path: &str| path.rsplit('/').next().unwrap_or_default().to_owned();
+            let mut path = path.to_owned();
+            while let Some((_, to)) =
+                names.iter().find(|(from, _)| *from == path || is_temporary(from) && file_name(from) == file_name(&path))
+            {
+                path = to.clone();
+            }
+            file_name(&path)
+        };
+        let steps = steps.iter().filter(|(step, path)| *step == "sync" || !is_temporary(&last(path)) && !path.ends_with(".tmp"));
+        let shown = |path: &str| match last(path) {
+            name if name.starts_with(".tmp") => ".".to_owned(), // the folder of the test
+            name => name,
+        };
+        steps.map(|(step, path)| format!("{step} {}", shown(path))).collect()
     }
 }
 
@@ -402,9 +610,102 @@ fn a_new_folder_appears_whole_or_not_at_all() {
 }
 
 #[test]
-fn files_of_a_folder_are_each_old_or_new() {
+fn a_folder_whose_files_are_replaced_never_opens_as_a_mixture() {
     APPLY_FOLDER.kill_everywhere();
     APPLY_FOLDER.fail_everywhere();
+}
+
+#[test]
+fn a_folder_without_a_shard_index_never_opens_as_a_mixture() {
+    APPLY_FOLDER_WITHOUT_INDEX.kill_everywhere();
+    APPLY_FOLDER_WITHOUT_INDEX.fail_everywhere();
+}
+
+#[test]
+fn a_signal_leaves_no_temporary_files_of_encode() {
+    ENCODE.signal_everywhere("TERM");
+}
+
+#[test]
+fn a_signal_leaves_no_temporary_files_of_apply() {
+    APPLY_FILE.signal_everywhere("INT");
+    APPLY_NEW_FOLDER.signal_everywhere("HUP");
+    APPLY_FOLDER_WITHOUT_INDEX.signal_everywhere("TERM");
+}
+
+/// Data reach the disk before names, names before the call returns, and what commits comes last.
+#[test]
+fn files_are_synced_before_they_get_their_names_and_folders_after() {
+    if !can_trace() {
+        return;
+    }
+    let checkpoints = checkpoints();
+    let (first, second) = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors");
+    let index = "model.safetensors.index.json";
+    let expected: [(&Scenario, &[(&str, &str)]); 5] = [
+        (
+            &ENCODE,
+            &[
+                ("sync", "pair.tpde-blob"),
+                ("sync", "pair.tpde-index"),
+                ("name", "pair.tpde-blob"),
+                ("name", "pair.tpde-index"),
+                ("sync", "."),
+            ],
+        ),
+        (&APPLY_FILE, &[("sync", "out.safetensors"), ("name", "out.safetensors"), ("sync", ".")]),
+        (
+            &APPLY_NEW_FOLDER,
+            &[
+                ("sync", first),
+                ("sync", second),
+                ("sync", index),
+                ("name", first),
+                ("name", second),
+                ("name", index),
+                ("sync", "out"),
+                ("name", "out"),
+                ("sync", "."),
+            ],
+        ),
+        (
+            &APPLY_FOLDER,
+            &[
+                ("sync", first),
+                ("sync", second),
+                ("sync", index),
+                ("sync", index), // the barrier
+                ("name", index),
+                ("sync", "out"),
+                ("name", first),
+                ("name", second),
+                ("sync", "out"),
+                ("name", index),
+                ("sync", "out"),
+            ],
+        ),
+        (
+            &APPLY_FOLDER_WITHOUT_INDEX,
+            &[
+                ("sync", first),
+                ("sync", second),
+                ("sync", index), // the barrier
+                ("name", index),
+                ("sync", "out"),
+                ("name", first),
+                ("name", second),
+                ("sync", "out"),
+                ("sync", "out"), // the barrier is removed
+            ],
+        ),
+    ];
+    for (scenario, expected) in expected {
+        for way in scenario.ways(&checkpoints) {
+            let steps = scenario.order(&checkpoints, &way);
+            let expected: Vec<_> = expected.iter().map(|(step, name)| format!("{step} {name}")).collect();
+            assert_eq!(steps, expected, "{}, {way:?}", scenario.command);
+        }
+    }
 }
 
 #[test]
@@ -452,6 +753,11 @@ fn a_full_disk_leaves_what_was_there() {
             };
             assert_eq!(state, expected, "{output:?}");
         }
+        if codes_here[1] == SYSTEM {
+            // Before anything is written, not at the first write that fails.
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            assert!(stderr.contains("bytes are needed"), "{stderr}");
+        }
         codes.extend(codes_here);
     }
     assert_eq!(codes.into_iter().collect::<Vec<_>>(), [0, SYSTEM], "the disk was to be too small for some and not for all");
@@ -489,7 +795,7 @@ fn a_reader_sees_one_pair_or_the_other_while_they_are_replaced() {
         let seen = reader.join().unwrap();
         assert!(seen.keys().eq(&[State::Old, State::New]), "{seen:?}");
     });
-    assert!(names(place).iter().all(|name| !name.starts_with('.')));
+    assert_eq!(hidden(place), [""; 0]);
 }
 
 #[test]
@@ -518,7 +824,7 @@ fn of_two_writers_at_once_one_wins() {
                 outcome => panic!("{outcome:?}"),
             }
             files.iter().for_each(|file| fs::remove_file(file).unwrap());
-            assert!(names(place).iter().all(|name| !name.starts_with('.')));
+            assert_eq!(hidden(place), [""; 0]);
         }
     }
 }

@@ -2,17 +2,16 @@
 
 use super::Common;
 use super::device::DeviceArgs;
-use super::inputs::{open, operands, refuse_overwriting};
+use super::inputs::{open, operands};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
 use globset::{Glob, GlobMatcher};
 use serde::Serialize;
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 use tpde::error::Escaped;
-use tpde::reader::PairPaths;
 use tpde::safetensors::ApplyOptions;
 use tpde::{Error, Pair, Result, apply_to_path};
 
@@ -68,11 +67,6 @@ impl Apply {
         let pair = Pair::open(path)?;
         let globs = self.globs(&pair)?;
         let wanted = |name: &str| globs.iter().any(|glob| glob.is_match(name));
-
-        let paths = PairPaths::new(path);
-        let inputs: Vec<&Path> = base.into_iter().chain([paths.index.as_path(), paths.blob.as_path()]).collect();
-        let files = pair.index().files().map(|file| self.output.join(file.name));
-        refuse_overwriting(&files.chain([self.output.clone()]).collect::<Vec<_>>(), &inputs)?;
 
         let base = base.map(open).transpose()?;
         let selected = pair.index().tensors().filter(|tensor| globs.is_empty() || wanted(tensor.name));

@@ -1,7 +1,7 @@
 //! `tpde encode`: two checkpoints in, a pair out.
 
 use super::Common;
-use super::inputs::{CodecArgs, open, operands, refuse_overwriting};
+use super::inputs::{CodecArgs, open, operands};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -95,8 +95,6 @@ impl Encode {
     fn encode(&self, common: &Common) -> Result<Report> {
         let (base, target) = operands(&self.first, self.second.as_deref());
         let paths = PairPaths::new(&self.output);
-        let inputs: Vec<_> = base.into_iter().chain([target]).collect();
-        refuse_overwriting(&[paths.index.clone(), paths.blob.clone()], &inputs)?;
         let options = EncodeOptions { renamed: self.renamed()?, ..self.codec.options() };
 
         let base = base.map(open).transpose()?;

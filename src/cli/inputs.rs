@@ -3,9 +3,8 @@
 use super::text;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
-use tpde::{Checkpoint, Codec, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint};
+use std::path::Path;
+use tpde::{Checkpoint, Codec, EncodeOptions, Favor, Layout, Result, SafetensorsCheckpoint};
 
 /// How payloads are coded.
 #[derive(Args)]
@@ -65,24 +64,4 @@ pub fn open(path: &Path) -> Result<SafetensorsCheckpoint> {
     let checkpoint = SafetensorsCheckpoint::open(path)?;
     tracing::info!(path = text::path(path), tensors = checkpoint.tensors().len(), bytes = checkpoint.file_bytes(), "checkpoint");
     Ok(checkpoint)
-}
-
-/// Refuses to write a file over one that is read: the base is what a pair cannot do without.
-pub fn refuse_overwriting(outputs: &[PathBuf], inputs: &[&Path]) -> Result<()> {
-    let identity = |path: &Path| path.metadata().ok().map(|metadata| (metadata.dev(), metadata.ino()));
-    for input in inputs {
-        let within = input.read_dir().into_iter().flatten().flatten().map(|entry| entry.path());
-        let shards = within.filter(|path| {
-            let name = path.to_string_lossy();
-            name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json")
-        });
-        for read in shards.chain([input.to_path_buf()]) {
-            let Some(read_identity) = identity(&read) else { continue };
-            if let Some(output) = outputs.iter().find(|output| identity(output) == Some(read_identity)) {
-                let (output, read) = (text::path(output), text::path(&read));
-                return Err(Error::Misuse(format!("{output} cannot be written: it is {read}, which is read")));
-            }
-        }
-    }
-    Ok(())
 }

@@ -10,7 +10,7 @@ use crate::format::{BaseKind, FileEntry, MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_FILES,
 use crate::index::{self, FileNames};
 use crate::lane::Dtype;
 use crate::limits::Limits;
-use crate::publish::Publication;
+use crate::publish::{Publication, check_apart};
 use crate::reader::{Pair, PairPaths};
 use crate::sums::chunk_sum;
 use crate::writer::{FileSpec, Finished, PairBuilder, TensorSpec};
@@ -297,9 +297,10 @@ pub fn encode_to_memory(
 /// [`encode`] into the files of the pair `path`, published together: first the blob, then the index, whose rename is the commit.
 ///
 /// # Errors
-/// As [`encode`]; [`Error::Io`] if the pair exists and `replace` is false. An error before the first rename leaves the old pair
-/// as it was, and everything but the renames comes before; if the system refuses the second one, the old index stands beside
-/// the new blob, and readers refuse the two.
+/// As [`encode`]; [`Error::Misuse`] if a file of the pair is, or lies inside, a file or folder of the checkpoints;
+/// [`Error::Io`] if the pair exists and `replace` is false, or another process holds a lock on the folder for 30 seconds. An
+/// error before the first rename leaves the old pair as it was, and everything but the renames comes before. If the system
+/// refuses the second rename, the old index stands beside the new blob, and readers refuse the two.
 pub fn encode_to_path(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
@@ -310,7 +311,9 @@ pub fn encode_to_path(
     progress: Progress<'_>,
 ) -> Result<EncodeReport> {
     let paths = PairPaths::new(path);
-    let mut publication = Publication::new(&paths.index, replace);
+    let inputs: Vec<_> = base.iter().flat_map(|base| base.paths()).chain(target.paths()).collect();
+    check_apart(&[paths.index.clone(), paths.blob.clone()], &inputs)?;
+    let mut publication = Publication::files(&paths.index, replace);
     let blob = BufWriter::with_capacity(1 << 20, publication.add(&paths.blob)?);
     let mut index = publication.add(&paths.index)?;
     let builder = PairBuilder::new(blob, paths.blob.clone())?;
@@ -319,7 +322,7 @@ pub fn encode_to_path(
     let written = blob.seek(SeekFrom::Start(0)).and_then(|_| blob.write_all(&finished.blob_header)).and_then(|()| blob.flush());
     written.map_err(|e| Error::io("write", &paths.blob, e))?;
     index.write_all(finished.index.as_bytes()).map_err(|e| Error::io("write", &paths.index, e))?;
-    publication.commit()?;
+    publication.commit(progress)?;
     Ok(report)
 }
 

@@ -26,6 +26,8 @@ use std::path::{Path, PathBuf};
 const SHARD_INDEX_LIMIT: u64 = 100_000_000;
 /// The ending of shard indexes.
 const SHARD_INDEX: &str = ".safetensors.index.json";
+/// The ending of safetensors files.
+const SAFETENSORS: &str = ".safetensors";
 
 /// A checkpoint in a safetensors file, or in a folder of them. Tensors are read by ranges, never held.
 #[derive(Debug)]
@@ -111,7 +113,7 @@ impl SafetensorsCheckpoint {
         let map = shard_index.as_ref().map(|(name, content)| header::weight_map(&path.join(name), content)).transpose()?;
         let shards: BTreeSet<&String> = match &map {
             Some(map) => map.values().collect(),
-            None => seen(".safetensors").collect(),
+            None => seen(SAFETENSORS).collect(),
         };
         if shards.is_empty() {
             return Err(bad(&"no .safetensors file in this folder"));
@@ -228,6 +230,12 @@ impl Checkpoint for SafetensorsCheckpoint {
     fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
         let (file, start) = self.places[place];
         self.files[file as usize].source.read(start + offset, out)
+    }
+
+    fn paths(&self) -> Vec<PathBuf> {
+        let shard_index = self.shard_index.iter().map(|(name, _)| self.path.join(name));
+        let files = self.files.iter().map(|file| file.source.path().to_owned());
+        [self.path.clone()].into_iter().chain(files).chain(shard_index).collect()
     }
 }
 

@@ -1,20 +1,21 @@
 //! Rebuilding the target's files.
 
-use super::SafetensorsCheckpoint;
 use super::header::{Header, Placed};
+use super::{SAFETENSORS, SHARD_INDEX, SafetensorsCheckpoint};
 use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 use crate::delta::{Accelerator, Apply, ApplyReport, Progress, Sink};
 use crate::digest;
 use crate::error::{Error, Escaped, Result, Rule, hex};
 use crate::format::DIGEST_SIZE;
 use crate::index::{Tensor, ValidatedIndex};
-use crate::publish::{NewFolder, Publication};
+use crate::publish::{Barrier, Publication, check_apart};
 use crate::reader::Pair;
 use crate::source::Source;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// How [`apply_to_path`] works.
 #[derive(Default)]
@@ -39,7 +40,7 @@ type Places = Vec<Option<(usize, u64)>>;
 
 struct Files {
     paths: Vec<PathBuf>,
-    files: Vec<File>,
+    files: Vec<Arc<File>>,
     places: Places,
 }
 
@@ -54,11 +55,17 @@ impl Sink for Files {
 /// Rebuilds the target files of a pair at `path`: a file if the pair holds a lone one, else a folder.
 ///
 /// Nothing appears at `path` before all of it is written, compared with the digests and synced. A new folder appears as a
-/// whole; in an existing one the files are replaced one by one, the shard index last. A pair without files, and a choice of
-/// tensors, give one safetensors file.
+/// whole. In an existing one the files are replaced one by one; meanwhile a shard index that no reader accepts stands in the
+/// folder, and the shard index of the pair comes last. A pair without files, and a choice of tensors, give one safetensors file.
+///
+/// A replaced file keeps its permission bits. If `path` is a link to a file, the link is replaced, and the file behind it is not
+/// touched.
 ///
 /// # Errors
-/// As [`Apply::to_sink`]; [`Error::Io`] if `path` exists and may not be replaced; [`Rule::FileTensors`] if the pair's files and
+/// As [`Apply::to_sink`]; [`Error::Misuse`] if the output is, contains, or lies inside a file or folder of the base or the pair;
+/// [`Error::BadCheckpoint`] if an existing folder has other files that readers would mix with those of the pair;
+/// [`Error::Io`] if `path` exists and may not be replaced, or is neither a regular file nor a folder, or if another process holds
+/// a lock on the folder for 30 seconds; [`Rule::FileTensors`] if the pair's files and
 /// its tensors do not fit together; [`Rule::BaseFile`] if the base lacks a file whose header the target shares.
 pub fn apply_to_path<B: Source>(
     pair: &Pair<B>,
@@ -82,26 +89,50 @@ pub fn apply_to_path<B: Source>(
     } else {
         plan(pair.index(), base)?
     };
-    if matches!(&outputs[..], [lone] if lone.name.is_empty()) {
-        let mut publication = Publication::new(path, options.replace);
-        let report = write(&apply, &outputs, places, &mut publication, vec![path.to_owned()])?;
-        publication.commit()?;
-        return Ok(report);
-    }
-    if path.symlink_metadata().is_err() {
-        let folder = NewFolder::create(path)?;
-        let paths: Vec<_> = outputs.iter().map(|output| folder.path().join(&output.name)).collect();
-        let mut publication = Publication::new(&paths[0], false);
-        let report = write(&apply, &outputs, places, &mut publication, paths)?;
-        publication.commit()?;
-        folder.publish()?;
-        return Ok(report);
-    }
-    let paths: Vec<_> = outputs.iter().map(|output| path.join(&output.name)).collect();
-    let mut publication = Publication::new(&paths[0], options.replace);
+    let is_lone = matches!(&outputs[..], [lone] if lone.name.is_empty());
+    let paths: Vec<_> = outputs.iter().map(|output| if is_lone { path.to_owned() } else { path.join(&output.name) }).collect();
+    let inputs: Vec<_> = base.iter().flat_map(|base| base.paths()).chain(pair.paths()).collect();
+    check_apart(&[&[path.to_owned()], &paths[..]].concat(), &inputs)?;
+    let mut publication = if is_lone {
+        Publication::files(path, options.replace)
+    } else {
+        Publication::folder(path, barrier(path, &outputs)?, options.replace)
+    };
     let report = write(&apply, &outputs, places, &mut publication, paths)?;
-    publication.commit()?;
+    publication.commit(progress)?;
     Ok(report)
+}
+
+/// Shard index of a folder whose files are being replaced. No reader opens the folder, because the one shard does not exist.
+const UNFINISHED: &[u8] =
+    br#"{"metadata": {}, "weight_map": {"unfinished": "publication-of-this-folder-is-unfinished.safetensors"}}"#;
+
+/// The barrier for an existing folder at `path`, in which `outputs` are to be published.
+///
+/// # Errors
+/// [`Error::BadCheckpoint`] if the folder has files that would make a mixture with the outputs: another shard index, or for
+/// outputs without one another safetensors file.
+fn barrier(path: &Path, outputs: &[Output]) -> Result<Barrier> {
+    let own = outputs.iter().map(|output| output.name.as_str()).find(|name| name.ends_with(SHARD_INDEX));
+    let name = own.unwrap_or("model.safetensors.index.json");
+    let entries = match path.read_dir() {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
+        outcome => Some(outcome.map_err(|e| Error::io("list", path, e))?),
+    };
+    for entry in entries.into_iter().flatten() {
+        let found = entry.map_err(|e| Error::io("list", path, e))?.file_name().to_string_lossy().into_owned();
+        let is_read = !found.starts_with('.') && (found.ends_with(SHARD_INDEX) || own.is_none() && found.ends_with(SAFETENSORS));
+        let is_output = outputs.iter().any(|output| output.name == found);
+        let is_barrier = || std::fs::read(path.join(&found)).is_ok_and(|content| content == UNFINISHED);
+        if is_read && !is_output && !(found == name && is_barrier()) {
+            let found = Escaped(&found);
+            return Err(Error::bad_checkpoint(
+                path,
+                format_args!("{found} is not a file of the pair, but would be read with them"),
+            ));
+        }
+    }
+    Ok(Barrier { name: name.to_owned(), content: UNFINISHED })
 }
 
 /// The `__metadata__` of a pair's target files, all in one; of two files with different values for a key, the first's.
@@ -163,7 +194,7 @@ fn plan(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<
         return Err(Rule::FileTensors.broken("every tensor in a file", "one that is in none").in_tensor(name));
     }
     // The shard index commits what it tells of.
-    let last = outputs.iter().position(|output| output.name.ends_with(super::SHARD_INDEX));
+    let last = outputs.iter().position(|output| output.name.ends_with(SHARD_INDEX));
     if let Some(last) = last.filter(|&last| last + 1 < outputs.len()) {
         let moved = outputs.remove(last);
         outputs.push(moved);
@@ -227,8 +258,8 @@ fn write<B: Source>(
     publication.check_room(outputs.iter().map(size).fold(0, u64::saturating_add))?;
     let mut files = Vec::new();
     for (output, path) in outputs.iter().zip(&paths) {
-        let mut file = publication.add(path)?;
-        file.set_len(size(output)).and_then(|()| file.write_all(&output.content)).map_err(|e| Error::io("write", path, e))?;
+        let file = publication.add(path)?;
+        file.set_len(size(output)).and_then(|()| (&*file).write_all(&output.content)).map_err(|e| Error::io("write", path, e))?;
         files.push(file);
     }
     apply.to_sink(&Files { paths, files, places })

@@ -1,0 +1,84 @@
+//! Advisory locks on folders.
+
+use super::folder_of;
+use crate::error::{Error, Result};
+use crate::watch::Progress;
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use std::fs::File;
+use std::io;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Longest wait for a lock that another process holds. Commits take it for milliseconds.
+pub(super) const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
+/// Wait before a warning is logged.
+const WARN_AFTER: Duration = Duration::from_secs(1);
+/// Time between two attempts.
+const RETRY: Duration = Duration::from_millis(10);
+
+/// An advisory lock on a folder, released on drop and by the end of the process.
+#[derive(Debug)]
+pub(super) struct FolderLock<'a>(Option<&'a File>);
+
+impl<'a> FolderLock<'a> {
+    /// Takes the lock on `folder`, at `path`, by a non-blocking `operation`. Waits for at most `timeout`.
+    ///
+    /// File systems without locks are used without one: the pair digest still detects a mixture.
+    ///
+    /// # Errors
+    /// [`Error::Io`] of kind `TimedOut`; what `progress` returns while waiting.
+    pub fn take(
+        folder: &'a File,
+        path: &Path,
+        operation: FlockOperation,
+        timeout: Duration,
+        progress: Progress<'_>,
+    ) -> Result<Self> {
+        let begin = Instant::now();
+        let mut warned = false;
+        loop {
+            match flock(folder, operation) {
+                Ok(()) => return Ok(Self(Some(folder))),
+                Err(Errno::INTR) => continue,
+                Err(Errno::WOULDBLOCK) => {}
+                Err(_) => return Ok(Self(None)),
+            }
+            progress.done(0)?;
+            let waited = begin.elapsed();
+            if waited >= timeout {
+                let reason = format!("another process has held a lock on it for {} s", waited.as_secs());
+                return Err(Error::io("lock", path, io::Error::new(io::ErrorKind::TimedOut, reason)));
+            }
+            if waited >= WARN_AFTER && !warned {
+                let folder = crate::error::Escaped(&path.display().to_string()).to_string();
+                tracing::warn!("folder {folder} is locked by another process, waiting for up to {} s", timeout.as_secs());
+                warned = true;
+            }
+            std::thread::sleep(RETRY.min(timeout - waited));
+        }
+    }
+}
+
+impl Drop for FolderLock<'_> {
+    fn drop(&mut self) {
+        if let Some(folder) = self.0 {
+            let _ = flock(folder, FlockOperation::Unlock);
+        }
+    }
+}
+
+/// Runs `read` while no publication commits in the folder of `path`.
+///
+/// # Errors
+/// As `read`; [`Error::Io`] if the folder cannot be opened or stays locked for longer than [`LOCK_TIMEOUT`].
+pub(crate) fn between_publications<T>(path: &Path, read: impl FnOnce() -> Result<T>) -> Result<T> {
+    between_within(path, LOCK_TIMEOUT, read)
+}
+
+pub(super) fn between_within<T>(path: &Path, timeout: Duration, read: impl FnOnce() -> Result<T>) -> Result<T> {
+    let path = folder_of(path);
+    let folder = File::open(&path).map_err(|e| Error::io("open", &path, e))?;
+    let _lock = FolderLock::take(&folder, &path, FlockOperation::NonBlockingLockShared, timeout, &|_| {})?;
+    read()
+}

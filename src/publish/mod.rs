@@ -1,0 +1,211 @@
+//! Writing so that an interruption leaves the old files, the new files, or files that a reader refuses.
+//!
+//! A file is written without a name where the file system allows that (`O_TMPFILE`), elsewhere under a temporary name. All
+//! files are synced before the first one gets its name. A lock on the folder serialises the commits of several writers and
+//! keeps readers out of a commit.
+
+mod lock;
+mod output;
+mod overlap;
+mod staged;
+mod temporaries;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use lock::between_publications;
+pub(crate) use overlap::check_apart;
+pub use temporaries::Temporaries;
+
+use crate::error::{Error, Result};
+use crate::watch::Progress;
+use lock::{FolderLock, LOCK_TIMEOUT};
+use rustix::fs::FlockOperation;
+use staged::Staged;
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use temporaries::{Temporary, hold_signals};
+
+/// Files that appear together.
+#[derive(Debug)]
+pub(crate) struct Publication {
+    /// The folder that temporary files are created in.
+    folder: PathBuf,
+    destination: Destination,
+    files: Vec<(Staged, PathBuf)>,
+    replace: bool,
+    lock_timeout: Duration,
+}
+
+#[derive(Debug)]
+enum Destination {
+    /// Files that get their names one after the other.
+    Files,
+    /// A folder that does not exist yet and appears with all its files at once.
+    NewFolder(PathBuf),
+    /// An existing folder. [`Barrier`] keeps readers away while its files are replaced.
+    Folder(Barrier),
+}
+
+/// A file that makes every reader refuse a folder as long as it is there.
+///
+/// It is published before the first file of a folder, and replaced by the last one, or removed if that has another name.
+#[derive(Debug)]
+pub(crate) struct Barrier {
+    /// Its name in the folder.
+    pub name: String,
+    /// Its bytes.
+    pub content: &'static [u8],
+}
+
+/// The folder that contains `path`.
+fn folder_of(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(folder) if folder != Path::new("") => folder.to_owned(),
+        _ => PathBuf::from("."),
+    }
+}
+
+fn sync_folder(path: &Path) -> Result<()> {
+    File::open(path).and_then(|folder| folder.sync_all()).map_err(|e| Error::io("sync", path, e))
+}
+
+impl Publication {
+    /// A publication of files in the folder that contains `beside`. Existing files are replaced only if `replace`.
+    pub fn files(beside: &Path, replace: bool) -> Self {
+        Self::new(folder_of(beside), Destination::Files, replace)
+    }
+
+    /// A publication of files in the folder `path`. A folder that does not exist yet appears as a whole. In an existing one,
+    /// `barrier` is there while files are replaced.
+    pub fn folder(path: &Path, barrier: Barrier, replace: bool) -> Self {
+        if path.symlink_metadata().is_ok() {
+            return Self::new(path.to_owned(), Destination::Folder(barrier), replace);
+        }
+        Self::new(folder_of(path), Destination::NewFolder(path.to_owned()), false)
+    }
+
+    fn new(folder: PathBuf, destination: Destination, replace: bool) -> Self {
+        Self { folder, destination, files: Vec::new(), replace, lock_timeout: LOCK_TIMEOUT }
+    }
+
+    /// A new file, to be published as `path` after those added before. It has the mode of the file that it replaces.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if `path` exists and may not be replaced, is neither absent nor a regular file, or the folder cannot be
+    /// written.
+    pub fn add(&mut self, path: &Path) -> Result<Arc<File>> {
+        if path.file_name().is_none() {
+            return Err(Error::Misuse(format!("{} names no file", path.display())));
+        }
+        let mode = output::check_free(path, self.replace)?;
+        let staged = Staged::create(&self.folder, mode).map_err(|e| Error::io("create a file in", &self.folder, e))?;
+        let file = staged.file();
+        self.files.push((staged, path.to_owned()));
+        Ok(file)
+    }
+
+    /// Refuses work that cannot end: a pair of a few bytes can describe a target of terabytes.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file system has fewer than `size` bytes left.
+    pub fn check_room(&self, size: u64) -> Result<()> {
+        let error = |e| Error::io("write to", &self.folder, e);
+        let room = rustix::fs::statvfs(&self.folder).map_err(|e| error(e.into()))?;
+        let room = room.f_bavail.saturating_mul(room.f_frsize);
+        if size > room {
+            let reason = format!("{size} bytes are needed, {room} are left");
+            return Err(error(io::Error::new(io::ErrorKind::StorageFull, reason)));
+        }
+        Ok(())
+    }
+
+    /// Syncs all files, gives them their names in the order in which they were added, and syncs the folder.
+    ///
+    /// Without `replace`, a file that has appeared meanwhile is left as it is, and what was published before it is removed
+    /// again. `progress` can cancel the publication until the first file gets its name.
+    ///
+    /// # Errors
+    /// [`Error::Io`] at the first failure; files without their name are removed by then. A failed sync is never tried again:
+    /// the system may have dropped the pages. [`Error::Io`] of kind `TimedOut` if another process holds a lock on the folder
+    /// for longer than [`LOCK_TIMEOUT`]. [`Error::Cancelled`] from `progress`.
+    pub fn commit(mut self, progress: Progress<'_>) -> Result<()> {
+        for (staged, path) in &self.files {
+            progress.done(0)?;
+            staged.file().sync_all().map_err(|e| Error::io("sync", path, e))?;
+        }
+        progress.done(0)?;
+        let files = std::mem::take(&mut self.files);
+        if let Destination::NewFolder(path) = &self.destination {
+            return self.commit_new_folder(path, files);
+        }
+        let folder = File::open(&self.folder).map_err(|e| Error::io("open", &self.folder, e))?;
+        let _lock = FolderLock::take(&folder, &self.folder, FlockOperation::NonBlockingLockExclusive, self.lock_timeout, progress)?;
+        for (_, path) in &files {
+            output::check_free(path, self.replace)?; // another writer may have published since
+        }
+        match &self.destination {
+            Destination::Folder(barrier) if files.len() > 1 => self.commit_folder(&folder, barrier, files),
+            _ => self.commit_files(&folder, files),
+        }
+    }
+
+    fn commit_files(&self, folder: &File, files: Vec<(Staged, PathBuf)>) -> Result<()> {
+        let held = hold_signals();
+        self.publish(files, &mut Vec::new())?;
+        drop(held);
+        folder.sync_all().map_err(|e| Error::io("sync", &self.folder, e))
+    }
+
+    fn commit_new_folder(&self, path: &Path, files: Vec<(Staged, PathBuf)>) -> Result<()> {
+        let held = hold_signals();
+        let temporary = Temporary::folder(&self.folder).map_err(|e| Error::io("create a folder in", &self.folder, e))?;
+        for (staged, path) in files {
+            let name = path.file_name().unwrap_or_default(); // `add` has checked that there is one
+            staged.publish(&temporary.path().join(name), false).map_err(|e| Error::io("publish", &path, e))?;
+        }
+        sync_folder(temporary.path())?;
+        temporary.rename_new(path).map_err(|e| Error::io("publish", path, e))?;
+        drop(held);
+        sync_folder(&self.folder)
+    }
+
+    /// Replaces the files of an existing folder behind a barrier. Each step is on disk before the next one begins.
+    fn commit_folder(&self, folder: &File, barrier: &Barrier, mut files: Vec<(Staged, PathBuf)>) -> Result<()> {
+        let sync = || folder.sync_all().map_err(|e| Error::io("sync", &self.folder, e));
+        let path = self.folder.join(&barrier.name);
+        let error = |e| Error::io("publish", &path, e);
+        let last = files.pop_if(|(_, last)| *last == path);
+        let held = hold_signals();
+        let staged = Staged::create(&self.folder, None).map_err(error)?;
+        let mut file = &*staged.file();
+        file.write_all(barrier.content).and_then(|()| file.sync_all()).map_err(error)?;
+        staged.publish(&path, self.replace).map_err(error)?;
+        sync()?;
+        let mut published = vec![path.clone()];
+        self.publish(files, &mut published)?;
+        sync()?;
+        match last {
+            Some((staged, path)) => staged.publish(&path, true).map_err(|e| Error::io("publish", &path, e))?,
+            None => std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e))?,
+        }
+        drop(held);
+        sync()
+    }
+
+    /// Gives files their names, and adds these to `published`. After a failure without `replace`, all of `published` are removed.
+    fn publish(&self, files: Vec<(Staged, PathBuf)>, published: &mut Vec<PathBuf>) -> Result<()> {
+        for (staged, path) in files {
+            if let Err(e) = staged.publish(&path, self.replace) {
+                if !self.replace {
+                    published.iter().for_each(|path| _ = std::fs::remove_file(path));
+                }
+                return Err(Error::io("publish", &path, e));
+            }
+            published.push(path);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,58 @@
+//! What may stand at the path of an output.
+
+use crate::error::{Error, Result};
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+/// Most links that are followed, as in Linux.
+const MAX_LINKS: usize = 40;
+
+/// Checks that `path` is absent, or if `replace` a regular file or a link to one. Returns the permission bits of that file.
+///
+/// Publication replaces the link, not the file that it points to: caches let many links share one file. A link that leads
+/// through `/proc`, as `/dev/stdout` does, is refused even if it ends in a regular file.
+///
+/// # Errors
+/// [`Error::Io`] if it is anything else.
+pub(super) fn check_free(path: &Path, replace: bool) -> Result<Option<u32>> {
+    let look = |e| Error::io("look at", path, e);
+    let refuse = |kind, reason: &str| Err(Error::io("replace", path, io::Error::new(kind, reason)));
+    let link = match path.symlink_metadata() {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        outcome => outcome.map_err(look)?.is_symlink(),
+    };
+    if link && leads_through_proc(path).map_err(look)? {
+        return refuse(io::ErrorKind::InvalidInput, "it is a link to an open file, not a regular file");
+    }
+    let metadata = match path.metadata() {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            return refuse(io::ErrorKind::InvalidInput, "it is a link to nothing, not a regular file");
+        }
+        outcome => outcome.map_err(look)?,
+    };
+    if metadata.is_dir() {
+        return Err(Error::io("replace", path, io::ErrorKind::IsADirectory.into()));
+    }
+    if !metadata.is_file() {
+        return refuse(io::ErrorKind::InvalidInput, "it is not a regular file"); // a rename would take /dev/null from everyone
+    }
+    if !replace {
+        return Err(Error::io("create", path, io::Error::new(io::ErrorKind::AlreadyExists, "it exists (force replaces it)")));
+    }
+    Ok(Some(metadata.permissions().mode() & 0o777))
+}
+
+/// Whether one of the links that `path` leads through is one of `/proc`.
+fn leads_through_proc(path: &Path) -> io::Result<bool> {
+    let mut path: PathBuf = path.to_owned();
+    for _ in 0..MAX_LINKS {
+        let Ok(to) = path.read_link() else { return Ok(false) };
+        let folder = super::folder_of(&path);
+        if rustix::fs::statfs(&folder)?.f_type == rustix::fs::PROC_SUPER_MAGIC {
+            return Ok(true);
+        }
+        path = folder.join(to);
+    }
+    Ok(false)
+}

@@ -1,0 +1,74 @@
+//! Outputs must not touch inputs.
+
+use super::folder_of;
+use crate::error::{Error, Escaped, Result};
+use std::collections::HashMap;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// Device and inode: the same for all names of a file or folder.
+type Identity = (u64, u64);
+
+fn identity(path: &Path) -> Option<Identity> {
+    path.metadata().ok().map(|metadata| (metadata.dev(), metadata.ino()))
+}
+
+/// Checks that no output is, contains, or lies inside an input.
+///
+/// Files and folders are compared by device and inode, so that links and hard links make no difference. An output need not exist.
+/// Cost: some system calls per path and per folder.
+///
+/// # Errors
+/// [`Error::Misuse`] with both paths.
+pub(crate) fn check_apart(outputs: &[PathBuf], inputs: &[PathBuf]) -> Result<()> {
+    let mut folders = Folders::default();
+    let read: HashMap<Identity, &PathBuf> = inputs.iter().filter_map(|input| Some((identity(input)?, input))).collect();
+    let mut containing: HashMap<Identity, &PathBuf> = HashMap::new();
+    for input in inputs {
+        folders.of(input).into_iter().for_each(|folder| _ = containing.entry(folder).or_insert(input));
+    }
+    for output in outputs {
+        let refuse = |how: &str, input: &Path| {
+            let shown = |path: &Path| Escaped(&path.display().to_string()).to_string();
+            Err(Error::Misuse(format!("output {} {how} input {}", shown(output), shown(input))))
+        };
+        let own = identity(output);
+        if let Some(input) = own.and_then(|own| read.get(&own)) {
+            return refuse("is the same as", input);
+        }
+        if let Some(input) = own.and_then(|own| containing.get(&own)) {
+            return refuse("contains", input);
+        }
+        if let Some(input) = folders.of(output).iter().find_map(|folder| read.get(folder)) {
+            return refuse("lies inside", input);
+        }
+    }
+    Ok(())
+}
+
+/// The folders that paths lie in, by the folder of the path.
+#[derive(Default)]
+struct Folders(HashMap<PathBuf, Vec<Identity>>);
+
+impl Folders {
+    /// All folders that contain `path`, and if it is a link, those that contain what it points to.
+    fn of(&mut self, path: &Path) -> Vec<Identity> {
+        let mut all = self.above(folder_of(path));
+        if path.is_symlink()
+            && let Ok(to) = path.canonicalize()
+        {
+            all.extend(self.above(folder_of(&to)));
+        }
+        all
+    }
+
+    /// The folder and all above it; of one that does not exist, the nearest that does.
+    fn above(&mut self, folder: PathBuf) -> Vec<Identity> {
+        let known = self.0.entry(folder).or_insert_with_key(|folder| {
+            let absolute = std::path::absolute(folder).unwrap_or_else(|_| folder.clone());
+            let existing = absolute.ancestors().find_map(|folder| folder.canonicalize().ok());
+            existing.iter().flat_map(|folder| folder.ancestors()).filter_map(identity).collect()
+        });
+        known.clone()
+    }
+}

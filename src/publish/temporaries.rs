@@ -1,0 +1,135 @@
+//! Names of temporary files and folders, and their removal.
+
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
+use std::collections::BTreeSet;
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// Temporary names of this process. Only programs that catch signals have it: a fork would copy a lock that is held.
+static TRACKED: OnceLock<Tracked> = OnceLock::new();
+
+#[derive(Default)]
+struct Tracked {
+    /// Held during a commit. Taken before `names`.
+    commit: Mutex<()>,
+    /// Held while a temporary name is created or removed.
+    names: Mutex<BTreeSet<PathBuf>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn names() -> Option<MutexGuard<'static, BTreeSet<PathBuf>>> {
+    TRACKED.get().map(|tracked| lock(&tracked.names))
+}
+
+/// Makes [`Temporaries::remove_then`] wait until the guard is dropped.
+pub(super) fn hold_signals() -> Option<MutexGuard<'static, ()>> {
+    TRACKED.get().map(|tracked| lock(&tracked.commit))
+}
+
+/// The temporary files and folders of this process, for a program that catches signals.
+///
+/// Publications remove their temporary files when they fail. A process that ends by a signal does not get there. On file systems
+/// with `O_TMPFILE` files have no name until they are published, so that little can be left; elsewhere the files would stay.
+#[derive(Debug, Clone, Copy)]
+pub struct Temporaries(());
+
+impl Temporaries {
+    /// Tracks the temporary files that this process creates from now on.
+    pub fn track() -> Self {
+        TRACKED.get_or_init(Tracked::default);
+        Self(())
+    }
+
+    /// Waits for a commit under way, removes all temporary files, and runs `end`, which is to end the process. Meanwhile nothing
+    /// is published and no temporary file is created. Not for use within a signal handler, but on a thread that waits for
+    /// signals.
+    pub fn remove_then<T>(&self, end: impl FnOnce() -> T) -> T {
+        let _commit = hold_signals();
+        let names = names();
+        names.iter().flat_map(|names| names.iter()).for_each(|path| remove(path));
+        end()
+    }
+}
+
+/// Nothing can be done about a failure.
+fn remove(path: &Path) {
+    if std::fs::remove_file(path).is_err() {
+        let _ = std::fs::remove_dir_all(path);
+    }
+}
+
+/// A file or folder under a temporary name, removed on drop.
+#[derive(Debug)]
+pub(super) struct Temporary(PathBuf);
+
+impl Temporary {
+    /// A temporary name in `folder`, at which `make` creates a file or folder. `make` is called again if the name exists.
+    ///
+    /// The name does not depend on the final one, which may have the greatest length that the file system allows.
+    pub fn create<T>(folder: &Path, mut make: impl FnMut(&Path) -> io::Result<T>) -> io::Result<(Self, T)> {
+        let mut names = names();
+        let named = tempfile::Builder::new().prefix(".tpde-").suffix(".tmp").make_in(folder, |path| make(path))?;
+        let (made, path) = named.into_parts();
+        let path = path.keep()?;
+        if let Some(names) = &mut names {
+            names.insert(path.clone());
+        }
+        Ok((Self(path), made))
+    }
+
+    /// A new folder.
+    pub fn folder(within: &Path) -> io::Result<Self> {
+        Ok(Self::create(within, |path| std::fs::DirBuilder::new().mode(0o777).create(path))?.0)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Renames it, and replaces what has that name.
+    pub fn rename(self, to: &Path) -> io::Result<()> {
+        std::fs::rename(&self.0, to)?;
+        self.keep();
+        Ok(())
+    }
+
+    /// Renames it to a name that does not exist.
+    pub fn rename_new(self, to: &Path) -> io::Result<()> {
+        match renameat_with(CWD, &self.0, CWD, to, RenameFlags::NOREPLACE) {
+            Ok(()) => self.keep(),
+            // The file system cannot do it in one call. Folders and some file systems have no hard links.
+            Err(Errno::INVAL | Errno::NOSYS) => match std::fs::hard_link(&self.0, to) {
+                Ok(()) => {} // its temporary name is removed on drop
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(e),
+                Err(_) if to.symlink_metadata().is_ok() => return Err(io::ErrorKind::AlreadyExists.into()),
+                Err(_) => return self.rename(to),
+            },
+            Err(e) => return Err(e.into()),
+        }
+        Ok(())
+    }
+
+    /// Leaves what has been renamed.
+    fn keep(self) {
+        if let Some(names) = &mut names() {
+            names.remove(&self.0);
+        }
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        let mut names = names();
+        remove(&self.0);
+        if let Some(names) = &mut names {
+            names.remove(&self.0);
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! What tests from outside cannot reach: both ways to write a file, locks that are never released, and files that appear in the
+//! middle of a commit.
+
+use super::*;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use tempfile::TempDir;
+
+fn folder() -> TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+/// A staged file of either kind.
+fn staged(folder: &Path, mode: Option<u32>, named: bool) -> Staged {
+    let staged = if named { Staged::create_named(folder, mode) } else { Staged::create(folder, mode) }.unwrap();
+    (&*staged.file()).write_all(b"new").unwrap();
+    staged
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<_> = folder.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+fn kind<T: std::fmt::Debug>(outcome: Result<T>) -> io::ErrorKind {
+    match outcome {
+        Err(Error::Io { source, .. }) => source.kind(),
+        outcome => panic!("{outcome:?}"),
+    }
+}
+
+#[test]
+fn a_file_that_appears_during_a_commit_is_not_overwritten() {
+    for named in [false, true] {
+        let folder = folder();
+        let path = folder.path().join("out");
+        let new = staged(folder.path(), None, named);
+        fs::write(&path, "theirs").unwrap();
+        assert_eq!(new.publish(&path, false).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(fs::read(&path).unwrap(), b"theirs");
+        assert_eq!(names(folder.path()), ["out"]);
+        staged(folder.path(), None, named).publish(&path, true).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+        assert_eq!(names(folder.path()), ["out"]);
+    }
+}
+
+#[test]
+fn a_folder_that_appears_during_a_commit_is_not_replaced() {
+    let folder = folder();
+    let path = folder.path().join("out");
+    let mut publication = Publication::folder(&path, Barrier { name: "index".into(), content: b"" }, true);
+    publication.add(&path.join("a")).unwrap();
+    fs::create_dir(&path).unwrap(); // empty: a plain rename would replace it
+    assert_eq!(kind(publication.commit(&|_| {})), io::ErrorKind::AlreadyExists);
+    assert_eq!(names(folder.path()), ["out"]);
+    assert!(names(&path).is_empty());
+}
+
+#[test]
+fn files_published_before_one_that_appears_meanwhile_are_taken_back() {
+    let folder = folder();
+    let [first, second] = ["first", "second"].map(|name| folder.path().join(name));
+    let mut publication = Publication::files(&first, false);
+    publication.add(&first).unwrap();
+    publication.add(&second).unwrap();
+    let files = std::mem::take(&mut publication.files);
+    fs::write(&second, "theirs").unwrap();
+    assert_eq!(kind(publication.publish(files, &mut Vec::new())), io::ErrorKind::AlreadyExists);
+    assert_eq!(names(folder.path()), ["second"]);
+    assert_eq!(fs::read(&second).unwrap(), b"theirs");
+}
+
+#[test]
+fn a_file_has_the_mode_of_the_one_that_it_replaces_from_the_beginning() {
+    for named in [false, true] {
+        let folder = folder();
+        for mode in [0o600, 0o640, 0o444, 0o777] {
+            let staged = staged(folder.path(), Some(mode), named);
+            let of = |file: &File| file.metadata().unwrap().permissions().mode() & 0o7777;
+            assert_eq!(of(&staged.file()), mode);
+            let path = folder.path().join("out");
+            staged.publish(&path, true).unwrap();
+            assert_eq!(of(&File::open(&path).unwrap()), mode);
+        }
+    }
+}
+
+#[test]
+fn temporary_names_fit_beside_the_longest_name() {
+    for named in [false, true] {
+        let folder = folder();
+        let path = folder.path().join("n".repeat(255));
+        staged(folder.path(), None, named).publish(&path, false).unwrap();
+        staged(folder.path(), None, named).publish(&path, true).unwrap();
+        assert_eq!(names(folder.path()).len(), 1);
+        let path = folder.path().join("f".repeat(255));
+        let mut publication = Publication::folder(&path, Barrier { name: "index".into(), content: b"" }, true);
+        publication.add(&path.join("a")).unwrap();
+        publication.commit(&|_| {}).unwrap();
+        assert_eq!(names(&path), ["a"]);
+    }
+}
+
+#[test]
+fn staged_files_are_gone_when_they_are_not_published() {
+    for named in [false, true] {
+        let folder = folder();
+        let staged = staged(folder.path(), None, named);
+        assert_eq!(names(folder.path()).len(), usize::from(named));
+        drop(staged);
+        assert!(names(folder.path()).is_empty());
+    }
+}
+
+#[test]
+fn a_lock_that_is_never_released_ends_writers_and_readers_with_an_error() {
+    let folder = folder();
+    let path = folder.path().join("out");
+    let lock = File::open(folder.path()).unwrap();
+    rustix::fs::flock(&lock, FlockOperation::LockExclusive).unwrap();
+
+    let commit = |lock_timeout, progress: Progress<'_>| {
+        let mut publication = Publication { lock_timeout, ..Publication::files(&path, false) };
+        publication.add(&path).unwrap();
+        publication.commit(progress)
+    };
+    let error = commit(Duration::from_millis(20), &|_| {}).unwrap_err();
+    assert!(error.to_string().contains(&folder.path().display().to_string()), "{error}");
+    assert_eq!(kind(Err::<(), _>(error)), io::ErrorKind::TimedOut);
+    assert_eq!(kind(lock::between_within(&path, Duration::from_millis(20), || Ok(()))), io::ErrorKind::TimedOut);
+
+    /// Cancels the work while it waits for the lock: the two calls before are made before the files are synced and after.
+    struct Cancel(std::sync::atomic::AtomicU32);
+    impl crate::Watch for Cancel {
+        fn done(&self, _: u64) -> Result<()> {
+            let calls = self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            if calls < 2 { Ok(()) } else { Err(Error::Cancelled) }
+        }
+    }
+    assert!(matches!(commit(LOCK_TIMEOUT, &Cancel(0.into())), Err(Error::Cancelled)));
+    assert!(names(folder.path()).is_empty());
+
+    rustix::fs::flock(&lock, FlockOperation::Unlock).unwrap();
+    rustix::fs::flock(&lock, FlockOperation::LockShared).unwrap();
+    lock::between_within(&path, Duration::ZERO, || Ok(())).unwrap();
+    assert_eq!(kind(commit(Duration::ZERO, &|_| {})), io::ErrorKind::TimedOut);
+    rustix::fs::flock(&lock, FlockOperation::Unlock).unwrap();
+    commit(Duration::ZERO, &|_| {}).unwrap();
+    assert_eq!(names(folder.path()), ["out"]);
+}
+
+#[test]
+fn work_that_the_disk_has_no_room_for_is_refused() {
+    let folder = folder();
+    let publication = Publication::files(&folder.path().join("out"), false);
+    publication.check_room(0).unwrap();
+    assert_eq!(kind(publication.check_room(u64::MAX)), io::ErrorKind::StorageFull);
+}
+
+#[test]
+fn what_a_link_leads_to_is_looked_at() {
+    let folder = folder();
+    let at = |name: &str| folder.path().join(name);
+    let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, at(name)).unwrap();
+    fs::write(at("file"), "x").unwrap();
+    fs::set_permissions(at("file"), fs::Permissions::from_mode(0o604)).unwrap();
+    rustix::fs::mknodat(rustix::fs::CWD, at("fifo"), rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    let open = File::open(at("file")).unwrap();
+    use std::os::fd::AsRawFd;
+    link("file", "to-file");
+    link("to-file", "to-link");
+    link("fifo", "to-fifo");
+    link("to-fifo", "to-link-to-fifo");
+    link("nothing", "to-nothing");
+    link("loop", "loop");
+    link(&format!("/proc/self/fd/{}", open.as_raw_fd()), "to-open-file");
+    link("to-open-file", "to-link-to-open-file");
+    let free = |name: &str, replace| output::check_free(&at(name), replace);
+    assert_eq!(free("absent", false).unwrap(), None);
+    for name in ["file", "to-file", "to-link"] {
+        assert_eq!(free(name, true).unwrap(), Some(0o604), "{name}");
+        assert_eq!(kind(free(name, false)), io::ErrorKind::AlreadyExists, "{name}");
+    }
+    for name in ["fifo", "to-fifo", "to-link-to-fifo", "to-nothing", "to-open-file", "to-link-to-open-file"] {
+        let error = free(name, true).unwrap_err();
+        assert!(error.to_string().contains("not a regular file"), "{name}: {error}");
+        assert_eq!(kind(Err::<(), _>(error)), io::ErrorKind::InvalidInput, "{name}");
+    }
+    free("loop", true).unwrap_err();
+    assert_eq!(kind(free(".", true)), io::ErrorKind::IsADirectory);
+    free(&"n".repeat(256), false).unwrap_err();
+}
+
+#[test]
+fn outputs_that_are_contain_or_lie_inside_inputs_are_refused() {
+    let folder = folder();
+    let at = |name: &str| folder.path().join(name);
+    let link = |to: &str, name: &str| std::os::unix::fs::symlink(at(to), at(name)).unwrap();
+    fs::create_dir_all(at("models/base/inner")).unwrap();
+    fs::create_dir_all(at("elsewhere")).unwrap();
+    for name in ["models/base/shard", "models/lone", "models/other"] {
+        fs::write(at(name), name).unwrap();
+    }
+    fs::hard_link(at("models/lone"), at("hard")).unwrap();
+    link("models/lone", "soft");
+    link("models/base", "to-base");
+    link("models", "to-models");
+    let check = |output: &str, input: &str| check_apart(&[at(output)], &[at(input)]);
+    for (output, input) in
+        [("models/other", "models/lone"), ("models/new", "models/lone"), ("elsewhere", "models/base"), ("x", "hard")]
+    {
+        check(output, input).unwrap_or_else(|e| panic!("{output}, {input}: {e}"));
+    }
+    for (output, input, how) in [
+        ("models/lone", "models/lone", "is the same as"),
+        ("hard", "models/lone", "is the same as"),
+        ("soft", "models/lone", "is the same as"),
+        ("models/lone", "soft", "is the same as"),
+        ("to-base", "models/base", "is the same as"),
+        ("models", "models/lone", "contains"),
+        ("to-models", "models/base", "contains"),
+        ("models", "soft", "contains"),
+        ("models", "to-base", "contains"),
+        (".", "models/base/shard", "contains"),
+        ("models/base/new", "models/base", "lies inside"),
+        ("models/base/inner/new", "models/base", "lies inside"),
+        ("models/base/absent/new", "models/base", "lies inside"),
+        ("to-base/new", "models/base", "lies inside"),
+        ("models/base/new", "to-base", "lies inside"),
+        ("elsewhere/../models/base/new", "models/base", "lies inside"),
+    ] {
+        let error = check(output, input).unwrap_err();
+        let expected = format!("output {} {how} input {}", at(output).display(), at(input).display());
+        assert!(matches!(&error, Error::Misuse(reason) if *reason == expected), "{error}, not {expected}");
+    }
+}
