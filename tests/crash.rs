@@ -296,7 +296,9 @@ fn is_temporary(path: &str) -> bool {
 fn traced(place: &Path, line: &str, inject: &[String]) -> (Output, Vec<Call>) {
     let log = place.join("strace.log");
     let calls: Vec<_> = CHANGES.iter().chain(&OTHERS).map(|call| format!("?{call}")).collect(); // not every machine has all
-    let mut command = Command::new("strace");
+    // Whoever runs the tests in the background may have set signals to be ignored.
+    let mut command = Command::new("env");
+    command.args(["--default-signal", "strace"]);
     // The loader's calls in cargo's library path would hide those of ours that strace counts alike.
     command.env_remove("LD_LIBRARY_PATH").env("TMPDIR", place);
     command.args(["-f", "-y", "-qq", "-o"]).arg(&log).arg("-e").arg(format!("trace={}", calls.join(",")));
@@ -631,6 +633,29 @@ fn a_signal_leaves_no_temporary_files_of_apply() {
     APPLY_FILE.signal_everywhere("INT");
     APPLY_NEW_FOLDER.signal_everywhere("HUP");
     APPLY_FOLDER_WITHOUT_INDEX.signal_everywhere("TERM");
+}
+
+#[test]
+fn a_demo_that_is_ended_by_a_signal_leaves_no_folder() {
+    if !can_trace() {
+        return;
+    }
+    let run = |inject: &[String]| {
+        let folder = tempfile::tempdir().unwrap(); // the demo's temporary folder is made here
+        let (output, calls) = traced(folder.path(), "demo", inject);
+        assert_eq!(names(folder.path()), [""; 0], "{inject:?}");
+        (output, calls)
+    };
+    let (_, clean) = run(&[]);
+    for (signal, name) in [("INT", "fsync"), ("TERM", "linkat"), ("HUP", "mkdir"), ("INT", "statfs"), ("TERM", "flock")] {
+        let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+        clean.iter().filter(|call| call.name == name).for_each(|call| *counts.entry(&call.thread).or_default() += 1);
+        let most = counts.into_values().max().unwrap_or_else(|| panic!("no {name}"));
+        for k in 1..=most {
+            let (output, _) = run(&[format!("{name}:signal={signal}:when={k}")]);
+            assert!(!output.status.success(), "{name} {k}");
+        }
+    }
 }
 
 /// Data reach the disk before names, names before the call returns, and what commits comes last.
