@@ -99,6 +99,24 @@ class TestApply:
             assert tpde.torch.apply_(tensors, pair, base={"w": large.base.cuda()}) == "applied"
             assert torch.equal(tensors["w"].cpu().view(torch.int16), large.target.view(torch.int16))
 
+    def test_a_storage_that_was_resized_between_calls(self, made: Made) -> None:
+        pair = tpde.torch.DevicePair(made.pair, "cuda")
+        tensors = moved(tensors_of(made.base_bytes))
+        weight = tensors["embed.weight"]
+        storage, size = weight.untyped_storage(), weight.nbytes
+        for mode in MODES:
+            storage.resize_(size)
+            for name, base in tensors_of(made.base_bytes).items():
+                tensors[name].copy_(base)
+            assert tpde.torch.apply_(tensors, pair, mode=mode) == "applied"
+            # The second resize may give the storage the address that it had in the call before.
+            for smaller in (size // 2, size - 1, 0):
+                storage.resize_(smaller)
+                with pytest.raises(tpde.Misuse, match="without memory of its own"):
+                    tpde.torch.apply_(tensors, pair, mode=mode)
+        with pytest.raises(tpde.Misuse, match="without memory of its own"):
+            tpde.torch.load_file(pair, tensors, device="cuda")
+
     def test_storage_offsets(self, made: Made) -> None:
         whole, tensors = {}, {}
         for offset, (name, (dtype, shape)) in enumerate(SHAPES.items(), start=1):

@@ -311,6 +311,13 @@ class TestApply:
         assert tpde.torch.apply_(module, pair) == "already_applied"
         assert all(parameter._version == versions[name] for name, parameter in module.named_parameters())
 
+    def test_a_dict_that_changes_meanwhile(self, made: Made) -> None:
+        tensors = tensors_of(made.base_bytes)
+        given, versions = dict(tensors), {name: tensor._version for name, tensor in tensors.items()}
+        assert tpde.torch.apply_(given, made.pair, progress=lambda *_: given.clear()) == "applied"
+        assert not given and raw_of(tensors) == made.target_bytes
+        assert tensors["embed.weight"]._version > versions["embed.weight"]
+
     def test_versions_where_one_tensor_is_taken_at_a_time(self, model: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
         module, _, pair = model
         increment = torch.autograd.graph.increment_version

@@ -74,7 +74,7 @@ def apply_(
         raise Misuse(f"no mode {mode!r}: 'all_checked' and 'chunk_by_chunk' are known")
     if not strict:
         refuse_rebuilt(target)
-    tensors = state_of(target)
+    tensors = dict(state_of(target))  # of our own: others may change theirs while this works
     path = path_of(base) if is_path(base) else None
     kept = getattr(pair, "_pair", None)  # that of a DevicePair
     bases_of = None if base is None or path is not None else state_of(base)
