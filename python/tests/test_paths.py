@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tpde
-from conftest import Made
+from conftest import Made, write_safetensors
 
 
 def test_the_version_is_the_crate_s() -> None:
@@ -54,7 +54,7 @@ def test_every_form_of_paths(form: object, made: Made, tmp_path: Path) -> None:
     assert tpde.verify(pair, base, target).target_checked
     tpde.apply(base, pair, out)
     assert (tmp_path / "o").read_bytes() == made.target.read_bytes()
-    with pytest.raises(tpde.Misuse, match="which is read"):
+    with pytest.raises(tpde.Misuse, match="is the same as input"):
         tpde.apply(base, pair, base, replace=True)
     with tpde.safe_open(pair, base=base, framework="np") as opened:
         arrays = {name: opened.get_tensor(name) for name in opened.keys()}
@@ -154,6 +154,22 @@ def test_an_exception_of_progress_ends_the_work_and_leaves_nothing(made: Made, t
         tpde.verify(made.pair, base=made.base, progress=fail)
 
 
+def write_folder(folder: Path, tensors: dict[str, bytes]) -> Path:
+    """A checkpoint of two shards."""
+    folder.mkdir()
+    shards = {name: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, name in enumerate(tensors)}
+    for shard in set(shards.values()):
+        write_safetensors(folder / shard, {name: raw for name, raw in tensors.items() if shards[name] == shard})
+    index = {"metadata": {"total_size": sum(map(len, tensors.values()))}, "weight_map": shards}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 class TestErrors:
     def test_wrong_base(self, made: Made, tmp_path: Path) -> None:
         wrong = bytearray(made.base.read_bytes())
@@ -188,8 +204,46 @@ class TestErrors:
             tpde.encode(made.base, tmp_path / "text", tmp_path / "p")
 
     def test_what_is_read_is_not_written(self, made: Made) -> None:
-        with pytest.raises(tpde.Misuse, match="which is read"):
+        with pytest.raises(tpde.Misuse, match="is the same as input"):
             tpde.apply(made.base, made.pair, made.base, replace=True)
+
+    @pytest.mark.parametrize("base_is", ["file", "link", "hard link", "folder", "link to folder"])
+    def test_no_output_is_written_over_a_base(self, base_is: str, made: Made, tmp_path: Path) -> None:
+        target = write_folder(tmp_path / "target", made.target_bytes)
+        folder = tmp_path / "folder"
+        if "folder" in base_is:
+            base = write_folder(folder, made.base_bytes)
+            outputs = [folder, folder / "inside"]
+        else:
+            folder.mkdir()
+            base = folder / "model-00001-of-00002.safetensors"  # has the name of a shard of the target
+            base.write_bytes(made.base.read_bytes())
+            outputs = [folder, base]
+        given = base
+        if base_is == "hard link":
+            given = tmp_path / "base.safetensors"
+            given.hardlink_to(base)
+        elif "link" in base_is:
+            given = tmp_path / "linked"
+            given.symlink_to(base)
+        tpde.encode(given, target, tmp_path / "p")
+        before = contents(folder)
+        for output in outputs:
+            with pytest.raises(tpde.Misuse):
+                tpde.apply(given, tmp_path / "p", output, replace=True)
+            assert contents(folder) == before, output
+        tpde.apply(given, tmp_path / "p", tmp_path / "out", replace=True)
+        assert contents(tmp_path / "out") == contents(target)
+
+    def test_no_pair_is_written_over_a_checkpoint(self, made: Made, tmp_path: Path) -> None:
+        folder = write_folder(tmp_path / "base", made.base_bytes)
+        before = contents(folder)
+        for base, target in [(folder, made.target), (made.base, folder)]:
+            with pytest.raises(tpde.Misuse):
+                tpde.encode(base, target, folder / "p", replace=True)
+        with pytest.raises(tpde.Misuse):
+            tpde.numpy.save_file(folder, tpde.numpy.load_file(made.pair, made.base), folder / "p", replace=True)
+        assert contents(folder) == before
 
     def test_all_are_one_family_and_can_be_sent_to_another_process(self, made: Made, tmp_path: Path) -> None:
         calls = [

@@ -204,12 +204,10 @@ def encode(
 
     Raises:
         AlreadyExists: The pair exists and ``replace`` is false.
-        BadCheckpoint, SystemRefused, Misuse: As their names say. Nothing is written then.
+        Misuse: The output is, or lies in, an input, whatever names and links lead there, or an option makes no sense.
+        BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
     base, target, output = _path_or_none(base), path_of(target), path_of(output)
-    paths = [target] if base is None else [base, target]
-    stem = _stem(output)
-    _refuse_overwriting([stem + ".tpde-index", stem + ".tpde-blob"], paths)
     with told(progress, "encode") as tell:
         text = _tpde.encode(base, target, output, options(codec, layout, chunk_lanes, favor, renamed), replace, tell)
     return report(EncodeReport, text)
@@ -240,12 +238,10 @@ def apply(
         WrongBase: ``base`` is not what the pair was made from.
         AlreadyApplied: ``base`` is the target already.
         Invalid: The pair is damaged.
-        AlreadyExists, BadCheckpoint, Limit, SystemRefused, Misuse: As their names say. Nothing is written then.
+        Misuse: A file of the output is, or lies in, an input, whatever names and links lead there.
+        AlreadyExists, BadCheckpoint, Limit, SystemRefused: As their names say. Nothing is written then.
     """
     base, pair, output = _path_or_none(base), path_of(pair), path_of(output)
-    stem = _stem(pair)
-    inputs = [stem + ".tpde-index", stem + ".tpde-blob", *([base] if base is not None else [])]
-    _refuse_overwriting([output], inputs)
     wanted = None if tensors is None else _matching(pair, tensors)
     with told(progress, "apply") as tell:
         return report(ApplyReport, _tpde.apply(base, pair, output, wanted, replace, tell))
@@ -278,10 +274,6 @@ def inspect(pair: StrPath) -> Inspection:
     return report(Inspection, _tpde.inspect(path_of(pair)))
 
 
-def _stem(path: str) -> str:
-    return path.removesuffix(".tpde-index").removesuffix(".tpde-blob")
-
-
 def _matching(pair: StrPath, tensors: str | Iterable[str] | Callable[[str], bool]) -> set[str]:
     names = [tensor.name for tensor in inspect(pair).tensors]
     if callable(tensors):
@@ -293,11 +285,3 @@ def _matching(pair: StrPath, tensors: str | Iterable[str] | Callable[[str], bool
             raise Misuse(f"no tensor of the pair matches {pattern!r}")
         wanted |= found
     return wanted
-
-
-def _refuse_overwriting(outputs: list[str], inputs: list[str]) -> None:
-    """The base is what a pair cannot do without."""
-    for output in outputs:
-        for path in inputs:
-            if os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path):
-                raise Misuse(f"{output} cannot be written: it is {path}, which is read")
