@@ -1,13 +1,18 @@
-//! A base or target that cannot be read is an error of the system on every path, never a pair or a base that is wrong.
+//! How checkpoints are read: one that cannot be read is an error of the system on every path, never a pair or a base that is
+//! wrong, and no tensor is read more often than needed.
 
 #[allow(dead_code, reason = "other tests use more of it")]
 mod common;
 
 use common::*;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::fs;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use tpde::delta::{Accelerator, Sink, Work};
 use tpde::error::Rule;
-use tpde::{Apply, Checkpoint, Codec, Dtype, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, TensorInfo, encode_to_memory};
+use tpde::{
+    Apply, Checkpoint, Codec, Dtype, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, TensorInfo,
+    encode_to_memory,
+};
 
 /// Tensors in memory of which one range cannot be read.
 struct Faulty<'a> {
@@ -185,4 +190,66 @@ fn checkpoints_that_cannot_be_read_are_said_to_be_unreadable_when_they_are_encod
             is_io(encode_to_memory(Some(&base), &Faulty::new(&case.target, tensor, byte), &options), &what);
         }
     }
+}
+
+#[test]
+fn a_file_that_is_cut_short_after_it_was_opened_is_said_to_be_unreadable() {
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("base.safetensors");
+    let case = Case::new(Codec::Conditioned);
+    let pair = case.pair();
+    let tensors = case.base.iter().map(|(info, bytes)| {
+        let shape = info.shape.iter().map(|&d| d as usize).collect();
+        Tensor { name: info.name.clone(), dtype: "BF16", shape, bytes: bytes.clone() }
+    });
+    write_file(&path, &tensors.collect::<Vec<_>>());
+    let base = SafetensorsCheckpoint::open(&path).unwrap();
+    Apply::new(&pair, &base).verify().unwrap();
+    let size = fs::metadata(&path).unwrap().len();
+    fs::File::options().write(true).open(&path).unwrap().set_len(size - 1).unwrap();
+    match Apply::new(&pair, &base).verify() {
+        Err(Error::Io { path: of, .. }) => assert_eq!(of, path),
+        outcome => panic!("{outcome:?}"),
+    }
+}
+
+/// Counts the bytes that are read.
+struct Counted<'a>(MemoryCheckpoint<'a>, AtomicU64);
+
+impl Checkpoint for Counted<'_> {
+    fn tensors(&self) -> &[TensorInfo] {
+        self.0.tensors()
+    }
+
+    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.1.fetch_add(out.len() as u64, Ordering::Relaxed);
+        self.0.read(place, offset, out)
+    }
+}
+
+#[test]
+fn a_base_tensor_that_many_tensors_name_is_hashed_once() {
+    let base = held(&[info("base", ROWS)], usize::MAX);
+    let size = base[0].1.len() as u64;
+    let names: Vec<_> = (0..300).map(|i| format!("empty.{i:03}")).collect();
+    let target: Vec<_> = names.iter().map(|name| (info(name, 0), Vec::new())).collect();
+    let renamed = names.iter().map(|name| (name.clone(), "base".to_owned())).collect();
+    let options = EncodeOptions { renamed, ..EncodeOptions::default() };
+    let counted = Counted(checkpoint(&base), AtomicU64::new(0));
+    let read = || counted.1.swap(0, Ordering::Relaxed);
+    let pair = encode_to_memory(Some(&counted), &checkpoint(&target), &options).unwrap().0;
+    assert_eq!(pair.index().tensors().filter(|t| t.base_kind == tpde::format::BaseKind::Prefix).count(), 300);
+    assert!(read() <= 2 * size);
+    Apply::new(&pair, &counted).verify().unwrap();
+    assert_eq!(read(), size);
+
+    // The search for the base tensor that is wrong hashes each of them once too.
+    let case = Case::new(Codec::Raw);
+    let mut wrong = case.base.clone();
+    wrong[0].1[5] ^= 1;
+    let broken = Apply::new(&case.pair(), &checkpoint(&wrong)).range("prefix", 0..1).unwrap_err();
+    let names: Vec<_> = names.iter().map(String::as_str).collect();
+    read();
+    let _ = pair.explain(broken, &names, &counted, false, &|_| {});
+    assert_eq!(read(), size);
 }

@@ -14,7 +14,9 @@ use crate::watch::Watch;
 use blake3::Hash;
 use rayon::prelude::*;
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 /// Takes rebuilt lanes, from any thread; ranges never overlap.
 pub trait Sink: Sync {
@@ -115,6 +117,8 @@ pub struct Apply<'a, B> {
     digests: bool,
     progress: Progress<'a>,
     accelerator: Option<&'a dyn Accelerator>,
+    /// Hashes of base tensors that were hashed as a whole: many targets may name one of them.
+    whole_bases: Mutex<BTreeMap<usize, Hash>>,
 }
 
 /// One chunk to decode.
@@ -140,7 +144,17 @@ impl<'a, B: Source> Apply<'a, B> {
     /// [`MemoryCheckpoint`](crate::MemoryCheckpoint).
     pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint) -> Self {
         let places = (0..pair.index().tensor_count()).collect();
-        Self { pair, chunks: pair, base, places, in_order: false, digests: true, progress: &|_| {}, accelerator: None }
+        Self {
+            pair,
+            chunks: pair,
+            base,
+            places,
+            in_order: false,
+            digests: true,
+            progress: &|_| {},
+            accelerator: None,
+            whole_bases: Mutex::default(),
+        }
     }
 
     /// Only the tensors for which `wanted` holds.
@@ -437,7 +451,7 @@ impl<'a, B: Source> Apply<'a, B> {
         self.explain(error, &bases)
     }
 
-    /// The hash of a whole base tensor: may be cancelled, is no progress.
+    /// The hash of a whole base tensor, which is read once: may be cancelled, is no progress.
     fn hash_base(&self, place: usize) -> Result<Hash> {
         struct NoProgress<'a>(Progress<'a>);
         impl Watch for NoProgress<'_> {
@@ -445,7 +459,13 @@ impl<'a, B: Source> Apply<'a, B> {
                 self.0.done(0)
             }
         }
-        hash_tensor(self.base, place, &NoProgress(self.progress))
+        let known = || self.whole_bases.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(hash) = known().get(&place) {
+            return Ok(*hash);
+        }
+        let hash = hash_tensor(self.base, place, &NoProgress(self.progress))?;
+        known().insert(place, hash);
+        Ok(hash)
     }
 
     /// A base that is not the pair's shows itself first as a chunk whose sum is off; says whose fault that is.
