@@ -61,6 +61,14 @@ pub trait Checkpoint: Sync {
         Vec::new()
     }
 
+    /// Whether what was read is what lies there now. Encoding asks when it has read everything.
+    ///
+    /// # Errors
+    /// [`Error::Changed`] naming what has changed since the checkpoint was opened.
+    fn check_unchanged(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// The place of the tensor of this name.
     fn find(&self, name: &str) -> Option<usize> {
         self.tensors().binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()

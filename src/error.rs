@@ -46,10 +46,16 @@ pub enum Error {
         reason: String,
     },
     /// Something that was read twice, or for a long time, was changed meanwhile. Reading it again may succeed.
-    #[error("{what} changed while it was read")]
+    #[error("{} changed while it was read", Escaped(what))]
     Changed {
         /// The file, or the part of a blob.
         what: String,
+    },
+    /// A pair is sound but its target cannot be written as files that a reader of safetensors opens.
+    #[error("the target cannot be written as files: {reason}")]
+    NotWritable {
+        /// What a reader would refuse.
+        reason: String,
     },
     /// The file may be fine but asks for more than the reader's limits.
     #[error("{what} is {found}, above the reader's limit of {limit}")]

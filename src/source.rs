@@ -1,8 +1,14 @@
 //! Bytes at offsets: memory, files read by ranges, and, where asked for, mapped files.
 
 use crate::error::{Error, Result};
-use std::fs::File;
+use std::collections::VecDeque;
+use std::fs::{File, Metadata};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+/// Time within which two writes to a file may leave the same time stamps: two ticks of the slowest common kernel timer.
+const GRANULARITY: Duration = Duration::from_millis(20);
 
 /// A run of bytes that can be read anywhere, by many threads at once.
 pub trait Source: Sync {
@@ -55,12 +61,107 @@ macro_rules! in_memory {
 
 in_memory!(&[u8], Vec<u8>);
 
+/// What identifies a file and its content: a write changes the times, a replacement the inode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stamp {
+    device: u64,
+    inode: u64,
+    size: u64,
+    /// Seconds and nanoseconds.
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl From<&Metadata> for Stamp {
+    fn from(metadata: &Metadata) -> Self {
+        use std::os::unix::fs::MetadataExt;
+        Self {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            size: metadata.len(),
+            modified: (metadata.mtime(), metadata.mtime_nsec()),
+            changed: (metadata.ctime(), metadata.ctime_nsec()),
+        }
+    }
+}
+
+impl Stamp {
+    /// How long ago the file was changed; `None` if the clock says that it will be.
+    fn age(&self) -> Option<Duration> {
+        let (seconds, nanoseconds) = self.changed;
+        let changed = Duration::new(u64::try_from(seconds).ok()?, u32::try_from(nanoseconds).ok()?);
+        SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).ok()?.checked_sub(changed)
+    }
+}
+
+/// Files of which only the last few that were read are open, so that a checkpoint may have more files than a process may open.
+#[derive(Debug, Default)]
+pub(crate) struct OpenFiles(Mutex<VecDeque<(Stamp, Arc<File>)>>);
+
+impl OpenFiles {
+    /// Files that are open at most, and one for each thread.
+    pub const MOST: usize = 16;
+
+    /// The file of this path and stamp, opened again if it is not open.
+    fn get(&self, path: &Path, stamp: &Stamp) -> Result<Arc<File>> {
+        let open = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = Self::find(&mut open(), stamp) {
+            return Ok(file);
+        }
+        let (file, metadata) = open_regular(path)?;
+        if Stamp::from(&metadata) != *stamp {
+            return Err(changed(path));
+        }
+        let file = Arc::new(file);
+        let mut open = open();
+        if open.len() == Self::MOST {
+            open.pop_front();
+        }
+        open.push_back((*stamp, file.clone()));
+        Ok(file)
+    }
+
+    /// Finds an open file, which then counts as the last one read.
+    fn find(open: &mut VecDeque<(Stamp, Arc<File>)>, stamp: &Stamp) -> Option<Arc<File>> {
+        let at = open.iter().rposition(|(other, _)| other == stamp)?;
+        let entry = open.remove(at)?;
+        let file = entry.1.clone();
+        open.push_back(entry);
+        Some(file)
+    }
+}
+
+/// Opens a regular file, through links.
+fn open_regular(path: &Path) -> Result<(File, Metadata)> {
+    use std::os::unix::fs::OpenOptionsExt;
+    // Opening a pipe would wait for a writer.
+    let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+    let file = File::options().read(true).custom_flags(nonblocking).open(path).map_err(|e| Error::io("open", path, e))?;
+    let metadata = file.metadata().map_err(|e| Error::io("open", path, e))?;
+    if !metadata.is_file() {
+        let reason = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is not a regular file");
+        return Err(Error::io("open", path, reason));
+    }
+    Ok((file, metadata))
+}
+
+fn changed(path: &Path) -> Error {
+    Error::Changed { what: path.display().to_string() }
+}
+
 /// A regular file, read by ranges at positions.
 #[derive(Debug)]
 pub struct FileSource {
-    file: File,
+    file: Handle,
     path: PathBuf,
-    size: u64,
+    stamp: Stamp,
+}
+
+#[derive(Debug)]
+enum Handle {
+    Open(File),
+    /// Open while it is among the last that were read.
+    Shared(Arc<OpenFiles>),
 }
 
 impl FileSource {
@@ -69,16 +170,53 @@ impl FileSource {
     /// # Errors
     /// [`Error::Io`] if it cannot be opened; a folder, a device or a pipe is refused without waiting for it.
     pub fn open(path: &Path) -> Result<Self> {
-        use std::os::unix::fs::OpenOptionsExt;
-        // Opening a pipe would wait for a writer.
-        let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
-        let file = File::options().read(true).custom_flags(nonblocking).open(path).map_err(|e| Error::io("open", path, e))?;
-        let metadata = file.metadata().map_err(|e| Error::io("open", path, e))?;
-        if !metadata.is_file() {
-            let reason = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is not a regular file");
-            return Err(Error::io("open", path, reason));
+        let (file, metadata) = open_regular(path)?;
+        Ok(Self { file: Handle::Open(file), path: path.to_owned(), stamp: Stamp::from(&metadata) })
+    }
+
+    /// [`FileSource::open`] for one of many files that share a bounded number of descriptors. A file that is not the one opened
+    /// here when it is read later is [`Error::Changed`].
+    pub(crate) fn open_shared(path: &Path, files: &Arc<OpenFiles>) -> Result<Self> {
+        let (_, metadata) = open_regular(path)?;
+        Ok(Self { file: Handle::Shared(files.clone()), path: path.to_owned(), stamp: Stamp::from(&metadata) })
+    }
+
+    /// Lets [`FileSource::check_unchanged`] notice every change from now on: waits until a change would give other time stamps
+    /// than the file has, which takes at most 20 ms and only for files written within these.
+    ///
+    /// # Errors
+    /// [`Error::Io`] or [`Error::Changed`].
+    pub(crate) fn settle(&mut self) -> Result<()> {
+        if let Some(rest) = self.stamp.age().and_then(|age| GRANULARITY.checked_sub(age)) {
+            std::thread::sleep(rest);
+            let metadata = self.with_file(|file| file.metadata().map_err(|e| Error::io("look at", &self.path, e)))?;
+            self.stamp = Stamp::from(&metadata);
         }
-        Ok(Self { file, path: path.to_owned(), size: metadata.len() })
+        Ok(())
+    }
+
+    /// Compares the file at the path with the one that was opened: device, inode, size, time of the last change of the content
+    /// and time of the last change of the inode.
+    ///
+    /// A change that leaves all of these is not noticed. That takes a file system with time stamps coarser than 20 ms, or a writer
+    /// that maps the file into memory and whose pages the system has not written yet.
+    ///
+    /// # Errors
+    /// [`Error::Changed`] if they differ or the path names nothing any more; [`Error::Io`].
+    pub fn check_unchanged(&self) -> Result<()> {
+        // The same inode at the path, unchanged, is the one that was opened: the descriptor need not be asked too.
+        match std::fs::metadata(&self.path) {
+            Ok(metadata) if Stamp::from(&metadata) == self.stamp => Ok(()),
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("look at", &self.path, e)),
+            _ => Err(changed(&self.path)),
+        }
+    }
+
+    fn with_file<R>(&self, work: impl FnOnce(&File) -> Result<R>) -> Result<R> {
+        match &self.file {
+            Handle::Open(file) => work(file),
+            Handle::Shared(files) => work(&*files.get(&self.path, &self.stamp)?),
+        }
     }
 
     /// Where it was opened.
@@ -92,13 +230,14 @@ impl FileSource {
     /// [`Error::Limit`] if it is larger than `limit`, [`Error::Io`] if reading fails or finds another size.
     pub fn read_all(&self, what: &'static str, limit: u64) -> Result<Buffer> {
         use std::os::unix::fs::FileExt;
-        if self.size > limit {
-            return Err(Error::Limit { what, limit, found: self.size });
+        let size = self.size();
+        if size > limit {
+            return Err(Error::Limit { what, limit, found: size });
         }
         let error = |e| Error::io("read", &self.path, e);
-        let mut buffer = Buffer::zeroed(self.size as usize).map_err(error)?;
+        let mut buffer = Buffer::zeroed(size as usize).map_err(error)?;
         self.read(0, buffer.as_mut())?;
-        if self.file.read_at(&mut [0], self.size).map_err(error)? > 0 {
+        if self.with_file(|file| file.read_at(&mut [0], size).map_err(error))? > 0 {
             return Err(error(std::io::Error::other("it grew while it was read")));
         }
         Ok(buffer)
@@ -161,12 +300,21 @@ impl std::ops::Deref for Buffer {
 
 impl Source for FileSource {
     fn size(&self) -> u64 {
-        self.size
+        self.stamp.size
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         use std::os::unix::fs::FileExt;
-        self.file.read_exact_at(out, offset).map_err(|e| Error::io("read", &self.path, e))
+        self.with_file(|file| {
+            file.read_exact_at(out, offset).map_err(|e| match e.kind() {
+                std::io::ErrorKind::UnexpectedEof => {
+                    let size = self.size();
+                    let reason = format!("it ends before byte {}, it had {size} when it was opened", offset + out.len() as u64);
+                    Error::io("read", &self.path, std::io::Error::new(e.kind(), reason))
+                }
+                _ => Error::io("read", &self.path, e),
+            })
+        })
     }
 }
 
@@ -187,9 +335,11 @@ impl MappedSource {
     /// [`Error::Io`] if it cannot be opened or mapped.
     pub unsafe fn open(path: &Path) -> Result<Self> {
         let source = FileSource::open(path)?;
-        // SAFETY: the caller promises that the file does not change.
-        let map = unsafe { memmap2::Mmap::map(&source.file) };
-        map.map(Self).map_err(|e| Error::io("map", path, e))
+        source.with_file(|file| {
+            // SAFETY: the caller promises that the file does not change.
+            let map = unsafe { memmap2::Mmap::map(file) };
+            map.map(Self).map_err(|e| Error::io("map", path, e))
+        })
     }
 }
 
@@ -206,5 +356,97 @@ impl Source for MappedSource {
 
     fn bytes<'a>(&'a self, offset: u64, size: usize, _: &'a mut Vec<u8>) -> Result<&'a [u8]> {
         slice(&self.0, offset, size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::io::Write;
+
+    fn file(content: &[u8]) -> (tempfile::TempDir, PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, content).unwrap();
+        (folder, path)
+    }
+
+    #[test]
+    fn a_file_that_grows_while_it_is_read_whole_is_refused() {
+        let (_folder, path) = file(b"1234");
+        let source = FileSource::open(&path).unwrap();
+        assert_eq!(&source.read_all("size", 4).unwrap()[..], b"1234");
+        File::options().append(true).open(&path).unwrap().write_all(b"5").unwrap();
+        let error = source.read_all("size", 4).unwrap_err();
+        assert!(matches!(&error, Error::Io { .. }) && error.to_string().contains("grew"), "{error}");
+    }
+
+    #[test]
+    fn a_file_above_the_limit_is_refused_before_memory_is_allocated() {
+        let (_folder, path) = file(b"12345");
+        let error = FileSource::open(&path).unwrap().read_all("size", 4).unwrap_err();
+        assert!(matches!(error, Error::Limit { limit: 4, found: 5, .. }), "{error}");
+        // Sparse: to read it whole would take more memory than a machine has.
+        File::options().write(true).open(&path).unwrap().set_len(1 << 50).unwrap();
+        let error = FileSource::open(&path).unwrap().read_all("size", 1 << 30).unwrap_err();
+        assert!(matches!(error, Error::Limit { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_file_that_shrinks_is_an_error_of_the_system() {
+        let (_folder, path) = file(b"12345");
+        let source = FileSource::open(&path).unwrap();
+        fs::write(&path, b"12").unwrap();
+        let error = source.read(0, &mut [0; 5]).unwrap_err();
+        assert!(matches!(&error, Error::Io { .. }) && error.to_string().contains("it had 5"), "{error}");
+    }
+
+    #[test]
+    fn every_change_is_noticed() {
+        type Change = fn(&Path);
+        let changes: [(&str, Change); 5] = [
+            ("written", |path| fs::write(path, b"54321").unwrap()),
+            ("cut", |path| fs::write(path, b"1").unwrap()),
+            ("mode", |path| fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap()),
+            ("replaced", |path| {
+                fs::write(path.with_extension("new"), b"12345").unwrap();
+                fs::rename(path.with_extension("new"), path).unwrap();
+            }),
+            ("removed", |path| fs::remove_file(path).unwrap()),
+        ];
+        for (what, change) in changes {
+            let (_folder, path) = file(b"12345");
+            let mut source = FileSource::open(&path).unwrap();
+            // At once after the file was written: the first stamp that the file can keep is the one that counts.
+            source.settle().unwrap();
+            source.check_unchanged().unwrap();
+            change(&path);
+            assert!(matches!(source.check_unchanged(), Err(Error::Changed { .. })), "{what}");
+        }
+    }
+
+    #[test]
+    fn files_that_share_descriptors_are_read_like_others_and_notice_a_replacement() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = Arc::new(OpenFiles::default());
+        let path = |i: usize| folder.path().join(i.to_string());
+        let count = 3 * OpenFiles::MOST;
+        let sources: Vec<_> = (0..count)
+            .map(|i| {
+                fs::write(path(i), i.to_le_bytes()).unwrap();
+                FileSource::open_shared(&path(i), &files).unwrap()
+            })
+            .collect();
+        for i in (0..count).chain((0..count).rev()) {
+            let mut read = [0; 8];
+            sources[i].read(0, &mut read).unwrap();
+            assert_eq!(usize::from_le_bytes(read), i);
+            assert!(files.0.lock().unwrap().len() <= OpenFiles::MOST);
+        }
+        let last = count - 1; // no longer open
+        fs::write(path(count), last.to_le_bytes()).unwrap();
+        fs::rename(path(count), path(last)).unwrap();
+        assert!(matches!(sources[last].read(0, &mut [0; 8]), Err(Error::Changed { .. })));
     }
 }

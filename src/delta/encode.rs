@@ -16,6 +16,7 @@ use crate::sums::chunk_sum;
 use crate::writer::{FileSpec, Finished, PairBuilder, TensorSpec};
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::io::{BufWriter, Seek, SeekFrom, Write};
 use std::path::Path;
 use std::sync::Arc;
@@ -238,9 +239,10 @@ impl Worker {
 /// the threads and one batch of payloads, whatever the size of the checkpoints.
 ///
 /// # Errors
-/// [`Error::Io`] from the checkpoints or the blob, [`Error::Misuse`] for options that make no sense, and what `progress` ends
-/// the work with. Before any lane is read: [`Error::Invalid`] for a name or a shape that the format cannot hold, naming the
-/// tensor or the file, and [`Error::Limit`] for more than it holds.
+/// [`Error::Io`] from the checkpoints or the blob, [`Error::Changed`] if a checkpoint has changed since it was opened,
+/// [`Error::Misuse`] for options that make no sense, and what `progress` ends the work with. Before any lane is read:
+/// [`Error::Invalid`] for a name or a shape that the format cannot hold, naming the tensor or the file, and [`Error::Limit`] for
+/// more than it holds.
 pub fn encode<W: Write>(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
@@ -254,8 +256,16 @@ pub fn encode<W: Write>(
     check_holdable(base, target, &plans, &files)?;
     let workers = Pool::new(Worker::default);
     choose(base, target, options, &mut plans, &workers, progress)?;
-    let mut assembly =
-        Assembly { builder, plans: &plans, base, target, begun: 0, base_hashes: Vec::new(), target_hashes: Vec::new() };
+    let mut assembly = Assembly {
+        builder,
+        plans: &plans,
+        base,
+        target,
+        begun: 0,
+        base_hashes: Vec::new(),
+        target_hashes: Vec::new(),
+        whole_bases: BTreeMap::new(),
+    };
     let jobs = plans.iter().enumerate().flat_map(|(i, plan)| {
         let chunk = plan.width() << plan.chunk_lanes_log2;
         let bytes = plan.lanes * plan.width();
@@ -276,6 +286,8 @@ pub fn encode<W: Write>(
         builder.file(file);
     }
     let finished = builder.finish()?;
+    target.check_unchanged()?;
+    base.map_or(Ok(()), |base| base.check_unchanged())?;
     let report = report(&finished, base, &plans);
     Ok((finished, report))
 }
@@ -434,6 +446,8 @@ struct Assembly<'a, W> {
     begun: usize,
     base_hashes: Vec<[u8; 32]>,
     target_hashes: Vec<[u8; 32]>,
+    /// Hashes of base tensors that were hashed as a whole, which several targets may share.
+    whole_bases: BTreeMap<u32, blake3::Hash>,
 }
 
 impl<W: Write> Assembly<'_, W> {
@@ -466,7 +480,10 @@ impl<W: Write> Assembly<'_, W> {
         let Some(plan) = self.begun.checked_sub(1).map(|last| &self.plans[last]) else { return Ok(()) };
         let base_hash = match (plan.base_kind, self.base, plan.base) {
             (BaseKind::Same, ..) => Some(digest::combine(&self.base_hashes)),
-            (BaseKind::Prefix, Some(base), Some(place)) => Some(super::apply::hash_tensor(base, place as usize, &|_| {})?),
+            (BaseKind::Prefix, Some(base), Some(place)) => Some(match self.whole_bases.entry(place) {
+                Entry::Occupied(known) => *known.get(),
+                Entry::Vacant(new) => *new.insert(super::apply::hash_tensor(base, place as usize, &|_| {})?),
+            }),
             _ => None,
         };
         self.builder.end_tensor(base_hash, digest::combine(&self.target_hashes));
