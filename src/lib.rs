@@ -70,6 +70,6 @@ pub use lane::Dtype;
 pub use limits::Limits;
 pub use publish::Temporaries;
 pub use reader::Pair;
-pub use safetensors::{SafetensorsCheckpoint, apply_to_path, encode_files};
+pub use safetensors::{SafetensorsCheckpoint, apply_to_path, encode_files, encode_tensors};
 pub use sums::chunk_sum;
 pub use watch::{Progress, Watch};

@@ -656,3 +656,85 @@ fn the_demo_succeeds() {
     let report = place.json("demo");
     assert!(!Path::new(report["dir"].as_str().unwrap()).exists());
 }
+
+/// Each read of a file fails in turn, until there are no more.
+#[test]
+fn a_checkpoint_that_cannot_be_read_is_an_error_of_the_system() {
+    let place = Place::with_pair();
+    let probe = ["-qq", "-o", "/dev/null", "-e", "inject=fsync:error=EIO", "true"];
+    if !std::process::Command::new("strace").args(probe).status().is_ok_and(|status| status.success()) {
+        eprintln!("skipped: strace not available or not permitted");
+        assert_ne!(std::env::var("TPDE_NO_SKIP").as_deref(), Ok("1"), "TPDE_NO_SKIP is set");
+        return;
+    }
+    let commands = [
+        ("base", "verify pair --base base.safetensors"),
+        ("base", "apply base.safetensors pair -o out.safetensors"),
+        ("base", "encode base.safetensors target.safetensors -o other"),
+        ("target", "encode base.safetensors target.safetensors -o other"),
+        ("target", "verify pair --target target.safetensors"),
+    ];
+    for (file, command) in commands {
+        let file = place.path(&format!("{file}.safetensors"));
+        let mut failed = 0;
+        loop {
+            let inject = format!("inject=pread64:error=EIO:when={}", failed + 1);
+            let mut arguments =
+                vec!["-f", "-qq", "-o", "/dev/null", "-P", file.to_str().unwrap(), "-e", "trace=pread64", "-e", &inject];
+            arguments.extend([TPDE, "-T", "1", "--json"]);
+            arguments.extend(command.split_whitespace());
+            let run = place.command("strace", &arguments);
+            if run.code == 0 {
+                break;
+            }
+            let json: serde_json::Value = serde_json::from_str(&run.out).unwrap();
+            assert_eq!((run.code, json["error"]["kind"].as_str()), (SYSTEM, Some("io")), "{command} {failed}: {}", run.err);
+            failed += 1;
+        }
+        assert!(failed > 3, "{command} reads {file:?} {failed} times");
+        let _ = fs::remove_file(place.path("out.safetensors"));
+        let _ = (fs::remove_file(place.path("other.tpde-index")), fs::remove_file(place.path("other.tpde-blob")));
+    }
+}
+
+#[test]
+fn a_sound_pair_whose_files_cannot_be_written_is_told_apart() {
+    let place = Place::with_pair();
+    assert_eq!(place.json("verify pair --base base.safetensors")["writable"], true);
+    assert!(place.json("verify pair")["writable"].is_null());
+    place.ok("encode --no-base target.safetensors -o anchor");
+    assert_eq!(place.json("verify anchor")["writable"], true);
+
+    // The same tensors under another header, which the pair does not store.
+    place.edit("base.safetensors", |bytes| bytes[9] = b' ');
+    let run = place.tpde("verify pair --base base.safetensors");
+    assert_eq!(run.code, DATA, "{}", run.err);
+    assert!(run.out.contains("sound, not writable") && run.err.contains("base.file"), "{}{}", run.out, run.err);
+    let run = place.tpde("verify pair --base base.safetensors --json");
+    let report: serde_json::Value = serde_json::from_str(&run.out).unwrap();
+    assert_eq!((run.code, &report["schema"], &report["writable"]), (DATA, &"tpde.verify/1".into(), &false.into()));
+    assert!(report["not_writable"].as_str().unwrap().contains("base.file"));
+    assert_eq!(place.fails("apply base.safetensors pair -o out.safetensors", DATA, "base.file")["rule"], "base.file");
+}
+
+#[test]
+fn a_target_is_compared_with_its_header() {
+    let place = Place::with_pair();
+    place.ok("verify pair --target target.safetensors");
+    place.edit("target.safetensors", |bytes| bytes[9] = b' ');
+    let error = place.fails("verify pair --target target.safetensors", DATA, "lone safetensors file of the target");
+    assert_eq!(error["rule"], "file.content_digest");
+}
+
+#[test]
+fn more_shards_than_a_process_may_open_are_encoded_and_verified() {
+    let place = Place::new();
+    let base: Vec<_> = (0..200).map(|i| tensor(&format!("t{i}"), "BF16", &[16, 16], i)).collect();
+    let target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 9)).collect();
+    write_folder(&place.path("base"), &base.chunks(1).collect::<Vec<_>>());
+    write_folder(&place.path("target"), &target.chunks(1).collect::<Vec<_>>());
+    for line in ["encode base target -o pair", "verify pair --base base --target target"] {
+        let run = place.command("sh", &["-c", &format!("ulimit -n 64; exec {TPDE} {line}")]);
+        assert_eq!(run.code, 0, "{line}: {}", run.err);
+    }
+}

@@ -6,9 +6,9 @@ use pyo3::prelude::*;
 use serde_json::json;
 use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
-use tpde::delta::{EncodeReport, TensorReport, encode_to_path};
+use tpde::delta::{EncodeReport, TensorReport};
 use tpde::reader::PairPaths;
-use tpde::safetensors::ApplyOptions;
+use tpde::safetensors::{ApplyOptions, check_target_files};
 use tpde::{Apply, Checkpoint, Codec, EncodeOptions, Error, Favor, Layout, Pair, Result, SafetensorsCheckpoint};
 
 /// How to encode, as Python says it.
@@ -108,7 +108,7 @@ pub fn encode_memory(
         let target = memory::checkpoint(&target)?;
         let options = options.parse()?;
         let encode = |base: Option<&dyn Checkpoint>| {
-            let report = encode_to_path(base, &target, Vec::new(), &options, &output, replace, steering)?;
+            let report = tpde::encode_tensors(base, &target, &options, &output, replace, steering)?;
             Ok(encode_report(&report, &output, &[]))
         };
         match &base {
@@ -165,6 +165,7 @@ pub fn verify(
         };
         if let Some(target) = &target {
             pair.index().check_target(target, steering)?;
+            check_target_files(pair.index(), target)?;
             report.target_checked = true;
         }
         Ok(json!(report).to_string())

@@ -50,6 +50,8 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
         Some(Error::WrongBase { .. }) => ("wrong_base", DATA),
         Some(Error::AlreadyApplied) => ("already_applied", DATA),
         Some(Error::BadCheckpoint { .. }) => ("bad_checkpoint", DATA),
+        Some(Error::Changed { .. }) => ("changed", SYSTEM),
+        Some(Error::NotWritable { .. }) => ("not_writable", DATA),
         Some(Error::Limit { .. }) => ("limit", DATA),
         Some(Error::Misuse(_)) => ("misuse", USAGE),
         Some(Error::NoDevice(_)) => ("no_device", DEVICE),
@@ -75,6 +77,12 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
         print(Failure { kind, rule, tensor: at.tensor, chunk: at.chunk, message, hint });
     }
     ExitCode::from(code)
+}
+
+/// Says on stderr why a command whose report was printed ends with an error.
+pub fn refused(reason: &str) -> ExitCode {
+    let _ = writeln!(anstream::stderr(), "{BAD}error:{BAD:#} {reason}");
+    ExitCode::from(DATA)
 }
 
 /// Prints what clap has to say: help and version too.
@@ -114,6 +122,8 @@ fn hint(error: &Error) -> Option<&'static str> {
         Error::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound && is_of_pair(path) => {
             "a pair is named without its endings, or by either file; both must lie in one folder"
         }
+        Error::Changed { .. } => "let the program that writes the file finish, then run the command again",
+        Error::NotWritable { .. } => "the pair can still be applied to tensors in memory",
         Error::NoLibrary { .. } => "without --trust the processor expands payloads of codec zstd",
         Error::NoDevice(_) => "without --device the processor does the same work",
         Error::Invalid(invalid) => match invalid.rule {

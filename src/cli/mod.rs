@@ -28,8 +28,9 @@ use tracing::Level;
 /// A pair of files, NAME.tpde-index and NAME.tpde-blob, holds what turns a base checkpoint into a target, bit for bit.
 /// Checkpoints are .safetensors files, or folders of them.
 ///
-/// Exit codes: 0 done; 1 the data is wrong (damage, another base, applied already, no checkpoint, above a limit);
-/// 2 usage; 3 the system refused (files, disk); 4 no such device. A signal ends tpde by that signal, and leaves no temporary files.
+/// Exit codes: 0 done; 1 the data is wrong (damage, another base, applied already, no checkpoint, above a limit, not writable);
+/// 2 usage; 3 the system refused (files, disk, an input that changed); 4 no such device. A signal ends tpde by that signal, and
+/// leaves no temporary files.
 #[derive(Parser)]
 #[command(version, max_term_width = 110, arg_required_else_help = true)]
 struct Cli {
@@ -113,27 +114,35 @@ pub fn main() -> ExitCode {
     let outcome = signals::catch().map_err(anyhow::Error::from).and_then(|()| cli.run());
     signals::settle();
     match outcome {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => failure::show(&error, common.json),
     }
 }
 
 impl Cli {
-    fn run(&self) -> anyhow::Result<()> {
+    fn run(&self) -> anyhow::Result<ExitCode> {
         let common = &self.common;
         let default = if matches!(self.verb, Verb::Bench(_)) { 1 } else { 0 };
         let threads = common.threads.unwrap_or(default).into();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
         tracing::debug!(threads = pool.current_num_threads(), "thread pool");
-        pool.install(|| match &self.verb {
-            Verb::Encode(verb) => common.show("encode", verb.run(common)?),
-            Verb::Apply(verb) => common.show("apply", verb.run(common)?),
-            Verb::Verify(verb) => common.show("verify", verb.run(common)?),
-            Verb::Inspect(verb) => common.show("inspect", verb.run()?),
-            Verb::Bench(verb) => common.show("bench", verb.run(common)?),
-            Verb::Demo(verb) => common.show("demo", verb.run(common)?),
-            Verb::Completions(verb) => common.show("completions", verb.run()),
-            Verb::Man(verb) => common.show("man", verb.run()?),
+        pool.install(|| {
+            match &self.verb {
+                Verb::Encode(verb) => common.show("encode", verb.run(common)?),
+                Verb::Apply(verb) => common.show("apply", verb.run(common)?),
+                Verb::Verify(verb) => {
+                    let report = verb.run(common)?;
+                    let refused = report.refused();
+                    common.show("verify", report)?;
+                    return Ok(refused.map_or(ExitCode::SUCCESS, |reason| failure::refused(&reason)));
+                }
+                Verb::Inspect(verb) => common.show("inspect", verb.run()?),
+                Verb::Bench(verb) => common.show("bench", verb.run(common)?),
+                Verb::Demo(verb) => common.show("demo", verb.run(common)?),
+                Verb::Completions(verb) => common.show("completions", verb.run()),
+                Verb::Man(verb) => common.show("man", verb.run()?),
+            }?;
+            Ok(ExitCode::SUCCESS)
         })
     }
 }

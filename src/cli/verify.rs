@@ -3,21 +3,26 @@
 use super::Common;
 use super::device::DeviceArgs;
 use super::inputs::open;
-use super::text::{self, GOOD, JsonPath};
+use super::text::{self, BAD, GOOD, JsonPath};
 use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
 use std::fmt;
 use std::path::PathBuf;
+use tpde::error::Rule;
+use tpde::format::BaseKind;
 use tpde::reader::VerifyReport;
-use tpde::{Apply, Pair, Result};
+use tpde::safetensors::{check_target_files, check_writable};
+use tpde::source::Source;
+use tpde::{Apply, Error, Pair, Result, SafetensorsCheckpoint};
 
 /// Check a pair, and whether it fits a base or a target
 ///
 /// Alone: every rule of the index, and the CRC-32 of every payload. That finds damage, not forgery: a payload can be changed
 /// without changing its CRC-32 or the pair digest. With a base: rebuilds every tensor without writing it and compares all
-/// digests; a forged payload is refused. With a target: compares a checkpoint with the target's digests, which says nothing
-/// more of the payloads.
+/// digests; a forged payload is refused. Also plans the files as apply does: where both succeed, apply does too. With a target:
+/// compares a checkpoint with the target's digests, and its files byte for byte, which says nothing more of the payloads. A
+/// pair that is sound but whose target cannot be written as files ends with exit code 1.
 #[derive(Args)]
 pub struct Verify {
     /// The pair: its name, or either file
@@ -40,6 +45,10 @@ pub struct Report {
     #[serde(flatten)]
     verified: VerifyReport,
     payload_authenticity: Authenticity,
+    /// Whether `apply` can write the target as files; unknown where that depends on a base.
+    writable: Option<bool>,
+    /// Why it cannot.
+    not_writable: Option<String>,
 }
 
 /// Whether the payloads were shown to give the target that the index names.
@@ -61,13 +70,13 @@ impl Verify {
         let pair = Pair::open(&self.pair)?;
         let bytes = pair.index().tensor_bytes().1;
         let device = self.device.open()?;
-        let mut verified = match &self.base {
+        let base = self.base.as_deref().map(open).transpose()?;
+        let mut verified = match &base {
             None => pair.verify()?,
             Some(base) => {
-                let base = open(base)?;
                 let bar = common.bar("rebuild", bytes);
                 let progress = |bytes| bar.inc(bytes);
-                let mut apply = Apply::new(&pair, &base).progress(&progress);
+                let mut apply = Apply::new(&pair, base).progress(&progress);
                 if let Some(device) = &device {
                     apply = apply.on(&**device);
                 }
@@ -80,19 +89,44 @@ impl Verify {
             let target = open(target)?;
             let bar = common.bar("compare", bytes);
             pair.index().check_target(&target, &|bytes| bar.inc(bytes))?;
+            check_target_files(pair.index(), &target)?;
             bar.finish_and_clear();
             verified.target_checked = true;
         }
         // Comparing a given target says nothing of the payloads.
         let payload_authenticity = if verified.base_checked { Authenticity::Checked } else { Authenticity::NotChecked };
-        Ok(Report { pair: JsonPath(self.pair.clone()), verified, payload_authenticity })
+        let (writable, not_writable) = writable(&pair, base.as_ref())?;
+        Ok(Report { pair: JsonPath(self.pair.clone()), verified, payload_authenticity, writable, not_writable })
+    }
+}
+
+/// Whether the target of a sound pair can be written as files, and why not.
+fn writable<B: Source>(pair: &Pair<B>, base: Option<&SafetensorsCheckpoint>) -> Result<(Option<bool>, Option<String>)> {
+    match check_writable(pair.index(), base) {
+        Ok(()) if base.is_some() || pair.index().tensors().all(|tensor| tensor.base_kind == BaseKind::None) => {
+            Ok((Some(true), None))
+        }
+        Ok(()) => Ok((None, None)),
+        Err(e) if base.is_none() && e.rule() == Some(Rule::BaseFile) => Ok((None, None)),
+        Err(e @ (Error::Invalid(_) | Error::NotWritable { .. })) => Ok((Some(false), Some(e.to_string()))),
+        Err(e) => Err(e),
+    }
+}
+
+impl Report {
+    /// Why `apply` cannot write the target, though the pair is sound.
+    pub fn refused(&self) -> Option<String> {
+        self.not_writable.as_ref().map(|reason| format!("{} is sound, but not writable: {reason}", text::path(&self.pair.0)))
     }
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let VerifyReport { tensors, chunks, stored_bytes, base_checked, target_checked } = self.verified;
-        writeln!(f, "{GOOD}sound{GOOD:#} {}", text::path(&self.pair))?;
+        match self.not_writable {
+            None => writeln!(f, "{GOOD}sound{GOOD:#} {}", text::path(&self.pair))?,
+            Some(_) => writeln!(f, "{GOOD}sound{GOOD:#}, {BAD}not writable{BAD:#} {}", text::path(&self.pair))?,
+        }
         let tell = |checked: bool, right: &str, option: &str| {
             if checked { right.to_owned() } else { format!("not compared ({option})") }
         };
@@ -118,6 +152,14 @@ impl fmt::Display for Report {
                 ),
                 ("base", tell(base_checked, "is the one that the pair was made from", "--base BASE does it")),
                 ("target", tell(target_checked, "has the digests of the pair", "--base or --target does it")),
+                (
+                    "files",
+                    match (&self.not_writable, self.writable) {
+                        (Some(reason), _) => format!("apply cannot write them: {reason}"),
+                        (None, Some(_)) => "apply can write them".into(),
+                        (None, None) => "not planned (--base BASE does it)".into(),
+                    },
+                ),
             ],
         )
     }

@@ -9,7 +9,7 @@ use safetensors::tensor::Metadata;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::marker::PhantomData;
 use std::path::Path;
 
@@ -17,6 +17,8 @@ use std::path::Path;
 const LENGTH: u64 = 8;
 /// Most bytes of a header, as in the safetensors crate.
 const LIMIT: u64 = 100_000_000;
+/// The key that names no tensor.
+const METADATA: &str = "__metadata__";
 
 /// A header, and what it says of the file.
 #[derive(Debug)]
@@ -54,11 +56,12 @@ impl Header {
             bad(format!("no safetensors file: a header of {length} bytes is longer than the file or than {LIMIT} bytes"))
         })?;
         // Not held in memory: that of a model of very many tensors is large.
+        let unread = |e: std::io::Error| e.downcast().unwrap_or_else(|e| Error::io("read", source.path(), e));
         let mut json = BufReader::with_capacity(1 << 16, SourceReader { source, at: LENGTH, end: content_size });
-        let start = json.fill_buf().map_err(|e| Error::io("read", source.path(), e))?;
+        let start = json.fill_buf().map_err(unread)?;
         check_start(start).map_err(bad)?;
         let table = match serde_json::from_reader(json) {
-            Err(e) if e.is_io() => return Err(Error::io("read", source.path(), e.into())),
+            Err(e) if e.is_io() => return Err(unread(e.into())),
             table => table,
         };
         let header = Self::from_table(table, content_size).map_err(bad)?;
@@ -93,8 +96,12 @@ impl Header {
         Ok(Self { content_size, data_size, tensors, metadata })
     }
 
-    /// The content of a new file that holds these tensors, each at the offset given beside it.
+    /// The content of a new file that holds these tensors, each at the offset given beside it; says why readers would not take
+    /// it otherwise.
     pub fn compose(tensors: &[Placed]) -> Result<Vec<u8>, String> {
+        if tensors.iter().any(|placed| placed.info.name == METADATA) {
+            return Err(format!("a tensor is named {METADATA}, under which safetensors files keep their metadata"));
+        }
         let table = tensors.iter().map(|placed| {
             let TensorInfo { name, dtype, shape } = &placed.info;
             let data_offsets = (placed.offset as usize, (placed.offset + placed.info.bytes()) as usize);
@@ -102,7 +109,12 @@ impl Header {
             (name.clone(), safetensors::tensor::TensorInfo { dtype: to_safetensors(*dtype), shape, data_offsets })
         });
         let metadata = Metadata::new(None, table.collect()).map_err(|e| e.to_string())?;
-        let mut json = serde_json::to_vec(&metadata).map_err(|e| e.to_string())?;
+        let mut json = Bounded(Vec::new());
+        serde_json::to_writer(&mut json, &metadata).map_err(|e| match e.is_io() {
+            true => format!("the header of the {} tensors would have more than the {LIMIT} bytes that readers take", tensors.len()),
+            false => e.to_string(),
+        })?;
+        let Bounded(mut json) = json;
         json.resize(json.len().next_multiple_of(8), b' '); // readers like their data aligned
         let mut content = (json.len() as u64).to_le_bytes().to_vec();
         content.extend(json);
@@ -113,6 +125,24 @@ impl Header {
 /// A header begins with its object: no white space or byte order mark before it.
 fn check_start(json: &[u8]) -> Result<(), String> {
     if json.first() == Some(&b'{') { Ok(()) } else { Err("a safetensors header that does not begin with '{'".into()) }
+}
+
+/// The bytes of a header, refused beyond the limit: names grow to six times their length when they are escaped.
+struct Bounded(Vec<u8>);
+
+impl Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        // The limit is a multiple of 8, to which a header is filled up.
+        if self.0.len() + bytes.len() > LIMIT as usize {
+            return Err(std::io::ErrorKind::FileTooLarge.into());
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 /// A struct that is read from an object alone: a derived implementation would take an array of its values too.
@@ -198,10 +228,10 @@ impl<'de> Visitor<'de> for TableVisitor {
         let mut tensors = Vec::new();
         let mut metadata = None;
         while let Some(name) = map.next_key::<String>()? {
-            if name == "__metadata__" {
+            if name == METADATA {
                 let Strings(strings) = map.next_value()?;
                 if metadata.replace(strings).is_some() {
-                    return Err(A::Error::duplicate_field("__metadata__"));
+                    return Err(A::Error::duplicate_field(METADATA));
                 }
                 continue;
             }

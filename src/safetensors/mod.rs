@@ -8,7 +8,7 @@
 mod header;
 mod output;
 
-pub use output::{ApplyOptions, apply_to_path, target_metadata};
+pub use output::{ApplyOptions, apply_to_path, check_target_files, check_writable, target_metadata};
 
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::delta::{self, EncodeOptions, EncodeReport, Progress};
@@ -16,11 +16,12 @@ use crate::digest;
 use crate::error::{Error, Escaped, Result};
 use crate::format::FileKind;
 use crate::index::is_file_name;
-use crate::source::{FileSource, Source};
+use crate::source::{FileSource, OpenFiles, Source};
 use crate::writer::FileSpec;
 use header::{Header, Placed};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Most bytes of a shard index.
 const SHARD_INDEX_LIMIT: u64 = 100_000_000;
@@ -30,11 +31,13 @@ const SHARD_INDEX: &str = ".safetensors.index.json";
 const SAFETENSORS: &str = ".safetensors";
 
 /// A checkpoint in a safetensors file, or in a folder of them. Tensors are read by ranges, never held.
+///
+/// A folder of more than 16 files keeps no more than these open, and opens the others again when they are read.
 #[derive(Debug)]
 pub struct SafetensorsCheckpoint {
     path: PathBuf,
     files: Vec<Shard>,
-    shard_index: Option<(String, Vec<u8>)>,
+    shard_index: Option<ShardIndex>,
     tensors: Vec<TensorInfo>,
     /// File and first byte in it, a tensor.
     places: Vec<(u32, u64)>,
@@ -50,9 +53,21 @@ struct Shard {
     content_size: u64,
 }
 
+/// The file that says which shard holds which tensor.
+#[derive(Debug)]
+struct ShardIndex {
+    name: String,
+    content: Vec<u8>,
+    source: FileSource,
+}
+
 impl Shard {
-    fn open(path: &Path, name: &str) -> Result<(Self, Vec<Placed>)> {
-        let source = FileSource::open(path)?;
+    fn open(path: &Path, name: &str, shared: Option<&Arc<OpenFiles>>) -> Result<(Self, Vec<Placed>)> {
+        let mut source = match shared {
+            Some(files) => FileSource::open_shared(path, files)?,
+            None => FileSource::open(path)?,
+        };
+        source.settle()?;
         let header = Header::read(&source)?;
         Ok((Self { name: name.to_owned(), source, content_size: header.content_size }, header.tensors))
     }
@@ -84,7 +99,8 @@ impl SafetensorsCheckpoint {
     /// `.safetensors` files. Hidden files of the folder are no part of it.
     ///
     /// # Errors
-    /// [`Error::Io`] if something cannot be read, [`Error::BadCheckpoint`] if it is no such file or folder.
+    /// [`Error::Io`] if something cannot be read, [`Error::BadCheckpoint`] if it is no such file or folder, [`Error::Changed`]
+    /// if it changes meanwhile.
     pub fn open(path: &Path) -> Result<Self> {
         if path.is_dir() { Self::open_folder(path) } else { Self::from_files(path, vec![(path.to_owned(), String::new())]) }
     }
@@ -105,12 +121,14 @@ impl SafetensorsCheckpoint {
         let shard_index = match shard_index {
             Some(name) => {
                 check_name(path, &name, FileKind::Verbatim)?;
-                let content = FileSource::open(&path.join(&name))?.read_all("size of the shard index", SHARD_INDEX_LIMIT)?;
-                Some((name, content.to_vec()))
+                let mut source = FileSource::open(&path.join(&name))?;
+                source.settle()?;
+                let content = source.read_all("size of the shard index", SHARD_INDEX_LIMIT)?.to_vec();
+                Some(ShardIndex { name, content, source })
             }
             None => None,
         };
-        let map = shard_index.as_ref().map(|(name, content)| header::weight_map(&path.join(name), content)).transpose()?;
+        let map = shard_index.as_ref().map(|index| header::weight_map(index.source.path(), &index.content)).transpose()?;
         let shards: BTreeSet<&String> = match &map {
             Some(map) => map.values().collect(),
             None => seen(SAFETENSORS).collect(),
@@ -137,7 +155,7 @@ impl SafetensorsCheckpoint {
                 )));
             }
         }
-        let is_included = |name: &String| shards.contains(name) || shard_index.as_ref().is_some_and(|(index, _)| index == name);
+        let is_included = |name: &String| shards.contains(name) || shard_index.as_ref().is_some_and(|index| index.name == *name);
         checkpoint.not_included = names.iter().filter(|name| !is_included(name)).cloned().collect();
         checkpoint.shard_index = shard_index;
         Ok(checkpoint)
@@ -146,8 +164,9 @@ impl SafetensorsCheckpoint {
     fn from_files(path: &Path, paths: Vec<(PathBuf, String)>) -> Result<Self> {
         let mut files = Vec::new();
         let mut all = Vec::new();
+        let shared = (paths.len() > OpenFiles::MOST).then(Arc::<OpenFiles>::default);
         for (file, (path, name)) in paths.iter().enumerate() {
-            let (shard, tensors) = Shard::open(path, name)?;
+            let (shard, tensors) = Shard::open(path, name, shared.as_ref())?;
             all.extend(tensors.into_iter().map(|placed| (placed.info, (file as u32, shard.content_size + placed.offset))));
             files.push(shard);
         }
@@ -172,7 +191,13 @@ impl SafetensorsCheckpoint {
     /// Bytes of all files that are part of the checkpoint.
     pub fn file_bytes(&self) -> u64 {
         self.files.iter().map(|file| file.source.size()).sum::<u64>()
-            + self.shard_index.as_ref().map_or(0, |(_, content)| content.len() as u64)
+            + self.shard_index.as_ref().map_or(0, |index| index.content.len() as u64)
+    }
+
+    /// The names of the files that are part of the checkpoint, empty for a lone one.
+    fn file_names(&self) -> impl Iterator<Item = &str> {
+        let shards = self.files.iter().map(|file| &*file.name);
+        shards.chain(self.shard_index.iter().map(|index| &*index.name))
     }
 
     /// The content of the base's file of this name and kind, for [`FileKind::SafetensorsOfBase`] and
@@ -181,7 +206,7 @@ impl SafetensorsCheckpoint {
         if has_tensors {
             return self.files.iter().find(|file| file.name == name).map(Shard::content).transpose();
         }
-        Ok(self.shard_index.as_ref().filter(|(index, _)| index == name).map(|(_, content)| content.clone()))
+        Ok(self.shard_index.as_ref().filter(|index| index.name == name).map(|index| index.content.clone()))
     }
 
     /// The files of this checkpoint as a pair tells them: what the base has too is not stored again, nor held in memory.
@@ -198,8 +223,9 @@ impl SafetensorsCheckpoint {
                 if same { (FileKind::SafetensorsOfBase, Vec::new()) } else { (FileKind::Safetensors, file.content()?) };
             specs.push(FileSpec { name: file.name.clone(), kind, content_size: file.content_size, content_hash, content });
         }
-        if let Some((name, content)) = &self.shard_index {
-            let same = base.is_some_and(|base| base.shard_index == self.shard_index);
+        if let Some(ShardIndex { name, content, .. }) = &self.shard_index {
+            let of_base = base.and_then(|base| base.shard_index.as_ref());
+            let same = of_base.is_some_and(|other| other.name == *name && other.content == *content);
             let kind = if same { FileKind::VerbatimOfBase } else { FileKind::Verbatim };
             let (content_size, content_hash) = (content.len() as u64, digest::of(content));
             let content = if same { Vec::new() } else { content.clone() };
@@ -233,16 +259,22 @@ impl Checkpoint for SafetensorsCheckpoint {
     }
 
     fn paths(&self) -> Vec<PathBuf> {
-        let shard_index = self.shard_index.iter().map(|(name, _)| self.path.join(name));
+        let shard_index = self.shard_index.iter().map(|index| index.source.path().to_owned());
         let files = self.files.iter().map(|file| file.source.path().to_owned());
         [self.path.clone()].into_iter().chain(files).chain(shard_index).collect()
+    }
+
+    fn check_unchanged(&self) -> Result<()> {
+        let mut sources = self.files.iter().map(|file| &file.source).chain(self.shard_index.iter().map(|index| &index.source));
+        sources.try_for_each(FileSource::check_unchanged)
     }
 }
 
 /// Encodes the difference of checkpoint `target` from `base` (`None`: from nothing) into the pair `path`.
 ///
 /// # Errors
-/// As [`delta::encode_to_path`].
+/// As [`delta::encode_to_path`]: [`Error::Changed`] if a file of either checkpoint has changed since it was opened, as far as
+/// [`FileSource::check_unchanged`] notices.
 pub fn encode_files(
     base: Option<&SafetensorsCheckpoint>,
     target: &SafetensorsCheckpoint,
@@ -253,4 +285,21 @@ pub fn encode_files(
 ) -> Result<EncodeReport> {
     let files = target.file_specs(base)?;
     delta::encode_to_path(base.map(|base| base as &dyn Checkpoint), target, files, options, path, replace, progress)
+}
+
+/// Encodes the difference of tensors, wherever they lie, into the pair `path`. The pair holds no files: its target is written as
+/// one safetensors file with a header of its own.
+///
+/// # Errors
+/// As [`delta::encode_to_path`]; before anything is read, [`Error::NotWritable`] if there can be no such file.
+pub fn encode_tensors(
+    base: Option<&dyn Checkpoint>,
+    target: &dyn Checkpoint,
+    options: &EncodeOptions,
+    path: &Path,
+    replace: bool,
+    progress: Progress<'_>,
+) -> Result<EncodeReport> {
+    output::compose(target.tensors().to_vec())?;
+    delta::encode_to_path(base, target, Vec::new(), options, path, replace, progress)
 }

@@ -6,12 +6,11 @@ use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 use crate::delta::{Accelerator, Apply, ApplyReport, Progress, Sink};
 use crate::digest;
 use crate::error::{Error, Escaped, Result, Rule, hex};
-use crate::format::DIGEST_SIZE;
-use crate::index::{Tensor, ValidatedIndex};
+use crate::index::{TargetFile, Tensor, ValidatedIndex};
 use crate::publish::{Barrier, Publication, check_apart};
 use crate::reader::Pair;
 use crate::source::Source;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -29,7 +28,7 @@ pub struct ApplyOptions<'a> {
 }
 
 /// A file to be written: its content, then tensors.
-struct Output {
+pub(super) struct Output {
     name: String,
     content: Vec<u8>,
     data_size: u64,
@@ -62,11 +61,10 @@ impl Sink for Files {
 /// touched.
 ///
 /// # Errors
-/// As [`Apply::to_sink`]; [`Error::Misuse`] if the output is, contains, or lies inside a file or folder of the base or the pair;
-/// [`Error::BadCheckpoint`] if an existing folder has other files that readers would mix with those of the pair;
-/// [`Error::Io`] if `path` exists and may not be replaced, or is neither a regular file nor a folder, or if another process holds
-/// a lock on the folder for 30 seconds; [`Rule::FileTensors`] if the pair's files and
-/// its tensors do not fit together; [`Rule::BaseFile`] if the base lacks a file whose header the target shares.
+/// As [`check_writable`], before anything is written, and as [`Apply::to_sink`]; [`Error::Misuse`] if the output is, contains, or
+/// lies inside a file or folder of the base or the pair; [`Error::BadCheckpoint`] if an existing folder has other files that
+/// readers would mix with those of the pair; [`Error::Io`] if `path` exists and may not be replaced, or is neither a regular file
+/// nor a folder, or if another process holds a lock on the folder for 30 seconds.
 pub fn apply_to_path<B: Source>(
     pair: &Pair<B>,
     base: Option<&SafetensorsCheckpoint>,
@@ -83,12 +81,8 @@ pub fn apply_to_path<B: Source>(
     if let Some(accelerator) = options.accelerator {
         apply = apply.on(accelerator);
     }
-    let (outputs, places) = if options.wanted.is_some() || pair.index().files().len() == 0 {
-        let chosen: Vec<_> = apply.selected().collect();
-        compose(pair.index(), &chosen)?
-    } else {
-        plan(pair.index(), base)?
-    };
+    let chosen = options.wanted.is_some().then(|| apply.selected().collect::<Vec<_>>());
+    let (outputs, places) = outputs(pair.index(), base, chosen.as_deref())?;
     let is_lone = matches!(&outputs[..], [lone] if lone.name.is_empty());
     let paths: Vec<_> = outputs.iter().map(|output| if is_lone { path.to_owned() } else { path.join(&output.name) }).collect();
     let inputs: Vec<_> = base.iter().flat_map(|base| base.paths()).chain(pair.paths()).collect();
@@ -135,6 +129,48 @@ fn barrier(path: &Path, outputs: &[Output]) -> Result<Barrier> {
     Ok(Barrier { name: name.to_owned(), content: UNFINISHED })
 }
 
+/// Checks that [`apply_to_path`] can write the target of a pair. Nothing is written. Where this and [`Apply::verify`] succeed with
+/// a base, [`apply_to_path`] does, unless the file system refuses.
+///
+/// Readers of safetensors open every safetensors file that it writes. Verbatim files, which shard indexes are, are written as
+/// they are stored, whatever they say.
+///
+/// Cost: the headers of all files are read, or one is composed, and held.
+///
+/// # Errors
+/// [`Rule::FileTensors`] if the pair's files and its tensors do not fit together; [`Rule::BaseFile`] if the base, or none, lacks a
+/// file whose content the target shares; [`Error::NotWritable`] for a pair without files of which no reader would take the one
+/// to be composed: a tensor named `__metadata__`, a header above 100,000,000 bytes.
+pub fn check_writable(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<()> {
+    outputs(index, base, None).map(|_| ())
+}
+
+/// Compares the files of a checkpoint with those of a pair's target: their names, the bytes before their data, and the shard index.
+/// Together with [`ValidatedIndex::check_target`], which compares the tensors, every byte is compared. A pair without files
+/// names none to compare.
+///
+/// Cost: one read and one hash of all headers.
+///
+/// # Errors
+/// [`Rule::FileContentDigest`] for the first file that is missing or differs, and for one that the pair has not; [`Error::Io`].
+pub fn check_target_files(index: &ValidatedIndex, target: &SafetensorsCheckpoint) -> Result<()> {
+    if index.files().len() == 0 {
+        return Ok(());
+    }
+    let mut own = target.file_names().collect::<BTreeSet<_>>();
+    for file in index.files() {
+        content_of(Some(target), "target", Rule::FileContentDigest, &file)?;
+        own.remove(file.name);
+    }
+    match own.first() {
+        None => Ok(()),
+        Some(name) => {
+            let expected = format_args!("the {} files of the pair", index.files().len());
+            Err(Rule::FileContentDigest.broken(expected, format_args!("{} too", shown(name))))
+        }
+    }
+}
+
 /// The `__metadata__` of a pair's target files, all in one; of two files with different values for a key, the first's.
 ///
 /// # Errors
@@ -147,7 +183,7 @@ pub fn target_metadata(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoi
         let content = match file.content {
             Some(content) => content,
             None => {
-                of_base = content_of_base(base, file.name, true, file.content_size, &file.content_digest)?;
+                of_base = content_of(base, "base", Rule::BaseFile, &file)?;
                 &of_base
             }
         };
@@ -166,7 +202,7 @@ fn plan(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<
     for file in index.files() {
         let content = match file.content {
             Some(content) => content.to_vec(),
-            None => content_of_base(base, file.name, file.kind.has_tensors(), file.content_size, &file.content_digest)?,
+            None => content_of(base, "base", Rule::BaseFile, &file)?,
         };
         let mut data_size = 0;
         if file.kind.has_tensors() {
@@ -203,47 +239,63 @@ fn plan(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<
     Ok((outputs, places))
 }
 
-fn content_of_base(
-    base: Option<&SafetensorsCheckpoint>,
-    name: &str,
-    has_tensors: bool,
-    size: u64,
-    digest: &[u8; DIGEST_SIZE],
-) -> Result<Vec<u8>> {
+/// The name of a file of a pair, in words where it is empty.
+fn shown(name: &str) -> &str {
+    if name.is_empty() { "a lone safetensors file" } else { name }
+}
+
+/// The content of a checkpoint's file, compared with the one that a pair names; `rule` is broken if they differ.
+fn content_of(checkpoint: Option<&SafetensorsCheckpoint>, whose: &str, rule: Rule, file: &TargetFile<'_>) -> Result<Vec<u8>> {
+    let TargetFile { name, kind, content_size: size, content_digest: digest, .. } = file;
     let broken = |found: &dyn std::fmt::Display| {
-        let shown = if name.is_empty() { "a lone safetensors file" } else { name };
-        Rule::BaseFile.broken(format_args!("{shown} of the base, of which {size} bytes hash to {}", hex(digest)), found)
+        rule.broken(format_args!("{} of the {whose}, of which {size} bytes hash to {}", shown(name), hex(digest)), found)
     };
-    let base = base.ok_or_else(|| broken(&"no base"))?;
-    let content = base.content(name, has_tensors)?.ok_or_else(|| broken(&"no such file"))?;
+    let checkpoint = checkpoint.ok_or_else(|| broken(&format_args!("no {whose}")))?;
+    let content = checkpoint.content(name, kind.has_tensors())?.ok_or_else(|| broken(&"no such file"))?;
     let found = digest::short(&digest::of(&content));
-    if content.len() as u64 != size || found != *digest {
+    if content.len() as u64 != *size || found != *digest {
         return Err(broken(&format_args!("{} that hash to {}", content.len(), hex(&found))));
     }
     Ok(content)
 }
 
-/// One file that holds these tensors.
-fn compose(index: &ValidatedIndex, chosen: &[Tensor<'_>]) -> Result<(Vec<Output>, Places)> {
-    let mut sorted: Vec<_> = chosen.iter().collect();
-    // Wide elements first, so that each tensor is aligned; the order of the safetensors crate.
-    sorted.sort_by_key(|tensor| (std::cmp::Reverse(tensor.dtype.bits()), tensor.place));
-    let mut end = 0;
-    let tensors: Vec<_> = sorted
-        .iter()
-        .map(|tensor| {
-            let offset = end;
-            end += tensor.bytes();
-            let info = TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
-            Placed { info, offset }
-        })
-        .collect();
-    let content = Header::compose(&tensors).map_err(Error::Misuse)?;
+/// The files to be written: one that holds the chosen tensors, or those that the pair tells of.
+fn outputs(
+    index: &ValidatedIndex,
+    base: Option<&SafetensorsCheckpoint>,
+    chosen: Option<&[Tensor<'_>]>,
+) -> Result<(Vec<Output>, Places)> {
+    let info = |tensor: &Tensor<'_>| TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
+    let tensors = match chosen {
+        Some(chosen) => chosen.iter().map(info).collect(),
+        None if index.files().len() == 0 => index.tensors().map(|tensor| info(&tensor)).collect(),
+        None => return plan(index, base),
+    };
+    let (output, placed) = compose(tensors)?;
     let mut places: Places = vec![None; index.tensor_count()];
-    for (tensor, placed) in sorted.iter().zip(&tensors) {
-        places[tensor.place] = Some((0, content.len() as u64 + placed.offset));
+    for placed in placed {
+        let tensor = index.find(&placed.info.name).map(|tensor| tensor.place);
+        if let Some(place) = tensor {
+            places[place] = Some((0, output.content.len() as u64 + placed.offset));
+        }
     }
-    Ok((vec![Output { name: String::new(), content, data_size: end }], places))
+    Ok((vec![output], places))
+}
+
+/// One file that holds these tensors, whose names ascend.
+pub(super) fn compose(mut tensors: Vec<TensorInfo>) -> Result<(Output, Vec<Placed>)> {
+    // Wide elements first, so that each tensor is aligned; the order of the safetensors crate.
+    tensors.sort_by_key(|info| std::cmp::Reverse(info.dtype.bits()));
+    let mut end = 0u64;
+    let mut placed = Vec::with_capacity(tensors.len());
+    for info in tensors {
+        let offset = end;
+        let too_large = || Error::NotWritable { reason: "its tensors have more than 2^64 bytes".into() };
+        end = end.checked_add(info.bytes()).ok_or_else(too_large)?;
+        placed.push(Placed { info, offset });
+    }
+    let content = Header::compose(&placed).map_err(|reason| Error::NotWritable { reason })?;
+    Ok((Output { name: String::new(), content, data_size: end }, placed))
 }
 
 /// Writes the outputs under temporary names of a publication.

@@ -1,0 +1,450 @@
+//! Files that are read and written: what changes meanwhile is refused, and nothing is written that no reader opens.
+
+#[allow(dead_code, reason = "other tests use more of it")]
+mod common;
+
+use common::*;
+use proptest::prelude::*;
+use serde_json::{Map, Value, json};
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Once;
+use tempfile::TempDir;
+use tpde::delta::encode;
+use tpde::error::Rule;
+use tpde::format::FileKind;
+use tpde::safetensors::{ApplyOptions, check_target_files, check_writable};
+use tpde::writer::{FileSpec, PairBuilder};
+use tpde::{
+    Apply, Checkpoint, Dtype, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, TensorInfo,
+    apply_to_path, encode_files, encode_tensors, encode_to_memory,
+};
+
+fn open(path: &Path) -> SafetensorsCheckpoint {
+    SafetensorsCheckpoint::open(path).unwrap()
+}
+
+/// Three tensors, of which the first takes several batches of work.
+fn large(seed: u64) -> Vec<Tensor> {
+    ["a", "b", "c"].iter().map(|name| tensor(name, "BF16", &[256, 1024], seed)).collect()
+}
+
+/// A folder with checkpoints `base` and `target` in two shards each.
+fn two_folders() -> TempDir {
+    let place = tempfile::tempdir().unwrap();
+    let base = large(1);
+    let target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 50)).collect();
+    write_folder(&place.path().join("base"), &[&base[..1], &base[1..]]);
+    write_folder(&place.path().join("target"), &[&target[..1], &target[1..]]);
+    place
+}
+
+/// Encodes while `change` is made to a file, once the work has begun.
+fn encode_while(place: &Path, change: impl Fn() + Sync) -> Result<()> {
+    let (base, target) = (open(&place.join("base")), open(&place.join("target")));
+    let once = Once::new();
+    let watch = |_| once.call_once(&change);
+    let options = EncodeOptions { chunk_lanes: 4096, ..EncodeOptions::default() };
+    encode_files(Some(&base), &target, &options, &place.join("pair"), false, &watch).map(|_| ())
+}
+
+#[test]
+fn a_file_that_changes_while_it_is_encoded_is_named_and_nothing_is_published() {
+    let shard = "model-00002-of-00002.safetensors";
+    for checkpoint in ["base", "target"] {
+        for file in [shard, "model.safetensors.index.json"] {
+            for replaced in [false, true] {
+                let place = two_folders();
+                let path = place.path().join(checkpoint).join(file);
+                let outcome = encode_while(place.path(), || {
+                    if replaced {
+                        fs::copy(&path, path.with_extension("new")).unwrap();
+                        fs::rename(path.with_extension("new"), &path).unwrap();
+                    } else {
+                        let end = fs::metadata(&path).unwrap().len();
+                        File::options().write(true).open(&path).unwrap().write_all_at(b" ", end - 1).unwrap();
+                    }
+                });
+                let Err(Error::Changed { what }) = outcome else { panic!("{checkpoint} {file} {replaced}: {outcome:?}") };
+                assert!(what.ends_with(&format!("{checkpoint}/{file}")), "{what}");
+                let names = place.path().read_dir().unwrap().count();
+                assert_eq!(names, 2, "the two checkpoints and nothing else");
+            }
+        }
+    }
+}
+
+#[test]
+fn files_that_do_not_change_are_encoded() {
+    let place = two_folders();
+    encode_while(place.path(), || {
+        fs::read(place.path().join("target/model.safetensors.index.json")).unwrap();
+    })
+    .unwrap();
+    assert!(place.path().join("pair.tpde-index").exists());
+}
+
+#[test]
+fn bytes_after_the_data_of_a_safetensors_file_are_refused() {
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("model.safetensors");
+    let mut bytes = safetensors(&large(1));
+    fs::write(&path, &bytes).unwrap();
+    open(&path);
+    bytes.push(0);
+    fs::write(&path, &bytes).unwrap();
+    let error = SafetensorsCheckpoint::open(&path).unwrap_err();
+    assert!(matches!(error, Error::BadCheckpoint { .. }), "{error}");
+    fs::write(&path, &bytes[..bytes.len() - 2]).unwrap();
+    let error = SafetensorsCheckpoint::open(&path).unwrap_err();
+    assert!(matches!(error, Error::BadCheckpoint { .. }), "{error}");
+}
+
+#[test]
+fn more_shards_than_descriptors_are_read() {
+    let place = tempfile::tempdir().unwrap();
+    let tensors: Vec<_> = (0..100).map(|i| tensor(&format!("t{i}"), "BF16", &[8, 8], i)).collect();
+    let shards: Vec<_> = tensors.chunks(1).collect();
+    write_folder(&place.path().join("base"), &shards);
+    let checkpoint = open(&place.path().join("base"));
+    let open_here = fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| fs::read_link(entry.unwrap().path()).ok());
+    let open_here = open_here.filter(|path| path.starts_with(place.path())).count();
+    assert!(open_here <= 17, "{open_here} files are open");
+    for tensor in &tensors {
+        let mut bytes = vec![0; tensor.bytes.len()];
+        checkpoint.read(checkpoint.find(&tensor.name).unwrap(), 0, &mut bytes).unwrap();
+        assert!(bytes == tensor.bytes);
+    }
+}
+
+/// Tensors without elements under these names.
+fn empty(names: impl Iterator<Item = String>) -> Vec<TensorInfo> {
+    names.map(|name| TensorInfo { name, dtype: Dtype::U8, shape: vec![0] }).collect()
+}
+
+fn refused_everywhere(tensors: Vec<TensorInfo>, what: &str) {
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("out");
+    let target = MemoryCheckpoint::new(tensors.into_iter().map(|info| (info, &[][..]))).unwrap();
+    let refuses = |outcome: Result<()>| match outcome {
+        Err(Error::NotWritable { reason }) => assert!(reason.contains(what), "{reason}"),
+        outcome => panic!("{outcome:?}"),
+    };
+    refuses(encode_tensors(None, &target, &EncodeOptions::default(), &path, false, &|_| {}).map(|_| ()));
+    let pair = encode_to_memory(None, &target, &EncodeOptions::default()).unwrap().0;
+    pair.verify().unwrap();
+    refuses(check_writable(pair.index(), None));
+    refuses(apply_to_path(&pair, None, &path, &ApplyOptions::default(), &|_| {}).map(|_| ()));
+    assert_eq!(place.path().read_dir().unwrap().count(), 0);
+}
+
+#[test]
+fn a_tensor_with_the_name_of_metadata_is_not_written() {
+    refused_everywhere(empty(["__metadata__".to_owned()].into_iter()), "__metadata__");
+}
+
+#[test]
+fn a_header_that_no_reader_takes_is_not_written() {
+    // Each byte of a name takes six where it is escaped.
+    let names = |count: usize| (0..count).map(|i| format!("{i:05}{}", "\u{1}".repeat(4091)));
+    refused_everywhere(empty(names(4100)), "100000000 bytes");
+}
+
+#[test]
+fn a_header_that_differs_in_a_space_is_another_target() {
+    let place = tempfile::tempdir().unwrap();
+    let (path, other) = (place.path().join("target.safetensors"), place.path().join("other.safetensors"));
+    write_file(&path, &large(1));
+    let mut bytes = fs::read(&path).unwrap();
+    // After the brace that begins the header there is a line break.
+    assert_eq!(bytes[9], b'\n');
+    bytes[9] = b' ';
+    fs::write(&other, bytes).unwrap();
+    encode_files(None, &open(&path), &EncodeOptions::default(), &place.path().join("pair"), false, &|_| {}).unwrap();
+    let pair = Pair::open(&place.path().join("pair")).unwrap();
+    check_target_files(pair.index(), &open(&path)).unwrap();
+    pair.index().check_target(&open(&other), &|_| {}).unwrap();
+    let error = check_target_files(pair.index(), &open(&other)).unwrap_err();
+    assert_eq!(error.rule(), Some(Rule::FileContentDigest), "{error}");
+
+    // The same file within a folder is another checkpoint.
+    fs::create_dir(place.path().join("folder")).unwrap();
+    fs::copy(&path, place.path().join("folder/target.safetensors")).unwrap();
+    let error = check_target_files(pair.index(), &open(&place.path().join("folder"))).unwrap_err();
+    assert!(error.to_string().contains("no such file"), "{error}");
+}
+
+#[test]
+fn names_and_shard_indexes_of_targets_are_compared() {
+    let place = two_folders();
+    encode_while(place.path(), || {}).unwrap();
+    let pair = Pair::open(&place.path().join("pair")).unwrap();
+    let folder = place.path().join("target");
+    let index = folder.join("model.safetensors.index.json");
+    check_target_files(pair.index(), &open(&folder)).unwrap();
+    let content = fs::read(&index).unwrap();
+    fs::write(&index, [&content[..], b"\n"].concat()).unwrap();
+    assert!(check_target_files(pair.index(), &open(&folder)).unwrap_err().to_string().contains("index.json"));
+    fs::write(&index, &content).unwrap();
+    fs::rename(&index, folder.join("other.safetensors.index.json")).unwrap();
+    assert!(check_target_files(pair.index(), &open(&folder)).unwrap_err().to_string().contains("no such file"));
+    fs::rename(folder.join("other.safetensors.index.json"), &index).unwrap();
+    // A shard more: without a shard index all safetensors files of a folder count.
+    fs::remove_file(&index).unwrap();
+    write_file(&folder.join("more.safetensors"), &[]);
+    assert!(check_target_files(pair.index(), &open(&folder)).is_err());
+}
+
+/// How the files that a pair names differ from those of a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Fault {
+    None,
+    /// A tensor is in no file.
+    Missing,
+    /// A tensor is in two files.
+    Twice,
+    Unknown,
+    Shape,
+    NotJson,
+    Spaced,
+    MapOfOtherShard,
+    MapOfUnknownTensor,
+    MapOfUnknownShard,
+    MapLacksShard,
+    MapEmpty,
+    MapNotJson,
+    TwoMaps,
+    NoMap,
+}
+
+const FAULTS: [Fault; 15] = {
+    use Fault::*;
+    [
+        None,
+        Missing,
+        Twice,
+        Unknown,
+        Shape,
+        NotJson,
+        Spaced,
+        MapOfOtherShard,
+        MapOfUnknownTensor,
+        MapOfUnknownShard,
+        MapLacksShard,
+        MapEmpty,
+        MapNotJson,
+        TwoMaps,
+        NoMap,
+    ]
+};
+
+/// What happens to the base after the pair was made.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum BaseFault {
+    None,
+    Header,
+    Data,
+    LoneFile,
+    ShardIndex,
+}
+
+const BASE_FAULTS: [BaseFault; 5] =
+    [BaseFault::None, BaseFault::Header, BaseFault::Data, BaseFault::LoneFile, BaseFault::ShardIndex];
+
+#[derive(Debug, Clone)]
+struct Case {
+    /// For each tensor whether it is there, and in which shard.
+    tensors: Vec<(&'static str, bool)>,
+    /// 0: the pair has no files, 1: a lone one, 2: two shards.
+    layout: u8,
+    fault: Fault,
+    /// Contents that equal the base's are taken from it.
+    of_base: bool,
+    base_fault: BaseFault,
+    grown: bool,
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let names = ["__metadata__", "a", "b", "c", "d\u{1}\"", "é"];
+    let tensors = proptest::collection::vec((proptest::bool::weighted(0.8), any::<bool>()), names.len());
+    let tensors = (tensors, proptest::bool::weighted(0.2)).prop_map(move |(present, metadata)| {
+        let chosen = names.iter().zip(present).filter(|(name, (there, _))| *there && (metadata || **name != "__metadata__"));
+        chosen.map(|(name, (_, shard))| (*name, shard)).collect::<Vec<_>>()
+    });
+    let fault = prop_oneof![2 => Just(Fault::None), 3 => proptest::sample::select(&FAULTS[..])];
+    let base_fault = prop_oneof![2 => Just(BaseFault::None), 1 => proptest::sample::select(&BASE_FAULTS[..])];
+    (tensors, 0..3u8, fault, any::<bool>(), base_fault, any::<bool>()).prop_map(
+        |(tensors, layout, fault, of_base, base_fault, grown)| Case { tensors, layout, fault, of_base, base_fault, grown },
+    )
+}
+
+/// The bytes of a safetensors file before its data.
+fn header(tensors: &[Tensor]) -> Vec<u8> {
+    let data: usize = tensors.iter().map(|tensor| tensor.bytes.len()).sum();
+    let mut file = safetensors(tensors);
+    file.truncate(file.len() - data);
+    file
+}
+
+fn map(shards: &[(&str, Vec<Tensor>)]) -> Map<String, Value> {
+    let entries = shards.iter().flat_map(|(name, tensors)| tensors.iter().map(|tensor| (tensor.name.clone(), Value::from(*name))));
+    entries.collect()
+}
+
+const SHARDS: [&str; 2] = ["model-1.safetensors", "model-2.safetensors"];
+const SHARD_INDEX: &str = "model.safetensors.index.json";
+
+impl Case {
+    fn split(&self, tensors: &[Tensor]) -> Vec<(&'static str, Vec<Tensor>)> {
+        let of = |second| tensors.iter().zip(&self.tensors).filter(move |(_, (_, shard))| *shard == second);
+        SHARDS.iter().zip([false, true]).map(|(name, second)| (*name, of(second).map(|(t, _)| t.clone()).collect())).collect()
+    }
+
+    /// Writes a checkpoint in the layout of the pair's files; one without files is a lone file.
+    fn write(&self, path: &Path, tensors: &[Tensor]) {
+        if self.layout < 2 {
+            return write_file(path, tensors);
+        }
+        fs::create_dir(path).unwrap();
+        let shards = self.split(tensors);
+        for (name, tensors) in &shards {
+            write_file(&path.join(name), tensors);
+        }
+        if !tensors.is_empty() && shards.iter().all(|(_, tensors)| !tensors.is_empty()) {
+            fs::write(path.join(SHARD_INDEX), json!({"weight_map": map(&shards)}).to_string()).unwrap();
+        }
+    }
+
+    /// The files that the pair names.
+    fn files(&self, target: &[Tensor], base: &Path) -> Vec<FileSpec> {
+        let spec = |name: &str, content: Vec<u8>, has_tensors: bool| {
+            let of_base = if name.is_empty() { base.to_owned() } else { base.join(name) };
+            let same = fs::read(of_base).is_ok_and(|file| if has_tensors { file.starts_with(&content) } else { file == content });
+            let kind = match (has_tensors, same && self.of_base) {
+                (true, false) => FileKind::Safetensors,
+                (true, true) => FileKind::SafetensorsOfBase,
+                (false, false) => FileKind::Verbatim,
+                (false, true) => FileKind::VerbatimOfBase,
+            };
+            FileSpec {
+                name: name.into(),
+                kind,
+                content_size: content.len() as u64,
+                content_hash: blake3::hash(&content),
+                content: if same && self.of_base { Vec::new() } else { content },
+            }
+        };
+        let mut shards = match self.layout {
+            0 => return Vec::new(),
+            1 => vec![("", target.to_vec())],
+            _ => self.split(target),
+        };
+        let mut contents = map(&shards);
+        let first = shards[0].1.first().cloned();
+        let last = shards.len() - 1;
+        match (self.fault, first) {
+            (Fault::Missing, Some(_)) => _ = shards[0].1.remove(0),
+            (Fault::Twice, Some(tensor)) => shards[last].1.push(tensor),
+            (Fault::Unknown, _) => shards[last].1.push(tensor("unknown", "U8", &[0], 1)),
+            (Fault::Shape, Some(_)) => shards[0].1[0].shape.push(1),
+            (Fault::MapOfOtherShard, Some(tensor)) => _ = contents.insert(tensor.name, SHARDS[1].into()),
+            (Fault::MapOfUnknownTensor, _) => _ = contents.insert("unknown".into(), SHARDS[0].into()),
+            (Fault::MapOfUnknownShard, Some(tensor)) => _ = contents.insert(tensor.name, "model-3.safetensors".into()),
+            (Fault::MapLacksShard, _) => contents.retain(|_, shard| shard != SHARDS[0]),
+            (Fault::MapEmpty, _) => contents.clear(),
+            _ => {}
+        }
+        let mut specs = Vec::new();
+        for (i, (name, tensors)) in shards.iter().enumerate() {
+            let mut content = header(tensors);
+            match self.fault {
+                Fault::NotJson if i == last => *content.last_mut().unwrap() = b'x',
+                Fault::Spaced => content[9] = b' ',
+                _ => {}
+            }
+            specs.push(spec(name, content, true));
+        }
+        if self.layout == 2 && self.fault != Fault::NoMap {
+            let mut content = json!({"weight_map": contents}).to_string().into_bytes();
+            if self.fault == Fault::MapNotJson {
+                content.pop();
+            }
+            if self.fault == Fault::TwoMaps {
+                specs.push(spec("another.safetensors.index.json", content.clone(), false));
+            }
+            specs.push(spec(SHARD_INDEX, content, false));
+        }
+        specs.sort_by(|a, b| a.name.cmp(&b.name));
+        specs
+    }
+
+    fn damage(&self, base: &Path) {
+        let first = if self.layout < 2 { base.to_owned() } else { base.join(SHARDS[0]) };
+        let mut bytes = fs::read(&first).unwrap();
+        match self.base_fault {
+            BaseFault::None => return,
+            BaseFault::Header => bytes[9] = b' ',
+            BaseFault::Data => *bytes.last_mut().unwrap() ^= 1,
+            BaseFault::LoneFile if self.layout == 2 => return fs::rename(&first, base.join("other.safetensors")).unwrap(),
+            BaseFault::ShardIndex if self.layout == 2 => return drop(fs::remove_file(base.join(SHARD_INDEX))),
+            _ => return,
+        }
+        fs::write(first, bytes).unwrap();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    /// Whether a pair can be written is known before: verifying with a base and planning say yes if and only if applying succeeds,
+    /// and what it writes is the target, for this crate and for the safetensors crate.
+    #[test]
+    fn what_is_sound_and_writable_is_written(case in cases()) {
+        let place = tempfile::tempdir().unwrap();
+        let path = |name: &str| place.path().join(name);
+        let rows = |grown: bool| if grown { 3 } else { 2 };
+        let base: Vec<_> = case.tensors.iter().map(|(name, _)| tensor(name, "BF16", &[2, 8], 3)).collect();
+        let target: Vec<_> = case.tensors.iter().enumerate().map(|(i, (name, _))| {
+            tuned(&tensor(name, "BF16", &[rows(case.grown && i == 0), 8], 3), 5)
+        }).collect();
+        // As a file, a base cannot have a tensor of this name.
+        let on_disk: Vec<_> = base.iter().filter(|tensor| tensor.name != "__metadata__").cloned().collect();
+        case.write(&path("base"), &on_disk);
+
+        let held = |tensors: &[Tensor]| -> Vec<(TensorInfo, Vec<u8>)> {
+            tensors.iter().map(|tensor| {
+                let shape = tensor.shape.iter().map(|&d| d as u64).collect();
+                (TensorInfo { name: tensor.name.clone(), dtype: Dtype::Bf16, shape }, tensor.bytes.clone())
+            }).collect()
+        };
+        let (base_held, target_held) = (held(&on_disk), held(&target));
+        let base_memory = MemoryCheckpoint::new(base_held.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).unwrap();
+        let target_memory = MemoryCheckpoint::new(target_held.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).unwrap();
+        let files = case.files(&target, &path("base"));
+        let builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
+        let (finished, _) = encode(Some(&base_memory), &target_memory, files, &EncodeOptions::default(), builder, &|_| {}).unwrap();
+        let pair = finished.into_pair().unwrap();
+
+        case.damage(&path("base"));
+        let Ok(base) = SafetensorsCheckpoint::open(&path("base")) else { return Ok(()) };
+        let verified = Apply::new(&pair, &base).verify().and_then(|_| check_writable(pair.index(), Some(&base)));
+        let applied = apply_to_path(&pair, Some(&base), &path("out"), &ApplyOptions::default(), &|_| {});
+        prop_assert_eq!(verified.is_ok(), applied.is_ok(), "{:?} {:?}", verified, applied);
+        if applied.is_err() {
+            prop_assert!(!path("out").exists());
+            return Ok(());
+        }
+        let files = if path("out").is_dir() { path("out").read_dir().unwrap().map(|e| e.unwrap().path()).collect() } else { vec![path("out")] };
+        let is_map = |file: &Path| file.extension().is_some_and(|e| e == "json");
+        if case.fault == Fault::None {
+            check_target_files(pair.index(), &open(&path("out"))).unwrap();
+        }
+        // Shard indexes are rebuilt whatever they say; without one a folder is all its safetensors files.
+        files.iter().filter(|file| is_map(file)).for_each(|file| fs::remove_file(file).unwrap());
+        pair.index().check_target(&open(&path("out")), &|_| {}).unwrap();
+        for file in files.iter().filter(|file| !is_map(file)) {
+            ::safetensors::SafeTensors::deserialize(&fs::read(file).unwrap()).unwrap();
+        }
+    }
+}
