@@ -1,6 +1,6 @@
 //! A pair opened for reading (spec sections 11 and 13, steps 7 and 10).
 
-use crate::error::{Error, Result, Rule, hex};
+use crate::error::{Error, Escaped, Result, Rule, hex};
 use crate::format::{BLOB_HEADER_CRC_SPAN, BLOB_HEADER_SIZE, BLOB_MAGIC, BlobHeader, ChunkMetadata, PAYLOAD_ALIGN, VERSION_MAJOR};
 use crate::index::ValidatedIndex;
 use crate::limits::Limits;
@@ -38,6 +38,22 @@ impl PairPaths {
     }
 }
 
+/// Refuses a path that names no pair: one whose last part is empty, `.` or `..`.
+///
+/// # Errors
+/// [`Error::Misuse`].
+pub(crate) fn check_pair_name(path: &Path) -> Result<()> {
+    use std::os::unix::ffi::OsStrExt;
+    let bytes = path.as_os_str().as_bytes();
+    let last = bytes.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
+    if !matches!(last, b"" | b"." | b"..") {
+        return Ok(());
+    }
+    let shown = path.display().to_string();
+    let shown = if shown.is_empty() { "an empty path".to_owned() } else { Escaped(&shown).to_string() };
+    Err(Error::Misuse(format!("{shown} names no pair: give its folder and its name, as in FOLDER/NAME")))
+}
+
 /// A validated index and the blob that belongs to it.
 #[derive(Debug)]
 pub struct Pair<B> {
@@ -54,7 +70,7 @@ impl Pair<FileSource> {
     /// [`Pair::verify`] checks them all. While the pair is being replaced, this gives the old one or the new one.
     ///
     /// # Errors
-    /// As [`ValidatedIndex::parse`] and [`Pair::new`], and [`Error::Io`].
+    /// As [`ValidatedIndex::parse`] and [`Pair::new`], [`Error::Io`], and [`Error::Misuse`] for a path that ends in no name.
     pub fn open(path: &Path) -> Result<Self> {
         Self::open_with(path, &Limits::default())
     }
@@ -64,6 +80,7 @@ impl Pair<FileSource> {
     /// # Errors
     /// As [`Pair::open`].
     pub fn open_with(path: &Path, limits: &Limits) -> Result<Self> {
+        check_pair_name(path)?;
         let paths = PairPaths::new(path);
         let open = || Self::open_once(&paths, limits);
         match open() {

@@ -10,9 +10,9 @@ use common::*;
 use std::fs::{self, File};
 use std::path::Path;
 use tpde::codec::Encoded;
-use tpde::format::BaseKind;
-use tpde::writer::{PairBuilder, TensorSpec};
-use tpde::{Codec, Dtype};
+use tpde::format::{BaseKind, FileKind};
+use tpde::writer::{FileSpec, PairBuilder, TensorSpec};
+use tpde::{Checkpoint, Codec, Dtype, EncodeOptions, Error, TensorInfo};
 
 /// Writes a pair of tensors of these names and numbers of lanes, none of which changes: hardly any bytes, for any shapes.
 fn write_pair(path: &Path, tensors: impl Iterator<Item = (String, u64)>) {
@@ -81,6 +81,10 @@ fn large_files_that_are_no_index_are_refused_before_they_are_read() {
     enlarge("pair.tpde-index", 1 << 30);
     assert_eq!(refused("inspect pair"), ("invalid".into(), "header.index_size".into()));
 
+    fs::write(place.path("header.safetensors"), 100_000_001u64.to_le_bytes()).unwrap();
+    enlarge("header.safetensors", 200_000_000);
+    place.fails("encode --no-base header.safetensors -o x", DATA, "than 100000000 bytes");
+
     // Above the limits, and much more than memory: of an index, a shard index, and a map of names.
     enlarge("pair.tpde-index", 1 << 40);
     assert_eq!(refused("inspect pair").0, "limit");
@@ -114,4 +118,105 @@ fn messages_are_short_whatever_a_file_holds() {
         let message = error["message"].as_str().unwrap();
         assert!(message.chars().count() < 2000 && !message.contains('\u{1b}'), "{message}");
     }
+}
+
+/// A checkpoint that must not be read.
+struct Unread(Vec<TensorInfo>);
+
+impl Checkpoint for Unread {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.0
+    }
+
+    fn read(&self, _: usize, _: u64, _: &mut [u8]) -> tpde::Result<()> {
+        panic!("read before the names were checked")
+    }
+}
+
+fn encode_unread(tensors: &[(&str, usize)], files: &[&str]) -> Error {
+    let infos = tensors.iter().map(|&(name, rank)| TensorInfo { name: name.into(), dtype: Dtype::U8, shape: vec![1; rank] });
+    let file = |name: &&str| FileSpec {
+        name: (*name).into(),
+        kind: FileKind::Safetensors,
+        content_size: 8,
+        content_hash: blake3::hash(&[0; 8]),
+        content: vec![0; 8],
+    };
+    let builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
+    let (target, files) = (Unread(infos.collect()), files.iter().map(file).collect());
+    tpde::delta::encode(None, &target, files, &EncodeOptions::default(), builder, &|_| {}).map(|_| ()).unwrap_err()
+}
+
+#[test]
+fn names_that_a_pair_cannot_hold_are_refused_before_anything_is_read() {
+    let long = "n".repeat(4097);
+    for (name, rank, rule) in [("", 1, "name"), ("a\0b", 1, "name"), (&long, 1, "name"), ("r", 33, "rank"), ("r", 1 << 16, "rank")]
+    {
+        let Error::Invalid(invalid) = encode_unread(&[("0", 1), (name, rank)], &[]) else { panic!("{name}: another error") };
+        assert_eq!((invalid.rule.id(), invalid.at.tensor.as_deref()), (&*format!("tensor.{rule}"), Some(name)));
+    }
+    for (files, shown) in [
+        (["M.safetensors", "m.safetensors"], "m.safetensors beside M.safetensors"),
+        (["a.safetensors", "b c.safetensors"], "b c.safetensors"),
+        (["b.safetensors", "a.safetensors"], "a.safetensors after b.safetensors"),
+    ] {
+        let error = encode_unread(&[("0", 1)], &files);
+        assert_eq!(error.rule().map(|rule| rule.id()), Some("file.name"));
+        assert!(error.to_string().contains(shown), "{error}");
+    }
+    let error = encode_unread(&vec![(&long[1..], 0); 70_000], &[]);
+    assert!(matches!(error, Error::Limit { what: "size of the tensor table", .. }), "{error}");
+}
+
+#[test]
+fn shards_whose_names_differ_in_case_alone_are_named() {
+    let place = Place::new();
+    fs::create_dir(place.path("folder")).unwrap();
+    write_file(&place.path("folder/M.safetensors"), &[tensor("a", "U8", &[1], 1)]);
+    write_file(&place.path("folder/m.safetensors"), &[tensor("b", "U8", &[1], 1)]);
+    let error = place.fails("encode --no-base folder -o x", DATA, "m.safetensors beside M.safetensors");
+    assert_eq!(error["rule"], "file.name");
+    assert_eq!(place.names(), ["folder"]);
+}
+
+#[test]
+fn paths_that_are_not_utf8_are_valid_json() {
+    use std::ffi::OsString;
+    use std::os::unix::ffi::OsStringExt;
+    let place = Place::with_pair();
+    let named = |ending: &str| OsString::from_vec([b"\xffpair", ending.as_bytes()].concat());
+    for ending in [".tpde-index", ".tpde-blob"] {
+        fs::copy(place.path(&format!("pair{ending}")), place.0.path().join(named(ending))).unwrap();
+    }
+    let json = |words: &[&str], last: OsString| -> serde_json::Value {
+        let mut command = std::process::Command::new(TPDE);
+        let output = command.args(words).arg(last).arg("--json").current_dir(place.0.path()).output().unwrap();
+        assert!(output.stdout.is_ascii());
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let bytes = "ff70616972";
+    let is_named = |value: &serde_json::Value| value["bytes"] == bytes && value["shown"].as_str().unwrap().contains("pair");
+    assert!(is_named(&json(&["verify"], named(""))["pair"]));
+    assert!(is_named(&json(&["apply", "base.safetensors", "pair", "-o"], named(""))["output"]));
+    let index = &json(&["inspect"], named(""))["summary"]["index"];
+    assert_eq!(index["bytes"], format!("{bytes}2e747064652d696e646578"));
+    let words = ["encode", "base.safetensors", "target.safetensors", "-f", "-o"];
+    assert!(json(&words, named(""))["index"].is_object());
+    let error = json(&["inspect"], OsString::from_vec(b"\xffnone".to_vec()));
+    assert!(error["error"]["message"].as_str().unwrap().contains('\u{fffd}'), "{error}");
+}
+
+#[test]
+fn benchmarks_that_do_not_fit_in_memory_are_refused() {
+    let place = Place::new();
+    write_file(&place.path("large.safetensors"), &[tensor("w", "U8", &[4 << 20], 1)]);
+    let error = place.fails("bench large.safetensors large.safetensors --repeat 10000", SYSTEM, "of memory");
+    assert_eq!(error["kind"], "io");
+    write_header(
+        &place.path("odd.safetensors"),
+        r#"{"w": {"dtype": "U8", "shape": [4611686018427387904, 0], "data_offsets": [0, 0]}}"#,
+    );
+    place.fails("bench odd.safetensors odd.safetensors --repeat 10000", USAGE, "repeated 10000 times");
+    let (run, _) = within(&place, 300, "bench large.safetensors large.safetensors --repeat 16 --runs 1");
+    assert_eq!(run.code, SYSTEM, "{}", run.err);
 }

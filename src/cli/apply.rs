@@ -9,10 +9,13 @@ use clap::Args;
 use globset::{Glob, GlobMatcher};
 use serde::Serialize;
 use std::fmt;
-use std::path::PathBuf;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 use tpde::error::Escaped;
+use tpde::format::BaseKind;
 use tpde::safetensors::ApplyOptions;
+use tpde::source::Source;
 use tpde::{Error, Pair, Result, apply_to_path};
 
 /// Rebuild the target from a base and a pair
@@ -68,6 +71,12 @@ impl Apply {
         let globs = self.globs(&pair)?;
         let wanted = |name: &str| globs.iter().any(|glob| glob.is_match(name));
 
+        if base.is_none() {
+            check_needs_no_base(&pair, &globs)?;
+        }
+        if !globs.is_empty() || pair.index().files().all(|file| file.name.is_empty()) {
+            check_names_file(&self.output)?;
+        }
         let base = base.map(open).transpose()?;
         let selected = pair.index().tensors().filter(|tensor| globs.is_empty() || wanted(tensor.name));
         let bar = common.bar("apply", selected.map(|tensor| tensor.bytes()).sum());
@@ -93,7 +102,7 @@ impl Apply {
     }
 
     /// The patterns, each of which must match something: a slip of the pen shall not look like success.
-    fn globs<B: tpde::source::Source>(&self, pair: &Pair<B>) -> Result<Vec<GlobMatcher>> {
+    fn globs<B: Source>(&self, pair: &Pair<B>) -> Result<Vec<GlobMatcher>> {
         let compiled = self.tensor.iter().map(|glob| {
             let matcher = glob.compile_matcher();
             if pair.index().tensors().any(|tensor| matcher.is_match(tensor.name)) {
@@ -103,6 +112,29 @@ impl Apply {
         });
         compiled.collect()
     }
+}
+
+/// Refuses `--no-base` for tensors and files that need a base.
+fn check_needs_no_base<B: Source>(pair: &Pair<B>, globs: &[GlobMatcher]) -> Result<()> {
+    let is_wanted = |name: &str| globs.is_empty() || globs.iter().any(|glob| glob.is_match(name));
+    let needing = pair.index().tensors().find(|tensor| tensor.base_kind != BaseKind::None && is_wanted(tensor.name));
+    if let Some(tensor) = needing {
+        return Err(Error::Misuse(format!("the pair needs a base, for tensor {}", Escaped(tensor.name))));
+    }
+    if globs.is_empty() && pair.index().files().any(|file| !file.kind.is_stored()) {
+        return Err(Error::Misuse("the pair needs a base, for the header of a file".into()));
+    }
+    Ok(())
+}
+
+/// Refuses a folder as the output of a pair that gives one file.
+fn check_names_file(output: &Path) -> Result<()> {
+    let bytes = output.as_os_str().as_bytes();
+    if !output.is_dir() && !bytes.is_empty() && !bytes.ends_with(b"/") {
+        return Ok(());
+    }
+    let example = text::path(&output.join("model.safetensors"));
+    Err(Error::Misuse(format!("-o must name a file here, as in {example}: the output is one file")))
 }
 
 impl fmt::Display for Report {

@@ -1,5 +1,6 @@
 //! `tpde demo`: the whole way once, on checkpoints made for it.
 
+use super::inputs::create_folder;
 use super::signals::TemporaryFolder;
 use super::text::{self, BOLD, GOOD, JsonPath};
 use super::{Cli, Common, Verb};
@@ -9,9 +10,10 @@ use serde::Serialize;
 use serde_json::Value;
 use std::ffi::OsStr;
 use std::fmt::{self, Display};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use tpde::safetensors::ApplyOptions;
-use tpde::{Dtype, EncodeOptions, Error, MemoryCheckpoint, TensorInfo, apply_to_path, encode_to_memory};
+use tpde::{Dtype, EncodeOptions, MemoryCheckpoint, TensorInfo, apply_to_path, encode_to_memory};
 
 /// Make a small checkpoint and a fine-tuned one, and show every step
 #[derive(Args)]
@@ -54,8 +56,10 @@ impl Demo {
     fn demo(&self, common: &Common) -> anyhow::Result<Report> {
         let (dir, temporary) = match &self.dir {
             Some(dir) => {
-                std::fs::create_dir_all(dir).map_err(|source| Error::Io { action: "create", path: dir.clone(), source })?;
-                (dir.clone(), None)
+                create_folder(dir)?;
+                // Not an option to the commands below, even if its name begins with a dash.
+                let is_option = dir.as_os_str().as_bytes().starts_with(b"-");
+                (if is_option { Path::new(".").join(dir) } else { dir.clone() }, None)
             }
             None => {
                 let folder = TemporaryFolder::create("tpde-demo-")?;

@@ -87,14 +87,24 @@ pub fn refused(reason: &str) -> ExitCode {
 
 /// Prints what clap has to say: help and version too.
 pub fn usage(error: &clap::Error) -> ExitCode {
-    let _ = error.print();
+    let printed = error.print();
     let is_error = error.use_stderr();
+    if !is_error && printed.is_err_and(|e| e.kind() != io::ErrorKind::BrokenPipe) {
+        return ExitCode::from(SYSTEM);
+    }
     if is_error && std::env::args_os().any(|arg| arg == "--json") {
-        let message = error.render().to_string();
-        let message = message.trim_start_matches("error: ").lines().next().unwrap_or_default().to_owned();
+        let message = usage_message(error);
         print(Failure { kind: "usage", rule: None, tensor: None, chunk: None, message, hint: None });
     }
     ExitCode::from(if is_error { USAGE } else { 0 })
+}
+
+/// What clap says is wrong, arguments that are missing and tips included, on one line.
+fn usage_message(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let lines = text.trim_start_matches("error: ").lines().map(str::trim);
+    let told = lines.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"));
+    told.filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ")
 }
 
 fn print(error: Failure) {
@@ -106,7 +116,7 @@ fn message(error: &anyhow::Error) -> String {
     let mut parts = Vec::new();
     for cause in error.chain() {
         parts.push(cause.to_string());
-        if cause.is::<Error>() || cause.is::<Output>() {
+        if cause.is::<Error>() || cause.is::<Output>() || cause.is::<io::Error>() {
             break;
         }
     }
@@ -118,7 +128,10 @@ fn hint(error: &Error) -> Option<&'static str> {
         Error::WrongBase { .. } => {
             "a pair fits the one checkpoint that it was made from; one that was converted or saved anew may differ in its bits"
         }
-        Error::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists => "--force replaces what exists",
+        // The library's own refusal, not one of the system.
+        Error::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists && source.raw_os_error().is_none() => {
+            "--force replaces what exists"
+        }
         Error::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound && is_of_pair(path) => {
             "a pair is named without its endings, or by either file; both must lie in one folder"
         }

@@ -4,7 +4,7 @@ use super::text;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use std::path::Path;
-use tpde::{Checkpoint, Codec, EncodeOptions, Favor, Layout, Result, SafetensorsCheckpoint};
+use tpde::{Checkpoint, Codec, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint};
 
 /// How payloads are coded.
 #[derive(Args)]
@@ -58,6 +58,15 @@ pub fn operands<'a>(first: &'a Path, second: Option<&'a Path>) -> (Option<&'a Pa
         Some(second) => (Some(first), second),
         None => (None, first),
     }
+}
+
+/// Creates a folder where there is none.
+pub fn create_folder(path: &Path) -> Result<()> {
+    let error = |source| Error::Io { action: "use as a folder", path: path.to_owned(), source };
+    if path.exists() && !path.is_dir() {
+        return Err(error(std::io::ErrorKind::NotADirectory.into()));
+    }
+    std::fs::create_dir_all(path).map_err(error)
 }
 
 pub fn open(path: &Path) -> Result<SafetensorsCheckpoint> {

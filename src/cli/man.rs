@@ -1,5 +1,6 @@
 //! `tpde man`: manual pages.
 
+use super::inputs::create_folder;
 use super::text::{self, JsonPath};
 use anyhow::Context;
 use clap::{Args, CommandFactory};
@@ -41,7 +42,7 @@ impl Man {
 }
 
 fn write(command: clap::Command, dir: &Path) -> tpde::Result<Report> {
-    std::fs::create_dir_all(dir).map_err(|source| Error::Io { action: "create", path: dir.to_owned(), source })?;
+    create_folder(dir)?;
     let verbs: Vec<_> = command.get_subcommands().filter(|verb| verb.get_name() != "help").cloned().collect();
     let mut files = Vec::new();
     for command in std::iter::once(command).chain(verbs) {

@@ -15,9 +15,11 @@ mod signals;
 mod text;
 mod verify;
 
+use anyhow::Context;
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
+use std::ffi::OsString;
 use std::fmt::Display;
 use std::io::{self, BufWriter, Write};
 use std::process::ExitCode;
@@ -50,7 +52,7 @@ struct Common {
     /// Threads to work with; 0 means all cores [default: 0, for bench 1]
     #[arg(short = 'T', long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(..=1024))]
     threads: Option<u16>,
-    /// Say nothing on stderr but errors
+    /// Print nothing but errors, and with --json the object
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     quiet: bool,
     /// Say more on stderr; twice for still more
@@ -91,17 +93,18 @@ enum Verb {
 
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
-        Err(error) => return failure::usage(&error),
-    };
-    let common = &cli.common;
-    match common.color {
+    // Before parsing, which prints help and errors itself.
+    match color_argument(std::env::args_os().skip(1)) {
         Color::Auto => anstream::ColorChoice::Auto,
         Color::Always => anstream::ColorChoice::Always,
         Color::Never => anstream::ColorChoice::Never,
     }
     .write_global();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return failure::usage(&error),
+    };
+    let common = &cli.common;
     let level = match (common.quiet, common.verbose) {
         (true, _) => Level::ERROR,
         (_, 0) => Level::WARN,
@@ -119,12 +122,24 @@ pub fn main() -> ExitCode {
     }
 }
 
+/// The value of the last `--color`, if it is one.
+fn color_argument(args: impl Iterator<Item = OsString>) -> Color {
+    let mut args = args.take_while(|arg| arg != "--").filter_map(|arg| arg.into_string().ok());
+    let mut color = Color::Auto;
+    while let Some(arg) = args.next() {
+        let value = if arg == "--color" { args.next() } else { arg.strip_prefix("--color=").map(str::to_owned) };
+        color = value.and_then(|value| Color::from_str(&value, false).ok()).unwrap_or(color);
+    }
+    color
+}
+
 impl Cli {
     fn run(&self) -> anyhow::Result<ExitCode> {
         let common = &self.common;
         let default = if matches!(self.verb, Verb::Bench(_)) { 1 } else { 0 };
         let threads = common.threads.unwrap_or(default).into();
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+        let pool = pool.map_err(io::Error::other).context("cannot start threads (--threads asks for fewer)")?;
         tracing::debug!(threads = pool.current_num_threads(), "thread pool");
         pool.install(|| {
             match &self.verb {
@@ -150,6 +165,9 @@ impl Cli {
 impl Common {
     /// Prints what a verb found, piece by piece: a report may be longer than memory.
     fn show(&self, verb: &str, report: impl Serialize + Display) -> anyhow::Result<()> {
+        if self.quiet && !self.json {
+            return Ok(());
+        }
         let mut out = BufWriter::with_capacity(1 << 16, anstream::stdout().lock());
         let written = if self.json { text::json(&mut out, &format!("tpde.{verb}/1"), &report) } else { write!(out, "{report}") };
         Ok(written.and_then(|()| out.flush()).map_err(failure::Output)?)

@@ -11,7 +11,7 @@ use crate::index::{self, FileNames};
 use crate::lane::Dtype;
 use crate::limits::Limits;
 use crate::publish::{Publication, check_apart};
-use crate::reader::{Pair, PairPaths};
+use crate::reader::{Pair, PairPaths, check_pair_name};
 use crate::sums::chunk_sum;
 use crate::writer::{FileSpec, Finished, PairBuilder, TensorSpec};
 use serde::Serialize;
@@ -322,6 +322,7 @@ pub fn encode_to_path(
     replace: bool,
     progress: Progress<'_>,
 ) -> Result<EncodeReport> {
+    check_pair_name(path)?;
     let paths = PairPaths::new(path);
     let inputs: Vec<_> = base.iter().flat_map(|base| base.paths()).chain(target.paths()).collect();
     check_apart(&[paths.index.clone(), paths.blob.clone()], &inputs)?;
