@@ -315,7 +315,17 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
     Buffer status_words("the status words", bytes_of(statuses), 4 * count, 0), flag("the flag", Bytes(4), 4, 0);
     // For changes of all chunks in between two launches: none, room for all or most, or for few.
     const bool keeps = mode == CHECKED;
-    const u32 slots = keeps ? (seed % 4 ? (u32)count + 1 : 0) : 1 + seed % 3, slot_bytes = keeps ? (seed % 3 ? 1 << 20 : 2048) : seed % 5 ? 32768 : 512;
+    // Often there is as much as the lists take, to the byte, so that nothing fits behind them.
+    u32 most = 256, all_lists = 256;
+    for (const ChunkCase& chunk : one.chunks) {
+        u32 list = (TPDE_LIST_BYTES(chunk.record.num_deltas, chunk.width()) + 255) / 256 * 256;
+        most = std::max(most, list);
+        all_lists += list;
+    }
+    if (count) all_lists -= 256;
+    const bool exact = (seed >> 6 ^ shift >> 4) & 1;
+    const u32 slots = keeps ? (seed % 4 ? (u32)count + 1 : 0) : 1 + seed % 3;
+    const u32 slot_bytes = keeps ? (exact ? all_lists : seed % 3 ? 1 << 20 : 2048) : exact ? most : seed % 5 ? 32768 : 512;
     Bytes zeros(TPDE_SCRATCH_HEAD(slots));
     Buffer scratch("the scratch memory", zeros, zeros.size() + (keeps ? 1 : slots) * slot_bytes, 0);
 

@@ -26,7 +26,7 @@ pub use tables::TableSet;
 #[cfg(fuzzing)]
 pub(crate) use tables::check_lookup;
 #[cfg(all(test, feature = "cuda"))]
-pub(crate) use tables::{extra_bits, token_of, tokens_within};
+pub(crate) use tables::{token_of, tokens_within};
 pub(crate) use train::{Sample, Trainer};
 
 #[cfg(test)]

@@ -1,10 +1,11 @@
 //! Chunks with one fault each, and the rule that it breaks.
 
-use super::writer::{Plan, random_set, write};
+use super::writer::{Plan, random_set, tile, write};
 use super::{Case, Random, random_lanes};
 use crate::codec::TableSet;
+use crate::codec::conditioned::tokens_within;
 use crate::error::Rule;
-use crate::lane::Dtype;
+use crate::lane::{Dtype, Lane, lanes_of_mut, with_lane};
 use std::cell::RefCell;
 
 /// A chunk, and the rule that it breaks, if it breaks one.
@@ -16,7 +17,18 @@ pub struct Fault {
 
 /// All of them.
 pub fn all() -> Vec<Fault> {
-    [one_at_a_time(), changed_twice(), values_that_do_not_fit(), nothing_coded()].into_iter().flatten().collect()
+    [
+        one_at_a_time(),
+        changed_twice(),
+        values_that_do_not_fit(),
+        values_that_do_not_fit_in_any_tile(),
+        full_lists(),
+        low_bits_at_the_end(),
+        nothing_coded(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 /// A chunk with something of everything: 2,725 lanes in 22 blocks and 3 tiles, 5 contexts, 2 segments of 4 states.
@@ -36,6 +48,7 @@ fn rich(low_bits: u32) -> Case {
         activities: (0..22).map(|block| block % 5 % 2).collect(),
         listed: 7,
         clash: None,
+        too_large: None,
     };
     let payload = write(dtype, &plan, &set, &base, &target);
     Case::new(dtype, Some(set), base, &target, payload)
@@ -127,6 +140,7 @@ fn plain(maps: Vec<Vec<u8>>) -> Plan {
         activities: Vec::new(),
         listed: usize::MAX,
         clash: None,
+        too_large: None,
     }
 }
 
@@ -166,6 +180,100 @@ fn values_that_do_not_fit() -> Vec<Fault> {
             case.payload[at..at + 4].copy_from_slice(&(1 << 16 | slot).to_le_bytes());
             case.sign();
             faults.push(Fault { name: format!("a value too large for {dtype}"), case, rule: Some(Rule::PayloadDeltas) });
+        }
+    }
+    faults
+}
+
+/// A value that does not fit in one tile of several, with right ones behind it, however segments are shared among warps.
+fn values_that_do_not_fit_in_any_tile() -> Vec<Fault> {
+    let mut faults = Vec::new();
+    // Whole tiles with and without a base, and tiles that go lane by lane.
+    for (dtype, low_bits) in
+        [(Dtype::Bf16, 8), (Dtype::Bf16, 5), (Dtype::F32, 12), (Dtype::Bf16, 0), (Dtype::F32, 0), (Dtype::I16, 0)]
+    {
+        // A warp has several tiles of one segment, or of its own.
+        for (segments_log2, tiles) in [(0u8, 17), (3, 24), (4, 48)] {
+            let random = &mut Random(u64::from(low_bits) + 100 * u64::from(segments_log2));
+            let bits = 8 * dtype.lane_bytes() as u32 - low_bits;
+            let lanes = tiles * tile(dtype);
+            let mut base = vec![0; lanes * dtype.lane_bytes()];
+            if low_bits == 0 {
+                base.iter_mut().for_each(|byte| *byte = random.bits() as u8);
+            }
+            // The only values but 0 and 1, so that no other tile has extra bits.
+            let mut class = vec![0u16; tokens_within(bits) + 1];
+            class[0] = 4094;
+            class[1] = 1;
+            class[tokens_within(bits)] = 1;
+            let set = TableSet::new(&[class]);
+            for at in [0, tiles / 2, tiles - 1] {
+                // The lane beside it changes: nothing else is wrong.
+                let lane = at * tile(dtype) + 77;
+                let mut target = base.clone();
+                with_lane!(dtype.lane_bytes(), L => {
+                    let changed = &mut lanes_of_mut::<L>(&mut target)[lane + 1];
+                    *changed = L::apply(L::load(*changed), L::from_u64(1), dtype.order()).store();
+                });
+                let plan = Plan { low_bits, segments_log2, first_context: u16::MAX, too_large: Some(lane), ..plain(vec![vec![1]]) };
+                let payload = write(dtype, &plan, &set, &base, &target);
+                let kept = if low_bits == 0 { base.clone() } else { Vec::new() };
+                let case = Case::new(dtype, Some(set.clone()), kept, &target, payload);
+                let name =
+                    format!("a value too large in tile {at} of {tiles}, {dtype}, {low_bits} low bits, 2^{segments_log2} segments");
+                faults.push(Fault { name, case, rule: Some(Rule::PayloadDeltas) });
+            }
+        }
+    }
+    faults
+}
+
+/// As many changes as a list has room for to the byte, and more than the record says: nothing is written behind a list, whose
+/// neighbour is another chunk's.
+fn full_lists() -> Vec<Fault> {
+    let mut faults = Vec::new();
+    for (dtype, room) in [(Dtype::F8E4m3, 256usize), (Dtype::Bf16, 128), (Dtype::F32, 32)] {
+        let width = dtype.lane_bytes();
+        for (listed, more) in [(usize::MAX, 0), (usize::MAX, 1), (usize::MAX, 40), (2, 0), (2, 1), (2, 33)] {
+            let random = &mut Random(room as u64);
+            let lanes = 2 * tile(dtype) + 100;
+            let base: Vec<u8> = (0..lanes * width).map(|_| random.bits() as u8).collect();
+            let mut target = base.clone();
+            with_lane!(width, L => for lane in lanes_of_mut::<L>(&mut target).iter_mut().step_by(lanes / 300).take(room + more) {
+                *lane = L::apply(L::load(*lane), L::from_u64(3), dtype.order()).store();
+            });
+            let set = random_set(random, 1, 8 * width as u32, true);
+            let plan = Plan { listed, first_context: u16::MAX, ..plain(vec![vec![1]]) };
+            let payload = write(dtype, &plan, &set, &base, &target);
+            let mut case = Case::new(dtype, Some(set), base, &target, payload);
+            assert_eq!(case.num_deltas as usize, room + more);
+            case.num_deltas = room as u32;
+            let rule = (more != 0).then_some(Rule::PayloadDeltas);
+            let of = if listed == 2 { "listed and coded" } else { "coded" };
+            faults.push(Fault { name: format!("{} changes, {of}, in a list of {room} of {dtype}", room + more), case, rule });
+        }
+    }
+    faults
+}
+
+/// Low bits without a stream behind them, which end with the payload or a few bytes before: they are read by the word, but no word
+/// lies past the padding.
+fn low_bits_at_the_end() -> Vec<Fault> {
+    let mut faults = Vec::new();
+    for (dtype, low_bits) in [(Dtype::Bf16, 3), (Dtype::Bf16, 8), (Dtype::Bf16, 16), (Dtype::F32, 9), (Dtype::F32, 32)] {
+        let lanes = 2 * tile(dtype);
+        let base = vec![0; lanes * dtype.lane_bytes()];
+        let mut target = base.clone();
+        target[0] = 2;
+        let set = random_set(&mut Random(9), 1, 8 * dtype.lane_bytes() as u32 - low_bits, true);
+        for entries in (1..33).step_by(2) {
+            let plan = Plan { low_bits, first_context: u16::MAX, ..plain(vec![vec![1; entries]]) };
+            let mut payload = write(dtype, &plan, &set, &base, &target);
+            let end = 16 + entries.div_ceil(2) + lanes * low_bits as usize / 8;
+            payload.truncate(end.next_multiple_of(2));
+            let case = Case::new(dtype, Some(set.clone()), Vec::new(), &target, payload);
+            let name = format!("{low_bits} low bits of {dtype} that end at byte {end}");
+            faults.push(Fault { name, rule: case.decode().err(), case });
         }
     }
     faults

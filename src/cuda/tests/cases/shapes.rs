@@ -86,6 +86,7 @@ pub fn case_of(shape: Shape) -> Case {
         activities: (0..blocks).map(|_| random.below(1 << shape.activity_bits) as u8).collect(),
         listed: [1, 4, usize::MAX][random.below(3)],
         clash: None,
+        too_large: None,
     };
     if shape.clash {
         let width = dtype.lane_bytes();
@@ -141,6 +142,7 @@ pub fn rows_of(
         activities: (0..lanes.div_ceil(BLOCK)).map(|_| random.below(1 << activity_bits) as u8).collect(),
         listed: if low_bits != 0 { usize::MAX } else { 300 },
         clash: None,
+        too_large: None,
     };
     let payload = write(dtype, &plan, &set, &base, &target);
     if low_bits != 0 {

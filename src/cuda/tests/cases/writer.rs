@@ -2,7 +2,7 @@
 
 use super::Random;
 use crate::codec::TableSet;
-use crate::codec::conditioned::{extra_bits, token_of, tokens_within};
+use crate::codec::conditioned::{token_of, tokens_within};
 use crate::format::ConditionedHeader;
 use crate::lane::{Context, Dtype, Lane, lanes_of, with_lane};
 use zerocopy::IntoBytes;
@@ -36,6 +36,8 @@ pub struct Plan {
     pub listed: usize,
     /// A changed lane that is listed too, against the rules.
     pub clash: Option<usize>,
+    /// A coded lane whose token stands for values that do not fit, against the rules. The stream has none of its extra bits.
+    pub too_large: Option<usize>,
 }
 
 /// The class of each lane.
@@ -130,13 +132,19 @@ fn write_lanes<L: Lane>(dtype: Dtype, plan: &Plan, set: &TableSet, base: &[u8], 
     payload.extend(exceptions.iter().flat_map(|(_, delta)| delta.to_le_bytes().into_iter().take(L::BYTES)));
     put_bits(deltas.iter().map(|&delta| (delta, low)), &mut payload);
 
+    let symbol = |i: usize| {
+        let value = value(deltas[i]);
+        let (token, extra) = token_of(value);
+        let symbol = Symbol { class: classes[i], token, extra, value };
+        if plan.too_large == Some(i) { Symbol { token: tokens_within(bits - low) as u8, extra: 0, ..symbol } } else { symbol }
+    };
     let (segments, tile) = (1usize << plan.segments_log2, tile(dtype));
     let tiles = base.len().div_ceil(tile);
     let streams: Vec<Vec<u8>> = (0..segments)
         .map(|s| {
             let coded = |t: usize| {
                 let lanes = t * tile..((t + 1) * tile).min(base.len());
-                lanes.filter(|&i| classes[i] != 0).map(|i| (classes[i], value(deltas[i]))).collect::<Vec<_>>()
+                lanes.filter(|&i| classes[i] != 0).map(symbol).collect::<Vec<_>>()
             };
             let tiles = (s * tiles / segments..(s + 1) * tiles / segments).map(coded).collect::<Vec<_>>();
             stream(&tables, &tiles, 1 << plan.states_log2)
@@ -148,8 +156,16 @@ fn write_lanes<L: Lane>(dtype: Dtype, plan: &Plan, set: &TableSet, base: &[u8], 
     payload
 }
 
-/// The stream of the coded lanes of some tiles, each a class and a value: the decoder's steps, undone from the last to the first.
-fn stream(tables: &[&[u16]], tiles: &[Vec<(u8, u64)>], states: usize) -> Vec<u8> {
+/// A coded lane.
+struct Symbol {
+    class: u8,
+    token: u8,
+    extra: u32,
+    value: u64,
+}
+
+/// The stream of the coded lanes of some tiles: the decoder's steps, undone from the last to the first.
+fn stream(tables: &[&[u16]], tiles: &[Vec<Symbol>], states: usize) -> Vec<u8> {
     let mut x = vec![1u32 << 16; states];
     let mut words = Vec::new();
     let mut put = |x: &mut u32, least: u64| {
@@ -160,16 +176,16 @@ fn stream(tables: &[&[u16]], tiles: &[Vec<(u8, u64)>], states: usize) -> Vec<u8>
     };
     for step in tiles.iter().flat_map(|coded| coded.chunks(states)).rev() {
         for round in (0..4).rev() {
-            for (x, &(_, value)) in x.iter_mut().zip(step).rev() {
-                let now = extra_bits(token_of(value).0).saturating_sub(16 * round).min(16);
+            for (x, &Symbol { extra, value, .. }) in x.iter_mut().zip(step).rev() {
+                let now = extra.saturating_sub(16 * round).min(16);
                 if now != 0 {
                     put(x, 1 << (32 - now));
                     *x = *x << now | (value >> (16 * round)) as u32 & ((1 << now) - 1);
                 }
             }
         }
-        for (x, &(class, value)) in x.iter_mut().zip(step).rev() {
-            let (table, token) = (tables[usize::from(class) - 1], usize::from(token_of(value).0));
+        for (x, &Symbol { class, token, .. }) in x.iter_mut().zip(step).rev() {
+            let (table, token) = (tables[usize::from(class) - 1], usize::from(token));
             let frequency = u32::from(table[token]);
             let start: u32 = table[..token].iter().map(|&f| u32::from(f)).sum();
             put(x, u64::from(frequency) << 20);
