@@ -336,7 +336,11 @@ void run_block(unsigned shared) {
     noise(__start_shared_memory, __stop_shared_memory);
     memset(barriers, 0, sizeof barriers);
     live = threads_now;
-    for (unsigned w = 0; w < threads_now / WARP; w++) warps[w] = {~0u, 0, 0};
+    const unsigned warps_now = (threads_now + WARP - 1) / WARP;
+    for (unsigned w = 0; w < warps_now; w++) {
+        uint32_t lanes = threads_now - w * WARP >= WARP ? ~0u : (1u << threads_now % WARP) - 1;
+        warps[w] = {lanes, 0, ~lanes};
+    }
     for (unsigned i = 0; i < threads_now; i++) {
         threads[i].index = {i % block_size.x, i / block_size.x, 0};
         threads[i].copies.clear();
@@ -347,7 +351,7 @@ void run_block(unsigned shared) {
     release(&begin_of_block);
     while (live) {
         uint32_t ready = 0;
-        for (unsigned w = 0; w < threads_now / WARP; w++) ready |= (uint32_t)(warps[w].ready != 0) << w;
+        for (unsigned w = 0; w < warps_now; w++) ready |= (uint32_t)(warps[w].ready != 0) << w;
         if (!ready) fail({"kernel", 0}, "all threads wait for others");
         uint64_t random = draw();
         // A warp that is ready, and its threads forwards or backwards from one of them.

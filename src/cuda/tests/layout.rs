@@ -11,8 +11,9 @@ macro_rules! words {
 }
 
 #[test]
+#[ignore = "needs a CUDA device"]
 fn the_device_agrees_with_every_size_offset_and_constant() {
-    let Some(device) = super::device("layout") else { return };
+    let device = super::device();
     let mut expected = words! {
         ChunkMetadata { blob_offset, compressed_size, uncompressed_size, num_deltas, crc32, output_offset }
         ChunkSums { base_sum, target_sum }

@@ -135,12 +135,12 @@ impl Cases {
 }
 
 /// Where programs and cases lie, beside what cargo builds.
-fn folder() -> PathBuf {
+pub fn folder() -> PathBuf {
     std::env::current_exe().unwrap().ancestors().nth(3).unwrap().join("emulator")
 }
 
 /// Builds a program if its sources have changed; an error if there is no compiler.
-fn build(program: &str) -> Result<(), String> {
+pub fn build(program: &str) -> Result<(), String> {
     // One at a time: tests run side by side.
     static BUILDING: Mutex<()> = Mutex::new(());
     let _building = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,0 +1,652 @@
+// A CUDA driver without a device: libcuda.so and libnvcomp.so.6 for tests of the host half. Memory of the device is memory of the
+// process, and kernels run on the emulator. README.md says what it checks.
+#include "block.h"
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <sys/mman.h>
+#include <unistd.h>
+#include <vector>
+#include "../format.cuh"
+#include "../frames.cuh"
+
+extern "C" void tpde_raw(Launch);
+extern "C" void tpde_conditioned(Launch);
+extern "C" void tpde_without_base(Launch);
+extern "C" void tpde_frames_check(Frames);
+extern "C" void tpde_frames_expand(Frames);
+extern "C" void tpde_layout(u32*);
+
+namespace {
+
+enum Result : u32 {
+    SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500,
+    NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_ISOLATION = 905,
+};
+
+// ---- What is queued ----
+
+struct Stream;
+struct Capture;
+
+// A point in a stream, as an event has it.
+struct Mark {
+    Stream* stream;
+    Capture* capture;
+    bool passed;
+    double milliseconds;
+};
+typedef std::shared_ptr<Mark> MarkPointer;
+
+struct Operation {
+    const char* name;
+    std::function<void()> run;
+    MarkPointer waits_for; // not passed: the operation is not ready
+    MarkPointer reaches;
+    bool spins; // runs until a call waits for it
+};
+
+struct Context {
+    int device;
+    Stream* legacy;
+};
+
+struct Stream {
+    Context* context;
+    std::deque<Operation> queue;
+    Capture* capture;
+    bool destroyed;
+};
+
+struct Event {
+    Context* context;
+    bool timed;
+    MarkPointer last;
+};
+
+// A graph, while it is captured and after: operations in an order that is one of those allowed.
+struct Capture {
+    int mode;
+    std::vector<Operation> operations;
+};
+
+struct Function {
+    std::string name;
+    void (*entry)(const void*);
+    size_t parameter_bytes;
+    u32 shared;
+};
+struct Module {
+    std::string text;
+    std::vector<std::unique_ptr<Function>> functions;
+};
+
+struct Allocation {
+    size_t bytes;
+    unsigned char* pages;
+    size_t page_bytes;
+    bool is_freed; // a free is queued
+};
+
+std::recursive_mutex all;
+std::vector<std::unique_ptr<Stream>> streams;
+std::set<Capture*> captures; // under way
+std::map<u64, Allocation> allocations;
+std::map<u64, size_t> pinned;
+size_t allocated;
+thread_local std::vector<Context*> current;
+thread_local int capture_mode;
+const char* running = "nothing";
+u64 random_state;
+typedef i64 (*Expander)(const u8*, size_t, u8*, size_t);
+Expander expander;
+
+constexpr int DEVICES = 2, MULTIPROCESSORS = 4;
+constexpr size_t PAGE = 4096, ALIGN = 256, MOST = (size_t)1 << 30;
+
+// In which order streams get on, of those that events allow: TPDE_STAND_IN.
+enum Order { LATE, EARLY, MIXED };
+Order order() {
+    static const Order order = [] {
+        const char* text = getenv("TPDE_STAND_IN");
+        if (text && !strcmp(text, "early")) return EARLY;
+        if (!text || !strcmp(text, "late")) return LATE;
+        random_state = strtoull(text, nullptr, 0);
+        return MIXED;
+    }();
+    return order;
+}
+
+u64 draw() {
+    u64 z = random_state += 0x9E3779B97F4A7C15;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+    z = (z ^ z >> 27) * 0x94D049BB133111EB;
+    return z ^ z >> 31;
+}
+
+double now() {
+    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// ---- Progress ----
+
+bool is_ready(const Stream& stream) {
+    if (stream.queue.empty()) return false;
+    const Operation& front = stream.queue.front();
+    return !front.spins && (!front.waits_for || front.waits_for->passed);
+}
+
+void run_front(Stream& stream) {
+    Operation operation = std::move(stream.queue.front());
+    stream.queue.pop_front();
+    running = operation.name;
+    if (operation.run) operation.run();
+    running = "nothing";
+    if (operation.reaches) {
+        operation.reaches->passed = true;
+        operation.reaches->milliseconds = now();
+    }
+}
+
+// Runs what must have run before the mark, and nothing else. False if a kernel that spins is before it, and `force` is not set.
+bool reach(const Mark& mark, bool force) {
+    while (!mark.passed) {
+        if (mark.stream->queue.empty()) abort();
+        Operation& front = mark.stream->queue.front();
+        if (front.waits_for && !front.waits_for->passed) {
+            if (!reach(*front.waits_for, force)) return false;
+            continue;
+        }
+        if (front.spins && !force) return false;
+        front.spins = false;
+        run_front(*mark.stream);
+    }
+    return true;
+}
+
+// Runs an operation of any stream that has one ready.
+bool run_any() {
+    std::vector<Stream*> ready;
+    for (auto& stream : streams) {
+        if (is_ready(*stream)) ready.push_back(stream.get());
+    }
+    if (ready.empty()) return false;
+    run_front(*ready[draw() % ready.size()]);
+    return true;
+}
+
+void forget_streams() {
+    streams.erase(std::remove_if(streams.begin(), streams.end(), [](auto& stream) { return stream->destroyed && stream->queue.empty(); }), streams.end());
+}
+
+// After something was queued.
+void go_on() {
+    switch (order()) {
+    case LATE: break;
+    case EARLY:
+        while (run_any()) {}
+        break;
+    case MIXED:
+        for (u64 steps = draw() % 4; steps && run_any(); steps--) {}
+        break;
+    }
+    if (allocated > MOST) {
+        while (run_any()) {}
+    }
+}
+
+Context* context_now() { return current.empty() ? nullptr : current.back(); }
+
+Stream* new_stream(Context* context) {
+    streams.emplace_back(new Stream{context, {}, nullptr, false});
+    return streams.back().get();
+}
+
+// The stream of a handle, if it may be used now.
+Stream* stream_of(Stream* stream) {
+    Context* context = context_now();
+    if (!context) return nullptr;
+    if (!stream) return context->legacy ? context->legacy : context->legacy = new_stream(context);
+    return stream->context == context && !stream->destroyed ? stream : nullptr;
+}
+
+Result queue(Stream* handle, Operation operation) {
+    Stream* stream = stream_of(handle);
+    if (!stream) return context_now() ? INVALID_HANDLE : INVALID_CONTEXT;
+    if (stream->capture) {
+        stream->capture->operations.push_back(std::move(operation));
+        return SUCCESS;
+    }
+    stream->queue.push_back(std::move(operation));
+    go_on();
+    return SUCCESS;
+}
+
+bool wait_for_all(Stream& stream, bool force) {
+    while (!stream.queue.empty()) {
+        Operation& front = stream.queue.front();
+        if (front.waits_for && !front.waits_for->passed) {
+            if (!reach(*front.waits_for, force)) return false;
+        } else if (front.spins && !force) {
+            return false;
+        } else {
+            run_front(stream);
+        }
+    }
+    return true;
+}
+
+// Calls that a capture somewhere in the process forbids, unless the thread has said that it knows.
+bool is_forbidden() {
+    if (capture_mode != 0) return false;
+    return std::any_of(captures.begin(), captures.end(), [](Capture* capture) { return capture->mode != 2; });
+}
+
+// ---- Memory ----
+
+u64 allocate(size_t bytes) {
+    // It ends where its pages end, but for alignment, and a page that nobody may touch follows.
+    size_t rounded = (bytes + ALIGN - 1) / ALIGN * ALIGN, page_bytes = (rounded + PAGE - 1) / PAGE * PAGE + PAGE;
+    void* pages = mmap(nullptr, page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED) return 0;
+    unsigned char* end = (unsigned char*)pages + page_bytes - PAGE;
+    memset(pages, 0xDB, page_bytes - PAGE);
+    mprotect(end, PAGE, PROT_NONE);
+    allocations[(u64)(end - rounded)] = {bytes, (unsigned char*)pages, page_bytes, false};
+    allocated += page_bytes;
+    return (u64)(end - rounded);
+}
+
+void release(u64 address) {
+    auto found = allocations.find(address);
+    munmap(found->second.pages, found->second.page_bytes);
+    allocated -= found->second.page_bytes;
+    allocations.erase(found);
+}
+
+bool is_device_memory(u64 address, size_t bytes) {
+    auto after = allocations.upper_bound(address);
+    if (after == allocations.begin()) return false;
+    auto found = std::prev(after);
+    return !found->second.is_freed && address - found->first <= found->second.bytes && bytes <= found->second.bytes - (address - found->first);
+}
+
+bool is_pinned(const void* start, size_t bytes) {
+    auto after = pinned.upper_bound((u64)start);
+    if (after == pinned.begin()) return false;
+    auto found = std::prev(after);
+    return (u64)start + bytes <= found->first + found->second;
+}
+
+void dies(int, siginfo_t* info, void*) {
+    char text[200];
+    int size = snprintf(text, sizeof text, "the stand-in of the driver: %s touched %p, where no memory is\n", running, info->si_addr);
+    if (write(STDERR_FILENO, text, (size_t)size)) {}
+    _exit(139);
+}
+
+void catch_faults() {
+    // Once, after the process has set its own.
+    static bool done = [] {
+        struct sigaction action = {};
+        action.sa_sigaction = dies;
+        action.sa_flags = SA_SIGINFO;
+        sigaction(SIGSEGV, &action, nullptr);
+        sigaction(SIGBUS, &action, nullptr);
+        return true;
+    }();
+    (void)done;
+}
+
+// ---- Kernels ----
+
+struct Known {
+    const char* name;
+    void (*entry)(const void*);
+    size_t parameter_bytes;
+};
+const Known KNOWN[] = {
+    {"tpde_raw", [](const void* p) { tpde_raw(*(const Launch*)p); }, sizeof(Launch)},
+    {"tpde_conditioned", [](const void* p) { tpde_conditioned(*(const Launch*)p); }, sizeof(Launch)},
+    {"tpde_without_base", [](const void* p) { tpde_without_base(*(const Launch*)p); }, sizeof(Launch)},
+    {"tpde_frames_check", [](const void* p) { tpde_frames_check(*(const Frames*)p); }, sizeof(Frames)},
+    {"tpde_frames_expand", [](const void* p) { tpde_frames_expand(*(const Frames*)p); }, sizeof(Frames)},
+    {"tpde_layout", [](const void* p) { tpde_layout(*(u32* const*)p); }, 8},
+    {"spin", nullptr, 8},
+};
+
+Context primary[DEVICES];
+
+} // namespace
+
+#define LOCKED std::lock_guard<std::recursive_mutex> lock(all)
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// ---- Devices and contexts ----
+
+EXPORTED u32 cuInit(u32) {
+    catch_faults();
+    return SUCCESS;
+}
+EXPORTED u32 cuDriverGetVersion(int* version) { return *version = 12040, SUCCESS; }
+EXPORTED u32 cuDeviceGetCount(int* count) { return *count = DEVICES, SUCCESS; }
+EXPORTED u32 cuDeviceGet(int* device, int ordinal) {
+    if (ordinal < 0 || ordinal >= DEVICES) return INVALID_DEVICE;
+    return *device = ordinal, SUCCESS;
+}
+EXPORTED u32 cuDeviceGetName(char* name, int length, int) { return snprintf(name, (size_t)length, "stand-in"), SUCCESS; }
+EXPORTED u32 cuDeviceGetAttribute(int* value, int attribute, int) {
+    switch (attribute) {
+    case 16: *value = MULTIPROCESSORS; return SUCCESS;
+    case 75: *value = 8; return SUCCESS; // compute capability
+    case 76: *value = 0; return SUCCESS;
+    case 115: *value = 1; return SUCCESS; // memory pools
+    }
+    return INVALID_VALUE;
+}
+EXPORTED u32 cuGetErrorName(u32, const char** name) { return *name = "CUDA_ERROR", SUCCESS; }
+EXPORTED u32 cuGetErrorString(u32, const char** text) { return *text = "refused by the stand-in of the driver", SUCCESS; }
+EXPORTED u32 cuDevicePrimaryCtxRetain(Context** context, int device) {
+    LOCKED;
+    primary[device].device = device;
+    return *context = &primary[device], SUCCESS;
+}
+EXPORTED u32 cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
+EXPORTED u32 cuCtxCreate_v2(Context** context, u32, int device) {
+    LOCKED;
+    current.push_back(*context = new Context{device, nullptr});
+    return SUCCESS;
+}
+EXPORTED u32 cuCtxDestroy_v2(Context* context) {
+    LOCKED;
+    if (context_now() == context) current.pop_back();
+    delete context;
+    return SUCCESS;
+}
+EXPORTED u32 cuCtxPushCurrent_v2(Context* context) { return current.push_back(context), SUCCESS; }
+EXPORTED u32 cuCtxPopCurrent_v2(Context** context) {
+    if (current.empty()) return INVALID_CONTEXT;
+    *context = current.back();
+    current.pop_back();
+    return SUCCESS;
+}
+EXPORTED u32 cuCtxGetCurrent(Context** context) { return *context = context_now(), SUCCESS; }
+
+// ---- Streams and events ----
+
+EXPORTED u32 cuStreamCreate(Stream** stream, u32) {
+    LOCKED;
+    if (!context_now()) return INVALID_CONTEXT;
+    return *stream = new_stream(context_now()), SUCCESS;
+}
+EXPORTED u32 cuStreamDestroy_v2(Stream* stream) {
+    LOCKED;
+    if (!stream || !stream_of(stream)) return INVALID_HANDLE;
+    stream->destroyed = true;
+    forget_streams();
+    return SUCCESS;
+}
+EXPORTED u32 cuStreamQuery(Stream* handle) {
+    LOCKED;
+    Stream* stream = stream_of(handle);
+    if (!stream) return INVALID_HANDLE;
+    if (is_forbidden() || stream->capture) return CAPTURE_UNSUPPORTED;
+    if (order() == LATE) return stream->queue.empty() ? SUCCESS : NOT_READY;
+    return wait_for_all(*stream, false) ? SUCCESS : NOT_READY;
+}
+EXPORTED u32 cuStreamSynchronize(Stream* handle) {
+    LOCKED;
+    Stream* stream = stream_of(handle);
+    if (!stream) return INVALID_HANDLE;
+    if (stream->capture) return CAPTURE_UNSUPPORTED;
+    for (Operation& operation : stream->queue) operation.spins = false;
+    return wait_for_all(*stream, true), SUCCESS;
+}
+EXPORTED u32 cuStreamIsCapturing(Stream* handle, u32* status) {
+    LOCKED;
+    Stream* stream = stream_of(handle);
+    if (!stream) return INVALID_HANDLE;
+    return *status = stream->capture != nullptr, SUCCESS;
+}
+EXPORTED u32 cuThreadExchangeStreamCaptureMode(u32* mode) {
+    u32 before = (u32)capture_mode;
+    capture_mode = (int)*mode;
+    return *mode = before, SUCCESS;
+}
+EXPORTED u32 cuEventCreate(Event** event, u32 flags) {
+    LOCKED;
+    if (!context_now()) return INVALID_CONTEXT;
+    return *event = new Event{context_now(), (flags & 2) == 0, nullptr}, SUCCESS;
+}
+EXPORTED u32 cuEventDestroy_v2(Event* event) {
+    LOCKED;
+    delete event;
+    return SUCCESS;
+}
+EXPORTED u32 cuEventRecord(Event* event, Stream* handle) {
+    LOCKED;
+    Stream* stream = stream_of(handle);
+    if (!stream || event->context != stream->context) return INVALID_HANDLE;
+    event->last = std::make_shared<Mark>(Mark{stream, stream->capture, false, 0});
+    // In a graph the order of capture is kept anyway.
+    if (stream->capture) return SUCCESS;
+    return queue(handle, {"an event", nullptr, nullptr, event->last, false});
+}
+EXPORTED u32 cuStreamWaitEvent(Stream* handle, Event* event, u32) {
+    LOCKED;
+    Stream* stream = stream_of(handle);
+    if (!stream) return INVALID_HANDLE;
+    if (!event->last) return SUCCESS;
+    Capture* capture = event->last->capture;
+    if (capture) {
+        if (!captures.count(capture) || (stream->capture && stream->capture != capture)) return CAPTURE_ISOLATION;
+        return stream->capture = capture, SUCCESS;
+    }
+    if (stream->capture) return CAPTURE_ISOLATION;
+    return queue(handle, {"a wait", nullptr, event->last, nullptr, false});
+}
+EXPORTED u32 cuEventQuery(Event* event) {
+    LOCKED;
+    if (is_forbidden()) return CAPTURE_UNSUPPORTED;
+    if (!event->last) return SUCCESS;
+    if (event->last->capture) return CAPTURE_UNSUPPORTED;
+    return reach(*event->last, false) ? SUCCESS : NOT_READY;
+}
+EXPORTED u32 cuEventSynchronize(Event* event) {
+    LOCKED;
+    if (!event->last) return SUCCESS;
+    if (event->last->capture) return CAPTURE_UNSUPPORTED;
+    return reach(*event->last, true), SUCCESS;
+}
+EXPORTED u32 cuEventElapsedTime(float* milliseconds, Event* start, Event* end) {
+    LOCKED;
+    if (!start->timed || !end->timed || !start->last || !end->last) return INVALID_HANDLE;
+    if (!start->last->passed || !end->last->passed) return NOT_READY;
+    return *milliseconds = (float)(end->last->milliseconds - start->last->milliseconds), SUCCESS;
+}
+
+// ---- Graphs ----
+
+EXPORTED u32 cuStreamBeginCapture_v2(Stream* handle, int mode) {
+    LOCKED;
+    Stream* stream = stream_of(handle);
+    if (!stream || stream->capture) return INVALID_HANDLE;
+    captures.insert(stream->capture = new Capture{mode, {}});
+    return SUCCESS;
+}
+EXPORTED u32 cuStreamEndCapture(Stream* handle, Capture** graph) {
+    LOCKED;
+    Stream* stream = stream_of(handle);
+    if (!stream || !stream->capture) return INVALID_HANDLE;
+    *graph = stream->capture;
+    captures.erase(*graph);
+    for (auto& other : streams) {
+        if (other->capture == *graph) other->capture = nullptr;
+    }
+    return SUCCESS;
+}
+EXPORTED u32 cuGraphInstantiateWithFlags(Capture** ready, Capture* graph, unsigned long long) { return *ready = new Capture(*graph), SUCCESS; }
+EXPORTED u32 cuGraphDestroy(Capture* graph) { return delete graph, SUCCESS; }
+EXPORTED u32 cuGraphExecDestroy(Capture* ready) { return delete ready, SUCCESS; }
+EXPORTED u32 cuGraphLaunch(Capture* ready, Stream* handle) {
+    LOCKED;
+    for (const Operation& operation : ready->operations) {
+        if (Result result = queue(handle, operation)) return result;
+    }
+    return SUCCESS;
+}
+
+// ---- Memory ----
+
+EXPORTED u32 cuMemPoolCreate(void** pool, const void*) { return *pool = &allocations, SUCCESS; }
+EXPORTED u32 cuMemPoolDestroy(void*) { return SUCCESS; }
+EXPORTED u32 cuMemPoolSetAttribute(void*, int, void*) { return SUCCESS; }
+EXPORTED u32 cuMemAlloc_v2(u64* address, size_t bytes) {
+    LOCKED;
+    if (is_forbidden()) return CAPTURE_UNSUPPORTED;
+    if (!context_now()) return INVALID_CONTEXT;
+    return (*address = allocate(bytes)) ? SUCCESS : OUT_OF_MEMORY;
+}
+EXPORTED u32 cuMemFree_v2(u64 address) {
+    LOCKED;
+    if (!allocations.count(address)) return INVALID_VALUE;
+    for (auto& stream : streams) wait_for_all(*stream, true);
+    return release(address), SUCCESS;
+}
+EXPORTED u32 cuMemAllocFromPoolAsync(u64* address, size_t bytes, void*, Stream* handle) {
+    LOCKED;
+    if (!stream_of(handle)) return INVALID_HANDLE;
+    if (!(*address = allocate(bytes))) return OUT_OF_MEMORY;
+    // Nobody may touch it before the stream has come there.
+    Allocation memory = allocations[*address];
+    mprotect(memory.pages, memory.page_bytes - PAGE, PROT_NONE);
+    return queue(handle, {"an allocation", [memory] { mprotect(memory.pages, memory.page_bytes - PAGE, PROT_READ | PROT_WRITE); }, nullptr, nullptr, false});
+}
+EXPORTED u32 cuMemFreeAsync(u64 address, Stream* handle) {
+    LOCKED;
+    auto found = allocations.find(address);
+    if (found == allocations.end() || found->second.is_freed) return INVALID_VALUE;
+    found->second.is_freed = true;
+    return queue(handle, {"a free", [address] { release(address); }, nullptr, nullptr, false});
+}
+EXPORTED u32 cuMemHostAlloc(void** start, size_t bytes, u32) {
+    LOCKED;
+    if (is_forbidden()) return CAPTURE_UNSUPPORTED;
+    if (!context_now()) return INVALID_CONTEXT;
+    *start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (*start == MAP_FAILED) return OUT_OF_MEMORY;
+    pinned[(u64)*start] = bytes;
+    return SUCCESS;
+}
+EXPORTED u32 cuMemFreeHost(void* start) {
+    LOCKED;
+    auto found = pinned.find((u64)start);
+    if (found == pinned.end()) return INVALID_VALUE;
+    munmap(start, found->second);
+    pinned.erase(found);
+    return SUCCESS;
+}
+EXPORTED u32 cuMemcpyHtoDAsync_v2(u64 to, const void* from, size_t bytes, Stream* handle) {
+    LOCKED;
+    if (!is_device_memory(to, bytes)) return INVALID_VALUE;
+    if (is_pinned(from, bytes)) return queue(handle, {"a copy to the device", [=] { memcpy((void*)to, from, bytes); }, nullptr, nullptr, false});
+    // Of memory that is not pinned the driver has a copy before it returns.
+    auto kept = std::make_shared<std::vector<u8>>((const u8*)from, (const u8*)from + bytes);
+    return queue(handle, {"a copy to the device", [=] { memcpy((void*)to, kept->data(), bytes); }, nullptr, nullptr, false});
+}
+EXPORTED u32 cuMemcpyDtoHAsync_v2(void* to, u64 from, size_t bytes, Stream* handle) {
+    LOCKED;
+    if (!is_device_memory(from, bytes)) return INVALID_VALUE;
+    Result result = queue(handle, {"a copy to the host", [=] { memcpy(to, (const void*)from, bytes); }, nullptr, nullptr, false});
+    // To memory that is not pinned it returns when all is there.
+    if (result == SUCCESS && !is_pinned(to, bytes)) wait_for_all(*stream_of(handle), true);
+    return result;
+}
+EXPORTED u32 cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, Stream* handle) {
+    LOCKED;
+    if (!is_device_memory(to, bytes) || !is_device_memory(from, bytes) || (to < from + bytes && from < to + bytes)) return INVALID_VALUE;
+    return queue(handle, {"a copy within the device", [=] { memcpy((void*)to, (const void*)from, bytes); }, nullptr, nullptr, false});
+}
+EXPORTED u32 cuMemsetD8Async(u64 to, u8 byte, size_t count, Stream* handle) {
+    LOCKED;
+    if (!is_device_memory(to, count)) return INVALID_VALUE;
+    return queue(handle, {"a fill", [=] { memset((void*)to, byte, count); }, nullptr, nullptr, false});
+}
+EXPORTED u32 cuMemsetD32Async(u64 to, u32 word, size_t count, Stream* handle) {
+    LOCKED;
+    if (!is_device_memory(to, 4 * count) || to % 4) return INVALID_VALUE;
+    return queue(handle, {"a fill", [=] { std::fill_n((u32*)to, count, word); }, nullptr, nullptr, false});
+}
+
+// ---- Kernels ----
+
+EXPORTED u32 cuModuleLoadDataEx(Module** module, const void* image, u32, int*, void**) {
+    LOCKED;
+    if (is_forbidden()) return CAPTURE_UNSUPPORTED;
+    if (!context_now()) return INVALID_CONTEXT;
+    return *module = new Module{(const char*)image, {}}, SUCCESS;
+}
+EXPORTED u32 cuModuleUnload(Module* module) {
+    LOCKED;
+    return delete module, SUCCESS;
+}
+EXPORTED u32 cuModuleGetFunction(Function** function, Module* module, const char* name) {
+    LOCKED;
+    auto known = std::find_if(std::begin(KNOWN), std::end(KNOWN), [&](const Known& known) { return !strcmp(known.name, name); });
+    if (known == std::end(KNOWN) || module->text.find(std::string(".entry ") + name + "(") == std::string::npos) return NOT_FOUND;
+    module->functions.emplace_back(new Function{name, known->entry, known->parameter_bytes, 48 << 10});
+    return *function = module->functions.back().get(), SUCCESS;
+}
+EXPORTED u32 cuFuncSetAttribute(Function* function, int attribute, int value) {
+    LOCKED;
+    if (attribute != 8 || value < 0 || value > 227 << 10) return INVALID_VALUE;
+    return function->shared = std::max(function->shared, (u32)value), SUCCESS;
+}
+EXPORTED u32 cuFuncGetAttribute(int* value, int, Function*) { return *value = 64, SUCCESS; }
+EXPORTED u32 cuLaunchKernel(
+    Function* function, u32 x, u32 y, u32 z, u32 threads, u32 threads_y, u32 threads_z, u32 shared, Stream* handle, void** parameters, void**) {
+    LOCKED;
+    if (x == 0 || y != 1 || z != 1 || threads == 0 || threads > 1024 || threads_y != 1 || threads_z != 1 || shared > function->shared) return INVALID_VALUE;
+    if (!function->entry) return queue(handle, {"a kernel that spins", nullptr, nullptr, nullptr, true});
+    auto kept = std::make_shared<std::vector<u8>>((const u8*)parameters[0], (const u8*)parameters[0] + function->parameter_bytes);
+    auto* entry = function->entry;
+    auto* known = std::find_if(std::begin(KNOWN), std::end(KNOWN), [&](const Known& known) { return known.entry == entry; });
+    auto run = [=] { emulator::launch({x, threads, shared, draw()}, entry, kept->data()); };
+    return queue(handle, {known->name, run, nullptr, nullptr, false});
+}
+
+// ---- nvCOMP ----
+
+// What expands a frame: bytes that came out, or less than 0. The tests give it, who have a decoder.
+EXPORTED void stand_in_expands_with(Expander given) { expander = given; }
+
+struct Options {
+    int backend;
+    char reserved[60];
+};
+EXPORTED int nvcompBatchedZstdDecompressGetTempSize(size_t count, size_t, Options, size_t* bytes, size_t, void*) { return *bytes = 64 * count, 0; }
+EXPORTED int nvcompBatchedZstdDecompressAsync(
+    const void* const* frames, const size_t* frame_bytes, const size_t* room, size_t* content_bytes, size_t count, void* temporary, size_t temporary_bytes,
+    void* const* contents, Options, int* outcomes, Stream* stream) {
+    LOCKED;
+    if (temporary_bytes < 64 * count || !expander) return 10;
+    auto run = [=] {
+        memset(temporary, 0xEE, temporary_bytes);
+        for (size_t i = 0; i < count; i++) {
+            i64 size = expander((const u8*)frames[i], frame_bytes[i], (u8*)contents[i], room[i]);
+            outcomes[i] = size < 0 ? 12 : 0;
+            content_bytes[i] = size < 0 ? 0 : (size_t)size;
+        }
+    };
+    return queue(stream, {"nvCOMP", run, nullptr, nullptr, false}) == SUCCESS ? 0 : 11;
+}

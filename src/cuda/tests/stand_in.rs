@@ -1,0 +1,73 @@
+//! The tests that need a device, on a driver without one (`kernels/emulator/driver.cpp`): the host half of `cuda/`, with the
+//! kernels run by the emulator.
+//!
+//! Streams of the stand-in get on in an order that events allow. Each order finds other faults: *late* runs nothing that is not
+//! waited for, so that a missing wait shows; *early* runs everything as soon as it is queued, so that memory that is written too
+//! soon shows; and *mixed* draws lots.
+
+use super::emulated::emulator;
+use std::process::Command;
+
+/// Whether this process runs on the stand-in, which is slow: tests have less to do then.
+pub fn is_used() -> bool {
+    std::env::var_os("TPDE_STAND_IN").is_some()
+}
+
+/// Gives the stand-in of nvCOMP what expands frames.
+pub fn expand_frames() {
+    extern "C" fn expand(frame: *const u8, size: usize, content: *mut u8, room: usize) -> i64 {
+        // SAFETY: the stand-in says where the frame lies and the room for its content, which are memory of this process.
+        let (frame, content) = unsafe { (std::slice::from_raw_parts(frame, size), std::slice::from_raw_parts_mut(content, room)) };
+        let expanded = zstd::zstd_safe::DCtx::create().decompress(content, frame);
+        expanded.map_or(-1, |size| size as i64)
+    }
+    type Give = unsafe extern "C" fn(extern "C" fn(*const u8, usize, *mut u8, usize) -> i64);
+    // SAFETY: the library is the stand-in, whose function has this type, and which stays loaded as the driver.
+    unsafe {
+        let library = libloading::Library::new("libnvcomp.so.6").unwrap();
+        library.get::<Give>(b"stand_in_expands_with").unwrap()(expand);
+    }
+}
+
+/// Runs the tests that need a device, but for those with `skipped` in their names; `least` of them pass.
+fn run(order: &str, skipped: &[&str], least: u32) {
+    if let Err(why) = emulator::build("driver") {
+        assert!(std::env::var_os("TPDE_NO_SKIP").is_none(), "{why}");
+        eprintln!("SKIPPED the stand-in of a device: {why}");
+        return;
+    }
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "cuda::tests::", "--test-threads", "1"])
+        .args(skipped.iter().flat_map(|name| ["--skip", name]))
+        .env("LD_LIBRARY_PATH", emulator::folder().join("driver"))
+        .env("TPDE_STAND_IN", order)
+        .output()
+        .unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let (told, errors) = (text(&output.stdout), text(&output.stderr));
+    let again = format!("once more: LD_LIBRARY_PATH={}/driver TPDE_STAND_IN={order}", emulator::folder().display());
+    assert!(output.status.success(), "{told}{errors}\n{}: {again}", output.status);
+    let passed = told.split_once("ok. ").and_then(|(_, rest)| rest.split(' ').next()?.parse().ok()).unwrap_or(0);
+    assert!(passed >= least, "{passed} of {least}: {told}");
+    // For the summary of scripts/test.
+    let counts = format!("order {order}, {passed} tests passed\n");
+    std::fs::write(emulator::folder().join(format!("stand-in.{order}")), counts).unwrap();
+}
+
+/// Tests of what kernels make of payloads, which no order changes; and one that needs checkpoints.
+const ABOUT_KERNELS: [&str; 4] = ["::vectors::", "::hostile::", "::generated::", "::pairs::"];
+
+#[test]
+fn in_late_order() {
+    run("late", &["::pairs::"], 18);
+}
+
+#[test]
+fn in_early_order() {
+    run("early", &ABOUT_KERNELS, 12);
+}
+
+#[test]
+fn in_mixed_order() {
+    run("1", &ABOUT_KERNELS, 12);
+}
