@@ -426,7 +426,7 @@ fn a_signal_that_is_ignored_stays_ignored() {
     // The shell's kill reaches the program that it becomes, which looks at the signal before it ends.
     for (trap, code) in [("trap '' HUP", Some(0)), ("true", None)] {
         let script = format!(
-            "{trap}; strace -f -qq -o log -e trace=?link,?linkat -e inject=?link,?linkat:signal=HUP:when=1 {TPDE} {line} -f"
+            "{trap}; exec strace -f -qq -o log -e trace=?link,?linkat -e inject=?link,?linkat:signal=HUP:when=1 {TPDE} {line} -f"
         );
         let mut command = std::process::Command::new("sh");
         let output = match command.args(["-c", &script]).current_dir(place.0.path()).output() {
