@@ -101,6 +101,26 @@ fn pattern(dtype: Dtype, lanes: usize, gaps: &[usize], deltas: &[u64]) -> (Vec<u
 }
 
 #[test]
+fn payloads_are_appended_to_what_is_there() {
+    for dtype in [Dtype::I8, Dtype::Bf16, Dtype::F64] {
+        let (base, target) = pattern(dtype, 500, &[3, 20], &[1, 17, 300]);
+        for way in ways(dtype) {
+            let Stored { tables, encoded, payload, .. } = encode(way, dtype, &base, &target);
+            let coding = match way {
+                Way::Raw => Coding::Raw,
+                Way::Zstd(layout) => Coding::Zstd(layout),
+                Way::Conditioned(low_bits) => Coding::Conditioned { tables: tables.as_ref(), low_bits, pace: Pace::default() },
+                Way::Bare => Coding::Conditioned { tables: None, low_bits: 0, pace: Pace::default() },
+            };
+            let mut both = vec![7; 33];
+            let again = ENCODER.with_borrow_mut(|encoder| encoder.encode(coding, dtype, &base, &target, &mut both).unwrap());
+            assert_eq!(again, encoded, "{way:?} {dtype}");
+            assert!(both[..33] == [7; 33] && both[33..] == payload, "{way:?} {dtype}");
+        }
+    }
+}
+
+#[test]
 fn boundaries_of_gaps_and_deltas() {
     let gaps = [0, 1, 14, 15, 16, 253, 254, 255, 256, 269, 270, 271, 509, 510, 511, 1000];
     let deltas = [1, 2, 14, 15, 16, 17, 255, 256, 269, 270, 271, 272, 0xFFFE, 0xFFFF, 0xFFFF_FFFF, u64::MAX];

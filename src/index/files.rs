@@ -114,3 +114,31 @@ pub(crate) fn is_file_name(name: &str, kind: FileKind) -> bool {
         && name.ends_with(ending)
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_files_are_no_paths_and_end_as_their_kind() {
+        let long = |size: usize, ending: &str| "n".repeat(size - ending.len()) + ending;
+        for (name, kind, fits) in [
+            ("model.safetensors", FileKind::Safetensors, true),
+            ("a-B_9.safetensors", FileKind::SafetensorsOfBase, true),
+            ("model.safetensors.index.json", FileKind::Verbatim, true),
+            ("model.safetensors.index.json", FileKind::VerbatimOfBase, true),
+            ("model.safetensors", FileKind::Verbatim, false),
+            ("model.safetensors.index.json", FileKind::Safetensors, false),
+            (".safetensors", FileKind::Safetensors, false),
+            (".model.safetensors", FileKind::Safetensors, false),
+            ("a/model.safetensors", FileKind::Safetensors, false),
+            ("model\\0.safetensors", FileKind::Safetensors, false),
+            ("mod\u{e9}l.safetensors", FileKind::Safetensors, false),
+            ("model.bin", FileKind::Safetensors, false),
+            (&long(255, ".safetensors"), FileKind::Safetensors, true),
+            (&long(256, ".safetensors"), FileKind::Safetensors, false),
+        ] {
+            assert_eq!(is_file_name(name, kind), fits, "{name} of kind {kind}");
+        }
+    }
+}

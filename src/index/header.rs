@@ -148,6 +148,54 @@ mod tests {
         bytes
     }
 
+    /// An index without tensors and chunks, cut or filled up to `size` bytes, with a header that says so.
+    fn of_size(size: usize) -> Vec<u8> {
+        let mut bytes = with_expanded_size(Section::Tables, 0);
+        bytes.resize(size, 0);
+        let mut header = IndexHeader::read(&mut Cursor::new(&bytes)).unwrap();
+        header.index_size = size as u64;
+        header.file_count = 0;
+        header.sections = [256, 256, 256, 320, 320, 320].map(|offset| SectionEntry { offset, stored_size: 0, expanded_size: 0 });
+        let digests = &mut header.sections[Section::Digests as usize];
+        (digests.stored_size, digests.expanded_size) = (64, 64);
+        header.write(&mut Cursor::new(&mut bytes)).unwrap();
+        header.header_crc32 = crc32fast::hash(&bytes[..INDEX_HEADER_CRC_SPAN]);
+        header.write(&mut Cursor::new(&mut bytes)).unwrap();
+        bytes
+    }
+
+    fn parse_all(bytes: &[u8], limits: &Limits) -> Result<IndexHeader> {
+        parse(bytes, bytes.len() as u64, limits)
+    }
+
+    #[test]
+    fn an_index_has_room_for_header_roots_and_digest() {
+        let limits = Limits::default();
+        for size in [256, 257, 287, 288, 319, 320, 351] {
+            assert_eq!(parse_all(&of_size(size), &limits).unwrap_err().rule(), Some(Rule::HeaderIndexSize), "{size} bytes");
+        }
+        assert_eq!(parse_all(&of_size(352), &limits).unwrap().index_size, 352);
+    }
+
+    #[test]
+    fn limits_allow_what_is_as_large_as_they_are() {
+        let index = of_size(352);
+        let limits = Limits { index_size: 352, section_size: 0 };
+        parse_all(&index, &limits).unwrap();
+        let limits = Limits { index_size: 351, ..limits };
+        assert!(matches!(parse_all(&index, &limits), Err(Error::Limit { limit: 351, found: 352, .. })));
+        for section in [Section::Tensors, Section::Files, Section::Tables] {
+            let index = with_expanded_size(section, 1000);
+            let limits = |section_size| Limits { section_size, ..Limits::default() };
+            parse_all(&index, &limits(1000)).unwrap();
+            assert!(
+                matches!(parse_all(&index, &limits(999)), Err(Error::Limit { limit: 999, found: 1000, .. })),
+                "{}",
+                section.name()
+            );
+        }
+    }
+
     #[test]
     fn places_in_a_section_fit_in_32_bits_whatever_the_limits() {
         let limits = Limits { index_size: u64::MAX, section_size: u64::MAX };

@@ -92,6 +92,48 @@ mod tests {
         assert_eq!(out, [0x61, 0x44, 0x48, 0xC0]);
     }
 
+    #[test]
+    fn a_code_that_the_bytes_cut_short_is_told_from_one_that_is_too_long() {
+        // A gap of 0 is the single bit 1.
+        for (ones, bytes, bad) in [
+            (0, &[][..], Bad::End),
+            (0, &[0][..], Bad::TooLong),
+            (3, &[0xE0][..], Bad::TooLong),
+            (4, &[0xF0][..], Bad::End),
+            (8, &[0xFF][..], Bad::End),
+            (11, &[0xFF, 0xE0][..], Bad::TooLong),
+            (12, &[0xFF, 0xF0][..], Bad::End),
+        ] {
+            let mut reader = Reader::new(bytes);
+            for _ in 0..ones {
+                assert_eq!(reader.gap(), Ok(0));
+            }
+            assert_eq!(reader.gap(), Err(bad), "{bytes:x?}");
+        }
+        for gap in [1, 3, 16, 279, (1 << 22) - 1] {
+            let mut out = Vec::new();
+            encode([gap].into_iter(), &mut out);
+            assert_eq!(Reader::new(&out).gap(), Ok(gap));
+            out.pop();
+            assert_eq!(Reader::new(&out).gap(), Err(Bad::End), "{gap} without its last byte");
+        }
+    }
+
+    #[test]
+    fn only_zeros_up_to_the_end_of_a_byte_may_be_left() {
+        let finished_after = |gaps: usize, bytes: &[u8]| {
+            let mut reader = Reader::new(bytes);
+            (0..gaps).for_each(|_| assert!(reader.gap().is_ok()));
+            reader.is_finished()
+        };
+        assert!(finished_after(3, &[0x61, 0x44, 0x48, 0xC0]));
+        assert!(!finished_after(2, &[0x61, 0x44, 0x48, 0xC0]), "before the last gap");
+        assert!(!finished_after(3, &[0x61, 0x44, 0x48, 0xC1]), "a bit that is set");
+        assert!(!finished_after(3, &[0x61, 0x44, 0x48, 0xC0, 0]), "a byte more");
+        assert!(finished_after(8, &[0xFF]) && !finished_after(8, &[0xFF, 0]) && !finished_after(7, &[0xFF]));
+        assert!(finished_after(0, &[]));
+    }
+
     proptest! {
         #[test]
         fn gaps_come_back(gaps in proptest::collection::vec(0u32..1 << 22, 0..300)) {

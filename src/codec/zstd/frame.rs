@@ -138,4 +138,75 @@ mod tests {
         expander.expand(&frame, &mut out, 27).unwrap();
         assert!(out == *b"abc" && expander.0.is_some());
     }
+
+    /// The first bytes of a frame with this window and a content size of 4 bytes.
+    fn header_with_window(window: u8, size: u32) -> Vec<u8> {
+        [&MAGIC[..], &[0x80, window], &size.to_le_bytes()].concat()
+    }
+
+    #[test]
+    fn windows_are_allowed_up_to_the_limit_and_no_further() {
+        // The high 5 bits are an exponent above 2^10, the low 3 bits eighths more.
+        for (window, allowed) in [(17 << 3, true), (17 << 3 | 1, false), (16 << 3 | 7, true), (18 << 3, false), (0, true)] {
+            let outcome = check_header(&header_with_window(window, 5), 5, 27);
+            let expected = if allowed { Ok(()) } else { Err("a window beyond the limit") };
+            assert_eq!(outcome, expected, "{window:#x}");
+        }
+    }
+
+    #[test]
+    fn memory_is_taken_only_for_the_size_that_the_frame_states() {
+        assert_eq!(expand(b"no frame", usize::MAX, 27), Err("another magic"));
+        assert_eq!(expand(&header_with_window(0, 5), usize::MAX, 27), Err("another content size"));
+        assert_eq!(expand(&MAGIC, usize::MAX, 27), Err("too few bytes for a frame"));
+        assert_eq!(expand(&[&MAGIC[..], &[0]].concat(), usize::MAX, 27), Err("too few bytes for a frame"));
+    }
+
+    /// The sizes of a frame's blocks, all of which must be stored as they are.
+    fn raw_blocks(frame: &[u8]) -> Vec<usize> {
+        let single_segment = frame[4] & 0x20 != 0;
+        let size_bytes = match frame[4] >> 6 {
+            0 => usize::from(single_segment),
+            log2 => 1 << log2,
+        };
+        let mut rest = &frame[5 + usize::from(!single_segment) + size_bytes..];
+        let mut sizes = Vec::new();
+        loop {
+            let header = u32::from_le_bytes([rest[0], rest[1], rest[2], 0]);
+            assert_eq!(header >> 1 & 3, 0, "a raw block");
+            sizes.push((header >> 3) as usize);
+            rest = &rest[3 + (header >> 3) as usize..];
+            if header & 1 == 1 {
+                assert!(rest.is_empty());
+                return sizes;
+            }
+        }
+    }
+
+    #[test]
+    fn parts_of_128_bytes_have_a_block_of_their_own_and_shorter_ones_share_it() {
+        let mut state = 1u64;
+        let content: Vec<u8> = std::iter::repeat_with(|| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 56) as u8
+        })
+        .take(1000)
+        .collect();
+        for (ends, blocks) in [
+            (&[][..], &[1000][..]),
+            (&[1000], &[1000]),
+            (&[500], &[500, 500]),
+            (&[128], &[128, 872]),
+            (&[127], &[1000]),
+            (&[872], &[872, 128]),
+            (&[873], &[1000]),
+            (&[300, 427, 700], &[300, 400, 300]),
+            (&[300, 428, 700], &[300, 128, 272, 300]),
+        ] {
+            let mut frame = vec![7; 5];
+            let mut compressor = Compressor::new().unwrap();
+            compressor.compress(&content, ends, &mut frame).unwrap();
+            assert_eq!(raw_blocks(&frame[5..]), blocks, "{ends:?}");
+        }
+    }
 }
