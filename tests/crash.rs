@@ -658,6 +658,38 @@ fn a_demo_that_is_ended_by_a_signal_leaves_no_folder() {
     }
 }
 
+#[test]
+fn a_second_signal_ends_the_process_at_once() {
+    if !can_trace() {
+        return;
+    }
+    let checkpoints = checkpoints();
+    let way = ENCODE.ways(&checkpoints).pop().unwrap();
+    let folder = ENCODE.place(&checkpoints);
+    let place = folder.path();
+    let log = place.join("strace.log");
+    let mut command = Command::new("env");
+    command.args(["--default-signal", "strace", "-f", "-qq", "-o"]).arg(&log);
+    // The removal that the first signal begins takes ten seconds.
+    let inject = ["fsync:signal=TERM:when=1", "unlink:delay_enter=10000000"].map(str::to_owned);
+    for inject in way.iter().chain(&inject) {
+        command.args(["-e", &format!("inject={inject}")]);
+    }
+    command.args(["-e", "trace=open,openat,fsync,unlink"]).arg(TPDE).args(ENCODE.command.split_whitespace());
+    let mut child = command.args(["-q", "-T", "1"]).current_dir(place).spawn().unwrap();
+    let process = loop {
+        let log = fs::read_to_string(&log).unwrap_or_default();
+        match log.split_once(' ') {
+            Some((process, calls)) if calls.contains(" unlink(") => break process.to_owned(),
+            _ => assert!(child.try_wait().unwrap().is_none(), "{log}"),
+        }
+        std::thread::yield_now();
+    };
+    assert!(Command::new("kill").args(["-TERM", &process]).status().unwrap().success());
+    assert_eq!(child.wait().unwrap().code(), None);
+    assert_ne!(hidden(place), [""; 0], "the removal has ended");
+}
+
 /// Data reach the disk before names, names before the call returns, and what commits comes last.
 #[test]
 fn files_are_synced_before_they_get_their_names_and_folders_after() {

@@ -20,9 +20,10 @@ use crate::error::{Error, Result};
 use crate::watch::Progress;
 use lock::{FolderLock, LOCK_TIMEOUT};
 use rustix::fs::FlockOperation;
-use staged::Staged;
-use std::fs::File;
+use staged::{OpenFiles, Staged};
+use std::fs::{File, Permissions};
 use std::io::{self, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,9 +35,18 @@ pub(crate) struct Publication {
     /// The folder that temporary files are created in.
     folder: PathBuf,
     destination: Destination,
-    files: Vec<(Staged, PathBuf)>,
+    files: Vec<Output>,
+    open: OpenFiles,
     replace: bool,
     lock_timeout: Duration,
+}
+
+#[derive(Debug)]
+struct Output {
+    staged: Staged,
+    path: PathBuf,
+    /// Permission bits of the file that it replaces.
+    mode: Option<u32>,
 }
 
 #[derive(Debug)]
@@ -51,7 +61,8 @@ enum Destination {
 
 /// A file that makes every reader refuse a folder as long as it is there.
 ///
-/// It is published before the first file of a folder, and replaced by the last one, or removed if that has another name.
+/// It is published before the first file of a folder. After the others it is replaced by the file that has its name, or removed
+/// if there is none.
 #[derive(Debug)]
 pub(crate) struct Barrier {
     /// Its name in the folder.
@@ -88,7 +99,7 @@ impl Publication {
     }
 
     fn new(folder: PathBuf, destination: Destination, replace: bool) -> Self {
-        Self { folder, destination, files: Vec::new(), replace, lock_timeout: LOCK_TIMEOUT }
+        Self { folder, destination, files: Vec::new(), open: OpenFiles::default(), replace, lock_timeout: LOCK_TIMEOUT }
     }
 
     /// A new file, to be published as `path` after those added before. It has the mode of the file that it replaces.
@@ -101,10 +112,26 @@ impl Publication {
             return Err(Error::Misuse(format!("{} names no file", path.display())));
         }
         let mode = output::check_free(path, self.replace)?;
-        let staged = Staged::create(&self.folder, mode).map_err(|e| Error::io("create a file in", &self.folder, e))?;
-        let file = staged.file();
-        self.files.push((staged, path.to_owned()));
+        let error = |e| Error::io("create a file in", &self.folder, e);
+        // Before it has the mode of the file that it replaces, only its owner may read it.
+        let initial = if mode.is_some() { 0o600 } else { 0o666 };
+        let i = self.files.len();
+        let create = if i < OpenFiles::MAX { Staged::create } else { Staged::create_named };
+        let (staged, file) = create(&self.folder, initial).map_err(error)?;
+        if matches!(staged, Staged::Named(_)) {
+            self.open.insert(i, file.clone()).map_err(error)?;
+        }
+        self.files.push(Output { staged, path: path.to_owned(), mode });
         Ok(file)
+    }
+
+    /// The file that was added after `i` others, open for writing. Of very many files, few are open at a time.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it cannot be opened.
+    pub fn file(&self, i: usize) -> Result<Arc<File>> {
+        let Output { staged, path, .. } = &self.files[i];
+        self.open.get(i, staged).map_err(|e| Error::io("open", path, e))
     }
 
     /// Refuses work that cannot end: a pair of a few bytes can describe a target of terabytes.
@@ -132,9 +159,13 @@ impl Publication {
     /// the system may have dropped the pages. [`Error::Io`] of kind `TimedOut` if another process holds a lock on the folder
     /// for longer than [`LOCK_TIMEOUT`]. [`Error::Cancelled`] from `progress`.
     pub fn commit(mut self, progress: Progress<'_>) -> Result<()> {
-        for (staged, path) in &self.files {
+        for (i, Output { path, mode, .. }) in self.files.iter().enumerate() {
             progress.done(0)?;
-            staged.file().sync_all().map_err(|e| Error::io("sync", path, e))?;
+            let file = self.file(i)?;
+            if let Some(mode) = mode {
+                file.set_permissions(Permissions::from_mode(*mode)).map_err(|e| Error::io("set the mode of", path, e))?;
+            }
+            file.sync_all().map_err(|e| Error::io("sync", path, e))?;
         }
         progress.done(0)?;
         let files = std::mem::take(&mut self.files);
@@ -143,8 +174,8 @@ impl Publication {
         }
         let folder = File::open(&self.folder).map_err(|e| Error::io("open", &self.folder, e))?;
         let _lock = FolderLock::take(&folder, &self.folder, FlockOperation::NonBlockingLockExclusive, self.lock_timeout, progress)?;
-        for (_, path) in &files {
-            output::check_free(path, self.replace)?; // another writer may have published since
+        for file in &files {
+            output::check_free(&file.path, self.replace)?; // another writer may have published since
         }
         match &self.destination {
             Destination::Folder(barrier) if files.len() > 1 => self.commit_folder(&folder, barrier, files),
@@ -152,17 +183,17 @@ impl Publication {
         }
     }
 
-    fn commit_files(&self, folder: &File, files: Vec<(Staged, PathBuf)>) -> Result<()> {
+    fn commit_files(&self, folder: &File, files: Vec<Output>) -> Result<()> {
         let held = hold_signals();
         self.publish(files, &mut Vec::new())?;
         drop(held);
         folder.sync_all().map_err(|e| Error::io("sync", &self.folder, e))
     }
 
-    fn commit_new_folder(&self, path: &Path, files: Vec<(Staged, PathBuf)>) -> Result<()> {
+    fn commit_new_folder(&self, path: &Path, files: Vec<Output>) -> Result<()> {
         let held = hold_signals();
         let temporary = Temporary::folder(&self.folder).map_err(|e| Error::io("create a folder in", &self.folder, e))?;
-        for (staged, path) in files {
+        for Output { staged, path, .. } in files {
             let name = path.file_name().unwrap_or_default(); // `add` has checked that there is one
             staged.publish(&temporary.path().join(name), false).map_err(|e| Error::io("publish", &path, e))?;
         }
@@ -173,22 +204,21 @@ impl Publication {
     }
 
     /// Replaces the files of an existing folder behind a barrier. Each step is on disk before the next one begins.
-    fn commit_folder(&self, folder: &File, barrier: &Barrier, mut files: Vec<(Staged, PathBuf)>) -> Result<()> {
+    fn commit_folder(&self, folder: &File, barrier: &Barrier, mut files: Vec<Output>) -> Result<()> {
         let sync = || folder.sync_all().map_err(|e| Error::io("sync", &self.folder, e));
         let path = self.folder.join(&barrier.name);
         let error = |e| Error::io("publish", &path, e);
-        let last = files.pop_if(|(_, last)| *last == path);
+        let last = files.iter().position(|file| file.path == path).map(|i| files.remove(i));
         let held = hold_signals();
-        let staged = Staged::create(&self.folder, None).map_err(error)?;
-        let mut file = &*staged.file();
-        file.write_all(barrier.content).and_then(|()| file.sync_all()).map_err(error)?;
+        let (staged, file) = Staged::create(&self.folder, 0o666).map_err(error)?;
+        (&*file).write_all(barrier.content).and_then(|()| file.sync_all()).map_err(error)?;
         staged.publish(&path, self.replace).map_err(error)?;
         sync()?;
         let mut published = vec![path.clone()];
         self.publish(files, &mut published)?;
         sync()?;
         match last {
-            Some((staged, path)) => staged.publish(&path, true).map_err(|e| Error::io("publish", &path, e))?,
+            Some(Output { staged, path, .. }) => staged.publish(&path, true).map_err(|e| Error::io("publish", &path, e))?,
             None => std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e))?,
         }
         drop(held);
@@ -196,8 +226,8 @@ impl Publication {
     }
 
     /// Gives files their names, and adds these to `published`. After a failure without `replace`, all of `published` are removed.
-    fn publish(&self, files: Vec<(Staged, PathBuf)>, published: &mut Vec<PathBuf>) -> Result<()> {
-        for (staged, path) in files {
+    fn publish(&self, files: Vec<Output>, published: &mut Vec<PathBuf>) -> Result<()> {
+        for Output { staged, path, .. } in files {
             if let Err(e) = staged.publish(&path, self.replace) {
                 if !self.replace {
                     published.iter().for_each(|path| _ = std::fs::remove_file(path));

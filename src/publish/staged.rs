@@ -4,55 +4,43 @@ use super::folder_of;
 use super::temporaries::Temporary;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, linkat};
 use rustix::io::Errno;
-use std::fs::{File, Permissions};
+use std::collections::VecDeque;
+use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A file without its name. It is gone on drop.
 #[derive(Debug)]
-pub(super) struct Staged {
-    file: Arc<File>,
-    /// `None` for a file without any name (`O_TMPFILE`), which the system removes even if the process is killed.
-    temporary: Option<Temporary>,
+pub(super) enum Staged {
+    /// A file without any name (`O_TMPFILE`), which the system removes even if the process is killed.
+    Unnamed(Arc<File>),
+    Named(Temporary),
 }
 
 impl Staged {
-    /// A new file in `folder`: with permission bits `mode`, or if `None` with those that the umask leaves.
-    pub fn create(folder: &Path, mode: Option<u32>) -> io::Result<Self> {
-        match unnamed(folder, initial(mode)) {
-            Some(file) => Self { file: Arc::new(file), temporary: None }.with_mode(mode),
-            None => Self::create_named(folder, mode),
-        }
+    /// A new file in `folder`, open, with the permission bits of `mode` that the umask leaves.
+    pub fn create(folder: &Path, mode: u32) -> io::Result<(Self, Arc<File>)> {
+        let Some(file) = unnamed(folder, mode).map(Arc::new) else { return Self::create_named(folder, mode) };
+        Ok((Self::Unnamed(file.clone()), file))
     }
 
-    /// [`Staged::create`] for file systems that lack files without names.
-    pub fn create_named(folder: &Path, mode: Option<u32>) -> io::Result<Self> {
-        let create = |path: &Path| File::options().read(true).write(true).create_new(true).mode(initial(mode)).open(path);
+    /// [`Staged::create`] for file systems that lack files without names, and for more files than may be open.
+    pub fn create_named(folder: &Path, mode: u32) -> io::Result<(Self, Arc<File>)> {
+        let create = |path: &Path| File::options().write(true).create_new(true).mode(mode).open(path);
         let (temporary, file) = Temporary::create(folder, create)?;
-        Self { file: Arc::new(file), temporary: Some(temporary) }.with_mode(mode)
-    }
-
-    fn with_mode(self, mode: Option<u32>) -> io::Result<Self> {
-        if let Some(mode) = mode {
-            self.file.set_permissions(Permissions::from_mode(mode))?;
-        }
-        Ok(self)
-    }
-
-    pub fn file(&self) -> Arc<File> {
-        self.file.clone()
+        Ok((Self::Named(temporary), Arc::new(file)))
     }
 
     /// Gives the file its name. A file of that name is replaced atomically if `replace`, else it is an error.
     pub fn publish(self, path: &Path, replace: bool) -> io::Result<()> {
-        let temporary = match self.temporary {
-            Some(temporary) => temporary,
-            None => match link(&self.file, path) {
+        let temporary = match self {
+            Self::Named(temporary) => temporary,
+            Self::Unnamed(file) => match link(&file, path) {
                 // No call gives a file that has no name the name of another file.
-                Err(Errno::EXIST) if replace => Temporary::create(&folder_of(path), |path| Ok(link(&self.file, path)?))?.0,
+                Err(Errno::EXIST) if replace => Temporary::create(&folder_of(path), |path| Ok(link(&file, path)?))?.0,
                 outcome => return Ok(outcome?),
             },
         };
@@ -60,9 +48,46 @@ impl Staged {
     }
 }
 
-/// The permission bits that a file is created with: never more than it shall have, because the others are set afterwards.
-fn initial(mode: Option<u32>) -> u32 {
-    mode.map_or(0o666, |mode| mode & 0o600)
+/// Descriptors of staged files that have a temporary name, of which few are open at a time.
+#[derive(Debug, Default)]
+pub(super) struct OpenFiles(Mutex<VecDeque<(usize, Arc<File>)>>);
+
+impl OpenFiles {
+    /// Most descriptors of a publication, and as many again of files without names.
+    pub const MAX: usize = 64;
+
+    /// Keeps file `i` open. The file that was used least recently is closed for it, and synced before: an error of writing that
+    /// nobody has seen may be lost with the last descriptor.
+    pub fn insert(&self, i: usize, file: Arc<File>) -> io::Result<()> {
+        let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        open.push_back((i, file));
+        if open.len() > Self::MAX
+            && let Some((_, file)) = open.pop_front()
+        {
+            file.sync_all()?;
+        }
+        Ok(())
+    }
+
+    /// File `i`, which is `staged`.
+    pub fn get(&self, i: usize, staged: &Staged) -> io::Result<Arc<File>> {
+        let temporary = match staged {
+            Staged::Unnamed(file) => return Ok(file.clone()),
+            Staged::Named(temporary) => temporary,
+        };
+        let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = open.iter().position(|(open, _)| *open == i)
+            && let Some(found) = open.remove(at)
+        {
+            let file = found.1.clone();
+            open.push_back(found);
+            return Ok(file);
+        }
+        drop(open);
+        let file = Arc::new(File::options().write(true).open(temporary.path())?);
+        self.insert(i, file.clone())?;
+        Ok(file)
+    }
 }
 
 /// Path of an open file. It needs `/proc`, but no privilege.

@@ -3,7 +3,7 @@
 
 use super::*;
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::io::{Seek, SeekFrom};
 use tempfile::TempDir;
 
 fn folder() -> TempDir {
@@ -11,9 +11,9 @@ fn folder() -> TempDir {
 }
 
 /// A staged file of either kind.
-fn staged(folder: &Path, mode: Option<u32>, named: bool) -> Staged {
-    let staged = if named { Staged::create_named(folder, mode) } else { Staged::create(folder, mode) }.unwrap();
-    (&*staged.file()).write_all(b"new").unwrap();
+fn staged(folder: &Path, named: bool) -> Staged {
+    let (staged, file) = if named { Staged::create_named(folder, 0o666) } else { Staged::create(folder, 0o666) }.unwrap();
+    (&*file).write_all(b"new").unwrap();
     staged
 }
 
@@ -35,12 +35,12 @@ fn a_file_that_appears_during_a_commit_is_not_overwritten() {
     for named in [false, true] {
         let folder = folder();
         let path = folder.path().join("out");
-        let new = staged(folder.path(), None, named);
+        let new = staged(folder.path(), named);
         fs::write(&path, "theirs").unwrap();
         assert_eq!(new.publish(&path, false).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
         assert_eq!(fs::read(&path).unwrap(), b"theirs");
         assert_eq!(names(folder.path()), ["out"]);
-        staged(folder.path(), None, named).publish(&path, true).unwrap();
+        staged(folder.path(), named).publish(&path, true).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"new");
         assert_eq!(names(folder.path()), ["out"]);
     }
@@ -73,18 +73,68 @@ fn files_published_before_one_that_appears_meanwhile_are_taken_back() {
 }
 
 #[test]
-fn a_file_has_the_mode_of_the_one_that_it_replaces_from_the_beginning() {
-    for named in [false, true] {
-        let folder = folder();
-        for mode in [0o600, 0o640, 0o444, 0o777] {
-            let staged = staged(folder.path(), Some(mode), named);
-            let of = |file: &File| file.metadata().unwrap().permissions().mode() & 0o7777;
-            assert_eq!(of(&staged.file()), mode);
-            let path = folder.path().join("out");
-            staged.publish(&path, true).unwrap();
-            assert_eq!(of(&File::open(&path).unwrap()), mode);
-        }
+fn a_file_that_replaces_another_has_its_mode_and_is_hidden_before() {
+    let folder = folder();
+    let path = folder.path().join("out");
+    let of = |file: &File| file.metadata().unwrap().permissions().mode() & 0o7777;
+    for mode in [0o600, 0o640, 0o444, 0o777] {
+        fs::write(&path, "old").unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+        let mut publication = Publication::files(&path, true);
+        let file = publication.add(&path).unwrap();
+        assert_eq!(of(&file), 0o600);
+        publication.commit(&|_| {}).unwrap();
+        assert_eq!(of(&File::open(&path).unwrap()), mode);
+        fs::remove_file(&path).unwrap();
     }
+}
+
+#[test]
+fn a_barrier_gives_way_to_the_file_of_its_name_wherever_that_was_added() {
+    let barrier = || Barrier { name: "b".into(), content: b"barrier" };
+    for (replace, added) in [(true, ["b", "a", "c"]), (true, ["a", "b", "c"]), (false, ["a", "c", "b"]), (false, ["a", "c", "d"])] {
+        let folder = folder();
+        fs::write(folder.path().join("theirs"), "theirs").unwrap();
+        if replace {
+            added.iter().for_each(|name| fs::write(folder.path().join(name), "old").unwrap());
+        }
+        let mut publication = Publication::folder(folder.path(), barrier(), replace);
+        for name in added {
+            let file = publication.add(&folder.path().join(name)).unwrap();
+            (&*file).write_all(name.as_bytes()).unwrap();
+        }
+        publication.commit(&|_| {}).unwrap();
+        let mut expected = [&added[..], &["theirs"]].concat();
+        expected.sort();
+        assert_eq!(names(folder.path()), expected);
+        expected.iter().for_each(|name| assert_eq!(fs::read(folder.path().join(name)).unwrap(), name.as_bytes()));
+    }
+}
+
+#[test]
+fn few_of_many_files_are_open_at_a_time() {
+    let folder = folder();
+    let out = folder.path().join("out");
+    let mut publication = Publication::folder(&out, Barrier { name: "index".into(), content: b"" }, false);
+    let count = 5 * OpenFiles::MAX;
+    let path = |i: usize| out.join(i.to_string());
+    (0..count).for_each(|i| _ = publication.add(&path(i)).unwrap());
+    for round in 0..3_u8 {
+        for i in 0..count {
+            (&*publication.file(i).unwrap()).seek(SeekFrom::End(0)).unwrap();
+            (&*publication.file(i).unwrap()).write_all(&[round, i as u8]).unwrap();
+        }
+        let named = names(folder.path()).len();
+        assert_eq!(named, count - if named == count { 0 } else { OpenFiles::MAX });
+        let open = Path::new("/proc/self/fd").read_dir().unwrap().flatten();
+        let here = open.filter(|open| open.path().read_link().is_ok_and(|path| path.starts_with(folder.path())));
+        assert!(here.count() <= 2 * OpenFiles::MAX);
+    }
+    publication.commit(&|_| {}).unwrap();
+    for i in 0..count {
+        assert_eq!(fs::read(path(i)).unwrap(), [0, i as u8, 1, i as u8, 2, i as u8]);
+    }
+    assert_eq!(names(folder.path()), ["out"]);
 }
 
 #[test]
@@ -92,8 +142,8 @@ fn temporary_names_fit_beside_the_longest_name() {
     for named in [false, true] {
         let folder = folder();
         let path = folder.path().join("n".repeat(255));
-        staged(folder.path(), None, named).publish(&path, false).unwrap();
-        staged(folder.path(), None, named).publish(&path, true).unwrap();
+        staged(folder.path(), named).publish(&path, false).unwrap();
+        staged(folder.path(), named).publish(&path, true).unwrap();
         assert_eq!(names(folder.path()).len(), 1);
         let path = folder.path().join("f".repeat(255));
         let mut publication = Publication::folder(&path, Barrier { name: "index".into(), content: b"" }, true);
@@ -107,7 +157,7 @@ fn temporary_names_fit_beside_the_longest_name() {
 fn staged_files_are_gone_when_they_are_not_published() {
     for named in [false, true] {
         let folder = folder();
-        let staged = staged(folder.path(), None, named);
+        let staged = staged(folder.path(), named);
         assert_eq!(names(folder.path()).len(), usize::from(named));
         drop(staged);
         assert!(names(folder.path()).is_empty());
@@ -165,7 +215,7 @@ fn what_a_link_leads_to_is_looked_at() {
     let at = |name: &str| folder.path().join(name);
     let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, at(name)).unwrap();
     fs::write(at("file"), "x").unwrap();
-    fs::set_permissions(at("file"), fs::Permissions::from_mode(0o604)).unwrap();
+    fs::set_permissions(at("file"), Permissions::from_mode(0o604)).unwrap();
     rustix::fs::mknodat(rustix::fs::CWD, at("fifo"), rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
     let open = File::open(at("file")).unwrap();
     use std::os::fd::AsRawFd;

@@ -11,10 +11,8 @@ use crate::publish::{Barrier, Publication, check_apart};
 use crate::reader::Pair;
 use crate::source::Source;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 /// How [`apply_to_path`] works.
 #[derive(Default)]
@@ -37,17 +35,18 @@ pub(super) struct Output {
 /// Where each tensor of the pair goes: file and first byte; `None` for one that is not wanted.
 type Places = Vec<Option<(usize, u64)>>;
 
-struct Files {
+struct Files<'a> {
     paths: Vec<PathBuf>,
-    files: Vec<Arc<File>>,
+    publication: &'a Publication,
     places: Places,
 }
 
-impl Sink for Files {
+impl Sink for Files<'_> {
     fn write(&self, place: usize, offset: u64, bytes: &[u8]) -> Result<()> {
         use std::os::unix::fs::FileExt;
         let Some((file, start)) = self.places[place] else { return Ok(()) };
-        self.files[file].write_all_at(bytes, start + offset).map_err(|e| Error::io("write", &self.paths[file], e))
+        let open = self.publication.file(file)?;
+        open.write_all_at(bytes, start + offset).map_err(|e| Error::io("write", &self.paths[file], e))
     }
 }
 
@@ -229,13 +228,6 @@ fn plan(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<
         let name = index.tensor(place).name;
         return Err(Rule::FileTensors.broken("every tensor in a file", "one that is in none").in_tensor(name));
     }
-    // The shard index commits what it tells of.
-    let last = outputs.iter().position(|output| output.name.ends_with(SHARD_INDEX));
-    if let Some(last) = last.filter(|&last| last + 1 < outputs.len()) {
-        let moved = outputs.remove(last);
-        outputs.push(moved);
-        places.iter_mut().flatten().filter(|(file, _)| *file > last).for_each(|(file, _)| *file -= 1);
-    }
     Ok((outputs, places))
 }
 
@@ -308,11 +300,9 @@ fn write<B: Source>(
 ) -> Result<ApplyReport> {
     let size = |output: &Output| output.data_size.saturating_add(output.content.len() as u64);
     publication.check_room(outputs.iter().map(size).fold(0, u64::saturating_add))?;
-    let mut files = Vec::new();
     for (output, path) in outputs.iter().zip(&paths) {
         let file = publication.add(path)?;
         file.set_len(size(output)).and_then(|()| (&*file).write_all(&output.content)).map_err(|e| Error::io("write", path, e))?;
-        files.push(file);
     }
-    apply.to_sink(&Files { paths, files, places })
+    apply.to_sink(&Files { paths, publication, places })
 }
