@@ -66,6 +66,7 @@ struct Stream {
     std::deque<Operation> queue;
     Capture* capture;
     bool destroyed;
+    bool eager; // runs what is ready at once; else only what a call waits for
 };
 
 struct Event {
@@ -114,15 +115,12 @@ Expander expander;
 constexpr int DEVICES = 2, MULTIPROCESSORS = 4;
 constexpr size_t PAGE = 4096, ALIGN = 256, MOST = (size_t)1 << 30;
 
-// In which order streams get on, of those that events allow: TPDE_STAND_IN.
-enum Order { LATE, EARLY, MIXED };
-Order order() {
-    static const Order order = [] {
+// Which streams are eager: bit n % 8 is for stream n, as they are created. TPDE_STAND_IN.
+u32 order() {
+    static const u32 order = [] {
         const char* text = getenv("TPDE_STAND_IN");
-        if (text && !strcmp(text, "early")) return EARLY;
-        if (!text || !strcmp(text, "late")) return LATE;
-        random_state = strtoull(text, nullptr, 0);
-        return MIXED;
+        if (text && !strcmp(text, "early")) return 255ul;
+        return !text || !strcmp(text, "late") ? 0ul : strtoul(text, nullptr, 0);
     }();
     return order;
 }
@@ -158,27 +156,24 @@ void run_front(Stream& stream) {
     }
 }
 
-// Runs what must have run before the mark, and nothing else. False if a kernel that spins is before it, and `force` is not set.
-bool reach(const Mark& mark, bool force) {
+// Runs what must have run before the mark, and nothing else.
+void reach(const Mark& mark) {
     while (!mark.passed) {
         if (mark.stream->queue.empty()) abort();
         Operation& front = mark.stream->queue.front();
         if (front.waits_for && !front.waits_for->passed) {
-            if (!reach(*front.waits_for, force)) return false;
-            continue;
+            reach(*front.waits_for);
+        } else {
+            run_front(*mark.stream);
         }
-        if (front.spins && !force) return false;
-        front.spins = false;
-        run_front(*mark.stream);
     }
-    return true;
 }
 
-// Runs an operation of any stream that has one ready.
-bool run_any() {
+// Runs an operation of an eager stream that has one ready; with `all` of any.
+bool run_any(bool all) {
     std::vector<Stream*> ready;
     for (auto& stream : streams) {
-        if (is_ready(*stream)) ready.push_back(stream.get());
+        if ((all || stream->eager) && is_ready(*stream)) ready.push_back(stream.get());
     }
     if (ready.empty()) return false;
     run_front(*ready[draw() % ready.size()]);
@@ -191,24 +186,14 @@ void forget_streams() {
 
 // After something was queued.
 void go_on() {
-    switch (order()) {
-    case LATE: break;
-    case EARLY:
-        while (run_any()) {}
-        break;
-    case MIXED:
-        for (u64 steps = draw() % 4; steps && run_any(); steps--) {}
-        break;
-    }
-    if (allocated > MOST) {
-        while (run_any()) {}
-    }
+    while (run_any(allocated > MOST)) {}
 }
 
 Context* context_now() { return current.empty() ? nullptr : current.back(); }
 
 Stream* new_stream(Context* context) {
-    streams.emplace_back(new Stream{context, {}, nullptr, false});
+    static u32 number;
+    streams.emplace_back(new Stream{context, {}, nullptr, false, (order() >> number++ % 8 & 1) != 0});
     return streams.back().get();
 }
 
@@ -232,18 +217,12 @@ Result queue(Stream* handle, Operation operation) {
     return SUCCESS;
 }
 
-bool wait_for_all(Stream& stream, bool force) {
+void wait_for_all(Stream& stream) {
     while (!stream.queue.empty()) {
         Operation& front = stream.queue.front();
-        if (front.waits_for && !front.waits_for->passed) {
-            if (!reach(*front.waits_for, force)) return false;
-        } else if (front.spins && !force) {
-            return false;
-        } else {
-            run_front(stream);
-        }
+        if (front.waits_for && !front.waits_for->passed) reach(*front.waits_for);
+        else run_front(stream);
     }
-    return true;
 }
 
 // Calls that a capture somewhere in the process forbids, unless the thread has said that it knows.
@@ -401,16 +380,14 @@ EXPORTED u32 cuStreamQuery(Stream* handle) {
     Stream* stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
     if (is_forbidden() || stream->capture) return CAPTURE_UNSUPPORTED;
-    if (order() == LATE) return stream->queue.empty() ? SUCCESS : NOT_READY;
-    return wait_for_all(*stream, false) ? SUCCESS : NOT_READY;
+    return stream->queue.empty() ? SUCCESS : NOT_READY;
 }
 EXPORTED u32 cuStreamSynchronize(Stream* handle) {
     LOCKED;
     Stream* stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
     if (stream->capture) return CAPTURE_UNSUPPORTED;
-    for (Operation& operation : stream->queue) operation.spins = false;
-    return wait_for_all(*stream, true), SUCCESS;
+    return wait_for_all(*stream), go_on(), SUCCESS;
 }
 EXPORTED u32 cuStreamIsCapturing(Stream* handle, u32* status) {
     LOCKED;
@@ -460,13 +437,13 @@ EXPORTED u32 cuEventQuery(Event* event) {
     if (is_forbidden()) return CAPTURE_UNSUPPORTED;
     if (!event->last) return SUCCESS;
     if (event->last->capture) return CAPTURE_UNSUPPORTED;
-    return reach(*event->last, false) ? SUCCESS : NOT_READY;
+    return event->last->passed ? SUCCESS : NOT_READY;
 }
 EXPORTED u32 cuEventSynchronize(Event* event) {
     LOCKED;
     if (!event->last) return SUCCESS;
     if (event->last->capture) return CAPTURE_UNSUPPORTED;
-    return reach(*event->last, true), SUCCESS;
+    return reach(*event->last), go_on(), SUCCESS;
 }
 EXPORTED u32 cuEventElapsedTime(float* milliseconds, Event* start, Event* end) {
     LOCKED;
@@ -520,7 +497,7 @@ EXPORTED u32 cuMemAlloc_v2(u64* address, size_t bytes) {
 EXPORTED u32 cuMemFree_v2(u64 address) {
     LOCKED;
     if (!allocations.count(address)) return INVALID_VALUE;
-    for (auto& stream : streams) wait_for_all(*stream, true);
+    for (auto& stream : streams) wait_for_all(*stream);
     return release(address), SUCCESS;
 }
 EXPORTED u32 cuMemAllocFromPoolAsync(u64* address, size_t bytes, void*, Stream* handle) {
@@ -569,7 +546,7 @@ EXPORTED u32 cuMemcpyDtoHAsync_v2(void* to, u64 from, size_t bytes, Stream* hand
     if (!is_device_memory(from, bytes)) return INVALID_VALUE;
     Result result = queue(handle, {"a copy to the host", [=] { memcpy(to, (const void*)from, bytes); }, nullptr, nullptr, false});
     // To memory that is not pinned it returns when all is there.
-    if (result == SUCCESS && !is_pinned(to, bytes)) wait_for_all(*stream_of(handle), true);
+    if (result == SUCCESS && !is_pinned(to, bytes)) wait_for_all(*stream_of(handle));
     return result;
 }
 EXPORTED u32 cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, Stream* handle) {
