@@ -59,6 +59,10 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             with.set_item("what", what)?;
             "Changed"
         }
+        Error::NotWritable { reason } => {
+            with.set_item("reason", reason)?;
+            "NotWritable"
+        }
         Error::Limit { what, limit, found } => {
             with.set_item("what", what)?;
             with.set_item("limit", limit)?;

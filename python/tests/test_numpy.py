@@ -190,6 +190,12 @@ def test_arrays_that_cannot_be_read_are_refused(array: object, tmp_path: Path) -
     assert isinstance(caught.value, tpde.NotContiguous) == strided and "'w'" in str(caught.value)
 
 
+def test_a_tensor_that_no_file_can_hold(tmp_path: Path) -> None:
+    with pytest.raises(tpde.NotWritable) as caught:
+        tpde.numpy.save_file(None, {"__metadata__": np.ones(3)}, tmp_path / "p")
+    assert "__metadata__" in caught.value.reason and not list(tmp_path.iterdir())
+
+
 def test_masked_arrays_are_refused(made: Made, tmp_path: Path) -> None:
     masked = np.ma.masked_array(views(made.base_bytes)["layers.0.norm.weight"], np.arange(96) % 2)
     base = {**views(made.base_bytes), "layers.0.norm.weight": masked}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -113,6 +114,33 @@ def test_a_keyboard_interrupt_ends_encoding_and_leaves_no_file(tmp_path: Path) -
         assert not left
         tpde.numpy.save_file(base, target, folder / "p")  # and all is as before
         return
+    pytest.fail("the work was always done first")
+
+
+def test_a_target_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
+    for times in TIMES:
+        size = 4 * times * LARGE
+        header = json.dumps({"w": {"dtype": "F32", "shape": [times * LARGE], "data_offsets": [0, size]}}).encode()
+        target = tmp_path / "target.safetensors"
+        with open(target, "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            large(times)[0]["w"].tofile(file)
+        changed = []
+
+        def change(done: int, total: int) -> None:
+            if 0 < done < total and not changed:
+                changed.append(done)
+                with open(target, "r+b") as file:
+                    file.seek(-1, os.SEEK_END)
+                    file.write(b"\x55")
+
+        try:
+            tpde.encode(None, target, tmp_path / "p", progress=change, replace=True)
+        except tpde.Changed as error:
+            assert changed and "target.safetensors" in error.what
+            assert not list(tmp_path.glob("p*")) and not list(tmp_path.glob(".*"))
+            return
+        assert not changed  # the work was done before the calling thread had its turn
     pytest.fail("the work was always done first")
 
 

@@ -96,6 +96,12 @@ class Changed(TpdeError, RuntimeError):
     what: str
 
 
+class NotWritable(TpdeError, ValueError):
+    """A target that no file of safetensors can hold. In memory it can be rebuilt. Attribute: ``reason``."""
+
+    reason: str
+
+
 class Limit(TpdeError, ValueError):
     """A file may be fine but asks for more than a reader's limits. Attributes: ``what``, ``limit``, ``found``."""
 
