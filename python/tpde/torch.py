@@ -5,8 +5,8 @@ allocator: beside the tensors, the compressed bytes and at most 64 MiB. Calls re
 :class:`DevicePair` keeps ready what is used again.
 
 What is checked: everywhere the CRC of each payload and the sums of each chunk. They find accidents: random damage passes the CRC
-with a probability of 2^-32, and a random result passes the target sum with one of 2^-64. They do not find forgery: a blob can be
-changed to give other weights under the same index and the same signed pair digest. Only digests detect that, and they are
+with a probability of 2^-32, and random changes of the result pass the target sum with one of about 2^-64, or 2^-32 at worst. They
+do not find forgery: a blob can be changed to give other weights under the same index and the same signed pair digest. Only digests detect that, and they are
 compared on the CPU alone. For a pair whose author is not trusted, call :func:`tpde.verify` with ``base`` before it is used on a
 CUDA device.
 """

@@ -8,7 +8,7 @@
 //!
 //! Kernels compare the CRC of each payload, and the base sum and target sum of each chunk. They compare no digests, in any
 //! [`Mode`]. That finds accidents: the CRC misses random damage of a payload with a probability of 2^-32, and the target sum
-//! misses a random result with one of 2^-64. It does not find forgery: CRC and sums are linear, so a blob can be changed to give
+//! misses random changes of the result with one of about 2^-64, or 2^-32 at worst, where only top bits differ. It does not find forgery: CRC and sums are linear, so a blob can be changed to give
 //! other weights under the same index and the same signed pair digest. Payloads whose author is not trusted take
 //! [`Apply::on`](crate::Apply::on), which hashes what the device gives back and compares the digests, or
 //! [`Apply::verify`](crate::Apply::verify) before.
