@@ -8,7 +8,7 @@ use crate::format::BaseKind;
 /// A tensor of an application and the memory that it is in. Slices are aligned to the tensor's lanes.
 #[derive(Debug, Clone)]
 pub struct Binding {
-    /// Place of the tensor in the index; see [`DeviceIndex::find`].
+    /// Place of the tensor in the index; see [`DeviceIndex::find`](super::DeviceIndex::find).
     pub tensor: usize,
     /// The base tensor, where the base kind has one and the application is out of place.
     pub base: Option<DeviceSlice>,
