@@ -703,6 +703,7 @@ fn a_device_that_is_not_there_is_said_so() {
 }
 
 /// What a device rebuilds is what the processor does.
+#[cfg(feature = "cuda")]
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_device_gives_the_same_files() {
@@ -714,6 +715,7 @@ fn a_device_gives_the_same_files() {
 }
 
 /// The same on a driver without a device, which runs the kernels on the processor.
+#[cfg(feature = "cuda")]
 #[test]
 fn the_stand_in_of_a_device_gives_the_same_files() {
     let test = std::env::current_exe().unwrap();
