@@ -205,7 +205,18 @@ Stream* stream_of(Stream* stream) {
     return stream->context == context && !stream->destroyed ? stream : nullptr;
 }
 
+// Calls until one is refused, or less than 0; and whether one was.
+i64 calls_to_refusal = -1;
+bool has_refused = false;
+
+// Whether this call is refused, which a test has asked for.
+bool is_refused() {
+    if (calls_to_refusal < 0 || calls_to_refusal-- > 0) return false;
+    return has_refused = true;
+}
+
 Result queue(Stream* handle, Operation operation) {
+    if (is_refused()) return OUT_OF_MEMORY;
     Stream* stream = stream_of(handle);
     if (!stream) return context_now() ? INVALID_HANDLE : INVALID_CONTEXT;
     if (stream->capture) {
@@ -311,6 +322,18 @@ Context primary[DEVICES];
 #define LOCKED std::lock_guard<std::recursive_mutex> lock(all)
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
+// ---- For tests ----
+
+// From here on, after so many calls that a driver may refuse one is refused; none if the number is less than 0. Whether one was refused
+// before.
+EXPORTED int stand_in_refuses(i64 calls) {
+    LOCKED;
+    bool before = has_refused;
+    has_refused = false;
+    calls_to_refusal = calls;
+    return before;
+}
+
 // ---- Devices and contexts ----
 
 EXPORTED u32 cuInit(u32) {
@@ -359,6 +382,13 @@ EXPORTED u32 cuCtxPopCurrent_v2(Context** context) {
     current.pop_back();
     return SUCCESS;
 }
+EXPORTED u32 cuCtxSynchronize() {
+    LOCKED;
+    for (auto& stream : streams) {
+        if (stream->context == context_now()) wait_for_all(*stream);
+    }
+    return SUCCESS;
+}
 EXPORTED u32 cuCtxGetCurrent(Context** context) { return *context = context_now(), SUCCESS; }
 
 // ---- Streams and events ----
@@ -366,6 +396,7 @@ EXPORTED u32 cuCtxGetCurrent(Context** context) { return *context = context_now(
 EXPORTED u32 cuStreamCreate(Stream** stream, u32) {
     LOCKED;
     if (!context_now()) return INVALID_CONTEXT;
+    if (is_refused()) return OUT_OF_MEMORY;
     return *stream = new_stream(context_now()), SUCCESS;
 }
 EXPORTED u32 cuStreamDestroy_v2(Stream* stream) {
@@ -403,6 +434,7 @@ EXPORTED u32 cuThreadExchangeStreamCaptureMode(u32* mode) {
 EXPORTED u32 cuEventCreate(Event** event, u32 flags) {
     LOCKED;
     if (!context_now()) return INVALID_CONTEXT;
+    if (is_refused()) return OUT_OF_MEMORY;
     return *event = new Event{context_now(), (flags & 2) == 0, nullptr}, SUCCESS;
 }
 EXPORTED u32 cuEventDestroy_v2(Event* event) {
@@ -414,10 +446,11 @@ EXPORTED u32 cuEventRecord(Event* event, Stream* handle) {
     LOCKED;
     Stream* stream = stream_of(handle);
     if (!stream || event->context != stream->context) return INVALID_HANDLE;
-    event->last = std::make_shared<Mark>(Mark{stream, stream->capture, false, 0});
+    auto mark = std::make_shared<Mark>(Mark{stream, stream->capture, false, 0});
     // In a graph the order of capture is kept anyway.
-    if (stream->capture) return SUCCESS;
-    return queue(handle, {"an event", nullptr, nullptr, event->last, false});
+    Result result = stream->capture ? SUCCESS : queue(handle, {"an event", nullptr, nullptr, mark, false});
+    if (result == SUCCESS) event->last = mark;
+    return result;
 }
 EXPORTED u32 cuStreamWaitEvent(Stream* handle, Event* event, u32) {
     LOCKED;
@@ -441,6 +474,7 @@ EXPORTED u32 cuEventQuery(Event* event) {
 }
 EXPORTED u32 cuEventSynchronize(Event* event) {
     LOCKED;
+    if (is_refused()) return OUT_OF_MEMORY;
     if (!event->last) return SUCCESS;
     if (event->last->capture) return CAPTURE_UNSUPPORTED;
     return reach(*event->last), go_on(), SUCCESS;

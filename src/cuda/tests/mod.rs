@@ -11,6 +11,7 @@ mod hostile;
 mod laid;
 mod layout;
 mod pairs;
+mod refused;
 mod stand_in;
 mod vectors;
 

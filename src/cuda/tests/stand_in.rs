@@ -29,6 +29,16 @@ pub fn expand_frames() {
     }
 }
 
+/// Has the driver refuse a call after so many others, or none from here on. Whether it has refused one since this was called last.
+pub fn refuse(calls: Option<u32>) -> bool {
+    type Refuse = unsafe extern "C" fn(i64) -> i32;
+    // SAFETY: the library is the stand-in, whose function has this type.
+    unsafe {
+        let library = libloading::Library::new("libcuda.so.1").unwrap();
+        library.get::<Refuse>(b"stand_in_refuses").unwrap()(calls.map_or(-1, i64::from)) != 0
+    }
+}
+
 /// Runs the tests that need a device, but for those with `skipped` in their names; `least` of them pass.
 fn run(order: &str, skipped: &[&str], least: u32) {
     if let Err(why) = emulator::build("driver") {

@@ -1,0 +1,185 @@
+//! A driver that refuses a call, sources that panic, and calls that are refused: what was queued before must not reach memory that
+//! was freed, and what comes after must be right.
+
+use super::super::driver::check;
+use super::super::{Device, Mode, Payloads, Stream, calls};
+use super::generated::{Random, lanes};
+use super::laid::Laid;
+use super::stand_in;
+use super::vectors::MODES;
+use crate::delta::InPlace;
+use crate::error::{Error, Result};
+use crate::lane::Dtype;
+use crate::source::Source;
+use crate::{Codec, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo, encode_to_memory};
+use cudarc::driver::sys;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A tensor of some chunks.
+struct Sample {
+    base: Vec<u8>,
+    target: Vec<u8>,
+    pair: Pair<Vec<u8>>,
+}
+
+impl Sample {
+    fn new() -> Self {
+        let (base, target) = lanes(&mut Random(3), Dtype::Bf16, 30_000, 20);
+        let options = EncodeOptions { codec: Some(Codec::Conditioned), chunk_lanes: 4096, ..EncodeOptions::default() };
+        let pair = encode_to_memory(Some(&checkpoint(&base)), &checkpoint(&target), &options).unwrap().0;
+        Self { base, target, pair }
+    }
+
+    fn laid(&self, device: &Device, mode: Mode) -> Laid {
+        Laid::new(device, self.pair.index(), &checkpoint(&self.base), mode != Mode::OutOfPlace, 0)
+    }
+
+    fn assert_done(&self, device: &Device, laid: &mut Laid) {
+        for (_, found) in laid.outputs(device) {
+            assert!(found == self.target);
+        }
+    }
+}
+
+fn checkpoint(lanes: &[u8]) -> MemoryCheckpoint<'_> {
+    let info = TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![lanes.len() as u64 / 2] };
+    MemoryCheckpoint::new([(info, lanes)]).unwrap()
+}
+
+/// Lets memory be freed, then all that was queued run: the stand-in ends the process if that uses such memory, and on a device it
+/// would be given to these allocations, and overwritten.
+fn take_memory(device: &Device, stream: &Stream) {
+    {
+        let cx = device.0.context.enter().unwrap();
+        device.0.wait_for(&cx, device.0.pools.reaper.raw()).unwrap();
+        device.0.wait_for(&cx, device.0.copy.raw()).unwrap();
+    }
+    stream.record().unwrap().wait().unwrap();
+    for _ in 0..8 {
+        let slice = device.alloc(70_000).unwrap();
+        device.write(&slice, &[0xEE; 70_000]).unwrap();
+    }
+}
+
+/// A source that panics once, when it has been read before.
+struct Panicking<'a> {
+    blob: &'a Vec<u8>,
+    was_read: AtomicBool,
+    has_panicked: AtomicBool,
+}
+
+impl Source for Panicking<'_> {
+    fn size(&self) -> u64 {
+        self.blob.size()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        if self.was_read.swap(true, Ordering::Relaxed) && !self.has_panicked.swap(true, Ordering::Relaxed) {
+            panic!("a panic for the tests");
+        }
+        self.blob.read(offset, out)
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_source_that_panics_leaves_the_application_usable() {
+    let device = super::device();
+    let sample = Sample::new();
+    let index = device.upload(sample.pair.index()).unwrap();
+    for mode in MODES {
+        let mut laid = sample.laid(device, mode);
+        let source = Panicking { blob: sample.pair.blob(), was_read: AtomicBool::default(), has_panicked: AtomicBool::default() };
+        let stream = device.stream().unwrap();
+        let application = index.prepare_in_slices(&laid.bindings, mode, Payloads::Host(&source), 200).unwrap();
+        let panicked = catch_unwind(AssertUnwindSafe(|| application.launch(&stream)));
+        assert!(panicked.is_err(), "{mode:?}");
+        take_memory(device, &stream);
+        if mode == Mode::InPlace(InPlace::ChunkByChunk) {
+            continue; // some of it is the target now
+        }
+        application.launch(&stream).unwrap().wait().unwrap();
+        sample.assert_done(device, &mut laid);
+    }
+}
+
+/// Whatever call of the driver fails, and however much was queued before it.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn whatever_call_the_driver_refuses_no_memory_is_freed_too_early() {
+    if !stand_in::is_used() {
+        eprintln!("a device refuses nothing when it is asked to: this is tested on the stand-in");
+        return;
+    }
+    let device = super::device();
+    let sample = Sample::new();
+    for mode in MODES {
+        let mut refused = 0;
+        for calls in 0.. {
+            let mut laid = sample.laid(device, mode);
+            let stream = device.stream().unwrap();
+            stand_in::refuse(Some(calls));
+            let outcome = work(device, &sample, &laid, mode, &stream);
+            if !stand_in::refuse(None) {
+                outcome.unwrap();
+                sample.assert_done(device, &mut laid);
+                break;
+            }
+            refused += 1;
+            // A call of which nobody needs the outcome may be refused: to free memory, for example.
+            assert!(matches!(outcome, Ok(()) | Err(Error::Device { .. })), "{outcome:?}");
+            take_memory(device, &stream);
+        }
+        assert!(refused > 40, "{refused}");
+    }
+}
+
+fn work(device: &Device, sample: &Sample, laid: &Laid, mode: Mode, stream: &Stream) -> Result<()> {
+    let index = device.upload(sample.pair.index())?;
+    let payloads = Payloads::Host(sample.pair.blob());
+    let pending = index.prepare_in_slices(&laid.bindings, mode, payloads, 200)?.launch(stream)?;
+    drop(index);
+    pending.wait()?;
+    let [from, to] = [device.alloc(5000)?, device.alloc(5000)?];
+    stream.fill(&from, 7)?;
+    stream.copy(&to, &from)?;
+    drop(from);
+    let mut pinned = device.pinned(5000)?;
+    stream.record()?.wait()?;
+    device.read(&to, &mut pinned)?;
+    assert!(pinned.iter().all(|byte| *byte == 7));
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn copies_that_overlap_or_are_captured_are_refused() {
+    let device = super::device();
+    let memory = device.alloc(1000).unwrap();
+    let at = |offset, bytes| memory.slice(offset, bytes).unwrap();
+    let stream = device.stream().unwrap();
+    assert!(matches!(stream.copy(&at(0, 100), &at(99, 100)), Err(Error::Misuse(_))));
+    stream.fill(&at(100, 100), 5).unwrap();
+    stream.copy(&at(0, 100), &at(100, 100)).unwrap();
+    stream.record().unwrap().wait().unwrap();
+    let mut found = [0; 100];
+    device.read(&at(0, 100), &mut found).unwrap();
+    assert_eq!(found, [5; 100]);
+    // SAFETY: handles are made here, used in the order that the driver asks for, and freed once.
+    unsafe {
+        let _cx = device.0.context.enter().unwrap();
+        let relaxed = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        check(calls::cuStreamBeginCapture_v2(stream.raw(), relaxed), "begin a capture").unwrap();
+        assert!(matches!(stream.copy(&at(0, 100), &at(100, 100)), Err(Error::Misuse(_))));
+        assert!(matches!(stream.fill(&at(0, 100), 1), Err(Error::Misuse(_))));
+        let mut graph = ptr::null_mut();
+        check(calls::cuStreamEndCapture(stream.raw(), &mut graph), "end a capture").unwrap();
+        calls::cuGraphDestroy(graph);
+    }
+    // Memory of the device opened anew is freed in an order that this one is no part of.
+    let other = Device::open(0).unwrap().alloc(100).unwrap();
+    assert!(matches!(stream.copy(&at(0, 100), &other), Err(Error::Misuse(_))));
+    assert!(matches!(stream.fill(&other, 1), Err(Error::Misuse(_))));
+}
