@@ -44,3 +44,28 @@ fn check(tensor: &Tensor<'_>, chunk: u32, record: &ChunkMetadata, sums: &ChunkSu
     let next = end.checked_add(u64::from(compressed)).and_then(|x| align(x, PAYLOAD_ALIGN));
     next.ok_or_else(|| Rule::RecordBlobOffset.broken("an offset below 2^64", end))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Dtype, EncodeOptions, MemoryCheckpoint, TensorInfo, encode_to_memory};
+
+    #[test]
+    fn a_payload_may_be_as_large_as_its_bound_and_no_larger() {
+        let info = TensorInfo { name: "t".into(), dtype: Dtype::Bf16, shape: vec![4096] };
+        let base = MemoryCheckpoint::new([(info.clone(), &[0; 8192][..])]).unwrap();
+        let target = MemoryCheckpoint::new([(info, &[1; 8192][..])]).unwrap();
+        let options = EncodeOptions { codec: Some(crate::Codec::Zstd), ..EncodeOptions::default() };
+        let (pair, _) = encode_to_memory(Some(&base), &target, &options).unwrap();
+        let (tensor, sums) = (pair.index().tensor(0), pair.index().sums()[0]);
+        for (uncompressed, bound) in [(2u32, 66u32), (63, 127), (64, 129), (65, 130), (127, 192), (128, 194), (6400, 6564)] {
+            let checked = |compressed: u32| {
+                let mut record = pair.index().chunks()[0];
+                (record.compressed_size, record.uncompressed_size) = (compressed.into(), uncompressed.into());
+                check(&tensor, 0, &record, &sums, record.blob_offset.get())
+            };
+            assert_eq!(checked(bound).unwrap(), 64 + u64::from(bound).next_multiple_of(16));
+            assert_eq!(checked(bound + 1).unwrap_err().rule(), Some(Rule::RecordSizes), "{uncompressed} bytes");
+        }
+    }
+}
