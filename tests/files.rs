@@ -437,7 +437,9 @@ proptest! {
         }
         let files = if path("out").is_dir() { path("out").read_dir().unwrap().map(|e| e.unwrap().path()).collect() } else { vec![path("out")] };
         let is_map = |file: &Path| file.extension().is_some_and(|e| e == "json");
-        if case.fault == Fault::None {
+        // A shard index cannot name a shard without tensors.
+        let no_shard_is_empty = [false, true].iter().all(|second| case.tensors.iter().any(|(_, shard)| shard == second));
+        if case.fault == Fault::None && (case.layout < 2 || no_shard_is_empty) {
             check_target_files(pair.index(), &open(&path("out"))).unwrap();
         }
         // Shard indexes are rebuilt whatever they say; without one a folder is all its safetensors files.
