@@ -238,6 +238,29 @@ fn verify_says_whether_it_excludes_a_forged_payload() {
 }
 
 #[test]
+fn a_pair_without_a_base_is_rebuilt_when_it_is_verified() {
+    let place = Place::with_pair();
+    assert_eq!(place.fails("verify pair --no-base", USAGE, "needs a base")["kind"], "misuse");
+    let mut new = tensor("w", "U32", &[1024], 2);
+    write_file(&place.path("new.safetensors"), std::slice::from_ref(&new));
+    place.ok("encode --no-base new.safetensors -o new --codec raw");
+    let report = place.json("verify new --no-base");
+    assert_eq!(report["payload_authenticity"], "checked");
+    assert_eq!(
+        (&report["target_checked"], &report["base_checked"], &report["writable"]),
+        (&true.into(), &false.into(), &true.into())
+    );
+    assert!(place.ok("verify new --no-base").out.contains("forgery  excluded"));
+
+    let index = tpde::ValidatedIndex::parse(place.read("new.tpde-index"), &tpde::Limits::default()).unwrap();
+    place.edit("new.tpde-blob", |blob| forge(&index, blob, &mut new.bytes));
+    assert_eq!(place.json("verify new")["payload_authenticity"], "not_checked");
+    for line in ["verify new --no-base", "apply --no-base new -o out.safetensors"] {
+        assert_eq!(place.fails(line, DATA, "target_digest")["rule"], "tensor.target_digest");
+    }
+}
+
+#[test]
 fn files_of_two_pairs_are_told_apart() {
     let place = Place::with_pair();
     let third: Vec<_> = model().iter().map(|tensor| tuned(tensor, 51)).collect();

@@ -2,7 +2,7 @@
 
 use super::Common;
 use super::device::DeviceArgs;
-use super::inputs::{open, operands};
+use super::inputs::{check_needs_no_base, open, operands};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -13,7 +13,6 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use tpde::error::Escaped;
-use tpde::format::BaseKind;
 use tpde::safetensors::ApplyOptions;
 use tpde::source::Source;
 use tpde::{Error, Pair, Result, apply_to_path};
@@ -112,19 +111,6 @@ impl Apply {
         });
         compiled.collect()
     }
-}
-
-/// Refuses `--no-base` for tensors and files that need a base.
-fn check_needs_no_base<B: Source>(pair: &Pair<B>, globs: &[GlobMatcher]) -> Result<()> {
-    let is_wanted = |name: &str| globs.is_empty() || globs.iter().any(|glob| glob.is_match(name));
-    let needing = pair.index().tensors().find(|tensor| tensor.base_kind != BaseKind::None && is_wanted(tensor.name));
-    if let Some(tensor) = needing {
-        return Err(Error::Misuse(format!("the pair needs a base, for tensor {}", Escaped(tensor.name))));
-    }
-    if globs.is_empty() && pair.index().files().any(|file| !file.kind.is_stored()) {
-        return Err(Error::Misuse("the pair needs a base, for the header of a file".into()));
-    }
-    Ok(())
 }
 
 /// Refuses a folder as the output of a pair that gives one file.

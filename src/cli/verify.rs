@@ -2,7 +2,7 @@
 
 use super::Common;
 use super::device::DeviceArgs;
-use super::inputs::open;
+use super::inputs::{check_needs_no_base, open};
 use super::text::{self, BAD, GOOD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -14,13 +14,13 @@ use tpde::format::BaseKind;
 use tpde::reader::VerifyReport;
 use tpde::safetensors::{check_target_files, check_writable};
 use tpde::source::Source;
-use tpde::{Apply, Error, Pair, Result, SafetensorsCheckpoint};
+use tpde::{Apply, Checkpoint, Error, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint};
 
 /// Check a pair, and whether it fits a base or a target
 ///
 /// Alone: every rule of the index, and the CRC-32 of every payload. That finds damage, not forgery: a payload can be changed
-/// without changing its CRC-32 or the pair digest. With a base: rebuilds every tensor without writing it and compares all
-/// digests; a forged payload is refused. Also plans the files as apply does: where both succeed, apply does too. With a target:
+/// without changing its CRC-32 or the pair digest. With --base or --no-base: rebuilds every tensor without writing it and compares
+/// all digests; a forged payload is refused. Also plans the files as apply does: where both succeed, apply does too. With a target:
 /// compares a checkpoint with the target's digests, and its files byte for byte, which says nothing more of the payloads. A
 /// pair that is sound but whose target cannot be written as files ends with exit code 1.
 #[derive(Args)]
@@ -31,6 +31,9 @@ pub struct Verify {
     /// A checkpoint that should be the base
     #[arg(long, value_name = "BASE")]
     pub base: Option<PathBuf>,
+    /// The pair needs no base: rebuild its tensors without one
+    #[arg(long, conflicts_with = "base")]
+    pub no_base: bool,
     /// A checkpoint that should be the target
     #[arg(long, value_name = "TARGET")]
     pub target: Option<PathBuf>,
@@ -71,7 +74,15 @@ impl Verify {
         let bytes = pair.index().tensor_bytes().1;
         let device = self.device.open()?;
         let base = self.base.as_deref().map(open).transpose()?;
-        let mut verified = match &base {
+        let nothing = MemoryCheckpoint::default();
+        if self.no_base {
+            check_needs_no_base(&pair, &[])?;
+        }
+        let from: Option<&dyn Checkpoint> = match &base {
+            Some(base) => Some(base),
+            None => self.no_base.then_some(&nothing),
+        };
+        let mut verified = match from {
             None => pair.verify()?,
             Some(base) => {
                 let bar = common.bar("rebuild", bytes);
@@ -95,6 +106,7 @@ impl Verify {
         }
         // Comparing a given target says nothing of the payloads.
         let payload_authenticity = if verified.base_checked { Authenticity::Checked } else { Authenticity::NotChecked };
+        verified.base_checked &= !self.no_base;
         let (writable, not_writable) = writable(&pair, base.as_ref())?;
         Ok(Report { pair: JsonPath(self.pair.clone()), verified, payload_authenticity, writable, not_writable })
     }
@@ -146,12 +158,14 @@ impl fmt::Display for Report {
                     "forgery",
                     match self.payload_authenticity {
                         Authenticity::Checked => "excluded: the payloads give tensors with the digests of the pair",
-                        Authenticity::NotChecked => "not excluded: digests of rebuilt tensors were not compared (--base BASE)",
+                        Authenticity::NotChecked => {
+                            "not excluded: digests of rebuilt tensors were not compared (--base or --no-base)"
+                        }
                     }
                     .into(),
                 ),
                 ("base", tell(base_checked, "is the one that the pair was made from", "--base BASE does it")),
-                ("target", tell(target_checked, "has the digests of the pair", "--base or --target does it")),
+                ("target", tell(target_checked, "has the digests of the pair", "--base, --no-base or --target does it")),
                 (
                     "files",
                     match (&self.not_writable, self.writable) {
