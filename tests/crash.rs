@@ -368,6 +368,8 @@ impl Scenario {
         for (from, to) in self.before {
             copy(&checkpoints.path().join(from), &folder.path().join(to));
         }
+        // A file that was written just before is looked at once more. Every run shall make the same calls.
+        std::thread::sleep(std::time::Duration::from_millis(30));
         folder
     }
 
