@@ -61,7 +61,7 @@ pub trait Checkpoint: Sync {
         Vec::new()
     }
 
-    /// Whether what was read is what lies there now. Encoding asks when it has read everything.
+    /// Checks that nothing has changed since the checkpoint was opened. Encoding calls this after its last read.
     ///
     /// # Errors
     /// [`Error::Changed`] naming what has changed since the checkpoint was opened.

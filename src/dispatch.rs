@@ -12,8 +12,8 @@ pub(crate) fn vectorized<R>(f: impl FnOnce() -> R) -> R {
     f()
 }
 
-/// A function that runs `f` compiled with these features where the processor has all of them, and else gives `f` back. One list
-/// says what is enabled and what is detected.
+/// A function that runs `f` compiled with these features if the processor has all of them, and else returns `f`. The same
+/// list is used to enable and to detect.
 #[cfg(target_arch = "x86_64")]
 macro_rules! with_features {
     ($name:ident: $($feature:tt),+) => {

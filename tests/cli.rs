@@ -330,7 +330,7 @@ fn a_base_is_never_overwritten_whatever_its_name() {
     assert!(before == place.read("out/model-00001-of-00002.safetensors"));
     // Inside the base, above it, and the same by another name.
     std::os::unix::fs::symlink("base", place.path("link")).unwrap();
-    place.fails("apply base sharded -o base/out", USAGE, "output base/out lies inside input base");
+    place.fails("apply base sharded -o base/out", USAGE, "output base/out is inside input base");
     place.fails("apply base sharded -o link/out", USAGE, "output link/out lies inside input base");
     place.fails("apply link sharded -o base -f", USAGE, "output base is the same as input link");
     place.fails("apply base sharded -o . -f", USAGE, "output . contains input base");

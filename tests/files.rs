@@ -7,7 +7,7 @@ use common::*;
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 use std::fs::{self, File};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::sync::Once;
 use tempfile::TempDir;
@@ -15,6 +15,7 @@ use tpde::delta::encode;
 use tpde::error::Rule;
 use tpde::format::FileKind;
 use tpde::safetensors::{ApplyOptions, check_target_files, check_writable};
+use tpde::source::FileSource;
 use tpde::writer::{FileSpec, PairBuilder};
 use tpde::{
     Apply, Checkpoint, Dtype, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, TensorInfo,
@@ -38,6 +39,51 @@ fn two_folders() -> TempDir {
     write_folder(&place.path().join("base"), &[&base[..1], &base[1..]]);
     write_folder(&place.path().join("target"), &[&target[..1], &target[1..]]);
     place
+}
+
+/// A folder with checkpoints `base` and `target` without shard indexes, the pair of them, and the target rebuilt as `out`.
+fn rebuilt_without_index(shards: usize) -> (TempDir, Pair<FileSource>, SafetensorsCheckpoint) {
+    let place = tempfile::tempdir().unwrap();
+    let path = |name: &str| place.path().join(name);
+    let base = large(1);
+    let target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 50)).collect();
+    for (name, tensors) in [("base", &base), ("target", &target)] {
+        let (first, rest) = tensors.split_at(if shards == 1 { tensors.len() } else { 1 });
+        write_folder(&path(name), &[first, rest][..shards]);
+        fs::remove_file(path(name).join("model.safetensors.index.json")).unwrap();
+    }
+    let base = open(&path("base"));
+    encode_files(Some(&base), &open(&path("target")), &EncodeOptions::default(), &path("pair"), false, &|_| {}).unwrap();
+    let pair = Pair::open(&path("pair")).unwrap();
+    apply_to_path(&pair, Some(&base), &path("out"), &ApplyOptions::default(), &|_| {}).unwrap();
+    (place, pair, base)
+}
+
+#[test]
+fn a_file_that_appears_during_the_work_is_not_mixed_with_the_outputs() {
+    let (place, pair, base) = rebuilt_without_index(2);
+    let out = place.path().join("out");
+    let before: Vec<_> = fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().metadata().unwrap().ino()).collect();
+    let once = Once::new();
+    let watch = |_| once.call_once(|| write_file(&out.join("old.safetensors"), &[tensor("old", "BF16", &[4], 1)]));
+    let replacing = ApplyOptions { replace: true, ..ApplyOptions::default() };
+    let outcome = apply_to_path(&pair, Some(&base), &out, &replacing, &watch);
+    assert!(matches!(&outcome, Err(Error::BadCheckpoint { reason, .. }) if reason.contains("old.safetensors")), "{outcome:?}");
+    fs::remove_file(out.join("old.safetensors")).unwrap();
+    let after: Vec<_> = fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().metadata().unwrap().ino()).collect();
+    assert_eq!(after, before, "no file was replaced");
+}
+
+#[test]
+fn what_an_interrupted_publication_left_goes_with_the_next_one() {
+    let (place, pair, base) = rebuilt_without_index(1);
+    let out = place.path().join("out");
+    let barrier = r#"{"metadata": {}, "weight_map": {"unfinished": "publication-of-this-folder-is-unfinished.safetensors"}}"#;
+    fs::write(out.join("model.safetensors.index.json"), barrier).unwrap();
+    assert!(SafetensorsCheckpoint::open(&out).is_err());
+    let replacing = ApplyOptions { replace: true, ..ApplyOptions::default() };
+    apply_to_path(&pair, Some(&base), &out, &replacing, &|_| {}).unwrap();
+    check_target_files(pair.index(), &open(&out)).unwrap();
 }
 
 /// Encodes while `change` is made to a file, once the work has begun.

@@ -157,9 +157,9 @@ def options(
         if name is not None and not isinstance(name, str):
             raise Misuse(f"no {what} is named {name!r}")
     if chunk_lanes is not None and (not isinstance(chunk_lanes, int) or not 0 <= chunk_lanes < 1 << 64):
-        raise Misuse(f"chunks of {chunk_lanes!r} lanes: a power of two of at least 4096 is wanted")
+        raise Misuse(f"chunks of {chunk_lanes!r} lanes: expected a power of two of at least 4096")
     if not isinstance(renamed, (Mapping, type(None))):
-        raise Misuse(f"renamed is a {type(renamed).__name__}: a dict of target names to base names is wanted")
+        raise Misuse(f"renamed is a {type(renamed).__name__}: expected a dict of target names to base names")
     how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "favor": favor}
     return {**how, "renamed": {check_name(name): check_name(base) for name, base in (renamed or {}).items()}}
 

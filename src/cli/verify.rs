@@ -21,7 +21,7 @@ use tpde::{Apply, Checkpoint, Error, MemoryCheckpoint, Pair, Result, Safetensors
 /// Alone: every rule of the index, and the CRC-32 of every payload. That finds damage, not forgery: a payload can be changed
 /// without changing its CRC-32 or the pair digest. With --base or --no-base: rebuilds every tensor without writing it and compares
 /// all digests; a forged payload is refused. Also plans the files as apply does: where both succeed, apply does too. With a target:
-/// compares a checkpoint with the target's digests, and its files byte for byte, which says nothing more of the payloads. A
+/// compares a checkpoint with the target's digests, and its files byte for byte; this does not check payloads. A
 /// pair that is sound but whose target cannot be written as files ends with exit code 1.
 #[derive(Args)]
 pub struct Verify {
@@ -60,7 +60,7 @@ pub struct Report {
 enum Authenticity {
     /// The tensors that they give were compared with the target digests.
     Checked,
-    /// Their CRC-32 was compared, which somebody who changes a payload can keep.
+    /// Only their CRC-32 was compared. A forged payload can preserve it.
     NotChecked,
 }
 

@@ -123,7 +123,7 @@ fn check_bases(tensors: &[TensorOnDevice], outputs: &[Binding], empty: &[Binding
         if tensor_at(tensors, binding.tensor)?.base_kind == BaseKind::None {
             continue;
         }
-        // Of the outputs that begin before the end of the base, the last one ends last.
+        // Outputs are sorted and disjoint: only the last one that begins before the end of the base can overlap it.
         let end = base.end()?;
         let before = outputs.partition_point(|other| other.output.address() < end);
         let overlapping = outputs[..before].last();

@@ -306,7 +306,7 @@ impl fmt::Debug for Device {
 }
 
 impl Inner {
-    /// Waits, on the host, for what is queued on a stream of ours. Also after an error nothing of that is under way.
+    /// Waits, on the host, for the work that is queued on a stream of ours. After an error too, none of it is running.
     pub fn wait_for(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
         let event = RawEvent::new(cx, false);
         let waited = event.and_then(|event| event.record(cx, stream).and_then(|()| event.wait(cx)));
@@ -402,8 +402,8 @@ impl Drop for Inner {
     }
 }
 
-/// While work is queued on a stream: whatever way this goes, memory that is freed afterwards is not freed before the stream has
-/// passed. It is declared behind the memory, so that it goes first.
+/// Guard of work that is queued on a stream. On every exit path, memory is not freed before the stream has finished. Declared after
+/// the memory, so that it is dropped first.
 pub(super) struct Queueing<'a> {
     device: &'a Inner,
     cx: &'a Entered<'a>,

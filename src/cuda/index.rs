@@ -219,7 +219,7 @@ pub(super) fn tables_of(sets: &[TableSet]) -> Result<(Vec<u32>, Vec<u32>)> {
     Ok((starts, words))
 }
 
-/// Where a set begins, in words, as kernels count. The number that says 'no set' is none.
+/// Where a set begins, in words, as kernels count. [`NO_TABLES`] is not a valid start.
 fn start_of_set(words: usize) -> Result<u32> {
     let start = u32::try_from(words).ok().filter(|start| *start != NO_TABLES);
     start.ok_or(Error::Limit { what: "words of codec tables", limit: u64::from(NO_TABLES) - 1, found: words as u64 })

@@ -261,8 +261,7 @@ impl DeviceSlice {
         }
     }
 
-    /// Whether work on this device may use the memory: what another device of this crate's has allocated is freed in an order that
-    /// this one is no part of.
+    /// Checks that work on this device may use the memory. Another [`Device`] frees its memory without waiting for this one.
     pub(super) fn check_device(&self, device: &Device) -> Result<()> {
         match &self.keep {
             Some(allocation) => same_device(&allocation.device, device),
@@ -270,7 +269,7 @@ impl DeviceSlice {
         }
     }
 
-    /// The first of it, if a caller gave as much as is needed, aligned as kernels want it, for work on this device.
+    /// The first `bytes` of a caller's memory, if it is large enough, aligned, and memory of this device.
     pub(super) fn room_for(&self, bytes: u64, device: &Device) -> Result<Self> {
         self.check_device(device)?;
         if !self.address.is_multiple_of(MEMORY_ALIGN) || self.bytes < bytes {

@@ -309,7 +309,7 @@ pub fn encode_to_memory(
 /// [`encode`] into the files of the pair `path`, published together: first the blob, then the index, whose rename is the commit.
 ///
 /// # Errors
-/// As [`encode`]; [`Error::Misuse`] if a file of the pair is, or lies inside, a file or folder of the checkpoints;
+/// As [`encode`]; [`Error::Misuse`] if a file of the pair is, or is inside, a file or folder of the checkpoints;
 /// [`Error::Io`] if the pair exists and `replace` is false, or another process holds a lock on the folder for 30 seconds. An
 /// error before the first rename leaves the old pair as it was, and everything but the renames comes before. If the system
 /// refuses the second rename, the old index stands beside the new blob, and readers refuse the two.

@@ -17,8 +17,8 @@ use std::sync::{Mutex, PoisonError};
 /// How far an in-place application checks before it writes.
 ///
 /// Only digests detect a forged blob: CRC and chunk sums are linear, and a signed pair digest does not cover payloads. On a CUDA
-/// device digests are compared in neither mode, see [`cuda`](crate::cuda#what-is-checked); what follows about digests and payloads
-/// that are read twice is of the CPU.
+/// device digests are compared in neither mode, see [`cuda`](crate::cuda#what-is-checked). The descriptions of the modes are
+/// those of the CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum InPlace {
     /// Decode and check everything first, and only then write: a refused pair leaves the tensors as they were.
@@ -29,8 +29,8 @@ pub enum InPlace {
     /// another failure to read them. While all payloads are kept, the second pass reads nothing and cannot fail in this way.
     ///
     /// The bytes of the tensors are not copied. The exclusive borrow keeps the rest of a Rust program from writing them between
-    /// the passes. Where other code can reach the memory, the caller must keep it from writing; of such a write, the second pass
-    /// compares the chunk sums but not the digests.
+    /// the passes. Where other code can reach the memory, the caller must keep it from writing. The second pass detects
+    /// such a write by chunk sums only.
     #[default]
     AllChecked,
     /// Check each chunk before it is written, reading everything once: a failure in the middle leaves a mixture, which

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock};
 
 /// Bytes of payloads that [`InPlace::AllChecked`](super::InPlace::AllChecked) keeps in memory between checking and writing. Of
-/// those beyond it only a digest is kept: they are read again and compared.
+/// the payloads beyond, only digests are kept; they are read again and compared.
 pub const KEPT_PAYLOADS: u64 = 256 << 20;
 
 /// The payloads of a pair whose blob may change: the first reading of each chunk is remembered, and every later one gives the same

@@ -59,7 +59,7 @@ enum Destination {
     Folder(Barrier),
 }
 
-/// A file that makes every reader refuse a folder as long as it is there.
+/// A file that makes readers refuse a folder as long as it is there: a shard index that names a missing file.
 ///
 /// It is published before the first file of a folder. After the others it is replaced by the file that has its name, or removed
 /// if there is none.
@@ -158,7 +158,15 @@ impl Publication {
     /// [`Error::Io`] at the first failure; files without their name are removed by then. A failed sync is never tried again:
     /// the system may have dropped the pages. [`Error::Io`] of kind `TimedOut` if another process holds a lock on the folder
     /// for longer than [`LOCK_TIMEOUT`]. [`Error::Cancelled`] from `progress`.
-    pub fn commit(mut self, progress: Progress<'_>) -> Result<()> {
+    pub fn commit(self, progress: Progress<'_>) -> Result<()> {
+        self.commit_after(progress, &|| Ok(()))
+    }
+
+    /// [`Publication::commit`] that calls `check` when it holds the lock, before the first file gets its name.
+    ///
+    /// # Errors
+    /// As [`Publication::commit`], and what `check` returns.
+    pub fn commit_after(mut self, progress: Progress<'_>, check: &dyn Fn() -> Result<()>) -> Result<()> {
         for (i, Output { path, mode, .. }) in self.files.iter().enumerate() {
             progress.done(0)?;
             let file = self.file(i)?;
@@ -177,8 +185,12 @@ impl Publication {
         for file in &files {
             output::check_free(&file.path, self.replace)?; // another writer may have published since
         }
+        check()?;
         match &self.destination {
-            Destination::Folder(barrier) if files.len() > 1 => self.commit_folder(&folder, barrier, files),
+            // A barrier that an interrupted publication left has to go with this one.
+            Destination::Folder(barrier) if files.len() > 1 || self.folder.join(&barrier.name).exists() => {
+                self.commit_folder(&folder, barrier, files)
+            }
             _ => self.commit_files(&folder, files),
         }
     }

@@ -13,7 +13,7 @@ fn identity(path: &Path) -> Option<Identity> {
     path.metadata().ok().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
-/// Checks that no output is, contains, or lies inside an input.
+/// Checks that no output is, contains, or is inside an input.
 ///
 /// Files and folders are compared by device and inode, so that links and hard links make no difference. An output need not exist.
 /// Cost: some system calls per path and per folder.
@@ -40,7 +40,7 @@ pub(crate) fn check_apart(outputs: &[PathBuf], inputs: &[PathBuf]) -> Result<()>
             return refuse("contains", input);
         }
         if let Some(input) = folders.of(output).iter().find_map(|folder| read.get(folder)) {
-            return refuse("lies inside", input);
+            return refuse("is inside", input);
         }
     }
     Ok(())
@@ -62,7 +62,7 @@ impl Folders {
         all
     }
 
-    /// The folder and all above it; of one that does not exist, the nearest that does.
+    /// The folder, or its nearest existing ancestor, and all ancestors.
     fn above(&mut self, folder: PathBuf) -> Vec<Identity> {
         let known = self.0.entry(folder).or_insert_with_key(|folder| {
             let absolute = std::path::absolute(folder).unwrap_or_else(|_| folder.clone());

@@ -39,7 +39,7 @@ impl Staged {
         let temporary = match self {
             Self::Named(temporary) => temporary,
             Self::Unnamed(file) => match link(&file, path) {
-                // No call gives a file that has no name the name of another file.
+                // `linkat` cannot replace an existing name.
                 Err(Errno::EXIST) if replace => Temporary::create(&folder_of(path), |path| Ok(link(&file, path)?))?.0,
                 outcome => return Ok(outcome?),
             },
@@ -56,8 +56,8 @@ impl OpenFiles {
     /// Most descriptors of a publication, and as many again of files without names.
     pub const MAX: usize = 64;
 
-    /// Keeps file `i` open. The file that was used least recently is closed for it, and synced before: an error of writing that
-    /// nobody has seen may be lost with the last descriptor.
+    /// Keeps file `i` open. The file that was used least recently is synced and closed for it. The sync comes first,
+    /// because closing can lose an unreported write error.
     pub fn insert(&self, i: usize, file: Arc<File>) -> io::Result<()> {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         open.push_back((i, file));

@@ -8,7 +8,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// Temporary names of this process. Only programs that catch signals have it: a fork would copy a lock that is held.
+/// Temporary names of this process. Set by [`Temporaries::track`] only, because a fork could copy a held lock.
 static TRACKED: OnceLock<Tracked> = OnceLock::new();
 
 #[derive(Default)]

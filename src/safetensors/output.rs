@@ -61,7 +61,7 @@ impl Sink for Files<'_> {
 ///
 /// # Errors
 /// As [`check_writable`], before anything is written, and as [`Apply::to_sink`]; [`Error::Misuse`] if the output is, contains, or
-/// lies inside a file or folder of the base or the pair; [`Error::BadCheckpoint`] if an existing folder has other files that
+/// is inside a file or folder of the base or the pair; [`Error::BadCheckpoint`] if an existing folder has other files that
 /// readers would mix with those of the pair; [`Error::Io`] if `path` exists and may not be replaced, or is neither a regular file
 /// nor a folder, or if another process holds a lock on the folder for 30 seconds.
 pub fn apply_to_path<B: Source>(
@@ -92,7 +92,9 @@ pub fn apply_to_path<B: Source>(
         Publication::folder(path, barrier(path, &outputs)?, options.replace)
     };
     let report = write(&apply, &outputs, places, &mut publication, paths)?;
-    publication.commit(progress)?;
+    // Other files may have appeared in the folder during the work.
+    let check = || if is_lone { Ok(()) } else { barrier(path, &outputs).map(drop) };
+    publication.commit_after(progress, &check)?;
     Ok(report)
 }
 

@@ -1,5 +1,5 @@
-//! Memory that a benchmark takes, compared with what there is before anything is read: a system that grants more than it has
-//! ends the process later.
+//! Refuses benchmarks that need more memory than is available, before anything is read. A system that overcommits would kill
+//! the process later.
 
 use crate::cli::text;
 use std::fs::read_to_string;

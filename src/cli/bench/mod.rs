@@ -255,7 +255,7 @@ impl Task {
 fn memory_needed(base: &dyn Checkpoint, target: &dyn Checkpoint) -> u64 {
     let bytes = |checkpoint: &dyn Checkpoint| checkpoint.tensors().iter().map(TensorInfo::bytes).fold(0, u64::saturating_add);
     let largest = target.tensors().iter().map(TensorInfo::bytes).max().unwrap_or(0);
-    // Of the target: itself, what is rebuilt, base and frame of either peer, and at most one more for the two pairs.
+    // 7 × target: the target, its rebuilt copy, two buffers per peer, and at most one for the two pairs.
     let copies = bytes(target).saturating_mul(7);
     // Each thread of either peer has a tensor's XOR.
     let threads = largest.saturating_mul(2 * rayon::current_num_threads() as u64);

@@ -419,7 +419,7 @@ fn values<'a>(stream: &[u8], count: usize, steps: impl Iterator<Item = &'a [&'a 
         let mut tokens = Vec::new();
         for (x, table) in states.iter_mut().zip(step) {
             let slot = *x % 4096;
-            // The last one that starts there or before: those without slots start where the next one does.
+            // The last token with `start <= slot`. Tokens without slots share the start of the next one.
             let t = table.partition_point(|slots| slots.start <= slot).checked_sub(1)?;
             *x = table[t].frequency * (*x / 4096) + slot - table[t].start;
             if *x < 1 << 16 {

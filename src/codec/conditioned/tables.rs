@@ -128,7 +128,7 @@ pub(crate) struct Lookup {
 }
 
 impl Lookup {
-    /// Makes this the look-up of `set`, in the memory that it has.
+    /// Rebuilds the look-up for `set`, in the same memory.
     pub fn set(&mut self, set: &TableSet) {
         let entries = &mut self.entries;
         entries.clear();

@@ -66,7 +66,7 @@ impl Compressor {
     }
 }
 
-/// Reads frames. The context, of 95 kB that are cleared, is made for the first frame: many decoders see none.
+/// Reads frames. The context of 95 kB is made for the first frame, because many decoders see none.
 #[derive(Default)]
 pub(super) struct Expander(Option<DCtx<'static>>);
 
@@ -85,8 +85,8 @@ impl Expander {
     }
 }
 
-/// Checks what the library would accept: another format's magic, no content size or another one, a large window. A dictionary it
-/// refuses itself.
+/// Checks what the library would accept: another format's magic, no content size or another one, a large window. zstd
+/// itself refuses dictionaries.
 fn check_header(frame: &[u8], size: u64, window_log_max: u32) -> Outcome<()> {
     let Some((magic, [descriptor, rest @ ..])) = frame.split_first_chunk::<4>() else {
         return Err("too few bytes for a frame");
