@@ -6,7 +6,7 @@ use super::inputs::{check_needs_no_base, open, operands};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
-use globset::{Glob, GlobMatcher};
+use globset::{Glob, GlobSet};
 use serde::Serialize;
 use std::fmt;
 use std::os::unix::ffi::OsStrExt;
@@ -101,9 +101,13 @@ impl Apply {
     }
 
     /// The patterns, each of which must match something: a slip of the pen shall not look like success.
-    fn globs<B: Source>(&self, pair: &Pair<B>) -> Result<Vec<GlobMatcher>> {
+    fn globs<B: Source>(&self, pair: &Pair<B>) -> Result<Vec<GlobSet>> {
         let compiled = self.tensor.iter().map(|glob| {
-            let matcher = glob.compile_matcher();
+            // `Glob::compile_matcher` panics on a pattern that is too large or nested too deep.
+            let matcher = GlobSet::builder()
+                .add(glob.clone())
+                .build()
+                .map_err(|e| Error::Misuse(format!("pattern {} is too large: {e}", Escaped(glob.glob()))))?;
             if pair.index().tensors().any(|tensor| matcher.is_match(tensor.name)) {
                 return Ok(matcher);
             }

@@ -3,7 +3,7 @@
 use super::text;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use globset::GlobMatcher;
+use globset::GlobSet;
 use std::path::Path;
 use tpde::error::Escaped;
 use tpde::format::BaseKind;
@@ -57,7 +57,7 @@ impl CodecArgs {
 }
 
 /// Refuses `--no-base` for a pair that needs a base. With `globs`, only the tensors that match one count, and no files.
-pub fn check_needs_no_base<B: Source>(pair: &Pair<B>, globs: &[GlobMatcher]) -> Result<()> {
+pub fn check_needs_no_base<B: Source>(pair: &Pair<B>, globs: &[GlobSet]) -> Result<()> {
     let is_wanted = |name: &str| globs.is_empty() || globs.iter().any(|glob| glob.is_match(name));
     let needing = pair.index().tensors().find(|tensor| tensor.base_kind != BaseKind::None && is_wanted(tensor.name));
     if let Some(tensor) = needing {

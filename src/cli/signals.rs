@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use tpde::Temporaries;
 
-/// Signals that end a process and can be caught.
-const ENDING: [i32; 9] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGALRM, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ];
+/// Signals that are sent to end a process.
+const ENDING: [i32; 8] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGALRM, SIGUSR1, SIGUSR2, SIGXCPU];
 
 /// Set by the first signal, before anything is removed.
 static RECEIVED: OnceLock<Arc<AtomicBool>> = OnceLock::new();
@@ -20,6 +20,8 @@ static FOLDER: Mutex<Option<PathBuf>> = Mutex::new(None);
 /// Starts a thread that removes temporary files at the first signal, and then ends the process by that signal. A second signal
 /// ends it at once. Signals that the parent process has set to be ignored, as `nohup` does, stay ignored.
 pub fn catch() -> io::Result<()> {
+    // With a handler, a write beyond the limit of file sizes is an error like any other.
+    flag::register(SIGXFSZ, Arc::default())?;
     let ignored = ignored();
     let caught: Vec<_> = ENDING.into_iter().filter(|signal| ignored >> (signal - 1) & 1 == 0).collect();
     let received = RECEIVED.get_or_init(Arc::default);

@@ -10,7 +10,6 @@ use serde::Serialize;
 use std::fmt;
 use std::path::PathBuf;
 use tpde::error::Rule;
-use tpde::format::BaseKind;
 use tpde::reader::VerifyReport;
 use tpde::safetensors::{check_target_files, check_writable};
 use tpde::source::Source;
@@ -48,7 +47,7 @@ pub struct Report {
     #[serde(flatten)]
     verified: VerifyReport,
     payload_authenticity: Authenticity,
-    /// Whether `apply` can write the target as files; unknown where that depends on a base.
+    /// Whether `apply` can write the target as files; unknown unless its tensors were rebuilt.
     writable: Option<bool>,
     /// Why it cannot.
     not_writable: Option<String>,
@@ -107,18 +106,19 @@ impl Verify {
         // Comparing a given target says nothing of the payloads.
         let payload_authenticity = if verified.base_checked { Authenticity::Checked } else { Authenticity::NotChecked };
         verified.base_checked &= !self.no_base;
-        let (writable, not_writable) = writable(&pair, base.as_ref())?;
+        let (writable, not_writable) = writable(&pair, base.as_ref(), from.is_some())?;
         Ok(Report { pair: JsonPath(self.pair.clone()), verified, payload_authenticity, writable, not_writable })
     }
 }
 
-/// Whether the target of a sound pair can be written as files, and why not.
-fn writable<B: Source>(pair: &Pair<B>, base: Option<&SafetensorsCheckpoint>) -> Result<(Option<bool>, Option<String>)> {
+/// Whether the target of a sound pair can be written as files, and why not. Payloads that were not decoded leave that open.
+fn writable<B: Source>(
+    pair: &Pair<B>,
+    base: Option<&SafetensorsCheckpoint>,
+    is_rebuilt: bool,
+) -> Result<(Option<bool>, Option<String>)> {
     match check_writable(pair.index(), base) {
-        Ok(()) if base.is_some() || pair.index().tensors().all(|tensor| tensor.base_kind == BaseKind::None) => {
-            Ok((Some(true), None))
-        }
-        Ok(()) => Ok((None, None)),
+        Ok(()) => Ok((is_rebuilt.then_some(true), None)),
         Err(e) if base.is_none() && e.rule() == Some(Rule::BaseFile) => Ok((None, None)),
         Err(e @ (Error::Invalid(_) | Error::NotWritable { .. })) => Ok((Some(false), Some(e.to_string()))),
         Err(e) => Err(e),
@@ -171,7 +171,7 @@ impl fmt::Display for Report {
                     match (&self.not_writable, self.writable) {
                         (Some(reason), _) => format!("apply cannot write them: {reason}"),
                         (None, Some(_)) => "apply can write them".into(),
-                        (None, None) => "not planned (--base BASE does it)".into(),
+                        (None, None) => "not known: no tensor was rebuilt (--base or --no-base)".into(),
                     },
                 ),
             ],
