@@ -204,7 +204,7 @@ def encode(
 
     Raises:
         AlreadyExists: The pair exists and ``replace`` is false.
-        Misuse: The output is, or lies in, an input, whatever names and links lead there, or an option makes no sense.
+        Misuse: The output is, contains, or is inside an input, whatever names and links lead there, or an option makes no sense.
         BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
     base, target, output = _path_or_none(base), path_of(target), path_of(output)
@@ -238,7 +238,7 @@ def apply(
         WrongBase: ``base`` is not what the pair was made from.
         AlreadyApplied: ``base`` is the target already.
         Invalid: The pair is damaged.
-        Misuse: A file of the output is, or lies in, an input, whatever names and links lead there.
+        Misuse: A file of the output is, contains, or is inside an input, whatever names and links lead there.
         AlreadyExists, BadCheckpoint, Limit, SystemRefused: As their names say. Nothing is written then.
     """
     base, pair, output = _path_or_none(base), path_of(pair), path_of(output)
