@@ -340,6 +340,51 @@ fn a_base_is_never_overwritten_whatever_its_name() {
 }
 
 #[test]
+fn no_output_replaces_a_file_that_was_read_whatever_links_lead_there() {
+    use std::os::unix::fs::symlink;
+    let place = Place::with_pair();
+    let tensors = model();
+    write_folder(&place.path("shards"), &[&tensors[..2], &tensors[2..]]);
+    let target: Vec<_> = tensors.iter().map(|tensor| tuned(tensor, 30)).collect();
+    write_folder(&place.path("tuned"), &[&target[..2], &target[2..]]);
+    place.ok("encode shards tuned -o sharded");
+    fs::write(place.path("map.json"), r#"{"embed.weight": "embed.weight"}"#).unwrap();
+    let shard = "model-00001-of-00002.safetensors";
+    fs::create_dir(place.path("out")).unwrap();
+    // Inputs under names that outputs have.
+    fs::copy(place.path("map.json"), place.path("named.tpde-blob")).unwrap();
+    fs::hard_link(place.path("map.json"), place.path("hard.tpde-index")).unwrap();
+    symlink("map.json", place.path("soft.tpde-index")).unwrap();
+    symlink("hard.tpde-index", place.path("soft-map.json")).unwrap();
+    fs::hard_link(place.path("base.safetensors"), place.path("hard.safetensors")).unwrap();
+    symlink("pair.tpde-blob", place.path("soft.safetensors")).unwrap();
+    fs::hard_link(place.path("shards").join(shard), place.path("out").join(shard)).unwrap();
+    let contents = |place: &Place| place.names().iter().map(|name| fs::read(place.path(name)).ok()).collect::<Vec<_>>();
+    let before = contents(&place);
+
+    let encode = "encode base.safetensors target.safetensors -f";
+    for (map, pair) in [
+        ("named.tpde-blob", "named"),
+        ("map.json", "hard"),
+        ("map.json", "soft"),
+        ("soft-map.json", "hard"),
+        ("soft-map.json", "soft"),
+    ] {
+        place.fails(&format!("{encode} --rename-map {map} -o {pair}"), USAGE, &format!("is the same as input {map}"));
+    }
+    for output in ["base.safetensors", "hard.safetensors"] {
+        place.fails(&format!("apply base.safetensors pair -f -o {output}"), USAGE, "is the same as input base.safetensors");
+    }
+    place.fails("apply base.safetensors pair -f -o soft.safetensors", USAGE, "is the same as input pair.tpde-blob");
+    place.fails("apply shards sharded -f -o out", USAGE, &format!("is the same as input shards/{shard}"));
+    fs::remove_file(place.path("out").join(shard)).unwrap();
+    symlink(place.path("shards").join(shard), place.path("out").join(shard)).unwrap();
+    place.fails("apply shards sharded -f -o out", USAGE, &format!("is the same as input shards/{shard}"));
+    assert!(before == contents(&place));
+    place.ok(&format!("{encode} --rename-map map.json -o other"));
+}
+
+#[test]
 fn what_is_no_regular_file_is_not_replaced_through_links_either() {
     let place = Place::with_pair();
     assert_eq!(place.command("mkfifo", &["pipe"]).code, 0);

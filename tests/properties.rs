@@ -206,7 +206,7 @@ fn case_of(from: impl Strategy<Value = Origin>) -> impl Strategy<Value = Case> {
     let favor = proptest::sample::select(Favor::ALL);
     (proptest::collection::vec(recipe(from), 0..5), ways, chunk_lanes, favor).prop_map(
         |(recipes, (codec, layout), chunk_lanes, favor)| {
-            let options = EncodeOptions { codec, layout, chunk_lanes, favor, renamed: BTreeMap::new() };
+            let options = EncodeOptions { codec, layout, chunk_lanes, favor, ..EncodeOptions::default() };
             let mut case = Case { base: Vec::new(), target: Vec::new(), options };
             for (i, recipe) in recipes.iter().enumerate() {
                 recipe.cook(i, &mut case);

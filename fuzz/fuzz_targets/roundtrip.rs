@@ -130,7 +130,8 @@ fn check(input: &Input) {
     let target = MemoryCheckpoint::new(targets.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).expect("targets too");
     let layout = input.layout.filter(|_| input.codec == Some(Codec::Zstd));
     let favor = Favor::ALL[usize::from(input.chunk_lanes_log2 / 3 % 2)];
-    let options = EncodeOptions { codec: input.codec, layout, chunk_lanes: 1 << (12 + input.chunk_lanes_log2 % 3), favor, renamed };
+    let chunk_lanes = 1 << (12 + input.chunk_lanes_log2 % 3);
+    let options = EncodeOptions { codec: input.codec, layout, chunk_lanes, favor, renamed, ..EncodeOptions::default() };
     let (pair, report) = encode_to_memory(Some(&base), &target, &options).expect("options that make sense");
     assert_eq!(report.tensors.len(), targets.len());
     pair.verify().expect("payloads as they were written");

@@ -41,7 +41,7 @@ impl Options {
         let favor = self.favor.map_or(Ok(defaults.favor), |name| {
             Favor::ALL.iter().copied().find(|favor| favor.name() == name).ok_or_else(|| unknown("favor", &name))
         })?;
-        Ok(EncodeOptions { codec, layout, chunk_lanes, favor, renamed: self.renamed })
+        Ok(EncodeOptions { codec, layout, chunk_lanes, favor, renamed: self.renamed, ..defaults })
     }
 }
 

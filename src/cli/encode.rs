@@ -95,7 +95,8 @@ impl Encode {
     fn encode(&self, common: &Common) -> Result<Report> {
         let (base, target) = operands(&self.first, self.second.as_deref());
         let paths = PairPaths::new(&self.output);
-        let options = EncodeOptions { renamed: self.renamed()?, ..self.codec.options() };
+        let inputs = self.rename_map.iter().cloned().collect();
+        let options = EncodeOptions { renamed: self.renamed()?, inputs, ..self.codec.options() };
 
         let base = base.map(open).transpose()?;
         let target = open(target)?;

@@ -18,7 +18,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::io::{BufWriter, Seek, SeekFrom, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// What an encoder may choose.
@@ -35,11 +35,13 @@ pub struct EncodeOptions {
     pub favor: Favor,
     /// Base tensors of targets that were renamed: target name to base name.
     pub renamed: BTreeMap<String, String>,
+    /// Files besides the checkpoints that the caller has read for this encoding. No file of the pair may replace one of them.
+    pub inputs: Vec<PathBuf>,
 }
 
 impl Default for EncodeOptions {
     fn default() -> Self {
-        Self { codec: None, layout: None, chunk_lanes: 1 << 20, favor: Favor::Ratio, renamed: BTreeMap::new() }
+        Self { codec: None, layout: None, chunk_lanes: 1 << 20, favor: Favor::Ratio, renamed: BTreeMap::new(), inputs: Vec::new() }
     }
 }
 
@@ -309,9 +311,9 @@ pub fn encode_to_memory(
 /// [`encode`] into the files of the pair `path`, published together: first the blob, then the index, whose rename is the commit.
 ///
 /// # Errors
-/// As [`encode`]; [`Error::Misuse`] if a file of the pair is, or is inside, a file or folder of the checkpoints;
-/// [`Error::Io`] if the pair exists and `replace` is false, or another process holds a lock on the folder for 30 seconds. An
-/// error before the first rename leaves the old pair as it was, and everything but the renames comes before. If the system
+/// As [`encode`]; [`Error::Misuse`] if a file of the pair is, or is inside, a file or folder of the checkpoints, or is
+/// one of [`EncodeOptions::inputs`]; [`Error::Io`] if the pair exists and `replace` is false, or another process holds a lock on
+/// the folder for 30 seconds. An error before the first rename leaves the old pair as it was, and everything but the renames comes before. If the system
 /// refuses the second rename, the old index stands beside the new blob, and readers refuse the two.
 pub fn encode_to_path(
     base: Option<&dyn Checkpoint>,
@@ -324,7 +326,8 @@ pub fn encode_to_path(
 ) -> Result<EncodeReport> {
     check_pair_name(path)?;
     let paths = PairPaths::new(path);
-    let inputs: Vec<_> = base.iter().flat_map(|base| base.paths()).chain(target.paths()).collect();
+    let checkpoints = base.iter().flat_map(|base| base.paths()).chain(target.paths());
+    let inputs: Vec<_> = checkpoints.chain(options.inputs.iter().cloned()).collect();
     check_apart(&[paths.index.clone(), paths.blob.clone()], &inputs)?;
     let mut publication = Publication::files(&paths.index, replace);
     let blob = BufWriter::with_capacity(1 << 20, publication.add(&paths.blob)?);
