@@ -10,15 +10,16 @@ use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::sync::Once;
+use std::sync::atomic::{AtomicU64, Ordering};
 use tempfile::TempDir;
 use tpde::delta::encode;
 use tpde::error::Rule;
 use tpde::format::FileKind;
-use tpde::safetensors::{ApplyOptions, check_target_files, check_writable};
+use tpde::safetensors::{ApplyOptions, Authenticity, VerifyBase, VerifyOptions, check_target_files, check_writable, verify_files};
 use tpde::source::FileSource;
 use tpde::writer::{FileSpec, PairBuilder};
 use tpde::{
-    Apply, Checkpoint, Dtype, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, TensorInfo,
+    Checkpoint, Codec, Dtype, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, TensorInfo,
     apply_to_path, encode_files, encode_tensors, encode_to_memory,
 };
 
@@ -219,6 +220,61 @@ fn a_header_that_differs_in_a_space_is_another_target() {
     fs::copy(&path, place.path().join("folder/target.safetensors")).unwrap();
     let error = check_target_files(pair.index(), &open(&place.path().join("folder"))).unwrap_err();
     assert!(error.to_string().contains("no such file"), "{error}");
+}
+
+#[test]
+fn a_verification_says_what_was_compared_and_nothing_more() {
+    let place = tempfile::tempdir().unwrap();
+    let path = |name: &str| place.path().join(name);
+    let [old, new] = [1, 2].map(|seed| tensor("w", "U32", &[1024], seed));
+    write_file(&path("base"), std::slice::from_ref(&old));
+    write_file(&path("target"), std::slice::from_ref(&new));
+    let (base, target) = (open(&path("base")), open(&path("target")));
+    let options = EncodeOptions { codec: Some(Codec::Raw), ..EncodeOptions::default() };
+    for (name, base) in [("pair", Some(&base)), ("anchor", None)] {
+        encode_files(base, &target, &options, &path(name), false, &|_| {}).unwrap();
+    }
+    let found = |name: &str, base, target| {
+        let pair = Pair::open(&path(name)).unwrap();
+        let options = VerifyOptions { base, target, ..VerifyOptions::default() };
+        let bytes = AtomicU64::new(0);
+        let verified = verify_files(&pair, &options, &|n| _ = bytes.fetch_add(n, Ordering::Relaxed))?;
+        let bytes = bytes.into_inner();
+        assert!((1..=options.progress_bytes(pair.index())).contains(&bytes), "{bytes}");
+        let checked = (verified.checked.base_checked, verified.checked.target_checked);
+        Ok((checked, verified.payload_authenticity, verified.writable, verified.not_writable))
+    };
+    let (missing, not_needed, files) = (VerifyBase::Missing, VerifyBase::NotNeeded, VerifyBase::Files(&base));
+    let (checked, not_checked) = (Authenticity::Checked, Authenticity::NotChecked);
+    for (name, base, target, expected) in [
+        ("pair", missing, None, ((false, false), not_checked, None, None)),
+        ("pair", missing, Some(&target), ((false, true), not_checked, None, None)),
+        ("pair", files, None, ((true, true), checked, Some(true), None)),
+        ("pair", files, Some(&target), ((true, true), checked, Some(true), None)),
+        ("anchor", missing, None, ((false, false), not_checked, None, None)),
+        ("anchor", not_needed, None, ((false, true), checked, Some(true), None)),
+    ] {
+        assert_eq!(found(name, base, target).unwrap(), expected, "{name}, {base:?}");
+    }
+    assert!(matches!(found("pair", not_needed, None), Err(Error::Misuse(_))));
+
+    // The header that the pair takes from its base is another one. Without the base that is not known.
+    let mut bytes = fs::read(path("base")).unwrap();
+    bytes[9] = b' ';
+    fs::write(path("other"), bytes).unwrap();
+    let other = open(&path("other"));
+    let (_, authenticity, writable, reason) = found("pair", VerifyBase::Files(&other), None).unwrap();
+    assert_eq!((authenticity, writable), (checked, Some(false)));
+    assert!(reason.unwrap().contains("base.file"));
+
+    for (name, base) in [("pair", files), ("anchor", not_needed)] {
+        let blob = path(name).with_extension("tpde-blob");
+        let mut bytes = fs::read(&blob).unwrap();
+        forge::forge(Pair::open(&path(name)).unwrap().index(), &mut bytes, &mut new.bytes.clone());
+        fs::write(&blob, bytes).unwrap();
+        assert_eq!(found(name, missing, Some(&target)).unwrap().1, not_checked);
+        assert_eq!(found(name, base, None).unwrap_err().rule(), Some(Rule::TensorTargetDigest));
+    }
 }
 
 #[test]
@@ -474,9 +530,11 @@ proptest! {
 
         case.damage(&path("base"));
         let Ok(base) = SafetensorsCheckpoint::open(&path("base")) else { return Ok(()) };
-        let verified = Apply::new(&pair, &base).verify().and_then(|_| check_writable(pair.index(), Some(&base)));
+        let options = VerifyOptions { base: VerifyBase::Files(&base), ..VerifyOptions::default() };
+        let verified = verify_files(&pair, &options, &|_| {});
+        let is_writable = verified.as_ref().is_ok_and(|verified| verified.writable == Some(true));
         let applied = apply_to_path(&pair, Some(&base), &path("out"), &ApplyOptions::default(), &|_| {});
-        prop_assert_eq!(verified.is_ok(), applied.is_ok(), "{:?} {:?}", verified, applied);
+        prop_assert_eq!(is_writable, applied.is_ok(), "{:?} {:?}", verified, applied);
         if applied.is_err() {
             prop_assert!(!path("out").exists());
             return Ok(());

@@ -2,7 +2,6 @@
 //! nothing but the right base is accepted.
 
 use proptest::prelude::*;
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};

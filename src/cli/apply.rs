@@ -2,7 +2,7 @@
 
 use super::Common;
 use super::device::DeviceArgs;
-use super::inputs::{check_needs_no_base, open, operands};
+use super::inputs::{open, operands};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -13,7 +13,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use tpde::error::Escaped;
-use tpde::safetensors::ApplyOptions;
+use tpde::safetensors::{ApplyOptions, check_needs_no_base};
 use tpde::source::Source;
 use tpde::{Error, Pair, Result, apply_to_path};
 
@@ -41,10 +41,15 @@ pub struct Apply {
     #[arg(short, long)]
     pub force: bool,
     /// Only tensors whose names match, into one safetensors file; may be repeated
-    #[arg(long, value_name = "GLOB", value_parser = Glob::new)]
+    #[arg(long, value_name = "GLOB", value_parser = glob)]
     pub tensor: Vec<Glob>,
     #[command(flatten)]
     pub device: DeviceArgs,
+}
+
+/// Parses a pattern. The error leaves out the pattern, which the message about the argument has already.
+fn glob(text: &str) -> Result<Glob, String> {
+    Glob::new(text).map_err(|e| e.kind().to_string())
 }
 
 /// What was rebuilt.
@@ -68,23 +73,20 @@ impl Apply {
         let (base, path) = operands(&self.first, self.second.as_deref());
         let pair = Pair::open(path)?;
         let globs = self.globs(&pair)?;
-        let wanted = |name: &str| globs.iter().any(|glob| glob.is_match(name));
+        let is_wanted = |name: &str| globs.iter().any(|glob| glob.is_match(name));
+        let wanted: Option<&dyn Fn(&str) -> bool> = if globs.is_empty() { None } else { Some(&is_wanted) };
 
         if base.is_none() {
-            check_needs_no_base(&pair, &globs)?;
+            check_needs_no_base(pair.index(), wanted)?;
         }
         if !globs.is_empty() || pair.index().files().all(|file| file.name.is_empty()) {
             check_names_file(&self.output)?;
         }
         let base = base.map(open).transpose()?;
-        let selected = pair.index().tensors().filter(|tensor| globs.is_empty() || wanted(tensor.name));
+        let selected = pair.index().tensors().filter(|tensor| wanted.is_none_or(|wanted| wanted(tensor.name)));
         let bar = common.bar("apply", selected.map(|tensor| tensor.bytes()).sum());
         let device = self.device.open()?;
-        let options = ApplyOptions {
-            wanted: if globs.is_empty() { None } else { Some(&wanted) },
-            replace: self.force,
-            accelerator: device.as_deref(),
-        };
+        let options = ApplyOptions { wanted, replace: self.force, accelerator: device.as_deref() };
         let start = Instant::now();
         let report = apply_to_path(&pair, base.as_ref(), &self.output, &options, &|bytes| bar.inc(bytes))?;
         let seconds = start.elapsed().as_secs_f64();
@@ -107,7 +109,7 @@ impl Apply {
             let matcher = GlobSet::builder()
                 .add(glob.clone())
                 .build()
-                .map_err(|e| Error::Misuse(format!("pattern {} is too large: {e}", Escaped(glob.glob()))))?;
+                .map_err(|e| Error::Misuse(format!("pattern {} is too large: {}", Escaped(glob.glob()), e.kind())))?;
             if pair.index().tensors().any(|tensor| matcher.is_match(tensor.name)) {
                 return Ok(matcher);
             }

@@ -3,12 +3,8 @@
 use super::text;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use globset::GlobSet;
 use std::path::Path;
-use tpde::error::Escaped;
-use tpde::format::BaseKind;
-use tpde::source::Source;
-use tpde::{Checkpoint, Codec, EncodeOptions, Error, Favor, Layout, Pair, Result, SafetensorsCheckpoint};
+use tpde::{Checkpoint, Codec, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint};
 
 /// How payloads are coded.
 #[derive(Args)]
@@ -54,19 +50,6 @@ impl CodecArgs {
         let codec = self.codec.0.or(self.layout.0.map(|_| Codec::Zstd));
         EncodeOptions { codec, layout: self.layout.0, chunk_lanes: self.chunk_lanes, favor: self.favor, ..EncodeOptions::default() }
     }
-}
-
-/// Refuses `--no-base` for a pair that needs a base. With `globs`, only the tensors that match one count, and no files.
-pub fn check_needs_no_base<B: Source>(pair: &Pair<B>, globs: &[GlobSet]) -> Result<()> {
-    let is_wanted = |name: &str| globs.is_empty() || globs.iter().any(|glob| glob.is_match(name));
-    let needing = pair.index().tensors().find(|tensor| tensor.base_kind != BaseKind::None && is_wanted(tensor.name));
-    if let Some(tensor) = needing {
-        return Err(Error::Misuse(format!("the pair needs a base, for tensor {}", Escaped(tensor.name))));
-    }
-    if globs.is_empty() && pair.index().files().any(|file| !file.kind.is_stored()) {
-        return Err(Error::Misuse("the pair needs a base, for the header of a file".into()));
-    }
-    Ok(())
 }
 
 /// Tells the base from the operand after it, which stands first where there is no base.

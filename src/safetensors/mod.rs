@@ -7,8 +7,10 @@
 
 mod header;
 mod output;
+mod verify;
 
-pub use output::{ApplyOptions, apply_to_path, check_target_files, check_writable, target_metadata};
+pub use output::{ApplyOptions, apply_to_path, check_needs_no_base, check_target_files, check_writable, target_metadata};
+pub use verify::{Authenticity, Verification, VerifyBase, VerifyOptions, verify_files};
 
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::delta::{self, EncodeOptions, EncodeReport, Progress};

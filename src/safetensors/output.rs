@@ -6,6 +6,7 @@ use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 use crate::delta::{Accelerator, Apply, ApplyReport, Progress, Sink};
 use crate::digest;
 use crate::error::{Error, Escaped, Result, Rule, hex};
+use crate::format::BaseKind;
 use crate::index::{TargetFile, Tensor, ValidatedIndex};
 use crate::publish::{Barrier, Publication, check_apart};
 use crate::reader::Pair;
@@ -131,7 +132,7 @@ fn barrier(path: &Path, outputs: &[Output]) -> Result<Barrier> {
 }
 
 /// Checks that [`apply_to_path`] can write the target of a pair. Nothing is written. Where this and [`Apply::verify`] succeed with
-/// a base, [`apply_to_path`] does, unless the file system refuses.
+/// a base, [`apply_to_path`] does, unless the file system refuses. [`verify_files`](super::verify_files) does both.
 ///
 /// Readers of safetensors open every safetensors file that it writes. Verbatim files, which shard indexes are, are written as
 /// they are stored, whatever they say.
@@ -144,6 +145,22 @@ fn barrier(path: &Path, outputs: &[Output]) -> Result<Barrier> {
 /// to be composed: a tensor named `__metadata__`, a header above 100,000,000 bytes.
 pub fn check_writable(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<()> {
     outputs(index, base, None).map(|_| ())
+}
+
+/// Refuses a pair that needs a base: for one of the tensors that `wanted` holds for, or without `wanted` for any tensor or file.
+///
+/// # Errors
+/// [`Error::Misuse`] with the name of the first such tensor.
+pub fn check_needs_no_base(index: &ValidatedIndex, wanted: Option<&dyn Fn(&str) -> bool>) -> Result<()> {
+    let is_wanted = |name: &str| wanted.is_none_or(|wanted| wanted(name));
+    let needing = index.tensors().find(|tensor| tensor.base_kind != BaseKind::None && is_wanted(tensor.name));
+    if let Some(tensor) = needing {
+        return Err(Error::Misuse(format!("the pair needs a base, for tensor {}", Escaped(tensor.name))));
+    }
+    if wanted.is_none() && index.files().any(|file| !file.kind.is_stored()) {
+        return Err(Error::Misuse("the pair needs a base, for the header of a file".into()));
+    }
+    Ok(())
 }
 
 /// Compares the files of a checkpoint with those of a pair's target: their names, the bytes before their data, and the shard index.
