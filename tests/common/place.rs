@@ -64,9 +64,11 @@ impl Place {
         names
     }
 
-    /// Runs `tpde` with words apart by spaces; a hang is a failure.
+    /// Runs `tpde` with words apart by spaces; a hang is a failure. `TPDE_PROGRAM` names the program where it is not the one that
+    /// was built with the tests.
     pub fn tpde(&self, line: &str) -> Run {
-        self.command(TPDE, &line.split_whitespace().collect::<Vec<_>>())
+        let program = std::env::var("TPDE_PROGRAM").unwrap_or_else(|_| TPDE.into());
+        self.command(&program, &line.split_whitespace().collect::<Vec<_>>())
     }
 
     pub fn command(&self, program: &str, arguments: &[&str]) -> Run {

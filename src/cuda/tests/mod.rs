@@ -16,6 +16,7 @@ mod stand_in;
 mod vectors;
 
 use super::Device;
+use crate::Error;
 use std::sync::OnceLock;
 
 /// The device that tests share.
@@ -24,11 +25,21 @@ fn device() -> &'static Device {
     DEVICE.get_or_init(|| Device::open(0).unwrap_or_else(|e| panic!("this test needs a CUDA device: {e}")))
 }
 
-/// What is missing without a device has a name, and the library goes on.
 #[test]
 fn no_device_is_an_error_that_says_so() {
     match Device::open(99) {
-        Err(crate::Error::NoDevice(why)) => assert!(!why.is_empty()),
+        Err(Error::NoDevice(why)) => assert!(!why.is_empty()),
         other => panic!("{other:?}"),
+    }
+}
+
+/// Tests that need a device are ignored, because where one is there, `scripts/gpu-check` runs them. With `TPDE_GPU=1` a machine
+/// without one fails here.
+#[test]
+fn a_device_that_is_promised_is_there() {
+    match Device::open(0) {
+        Ok(_) => {}
+        Err(Error::NoDevice(_)) if std::env::var("TPDE_GPU").as_deref() != Ok("1") => {}
+        Err(e) => panic!("TPDE_GPU=1 promises a CUDA device: {e}"),
     }
 }

@@ -92,7 +92,7 @@ impl Cases {
         self.count += 1;
     }
 
-    /// Runs the kernels on all cases, and says on stderr what came of it, or that there is no compiler of C++.
+    /// Runs the kernels on all cases, and prints the result to stderr.
     pub fn run(&self, name: &str, arguments: &[&str]) {
         let file = self.save(name);
         self.run_saved(&file, "memory", arguments);
@@ -117,11 +117,7 @@ impl Cases {
             return;
         }
         let name = file.file_stem().unwrap().display();
-        if let Err(why) = build(program) {
-            assert!(std::env::var_os("TPDE_NO_SKIP").is_none(), "{why}");
-            eprintln!("SKIPPED kernels on the processor, {name}: {why}");
-            return;
-        }
+        build(program);
         let program = folder().join(program);
         // The sanitizer of threads may not know where a kernel with much randomisation puts things.
         let fixed = Command::new("setarch").args(["-R", "true"]).output().is_ok_and(|output| output.status.success());
@@ -139,17 +135,12 @@ pub fn folder() -> PathBuf {
     std::env::current_exe().unwrap().ancestors().nth(3).unwrap().join("emulator")
 }
 
-/// Builds a program if its sources have changed; an error if there is no compiler.
-pub fn build(program: &str) -> Result<(), String> {
+/// Builds a program if its sources have changed. Tests that need it are ignored where there is no compiler of C++.
+pub fn build(program: &str) {
     // One at a time: tests run side by side.
     static BUILDING: Mutex<()> = Mutex::new(());
     let _building = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/emulator/build");
-    let output = Command::new(script).arg(folder()).arg(program).output().map_err(|e| e.to_string())?;
-    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
-    match output.status.code() {
-        Some(0) => Ok(()),
-        Some(77) => Err(errors),
-        _ => panic!("{errors}"),
-    }
+    let output = Command::new(script).arg(folder()).arg(program).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

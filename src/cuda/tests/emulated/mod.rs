@@ -70,6 +70,7 @@ fn chunks_of(pair: &Pair<Vec<u8>>, checkpoint: Option<&SafetensorsCheckpoint>) -
 }
 
 #[test]
+#[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn vectors() {
     let mut cases = Cases::default();
     let (mut right, mut wrong) = (0, 0);
@@ -99,6 +100,7 @@ fn vectors() {
 }
 
 #[test]
+#[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn one_fault_at_a_time() {
     let mut cases = Cases::default();
     for faults::Fault { name, case, .. } in faults::all() {
@@ -111,6 +113,7 @@ fn one_fault_at_a_time() {
 
 /// What the encoder makes of every dtype and density.
 #[test]
+#[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn generated() {
     let mut cases = Cases::default();
     let mut seed = 0;
@@ -145,6 +148,7 @@ fn generated() {
 
 /// Every number of states with every number of segments, and other choices that the encoder does not make.
 #[test]
+#[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn every_shape() {
     let mut cases = Cases::default();
     for states_log2 in 0..6u8 {
@@ -201,6 +205,7 @@ fn rows_and_turns() -> Vec<(String, Chunk)> {
 }
 
 #[test]
+#[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn rows_of_lanes() {
     let mut cases = Cases::default();
     rows_and_turns().iter().for_each(|(name, chunk)| cases.add(name, false, std::slice::from_ref(chunk)));
@@ -209,6 +214,7 @@ fn rows_of_lanes() {
 
 /// Payloads that end at every byte, and with one bit of three flipped, behind right CRCs: reads end where payloads do.
 #[test]
+#[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn every_cut_and_many_flipped_bits() {
     let mut cases = Cases::default();
     let mut add = |name: String, case: Case| cases.add(&name, false, &[Chunk::alone(case.clone(), case.decode(), is_same_kind)]);
@@ -237,6 +243,7 @@ fn every_cut_and_many_flipped_bits() {
 
 /// Threads meet in memory only where barriers order them.
 #[test]
+#[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn no_races() {
     let mut cases = Cases::default();
     rows_and_turns().iter().step_by(3).for_each(|(name, chunk)| cases.add(name, false, std::slice::from_ref(chunk)));
@@ -271,11 +278,13 @@ fn strangers(name: &str, make: fn(&mut Random, usize) -> hostile::Hostile, count
 }
 
 #[test]
+#[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn hostile_payloads_of_codec_conditioned() {
     strangers("hostile", hostile::conditioned, 2000);
 }
 
 #[test]
+#[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn hostile_payloads_of_codec_raw() {
     strangers("hostile-raw", hostile::raw, 500);
 }
