@@ -1,11 +1,14 @@
 //! What went wrong: messages, hints and exit codes.
 
 use super::text::{self, BAD, HINT};
+use clap::builder::StyledStr;
+use clap::error::ContextValue;
 use serde::Serialize;
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::process::ExitCode;
 use tpde::Error;
-use tpde::error::Rule;
+use tpde::error::{Escaped, Rule};
 
 /// The data is wrong.
 const DATA: u8 = 1;
@@ -15,6 +18,9 @@ const USAGE: u8 = 2;
 const SYSTEM: u8 = 3;
 /// The device asked for is not there.
 const DEVICE: u8 = 4;
+
+/// Most characters of a tip about an argument.
+const MAX_TIP_CHARS: usize = 200;
 
 /// Standard output could not be written.
 #[derive(Debug, thiserror::Error)]
@@ -85,18 +91,40 @@ pub fn refused(reason: &str) -> ExitCode {
     ExitCode::from(DATA)
 }
 
-/// Prints what clap has to say: help and version too.
-pub fn usage(error: &clap::Error) -> ExitCode {
+/// Prints what clap has to say: help and version too, which are text even with `--json`.
+pub fn usage(mut error: clap::Error) -> ExitCode {
+    shorten(&mut error);
     let printed = error.print();
     let is_error = error.use_stderr();
     if !is_error && printed.is_err_and(|e| e.kind() != io::ErrorKind::BrokenPipe) {
         return ExitCode::from(SYSTEM);
     }
-    if is_error && std::env::args_os().any(|arg| arg == "--json") {
-        let message = usage_message(error);
+    if is_error && asks_for_json(std::env::args_os().skip(1)) {
+        let message = usage_message(&error);
         print(Failure { kind: "usage", rule: None, tensor: None, chunk: None, message, hint: None });
     }
     ExitCode::from(if is_error { USAGE } else { 0 })
+}
+
+/// Whether `--json` is among the arguments, be it with a value, which it does not take.
+fn asks_for_json(arguments: impl Iterator<Item = OsString>) -> bool {
+    let mut options = arguments.take_while(|argument| argument != "--");
+    options.any(|option| option == "--json" || option.as_encoded_bytes().starts_with(b"--json="))
+}
+
+/// Escapes and cuts the arguments that clap quotes. A tip that quotes a long one is left out.
+fn shorten(error: &mut clap::Error) {
+    let shown = |text: &String| Escaped(text).to_string();
+    let is_long = |tips: &[StyledStr]| tips.iter().any(|tip| tip.to_string().chars().count() > MAX_TIP_CHARS);
+    let quoted: Vec<_> = error.context().map(|(kind, value)| (kind, value.clone())).collect();
+    for (kind, value) in quoted {
+        match value {
+            ContextValue::String(text) => _ = error.insert(kind, ContextValue::String(shown(&text))),
+            ContextValue::Strings(texts) => _ = error.insert(kind, ContextValue::Strings(texts.iter().map(shown).collect())),
+            ContextValue::StyledStrs(tips) if is_long(&tips) => _ = error.remove(kind),
+            _ => {}
+        }
+    }
 }
 
 /// What clap says is wrong, arguments that are missing and tips included, on one line.

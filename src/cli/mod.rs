@@ -46,7 +46,7 @@ struct Cli {
 #[derive(Args)]
 #[command(next_help_heading = "Common options")]
 struct Common {
-    /// Print one JSON object instead of text
+    /// Print one JSON object instead of text; help and version are always text
     #[arg(long, global = true)]
     json: bool,
     /// Threads to work with; 0 means all cores [default: 0, for bench 1]
@@ -102,7 +102,7 @@ pub fn main() -> ExitCode {
     .write_global();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return failure::usage(&error),
+        Err(error) => return failure::usage(error),
     };
     let common = &cli.common;
     let level = match (common.quiet, common.verbose) {
