@@ -72,21 +72,21 @@ impl Pair<FileSource> {
     /// # Errors
     /// As [`ValidatedIndex::parse`] and [`Pair::new`], [`Error::Io`], and [`Error::Misuse`] for a path that ends in no name.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::open_with(path, &Limits::default())
+        Self::open_with(path, &Limits::default(), &|_| {})
     }
 
-    /// [`Pair::open`] with other limits.
+    /// [`Pair::open`] with other limits, watched: `progress` can end the wait for a publication of the pair that is under way.
     ///
     /// # Errors
-    /// As [`Pair::open`].
-    pub fn open_with(path: &Path, limits: &Limits) -> Result<Self> {
+    /// As [`Pair::open`], and what `progress` ends the wait with.
+    pub fn open_with(path: &Path, limits: &Limits, progress: Progress<'_>) -> Result<Self> {
         check_pair_name(path)?;
         let paths = PairPaths::new(path);
         let open = || Self::open_once(&paths, limits);
         match open() {
             // Perhaps between the two renames of a publication: wait for its end and look again.
             Err(Error::Invalid(e)) if matches!(e.rule, Rule::BlobPairDigest | Rule::BlobBlobSize) => {
-                publish::between_publications(&paths.index, open)
+                publish::between_publications(&paths.index, progress, open)
             }
             outcome => outcome,
         }

@@ -28,6 +28,9 @@ mod _tpde {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        // Warnings of the library go to Python's `logging`, as those of `tpde`. A second interpreter finds it done.
+        let logger = pyo3_log::Logger::new(module.py(), pyo3_log::Caching::Nothing)?;
+        let _ = logger.filter(log::LevelFilter::Warn).install();
         // For tests alone: what a panic becomes.
         module.add_function(wrap_pyfunction!(super::panic_for_tests, module)?)
     }

@@ -2,18 +2,18 @@
 
 use crate::errors;
 use crate::memory::{self, Memory};
-use crate::run::run;
+use crate::run::{Steering, run};
 use pyo3::prelude::*;
 use pyo3::types::PyByteArray;
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tpde::error::Escaped;
 use tpde::format::BaseKind;
 use tpde::index::Tensor;
 use tpde::safetensors::target_metadata;
 use tpde::source::{FileSource, Source};
-use tpde::{Apply, Checkpoint, Error, InPlace, MemoryCheckpoint, Result, SafetensorsCheckpoint, TensorMut};
+use tpde::{Apply, Checkpoint, Error, InPlace, Limits, MemoryCheckpoint, Result, SafetensorsCheckpoint, TensorMut};
 
 /// A pair and, if it was opened with one, the files of its base.
 #[pyclass(frozen, module = "tpde._tpde")]
@@ -31,9 +31,9 @@ impl Pair {
     #[new]
     #[pyo3(signature = (path, base=None))]
     fn open(py: Python<'_>, path: PathBuf, base: Option<PathBuf>) -> PyResult<Self> {
-        run(py, None, 0, |_| {
+        run(py, None, 0, |steering| {
             let base = base.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
-            Ok(Self { pair: Arc::new(tpde::Pair::open(&path)?), base })
+            Ok(Self { pair: Arc::new(self::open(&path, steering)?), base })
         })
     }
 
@@ -181,6 +181,11 @@ impl Pair {
             }
         })
     }
+}
+
+/// Opens a pair. Waiting for a publication of it can be interrupted.
+pub fn open(path: &Path, steering: &Steering) -> Result<tpde::Pair<FileSource>> {
+    tpde::Pair::open_with(path, &Limits::default(), steering)
 }
 
 pub fn unknown(name: &str) -> Error {

@@ -1,6 +1,7 @@
 //! Functions on paths.
 
 use crate::memory::{self, Memory};
+use crate::pair::open;
 use crate::run::run;
 use pyo3::prelude::*;
 use serde_json::json;
@@ -8,8 +9,8 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 use tpde::delta::{EncodeReport, TensorReport};
 use tpde::reader::PairPaths;
-use tpde::safetensors::{ApplyOptions, check_target_files};
-use tpde::{Apply, Checkpoint, Codec, EncodeOptions, Error, Favor, Layout, Pair, Result, SafetensorsCheckpoint};
+use tpde::safetensors::{ApplyOptions, VerifyBase, VerifyOptions, verify_files};
+use tpde::{Checkpoint, Codec, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint};
 
 /// How to encode, as Python says it.
 #[derive(FromPyObject)]
@@ -129,9 +130,9 @@ pub fn apply(
     replace: bool,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
-    let (pair, base) = run(py, None, 0, |_| {
+    let (pair, base) = run(py, None, 0, |steering| {
         let base = base.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
-        Ok((Pair::open(&pair)?, base))
+        Ok((open(&pair, steering)?, base))
     })?;
     let is_wanted = |name: &str| wanted.as_ref().is_none_or(|wanted| wanted.contains(name));
     let total = pair.index().tensors().filter(|tensor| is_wanted(tensor.name)).map(|tensor| tensor.bytes()).sum();
@@ -148,34 +149,29 @@ pub fn verify(
     pair: PathBuf,
     base: Option<PathBuf>,
     target: Option<PathBuf>,
+    no_base: bool,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
-    let (pair, base, target) = run(py, None, 0, |_| {
+    let (pair, base, target) = run(py, None, 0, |steering| {
         let base = base.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
         let target = target.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
-        Ok((Pair::open(&pair)?, base, target))
+        Ok((open(&pair, steering)?, base, target))
     })?;
-    let bytes = pair.index().tensor_bytes().1;
-    let first = if base.is_some() { bytes } else { pair.index().header().blob_size };
-    let total = first + if target.is_some() { bytes } else { 0 };
-    run(py, progress, total, |steering| {
-        let mut report = match &base {
-            None => pair.verify_with(steering)?,
-            Some(base) => Apply::new(&pair, base).progress(steering).verify()?,
-        };
-        if let Some(target) = &target {
-            pair.index().check_target(target, steering)?;
-            check_target_files(pair.index(), target)?;
-            report.target_checked = true;
-        }
-        Ok(json!(report).to_string())
+    let base = match &base {
+        Some(base) => VerifyBase::Files(base),
+        None if no_base => VerifyBase::NotNeeded,
+        None => VerifyBase::Missing,
+    };
+    let options = VerifyOptions { base, target: target.as_ref(), ..VerifyOptions::default() };
+    run(py, progress, options.progress_bytes(pair.index()), |steering| {
+        Ok(json!(verify_files(&pair, &options, steering)?).to_string())
     })
 }
 
 #[pyfunction]
 pub fn inspect(py: Python<'_>, pair: PathBuf) -> PyResult<String> {
-    run(py, None, 0, |_| {
-        let pair = Pair::open(&pair)?;
+    run(py, None, 0, |steering| {
+        let pair = open(&pair, steering)?;
         let index = pair.index();
         let header = index.header();
         let (base_bytes, target_bytes) = index.tensor_bytes();

@@ -107,6 +107,33 @@ def test_verify(made: Made) -> None:
     assert caught.value.rule == "tensor.target_digest"
 
 
+def test_verify_says_whether_it_excludes_forgery_and_whether_files_can_be_written(made: Made, tmp_path: Path) -> None:
+    def found(report: tpde.VerifyReport) -> tuple[str, bool | None, str | None]:
+        return report.payload_authenticity, report.writable, report.not_writable
+
+    assert found(tpde.verify(made.pair)) == ("not_checked", None, None)
+    assert found(tpde.verify(made.pair, target=made.target)) == ("not_checked", None, None)
+    assert found(tpde.verify(made.pair, base=made.base)) == ("checked", True, None)
+
+    tpde.encode(None, made.target, tmp_path / "anchor")
+    assert found(tpde.verify(tmp_path / "anchor")) == ("not_checked", None, None)
+    anchor = tpde.verify(tmp_path / "anchor", no_base=True)
+    assert found(anchor) == ("checked", True, None) and anchor.target_checked and not anchor.base_checked
+    with pytest.raises(tpde.Misuse, match="needs a base"):
+        tpde.verify(made.pair, no_base=True)
+    with pytest.raises(tpde.Misuse, match="no_base"):
+        tpde.verify(made.pair, base=made.base, no_base=True)
+
+    # A target with the base's header, which the pair does not store, and a base of the same tensors with another header.
+    write_safetensors(tmp_path / "plain.safetensors", made.base_bytes)
+    write_safetensors(tmp_path / "tuned.safetensors", made.target_bytes)
+    tpde.encode(tmp_path / "plain.safetensors", tmp_path / "tuned.safetensors", tmp_path / "same-header")
+    authenticity, writable, reason = found(tpde.verify(tmp_path / "same-header", base=made.base))
+    assert (authenticity, writable) == ("checked", False) and reason is not None and "base.file" in reason
+    with pytest.raises(tpde.Invalid, match="base.file"):
+        tpde.apply(made.base, tmp_path / "same-header", tmp_path / "out.safetensors")
+
+
 def test_inspect(made: Made) -> None:
     seen = tpde.inspect(made.pair)
     assert len(seen.pair_digest) == 64 and seen.target_bytes == sum(map(len, made.target_bytes.values()))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import fcntl
 import gc
 import json
+import logging
 import multiprocessing
 import os
+import platform
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +129,156 @@ def test_a_keyboard_interrupt_ends_encoding_and_leaves_no_file(tmp_path: Path) -
         tpde.numpy.save_file(base, target, folder / "p")  # and all is as before
         return
     pytest.fail("the work was always done first")
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A lock on the folder, as another process that publishes there has it."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
+class OnWarning(logging.Handler):
+    """Calls a function at the first warning of the package."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__(logging.WARNING)
+        self.call = call
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        if len(self.messages) == 1:
+            self.call()
+
+    def __enter__(self) -> OnWarning:
+        logging.getLogger("tpde").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("tpde").removeHandler(self)
+
+
+def mixed(folder: Path) -> Path:
+    """The index of a pair beside the blob of another, as between the two renames of a publication."""
+    for name, value in (("a", 1), ("b", 2)):
+        tpde.numpy.save_file(None, {"w": np.full(9, value, np.int32)}, folder / name)
+    os.replace(folder / "b.tpde-blob", folder / "a.tpde-blob")
+    os.remove(folder / "b.tpde-index")
+    return folder / "a"
+
+
+def test_waiting_for_a_lock_is_logged(tmp_path: Path) -> None:
+    arrays = {"w": np.arange(9, dtype=np.int32)}
+    lock = contextlib.ExitStack()
+    with lock, OnWarning(lock.close) as warned:
+        lock.enter_context(locked(tmp_path))
+        tpde.numpy.save_file(None, arrays, tmp_path / "p")
+    assert len(warned.messages) == 1
+    assert f"{tmp_path} is locked by another process" in warned.messages[0]
+    assert np.array_equal(tpde.numpy.load_file(tmp_path / "p")["w"], arrays["w"])
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("call", ["save_file", "encode", "apply", "verify", "inspect", "safe_open"])
+def test_waiting_for_a_lock_ends_on_a_keyboard_interrupt(call: str, made: Made, tmp_path: Path) -> None:
+    pair = mixed(tmp_path)
+    out = tmp_path / "out"
+    before = sorted(tmp_path.iterdir())
+    calls: dict[str, Callable[[], object]] = {
+        "save_file": lambda: tpde.numpy.save_file(None, {"w": np.arange(9)}, out),
+        "encode": lambda: tpde.encode(made.base, made.target, out),
+        "apply": lambda: tpde.apply(made.base, made.pair, out),
+        "verify": lambda: tpde.verify(pair),
+        "inspect": lambda: tpde.inspect(pair),
+        "safe_open": lambda: tpde.safe_open(pair, framework="np"),
+    }
+    with locked(tmp_path), OnWarning(lambda: os.kill(os.getpid(), signal.SIGINT)) as warned:
+        with pytest.raises(KeyboardInterrupt):
+            calls[call]()
+    assert len(warned.messages) == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+#: Ends itself by SIGTERM while it writes files that have names, if any has.
+TERMINATED = """
+import contextlib, os, signal, sys, threading, time
+import numpy as np, tpde
+folder, handler, times = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if handler == "exit":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+def is_writing():
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{number}")
+            if path.startswith(f"{folder}/"):
+                return True
+    return False
+
+def end():
+    while not is_writing():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+base = np.random.default_rng(1).standard_normal(times << 20, dtype=np.float32)
+threading.Thread(target=end, daemon=True).start()
+tpde.numpy.save_file({"w": base}, {"w": base * np.float32(1.001)}, f"{folder}/p")
+"""
+
+
+def terminated(folder: Path, handler: str, before: tuple[str, ...] = ()) -> int | None:
+    """How a process ended that was terminated while it wrote to the folder, or none if it was always done first."""
+    for times in TIMES:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        run = [*before, sys.executable, "-c", TERMINATED, str(folder), handler, str(32 * times)]
+        code = subprocess.run(run, timeout=LONG, check=False).returncode
+        if not (folder / "p.tpde-index").exists():
+            return code
+    return None
+
+
+def has_unnamed_files(folder: Path) -> bool:
+    """Whether the file system has files without names."""
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR))
+    except OSError:
+        return False
+    return True
+
+
+def test_sigterm_leaves_no_file_where_files_need_no_names(tmp_path: Path) -> None:
+    if not has_unnamed_files(tmp_path):
+        pytest.skip("the file system lacks O_TMPFILE")
+    folder = tmp_path / "folder"
+    assert terminated(folder, "default") == -signal.SIGTERM
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("handler", ["default", "exit"])
+def test_sigterm_on_file_systems_without_unnamed_files(handler: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    # The two files of the pair cannot be created without a name. What opens the folder after them uses the other call.
+    opens = "open" if platform.machine() == "x86_64" else "openat"
+    fault = ("-P", str(folder), "-e", f"trace={opens}", "-e", f"inject={opens}:error=EOPNOTSUPP:when=1..2")
+    strace = ("strace", "-f", "-qq", "-o", str(tmp_path / "log"), *fault)
+    if shutil.which("strace") is None or subprocess.run([*strace, "true"], capture_output=True, check=False).returncode:
+        assert os.environ.get("TPDE_NO_SKIP") != "1", "strace is missing or not permitted"
+        pytest.skip("strace is missing or not permitted")
+    code = terminated(folder, handler, strace)
+    left = [path.name for path in folder.iterdir()]
+    assert (tmp_path / "log").read_text().count("O_TMPFILE") == 2
+    if handler == "exit":
+        assert code == 143 and not left
+    else:
+        # Python ends at once. Documented: these files can be removed.
+        assert code == -signal.SIGTERM
+        assert left and all(name.startswith(".tpde-") and name.endswith(".tmp") for name in left)
 
 
 def test_a_target_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:

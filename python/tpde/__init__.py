@@ -11,8 +11,16 @@ A *base* checkpoint and a *pair* of files, ``NAME.tpde-index`` and ``NAME.tpde-b
         weight = target.get_tensor("layer.weight")
 
 :mod:`tpde.torch` works on state dicts and live modules, :mod:`tpde.numpy` on dicts of arrays; each is imported when it is first
-used. :mod:`tpde.nn` has layers that rebuild their weights just in time. All errors are :class:`TpdeError`. Calls let other Python threads run, can be interrupted, and use all processors
-(the environment variable ``RAYON_NUM_THREADS`` says how many).
+used. :mod:`tpde.nn` has layers that rebuild their weights just in time. All errors are :class:`TpdeError`. Calls let other Python
+threads run, end on Ctrl-C, and use all processors (the environment variable ``RAYON_NUM_THREADS`` says how many). Warnings go to
+the logger ``tpde`` of :mod:`logging`: for example that another process holds a lock on the output folder, which is waited for.
+
+Python ends at once on SIGTERM and SIGHUP. Files that are being written have no names until they are complete, so nothing is left of
+them; but on file systems without ``O_TMPFILE`` (NFS, FUSE), of a checkpoint with more than 64 files, and in the moment when files
+get their names, files or folders named ``.tpde-*.tmp`` stay behind. They can be removed when no process writes there. A handler in
+the main thread avoids them, because its exception ends the call, which removes its files::
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 """
 
 from __future__ import annotations

@@ -101,14 +101,24 @@ class ApplyReport:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What verification has looked at, and found right."""
+    """What :func:`verify` found. The pair is sound in every case. ``tpde verify --json`` prints the same fields."""
 
     tensors: int
     chunks: int
     #: Bytes of index and blob.
     stored_bytes: int
+    #: Whether a base was given, and is the pair's.
     base_checked: bool
+    #: Whether a target was given, or rebuilt, and has the digests of the pair.
     target_checked: bool
+    #: ``"checked"`` if all tensors were rebuilt and compared with the target digests, so that no payload is forged; otherwise
+    #: ``"not_checked"``.
+    payload_authenticity: str
+    #: Whether :func:`apply` can write the target as files, as far as the file system allows; ``None`` if that is unknown because no
+    #: tensor was rebuilt.
+    writable: bool | None
+    #: Why it cannot.
+    not_writable: str | None
 
 
 @dataclass(frozen=True)
@@ -248,21 +258,38 @@ def apply(
 
 
 def verify(
-    pair: StrPath, base: StrPath | None = None, target: StrPath | None = None, *, progress: Progress = None
+    pair: StrPath,
+    base: StrPath | None = None,
+    target: StrPath | None = None,
+    *,
+    no_base: bool = False,
+    progress: Progress = None,
 ) -> VerifyReport:
     """Check a pair, and whether it fits a base and a target.
 
     Alone: every rule of the index, and the CRC-32 of every payload. That finds damage, missing random damage of a payload with a
-    probability of 2^-32; it does not find forgery. With ``base``: rebuilds every tensor without writing it and compares all
-    digests, which a forged payload does not pass. With ``target``: compares a checkpoint with the target's digests, which says
-    nothing more of the payloads.
+    probability of 2^-32; it does not find forgery. With ``base`` or ``no_base``: rebuilds every tensor without writing it and
+    compares all digests, which a forged payload does not pass; also plans the files as :func:`apply` does. With ``target``: compares
+    a checkpoint with the target's digests and its files byte for byte, which says nothing about the payloads.
+
+    A sound pair whose target cannot be written as files raises nothing: ``writable`` of the report is false then.
+
+    Args:
+        pair: Name of the pair, or either file.
+        base: A checkpoint that should be the base.
+        target: A checkpoint that should be the target.
+        no_base: Whether to rebuild the tensors of a pair that needs no base.
+        progress: As for :func:`encode`.
 
     Raises:
         Invalid, WrongBase, AlreadyApplied, BadCheckpoint, Limit, SystemRefused: What is wrong.
+        Misuse: ``no_base`` is true, but a base is given, or the pair needs one.
     """
     pair, base, target = path_of(pair), _path_or_none(base), _path_or_none(target)
+    if no_base and base is not None:
+        raise Misuse("a base is given although no_base is true")
     with told(progress, "verify") as tell:
-        return report(VerifyReport, _tpde.verify(pair, base, target, tell))
+        return report(VerifyReport, _tpde.verify(pair, base, target, no_base, tell))
 
 
 def inspect(pair: StrPath) -> Inspection:

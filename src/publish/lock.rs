@@ -71,14 +71,20 @@ impl Drop for FolderLock<'_> {
 /// Runs `read` while no publication commits in the folder of `path`.
 ///
 /// # Errors
-/// As `read`; [`Error::Io`] if the folder cannot be opened or stays locked for longer than [`LOCK_TIMEOUT`].
-pub(crate) fn between_publications<T>(path: &Path, read: impl FnOnce() -> Result<T>) -> Result<T> {
-    between_within(path, LOCK_TIMEOUT, read)
+/// As `read`; [`Error::Io`] if the folder cannot be opened or stays locked for longer than [`LOCK_TIMEOUT`]; what `progress`
+/// returns while waiting.
+pub(crate) fn between_publications<T>(path: &Path, progress: Progress<'_>, read: impl FnOnce() -> Result<T>) -> Result<T> {
+    between_within(path, LOCK_TIMEOUT, progress, read)
 }
 
-pub(super) fn between_within<T>(path: &Path, timeout: Duration, read: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(super) fn between_within<T>(
+    path: &Path,
+    timeout: Duration,
+    progress: Progress<'_>,
+    read: impl FnOnce() -> Result<T>,
+) -> Result<T> {
     let path = folder_of(path);
     let folder = File::open(&path).map_err(|e| Error::io("open", &path, e))?;
-    let _lock = FolderLock::take(&folder, &path, FlockOperation::NonBlockingLockShared, timeout, &|_| {})?;
+    let _lock = FolderLock::take(&folder, &path, FlockOperation::NonBlockingLockShared, timeout, progress)?;
     read()
 }

@@ -179,22 +179,24 @@ fn a_lock_that_is_never_released_ends_writers_and_readers_with_an_error() {
     let error = commit(Duration::from_millis(20), &|_| {}).unwrap_err();
     assert!(error.to_string().contains(&folder.path().display().to_string()), "{error}");
     assert_eq!(kind(Err::<(), _>(error)), io::ErrorKind::TimedOut);
-    assert_eq!(kind(lock::between_within(&path, Duration::from_millis(20), || Ok(()))), io::ErrorKind::TimedOut);
+    assert_eq!(kind(lock::between_within(&path, Duration::from_millis(20), &|_| {}, || Ok(()))), io::ErrorKind::TimedOut);
 
-    /// Cancels the work while it waits for the lock: the two calls before are made before the files are synced and after.
-    struct Cancel(std::sync::atomic::AtomicU32);
+    /// Cancels the work while it waits for the lock, after some other calls.
+    struct Cancel(std::sync::atomic::AtomicI32);
     impl crate::Watch for Cancel {
         fn done(&self, _: u64) -> Result<()> {
-            let calls = self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            if calls < 2 { Ok(()) } else { Err(Error::Cancelled) }
+            let calls_left = self.0.fetch_sub(1, std::sync::atomic::Ordering::Relaxed);
+            if calls_left > 0 { Ok(()) } else { Err(Error::Cancelled) }
         }
     }
-    assert!(matches!(commit(LOCK_TIMEOUT, &Cancel(0.into())), Err(Error::Cancelled)));
+    // A commit makes a call before the files are synced, and one after.
+    assert!(matches!(commit(LOCK_TIMEOUT, &Cancel(2.into())), Err(Error::Cancelled)));
+    assert!(matches!(between_publications(&path, &Cancel(0.into()), || Ok(())), Err(Error::Cancelled)));
     assert!(names(folder.path()).is_empty());
 
     rustix::fs::flock(&lock, FlockOperation::Unlock).unwrap();
     rustix::fs::flock(&lock, FlockOperation::LockShared).unwrap();
-    lock::between_within(&path, Duration::ZERO, || Ok(())).unwrap();
+    lock::between_within(&path, Duration::ZERO, &|_| {}, || Ok(())).unwrap();
     assert_eq!(kind(commit(Duration::ZERO, &|_| {})), io::ErrorKind::TimedOut);
     rustix::fs::flock(&lock, FlockOperation::Unlock).unwrap();
     commit(Duration::ZERO, &|_| {}).unwrap();
