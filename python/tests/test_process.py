@@ -198,9 +198,10 @@ def test_waiting_for_a_lock_ends_on_a_keyboard_interrupt(call: str, made: Made, 
         "safe_open": lambda: tpde.safe_open(pair, framework="np"),
     }
     with locked(tmp_path), OnWarning(lambda: os.kill(os.getpid(), signal.SIGINT)) as warned:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as caught:
             calls[call]()
     assert len(warned.messages) == 1
+    assert caught.value.__cause__ is None  # it did not wait until it gave up
     assert sorted(tmp_path.iterdir()) == before
 
 
