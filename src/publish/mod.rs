@@ -197,7 +197,7 @@ impl Publication {
 
     fn commit_files(&self, folder: &File, files: Vec<Output>) -> Result<()> {
         let held = hold_signals();
-        self.publish(files, &mut Vec::new())?;
+        self.publishing(|published| publish(files, self.replace, published))?;
         drop(held);
         folder.sync_all().map_err(|e| Error::io("sync", &self.folder, e))
     }
@@ -224,30 +224,38 @@ impl Publication {
         let held = hold_signals();
         let (staged, file) = Staged::create(&self.folder, 0o666).map_err(error)?;
         (&*file).write_all(barrier.content).and_then(|()| file.sync_all()).map_err(error)?;
-        staged.publish(&path, self.replace).map_err(error)?;
-        sync()?;
-        let mut published = vec![path.clone()];
-        self.publish(files, &mut published)?;
-        sync()?;
-        match last {
-            Some(Output { staged, path, .. }) => staged.publish(&path, true).map_err(|e| Error::io("publish", &path, e))?,
-            None => std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e))?,
-        }
+        self.publishing(|published| {
+            staged.publish(&path, self.replace).map_err(error)?;
+            published.push(path.clone());
+            sync()?;
+            publish(files, self.replace, published)?;
+            sync()?;
+            match last {
+                Some(Output { staged, path, .. }) => staged.publish(&path, true).map_err(|e| Error::io("publish", &path, e)),
+                None => std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e)),
+            }
+        })?;
         drop(held);
         sync()
     }
 
-    /// Gives files their names, and adds these to `published`. After a failure without `replace`, all of `published` are removed.
-    fn publish(&self, files: Vec<Output>, published: &mut Vec<PathBuf>) -> Result<()> {
-        for Output { staged, path, .. } in files {
-            if let Err(e) = staged.publish(&path, self.replace) {
-                if !self.replace {
-                    published.iter().for_each(|path| _ = std::fs::remove_file(path));
-                }
-                return Err(Error::io("publish", &path, e));
-            }
-            published.push(path);
+    /// Runs `commit`, which adds the names that it publishes to a list. After a failure without `replace`, nothing had these
+    /// names before, so all of them are removed. The first one, which may be the barrier, is removed last.
+    fn publishing(&self, commit: impl FnOnce(&mut Vec<PathBuf>) -> Result<()>) -> Result<()> {
+        let mut published = Vec::new();
+        let outcome = commit(&mut published);
+        if outcome.is_err() && !self.replace {
+            published.iter().rev().for_each(|path| _ = std::fs::remove_file(path));
         }
-        Ok(())
+        outcome
     }
+}
+
+/// Gives files their names, and adds these to `published`.
+fn publish(files: Vec<Output>, replace: bool, published: &mut Vec<PathBuf>) -> Result<()> {
+    for Output { staged, path, .. } in files {
+        staged.publish(&path, replace).map_err(|e| Error::io("publish", &path, e))?;
+        published.push(path);
+    }
+    Ok(())
 }

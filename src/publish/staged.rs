@@ -6,7 +6,7 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags, linkat};
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::fs::File;
-use std::io;
+use std::io::{self, Seek};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -29,18 +29,21 @@ impl Staged {
 
     /// [`Staged::create`] for file systems that lack files without names, and for more files than may be open.
     pub fn create_named(folder: &Path, mode: u32) -> io::Result<(Self, Arc<File>)> {
-        let create = |path: &Path| File::options().write(true).create_new(true).mode(mode).open(path);
-        let (temporary, file) = Temporary::create(folder, create)?;
+        let (temporary, file) = Temporary::create(folder, |path| create_new(path, mode))?;
         Ok((Self::Named(temporary), Arc::new(file)))
     }
 
     /// Gives the file its name. A file of that name is replaced atomically if `replace`, else it is an error.
+    ///
+    /// Some containers and file systems refuse to give a file without a name a name. The file is copied there.
     pub fn publish(self, path: &Path, replace: bool) -> io::Result<()> {
         let temporary = match self {
             Self::Named(temporary) => temporary,
             Self::Unnamed(file) => match link(&file, path) {
                 // `linkat` cannot replace an existing name.
-                Err(Errno::EXIST) if replace => Temporary::create(&folder_of(path), |path| Ok(link(&file, path)?))?.0,
+                Err(error) if is_refusal(error) || error == Errno::EXIST && replace => {
+                    Temporary::create(&folder_of(path), |path| link_or_copy(&file, path))?.0
+                }
                 outcome => return Ok(outcome?),
             },
         };
@@ -57,16 +60,17 @@ impl OpenFiles {
     pub const MAX: usize = 64;
 
     /// Keeps file `i` open. The file that was used least recently is synced and closed for it. The sync comes first,
-    /// because closing can lose an unreported write error.
+    /// because closing can lose an unreported write error. Other threads do not wait for the sync. One of them may open the
+    /// same file again meanwhile.
     pub fn insert(&self, i: usize, file: Arc<File>) -> io::Result<()> {
+        self.push(i, file).map_or(Ok(()), |closed| closed.sync_all())
+    }
+
+    /// Adds file `i` and returns the file that is to be closed for it.
+    fn push(&self, i: usize, file: Arc<File>) -> Option<Arc<File>> {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         open.push_back((i, file));
-        if open.len() > Self::MAX
-            && let Some((_, file)) = open.pop_front()
-        {
-            file.sync_all()?;
-        }
-        Ok(())
+        if open.len() > Self::MAX { open.pop_front().map(|(_, file)| file) } else { None }
     }
 
     /// File `i`, which is `staged`.
@@ -100,6 +104,34 @@ fn unnamed(folder: &Path, mode: u32) -> Option<File> {
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::open(folder, flags, Mode::from_raw_mode(mode)).ok()?);
     Path::new(&path_of(&file)).symlink_metadata().is_ok().then_some(file)
+}
+
+/// Whether [`link`] fails with this where files without names can be created but not named.
+fn is_refusal(error: Errno) -> bool {
+    matches!(
+        error,
+        Errno::PERM | Errno::ACCESS | Errno::NOENT | Errno::XDEV | Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP | Errno::LOOP
+    )
+}
+
+/// Gives a file without a name a name, or where that is refused, creates a synced copy of it under that name.
+fn link_or_copy(mut file: &File, path: &Path) -> io::Result<()> {
+    match link(file, path) {
+        Err(error) if is_refusal(error) => {}
+        outcome => return Ok(outcome?),
+    }
+    let copy = create_new(path, 0o600)?;
+    let mut fill = || {
+        file.rewind()?;
+        io::copy(&mut file, &mut &copy)?;
+        copy.set_permissions(file.metadata()?.permissions())?;
+        copy.sync_all()
+    };
+    fill().inspect_err(|_| _ = std::fs::remove_file(path))
+}
+
+fn create_new(path: &Path, mode: u32) -> io::Result<File> {
+    File::options().write(true).create_new(true).mode(mode).open(path)
 }
 
 /// Gives a file without a name a name. Never replaces anything.

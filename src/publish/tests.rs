@@ -47,6 +47,57 @@ fn a_file_that_appears_during_a_commit_is_not_overwritten() {
 }
 
 #[test]
+fn a_file_that_the_system_refuses_to_name_is_copied() {
+    use rustix::fs::{CWD, Mode, OFlags};
+    let folder = folder();
+    let path = folder.path().join("out");
+    let unlinkable = |content: &str, mode: u32| {
+        // With `O_EXCL`, the system refuses to give the file a name.
+        let flags = OFlags::TMPFILE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
+        let file = File::from(rustix::fs::openat(CWD, folder.path(), flags, Mode::from_raw_mode(mode)).unwrap());
+        (&file).write_all(content.as_bytes()).unwrap();
+        Staged::Unnamed(Arc::new(file))
+    };
+    for (content, mode, replace) in [("first", 0o640, false), ("second", 0o604, true)] {
+        unlinkable(content, mode).publish(&path, replace).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), content);
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, mode);
+        assert_eq!(names(folder.path()), ["out"]);
+    }
+    assert_eq!(unlinkable("third", 0o600).publish(&path, false).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+    assert_eq!(fs::read_to_string(&path).unwrap(), "second");
+    assert_eq!(names(folder.path()), ["out"]);
+}
+
+#[test]
+fn a_failure_behind_a_barrier_leaves_the_folder_as_it_was_unless_files_were_to_be_replaced() {
+    let added = ["a", "b", "index"];
+    for replace in [false, true] {
+        for fails in 0..added.len() {
+            let folder = folder();
+            fs::write(folder.path().join("theirs"), "theirs").unwrap();
+            let publication = Publication::folder(folder.path(), Barrier { name: "index".into(), content: b"barrier" }, replace);
+            let Destination::Folder(barrier) = &publication.destination else { panic!("the folder exists") };
+            let output = |(i, name): (usize, &&str)| {
+                let (staged, _) = Staged::create_named(folder.path(), 0o666).unwrap();
+                if let (Staged::Named(temporary), true) = (&staged, i == fails) {
+                    fs::remove_file(temporary.path()).unwrap(); // so that it cannot be renamed
+                }
+                Output { staged, path: folder.path().join(name), mode: None }
+            };
+            let files = added.iter().enumerate().map(output).collect();
+            let open = File::open(folder.path()).unwrap();
+            assert_eq!(kind(publication.commit_folder(&open, barrier, files)), io::ErrorKind::NotFound);
+            if replace {
+                assert_eq!(fs::read(folder.path().join("index")).unwrap(), b"barrier", "readers refuse what is half replaced");
+            } else {
+                assert_eq!(names(folder.path()), ["theirs"], "{} fails", added[fails]);
+            }
+        }
+    }
+}
+
+#[test]
 fn a_folder_that_appears_during_a_commit_is_not_replaced() {
     let folder = folder();
     let path = folder.path().join("out");
@@ -67,7 +118,7 @@ fn files_published_before_one_that_appears_meanwhile_are_taken_back() {
     publication.add(&second).unwrap();
     let files = std::mem::take(&mut publication.files);
     fs::write(&second, "theirs").unwrap();
-    assert_eq!(kind(publication.publish(files, &mut Vec::new())), io::ErrorKind::AlreadyExists);
+    assert_eq!(kind(publication.commit_files(&File::open(folder.path()).unwrap(), files)), io::ErrorKind::AlreadyExists);
     assert_eq!(names(folder.path()), ["second"]);
     assert_eq!(fs::read(&second).unwrap(), b"theirs");
 }
