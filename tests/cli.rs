@@ -491,6 +491,28 @@ fn a_target_may_have_more_files_than_may_be_open() {
     assert_eq!(place.names(), ["out", "pair.tpde-blob", "pair.tpde-index", "target"]);
 }
 
+/// The largest number of files that the format allows, one of them the shard index.
+#[test]
+#[ignore = "syncs 65,536 files, which takes minutes; run it with --ignored"]
+fn a_checkpoint_may_have_as_many_files_as_the_format_allows() {
+    let place = Place::new();
+    let base: Vec<_> = (0..65_535).map(|i| tensor(&format!("t{i}"), "BF16", &[8], i)).collect();
+    let target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 3)).collect();
+    write_folder(&place.path("base"), &base.chunks(1).collect::<Vec<_>>());
+    write_folder(&place.path("target"), &target.chunks(1).collect::<Vec<_>>());
+    for line in [
+        "encode base target -o pair",
+        "verify pair --base base --target target",
+        "inspect pair",
+        "apply base pair -o out",
+        "verify pair --target out",
+    ] {
+        let script = format!("ulimit -n 256; exec {TPDE} -q {line}");
+        let status = std::process::Command::new("sh").args(["-c", &script]).current_dir(place.0.path()).status().unwrap();
+        assert!(status.success(), "{line}");
+    }
+}
+
 #[test]
 fn names_may_be_as_long_as_the_file_system_allows() {
     let place = Place::with_pair();

@@ -38,6 +38,7 @@ const SAFETENSORS: &str = ".safetensors";
 #[derive(Debug)]
 pub struct SafetensorsCheckpoint {
     path: PathBuf,
+    /// Names ascend.
     files: Vec<Shard>,
     shard_index: Option<ShardIndex>,
     tensors: Vec<TensorInfo>,
@@ -202,11 +203,16 @@ impl SafetensorsCheckpoint {
         shards.chain(self.shard_index.iter().map(|index| &*index.name))
     }
 
+    /// The safetensors file of this name.
+    fn shard(&self, name: &str) -> Option<&Shard> {
+        self.files.binary_search_by(|file| file.name.as_str().cmp(name)).ok().map(|i| &self.files[i])
+    }
+
     /// The content of the base's file of this name and kind, for [`FileKind::SafetensorsOfBase`] and
     /// [`FileKind::VerbatimOfBase`].
     fn content(&self, name: &str, has_tensors: bool) -> Result<Option<Vec<u8>>> {
         if has_tensors {
-            return self.files.iter().find(|file| file.name == name).map(Shard::content).transpose();
+            return self.shard(name).map(Shard::content).transpose();
         }
         Ok(self.shard_index.as_ref().filter(|index| index.name == name).map(|index| index.content.clone()))
     }
@@ -216,7 +222,7 @@ impl SafetensorsCheckpoint {
         let mut specs = Vec::new();
         for file in &self.files {
             let content_hash = file.content_hash()?;
-            let of_base = base.and_then(|base| base.files.iter().find(|other| other.name == file.name));
+            let of_base = base.and_then(|base| base.shard(&file.name));
             let same = match of_base {
                 Some(other) => other.content_size == file.content_size && other.content_hash()? == content_hash,
                 None => false,

@@ -118,7 +118,7 @@ fn barrier(path: &Path, outputs: &[Output]) -> Result<Barrier> {
     for entry in entries.into_iter().flatten() {
         let found = entry.map_err(|e| Error::io("list", path, e))?.file_name().to_string_lossy().into_owned();
         let is_read = !found.starts_with('.') && (found.ends_with(SHARD_INDEX) || own.is_none() && found.ends_with(SAFETENSORS));
-        let is_output = outputs.iter().any(|output| output.name == found);
+        let is_output = outputs.binary_search_by(|output| output.name.as_str().cmp(&found)).is_ok(); // names of a pair's files ascend
         let is_barrier = || std::fs::read(path.join(&found)).is_ok_and(|content| content == UNFINISHED);
         if is_read && !is_output && !(found == name && is_barrier()) {
             let found = Escaped(&found);
