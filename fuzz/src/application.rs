@@ -22,7 +22,7 @@ pub fn open(index: Vec<u8>, mut blob: Vec<u8>, sums: bool) -> Option<Pair<Vec<u8
         return Pair::new(index, blob).inspect_err(|e| assert!(matches!(e, Error::Invalid(_)), "{e}")).ok();
     }
     blob.resize(index.header().blob_size as usize, 0);
-    let bytes = repair_sums(&index, &mut blob);
+    let bytes = repair_sums(&index, &mut blob, &base_tensors(&index));
     let index = ValidatedIndex::parse(bytes, &LIMITS).expect("an index that only got other sums and digests");
     Some(Pair::new(index, blob).expect("a blob whose header was put right"))
 }

@@ -1,6 +1,7 @@
 //! Changes of a valid pair, by its structure.
 
-use crate::parts::{ChunkPart, Parts, SEEDS, TensorPart};
+use crate::parts::{ChunkPart, Parts, TensorPart};
+use crate::seeds::SEEDS;
 use crate::{count_changed, frame, repair_blob_header, repair_digests, tables};
 use arbitrary::{Arbitrary, Unstructured};
 use tpde::codec::fuzzing::model::{self, Shape};

@@ -1,16 +1,11 @@
-//! A pair in parts that can be changed one by one and written again.
+//! A pair in parts that can be changed one by one and written again. The integration tests share this file.
 
-use crate::{base_tensors, chunk_bytes, repair_layout, repair_pair, split_pair};
+use super::sign::{chunk_bytes, repair_layout, repair_pair};
 use binrw::{BinRead, BinWrite};
 use std::io::Cursor;
-use std::path::Path;
-use std::sync::LazyLock;
 use tpde::codec::TableSet;
 use tpde::format::{BaseKind, FileEntry, IndexHeader, Section, TensorEntry};
-use tpde::{Dtype, Limits, ValidatedIndex};
-
-/// Most bytes of tensors of a pair that is a seed: larger ones make every input slow.
-const MOST_SEED_BYTES: u64 = 1 << 15;
+use tpde::{Dtype, TensorInfo, ValidatedIndex};
 
 #[derive(Debug, Clone)]
 pub struct Parts {
@@ -59,40 +54,26 @@ pub struct FilePart {
     pub content: Vec<u8>,
 }
 
-/// The seeds of `apply_pair`, in the order of their names.
-pub static SEEDS: LazyLock<Vec<Parts>> = LazyLock::new(|| {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("seeds/apply_pair");
-    let entries = std::fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
-    let mut paths: Vec<_> = entries.map(|entry| entry.expect("a seed").path()).collect();
-    paths.sort();
-    let seeds: Vec<_> = paths.iter().filter_map(|path| Parts::read(&std::fs::read(path).expect("a seed"))).collect();
-    assert!(seeds.len() >= 100, "{} seeds in {}", seeds.len(), folder.display());
-    seeds
-});
-
 impl Parts {
-    /// The parts of an input of `apply_pair`, whose sections are expanded; `None` if its tensors are large.
-    fn read(seed: &[u8]) -> Option<Self> {
-        let (_, mut index, mut blob) = split_pair(seed)?;
-        repair_pair(&mut index, &mut blob);
-        let valid = ValidatedIndex::parse(index, &Limits::default()).expect("a seed that is valid");
-        let (base_bytes, target_bytes) = valid.tensor_bytes();
-        if base_bytes.max(target_bytes) > MOST_SEED_BYTES {
-            return None;
-        }
-        let bases = base_tensors(&valid);
+    /// The parts of a pair, and the lanes of these base tensors.
+    pub fn new<B: AsRef<[u8]>>(valid: &ValidatedIndex, blob: &[u8], bases: &[(TensorInfo, B)]) -> Self {
         let (header, bytes) = (*valid.header(), valid.as_bytes());
         let section = |section| {
             let entry = header.section(section);
-            &bytes[entry.offset as usize..][..entry.stored_size as usize]
+            let stored = &bytes[entry.offset as usize..][..entry.stored_size as usize];
+            match entry.expanded_size {
+                size if size == entry.stored_size => stored.to_vec(),
+                size => zstd::bulk::decompress(stored, size as usize).expect("a frame of a valid index"),
+            }
         };
-        let (sums, digests, mut tables) = (section(Section::Sums), section(Section::Digests), section(Section::Tables));
+        let (sums, digests, tables) = (section(Section::Sums), section(Section::Digests), section(Section::Tables));
+        let mut tables = &tables[..];
         let mut entries = Cursor::new(section(Section::Tensors));
         let tensors = valid.tensors().map(|tensor| {
             let entry = TensorEntry::read(&mut entries).expect("an entry");
             let own = tables.split_off(..entry.tables_size as usize).expect("tables");
             let base = bases.iter().find(|(info, _)| tensor.base_kind != BaseKind::None && info.name == tensor.base_name);
-            let mut lanes = base.map_or(Vec::new(), |(_, bytes)| bytes.to_vec());
+            let mut lanes = base.map_or(Vec::new(), |(_, bytes)| bytes.as_ref().to_vec());
             lanes.resize(tensor.bytes() as usize, 0);
             let chunks = tensor.chunks().map(|chunk| {
                 let record = &valid.chunks()[chunk as usize];
@@ -124,7 +105,7 @@ impl Parts {
             name: file.name.as_bytes().to_vec(),
             content: file.content.unwrap_or_default().to_vec(),
         });
-        Some(Self { header, roots: digests[..64].to_vec(), files: files.collect(), tensors })
+        Self { header, roots: digests[..64].to_vec(), files: files.collect(), tensors }
     }
 
     /// Makes every field that follows from others what it must be.

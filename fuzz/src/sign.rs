@@ -1,0 +1,178 @@
+//! Puts checksums, digests and sizes of a changed pair right, as an attacker would.
+//!
+//! Uses the public interface of the library only: the integration tests share this file.
+
+use std::ops::Range;
+use tpde::codec::{ChunkDecoder, Encoded};
+use tpde::format::{
+    BLOB_HEADER_SIZE, BLOB_MAGIC, BaseKind, INDEX_HEADER_CRC_SPAN, INDEX_HEADER_SIZE, INDEX_MAGIC, PAIR_DIGEST_SIZE, VERSION_MAJOR,
+};
+use tpde::index::Tensor;
+use tpde::{TensorInfo, ValidatedIndex, chunk_sum};
+
+/// Most bytes of tensors that a target works on.
+pub const MOST_BYTES: u64 = 1 << 18;
+
+const HEADER: usize = INDEX_HEADER_SIZE as usize;
+const DIGEST: usize = PAIR_DIGEST_SIZE as usize;
+/// Where the section entries begin in the header, and the bytes of one.
+const SECTIONS: (usize, usize) = (64, 24);
+
+fn u32_at(bytes: &[u8], at: usize) -> usize {
+    bytes.get(at..at + 4).map_or(0, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]) as usize)
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    bytes.get(at..at + 8).map_or(0, |b| u64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]))
+}
+
+fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
+    if let Some(place) = bytes.get_mut(at..at + value.len()) {
+        place.copy_from_slice(value);
+    }
+}
+
+/// Where records begin, as many as there are said to be and fit.
+fn records_of(index: &[u8]) -> impl Iterator<Item = usize> + use<> {
+    let count = u32_at(index, 48).min(index.len().saturating_sub(HEADER) / 32);
+    (0..count).map(|record| HEADER + 32 * record)
+}
+
+/// Puts the length, the CRC and the pair digest of an index right.
+pub fn repair_digests(index: &mut [u8]) {
+    if index.len() < HEADER + DIGEST {
+        return;
+    }
+    let size = (index.len() as u64).to_le_bytes();
+    put(index, 32, &size);
+    let crc = crc32fast::hash(&index[..INDEX_HEADER_CRC_SPAN]).to_le_bytes();
+    put(index, INDEX_HEADER_CRC_SPAN, &crc);
+    let body = index.len() - DIGEST;
+    let digest = *blake3::hash(&index[..body]).as_bytes();
+    put(index, body, &digest);
+}
+
+/// Puts right what must be so, or follows from counts and sizes: the fixed fields of the header, the sections' offsets and
+/// padding, the sizes of the flat ones, the running offsets of the records, the blob's size, and the length of the index.
+pub fn repair_layout(index: &mut Vec<u8>) {
+    if index.len() < HEADER {
+        return;
+    }
+    put(index, 0, &INDEX_MAGIC);
+    put(index, 8, &VERSION_MAJOR.to_le_bytes());
+    put(index, 12, &INDEX_HEADER_SIZE.to_le_bytes());
+    put(index, 16, &[0; 8]); // required features
+    put(index, 60, &[0; 4]);
+    put(index, 208, &[0; 44]);
+    let (chunks, tensors) = (u32_at(index, 48) as u64, u32_at(index, 52) as u64);
+    let mut end = HEADER as u64;
+    for section in 0..6 {
+        let at = SECTIONS.0 + section * SECTIONS.1;
+        let offset = end.next_multiple_of(8);
+        put(index, end as usize, &[0; 8][..(offset - end) as usize]);
+        put(index, at, &offset.to_le_bytes());
+        if let Some(size) = [32 * chunks, 16 * chunks, 64 + 32 * tensors].get(section) {
+            put(index, at + 8, &size.to_le_bytes());
+            put(index, at + 16, &size.to_le_bytes());
+        }
+        end = offset.saturating_add(u64_at(index, at + 8)).min(1 << 32);
+    }
+    let size = end.next_multiple_of(8) as usize + DIGEST;
+    if size <= 2 * index.len() {
+        index.resize(size, 0);
+        index[end as usize..size - DIGEST].fill(0);
+    }
+    let mut offset = u64::from(BLOB_HEADER_SIZE);
+    for at in records_of(index) {
+        put(index, at, &offset.to_le_bytes());
+        offset = (offset + u32_at(index, at + 8) as u64).next_multiple_of(16);
+    }
+    put(index, 40, &offset.to_le_bytes());
+}
+
+/// Makes a blob belong to an index and its payloads agree with the records: lengths, CRCs, padding and both headers.
+pub fn repair_pair(index: &mut Vec<u8>, blob: &mut Vec<u8>) {
+    repair_layout(index);
+    blob.resize(u64_at(index, 40).min(MOST_BYTES) as usize, 0);
+    for at in records_of(index) {
+        let (from, size) = (u64_at(index, at) as usize, u32_at(index, at + 8));
+        let Some(stored) = blob.get_mut(from..).and_then(|rest| rest.get_mut(..size.next_multiple_of(16))) else { break };
+        stored[size..].fill(0);
+        let crc = if size == 0 { 0 } else { crc32fast::hash(&stored[..size]) };
+        put(index, at + 20, &crc.to_le_bytes());
+    }
+    repair_digests(index);
+    repair_blob_header(index, blob);
+}
+
+/// Puts everything in the header of a blob right.
+pub fn repair_blob_header(index: &[u8], blob: &mut [u8]) {
+    if index.len() < HEADER + DIGEST || blob.len() < BLOB_HEADER_SIZE as usize {
+        return;
+    }
+    let size = (blob.len() as u64).to_le_bytes();
+    put(blob, 0, &BLOB_MAGIC);
+    put(blob, 8, &index[8..12]);
+    put(blob, 12, &BLOB_HEADER_SIZE.to_le_bytes());
+    put(blob, 16, &size);
+    put(blob, 24, &index[index.len() - DIGEST..]);
+    put(blob, 56, &[0; 4]);
+    let crc = crc32fast::hash(&blob[..60]).to_le_bytes();
+    put(blob, 60, &crc);
+}
+
+/// The bytes of a chunk in its tensor.
+pub fn chunk_bytes(tensor: &Tensor<'_>, chunk: u32) -> Range<usize> {
+    let (range, width) = (tensor.chunk_range(chunk), tensor.lane_bytes() as u64);
+    (range.start * width) as usize..(range.end * width) as usize
+}
+
+/// Puts the sums and digests of a valid index right for these base tensors and whatever its payloads decode to, so that a
+/// hostile pair gets to the end of an application. Sums of payloads that do not decode stay as they are.
+pub fn repair_sums<B: AsRef<[u8]>>(index: &ValidatedIndex, blob: &mut [u8], bases: &[(TensorInfo, B)]) -> Vec<u8> {
+    let mut bytes = index.as_bytes().to_vec();
+    let sums_at = HEADER + 32 * index.chunks().len();
+    let digests_at = sums_at + 16 * index.sums().len();
+    let (mut base_root, mut target_root) = (blake3::Hasher::new(), blake3::Hasher::new());
+    let mut decoder = ChunkDecoder::new();
+    for (i, tensor) in index.tensors().enumerate() {
+        let base = bases.iter().find(|(info, _)| tensor.base_kind != BaseKind::None && info.name == tensor.base_name);
+        let base = base.map_or(&[][..], |(_, bytes)| bytes.as_ref());
+        let mut target = base.to_vec();
+        target.resize(tensor.bytes() as usize, 0);
+        for chunk in tensor.chunks() {
+            let lanes = &mut target[chunk_bytes(&tensor, chunk)];
+            let base_sum = chunk_sum(lanes);
+            let record = &index.chunks()[chunk as usize];
+            let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
+            let mut target_sum = base_sum;
+            if encoded.num_deltas > 0 {
+                let payload = &blob[record.blob_offset.get() as usize..][..record.compressed_size.get() as usize];
+                let decoded = decoder.decode(
+                    tensor.codec,
+                    tensor.tables,
+                    tensor.dtype,
+                    encoded,
+                    payload,
+                    base_sum,
+                    lanes,
+                    &mut |_, _| Ok(()),
+                );
+                target_sum = decoded.unwrap_or(0);
+            }
+            put(&mut bytes, sums_at + 16 * chunk as usize, &base_sum.to_le_bytes());
+            put(&mut bytes, sums_at + 16 * chunk as usize + 8, &target_sum.to_le_bytes());
+        }
+        let (base_hash, target_hash) = (blake3::hash(base), blake3::hash(&target));
+        let base_hash = if tensor.base_kind == BaseKind::None { [0; 32] } else { *base_hash.as_bytes() };
+        base_root.update(&base_hash);
+        target_root.update(target_hash.as_bytes());
+        put(&mut bytes, digests_at + 64 + 32 * i, &base_hash[..16]);
+        put(&mut bytes, digests_at + 80 + 32 * i, &target_hash.as_bytes()[..16]);
+    }
+    put(&mut bytes, digests_at, base_root.finalize().as_bytes());
+    put(&mut bytes, digests_at + 32, target_root.finalize().as_bytes());
+    repair_digests(&mut bytes);
+    repair_blob_header(&bytes, blob);
+    bytes
+}
