@@ -1,6 +1,10 @@
 //! Bounds on what a reader does for a stranger's file (spec section 13.4).
 
 /// What a reader is willing to hold. The defaults are the spec's.
+///
+/// Opening a pair takes at most `index_size + 2 * (expanded sections) + 100 * (tensors)` bytes of memory, plus twice the name and
+/// 100 bytes per file. The header states the sizes of the sections, which are compared with the limits before anything is
+/// allocated. There are three compressible sections: tensor table, file table and codec tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Most bytes of an index file.

@@ -14,15 +14,16 @@ use tpde::format::{BaseKind, FileKind};
 use tpde::writer::{FileSpec, PairBuilder, TensorSpec};
 use tpde::{Checkpoint, Codec, Dtype, EncodeOptions, Error, TensorInfo};
 
-/// Writes a pair of tensors of these names and numbers of lanes, none of which changes: hardly any bytes, for any shapes.
-fn write_pair(path: &Path, tensors: impl Iterator<Item = (String, u64)>) {
+/// Writes a pair of tensors of these names and shapes, none of which changes: hardly any bytes, for any shapes.
+fn write_pair(path: &Path, tensors: impl Iterator<Item = (String, Vec<u64>)>) {
     let mut builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
-    for (name, lanes) in tensors {
+    for (name, shape) in tensors {
+        let lanes: u64 = shape.iter().product();
         builder.begin_tensor(&TensorSpec {
             name,
             base_name: None,
             dtype: Dtype::U8,
-            shape: vec![lanes],
+            shape,
             base_kind: BaseKind::Same,
             base_param: 0,
             codec: Codec::Raw,
@@ -49,8 +50,8 @@ fn within(place: &Place, megabytes: u64, line: &str) -> (Run, u64) {
 #[test]
 fn inspect_prints_more_than_fits_in_memory() {
     let place = Place::new();
-    write_pair(&place.path("tensors"), (0..200_000).map(|i| (format!("{i:06}"), 0)));
-    write_pair(&place.path("chunks"), [("x".repeat(4096), 100_000 << 12)].into_iter());
+    write_pair(&place.path("tensors"), (0..200_000).map(|i| (format!("{i:06}"), vec![0])));
+    write_pair(&place.path("chunks"), [("x".repeat(4096), vec![100_000 << 12])].into_iter());
     for (line, least) in [
         ("inspect tensors", 200_000 * 40),
         ("inspect tensors --json", 200_000 * 100),
@@ -63,6 +64,26 @@ fn inspect_prints_more_than_fits_in_memory() {
     }
     let printed = place.ok("inspect chunks --chunks").out;
     assert!(printed.lines().all(|line| line.chars().count() < 320), "names are cut in tables");
+}
+
+/// The bound that the help of `inspect` states.
+#[test]
+fn inspect_takes_no_more_memory_than_its_help_says() {
+    let place = Place::new();
+    let (tensors, rank) = (1_000_000, 25);
+    write_pair(&place.path("large"), (0..tensors).map(|i| (format!("{i:07}"), [&[0; 1][..], &[1; 24]].concat())));
+    let index = place.path("large.tpde-index").metadata().unwrap().len();
+    let expanded = tensors * (40 + 8 * rank + 7);
+    assert!((32_000_000..40_000_000).contains(&index) && expanded > 240_000_000, "{index} {expanded}");
+    let program = 64 << 20;
+    let bound = index + 2 * expanded + 100 * tensors + program;
+    for line in ["inspect large", "inspect large --json"] {
+        let (run, printed) = within(&place, bound >> 20, line);
+        assert_eq!((run.code, run.err.as_str()), (0, ""), "{line}");
+        assert!(printed > tensors * 100, "{line}: {printed} bytes");
+    }
+    let help = place.ok("inspect --help").out.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(help.contains("the index, twice its expanded sections, and 100 bytes per tensor"), "{help}");
 }
 
 #[test]

@@ -17,7 +17,8 @@ use tpde::{Codec, Pair, Result, ValidatedIndex};
 
 /// Show what a pair holds
 ///
-/// The largest payloads come first. Cheap: reads the index and the blob's header, no payload.
+/// The largest payloads come first. Cheap: reads the index and the blob's header, no payload. Memory: at most the size of the
+/// index, twice its expanded sections, and 100 bytes per tensor. An index of some megabytes can expand to 256 MiB per section.
 #[derive(Args)]
 pub struct Inspect {
     /// The pair: its name, or either file

@@ -63,11 +63,12 @@ impl TableSet {
     /// [`Rule::TensorTables`] for anything that section 4.2 does not allow.
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self> {
         let rule = Rule::TensorTables;
+        let most = bytes.len().min(MAX_CLASSES * MAX_TOKENS); // a frequency takes at least a byte
         let mut bytes = bytes.iter().copied();
         let mut next = || bytes.next().ok_or_else(|| rule.broken("a whole set of tables", "an early end"));
         let classes = usize::from(next()?);
         rule.check((1..=MAX_CLASSES).contains(&classes), format_args!("1 to {MAX_CLASSES} classes"), classes)?;
-        let mut set = Self { counts: Vec::with_capacity(classes), frequencies: Vec::new() };
+        let mut set = Self { counts: Vec::with_capacity(classes), frequencies: Vec::with_capacity(most) };
         for _ in 0..classes {
             let count = next()?;
             rule.check((1..=MAX_TOKENS).contains(&count.into()), format_args!("1 to {MAX_TOKENS} tokens"), count)?;
