@@ -33,6 +33,12 @@ pub trait Source: Sync {
         self.read(offset, out)?;
         Ok(out)
     }
+
+    /// All bytes, if they lie in memory that cannot change while the source is borrowed. What is read again need not be copied or
+    /// compared then.
+    fn in_memory(&self) -> Option<&[u8]> {
+        None
+    }
 }
 
 fn slice(bytes: &[u8], offset: u64, size: usize) -> Result<&[u8]> {
@@ -54,6 +60,9 @@ macro_rules! in_memory {
             }
             fn bytes<'a>(&'a self, offset: u64, size: usize, _: &'a mut Vec<u8>) -> Result<&'a [u8]> {
                 slice(self, offset, size)
+            }
+            fn in_memory(&self) -> Option<&[u8]> {
+                Some(self)
             }
         }
     )+};

@@ -15,7 +15,7 @@ use std::sync::{PoisonError, RwLock};
 pub const KEPT_PAYLOADS: u64 = 256 << 20;
 
 /// The payloads of a pair whose blob may change: the first reading of each chunk is remembered, and every later one gives the same
-/// bytes or fails.
+/// bytes or fails. Those of a blob in memory cannot change and are not copied.
 pub(super) struct Kept<'a, B> {
     pair: &'a Pair<B>,
     read: RwLock<Read>,
@@ -60,6 +60,9 @@ impl<B: Source> Chunks for Kept<'_, B> {
     }
 
     fn payload<'a>(&'a self, chunk: u32, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        if self.pair.blob().in_memory().is_some() {
+            return self.pair.payload(chunk, scratch);
+        }
         let digest = match self.read.read().unwrap_or_else(PoisonError::into_inner).payloads.get(&chunk) {
             Some(Payload::Bytes(bytes)) => {
                 scratch.clear();

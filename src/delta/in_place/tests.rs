@@ -162,3 +162,14 @@ fn above_the_limit_payloads_that_cannot_be_read_again_are_an_error_of_the_system
     assert_eq!(written, [0, 1, 2]);
     assert!(matches!(*source, Error::Io { .. }), "{source}");
 }
+
+#[test]
+fn payloads_that_lie_in_memory_are_not_kept_again() {
+    let pair = encode(&target(&[]));
+    let kept = Kept::new(&pair, u64::MAX);
+    for _ in 0..2 {
+        let mut scratch = Vec::new();
+        let payload = kept.payload(0, &mut scratch).unwrap();
+        assert!(pair.blob().as_ptr_range().contains(&payload.as_ptr()));
+    }
+}
