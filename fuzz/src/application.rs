@@ -3,6 +3,7 @@
 use crate::memory::within;
 use crate::{LIMITS, MOST_BYTES, base_tensors, repair_sums};
 use tpde::format::BaseKind;
+use tpde::safetensors::check_writable;
 use tpde::{Apply, Checkpoint, Error, InPlace, MemoryCheckpoint, Pair, Result, TensorMut, ValidatedIndex};
 
 /// Most bytes that opening an index within [`LIMITS`] may allocate: some times what its sections expand to.
@@ -32,6 +33,8 @@ pub fn open(index: Vec<u8>, mut blob: Vec<u8>, sums: bool) -> Option<Pair<Vec<u8
 pub fn check(pair: &Pair<Vec<u8>>) {
     let bases = base_tensors(pair.index());
     let base = MemoryCheckpoint::new(bases).expect("tensors of the lengths that their shapes say");
+    let writable = within(OPENING, || check_writable(pair.index(), None));
+    assert!(matches!(writable, Ok(()) | Err(Error::Invalid(_) | Error::NotWritable { .. })), "{writable:?}");
     let apply = Apply::new(pair, &base);
     let buffers = || pair.index().tensors().map(|tensor| vec![0xA5; tensor.bytes() as usize]).collect::<Vec<_>>();
 
