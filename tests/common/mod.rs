@@ -2,6 +2,8 @@
 
 #[allow(dead_code, reason = "not all tests forge")]
 pub mod forge;
+#[allow(dead_code, reason = "not all tests make up inputs")]
+pub mod inputs;
 #[allow(dead_code, reason = "not all tests look at the vectors")]
 pub mod manifest;
 #[cfg(feature = "cli")]
