@@ -1,0 +1,55 @@
+//! `--device`.
+
+use crate::common::place::*;
+
+#[test]
+fn a_device_that_is_not_there_is_said_so() {
+    let place = Place::with_pair();
+    for command in [
+        "apply base.safetensors pair -o out.safetensors --device cuda:999",
+        "verify pair --base base.safetensors --device cuda:999",
+        "bench base.safetensors target.safetensors --device cuda:999",
+    ] {
+        place.fails(command, DEVICE, "no CUDA device");
+        assert!(!place.path("out.safetensors").exists());
+    }
+    place.ok("apply base.safetensors pair -o out.safetensors --device cpu");
+    place.fails("verify pair --device tpu", USAGE, "cpu, cuda, cuda:N");
+    for command in ["apply base.safetensors pair -o other.safetensors", "verify pair", "bench base.safetensors target.safetensors"]
+    {
+        place.fails(&format!("{command} --trust"), USAGE, "--trust is for a device");
+    }
+    let needs = &place.json("inspect pair")["summary"]["device"];
+    assert!(needs["payload_bytes"].as_u64() > Some(0) && needs["kernels"].is_array(), "{needs}");
+}
+
+/// What a device rebuilds is what the processor does.
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_device_gives_the_same_files() {
+    let place = Place::with_pair();
+    place.ok("apply base.safetensors pair -o out.safetensors --device cuda");
+    place.assert_same("out.safetensors", "target.safetensors");
+    place.ok("verify pair --base base.safetensors --device cuda");
+    place.fails("verify pair --base target.safetensors --device cuda", DATA, "already applied");
+}
+
+/// The same on a driver without a device, which runs the kernels on the processor.
+#[cfg(feature = "cuda")]
+#[test]
+#[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
+fn the_stand_in_of_a_device_gives_the_same_files() {
+    let test = std::env::current_exe().unwrap();
+    let folder = test.ancestors().nth(3).unwrap().join("emulator");
+    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/emulator/build");
+    let built = std::process::Command::new(script).arg(&folder).arg("driver").output().unwrap();
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    let output = std::process::Command::new(&test)
+        .args(["--ignored", "--exact", "device::a_device_gives_the_same_files"])
+        .envs([("LD_LIBRARY_PATH", folder.join("driver")), ("TPDE_STAND_IN", "late".into())])
+        .output()
+        .unwrap();
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && told.contains("1 passed"), "{told}");
+}

@@ -1,0 +1,14 @@
+//! The command line from outside: what it writes, what it says, and how it ends.
+
+#![cfg(feature = "cli")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod device;
+mod inputs;
+mod outputs;
+mod printing;
+mod round_trips;
+mod usage;
+mod verify;

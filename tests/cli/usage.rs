@@ -1,0 +1,151 @@
+//! Arguments, help and error messages.
+
+use crate::common::place::*;
+use std::fs;
+use std::path::Path;
+
+#[test]
+fn bad_usage_ends_with_2() {
+    let place = Place::with_pair();
+    let lines = [
+        "",
+        "no-such-verb",
+        "encode base.safetensors -o x",
+        "encode base.safetensors target.safetensors",
+        "encode --no-base base.safetensors target.safetensors -o x",
+        "encode a b c -o x",
+        "encode base.safetensors target.safetensors -o x --codec lzma",
+        "encode base.safetensors target.safetensors -o x --layout best",
+        "encode base.safetensors target.safetensors -o x --rename nothing",
+        "apply pair -o x",
+        "verify",
+        "inspect pair --tensors --chunks",
+        "inspect pair -T 100000",
+        "inspect pair -q -v",
+        "bench base.safetensors target.safetensors --runs 0",
+        "completions tcsh",
+    ];
+    for line in lines {
+        let run = place.tpde(line);
+        assert_eq!((run.code, run.out.as_str()), (USAGE, ""), "{line}: {}", run.err);
+    }
+    assert_eq!(place.fails("inspect", USAGE, "required")["kind"], "usage");
+}
+
+#[test]
+fn messages_say_what_helps() {
+    let place = Place::with_pair();
+    let message = |line: &str, code| place.fails(line, code, "")["message"].as_str().unwrap().to_owned();
+    assert!(message("encode base.safetensors", USAGE).contains("<TARGET>"));
+    assert!(message("encode base.safetensors", USAGE).contains("--output <OUT>"));
+    assert!(message("", USAGE).contains("requires a subcommand"));
+    assert!(message("inspec pair", USAGE).contains("inspect"));
+    for line in ["man --dir base.safetensors", "demo --dir base.safetensors"] {
+        let error = place.fails(line, SYSTEM, "directory");
+        assert!(error["hint"].is_null() && error["message"].as_str().unwrap().contains("base.safetensors"), "{error}");
+    }
+    // Stacks of 2 MiB, for which there is no space.
+    let run = place.command("sh", &["-c", &format!("ulimit -v 600000; exec {TPDE} -T 1024 inspect pair")]);
+    assert_eq!((run.code, run.out.as_str()), (SYSTEM, ""), "{}", run.err);
+    assert!(run.err.contains("cannot start threads") && run.err.contains("--threads"), "{}", run.err);
+}
+
+#[test]
+fn patterns_that_are_too_large_are_refused() {
+    let place = Place::with_pair();
+    for pattern in [format!("{}w{}", "{a,".repeat(130), "}".repeat(130)), "*".repeat(100_000)] {
+        let run = place.command(TPDE, &["apply", "base.safetensors", "pair", "-o", "out", "--tensor", &pattern]);
+        assert_eq!(run.code, USAGE, "{}", run.err);
+        assert!(run.err.contains("too large") && run.err.len() < 2000, "{}", run.err);
+    }
+}
+
+#[test]
+fn long_arguments_are_cut_in_messages_and_escaped() {
+    let place = Place::with_pair();
+    let long = "x".repeat(50_000);
+    let bad_pattern = format!("[{long}");
+    let option = format!("--{long}");
+    let apply = ["apply", "base.safetensors", "pair", "-o", "out", "--tensor"];
+    for arguments in [
+        &[&apply[..], &[&long]].concat(),
+        &[&apply[..], &[&bad_pattern]].concat(),
+        &vec!["inspect", "pair", &option],
+        &vec!["inspect", "pair", &long],
+        &vec![&long[..]],
+        &vec!["inspect", "pair", "--threads", &long],
+        &vec!["encode", "a", "b", "-o", "c", "--codec", &long],
+        &vec!["encode", "a", "b", "-o", "c", "--rename", &long],
+        &vec!["verify", "pair", "--device", &long],
+        &vec!["completions", &long],
+    ] {
+        let run = place.command(TPDE, &[&arguments[..], &["--json"]].concat());
+        assert_eq!(run.code, USAGE, "{}", run.err);
+        assert!(run.err.contains("xxx…xxx") && run.err.len() < 2000 && run.out.len() < 2000, "{} {}", run.err, run.out);
+    }
+    let run = place.command(TPDE, &["verify", "pair", "--device", "\u{1b}[2J"]);
+    assert!(run.code == USAGE && run.err.contains("\\u{1b}[2J") && !run.err.contains('\u{1b}'), "{}", run.err);
+}
+
+#[test]
+fn help_is_text_and_a_value_of_json_is_an_error_in_json() {
+    let place = Place::with_pair();
+    for line in ["--json --help", "inspect --json -h", "--json help inspect", "--json --version"] {
+        let run = place.ok(line);
+        assert!(run.out.starts_with("tpde ") || run.out.contains("Usage: tpde"), "{line}: {}", run.out);
+    }
+    assert!(place.ok("--help").out.contains("help and version are always text"));
+    for line in ["inspect pair --json=1", "inspect --json=", "--json=true inspect pair"] {
+        let run = place.tpde(line);
+        let report: serde_json::Value = serde_json::from_str(&run.out).unwrap_or_else(|e| panic!("{line}: {e} {}", run.out));
+        assert_eq!((run.code, &report["error"]["kind"]), (USAGE, &"usage".into()), "{line}");
+    }
+    let run = place.tpde("inspect -- --json --json=1");
+    assert_eq!((run.code, run.out.as_str()), (USAGE, ""), "{}", run.err);
+}
+
+#[test]
+fn help_completions_and_manual_pages_are_there() {
+    let place = Place::new();
+    let verbs = ["encode", "apply", "verify", "inspect", "bench", "demo", "completions", "man"];
+    let all = place.ok("--help").out;
+    for verb in verbs {
+        assert!(all.contains(verb));
+        let help = place.ok(&format!("{verb} --help")).out;
+        assert!(help.contains("Usage: ") && help.contains("--json"), "{help}");
+    }
+    assert!(place.ok("--version").out.starts_with("tpde "));
+    for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
+        assert!(place.ok(&format!("completions {shell}")).out.contains("rename-map"));
+    }
+    assert!(place.ok("man").out.contains(".TH tpde 1"));
+    place.ok("man --dir pages");
+    assert_eq!(place.path("pages").read_dir().unwrap().count(), 1 + verbs.len());
+    assert!(fs::read_to_string(place.path("pages/tpde-encode.1")).unwrap().contains("rename"));
+}
+
+#[test]
+fn the_demo_succeeds() {
+    let place = Place::new();
+    let text = place.ok("demo --dir here").out;
+    assert!(text.contains("$ tpde encode ") && text.contains("success: "), "{text}");
+    place.assert_same("here/rebuilt.safetensors", "here/tuned.safetensors");
+    place.fails("demo --dir here", SYSTEM, "exists");
+    place.ok("demo --dir=-here -q");
+    assert_eq!(place.json("demo --dir here -f")["identical"], true);
+
+    let report = place.json("demo --keep");
+    let dir = Path::new(report["dir"].as_str().unwrap()).to_owned();
+    assert!(dir.join("update.tpde-index").exists());
+    fs::remove_dir_all(dir).unwrap();
+    let report = place.json("demo");
+    assert!(!Path::new(report["dir"].as_str().unwrap()).exists());
+}
+
+#[test]
+fn a_demo_whose_reader_has_gone_leaves_no_folder() {
+    let place = Place::new();
+    let script = format!("TMPDIR=. {TPDE} demo | true");
+    place.command("bash", &["-c", &script]);
+    assert!(place.names().is_empty(), "{:?}", place.names());
+}

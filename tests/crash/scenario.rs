@@ -1,0 +1,270 @@
+//! Commands that publish something, and what is there after a run.
+
+use crate::common::*;
+use crate::trace::*;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+use tempfile::TempDir;
+use tpde::{Apply, Checkpoint, Error, Pair, SafetensorsCheckpoint};
+
+/// Exit code where the system refused.
+pub const SYSTEM: i32 = 3;
+
+/// What is there after a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum State {
+    Old,
+    New,
+    /// Parts of both, which no reader takes for either.
+    Refused,
+}
+
+/// A command that publishes something.
+pub struct Scenario {
+    pub command: &'static str,
+    /// What is there before, apart from the checkpoints.
+    pub before: &'static [(&'static str, &'static str)],
+    /// What must be there afterwards but hidden files: where the old state is left, and where the new one is.
+    pub old: &'static [&'static str],
+    pub new: &'static [&'static str],
+    pub judge: fn(&Path) -> State,
+}
+
+pub const ENCODE: Scenario = Scenario {
+    command: "encode base.safetensors new.safetensors -o pair -f",
+    before: &[("old-pair.tpde-index", "pair.tpde-index"), ("old-pair.tpde-blob", "pair.tpde-blob")],
+    old: &["pair.tpde-blob", "pair.tpde-index"],
+    new: &["pair.tpde-blob", "pair.tpde-index"],
+    judge: judge_pair,
+};
+
+pub const APPLY_FILE: Scenario = Scenario {
+    command: "apply base.safetensors new-pair -o out.safetensors -f",
+    before: &[("old.safetensors", "out.safetensors")],
+    old: &["out.safetensors"],
+    new: &["out.safetensors"],
+    judge: judge_file,
+};
+
+pub const APPLY_NEW_FOLDER: Scenario = Scenario {
+    command: "apply base new-shards -o out",
+    before: &[],
+    old: &[],
+    new: &["out"],
+    judge: |place| {
+        if !place.join("out").exists() {
+            return State::Old;
+        }
+        // A folder appears whole.
+        assert_eq!(names(&place.join("out")), names(&place.join("new")));
+        judge_folder(place)
+    },
+};
+
+pub const APPLY_FOLDER: Scenario = Scenario {
+    command: "apply base new-shards -o out -f",
+    before: &[("old", "out"), ("config.json", "out/config.json")],
+    old: &["out"],
+    new: &["out"],
+    judge: judge_folder,
+};
+
+pub const APPLY_FOLDER_WITHOUT_INDEX: Scenario = Scenario {
+    command: "apply base new-plain -o out -f",
+    before: &[("old-plain-shards", "out"), ("config.json", "out/config.json")],
+    old: &["out"],
+    new: &["out"],
+    judge: judge_folder,
+};
+
+pub const APPLY_INTO_FOLDER: Scenario = Scenario {
+    command: "apply base new-shards -o out",
+    before: &[("settings", "out")],
+    old: &["out"],
+    new: &["out"],
+    judge: |place| {
+        let found = names(&place.join("out")).into_iter().filter(|name| !name.starts_with('.'));
+        if found.eq(["config.json"]) { State::Old } else { judge_folder(place) }
+    },
+};
+
+/// The pair is looked at as a reader would; one that opens and decodes must give one of the two targets.
+pub fn judge_pair(place: &Path) -> State {
+    let base = SafetensorsCheckpoint::open(&place.join("base.safetensors")).unwrap();
+    let rebuilt = Pair::open(&place.join("pair")).and_then(|pair| {
+        let mut tensors: Vec<_> = pair.index().tensors().map(|tensor| vec![0; tensor.bytes() as usize]).collect();
+        pair.verify()?;
+        Apply::new(&pair, &base).to_buffers(&mut tensors.iter_mut().map(|tensor| &mut tensor[..]).collect::<Vec<_>>())?;
+        Ok(tensors)
+    });
+    match rebuilt {
+        Ok(tensors) if tensors == bytes_of(&target(1)) => State::Old,
+        Ok(tensors) if tensors == bytes_of(&target(2)) => State::New,
+        Ok(_) => panic!("a pair that gives neither target"),
+        Err(Error::Invalid(_)) => State::Refused,
+        Err(error) => panic!("no clean refusal: {error}"),
+    }
+}
+
+/// The file is wholly the old one or wholly the new one.
+pub fn judge_file(place: &Path) -> State {
+    let read = |name: &str| fs::read(place.join(name)).unwrap();
+    match read("out.safetensors") {
+        bytes if bytes == read("old.safetensors") => State::Old,
+        bytes if bytes == read("new.safetensors") => State::New,
+        _ => panic!("neither the old file nor the new one"),
+    }
+}
+
+/// A folder that opens as a checkpoint is wholly the old one or wholly the new one. What is not the pair's is left alone.
+pub fn judge_folder(place: &Path) -> State {
+    let out = place.join("out");
+    let has_config = !place.join("out/config.json").exists() || fs::read(out.join("config.json")).unwrap() == b"{}";
+    assert!(has_config, "config.json has changed");
+    let Ok(checkpoint) = SafetensorsCheckpoint::open(&out) else { return State::Refused };
+    let tensors: Vec<_> = checkpoint
+        .tensors()
+        .iter()
+        .enumerate()
+        .map(|(place, info)| {
+            let mut bytes = vec![0; info.bytes() as usize];
+            checkpoint.read(place, 0, &mut bytes).unwrap();
+            bytes
+        })
+        .collect();
+    match tensors {
+        tensors if tensors == bytes_of(&target(1)) => State::Old,
+        tensors if tensors == bytes_of(&target(2)) => State::New,
+        _ => panic!("a mixture that opens: {:?}", names(&out)),
+    }
+}
+
+pub fn base() -> Vec<Tensor> {
+    vec![tensor("a", "BF16", &[24, 8], 1), tensor("b", "F32", &[5], 2), tensor("c", "U8", &[], 3)]
+}
+
+/// Two targets of other sizes of payloads and headers, so that no part of one pair fits to the other.
+pub fn target(which: usize) -> Vec<Tensor> {
+    let mut target: Vec<_> = base().iter().map(|tensor| tuned(tensor, 3 * which)).collect();
+    if which == 2 {
+        target[1] = tensor("b", "F32", &[9], 7);
+    }
+    target
+}
+
+pub fn bytes_of(tensors: &[Tensor]) -> Vec<Vec<u8>> {
+    tensors.iter().map(|tensor| tensor.bytes.clone()).collect()
+}
+
+pub fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<_> = folder.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+pub fn tpde(place: &Path, line: &str) -> Output {
+    Command::new(TPDE).args(line.split_whitespace()).args(["-q", "-T", "1"]).current_dir(place).output().unwrap()
+}
+
+/// Names that none of our files has when a command has ended in order.
+pub fn hidden(folder: &Path) -> Vec<String> {
+    names(folder).into_iter().filter(|name| name.starts_with('.')).collect()
+}
+
+pub fn copy(from: &Path, to: &Path) {
+    if !from.is_dir() {
+        fs::copy(from, to).unwrap();
+        return;
+    }
+    fs::create_dir(to).unwrap();
+    for name in names(from) {
+        copy(&from.join(&name), &to.join(&name));
+    }
+}
+
+/// Checkpoints, in files and in folders, and pairs of them.
+pub fn checkpoints() -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path();
+    write_file(&place.join("base.safetensors"), &base());
+    let base = base();
+    write_folder(&place.join("base"), &[&base[..2], &base[2..]]);
+    fs::write(place.join("config.json"), "{}").unwrap();
+    fs::create_dir(place.join("settings")).unwrap();
+    fs::write(place.join("settings/config.json"), "{}").unwrap();
+    for (name, which) in [("old", 1), ("new", 2)] {
+        let target = target(which);
+        write_file(&place.join(format!("{name}.safetensors")), &target);
+        // Cut alike, so that nothing but care keeps a mixture of the two from opening.
+        write_folder(&place.join(name), &[&target[..1], &target[1..]]);
+        for file in ["config.json", "tokenizer.json"] {
+            fs::remove_file(place.join(name).join(file)).unwrap(); // no part of a pair
+        }
+        let plain = format!("{name}-plain-shards");
+        copy(&place.join(name), &place.join(&plain));
+        fs::remove_file(place.join(&plain).join("model.safetensors.index.json")).unwrap();
+        let shards = [("base", name, "shards"), ("base", &plain, "plain")];
+        for (base, target, pair) in [("base.safetensors", &format!("{name}.safetensors")[..], "pair")].into_iter().chain(shards) {
+            let output = tpde(place, &format!("encode {base} {target} -o {name}-{pair}"));
+            assert!(output.status.success(), "{output:?}");
+        }
+    }
+    folder
+}
+
+impl Scenario {
+    /// A folder as it is before the command runs.
+    pub fn place(&self, checkpoints: &TempDir) -> TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for name in names(checkpoints.path()) {
+            copy(&checkpoints.path().join(&name), &folder.path().join(&name));
+        }
+        for (from, to) in self.before {
+            copy(&checkpoints.path().join(from), &folder.path().join(to));
+        }
+        // A file that was written just before is looked at once more. Every run shall make the same calls.
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        folder
+    }
+
+    /// A run in which nothing happens: how often each call is made, by the thread that makes it most, and all calls. strace
+    /// counts by threads.
+    pub fn calls(&self, checkpoints: &TempDir, inject: &[String]) -> (BTreeMap<String, usize>, Vec<Call>) {
+        let folder = self.place(checkpoints);
+        let (output, calls) = traced(folder.path(), self.command, inject);
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!((self.judge)(folder.path()), State::New);
+        assert_eq!(hidden(folder.path()), [""; 0]);
+        let mut counts: BTreeMap<(&str, &str), usize> = BTreeMap::new();
+        calls.iter().for_each(|call| *counts.entry((&call.name, &call.thread)).or_default() += 1);
+        let mut most = BTreeMap::new();
+        for ((name, _), count) in counts {
+            let entry: &mut usize = most.entry(name.to_owned()).or_default();
+            *entry = count.max(*entry);
+        }
+        (most, calls)
+    }
+
+    /// What makes the file system seem to lack files without names, from the run in which it has them; `None` if it lacks them.
+    pub fn without_unnamed(&self, clean: &[Call]) -> Option<String> {
+        let first = clean.iter().find(|call| call.opens_unnamed())?;
+        let alike: Vec<_> = clean.iter().filter(|call| (&call.name, &call.thread) == (&first.name, &first.thread)).collect();
+        let begin = alike.iter().position(|call| call.opens_unnamed())?;
+        let count = alike[begin..].iter().take_while(|call| call.opens_unnamed()).count();
+        // After each that fails, std opens a file with a name, by openat.
+        let step = if first.name == "openat" { 2 } else { 1 };
+        Some(format!("{}:error=EOPNOTSUPP:when={}..{}+{step}", first.name, begin + 1, begin + 1 + step * (count - 1)))
+    }
+
+    /// Both ways to write a file before it has its name, as strace is told: without any name, and under a temporary one.
+    pub fn ways(&self, checkpoints: &TempDir) -> Vec<Vec<String>> {
+        let (_, clean) = self.calls(checkpoints, &[]);
+        let named: Vec<_> = self.without_unnamed(&clean).into_iter().collect();
+        let (_, calls) = self.calls(checkpoints, &named);
+        let renamed = calls.iter().filter(|call| call.name.starts_with("rename") && is_temporary(call.paths()[0])).count();
+        assert!(renamed >= 1, "nothing was written under a temporary name");
+        if named.is_empty() { vec![named] } else { vec![Vec::new(), named] }
+    }
+}
