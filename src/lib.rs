@@ -25,8 +25,8 @@
 //! ```
 //!
 //! Files on disk: [`SafetensorsCheckpoint::open`], [`encode_files`] and [`apply_to_path`] work on safetensors files and sharded
-//! folders by ranges, so that a model need not fit in memory; [`Pair::open`] opens a pair. A part of a tensor comes from
-//! [`Apply::range`], tensors in memory are changed where they lie by [`Pair::apply_in_place`].
+//! folders by ranges, so that a model need not fit in memory; [`Pair::open`] opens a pair, and [`verify_files`] checks one. A
+//! part of a tensor comes from [`Apply::range`], tensors in memory are changed where they lie by [`Pair::apply_in_place`].
 //!
 //! On a CUDA device, [`cuda`] does the same in memory of the device; [`Apply::on`] puts one in the place of the processor.
 //!
@@ -70,6 +70,6 @@ pub use lane::Dtype;
 pub use limits::Limits;
 pub use publish::Temporaries;
 pub use reader::Pair;
-pub use safetensors::{SafetensorsCheckpoint, apply_to_path, encode_files, encode_tensors};
+pub use safetensors::{SafetensorsCheckpoint, apply_to_path, encode_files, encode_tensors, verify_files};
 pub use sums::chunk_sum;
 pub use watch::{Progress, Watch};

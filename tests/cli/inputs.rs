@@ -118,8 +118,8 @@ fn files_that_macos_leaves_in_a_folder_are_no_shards() {
 #[test]
 fn a_checkpoint_that_cannot_be_read_is_an_error_of_the_system() {
     let place = Place::with_pair();
-    let probe = ["-qq", "-o", "/dev/null", "-e", "inject=fsync:error=EIO", "true"];
-    if !std::process::Command::new("strace").args(probe).status().is_ok_and(|status| status.success()) {
+    let probe = std::process::Command::new("strace").args(["-qq", "-e", "inject=fsync:error=EIO", "true"]).output();
+    if !probe.is_ok_and(|output| output.status.success()) {
         eprintln!("skipped: strace not available or not permitted");
         assert_ne!(std::env::var("TPDE_NO_SKIP").as_deref(), Ok("1"), "TPDE_NO_SKIP is set");
         return;
@@ -136,8 +136,7 @@ fn a_checkpoint_that_cannot_be_read_is_an_error_of_the_system() {
         let mut failed = 0;
         loop {
             let inject = format!("inject=pread64:error=EIO:when={}", failed + 1);
-            let mut arguments =
-                vec!["-f", "-qq", "-o", "/dev/null", "-P", file.to_str().unwrap(), "-e", "trace=pread64", "-e", &inject];
+            let mut arguments = vec!["-f", "-qq", "-o", "log", "-P", file.to_str().unwrap(), "-e", "trace=pread64", "-e", &inject];
             arguments.extend([TPDE, "-T", "1", "--json"]);
             arguments.extend(command.split_whitespace());
             let run = place.command("strace", &arguments);

@@ -148,8 +148,8 @@ pub fn skip(why: &str) {
 
 /// Whether strace is there and may trace.
 pub fn can_trace() -> bool {
-    let traces = Command::new("strace").args(["-f", "-qq", "-o", "/dev/null", "-e", "inject=fsync:error=EIO", "true"]).status();
-    let traces = traces.is_ok_and(|status| status.success());
+    let traces = Command::new("strace").args(["-f", "-qq", "-e", "inject=fsync:error=EIO", "true"]).output();
+    let traces = traces.is_ok_and(|output| output.status.success());
     if !traces {
         skip("strace not available or not permitted");
     }
