@@ -41,12 +41,12 @@ fn a_second_signal_ends_the_process_at_once() {
     let log = place.join("strace.log");
     let mut command = Command::new("env");
     command.args(["--default-signal", "strace", "-f", "-qq", "-o"]).arg(&log);
-    // The removal that the first signal begins takes ten seconds.
-    let inject = ["fsync:signal=TERM:when=1", "unlink:delay_enter=10000000"].map(str::to_owned);
+    // The removal that the first signal begins takes ten seconds. The commit does not get ahead of it.
+    let inject = ["fsync:signal=TERM:when=1", "flock:delay_enter=10000000", "unlink:delay_enter=10000000"].map(str::to_owned);
     for inject in way.iter().chain(&inject) {
         command.args(["-e", &format!("inject={inject}")]);
     }
-    command.args(["-e", "trace=open,openat,fsync,unlink"]).arg(TPDE).args(ENCODE.command.split_whitespace());
+    command.args(["-e", "trace=open,openat,fsync,flock,unlink"]).arg(TPDE).args(ENCODE.command.split_whitespace());
     let mut child = command.args(["-q", "-T", "1"]).current_dir(place).spawn().unwrap();
     let process = loop {
         let log = fs::read_to_string(&log).unwrap_or_default();
