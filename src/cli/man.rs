@@ -7,6 +7,7 @@ use clap::{Args, CommandFactory};
 use clap_mangen::Man as Page;
 use serde::Serialize;
 use std::fmt;
+use std::io;
 use std::path::{Path, PathBuf};
 use tpde::Error;
 
@@ -48,12 +49,13 @@ fn write(command: clap::Command, dir: &Path) -> tpde::Result<Report> {
     for command in std::iter::once(command).chain(verbs) {
         let page = Page::new(command);
         let path = dir.join(page.get_filename());
+        let error = |source| Error::Io { action: "write", path: path.clone(), source };
+        // A pipe would block, and a device would be written to.
+        if path.metadata().is_ok_and(|found| !found.is_file()) {
+            return Err(error(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")));
+        }
         let mut bytes = Vec::new();
-        page.render(&mut bytes).and_then(|()| std::fs::write(&path, bytes)).map_err(|source| Error::Io {
-            action: "write",
-            path: path.clone(),
-            source,
-        })?;
+        page.render(&mut bytes).and_then(|()| std::fs::write(&path, bytes)).map_err(error)?;
         files.push(JsonPath(path));
     }
     Ok(Report::Files { files })

@@ -108,6 +108,10 @@ fn what_is_no_regular_file_is_not_replaced_through_links_either() {
         let file_type = place.path(output).symlink_metadata().unwrap().file_type();
         assert!(!file_type.is_file(), "{output} was replaced");
     }
+    fs::create_dir(place.path("pages")).unwrap();
+    link("../pipe", "pages/tpde.1");
+    place.fails("man --dir pages", SYSTEM, "not a regular file");
+    assert_eq!(place.path("pages").read_dir().unwrap().count(), 1);
     // Of a link to a file, the link is replaced, not the file, which other links may share.
     fs::write(place.path("shared"), "theirs").unwrap();
     link("shared", "to-shared");
