@@ -103,6 +103,13 @@ pub fn apply_to_path<B: Source>(
 const UNFINISHED: &[u8] =
     br#"{"metadata": {}, "weight_map": {"unfinished": "publication-of-this-folder-is-unfinished.safetensors"}}"#;
 
+/// Whether this is the shard index of an interrupted publication.
+fn is_unfinished(path: &Path) -> bool {
+    // Only a regular file of the right size is read: it could be a pipe, or larger than memory.
+    let fits = path.symlink_metadata().is_ok_and(|found| found.is_file() && found.len() == UNFINISHED.len() as u64);
+    fits && std::fs::read(path).is_ok_and(|content| content == UNFINISHED)
+}
+
 /// The barrier for an existing folder at `path`, in which `outputs` are to be published.
 ///
 /// # Errors
@@ -119,7 +126,7 @@ fn barrier(path: &Path, outputs: &[Output]) -> Result<Barrier> {
         let found = entry.map_err(|e| Error::io("list", path, e))?.file_name().to_string_lossy().into_owned();
         let is_read = !found.starts_with('.') && (found.ends_with(SHARD_INDEX) || own.is_none() && found.ends_with(SAFETENSORS));
         let is_output = outputs.binary_search_by(|output| output.name.as_str().cmp(&found)).is_ok(); // names of a pair's files ascend
-        let is_barrier = || std::fs::read(path.join(&found)).is_ok_and(|content| content == UNFINISHED);
+        let is_barrier = || is_unfinished(&path.join(&found));
         if is_read && !is_output && !(found == name && is_barrier()) {
             let found = Escaped(&found);
             return Err(Error::bad_checkpoint(
@@ -134,8 +141,8 @@ fn barrier(path: &Path, outputs: &[Output]) -> Result<Barrier> {
 /// Checks that [`apply_to_path`] can write the target of a pair. Nothing is written. Where this and [`Apply::verify`] succeed with
 /// a base, [`apply_to_path`] does, unless the file system refuses. [`verify_files`](super::verify_files) does both.
 ///
-/// Readers of safetensors open every safetensors file that it writes. Verbatim files, which shard indexes are, are written as
-/// they are stored, whatever they say.
+/// Readers of safetensors open every safetensors file that it writes. Shard indexes are verbatim files, which are written as they
+/// are stored: the format allows any content, so a reader may refuse the folder because of what they say.
 ///
 /// Cost: the headers of all files are read, or one is composed, and held.
 ///

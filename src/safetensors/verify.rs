@@ -71,8 +71,8 @@ pub enum Authenticity {
 ///
 /// Without a base: every rule of the index, and the CRC-32 of every payload. That finds damage, not forgery. With a base, or for a
 /// pair that needs none: rebuilds every tensor without writing it and compares all digests, which excludes forged payloads, and
-/// plans the files as [`apply_to_path`](super::apply_to_path) does. With a target: compares a checkpoint with the target's digests
-/// and its files byte for byte, which says nothing about payloads.
+/// plans the files as [`apply_to_path`](super::apply_to_path) does; what a stored shard index says is not checked. With a target:
+/// compares a checkpoint with the target's digests and its files byte for byte, which says nothing about payloads.
 ///
 /// A sound pair whose target cannot be written as files is not an error: [`Verification::not_writable`] has the reason.
 ///
