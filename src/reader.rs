@@ -225,7 +225,7 @@ pub(crate) fn checked_payload<'a>(
 }
 
 /// What [`Pair::verify`] has looked at.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct VerifyReport {
     /// Tensors of the pair.
     pub tensors: u64,

@@ -69,3 +69,41 @@ impl<T> Pool<T> {
         result
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_end_when_they_have_enough_bytes_and_results_come_in_order() {
+        // Most jobs that are worked on before the first of them is done, by their bytes.
+        let batch = |bytes: u64, jobs: usize| {
+            let worked = Mutex::new(0);
+            let mut most = 0;
+            let mut order = Vec::new();
+            in_batches(
+                0..jobs,
+                |_| bytes,
+                |job| {
+                    *worked.lock().unwrap() += 1;
+                    Ok(*job)
+                },
+                |job, result| {
+                    assert_eq!(job, result);
+                    most = most.max(*worked.lock().unwrap() - order.len());
+                    order.push(job);
+                    Ok(())
+                },
+            )
+            .unwrap();
+            assert!(order.iter().copied().eq(0..jobs));
+            most
+        };
+        assert_eq!(batch(BATCH_BYTES, 4), 1);
+        assert_eq!(batch(BATCH_BYTES / 2, 5), 2);
+        assert_eq!(batch(BATCH_BYTES / 2 + 1, 5), 2);
+        assert_eq!(batch(BATCH_BYTES - 1, 5), 2);
+        assert_eq!(batch(2 * BATCH_BYTES, 3), 1);
+        assert_eq!(batch(0, 3 * (BATCH_BYTES / 64) as usize), (BATCH_BYTES / 64) as usize);
+    }
+}

@@ -1,0 +1,162 @@
+//! What the library says of pairs in figures, and what it hands over: to sinks, from accelerators, as lists of changes.
+
+#[allow(dead_code, reason = "only the inputs are wanted")]
+mod common;
+
+use common::inputs::{Input, inputs};
+use std::sync::Mutex;
+use tpde::delta::{Accelerator, Sink, Work};
+use tpde::error::Rule;
+use tpde::{Apply, Dtype, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, TensorInfo, ValidatedIndex, encode_to_memory};
+
+fn input(name: &str, side: u64) -> Input {
+    inputs(side).find(|input| input.name == name).unwrap()
+}
+
+fn pair_of(input: &Input) -> Pair<Vec<u8>> {
+    let options = EncodeOptions { chunk_lanes: 1 << 16, ..EncodeOptions::default() };
+    encode_to_memory(Some(&input.base()), &input.target(), &options).unwrap().0
+}
+
+#[test]
+fn figures_of_a_pair_are_those_of_its_tensors() {
+    for (name, side) in [("several dtypes", 96), ("a vocabulary and one row", 64), ("empty tensors and scalars", 1)] {
+        let input = input(name, side);
+        let pair = pair_of(&input);
+        let index = pair.index();
+        assert_eq!(index.size(), index.as_bytes().len() as u64);
+        let bytes = |held: &[(TensorInfo, Vec<u8>)]| held.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
+        assert_eq!(index.tensor_bytes(), (bytes(&input.base), bytes(&input.target)));
+        for (tensor, (info, bytes)) in index.tensors().zip(&input.target) {
+            assert_eq!((tensor.bytes(), tensor.dtype), (bytes.len() as u64, info.dtype));
+            assert_eq!(tensor.target_digest(), blake3::hash(bytes).to_hex()[..32]);
+            if info.shape.iter().product::<u64>() > 0 {
+                assert_eq!(tensor.element_bytes() as u64 * info.shape.iter().product::<u64>(), bytes.len() as u64);
+            }
+        }
+        let report = pair.verify().unwrap();
+        let with_base = Apply::new(&pair, &input.base()).verify().unwrap();
+        let stored = index.as_bytes().len() as u64 + pair.blob().len() as u64;
+        assert_eq!((report.stored_bytes, with_base.stored_bytes), (stored, stored));
+        assert_eq!((report.tensors, report.chunks), (input.target.len() as u64, index.chunks().len() as u64));
+        assert_eq!((with_base.tensors, with_base.chunks), (report.tensors, report.chunks));
+        assert_eq!((report.base_checked, with_base.base_checked, with_base.target_checked), (false, true, true));
+    }
+}
+
+#[test]
+fn elements_of_packed_dtypes_are_bytes() {
+    let input = input("packed, F4", 64);
+    let pair = pair_of(&input);
+    assert_eq!(pair.index().tensor(0).element_bytes(), 1);
+}
+
+/// Rule that comparing this with the target of the pair breaks; `None` if it is the target.
+fn compared(index: &ValidatedIndex, held: &[(TensorInfo, Vec<u8>)]) -> Option<Rule> {
+    let checkpoint = MemoryCheckpoint::new(held.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).unwrap();
+    match index.check_target(&checkpoint, &|_| {}) {
+        Ok(()) => None,
+        Err(Error::Invalid(invalid)) => Some(invalid.rule),
+        Err(other) => panic!("{other}"),
+    }
+}
+
+#[test]
+fn a_checkpoint_that_differs_from_the_target_in_one_thing_is_told_apart() {
+    let input = input("several dtypes", 64);
+    let pair = pair_of(&input);
+    let differs = |change: &dyn Fn(&mut Vec<(TensorInfo, Vec<u8>)>)| {
+        let mut held = input.target.clone();
+        change(&mut held);
+        compared(pair.index(), &held)
+    };
+    assert_eq!(differs(&|_| {}), None);
+    let first = |what: &dyn Fn(&mut TensorInfo)| differs(&|held| what(&mut held[0].0));
+    assert_eq!(first(&|info| info.shape.reverse()), None, "a square is the same either way");
+    assert_eq!(first(&|info| info.shape = vec![info.shape[0] * info.shape[1]]), Some(Rule::TensorTargetDigest));
+    assert_eq!(input.target[0].0.dtype, Dtype::Bf16);
+    assert_eq!(first(&|info| info.dtype = Dtype::F16), Some(Rule::TensorTargetDigest));
+    assert_eq!(differs(&|held| held[1].1[7] ^= 1), Some(Rule::TensorTargetDigest));
+    assert_eq!(differs(&|held| drop(held.pop())), Some(Rule::TensorTargetDigest));
+    let more = |held: &mut Vec<_>| held.push((TensorInfo { name: "zz".into(), dtype: Dtype::U8, shape: vec![1] }, vec![1]));
+    assert_eq!(differs(&more), Some(Rule::DigestTargetRoot));
+}
+
+#[test]
+fn changes_are_listed_for_each_lane_of_all_chunks() {
+    for name in ["one training step, F32", "one training step, F64", "one training step, BF16"] {
+        // The last chunk is a short one.
+        let input = input(name, 300);
+        let pair = pair_of(&input);
+        for ((info, target), (_, base)) in input.target.iter().zip(&input.base) {
+            let width = info.dtype.lane_bytes();
+            let lanes = base.chunks(width).zip(target.chunks(width)).zip(0u64..);
+            let expected: Vec<_> = lanes.filter(|((base, target), _)| base != target).map(|(_, lane)| lane).collect();
+            let found = Apply::new(&pair, &input.base()).changes(&info.name).unwrap();
+            assert!(found.positions == expected, "{name}");
+        }
+    }
+}
+
+/// Hands over tensors that it was given: what a device would have made of the pair.
+struct Known<'a>(&'a [(TensorInfo, Vec<u8>)]);
+
+impl Accelerator for Known<'_> {
+    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
+        work.tensors.iter().enumerate().try_for_each(|(at, (place, _))| done(at, &self.0[*place].1))
+    }
+}
+
+struct Buffers(Mutex<Vec<Vec<u8>>>);
+
+impl Sink for Buffers {
+    fn write(&self, place: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.0.lock().unwrap()[place][offset as usize..][..bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_sink_gets_every_byte_that_an_accelerator_rebuilds() {
+    // One of them has more than two mebibytes, and several chunks.
+    let input = input("several dtypes", 1500);
+    let pair = pair_of(&input);
+    let base = input.base();
+    let known = Known(&input.target);
+    let sink = Buffers(Mutex::new(input.target.iter().map(|(_, bytes)| vec![0xA5; bytes.len()]).collect()));
+    let report = Apply::new(&pair, &base).on(&known).to_sink(&sink).unwrap();
+    assert!(report.digests_checked);
+    assert!(sink.0.into_inner().unwrap().iter().zip(&input.target).all(|(found, (_, bytes))| found == bytes));
+    assert_eq!(Apply::new(&pair, &base).on(&known).verify().unwrap(), Apply::new(&pair, &base).verify().unwrap());
+}
+
+#[test]
+fn a_wrong_byte_from_an_accelerator_is_found_by_its_digest() {
+    let input = input("several dtypes", 600);
+    let pair = pair_of(&input);
+    for at in 0..input.target.len() {
+        for from_end in [false, true] {
+            let mut wrong = input.target.clone();
+            let last = wrong[at].1.len() - 1;
+            wrong[at].1[if from_end { last } else { 0 }] ^= 1;
+            let outcome = Apply::new(&pair, &input.base()).on(&Known(&wrong)).verify();
+            assert!(matches!(&outcome, Err(Error::Invalid(e)) if e.rule == Rule::TensorTargetDigest), "{outcome:?}");
+        }
+    }
+}
+
+#[test]
+fn a_wrong_base_of_an_accelerator_is_found_by_its_digest() {
+    let input = input("several dtypes", 600);
+    let pair = pair_of(&input);
+    for at in 0..input.base.len() {
+        for from_end in [false, true] {
+            let mut wrong = input.base.clone();
+            let last = wrong[at].1.len() - 1;
+            wrong[at].1[if from_end { last } else { 0 }] ^= 1;
+            let base = MemoryCheckpoint::new(wrong.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).unwrap();
+            let outcome = Apply::new(&pair, &base).on(&Known(&input.target)).verify();
+            assert!(matches!(&outcome, Err(Error::WrongBase { .. })), "{outcome:?}");
+        }
+    }
+}
