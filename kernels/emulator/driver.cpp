@@ -79,6 +79,8 @@ struct Event {
 struct Capture {
     int mode;
     std::vector<Operation> operations;
+    u64 id;
+    std::vector<std::shared_ptr<void>> objects;
 };
 
 struct Function {
@@ -426,6 +428,14 @@ EXPORTED u32 cuStreamIsCapturing(Stream* handle, u32* status) {
     if (!stream) return INVALID_HANDLE;
     return *status = stream->capture != nullptr, SUCCESS;
 }
+EXPORTED u32 cuStreamGetCaptureInfo_v2(Stream* handle, u32* status, u64* id, Capture** graph, void*, void*) {
+    LOCKED;
+    Stream* stream = stream_of(handle);
+    if (!stream) return INVALID_HANDLE;
+    *status = stream->capture != nullptr;
+    if (stream->capture) *id = stream->capture->id, *graph = stream->capture;
+    return SUCCESS;
+}
 EXPORTED u32 cuThreadExchangeStreamCaptureMode(u32* mode) {
     u32 before = (u32)capture_mode;
     capture_mode = (int)*mode;
@@ -492,7 +502,8 @@ EXPORTED u32 cuStreamBeginCapture_v2(Stream* handle, int mode) {
     LOCKED;
     Stream* stream = stream_of(handle);
     if (!stream || stream->capture) return INVALID_HANDLE;
-    captures.insert(stream->capture = new Capture{mode, {}});
+    static u64 captured;
+    captures.insert(stream->capture = new Capture{mode, {}, ++captured, {}});
     return SUCCESS;
 }
 EXPORTED u32 cuStreamEndCapture(Stream* handle, Capture** graph) {
@@ -505,6 +516,21 @@ EXPORTED u32 cuStreamEndCapture(Stream* handle, Capture** graph) {
         if (other->capture == *graph) other->capture = nullptr;
     }
     return SUCCESS;
+}
+// Of an object's references one is enough here: it is moved to a graph, which its instances share it with.
+EXPORTED u32 cuUserObjectCreate(std::shared_ptr<void>** object, void* given, void (*destroy)(void*), u32 references, u32) {
+    LOCKED;
+    if (references != 1) return INVALID_VALUE;
+    if (is_refused()) return OUT_OF_MEMORY;
+    return *object = new std::shared_ptr<void>(given, destroy), SUCCESS;
+}
+EXPORTED u32 cuUserObjectRelease(std::shared_ptr<void>* object, u32) { return delete object, SUCCESS; }
+EXPORTED u32 cuGraphRetainUserObject(Capture* graph, std::shared_ptr<void>* object, u32, u32) {
+    LOCKED;
+    if (!captures.count(graph)) return INVALID_HANDLE;
+    if (is_refused()) return OUT_OF_MEMORY;
+    graph->objects.push_back(*object);
+    return delete object, SUCCESS;
 }
 EXPORTED u32 cuGraphInstantiateWithFlags(Capture** ready, Capture* graph, unsigned long long) { return *ready = new Capture(*graph), SUCCESS; }
 EXPORTED u32 cuGraphDestroy(Capture* graph) { return delete graph, SUCCESS; }

@@ -6,7 +6,7 @@ use super::driver::{self, Entered, OwnStream, RawEvent, RawStream};
 use super::frames::Frames;
 use super::index::DeviceIndex;
 use super::launch::Launcher;
-use super::layout::{self, DeviceTensor, STATUS_NOT_RUN};
+use super::layout::{self, DeviceTensor, STATUS_NOT_RUN, STATUS_OK};
 use super::memory::{self, Allocation, DeviceSlice, PinnedBuffer};
 use super::outcome::{Captured, Pending};
 use super::plan::Plan;
@@ -390,7 +390,9 @@ impl Application<'_> {
         if shared.frames.is_some() {
             return Err(Error::Misuse("a graph cannot have frames expanded by nvCOMP".into()));
         }
-        let statuses = PinnedBuffer::new(device, &cx, shared.status_bytes())?;
+        let mut statuses = PinnedBuffer::new(device, &cx, shared.status_bytes())?;
+        // Pinned memory is used again. Until a launch of the graph has written these words, nothing is wrong with one.
+        statuses.fill(const { STATUS_OK as u8 });
         let mut state = if shared.is_given { None } else { Some(State::default()) };
         let mut own = shared.state.lock().unwrap_or_else(PoisonError::into_inner);
         if own.table.is_some() {

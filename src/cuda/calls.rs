@@ -7,8 +7,9 @@
 #![allow(non_snake_case, clippy::too_many_arguments)] // as the driver has it
 
 use cudarc::driver::sys::{
-    self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUjit_option,
-    CUmemPool_attribute, CUmemPoolProps, CUmemoryPool, CUmodule, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus,
+    self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph, CUgraphNode,
+    CUhostFn, CUjit_option, CUmemPool_attribute, CUmemPoolProps, CUmemoryPool, CUmodule, CUstream, CUstreamCaptureMode,
+    CUstreamCaptureStatus, CUuserObject,
 };
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 use std::sync::OnceLock;
@@ -98,6 +99,7 @@ calls! {
     cuEventSynchronize(event: CUevent);
     cuFuncGetAttribute(value: *mut c_int, attribute: CUfunction_attribute, function: CUfunction);
     cuFuncSetAttribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int);
+    cuGraphRetainUserObject(graph: CUgraph, object: CUuserObject, count: c_uint, flags: c_uint);
     cuInit(flags: c_uint);
     cuLaunchKernel(
         function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
@@ -125,10 +127,16 @@ calls! {
     cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     cuStreamDestroy_v2(stream: CUstream);
     cuStreamQuery(stream: CUstream);
+    cuStreamGetCaptureInfo_v2(
+        stream: CUstream, status: *mut CUstreamCaptureStatus, id: *mut u64, graph: *mut CUgraph, dependencies: *mut *const CUgraphNode,
+        count: *mut usize
+    );
     cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
     cuStreamSynchronize(stream: CUstream);
     cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
     cuThreadExchangeStreamCaptureMode(mode: *mut CUstreamCaptureMode);
+    cuUserObjectCreate(object: *mut CUuserObject, given: *mut c_void, destroy: CUhostFn, references: c_uint, flags: c_uint);
+    cuUserObjectRelease(object: CUuserObject, references: c_uint);
 }
 
 #[cfg(test)]

@@ -92,7 +92,7 @@ impl Captured {
         Self { shared, statuses, _staging: staging, _payloads: payloads }
     }
 
-    /// What became of the last launch of the graph, which must have passed.
+    /// What became of the last launch of the graph, which must have passed. Nothing is wrong before the first one.
     ///
     /// # Errors
     /// As [`Pending::wait`].

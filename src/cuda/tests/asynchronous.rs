@@ -200,6 +200,7 @@ fn a_graph_replays_an_application() {
                 check(calls::cuStreamBeginCapture_v2(stream.raw(), global), "begin a capture").unwrap();
                 assert!(matches!(application.launch(&stream), Err(Error::Misuse(_))));
                 let captured = application.capture(&stream).unwrap();
+                captured.check().unwrap(); // no launch yet, and so none that failed
                 check(calls::cuStreamEndCapture(stream.raw(), &mut graph), "end a capture").unwrap();
                 check(calls::cuGraphInstantiateWithFlags(&mut ready, graph, 0), "make a graph").unwrap();
                 (captured, graph, ready)
@@ -231,6 +232,55 @@ fn a_graph_replays_an_application() {
         }
     }
     eprintln!("graphs replay every mode from device and pinned memory");
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_graph_is_known_by_its_capture_and_until_it_is_destroyed() {
+    let device = super::device();
+    let streams = [device.stream().unwrap(), device.stream().unwrap()];
+    assert!(streams.iter().all(|stream| stream.capture_id().unwrap().is_none()));
+    assert!(matches!(streams[0].captured_graph(), Err(Error::Misuse(_))));
+    let (mut graphs, mut ids) = (Vec::new(), Vec::new());
+    // SAFETY: for all calls below: handles are made here, used in the order that the driver asks for, and freed once.
+    unsafe {
+        let _cx = device.0.context.enter().unwrap();
+        for instances in [0, 2, 1] {
+            let stream = &streams[instances % 2];
+            let thread = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+            check(calls::cuStreamBeginCapture_v2(stream.raw(), thread), "begin a capture").unwrap();
+            assert_eq!(stream.capture_id().unwrap(), stream.capture_id().unwrap());
+            ids.push(stream.capture_id().unwrap().unwrap());
+            let watched = stream.captured_graph().unwrap();
+            let mut graph = ptr::null_mut();
+            check(calls::cuStreamEndCapture(stream.raw(), &mut graph), "end a capture").unwrap();
+            let instance = |_| {
+                let mut ready = ptr::null_mut();
+                check(calls::cuGraphInstantiateWithFlags(&mut ready, graph, 0), "make a graph").unwrap();
+                ready
+            };
+            let ready: Vec<_> = (0..instances).map(instance).collect();
+            assert!(!watched.is_destroyed());
+            calls::cuGraphDestroy(graph);
+            graphs.push((watched, ready));
+        }
+        for (watched, ready) in graphs {
+            for instance in ready {
+                assert!(!watched.is_destroyed());
+                calls::cuGraphExecDestroy(instance);
+            }
+            // A thread of the driver's may be the one that says so.
+            let begin = std::time::Instant::now();
+            while !watched.is_destroyed() && begin.elapsed().as_secs() < 10 {
+                std::thread::yield_now();
+            }
+            assert!(watched.is_destroyed());
+        }
+    }
+    ids.sort_unstable();
+    ids.dedup();
+    assert_eq!(ids.len(), 3);
+    eprintln!("captures have ids, and graphs say when they are gone");
 }
 
 /// The caller's current context is what it was, whichever it was; and streams of callers serve, the default one too.

@@ -1,0 +1,89 @@
+//! Graphs of callers, while a stream is captured into them and for as long as they exist.
+
+use super::calls;
+use super::driver::{self, Entered, RawStream, check};
+use super::stream::Stream;
+use crate::error::{Error, Result};
+use cudarc::driver::sys;
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A graph that a stream was captured into.
+#[derive(Debug)]
+pub struct Graph {
+    is_destroyed: Arc<AtomicBool>,
+}
+
+impl Graph {
+    /// Whether the graph and everything instantiated from it are destroyed: then nothing that was captured runs again.
+    pub fn is_destroyed(&self) -> bool {
+        self.is_destroyed.load(Ordering::Acquire)
+    }
+}
+
+impl Stream {
+    /// Id of the capture that the stream is in; no other capture of the process has or had it.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver refuses, or if the capture was invalidated.
+    pub fn capture_id(&self) -> Result<Option<u64>> {
+        Ok(capture(&self.device().0.context.enter()?, self.raw())?.map(|(id, _)| id))
+    }
+
+    /// The graph that the stream is being captured into.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if the stream is not being captured; [`Error::Device`] if the driver refuses.
+    pub fn captured_graph(&self) -> Result<Graph> {
+        let cx = self.device().0.context.enter()?;
+        let _relaxed = driver::Relaxed::new()?;
+        let not_captured = || Error::Misuse("the stream is not being captured".into());
+        let (_, graph) = capture(&cx, self.raw())?.ok_or_else(not_captured)?;
+        let is_destroyed = Arc::new(AtomicBool::new(false));
+        let given = Arc::into_raw(is_destroyed.clone()).cast_mut().cast::<c_void>();
+        let mut object = ptr::null_mut();
+        let no_sync = sys::CUuserObject_flags::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as u32;
+        // SAFETY: `object` is a place for a handle, and `destroyed` may be called once, by any thread, with what `given` is.
+        let made = unsafe { calls::cuUserObjectCreate(&mut object, given, Some(destroyed), 1, no_sync) };
+        if let Err(error) = check(made, "watch a graph") {
+            // SAFETY: nobody else was given this reference.
+            drop(unsafe { Arc::from_raw(given.cast_const().cast::<AtomicBool>()) });
+            return Err(error);
+        }
+        let to_graph = sys::CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE as u32;
+        // SAFETY: the driver has just named this graph, which its capture holds; it takes over the one reference to the object.
+        let retained = unsafe { calls::cuGraphRetainUserObject(graph, object, 1, to_graph) };
+        if let Err(error) = check(retained, "watch a graph") {
+            // SAFETY: the reference was not taken over.
+            unsafe { calls::cuUserObjectRelease(object, 1) };
+            return Err(error);
+        }
+        Ok(Graph { is_destroyed })
+    }
+}
+
+/// What the driver calls when the last graph that refers to the object is gone. It must not call the driver, and does not.
+unsafe extern "C" fn destroyed(given: *mut c_void) {
+    // SAFETY: made by `Arc::into_raw`, and given back once.
+    let is_destroyed = unsafe { Arc::from_raw(given.cast_const().cast::<AtomicBool>()) };
+    is_destroyed.store(true, Ordering::Release);
+}
+
+/// Id and graph of the capture that the stream is in.
+fn capture(_: &Entered<'_>, stream: RawStream) -> Result<Option<(u64, sys::CUgraph)>> {
+    // As for answers, a number in the place of an enum.
+    let (mut status, mut id, mut graph) = (0u32, 0, ptr::null_mut());
+    let (status_at, no_list, no_count) = ((&raw mut status).cast(), ptr::null_mut(), ptr::null_mut());
+    // SAFETY: the stream is ours or promised by the caller; places have their types, and null is allowed for the others.
+    let code = unsafe { calls::cuStreamGetCaptureInfo_v2(stream, status_at, &mut id, &mut graph, no_list, no_count) };
+    check(code, "ask for the capture of a stream")?;
+    if status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32 {
+        return Ok(None);
+    }
+    if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as u32 {
+        return Err(Error::Device { doing: "capture a stream", reason: "the capture was invalidated by an error before".into() });
+    }
+    Ok(Some((id, graph)))
+}
