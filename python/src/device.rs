@@ -48,6 +48,20 @@ impl Device {
         self.0.beside_captures(|| make.call0(py)).map_err(|e| errors::to_python(py, &e))?
     }
 
+    /// Id of the capture that the stream is in, if it is in one. No other capture of the process has or had it.
+    fn capture_id(&self, py: Python<'_>, stream: usize) -> PyResult<Option<u64>> {
+        // SAFETY: PyTorch's stream of this device, which it never destroys.
+        let stream = unsafe { self.0.borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
+        stream.capture_id().map_err(|e| errors::to_python(py, &e))
+    }
+
+    /// The graph that the stream is being captured into.
+    fn captured_graph(&self, py: Python<'_>, stream: usize) -> PyResult<Graph> {
+        // SAFETY: as in `capture_id`.
+        let stream = unsafe { self.0.borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
+        stream.captured_graph().map(Graph).map_err(|e| errors::to_python(py, &e))
+    }
+
     /// Handle of the stream in whose order memory is to be free that is given.
     fn copy_stream(&self) -> usize {
         self.0.copy_stream().addr()
@@ -516,7 +530,7 @@ impl Rebuild {
         // SAFETY: PyTorch's stream of this device, which it never destroys.
         let stream = unsafe { device.0.borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
         let pending = py.detach(|| self.application.launch(&stream)).map_err(|e| errors::to_python(py, &e))?;
-        Ok(Launched { pending: Mutex::new(Some(pending)) })
+        Ok(Launched { state: Mutex::new(Launch::Pending(pending)) })
     }
 
     /// Queues it on a stream that is being captured. The caller keeps this object and the result while the graph may run.
@@ -532,24 +546,55 @@ impl Rebuild {
 /// A rebuilding that is under way.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Launched {
-    pending: Mutex<Option<Pending>>,
+    state: Mutex<Launch>,
+}
+
+enum Launch {
+    Pending(Pending),
+    Passed(Result<()>),
 }
 
 #[pymethods]
 impl Launched {
     /// Whether it has passed.
     fn is_done(&self, py: Python<'_>) -> PyResult<bool> {
-        let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
-        pending.as_ref().map_or(Ok(true), Pending::is_done).map_err(|e| errors::to_python(py, &e))
+        let state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(state)) => state.into_inner(),
+            Err(TryLockError::WouldBlock) => return Ok(false), // another thread waits for it
+        };
+        match &*state {
+            Launch::Pending(pending) => pending.is_done().map_err(|e| errors::to_python(py, &e)),
+            Launch::Passed(_) => Ok(true),
+        }
     }
 
-    /// Waits for it, and raises what was wrong, once.
+    /// Waits for it, and raises what was wrong, every time: a caller may be interrupted before it has noted that.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner).take();
-        match pending {
-            Some(pending) => py.detach(|| pending.wait()).map_err(|e| errors::to_python(py, &e)),
-            None => Ok(()),
+        let lock = || self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        py.detach(|| {
+            let mut state = lock();
+            *state = match std::mem::replace(&mut *state, Launch::Passed(Ok(()))) {
+                Launch::Pending(pending) => Launch::Passed(pending.wait()),
+                passed @ Launch::Passed(_) => passed,
+            };
+        });
+        match &*lock() {
+            Launch::Passed(Err(error)) => Err(errors::to_python(py, error)),
+            _ => Ok(()),
         }
+    }
+}
+
+/// A graph that a stream was captured into.
+#[pyclass(frozen, module = "tpde._tpde")]
+pub struct Graph(cuda::Graph);
+
+#[pymethods]
+impl Graph {
+    /// Whether nothing that was captured runs again.
+    fn is_destroyed(&self) -> bool {
+        self.0.is_destroyed()
     }
 }
 

@@ -17,7 +17,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _tpde {
     #[pymodule_export]
-    use super::device::{Captured, Device, DevicePair, Launched, Plan, PlanOfAll, Ready, Rebuild};
+    use super::device::{Captured, Device, DevicePair, Graph, Launched, Plan, PlanOfAll, Ready, Rebuild};
     #[pymodule_export]
     use super::pair::Pair;
     #[pymodule_export]

@@ -62,6 +62,11 @@ impl Pair {
         Ok(records.iter().map(|record| u64::from(record.compressed_size.get())).sum())
     }
 
+    /// The digest of the pair.
+    fn digest(&self) -> [u8; 32] {
+        *self.pair.index().pair_digest()
+    }
+
     /// Whether two tensors are the same under two names, in base and target.
     fn is_same(&self, py: Python<'_>, a: &str, b: &str) -> PyResult<bool> {
         let find = |name| self.pair.index().find(name).ok_or_else(|| errors::to_python(py, &unknown(name)));

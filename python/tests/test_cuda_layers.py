@@ -79,9 +79,9 @@ class TestLayers:
                         found.append(base(TOKENS.cuda()))
             torch.cuda.synchronize()
         assert all(torch.equal(one, wanted) for one in found)
-        arenas = [tpde._rebuilt.Arena.of(base.twin._weight.device, stream) for stream in streams]
-        rooms = {slot.dense.data_ptr() for arena in arenas for slot in arena.slots}
-        assert len(rooms) == 6 and all(address % 256 == 0 for address in rooms)
+        prefetchers = [tpde._prefetch.Prefetcher.of(base.twin._weight.device, stream) for stream in streams]
+        memory = {slot.memory.data_ptr() for prefetcher in prefetchers for slot in prefetcher.slots}
+        assert len(memory) == 6 and all(address % 256 == 0 for address in memory)
 
     def test_scratch_is_all_the_memory(self, tmp_path: Path) -> None:
         torch.manual_seed(0)

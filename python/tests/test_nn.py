@@ -65,13 +65,14 @@ def test_a_module_with_rebuilt_weights_is_not_saved_without_them(deep: tuple, wr
     attached = tpde.nn.attach(base, pair)
     name = next(name for name, _ in base.named_modules() if name in attached.layers)
     module = torch.nn.Sequential(base) if wrapped else base
+    more = len(set(attached.layers.values())) - 1  # one module has two names
     for call in (
         lambda: tpde.torch.save_file(None, module, tmp_path / "q"),
         lambda: tpde.torch.save_file(module, plain, tmp_path / "q"),
         lambda: tpde.torch.save_file(plain, module, tmp_path / "q"),
         lambda: tpde.torch.apply_(module, pair, strict=False),
     ):
-        with pytest.raises(tpde.Misuse, match=f"'{'0.' if wrapped else ''}{name}' and {len(attached.layers) - 1} more .*rebuild"):
+        with pytest.raises(tpde.Misuse, match=f"'{'0.' if wrapped else ''}{name}' and {more} more .*rebuild"):
             call()
     assert not list(tmp_path.glob("q*"))
     # What the message advises.
@@ -230,11 +231,11 @@ class TestCompiled:
         x = torch.randn(4, 2, 64, dtype=torch.bfloat16)
         torch.library.opcheck(
             torch.ops.tpde.linear.default,
-            (x, layer.bias.detach(), layer.handle, layer.out_features),
+            (x, layer.bias.detach(), layer.key, layer.out_features),
             test_utils=("test_schema", "test_faketensor"),
         )
         with torch._subclasses.FakeTensorMode() as mode:
-            y = torch.ops.tpde.linear(mode.from_tensor(x), None, layer.handle, layer.out_features)
+            y = torch.ops.tpde.linear(mode.from_tensor(x), None, mode.from_tensor(layer.key), layer.out_features)
             assert y.shape == (4, 2, 192) and y.dtype == torch.bfloat16
 
 
@@ -245,9 +246,9 @@ class TestMemory:
         with torch.no_grad():
             base(TOKENS)
         largest = max(layer._weight.bytes for layer in attached.layers.values())
-        room = attached.layers["twin"]._weight._room()
+        room = attached.layers["twin"]._weight._slot().memory
         assert room.data_ptr() % 256 == 0
-        assert all(layer._weight._room().data_ptr() == room.data_ptr() for layer in attached.layers.values())
+        assert all(layer._weight._slot().memory.data_ptr() == room.data_ptr() for layer in attached.layers.values())
         assert room.numel() >= largest
 
     def test_outputs_do_not_lie_in_scratch(self, deep: tuple[Deep, Deep, Path]) -> None:
@@ -262,10 +263,10 @@ class TestMemory:
 
     def test_a_layer_that_is_gone(self, deep: tuple[Deep, Deep, Path]) -> None:
         base, _, pair = deep
-        handle = tpde.nn.attach(copy.deepcopy(base), pair).layers["twin"].handle
+        key = tpde.nn.attach(copy.deepcopy(base), pair).layers["twin"].key
         gc.collect()
         with pytest.raises(tpde.Misuse, match="gone"):
-            torch.ops.tpde.linear(torch.ones(1, 64, dtype=torch.bfloat16), None, handle, 192)
+            torch.ops.tpde.linear(torch.ones(1, 64, dtype=torch.bfloat16), None, key, 192)
 
     def test_copies_share_the_base(self, deep: tuple[Deep, Deep, Path]) -> None:
         base, target, pair = deep
@@ -341,10 +342,6 @@ class TestRefused:
         for other in (Tied(), Deep(width=32), Deep(dtype=torch.float16)):
             with pytest.raises(tpde.Misuse):
                 tpde.nn.attach(other, pair)
-        linear = torch.nn.Linear(3, 3)
-        tpde.torch.save_file(linear, {name: tensor + 1 for name, tensor in linear.state_dict().items()}, tmp_path / "q")
-        with pytest.raises(tpde.Misuse, match="itself"):
-            tpde.nn.attach(linear, tmp_path / "q")
         with pytest.raises(tpde.Misuse):
             tpde.nn.attach(base, pair, payloads="disk")
         if not torch.cuda.is_available():
@@ -358,202 +355,3 @@ class TestRefused:
         tpde.torch.save_file(base, target, tmp_path / "p")
         with pytest.raises(tpde.Misuse, match="one, but not in the pair"):
             tpde.nn.attach(base, tmp_path / "p")
-
-
-class Fake:
-    """A device in the place of CUDA: streams do what they are told at once, payloads are decoded by the CPU's code when their
-    decoding is launched, from where they were copied to."""
-
-    def __init__(self, pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[tuple[str, str]] = []
-        self.torch = torch.device("cpu")
-        self.raw = None
-        self.main = self.Stream()
-        self._pair = tpde._tpde.Pair(pair)
-        self._index = torch.zeros(1, dtype=torch.uint8)
-        self._device, self._raw = self, self
-        self.entries = {entry[0]: tpde._open.Entry(*entry) for entry in self._pair.tensors()}
-        self.blob = pair.with_suffix(".tpde-blob").read_bytes()
-        self.fails = ""
-        monkeypatch.setattr(torch.cuda, "Stream", lambda *_: self.Stream())
-        monkeypatch.setattr(torch.cuda, "Event", self.Event)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-        monkeypatch.setattr(tpde._rebuilt.Arena, "_made", {})
-        copy = tpde._rebuilt.Arena._copy
-
-        def logged(arena: tpde._rebuilt.Arena, weight: tpde._rebuilt.DeviceWeight, room: object) -> None:
-            self.log.append(("copy", weight.entry.name))
-            copy(arena, weight, room)
-
-        monkeypatch.setattr(tpde._rebuilt.Arena, "_copy", logged)
-
-    class Event:
-        def record(self, stream: object) -> None:
-            self.recorded = stream
-
-    class Stream:
-        cuda_stream = 0
-
-        def wait_event(self, event: object) -> None: ...
-        def wait_stream(self, stream: object) -> None: ...
-        def __enter__(self) -> None: ...
-        def __exit__(self, *_: object) -> None: ...
-
-    def stream(self) -> Stream:
-        return self.main
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def memory(self, bytes: int, what: str) -> torch.Tensor:
-        return torch.zeros(max(bytes, 1), dtype=torch.uint8)
-
-    def plan(self, output: tuple, base: tuple, start: int, part: tuple) -> object:
-        fake = self
-
-        class Plan:
-            def bytes(self) -> int:
-                return 5
-
-            def prepare(self, memory: tuple) -> object:
-                return self
-
-            def launch(self, device: object, stream: int) -> object:
-                fake.log.append(("decode", output[0]))
-                size = fake._pair.payload_bytes(output[0])
-                assert bytes(part[5][:size].tolist()) == fake.blob[start : start + size]  # the right payload is there
-                fake._pair.read([output], [base], False, None)
-                return self
-
-            def is_done(self) -> bool:
-                return True
-
-            def wait(self) -> None:
-                if fake.fails == output[0]:
-                    raise tpde.Invalid("a payload is damaged", rule="payload.crc32")
-
-        return Plan()
-
-    def weights(self, model: torch.nn.Module, names: list[str]) -> list[tpde._rebuilt.DeviceWeight]:
-        """Weights of this device, their payloads in memory that is to be copied."""
-        offset, made = 64, {}
-        for entry in self.entries.values():  # payloads follow each other in the order of the tensors, padded chunk by chunk
-            made[entry.name] = offset
-            chunks = next(t.chunks for t in tpde.inspect(self.stem).tensors if t.name == entry.name)
-            assert chunks == 1
-            offset += (self._pair.payload_bytes(entry.name) + 15) // 16 * 16
-        found = []
-        for name in names:
-            payload = torch.frombuffer(bytearray(self.blob[made[name] :]), dtype=torch.uint8)
-            payload = payload[: (self._pair.payload_bytes(name) + 15) // 16 * 16]
-            found.append(tpde._rebuilt.DeviceWeight(self, self.entries[name], model.get_parameter(name), payload, made[name]))
-        return found
-
-
-class TestArena:
-    @pytest.fixture
-    def fake(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Fake, Deep, Deep]:
-        base = Deep()
-        target = target_of(base)
-        tpde.torch.save_file(base, target, tmp_path / "p", codec="conditioned", chunk_lanes=1 << 20)
-        fake = Fake(tmp_path / "p", monkeypatch)
-        fake.stem = tmp_path / "p"
-        return fake, base, loaded(target)
-
-    NAMES = [f"blocks.{i}.{kind}.weight" for i in range(3) for kind in ("up", "down")]
-
-    def run(self, fake: Fake, weights: list, target: Deep) -> None:
-        for weight in weights:
-            x = torch.randn(3, weight.shape[1], dtype=torch.bfloat16)
-            y = weight.linear(x, None, False)
-            fake.log.append(("use", weight.entry.name))
-            assert torch.equal(y, torch.nn.functional.linear(x, target.get_parameter(weight.entry.name)))
-
-    @pytest.mark.parametrize("count", [1, 2, 3, 6])
-    def test_the_next_weight_is_decoded_while_one_is_used(self, fake: tuple[Fake, Deep, Deep], count: int) -> None:
-        device, base, target = fake
-        weights = device.weights(base, self.NAMES[:count])
-        for _ in range(4):
-            self.run(device, weights, target)
-        uses = [name for what, name in device.log if what == "use"]
-        decoded = [name for what, name in device.log if what == "decode"]
-        assert uses == self.NAMES[:count] * 4
-        # Each is decoded once a use, and one more is foreseen; after the first round always before the one before is done.
-        assert decoded == (uses + uses)[: len(uses) + 1]
-        for n in range(count + 1, len(uses)):
-            before = [i for i, entry in enumerate(device.log) if entry == ("decode", uses[n])][n // count]
-            assert before < [i for i, entry in enumerate(device.log) if entry[0] == "use"][n - 1]
-
-    @pytest.mark.parametrize("copied", [[0], [1, 4], [0, 2, 5], [0, 1, 2, 3, 4, 5]])
-    def test_payloads_are_copied_two_ahead(self, copied: list[int], fake: tuple[Fake, Deep, Deep]) -> None:
-        device, base, target = fake
-        weights = device.weights(base, self.NAMES)
-        for place, weight in enumerate(weights):
-            weight.is_copied = place in copied
-        for _ in range(3):
-            self.run(device, weights, target)
-        device.log.clear()
-        for _ in range(3):
-            self.run(device, weights, target)
-        decoded = [name for what, name in device.log if what == "decode" and self.NAMES.index(name) in copied]
-        seen = [name for what, name in device.log if what == "copy"]
-        # Each is copied once a use, in the order of the decodings, and two or as many as there are are under way.
-        ahead = min(len(copied), 2)
-        assert len(decoded) == 3 * len(copied) and seen == (decoded * 2)[ahead : ahead + len(decoded)]
-        for n, name in enumerate(decoded):
-            place = [i for i, entry in enumerate(device.log) if entry[0] == "decode" and self.NAMES.index(entry[1]) in copied][n]
-            assert [what for what, _ in device.log[:place]].count("copy") == n
-
-    def test_another_order(self, fake: tuple[Fake, Deep, Deep]) -> None:
-        device, base, target = fake
-        weights = device.weights(base, self.NAMES)
-        for order in ([0, 1, 2, 3], [3, 1, 0, 2], [5, 5, 4], [0, 1, 2, 3], [2], [4, 0]):
-            self.run(device, [weights[i] for i in order], target)
-
-    def test_memory_is_two_slots_and_goes_with_the_last_weight(self, fake: tuple[Fake, Deep, Deep]) -> None:
-        device, base, target = fake
-        weights = device.weights(base, self.NAMES)
-        self.run(device, weights * 2, target)
-        (arena,) = tpde._rebuilt.Arena._made.values()
-        assert {slot.dense.numel() for slot in arena.slots} == {max(weight.bytes for weight in weights)}
-        assert {room.memory.numel() for room in arena.rooms} == {max(weight.payload.numel() for weight in weights)}
-        handle = weights[-1].handle
-        assert any(key[0] == handle for slot in arena.slots for key in slot.rebuilds)
-        weights.pop()
-        gc.collect()
-        assert not any(key[0] == handle for slot in arena.slots for key in slot.rebuilds)
-        del weights[:], arena
-        gc.collect()
-        assert not tpde._rebuilt.Arena._made
-
-    def test_memory_is_given_back(self, fake: tuple[Fake, Deep, Deep]) -> None:
-        device, base, target = fake
-        weights = device.weights(base, self.NAMES)
-        for _ in range(3):
-            self.run(device, weights[:-1], target)
-            (arena,) = tpde._rebuilt.Arena._made.values()
-            assert all(slot.dense is not None for slot in arena.slots)
-            arena.release()
-            assert not any(slot.dense is not None or slot.rebuilds for slot in arena.slots)
-            assert all(room.memory is None for room in arena.rooms)
-            self.run(device, weights, target)
-
-    def test_larger_weights_come_later(self, fake: tuple[Fake, Deep, Deep]) -> None:
-        device, base, target = fake
-        weights = device.weights(base, self.NAMES[:1])
-        self.run(device, weights * 2, target)
-        weights += device.weights(base, ["embed.weight", "blocks.1.up.weight"])
-        for _ in range(3):
-            self.run(device, weights, target)
-
-    def test_what_went_wrong_is_told_later(self, fake: tuple[Fake, Deep, Deep]) -> None:
-        device, base, target = fake
-        weights = device.weights(base, self.NAMES[:3])
-        self.run(device, weights, target)
-        device.fails = self.NAMES[1]
-        with pytest.raises(tpde.Invalid):
-            for _ in range(2):
-                self.run(device, weights, target)
-        device.fails = ""
-        self.run(device, weights, target)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from ._torch_memory import Seen, check_device
 _SCRATCH, _SCRATCH_BESIDE_LARGE = 58 << 20, 40 << 20
 
 Payloads = Literal["file", "pinned", "device"]
+_Result = TypeVar("_Result")
 
 
 class Device:
@@ -65,10 +66,13 @@ class Device:
     def memory(self, bytes: int, what: str) -> torch.Tensor:
         """Bytes for the compiled half: at a multiple of 256 at least, as PyTorch's allocator has it. Never a graph's."""
         try:
-            with torch.inference_mode(False), torch.cuda.stream(self.copies):
-                return self.raw.beside_captures(lambda: torch.empty(max(bytes, 1), dtype=torch.uint8, device=self.torch))
+            with torch.inference_mode(False):
+                return on_stream(self.copies, lambda: self.raw.beside_captures(lambda: self._empty(bytes)))
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"no memory on {self.torch} for {what}, {bytes} bytes", tensor=what, bytes=bytes) from error
+
+    def _empty(self, bytes: int) -> torch.Tensor:
+        return torch.empty(max(bytes, 1), dtype=torch.uint8, device=self.torch)
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
@@ -85,6 +89,27 @@ class Device:
         """Raises if the current stream is being captured: a graph cannot wait for an outcome."""
         if self.is_capturing():
             raise Misuse(f"{what} waits for its outcome, which a CUDA graph that is being captured cannot")
+
+
+def on_stream(stream: torch.cuda.Stream, work: Callable[[], _Result]) -> _Result:
+    """What ``work`` gives with this stream current. An exception at any bytecode, a signal's too, leaves the thread's current
+    stream and device as they were, which the context manager ``torch.cuda.stream`` does not."""
+    device, before = torch._C._cuda_getDevice(), torch.cuda.current_stream(stream.device)
+    switch = torch._C._cuda_setStream
+    try:
+        switch(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+        return work()
+    finally:
+        # Calls of C alone: what a signal raises comes behind them.
+        try:
+            switch(stream_id=before.stream_id, device_index=before.device_index, device_type=before.device_type)
+        finally:
+            torch._C._cuda_setDevice(device)
+
+
+def copy_on(stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor) -> None:
+    """Queues a copy, from pinned memory say."""
+    on_stream(stream, lambda: to.copy_(source, non_blocking=True))
 
 
 def _given(tensor: torch.Tensor) -> tuple[int, int]:

@@ -17,13 +17,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from . import _tpde
+from . import _operator, _tpde  # noqa: F401 (the operator is registered by its import)
+from ._capture import Graph
 from ._device import DevicePair
 from ._errors import Misuse
 from ._open import Entry, Reader, state_of
 from ._paths import StrPath, path_of
 from ._progress import Progress
-from ._rebuilt import Arena, DeviceWeight, HostWeight, Weight
+from ._prefetch import DeviceWeight, Prefetcher
+from ._rebuilt import HostWeight, Weight
+from ._slot import Failures
 from ._torch_memory import check_device, dtype_of
 
 __all__ = ["Attached", "JITCompressedLinear", "attach"]
@@ -32,25 +35,35 @@ Payloads = Literal["pinned", "device"]
 
 
 class JITCompressedLinear(nn.Module):
-    """A linear layer that rebuilds its weight whenever it is called; :func:`attach` makes it of an ``nn.Linear``.
+    """A linear layer that rebuilds its weight whenever it is called. :func:`attach` turns an ``nn.Linear`` into one.
 
     ``y = x Wᵀ + b``, with ``W`` of shape ``(out_features, in_features)``: bit for bit what ``nn.Linear`` gives with the pair's
-    target. It computes by the operator ``tpde::linear(x, bias, handle, out_features, cast)``, which ``torch.compile`` takes as it is.
-    The bias is an ordinary parameter. The weight is no parameter and not in the state dict; a deep copy of the layer shares it.
+    target. The output is computed by the operator ``tpde::linear(x, bias, key, out_features, cast)``, which ``torch.compile``,
+    ``torch.export`` and ``torch.jit.trace`` take as it is: one graph serves all layers of a shape. ``key`` names the pair by its
+    digest, and the tensor. A program that is loaded in another process needs a model there to which the same pair is attached,
+    on the same device; with another pair it is refused.
+
+    The bias is a parameter without gradients. The weight is no parameter and not in the state dict; a deep copy of the layer
+    shares it.
 
     Raises:
-        Misuse: When it is called with an input that requires gradients.
-        Invalid: When a payload turns out to be damaged, or the base to have been changed; on a CUDA device by a later call, or
-            by :meth:`Attached.check`.
+        Misuse: When it is called with an input that needs a derivative: one that requires gradients, has a tangent, or belongs to
+            a transform of ``torch.func``.
+        Invalid: When a payload turns out to be damaged, or the base to have been changed. On a CUDA device a later call of any
+            layer of the same model raises it, or :meth:`Attached.check`.
     """
 
-    def __init__(self, weight: Weight, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.handle = weight.handle
-        self._weight = weight
-        self.bias = bias
-        self.requires_grad_(False)
+    _weight: Weight
+    bias: nn.Parameter | None
+    key: torch.Tensor
+
+    def __init__(self) -> None:
+        raise Misuse("layers that rebuild their weights are made by tpde.nn.attach")
+
+    @property
+    def handle(self) -> int:
+        """A number of the weight, in this process."""
+        return self._weight.handle
 
     @property
     def weight(self) -> torch.Tensor:
@@ -59,12 +72,10 @@ class JITCompressedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x``: ``(…, in_features)``, of the weight's dtype and on its device. Gives ``(…, out_features)``."""
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise Misuse("a JITCompressedLinear has no gradients: call it under torch.no_grad()")
         cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
         if cast:  # as PyTorch does it for nn.Linear, said here for the operator's fake kernel
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y: torch.Tensor = torch.ops.tpde.linear(x, self.bias, self.handle, self.out_features, cast)
+        y: torch.Tensor = torch.ops.tpde.linear(x, self.bias, self.key, self.out_features, cast)
         return y
 
     def extra_repr(self) -> str:
@@ -73,6 +84,19 @@ class JITCompressedLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"tensor={self._weight.entry.name!r}"
         )
+
+
+def _convert(plain: nn.Linear, weight: Weight, bias: nn.Parameter | None) -> JITCompressedLinear:
+    """Turns a linear layer into one that rebuilds its weight. It stays the same object: its hooks and attributes stay, an own
+    ``forward`` of the instance too, and whoever refers to it has the target's layer."""
+    layer: Any = plain
+    layer.__class__ = JITCompressedLinear
+    del layer._parameters["weight"]
+    layer._weight, layer.bias = weight, bias
+    # No buffer: it stays on the CPU, where the operator reads it.
+    layer.key = torch.tensor(weight.key, dtype=torch.int64, device="cpu")
+    made: JITCompressedLinear = layer
+    return made
 
 
 class Attached:
@@ -85,25 +109,27 @@ class Attached:
         stored_bytes: Compressed bytes that are kept for the layers.
     """
 
-    def __init__(self, layers: dict[str, JITCompressedLinear], dense: list[str], stored_bytes: int) -> None:
+    def __init__(
+        self, layers: dict[str, JITCompressedLinear], dense: list[str], stored_bytes: int, failures: Failures | None = None
+    ) -> None:
         self.layers = layers
         self.dense = dense
         self.stored_bytes = stored_bytes
+        self._failures = Failures() if failures is None else failures
 
     def check(self) -> None:
-        """Waits for all rebuilding that was queued on CUDA devices, and raises what was wrong with any; that of graphs too,
-        whose last replay is told of.
+        """Waits for all rebuilding that was queued on CUDA devices, and raises what was wrong with weights of this model: the first
+        fault that no call has raised yet; or that of the last replay of a graph.
 
         Raises:
             Invalid: Naming tensor and chunk. Outputs since then are not those of the target.
         """
-        for device, arenas in self._arenas().items():
+        for device, prefetchers in self._prefetchers().items():
             torch.cuda.synchronize(device)
-            for arena in arenas:
-                arena.settle(wait=True)
-        for weight in self._on_device():
-            for _, captured, _ in weight.captured:
-                captured.check()
+            for prefetcher in prefetchers:
+                prefetcher.settle(wait=True)
+        self._failures.throw()
+        Graph.check(self._on_device())
 
     def release(self) -> None:
         """Gives the scratch memory back that layers share on CUDA devices, two weights and two payloads a stream, to PyTorch's
@@ -112,15 +138,16 @@ class Attached:
         Raises:
             Invalid: As :meth:`check`, if something was wrong with what was queued.
         """
-        for arenas in self._arenas().values():
-            for arena in arenas:
-                arena.release()
+        for prefetchers in self._prefetchers().values():
+            for prefetcher in prefetchers:
+                prefetcher.release()
+        self._failures.throw()
 
     def _on_device(self) -> set[DeviceWeight]:
         return {layer._weight for layer in self.layers.values() if isinstance(layer._weight, DeviceWeight)}
 
-    def _arenas(self) -> dict[torch.device, list[Arena]]:
-        return {device: Arena.on(device) for device in {weight.device.torch for weight in self._on_device()}}
+    def _prefetchers(self) -> dict[torch.device, list[Prefetcher]]:
+        return {device: Prefetcher.on(device) for device in {weight.torch_device for weight in self._on_device()}}
 
 
 def attach(
@@ -136,10 +163,15 @@ def attach(
     """Turn a model that has the base of ``pair`` into one that gives the target's outputs, its linear weights rebuilt just in
     time.
 
-    Layers of class ``nn.Linear`` whose weight the pair changes become :class:`JITCompressedLinear`; a weight that several of
-    them share is one afterwards too. Everything else that the pair changes, weights that are tied to an embedding among it, is
-    rebuilt once, into new parameters; the model's own tensors are only read, and may be shared with other models. They must
-    not be written while the model is used. To be called again with another pair, it takes the model as it was.
+    Layers of class ``nn.Linear`` whose weight the pair changes become :class:`JITCompressedLinear`. They stay the same objects,
+    with their hooks, their attributes and all of their names; a weight that several of them share is one afterwards too.
+    Everything else that the pair changes, weights that are tied to an embedding among it, is rebuilt once, into new parameters.
+    The model's own tensors are only read, and may be shared with other models; modules that are shared change for all. Tensors
+    must not be written while the model is used. To be called again with another pair, it takes the model as it was.
+
+    Wrappers for distributed training: ``DistributedDataParallel`` and FSDP2's ``fully_shard`` take a model after ``attach``, for
+    forwards under ``torch.no_grad()``; they see its other parameters. ``attach`` refuses a model that ``fully_shard`` has
+    sharded already, and one in a ``DistributedDataParallel``, whose names are others: give it ``wrapped.module``.
 
     Args:
         model: Has the base, by the names of the pair: parameters and buffers on the CPU or a CUDA device. What the pair needs
@@ -189,14 +221,14 @@ def attach(
                 raise Misuse(f"tensor {names[0]!r} is on the device meta, and the pair has nothing for it")
             elif tensor.device != where:
                 dense.update(dict.fromkeys(names, tensor.detach().to(where)))
+    kept = {weight.handle: attaching.stored(weight) for weight in weights.values()}
+    rebuilt = [name for name in dense if (entry := attaching.entries.get(name)) and (entry.changes or not entry.is_same)]
     # Nothing was changed so far, whatever was raised.
     made: dict[int, nn.Parameter] = {}
     for name, tensor in dense.items():
         found.set(name, tensor, made)
-    layers = {name.rpartition(".")[0]: found.replace(name, weight) for name, weight in weights.items()}
-    kept = {weight.handle: attaching.stored(weight) for weight in weights.values()}
-    rebuilt = [name for name in dense if (entry := attaching.entries.get(name)) and (entry.changes or not entry.is_same)]
-    return Attached(layers, sorted(rebuilt), sum(kept.values()))
+    layers = found.convert(weights)
+    return Attached(layers, sorted(rebuilt), sum(kept.values()), attaching.failures)
 
 
 class _Model:
@@ -228,17 +260,22 @@ class _Model:
             new = made[id(tensor)]
         setattr(self.modules[first], last, new)
 
-    def replace(self, name: str, weight: Weight) -> JITCompressedLinear:
-        """Puts a layer that rebuilds its weight in the place of a plain one, wherever that is."""
-        path = name.rpartition(".")[0]
-        plain = self.modules[path]
-        layer = JITCompressedLinear(weight, getattr(plain, "bias"))
-        layer.train(plain.training)
-        first, _, last = path.rpartition(".")
-        if not path:
-            raise Misuse("the model is a linear layer itself: attach takes one that has such layers")
-        setattr(self.modules[first], last, layer)
-        return layer
+    def convert(self, weights: Mapping[str, Weight]) -> dict[str, JITCompressedLinear]:
+        """Has linear layers rebuild their weights, each once, whatever it is called."""
+        layers: dict[str, JITCompressedLinear] = {}
+        biases: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        for name, weight in weights.items():
+            path = name.rpartition(".")[0]
+            layer: Any = self.modules[path]
+            if not isinstance(layer, JITCompressedLinear):
+                bias: Any = layer.bias
+                if bias is not None:
+                    # In a parameter of its own: other models may train the one that was there.
+                    own = nn.Parameter(bias.detach(), requires_grad=False)
+                    _, bias = biases.setdefault(id(bias), (bias, own))
+                layer = _convert(layer, weight, bias)
+            layers[path] = layer
+        return layers
 
 
 class _Attaching:
@@ -251,6 +288,7 @@ class _Attaching:
         self.given = pair
         self.payloads = payloads
         self.progress = progress
+        self.failures = Failures()
         self.pair = pair._pair if isinstance(pair, DevicePair) else _tpde.Pair(path_of(pair))
         self.entries = {entry[0]: Entry(*entry) for entry in self.pair.tensors()}
         self._on_device: dict[torch.device, DevicePair] = {}
@@ -296,7 +334,7 @@ class _Attaching:
         if entry.base_kind == "prefix":
             return None
         if device.type == "cpu":
-            weight = HostWeight(self.pair, entry, base)
+            weight = HostWeight(self.pair, entry, base, self.failures)
             weight.base_memory()  # looked at
             return weight
         on_device = self.on_device(device)
@@ -307,13 +345,13 @@ class _Attaching:
             base = base.detach().pin_memory()
         start, end = place
         if on_device._blob is not None:
-            return DeviceWeight(on_device, entry, base, on_device._blob, 0)
+            return DeviceWeight(on_device, entry, base, on_device._blob, 0, self.failures)
         stays = self.payloads(entry.name) if callable(self.payloads) else self.payloads
-        payload = torch.empty(end - start, dtype=torch.uint8, pin_memory=stays == "pinned")
+        payload = torch.empty(end - start, dtype=torch.uint8, device="cpu", pin_memory=stays == "pinned")
         on_device._raw.read_payloads(start, ("", "U8", [end - start], payload.data_ptr(), end - start, payload))
         if stays == "device":
             payload = payload.to(device)
-        return DeviceWeight(on_device, entry, base, payload, start)
+        return DeviceWeight(on_device, entry, base, payload, start, self.failures)
 
     def rebuilt(self, entry: Entry, device: torch.device) -> torch.Tensor:
         """The tensor of the target."""

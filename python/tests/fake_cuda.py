@@ -1,0 +1,377 @@
+"""A CUDA device for tests of the prefetcher, on which no order is left to chance.
+
+Operations take effect when they are queued, in memory of the host. Beside that, each is stamped with a vector clock: what it is
+ordered behind by streams, events and waits of the host. Two accesses to one piece of memory, of which one writes, must be ordered;
+if they are not, a device could run them in either order, and the world notes it. Freed memory is taken to be used by somebody else
+at once, in the order of the main stream and of those that it was recorded with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import random
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import tpde
+import tpde.nn
+from tpde import _capture, _prefetch
+from tpde._open import Entry
+
+Clock = dict[int, int]
+CPU = torch.device("cpu")
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    for stream, tick in other.items():
+        clock[stream] = max(clock.get(stream, 0), tick)
+
+
+class Call:
+    """What the harness is told of a call: an aborted one has no output that could be wrong."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+        self.outcomes: list[Outcome] = []
+
+
+class Outcome:
+    """A decoding: whether it is damaged by the test, or spoilt by a race."""
+
+    def __init__(self, weight: str, fault: int | None) -> None:
+        self.weight, self.fault, self.spoilt = weight, fault, ""
+
+
+class Access:
+    def __init__(self, begin: int, end: int, stream: int, tick: int, writes: bool, by: Any) -> None:
+        self.begin, self.end, self.stream, self.tick, self.writes, self.by = begin, end, stream, tick, writes, by
+
+
+class World:
+    """Clocks, memory, and what was found wrong."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.violations: list[str] = []
+        #: Copies, decodings and uses in the order in which they were queued, with the weight's name.
+        self.log: list[tuple[str, str]] = []
+        self.names: dict[int, str] = {}
+        self.host: Clock = {}
+        self.accesses: list[Access] = []
+        #: What was decoded where, by address.
+        self.contents: dict[int, Outcome] = {}
+        #: What was copied where, by addresses.
+        self.copied: dict[int, int] = {}
+        self.recorded: dict[int, set[FakeStream]] = {}
+        self._calls = threading.local()
+        self.streams: list[FakeStream] = []
+        self.captures = 0
+        self.main = FakeStream(self)
+
+    @property
+    def call(self) -> Call:
+        """The thread's."""
+        return getattr(self._calls, "now", None) or self.begin_call()
+
+    def begin_call(self) -> Call:
+        self._calls.now = Call()
+        return self._calls.now
+
+    def operation(self, stream: FakeStream, accesses: list[tuple[int, int, bool]], by: Any) -> str:
+        """Queues one; says with what it races, which is for the caller to judge."""
+        merge(stream.clock, self.host)
+        stream.clock[stream.number] = tick = stream.clock.get(stream.number, 0) + 1
+        races = ""
+        for begin, end, writes in accesses:
+            kept = []
+            for other in self.accesses:
+                meets = other.begin < end and begin < other.end
+                is_ordered = stream.clock.get(other.stream, 0) >= other.tick
+                if meets and (writes or other.writes) and not is_ordered:
+                    races += self.race(other, by)
+                if not (meets and writes and is_ordered and begin <= other.begin and other.end <= end):
+                    kept.append(other)
+            self.accesses = [*kept, Access(begin, end, stream.number, tick, writes, by)]
+        return races
+
+    def race(self, earlier: Access, by: Any) -> str:
+        """An aborted call's output is nobody's; a decoding that is spoilt must not be used, nor be told of."""
+        if isinstance(earlier.by, Call):
+            return "" if earlier.by.aborted else f"{by} overwrites what a call still reads; "
+        if isinstance(earlier.by, Outcome):
+            earlier.by.spoilt = "raced"
+        return f"{by} races with {earlier.by}; "
+
+    def allocated(self, tensor: torch.Tensor) -> torch.Tensor:
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        self.accesses = [other for other in self.accesses if other.end <= begin or end <= other.begin]
+        self.contents = {address: outcome for address, outcome in self.contents.items() if not begin <= address < end}
+        self.recorded.pop(begin, None)
+        self.copied.pop(begin, None)
+        if self.main.capture is None:  # else it is of the graph's pool, and for the graph alone
+            self.watch(tensor)
+        return tensor
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        weakref.finalize(tensor, self.freed, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes).atexit = False
+
+    def freed(self, begin: int, end: int) -> None:
+        clock = dict(self.main.clock)
+        for stream in self.recorded.pop(begin, ()):
+            merge(clock, stream.clock)
+        for other in self.accesses:
+            if begin < other.end and other.begin < end and clock.get(other.stream, 0) < other.tick and not is_aborted(other.by):
+                self.violations.append(f"memory was freed while {other.by} uses it")
+        self.accesses = [other for other in self.accesses if other.end <= begin or end <= other.begin]
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """Something of the test's writes it, on the main stream."""
+        self.operation(self.main, [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, True)], "a write to a base")
+
+
+def is_aborted(by: Any) -> bool:
+    return isinstance(by, Call) and by.aborted
+
+
+class FakeStream:
+    def __init__(self, world: World) -> None:
+        world.streams.append(self)
+        self.world, self.number, self.clock = world, len(world.streams), {}
+        self.cuda_stream = self.number
+        self.capture: int | None = None
+
+    @property
+    def ticks(self) -> int:
+        return self.clock.get(self.number, 0)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        merge(self.clock, event.clock)
+        self.capture = event.capture or self.capture
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        merge(self.clock, stream.clock)
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.clock: Clock = {}
+        self.capture: int | None = None
+
+    def record(self, stream: FakeStream) -> None:
+        merge(stream.clock, stream.world.host)
+        self.clock, self.capture = dict(stream.clock), stream.capture
+
+
+class FakePair:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def digest(self) -> bytes:
+        return hashlib.sha256(self.name.encode()).digest()
+
+
+class FakeGraph:
+    def __init__(self) -> None:
+        self.gone = False
+
+    def is_destroyed(self) -> bool:
+        return self.gone
+
+
+class FakeDevice:
+    """What `_device.Device` and `_tpde.Device` are to the prefetcher."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.torch, self.raw = world, CPU, self
+        self.refuses = 0
+        self.graphs: dict[int, FakeGraph] = {}
+
+    def stream(self) -> FakeStream:
+        return self.world.main
+
+    def is_capturing(self) -> bool:
+        return self.world.main.capture is not None
+
+    def capture_id(self, stream: int) -> int | None:
+        return self.world.main.capture
+
+    def captured_graph(self, stream: int) -> FakeGraph:
+        assert self.world.main.capture is not None
+        return self.graphs.setdefault(self.world.main.capture, FakeGraph())
+
+    def memory(self, bytes: int, what: str) -> torch.Tensor:
+        if self.refuses:
+            self.refuses -= 1
+            raise tpde.OutOfMemory("no memory, says the test", tensor=what, bytes=bytes)
+        return torch.empty(max(bytes, 1), dtype=torch.uint8)
+
+
+class FakeModel:
+    """Weights on the device whose elements are all one number each, so that an output says whose it is."""
+
+    def __init__(self, world: World, device: FakeDevice, name: str, rows: list[int], copied: list[bool]) -> None:
+        self.world, self.name, self._device, self._raw = world, name, device, self
+        self._pair: Any = FakePair(name)
+        self._index = torch.empty(1, dtype=torch.uint8)
+        self.failures = tpde._slot.Failures()
+        self.values: dict[str, float] = {}
+        #: Decodings that fail: how many more of a weight; and all that did, with whether an output was made of them.
+        self.damaged: dict[str, int] = {}
+        self.faults: dict[int, bool] = {}
+        self.payloads: dict[str, int] = {}
+        self.weights: list[_prefetch.DeviceWeight] = []
+        for i, (count, is_copied) in enumerate(zip(rows, copied)):
+            weight = f"{name}.{i}"
+            self.values[weight] = float(world.random.randrange(1, 1 << 20))
+            base = torch.zeros(count, 2)
+            world.written(base)
+            entry = Entry(weight, "F32", [count, 2], "same", weight, True)
+            made = _prefetch.DeviceWeight(self, entry, base, torch.empty(16, dtype=torch.uint8), 0, self.failures)
+            made.is_copied = is_copied
+            self.payloads[weight] = made.payload.data_ptr()
+            world.names[made.payload.data_ptr()] = weight
+            world.watch(made.base)
+            self.weights.append(made)
+        _prefetch.DeviceWeight._largest.clear()
+
+    def plan(self, output: Any, base: Any, start: int, part: Any) -> FakePlan:
+        return FakePlan(self, output, base, part)
+
+    def _rebuild(self, outputs: list[Any], base: list[Any], progress: None) -> None:
+        """Waited for, in memory of its own."""
+        fill(outputs[0][3], outputs[0][4], self.values[outputs[0][0]])
+
+    def forward(self, weight: _prefetch.DeviceWeight) -> None:
+        """A layer, its output compared with what it must be."""
+        call = self.world.begin_call()
+        try:
+            y = weight.linear(torch.ones(1, 2), None, False)
+        except BaseException as error:
+            call.aborted = True
+            shown = getattr(error.__context__, "fault", None)
+            if shown in self.faults:  # the signal's exception shows it: it may be raised once more, and need not be
+                self.faults[shown] = False
+            raise
+        name = weight.entry.name
+        self.world.log.append(("use", name))
+        for outcome in call.outcomes:
+            if outcome.weight != name or outcome.spoilt:
+                self.world.violations.append(f"{name} was computed with {outcome.weight} {outcome.spoilt}")
+            elif outcome.fault is not None:
+                self.faults[outcome.fault] = True
+        is_damaged = any(outcome.fault is not None for outcome in call.outcomes)
+        if not is_damaged and not torch.equal(y, torch.full((1, weight.shape[0]), 2 * self.values[name])):
+            self.world.violations.append(f"{name} gave {y}")
+
+    def raised(self, error: tpde.Invalid) -> None:
+        """What a call or a check of this model has raised must be its own."""
+        fault = getattr(error, "fault", None)
+        if fault not in self.faults:
+            self.world.violations.append(f"{self.name} raised {error}, which is not its fault")
+        self.faults.pop(fault, None)
+
+
+def fill(address: int, bytes: int, value: float) -> None:
+    (ctypes.c_float * (bytes // 4)).from_address(address)[:] = [value] * (bytes // 4)
+
+
+class FakePlan:
+    """A plan, and what is prepared of it, and its launches."""
+
+    faults = 0
+
+    def __init__(self, model: FakeModel, output: Any, base: Any, part: Any) -> None:
+        self.model, self.output, self.reads = model, output, [(m[3], m[3] + m[4]) for m in (base, part)]
+
+    def bytes(self) -> int:
+        return 8
+
+    def prepare(self, memory: Any) -> FakePlan:
+        return self
+
+    def launch(self, device: FakeDevice, stream: int) -> FakeLaunch:
+        name, address, bytes = self.output[0], self.output[3], self.output[4]
+        world = self.model.world
+        fault = None
+        if self.model.damaged.get(name):
+            self.model.damaged[name] -= 1
+            FakePlan.faults += 1
+            fault = FakePlan.faults
+            self.model.faults[fault] = False
+        outcome = Outcome(name, fault)
+        world.log.append(("decode", name))
+        on = world.streams[stream - 1]
+        accesses = [(address, address + bytes, True), *((begin, end, False) for begin, end in self.reads)]
+        outcome.spoilt = world.operation(on, accesses, outcome)
+        payload = self.reads[-1][0]
+        if world.copied.get(payload, payload) != self.model.payloads[name]:
+            outcome.spoilt += "is decoded from another payload"
+        fill(address, bytes, self.model.values[name])
+        for begin in [other for other in world.contents if address <= other < address + bytes]:
+            del world.contents[begin]
+        world.contents[address] = outcome
+        return FakeLaunch(outcome, on)
+
+    def capture(self, device: FakeDevice, stream: int) -> FakeLaunch:
+        return self.launch(device, stream)
+
+
+class FakeLaunch:
+    def __init__(self, outcome: Outcome, stream: FakeStream) -> None:
+        self.outcome, self.world, self.clock = outcome, stream.world, dict(stream.clock)
+        self.is_passed = False
+
+    def is_done(self) -> bool:
+        return self.is_passed or self.world.random.random() < 0.5
+
+    def wait(self) -> None:
+        merge(self.world.host, self.clock)
+        self.is_passed = True
+        if self.outcome.spoilt:
+            self.world.violations.append(f"an error is told of {self.outcome.weight}, which {self.outcome.spoilt}")
+        if self.outcome.fault is not None:
+            error = tpde.Invalid(f"damage {self.outcome.fault} of {self.outcome.weight}", rule="payload.crc32")
+            error.fault = self.outcome.fault
+            raise error
+
+    check = wait
+
+
+def install(world: World, patch: pytest.MonkeyPatch) -> FakeDevice:
+    """Has the prefetcher use this world for a device."""
+
+    def compute(x: torch.Tensor, weight: torch.Tensor, bias: None, cast: bool) -> torch.Tensor:
+        begin = weight.data_ptr()
+        races = world.operation(world.main, [(begin, begin + weight.nbytes, False)], world.call)
+        outcome = world.contents.get(begin)
+        if outcome is not None:
+            world.call.outcomes.append(outcome)
+        if races:
+            world.violations.append(f"a layer computes while {races}")
+        return torch.nn.functional.linear(x, weight)
+
+    def copy_on(stream: FakeStream, to: torch.Tensor, source: torch.Tensor) -> None:
+        ranges = [(to.data_ptr(), to.data_ptr() + to.nbytes, True), (source.data_ptr(), source.data_ptr() + source.nbytes, False)]
+        world.operation(stream, ranges, "a copy")
+        world.recorded.setdefault(source.data_ptr(), set()).add(stream)  # as PyTorch does for pinned memory
+        world.copied[to.data_ptr()] = source.data_ptr()
+        world.log.append(("copy", world.names[source.data_ptr()]))
+
+    empty = torch.empty
+    patch.setattr(torch, "empty", lambda *a, **k: world.allocated(empty(*a, **k)))
+    patch.setattr(torch.cuda, "Stream", lambda *_: FakeStream(world))
+    patch.setattr(torch.cuda, "Event", FakeEvent)
+    patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: world.recorded.setdefault(tensor.data_ptr(), set()).add(stream))
+    patch.setattr(_prefetch.Prefetcher, "_made", {})
+    patch.setattr(_capture.Graph, "_kept", [])
+    patch.setattr(_prefetch.DeviceWeight, "_largest", {})
+    for module in (_prefetch, _capture):
+        patch.setattr(module, "compute", compute)
+        patch.setattr(module, "copy_on", copy_on)
+    return FakeDevice(world)

@@ -1,0 +1,298 @@
+"""Layers of `tpde.nn` in what others make of models: derivatives, exported and compiled programs, wrappers, hooks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tpde
+from test_nn import TOKENS, Deep, deep, loaded, target_of  # noqa: F401 (a fixture)
+
+torch = pytest.importorskip("torch")
+
+import tpde.nn  # noqa: E402 (needs torch)
+
+X = torch.linspace(-1, 1, 3 * 64).view(3, 64).to(torch.bfloat16)
+
+
+@pytest.fixture
+def layer(deep: tuple[Deep, Deep, Path]) -> tpde.nn.JITCompressedLinear:
+    base, _, pair = deep
+    return tpde.nn.attach(base, pair).layers["blocks.0.up"]
+
+
+def traced(layer: Any) -> Callable[..., torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: Callable[..., torch.Tensor] = torch.jit.trace(layer, (X,))
+    return made
+
+
+def exported(layer: Any) -> Callable[..., torch.Tensor]:
+    made: Callable[..., torch.Tensor] = torch.export.export(layer, (X,)).module()
+    return made
+
+
+def operator(layer: Any) -> Callable[..., torch.Tensor]:
+    return lambda x: torch.ops.tpde.linear(x, layer.bias, layer.key, layer.out_features)
+
+
+class TestDerivatives:
+    @pytest.mark.parametrize("program", [lambda layer: layer, traced, exported, operator], ids=["layer", "traced", "exported", "operator"])
+    def test_an_input_that_requires_gradients_is_refused(self, program: Any, layer: tpde.nn.JITCompressedLinear) -> None:
+        call, x = program(layer), X.clone().requires_grad_()
+        with pytest.raises((tpde.Misuse, RuntimeError), match="no gradients"):
+            call(x)
+        with torch.no_grad():
+            assert torch.equal(call(x), layer(X))
+
+    def test_a_bias_that_requires_gradients_is_refused(self, layer: tpde.nn.JITCompressedLinear) -> None:
+        layer.bias.requires_grad_()
+        with pytest.raises(tpde.Misuse, match="no gradients"):
+            layer(X)
+
+    @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad])
+    def test_tangents_are_refused(self, context: Any, layer: tpde.nn.JITCompressedLinear) -> None:
+        with torch.autograd.forward_ad.dual_level(), context():
+            dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
+            with pytest.raises(tpde.Misuse, match="no tangents"):
+                layer(dual)
+            assert torch.equal(layer(X), layer(X))
+
+    @pytest.mark.parametrize(
+        "derive",
+        [
+            lambda f: torch.func.grad(lambda x: f(x).sum())(X),
+            lambda f: torch.func.vjp(f, X),
+            lambda f: torch.func.jvp(f, (X,), (torch.ones_like(X),)),
+            lambda f: torch.func.jacfwd(f)(X[0]),
+            lambda f: torch.func.jacrev(f)(X[0]),
+            lambda f: torch.func.linearize(f, X),
+        ],
+        ids=["grad", "vjp", "jvp", "jacfwd", "jacrev", "linearize"],
+    )
+    def test_transforms_that_derive_are_refused(self, derive: Any, layer: tpde.nn.JITCompressedLinear) -> None:
+        for f in (layer, operator(layer)):
+            with pytest.raises((tpde.Misuse, RuntimeError), match="no gradients|no tangents"):
+                derive(f)
+
+    def test_mapping_over_inputs_works(self, layer: tpde.nn.JITCompressedLinear) -> None:
+        with torch.no_grad():
+            assert torch.equal(torch.func.vmap(layer)(X), torch.stack([layer(x) for x in X]))
+
+
+class TestPrograms:
+    """A saved program names the pair and the tensor, not a place in a list of this process."""
+
+    RUN = """
+import sys, torch, tpde, tpde.torch, tpde.nn
+sys.path.insert(0, {tests!r})
+from test_nn import Deep
+base = Deep()
+base.load_state_dict(torch.load({base!r}))
+if {pair!r}:
+    attached = tpde.nn.attach(base, {pair!r})
+load = (lambda path: torch.export.load(path).module()) if {path!r}.endswith("pt2") else torch.jit.load
+with torch.no_grad():
+    torch.save(load({path!r})(torch.load({x!r})), {out!r})
+"""
+
+    @pytest.mark.parametrize("kind", ["pt2", "jit"])
+    def test_in_another_process(self, kind: str, deep: tuple[Deep, Deep, Path], tmp_path: Path) -> None:
+        base, target, pair = deep
+        torch.save(base.state_dict(), tmp_path / "base")
+        torch.save(X, tmp_path / "x")
+        state = target_of(base)
+        state["blocks.1.up.weight"] = state["twin.weight"] = state["blocks.1.up.weight"] + 1
+        tpde.torch.save_file(base, state, tmp_path / "other")
+        layer = tpde.nn.attach(base, pair).layers["blocks.1.up"]
+        path = tmp_path / f"program.{kind}"
+        if kind == "pt2":
+            torch.export.save(torch.export.export(layer, (X,)), path)
+        else:
+            traced(layer).save(str(path))
+
+        def run(attached: Path | str) -> subprocess.CompletedProcess[str]:
+            names = {"base": tmp_path / "base", "path": path, "x": tmp_path / "x", "out": tmp_path / "out", "pair": attached}
+            code = self.RUN.format(tests=str(Path(__file__).parent), **{name: str(value) for name, value in names.items()})
+            return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+        same = run(pair)
+        assert same.returncode == 0, same.stderr
+        with torch.no_grad():
+            assert torch.equal(torch.load(tmp_path / "out"), target.blocks[1]["up"](X))
+        for attached in (tmp_path / "other", ""):
+            other = run(attached)
+            assert other.returncode != 0 and "is not attached" in other.stderr, other.stderr
+
+    def test_shapes_are_checked(self, layer: tpde.nn.JITCompressedLinear) -> None:
+        for x, outputs in ((X, 191), (X[:, :32], 192), (torch.ones((), dtype=torch.bfloat16), 192)):
+            with pytest.raises(tpde.Misuse, match="called with"):
+                torch.ops.tpde.linear(x, None, layer.key, outputs)
+        for key in (torch.tensor(3), torch.tensor([], dtype=torch.int64), layer.key[:1]):
+            with pytest.raises(tpde.Misuse, match="not attached"):
+                torch.ops.tpde.linear(X, None, key, 192)
+
+    def test_whole_models_are_exported(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        with torch.no_grad():
+            assert torch.equal(torch.export.export(base, (TOKENS,)).module()(TOKENS), target(TOKENS))
+
+
+class TestCompiled:
+    @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+    def test_modes(self, mode: str, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        layer, plain = base.blocks[0]["up"], target.blocks[0]["up"]
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, mode=mode, fullgraph=True)
+        with torch.no_grad():
+            for _ in range(3):
+                assert torch.equal(compiled(X), plain(X))
+
+    def test_the_operator_is_left_out_of_graphs_that_the_compiler_makes(self) -> None:
+        assert torch.Tag.cudagraph_unsafe in torch.ops.tpde.linear.default.tags
+
+    def test_regions_of_one_shape_are_one_graph(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        torch._dynamo.reset()
+        graphs = []
+
+        def backend(graph: Any, _: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        for block in base.blocks:
+            block["up"].compile(backend=backend, fullgraph=True)
+        with torch.no_grad():
+            for block, plain in zip(base.blocks, target.blocks):
+                assert torch.equal(block["up"](X), plain["up"](X))
+        assert len(graphs) == 1
+
+
+class TestAttaching:
+    def test_another_default_device(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        before = torch.get_default_device()
+        try:
+            torch.set_default_device("meta")
+            attached = tpde.nn.attach(base, pair)
+            weight = attached.layers["twin"].weight
+        finally:
+            torch.set_default_device(before)
+        with torch.no_grad():
+            assert torch.equal(base(TOKENS), target(TOKENS)) and torch.equal(weight, target.twin.weight)
+
+    def test_a_model_that_is_one_linear_layer(self, tmp_path: Path) -> None:
+        model, plain = torch.nn.Linear(8, 3), torch.nn.Linear(8, 3)
+        plain.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+        tpde.torch.save_file(model, plain, tmp_path / "p")
+        assert set(tpde.nn.attach(model, tmp_path / "p").layers) == {""}
+        with torch.no_grad():
+            assert torch.equal(model(torch.ones(2, 8)), plain(torch.ones(2, 8)))
+
+    def test_biases_of_other_models_stay_trainable(self, deep: tuple[Deep, Deep, Path], tmp_path: Path) -> None:
+        base, target, _ = deep
+        state = {**base.state_dict(), "blocks.0.up.weight": target.state_dict()["blocks.0.up.weight"]}
+        state["again.weight"] = state["blocks.0.up.weight"]
+        tpde.torch.save_file(base, state, tmp_path / "q")
+        bias = base.blocks[0]["up"].bias
+        tpde.nn.attach(base, tmp_path / "q")
+        own = base.blocks[0]["up"].bias
+        assert bias.requires_grad and not own.requires_grad and own.data_ptr() == bias.data_ptr()
+
+    def test_layers_stay_the_same_objects(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        layers = dict(base.named_modules(remove_duplicate=False))
+        up, down, twin = base.blocks[0]["up"], base.blocks[0]["down"], base.twin
+        up.note = "kept"
+        seen: list[str] = []
+        handle = up.register_forward_hook(lambda *_: seen.append("hook"))
+        up.register_forward_pre_hook(lambda *_: seen.append("before"))
+        old = down.forward  # as accelerate does it
+        down.forward = lambda x: (seen.append("own"), old(x))[1]
+        outside = [twin]
+        tpde.nn.attach(base, pair)
+        assert base.again is up and up.note == "kept"
+        assert all(module is layers[name] for name, module in base.named_modules(remove_duplicate=False))
+        with torch.no_grad():
+            assert torch.equal(up(X), target.blocks[0]["up"](X)) and seen == ["before", "hook"]
+            handle.remove()
+            x = torch.ones(2, 192, dtype=torch.bfloat16)
+            assert torch.equal(down(x), target.blocks[0]["down"](x)) and seen == ["before", "hook", "own"]
+            assert torch.equal(outside[0](X), target.twin(X))
+
+    def test_an_import_after_a_purge(self, deep: tuple[Deep, Deep, Path], tmp_path: Path) -> None:
+        base, target, pair = deep
+        torch.save((base.state_dict(), target.state_dict()), tmp_path / "states")
+        code = f"""
+import gc, sys, torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import tpde.nn
+from test_nn import Deep, TOKENS
+states = torch.load({str(tmp_path / "states")!r})
+models = []
+for turn in range(3):
+    import tpde.nn
+    base, target = Deep(), Deep()
+    base.load_state_dict(states[0])
+    target.load_state_dict(states[1])
+    tpde.nn.attach(base, {str(pair)!r})
+    models.append(base)
+    with torch.no_grad():
+        for model in models:
+            assert torch.equal(model(TOKENS), target(TOKENS))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tpde"]:
+        del sys.modules[name]
+    del tpde
+    gc.collect()
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+class TestWrapped:
+    """One process is a group of one: what wrappers do to modules is the same."""
+
+    @pytest.fixture(autouse=True)
+    def group(self, tmp_path: Path) -> Any:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+        yield
+        torch.distributed.destroy_process_group()
+
+    def test_distributed_data_parallel(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        with pytest.raises(tpde.Misuse, match="not in the model"):
+            tpde.nn.attach(torch.nn.parallel.DistributedDataParallel(base), pair)
+        tpde.nn.attach(base, pair)
+        wrapped = torch.nn.parallel.DistributedDataParallel(base)
+        with torch.no_grad():
+            assert torch.equal(wrapped(TOKENS), target(TOKENS))
+
+    @pytest.mark.parametrize("each", [False, True])
+    def test_fully_shard(self, each: bool, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        tpde.nn.attach(base, pair)
+        if each:
+            for block in base.blocks:
+                torch.distributed.fsdp.fully_shard(block["up"], mesh=mesh)
+        torch.distributed.fsdp.fully_shard(base, mesh=mesh)
+        with torch.no_grad():
+            assert torch.equal(base(TOKENS), target(TOKENS))
+
+    def test_a_sharded_model_is_refused(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, _, pair = deep
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        torch.distributed.fsdp.fully_shard(base, mesh=mesh)
+        with pytest.raises(tpde.Misuse):
+            tpde.nn.attach(base, pair)

@@ -1,0 +1,175 @@
+"""Layers of `tpde.nn` under signals, and used by several threads while models come, go and are damaged.
+
+`TPDE_STORM_CALLS` and `TPDE_STORM_FORWARDS` make them longer; the numbers of a release are 100,000 and 10,000.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tpde
+from test_cuda import gpu
+from test_nn import TOKENS, Deep, deep, loaded, target_of  # noqa: F401 (a fixture)
+
+torch = pytest.importorskip("torch")
+
+import tpde.nn  # noqa: E402 (needs torch)
+from fake_cuda import FakeModel, World, install  # noqa: E402
+
+CALLS = int(os.environ.get("TPDE_STORM_CALLS", "1000"))
+FORWARDS = int(os.environ.get("TPDE_STORM_FORWARDS", "300"))
+
+
+class Signalled(Exception):
+    """What the handler raises."""
+
+
+class Storm:
+    """Signals one after the other: in a call, the handler raises, or calls ``beneath``."""
+
+    def __init__(self, seconds: float, beneath: Any = None) -> None:
+        self.seconds, self.beneath = seconds, beneath
+        self.random = random.Random(0)
+        self.is_armed = False
+        self.interrupted = 0
+
+    def handler(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, self.random.uniform(self.seconds / 10, self.seconds))
+        if not self.is_armed:
+            return
+        self.is_armed = False
+        if self.beneath is None or self.random.random() < 0.5:
+            raise Signalled
+        self.beneath()
+
+    def run(self, calls: int, call: Callable[[int], None]) -> None:
+        before = signal.signal(signal.SIGALRM, self.handler)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
+        for n in range(calls):
+            try:
+                self.is_armed = True
+                call(n)
+                self.is_armed = False
+            except (Signalled, tpde.Misuse) as error:
+                assert isinstance(error, Signalled) or isinstance(error.__cause__, Signalled)
+                self.interrupted += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_signals_on_the_cpu(deep: tuple[Deep, Deep, Path]) -> None:
+    base, target, pair = deep
+    attached = tpde.nn.attach(base, pair)
+    names = list(attached.layers)
+    inputs = {name: torch.randn(2, layer.in_features, dtype=torch.bfloat16) for name, layer in attached.layers.items()}
+    wanted = {name: target.get_submodule(name)(x).detach() for name, x in inputs.items()}
+    wrong: list[str] = []
+
+    def compare(name: str) -> None:
+        with torch.no_grad():
+            y = attached.layers[name](inputs[name])
+        if not torch.equal(y, wanted[name]):
+            wrong.append(name)
+
+    storm = Storm(2e-3, lambda: compare(names[3]))
+    storm.run(CALLS, lambda n: compare(names[n % len(names)]))
+    assert wrong == [] and storm.interrupted > CALLS // 200
+
+
+def test_signals_with_a_prefetcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    device = install(world, monkeypatch)
+    model = FakeModel(world, device, "m", [1, 2, 3, 8], [True, False, True, False])
+    draw = random.Random(1)
+    storm = Storm(1e-3)
+    storm.run(CALLS, lambda n: model.forward(draw.choice(model.weights) if n % 3 else model.weights[n % 4]))
+    assert world.violations == [] and storm.interrupted > CALLS // 200
+
+
+def soak(folder: Path, device: str, forwards: int) -> None:
+    """Three models in three threads, on one base: each is attached anew, released, damaged and restored, beside the others."""
+    wrong: list[str] = []
+    raised = [0, 0, 0]
+    base = Deep()
+    pairs, targets = [], []
+    for number in range(3):
+        torch.manual_seed(number)
+        target = target_of(base)
+        target["blocks.0.norm.bias"] = target["blocks.0.norm.bias"] + number
+        target["blocks.2.down.weight"] = target["blocks.2.down.weight"] + number + 1
+        tpde.torch.save_file(base, target, folder / str(number), codec="conditioned", chunk_lanes=4096)
+        pairs.append(folder / str(number))
+        targets.append(loaded(target, device))
+    tokens = TOKENS.to(device)
+
+    def work(number: int) -> None:
+        draw = random.Random(number)
+        with torch.no_grad():
+            wanted = targets[number](tokens)
+            attached = None
+            for turn in range(forwards // 3):
+                if attached is None or draw.random() < 0.02:
+                    model = Deep()
+                    model.load_state_dict(base.state_dict())
+                    attached = tpde.nn.attach(model.to(device), pairs[number])
+                if draw.random() < 0.05:
+                    attached.release()
+                damaged = draw.choice(list(attached.layers)) if draw.random() < 0.05 else None
+                weight = None if damaged is None else attached.layers[damaged]._weight.base
+                if weight is not None:
+                    weight.view(torch.int16)[0, 0] ^= 1
+                try:
+                    y = model(tokens)
+                    attached.check()
+                    if damaged is not None or not torch.equal(y, wanted):
+                        wrong.append(f"model {number}, turn {turn}, damaged: {damaged}")
+                except tpde.TpdeError as error:
+                    if damaged is None:
+                        wrong.append(f"model {number}, turn {turn}: {error}")
+                    raised[number] += 1
+                if weight is not None:
+                    weight.view(torch.int16)[0, 0] ^= 1
+                    settle(attached)
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            wrong.append(repr(error))
+            raise
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and all(raised)
+
+
+def settle(attached: tpde.nn.Attached) -> None:
+    """Until all that was queued with the damage was raised, and nothing of it is in scratch memory."""
+    for step in (attached.check, attached.release):
+        for _ in range(100):
+            try:
+                step()
+                break
+            except tpde.TpdeError:
+                continue
+
+
+def test_three_models_in_three_threads(tmp_path: Path) -> None:
+    soak(tmp_path, "cpu", FORWARDS)
+
+
+@gpu
+class TestLayers:
+    def test_three_models_in_three_threads(self, tmp_path: Path) -> None:
+        soak(tmp_path, "cuda", FORWARDS)

@@ -1,0 +1,536 @@
+"""The prefetcher of `tpde._prefetch` on a fake device: what it does, and a search for orders in which it goes wrong."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import tpde
+
+torch = pytest.importorskip("torch")
+
+import tpde.nn  # noqa: E402 (needs torch)
+from fake_cuda import FakeDevice, FakeModel, FakeStream, World, install  # noqa: E402
+from tpde import _capture, _prefetch, _slot  # noqa: E402
+from tpde._prefetch import Prefetcher  # noqa: E402
+
+#: Seconds for the search, and for each fault that is put back.
+SEARCH = float(os.environ.get("TPDE_MODEL_CHECK_SECONDS", "8"))
+FILES = {module.__file__ for module in (_prefetch, _capture, _slot)}
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[World, FakeDevice]]:
+    world = World()
+    yield world, install(world, monkeypatch)
+    assert world.violations == []
+
+
+def names(model: FakeModel) -> list[str]:
+    return [weight.entry.name for weight in model.weights]
+
+
+class TestPrefetcher:
+    @pytest.mark.parametrize("count", [1, 2, 3, 6])
+    def test_the_next_weight_is_decoded_while_one_is_used(self, fake: tuple[World, FakeDevice], count: int) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [2] * count, [False] * count)
+        for _ in range(4):
+            for weight in model.weights:
+                model.forward(weight)
+        uses = [name for what, name in world.log if what == "use"]
+        decoded = [name for what, name in world.log if what == "decode"]
+        assert uses == names(model) * 4
+        # Each is decoded once a use, and one more is foreseen; after the first round always before the one before is done.
+        assert decoded == (uses + uses)[: len(uses) + 1]
+        for n in range(count + 1, len(uses)):
+            before = [i for i, entry in enumerate(world.log) if entry == ("decode", uses[n])][n // count]
+            assert before < [i for i, entry in enumerate(world.log) if entry[0] == "use"][n - 1]
+
+    @pytest.mark.parametrize("copied", [[0], [1, 4], [0, 2, 5], [0, 1, 2, 3, 4, 5]])
+    def test_payloads_are_copied_two_ahead(self, copied: list[int], fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [2] * 6, [place in copied for place in range(6)])
+        for turn in range(6):
+            if turn == 3:
+                world.log.clear()
+            for weight in model.weights:
+                model.forward(weight)
+        of_copied = {names(model)[place] for place in copied}
+        decoded = [name for what, name in world.log if what == "decode" and name in of_copied]
+        seen = [name for what, name in world.log if what == "copy"]
+        # Each is copied once a use, in the order of the decodings, and two or as many as there are are under way.
+        ahead = min(len(copied), 2)
+        assert len(decoded) == 3 * len(copied) and seen == (decoded * 2)[ahead : ahead + len(decoded)]
+
+    def test_memory_is_two_slots_and_goes_with_the_last_weight(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [1, 2, 3, 8], [True] * 4)
+        for weight in model.weights * 2:
+            model.forward(weight)
+        del weight
+        (prefetcher,) = Prefetcher._made.values()
+        assert [slot.memory.numel() for slot in prefetcher.slots] == [8 * 2 * 4] * 2
+        assert [buffer.memory.numel() for buffer in prefetcher.buffers] == [16] * 2
+        handle = model.weights.pop().handle
+        model.forward(model.weights[0])
+        assert not any(key[0] == handle for slot in prefetcher.slots for key in slot.rebuilds)
+        model.weights.clear()
+        gc.collect()
+        assert not Prefetcher._made
+
+    def test_memory_is_given_back(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [1, 2, 3], [True, False, True])
+        for _ in range(3):
+            for weight in model.weights:
+                model.forward(weight)
+            (prefetcher,) = Prefetcher._made.values()
+            assert prefetcher.slots and prefetcher.buffers
+            prefetcher.release()
+            assert not prefetcher.slots and not prefetcher.buffers
+
+    def test_larger_weights_come_later(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        models = [FakeModel(world, device, "m", [1, 1], [True] * 2)]
+        for rows in (4, 8):
+            for weight in [weight for model in models for weight in model.weights] * 2:
+                weight.on_device.forward(weight)
+            models.append(FakeModel(world, device, str(rows), [rows], [True]))
+
+    def test_no_memory_for_the_next_weight_leaves_an_output(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [2] * 3, [False] * 3)
+        for weight in model.weights:
+            model.forward(weight)
+        for slot in Prefetcher.of(device, world.main).slots:
+            slot.rebuilds.clear()
+            slot.clear()
+        model.forward(model.weights[0])
+        for slot in Prefetcher.of(device, world.main).slots:
+            slot.rebuilds.clear()
+        device.refuses = 1
+        model.forward(model.weights[1])
+        assert device.refuses == 0
+        model.forward(model.weights[2])
+
+    def test_what_went_wrong_is_raised_later_by_its_model(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        models = [FakeModel(world, device, name, [2] * 3, [False] * 3) for name in "ab"]
+        models[0].damaged["a.1"] = 1
+        models[0].forward(models[0].weights[1])
+        for _ in range(3):
+            for weight in models[1].weights:
+                models[1].forward(weight)  # of the other model, on the same stream
+        attached_of(models[1]).check()
+        with pytest.raises(tpde.Invalid, match="of a.1"):
+            attached_of(models[0]).check()
+        for weight in models[0].weights * 2:
+            models[0].forward(weight)
+        attached_of(models[0]).check()
+        models[0].faults.clear()
+
+    def test_a_slot_that_failed_is_filled_again(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [2] * 3, [False] * 3)
+        for weight in model.weights * 2:
+            model.forward(weight)
+        model.damaged["m.1"] = 1
+        model.forward(model.weights[0])  # begins the next, which fails
+        prefetcher = Prefetcher.of(device, world.main)
+        prefetcher.settle(wait=True)
+        assert [slot.state for slot in prefetcher.slots if isinstance(slot.state, _slot.Failed)]
+        with pytest.raises(tpde.Invalid) as caught:
+            model.forward(model.weights[1])
+        model.raised(caught.value)
+        model.forward(model.weights[1])
+
+    def test_a_call_beneath_a_call_has_memory_of_its_own(self, fake: tuple[World, FakeDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [2] * 3, [False] * 3)
+        compute, inner = _prefetch.compute, []
+
+        def calls_another(*how: Any) -> torch.Tensor:
+            if not inner:  # as a signal handler would
+                inner.append(None)
+                inner[0] = model.weights[2].linear(torch.ones(1, 2), None, False)
+            return compute(*how)
+
+        monkeypatch.setattr(_prefetch, "compute", calls_another)
+        model.forward(model.weights[0])
+        assert torch.equal(inner[0], torch.full((1, 2), 2 * model.values["m.2"]))
+
+    def test_threads_that_begin_at_once_share_the_prefetcher_of_a_stream(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        barrier, found = threading.Barrier(8), []
+        init = Prefetcher.__init__
+
+        def slow(prefetcher: Prefetcher, *how: Any) -> None:
+            init(prefetcher, *how)
+            time.sleep(0.02)
+
+        def work() -> None:
+            barrier.wait()
+            found.append(Prefetcher.of(device, world.main))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Prefetcher, "__init__", slow)
+            threads = [threading.Thread(target=work) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert len(set(map(id, found))) == 1
+
+    def test_a_weight_is_visible_when_it_is_complete(self, fake: tuple[World, FakeDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+        world, device = fake
+        seen = []
+        register = _prefetch.DeviceWeight.register
+
+        def looked_at(weight: _prefetch.DeviceWeight) -> None:
+            assert weight.handle not in weight.known
+            seen.append(weight.payload.numel() + weight.largest()[0])
+            register(weight)
+
+        monkeypatch.setattr(_prefetch.DeviceWeight, "register", looked_at)
+        FakeModel(world, device, "m", [2], [True])
+        assert len(seen) == 1
+
+    def test_captures_on_one_stream_have_memory_of_their_own(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [2] * 2, [False] * 2)
+        captures = []
+        for number in (1, 2):
+            world.main.capture = number  # the second begins before the first has ended, on another stream with this handle
+            model.forward(model.weights[0])
+            captures.append(Prefetcher.of(device, world.main).capture)
+        world.main.capture = None
+        assert captures[0] is not captures[1] and [capture.number for capture in captures] == [1, 2]
+
+    def test_what_graphs_refer_to_goes_with_them(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [2] * 2, [False] * 2)
+        for number in range(1, 20):
+            world.main.capture = number
+            model.forward(model.weights[0])
+            device.graphs[number].gone = number > 1
+        world.main.capture = None
+        for prefetcher in Prefetcher.on(device.torch):
+            prefetcher.release()
+        _capture.Graph.prune()
+        assert len(_capture.Graph._kept) == 1  # the first, which is still there
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal's exception."""
+
+
+class Tracer:
+    """Runs something at a line of the prefetcher's code that is drawn: an exception, a garbage collection, another thread."""
+
+    def __init__(self, lines: int, action: Callable[[], None]) -> None:
+        self.left, self.action = lines, action
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        # What a finalizer raises is ignored.
+        if frame.f_code.co_filename not in FILES or frame.f_code.co_name in ("forget", "<genexpr>"):
+            return None
+        # Python looks for signals at calls, and not between the halves of a `with` and its block: a lock is always released.
+        if event == "line" and not is_bare(frame):
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                self.action()
+        return self
+
+    def __enter__(self) -> None:
+        sys.settrace(self)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+
+_lines: dict[str, list[str]] = {}
+
+
+def is_bare(frame: FrameType) -> bool:
+    lines = _lines.setdefault(frame.f_code.co_filename, [])
+    if not lines:
+        with open(frame.f_code.co_filename) as file:
+            lines.extend(file)
+    return lines[frame.f_lineno - 1].lstrip().startswith(("with ", "try:", "finally:"))
+
+
+class Search:
+    """A random program: models come and go, are called, interrupted, damaged, captured, released and checked."""
+
+    def __init__(self, seed: int, patch: pytest.MonkeyPatch) -> None:
+        self.random = random.Random(seed)
+        self.world = World(seed)
+        self.device = install(self.world, patch)
+        self.models: list[FakeModel] = []
+        self.attached = 0
+        self.log: list[str] = []
+
+    def attach(self) -> None:
+        rows = [self.random.choice([1, 2, 3, 8]) for _ in range(self.random.randrange(1, 5))]
+        copied = [self.random.random() < 0.5 for _ in rows]
+        self.attached += 1
+        self.models.append(FakeModel(self.world, self.device, f"model {self.attached}", rows, copied))
+
+    def forward(self, model: FakeModel) -> None:
+        """Some layers, in their order or in another."""
+        weights = list(model.weights)
+        if self.random.random() < 0.5:
+            weights = self.random.choices(weights, k=6)
+        for weight in weights:
+            try:
+                model.forward(weight)
+            except tpde.Invalid as error:
+                model.raised(error)
+            except (Interrupted, tpde.OutOfMemory) as error:
+                self.log.append(type(error).__name__)
+
+    def check(self, model: FakeModel) -> None:
+        """Afterwards nothing is owed: every fault that spoilt an output was raised."""
+        attached = attached_of(model)
+        for step in (attached.check, attached.release) if self.random.random() < 0.3 else (attached.check,):
+            for _ in range(100):
+                try:
+                    step()
+                    break
+                except tpde.Invalid as error:
+                    model.raised(error)
+        for fault, was_used in model.faults.items():
+            if was_used:
+                self.world.violations.append(f"fault {fault} of {model.name} has spoilt an output, and nobody was told")
+        model.faults.clear()
+
+    def capture(self, model: FakeModel) -> None:
+        self.world.captures += 1
+        number = self.world.main.capture = self.world.captures
+        damaged, model.damaged = model.damaged, {}
+        before = {stream: stream.ticks for stream in self.beside()}
+        try:
+            self.forward(model)
+        finally:
+            for stream in self.beside():
+                # An interrupted call leaves some; the driver refuses to end such a capture.
+                is_joined = max(self.world.main.clock.get(stream.number, 0), before.get(stream, 0)) >= stream.ticks
+                if stream.capture == number and not is_joined and not self.world.call.aborted:
+                    self.world.violations.append("a stream was not joined when the capture ended")
+                stream.capture = None
+            self.world.main.capture = None
+            model.damaged = damaged
+            if number in self.device.graphs:
+                self.device.graphs[number].gone = True
+
+    def beside(self) -> list[FakeStream]:
+        prefetchers = Prefetcher._made.values()
+        return [stream for prefetcher in prefetchers for stream in (prefetcher.copying, *prefetcher.decoding)]
+
+    def step(self) -> None:
+        what = self.random.random()
+        if not self.models or what < 0.08:
+            return self.attach()
+        model = self.random.choice(self.models)
+        if what < 0.14:
+            self.log.append(f"{model.name} goes")
+            self.models.remove(model)
+            model.weights.clear()
+        elif what < 0.22:
+            self.log.append(f"check {model.name}")
+            self.check(model)
+        elif what < 0.30:
+            name = self.random.choice(model.weights).entry.name
+            self.log.append(f"damage {name}")
+            model.damaged[name] = self.random.randrange(1, 3)
+        elif what < 0.34:
+            self.device.refuses = self.random.randrange(1, 3)
+        elif what < 0.40:
+            self.log.append(f"capture {model.name}")
+            self.capture(model)
+        else:
+            self.log.append(f"forward {model.name}")
+            self.forward(model)
+
+    def other_thread(self) -> None:
+        """A call of any model from another thread, which has the lock as soon as it is free."""
+        model = self.random.choice(self.models) if self.models else None
+        locks = [Prefetcher._making, *(prefetcher.lock for prefetcher in Prefetcher.on(self.device.torch))]
+        if model is None or self.world.main.capture is not None or any(lock.locked() for lock in locks):
+            return
+        thread = threading.Thread(target=self.forward, args=(model,), daemon=True)
+        thread.start()
+        thread.join(20)
+        if thread.is_alive():
+            self.world.violations.append("a thread waits for ever")
+
+    def dropped(self) -> None:
+        """A model goes while another is called: its finalizers run there."""
+        if len(self.models) > 1:
+            self.models.pop(0).weights.clear()
+
+    def interrupt(self) -> None:
+        raise Interrupted
+
+    def run(self, steps: int) -> list[str]:
+        """What was found wrong."""
+        for _ in range(steps):
+            action = self.random.choice([self.interrupt, self.interrupt, self.dropped, self.other_thread])
+            lines = int(self.random.expovariate(1 / 60)) + 1 if self.random.random() < 0.6 else 0
+            try:
+                with Tracer(lines, action):
+                    self.step()
+            except Interrupted:
+                self.log.append("interrupted")
+            self.device.refuses = 0
+            if self.world.violations:
+                return self.world.violations
+        for model in self.models:
+            self.check(model)
+        return self.world.violations
+
+
+def attached_of(model: FakeModel) -> tpde.nn.Attached:
+    layers: Any = {weight.entry.name: type("Layer", (), {"_weight": weight}) for weight in model.weights}
+    return tpde.nn.Attached(layers, [], 0, model.failures)
+
+
+def search(seconds: float, prepare: Callable[[pytest.MonkeyPatch], None] = lambda patch: None) -> str:
+    """Runs random programs until one goes wrong; says how."""
+    end, seed = time.monotonic() + seconds, 0
+    gc.disable()
+    try:
+        while time.monotonic() < end:
+            seed += 1
+            with pytest.MonkeyPatch.context() as patch:
+                prepare(patch)
+                program = Search(seed, patch)
+                violations = program.run(60)
+                log = program.log[-8:]
+                program.models.clear()
+                if violations:
+                    return f"seed {seed}: {violations[0]}, after {log}"
+    finally:
+        gc.enable()
+    print(f"{seed} programs")
+    return ""
+
+
+def test_no_random_program_goes_wrong() -> None:
+    assert search(SEARCH) == ""
+
+
+def a_slot_keeps_what_it_held_until_it_is_filled(patch: pytest.MonkeyPatch) -> None:
+    """The memory is written before the state says so: an interrupt in between leaves a state that lies."""
+    patch.setattr(_slot.Slot, "begin", lambda slot: next(slot._generations))
+
+
+def a_slot_is_published_before_it_is_filled(patch: pytest.MonkeyPatch) -> None:
+    fill = Prefetcher._fill
+
+    def early(prefetcher: Prefetcher, weight: Any, slot: Any) -> None:
+        slot.publish(weight.handle, slot.begin(), weight.view(slot.memory))
+        patch.setattr(_slot.Slot, "begin", lambda slot: next(slot._generations))
+        fill(prefetcher, weight, slot)
+
+    patch.setattr(Prefetcher, "_fill", early)
+
+
+def a_slot_that_failed_is_used_again(patch: pytest.MonkeyPatch) -> None:
+    """What was prefetched and is known to be bad is still there, and its failure was told before it is used."""
+    patch.setattr(_slot.Slot, "fail", lambda slot, generation, error: None)
+
+
+def failures_are_raised_by_whoever_comes_next(patch: pytest.MonkeyPatch) -> None:
+    all_models = _slot.Failures()
+    init = FakeModel.__init__
+
+    def shared(model: FakeModel, *how: Any) -> None:
+        patch.setattr(_slot, "Failures", lambda: all_models)
+        init(model, *how)
+
+    patch.setattr(FakeModel, "__init__", shared)
+
+
+def a_base_is_read_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
+    begin_on = _prefetch.DeviceWeight.begin_on
+
+    def at_once(weight: Any, stream: FakeStream, behind: FakeStream) -> None:
+        clock = dict(stream.clock)
+        begin_on(weight, stream, behind)
+        stream.clock = clock
+
+    patch.setattr(_prefetch.DeviceWeight, "begin_on", at_once)
+
+
+def a_base_is_freed_while_it_is_read(patch: pytest.MonkeyPatch) -> None:
+    begin_on = _prefetch.DeviceWeight.begin_on
+
+    def unrecorded(weight: Any, stream: FakeStream, behind: FakeStream) -> None:
+        begin_on(weight, stream, behind)
+        stream.world.recorded.pop(weight.base.data_ptr(), None)
+
+    patch.setattr(_prefetch.DeviceWeight, "begin_on", unrecorded)
+
+
+def payload_buffers_keep_what_they_held(patch: pytest.MonkeyPatch) -> None:
+    def late(prefetcher: Prefetcher, weight: Any, buffer: Any) -> None:
+        part = buffer.memory[: weight.payload.numel()]
+        buffer.publish(weight.handle, 0, part)
+        prefetcher.copying.wait_event(buffer.used)
+        _prefetch.copy_on(prefetcher.copying, part, weight.payload)
+        buffer.filled.record(prefetcher.copying)
+        prefetcher.queued = weight.handle
+
+    patch.setattr(Prefetcher, "_copy", late)
+
+
+def two_threads_are_in_one_prefetcher(patch: pytest.MonkeyPatch) -> None:
+    class NoLock:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+        def locked(self) -> bool:
+            return False
+
+    init = Prefetcher.__init__
+
+    def unlocked(prefetcher: Prefetcher, *how: Any) -> None:
+        init(prefetcher, *how)
+        prefetcher.lock = NoLock()
+
+    patch.setattr(Prefetcher, "__init__", unlocked)
+
+
+def an_interrupted_capture_goes_on_as_if_nothing_had_been(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_capture.Capture, "recover", lambda *_: None)
+
+
+FAULTS = [
+    a_slot_keeps_what_it_held_until_it_is_filled,
+    a_slot_is_published_before_it_is_filled,
+    a_slot_that_failed_is_used_again,
+    failures_are_raised_by_whoever_comes_next,
+    a_base_is_read_before_it_is_there,
+    a_base_is_freed_while_it_is_read,
+    payload_buffers_keep_what_they_held,
+    two_threads_are_in_one_prefetcher,
+    an_interrupted_capture_goes_on_as_if_nothing_had_been,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_search_finds_a_fault_that_is_put_back(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+    found = search(120, fault)  # it ends as soon as something is found
+    assert found
+    print(found)

@@ -1,0 +1,137 @@
+"""Layers within CUDA graphs: decoded in memory of the graph's, by every replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import _tpde
+from ._device import copy_on
+from ._rebuilt import ALIGN, compute
+
+if TYPE_CHECKING:
+    from ._prefetch import DeviceWeight, Prefetcher
+
+
+class Graph:
+    """What a graph refers to: kept until the graph is destroyed, also if the model is gone before."""
+
+    _kept: list[Graph] = []
+
+    def __init__(self, raw: _tpde.Graph) -> None:
+        self.raw = raw
+        self.used: list[tuple[DeviceWeight, _tpde.Rebuild, _tpde.Captured, torch.Tensor]] = []
+        self._kept.append(self)
+
+    @classmethod
+    def prune(cls) -> None:
+        """Lets go of graphs that are destroyed."""
+        for graph in list(cls._kept):
+            if graph.raw.is_destroyed() and graph in cls._kept:
+                cls._kept.remove(graph)
+
+    @classmethod
+    def check(cls, weights: Iterable[DeviceWeight]) -> None:
+        """Raises what was wrong with these weights in the last replay of any graph, which must have passed."""
+        cls.prune()
+        handles = {weight.handle for weight in weights}
+        for graph in list(cls._kept):
+            for weight, _, captured, _ in list(graph.used):
+                if weight.handle in handles:
+                    captured.check()
+
+
+class Capture:
+    """What a graph that is being captured has of its own: memory of its pool, and where in the graph it is free again."""
+
+    #: A third one makes a graph 2.5 % faster, and takes the place of weights that could be dense.
+    SLOTS = 2
+
+    def __init__(self, prefetcher: Prefetcher, weight: DeviceWeight, number: int) -> None:
+        dense, payload = weight.largest()
+        device = weight.torch_device
+        #: The driver's number of the capture: streams are used again, captures are not.
+        self.number = number
+        self.graph = Graph(prefetcher.device.raw.captured_graph(prefetcher.stream.cuda_stream))
+        self.slots = [torch.empty(dense, dtype=torch.uint8, device=device) for _ in range(self.SLOTS)]
+        self.buffers = [torch.empty(payload, dtype=torch.uint8, device=device) for _ in range(2)] if payload else []
+        self.slot = self.filled = self.count = self.copies = 0
+        self.begin(prefetcher)
+        #: Whether a call has begun and not ended.
+        self.is_interrupted = False
+
+    def begin(self, prefetcher: Prefetcher) -> None:
+        """Has streams beside the captured one begin behind what that has so far."""
+        begin = _event_on(prefetcher.stream)
+        for beside in (prefetcher.copying, *prefetcher.decoding):
+            beside.wait_event(begin)
+        #: Of each slot, behind the last use of what was there before, and of what is there; of each buffer, behind the decoding.
+        self.free, self.used, self.decoded = [begin] * self.SLOTS, [begin] * self.SLOTS, [begin] * 2
+
+    def recover(self, prefetcher: Prefetcher) -> None:
+        """After an interrupted call: what it has captured comes before what follows, so it cannot overwrite that."""
+        for beside in (prefetcher.copying, *prefetcher.decoding):
+            prefetcher.stream.wait_event(_event_on(beside))
+        self.begin(prefetcher)
+
+    def lay(self, bytes: int) -> torch.Tensor:
+        """Memory for the next weight, free behind ``free[slot]``. Weights that are used one after the other share a slot, as many
+        as fit: small ones alone would not fill the device. Then it is the next slot's turn."""
+        if self.filled + bytes > self.slots[self.slot].numel():
+            self.slot, self.filled = (self.slot + 1) % self.SLOTS, 0
+            self.free[self.slot] = self.used[self.slot]
+        begin = self.filled
+        self.filled += -(-bytes // ALIGN) * ALIGN
+        return self.slots[self.slot][begin : begin + bytes]
+
+
+def captured_linear(
+    prefetcher: Prefetcher, weight: DeviceWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool
+) -> torch.Tensor:
+    """A layer's output within a graph. What is decoded and copied waits for nothing but its memory, so that replays do it as far
+    ahead as that is free; and all of it is waited for here, wherever the graph ends."""
+    own = _capture(prefetcher, weight)
+    if own.is_interrupted:
+        own.recover(prefetcher)
+    own.is_interrupted = True
+    dense, slot = own.lay(weight.bytes), own.slot
+    decoding, own.count = prefetcher.decoding[own.count % len(prefetcher.decoding)], own.count + 1
+    decoding.wait_event(own.free[slot])
+    part, number = weight.payload, own.copies % 2
+    if weight.is_copied:
+        own.copies += 1
+        part = own.buffers[number][: weight.payload.numel()]
+        prefetcher.copying.wait_event(own.decoded[number])
+        copy_on(prefetcher.copying, part, weight.payload)
+        decoding.wait_event(_event_on(prefetcher.copying))
+    rebuild, memory = weight.rebuild(dense, part, decoding)
+    own.graph.used.append((weight, rebuild, rebuild.capture(prefetcher.device.raw, decoding.cuda_stream), memory))
+    ready = _event_on(decoding)
+    if weight.is_copied:
+        own.decoded[number] = ready
+    prefetcher.stream.wait_event(ready)
+    y = compute(x, weight.view(dense), bias, cast)
+    own.used[slot] = _event_on(prefetcher.stream)
+    own.is_interrupted = False
+    return y
+
+
+def _capture(prefetcher: Prefetcher, weight: DeviceWeight) -> Capture:
+    """What the graph has that is being captured; made for its first layer."""
+    number = prefetcher.device.raw.capture_id(prefetcher.stream.cuda_stream)
+    assert number is not None
+    if prefetcher.capture is None or prefetcher.capture.number != number:
+        Graph.prune()
+        # That of the graph before goes first: graphs may share a pool.
+        prefetcher.capture = None
+        prefetcher.capture = Capture(prefetcher, weight, number)
+    return prefetcher.capture
+
+
+def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind what the stream has so far."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

@@ -1,0 +1,64 @@
+"""The operator ``tpde::linear``: layers as compilers, exporters and autograd see them.
+
+A weight is an argument as its key, a tensor of five integers: so one compiled graph serves all layers of a shape, and a saved
+program says which weight of which pair it was made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+from torch.autograd import forward_ad
+
+from ._errors import Misuse
+from ._rebuilt import Weight, outliving
+
+
+def _linear(
+    x: torch.Tensor, bias: Optional[torch.Tensor], key: torch.Tensor, out_features: int, cast: bool = False
+) -> torch.Tensor:
+    weight = Weight.find(key, x.device)
+    if weight.shape != (out_features, x.shape[-1] if x.dim() else 0):
+        expected = f"an input of (..., {weight.shape[1]}) and {weight.shape[0]} outputs"
+        raise Misuse(f"tensor {weight.entry.name!r} is for {expected}, called with {tuple(x.shape)} and {out_features}")
+    return weight.linear(x, bias, cast)
+
+
+def _shape_of_linear(
+    x: torch.Tensor, bias: Optional[torch.Tensor], key: torch.Tensor, out_features: int, cast: bool = False
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def _refuse_gradients(
+    x: torch.Tensor, bias: Optional[torch.Tensor], key: torch.Tensor, out_features: int, cast: bool = False
+) -> torch.Tensor:
+    """The kernel of autograd, at every level of it: scratch memory is overwritten before a backward pass could read it."""
+    for tensor in (x, bias):
+        if tensor is None:
+            continue
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise Misuse("a JITCompressedLinear has no gradients: call it under torch.no_grad()")
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            raise Misuse("a JITCompressedLinear has no tangents: call it outside of forward-mode differentiation")
+    with torch._C._AutoDispatchBelowAutograd():
+        y: torch.Tensor = torch.ops.tpde.linear.default(x, bias, key, out_features, cast)
+    return y
+
+
+def _define() -> Any:
+    library: Any = torch.library.Library("tpde", "DEF")  # type: ignore[no-untyped-call]
+    # CUDA graphs that torch.compile makes leave the operator out: it has memory of its own, which their pool would not know.
+    tags = [getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag)]
+    library.define("linear(Tensor x, Tensor? bias, Tensor key, SymInt out_features, bool cast=False) -> Tensor", tags=tags)
+    kernels: dict[str, Callable[..., torch.Tensor]] = {"CPU": _linear, "CUDA": _linear, "Autograd": _refuse_gradients}
+    for where, kernel in kernels.items():
+        library.impl("linear", kernel, where)
+    torch.library.register_fake("tpde::linear", _shape_of_linear, lib=library)
+    return library
+
+
+if not hasattr(torch.ops.tpde, "linear"):
+    outliving("_library", _define())

@@ -1,0 +1,360 @@
+"""Weights on CUDA devices: decoded before they are used, into scratch memory that all weights of a stream share.
+
+State and its invariants: :mod:`tpde._slot`. In addition, for streams and their memory:
+
+7. Memory of a slot is written on one stream alone, the slot's. So whatever an interrupted call has queued comes before the next
+   filling, and cannot overwrite it.
+8. A slot is filled behind the last use that gave an output, and used behind its filling: events ``used`` and ``filled``.
+9. The first filling of a slot with a weight comes behind what the stream and the making of the weight have queued: the base may
+   still be on its way. Base and payload are recorded with the slot's stream, so freeing them waits for it.
+10. Finalizers run anywhere, also while their thread has the lock. They note what is gone, and never wait for a lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from . import _tpde
+from ._capture import Capture, captured_linear
+from ._device import Device, DevicePair, copy_on
+from ._errors import TpdeError
+from ._memory import Memory
+from ._open import Entry
+from ._rebuilt import Weight, compute
+from ._slot import Failures, Slot
+
+
+class DeviceSlot(Slot):
+    """A slot on a device."""
+
+    def __init__(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        super().__init__(memory)
+        #: The one stream that fills it.
+        self.stream = stream
+        #: Recorded behind the filling, and behind the last use.
+        self.filled, self.used = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        #: What decodes a weight into it, and the weight's view, by handle and number of the payload buffer.
+        self.rebuilds: dict[tuple[int, Optional[int]], tuple[_tpde.Rebuild, torch.Tensor]] = {}
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A decoding whose status is not known yet."""
+
+    launched: _tpde.Launched
+    slot: DeviceSlot
+    generation: int
+    failures: Failures
+
+
+class Prefetcher:
+    """The scratch memory of a stream: two slots for weights, one in use while the other is filled on a stream beside it, and two
+    buffers for payloads that are copied to the device, as far ahead as the buffers are free."""
+
+    _made: dict[tuple[torch.device, int], Prefetcher] = {}
+    _making = threading.Lock()
+
+    def __init__(self, device: Device, stream: torch.cuda.Stream) -> None:
+        self.device = device
+        self.stream = stream
+        self.copying: torch.cuda.Stream = torch.cuda.Stream(device.torch)  # type: ignore[no-untyped-call]
+        #: A slot has one of them; the weights of a graph alternate among all.
+        self.decoding: list[torch.cuda.Stream] = [torch.cuda.Stream(device.torch) for _ in range(4)]  # type: ignore[no-untyped-call]
+        self.slots: list[DeviceSlot] = []
+        self.buffers: list[DeviceSlot] = []
+        #: For everything in here.
+        self.lock = threading.Lock()
+        self._owner: int | None = None
+        #: Which weight was used after which, the last time; and of copied payloads, which was copied after which.
+        self.next: dict[int, int] = {}
+        self.next_copied: dict[int, int] = {}
+        self.last: int | None = None
+        self.last_copied: int | None = None
+        #: The weight whose payload was copied last.
+        self.queued: int | None = None
+        self.pending: deque[_Launch] = deque()
+        self.capture: Capture | None = None
+        #: Handles of weights that are gone.
+        self.gone: deque[int] = deque()
+
+    @classmethod
+    def of(cls, device: Device, stream: torch.cuda.Stream) -> Prefetcher:
+        """That of a stream, made once."""
+        key = (device.torch, stream.cuda_stream)
+        found = cls._made.get(key)
+        if found is None:
+            with cls._making:
+                found = cls._made.get(key)
+                if found is None:
+                    found = cls._made[key] = cls(device, stream)
+        return found
+
+    @classmethod
+    def on(cls, device: torch.device) -> list[Prefetcher]:
+        """Those of all streams of a device."""
+        return [prefetcher for (where, _), prefetcher in list(cls._made.items()) if where == device]
+
+    @classmethod
+    def forget(cls, device: torch.device, handle: int) -> None:
+        """Lets go of what is held for a weight that is gone, and of all scratch memory with the last one. For finalizers."""
+        DeviceWeight._largest.pop(device, None)
+        is_last = not any(one.torch_device == device for one in list(Weight.known.values()))
+        for key, prefetcher in list(cls._made.items()):
+            if key[0] == device:
+                prefetcher.gone.append(handle)
+                if is_last:
+                    cls._made.pop(key, None)
+
+    def _drop_gone(self) -> None:
+        """Drops what weights that are gone have left."""
+        while self.gone:
+            handle = self.gone.popleft()
+            for slot in self.slots:
+                for number in (None, *range(len(self.buffers))):
+                    slot.rebuilds.pop((handle, number), None)
+            for following in (self.next, self.next_copied):
+                following.pop(handle, None)
+
+    def settle(self, wait: bool = False) -> None:
+        """Notes what was wrong with decodings that have passed, or with all: for the models whose weights they are."""
+        with self.lock:
+            self._drop_gone()
+            self._settle(wait)
+
+    def _settle(self, wait: bool = False) -> None:
+        while self.pending:
+            launch = self.pending[0]
+            try:
+                if not (wait or launch.launched.is_done()):
+                    return
+                launch.launched.wait()
+            except TpdeError as error:  # and no signal's
+                launch.slot.fail(launch.generation, error)
+                launch.failures.add(launch.generation, error)
+            self.pending.popleft()
+
+    def release(self) -> None:
+        """Gives all memory back, when what was queued has passed. What was prefetched is decoded again."""
+        with self.lock:
+            self._settle(wait=True)
+            self.slots, self.buffers, self.capture = [], [], None
+
+    def _reserve(self, weight: DeviceWeight) -> None:
+        """Sees to it that slots and buffers are large enough for this weight and all others of the device."""
+        dense, payload = weight.largest()
+        has_slots = bool(self.slots) and self.slots[0].memory.numel() >= dense
+        has_buffers = payload == 0 or (bool(self.buffers) and self.buffers[0].memory.numel() >= payload)
+        if has_slots and has_buffers:
+            return
+        self.slots, self.buffers = [], []
+        # Allocated in the order of the stream: streams beside it begin behind what it still does with that memory.
+        slots = [self._slot(dense, stream) for stream in self.decoding[:2]]
+        buffers = [self._slot(payload, self.copying) for _ in range(2)] if payload else []
+        for buffer in buffers:
+            for slot in slots:
+                buffer.memory.record_stream(slot.stream)
+        self.slots, self.buffers = slots, buffers
+
+    def _slot(self, bytes: int, stream: torch.cuda.Stream) -> DeviceSlot:
+        with torch.inference_mode(False):
+            memory = torch.empty(bytes, dtype=torch.uint8, device=self.device.torch)
+        stream.wait_stream(self.stream)
+        memory.record_stream(stream)
+        return DeviceSlot(memory, stream)
+
+    def _copy(self, weight: DeviceWeight, buffer: DeviceSlot) -> None:
+        """Queues the copying of a payload."""
+        generation = buffer.begin()
+        self.copying.wait_event(buffer.used)
+        part = buffer.memory[: weight.payload.numel()]
+        copy_on(self.copying, part, weight.payload)
+        buffer.filled.record(self.copying)
+        buffer.publish(weight.handle, generation, part)
+        self.queued = weight.handle
+
+    def _payload(self, weight: DeviceWeight) -> int:
+        """Number of the buffer that holds the weight's payload, copied before if that was foreseen."""
+        number = next((number for number, buffer in enumerate(self.buffers) if buffer.holding(weight.handle)), None)
+        if number is None:
+            # Another order than the last time: nothing that was foreseen is of use.
+            for buffer in self.buffers:
+                buffer.clear()
+            number = 0
+            self._copy(weight, self.buffers[number])
+        if self.last_copied is not None:
+            self.next_copied[self.last_copied] = weight.handle
+        self.last_copied = weight.handle
+        return number
+
+    def _copy_ahead(self) -> None:
+        """Fills the buffers that are free with what was copied next the last time."""
+        for buffer in self.buffers:
+            following = self._known(self.next_copied.get(self.queued or 0))
+            if following is None or not buffer.is_free or any(other.holding(following.handle) for other in self.buffers):
+                continue
+            self._copy(following, buffer)
+
+    def _known(self, handle: int | None) -> DeviceWeight | None:
+        weight = Weight.known.get(handle or 0)
+        return weight if isinstance(weight, DeviceWeight) and weight.device is self.device else None
+
+    def _rebuild(self, weight: DeviceWeight, slot: DeviceSlot, number: int | None) -> tuple[_tpde.Rebuild, torch.Tensor]:
+        """What decodes a weight into a slot, from where its payload is or from a buffer."""
+        found = slot.rebuilds.get((weight.handle, number))
+        if found is None:
+            part = weight.payload if number is None else self.buffers[number].memory[: weight.payload.numel()]
+            weight.begin_on(slot.stream, self.stream)
+            with torch.inference_mode(False):
+                found = weight.rebuild(slot.memory, part, slot.stream)[0], weight.view(slot.memory)
+            slot.rebuilds[weight.handle, number] = found
+        return found
+
+    def _fill(self, weight: DeviceWeight, slot: DeviceSlot) -> None:
+        """Queues the decoding of a weight into a slot."""
+        generation = slot.begin()
+        number = self._payload(weight) if weight.is_copied else None
+        rebuild, view = self._rebuild(weight, slot, number)
+        buffer = None if number is None else self.buffers[number]
+        if buffer is not None:
+            slot.stream.wait_event(buffer.filled)
+        slot.stream.wait_event(slot.used)
+        launched = rebuild.launch(self.device.raw, slot.stream.cuda_stream)
+        slot.filled.record(slot.stream)
+        if buffer is not None:
+            buffer.used.record(slot.stream)
+            buffer.clear()
+        # Behind the events: if none of them is recorded, an interrupted decoding may be spoilt, and nobody is to hear of it.
+        self.pending.append(_Launch(launched, slot, generation, weight.failures))
+        slot.publish(weight.handle, generation, view)
+        if buffer is not None:
+            self._copy_ahead()
+
+    def _prefetch(self, after: DeviceWeight, used: DeviceSlot) -> None:
+        """Begins what was used after this weight the last time."""
+        following = self._known(self.next.get(after.handle))
+        if following is None or any(slot.holding(following.handle) for slot in self.slots):
+            return
+        self._reserve(following)
+        self._fill(following, next(slot for slot in self.slots if slot is not used))
+
+    def linear(
+        self, weight: DeviceWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool, captured: bool = False
+    ) -> torch.Tensor:
+        """A layer's output, decoded before if that was foreseen; then the next one is begun."""
+        thread = threading.get_ident()
+        if self._owner == thread and self.lock.locked():
+            # Called beneath itself, by a signal handler or a mode that sees the computation: nothing in here may change.
+            return compute(x, weight.rebuilt(), bias, cast)
+        with self.lock:
+            self._owner = thread
+            try:
+                return captured_linear(self, weight, x, bias, cast) if captured else self._linear(weight, x, bias, cast)
+            finally:
+                self._owner = None
+
+    def _linear(self, weight: DeviceWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
+        self._drop_gone()
+        self._settle()
+        weight.failures.throw()
+        handle = weight.handle
+        slot = next((slot for slot in self.slots if slot.holding(handle)), None)
+        if slot is None:
+            self._reserve(weight)
+            slot = next((slot for slot in self.slots if slot.is_free), self.slots[0])
+            self._fill(weight, slot)
+        ready = slot.holding(handle)
+        assert ready is not None
+        self.stream.wait_event(slot.filled)
+        y = compute(x, ready.view, bias, cast)
+        slot.used.record(self.stream)
+        slot.clear()
+        if self.last is not None:
+            self.next[self.last] = handle
+        self.last = handle
+        try:
+            self._prefetch(weight, slot)
+        except (TpdeError, torch.OutOfMemoryError):
+            # The output is done. What is wrong with the next weight is raised when its layer is called.
+            pass
+        return y
+
+
+class DeviceWeight(Weight):
+    """A weight on a CUDA device."""
+
+    def __init__(
+        self,
+        on_device: DevicePair,
+        entry: Entry,
+        base: torch.Tensor | None,
+        payload: torch.Tensor,
+        start: int,
+        failures: Failures | None = None,
+    ) -> None:
+        super().__init__(on_device._pair, entry, base, failures)
+        self.on_device = on_device
+        self.device = on_device._device
+        self.torch_device = self.device.torch
+        #: Bytes of the blob from `start` on, on the device or in pinned memory.
+        self.payload = payload
+        self.is_copied = payload.device.type == "cpu"
+        self.start = start
+        #: Behind what base and payload may still wait for on the stream that they were made on.
+        self.made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.made.record(self.device.stream())
+        self.register()
+        self._largest.pop(self.torch_device, None)
+        weakref.finalize(self, Prefetcher.forget, self.torch_device, self.handle).atexit = False
+
+    #: By device, what `largest` has found.
+    _largest: dict[torch.device, tuple[int, int]] = {}
+
+    def largest(self) -> tuple[int, int]:
+        """Bytes of the largest weight of the device, and of the largest payload that is copied."""
+        found = self._largest.get(self.torch_device)
+        if found is None:
+            alive = [one for one in list(self.known.values()) if isinstance(one, DeviceWeight) and one.device is self.device]
+            copied = max((one.payload.numel() for one in alive if one.is_copied), default=0)
+            found = self._largest[self.torch_device] = max((one.bytes for one in alive), default=0), copied
+        # Another thread may have made a weight while this was found.
+        return max(found[0], self.bytes), max(found[1], self.payload.numel() if self.is_copied else 0)
+
+    def begin_on(self, stream: torch.cuda.Stream, behind: torch.cuda.Stream) -> None:
+        """Before the weight is first decoded on a stream: base and payload are there, and stay until that has passed."""
+        stream.wait_stream(behind)
+        stream.wait_event(self.made)
+        for read in (self.base, self.payload):
+            if read is not None and read.device == self.torch_device:
+                read.record_stream(stream)
+
+    def rebuild(self, dense: torch.Tensor, part: torch.Tensor, stream: torch.cuda.Stream) -> tuple[_tpde.Rebuild, torch.Tensor]:
+        """What decodes the weight from ``part`` into ``dense``, and the memory that it works in. It holds neither, nor the base:
+        whoever launches it does."""
+        output, base = self._unowned(self.memory(dense)), list(map(self._unowned, self.base_memory()))
+        payload: Memory = ("", "U8", [part.numel()], part.data_ptr(), part.numel(), None)
+        plan = self.on_device._raw.plan(output, base[0] if base else None, self.start, payload)
+        memory = self.device.memory(plan.bytes(), "decoding a weight")
+        for used in (memory, self.on_device._index):
+            used.record_stream(stream)
+        return plan.prepare(("", "U8", [memory.numel()], memory.data_ptr(), memory.numel(), memory)), memory
+
+    @staticmethod
+    def _unowned(memory: Memory) -> Memory:
+        return (*memory[:5], None)
+
+    def check(self) -> None:
+        self.rebuilt()
+
+    def rebuilt(self) -> torch.Tensor:
+        own = torch.empty(self.bytes, dtype=torch.uint8, device=self.torch_device)
+        self.on_device._rebuild([self.memory(own)], self.base_memory(), None)
+        return self.view(own)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
+        return Prefetcher.of(self.device, self.device.stream()).linear(self, x, bias, cast, self.device.is_capturing())
