@@ -9,6 +9,9 @@ use tpde::delta::{Accelerator, Sink, Work};
 use tpde::error::Rule;
 use tpde::{Apply, Dtype, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, TensorInfo, ValidatedIndex, encode_to_memory};
 
+/// A tensor with its bytes.
+type Held = (TensorInfo, Vec<u8>);
+
 fn input(name: &str, side: u64) -> Input {
     inputs(side).find(|input| input.name == name).unwrap()
 }
@@ -25,7 +28,7 @@ fn figures_of_a_pair_are_those_of_its_tensors() {
         let pair = pair_of(&input);
         let index = pair.index();
         assert_eq!(index.size(), index.as_bytes().len() as u64);
-        let bytes = |held: &[(TensorInfo, Vec<u8>)]| held.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
+        let bytes = |held: &[Held]| held.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
         assert_eq!(index.tensor_bytes(), (bytes(&input.base), bytes(&input.target)));
         for (tensor, (info, bytes)) in index.tensors().zip(&input.target) {
             assert_eq!((tensor.bytes(), tensor.dtype), (bytes.len() as u64, info.dtype));
@@ -52,7 +55,7 @@ fn elements_of_packed_dtypes_are_bytes() {
 }
 
 /// Rule that comparing this with the target of the pair breaks; `None` if it is the target.
-fn compared(index: &ValidatedIndex, held: &[(TensorInfo, Vec<u8>)]) -> Option<Rule> {
+fn compared(index: &ValidatedIndex, held: &[Held]) -> Option<Rule> {
     let checkpoint = MemoryCheckpoint::new(held.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).unwrap();
     match index.check_target(&checkpoint, &|_| {}) {
         Ok(()) => None,
@@ -65,7 +68,7 @@ fn compared(index: &ValidatedIndex, held: &[(TensorInfo, Vec<u8>)]) -> Option<Ru
 fn a_checkpoint_that_differs_from_the_target_in_one_thing_is_told_apart() {
     let input = input("several dtypes", 64);
     let pair = pair_of(&input);
-    let differs = |change: &dyn Fn(&mut Vec<(TensorInfo, Vec<u8>)>)| {
+    let differs = |change: &dyn Fn(&mut Vec<Held>)| {
         let mut held = input.target.clone();
         change(&mut held);
         compared(pair.index(), &held)
