@@ -10,6 +10,7 @@ import pytest
 import tpde
 from test_cuda import MIB, gpu
 from test_nn import JIT, TOKENS, Deep, loaded, target_of
+from test_nn_storm import FORWARDS, soak
 
 torch = pytest.importorskip("torch")
 
@@ -222,3 +223,107 @@ class TestLayers:
             thread.join()
         torch.cuda.synchronize()
         assert len(found) == 15 and all(torch.equal(one, wanted) for one in found)
+
+    def test_three_models_in_three_threads(self, tmp_path: Path) -> None:
+        soak(tmp_path, "cuda", FORWARDS)
+
+    @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+    def test_modes_of_the_compiler(self, mode: str, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        layer, plain = base.blocks[0]["up"], target.blocks[0]["up"]
+        x = torch.randn(3, 256, dtype=torch.bfloat16, device="cuda")
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, mode=mode, fullgraph=True)
+        with torch.no_grad():
+            for _ in range(4):
+                assert torch.equal(compiled(x), plain(x))
+
+    def test_a_default_device(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        before = torch.get_default_device()
+        try:
+            torch.set_default_device("cuda")
+            tpde.nn.attach(base.cpu(), pair, device="cpu")
+        finally:
+            torch.set_default_device(before)
+        with torch.no_grad():
+            assert torch.equal(base(TOKENS), target.cpu()(TOKENS))
+
+    def test_a_base_that_is_still_queued(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        tpde.nn.attach(base, pair)
+        with torch.no_grad():
+            for _ in range(3):
+                wanted = target(TOKENS.cuda())
+                base(TOKENS.cuda())  # the scratch memory is there
+                late = Deep(width=256).cuda()
+                states = {name: tensor.clone() for name, tensor in late.state_dict().items()}
+                for tensor in late.state_dict().values():
+                    tensor.zero_()
+                torch.cuda.synchronize()
+                torch.cuda._sleep(100_000_000)
+                for name, tensor in late.state_dict().items():
+                    tensor.copy_(states[name])
+                attached = tpde.nn.attach(late, pair, check=False)
+                assert torch.equal(late(TOKENS.cuda()), wanted)
+                attached.check()
+
+    def test_faults_are_raised_by_their_model(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        other = loaded({name: tensor.cpu() for name, tensor in base.state_dict().items()}, "cuda", width=256)
+        models = [tpde.nn.attach(model, pair) for model in (base, other)]
+        weight = models[0].layers["blocks.2.up"]._weight
+        x = torch.randn(2, 256, dtype=torch.bfloat16, device="cuda")
+        weight.payload[len(weight.payload) // 2] ^= 4
+        with torch.no_grad():
+            models[0].layers["blocks.2.up"](x)
+            torch.cuda.synchronize()
+            for _ in range(3):
+                assert torch.equal(other(TOKENS.cuda()), target(TOKENS.cuda()))
+        models[1].check()
+        with pytest.raises(tpde.Invalid) as caught:
+            models[0].check()
+        assert caught.value.tensor == "blocks.2.up.weight"
+
+    def test_a_graph_before_its_first_replay_and_after_its_end(self, deep: tuple[Deep, Deep, Path]) -> None:
+        base, target, pair = deep
+        attached = tpde.nn.attach(base, pair)
+        weight = attached.layers["blocks.2.up"]._weight
+        tokens = TOKENS.cuda()
+        with torch.no_grad():
+            base(tokens)
+            # Words that say that something was wrong, in pinned memory that is used again.
+            weight.payload[len(weight.payload) // 2] ^= 4
+            for _ in range(3):
+                with pytest.raises(tpde.Invalid):
+                    base(tokens)
+                    attached.check()
+            weight.payload[len(weight.payload) // 2] ^= 4
+            for _ in range(20):
+                try:
+                    attached.check()
+                    break
+                except tpde.Invalid:
+                    continue
+            attached.release()
+            with pytest.raises(ValueError, match="stop"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                base(tokens)
+                raise ValueError("stop")
+            attached.check()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = base(tokens)
+            attached.check()
+            graph.replay()
+            assert torch.equal(y, target(tokens))
+            attached.check()
+            for _ in range(5):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    y = base(tokens)
+                graph.replay()
+                assert torch.equal(y, target(tokens))
+            torch.cuda.synchronize()
+            tpde._capture.Graph.prune()
+            assert len(tpde._capture.Graph._kept) <= 2

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 import tpde
-from test_cuda import gpu
 from test_nn import TOKENS, Deep, deep, loaded, target_of  # noqa: F401 (a fixture)
 
 torch = pytest.importorskip("torch")
@@ -167,9 +166,3 @@ def settle(attached: tpde.nn.Attached) -> None:
 
 def test_three_models_in_three_threads(tmp_path: Path) -> None:
     soak(tmp_path, "cpu", FORWARDS)
-
-
-@gpu
-class TestLayers:
-    def test_three_models_in_three_threads(self, tmp_path: Path) -> None:
-        soak(tmp_path, "cuda", FORWARDS)

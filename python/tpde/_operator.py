@@ -36,16 +36,17 @@ def _refuse_gradients(
     x: torch.Tensor, bias: Optional[torch.Tensor], key: torch.Tensor, out_features: int, cast: bool = False
 ) -> torch.Tensor:
     """The kernel of autograd, at every level of it: scratch memory is overwritten before a backward pass could read it."""
-    for tensor in (x, bias):
-        if tensor is None:
-            continue
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise Misuse("a JITCompressedLinear has no gradients: call it under torch.no_grad()")
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
-            raise Misuse("a JITCompressedLinear has no tangents: call it outside of forward-mode differentiation")
-    with torch._C._AutoDispatchBelowAutograd():
-        y: torch.Tensor = torch.ops.tpde.linear.default(x, bias, key, out_features, cast)
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        raise Misuse("a JITCompressedLinear has no gradients: call it under torch.no_grad()")
+    if forward_ad._current_level >= 0 and (_has_tangent(x) or (bias is not None and _has_tangent(bias))):
+        raise Misuse("a JITCompressedLinear has no tangents: call it outside of forward-mode differentiation")
+    with _BelowAutograd():
+        y: torch.Tensor = linear(x, bias, key, out_features, cast)
     return y
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _define() -> Any:
@@ -60,5 +61,8 @@ def _define() -> Any:
     return library
 
 
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
 if not hasattr(torch.ops.tpde, "linear"):
     outliving("_library", _define())
+#: The overload: to call it takes less time than to look for it.
+linear = torch.ops.tpde.linear.default

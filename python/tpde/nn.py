@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from . import _operator, _tpde  # noqa: F401 (the operator is registered by its import)
+from . import _operator, _tpde
 from ._capture import Graph
 from ._device import DevicePair
 from ._errors import Misuse
@@ -75,7 +75,7 @@ class JITCompressedLinear(nn.Module):
         cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
         if cast:  # as PyTorch does it for nn.Linear, said here for the operator's fake kernel
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y: torch.Tensor = torch.ops.tpde.linear(x, self.bias, self.key, self.out_features, cast)
+        y: torch.Tensor = _operator.linear(x, self.bias, self.key, self.out_features, cast)
         return y
 
     def extra_repr(self) -> str:
