@@ -369,7 +369,7 @@ def install(world: World, patch: pytest.MonkeyPatch) -> FakeDevice:
     patch.setattr(torch.cuda, "synchronize", lambda *_: None)
     patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: world.recorded.setdefault(tensor.data_ptr(), set()).add(stream))
     patch.setattr(_prefetch.Prefetcher, "_made", {})
-    patch.setattr(_capture.Graph, "_kept", [])
+    patch.setattr(_capture.Graph, "_kept", {})
     patch.setattr(_prefetch.DeviceWeight, "_largest", {})
     for module in (_prefetch, _capture):
         patch.setattr(module, "compute", compute)

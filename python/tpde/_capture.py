@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 class Graph:
     """What a graph refers to: kept until the graph is destroyed, also if the model is gone before."""
 
-    _kept: list[Graph] = []
+    _kept: dict[int, Graph] = {}
 
     def __init__(self, raw: _tpde.Graph) -> None:
         self.raw = raw
         self.used: list[tuple[DeviceWeight, _tpde.Rebuild, _tpde.Captured, torch.Tensor]] = []
-        self._kept.append(self)
+        self._kept[id(self)] = self
 
     @classmethod
     def prune(cls) -> None:
         """Lets go of graphs that are destroyed."""
-        for graph in list(cls._kept):
-            if graph.raw.is_destroyed() and graph in cls._kept:
-                cls._kept.remove(graph)
+        for number, graph in list(cls._kept.items()):
+            if graph.raw.is_destroyed():
+                cls._kept.pop(number, None)
 
     @classmethod
     def check(cls, weights: Iterable[DeviceWeight]) -> None:
         """Raises what was wrong with these weights in the last replay of any graph, which must have passed."""
         cls.prune()
         handles = {weight.handle for weight in weights}
-        for graph in list(cls._kept):
+        for graph in list(cls._kept.values()):
             for weight, _, captured, _ in list(graph.used):
                 if weight.handle in handles:
                     captured.check()
