@@ -352,4 +352,15 @@ mod tests {
         let pair = encode_to_memory(None, &nothing, &EncodeOptions::default()).unwrap().0;
         assert_eq!(pair.index().header().version_minor, 0, "no tensors");
     }
+
+    #[test]
+    fn equal_table_sets_are_stored_once() {
+        let make = || std::sync::Arc::new(crate::codec::TableSet::new(&[vec![4096]]));
+        let mut builder = super::PairBuilder::new(Vec::new(), "memory".into()).unwrap();
+        let (first, same) = (make(), make());
+        let stored = builder.put_tables(&first);
+        assert_eq!(stored as usize, 2 + first.to_bytes().len());
+        assert_eq!((builder.put_tables(&same), builder.put_tables(&first)), (2, 2));
+        assert_eq!(builder.tables[stored as usize..], [1, 0, 1, 0]);
+    }
 }

@@ -95,6 +95,11 @@ pub(super) fn choose(
     Ok(())
 }
 
+/// Of how many of `all` pieces one is looked at.
+fn stride(all: u64) -> u64 {
+    all.div_ceil((all / 10).clamp(*PIECES.start(), *PIECES.end())).max(1)
+}
+
 /// Makes table sets, one for all tensors of a dtype with a base, and one for those without.
 fn train(
     base: Option<&dyn Checkpoint>,
@@ -105,7 +110,7 @@ fn train(
 ) -> Result<()> {
     let pieces = |plan: &Plan| plan.lanes.div_ceil(PIECE);
     let all = plans.iter().map(pieces).sum::<u64>();
-    let stride = all.div_ceil((all / 10).clamp(*PIECES.start(), *PIECES.end())).max(1);
+    let stride = stride(all);
     let group = |plan: &Plan| (plan.dtype, plan.base_kind != BaseKind::None);
     let mut trainers = BTreeMap::<(Dtype, bool), (u32, conditioned::Trainer)>::new();
     let places = plans.iter().flat_map(|plan| (0..pieces(plan)).map(move |k| (plan, k)));
@@ -165,4 +170,17 @@ fn try_codecs(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plan: &Pla
         }
     }
     Ok(best.1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::stride;
+
+    #[test]
+    fn tables_are_made_from_a_tenth_of_the_pieces_if_these_are_neither_few_nor_many() {
+        let strides = [(0, 1), (1, 1), (128, 1), (129, 2), (1280, 10), (2560, 10), (5120, 10), (5121, 11), (51200, 100)];
+        for (all, expected) in strides {
+            assert_eq!(stride(all), expected, "{all} pieces");
+        }
+    }
 }

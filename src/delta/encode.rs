@@ -179,6 +179,12 @@ impl Plan {
         }
     }
 
+    /// Name of the base tensor, where it is not the target's.
+    fn base_name<'a>(&self, base: Option<&'a dyn Checkpoint>, target: &dyn Checkpoint) -> Option<&'a str> {
+        let name = base.zip(self.base).map(|(base, place)| base.tensors()[place as usize].name.as_str());
+        name.filter(|name| *name != target.tensors()[self.target as usize].name)
+    }
+
     fn spec(&self, base: Option<&dyn Checkpoint>, target: &dyn Checkpoint) -> TensorSpec {
         let TensorInfo { name, dtype, shape } = target.tensors()[self.target as usize].clone();
         let base = base.zip(self.base).map(|(base, place)| &base.tensors()[place as usize]);
@@ -364,26 +370,36 @@ fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options
 fn check_holdable(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plans: &[Plan], files: &[FileSpec]) -> Result<()> {
     let most = Limits::default().section_size;
     let bounded = |what, limit, found| if found > limit { Err(Error::Limit { what, limit, found }) } else { Ok(()) };
-    let (mut chunks, mut table) = (0u64, 0);
+    let mut chunks = 0u64;
     for plan in plans {
         let info = &target.tensors()[plan.target as usize];
-        let base_name = base.zip(plan.base).map(|(base, place)| base.tensors()[place as usize].name.as_str());
-        let base_name = base_name.filter(|base_name| *base_name != info.name);
-        index::check_holdable(&info.name, base_name, info.shape.len())?;
+        index::check_holdable(&info.name, plan.base_name(base, target), info.shape.len())?;
         chunks = chunks.saturating_add(plan.lanes.div_ceil(1 << plan.chunk_lanes_log2));
-        let names = info.name.len() + base_name.map_or(0, str::len);
-        table += (TensorEntry::SIZE + 8 * info.shape.len() + names) as u64;
     }
     bounded("number of tensors", MAX_TENSORS.into(), plans.len() as u64)?;
     bounded("number of chunks", MAX_CHUNKS.into(), chunks)?;
-    bounded("size of the tensor table", most, table)?;
+    bounded("size of the tensor table", most, tensor_table_bytes(base, target, plans))?;
     let mut names = FileNames::default();
     for file in files {
         names.add(file.name.as_bytes(), file.kind, files.len())?;
     }
     bounded("number of files", MAX_FILES.into(), files.len() as u64)?;
-    let table = files.iter().map(|file| (FileEntry::SIZE + file.name.len() + file.content.len()) as u64).sum();
-    bounded("size of the file table", most, table)
+    bounded("size of the file table", most, file_table_bytes(files))
+}
+
+/// Bytes of the expanded section of tensors that these plans lead to.
+fn tensor_table_bytes(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plans: &[Plan]) -> u64 {
+    let entry = |plan: &Plan| {
+        let info = &target.tensors()[plan.target as usize];
+        let names = info.name.len() + plan.base_name(base, target).map_or(0, str::len);
+        (TensorEntry::SIZE + 8 * info.shape.len() + names) as u64
+    };
+    plans.iter().map(entry).sum()
+}
+
+/// Bytes of the expanded section of files.
+fn file_table_bytes(files: &[FileSpec]) -> u64 {
+    files.iter().map(|file| (FileEntry::SIZE + file.name.len() + file.content.len()) as u64).sum()
 }
 
 fn plan(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, place: usize, options: &EncodeOptions) -> Result<Plan> {
@@ -512,5 +528,77 @@ fn report<W>(finished: &Finished<W>, base: Option<&dyn Checkpoint>, plans: &[Pla
             + index.header().section(Section::Digests).stored_size,
         tensors,
         removed: base_tensors.iter().zip(used).filter(|(_, used)| !used).map(|(info, _)| info.name.clone()).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MemoryCheckpoint;
+    use crate::format::{FileKind, Section};
+
+    #[test]
+    fn sizes_of_tables_are_known_before_the_work() {
+        let of = |names: &[&str]| {
+            let infos = names.iter().map(|name| TensorInfo { name: (*name).into(), dtype: Dtype::U8, shape: vec![1, 2] });
+            MemoryCheckpoint::new(infos.map(|info| (info, &[1, 2][..]))).unwrap()
+        };
+        let (base, target) = (of(&["a", "old", "unused"]), of(&["a", "new", "third"]));
+        let renamed = BTreeMap::from([("new".to_owned(), "old".to_owned())]);
+        let options = EncodeOptions { renamed, ..EncodeOptions::default() };
+        let plans: Vec<_> = (0..3).map(|place| plan(Some(&base), &target, place, &options).unwrap()).collect();
+        let builder = || PairBuilder::new(Vec::new(), "memory".into()).unwrap();
+        let (finished, _) = encode(Some(&base), &target, Vec::new(), &options, builder(), &|_| {}).unwrap();
+        let expanded = |finished: &Finished<Vec<u8>>, section| finished.index.header().section(section).expanded_size;
+        assert_eq!(tensor_table_bytes(Some(&base), &target, &plans), expanded(&finished, Section::Tensors));
+        assert_eq!(plans.iter().map(|plan| plan.base_name(Some(&base), &target)).collect::<Vec<_>>(), [None, Some("old"), None]);
+
+        let entry = |(i, name): (usize, &str)| {
+            format!(r#""{name}":{{"dtype":"U8","shape":[1,2],"data_offsets":[{},{}]}}"#, 2 * i, 2 * i + 2)
+        };
+        let header = format!("{{{}}}", ["a", "new", "third"].into_iter().enumerate().map(entry).collect::<Vec<_>>().join(","));
+        let model = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+        let file = |name: &str, kind, content: Vec<u8>| FileSpec {
+            name: name.into(),
+            kind,
+            content_size: content.len() as u64,
+            content_hash: blake3::hash(&content),
+            content,
+        };
+        let files = [
+            file("model.safetensors", FileKind::Safetensors, model),
+            file("model.safetensors.index.json", FileKind::Verbatim, b"{}".to_vec()),
+        ];
+        let size = file_table_bytes(&files);
+        let (finished, _) = encode(Some(&base), &target, files.into(), &options, builder(), &|_| {}).unwrap();
+        assert_eq!(size, expanded(&finished, Section::Files));
+    }
+
+    #[test]
+    fn a_base_is_taken_where_it_differs_in_the_number_of_rows_at_most() {
+        let shapes: [(&[u64], BaseKind); 7] = [
+            (&[4, 2, 3], BaseKind::Same),
+            (&[3, 2, 3], BaseKind::Prefix),
+            (&[5, 2, 3], BaseKind::Prefix),
+            (&[4, 3, 2], BaseKind::None),
+            (&[3, 3, 3], BaseKind::None),
+            (&[4, 6], BaseKind::None),
+            (&[], BaseKind::None),
+        ];
+        let of = |dtype, shape: &[u64]| {
+            let info = TensorInfo { name: "t".into(), dtype, shape: shape.to_vec() };
+            let bytes = vec![1; info.bytes() as usize];
+            (info, bytes)
+        };
+        let kind = |dtype, shape: &[u64]| {
+            let (base, target) = (of(dtype, shape), of(Dtype::U8, &[4, 2, 3]));
+            let base = MemoryCheckpoint::new([(base.0, &base.1[..])]).unwrap();
+            let target = MemoryCheckpoint::new([(target.0, &target.1[..])]).unwrap();
+            plan(Some(&base), &target, 0, &EncodeOptions::default()).unwrap().base_kind
+        };
+        for (shape, expected) in shapes {
+            assert_eq!(kind(Dtype::U8, shape), expected, "{shape:?}");
+            assert_eq!(kind(Dtype::I8, shape), BaseKind::None, "{shape:?} of another dtype");
+        }
     }
 }

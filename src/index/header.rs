@@ -206,4 +206,26 @@ mod tests {
             assert!(matches!(refused, Err(Error::Limit { limit: 0xFFFF_FFFF, found: 0x1_0000_0000, .. })), "{}", section.name());
         }
     }
+
+    #[test]
+    fn sections_of_known_sizes_have_them() {
+        let info = crate::TensorInfo { name: "t".into(), dtype: crate::Dtype::U8, shape: vec![1] };
+        let target = crate::MemoryCheckpoint::new([(info, &[7][..])]).unwrap();
+        let (pair, _) = crate::encode_to_memory(None, &target, &crate::EncodeOptions::default()).unwrap();
+        let header = pair.index().header();
+        check_sections(header).unwrap();
+        for section in [Section::Chunks, Section::Sums, Section::Digests] {
+            let sizes = header.section(section);
+            for (stored, expanded) in [(8, 8), (0, 8), (8, 0)] {
+                // What follows moves along, so that nothing else is wrong.
+                let mut header = header.clone();
+                header.sections[section as usize].stored_size = sizes.stored_size + stored;
+                header.sections[section as usize].expanded_size = sizes.expanded_size + expanded;
+                header.sections[section as usize + 1..].iter_mut().for_each(|entry| entry.offset += stored);
+                header.index_size += stored;
+                let refused = check_sections(&header).unwrap_err();
+                assert_eq!(refused.rule(), Some(Rule::HeaderSections), "{} {stored} {expanded}", section.name());
+            }
+        }
+    }
 }

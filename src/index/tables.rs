@@ -54,3 +54,19 @@ impl TableSets {
         &self.0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_may_be_so_many_sets_and_no_more() {
+        let set = [&[0; 2][..], &TableSet::new(&[vec![4096]]).to_bytes()].concat();
+        let mut sets = TableSets(Vec::new());
+        for number in 1..=MAX_TABLE_SETS {
+            assert_eq!(sets.tables(&set).unwrap() as usize, number);
+        }
+        assert_eq!(sets.tables(&set).unwrap_err().rule(), Some(Rule::TensorTables));
+        assert_eq!(sets.tables(&(MAX_TABLE_SETS as u16).to_le_bytes()).unwrap() as usize, MAX_TABLE_SETS);
+    }
+}

@@ -1,0 +1,120 @@
+//! What an encoder refuses before it reads a lane, and what ends work under way.
+
+#[allow(dead_code, reason = "not all helpers are wanted")]
+mod common;
+
+use common::inputs::{Held, inputs};
+use tpde::format::{MAX_CHUNKS, Section};
+use tpde::{
+    Apply, Checkpoint, Codec, Dtype, EncodeOptions, Error, Favor, Layout, MemoryCheckpoint, Result, TensorInfo, encode_to_memory,
+};
+
+fn held(name: &str, dtype: Dtype, shape: &[u64]) -> Held {
+    let info = TensorInfo { name: name.into(), dtype, shape: shape.to_vec() };
+    let bytes = vec![1; info.bytes() as usize];
+    (info, bytes)
+}
+
+fn memory(held: &[Held]) -> MemoryCheckpoint<'_> {
+    MemoryCheckpoint::new(held.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).unwrap()
+}
+
+#[test]
+fn options_that_make_no_sense_are_misuse() {
+    let tensors = [held("t", Dtype::U8, &[4])];
+    let encode = |options: EncodeOptions| encode_to_memory(Some(&memory(&tensors)), &memory(&tensors), &options).map(|_| ());
+    let refuses = |options| assert!(matches!(encode(options), Err(Error::Misuse(_))));
+    for chunk_lanes in [0, 1, 2048, 4095, 4097, 5000, 12288] {
+        refuses(EncodeOptions { chunk_lanes, ..EncodeOptions::default() });
+    }
+    for chunk_lanes in [4096, 8192, 1 << 40] {
+        encode(EncodeOptions { chunk_lanes, ..EncodeOptions::default() }).unwrap();
+    }
+    for codec in [None, Some(Codec::Raw), Some(Codec::Conditioned)] {
+        refuses(EncodeOptions { codec, layout: Some(Layout::ALL[0]), ..EncodeOptions::default() });
+    }
+    for (name, base_name) in [("t", "u"), ("u", "t")] {
+        let renamed = [(name.to_owned(), base_name.to_owned())].into();
+        refuses(EncodeOptions { renamed, ..EncodeOptions::default() });
+    }
+}
+
+/// A checkpoint of which there is nothing to read.
+struct Described(Vec<TensorInfo>);
+
+impl Checkpoint for Described {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.0
+    }
+
+    fn read(&self, _: usize, _: u64, _: &mut [u8]) -> Result<()> {
+        Err(Error::Cancelled)
+    }
+}
+
+#[test]
+fn more_chunks_than_a_pair_holds_are_refused_before_a_lane_is_read() {
+    let options = EncodeOptions { chunk_lanes: 4096, ..EncodeOptions::default() };
+    let outcome = |lanes: u64| {
+        let tensors = ["a", "b"].map(|name| TensorInfo { name: name.into(), dtype: Dtype::U8, shape: vec![lanes / 2] });
+        encode_to_memory(None, &Described(tensors.into()), &options).map(|_| ())
+    };
+    let most = u64::from(MAX_CHUNKS);
+    // Of two tensors, each with a chunk that is not full.
+    assert!(matches!(outcome(4096 * (most - 1) - 10), Err(Error::Cancelled)), "there is nothing to read");
+    let refused = outcome(4096 * (most + 1) - 10);
+    assert!(matches!(refused, Err(Error::Limit { limit, found, .. }) if limit == most && found == most + 1), "{refused:?}");
+}
+
+#[test]
+fn as_many_chunks_as_a_pair_holds_are_not_refused() {
+    let options = EncodeOptions { chunk_lanes: 4096, ..EncodeOptions::default() };
+    let tensor = |chunks: u64| TensorInfo { name: "t".into(), dtype: Dtype::U8, shape: vec![4096 * chunks] };
+    let outcome = |chunks| encode_to_memory(None, &Described(vec![tensor(chunks)]), &options).map(|_| ());
+    assert!(matches!(outcome(MAX_CHUNKS.into()), Err(Error::Cancelled)));
+    assert!(matches!(outcome(u64::from(MAX_CHUNKS) + 1), Err(Error::Limit { .. })));
+}
+
+#[test]
+fn a_name_of_a_base_that_no_pair_holds_is_refused_with_the_name() {
+    let long = "n".repeat(70_000);
+    let (base, target) = ([held(&long, Dtype::U8, &[4])], [held("t", Dtype::U8, &[4])]);
+    let renamed = [("t".to_owned(), long.clone())].into();
+    let options = EncodeOptions { renamed, ..EncodeOptions::default() };
+    let refused = encode_to_memory(Some(&memory(&base)), &memory(&target), &options).unwrap_err();
+    assert!(matches!(refused, Error::Invalid(_)), "{refused}");
+}
+
+#[test]
+fn favors_have_names() {
+    assert_eq!(Favor::ALL.iter().map(|favor| favor.name()).collect::<Vec<_>>(), ["ratio", "speed"]);
+}
+
+#[test]
+fn a_report_has_the_sizes_of_the_sections() {
+    for input in inputs(48) {
+        let (pair, report) = encode_to_memory(Some(&input.base()), &input.target(), &EncodeOptions::default()).unwrap();
+        let header = pair.index().header();
+        let stored = |section| header.section(section).stored_size;
+        assert_eq!(report.tensor_table_bytes, stored(Section::Tensors) + stored(Section::Digests));
+        assert_eq!((report.index_bytes, report.blob_bytes), (pair.index().size(), header.blob_size));
+        assert_eq!(report.target_bytes, input.target.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>());
+    }
+}
+
+#[test]
+fn hashing_a_base_that_no_chunk_needs_can_be_cancelled() {
+    // The target is empty, so that its base is read for the digest alone.
+    let (base, target) = ([held("t", Dtype::U8, &[1 << 20, 4])], [held("t", Dtype::U8, &[0, 4])]);
+    let (base, target) = (memory(&base), memory(&target));
+    let (pair, _) = encode_to_memory(Some(&base), &target, &EncodeOptions::default()).unwrap();
+    Apply::new(&pair, &base).verify().unwrap();
+    struct Stop;
+    impl tpde::Watch for Stop {
+        fn done(&self, _: u64) -> Result<()> {
+            Err(Error::Cancelled)
+        }
+    }
+    let cancelled = Apply::new(&pair, &base).progress(&Stop).verify();
+    assert!(matches!(cancelled, Err(Error::Cancelled)), "{cancelled:?}");
+}
