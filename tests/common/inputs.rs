@@ -256,6 +256,18 @@ const KINDS: &[Kind] = &[
         let weights = m.weights(Dtype::F32, n, n);
         m.in_target("weight", Dtype::F32, &[n, n], weights);
     }),
+    ("no base, outliers", |m, n| {
+        for (dtype, name) in [(Dtype::Bf16, "half"), (Dtype::F32, "single")] {
+            let mut weights = m.weights(dtype, n, n);
+            let rare = 500 + 700 * dtype.lane_bytes() as u64 / 2;
+            for lane in weights.chunks_mut(dtype.lane_bytes()) {
+                if m.below(rare) == 0 {
+                    *lane.last_mut().unwrap() += 1 + m.below(3) as u8;
+                }
+            }
+            m.in_target(name, dtype, &[n, n], weights);
+        }
+    }),
     ("no base, I8 and zeros", |m, n| {
         let weights = m.weights(Dtype::I8, n, n);
         m.in_target("weight", Dtype::I8, &[n, n], weights);
