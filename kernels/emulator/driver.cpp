@@ -31,7 +31,7 @@ namespace {
 
 enum Result : u32 {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500,
-    NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_ISOLATION = 905,
+    NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_ISOLATION = 905, REFUSED = 999,
 };
 
 // ---- What is queued ----
@@ -54,6 +54,7 @@ struct Operation {
     MarkPointer waits_for; // not passed: the operation is not ready
     MarkPointer reaches;
     bool spins; // runs until a call waits for it
+    std::function<void()> begin; // when it is put into a stream, each time that its graph is launched
 };
 
 struct Context {
@@ -115,9 +116,11 @@ typedef i64 (*Expander)(const u8*, size_t, u8*, size_t);
 Expander expander;
 
 constexpr int DEVICES = 2, MULTIPROCESSORS = 4;
+constexpr u8 COMING = 0xDC; // in pinned memory that a copy will write
 constexpr size_t PAGE = 4096, ALIGN = 256, MOST = (size_t)1 << 30;
 
-// Which streams are eager: bit n % 8 is for stream n, as they are created. TPDE_STAND_IN.
+// Which streams are eager: bit n % 8 is for stream n, as they are created. TPDE_STAND_IN, unless a test has all streams make progress in
+// an order that is drawn.
 u32 order() {
     static const u32 order = [] {
         const char* text = getenv("TPDE_STAND_IN");
@@ -133,6 +136,10 @@ u64 draw() {
     z = (z ^ z >> 27) * 0x94D049BB133111EB;
     return z ^ z >> 31;
 }
+
+// Whether any stream may be the next to make progress, and how rarely that happens while nobody waits.
+bool is_drawn = false;
+u64 rarity;
 
 double now() {
     return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -159,12 +166,12 @@ void run_front(Stream& stream) {
 }
 
 // Runs what must have run before the mark, and nothing else.
-void reach(const Mark& mark) {
+void run_before(const Mark& mark) {
     while (!mark.passed) {
         if (mark.stream->queue.empty()) abort();
         Operation& front = mark.stream->queue.front();
         if (front.waits_for && !front.waits_for->passed) {
-            reach(*front.waits_for);
+            run_before(*front.waits_for);
         } else {
             run_front(*mark.stream);
         }
@@ -188,7 +195,16 @@ void forget_streams() {
 
 // After something was queued.
 void go_on() {
+    if (is_drawn) {
+        while (draw() % rarity == 0 && run_any(true)) {}
+    }
     while (run_any(allocated > MOST)) {}
+}
+
+// Waits for the mark. In an order that is drawn, others make progress too.
+void reach(const Mark& mark) {
+    while (is_drawn && !mark.passed && run_any(true)) {}
+    run_before(mark);
 }
 
 Context* context_now() { return current.empty() ? nullptr : current.back(); }
@@ -207,33 +223,52 @@ Stream* stream_of(Stream* stream) {
     return stream->context == context && !stream->destroyed ? stream : nullptr;
 }
 
-// Calls until one is refused, or less than 0; and whether one was.
-i64 calls_to_refusal = -1;
+// Which calls are refused, as a test has asked for: none; one that queues or creates something, or waits for an event; any; or all from
+// one on, as if the context were lost.
+enum Refusal : u32 { REFUSES_NONE, REFUSES_QUEUEING, REFUSES_ANY, REFUSES_ALL_FROM };
+u32 refusal;
+i64 calls_to_refusal;
 bool has_refused = false;
+std::set<std::string> refused; // by name, since the process began
 
-// Whether this call is refused, which a test has asked for.
-bool is_refused() {
-    if (calls_to_refusal < 0 || calls_to_refusal-- > 0) return false;
+// A context that is lost has ended its work.
+void lose_all() {
+    for (auto& stream : streams) {
+        for (Operation& operation : stream->queue) {
+            if (operation.reaches) operation.reaches->passed = true;
+        }
+        stream->queue.clear();
+    }
+}
+
+// Whether a call is refused.
+bool is_refused(const char* name, bool queues) {
+    if (refusal == REFUSES_NONE || (refusal == REFUSES_QUEUEING && !queues)) return false;
+    if (calls_to_refusal > 0) return calls_to_refusal--, false;
+    if (refusal == REFUSES_ALL_FROM) lose_all();
+    else refusal = REFUSES_NONE;
+    refused.insert(name);
     return has_refused = true;
 }
 
 Result queue(Stream* handle, Operation operation) {
-    if (is_refused()) return OUT_OF_MEMORY;
     Stream* stream = stream_of(handle);
     if (!stream) return context_now() ? INVALID_HANDLE : INVALID_CONTEXT;
     if (stream->capture) {
         stream->capture->operations.push_back(std::move(operation));
         return SUCCESS;
     }
+    if (operation.begin) operation.begin();
     stream->queue.push_back(std::move(operation));
     go_on();
     return SUCCESS;
 }
 
 void wait_for_all(Stream& stream) {
+    while (is_drawn && !stream.queue.empty() && run_any(true)) {}
     while (!stream.queue.empty()) {
         Operation& front = stream.queue.front();
-        if (front.waits_for && !front.waits_for->passed) reach(*front.waits_for);
+        if (front.waits_for && !front.waits_for->passed) run_before(*front.waits_for);
         else run_front(stream);
     }
 }
@@ -259,9 +294,14 @@ u64 allocate(size_t bytes) {
     return (u64)(end - rounded);
 }
 
+// Takes pages away for good: no later memory has their addresses, so that whoever still uses them is found.
+void forbid(void* pages, size_t bytes) {
+    if (mmap(pages, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) abort();
+}
+
 void release(u64 address) {
     auto found = allocations.find(address);
-    munmap(found->second.pages, found->second.page_bytes);
+    forbid(found->second.pages, found->second.page_bytes);
     allocated -= found->second.page_bytes;
     allocations.erase(found);
 }
@@ -285,6 +325,18 @@ void dies(int, siginfo_t* info, void*) {
     int size = snprintf(text, sizeof text, "the stand-in of the driver: %s touched %p, where no memory is\n", running, info->si_addr);
     if (write(STDERR_FILENO, text, (size_t)size)) {}
     _exit(139);
+}
+
+[[noreturn]] void misuse(const char* what) {
+    fprintf(stderr, "the stand-in of the driver: %s\n", what);
+    fflush(stderr);
+    _exit(139);
+}
+
+u64 hash(const void* start, size_t bytes) {
+    u64 hash = 14695981039346656037u;
+    for (const u8 *at = (const u8*)start, *end = at + bytes; at != end; at++) hash = (hash ^ *at) * 1099511628211u;
+    return hash;
 }
 
 void catch_faults() {
@@ -323,49 +375,96 @@ Context primary[DEVICES];
 
 #define LOCKED std::lock_guard<std::recursive_mutex> lock(all)
 #define EXPORTED extern "C" __attribute__((visibility("default")))
+// At the begin of calls that may be refused: one that queues, creates or waits; another; and one that ends something, which is done
+// anyway, at the end of the call.
+#define MAY_BE_REFUSED if (is_refused(__func__, true)) return OUT_OF_MEMORY
+#define MAY_FAIL if (is_refused(__func__, false)) return REFUSED
+#define DONE return is_refused(__func__, false) ? REFUSED : SUCCESS
 
 // ---- For tests ----
 
-// From here on, after so many calls that a driver may refuse one is refused; none if the number is less than 0. Whether one was refused
-// before.
-EXPORTED int stand_in_refuses(i64 calls) {
+// From here on calls are refused as `kind` says, after `calls` of those that may be. Whether one was refused before.
+EXPORTED int stand_in_refuses(u32 kind, i64 calls) {
     LOCKED;
     bool before = has_refused;
     has_refused = false;
+    refusal = kind;
     calls_to_refusal = calls;
     return before;
+}
+EXPORTED int stand_in_has_refused(const char* name) {
+    LOCKED;
+    return refused.count(name) != 0;
+}
+
+// From here on all streams make progress in an order that follows from the seed; or as TPDE_STAND_IN says, if it is 0.
+EXPORTED void stand_in_draws(u64 seed) {
+    LOCKED;
+    is_drawn = seed != 0;
+    random_state = seed;
+    rarity = 2u << seed % 8;
 }
 
 // ---- Devices and contexts ----
 
 EXPORTED u32 cuInit(u32) {
+    LOCKED;
+    MAY_FAIL;
     catch_faults();
     return SUCCESS;
 }
-EXPORTED u32 cuDriverGetVersion(int* version) { return *version = 12040, SUCCESS; }
-EXPORTED u32 cuDeviceGetCount(int* count) { return *count = DEVICES, SUCCESS; }
+EXPORTED u32 cuDriverGetVersion(int* version) {
+    LOCKED;
+    MAY_FAIL;
+    return *version = 12040, SUCCESS;
+}
+EXPORTED u32 cuDeviceGetCount(int* count) {
+    LOCKED;
+    MAY_FAIL;
+    return *count = DEVICES, SUCCESS;
+}
 EXPORTED u32 cuDeviceGet(int* device, int ordinal) {
+    LOCKED;
+    MAY_FAIL;
     if (ordinal < 0 || ordinal >= DEVICES) return INVALID_DEVICE;
     return *device = ordinal, SUCCESS;
 }
-EXPORTED u32 cuDeviceGetName(char* name, int length, int) { return snprintf(name, (size_t)length, "stand-in"), SUCCESS; }
-EXPORTED u32 cuDeviceGetAttribute(int* value, int attribute, int) {
+EXPORTED u32 cuDeviceGetName(char* name, int length, int) {
+    LOCKED;
+    MAY_FAIL;
+    return snprintf(name, (size_t)length, "stand-in"), SUCCESS;
+}
+EXPORTED u32 cuDeviceGetAttribute(int* value, int attribute, int device) {
+    LOCKED;
+    MAY_FAIL;
     switch (attribute) {
     case 16: *value = MULTIPROCESSORS; return SUCCESS;
     case 75: *value = 8; return SUCCESS; // compute capability
     case 76: *value = 0; return SUCCESS;
-    case 115: *value = 1; return SUCCESS; // memory pools
+    case 115: *value = device == 0; return SUCCESS; // memory pools
     }
     return INVALID_VALUE;
 }
-EXPORTED u32 cuGetErrorName(u32, const char** name) { return *name = "CUDA_ERROR", SUCCESS; }
-EXPORTED u32 cuGetErrorString(u32, const char** text) { return *text = "refused by the stand-in of the driver", SUCCESS; }
+EXPORTED u32 cuGetErrorName(u32, const char** name) {
+    LOCKED;
+    MAY_FAIL;
+    return *name = "CUDA_ERROR", SUCCESS;
+}
+EXPORTED u32 cuGetErrorString(u32, const char** text) {
+    LOCKED;
+    MAY_FAIL;
+    return *text = "refused by the stand-in of the driver", SUCCESS;
+}
 EXPORTED u32 cuDevicePrimaryCtxRetain(Context** context, int device) {
     LOCKED;
+    MAY_FAIL;
     primary[device].device = device;
     return *context = &primary[device], SUCCESS;
 }
-EXPORTED u32 cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
+EXPORTED u32 cuDevicePrimaryCtxRelease_v2(int) {
+    LOCKED;
+    DONE;
+}
 EXPORTED u32 cuCtxCreate_v2(Context** context, u32, int device) {
     LOCKED;
     current.push_back(*context = new Context{device, nullptr});
@@ -377,15 +476,21 @@ EXPORTED u32 cuCtxDestroy_v2(Context* context) {
     delete context;
     return SUCCESS;
 }
-EXPORTED u32 cuCtxPushCurrent_v2(Context* context) { return current.push_back(context), SUCCESS; }
+EXPORTED u32 cuCtxPushCurrent_v2(Context* context) {
+    LOCKED;
+    MAY_FAIL;
+    return current.push_back(context), SUCCESS;
+}
 EXPORTED u32 cuCtxPopCurrent_v2(Context** context) {
+    LOCKED;
     if (current.empty()) return INVALID_CONTEXT;
     *context = current.back();
     current.pop_back();
-    return SUCCESS;
+    DONE;
 }
 EXPORTED u32 cuCtxSynchronize() {
     LOCKED;
+    MAY_FAIL;
     for (auto& stream : streams) {
         if (stream->context == context_now()) wait_for_all(*stream);
     }
@@ -397,8 +502,8 @@ EXPORTED u32 cuCtxGetCurrent(Context** context) { return *context = context_now(
 
 EXPORTED u32 cuStreamCreate(Stream** stream, u32) {
     LOCKED;
+    MAY_BE_REFUSED;
     if (!context_now()) return INVALID_CONTEXT;
-    if (is_refused()) return OUT_OF_MEMORY;
     return *stream = new_stream(context_now()), SUCCESS;
 }
 EXPORTED u32 cuStreamDestroy_v2(Stream* stream) {
@@ -406,10 +511,11 @@ EXPORTED u32 cuStreamDestroy_v2(Stream* stream) {
     if (!stream || !stream_of(stream)) return INVALID_HANDLE;
     stream->destroyed = true;
     forget_streams();
-    return SUCCESS;
+    DONE;
 }
 EXPORTED u32 cuStreamQuery(Stream* handle) {
     LOCKED;
+    MAY_FAIL;
     Stream* stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
     if (is_forbidden() || stream->capture) return CAPTURE_UNSUPPORTED;
@@ -417,6 +523,7 @@ EXPORTED u32 cuStreamQuery(Stream* handle) {
 }
 EXPORTED u32 cuStreamSynchronize(Stream* handle) {
     LOCKED;
+    MAY_FAIL;
     Stream* stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
     if (stream->capture) return CAPTURE_UNSUPPORTED;
@@ -424,12 +531,14 @@ EXPORTED u32 cuStreamSynchronize(Stream* handle) {
 }
 EXPORTED u32 cuStreamIsCapturing(Stream* handle, u32* status) {
     LOCKED;
+    MAY_FAIL;
     Stream* stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
     return *status = stream->capture != nullptr, SUCCESS;
 }
 EXPORTED u32 cuStreamGetCaptureInfo_v2(Stream* handle, u32* status, u64* id, Capture** graph, void*, void*) {
     LOCKED;
+    MAY_FAIL;
     Stream* stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
     *status = stream->capture != nullptr;
@@ -437,23 +546,29 @@ EXPORTED u32 cuStreamGetCaptureInfo_v2(Stream* handle, u32* status, u64* id, Cap
     return SUCCESS;
 }
 EXPORTED u32 cuThreadExchangeStreamCaptureMode(u32* mode) {
+    LOCKED;
+    if (*mode == 2) MAY_FAIL;
     u32 before = (u32)capture_mode;
     capture_mode = (int)*mode;
-    return *mode = before, SUCCESS;
+    *mode = before;
+    // Back to what it was before.
+    if (capture_mode != 2) DONE;
+    return SUCCESS;
 }
 EXPORTED u32 cuEventCreate(Event** event, u32 flags) {
     LOCKED;
+    MAY_BE_REFUSED;
     if (!context_now()) return INVALID_CONTEXT;
-    if (is_refused()) return OUT_OF_MEMORY;
     return *event = new Event{context_now(), (flags & 2) == 0, nullptr}, SUCCESS;
 }
 EXPORTED u32 cuEventDestroy_v2(Event* event) {
     LOCKED;
     delete event;
-    return SUCCESS;
+    DONE;
 }
 EXPORTED u32 cuEventRecord(Event* event, Stream* handle) {
     LOCKED;
+    MAY_BE_REFUSED;
     Stream* stream = stream_of(handle);
     if (!stream || event->context != stream->context) return INVALID_HANDLE;
     auto mark = std::make_shared<Mark>(Mark{stream, stream->capture, false, 0});
@@ -464,6 +579,7 @@ EXPORTED u32 cuEventRecord(Event* event, Stream* handle) {
 }
 EXPORTED u32 cuStreamWaitEvent(Stream* handle, Event* event, u32) {
     LOCKED;
+    MAY_BE_REFUSED;
     Stream* stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
     if (!event->last) return SUCCESS;
@@ -477,6 +593,7 @@ EXPORTED u32 cuStreamWaitEvent(Stream* handle, Event* event, u32) {
 }
 EXPORTED u32 cuEventQuery(Event* event) {
     LOCKED;
+    MAY_FAIL;
     if (is_forbidden()) return CAPTURE_UNSUPPORTED;
     if (!event->last) return SUCCESS;
     if (event->last->capture) return CAPTURE_UNSUPPORTED;
@@ -484,13 +601,14 @@ EXPORTED u32 cuEventQuery(Event* event) {
 }
 EXPORTED u32 cuEventSynchronize(Event* event) {
     LOCKED;
-    if (is_refused()) return OUT_OF_MEMORY;
+    MAY_BE_REFUSED;
     if (!event->last) return SUCCESS;
     if (event->last->capture) return CAPTURE_UNSUPPORTED;
     return reach(*event->last), go_on(), SUCCESS;
 }
 EXPORTED u32 cuEventElapsedTime(float* milliseconds, Event* start, Event* end) {
     LOCKED;
+    MAY_FAIL;
     if (!start->timed || !end->timed || !start->last || !end->last) return INVALID_HANDLE;
     if (!start->last->passed || !end->last->passed) return NOT_READY;
     return *milliseconds = (float)(end->last->milliseconds - start->last->milliseconds), SUCCESS;
@@ -520,15 +638,19 @@ EXPORTED u32 cuStreamEndCapture(Stream* handle, Capture** graph) {
 // Of an object's references one is enough here: it is moved to a graph, which its instances share it with.
 EXPORTED u32 cuUserObjectCreate(std::shared_ptr<void>** object, void* given, void (*destroy)(void*), u32 references, u32) {
     LOCKED;
+    MAY_BE_REFUSED;
     if (references != 1) return INVALID_VALUE;
-    if (is_refused()) return OUT_OF_MEMORY;
     return *object = new std::shared_ptr<void>(given, destroy), SUCCESS;
 }
-EXPORTED u32 cuUserObjectRelease(std::shared_ptr<void>* object, u32) { return delete object, SUCCESS; }
+EXPORTED u32 cuUserObjectRelease(std::shared_ptr<void>* object, u32) {
+    LOCKED;
+    delete object;
+    DONE;
+}
 EXPORTED u32 cuGraphRetainUserObject(Capture* graph, std::shared_ptr<void>* object, u32, u32) {
     LOCKED;
+    MAY_BE_REFUSED;
     if (!captures.count(graph)) return INVALID_HANDLE;
-    if (is_refused()) return OUT_OF_MEMORY;
     graph->objects.push_back(*object);
     return delete object, SUCCESS;
 }
@@ -545,11 +667,23 @@ EXPORTED u32 cuGraphLaunch(Capture* ready, Stream* handle) {
 
 // ---- Memory ----
 
-EXPORTED u32 cuMemPoolCreate(void** pool, const void*) { return *pool = &allocations, SUCCESS; }
-EXPORTED u32 cuMemPoolDestroy(void*) { return SUCCESS; }
-EXPORTED u32 cuMemPoolSetAttribute(void*, int, void*) { return SUCCESS; }
+EXPORTED u32 cuMemPoolCreate(void** pool, const void*) {
+    LOCKED;
+    MAY_FAIL;
+    return *pool = &allocations, SUCCESS;
+}
+EXPORTED u32 cuMemPoolDestroy(void*) {
+    LOCKED;
+    DONE;
+}
+EXPORTED u32 cuMemPoolSetAttribute(void*, int, void*) {
+    LOCKED;
+    MAY_FAIL;
+    return SUCCESS;
+}
 EXPORTED u32 cuMemAlloc_v2(u64* address, size_t bytes) {
     LOCKED;
+    MAY_FAIL;
     if (is_forbidden()) return CAPTURE_UNSUPPORTED;
     if (!context_now()) return INVALID_CONTEXT;
     return (*address = allocate(bytes)) ? SUCCESS : OUT_OF_MEMORY;
@@ -558,10 +692,12 @@ EXPORTED u32 cuMemFree_v2(u64 address) {
     LOCKED;
     if (!allocations.count(address)) return INVALID_VALUE;
     for (auto& stream : streams) wait_for_all(*stream);
-    return release(address), SUCCESS;
+    release(address);
+    DONE;
 }
 EXPORTED u32 cuMemAllocFromPoolAsync(u64* address, size_t bytes, void*, Stream* handle) {
     LOCKED;
+    MAY_BE_REFUSED;
     if (!stream_of(handle)) return INVALID_HANDLE;
     if (!(*address = allocate(bytes))) return OUT_OF_MEMORY;
     // Nobody may touch it before the stream has come there.
@@ -571,6 +707,7 @@ EXPORTED u32 cuMemAllocFromPoolAsync(u64* address, size_t bytes, void*, Stream* 
 }
 EXPORTED u32 cuMemFreeAsync(u64 address, Stream* handle) {
     LOCKED;
+    MAY_BE_REFUSED;
     auto found = allocations.find(address);
     if (found == allocations.end() || found->second.is_freed) return INVALID_VALUE;
     found->second.is_freed = true;
@@ -578,6 +715,7 @@ EXPORTED u32 cuMemFreeAsync(u64 address, Stream* handle) {
 }
 EXPORTED u32 cuMemHostAlloc(void** start, size_t bytes, u32) {
     LOCKED;
+    MAY_FAIL;
     if (is_forbidden()) return CAPTURE_UNSUPPORTED;
     if (!context_now()) return INVALID_CONTEXT;
     *start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -589,38 +727,58 @@ EXPORTED u32 cuMemFreeHost(void* start) {
     LOCKED;
     auto found = pinned.find((u64)start);
     if (found == pinned.end()) return INVALID_VALUE;
-    munmap(start, found->second);
+    forbid(start, found->second);
     pinned.erase(found);
-    return SUCCESS;
+    DONE;
 }
 EXPORTED u32 cuMemcpyHtoDAsync_v2(u64 to, const void* from, size_t bytes, Stream* handle) {
     LOCKED;
+    MAY_BE_REFUSED;
     if (!is_device_memory(to, bytes)) return INVALID_VALUE;
-    if (is_pinned(from, bytes)) return queue(handle, {"a copy to the device", [=] { memcpy((void*)to, from, bytes); }, nullptr, nullptr, false});
+    if (is_pinned(from, bytes)) {
+        auto content = std::make_shared<u64>();
+        auto run = [=] {
+            if (hash(from, bytes) != *content) misuse("pinned memory was changed before it was copied to the device");
+            memcpy((void*)to, from, bytes);
+        };
+        return queue(handle, {"a copy to the device", run, nullptr, nullptr, false, [=] { *content = hash(from, bytes); }});
+    }
     // Of memory that is not pinned the driver has a copy before it returns.
     auto kept = std::make_shared<std::vector<u8>>((const u8*)from, (const u8*)from + bytes);
     return queue(handle, {"a copy to the device", [=] { memcpy((void*)to, kept->data(), bytes); }, nullptr, nullptr, false});
 }
 EXPORTED u32 cuMemcpyDtoHAsync_v2(void* to, u64 from, size_t bytes, Stream* handle) {
     LOCKED;
+    MAY_BE_REFUSED;
     if (!is_device_memory(from, bytes)) return INVALID_VALUE;
+    if (is_pinned(to, bytes)) {
+        // Until the copy has run nobody may read the memory, or write it.
+        auto run = [=] {
+            if (std::any_of((u8*)to, (u8*)to + bytes, [](u8 byte) { return byte != COMING; })) misuse("pinned memory was written before a copy to it had run");
+            memcpy(to, (const void*)from, bytes);
+        };
+        return queue(handle, {"a copy to the host", run, nullptr, nullptr, false, [=] { memset(to, COMING, bytes); }});
+    }
     Result result = queue(handle, {"a copy to the host", [=] { memcpy(to, (const void*)from, bytes); }, nullptr, nullptr, false});
     // To memory that is not pinned it returns when all is there.
-    if (result == SUCCESS && !is_pinned(to, bytes)) wait_for_all(*stream_of(handle));
+    if (result == SUCCESS) wait_for_all(*stream_of(handle));
     return result;
 }
 EXPORTED u32 cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, Stream* handle) {
     LOCKED;
+    MAY_BE_REFUSED;
     if (!is_device_memory(to, bytes) || !is_device_memory(from, bytes) || (to < from + bytes && from < to + bytes)) return INVALID_VALUE;
     return queue(handle, {"a copy within the device", [=] { memcpy((void*)to, (const void*)from, bytes); }, nullptr, nullptr, false});
 }
 EXPORTED u32 cuMemsetD8Async(u64 to, u8 byte, size_t count, Stream* handle) {
     LOCKED;
+    MAY_BE_REFUSED;
     if (!is_device_memory(to, count)) return INVALID_VALUE;
     return queue(handle, {"a fill", [=] { memset((void*)to, byte, count); }, nullptr, nullptr, false});
 }
 EXPORTED u32 cuMemsetD32Async(u64 to, u32 word, size_t count, Stream* handle) {
     LOCKED;
+    MAY_BE_REFUSED;
     if (!is_device_memory(to, 4 * count) || to % 4) return INVALID_VALUE;
     return queue(handle, {"a fill", [=] { std::fill_n((u32*)to, count, word); }, nullptr, nullptr, false});
 }
@@ -629,16 +787,19 @@ EXPORTED u32 cuMemsetD32Async(u64 to, u32 word, size_t count, Stream* handle) {
 
 EXPORTED u32 cuModuleLoadDataEx(Module** module, const void* image, u32, int*, void**) {
     LOCKED;
+    MAY_FAIL;
     if (is_forbidden()) return CAPTURE_UNSUPPORTED;
     if (!context_now()) return INVALID_CONTEXT;
     return *module = new Module{(const char*)image, {}}, SUCCESS;
 }
 EXPORTED u32 cuModuleUnload(Module* module) {
     LOCKED;
-    return delete module, SUCCESS;
+    delete module;
+    DONE;
 }
 EXPORTED u32 cuModuleGetFunction(Function** function, Module* module, const char* name) {
     LOCKED;
+    MAY_FAIL;
     auto known = std::find_if(std::begin(KNOWN), std::end(KNOWN), [&](const Known& known) { return !strcmp(known.name, name); });
     if (known == std::end(KNOWN) || module->text.find(std::string(".entry ") + name + "(") == std::string::npos) return NOT_FOUND;
     module->functions.emplace_back(new Function{name, known->entry, known->parameter_bytes, 48 << 10});
@@ -646,13 +807,19 @@ EXPORTED u32 cuModuleGetFunction(Function** function, Module* module, const char
 }
 EXPORTED u32 cuFuncSetAttribute(Function* function, int attribute, int value) {
     LOCKED;
+    MAY_FAIL;
     if (attribute != 8 || value < 0 || value > 227 << 10) return INVALID_VALUE;
     return function->shared = std::max(function->shared, (u32)value), SUCCESS;
 }
-EXPORTED u32 cuFuncGetAttribute(int* value, int, Function*) { return *value = 64, SUCCESS; }
+EXPORTED u32 cuFuncGetAttribute(int* value, int, Function*) {
+    LOCKED;
+    MAY_FAIL;
+    return *value = 64, SUCCESS;
+}
 EXPORTED u32 cuLaunchKernel(
     Function* function, u32 x, u32 y, u32 z, u32 threads, u32 threads_y, u32 threads_z, u32 shared, Stream* handle, void** parameters, void**) {
     LOCKED;
+    MAY_BE_REFUSED;
     if (x == 0 || y != 1 || z != 1 || threads == 0 || threads > 1024 || threads_y != 1 || threads_z != 1 || shared > function->shared) return INVALID_VALUE;
     if (!function->entry) return queue(handle, {"a kernel that spins", nullptr, nullptr, nullptr, true});
     auto kept = std::make_shared<std::vector<u8>>((const u8*)parameters[0], (const u8*)parameters[0] + function->parameter_bytes);
@@ -671,11 +838,16 @@ struct Options {
     int backend;
     char reserved[60];
 };
-EXPORTED int nvcompBatchedZstdDecompressGetTempSize(size_t count, size_t, Options, size_t* bytes, size_t, void*) { return *bytes = 64 * count, 0; }
+EXPORTED int nvcompBatchedZstdDecompressGetTempSize(size_t count, size_t, Options, size_t* bytes, size_t, void*) {
+    LOCKED;
+    if (is_refused(__func__, false)) return 11;
+    return *bytes = 64 * count, 0;
+}
 EXPORTED int nvcompBatchedZstdDecompressAsync(
     const void* const* frames, const size_t* frame_bytes, const size_t* room, size_t* content_bytes, size_t count, void* temporary, size_t temporary_bytes,
     void* const* contents, Options, int* outcomes, Stream* stream) {
     LOCKED;
+    if (is_refused(__func__, true)) return 11;
     if (temporary_bytes < 64 * count || !expander) return 10;
     auto run = [=] {
         memset(temporary, 0xEE, temporary_bytes);

@@ -17,7 +17,7 @@ use cudarc::driver::sys;
 use std::ptr;
 use std::time::{Duration, Instant};
 
-/// Waits for so many nanoseconds.
+/// Waits for so many nanoseconds. On the stand-in, until somebody waits for it.
 const SPIN: &str = "
 .version 8.0
 .target sm_80
@@ -38,13 +38,13 @@ wait:
 ";
 const LONG: Duration = Duration::from_millis(200);
 
-fn spinner(device: &Device) -> Kernel {
+pub fn spinner(device: &Device) -> Kernel {
     let cx = device.0.context.enter().unwrap();
     // The module stays loaded: the tests end with it.
     device::load(&cx, &mut Vec::new(), SPIN, "spin", 1, 0).unwrap()
 }
 
-fn spin(device: &Device, kernel: Kernel, stream: &Stream) {
+pub fn spin(device: &Device, kernel: Kernel, stream: &Stream) {
     let cx = device.0.context.enter().unwrap();
     // SAFETY: the kernel takes a number and touches no memory.
     unsafe { kernel.launch(&cx, stream.raw(), 1, &(LONG.as_nanos() as u64)).unwrap() };

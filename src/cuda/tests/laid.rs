@@ -85,6 +85,22 @@ impl Laid {
         self.bindings.iter().zip(&self.outputs).map(|(binding, output)| (binding.tensor, now[output.clone()].to_vec())).collect()
     }
 
+    /// Changes a bit near the end of the base of a tensor.
+    pub fn spoil(&self, device: &Device, tensor: usize) {
+        let binding = self.bindings.iter().find(|binding| binding.tensor == tensor).unwrap();
+        let base = binding.base.as_ref().unwrap_or(&binding.output);
+        let lane = base.slice(base.bytes() - 8, 8).unwrap();
+        let mut bytes = [0; 8];
+        device.read(&lane, &mut bytes).unwrap();
+        bytes[4] ^= 1;
+        device.write(&lane, &bytes).unwrap();
+    }
+
+    /// Lays all out again as it was, or as it was when the outputs were looked at.
+    pub fn restore(&self, device: &Device) {
+        device.write(&self.memory, &self.image).unwrap();
+    }
+
     /// Whether the outputs are as they were laid out.
     pub fn is_untouched(&self, device: &Device) -> bool {
         let mut now = vec![0; self.image.len()];

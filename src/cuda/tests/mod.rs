@@ -1,6 +1,7 @@
 //! Tests on a device. Without one they are ignored; `scripts/gpu-check` runs them where there is one, and `stand_in` runs them
 //! anywhere on a driver without a device.
 
+mod again;
 mod asynchronous;
 mod cases;
 mod emulated;

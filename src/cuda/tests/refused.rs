@@ -5,7 +5,7 @@ use super::super::driver::check;
 use super::super::{Device, Mode, Payloads, Stream, calls};
 use super::generated::{Random, lanes};
 use super::laid::Laid;
-use super::stand_in;
+use super::stand_in::{self, Refusal};
 use super::vectors::MODES;
 use crate::delta::InPlace;
 use crate::error::{Error, Result};
@@ -18,30 +18,33 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A tensor of some chunks.
-struct Sample {
-    base: Vec<u8>,
-    target: Vec<u8>,
-    pair: Pair<Vec<u8>>,
+pub struct Sample {
+    pub base: Vec<u8>,
+    pub target: Vec<u8>,
+    pub pair: Pair<Vec<u8>>,
 }
 
 impl Sample {
-    fn new() -> Self {
+    pub fn new(codec: Codec) -> Self {
         let (base, target) = lanes(&mut Random(3), Dtype::Bf16, 30_000, 20);
-        let options = EncodeOptions { codec: Some(Codec::Conditioned), chunk_lanes: 4096, ..EncodeOptions::default() };
+        let options = EncodeOptions { codec: Some(codec), chunk_lanes: CHUNK_LANES as u64, ..EncodeOptions::default() };
         let pair = encode_to_memory(Some(&checkpoint(&base)), &checkpoint(&target), &options).unwrap().0;
         Self { base, target, pair }
     }
 
-    fn laid(&self, device: &Device, mode: Mode) -> Laid {
+    pub fn laid(&self, device: &Device, mode: Mode) -> Laid {
         Laid::new(device, self.pair.index(), &checkpoint(&self.base), mode != Mode::OutOfPlace, 0)
     }
 
-    fn assert_done(&self, device: &Device, laid: &mut Laid) {
+    pub fn assert_done(&self, device: &Device, laid: &mut Laid) {
         for (_, found) in laid.outputs(device) {
             assert!(found == self.target);
         }
     }
 }
+
+/// Lanes of a chunk of a [`Sample`].
+pub const CHUNK_LANES: usize = 4096;
 
 fn checkpoint(lanes: &[u8]) -> MemoryCheckpoint<'_> {
     let info = TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![lanes.len() as u64 / 2] };
@@ -87,7 +90,7 @@ impl Source for Panicking<'_> {
 #[ignore = "needs a CUDA device"]
 fn a_source_that_panics_leaves_the_application_usable() {
     let device = super::device();
-    let sample = Sample::new();
+    let sample = Sample::new(Codec::Conditioned);
     let index = device.upload(sample.pair.index()).unwrap();
     for mode in MODES {
         let mut laid = sample.laid(device, mode);
@@ -114,13 +117,13 @@ fn whatever_call_the_driver_refuses_no_memory_is_freed_too_early() {
         return;
     }
     let device = super::device();
-    let sample = Sample::new();
+    let sample = Sample::new(Codec::Conditioned);
     for mode in MODES {
         let mut refused = 0;
         for calls in 0.. {
             let mut laid = sample.laid(device, mode);
             let stream = device.stream().unwrap();
-            stand_in::refuse(Some(calls));
+            stand_in::refuse(Some((Refusal::Queueing, calls)));
             let outcome = work(device, &sample, &laid, mode, &stream);
             if !stand_in::refuse(None) {
                 outcome.unwrap();

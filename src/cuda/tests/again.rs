@@ -1,0 +1,334 @@
+//! Launches that follow others: what is left of an earlier one, or of a later one that began too early, must not be taken for theirs.
+
+use super::super::outcome::Pending;
+use super::super::{Binding, DeviceSlice, Mode, Payloads};
+use super::asynchronous::{spin, spinner};
+use super::generated::Random;
+use super::laid::{Route, payloads};
+use super::refused::{CHUNK_LANES, Sample};
+use super::stand_in;
+use super::vectors::MODES;
+use crate::Codec;
+use crate::delta::InPlace;
+use crate::error::{Error, Result, Rule};
+use crate::source::Source;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+const ROUTES: [Route; 3] = [Route::Host, Route::Pinned, Route::Device];
+/// So few that each chunk is a slice.
+const SLICE: u64 = 200;
+
+/// The rule that was broken, also where some of the tensor was written.
+fn rule_of(outcome: Result<()>) -> Option<Rule> {
+    match outcome.unwrap_err() {
+        Error::Poisoned { source, .. } => source.rule(),
+        error => error.rule(),
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_launch_after_a_refused_one_starts_anew() {
+    let device = super::device();
+    for codec in [Codec::Conditioned, Codec::Raw] {
+        let sample = Sample::new(codec);
+        let index = device.upload(sample.pair.index()).unwrap();
+        for mode in MODES {
+            for route in ROUTES {
+                let mut laid = sample.laid(device, mode);
+                let stream = device.stream().unwrap();
+                let payloads = payloads(device, &sample.pair, route);
+                let application = index.prepare_in_slices(&laid.bindings, mode, payloads, SLICE).unwrap();
+                // The last chunk has another base: what comes before it is right.
+                laid.spoil(device, 0);
+                let outcome = application.launch(&stream).unwrap().wait();
+                assert_eq!(rule_of(outcome), Some(Rule::ChunkBaseSum), "{codec} {mode:?} {route:?}");
+                laid.restore(device);
+                application.launch(&stream).unwrap().wait().unwrap();
+                sample.assert_done(device, &mut laid);
+            }
+        }
+    }
+}
+
+/// A source that can be read so many times more.
+struct Ending<'a>(&'a Vec<u8>, AtomicU32);
+
+impl Source for Ending<'_> {
+    fn size(&self) -> u64 {
+        self.0.size()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        if self.1.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_err() {
+            return Err(Error::io("read", "a blob".as_ref(), std::io::Error::other("no more of it")));
+        }
+        self.0.read(offset, out)
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_launch_that_ends_early_names_the_chunks_that_it_did_not_come_to() {
+    let device = super::device();
+    let sample = Sample::new(Codec::Conditioned);
+    let index = device.upload(sample.pair.index()).unwrap();
+    let chunks = sample.base.chunks(2 * CHUNK_LANES).zip(sample.target.chunks(2 * CHUNK_LANES));
+    for mode in MODES {
+        let mut laid = sample.laid(device, mode);
+        let stream = device.stream().unwrap();
+        let source = Ending(sample.pair.blob(), u32::MAX.into());
+        let application = index.prepare_in_slices(&laid.bindings, mode, Payloads::Host(&source), SLICE).unwrap();
+        application.launch(&stream).unwrap().wait().unwrap();
+        laid.restore(device);
+        source.1.store(3, Ordering::Relaxed);
+        let pending = application.launch(&stream).unwrap();
+        let bad = pending.bad_chunks().unwrap();
+        // A slice has a chunk or two.
+        assert!(bad.len() < chunks.len() && bad.len() + 6 >= chunks.len(), "{mode:?}: {bad:?}");
+        assert!(bad.iter().all(|bad| bad.rule.is_none()), "{mode:?}: {bad:?}");
+        let right: Vec<u32> = (0..chunks.len() as u32).filter(|chunk| bad.iter().all(|bad| bad.chunk != *chunk)).collect();
+        let error = pending.wait().unwrap_err();
+        match mode {
+            Mode::OutOfPlace => assert!(matches!(error, Error::Io { .. }), "{error}"),
+            Mode::InPlace(InPlace::AllChecked) => {
+                assert!(matches!(error, Error::Io { .. }), "{error}");
+                assert!(laid.is_untouched(device));
+            }
+            Mode::InPlace(InPlace::ChunkByChunk) => {
+                let Error::Poisoned { written, total, .. } = error else { panic!("{error}") };
+                assert_eq!((&written, total as usize), (&right, chunks.len()));
+            }
+        }
+        let (_, found) = laid.outputs(device).remove(0);
+        for (n, (found, (base, target))) in found.chunks(2 * CHUNK_LANES).zip(chunks.clone()).enumerate() {
+            let is_written = right.contains(&(n as u32)) && mode != Mode::InPlace(InPlace::AllChecked);
+            if is_written || mode != Mode::OutOfPlace {
+                assert!(found == if is_written { target } else { base }, "{mode:?}, chunk {n}");
+            }
+        }
+        // And all again, when it can be read again.
+        source.1.store(u32::MAX, Ordering::Relaxed);
+        let outcome = application.launch(&stream).unwrap().wait();
+        if mode == Mode::InPlace(InPlace::ChunkByChunk) {
+            assert_eq!(rule_of(outcome), Some(Rule::ChunkBaseSum));
+        } else {
+            outcome.unwrap();
+        }
+        sample.assert_done(device, &mut laid);
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn launches_of_an_application_follow_each_other_whatever_their_streams() {
+    let device = super::device();
+    let sample = Sample::new(Codec::Conditioned);
+    let index = device.upload(sample.pair.index()).unwrap();
+    let seeds = if stand_in::draws() { 6 } else { 1 };
+    for seed in 1..=seeds {
+        for mode in MODES {
+            let route = ROUTES[seed as usize % 3];
+            let mut laid = sample.laid(device, mode);
+            let streams = [device.stream().unwrap(), device.stream().unwrap()];
+            let payloads = payloads(device, &sample.pair, route);
+            let application = index.prepare_in_slices(&laid.bindings, mode, payloads, SLICE).unwrap();
+            let drawing = (seeds > 1).then(|| stand_in::draw(seed));
+            let [first, second] = streams.each_ref().map(|stream| application.launch(stream).unwrap());
+            let outcome = second.wait();
+            first.wait().unwrap();
+            match mode {
+                Mode::OutOfPlace => outcome.unwrap(),
+                // The base was the target by then.
+                Mode::InPlace(_) => assert_eq!(rule_of(outcome), Some(Rule::ChunkBaseSum), "{mode:?}, seed {seed}"),
+            }
+            drop(drawing);
+            sample.assert_done(device, &mut laid);
+        }
+    }
+}
+
+/// A source of one thing, then of another.
+struct Turning<'a>(&'a Vec<u8>, AtomicBool);
+
+impl Source for Turning<'_> {
+    fn size(&self) -> u64 {
+        self.0.size()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.0.read(offset, out)?;
+        if self.1.load(Ordering::Relaxed) {
+            out.iter_mut().for_each(|byte| *byte ^= 0x55);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn payloads_are_not_overwritten_before_they_are_decoded() {
+    let device = super::device();
+    let spinning = spinner(device);
+    let sample = Sample::new(Codec::Conditioned);
+    let index = device.upload(sample.pair.index()).unwrap();
+    let seeds = if stand_in::draws() { 8 } else { 1 };
+    for seed in 1..=seeds {
+        let mut laid = sample.laid(device, Mode::OutOfPlace);
+        let source = Turning(sample.pair.blob(), AtomicBool::default());
+        let drawing = (seeds > 1).then(|| stand_in::draw(seed));
+        let streams = [device.stream().unwrap(), device.stream().unwrap()];
+        let application = index.prepare_in_slices(&laid.bindings, Mode::OutOfPlace, Payloads::Host(&source), SLICE).unwrap();
+        spin(device, spinning, &streams[0]);
+        let first = application.launch(&streams[0]).unwrap();
+        source.1.store(true, Ordering::Relaxed);
+        let second = application.launch(&streams[1]).unwrap();
+        first.wait().unwrap();
+        assert_eq!(rule_of(second.wait()), Some(Rule::PayloadCrc32));
+        drop(drawing);
+        // The staging memory is free again.
+        source.1.store(false, Ordering::Relaxed);
+        application.launch(&streams[0]).unwrap().wait().unwrap();
+        sample.assert_done(device, &mut laid);
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn memory_given_for_payloads_is_not_filled_while_a_launch_reads_it() {
+    let device = super::device();
+    let spinning = spinner(device);
+    let sample = Sample::new(Codec::Conditioned);
+    let index = device.upload(sample.pair.index()).unwrap();
+    let mut laid = sample.laid(device, Mode::OutOfPlace);
+    let planned = index.plan(&laid.bindings, Mode::OutOfPlace, Payloads::Host(sample.pair.blob())).unwrap();
+    let memory = device.alloc(planned.bytes()).unwrap();
+    let application = planned.prepare_in(memory).unwrap();
+    let stream = device.stream().unwrap();
+    spin(device, spinning, &stream);
+    let pending = application.launch(&stream).unwrap();
+    assert!(matches!(application.launch(&stream), Err(Error::Misuse(_))));
+    pending.wait().unwrap();
+    application.launch(&stream).unwrap().wait().unwrap();
+    sample.assert_done(device, &mut laid);
+}
+
+/// What is queued for a busy stream, and the streams beside it, hold up nobody else.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn applications_on_other_streams_do_not_wait_for_a_busy_one() {
+    let device = super::device();
+    let spinning = spinner(device);
+    let sample = Sample::new(Codec::Conditioned);
+    let index = device.upload(sample.pair.index()).unwrap();
+    for mode in MODES {
+        let mut both = [sample.laid(device, mode), sample.laid(device, mode)];
+        let (busy, free) = (device.stream().unwrap(), device.stream().unwrap());
+        let launch = |n: usize, stream| {
+            let payloads = Payloads::Host(sample.pair.blob());
+            index.prepare_in_slices(&both[n].bindings, mode, payloads, SLICE).unwrap().launch(stream).unwrap()
+        };
+        spin(device, spinning, &busy);
+        // Streams beside it are given back while they wait.
+        drop(launch(0, &busy));
+        let end = busy.record().unwrap();
+        launch(1, &free).wait().unwrap();
+        assert!(!end.is_passed().unwrap(), "{mode:?}: waited for the busy stream");
+        end.wait().unwrap();
+        both.iter_mut().for_each(|laid| sample.assert_done(device, laid));
+    }
+}
+
+/// A launch of a random program, and what must come of it.
+struct Job {
+    told: String,
+    pending: Pending,
+    result: DeviceSlice,
+    /// The base, if it is not the one of the pair.
+    spoiled: Option<Vec<u8>>,
+    mode: Mode,
+}
+
+/// Programs of several applications and copies on a few streams, all of it queued before anything is waited for, and dropped at
+/// once.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn work_is_done_in_the_order_in_which_it_was_queued() {
+    let device = super::device();
+    let samples = [Codec::Conditioned, Codec::Raw, Codec::Zstd].map(Sample::new);
+    let seeds = if stand_in::draws() { 40 } else { 2 };
+    for seed in 1..=seeds {
+        let random = &mut Random(seed);
+        let mut below = |end: u64| random.bits() % end;
+        let streams = [(); 3].map(|()| device.stream().unwrap());
+        let drawing = stand_in::draws().then(|| stand_in::draw(seed));
+        let mut jobs = Vec::new();
+        for _ in 0..3 {
+            let sample = &samples[below(3) as usize];
+            let (mode, stream) = (MODES[below(3) as usize], &streams[below(3) as usize]);
+            let route = match ROUTES[below(3) as usize] {
+                Route::Device if std::ptr::eq(sample, &raw const samples[2]) => Route::Pinned,
+                route => route,
+            };
+            let spoiled = below(3) == 0;
+            let mut base = sample.base.clone();
+            if spoiled {
+                let at = below(base.len() as u64) as usize;
+                base[at] ^= 1;
+            }
+            let bytes = base.len() as u64;
+            let index = device.upload(sample.pair.index()).unwrap();
+            let [kept, work, output, result] = [(); 4].map(|()| device.alloc(bytes).unwrap());
+            let (binding, output) = match mode {
+                Mode::OutOfPlace => (Binding::out_of_place(0, Some(work.clone()), output.clone()), output),
+                Mode::InPlace(_) => (Binding::in_place(0, work.clone()), work.clone()),
+            };
+            let slice = [SLICE, 4000, 1 << 20][below(3) as usize];
+            let payloads = payloads(device, &sample.pair, route);
+            let mut pinned = device.pinned(base.len()).unwrap();
+            pinned.copy_from_slice(&base);
+            // What is never launched goes at once.
+            drop(device.upload(sample.pair.index()).unwrap());
+            drop(index.prepare_in_slices(&[binding.clone()], mode, payloads.clone(), slice).unwrap());
+            let application = index.prepare_in_slices(&[binding], mode, payloads, slice).unwrap();
+            if mode == Mode::OutOfPlace {
+                stream.fill(&output, 0xA5).unwrap();
+            }
+            stream.copy_in(&kept, &Arc::new(pinned)).unwrap();
+            // Memory that is free too early would be this.
+            device.pinned(base.len()).unwrap().fill(0xEE);
+            stream.copy(&work, &kept).unwrap();
+            drop((work, kept));
+            let pending = application.launch(stream).unwrap();
+            drop(application);
+            stream.copy(&result, &output).unwrap();
+            drop(output);
+            let taken = device.alloc(bytes).unwrap();
+            stream.fill(&taken, 0xEE).unwrap();
+            let mut pinned = device.pinned(base.len()).unwrap();
+            pinned.fill(0xEE);
+            stream.copy_in(&taken, &Arc::new(pinned)).unwrap();
+            let told = format!("seed {seed}: {mode:?} {route:?}, slices of {slice} bytes");
+            jobs.push(Job { told, pending, result, spoiled: spoiled.then_some(base), mode });
+        }
+        while !jobs.is_empty() {
+            let Job { told, pending, result, spoiled, mode } = jobs.swap_remove(below(jobs.len() as u64) as usize);
+            let outcome = pending.wait();
+            streams.iter().for_each(|stream| stream.record().unwrap().wait().unwrap());
+            let mut found = vec![0; result.bytes() as usize];
+            device.read(&result, &mut found).unwrap();
+            match (spoiled, mode) {
+                (None, _) => {
+                    outcome.unwrap_or_else(|e| panic!("{told}: {e}"));
+                    assert!(samples.iter().any(|sample| found == sample.target), "{told}");
+                }
+                (Some(base), _) => {
+                    assert_eq!(rule_of(outcome), Some(Rule::ChunkBaseSum), "{told}");
+                    assert!(mode != Mode::InPlace(InPlace::AllChecked) || found == base, "{told}: written though refused");
+                }
+            }
+        }
+        drop(drawing);
+    }
+}
