@@ -77,10 +77,19 @@ fn decode(
     base: &[u8],
 ) -> Result<(u64, Vec<u8>)> {
     let encoded = Encoded { uncompressed_size: base.len() as u32, num_deltas };
-    let mut lanes = base.to_vec();
+    // Base lanes come no sooner than they are asked for.
+    let (mut lanes, mut filled) = (vec![0xA5; base.len()], 0);
+    let mut fill = |lanes: &mut [u8], end: usize| {
+        if end > filled {
+            lanes[filled..end].copy_from_slice(&base[filled..end]);
+            filled = end;
+        }
+        Ok(())
+    };
     let sum = with_lane!(dtype.lane_bytes(), L => {
-        decoder.decode::<L>(dtype, tables, payload, encoded, chunk_sum(base), &mut lanes, &mut |_, _| Ok(()))
+        decoder.decode::<L>(dtype, tables, payload, encoded, chunk_sum(base), &mut lanes, &mut fill)
     })?;
+    fill(&mut lanes, base.len())?;
     Ok((sum, lanes))
 }
 

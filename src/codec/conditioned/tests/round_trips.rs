@@ -52,6 +52,35 @@ fn payloads_of_our_encoder_come_back() {
 }
 
 #[test]
+fn what_a_payload_is_appended_to_changes_nothing() {
+    let (mut encoder, mut random) = (Encoder::default(), Random::new(6));
+    for dtype in [Dtype::Bf16, Dtype::F32, Dtype::U8] {
+        let base = random.lanes(dtype, 9000);
+        let target = random.changed(dtype, &base, 40);
+        let tables = trained(dtype, 0, &base, &target);
+        let alone = encode(&mut encoder, dtype, tables.as_ref(), 0, &base, &target);
+        let mut payload = vec![0xEE; 1 << 20];
+        with_lane!(dtype.lane_bytes(), L => {
+            encoder.encode::<L>(dtype, tables.as_ref(), 0, Pace::default(), &base, &target, &mut payload)
+        });
+        assert!(payload[1 << 20..] == alone, "{dtype}");
+    }
+}
+
+#[test]
+fn a_lane_that_no_sample_saw_unchanged_comes_back() {
+    // Tables without a token for 0, and one lane of many that does not change.
+    let tables = one_token(1);
+    let base = vec![0x77; 1 << 18];
+    for unchanged in [5, 700, 5 * 128 + 3, 99_000] {
+        let target: Vec<u8> = base.chunks(2).flat_map(|lane| (u16::from_le_bytes([lane[0], lane[1]]) - 1).to_le_bytes()).collect();
+        let target = [&target[..2 * unchanged], &base[..2], &target[2 * unchanged + 2..]].concat();
+        let payload = encode(&mut Encoder::default(), Dtype::U16, Some(&tables), 0, &base, &target);
+        assert_decodes(&mut decoders(), Dtype::U16, Some(&tables), &payload, &base, &target);
+    }
+}
+
+#[test]
 fn whole_chunks_come_back() {
     let (mut encoder, mut decoders) = (Encoder::default(), decoders());
     let mut random = Random::new(2);
