@@ -218,7 +218,7 @@ mod tests {
             let sizes = header.section(section);
             for (stored, expanded) in [(8, 8), (0, 8), (8, 0)] {
                 // What follows moves along, so that nothing else is wrong.
-                let mut header = header.clone();
+                let mut header = *header;
                 header.sections[section as usize].stored_size = sizes.stored_size + stored;
                 header.sections[section as usize].expanded_size = sizes.expanded_size + expanded;
                 header.sections[section as usize + 1..].iter_mut().for_each(|entry| entry.offset += stored);

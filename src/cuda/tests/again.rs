@@ -290,7 +290,7 @@ fn work_is_done_in_the_order_in_which_it_was_queued() {
             pinned.copy_from_slice(&base);
             // What is never launched goes at once.
             drop(device.upload(sample.pair.index()).unwrap());
-            drop(index.prepare_in_slices(&[binding.clone()], mode, payloads.clone(), slice).unwrap());
+            drop(index.prepare_in_slices(std::slice::from_ref(&binding), mode, payloads.clone(), slice).unwrap());
             let application = index.prepare_in_slices(&[binding], mode, payloads, slice).unwrap();
             if mode == Mode::OutOfPlace {
                 stream.fill(&output, 0xA5).unwrap();
