@@ -214,7 +214,9 @@ class FakeDevice:
 class FakeModel:
     """Weights on the device whose elements are all one number each, so that an output says whose it is."""
 
-    def __init__(self, world: World, device: FakeDevice, name: str, rows: list[int], copied: list[bool]) -> None:
+    def __init__(
+        self, world: World, device: FakeDevice, name: str, rows: list[int], copied: list[bool], payload: int = 16
+    ) -> None:
         self.world, self.name, self._device, self._raw = world, name, device, self
         self._pair: Any = FakePair(name)
         self._index = torch.empty(1, dtype=torch.uint8)
@@ -231,7 +233,7 @@ class FakeModel:
             base = torch.zeros(count, 2)
             world.written(base)
             entry = Entry(weight, "F32", [count, 2], "same", weight, True)
-            made = _prefetch.DeviceWeight(self, entry, base, torch.empty(16, dtype=torch.uint8), 0, self.failures)
+            made = _prefetch.DeviceWeight(self, entry, base, torch.empty(payload, dtype=torch.uint8), 0, self.failures)
             made.is_copied = is_copied
             self.payloads[weight] = made.payload.data_ptr()
             world.names[made.payload.data_ptr()] = weight
@@ -356,6 +358,8 @@ def install(world: World, patch: pytest.MonkeyPatch) -> FakeDevice:
         return torch.nn.functional.linear(x, weight)
 
     def copy_on(stream: FakeStream, to: torch.Tensor, source: torch.Tensor) -> None:
+        if to.shape != source.shape:
+            raise RuntimeError(f"a copy from {source.shape} to {to.shape}")  # as PyTorch does
         ranges = [(to.data_ptr(), to.data_ptr() + to.nbytes, True), (source.data_ptr(), source.data_ptr() + source.nbytes, False)]
         world.operation(stream, ranges, "a copy")
         world.recorded.setdefault(source.data_ptr(), set()).add(stream)  # as PyTorch does for pinned memory

@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,15 @@ from fake_cuda import FakeModel, World, install  # noqa: E402
 
 CALLS = int(os.environ.get("TPDE_STORM_CALLS", "1000"))
 FORWARDS = int(os.environ.get("TPDE_STORM_FORWARDS", "300"))
+
+
+@pytest.fixture(autouse=True)
+def modes_are_restored() -> Iterator[None]:
+    """A signal between PyTorch's own lines may leave a mode as it was within a ``with``."""
+    with torch.inference_mode(False):
+        before = torch.is_grad_enabled()
+        yield
+        torch.set_grad_enabled(before)
 
 
 class Signalled(Exception):

@@ -107,6 +107,18 @@ class TestPrefetcher:
                 weight.on_device.forward(weight)
             models.append(FakeModel(world, device, str(rows), [rows], [True]))
 
+    def test_a_payload_that_buffers_have_no_room_for_is_not_copied_ahead(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        models = [FakeModel(world, device, name, [1, 1], [True] * 2, payload) for name, payload in (("small", 16), ("large", 64))]
+        weights = [weight for model in models for weight in model.weights]
+        for _ in range(3):
+            for weight in weights:
+                weight.on_device.forward(weight)
+            (prefetcher,) = Prefetcher._made.values()
+            prefetcher.release()
+            # As if another thread had made the large weights while this one looked for the largest.
+            _prefetch.DeviceWeight._largest[weights[0].torch_device] = (weights[0].bytes, weights[0].payload.numel())
+
     def test_no_memory_for_the_next_weight_leaves_an_output(self, fake: tuple[World, FakeDevice]) -> None:
         world, device = fake
         model = FakeModel(world, device, "m", [2] * 3, [False] * 3)

@@ -12,6 +12,7 @@ State and its invariants: :mod:`tpde._slot`. In addition, for streams and their 
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -195,14 +196,17 @@ class Prefetcher:
     def _copy_ahead(self) -> None:
         """Fills the buffers that are free with what was copied next the last time."""
         for buffer in self.buffers:
-            following = self._known(self.next_copied.get(self.queued or 0))
+            following = self._known(self.next_copied.get(self.queued or 0), buffer.memory.numel())
             if following is None or not buffer.is_free or any(other.holding(following.handle) for other in self.buffers):
                 continue
             self._copy(following, buffer)
 
-    def _known(self, handle: int | None) -> DeviceWeight | None:
+    def _known(self, handle: int | None, room: float = math.inf) -> DeviceWeight | None:
+        """The weight, if it is still there and its payload has room: others may have been made since buffers were."""
         weight = Weight.known.get(handle or 0)
-        return weight if isinstance(weight, DeviceWeight) and weight.device is self.device else None
+        if isinstance(weight, DeviceWeight) and weight.device is self.device and weight.payload.numel() <= room:
+            return weight
+        return None
 
     def _rebuild(self, weight: DeviceWeight, slot: DeviceSlot, number: int | None) -> tuple[_tpde.Rebuild, torch.Tensor]:
         """What decodes a weight into a slot, from where its payload is or from a buffer."""
