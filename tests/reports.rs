@@ -134,6 +134,14 @@ fn a_sink_gets_every_byte_that_an_accelerator_rebuilds() {
 }
 
 #[test]
+fn small_chunks_of_an_accelerator_have_the_digest_of_the_tensor() {
+    let input = input("one training step, F64", 160);
+    let options = EncodeOptions { chunk_lanes: 1 << 12, ..EncodeOptions::default() };
+    let (pair, _) = encode_to_memory(Some(&input.base()), &input.target(), &options).unwrap();
+    Apply::new(&pair, &input.base()).on(&Known(&input.target)).verify().unwrap();
+}
+
+#[test]
 fn a_wrong_byte_from_an_accelerator_is_found_by_its_digest() {
     let input = input("several dtypes", 600);
     let pair = pair_of(&input);

@@ -164,6 +164,17 @@ fn above_the_limit_payloads_that_cannot_be_read_again_are_an_error_of_the_system
 }
 
 #[test]
+fn payloads_are_kept_up_to_the_limit_in_all() {
+    let size = |pair: &Pair<Twofold>| pair.index().chunks().iter().map(|record| u64::from(record.compressed_size.get())).sum();
+    let kept = pair(Second::Forged, 0);
+    apply(&kept, size(&kept)).0.unwrap();
+    let read_again = pair(Second::Forged, 0);
+    let (outcome, _) = apply(&read_again, size(&read_again) - 1);
+    assert!(outcome.is_err(), "one of the payloads had to be read again");
+    assert_eq!(*read_again.blob().reads_again.lock().unwrap(), 1);
+}
+
+#[test]
 fn payloads_that_lie_in_memory_are_not_kept_again() {
     let pair = encode(&target(&[]));
     let kept = Kept::new(&pair, u64::MAX);
