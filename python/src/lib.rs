@@ -6,10 +6,12 @@
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
 mod device;
+mod device_pair;
 mod errors;
 mod memory;
 mod pair;
 mod paths;
+mod rebuild;
 mod run;
 
 use pyo3::prelude::*;
@@ -17,11 +19,15 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _tpde {
     #[pymodule_export]
-    use super::device::{Captured, Device, DevicePair, Graph, Launched, Plan, PlanOfAll, Ready, Rebuild};
+    use super::device::{Device, Graph};
+    #[pymodule_export]
+    use super::device_pair::{DevicePair, PlanOfAll, Ready};
     #[pymodule_export]
     use super::pair::Pair;
     #[pymodule_export]
     use super::paths::{apply, encode, encode_memory, inspect, verify};
+    #[pymodule_export]
+    use super::rebuild::{Captured, Launched, Plan, Rebuild};
 
     use pyo3::prelude::*;
 

@@ -1,0 +1,441 @@
+//! Pairs on CUDA devices, in memory that PyTorch gives and on its streams.
+//!
+//! All memory of the device that is used here is a tensor of PyTorch's, which `tpde/_device.py` makes in the order of the device's
+//! copy stream and tells of the stream that works with it. So nothing here frees any, and dropping is always right.
+
+use crate::device::Device;
+use crate::memory::Memory;
+use crate::pair::{self, Pair};
+use crate::rebuild::{Owners, Plan};
+use crate::run::{LOOK, Steering, run, tell};
+use crate::{errors, memory};
+use pyo3::prelude::*;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+use tpde::cuda::{self, Application, Binding, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer, Planned};
+use tpde::error::Escaped;
+use tpde::format::BaseKind;
+use tpde::source::{FileSource, Source};
+use tpde::{Checkpoint, Error, InPlace, Result, TensorInfo};
+
+/// Bytes of a blob that are read and copied at once.
+const PIECE: usize = 16 << 20;
+
+/// Where the payloads of a pair are while they are not used.
+enum Stored {
+    File,
+    Pinned(Arc<PinnedBuffer>),
+    Device(DeviceSlice),
+}
+
+/// A pair whose index is on a device.
+#[pyclass(frozen, module = "tpde._tpde")]
+pub struct DevicePair {
+    pair: Arc<tpde::Pair<FileSource>>,
+    index: DeviceIndex,
+    stored: Stored,
+}
+
+/// Device memory of PyTorch's: address and bytes.
+type Given = (u64, u64);
+
+/// # Safety
+/// It is as the module says: a tensor's, told of the stream that works with it.
+unsafe fn slice((address, bytes): Given) -> DeviceSlice {
+    // SAFETY: promised by the caller.
+    unsafe { DeviceSlice::from_raw(address, bytes) }
+}
+
+fn mode(name: &str) -> Result<Mode> {
+    match name {
+        "out_of_place" => Ok(Mode::OutOfPlace),
+        "all_checked" => Ok(Mode::InPlace(InPlace::AllChecked)),
+        "chunk_by_chunk" => Ok(Mode::InPlace(InPlace::ChunkByChunk)),
+        _ => Err(Error::Misuse(format!("no mode {name}"))),
+    }
+}
+
+#[pymethods]
+impl DevicePair {
+    /// Bytes of device memory for the index of a pair.
+    #[staticmethod]
+    fn index_bytes(py: Python<'_>, pair: &Pair) -> PyResult<u64> {
+        DeviceIndex::bytes_of(pair.shared().index()).map_err(|e| errors::to_python(py, &e))
+    }
+
+    /// Uploads the index to `memory`. Payloads stay in the blob's file, or are read into pinned memory, or into `blob`.
+    #[new]
+    fn upload(
+        py: Python<'_>,
+        device: &Device,
+        pair: &Pair,
+        memory: Given,
+        pinned: bool,
+        blob: Option<Given>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Self> {
+        let (device, pair) = (device.0.clone(), pair.shared());
+        if !pinned && blob.is_none() {
+            // SAFETY: as the module says.
+            let upload = || device.upload_to(pair.index(), unsafe { slice(memory) });
+            let index = py.detach(upload).map_err(|e| errors::to_python(py, &e))?;
+            return Ok(Self { pair, index, stored: Stored::File });
+        }
+        let total = pair.blob().size();
+        run(py, progress, total, |steering| {
+            // SAFETY: as the module says.
+            let index = device.upload_to(pair.index(), unsafe { slice(memory) })?;
+            let read = |out: &mut [u8], from: u64| -> Result<()> {
+                use rayon::prelude::*;
+                out.par_chunks_mut(1 << 20)
+                    .enumerate()
+                    .try_for_each(|(i, part)| pair.blob().read(from + ((i << 20) as u64), part))?;
+                tpde::Watch::done(steering, out.len() as u64)
+            };
+            let size = pair.blob().size();
+            let stored = match blob {
+                Some(given) => {
+                    // SAFETY: as the module says.
+                    let room = unsafe { slice(given) }.slice(0, size)?;
+                    let mut piece = device.pinned(PIECE.min(size as usize))?;
+                    for at in (0..size).step_by(PIECE) {
+                        let bytes = (size - at).min(PIECE as u64);
+                        read(&mut piece[..bytes as usize], at)?;
+                        device.write(&room.slice(at, bytes)?, &piece[..bytes as usize])?;
+                    }
+                    Stored::Device(room)
+                }
+                None => {
+                    let mut buffer = device.pinned(size as usize)?;
+                    for at in (0..size).step_by(PIECE) {
+                        let bytes = (size - at).min(PIECE as u64) as usize;
+                        read(&mut buffer[at as usize..][..bytes], at)?;
+                    }
+                    Stored::Pinned(Arc::new(buffer))
+                }
+            };
+            Ok(Self { pair, index, stored })
+        })
+    }
+
+    /// Where in the blob the payloads of a tensor are, first byte and the one behind the last; none if the processor has to
+    /// expand them.
+    fn payloads(&self, py: Python<'_>, name: &str) -> PyResult<Option<(u64, u64)>> {
+        let find = || -> Result<_> {
+            let place = self.place(name)?;
+            let Range { start, end } = self.index.payloads_of(place)?;
+            Ok(self.index.is_decoded_alone(place)?.then_some((start, end)))
+        };
+        find().map_err(|e| errors::to_python(py, &e))
+    }
+
+    /// Reads bytes of the blob into memory of the host that nobody else uses meanwhile.
+    fn read_payloads(&self, py: Python<'_>, start: u64, mut output: Memory) -> PyResult<()> {
+        run(py, None, 0, |_| {
+            use rayon::prelude::*;
+            // SAFETY: as the caller says.
+            let out = unsafe { output.bytes_mut() };
+            let part = |(i, part): (usize, &mut [u8])| self.pair.blob().read(start + ((i << 20) as u64), part);
+            out.par_chunks_mut(1 << 20).enumerate().try_for_each(part)
+        })
+    }
+
+    /// Works out how tensors are rebuilt from `base`, or changed where they lie, with so many bytes for changes at most.
+    fn plan_all(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<Memory>,
+        base: Vec<Memory>,
+        mode: &str,
+        scratch_most: u64,
+    ) -> PyResult<PlanOfAll> {
+        let unowned = |memories: &[Memory]| memories.iter().map(|memory| memory.unowned(py)).collect::<Vec<_>>();
+        let (tensors, base) = (unowned(&tensors), unowned(&base));
+        let plan = || {
+            let mode = self::mode(mode)?;
+            let planned = self.index.plan(&bindings(&self.pair, &self.index, &tensors, &base, mode)?, mode, self.stored())?;
+            Ok((planned.scratch_most(scratch_most), mode))
+        };
+        let (planned, mode) = py.detach(plan).map_err(|e| errors::to_python(py, &e))?;
+        let (pair, index) = (self.pair.clone(), self.index.clone());
+        Ok(PlanOfAll { bytes: planned.bytes(), made: Mutex::new(Some((planned, Bound { pair, index, mode, tensors, base }))) })
+    }
+
+    /// Works out how a tensor is rebuilt from payloads on the device: the blob's bytes from `start` on, in `part`.
+    fn plan(&self, py: Python<'_>, output: Memory, base: Option<Memory>, start: u64, part: Memory) -> PyResult<Plan> {
+        let base: Vec<_> = base.into_iter().collect();
+        let plan = || -> Result<_> {
+            let tensors = std::slice::from_ref(&output);
+            let bindings = bindings(&self.pair, &self.index, tensors, &base, Mode::OutOfPlace)?;
+            // SAFETY: the owner is held by what is made here, and told of the streams by Python's half.
+            let payloads = Payloads::Part { at: start, memory: unsafe { part.device_slice() } };
+            self.index.plan(&bindings, Mode::OutOfPlace, payloads)
+        };
+        let planned = plan().map_err(|e| errors::to_python(py, &e))?;
+        Ok(Plan { planned: Mutex::new(Some((planned, Owners(base.into_iter().chain([output, part]).collect())))) })
+    }
+}
+
+impl DevicePair {
+    fn place(&self, name: &str) -> Result<usize> {
+        self.index.find(name).ok_or_else(|| pair::unknown(name))
+    }
+
+    fn stored(&self) -> Payloads<'static> {
+        match &self.stored {
+            Stored::File => Payloads::Kept(Arc::new(Blob(self.pair.clone()))),
+            Stored::Pinned(pinned) => Payloads::Pinned(pinned.clone()),
+            Stored::Device(slice) => Payloads::Device(slice.clone()),
+        }
+    }
+}
+
+/// Bytes of a blob as they are in its file.
+struct Blob(Arc<tpde::Pair<FileSource>>);
+
+impl Source for Blob {
+    fn size(&self) -> u64 {
+        self.0.blob().size()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.0.blob().read(offset, out)
+    }
+
+    fn bytes<'a>(&'a self, offset: u64, size: usize, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        self.0.blob().bytes(offset, size, scratch)
+    }
+}
+
+/// The tensors with their bases, each piece of memory once.
+fn bindings(
+    pair: &tpde::Pair<FileSource>,
+    index: &DeviceIndex,
+    tensors: &[Memory],
+    base: &[Memory],
+    mode: Mode,
+) -> Result<Vec<Binding>> {
+    let once = pair::each_memory_once(pair, tensors)?;
+    let bases: HashMap<_, _> = base.iter().map(|base| (base.name(), base)).collect();
+    let mut bindings = Vec::with_capacity(once.len());
+    for (_, given) in tensors.iter().enumerate().filter(|(i, _)| once.contains(i)) {
+        let place = index.find(given.name()).ok_or_else(|| pair::unknown(given.name()))?;
+        let tensor = pair.index().tensor(place);
+        // SAFETY: a tensor of PyTorch's on this device, as `tpde/_torch_memory.py` has looked at it; whoever called holds it
+        // until the streams have passed.
+        let output = unsafe { given.device_slice() };
+        let wants_base = mode == Mode::OutOfPlace && tensor.base_kind != BaseKind::None;
+        let base = bases.get(tensor.base_name).filter(|_| wants_base);
+        if let Some(base) = base
+            && (base.dtype()? != tensor.dtype || base.shape().get(1..) != tensor.shape.get(1..))
+        {
+            let (name, dtype, shape) = (Escaped(base.name()), base.dtype()?, base.shape());
+            let expected = format!("{} {:?}", tensor.dtype, tensor.shape);
+            return Err(Error::Misuse(format!("base tensor {name} is {dtype} {shape:?}, its tensor {expected}")));
+        }
+        // SAFETY: as above.
+        let base = base.map(|base| unsafe { base.device_slice() });
+        bindings.push(Binding { tensor: place, base, output });
+    }
+    Ok(bindings)
+}
+
+/// Tensors on a device as a checkpoint, to be read when no work with them is under way.
+struct OnDevice<'a> {
+    device: &'a cuda::Device,
+    infos: Vec<TensorInfo>,
+    tensors: &'a [Memory],
+}
+
+impl<'a> OnDevice<'a> {
+    fn new(device: &'a cuda::Device, tensors: &'a [Memory]) -> Result<Self> {
+        Ok(Self { device, infos: tensors.iter().map(memory::info).collect::<Result<_>>()?, tensors })
+    }
+}
+
+impl Checkpoint for OnDevice<'_> {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.infos
+    }
+
+    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        // SAFETY: as in `bindings`; the copy is waited for.
+        let slice = unsafe { self.tensors[place].device_slice() };
+        self.device.read(&slice.slice(offset, out.len() as u64)?, out)
+    }
+}
+
+/// What tensors of a pair are bound to.
+struct Bound {
+    pair: Arc<tpde::Pair<FileSource>>,
+    index: DeviceIndex,
+    mode: Mode,
+    /// Without their owners: only Python's half knows whether the memory is still theirs, and says so by running it.
+    tensors: Vec<Memory>,
+    base: Vec<Memory>,
+}
+
+impl Bound {
+    /// What an error comes from, where it may be the base's fault.
+    fn explain(&self, error: Error, steering: &Steering) -> Error {
+        let in_place = self.mode != Mode::OutOfPlace;
+        let lying = match OnDevice::new(self.index.device(), if in_place { &self.tensors } else { &self.base }) {
+            Ok(lying) => lying,
+            Err(error) => return error,
+        };
+        let names: Vec<_> = self.tensors.iter().map(Memory::name).collect();
+        self.pair.explain(error, &names, &lying, in_place, steering)
+    }
+}
+
+/// An application of some or all tensors that lacks memory to work in.
+#[pyclass(frozen, module = "tpde._tpde")]
+pub struct PlanOfAll {
+    bytes: u64,
+    made: Mutex<Option<(Planned<'static>, Bound)>>,
+}
+
+#[pymethods]
+impl PlanOfAll {
+    /// Bytes of device memory that it needs.
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Makes it ready in `memory`, once.
+    fn prepare(&self, py: Python<'_>, memory: Given) -> PyResult<Ready> {
+        let prepare = || {
+            let taken = self.made.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let (planned, bound) = taken.ok_or_else(|| Error::Misuse("a plan is prepared once".into()))?;
+            // SAFETY: as the module says; Python's half keeps the tensor with what is made here.
+            let application = planned.prepare_in(unsafe { slice(memory) })?;
+            Ok(Ready { work: Mutex::new((application, bound)) })
+        };
+        py.detach(prepare).map_err(|e| errors::to_python(py, &e))
+    }
+}
+
+/// An application of some or all tensors that is ready to be run, again and again.
+#[pyclass(frozen, module = "tpde._tpde")]
+pub struct Ready {
+    work: Mutex<(Application<'static>, Bound)>,
+}
+
+#[pymethods]
+impl Ready {
+    /// Takes tensors, and bases if they are given, of the same names and sizes at other addresses. False if that needs another
+    /// plan, and nothing has changed.
+    #[pyo3(signature = (tensors, base=None))]
+    fn move_to(&self, py: Python<'_>, tensors: Vec<usize>, base: Option<Vec<usize>>) -> PyResult<bool> {
+        let mut work = self.work(py)?;
+        let (application, bound) = &mut *work;
+        let stays = |memories: &[Memory], addresses: &[usize]| memories.iter().map(Memory::address).eq(addresses.iter().copied());
+        let base = base.unwrap_or_else(|| bound.base.iter().map(Memory::address).collect());
+        if stays(&bound.tensors, &tensors) && stays(&bound.base, &base) {
+            return Ok(true);
+        }
+        if (bound.tensors.len(), bound.base.len()) != (tensors.len(), base.len()) {
+            return Ok(false);
+        }
+        let exchange = |memories: &mut [Memory], addresses: &[usize]| -> Vec<usize> {
+            let exchange = |(memory, address): (&mut Memory, &usize)| {
+                let before = memory.address();
+                memory.move_to(*address);
+                before
+            };
+            memories.iter_mut().zip(addresses).map(exchange).collect()
+        };
+        let before = (exchange(&mut bound.tensors, &tensors), exchange(&mut bound.base, &base));
+        let moved = bindings(&bound.pair, &bound.index, &bound.tensors, &bound.base, bound.mode)
+            .and_then(|bindings| application.rebind(&bindings));
+        if !matches!(moved, Ok(true)) {
+            exchange(&mut bound.tensors, &before.0);
+            exchange(&mut bound.base, &before.1);
+        }
+        moved.map_err(|e| errors::to_python(py, &e))
+    }
+
+    /// Runs it on a stream, and waits for the outcome: whether tensors were changed, false if they were the target, and the
+    /// seconds until all was queued. The caller holds the memory of all tensors.
+    fn run(&self, py: Python<'_>, stream: usize, progress: Option<Py<PyAny>>) -> PyResult<(bool, f64)> {
+        let begin = Instant::now();
+        let work = self.work(py)?;
+        let (application, bound) = &*work;
+        let total = bound.tensors.iter().map(|tensor| tensor.range().len() as u64).sum();
+        // SAFETY: PyTorch's stream of this device, which it never destroys.
+        let stream = unsafe { bound.index.device().borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
+        // Threads to read and to expand payloads are those of the pool; to queue, this one is enough.
+        let pending = match application.reads_on_host() {
+            true => run(py, None, 0, |_| application.launch(&stream))?,
+            false => py.detach(|| application.launch(&stream)).map_err(|e| errors::to_python(py, &e))?,
+        };
+        let queued = begin.elapsed().as_secs_f64();
+        let raised = wait(py, &pending, total, progress.as_ref());
+        let error = match pending.wait() {
+            Ok(()) => {
+                raised?;
+                return tell(py, progress.as_ref(), total, total).map(|()| (true, queued));
+            }
+            Err(error) => error,
+        };
+        let explained = match raised {
+            Ok(()) => run(py, progress, total, |steering| match bound.explain(error, steering) {
+                Error::AlreadyApplied => Ok(false),
+                error => Err(error),
+            }),
+            Err(raised) => {
+                raised.set_cause(py, Some(errors::to_python(py, &error))); // says what the tensors are like now
+                Err(raised)
+            }
+        };
+        explained.map(|applied| (applied, queued))
+    }
+}
+
+impl Ready {
+    /// For one thread: another would wait here with the interpreter's lock.
+    fn work(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, (Application<'static>, Bound)>> {
+        let busy = || errors::to_python(py, &Error::Misuse("an application is used by two threads at once".into()));
+        match self.work.try_lock() {
+            Ok(work) => Ok(work),
+            Err(TryLockError::Poisoned(work)) => Ok(work.into_inner()),
+            Err(TryLockError::WouldBlock) => Err(busy()),
+        }
+    }
+}
+
+/// Looks for the end of a launch without sleeping for so long, then now and then.
+const AWAKE: Duration = Duration::from_millis(20);
+const NAP: Duration = Duration::from_micros(100);
+
+/// Waits until a launch has passed, on the calling thread, which would take longer to be woken. What a signal or the progress
+/// raised meanwhile comes when it has.
+fn wait(py: Python<'_>, pending: &Pending, total: u64, progress: Option<&Py<PyAny>>) -> PyResult<()> {
+    let begin = Instant::now();
+    let mut raised = Ok(());
+    let mut look = LOOK;
+    loop {
+        let is_done = py.detach(|| {
+            loop {
+                // What the device died of is told by who waits for the outcome.
+                if pending.is_done().unwrap_or(true) {
+                    return true;
+                }
+                match begin.elapsed() {
+                    waited if waited >= look => return false,
+                    waited if waited >= AWAKE => std::thread::sleep(NAP),
+                    _ => std::hint::spin_loop(),
+                }
+            }
+        });
+        if is_done {
+            return raised;
+        }
+        look += LOOK;
+        if raised.is_ok() {
+            raised = py.check_signals().and_then(|()| tell(py, progress, 0, total));
+        }
+    }
+}
