@@ -31,33 +31,24 @@ fn open(path: &Path) -> SafetensorsCheckpoint {
     SafetensorsCheckpoint::open(path).unwrap()
 }
 
-/// How the files that a pair names differ from those of a checkpoint.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Fault {
-    None,
-    /// A tensor is in no file.
-    Missing,
-    /// A tensor is in two files.
-    Twice,
-    Unknown,
-    Shape,
-    NotJson,
-    Spaced,
-    MapOfOtherShard,
-    MapOfUnknownTensor,
-    MapOfUnknownShard,
-    MapLacksShard,
-    MapEmpty,
-    MapNotJson,
-    TwoMaps,
-    NoMap,
+/// An enum without data, and the list of all its values.
+macro_rules! faults {
+    ($(#[$meta:meta])* $name:ident { $($(#[$note:meta])* $fault:ident,)+ }) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, PartialEq)]
+        enum $name { $($(#[$note])* $fault,)+ }
+
+        const FAULTS: &[$name] = &[$($name::$fault,)+];
+    };
 }
 
-const FAULTS: [Fault; 15] = {
-    use Fault::*;
-    [
+faults! {
+    /// How the files that a pair names differ from those of a checkpoint.
+    Fault {
         None,
+        /// A tensor is in no file.
         Missing,
+        /// A tensor is in two files.
         Twice,
         Unknown,
         Shape,
@@ -71,8 +62,8 @@ const FAULTS: [Fault; 15] = {
         MapNotJson,
         TwoMaps,
         NoMap,
-    ]
-};
+    }
+}
 
 /// What happens to the base after the pair was made.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -108,7 +99,7 @@ fn cases() -> impl Strategy<Value = Case> {
         let chosen = names.iter().zip(present).filter(|(name, (there, _))| *there && (metadata || **name != "__metadata__"));
         chosen.map(|(name, (_, shard))| (*name, shard)).collect::<Vec<_>>()
     });
-    let fault = prop_oneof![2 => Just(Fault::None), 3 => proptest::sample::select(&FAULTS[..])];
+    let fault = prop_oneof![2 => Just(Fault::None), 3 => proptest::sample::select(FAULTS)];
     let base_fault = prop_oneof![2 => Just(BaseFault::None), 1 => proptest::sample::select(&BASE_FAULTS[..])];
     (tensors, 0..3u8, fault, any::<bool>(), base_fault, any::<bool>()).prop_map(
         |(tensors, layout, fault, of_base, base_fault, grown)| Case { tensors, layout, fault, of_base, base_fault, grown },

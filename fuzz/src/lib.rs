@@ -50,27 +50,27 @@ static RANDOM: LazyLock<Vec<u8>> = LazyLock::new(|| {
 
 static ZEROS: [u8; 1 << 20] = [0; 1 << 20];
 
-/// The first seed of base lanes that resemble each other.
-const FIRST_ALIKE: u8 = 128;
+/// The first seed that gives similar base lanes.
+const FIRST_SIMILAR: u8 = 128;
 
 /// Random bytes of which some bits are the same in all groups of 8 bytes, as the exponents of weights nearly are.
-static ALIKE: [OnceLock<Vec<u8>>; (u8::MAX - FIRST_ALIKE) as usize] = [const { OnceLock::new() }; (u8::MAX - FIRST_ALIKE) as usize];
+static SIMILAR: [OnceLock<Vec<u8>>; (u8::MAX - FIRST_SIMILAR) as usize] = [const { OnceLock::new() }; (u8::MAX - FIRST_SIMILAR) as usize];
 
-fn alike(number: usize) -> Vec<u8> {
+fn similar(number: usize) -> Vec<u8> {
     let word = |i: usize| &RANDOM[64 * number + 8 * i..][..8];
-    // A quarter of the bits vary, and the others are what they are.
+    // A quarter of the bits vary. The others are the same in all groups.
     let vary = |i: usize| word(0)[i] & word(1)[i];
     RANDOM[..MOST_BYTES as usize].iter().enumerate().map(|(i, byte)| byte & vary(i % 8) ^ word(2)[i % 8]).collect()
 }
 
-/// Base lanes, chosen by `seed`: random ones, ones that resemble each other, and for the last seed zeros, which stand for no base.
+/// Base lanes, chosen by `seed`: random, similar to each other, or zeros for the last seed, which stand for no base.
 pub fn base_lanes(seed: u8, size: usize) -> &'static [u8] {
     match seed {
         u8::MAX => &ZEROS[..size],
-        0..FIRST_ALIKE => &RANDOM[usize::from(seed) * 64..][..size],
+        0..FIRST_SIMILAR => &RANDOM[usize::from(seed) * 64..][..size],
         _ => {
-            let number = usize::from(seed - FIRST_ALIKE);
-            &ALIKE[number].get_or_init(|| alike(number))[..size]
+            let number = usize::from(seed - FIRST_SIMILAR);
+            &SIMILAR[number].get_or_init(|| similar(number))[..size]
         }
     }
 }

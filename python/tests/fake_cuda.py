@@ -33,7 +33,7 @@ def merge(clock: Clock, other: Clock) -> None:
 
 
 class Call:
-    """What the harness is told of a call: an aborted one has no output that could be wrong."""
+    """A call of a layer, as the fake device sees it. An aborted call has no output to compare."""
 
     def __init__(self) -> None:
         self.aborted = False
@@ -222,8 +222,9 @@ class FakeModel:
         self._index = torch.empty(1, dtype=torch.uint8)
         self.failures = tpde._slot.Failures()
         self.values: dict[str, float] = {}
-        #: Decodings that fail: how many more of a weight; and all that did, with whether an output was made of them.
+        #: By weight, how many of its next decodings fail.
         self.damaged: dict[str, int] = {}
+        #: The decodings that failed, and whether a layer used the result.
         self.faults: dict[int, bool] = {}
         self.payloads: dict[str, int] = {}
         self.weights: list[_prefetch.DeviceWeight] = []
@@ -335,7 +336,7 @@ class FakeLaunch:
         merge(self.world.host, self.clock)
         self.is_passed = True
         if self.outcome.spoilt:
-            self.world.violations.append(f"an error is told of {self.outcome.weight}, which {self.outcome.spoilt}")
+            self.world.violations.append(f"{self.outcome.weight} reports an error, but {self.outcome.spoilt}")
         if self.outcome.fault is not None:
             error = tpde.Invalid(f"damage {self.outcome.fault} of {self.outcome.weight}", rule="payload.crc32")
             error.fault = self.outcome.fault

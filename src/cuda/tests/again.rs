@@ -2,7 +2,7 @@
 
 use super::super::outcome::Pending;
 use super::super::{Binding, DeviceSlice, Mode, Payloads};
-use super::asynchronous::{spin, spinner};
+use super::asynchronous::{Ending, spin, spinner};
 use super::generated::Random;
 use super::laid::{Route, payloads};
 use super::refused::{CHUNK_LANES, Sample};
@@ -13,7 +13,7 @@ use crate::delta::InPlace;
 use crate::error::{Error, Result, Rule};
 use crate::source::Source;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 const ROUTES: [Route; 3] = [Route::Host, Route::Pinned, Route::Device];
 /// So few that each chunk is a slice.
@@ -49,22 +49,6 @@ fn a_launch_after_a_refused_one_starts_anew() {
                 sample.assert_done(device, &mut laid);
             }
         }
-    }
-}
-
-/// A source that can be read so many times more.
-struct Ending<'a>(&'a Vec<u8>, AtomicU32);
-
-impl Source for Ending<'_> {
-    fn size(&self) -> u64 {
-        self.0.size()
-    }
-
-    fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        if self.1.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_err() {
-            return Err(Error::io("read", "a blob".as_ref(), std::io::Error::other("no more of it")));
-        }
-        self.0.read(offset, out)
     }
 }
 

@@ -15,6 +15,7 @@ use crate::source::Source;
 use crate::{Codec, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo, encode_to_memory};
 use cudarc::driver::sys;
 use std::ptr;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// Waits for so many nanoseconds. On the stand-in, until somebody waits for it.
@@ -88,16 +89,16 @@ impl Sample {
     }
 }
 
-/// A source that fails once it has been read a few times.
-struct Failing<'a>(&'a Vec<u8>, std::sync::atomic::AtomicU32);
+/// A source that can be read so many times more.
+pub struct Ending<'a>(pub &'a Vec<u8>, pub AtomicU32);
 
-impl Source for Failing<'_> {
+impl Source for Ending<'_> {
     fn size(&self) -> u64 {
         self.0.size()
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        if self.1.fetch_add(1, std::sync::atomic::Ordering::Relaxed) >= 3 {
+        if self.1.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_err() {
             return Err(Error::io("read", "a blob".as_ref(), std::io::Error::other("no more of it")));
         }
         self.0.read(offset, out)
@@ -164,7 +165,7 @@ fn memory_is_kept_until_the_stream_has_passed() {
                 let payloads = payloads(device, &sample.pair, route);
                 drop(index.prepare_in_slices(&laid.bindings, mode, payloads, slice).unwrap().launch(&stream).unwrap());
             }
-            let failing = Failing(sample.pair.blob(), 0.into());
+            let failing = Ending(sample.pair.blob(), 3.into());
             let pending =
                 index.prepare_in_slices(&laid.bindings, mode, Payloads::Host(&failing), slice).unwrap().launch(&stream).unwrap();
             drop(index);
