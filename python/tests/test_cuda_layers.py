@@ -10,7 +10,7 @@ import pytest
 import tpde
 from test_cuda import MIB, gpu
 from test_nn import JIT, TOKENS, Deep, loaded, target_of
-from test_nn_storm import FORWARDS, soak
+from test_nn_storm import FORWARDS, modes_are_restored, soak, under_signals  # noqa: F401 (a fixture)
 
 torch = pytest.importorskip("torch")
 
@@ -226,6 +226,9 @@ class TestLayers:
 
     def test_three_models_in_three_threads(self, tmp_path: Path) -> None:
         soak(tmp_path, "cuda", FORWARDS)
+
+    def test_signals(self, deep: tuple[Deep, Deep, Path]) -> None:
+        under_signals(*deep, "cuda")
 
     @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
     def test_modes_of_the_compiler(self, mode: str, deep: tuple[Deep, Deep, Path]) -> None:

@@ -1,6 +1,7 @@
 """Layers of `tpde.nn` under signals, and used by several threads while models come, go and are damaged.
 
-`TPDE_STORM_CALLS` and `TPDE_STORM_FORWARDS` make them longer; the numbers of a release are 100,000 and 10,000.
+`TPDE_STORM_CALLS` and `TPDE_STORM_FORWARDS` make them longer; the numbers of a release are 100,000 and 10,000. A storm ends after
+`TPDE_STORM_SECONDS`, whatever it has done until then.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from fake_cuda import FakeModel, World, install  # noqa: E402
 
 CALLS = int(os.environ.get("TPDE_STORM_CALLS", "1000"))
 FORWARDS = int(os.environ.get("TPDE_STORM_FORWARDS", "300"))
+SECONDS = float(os.environ.get("TPDE_STORM_SECONDS", "inf"))
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +50,7 @@ class Storm:
         self.seconds, self.beneath = seconds, beneath
         self.random = random.Random(0)
         self.is_armed = False
-        self.interrupted = 0
+        self.calls = self.interrupted = 0
 
     def handler(self, *_: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, self.random.uniform(self.seconds / 10, self.seconds))
@@ -61,23 +64,29 @@ class Storm:
     def run(self, calls: int, call: Callable[[int], None]) -> None:
         before = signal.signal(signal.SIGALRM, self.handler)
         signal.setitimer(signal.ITIMER_REAL, self.seconds)
-        for n in range(calls):
+        end = time.monotonic() + SECONDS
+        while self.calls < calls and time.monotonic() < end:
             try:
                 self.is_armed = True
-                call(n)
+                call(self.calls)
                 self.is_armed = False
             except (Signalled, tpde.Misuse) as error:
                 assert isinstance(error, Signalled) or isinstance(error.__cause__, Signalled)
                 self.interrupted += 1
+            self.calls += 1
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
+    def ended(self, wrong: list[str]) -> None:
+        print(f"{self.calls} calls, {self.interrupted} interrupted, {len(wrong)} wrong")
+        assert wrong == [] and self.interrupted > self.calls // 200
 
-def test_signals_on_the_cpu(deep: tuple[Deep, Deep, Path]) -> None:
-    base, target, pair = deep
+
+def under_signals(base: Deep, target: Deep, pair: Path, device: str) -> None:
+    """Each layer's output under signals is that of the target, also beneath a call that a signal has come into."""
     attached = tpde.nn.attach(base, pair)
     names = list(attached.layers)
-    inputs = {name: torch.randn(2, layer.in_features, dtype=torch.bfloat16) for name, layer in attached.layers.items()}
+    inputs = {name: torch.randn(2, layer.in_features, dtype=torch.bfloat16).to(device) for name, layer in attached.layers.items()}
     wanted = {name: target.get_submodule(name)(x).detach() for name, x in inputs.items()}
     wrong: list[str] = []
 
@@ -89,7 +98,12 @@ def test_signals_on_the_cpu(deep: tuple[Deep, Deep, Path]) -> None:
 
     storm = Storm(2e-3, lambda: compare(names[3]))
     storm.run(CALLS, lambda n: compare(names[n % len(names)]))
-    assert wrong == [] and storm.interrupted > CALLS // 200
+    attached.check()
+    storm.ended(wrong)
+
+
+def test_signals_on_the_cpu(deep: tuple[Deep, Deep, Path]) -> None:
+    under_signals(*deep, "cpu")
 
 
 def test_signals_with_a_prefetcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +113,7 @@ def test_signals_with_a_prefetcher(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(1)
     storm = Storm(1e-3)
     storm.run(CALLS, lambda n: model.forward(draw.choice(model.weights) if n % 3 else model.weights[n % 4]))
-    assert world.violations == [] and storm.interrupted > CALLS // 200
+    storm.ended(world.violations)
 
 
 def soak(folder: Path, device: str, forwards: int) -> None:
