@@ -139,6 +139,38 @@ with torch.no_grad():
             with pytest.raises(tpde.Misuse, match="not attached"):
                 torch.ops.tpde.linear(X, None, key, 192)
 
+    def test_weights_are_found_as_soon_as_a_model_is_attached(
+        self, deep: tuple[Deep, Deep, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        base, target, pair = deep
+        keys: list[torch.Tensor] = []
+
+        def is_found(key: torch.Tensor) -> bool:
+            try:
+                return tpde._rebuilt.Weight.find(key, torch.device("cpu")) is not None
+            except tpde.Misuse as error:
+                assert "is not attached" in str(error)
+                return False
+
+        check = tpde._rebuilt.HostWeight.check
+
+        def looked_at(weight: Any) -> None:
+            keys.append(torch.tensor(weight.key))
+            assert not any(map(is_found, keys))
+            check(weight)
+
+        monkeypatch.setattr(tpde._rebuilt.HostWeight, "check", looked_at)
+        wrong = Deep()
+        wrong.load_state_dict(base.state_dict())
+        with torch.no_grad():
+            wrong.blocks[2]["down"].weight.view(torch.int16)[0, 0] ^= 1
+        with pytest.raises(tpde.WrongBase) as caught:
+            tpde.nn.attach(wrong, pair)
+        assert len(keys) > 1 and not any(map(is_found, keys)), caught  # which holds the weights
+        keys.clear()
+        tpde.nn.attach(base, pair)
+        assert all(map(is_found, keys))
+
     def test_whole_models_are_exported(self, deep: tuple[Deep, Deep, Path]) -> None:
         base, target, pair = deep
         tpde.nn.attach(base, pair)

@@ -312,12 +312,14 @@ class DeviceWeight(Weight):
         #: Behind what base and payload may still wait for on the stream that they were made on.
         self.made = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.made.record(self.device.stream())
-        self.register()
-        self._largest.pop(self.torch_device, None)
         weakref.finalize(self, Prefetcher.forget, self.torch_device, self.handle).atexit = False
 
     #: By device, what `largest` has found.
     _largest: dict[torch.device, tuple[int, int]] = {}
+
+    def register(self) -> None:
+        super().register()
+        self._largest.pop(self.torch_device, None)
 
     def largest(self) -> tuple[int, int]:
         """Bytes of the largest weight of the device, and of the largest payload that is copied."""

@@ -35,7 +35,7 @@ def outliving(name: str, value: _Value) -> _Value:
 class Weight:
     """A weight that is rebuilt when it is used. Layers own it; the operator finds it by its key."""
 
-    #: All that are alive and complete, by handle.
+    #: All that are alive and of a model that is attached, by handle.
     known: weakref.WeakValueDictionary[int, Weight] = outliving("_weights", weakref.WeakValueDictionary())
     #: Where the operator computes with the weight.
     torch_device = torch.device("cpu")
@@ -54,7 +54,7 @@ class Weight:
         self.key = [self.handle, *struct.unpack("<4q", hashlib.sha256(pair.digest() + entry.name.encode()).digest())]
 
     def register(self) -> None:
-        """Makes the weight visible to the operator and to other threads: the last step of making it."""
+        """Makes the weight visible to the operator and to other threads: when it is complete, and nothing is found wrong with it."""
         self.known[self.handle] = self
 
     def __deepcopy__(self, _: Any) -> Weight:
@@ -114,10 +114,6 @@ class HostWeight(Weight):
     """A weight on the CPU, decoded by the calling thread into a slot of that thread."""
 
     _own = threading.local()
-
-    def __init__(self, pair: _tpde.Pair, entry: Entry, base: torch.Tensor | None, failures: Failures | None = None) -> None:
-        super().__init__(pair, entry, base, failures)
-        self.register()
 
     def _decode(self, scratch: torch.Tensor, digests: bool = False) -> None:
         self.pair.read([self.memory(scratch)], self.base_memory(), digests, None)

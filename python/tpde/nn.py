@@ -223,7 +223,9 @@ def attach(
                 dense.update(dict.fromkeys(names, tensor.detach().to(where)))
     kept = {weight.handle: attaching.stored(weight) for weight in weights.values()}
     rebuilt = [name for name in dense if (entry := attaching.entries.get(name)) and (entry.changes or not entry.is_same)]
-    # Nothing was changed so far, whatever was raised.
+    # Nothing was changed so far, whatever was raised; and no program has found a weight that is refused.
+    for found_by_programs in weights.values():
+        found_by_programs.register()
     made: dict[int, nn.Parameter] = {}
     for name, tensor in dense.items():
         found.set(name, tensor, made)
