@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -20,18 +18,19 @@ torch = pytest.importorskip("torch")
 
 import tpde.nn  # noqa: E402 (needs torch)
 from fake_cuda import FakeDevice, FakeModel, FakeStream, World, install  # noqa: E402
-from tpde import _capture, _prefetch, _slot  # noqa: E402
+from points import at, marked, point  # noqa: E402
+from tpde import _capture, _prefetch, _rebuilt, _slot  # noqa: E402
 from tpde._prefetch import Prefetcher  # noqa: E402
 
 #: Seconds for the search, and for each fault that is put back.
 SEARCH = float(os.environ.get("TPDE_MODEL_CHECK_SECONDS", "8"))
-FILES = {module.__file__ for module in (_prefetch, _capture, _slot)}
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[World, FakeDevice]]:
     world = World()
     yield world, install(world, monkeypatch)
+    world.close()
     assert world.violations == []
 
 
@@ -119,6 +118,32 @@ class TestPrefetcher:
             # As if another thread had made the large weights while this one looked for the largest.
             _prefetch.DeviceWeight._largest[weights[0].torch_device] = (weights[0].bytes, weights[0].payload.numel())
 
+    def test_no_scratch_memory_for_the_next_weight_leaves_an_output(
+        self, fake: tuple[World, FakeDevice], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [2] * 2, [False] * 2)
+        large = FakeModel(world, device, "large", [2], [False])
+        for weight in [*model.weights, *large.weights] * 2:
+            weight.on_device.forward(weight)
+        # A larger one comes: there are to be new slots as soon as the next is begun.
+        later = FakeModel(world, device, "later", [8], [False])
+        for slot in Prefetcher.of(device, world.main).slots:
+            slot.clear()
+        refused = []
+
+        def refuses(prefetcher: Prefetcher, *_: Any) -> None:
+            refused.append(prefetcher)
+            raise torch.OutOfMemoryError("no memory, says the test")
+
+        reserve = Prefetcher._reserve
+        reserves = iter([reserve, refuses])
+        monkeypatch.setattr(Prefetcher, "_reserve", lambda *how: next(reserves, reserve)(*how))
+        model.forward(model.weights[0])
+        assert len(refused) == 1
+        for weight in [*model.weights, *later.weights]:
+            weight.on_device.forward(weight)
+
     def test_no_memory_for_the_next_weight_leaves_an_output(self, fake: tuple[World, FakeDevice]) -> None:
         world, device = fake
         model = FakeModel(world, device, "m", [2] * 3, [False] * 3)
@@ -203,19 +228,12 @@ class TestPrefetcher:
                 thread.join()
         assert len(set(map(id, found))) == 1
 
-    def test_a_weight_is_visible_when_it_is_complete(self, fake: tuple[World, FakeDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_making_a_weight_does_not_make_it_visible(self, fake: tuple[World, FakeDevice], monkeypatch: pytest.MonkeyPatch) -> None:
         world, device = fake
         seen = []
-        register = _prefetch.DeviceWeight.register
-
-        def looked_at(weight: _prefetch.DeviceWeight) -> None:
-            assert weight.handle not in weight.known
-            seen.append(weight.payload.numel() + weight.largest()[0])
-            register(weight)
-
-        monkeypatch.setattr(_prefetch.DeviceWeight, "register", looked_at)
-        FakeModel(world, device, "m", [2], [True])
-        assert len(seen) == 1
+        monkeypatch.setattr(_prefetch.DeviceWeight, "register", lambda weight: seen.append(weight.handle in weight.known))
+        model = FakeModel(world, device, "m", [2] * 3, [True] * 3)
+        assert seen == [False] * 3 and not any(weight.handle in weight.known for weight in model.weights)
 
     def test_captures_on_one_stream_have_memory_of_their_own(self, fake: tuple[World, FakeDevice]) -> None:
         world, device = fake
@@ -235,51 +253,38 @@ class TestPrefetcher:
             world.main.capture = number
             model.forward(model.weights[0])
             device.graphs[number].gone = number > 1
+            # The first, which is still there, and the one that is being captured.
+            assert len(_capture.Graph._kept) == min(number, 2)
         world.main.capture = None
         for prefetcher in Prefetcher.on(device.torch):
             prefetcher.release()
-        _capture.Graph.prune()
-        assert len(_capture.Graph._kept) == 1  # the first, which is still there
+        attached_of(model).check()
+        assert len(_capture.Graph._kept) == 1
+
+
+class TestFailures:
+    def test_an_error_is_not_lost_to_a_signal(self) -> None:
+        for number in range(1, 20):
+            failures, error = _slot.Failures(), tpde.Invalid("damage", rule="payload.crc32")
+            failures.add(1, error)
+            told = []
+            with marked(_slot):
+                for call in (number, 0):
+                    try:
+                        with at(call, interrupt):
+                            failures.throw()
+                    except (Interrupted, tpde.Invalid) as caught:
+                        told += [one for one in (caught, caught.__context__) if one is error]
+            assert told and told == [error] * len(told)
+            failures.throw()  # nothing is left
 
 
 class Interrupted(KeyboardInterrupt):
     """A signal's exception."""
 
 
-class Tracer:
-    """Runs something at a line of the prefetcher's code that is drawn: an exception, a garbage collection, another thread."""
-
-    def __init__(self, lines: int, action: Callable[[], None]) -> None:
-        self.left, self.action = lines, action
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        # What a finalizer raises is ignored.
-        if frame.f_code.co_filename not in FILES or frame.f_code.co_name in ("forget", "<genexpr>"):
-            return None
-        # Python looks for signals at calls, and not between the halves of a `with` and its block: a lock is always released.
-        if event == "line" and not is_bare(frame):
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                self.action()
-        return self
-
-    def __enter__(self) -> None:
-        sys.settrace(self)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-
-_lines: dict[str, list[str]] = {}
-
-
-def is_bare(frame: FrameType) -> bool:
-    lines = _lines.setdefault(frame.f_code.co_filename, [])
-    if not lines:
-        with open(frame.f_code.co_filename) as file:
-            lines.extend(file)
-    return lines[frame.f_lineno - 1].lstrip().startswith(("with ", "try:", "finally:"))
+def interrupt() -> None:
+    raise Interrupted
 
 
 class Search:
@@ -313,8 +318,8 @@ class Search:
                 self.log.append(type(error).__name__)
 
     def check(self, model: FakeModel) -> None:
-        """Afterwards nothing is owed: every fault that spoilt an output was raised."""
-        attached = attached_of(model)
+        """Afterwards nothing is owed: every fault that had spoilt an output was raised. Another thread may add some meanwhile."""
+        attached, before = attached_of(model), dict(model.faults)
         for step in (attached.check, attached.release) if self.random.random() < 0.3 else (attached.check,):
             for _ in range(100):
                 try:
@@ -322,10 +327,12 @@ class Search:
                     break
                 except tpde.Invalid as error:
                     model.raised(error)
-        for fault, was_used in model.faults.items():
-            if was_used:
+                except Interrupted as error:
+                    model.interrupted(error)
+                    raise
+        for fault, was_used in before.items():
+            if model.faults.pop(fault, None) is not None and was_used:
                 self.world.violations.append(f"fault {fault} of {model.name} has spoilt an output, and nobody was told")
-        model.faults.clear()
 
     def capture(self, model: FakeModel) -> None:
         self.world.captures += 1
@@ -392,16 +399,13 @@ class Search:
         if len(self.models) > 1:
             self.models.pop(0).weights.clear()
 
-    def interrupt(self) -> None:
-        raise Interrupted
-
     def run(self, steps: int) -> list[str]:
         """What was found wrong."""
         for _ in range(steps):
-            action = self.random.choice([self.interrupt, self.interrupt, self.dropped, self.other_thread])
-            lines = int(self.random.expovariate(1 / 60)) + 1 if self.random.random() < 0.6 else 0
+            action = self.random.choice([interrupt, interrupt, self.dropped, self.other_thread])
+            number = int(self.random.expovariate(1 / 120)) + 1 if self.random.random() < 0.6 else 0
             try:
-                with Tracer(lines, action):
+                with at(number, action):
                     self.step()
             except Interrupted:
                 self.log.append("interrupted")
@@ -425,12 +429,13 @@ def search(seconds: float, prepare: Callable[[pytest.MonkeyPatch], None] = lambd
     try:
         while time.monotonic() < end:
             seed += 1
-            with pytest.MonkeyPatch.context() as patch:
+            with marked(_prefetch, _capture, _slot, _rebuilt), pytest.MonkeyPatch.context() as patch:
                 prepare(patch)
                 program = Search(seed, patch)
                 violations = program.run(60)
                 log = program.log[-8:]
                 program.models.clear()
+                program.world.close()
                 if violations:
                     return f"seed {seed}: {violations[0]}, after {log}"
     finally:
@@ -500,6 +505,7 @@ def payload_buffers_keep_what_they_held(patch: pytest.MonkeyPatch) -> None:
     def late(prefetcher: Prefetcher, weight: Any, buffer: Any) -> None:
         part = buffer.memory[: weight.payload.numel()]
         buffer.publish(weight.handle, 0, part)
+        point()
         prefetcher.copying.wait_event(buffer.used)
         _prefetch.copy_on(prefetcher.copying, part, weight.payload)
         buffer.filled.record(prefetcher.copying)

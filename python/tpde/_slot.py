@@ -106,6 +106,12 @@ class Failures:
         self._errors[generation] = error
 
     def throw(self) -> None:
-        """Raises the first, once."""
-        if self._errors:
-            raise self._errors.pop(next(iter(self._errors)))
+        """Raises the first. It is never lost: a signal's exception that comes instead has it for its context, or leaves it for the
+        next call, and two threads that ask at once may both be told."""
+        for generation, error in list(self._errors.items()):
+            try:
+                raise error
+            except BaseException as raised:
+                if raised is error:  # and not what a signal has raised before
+                    self._errors.pop(generation, None)
+                raise

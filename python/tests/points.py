@@ -1,0 +1,115 @@
+"""Points in the package's code where a test may raise what a signal's handler would, run another thread, or let go of something.
+
+Python looks for signals when a call has returned and when a function begins. So a point is compiled in behind each call of a function
+and, which is more than that, before each of its statements. What is raised there comes out of a function that was called, as anywhere
+else; a trace function could raise only where a line begins, also where Python never looks for signals.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+#: What finalizers call: an exception would be told and ignored.
+FINALIZERS = {"forget"}
+_NAME = "_a_point_of_a_test"
+_now = threading.local()
+
+
+def point(value: Any = None) -> Any:
+    """Where something may happen. Gives what it is given."""
+    left = getattr(_now, "left", 0)
+    if left:
+        _now.left = left - 1
+        if left == 1:
+            _now.action()
+    return value
+
+
+@contextmanager
+def at(number: int, action: Callable[[], None]) -> Iterator[None]:
+    """Does ``action`` at this point of those that the thread comes to within the block, from 1; 0 is none of them."""
+    _now.left, _now.action = number, action
+    try:
+        yield
+    finally:
+        _now.left = 0
+
+
+@contextmanager
+def marked(*modules: ModuleType) -> Iterator[None]:
+    """Functions and methods of these modules have points within the block."""
+    before: list[tuple[FunctionType, CodeType]] = []
+    try:
+        for module in modules:
+            setattr(module, _NAME, point)
+            codes = _codes(module)
+            for path, function in _functions(module):
+                if path in codes:
+                    assert function.__code__.co_freevars == codes[path].co_freevars
+                    before.append((function, function.__code__))
+                    function.__code__ = codes[path]
+        yield
+    finally:
+        for function, code in before:
+            function.__code__ = code
+        for module in modules:
+            delattr(module, _NAME)
+
+
+class _Marked(ast.NodeTransformer):
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def visit(self, node: ast.AST) -> Any:
+        made = super().visit(node)
+        if isinstance(node, ast.stmt) and self.depth:
+            return [ast.Expr(_point()), made]
+        return made
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        if node.name not in FINALIZERS:
+            self.depth += 1
+            self.generic_visit(node)
+            self.depth -= 1
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        return _point(node)
+
+
+def _point(*given: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(_NAME, ast.Load()), list(given), [])
+
+
+def _codes(module: ModuleType) -> dict[tuple[str, ...], CodeType]:
+    """By class and name, or by name, the code of functions and methods with points."""
+    tree = ast.fix_missing_locations(_Marked().visit(ast.parse(inspect.getsource(module))))
+    found: dict[tuple[str, ...], CodeType] = {}
+
+    def look(code: CodeType, path: tuple[str, ...]) -> None:
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                found[(*path, inner.co_name)] = inner
+                if not path:
+                    look(inner, (inner.co_name,))
+
+    look(compile(tree, module.__file__ or "", "exec", dont_inherit=True), ())
+    return found
+
+
+def _functions(module: ModuleType) -> Iterator[tuple[tuple[str, ...], FunctionType]]:
+    for name, value in vars(module).items():
+        if getattr(value, "__module__", None) != module.__name__:
+            continue
+        members = vars(value).items() if isinstance(value, type) else [(None, value)]
+        for inner, member in members:
+            plain = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+            if isinstance(plain, FunctionType):
+                yield (name,) if inner is None else (name, inner), plain
