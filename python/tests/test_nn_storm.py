@@ -6,11 +6,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import re
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,15 +116,23 @@ def test_signals_with_a_prefetcher(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(1)
     storm = Storm(1e-3)
     storm.run(CALLS, lambda n: model.forward(draw.choice(model.weights) if n % 3 else model.weights[n % 4]))
+    world.close()
     storm.ended(world.violations)
 
 
 def soak(folder: Path, device: str, forwards: int) -> None:
-    """Three models in three threads, on one base: each is attached anew, released, damaged and restored, beside the others."""
+    """Three models in three threads, on one base: each is attached anew, released, traced, damaged and restored, beside the others.
+    Programs that were exported before have the weights of the models that come and go."""
     wrong: list[str] = []
-    raised = [0, 0, 0]
-    base = Deep()
-    pairs, targets = [], []
+    raised, raised_by_programs = [0, 0, 0], [0, 0, 0]
+    base, tokens = Deep(), TOKENS.to(device)
+
+    def attached_to(pair: Path) -> tuple[Deep, tpde.nn.Attached]:
+        model = Deep().requires_grad_(False)
+        model.load_state_dict(base.state_dict())
+        return model, tpde.nn.attach(model.to(device), pair)
+
+    pairs, targets, exported = [], [], []
     for number in range(3):
         torch.manual_seed(number)
         target = target_of(base)
@@ -130,7 +141,10 @@ def soak(folder: Path, device: str, forwards: int) -> None:
         tpde.torch.save_file(base, target, folder / str(number), codec="conditioned", chunk_lanes=4096)
         pairs.append(folder / str(number))
         targets.append(loaded(target, device))
-    tokens = TOKENS.to(device)
+        # PyTorch cannot export while other threads call modules.
+        exported.append(torch.export.export(attached_to(pairs[number])[0], (tokens,)).module())
+    gc.collect()
+    tracing = threading.Lock()
 
     def work(number: int) -> None:
         draw = random.Random(number)
@@ -139,24 +153,29 @@ def soak(folder: Path, device: str, forwards: int) -> None:
             attached = None
             for turn in range(forwards // 3):
                 if attached is None or draw.random() < 0.02:
-                    model = Deep()
-                    model.load_state_dict(base.state_dict())
-                    attached = tpde.nn.attach(model.to(device), pairs[number])
+                    model, attached = attached_to(pairs[number])
+                    program = None  # a traced one keeps its model
                 if draw.random() < 0.05:
                     attached.release()
+                if draw.random() < 0.03:
+                    with tracing:
+                        program = traced(model, tokens)
+                call = draw.choice([model, exported[number], program or model])
                 damaged = draw.choice(list(attached.layers)) if draw.random() < 0.05 else None
                 weight = None if damaged is None else attached.layers[damaged]._weight.base
                 if weight is not None:
                     weight.view(torch.int16)[0, 0] ^= 1
                 try:
-                    y = model(tokens)
+                    y = call(tokens)
                     attached.check()
                     if damaged is not None or not torch.equal(y, wanted):
-                        wrong.append(f"model {number}, turn {turn}, damaged: {damaged}")
-                except tpde.TpdeError as error:
-                    if damaged is None:
+                        wrong.append(f"model {number}, turn {turn}, damaged: {damaged}, by the model: {call is model}")
+                except (tpde.TpdeError, RuntimeError) as error:
+                    # The interpreter of traced programs has an error of its own, which names ours.
+                    is_ours = isinstance(error, tpde.TpdeError) or re.search(r"\b(WrongBase|Invalid): ", str(error))
+                    if damaged is None or not is_ours:
                         wrong.append(f"model {number}, turn {turn}: {error}")
-                    raised[number] += 1
+                    (raised if call is model else raised_by_programs)[number] += 1
                 if weight is not None:
                     weight.view(torch.int16)[0, 0] ^= 1
                     settle(attached)
@@ -173,7 +192,16 @@ def soak(folder: Path, device: str, forwards: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wrong == [] and all(raised)
+    print(f"{forwards} forwards, {sum(raised)} faults raised by models and {sum(raised_by_programs)} by programs, {len(wrong)} wrong")
+    assert wrong == [] and any(raised) and any(raised_by_programs) and all(map(sum, zip(raised, raised_by_programs)))
+
+
+def traced(model: torch.nn.Module, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The model as a program that has its layers as operators."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: Callable[[torch.Tensor], torch.Tensor] = torch.jit.trace(lambda tokens: model(tokens), (tokens,), check_trace=False)
+    return made
 
 
 def settle(attached: tpde.nn.Attached) -> None:
