@@ -70,6 +70,11 @@ class Capture:
         #: Of each slot, behind the last use of what was there before, and of what is there; of each buffer, behind the decoding.
         self.free, self.used, self.decoded = [begin] * self.SLOTS, [begin] * self.SLOTS, [begin] * 2
 
+    def has_room(self, weight: DeviceWeight) -> bool:
+        """Whether the memory is large enough: other weights may have been made since."""
+        payload = weight.payload.numel() if weight.is_copied else 0
+        return weight.bytes <= self.slots[0].numel() and (payload == 0 or any(payload <= one.numel() for one in self.buffers))
+
     def recover(self, prefetcher: Prefetcher) -> None:
         """After an interrupted call: what it has captured comes before what follows, so it cannot overwrite that."""
         for beside in (prefetcher.copying, *prefetcher.decoding):
@@ -93,8 +98,6 @@ def captured_linear(
     """A layer's output within a graph. What is decoded and copied waits for nothing but its memory, so that replays do it as far
     ahead as that is free; and all of it is waited for here, wherever the graph ends."""
     own = _capture(prefetcher, weight)
-    if own.is_interrupted:
-        own.recover(prefetcher)
     own.is_interrupted = True
     dense, slot = own.lay(weight.bytes), own.slot
     decoding, own.count = prefetcher.decoding[own.count % len(prefetcher.decoding)], own.count + 1
@@ -119,15 +122,20 @@ def captured_linear(
 
 
 def _capture(prefetcher: Prefetcher, weight: DeviceWeight) -> Capture:
-    """What the graph has that is being captured; made for its first layer."""
+    """What the graph has that is being captured; made for its first layer, and again for one that it has no room for."""
     number = prefetcher.device.raw.capture_id(prefetcher.stream.cuda_stream)
     assert number is not None
-    if prefetcher.capture is None or prefetcher.capture.number != number:
-        Graph.prune()
-        # That of the graph before goes first: graphs may share a pool.
-        prefetcher.capture = None
-        prefetcher.capture = Capture(prefetcher, weight, number)
-    return prefetcher.capture
+    own = prefetcher.capture
+    if own is not None and own.number == number:
+        if own.is_interrupted:
+            own.recover(prefetcher)
+        if own.has_room(weight):
+            return own
+    Graph.prune()
+    # What was there before goes first: graphs may share a pool.
+    own = prefetcher.capture = None
+    own = prefetcher.capture = Capture(prefetcher, weight, number)
+    return own
 
 
 def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
