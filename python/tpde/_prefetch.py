@@ -105,7 +105,7 @@ class Prefetcher:
     def forget(cls, device: torch.device, handle: int) -> None:
         """Lets go of what is held for a weight that is gone, and of all scratch memory with the last one. For finalizers."""
         DeviceWeight._largest.pop(device, None)
-        is_last = not any(one.torch_device == device for one in list(Weight.known.values()))
+        is_last = not any(one.torch_device == device for one in Weight.alive())
         for key, prefetcher in list(cls._made.items()):
             if key[0] == device:
                 prefetcher.gone.append(handle)
@@ -325,7 +325,7 @@ class DeviceWeight(Weight):
         """Bytes of the largest weight of the device, and of the largest payload that is copied."""
         found = self._largest.get(self.torch_device)
         if found is None:
-            alive = [one for one in list(self.known.values()) if isinstance(one, DeviceWeight) and one.device is self.device]
+            alive = [one for one in self.alive() if isinstance(one, DeviceWeight) and one.device is self.device]
             copied = max((one.payload.numel() for one in alive if one.is_copied), default=0)
             found = self._largest[self.torch_device] = max((one.bytes for one in alive), default=0), copied
         # Another thread may have made a weight while this was found.

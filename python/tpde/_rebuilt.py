@@ -57,6 +57,11 @@ class Weight:
         """Makes the weight visible to the operator and to other threads: when it is complete, and nothing is found wrong with it."""
         self.known[self.handle] = self
 
+    @classmethod
+    def alive(cls) -> list[Weight]:
+        """All that are known. Others may come and go meanwhile: the dictionary's own iterators would not bear it."""
+        return [weight for reference in cls.known.valuerefs() if (weight := reference()) is not None]
+
     def __deepcopy__(self, _: Any) -> Weight:
         return self  # copies of a model share what is never written
 
@@ -67,7 +72,7 @@ class Weight:
         weight = cls.known.get(wanted[0]) if wanted else None
         if weight is not None and weight.key == wanted:
             return weight
-        for other in list(cls.known.values()):
+        for other in cls.alive():
             if other.key[1:] == wanted[1:] and other.torch_device == device:
                 return other
         raise Misuse(
