@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import random
 import threading
 import weakref
@@ -28,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def merge(clock: Clock, other: Clock) -> None:
-    for stream, tick in other.items():
+    for stream, tick in list(other.items()):
         clock[stream] = max(clock.get(stream, 0), tick)
 
 
@@ -56,6 +57,8 @@ class World:
     """Clocks, memory, and what was found wrong."""
 
     def __init__(self, seed: int = 0) -> None:
+        #: For all below, and for what an operation does.
+        self.lock = threading.RLock()
         self.random = random.Random(seed)
         self.violations: list[str] = []
         #: Copies, decodings and uses in the order in which they were queued, with the weight's name.
@@ -68,21 +71,29 @@ class World:
         #: What was copied where, by addresses.
         self.copied: dict[int, int] = {}
         self.recorded: dict[int, set[FakeStream]] = {}
-        self._calls = threading.local()
+        self._of_thread = threading.local()
         self.streams: list[FakeStream] = []
-        self.captures = 0
-        self.main = FakeStream(self)
+        self.captures, self.faults = itertools.count(1), itertools.count(1)
+        self._first = FakeStream(self)
         #: What the package holds, as long as this world is its device.
         self.held: tuple[dict[Any, Any], ...] = ({}, {}, {})
 
     @property
+    def main(self) -> FakeStream:
+        """The thread's current stream."""
+        return getattr(self._of_thread, "stream", self._first)
+
+    def use(self, stream: FakeStream) -> None:
+        self._of_thread.stream = stream
+
+    @property
     def call(self) -> Call:
         """The thread's."""
-        return getattr(self._calls, "now", None) or self.begin_call()
+        return getattr(self._of_thread, "call", None) or self.begin_call()
 
     def begin_call(self) -> Call:
-        self._calls.now = Call()
-        return self._calls.now
+        self._of_thread.call = Call()
+        return self._of_thread.call
 
     def operation(self, stream: FakeStream, accesses: list[tuple[int, int, bool]], by: Any) -> str:
         """Queues one; says with what it races, which is for the caller to judge."""
@@ -111,25 +122,27 @@ class World:
 
     def allocated(self, tensor: torch.Tensor) -> torch.Tensor:
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        self.accesses = [other for other in self.accesses if other.end <= begin or end <= other.begin]
-        self.contents = {address: outcome for address, outcome in self.contents.items() if not begin <= address < end}
-        self.recorded.pop(begin, None)
-        self.copied.pop(begin, None)
+        with self.lock:
+            self.accesses = [other for other in self.accesses if other.end <= begin or end <= other.begin]
+            self.contents = {address: outcome for address, outcome in self.contents.items() if not begin <= address < end}
+            self.recorded.pop(begin, None)
+            self.copied.pop(begin, None)
         if self.main.capture is None:  # else it is of the graph's pool, and for the graph alone
             self.watch(tensor)
         return tensor
 
     def watch(self, tensor: torch.Tensor) -> None:
-        weakref.finalize(tensor, self.freed, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes).atexit = False
+        weakref.finalize(tensor, self.freed, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, self.main).atexit = False
 
-    def freed(self, begin: int, end: int) -> None:
-        clock = dict(self.main.clock)
-        for stream in self.recorded.pop(begin, ()):
-            merge(clock, stream.clock)
-        for other in self.accesses:
-            if begin < other.end and other.begin < end and clock.get(other.stream, 0) < other.tick and not is_aborted(other.by):
-                self.violations.append(f"memory was freed while {other.by} uses it")
-        self.accesses = [other for other in self.accesses if other.end <= begin or end <= other.begin]
+    def freed(self, begin: int, end: int, made_on: FakeStream) -> None:
+        with self.lock:
+            clock = dict(made_on.clock)
+            for stream in self.recorded.pop(begin, ()):
+                merge(clock, stream.clock)
+            for other in self.accesses:
+                if begin < other.end and other.begin < end and clock.get(other.stream, 0) < other.tick and not is_aborted(other.by):
+                    self.violations.append(f"memory was freed while {other.by} uses it")
+            self.accesses = [other for other in self.accesses if other.end <= begin or end <= other.begin]
 
     def close(self) -> None:
         """Lets go of what the package holds: before its attributes are patched back, as CPython 3.11 gives a finalizer that runs
@@ -139,7 +152,8 @@ class World:
 
     def written(self, tensor: torch.Tensor) -> None:
         """Something of the test's writes it, on the main stream."""
-        self.operation(self.main, [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, True)], "a write to a base")
+        with self.lock:
+            self.operation(self.main, [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, True)], "a write to a base")
 
 
 def is_aborted(by: Any) -> bool:
@@ -148,8 +162,9 @@ def is_aborted(by: Any) -> bool:
 
 class FakeStream:
     def __init__(self, world: World) -> None:
-        world.streams.append(self)
-        self.world, self.number, self.clock = world, len(world.streams), {}
+        with world.lock:
+            world.streams.append(self)
+            self.world, self.number, self.clock = world, len(world.streams), {}
         self.cuda_stream = self.number
         self.capture: int | None = None
 
@@ -302,8 +317,6 @@ def fill(address: int, bytes: int, value: float) -> None:
 class FakePlan:
     """A plan, and what is prepared of it, and its launches."""
 
-    faults = 0
-
     def __init__(self, model: FakeModel, output: Any, base: Any, part: Any) -> None:
         self.model, self.output, self.reads = model, output, [(m[3], m[3] + m[4]) for m in (base, part)]
 
@@ -314,13 +327,15 @@ class FakePlan:
         return self
 
     def launch(self, device: FakeDevice, stream: int) -> FakeLaunch:
+        with self.model.world.lock:
+            return self._launch(self.model.world, stream)
+
+    def _launch(self, world: World, stream: int) -> FakeLaunch:
         name, address, bytes = self.output[0], self.output[3], self.output[4]
-        world = self.model.world
         fault = None
         if self.model.damaged.get(name):
             self.model.damaged[name] -= 1
-            FakePlan.faults += 1
-            fault = FakePlan.faults
+            fault = next(world.faults)
             self.model.faults[fault] = False
         outcome = Outcome(name, fault)
         world.log.append(("decode", name))
@@ -349,7 +364,8 @@ class FakeLaunch:
         return self.is_passed or self.world.random.random() < 0.5
 
     def wait(self) -> None:
-        merge(self.world.host, self.clock)
+        with self.world.lock:
+            merge(self.world.host, self.clock)
         self.is_passed = True
         if self.outcome.spoilt:
             self.world.violations.append(f"{self.outcome.weight} reports an error, but {self.outcome.spoilt}")
@@ -366,8 +382,9 @@ def install(world: World, patch: pytest.MonkeyPatch) -> FakeDevice:
 
     def compute(x: torch.Tensor, weight: torch.Tensor, bias: None, cast: bool) -> torch.Tensor:
         begin = weight.data_ptr()
-        races = world.operation(world.main, [(begin, begin + weight.nbytes, False)], world.call)
-        outcome = world.contents.get(begin)
+        with world.lock:
+            races = world.operation(world.main, [(begin, begin + weight.nbytes, False)], world.call)
+            outcome = world.contents.get(begin)
         if outcome is not None:
             world.call.outcomes.append(outcome)
         if races:
@@ -378,17 +395,22 @@ def install(world: World, patch: pytest.MonkeyPatch) -> FakeDevice:
         if to.shape != source.shape:
             raise RuntimeError(f"a copy from {source.shape} to {to.shape}")  # as PyTorch does
         ranges = [(to.data_ptr(), to.data_ptr() + to.nbytes, True), (source.data_ptr(), source.data_ptr() + source.nbytes, False)]
-        world.operation(stream, ranges, "a copy")
-        world.recorded.setdefault(source.data_ptr(), set()).add(stream)  # as PyTorch does for pinned memory
-        world.copied[to.data_ptr()] = source.data_ptr()
+        with world.lock:
+            world.operation(stream, ranges, "a copy")
+            world.recorded.setdefault(source.data_ptr(), set()).add(stream)  # as PyTorch does for pinned memory
+            world.copied[to.data_ptr()] = source.data_ptr()
         world.log.append(("copy", world.names[source.data_ptr()]))
+
+    def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
+        with world.lock:
+            world.recorded.setdefault(tensor.data_ptr(), set()).add(stream)
 
     empty = torch.empty
     patch.setattr(torch, "empty", lambda *a, **k: world.allocated(empty(*a, **k)))
     patch.setattr(torch.cuda, "Stream", lambda *_: FakeStream(world))
     patch.setattr(torch.cuda, "Event", FakeEvent)
     patch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: world.recorded.setdefault(tensor.data_ptr(), set()).add(stream))
+    patch.setattr(torch.Tensor, "record_stream", record_stream)
     # The world keeps them too: see `close`.
     for (of, name), held in zip(
         ((_prefetch.Prefetcher, "_made"), (_capture.Graph, "_kept"), (_prefetch.DeviceWeight, "_largest")), world.held

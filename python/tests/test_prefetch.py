@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -246,6 +247,17 @@ class TestPrefetcher:
         world.main.capture = None
         assert captures[0] is not captures[1] and [capture.number for capture in captures] == [1, 2]
 
+    def test_a_capture_makes_room_for_what_was_attached_after_it_began(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [1, 2], [False] * 2)
+        world.main.capture = 1
+        for weight in model.weights:
+            model.forward(weight)
+        large = FakeModel(world, device, "large", [8, 4], [True, False], payload=64)
+        for weight in [*large.weights, *model.weights] * 2:
+            weight.on_device.forward(weight)
+        world.main.capture = None
+
     def test_what_graphs_refer_to_goes_with_them(self, fake: tuple[World, FakeDevice]) -> None:
         world, device = fake
         model = FakeModel(world, device, "m", [2] * 2, [False] * 2)
@@ -290,10 +302,9 @@ def interrupt() -> None:
 class Search:
     """A random program: models come and go, are called, interrupted, damaged, captured, released and checked."""
 
-    def __init__(self, seed: int, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, seed: int, world: World, device: FakeDevice, name: str = "model") -> None:
         self.random = random.Random(seed)
-        self.world = World(seed)
-        self.device = install(self.world, patch)
+        self.world, self.device, self.name = world, device, name
         self.models: list[FakeModel] = []
         self.attached = 0
         self.log: list[str] = []
@@ -302,7 +313,7 @@ class Search:
         rows = [self.random.choice([1, 2, 3, 8]) for _ in range(self.random.randrange(1, 5))]
         copied = [self.random.random() < 0.5 for _ in rows]
         self.attached += 1
-        self.models.append(FakeModel(self.world, self.device, f"model {self.attached}", rows, copied))
+        self.models.append(FakeModel(self.world, self.device, f"{self.name} {self.attached}", rows, copied))
 
     def forward(self, model: FakeModel) -> None:
         """Some layers, in their order or in another."""
@@ -335,8 +346,7 @@ class Search:
                 self.world.violations.append(f"fault {fault} of {model.name} has spoilt an output, and nobody was told")
 
     def capture(self, model: FakeModel) -> None:
-        self.world.captures += 1
-        number = self.world.main.capture = self.world.captures
+        number = self.world.main.capture = next(self.world.captures)
         damaged, model.damaged = model.damaged, {}
         before = {stream: stream.ticks for stream in self.beside()}
         try:
@@ -354,7 +364,7 @@ class Search:
                 self.device.graphs[number].gone = True
 
     def beside(self) -> list[FakeStream]:
-        prefetchers = Prefetcher._made.values()
+        prefetchers = [one for one in list(Prefetcher._made.values()) if one.stream is self.world.main]
         return [stream for prefetcher in prefetchers for stream in (prefetcher.copying, *prefetcher.decoding)]
 
     def step(self) -> None:
@@ -388,7 +398,8 @@ class Search:
         locks = [Prefetcher._making, *(prefetcher.lock for prefetcher in Prefetcher.on(self.device.torch))]
         if model is None or self.world.main.capture is not None or any(lock.locked() for lock in locks):
             return
-        thread = threading.Thread(target=self.forward, args=(model,), daemon=True)
+        stream = self.world.main
+        thread = threading.Thread(target=lambda: (self.world.use(stream), self.forward(model)), daemon=True)
         thread.start()
         thread.join(20)
         if thread.is_alive():
@@ -431,11 +442,12 @@ def search(seconds: float, prepare: Callable[[pytest.MonkeyPatch], None] = lambd
             seed += 1
             with marked(_prefetch, _capture, _slot, _rebuilt), pytest.MonkeyPatch.context() as patch:
                 prepare(patch)
-                program = Search(seed, patch)
+                world = World(seed)
+                program = Search(seed, world, install(world, patch))
                 violations = program.run(60)
                 log = program.log[-8:]
                 program.models.clear()
-                program.world.close()
+                world.close()
                 if violations:
                     return f"seed {seed}: {violations[0]}, after {log}"
     finally:
@@ -446,6 +458,40 @@ def search(seconds: float, prepare: Callable[[pytest.MonkeyPatch], None] = lambd
 
 def test_no_random_program_goes_wrong() -> None:
     assert search(SEARCH) == ""
+
+
+def test_no_random_programs_of_three_threads_go_wrong() -> None:
+    """On a stream each, which what a model is told of, released or let go reaches too; with captures in one beside calls in the others."""
+    end, seed, before = time.monotonic() + SEARCH / 2, 0, sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        while time.monotonic() < end:
+            seed += 1
+            with marked(_prefetch, _capture, _slot, _rebuilt), pytest.MonkeyPatch.context() as patch:
+                world = World(seed)
+                device = install(world, patch)
+                programs = [Search(3 * seed + n, world, device, f"model of thread {n},") for n in range(3)]
+
+                def work(program: Search) -> None:
+                    world.use(FakeStream(world))
+                    try:
+                        program.run(40)
+                    except BaseException as error:
+                        world.violations.append(f"{program.name} {error!r}")
+                        raise
+
+                threads = [threading.Thread(target=work, args=(program,)) for program in programs]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                for program in programs:
+                    program.models.clear()
+                world.close()
+                assert world.violations == [], f"seed {seed}: {[program.log[-8:] for program in programs]}"
+    finally:
+        sys.setswitchinterval(before)
+    print(f"{seed} times three programs")
 
 
 def a_slot_keeps_what_it_held_until_it_is_filled(patch: pytest.MonkeyPatch) -> None:
