@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ import tpde
 torch = pytest.importorskip("torch")
 
 import tpde.nn  # noqa: E402 (needs torch)
-from fake_cuda import FakeDevice, FakeModel, FakeStream, World, install  # noqa: E402
+from fake_cuda import FakeDevice, FakeModel, FakePair, FakeStream, World, install  # noqa: E402
 from points import at, marked, point  # noqa: E402
 from tpde import _capture, _prefetch, _rebuilt, _slot  # noqa: E402
 from tpde._prefetch import Prefetcher  # noqa: E402
@@ -235,6 +236,30 @@ class TestPrefetcher:
         monkeypatch.setattr(_prefetch.DeviceWeight, "register", lambda weight: seen.append(weight.handle in weight.known))
         model = FakeModel(world, device, "m", [2] * 3, [True] * 3)
         assert seen == [False] * 3 and not any(weight.handle in weight.known for weight in model.weights)
+
+    def test_weights_are_looked_for_while_others_come_and_go(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        monkeypatch.setattr(_rebuilt.Weight, "known", known)
+        kept = [FakePair(str(number)) for number in range(200)]
+        known.update(enumerate(kept))
+        is_over, before = threading.Event(), sys.getswitchinterval()
+
+        def come_and_go() -> None:
+            number = len(kept)
+            while not is_over.is_set():
+                number += 1
+                known[number] = FakePair("")
+
+        thread = threading.Thread(target=come_and_go)
+        sys.setswitchinterval(1e-6)
+        thread.start()
+        try:
+            for _ in range(500):
+                assert set(map(id, kept)) <= set(map(id, _rebuilt.Weight.alive()))
+        finally:
+            is_over.set()
+            thread.join()
+            sys.setswitchinterval(before)
 
     def test_captures_on_one_stream_have_memory_of_their_own(self, fake: tuple[World, FakeDevice]) -> None:
         world, device = fake
