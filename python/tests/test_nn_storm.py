@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import re
@@ -27,6 +28,8 @@ torch = pytest.importorskip("torch")
 
 import tpde.nn  # noqa: E402 (needs torch)
 from fake_cuda import FakeModel, World, install  # noqa: E402
+from points import at, marked  # noqa: E402
+from tpde import _operator, _rebuilt, _slot  # noqa: E402
 
 CALLS = int(os.environ.get("TPDE_STORM_CALLS", "1000"))
 FORWARDS = int(os.environ.get("TPDE_STORM_FORWARDS", "300"))
@@ -107,6 +110,38 @@ def under_signals(base: Deep, target: Deep, pair: Path, device: str) -> None:
 
 def test_signals_on_the_cpu(deep: tuple[Deep, Deep, Path]) -> None:
     under_signals(*deep, "cpu")
+
+
+@pytest.mark.parametrize("beneath", [False, True])
+def test_a_signal_at_every_point_of_a_call(beneath: bool, deep: tuple[Deep, Deep, Path]) -> None:
+    base, target, pair = deep
+    layers = {name: layer for name, layer in tpde.nn.attach(base, pair).layers.items() if "blocks.0" in name or name == "twin"}
+    x = {name: torch.randn(2, layer.in_features, dtype=torch.bfloat16) for name, layer in layers.items()}
+    wanted = {name: target.get_submodule(name)(x[name]).detach() for name in layers}
+    reached: list[str] = []
+
+    def compare(name: str) -> None:
+        assert torch.equal(layers[name](x[name]), wanted[name])
+
+    def handler() -> None:
+        reached.append("")
+        if not beneath:
+            raise Signalled
+        compare("blocks.0.down")
+
+    with torch.no_grad(), marked(_rebuilt, _slot, _operator):
+        for number in itertools.count(1):
+            before = len(reached)
+            try:
+                with at(number, handler):
+                    compare("twin")
+            except Signalled:
+                pass
+            if len(reached) == before:
+                break
+            for name in layers:
+                compare(name)
+    assert len(reached) > 20
 
 
 def test_signals_with_a_prefetcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ same, and what the rest of the code relies on:
 3. A generation is that of one filling, and never comes again. A failure marks the filling that it comes from, or none.
 4. A slot is changed by one thread at a time: the one that has the lock of its :class:`~tpde._prefetch.Prefetcher`, or whose it is.
 5. The status of a filling is noted before the filling is published: nothing is used whose failure would be lost.
-6. A failure belongs to the model whose weight it spoilt. It is raised by that model's layers or its ``check``, never by another's.
+6. A failure belongs to the model whose weight it spoilt. It is raised by that model's layers or its ``check``, never by another's, and owed
+   until it was raised.
 """
 
 from __future__ import annotations
