@@ -111,5 +111,5 @@ def _functions(module: ModuleType) -> Iterator[tuple[tuple[str, ...], FunctionTy
         members = vars(value).items() if isinstance(value, type) else [(None, value)]
         for inner, member in members:
             plain = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
-            if isinstance(plain, FunctionType):
+            if isinstance(plain, FunctionType) and plain.__module__ == module.__name__:  # and not put there by a test
                 yield (name,) if inner is None else (name, inner), plain

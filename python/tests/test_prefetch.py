@@ -481,10 +481,16 @@ def search(seconds: float, prepare: Callable[[pytest.MonkeyPatch], None] = lambd
     return ""
 
 
+#: What a finalizer raises is told and ignored: none of them may have a point.
+finalizers_end = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+
+
+@finalizers_end
 def test_no_random_program_goes_wrong() -> None:
     assert search(SEARCH) == ""
 
 
+@finalizers_end
 def test_no_random_programs_of_three_threads_go_wrong() -> None:
     """On a stream each, which what a model is told of, released or let go reaches too; with captures in one beside calls in the others."""
     end, seed, before = time.monotonic() + SEARCH / 2, 0, sys.getswitchinterval()
