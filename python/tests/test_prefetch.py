@@ -230,6 +230,24 @@ class TestPrefetcher:
                 thread.join()
         assert len(set(map(id, found))) == 1
 
+    def test_a_call_that_comes_into_the_making_of_a_prefetcher_shares_it(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        init, found = Prefetcher.__init__, []
+
+        def interrupted(prefetcher: Prefetcher, *how: Any) -> None:
+            init(prefetcher, *how)
+            if not found:
+                found.append(prefetcher)
+                found[0] = Prefetcher.of(device, world.main)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Prefetcher, "__init__", interrupted)
+            # In a thread, so that one that waits for itself fails the test.
+            thread = threading.Thread(target=lambda: found.append(Prefetcher.of(device, world.main)), daemon=True)
+            thread.start()
+            thread.join(20)
+        assert len(found) == 2 and found[0] is found[1] is Prefetcher.of(device, world.main)
+
     def test_making_a_weight_does_not_make_it_visible(self, fake: tuple[World, FakeDevice], monkeypatch: pytest.MonkeyPatch) -> None:
         world, device = fake
         seen = []

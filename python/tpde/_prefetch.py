@@ -59,7 +59,8 @@ class Prefetcher:
     buffers for payloads that are copied to the device, as far ahead as the buffers are free."""
 
     _made: dict[tuple[torch.device, int], Prefetcher] = {}
-    _making = threading.Lock()
+    #: Taken again by a call within a signal's handler, where the signal came into the making.
+    _making = threading.RLock()
 
     def __init__(self, device: Device, stream: torch.cuda.Stream) -> None:
         self.device = device
@@ -93,7 +94,8 @@ class Prefetcher:
             with cls._making:
                 found = cls._made.get(key)
                 if found is None:
-                    found = cls._made[key] = cls(device, stream)
+                    made = cls(device, stream)
+                    found = cls._made.setdefault(key, made)
         return found
 
     @classmethod
