@@ -38,7 +38,7 @@ def at(number: int, action: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        _now.left = 0
+        _now.left, _now.action = 0, None
 
 
 @contextmanager

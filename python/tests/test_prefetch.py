@@ -438,8 +438,9 @@ class Search:
     def other_thread(self) -> None:
         """A call of any model from another thread, which has the lock as soon as it is free."""
         model = self.random.choice(self.models) if self.models else None
-        locks = [Prefetcher._making, *(prefetcher.lock for prefetcher in Prefetcher.on(self.device.torch))]
-        if model is None or self.world.main.capture is not None or any(lock.locked() for lock in locks):
+        is_taken = Prefetcher._making._is_owned()  # type: ignore[attr-defined]
+        is_taken |= any(prefetcher.lock.locked() for prefetcher in Prefetcher.on(self.device.torch))
+        if model is None or self.world.main.capture is not None or is_taken:
             return
         stream = self.world.main
         thread = threading.Thread(target=lambda: (self.world.use(stream), self.forward(model)), daemon=True)
