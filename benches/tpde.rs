@@ -140,7 +140,7 @@ fn tables_of(base: &[u8], target: &[u8]) -> TableSet {
     let info = TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![base.len() as u64 / 2] };
     let base = MemoryCheckpoint::new([(info.clone(), base)]).unwrap();
     let target = MemoryCheckpoint::new([(info, target)]).unwrap();
-    let options = EncodeOptions { codec: Some(Codec::Conditioned), ..EncodeOptions::default() };
+    let options = EncodeOptions { codec: Codec::Conditioned.into(), ..EncodeOptions::default() };
     encode_to_memory(Some(&base), &target, &options).unwrap().0.index().table_sets()[0].clone()
 }
 

@@ -336,18 +336,16 @@ pub(crate) fn changed_masks<L: Lane>(base: &[u8], target: &[u8], masks: &mut Vec
 
 /// Appends position and delta of every changed lane, in order.
 pub(crate) fn collect_changes<L: Lane>(base: &[u8], target: &[u8], order: Order, positions: &mut Vec<u32>, deltas: &mut Vec<L>) {
-    const BLOCK: usize = 64;
-    let per_block = BLOCK / L::BYTES;
-    for (block, (b, t)) in base.chunks(BLOCK).zip(target.chunks(BLOCK)).enumerate() {
-        if b == t {
-            continue;
-        }
-        for (i, (b, t)) in lanes_of::<L>(b).iter().zip(lanes_of::<L>(t)).enumerate() {
-            let (b, t) = (L::load(*b), L::load(*t));
-            if b != t {
-                positions.push((block * per_block + i) as u32);
-                deltas.push(L::delta(b, t, order));
-            }
+    let mut masks = Vec::new();
+    changed_masks::<L>(base, target, &mut masks);
+    let (base, target) = (lanes_of::<L>(base), lanes_of::<L>(target));
+    for (first, mask) in (0..).step_by(64).zip(masks) {
+        let mut left = mask;
+        while left != 0 {
+            let position = first + left.trailing_zeros() as usize;
+            positions.push(position as u32);
+            deltas.push(L::delta(L::load(base[position]), L::load(target[position]), order));
+            left &= left - 1;
         }
     }
 }

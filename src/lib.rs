@@ -63,7 +63,7 @@ struct Readme;
 
 pub use checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 pub use codec::{Codec, Layout};
-pub use delta::{Apply, EncodeOptions, Favor, InPlace, TensorMut, encode_to_memory};
+pub use delta::{Apply, CodecChoice, EncodeOptions, Favor, InPlace, TensorMut, encode_to_memory};
 pub use error::{Error, Result};
 pub use index::ValidatedIndex;
 pub use lane::Dtype;

@@ -344,7 +344,7 @@ mod tests {
         let base = MemoryCheckpoint::new([(info.clone(), &[0, 1, 2, 3][..])]).unwrap();
         let target = MemoryCheckpoint::new([(info, &[0, 1, 3, 3][..])]).unwrap();
         for (codec, minor) in [(Codec::Raw, 0), (Codec::Zstd, 0), (Codec::Conditioned, 1)] {
-            let options = EncodeOptions { codec: Some(codec), ..EncodeOptions::default() };
+            let options = EncodeOptions { codec: codec.into(), ..EncodeOptions::default() };
             let pair = encode_to_memory(Some(&base), &target, &options).unwrap().0;
             assert_eq!(pair.index().header().version_minor, minor, "{codec:?}");
         }

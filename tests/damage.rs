@@ -74,7 +74,7 @@ fn pair_of_codec_conditioned(seed: u64) -> Sound {
     add("e", Dtype::I8, 5000, 90, true);
     add("f", Dtype::F64, 40, 1, false);
     let (base, target) = (MemoryCheckpoint::new(base).unwrap(), MemoryCheckpoint::new(target).unwrap());
-    let options = EncodeOptions { codec: Some(Codec::Conditioned), chunk_lanes: 4096, ..EncodeOptions::default() };
+    let options = EncodeOptions { codec: Codec::Conditioned.into(), chunk_lanes: 4096, ..EncodeOptions::default() };
     let pair = encode_to_memory(Some(&base), &target, &options).unwrap().0;
     assert!(pair.index().tensors().all(|tensor| tensor.codec == Codec::Conditioned && tensor.tables.is_some()));
     assert!((2..6).contains(&pair.index().table_sets().len()), "{} sets", pair.index().table_sets().len());
@@ -238,7 +238,7 @@ fn a_forged_blob_is_refused_where_digests_are_compared_and_nowhere_else() {
     let info = TensorInfo { name: "w".into(), dtype: Dtype::U32, shape: vec![1024] };
     let base = MemoryCheckpoint::new([(info.clone(), &*old)]).unwrap();
     let target = MemoryCheckpoint::new([(info, &*new)]).unwrap();
-    let options = EncodeOptions { codec: Some(Codec::Raw), ..EncodeOptions::default() };
+    let options = EncodeOptions { codec: Codec::Raw.into(), ..EncodeOptions::default() };
     let genuine = encode_to_memory(Some(&base), &target, &options).unwrap().0;
     let (mut blob, mut wrong) = (genuine.blob().clone(), new.clone());
     forge(genuine.index(), &mut blob, &mut wrong);

@@ -30,7 +30,7 @@ fn encoded(input: &Input, options: &EncodeOptions) -> String {
 #[test]
 fn the_encoder_writes_the_bytes_that_it_wrote() {
     let default = EncodeOptions::default;
-    let with = |codec, layout| EncodeOptions { codec: Some(codec), layout, ..default() };
+    let with = |codec: Codec, layout| EncodeOptions { codec: codec.into(), layout, ..default() };
     let mut ways = vec![
         ("auto".to_owned(), default()),
         ("speed".into(), EncodeOptions { favor: Favor::Speed, ..default() }),

@@ -225,7 +225,7 @@ fn a_verification_says_what_was_compared_and_nothing_more() {
     write_file(&path("base"), std::slice::from_ref(&old));
     write_file(&path("target"), std::slice::from_ref(&new));
     let (base, target) = (open(&path("base")), open(&path("target")));
-    let options = EncodeOptions { codec: Some(Codec::Raw), ..EncodeOptions::default() };
+    let options = EncodeOptions { codec: Codec::Raw.into(), ..EncodeOptions::default() };
     for (name, base) in [("pair", Some(&base)), ("anchor", None)] {
         encode_files(base, &target, &options, &path(name), false, &|_| {}).unwrap();
     }

@@ -6,7 +6,8 @@ mod common;
 use common::inputs::{Held, inputs};
 use tpde::format::{MAX_CHUNKS, Section};
 use tpde::{
-    Apply, Checkpoint, Codec, Dtype, EncodeOptions, Error, Favor, Layout, MemoryCheckpoint, Result, TensorInfo, encode_to_memory,
+    Apply, Checkpoint, Codec, CodecChoice, Dtype, EncodeOptions, Error, Favor, Layout, MemoryCheckpoint, Result, TensorInfo,
+    encode_to_memory,
 };
 
 fn held(name: &str, dtype: Dtype, shape: &[u64]) -> Held {
@@ -30,7 +31,7 @@ fn options_that_make_no_sense_are_misuse() {
     for chunk_lanes in [4096, 8192, 1 << 40] {
         encode(EncodeOptions { chunk_lanes, ..EncodeOptions::default() }).unwrap();
     }
-    for codec in [None, Some(Codec::Raw), Some(Codec::Conditioned)] {
+    for &codec in CodecChoice::ALL.iter().filter(|&&codec| codec != Codec::Zstd.into()) {
         refuses(EncodeOptions { codec, layout: Some(Layout::ALL[0]), ..EncodeOptions::default() });
     }
     for (name, base_name) in [("t", "u"), ("u", "t")] {
@@ -87,7 +88,7 @@ fn a_name_of_a_base_that_no_pair_holds_is_refused_with_the_name() {
 
 #[test]
 fn favors_have_names() {
-    assert_eq!(Favor::ALL.iter().map(|favor| favor.name()).collect::<Vec<_>>(), ["ratio", "speed"]);
+    assert_eq!(Favor::ALL.iter().map(|favor| favor.name()).collect::<Vec<_>>(), ["ratio", "speed", "size"]);
 }
 
 #[test]

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use tpde::delta::{Accelerator, Sink, Work};
 use tpde::error::Rule;
 use tpde::{
-    Apply, Checkpoint, Codec, Dtype, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, TensorInfo,
-    encode_to_memory,
+    Apply, Checkpoint, Codec, CodecChoice, Dtype, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint,
+    TensorInfo, encode_to_memory,
 };
 
 /// Tensors in memory of which one range cannot be read.
@@ -106,7 +106,7 @@ impl Case {
     fn new(codec: Codec) -> Self {
         let base = held(&[info("prefix", ROWS / 2), info("same", ROWS)], usize::MAX);
         let target = held(&[info("prefix", ROWS), info("same", ROWS)], 100);
-        Self { base, target, options: EncodeOptions { codec: Some(codec), chunk_lanes: 4096, ..EncodeOptions::default() } }
+        Self { base, target, options: EncodeOptions { codec: codec.into(), chunk_lanes: 4096, ..EncodeOptions::default() } }
     }
 
     fn pair(&self) -> Pair<Vec<u8>> {
@@ -180,7 +180,7 @@ fn a_base_that_a_device_cannot_be_given_is_said_to_be_unreadable() {
 
 #[test]
 fn checkpoints_that_cannot_be_read_are_said_to_be_unreadable_when_they_are_encoded() {
-    for codec in [None, Some(Codec::Raw), Some(Codec::Zstd), Some(Codec::Conditioned)] {
+    for &codec in CodecChoice::ALL {
         let case = Case::new(Codec::Raw);
         let options = EncodeOptions { codec, ..case.options.clone() };
         let (base, target) = (checkpoint(&case.base), checkpoint(&case.target));

@@ -6,13 +6,16 @@ use arbitrary::{Arbitrary, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use std::collections::BTreeMap;
 use tpde::format::BaseKind;
-use tpde::{Apply, Codec, Dtype, EncodeOptions, Favor, InPlace, Layout, MemoryCheckpoint, TensorInfo, TensorMut, encode_to_memory};
+use tpde::{
+    Apply, Codec, CodecChoice, Dtype, EncodeOptions, Favor, InPlace, Layout, MemoryCheckpoint, TensorInfo, TensorMut,
+    encode_to_memory,
+};
 use tpde_fuzz::{base_lanes, one_thread};
 
 #[derive(Arbitrary, Debug)]
 struct Input {
     tensors: Vec<Tensor>,
-    codec: Option<Codec>,
+    codec: u8,
     layout: Option<Layout>,
     chunk_lanes_log2: u8,
     range: (u16, u16),
@@ -128,10 +131,11 @@ fn check(input: &Input) {
     }
     let base = MemoryCheckpoint::new(bases).expect("bases of their lengths");
     let target = MemoryCheckpoint::new(targets.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).expect("targets too");
-    let layout = input.layout.filter(|_| input.codec == Some(Codec::Zstd));
-    let favor = Favor::ALL[usize::from(input.chunk_lanes_log2 / 3 % 2)];
+    let codec = CodecChoice::ALL[usize::from(input.codec) % CodecChoice::ALL.len()];
+    let layout = input.layout.filter(|_| codec == Codec::Zstd.into());
+    let favor = Favor::ALL[usize::from(input.chunk_lanes_log2 / 3) % Favor::ALL.len()];
     let chunk_lanes = 1 << (12 + input.chunk_lanes_log2 % 3);
-    let options = EncodeOptions { codec: input.codec, layout, chunk_lanes, favor, renamed, ..EncodeOptions::default() };
+    let options = EncodeOptions { codec, layout, chunk_lanes, favor, renamed, ..EncodeOptions::default() };
     let (pair, report) = encode_to_memory(Some(&base), &target, &options).expect("options that make sense");
     assert_eq!(report.tensors.len(), targets.len());
     pair.verify().expect("payloads as they were written");

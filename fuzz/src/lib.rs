@@ -54,7 +54,8 @@ static ZEROS: [u8; 1 << 20] = [0; 1 << 20];
 const FIRST_SIMILAR: u8 = 128;
 
 /// Random bytes of which some bits are the same in all groups of 8 bytes, as the exponents of weights nearly are.
-static SIMILAR: [OnceLock<Vec<u8>>; (u8::MAX - FIRST_SIMILAR) as usize] = [const { OnceLock::new() }; (u8::MAX - FIRST_SIMILAR) as usize];
+static SIMILAR: [OnceLock<Vec<u8>>; (u8::MAX - FIRST_SIMILAR) as usize] =
+    [const { OnceLock::new() }; (u8::MAX - FIRST_SIMILAR) as usize];
 
 fn similar(number: usize) -> Vec<u8> {
     let word = |i: usize| &RANDOM[64 * number + 8 * i..][..8];

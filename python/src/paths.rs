@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use tpde::delta::{EncodeReport, TensorReport};
 use tpde::reader::PairPaths;
 use tpde::safetensors::{ApplyOptions, VerifyBase, VerifyOptions, verify_files};
-use tpde::{Checkpoint, Codec, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint};
+use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint};
 
 /// How to encode, as Python says it.
 #[derive(FromPyObject)]
@@ -32,11 +32,14 @@ impl Options {
         });
         let layout = layout.transpose()?;
         let codec = self.codec.map(|name| {
-            let found = Codec::ALL.iter().copied().find(|codec| codec.name() == name);
+            let found = CodecChoice::ALL.iter().copied().find(|codec| codec.name() == name);
             found.ok_or_else(|| unknown("codec", &name))
         });
         // Who names a layout means the codec that has layouts.
-        let codec = codec.transpose()?.or(layout.map(|_| Codec::Zstd));
+        let codec = match (codec.transpose()?, layout) {
+            (None, Some(_)) => Codec::Zstd.into(),
+            (codec, _) => codec.unwrap_or_default(),
+        };
         let defaults = EncodeOptions::default();
         let chunk_lanes = self.chunk_lanes.unwrap_or(defaults.chunk_lanes);
         let favor = self.favor.map_or(Ok(defaults.favor), |name| {

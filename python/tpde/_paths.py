@@ -204,10 +204,12 @@ def encode(
         base: A ``.safetensors`` file or a folder of shards; ``None`` for a pair that needs no base.
         target: The checkpoint to arrive at.
         output: Name of the pair: ``output.tpde-index`` and ``output.tpde-blob`` are written.
-        codec: ``"raw"``, ``"zstd"``, ``"conditioned"``, or ``None`` for the smallest for each tensor.
+        codec: ``"raw"``, ``"zstd"`` or ``"conditioned"``; ``"auto"`` or ``None`` for what makes each tensor smallest, ``"device"`` for
+            that of the codecs that a device decodes alone.
         layout: Layout of codec zstd; ``None`` for what suits each chunk.
         chunk_lanes: Most lanes of a chunk, a power of two of at least 4096.
-        favor: ``"ratio"``, or ``"speed"`` for pairs that decode faster on a device where few lanes change, and are larger.
+        favor: ``"ratio"``; ``"speed"`` for pairs that decode faster on a device where few lanes change, and are larger; ``"size"``
+            for the smallest, which take longer to encode and decode.
         renamed: Base tensors of targets that were renamed: target name to base name.
         replace: Whether an existing pair is replaced.
         progress: ``True`` for a tqdm bar, such a bar, or a callable that gets bytes done and bytes in all.

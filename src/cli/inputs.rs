@@ -4,13 +4,14 @@ use super::text;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use std::path::Path;
-use tpde::{Checkpoint, Codec, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint};
+use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint};
 
 /// How payloads are coded.
 #[derive(Args)]
 pub struct CodecArgs {
-    /// Codec of the payloads; auto takes the smallest for each tensor. For a device: conditioned, which it decodes alone
-    #[arg(long, default_value = "auto", value_parser = codecs())]
+    /// Codec of the payloads: auto takes what makes each tensor smallest, of all codecs, with its base or without; device does so
+    /// of those that a device decodes alone; a codec that is named is that of all tensors
+    #[arg(long, default_value = CodecChoice::default().name(), value_parser = codecs())]
     codec: CodecChoice,
     /// Layout of codec zstd, which this implies; auto lets each chunk have what suits it
     #[arg(long, default_value = "auto", value_parser = layouts())]
@@ -18,20 +19,18 @@ pub struct CodecArgs {
     /// Most lanes of a chunk, a power of two of at least 4096; small chunks decode in more parallel pieces
     #[arg(long, value_name = "N", default_value_t = EncodeOptions::default().chunk_lanes)]
     chunk_lanes: u64,
-    /// What to favor in codec conditioned: speed codes fewer lanes where few change, and decodes faster on a device
+    /// What to favor in codec conditioned: ratio is for most; speed codes fewer lanes where few change, and decodes faster on a
+    /// device; size is for what is stored or sent far, encodes and decodes more slowly
     #[arg(long, default_value = Favor::default().name(), value_parser = favors())]
     favor: Favor,
 }
 
 #[derive(Clone)]
-struct CodecChoice(Option<Codec>);
-
-#[derive(Clone)]
 struct LayoutChoice(Option<Layout>);
 
 fn codecs() -> impl TypedValueParser<Value = CodecChoice> {
-    PossibleValuesParser::new(std::iter::once("auto").chain(Codec::ALL.iter().map(|codec| codec.name())))
-        .map(|name| CodecChoice(Codec::ALL.iter().copied().find(|codec| codec.name() == name)))
+    PossibleValuesParser::new(CodecChoice::ALL.iter().map(|choice| choice.name()))
+        .map(|name| CodecChoice::ALL.iter().copied().find(|choice| choice.name() == name).unwrap_or_default())
 }
 
 fn layouts() -> impl TypedValueParser<Value = LayoutChoice> {
@@ -47,7 +46,10 @@ fn favors() -> impl TypedValueParser<Value = Favor> {
 impl CodecArgs {
     pub fn options(&self) -> EncodeOptions {
         // Who names a layout means the codec that has layouts.
-        let codec = self.codec.0.or(self.layout.0.map(|_| Codec::Zstd));
+        let codec = match (self.codec, self.layout.0) {
+            (CodecChoice::Auto, Some(_)) => Codec::Zstd.into(),
+            (codec, _) => codec,
+        };
         EncodeOptions { codec, layout: self.layout.0, chunk_lanes: self.chunk_lanes, favor: self.favor, ..EncodeOptions::default() }
     }
 }

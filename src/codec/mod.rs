@@ -13,7 +13,6 @@ mod raw;
 pub(crate) mod zstd;
 
 pub use self::conditioned::{Pace, TableSet};
-#[cfg(feature = "cuda")]
 pub(crate) use self::raw::size as raw_size;
 pub use self::zstd::Layout;
 

@@ -3,17 +3,21 @@
 #![forbid(unsafe_code)]
 
 mod apply;
-mod choose;
+mod assembly;
 mod chunk;
 mod compare;
 mod encode;
 mod in_place;
 mod kept;
+mod plan;
+mod train;
+mod ways;
 
 pub use apply::{Accelerator, Apply, ApplyReport, Changes, Sink, Work};
 pub use encode::{EncodeOptions, EncodeReport, Favor, TensorReport, encode, encode_to_memory, encode_to_path};
 pub use in_place::{InPlace, TensorMut};
 pub use kept::KEPT_PAYLOADS;
+pub use ways::CodecChoice;
 
 pub use crate::watch::Progress;
 

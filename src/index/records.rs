@@ -55,7 +55,7 @@ mod tests {
         let info = TensorInfo { name: "t".into(), dtype: Dtype::Bf16, shape: vec![4096] };
         let base = MemoryCheckpoint::new([(info.clone(), &[0; 8192][..])]).unwrap();
         let target = MemoryCheckpoint::new([(info, &[1; 8192][..])]).unwrap();
-        let options = EncodeOptions { codec: Some(crate::Codec::Zstd), ..EncodeOptions::default() };
+        let options = EncodeOptions { codec: crate::Codec::Zstd.into(), ..EncodeOptions::default() };
         let (pair, _) = encode_to_memory(Some(&base), &target, &options).unwrap();
         let (tensor, sums) = (pair.index().tensor(0), pair.index().sums()[0]);
         for (uncompressed, bound) in [(2u32, 66u32), (63, 127), (64, 129), (65, 130), (127, 192), (128, 194), (6400, 6564)] {

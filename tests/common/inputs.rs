@@ -339,4 +339,14 @@ const KINDS: &[Kind] = &[
     ("unchanged but for a quarter", |m, n| {
         m.tensor("weight", Dtype::Bf16, [n, n], Change::Step, move |m, row, _| row < n / 4 && m.below(8) == 0);
     }),
+    ("every tenth piece", |m, n| {
+        m.tensor("weight", Dtype::Bf16, [n, n], Change::Step, move |m, row, column| {
+            ((row * n + column) >> 14) % 10 == 5 && m.below(40) == 0
+        });
+    }),
+    ("a new head", |m, n| {
+        m.trained("body", Dtype::Bf16, [n, n], 3000);
+        let (base, target) = (m.weights(Dtype::Bf16, n / 8, n), m.weights(Dtype::Bf16, n / 8, n));
+        m.both("head", Dtype::Bf16, &[n / 8, n], base, target);
+    }),
 ];

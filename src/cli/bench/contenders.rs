@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use tpde::delta::encode;
 use tpde::format::BaseKind;
 use tpde::writer::PairBuilder;
-use tpde::{Apply, Checkpoint, Codec, EncodeOptions, MemoryCheckpoint, Pair, Result, ValidatedIndex, encode_to_memory};
+use tpde::{Apply, Checkpoint, EncodeOptions, MemoryCheckpoint, Pair, Result, ValidatedIndex, encode_to_memory};
 use zstd::bulk::{Compressor, Decompressor};
 
 /// Something that turns a target into fewer bytes and back. Contexts and large buffers are kept from one call to the next.
@@ -43,8 +43,8 @@ impl<'a> Ours<'a> {
 impl Contender for Ours<'_> {
     fn name(&self) -> String {
         match (self.options.codec, self.options.layout) {
-            (Some(codec), Some(layout)) => format!("tpde, {codec} {layout}"),
-            (codec, _) => format!("tpde, {}", codec.map_or("auto", Codec::name)),
+            (codec, Some(layout)) => format!("tpde, {} {layout}", codec.name()),
+            (codec, None) => format!("tpde, {}", codec.name()),
         }
     }
 

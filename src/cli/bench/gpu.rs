@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use tpde::cuda::{Application, Binding, Device, DeviceIndex, DeviceSlice, FirstCall, Mode, Nvcomp, Payloads, Stream};
 use tpde::format::BaseKind;
-use tpde::{Checkpoint, Codec, EncodeOptions, InPlace, Pair, ValidatedIndex, encode_to_memory};
+use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, InPlace, Pair, ValidatedIndex, encode_to_memory};
 
 /// What was measured.
 #[derive(Serialize)]
@@ -127,11 +127,13 @@ pub fn bench(
     let (mut lanes, mut changed) = (0, 0);
     let mut pairs = Vec::new();
     // What `auto` gives to codec zstd because it is a few bytes smaller would keep all from being in device memory.
-    let chosen = options.codec.unwrap_or(Codec::Conditioned);
-    let others: &[Codec] = if options.codec.is_some() { &[] } else { &[Codec::Raw, Codec::Zstd] };
-    for codec in std::iter::once(chosen).chain(others.iter().copied()) {
+    let codecs = match options.codec {
+        CodecChoice::Only(codec) => vec![codec],
+        _ => vec![Codec::Conditioned, Codec::Raw, Codec::Zstd],
+    };
+    for codec in codecs {
         let layout = options.layout.filter(|_| codec == Codec::Zstd);
-        let options = EncodeOptions { codec: Some(codec), layout, ..options.clone() };
+        let options = EncodeOptions { codec: codec.into(), layout, ..options.clone() };
         let start = Instant::now();
         let (pair, report) = encode_to_memory(Some(base), target, &options)?;
         let encode_seconds = start.elapsed().as_secs_f64();

@@ -3,7 +3,7 @@
 use super::tables::{MAX_CLASSES, MAX_TOKENS, SCALE_LOG2, TableSet};
 
 /// Units of a bit.
-pub(super) const BIT: u64 = 256;
+pub(crate) const BIT: u64 = 256;
 
 /// What a symbol of frequency 0 costs: more than any list of exceptions.
 const IMPOSSIBLE: u32 = 1 << 20;

@@ -8,20 +8,22 @@ use super::stats::{CONTEXTS, LEVELS, Row, Split, Stats, all_lanes};
 use super::stream::{self, LEAST_STATE};
 use super::tables::TableSet;
 use super::values::Lanes;
-use crate::codec::Encoded;
+use crate::codec::{Changes, Encoded};
 use crate::format::ConditionedHeader;
 use crate::lane::{Dtype, Lane, changed_masks, lanes_of};
 use crate::simd::{Divisors, Path, STEP, Tiles};
 use std::ops::Range;
 use zerocopy::IntoBytes;
 
-/// Most steps that a stream should have if each state has some payload: a state wastes 2 bytes. Where a chunk is decoded by threads
-/// that wait for each other, steps are what takes the time.
+/// Most steps that a stream should have if each state has some payload: a state costs 3 bytes, since the first one holds 24 bits
+/// and says 16 of them. Where a chunk is decoded by threads that wait for each other, steps are what takes the time.
 const STEPS: usize = 512;
-/// What a state must have for [`STEPS`], for the limit that is asked for, and in a chunk with one stream.
-const STATE: [u64; 3] = [80, 2, 40];
+/// Bytes of payload that a state must have for [`STEPS`], and in a chunk with one stream.
+const STATE: [u64; 2] = [80, 40];
 /// What it may cost more, as a part, to code all lanes of a kind of block, so that steps are rows of lanes.
 const ROWS: u64 = 64;
+/// What a payload without coded lanes has besides its deltas: header, map, a state, and a byte to make the size even.
+const UNCODED: usize = size_of::<ConditionedHeader>() + 1 + 4 + 1;
 /// Contexts after the last one seen that other blocks may have.
 const UNSEEN: usize = 3;
 /// What maps without holes may cost more than others: a part of the payload, and bits.
@@ -95,12 +97,14 @@ pub struct Pace {
     pub lane: u64,
     /// Steps that a stream may have; fewer are taken only where states have much payload each.
     pub steps: usize,
+    /// Bytes of payload that a state is worth, where streams would have more steps than that.
+    pub state: u64,
 }
 
 impl Default for Pace {
     /// Little: for small payloads.
     fn default() -> Self {
-        Self { lane: 16, steps: 1024 }
+        Self { lane: 16, steps: 1024, state: 80 }
     }
 }
 
@@ -125,10 +129,14 @@ impl Encoder {
         let start = payload.len();
         let coded =
             tables.is_some_and(|tables| self.encode_coded::<L>(dtype, tables, low_bits, pace, base, target, changed, payload));
-        let most = base.len() + base.len() / 64 + 64;
-        if !coded || payload.len() - start > most {
+        let listed = changed * (4 + L::BYTES);
+        if !coded || payload.len() - start > listed.min(base.len()) + UNCODED {
             payload.truncate(start);
-            put_plain::<L>(dtype, base, target, payload);
+            if listed < base.len() {
+                put_listed::<L>(dtype, base, target, changed, payload);
+            } else {
+                put_plain::<L>(dtype, base, target, payload);
+            }
         }
         Encoded { uncompressed_size: base.len() as u32, num_deltas: changed as u32 }
     }
@@ -161,7 +169,7 @@ impl Encoder {
         let tiles = blocks.div_ceil(tile);
         self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, STEP, base, None);
         let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
-        let (states, segments) = shape(coded, choice.cost / BIT / 8, tiles, pace.steps);
+        let (states, segments) = shape(coded, choice.cost / BIT / 8, tiles, pace);
         if states != STEP {
             // Only now it is known how long a step is; chunks with so few changes take little time otherwise.
             self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, states, base, None);
@@ -225,15 +233,30 @@ fn deltas<L: Lane>(base: &[u8], target: &[u8], dtype: Dtype) -> impl Iterator<It
     lanes.map(move |(base, target)| L::delta(L::load(*base), L::load(*target), dtype.order()).to_u64())
 }
 
+/// A payload that lists all changes as exceptions.
+fn put_listed<L: Lane>(dtype: Dtype, base: &[u8], target: &[u8], count: usize, payload: &mut Vec<u8>) {
+    let exception_count = (count as u32).into();
+    let header = ConditionedHeader { exception_count, context_count: 1, ..ConditionedHeader::default() };
+    payload.extend(header.as_bytes());
+    payload.push(0);
+    let changes = Changes::<L>::collect(base, target, dtype.order(), count);
+    payload.extend(changes.positions.iter().flat_map(|position| position.to_le_bytes()));
+    changes.deltas.iter().for_each(|delta| payload.extend(delta.store().as_bytes()));
+    end_uncoded(count * (4 + L::BYTES), payload);
+}
+
 /// A payload whose deltas are stored as they are.
 fn put_plain<L: Lane>(dtype: Dtype, base: &[u8], target: &[u8], payload: &mut Vec<u8>) {
     let header = ConditionedHeader { low_bits: 8 * L::BYTES as u8, context_count: 1, ..ConditionedHeader::default() };
     payload.extend(header.as_bytes());
     payload.push(0);
-    let start = payload.len();
     payload.extend(deltas::<L>(base, target, dtype).flat_map(|delta| delta.to_le_bytes().into_iter().take(L::BYTES)));
-    // Header and map have 17 bytes.
-    payload.resize(payload.len() + (payload.len() - start + 1) % 2, 0);
+    end_uncoded(base.len(), payload);
+}
+
+/// Ends a payload that has no coded lanes, but `size` bytes after header and map, which have 17.
+fn end_uncoded(size: usize, payload: &mut Vec<u8>) {
+    payload.resize(payload.len() + (size + 1) % 2, 0);
     payload.extend(LEAST_STATE.to_le_bytes());
 }
 
@@ -433,17 +456,18 @@ fn tails(fits: &[Fit; CONTEXTS], holes: bool) -> [Tail; CONTEXTS + 1] {
 }
 
 /// States of a stream and segments of a chunk of `tiles` tiles, with `coded` coded lanes and a payload of about `size` bytes, the
-/// time of its lanes among them. Streams have at most `most` steps, unless states are all there may be.
-fn shape(coded: usize, size: u64, tiles: usize, most: usize) -> (usize, usize) {
+/// time of its lanes among them. Streams have at most as many steps as `pace` says, unless states have too little payload.
+fn shape(coded: usize, size: u64, tiles: usize, pace: Pace) -> (usize, usize) {
+    let Pace { steps: most, state, .. } = pace;
     // Half of a tile's last step is lost.
     let steps = coded.div_ceil(STEP) + tiles / 2;
-    let segments = [(STEPS, STATE[0]), (most, STATE[1])].map(|(most, bytes)| {
+    let segments = [(STEPS, state.max(STATE[0])), (most, state)].map(|(most, bytes)| {
         let affordable = 1usize << (size / bytes / STEP as u64).max(1).ilog2();
         steps.div_ceil(most).next_power_of_two().min(affordable)
     });
     let segments = segments.into_iter().fold(1, usize::max).min(1 << MAX_LOG2).min(1 << tiles.ilog2());
     // Small payloads have no room for a vector's or a warp's worth of states.
-    let states = 1 << STEP.min(coded.max(1)).min((size / STATE[2]).max(1) as usize).ilog2();
+    let states = 1 << STEP.min(coded.max(1)).min((size / state.max(STATE[1])).max(1) as usize).ilog2();
     let states = STEP.min(coded.div_ceil(most).next_power_of_two()).max(states);
     (if segments == 1 { states } else { STEP }, segments)
 }

@@ -19,6 +19,7 @@ mod tables;
 mod train;
 mod values;
 
+pub(crate) use cost::BIT;
 pub(crate) use decode::Decoder;
 pub(crate) use encode::Encoder;
 pub use encode::Pace;

@@ -15,22 +15,30 @@ const ROUNDS: usize = 2;
 /// What an entry of a table costs.
 const ENTRY_COST: u64 = 12 * BIT;
 
+/// Frequencies of the value 0 in classes for what a sample has not seen: where few lanes change, and where many do.
+const BROAD: [u16; 2] = [3584, 512];
+
 /// Rate of change in half powers of two, and mean magnitude of the changes in quarters.
-type Group = (u8, u8);
+type Group = (u8, u16);
 
 /// What a piece of a tensor says.
-#[derive(Debug)]
-pub(crate) struct Sample(BTreeMap<Group, Row>);
+#[derive(Debug, Default)]
+pub(crate) struct Sample {
+    groups: BTreeMap<Group, Row>,
+    changed: u64,
+    cost: u64,
+}
 
 impl Sample {
     /// Looks at some lanes of a tensor, a multiple of 128 but for its end.
     pub fn gather(dtype: Dtype, low_bits: u32, base: &[u8], target: &[u8]) -> Self {
-        let mut groups = BTreeMap::<Group, Row>::new();
+        let mut sample = Self::default();
         with_lane!(dtype.lane_bytes(), L => {
             let mut masks = Vec::new();
             let changed = changed_masks::<L>(base, target, &mut masks);
+            sample.changed = changed as u64;
             if changed == 0 && low_bits == 0 {
-                return Self(groups);
+                return sample;
             }
             let split = Split::for_lanes::<L>(base, target, dtype, low_bits);
             if low_bits != 0 {
@@ -44,13 +52,24 @@ impl Sample {
             for levels in if by_level { &apart[..] } else { together } {
                 for context in stats.contexts(levels.clone()) {
                     let row = stats.row(levels.clone(), context);
+                    sample.cost += own_cost(&row) + (row.extra_bits() + row.lanes() * u64::from(low_bits)) * BIT;
                     if let Some(group) = group_of(&row) {
-                        groups.entry(group).or_default().add(&row.counts);
+                        sample.groups.entry(group).or_default().add(&row.counts);
                     }
                 }
             }
         });
-        Self(groups)
+        sample
+    }
+
+    /// Lanes that change.
+    pub fn changed(&self) -> u64 {
+        self.changed
+    }
+
+    /// About what coding these lanes with tables of their own would cost, in fractions of a bit.
+    pub fn cost(&self) -> u64 {
+        self.cost
     }
 }
 
@@ -58,7 +77,7 @@ fn group_of(row: &Row) -> Option<Group> {
     let (lanes, others) = (row.lanes(), row.others());
     let sum: u64 = row.counts.iter().zip(0..).map(|(&n, token)| u64::from(n) * magnitude(token)).sum();
     let rate = 2 * (log2(lanes.max(1)) - log2(others.max(1)).min(log2(lanes.max(1)))) / BIT;
-    (others > 0).then(|| (rate.min(31) as u8, (4 * sum / others).min(127) as u8))
+    (others > 0).then(|| (rate.min(31) as u8, (4 * sum / others) as u16))
 }
 
 /// A token's value where that is small, and a measure of its logarithm beyond: few large changes are not a matter of their own.
@@ -77,26 +96,36 @@ pub(crate) struct Trainer(BTreeMap<Group, Row>);
 impl Trainer {
     /// Adds a sample.
     pub fn add(&mut self, sample: &Sample) {
-        for (group, row) in &sample.0 {
+        for (group, row) in &sample.groups {
             self.0.entry(*group).or_default().add(&row.counts);
         }
     }
 
     /// The set; none if nothing has changed. `bits` is the number of bits of a value, and with `all` every value has a token in
-    /// every class, because there is no other way to code it.
-    pub fn finish(self, bits: u32, all: bool) -> Option<TableSet> {
+    /// every class, because there is no other way to code it. Unless the samples have `seen_all`, there are two broad classes for
+    /// what they have not seen.
+    pub fn finish(self, bits: u32, all: bool, seen_all: bool) -> Option<TableSet> {
         let rows: Vec<Row> = self.0.into_values().collect();
         if rows.is_empty() {
             return None;
         }
         let mut clusters = Clusters::new(&rows);
-        while clusters.sums.len() < MAX_CLASSES && clusters.split() {}
+        let broad = if all || seen_all { &[][..] } else { &BROAD };
+        while clusters.sums.len() < MAX_CLASSES - broad.len() && clusters.split() {}
         let tokens = tokens_within(bits);
         let mut classes: Vec<_> = clusters.sums.iter().map(|sum| frequencies(sum, if all { tokens } else { 1 }, tokens)).collect();
+        classes.extend(broad.iter().map(|&zeros| even(zeros, tokens)));
         classes.sort_unstable_by(|a, b| b.cmp(a));
         classes.dedup();
         Some(TableSet::new(&classes))
     }
+}
+
+/// Frequencies of a class that has `zeros` for the value 0, and all other tokens alike.
+fn even(zeros: u16, tokens: usize) -> Vec<u16> {
+    let others = tokens as u16 - 1;
+    let each = (SCALE as u16 - zeros) / others;
+    std::iter::once(SCALE as u16 - others * each).chain(std::iter::repeat_n(each, others.into())).collect()
 }
 
 /// Groups in classes.

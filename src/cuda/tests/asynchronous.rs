@@ -66,7 +66,7 @@ impl Sample {
         let infos: Vec<_> =
             ["a", "b"].map(|name| TensorInfo { name: name.into(), dtype: Dtype::Bf16, shape: vec![rows, 777] }).into();
         let (base, target): (Vec<_>, Vec<_>) = infos.iter().map(|_| lanes(random, Dtype::Bf16, 777 * rows as usize, 20)).unzip();
-        let options = EncodeOptions { codec: Some(codec), chunk_lanes: 4096, ..EncodeOptions::default() };
+        let options = EncodeOptions { codec: codec.into(), chunk_lanes: 4096, ..EncodeOptions::default() };
         let checkpoint = |data: &[Vec<u8>]| -> Pair<Vec<u8>> {
             let target = MemoryCheckpoint::new(infos.iter().cloned().zip(target.iter().map(|t| &t[..]))).unwrap();
             let base = MemoryCheckpoint::new(infos.iter().cloned().zip(data.iter().map(|t| &t[..]))).unwrap();

@@ -35,7 +35,7 @@ fn data(dtype: Dtype) -> Vec<(TensorInfo, Vec<u8>, Vec<u8>)> {
 fn pair_of(data: &[(TensorInfo, Vec<u8>, Vec<u8>)], layout: Layout) -> Pair<Vec<u8>> {
     let base = MemoryCheckpoint::new(data.iter().map(|(info, base, _)| (info.clone(), &base[..]))).unwrap();
     let target = MemoryCheckpoint::new(data.iter().map(|(info, _, target)| (info.clone(), &target[..]))).unwrap();
-    let options = EncodeOptions { codec: Some(Codec::Zstd), layout: Some(layout), chunk_lanes: 8192, ..EncodeOptions::default() };
+    let options = EncodeOptions { codec: Codec::Zstd.into(), layout: Some(layout), chunk_lanes: 8192, ..EncodeOptions::default() };
     encode_to_memory(Some(&base), &target, &options).unwrap().0
 }
 

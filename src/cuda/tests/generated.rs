@@ -63,7 +63,7 @@ fn every_codec_dtype_mode_and_density() {
             }
             let base = MemoryCheckpoint::new(data.iter().map(|(info, base, _)| (info.clone(), &base[..]))).unwrap();
             let target = MemoryCheckpoint::new(data.iter().map(|(info, _, target)| (info.clone(), &target[..]))).unwrap();
-            let options = EncodeOptions { codec: Some(codec), chunk_lanes: 4096, ..EncodeOptions::default() };
+            let options = EncodeOptions { codec: codec.into(), chunk_lanes: 4096, ..EncodeOptions::default() };
             let (with_base, _) = encode_to_memory(Some(&base), &target, &options).unwrap();
             let (alone, _) = encode_to_memory(None, &target, &options).unwrap();
             let check = |pair: &Pair<Vec<u8>>, skew: usize| {

@@ -29,7 +29,7 @@ impl Made {
             base.push(old);
             target.push(new);
         }
-        let options = EncodeOptions { codec: Some(codec), chunk_lanes: 4096, ..EncodeOptions::default() };
+        let options = EncodeOptions { codec: codec.into(), chunk_lanes: 4096, ..EncodeOptions::default() };
         let (old, new) = (checkpoint_of(&infos, &base), checkpoint_of(&infos, &target));
         let pair = encode_to_memory(Some(&old), &new, &options).unwrap().0;
         Self { infos, base, target, pair }

@@ -27,7 +27,7 @@ pub struct Sample {
 impl Sample {
     pub fn new(codec: Codec) -> Self {
         let (base, target) = lanes(&mut Random(3), Dtype::Bf16, 30_000, 20);
-        let options = EncodeOptions { codec: Some(codec), chunk_lanes: CHUNK_LANES as u64, ..EncodeOptions::default() };
+        let options = EncodeOptions { codec: codec.into(), chunk_lanes: CHUNK_LANES as u64, ..EncodeOptions::default() };
         let pair = encode_to_memory(Some(&checkpoint(&base)), &checkpoint(&target), &options).unwrap().0;
         Self { base, target, pair }
     }

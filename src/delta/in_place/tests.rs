@@ -75,7 +75,7 @@ fn encode(target: &[u8]) -> Pair<Vec<u8>> {
     let base = base();
     let base = MemoryCheckpoint::new([(info(), &base[..])]).unwrap();
     let target = MemoryCheckpoint::new([(info(), target)]).unwrap();
-    let options = EncodeOptions { codec: Some(Codec::Raw), chunk_lanes: CHUNK_LANES as u64, ..EncodeOptions::default() };
+    let options = EncodeOptions { codec: Codec::Raw.into(), chunk_lanes: CHUNK_LANES as u64, ..EncodeOptions::default() };
     encode_to_memory(Some(&base), &target, &options).unwrap().0
 }
 

@@ -1,6 +1,9 @@
 use super::*;
 use crate::MemoryCheckpoint;
+use crate::delta::encode;
 use crate::format::{FileKind, Section};
+use crate::writer::{Finished, PairBuilder};
+use std::collections::BTreeMap;
 
 #[test]
 fn sizes_of_tables_are_known_before_the_work() {

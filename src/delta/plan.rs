@@ -1,0 +1,163 @@
+//! What is to be encoded: each target tensor with its base, and whether the format can hold it all.
+
+use super::encode::EncodeOptions;
+use super::ways::Way;
+use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::codec::{Codec, Coding, Layout, Pace, TableSet};
+use crate::error::{Error, Escaped, Result};
+use crate::format::{BaseKind, FileEntry, MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_FILES, MAX_TENSORS, TensorEntry};
+use crate::index::{self, FileNames};
+use crate::lane::Dtype;
+use crate::limits::Limits;
+use crate::writer::{FileSpec, TensorSpec};
+use std::sync::{Arc, OnceLock};
+
+/// One target tensor with its base. Small: a model may have very many.
+pub(super) struct Plan {
+    /// Places in the checkpoints.
+    pub target: u32,
+    pub base: Option<u32>,
+    pub base_kind: BaseKind,
+    pub dtype: Dtype,
+    pub chunk_lanes_log2: u8,
+    pub pace: Pace,
+    pub lanes: u64,
+    /// Tables of codec `conditioned`, from the base and from zeros.
+    pub tables: [Option<Arc<TableSet>>; 2],
+    /// How all chunks are coded, once that is known.
+    pub way: OnceLock<Way>,
+}
+
+impl Plan {
+    pub fn width(&self) -> u64 {
+        self.dtype.lane_bytes() as u64
+    }
+
+    /// How a chunk of this tensor is coded in a way.
+    pub fn coding(&self, way: Way, layout: Option<Layout>) -> Coding<'_> {
+        match way.codec {
+            Codec::Raw => Coding::Raw,
+            Codec::Zstd => Coding::Zstd(layout),
+            Codec::Conditioned => Coding::Conditioned {
+                tables: self.tables_of(way).map(|set| &**set),
+                low_bits: low_bits(self.dtype, way.from_base),
+                pace: self.pace,
+            },
+        }
+    }
+
+    /// The table set of codec `conditioned` in a way.
+    pub fn tables_of(&self, way: Way) -> Option<&Arc<TableSet>> {
+        self.tables[usize::from(!way.from_base)].as_ref()
+    }
+
+    /// Name of the base tensor, where it is not the target's.
+    fn base_name<'a>(&self, base: Option<&'a dyn Checkpoint>, target: &dyn Checkpoint) -> Option<&'a str> {
+        let name = base.zip(self.base).map(|(base, place)| base.tensors()[place as usize].name.as_str());
+        name.filter(|name| *name != target.tensors()[self.target as usize].name)
+    }
+
+    /// What the tensor table says if all chunks are coded in a way, with or without tables.
+    pub fn spec(&self, way: Way, tables: bool, base: Option<&dyn Checkpoint>, target: &dyn Checkpoint) -> TensorSpec {
+        let TensorInfo { name, dtype, shape } = target.tensors()[self.target as usize].clone();
+        let base = base.zip(self.base).filter(|_| way.from_base).map(|(base, place)| &base.tensors()[place as usize]);
+        let base_kind = if way.from_base { self.base_kind } else { BaseKind::None };
+        let base_param = match (base_kind, base) {
+            (BaseKind::Prefix, Some(base)) => base.shape[0],
+            _ => 0,
+        };
+        TensorSpec {
+            name,
+            base_name: base.map(|base| base.name.clone()),
+            dtype,
+            shape,
+            base_kind,
+            base_param,
+            codec: way.codec,
+            tables: self.tables_of(way).filter(|_| tables && way.codec == Codec::Conditioned).cloned(),
+            chunk_lanes_log2: self.chunk_lanes_log2,
+        }
+    }
+}
+
+/// Bits of each delta that codec `conditioned` stores as they are: the mantissa and the sign of floats without a base.
+pub(super) fn low_bits(dtype: Dtype, from_base: bool) -> u32 {
+    if from_base { 0 } else { dtype.mantissa_bits().map_or(0, |bits| bits + 1) }
+}
+
+/// Refuses what the format cannot hold, before there is work to lose.
+pub(super) fn check_holdable(
+    base: Option<&dyn Checkpoint>,
+    target: &dyn Checkpoint,
+    plans: &[Plan],
+    files: &[FileSpec],
+) -> Result<()> {
+    let most = Limits::default().section_size;
+    let bounded = |what, limit, found| if found > limit { Err(Error::Limit { what, limit, found }) } else { Ok(()) };
+    let mut chunks = 0u64;
+    for plan in plans {
+        let info = &target.tensors()[plan.target as usize];
+        index::check_holdable(&info.name, plan.base_name(base, target), info.shape.len())?;
+        chunks = chunks.saturating_add(plan.lanes.div_ceil(1 << plan.chunk_lanes_log2));
+    }
+    bounded("number of tensors", MAX_TENSORS.into(), plans.len() as u64)?;
+    bounded("number of chunks", MAX_CHUNKS.into(), chunks)?;
+    bounded("size of the tensor table", most, tensor_table_bytes(base, target, plans))?;
+    let mut names = FileNames::default();
+    for file in files {
+        names.add(file.name.as_bytes(), file.kind, files.len())?;
+    }
+    bounded("number of files", MAX_FILES.into(), files.len() as u64)?;
+    bounded("size of the file table", most, file_table_bytes(files))
+}
+
+/// Bytes of the expanded section of tensors that these plans lead to.
+fn tensor_table_bytes(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plans: &[Plan]) -> u64 {
+    let entry = |plan: &Plan| {
+        let info = &target.tensors()[plan.target as usize];
+        let names = info.name.len() + plan.base_name(base, target).map_or(0, str::len);
+        (TensorEntry::SIZE + 8 * info.shape.len() + names) as u64
+    };
+    plans.iter().map(entry).sum()
+}
+
+/// Bytes of the expanded section of files.
+fn file_table_bytes(files: &[FileSpec]) -> u64 {
+    files.iter().map(|file| (FileEntry::SIZE + file.name.len() + file.content.len()) as u64).sum()
+}
+
+pub(super) fn plan(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, place: usize, options: &EncodeOptions) -> Result<Plan> {
+    let TensorInfo { name, dtype, shape } = &target.tensors()[place];
+    let impossible = || Error::Misuse(format!("tensor {} has an impossible shape {shape:?}", Escaped(name)));
+    let lanes = dtype.lanes(shape).ok_or_else(impossible)?;
+    let base_name = options.renamed.get(name).unwrap_or(name);
+    let found = base.and_then(|base| base.find(base_name).map(|i| (i as u32, &base.tensors()[i])));
+    let (base, base_kind) = match found {
+        Some((i, base)) if base.dtype == *dtype && base.shape == *shape => (Some(i), BaseKind::Same),
+        Some((i, base)) if base.dtype == *dtype && is_prefix(&base.shape, shape) => (Some(i), BaseKind::Prefix),
+        // Another dtype or other trailing dims: the base says nothing that this version can use.
+        _ => (None, BaseKind::None),
+    };
+    let chunk_lanes_log2 = options.chunk_lanes.min(MAX_CHUNK_BYTES / dtype.lane_bytes() as u64).ilog2() as u8;
+    let ways = options.codec.ways(base_kind != BaseKind::None);
+    let way = if let [way] = ways[..] { OnceLock::from(way) } else { OnceLock::new() };
+    Ok(Plan {
+        target: place as u32,
+        base,
+        base_kind,
+        dtype: *dtype,
+        chunk_lanes_log2,
+        pace: options.favor.pace(options.chunk_lanes),
+        lanes,
+        tables: [None, None],
+        way,
+    })
+}
+
+/// Whether the shapes differ in the number of rows alone.
+fn is_prefix(base: &[u64], target: &[u64]) -> bool {
+    matches!((base, target), ([b, base @ ..], [t, target @ ..]) if b != t && base == target)
+}
+
+#[cfg(test)]
+mod tests;

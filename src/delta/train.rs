@@ -1,0 +1,154 @@
+//! Tables of codec `conditioned`, from samples in fixed places, so that the same checkpoints give the same pair and little is read
+//! twice.
+
+use super::encode::{EncodeOptions, Favor};
+use super::plan::{Plan, low_bits};
+use super::ways::{CodecChoice, Worker};
+use super::{Pool, Progress, in_batches};
+use crate::checkpoint::Checkpoint;
+use crate::codec::conditioned;
+use crate::error::Result;
+use crate::format::BaseKind;
+use crate::lane::Dtype;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Lanes of a piece that a sample is made of.
+const PIECE: u64 = 1 << 14;
+/// About how many pieces a group of tensors is sampled with: a tenth, but enough, and no more than 8 million lanes.
+const PIECES: std::ops::RangeInclusive<u64> = 128..=512;
+/// Changes that are to be seen in a group before its tables are made, if it has as many.
+const CHANGES: u64 = 1 << 11;
+
+/// Tensors that share tables: of a dtype, coded from a base or from zeros.
+type Group = (Dtype, bool);
+
+/// What is known of a group.
+#[derive(Default)]
+struct Sampled {
+    trainer: conditioned::Trainer,
+    /// Pieces of its tensors, and of how many of them one is looked at first.
+    pieces: u64,
+    stride: u64,
+    /// Changes that were seen.
+    changes: u64,
+}
+
+/// Of how many of `all` pieces one is looked at.
+fn stride(all: u64, favor: Favor) -> u64 {
+    match favor {
+        Favor::Size => 1,
+        _ => all.div_ceil((all / 10).clamp(*PIECES.start(), *PIECES.end())).max(1),
+    }
+}
+
+fn group(plan: &Plan) -> Group {
+    (plan.dtype, plan.base_kind != BaseKind::None)
+}
+
+/// Gives every plan the tables that its tensor may want: one set for all tensors of a dtype that are coded from a base, and one
+/// for those that are, or may be, coded from zeros.
+pub(super) fn train(
+    base: Option<&dyn Checkpoint>,
+    target: &dyn Checkpoint,
+    options: &EncodeOptions,
+    plans: &mut [Plan],
+    workers: &Pool<Worker>,
+    progress: Progress<'_>,
+) -> Result<()> {
+    if !options.codec.has_tables() {
+        return Ok(());
+    }
+    let pieces = |plan: &Plan| plan.lanes.div_ceil(PIECE);
+    let mut groups = BTreeMap::<Group, Sampled>::new();
+    for plan in plans.iter() {
+        groups.entry(group(plan)).or_default().pieces += pieces(plan);
+    }
+    for sampled in groups.values_mut() {
+        sampled.stride = stride(sampled.pieces, options.favor);
+    }
+    let most = groups.values().map(|sampled| sampled.stride).max().unwrap_or(0);
+    // First one piece of each stride, then as many more as there were, until enough changes have been seen.
+    let mut round = 0..1;
+    while round.start < most {
+        let wanted = |sampled: &Sampled| round.start == 0 || (round.start < sampled.stride && sampled.changes < CHANGES);
+        let strides: BTreeMap<Group, u64> =
+            groups.iter().filter(|(_, sampled)| wanted(sampled)).map(|(group, sampled)| (*group, sampled.stride)).collect();
+        let mut numbers = BTreeMap::<Group, u64>::new();
+        let places = plans.iter().filter(|plan| strides.contains_key(&group(plan))).flat_map(|plan| {
+            let number = numbers.entry(group(plan)).or_default();
+            let (first, stride) = (*number, strides[&group(plan)]);
+            *number += pieces(plan);
+            let round = round.clone();
+            (0..pieces(plan)).filter(move |k| round.contains(&((first + k) % stride))).map(move |k| (plan, k))
+        });
+        in_batches(
+            places,
+            |(plan, _)| PIECE * plan.width(),
+            |&mut (plan, k)| {
+                progress.done(0)?;
+                workers.with(|worker| sample(base, target, options, plan, k, worker))
+            },
+            |(plan, _), (from_base, from_zeros)| {
+                for (from, sample) in [(true, from_base), (false, from_zeros)] {
+                    let Some(sample) = sample else { continue };
+                    let sampled = groups.entry((plan.dtype, from)).or_default();
+                    sampled.changes += sample.changed();
+                    sampled.trainer.add(&sample);
+                }
+                Ok(())
+            },
+        )?;
+        round = round.end..(2 * round.end).max(1);
+    }
+    let sets: BTreeMap<_, _> = groups
+        .into_iter()
+        .map(|((dtype, from_base), sampled)| {
+            let low_bits = low_bits(dtype, from_base);
+            let bits = 8 * dtype.lane_bytes() as u32 - low_bits;
+            let seen_all = sampled.stride == 1 || (from_base && sampled.changes < CHANGES);
+            ((dtype, from_base), sampled.trainer.finish(bits, low_bits != 0, seen_all).map(Arc::new))
+        })
+        .collect();
+    for plan in plans {
+        plan.tables = [true, false].map(|from_base| sets.get(&(plan.dtype, from_base)).cloned().flatten());
+    }
+    Ok(())
+}
+
+/// What a piece of a tensor says: of coding it from its base, and of coding it from zeros, where that may be better.
+fn sample(
+    base: Option<&dyn Checkpoint>,
+    target: &dyn Checkpoint,
+    options: &EncodeOptions,
+    plan: &Plan,
+    piece: u64,
+    worker: &mut Worker,
+) -> Result<(Option<conditioned::Sample>, Option<conditioned::Sample>)> {
+    let lanes = PIECE.min(plan.lanes - piece * PIECE);
+    let (base, target) = worker.lanes.read(base, target, plan, piece * PIECE * plan.width(), (lanes * plan.width()) as usize)?;
+    let of = |from_base, base: &[u8]| conditioned::Sample::gather(plan.dtype, low_bits(plan.dtype, from_base), base, target);
+    if plan.base_kind == BaseKind::None {
+        return Ok((None, Some(of(false, base))));
+    }
+    let from_base = of(true, base);
+    let better = |cost: u64| 16 * cost < 17 * from_base.cost();
+    let least = lanes * u64::from(low_bits(plan.dtype, false)) * conditioned::BIT;
+    let may_be = !matches!(options.codec, CodecChoice::Only(_)) && 8 * from_base.changed() >= lanes && better(least);
+    let from_zeros = may_be.then(|| of(false, &vec![0; target.len()])).filter(|sample| better(sample.cost()));
+    Ok((Some(from_base), from_zeros))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_are_made_from_a_tenth_of_the_pieces_if_these_are_neither_few_nor_many() {
+        let strides = [(0, 1), (1, 1), (128, 1), (129, 2), (1280, 10), (2560, 10), (5120, 10), (5121, 11), (51200, 100)];
+        for (all, expected) in strides {
+            assert_eq!(stride(all, Favor::Ratio), expected, "{all} pieces");
+            assert_eq!(stride(all, Favor::Size), 1, "{all} pieces");
+        }
+    }
+}
