@@ -524,3 +524,18 @@ fn put_bits(numbers: impl Iterator<Item = u64>, bits: u32, payload: &mut Vec<u8>
     }
     payload.extend(&pending.to_le_bytes()[..count.div_ceil(8) as usize]);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Place 1 is behind the only coded lane of the first half, and the first one of the second.
+    #[test]
+    fn a_place_belongs_to_the_half_that_its_lane_is_in() {
+        let masks = [1 << 3, 1 << 7 | 1 << 9];
+        for (place, position) in [(0, 3), (1, 64 + 7), (2, 64 + 9)] {
+            assert_eq!(positions(0, &masks, tiles_of::<u16>(STEP), vec![place]), [position]);
+            assert_eq!(positions(4, &masks, tiles_of::<u16>(STEP), vec![place]), [4 * 64 + position]);
+        }
+    }
+}

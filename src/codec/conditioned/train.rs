@@ -241,6 +241,14 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// All shares are rounded up, so that more is to be taken away than half of the largest frequency.
+    #[test]
+    fn frequencies_of_many_tokens_that_occur_alike_are_valid() {
+        let frequencies = frequencies(&Row { counts: vec![1; 167] }, 1, 180);
+        assert_eq!(frequencies.iter().map(|&f| u32::from(f)).sum::<u32>(), SCALE);
+        assert!(frequencies.iter().all(|f| (1..=25).contains(f)), "{frequencies:?}");
+    }
+
     proptest! {
         #[test]
         fn frequencies_are_valid(counts in proptest::collection::vec(prop_oneof![Just(0u32), 0u32..10, any::<u32>()], 1..180), least in 1usize..84) {
