@@ -175,6 +175,7 @@ fn a_foreign_lock_is_waited_for_with_a_message() {
     for quiet in [false, true] {
         let lock = fs::File::open(place.0.path()).unwrap();
         lock.lock().unwrap();
+        let begin = std::time::Instant::now();
         let mut command = std::process::Command::new(TPDE);
         let line = "encode base.safetensors target.safetensors -o other -f";
         command.args(line.split_whitespace()).args(quiet.then_some("-q")).current_dir(place.0.path());
@@ -184,6 +185,9 @@ fn a_foreign_lock_is_waited_for_with_a_message() {
             let mut message = String::new();
             stderr.read_line(&mut message).unwrap();
             assert!(message.contains("is locked by another process, waiting for up to 30 s"), "{message}");
+            // Short waits are nobody's business, and long ones are told of once.
+            assert!(begin.elapsed() >= std::time::Duration::from_secs(1));
+            std::thread::sleep(std::time::Duration::from_millis(100));
         }
         lock.unlock().unwrap();
         assert!(child.wait().unwrap().success());
