@@ -17,7 +17,7 @@ const RUN: RangeInclusive<usize> = 512..=4096;
 /// Number of these runs, spread over the chunk. A chunk with fewer than twice their lanes is tried as a whole.
 const RUNS: usize = 8;
 /// Changes that codec `zstd` takes little time for; of more, where they are few of the lanes, it is tried on a part first, of so many.
-const FEW: u64 = 1 << 12;
+const FEW: u64 = 1 << 9;
 /// Bytes of a payload that a part has as well as the whole: headers and tables.
 const PART: u64 = 128;
 /// How many times smaller than the target a chunk must be coded from its base, for the target not to be tried alone.
@@ -180,7 +180,8 @@ impl Encoders {
             return Ok(Attempt { way, size: bound, payload: None });
         }
         let mut layouts = layouts_of(way.codec, changed, lanes);
-        if let Some(part) = Part::of(way.codec, width, base, target, changed) {
+        let from = if way.from_base { base } else { zeros(&mut self.zeros, target.len()) };
+        if let Some(part) = Part::of(way.codec, width, from, target, changed) {
             let made = self.smallest(plan, way, &layouts, &part.base, &part.target, part.share(least * 5 / 4) + PART)?;
             let size = part.whole((made.payload.len() as u64).saturating_sub(PART));
             if 16 * size > 17 * least {

@@ -349,4 +349,18 @@ const KINDS: &[Kind] = &[
         let (base, target) = (m.weights(Dtype::Bf16, n / 8, n), m.weights(Dtype::Bf16, n / 8, n));
         m.both("head", Dtype::Bf16, &[n / 8, n], base, target);
     }),
+    ("mostly zeros", |m, n| {
+        let sparse = |m: &mut Maker| -> Vec<u8> {
+            let kept = m.weights(Dtype::Bf16, n - 1, n - 1);
+            kept.chunks(2).flat_map(|lane| if m.below(5) == 0 { [lane[0], lane[1]] } else { [0; 2] }).collect()
+        };
+        let target = sparse(m);
+        let mut base = target.clone();
+        for (lane, other) in base.chunks_mut(2).zip(sparse(m).chunks(2)) {
+            if m.below(5) == 0 {
+                lane.copy_from_slice(other);
+            }
+        }
+        m.both("weight", Dtype::Bf16, &[n - 1, n - 1], base, target);
+    }),
 ];
