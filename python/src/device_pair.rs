@@ -223,7 +223,7 @@ fn bindings(
     for (_, given) in tensors.iter().enumerate().filter(|(i, _)| once.contains(i)) {
         let place = index.find(given.name()).ok_or_else(|| pair::unknown(given.name()))?;
         let tensor = pair.index().tensor(place);
-        // SAFETY: a tensor of PyTorch's on this device, as `tpde/_torch_memory.py` has looked at it; whoever called holds it
+        // SAFETY: `tpde/_torch_memory.py` has checked that this is a PyTorch tensor on this device, and the caller holds it
         // until the streams have passed.
         let output = unsafe { given.device_slice() };
         let wants_base = mode == Mode::OutOfPlace && tensor.base_kind != BaseKind::None;

@@ -36,9 +36,9 @@ impl Options {
             found.ok_or_else(|| unknown("codec", &name))
         });
         // Who names a layout means the codec that has layouts.
-        let codec = match (codec.transpose()?, layout) {
-            (None, Some(_)) => Codec::Zstd.into(),
-            (codec, _) => codec.unwrap_or_default(),
+        let codec = match (codec.transpose()?.unwrap_or_default(), layout) {
+            (CodecChoice::Auto, Some(_)) => Codec::Zstd.into(),
+            (codec, _) => codec,
         };
         let defaults = EncodeOptions::default();
         let chunk_lanes = self.chunk_lanes.unwrap_or(defaults.chunk_lanes);

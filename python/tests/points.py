@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-#: What finalizers call, and so anybody: what is raised there is told and ignored.
+#: Functions that finalizers call. Python reports an exception of a finalizer and ignores it.
 FINALIZERS = {"forget", "alive"}
 _NAME = "_a_point_of_a_test"
 _now = threading.local()
@@ -33,7 +33,7 @@ def point(value: Any = None) -> Any:
 
 @contextmanager
 def at(number: int, action: Callable[[], None]) -> Iterator[None]:
-    """Does ``action`` at this point of those that the thread comes to within the block, from 1; 0 is none of them."""
+    """Calls ``action`` when this thread reaches its ``number``-th point within the block, counted from 1. 0 means never."""
     _now.left, _now.action = number, action
     try:
         yield

@@ -1,8 +1,8 @@
 //! Chunks become tensors of a pair, in order.
 
-use super::encode::EncodeOptions;
+use super::options::{EncodeOptions, Way};
 use super::plan::Plan;
-use super::ways::{Attempt, Way, Worker};
+use super::ways::{Attempt, Worker};
 use crate::checkpoint::Checkpoint;
 use crate::codec::{Codec, TableSet};
 use crate::digest;

@@ -1,12 +1,13 @@
 //! Encoding: two checkpoints in, a pair out.
 
 use super::assembly::{Assembly, Chunk, HELD};
+use super::options::{CodecChoice, EncodeOptions};
 use super::plan::{Plan, check_holdable, plan};
 use super::train::train;
-use super::ways::{Attempt, CodecChoice, Worker};
+use super::ways::{Attempt, Worker};
 use super::{Pool, Progress, in_batches};
 use crate::checkpoint::Checkpoint;
-use crate::codec::{Codec, Layout, Pace};
+use crate::codec::Codec;
 use crate::digest;
 use crate::error::{Error, Escaped, Result};
 use crate::format::{BaseKind, MIN_CHUNK_LANES_LOG2};
@@ -16,78 +17,8 @@ use crate::reader::{Pair, PairPaths, check_pair_name};
 use crate::sums::chunk_sum;
 use crate::writer::{FileSpec, Finished, PairBuilder};
 use serde::Serialize;
-use std::collections::BTreeMap;
 use std::io::{BufWriter, Seek, SeekFrom, Write};
-use std::path::{Path, PathBuf};
-
-/// What an encoder may choose.
-#[derive(Debug, Clone)]
-pub struct EncodeOptions {
-    /// Which codecs tensors may have.
-    pub codec: CodecChoice,
-    /// Layout of codec `zstd`; without it each chunk gets what suits it.
-    pub layout: Option<Layout>,
-    /// Most lanes of a chunk, a power of two of at least 4,096; bounded further by 4 MiB. Smaller chunks decode in more
-    /// parallel pieces and cost more: 48 bytes each in the index.
-    pub chunk_lanes: u64,
-    /// What to favor where codec `conditioned` has the choice.
-    pub favor: Favor,
-    /// Base tensors of targets that were renamed: target name to base name.
-    pub renamed: BTreeMap<String, String>,
-    /// Files besides the checkpoints that the caller has read for this encoding. No file of the pair may replace one of them.
-    pub inputs: Vec<PathBuf>,
-}
-
-impl Default for EncodeOptions {
-    fn default() -> Self {
-        Self {
-            codec: CodecChoice::Auto,
-            layout: None,
-            chunk_lanes: 1 << 20,
-            favor: Favor::Ratio,
-            renamed: BTreeMap::new(),
-            inputs: Vec::new(),
-        }
-    }
-}
-
-/// What an encoder favors.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Favor {
-    /// Small pairs.
-    #[default]
-    Ratio,
-    /// Fast decoding, above all on a device: where few lanes change, fewer of them are coded, and changes of others are listed one
-    /// by one. Pairs grow by some percent, or to twice their size where all lanes change alike seldom.
-    Speed,
-    /// The smallest pairs, for what is stored or sent far: tables are made from all lanes, and streams are as long as they may be,
-    /// which takes a device longer.
-    Size,
-}
-
-impl Favor {
-    /// All of them.
-    pub const ALL: &[Self] = &[Self::Ratio, Self::Speed, Self::Size];
-
-    /// The name that users know.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Ratio => "ratio",
-            Self::Speed => "speed",
-            Self::Size => "size",
-        }
-    }
-
-    /// For chunks of at most so many lanes: who wants small ones wants them to be decoded soon.
-    pub(super) fn pace(self, chunk_lanes: u64) -> Pace {
-        match self {
-            Self::Ratio if chunk_lanes >= EncodeOptions::default().chunk_lanes => Pace::default(),
-            Self::Ratio => Pace { steps: 512, state: 2, ..Pace::default() },
-            Self::Speed => Pace { lane: 256, steps: 512, state: 2 },
-            Self::Size => Pace { lane: 0, steps: usize::MAX, state: 1000 },
-        }
-    }
-}
+use std::path::Path;
 
 /// What encoding did.
 #[derive(Debug, Clone, Serialize)]

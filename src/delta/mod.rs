@@ -9,15 +9,16 @@ mod compare;
 mod encode;
 mod in_place;
 mod kept;
+mod options;
 mod plan;
 mod train;
 mod ways;
 
 pub use apply::{Accelerator, Apply, ApplyReport, Changes, Sink, Work};
-pub use encode::{EncodeOptions, EncodeReport, Favor, TensorReport, encode, encode_to_memory, encode_to_path};
+pub use encode::{EncodeReport, TensorReport, encode, encode_to_memory, encode_to_path};
 pub use in_place::{InPlace, TensorMut};
 pub use kept::KEPT_PAYLOADS;
-pub use ways::CodecChoice;
+pub use options::{CodecChoice, EncodeOptions, Favor};
 
 pub use crate::watch::Progress;
 

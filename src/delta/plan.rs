@@ -1,7 +1,6 @@
 //! What is to be encoded: each target tensor with its base, and whether the format can hold it all.
 
-use super::encode::EncodeOptions;
-use super::ways::Way;
+use super::options::{EncodeOptions, Way};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::codec::{Codec, Coding, Layout, Pace, TableSet};
 use crate::error::{Error, Escaped, Result};

@@ -1,9 +1,9 @@
 //! Tables of codec `conditioned`, from samples in fixed places, so that the same checkpoints give the same pair and little is read
 //! twice.
 
-use super::encode::{EncodeOptions, Favor};
+use super::options::{CodecChoice, EncodeOptions, Favor};
 use super::plan::{Plan, low_bits};
-use super::ways::{CodecChoice, Worker};
+use super::ways::Worker;
 use super::{Pool, Progress, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::codec::conditioned;

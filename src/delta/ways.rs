@@ -3,8 +3,8 @@
 //! A chunk is coded in every way that may win. What a way that is far off would make of it is estimated: nobody needs that payload.
 //! All of this is a function of the chunk's lanes, so that the bytes are the same for any number of threads.
 
-use super::encode::EncodeOptions;
-use super::plan::{Plan, low_bits};
+use super::options::{EncodeOptions, Way};
+use super::plan::Plan;
 use crate::checkpoint::Checkpoint;
 use crate::codec::{ChunkEncoder, Codec, Encoded, Layout, raw_size};
 use crate::error::Result;
@@ -22,70 +22,6 @@ const FEW: u64 = 1 << 9;
 const PART: u64 = 128;
 /// How many times smaller than the target a chunk must be coded from its base, for the target not to be tried alone.
 const FAR: u64 = 32;
-
-/// Which codecs an encoder may choose from.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum CodecChoice {
-    /// All, from the base and without it: each tensor gets what makes it smallest.
-    #[default]
-    Auto,
-    /// The same of the codecs that a device decodes alone: `conditioned` and `raw`.
-    Device,
-    /// One, from the base where there is one.
-    Only(Codec),
-}
-
-impl From<Codec> for CodecChoice {
-    fn from(codec: Codec) -> Self {
-        Self::Only(codec)
-    }
-}
-
-impl CodecChoice {
-    /// All of them.
-    pub const ALL: &[Self] =
-        &[Self::Auto, Self::Device, Self::Only(Codec::Conditioned), Self::Only(Codec::Zstd), Self::Only(Codec::Raw)];
-
-    /// The name that users know.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Device => "device",
-            Self::Only(codec) => codec.name(),
-        }
-    }
-
-    /// The codecs, the first of which is taken where several are as good.
-    fn codecs(&self) -> &[Codec] {
-        match self {
-            Self::Auto => &[Codec::Conditioned, Codec::Zstd, Codec::Raw],
-            Self::Device => &[Codec::Conditioned, Codec::Raw],
-            Self::Only(codec) => std::slice::from_ref(codec),
-        }
-    }
-
-    /// Whether tables of codec `conditioned` may be wanted.
-    pub(super) fn has_tables(&self) -> bool {
-        self.codecs().contains(&Codec::Conditioned)
-    }
-
-    /// The ways that a tensor with or without a base may be coded.
-    pub(super) fn ways(&self, has_base: bool) -> Vec<Way> {
-        let from = |from_base| self.codecs().iter().map(move |&codec| Way { from_base, codec });
-        match (has_base, self) {
-            (true, Self::Only(_)) => from(true).collect(),
-            (true, _) => from(true).chain(from(false)).collect(),
-            (false, _) => from(false).collect(),
-        }
-    }
-}
-
-/// How all chunks of a tensor are coded: from its base or from zeros, and the codec.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Way {
-    pub from_base: bool,
-    pub codec: Codec,
-}
 
 /// What a way makes of a chunk.
 pub(super) struct Attempt {
@@ -169,12 +105,12 @@ impl Encoders {
         if changed == 0 {
             return Ok(Attempt { way, size: 0, payload: Some((Vec::new(), Encoded::default())) });
         }
-        // What a way makes of the chunk at least. Without a class for each value, codec `conditioned` makes no less than `raw`.
+        // What a way makes of the chunk, where that is known. Without tables codec `conditioned` makes no less than `raw`.
         let bound = match way.codec {
             Codec::Raw => raw_size(changed as u32, width).next_multiple_of(PAYLOAD_ALIGN),
             Codec::Conditioned if plan.tables_of(way).is_none() => raw_size(changed as u32, width).min(target.len() as u64),
-            Codec::Conditioned => (lanes * low_bits(plan.dtype, way.from_base) as usize / 8) as u64,
-            Codec::Zstd => 0,
+            // A bound below what it makes would count for a size in the tensor's sum.
+            Codec::Conditioned | Codec::Zstd => 0,
         };
         if bound > least {
             return Ok(Attempt { way, size: bound, payload: None });

@@ -363,4 +363,13 @@ const KINDS: &[Kind] = &[
         }
         m.both("weight", Dtype::Bf16, &[n - 1, n - 1], base, target);
     }),
+    ("half of it unrelated", |m, n| {
+        let (mut base, target) = (m.weights(Dtype::Bf16, 2 * n, n), m.weights(Dtype::Bf16, 2 * n, n));
+        let half = target.len() / 2;
+        for (lane, other) in base[..half].chunks_mut(2).zip(target.chunks(2)) {
+            let near = u16::from_le_bytes([other[0], other[1]]).wrapping_add(m.below(180) as u16);
+            lane.copy_from_slice(&near.to_le_bytes());
+        }
+        m.both("weight", Dtype::Bf16, &[2 * n, n], base, target);
+    }),
 ];
