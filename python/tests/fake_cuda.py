@@ -420,3 +420,8 @@ def install(world: World, patch: pytest.MonkeyPatch) -> FakeDevice:
         patch.setattr(module, "compute", compute)
         patch.setattr(module, "copy_on", copy_on)
     return FakeDevice(world)
+
+
+def attached_of(model: FakeModel) -> tpde.nn.Attached:
+    layers: Any = {weight.entry.name: type("Layer", (), {"_weight": weight}) for weight in model.weights}
+    return tpde.nn.Attached(layers, [], 0, model.failures)

@@ -31,6 +31,14 @@ def point(value: Any = None) -> Any:
     return value
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal's exception."""
+
+
+def interrupt() -> None:
+    raise Interrupted
+
+
 @contextmanager
 def at(number: int, action: Callable[[], None]) -> Iterator[None]:
     """Calls ``action`` when this thread reaches its ``number``-th point within the block, counted from 1. 0 means never."""
