@@ -7,6 +7,7 @@ _:
 check:
     cargo fmt --all --check
     cargo fmt --manifest-path fuzz/Cargo.toml --check
+    scripts/cycles
     cargo clippy --all-targets --all-features -- -D warnings
     cargo clippy --all-targets --no-default-features -- -D warnings
     cargo clippy --package tpde-python --all-targets -- -D warnings
