@@ -309,20 +309,6 @@ pub(crate) fn lanes_of_mut<L: Lane>(bytes: &mut [u8]) -> &mut [L::Le] {
     <[L::Le]>::mut_from_prefix_with_elems(bytes, count).map_or(&mut [], |(lanes, _)| lanes)
 }
 
-/// How many lanes differ between two ranges of equal length.
-pub(crate) fn count_changed<L: Lane>(base: &[u8], target: &[u8]) -> usize {
-    vectorized(
-        #[inline(always)]
-        || {
-            let blocks = lanes_of::<L>(base).chunks(4096).zip(lanes_of::<L>(target).chunks(4096));
-            // A block's count fits in 16 bits, which lets the compiler count in narrow vectors.
-            blocks
-                .map(|(b, t)| usize::from(b.iter().zip(t).fold(0u16, |n, (b, t)| n + u16::from(L::load(*b) != L::load(*t)))))
-                .sum()
-        },
-    )
-}
-
 /// Sets `masks` to a mask for each 64 lanes of those that differ between two ranges of equal length, and returns their number.
 pub(crate) fn changed_masks<L: Lane>(base: &[u8], target: &[u8], masks: &mut Vec<u64>) -> usize {
     masks.clear();
@@ -332,22 +318,6 @@ pub(crate) fn changed_masks<L: Lane>(base: &[u8], target: &[u8], masks: &mut Vec
         #[inline(always)]
         || masks.iter().map(|mask| mask.count_ones() as usize).sum(),
     )
-}
-
-/// Appends position and delta of every changed lane, in order.
-pub(crate) fn collect_changes<L: Lane>(base: &[u8], target: &[u8], order: Order, positions: &mut Vec<u32>, deltas: &mut Vec<L>) {
-    let mut masks = Vec::new();
-    changed_masks::<L>(base, target, &mut masks);
-    let (base, target) = (lanes_of::<L>(base), lanes_of::<L>(target));
-    for (first, mask) in (0..).step_by(64).zip(masks) {
-        let mut left = mask;
-        while left != 0 {
-            let position = first + left.trailing_zeros() as usize;
-            positions.push(position as u32);
-            deltas.push(L::delta(L::load(base[position]), L::load(target[position]), order));
-            left &= left - 1;
-        }
-    }
 }
 
 #[cfg(test)]

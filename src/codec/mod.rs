@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub(crate) mod conditioned;
+mod difference;
 #[cfg(fuzzing)]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -13,12 +14,13 @@ mod raw;
 pub(crate) mod zstd;
 
 pub use self::conditioned::{Pace, TableSet};
+pub(crate) use self::difference::Difference;
 pub(crate) use self::raw::size as raw_size;
 pub use self::zstd::Layout;
 
 use crate::error::{Result, Rule};
 use crate::format::registry;
-use crate::lane::{Dtype, Lane, Order, collect_changes, lanes_of_mut, with_lane};
+use crate::lane::{Dtype, Lane, Order, lanes_of_mut, with_lane};
 use crate::sums::{chunk_sum, lane_term};
 use zerocopy::IntoBytes;
 
@@ -43,21 +45,6 @@ impl Codec {
             Codec::Zstd => zstd::check_size(uncompressed, lanes, lane_bytes),
             Codec::Conditioned => u64::from(uncompressed) == u64::from(lanes) * lane_bytes as u64,
         }
-    }
-}
-
-/// The changes of a chunk, as lists.
-#[derive(Debug)]
-pub(crate) struct Changes<L> {
-    pub positions: Vec<u32>,
-    pub deltas: Vec<L>,
-}
-
-impl<L: Lane> Changes<L> {
-    fn collect(base: &[u8], target: &[u8], order: Order, count: usize) -> Self {
-        let mut changes = Self { positions: Vec::with_capacity(count), deltas: Vec::with_capacity(count) };
-        collect_changes(base, target, order, &mut changes.positions, &mut changes.deltas);
-        changes
     }
 }
 
@@ -137,6 +124,7 @@ pub enum Coding<'a> {
 pub struct ChunkEncoder {
     zstd: zstd::Encoder,
     conditioned: conditioned::Encoder,
+    masks: Vec<u64>,
 }
 
 impl ChunkEncoder {
@@ -145,7 +133,7 @@ impl ChunkEncoder {
     /// # Errors
     /// [`Error::Misuse`](crate::Error::Misuse) if the zstd library refuses a parameter.
     pub fn new() -> Result<Self> {
-        Ok(Self { zstd: zstd::Encoder::new()?, conditioned: conditioned::Encoder::default() })
+        Ok(Self { zstd: zstd::Encoder::new()?, conditioned: conditioned::Encoder::default(), masks: Vec::new() })
     }
 
     /// Appends the payload of one chunk to `payload`: nothing if no lane has changed.
@@ -163,11 +151,27 @@ impl ChunkEncoder {
         payload: &mut Vec<u8>,
     ) -> Result<Encoded> {
         debug_assert_eq!(base.len(), target.len());
-        with_lane!(dtype.lane_bytes(), L => match coding {
-            Coding::Raw => Ok(raw::encode::<L>(base, target, dtype.order(), payload)),
-            Coding::Zstd(layout) => self.zstd.encode::<L>(base, target, dtype.order(), layout, payload),
+        let mut masks = std::mem::take(&mut self.masks);
+        let encoded = self.encode_difference(coding, Difference::find(dtype, base, target, &mut masks), payload);
+        self.masks = masks;
+        encoded
+    }
+
+    /// [`encode`](Self::encode), where it is known which lanes change.
+    pub(crate) fn encode_difference(
+        &mut self,
+        coding: Coding<'_>,
+        difference: Difference<'_>,
+        payload: &mut Vec<u8>,
+    ) -> Result<Encoded> {
+        if difference.changed == 0 {
+            return Ok(Encoded::default());
+        }
+        with_lane!(difference.dtype.lane_bytes(), L => match coding {
+            Coding::Raw => Ok(raw::encode::<L>(difference, payload)),
+            Coding::Zstd(layout) => self.zstd.encode::<L>(difference, layout, payload),
             Coding::Conditioned { tables, low_bits, pace } => {
-                Ok(self.conditioned.encode::<L>(dtype, tables, low_bits, pace, base, target, payload))
+                Ok(self.conditioned.encode::<L>(difference, tables, low_bits, pace, payload))
             }
         })
     }
@@ -232,6 +236,7 @@ pub(crate) struct Expander {
     decoder: ChunkDecoder,
     zeros: Vec<u8>,
     deltas: Vec<u8>,
+    masks: Vec<u64>,
     payload: Vec<u8>,
 }
 
@@ -247,7 +252,8 @@ impl Expander {
         let found = with_lane!(lane_bytes, L => {
             // On lanes of zeros, and without an order, what comes out is the deltas.
             self.decoder.zstd.decode::<L>(payload, encoded, Order::Plain, 0, &mut self.deltas)?;
-            raw::encode::<L>(&self.zeros[..size], &self.deltas, Order::Plain, &mut self.payload)
+            let plain = [Dtype::U8, Dtype::U16, Dtype::U32, Dtype::U64][lane_bytes.ilog2() as usize];
+            raw::encode::<L>(Difference::find(plain, &self.zeros[..size], &self.deltas, &mut self.masks), &mut self.payload)
         });
         Rule::PayloadDeltas.check_eq(encoded.num_deltas, found.num_deltas)?;
         Ok(&self.payload)

@@ -1,8 +1,8 @@
 //! Codec 0 (`spec/codecs.md` section 2).
 
-use super::{Changes, Encoded, Patch};
+use super::{Difference, Encoded, Patch};
 use crate::error::{Result, Rule};
-use crate::lane::{Lane, Order, count_changed, lanes_of};
+use crate::lane::{Lane, Order, lanes_of};
 use zerocopy::IntoBytes;
 
 /// Where the deltas begin.
@@ -15,9 +15,8 @@ pub(crate) fn size(num_deltas: u32, lane_bytes: usize) -> u64 {
     deltas_at(num_deltas, lane_bytes) + u64::from(num_deltas) * lane_bytes as u64
 }
 
-pub(super) fn encode<L: Lane>(base: &[u8], target: &[u8], order: Order, payload: &mut Vec<u8>) -> Encoded {
-    let count = count_changed::<L>(base, target);
-    let changes = Changes::<L>::collect(base, target, order, count);
+pub(super) fn encode<L: Lane>(difference: Difference<'_>, payload: &mut Vec<u8>) -> Encoded {
+    let (count, changes) = (difference.changed, difference.changes::<L>());
     let start = payload.len();
     payload.extend(changes.positions.iter().flat_map(|p| p.to_le_bytes()));
     payload.resize(start + deltas_at(count as u32, L::BYTES) as usize, 0);

@@ -6,14 +6,17 @@
 use super::options::{EncodeOptions, Way};
 use super::plan::Plan;
 use crate::checkpoint::Checkpoint;
-use crate::codec::{ChunkEncoder, Codec, Encoded, Layout, raw_size};
+use crate::codec::{ChunkEncoder, Codec, Difference, Encoded, Layout, raw_size};
 use crate::error::Result;
 use crate::format::{BaseKind, PAYLOAD_ALIGN};
-use crate::lane::{count_changed, with_lane};
+use crate::lane::Dtype;
+use std::borrow::Cow;
 use std::ops::RangeInclusive;
 
 /// Lanes of the runs that the part of a chunk is made of on which ways are tried first, the fewest and the most.
 const RUN: RangeInclusive<usize> = 512..=4096;
+/// Masks of 64 lanes in the shortest run.
+const MASKS: usize = *RUN.start() / 64;
 /// Number of these runs, spread over the chunk. A chunk with fewer than twice their lanes is tried as a whole.
 const RUNS: usize = 8;
 /// Changes that codec `zstd` takes little time for; of more, where they are few of the lanes, it is tried on a part first, of so many.
@@ -38,11 +41,18 @@ pub(super) struct Worker {
     pub lanes: Lanes,
 }
 
-/// Encoders of chunks from their base and from zeros: each keeps what it has made of a table set. Made when they are first wanted.
+/// Encoders of chunks from their base and from zeros: each keeps what it has made of a table set.
 #[derive(Default)]
 pub(super) struct Encoders {
-    encoders: [Option<ChunkEncoder>; 2],
+    sides: [Side; 2],
     zeros: Vec<u8>,
+}
+
+/// What coding from the base, or from zeros, needs. Made when it is first wanted.
+#[derive(Default)]
+struct Side {
+    encoder: Option<ChunkEncoder>,
+    masks: Vec<u64>,
 }
 
 impl Encoders {
@@ -55,14 +65,9 @@ impl Encoders {
         base: &[u8],
         target: &[u8],
     ) -> Result<(Vec<u8>, Encoded)> {
-        let encoder = match &mut self.encoders[usize::from(!way.from_base)] {
-            Some(encoder) => encoder,
-            none => none.insert(ChunkEncoder::new()?),
-        };
+        let Side { encoder, masks } = &mut self.sides[usize::from(!way.from_base)];
         let base = if way.from_base { base } else { zeros(&mut self.zeros, target.len()) };
-        let mut payload = Vec::new();
-        let encoded = encoder.encode(plan.coding(way, layout), plan.dtype, base, target, &mut payload)?;
-        Ok((payload, encoded))
+        encode(encoder, plan, way, layout, Difference::find(plan.dtype, base, target, masks))
     }
 
     /// What each way makes of a chunk.
@@ -73,88 +78,104 @@ impl Encoders {
         };
         let mut attempts: Vec<Attempt> = Vec::with_capacity(ways.len());
         let mut least = u64::MAX;
-        // Lanes that differ from the base and from zero, once they have been counted.
-        let mut changed = [None, None];
-        for (i, way) in ways.iter().copied().enumerate() {
-            let attempt = if i == 0 {
-                let (payload, encoded) = self.encode(plan, way, options.layout, base, target)?;
-                changed[usize::from(!way.from_base)] = Some(u64::from(encoded.num_deltas));
-                Attempt { way, size: padded(&payload), payload: Some((payload, encoded)) }
-            } else if !way.from_base && ways[0].from_base && least.saturating_mul(FAR) <= target.len() as u64 {
-                Attempt { way, size: target.len() as u64, payload: None }
-            } else {
-                let changed = match &mut changed[usize::from(!way.from_base)] {
-                    Some(changed) => *changed,
-                    none => {
-                        let base = if way.from_base { base } else { zeros(&mut self.zeros, target.len()) };
-                        *none.insert(with_lane!(plan.dtype.lane_bytes(), L => count_changed::<L>(base, target) as u64))
-                    }
+        let Self { sides, zeros: buffer } = self;
+        for (from_base, side) in [true, false].into_iter().zip(sides) {
+            if ways.iter().all(|way| way.from_base != from_base) {
+                continue;
+            }
+            if !attempts.is_empty() && least.saturating_mul(FAR) <= target.len() as u64 {
+                let far = |way: &Way| Attempt { way: *way, size: target.len() as u64, payload: None };
+                attempts.extend(ways.iter().filter(|way| way.from_base == from_base).map(far));
+                continue;
+            }
+            let base = if from_base { base } else { zeros(buffer, target.len()) };
+            let difference = Difference::find(plan.dtype, base, target, &mut side.masks);
+            for &way in ways.iter().filter(|way| way.from_base == from_base) {
+                let attempt = if attempts.is_empty() {
+                    let (payload, encoded) = encode(&mut side.encoder, plan, way, options.layout, difference)?;
+                    Attempt { way, size: padded(&payload), payload: Some((payload, encoded)) }
+                } else {
+                    attempt(&mut side.encoder, plan, way, difference, least)?
                 };
-                self.attempt(plan, way, base, target, changed, least)?
-            };
-            least = least.min(attempt.size);
-            attempts.push(attempt);
+                least = least.min(attempt.size);
+                attempts.push(attempt);
+            }
         }
         Ok(attempts)
     }
+}
 
-    /// What a way makes of a chunk of which so many lanes change, where others make at least `least` bytes.
-    fn attempt(&mut self, plan: &Plan, way: Way, base: &[u8], target: &[u8], changed: u64, least: u64) -> Result<Attempt> {
-        let width = plan.dtype.lane_bytes();
-        let lanes = target.len() / width;
-        if changed == 0 {
-            return Ok(Attempt { way, size: 0, payload: Some((Vec::new(), Encoded::default())) });
-        }
-        // What a way makes of the chunk, where that is known. Without tables codec `conditioned` makes no less than `raw`.
-        let bound = match way.codec {
-            Codec::Raw => raw_size(changed as u32, width).next_multiple_of(PAYLOAD_ALIGN),
-            Codec::Conditioned if plan.tables_of(way).is_none() => raw_size(changed as u32, width).min(target.len() as u64),
-            // A bound below what it makes would count for a size in the tensor's sum.
-            Codec::Conditioned | Codec::Zstd => 0,
-        };
-        if bound > least {
-            return Ok(Attempt { way, size: bound, payload: None });
-        }
-        let mut layouts = layouts_of(way.codec, changed, lanes);
-        let from = if way.from_base { base } else { zeros(&mut self.zeros, target.len()) };
-        if let Some(part) = Part::of(way.codec, width, from, target, changed) {
-            let made = self.smallest(plan, way, &layouts, &part.base, &part.target, part.share(least * 5 / 4) + PART)?;
-            let size = part.whole((made.payload.len() as u64).saturating_sub(PART));
-            if 16 * size > 17 * least {
-                return Ok(Attempt { way, size, payload: None });
-            }
-            // The longer the content, the more repeats are found in some layouts: of few changes, all are tried again.
-            if 4 * changed > lanes as u64 {
-                layouts = vec![made.layout];
-            }
-        }
-        let made = self.smallest(plan, way, &layouts, base, target, least * 3 / 2)?;
-        Ok(Attempt { way, size: padded(&made.payload), payload: Some((made.payload, made.encoded)) })
-    }
+fn encode(
+    encoder: &mut Option<ChunkEncoder>,
+    plan: &Plan,
+    way: Way,
+    layout: Option<Layout>,
+    difference: Difference<'_>,
+) -> Result<(Vec<u8>, Encoded)> {
+    let encoder = match encoder {
+        Some(encoder) => encoder,
+        none => none.insert(ChunkEncoder::new()?),
+    };
+    let mut payload = Vec::new();
+    let encoded = encoder.encode_difference(plan.coding(way, layout), difference, &mut payload)?;
+    Ok((payload, encoded))
+}
 
-    /// The smallest payload of the layouts, or that of the first one if it has more than `enough` bytes: others gain little.
-    fn smallest(
-        &mut self,
-        plan: &Plan,
-        way: Way,
-        layouts: &[Option<Layout>],
-        base: &[u8],
-        target: &[u8],
-        enough: u64,
-    ) -> Result<Made> {
-        let mut best: Option<Made> = None;
-        for &layout in layouts {
-            let (payload, encoded) = self.encode(plan, way, layout, base, target)?;
-            let size = payload.len();
-            if best.as_ref().is_none_or(|best| size < best.payload.len()) {
-                best = Some(Made { layout, payload, encoded });
-            }
-            if size as u64 > enough {
-                break;
-            }
-        }
-        Ok(best.unwrap_or_default())
+/// What a way makes of a chunk, where others make at least `least` bytes.
+fn attempt(encoder: &mut Option<ChunkEncoder>, plan: &Plan, way: Way, difference: Difference<'_>, least: u64) -> Result<Attempt> {
+    let (lanes, changed, width) = (difference.lanes() as u64, difference.changed as u64, plan.dtype.lane_bytes());
+    if changed == 0 {
+        return Ok(Attempt { way, size: 0, payload: Some((Vec::new(), Encoded::default())) });
     }
+    // What a way makes of the chunk, where that is known. Without tables codec `conditioned` makes no less than `raw`.
+    let bound = match way.codec {
+        Codec::Raw => raw_size(changed as u32, width).next_multiple_of(PAYLOAD_ALIGN),
+        Codec::Conditioned if plan.tables_of(way).is_none() => raw_size(changed as u32, width).min(difference.target.len() as u64),
+        // A bound below what it makes would count for a size in the tensor's sum.
+        Codec::Conditioned | Codec::Zstd => 0,
+    };
+    if bound > least {
+        return Ok(Attempt { way, size: bound, payload: None });
+    }
+    let mut layouts = layouts_of(way.codec, changed, lanes);
+    if let Some(part) = Part::of(way.codec, difference) {
+        let mut masks = Vec::new();
+        let made =
+            smallest(encoder, plan, way, &layouts, part.difference(plan.dtype, &mut masks), part.share(least * 5 / 4) + PART)?;
+        let size = part.whole((made.payload.len() as u64).saturating_sub(PART));
+        if 16 * size > 17 * least {
+            return Ok(Attempt { way, size, payload: None });
+        }
+        // The longer the content, the more repeats are found in some layouts: of few changes, all are tried again.
+        if 4 * changed > lanes {
+            layouts = vec![made.layout];
+        }
+    }
+    let made = smallest(encoder, plan, way, &layouts, difference, least * 3 / 2)?;
+    Ok(Attempt { way, size: padded(&made.payload), payload: Some((made.payload, made.encoded)) })
+}
+
+/// The smallest payload of the layouts, or that of the first one if it has more than `enough` bytes: others gain little.
+fn smallest(
+    encoder: &mut Option<ChunkEncoder>,
+    plan: &Plan,
+    way: Way,
+    layouts: &[Option<Layout>],
+    difference: Difference<'_>,
+    enough: u64,
+) -> Result<Made> {
+    let mut best: Option<Made> = None;
+    for &layout in layouts {
+        let (payload, encoded) = encode(encoder, plan, way, layout, difference)?;
+        let size = payload.len();
+        if best.as_ref().is_none_or(|best| size < best.payload.len()) {
+            best = Some(Made { layout, payload, encoded });
+        }
+        if size as u64 > enough {
+            break;
+        }
+    }
+    Ok(best.unwrap_or_default())
 }
 
 /// A payload, and the layout that was asked for.
@@ -167,9 +188,9 @@ struct Made {
 
 /// The layouts that a codec may be tried in where so many lanes change, the first of them what suits a chunk by rule. Those that
 /// say something of every lane are for many changes.
-fn layouts_of(codec: Codec, changed: u64, lanes: usize) -> Vec<Option<Layout>> {
+fn layouts_of(codec: Codec, changed: u64, lanes: u64) -> Vec<Option<Layout>> {
     let named: &[Layout] = match codec {
-        Codec::Zstd if 8 * changed <= lanes as u64 => &[Layout::Gaps, Layout::EliasDelta, Layout::NibbleGaps],
+        Codec::Zstd if 8 * changed <= lanes => &[Layout::Gaps, Layout::EliasDelta, Layout::NibbleGaps],
         Codec::Zstd => Layout::ALL,
         _ => &[],
     };
@@ -188,55 +209,61 @@ fn zeros(buffer: &mut Vec<u8>, size: usize) -> &[u8] {
 }
 
 /// A part of a chunk that is tried for all of it.
-struct Part {
-    base: Vec<u8>,
-    target: Vec<u8>,
+struct Part<'a> {
+    base: Cow<'a, [u8]>,
+    target: Cow<'a, [u8]>,
     /// How much of how much it is.
     of: (u64, u64),
 }
 
-impl Part {
-    /// The part on which a codec is tried first; none if the whole takes it little time. `changed` lanes of the chunk change.
-    fn of(codec: Codec, width: usize, base: &[u8], target: &[u8], changed: u64) -> Option<Self> {
-        let lanes = (target.len() / width) as u64;
+impl<'a> Part<'a> {
+    /// The part on which a codec is tried first; none if the whole takes it little time.
+    fn of(codec: Codec, difference: Difference<'a>) -> Option<Self> {
+        let (lanes, changed) = (difference.lanes(), difference.changed as u64);
         match codec {
             Codec::Raw => None,
             // The time of codec `zstd` goes with the changes where these are few.
-            Codec::Zstd if 4 * changed <= lanes => (changed > 2 * FEW).then(|| Self::of_changes(width, base, target, changed)),
-            _ => (lanes >= (2 * RUNS * RUN.start()) as u64).then(|| Self::of_lanes(width, base, target)),
+            Codec::Zstd if 4 * changed <= lanes as u64 => (changed > 2 * FEW).then(|| Self::of_changes(difference)),
+            _ => (lanes >= 2 * RUNS * RUN.start()).then(|| Self::of_lanes(difference)),
         }
     }
 
     /// Runs of lanes from all over a chunk, put together.
-    fn of_lanes(width: usize, base: &[u8], target: &[u8]) -> Self {
-        let step = target.len() / width / RUNS;
+    fn of_lanes(difference: Difference<'a>) -> Self {
+        let Difference { base, target, .. } = difference;
+        let width = difference.dtype.lane_bytes();
+        let step = difference.lanes() / RUNS;
         let run = (step / 16).next_multiple_of(*RUN.start()).clamp(*RUN.start(), *RUN.end());
         let runs = |lanes: &[u8]| {
             let runs: Vec<&[u8]> = (0..RUNS).map(|r| &lanes[(r * step + (step - run) / 2) * width..][..run * width]).collect();
-            runs.concat()
+            Cow::from(runs.concat())
         };
         Self { base: runs(base), target: runs(target), of: ((RUNS * run * width) as u64, target.len() as u64) }
     }
 
     /// The lanes around the change in the middle, with a sixteenth of the changes, or [`FEW`].
-    fn of_changes(width: usize, base: &[u8], target: &[u8], changed: u64) -> Self {
-        let run = RUN.start() * width;
+    fn of_changes(difference: Difference<'a>) -> Self {
+        let Difference { masks, .. } = difference;
+        let changed = difference.changed as u64;
         let wanted = FEW.max(changed / 16);
-        let (mut seen, mut range) = (0, 0..target.len());
-        for (start, (base, target)) in (0..).step_by(run).zip(base.chunks(run).zip(target.chunks(run))) {
-            let here = with_lane!(width, L => count_changed::<L>(base, target) as u64);
+        let (mut seen, mut range) = (0, 0..masks.len());
+        for (start, masks) in (0..).step_by(MASKS).zip(masks.chunks(MASKS)) {
             let before = seen;
-            seen += here;
+            seen += masks.iter().map(|mask| u64::from(mask.count_ones())).sum::<u64>();
             if seen <= (changed - wanted) / 2 {
-                range.start = start + run;
+                range.start = start + masks.len();
             } else if before >= (changed + wanted) / 2 {
                 range.end = start;
                 break;
             }
         }
-        let (base, target) = (base[range.clone()].to_vec(), target[range].to_vec());
-        let of = with_lane!(width, L => count_changed::<L>(&base, &target) as u64);
-        Self { base, target, of: (of.max(1), changed) }
+        let part = difference.part(range);
+        Self { base: part.base.into(), target: part.target.into(), of: ((part.changed as u64).max(1), changed) }
+    }
+
+    /// What differs in it.
+    fn difference<'b>(&'b self, dtype: Dtype, masks: &'b mut Vec<u64>) -> Difference<'b> {
+        Difference::find(dtype, &self.base, &self.target, masks)
     }
 
     /// The part's share of a size.

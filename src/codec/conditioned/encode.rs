@@ -8,9 +8,9 @@ use super::stats::{CONTEXTS, LEVELS, Row, Split, Stats, all_lanes};
 use super::stream::{self, LEAST_STATE};
 use super::tables::TableSet;
 use super::values::Lanes;
-use crate::codec::{Changes, Encoded};
+use crate::codec::{Difference, Encoded};
 use crate::format::ConditionedHeader;
-use crate::lane::{Dtype, Lane, changed_masks, lanes_of};
+use crate::lane::{Dtype, Lane, lanes_of};
 use crate::simd::{Divisors, Path, STEP, Tiles};
 use std::ops::Range;
 use zerocopy::IntoBytes;
@@ -33,8 +33,8 @@ const WHOLE: (u64, u64) = (100, 8 * 12);
 pub(crate) struct Encoder {
     path: Path,
     model: Option<Model>,
-    /// A mask for each half of a block of the lanes that have a value to be coded: those that change, or all.
-    changed: Vec<u64>,
+    /// Masks of all lanes, where each has a value to be coded.
+    all: Vec<u64>,
     coded: Coded,
     /// Values of a segment.
     values: Vec<u8>,
@@ -81,7 +81,7 @@ impl Default for Encoder {
         Self {
             path: Path::best(),
             model: None,
-            changed: Vec::new(),
+            all: Vec::new(),
             coded: Coded::default(),
             values: Vec::new(),
             words: Vec::new(),
@@ -111,29 +111,25 @@ impl Default for Pace {
 impl Encoder {
     /// Appends the payload of a chunk to `payload`: nothing if no lane has changed. `low_bits` is 0, or the bits of each delta
     /// to store as they are.
-    #[expect(clippy::too_many_arguments, reason = "all of a chunk")]
     pub fn encode<L: Lane>(
         &mut self,
-        dtype: Dtype,
+        difference: Difference<'_>,
         tables: Option<&TableSet>,
         low_bits: u32,
         pace: Pace,
-        base: &[u8],
-        target: &[u8],
         payload: &mut Vec<u8>,
     ) -> Encoded {
-        let changed = changed_masks::<L>(base, target, &mut self.changed);
+        let Difference { dtype, base, target, changed, .. } = difference;
         if changed == 0 {
             return Encoded::default();
         }
         let start = payload.len();
-        let coded =
-            tables.is_some_and(|tables| self.encode_coded::<L>(dtype, tables, low_bits, pace, base, target, changed, payload));
+        let coded = tables.is_some_and(|tables| self.encode_coded::<L>(difference, tables, low_bits, pace, payload));
         let listed = changed * (4 + L::BYTES);
         if !coded || payload.len() - start > listed.min(base.len()) + UNCODED {
             payload.truncate(start);
             if listed < base.len() {
-                put_listed::<L>(dtype, base, target, changed, payload);
+                put_listed::<L>(difference, payload);
             } else {
                 put_plain::<L>(dtype, base, target, payload);
             }
@@ -142,27 +138,26 @@ impl Encoder {
     }
 
     /// Returns false if a value has no token and cannot be an exception.
-    #[expect(clippy::too_many_arguments, reason = "all of a chunk")]
     fn encode_coded<L: Lane>(
         &mut self,
-        dtype: Dtype,
+        difference: Difference<'_>,
         tables: &TableSet,
         low_bits: u32,
         pace: Pace,
-        base: &[u8],
-        target: &[u8],
-        changed: usize,
         payload: &mut Vec<u8>,
     ) -> bool {
+        let Difference { dtype, base, target, masks, changed } = difference;
         let model = match &mut self.model {
             Some(model) if model.set == *tables => model,
             model => model.insert(Model::new(tables)),
         };
         let split = Split::for_lanes::<L>(base, target, dtype, low_bits);
-        if low_bits != 0 {
-            all_lanes(base.len() / L::BYTES, &mut self.changed);
-        }
-        let stats = Stats::gather::<L>(base, target, dtype, split, &self.changed, changed);
+        // The lanes that have a value to be coded: those that change, or all.
+        let valued = match low_bits {
+            0 => masks,
+            _ => all_lanes(difference.lanes(), &mut self.all),
+        };
+        let stats = Stats::gather::<L>(base, target, dtype, split, valued, changed);
         let choice = choose(&stats, model, split, pace.lane, L::BYTES);
         let levels: Vec<u8> = stats.levels.iter().map(|&level| activity(level, choice.activity_bits)).collect();
         let (blocks, tile) = (levels.len(), tile_blocks(L::BYTES));
@@ -175,7 +170,7 @@ impl Encoder {
             self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, states, base, None);
         }
         let (masks, classes) = (self.coded.masks(), self.coded.classes());
-        let lanes = Lanes { base, target, dtype, split, changed: &self.changed };
+        let lanes = Lanes { base, target, dtype, split, changed: valued };
         let mut listed = Vec::new();
         let mut sizes = Vec::with_capacity(segments);
         let mut done = 0;
@@ -234,15 +229,15 @@ fn deltas<L: Lane>(base: &[u8], target: &[u8], dtype: Dtype) -> impl Iterator<It
 }
 
 /// A payload that lists all changes as exceptions.
-fn put_listed<L: Lane>(dtype: Dtype, base: &[u8], target: &[u8], count: usize, payload: &mut Vec<u8>) {
-    let exception_count = (count as u32).into();
+fn put_listed<L: Lane>(difference: Difference<'_>, payload: &mut Vec<u8>) {
+    let exception_count = (difference.changed as u32).into();
     let header = ConditionedHeader { exception_count, context_count: 1, ..ConditionedHeader::default() };
     payload.extend(header.as_bytes());
     payload.push(0);
-    let changes = Changes::<L>::collect(base, target, dtype.order(), count);
+    let changes = difference.changes::<L>();
     payload.extend(changes.positions.iter().flat_map(|position| position.to_le_bytes()));
     changes.deltas.iter().for_each(|delta| payload.extend(delta.store().as_bytes()));
-    end_uncoded(count * (4 + L::BYTES), payload);
+    end_uncoded(difference.changed * (4 + L::BYTES), payload);
 }
 
 /// A payload whose deltas are stored as they are.

@@ -195,12 +195,14 @@ fn each(masks: &[u64], mut f: impl FnMut(usize)) {
     }
 }
 
-/// Sets `masks` to those of all of `lanes` lanes, for where each has a value.
-pub(super) fn all_lanes(lanes: usize, masks: &mut [u64]) {
-    masks.fill(u64::MAX);
+/// Masks of all of `lanes` lanes, in a buffer that is used again, for where each has a value.
+pub(super) fn all_lanes(lanes: usize, masks: &mut Vec<u64>) -> &[u64] {
+    masks.clear();
+    masks.resize(lanes.div_ceil(HALF), u64::MAX);
     if let (Some(last), 1..) = (masks.last_mut(), lanes % HALF) {
         *last = (1 << (lanes % HALF)) - 1;
     }
+    masks
 }
 
 /// The tokens of a block's lanes; 0 where there is no lane.

@@ -7,7 +7,8 @@
 use super::cost::{BIT, log2};
 use super::stats::{LEVELS, Row, Split, Stats, all_lanes};
 use super::tables::{MAX_CLASSES, SCALE, TableSet, least_value, tokens_within};
-use crate::lane::{Dtype, Lane, changed_masks, with_lane};
+use crate::codec::Difference;
+use crate::lane::{Dtype, Lane, with_lane};
 use std::collections::BTreeMap;
 
 /// Rounds of moving groups between classes after each split.
@@ -33,18 +34,16 @@ impl Sample {
     /// Looks at some lanes of a tensor, a multiple of 128 but for its end.
     pub fn gather(dtype: Dtype, low_bits: u32, base: &[u8], target: &[u8]) -> Self {
         let mut sample = Self::default();
+        let (mut masks, mut all) = (Vec::new(), Vec::new());
+        let Difference { masks, changed, .. } = Difference::find(dtype, base, target, &mut masks);
+        sample.changed = changed as u64;
+        if changed == 0 && low_bits == 0 {
+            return sample;
+        }
         with_lane!(dtype.lane_bytes(), L => {
-            let mut masks = Vec::new();
-            let changed = changed_masks::<L>(base, target, &mut masks);
-            sample.changed = changed as u64;
-            if changed == 0 && low_bits == 0 {
-                return sample;
-            }
             let split = Split::for_lanes::<L>(base, target, dtype, low_bits);
-            if low_bits != 0 {
-                all_lanes(base.len() / L::BYTES, &mut masks);
-            }
-            let stats = Stats::gather::<L>(base, target, dtype, split, &masks, changed);
+            let valued = if low_bits == 0 { masks } else { all_lanes(base.len() / L::BYTES, &mut all) };
+            let stats = Stats::gather::<L>(base, target, dtype, split, valued, changed);
             // Where many lanes change the encoder will tell blocks apart, and classes should know both kinds.
             let by_level = 16 * changed * L::BYTES >= base.len();
             let apart = [0..1, 1..2, 2..3, 3..4];

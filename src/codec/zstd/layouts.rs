@@ -1,7 +1,7 @@
 //! The layouts of a frame's content (`spec/codecs.md` sections 3.1 to 3.5).
 
 use super::{Layout, elias};
-use crate::codec::{Changes, Patch};
+use crate::codec::{Patch, difference::Changes};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
 use crate::lane::{Lane, Order, lanes_of, lanes_of_mut};

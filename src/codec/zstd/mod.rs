@@ -6,10 +6,10 @@ mod layouts;
 
 pub(crate) use frame::expand as expand_frame;
 
-use super::{Changes, Encoded};
+use super::{Difference, Encoded};
 use crate::error::{Error, Result, Rule};
 use crate::format::registry;
-use crate::lane::{Lane, Order, count_changed};
+use crate::lane::{Lane, Order};
 use layouts::{Content, WIDE};
 
 registry! {
@@ -50,30 +50,24 @@ impl Encoder {
 
     pub fn encode<L: Lane>(
         &mut self,
-        base: &[u8],
-        target: &[u8],
-        order: Order,
+        difference: Difference<'_>,
         layout: Option<Layout>,
         payload: &mut Vec<u8>,
     ) -> Result<Encoded> {
-        let count = count_changed::<L>(base, target);
-        if count == 0 {
-            return Ok(Encoded::default());
-        }
-        let lanes = base.len() / L::BYTES;
+        let Difference { dtype, base, target, changed: count, .. } = difference;
         let dense = match layout {
             Some(layout) => matches!(layout, Layout::Planes | Layout::NibblePlanes),
             // From a quarter of the lanes on, a token a lane costs no more than a token a change; measured on real pairs, in
             // DECISIONS.md.
-            None => 4 * count > lanes,
+            None => 4 * count > difference.lanes(),
         };
         self.content.clear();
         if dense {
-            let deltas = layouts::deltas_of_all::<L>(base, target, order);
+            let deltas = layouts::deltas_of_all::<L>(base, target, dtype.order());
             let layout = layout.unwrap_or_else(|| if mostly_wide(&deltas, count) { Layout::Planes } else { Layout::NibblePlanes });
             self.content.put_dense(layout, &deltas);
         } else {
-            let changes = Changes::<L>::collect(base, target, order, count);
+            let changes = difference.changes::<L>();
             let layout =
                 layout.unwrap_or_else(|| if mostly_wide(&changes.deltas, count) { Layout::Gaps } else { Layout::NibbleGaps });
             self.content.put_sparse(layout, &changes);

@@ -15,7 +15,7 @@ use self::random::Random;
 use super::model::{self, Shape};
 use super::tables::{MAX_TOKENS, SCALE};
 use super::*;
-use crate::codec::Encoded;
+use crate::codec::{Difference, Encoded};
 use crate::lane::{Dtype, with_lane};
 use crate::simd::Path;
 use crate::{Result, chunk_sum};
@@ -58,8 +58,9 @@ fn encode_at(
     target: &[u8],
 ) -> Vec<u8> {
     let mut payload = vec![0xEE; 3];
-    let encoded =
-        with_lane!(dtype.lane_bytes(), L => encoder.encode::<L>(dtype, tables, low_bits, pace, base, target, &mut payload));
+    let mut masks = Vec::new();
+    let difference = Difference::find(dtype, base, target, &mut masks);
+    let encoded = with_lane!(dtype.lane_bytes(), L => encoder.encode::<L>(difference, tables, low_bits, pace, &mut payload));
     let changed = count_changed(dtype, base, target);
     let size = if changed == 0 { 0 } else { base.len() as u32 };
     assert_eq!(encoded, Encoded { uncompressed_size: size, num_deltas: changed });
