@@ -2,9 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use crate::dispatch::vectorized;
 use crate::format::registry;
-use crate::simd::Path;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -307,17 +305,6 @@ pub(crate) fn lanes_of<L: Lane>(bytes: &[u8]) -> &[L::Le] {
 pub(crate) fn lanes_of_mut<L: Lane>(bytes: &mut [u8]) -> &mut [L::Le] {
     let count = bytes.len() / L::BYTES;
     <[L::Le]>::mut_from_prefix_with_elems(bytes, count).map_or(&mut [], |(lanes, _)| lanes)
-}
-
-/// Sets `masks` to a mask for each 64 lanes of those that differ between two ranges of equal length, and returns their number.
-pub(crate) fn changed_masks<L: Lane>(base: &[u8], target: &[u8], masks: &mut Vec<u64>) -> usize {
-    masks.clear();
-    masks.resize(base.len().div_ceil(64 * L::BYTES), 0);
-    Path::best().differ(L::BYTES, base, target, masks);
-    vectorized(
-        #[inline(always)]
-        || masks.iter().map(|mask| mask.count_ones() as usize).sum(),
-    )
 }
 
 #[cfg(test)]

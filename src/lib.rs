@@ -51,7 +51,6 @@ pub mod limits;
 mod publish;
 pub mod reader;
 pub mod safetensors;
-mod simd;
 pub mod source;
 mod sums;
 mod watch;

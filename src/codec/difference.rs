@@ -1,6 +1,8 @@
 //! Which lanes of a chunk change, found once for every way of coding it.
 
-use crate::lane::{Dtype, Lane, changed_masks, lanes_of, with_lane};
+use super::simd::Path;
+use crate::dispatch::vectorized;
+use crate::lane::{Dtype, Lane, lanes_of};
 use std::ops::Range;
 
 /// Lanes that share a mask.
@@ -22,7 +24,14 @@ pub(crate) struct Difference<'a> {
 impl<'a> Difference<'a> {
     /// Compares lanes; `masks` is filled. Cost: one pass over both.
     pub fn find(dtype: Dtype, base: &'a [u8], target: &'a [u8], masks: &'a mut Vec<u64>) -> Self {
-        let changed = with_lane!(dtype.lane_bytes(), L => changed_masks::<L>(base, target, masks));
+        let width = dtype.lane_bytes();
+        masks.clear();
+        masks.resize(base.len().div_ceil(GROUP * width), 0);
+        Path::best().differ(width, base, target, masks);
+        let changed = vectorized(
+            #[inline(always)]
+            || count(masks),
+        );
         Self { dtype, base, target, masks, changed }
     }
 
@@ -58,6 +67,7 @@ impl<'a> Difference<'a> {
 }
 
 /// How many lanes masks select.
+#[inline(always)]
 pub(crate) fn count(masks: &[u64]) -> usize {
     masks.iter().map(|mask| mask.count_ones() as usize).sum()
 }

@@ -1,9 +1,9 @@
 //! Doors for fuzz targets and for nobody else: there under `cfg(fuzzing)` alone.
 
 use super::{Encoded, TableSet, conditioned};
+use crate::codec::simd::Path;
 use crate::error::Result;
 use crate::lane::{Dtype, with_lane};
-use crate::simd::Path;
 
 pub use super::conditioned::model;
 

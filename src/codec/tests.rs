@@ -3,6 +3,7 @@
 use super::*;
 use crate::chunk_sum;
 use crate::error::Error;
+use crate::lane::{Lane, Order, lanes_of_mut};
 use proptest::prelude::*;
 use std::cell::RefCell;
 

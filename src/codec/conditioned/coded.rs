@@ -1,8 +1,8 @@
 //! Which lanes are coded, and in which class (`spec/codecs.md` section 4.4).
 
 use super::context::{BLOCK, HALF, Maps, indexes, tile_blocks};
+use crate::codec::simd::{self, Path, Tiles};
 use crate::lane::{Dtype, Lane};
-use crate::simd::{self, Path, Tiles};
 
 /// Blocks whose contexts are taken at once: whole tiles.
 const BATCH: usize = 32;

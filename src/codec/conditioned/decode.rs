@@ -5,11 +5,11 @@ use super::context::{BLOCK, HALF, tile_blocks};
 use super::payload::{Payload, segment};
 use super::stream::Stream;
 use super::tables::{Lookup, TableSet};
+use crate::codec::simd::{GROUP, Path, Tiles};
 use crate::codec::{Encoded, Fill};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
 use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
-use crate::simd::{GROUP, Path, Tiles};
 use crate::sums::{chunk_sum, lane_term};
 
 /// Tiles that are worked on at once: what fits in the second-level cache, and in tests so few that short chunks have several of

@@ -8,10 +8,10 @@ use super::stats::{CONTEXTS, LEVELS, Row, Split, Stats, all_lanes};
 use super::stream::{self, LEAST_STATE};
 use super::tables::TableSet;
 use super::values::Lanes;
+use crate::codec::simd::{Divisors, Path, STEP, Tiles};
 use crate::codec::{Difference, Encoded};
 use crate::format::ConditionedHeader;
 use crate::lane::{Dtype, Lane, lanes_of};
-use crate::simd::{Divisors, Path, STEP, Tiles};
 use std::ops::Range;
 use zerocopy::IntoBytes;
 

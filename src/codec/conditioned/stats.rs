@@ -2,9 +2,9 @@
 
 use super::context::{BLOCK, HALF, indexes};
 use super::tables::{extra_bits, token_of, tokens_within};
+use crate::codec::simd::DIRECT;
 use crate::dispatch::vectorized;
 use crate::lane::{Context, Dtype, Lane, Order, lanes_of};
-use crate::simd::DIRECT;
 
 /// Levels of activity: 0 for blocks without a change, then three of about equal size.
 pub(super) const LEVELS: usize = 4;

@@ -1,10 +1,10 @@
 //! Streams, decoded and encoded (`spec/codecs.md` section 4.5).
 
 use super::tables::{Lookup, SCALE, SCALE_LOG2, extra_bits, least_value, token_of, tokens_within};
+use crate::codec::simd::{Backwards, Broken, Divisors, GROUP, Path, STEP, Words};
 use crate::dispatch::vectorized;
 use crate::error::{Error, Result, Rule};
 use crate::lane::Lane;
-use crate::simd::{Backwards, Broken, Divisors, GROUP, Path, STEP, Words};
 
 /// Least state between symbols, and every state at the end of a stream.
 pub(crate) const LEAST_STATE: u32 = 1 << 16;

@@ -1,7 +1,7 @@
 //! Table sets and tokens (`spec/codecs.md` sections 4.2 and 4.3).
 
+use crate::codec::simd::{DIRECT, EXTRA_BIAS, Entry, NO_CLASS};
 use crate::error::{Result, Rule};
-use crate::simd::{DIRECT, EXTRA_BIAS, Entry, NO_CLASS};
 
 /// Most classes of a set; class 0, of lanes that are not coded, is none of them.
 pub(crate) const MAX_CLASSES: usize = 15;

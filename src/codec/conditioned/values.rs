@@ -3,9 +3,9 @@
 use super::coded::tiles_of;
 use super::context::HALF;
 use super::stats::Split;
+use crate::codec::simd::{Path, Tiles};
 use crate::dispatch::vectorized;
 use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
-use crate::simd::{Path, Tiles};
 use std::ops::Range;
 
 /// Base and target lanes of a chunk, and how their deltas become values.

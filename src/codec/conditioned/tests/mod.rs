@@ -15,9 +15,9 @@ use self::random::Random;
 use super::model::{self, Shape};
 use super::tables::{MAX_TOKENS, SCALE};
 use super::*;
+use crate::codec::simd::Path;
 use crate::codec::{Difference, Encoded};
 use crate::lane::{Dtype, with_lane};
-use crate::simd::Path;
 use crate::{Result, chunk_sum};
 use proptest::prelude::*;
 

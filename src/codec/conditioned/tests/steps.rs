@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::codec::conditioned::tables::Lookup;
+use crate::codec::simd::{Broken, STEP, Words};
 use crate::format::ConditionedHeader;
-use crate::simd::{Broken, STEP, Words};
 use zerocopy::FromBytes;
 
 /// A step as section 4.5 has it, on frequencies.

@@ -1,6 +1,6 @@
 //! AVX-512 with VBMI and VBMI2.
 
-use super::{Backwards, Broken, Coded, DIRECT, Divisors, EXTRA_BIAS, Entry, GROUP, HALF, STEP, Tiles, Words};
+use super::types::{Backwards, Broken, Coded, DIRECT, Divisors, EXTRA_BIAS, Entry, GROUP, HALF, STEP, Tiles, Words};
 use crate::lane::Lane;
 use std::arch::x86_64::*;
 use zerocopy::IntoBytes;

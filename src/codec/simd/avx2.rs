@@ -1,6 +1,6 @@
 //! AVX2 with BMI2.
 
-use super::{Broken, Coded, DIRECT, EXTRA_BIAS, Entry, GROUP, HALF, STEP, Tiles, Words};
+use super::types::{Broken, Coded, DIRECT, EXTRA_BIAS, Entry, GROUP, HALF, STEP, Tiles, Words};
 use std::arch::x86_64::*;
 
 /// See [`super::Path::compact`].

@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Coded, HALF, Tiles};
+use super::types::{Coded, HALF, Tiles};
 
 /// See [`super::Path::compact`].
 pub(super) fn compact(
