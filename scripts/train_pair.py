@@ -2,11 +2,11 @@
 """Trains a small language model on the CPU and writes checkpoints that no codec was tuned for.
 
     python3 -m venv target/venv-train && target/venv-train/bin/pip install jax optax
-    target/venv-train/bin/python scripts/train_pair.py OUT_FOLDER
+    target/venv-train/bin/python scripts/train_pair.py [--rate R] OUT_FOLDER
 
 A GPT-2-shaped transformer over bytes (8 blocks of 256, 6.5 M parameters) is trained with AdamW on the modules of the
 Python standard library that lie in no package, for 500 steps. That is the base. From it, with fresh moments and a
-constant learning rate of 1e-5, training goes on with the modules of some packages, as a fine-tune does. Written are
+constant learning rate, 1e-5 unless --rate says another, training goes on with the modules of some packages, as a fine-tune does. Written are
 
     base_f32  step1_f32  step10_f32  step100_f32      the master weights
     base_bf16 step1_bf16 step10_bf16 step100_bf16     the same, rounded to nearest, ties to even
@@ -18,6 +18,7 @@ give the same bytes. Another CPU, or another version of Python (other text) or o
 the same kind. It takes some minutes.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -145,9 +146,11 @@ def save(folder, name, weights):
 
 
 def main():
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit(__doc__)
-    folder, began, log = Path(sys.argv[1]), time.monotonic(), []
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=float, default=TUNE_RATE, help="learning rate of the fine-tune")
+    parser.add_argument("folder", type=Path, metavar="OUT_FOLDER")
+    options = parser.parse_args()
+    folder, began, log = options.folder, time.monotonic(), []
     folder.mkdir(parents=True, exist_ok=True)
     weights, modules, packages = initial(), text(False), text(True)
     parameters = sum(weight.size for weight in weights.values())
@@ -161,10 +164,11 @@ def main():
         if number in TUNE_STEPS:
             save(folder, f"step{number}", weights)
 
-    train(weights, TUNE_RATE, max(TUNE_STEPS), packages, SEED + 2, keep, log, "tune")
+    train(weights, options.rate, max(TUNE_STEPS), packages, SEED + 2, keep, log, "tune")
 
     about = {
         "parameters": parameters,
+        "tune_rate": options.rate,
         "text_bytes": [len(modules), len(packages)],
         "seconds": round(time.monotonic() - began),
         "python": platform.python_version(),

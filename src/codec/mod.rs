@@ -22,6 +22,7 @@ pub(crate) use self::patch::Patch;
 pub use self::patch::{Encoded, Fill};
 pub(crate) use self::raw::size as raw_size;
 pub use self::zstd::Layout;
+pub(crate) use self::zstd::{LayoutSize, Layouts};
 
 use crate::error::Result;
 use crate::format::registry;
@@ -120,11 +121,26 @@ impl ChunkEncoder {
         }
         with_lane!(difference.dtype.lane_bytes(), L => match coding {
             Coding::Raw => Ok(raw::encode::<L>(difference, payload)),
-            Coding::Zstd(layout) => self.zstd.encode::<L>(difference, layout, payload),
+            Coding::Zstd(layout) => {
+                let layouts = layout.as_ref().map_or(Layouts::Suited, |layout| Layouts::These(std::slice::from_ref(layout)));
+                Ok(self.zstd.encode::<L>(difference, layouts, 0, payload)?.0)
+            }
             Coding::Conditioned { tables, low_bits, pace } => {
                 Ok(self.conditioned.encode::<L>(difference, tables, low_bits, pace, payload))
             }
         })
+    }
+
+    /// Appends the smallest payload of codec `zstd` in some layouts, and says what each of them took: only the first, if that
+    /// took more than `enough` bytes.
+    pub(crate) fn smallest_frame(
+        &mut self,
+        difference: Difference<'_>,
+        layouts: Layouts<'_>,
+        enough: u64,
+        payload: &mut Vec<u8>,
+    ) -> Result<(Encoded, Vec<LayoutSize>)> {
+        with_lane!(difference.dtype.lane_bytes(), L => self.zstd.encode::<L>(difference, layouts, enough, payload))
     }
 }
 

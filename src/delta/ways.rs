@@ -6,11 +6,13 @@
 use super::options::{EncodeOptions, Way};
 use super::plan::Plan;
 use crate::checkpoint::Checkpoint;
-use crate::codec::{ChunkEncoder, Codec, Difference, Encoded, Layout, raw_size};
+use crate::codec::conditioned::uncoded_size;
+use crate::codec::{ChunkEncoder, Codec, Difference, Encoded, Layout, LayoutSize, Layouts, raw_size};
 use crate::error::Result;
 use crate::format::{BaseKind, PAYLOAD_ALIGN};
 use crate::lane::Dtype;
 use std::borrow::Cow;
+use std::cell::LazyCell;
 use std::ops::RangeInclusive;
 
 /// Lanes of the runs that the part of a chunk is made of on which ways are tried first, the fewest and the most.
@@ -34,6 +36,16 @@ pub(super) struct Attempt {
     pub payload: Option<(Vec<u8>, Encoded)>,
 }
 
+impl Attempt {
+    fn made(way: Way, payload: (Vec<u8>, Encoded)) -> Self {
+        Self { way, size: padded(&payload.0), payload: Some(payload) }
+    }
+
+    fn not_made(way: Way, size: u64) -> Self {
+        Self { way, size, payload: None }
+    }
+}
+
 /// What a thread needs to encode chunks.
 #[derive(Default)]
 pub(super) struct Worker {
@@ -41,18 +53,12 @@ pub(super) struct Worker {
     pub lanes: Lanes,
 }
 
-/// Encoders of chunks from their base and from zeros: each keeps what it has made of a table set.
+/// Encoders of chunks from their base and from zeros: each keeps what it has made of a table set. Made when they are first wanted.
 #[derive(Default)]
 pub(super) struct Encoders {
-    sides: [Side; 2],
+    encoders: [Option<ChunkEncoder>; 2],
+    masks: [Vec<u64>; 2],
     zeros: Vec<u8>,
-}
-
-/// What coding from the base, or from zeros, needs. Made when it is first wanted.
-#[derive(Default)]
-struct Side {
-    encoder: Option<ChunkEncoder>,
-    masks: Vec<u64>,
 }
 
 impl Encoders {
@@ -65,136 +71,141 @@ impl Encoders {
         base: &[u8],
         target: &[u8],
     ) -> Result<(Vec<u8>, Encoded)> {
-        let Side { encoder, masks } = &mut self.sides[usize::from(!way.from_base)];
+        let from = usize::from(!way.from_base);
         let base = if way.from_base { base } else { zeros(&mut self.zeros, target.len()) };
-        encode(encoder, plan, way, layout, Difference::find(plan.dtype, base, target, masks))
+        let difference = Difference::find(plan.dtype, base, target, &mut self.masks[from]);
+        let mut payload = Vec::new();
+        let encoded = encoder(&mut self.encoders, way)?.encode_difference(plan.coding(way, layout), difference, &mut payload)?;
+        Ok((payload, encoded))
     }
 
     /// What each way makes of a chunk.
+    ///
+    /// Ways are tried on a part of it first, and then on the whole: from the one on that looks smallest, as long as they are close.
     pub fn attempts(&mut self, plan: &Plan, options: &EncodeOptions, base: &[u8], target: &[u8]) -> Result<Vec<Attempt>> {
         let ways = match plan.way.get() {
             Some(&way) => vec![way],
             None => options.codec.ways(plan.base_kind != BaseKind::None),
         };
-        let mut attempts: Vec<Attempt> = Vec::with_capacity(ways.len());
+        if let [way] = ways[..] {
+            return Ok(vec![Attempt::made(way, self.encode(plan, way, options.layout, base, target)?)]);
+        }
+        let Self { encoders, masks: [near, alone], zeros: buffer } = self;
+        let zeros = zeros(buffer, target.len());
+        let from_base = LazyCell::new(|| Difference::find(plan.dtype, base, target, near));
+        let from_zeros = LazyCell::new(|| Difference::find(plan.dtype, zeros, target, alone));
+        let difference = |way: Way| if way.from_base { *from_base } else { *from_zeros };
+        let mut trials: Vec<Trial> = Vec::with_capacity(ways.len());
         let mut least = u64::MAX;
-        let Self { sides, zeros: buffer } = self;
-        for (from_base, side) in [true, false].into_iter().zip(sides) {
-            if ways.iter().all(|way| way.from_base != from_base) {
-                continue;
+        for &way in &ways {
+            let trial = if !way.from_base && ways[0].from_base && least.saturating_mul(FAR) <= target.len() as u64 {
+                Trial { attempt: Attempt::not_made(way, target.len() as u64), layouts: Vec::new(), exact: true }
+            } else {
+                Trial::begin(encoder(encoders, way)?, plan, way, difference(way), least)?
+            };
+            least = least.min(trial.attempt.size);
+            trials.push(trial);
+        }
+        let mut order: Vec<usize> = (0..trials.len()).collect();
+        order.sort_by_key(|&i| trials[i].attempt.size);
+        let mut least = trials.iter().filter(|trial| trial.attempt.payload.is_some()).map(|trial| trial.attempt.size).min();
+        for trial in order {
+            let trial = &mut trials[trial];
+            if trial.attempt.payload.is_none() && least.is_none_or(|least| trial.may_be_below(least)) {
+                let way = trial.attempt.way;
+                trial.end(encoder(encoders, way)?, plan, difference(way), least.unwrap_or(u64::MAX))?;
+                least = least.into_iter().chain([trial.attempt.size]).min();
             }
-            if !attempts.is_empty() && least.saturating_mul(FAR) <= target.len() as u64 {
-                let far = |way: &Way| Attempt { way: *way, size: target.len() as u64, payload: None };
-                attempts.extend(ways.iter().filter(|way| way.from_base == from_base).map(far));
-                continue;
+        }
+        Ok(trials.into_iter().map(|trial| trial.attempt).collect())
+    }
+}
+
+fn encoder(encoders: &mut [Option<ChunkEncoder>; 2], way: Way) -> Result<&mut ChunkEncoder> {
+    match &mut encoders[usize::from(!way.from_base)] {
+        Some(encoder) => Ok(encoder),
+        none => Ok(none.insert(ChunkEncoder::new()?)),
+    }
+}
+
+/// A way that may be tried on a whole chunk.
+struct Trial {
+    attempt: Attempt,
+    /// Layouts of codec `zstd` that are close; none if that is not known.
+    layouts: Vec<Layout>,
+    /// Whether the size is known without a payload, or a bound.
+    exact: bool,
+}
+
+impl Trial {
+    /// What a way makes of a chunk, or about that, where others make about `least` bytes.
+    fn begin(encoder: &mut ChunkEncoder, plan: &Plan, way: Way, difference: Difference<'_>, least: u64) -> Result<Self> {
+        let (lanes, changed, width) = (difference.lanes() as u64, difference.changed as u64, plan.dtype.lane_bytes());
+        let exact = |size| Self { attempt: Attempt::not_made(way, size), layouts: Vec::new(), exact: true };
+        let mut trial = match way.codec {
+            _ if changed == 0 => {
+                return Ok(Self { attempt: Attempt::made(way, Default::default()), layouts: Vec::new(), exact: true });
             }
-            let base = if from_base { base } else { zeros(buffer, target.len()) };
-            let difference = Difference::find(plan.dtype, base, target, &mut side.masks);
-            for &way in ways.iter().filter(|way| way.from_base == from_base) {
-                let attempt = if attempts.is_empty() {
-                    let (payload, encoded) = encode(&mut side.encoder, plan, way, options.layout, difference)?;
-                    Attempt { way, size: padded(&payload), payload: Some((payload, encoded)) }
-                } else {
-                    attempt(&mut side.encoder, plan, way, difference, least)?
+            Codec::Raw => return Ok(exact(raw_size(changed as u32, width).next_multiple_of(PAYLOAD_ALIGN))),
+            Codec::Conditioned if plan.tables_of(way).is_none() => {
+                return Ok(exact((uncoded_size(difference) as u64).next_multiple_of(PAYLOAD_ALIGN)));
+            }
+            Codec::Conditioned | Codec::Zstd => Self { exact: false, ..exact(0) },
+        };
+        // Where few lanes change the first way takes little time, and mostly wins.
+        let whole = least == u64::MAX && 4 * changed <= lanes;
+        match Part::of(way.codec, difference).filter(|_| !whole) {
+            None => trial.end(encoder, plan, difference, least)?,
+            Some(part) => {
+                let (mut masks, mut payload) = (Vec::new(), Vec::new());
+                let part_of = part.difference(plan.dtype, &mut masks);
+                let sizes = match way.codec {
+                    Codec::Zstd => {
+                        let enough = part.share(least.saturating_mul(5) / 4) + PART;
+                        encoder.smallest_frame(part_of, Layouts::Any, enough, &mut payload)?.1
+                    }
+                    _ => {
+                        encoder.encode_difference(plan.coding(way, None), part_of, &mut payload)?;
+                        Vec::new()
+                    }
                 };
-                least = least.min(attempt.size);
-                attempts.push(attempt);
+                trial.attempt.size = part.whole((payload.len() as u64).saturating_sub(PART));
+                trial.layouts = close(&sizes, payload.len(), 4 * changed > lanes);
             }
         }
-        Ok(attempts)
+        Ok(trial)
+    }
+
+    /// Whether the chunk may have fewer bytes than `least` in this way.
+    fn may_be_below(&self, least: u64) -> bool {
+        let size = self.attempt.size;
+        if self.exact { size <= least } else { 16 * size <= 17 * least }
+    }
+
+    /// Encodes the whole chunk, of which others make `least` bytes.
+    fn end(&mut self, encoder: &mut ChunkEncoder, plan: &Plan, difference: Difference<'_>, least: u64) -> Result<()> {
+        let way = self.attempt.way;
+        let mut payload = Vec::new();
+        let encoded = match way.codec {
+            Codec::Zstd => {
+                let layouts = if self.layouts.is_empty() { Layouts::Any } else { Layouts::These(&self.layouts) };
+                encoder.smallest_frame(difference, layouts, least.saturating_mul(3) / 2, &mut payload)?.0
+            }
+            _ => encoder.encode_difference(plan.coding(way, None), difference, &mut payload)?,
+        };
+        self.attempt = Attempt::made(way, (payload, encoded));
+        Ok(())
     }
 }
 
-fn encode(
-    encoder: &mut Option<ChunkEncoder>,
-    plan: &Plan,
-    way: Way,
-    layout: Option<Layout>,
-    difference: Difference<'_>,
-) -> Result<(Vec<u8>, Encoded)> {
-    let encoder = match encoder {
-        Some(encoder) => encoder,
-        none => none.insert(ChunkEncoder::new()?),
-    };
-    let mut payload = Vec::new();
-    let encoded = encoder.encode_difference(plan.coding(way, layout), difference, &mut payload)?;
-    Ok((payload, encoded))
-}
-
-/// What a way makes of a chunk, where others make at least `least` bytes.
-fn attempt(encoder: &mut Option<ChunkEncoder>, plan: &Plan, way: Way, difference: Difference<'_>, least: u64) -> Result<Attempt> {
-    let (lanes, changed, width) = (difference.lanes() as u64, difference.changed as u64, plan.dtype.lane_bytes());
-    if changed == 0 {
-        return Ok(Attempt { way, size: 0, payload: Some((Vec::new(), Encoded::default())) });
-    }
-    // What a way makes of the chunk, where that is known. Without tables codec `conditioned` makes no less than `raw`.
-    let bound = match way.codec {
-        Codec::Raw => raw_size(changed as u32, width).next_multiple_of(PAYLOAD_ALIGN),
-        Codec::Conditioned if plan.tables_of(way).is_none() => raw_size(changed as u32, width).min(difference.target.len() as u64),
-        // A bound below what it makes would count for a size in the tensor's sum.
-        Codec::Conditioned | Codec::Zstd => 0,
-    };
-    if bound > least {
-        return Ok(Attempt { way, size: bound, payload: None });
-    }
-    let mut layouts = layouts_of(way.codec, changed, lanes);
-    if let Some(part) = Part::of(way.codec, difference) {
-        let mut masks = Vec::new();
-        let made =
-            smallest(encoder, plan, way, &layouts, part.difference(plan.dtype, &mut masks), part.share(least * 5 / 4) + PART)?;
-        let size = part.whole((made.payload.len() as u64).saturating_sub(PART));
-        if 16 * size > 17 * least {
-            return Ok(Attempt { way, size, payload: None });
-        }
-        // The longer the content, the more repeats are found in some layouts: of few changes, all are tried again.
-        if 4 * changed > lanes {
-            layouts = vec![made.layout];
-        }
-    }
-    let made = smallest(encoder, plan, way, &layouts, difference, least * 3 / 2)?;
-    Ok(Attempt { way, size: padded(&made.payload), payload: Some((made.payload, made.encoded)) })
-}
-
-/// The smallest payload of the layouts, or that of the first one if it has more than `enough` bytes: others gain little.
-fn smallest(
-    encoder: &mut Option<ChunkEncoder>,
-    plan: &Plan,
-    way: Way,
-    layouts: &[Option<Layout>],
-    difference: Difference<'_>,
-    enough: u64,
-) -> Result<Made> {
-    let mut best: Option<Made> = None;
-    for &layout in layouts {
-        let (payload, encoded) = encode(encoder, plan, way, layout, difference)?;
-        let size = payload.len();
-        if best.as_ref().is_none_or(|best| size < best.payload.len()) {
-            best = Some(Made { layout, payload, encoded });
-        }
-        if size as u64 > enough {
-            break;
-        }
-    }
-    Ok(best.unwrap_or_default())
-}
-
-/// A payload, and the layout that was asked for.
-#[derive(Default)]
-struct Made {
-    layout: Option<Layout>,
-    payload: Vec<u8>,
-    encoded: Encoded,
-}
-
-/// The layouts that a codec may be tried in where so many lanes change, the first of them what suits a chunk by rule. Those that
-/// say something of every lane are for many changes.
-fn layouts_of(codec: Codec, changed: u64, lanes: u64) -> Vec<Option<Layout>> {
-    let named: &[Layout] = match codec {
-        Codec::Zstd if 8 * changed <= lanes => &[Layout::Gaps, Layout::EliasDelta, Layout::NibbleGaps],
-        Codec::Zstd => Layout::ALL,
-        _ => &[],
-    };
-    std::iter::once(None).chain(named.iter().copied().map(Some)).collect()
+/// The layouts to be tried on a whole chunk, the smallest of the part first: only that one where `many` lanes change. Where few do, the
+/// longer the content, the more repeats are found in some layouts.
+fn close(sizes: &[LayoutSize], smallest: usize, many: bool) -> Vec<Layout> {
+    let most = if many { smallest } else { smallest * 3 / 2 };
+    let mut close: Vec<LayoutSize> = sizes.iter().copied().filter(|(_, size)| *size <= most).collect();
+    close.sort_by_key(|(_, size)| *size);
+    close.truncate(if many { 1 } else { close.len() });
+    close.into_iter().map(|(layout, _)| layout).collect()
 }
 
 fn padded(payload: &[u8]) -> u64 {

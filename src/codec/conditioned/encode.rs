@@ -22,8 +22,6 @@ const STEPS: usize = 512;
 const STATE: [u64; 2] = [80, 40];
 /// What it may cost more, as a part, to code all lanes of a kind of block, so that steps are rows of lanes.
 const ROWS: u64 = 64;
-/// What a payload without coded lanes has besides its deltas: header, map, a state, and a byte to make the size even.
-const UNCODED: usize = size_of::<ConditionedHeader>() + 1 + 4 + 1;
 /// Contexts after the last one seen that other blocks may have.
 const UNSEEN: usize = 3;
 /// What maps without holes may cost more than others: a part of the payload, and bits.
@@ -125,10 +123,9 @@ impl Encoder {
         }
         let start = payload.len();
         let coded = tables.is_some_and(|tables| self.encode_coded::<L>(difference, tables, low_bits, pace, payload));
-        let listed = changed * (4 + L::BYTES);
-        if !coded || payload.len() - start > listed.min(base.len()) + UNCODED {
+        if !coded || payload.len() - start > uncoded_size(difference) {
             payload.truncate(start);
-            if listed < base.len() {
+            if listed_size(difference) < base.len() {
                 put_listed::<L>(difference, payload);
             } else {
                 put_plain::<L>(dtype, base, target, payload);
@@ -222,6 +219,17 @@ impl Encoder {
     }
 }
 
+/// Bytes of all changes of a chunk as exceptions.
+fn listed_size(difference: Difference<'_>) -> usize {
+    difference.changed * (4 + difference.dtype.lane_bytes())
+}
+
+/// Bytes of a payload without coded lanes: what it stores, and header, map, a byte to make the size even, and a state.
+pub(crate) fn uncoded_size(difference: Difference<'_>) -> usize {
+    let stored = listed_size(difference).min(difference.base.len());
+    (size_of::<ConditionedHeader>() + 1 + stored).next_multiple_of(2) + size_of_val(&LEAST_STATE)
+}
+
 /// The zigzag deltas of all lanes.
 fn deltas<L: Lane>(base: &[u8], target: &[u8], dtype: Dtype) -> impl Iterator<Item = u64> {
     let lanes = lanes_of::<L>(base).iter().zip(lanes_of::<L>(target));
@@ -237,7 +245,7 @@ fn put_listed<L: Lane>(difference: Difference<'_>, payload: &mut Vec<u8>) {
     let changes = difference.changes::<L>();
     payload.extend(changes.positions.iter().flat_map(|position| position.to_le_bytes()));
     changes.deltas.iter().for_each(|delta| payload.extend(delta.store().as_bytes()));
-    end_uncoded(difference.changed * (4 + L::BYTES), payload);
+    end_uncoded(listed_size(difference), payload);
 }
 
 /// A payload whose deltas are stored as they are.

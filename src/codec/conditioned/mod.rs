@@ -23,6 +23,7 @@ pub(crate) use cost::BIT;
 pub(crate) use decode::Decoder;
 pub(crate) use encode::Encoder;
 pub use encode::Pace;
+pub(crate) use encode::uncoded_size;
 pub use tables::TableSet;
 #[cfg(fuzzing)]
 pub(crate) use tables::check_lookup;

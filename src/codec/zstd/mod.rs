@@ -6,7 +6,8 @@ mod layouts;
 
 pub(crate) use frame::expand as expand_frame;
 
-use super::{Difference, Encoded};
+use super::Encoded;
+use super::difference::{Changes, Difference};
 use crate::error::{Error, Result, Rule};
 use crate::format::registry;
 use crate::lane::{Lane, Order};
@@ -38,42 +39,131 @@ pub(super) fn check_size(uncompressed: u32, lanes: u32, lane_bytes: usize) -> bo
     uncompressed >= 2 && u64::from(uncompressed) <= (lane_bytes as u64 + 3) * u64::from(lanes) + 64
 }
 
+/// In which layouts a chunk is to be encoded, of which the smallest is taken.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Layouts<'a> {
+    /// The one that suits it by rule.
+    Suited,
+    /// Some, each once.
+    These(&'a [Layout]),
+    /// All that may be the smallest, the one that suits it first.
+    Any,
+}
+
+/// A layout, and the bytes of a payload in it.
+pub(crate) type LayoutSize = (Layout, usize);
+
 pub(super) struct Encoder {
     frames: frame::Compressor,
     content: Content,
+    /// A payload that may be the smallest.
+    trial: Vec<u8>,
 }
 
 impl Encoder {
     pub fn new() -> Result<Self> {
-        Ok(Self { frames: frame::Compressor::new().map_err(library)?, content: Content::default() })
+        Ok(Self { frames: frame::Compressor::new().map_err(library)?, content: Content::default(), trial: Vec::new() })
     }
 
+    /// Appends the smallest payload, and says what each layout took. None is tried after the first one if that takes more than
+    /// `enough` bytes: others gain little.
     pub fn encode<L: Lane>(
         &mut self,
         difference: Difference<'_>,
-        layout: Option<Layout>,
+        layouts: Layouts<'_>,
+        enough: u64,
         payload: &mut Vec<u8>,
-    ) -> Result<Encoded> {
-        let Difference { dtype, base, target, changed: count, .. } = difference;
-        let dense = match layout {
-            Some(layout) => matches!(layout, Layout::Planes | Layout::NibblePlanes),
-            // From a quarter of the lanes on, a token a lane costs no more than a token a change; measured on real pairs, in
-            // DECISIONS.md.
-            None => 4 * count > difference.lanes(),
+    ) -> Result<(Encoded, Vec<LayoutSize>)> {
+        let mut deltas = Deltas::<L>::new(difference);
+        let layouts = match layouts {
+            Layouts::Suited => vec![deltas.suited()],
+            Layouts::These(layouts) => layouts.to_vec(),
+            Layouts::Any => {
+                let suited = deltas.suited();
+                let others = that_may_win(difference).iter().copied().filter(|layout| *layout != suited);
+                std::iter::once(suited).chain(others).collect()
+            }
         };
-        self.content.clear();
-        if dense {
-            let deltas = layouts::deltas_of_all::<L>(base, target, dtype.order());
-            let layout = layout.unwrap_or_else(|| if mostly_wide(&deltas, count) { Layout::Planes } else { Layout::NibblePlanes });
-            self.content.put_dense(layout, &deltas);
-        } else {
-            let changes = difference.changes::<L>();
-            let layout =
-                layout.unwrap_or_else(|| if mostly_wide(&changes.deltas, count) { Layout::Gaps } else { Layout::NibbleGaps });
-            self.content.put_sparse(layout, &changes);
+        let (mut encoded, mut sizes) = (Encoded::default(), Vec::with_capacity(layouts.len()));
+        let start = payload.len();
+        for layout in layouts {
+            self.content.clear();
+            if is_dense(layout) {
+                self.content.put_dense(layout, deltas.of_all());
+            } else {
+                self.content.put_sparse(layout, deltas.of_changed());
+            }
+            self.trial.clear();
+            self.frames.compress(self.content.bytes(), self.content.parts(), &mut self.trial).map_err(library)?;
+            let size = self.trial.len();
+            if sizes.is_empty() || size < payload.len() - start {
+                encoded = Encoded { uncompressed_size: self.content.bytes().len() as u32, num_deltas: difference.changed as u32 };
+                payload.truncate(start);
+                payload.extend(&self.trial);
+            }
+            let first = sizes.is_empty();
+            sizes.push((layout, size));
+            if first && size as u64 > enough {
+                break;
+            }
         }
-        self.frames.compress(self.content.bytes(), self.content.parts(), payload).map_err(library)?;
-        Ok(Encoded { uncompressed_size: self.content.bytes().len() as u32, num_deltas: count as u32 })
+        Ok((encoded, sizes))
+    }
+}
+
+/// Whether a layout says something of every lane.
+fn is_dense(layout: Layout) -> bool {
+    matches!(layout, Layout::Planes | Layout::NibblePlanes)
+}
+
+/// Lanes for which all layouts take little time.
+const SMALL: usize = 1 << 12;
+
+/// The layouts in which a chunk may be smallest: where few lanes change not those that say something of every lane, and where
+/// most of many do, only those.
+fn that_may_win(difference: Difference<'_>) -> &'static [Layout] {
+    match (difference.changed, difference.lanes()) {
+        (changed, lanes) if 8 * changed <= lanes => &[Layout::Gaps, Layout::EliasDelta, Layout::NibbleGaps],
+        (changed, lanes) if 4 * changed > 3 * lanes && lanes > SMALL => &[Layout::Planes, Layout::NibblePlanes],
+        _ => Layout::ALL,
+    }
+}
+
+/// What layouts are made from, each made once.
+struct Deltas<'a, L> {
+    difference: Difference<'a>,
+    all: Option<Vec<L>>,
+    changes: Option<Changes<L>>,
+}
+
+impl<'a, L: Lane> Deltas<'a, L> {
+    fn new(difference: Difference<'a>) -> Self {
+        Self { difference, all: None, changes: None }
+    }
+
+    fn of_all(&mut self) -> &[L] {
+        let Difference { dtype, base, target, .. } = self.difference;
+        self.all.get_or_insert_with(|| layouts::deltas_of_all::<L>(base, target, dtype.order()))
+    }
+
+    fn of_changed(&mut self) -> &Changes<L> {
+        self.changes.get_or_insert_with(|| self.difference.changes())
+    }
+
+    /// The layout that suits the chunk. From a quarter of the lanes on, a token a lane costs no more than a token a change;
+    /// measured on real pairs, in DECISIONS.md.
+    fn suited(&mut self) -> Layout {
+        let count = self.difference.changed;
+        let (dense, deltas) = match 4 * count > self.difference.lanes() {
+            true => (true, self.of_all()),
+            false => (false, &self.of_changed().deltas[..]),
+        };
+        match (dense, mostly_wide(deltas, count)) {
+            (true, true) => Layout::Planes,
+            (true, false) => Layout::NibblePlanes,
+            (false, true) => Layout::Gaps,
+            (false, false) => Layout::NibbleGaps,
+        }
     }
 }
 
