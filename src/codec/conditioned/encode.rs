@@ -10,8 +10,9 @@ use super::tables::TableSet;
 use super::values::Lanes;
 use crate::codec::simd::{Divisors, Path, STEP, Tiles};
 use crate::codec::{Difference, Encoded};
+use crate::dispatch::vectorized;
 use crate::format::ConditionedHeader;
-use crate::lane::{Dtype, Lane, lanes_of};
+use crate::lane::{Dtype, Lane, lanes_of, lanes_of_mut};
 use std::ops::Range;
 use zerocopy::IntoBytes;
 
@@ -253,7 +254,13 @@ fn put_plain<L: Lane>(dtype: Dtype, base: &[u8], target: &[u8], payload: &mut Ve
     let header = ConditionedHeader { low_bits: 8 * L::BYTES as u8, context_count: 1, ..ConditionedHeader::default() };
     payload.extend(header.as_bytes());
     payload.push(0);
-    payload.extend(deltas::<L>(base, target, dtype).flat_map(|delta| delta.to_le_bytes().into_iter().take(L::BYTES)));
+    let start = payload.len();
+    payload.resize(start + base.len(), 0);
+    let lanes = lanes_of_mut::<L>(&mut payload[start..]).iter_mut().zip(lanes_of::<L>(base)).zip(lanes_of::<L>(target));
+    vectorized(
+        #[inline(always)]
+        || lanes.for_each(|((lane, base), target)| *lane = L::delta(L::load(*base), L::load(*target), dtype.order()).store()),
+    );
     end_uncoded(base.len(), payload);
 }
 
