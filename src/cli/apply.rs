@@ -1,6 +1,6 @@
 //! `tpde apply`: a base and a pair in, the target out.
 
-use super::Common;
+use super::common::Common;
 use super::device::DeviceArgs;
 use super::inputs::{open, operands};
 use super::text::{self, BOLD, JsonPath};

@@ -1,9 +1,10 @@
 //! `tpde demo`: the whole way once, on checkpoints made for it.
 
+use super::common::Common;
 use super::inputs::create_folder;
 use super::signals::TemporaryFolder;
 use super::text::{self, BOLD, GOOD, JsonPath};
-use super::{Cli, Common, Verb};
+use super::{Cli, Verb};
 use anyhow::{Context, bail, ensure};
 use clap::{Args, Parser};
 use serde::Serialize;

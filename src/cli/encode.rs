@@ -1,6 +1,6 @@
 //! `tpde encode`: two checkpoints in, a pair out.
 
-use super::Common;
+use super::common::Common;
 use super::inputs::{CodecArgs, open, operands};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;

@@ -3,6 +3,7 @@
 
 mod apply;
 mod bench;
+mod common;
 mod completions;
 mod demo;
 mod device;
@@ -16,12 +17,10 @@ mod text;
 mod verify;
 
 use anyhow::Context;
-use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde::Serialize;
+use clap::{Parser, Subcommand, ValueEnum};
+use common::{Color, Common};
 use std::ffi::OsString;
-use std::fmt::Display;
-use std::io::{self, BufWriter, Write};
+use std::io;
 use std::process::ExitCode;
 use tracing::Level;
 
@@ -40,43 +39,6 @@ struct Cli {
     common: Common,
     #[command(subcommand)]
     verb: Verb,
-}
-
-/// What every verb understands.
-#[derive(Args)]
-#[command(next_help_heading = "Common options")]
-struct Common {
-    /// Print one JSON object instead of text; help and version are always text
-    #[arg(long, global = true)]
-    json: bool,
-    /// Threads to work with; 0 means all cores [default: 0, for bench 1]
-    #[arg(short = 'T', long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(..=1024))]
-    threads: Option<u16>,
-    /// Print nothing but errors, and with --json the object
-    #[arg(short, long, global = true, conflicts_with = "verbose")]
-    quiet: bool,
-    /// Say more on stderr; twice for still more
-    #[arg(short, long, global = true, action = ArgAction::Count)]
-    verbose: u8,
-    /// When to use colours; NO_COLOR is honoured too
-    #[arg(long, global = true, value_name = "WHEN", default_value = "auto")]
-    color: Color,
-    /// When to show progress bars: auto means on a terminal
-    #[arg(long, global = true, value_name = "WHEN", default_value = "auto")]
-    progress: Progress,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Color {
-    Auto,
-    Always,
-    Never,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Progress {
-    Auto,
-    Never,
 }
 
 #[derive(Subcommand)]
@@ -159,27 +121,6 @@ impl Cli {
             }?;
             Ok(ExitCode::SUCCESS)
         })
-    }
-}
-
-impl Common {
-    /// Prints what a verb found, piece by piece: a report may be longer than memory.
-    fn show(&self, verb: &str, report: impl Serialize + Display) -> anyhow::Result<()> {
-        if self.quiet && !self.json {
-            return Ok(());
-        }
-        let mut out = BufWriter::with_capacity(1 << 16, anstream::stdout().lock());
-        let written = if self.json { text::json(&mut out, &format!("tpde.{verb}/1"), &report) } else { write!(out, "{report}") };
-        Ok(written.and_then(|()| out.flush()).map_err(failure::Output)?)
-    }
-
-    /// A progress bar on stderr, which hides itself unless that is a terminal.
-    fn bar(&self, verb: &'static str, bytes: u64) -> ProgressBar {
-        let shown = self.progress == Progress::Auto && !self.quiet;
-        let target = if shown { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        let template = "{msg} {wide_bar} {decimal_bytes} of {decimal_total_bytes}, {decimal_bytes_per_sec}, {eta} left";
-        let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-        ProgressBar::with_draw_target(Some(bytes), target).with_style(style).with_message(verb)
     }
 }
 

@@ -1,6 +1,6 @@
 //! `tpde verify`: is a pair whole, and does it fit a base and a target?
 
-use super::Common;
+use super::common::Common;
 use super::device::DeviceArgs;
 use super::inputs::open;
 use super::text::{self, BAD, GOOD, JsonPath};

@@ -9,7 +9,7 @@ mod gpu;
 mod memory;
 mod repeated;
 
-use super::Common;
+use super::common::Common;
 use super::device::{DeviceArgs, DeviceName, open_cuda};
 use super::inputs::{CodecArgs, open};
 use super::text::{self, BOLD, JsonPath};

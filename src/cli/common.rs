@@ -1,0 +1,66 @@
+//! Options of every verb, and what follows from them: how a report is printed, and whether progress is shown.
+
+use super::{failure, text};
+use clap::{ArgAction, Args, ValueEnum};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+use std::fmt::Display;
+use std::io::{BufWriter, Write};
+
+/// What every verb understands.
+#[derive(Args)]
+#[command(next_help_heading = "Common options")]
+pub struct Common {
+    /// Print one JSON object instead of text; help and version are always text
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// Threads to work with; 0 means all cores [default: 0, for bench 1]
+    #[arg(short = 'T', long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(..=1024))]
+    pub threads: Option<u16>,
+    /// Print nothing but errors, and with --json the object
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    pub quiet: bool,
+    /// Say more on stderr; twice for still more
+    #[arg(short, long, global = true, action = ArgAction::Count)]
+    pub verbose: u8,
+    /// When to use colours; NO_COLOR is honoured too
+    #[arg(long, global = true, value_name = "WHEN", default_value = "auto")]
+    pub color: Color,
+    /// When to show progress bars: auto means on a terminal
+    #[arg(long, global = true, value_name = "WHEN", default_value = "auto")]
+    pub progress: Progress,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+pub enum Color {
+    Auto,
+    Always,
+    Never,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Progress {
+    Auto,
+    Never,
+}
+
+impl Common {
+    /// Prints what a verb found, piece by piece: a report may be longer than memory.
+    pub fn show(&self, verb: &str, report: impl Serialize + Display) -> anyhow::Result<()> {
+        if self.quiet && !self.json {
+            return Ok(());
+        }
+        let mut out = BufWriter::with_capacity(1 << 16, anstream::stdout().lock());
+        let written = if self.json { text::json(&mut out, &format!("tpde.{verb}/1"), &report) } else { write!(out, "{report}") };
+        Ok(written.and_then(|()| out.flush()).map_err(failure::Output)?)
+    }
+
+    /// A progress bar on stderr, which hides itself unless that is a terminal.
+    pub fn bar(&self, verb: &'static str, bytes: u64) -> ProgressBar {
+        let shown = self.progress == Progress::Auto && !self.quiet;
+        let target = if shown { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let template = "{msg} {wide_bar} {decimal_bytes} of {decimal_total_bytes}, {decimal_bytes_per_sec}, {eta} left";
+        let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+        ProgressBar::with_draw_target(Some(bytes), target).with_style(style).with_message(verb)
+    }
+}
