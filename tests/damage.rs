@@ -4,7 +4,8 @@
 #[allow(dead_code, reason = "other tests use more of it")]
 mod common;
 
-use common::{Xorshift, forge::forge, manifest, tensor};
+use common::forge::{forge, repair};
+use common::{Xorshift, manifest, tensor};
 use rayon::prelude::*;
 use tpde::error::{Invalid, Rule};
 use tpde::{
@@ -184,19 +185,6 @@ fn a_blob_that_ends_in_a_hole_is_refused() {
             }
         }
     });
-}
-
-/// Puts the CRC of a payload right, and all that follows from it: the pair digest and the header of the blob.
-fn repair(index: &mut [u8], blob: &mut [u8], chunk: usize) {
-    let record = 256 + 32 * chunk;
-    let place = u64::from_le_bytes(index[record..record + 8].try_into().unwrap()) as usize;
-    let size = u32::from_le_bytes(index[record + 8..record + 12].try_into().unwrap()) as usize;
-    index[record + 20..record + 24].copy_from_slice(&crc32fast::hash(&blob[place..place + size]).to_le_bytes());
-    let (body, digest) = index.split_last_chunk_mut::<32>().unwrap();
-    *digest = *blake3::hash(body).as_bytes();
-    blob[24..56].copy_from_slice(digest);
-    let crc = crc32fast::hash(&blob[..60]).to_le_bytes();
-    blob[60..64].copy_from_slice(&crc);
 }
 
 /// A bit that was wrong before its CRC was taken: the payload breaks a rule, or its lanes do not have the sum of the chunk. Bits

@@ -116,7 +116,7 @@ impl Steps<'_> {
             Verb::Encode(verb) => self.report(command, verb.run(common)?),
             Verb::Apply(verb) => self.report(command, verb.run(common)?),
             Verb::Verify(verb) => self.report(command, verb.run(common)?),
-            Verb::Inspect(verb) => self.report(command, verb.run()?),
+            Verb::Inspect(verb) => self.report(command, verb.run(common)?),
             _ => bail!("{command} is no step of the demo"),
         }
     }

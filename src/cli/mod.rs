@@ -8,6 +8,7 @@ mod completions;
 mod demo;
 mod device;
 mod encode;
+mod explain;
 mod failure;
 mod inputs;
 mod inspect;
@@ -113,7 +114,7 @@ impl Cli {
                     common.show("verify", report)?;
                     return Ok(refused.map_or(ExitCode::SUCCESS, |reason| failure::refused(&reason)));
                 }
-                Verb::Inspect(verb) => common.show("inspect", verb.run()?),
+                Verb::Inspect(verb) => common.show("inspect", verb.run(common)?),
                 Verb::Bench(verb) => common.show("bench", verb.run(common)?),
                 Verb::Demo(verb) => common.show("demo", verb.run(common)?),
                 Verb::Completions(verb) => common.show("completions", verb.run()),

@@ -10,6 +10,7 @@ mod difference;
 #[cfg(fuzzing)]
 #[doc(hidden)]
 pub mod fuzzing;
+mod parts;
 mod patch;
 mod raw;
 #[expect(unsafe_code, reason = "instructions that are only used where they were detected")]
@@ -18,6 +19,8 @@ pub(crate) mod zstd;
 
 pub use self::conditioned::{Pace, TableSet};
 pub(crate) use self::difference::Difference;
+pub use self::parts::PayloadParts;
+pub(crate) use self::parts::parts;
 pub(crate) use self::patch::Patch;
 pub use self::patch::{Encoded, Fill};
 pub(crate) use self::raw::size as raw_size;
@@ -50,6 +53,26 @@ impl Codec {
             Codec::Raw => u64::from(uncompressed) == raw::size(num_deltas, lane_bytes) && compressed == uncompressed,
             Codec::Zstd => zstd::check_size(uncompressed, lanes, lane_bytes),
             Codec::Conditioned => u64::from(uncompressed) == u64::from(lanes) * lane_bytes as u64,
+        }
+    }
+
+    /// Bytes by purpose of the payload of a chunk of `lanes` lanes, whose record has passed the checks of the index. Nothing is
+    /// decoded: a payload that is taken apart may still hold streams or frames that are not valid.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) naming the rule that the payload breaks.
+    pub(crate) fn parts(
+        self,
+        payload: &[u8],
+        num_deltas: u32,
+        lanes: usize,
+        lane_bytes: usize,
+        tables: Option<&TableSet>,
+    ) -> Result<PayloadParts> {
+        match self {
+            Codec::Raw => raw::parts(payload, num_deltas, lane_bytes),
+            Codec::Zstd => Ok(PayloadParts { frames: payload.len() as u64, ..PayloadParts::default() }),
+            Codec::Conditioned => conditioned::parts(payload, num_deltas, lanes, lane_bytes, tables),
         }
     }
 }

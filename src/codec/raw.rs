@@ -1,6 +1,6 @@
 //! Codec 0 (`spec/codecs.md` section 2).
 
-use super::{Difference, Encoded, Patch};
+use super::{Difference, Encoded, Patch, PayloadParts};
 use crate::error::{Result, Rule};
 use crate::lane::{Lane, Order, lanes_of};
 use zerocopy::IntoBytes;
@@ -13,6 +13,13 @@ fn deltas_at(num_deltas: u32, lane_bytes: usize) -> u64 {
 /// Bytes of a payload.
 pub(crate) fn size(num_deltas: u32, lane_bytes: usize) -> u64 {
     deltas_at(num_deltas, lane_bytes) + u64::from(num_deltas) * lane_bytes as u64
+}
+
+/// Bytes of a payload by purpose.
+pub(super) fn parts(payload: &[u8], num_deltas: u32, lane_bytes: usize) -> Result<PayloadParts> {
+    Rule::PayloadSize.check_eq(size(num_deltas, lane_bytes), payload.len() as u64)?;
+    let positions = deltas_at(num_deltas, lane_bytes);
+    Ok(PayloadParts { positions, deltas: payload.len() as u64 - positions, ..PayloadParts::default() })
 }
 
 pub(super) fn encode<L: Lane>(difference: Difference<'_>, payload: &mut Vec<u8>) -> Encoded {

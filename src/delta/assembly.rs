@@ -46,8 +46,7 @@ pub(super) struct Assembly<'a, W> {
     open: bool,
     base_hashes: Vec<[u8; 32]>,
     target_hashes: Vec<[u8; 32]>,
-    /// About the bytes of each table set in the index, shared out among the tensors that may use it, by the address of the set.
-    shares: BTreeMap<usize, u64>,
+    shares: Shares,
     /// Hashes of base tensors that were hashed as a whole, which several targets may share.
     whole_bases: BTreeMap<u32, blake3::Hash>,
     worker: Worker,
@@ -75,7 +74,7 @@ impl<'a, W: Write> Assembly<'a, W> {
             open: false,
             base_hashes: Vec::new(),
             target_hashes: Vec::new(),
-            shares: shares(plans),
+            shares: Shares::new(plans),
             whole_bases: BTreeMap::new(),
             worker: Worker::default(),
         }
@@ -141,9 +140,7 @@ impl<'a, W: Write> Assembly<'a, W> {
         let ways = self.held.first()?.attempts.iter().map(|attempt| attempt.way);
         let size = |i: usize, way: Way| -> u64 {
             let payloads: u64 = self.held.iter().map(|chunk| chunk.attempts.get(i).map_or(0, |attempt| attempt.size)).sum();
-            let tables = plan.tables_of(way).filter(|_| way.codec == Codec::Conditioned && payloads > 0);
-            let tables = tables.and_then(|set| self.shares.get(&Arc::as_ptr(set).addr()));
-            payloads + tables.copied().unwrap_or(0)
+            payloads + self.shares.of(plan, way, payloads)
         };
         ways.enumerate().min_by_key(|&(i, way)| size(i, way)).map(|(_, way)| way)
     }
@@ -171,14 +168,24 @@ impl<'a, W: Write> Assembly<'a, W> {
     }
 }
 
-/// See [`Assembly::shares`].
-fn shares(plans: &[Plan]) -> BTreeMap<usize, u64> {
-    let mut users = BTreeMap::<usize, (u64, u64)>::new();
-    for set in plans.iter().flat_map(|plan| plan.tables.iter().flatten()) {
-        let (_, users) = users.entry(Arc::as_ptr(set).addr()).or_insert_with(|| (stored_bytes(set), 0));
-        *users += 1;
+/// About the bytes of each table set in the index, shared out among the tensors that may use it, by the address of the set.
+pub(super) struct Shares(BTreeMap<usize, u64>);
+
+impl Shares {
+    pub fn new(plans: &[Plan]) -> Self {
+        let mut users = BTreeMap::<usize, (u64, u64)>::new();
+        for set in plans.iter().flat_map(|plan| plan.tables.iter().flatten()) {
+            let (_, users) = users.entry(Arc::as_ptr(set).addr()).or_insert_with(|| (stored_bytes(set), 0));
+            *users += 1;
+        }
+        Self(users.into_iter().map(|(set, (bytes, users))| (set, bytes / users)).collect())
     }
-    users.into_iter().map(|(set, (bytes, users))| (set, bytes / users)).collect()
+
+    /// The share of a tensor whose payloads have so many bytes in this way.
+    pub fn of(&self, plan: &Plan, way: Way, payloads: u64) -> u64 {
+        let tables = plan.tables_of(way).filter(|_| way.codec == Codec::Conditioned && payloads > 0);
+        tables.and_then(|set| self.0.get(&Arc::as_ptr(set).addr())).copied().unwrap_or(0)
+    }
 }
 
 /// About what a table set takes in the index, where repeats cost little.

@@ -7,15 +7,18 @@ mod assembly;
 mod chunk;
 mod compare;
 mod encode;
+mod explain;
 mod in_place;
 mod kept;
 mod options;
 mod plan;
+mod rebuilt;
 mod train;
 mod ways;
 
 pub use apply::{Accelerator, Apply, ApplyReport, Changes, Sink, Work};
 pub use encode::{EncodeReport, TensorReport, encode, encode_to_memory, encode_to_path};
+pub use explain::{Explain, Explanation, TableSetReport, TensorExplanation, WayReport};
 pub use in_place::{InPlace, TensorMut};
 pub use kept::KEPT_PAYLOADS;
 pub use options::{CodecChoice, EncodeOptions, Favor};

@@ -6,9 +6,12 @@
 
 mod files;
 mod header;
+mod parts;
 mod records;
 mod tables;
 mod tensors;
+
+pub use parts::IndexParts;
 
 pub(crate) use files::{FileNames, is_file_name};
 pub(crate) use tables::MAX_TABLE_SETS;
@@ -17,7 +20,8 @@ pub(crate) use tensors::check_holdable;
 use crate::codec::{Codec, TableSet};
 use crate::error::{Error, Result, hex};
 use crate::format::{
-    BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, FileKind, INDEX_HEADER_SIZE, IndexHeader, Section, TensorDigests,
+    BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, FileKind, INDEX_HEADER_SIZE, IndexHeader, PAIR_DIGEST_SIZE, SECTION_ALIGN,
+    Section, TensorDigests,
 };
 use crate::lane::Dtype;
 use crate::limits::Limits;
@@ -141,6 +145,30 @@ impl ValidatedIndex {
     /// The table sets of codec `conditioned`, which tensors share.
     pub fn table_sets(&self) -> &[TableSet] {
         self.tables.all()
+    }
+
+    /// The place among [`ValidatedIndex::table_sets`] of the set that the tensor at place `i` of the table uses.
+    ///
+    /// # Panics
+    /// If `i` is not below [`ValidatedIndex::tensor_count`].
+    pub fn table_set(&self, i: usize) -> Option<usize> {
+        self.tensors.table_set(i)
+    }
+
+    /// Bytes of the index by purpose; they add up to [`ValidatedIndex::size`].
+    pub fn parts(&self) -> IndexParts {
+        let stored = |section| self.header.section(section).stored_size;
+        IndexParts {
+            header: u64::from(INDEX_HEADER_SIZE) + PAIR_DIGEST_SIZE,
+            records: stored(Section::Chunks),
+            sums: stored(Section::Sums),
+            digests: stored(Section::Digests),
+            tensors: stored(Section::Tensors),
+            files: stored(Section::Files),
+            tables: stored(Section::Tables),
+            // Each section begins at a multiple of SECTION_ALIGN.
+            padding: Section::ALL.iter().map(|&section| stored(section).wrapping_neg() % SECTION_ALIGN).sum(),
+        }
     }
 
     /// The target files that the pair can rebuild, none if it holds tensors only.

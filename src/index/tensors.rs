@@ -99,6 +99,11 @@ impl TensorTable {
         self.rows[i].tables = number;
     }
 
+    /// The place of the set that a tensor uses, once it has been said.
+    pub(super) fn table_set(&self, i: usize) -> Option<usize> {
+        (self.rows[i].tables as usize).checked_sub(1)
+    }
+
     pub(super) fn name(&self, i: usize) -> &str {
         let row = &self.rows[i];
         &self.names[row.name as usize..row.base_name as usize]

@@ -6,6 +6,7 @@
 mod common;
 
 mod device;
+mod explain;
 mod inputs;
 mod outputs;
 mod printing;

@@ -60,6 +60,8 @@ fn names_of_strangers_reach_no_terminal() {
         "inspect pair",
         "inspect pair --chunks",
         "inspect pair --json",
+        "inspect pair --explain --base base.safetensors",
+        "inspect pair --explain --json",
         "apply base.safetensors pair -o out",
         "apply base.safetensors pair -o x --tensor nothing",
         "verify pair --base target",

@@ -1,5 +1,5 @@
 //! A blob that passes every check that is not cryptographic: CRC-32 and chunk sums are linear, so changes of a payload can be
-//! chosen that cancel in both.
+//! chosen that cancel in both. And payloads of other bytes under a CRC that is right.
 
 use tpde::ValidatedIndex;
 
@@ -72,4 +72,17 @@ fn base_word(payload: &[u8], lanes: usize, target: &[u8], at: usize) -> u32 {
 /// A little-endian word of 32 bits.
 fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(bytes[4 * at..][..4].try_into().unwrap())
+}
+
+/// Puts the CRC of a payload right, and all that follows from it: the pair digest and the header of the blob.
+pub fn repair(index: &mut [u8], blob: &mut [u8], chunk: usize) {
+    let record = 256 + 32 * chunk;
+    let place = u64::from_le_bytes(index[record..record + 8].try_into().unwrap()) as usize;
+    let size = u32::from_le_bytes(index[record + 8..record + 12].try_into().unwrap()) as usize;
+    index[record + 20..record + 24].copy_from_slice(&crc32fast::hash(&blob[place..place + size]).to_le_bytes());
+    let (body, digest) = index.split_last_chunk_mut::<32>().unwrap();
+    *digest = *blake3::hash(body).as_bytes();
+    blob[24..56].copy_from_slice(digest);
+    let crc = crc32fast::hash(&blob[..60]).to_le_bytes();
+    blob[60..64].copy_from_slice(&crc);
 }

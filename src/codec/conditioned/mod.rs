@@ -12,6 +12,7 @@ mod encode;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod model;
+mod parts;
 mod payload;
 mod stats;
 mod stream;
@@ -24,6 +25,7 @@ pub(crate) use decode::Decoder;
 pub(crate) use encode::Encoder;
 pub use encode::Pace;
 pub(crate) use encode::uncoded_size;
+pub(crate) use parts::parts;
 pub use tables::TableSet;
 #[cfg(fuzzing)]
 pub(crate) use tables::check_lookup;

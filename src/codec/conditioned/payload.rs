@@ -27,6 +27,8 @@ pub(crate) struct Payload<'a> {
     pub center: u64,
     pub states_log2: u8,
     pub segments: usize,
+    /// Bytes of the header, the maps, the sizes of streams and the padding before these.
+    pub headers: usize,
     sizes: &'a [[u8; 4]],
     streams: &'a [u8],
 }
@@ -74,6 +76,7 @@ impl<'a> Payload<'a> {
             center: header.center.get().into(),
             states_log2: header.states_log2,
             segments,
+            headers: payload.len() - parts.rest.len() - activities.len() - 4 * positions.len() - deltas.len() - low.len(),
             sizes,
             streams: parts.rest,
         })

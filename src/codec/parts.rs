@@ -1,0 +1,55 @@
+//! Bytes by purpose.
+
+/// Numbers of bytes by purpose, in the order of the file. They add up to the whole.
+macro_rules! parts {
+    ($(#[$meta:meta])* $name:ident { $($(#[$of_part:meta])* $part:ident => $text:literal,)+ }) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+        pub struct $name { $($(#[$of_part])* pub $part: u64,)+ }
+
+        impl $name {
+            /// The name of each part, and its bytes.
+            pub fn each(&self) -> impl ExactSizeIterator<Item = (&'static str, u64)> + use<> {
+                [$(($text, self.$part),)+].into_iter()
+            }
+
+            /// Bytes of all parts together.
+            pub fn total(&self) -> u64 {
+                self.each().map(|(_, bytes)| bytes).sum()
+            }
+        }
+
+        impl std::ops::AddAssign for $name {
+            fn add_assign(&mut self, other: Self) {
+                $(self.$part += other.$part;)+
+            }
+        }
+    };
+}
+pub(crate) use parts;
+
+parts! {
+    /// Bytes of payloads by purpose.
+    PayloadParts {
+        /// Codec `conditioned`: headers, maps from contexts to classes, and the sizes of streams.
+        headers => "headers and maps",
+        /// Codec `conditioned`: the activity of each block of 128 lanes.
+        activities => "activities",
+        /// Codec `conditioned`: changes that are listed with their positions because no class codes them.
+        exceptions => "exceptions",
+        /// Codec `conditioned`: bits of lanes that are stored as they are.
+        low_bits => "low bits",
+        /// Codec `conditioned`: initial states of streams.
+        states => "states",
+        /// Codec `conditioned`: words of streams, which code the changes.
+        words => "words",
+        /// Codec `zstd`: frames.
+        frames => "frames",
+        /// Codec `raw`: positions, and their padding to a whole lane.
+        positions => "positions",
+        /// Codec `raw`: deltas.
+        deltas => "deltas",
+        /// Zeros after payloads, up to a multiple of 16 bytes.
+        padding => "padding",
+    }
+}

@@ -1,0 +1,296 @@
+//! What the bytes of a pair are for, and what other ways to encode its tensors would have taken.
+
+use super::apply::Apply;
+use super::assembly::Shares;
+use super::chunk::find_base;
+use super::options::{EncodeOptions, Way};
+use super::plan::{Plan, plan};
+use super::rebuilt::Rebuilt;
+use super::train::train;
+use super::ways::{Attempt, Worker};
+use super::{Pool, Progress, in_batches};
+use crate::checkpoint::Checkpoint;
+use crate::codec::{Codec, PayloadParts};
+use crate::error::Result;
+use crate::format::{BLOB_HEADER_SIZE, BaseKind, MAX_CHUNK_BYTES, PAYLOAD_ALIGN};
+use crate::index::{IndexParts, Tensor};
+use crate::reader::Pair;
+use crate::source::Source;
+use serde::Serialize;
+
+/// Explains the size of a pair.
+///
+/// ```
+/// # use tpde::{Dtype, EncodeOptions, MemoryCheckpoint, TensorInfo, delta::Explain, encode_to_memory};
+/// # fn main() -> tpde::Result<()> {
+/// # let info = TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![3] };
+/// # let base = MemoryCheckpoint::new([(info.clone(), &[1, 2, 3, 4, 5, 6][..])])?;
+/// # let target = MemoryCheckpoint::new([(info, &[1, 2, 3, 4, 5, 7][..])])?;
+/// # let (pair, _) = encode_to_memory(Some(&base), &target, &EncodeOptions::default())?;
+/// let explained = Explain::new(&pair).base(&base).run()?;
+/// assert_eq!(explained.index.total(), pair.index().size());
+/// let taken = explained.tensors[0].ways.iter().find(|way| way.taken);
+/// assert_eq!(taken.map(|way| way.payload_bytes), Some(explained.tensors[0].parts.total()));
+/// # Ok(())
+/// # }
+/// ```
+pub struct Explain<'a, B> {
+    pair: &'a Pair<B>,
+    base: Option<&'a dyn Checkpoint>,
+    progress: Progress<'a>,
+}
+
+/// What [`Explain::run`] found.
+#[derive(Debug, Clone, Serialize)]
+pub struct Explanation {
+    /// Bytes of the index by purpose.
+    pub index: IndexParts,
+    /// Bytes of the blob's header. Payloads take the rest of the blob.
+    pub blob_header: u64,
+    /// Bytes of all payloads by purpose.
+    pub payloads: PayloadParts,
+    /// The table sets of codec `conditioned`, in the order of the index.
+    pub table_sets: Vec<TableSetReport>,
+    /// Each tensor, names ascending.
+    pub tensors: Vec<TensorExplanation>,
+}
+
+/// A table set of codec `conditioned`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct TableSetReport {
+    /// Its number among the sets of the pair, from 1.
+    pub number: usize,
+    /// Bytes in the expanded section of tables: the set, and 2 for each tensor that uses it.
+    pub expanded_bytes: u64,
+    /// Tensors that use it.
+    pub tensors: u64,
+    /// Name of the first of them.
+    pub first_tensor: String,
+}
+
+/// What is known of a tensor.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct TensorExplanation {
+    /// Bytes of its payloads by purpose.
+    pub parts: PayloadParts,
+    /// Number of its table set, if it uses one.
+    pub table_set: Option<usize>,
+    /// What each way to encode it takes. Empty without a base, and for a tensor without changes.
+    pub ways: Vec<WayReport>,
+}
+
+/// What a way to encode a tensor takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct WayReport {
+    /// The codec.
+    pub codec: Codec,
+    /// Whether the tensor is encoded from its base. Otherwise from zeros, as without a base.
+    pub from_base: bool,
+    /// Whether the pair holds the tensor in this way.
+    pub taken: bool,
+    /// Bytes of the payloads, padded.
+    pub payload_bytes: u64,
+    /// Whether `payload_bytes` is an estimate, from a part of the lanes or from a bound. The encoder makes no payload in a way
+    /// that is clearly larger than another.
+    pub estimated: bool,
+    /// The tensor's share of the tables that it needs in this way, in bytes of the index, estimated.
+    pub table_bytes: u64,
+}
+
+impl WayReport {
+    /// The bytes by which the encoder compares ways.
+    pub fn bytes(&self) -> u64 {
+        self.payload_bytes + self.table_bytes
+    }
+}
+
+impl<'a, B: Source> Explain<'a, B> {
+    /// An explanation of `pair` alone: what its bytes are for.
+    pub fn new(pair: &'a Pair<B>) -> Self {
+        Self { pair, base: None, progress: &|_| {} }
+    }
+
+    /// Compares the ways to encode each tensor as well. `base` is the checkpoint that the pair was made from; a pair without a
+    /// base takes an empty [`MemoryCheckpoint`](crate::MemoryCheckpoint).
+    #[must_use]
+    pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
+        self.base = Some(base);
+        self
+    }
+
+    /// Reports progress to `progress`, which may end the work.
+    #[must_use]
+    pub fn progress(mut self, progress: Progress<'a>) -> Self {
+        self.progress = progress;
+        self
+    }
+
+    /// Bytes that [`Explain::progress`] will have been told when all is done.
+    pub fn progress_bytes(&self) -> u64 {
+        let index = self.pair.index();
+        let payloads: u64 = index.chunks().iter().map(|record| u64::from(record.compressed_size.get())).sum();
+        let compared = index.tensors().filter(|tensor| self.base.is_some() && changes(self.pair, tensor));
+        compared.fold(payloads, |sum, tensor| sum.saturating_add(tensor.bytes()))
+    }
+
+    /// Reads every payload, checks its CRC, and takes it apart without decoding it.
+    ///
+    /// With a base, it also rebuilds every tensor that changes, checked by CRC and sums, and encodes it again in every way of
+    /// [`CodecChoice::Auto`](crate::CodecChoice::Auto), with the chunk sizes of the pair and otherwise the default options. The
+    /// pair does not say with which options it was made.
+    ///
+    /// Memory: about 200 bytes per tensor; with a base 600, and what encoding takes. Time: a CRC of the blob; with a base, that
+    /// of applying and encoding.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) naming tensor and chunk if a payload is damaged, [`Error::Io`](crate::Error::Io),
+    /// and what the progress ends the work with. With a base, also [`Error::WrongBase`](crate::Error::WrongBase) and
+    /// [`Error::AlreadyApplied`](crate::Error::AlreadyApplied).
+    pub fn run(&self) -> Result<Explanation> {
+        let index = self.pair.index();
+        let mut tensors = self.parts()?;
+        if let Some(base) = self.base {
+            self.compare(base, &mut tensors)?;
+        }
+        let mut payloads = PayloadParts::default();
+        let mut table_sets: Vec<TableSetReport> = Vec::new();
+        for (place, tensor) in tensors.iter_mut().enumerate() {
+            payloads += tensor.parts;
+            let Some(set) = index.table_set(place) else { continue };
+            // A set is owned by the first tensor that uses it, and sets are in the order of their owners.
+            if set == table_sets.len() {
+                let (owner, bytes) = (index.tensor(place).name, index.table_sets()[set].to_bytes());
+                let (number, expanded_bytes) = (set + 1, bytes.len() as u64);
+                table_sets.push(TableSetReport { number, expanded_bytes, tensors: 0, first_tensor: owner.to_owned() });
+            }
+            tensor.table_set = Some(set + 1);
+            table_sets[set].tensors += 1;
+            table_sets[set].expanded_bytes += 2;
+        }
+        Ok(Explanation { index: index.parts(), blob_header: BLOB_HEADER_SIZE.into(), payloads, table_sets, tensors })
+    }
+
+    /// The parts of each tensor's payloads.
+    fn parts(&self) -> Result<Vec<TensorExplanation>> {
+        /// What the result of a small payload takes of a batch.
+        const LEAST: u64 = 1 << 10;
+        let index = self.pair.index();
+        let mut found = vec![TensorExplanation::default(); index.tensor_count()];
+        let records = index.chunks();
+        let chunks = index.tensors().flat_map(|tensor| tensor.chunks().map(move |chunk| (tensor, chunk)));
+        let buffers = Pool::new(Vec::new);
+        in_batches(
+            chunks.filter(|(_, chunk)| records[*chunk as usize].num_deltas.get() > 0),
+            |(_, chunk)| u64::from(records[*chunk as usize].compressed_size.get()).max(LEAST),
+            |&mut (tensor, chunk)| {
+                let (record, lanes) = (&records[chunk as usize], tensor.chunk_range(chunk));
+                let lanes = (lanes.end - lanes.start) as usize;
+                self.progress.done(record.compressed_size.get().into())?;
+                buffers.with(|buffer| {
+                    let payload = self.pair.payload(chunk, buffer).map_err(|e| e.in_tensor(tensor.name))?;
+                    let parts = tensor.codec.parts(payload, record.num_deltas.get(), lanes, tensor.lane_bytes(), tensor.tables);
+                    let padding = (payload.len() as u64).wrapping_neg() % PAYLOAD_ALIGN;
+                    let parts = parts.map_err(|e| e.in_chunk(chunk).in_tensor(tensor.name))?;
+                    Ok(PayloadParts { padding, ..parts })
+                })
+            },
+            |(tensor, _), parts| {
+                found[tensor.place].parts += parts;
+                Ok(())
+            },
+        )?;
+        Ok(found)
+    }
+
+    /// Adds what each way takes to tensors that change.
+    fn compare(&self, base: &dyn Checkpoint, tensors: &mut [TensorExplanation]) -> Result<()> {
+        let index = self.pair.index();
+        let bases: Vec<_> = index.tensors().map(|tensor| find_base(&tensor, base)).collect::<Result<_>>()?;
+        let compared = self.ways(base, &Rebuilt::new(self.pair, base, &bases), tensors);
+        compared.map_err(|e| Apply::new(self.pair, base).progress(self.progress).explain(e, &bases))?;
+        base.check_unchanged()
+    }
+
+    fn ways(&self, base: &dyn Checkpoint, target: &dyn Checkpoint, tensors: &mut [TensorExplanation]) -> Result<()> {
+        let index = self.pair.index();
+        let options = self.options();
+        let mut plans = Vec::new();
+        for tensor in index.tensors() {
+            let plan = plan(Some(base), target, tensor.place, &options)?;
+            plans.push(Plan { chunk_lanes_log2: tensor.chunk_lanes.ilog2() as u8, ..plan });
+        }
+        let workers = Pool::new(Worker::default);
+        train(Some(base), target, &options, &mut plans, &workers, self.progress)?;
+        let changed = index.tensors().filter(|tensor| changes(self.pair, tensor));
+        in_batches(
+            changed.flat_map(|tensor| tensor.chunks().map(move |chunk| (tensor, chunk))),
+            |(tensor, chunk)| bytes_of(tensor, *chunk).1,
+            |&mut (tensor, chunk)| {
+                let (offset, size) = bytes_of(&tensor, chunk);
+                self.progress.done(size)?;
+                workers.with(|worker| {
+                    let plan = &plans[tensor.place];
+                    let (base, target) = worker.lanes.read(Some(base), target, plan, offset, size as usize)?;
+                    let attempts = worker.encoders.attempts(plan, &options, base, target)?;
+                    let way = |attempt: Attempt| WayReport {
+                        codec: attempt.way.codec,
+                        from_base: attempt.way.from_base,
+                        taken: false,
+                        payload_bytes: attempt.size,
+                        estimated: attempt.payload.is_none(),
+                        table_bytes: 0,
+                    };
+                    Ok(attempts.into_iter().map(way).collect::<Vec<_>>())
+                })
+            },
+            |(tensor, _), ways| {
+                let sums = &mut tensors[tensor.place].ways;
+                if sums.is_empty() {
+                    *sums = ways;
+                } else {
+                    for (sum, way) in sums.iter_mut().zip(ways) {
+                        sum.payload_bytes += way.payload_bytes;
+                        sum.estimated |= way.estimated;
+                    }
+                }
+                Ok(())
+            },
+        )?;
+        let shares = Shares::new(&plans);
+        for (tensor, found) in index.tensors().zip(tensors) {
+            for way in &mut found.ways {
+                way.taken = way.codec == tensor.codec && way.from_base == (tensor.base_kind != BaseKind::None);
+                if way.taken {
+                    (way.payload_bytes, way.estimated) = (found.parts.total(), false);
+                }
+                way.table_bytes =
+                    shares.of(&plans[tensor.place], Way { from_base: way.from_base, codec: way.codec }, way.payload_bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// The options that the pair was made with, as far as it shows them.
+    fn options(&self) -> EncodeOptions {
+        let mut options = EncodeOptions::default();
+        let renamed = self.pair.index().tensors().filter(|tensor| tensor.base_name != tensor.name);
+        options.renamed = renamed.map(|tensor| (tensor.name.to_owned(), tensor.base_name.to_owned())).collect();
+        // A chunk of the most bytes may have been asked to have more lanes.
+        let is_most = |tensor: &Tensor<'_>| tensor.chunk_lanes * tensor.lane_bytes() as u64 == MAX_CHUNK_BYTES;
+        let smallest = self.pair.index().tensors().filter(|tensor| !is_most(tensor)).map(|tensor| tensor.chunk_lanes).min();
+        options.chunk_lanes = smallest.unwrap_or(options.chunk_lanes);
+        options
+    }
+}
+
+/// Whether a tensor of the pair has payloads.
+fn changes<B: Source>(pair: &Pair<B>, tensor: &Tensor<'_>) -> bool {
+    let chunks = tensor.chunks();
+    pair.index().chunks()[chunks.start as usize..chunks.end as usize].iter().any(|record| record.num_deltas.get() > 0)
+}
+
+/// Where the bytes of a chunk begin in its tensor, and how many there are.
+fn bytes_of(tensor: &Tensor<'_>, chunk: u32) -> (u64, u64) {
+    let (lanes, width) = (tensor.chunk_range(chunk), tensor.lane_bytes() as u64);
+    (lanes.start * width, (lanes.end - lanes.start) * width)
+}

@@ -1,0 +1,25 @@
+//! Bytes of an index by purpose.
+
+use crate::codec::parts;
+
+parts! {
+    /// Bytes of an index by purpose, as stored.
+    IndexParts {
+        /// The header, and the pair digest at the end.
+        header => "header and pair digest",
+        /// Chunk records: 32 bytes per chunk.
+        records => "records",
+        /// Chunk sums: 16 bytes per chunk.
+        sums => "sums",
+        /// Digests: 32 bytes per tensor, and the two roots.
+        digests => "digests",
+        /// Tensor table: names, shapes, dtypes, codecs.
+        tensors => "tensor table",
+        /// File table: names and contents of files.
+        files => "file table",
+        /// Tables of codec `conditioned`.
+        tables => "tables",
+        /// Zeros between sections.
+        padding => "padding",
+    }
+}
