@@ -1,12 +1,17 @@
-//! The bytes that the encoder writes: the same on every machine, for any number of threads, and until someone means to change them.
+//! The bytes that the encoder writes: the same on every machine, for any number of threads and shards, and until someone means to
+//! change them.
 
 #[allow(dead_code, reason = "only the inputs are wanted")]
 mod common;
 
-use common::inputs::Input;
+use common::inputs::{Held, Input};
+use common::{Tensor, write_file, write_folder};
 use std::fmt::Write;
 use std::path::Path;
-use tpde::{Apply, Codec, EncodeOptions, Favor, Layout, encode_to_memory};
+use tpde::format::Section;
+use tpde::{
+    Apply, Codec, EncodeOptions, Favor, Layout, Pair, SafetensorsCheckpoint, ValidatedIndex, encode_files, encode_to_memory,
+};
 
 /// Rows of the matrices: few, for all ways to encode; more, of which samples are taken; and many, of one kind.
 const SIDES: [u64; 3] = [160, 700, 1600];
@@ -55,4 +60,62 @@ fn the_encoder_writes_the_bytes_that_it_wrote() {
     let expected = std::fs::read_to_string(&path).unwrap();
     let changed: Vec<_> = expected.lines().zip(found.lines()).filter(|(expected, found)| expected != found).collect();
     assert!(changed.is_empty() && expected.lines().count() == found.lines().count(), "{changed:#?}");
+}
+
+/// Writes tensors as a lone file, or spread over so many shards with neighbours apart and later names first.
+fn write(path: &Path, tensors: &[Held], shards: usize) -> SafetensorsCheckpoint {
+    let tensor = |(info, bytes): &Held| Tensor {
+        name: info.name.clone(),
+        dtype: info.dtype.name(),
+        shape: info.shape.iter().map(|&dim| dim as usize).collect(),
+        bytes: bytes.clone(),
+    };
+    if shards == 0 {
+        write_file(path, &tensors.iter().map(tensor).collect::<Vec<_>>());
+    } else {
+        let shard = |s: usize| tensors.iter().skip(s).step_by(shards).rev().map(tensor).collect::<Vec<_>>();
+        let held: Vec<_> = (0..shards).rev().map(shard).collect();
+        write_folder(path, &held.iter().map(Vec::as_slice).collect::<Vec<_>>());
+    }
+    SafetensorsCheckpoint::open(path).unwrap()
+}
+
+/// All of a pair but what says which files there are: sections, then payloads.
+fn without_files(index: &ValidatedIndex, blob: &[u8]) -> Vec<Vec<u8>> {
+    let stored = |section: Section| {
+        let entry = index.header().section(section);
+        index.as_bytes()[entry.offset as usize..][..entry.stored_size as usize].to_vec()
+    };
+    let sections = Section::ALL.into_iter().filter(|section| *section != Section::Files).map(stored);
+    sections.chain([blob[64..].to_vec()]).collect()
+}
+
+#[test]
+fn shards_change_the_file_table_and_no_other_byte() {
+    let mut file_tables = std::collections::BTreeSet::new();
+    for name in ["several dtypes", "two biases of many tensors", "many small tensors", "no base, outliers"] {
+        let input = common::inputs::inputs(300).find(|input| input.name == name).unwrap();
+        for favor in [Favor::Ratio, Favor::Size] {
+            let options = EncodeOptions { favor, chunk_lanes: 1 << 14, ..EncodeOptions::default() };
+            let (in_memory, _) = encode_to_memory(Some(&input.base()), &input.target(), &options).unwrap();
+            let expected = without_files(in_memory.index(), in_memory.blob());
+            // Shards of the base and of the target, none for a lone file, and threads.
+            for (of_base, of_target, threads) in [(0, 0, 1), (2, 2, 2), (0, 7, 3), (7, 2, 1), (7, 7, 5)] {
+                if of_base > input.base.len() || of_target > input.target.len() {
+                    continue;
+                }
+                let place = tempfile::tempdir().unwrap();
+                let path = |name: &str| place.path().join(name);
+                let base = write(&path("base"), &input.base, of_base);
+                let target = write(&path("target"), &input.target, of_target);
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                pool.install(|| encode_files(Some(&base), &target, &options, &path("pair"), false, &|_| {})).unwrap();
+                let pair = Pair::open(&path("pair")).unwrap();
+                let found = without_files(pair.index(), &std::fs::read(path("pair.tpde-blob")).unwrap());
+                assert!(found == expected, "{name}, {favor:?}, shards {of_base} and {of_target}, {threads} threads");
+                file_tables.insert(pair.index().files().map(|file| file.name.to_owned()).collect::<Vec<_>>());
+            }
+        }
+    }
+    assert!(file_tables.len() >= 3, "{file_tables:?}");
 }
