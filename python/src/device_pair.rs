@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
-use tpde::cuda::{self, Application, Binding, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer, Planned};
+use tpde::cuda::{self, Application, ApplyPlan, Binding, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer};
 use tpde::error::Escaped;
 use tpde::format::BaseKind;
 use tpde::source::{FileSource, Source};
@@ -79,14 +79,14 @@ impl DevicePair {
         let (device, pair) = (device.0.clone(), pair.shared());
         if !pinned && blob.is_none() {
             // SAFETY: as the module says.
-            let upload = || device.upload_to(pair.index(), unsafe { slice(memory) });
+            let upload = || DeviceIndex::upload_to(&device, pair.index(), unsafe { slice(memory) });
             let index = py.detach(upload).map_err(|e| errors::to_python(py, &e))?;
             return Ok(Self { pair, index, stored: Stored::File });
         }
         let total = pair.blob().size();
         run(py, progress, total, |steering| {
             // SAFETY: as the module says.
-            let index = device.upload_to(pair.index(), unsafe { slice(memory) })?;
+            let index = DeviceIndex::upload_to(&device, pair.index(), unsafe { slice(memory) })?;
             let read = |out: &mut [u8], from: u64| -> Result<()> {
                 use rayon::prelude::*;
                 out.par_chunks_mut(1 << 20)
@@ -155,8 +155,9 @@ impl DevicePair {
         let (tensors, base) = (unowned(&tensors), unowned(&base));
         let plan = || {
             let mode = self::mode(mode)?;
-            let planned = self.index.plan(&bindings(&self.pair, &self.index, &tensors, &base, mode)?, mode, self.stored())?;
-            Ok((planned.scratch_most(scratch_most), mode))
+            let bindings = bindings(&self.pair, &self.index, &tensors, &base, mode)?;
+            let plan = ApplyPlan::new(&self.index, &bindings, mode, self.stored())?;
+            Ok((plan.max_scratch_bytes(scratch_most), mode))
         };
         let (planned, mode) = py.detach(plan).map_err(|e| errors::to_python(py, &e))?;
         let (pair, index) = (self.pair.clone(), self.index.clone());
@@ -171,7 +172,7 @@ impl DevicePair {
             let bindings = bindings(&self.pair, &self.index, tensors, &base, Mode::OutOfPlace)?;
             // SAFETY: the owner is held by what is made here, and told of the streams by Python's half.
             let payloads = Payloads::Part { at: start, memory: unsafe { part.device_slice() } };
-            self.index.plan(&bindings, Mode::OutOfPlace, payloads)
+            ApplyPlan::new(&self.index, &bindings, Mode::OutOfPlace, payloads)
         };
         let planned = plan().map_err(|e| errors::to_python(py, &e))?;
         Ok(Plan { planned: Mutex::new(Some((planned, Owners(base.into_iter().chain([output, part]).collect())))) })
@@ -294,7 +295,7 @@ impl Bound {
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct PlanOfAll {
     bytes: u64,
-    made: Mutex<Option<(Planned<'static>, Bound)>>,
+    made: Mutex<Option<(ApplyPlan<'static>, Bound)>>,
 }
 
 #[pymethods]
@@ -310,7 +311,7 @@ impl PlanOfAll {
             let taken = self.made.lock().unwrap_or_else(PoisonError::into_inner).take();
             let (planned, bound) = taken.ok_or_else(|| Error::Misuse("a plan is prepared once".into()))?;
             // SAFETY: as the module says; Python's half keeps the tensor with what is made here.
-            let application = planned.prepare_in(unsafe { slice(memory) })?;
+            let application = Application::prepare_in(planned, unsafe { slice(memory) })?;
             Ok(Ready { work: Mutex::new((application, bound)) })
         };
         py.detach(prepare).map_err(|e| errors::to_python(py, &e))

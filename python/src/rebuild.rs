@@ -5,7 +5,7 @@ use crate::errors;
 use crate::memory::Memory;
 use pyo3::prelude::*;
 use std::sync::{Mutex, PoisonError, TryLockError};
-use tpde::cuda::{self, Application, Pending, Planned};
+use tpde::cuda::{self, Application, ApplyPlan, Pending};
 use tpde::{Error, Result};
 
 /// What has to stay while a rebuilding is used.
@@ -14,7 +14,7 @@ pub struct Owners(pub Vec<Memory>);
 /// A rebuilding that lacks memory to work in.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Plan {
-    pub planned: Mutex<Option<(Planned<'static>, Owners)>>,
+    pub planned: Mutex<Option<(ApplyPlan<'static>, Owners)>>,
 }
 
 #[pymethods]
@@ -31,7 +31,7 @@ impl Plan {
             let taken = self.planned.lock().unwrap_or_else(PoisonError::into_inner).take();
             let (planned, mut owners) = taken.ok_or_else(|| Error::Misuse("a plan is prepared once".into()))?;
             // SAFETY: the owner is held with the application.
-            let application = planned.prepare_in(unsafe { memory.device_slice() })?;
+            let application = Application::prepare_in(planned, unsafe { memory.device_slice() })?;
             owners.0.push(memory);
             Ok(Rebuild { application, _owners: owners })
         };

@@ -55,7 +55,7 @@ impl DeviceArgs {
             #[cfg(feature = "cuda")]
             DeviceName::Cuda(ordinal) if self.trust => {
                 let (device, nvcomp) = (open_cuda(ordinal)?, tpde::cuda::Nvcomp::load()?);
-                Ok(Some(Box::new(tpde::cuda::Trusting { device, nvcomp })))
+                Ok(Some(Box::new(tpde::cuda::NvcompDevice { device, nvcomp })))
             }
             DeviceName::Cuda(ordinal) => Ok(Some(Box::new(open_cuda(ordinal)?))),
         }

@@ -1,9 +1,10 @@
 //! An index on the device.
 
-use super::device::Device;
-use super::layout::{self, DeviceTensor, NO_TABLES};
-use super::memory::{Allocation, DeviceSlice, MEMORY_ALIGN};
-use super::nvcomp::Trusted;
+use super::abi::{self, DeviceTensor, NO_TABLES};
+use super::nvcomp::{Nvcomp, Trusted};
+use super::runtime::device::Device;
+use super::runtime::layout::Layout;
+use super::runtime::memory::{Allocation, DeviceSlice};
 use crate::codec::{Codec, TableSet};
 use crate::error::{Error, Result};
 use crate::format::{BaseKind, ChunkMetadata, ChunkSums, PAYLOAD_ALIGN, TensorDigests};
@@ -12,10 +13,13 @@ use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 use zerocopy::IntoBytes;
 
-/// What kernels need of an index, on its device; made by [`Device::upload`](super::Device::upload), which takes nothing but a
-/// validated one. Clones are the same.
+/// What kernels need of a validated index, on a device. Clones are the same.
 #[derive(Debug, Clone)]
-pub struct DeviceIndex(pub(super) Arc<Uploaded>, pub(super) Option<Trusted>);
+pub struct DeviceIndex {
+    pub(super) uploaded: Arc<Uploaded>,
+    /// Where the writer of the pair is trusted: nvCOMP.
+    pub(super) trusted: Option<Trusted>,
+}
 
 #[derive(Debug)]
 pub(super) struct Uploaded {
@@ -63,22 +67,45 @@ impl TensorOnDevice {
 }
 
 impl DeviceIndex {
-    pub(super) fn new(device: &Device, index: &ValidatedIndex, memory: Option<DeviceSlice>) -> Result<Self> {
+    /// Uploads what kernels need of an index: records, sums, tensors and tables. Once a pair; 52 bytes a chunk on the device and
+    /// 32 on the host. The first index with chunks without a base has their kernel compiled, unless the driver's cache has it.
+    ///
+    /// The copies are queued behind each other and done when something that was prepared with the result runs.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if memory or the driver fails.
+    pub fn upload(device: &Device, index: &ValidatedIndex) -> Result<Self> {
+        Self::new(device, index, None)
+    }
+
+    /// [`DeviceIndex::upload`] to memory of the caller's: as much as [`DeviceIndex::bytes_of`] says, at a multiple of 256. What is
+    /// queued on [`Device::copy_stream`] may use the memory at once, and nobody else does until the index is dropped and all
+    /// work with it has passed.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if the memory is too small or not aligned; [`Error::Device`] if the driver fails.
+    pub fn upload_to(device: &Device, index: &ValidatedIndex, memory: DeviceSlice) -> Result<Self> {
+        Self::new(device, index, Some(memory))
+    }
+
+    fn new(device: &Device, index: &ValidatedIndex, memory: Option<DeviceSlice>) -> Result<Self> {
         let (sets, tables) = tables_of(index.table_sets())?;
         let chunk_tensors: Vec<u32> =
             index.tensors().flat_map(|t| std::iter::repeat_n(t.place as u32, t.chunk_count as usize)).collect();
         let parts: [&[u8]; 4] = [index.chunks().as_bytes(), index.sums().as_bytes(), chunk_tensors.as_bytes(), tables.as_bytes()];
-        let (starts, size) = laid_out(parts.map(|part| part.len() as u64));
+        let mut layout = Layout::default();
+        let starts = layout.add_all(parts.map(|part| part.len() as u64));
+        let size = layout.bytes();
 
-        let inner = &device.0;
+        let inner = &device.inner;
         let tensors = all_on_device(index, &sets);
         if tensors.iter().any(|tensor| tensor.codec == Codec::Conditioned && tensor.device.base_lanes < tensor.device.lanes) {
             // Compiled here, and not in a launch, which is to be quick and may be captured.
-            inner.without_base()?;
+            inner.kernels.without_base(&inner.context)?;
         }
         let cx = inner.context.enter()?;
         let memory = match memory {
-            Some(given) => given.room_for(size, device)?,
+            Some(given) => given.room_for(size, inner)?,
             None => DeviceSlice::owned(Allocation::new(inner, &cx, size)?, size),
         };
         let [chunks, sums, chunk_tensors, tables] = starts.map(|start| memory.address() + start);
@@ -88,39 +115,49 @@ impl DeviceIndex {
             for (part, start) in parts.into_iter().zip(starts) {
                 // SAFETY: the parts lie in the memory just allocated, which is held until the copies have passed, also after an
                 // error.
-                unsafe { ring.send_bytes(&cx, inner, memory.address() + start, part)? };
+                unsafe { ring.send_bytes(&cx, inner.copy.raw(), memory.address() + start, part)? };
             }
         }
         queueing.end()?;
         debug_assert_eq!(chunks, memory.address());
-        Ok(Self(
-            Arc::new(Uploaded {
-                device: device.clone(),
-                memory,
-                sums,
-                chunk_tensors,
-                tables,
-                table_bytes: table_bytes(index.table_sets()),
-                records: index.chunks().to_vec(),
-                tensors,
-                blob_size: index.header().blob_size,
-            }),
-            None,
-        ))
+        let uploaded = Uploaded {
+            device: device.clone(),
+            memory,
+            sums,
+            chunk_tensors,
+            tables,
+            table_bytes: table_bytes(index.table_sets()),
+            records: index.chunks().to_vec(),
+            tensors,
+            blob_size: index.header().blob_size,
+        };
+        Ok(Self { uploaded: Arc::new(uploaded), trusted: None })
     }
 
-    pub(super) fn with_trust(&self, trusted: Trusted) -> Self {
-        Self(self.0.clone(), Some(trusted))
+    /// The same index for a pair whose writer is trusted, see [`Nvcomp`]: its payloads of codec `zstd` are expanded by nvCOMP on
+    /// the device, so that they may be in device memory too.
+    ///
+    /// Memory of the device, for each application: what the frames expand to, as it is and as payloads of codec `raw`, and what
+    /// nvCOMP works with. Cost: the first time on a device, compiling two kernels.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver refuses.
+    pub fn trust(&self, nvcomp: &Nvcomp) -> Result<Self> {
+        let kernels = self.device().inner.kernels.frames(&self.device().inner.context)?;
+        let trusted = Some(Trusted { nvcomp: nvcomp.clone(), kernels });
+        Ok(Self { uploaded: self.uploaded.clone(), trusted })
     }
 
-    /// Bytes of device memory that an index takes there; see [`Device::upload_to`](super::Device::upload_to).
+    /// Bytes of device memory that an index takes there; see [`DeviceIndex::upload_to`].
     ///
     /// # Errors
     /// [`Error::Limit`] if its tables have more words than kernels can count.
     pub fn bytes_of(index: &ValidatedIndex) -> Result<u64> {
         let (_, tables) = tables_of(index.table_sets())?;
         let chunks = index.chunks().len() as u64;
-        Ok(laid_out([32 * chunks, 16 * chunks, 4 * chunks, 4 * tables.len() as u64]).1)
+        let mut layout = Layout::default();
+        layout.add_all([32 * chunks, 16 * chunks, 4 * chunks, 4 * tables.len() as u64]);
+        Ok(layout.bytes())
     }
 
     /// Where in the blob the payloads of a tensor lie, with their padding: empty if it has none.
@@ -129,7 +166,7 @@ impl DeviceIndex {
     /// [`Error::Misuse`] if there is no such tensor.
     pub fn payloads_of(&self, tensor: usize) -> Result<Range<u64>> {
         let chunks = self.tensor(tensor)?.chunks();
-        Ok(self.0.payload_ranges(chunks).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or_default())
+        Ok(self.uploaded.payload_ranges(chunks).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or_default())
     }
 
     /// Whether the device can decode a tensor alone: not if its codec is `zstd`, which the processor expands.
@@ -142,26 +179,26 @@ impl DeviceIndex {
 
     /// The device.
     pub fn device(&self) -> &Device {
-        &self.0.device
+        &self.uploaded.device
     }
 
     /// Number of tensors of the pair.
     pub fn tensor_count(&self) -> usize {
-        self.0.tensors.len()
+        self.uploaded.tensors.len()
     }
 
     /// Place of the tensor of this name, as in the index.
     pub fn find(&self, name: &str) -> Option<usize> {
-        self.0.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()
+        self.uploaded.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()
     }
 
     pub(super) fn tensor(&self, place: usize) -> Result<&TensorOnDevice> {
-        tensor_at(&self.0.tensors, place)
+        tensor_at(&self.uploaded.tensors, place)
     }
 
     /// The tensor that a chunk belongs to.
     pub(super) fn chunk_tensor(&self, chunk: u32) -> Result<&TensorOnDevice> {
-        self.tensor(self.0.tensors.partition_point(|tensor| tensor.chunks().end <= chunk))
+        self.tensor(self.uploaded.tensors.partition_point(|tensor| tensor.chunks().end <= chunk))
     }
 }
 
@@ -183,17 +220,6 @@ impl Uploaded {
 /// The tensor at this place of the table.
 pub(super) fn tensor_at(tensors: &[TensorOnDevice], place: usize) -> Result<&TensorOnDevice> {
     tensors.get(place).ok_or_else(|| Error::Misuse(format!("tensor {place} of a pair of {} tensors", tensors.len())))
-}
-
-/// Where parts of these sizes begin in one memory, and how large it is.
-pub(super) fn laid_out<const N: usize>(sizes: [u64; N]) -> ([u64; N], u64) {
-    let mut end = 0;
-    let starts = sizes.map(|size| {
-        let start = end;
-        end = (start + size).next_multiple_of(MEMORY_ALIGN);
-        start
-    });
-    (starts, end)
 }
 
 /// The words of all sets as kernels want them, and where each set begins; see `kernels/README.md`.
@@ -229,18 +255,16 @@ fn start_of_set(words: usize) -> Result<u32> {
 fn table_bytes(sets: &[TableSet]) -> u32 {
     let symbols =
         |set: &TableSet| set.classes().map(|class| class.iter().filter(|frequency| **frequency != 0).count()).sum::<usize>();
-    let bytes = |set: &TableSet| layout::conditioned_tables(set.classes().len() as u32, symbols(set) as u32);
-    sets.iter().map(bytes).max().unwrap_or(const { layout::conditioned_tables(0, 0) })
+    let bytes = |set: &TableSet| abi::conditioned_tables(set.classes().len() as u32, symbols(set) as u32);
+    sets.iter().map(bytes).max().unwrap_or(const { abi::conditioned_tables(0, 0) })
 }
 
 /// What the host keeps of all tensors, whose table sets begin at `starts`.
 pub(super) fn all_on_device(index: &ValidatedIndex, starts: &[u32]) -> Vec<TensorOnDevice> {
-    index.tensors().map(|tensor| on_device(&tensor, index.table_sets(), starts)).collect()
+    index.tensors().map(|tensor| on_device(&tensor, starts)).collect()
 }
 
-fn on_device(tensor: &Tensor<'_>, sets: &[TableSet], starts: &[u32]) -> TensorOnDevice {
-    // A tensor's set is one of the index's: which one, its place in their array says.
-    let number = |own| (std::ptr::from_ref::<TableSet>(own).addr() - sets.as_ptr().addr()) / size_of::<TableSet>();
+fn on_device(tensor: &Tensor<'_>, starts: &[u32]) -> TensorOnDevice {
     let codec = if tensor.codec == Codec::Zstd { Codec::Raw } else { tensor.codec };
     TensorOnDevice {
         name: tensor.name.to_owned(),
@@ -256,7 +280,7 @@ fn on_device(tensor: &Tensor<'_>, sets: &[TableSet], starts: &[u32]) -> TensorOn
             lanes: tensor.lanes,
             base_lanes: tensor.base_lanes().min(tensor.lanes),
             first_chunk: tensor.first_chunk,
-            tables: tensor.tables.map_or(NO_TABLES, |own| starts[number(own)]),
+            tables: tensor.table_set.map_or(NO_TABLES, |set| starts[set]),
             dtype: tensor.dtype.code(),
             codec: codec.code(),
             lane_log2: tensor.lane_bytes().ilog2() as u8,

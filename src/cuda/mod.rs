@@ -14,24 +14,21 @@
 //! [`Apply::verify`](crate::Apply::verify) before.
 //!
 //! ```no_run
-//! use tpde::cuda::{Binding, Device, Payloads};
+//! use tpde::cuda::{Application, ApplyPlan, Binding, Device, DeviceIndex, Mode, Payloads};
 //! use tpde::{InPlace, Pair};
 //!
 //! # fn main() -> tpde::Result<()> {
 //! let device = Device::open(0)?;
 //! let pair = Pair::open("rl20".as_ref())?;
-//! let index = device.upload(pair.index())?;
+//! let index = DeviceIndex::upload(&device, pair.index())?;
 //! let stream = device.stream()?;
 //! # let weights: Vec<u8> = vec![];
 //! let memory = device.alloc(weights.len() as u64)?;
 //! device.write(&memory, &weights)?;
 //! let place = index.find("layer.weight").expect("a tensor of the pair");
-//! let pending = index.apply_in_place(
-//!     &[Binding::in_place(place, memory.clone())],
-//!     InPlace::AllChecked,
-//!     Payloads::Host(pair.blob()),
-//!     &stream,
-//! )?;
+//! let tensors = [Binding::in_place(place, memory.clone())];
+//! let plan = ApplyPlan::new(&index, &tensors, Mode::InPlace(InPlace::AllChecked), Payloads::Host(pair.blob()))?;
+//! let pending = Application::prepare(plan)?.launch(&stream)?;
 //! // Other work may be queued on the stream here.
 //! pending.wait()?;
 //! # Ok(())
@@ -40,35 +37,25 @@
 //!
 //! Nothing of CUDA is needed to build the crate; the driver is loaded when a device is first asked for.
 
-mod apply;
-mod binding;
-mod calls;
-mod device;
-mod driver;
-mod frames;
-mod graph;
+mod abi;
+mod accelerator;
+mod application;
 mod index;
-mod launch;
-mod layout;
-mod memory;
 mod nvcomp;
-mod outcome;
 mod plan;
-mod planned;
-mod rebuild;
-mod staging;
-mod stream;
+mod runtime;
 #[cfg(test)]
 mod tests;
 
-pub use apply::Application;
-pub use binding::Binding;
-pub use device::{Device, FirstCall};
-pub use graph::Graph;
+pub use accelerator::NvcompDevice;
+pub use application::Application;
+pub use application::outcome::{BadChunk, Captured, Pending};
 pub use index::DeviceIndex;
-pub use memory::{DeviceSlice, PinnedBuffer};
 pub use nvcomp::Nvcomp;
-pub use outcome::{BadChunk, Captured, Pending};
-pub use planned::{Mode, Payloads, Planned};
-pub use rebuild::Trusting;
-pub use stream::{Event, Stream};
+pub use plan::ApplyPlan;
+pub use plan::binding::Binding;
+pub use plan::payloads::{Mode, Payloads};
+pub use runtime::device::{Device, FirstCall};
+pub use runtime::graph::Graph;
+pub use runtime::memory::{DeviceSlice, PinnedBuffer};
+pub use runtime::stream::{Event, Stream};

@@ -1,8 +1,7 @@
 //! nvCOMP, a library of NVIDIA's that expands zstd frames on the device, where it is installed.
 
-use super::driver::{Entered, RawStream};
-use super::frames::Kernels;
-use super::index::DeviceIndex;
+use super::runtime::driver::{Entered, RawStream};
+use super::runtime::kernels::FrameKernels;
 use crate::error::{Error, Result};
 use std::ffi::{OsStr, c_void};
 use std::fmt;
@@ -13,9 +12,10 @@ const NAME: &str = "libnvcomp.so.6";
 
 /// nvCOMP, loaded. Clones are the same.
 ///
-/// With [`DeviceIndex::trust`] it expands payloads of codec `zstd` on the device, in place of the processor. It is not made for data
-/// of strangers: *what a frame holds may make it read and write memory that is not its own*, of all that the device sees. CRCs are
-/// compared before it sees a frame, which finds accidents; but who has written the pair must be trusted.
+/// With [`DeviceIndex::trust`](super::DeviceIndex::trust) it expands payloads of codec `zstd` on the device, in place of the processor.
+///
+/// It does not withstand hostile data: *a frame may make it read and write any memory that the device sees*. CRCs are compared
+/// before it gets a frame, which finds accidents. The writer of the pair must be trusted.
 #[derive(Clone)]
 pub struct Nvcomp(Arc<Library>);
 
@@ -149,22 +149,7 @@ fn check(code: i32) -> Result<()> {
 #[derive(Debug, Clone)]
 pub(super) struct Trusted {
     pub nvcomp: Nvcomp,
-    pub kernels: Kernels,
-}
-
-impl DeviceIndex {
-    /// The same index for a pair whose writer is trusted, see [`Nvcomp`]: its payloads of codec `zstd` are expanded by nvCOMP on
-    /// the device, so that they may be in device memory too.
-    ///
-    /// Memory of the device, for each application: what the frames expand to, as it is and as payloads of codec `raw`, and what
-    /// nvCOMP works with. Cost: the first time on a device, compiling two kernels.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if the driver refuses.
-    pub fn trust(&self, nvcomp: &Nvcomp) -> Result<Self> {
-        let kernels = self.device().0.frames()?;
-        Ok(self.with_trust(Trusted { nvcomp: nvcomp.clone(), kernels }))
-    }
+    pub kernels: FrameKernels,
 }
 
 #[cfg(test)]

@@ -213,6 +213,9 @@ pub struct Tensor<'a> {
     pub codec: Codec,
     /// Tables of codec `conditioned`, if it has some.
     pub tables: Option<&'a TableSet>,
+    /// The place of these tables in [`ValidatedIndex::table_sets`].
+    #[cfg(feature = "cuda")]
+    pub(crate) table_set: Option<usize>,
     /// Lanes of the tensor.
     pub lanes: u64,
     /// Lanes of a chunk.

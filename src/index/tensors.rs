@@ -136,6 +136,8 @@ impl TensorTable {
             base_param: row.base_param,
             codec: row.codec,
             tables: sets.get(row.tables),
+            #[cfg(feature = "cuda")]
+            table_set: (row.tables as usize).checked_sub(1),
             lanes: row.lanes,
             chunk_lanes: 1 << row.chunk_lanes_log2,
             first_chunk: row.first_chunk,

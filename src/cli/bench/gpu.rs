@@ -12,7 +12,7 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
-use tpde::cuda::{Application, Binding, Device, DeviceIndex, DeviceSlice, FirstCall, Mode, Nvcomp, Payloads, Stream};
+use tpde::cuda::{Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, FirstCall, Mode, Nvcomp, Payloads, Stream};
 use tpde::format::BaseKind;
 use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, InPlace, Pair, ValidatedIndex, encode_to_memory};
 
@@ -204,7 +204,7 @@ impl Bed<'_> {
     }
 
     fn pair(&self, codec: Codec, pair: Pair<Vec<u8>>, encode_seconds: f64) -> anyhow::Result<OfPair> {
-        let index = self.device.upload(pair.index())?;
+        let index = DeviceIndex::upload(self.device, pair.index())?;
         let mut pinned = self.device.pinned(pair.blob().len())?;
         pinned.copy_from_slice(pair.blob());
         let pinned = Arc::new(pinned);
@@ -238,10 +238,11 @@ impl Bed<'_> {
         for (name, mode) in modes {
             let bindings = self.bindings(pair.index(), &index, mode)?;
             let mut measure = |what: &str, index: &DeviceIndex, from, payloads: &Payloads<'_>, clock| -> anyhow::Result<()> {
-                let application = match self.settings.slice_bytes {
-                    Some(bytes) => index.prepare_in_slices(&bindings, mode, payloads.clone(), bytes)?,
-                    None => index.prepare(&bindings, mode, payloads.clone())?,
+                let plan = match self.settings.slice_bytes {
+                    Some(bytes) => ApplyPlan::in_slices(index, &bindings, mode, payloads.clone(), bytes)?,
+                    None => ApplyPlan::new(index, &bindings, mode, payloads.clone())?,
                 };
+                let application = Application::prepare(plan)?;
                 rows.push(self.timed(what, from, clock, || self.launch(&application, mode, clock))?);
                 self.compare(codec)
             };
@@ -340,9 +341,10 @@ impl Bed<'_> {
         self.restore(mode)?;
         let start = Instant::now();
         let pair = Pair::open(path)?;
-        let index = self.device.upload(pair.index())?;
+        let index = DeviceIndex::upload(self.device, pair.index())?;
         let payloads = Payloads::Host(pair.blob());
-        index.prepare(&self.bindings(pair.index(), &index, mode)?, mode, payloads)?.launch(&self.stream)?.wait()?;
+        let plan = ApplyPlan::new(&index, &self.bindings(pair.index(), &index, mode)?, mode, payloads)?;
+        Application::prepare(plan)?.launch(&self.stream)?.wait()?;
         Ok(start.elapsed().as_secs_f64())
     }
 

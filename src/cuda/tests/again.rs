@@ -1,10 +1,9 @@
 //! Launches that follow others: what is left of an earlier one, or of a later one that began too early, must not be taken for theirs.
 
-use super::super::outcome::Pending;
-use super::super::{Binding, DeviceSlice, Mode, Payloads};
+use super::super::{Application, ApplyPlan, Binding, DeviceIndex, DeviceSlice, Mode, Payloads, Pending};
 use super::asynchronous::{Ending, spin, spinner};
 use super::generated::Random;
-use super::laid::{Route, payloads};
+use super::laid::{Route, payloads, prepare_in_slices};
 use super::refused::{CHUNK_LANES, Sample};
 use super::stand_in;
 use super::vectors::MODES;
@@ -33,13 +32,13 @@ fn a_launch_after_a_refused_one_starts_anew() {
     let device = super::device();
     for codec in [Codec::Conditioned, Codec::Raw] {
         let sample = Sample::new(codec);
-        let index = device.upload(sample.pair.index()).unwrap();
+        let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
         for mode in MODES {
             for route in ROUTES {
                 let mut laid = sample.laid(device, mode);
                 let stream = device.stream().unwrap();
                 let payloads = payloads(device, &sample.pair, route);
-                let application = index.prepare_in_slices(&laid.bindings, mode, payloads, SLICE).unwrap();
+                let application = prepare_in_slices(&index, &laid.bindings, mode, payloads, SLICE).unwrap();
                 // The last chunk has another base: what comes before it is right.
                 laid.spoil(device, 0);
                 let outcome = application.launch(&stream).unwrap().wait();
@@ -57,13 +56,13 @@ fn a_launch_after_a_refused_one_starts_anew() {
 fn a_launch_that_ends_early_names_the_chunks_that_it_did_not_come_to() {
     let device = super::device();
     let sample = Sample::new(Codec::Conditioned);
-    let index = device.upload(sample.pair.index()).unwrap();
+    let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
     let chunks = sample.base.chunks(2 * CHUNK_LANES).zip(sample.target.chunks(2 * CHUNK_LANES));
     for mode in MODES {
         let mut laid = sample.laid(device, mode);
         let stream = device.stream().unwrap();
         let source = Ending(sample.pair.blob(), u32::MAX.into());
-        let application = index.prepare_in_slices(&laid.bindings, mode, Payloads::Host(&source), SLICE).unwrap();
+        let application = prepare_in_slices(&index, &laid.bindings, mode, Payloads::Host(&source), SLICE).unwrap();
         application.launch(&stream).unwrap().wait().unwrap();
         laid.restore(device);
         source.1.store(3, Ordering::Relaxed);
@@ -109,7 +108,7 @@ fn a_launch_that_ends_early_names_the_chunks_that_it_did_not_come_to() {
 fn launches_of_an_application_follow_each_other_whatever_their_streams() {
     let device = super::device();
     let sample = Sample::new(Codec::Conditioned);
-    let index = device.upload(sample.pair.index()).unwrap();
+    let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
     let seeds = if stand_in::draws() { 6 } else { 1 };
     for seed in 1..=seeds {
         for mode in MODES {
@@ -117,7 +116,7 @@ fn launches_of_an_application_follow_each_other_whatever_their_streams() {
             let mut laid = sample.laid(device, mode);
             let streams = [device.stream().unwrap(), device.stream().unwrap()];
             let payloads = payloads(device, &sample.pair, route);
-            let application = index.prepare_in_slices(&laid.bindings, mode, payloads, SLICE).unwrap();
+            let application = prepare_in_slices(&index, &laid.bindings, mode, payloads, SLICE).unwrap();
             let drawing = (seeds > 1).then(|| stand_in::draw(seed));
             let [first, second] = streams.each_ref().map(|stream| application.launch(stream).unwrap());
             let outcome = second.wait();
@@ -156,14 +155,14 @@ fn payloads_are_not_overwritten_before_they_are_decoded() {
     let device = super::device();
     let spinning = spinner(device);
     let sample = Sample::new(Codec::Conditioned);
-    let index = device.upload(sample.pair.index()).unwrap();
+    let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
     let seeds = if stand_in::draws() { 8 } else { 1 };
     for seed in 1..=seeds {
         let mut laid = sample.laid(device, Mode::OutOfPlace);
         let source = Turning(sample.pair.blob(), AtomicBool::default());
         let drawing = (seeds > 1).then(|| stand_in::draw(seed));
         let streams = [device.stream().unwrap(), device.stream().unwrap()];
-        let application = index.prepare_in_slices(&laid.bindings, Mode::OutOfPlace, Payloads::Host(&source), SLICE).unwrap();
+        let application = prepare_in_slices(&index, &laid.bindings, Mode::OutOfPlace, Payloads::Host(&source), SLICE).unwrap();
         spin(device, spinning, &streams[0]);
         let first = application.launch(&streams[0]).unwrap();
         source.1.store(true, Ordering::Relaxed);
@@ -184,11 +183,11 @@ fn memory_given_for_payloads_is_not_filled_while_a_launch_reads_it() {
     let device = super::device();
     let spinning = spinner(device);
     let sample = Sample::new(Codec::Conditioned);
-    let index = device.upload(sample.pair.index()).unwrap();
+    let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
     let mut laid = sample.laid(device, Mode::OutOfPlace);
-    let planned = index.plan(&laid.bindings, Mode::OutOfPlace, Payloads::Host(sample.pair.blob())).unwrap();
+    let planned = ApplyPlan::new(&index, &laid.bindings, Mode::OutOfPlace, Payloads::Host(sample.pair.blob())).unwrap();
     let memory = device.alloc(planned.bytes()).unwrap();
-    let application = planned.prepare_in(memory).unwrap();
+    let application = Application::prepare_in(planned, memory).unwrap();
     let stream = device.stream().unwrap();
     spin(device, spinning, &stream);
     let pending = application.launch(&stream).unwrap();
@@ -205,13 +204,13 @@ fn applications_on_other_streams_do_not_wait_for_a_busy_one() {
     let device = super::device();
     let spinning = spinner(device);
     let sample = Sample::new(Codec::Conditioned);
-    let index = device.upload(sample.pair.index()).unwrap();
+    let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
     for mode in MODES {
         let mut both = [sample.laid(device, mode), sample.laid(device, mode)];
         let (busy, free) = (device.stream().unwrap(), device.stream().unwrap());
         let launch = |n: usize, stream| {
             let payloads = Payloads::Host(sample.pair.blob());
-            index.prepare_in_slices(&both[n].bindings, mode, payloads, SLICE).unwrap().launch(stream).unwrap()
+            prepare_in_slices(&index, &both[n].bindings, mode, payloads, SLICE).unwrap().launch(stream).unwrap()
         };
         spin(device, spinning, &busy);
         // Streams beside it are given back while they wait.
@@ -262,7 +261,7 @@ fn work_is_done_in_the_order_in_which_it_was_queued() {
                 base[at] ^= 1;
             }
             let bytes = base.len() as u64;
-            let index = device.upload(sample.pair.index()).unwrap();
+            let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
             let [kept, work, output, result] = [(); 4].map(|()| device.alloc(bytes).unwrap());
             let (binding, output) = match mode {
                 Mode::OutOfPlace => (Binding::out_of_place(0, Some(work.clone()), output.clone()), output),
@@ -273,9 +272,9 @@ fn work_is_done_in_the_order_in_which_it_was_queued() {
             let mut pinned = device.pinned(base.len()).unwrap();
             pinned.copy_from_slice(&base);
             // What is never launched goes at once.
-            drop(device.upload(sample.pair.index()).unwrap());
-            drop(index.prepare_in_slices(std::slice::from_ref(&binding), mode, payloads.clone(), slice).unwrap());
-            let application = index.prepare_in_slices(&[binding], mode, payloads, slice).unwrap();
+            drop(DeviceIndex::upload(device, sample.pair.index()).unwrap());
+            drop(prepare_in_slices(&index, std::slice::from_ref(&binding), mode, payloads.clone(), slice).unwrap());
+            let application = prepare_in_slices(&index, &[binding], mode, payloads, slice).unwrap();
             if mode == Mode::OutOfPlace {
                 stream.fill(&output, 0xA5).unwrap();
             }

@@ -1,11 +1,10 @@
 //! Calls that return while the device is busy, graphs, contexts, and what the calls refuse.
 
-use super::super::calls;
-use super::super::device;
-use super::super::driver::{Kernel, check};
-use super::super::{Binding, Device, Mode, Payloads, Stream};
+use super::super::runtime::calls;
+use super::super::runtime::driver::{Kernel, check};
+use super::super::{Binding, Device, DeviceIndex, Mode, Payloads, Stream};
 use super::generated::{Random, lanes};
-use super::laid::{Laid, Route, payloads};
+use super::laid::{Laid, Route, payloads, prepare, prepare_in_slices};
 use super::stand_in;
 use super::vectors::MODES;
 use crate::delta::InPlace;
@@ -40,13 +39,13 @@ wait:
 const LONG: Duration = Duration::from_millis(200);
 
 pub fn spinner(device: &Device) -> Kernel {
-    let cx = device.0.context.enter().unwrap();
+    let cx = device.inner.context.enter().unwrap();
     // The module stays loaded: the tests end with it.
-    device::load(&cx, &mut Vec::new(), SPIN, "spin", 1, 0).unwrap()
+    Kernel::load(&cx, SPIN, "spin", 1, 0).unwrap().0
 }
 
 pub fn spin(device: &Device, kernel: Kernel, stream: &Stream) {
-    let cx = device.0.context.enter().unwrap();
+    let cx = device.inner.context.enter().unwrap();
     // SAFETY: the kernel takes a number and touches no memory.
     unsafe { kernel.launch(&cx, stream.raw(), 1, &(LONG.as_nanos() as u64)).unwrap() };
 }
@@ -114,7 +113,7 @@ fn calls_return_while_the_stream_is_busy() {
     let mut longest = Duration::ZERO;
     for codec in [Codec::Conditioned, Codec::Raw, Codec::Zstd] {
         let sample = Sample::new(codec);
-        let index = device.upload(sample.pair.index()).unwrap();
+        let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
         for mode in MODES {
             for route in [Route::Host, Route::Pinned, Route::Device] {
                 if codec == Codec::Zstd && route == Route::Device {
@@ -127,7 +126,7 @@ fn calls_return_while_the_stream_is_busy() {
                     let mut laid = sample.laid(device, mode);
                     spin(device, spinning, &stream);
                     let start = Instant::now();
-                    let application = index.prepare_in_slices(&laid.bindings, mode, payloads.clone(), slice).unwrap();
+                    let application = prepare_in_slices(&index, &laid.bindings, mode, payloads.clone(), slice).unwrap();
                     let pending = application.launch(&stream).unwrap();
                     let took = start.elapsed();
                     // The stand-in spins until somebody waits for it: what is done then was waited for.
@@ -158,16 +157,16 @@ fn memory_is_kept_until_the_stream_has_passed() {
         let stream = device.stream().unwrap();
         let mut laid = sample.laid(device, mode);
         {
-            let index = device.upload(sample.pair.index()).unwrap();
+            let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
             spin(device, spinning, &stream);
             for route in [Route::Pinned, Route::Device, Route::Host] {
                 // The first turns the base into the target; the others then find another base, and no fault.
                 let payloads = payloads(device, &sample.pair, route);
-                drop(index.prepare_in_slices(&laid.bindings, mode, payloads, slice).unwrap().launch(&stream).unwrap());
+                drop(prepare_in_slices(&index, &laid.bindings, mode, payloads, slice).unwrap().launch(&stream).unwrap());
             }
             let failing = Ending(sample.pair.blob(), 3.into());
             let pending =
-                index.prepare_in_slices(&laid.bindings, mode, Payloads::Host(&failing), slice).unwrap().launch(&stream).unwrap();
+                prepare_in_slices(&index, &laid.bindings, mode, Payloads::Host(&failing), slice).unwrap().launch(&stream).unwrap();
             drop(index);
             // Memory that was freed too early would be given to these, and overwritten.
             for _ in 0..20 {
@@ -187,15 +186,15 @@ fn memory_is_kept_until_the_stream_has_passed() {
 fn a_graph_replays_an_application() {
     let device = super::device();
     let sample = Sample::new(Codec::Conditioned);
-    let index = device.upload(sample.pair.index()).unwrap();
+    let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
     for mode in MODES {
         for route in [Route::Pinned, Route::Device] {
             let mut laid = sample.laid(device, mode);
             let stream = device.stream().unwrap();
-            let application = index.prepare(&laid.bindings, mode, payloads(device, &sample.pair, route)).unwrap();
+            let application = prepare(&index, &laid.bindings, mode, payloads(device, &sample.pair, route)).unwrap();
             // SAFETY: for all calls below: handles are made here, used in the order that the driver asks for, and freed once.
             let (captured, graph, ready) = unsafe {
-                let _cx = device.0.context.enter().unwrap();
+                let _cx = device.inner.context.enter().unwrap();
                 let (mut graph, mut ready) = (ptr::null_mut(), ptr::null_mut());
                 let global = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
                 check(calls::cuStreamBeginCapture_v2(stream.raw(), global), "begin a capture").unwrap();
@@ -210,7 +209,7 @@ fn a_graph_replays_an_application() {
             for turn in 0..2 {
                 // SAFETY: as above.
                 unsafe {
-                    let _cx = device.0.context.enter().unwrap();
+                    let _cx = device.inner.context.enter().unwrap();
                     check(calls::cuGraphLaunch(ready, stream.raw()), "launch a graph").unwrap();
                     check(calls::cuStreamSynchronize(stream.raw()), "wait").unwrap();
                 }
@@ -226,7 +225,7 @@ fn a_graph_replays_an_application() {
             }
             // SAFETY: as above; the graph has passed.
             unsafe {
-                let _cx = device.0.context.enter().unwrap();
+                let _cx = device.inner.context.enter().unwrap();
                 calls::cuGraphExecDestroy(ready);
                 calls::cuGraphDestroy(graph);
             }
@@ -245,7 +244,7 @@ fn a_graph_is_known_by_its_capture_and_until_it_is_destroyed() {
     let (mut graphs, mut ids) = (Vec::new(), Vec::new());
     // SAFETY: for all calls below: handles are made here, used in the order that the driver asks for, and freed once.
     unsafe {
-        let _cx = device.0.context.enter().unwrap();
+        let _cx = device.inner.context.enter().unwrap();
         for instances in [0, 2, 1] {
             let stream = &streams[instances % 2];
             let thread = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -300,17 +299,20 @@ fn contexts_of_callers_stay_current() {
         let before = current();
         let device = Device::open(0).unwrap();
         assert_eq!(current(), before);
-        let index = device.upload(sample.pair.index()).unwrap();
+        let index = DeviceIndex::upload(&device, sample.pair.index()).unwrap();
         for borrowed in [false, true] {
             let mut laid = sample.laid(&device, Mode::OutOfPlace);
             // SAFETY: the legacy default stream is always there.
             let stream = if borrowed { unsafe { device.borrow_stream(ptr::null_mut()) } } else { device.stream().unwrap() };
-            let pending = index.apply(&laid.bindings, Payloads::Host(sample.pair.blob()), &stream).unwrap();
+            let pending = prepare(&index, &laid.bindings, Mode::OutOfPlace, Payloads::Host(sample.pair.blob()))
+                .unwrap()
+                .launch(&stream)
+                .unwrap();
             assert_eq!(current(), before);
             pending.wait().unwrap();
             sample.assert_done(&device, &mut laid);
         }
-        assert!(index.prepare(&[], Mode::OutOfPlace, Payloads::Host(&Vec::new())).is_err());
+        assert!(prepare(&index, &[], Mode::OutOfPlace, Payloads::Host(&Vec::new())).is_err());
         drop(index);
         drop(device);
         assert_eq!(current(), before);
@@ -318,7 +320,7 @@ fn contexts_of_callers_stay_current() {
     everything();
     let mut other = ptr::null_mut();
     // SAFETY: makes a context, current until it is destroyed below.
-    check(unsafe { calls::cuCtxCreate_v2(&mut other, 0, device.0.context.ordinal()) }, "make a context").unwrap();
+    check(unsafe { calls::cuCtxCreate_v2(&mut other, 0, device.inner.context.ordinal()) }, "make a context").unwrap();
     assert_eq!(current(), other);
     everything();
     assert_eq!(current(), other);
@@ -327,10 +329,15 @@ fn contexts_of_callers_stay_current() {
     // Several devices, where there are several.
     for ordinal in 1..Device::count().unwrap() {
         let device = Device::open(ordinal).unwrap();
-        let index = device.upload(sample.pair.index()).unwrap();
+        let index = DeviceIndex::upload(&device, sample.pair.index()).unwrap();
         let mut laid = sample.laid(&device, Mode::OutOfPlace);
         let stream = device.stream().unwrap();
-        index.apply(&laid.bindings, Payloads::Host(sample.pair.blob()), &stream).unwrap().wait().unwrap();
+        prepare(&index, &laid.bindings, Mode::OutOfPlace, Payloads::Host(sample.pair.blob()))
+            .unwrap()
+            .launch(&stream)
+            .unwrap()
+            .wait()
+            .unwrap();
         sample.assert_done(&device, &mut laid);
     }
     eprintln!("the current context stayed, with none and with another; devices: {}", Device::count().unwrap());
@@ -341,12 +348,12 @@ fn contexts_of_callers_stay_current() {
 fn memory_that_overlaps_is_refused_and_the_same_twice_is_decoded_once() {
     let device = super::device();
     let sample = Sample::new(Codec::Raw);
-    let index = device.upload(sample.pair.index()).unwrap();
+    let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
     let bytes = sample.base[0].len() as u64;
     let memory = device.alloc(4 * bytes).unwrap();
     let at = |offset: u64| memory.slice(offset, bytes).unwrap();
     let blob = || Payloads::Host(sample.pair.blob());
-    let refused = |bindings: &[Binding], mode: Mode, why: &str| match index.prepare(bindings, mode, blob()) {
+    let refused = |bindings: &[Binding], mode: Mode, why: &str| match prepare(&index, bindings, mode, blob()) {
         Err(Error::Misuse(told)) => assert!(told.contains(why), "{told}"),
         other => panic!("{other:?}, where {why:?} is the matter"),
     };
@@ -364,17 +371,17 @@ fn memory_that_overlaps_is_refused_and_the_same_twice_is_decoded_once() {
     refused(&[Binding::in_place(0, at(1))], in_place, "not aligned");
     refused(&[Binding::in_place(0, memory.slice(0, bytes - 2).unwrap())], in_place, "bytes, it has");
     refused(&[out(0, 0, bytes)], in_place, "given with a base");
-    assert!(index.prepare(&[], in_place, Payloads::Host(&&sample.pair.blob()[1..])).is_err());
+    assert!(prepare(&index, &[], in_place, Payloads::Host(&&sample.pair.blob()[1..])).is_err());
 
     device.write(&at(0), &sample.base[0]).unwrap();
     let stream = device.stream().unwrap();
     let twice = [Binding::in_place(0, at(0)), Binding::in_place(0, at(0))];
-    index.apply_in_place(&twice, InPlace::ChunkByChunk, blob(), &stream).unwrap().wait().unwrap();
+    prepare(&index, &twice, Mode::InPlace(InPlace::ChunkByChunk), blob()).unwrap().launch(&stream).unwrap().wait().unwrap();
     let mut found = vec![0; bytes as usize];
     device.read(&at(0), &mut found).unwrap();
     assert!(found == sample.target[0]);
     // Once more: that base is the target already.
-    let again = index.apply_in_place(&twice[..1], InPlace::AllChecked, blob(), &stream).unwrap().wait();
+    let again = prepare(&index, &twice[..1], Mode::InPlace(InPlace::AllChecked), blob()).unwrap().launch(&stream).unwrap().wait();
     assert_eq!(again.unwrap_err().rule(), Some(crate::error::Rule::ChunkBaseSum));
     eprintln!("overlaps are refused");
 }

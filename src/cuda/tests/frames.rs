@@ -1,6 +1,6 @@
 //! Payloads of codec `zstd` that nvCOMP expands, where it is installed.
 
-use super::super::Nvcomp;
+use super::super::{DeviceIndex, Nvcomp};
 use super::generated::{Random, lanes};
 use super::laid::{Route, apply};
 use super::stand_in;
@@ -50,7 +50,7 @@ fn frames_of_every_layout_are_expanded_on_the_device() {
         let base = MemoryCheckpoint::new(data.iter().map(|(info, base, _)| (info.clone(), &base[..]))).unwrap();
         for &layout in Layout::ALL {
             let pair = pair_of(&data, layout);
-            let index = device.upload(pair.index()).unwrap().trust(&nvcomp).unwrap();
+            let index = DeviceIndex::upload(device, pair.index()).unwrap().trust(&nvcomp).unwrap();
             for mode in MODES {
                 for (skew, route) in ROUTES.into_iter().enumerate() {
                     let (outcome, outputs) = apply(device, &index, &pair, &base, mode, route, skew);
@@ -77,7 +77,7 @@ fn a_damaged_frame_does_not_reach_nvcomp() {
     let data = data(Dtype::Bf16);
     let base = MemoryCheckpoint::new(data.iter().map(|(info, base, _)| (info.clone(), &base[..]))).unwrap();
     let pair = pair_of(&data, Layout::NibbleGaps);
-    let index = device.upload(pair.index()).unwrap().trust(&nvcomp).unwrap();
+    let index = DeviceIndex::upload(device, pair.index()).unwrap().trust(&nvcomp).unwrap();
     let mut refused = 0;
     for (chunk, record) in pair.index().chunks().iter().enumerate().filter(|(_, record)| record.num_deltas.get() > 0).step_by(7) {
         let mut blob = pair.blob().clone();

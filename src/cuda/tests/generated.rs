@@ -1,5 +1,6 @@
 //! Generated tensors of every dtype, codec, mode and density.
 
+use super::super::DeviceIndex;
 use super::laid::{apply, routes};
 use super::stand_in;
 use super::vectors::MODES;
@@ -67,7 +68,7 @@ fn every_codec_dtype_mode_and_density() {
             let (with_base, _) = encode_to_memory(Some(&base), &target, &options).unwrap();
             let (alone, _) = encode_to_memory(None, &target, &options).unwrap();
             let check = |pair: &Pair<Vec<u8>>, skew: usize| {
-                let index = device.upload(pair.index()).unwrap();
+                let index = DeviceIndex::upload(device, pair.index()).unwrap();
                 let mut runs = 0;
                 for mode in MODES {
                     for (n, &route) in routes(pair.index()).iter().enumerate() {

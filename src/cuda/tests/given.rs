@@ -1,8 +1,8 @@
 //! Memory of a caller's: all that an index and an application work in, and payloads of single tensors.
 
-use super::super::{Device, DeviceIndex, DeviceSlice, Mode, Payloads};
+use super::super::{Application, ApplyPlan, Device, DeviceIndex, DeviceSlice, Mode, Payloads};
 use super::generated::{Random, lanes};
-use super::laid::{Laid, Route, payloads, routes};
+use super::laid::{Laid, Route, payloads, prepare, routes};
 use super::vectors::MODES;
 use crate::delta::InPlace;
 use crate::error::Error;
@@ -53,7 +53,7 @@ fn given(device: &Device, bytes: u64) -> DeviceSlice {
 
 fn uploaded(device: &Device, made: &Made) -> DeviceIndex {
     let memory = given(device, DeviceIndex::bytes_of(made.pair.index()).unwrap());
-    device.upload_to(made.pair.index(), memory).unwrap()
+    DeviceIndex::upload_to(device, made.pair.index(), memory).unwrap()
 }
 
 #[test]
@@ -67,11 +67,11 @@ fn all_is_done_in_memory_that_was_given() {
         for mode in MODES {
             for &route in routes(made.pair.index()) {
                 let mut laid = Laid::new(device, made.pair.index(), &made.base(), mode != Mode::OutOfPlace, 3);
-                let planned = index.plan(&laid.bindings, mode, payloads(device, &made.pair, route)).unwrap();
+                let planned = ApplyPlan::new(&index, &laid.bindings, mode, payloads(device, &made.pair, route)).unwrap();
                 let bytes = planned.bytes();
                 let memory = given(device, bytes + 256);
                 let stream = device.stream().unwrap();
-                planned.prepare_in(memory.slice(0, bytes).unwrap()).unwrap().launch(&stream).unwrap().wait().unwrap();
+                Application::prepare_in(planned, memory.slice(0, bytes).unwrap()).unwrap().launch(&stream).unwrap().wait().unwrap();
                 for (place, found) in laid.outputs(device) {
                     assert!(found == made.target[place], "{mode:?} {route:?}");
                 }
@@ -99,10 +99,10 @@ fn what_is_bound_anew_works_elsewhere() {
             for &route in routes(made.pair.index()) {
                 let laid = |seed| Laid::new(device, made.pair.index(), &made.base(), mode != Mode::OutOfPlace, seed);
                 let mut all = [laid(1), laid(2), laid(3)];
-                let planned = index.plan(&all[0].bindings, mode, payloads(device, &made.pair, route)).unwrap();
-                let planned = planned.scratch_most(1 << 20);
+                let planned = ApplyPlan::new(&index, &all[0].bindings, mode, payloads(device, &made.pair, route)).unwrap();
+                let planned = planned.max_scratch_bytes(1 << 20);
                 let memory = given(device, planned.bytes());
-                let mut application = planned.prepare_in(memory).unwrap();
+                let mut application = Application::prepare_in(planned, memory).unwrap();
                 let stream = device.stream().unwrap();
                 for laid in &mut all {
                     assert!(application.rebind(&laid.bindings).unwrap());
@@ -141,11 +141,11 @@ fn a_part_of_the_blob_serves_a_tensor() {
                 let payloads = |at| Payloads::Part { at, memory: memory.clone() };
                 let tensors = [binding.clone()];
                 let stream = device.stream().unwrap();
-                let application = index.prepare(&tensors, mode, payloads(range.start)).unwrap();
+                let application = prepare(&index, &tensors, mode, payloads(range.start)).unwrap();
                 application.launch(&stream).unwrap().wait().unwrap();
                 if !part.is_empty() {
                     for at in [range.start + 16, range.start.wrapping_sub(16)] {
-                        assert!(matches!(index.prepare(&tensors, mode, payloads(at)), Err(Error::Misuse(_))), "{at}");
+                        assert!(matches!(prepare(&index, &tensors, mode, payloads(at)), Err(Error::Misuse(_))), "{at}");
                     }
                 }
                 count += 1;
@@ -166,16 +166,16 @@ fn memory_that_does_not_serve_is_refused() {
     let bytes = DeviceIndex::bytes_of(made.pair.index()).unwrap();
     let memory = given(device, bytes + 256);
     for wrong in [memory.slice(0, bytes - 1), memory.slice(16, bytes)] {
-        assert!(matches!(device.upload_to(made.pair.index(), wrong.unwrap()), Err(Error::Misuse(_))));
+        assert!(matches!(DeviceIndex::upload_to(device, made.pair.index(), wrong.unwrap()), Err(Error::Misuse(_))));
     }
     let index = uploaded(device, &made);
     for mode in [Mode::OutOfPlace, Mode::InPlace(InPlace::ChunkByChunk)] {
         let laid = Laid::new(device, made.pair.index(), &made.base(), mode != Mode::OutOfPlace, 0);
-        let plan = || index.plan(&laid.bindings, mode, payloads(device, &made.pair, Route::Host)).unwrap();
+        let plan = || ApplyPlan::new(&index, &laid.bindings, mode, payloads(device, &made.pair, Route::Host)).unwrap();
         let bytes = plan().bytes();
         let memory = given(device, bytes + 256);
         for wrong in [memory.slice(0, bytes - 1), memory.slice(16, bytes)] {
-            assert!(matches!(plan().prepare_in(wrong.unwrap()), Err(Error::Misuse(_))));
+            assert!(matches!(Application::prepare_in(plan(), wrong.unwrap()), Err(Error::Misuse(_))));
         }
     }
     eprintln!("memory that is too small or not aligned is refused");

@@ -1,10 +1,10 @@
 //! Payloads of strangers behind right CRCs: a device says of each what the processor says, and writes nothing that it should
 //! not.
 
-use super::super::{Device, Mode};
+use super::super::{Device, DeviceIndex, Mode};
 use super::cases::hostile::{Hostile, conditioned, raw};
 use super::cases::{Random, is_same_kind};
-use super::laid::{Laid, Route, payloads};
+use super::laid::{Laid, Route, payloads, prepare_in_slices};
 use super::stand_in;
 use crate::checkpoint::{MemoryCheckpoint, TensorInfo};
 use crate::codec::Encoded;
@@ -59,11 +59,11 @@ fn compare(device: &Device, cases: &[Hostile], mode: Mode, route: Route, skew: u
         (TensorInfo { name: name(n), dtype: case.dtype, shape: vec![rows as u64] }, &case.base[..])
     });
     let base = MemoryCheckpoint::new(infos).unwrap();
-    let index = device.upload(pair.index()).unwrap();
+    let index = DeviceIndex::upload(device, pair.index()).unwrap();
     let in_place = mode != Mode::OutOfPlace;
     let mut laid = Laid::new(device, pair.index(), &base, in_place, skew);
     let stream = device.stream().unwrap();
-    let application = index.prepare_in_slices(&laid.bindings, mode, payloads(device, &pair, route), 64 << 10).unwrap();
+    let application = prepare_in_slices(&index, &laid.bindings, mode, payloads(device, &pair, route), 64 << 10).unwrap();
     let pending = application.launch(&stream).unwrap();
     let bad = pending.bad_chunks().unwrap();
     assert_eq!(pending.wait().is_err(), !bad.is_empty());

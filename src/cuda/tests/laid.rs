@@ -1,6 +1,6 @@
 //! Tensors laid out on a device between canaries, and compared with all that should be there afterwards.
 
-use super::super::{Binding, Device, DeviceIndex, DeviceSlice, Mode, Payloads};
+use super::super::{Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, Mode, Payloads};
 use crate::checkpoint::Checkpoint;
 use crate::codec::Codec;
 use crate::error::Result;
@@ -134,6 +134,22 @@ pub fn routes(index: &ValidatedIndex) -> &'static [Route] {
     }
 }
 
+/// An application in memory of the crate's.
+pub fn prepare<'a>(index: &DeviceIndex, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>) -> Result<Application<'a>> {
+    Application::prepare(ApplyPlan::new(index, tensors, mode, payloads)?)
+}
+
+/// The same, with payloads in slices of about so many bytes.
+pub fn prepare_in_slices<'a>(
+    index: &DeviceIndex,
+    tensors: &[Binding],
+    mode: Mode,
+    payloads: Payloads<'a>,
+    slice_bytes: u64,
+) -> Result<Application<'a>> {
+    Application::prepare(ApplyPlan::in_slices(index, tensors, mode, payloads, slice_bytes)?)
+}
+
 /// Applies all of a pair, and gives back what it wrote.
 pub fn apply(
     device: &Device,
@@ -148,8 +164,7 @@ pub fn apply(
     let stream = device.stream().unwrap();
     // Slices of a few payloads, so that there are several.
     let slice = if skew.is_multiple_of(2) { 4096 } else { 1 << 20 };
-    let outcome = index
-        .prepare_in_slices(&laid.bindings, mode, payloads(device, pair, route), slice)
+    let outcome = prepare_in_slices(index, &laid.bindings, mode, payloads(device, pair, route), slice)
         .and_then(|application| application.launch(&stream)?.wait());
     if mode == Mode::InPlace(crate::InPlace::AllChecked) && outcome.is_err() {
         assert!(laid.is_untouched(device), "written although {outcome:?}");

@@ -1,6 +1,7 @@
 //! Tests on a device. Without one they are ignored; `scripts/gpu-check` runs them where there is one, and `stand_in` runs them
 //! anywhere on a driver without a device.
 
+mod abi;
 mod again;
 mod asynchronous;
 mod cases;
@@ -10,7 +11,6 @@ mod generated;
 mod given;
 mod hostile;
 mod laid;
-mod layout;
 mod pairs;
 mod refused;
 mod stand_in;

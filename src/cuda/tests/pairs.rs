@@ -1,5 +1,6 @@
 //! Real checkpoints, where `TPDE_PAIRS` names a folder of them: pairs and what they are made from, side by side.
 
+use super::super::DeviceIndex;
 use super::laid::{apply, routes};
 use super::vectors::MODES;
 use crate::{EncodeOptions, Pair, SafetensorsCheckpoint, encode_to_memory};
@@ -28,7 +29,7 @@ fn real_pairs_give_the_target_bit_for_bit() {
             (_, Some(target)) => encode_to_memory(Some(&base), &target, &EncodeOptions::default()).unwrap().0,
             _ => continue,
         };
-        let index = device.upload(pair.index()).unwrap();
+        let index = DeviceIndex::upload(device, pair.index()).unwrap();
         for mode in MODES {
             for (skew, &route) in routes(pair.index()).iter().enumerate() {
                 let (outcome, outputs) = apply(device, &index, &pair, &base, mode, route, skew + 1);

@@ -1,10 +1,11 @@
 //! A driver that refuses a call, sources that panic, and calls that are refused: what was queued before must not reach memory that
 //! was freed, and what comes after must be right.
 
-use super::super::driver::check;
-use super::super::{Device, Mode, Payloads, Stream, calls};
+use super::super::runtime::calls;
+use super::super::runtime::driver::check;
+use super::super::{Device, DeviceIndex, Mode, Payloads, Stream};
 use super::generated::{Random, lanes};
-use super::laid::Laid;
+use super::laid::{Laid, prepare_in_slices};
 use super::stand_in::{self, Refusal};
 use super::vectors::MODES;
 use crate::delta::InPlace;
@@ -55,9 +56,9 @@ fn checkpoint(lanes: &[u8]) -> MemoryCheckpoint<'_> {
 /// would be given to these allocations, and overwritten.
 fn take_memory(device: &Device, stream: &Stream) {
     {
-        let cx = device.0.context.enter().unwrap();
-        device.0.wait_for(&cx, device.0.pools.reaper.raw()).unwrap();
-        device.0.wait_for(&cx, device.0.copy.raw()).unwrap();
+        let cx = device.inner.context.enter().unwrap();
+        device.inner.wait_for(&cx, device.inner.pools.reaper.raw()).unwrap();
+        device.inner.wait_for(&cx, device.inner.copy.raw()).unwrap();
     }
     stream.record().unwrap().wait().unwrap();
     for _ in 0..8 {
@@ -91,12 +92,12 @@ impl Source for Panicking<'_> {
 fn a_source_that_panics_leaves_the_application_usable() {
     let device = super::device();
     let sample = Sample::new(Codec::Conditioned);
-    let index = device.upload(sample.pair.index()).unwrap();
+    let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
     for mode in MODES {
         let mut laid = sample.laid(device, mode);
         let source = Panicking { blob: sample.pair.blob(), was_read: AtomicBool::default(), has_panicked: AtomicBool::default() };
         let stream = device.stream().unwrap();
-        let application = index.prepare_in_slices(&laid.bindings, mode, Payloads::Host(&source), 200).unwrap();
+        let application = prepare_in_slices(&index, &laid.bindings, mode, Payloads::Host(&source), 200).unwrap();
         let panicked = catch_unwind(AssertUnwindSafe(|| application.launch(&stream)));
         assert!(panicked.is_err(), "{mode:?}");
         take_memory(device, &stream);
@@ -140,9 +141,9 @@ fn whatever_call_the_driver_refuses_no_memory_is_freed_too_early() {
 }
 
 fn work(device: &Device, sample: &Sample, laid: &Laid, mode: Mode, stream: &Stream) -> Result<()> {
-    let index = device.upload(sample.pair.index())?;
+    let index = DeviceIndex::upload(device, sample.pair.index())?;
     let payloads = Payloads::Host(sample.pair.blob());
-    let pending = index.prepare_in_slices(&laid.bindings, mode, payloads, 200)?.launch(stream)?;
+    let pending = prepare_in_slices(&index, &laid.bindings, mode, payloads, 200)?.launch(stream)?;
     drop(index);
     pending.wait()?;
     let [from, to] = [device.alloc(5000)?, device.alloc(5000)?];
@@ -172,7 +173,7 @@ fn copies_that_overlap_or_are_captured_are_refused() {
     assert_eq!(found, [5; 100]);
     // SAFETY: handles are made here, used in the order that the driver asks for, and freed once.
     unsafe {
-        let _cx = device.0.context.enter().unwrap();
+        let _cx = device.inner.context.enter().unwrap();
         let relaxed = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         check(calls::cuStreamBeginCapture_v2(stream.raw(), relaxed), "begin a capture").unwrap();
         assert!(matches!(stream.copy(&at(0, 100), &at(100, 100)), Err(Error::Misuse(_))));

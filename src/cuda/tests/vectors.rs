@@ -1,6 +1,6 @@
 //! The published vectors on a device: valid ones give the bytes of the manifest, invalid ones are refused.
 
-use super::super::{Device, Mode};
+use super::super::{Device, DeviceIndex, Mode};
 use super::laid::{apply, routes};
 use crate::delta::InPlace;
 use crate::error::{Error, Rule};
@@ -41,7 +41,7 @@ fn valid_vectors_decode_to_the_bytes_of_the_manifest() {
         let (pair, base) = open(vector).unwrap();
         let nothing = MemoryCheckpoint::default();
         let base: &dyn Checkpoint = base.as_ref().map_or(&nothing, |base| base);
-        let index = device.upload(pair.index()).unwrap();
+        let index = DeviceIndex::upload(device, pair.index()).unwrap();
         for mode in MODES {
             for &route in routes(pair.index()) {
                 let (outcome, outputs) = apply(device, &index, &pair, base, mode, route, n);
@@ -122,7 +122,7 @@ fn invalid_vectors_in_place() {
         }
         let nothing = MemoryCheckpoint::default();
         let base: &dyn Checkpoint = base.as_ref().map_or(&nothing, |base| base);
-        let index = device.upload(pair.index()).unwrap();
+        let index = DeviceIndex::upload(device, pair.index()).unwrap();
         for mode in MODES {
             for (skew, &route) in routes(pair.index()).iter().enumerate() {
                 let (outcome, _) = apply(device, &index, &pair, base, mode, route, skew);

@@ -2,8 +2,8 @@
 
 use super::super::cases::Case;
 use crate::codec::Codec;
+use crate::cuda::abi::{self, DeviceTensor, FLAG_NO_CRC, NO_TABLES};
 use crate::cuda::index::tables_of;
-use crate::cuda::layout::{self, DeviceTensor, FLAG_NO_CRC, NO_TABLES};
 use crate::error::Rule;
 use crate::format::{ChunkMetadata, ChunkSums};
 use std::path::{Path, PathBuf};
@@ -80,7 +80,7 @@ impl Cases {
             payload.resize(payload.len().next_multiple_of(16), case.padding);
             let broken = expected.as_ref().err().copied();
             let statuses =
-                (0..32).filter(|&status| right(broken, layout::rule(status)) && (status == 0 || layout::rule(status).is_some()));
+                (0..32).filter(|&status| right(broken, abi::rule(status)) && (status == 0 || abi::rule(status).is_some()));
             self.bytes.extend_from_slice(tensor.as_bytes());
             self.bytes.extend_from_slice(record.as_bytes());
             self.bytes.extend_from_slice(sums.as_bytes());

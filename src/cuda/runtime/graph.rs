@@ -2,7 +2,6 @@
 
 use super::calls;
 use super::driver::{self, Entered, RawStream, check};
-use super::stream::Stream;
 use crate::error::{Error, Result};
 use cudarc::driver::sys;
 use std::ffi::c_void;
@@ -17,30 +16,11 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// Whether the graph and everything instantiated from it are destroyed: then nothing that was captured runs again.
-    pub fn is_destroyed(&self) -> bool {
-        self.is_destroyed.load(Ordering::Acquire)
-    }
-}
-
-impl Stream {
-    /// Id of the capture that the stream is in; no other capture of the process has or had it.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if the driver refuses, or if the capture was invalidated.
-    pub fn capture_id(&self) -> Result<Option<u64>> {
-        Ok(capture(&self.device().0.context.enter()?, self.raw())?.map(|(id, _)| id))
-    }
-
     /// The graph that the stream is being captured into.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] if the stream is not being captured; [`Error::Device`] if the driver refuses.
-    pub fn captured_graph(&self) -> Result<Graph> {
-        let cx = self.device().0.context.enter()?;
+    pub(in crate::cuda) fn of_capture(cx: &Entered<'_>, stream: RawStream) -> Result<Self> {
         let _relaxed = driver::Relaxed::new()?;
         let not_captured = || Error::Misuse("the stream is not being captured".into());
-        let (_, graph) = capture(&cx, self.raw())?.ok_or_else(not_captured)?;
+        let (_, graph) = capture(cx, stream)?.ok_or_else(not_captured)?;
         let is_destroyed = Arc::new(AtomicBool::new(false));
         let given = Arc::into_raw(is_destroyed.clone()).cast_mut().cast::<c_void>();
         let mut object = ptr::null_mut();
@@ -60,7 +40,12 @@ impl Stream {
             unsafe { calls::cuUserObjectRelease(object, 1) };
             return Err(error);
         }
-        Ok(Graph { is_destroyed })
+        Ok(Self { is_destroyed })
+    }
+
+    /// Whether the graph and everything instantiated from it are destroyed: then nothing that was captured runs again.
+    pub fn is_destroyed(&self) -> bool {
+        self.is_destroyed.load(Ordering::Acquire)
     }
 }
 
@@ -69,6 +54,11 @@ unsafe extern "C" fn destroyed(given: *mut c_void) {
     // SAFETY: made by `Arc::into_raw`, and given back once.
     let is_destroyed = unsafe { Arc::from_raw(given.cast_const().cast::<AtomicBool>()) };
     is_destroyed.store(true, Ordering::Release);
+}
+
+/// Id of the capture that the stream is in.
+pub(in crate::cuda) fn capture_id(cx: &Entered<'_>, stream: RawStream) -> Result<Option<u64>> {
+    Ok(capture(cx, stream)?.map(|(id, _)| id))
 }
 
 /// Id and graph of the capture that the stream is in.

@@ -1,10 +1,10 @@
 //! What became of a launch: status words turned into errors.
 
-use super::apply::Shared;
-use super::driver::RawEvent;
-use super::layout::{self, STATUS_NOT_RUN, STATUS_OK};
-use super::memory::{DeviceSlice, PinnedBuffer};
-use super::planned::Mode;
+use super::prepared::Prepared;
+use crate::cuda::abi::{self, STATUS_NOT_RUN, STATUS_OK};
+use crate::cuda::plan::payloads::Mode;
+use crate::cuda::runtime::driver::RawEvent;
+use crate::cuda::runtime::memory::{DeviceSlice, PinnedBuffer};
 use crate::delta::InPlace;
 use crate::error::{Error, Result, Rule};
 use crate::format::BaseKind;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 #[must_use = "whether the data was right is known after `wait`"]
 pub struct Pending {
-    shared: Arc<Shared>,
+    prepared: Arc<Prepared>,
     done: Arc<RawEvent>,
     statuses: PinnedBuffer,
     host_error: Option<Error>,
@@ -30,8 +30,8 @@ pub struct BadChunk {
 }
 
 impl Pending {
-    pub(super) fn new(shared: Arc<Shared>, done: Arc<RawEvent>, statuses: PinnedBuffer) -> Self {
-        Self { shared, done, statuses, host_error: None }
+    pub(super) fn new(prepared: Arc<Prepared>, done: Arc<RawEvent>, statuses: PinnedBuffer) -> Self {
+        Self { prepared, done, statuses, host_error: None }
     }
 
     pub(super) fn with_host_error(mut self, error: Option<Error>) -> Self {
@@ -44,7 +44,7 @@ impl Pending {
     /// # Errors
     /// [`Error::Device`] if work on the device has died.
     pub fn is_done(&self) -> Result<bool> {
-        self.done.is_passed(&self.shared.index.device().0.context.enter()?)
+        self.done.is_passed(&self.prepared.index.device().inner.context.enter()?)
     }
 
     /// Waits, on the host, until the launch has passed, and says whether all chunks were right.
@@ -56,7 +56,7 @@ impl Pending {
     pub fn wait(mut self) -> Result<()> {
         self.finish()?;
         let host_error = self.host_error.take();
-        judge(&self.shared, &self.statuses, host_error)
+        judge(&self.prepared, &self.statuses, host_error)
     }
 
     /// Waits, and lists what is wrong, by chunk: none if all is well.
@@ -65,18 +65,18 @@ impl Pending {
     /// [`Error::Device`] if work on the device has died.
     pub fn bad_chunks(&self) -> Result<Vec<BadChunk>> {
         self.finish()?;
-        Ok(bad_chunks(&self.shared, &self.statuses).collect())
+        Ok(bad_chunks(&self.prepared, &self.statuses).collect())
     }
 
     fn finish(&self) -> Result<()> {
-        self.done.wait(&self.shared.index.device().0.context.enter()?)
+        self.done.wait(&self.prepared.index.device().inner.context.enter()?)
     }
 }
 
 /// A launch within a graph.
 #[derive(Debug)]
 pub struct Captured {
-    shared: Arc<Shared>,
+    prepared: Arc<Prepared>,
     statuses: PinnedBuffer,
     _staging: Option<DeviceSlice>,
     _payloads: Option<Arc<PinnedBuffer>>,
@@ -84,12 +84,12 @@ pub struct Captured {
 
 impl Captured {
     pub(super) fn new(
-        shared: Arc<Shared>,
+        prepared: Arc<Prepared>,
         statuses: PinnedBuffer,
         staging: Option<DeviceSlice>,
         payloads: Option<Arc<PinnedBuffer>>,
     ) -> Self {
-        Self { shared, statuses, _staging: staging, _payloads: payloads }
+        Self { prepared, statuses, _staging: staging, _payloads: payloads }
     }
 
     /// What became of the last launch of the graph, which must have passed. Nothing is wrong before the first one.
@@ -97,72 +97,72 @@ impl Captured {
     /// # Errors
     /// As [`Pending::wait`].
     pub fn check(&self) -> Result<()> {
-        judge(&self.shared, &self.statuses, None)
+        judge(&self.prepared, &self.statuses, None)
     }
 }
 
 /// All chunks of the application with their status words, in the order of the index map.
-fn statuses<'a>(shared: &'a Shared, words: &'a PinnedBuffer) -> impl Iterator<Item = (u32, u32)> + 'a {
-    let tensors = shared.bindings.iter().filter_map(|binding| shared.index.tensor(binding.tensor).ok());
+fn statuses<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterator<Item = (u32, u32)> + 'a {
+    let tensors = prepared.bindings.iter().filter_map(|binding| prepared.index.tensor(binding.tensor).ok());
     let chunks = tensors.flat_map(|tensor| tensor.chunks());
-    let span = &shared.plan.span;
+    let span = &prepared.schedule.span;
     chunks.map(move |chunk| {
         let at = (chunk - span.start) as usize;
         let status = words.word(at);
         // What is wrong with a frame is why its payload was refused.
-        let of_frame = if shared.frames.is_some() { words.word(span.len() + at) } else { STATUS_OK };
+        let of_frame = if prepared.frames.is_some() { words.word(span.len() + at) } else { STATUS_OK };
         (chunk, if status == STATUS_NOT_RUN || of_frame == STATUS_OK { status } else { of_frame })
     })
 }
 
-fn bad_chunks<'a>(shared: &'a Shared, words: &'a PinnedBuffer) -> impl Iterator<Item = BadChunk> + 'a {
-    let bad = statuses(shared, words).filter(|(_, status)| *status != STATUS_OK);
-    bad.map(|(chunk, status)| BadChunk { chunk, rule: layout::rule(status) })
+fn bad_chunks<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterator<Item = BadChunk> + 'a {
+    let bad = statuses(prepared, words).filter(|(_, status)| *status != STATUS_OK);
+    bad.map(|(chunk, status)| BadChunk { chunk, rule: abi::rule(status) })
 }
 
-fn judge(shared: &Shared, words: &PinnedBuffer, host_error: Option<Error>) -> Result<()> {
+fn judge(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<Error>) -> Result<()> {
     // Mostly all is well, and that is soon seen.
     if host_error.is_none()
         && const { STATUS_OK == 0 }
-        && words[..shared.status_bytes()].iter().fold(0, |any, byte| any | byte) == 0
+        && words[..prepared.status_bytes()].iter().fold(0, |any, byte| any | byte) == 0
     {
         return Ok(());
     }
     // What a kernel found comes before what was not run because of the host.
-    let found = statuses(shared, words).find(|(_, status)| *status != STATUS_OK && *status != STATUS_NOT_RUN);
+    let found = statuses(prepared, words).find(|(_, status)| *status != STATUS_OK && *status != STATUS_NOT_RUN);
     let first = match (found, host_error) {
-        (Some((chunk, status)), _) => error(shared, chunk, status),
+        (Some((chunk, status)), _) => error(prepared, chunk, status),
         (None, Some(error)) => error,
-        (None, None) => match statuses(shared, words).find(|(_, status)| *status != STATUS_OK) {
-            Some((chunk, status)) => error(shared, chunk, status),
+        (None, None) => match statuses(prepared, words).find(|(_, status)| *status != STATUS_OK) {
+            Some((chunk, status)) => error(prepared, chunk, status),
             None => return Ok(()),
         },
     };
-    if shared.mode != Mode::InPlace(InPlace::ChunkByChunk) {
+    if prepared.mode != Mode::InPlace(InPlace::ChunkByChunk) {
         return Err(first);
     }
-    let written: Vec<u32> = statuses(shared, words).filter(|(_, status)| *status == STATUS_OK).map(|(chunk, _)| chunk).collect();
+    let written: Vec<u32> = statuses(prepared, words).filter(|(_, status)| *status == STATUS_OK).map(|(chunk, _)| chunk).collect();
     // Chunks that stay as they are count as written: if there are no others, the tensors are still what they were.
     let changes = |&chunk: &u32| {
-        let tensor = shared.bindings.iter().filter_map(|binding| shared.index.tensor(binding.tensor).ok());
+        let tensor = prepared.bindings.iter().filter_map(|binding| prepared.index.tensor(binding.tensor).ok());
         let is_new = tensor.clone().any(|tensor| tensor.chunks().contains(&chunk) && tensor.base_kind == BaseKind::None);
-        is_new || shared.index.0.records[chunk as usize].num_deltas.get() > 0
+        is_new || prepared.index.uploaded.records[chunk as usize].num_deltas.get() > 0
     };
     if !written.iter().any(changes) {
         return Err(first);
     }
-    Err(Error::Poisoned { written, total: statuses(shared, words).count() as u32, source: Box::new(first) })
+    Err(Error::Poisoned { written, total: statuses(prepared, words).count() as u32, source: Box::new(first) })
 }
 
-fn error(shared: &Shared, chunk: u32, status: u32) -> Error {
-    let Some(rule) = layout::rule(status) else {
+fn error(prepared: &Prepared, chunk: u32, status: u32) -> Error {
+    let Some(rule) = abi::rule(status) else {
         let reason = match status {
             STATUS_NOT_RUN => format!("the kernel did not come to chunk {chunk}"),
             _ => format!("the kernel gave chunk {chunk} the status {status:#x}"),
         };
         return Error::Device { doing: "decode on the device", reason };
     };
-    let record = &shared.index.0.records[chunk as usize];
+    let record = &prepared.index.uploaded.records[chunk as usize];
     let expected = match rule {
         Rule::PayloadCrc32 => format!("{:08x}", record.crc32.get()),
         Rule::PayloadPadding => "zeros after the payload".into(),
@@ -177,7 +177,7 @@ fn error(shared: &Shared, chunk: u32, status: u32) -> Error {
         Rule::ChunkBaseSum => "the sum over the base lanes".into(),
         _ => "the sum over the target lanes".into(),
     };
-    let tensor = shared.bindings.iter().filter_map(|binding| shared.index.tensor(binding.tensor).ok());
+    let tensor = prepared.bindings.iter().filter_map(|binding| prepared.index.tensor(binding.tensor).ok());
     let name = tensor.clone().find(|tensor| tensor.chunks().contains(&chunk)).map_or("", |tensor| &tensor.name);
     rule.broken(expected, "another, on the device").in_chunk(chunk).in_tensor(name)
 }

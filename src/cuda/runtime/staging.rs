@@ -1,9 +1,8 @@
 //! The staging ring: pinned slots, through which bytes of any source reach the device by copies of full speed.
 
 use super::calls;
-use super::device::Inner;
-use super::driver::{self, Entered, RawEvent, check};
-use super::memory;
+use super::copies;
+use super::driver::{self, Entered, RawEvent, RawStream, check};
 use crate::error::{Error, Result};
 use cudarc::driver::sys;
 use rayon::prelude::*;
@@ -12,14 +11,14 @@ use std::ptr::{self, NonNull};
 /// Slots of the ring: while one is copied, the next are filled.
 const SLOTS: usize = 8;
 /// Bytes of a slot.
-pub(super) const SLOT_BYTES: usize = 2 << 20;
+pub(in crate::cuda) const SLOT_BYTES: usize = 2 << 20;
 /// From here on several threads fill a slot.
 const PARALLEL_BYTES: usize = 512 << 10;
 
 /// Slots in turn. A slot is filled again when its last copy has passed, and copies are on a stream that waits for nobody: so
 /// whoever waits here waits for the bus, never for a caller's stream.
 #[derive(Debug)]
-pub(super) struct Ring {
+pub(in crate::cuda) struct Ring {
     start: NonNull<u8>,
     /// Of the last copy from each slot.
     events: Vec<RawEvent>,
@@ -44,14 +43,14 @@ impl Ring {
         Ok(Self { start, events, next: 0 })
     }
 
-    /// Lets `fill` write the next slot, as many bytes of it as it says, and queues their copy to `to`.
+    /// Lets `fill` write the next slot, as many bytes of it as it says, and queues their copy to `to` on the copy stream.
     ///
     /// # Safety
     /// `to` is memory of the device for that many bytes until the copy stream has passed.
     pub unsafe fn send(
         &mut self,
         cx: &Entered<'_>,
-        device: &Inner,
+        copy: RawStream,
         to: u64,
         bytes: usize,
         fill: impl FnOnce(&mut [u8]) -> Result<()>,
@@ -65,23 +64,23 @@ impl Ring {
         let slot = &mut slot[..bytes];
         fill(slot)?;
         // SAFETY: nobody writes the slot before the event, recorded next, has passed; the rest is promised by the caller.
-        let copied = unsafe { memory::copy_in(cx, to, slot.as_ptr(), bytes, device.copy.raw()) };
+        let copied = unsafe { copies::copy_in(cx, to, slot.as_ptr(), bytes, copy) };
         // Also after an error: what was queued may run. Without an event the slot is free once the host has waited.
-        event.record(cx, device.copy.raw()).inspect_err(|_| driver::drain(cx, device.copy.raw())).and(copied)
+        event.record(cx, copy).inspect_err(|_| driver::drain(cx, copy)).and(copied)
     }
 
     /// Queues the copy of `bytes` to `to`, slot by slot.
     ///
     /// # Safety
     /// As [`Ring::send`], for all of the bytes.
-    pub unsafe fn send_bytes(&mut self, cx: &Entered<'_>, device: &Inner, to: u64, bytes: &[u8]) -> Result<()> {
+    pub unsafe fn send_bytes(&mut self, cx: &Entered<'_>, copy: RawStream, to: u64, bytes: &[u8]) -> Result<()> {
         for (i, piece) in bytes.chunks(SLOT_BYTES).enumerate() {
             let fill = |slot: &mut [u8]| {
                 slot.copy_from_slice(piece);
                 Ok(())
             };
             // SAFETY: promised by the caller.
-            unsafe { self.send(cx, device, to + (i * SLOT_BYTES) as u64, piece.len(), fill)? };
+            unsafe { self.send(cx, copy, to + (i * SLOT_BYTES) as u64, piece.len(), fill)? };
         }
         Ok(())
     }
@@ -95,7 +94,7 @@ impl Ring {
 }
 
 /// Fills a slot from a function of the offset, by several threads where that pays.
-pub(super) fn fill_in_parallel(slot: &mut [u8], read: impl Fn(usize, &mut [u8]) -> Result<()> + Sync) -> Result<()> {
+pub(in crate::cuda) fn fill_in_parallel(slot: &mut [u8], read: impl Fn(usize, &mut [u8]) -> Result<()> + Sync) -> Result<()> {
     if slot.len() < PARALLEL_BYTES || rayon::current_num_threads() == 1 {
         return read(0, slot);
     }

@@ -1,8 +1,8 @@
 //! What an application launches: which chunks, in which order, and where their payloads are staged.
 
 use super::binding::Binding;
-use super::index::{DeviceIndex, TensorOnDevice};
 use crate::codec::{Codec, raw_size};
+use crate::cuda::index::{DeviceIndex, TensorOnDevice};
 use crate::error::{Error, Escaped, Result};
 use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use std::cmp::Reverse;
@@ -10,7 +10,7 @@ use std::ops::Range;
 
 /// Which kernel takes a chunk, and what its payload is when it does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Group {
+pub(in crate::cuda) enum Group {
     /// `tpde_conditioned`.
     Conditioned,
     /// `tpde_without_base`.
@@ -23,16 +23,16 @@ pub(super) enum Group {
     Frames,
 }
 
-/// Chunks of one kernel that are launched together: a range of [`Plan::order`].
+/// Chunks of one kernel that are launched together: a range of [`Schedule::order`].
 #[derive(Debug, Clone)]
-pub(super) struct Run {
+pub(in crate::cuda) struct Run {
     pub group: Group,
     pub order: Range<usize>,
 }
 
 /// Whole chunks whose payloads are copied together and then launched.
 #[derive(Debug, Clone)]
-pub(super) struct Slice {
+pub(in crate::cuda) struct Slice {
     pub runs: Vec<Run>,
     /// Its chunks as staged, in the order of their payloads.
     pub chunks: Range<usize>,
@@ -40,14 +40,14 @@ pub(super) struct Slice {
 
 /// All launches of an application.
 #[derive(Debug)]
-pub(super) struct Plan {
-    /// Numbers of chunks as launched: by slice, then kernel, then the dearest first, so that none of them is the last to begin.
+pub(in crate::cuda) struct Schedule {
+    /// Numbers of chunks as launched: by slice, then kernel, then the most costly first, so that none of them is the last to begin.
     pub order: Vec<u32>,
     pub slices: Vec<Slice>,
     /// Chunks with payloads, in the order of the blob, and where each is staged.
     pub staged: Vec<Staged>,
     pub staged_bytes: u64,
-    /// Records of [`Plan::span`] that say where payloads are staged; empty where one distance serves for all.
+    /// Records of [`Schedule::span`] that say where payloads are staged; empty where one distance serves for all.
     pub records: Vec<ChunkMetadata>,
     /// What is added to an offset in the blob to give one in the staging memory, mod 2^64, where there are no own records.
     pub shift: u64,
@@ -57,7 +57,7 @@ pub(super) struct Plan {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Staged {
+pub(in crate::cuda) struct Staged {
     pub chunk: u32,
     pub tensor: u32,
     pub at: u64,
@@ -67,23 +67,15 @@ pub(super) struct Staged {
 
 impl Staged {
     /// Bytes with their padding.
-    pub fn room(&self) -> u64 {
+    pub fn padded_len(&self) -> u64 {
         u64::from(self.bytes).next_multiple_of(PAYLOAD_ALIGN)
     }
 }
 
-/// How payloads reach the device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Route {
-    /// They are there, as the blob has them.
-    OnDevice,
-    /// In slices of about so many bytes.
-    Staged { slice_bytes: u64 },
-}
-
-impl Plan {
-    pub fn new(index: &DeviceIndex, bindings: &[Binding], route: Route) -> Result<Self> {
-        let mut plan = Self {
+impl Schedule {
+    /// Payloads are copied in slices of about `slice_bytes` bytes, or are on the device if that is `None`.
+    pub fn new(index: &DeviceIndex, bindings: &[Binding], slice_bytes: Option<u64>) -> Result<Self> {
+        let mut schedule = Self {
             order: Vec::new(),
             slices: Vec::new(),
             staged: Vec::new(),
@@ -97,10 +89,10 @@ impl Plan {
         let mut has_frames = false;
         for binding in bindings {
             let tensor = index.tensor(binding.tensor)?;
-            let group = group_of(tensor, index.1.is_some());
+            let group = group_of(tensor, index.trusted.is_some());
             has_frames |= group == Group::Frames;
-            plan.has_expanded |= group == Group::Expanded;
-            if route == Route::OnDevice && group == Group::Expanded {
+            schedule.has_expanded |= group == Group::Expanded;
+            if slice_bytes.is_none() && group == Group::Expanded {
                 let name = Escaped(&tensor.name);
                 return Err(Error::Misuse(format!(
                     "tensor {name} has codec zstd, which the processor expands: give the blob in memory of the host"
@@ -112,15 +104,15 @@ impl Plan {
             }));
         }
         if let (Some((first, ..)), Some((last, ..))) = (chunks.first(), chunks.last()) {
-            plan.span = *first..last + 1;
+            schedule.span = *first..last + 1;
         }
-        match route {
-            Route::OnDevice => plan.add_slice(index, &chunks, 0..0)?,
+        match slice_bytes {
+            None => schedule.add_slice(index, &chunks, 0..0)?,
             // Frames are expanded together.
-            Route::Staged { .. } if has_frames => plan.stage(index, &chunks, u64::MAX)?,
-            Route::Staged { slice_bytes } => plan.stage(index, &chunks, slice_bytes)?,
+            Some(_) if has_frames => schedule.stage(index, &chunks, u64::MAX)?,
+            Some(slice_bytes) => schedule.stage(index, &chunks, slice_bytes)?,
         }
-        Ok(plan)
+        Ok(schedule)
     }
 
     /// Cuts the chunks into slices, and finds a place for each payload.
@@ -128,7 +120,7 @@ impl Plan {
         let mut first = 0;
         let (mut begun_at, mut begun) = (0, 0);
         for (i, &(chunk, tensor, group)) in chunks.iter().enumerate() {
-            let record = &index.0.records[chunk as usize];
+            let record = &index.uploaded.records[chunk as usize];
             let lane_bytes = 1usize << index.tensor(tensor as usize)?.device.lane_log2;
             let bytes = match group {
                 // The index has bounded both by the chunk's lanes.
@@ -137,7 +129,7 @@ impl Plan {
             };
             if bytes > 0 {
                 let staged = Staged { chunk, tensor, at: self.staged_bytes, bytes, group };
-                self.staged_bytes += staged.room();
+                self.staged_bytes += staged.padded_len();
                 self.staged.push(staged);
             }
             let is_last = i + 1 == chunks.len();
@@ -148,11 +140,11 @@ impl Plan {
         }
         let Some(start) = self.staged.first() else { return Ok(()) };
         // Payloads follow each other in the blob, so that often all of them are as far from there.
-        let offset = |staged: &Staged| index.0.records[staged.chunk as usize].blob_offset.get();
+        let offset = |staged: &Staged| index.uploaded.records[staged.chunk as usize].blob_offset.get();
         self.shift = start.at.wrapping_sub(offset(start));
         // Where payloads were expanded they have other sizes too.
         if self.has_expanded || !self.staged.iter().all(|staged| staged.at.wrapping_sub(offset(staged)) == self.shift) {
-            self.records = index.0.records[self.span.start as usize..self.span.end as usize].to_vec();
+            self.records = index.uploaded.records[self.span.start as usize..self.span.end as usize].to_vec();
             for staged in &self.staged {
                 let record = &mut self.records[(staged.chunk - self.span.start) as usize];
                 record.blob_offset = staged.at.into();
@@ -168,7 +160,7 @@ impl Plan {
         for &(chunk, tensor, group) in chunks {
             let tensor = index.tensor(tensor as usize)?;
             let bytes = tensor.chunk_lanes(chunk) << tensor.device.lane_log2;
-            let size = u64::from(index.0.records[chunk as usize].compressed_size.get());
+            let size = u64::from(index.uploaded.records[chunk as usize].compressed_size.get());
             sorted.push((rank(group, bytes, size), chunk));
         }
         sorted.sort_unstable();

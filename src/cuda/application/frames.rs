@@ -1,18 +1,19 @@
 //! Payloads of codec `zstd` that nvCOMP expands: what it works with, and the kernels before and after it.
 
-use super::device::Inner;
-use super::driver::{Entered, Kernel, RawStream};
-use super::index::DeviceIndex;
-use super::memory::{self, Allocation, PinnedBuffer};
-use super::nvcomp::{Batch, Trusted};
-use super::plan::{Group, Plan};
 use crate::codec::raw_size;
+use crate::cuda::index::DeviceIndex;
+use crate::cuda::nvcomp::{Batch, Trusted};
+use crate::cuda::plan::schedule::{Group, Schedule};
+use crate::cuda::runtime::copies;
+use crate::cuda::runtime::driver::{Entered, RawStream};
+use crate::cuda::runtime::inner::Inner;
+use crate::cuda::runtime::kernels::FrameKernels;
+use crate::cuda::runtime::layout::Layout;
+use crate::cuda::runtime::memory::{Allocation, PinnedBuffer};
 use crate::error::Result;
 use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use std::sync::Arc;
 use zerocopy::IntoBytes;
-
-pub(super) const THREADS: u32 = 256;
 
 /// A zstd frame of one byte, which takes the place of a damaged one.
 const SUBSTITUTE: [u8; 10] = [0x28, 0xB5, 0x2F, 0xFD, 0x20, 1, 9, 0, 0, 0];
@@ -39,13 +40,6 @@ struct Parameter {
     count: u32,
 }
 
-/// `tpde_frames_check` and `tpde_frames_expand`.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Kernels {
-    pub check: Kernel,
-    pub expand: Kernel,
-}
-
 /// The frames of an application.
 #[derive(Debug)]
 pub(super) struct Frames {
@@ -55,33 +49,21 @@ pub(super) struct Frames {
     _memory: Allocation,
 }
 
-/// Places in memory that is yet to be allocated.
-#[derive(Default)]
-struct Room(u64);
-
-impl Room {
-    fn take(&mut self, bytes: u64) -> u64 {
-        let at = self.0;
-        self.0 = (at + bytes).next_multiple_of(256);
-        at
-    }
-}
-
 impl Frames {
-    /// Finds room for all frames of a plan, and queues what the kernels are told on the copy stream; none where it has none.
-    pub fn new(index: &DeviceIndex, plan: &Plan, device: &Arc<Inner>, cx: &Entered<'_>) -> Result<Option<Self>> {
-        let Some(trusted) = &index.1 else { return Ok(None) };
+    /// Finds room for all frames of a schedule, and queues what the kernels are told on the copy stream; none where it has none.
+    pub fn new(index: &DeviceIndex, schedule: &Schedule, device: &Arc<Inner>, cx: &Entered<'_>) -> Result<Option<Self>> {
+        let Some(trusted) = &index.trusted else { return Ok(None) };
         // One slice has all of them, chunks without payloads last.
-        let run = plan.slices.iter().flat_map(|slice| &slice.runs).find(|run| run.group == Group::Frames);
+        let run = schedule.slices.iter().flat_map(|slice| &slice.runs).find(|run| run.group == Group::Frames);
         let Some(run) = run else { return Ok(None) };
-        let record = |chunk: &u32| &index.0.records[*chunk as usize];
+        let record = |chunk: &u32| &index.uploaded.records[*chunk as usize];
         let chunks: Vec<u32> =
-            plan.order[run.order.clone()].iter().copied().take_while(|chunk| record(chunk).num_deltas.get() > 0).collect();
+            schedule.order[run.order.clone()].iter().copied().take_while(|chunk| record(chunk).num_deltas.get() > 0).collect();
         if chunks.is_empty() {
             return Ok(None);
         }
 
-        let mut expanded = index.0.records[plan.span.start as usize..plan.span.end as usize].to_vec();
+        let mut expanded = index.uploaded.records[schedule.span.start as usize..schedule.span.end as usize].to_vec();
         let (mut room, mut contents) = (Vec::with_capacity(chunks.len()), Vec::with_capacity(chunks.len()));
         let (mut content_end, mut payload_end, mut largest) = (0u64, 0u64, 0);
         for chunk in &chunks {
@@ -93,7 +75,7 @@ impl Frames {
             largest = largest.max(size);
             // The index has bounded both by the chunk's lanes.
             let bytes = raw_size(record.num_deltas.get(), 1 << index.chunk_tensor(*chunk)?.device.lane_log2);
-            let record = &mut expanded[(chunk - plan.span.start) as usize];
+            let record = &mut expanded[(chunk - schedule.span.start) as usize];
             record.blob_offset = payload_end.into();
             record.compressed_size = (bytes as u32).into();
             payload_end += bytes.next_multiple_of(PAYLOAD_ALIGN);
@@ -101,44 +83,40 @@ impl Frames {
 
         let count = chunks.len();
         let temporary_bytes = trusted.nvcomp.temporary_bytes(cx, count, largest as usize, content_end as usize)?;
-        let (words, places) = (4 * plan.span.len() as u64, 8 * count as u64);
-        let mut end = Room::default();
+        let (words, places) = (4 * schedule.span.len() as u64, 8 * count as u64);
+        let mut layout = Layout::default();
         let [at_expanded, at_room, at_contents, at_substitute] =
-            [size_of_val(&expanded[..]) as u64, places, places, SUBSTITUTE.len() as u64].map(|bytes| end.take(bytes));
-        let copied = end.take(0);
+            layout.add_all([size_of_val(&expanded[..]) as u64, places, places, SUBSTITUTE.len() as u64]);
+        let copied = layout.bytes();
         let [at_statuses, at_frames, at_frame_bytes, at_content_bytes, at_outcomes] =
-            [words, places, places, places, places / 2].map(|bytes| end.take(bytes));
-        let [at_content, at_payloads, at_temporary] =
-            [content_end, payload_end, temporary_bytes as u64].map(|bytes| end.take(bytes));
-        let memory = Allocation::new(device, cx, end.take(0))?;
+            layout.add_all([words, places, places, places, places / 2]);
+        let [at_content, at_payloads, at_temporary] = layout.add_all([content_end, payload_end, temporary_bytes as u64]);
+        let memory = Allocation::new(device, cx, layout.bytes())?;
         let at = |offset: u64| memory.address() + offset;
         contents.iter_mut().for_each(|content| *content += at(at_content));
 
-        let mut pinned = PinnedBuffer::new(device, cx, copied as usize)?;
         let parts = [
             (at_expanded, expanded.as_bytes()),
             (at_room, room.as_bytes()),
             (at_contents, contents.as_bytes()),
             (at_substitute, &SUBSTITUTE),
         ];
-        for (start, part) in parts {
-            pinned[start as usize..][..part.len()].copy_from_slice(part);
-        }
+        let pinned = PinnedBuffer::with_parts(device, cx, copied, &parts)?;
         let copy = device.copy.raw();
         let queueing = device.queueing(cx, copy);
         // SAFETY: all of it lies within the memory just allocated; that and the pinned memory are held until the copy has passed,
         // also after an error.
         unsafe {
-            memory::copy_in(cx, at(0), pinned.as_ptr(), copied as usize, copy)?;
-            memory::fill(cx, at(at_statuses), 0, plan.span.len(), copy)?;
+            copies::copy_in(cx, at(0), pinned.as_ptr(), copied as usize, copy)?;
+            copies::fill(cx, at(at_statuses), 0, schedule.span.len(), copy)?;
         }
         queueing.end()?;
 
         // Kernels count chunks of the whole pair: these addresses are where number 0 would be.
-        let from_zero = |offset, bytes: usize| at(offset).wrapping_sub(plan.span.start as u64 * bytes as u64);
+        let from_zero = |offset, bytes: usize| at(offset).wrapping_sub(schedule.span.start as u64 * bytes as u64);
         let parameter = Parameter {
             expanded: from_zero(at_expanded, size_of::<ChunkMetadata>()),
-            chunk_tensors: index.0.chunk_tensors,
+            chunk_tensors: index.uploaded.chunk_tensors,
             payloads: at(at_payloads),
             statuses: from_zero(at_statuses, 4),
             frames: at(at_frames),
@@ -190,7 +168,7 @@ impl Frames {
         order: u64,
     ) -> Result<()> {
         let parameter = Parameter { stored, blob, tensors, order, ..self.parameter };
-        let Kernels { check, expand } = self.trusted.kernels;
+        let FrameKernels { check, expand } = self.trusted.kernels;
         // SAFETY: promised by the caller; the index has bounded contents and payloads, for which there is room. That the frames
         // are a trusted writer's was promised when the index was trusted, and damaged ones are replaced by the check.
         unsafe {
@@ -207,7 +185,7 @@ mod tests {
     use std::collections::BTreeMap;
     use std::mem::offset_of;
 
-    const TEXT: &str = include_str!("../../kernels/frames.cuh");
+    const TEXT: &str = include_str!("../../../kernels/frames.cuh");
 
     #[test]
     fn the_parameter_is_that_of_the_kernels() {
@@ -238,7 +216,7 @@ mod tests {
         });
         assert_eq!(ours, theirs.collect());
         assert!(TEXT.contains(&format!("TPDE_SIZE(Frames, {});", size_of::<Parameter>())));
-        assert!(TEXT.contains(&format!("#define TPDE_FRAMES_THREADS {THREADS}\n")));
+        assert!(TEXT.contains(&format!("#define TPDE_FRAMES_THREADS {}\n", crate::cuda::abi::FRAMES_THREADS)));
     }
 
     #[test]
@@ -247,7 +225,7 @@ mod tests {
             let name = layout.name().replace('-', "_").to_uppercase();
             assert!(TEXT.contains(&format!("#define TPDE_LAYOUT_{name} {}\n", layout.code())), "{name}");
         }
-        for (code, rule) in super::super::layout::FRAME_RULES {
+        for (code, rule) in crate::cuda::abi::FRAME_RULES {
             let name = rule.id().replace('.', "_").to_uppercase();
             assert!(TEXT.contains(&format!("TPDE_STATUS_{name} = {code},\n")), "{name}");
         }

@@ -1,6 +1,6 @@
 //! What the device makes of the structs that it shares with the host.
 
-use super::super::layout::{self, DeviceTensor, Launch, mode};
+use super::super::abi::{self, DeviceTensor, Launch, mode};
 use crate::format::{ChunkMetadata, ChunkSums, ConditionedHeader};
 use std::mem::offset_of;
 
@@ -26,11 +26,11 @@ fn the_device_agrees_with_every_size_offset_and_constant() {
             scratch_slots, scratch_slot_bytes,
         }
     };
-    expected.extend([layout::RAW_THREADS, layout::RAW_SHARED, layout::CONDITIONED_THREADS, layout::CONDITIONED_SHARED]);
-    expected.extend([layout::WITHOUT_BASE_THREADS, layout::WITHOUT_BASE_SHARED]);
-    expected.push(layout::CONDITIONED_TABLES_MAX);
-    expected.extend([layout::scratch_head(100) as u32, 10, layout::STATUS_NOT_RUN]);
-    expected.extend([mode::COMMIT, layout::FLAG_NO_CRC, layout::NO_TABLES]);
+    expected.extend([abi::RAW_THREADS, abi::RAW_SHARED, abi::CONDITIONED_THREADS, abi::CONDITIONED_SHARED]);
+    expected.extend([abi::WITHOUT_BASE_THREADS, abi::WITHOUT_BASE_SHARED]);
+    expected.push(abi::CONDITIONED_TABLES_MAX);
+    expected.extend([abi::scratch_head(100) as u32, 10, abi::STATUS_NOT_RUN]);
+    expected.extend([mode::COMMIT, abi::FLAG_NO_CRC, abi::NO_TABLES]);
     assert_eq!(device.layout_report(expected.len()).unwrap(), expected);
     eprintln!("layout: {} words agree", expected.len());
 }

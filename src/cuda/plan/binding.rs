@@ -1,14 +1,14 @@
 //! Which memory holds which tensor, and what is refused of it.
 
-use super::index::{TensorOnDevice, tensor_at};
-use super::memory::DeviceSlice;
+use crate::cuda::index::{TensorOnDevice, tensor_at};
+use crate::cuda::runtime::memory::DeviceSlice;
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
 
 /// A tensor of an application and the memory that it is in. Slices are aligned to the tensor's lanes.
 #[derive(Debug, Clone)]
 pub struct Binding {
-    /// Place of the tensor in the index; see [`DeviceIndex::find`](super::DeviceIndex::find).
+    /// Place of the tensor in the index; see [`DeviceIndex::find`](crate::cuda::DeviceIndex::find).
     pub tensor: usize,
     /// The base tensor, where the base kind has one and the application is out of place.
     pub base: Option<DeviceSlice>,
@@ -28,16 +28,9 @@ impl Binding {
     }
 }
 
-/// Bindings that kernels may be given, each once.
-#[derive(Debug)]
-pub(super) struct Checked {
-    /// By place of the tensor, ascending; those that others stand for are left out.
-    pub bindings: Vec<Binding>,
-}
-
-/// Checks lengths, alignment and overlaps. Tensors with the same memory are right where they are the same tensor under several
-/// names; one of them is decoded.
-pub(super) fn check(tensors: &[TensorOnDevice], given: &[Binding], in_place: bool) -> Result<Checked> {
+/// Checks lengths, alignment and overlaps, and returns the bindings by place of the tensor, ascending. Tensors may have the same
+/// memory if they are the same tensor under several names. Only one of them is returned and decoded.
+pub(in crate::cuda) fn check(tensors: &[TensorOnDevice], given: &[Binding], in_place: bool) -> Result<Vec<Binding>> {
     let mut bindings = given.to_vec();
     bindings.sort_by_key(|binding| binding.tensor);
     for binding in &bindings {
@@ -78,7 +71,7 @@ pub(super) fn check(tensors: &[TensorOnDevice], given: &[Binding], in_place: boo
         return Err(Error::Misuse(format!("tensor {} is given twice, in different memory", Escaped(name))));
     }
     kept.dedup_by_key(|binding| binding.tensor);
-    Ok(Checked { bindings: kept })
+    Ok(kept)
 }
 
 fn base_of(binding: &Binding) -> Option<u64> {
@@ -141,8 +134,8 @@ fn check_bases(tensors: &[TensorOnDevice], outputs: &[Binding], empty: &[Binding
 
 #[cfg(test)]
 mod tests {
-    use super::super::index::{all_on_device, tables_of};
     use super::*;
+    use crate::cuda::index::{all_on_device, tables_of};
     use crate::{Dtype, EncodeOptions, MemoryCheckpoint, TensorInfo, encode_to_memory};
 
     const START: u64 = 0x7f00_0000_0000;
@@ -188,7 +181,7 @@ mod tests {
         assert!(refused(&tensors, &given.clone().map(|binding| out_of_place(&binding)), false).contains("overlaps"));
         // Side by side they are right, wherever the empty ones are.
         let given = [Binding::in_place(0, slice(0, 100)), empty(2, 30), empty(3, 100), Binding::in_place(1, slice(100, 200))];
-        let bound: Vec<_> = check(&tensors, &given, true).unwrap().bindings.iter().map(|binding| binding.tensor).collect();
+        let bound: Vec<_> = check(&tensors, &given, true).unwrap().iter().map(|binding| binding.tensor).collect();
         assert_eq!(bound, [0, 1, 2, 3]);
     }
 
@@ -210,7 +203,7 @@ mod tests {
         let (here, there) = (Binding::in_place(0, slice(0, 100)), Binding::in_place(0, slice(100, 200)));
         assert!(refused(&tensors, &[here.clone(), there], true).contains("twice"));
         let empty = [slice(0, 0), slice(7, 7)].map(|memory| Binding::in_place(1, memory));
-        let bound = check(&tensors, &[&[here.clone(), here][..], &empty].concat(), true).unwrap().bindings;
+        let bound = check(&tensors, &[&[here.clone(), here][..], &empty].concat(), true).unwrap();
         assert_eq!(bound.len(), 2);
     }
 

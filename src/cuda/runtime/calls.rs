@@ -4,7 +4,7 @@
 //! driver that is newer may give, is undefined behaviour as soon as it is returned. Here an answer is a number. What a function
 //! takes is compared with cudarc's declaration when this is compiled.
 
-#![allow(non_snake_case, clippy::too_many_arguments)] // as the driver has it
+#![allow(non_snake_case)] // as the driver has it
 
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph, CUgraphNode,
@@ -17,7 +17,7 @@ use std::sync::OnceLock;
 /// What the driver answers: a `CUresult`, or a number that this crate does not know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
-pub(super) struct Code(pub u32);
+pub(in crate::cuda) struct Code(pub u32);
 
 impl Code {
     pub const SUCCESS: Self = Self(sys::CUresult::CUDA_SUCCESS as u32);
@@ -27,7 +27,7 @@ impl Code {
 }
 
 /// Whether the driver's library is there.
-pub(super) fn are_there() -> bool {
+pub(in crate::cuda) fn are_there() -> bool {
     library().is_some()
 }
 
@@ -101,10 +101,6 @@ calls! {
     cuFuncSetAttribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int);
     cuGraphRetainUserObject(graph: CUgraph, object: CUuserObject, count: c_uint, flags: c_uint);
     cuInit(flags: c_uint);
-    cuLaunchKernel(
-        function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
-        block_z: c_uint, shared: c_uint, stream: CUstream, parameters: *mut *mut c_void, extra: *mut *mut c_void
-    );
     cuMemAllocFromPoolAsync(address: *mut CUdeviceptr, bytes: usize, pool: CUmemoryPool, stream: CUstream);
     cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
     cuMemFreeAsync(address: CUdeviceptr, stream: CUstream);
@@ -137,6 +133,27 @@ calls! {
     cuThreadExchangeStreamCaptureMode(mode: *mut CUstreamCaptureMode);
     cuUserObjectCreate(object: *mut CUuserObject, given: *mut c_void, destroy: CUhostFn, references: c_uint, flags: c_uint);
     cuUserObjectRelease(object: CUuserObject, references: c_uint);
+}
+
+/// The type of `cuLaunchKernel` and that of cudarc's declaration. A function of ours around it would have as many arguments.
+macro_rules! launch_kernel {
+    ($($argument:ident: $type:ty),*) => {
+        pub(in crate::cuda) type LaunchKernel = unsafe extern "C" fn($($argument: $type),*) -> Code;
+        type Declared = unsafe fn($($argument: $type),*) -> sys::CUresult;
+        const _: Declared = sys::cuLaunchKernel;
+    };
+}
+
+launch_kernel!(
+    function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
+    shared: c_uint, stream: CUstream, parameters: *mut *mut c_void, extra: *mut *mut c_void
+);
+
+/// `cuLaunchKernel`, or the answer in its place.
+pub(in crate::cuda) fn launch_kernel() -> Result<LaunchKernel, Code> {
+    static FOUND: OnceLock<Option<LaunchKernel>> = OnceLock::new();
+    // SAFETY: the type is that of the driver's header, where an answer is an enum of C's of 32 bits.
+    FOUND.get_or_init(|| unsafe { find("cuLaunchKernel") }).ok_or(Code::NOT_FOUND)
 }
 
 #[cfg(test)]

@@ -1,13 +1,14 @@
 //! The queueing of an application: copies of payloads beside launches of kernels.
 
-use super::apply::Shared;
-use super::driver::{Entered, RawEvent, RawStream};
-use super::layout::{self, FLAG_NO_CRC, Launch, mode};
-use super::memory::{self, PinnedBuffer};
-use super::plan::{Group, Slice, Staged};
-use super::planned::{Mode, Payloads};
-use super::staging::{SLOT_BYTES, fill_in_parallel};
+use super::prepared::Prepared;
 use crate::codec::{Encoded, Expander};
+use crate::cuda::abi::{self, FLAG_NO_CRC, Launch, mode};
+use crate::cuda::plan::payloads::{Mode, Payloads};
+use crate::cuda::plan::schedule::{Group, Slice, Staged};
+use crate::cuda::runtime::copies;
+use crate::cuda::runtime::driver::{Entered, RawEvent, RawStream};
+use crate::cuda::runtime::memory::PinnedBuffer;
+use crate::cuda::runtime::staging::{SLOT_BYTES, fill_in_parallel};
 use crate::delta::InPlace;
 use crate::error::{Error, Result};
 use crate::reader::checked_payload;
@@ -18,7 +19,7 @@ use std::sync::PoisonError;
 
 /// A launch that is being queued.
 pub(super) struct Launcher<'a> {
-    pub shared: &'a Shared,
+    pub prepared: &'a Prepared,
     pub cx: &'a Entered<'a>,
     pub stream: RawStream,
     /// Memory for all payloads, where they are not on the device.
@@ -36,7 +37,7 @@ impl Launcher<'_> {
         // What was queued beside the stream comes before what follows on it, also after an error.
         self.join()?;
         queued?;
-        if host_error.is_none() && self.shared.mode == Mode::InPlace(InPlace::AllChecked) {
+        if host_error.is_none() && self.prepared.mode == Mode::InPlace(InPlace::AllChecked) {
             self.fork()?;
             let queued = self.commit(blob);
             self.join()?;
@@ -47,7 +48,7 @@ impl Launcher<'_> {
     }
 
     fn run_slices(&self, payloads: &Payloads<'_>, blob: u64, host_error: &mut Option<Error>) -> Result<()> {
-        for (n, slice) in self.shared.plan.slices.iter().enumerate() {
+        for (n, slice) in self.prepared.schedule.slices.iter().enumerate() {
             let side = self.side(n);
             match payloads {
                 Payloads::Device(_) | Payloads::Part { .. } => {}
@@ -67,8 +68,8 @@ impl Launcher<'_> {
     /// Lets nvCOMP expand the frames of a slice.
     fn expand_frames(&self, slice: &Slice, stream: RawStream, blob: u64) -> Result<()> {
         let run = slice.runs.iter().find(|run| run.group == Group::Frames);
-        let (Some(frames), Some(run)) = (&self.shared.frames, run) else { return Ok(()) };
-        let Shared { records, tensors, order, .. } = *self.shared;
+        let (Some(frames), Some(run)) = (&self.prepared.frames, run) else { return Ok(()) };
+        let Prepared { records, tensors, order, .. } = *self.prepared;
         let order = order + 4 * run.order.start as u64;
         // SAFETY: records and tensors are those of a validated index, payloads are where the records say, and frames were made for
         // this run. All of it is held until the stream has passed.
@@ -77,60 +78,60 @@ impl Launcher<'_> {
 
     /// After a dry pass over everything, the pass that stores.
     fn commit(&self, blob: u64) -> Result<()> {
-        let mut slices = self.shared.plan.slices.iter().enumerate();
+        let mut slices = self.prepared.schedule.slices.iter().enumerate();
         slices.try_for_each(|(n, slice)| self.launch(slice, self.side(n), blob, mode::COMMIT))
     }
 
     /// Where the blob begins as kernels see it: what its records say is added to this.
     fn blob(&self, payloads: &Payloads<'_>) -> u64 {
-        payloads.on_device().unwrap_or_else(|| self.staging.unwrap_or(0).wrapping_add(self.shared.plan.shift))
+        payloads.on_device().unwrap_or_else(|| self.staging.unwrap_or(0).wrapping_add(self.prepared.schedule.shift))
     }
 
     /// The stream of a slice.
     fn side(&self, n: usize) -> RawStream {
-        let sides = &self.shared.sides;
+        let sides = &self.prepared.sides;
         if sides.is_empty() { self.stream } else { sides[n % sides.len()].raw() }
     }
 
     /// Lets the side streams begin where the stream is.
     fn fork(&self) -> Result<()> {
-        if self.shared.sides.is_empty() {
+        if self.prepared.sides.is_empty() {
             return Ok(());
         }
         let event = RawEvent::new(self.cx, false)?;
         event.record(self.cx, self.stream)?;
-        self.shared.sides.iter().try_for_each(|side| event.hold(self.cx, side.raw()))
+        self.prepared.sides.iter().try_for_each(|side| event.hold(self.cx, side.raw()))
     }
 
     /// Lets the stream go on when the side streams are done.
     fn join(&self) -> Result<()> {
-        self.shared.sides.iter().try_for_each(|side| self.after(side.raw(), self.stream))
+        self.prepared.sides.iter().try_for_each(|side| self.after(side.raw(), self.stream))
     }
 
     /// After an error: lets the stream wait for every other one that something may have been queued on.
     pub fn gather(&self) -> Result<()> {
-        self.after(self.shared.index.device().0.copy.raw(), self.stream)?;
+        self.after(self.prepared.index.device().inner.copy.raw(), self.stream)?;
         self.join()
     }
 
     /// As [`Launcher::run`], with all on one stream.
     pub fn run_in_order(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<()> {
         let blob = self.blob(payloads);
-        for slice in &self.shared.plan.slices {
+        for slice in &self.prepared.schedule.slices {
             if let Payloads::Pinned(pinned) = payloads {
                 self.copy_on(self.pieces(slice), pinned, self.stream)?;
             }
             self.launch(slice, self.stream, blob, self.first_mode())?;
         }
-        if self.shared.mode == Mode::InPlace(InPlace::AllChecked) {
-            let mut slices = self.shared.plan.slices.iter();
+        if self.prepared.mode == Mode::InPlace(InPlace::AllChecked) {
+            let mut slices = self.prepared.schedule.slices.iter();
             slices.try_for_each(|slice| self.launch(slice, self.stream, blob, mode::COMMIT))?;
         }
         self.hand_back(statuses)
     }
 
     fn first_mode(&self) -> u32 {
-        match self.shared.mode {
+        match self.prepared.mode {
             Mode::OutOfPlace => mode::OUT_OF_PLACE,
             Mode::InPlace(InPlace::AllChecked) => mode::DRY,
             Mode::InPlace(InPlace::ChunkByChunk) => mode::IN_PLACE,
@@ -138,34 +139,34 @@ impl Launcher<'_> {
     }
 
     fn hand_back(&self, statuses: &PinnedBuffer) -> Result<()> {
-        let bytes = 4 * self.shared.plan.span.len();
+        let bytes = 4 * self.prepared.schedule.span.len();
         // SAFETY: the status words are the application's, and the pinned memory is as long and read by nobody before the event
         // behind this; both are held until then.
-        unsafe { memory::copy_out(self.cx, statuses.as_ptr(), self.shared.first_status(), bytes, self.stream)? };
-        let Some(frames) = &self.shared.frames else { return Ok(()) };
-        let first = frames.statuses().wrapping_add(4 * u64::from(self.shared.plan.span.start));
+        unsafe { copies::copy_out(self.cx, statuses.as_ptr(), self.prepared.first_status(), bytes, self.stream)? };
+        let Some(frames) = &self.prepared.frames else { return Ok(()) };
+        let first = frames.statuses().wrapping_add(4 * u64::from(self.prepared.schedule.span.start));
         // SAFETY: as above; the pinned memory has room for both.
-        unsafe { memory::copy_out(self.cx, statuses.as_ptr().add(bytes), first, bytes, self.stream) }
+        unsafe { copies::copy_out(self.cx, statuses.as_ptr().add(bytes), first, bytes, self.stream) }
     }
 
     fn launch(&self, slice: &Slice, stream: RawStream, blob: u64, mode: u32) -> Result<()> {
-        let Shared { index, scratch, .. } = self.shared;
-        let device = &index.device().0;
+        let Prepared { index, scratch, .. } = self.prepared;
+        let device = &index.device().inner;
         for run in &slice.runs {
-            let (records, blob) = match &self.shared.frames {
+            let (records, blob) = match &self.prepared.frames {
                 Some(frames) if run.group == Group::Frames => frames.payloads(),
-                _ => (self.shared.records, blob),
+                _ => (self.prepared.records, blob),
             };
             let launch = Launch {
                 chunks: records,
-                sums: index.0.sums,
-                chunk_tensors: index.0.chunk_tensors,
-                tensors: self.shared.tensors,
-                tables: index.0.tables,
+                sums: index.uploaded.sums,
+                chunk_tensors: index.uploaded.chunk_tensors,
+                tensors: self.prepared.tensors,
+                tables: index.uploaded.tables,
                 blob,
-                statuses: self.shared.statuses,
-                flag: self.shared.flag,
-                order: self.shared.order,
+                statuses: self.prepared.statuses,
+                flag: self.prepared.flag,
+                order: self.prepared.order,
                 scratch: scratch.map_or(0, |s| s.address),
                 first: run.order.start as u32,
                 count: run.order.len() as u32,
@@ -175,11 +176,14 @@ impl Launcher<'_> {
                 scratch_slot_bytes: scratch.map_or(0, |s| s.slot_bytes),
             };
             let kernel = match run.group {
-                Group::Conditioned => device.conditioned.with_shared(layout::CONDITIONED_SHARED + self.shared.index.0.table_bytes),
-                Group::WithoutBase => {
-                    device.without_base()?.with_shared(layout::WITHOUT_BASE_SHARED + self.shared.index.0.table_bytes)
+                Group::Conditioned => {
+                    device.kernels.conditioned.with_shared(abi::CONDITIONED_SHARED + self.prepared.index.uploaded.table_bytes)
                 }
-                Group::Raw | Group::Expanded | Group::Frames => device.raw,
+                Group::WithoutBase => device
+                    .kernels
+                    .without_base(&device.context)?
+                    .with_shared(abi::WITHOUT_BASE_SHARED + self.prepared.index.uploaded.table_bytes),
+                Group::Raw | Group::Expanded | Group::Frames => device.kernels.raw,
             };
             // SAFETY: records, sums, tensors and tables are those of a validated index, on the device, with memory whose lengths
             // were compared with them; payloads are where the records say. All of it is held until the stream has passed.
@@ -192,10 +196,10 @@ impl Launcher<'_> {
     /// that have to be expanded go through the ring.
     fn copy(&self, slice: &Slice, side: RawStream, pinned: &PinnedBuffer, host_error: &mut Option<Error>) -> Result<()> {
         let (expanded, stored): (Vec<_>, Vec<_>) = self.pieces(slice).into_iter().partition(|piece| piece.is_expanded);
-        if self.shared.plan.slices.len() == 1 {
+        if self.prepared.schedule.slices.len() == 1 {
             self.copy_on(stored, pinned, self.stream)?;
         } else {
-            let copy = self.shared.index.device().0.copy.raw();
+            let copy = self.prepared.index.device().inner.copy.raw();
             self.copy_on(stored, pinned, copy)?;
             self.after(copy, side)?;
         }
@@ -210,7 +214,7 @@ impl Launcher<'_> {
             let from = from.ok_or_else(|| Error::Misuse("a blob without the payloads of its index".into()))?;
             // SAFETY: the staging memory has room for all payloads where the plan puts them; it and the pinned memory are held
             // until the stream has passed. Should the bytes change meanwhile, the kernels refuse them like any others.
-            unsafe { memory::copy_in(self.cx, staging + at, from.as_ptr(), bytes as usize, stream)? };
+            unsafe { copies::copy_in(self.cx, staging + at, from.as_ptr(), bytes as usize, stream)? };
         }
         Ok(())
     }
@@ -225,20 +229,22 @@ impl Launcher<'_> {
     /// Sends payloads through the ring.
     fn send(&self, pieces: Vec<Piece>, side: RawStream, source: &dyn Source, host_error: &mut Option<Error>) -> Result<()> {
         let Some(staging) = self.staging else { return Ok(()) };
-        let device = &self.shared.index.device().0;
+        let device = &self.prepared.index.device().inner;
         let mut ring = device.ring.lock().unwrap_or_else(PoisonError::into_inner);
         for piece in pieces {
             let sent = if piece.is_expanded {
                 self.expand(&piece, source).and_then(|payloads| {
                     // SAFETY: the staging memory has room for all payloads where the plan puts them, and is held.
-                    unsafe { ring.send_bytes(self.cx, device, staging + piece.at, &payloads) }
+                    unsafe { ring.send_bytes(self.cx, device.copy.raw(), staging + piece.at, &payloads) }
                 })
             } else {
                 (0..piece.bytes).step_by(SLOT_BYTES).try_for_each(|done| {
                     let bytes = (piece.bytes - done).min(SLOT_BYTES as u64) as usize;
                     let read = |offset: usize, out: &mut [u8]| source.read(piece.blob + done + offset as u64, out);
                     // SAFETY: the staging memory has room for all payloads where the plan puts them, and is held.
-                    unsafe { ring.send(self.cx, device, staging + piece.at + done, bytes, |slot| fill_in_parallel(slot, read)) }
+                    unsafe {
+                        ring.send(self.cx, device.copy.raw(), staging + piece.at + done, bytes, |slot| fill_in_parallel(slot, read))
+                    }
                 })
             };
             match sent {
@@ -256,9 +262,9 @@ impl Launcher<'_> {
 
     /// The payloads of a piece as those of codec `raw`, with their padding: as they are staged.
     fn expand(&self, piece: &Piece, source: &dyn Source) -> Result<Vec<u8>> {
-        let index = &self.shared.index;
+        let index = &self.prepared.index;
         let expand = |(expander, scratch): &mut (Expander, Vec<u8>), (staged, out): (&Staged, &mut [u8])| {
-            let record = &index.0.records[staged.chunk as usize];
+            let record = &index.uploaded.records[staged.chunk as usize];
             let tensor = index.tensor(staged.tensor as usize)?;
             let at = |e: Error| e.in_chunk(staged.chunk).in_tensor(&tensor.name);
             let payload = checked_payload(source, record, staged.chunk, scratch).map_err(at)?;
@@ -271,8 +277,8 @@ impl Launcher<'_> {
         let mut payloads = vec![0; piece.bytes as usize];
         let mut rest = &mut payloads[..];
         let mut parts = Vec::with_capacity(piece.staged.len());
-        for staged in &self.shared.plan.staged[piece.staged.clone()] {
-            let (out, behind) = rest.split_at_mut(staged.room() as usize);
+        for staged in &self.prepared.schedule.staged[piece.staged.clone()] {
+            let (out, behind) = rest.split_at_mut(staged.padded_len() as usize);
             parts.push((staged, out));
             rest = behind;
         }
@@ -291,18 +297,18 @@ impl Launcher<'_> {
     fn pieces(&self, slice: &Slice) -> Vec<Piece> {
         let mut pieces: Vec<Piece> = Vec::new();
         for number in slice.chunks.clone() {
-            let staged = &self.shared.plan.staged[number];
+            let staged = &self.prepared.schedule.staged[number];
             let is_expanded = staged.group == Group::Expanded;
-            let blob = self.shared.index.0.records[staged.chunk as usize].blob_offset.get();
+            let blob = self.prepared.index.uploaded.records[staged.chunk as usize].blob_offset.get();
             if let Some(piece) = pieces.last_mut().filter(|piece| piece.is_expanded == is_expanded) {
                 let follows = if is_expanded { piece.bytes < 4 * SLOT_BYTES as u64 } else { piece.blob + piece.bytes == blob };
                 if follows {
-                    piece.bytes += staged.room();
+                    piece.bytes += staged.padded_len();
                     piece.staged.end = number + 1;
                     continue;
                 }
             }
-            pieces.push(Piece { blob, at: staged.at, bytes: staged.room(), staged: number..number + 1, is_expanded });
+            pieces.push(Piece { blob, at: staged.at, bytes: staged.padded_len(), staged: number..number + 1, is_expanded });
         }
         pieces
     }

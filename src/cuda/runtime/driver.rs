@@ -6,16 +6,16 @@
 use super::calls::{self, Code};
 use crate::error::{Error, Result};
 use cudarc::driver::sys;
-use std::ffi::{CStr, c_int, c_void};
+use std::ffi::{CStr, CString, c_int, c_void};
 use std::marker::PhantomData;
 use std::ptr;
 
 /// What the kernels' PTX (ISA 8.4) needs: CUDA 12.4, which is driver 550.
-const LEAST_VERSION: c_int = 12_040;
-const LEAST_CAPABILITY: c_int = 80;
+const MIN_VERSION: c_int = 12_040;
+const MIN_CAPABILITY: c_int = 80;
 
 /// The driver's answer as a result; `doing` completes "cannot …".
-pub(super) fn check(code: Code, doing: &'static str) -> Result<()> {
+pub(in crate::cuda) fn check(code: Code, doing: &'static str) -> Result<()> {
     if code == Code::SUCCESS { Ok(()) } else { Err(failed(code, doing)) }
 }
 
@@ -52,16 +52,16 @@ fn start() -> Result<()> {
         check(calls::cuInit(0), "start the driver").map_err(refused)?;
         check(calls::cuDriverGetVersion(&mut version), "ask for the driver's version").map_err(refused)?;
     }
-    if version < LEAST_VERSION {
+    if version < MIN_VERSION {
         let shown = |v: c_int| format!("{}.{}", v / 1000, v % 1000 / 10);
-        let (found, least) = (shown(version), shown(LEAST_VERSION));
+        let (found, least) = (shown(version), shown(MIN_VERSION));
         return Err(Error::NoDevice(format!("the NVIDIA driver knows CUDA {found}, {least} (driver 550) or later is needed")));
     }
     Ok(())
 }
 
 /// Number of devices that the driver shows; an error without a driver.
-pub(super) fn count() -> Result<u32> {
+pub(in crate::cuda) fn count() -> Result<u32> {
     start()?;
     let mut count = 0;
     // SAFETY: `count` is a place for an int.
@@ -71,7 +71,7 @@ pub(super) fn count() -> Result<u32> {
 
 /// The primary context of a device, which other users of CUDA in this process share.
 #[derive(Debug)]
-pub(super) struct Context {
+pub(in crate::cuda) struct Context {
     device: sys::CUdevice,
     raw: sys::CUcontext,
 }
@@ -99,7 +99,7 @@ impl Context {
         ];
         let [major, minor] = capability.map(|which| attribute(device, which));
         let (major, minor) = (major?, minor?);
-        if 10 * major + minor < LEAST_CAPABILITY {
+        if 10 * major + minor < MIN_CAPABILITY {
             let reason = format!("device {ordinal} has compute capability {major}.{minor}, 8.0 or later is needed");
             return Err(Error::NoDevice(reason));
         }
@@ -150,7 +150,7 @@ fn attribute(device: sys::CUdevice, which: sys::CUdevice_attribute) -> Result<c_
 }
 
 /// While it lives, the context is this thread's current one.
-pub(super) struct Entered<'a> {
+pub(in crate::cuda) struct Entered<'a> {
     context: &'a Context,
     /// Contexts are current for a thread: the guard stays in it.
     here: PhantomData<*const ()>,
@@ -171,11 +171,11 @@ impl Drop for Entered<'_> {
 }
 
 /// A stream's handle: ours, or a caller's.
-pub(super) type RawStream = sys::CUstream;
+pub(in crate::cuda) type RawStream = sys::CUstream;
 
 /// A stream of ours that waits for no other, destroyed by its owner.
 #[derive(Debug)]
-pub(super) struct OwnStream(RawStream);
+pub(in crate::cuda) struct OwnStream(RawStream);
 
 // SAFETY: streams may be used by any thread.
 unsafe impl Send for OwnStream {}
@@ -211,7 +211,7 @@ impl OwnStream {
 /// Waits, on the host, for all work of a stream: for errors that leave no event to wait for. If that fails too, for all work of the
 /// context; a driver that refuses even this has lost the context and ended its work.
 #[cold]
-pub(super) fn drain(_: &Entered<'_>, stream: RawStream) {
+pub(in crate::cuda) fn drain(_: &Entered<'_>, stream: RawStream) {
     // SAFETY: the stream is ours or promised by the caller, and the context is current.
     unsafe {
         if calls::cuStreamSynchronize(stream) != Code::SUCCESS {
@@ -222,7 +222,7 @@ pub(super) fn drain(_: &Entered<'_>, stream: RawStream) {
 
 /// A point in a stream.
 #[derive(Debug)]
-pub(super) struct RawEvent(sys::CUevent);
+pub(in crate::cuda) struct RawEvent(sys::CUevent);
 
 // SAFETY: events may be used by any thread.
 unsafe impl Send for RawEvent {}
@@ -283,7 +283,7 @@ impl Drop for RawEvent {
 }
 
 /// Whether the stream is being captured into a graph.
-pub(super) fn is_capturing(_: &Entered<'_>, stream: RawStream) -> Result<bool> {
+pub(in crate::cuda) fn is_capturing(_: &Entered<'_>, stream: RawStream) -> Result<bool> {
     // As for answers, a number in the place of an enum.
     let mut status = 0u32;
     // SAFETY: the stream is ours or promised by the caller, and the place is as large as a status.
@@ -292,7 +292,7 @@ pub(super) fn is_capturing(_: &Entered<'_>, stream: RawStream) -> Result<bool> {
 }
 
 /// While a capture that another part of the process has begun forbids calls like allocations, lets this thread make them.
-pub(super) struct Relaxed(u32);
+pub(in crate::cuda) struct Relaxed(u32);
 
 impl Relaxed {
     pub fn new() -> Result<Self> {
@@ -310,9 +310,29 @@ impl Drop for Relaxed {
     }
 }
 
+/// Compiled kernels on a device.
+#[derive(Debug)]
+pub(in crate::cuda) struct Module(sys::CUmodule);
+
+// SAFETY: modules may be used by any thread.
+unsafe impl Send for Module {}
+// SAFETY: as above; the driver locks what it shares.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Ends the module.
+    ///
+    /// # Safety
+    /// All work that uses its functions has passed.
+    pub unsafe fn unload(self, _: &Entered<'_>) {
+        // SAFETY: promised by the caller.
+        unsafe { calls::cuModuleUnload(self.0) };
+    }
+}
+
 /// A kernel.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Kernel {
+pub(in crate::cuda) struct Kernel {
     pub function: sys::CUfunction,
     pub threads: u32,
     pub shared: u32,
@@ -324,6 +344,42 @@ unsafe impl Send for Kernel {}
 unsafe impl Sync for Kernel {}
 
 impl Kernel {
+    /// Compiles a kernel for the device and makes it ready to be launched.
+    ///
+    /// The module keeps the kernel; it is [unloaded](Module::unload) by its owner.
+    pub fn load(_: &Entered<'_>, ptx: &str, name: &str, threads: u32, shared: u32) -> Result<(Self, Module)> {
+        let image = CString::new(ptx).map_err(|_| Error::Misuse("PTX with a NUL".into()))?;
+        let mut log = [0u8; 2048];
+        let mut options = [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+        let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
+        let mut module = ptr::null_mut();
+        // SAFETY: the image is a terminated text, the options and their values are as many as is told, and the log is as long.
+        let code =
+            unsafe { calls::cuModuleLoadDataEx(&mut module, image.as_ptr().cast(), 2, options.as_mut_ptr(), values.as_mut_ptr()) };
+        check(code, "compile the kernels for this device").map_err(|e| match (e, CStr::from_bytes_until_nul(&log)) {
+            (Error::Device { doing, reason }, Ok(log)) => {
+                Error::Device { doing, reason: format!("{reason} {}", log.to_string_lossy()).trim_end().to_owned() }
+            }
+            (e, _) => e,
+        })?;
+        let module = Module(module);
+        let name = CString::new(name).map_err(|_| Error::Misuse("a kernel's name with a NUL".into()))?;
+        let mut function = ptr::null_mut();
+        // SAFETY: the module was just loaded, and the name is terminated.
+        check(unsafe { calls::cuModuleGetFunction(&mut function, module.0, name.as_ptr()) }, "find a kernel")?;
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        if shared > 0 {
+            // SAFETY: the function is the module's.
+            check(unsafe { calls::cuFuncSetAttribute(function, attribute, shared as c_int) }, "give a kernel its shared memory")?;
+        }
+        let mut registers = 0;
+        // Asking for this loads the function, which would else happen when it is first launched.
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
+        // SAFETY: the function is the module's, and the place an int's.
+        check(unsafe { calls::cuFuncGetAttribute(&mut registers, attribute, function) }, "load a kernel")?;
+        Ok((Self { function, threads, shared }, module))
+    }
+
     /// The same with as many bytes of dynamic shared memory, no more than it was loaded with.
     pub fn with_shared(self, shared: u32) -> Self {
         debug_assert!(shared <= self.shared);
@@ -336,24 +392,13 @@ impl Kernel {
     /// The parameter is the kernel's, and what it points to is there until the launch has run.
     pub unsafe fn launch<T>(&self, _: &Entered<'_>, stream: RawStream, blocks: u32, parameter: &T) -> Result<()> {
         let mut parameters = [ptr::from_ref(parameter).cast_mut().cast::<c_void>()];
+        let (grid, block, parameters) = (blocks, self.threads, parameters.as_mut_ptr());
         // SAFETY: the driver copies the parameter, of the size that the function has, before it returns; the rest is promised
         // by the caller.
-        let code = unsafe {
-            calls::cuLaunchKernel(
-                self.function,
-                blocks,
-                1,
-                1,
-                self.threads,
-                1,
-                1,
-                self.shared,
-                stream,
-                parameters.as_mut_ptr(),
-                ptr::null_mut(),
-            )
+        let launch = |launch: calls::LaunchKernel| unsafe {
+            launch(self.function, grid, 1, 1, block, 1, 1, self.shared, stream, parameters, ptr::null_mut())
         };
-        check(code, "launch a kernel")
+        check(calls::launch_kernel().map_or_else(|code| code, launch), "launch a kernel")
     }
 }
 

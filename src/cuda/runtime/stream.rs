@@ -1,9 +1,11 @@
 //! Streams and events, as the interface shows them.
 
 use super::calls;
-use super::device::{Device, same_length};
+use super::copies;
 use super::driver::{self, Entered, RawEvent, RawStream};
-use super::memory::{self, DeviceSlice, PinnedBuffer};
+use super::graph::{self, Graph};
+use super::inner::Inner;
+use super::memory::{DeviceSlice, PinnedBuffer, same_length};
 use crate::error::{Error, Result};
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -11,7 +13,7 @@ use std::sync::Arc;
 /// A queue of work on a device: ours or a caller's.
 #[derive(Debug)]
 pub struct Stream {
-    device: Device,
+    device: Arc<Inner>,
     raw: RawStream,
     owned: bool,
 }
@@ -22,15 +24,15 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    pub(super) fn new(device: &Device, raw: RawStream, owned: bool) -> Self {
+    pub(in crate::cuda) fn new(device: &Arc<Inner>, raw: RawStream, owned: bool) -> Self {
         Self { device: device.clone(), raw, owned }
     }
 
-    pub(super) fn raw(&self) -> RawStream {
+    pub(in crate::cuda) fn raw(&self) -> RawStream {
         self.raw
     }
 
-    pub(super) fn device(&self) -> &Device {
+    pub(in crate::cuda) fn device(&self) -> &Arc<Inner> {
         &self.device
     }
 
@@ -44,7 +46,7 @@ impl Stream {
     /// # Errors
     /// [`Error::Device`] if the driver refuses.
     pub fn record(&self) -> Result<Event> {
-        let cx = self.device.0.context.enter()?;
+        let cx = self.device.context.enter()?;
         let event = RawEvent::new(&cx, true)?;
         event.record(&cx, self.raw)?;
         Ok(Event { device: self.device.clone(), raw: event })
@@ -58,10 +60,10 @@ impl Stream {
     pub fn copy(&self, to: &DeviceSlice, from: &DeviceSlice) -> Result<()> {
         check_copy(to, from)?;
         let cx = self.begin(&[to, from])?;
-        let queueing = self.device.0.queueing(&cx, self.raw);
+        let queueing = self.device.queueing(&cx, self.raw);
         // SAFETY: both are memory of the device by their making, do not overlap, and are held until the stream has passed, also
         // after an error.
-        unsafe { memory::copy_within(&cx, to.address(), from.address(), to.bytes(), self.raw)? };
+        unsafe { copies::copy_within(&cx, to.address(), from.address(), to.bytes(), self.raw)? };
         queueing.end()
     }
 
@@ -72,9 +74,9 @@ impl Stream {
     /// driver refuses.
     pub fn fill(&self, to: &DeviceSlice, byte: u8) -> Result<()> {
         let cx = self.begin(&[to])?;
-        let queueing = self.device.0.queueing(&cx, self.raw);
+        let queueing = self.device.queueing(&cx, self.raw);
         // SAFETY: memory of the device by its making, held until the stream has passed, also after an error.
-        unsafe { memory::fill_bytes(&cx, to.address(), byte, to.bytes(), self.raw)? };
+        unsafe { copies::fill_bytes(&cx, to.address(), byte, to.bytes(), self.raw)? };
         queueing.end()
     }
 
@@ -87,18 +89,34 @@ impl Stream {
         same_length(to, from.len())?;
         from.check_device(&self.device)?;
         let cx = self.begin(&[to])?;
-        let queueing = self.device.0.queueing(&cx, self.raw);
+        let queueing = self.device.queueing(&cx, self.raw);
         // SAFETY: the slice is memory of the device by its making; both are held until the stream has passed, also after an error,
         // since pinned memory goes back by the reaper. A caller who changes the bytes meanwhile gets a mixture of them on the
         // device.
-        unsafe { memory::copy_in(&cx, to.address(), from.as_ptr(), from.len(), self.raw)? };
+        unsafe { copies::copy_in(&cx, to.address(), from.as_ptr(), from.len(), self.raw)? };
         queueing.end()
+    }
+
+    /// Id of the capture that the stream is in; no other capture of the process has or had it.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver refuses, or if the capture was invalidated.
+    pub fn capture_id(&self) -> Result<Option<u64>> {
+        graph::capture_id(&self.device.context.enter()?, self.raw)
+    }
+
+    /// The graph that the stream is being captured into.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if the stream is not being captured; [`Error::Device`] if the driver refuses.
+    pub fn captured_graph(&self) -> Result<Graph> {
+        Graph::of_capture(&self.device.context.enter()?, self.raw)
     }
 
     /// Makes the context current for work with this memory.
     fn begin(&self, memory: &[&DeviceSlice]) -> Result<Entered<'_>> {
         memory.iter().try_for_each(|slice| slice.check_device(&self.device))?;
-        let cx = self.device.0.context.enter()?;
+        let cx = self.device.context.enter()?;
         // A graph can run after the memory is freed, and the reaper must not become a part of it.
         if driver::is_capturing(&cx, self.raw)? {
             return Err(Error::Misuse("the stream is being captured into a graph, which cannot hold the memory".into()));
@@ -122,7 +140,7 @@ fn check_copy(to: &DeviceSlice, from: &DeviceSlice) -> Result<()> {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if let (true, Ok(_cx)) = (self.owned, self.device.0.context.enter()) {
+        if let (true, Ok(_cx)) = (self.owned, self.device.context.enter()) {
             // SAFETY: made by us, and nobody else has it; what is queued on it still runs.
             unsafe { calls::cuStreamDestroy_v2(self.raw) };
         }
@@ -132,7 +150,7 @@ impl Drop for Stream {
 /// A point in a stream, with the time when it was passed.
 #[derive(Debug)]
 pub struct Event {
-    device: Device,
+    device: Arc<Inner>,
     raw: RawEvent,
 }
 
@@ -142,7 +160,7 @@ impl Event {
     /// # Errors
     /// [`Error::Device`] if something before it failed.
     pub fn wait(&self) -> Result<()> {
-        self.raw.wait(&self.device.0.context.enter()?)
+        self.raw.wait(&self.device.context.enter()?)
     }
 
     /// Whether the point is passed.
@@ -150,7 +168,7 @@ impl Event {
     /// # Errors
     /// [`Error::Device`] if something before it failed.
     pub fn is_passed(&self) -> Result<bool> {
-        self.raw.is_passed(&self.device.0.context.enter()?)
+        self.raw.is_passed(&self.device.context.enter()?)
     }
 
     /// Seconds on the device from `start` to this point, both passed.
@@ -158,7 +176,7 @@ impl Event {
     /// # Errors
     /// [`Error::Device`] if one of them is not.
     pub fn since(&self, start: &Event) -> Result<f64> {
-        Ok(f64::from(self.raw.since(&self.device.0.context.enter()?, &start.raw)?) / 1e3)
+        Ok(f64::from(self.raw.since(&self.device.context.enter()?, &start.raw)?) / 1e3)
     }
 }
 

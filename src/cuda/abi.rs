@@ -59,6 +59,9 @@ pub(super) const NO_TABLES: u32 = u32::MAX;
 pub(super) const STATUS_OK: u32 = 0;
 pub(super) const STATUS_NOT_RUN: u32 = u32::MAX;
 
+/// Threads of the kernels in `frames.cuh`.
+pub(super) const FRAMES_THREADS: u32 = 256;
+
 pub(super) const RAW_THREADS: u32 = defined("TPDE_RAW_THREADS");
 pub(super) const RAW_SHARED: u32 = defined("TPDE_RAW_SHARED");
 pub(super) const CONDITIONED_THREADS: u32 = defined("TPDE_CONDITIONED_THREADS");

@@ -1,0 +1,101 @@
+//! A device in the place of the processor: [`Apply::on`](crate::Apply::on).
+
+use super::application::Application;
+use super::index::DeviceIndex;
+use super::nvcomp::Nvcomp;
+use super::plan::ApplyPlan;
+use super::plan::binding::Binding;
+use super::plan::payloads::{Mode, Payloads};
+use super::runtime::device::Device;
+use super::runtime::memory::DeviceSlice;
+use crate::delta::{Accelerator, Work};
+use crate::error::Result;
+use crate::index::Tensor;
+use rayon::prelude::*;
+
+/// Bytes of bases and outputs on the device at once; a tensor that is larger is alone.
+const BATCH_BYTES: u64 = 2 << 30;
+/// What is read from a checkpoint at once.
+const PIECE: usize = 1 << 20;
+/// So that every tensor begins aligned to its lanes.
+const ALIGN: u64 = 256;
+
+impl Accelerator for Device {
+    /// Batch by batch: bases are read into pinned memory and copied, tensors decoded out of place, and copied back. Memory of
+    /// the device: bases and outputs of a batch of 2 GiB, or of one tensor, and the payloads of the batch.
+    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
+        rebuild_with(self, &DeviceIndex::upload(self, work.index)?, work, done)
+    }
+}
+
+/// A device that lets nvCOMP expand payloads of codec `zstd`, where the writer of the pair is trusted: see [`Nvcomp`].
+#[derive(Debug)]
+pub struct NvcompDevice {
+    /// The device.
+    pub device: Device,
+    /// The library.
+    pub nvcomp: Nvcomp,
+}
+
+impl Accelerator for NvcompDevice {
+    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
+        let index = DeviceIndex::upload(&self.device, work.index)?.trust(&self.nvcomp)?;
+        rebuild_with(&self.device, &index, work, done)
+    }
+}
+
+fn rebuild_with(
+    device: &Device,
+    index: &DeviceIndex,
+    work: &Work<'_>,
+    done: &mut dyn FnMut(usize, &[u8]) -> Result<()>,
+) -> Result<()> {
+    let stream = device.stream()?;
+    let room = |&(place, _): &(usize, Option<usize>)| {
+        let tensor = work.index.tensor(place);
+        let (base, target) = (tensor.base_bytes().next_multiple_of(ALIGN), tensor.bytes().next_multiple_of(ALIGN));
+        (base, target)
+    };
+    let mut first = 0;
+    while first < work.tensors.len() {
+        let (mut base_bytes, mut bytes, mut end) = (0u64, 0u64, first);
+        while end < work.tensors.len() {
+            let (base, target) = room(&work.tensors[end]);
+            if end > first && base_bytes + base + bytes + target > BATCH_BYTES {
+                break;
+            }
+            (base_bytes, bytes, end) = (base_bytes + base, bytes + target, end + 1);
+        }
+        let batch = &work.tensors[first..end];
+
+        let (bases, outputs) = (device.alloc(base_bytes)?, device.alloc(bytes)?);
+        let mut bindings = Vec::with_capacity(batch.len());
+        let (mut base_at, mut at) = (0, 0);
+        for entry @ &(place, base_place) in batch {
+            let tensor = work.index.tensor(place);
+            let base = bases.slice(base_at, tensor.base_bytes())?;
+            if let Some(base_place) = base_place {
+                load(device, work, &tensor, base_place, &base)?;
+            }
+            bindings.push(Binding::out_of_place(place, base_place.map(|_| base), outputs.slice(at, tensor.bytes())?));
+            let (base, target) = room(entry);
+            (base_at, at) = (base_at + base, at + target);
+        }
+        let plan = ApplyPlan::new(index, &bindings, Mode::OutOfPlace, Payloads::Host(work.blob))?;
+        Application::prepare(plan)?.launch(&stream)?.wait()?;
+        for (i, binding) in bindings.iter().enumerate() {
+            let mut target = device.pinned(binding.output.bytes() as usize)?;
+            device.read(&binding.output, &mut target)?;
+            done(first + i, &target)?;
+        }
+        first = end;
+    }
+    Ok(())
+}
+
+/// Copies a tensor of the base to the device.
+fn load(device: &Device, work: &Work<'_>, tensor: &Tensor<'_>, place: usize, to: &DeviceSlice) -> Result<()> {
+    let mut pinned = device.pinned(tensor.base_bytes() as usize)?;
+    pinned.par_chunks_mut(PIECE).enumerate().try_for_each(|(i, piece)| work.base.read(place, (i * PIECE) as u64, piece))?;
+    device.write(to, &pinned)
+}

@@ -1,0 +1,191 @@
+//! Plans of applications: what is done to which tensors, in what order, and in how much memory.
+
+pub(super) mod binding;
+pub(super) mod payloads;
+pub(super) mod schedule;
+
+use self::binding::Binding;
+use self::payloads::{Mode, Payloads};
+use self::schedule::Schedule;
+use super::abi::{self, DeviceTensor};
+use super::index::DeviceIndex;
+use super::runtime::inner::Inner;
+use super::runtime::layout::Layout;
+use super::runtime::memory::DeviceSlice;
+use super::runtime::scratch::Scratch;
+use crate::codec::Codec;
+use crate::delta::InPlace;
+use crate::error::{Error, Result};
+use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
+use std::sync::Arc;
+
+/// Most slices that are decoded at once: as many as the driver keeps apart.
+pub(super) const SIDES: usize = 8;
+
+/// Default bound of scratch memory that a caller gives, in bytes.
+const MAX_SCRATCH_BYTES: u64 = 48 << 20;
+
+/// What is done to which tensors of a pair, before it has memory of the device.
+#[derive(Debug)]
+pub struct ApplyPlan<'a> {
+    pub(super) index: DeviceIndex,
+    pub(super) bindings: Vec<Binding>,
+    pub(super) mode: Mode,
+    pub(super) schedule: Schedule,
+    pub(super) payloads: Payloads<'a>,
+    max_scratch_bytes: u64,
+}
+
+/// Offsets of the parts of an application's memory.
+pub(super) struct Offsets {
+    pub table: u64,
+    pub order: u64,
+    pub records: u64,
+    /// The end of the parts that are copied to the device.
+    pub copied: u64,
+    pub statuses: u64,
+    pub flag: u64,
+    pub scratch: u64,
+    pub staging: u64,
+    /// Bytes of all parts.
+    pub bytes: u64,
+}
+
+impl<'a> ApplyPlan<'a> {
+    /// Plans an application of some or all tensors of a pair. Cost: one pass over the records of their chunks; no memory of the
+    /// device.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if a tensor is missing or given twice, a length or an alignment is wrong, memory overlaps, a base is
+    /// the output of an application out of place, or payloads of codec `zstd` are to come from the device.
+    pub fn new(index: &DeviceIndex, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>) -> Result<Self> {
+        let (mut chunks, mut bytes) = (0, 0);
+        for binding in tensors {
+            let of_tensor = index.tensor(binding.tensor)?.chunks();
+            chunks += of_tensor.len() as u64;
+            let records = &index.uploaded.records[of_tensor.start as usize..of_tensor.end as usize];
+            bytes += records.iter().map(|record| u64::from(record.compressed_size.get())).sum::<u64>();
+        }
+        // As many slices as can be decoded at once, so that the first is soon there; but each should fill the device, as one
+        // that does not takes as long, and be so large that launches cost little beside copies.
+        let full = 2 * u64::from(index.device().multiprocessors());
+        let slices = (chunks / full).clamp(1, SIDES as u64);
+        Self::in_slices(index, tensors, mode, payloads, (bytes / slices).max(512 << 10))
+    }
+
+    /// [`ApplyPlan::new`] with staging by slices of whole chunks of about `slice_bytes` bytes: each is copied while the one before
+    /// is decoded.
+    ///
+    /// # Errors
+    /// As [`ApplyPlan::new`].
+    pub fn in_slices(
+        index: &DeviceIndex,
+        tensors: &[Binding],
+        mode: Mode,
+        payloads: Payloads<'a>,
+        slice_bytes: u64,
+    ) -> Result<Self> {
+        payloads.check(index, tensors)?;
+        let device = &index.device().inner;
+        payloads.check_device(device)?;
+        check_devices(device, tensors)?;
+        let bindings = binding::check(&index.uploaded.tensors, tensors, mode != Mode::OutOfPlace)?;
+        let slice_bytes = match payloads.on_device() {
+            Some(blob) if !blob.is_multiple_of(PAYLOAD_ALIGN) => {
+                return Err(Error::Misuse(format!("a blob at {blob:#x}, which is no multiple of {PAYLOAD_ALIGN}")));
+            }
+            Some(_) => None,
+            None => Some(slice_bytes),
+        };
+        let schedule = Schedule::new(index, &bindings, slice_bytes)?;
+        Ok(Self { index: index.clone(), bindings, mode, schedule, payloads, max_scratch_bytes: MAX_SCRATCH_BYTES })
+    }
+
+    /// Bytes of device memory for [`Application::prepare_in`](super::Application::prepare_in): 4 per chunk for the order of work
+    /// and 4 for its outcome, 48 per tensor; the payloads, where they are copied; and what changes take in place until they are
+    /// carried out, up to 48 MiB.
+    pub fn bytes(&self) -> u64 {
+        self.offsets(self.scratch(true), self.schedule.staged_bytes).bytes
+    }
+
+    /// Bounds the memory for changes of chunks: with less than they take, chunks are decoded twice.
+    #[must_use]
+    pub fn max_scratch_bytes(self, bytes: u64) -> Self {
+        Self { max_scratch_bytes: bytes, ..self }
+    }
+
+    /// The application's own scratch memory, which has no address yet. To check all first, it has room for all changes within the
+    /// bound; chunks without room are decoded twice. Chunk by chunk there is some only where memory is the caller's: one slot per
+    /// concurrent block, sized for the largest list. If that exceeds the bound, slots are smaller: it is better to decode some
+    /// chunks twice than to let blocks wait for a slot.
+    pub(super) fn scratch(&self, is_given: bool) -> Option<Scratch> {
+        let (mut chunks, mut most, mut all) = (0, 0, 0);
+        for binding in &self.bindings {
+            let Ok(tensor) = self.index.tensor(binding.tensor) else { continue };
+            if tensor.codec != Codec::Conditioned {
+                continue;
+            }
+            let (of_tensor, lane_log2) = (tensor.chunks(), tensor.device.lane_log2);
+            for record in &self.index.uploaded.records[of_tensor.start as usize..of_tensor.end as usize] {
+                let changes = u64::from(record.num_deltas.get());
+                if changes > 0 {
+                    chunks += 1;
+                    let bytes = abi::list_bytes(changes, lane_log2);
+                    (most, all) = (most.max(bytes), all + bytes);
+                }
+            }
+        }
+        match self.mode {
+            Mode::InPlace(InPlace::AllChecked) => Scratch::kept(self.schedule.order.len() as u32, all, self.max_scratch_bytes),
+            Mode::InPlace(InPlace::ChunkByChunk) if is_given => {
+                Scratch::of_chunks(chunks, most, self.index.device().multiprocessors(), self.max_scratch_bytes)
+            }
+            _ => None,
+        }
+    }
+
+    pub(super) fn offsets(&self, scratch: Option<Scratch>, staged_bytes: u64) -> Offsets {
+        let schedule = &self.schedule;
+        let mut layout = Layout::default();
+        let tensors = tensor_range(&self.bindings).len();
+        let table = layout.add((size_of::<DeviceTensor>() * tensors) as u64);
+        let order = layout.add(4 * schedule.order.len() as u64);
+        let records = layout.add((size_of::<ChunkMetadata>() * schedule.records.len()) as u64);
+        let copied = layout.bytes();
+        let statuses = layout.add(4 * schedule.span.len() as u64);
+        let flag = layout.add(4);
+        let scratch = layout.add(scratch.map_or(0, |scratch| scratch.bytes));
+        let staging = layout.add(staged_bytes);
+        Offsets { table, order, records, copied, statuses, flag, scratch, staging, bytes: layout.bytes() }
+    }
+}
+
+/// Checks that work on this device may use the memory of these tensors.
+pub(super) fn check_devices(device: &Arc<Inner>, tensors: &[Binding]) -> Result<()> {
+    let mut memory = tensors.iter().flat_map(|binding| binding.base.iter().chain([&binding.output]));
+    memory.try_for_each(|memory| memory.check_device(device))
+}
+
+/// The part of the tensor table that an application has: from the first to the last tensor that is bound.
+pub(super) fn tensor_range(bindings: &[Binding]) -> std::ops::Range<usize> {
+    match (bindings.first(), bindings.last()) {
+        (Some(first), Some(last)) => first.tensor..last.tensor + 1,
+        _ => 0..0,
+    }
+}
+
+/// That part, as kernels take it.
+pub(super) fn tensor_table(index: &DeviceIndex, bindings: &[Binding], mode: Mode) -> Result<Vec<DeviceTensor>> {
+    let range = tensor_range(bindings);
+    let mut table = vec![DeviceTensor::default(); range.len()];
+    for binding in bindings {
+        let tensor = &index.tensor(binding.tensor)?.device;
+        let output = binding.output.address();
+        let base = match mode {
+            Mode::OutOfPlace => binding.base.as_ref().map_or(0, DeviceSlice::address),
+            Mode::InPlace(_) => output,
+        };
+        table[binding.tensor - range.start] = DeviceTensor { base, output, ..*tensor };
+    }
+    Ok(table)
+}

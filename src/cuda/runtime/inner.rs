@@ -1,0 +1,131 @@
+//! What all clones of a device share, and the rule that memory is not freed while a stream uses it.
+
+use super::copies;
+use super::driver::{self, Context, Entered, OwnStream, RawEvent, RawStream};
+use super::kernels::Kernels;
+use super::pools::Pools;
+use super::scratch::Scratch;
+use super::staging::Ring;
+use crate::cuda::abi;
+use crate::error::Result;
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+
+/// An opened device.
+pub(in crate::cuda) struct Inner {
+    pub context: Context,
+    pub kernels: Kernels,
+    pub pools: Pools,
+    /// Copies to the device from the staging ring and from pinned memory. It never waits for a caller's stream.
+    pub copy: OwnStream,
+    pub ring: Mutex<Ring>,
+    pub multiprocessors: u32,
+    scratch: Mutex<Option<Scratch>>,
+}
+
+impl Inner {
+    pub fn new(context: Context, kernels: Kernels, multiprocessors: u32) -> Result<Self> {
+        let cx = context.enter()?;
+        let (pools, copy, ring) = (Pools::new(&cx)?, OwnStream::new(&cx)?, Ring::new(&cx)?);
+        drop(cx);
+        Ok(Self { context, kernels, pools, copy, ring: Mutex::new(ring), multiprocessors, scratch: Mutex::default() })
+    }
+
+    /// Waits, on the host, for the work that is queued on a stream of ours. After an error too, none of it is running.
+    pub fn wait_for(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
+        let event = RawEvent::new(cx, false);
+        let waited = event.and_then(|event| event.record(cx, stream).and_then(|()| event.wait(cx)));
+        waited.inspect_err(|_| driver::drain(cx, stream))
+    }
+
+    /// Keeps memory that the stream uses from being freed before the stream has passed this point. If the driver refuses, the host
+    /// waits for the stream: also after an error the memory may be freed.
+    pub fn hold_memory(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
+        match RawEvent::new(cx, false) {
+            Ok(event) => self.hold_memory_until(cx, &event, stream),
+            Err(e) => {
+                driver::drain(cx, stream);
+                Err(e)
+            }
+        }
+    }
+
+    /// As [`Inner::hold_memory`], with an event that the caller keeps for the point.
+    pub fn hold_memory_until(&self, cx: &Entered<'_>, event: &RawEvent, stream: RawStream) -> Result<()> {
+        let held = event.record(cx, stream).and_then(|()| event.hold(cx, self.pools.reaper.raw()));
+        held.inspect_err(|_| driver::drain(cx, stream))
+    }
+
+    /// A guard for queueing work on a stream that uses memory of this crate's: see [`Queueing`].
+    pub fn queueing<'a>(&'a self, cx: &'a Entered<'a>, stream: RawStream) -> Queueing<'a> {
+        Queueing { device: self, cx, stream, is_held: false }
+    }
+
+    /// The scratch memory of [`InPlace::ChunkByChunk`](crate::delta::InPlace), allocated when it is first needed: about 1 MiB per
+    /// multiprocessor, whatever the size of tensors.
+    pub fn scratch(&self, cx: &Entered<'_>) -> Result<Scratch> {
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(scratch) = *scratch {
+            return Ok(scratch);
+        }
+        let wanted = Scratch::of_device(self.multiprocessors);
+        let head = abi::scratch_head(wanted.slots);
+        let address = self.pools.allocate(cx, wanted.bytes)?;
+        // SAFETY: the head lies within what was just allocated, and is waited for before anyone uses it.
+        unsafe { copies::fill(cx, address, 0, head as usize / 4, self.pools.alloc.raw())? };
+        self.wait_for(cx, self.pools.alloc.raw())?;
+        Ok(*scratch.insert(wanted.at(address)))
+    }
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Device({})", self.context.ordinal())
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let Ok(cx) = self.context.enter() else { return };
+        if let Some(scratch) = self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
+            self.pools.free(scratch.address);
+        }
+        self.ring.get_mut().unwrap_or_else(PoisonError::into_inner).destroy(&cx);
+        self.pools.destroy(&cx);
+        self.copy.destroy(&cx);
+        // SAFETY: all launches have passed: the pools have waited for the last use of memory.
+        unsafe { self.kernels.unload(&cx) };
+    }
+}
+
+/// Guard of work that is queued on a stream. On every exit path, memory is not freed before the stream has finished. Declared after
+/// the memory, so that it is dropped first.
+pub(in crate::cuda) struct Queueing<'a> {
+    device: &'a Inner,
+    cx: &'a Entered<'a>,
+    stream: RawStream,
+    is_held: bool,
+}
+
+impl Queueing<'_> {
+    /// All is queued.
+    pub fn end(mut self) -> Result<()> {
+        self.is_held = true;
+        self.device.hold_memory(self.cx, self.stream)
+    }
+
+    /// The same, with an event that the caller keeps for the point.
+    pub fn end_with(mut self, event: &RawEvent) -> Result<()> {
+        self.is_held = true;
+        self.device.hold_memory_until(self.cx, event, self.stream)
+    }
+}
+
+impl Drop for Queueing<'_> {
+    fn drop(&mut self) {
+        if !self.is_held {
+            // The error that has led here is the one to report; this one leaves nothing under way either.
+            _ = self.device.hold_memory(self.cx, self.stream);
+        }
+    }
+}

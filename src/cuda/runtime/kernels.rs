@@ -1,0 +1,90 @@
+//! The kernels, compiled for a device.
+
+use super::driver::{Context, Entered, Kernel, Module, Relaxed};
+use crate::cuda::abi;
+use crate::error::Result;
+use std::sync::{Mutex, PoisonError};
+
+const RAW_PTX: &str = include_str!("../../../kernels/raw.ptx");
+const CONDITIONED_PTX: &str = include_str!("../../../kernels/conditioned.ptx");
+const WITHOUT_BASE_PTX: &str = include_str!("../../../kernels/without_base.ptx");
+const FRAMES_PTX: &str = include_str!("../../../kernels/frames.ptx");
+const LAYOUT_PTX: &str = include_str!("../../../kernels/layout.ptx");
+
+/// All kernels. Those that only some pairs need are compiled when they are first used.
+#[derive(Debug)]
+pub(in crate::cuda) struct Kernels {
+    pub raw: Kernel,
+    pub conditioned: Kernel,
+    /// Reports offsets of structs, for a test.
+    pub layout: Kernel,
+    without_base: Mutex<Option<Kernel>>,
+    frames: Mutex<Option<FrameKernels>>,
+    modules: Mutex<Vec<Module>>,
+}
+
+/// `tpde_frames_check` and `tpde_frames_expand`.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct FrameKernels {
+    pub check: Kernel,
+    pub expand: Kernel,
+}
+
+impl Kernels {
+    pub fn load(cx: &Entered<'_>) -> Result<Self> {
+        let mut modules = Vec::new();
+        let mut load = |ptx, name, threads, shared| -> Result<Kernel> {
+            let (kernel, module) = Kernel::load(cx, ptx, name, threads, shared)?;
+            modules.push(module);
+            Ok(kernel)
+        };
+        let raw = load(RAW_PTX, "tpde_raw", abi::RAW_THREADS, abi::RAW_SHARED)?;
+        let shared = abi::CONDITIONED_SHARED + abi::CONDITIONED_TABLES_MAX;
+        let conditioned = load(CONDITIONED_PTX, "tpde_conditioned", abi::CONDITIONED_THREADS, shared)?;
+        let layout = load(LAYOUT_PTX, "tpde_layout", 1, 0)?;
+        let (without_base, frames) = Default::default();
+        Ok(Self { raw, conditioned, layout, without_base, frames, modules: Mutex::new(modules) })
+    }
+
+    /// The kernel for chunks without a base.
+    pub fn without_base(&self, context: &Context) -> Result<Kernel> {
+        let shared = abi::WITHOUT_BASE_SHARED + abi::CONDITIONED_TABLES_MAX;
+        let load = |cx: &Entered<'_>| self.load_more(cx, WITHOUT_BASE_PTX, "tpde_without_base", abi::WITHOUT_BASE_THREADS, shared);
+        loaded(&self.without_base, context, load)
+    }
+
+    /// The kernels for frames.
+    pub fn frames(&self, context: &Context) -> Result<FrameKernels> {
+        loaded(&self.frames, context, |cx| {
+            let load = |name| self.load_more(cx, FRAMES_PTX, name, abi::FRAMES_THREADS, 0);
+            Ok(FrameKernels { check: load("tpde_frames_check")?, expand: load("tpde_frames_expand")? })
+        })
+    }
+
+    fn load_more(&self, cx: &Entered<'_>, ptx: &str, name: &str, threads: u32, shared: u32) -> Result<Kernel> {
+        let (kernel, module) = Kernel::load(cx, ptx, name, threads, shared)?;
+        self.modules.lock().unwrap_or_else(PoisonError::into_inner).push(module);
+        Ok(kernel)
+    }
+
+    /// Ends all modules.
+    ///
+    /// # Safety
+    /// All launches have passed.
+    pub unsafe fn unload(&mut self, cx: &Entered<'_>) {
+        for module in self.modules.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            // SAFETY: promised by the caller.
+            unsafe { module.unload(cx) };
+        }
+    }
+}
+
+/// What was loaded before, or is now.
+fn loaded<T: Copy>(kept: &Mutex<Option<T>>, context: &Context, load: impl FnOnce(&Entered<'_>) -> Result<T>) -> Result<T> {
+    let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(kept) = *kept {
+        return Ok(kept);
+    }
+    let _relaxed = Relaxed::new()?;
+    Ok(*kept.insert(load(&context.enter()?)?))
+}

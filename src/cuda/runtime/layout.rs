@@ -1,0 +1,42 @@
+//! The layout of device memory that has several parts.
+
+/// Alignment of memory that kernels work in.
+pub(in crate::cuda) const MEMORY_ALIGN: u64 = 256;
+
+/// Offsets of parts that follow each other in one memory, each at a multiple of [`MEMORY_ALIGN`].
+#[derive(Debug, Default)]
+pub(in crate::cuda) struct Layout {
+    end: u64,
+}
+
+impl Layout {
+    /// Adds a part of so many bytes, and returns its offset.
+    pub fn add(&mut self, bytes: u64) -> u64 {
+        let start = self.end;
+        self.end = (start + bytes).next_multiple_of(MEMORY_ALIGN);
+        start
+    }
+
+    /// Adds parts of these sizes.
+    pub fn add_all<const N: usize>(&mut self, sizes: [u64; N]) -> [u64; N] {
+        sizes.map(|bytes| self.add(bytes))
+    }
+
+    /// Bytes of all parts so far, with their padding.
+    pub fn bytes(&self) -> u64 {
+        self.end
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_aligned_and_do_not_overlap() {
+        let mut layout = Layout::default();
+        assert_eq!(layout.add_all([1, 0, 256, 257]), [0, 256, 256, 512]);
+        assert_eq!(layout.bytes(), 1024);
+        assert_eq!((layout.add(0), layout.bytes()), (1024, 1024));
+    }
+}

@@ -1,0 +1,198 @@
+//! Memory of the device and pinned memory of the host, each with what keeps it.
+
+use super::driver::Entered;
+use super::inner::Inner;
+use super::layout::MEMORY_ALIGN;
+use crate::error::{Error, Result};
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// Memory of the device, freed once everything has passed that was told to use it.
+pub(in crate::cuda) struct Allocation {
+    device: Arc<Inner>,
+    address: u64,
+}
+
+impl Allocation {
+    pub fn new(device: &Arc<Inner>, cx: &Entered<'_>, bytes: u64) -> Result<Self> {
+        Ok(Self { device: device.clone(), address: device.pools.allocate(cx, bytes)? })
+    }
+
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl fmt::Debug for Allocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Allocation({:#x})", self.address)
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        if let Ok(_cx) = self.device.context.enter() {
+            self.device.pools.free(self.address);
+        }
+    }
+}
+
+/// A run of device memory: a part of what this crate has allocated, which it keeps, or a caller's.
+#[derive(Debug, Clone)]
+pub struct DeviceSlice {
+    address: u64,
+    bytes: u64,
+    keep: Option<Arc<Allocation>>,
+}
+
+impl DeviceSlice {
+    /// A caller's memory, a tensor of another library for example.
+    ///
+    /// # Safety
+    /// `bytes` bytes from `address` on are memory of the device (or memory of the host that the device sees at this address)
+    /// until all work that was queued with this slice has passed.
+    pub unsafe fn from_raw(address: u64, bytes: u64) -> Self {
+        Self { address, bytes, keep: None }
+    }
+
+    pub(in crate::cuda) fn owned(allocation: Allocation, bytes: u64) -> Self {
+        Self { address: allocation.address(), bytes, keep: Some(Arc::new(allocation)) }
+    }
+
+    /// First byte, as the device sees it.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Number of bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// A part of it.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if it does not lie within.
+    pub fn slice(&self, offset: u64, bytes: u64) -> Result<Self> {
+        match offset.checked_add(bytes) {
+            Some(end) if end <= self.bytes => Ok(Self { address: self.address + offset, bytes, keep: self.keep.clone() }),
+            _ => Err(Error::Misuse(format!("{bytes} bytes from {offset} on do not lie in {} of device memory", self.bytes))),
+        }
+    }
+
+    /// Checks that work on this device may use the memory. Another device frees its memory without waiting for this one.
+    pub(in crate::cuda) fn check_device(&self, device: &Arc<Inner>) -> Result<()> {
+        match &self.keep {
+            Some(allocation) => same_device(&allocation.device, device),
+            None => Ok(()),
+        }
+    }
+
+    /// The first `bytes` of a caller's memory, if it is large enough, aligned, and memory of this device.
+    pub(in crate::cuda) fn room_for(&self, bytes: u64, device: &Arc<Inner>) -> Result<Self> {
+        self.check_device(device)?;
+        if !self.address.is_multiple_of(MEMORY_ALIGN) || self.bytes < bytes {
+            let (found, at) = (self.bytes, self.address);
+            return Err(Error::Misuse(format!(
+                "{found} bytes of device memory at {at:#x} for {bytes} at a multiple of {MEMORY_ALIGN}"
+            )));
+        }
+        self.slice(0, bytes)
+    }
+
+    pub(in crate::cuda) fn end(&self) -> Result<u64> {
+        let end = self.address.checked_add(self.bytes);
+        end.ok_or_else(|| Error::Misuse(format!("{} bytes at {:#x} of device memory", self.bytes, self.address)))
+    }
+}
+
+/// Pinned memory of the host: the device copies from and to it without a detour, and reads it itself.
+pub struct PinnedBuffer {
+    device: Arc<Inner>,
+    start: NonNull<u8>,
+    bytes: usize,
+    capacity: usize,
+}
+
+// SAFETY: it owns its memory, like a Vec.
+unsafe impl Send for PinnedBuffer {}
+// SAFETY: as above; shared references only read.
+unsafe impl Sync for PinnedBuffer {}
+
+impl PinnedBuffer {
+    pub(in crate::cuda) fn new(device: &Arc<Inner>, cx: &Entered<'_>, bytes: usize) -> Result<Self> {
+        let (start, capacity) = device.pools.pin(cx, bytes)?;
+        Ok(Self { device: device.clone(), start, bytes, capacity })
+    }
+
+    /// The same, with parts of these bytes at these offsets.
+    pub(in crate::cuda) fn with_parts(device: &Arc<Inner>, cx: &Entered<'_>, bytes: u64, parts: &[(u64, &[u8])]) -> Result<Self> {
+        let mut pinned = Self::new(device, cx, bytes as usize)?;
+        for (start, part) in parts {
+            pinned[*start as usize..][..part.len()].copy_from_slice(part);
+        }
+        Ok(pinned)
+    }
+
+    pub(in crate::cuda) fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// As [`DeviceSlice::check_device`].
+    pub(in crate::cuda) fn check_device(&self, device: &Arc<Inner>) -> Result<()> {
+        same_device(&self.device, device)
+    }
+
+    /// A word that the device may be writing.
+    pub(in crate::cuda) fn word(&self, at: usize) -> u32 {
+        assert!(4 * at + 4 <= self.bytes);
+        // SAFETY: in bounds, and aligned because the memory is to pages.
+        unsafe { self.start.cast::<u32>().add(at).read_volatile() }
+    }
+}
+
+impl std::ops::Deref for PinnedBuffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: our memory, all of it with a value since it was pinned; the device writes it only where `word` is used, or
+        // before the caller has waited.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
+    }
+}
+
+impl std::ops::DerefMut for PinnedBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above; what the device still reads is held in an `Arc`, of which nobody has a mutable reference.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
+    }
+}
+
+impl fmt::Debug for PinnedBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PinnedBuffer({} bytes)", self.bytes)
+    }
+}
+
+impl Drop for PinnedBuffer {
+    fn drop(&mut self) {
+        let cx = self.device.context.enter();
+        self.device.pools.unpin(cx.as_ref().ok(), self.start, self.capacity);
+    }
+}
+
+/// Refuses a copy between memories of different lengths.
+pub(in crate::cuda) fn same_length(slice: &DeviceSlice, bytes: usize) -> Result<()> {
+    if slice.bytes() == bytes as u64 {
+        return Ok(());
+    }
+    Err(Error::Misuse(format!("{bytes} bytes of the host and {} of the device", slice.bytes())))
+}
+
+fn same_device(owner: &Arc<Inner>, device: &Arc<Inner>) -> Result<()> {
+    if Arc::ptr_eq(owner, device) {
+        return Ok(());
+    }
+    Err(Error::Misuse("memory of one device is given to another, or to the same one opened twice".into()))
+}

@@ -1,0 +1,185 @@
+//! Where memory and streams come from and go back to.
+//!
+//! No call here waits for work on a caller's stream. Device memory comes from a pool of the driver and goes back to it in the
+//! order of a stream of its own, the *reaper*, which waits for whatever used the memory. Pinned memory is kept for the next who
+//! asks, once the reaper has passed its last use: asking the driver for it is slow.
+
+use super::calls;
+use super::driver::{Entered, OwnStream, RawEvent, check};
+use crate::error::{Error, Result};
+use cudarc::driver::sys;
+use std::ffi::c_void;
+use std::ptr::{self, NonNull};
+use std::sync::{Mutex, PoisonError};
+
+/// Pinned memory is asked for in powers of two up to this, and in multiples of it.
+const PINNED_STEP: usize = 64 << 20;
+/// Most streams that are kept for the next who asks.
+const STREAMS: usize = 32;
+
+/// Where a device's memory comes from.
+#[derive(Debug)]
+pub(in crate::cuda) struct Pools {
+    /// None where the driver has no pools: then memory is asked for piece by piece.
+    pool: Option<Pool>,
+    /// Nothing but allocations is queued here, so that they are done at once.
+    pub alloc: OwnStream,
+    pub reaper: OwnStream,
+    pinned: Mutex<Vec<Block>>,
+    streams: Mutex<Vec<OwnStream>>,
+}
+
+#[derive(Debug)]
+struct Pool(sys::CUmemoryPool);
+
+// SAFETY: pools may be used by any thread.
+unsafe impl Send for Pool {}
+// SAFETY: as above; the driver locks what it shares.
+unsafe impl Sync for Pool {}
+
+/// Pinned memory that nobody has, or will have once the event is passed.
+#[derive(Debug)]
+struct Block {
+    start: NonNull<u8>,
+    capacity: usize,
+    free_after: Option<RawEvent>,
+}
+
+// SAFETY: a block is memory that nobody refers to.
+unsafe impl Send for Block {}
+
+impl Pools {
+    pub fn new(cx: &Entered<'_>) -> Result<Self> {
+        let supported = cx.context().attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? != 0;
+        let pool = if supported { Some(make_pool(cx)?) } else { None };
+        Ok(Self {
+            pool,
+            alloc: OwnStream::new(cx)?,
+            reaper: OwnStream::new(cx)?,
+            pinned: Mutex::default(),
+            streams: Mutex::default(),
+        })
+    }
+
+    /// A stream that nothing is queued on: making one is slow.
+    pub fn stream(&self, cx: &Entered<'_>) -> Result<OwnStream> {
+        let kept = self.streams.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        kept.map_or_else(|| OwnStream::new(cx), Ok)
+    }
+
+    /// Takes a stream back.
+    pub fn take_back(&self, cx: &Entered<'_>, mut stream: OwnStream) {
+        let is_idle = stream.is_idle(cx);
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        if is_idle && streams.len() < STREAMS { streams.push(stream) } else { stream.destroy(cx) }
+    }
+
+    pub fn allocate(&self, cx: &Entered<'_>, bytes: u64) -> Result<u64> {
+        let doing = "allocate memory of the device";
+        let bytes = usize::try_from(bytes.max(1)).map_err(|_| Error::Misuse(format!("{bytes} bytes of device memory")))?;
+        let mut address = 0;
+        let Some(pool) = &self.pool else {
+            // SAFETY: `address` is a place for an address.
+            check(unsafe { calls::cuMemAlloc_v2(&mut address, bytes) }, doing)?;
+            return Ok(address);
+        };
+        // SAFETY: pool and stream are alive, and `address` is a place for an address.
+        check(unsafe { calls::cuMemAllocFromPoolAsync(&mut address, bytes, pool.0, self.alloc.raw()) }, doing)?;
+        // Passed at once, since the stream holds nothing else; then any stream may use the memory.
+        let done = RawEvent::new(cx, false)?;
+        done.record(cx, self.alloc.raw())?;
+        done.wait(cx)?;
+        Ok(address)
+    }
+
+    /// Frees in the order of the reaper.
+    pub fn free(&self, address: u64) {
+        // SAFETY: the address came from `allocate`, and its owner is gone. An error means that the context is lost, and the
+        // memory with it.
+        unsafe {
+            if self.pool.is_some() {
+                calls::cuMemFreeAsync(address, self.reaper.raw());
+            } else {
+                calls::cuStreamSynchronize(self.reaper.raw());
+                calls::cuMemFree_v2(address);
+            }
+        }
+    }
+
+    pub fn pin(&self, cx: &Entered<'_>, bytes: usize) -> Result<(NonNull<u8>, usize)> {
+        let capacity = match bytes {
+            ..=PINNED_STEP => Some(bytes.max(4096).next_power_of_two()),
+            _ => bytes.checked_next_multiple_of(PINNED_STEP),
+        };
+        let capacity = capacity.ok_or_else(|| Error::Misuse(format!("{bytes} bytes of pinned memory")))?;
+        {
+            let mut blocks = self.pinned.lock().unwrap_or_else(PoisonError::into_inner);
+            let free = |block: &Block| match &block.free_after {
+                Some(event) => event.is_passed(cx).unwrap_or(false),
+                None => true,
+            };
+            if let Some(at) = blocks.iter().position(|block| block.capacity == capacity && free(block)) {
+                return Ok((blocks.swap_remove(at).start, capacity));
+            }
+        }
+        let mut start: *mut c_void = ptr::null_mut();
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: `start` is a place for a pointer.
+        check(unsafe { calls::cuMemHostAlloc(&mut start, capacity, flags) }, "pin memory of the host")?;
+        let start = NonNull::new(start.cast::<u8>())
+            .ok_or_else(|| Error::Device { doing: "pin memory of the host", reason: "the driver gave none".into() })?;
+        // SAFETY: fresh memory of `capacity` bytes; from here on all of it has a value.
+        unsafe { start.write_bytes(0, capacity) };
+        Ok((start, capacity))
+    }
+
+    pub fn unpin(&self, cx: Option<&Entered<'_>>, start: NonNull<u8>, capacity: usize) {
+        let Some(cx) = cx else { return }; // the context is lost
+        let event = RawEvent::new(cx, false).and_then(|event| event.record(cx, self.reaper.raw()).map(|()| event));
+        // Without an event nobody knows when the memory is free: it is given up.
+        if let Ok(event) = event {
+            let block = Block { start, capacity, free_after: Some(event) };
+            self.pinned.lock().unwrap_or_else(PoisonError::into_inner).push(block);
+        }
+    }
+
+    /// Gives everything back. Waits for what is still queued on the reaper.
+    pub fn destroy(&mut self, cx: &Entered<'_>) {
+        // SAFETY: the device is going, and with it everyone who could use these; the reaper has waited for their last uses.
+        unsafe {
+            calls::cuStreamSynchronize(self.reaper.raw());
+            for block in self.pinned.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
+                calls::cuMemFreeHost(block.start.as_ptr().cast());
+            }
+            if let Some(pool) = self.pool.take() {
+                calls::cuMemPoolDestroy(pool.0);
+            }
+        }
+        self.streams.get_mut().unwrap_or_else(PoisonError::into_inner).iter_mut().for_each(|stream| stream.destroy(cx));
+        self.alloc.destroy(cx);
+        self.reaper.destroy(cx);
+    }
+}
+
+fn make_pool(cx: &Entered<'_>) -> Result<Pool> {
+    let mut pool = ptr::null_mut();
+    // SAFETY: all zeros is a value of this struct of integers and pointers: no handle type, no limit.
+    let mut properties: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
+    properties.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+    properties.location.id = cx.context().ordinal();
+    // SAFETY: places for a pool and its properties.
+    check(unsafe { calls::cuMemPoolCreate(&mut pool, &properties) }, "make a pool of memory")?;
+    let pool = Pool(pool);
+    let mut keep = u64::MAX;
+    let mut off = 0i32;
+    let set = |which, value: *mut c_void| {
+        // SAFETY: the pool is alive, and the value has the type that the attribute has.
+        check(unsafe { calls::cuMemPoolSetAttribute(pool.0, which, value) }, "set up a pool of memory")
+    };
+    use sys::CUmemPool_attribute as Attribute;
+    // Memory is not given back and asked for anew between applications, and never waits for a stream that still uses it.
+    set(Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, ptr::from_mut(&mut keep).cast())?;
+    set(Attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, ptr::from_mut(&mut off).cast())?;
+    Ok(pool)
+}
