@@ -204,12 +204,20 @@ def encode(
         base: A ``.safetensors`` file or a folder of shards; ``None`` for a pair that needs no base.
         target: The checkpoint to arrive at.
         output: Name of the pair: ``output.tpde-index`` and ``output.tpde-blob`` are written.
-        codec: ``"raw"``, ``"zstd"`` or ``"conditioned"``; ``"auto"`` or ``None`` for what makes each tensor smallest, ``"device"`` for
-            that of the codecs that a device decodes alone.
+        codec: Which job each is for; ``None`` is ``"auto"``:
+
+            - ``"auto"``: Store or send. Each tensor takes its smallest codec.
+            - ``"device"``: Rebuild on a GPU. Each tensor takes conditioned or raw.
+            - ``"conditioned"``: Training steps and fine-tunes. One codec throughout.
+            - ``"zstd"``: Readers with zstd and no other entropy decoder.
+            - ``"raw"``: Debugging, and the simplest readers. Large.
         layout: Layout of codec zstd; ``None`` for what suits each chunk.
         chunk_lanes: Most lanes of a chunk, a power of two of at least 4096.
-        favor: ``"ratio"``; ``"speed"`` for pairs that decode faster on a device where few lanes change, and are larger; ``"size"``
-            for the smallest, which take longer to encode and decode.
+        favor: What codec conditioned favors, by job; ``None`` is ``"ratio"``:
+
+            - ``"ratio"``: Most jobs. Small, and fast to decode.
+            - ``"speed"``: Rebuilt often on a GPU. Faster, and larger.
+            - ``"size"``: Archives and slow links. Smallest, and slower.
         renamed: Base tensors of targets that were renamed: target name to base name.
         replace: Whether an existing pair is replaced.
         progress: ``True`` for a tqdm bar, such a bar, or a callable that gets bytes done and bytes in all.

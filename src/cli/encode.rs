@@ -1,7 +1,7 @@
 //! `tpde encode`: two checkpoints in, a pair out.
 
 use super::common::Common;
-use super::inputs::{CodecArgs, open, operands};
+use super::inputs::{CodecArgs, jobs, open, operands};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -26,6 +26,7 @@ const RENAME_MAP_LIMIT: u64 = 100_000_000;
 #[derive(Args)]
 #[command(visible_alias = "diff")]
 #[command(override_usage = "tpde encode [OPTIONS] BASE TARGET -o OUT\n       tpde encode [OPTIONS] --no-base TARGET -o OUT")]
+#[command(after_long_help = jobs())]
 pub struct Encode {
     /// The checkpoint to start from: a .safetensors file, or a folder of them
     #[arg(value_name = "BASE")]

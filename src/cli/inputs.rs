@@ -9,8 +9,8 @@ use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Favor, Layout, 
 /// How payloads are coded.
 #[derive(Args)]
 pub struct CodecArgs {
-    /// Codec of the payloads: auto takes what makes each tensor smallest, of all codecs, with its base or without; device does so
-    /// of those that a device decodes alone; a codec that is named is that of all tensors
+    /// Codec of the payloads. auto and device choose for each tensor, with its base or without; a codec that is named is that of
+    /// all tensors
     #[arg(long, default_value = CodecChoice::default().name(), value_parser = codecs())]
     codec: CodecChoice,
     /// Layout of codec zstd, which this implies; auto lets each chunk have what suits it
@@ -19,8 +19,7 @@ pub struct CodecArgs {
     /// Most lanes of a chunk, a power of two of at least 4096; small chunks decode in more parallel pieces
     #[arg(long, value_name = "N", default_value_t = EncodeOptions::default().chunk_lanes)]
     chunk_lanes: u64,
-    /// What to favor in codec conditioned: ratio is for most; speed codes fewer lanes where few change, and decodes faster on a
-    /// device; size is for what is stored or sent far, encodes and decodes more slowly
+    /// What codec conditioned favors
     #[arg(long, default_value = Favor::default().name(), value_parser = favors())]
     favor: Favor,
 }
@@ -41,6 +40,18 @@ fn layouts() -> impl TypedValueParser<Value = LayoutChoice> {
 fn favors() -> impl TypedValueParser<Value = Favor> {
     PossibleValuesParser::new(Favor::ALL.iter().map(|favor| favor.name()))
         .map(|name| Favor::ALL.iter().copied().find(|favor| favor.name() == name).unwrap_or_default())
+}
+
+/// The end of the help: which job each codec and each favor is for.
+pub fn jobs() -> String {
+    let codecs = CodecChoice::ALL.iter().map(|choice| ("--codec", choice.name(), choice.job(), *choice == CodecChoice::default()));
+    let favors = Favor::ALL.iter().map(|favor| ("--favor", favor.name(), favor.job(), *favor == Favor::default()));
+    let mut table = "Which job each is for:\n".to_owned();
+    for (option, name, job, default) in codecs.chain(favors) {
+        let default = if default { " [default]" } else { "" };
+        table += &format!("  {option} {name:<13}{job}{default}\n");
+    }
+    table
 }
 
 impl CodecArgs {

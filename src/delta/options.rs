@@ -35,17 +35,23 @@ impl Default for EncodeOptions {
     }
 }
 
-/// What an encoder favors.
+/// What codec `conditioned` favors. The first sentences are those of [`Favor::job`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Favor {
-    /// Small pairs.
+    /// Most jobs. Small, and fast to decode.
+    ///
+    /// Coded lanes and streams are weighed against their bytes.
     #[default]
     Ratio,
-    /// Fast decoding, above all on a device: where few lanes change, fewer of them are coded, and changes of others are listed one
-    /// by one. Pairs grow by some percent, or to twice their size where all lanes change alike seldom.
+    /// Rebuilt often on a GPU. Faster, and larger.
+    ///
+    /// Where few lanes change, fewer of them are coded, and other changes are listed one by one. Pairs grow by some percent, or to
+    /// twice their size where all lanes are equally unlikely to change.
     Speed,
-    /// The smallest pairs, for what is stored or sent far: tables are made from all lanes, and streams are as long as they may be,
-    /// which takes a device longer.
+    /// Archives and slow links. Smallest, and slower.
+    ///
+    /// Tables are made from all lanes, which takes longer to encode. Streams are as long as they may be, which takes a device
+    /// longer to decode.
     Size,
 }
 
@@ -59,6 +65,15 @@ impl Favor {
             Self::Ratio => "ratio",
             Self::Speed => "speed",
             Self::Size => "size",
+        }
+    }
+
+    /// The job that it is for, and what it gives.
+    pub fn job(self) -> &'static str {
+        match self {
+            Self::Ratio => "Most jobs. Small, and fast to decode.",
+            Self::Speed => "Rebuilt often on a GPU. Faster, and larger.",
+            Self::Size => "Archives and slow links. Smallest, and slower.",
         }
     }
 
@@ -76,12 +91,16 @@ impl Favor {
 /// Which codecs an encoder may choose from.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum CodecChoice {
-    /// All, from the base and without it: each tensor gets what makes it smallest.
+    /// Store or send. Each tensor takes its smallest codec.
+    ///
+    /// Of all codecs, from the base and without it.
     #[default]
     Auto,
-    /// The same of the codecs that a device decodes alone: `conditioned` and `raw`.
+    /// Rebuild on a GPU. Each tensor takes conditioned or raw.
+    ///
+    /// These are the codecs that a device decodes alone. From the base and without it.
     Device,
-    /// One, from the base where there is one.
+    /// One codec throughout, from the base where there is one.
     Only(Codec),
 }
 
@@ -102,6 +121,17 @@ impl CodecChoice {
             Self::Auto => "auto",
             Self::Device => "device",
             Self::Only(codec) => codec.name(),
+        }
+    }
+
+    /// The job that it is for, and what it gives.
+    pub fn job(self) -> &'static str {
+        match self {
+            Self::Auto => "Store or send. Each tensor takes its smallest codec.",
+            Self::Device => "Rebuild on a GPU. Each tensor takes conditioned or raw.",
+            Self::Only(Codec::Conditioned) => "Training steps and fine-tunes. One codec throughout.",
+            Self::Only(Codec::Zstd) => "Readers with zstd and no other entropy decoder.",
+            Self::Only(Codec::Raw) => "Debugging, and the simplest readers. Large.",
         }
     }
 

@@ -3,6 +3,7 @@
 use crate::common::place::*;
 use std::fs;
 use std::path::Path;
+use tpde::{Codec, CodecChoice, Favor};
 
 #[test]
 fn bad_usage_ends_with_2() {
@@ -126,6 +127,33 @@ fn help_completions_and_manual_pages_are_there() {
     place.ok("man --dir pages");
     assert_eq!(place.path("pages").read_dir().unwrap().count(), 1 + verbs.len());
     assert!(fs::read_to_string(place.path("pages/tpde-encode.1")).unwrap().contains("rename"));
+}
+
+#[test]
+fn help_documents_and_docstrings_say_the_same_of_what_codecs_and_favors_are_for() {
+    let place = Place::new();
+    place.ok("man --dir pages");
+    let page = fs::read_to_string(place.path("pages/tpde-encode.1")).unwrap().replace('\\', "");
+    let (help, summary) = (place.ok("encode --help").out, place.ok("encode -h").out);
+    let read = |path: &str| fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap();
+    let (readme, python, options) = (read("README.md"), read("python/tpde/_paths.py"), read("src/delta/options.rs"));
+    let codecs = CodecChoice::ALL.iter().map(|choice| ("--codec", choice.name(), choice.job(), *choice == CodecChoice::default()));
+    let favors = Favor::ALL.iter().map(|favor| ("--favor", favor.name(), favor.job(), *favor == Favor::default()));
+    let mut rows = Vec::new();
+    for (option, name, job, default) in codecs.chain(favors) {
+        let row = format!("  {option} {name:<13}{job}");
+        let found = help.lines().position(|line| line == format!("{row}{}", if default { " [default]" } else { "" }));
+        rows.push(found.unwrap_or_else(|| panic!("{row} in {help}")));
+        // What a narrow terminal shows as a line.
+        assert!(row.len() <= 80 && !summary.contains(job), "{row}");
+        assert!(page.contains(job), "{job} in {page}");
+        let default = if default { " The default." } else { "" };
+        assert!(readme.contains(&format!("| `{option} {name}` | {job}{default} |")), "{option} {name} in README.md");
+        let documented = options.contains(&format!("    /// {job}\n")) || Codec::ALL.iter().any(|codec| codec.name() == name);
+        assert!(documented, "{name} in src/delta/options.rs");
+        assert!(python.contains(&format!("- ``\"{name}\"``: {job}\n")), "{name} in python/tpde/_paths.py");
+    }
+    assert!(rows.windows(2).all(|rows| rows[0] + 1 == rows[1]), "one table: {help}");
 }
 
 #[test]
