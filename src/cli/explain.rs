@@ -62,8 +62,7 @@ fn why(tensor: &TensorReport, ways: &[WayReport]) -> Option<&'static str> {
     Some(if smallest {
         "the smallest of all ways"
     } else {
-        "not the smallest way: made with other options (--codec, --favor, --layout) or by another encoder, or the first 64 MiB of \
-         the tensor's payloads decided"
+        "not the smallest way: made with another --codec, --favor or encoder, or its first 64 MiB decided"
     })
 }
 

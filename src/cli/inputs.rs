@@ -37,7 +37,7 @@ fn layouts() -> impl TypedValueParser<Value = LayoutChoice> {
         .map(|name| LayoutChoice(Layout::ALL.iter().copied().find(|layout| layout.name() == name)))
 }
 
-fn favors() -> impl TypedValueParser<Value = Favor> {
+pub fn favors() -> impl TypedValueParser<Value = Favor> {
     PossibleValuesParser::new(Favor::ALL.iter().map(|favor| favor.name()))
         .map(|name| Favor::ALL.iter().copied().find(|favor| favor.name() == name).unwrap_or_default())
 }

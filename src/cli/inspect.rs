@@ -2,7 +2,7 @@
 
 use super::common::Common;
 use super::explain::{self, Bytes, Explained};
-use super::inputs::open;
+use super::inputs::{favors, open};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -16,7 +16,7 @@ use tpde::error::Escaped;
 use tpde::format::{BaseKind, FileKind};
 use tpde::reader::PairPaths;
 use tpde::source::FileSource;
-use tpde::{Checkpoint, Codec, MemoryCheckpoint, Pair, Result, ValidatedIndex};
+use tpde::{Checkpoint, Codec, Favor, MemoryCheckpoint, Pair, Result, ValidatedIndex};
 
 /// Show what a pair holds
 ///
@@ -25,8 +25,8 @@ use tpde::{Checkpoint, Codec, MemoryCheckpoint, Pair, Result, ValidatedIndex};
 ///
 /// With --explain: what the bytes of both files are for, tensor by tensor, and why each tensor has its codec. Reads every payload,
 /// checks its CRC-32, and decodes none. The pair alone does not show what other codecs would have taken. With --base or --no-base,
-/// every tensor is rebuilt and encoded again in each way, with default options: this takes as long as apply and encode. Memory:
-/// 200 bytes per tensor more, 600 with a base.
+/// every tensor is rebuilt and encoded again in each way: this takes as long as apply and encode. Memory: 200 bytes per tensor more,
+/// 600 with a base.
 #[derive(Args)]
 pub struct Inspect {
     /// The pair: its name, or either file
@@ -47,6 +47,9 @@ pub struct Inspect {
     /// With --explain: compare the codecs for a pair that needs no base
     #[arg(long, requires = "explain", conflicts_with = "base")]
     pub no_base: bool,
+    /// With --base or --no-base: what the pair was encoded to favor, which it does not say
+    #[arg(long, requires = "explain", default_value = Favor::default().name(), value_parser = favors())]
+    pub favor: Favor,
 }
 
 /// The pair, and the parts of it that were asked for. Rows are made when they are printed and never held: an index of some
@@ -156,7 +159,7 @@ impl Inspect {
             Some(base) => Some(base as &dyn Checkpoint),
             None => self.no_base.then_some(&none as &dyn Checkpoint),
         };
-        let explain = base.into_iter().fold(Explain::new(pair), Explain::base);
+        let explain = base.into_iter().fold(Explain::new(pair).favor(self.favor), Explain::base);
         let bar = common.bar("explain", explain.progress_bytes());
         let explanation = explain.progress(&|bytes| bar.inc(bytes)).run()?;
         bar.finish_and_clear();

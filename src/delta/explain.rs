@@ -3,7 +3,7 @@
 use super::apply::Apply;
 use super::assembly::Shares;
 use super::chunk::find_base;
-use super::options::{EncodeOptions, Way};
+use super::options::{EncodeOptions, Favor, Way};
 use super::plan::{Plan, plan};
 use super::rebuilt::Rebuilt;
 use super::train::train;
@@ -37,6 +37,7 @@ use serde::Serialize;
 pub struct Explain<'a, B> {
     pair: &'a Pair<B>,
     base: Option<&'a dyn Checkpoint>,
+    favor: Favor,
     progress: Progress<'a>,
 }
 
@@ -107,7 +108,7 @@ impl WayReport {
 impl<'a, B: Source> Explain<'a, B> {
     /// An explanation of `pair` alone: what its bytes are for.
     pub fn new(pair: &'a Pair<B>) -> Self {
-        Self { pair, base: None, progress: &|_| {} }
+        Self { pair, base: None, favor: Favor::default(), progress: &|_| {} }
     }
 
     /// Compares the ways to encode each tensor as well. `base` is the checkpoint that the pair was made from; a pair without a
@@ -115,6 +116,13 @@ impl<'a, B: Source> Explain<'a, B> {
     #[must_use]
     pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
         self.base = Some(base);
+        self
+    }
+
+    /// What the pair was encoded to favor: ways are compared with this. The pair does not say it.
+    #[must_use]
+    pub fn favor(mut self, favor: Favor) -> Self {
+        self.favor = favor;
         self
     }
 
@@ -136,8 +144,7 @@ impl<'a, B: Source> Explain<'a, B> {
     /// Reads every payload, checks its CRC, and takes it apart without decoding it.
     ///
     /// With a base, it also rebuilds every tensor that changes, checked by CRC and sums, and encodes it again in every way of
-    /// [`CodecChoice::Auto`](crate::CodecChoice::Auto), with the chunk sizes of the pair and otherwise the default options. The
-    /// pair does not say with which options it was made.
+    /// [`CodecChoice::Auto`](crate::CodecChoice::Auto), with the chunk sizes of the pair.
     ///
     /// Memory: about 200 bytes per tensor; with a base 600, and what encoding takes. Time: a CRC of the blob; with a base, that
     /// of applying and encoding.
@@ -270,9 +277,9 @@ impl<'a, B: Source> Explain<'a, B> {
         Ok(())
     }
 
-    /// The options that the pair was made with, as far as it shows them.
+    /// The options that the pair was made with, as far as they are known.
     fn options(&self) -> EncodeOptions {
-        let mut options = EncodeOptions::default();
+        let mut options = EncodeOptions { favor: self.favor, ..EncodeOptions::default() };
         let renamed = self.pair.index().tensors().filter(|tensor| tensor.base_name != tensor.name);
         options.renamed = renamed.map(|tensor| (tensor.name.to_owned(), tensor.base_name.to_owned())).collect();
         // A chunk of the most bytes may have been asked to have more lanes.

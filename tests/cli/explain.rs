@@ -93,6 +93,27 @@ fn reasons_are_given_where_they_are_known() {
 }
 
 #[test]
+fn ways_are_compared_with_what_the_pair_was_encoded_to_favor() {
+    let place = Place::new();
+    let base = tensor("w", "BF16", &[200, 1000], 1);
+    write_file(&place.path("base.safetensors"), std::slice::from_ref(&base));
+    write_file(&place.path("target.safetensors"), &[tuned(&base, 40)]);
+    // What codec conditioned would take is what a pair of that codec takes.
+    place.ok("encode base.safetensors target.safetensors -o raw --codec raw");
+    let mut sizes = Vec::new();
+    for favor in ["ratio", "speed"] {
+        let line = format!("encode base.safetensors target.safetensors -o named -f --codec conditioned --favor {favor}");
+        let bytes = place.json(&line)["tensors"][0]["payload_bytes"].as_u64().unwrap();
+        let report = place.json(&format!("inspect raw --explain --base base.safetensors --favor {favor}"));
+        let ways = report["tensors"][0]["ways"].as_array().unwrap();
+        let way = ways.iter().find(|way| way["codec"] == "conditioned" && way["from_base"] == true).unwrap();
+        assert_eq!((&way["estimated"], &way["payload_bytes"]), (&false.into(), &bytes.into()), "{favor}");
+        sizes.push(bytes);
+    }
+    assert_ne!(sizes[0], sizes[1]);
+}
+
+#[test]
 fn a_pair_that_cannot_be_explained_is_an_error_that_says_where() {
     let place = Place::with_pair();
     let size = place.read("pair.tpde-blob").len();

@@ -24,6 +24,7 @@ fn bad_usage_ends_with_2() {
         "inspect pair --explain --chunks",
         "inspect pair --base base.safetensors",
         "inspect pair --no-base",
+        "inspect pair --favor size",
         "inspect pair --explain --base base.safetensors --no-base",
         "inspect pair -T 100000",
         "inspect pair -q -v",
