@@ -17,8 +17,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 #include <vector>
-#include "../format.cuh"
-#include "../frames.cuh"
+#include "common/format.cuh"
+#include "zstd/frames.cuh"
 
 extern "C" void tpde_raw(Launch);
 extern "C" void tpde_conditioned(Launch);

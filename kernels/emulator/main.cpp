@@ -13,7 +13,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 #include <vector>
-#include "../format.cuh"
+#include "common/format.cuh"
 
 extern "C" void tpde_raw(Launch);
 extern "C" void tpde_conditioned(Launch);

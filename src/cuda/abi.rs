@@ -1,10 +1,10 @@
-//! What `kernels/format.cuh` lays down: the structs of a launch, its modes and status words.
+//! What `kernels/common/format.cuh` lays down: the structs of a launch, its modes and status words.
 
 use crate::error::Rule;
 use zerocopy::{Immutable, IntoBytes};
 
 /// The text that both the kernels and this file follow; numbers that it defines are read from it.
-pub(super) const FORMAT: &str = include_str!("../../kernels/format.cuh");
+pub(super) const FORMAT: &str = include_str!("../../kernels/common/format.cuh");
 
 /// A tensor of a launch, as `DeviceTensor` of `format.cuh`.
 #[derive(Debug, Clone, Copy, Default, Immutable, IntoBytes)]
@@ -159,24 +159,35 @@ mod tests {
     use std::collections::BTreeMap;
     use std::mem::offset_of;
 
-    /// `TPDE_OFFSET(type, field, n)` and `TPDE_SIZE(type, n)` of `format.cuh`, as `type.field` and `type`.
-    fn layouts() -> BTreeMap<String, usize> {
+    /// The header of the specification, with layouts that the kernels share.
+    const HEADER: &str = include_str!("../../spec/tpde.h");
+
+    /// `TPDE_OFFSET(type, field, n)` and `TPDE_SIZE(type, n)` of a header, as `type.field` and `type`. The compiler asserts them.
+    fn layouts(header: &str) -> BTreeMap<String, usize> {
+        let number = |text: &str| text.parse().unwrap_or_else(|_| define(header, text) as usize);
         let mut found = BTreeMap::new();
-        for line in FORMAT.lines() {
+        for line in header.lines() {
             let Some((what, rest)) = line.strip_suffix(");").and_then(|line| line.split_once('(')) else { continue };
             let parts: Vec<_> = rest.split(',').map(str::trim).collect();
             match (what, &parts[..]) {
-                ("TPDE_OFFSET", [of, field, at]) => found.insert(format!("{of}.{field}"), at.parse().unwrap()),
-                ("TPDE_SIZE", [of, size]) => found.insert((*of).to_owned(), size.parse().unwrap()),
+                ("TPDE_OFFSET", [of, field, at]) => found.insert(format!("{of}.{field}"), number(at)),
+                ("TPDE_SIZE", [of, size]) => found.insert((*of).to_owned(), number(size)),
                 _ => None,
             };
         }
         found
     }
 
-    /// `NAME = number` in the enumerations of `format.cuh`.
-    fn constants() -> BTreeMap<String, u32> {
-        let words = FORMAT.split([',', '{', '}', '\n']);
+    /// The number in `#define NAME number` of a header.
+    fn define(header: &str, name: &str) -> u32 {
+        let defines = header.lines().filter_map(|line| line.strip_prefix("#define ")?.strip_prefix(name)?.strip_prefix(' '));
+        let mut numbers = defines.map(|rest| rest.split_whitespace().next().and_then(|number| number.parse().ok()));
+        numbers.next().flatten().unwrap_or_else(|| panic!("{name} is not defined as a number"))
+    }
+
+    /// `NAME = number` in the enumerations of a header.
+    fn constants(header: &str) -> BTreeMap<String, u32> {
+        let words = header.split([',', '{', '}', '\n']);
         let parse = |word: &str| {
             let (name, number) = word.split_once(" = ")?;
             let name = name.trim().strip_prefix("TPDE_")?;
@@ -212,12 +223,39 @@ mod tests {
                 scratch_slots, scratch_slot_bytes,
             }
         };
-        assert_eq!(BTreeMap::from(ours), layouts());
+        assert_eq!(BTreeMap::from(ours), layouts(FORMAT));
+    }
+
+    #[test]
+    fn kernels_read_files_by_the_layouts_of_the_specification() {
+        let (kernels, spec) = (layouts(FORMAT), layouts(HEADER));
+        let of = |layouts: &BTreeMap<String, usize>, name: &str| -> BTreeMap<String, usize> {
+            let is_its = |key: &str| key.split('.').next() == Some(name);
+            layouts.iter().filter(|(key, _)| is_its(key)).map(|(key, at)| (key.clone(), *at)).collect()
+        };
+        // Those that only the host gives a kernel are not in the specification.
+        let shared: Vec<_> =
+            kernels.keys().filter(|key| !key.contains('.') && !["DeviceTensor", "Launch"].contains(&&***key)).collect();
+        assert_eq!(shared, ["ChunkMetadata", "ChunkSums", "ConditionedHeader"]);
+        for name in shared {
+            assert_eq!(of(&kernels, name), of(&spec, name), "{name}");
+        }
+        let spec = constants(HEADER);
+        let is_of_files = |name: &str| !["MODE_", "FLAG_", "STATUS_"].iter().any(|prefix| name.starts_with(prefix));
+        let codes: Vec<_> = constants(FORMAT).into_iter().filter(|(name, _)| is_of_files(name)).collect();
+        assert!(codes.len() > 20);
+        for (name, code) in codes {
+            assert_eq!(spec.get(&name), Some(&code), "TPDE_{name}");
+        }
+        for name in ["CLASS_COUNT_MAX", "TOKEN_COUNT_MAX"] {
+            assert_eq!(define(FORMAT, &format!("TPDE_{name}")), define(HEADER, &format!("TPDE_CONDITIONED_{name}")), "{name}");
+        }
+        assert_eq!(1 << define(FORMAT, "TPDE_FREQUENCY_SUM_LOG2"), define(HEADER, "TPDE_CONDITIONED_FREQUENCY_SUM"));
     }
 
     #[test]
     fn constants_are_those_of_the_kernels() {
-        let theirs = constants();
+        let theirs = constants(FORMAT);
         let mut ours = BTreeMap::new();
         for dtype in Dtype::ALL {
             ours.insert(dtype.name().to_owned(), u32::from(dtype.code()));

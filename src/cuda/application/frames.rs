@@ -18,7 +18,7 @@ use zerocopy::IntoBytes;
 /// A zstd frame of one byte, which takes the place of a damaged one.
 const SUBSTITUTE: [u8; 10] = [0x28, 0xB5, 0x2F, 0xFD, 0x20, 1, 9, 0, 0, 0];
 
-/// The parameter of both kernels, as `Frames` of `kernels/frames.cuh`.
+/// The parameter of both kernels, as `Frames` of `kernels/zstd/frames.cuh`.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 struct Parameter {
@@ -185,7 +185,7 @@ mod tests {
     use std::collections::BTreeMap;
     use std::mem::offset_of;
 
-    const TEXT: &str = include_str!("../../../kernels/frames.cuh");
+    const TEXT: &str = include_str!("../../../kernels/zstd/frames.cuh");
 
     #[test]
     fn the_parameter_is_that_of_the_kernels() {

@@ -5,11 +5,11 @@ use crate::cuda::abi;
 use crate::error::Result;
 use std::sync::{Mutex, PoisonError};
 
-const RAW_PTX: &str = include_str!("../../../kernels/raw.ptx");
-const CONDITIONED_PTX: &str = include_str!("../../../kernels/conditioned.ptx");
-const WITHOUT_BASE_PTX: &str = include_str!("../../../kernels/without_base.ptx");
-const FRAMES_PTX: &str = include_str!("../../../kernels/frames.ptx");
-const LAYOUT_PTX: &str = include_str!("../../../kernels/layout.ptx");
+const RAW_PTX: &str = include_str!("../../../kernels/ptx/raw.ptx");
+const CONDITIONED_PTX: &str = include_str!("../../../kernels/ptx/conditioned.ptx");
+const WITHOUT_BASE_PTX: &str = include_str!("../../../kernels/ptx/without_base.ptx");
+const FRAMES_PTX: &str = include_str!("../../../kernels/ptx/frames.ptx");
+const LAYOUT_PTX: &str = include_str!("../../../kernels/ptx/layout.ptx");
 
 /// All kernels. Those that only some pairs need are compiled when they are first used.
 #[derive(Debug)]

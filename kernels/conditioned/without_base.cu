@@ -1,7 +1,7 @@
 // Codec `conditioned`: chunks without a base. A kernel of their own, because they need fewer registers and less shared memory than those
 // with one, and a multiprocessor holds more of them.
 #define MAP 1 // base lanes are 0, whose context is 0, whatever the dtype
-#include "conditioned.cuh"
+#include "conditioned/conditioned.cuh"
 
 template <int W> __device__ __forceinline__ u32 pass(u32 store) {
     return run_pass<W>(store, [](u32 store, Sums& sums) { decode<W, LOW_BITS, READS_EXTRA>(store, sums); });

@@ -6,7 +6,7 @@
 // look-up a shuffle: shared memory would be asked for one word by several threads at a time. At the end column i is multiplied by
 // x^(32·(threads − i)), and all columns are added.
 #pragma once
-#include "block.cuh"
+#include "common/block.cuh"
 
 #define CRC_POLYNOMIAL 0xEDB88320u
 

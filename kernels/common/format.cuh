@@ -1,7 +1,7 @@
 // The layouts that kernels and host share (spec/tpde-format.md sections 6 to 8), and what a launch is told.
 //
 // The Rust types of the same names must agree: `tpde_layout` (layout.cu) reports sizes, offsets and constants of this file, and
-// a test compares them. README.md says how to launch.
+// a test compares them. Another compares what files hold with spec/tpde.h. README.md says how to launch.
 #pragma once
 
 typedef unsigned char u8;

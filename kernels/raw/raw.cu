@@ -1,6 +1,6 @@
 // Codec `raw` (spec/codecs.md section 2): a block copies a chunk, applies its changes and checks it.
-#include "crc.cuh"
-#include "pieces.cuh"
+#include "common/crc.cuh"
+#include "common/pieces.cuh"
 
 #define THREADS TPDE_RAW_THREADS
 

@@ -1,7 +1,7 @@
 // Codec `conditioned`: chunks that have a base, or a part of one.
 #define MAP 256 // contexts of lanes of up to 4 bytes
-#include "conditioned.cuh"
-#include "lists.cuh"
+#include "conditioned/conditioned.cuh"
+#include "conditioned/lists.cuh"
 
 // Whether the chunk's lanes are floats without low bits.
 __device__ __forceinline__ bool is_plain(const Shared& shared) { return shared.classes.by_threshold && shared.parts.low_bits == 0; }

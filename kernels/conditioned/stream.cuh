@@ -2,8 +2,8 @@
 //
 // Nothing here ends early: a stream that is wrong gives wrong values within its bounds, and the errors say so at the end.
 #pragma once
-#include "payload.cuh"
-#include "tables.cuh"
+#include "conditioned/payload.cuh"
+#include "conditioned/tables.cuh"
 
 struct Stream {
     const u16* words;  // the payload

@@ -3,8 +3,8 @@
 // `tpde_frames_check` compares CRCs, so that no damaged frame reaches the library. `tpde_frames_expand` turns the contents of frames
 // into payloads of codec `raw`, which `tpde_raw` then takes. Reads stay within the content, writes within the payload, whatever the
 // content says; what is wrong with it ends in a status word and in a payload that `tpde_raw` refuses.
-#include "crc.cuh"
-#include "frames.cuh"
+#include "common/crc.cuh"
+#include "zstd/frames.cuh"
 
 #define THREADS TPDE_FRAMES_THREADS
 #define ITEMS 4 // of a thread, one after the other

@@ -1,7 +1,7 @@
 // The decoding of a segment, tile by tile.
 #pragma once
-#include "low_bits.cuh"
-#include "with_base.cuh"
+#include "conditioned/low_bits.cuh"
+#include "conditioned/with_base.cuh"
 
 // What of a chunk is decoded fast: its first tiles.
 template <int W, int HOW> __device__ __forceinline__ u32 fast_tiles() {

@@ -1,7 +1,7 @@
 // What a warp does with the changes of its lanes (spec/codecs.md section 4.6).
 #pragma once
-#include "stream.cuh"
-#include "shared.cuh"
+#include "conditioned/stream.cuh"
+#include "conditioned/shared.cuh"
 
 // What becomes of target lanes.
 enum : u32 {

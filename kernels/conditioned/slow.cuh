@@ -1,7 +1,7 @@
 // A tile lane by lane, whatever its lanes are: where the base ends, memory is not aligned, for integers, and where low bits are stored
 // for lanes that are not all coded (spec/codecs.md sections 4.4 to 4.6).
 #pragma once
-#include "ring.cuh"
+#include "conditioned/ring.cuh"
 
 // What goes on from tile to tile. By value, so that it can stay in registers everywhere else.
 struct Slow {

@@ -1,6 +1,6 @@
 // A whole tile of floats that have a base, and no low bits (spec/codecs.md sections 4.4 to 4.6).
 #pragma once
-#include "work.cuh"
+#include "conditioned/work.cuh"
 
 // The coded lanes of a tile.
 struct Coded {

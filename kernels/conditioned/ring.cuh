@@ -1,6 +1,6 @@
 // Several warps at one segment: each has every so many-th tile, and hands the stream to the next one (spec/codecs.md section 4.5).
 #pragma once
-#include "changes.cuh"
+#include "conditioned/changes.cuh"
 
 struct Ring {
     u32 member, count;

@@ -1,8 +1,8 @@
 // A tile: 1 or 2 KiB of base lanes that one warp loads, and the places of those that are coded (spec/codecs.md section 4.4).
 #pragma once
-#include "payload.cuh"
-#include "pieces.cuh"
-#include "tables.cuh"
+#include "conditioned/payload.cuh"
+#include "common/pieces.cuh"
+#include "conditioned/tables.cuh"
 
 #define TILE_BYTES 2048
 #define TILE_LANES 1024

@@ -1,6 +1,6 @@
 // Base lanes by pieces of 16 bytes: what a warp loads, stores and sums at once.
 #pragma once
-#include "block.cuh"
+#include "common/block.cuh"
 
 #define BLOCK_LANES 128
 

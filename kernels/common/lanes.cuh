@@ -1,6 +1,6 @@
 // Lanes: order-preserving map, zigzag and contexts (spec/tpde-format.md section 9, spec/codecs.md section 4.1).
 #pragma once
-#include "device.cuh"
+#include "common/device.cuh"
 
 template <int W> struct LaneOf;
 template <> struct LaneOf<1> { typedef u8 type; };

@@ -1,8 +1,8 @@
 // What a block of a kernel for codec `conditioned` keeps in shared memory. All that its threads know in common lies there: no thread
 // has registers for it.
 #pragma once
-#include "crc.cuh"
-#include "tile.cuh"
+#include "common/crc.cuh"
+#include "conditioned/tile.cuh"
 
 #define THREADS TPDE_CONDITIONED_THREADS
 static_assert(THREADS == TPDE_WITHOUT_BASE_THREADS, "they share their code");

@@ -1,5 +1,5 @@
 // What the device makes of format.cuh: for a test that compares it with the host's types.
-#include "format.cuh"
+#include "common/format.cuh"
 
 #define SIZE(type) *out++ = (u32)sizeof(type)
 #define OFFSET(type, field) *out++ = (u32)TPDE_OFFSET_OF(type, field)

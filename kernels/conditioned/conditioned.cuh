@@ -4,7 +4,7 @@
 #ifndef MAP
 #error "a kernel says first how many contexts its maps have: MAP"
 #endif
-#include "decoder.cuh"
+#include "conditioned/decoder.cuh"
 
 // All threads: the changes that are listed in the payload. They are for lanes that have none yet, so their base is still there.
 template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {

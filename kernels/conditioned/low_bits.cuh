@@ -1,6 +1,6 @@
 // A whole tile of floats without a base: all of them are coded, and have low bits (spec/codecs.md sections 4.4 to 4.6).
 #pragma once
-#include "work.cuh"
+#include "conditioned/work.cuh"
 
 // The low bits of the lanes that a thread has, four rows of 32 lanes at a time, and what they and a value make of a lane: the delta,
 // whose lowest bit is the sign, as the base is 0.

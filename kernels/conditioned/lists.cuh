@@ -1,6 +1,6 @@
 // Changes in place that are kept until they may be carried out: in scratch memory, see README.md.
 #pragma once
-#include "changes.cuh"
+#include "conditioned/changes.cuh"
 
 // One thread: takes a slot of the scratch memory.
 __device__ u32 take_slot(const Launch& launch) {

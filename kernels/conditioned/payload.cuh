@@ -1,6 +1,6 @@
 // The parts of a payload of codec `conditioned` (spec/codecs.md section 4.4).
 #pragma once
-#include "pieces.cuh"
+#include "common/pieces.cuh"
 
 #define MAPS 4
 #define SEGMENTS_MAX 32

@@ -1,6 +1,6 @@
 // What a warp has in hand while it decodes, from tile to tile.
 #pragma once
-#include "slow.cuh"
+#include "conditioned/slow.cuh"
 
 // How tiles are decoded.
 enum : int {

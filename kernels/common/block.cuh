@@ -1,7 +1,7 @@
 // What a block knows about its chunk, and what all its threads do together.
 #pragma once
-#include "device.cuh"
-#include "sums.cuh"
+#include "common/device.cuh"
+#include "common/sums.cuh"
 
 #define WARP 32
 #define ALL_LANES 0xFFFFFFFFu

@@ -1,6 +1,6 @@
 // Table sets and tokens (spec/codecs.md sections 4.2 and 4.3): small in global memory, larger in shared memory.
 #pragma once
-#include "block.cuh"
+#include "common/block.cuh"
 
 // A token with a frequency f, ready for use. x: `cum` in the low half and f - 4,096 in the high half. y: for a token that is a value,
 // what a lane is moved by, or the value where there are low bits; for another one SYMBOL_EXTRA, the number of extra bits in bits 0 to 5 and what they are appended to in bits

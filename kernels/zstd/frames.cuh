@@ -1,6 +1,6 @@
-// What the kernels of frames.cu are told; `cuda/frames.rs` has the same struct.
+// What the kernels of frames.cu are told; `cuda/application/frames.rs` has the same struct.
 #pragma once
-#include "format.cuh"
+#include "common/format.cuh"
 
 // The parameter of `tpde_frames_check` and `tpde_frames_expand`, passed by value. Arrays without another word have `count` places,
 // in the order of `order`.

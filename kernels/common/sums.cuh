@@ -1,6 +1,6 @@
 // Chunk sums (spec/tpde-format.md section 6.1).
 #pragma once
-#include "lanes.cuh"
+#include "common/lanes.cuh"
 
 __host__ __device__ constexpr u64 mix(u64 x) {
     u64 z = (x + 1) * 0x9E3779B97F4A7C15ull;

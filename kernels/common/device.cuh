@@ -1,7 +1,7 @@
 // What C++ has no words for: inline PTX, each piece a function with a name. No other file has any, so that everything else can be
-// compiled for a processor too (emulator/README.md); what stands for these functions there is in emulator/device.h.
+// compiled for a processor too (../emulator/README.md); what stands for these functions there is in emulator/device.h.
 #pragma once
-#include "format.cuh"
+#include "common/format.cuh"
 
 #ifdef TPDE_EMULATED
 #include "emulator/device.h"
