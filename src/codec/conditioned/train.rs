@@ -2,7 +2,7 @@
 //!
 //! Contexts of all tensors are put into classes that code alike: first by how often and how far their lanes change, which makes
 //! some hundred groups of them, then by moving each group to the class that codes it in the fewest bits (k-means with the
-//! Kullback–Leibler divergence), splitting the class that wastes most until another one would not pay for its table.
+//! Kullback–Leibler divergence), splitting the class that wastes most of those for which another table pays.
 
 use super::cost::{BIT, log2};
 use super::stats::{LEVELS, Row, Split, Stats, all_lanes};
@@ -167,8 +167,8 @@ impl<'a> Clusters<'a> {
         self.cost.iter().sum::<u64>() + entries.sum::<u64>() * ENTRY_COST
     }
 
-    /// Gives the class that wastes most another one beside it, begun by its worst row; false, and nothing changed, if that does
-    /// not pay.
+    /// Gives a class another one beside it, begun by its worst row: the class that wastes most of those for which that pays; false,
+    /// and nothing changed, if there is none.
     fn split(&mut self) -> bool {
         let waste = |(row, &cost): (&Row, &u64)| cost.saturating_sub(own_cost(row));
         let mut wasted = vec![(0, 0, 0); self.sums.len()];
@@ -179,10 +179,13 @@ impl<'a> Clusters<'a> {
                 (*worst, *row) = (waste, i);
             }
         }
-        let Some(&(waste, _, seed)) = wasted.iter().max() else { return false };
-        if waste == 0 {
-            return false;
-        }
+        wasted.sort_unstable_by(|a, b| b.cmp(a));
+        let split = wasted.iter().take_while(|(waste, ..)| *waste > 0).find_map(|&(_, _, seed)| self.split_at(seed));
+        split.map(|split| *self = split).is_some()
+    }
+
+    /// With one class more, begun by a row, if that pays.
+    fn split_at(&self, seed: usize) -> Option<Self> {
         let mut split = self.clone();
         split.sums.push(self.rows[seed].clone());
         for _ in 0..ROUNDS {
@@ -190,12 +193,8 @@ impl<'a> Clusters<'a> {
             split.sum_up();
         }
         split.assign();
-        let kept: Vec<bool> = split.sums.iter().map(|sum| !sum.counts.is_empty()).collect();
-        if kept.contains(&false) || split.total() >= self.total() {
-            return false;
-        }
-        *self = split;
-        true
+        let pays = split.sums.iter().all(|sum| !sum.counts.is_empty()) && split.total() < self.total();
+        pays.then_some(split)
     }
 }
 
