@@ -2,6 +2,7 @@
 
 use crate::memory::within;
 use crate::{LIMITS, MOST_BYTES, base_tensors, repair_sums};
+use tpde::delta::Explain;
 use tpde::format::BaseKind;
 use tpde::safetensors::check_writable;
 use tpde::{Apply, Checkpoint, Error, InPlace, MemoryCheckpoint, Pair, Result, TensorMut, ValidatedIndex};
@@ -10,6 +11,8 @@ use tpde::{Apply, Checkpoint, Error, InPlace, MemoryCheckpoint, Pair, Result, Te
 const OPENING: usize = 1 << 20;
 /// Most bytes that an application may allocate: the look-up of a table set, and some times the largest chunk and payload.
 const APPLYING: usize = 8 * MOST_BYTES as usize + (1 << 20);
+/// Most bytes of the target of a pair whose encoding is compared with others.
+const COMPARED: u64 = 1 << 12;
 
 /// Opens a pair whose tensors are not too large; with `sums`, puts its sums and digests right for [`base_tensors`] first.
 pub fn open(index: Vec<u8>, mut blob: Vec<u8>, sums: bool) -> Option<Pair<Vec<u8>>> {
@@ -61,6 +64,20 @@ pub fn check(pair: &Pair<Vec<u8>>) {
                 assert!(range.is_ok_and(|range| range == bytes[part]));
             }
         }
+    }
+
+    // Payloads that can be decoded can be taken apart, and the parts are the files.
+    let explained = within(APPLYING, || Explain::new(pair).run());
+    check_error(&explained);
+    assert!(explained.is_ok() || by_sums.is_err());
+    if let Ok(explained) = &explained {
+        assert_eq!(explained.index.total(), pair.index().size());
+        assert_eq!(explained.blob_header + explained.payloads.total(), pair.blob().len() as u64);
+    }
+    if pair.index().tensor_bytes().1 <= COMPARED {
+        let compared = Explain::new(pair).base(&base).run();
+        check_error(&compared);
+        assert!(compared.is_ok() || by_sums.is_err());
     }
 
     // In place a tensor is its own base, so names and shapes of bases do not matter there.
