@@ -261,10 +261,10 @@ fn table_bytes(sets: &[TableSet]) -> u32 {
 
 /// What the host keeps of all tensors, whose table sets begin at `starts`.
 pub(super) fn all_on_device(index: &ValidatedIndex, starts: &[u32]) -> Vec<TensorOnDevice> {
-    index.tensors().map(|tensor| on_device(&tensor, starts)).collect()
+    index.tensors().map(|tensor| on_device(&tensor, index.table_set(tensor.place), starts)).collect()
 }
 
-fn on_device(tensor: &Tensor<'_>, starts: &[u32]) -> TensorOnDevice {
+fn on_device(tensor: &Tensor<'_>, table_set: Option<usize>, starts: &[u32]) -> TensorOnDevice {
     let codec = if tensor.codec == Codec::Zstd { Codec::Raw } else { tensor.codec };
     TensorOnDevice {
         name: tensor.name.to_owned(),
@@ -280,7 +280,7 @@ fn on_device(tensor: &Tensor<'_>, starts: &[u32]) -> TensorOnDevice {
             lanes: tensor.lanes,
             base_lanes: tensor.base_lanes().min(tensor.lanes),
             first_chunk: tensor.first_chunk,
-            tables: tensor.table_set.map_or(NO_TABLES, |set| starts[set]),
+            tables: table_set.map_or(NO_TABLES, |set| starts[set]),
             dtype: tensor.dtype.code(),
             codec: codec.code(),
             lane_log2: tensor.lane_bytes().ilog2() as u8,

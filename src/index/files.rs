@@ -1,6 +1,6 @@
 //! File table (spec section 10; step 5 of section 13).
 
-use super::TargetFile;
+use super::view::TargetFile;
 use crate::digest;
 use crate::error::{Escaped, Result, Rule, hex};
 use crate::format::*;

@@ -111,7 +111,7 @@ pub(super) fn check_padding(bytes: &[u8], header: &IndexHeader) -> Result<()> {
 /// Second half of step 3: the bytes of a compressible section.
 pub(super) fn expand<'a>(bytes: &'a [u8], header: &IndexHeader, section: Section) -> Result<Cow<'a, [u8]>> {
     let entry = header.section(section);
-    let frame = super::stored(bytes, header, section);
+    let frame = stored(bytes, header, section);
     if entry.stored_size == entry.expanded_size {
         return Ok(Cow::Borrowed(frame));
     }
@@ -120,6 +120,12 @@ pub(super) fn expand<'a>(bytes: &'a [u8], header: &IndexHeader, section: Section
         Rule::SectionFrame.broken(format_args!("section {} to be one zstd frame of {size} bytes", section.name()), found)
     };
     crate::codec::zstd::expand_frame(frame, size, WINDOW_LOG_MAX).map(Cow::Owned).map_err(|found| broken(&found))
+}
+
+/// A section's bytes as stored; in bounds because [`parse`] has said so.
+pub(super) fn stored<'a>(bytes: &'a [u8], header: &IndexHeader, section: Section) -> &'a [u8] {
+    let entry = header.section(section);
+    &bytes[entry.offset as usize..][..entry.stored_size as usize]
 }
 
 #[cfg(test)]

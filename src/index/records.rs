@@ -1,21 +1,25 @@
 //! Chunk records and sums (spec section 6; step 6 of section 13).
 
-use super::{Tensor, ValidatedIndex};
+use super::view::Tensor;
 use crate::error::{Result, Rule};
 use crate::format::*;
 
 /// One linear pass of equalities; the canonical form leaves nothing else to check.
-pub(super) fn validate(index: &ValidatedIndex) -> Result<()> {
+pub(super) fn validate<'a>(
+    header: &IndexHeader,
+    records: &[ChunkMetadata],
+    sums: &[ChunkSums],
+    tensors: impl Iterator<Item = Tensor<'a>>,
+) -> Result<()> {
     let mut end = u64::from(BLOB_HEADER_SIZE);
-    let (records, sums) = (index.chunks(), index.sums());
-    for tensor in index.tensors() {
+    for tensor in tensors {
         let chunks = tensor.chunks();
         let range = chunks.start as usize..chunks.end as usize;
         for ((chunk, record), sums) in chunks.zip(&records[range.clone()]).zip(&sums[range]) {
             end = check(&tensor, chunk, record, sums, end).map_err(|e| e.in_chunk(chunk).in_tensor(tensor.name))?;
         }
     }
-    Rule::RecordBlobSize.check_eq(end, index.header().blob_size)
+    Rule::RecordBlobSize.check_eq(end, header.blob_size)
 }
 
 /// Checks one record that begins at `end`, and returns where the next begins.

@@ -44,11 +44,6 @@ impl TableSets {
         Ok(self.0.len() as u32)
     }
 
-    /// The set of this number; none for 0.
-    pub(super) fn get(&self, number: u32) -> Option<&TableSet> {
-        self.0.get((number as usize).checked_sub(1)?)
-    }
-
     /// All sets.
     pub(super) fn all(&self) -> &[TableSet] {
         &self.0

@@ -1,8 +1,7 @@
 //! Tensor table (spec section 8; step 4 of section 13).
 
-use super::Tensor;
-use super::tables::TableSets;
-use crate::codec::Codec;
+use super::view::Tensor;
+use crate::codec::{Codec, TableSet};
 use crate::error::{Result, Rule};
 use crate::format::*;
 use crate::lane::Dtype;
@@ -122,7 +121,7 @@ impl TensorTable {
         None
     }
 
-    pub(super) fn view<'a>(&'a self, i: usize, digests: &'a TensorDigests, sets: &'a TableSets) -> Tensor<'a> {
+    pub(super) fn view<'a>(&'a self, i: usize, digests: &'a TensorDigests, sets: &'a [TableSet]) -> Tensor<'a> {
         let row = &self.rows[i];
         let name = self.name(i);
         let base_name = &self.names[row.base_name as usize..row.end as usize];
@@ -135,9 +134,7 @@ impl TensorTable {
             base_kind: row.base_kind,
             base_param: row.base_param,
             codec: row.codec,
-            tables: sets.get(row.tables),
-            #[cfg(feature = "cuda")]
-            table_set: (row.tables as usize).checked_sub(1),
+            tables: self.table_set(i).and_then(|set| sets.get(set)),
             lanes: row.lanes,
             chunk_lanes: 1 << row.chunk_lanes_log2,
             first_chunk: row.first_chunk,

@@ -1,6 +1,6 @@
 //! Advisory locks on folders.
 
-use super::folder_of;
+use super::folder::folder_of;
 use crate::error::{Error, Result};
 use crate::watch::Progress;
 use rustix::fs::{FlockOperation, flock};

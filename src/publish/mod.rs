@@ -4,6 +4,7 @@
 //! files are synced before the first one gets its name. A lock on the folder serialises the commits of several writers and
 //! keeps readers out of a commit.
 
+mod folder;
 mod lock;
 mod output;
 mod overlap;
@@ -18,6 +19,7 @@ pub use temporaries::Temporaries;
 
 use crate::error::{Error, Result};
 use crate::watch::Progress;
+use folder::{folder_of, sync_folder};
 use lock::{FolderLock, LOCK_TIMEOUT};
 use rustix::fs::FlockOperation;
 use staged::{OpenFiles, Staged};
@@ -69,18 +71,6 @@ pub(crate) struct Barrier {
     pub name: String,
     /// Its bytes.
     pub content: &'static [u8],
-}
-
-/// The folder that contains `path`.
-fn folder_of(path: &Path) -> PathBuf {
-    match path.parent() {
-        Some(folder) if folder != Path::new("") => folder.to_owned(),
-        _ => PathBuf::from("."),
-    }
-}
-
-fn sync_folder(path: &Path) -> Result<()> {
-    File::open(path).and_then(|folder| folder.sync_all()).map_err(|e| Error::io("sync", path, e))
 }
 
 impl Publication {

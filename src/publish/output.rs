@@ -1,5 +1,6 @@
 //! What may stand at the path of an output.
 
+use super::folder::folder_of;
 use crate::error::{Error, Result};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
@@ -48,7 +49,7 @@ fn leads_through_proc(path: &Path) -> io::Result<bool> {
     let mut path: PathBuf = path.to_owned();
     for _ in 0..MAX_LINKS {
         let Ok(to) = path.read_link() else { return Ok(false) };
-        let folder = super::folder_of(&path);
+        let folder = folder_of(&path);
         if rustix::fs::statfs(&folder)?.f_type == rustix::fs::PROC_SUPER_MAGIC {
             return Ok(true);
         }

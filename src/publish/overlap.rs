@@ -1,6 +1,6 @@
 //! Outputs must not touch inputs.
 
-use super::folder_of;
+use super::folder::folder_of;
 use crate::error::{Error, Escaped, Result};
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;

@@ -1,6 +1,6 @@
 //! Files that are written before they get their name.
 
-use super::folder_of;
+use super::folder::folder_of;
 use super::temporaries::Temporary;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, linkat};
 use rustix::io::Errno;

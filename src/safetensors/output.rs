@@ -1,7 +1,7 @@
 //! Rebuilding the target's files.
 
+use super::checkpoint::{SAFETENSORS, SHARD_INDEX, SafetensorsCheckpoint};
 use super::header::{Header, Placed};
-use super::{SAFETENSORS, SHARD_INDEX, SafetensorsCheckpoint};
 use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 use crate::delta::{Accelerator, Apply, ApplyReport, Progress, Sink};
 use crate::digest;

@@ -1,6 +1,6 @@
 //! Checks of a pair, a base and a target against each other. Nothing is written.
 
-use super::SafetensorsCheckpoint;
+use super::checkpoint::SafetensorsCheckpoint;
 use super::output::{check_needs_no_base, check_target_files, check_writable};
 use crate::checkpoint::{Checkpoint, MemoryCheckpoint};
 use crate::delta::{Accelerator, Apply, Progress};

@@ -1,0 +1,141 @@
+//! Tensors and files of an index, as readers see them.
+
+use crate::codec::{Codec, TableSet};
+use crate::error::{Error, Result, hex};
+use crate::format::{BaseKind, DIGEST_SIZE, FileKind, TensorDigests};
+use crate::lane::Dtype;
+use std::ops::Range;
+
+/// One tensor of a pair.
+#[derive(Debug, Clone, Copy)]
+pub struct Tensor<'a> {
+    /// Place in the table.
+    pub place: usize,
+    /// Name in the target.
+    pub name: &'a str,
+    /// Name of its base tensor; equal to `name` unless it was renamed. Meaningless for [`BaseKind::None`].
+    pub base_name: &'a str,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Dims; none for a scalar.
+    pub shape: &'a [u64],
+    /// Where its base lanes come from.
+    pub base_kind: BaseKind,
+    /// Parameter of the base kind: rows of the base for [`BaseKind::Prefix`].
+    pub base_param: u64,
+    /// Codec of its payloads.
+    pub codec: Codec,
+    /// Tables of codec `conditioned`, if it has some.
+    pub tables: Option<&'a TableSet>,
+    /// Lanes of the tensor.
+    pub lanes: u64,
+    /// Lanes of a chunk.
+    pub chunk_lanes: u64,
+    /// Place of its first chunk in the index map.
+    pub first_chunk: u32,
+    /// Number of its chunks.
+    pub chunk_count: u32,
+    /// Digests before and after.
+    pub digests: &'a TensorDigests,
+}
+
+impl Tensor<'_> {
+    /// Bytes of a lane.
+    pub fn lane_bytes(&self) -> usize {
+        self.dtype.lane_bytes()
+    }
+
+    /// Bytes of an element; 1 for packed dtypes.
+    pub fn element_bytes(&self) -> usize {
+        self.dtype.bits().div_ceil(8) as usize
+    }
+
+    /// Bytes of the target tensor.
+    pub fn bytes(&self) -> u64 {
+        self.lanes * self.lane_bytes() as u64
+    }
+
+    /// Places of its chunks in the index map.
+    pub fn chunks(&self) -> Range<u32> {
+        self.first_chunk..self.first_chunk + self.chunk_count
+    }
+
+    /// The lanes of the chunk at this place of the index map, which must be one of [`Tensor::chunks`].
+    pub fn chunk_range(&self, chunk: u32) -> Range<u64> {
+        let start = u64::from(chunk - self.first_chunk) * self.chunk_lanes;
+        start..(start + self.chunk_lanes).min(self.lanes)
+    }
+
+    /// Shape that the base tensor must have; `None` without a base.
+    pub fn base_shape(&self) -> Option<Vec<u64>> {
+        match self.base_kind {
+            BaseKind::None => None,
+            BaseKind::Same => Some(self.shape.to_vec()),
+            BaseKind::Prefix => {
+                let mut shape = self.shape.to_vec();
+                shape[0] = self.base_param;
+                Some(shape)
+            }
+        }
+    }
+
+    /// Lanes of the base tensor; 0 without a base.
+    pub fn base_lanes(&self) -> u64 {
+        // The table was refused if this did not fit.
+        self.base_shape().and_then(|shape| self.dtype.lanes(&shape)).unwrap_or(0)
+    }
+
+    /// Bytes of the base tensor; 0 without a base.
+    pub fn base_bytes(&self) -> u64 {
+        self.base_lanes() * self.lane_bytes() as u64
+    }
+
+    /// Target digest, hexadecimal.
+    pub fn target_digest(&self) -> String {
+        hex(&self.digests.target_digest)
+    }
+
+    /// Lanes that hold a range of elements, and the chunks that hold those.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if the range is not inside the tensor, or splits a byte of a packed dtype.
+    pub fn locate(&self, elements: Range<u64>) -> Result<(Range<u64>, Range<u32>)> {
+        let lane_bits = self.lane_bytes() as u64 * 8;
+        let bits = |e: u64| e.checked_mul(self.dtype.bits()).filter(|b| b % lane_bits == 0).map(|b| b / lane_bits);
+        let lanes = match (bits(elements.start), bits(elements.end)) {
+            (Some(start), Some(end)) if start <= end && end <= self.lanes => start..end,
+            _ => {
+                return Err(Error::Misuse(format!(
+                    "elements {}..{} are no range of whole bytes in tensor {} of {} {} lanes",
+                    elements.start,
+                    elements.end,
+                    crate::error::Escaped(self.name),
+                    self.lanes,
+                    self.dtype
+                )));
+            }
+        };
+        let chunks = if lanes.is_empty() {
+            self.first_chunk..self.first_chunk
+        } else {
+            let first = self.first_chunk + (lanes.start / self.chunk_lanes) as u32;
+            first..self.first_chunk + ((lanes.end - 1) / self.chunk_lanes) as u32 + 1
+        };
+        Ok((lanes, chunks))
+    }
+}
+
+/// One target file.
+#[derive(Debug, Clone, Copy)]
+pub struct TargetFile<'a> {
+    /// Name, empty for a lone file.
+    pub name: &'a str,
+    /// What it is made of.
+    pub kind: FileKind,
+    /// Bytes of the content: a safetensors header with its length, or the whole file.
+    pub content_size: u64,
+    /// BLAKE3-128 of the content.
+    pub content_digest: [u8; DIGEST_SIZE],
+    /// The content, where it is stored.
+    pub content: Option<&'a [u8]>,
+}

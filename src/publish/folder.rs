@@ -1,0 +1,18 @@
+//! Folders of outputs.
+
+use crate::error::{Error, Result};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+/// The folder that contains `path`.
+pub(super) fn folder_of(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(folder) if folder != Path::new("") => folder.to_owned(),
+        _ => PathBuf::from("."),
+    }
+}
+
+/// Makes the names in a folder durable.
+pub(super) fn sync_folder(path: &Path) -> Result<()> {
+    File::open(path).and_then(|folder| folder.sync_all()).map_err(|e| Error::io("sync", path, e))
+}

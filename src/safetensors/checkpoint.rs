@@ -1,0 +1,266 @@
+//! Checkpoints in safetensors files and sharded folders.
+
+use super::header::{self, Header, Placed};
+use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::digest;
+use crate::error::{Error, Escaped, Result};
+use crate::format::FileKind;
+use crate::index::is_file_name;
+use crate::source::{FileSource, OpenFiles, Source};
+use crate::writer::FileSpec;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Most bytes of a shard index.
+const SHARD_INDEX_LIMIT: u64 = 100_000_000;
+/// The ending of shard indexes.
+pub(super) const SHARD_INDEX: &str = ".safetensors.index.json";
+/// The ending of safetensors files.
+pub(super) const SAFETENSORS: &str = ".safetensors";
+
+/// A checkpoint in a safetensors file, or in a folder of them. Tensors are read by ranges, never held.
+///
+/// A folder of more than 16 files keeps no more than these open, and opens the others again when they are read.
+#[derive(Debug)]
+pub struct SafetensorsCheckpoint {
+    path: PathBuf,
+    /// Names ascend.
+    files: Vec<Shard>,
+    shard_index: Option<ShardIndex>,
+    tensors: Vec<TensorInfo>,
+    /// File and first byte in it, a tensor.
+    places: Vec<(u32, u64)>,
+    not_included: Vec<String>,
+}
+
+/// One safetensors file.
+#[derive(Debug)]
+struct Shard {
+    /// Empty for a lone file.
+    name: String,
+    source: FileSource,
+    content_size: u64,
+}
+
+/// The file that says which shard holds which tensor.
+#[derive(Debug)]
+struct ShardIndex {
+    name: String,
+    content: Vec<u8>,
+    source: FileSource,
+}
+
+impl Shard {
+    fn open(path: &Path, name: &str, shared: Option<&Arc<OpenFiles>>) -> Result<(Self, Vec<Placed>)> {
+        let mut source = match shared {
+            Some(files) => FileSource::open_shared(path, files)?,
+            None => FileSource::open(path)?,
+        };
+        source.settle()?;
+        let header = Header::read(&source)?;
+        Ok((Self { name: name.to_owned(), source, content_size: header.content_size }, header.tensors))
+    }
+
+    /// The bytes of the file before its data.
+    fn content(&self) -> Result<Vec<u8>> {
+        let mut content = vec![0; self.content_size as usize]; // bounded by the header's limit
+        self.source.read(0, &mut content)?;
+        Ok(content)
+    }
+
+    /// The hash of [`Shard::content`], without holding it.
+    fn content_hash(&self) -> Result<blake3::Hash> {
+        let mut hasher = blake3::Hasher::new();
+        let mut buffer = vec![0; self.content_size.min(1 << 20) as usize];
+        let mut at = 0;
+        while at < self.content_size {
+            let size = buffer.len().min((self.content_size - at) as usize);
+            self.source.read(at, &mut buffer[..size])?;
+            hasher.update(&buffer[..size]);
+            at += size as u64;
+        }
+        Ok(hasher.finalize())
+    }
+}
+
+impl SafetensorsCheckpoint {
+    /// Opens a `.safetensors` file, or a folder: the shards that its `*.safetensors.index.json` names, or without one all its
+    /// `.safetensors` files. Hidden files of the folder are no part of it.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if something cannot be read, [`Error::BadCheckpoint`] if it is no such file or folder, [`Error::Changed`]
+    /// if it changes meanwhile.
+    pub fn open(path: &Path) -> Result<Self> {
+        if path.is_dir() { Self::open_folder(path) } else { Self::from_files(path, vec![(path.to_owned(), String::new())]) }
+    }
+
+    fn open_folder(path: &Path) -> Result<Self> {
+        let bad = |reason: &dyn std::fmt::Display| Error::bad_checkpoint(path, reason);
+        let mut names = BTreeSet::new();
+        for entry in path.read_dir().map_err(|e| Error::io("list", path, e))? {
+            let name = entry.map_err(|e| Error::io("list", path, e))?.file_name();
+            names.insert(name.to_string_lossy().into_owned());
+        }
+        let seen = |ending: &'static str| names.iter().filter(move |name| name.ends_with(ending) && !name.starts_with('.'));
+        let mut indexes = seen(SHARD_INDEX);
+        let shard_index = indexes.next().cloned();
+        if let (Some(one), Some(other)) = (&shard_index, indexes.next()) {
+            return Err(bad(&format_args!("two shard indexes, {} and {}", Escaped(one), Escaped(other))));
+        }
+        let shard_index = match shard_index {
+            Some(name) => {
+                check_name(path, &name, FileKind::Verbatim)?;
+                let mut source = FileSource::open(&path.join(&name))?;
+                source.settle()?;
+                let content = source.read_all("size of the shard index", SHARD_INDEX_LIMIT)?.to_vec();
+                Some(ShardIndex { name, content, source })
+            }
+            None => None,
+        };
+        let map = shard_index.as_ref().map(|index| header::weight_map(index.source.path(), &index.content)).transpose()?;
+        let shards: BTreeSet<&String> = match &map {
+            Some(map) => map.values().collect(),
+            None => seen(SAFETENSORS).collect(),
+        };
+        if shards.is_empty() {
+            return Err(bad(&"no .safetensors file in this folder"));
+        }
+        let mut files = Vec::new();
+        for &name in &shards {
+            check_name(path, name, FileKind::Safetensors)?;
+            if !names.contains(name) {
+                return Err(bad(&format_args!("the shard index names {}, which is not there", Escaped(name))));
+            }
+            files.push((path.join(name), name.clone()));
+        }
+        let mut checkpoint = Self::from_files(path, files)?;
+        for (tensor, shard) in map.iter().flatten() {
+            let found = checkpoint.find(tensor).map(|i| &checkpoint.files[checkpoint.places[i].0 as usize].name);
+            if found != Some(shard) {
+                return Err(bad(&format_args!(
+                    "the shard index has tensor {} in {}, which does not",
+                    Escaped(tensor),
+                    Escaped(shard)
+                )));
+            }
+        }
+        let is_included = |name: &String| shards.contains(name) || shard_index.as_ref().is_some_and(|index| index.name == *name);
+        checkpoint.not_included = names.iter().filter(|name| !is_included(name)).cloned().collect();
+        checkpoint.shard_index = shard_index;
+        Ok(checkpoint)
+    }
+
+    fn from_files(path: &Path, paths: Vec<(PathBuf, String)>) -> Result<Self> {
+        let mut files = Vec::new();
+        let mut all = Vec::new();
+        let shared = (paths.len() > OpenFiles::MOST).then(Arc::<OpenFiles>::default);
+        for (file, (path, name)) in paths.iter().enumerate() {
+            let (shard, tensors) = Shard::open(path, name, shared.as_ref())?;
+            all.extend(tensors.into_iter().map(|placed| (placed.info, (file as u32, shard.content_size + placed.offset))));
+            files.push(shard);
+        }
+        all.sort_by(|a, b| a.0.name.cmp(&b.0.name));
+        if let Some(pair) = all.windows(2).find(|pair| pair[0].0.name == pair[1].0.name) {
+            return Err(Error::bad_checkpoint(path, format_args!("tensor {} is there twice", Escaped(&pair[0].0.name))));
+        }
+        let (tensors, places) = all.into_iter().unzip();
+        Ok(Self { path: path.to_owned(), files, shard_index: None, tensors, places, not_included: Vec::new() })
+    }
+
+    /// Where it was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What else lies in the folder and is no part of the checkpoint.
+    pub fn not_included(&self) -> &[String] {
+        &self.not_included
+    }
+
+    /// Bytes of all files that are part of the checkpoint.
+    pub fn file_bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.source.size()).sum::<u64>()
+            + self.shard_index.as_ref().map_or(0, |index| index.content.len() as u64)
+    }
+
+    /// The names of the files that are part of the checkpoint, empty for a lone one.
+    pub(super) fn file_names(&self) -> impl Iterator<Item = &str> {
+        let shards = self.files.iter().map(|file| &*file.name);
+        shards.chain(self.shard_index.iter().map(|index| &*index.name))
+    }
+
+    /// The safetensors file of this name.
+    fn shard(&self, name: &str) -> Option<&Shard> {
+        self.files.binary_search_by(|file| file.name.as_str().cmp(name)).ok().map(|i| &self.files[i])
+    }
+
+    /// The content of the base's file of this name and kind, for [`FileKind::SafetensorsOfBase`] and
+    /// [`FileKind::VerbatimOfBase`].
+    pub(super) fn content(&self, name: &str, has_tensors: bool) -> Result<Option<Vec<u8>>> {
+        if has_tensors {
+            return self.shard(name).map(Shard::content).transpose();
+        }
+        Ok(self.shard_index.as_ref().filter(|index| index.name == name).map(|index| index.content.clone()))
+    }
+
+    /// The files of this checkpoint as a pair tells them: what the base has too is not stored again, nor held in memory.
+    pub(super) fn file_specs(&self, base: Option<&Self>) -> Result<Vec<FileSpec>> {
+        let mut specs = Vec::new();
+        for file in &self.files {
+            let content_hash = file.content_hash()?;
+            let of_base = base.and_then(|base| base.shard(&file.name));
+            let same = match of_base {
+                Some(other) => other.content_size == file.content_size && other.content_hash()? == content_hash,
+                None => false,
+            };
+            let (kind, content) =
+                if same { (FileKind::SafetensorsOfBase, Vec::new()) } else { (FileKind::Safetensors, file.content()?) };
+            specs.push(FileSpec { name: file.name.clone(), kind, content_size: file.content_size, content_hash, content });
+        }
+        if let Some(ShardIndex { name, content, .. }) = &self.shard_index {
+            let of_base = base.and_then(|base| base.shard_index.as_ref());
+            let same = of_base.is_some_and(|other| other.name == *name && other.content == *content);
+            let kind = if same { FileKind::VerbatimOfBase } else { FileKind::Verbatim };
+            let (content_size, content_hash) = (content.len() as u64, digest::of(content));
+            let content = if same { Vec::new() } else { content.clone() };
+            specs.push(FileSpec { name: name.clone(), kind, content_size, content_hash, content });
+        }
+        specs.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(specs)
+    }
+}
+
+fn check_name(folder: &Path, name: &str, kind: FileKind) -> Result<()> {
+    if is_file_name(name, kind) {
+        return Ok(());
+    }
+    let ending = if kind.has_tensors() { ".safetensors" } else { SHARD_INDEX };
+    let reason = format_args!(
+        "file {} cannot be part of a pair: names have at most 255 ASCII letters, digits, '.', '_' and '-', do not begin with '.', and end with {ending}; rename it",
+        Escaped(name)
+    );
+    Err(Error::bad_checkpoint(folder, reason))
+}
+
+impl Checkpoint for SafetensorsCheckpoint {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        let (file, start) = self.places[place];
+        self.files[file as usize].source.read(start + offset, out)
+    }
+
+    fn paths(&self) -> Vec<PathBuf> {
+        let shard_index = self.shard_index.iter().map(|index| index.source.path().to_owned());
+        let files = self.files.iter().map(|file| file.source.path().to_owned());
+        [self.path.clone()].into_iter().chain(files).chain(shard_index).collect()
+    }
+
+    fn check_unchanged(&self) -> Result<()> {
+        let mut sources = self.files.iter().map(|file| &file.source).chain(self.shard_index.iter().map(|index| &index.source));
+        sources.try_for_each(FileSource::check_unchanged)
+    }
+}
