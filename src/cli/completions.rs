@@ -1,6 +1,6 @@
 //! `tpde completions`: what a shell wants to know.
 
-use clap::{Args, CommandFactory};
+use clap::{Args, Command};
 use clap_complete::Shell;
 use serde::Serialize;
 use std::fmt;
@@ -19,9 +19,10 @@ pub struct Report {
 }
 
 impl Completions {
-    pub fn run(&self) -> Report {
+    /// A script for this command line.
+    pub fn run(&self, mut command: Command) -> Report {
         let mut script = Vec::new();
-        clap_complete::generate(self.shell, &mut super::Cli::command(), "tpde", &mut script);
+        clap_complete::generate(self.shell, &mut command, "tpde", &mut script);
         Report { shell: self.shell.to_string(), script: String::from_utf8_lossy(&script).into_owned() }
     }
 }

@@ -4,9 +4,9 @@ use super::common::Common;
 use super::inputs::create_folder;
 use super::signals::TemporaryFolder;
 use super::text::{self, BOLD, GOOD, JsonPath};
-use super::{Cli, Verb};
-use anyhow::{Context, bail, ensure};
-use clap::{Args, Parser};
+use super::{apply, encode, inspect, verify};
+use anyhow::{Context, ensure};
+use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 use serde_json::Value;
 use std::ffi::OsStr;
@@ -97,6 +97,24 @@ impl Demo {
     }
 }
 
+/// A command line of the demo.
+#[derive(Parser)]
+#[command(name = "tpde")]
+struct StepLine {
+    #[command(flatten)]
+    _common: Common,
+    #[command(subcommand)]
+    verb: StepVerb,
+}
+
+#[derive(Subcommand)]
+enum StepVerb {
+    Encode(encode::Encode),
+    Apply(apply::Apply),
+    Verify(verify::Verify),
+    Inspect(inspect::Inspect),
+}
+
 /// Commands, run as if they had been typed.
 struct Steps<'a> {
     common: &'a Common,
@@ -112,12 +130,11 @@ impl Steps<'_> {
         }
         let command = words.iter().map(|word| text::path(Path::new(word))).collect::<Vec<_>>().join(" ");
         let common = self.common;
-        match Cli::try_parse_from(words)?.verb {
-            Verb::Encode(verb) => self.report(command, verb.run(common)?),
-            Verb::Apply(verb) => self.report(command, verb.run(common)?),
-            Verb::Verify(verb) => self.report(command, verb.run(common)?),
-            Verb::Inspect(verb) => self.report(command, verb.run(common)?),
-            _ => bail!("{command} is no step of the demo"),
+        match StepLine::try_parse_from(words)?.verb {
+            StepVerb::Encode(verb) => self.report(command, verb.run(common)?),
+            StepVerb::Apply(verb) => self.report(command, verb.run(common)?),
+            StepVerb::Verify(verb) => self.report(command, verb.run(common)?),
+            StepVerb::Inspect(verb) => self.report(command, verb.run(common)?),
         }
     }
 

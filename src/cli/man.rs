@@ -3,7 +3,7 @@
 use super::inputs::create_folder;
 use super::text::{self, JsonPath};
 use anyhow::Context;
-use clap::{Args, CommandFactory};
+use clap::Args;
 use clap_mangen::Man as Page;
 use serde::Serialize;
 use std::fmt;
@@ -28,8 +28,8 @@ pub enum Report {
 }
 
 impl Man {
-    pub fn run(&self) -> anyhow::Result<Report> {
-        let mut command = super::Cli::command();
+    /// The pages of this command line.
+    pub fn run(&self, mut command: clap::Command) -> anyhow::Result<Report> {
         command.build();
         match &self.dir {
             None => {

@@ -18,7 +18,7 @@ mod text;
 mod verify;
 
 use anyhow::Context;
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 use common::{Color, Common};
 use std::ffi::OsString;
 use std::io;
@@ -117,8 +117,8 @@ impl Cli {
                 Verb::Inspect(verb) => common.show("inspect", verb.run(common)?),
                 Verb::Bench(verb) => common.show("bench", verb.run(common)?),
                 Verb::Demo(verb) => common.show("demo", verb.run(common)?),
-                Verb::Completions(verb) => common.show("completions", verb.run()),
-                Verb::Man(verb) => common.show("man", verb.run()?),
+                Verb::Completions(verb) => common.show("completions", verb.run(Self::command())),
+                Verb::Man(verb) => common.show("man", verb.run(Self::command())?),
             }?;
             Ok(ExitCode::SUCCESS)
         })
@@ -129,7 +129,7 @@ impl Cli {
 mod tests {
     #[test]
     fn the_arguments_fit_together() {
-        use clap::CommandFactory;
+        use super::CommandFactory;
         super::Cli::command().debug_assert();
     }
 }

@@ -3,6 +3,7 @@
 //! Times of the device are between events on its stream, wall times from the call to the end of the wait. Each row is the median
 //! of runs whose result was compared with the target bit for bit; the dense copies are taken in the same process.
 
+use super::median::median;
 use crate::cli::signals::TemporaryFolder;
 use crate::cli::text::{self, BOLD};
 use anyhow::ensure;
@@ -365,7 +366,7 @@ impl Bed<'_> {
         while all_seconds.len() < self.settings.runs as usize && (all_seconds.len() < LEAST_RUNS || has_time()) {
             all_seconds.push(run()?);
         }
-        let seconds = super::median(&all_seconds);
+        let seconds = median(&all_seconds);
         let gb_per_second = text::speed(self.target_bytes, seconds);
         Ok(Row { what: what.to_owned(), from, clock, seconds, gb_per_second, all_seconds })
     }

@@ -6,6 +6,7 @@
 mod contenders;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod median;
 mod memory;
 mod repeated;
 
@@ -16,6 +17,7 @@ use super::text::{self, BOLD, JsonPath};
 use anyhow::{Context, ensure};
 use clap::Args;
 use contenders::{Contender, Ours, Peer};
+use median::median;
 use repeated::Repeated;
 use serde::Serialize;
 use std::fmt;
@@ -260,13 +262,6 @@ fn memory_needed(base: &dyn Checkpoint, target: &dyn Checkpoint) -> u64 {
     // Each thread of either peer has a tensor's XOR.
     let threads = largest.saturating_mul(2 * rayon::current_num_threads() as u64);
     bytes(base).saturating_add(copies).saturating_add(threads)
-}
-
-/// The middle one; 0 for none.
-fn median(times: &[f64]) -> f64 {
-    let mut sorted = times.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
 }
 
 impl fmt::Display for CpuReport {

@@ -1,0 +1,8 @@
+//! The median of times.
+
+/// The middle one of some times; 0 for none.
+pub fn median(times: &[f64]) -> f64 {
+    let mut sorted = times.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
+}
