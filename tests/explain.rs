@@ -151,6 +151,7 @@ fn is(way: &WayReport, codec: Codec, from_base: bool) -> bool {
 
 #[test]
 fn the_way_that_auto_takes_is_the_smallest_of_those_that_are_explained() {
+    let mut with_tables = 0;
     for input in inputs(200) {
         let pair = pair_of(&input, &EncodeOptions::default());
         let explained = Explain::new(&pair).base(&input.base()).run().unwrap();
@@ -163,10 +164,16 @@ fn the_way_that_auto_takes_is_the_smallest_of_those_that_are_explained() {
             assert!(is(taken, tensor.codec, tensor.base_kind != BaseKind::None), "{at}");
             assert_eq!((taken.payload_bytes, taken.estimated), (found.parts.total(), false), "{at}");
             assert!(found.ways.iter().all(|way| taken.bytes() <= way.bytes()), "{at}");
+            for way in &found.ways {
+                assert_eq!(way.bytes(), way.payload_bytes + way.table_bytes, "{at}");
+                assert!(way.table_bytes == 0 || way.codec == Codec::Conditioned, "{at}");
+                with_tables += u64::from(way.table_bytes > 0);
+            }
             let has_base = input.base.iter().any(|(info, _)| info.name == tensor.name);
             assert_eq!(found.ways.len(), if has_base { 6 } else { 3 }, "{at}");
         }
     }
+    assert!(with_tables > 50, "{with_tables}");
 }
 
 #[test]
