@@ -5,8 +5,13 @@ use super::tables::{MAX_CLASSES, MAX_TOKENS, SCALE_LOG2, TableSet};
 /// Units of a bit.
 pub(crate) const BIT: u64 = 256;
 
-/// What a symbol of frequency 0 costs: more than any list of exceptions.
-const IMPOSSIBLE: u32 = 1 << 20;
+/// What a symbol of frequency 0 costs that cannot be an exception: more than any list of them.
+pub(super) const IMPOSSIBLE: u64 = 1 << 20;
+
+/// What a lane of `width` bytes costs as an exception.
+pub(super) fn exception_cost(width: usize) -> u64 {
+    8 * (4 + width as u64) * BIT
+}
 
 /// log2 of `x` > 0 in units, rounded down.
 pub(super) fn log2(x: u64) -> u64 {
@@ -27,8 +32,9 @@ pub(super) fn log2(x: u64) -> u64 {
 pub(super) struct Costs(Vec<[u32; MAX_CLASSES]>);
 
 impl Costs {
-    pub fn new(set: &TableSet) -> Self {
-        let mut costs = vec![[IMPOSSIBLE; MAX_CLASSES]; MAX_TOKENS];
+    /// Those of a set; a symbol of frequency 0 costs `missing`.
+    pub fn new(set: &TableSet, missing: u64) -> Self {
+        let mut costs = vec![[missing as u32; MAX_CLASSES]; MAX_TOKENS];
         for (class, frequencies) in set.classes().enumerate() {
             for (cost, &frequency) in costs.iter_mut().zip(frequencies).filter(|(_, frequency)| **frequency != 0) {
                 cost[class] = (u64::from(SCALE_LOG2) * BIT - log2(frequency.into())) as u32;

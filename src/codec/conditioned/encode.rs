@@ -2,7 +2,7 @@
 
 use super::coded::{Coded, tiles_of};
 use super::context::{HALF, MAX_CONTEXTS, Maps, tile_blocks};
-use super::cost::{BIT, Costs};
+use super::cost::{BIT, Costs, IMPOSSIBLE, exception_cost};
 use super::payload::{MAX_LOG2, segment};
 use super::stats::{CONTEXTS, LEVELS, Row, Split, Stats, all_lanes};
 use super::stream::{self, LEAST_STATE};
@@ -44,12 +44,14 @@ pub(crate) struct Encoder {
 /// A table set in the forms that an encoder wants.
 struct Model {
     set: TableSet,
+    /// What a value without a token costs.
+    missing: u64,
     costs: Costs,
     divisors: Divisors,
 }
 
 impl Model {
-    fn new(set: &TableSet) -> Self {
+    fn new(set: &TableSet, missing: u64) -> Self {
         let mut divisors = Divisors::default();
         for (class, frequencies) in (1..).zip(set.classes()) {
             let mut start = 0;
@@ -58,7 +60,7 @@ impl Model {
                 start += u32::from(frequency);
             }
         }
-        Self { costs: Costs::new(set), divisors, set: set.clone() }
+        Self { costs: Costs::new(set, missing), missing, divisors, set: set.clone() }
     }
 
     /// Whether a class has a token.
@@ -145,9 +147,10 @@ impl Encoder {
         payload: &mut Vec<u8>,
     ) -> bool {
         let Difference { dtype, base, target, masks, changed } = difference;
+        let missing = if low_bits == 0 { exception_cost(L::BYTES) } else { IMPOSSIBLE };
         let model = match &mut self.model {
-            Some(model) if model.set == *tables => model,
-            model => model.insert(Model::new(tables)),
+            Some(model) if model.set == *tables && model.missing == missing => model,
+            model => model.insert(Model::new(tables, missing)),
         };
         let split = Split::for_lanes::<L>(base, target, dtype, low_bits);
         // The lanes that have a value to be coded: those that change, or all.
@@ -162,7 +165,9 @@ impl Encoder {
         let tiles = blocks.div_ceil(tile);
         self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, STEP, base, None);
         let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
-        let (states, segments) = shape(coded, choice.cost / BIT / 8, tiles, pace);
+        // What is paid for time takes no bytes.
+        let time = if low_bits == 0 { coded as u64 * pace.lane } else { 0 };
+        let (states, segments) = shape(coded, choice.cost.saturating_sub(time) / BIT / 8, tiles, pace);
         if states != STEP {
             // Only now it is known how long a step is; chunks with so few changes take little time otherwise.
             self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, states, base, None);
@@ -321,7 +326,7 @@ impl Fit {
 
     fn new(row: &Row, model: &Model, split: Split, lane_cost: u64, width: usize) -> Self {
         let (time, uncoded) = match split.low_bits {
-            0 => (row.lanes() * lane_cost, row.others() * 8 * (4 + width as u64) * BIT),
+            0 => (row.lanes() * lane_cost, row.others() * exception_cost(width)),
             _ => (0, Self::NEVER),
         };
         let mut fit = Self { uncoded, coded: Self::NEVER, class: 0 };

@@ -4,9 +4,9 @@
 //! some hundred groups of them, then by moving each group to the class that codes it in the fewest bits (k-means with the
 //! Kullback–Leibler divergence), splitting the class that wastes most of those for which another table pays.
 
-use super::cost::{BIT, log2};
+use super::cost::{BIT, exception_cost, log2};
 use super::stats::{LEVELS, Row, Split, Stats, all_lanes};
-use super::tables::{MAX_CLASSES, SCALE, TableSet, least_value, tokens_within};
+use super::tables::{MAX_CLASSES, SCALE, SCALE_LOG2, TableSet, least_value, tokens_within};
 use crate::codec::Difference;
 use crate::lane::{Dtype, Lane, with_lane};
 use std::collections::BTreeMap;
@@ -112,7 +112,8 @@ impl Trainer {
         let broad = if all || seen_all { &[][..] } else { &BROAD };
         while clusters.sums.len() < MAX_CLASSES - broad.len() && clusters.split() {}
         let tokens = tokens_within(bits);
-        let mut classes: Vec<_> = clusters.sums.iter().map(|sum| frequencies(sum, if all { tokens } else { 1 }, tokens)).collect();
+        let listed = (!all).then(|| exception_cost(bits as usize / 8) / BIT);
+        let mut classes: Vec<_> = clusters.sums.iter().map(|sum| frequencies(sum, listed, tokens)).collect();
         classes.extend(broad.iter().map(|&zeros| even(zeros, tokens)));
         classes.sort_unstable_by(|a, b| b.cmp(a));
         classes.dedup();
@@ -214,15 +215,24 @@ fn token_costs(sum: &Row) -> Vec<u64> {
     costs
 }
 
-/// Frequencies in proportion to counts, none of the first `least` of them 0, nor of those before the last one that was seen and
-/// a few after it: a sample has not seen everything, and a change without a token is dear.
-fn frequencies(sum: &Row, least: usize, most: usize) -> Vec<u16> {
+/// Frequencies in proportion to counts. A value without a token is `listed`, in so many bits, or must have a token, all `most` of
+/// which are there then. Else a token is there if it saves more than it takes from the others: one of frequency 1 costs each lane
+/// log2(1 + 1/4096) bits. A sample has not seen everything: half a value is added to each token's, up to some after the last one.
+fn frequencies(sum: &Row, listed: Option<u64>, most: usize) -> Vec<u16> {
     const UNSEEN: usize = 3;
+    /// Lanes of which a frequency of 1 takes a bit: 4096 · ln 2.
+    const LANES: u64 = 2839;
     let total = sum.lanes().max(1);
     let seen = sum.counts.iter().rposition(|&n| n != 0).map_or(1, |last| last + 1);
     let count = |t: usize| u64::from(sum.counts.get(t).copied().unwrap_or(0));
-    let share = |t| ((count(t) * u64::from(SCALE) + total / 2) / total).max(1) as u16;
-    let mut frequencies: Vec<u16> = (0..(seen + UNSEEN).max(least).min(most)).map(share).collect();
+    let saves = |t: usize, bits: u64| (2 * count(t) + 1) * (bits - u64::from(SCALE_LOG2)) * LANES >= 2 * total;
+    let least = |t: usize| u64::from(t == 0 || listed.is_none_or(|bits| saves(t, bits)));
+    let share = |t: usize| ((count(t) * u64::from(SCALE) + total / 2) / total).max(least(t)) as u16;
+    let tokens = if listed.is_none() { most } else { (seen + UNSEEN).min(most) };
+    let mut frequencies: Vec<u16> = (0..tokens).map(share).collect();
+    while frequencies.last() == Some(&0) {
+        frequencies.pop();
+    }
     // The largest ones bear the rounding: it matters least there.
     let mut sum: i32 = frequencies.iter().map(|&f| i32::from(f)).sum();
     while sum != SCALE as i32 {
@@ -242,19 +252,35 @@ mod tests {
     /// All shares are rounded up, so that more is to be taken away than half of the largest frequency.
     #[test]
     fn frequencies_of_many_tokens_that_occur_alike_are_valid() {
-        let frequencies = frequencies(&Row { counts: vec![1; 167] }, 1, 180);
+        let frequencies = frequencies(&Row { counts: vec![1; 167] }, Some(48), 180);
         assert_eq!(frequencies.iter().map(|&f| u32::from(f)).sum::<u32>(), SCALE);
         assert!(frequencies.iter().all(|f| (1..=25).contains(f)), "{frequencies:?}");
     }
 
+    /// Of 2^24 lanes, where an exception has 48 bits, 165 of a value pay for its token.
+    #[test]
+    fn a_token_is_there_if_it_saves_more_than_it_takes() {
+        let with = |n: u32| frequencies(&Row { counts: vec![1 << 24, 1 << 16, n, 1 << 16] }, Some(48), 180);
+        assert_eq!(with(164)[2], 0);
+        assert_eq!(with(165)[2], 1);
+        assert_eq!(with(165).len(), 4, "what has not been seen has no token among so many lanes");
+        let few = frequencies(&Row { counts: vec![1 << 10, 8] }, Some(48), 180);
+        assert_eq!(few.len(), 5, "but it has among few");
+        assert_eq!(frequencies(&Row { counts: vec![1 << 24] }, None, 180).len(), 180);
+    }
+
     proptest! {
         #[test]
-        fn frequencies_are_valid(counts in proptest::collection::vec(prop_oneof![Just(0u32), 0u32..10, any::<u32>()], 1..180), least in 1usize..84) {
-            let frequencies = frequencies(&Row { counts: counts.clone() }, least, 180);
+        fn frequencies_are_valid(
+            counts in proptest::collection::vec(prop_oneof![Just(0u32), 0u32..10, any::<u32>()], 1..180),
+            listed in proptest::option::of(40u64..100),
+        ) {
+            let frequencies = frequencies(&Row { counts: counts.clone() }, listed, 180);
             prop_assert_eq!(frequencies.iter().map(|&f| u32::from(f)).sum::<u32>(), SCALE);
+            prop_assert!(frequencies[0] > 0);
             prop_assert_ne!(frequencies.last(), Some(&0));
-            for (t, &f) in frequencies.iter().enumerate() {
-                prop_assert!(f > 0, "token {}", t);
+            if listed.is_none() {
+                prop_assert!(frequencies.len() == 180 && frequencies.iter().all(|&f| f > 0));
             }
         }
     }
