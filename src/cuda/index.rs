@@ -3,7 +3,7 @@
 use super::abi::{self, DeviceTensor, NO_TABLES};
 use super::nvcomp::{Nvcomp, Trusted};
 use super::runtime::device::Device;
-use super::runtime::layout::Layout;
+use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::{Allocation, DeviceSlice};
 use crate::codec::{Codec, TableSet};
 use crate::error::{Error, Result};
@@ -93,9 +93,7 @@ impl DeviceIndex {
         let chunk_tensors: Vec<u32> =
             index.tensors().flat_map(|t| std::iter::repeat_n(t.place as u32, t.chunk_count as usize)).collect();
         let parts: [&[u8]; 4] = [index.chunks().as_bytes(), index.sums().as_bytes(), chunk_tensors.as_bytes(), tables.as_bytes()];
-        let mut layout = Layout::default();
-        let starts = layout.add_all(parts.map(|part| part.len() as u64));
-        let size = layout.bytes();
+        let (starts, size) = offsets(parts.map(|part| part.len() as u64));
 
         let inner = &device.inner;
         let tensors = all_on_device(index, &sets);
@@ -155,9 +153,7 @@ impl DeviceIndex {
     pub fn bytes_of(index: &ValidatedIndex) -> Result<u64> {
         let (_, tables) = tables_of(index.table_sets())?;
         let chunks = index.chunks().len() as u64;
-        let mut layout = Layout::default();
-        layout.add_all([32 * chunks, 16 * chunks, 4 * chunks, 4 * tables.len() as u64]);
-        Ok(layout.bytes())
+        Ok(offsets([32 * chunks, 16 * chunks, 4 * chunks, 4 * tables.len() as u64]).1)
     }
 
     /// Where in the blob the payloads of a tensor lie, with their padding: empty if it has none.
@@ -220,6 +216,12 @@ impl Uploaded {
 /// The tensor at this place of the table.
 pub(super) fn tensor_at(tensors: &[TensorOnDevice], place: usize) -> Result<&TensorOnDevice> {
     tensors.get(place).ok_or_else(|| Error::Misuse(format!("tensor {place} of a pair of {} tensors", tensors.len())))
+}
+
+/// Offsets of records, sums, tensors of chunks and tables, which have these sizes, and the bytes of all.
+fn offsets(sizes: [u64; 4]) -> ([u64; 4], u64) {
+    let mut layout = MemoryLayout::default();
+    (layout.add_all(sizes), layout.bytes())
 }
 
 /// The words of all sets as kernels want them, and where each set begins; see `kernels/README.md`.

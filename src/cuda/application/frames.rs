@@ -8,7 +8,7 @@ use crate::cuda::runtime::copies;
 use crate::cuda::runtime::driver::{Entered, RawStream};
 use crate::cuda::runtime::inner::Inner;
 use crate::cuda::runtime::kernels::FrameKernels;
-use crate::cuda::runtime::layout::Layout;
+use crate::cuda::runtime::layout::MemoryLayout;
 use crate::cuda::runtime::memory::{Allocation, PinnedBuffer};
 use crate::error::Result;
 use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
@@ -84,7 +84,7 @@ impl Frames {
         let count = chunks.len();
         let temporary_bytes = trusted.nvcomp.temporary_bytes(cx, count, largest as usize, content_end as usize)?;
         let (words, places) = (4 * schedule.span.len() as u64, 8 * count as u64);
-        let mut layout = Layout::default();
+        let mut layout = MemoryLayout::default();
         let [at_expanded, at_room, at_contents, at_substitute] =
             layout.add_all([size_of_val(&expanded[..]) as u64, places, places, SUBSTITUTE.len() as u64]);
         let copied = layout.bytes();

@@ -10,7 +10,7 @@ use self::schedule::Schedule;
 use super::abi::{self, DeviceTensor};
 use super::index::DeviceIndex;
 use super::runtime::inner::Inner;
-use super::runtime::layout::Layout;
+use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::DeviceSlice;
 use super::runtime::scratch::Scratch;
 use crate::codec::Codec;
@@ -146,7 +146,7 @@ impl<'a> ApplyPlan<'a> {
 
     pub(super) fn offsets(&self, scratch: Option<Scratch>, staged_bytes: u64) -> Offsets {
         let schedule = &self.schedule;
-        let mut layout = Layout::default();
+        let mut layout = MemoryLayout::default();
         let tensors = tensor_range(&self.bindings).len();
         let table = layout.add((size_of::<DeviceTensor>() * tensors) as u64);
         let order = layout.add(4 * schedule.order.len() as u64);

@@ -5,11 +5,11 @@ pub(in crate::cuda) const MEMORY_ALIGN: u64 = 256;
 
 /// Offsets of parts that follow each other in one memory, each at a multiple of [`MEMORY_ALIGN`].
 #[derive(Debug, Default)]
-pub(in crate::cuda) struct Layout {
+pub(in crate::cuda) struct MemoryLayout {
     end: u64,
 }
 
-impl Layout {
+impl MemoryLayout {
     /// Adds a part of so many bytes, and returns its offset.
     pub fn add(&mut self, bytes: u64) -> u64 {
         let start = self.end;
@@ -34,7 +34,7 @@ mod tests {
 
     #[test]
     fn parts_are_aligned_and_do_not_overlap() {
-        let mut layout = Layout::default();
+        let mut layout = MemoryLayout::default();
         assert_eq!(layout.add_all([1, 0, 256, 257]), [0, 256, 256, 512]);
         assert_eq!(layout.bytes(), 1024);
         assert_eq!((layout.add(0), layout.bytes()), (1024, 1024));
