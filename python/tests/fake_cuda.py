@@ -22,7 +22,7 @@ import torch
 import tpde
 import tpde.nn
 from tpde import _capture, _prefetch
-from tpde._open import Entry
+from tpde._entry import Entry
 
 Clock = dict[int, int]
 CPU = torch.device("cpu")

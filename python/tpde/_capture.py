@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from . import _tpde
-from ._device import copy_on
+from ._device import Device, copy_on
 from ._rebuilt import ALIGN, compute
 
-if TYPE_CHECKING:
-    from ._prefetch import DeviceWeight, Prefetcher
+
+class GraphWeight(Protocol):
+    """What a graph needs of a weight on a device."""
+
+    torch_device: torch.device
+    bytes: int
+    payload: torch.Tensor
+    is_copied: bool
+
+    @property
+    def handle(self) -> int: ...
+    def largest(self) -> tuple[int, int]: ...
+    def view(self, dense: torch.Tensor) -> torch.Tensor: ...
+    def rebuild(
+        self, dense: torch.Tensor, part: torch.Tensor, stream: torch.cuda.Stream
+    ) -> tuple[_tpde.Rebuild, torch.Tensor]: ...
+
+
+class Streams(Protocol):
+    """A stream and those beside it, with the capture that it is in."""
+
+    device: Device
+    stream: torch.cuda.Stream
+    copying: torch.cuda.Stream
+    decoding: list[torch.cuda.Stream]
+    capture: Capture | None
 
 
 class Graph:
@@ -22,7 +46,7 @@ class Graph:
 
     def __init__(self, raw: _tpde.Graph) -> None:
         self.raw = raw
-        self.used: list[tuple[DeviceWeight, _tpde.Rebuild, _tpde.Captured, torch.Tensor]] = []
+        self.used: list[tuple[GraphWeight, _tpde.Rebuild, _tpde.Captured, torch.Tensor]] = []
         self._kept[id(self)] = self
 
     @classmethod
@@ -33,7 +57,7 @@ class Graph:
                 cls._kept.pop(number, None)
 
     @classmethod
-    def check(cls, weights: Iterable[DeviceWeight]) -> None:
+    def check(cls, weights: Iterable[GraphWeight]) -> None:
         """Raises what was wrong with these weights in the last replay of any graph, which must have passed."""
         cls.prune()
         handles = {weight.handle for weight in weights}
@@ -49,37 +73,37 @@ class Capture:
     #: A third one makes a graph 2.5 % faster, and takes the place of weights that could be dense.
     SLOTS = 2
 
-    def __init__(self, prefetcher: Prefetcher, weight: DeviceWeight, number: int) -> None:
+    def __init__(self, streams: Streams, weight: GraphWeight, number: int) -> None:
         dense, payload = weight.largest()
         device = weight.torch_device
         #: The driver's number of the capture: streams are used again, captures are not.
         self.number = number
-        self.graph = Graph(prefetcher.device.raw.captured_graph(prefetcher.stream.cuda_stream))
+        self.graph = Graph(streams.device.raw.captured_graph(streams.stream.cuda_stream))
         self.slots = [torch.empty(dense, dtype=torch.uint8, device=device) for _ in range(self.SLOTS)]
         self.buffers = [torch.empty(payload, dtype=torch.uint8, device=device) for _ in range(2)] if payload else []
         self.slot = self.filled = self.count = self.copies = 0
-        self.begin(prefetcher)
+        self.begin(streams)
         #: Whether a call has begun and not ended.
         self.is_interrupted = False
 
-    def begin(self, prefetcher: Prefetcher) -> None:
+    def begin(self, streams: Streams) -> None:
         """Has streams beside the captured one begin behind what that has so far."""
-        begin = _event_on(prefetcher.stream)
-        for beside in (prefetcher.copying, *prefetcher.decoding):
+        begin = _event_on(streams.stream)
+        for beside in (streams.copying, *streams.decoding):
             beside.wait_event(begin)
         #: Of each slot, behind the last use of what was there before, and of what is there; of each buffer, behind the decoding.
         self.free, self.used, self.decoded = [begin] * self.SLOTS, [begin] * self.SLOTS, [begin] * 2
 
-    def has_room(self, weight: DeviceWeight) -> bool:
+    def has_room(self, weight: GraphWeight) -> bool:
         """Whether the memory is large enough: other weights may have been made since."""
         payload = weight.payload.numel() if weight.is_copied else 0
         return weight.bytes <= self.slots[0].numel() and (payload == 0 or any(payload <= one.numel() for one in self.buffers))
 
-    def recover(self, prefetcher: Prefetcher) -> None:
+    def recover(self, streams: Streams) -> None:
         """After an interrupted call: what it has captured comes before what follows, so it cannot overwrite that."""
-        for beside in (prefetcher.copying, *prefetcher.decoding):
-            prefetcher.stream.wait_event(_event_on(beside))
-        self.begin(prefetcher)
+        for beside in (streams.copying, *streams.decoding):
+            streams.stream.wait_event(_event_on(beside))
+        self.begin(streams)
 
     def lay(self, bytes: int) -> torch.Tensor:
         """Memory for the next weight, free behind ``free[slot]``. Weights that are used one after the other share a slot, as many
@@ -93,48 +117,48 @@ class Capture:
 
 
 def captured_linear(
-    prefetcher: Prefetcher, weight: DeviceWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool
+    streams: Streams, weight: GraphWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool
 ) -> torch.Tensor:
     """A layer's output within a graph. What is decoded and copied waits for nothing but its memory, so that replays do it as far
     ahead as that is free; and all of it is waited for here, wherever the graph ends."""
-    own = _capture(prefetcher, weight)
+    own = _capture(streams, weight)
     own.is_interrupted = True
     dense, slot = own.lay(weight.bytes), own.slot
-    decoding, own.count = prefetcher.decoding[own.count % len(prefetcher.decoding)], own.count + 1
+    decoding, own.count = streams.decoding[own.count % len(streams.decoding)], own.count + 1
     decoding.wait_event(own.free[slot])
     part, number = weight.payload, own.copies % 2
     if weight.is_copied:
         own.copies += 1
         part = own.buffers[number][: weight.payload.numel()]
-        prefetcher.copying.wait_event(own.decoded[number])
-        copy_on(prefetcher.copying, part, weight.payload)
-        decoding.wait_event(_event_on(prefetcher.copying))
+        streams.copying.wait_event(own.decoded[number])
+        copy_on(streams.copying, part, weight.payload)
+        decoding.wait_event(_event_on(streams.copying))
     rebuild, memory = weight.rebuild(dense, part, decoding)
-    own.graph.used.append((weight, rebuild, rebuild.capture(prefetcher.device.raw, decoding.cuda_stream), memory))
+    own.graph.used.append((weight, rebuild, rebuild.capture(streams.device.raw, decoding.cuda_stream), memory))
     ready = _event_on(decoding)
     if weight.is_copied:
         own.decoded[number] = ready
-    prefetcher.stream.wait_event(ready)
+    streams.stream.wait_event(ready)
     y = compute(x, weight.view(dense), bias, cast)
-    own.used[slot] = _event_on(prefetcher.stream)
+    own.used[slot] = _event_on(streams.stream)
     own.is_interrupted = False
     return y
 
 
-def _capture(prefetcher: Prefetcher, weight: DeviceWeight) -> Capture:
+def _capture(streams: Streams, weight: GraphWeight) -> Capture:
     """What the graph has that is being captured; made for its first layer, and again for one that it has no room for."""
-    number = prefetcher.device.raw.capture_id(prefetcher.stream.cuda_stream)
+    number = streams.device.raw.capture_id(streams.stream.cuda_stream)
     assert number is not None
-    own = prefetcher.capture
+    own = streams.capture
     if own is not None and own.number == number:
         if own.is_interrupted:
-            own.recover(prefetcher)
+            own.recover(streams)
         if own.has_room(weight):
             return own
     Graph.prune()
     # What was there before goes first: graphs may share a pool.
-    own = prefetcher.capture = None
-    own = prefetcher.capture = Capture(prefetcher, weight, number)
+    own = streams.capture = None
+    own = streams.capture = Capture(streams, weight, number)
     return own
 
 

@@ -15,11 +15,11 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from . import _tpde
+from ._entry import Entry
 from ._errors import AlreadyApplied, DeviceUnavailable, Misuse, OutOfMemory
-from ._memory import Memory
-from ._open import Entry
 from ._paths import StrPath, path_of
 from ._progress import Progress, told
+from ._tensor import Memory
 from ._torch_memory import Seen, check_device
 
 #: Bytes for the changes of chunks that are decoded chunk by chunk, so that all that a call takes beside payloads is within

@@ -5,30 +5,17 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import _tpde
 from ._dtypes import is_packed
+from ._entry import Entry
 from ._errors import DeviceUnavailable, Misuse, OutOfRange
-from ._memory import Memory, NumPy, describe_each, device_of
+from ._memory import describe_each, device_of
+from ._numpy_memory import NumPy
 from ._paths import StrPath, check_name, is_path, path_of
 from ._progress import Progress, told
-
-
-class Entry(NamedTuple):
-    """A tensor of a pair."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    base_kind: str
-    base_name: str
-    changes: bool
-
-    @property
-    def is_same(self) -> bool:
-        """Whether it has a base of its own dtype and shape."""
-        return self.base_kind == "same"
+from ._tensor import Memory
 
 
 class Reader:

@@ -24,11 +24,11 @@ import torch
 from . import _tpde
 from ._capture import Capture, captured_linear
 from ._device import Device, DevicePair, copy_on
+from ._entry import Entry
 from ._errors import TpdeError
-from ._memory import Memory
-from ._open import Entry
 from ._rebuilt import Weight, compute
 from ._slot import Failures, Slot
+from ._tensor import Memory
 
 
 class DeviceSlot(Slot):

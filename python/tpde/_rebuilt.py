@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from . import _tpde
+from ._entry import Entry
 from ._errors import Misuse
-from ._memory import Memory, describe
-from ._open import Entry
+from ._memory import describe
 from ._slot import EMPTY, Failures, Slot
+from ._tensor import Memory
 from ._torch_memory import dtype_of
 
 #: Alignment of scratch memory in bytes.

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from . import _tpde
+from ._entry import Entry
 from ._errors import AlreadyApplied, Misuse, Poisoned, TpdeError
-from ._memory import Memory, describe_all, describe_each, device_of
-from ._open import Entry, Reader, bases, state_of
+from ._memory import describe_all, describe_each, device_of
+from ._open import Reader, bases, state_of
 from ._paths import EncodeReport, StrPath, is_path, options, path_of, report
 from ._progress import Progress, told
+from ._tensor import Memory
 
 Outcome = Literal["applied", "already_applied", "nothing"]
 Mode = Literal["all_checked", "chunk_by_chunk"]

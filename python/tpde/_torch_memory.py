@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._dtypes import BITS, TORCH, byte_shape, is_packed
 from ._errors import DeviceUnavailable, Misuse, NotContiguous
-from ._memory import Memory, as_expected, no_memory
+from ._tensor import Memory, as_expected, no_memory
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH.items() if hasattr(torch, own)}
 if hasattr(torch, "float4_e2m1fn_x2"):

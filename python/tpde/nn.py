@@ -20,8 +20,9 @@ from torch import nn
 from . import _operator, _tpde
 from ._capture import Graph
 from ._device import DevicePair
+from ._entry import Entry
 from ._errors import Misuse
-from ._open import Entry, Reader, state_of
+from ._open import Reader, state_of
 from ._paths import StrPath, path_of
 from ._progress import Progress
 from ._prefetch import DeviceWeight, Prefetcher

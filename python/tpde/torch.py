@@ -20,11 +20,13 @@ import torch
 
 from . import _state
 from ._device import DevicePair
+from ._entry import Entry
 from ._errors import Misuse
-from ._open import Entry, Reader
+from ._open import Reader
 from ._paths import EncodeReport, StrPath
 from ._progress import Progress
 from ._state import Mode, Outcome
+from ._tensor import Memory
 from ._torch_memory import dtype_of, storages_of, values_of
 
 if TYPE_CHECKING:

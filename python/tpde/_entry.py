@@ -1,0 +1,21 @@
+"""Tensors of a pair, as its table lists them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """A tensor of a pair."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    base_kind: str
+    base_name: str
+    changes: bool
+
+    @property
+    def is_same(self) -> bool:
+        """Whether it has a base of its own dtype and shape."""
+        return self.base_kind == "same"

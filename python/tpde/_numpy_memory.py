@@ -1,0 +1,70 @@
+"""Arrays of NumPy's."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ._dtypes import ML_DTYPES, NUMPY, VIEWS, byte_shape, is_packed
+from ._errors import Misuse, NotContiguous
+from ._tensor import Memory, as_expected, no_memory
+
+_NAMES = {numpy: name for name, numpy in (NUMPY | ML_DTYPES).items()}
+
+
+def describe_array(name: str, value: Any, expected: tuple[str, list[int]] | None, writable: bool) -> Memory:
+    """An array, looked at."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        raise Misuse(f"tensor {name!r} is a {type(value).__name__}, neither a NumPy array nor a PyTorch tensor")
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(value, masked.MaskedArray):
+        raise Misuse(f"tensor {name!r} is a masked array, whose mask would be lost: filled() makes an array of it")
+    value = value.view(numpy.ndarray)  # a class of others may say of itself what it likes
+    dtype = _NAMES.get(value.dtype.name)
+    if dtype is None or not (value.dtype.isnative or value.dtype.itemsize == 1) or sys.byteorder != "little":
+        raise Misuse(f"tensor {name!r} has dtype {value.dtype.str} ({value.dtype.name}), which cannot be in a checkpoint")
+    if not value.flags.c_contiguous:
+        raise NotContiguous(f"tensor {name!r} is not contiguous (shape {value.shape}, strides {value.strides})", tensor=name)
+    if writable and not value.flags.writeable:
+        raise Misuse(f"tensor {name!r} is read-only")
+    dtype, shape = as_expected(name, dtype, list(value.shape), expected)
+    # A view of its bytes exports the buffer, which refuses to be resized for as long.
+    owner = (value, memoryview(value.reshape(-1).view(numpy.uint8)) if value.nbytes else None)
+    return name, dtype, shape, value.ctypes.data, value.nbytes, owner
+
+
+class NumPy:
+    """Making arrays."""
+
+    def __init__(self) -> None:
+        import numpy
+
+        self.numpy = numpy
+        self.ml_dtypes: Any = None
+        try:
+            import ml_dtypes
+
+            self.ml_dtypes = ml_dtypes
+        except ImportError:
+            pass
+
+    def dtype(self, dtype: str) -> Any:
+        """The dtype of arrays; one of unsigned integers where ml_dtypes is not there, or has none."""
+        if dtype in NUMPY:
+            return self.numpy.dtype(NUMPY[dtype])
+        own = getattr(self.ml_dtypes, ML_DTYPES.get(dtype, ""), None)
+        return self.numpy.dtype(own if own is not None else NUMPY[VIEWS[dtype]])
+
+    def empty(self, name: str, dtype: str, shape: list[int]) -> tuple[Any, Memory]:
+        """A new array, and its memory."""
+        dims = byte_shape(dtype, shape) if is_packed(dtype) else shape
+        try:
+            array = self.numpy.empty(dims, self.dtype(dtype))
+        except (MemoryError, ValueError) as error:
+            raise no_memory(name, dtype, shape) from error
+        return array, (name, dtype, shape, array.ctypes.data, array.nbytes, array)
+
+    def contiguous(self, array: Any, shape: list[int]) -> Any:
+        """The elements one after the other, in this shape."""
+        return array.reshape(shape).copy(order="C")

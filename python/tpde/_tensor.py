@@ -1,0 +1,26 @@
+"""What a tensor in memory is to the compiled half, whichever framework it comes from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._dtypes import VIEWS, byte_shape, is_packed, size
+from ._errors import OutOfMemory
+
+#: Name, dtype, dims, address, bytes, and what keeps the memory where it is.
+Memory = tuple[str, str, list[int], int, int, Any]
+
+
+def as_expected(name: str, dtype: str, shape: list[int], expected: tuple[str, list[int]] | None) -> tuple[str, list[int]]:
+    """Dtype and shape of a tensor that may be a view of what is expected."""
+    if expected is not None and dtype == VIEWS.get(expected[0]):
+        is_bytes = is_packed(expected[0]) and shape == byte_shape(*expected)
+        if is_bytes or (shape == expected[1] and not is_packed(expected[0])):
+            return expected
+    return dtype, shape
+
+
+def no_memory(name: str, dtype: str, shape: list[int]) -> OutOfMemory:
+    """There is none."""
+    needed = size(dtype, shape)
+    return OutOfMemory(f"no memory for tensor {name!r} of {dtype} {shape}, {needed} bytes", tensor=name, bytes=needed)
