@@ -180,7 +180,7 @@ impl<'a, B: Source> Explain<'a, B> {
     /// The parts of each tensor's payloads.
     fn parts(&self) -> Result<Vec<TensorExplanation>> {
         /// What the result of a small payload takes of a batch.
-        const LEAST: u64 = 1 << 10;
+        const LEAST: u64 = 1024;
         let index = self.pair.index();
         let mut found = vec![TensorExplanation::default(); index.tensor_count()];
         let records = index.chunks();
@@ -221,11 +221,8 @@ impl<'a, B: Source> Explain<'a, B> {
     fn ways(&self, base: &dyn Checkpoint, target: &dyn Checkpoint, tensors: &mut [TensorExplanation]) -> Result<()> {
         let index = self.pair.index();
         let options = self.options();
-        let mut plans = Vec::new();
-        for tensor in index.tensors() {
-            let plan = plan(Some(base), target, tensor.place, &options)?;
-            plans.push(Plan { chunk_lanes_log2: tensor.chunk_lanes.ilog2() as u8, ..plan });
-        }
+        let plans = (0..index.tensor_count()).map(|place| plan(Some(base), target, place, &options));
+        let mut plans: Vec<Plan> = plans.collect::<Result<_>>()?;
         let workers = Pool::new(Worker::default);
         train(Some(base), target, &options, &mut plans, &workers, self.progress)?;
         let changed = index.tensors().filter(|tensor| changes(self.pair, tensor));
