@@ -206,7 +206,7 @@ fn a_header_that_differs_in_a_space_is_another_target() {
     encode_files(None, &open(&path), &EncodeOptions::default(), &place.path().join("pair"), false, &|_| {}).unwrap();
     let pair = Pair::open(&place.path().join("pair")).unwrap();
     check_target_files(pair.index(), &open(&path)).unwrap();
-    pair.index().check_target(&open(&other), &|_| {}).unwrap();
+    tpde::delta::check_target(pair.index(), &open(&other), &|_| {}).unwrap();
     let error = check_target_files(pair.index(), &open(&other)).unwrap_err();
     assert_eq!(error.rule(), Some(Rule::FileContentDigest), "{error}");
 

@@ -297,7 +297,7 @@ proptest! {
         let (base, target) = (memory(&case.base), memory(&case.target));
         let (pair, report) = encode_to_memory(Some(&base), &target, &case.options).unwrap();
         pair.verify().unwrap();
-        pair.index().check_target(&target, &|_| {}).unwrap();
+        tpde::delta::check_target(pair.index(), &target, &|_| {}).unwrap();
         for (tensor, (info, bytes)) in report.tensors.iter().zip(&case.target) {
             prop_assert_eq!(&tensor.name, &info.name);
             let found = pair.index().find(&info.name).unwrap();
@@ -483,7 +483,7 @@ proptest! {
         let watch = stop();
         prop_assert!(is_right(&watch, pair.verify_with(&watch).map(|_| ())));
         let watch = stop();
-        prop_assert!(is_right(&watch, pair.index().check_target(&target, &watch)));
+        prop_assert!(is_right(&watch, tpde::delta::check_target(pair.index(), &target, &watch)));
         let watch = stop();
         let builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
         let encoded = encode_watched(Some(&base), &target, Vec::new(), &case.options, builder, &watch);

@@ -57,7 +57,7 @@ fn elements_of_packed_dtypes_are_bytes() {
 /// Rule that comparing this with the target of the pair breaks; `None` if it is the target.
 fn compared(index: &ValidatedIndex, held: &[Held]) -> Option<Rule> {
     let checkpoint = MemoryCheckpoint::new(held.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).unwrap();
-    match index.check_target(&checkpoint, &|_| {}) {
+    match tpde::delta::check_target(index, &checkpoint, &|_| {}) {
         Ok(()) => None,
         Err(Error::Invalid(invalid)) => Some(invalid.rule),
         Err(other) => panic!("{other}"),

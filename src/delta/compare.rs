@@ -7,39 +7,37 @@ use crate::digest::{Root, short};
 use crate::error::{Escaped, Result, Rule, hex};
 use crate::index::ValidatedIndex;
 
-impl ValidatedIndex {
-    /// Compares a checkpoint with the target of this pair: the same tensors, with the same dtypes, shapes and digests.
-    ///
-    /// Cost: one read and one hash of the checkpoint, by all threads of the pool.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) with `tensor.target_digest` for the first tensor that is missing or differs,
-    /// with `digest.target_root` for one that the pair has not; [`Error::Io`](crate::Error::Io).
-    pub fn check_target(&self, target: &dyn Checkpoint, progress: Progress<'_>) -> Result<()> {
-        let mut root = Root::default();
-        for tensor in self.tensors() {
-            let expected = hex(&tensor.digests.target_digest);
-            let broken = |found: &dyn std::fmt::Display| {
-                let expected = format!("{} {:?} with digest {expected}", tensor.dtype, tensor.shape);
-                Rule::TensorTargetDigest.broken(expected, found).in_tensor(tensor.name)
-            };
-            let place = target.find(tensor.name).ok_or_else(|| broken(&"no such tensor"))?;
-            let info = &target.tensors()[place];
-            if info.dtype != tensor.dtype || info.shape != tensor.shape {
-                return Err(broken(&format_args!("{} {:?}", info.dtype, info.shape)));
-            }
-            let hash = hash_tensor(target, place, progress)?;
-            let found = short(&hash);
-            if found != tensor.digests.target_digest {
-                return Err(broken(&format_args!("digest {}", hex(&found))));
-            }
-            root.add(Some(&hash));
+/// Compares a checkpoint with the target of a pair: the same tensors, with the same dtypes, shapes and digests.
+///
+/// Cost: one read and one hash of the checkpoint, by all threads of the pool.
+///
+/// # Errors
+/// [`Error::Invalid`](crate::Error::Invalid) with `tensor.target_digest` for the first tensor that is missing or differs,
+/// with `digest.target_root` for one that the pair has not; [`Error::Io`](crate::Error::Io).
+pub fn check_target(index: &ValidatedIndex, target: &dyn Checkpoint, progress: Progress<'_>) -> Result<()> {
+    let mut root = Root::default();
+    for tensor in index.tensors() {
+        let expected = hex(&tensor.digests.target_digest);
+        let broken = |found: &dyn std::fmt::Display| {
+            let expected = format!("{} {:?} with digest {expected}", tensor.dtype, tensor.shape);
+            Rule::TensorTargetDigest.broken(expected, found).in_tensor(tensor.name)
+        };
+        let place = target.find(tensor.name).ok_or_else(|| broken(&"no such tensor"))?;
+        let info = &target.tensors()[place];
+        if info.dtype != tensor.dtype || info.shape != tensor.shape {
+            return Err(broken(&format_args!("{} {:?}", info.dtype, info.shape)));
         }
-        if let Some(other) = target.tensors().iter().find(|info| self.find(&info.name).is_none()) {
-            let expected = format_args!("the {} tensors of the pair", self.tensor_count());
-            return Err(Rule::DigestTargetRoot.broken(expected, format_args!("tensor {} too", Escaped(&other.name))));
+        let hash = hash_tensor(target, place, progress)?;
+        let found = short(&hash);
+        if found != tensor.digests.target_digest {
+            return Err(broken(&format_args!("digest {}", hex(&found))));
         }
-        let root = root.finish();
-        Rule::DigestTargetRoot.check(root == self.target_root(), hex(self.target_root()), hex(&root))
+        root.add(Some(&hash));
     }
+    if let Some(other) = target.tensors().iter().find(|info| index.find(&info.name).is_none()) {
+        let expected = format_args!("the {} tensors of the pair", index.tensor_count());
+        return Err(Rule::DigestTargetRoot.broken(expected, format_args!("tensor {} too", Escaped(&other.name))));
+    }
+    let root = root.finish();
+    Rule::DigestTargetRoot.check(root == index.target_root(), hex(index.target_root()), hex(&root))
 }

@@ -17,6 +17,7 @@ mod train;
 mod ways;
 
 pub use apply::{Accelerator, Apply, ApplyReport, Changes, Sink, Work};
+pub use compare::check_target;
 pub use encode::{EncodeReport, TensorReport, encode, encode_to_memory, encode_to_path};
 pub use explain::{Explain, Explanation, TableSetReport, TensorExplanation, WayReport};
 pub use in_place::{InPlace, TensorMut};

@@ -171,7 +171,7 @@ pub fn check_needs_no_base(index: &ValidatedIndex, wanted: Option<&dyn Fn(&str) 
 }
 
 /// Compares the files of a checkpoint with those of a pair's target: their names, the bytes before their data, and the shard index.
-/// Together with [`ValidatedIndex::check_target`], which compares the tensors, every byte is compared. A pair without files
+/// Together with [`check_target`](crate::delta::check_target), which compares the tensors, every byte is compared. A pair without files
 /// names none to compare.
 ///
 /// Cost: one read and one hash of all headers.

@@ -3,7 +3,7 @@
 use super::checkpoint::SafetensorsCheckpoint;
 use super::output::{check_needs_no_base, check_target_files, check_writable};
 use crate::checkpoint::{Checkpoint, MemoryCheckpoint};
-use crate::delta::{Accelerator, Apply, Progress};
+use crate::delta::{Accelerator, Apply, Progress, check_target};
 use crate::error::{Error, Result, Rule};
 use crate::index::ValidatedIndex;
 use crate::reader::{Pair, VerifyReport};
@@ -79,7 +79,7 @@ pub enum Authenticity {
 /// Cost: reads all payloads; with a base reads and hashes it, decodes and hashes the target; with a target reads and hashes it.
 ///
 /// # Errors
-/// As [`Pair::verify`] or [`Apply::verify`], as [`ValidatedIndex::check_target`] and [`check_target_files`]; [`Error::Misuse`] for
+/// As [`Pair::verify`] or [`Apply::verify`], as [`check_target`](crate::delta::check_target) and [`check_target_files`]; [`Error::Misuse`] for
 /// [`VerifyBase::NotNeeded`] and a pair that needs a base.
 pub fn verify_files<B: Source>(pair: &Pair<B>, options: &VerifyOptions<'_>, progress: Progress<'_>) -> Result<Verification> {
     let index = pair.index();
@@ -104,7 +104,7 @@ pub fn verify_files<B: Source>(pair: &Pair<B>, options: &VerifyOptions<'_>, prog
     };
     checked.base_checked = files.is_some();
     if let Some(target) = options.target {
-        index.check_target(target, progress)?;
+        check_target(index, target, progress)?;
         check_target_files(index, target)?;
         checked.target_checked = true;
     }
