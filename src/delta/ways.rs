@@ -152,8 +152,8 @@ impl Trial {
             }
             Codec::Conditioned | Codec::Zstd => Self { exact: false, ..exact(0) },
         };
-        // Where few lanes change the first way takes little time, and mostly wins.
-        let whole = least == u64::MAX && 4 * changed <= lanes;
+        // Where not most lanes change the first way wins mostly.
+        let whole = least == u64::MAX && 2 * changed <= lanes;
         match Part::of(way.codec, difference).filter(|_| !whole) {
             None => trial.end(encoder, plan, difference, least)?,
             Some(part) => {
@@ -161,7 +161,8 @@ impl Trial {
                 let part_of = part.difference(plan.dtype, &mut masks);
                 let sizes = match way.codec {
                     Codec::Zstd => {
-                        let enough = part.share(least.saturating_mul(5) / 4) + PART;
+                        // Of many changes, layouts differ less.
+                        let enough = part.share(least.saturating_mul(if 4 * changed > lanes { 9 } else { 10 }) / 8) + PART;
                         encoder.smallest_frame(part_of, Layouts::Any, enough, &mut payload)?.1
                     }
                     _ => {
