@@ -80,7 +80,9 @@ pub(super) fn train(
             let (first, stride) = (*number, strides[&group(plan)]);
             *number += pieces(plan);
             let round = round.clone();
-            (0..pieces(plan)).filter(move |k| round.contains(&((first + k) % stride))).map(move |k| (plan, k))
+            // Of each stride another piece is looked at first.
+            let turn = move |n: u64| (n + conditioned::place(n / stride, stride)) % stride;
+            (0..pieces(plan)).filter(move |k| round.contains(&turn(first + k))).map(move |k| (plan, k))
         });
         in_batches(
             places,

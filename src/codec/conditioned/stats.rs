@@ -23,6 +23,18 @@ fn stride(count: usize, enough: usize) -> usize {
     (1 << (count / enough).max(1).ilog2()).min(STRIDE)
 }
 
+/// The one of `stride` places of a group that is looked at: another in each group, so that no pattern of lanes, rows above all, has
+/// the period of those places.
+pub(crate) fn place(group: u64, stride: u64) -> u64 {
+    (group.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 36) % stride
+}
+
+/// The blocks that are looked at, one of each `stride`.
+fn looked_at(blocks: usize, stride: usize) -> impl Iterator<Item = usize> {
+    let block = move |group: usize| group * stride + place(group as u64, stride as u64) as usize;
+    (0..blocks.div_ceil(stride)).map(block).filter(move |&block| block < blocks)
+}
+
 /// How deltas become values: which of their bits are stored as they are, and what the others count down from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Split {
@@ -34,7 +46,7 @@ pub(crate) struct Split {
 
 impl Split {
     /// The split that leaves `low_bits` bits alone and suits these lanes.
-    pub fn for_lanes<L: Lane>(base: &[u8], target: &[u8], dtype: Dtype, low_bits: u32) -> Self {
+    pub fn for_lanes<'a, L: Lane>(base: &'a [u8], target: &'a [u8], dtype: Dtype, low_bits: u32) -> Self {
         let high_bits = 8 * L::BYTES as u32 - low_bits;
         if low_bits == 0 || high_bits == 0 {
             return Self { low_bits, center: 0 };
@@ -43,8 +55,9 @@ impl Split {
         let mut counts = vec![0usize; 1 << high_bits.min(11)];
         let lanes = base.len() / L::BYTES;
         let stride = stride(lanes, LANES);
-        let blocks = base.chunks(BLOCK * L::BYTES).zip(target.chunks(BLOCK * L::BYTES)).step_by(stride);
-        for (base, target) in blocks.flat_map(|(base, target)| lanes_of::<L>(base).iter().zip(lanes_of::<L>(target))) {
+        let of_block = |block: usize, lanes: &'a [u8]| lanes_of::<L>(&lanes[range::<L>(block, lanes.len())]);
+        let blocks = looked_at(lanes.div_ceil(BLOCK), stride);
+        for (base, target) in blocks.flat_map(|block| of_block(block, base).iter().zip(of_block(block, target))) {
             let high = L::delta(L::load(*base), L::load(*target), dtype.order()).to_u64() >> low_bits;
             counts[(high as usize).min((1 << high_bits.min(11)) - 1)] += 1;
         }
@@ -112,14 +125,14 @@ impl Stats {
         let mut counts = vec![[[0u32; CONTEXTS]; 4]; LEVELS];
         let mut contexts = [0; BLOCK];
         let (of, order, bits) = (dtype.context(), dtype.order(), 8 * L::BYTES as u32);
-        let lanes_of_block = |b: usize| b * BLOCK * L::BYTES..((b + 1) * BLOCK * L::BYTES).min(base.len());
-        for b in (0..changes.len()).step_by(change_stride) {
-            let with_lanes = b % lane_stride == 0;
-            let changes = if b % change_stride == 0 { changes[b] } else { 0 };
+        let every = (lane_stride / change_stride) as u64;
+        for (n, b) in (0..).zip(looked_at(changes.len(), change_stride)) {
+            let with_lanes = n % every == place(n / every, every);
+            let changes = changes[b];
             if !with_lanes && changes == 0 {
                 continue;
             }
-            let (base, target) = (&base[lanes_of_block(b)], &target[lanes_of_block(b)]);
+            let (base, target) = (&base[range::<L>(b, base.len())], &target[range::<L>(b, base.len())]);
             let changed = &changed[2 * b..changed.len().min(2 * b + 2)];
             let level = usize::from(stats.levels[b]);
             if with_lanes || changes >= MANY {
@@ -181,6 +194,12 @@ impl Stats {
     pub fn contexts(&self, levels: std::ops::Range<usize>) -> impl Iterator<Item = usize> + '_ {
         (0..CONTEXTS).filter(move |&context| self.lanes[levels.clone()].iter().any(|level| level[context] != (0, NO_ROW)))
     }
+}
+
+/// The bytes of a block's lanes, of so many of a chunk.
+fn range<L: Lane>(block: usize, bytes: usize) -> std::ops::Range<usize> {
+    let size = BLOCK * L::BYTES;
+    (block * size).min(bytes)..((block + 1) * size).min(bytes)
 }
 
 /// Calls `f` for each lane of a block that the masks of its halves select.
@@ -279,5 +298,26 @@ fn first_context<L: Lane>(base: &[u8], dtype: Dtype) -> u16 {
             (largest as u16).saturating_sub(CONTEXTS as u16 - 2)
         }
         _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rows of a matrix are often as many blocks as a power of two, and those of one kind should not all be left out.
+    #[test]
+    fn blocks_that_are_looked_at_have_no_period() {
+        for stride in [1, 2, 8, 16] {
+            let blocks: Vec<usize> = looked_at(8192, stride).collect();
+            assert_eq!(blocks.len(), 8192 / stride);
+            assert!(blocks.iter().enumerate().all(|(group, block)| block / stride == group));
+            for period in [2, 8, 16, 32, 64] {
+                for rest in 0..period {
+                    assert!(blocks.iter().any(|block| block % period == rest), "{rest} of {period}, one of {stride}");
+                }
+            }
+        }
+        assert_eq!(looked_at(37, 16).filter(|block| *block >= 37).count(), 0);
     }
 }
