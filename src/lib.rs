@@ -56,9 +56,14 @@ mod sums;
 mod watch;
 pub mod writer;
 
-#[cfg(all(doctest, feature = "cuda"))]
+// The code in these documents is compiled by the tests. A test lists the documents that have such code.
+#[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+#[cfg(all(doctest, feature = "cuda"))]
+#[doc = include_str!("../docs/cuda.md")]
+struct Cuda;
 
 pub use checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 pub use codec::{Codec, Layout};
