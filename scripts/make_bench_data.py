@@ -84,10 +84,10 @@ def torch_here():
 def make_layers(out, pool):
     torch, device, random = torch_here()
     for name, rows in ("layer", 1024), ("large", 16384):
-        normal = lambda: torch.randn(rows, WIDTH, generator=random, device=device)
-        base = normal()
+        shape = (rows, WIDTH)
+        base = torch.randn(shape, generator=random, device=device)
         moved = torch.rand(rows, WIDTH, generator=random, device=device) > 0.9
-        target = base + 0.01 * normal() * moved
+        target = base + 0.01 * torch.randn(shape, generator=random, device=device) * moved
         for which, tensor in ("base", base), ("target", target):
             tensor = tensor.cpu().view(torch.uint8).numpy()
             file = Output(out / f"{name}.{which}.safetensors", {"layer.weight": ("F32", [rows, WIDTH], tensor.nbytes)}, pool)
@@ -104,11 +104,10 @@ def make_model(out, pool, layers, vocabulary):
         mean, spread = (1.0, 0.1) if len(shape) == 1 else (0.0, 0.02)
         for first in range(0, shape[0], rows_at_once):
             part = [min(rows_at_once, shape[0] - first), *shape[1:]]
-            normal = lambda: torch.randn(part, generator=random, device=device)
-            weights = normal().mul_(spread).add_(mean)
+            weights = torch.randn(part, generator=random, device=device).mul_(spread).add_(mean)
             first_moment, second_moment = torch.zeros_like(weights), torch.zeros_like(weights)
             for _ in range(GRADIENTS):
-                gradient = normal()
+                gradient = torch.randn(part, generator=random, device=device)
                 first_moment.lerp_(gradient, 1 - BETAS[0])
                 second_moment.lerp_(gradient.square_(), 1 - BETAS[1])
             first_moment.div_(1 - BETAS[0] ** GRADIENTS)

@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import platform
-import sys
 import sysconfig
 import time
 from pathlib import Path

@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import safetensors.torch
@@ -135,9 +136,9 @@ def bench(folder: Path, pair_name: str, tiles: int, work: Path, program: Path | 
 
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     room = torch.empty(size, dtype=torch.uint8, device="cuda")
-    dense = row("pinned dense copy, one piece", timed(lambda: room.copy_(pinned, non_blocking=True)))
+    dense = row("pinned dense copy, one piece", timed(partial(room.copy_, pinned, non_blocking=True)))
     source = room.clone()
-    row("dense copy within the device, one piece", timed(lambda: room.copy_(source)))
+    row("dense copy within the device, one piece", timed(partial(room.copy_, source)))
     del source, room, pinned
     loaded = row("safetensors.torch.load_file of the target, to the device", timed(lambda: safetensors.torch.load_file(dense_file, device="cuda")))
 

@@ -26,7 +26,6 @@ from ._open import Reader
 from ._paths import EncodeReport, StrPath
 from ._progress import Progress
 from ._state import Mode, Outcome
-from ._tensor import Memory
 from ._torch_memory import dtype_of, storages_of, values_of
 
 if TYPE_CHECKING:

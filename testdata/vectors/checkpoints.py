@@ -7,7 +7,7 @@ from blake3 import blake3
 
 from .cases import put
 from .data import AS_BASE, HEADER_OF_BASE, NONE, PREFIX, RAW, VERBATIM, ZSTD, bytes_of, pattern
-from .pair import File, Model, Tensor, change, head_of, lone, safetensors
+from .pair import File, Model, Tensor, change, lone, safetensors
 from .zstd import by_hand
 
 INDEX = "m.safetensors.index.json"
