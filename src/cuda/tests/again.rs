@@ -197,7 +197,8 @@ fn memory_given_for_payloads_is_not_filled_while_a_launch_reads_it() {
     sample.assert_done(device, &mut laid);
 }
 
-/// What is queued for a busy stream, and the streams beside it, hold up nobody else.
+/// What is queued for a busy stream, and the streams beside it, hold up nobody else, where each stream has a channel to the device:
+/// `CUDA_DEVICE_MAX_CONNECTIONS` is 32 for that, see `scripts/gpu-check`.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn applications_on_other_streams_do_not_wait_for_a_busy_one() {
@@ -212,6 +213,10 @@ fn applications_on_other_streams_do_not_wait_for_a_busy_one() {
             let payloads = Payloads::Host(sample.pair.blob());
             prepare_in_slices(&index, &both[n].bindings, mode, payloads, SLICE).unwrap().launch(stream).unwrap()
         };
+        // Pinning memory waits for all that a device does, and is done when it is first wanted.
+        let before = [launch(0, &busy), launch(1, &free)];
+        before.into_iter().for_each(|pending| pending.wait().unwrap());
+        both.iter().for_each(|laid| laid.restore(device));
         spin(device, spinning, &busy);
         // Streams beside it are given back while they wait.
         drop(launch(0, &busy));
