@@ -96,14 +96,17 @@ impl Encoders {
         let from_zeros = LazyCell::new(|| Difference::find(plan.dtype, zeros, target, alone));
         let difference = |way: Way| if way.from_base { *from_base } else { *from_zeros };
         let mut trials: Vec<Trial> = Vec::with_capacity(ways.len());
-        let mut least = u64::MAX;
+        let (mut least, mut least_from_base) = (u64::MAX, u64::MAX);
         for &way in &ways {
-            let trial = if !way.from_base && ways[0].from_base && least.saturating_mul(FAR) <= target.len() as u64 {
+            let trial = if !way.from_base && least_from_base.saturating_mul(FAR) <= target.len() as u64 {
                 Trial { attempt: Attempt::not_made(way, target.len() as u64), layouts: Vec::new(), exact: true }
             } else {
                 Trial::begin(encoder(encoders, way)?, plan, way, difference(way), least)?
             };
             least = least.min(trial.attempt.size);
+            if way.from_base {
+                least_from_base = least;
+            }
             trials.push(trial);
         }
         let mut order: Vec<usize> = (0..trials.len()).collect();

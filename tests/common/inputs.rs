@@ -349,6 +349,18 @@ const KINDS: &[Kind] = &[
         let (base, target) = (m.weights(Dtype::Bf16, n / 8, n), m.weights(Dtype::Bf16, n / 8, n));
         m.both("head", Dtype::Bf16, &[n / 8, n], base, target);
     }),
+    ("one head of sixteen", |m, n| {
+        m.tensor("projection", Dtype::Bf16, [n, 2048], Change::Step, |m, _, column| column / 128 == 3 && m.below(2) == 0);
+    }),
+    ("every third lane", |m, n| {
+        m.tensor("weight", Dtype::Bf16, [n, n], Change::Any, move |_, row, column| (row * n + column) % 3 == 0);
+    }),
+    ("zeros but for the beginning, U32", |m, n| {
+        let base: Vec<u8> = (0..4 * n * n / 4).map(|_| m.below(256) as u8).collect();
+        let mut target = base.clone();
+        target[(n * n / 64) as usize..].fill(0);
+        m.both("packed", Dtype::U32, &[n, n / 4], base, target);
+    }),
     ("mostly zeros", |m, n| {
         let sparse = |m: &mut Maker| -> Vec<u8> {
             let kept = m.weights(Dtype::Bf16, n - 1, n - 1);

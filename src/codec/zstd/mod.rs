@@ -65,8 +65,8 @@ impl Encoder {
         Ok(Self { frames: frame::Compressor::new().map_err(library)?, content: Content::default(), trial: Vec::new() })
     }
 
-    /// Appends the smallest payload, and says what each layout took. None is tried after the first one if that takes more than
-    /// `enough` bytes: others gain little.
+    /// Appends the smallest payload, and says what each layout took. If the first layout that says something of every lane, or of
+    /// changed lanes alone, takes more than `enough` bytes, no other of its kind is tried: it gains little.
     pub fn encode<L: Lane>(
         &mut self,
         difference: Difference<'_>,
@@ -86,7 +86,12 @@ impl Encoder {
         };
         let (mut encoded, mut sizes) = (Encoded::default(), Vec::with_capacity(layouts.len()));
         let start = payload.len();
+        let mut too_large = [false; 2];
         for layout in layouts {
+            let kind = usize::from(is_dense(layout));
+            if too_large[kind] {
+                continue;
+            }
             self.content.clear();
             if is_dense(layout) {
                 self.content.put_dense(layout, deltas.of_all());
@@ -101,11 +106,9 @@ impl Encoder {
                 payload.truncate(start);
                 payload.extend(&self.trial);
             }
-            let first = sizes.is_empty();
+            let first_of_kind = sizes.iter().all(|(other, _)| is_dense(*other) != is_dense(layout));
             sizes.push((layout, size));
-            if first && size as u64 > enough {
-                break;
-            }
+            too_large[kind] = first_of_kind && size as u64 > enough;
         }
         Ok((encoded, sizes))
     }
