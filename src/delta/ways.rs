@@ -3,7 +3,7 @@
 //! A chunk is coded in every way that may win. What a way that is far off would make of it is estimated: nobody needs that payload.
 //! All of this is a function of the chunk's lanes, so that the bytes are the same for any number of threads.
 
-use super::options::{EncodeOptions, Way};
+use super::options::{CodecChoice, EncodeOptions, Way};
 use super::plan::Plan;
 use crate::checkpoint::Checkpoint;
 use crate::codec::conditioned::uncoded_size;
@@ -25,8 +25,6 @@ const RUNS: usize = 8;
 const FEW: u64 = 1 << 9;
 /// Bytes of a payload that a part has as well as the whole: headers and tables.
 const PART: u64 = 128;
-/// How many times smaller than the target a chunk must be coded from its base, for the target not to be tried alone.
-const FAR: u64 = 32;
 
 /// What a way makes of a chunk.
 pub(super) struct Attempt {
@@ -67,7 +65,7 @@ impl Encoders {
         &mut self,
         plan: &Plan,
         way: Way,
-        layout: Option<Layout>,
+        options: &EncodeOptions,
         base: &[u8],
         target: &[u8],
     ) -> Result<(Vec<u8>, Encoded)> {
@@ -75,7 +73,14 @@ impl Encoders {
         let base = if way.from_base { base } else { zeros(&mut self.zeros, target.len()) };
         let difference = Difference::find(plan.dtype, base, target, &mut self.masks[from]);
         let mut payload = Vec::new();
-        let encoded = encoder(&mut self.encoders, way)?.encode_difference(plan.coding(way, layout), difference, &mut payload)?;
+        let encoder = encoder(&mut self.encoders, way)?;
+        let encoded = match (way.codec, options.codec) {
+            // A codec that was named has the layout that was named, or the one that suits the chunk.
+            (_, CodecChoice::Only(_)) | (Codec::Conditioned | Codec::Raw, _) => {
+                encoder.encode_difference(plan.coding(way, options.layout), difference, &mut payload)?
+            }
+            (Codec::Zstd, _) => encoder.smallest_frame(difference, Layouts::Any, u64::MAX, &mut payload)?.0,
+        };
         Ok((payload, encoded))
     }
 
@@ -88,7 +93,7 @@ impl Encoders {
             None => options.codec.ways(plan.base_kind != BaseKind::None),
         };
         if let [way] = ways[..] {
-            return Ok(vec![Attempt::made(way, self.encode(plan, way, options.layout, base, target)?)]);
+            return Ok(vec![Attempt::made(way, self.encode(plan, way, options, base, target)?)]);
         }
         let Self { encoders, masks: [near, alone], zeros: buffer } = self;
         let zeros = zeros(buffer, target.len());
@@ -96,17 +101,10 @@ impl Encoders {
         let from_zeros = LazyCell::new(|| Difference::find(plan.dtype, zeros, target, alone));
         let difference = |way: Way| if way.from_base { *from_base } else { *from_zeros };
         let mut trials: Vec<Trial> = Vec::with_capacity(ways.len());
-        let (mut least, mut least_from_base) = (u64::MAX, u64::MAX);
+        let mut least = u64::MAX;
         for &way in &ways {
-            let trial = if !way.from_base && least_from_base.saturating_mul(FAR) <= target.len() as u64 {
-                Trial { attempt: Attempt::not_made(way, target.len() as u64), layouts: Vec::new(), exact: true }
-            } else {
-                Trial::begin(encoder(encoders, way)?, plan, way, difference(way), least)?
-            };
+            let trial = Trial::begin(encoder(encoders, way)?, plan, way, difference(way), least)?;
             least = least.min(trial.attempt.size);
-            if way.from_base {
-                least_from_base = least;
-            }
             trials.push(trial);
         }
         let mut order: Vec<usize> = (0..trials.len()).collect();

@@ -317,6 +317,12 @@ const KINDS: &[Kind] = &[
         let target = base.chunks(2).flat_map(|_| 0x7FC0u16.to_le_bytes()).collect();
         m.both("weight", Dtype::Bf16, &[n, n], base, target);
     }),
+    ("filled with one value, most of it before", |m, n| {
+        let base: Vec<u8> = [0x80, 0x3F].repeat((3 * n * n) as usize);
+        let rest = m.weights(Dtype::Bf16, n, n);
+        let target = [0x80, 0x3F].repeat((4 * n * n) as usize);
+        m.both("weight", Dtype::Bf16, &[4 * n, n], [base, rest].concat(), target);
+    }),
     ("subnormal", |m, n| {
         let base: Vec<u8> = (0..n * n).flat_map(|_| (m.below(0x80) as u16 | (m.below(2) << 15) as u16).to_le_bytes()).collect();
         let target = base.chunks(2).flat_map(|lane| [lane[0] ^ u8::from(m.below(20) == 0), lane[1]]).collect();
