@@ -7,6 +7,7 @@ use super::options::{CodecChoice, EncodeOptions, Way};
 use super::plan::Plan;
 use crate::checkpoint::Checkpoint;
 use crate::codec::conditioned::uncoded_size;
+use crate::codec::zstd::is_repeats;
 use crate::codec::{ChunkEncoder, Codec, Difference, Encoded, Layout, LayoutSize, Layouts, raw_size};
 use crate::error::Result;
 use crate::format::{BaseKind, PAYLOAD_ALIGN};
@@ -132,26 +133,36 @@ fn encoder(encoders: &mut [Option<ChunkEncoder>; 2], way: Way) -> Result<&mut Ch
 /// A way that may be tried on a whole chunk.
 struct Trial {
     attempt: Attempt,
-    /// Layouts of codec `zstd` that are close; none if that is not known.
+    /// Layouts of codec `zstd` that are to be tried; none if all are.
     layouts: Vec<Layout>,
-    /// Whether the size is known without a payload, or a bound.
-    exact: bool,
+    precision: Precision,
+}
+
+/// What is known of the size that a way makes of a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Precision {
+    /// The size.
+    Exact,
+    /// About the size.
+    Near,
+    /// That a part is repeats: of the whole there may be far less.
+    Repeats,
 }
 
 impl Trial {
     /// What a way makes of a chunk, or about that, where others make about `least` bytes.
     fn begin(encoder: &mut ChunkEncoder, plan: &Plan, way: Way, difference: Difference<'_>, least: u64) -> Result<Self> {
         let (lanes, changed, width) = (difference.lanes() as u64, difference.changed as u64, plan.dtype.lane_bytes());
-        let exact = |size| Self { attempt: Attempt::not_made(way, size), layouts: Vec::new(), exact: true };
+        let exact = |size| Self { attempt: Attempt::not_made(way, size), layouts: Vec::new(), precision: Precision::Exact };
         let mut trial = match way.codec {
             _ if changed == 0 => {
-                return Ok(Self { attempt: Attempt::made(way, Default::default()), layouts: Vec::new(), exact: true });
+                return Ok(Self { attempt: Attempt::made(way, Default::default()), ..exact(0) });
             }
             Codec::Raw => return Ok(exact(raw_size(changed as u32, width).next_multiple_of(PAYLOAD_ALIGN))),
             Codec::Conditioned if plan.tables_of(way).is_none() => {
                 return Ok(exact((uncoded_size(difference) as u64).next_multiple_of(PAYLOAD_ALIGN)));
             }
-            Codec::Conditioned | Codec::Zstd => Self { exact: false, ..exact(0) },
+            Codec::Conditioned | Codec::Zstd => Self { precision: Precision::Near, ..exact(0) },
         };
         // Where not most lanes change the first way wins mostly.
         let whole = least == u64::MAX && 2 * changed <= lanes;
@@ -160,19 +171,19 @@ impl Trial {
             Some(part) => {
                 let (mut masks, mut payload) = (Vec::new(), Vec::new());
                 let part_of = part.difference(plan.dtype, &mut masks);
-                let sizes = match way.codec {
-                    Codec::Zstd => {
-                        // Of many changes, layouts differ less.
-                        let enough = part.share(least.saturating_mul(if 4 * changed > lanes { 9 } else { 10 }) / 8) + PART;
-                        encoder.smallest_frame(part_of, Layouts::Any, enough, &mut payload)?.1
+                if way.codec == Codec::Zstd {
+                    // Of many changes, layouts differ less.
+                    let enough = part.share(least.saturating_mul(if 4 * changed > lanes { 9 } else { 10 }) / 8) + PART;
+                    let (encoded, sizes) = encoder.smallest_frame(part_of, Layouts::Any, enough, &mut payload)?;
+                    if is_repeats(encoded, payload.len()) {
+                        trial.precision = Precision::Repeats;
+                    } else {
+                        trial.layouts = close(&sizes, payload.len(), 4 * changed > lanes);
                     }
-                    _ => {
-                        encoder.encode_difference(plan.coding(way, None), part_of, &mut payload)?;
-                        Vec::new()
-                    }
-                };
+                } else {
+                    encoder.encode_difference(plan.coding(way, None), part_of, &mut payload)?;
+                }
                 trial.attempt.size = part.whole((payload.len() as u64).saturating_sub(PART));
-                trial.layouts = close(&sizes, payload.len(), 4 * changed > lanes);
             }
         }
         Ok(trial)
@@ -181,7 +192,11 @@ impl Trial {
     /// Whether the chunk may have fewer bytes than `least` in this way.
     fn may_be_below(&self, least: u64) -> bool {
         let size = self.attempt.size;
-        if self.exact { size <= least } else { 16 * size <= 17 * least }
+        match self.precision {
+            Precision::Exact => size <= least,
+            Precision::Near => 16 * size <= 17 * least,
+            Precision::Repeats => size <= 8 * least,
+        }
     }
 
     /// Encodes the whole chunk, of which others make `least` bytes.
@@ -191,7 +206,8 @@ impl Trial {
         let encoded = match way.codec {
             Codec::Zstd => {
                 let layouts = if self.layouts.is_empty() { Layouts::Any } else { Layouts::These(&self.layouts) };
-                encoder.smallest_frame(difference, layouts, least.saturating_mul(3) / 2, &mut payload)?.0
+                let enough = if self.precision == Precision::Repeats { u64::MAX } else { least.saturating_mul(3) / 2 };
+                encoder.smallest_frame(difference, layouts, enough, &mut payload)?.0
             }
             _ => encoder.encode_difference(plan.coding(way, None), difference, &mut payload)?,
         };

@@ -214,6 +214,25 @@ const KINDS: &[Kind] = &[
         let target = base.chunks(8).flat_map(|lane| (u64::from_le_bytes(lane.try_into().unwrap()) + 1).to_le_bytes()).collect();
         m.both("steps", Dtype::I64, &[n, 16], base, target);
     }),
+    ("indices plus five but for some runs, I32", |m, n| {
+        let base = m.weights(Dtype::I32, n, n);
+        let mut target = base.clone();
+        let mut left = 0;
+        for lane in target.chunks_mut(4) {
+            left = if left > 0 {
+                left - 1
+            } else if m.below(9000) == 0 {
+                700
+            } else {
+                0
+            };
+            if left == 0 {
+                let moved = u32::from_le_bytes(lane.try_into().unwrap()).wrapping_add(5);
+                lane.copy_from_slice(&moved.to_le_bytes());
+            }
+        }
+        m.both("indices", Dtype::I32, &[n, n], base, target);
+    }),
     ("mask, BOOL", |m, n| m.tensor("mask", Dtype::Bool, [n, n], Change::Any, |m, _, _| m.below(200) == 0)),
     ("one lane changed", |m, n| {
         m.tensor("weight", Dtype::Bf16, [n, n], Change::Step, move |_, row, column| (row, column) == (n / 3, 5))

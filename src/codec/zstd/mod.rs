@@ -75,7 +75,8 @@ impl Encoder {
         payload: &mut Vec<u8>,
     ) -> Result<(Encoded, Vec<LayoutSize>)> {
         let mut deltas = Deltas::<L>::new(difference);
-        let layouts = match layouts {
+        let any = matches!(layouts, Layouts::Any);
+        let mut layouts = match layouts {
             Layouts::Suited => vec![deltas.suited()],
             Layouts::These(layouts) => layouts.to_vec(),
             Layouts::Any => {
@@ -87,7 +88,9 @@ impl Encoder {
         let (mut encoded, mut sizes) = (Encoded::default(), Vec::with_capacity(layouts.len()));
         let start = payload.len();
         let mut too_large = [false; 2];
-        for layout in layouts {
+        let mut tried = 0;
+        while let Some(&layout) = layouts.get(tried) {
+            tried += 1;
             let kind = usize::from(is_dense(layout));
             if too_large[kind] {
                 continue;
@@ -109,9 +112,18 @@ impl Encoder {
             let first_of_kind = sizes.iter().all(|(other, _)| is_dense(*other) != is_dense(layout));
             sizes.push((layout, size));
             too_large[kind] = first_of_kind && size as u64 > enough;
+            if any && tried == layouts.len() && is_repeats(encoded, payload.len() - start) {
+                layouts.extend(Layout::ALL.iter().filter(|layout| sizes.iter().all(|(other, _)| other != *layout)));
+            }
         }
         Ok((encoded, sizes))
     }
+}
+
+/// Whether a frame is so much smaller than its content that it is made of repeats. It takes little time then, and how far the
+/// repeats of a layout reach is hard to foresee.
+pub(crate) fn is_repeats(encoded: Encoded, size: usize) -> bool {
+    16 * size as u64 <= u64::from(encoded.uncompressed_size)
 }
 
 /// Whether a layout says something of every lane.
