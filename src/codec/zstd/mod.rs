@@ -75,7 +75,8 @@ impl Encoder {
         payload: &mut Vec<u8>,
     ) -> Result<(Encoded, Vec<LayoutSize>)> {
         let mut deltas = Deltas::<L>::new(difference);
-        let any = matches!(layouts, Layouts::Any);
+        // Where all lanes change, layouts of the changed ones say the same as those of all.
+        let more = matches!(layouts, Layouts::Any) && 32 * difference.changed <= 31 * difference.lanes();
         let mut layouts = match layouts {
             Layouts::Suited => vec![deltas.suited()],
             Layouts::These(layouts) => layouts.to_vec(),
@@ -112,7 +113,7 @@ impl Encoder {
             let first_of_kind = sizes.iter().all(|(other, _)| is_dense(*other) != is_dense(layout));
             sizes.push((layout, size));
             too_large[kind] = first_of_kind && size as u64 > enough;
-            if any && tried == layouts.len() && is_repeats(encoded, payload.len() - start) {
+            if more && tried == layouts.len() && is_repeats(encoded, payload.len() - start) {
                 layouts.extend(Layout::ALL.iter().filter(|layout| sizes.iter().all(|(other, _)| other != *layout)));
             }
         }
