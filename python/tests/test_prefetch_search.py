@@ -180,7 +180,7 @@ def search(seconds: float, prepare: Callable[[pytest.MonkeyPatch], None] = lambd
     return ""
 
 
-#: What a finalizer raises is told and ignored: none of them may have a point.
+#: Python reports an error of a finalizer and goes on, so no finalizer may have a point.
 finalizers_end = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 
 
@@ -191,7 +191,7 @@ def test_no_random_program_goes_wrong() -> None:
 
 @finalizers_end
 def test_no_random_programs_of_three_threads_go_wrong() -> None:
-    """On a stream each, which what a model is told of, released or let go reaches too; with captures in one beside calls in the others."""
+    """Each thread has a stream. Programs of one thread change and release models while the others call or capture."""
     end, seed, before = time.monotonic() + SEARCH / 2, 0, sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

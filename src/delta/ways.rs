@@ -7,6 +7,7 @@ use super::options::{CodecChoice, EncodeOptions, Way};
 use super::plan::Plan;
 use crate::checkpoint::Checkpoint;
 use crate::codec::conditioned::uncoded_size;
+use crate::codec::count;
 use crate::codec::zstd::is_repeats;
 use crate::codec::{ChunkEncoder, Codec, Difference, Encoded, Layout, LayoutSize, Layouts, raw_size};
 use crate::error::Result;
@@ -87,7 +88,7 @@ impl Encoders {
 
     /// What each way makes of a chunk.
     ///
-    /// Ways are tried on a part of it first, and then on the whole: from the one on that looks smallest, as long as they are close.
+    /// Each way is tried on a part of it first. Then the ways that are close are tried on the whole, the smallest first.
     pub fn attempts(&mut self, plan: &Plan, options: &EncodeOptions, base: &[u8], target: &[u8]) -> Result<Vec<Attempt>> {
         let ways = match plan.way.get() {
             Some(&way) => vec![way],
@@ -145,7 +146,7 @@ enum Precision {
     Exact,
     /// About the size.
     Near,
-    /// That a part is repeats: of the whole there may be far less.
+    /// Too much, perhaps by far: the part is made of repeats, and the whole may have more of them.
     Repeats,
 }
 
@@ -166,7 +167,7 @@ impl Trial {
         };
         // Where not most lanes change the first way wins mostly.
         let whole = least == u64::MAX && 2 * changed <= lanes;
-        match Part::of(way.codec, difference).filter(|_| !whole) {
+        match if whole { None } else { Part::of(way.codec, difference) } {
             None => trial.end(encoder, plan, difference, least)?,
             Some(part) => {
                 let (mut masks, mut payload) = (Vec::new(), Vec::new());
@@ -216,8 +217,8 @@ impl Trial {
     }
 }
 
-/// The layouts to be tried on a whole chunk, the smallest of the part first: only that one where `many` lanes change. Where few do, the
-/// longer the content, the more repeats are found in some layouts.
+/// The layouts to try on a whole chunk, the smallest of the part first. Where `many` lanes change, that is the only one. Where few
+/// do, a longer content may have more repeats in another layout.
 fn close(sizes: &[LayoutSize], smallest: usize, many: bool) -> Vec<Layout> {
     let most = if many { smallest } else { smallest * 3 / 2 };
     let mut close: Vec<LayoutSize> = sizes.iter().copied().filter(|(_, size)| *size <= most).collect();
@@ -278,7 +279,7 @@ impl<'a> Part<'a> {
         let (mut seen, mut range) = (0, 0..masks.len());
         for (start, masks) in (0..).step_by(MASKS).zip(masks.chunks(MASKS)) {
             let before = seen;
-            seen += masks.iter().map(|mask| u64::from(mask.count_ones())).sum::<u64>();
+            seen += count(masks) as u64;
             if seen <= (changed - wanted) / 2 {
                 range.start = start + masks.len();
             } else if before >= (changed + wanted) / 2 {

@@ -8,9 +8,14 @@ pub(crate) const BIT: u64 = 256;
 /// What a symbol of frequency 0 costs that cannot be an exception: more than any list of them.
 pub(super) const IMPOSSIBLE: u64 = 1 << 20;
 
-/// What a lane of `width` bytes costs as an exception.
+/// Bytes of an exception: its position and its delta, of `width` bytes.
+pub(super) fn exception_bytes(width: usize) -> usize {
+    4 + width
+}
+
+/// What an exception of a lane of `width` bytes costs.
 pub(super) fn exception_cost(width: usize) -> u64 {
-    8 * (4 + width as u64) * BIT
+    8 * exception_bytes(width) as u64 * BIT
 }
 
 /// log2 of `x` > 0 in units, rounded down.

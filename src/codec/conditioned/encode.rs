@@ -2,7 +2,7 @@
 
 use super::coded::{Coded, tiles_of};
 use super::context::{HALF, MAX_CONTEXTS, Maps, tile_blocks};
-use super::cost::{BIT, Costs, IMPOSSIBLE, exception_cost};
+use super::cost::{BIT, Costs, IMPOSSIBLE, exception_bytes, exception_cost};
 use super::payload::{MAX_LOG2, segment};
 use super::stats::{CONTEXTS, LEVELS, Row, Split, Stats, all_lanes};
 use super::stream::{self, LEAST_STATE};
@@ -165,7 +165,7 @@ impl Encoder {
         let tiles = blocks.div_ceil(tile);
         self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, STEP, base, None);
         let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
-        // What is paid for time takes no bytes.
+        // The cost includes the time of decoding, which takes no bytes.
         let time = if low_bits == 0 { coded as u64 * pace.lane } else { 0 };
         let (states, segments) = shape(coded, choice.cost.saturating_sub(time) / BIT / 8, tiles, pace);
         if states != STEP {
@@ -227,7 +227,7 @@ impl Encoder {
 
 /// Bytes of all changes of a chunk as exceptions.
 fn listed_size(difference: Difference<'_>) -> usize {
-    difference.changed * (4 + difference.dtype.lane_bytes())
+    difference.changed * exception_bytes(difference.dtype.lane_bytes())
 }
 
 /// Bytes of a payload without coded lanes: what it stores, and header, map, a byte to make the size even, and a state.
