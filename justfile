@@ -8,6 +8,7 @@ check:
     cargo fmt --all --check
     cargo fmt --manifest-path fuzz/Cargo.toml --check
     scripts/cycles
+    scripts/light
     cargo clippy --all-targets --all-features -- -D warnings
     cargo clippy --all-targets --no-default-features -- -D warnings
     cargo clippy --package tpde-python --all-targets -- -D warnings

@@ -29,7 +29,7 @@ pub struct Vector {
 }
 
 pub fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/v1")
+    super::root().join("testdata/v1")
 }
 
 pub fn read(path: &Path) -> Vec<u8> {

@@ -6,13 +6,17 @@ pub mod forge;
 pub mod inputs;
 #[allow(dead_code, reason = "not all tests look at the vectors")]
 pub mod manifest;
-#[cfg(feature = "cli")]
-#[allow(dead_code, reason = "not all tests run the program")]
-pub mod place;
 
 use serde_json::{Map, Value, json};
 use std::fs;
 use std::path::Path;
+
+/// The root of the repository, for tests of every package in it.
+#[allow(dead_code, reason = "not all tests read files of the repository")]
+pub fn root() -> &'static Path {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    package.ancestors().find(|folder| folder.join("testdata").is_dir()).unwrap()
+}
 
 /// A tensor to be written.
 #[derive(Debug, Clone, PartialEq, Eq)]

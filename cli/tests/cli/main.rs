@@ -1,7 +1,6 @@
 //! The command line from outside: what it writes, what it says, and how it ends.
 
-#![cfg(feature = "cli")]
-
+#[allow(dead_code, unused_imports, reason = "not all tests use all of it")]
 #[path = "../common/mod.rs"]
 mod common;
 

@@ -42,7 +42,7 @@ fn a_device_gives_the_same_files() {
 fn the_stand_in_of_a_device_gives_the_same_files() {
     let test = std::env::current_exe().unwrap();
     let folder = test.ancestors().nth(3).unwrap().join("emulator");
-    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/emulator/build");
+    let script = crate::common::root().join("kernels/emulator/build");
     let built = std::process::Command::new(script).arg(&folder).arg("driver").output().unwrap();
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     let output = std::process::Command::new(&test)

@@ -1,7 +1,7 @@
 //! Refuses benchmarks that need more memory than is available, before anything is read. A system that overcommits would kill
 //! the process later.
 
-use crate::cli::text;
+use crate::text;
 use std::fs::read_to_string;
 use std::io;
 

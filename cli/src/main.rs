@@ -1,5 +1,7 @@
-//! The command line, one module a verb. A verb takes its arguments and returns a report; this module shows it, as text for
-//! people or as JSON for programs, and turns what went wrong into exit codes.
+//! The program `tpde`, one module per verb. A verb takes its arguments and returns a report. This module prints the report, as text
+//! or as JSON, and turns errors into exit codes. What the program knows of the format is in the library.
+
+#![forbid(unsafe_code)]
 
 mod apply;
 mod bench;
@@ -34,7 +36,7 @@ use tracing::Level;
 /// 2 usage; 3 the system refused (files, disk, an input that changed); 4 no such device. A signal ends tpde by that signal, and
 /// leaves no temporary files.
 #[derive(Parser)]
-#[command(version, max_term_width = 110, arg_required_else_help = true)]
+#[command(name = "tpde", version, max_term_width = 110, arg_required_else_help = true)]
 struct Cli {
     #[command(flatten)]
     common: Common,
@@ -55,7 +57,7 @@ enum Verb {
 }
 
 /// Runs the command line of this process.
-pub fn main() -> ExitCode {
+fn main() -> ExitCode {
     // Before parsing, which prints help and errors itself.
     match color_argument(std::env::args_os().skip(1)) {
         Color::Auto => anstream::ColorChoice::Auto,

@@ -1,6 +1,8 @@
 //! A folder to run `tpde` in.
 
-use super::*;
+use super::{Tensor, tensor, tuned, write_file};
+use serde_json::Value;
+use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 use tempfile::TempDir;

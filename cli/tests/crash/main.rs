@@ -2,9 +2,7 @@
 //!
 //! `strace` stops the real command at each of its system calls on files, or makes the call fail.
 
-#![cfg(feature = "cli")]
-
-#[allow(dead_code, reason = "other tests use more of it")]
+#[allow(dead_code, unused_imports, reason = "other tests use more of it")]
 #[path = "../common/mod.rs"]
 mod common;
 

@@ -1,8 +1,6 @@
 //! The command line given files that were made to harm: memory, the length of what is printed, names.
 
-#![cfg(feature = "cli")]
-
-#[allow(dead_code, reason = "other tests use more of it")]
+#[allow(dead_code, unused_imports, reason = "other tests use more of it")]
 mod common;
 
 use common::place::*;

@@ -1,6 +1,7 @@
 //! Arguments, help and error messages.
 
 use crate::common::place::*;
+use crate::common::root;
 use std::fs;
 use std::path::Path;
 use tpde::{Codec, CodecChoice, Favor};
@@ -136,7 +137,7 @@ fn help_documents_and_docstrings_say_the_same_of_what_codecs_and_favors_are_for(
     place.ok("man --dir pages");
     let page = fs::read_to_string(place.path("pages/tpde-encode.1")).unwrap().replace('\\', "");
     let (help, summary) = (place.ok("encode --help").out, place.ok("encode -h").out);
-    let read = |path: &str| fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap();
+    let read = |path: &str| fs::read_to_string(root().join(path)).unwrap();
     let (readme, python, options) = (read("README.md"), read("python/tpde/_paths.py"), read("src/delta/options.rs"));
     let codecs = CodecChoice::ALL.iter().map(|choice| ("--codec", choice.name(), choice.job(), *choice == CodecChoice::default()));
     let favors = Favor::ALL.iter().map(|favor| ("--favor", favor.name(), favor.job(), *favor == Favor::default()));

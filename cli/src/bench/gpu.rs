@@ -4,8 +4,8 @@
 //! of runs whose result was compared with the target bit for bit; the dense copies are taken in the same process.
 
 use super::median::median;
-use crate::cli::signals::TemporaryFolder;
-use crate::cli::text::{self, BOLD};
+use crate::signals::TemporaryFolder;
+use crate::text::{self, BOLD};
 use anyhow::ensure;
 use rayon::prelude::*;
 use serde::Serialize;
