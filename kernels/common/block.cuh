@@ -1,4 +1,4 @@
-// What a block knows about its chunk, and what all its threads do together.
+// The chunk of a block, and operations of all its threads together.
 #pragma once
 #include "common/device.cuh"
 #include "common/sums.cuh"
@@ -6,11 +6,11 @@
 #define WARP 32
 #define ALL_LANES 0xFFFFFFFFu
 
-// A chunk and its part of the tensor. All numbers that count within the chunk have 32 bits.
+// A chunk and its part of the tensor. Positions and sizes within a chunk fit in 32 bits.
 struct Chunk {
     const u8* base;    // first base lane of the chunk
     u8* output;
-    const u8* payload; // a multiple of 16
+    const u8* payload; // address is a multiple of 16
     u32 lanes;
     u32 base_lanes;    // base lanes that exist; those beyond are zero
     u32 size;          // of the payload
@@ -20,20 +20,20 @@ struct Chunk {
     u64 base_sum, target_sum;
 };
 
-__device__ __forceinline__ u32 place_of_block(const Launch& launch) { return launch.first + blockIdx.x; }
+__device__ __forceinline__ u32 launch_index(const Launch& launch) { return launch.first + blockIdx.x; }
 
-// The chunk of this block and its tensor; false if this kernel has nothing to do with it.
+// Finds the chunk of this block and its tensor. False if this kernel does not decode that chunk.
 __device__ __forceinline__ bool chunk_of_block(const Launch& launch, u16 codec, Chunk& chunk, DeviceTensor& tensor) {
     if (blockIdx.x >= launch.count) return false;
-    chunk.number = launch.order ? ((const u32*)launch.order)[place_of_block(launch)] : place_of_block(launch);
+    chunk.number = launch.order ? ((const u32*)launch.order)[launch_index(launch)] : launch_index(launch);
     tensor = ((const DeviceTensor*)launch.tensors)[((const u32*)launch.chunk_tensors)[chunk.number]];
     if (tensor.codec != codec) return false;
     ChunkMetadata record = ((const ChunkMetadata*)launch.chunks)[chunk.number];
     ChunkSums sums = ((const ChunkSums*)launch.sums)[chunk.number];
     u64 first = record.output_offset, left = tensor.lanes - first, size = 1ull << tensor.chunk_lanes_log2;
-    u64 of_base = tensor.base_lanes > first ? tensor.base_lanes - first : 0;
+    u64 base_left = tensor.base_lanes > first ? tensor.base_lanes - first : 0;
     chunk.lanes = (u32)(left < size ? left : size);
-    chunk.base_lanes = (u32)(of_base < chunk.lanes ? of_base : chunk.lanes);
+    chunk.base_lanes = (u32)(base_left < chunk.lanes ? base_left : chunk.lanes);
     chunk.base = (const u8*)tensor.base + (first << tensor.lane_log2);
     chunk.output = (u8*)tensor.output + (first << tensor.lane_log2);
     chunk.payload = (const u8*)(launch.blob + record.blob_offset);
@@ -45,10 +45,10 @@ __device__ __forceinline__ bool chunk_of_block(const Launch& launch, u16 codec, 
     return true;
 }
 
-// Errors are gathered as bits, one for each code.
+// Errors are a bit mask: bit n stands for status word n.
 __device__ __forceinline__ u32 error(u32 status) { return 1u << status; }
 
-// One thread: writes the status that the errors of the block make.
+// One thread: writes the status word of the chunk, which is the lowest error bit.
 __device__ __forceinline__ void report(const Launch& launch, const Chunk& chunk, u32 errors) {
     ((u32*)launch.statuses)[chunk.number] = errors ? __ffs((i32)errors) - 1 : 0;
     if (errors && launch.mode == TPDE_MODE_DRY) *(volatile u32*)launch.flag = 1;
@@ -75,14 +75,15 @@ template <int W> __device__ __forceinline__ void set_shared_lane(u32 at, typenam
     if constexpr (W == 8) set_shared_u64(at, lane);
 }
 
-// The same in all threads of a warp, and known to be.
+// Returns thread 0's `x`. The caller passes a value that is equal in all threads; the shuffle proves that to the
+// compiler.
 __device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(ALL_LANES, x, 0); }
 
 // ---- Payload: reads stay inside it and its padding ----
 
 __device__ __forceinline__ u32 padded(u32 size) { return (size + 15) & ~15u; }
 
-// Up to 8 bytes at any place, `size` of them; the caller knows that they are there.
+// Loads SIZE <= 8 bytes at any alignment. The caller checks the bounds.
 template <int SIZE> __device__ __forceinline__ u64 unaligned(const u8* payload, u32 at) {
     u64 value = 0;
 #pragma unroll
@@ -100,7 +101,7 @@ template <int W> __device__ __forceinline__ void store_lane(const Chunk& chunk, 
     ((typename LaneOf<W>::type*)chunk.output)[at] = (typename LaneOf<W>::type)lane;
 }
 
-// ---- What all threads know of ----
+// ---- Totals of the block ----
 
 // Sums and errors of a block, in shared memory.
 struct Totals {
@@ -113,7 +114,7 @@ __device__ __forceinline__ u64 warp_sum(u64 x) {
     return x;
 }
 
-// Adds what each thread has; a barrier must follow.
+// All threads: adds each thread's contribution. The caller must put a barrier before the totals are read.
 __device__ __forceinline__ void add_to(Totals& totals, u64 base_sum, u64 target_sum, u32 changed, u32 errors) {
     base_sum = warp_sum(base_sum);
     target_sum = warp_sum(target_sum);
@@ -127,7 +128,7 @@ __device__ __forceinline__ void add_to(Totals& totals, u64 base_sum, u64 target_
     }
 }
 
-// The errors of the block, those of the sums among them. `target_sum` has been formed as the base's plus a term a change.
+// All errors of the block, including wrong sums. `totals.target_sum` holds target sum - base sum, modulo 2^64.
 __device__ __forceinline__ u32 errors_of(const Totals& totals, const Chunk& chunk) {
     u32 errors = totals.errors;
     if (totals.base_sum != chunk.base_sum) errors |= error(TPDE_STATUS_CHUNK_BASE_SUM);

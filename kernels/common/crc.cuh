@@ -1,16 +1,16 @@
 // CRC-32 of a payload by all threads of a block.
 //
-// The payload is seen as rows of as many words as the block has threads, filled up with zeros in front, which a CRC that begins
-// with zero does not see. A thread goes down its column; a step from row to row multiplies by x^(32·threads) mod P, which is
-// linear over GF(2) and so a look-up for each five bits of the sum so far. A table of 32 words is a register of the warp, and a
-// look-up a shuffle: shared memory would be asked for one word by several threads at a time. At the end column i is multiplied by
-// x^(32·(threads − i)), and all columns are added.
+// The payload is laid out in rows of THREADS words. Zeros are put in front to fill the first row; a CRC that starts at
+// zero ignores them. Each thread processes one column. A step from one row to the batch multiplies by x^(32·THREADS) mod
+// P. That map is linear over GF(2), so it is the XOR of one table look-up per five bits of the current remainder. A
+// table has 32 words: one register per thread of the warp, read by shuffle. Shared memory would be slower, because of
+// bank conflicts. At the end column i is multiplied by x^(32·(THREADS − i)), and the columns are XORed.
 #pragma once
 #include "common/block.cuh"
 
 #define CRC_POLYNOMIAL 0xEDB88320u
 
-// a·b mod P; bits are reflected.
+// a·b mod P, with reflected bits.
 __host__ __device__ constexpr u32 crc_multiply(u32 a, u32 b) {
     u32 product = 0;
     for (int bit = 31; bit >= 0; bit--) {
@@ -23,7 +23,7 @@ __host__ __device__ constexpr u32 crc_multiply(u32 a, u32 b) {
 #define CRC_LOOKUPS 7
 
 template <int THREADS> struct CrcConstants {
-    u32 rows[CRC_LOOKUPS][32]; // what each five bits of a word become a row further on
+    u32 rows[CRC_LOOKUPS][32]; // [k][v]: bits 5k to 5k+4 of a word, of value v, multiplied by x^(32·THREADS) mod P
     u32 columns[THREADS];      // x^(32·(THREADS − i)) for thread i
 };
 
@@ -47,39 +47,39 @@ template <int THREADS> __host__ __device__ constexpr CrcConstants<THREADS> make_
 
 template <int THREADS> __device__ const CrcConstants<THREADS> CRC = make_crc_constants<THREADS>();
 
-// Bytes of shared memory that it works with; the content is of no use after.
+// Bytes of shared memory that block_crc32 needs as scratch.
 #define CRC_SHARED (4 * 32)
 
-// The CRC of the payload, in every thread. Begins and ends with barriers of the block.
+// All threads: returns the CRC of the payload. Starts and ends with a barrier.
 template <int THREADS> __device__ u32 block_crc32(const Chunk& chunk, u32* partial) {
-    constexpr u32 AT_ONCE = 8;
+    constexpr u32 ROWS_PER_STEP = 8;
     u32 thread = threadIdx.x, words = uniform(chunk.size) / 4;
     u32 tables[CRC_LOOKUPS];
 #pragma unroll
     for (int i = 0; i < CRC_LOOKUPS; i++) tables[i] = CRC<THREADS>.rows[i][thread % WARP];
-    u32 rows = (words + AT_ONCE * THREADS - 1) / (AT_ONCE * THREADS) * AT_ONCE, filled = rows * THREADS - words;
+    u32 rows = (words + ROWS_PER_STEP * THREADS - 1) / (ROWS_PER_STEP * THREADS) * ROWS_PER_STEP, zero_words = rows * THREADS - words;
     u32 sum = 0;
     const u32* payload = (const u32*)chunk.payload;
-    u32 next[AT_ONCE], coming[AT_ONCE];
+    u32 batch[ROWS_PER_STEP], prefetched[ROWS_PER_STEP];
     auto load = [&](u32 row) {
 #pragma unroll
-        for (u32 i = 0; i < AT_ONCE; i++) {
-            u32 place = (row + i) * THREADS + thread;
-            coming[i] = place >= filled && row < rows ? __ldg(payload + (place - filled)) ^ (place == filled ? ~0u : 0) : 0;
+        for (u32 i = 0; i < ROWS_PER_STEP; i++) {
+            u32 word = (row + i) * THREADS + thread;
+            prefetched[i] = word >= zero_words && row < rows ? __ldg(payload + (word - zero_words)) ^ (word == zero_words ? ~0u : 0) : 0;
         }
     };
     load(0);
-    for (u32 row = 0; row < rows; row += AT_ONCE) {
+    for (u32 row = 0; row < rows; row += ROWS_PER_STEP) {
 #pragma unroll
-        for (u32 i = 0; i < AT_ONCE; i++) next[i] = coming[i];
-        // The next words arrive while these are looked up.
-        load(row + AT_ONCE);
+        for (u32 i = 0; i < ROWS_PER_STEP; i++) batch[i] = prefetched[i];
+        // Overlaps the loads of the following batch with the look-ups of this one.
+        load(row + ROWS_PER_STEP);
 #pragma unroll
-        for (u32 i = 0; i < AT_ONCE; i++) {
+        for (u32 i = 0; i < ROWS_PER_STEP; i++) {
             u32 product = 0;
 #pragma unroll
             for (int k = 0; k < CRC_LOOKUPS; k++) product ^= __shfl_sync(ALL_LANES, tables[k], (i32)(sum >> 5 * k));
-            sum = next[i] ^ product;
+            sum = batch[i] ^ product;
         }
     }
     __syncthreads();
@@ -96,7 +96,7 @@ template <int THREADS> __device__ u32 block_crc32(const Chunk& chunk, u32* parti
     return ~crc;
 }
 
-// CRC and padding of the payload: errors, the same in every thread.
+// All threads: checks CRC and padding of the payload. Returns the same errors in every thread.
 template <int THREADS> __device__ __noinline__ u32 check_payload(const Launch& launch, const Chunk& chunk, u32* shared) {
     if (launch.flags & TPDE_FLAG_NO_CRC) return 0;
     u32 errors = block_crc32<THREADS>(chunk, shared) != chunk.crc32 ? error(TPDE_STATUS_PAYLOAD_CRC32) : 0;

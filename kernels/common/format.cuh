@@ -1,7 +1,7 @@
-// The layouts that kernels and host share (spec/tpde-format.md sections 6 to 8), and what a launch is told.
+// Structs and constants shared by the kernels and the host (spec/tpde-format.md sections 6 to 8).
 //
-// The Rust types of the same names must agree: `tpde_layout` (layout.cu) reports sizes, offsets and constants of this file, and
-// a test compares them. Another compares what files hold with spec/tpde.h. README.md says how to launch.
+// The Rust types of the same names must match. Two tests check it: one against the sizes, offsets and constants that
+// `tpde_layout` (layout.cu) reports, one against spec/tpde.h. README.md describes a launch.
 #pragma once
 
 typedef unsigned char u8;
@@ -19,7 +19,7 @@ typedef long long i64;
 #define TPDE_OFFSET(type, field, offset) static_assert(TPDE_OFFSET_OF(type, field) == (offset), #type "." #field)
 #define TPDE_SIZE(type, size) static_assert(sizeof(type) == (size), #type)
 
-// ---- From the index, as it lies there ----
+// ---- Records of the index ----
 
 struct ChunkMetadata {
     u64 blob_offset;
@@ -68,7 +68,7 @@ TPDE_OFFSET(ConditionedHeader, exception_count, 8);
 TPDE_OFFSET(ConditionedHeader, center, 12);
 TPDE_SIZE(ConditionedHeader, 16);
 
-// Codes of dtypes and codecs that kernels tell apart; the others are plain lanes.
+// Codes of dtypes and codecs. Kernels treat floats and signed integers specially, all other dtypes as unsigned lanes.
 enum : u16 {
     TPDE_BOOL = 0, TPDE_U8 = 1, TPDE_I8 = 2, TPDE_U16 = 3, TPDE_I16 = 4, TPDE_U32 = 5, TPDE_I32 = 6, TPDE_U64 = 7, TPDE_I64 = 8,
     TPDE_F16 = 16, TPDE_BF16 = 17, TPDE_F32 = 18, TPDE_F64 = 19, TPDE_C64 = 20,
@@ -78,19 +78,19 @@ enum : u16 {
 
 enum : u16 { TPDE_CODEC_RAW = 0, TPDE_CODEC_ZSTD = 1, TPDE_CODEC_CONDITIONED = 2 };
 
-// ---- From the host ----
+// ---- Arguments of a launch ----
 
-// A tensor of the launch. Pointers are aligned to the lanes and no more.
+// A tensor of the launch. Pointers are aligned to the size of a lane.
 struct DeviceTensor {
     u64 base;             // base lanes; not read at or past `base_lanes`
-    u64 output;           // `lanes` lanes; equal to `base` in place
+    u64 output;           // `lanes` lanes; the same as `base` for an application in place
     u64 lanes;
-    u64 base_lanes;       // base lanes that exist, at most `lanes`; those beyond are zero. 0 for base kind `none`
-    u32 first_chunk;      // number of its first record
-    u32 tables;           // `conditioned`: where its table set begins, in words of `Launch::tables`; or TPDE_NO_TABLES
+    u64 base_lanes;       // base lanes present, at most `lanes`; lanes beyond count as zero. 0 for base kind `none`
+    u32 first_chunk;      // index of its first record
+    u32 tables;           // `conditioned`: offset of its table set in words of `Launch::tables`; or TPDE_NO_TABLES
     u16 dtype;
-    u16 codec;            // the kernel of another codec leaves the tensor alone. `zstd` has no kernel: see TPDE_CODEC_RAW in README.md
-    u8 lane_log2;         // log2 of the bytes of a lane, 0 to 3
+    u16 codec;            // kernels of other codecs skip the tensor. `zstd` has no kernel: see README.md
+    u8 lane_log2;         // log2 of the bytes per lane, 0 to 3
     u8 chunk_lanes_log2;
     u16 reserved;         // 0
 };
@@ -109,35 +109,35 @@ TPDE_SIZE(DeviceTensor, 48);
 
 #define TPDE_NO_TABLES 0xFFFFFFFFu
 
-// What a launch does with the target lanes.
+// What a launch writes.
 enum : u32 {
     TPDE_MODE_DRY = 0,          // decode and check, store nothing; set the flag if anything fails
-    TPDE_MODE_OUT_OF_PLACE = 1, // write all lanes of the output, which overlaps no base
-    TPDE_MODE_IN_PLACE = 2,     // chunk by chunk: store the changes once all checks of the chunk have passed
-    TPDE_MODE_COMMIT = 3,       // in place, after a dry launch with the same flag: nothing if the flag is set, else store
+    TPDE_MODE_OUT_OF_PLACE = 1, // write all lanes of the output, which does not overlap any base
+    TPDE_MODE_IN_PLACE = 2,     // per chunk: store the changes after all checks of the chunk have passed
+    TPDE_MODE_COMMIT = 3,       // in place, after a dry launch with the same flag: store, unless the flag is set
 };
 
 enum : u32 {
-    TPDE_FLAG_NO_CRC = 1, // payloads were checked before: leave `crc32` and padding alone
+    TPDE_FLAG_NO_CRC = 1, // payloads are already checked: skip CRC and padding
 };
 
-// The parameter of every kernel that decodes, passed by value. Addresses are of the device's global memory.
+// The parameter of every decoding kernel, passed by value. Addresses are in global memory.
 struct Launch {
     u64 chunks;        // const ChunkMetadata*: the whole index map, or a copy with other payloads
-    u64 sums;          // const ChunkSums*: one a record
-    u64 chunk_tensors; // const u32*: the tensor of each record
+    u64 sums;          // const ChunkSums*: one per record
+    u64 chunk_tensors; // const u32*: tensor index of each record
     u64 tensors;       // const DeviceTensor*
     u64 tables;        // const u32*: table sets, see README.md
-    u64 blob;          // address at which `blob_offset` 0 would be, a multiple of 16; only payloads launched need be there
-    u64 statuses;      // u32*: one a record
-    u64 flag;          // u32*: DRY sets it to 1 where a chunk fails, COMMIT reads it; zeroed by the host before DRY
-    u64 order;         // const u32*: numbers of the chunks by their places; 0: the number is the place
-    u64 scratch;       // see README.md; 0: none
-    u32 first;         // place of the first chunk to do
-    u32 count;         // blocks of the grid; a block at or past it does nothing
+    u64 blob;          // address of blob offset 0, a multiple of 16; only the payloads of this launch must be present
+    u64 statuses;      // u32*: one per record
+    u64 flag;          // u32*: zeroed by the host; DRY sets it to 1 if a chunk fails, COMMIT reads it
+    u64 order;         // const u32*: chunk indexes in launch order; 0: ascending from 0
+    u64 scratch;       // scratch memory, see README.md; 0 if there is none
+    u32 first;         // block b decodes chunk order[first + b]
+    u32 count;         // blocks with a chunk; further blocks of the grid do nothing
     u32 mode;
     u32 flags;
-    u32 scratch_slots;      // IN_PLACE: as many; DRY and COMMIT: places of all launches, and one; 0: no scratch memory
+    u32 scratch_slots;      // IN_PLACE: number of slots; DRY, COMMIT: 1 + chunks of all launches; 0: no scratch memory
     u32 scratch_slot_bytes; // IN_PLACE: of each; DRY and COMMIT: of the memory for changes; a multiple of 256
 };
 TPDE_OFFSET(Launch, chunks, 0);
@@ -160,8 +160,8 @@ TPDE_SIZE(Launch, 104);
 
 // ---- Status words ----
 
-// 0, or what is wrong with a chunk, named as the rules of the spec. Where several checks fail, the least code that was found is
-// reported. The host fills the words with TPDE_STATUS_NOT_RUN before a launch (COMMIT after DRY excepted).
+// Result of a chunk: 0, or the violated rule of the spec. If several checks fail, the lowest code that was detected is
+// reported. The host sets the words to TPDE_STATUS_NOT_RUN before a launch, except for a COMMIT after a DRY.
 enum : u32 {
     TPDE_STATUS_OK = 0,
     TPDE_STATUS_PAYLOAD_CRC32 = 1,
@@ -179,7 +179,7 @@ enum : u32 {
 
 // ---- Launch configuration ----
 
-// Threads of a block and bytes of dynamic shared memory, by kernel. More than 48 KiB must be allowed first
+// Threads per block and bytes of dynamic shared memory, per kernel. More than 48 KiB must be requested first
 // (CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES).
 #define TPDE_RAW_THREADS 256
 #define TPDE_RAW_SHARED 0
@@ -187,18 +187,19 @@ enum : u32 {
 #define TPDE_CONDITIONED_SHARED 50176
 #define TPDE_WITHOUT_BASE_THREADS 256
 #define TPDE_WITHOUT_BASE_SHARED 41984
-// and on top of that, for the table set of the launch with most: `classes` and `symbols` of it, see README.md.
+// Additional bytes for the largest table set of the launch, with `classes` classes and `symbols` symbols (README.md).
 #define TPDE_CONDITIONED_TABLES(classes, symbols) (((classes) + 1) * 1024 + ((symbols) + 1) * 8)
 
-// Bytes before the first slot of scratch memory of n slots: a word for each, rounded up to 256.
+// Bytes before the first slot of the scratch memory: one word per slot, rounded up to 256.
 #define TPDE_SCRATCH_HEAD(slots) ((((u64)(slots) * 4) + 255) / 256 * 256)
-// A list of n changes of lanes of `width` bytes: the positions as words, then the lanes. From DRY to COMMIT it takes a multiple of 256.
+// A list of n changes: n positions (u32), then n lanes of `width` bytes. Between DRY and COMMIT its size is rounded up
+// to 256.
 #define TPDE_LIST_LANES_AT(n) (((n) + 1) / 2 * 8)
 #define TPDE_LIST_BYTES(n, width) (TPDE_LIST_LANES_AT(n) + (n) * (width))
 
-#define TPDE_ROW_WORDS 1024          // words of a row of the chunk sums
-#define TPDE_FREQUENCY_SUM_LOG2 12   // log2 of the sum of a class's frequencies
+#define TPDE_ROW_WORDS 1024          // words per row of the chunk sums
+#define TPDE_FREQUENCY_SUM_LOG2 12   // log2 of the sum of the frequencies of a class
 #define TPDE_CLASS_COUNT_MAX 15
 #define TPDE_TOKEN_COUNT_MAX 180
 
-#define TPDE_LAYOUT_WORDS 62 // of the report of tpde_layout, in the order of layout.cu
+#define TPDE_LAYOUT_WORDS 62 // words that tpde_layout writes, in the order of layout.cu

@@ -8,13 +8,13 @@ template <> struct LaneOf<2> { typedef u16 type; };
 template <> struct LaneOf<4> { typedef u32 type; };
 template <> struct LaneOf<8> { typedef u64 type; };
 
-// What lanes of W bytes are computed with.
+// The register type for arithmetic on lanes of W bytes.
 template <int W> struct WideOf { typedef u32 type; };
 template <> struct WideOf<8> { typedef u64 type; };
 
-// How a dtype's lanes are read: all that depends on it but their size.
+// How the lanes of a dtype are ordered and which context they have.
 struct Order {
-    u64 magnitude;     // see move_lane()
+    u64 magnitude;     // mask of the order-preserving map, see move_lane()
     u32 kind;          // CONTEXT_…
     u32 shift, mask;   // of the exponent
 };
@@ -60,10 +60,10 @@ template <int W> __device__ __forceinline__ typename WideOf<W>::type sign_of(typ
     else return permute_bytes(lane, 0, W == 2 ? 0x9999 : 0x8888);
 }
 
-// The lane that `base` becomes if it is moved by `moved`, modulo 2^(8·W). `magnitude`: the bits below the top one if the
-// order-preserving map applies, else 0. The map is one of its own inverses here: it has the top bit as it was, so that lanes with it
-// come first, and that makes no difference to a sum modulo 2^(8·W).
-// What lies above the lane's bits is not cleared by move_lane_in.
+// Adds the difference `moved` to the lane `base` in the order-preserving map, modulo 2^(8·W). `magnitude` masks all
+// bits below the top one for dtypes with that map, and is 0 for others. This variant of the map keeps the top bit, so
+// that it is its own inverse. It differs from the map of the spec by a constant, which cancels in a difference.
+// move_lane_in does not clear the bits above the lane.
 template <int W>
 __device__ __forceinline__ typename WideOf<W>::type move_lane_in(typename WideOf<W>::type base, typename WideOf<W>::type moved, typename WideOf<W>::type magnitude) {
     typename WideOf<W>::type now = (base ^ (sign_of<W>(base) & magnitude)) + moved;
@@ -75,7 +75,7 @@ __device__ __forceinline__ typename WideOf<W>::type move_lane(typename WideOf<W>
     return W == 1 ? now & 0xFF : W == 2 ? now & 0xFFFF : now;
 }
 
-// The same for a delta, which is a zigzag number.
+// The same for a delta in zigzag coding.
 template <int W>
 __device__ __forceinline__ typename WideOf<W>::type apply_delta(typename WideOf<W>::type base, typename WideOf<W>::type delta, typename WideOf<W>::type magnitude) {
     typedef typename WideOf<W>::type T;

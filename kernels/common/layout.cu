@@ -1,4 +1,4 @@
-// What the device makes of format.cuh: for a test that compares it with the host's types.
+// Reports the layout of format.cuh as the device compiler sees it. A test compares the report with the Rust types.
 #include "common/format.cuh"
 
 #define SIZE(type) *out++ = (u32)sizeof(type)

@@ -1,4 +1,4 @@
-// Codec `conditioned`: chunks that have a base, or a part of one.
+// Codec `conditioned`: chunks with a base, or a part of one.
 #define MAP 256 // contexts of lanes of up to 4 bytes
 #include "conditioned/conditioned.cuh"
 #include "conditioned/lists.cuh"
@@ -16,7 +16,8 @@ template <int W> __device__ __forceinline__ u32 pass(u32 store) {
     return run_pass<W>(store, [](u32 store, Sums& sums) {
         const Shared& shared = shared_memory();
         if (W == 8 || !is_plain(shared)) decode<W, SLOWLY, READS_EXTRA>(store, sums);
-        // Lanes of 2 bytes are the ones that often have no extra bits; for others there is no such code.
+        // Only lanes of 2 bytes often have no extra bits. Other widths have no specialised code, to keep the kernel
+        // small.
         else if (W == 2 && !shared.extra) decode_plain<W, W == 2 ? NO_EXTRA : READS_EXTRA>(store, sums);
         else decode_plain<W, READS_EXTRA>(store, sums);
     });
@@ -28,14 +29,14 @@ struct WithBase {
     template <int W> static __device__ __forceinline__ u32 run(const Launch& launch, u32 tables, u32 dtype) {
         Shared& shared = shared_memory();
         const Chunk& chunk = shared.chunk;
-        u32 all = launch.mode == TPDE_MODE_OUT_OF_PLACE || chunk.base_lanes < chunk.lanes ? STORE_ALL : STORE_CHANGES;
-        u32 store = launch.mode == TPDE_MODE_DRY ? STORE_NONE : all;
-        if (chunk.num_deltas == 0) return leave<W>(launch, store);
-        bool lists = all == STORE_CHANGES && launch.scratch_slots != 0 && launch.mode != TPDE_MODE_OUT_OF_PLACE;
+        u32 store_in_full = launch.mode == TPDE_MODE_OUT_OF_PLACE || chunk.base_lanes < chunk.lanes ? STORE_ALL : STORE_CHANGES;
+        u32 store = launch.mode == TPDE_MODE_DRY ? STORE_NONE : store_in_full;
+        if (chunk.num_deltas == 0) return copy_unchanged<W>(launch, store);
+        bool lists = store_in_full == STORE_CHANGES && launch.scratch_slots != 0 && launch.mode != TPDE_MODE_OUT_OF_PLACE;
         if (lists && launch.mode == TPDE_MODE_COMMIT) {
-            u32 room = ((const u32*)launch.scratch)[1 + place_of_block(launch)];
-            if (room != 0) {
-                if (threadIdx.x == 0) shared.list = list_in<W>(launch, room, chunk.num_deltas);
+            u32 list_offset = ((const u32*)launch.scratch)[1 + launch_index(launch)];
+            if (list_offset != 0) {
+                if (threadIdx.x == 0) shared.list = list_in<W>(launch, list_offset, chunk.num_deltas);
                 __syncthreads();
                 carry_out<W>();
                 return 0;
@@ -45,7 +46,7 @@ struct WithBase {
         u32 errors = open_payload<W>(launch, tables, dtype);
         if (errors) return errors;
         lists = lists && is_plain(shared) && open_list<W>(launch);
-        // Each pass by itself: what `store` is must not depend on what threads have read.
+        // The calls are separate so that `store` does not depend on loaded values.
         if (lists) {
             errors = pass<W>(STORE_LIST);
             close_list<W>(launch, errors);

@@ -1,12 +1,14 @@
-// Codec `conditioned` (spec/codecs.md section 4): a block decodes a chunk, applies it to its base lanes and checks it. Each warp takes
-// segments of its own, or where segments are few turns at one. What the kernels for chunks with and without a base have in common.
+// Codec `conditioned` (spec/codecs.md section 4): code shared by the kernels for chunks with and without a base. A
+// block decodes a chunk, applies it to its base lanes and checks it. Each warp decodes its own segments; if segments
+// are few, several warps take turns on one.
 #pragma once
 #ifndef MAP
-#error "a kernel says first how many contexts its maps have: MAP"
+#error "define MAP, the number of contexts per map, before this header"
 #endif
 #include "conditioned/decoder.cuh"
 
-// All threads: the changes that are listed in the payload. They are for lanes that have none yet, so their base is still there.
+// All threads: applies the exceptions of the payload. Their lanes have no other change, so the base lane is still in
+// place.
 template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {
     Shared& shared = shared_memory();
     typedef typename WideOf<W>::type T;
@@ -36,7 +38,7 @@ template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {
     }
 }
 
-// One pass over the chunk, whose segments `decode` decodes. Returns its errors, the same in every thread.
+// One pass over the chunk, with `decode` for its segments. Returns the same errors in every thread.
 template <int W, typename Decode> __device__ __forceinline__ u32 run_pass(u32 store, Decode decode) {
     Shared& shared = shared_memory();
     __syncthreads();
@@ -44,12 +46,12 @@ template <int W, typename Decode> __device__ __forceinline__ u32 run_pass(u32 st
         shared.totals = {};
         shared.listed = 0;
     }
-    if (threadIdx.x < WARPS / 2) shared.turns[threadIdx.x].bad = 0;
+    if (threadIdx.x < WARPS / 2) shared.handoffs[threadIdx.x].bad = 0;
     if (threadIdx.x % WARP == 0) open_tile(shared.tiles[threadIdx.x / WARP]);
     __syncthreads();
     Sums sums;
     decode(store, sums);
-    // Exceptions are stored after everything else.
+    // Exceptions are stored after all other changes.
     __syncthreads();
     except<W>(store, sums);
     add_to(shared.totals, sums.base, sums.target, sums.changed, sums.errors);
@@ -57,7 +59,7 @@ template <int W, typename Decode> __device__ __forceinline__ u32 run_pass(u32 st
     return errors_of(shared.totals, shared.chunk);
 }
 
-// Header, maps and tables: errors, the same in every thread.
+// Reads header, maps and tables. Returns the same errors in every thread.
 template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launch, u32 tables, u32 dtype) {
     Shared& shared = shared_memory();
     const Chunk& chunk = shared.chunk;
@@ -74,28 +76,28 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
     __syncthreads();
     if (shared.totals.errors) return shared.totals.errors;
     u32 classes = class_count(launch, tables);
-    // Contexts before the first of a map share its first entry, and those past the last are not coded; lanes of 8 bytes have the
-    // entries themselves.
-    auto number_of = [&](u32 i) {
+    // Contexts below `first_context` share entry 0, and those past the last entry are not coded. For lanes of 8 bytes
+    // the map in shared memory has one element per entry, not per context.
+    auto class_at = [&](u32 i) {
         u32 entry = W == 8 ? i % MAP : (u32)max((i32)(i % MAP) - parts.first_context, 0);
         return i / MAP < 1u << parts.activity_bits && entry < 64 ? map_entry(chunk, parts, i / MAP, entry, classes, errors) : 0;
     };
     u32 used = 0;
-    // All entries are looked at, whether contexts have them or not.
+    // All entries are checked, including those that no context uses.
     for (u32 i = thread; i < MAPS * 64; i += THREADS) {
         if (i / 64 < 1u << parts.activity_bits) used |= 1u << map_entry(chunk, parts, i / 64, i % 64, classes, errors);
     }
     atomicOr(&shared.used, used);
     __syncthreads();
     Lookup lookup = make_lookup<THREADS>(launch, tables, shared.used, 8 * W, parts.low_bits, shared_address(&shared + 1), (u32*)shared.tiles, shared.extra);
-    for (u32 i = thread; i <= MAPS * MAP; i += THREADS) shared.maps[i] = class_entry(launch, tables, lookup, number_of(i));
+    for (u32 i = thread; i <= MAPS * MAP; i += THREADS) shared.maps[i] = class_entry(launch, tables, lookup, class_at(i));
     if (thread < WARP) errors |= find_streams(chunk, parts);
     __syncthreads();
     if (errors) atomicOr(&shared.totals.errors, errors);
     if (thread < WARP) {
         bool holes = false;
         for (u32 a = 0; a < MAPS; a++) {
-            // Errors of entries are known by now.
+            // Errors in entries are already recorded.
             auto is_coded = [&](u32 entry) {
                 u32 none = 0;
                 return a < 1u << parts.activity_bits && map_entry(chunk, parts, a, entry, classes, none) != 0;
@@ -104,7 +106,7 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
             u64 coded = low | (u64)high << 32;
             u32 count = bit_count(coded);
             holes |= (coded & (coded + 1)) != 0;
-            // Contexts past the last of the dtype would shift out of 64 bits.
+            // Clamped: contexts beyond the last of the dtype would shift out of 64 bits.
             u64 threshold = count ? (u64)min(parts.first_context + count, order.mask + 1) << order.shift : 0;
             if (thread == 0) parts.thresholds[a] = (u32)threshold;
         }
@@ -118,8 +120,8 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
 
 template <int W> __device__ __noinline__ u64 copy(bool stored) { return copy_chunk<W, THREADS>(shared_memory().chunk, stored); }
 
-// A chunk in which nothing changes: to its output if `store` says so, in place when its sum is right.
-template <int W> __device__ __forceinline__ u32 leave(const Launch& launch, u32 store) {
+// A chunk without changes: copies it if `store` is STORE_ALL; in place, only after its sum was checked.
+template <int W> __device__ __forceinline__ u32 copy_unchanged(const Launch& launch, u32 store) {
     Shared& shared = shared_memory();
     bool checked_first = launch.mode == TPDE_MODE_IN_PLACE;
     if (threadIdx.x == 0) shared.totals = {};
@@ -132,7 +134,7 @@ template <int W> __device__ __forceinline__ u32 leave(const Launch& launch, u32 
     return errors;
 }
 
-// The chunk of this block, if it is one for this kernel.
+// Decodes the chunk of this block, if it belongs to this kernel.
 template <typename Kernel> __device__ __forceinline__ void run_block(const Launch& launch) {
     Shared& shared = shared_memory();
     Chunk chunk;

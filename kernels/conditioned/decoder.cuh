@@ -1,18 +1,18 @@
-// The decoding of a segment, tile by tile.
+// Decodes a segment, tile by tile.
 #pragma once
 #include "conditioned/low_bits.cuh"
 #include "conditioned/with_base.cuh"
 
-// What of a chunk is decoded fast: its first tiles.
+// Number of leading tiles that have a fast path.
 template <int W, int HOW> __device__ __forceinline__ u32 fast_tiles() {
     const Chunk& chunk = shared_memory().chunk;
     const Parts& parts = shared_memory().parts;
     if (W == 8 || HOW == SLOWLY) return 0;
-    if (HOW != LOW_BITS) return whole_tiles<W>(chunk);
+    if (HOW != LOW_BITS) return complete_tiles<W>(chunk);
     bool coded = true;
     for (u32 a = 0; a < 1u << parts.activity_bits; a++) coded &= entry_of<W>(shared_memory(), a, 0).x != shared_memory().classes.none.x;
-    // No base lane is there to be looked at: such chunks come to the kernel for those without. Low bits are read by the word, and a bit
-    // further.
+    // Chunks without a base have no base lane to look up. Low bits are read one word at a time, plus one extra bit, so
+    // 8 bytes after them must be readable.
     bool fast = coded && shared_memory().classes.by_threshold && parts.low_bits != 0 && parts.states == WARP &&
                 (u64)chunk.output % 16 == 0 && parts.sizes_at + 8 <= padded(chunk.size) && parts.exceptions == 0;
     return fast ? chunk.lanes / TileShape<W>::LANES : 0;
@@ -34,14 +34,14 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_segm
     work.states = uniform(parts.states);
     work.bits = uniform(parts.activity_bits);
     work.number = begin + ring.member;
-    work.extra = false;
-    bool ends = (end - 1 - work.number) % ring.count == 0; // the segment's last tile is this warp's
-    bool shares = ring.count > 1, more = fast != end;
+    work.has_extra = false;
+    bool decodes_last = (end - 1 - work.number) % ring.count == 0; // this warp decodes the last tile of the segment
+    bool shared_stream = ring.count > 1, more = fast != end;
     Marker marker = open_marker(chunk, parts, begin * Shape::LANES);
-    u32 next = uniform(marker.next / Shape::LANES); // tile with exceptions
-    work.takes = shares && ring.member != 0;
-    auto open = [&](bool passes) {
-        work.passes = shares && passes;
+    u32 next = uniform(marker.next / Shape::LANES); // next tile with exceptions
+    work.receives = shared_stream && ring.member != 0;
+    auto open = [&](bool hands_over) {
+        work.hands_over = shared_stream && hands_over;
         work.marked = false;
         if (next <= work.number) {
             u32 first = work.number * Shape::LANES;
@@ -54,8 +54,8 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_segm
         uint4 pieces[Shape::PIECES] = {};
         StagedWords words;
         if (HOW == LOW_BITS && work.number < fast) {
-            // The queue's memory, as all lanes are coded.
-            static_assert(sizeof(Tile::queue) >= 2 * STAGED_BYTES - 1, "room at a multiple, wherever the queue begins");
+            // All lanes are coded, so the queue is unused and its memory holds staged words.
+            static_assert(sizeof(Tile::queue) >= 2 * STAGED_BYTES - 1, "an aligned window fits, wherever the queue begins");
             words.at = (shared_address(work.tile().queue) + STAGED_BYTES - 1) & ~(STAGED_BYTES - 1);
             words.open(work.stream);
         }
@@ -65,24 +65,24 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_segm
             open(work.number + 1 < fast || more);
             if constexpr (HOW == LOW_BITS) decode_without_base<W>(work, words, store);
             else decode_tile<W, HOW, EXTRA>(work, pieces, fast, store);
-            work.takes = shares;
+            work.receives = shared_stream;
         }
     }
 #pragma unroll 1
     for (; work.number < end; work.number += ring.count) {
         open(work.number + 1 < end);
         Slow slow = {work.stream, 0, 0, 0, 0};
-        slow = decode_slowly<W>(slow, work.number, work.marked, store, ring, work.takes, work.passes);
+        slow = decode_slowly<W>(slow, work.number, work.marked, store, ring, work.receives, work.hands_over);
         work.stream = slow.stream;
         work.sums.base += slow.base;
         work.sums.target += slow.target;
         work.sums.changed += slow.changed;
         work.sums.errors |= slow.errors;
-        work.takes = shares;
+        work.receives = shared_stream;
     }
     sums = work.sums;
-    if (ends) {
-        if (ring.count > 1 && shared_u32<TPDE_OFFSET_OF(Turn, bad)>(ring.turn)) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
+    if (decodes_last) {
+        if (ring.count > 1 && shared_u32<TPDE_OFFSET_OF(StreamHandoff, bad)>(ring.handoff)) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
         else sums.errors |= finish_stream(work.stream);
     }
 }

@@ -1,9 +1,10 @@
-// A whole tile of floats without a base: all of them are coded, and have low bits (spec/codecs.md sections 4.4 to 4.6).
+// The fast path for a complete tile of floats without a base. All lanes are coded and have low bits (spec/codecs.md
+// sections 4.4 to 4.6).
 #pragma once
 #include "conditioned/work.cuh"
 
-// The low bits of the lanes that a thread has, four rows of 32 lanes at a time, and what they and a value make of a lane: the delta,
-// whose lowest bit is the sign, as the base is 0.
+// Low bits of a thread's lanes, loaded for four rows of 32 lanes at a time, and the combination of a value with them.
+// As the base is 0, the lane is the delta with its lowest bit, the sign, rotated to the top.
 template <int W> struct LowBits {
     typedef typename WideOf<W>::type T;
     const u32* words;
@@ -19,7 +20,7 @@ template <int W> struct LowBits {
         center = (T)parts.center;
         high = high_mask<W>(count);
     }
-    // They lie `count` words apart, at the same bit.
+    // The low bits of consecutive rows are `count` words apart, at the same bit offset.
     __device__ __forceinline__ void next(u32* rows) {
 #pragma unroll
         for (int i = 0; i < 4; i++, words += count) rows[i] = __funnelshift_r(__ldg(words), __ldg(words + 1), shift) & mask;
@@ -30,7 +31,7 @@ template <int W> struct LowBits {
     }
 };
 
-// The same where they are bytes, and so is the rest: BF16.
+// The same for BF16 with 8 low bits, where low and high parts are bytes.
 struct LowBytes {
     const u8* bytes;
     u32 center;
@@ -44,11 +45,11 @@ struct LowBytes {
         for (int i = 0; i < 4; i++) rows[i] = __ldg(bytes + 32 * i);
         bytes += BLOCK_LANES;
     }
-    // The delta twice, so that a shift turns it; the upper half is of no use.
+    // The delta is repeated in both halves, so that a shift rotates it. The upper half of the result is garbage.
     __device__ __forceinline__ u32 lane(u32 value, u32 low) const { return permute_bytes(low, center - value, 0x4040) >> 1; }
 };
 
-// A warp: the lanes of a tile of floats without a base, all of them coded, to shared memory.
+// A warp: decodes the lanes of a tile into shared memory.
 template <int W, int EXTRA, typename Low> __device__ __forceinline__ void decode_blocks(Work& work, StagedWords& words, u32 activities) {
     typedef typename WideOf<W>::type T;
     typedef TileShape<W> Shape;
@@ -56,15 +57,15 @@ template <int W, int EXTRA, typename Low> __device__ __forceinline__ void decode
     u32 thread = work.thread, lanes = shared_address(work.tile().lanes) + thread * W;
     Low low;
     low.open(shared.chunk, shared.parts, work.number * Shape::LANES + thread);
-    u32 rows[4], coming[4];
-    low.next(coming);
+    u32 rows[4], prefetched[4];
+    low.next(prefetched);
     Entry entry = entry_of<W>(shared, 0, 0);
 #pragma unroll 1
     for (u32 block = 0; block < Shape::BLOCKS; block++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) rows[i] = coming[i];
-        // Low bits arrive while the block before is decoded.
-        if (block + 1 < Shape::BLOCKS) low.next(coming);
+        for (int i = 0; i < 4; i++) rows[i] = prefetched[i];
+        // Overlaps the loads of low bits with the decoding of the previous block.
+        if (block + 1 < Shape::BLOCKS) low.next(prefetched);
         words.fill(work.stream);
         if (work.bits) entry = entry_of<W>(shared, activities >> block * work.bits & ((1u << work.bits) - 1), 0);
 #pragma unroll
@@ -77,28 +78,28 @@ template <int W, int EXTRA, typename Low> __device__ __forceinline__ void decode
     }
 }
 
-// The same, the first time as if there were no extra bits. Lanes of 2 bytes rarely have any: where a tile has, it is decoded again, and so is
-// the next one at once.
+// The same, speculatively without extra bits. Lanes of 2 bytes rarely have any. If the tile turns out to have some, it
+// is decoded again, and the next tile is decoded with extra bits at once.
 template <int W, typename Low> __device__ __forceinline__ void decode_blocks_twice(Work& work, StagedWords& words, u32 activities) {
     Stream before = work.stream;
     u32 changed = work.sums.changed;
-    if (!work.extra) {
+    if (!work.has_extra) {
         work.stream.worst = 0;
         decode_blocks<W, SEES_EXTRA, Low>(work, words, activities);
-        work.extra = __any_sync(ALL_LANES, work.stream.worst >= SYMBOL_EXTRA);
+        work.has_extra = __any_sync(ALL_LANES, work.stream.worst >= SYMBOL_EXTRA);
         work.stream.worst = before.worst;
-        if (!work.extra) return;
+        if (!work.has_extra) return;
         work.stream = before;
         work.sums.changed = changed;
         words.open(work.stream);
     }
     work.stream.worst = 0;
     decode_blocks<W, READS_EXTRA, Low>(work, words, activities);
-    work.extra = __any_sync(ALL_LANES, work.stream.worst >= SYMBOL_EXTRA);
+    work.has_extra = __any_sync(ALL_LANES, work.stream.worst >= SYMBOL_EXTRA);
     work.stream.worst = max(work.stream.worst, before.worst);
 }
 
-// A warp: a tile of floats without a base, all of them coded.
+// A warp: decodes and stores a tile of floats without a base, all of them coded.
 template <int W> __device__ __forceinline__ void decode_without_base(Work& work, StagedWords& words, u32 store) {
     typedef TileShape<W> Shape;
     Shared& shared = work.shared();
@@ -106,8 +107,8 @@ template <int W> __device__ __forceinline__ void decode_without_base(Work& work,
     Tile& tile = work.tile();
     u32 thread = work.thread;
     u32 activities = activities_of_tile(chunk.payload + shared.parts.activities_at, work.bits, work.number, Shape::BLOCKS);
-    if (work.takes) {
-        take_turn(work.ring, thread, work.stream);
+    if (work.receives) {
+        receive_stream(work.ring, thread, work.stream);
         words.open(work.stream);
     }
     if (W == 2 && uniform(shared.parts.low_bits) == 8) {
@@ -115,7 +116,7 @@ template <int W> __device__ __forceinline__ void decode_without_base(Work& work,
     } else {
         decode_blocks<W, READS_EXTRA, LowBits<W>>(work, words, activities);
     }
-    if (work.passes) pass_turn(work.ring, thread, work.stream);
+    if (work.hands_over) hand_over_stream(work.ring, thread, work.stream);
     __syncwarp();
     uint4 pieces[Shape::PIECES];
     read_tile<W>(tile, thread, pieces);

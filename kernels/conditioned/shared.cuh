@@ -1,23 +1,22 @@
-// What a block of a kernel for codec `conditioned` keeps in shared memory. All that its threads know in common lies there: no thread
-// has registers for it.
+// Shared memory of a block of codec `conditioned`. State that is common to all threads lives here, to save registers.
 #pragma once
 #include "common/crc.cuh"
 #include "conditioned/tile.cuh"
 
 #define THREADS TPDE_CONDITIONED_THREADS
-static_assert(THREADS == TPDE_WITHOUT_BASE_THREADS, "they share their code");
+static_assert(THREADS == TPDE_WITHOUT_BASE_THREADS, "both kernels use this code");
 #define WARPS (THREADS / WARP)
 #define WARPS_LOG2 3
-static_assert(WARPS == 1 << WARPS_LOG2, "warps share segments evenly");
+static_assert(WARPS == 1 << WARPS_LOG2, "segments are divided evenly among warps");
 
-// A stream between two tiles, where several warps decode it.
-struct Turn {
+// The state of a stream between two tiles, when several warps decode it.
+struct StreamHandoff {
     u32 states[WARP];
     u32 at, bad;
 };
 
-// Changes of a chunk that wait for its checks: positions, in bytes of the chunk, then lanes.
-struct List {
+// Changes of a chunk that are not yet stored: byte offsets in the chunk, then lanes.
+struct ChangeList {
     u8* changes;
     u32 capacity, lanes_at;
 
@@ -30,25 +29,26 @@ struct List {
 struct alignas(BUCKET_BYTES) Shared {
     Tile tiles[WARPS];
     u32 weights[TPDE_ROW_WORDS];
-    Entry maps[MAPS * MAP + 1]; // a map of MAP contexts, as the kernel has it, for each activity, and the entry of no lane
-    Turn turns[WARPS / 2];
+    Entry maps[MAPS * MAP + 1]; // MAP entries per activity, then the entry of threads without a lane
+    StreamHandoff handoffs[WARPS / 2];
     Chunk chunk;
     Parts parts;
     Classes classes;
     Totals totals;
-    List list;
+    ChangeList list;
     u32 slot, listed, used;
-    u32 extra; // some symbols that may come have extra bits
+    u32 extra; // whether any class in use has symbols with extra bits
 };
 
-static_assert(CRC_SHARED <= sizeof(Tile) * WARPS, "the CRC works where the tiles will be");
-static_assert(sizeof(Shared) <= (MAP == 1 ? TPDE_WITHOUT_BASE_SHARED : TPDE_CONDITIONED_SHARED), "room in dynamic shared memory");
+static_assert(CRC_SHARED <= sizeof(Tile) * WARPS, "the CRC uses the memory of the tiles as scratch");
+static_assert(sizeof(Shared) <= (MAP == 1 ? TPDE_WITHOUT_BASE_SHARED : TPDE_CONDITIONED_SHARED), "fits in dynamic shared memory");
 
-// The tables follow.
+// The dynamic shared memory. Tables follow the struct.
 __device__ __forceinline__ Shared& shared_memory() { return *(Shared*)dynamic_shared_memory(); }
 __device__ __forceinline__ Tile& tile_of_warp() { return shared_memory().tiles[uniform(threadIdx.x / WARP)]; }
 
-// The entry of map `map` for a context. A map has an entry for each context but for lanes of 8 bytes, whose contexts are too many.
+// The entry of map `map` for a context. For lanes of 8 bytes, which have too many contexts, the map has one element per
+// entry.
 template <int W> __device__ __forceinline__ Entry entry_of(const Shared& shared, u32 map, i32 context) {
     if (W == 8) context = min(max(context - shared.classes.first, 0), 64);
     return shared_u32x2(shared_address(shared.maps) + 8 * (MAP * map + (u32)context));

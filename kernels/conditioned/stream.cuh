@@ -1,17 +1,18 @@
-// A warp that decodes a stream: its threads are the states (spec/codecs.md section 4.5).
+// Decodes a stream with a warp: each thread holds one state (spec/codecs.md section 4.5).
 //
-// Nothing here ends early: a stream that is wrong gives wrong values within its bounds, and the errors say so at the end.
+// Decoding never stops early. A damaged stream gives wrong values, with all reads in bounds, and the errors are
+// reported at the end.
 #pragma once
 #include "conditioned/payload.cuh"
 #include "conditioned/tables.cuh"
 
 struct Stream {
     const u16* words;  // the payload
-    u32 at, end;       // next word, and where the stream ends
-    u32 last;          // last word of the payload and its padding
+    u32 at, end;       // next word, and end of the stream, in words of the payload
+    u32 last;          // index of the last word, including the padding
     u32 state;
-    i32 worst;         // the greatest `y` of a symbol with extra bits
-    bool refused;      // too short, or a state that is none
+    i32 worst;         // largest `y` of any symbol with extra bits so far
+    bool invalid;      // the stream is too short, or an initial state is too small
 };
 
 __device__ __forceinline__ Stream open_stream(const Chunk& chunk, const Parts& parts, u32 segment) {
@@ -25,37 +26,38 @@ __device__ __forceinline__ Stream open_stream(const Chunk& chunk, const Parts& p
     bool fits = stream.end - begin >= 2 * parts.states;
     stream.at = fits ? begin + 2 * parts.states : stream.end;
     if (fits && lane < parts.states) stream.state = __ldg(stream.words + begin + 2 * lane) | (u32)__ldg(stream.words + begin + 2 * lane + 1) << 16;
-    stream.refused = !fits || __any_sync(ALL_LANES, stream.state < 1u << 16);
+    stream.invalid = !fits || __any_sync(ALL_LANES, stream.state < 1u << 16);
     return stream;
 }
 
-// The word at `place`; past the payload, any. `at` of a stream grows by at most 160 a step, which fits.
-__device__ __forceinline__ u32 word_at(const Stream& stream, u32 place) { return __ldg(stream.words + min(place, stream.last)); }
+// The word at index `at`, or an arbitrary one past the payload. `Stream::at` grows by at most 160 per step, so it does
+// not overflow.
+__device__ __forceinline__ u32 word_at(const Stream& stream, u32 at) { return __ldg(stream.words + min(at, stream.last)); }
 
 #define STAGED_BYTES (4 * 4 * WARP)
 
-// Where `decode_step` takes words from: as they lie in global memory, ...
+// A source of words for `decode_step`: reads them from global memory.
 struct DirectWords {
-    __device__ __forceinline__ u32 word(const Stream& stream, u32 place) const { return word_at(stream, place); }
+    __device__ __forceinline__ u32 word(const Stream& stream, u32 at) const { return word_at(stream, at); }
     __device__ __forceinline__ void jumped(const Stream&) {}
 };
 
-// ... or from STAGED_BYTES of shared memory, at a multiple of as many, that a warp has to itself. Every word of a stream is new to the
-// first-level cache where it has many: whoever waits for them waits for the second one.
+// A source of words for `decode_step`: an aligned ring of STAGED_BYTES in shared memory per warp. Streams with many
+// words miss L1 on almost every direct load, and wait for L2.
 struct StagedWords {
     u32 at;       // shared address
-    u32 end;      // what lies there: the 2·UNIT words before, each where its number says
-    uint2 coming; // the words behind: each thread has four of UNIT
+    u32 end;      // the ring holds words end - 2·UNIT to end, word n at index n % (2·UNIT)
+    uint2 prefetched; // the UNIT words from `end` on, four per thread
     static constexpr u32 UNIT = 4 * WARP;
 
     __device__ __forceinline__ void load(const Stream& stream) {
-        coming = __ldg((const uint2*)(stream.words + min(end + 4 * (threadIdx.x % WARP), stream.last - 3)));
+        prefetched = __ldg((const uint2*)(stream.words + min(end + 4 * (threadIdx.x % WARP), stream.last - 3)));
     }
-    // A warp: there are UNIT words at least, or four steps without extra bits.
+    // A warp: makes at least UNIT words available, enough for four steps without extra bits.
     __device__ __forceinline__ void fill(const Stream& stream) {
         while (__any_sync(ALL_LANES, end < stream.at + UNIT)) {
             __syncwarp();
-            set_shared_u64(at + 2 * (end % (2 * UNIT)) + 8 * (threadIdx.x % WARP), coming.x | (u64)coming.y << 32);
+            set_shared_u64(at + 2 * (end % (2 * UNIT)) + 8 * (threadIdx.x % WARP), prefetched.x | (u64)prefetched.y << 32);
             end += UNIT;
             load(stream);
             __syncwarp();
@@ -66,97 +68,101 @@ struct StagedWords {
         load(stream);
         fill(stream);
     }
-    __device__ __forceinline__ u32 word(const Stream&, u32 place) const { return shared_u16(at | 2 * place % STAGED_BYTES); }
-    // Extra bits were read.
+    __device__ __forceinline__ u32 word(const Stream&, u32 index) const { return shared_u16(at | 2 * index % STAGED_BYTES); }
+    // Called after extra bits were read, which advances the stream.
     __device__ __forceinline__ void jumped(const Stream& stream) { fill(stream); }
 };
 
-// The difference that a value stands for; it is 0 if the value is.
+// Zigzag decoding: the difference that a value stands for.
 template <int W> __device__ __forceinline__ typename WideOf<W>::type difference_of(typename WideOf<W>::type value) {
     return value >> 1 ^ (typename WideOf<W>::type)0 - (value & 1);
 }
 
-// What a step makes of symbols with extra bits. Without them nothing branches, and steps are interleaved.
+// How a step treats symbols with extra bits. Without them there are no branches, and steps can be interleaved.
 enum : int {
-    NO_EXTRA,   // there are none
-    SEES_EXTRA, // nothing: Stream::worst says that there was one
+    NO_EXTRA,   // the caller knows that there are none
+    SEES_EXTRA, // ignored, but recorded in Stream::worst
     READS_EXTRA,
 };
 
-// Decodes a step: what a lane with `entry` is to be moved by, for each thread; or the value, as the symbols were made for.
+// Decodes one step: returns, for each thread, the difference of a lane with `entry`; or its value, if the symbols were
+// made for low bits.
 template <int W, int EXTRA, typename Words>
 __device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, Words& words, Entry entry, u32 before, bool with_low_bits) {
     typedef typename WideOf<W>::type T;
     u32 state = stream.state;
     u32 bucket = shared_u16(entry.x | state / 4 % BUCKET_BYTES & ~1u);
     Symbol symbol = shared_u32x2(entry.y + 8 * symbol_of(bucket, state));
-    // With x the state, d = f - 4,096 and q = x / 4,096 without its fraction: x + d·q - cum. What d·65,536 adds symbol.x takes off.
+    // x' = f·q + slot - cum, with state x, q = x / 4,096, slot = x % 4,096, computed as x + d·q - cum with d = f -
+    // 4,096. Adding 2^16 to q adds d·65,536; its effect is cancelled by the high half of symbol.x.
     state = state - symbol.x + (u32)((i32)symbol.x >> 16) * ((state >> TPDE_FREQUENCY_SUM_LOG2) + (1u << 16));
-    bool first = state < 1u << 16, with = EXTRA == READS_EXTRA && (i32)symbol.y >= SYMBOL_EXTRA;
+    bool first = state < 1u << 16, has_extra = EXTRA == READS_EXTRA && (i32)symbol.y >= SYMBOL_EXTRA;
     if (EXTRA == SEES_EXTRA) stream.worst = max(stream.worst, (i32)symbol.y);
     u32 firsts = __ballot_sync(ALL_LANES, first);
     u32 word = words.word(stream, stream.at + __popc(firsts & before));
     stream.at += __popc(firsts);
     T moved = (T)(i32)symbol.y;
     if constexpr (W == 8) moved = (T)(i64)(i32)symbol.y;
-    if (EXTRA != READS_EXTRA || !__any_sync(ALL_LANES, with)) {
+    if (EXTRA != READS_EXTRA || !__any_sync(ALL_LANES, has_extra)) {
         if (first) state = state << 16 | word;
     } else {
         stream.worst = max(stream.worst, (i32)symbol.y);
-        // Who needs another word is known before this one is there: a state that gets a word has more than 16 bits then.
-        u32 extra = with ? symbol.y & 63 : 0, now = W > 2 ? min(extra, 16) : extra, widened = first ? state << 16 : state;
-        bool second = widened >> now < 1u << 16;
+        // Which threads need a second word is known before the first has arrived: a state that receives a word has more
+        // than 16 bits.
+        u32 extra = has_extra ? symbol.y & 63 : 0, low_count = W > 2 ? min(extra, 16) : extra, widened = first ? state << 16 : state;
+        bool second = widened >> low_count < 1u << 16;
         u32 seconds = __ballot_sync(ALL_LANES, second);
-        u32 other = word_at(stream, stream.at + __popc(seconds & before));
+        u32 second_word = word_at(stream, stream.at + __popc(seconds & before));
         stream.at += __popc(seconds);
         state = first ? widened | word : widened;
         T value;
         if constexpr (W <= 2) {
-            // The state without the bits that stay in it, and what they are appended to in their place.
-            value = state + (((symbol.y >> 16 & 3) - (state >> now)) << now);
+            // Replaces the state's upper bits by the token's leading bits, and keeps the extra bits below them.
+            value = state + (((symbol.y >> 16 & 3) - (state >> low_count)) << low_count);
         } else {
-            value = (T)(symbol.y >> 16 & 3) << extra | (T)(state & ((1u << now) - 1));
+            value = (T)(symbol.y >> 16 & 3) << extra | (T)(state & ((1u << low_count) - 1));
         }
-        state >>= now;
-        state = second ? state << 16 | other : state;
+        state >>= low_count;
+        state = second ? state << 16 | second_word : state;
         if constexpr (W > 2) {
             for (u32 done = 16; __any_sync(ALL_LANES, extra > done); done += 16) {
-                now = extra > done ? min(extra - done, 16) : 0;
-                value |= (T)(state & ((1u << now) - 1)) << done;
-                state >>= now;
-                bool needy = state < 1u << 16;
-                u32 mask = __ballot_sync(ALL_LANES, needy);
+                low_count = extra > done ? min(extra - done, 16) : 0;
+                value |= (T)(state & ((1u << low_count) - 1)) << done;
+                state >>= low_count;
+                bool needs_word = state < 1u << 16;
+                u32 mask = __ballot_sync(ALL_LANES, needs_word);
                 word = word_at(stream, stream.at + __popc(mask & before));
-                state = needy ? state << 16 | word : state;
+                state = needs_word ? state << 16 | word : state;
                 stream.at += __popc(mask);
             }
         }
         words.jumped(stream);
-        if (with) moved = with_low_bits ? value : difference_of<W>(value);
+        if (has_extra) moved = with_low_bits ? value : difference_of<W>(value);
     }
     stream.state = state;
     return moved;
 }
 
-// The frequency of the value 0 in the class of an entry, if it comes first there, as tokens ascend; else 0.
-__device__ __forceinline__ u32 zeros_of(Entry entry) {
+// Frequency of value 0 in the class of an entry, or 0 if the class lacks it. Tokens ascend, so value 0 is the first
+// symbol.
+__device__ __forceinline__ u32 zero_frequency(Entry entry) {
     Symbol symbol = shared_u32x2(entry.y);
     return symbol.y == 0 ? (1u << TPDE_FREQUENCY_SUM_LOG2) + (u32)((i32)symbol.x >> 16) : 0;
 }
 
-// A warp: a step of values that are all 0, and for which no state needs a word: most steps, where changes are rare. It takes no look-up.
-// False if it is another one, and nothing was done.
-__device__ __forceinline__ bool skip_step(Stream& stream, u32 zeros) {
-    u32 slot = stream.state % (1u << TPDE_FREQUENCY_SUM_LOG2), next = zeros * (stream.state >> TPDE_FREQUENCY_SUM_LOG2) + slot;
-    if (!__all_sync(ALL_LANES, slot < zeros && next >= 1u << 16)) return false;
+// A warp: tries a step in which all values are 0 and no state needs a word, without table look-ups. Most steps are such
+// where changes are rare. Returns false, with the stream unchanged, for any other step.
+__device__ __forceinline__ bool skip_step(Stream& stream, u32 frequency) {
+    u32 slot = stream.state % (1u << TPDE_FREQUENCY_SUM_LOG2), next = frequency * (stream.state >> TPDE_FREQUENCY_SUM_LOG2) + slot;
+    if (!__all_sync(ALL_LANES, slot < frequency && next >= 1u << 16)) return false;
     stream.state = next;
     return true;
 }
 
-// The errors of a stream that has come to its end.
+// Errors of a completed stream.
 __device__ __forceinline__ u32 finish_stream(const Stream& stream) {
-    // After a value that does not fit the stream is read wrong, and its end says nothing.
+    // After a value that does not fit, the rest of the stream is misread, and its end is meaningless.
     if (__any_sync(ALL_LANES, stream.worst >= SYMBOL_BAD)) return error(TPDE_STATUS_PAYLOAD_DELTAS);
-    bool wrong = stream.refused || stream.at != stream.end || stream.state != 1u << 16;
+    bool wrong = stream.invalid || stream.at != stream.end || stream.state != 1u << 16;
     return wrong ? error(TPDE_STATUS_PAYLOAD_STREAM) : 0;
 }

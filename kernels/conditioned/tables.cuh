@@ -1,39 +1,41 @@
-// Table sets and tokens (spec/codecs.md sections 4.2 and 4.3): small in global memory, larger in shared memory.
+// Table sets and tokens (spec/codecs.md sections 4.2 and 4.3): packed in global memory, expanded in shared memory.
 #pragma once
 #include "common/block.cuh"
 
-// A token with a frequency f, ready for use. x: `cum` in the low half and f - 4,096 in the high half. y: for a token that is a value,
-// what a lane is moved by, or the value where there are low bits; for another one SYMBOL_EXTRA, the number of extra bits in bits 0 to 5 and what they are appended to in bits
-// 16 and 17; SYMBOL_BAD if values do not fit. As numbers with signs they ascend in this order.
+// A token with frequency f, unpacked.
+// x: `cum` in the low half, f - 4,096 in the high half.
+// y: for a token that is a value, the difference, or the value itself if there are low bits. For a token with extra
+// bits, SYMBOL_EXTRA plus the number of extra bits in bits 0 to 5 and the leading bits in bits 16 and 17. SYMBOL_BAD if
+// its values do not fit the lane. These three ranges ascend as signed numbers.
 typedef uint2 Symbol;
 #define SYMBOL_EXTRA 0x40000000
 #define SYMBOL_BAD 0x60000000
 #define TOKEN_VALUES 64
 
 __device__ __forceinline__ Symbol make_symbol(u32 packed, u32 tokens, bool with_low_bits) {
-    u32 token = packed >> 24, cum = packed & 0xFFF, less = (packed >> 12 & 0xFFF) + 1 - (1u << TPDE_FREQUENCY_SUM_LOG2);
-    u32 rest = with_low_bits ? token : token >> 1 ^ (0u - (token & 1));
-    if (token >= TOKEN_VALUES) rest = SYMBOL_EXTRA | (token - TOKEN_VALUES) / 2 + 5 | (2 + token % 2) << 16;
-    if (token >= tokens) rest = SYMBOL_BAD;
-    return make_uint2(cum | less << 16, rest);
+    u32 token = packed >> 24, cum = packed & 0xFFF, d = (packed >> 12 & 0xFFF) + 1 - (1u << TPDE_FREQUENCY_SUM_LOG2);
+    u32 y = with_low_bits ? token : token >> 1 ^ (0u - (token & 1));
+    if (token >= TOKEN_VALUES) y = SYMBOL_EXTRA | (token - TOKEN_VALUES) / 2 + 5 | (2 + token % 2) << 16;
+    if (token >= tokens) y = SYMBOL_BAD;
+    return make_uint2(cum | d << 16, y);
 }
 
-// Tokens of values of `bits` bits.
+// Number of tokens for values of `bits` bits.
 __device__ __forceinline__ u32 tokens_within(u32 bits) { return bits <= 6 ? 1u << bits : TOKEN_VALUES + 2 * (bits - 6); }
 
-// Slots are in buckets of eight. A bucket has the symbol of its first slot from bit 8 up, counted from the first of its class, and
-// bit i says whether a symbol begins with slot i, 1 to 7: every symbol has a slot of its own.
+// The 4,096 slots of a class are grouped in buckets of eight. Bits 8 up of a bucket give the symbol of its first slot,
+// counted from the first of the class. Bit i, 1 to 7, is set if a new symbol begins at slot i.
 #define BUCKETS (1u << (TPDE_FREQUENCY_SUM_LOG2 - 3))
 #define BUCKET_BYTES (2 * BUCKETS)
 
-// The symbol of the slot that is in the low bits of a state.
+// Symbol index of the slot in the low bits of a state.
 __device__ __forceinline__ u32 symbol_of(u32 bucket, u32 state) { return (bucket >> 8) + __popc(__funnelshift_l(0, bucket, not_and_or(state, 7, 24))); }
 
-// What shared memory has of a table set: a class of all slots for the value 0, then the buckets of each class, then its symbols. An
-// address of buckets is a multiple of their size.
+// The expanded table set in shared memory: a class 0 whose slots all mean value 0, then the buckets of each class, then
+// its symbols. Buckets of a class are aligned to their size.
 struct Lookup {
     u32 classes;
-    u32 buckets, symbols; // shared addresses of those of class 0
+    u32 buckets, symbols; // shared addresses, of class 0
 };
 
 // Number of classes of set `tables`.
@@ -41,7 +43,7 @@ __device__ __forceinline__ u32 class_count(const Launch& launch, u32 tables) {
     return tables == TPDE_NO_TABLES ? 0 : __ldg((const u32*)launch.tables + tables);
 }
 
-// A warp: the buckets of a class, from its symbols. `begins` has room for a bit a slot.
+// A warp: makes the buckets of a class from its symbols. `begins` is scratch memory of one bit per slot.
 __device__ __forceinline__ void make_buckets(const Symbol* symbols, u32 count, u32* begins, u32* buckets, u32& extra) {
     u32 thread = threadIdx.x % WARP;
     uint4* mine = (uint4*)begins + thread;
@@ -59,7 +61,7 @@ __device__ __forceinline__ void make_buckets(const Symbol* symbols, u32 count, u
 #pragma unroll
     for (u32 by = 1; by < WARP; by *= 2) end = add_from_before(end, by);
     before = end - before;
-    // The symbol of a slot is the last one that begins at or before it.
+    // A slot belongs to the last symbol that begins at or before it.
 #pragma unroll
     for (u32 i = 0; i < 8; i++) {
         u32 two = words[i / 2] >> i % 2 * 16, first = before + (two & 1) - 1, second = before + __popc(two & 0x1FF) - 1;
@@ -69,10 +71,10 @@ __device__ __forceinline__ void make_buckets(const Symbol* symbols, u32 count, u
     __syncwarp();
 }
 
-// All threads: the look-up of the classes `used` of set `tables`, for lanes of `bits` bits, of which some are low, from shared address
-// `at` on, a multiple of BUCKET_BYTES. Each warp has 512 bytes to work with at `room`. A barrier must follow. See TPDE_CONDITIONED_TABLES for
-// the room of the look-up. `extra` is set if some of their symbols have extra bits.
-template <int THREADS> __device__ __noinline__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 low_bits, u32 at, u32* room, u32& extra) {
+// All threads: expands the classes in bit mask `used` of table set `tables` to shared address `at`, a multiple of
+// BUCKET_BYTES (size: TPDE_CONDITIONED_TABLES). Lanes have `bits` bits, of which `low_bits` are low. `work` has 512
+// bytes of scratch memory per warp. Sets `extra` if a symbol has extra bits. A barrier must follow.
+template <int THREADS> __device__ __noinline__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 low_bits, u32 at, u32* work, u32& extra) {
     Lookup lookup = {class_count(launch, tables), at, 0};
     lookup.symbols = lookup.buckets + (lookup.classes + 1) * BUCKET_BYTES;
     u32* buckets = (u32*)shared_pointer(lookup.buckets);
@@ -88,13 +90,13 @@ template <int THREADS> __device__ __noinline__ Lookup make_lookup(const Launch& 
     for (u32 number = 1 + threadIdx.x / WARP; number <= lookup.classes; number += THREADS / WARP) {
         if (!(used >> number & 1)) continue;
         u32 begin = __ldg(set + number) - (lookup.classes + 1), end = __ldg(set + number + 1) - (lookup.classes + 1);
-        make_buckets(symbols + begin, end - begin, room + threadIdx.x / WARP * (BUCKETS * 8 / 32), buckets + number * (BUCKETS / 2), extra);
+        make_buckets(symbols + begin, end - begin, work + threadIdx.x / WARP * (BUCKETS * 8 / 32), buckets + number * (BUCKETS / 2), extra);
     }
     return lookup;
 }
 
-// A map's entry: shared addresses of the buckets and the symbols of a class. That of class 0 leaves a state as it is, and gives the
-// value 0.
+// A map entry: shared addresses of the buckets and the symbols of a class. Decoding with class 0 keeps the state and
+// yields value 0.
 typedef uint2 Entry;
 
 __device__ __forceinline__ Entry class_entry(const Launch& launch, u32 tables, const Lookup& lookup, u32 number) {

@@ -1,4 +1,4 @@
-// A tile: 1 or 2 KiB of base lanes that one warp loads, and the places of those that are coded (spec/codecs.md section 4.4).
+// A tile: 1 or 2 KiB of base lanes that one warp loads, and the queue of its coded lanes (spec/codecs.md section 4.4).
 #pragma once
 #include "conditioned/payload.cuh"
 #include "common/pieces.cuh"
@@ -7,30 +7,30 @@
 #define TILE_BYTES 2048
 #define TILE_LANES 1024
 
-// In shared memory, one a warp.
+// In shared memory, one per warp.
 struct alignas(16) Tile {
     u8 lanes[TILE_BYTES];
-    u64 no_lane;  // 0: the lane of threads that have none in a step
-    u16 no_entry; // the entry of the queue for it
+    u64 no_lane;  // 0: read by threads without a lane in a step
+    u16 no_entry; // queue entry of those threads
     u16 padding[3];
-    // The coded lanes of the tile: where they lie among its bytes, and from bit 12 up which map is theirs. As many follow as two
-    // steps may ask for, that are of no class.
+    // The coded lanes: byte offset in the tile, and from bit 12 up the index of the map. Two steps' worth of NO_ENTRY
+    // follow.
     u16 queue[TILE_LANES + 2 * WARP];
-    u32 masks[TILE_LANES / 32]; // of the coded lanes
+    u32 masks[TILE_LANES / 32]; // bit masks of the coded lanes
     u32 excepted[TILE_LANES / 32];
 };
 
 #define QUEUE_MAP 12
 #define NO_ENTRY (MAPS << QUEUE_MAP | TILE_BYTES)
-static_assert(TPDE_OFFSET_OF(Tile, no_lane) == TILE_BYTES, "the entry says where it lies");
+static_assert(TPDE_OFFSET_OF(Tile, no_lane) == TILE_BYTES, "NO_ENTRY refers to no_lane");
 
-// One thread: before the tile is used.
+// One thread: call before the tile is used.
 __device__ __forceinline__ void open_tile(Tile& tile) {
     tile.no_lane = 0;
     tile.no_entry = NO_ENTRY;
 }
 
-// The pieces of a tile from shared memory, and back.
+// Copies the pieces of a tile from shared memory to registers, and back.
 template <int W> __device__ __forceinline__ void read_tile(const Tile& tile, u32 thread, uint4* pieces) {
     typedef TileShape<W> Shape;
     const u8* from = tile.lanes + thread * Shape::UNIT * W;
@@ -45,19 +45,20 @@ template <int W> __device__ __forceinline__ void write_tile(Tile& tile, u32 thre
     for (int p = 0; p < Shape::PIECES; p++) *(uint4*)(to + Shape::lane_of(p) * W) = pieces[p];
 }
 
-// What a payload's maps make of a base lane.
+// How a base lane gets its class.
 struct Classes {
     i32 first;
     Order order;
-    Entry none;        // of a lane that is not coded
+    Entry none;        // entry of lanes that are not coded
     bool by_threshold; // see Parts::thresholds
     bool holes;        // some lanes below a threshold are not coded
 };
 
-// Lanes of 16 bytes whose magnitude is below `threshold`, by their order-preserving bits alone.
+// Bit mask of the lanes in a piece whose magnitude is below `threshold`.
 template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4 piece) {
     if constexpr (W <= 2) {
-        // The top bit of each lane says that it is below; nothing is borrowed from one lane by the next.
+        // Subtracts all lanes of a word at once. The top bit of each difference says "below", and no lane borrows from
+        // the next.
         constexpr u32 ones = W == 1 ? 0x01010101 : 0x10001, magnitude = W == 1 ? 0x7F7F7F7F : 0x7FFF7FFF;
         u32 from = (threshold + (W == 1 ? 0x7F : 0x7FFF)) * ones;
         u32 a = from - (piece.x & magnitude), b = from - (piece.y & magnitude);
@@ -67,7 +68,7 @@ template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4
             u32 high = __dp4a(c >> 7 & ones, 0x08040201u, 0u) | __dp4a(d >> 7 & ones, 0x80402010u, 0u);
             return low | high << 8;
         } else {
-            // Bytes of all bits or none: the permutation repeats the top bits of the bytes 1, 3, 5 and 7.
+            // Replicates the sign bits of bytes 1, 3, 5 and 7 to whole bytes.
             u32 low = permute_bytes(a, b, 0xFDB9), high = permute_bytes(c, d, 0xFDB9);
             return __dp4a((low & 0x08040201) | (high & 0x80402010), 0x01010101u, 0u);
         }
@@ -77,7 +78,8 @@ template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4
     }
 }
 
-// A warp: the masks of coded lanes of a whole tile. The branch spares most chunks the activities.
+// A warp: computes the masks of coded lanes of a complete tile. ACTIVE is false for chunks without activities, which
+// are most.
 template <int W, bool ACTIVE>
 __device__ __forceinline__ void mark_pieces(const Parts& parts, u32 bits, u32 activities, u32 thread, const uint4* pieces, Tile& tile) {
     typedef TileShape<W> Shape;
@@ -96,12 +98,12 @@ __device__ __forceinline__ void mark_pieces(const Parts& parts, u32 bits, u32 ac
     }
 }
 
-// The activity of the row of a thread.
+// Activity of row `thread` of the tile.
 __device__ __forceinline__ u32 activity_of_row(u32 bits, u32 activities, u32 thread) {
     return activities >> (thread / 4 * bits) & ((1u << bits) - 1);
 }
 
-// A warp: the queue. A thread has the mask of a row.
+// A warp: fills the queue. Thread i passes the mask of row i. Returns the number of coded lanes.
 template <int W> __device__ __forceinline__ u32 queue_rows(u32 mask, u32 activity, u32 thread, Tile& tile) {
     typedef TileShape<W> Shape;
     u32 end = __popc(mask);

@@ -1,6 +1,6 @@
-// Codec `conditioned`: chunks without a base. A kernel of their own, because they need fewer registers and less shared memory than those
-// with one, and a multiprocessor holds more of them.
-#define MAP 1 // base lanes are 0, whose context is 0, whatever the dtype
+// Codec `conditioned`: chunks without a base. A separate kernel, because it needs fewer registers and less shared
+// memory, so a multiprocessor holds more blocks.
+#define MAP 1 // base lanes are 0, which has context 0 for every dtype
 #include "conditioned/conditioned.cuh"
 
 template <int W> __device__ __forceinline__ u32 pass(u32 store) {
@@ -12,7 +12,7 @@ struct WithoutBase {
 
     template <int W> static __device__ __forceinline__ u32 run(const Launch& launch, u32 tables, u32 dtype) {
         u32 store = launch.mode == TPDE_MODE_DRY ? STORE_NONE : STORE_ALL;
-        if (shared_memory().chunk.num_deltas == 0) return leave<W>(launch, store);
+        if (shared_memory().chunk.num_deltas == 0) return copy_unchanged<W>(launch, store);
         u32 errors = open_payload<W>(launch, tables, dtype);
         if (errors) return errors;
         if (launch.mode == TPDE_MODE_IN_PLACE) {

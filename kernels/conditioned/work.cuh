@@ -1,27 +1,27 @@
-// What a warp has in hand while it decodes, from tile to tile.
+// The state of a warp while it decodes, carried from tile to tile.
 #pragma once
 #include "conditioned/slow.cuh"
 
-// How tiles are decoded.
+// How tiles are decoded and stored.
 enum : int {
-    TO_LIST,   // STORE_LIST
-    TO_OUTPUT, // each change on its own, with any other
-    TO_TILE,   // to the tile, which leaves as a whole
-    LOW_BITS,  // the same without a base, for floats with low bits, all of them coded; whatever else there is lane by lane
-    SLOWLY,    // lane by lane
+    TO_LIST,   // fast path; changes go to the list (STORE_LIST)
+    TO_OUTPUT, // fast path; each change is stored on its own (other STORE_…)
+    TO_TILE,   // fast path; changes go to the tile, which is stored as a whole
+    LOW_BITS,  // fast path without a base: floats with low bits, all lanes coded
+    SLOWLY,    // general path, lane by lane
 };
 
 struct Work {
     Stream stream;
     Ring ring;
     Sums sums;
-    u32 shared_at, tile_at;   // shared addresses: what the compiler cannot work out again, it keeps
-    u32 thread, before;       // of the warp; a mask of those before
-    u32 states, bits;         // of the payload
-    u32 number;               // of the tile
-    bool takes, passes;       // the stream: from the warp before, to the next one
-    bool marked;              // some lanes of the tile are excepted
-    bool extra;               // the tile before had extra bits
+    u32 shared_at, tile_at;   // shared addresses; kept here, because the compiler would recompute them
+    u32 thread, before;       // index in the warp; mask of the threads below
+    u32 states, bits;         // states per stream; activity bits
+    u32 number;               // index of the tile
+    bool receives, hands_over;       // the stream is received from the previous warp, handed over to the next
+    bool marked;              // some lanes of the tile have exceptions
+    bool has_extra;               // the previous tile had extra bits
 
     __device__ __forceinline__ Shared& shared() const { return *(Shared*)shared_pointer(shared_at); }
     __device__ __forceinline__ Tile& tile() const { return *(Tile*)shared_pointer(tile_at); }

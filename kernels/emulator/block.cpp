@@ -12,12 +12,13 @@
 #ifndef __x86_64__
 #include <ucontext.h>
 #endif
-// `__shared__` variables, one after the other. There may be none.
+// Start and end of the section with the `__shared__` variables. Null if there are none.
 extern "C" {
 extern unsigned char __start_shared_memory[] __attribute__((weak));
 extern unsigned char __stop_shared_memory[] __attribute__((weak));
 
-// Of the sanitizers; which of them is there was decided when the kernels were compiled. This file is not instrumented.
+// Functions of the sanitizers. They are present if the kernels were compiled with that sanitizer; this file is not
+// instrumented.
 void __asan_poison_memory_region(const volatile void*, size_t) __attribute__((weak));
 void __asan_unpoison_memory_region(const volatile void*, size_t) __attribute__((weak));
 void* __tsan_get_current_fiber() __attribute__((weak));
@@ -42,7 +43,7 @@ namespace {
 
 #ifdef __x86_64__
 typedef void* Context;
-// Keeps what a call must preserve on the stack, and the stack's pointer in *from; goes on where `to` was kept.
+// Pushes the callee-saved registers, saves the stack pointer in *from, and resumes `to`.
 extern "C" void emulator_switch(Context* from, Context to);
 asm(R"(
 .text
@@ -65,56 +66,56 @@ emulator_switch:
     ret
 .size emulator_switch, .-emulator_switch
 )");
-void make(Context& context, unsigned char* stack, void (*entry)()) {
+void make_context(Context& context, unsigned char* stack, void (*entry)()) {
     void** top = (void**)(stack + STACK);
-    *--top = nullptr; // where the entry would return to
+    *--top = nullptr; // return address of the entry, which never returns
     *--top = (void*)entry;
     top -= 6;
     memset(top, 0, 6 * sizeof *top);
     context = top;
 }
-void change(Context& from, Context& to) { emulator_switch(&from, to); }
+void switch_context(Context& from, Context& to) { emulator_switch(&from, to); }
 #else
 typedef ucontext_t Context;
-void make(Context& context, unsigned char* stack, void (*entry)()) {
+void make_context(Context& context, unsigned char* stack, void (*entry)()) {
     getcontext(&context);
     context.uc_stack.ss_sp = stack;
     context.uc_stack.ss_size = STACK;
     context.uc_link = nullptr;
     makecontext(&context, entry, 0);
 }
-void change(Context& from, Context& to) { swapcontext(&from, &to); }
+void switch_context(Context& from, Context& to) { swapcontext(&from, &to); }
 #endif
 
-// What a thread waits for, and what it was given.
+// The operation that a thread waits for, and its result.
 struct Wait {
     uint64_t value, argument, result;
     uint32_t mask;
-    uint32_t count; // of a barrier
-    Place place;
-    Together what;
+    uint32_t count; // threads of a barrier
+    SourceLocation location;
+    WarpOperation operation;
 };
 
 struct Thread {
     Context context;
     Index index;
     unsigned number;
-    void* fiber; // as the thread sanitizer knows it
-    // Copies, and the number of those in each group that is committed.
+    void* fiber; // handle of the thread sanitizer
+    // Pending copies, and the number of copies in each committed group.
     std::deque<Copy> copies;
     std::deque<size_t> groups;
     size_t uncommitted;
 };
 
-// Masks of lanes.
+// Masks of lanes by state.
 struct Warp {
     uint32_t ready, waiting, ended;
 };
 
 struct Barrier {
     uint32_t arrived, expected, sum, result;
-    uint32_t warps;   // that have arrived
-    uint32_t waiting; // of these
+    uint32_t warps;   // mask of the warps that have arrived
+    uint32_t waiting; // mask of those that wait
 };
 
 Thread threads[THREADS];
@@ -141,23 +142,23 @@ uint64_t draw() {
 Warp& warp_of(const Thread& thread) { return warps[thread.number / WARP]; }
 uint32_t bit_of(const Thread& thread) { return 1u << thread.number % WARP; }
 
-// Goes on with a thread, until it waits.
+// Runs a thread until it waits.
 void resume(Thread& thread) {
     current = &thread;
     thread_index = thread.index;
     warp_of(thread).ready &= ~bit_of(thread);
     if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(thread.fiber, 1);
-    change(scheduler, thread.context);
+    switch_context(scheduler, thread.context);
     current = nullptr;
 }
 
 void stop() {
     Thread& me = *current;
     if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(scheduler_fiber, 1);
-    change(me.context, scheduler);
+    switch_context(me.context, scheduler);
 }
 
-// What orders memory: an edge from all who release to all who acquire later.
+// Memory order for the thread sanitizer: every release happens before every later acquire of the same address.
 void release(void* at) {
     if (__tsan_release) __tsan_release(at);
 }
@@ -165,12 +166,12 @@ void acquire(void* at) {
     if (__tsan_acquire) __tsan_acquire(at);
 }
 
-// ---- What threads do together ----
+// ---- Warp operations and barriers ----
 
-const char* name_of(Together what) {
+const char* name_of(WarpOperation operation) {
     const char* names[] = {"__syncwarp", "a ballot", "a shuffle", "__match_any_sync", "__match_all_sync", "a sum", "a minimum", "a maximum",
         "a minimum", "a maximum", "an AND", "an OR", "an XOR", "__activemask", "a barrier", "an arrival at a barrier"};
-    return names[(int)what];
+    return names[(int)operation];
 }
 
 template <class F> void for_each(uint32_t mask, F f) {
@@ -188,13 +189,13 @@ void complete(Barrier& barrier) {
     barrier = {0, 0, 0, barrier.result, 0, 0};
 }
 
-// A warp has come to a barrier.
+// A warp arrives at a barrier.
 void arrive(unsigned w, uint32_t lanes, const Wait& first) {
     Barrier& barrier = barriers[first.argument];
-    bool wait = first.what == Together::BARRIER;
-    if (barrier.warps >> w & 1) fail(first.place, "warp %u comes to barrier %u a second time before the others have come", w, (unsigned)first.argument);
+    bool wait = first.operation == WarpOperation::BARRIER;
+    if (barrier.warps >> w & 1) fail(first.location, "warp %u arrives at barrier %u twice before it completes", w, (unsigned)first.argument);
     if (barrier.warps && barrier.expected != first.count) {
-        fail(first.place, "barrier %u is of %u threads here, of %u for those before", (unsigned)first.argument, first.count, barrier.expected);
+        fail(first.location, "barrier %u expects %u threads here, %u elsewhere", (unsigned)first.argument, first.count, barrier.expected);
     }
     barrier.expected = first.count;
     barrier.arrived += first.count ? WARP : (unsigned)__builtin_popcount(lanes);
@@ -203,7 +204,7 @@ void arrive(unsigned w, uint32_t lanes, const Wait& first) {
     if (wait) barrier.waiting |= 1u << w;
     else free_lanes(warps[w], lanes);
     uint32_t expected = first.count ? first.count : live;
-    if (barrier.arrived > expected) fail(first.place, "%u threads at barrier %u of %u", barrier.arrived, (unsigned)first.argument, expected);
+    if (barrier.arrived > expected) fail(first.location, "%u threads at barrier %u of %u", barrier.arrived, (unsigned)first.argument, expected);
     if (barrier.arrived == expected) complete(barrier);
 }
 
@@ -215,57 +216,57 @@ void finish(unsigned w, uint32_t lanes) {
         for_each(lanes & (lanes - 1), [&](unsigned lane) { x = f(x, all[lane].value); });
         for_each(lanes, [&](unsigned lane) { all[lane].result = x; });
     };
-    switch (first.what) {
-    case Together::BARRIER:
-    case Together::BARRIER_ARRIVE: arrive(w, lanes, first); return;
-    case Together::SYNC: break;
-    case Together::BALLOT: {
+    switch (first.operation) {
+    case WarpOperation::BARRIER:
+    case WarpOperation::BARRIER_ARRIVE: arrive(w, lanes, first); return;
+    case WarpOperation::SYNC: break;
+    case WarpOperation::BALLOT: {
         uint32_t ballot = 0;
         for_each(lanes, [&](unsigned lane) { ballot |= (uint32_t)(all[lane].value != 0) << lane; });
         for_each(lanes, [&](unsigned lane) { all[lane].result = ballot; });
         break;
     }
-    case Together::ACTIVE: for_each(lanes, [&](unsigned lane) { all[lane].result = lanes; }); break;
-    case Together::SHUFFLE:
-        // What a lane that takes no part would give is undefined.
+    case WarpOperation::ACTIVE: for_each(lanes, [&](unsigned lane) { all[lane].result = lanes; }); break;
+    case WarpOperation::SHUFFLE:
+        // The value of a lane that does not take part is undefined.
         for_each(lanes, [&](unsigned lane) { all[lane].result = lanes >> all[lane].argument & 1 ? all[all[lane].argument].value : draw(); });
         break;
-    case Together::MATCH_ANY:
+    case WarpOperation::MATCH_ANY:
         for_each(lanes, [&](unsigned lane) {
             uint32_t same = 0;
             for_each(lanes, [&](unsigned other) { same |= (uint32_t)(all[other].value == all[lane].value) << other; });
             all[lane].result = same;
         });
         break;
-    case Together::MATCH_ALL: {
+    case WarpOperation::MATCH_ALL: {
         bool same = true;
         for_each(lanes, [&](unsigned lane) { same &= all[lane].value == first.value; });
         for_each(lanes, [&](unsigned lane) { all[lane].result = same ? first.mask : 0; });
         break;
     }
-    case Together::ADD: fold([](uint64_t a, uint64_t b) { return a + b; }); break;
-    case Together::MIN: fold([](uint64_t a, uint64_t b) { return std::min(a, b); }); break;
-    case Together::MAX: fold([](uint64_t a, uint64_t b) { return std::max(a, b); }); break;
-    case Together::MIN_SIGNED: fold([](uint64_t a, uint64_t b) { return (uint64_t)std::min((int64_t)a, (int64_t)b); }); break;
-    case Together::MAX_SIGNED: fold([](uint64_t a, uint64_t b) { return (uint64_t)std::max((int64_t)a, (int64_t)b); }); break;
-    case Together::AND: fold([](uint64_t a, uint64_t b) { return a & b; }); break;
-    case Together::OR: fold([](uint64_t a, uint64_t b) { return a | b; }); break;
-    case Together::XOR: fold([](uint64_t a, uint64_t b) { return a ^ b; }); break;
+    case WarpOperation::ADD: fold([](uint64_t a, uint64_t b) { return a + b; }); break;
+    case WarpOperation::MIN: fold([](uint64_t a, uint64_t b) { return std::min(a, b); }); break;
+    case WarpOperation::MAX: fold([](uint64_t a, uint64_t b) { return std::max(a, b); }); break;
+    case WarpOperation::MIN_SIGNED: fold([](uint64_t a, uint64_t b) { return (uint64_t)std::min((int64_t)a, (int64_t)b); }); break;
+    case WarpOperation::MAX_SIGNED: fold([](uint64_t a, uint64_t b) { return (uint64_t)std::max((int64_t)a, (int64_t)b); }); break;
+    case WarpOperation::AND: fold([](uint64_t a, uint64_t b) { return a & b; }); break;
+    case WarpOperation::OR: fold([](uint64_t a, uint64_t b) { return a | b; }); break;
+    case WarpOperation::XOR: fold([](uint64_t a, uint64_t b) { return a ^ b; }); break;
     }
     free_lanes(warps[w], lanes);
 }
 
-// Whether two lanes of a warp wait for the same; or the one waits for the other in vain.
+// Fails if one lane waits for the other, but the other is at a different operation.
 void compare(unsigned w, unsigned lane, unsigned other) {
     const Wait &a = waits[w * WARP + lane], &b = waits[w * WARP + other];
-    bool same = a.what == b.what && a.mask == b.mask && a.place.line == b.place.line && a.count == b.count &&
-                (a.what < Together::BARRIER || a.argument == b.argument);
+    bool same = a.operation == b.operation && a.mask == b.mask && a.location.line == b.location.line && a.count == b.count &&
+                (a.operation < WarpOperation::BARRIER || a.argument == b.argument);
     if (same || !(b.mask >> lane & 1)) return;
-    fail(a.place, "%s with mask %08x; but lane %u of the warp is at %s:%d, at %s with mask %08x", name_of(a.what), a.mask, other, b.place.file,
-        b.place.line, name_of(b.what), b.mask);
+    fail(a.location, "%s with mask %08x; but lane %u of the warp is at %s:%d, at %s with mask %08x", name_of(a.operation), a.mask, other, b.location.file,
+        b.location.line, name_of(b.operation), b.mask);
 }
 
-// If all that a waiting thread waits for are there they go on.
+// Completes the operation of a waiting thread once all its threads have arrived.
 void try_finish(unsigned w, unsigned lane) {
     Warp& warp = warps[w];
     uint32_t lanes = waits[w * WARP + lane].mask & ~warp.ended, others = lanes & warp.waiting & ~(1u << lane);
@@ -273,13 +274,13 @@ void try_finish(unsigned w, unsigned lane) {
         for_each(others, [&](unsigned other) { compare(w, lane, other); });
         finish(w, lanes);
     } else if (others) {
-        // One stands for all that came before.
+        // All lanes that arrived earlier agree, so comparing with one is enough.
         compare(w, lane, (unsigned)__builtin_ctz(others));
     }
 }
 
-// Waits; those who are waited for need not know that it has come.
-void wait_together() {
+// Waits for the operation of the current thread to complete.
+void wait_for_warp() {
     Thread& me = *current;
     Warp& warp = warp_of(me);
     warp.waiting |= bit_of(me);
@@ -297,7 +298,7 @@ void wait_together() {
         Warp& warp = warp_of(me);
         warp.ended |= bit_of(me);
         live--;
-        // Somebody may have waited for this one.
+        // Other threads may have waited for this one.
         if (warp.waiting) try_finish(me.number / WARP, (unsigned)__builtin_ctz(warp.waiting));
         for (Barrier& barrier : barriers) {
             if (barrier.warps && barrier.expected == 0 && barrier.arrived == live) complete(barrier);
@@ -311,17 +312,17 @@ void prepare() {
     stacks = (unsigned char*)mmap(nullptr, THREADS * (STACK + PAGE), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stacks == MAP_FAILED) abort();
     for (unsigned i = 0; i < THREADS; i++) {
-        // A page that nobody may touch lies before each stack.
+        // A guard page precedes each stack.
         unsigned char* stack = stacks + i * (STACK + PAGE);
         mprotect(stack, PAGE, PROT_NONE);
-        make(threads[i].context, stack + PAGE, entry);
+        make_context(threads[i].context, stack + PAGE, entry);
         threads[i].number = i;
     }
     if (__tsan_get_current_fiber) scheduler_fiber = __tsan_get_current_fiber();
 }
 
 void run_block(unsigned shared) {
-    // Shared memory has whatever was there before.
+    // The initial content of shared memory is undefined: fill it with noise.
     auto noise = [](unsigned char* at, unsigned char* end) {
         for (; at + 8 <= end; at += 8) {
             uint64_t word = draw();
@@ -352,9 +353,9 @@ void run_block(unsigned shared) {
     while (live) {
         uint32_t ready = 0;
         for (unsigned w = 0; w < warps_now; w++) ready |= (uint32_t)(warps[w].ready != 0) << w;
-        if (!ready) fail({"kernel", 0}, "all threads wait for others");
+        if (!ready) fail({"kernel", 0}, "deadlock: all threads wait for others");
         uint64_t random = draw();
-        // A warp that is ready, and its threads forwards or backwards from one of them.
+        // Picks a random ready warp, and runs its threads in ascending or descending order from a random one.
         for (unsigned skip = random % (unsigned)__builtin_popcount(ready); skip; skip--) ready &= ready - 1;
         unsigned w = (unsigned)__builtin_ctz(ready), from = random >> 32 & 31;
         bool forwards = random >> 40 & 1;
@@ -368,23 +369,23 @@ void run_block(unsigned shared) {
 
 } // namespace
 
-uint64_t together(Together what, uint32_t mask, uint64_t value, uint64_t argument, Place place) {
+uint64_t run_warp_operation(WarpOperation operation, uint32_t mask, uint64_t value, uint64_t argument, SourceLocation location) {
     Thread& me = *current;
-    if (!(mask & bit_of(me))) fail(place, "%s whose mask %08x leaves out the thread itself", name_of(what), mask);
-    waits[me.number] = {value, argument, 0, mask, 0, place, what};
-    // Of these only __syncwarp orders memory.
-    if (what == Together::SYNC) release(&warp_of(me));
-    wait_together();
-    if (what == Together::SYNC) acquire(&warp_of(me));
+    if (!(mask & bit_of(me))) fail(location, "%s with mask %08x, which lacks the calling thread", name_of(operation), mask);
+    waits[me.number] = {value, argument, 0, mask, 0, location, operation};
+    // Of the warp operations, only __syncwarp orders memory.
+    if (operation == WarpOperation::SYNC) release(&warp_of(me));
+    wait_for_warp();
+    if (operation == WarpOperation::SYNC) acquire(&warp_of(me));
     return waits[me.number].result;
 }
 
-uint32_t barrier(uint32_t id, uint32_t count, bool wait, uint32_t value, Place place) {
+uint32_t barrier(uint32_t id, uint32_t count, bool wait, uint32_t value, SourceLocation location) {
     Thread& me = *current;
-    if (id >= BARRIERS || count % WARP || count > threads_now) fail(place, "barrier %u of %u threads", id, count);
-    waits[me.number] = {value, id, 0, ~0u, count, place, wait ? Together::BARRIER : Together::BARRIER_ARRIVE};
+    if (id >= BARRIERS || count % WARP || count > threads_now) fail(location, "barrier %u of %u threads", id, count);
+    waits[me.number] = {value, id, 0, ~0u, count, location, wait ? WarpOperation::BARRIER : WarpOperation::BARRIER_ARRIVE};
     release(&barriers[id]);
-    wait_together();
+    wait_for_warp();
     if (!wait) return 0;
     acquire(&barriers[id]);
     return barriers[id].result;
@@ -396,10 +397,10 @@ void pause(bool always) {
     stop();
 }
 
-void begin_copy(void* to, const void* from, uint32_t size, uint32_t zeros, Place place) {
+void begin_copy(void* to, const void* from, uint32_t size, uint32_t zeros, SourceLocation location) {
     Thread& me = *current;
     if ((size + zeros != 4 && size + zeros != 8 && size + zeros != 16) || (uintptr_t)to % (size + zeros) || (uintptr_t)from % (size + zeros)) {
-        fail(place, "a copy of %u and %u bytes from %p to %p", size, zeros, from, to);
+        fail(location, "a copy of %u and %u bytes from %p to %p", size, zeros, from, to);
     }
     me.copies.push_back({to, from, size, zeros});
     me.uncommitted++;
@@ -424,26 +425,26 @@ void describe_thread() {
     if (current) fprintf(stderr, "    block %u, thread %u: warp %u, lane %u\n", block_index.x, current->number, current->number / WARP, current->number % WARP);
 }
 
-void fail(Place place, const char* format, ...) {
+void fail(SourceLocation location, const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
     fflush(stdout);
-    fprintf(stderr, "%s:%d: ", place.file, place.line);
+    fprintf(stderr, "%s:%d: ", location.file, location.line);
     vfprintf(stderr, format, arguments);
     fprintf(stderr, "\n");
     va_end(arguments);
     if (current && __sanitizer_print_stack_trace) __sanitizer_print_stack_trace();
     if (!current) {
-        // Who waits where; threads that wait for the same are told of together.
+        // Prints where each thread waits, with threads at the same operation grouped.
         for (unsigned i = 0, next; i < threads_now; i = next) {
             auto ended = [](unsigned j) { return (warps[j / WARP].ended >> j % WARP & 1) != 0; };
             const Wait& wait = waits[i];
             auto same = [&](const Wait& other) {
-                return wait.what == other.what && wait.place.line == other.place.line && wait.mask == other.mask && wait.argument == other.argument;
+                return wait.operation == other.operation && wait.location.line == other.location.line && wait.mask == other.mask && wait.argument == other.argument;
             };
             for (next = i + 1; next < threads_now && ended(i) == ended(next) && (ended(i) || same(waits[next]));) next++;
             if (ended(i)) fprintf(stderr, "    threads %u to %u have ended\n", i, next - 1);
-            else fprintf(stderr, "    threads %u to %u at %s:%d: %s, mask %08x\n", i, next - 1, wait.place.file, wait.place.line, name_of(wait.what), wait.mask);
+            else fprintf(stderr, "    threads %u to %u at %s:%d: %s, mask %08x\n", i, next - 1, wait.location.file, wait.location.line, name_of(wait.operation), wait.mask);
         }
     }
     abort();

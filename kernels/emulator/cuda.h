@@ -1,5 +1,5 @@
-// What a compiler of CUDA knows without being told, for a processor's compiler: keywords, types, variables and functions that
-// kernels may use. Included before a kernel.
+// The built-ins of CUDA C++ for a processor's compiler: keywords, types, variables and functions that kernels may use.
+// Included before a kernel.
 #pragma once
 #include "block.h"
 #include <cstring>
@@ -46,7 +46,7 @@ EMULATOR_VECTORS(ulonglong, unsigned long long, 16, 16)
 EMULATOR_VECTORS(float, float, 8, 16)
 #undef EMULATOR_VECTORS
 
-// ---- What the threads of a warp do together ----
+// ---- Warp operations ----
 
 namespace emulator {
 
@@ -62,49 +62,49 @@ template <class T> T value_of(uint64_t bits) {
     return value;
 }
 inline unsigned lane() { return thread_index.x % 32; }
-template <class T> T shuffle(uint32_t mask, T value, uint64_t from, Place place) {
-    return value_of<T>(together(Together::SHUFFLE, mask, bits_of(value), from, place));
+template <class T> T shuffle(uint32_t mask, T value, uint64_t from, SourceLocation location) {
+    return value_of<T>(run_warp_operation(WarpOperation::SHUFFLE, mask, bits_of(value), from, location));
 }
 
 } // namespace emulator
 
-inline void __syncwarp(unsigned mask = ~0u, EMULATOR_HERE) { emulator::together(emulator::Together::SYNC, mask, 0, 0, place); }
-inline unsigned __activemask(EMULATOR_HERE) { return 1u << emulator::lane(); (void)place; }
+inline void __syncwarp(unsigned mask = ~0u, EMULATOR_HERE) { emulator::run_warp_operation(emulator::WarpOperation::SYNC, mask, 0, 0, location); }
+inline unsigned __activemask(EMULATOR_HERE) { return 1u << emulator::lane(); (void)location; }
 inline unsigned __ballot_sync(unsigned mask, int yes, EMULATOR_HERE) {
-    return (unsigned)emulator::together(emulator::Together::BALLOT, mask, yes != 0, 0, place);
+    return (unsigned)emulator::run_warp_operation(emulator::WarpOperation::BALLOT, mask, yes != 0, 0, location);
 }
-inline int __any_sync(unsigned mask, int yes, EMULATOR_HERE) { return __ballot_sync(mask, yes, place) != 0; }
-inline int __all_sync(unsigned mask, int yes, EMULATOR_HERE) { return __ballot_sync(mask, !yes, place) == 0; }
+inline int __any_sync(unsigned mask, int yes, EMULATOR_HERE) { return __ballot_sync(mask, yes, location) != 0; }
+inline int __all_sync(unsigned mask, int yes, EMULATOR_HERE) { return __ballot_sync(mask, !yes, location) == 0; }
 
 template <class T> T __shfl_sync(unsigned mask, T value, int from, int width = 32, EMULATOR_HERE) {
     unsigned first = emulator::lane() & ~(unsigned)(width - 1);
-    return emulator::shuffle(mask, value, first | ((unsigned)from & (unsigned)(width - 1)), place);
+    return emulator::shuffle(mask, value, first | ((unsigned)from & (unsigned)(width - 1)), location);
 }
 template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32, EMULATOR_HERE) {
     unsigned lane = emulator::lane(), first = lane & ~(unsigned)(width - 1);
-    return emulator::shuffle(mask, value, lane - first >= by ? lane - by : lane, place);
+    return emulator::shuffle(mask, value, lane - first >= by ? lane - by : lane, location);
 }
 template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned by, int width = 32, EMULATOR_HERE) {
     unsigned lane = emulator::lane(), end = (lane & ~(unsigned)(width - 1)) + (unsigned)width;
-    return emulator::shuffle(mask, value, lane + by < end ? lane + by : lane, place);
+    return emulator::shuffle(mask, value, lane + by < end ? lane + by : lane, location);
 }
 template <class T> T __shfl_xor_sync(unsigned mask, T value, int by, int width = 32, EMULATOR_HERE) {
     unsigned lane = emulator::lane(), other = lane ^ (unsigned)by, end = (lane & ~(unsigned)(width - 1)) + (unsigned)width;
-    return emulator::shuffle(mask, value, other < end ? other : lane, place);
+    return emulator::shuffle(mask, value, other < end ? other : lane, location);
 }
 
 template <class T> unsigned __match_any_sync(unsigned mask, T value, EMULATOR_HERE) {
-    return (unsigned)emulator::together(emulator::Together::MATCH_ANY, mask, emulator::bits_of(value), 0, place);
+    return (unsigned)emulator::run_warp_operation(emulator::WarpOperation::MATCH_ANY, mask, emulator::bits_of(value), 0, location);
 }
 template <class T> unsigned __match_all_sync(unsigned mask, T value, int* all, EMULATOR_HERE) {
-    unsigned same = (unsigned)emulator::together(emulator::Together::MATCH_ALL, mask, emulator::bits_of(value), 0, place);
+    unsigned same = (unsigned)emulator::run_warp_operation(emulator::WarpOperation::MATCH_ALL, mask, emulator::bits_of(value), 0, location);
     *all = same != 0;
     return same;
 }
 
 #define EMULATOR_REDUCE(name, type, wide, what)                                                                          \
     inline type name(unsigned mask, type value, EMULATOR_HERE) {                                                         \
-        return (type)emulator::together(emulator::Together::what, mask, (uint64_t)(wide)value, 0, place);                \
+        return (type)emulator::run_warp_operation(emulator::WarpOperation::what, mask, (uint64_t)(wide)value, 0, location);                \
     }
 EMULATOR_REDUCE(__reduce_add_sync, unsigned, unsigned, ADD)
 EMULATOR_REDUCE(__reduce_min_sync, unsigned, unsigned, MIN)
@@ -117,21 +117,21 @@ EMULATOR_REDUCE(__reduce_or_sync, unsigned, unsigned, OR)
 EMULATOR_REDUCE(__reduce_xor_sync, unsigned, unsigned, XOR)
 #undef EMULATOR_REDUCE
 
-// ---- And those of a block ----
+// ---- Operations of a block ----
 
-inline void __syncthreads(EMULATOR_HERE) { emulator::barrier(0, 0, true, 0, place); }
-inline int __syncthreads_count(int yes, EMULATOR_HERE) { return (int)emulator::barrier(0, 0, true, yes != 0, place); }
-inline int __syncthreads_or(int yes, EMULATOR_HERE) { return __syncthreads_count(yes, place) != 0; }
-inline int __syncthreads_and(int yes, EMULATOR_HERE) { return __syncthreads_count(!yes, place) == 0; }
+inline void __syncthreads(EMULATOR_HERE) { emulator::barrier(0, 0, true, 0, location); }
+inline int __syncthreads_count(int yes, EMULATOR_HERE) { return (int)emulator::barrier(0, 0, true, yes != 0, location); }
+inline int __syncthreads_or(int yes, EMULATOR_HERE) { return __syncthreads_count(yes, location) != 0; }
+inline int __syncthreads_and(int yes, EMULATOR_HERE) { return __syncthreads_count(!yes, location) == 0; }
 
 inline void __threadfence_block() {}
 inline void __threadfence() {}
 inline void __threadfence_system() {}
 inline void __nanosleep(unsigned) { emulator::pause(true); }
 inline long long clock64() { return 0; }
-[[noreturn]] inline void __trap(EMULATOR_HERE) { emulator::fail(place, "a trap"); }
+[[noreturn]] inline void __trap(EMULATOR_HERE) { emulator::fail(location, "a trap"); }
 
-// ---- Atomic operations; threads that need many of them let others go on ----
+// ---- Atomic operations. Each may yield to other threads ----
 
 namespace emulator {
 template <class T> using Same = std::common_type_t<T>; // not deduced from
@@ -156,7 +156,7 @@ template <class T> T atomicCAS(T* at, emulator::Same<T> from, emulator::Same<T> 
 }
 inline unsigned atomicInc(unsigned* at, unsigned most) { return emulator::update(at, [most](unsigned old) { return old >= most ? 0 : old + 1; }); }
 
-// ---- Loads and stores with hints. Types are aligned, which the sanitizer of undefined behaviour sees to ----
+// ---- Loads and stores with cache hints. The sanitizer of undefined behaviour checks alignment ----
 
 template <class T> T __ldg(const T* from) { return *from; }
 template <class T> T __ldca(const T* from) { return *from; }
@@ -169,14 +169,14 @@ template <class T> void __stcg(T* to, emulator::Same<T> value) { *to = value; }
 template <class T> void __stcs(T* to, emulator::Same<T> value) { *to = value; }
 template <class T> void __stwt(T* to, emulator::Same<T> value) { *to = value; }
 
-// ---- Shared memory by address: what device.h is made of ----
+// ---- Shared memory by address, for device.h ----
 
 namespace emulator {
-template <class T> const T& shared_at(int64_t at, Place place) {
-    if (at % (int64_t)sizeof(T)) fail(place, "address %#llx of shared memory for an access of %zu bytes", (long long)at, sizeof(T));
+template <class T> const T& shared_at(int64_t at, SourceLocation location) {
+    if (at % (int64_t)sizeof(T)) fail(location, "address %#llx of shared memory for an access of %zu bytes", (long long)at, sizeof(T));
     return *(const T*)(dynamic_memory + at);
 }
-template <class T> void set_shared(unsigned at, T value, Place place) { const_cast<T&>(shared_at<T>((int)at, place)) = value; }
+template <class T> void set_shared(unsigned at, T value, SourceLocation location) { const_cast<T&>(shared_at<T>((int)at, location)) = value; }
 } // namespace emulator
 
 // ---- Integers ----
@@ -254,7 +254,7 @@ EMULATOR_PARTS_OF_BOTH(__vmaxu, a > b ? a : b)
 #undef EMULATOR_PARTS_OF_BOTH
 #undef EMULATOR_PARTS
 
-// Of numbers of two types, as the usual conversions make them the same.
+// Minimum and maximum after the usual arithmetic conversions.
 template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) {
     typedef std::common_type_t<A, B> T;
     return (T)b < (T)a ? (T)b : (T)a;

@@ -1,5 +1,5 @@
-// A CUDA driver without a device: libcuda.so and libnvcomp.so.6 for tests of the host half. Memory of the device is memory of the
-// process, and kernels run on the emulator. README.md says what it checks.
+// A stand-in for the CUDA driver and nvCOMP (libcuda.so, libnvcomp.so.6), for tests of the host half. Device memory is
+// memory of the process, and kernels run on the emulator. README.md lists its checks.
 #include "block.h"
 #include <algorithm>
 #include <chrono>
@@ -34,12 +34,12 @@ enum Result : u32 {
     NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_ISOLATION = 905, REFUSED = 999,
 };
 
-// ---- What is queued ----
+// ---- Queued operations ----
 
 struct Stream;
 struct Capture;
 
-// A point in a stream, as an event has it.
+// A point in a stream that an event has recorded.
 struct Mark {
     Stream* stream;
     Capture* capture;
@@ -51,10 +51,10 @@ typedef std::shared_ptr<Mark> MarkPointer;
 struct Operation {
     const char* name;
     std::function<void()> run;
-    MarkPointer waits_for; // not passed: the operation is not ready
+    MarkPointer waits_for; // the operation is ready once this mark is passed
     MarkPointer reaches;
     bool spins; // runs until a call waits for it
-    std::function<void()> begin; // when it is put into a stream, each time that its graph is launched
+    std::function<void()> begin; // runs when the operation is queued, at each launch of its graph
 };
 
 struct Context {
@@ -67,7 +67,7 @@ struct Stream {
     std::deque<Operation> queue;
     Capture* capture;
     bool destroyed;
-    bool eager; // runs what is ready at once; else only what a call waits for
+    bool eager; // runs ready operations at once; otherwise only what a call waits for
 };
 
 struct Event {
@@ -76,7 +76,7 @@ struct Event {
     MarkPointer last;
 };
 
-// A graph, while it is captured and after: operations in an order that is one of those allowed.
+// A graph, during capture and after it: its operations in one valid order.
 struct Capture {
     int mode;
     std::vector<Operation> operations;
@@ -99,28 +99,28 @@ struct Allocation {
     size_t bytes;
     unsigned char* pages;
     size_t page_bytes;
-    bool is_freed; // a free is queued
+    bool is_freed; // its free is queued
 };
 
-std::recursive_mutex all;
+std::recursive_mutex driver_mutex;
 std::vector<std::unique_ptr<Stream>> streams;
-std::set<Capture*> captures; // under way
+std::set<Capture*> captures; // in progress
 std::map<u64, Allocation> allocations;
 std::map<u64, size_t> pinned;
 size_t allocated;
 thread_local std::vector<Context*> current;
 thread_local int capture_mode;
-const char* running = "nothing";
+const char* running_operation = "nothing";
 u64 random_state;
 typedef i64 (*Expander)(const u8*, size_t, u8*, size_t);
 Expander expander;
 
 constexpr int DEVICES = 2, MULTIPROCESSORS = 4;
-constexpr u8 COMING = 0xDC; // in pinned memory that a copy will write
-constexpr size_t PAGE = 4096, ALIGN = 256, MOST = (size_t)1 << 30;
+constexpr u8 PENDING_BYTE = 0xDC; // fills pinned memory until the copy to it runs
+constexpr size_t PAGE = 4096, ALIGN = 256, ALLOCATED_MAX = (size_t)1 << 30;
 
-// Which streams are eager: bit n % 8 is for stream n, as they are created. TPDE_STAND_IN, unless a test has all streams make progress in
-// an order that is drawn.
+// Which streams are eager: bit n % 8 for stream n in order of creation. From TPDE_STAND_IN; ignored while a test draws
+// a random order.
 u32 order() {
     static const u32 order = [] {
         const char* text = getenv("TPDE_STAND_IN");
@@ -137,8 +137,8 @@ u64 draw() {
     return z ^ z >> 31;
 }
 
-// Whether any stream may be the next to make progress, and how rarely that happens while nobody waits.
-bool is_drawn = false;
+// Random order: any ready stream may run next. While no call waits, an operation runs with probability 1 / rarity.
+bool random_order = false;
 u64 rarity;
 
 double now() {
@@ -156,16 +156,16 @@ bool is_ready(const Stream& stream) {
 void run_front(Stream& stream) {
     Operation operation = std::move(stream.queue.front());
     stream.queue.pop_front();
-    running = operation.name;
+    running_operation = operation.name;
     if (operation.run) operation.run();
-    running = "nothing";
+    running_operation = "nothing";
     if (operation.reaches) {
         operation.reaches->passed = true;
         operation.reaches->milliseconds = now();
     }
 }
 
-// Runs what must have run before the mark, and nothing else.
+// Runs exactly the operations that must precede the mark.
 void run_before(const Mark& mark) {
     while (!mark.passed) {
         if (mark.stream->queue.empty()) abort();
@@ -178,7 +178,7 @@ void run_before(const Mark& mark) {
     }
 }
 
-// Runs an operation of an eager stream that has one ready; with `all` of any.
+// Runs one ready operation of an eager stream, or of any stream if `all`.
 bool run_any(bool all) {
     std::vector<Stream*> ready;
     for (auto& stream : streams) {
@@ -189,21 +189,21 @@ bool run_any(bool all) {
     return true;
 }
 
-void forget_streams() {
+void remove_destroyed_streams() {
     streams.erase(std::remove_if(streams.begin(), streams.end(), [](auto& stream) { return stream->destroyed && stream->queue.empty(); }), streams.end());
 }
 
-// After something was queued.
-void go_on() {
-    if (is_drawn) {
+// Makes progress after an operation was queued.
+void make_progress() {
+    if (random_order) {
         while (draw() % rarity == 0 && run_any(true)) {}
     }
-    while (run_any(allocated > MOST)) {}
+    while (run_any(allocated > ALLOCATED_MAX)) {}
 }
 
-// Waits for the mark. In an order that is drawn, others make progress too.
+// Waits for the mark. In random order, other streams make progress too.
 void reach(const Mark& mark) {
-    while (is_drawn && !mark.passed && run_any(true)) {}
+    while (random_order && !mark.passed && run_any(true)) {}
     run_before(mark);
 }
 
@@ -215,7 +215,7 @@ Stream* new_stream(Context* context) {
     return streams.back().get();
 }
 
-// The stream of a handle, if it may be used now.
+// The stream of a handle, or null if it is not valid in the current context.
 Stream* stream_of(Stream* stream) {
     Context* context = context_now();
     if (!context) return nullptr;
@@ -223,15 +223,15 @@ Stream* stream_of(Stream* stream) {
     return stream->context == context && !stream->destroyed ? stream : nullptr;
 }
 
-// Which calls are refused, as a test has asked for: none; one that queues or creates something, or waits for an event; any; or all from
-// one on, as if the context were lost.
+// Which calls fail, as chosen by a test: none; one that queues, creates or waits for an event; any one; or all from a
+// point on, as if the context were lost.
 enum Refusal : u32 { REFUSES_NONE, REFUSES_QUEUEING, REFUSES_ANY, REFUSES_ALL_FROM };
 u32 refusal;
 i64 calls_to_refusal;
 bool has_refused = false;
-std::set<std::string> refused; // by name, since the process began
+std::set<std::string> refused; // names of refused calls, since the start of the process
 
-// A context that is lost has ended its work.
+// Discards all queued work, as a lost context does.
 void lose_all() {
     for (auto& stream : streams) {
         for (Operation& operation : stream->queue) {
@@ -241,7 +241,7 @@ void lose_all() {
     }
 }
 
-// Whether a call is refused.
+// Decides whether a call fails, and counts it.
 bool is_refused(const char* name, bool queues) {
     if (refusal == REFUSES_NONE || (refusal == REFUSES_QUEUEING && !queues)) return false;
     if (calls_to_refusal > 0) return calls_to_refusal--, false;
@@ -260,12 +260,12 @@ Result queue(Stream* handle, Operation operation) {
     }
     if (operation.begin) operation.begin();
     stream->queue.push_back(std::move(operation));
-    go_on();
+    make_progress();
     return SUCCESS;
 }
 
 void wait_for_all(Stream& stream) {
-    while (is_drawn && !stream.queue.empty() && run_any(true)) {}
+    while (random_order && !stream.queue.empty() && run_any(true)) {}
     while (!stream.queue.empty()) {
         Operation& front = stream.queue.front();
         if (front.waits_for && !front.waits_for->passed) run_before(*front.waits_for);
@@ -273,7 +273,7 @@ void wait_for_all(Stream& stream) {
     }
 }
 
-// Calls that a capture somewhere in the process forbids, unless the thread has said that it knows.
+// Whether a capture in the process forbids this call. A thread in relaxed mode is exempt.
 bool is_forbidden() {
     if (capture_mode != 0) return false;
     return std::any_of(captures.begin(), captures.end(), [](Capture* capture) { return capture->mode != 2; });
@@ -282,7 +282,7 @@ bool is_forbidden() {
 // ---- Memory ----
 
 u64 allocate(size_t bytes) {
-    // It ends where its pages end, but for alignment, and a page that nobody may touch follows.
+    // The allocation ends at the end of its pages, up to alignment; a guard page follows.
     size_t rounded = (bytes + ALIGN - 1) / ALIGN * ALIGN, page_bytes = (rounded + PAGE - 1) / PAGE * PAGE + PAGE;
     void* pages = mmap(nullptr, page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (pages == MAP_FAILED) return 0;
@@ -294,40 +294,40 @@ u64 allocate(size_t bytes) {
     return (u64)(end - rounded);
 }
 
-// Takes pages away for good: no later memory has their addresses, so that whoever still uses them is found.
+// Makes pages inaccessible for good. Their addresses are never reused, so later accesses fault.
 void forbid(void* pages, size_t bytes) {
     if (mmap(pages, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) abort();
 }
 
 void release(u64 address) {
-    auto found = allocations.find(address);
-    forbid(found->second.pages, found->second.page_bytes);
-    allocated -= found->second.page_bytes;
-    allocations.erase(found);
+    auto allocation = allocations.find(address);
+    forbid(allocation->second.pages, allocation->second.page_bytes);
+    allocated -= allocation->second.page_bytes;
+    allocations.erase(allocation);
 }
 
 bool is_device_memory(u64 address, size_t bytes) {
     auto after = allocations.upper_bound(address);
     if (after == allocations.begin()) return false;
-    auto found = std::prev(after);
-    return !found->second.is_freed && address - found->first <= found->second.bytes && bytes <= found->second.bytes - (address - found->first);
+    auto allocation = std::prev(after);
+    return !allocation->second.is_freed && address - allocation->first <= allocation->second.bytes && bytes <= allocation->second.bytes - (address - allocation->first);
 }
 
 bool is_pinned(const void* start, size_t bytes) {
     auto after = pinned.upper_bound((u64)start);
     if (after == pinned.begin()) return false;
-    auto found = std::prev(after);
-    return (u64)start + bytes <= found->first + found->second;
+    auto allocation = std::prev(after);
+    return (u64)start + bytes <= allocation->first + allocation->second;
 }
 
-void dies(int, siginfo_t* info, void*) {
+void report_fault(int, siginfo_t* info, void*) {
     char text[200];
-    int size = snprintf(text, sizeof text, "the stand-in of the driver: %s touched %p, where no memory is\n", running, info->si_addr);
+    int size = snprintf(text, sizeof text, "the stand-in of the driver: %s accessed %p, which is not allocated\n", running_operation, info->si_addr);
     if (write(STDERR_FILENO, text, (size_t)size)) {}
     _exit(139);
 }
 
-[[noreturn]] void misuse(const char* what) {
+[[noreturn]] void fail(const char* what) {
     fprintf(stderr, "the stand-in of the driver: %s\n", what);
     fflush(stderr);
     _exit(139);
@@ -340,10 +340,10 @@ u64 hash(const void* start, size_t bytes) {
 }
 
 void catch_faults() {
-    // Once, after the process has set its own.
+    // Installed once, after the handlers of the process.
     static bool done = [] {
         struct sigaction action = {};
-        action.sa_sigaction = dies;
+        action.sa_sigaction = report_fault;
         action.sa_flags = SA_SIGINFO;
         sigaction(SIGSEGV, &action, nullptr);
         sigaction(SIGBUS, &action, nullptr);
@@ -354,12 +354,12 @@ void catch_faults() {
 
 // ---- Kernels ----
 
-struct Known {
+struct KernelEntry {
     const char* name;
     void (*entry)(const void*);
     size_t parameter_bytes;
 };
-const Known KNOWN[] = {
+const KernelEntry KERNELS[] = {
     {"tpde_raw", [](const void* p) { tpde_raw(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_conditioned", [](const void* p) { tpde_conditioned(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_without_base", [](const void* p) { tpde_without_base(*(const Launch*)p); }, sizeof(Launch)},
@@ -373,17 +373,18 @@ Context primary[DEVICES];
 
 } // namespace
 
-#define LOCKED std::lock_guard<std::recursive_mutex> lock(all)
+#define LOCKED std::lock_guard<std::recursive_mutex> lock(driver_mutex)
 #define EXPORTED extern "C" __attribute__((visibility("default")))
-// At the begin of calls that may be refused: one that queues, creates or waits; another; and one that ends something, which is done
-// anyway, at the end of the call.
+// First line of calls that may be refused: MAY_BE_REFUSED if the call queues, creates or waits, MAY_FAIL otherwise.
+// DONE is the last line of calls that release something: they do so even if refused.
 #define MAY_BE_REFUSED if (is_refused(__func__, true)) return OUT_OF_MEMORY
 #define MAY_FAIL if (is_refused(__func__, false)) return REFUSED
 #define DONE return is_refused(__func__, false) ? REFUSED : SUCCESS
 
 // ---- For tests ----
 
-// From here on calls are refused as `kind` says, after `calls` of those that may be. Whether one was refused before.
+// Refuses calls as `kind` says, after `calls` more of that kind. Returns whether a call was refused since the last
+// request.
 EXPORTED int stand_in_refuses(u32 kind, i64 calls) {
     LOCKED;
     bool before = has_refused;
@@ -397,10 +398,10 @@ EXPORTED int stand_in_has_refused(const char* name) {
     return refused.count(name) != 0;
 }
 
-// From here on all streams make progress in an order that follows from the seed; or as TPDE_STAND_IN says, if it is 0.
+// Makes all streams progress in a random order from the seed, or, if it is 0, as TPDE_STAND_IN says.
 EXPORTED void stand_in_draws(u64 seed) {
     LOCKED;
-    is_drawn = seed != 0;
+    random_order = seed != 0;
     random_state = seed;
     rarity = 2u << seed % 8;
 }
@@ -510,7 +511,7 @@ EXPORTED u32 cuStreamDestroy_v2(Stream* stream) {
     LOCKED;
     if (!stream || !stream_of(stream)) return INVALID_HANDLE;
     stream->destroyed = true;
-    forget_streams();
+    remove_destroyed_streams();
     DONE;
 }
 EXPORTED u32 cuStreamQuery(Stream* handle) {
@@ -527,7 +528,7 @@ EXPORTED u32 cuStreamSynchronize(Stream* handle) {
     Stream* stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
     if (stream->capture) return CAPTURE_UNSUPPORTED;
-    return wait_for_all(*stream), go_on(), SUCCESS;
+    return wait_for_all(*stream), make_progress(), SUCCESS;
 }
 EXPORTED u32 cuStreamIsCapturing(Stream* handle, u32* status) {
     LOCKED;
@@ -551,7 +552,7 @@ EXPORTED u32 cuThreadExchangeStreamCaptureMode(u32* mode) {
     u32 before = (u32)capture_mode;
     capture_mode = (int)*mode;
     *mode = before;
-    // Back to what it was before.
+    // Calls that restore the previous mode succeed even if refused.
     if (capture_mode != 2) DONE;
     return SUCCESS;
 }
@@ -572,7 +573,7 @@ EXPORTED u32 cuEventRecord(Event* event, Stream* handle) {
     Stream* stream = stream_of(handle);
     if (!stream || event->context != stream->context) return INVALID_HANDLE;
     auto mark = std::make_shared<Mark>(Mark{stream, stream->capture, false, 0});
-    // In a graph the order of capture is kept anyway.
+    // A graph keeps the order of capture, so the event needs no operation.
     Result result = stream->capture ? SUCCESS : queue(handle, {"an event", nullptr, nullptr, mark, false});
     if (result == SUCCESS) event->last = mark;
     return result;
@@ -604,7 +605,7 @@ EXPORTED u32 cuEventSynchronize(Event* event) {
     MAY_BE_REFUSED;
     if (!event->last) return SUCCESS;
     if (event->last->capture) return CAPTURE_UNSUPPORTED;
-    return reach(*event->last), go_on(), SUCCESS;
+    return reach(*event->last), make_progress(), SUCCESS;
 }
 EXPORTED u32 cuEventElapsedTime(float* milliseconds, Event* start, Event* end) {
     LOCKED;
@@ -635,12 +636,12 @@ EXPORTED u32 cuStreamEndCapture(Stream* handle, Capture** graph) {
     }
     return SUCCESS;
 }
-// Of an object's references one is enough here: it is moved to a graph, which its instances share it with.
-EXPORTED u32 cuUserObjectCreate(std::shared_ptr<void>** object, void* given, void (*destroy)(void*), u32 references, u32) {
+// One reference per object is enough: it moves to the graph, which shares it with its instances.
+EXPORTED u32 cuUserObjectCreate(std::shared_ptr<void>** object, void* value, void (*destroy)(void*), u32 references, u32) {
     LOCKED;
     MAY_BE_REFUSED;
     if (references != 1) return INVALID_VALUE;
-    return *object = new std::shared_ptr<void>(given, destroy), SUCCESS;
+    return *object = new std::shared_ptr<void>(value, destroy), SUCCESS;
 }
 EXPORTED u32 cuUserObjectRelease(std::shared_ptr<void>* object, u32) {
     LOCKED;
@@ -700,7 +701,7 @@ EXPORTED u32 cuMemAllocFromPoolAsync(u64* address, size_t bytes, void*, Stream* 
     MAY_BE_REFUSED;
     if (!stream_of(handle)) return INVALID_HANDLE;
     if (!(*address = allocate(bytes))) return OUT_OF_MEMORY;
-    // Nobody may touch it before the stream has come there.
+    // Inaccessible until the allocation has run on its stream.
     Allocation memory = allocations[*address];
     mprotect(memory.pages, memory.page_bytes - PAGE, PROT_NONE);
     return queue(handle, {"an allocation", [memory] { mprotect(memory.pages, memory.page_bytes - PAGE, PROT_READ | PROT_WRITE); }, nullptr, nullptr, false});
@@ -708,9 +709,9 @@ EXPORTED u32 cuMemAllocFromPoolAsync(u64* address, size_t bytes, void*, Stream* 
 EXPORTED u32 cuMemFreeAsync(u64 address, Stream* handle) {
     LOCKED;
     MAY_BE_REFUSED;
-    auto found = allocations.find(address);
-    if (found == allocations.end() || found->second.is_freed) return INVALID_VALUE;
-    found->second.is_freed = true;
+    auto allocation = allocations.find(address);
+    if (allocation == allocations.end() || allocation->second.is_freed) return INVALID_VALUE;
+    allocation->second.is_freed = true;
     return queue(handle, {"a free", [address] { release(address); }, nullptr, nullptr, false});
 }
 EXPORTED u32 cuMemHostAlloc(void** start, size_t bytes, u32) {
@@ -725,10 +726,10 @@ EXPORTED u32 cuMemHostAlloc(void** start, size_t bytes, u32) {
 }
 EXPORTED u32 cuMemFreeHost(void* start) {
     LOCKED;
-    auto found = pinned.find((u64)start);
-    if (found == pinned.end()) return INVALID_VALUE;
-    forbid(start, found->second);
-    pinned.erase(found);
+    auto allocation = pinned.find((u64)start);
+    if (allocation == pinned.end()) return INVALID_VALUE;
+    forbid(start, allocation->second);
+    pinned.erase(allocation);
     DONE;
 }
 EXPORTED u32 cuMemcpyHtoDAsync_v2(u64 to, const void* from, size_t bytes, Stream* handle) {
@@ -738,29 +739,29 @@ EXPORTED u32 cuMemcpyHtoDAsync_v2(u64 to, const void* from, size_t bytes, Stream
     if (is_pinned(from, bytes)) {
         auto content = std::make_shared<u64>();
         auto run = [=] {
-            if (hash(from, bytes) != *content) misuse("pinned memory was changed before it was copied to the device");
+            if (hash(from, bytes) != *content) fail("pinned memory was modified before its copy to the device had run");
             memcpy((void*)to, from, bytes);
         };
         return queue(handle, {"a copy to the device", run, nullptr, nullptr, false, [=] { *content = hash(from, bytes); }});
     }
-    // Of memory that is not pinned the driver has a copy before it returns.
-    auto kept = std::make_shared<std::vector<u8>>((const u8*)from, (const u8*)from + bytes);
-    return queue(handle, {"a copy to the device", [=] { memcpy((void*)to, kept->data(), bytes); }, nullptr, nullptr, false});
+    // Pageable memory is copied by the driver before the call returns.
+    auto copy = std::make_shared<std::vector<u8>>((const u8*)from, (const u8*)from + bytes);
+    return queue(handle, {"a copy to the device", [=] { memcpy((void*)to, copy->data(), bytes); }, nullptr, nullptr, false});
 }
 EXPORTED u32 cuMemcpyDtoHAsync_v2(void* to, u64 from, size_t bytes, Stream* handle) {
     LOCKED;
     MAY_BE_REFUSED;
     if (!is_device_memory(from, bytes)) return INVALID_VALUE;
     if (is_pinned(to, bytes)) {
-        // Until the copy has run nobody may read the memory, or write it.
+        // Until the copy has run, the memory must not be read or written.
         auto run = [=] {
-            if (std::any_of((u8*)to, (u8*)to + bytes, [](u8 byte) { return byte != COMING; })) misuse("pinned memory was written before a copy to it had run");
+            if (std::any_of((u8*)to, (u8*)to + bytes, [](u8 byte) { return byte != PENDING_BYTE; })) fail("pinned memory was written before a copy to it had run");
             memcpy(to, (const void*)from, bytes);
         };
-        return queue(handle, {"a copy to the host", run, nullptr, nullptr, false, [=] { memset(to, COMING, bytes); }});
+        return queue(handle, {"a copy to the host", run, nullptr, nullptr, false, [=] { memset(to, PENDING_BYTE, bytes); }});
     }
     Result result = queue(handle, {"a copy to the host", [=] { memcpy(to, (const void*)from, bytes); }, nullptr, nullptr, false});
-    // To memory that is not pinned it returns when all is there.
+    // A copy to pageable memory returns after it has completed.
     if (result == SUCCESS) wait_for_all(*stream_of(handle));
     return result;
 }
@@ -800,9 +801,9 @@ EXPORTED u32 cuModuleUnload(Module* module) {
 EXPORTED u32 cuModuleGetFunction(Function** function, Module* module, const char* name) {
     LOCKED;
     MAY_FAIL;
-    auto known = std::find_if(std::begin(KNOWN), std::end(KNOWN), [&](const Known& known) { return !strcmp(known.name, name); });
-    if (known == std::end(KNOWN) || module->text.find(std::string(".entry ") + name + "(") == std::string::npos) return NOT_FOUND;
-    module->functions.emplace_back(new Function{name, known->entry, known->parameter_bytes, 48 << 10});
+    auto kernel = std::find_if(std::begin(KERNELS), std::end(KERNELS), [&](const KernelEntry& kernel) { return !strcmp(kernel.name, name); });
+    if (kernel == std::end(KERNELS) || module->text.find(std::string(".entry ") + name + "(") == std::string::npos) return NOT_FOUND;
+    module->functions.emplace_back(new Function{name, kernel->entry, kernel->parameter_bytes, 48 << 10});
     return *function = module->functions.back().get(), SUCCESS;
 }
 EXPORTED u32 cuFuncSetAttribute(Function* function, int attribute, int value) {
@@ -822,17 +823,18 @@ EXPORTED u32 cuLaunchKernel(
     MAY_BE_REFUSED;
     if (x == 0 || y != 1 || z != 1 || threads == 0 || threads > 1024 || threads_y != 1 || threads_z != 1 || shared > function->shared) return INVALID_VALUE;
     if (!function->entry) return queue(handle, {"a kernel that spins", nullptr, nullptr, nullptr, true});
-    auto kept = std::make_shared<std::vector<u8>>((const u8*)parameters[0], (const u8*)parameters[0] + function->parameter_bytes);
+    auto copy = std::make_shared<std::vector<u8>>((const u8*)parameters[0], (const u8*)parameters[0] + function->parameter_bytes);
     auto* entry = function->entry;
-    auto* known = std::find_if(std::begin(KNOWN), std::end(KNOWN), [&](const Known& known) { return known.entry == entry; });
-    auto run = [=] { emulator::launch({x, threads, shared, draw()}, entry, kept->data()); };
-    return queue(handle, {known->name, run, nullptr, nullptr, false});
+    auto* kernel = std::find_if(std::begin(KERNELS), std::end(KERNELS), [&](const KernelEntry& kernel) { return kernel.entry == entry; });
+    auto run = [=] { emulator::launch({x, threads, shared, draw()}, entry, copy->data()); };
+    return queue(handle, {kernel->name, run, nullptr, nullptr, false});
 }
 
 // ---- nvCOMP ----
 
-// What expands a frame: bytes that came out, or less than 0. The tests give it, who have a decoder.
-EXPORTED void stand_in_expands_with(Expander given) { expander = given; }
+// Sets the function that expands a frame and returns the number of bytes, or a negative number. The tests supply their
+// decoder.
+EXPORTED void stand_in_expands_with(Expander function) { expander = function; }
 
 struct Options {
     int backend;
@@ -844,7 +846,7 @@ EXPORTED int nvcompBatchedZstdDecompressGetTempSize(size_t count, size_t, Option
     return *bytes = 64 * count, 0;
 }
 EXPORTED int nvcompBatchedZstdDecompressAsync(
-    const void* const* frames, const size_t* frame_bytes, const size_t* room, size_t* content_bytes, size_t count, void* temporary, size_t temporary_bytes,
+    const void* const* frames, const size_t* frame_bytes, const size_t* content_capacities, size_t* content_bytes, size_t count, void* temporary, size_t temporary_bytes,
     void* const* contents, Options, int* outcomes, Stream* stream) {
     LOCKED;
     if (is_refused(__func__, true)) return 11;
@@ -852,7 +854,7 @@ EXPORTED int nvcompBatchedZstdDecompressAsync(
     auto run = [=] {
         memset(temporary, 0xEE, temporary_bytes);
         for (size_t i = 0; i < count; i++) {
-            i64 size = expander((const u8*)frames[i], frame_bytes[i], (u8*)contents[i], room[i]);
+            i64 size = expander((const u8*)frames[i], frame_bytes[i], (u8*)contents[i], content_capacities[i]);
             outcomes[i] = size < 0 ? 12 : 0;
             content_bytes[i] = size < 0 ? 0 : (size_t)size;
         }

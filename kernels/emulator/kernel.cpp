@@ -1,4 +1,4 @@
-// A kernel's source, as it is. KERNEL is its name, in FOLDER; the namespace keeps it apart from the other kernels.
+// Includes the unmodified source FOLDER/KERNEL.cu, in a namespace that keeps kernels apart.
 #include "cuda.h"
 
 #define TEXT(x) #x

@@ -1,4 +1,4 @@
-// Runs the kernels on cases and compares what they leave behind: see README.md, which describes the files of cases too.
+// Runs the kernels on cases and compares statuses and memory. README.md describes the case files.
 #include "block.h"
 #include <algorithm>
 #include <array>
@@ -36,7 +36,7 @@ struct ChunkCase {
     DeviceTensor tensor;
     ChunkMetadata record;
     ChunkSums sums;
-    u32 statuses; // that are right, as bits
+    u32 statuses; // bit mask of the correct status words
     Bytes payload, base, target;
 
     u32 width() const { return 1u << tensor.lane_log2; }
@@ -55,7 +55,7 @@ struct Reader {
 
     void take(void* to, size_t size) {
         if ((size_t)(end - at) < size) {
-            fprintf(stderr, "a file of cases that ends too early\n");
+            fprintf(stderr, "a case file is truncated\n");
             exit(2);
         }
         if (size) memcpy(to, at, size);
@@ -106,7 +106,7 @@ std::vector<Case> read_cases(const char* path) {
     return cases;
 }
 
-// ---- What is told ----
+// ---- Messages ----
 
 const char* status_name(u32 status) {
     const char* names[] = {"ok", "payload.crc32", "payload.padding", "payload.size", "payload.header", "payload.classes", "chunk.base_sum",
@@ -126,30 +126,31 @@ enum Mode { OUT_OF_PLACE, LISTED, TWICE, CHECKED, MODES };
 const char* const MODE_NAMES[] = {"out", "listed", "twice", "checked"};
 const char* const MODE_TEXTS[] = {"out of place", "in place, scratch memory", "in place, no scratch memory", "in place, all checked"};
 
-// What is seen by all processes.
+// Progress, in memory shared by all processes.
 struct Progress {
-    u32 next;     // case
+    u32 next;     // index of the next case
     u32 failures;
     u64 runs, chunks, refused;
-    char now[300];
+    char current[300];
 };
 Progress* progress;
-bool failed_now;
+bool current_failed;
 
 __attribute__((format(printf, 1, 2))) void wrong(const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    if (!failed_now) fprintf(stderr, "WRONG  %s\n", progress->now);
+    if (!current_failed) fprintf(stderr, "WRONG  %s\n", progress->current);
     fprintf(stderr, "    ");
     vfprintf(stderr, format, arguments);
     fprintf(stderr, "\n");
     va_end(arguments);
-    failed_now = true;
+    current_failed = true;
 }
 
-// ---- Memory that belongs to a launch ----
+// ---- Memory of a launch ----
 
-// Bytes that end where they end, for the address sanitizer, and begin `shift` bytes past a multiple of 64; canaries lie before.
+// A buffer with poisoned memory on both sides for the address sanitizer, and canaries. Its data begins `shift` bytes
+// past a multiple of 64.
 class Buffer {
     u8* all;
     size_t shift, size_;
@@ -158,8 +159,8 @@ class Buffer {
 public:
     std::string name;
     u8* data;
-    // Those that there are, for messages.
-    static std::vector<const Buffer*> there;
+    // All existing buffers, for messages.
+    static std::vector<const Buffer*> buffers;
 
     Buffer(std::string name, const Bytes& bytes, size_t size, size_t shift) : shift(shift), size_(size), name(std::move(name)) {
         if (posix_memalign((void**)&all, 64, shift + size + GUARD)) abort();
@@ -169,16 +170,16 @@ public:
         memset(data, 0xA5, size);
         if (!bytes.empty()) memcpy(data, bytes.data(), std::min(bytes.size(), size));
         if (__asan_poison_memory_region) {
-            // Up to 7 bytes before the first cannot be told from it.
+            // The sanitizer's granularity of 8 bytes leaves up to 7 bytes before the data accessible.
             __asan_poison_memory_region(all, shift / 8 * 8);
             __asan_poison_memory_region(data + size, GUARD);
         }
         before.assign(data, data + size);
-        there.push_back(this);
+        buffers.push_back(this);
     }
     Buffer(const Buffer&) = delete;
     ~Buffer() {
-        there.erase(std::find(there.begin(), there.end(), this));
+        buffers.erase(std::find(buffers.begin(), buffers.end(), this));
         free(all);
     }
 
@@ -189,8 +190,8 @@ public:
         return std::all_of(all, data, is_canary) && std::all_of(data + size_, data + size_ + GUARD, is_canary);
     }
 
-    // Whether an address is in it or near it; then says so.
-    bool tell(const void* address) const {
+    // Prints the position of an address in or near the buffer. False if it is elsewhere.
+    bool describe(const void* address) const {
         i64 at = (i64)((u64)address - (u64)data);
         if (at < -(i64)shift - 64 || at >= (i64)(size_ + GUARD + 64)) return false;
         fprintf(stderr, "    the address is byte %lld of %s, which has %zu\n", at, name.c_str(), size_);
@@ -199,22 +200,22 @@ public:
 
     static constexpr size_t GUARD = 64;
 };
-std::vector<const Buffer*> Buffer::there;
+std::vector<const Buffer*> Buffer::buffers;
 
 void last_words() {
-    fprintf(stderr, "BROKEN %s\n", progress->now);
+    fprintf(stderr, "BROKEN %s\n", progress->current);
     emulator::describe_thread();
     if (const void* address = __asan_get_report_address ? __asan_get_report_address() : nullptr) {
         i64 in_shared = (i64)((u64)address - (u64)emulator::dynamic_memory);
         if (in_shared >= 0 && in_shared < 228 << 10) fprintf(stderr, "    the address is byte %lld of the dynamic shared memory\n", in_shared);
-        for (const Buffer* buffer : Buffer::there) {
-            if (buffer->tell(address)) break;
+        for (const Buffer* buffer : Buffer::buffers) {
+            if (buffer->describe(address)) break;
         }
     }
 }
 
-void too_long(int) {
-    fprintf(stderr, "no end in sight\n");
+void report_timeout(int) {
+    fprintf(stderr, "timed out\n");
     last_words();
     _exit(3);
 }
@@ -228,7 +229,7 @@ struct Options {
     u32 most = 20;
 };
 
-void compare_lanes(const char* what, const u8* found, const Bytes& expected, u32 width) {
+void compare_lanes(const char* what, const u8* actual, const Bytes& expected, u32 width) {
     auto lane = [&](const u8* at) {
         u64 value = 0;
         memcpy(&value, at, width);
@@ -236,15 +237,15 @@ void compare_lanes(const char* what, const u8* found, const Bytes& expected, u32
     };
     size_t first = expected.size(), count = 0;
     for (size_t i = 0; i + width <= expected.size(); i += width) {
-        if (memcmp(found + i, &expected[i], width) == 0) continue;
+        if (memcmp(actual + i, &expected[i], width) == 0) continue;
         if (!count++) first = i;
     }
     if (!count) return;
     wrong("%s: %zu of %zu lanes differ; lane %zu is %0*llx, expected %0*llx", what, count, expected.size() / width, first / width,
-        (int)(2 * width), lane(found + first), (int)(2 * width), lane(&expected[first]));
+        (int)(2 * width), lane(actual + first), (int)(2 * width), lane(&expected[first]));
 }
 
-// Bytes of shared memory that the host gives to the tables: those of the largest set of the case.
+// Shared memory for the largest table set of the case, as the host would allocate it.
 u32 bytes_of_tables(const Case& one) {
     u32 bytes = TPDE_CONDITIONED_TABLES(0, 0);
     for (const ChunkCase& chunk : one.chunks) {
@@ -256,7 +257,7 @@ u32 bytes_of_tables(const Case& one) {
     return bytes;
 }
 
-// Each kernel leaves the chunks of the others alone.
+// Runs all kernels of a codec. Each kernel skips the chunks of the others.
 void run(u32 codec, const Launch& launch, u32 table_bytes, u64 seed) {
     auto raw = [](const void* launch) { tpde_raw(*(const Launch*)launch); };
     auto conditioned = [](const void* launch) { tpde_conditioned(*(const Launch*)launch); };
@@ -274,7 +275,8 @@ template <class T> Bytes bytes_of(const std::vector<T>& values) {
     return values.empty() ? Bytes() : Bytes((const u8*)values.data(), (const u8*)(values.data() + values.size()));
 }
 
-// All chunks of a case in one launch, each in memory of its own, so that none can read what is another's.
+// Runs all chunks of a case in one launch. Each chunk has its own buffers, so that an access to another chunk's data is
+// detected.
 void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
     u32 count = (u32)one.chunks.size();
     bool in_place = mode != OUT_OF_PLACE;
@@ -287,17 +289,17 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
         const ChunkCase& chunk = one.chunks[i];
         u32 width = chunk.width();
         size_t size = (size_t)chunk.lanes() * width;
-        std::string of_chunk = " of chunk " + std::to_string(i);
-        payloads.emplace_back(new Buffer("the payload" + of_chunk, chunk.payload, chunk.payload.size(), 16 * ((i + shift) % 8)));
-        // Base and output are shifted alike, and not alike, by whole lanes.
-        u32 of_output = shift ? (i * 5 + shift) % 17 : 0, of_base = shift % 2 ? (of_output + 16 / width * (i % 3)) % 24 : shift ? i % 17 : 0;
+        std::string suffix = " of chunk " + std::to_string(i);
+        payloads.emplace_back(new Buffer("the payload" + suffix, chunk.payload, chunk.payload.size(), 16 * ((i + shift) % 8)));
+        // Base and output are offset by whole lanes, sometimes by the same number, sometimes not.
+        u32 output_shift = shift ? (i * 5 + shift) % 17 : 0, base_shift = shift % 2 ? (output_shift + 16 / width * (i % 3)) % 24 : shift ? i % 17 : 0;
         if (in_place) {
-            outputs.emplace_back(new Buffer("the lanes" + of_chunk, chunk.base, size, of_output * width));
+            outputs.emplace_back(new Buffer("the lanes" + suffix, chunk.base, size, output_shift * width));
         } else {
-            bases.emplace_back(new Buffer("the base" + of_chunk, chunk.base, chunk.base.size(), of_base * width));
-            outputs.emplace_back(new Buffer("the output" + of_chunk, {}, size, of_output * width));
+            bases.emplace_back(new Buffer("the base" + suffix, chunk.base, chunk.base.size(), base_shift * width));
+            outputs.emplace_back(new Buffer("the output" + suffix, {}, size, output_shift * width));
         }
-        // The tensor begins where its chunk would be that of the record; there is memory for the chunk alone.
+        // The tensor pointer is placed so that the record's offset leads to the chunk; only the chunk has memory.
         u64 before = chunk.record.output_offset * width;
         DeviceTensor& tensor = tensors[count - 1 - i] = chunk.tensor;
         tensor.base = (u64)(in_place ? outputs[i] : bases[i])->data - before;
@@ -308,14 +310,15 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
         chunk_tensors[i] = count - 1 - i;
         order[i] = (i + seed) % count;
     }
-    // Uploaded: exact, and not to be written.
+    // Uploaded arrays, of exact size. They must not be written.
     Buffer uploads[] = {{"the records", bytes_of(records), 32 * count, 0}, {"the sums", bytes_of(sums), 16 * count, 0},
         {"the numbers of tensors", bytes_of(chunk_tensors), 4 * count, 0}, {"the tensors", bytes_of(tensors), 48 * count, 0},
         {"the table sets", bytes_of(one.tables), 4 * one.tables.size(), 0}, {"the order", bytes_of(order), 4 * count, 0}};
     Buffer status_words("the status words", bytes_of(statuses), 4 * count, 0), flag("the flag", Bytes(4), 4, 0);
-    // For changes of all chunks in between two launches: none, room for all or most, or for few.
-    const bool keeps = mode == CHECKED;
-    // Often there is as much as the lists take, to the byte, so that nothing fits behind them.
+    // Scratch memory that keeps the changes of all chunks between two launches: none, enough for most, or enough for
+    // few.
+    const bool is_checked = mode == CHECKED;
+    // Often exactly as many bytes as the lists take, so that an overrun is detected.
     u32 most = 256, all_lists = 256;
     for (const ChunkCase& chunk : one.chunks) {
         u32 list = (TPDE_LIST_BYTES(chunk.record.num_deltas, chunk.width()) + 255) / 256 * 256;
@@ -324,10 +327,10 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
     }
     if (count) all_lists -= 256;
     const bool exact = (seed >> 6 ^ shift >> 4) & 1;
-    const u32 slots = keeps ? (seed % 4 ? (u32)count + 1 : 0) : 1 + seed % 3;
-    const u32 slot_bytes = keeps ? (exact ? all_lists : seed % 3 ? 1 << 20 : 2048) : exact ? most : seed % 5 ? 32768 : 512;
+    const u32 slots = is_checked ? (seed % 4 ? (u32)count + 1 : 0) : 1 + seed % 3;
+    const u32 slot_bytes = is_checked ? (exact ? all_lists : seed % 3 ? 1 << 20 : 2048) : exact ? most : seed % 5 ? 32768 : 512;
     Bytes zeros(TPDE_SCRATCH_HEAD(slots));
-    Buffer scratch("the scratch memory", zeros, zeros.size() + (keeps ? 1 : slots) * slot_bytes, 0);
+    Buffer scratch("the scratch memory", zeros, zeros.size() + (is_checked ? 1 : slots) * slot_bytes, 0);
 
     Launch launch = {};
     launch.chunks = (u64)uploads[0].data;
@@ -340,49 +343,49 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
     launch.order = shift % 2 ? (u64)uploads[5].data : 0;
     launch.count = count;
     launch.flags = one.flags;
-    if (mode == LISTED || keeps) {
+    if (mode == LISTED || is_checked) {
         launch.scratch = (u64)scratch.data;
         launch.scratch_slots = slots;
         launch.scratch_slot_bytes = slot_bytes;
     }
-    auto both = [&](u32 what) {
-        launch.mode = what;
-        // A kernel leaves alone what is the other's.
+    auto launch_all = [&](u32 launch_mode) {
+        launch.mode = launch_mode;
+        // Kernels of a codec without chunks sometimes run as well, and must do nothing.
         for (u32 codec : {(u32)TPDE_CODEC_RAW, (u32)TPDE_CODEC_CONDITIONED}) {
             bool any = std::any_of(one.chunks.begin(), one.chunks.end(), [&](const ChunkCase& chunk) { return chunk.tensor.codec == codec; });
             if (!any && seed % 16 != 0) continue;
-            // In two launches, or in one.
+            // One launch, or two.
             for (u32 first = 0, next; first < count; first = next) {
                 next = seed % 8 == 1 && first == 0 && count > 1 ? count / 2 : count;
                 launch.first = first;
                 launch.count = next - first;
-                run(codec, launch, bytes_of_tables(one), seed + what);
+                run(codec, launch, bytes_of_tables(one), seed + launch_mode);
             }
         }
     };
-    auto found = [&](u32 i) { return ((const u32*)status_words.data)[i]; };
-    auto all_right = [&] { return std::all_of(one.chunks.begin(), one.chunks.end(), [](const ChunkCase& c) { return c.statuses & 1; }); };
+    auto status_of = [&](u32 i) { return ((const u32*)status_words.data)[i]; };
+    auto is_valid = [&] { return std::all_of(one.chunks.begin(), one.chunks.end(), [](const ChunkCase& c) { return c.statuses & 1; }); };
     auto at = [&](u32 i) {
         const ChunkCase& chunk = one.chunks[i];
-        snprintf(progress->now, sizeof progress->now, "%s, %s (--mode %s --shift %u --seed %llu), chunk %u (codec %u, dtype %u, %u lanes of %u bytes, %u of them in the base)",
+        snprintf(progress->current, sizeof progress->current, "%s, %s (--mode %s --shift %u --seed %llu), chunk %u (codec %u, dtype %u, %u lanes of %u bytes, %u of them in the base)",
             one.name.c_str(), MODE_TEXTS[mode], MODE_NAMES[mode], shift, (unsigned long long)seed, i, chunk.tensor.codec, chunk.tensor.dtype, chunk.lanes(), chunk.width(),
             (u32)(chunk.base.size() / chunk.width()));
     };
     auto all = [&] {
-        snprintf(progress->now, sizeof progress->now, "%s, %s (--mode %s --shift %u --seed %llu)", one.name.c_str(), MODE_TEXTS[mode], MODE_NAMES[mode], shift, (unsigned long long)seed);
+        snprintf(progress->current, sizeof progress->current, "%s, %s (--mode %s --shift %u --seed %llu)", one.name.c_str(), MODE_TEXTS[mode], MODE_NAMES[mode], shift, (unsigned long long)seed);
     };
     all();
-    if (mode == OUT_OF_PLACE) both(TPDE_MODE_OUT_OF_PLACE);
-    if (mode == LISTED || mode == TWICE) both(TPDE_MODE_IN_PLACE);
+    if (mode == OUT_OF_PLACE) launch_all(TPDE_MODE_OUT_OF_PLACE);
+    if (mode == LISTED || mode == TWICE) launch_all(TPDE_MODE_IN_PLACE);
     if (mode == CHECKED) {
-        both(TPDE_MODE_DRY);
+        launch_all(TPDE_MODE_DRY);
         for (u32 i = 0; i < count; i++) {
             at(i);
             if (!outputs[i]->is_untouched()) wrong("a dry launch has written to the tensor");
         }
         all();
-        if (*(const u32*)flag.data != (all_right() ? 0 : 1)) wrong("the flag is %u after a dry launch", *(const u32*)flag.data);
-        both(TPDE_MODE_COMMIT);
+        if (*(const u32*)flag.data != (is_valid() ? 0 : 1)) wrong("the flag is %u after a dry launch", *(const u32*)flag.data);
+        launch_all(TPDE_MODE_COMMIT);
     } else if (!flag.is_untouched()) {
         wrong("the flag was written");
     }
@@ -390,12 +393,12 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
     for (const Buffer& upload : uploads) {
         if (!upload.is_untouched()) wrong("%s were written", upload.name.c_str());
     }
-    if (!keeps && !std::all_of(scratch.data, scratch.data + zeros.size(), [](u8 byte) { return byte == 0; })) wrong("slots of the scratch memory were not returned");
+    if (!is_checked && !std::all_of(scratch.data, scratch.data + zeros.size(), [](u8 byte) { return byte == 0; })) wrong("slots of the scratch memory were not returned");
     if (!scratch.has_canaries()) wrong("written outside of the scratch memory");
     for (u32 i = 0; i < count; i++) {
         const ChunkCase& chunk = one.chunks[i];
         at(i);
-        u32 status = found(i);
+        u32 status = status_of(i);
         bool expected = status < 32 && chunk.statuses >> status & 1;
         if (!expected) wrong("status %u %s, expected %s", status, status_name(status), status_names(chunk.statuses).c_str());
         bool stored = mode == CHECKED ? *(const u32*)flag.data == 0 : status == 0;
@@ -415,8 +418,8 @@ bool is_chosen(const Case& one, const Options& options) {
            std::any_of(options.names.begin(), options.names.end(), [&](const char* name) { return one.name.find(name) != std::string::npos; });
 }
 
-// From the next case on. Ends when all are done, or too much is wrong.
-void work(const std::vector<Case>& cases, const Options& options) {
+// Runs the remaining cases. Stops early after too many failures.
+void run_cases(const std::vector<Case>& cases, const Options& options) {
     while (progress->next < cases.size() && progress->failures < options.most) {
         u32 number = progress->next++;
         const Case& one = cases[number];
@@ -424,19 +427,19 @@ void work(const std::vector<Case>& cases, const Options& options) {
         for (u32 shift : options.shifts) {
             for (u32 mode = 0; mode < MODES; mode++) {
                 if (!(options.modes >> mode & 1)) continue;
-                failed_now = false;
+                current_failed = false;
                 alarm(60);
                 run_case(one, (Mode)mode, shift, options.here ? options.seed : options.seed + number * 64 + mode * 16 + shift);
-                progress->failures += failed_now;
+                progress->failures += current_failed;
             }
         }
     }
     alarm(0);
 }
 
-// Hands on what a process says. The sanitizers' own look-up does not find the lines of all kernels; where a line of theirs ends in
-// an address, addr2line is asked.
-void pass_on(FILE* from) {
+// Forwards the messages of a process. The sanitizers do not find the source lines of all kernels; where a line ends in
+// an address, addr2line translates it.
+void forward_messages(FILE* from) {
     char self[4096] = {}, line[8192];
     if (readlink("/proc/self/exe", self, sizeof self - 1) < 0) self[0] = 0;
     const char* name = strrchr(self, '/');
@@ -449,10 +452,10 @@ void pass_on(FILE* from) {
         }
         unsigned long long address = strtoull(at + mark.size() - 2, nullptr, 16);
         while (at > line && *at != '(') at--;
-        // The call is before the place that it returns to.
+        // A return address points behind the call.
         char command[8192];
         snprintf(command, sizeof command, "addr2line -sie '%s' 0x%llx 2>/dev/null", self, strstr(line, "#0 ") ? address : address - 1);
-        // Where functions were put into others, the innermost place comes first.
+        // Inlined functions give several lines, innermost first.
         std::string places;
         char place[1024];
         if (FILE* answer = popen(command, "r")) {
@@ -470,10 +473,10 @@ void pass_on(FILE* from) {
 const char USAGE[] =
     "emulator [--mode out|listed|twice|checked]... [--shift N]... [--seed N] [--list] [--here] [--most N] FILE... [-- NAME...]\n"
     "Runs the cases of the files, or those with a NAME in their names, in every mode, and compares statuses and lanes.\n"
-    "  --shift   lanes that tensors lie off an alignment of 64 bytes, more or less; several are tried one after the other\n"
-    "  --seed    of the order in which warps and threads get their turns, and of what shared memory holds at first\n"
-    "  --here    exactly this seed and no second process, for a debugger\n"
-    "  --most    failures after which to end (20)\n";
+    "  --shift   offset of tensors from an alignment of 64 bytes, in lanes (approximate); may be repeated\n"
+    "  --seed    of the schedule of warps and threads, and of the initial content of shared memory\n"
+    "  --here    exactly this seed and no child process, for a debugger\n"
+    "  --most    stop after this many failures (20)\n";
 
 Options parse(int count, char** words, std::vector<const char*>& files) {
     Options options;
@@ -500,11 +503,11 @@ Options parse(int count, char** words, std::vector<const char*>& files) {
             options.shifts.push_back((u32)atoi(value()));
         } else if (word == "--mode") {
             std::string mode = value();
-            auto found = std::find(MODE_NAMES, MODE_NAMES + MODES, mode);
-            if (found == MODE_NAMES + MODES) usage();
+            auto mode_name = std::find(MODE_NAMES, MODE_NAMES + MODES, mode);
+            if (mode_name == MODE_NAMES + MODES) usage();
             if (first_mode) options.modes = 0;
             first_mode = false;
-            options.modes |= 1u << (found - MODE_NAMES);
+            options.modes |= 1u << (mode_name - MODE_NAMES);
         } else if (word[0] == '-') usage();
         else files.push_back(words[i]);
     }
@@ -529,15 +532,15 @@ int main(int count, char** words) {
     }
     progress = (Progress*)mmap(nullptr, sizeof(Progress), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (__sanitizer_set_death_callback) __sanitizer_set_death_callback(last_words);
-    signal(SIGALRM, too_long);
+    signal(SIGALRM, report_timeout);
     signal(SIGABRT, [](int) {
         last_words();
         _exit(3);
     });
     if (options.here) {
-        work(cases, options);
+        run_cases(cases, options);
     } else {
-        // A process for all cases up to the first that ends it; then another for the rest.
+        // Each process runs cases until one kills it; then a new process continues.
         while (progress->next < cases.size() && progress->failures < options.most) {
             fflush(nullptr);
             int ends[2];
@@ -547,21 +550,21 @@ int main(int count, char** words) {
                 dup2(ends[1], STDERR_FILENO);
                 close(ends[0]);
                 close(ends[1]);
-                work(cases, options);
+                run_cases(cases, options);
                 fflush(nullptr);
                 _exit(0);
             }
             close(ends[1]);
-            FILE* told = fdopen(ends[0], "r");
-            pass_on(told);
-            fclose(told);
+            FILE* messages = fdopen(ends[0], "r");
+            forward_messages(messages);
+            fclose(messages);
             int status = 0;
             waitpid(child, &status, 0);
             if (status != 0) progress->failures++;
         }
     }
     if (progress->failures == 0 && progress->runs == 0) {
-        printf("no case has such a name\n");
+        printf("no case matches the given names\n");
         return 2;
     }
     printf("%llu runs of %llu chunks, %llu of them refused; %u wrong%s\n", (unsigned long long)progress->runs, (unsigned long long)progress->chunks,

@@ -10,7 +10,7 @@ struct RawShared {
     Chunk chunk;
 };
 
-// All threads: the changes. Positions ascend strictly, so that no two threads have the same lane.
+// All threads: applies the changes. Positions ascend strictly, so no two threads have the same lane.
 template <int W> __device__ __forceinline__ void apply_changes(const Chunk& chunk, u64 magnitude, bool stored, u64& sum, u32& errors) {
     typedef typename WideOf<W>::type T;
     const u32* positions = (const u32*)chunk.payload;
@@ -29,7 +29,7 @@ template <int W> __device__ __forceinline__ void apply_changes(const Chunk& chun
     }
 }
 
-// Errors of the payload as a whole, the same in every thread.
+// Checks the size of the payload and the padding between positions and deltas. Returns the same errors in every thread.
 template <int W> __device__ __forceinline__ u32 check_size(const Chunk& chunk) {
     u64 deltas_at = (4 * (u64)chunk.num_deltas + W - 1) / W * W;
     if (deltas_at + (u64)W * chunk.num_deltas > chunk.size) return error(TPDE_STATUS_PAYLOAD_SIZE);
@@ -39,7 +39,7 @@ template <int W> __device__ __forceinline__ u32 check_size(const Chunk& chunk) {
 
 template <int W> __device__ __noinline__ u32 run(const Launch& launch, u64 magnitude, RawShared& shared) {
     const Chunk& chunk = shared.chunk;
-    bool all = launch.mode == TPDE_MODE_OUT_OF_PLACE || chunk.base_lanes < chunk.lanes, checked_first = launch.mode == TPDE_MODE_IN_PLACE;
+    bool stores_all = launch.mode == TPDE_MODE_OUT_OF_PLACE || chunk.base_lanes < chunk.lanes, checked_first = launch.mode == TPDE_MODE_IN_PLACE;
     bool stored = launch.mode == TPDE_MODE_OUT_OF_PLACE || launch.mode == TPDE_MODE_COMMIT;
     if (chunk.num_deltas != 0) {
         u32 errors = check_payload<THREADS>(launch, chunk, shared.crc);
@@ -49,7 +49,7 @@ template <int W> __device__ __noinline__ u32 run(const Launch& launch, u64 magni
     for (;;) {
         if (threadIdx.x == 0) shared.totals = {};
         __syncthreads();
-        u64 base_sum = copy_chunk<W, THREADS>(chunk, stored && all), target_sum = 0;
+        u64 base_sum = copy_chunk<W, THREADS>(chunk, stored && stores_all), target_sum = 0;
         u32 errors = 0;
         __syncthreads();
         apply_changes<W>(chunk, magnitude, stored, target_sum, errors);

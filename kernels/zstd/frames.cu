@@ -1,18 +1,18 @@
-// Codec `zstd` (spec/codecs.md section 3) beside a library that expands frames on the device: what comes before and after it.
+// Codec `zstd` (spec/codecs.md section 3): the kernels before and after nvCOMP, which expands the frames on the device.
 //
-// `tpde_frames_check` compares CRCs, so that no damaged frame reaches the library. `tpde_frames_expand` turns the contents of frames
-// into payloads of codec `raw`, which `tpde_raw` then takes. Reads stay within the content, writes within the payload, whatever the
-// content says; what is wrong with it ends in a status word and in a payload that `tpde_raw` refuses.
+// `tpde_frames_check` compares CRCs, so that no damaged frame reaches nvCOMP. `tpde_frames_expand` turns the contents
+// of frames into payloads of codec `raw` for `tpde_raw`. It reads only inside the content and writes only inside the
+// payload, whatever the content. An invalid content gives an error status and a payload that `tpde_raw` refuses.
 #include "common/crc.cuh"
 #include "zstd/frames.cuh"
 
 #define THREADS TPDE_FRAMES_THREADS
-#define ITEMS 4 // of a thread, one after the other
+#define ITEMS 4 // consecutive items per thread
 #define TILE (THREADS * ITEMS)
 #define FULL_NIBBLE 15u
 #define WIDE 270u
 
-// A chunk's content, and the payload that is made of it.
+// The content of a chunk, and the payload that is made from it.
 struct Content {
     const u8* bytes;
     u32 size;
@@ -27,9 +27,9 @@ struct FramesShared {
     u32 errors;
 };
 
-// The sum over the threads before this one; `all` becomes that over the block. All threads.
+// All threads: exclusive prefix sum over the block. `all` receives the total.
 __device__ __forceinline__ u32 sum_before(u32 value, u32& all, u32* warps) {
-    u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, sum = value, left = 0;
+    u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, sum = value, warps_before = 0;
     for (u32 by = 1; by < WARP; by *= 2) {
         u32 other = __shfl_up_sync(ALL_LANES, sum, by);
         if (lane >= by) sum += other;
@@ -39,10 +39,10 @@ __device__ __forceinline__ u32 sum_before(u32 value, u32& all, u32* warps) {
     __syncthreads();
     all = 0;
     for (u32 i = 0; i < THREADS / WARP; i++) {
-        if (i < warp) left += warps[i];
+        if (i < warp) warps_before += warps[i];
         all += warps[i];
     }
-    return left + sum - value;
+    return warps_before + sum - value;
 }
 __device__ __forceinline__ u32 sum_of_block(u32 value, u32* warps) {
     u32 all;
@@ -52,7 +52,7 @@ __device__ __forceinline__ u32 sum_of_block(u32 value, u32* warps) {
 
 template <int W> using Wide = typename WideOf<W>::type;
 
-// Number i of `count` lanes in byte planes.
+// Lane i of `count` lanes in byte planes.
 template <int W> __device__ __forceinline__ Wide<W> plane_lane(const u8* planes, u32 count, u32 i) {
     Wide<W> lane = 0;
     for (u32 byte = 0; byte < W; byte++) lane |= (Wide<W>)planes[(u64)byte * count + i] << (8 * byte);
@@ -68,7 +68,8 @@ template <int W> __device__ __forceinline__ void put_delta(const Content& conten
     if (i < content.num_deltas) deltas[i] = (Lane)delta;
 }
 
-// Gaps in continued bytes: `take(k, sum)` for each, with the sum of the gaps up to it. Returns how many there are.
+// Decodes gaps in continued bytes: calls `take(k, sum)` for gap k, with the sum of the gaps 0 to k. Returns the number
+// of gaps.
 template <typename Take> __device__ u32 continued(const u8* bytes, u32 size, u32* warps, const Take& take) {
     u32 count = 0, sum = 0;
 #pragma unroll 1
@@ -98,11 +99,12 @@ struct Escapes {
     const u8* bytes;
     const u8* planes;
     u32 count, wide;
-    u32 done, wide_done; // by the tiles before
+    u32 done, wide_done; // consumed by previous tiles
 };
 
-// Escapes that begin at `at`, `count` of them; `at` moves behind them. False if the content ends before. All threads.
-template <int W> __device__ bool take_escapes(const Content& content, u64& at, u32 count, Escapes& escapes, u32* warps) {
+// All threads: finds the `count` escapes that begin at `at`, and moves `at` behind them. False if the content is too
+// short.
+template <int W> __device__ bool parse_escapes(const Content& content, u64& at, u32 count, Escapes& escapes, u32* warps) {
     if (at + count > content.size) return false;
     escapes = {content.bytes + at, content.bytes + at + count, count, 0, 0, 0};
     u32 wide = 0;
@@ -113,21 +115,21 @@ template <int W> __device__ bool take_escapes(const Content& content, u64& at, u
     return at <= content.size;
 }
 
-// Values of the nibbles of a tile, the next in order: those of 15 take an escape. All threads.
+// All threads: turns the nibbles of the next tile into values. A nibble of 15 consumes an escape.
 template <int W> __device__ void unescape(const u32 (&nibbles)[ITEMS], Wide<W> (&values)[ITEMS], Escapes& escapes, u32& errors, u32* warps) {
     u32 full = 0, wide = 0, all, all_wide;
     for (u32 i = 0; i < ITEMS; i++) full += nibbles[i] == FULL_NIBBLE;
-    u32 place = escapes.done + sum_before(full, all, warps);
+    u32 escape = escapes.done + sum_before(full, all, warps);
 #pragma unroll 1
-    for (u32 i = 0; i < full; i++) wide += escapes.bytes[place + i] == 255;
-    u32 wide_place = escapes.wide_done + sum_before(wide, all_wide, warps);
+    for (u32 i = 0; i < full; i++) wide += escapes.bytes[escape + i] == 255;
+    u32 wide_escape = escapes.wide_done + sum_before(wide, all_wide, warps);
     for (u32 i = 0; i < ITEMS; i++) {
         values[i] = (Wide<W>)nibbles[i];
         if (nibbles[i] != FULL_NIBBLE) continue;
-        u32 byte = escapes.bytes[place++];
+        u32 byte = escapes.bytes[escape++];
         u64 value = FULL_NIBBLE + byte;
         if (byte == 255) {
-            u64 low = plane_lane<W>(escapes.planes, escapes.wide, wide_place++);
+            u64 low = plane_lane<W>(escapes.planes, escapes.wide, wide_escape++);
             value = low + WIDE;
             if (value < low) errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
         }
@@ -138,31 +140,31 @@ template <int W> __device__ void unescape(const u32 (&nibbles)[ITEMS], Wide<W> (
     escapes.wide_done += all_wide;
 }
 
-// Changed lanes of a tile of all lanes, `found` of which came before. All threads.
-template <int W> __device__ void put_changed(const Content& content, u32 first, const Wide<W> (&values)[ITEMS], u32& found, u32* warps) {
+// All threads: writes the changed lanes of a tile; `count` is the number of changed lanes so far.
+template <int W> __device__ void put_changed(const Content& content, u32 first, const Wide<W> (&values)[ITEMS], u32& count, u32* warps) {
     u32 changed = 0, all;
     for (u32 i = 0; i < ITEMS; i++) changed += values[i] != 0;
-    u32 place = found + sum_before(changed, all, warps);
+    u32 index = count + sum_before(changed, all, warps);
     for (u32 i = 0; i < ITEMS; i++) {
         if (values[i] == 0) continue;
-        put_position(content, place, first + i);
-        put_delta<W>(content, place++, values[i]);
+        put_position(content, index, first + i);
+        put_delta<W>(content, index++, values[i]);
     }
-    found += all;
+    count += all;
 }
 
 template <int W> __device__ u32 expand_planes(const Content& content, u32* warps) {
     if (content.size != 1 + (u64)W * content.lanes) return error(TPDE_STATUS_PAYLOAD_SIZE);
-    u32 found = 0;
+    u32 count = 0;
 #pragma unroll 1
     for (u32 tile = 0; tile < content.lanes; tile += TILE) {
         u32 first = tile + threadIdx.x * ITEMS;
         Wide<W> values[ITEMS];
         for (u32 i = 0; i < ITEMS; i++)
             values[i] = first + i < content.lanes ? plane_lane<W>(content.bytes + 1, content.lanes, first + i) : 0;
-        put_changed<W>(content, first, values, found, warps);
+        put_changed<W>(content, first, values, count, warps);
     }
-    return found == content.num_deltas ? 0 : error(TPDE_STATUS_PAYLOAD_DELTAS);
+    return count == content.num_deltas ? 0 : error(TPDE_STATUS_PAYLOAD_DELTAS);
 }
 
 template <int W> __device__ u32 expand_gaps(const Content& content, u32* warps) {
@@ -185,7 +187,8 @@ __device__ __forceinline__ u32 peek(const u8* bytes, u32 size, u64 at) {
     return (u32)(window >> (8 - at % 8));
 }
 
-// By one thread: where a code begins is known when the one before has been read. The layout is there for completeness.
+// One thread: each code begins where the previous one ends. The layout is slow here and supported only for
+// completeness.
 __device__ u32 elias_positions(const Content& content, const u8* bytes, u32 size) {
     u64 at = 0;
     u32 position = 0;
@@ -215,8 +218,8 @@ template <int W> __device__ u32 expand_elias(const Content& content) {
     return threadIdx.x == 0 ? elias_positions(content, content.bytes + at, content.size - (u32)at) : 0;
 }
 
-// Continued gaps become sums, which lie at the end of the positions until a token's position is known: the sum for an escape of token
-// i is at place i or behind it, so tiles that came before have not written over it.
+// The prefix sums of the continued gaps are stored at the end of the positions array until they are used. The sum that
+// token i uses is at index i or later, so previous tiles have not overwritten it.
 template <int W> __device__ u32 expand_nibble_gaps(const Content& content, u32* warps) {
     u32 n = content.num_deltas, errors = 0;
     const u8* tokens = content.bytes + 1;
@@ -231,7 +234,7 @@ template <int W> __device__ u32 expand_nibble_gaps(const Content& content, u32* 
     full = sum_of_block(full, warps);
     long_gaps = sum_of_block(long_gaps, warps);
     Escapes escapes;
-    if (!take_escapes<W>(content, at, full, escapes, warps)) return error(TPDE_STATUS_PAYLOAD_SIZE);
+    if (!parse_escapes<W>(content, at, full, escapes, warps)) return error(TPDE_STATUS_PAYLOAD_SIZE);
     const u8* bytes = content.bytes + at;
     u32 size = content.size - (u32)at, sums_at = n - long_gaps;
     volatile u32* positions = (volatile u32*)content.payload;
@@ -241,11 +244,11 @@ template <int W> __device__ u32 expand_nibble_gaps(const Content& content, u32* 
     if (count != long_gaps || !ends(bytes, size)) return error(TPDE_STATUS_PAYLOAD_SIZE);
     __syncthreads();
 
-    u32 gaps_done = 0, short_done = 0, long_done = 0; // long gaps of the tiles before, the sum of all nibbles, that of what they lack
+    u32 gaps_done = 0, short_done = 0, long_done = 0; // previous tiles: number of long gaps, sum of the nibbles, sum of the long gaps beyond their nibbles
 #pragma unroll 1
     for (u32 tile = 0; tile < n; tile += TILE) {
         u32 first = tile + threadIdx.x * ITEMS, own_gaps = 0, own_short = 0, all_gaps, all_short;
-        u32 nibbles[ITEMS], places[ITEMS];
+        u32 nibbles[ITEMS], positions_of_items[ITEMS];
         Wide<W> values[ITEMS];
         for (u32 i = 0; i < ITEMS; i++) {
             u32 token = first + i < n ? tokens[first + i] : 0;
@@ -258,19 +261,19 @@ template <int W> __device__ u32 expand_nibble_gaps(const Content& content, u32* 
             u32 gap = first + i < n ? tokens[first + i] % 16 : 0;
             gaps += gap == FULL_NIBBLE;
             sum += gap;
-            u32 lacking = gaps > gaps_done ? positions[sums_at + gaps - 1] : long_done;
-            places[i] = sum + lacking + first + i;
+            u32 beyond_nibbles = gaps > gaps_done ? positions[sums_at + gaps - 1] : long_done;
+            positions_of_items[i] = sum + beyond_nibbles + first + i;
         }
         gaps_done += all_gaps;
         short_done += all_short;
         if (all_gaps > 0) long_done = positions[sums_at + gaps_done - 1];
-        unescape<W>(nibbles, values, escapes, errors, warps); // has barriers: all have read the sums
+        unescape<W>(nibbles, values, escapes, errors, warps); // has barriers, so all threads have read the sums
         for (u32 i = 0; i < ITEMS; i++) {
             if (first + i >= n) continue;
             Wide<W> delta = values[i] + 1;
-            // The value before the last one is the largest, as a delta is one more.
+            // delta = value + 1, so the largest value is one below the largest lane.
             if (W < 8 ? (u64)delta >> (8 * W % 64) != 0 : delta == 0) errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
-            put_position(content, first + i, places[i]);
+            put_position(content, first + i, positions_of_items[i]);
             put_delta<W>(content, first + i, delta);
         }
         __syncthreads();
@@ -280,14 +283,14 @@ template <int W> __device__ u32 expand_nibble_gaps(const Content& content, u32* 
 
 template <int W> __device__ u32 expand_nibble_planes(const Content& content, u32* warps) {
     const u8* tokens = content.bytes + 1;
-    u32 size = (content.lanes + 63) / 64 * 32, full = 0, found = 0, errors = 0;
+    u32 size = (content.lanes + 63) / 64 * 32, full = 0, count = 0, errors = 0;
     u64 at = 1 + (u64)size;
     if (at > content.size) return error(TPDE_STATUS_PAYLOAD_SIZE);
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < size; i += THREADS) full += (tokens[i] % 16 == FULL_NIBBLE) + (tokens[i] >> 4 == FULL_NIBBLE);
     full = sum_of_block(full, warps);
     Escapes escapes;
-    if (!take_escapes<W>(content, at, full, escapes, warps) || at != content.size) return error(TPDE_STATUS_PAYLOAD_SIZE);
+    if (!parse_escapes<W>(content, at, full, escapes, warps) || at != content.size) return error(TPDE_STATUS_PAYLOAD_SIZE);
 #pragma unroll 1
     for (u32 tile = 0; tile < 2 * size; tile += TILE) {
         u32 first = tile + threadIdx.x * ITEMS;
@@ -299,9 +302,9 @@ template <int W> __device__ u32 expand_nibble_planes(const Content& content, u32
             if (lane >= content.lanes && nibbles[i] != 0) errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
         unescape<W>(nibbles, values, escapes, errors, warps);
-        put_changed<W>(content, first, values, found, warps);
+        put_changed<W>(content, first, values, count, warps);
     }
-    return found == content.num_deltas ? errors : errors | error(TPDE_STATUS_PAYLOAD_DELTAS);
+    return count == content.num_deltas ? errors : errors | error(TPDE_STATUS_PAYLOAD_DELTAS);
 }
 
 template <int W> __device__ __noinline__ u32 expand(const Content& content, u32* warps) {
@@ -319,41 +322,41 @@ template <int W> __device__ __noinline__ u32 expand(const Content& content, u32*
 
 extern "C" __global__ void __launch_bounds__(THREADS) tpde_frames_check(const __grid_constant__ Frames frames) {
     __shared__ FramesShared shared;
-    u32 place = blockIdx.x;
-    if (place >= frames.count) return;
-    u32 number = ((const u32*)frames.order)[place];
-    ChunkMetadata record = ((const ChunkMetadata*)frames.stored)[number];
-    Launch all = {};
+    u32 job = blockIdx.x;
+    if (job >= frames.count) return;
+    u32 chunk_index = ((const u32*)frames.order)[job];
+    ChunkMetadata record = ((const ChunkMetadata*)frames.stored)[chunk_index];
+    Launch no_flags = {};
     Chunk chunk = {};
     chunk.payload = (const u8*)(frames.blob + record.blob_offset);
     chunk.size = record.compressed_size;
     chunk.crc32 = record.crc32;
-    u32 errors = check_payload<THREADS>(all, chunk, shared.crc);
+    u32 errors = check_payload<THREADS>(no_flags, chunk, shared.crc);
     if (threadIdx.x != 0) return;
-    ((u32*)frames.statuses)[number] = errors ? __ffs((i32)errors) - 1 : 0;
-    ((u64*)frames.frames)[place] = errors ? frames.substitute : (u64)chunk.payload;
-    ((u64*)frames.frame_bytes)[place] = errors ? frames.substitute_bytes : chunk.size;
+    ((u32*)frames.statuses)[chunk_index] = errors ? __ffs((i32)errors) - 1 : 0;
+    ((u64*)frames.frames)[job] = errors ? frames.substitute : (u64)chunk.payload;
+    ((u64*)frames.frame_bytes)[job] = errors ? frames.substitute_bytes : chunk.size;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) tpde_frames_expand(const __grid_constant__ Frames frames) {
     __shared__ FramesShared shared;
-    u32 place = blockIdx.x;
-    if (place >= frames.count) return;
-    u32 number = ((const u32*)frames.order)[place];
-    ChunkMetadata record = ((const ChunkMetadata*)frames.expanded)[number];
-    DeviceTensor tensor = ((const DeviceTensor*)frames.tensors)[((const u32*)frames.chunk_tensors)[number]];
-    u32* status = (u32*)frames.statuses + number;
-    u64 left = tensor.lanes - record.output_offset, most = 1ull << tensor.chunk_lanes_log2;
+    u32 job = blockIdx.x;
+    if (job >= frames.count) return;
+    u32 chunk_index = ((const u32*)frames.order)[job];
+    ChunkMetadata record = ((const ChunkMetadata*)frames.expanded)[chunk_index];
+    DeviceTensor tensor = ((const DeviceTensor*)frames.tensors)[((const u32*)frames.chunk_tensors)[chunk_index]];
+    u32* status = (u32*)frames.statuses + chunk_index;
+    u64 left = tensor.lanes - record.output_offset, chunk_lanes = 1ull << tensor.chunk_lanes_log2;
     Content content;
-    content.bytes = (const u8*)((const u64*)frames.contents)[place];
-    content.size = ((const ChunkMetadata*)frames.stored)[number].uncompressed_size;
-    content.lanes = (u32)(left < most ? left : most);
+    content.bytes = (const u8*)((const u64*)frames.contents)[job];
+    content.size = ((const ChunkMetadata*)frames.stored)[chunk_index].uncompressed_size;
+    content.lanes = (u32)(left < chunk_lanes ? left : chunk_lanes);
     content.num_deltas = record.num_deltas;
     content.payload = (u8*)(frames.payloads + record.blob_offset);
     u32 errors = 0;
     if (*status == 0) {
-        bool whole = ((const u32*)frames.outcomes)[place] == 0 && ((const u64*)frames.content_bytes)[place] == content.size;
-        if (!whole) {
+        bool complete = ((const u32*)frames.outcomes)[job] == 0 && ((const u64*)frames.content_bytes)[job] == content.size;
+        if (!complete) {
             errors = error(TPDE_STATUS_PAYLOAD_FRAME);
         } else {
             switch (tensor.lane_log2) {
@@ -371,6 +374,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) tpde_frames_expand(const _
     __syncthreads();
     if (threadIdx.x != 0) return;
     if (shared.errors) *status = __ffs((i32)shared.errors) - 1;
-    // No lane has this place.
+    // A position that no lane has, so that tpde_raw refuses the payload.
     if (shared.errors || damaged) *(u32*)content.payload = 0xFFFFFFFFu;
 }

@@ -2,25 +2,25 @@
 #pragma once
 #include "common/format.cuh"
 
-// The parameter of `tpde_frames_check` and `tpde_frames_expand`, passed by value. Arrays without another word have `count` places,
-// in the order of `order`.
+// The parameter of `tpde_frames_check` and `tpde_frames_expand`, passed by value. Unless noted, arrays have `count`
+// elements in the order of `order`.
 struct Frames {
     u64 stored;        // const ChunkMetadata*: the whole index map, or a copy with other offsets
-    u64 expanded;      // const ChunkMetadata*: the same chunks with payloads of codec `raw`
-    u64 chunk_tensors; // const u32*: the tensor of each record
+    u64 expanded;      // const ChunkMetadata*: the same chunks, as payloads of codec `raw`
+    u64 chunk_tensors; // const u32*: tensor index of each record
     u64 tensors;       // const DeviceTensor*
-    u64 blob;          // address at which `blob_offset` 0 of `stored` would be
-    u64 payloads;      // and of `expanded`
-    u64 order;         // const u32*: numbers of the chunks, each with a payload
-    u64 statuses;      // u32*: one a record, zeroed by the host
-    u64 frames;        // u64*: where frames begin, written by the check
-    u64 frame_bytes;   // u64*
-    u64 contents;      // const u64*: where they are expanded to
-    u64 content_bytes; // const u64*: how many bytes were
-    u64 outcomes;      // const u32*: 0 for a frame that was
-    u64 substitute;    // a frame of one byte, which takes the place of one that is damaged
+    u64 blob;          // address of `blob_offset` 0 of `stored`
+    u64 payloads;      // address of `blob_offset` 0 of `expanded`
+    u64 order;         // const u32*: chunk indexes; all have a payload
+    u64 statuses;      // u32*: one per record, zeroed by the host
+    u64 frames;        // u64*: addresses of the frames, written by tpde_frames_check
+    u64 frame_bytes;   // u64*: sizes of the frames, likewise
+    u64 contents;      // const u64*: addresses of the expanded contents
+    u64 content_bytes; // const u64*: sizes of the expanded contents, written by nvCOMP
+    u64 outcomes;      // const u32*: status words of nvCOMP, 0 for success
+    u64 substitute;    // address of a valid frame that replaces damaged ones
     u32 substitute_bytes;
-    u32 count; // blocks of the grid
+    u32 count; // number of chunks, one block each
 };
 TPDE_OFFSET(Frames, stored, 0);
 TPDE_OFFSET(Frames, expanded, 8);
@@ -40,7 +40,7 @@ TPDE_OFFSET(Frames, substitute_bytes, 112);
 TPDE_OFFSET(Frames, count, 116);
 TPDE_SIZE(Frames, 120);
 
-// Status words beside those of format.cuh.
+// Further status words, in addition to those of format.cuh.
 enum : u32 {
     TPDE_STATUS_PAYLOAD_FRAME = 16,
     TPDE_STATUS_PAYLOAD_LAYOUT = 17,
