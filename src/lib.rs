@@ -28,11 +28,20 @@
 //! folders by ranges, so that a model need not fit in memory; [`Pair::open`] opens a pair, and [`verify_files`] checks one. A
 //! part of a tensor comes from [`Apply::range`], tensors in memory are changed where they lie by [`Pair::apply_in_place`].
 //!
-//! On a CUDA device, [`cuda`] does the same in memory of the device; [`Apply::on`] puts one in the place of the processor.
+//! On a CUDA device, module `cuda` does the same in memory of the device; [`Apply::on`] puts one in the place of the processor.
 //!
 //! Nothing here panics on data: what a stranger's file may contain ends in an [`Error`] that says what was expected, what was
 //! found, and where.
+//!
+//! # Features
+//!
+//! None is on by default.
+//!
+//! - `cuda`: module `cuda`. The driver is loaded at run time; building needs no toolkit.
+//! - `mmap`: `source::MappedSource`, and large pages for large buffers on Linux.
+//! - `arbitrary`: implementations of the trait `Arbitrary` for records, for fuzzing.
 
+#![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 

@@ -17,7 +17,7 @@ use std::sync::{Mutex, PoisonError};
 /// How far an in-place application checks before it writes.
 ///
 /// Only digests detect a forged blob: CRC and chunk sums are linear, and a signed pair digest does not cover payloads. On a CUDA
-/// device digests are compared in neither mode, see [`cuda`](crate::cuda#what-is-checked). The descriptions of the modes are
+/// device digests are compared in neither mode, see module `cuda`. The descriptions of the modes are
 /// those of the CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum InPlace {
