@@ -32,6 +32,7 @@ pub(crate) fn short(hash: &Hash) -> [u8; DIGEST_SIZE] {
 /// The hash of one piece of a whole: final if the piece is the whole, else a chaining value for [`combine`].
 ///
 /// All pieces but the last are equally long, a power of two of at least 1 KiB.
+#[derive(Clone)]
 pub(crate) struct PieceHasher {
     hasher: Hasher,
     whole: u64,

@@ -62,6 +62,12 @@ impl ChunkSum {
         self.add_rows(lanes.chunks(Self::BLOCK), inner_sum);
     }
 
+    /// Adds the next block, of `size` bytes, whose part of the sum is known.
+    pub fn add_known(&mut self, size: usize, part: u64) {
+        self.value = self.value.wrapping_add(part);
+        self.row += size.div_ceil(Self::BLOCK);
+    }
+
     /// Copies the next block from `lanes` to `out`, which is as long, and adds it on the way.
     pub fn copy(&mut self, lanes: &[u8], out: &mut [u8]) {
         self.add_rows(

@@ -3,10 +3,11 @@
 use super::simd::Path;
 use crate::dispatch::vectorized;
 use crate::lane::{Dtype, Lane, lanes_of};
+use crate::sums::lane_term;
 use std::ops::Range;
 
 /// Lanes that share a mask.
-const GROUP: usize = 64;
+pub(crate) const GROUP: usize = 64;
 
 /// Base and target lanes of a chunk, and which of them differ.
 #[derive(Debug, Clone, Copy)]
@@ -24,14 +25,7 @@ pub(crate) struct Difference<'a> {
 impl<'a> Difference<'a> {
     /// Compares lanes; `masks` is filled. Cost: one pass over both.
     pub fn find(dtype: Dtype, base: &'a [u8], target: &'a [u8], masks: &'a mut Vec<u64>) -> Self {
-        let width = dtype.lane_bytes();
-        masks.clear();
-        masks.resize(base.len().div_ceil(GROUP * width), 0);
-        Path::best().differ(width, base, target, masks);
-        let changed = vectorized(
-            #[inline(always)]
-            || count(masks),
-        );
+        let changed = compare(dtype, base, target, cleared(dtype, base.len(), masks));
         Self { dtype, base, target, masks, changed }
     }
 
@@ -51,19 +45,50 @@ impl<'a> Difference<'a> {
     /// Position and delta of every changed lane, in order.
     pub fn changes<L: Lane>(self) -> Changes<L> {
         let mut changes = Changes { positions: Vec::with_capacity(self.changed), deltas: Vec::with_capacity(self.changed) };
-        let (base, target) = (lanes_of::<L>(self.base), lanes_of::<L>(self.target));
         let order = self.dtype.order();
+        self.each_changed::<L>(|position, base, target| {
+            changes.positions.push(position as u32);
+            changes.deltas.push(L::delta(base, target, order));
+        });
+        changes
+    }
+
+    /// Chunk sum of the target minus chunk sum of the base, if these lanes begin at lane `first` of their chunk.
+    pub fn sum_change<L: Lane>(self, first: usize) -> u64 {
+        let mut sum = 0u64;
+        self.each_changed::<L>(|position, base, target| sum = sum.wrapping_add(lane_term(first + position, base, target)));
+        sum
+    }
+
+    /// Calls `f` with the position, base value and target value of every changed lane, in order.
+    #[inline(always)]
+    fn each_changed<L: Lane>(self, mut f: impl FnMut(usize, L, L)) {
+        let (base, target) = (lanes_of::<L>(self.base), lanes_of::<L>(self.target));
         for (first, mask) in (0..).step_by(GROUP).zip(self.masks) {
             let mut left = *mask;
             while left != 0 {
                 let position = first + left.trailing_zeros() as usize;
-                changes.positions.push(position as u32);
-                changes.deltas.push(L::delta(L::load(base[position]), L::load(target[position]), order));
+                f(position, L::load(base[position]), L::load(target[position]));
                 left &= left - 1;
             }
         }
-        changes
     }
+}
+
+/// Empty masks for as many lanes as `size` bytes hold, in a buffer that is used again.
+pub(crate) fn cleared(dtype: Dtype, size: usize, masks: &mut Vec<u64>) -> &mut [u64] {
+    masks.clear();
+    masks.resize(size.div_ceil(GROUP * dtype.lane_bytes()), 0);
+    masks
+}
+
+/// Sets the bits of the lanes that differ in empty masks, and returns how many they are.
+pub(crate) fn compare(dtype: Dtype, base: &[u8], target: &[u8], masks: &mut [u64]) -> usize {
+    Path::best().differ(dtype.lane_bytes(), base, target, masks);
+    vectorized(
+        #[inline(always)]
+        || count(masks),
+    )
 }
 
 /// How many lanes masks select.

@@ -18,7 +18,7 @@ mod simd;
 pub(crate) mod zstd;
 
 pub use self::conditioned::{Pace, TableSet};
-pub(crate) use self::difference::{Difference, count};
+pub(crate) use self::difference::{Difference, GROUP, cleared, compare, count};
 pub use self::parts::PayloadParts;
 pub(crate) use self::parts::parts;
 pub(crate) use self::patch::Patch;

@@ -4,7 +4,7 @@ use super::options::{EncodeOptions, Way};
 use super::plan::Plan;
 use super::ways::{Attempt, Worker};
 use crate::checkpoint::Checkpoint;
-use crate::codec::{Codec, TableSet};
+use crate::codec::{Codec, Difference, TableSet};
 use crate::digest;
 use crate::error::Result;
 use crate::format::BaseKind;
@@ -123,9 +123,9 @@ impl<'a, W: Write> Assembly<'a, W> {
             let (payload, encoded) = match made {
                 Some(made) => made,
                 None => {
-                    let Worker { encoders, lanes } = &mut self.worker;
+                    let Worker { encoders, lanes, masks } = &mut self.worker;
                     let (base, target) = lanes.read(self.base, self.target, plan, chunk.offset, chunk.size)?;
-                    encoders.encode(plan, way, self.options, base, target)?
+                    encoders.encode(plan, way, self.options, Difference::find(plan.dtype, base, target, masks))?
                 }
             };
             let base_sum = if way.from_base { chunk.base_sum } else { 0 };

@@ -3,18 +3,17 @@
 use super::assembly::{Assembly, Chunk, HELD};
 use super::options::{CodecChoice, EncodeOptions};
 use super::plan::{Plan, check_holdable, plan};
+use super::survey::Survey;
 use super::train::train;
-use super::ways::{Attempt, Worker};
+use super::ways::Worker;
 use super::{Pool, Progress, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::codec::Codec;
-use crate::digest;
 use crate::error::{Error, Escaped, Result};
 use crate::format::{BaseKind, MIN_CHUNK_LANES_LOG2};
 use crate::lane::Dtype;
 use crate::publish::{Publication, check_apart};
 use crate::reader::{Pair, PairPaths, check_pair_name};
-use crate::sums::chunk_sum;
 use crate::writer::{FileSpec, Finished, PairBuilder};
 use serde::Serialize;
 use std::io::{BufWriter, Seek, SeekFrom, Write};
@@ -229,21 +228,11 @@ fn encode_chunk(
     worker: &mut Worker,
 ) -> Result<Chunk> {
     let Job { plan, offset, size } = *job;
-    let Worker { encoders, lanes } = worker;
+    let Worker { encoders, lanes, masks } = worker;
     let (base_lanes, target_lanes) = lanes.read(base, target, plan, offset, size)?;
-    let target_bytes = plan.lanes * plan.width();
-    let attempts = encoders.attempts(plan, options, base_lanes, target_lanes)?;
-    let base_sum = chunk_sum(base_lanes);
-    let base_hash = (plan.base_kind == BaseKind::Same).then(|| digest::of_piece(base_lanes, offset, target_bytes));
-    // An unchanged chunk has its base's sum and, in a tensor of the same length, its base's hash.
-    let changed = match &attempts[0] {
-        Attempt { way, payload: Some((_, encoded)), .. } if way.from_base == (plan.base_kind != BaseKind::None) => {
-            encoded.num_deltas > 0
-        }
-        _ => base_lanes != target_lanes,
-    };
-    let target_sum = if changed { chunk_sum(target_lanes) } else { base_sum };
-    let target_hash = base_hash.filter(|_| !changed).unwrap_or_else(|| digest::of_piece(target_lanes, offset, target_bytes));
+    let Survey { difference, base_sum, target_sum, base_hash, target_hash } =
+        Survey::of(plan, base_lanes, target_lanes, offset, masks);
+    let attempts = encoders.attempts(plan, options, difference)?;
     Ok(Chunk { offset, size, attempts, base_sum, target_sum, base_hash, target_hash })
 }
 

@@ -10,7 +10,7 @@ use super::train::train;
 use super::ways::{Attempt, Worker};
 use super::{Pool, Progress, in_batches};
 use crate::checkpoint::Checkpoint;
-use crate::codec::{Codec, PayloadParts};
+use crate::codec::{Codec, Difference, PayloadParts};
 use crate::error::Result;
 use crate::format::{BLOB_HEADER_SIZE, BaseKind, MAX_CHUNK_BYTES, PAYLOAD_ALIGN};
 use crate::index::{IndexParts, Tensor};
@@ -234,8 +234,9 @@ impl<'a, B: Source> Explain<'a, B> {
                 self.progress.done(size)?;
                 workers.with(|worker| {
                     let plan = &plans[tensor.place];
-                    let (base, target) = worker.lanes.read(Some(base), target, plan, offset, size as usize)?;
-                    let attempts = worker.encoders.attempts(plan, &options, base, target)?;
+                    let Worker { encoders, lanes, masks } = worker;
+                    let (base, target) = lanes.read(Some(base), target, plan, offset, size as usize)?;
+                    let attempts = encoders.attempts(plan, &options, Difference::find(plan.dtype, base, target, masks))?;
                     let way = |attempt: Attempt| WayReport {
                         codec: attempt.way.codec,
                         from_base: attempt.way.from_base,

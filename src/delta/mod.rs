@@ -13,6 +13,7 @@ mod kept;
 mod options;
 mod plan;
 mod rebuilt;
+mod survey;
 mod train;
 mod ways;
 

@@ -21,10 +21,12 @@ use std::ops::RangeInclusive;
 const RUN: RangeInclusive<usize> = 512..=4096;
 /// Masks of 64 lanes in the shortest run.
 const MASKS: usize = *RUN.start() / 64;
-/// Number of these runs, spread over the chunk. A chunk with fewer than twice their lanes is tried as a whole.
+/// Number of these runs, spread over the chunk.
 const RUNS: usize = 8;
 /// Changes that codec `zstd` takes little time for; of more, where they are few of the lanes, it is tried on a part first, of so many.
 const FEW: u64 = 1 << 9;
+/// A chunk is small in a way if it has fewer bytes than one in this many. Other ways must then be small too, or are far off.
+const SMALL: u64 = 64;
 /// Bytes of a payload that a part has as well as the whole: headers and tables.
 const PART: u64 = 128;
 
@@ -51,29 +53,31 @@ impl Attempt {
 pub(super) struct Worker {
     pub encoders: Encoders,
     pub lanes: Lanes,
+    pub masks: Vec<u64>,
 }
 
-/// Encoders of chunks from their base and from zeros: each keeps what it has made of a table set. Made when they are first wanted.
+/// Encoders of chunks from their base and from zeros. Each keeps what it has made of a table set, and is made when it is first used.
 #[derive(Default)]
 pub(super) struct Encoders {
     encoders: [Option<ChunkEncoder>; 2],
-    masks: [Vec<u64>; 2],
     zeros: Vec<u8>,
+    masks: Vec<u64>,
 }
 
 impl Encoders {
-    /// The payload of a chunk in a way.
+    /// The payload of a chunk in a way. `difference` is that from the chunk's base lanes, or from zeros if its tensor has no base.
     pub fn encode(
         &mut self,
         plan: &Plan,
         way: Way,
         options: &EncodeOptions,
-        base: &[u8],
-        target: &[u8],
+        difference: Difference<'_>,
     ) -> Result<(Vec<u8>, Encoded)> {
-        let from = usize::from(!way.from_base);
-        let base = if way.from_base { base } else { zeros(&mut self.zeros, target.len()) };
-        let difference = Difference::find(plan.dtype, base, target, &mut self.masks[from]);
+        let Difference { target, .. } = difference;
+        let difference = match way.from_base == has_base(plan) {
+            true => difference,
+            false => Difference::find(plan.dtype, zeros(&mut self.zeros, target.len()), target, &mut self.masks),
+        };
         let mut payload = Vec::new();
         let encoder = encoder(&mut self.encoders, way)?;
         let encoded = match (way.codec, options.codec) {
@@ -86,26 +90,36 @@ impl Encoders {
         Ok((payload, encoded))
     }
 
-    /// What each way makes of a chunk.
+    /// What each way makes of a chunk. `difference` is as for [`encode`](Self::encode).
     ///
-    /// Each way is tried on a part of it first. Then the ways that are close are tried on the whole, the smallest first.
-    pub fn attempts(&mut self, plan: &Plan, options: &EncodeOptions, base: &[u8], target: &[u8]) -> Result<Vec<Attempt>> {
+    /// Each way is tried on a part of the chunk first. Then the ways that are close are tried on all of it, the smallest first.
+    pub fn attempts(&mut self, plan: &Plan, options: &EncodeOptions, difference: Difference<'_>) -> Result<Vec<Attempt>> {
         let ways = match plan.way.get() {
             Some(&way) => vec![way],
-            None => options.codec.ways(plan.base_kind != BaseKind::None),
+            None => options.codec.ways(has_base(plan)),
         };
         if let [way] = ways[..] {
-            return Ok(vec![Attempt::made(way, self.encode(plan, way, options, base, target)?)]);
+            return Ok(vec![Attempt::made(way, self.encode(plan, way, options, difference)?)]);
         }
-        let Self { encoders, masks: [near, alone], zeros: buffer } = self;
+        let Self { encoders, zeros: buffer, masks } = self;
+        let target = difference.target;
         let zeros = zeros(buffer, target.len());
-        let from_base = LazyCell::new(|| Difference::find(plan.dtype, base, target, near));
-        let from_zeros = LazyCell::new(|| Difference::find(plan.dtype, zeros, target, alone));
-        let difference = |way: Way| if way.from_base { *from_base } else { *from_zeros };
+        let part_from_zeros = LazyCell::new(|| Part::of_lanes(plan.dtype, zeros, target).filter(Part::mostly_changes));
+        let from_zeros = LazyCell::new(|| Difference::find(plan.dtype, zeros, target, masks));
         let mut trials: Vec<Trial> = Vec::with_capacity(ways.len());
         let mut least = u64::MAX;
         for &way in &ways {
-            let trial = Trial::begin(encoder(encoders, way)?, plan, way, difference(way), least)?;
+            let encoder = encoder(encoders, way)?;
+            let trial = if way.from_base == has_base(plan) {
+                Trial::begin(encoder, plan, way, difference, least)?
+            } else if let Some(part) = &*part_from_zeros {
+                match SMALL * least < target.len() as u64 {
+                    true => Trial::of_part(encoder, plan, way, &part.quarter(plan.dtype), least)?,
+                    false => Trial::of_part(encoder, plan, way, part, least)?,
+                }
+            } else {
+                Trial::begin(encoder, plan, way, *from_zeros, least)?
+            };
             least = least.min(trial.attempt.size);
             trials.push(trial);
         }
@@ -116,12 +130,17 @@ impl Encoders {
             let trial = &mut trials[trial];
             if trial.attempt.payload.is_none() && least.is_none_or(|least| trial.may_be_below(least)) {
                 let way = trial.attempt.way;
-                trial.end(encoder(encoders, way)?, plan, difference(way), least.unwrap_or(u64::MAX))?;
+                let difference = if way.from_base == has_base(plan) { difference } else { *from_zeros };
+                trial.end(encoder(encoders, way)?, plan, difference, least.unwrap_or(u64::MAX))?;
                 least = least.into_iter().chain([trial.attempt.size]).min();
             }
         }
         Ok(trials.into_iter().map(|trial| trial.attempt).collect())
     }
+}
+
+fn has_base(plan: &Plan) -> bool {
+    plan.base_kind != BaseKind::None
 }
 
 fn encoder(encoders: &mut [Option<ChunkEncoder>; 2], way: Way) -> Result<&mut ChunkEncoder> {
@@ -151,42 +170,52 @@ enum Precision {
 }
 
 impl Trial {
+    fn new(way: Way, size: u64, precision: Precision) -> Self {
+        Self { attempt: Attempt::not_made(way, size.next_multiple_of(PAYLOAD_ALIGN)), layouts: Vec::new(), precision }
+    }
+
     /// What a way makes of a chunk, or about that, where others make about `least` bytes.
     fn begin(encoder: &mut ChunkEncoder, plan: &Plan, way: Way, difference: Difference<'_>, least: u64) -> Result<Self> {
-        let (lanes, changed, width) = (difference.lanes() as u64, difference.changed as u64, plan.dtype.lane_bytes());
-        let exact = |size| Self { attempt: Attempt::not_made(way, size), layouts: Vec::new(), precision: Precision::Exact };
-        let mut trial = match way.codec {
-            _ if changed == 0 => {
-                return Ok(Self { attempt: Attempt::made(way, Default::default()), ..exact(0) });
-            }
-            Codec::Raw => return Ok(exact(raw_size(changed as u32, width).next_multiple_of(PAYLOAD_ALIGN))),
-            Codec::Conditioned if plan.tables_of(way).is_none() => {
-                return Ok(exact((uncoded_size(difference) as u64).next_multiple_of(PAYLOAD_ALIGN)));
-            }
-            Codec::Conditioned | Codec::Zstd => Self { precision: Precision::Near, ..exact(0) },
-        };
+        if difference.changed == 0 {
+            return Ok(Self { attempt: Attempt::made(way, Default::default()), ..Self::new(way, 0, Precision::Exact) });
+        }
+        if let Some(size) = size_without_tables(plan, way, difference) {
+            return Ok(Self::new(way, size, Precision::Exact));
+        }
         // Where not most lanes change the first way wins mostly.
-        let whole = least == u64::MAX && 2 * changed <= lanes;
+        let whole = least == u64::MAX && 2 * difference.changed <= difference.lanes();
         match if whole { None } else { Part::of(way.codec, difference) } {
-            None => trial.end(encoder, plan, difference, least)?,
-            Some(part) => {
-                let (mut masks, mut payload) = (Vec::new(), Vec::new());
-                let part_of = part.difference(plan.dtype, &mut masks);
-                if way.codec == Codec::Zstd {
-                    // Of many changes, layouts differ less.
-                    let enough = part.share(least.saturating_mul(if 4 * changed > lanes { 9 } else { 10 }) / 8) + PART;
-                    let (encoded, sizes) = encoder.smallest_frame(part_of, Layouts::Any, enough, &mut payload)?;
-                    if is_repeats(encoded, payload.len()) {
-                        trial.precision = Precision::Repeats;
-                    } else {
-                        trial.layouts = close(&sizes, payload.len(), 4 * changed > lanes);
-                    }
-                } else {
-                    encoder.encode_difference(plan.coding(way, None), part_of, &mut payload)?;
-                }
-                trial.attempt.size = part.whole((payload.len() as u64).saturating_sub(PART));
+            Some(part) => Self::of_part(encoder, plan, way, &part, least),
+            None => {
+                let mut trial = Self::new(way, 0, Precision::Near);
+                trial.end(encoder, plan, difference, least)?;
+                Ok(trial)
             }
         }
+    }
+
+    /// About what a way makes of a chunk, from a part of it.
+    fn of_part(encoder: &mut ChunkEncoder, plan: &Plan, way: Way, part: &Part<'_>, least: u64) -> Result<Self> {
+        let difference = part.difference(plan.dtype);
+        if let Some(size) = size_without_tables(plan, way, difference) {
+            return Ok(Self::new(way, part.whole(size), Precision::Near));
+        }
+        let mut trial = Self::new(way, 0, Precision::Near);
+        let mut payload = Vec::new();
+        if way.codec == Codec::Zstd {
+            let many = part.many;
+            // Of many changes, layouts differ less.
+            let enough = part.share(least.saturating_mul(if many { 9 } else { 10 }) / 8) + PART;
+            let (encoded, sizes) = encoder.smallest_frame(difference, Layouts::Any, enough, &mut payload)?;
+            if is_repeats(encoded, payload.len()) {
+                trial.precision = Precision::Repeats;
+            } else {
+                trial.layouts = close(&sizes, payload.len(), many);
+            }
+        } else {
+            encoder.encode_difference(plan.coding(way, None), difference, &mut payload)?;
+        }
+        trial.attempt.size = part.whole((payload.len() as u64).saturating_sub(PART));
         Ok(trial)
     }
 
@@ -217,6 +246,15 @@ impl Trial {
     }
 }
 
+/// Bytes of a chunk in a way for which the number of changes says it; none for the others.
+fn size_without_tables(plan: &Plan, way: Way, difference: Difference<'_>) -> Option<u64> {
+    match way.codec {
+        Codec::Raw => Some(raw_size(difference.changed as u32, plan.dtype.lane_bytes())),
+        Codec::Conditioned if plan.tables_of(way).is_none() => Some(uncoded_size(difference) as u64),
+        Codec::Conditioned | Codec::Zstd => None,
+    }
+}
+
 /// The layouts to try on a whole chunk, the smallest of the part first. Where `many` lanes change, that is the only one. Where few
 /// do, a longer content may have more repeats in another layout.
 fn close(sizes: &[LayoutSize], smallest: usize, many: bool) -> Vec<Layout> {
@@ -242,6 +280,10 @@ fn zeros(buffer: &mut Vec<u8>, size: usize) -> &[u8] {
 struct Part<'a> {
     base: Cow<'a, [u8]>,
     target: Cow<'a, [u8]>,
+    masks: Cow<'a, [u64]>,
+    changed: usize,
+    /// Whether more than a quarter of the chunk's lanes change.
+    many: bool,
     /// How much of how much it is.
     of: (u64, u64),
 }
@@ -254,21 +296,32 @@ impl<'a> Part<'a> {
             Codec::Raw => None,
             // The time of codec `zstd` goes with the changes where these are few.
             Codec::Zstd if 4 * changed <= lanes as u64 => (changed > 2 * FEW).then(|| Self::of_changes(difference)),
-            _ => (lanes >= 2 * RUNS * RUN.start()).then(|| Self::of_lanes(difference)),
+            _ => {
+                let part = Self::of_lanes(difference.dtype, difference.base, difference.target)?;
+                Some(Self { many: 4 * changed > lanes as u64, ..part })
+            }
         }
     }
 
-    /// Runs of lanes from all over a chunk, put together.
-    fn of_lanes(difference: Difference<'a>) -> Self {
-        let Difference { base, target, .. } = difference;
-        let width = difference.dtype.lane_bytes();
-        let step = difference.lanes() / RUNS;
+    /// Runs of lanes from all over a chunk, put together; none if the chunk has fewer than twice their lanes.
+    fn of_lanes(dtype: Dtype, base: &'a [u8], target: &'a [u8]) -> Option<Self> {
+        let width = dtype.lane_bytes();
+        let lanes = base.len() / width;
+        if lanes < 2 * RUNS * RUN.start() {
+            return None;
+        }
+        let step = lanes / RUNS;
         let run = (step / 16).next_multiple_of(*RUN.start()).clamp(*RUN.start(), *RUN.end());
         let runs = |lanes: &[u8]| {
             let runs: Vec<&[u8]> = (0..RUNS).map(|r| &lanes[(r * step + (step - run) / 2) * width..][..run * width]).collect();
-            Cow::from(runs.concat())
+            runs.concat()
         };
-        Self { base: runs(base), target: runs(target), of: ((RUNS * run * width) as u64, target.len() as u64) }
+        let (base, whole) = (runs(base), target.len() as u64);
+        let target = runs(target);
+        let mut masks = Vec::new();
+        let Difference { changed, .. } = Difference::find(dtype, &base, &target, &mut masks);
+        let of = (base.len() as u64, whole);
+        Some(Self { base: base.into(), target: target.into(), masks: masks.into(), changed, many: 4 * changed > RUNS * run, of })
     }
 
     /// The lanes around the change in the middle, with a sixteenth of the changes, or [`FEW`].
@@ -287,13 +340,26 @@ impl<'a> Part<'a> {
                 break;
             }
         }
-        let part = difference.part(range);
-        Self { base: part.base.into(), target: part.target.into(), of: ((part.changed as u64).max(1), changed) }
+        let Difference { base, target, masks, changed: in_part, .. } = difference.part(range);
+        let of = ((in_part as u64).max(1), changed);
+        Self { base: base.into(), target: target.into(), masks: masks.into(), changed: in_part, many: false, of }
+    }
+
+    /// Whether most of its lanes change.
+    fn mostly_changes(&self) -> bool {
+        2 * self.changed > self.masks.len() * 64
+    }
+
+    /// The first quarter of its runs, where a rougher estimate will do.
+    fn quarter(&self, dtype: Dtype) -> Part<'_> {
+        let Difference { base, target, masks, changed, .. } = self.difference(dtype).part(0..self.masks.len() / 4);
+        let of = (base.len() as u64, self.of.1);
+        Part { base: base.into(), target: target.into(), masks: masks.into(), changed, many: self.many, of }
     }
 
     /// What differs in it.
-    fn difference<'b>(&'b self, dtype: Dtype, masks: &'b mut Vec<u64>) -> Difference<'b> {
-        Difference::find(dtype, &self.base, &self.target, masks)
+    fn difference(&self, dtype: Dtype) -> Difference<'_> {
+        Difference { dtype, base: &self.base, target: &self.target, masks: &self.masks, changed: self.changed }
     }
 
     /// The part's share of a size.

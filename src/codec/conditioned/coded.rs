@@ -61,6 +61,22 @@ impl Coded {
         }
     }
 
+    /// Turns steps of `from` states into shorter ones of `to`: what [`find`](Self::find) gives for `to`, without positions. Cost: one
+    /// pass over the classes.
+    pub fn shorten_steps<L: Lane>(&mut self, from: usize, to: usize) {
+        let (long, short) = (tiles_of::<L>(from), tiles_of::<L>(to));
+        let (mut read, mut written) = (0, 0);
+        for masks in self.masks.chunks(long.halves) {
+            let count: usize = masks.iter().map(|mask| mask.count_ones() as usize).sum();
+            self.classes.copy_within(read..read + count, written);
+            let end = written + short.places(count);
+            self.classes[written + count..end].fill(0);
+            read += long.places(count);
+            written = end;
+        }
+        self.count = written;
+    }
+
     /// A mask for each half of a block.
     pub fn masks(&self) -> &[u64] {
         &self.masks
@@ -74,5 +90,37 @@ impl Coded {
     /// The position of each coded lane, if it was wanted; undefined where the class is 0.
     pub fn positions(&self) -> &[u32] {
         self.positions.get(..self.count).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::conditioned::context::MAX_CONTEXTS;
+    use crate::codec::simd::STEP;
+
+    #[test]
+    fn shortened_steps_are_those_found_with_short_ones() {
+        // Contexts of U8 are numbers of bits; those of 5 bits are not coded.
+        let mut classes = [[0; MAX_CONTEXTS]; 4];
+        classes[0][..9].copy_from_slice(&[1, 2, 3, 4, 5, 0, 6, 7, 8]);
+        let maps = Maps { first: 0, count: 9, classes };
+        let random = |i: u32| (i.wrapping_mul(0x9E37_79B9) ^ i.wrapping_mul(0x85EB_CA6B) >> 15) >> 24;
+        for lanes in [1, 100, 1024, 5000, 3 * BATCH * BLOCK + 77] {
+            // Every third tile has no coded lanes.
+            let lanes: Vec<u8> = (0..lanes as u32).map(|i| if i / 1024 % 3 == 1 { 31 } else { random(i) as u8 }).collect();
+            let activities = vec![0; lanes.len().div_ceil(BLOCK)];
+            let find = |states| {
+                let mut coded = Coded::default();
+                coded.find::<u8>(Path::best(), Dtype::U8, &maps, &activities, states, &lanes, None);
+                coded
+            };
+            for states in [1, 2, 16, STEP / 2, STEP] {
+                let (mut shortened, expected) = (find(STEP), find(states));
+                shortened.shorten_steps::<u8>(STEP, states);
+                assert_eq!(shortened.masks(), expected.masks());
+                assert!(shortened.classes() == expected.classes(), "{} lanes, {states} states", lanes.len());
+            }
+        }
     }
 }

@@ -169,8 +169,8 @@ impl Encoder {
         let time = if low_bits == 0 { coded as u64 * pace.lane } else { 0 };
         let (states, segments) = shape(coded, choice.cost.saturating_sub(time) / BIT / 8, tiles, pace);
         if states != STEP {
-            // Only now it is known how long a step is; chunks with so few changes take little time otherwise.
-            self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, states, base, None);
+            // The number of states depends on the number of coded lanes.
+            self.coded.shorten_steps::<L>(STEP, states);
         }
         let (masks, classes) = (self.coded.masks(), self.coded.classes());
         let lanes = Lanes { base, target, dtype, split, changed: valued };
