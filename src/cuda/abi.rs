@@ -1,12 +1,12 @@
-//! What `kernels/common/format.cuh` lays down: the structs of a launch, its modes and status words.
+//! The Rust side of `kernels/common/format.cuh`: structs of a launch, modes and status words.
 
 use crate::error::Rule;
 use zerocopy::{Immutable, IntoBytes};
 
-/// The text that both the kernels and this file follow; numbers that it defines are read from it.
+/// The source of the header. Its numeric constants are parsed from it at compile time.
 pub(super) const FORMAT: &str = include_str!("../../kernels/common/format.cuh");
 
-/// A tensor of a launch, as `DeviceTensor` of `format.cuh`.
+/// A tensor of a launch: `DeviceTensor` of `format.cuh`.
 #[derive(Debug, Clone, Copy, Default, Immutable, IntoBytes)]
 #[repr(C)]
 pub(super) struct DeviceTensor {
@@ -23,7 +23,7 @@ pub(super) struct DeviceTensor {
     pub reserved: u16,
 }
 
-/// The parameter of a kernel that decodes, as `Launch` of `format.cuh`.
+/// The parameter of a decoding kernel: `Launch` of `format.cuh`.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 pub(super) struct Launch {
@@ -45,7 +45,7 @@ pub(super) struct Launch {
     pub scratch_slot_bytes: u32,
 }
 
-/// What a launch does with the target lanes.
+/// Modes of a launch.
 pub(super) mod mode {
     pub const DRY: u32 = 0;
     pub const OUT_OF_PLACE: u32 = 1;
@@ -53,13 +53,13 @@ pub(super) mod mode {
     pub const COMMIT: u32 = 3;
 }
 
-/// Payloads were checked before: leave CRC and padding alone.
+/// Payloads are already checked: kernels skip CRC and padding.
 pub(super) const FLAG_NO_CRC: u32 = 1;
 pub(super) const NO_TABLES: u32 = u32::MAX;
 pub(super) const STATUS_OK: u32 = 0;
 pub(super) const STATUS_NOT_RUN: u32 = u32::MAX;
 
-/// Threads of the kernels in `frames.cuh`.
+/// Threads per block of the kernels in `zstd/frames.cu`.
 pub(super) const FRAMES_THREADS: u32 = 256;
 
 pub(super) const RAW_THREADS: u32 = defined("TPDE_RAW_THREADS");
@@ -69,18 +69,19 @@ pub(super) const CONDITIONED_SHARED: u32 = defined("TPDE_CONDITIONED_SHARED");
 pub(super) const WITHOUT_BASE_THREADS: u32 = defined("TPDE_WITHOUT_BASE_THREADS");
 pub(super) const WITHOUT_BASE_SHARED: u32 = defined("TPDE_WITHOUT_BASE_SHARED");
 
-/// `TPDE_CONDITIONED_TABLES`: bytes of shared memory on top of [`CONDITIONED_SHARED`] or [`WITHOUT_BASE_SHARED`] for a table set.
+/// `TPDE_CONDITIONED_TABLES`: bytes of shared memory for a table set, in addition to [`CONDITIONED_SHARED`] or
+/// [`WITHOUT_BASE_SHARED`].
 pub(super) const fn conditioned_tables(classes: u32, symbols: u32) -> u32 {
     (classes + 1) * 1024 + (symbols + 1) * 8
 }
 
-/// The same for the largest set that there can be.
+/// The same for the largest possible table set.
 pub(super) const CONDITIONED_TABLES_MAX: u32 = {
     let classes = defined("TPDE_CLASS_COUNT_MAX");
     conditioned_tables(classes, classes * defined("TPDE_TOKEN_COUNT_MAX"))
 };
 
-/// Rules that status words name, by code.
+/// Status words and the rules that they stand for.
 const RULES: [(u32, Rule); 10] = [
     (1, Rule::PayloadCrc32),
     (2, Rule::PayloadPadding),
@@ -94,28 +95,28 @@ const RULES: [(u32, Rule); 10] = [
     (10, Rule::ChunkTargetSum),
 ];
 
-/// Those of frames beside them, in `frames.cuh`.
+/// Further status words of the frame kernels, in `frames.cuh`.
 pub(super) const FRAME_RULES: [(u32, Rule); 2] = [(16, Rule::PayloadFrame), (17, Rule::PayloadLayout)];
 
-/// The rule that a status word names.
+/// The rule that a status word stands for.
 pub(super) fn rule(status: u32) -> Option<Rule> {
     RULES.iter().chain(&FRAME_RULES).find(|(code, _)| *code == status).map(|(_, rule)| *rule)
 }
 
-/// Bytes before the first slot of scratch memory, `TPDE_SCRATCH_HEAD`.
+/// `TPDE_SCRATCH_HEAD`: bytes before the first slot of scratch memory.
 pub(super) fn scratch_head(slots: u32) -> u64 {
     (u64::from(slots) * 4).next_multiple_of(256)
 }
 
-/// What so many changes take in scratch memory, `TPDE_LIST_BYTES` in slots.
+/// `TPDE_LIST_BYTES`, rounded up to [`LIST_STEP`]: bytes of a list of `changes` changes.
 pub(super) fn list_bytes(changes: u64, lane_log2: u8) -> u64 {
     (changes.next_multiple_of(2) * 4 + (changes << lane_log2)).next_multiple_of(LIST_STEP)
 }
 
-/// Lists of changes take a multiple of so many bytes.
+/// The size of a list of changes is a multiple of this.
 pub(super) const LIST_STEP: u64 = 256;
 
-/// The number in `#define NAME number` of `format.cuh`, when this is compiled.
+/// Parses the number in `#define NAME number` of `format.cuh`, at compile time.
 const fn defined(name: &str) -> u32 {
     let (text, name) = (FORMAT.as_bytes(), name.as_bytes());
     let define = b"#define ";
@@ -130,7 +131,7 @@ const fn defined(name: &str) -> u32 {
             }
             return number;
         }
-        // To the next line.
+        // Skip to the next line.
         while text[at] != b'\n' {
             at += 1;
         }
@@ -165,17 +166,17 @@ mod tests {
     /// `TPDE_OFFSET(type, field, n)` and `TPDE_SIZE(type, n)` of a header, as `type.field` and `type`. The compiler asserts them.
     fn layouts(header: &str) -> BTreeMap<String, usize> {
         let number = |text: &str| text.parse().unwrap_or_else(|_| define(header, text) as usize);
-        let mut found = BTreeMap::new();
+        let mut layouts = BTreeMap::new();
         for line in header.lines() {
-            let Some((what, rest)) = line.strip_suffix(");").and_then(|line| line.split_once('(')) else { continue };
+            let Some((macro_name, rest)) = line.strip_suffix(");").and_then(|line| line.split_once('(')) else { continue };
             let parts: Vec<_> = rest.split(',').map(str::trim).collect();
-            match (what, &parts[..]) {
-                ("TPDE_OFFSET", [of, field, at]) => found.insert(format!("{of}.{field}"), number(at)),
-                ("TPDE_SIZE", [of, size]) => found.insert((*of).to_owned(), number(size)),
+            match (macro_name, &parts[..]) {
+                ("TPDE_OFFSET", [of, field, at]) => layouts.insert(format!("{of}.{field}"), number(at)),
+                ("TPDE_SIZE", [of, size]) => layouts.insert((*of).to_owned(), number(size)),
                 _ => None,
             };
         }
-        found
+        layouts
     }
 
     /// The number in `#define NAME number` of a header.
@@ -233,7 +234,7 @@ mod tests {
             let is_its = |key: &str| key.split('.').next() == Some(name);
             layouts.iter().filter(|(key, _)| is_its(key)).map(|(key, at)| (key.clone(), *at)).collect()
         };
-        // Those that only the host gives a kernel are not in the specification.
+        // Structs that only the host passes to kernels are not in the specification.
         let shared: Vec<_> =
             kernels.keys().filter(|key| !key.contains('.') && !["DeviceTensor", "Launch"].contains(&&***key)).collect();
         assert_eq!(shared, ["ChunkMetadata", "ChunkSums", "ConditionedHeader"]);

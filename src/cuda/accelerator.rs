@@ -1,4 +1,4 @@
-//! A device in the place of the processor: [`Apply::on`](crate::Apply::on).
+//! Decodes on a device instead of the processor: [`Apply::on`](crate::Apply::on).
 
 use super::application::Application;
 use super::index::DeviceIndex;
@@ -13,22 +13,23 @@ use crate::error::Result;
 use crate::index::Tensor;
 use rayon::prelude::*;
 
-/// Bytes of bases and outputs on the device at once; a tensor that is larger is alone.
+/// Most bytes of bases and outputs on the device at once. A larger tensor is a batch of its own.
 const BATCH_BYTES: u64 = 2 << 30;
-/// What is read from a checkpoint at once.
+/// Bytes per read of a checkpoint.
 const PIECE: usize = 1 << 20;
-/// So that every tensor begins aligned to its lanes.
+/// Alignment of tensors in device memory.
 const ALIGN: u64 = 256;
 
 impl Accelerator for Device {
-    /// Batch by batch: bases are read into pinned memory and copied, tensors decoded out of place, and copied back. Memory of
-    /// the device: bases and outputs of a batch of 2 GiB, or of one tensor, and the payloads of the batch.
+    /// Processes tensors in batches: reads the bases into pinned memory, copies them to the device, decodes out of place, and
+    /// copies the outputs back. Device memory: bases and outputs of one batch (2 GiB, or one larger tensor), and the payloads of
+    /// the batch.
     fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
         rebuild_with(self, &DeviceIndex::upload(self, work.index)?, work, done)
     }
 }
 
-/// A device that lets nvCOMP expand payloads of codec `zstd`, where the writer of the pair is trusted: see [`Nvcomp`].
+/// A device with nvCOMP, which expands payloads of codec `zstd`. The writer of the pair must be trusted: see [`Nvcomp`].
 #[derive(Debug)]
 pub struct NvcompDevice {
     /// The device.
@@ -51,8 +52,8 @@ fn rebuild_with(
     done: &mut dyn FnMut(usize, &[u8]) -> Result<()>,
 ) -> Result<()> {
     let stream = device.stream()?;
-    let room = |&(place, _): &(usize, Option<usize>)| {
-        let tensor = work.index.tensor(place);
+    let padded_bytes = |&(tensor_index, _): &(usize, Option<usize>)| {
+        let tensor = work.index.tensor(tensor_index);
         let (base, target) = (tensor.base_bytes().next_multiple_of(ALIGN), tensor.bytes().next_multiple_of(ALIGN));
         (base, target)
     };
@@ -60,7 +61,7 @@ fn rebuild_with(
     while first < work.tensors.len() {
         let (mut base_bytes, mut bytes, mut end) = (0u64, 0u64, first);
         while end < work.tensors.len() {
-            let (base, target) = room(&work.tensors[end]);
+            let (base, target) = padded_bytes(&work.tensors[end]);
             if end > first && base_bytes + base + bytes + target > BATCH_BYTES {
                 break;
             }
@@ -71,14 +72,14 @@ fn rebuild_with(
         let (bases, outputs) = (device.alloc(base_bytes)?, device.alloc(bytes)?);
         let mut bindings = Vec::with_capacity(batch.len());
         let (mut base_at, mut at) = (0, 0);
-        for entry @ &(place, base_place) in batch {
-            let tensor = work.index.tensor(place);
+        for entry @ &(tensor_index, base_index) in batch {
+            let tensor = work.index.tensor(tensor_index);
             let base = bases.slice(base_at, tensor.base_bytes())?;
-            if let Some(base_place) = base_place {
-                load(device, work, &tensor, base_place, &base)?;
+            if let Some(base_index) = base_index {
+                load(device, work, &tensor, base_index, &base)?;
             }
-            bindings.push(Binding::out_of_place(place, base_place.map(|_| base), outputs.slice(at, tensor.bytes())?));
-            let (base, target) = room(entry);
+            bindings.push(Binding::out_of_place(tensor_index, base_index.map(|_| base), outputs.slice(at, tensor.bytes())?));
+            let (base, target) = padded_bytes(entry);
             (base_at, at) = (base_at + base, at + target);
         }
         let plan = ApplyPlan::new(index, &bindings, Mode::OutOfPlace, Payloads::Host(work.blob))?;
@@ -94,8 +95,8 @@ fn rebuild_with(
 }
 
 /// Copies a tensor of the base to the device.
-fn load(device: &Device, work: &Work<'_>, tensor: &Tensor<'_>, place: usize, to: &DeviceSlice) -> Result<()> {
+fn load(device: &Device, work: &Work<'_>, tensor: &Tensor<'_>, tensor_index: usize, to: &DeviceSlice) -> Result<()> {
     let mut pinned = device.pinned(tensor.base_bytes() as usize)?;
-    pinned.par_chunks_mut(PIECE).enumerate().try_for_each(|(i, piece)| work.base.read(place, (i * PIECE) as u64, piece))?;
+    pinned.par_chunks_mut(PIECE).enumerate().try_for_each(|(i, piece)| work.base.read(tensor_index, (i * PIECE) as u64, piece))?;
     device.write(to, &pinned)
 }

@@ -1,4 +1,4 @@
-//! An index on the device.
+//! An index, uploaded to a device.
 
 use super::abi::{self, DeviceTensor, NO_TABLES};
 use super::nvcomp::{Nvcomp, Trusted};
@@ -13,11 +13,11 @@ use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 use zerocopy::IntoBytes;
 
-/// What kernels need of a validated index, on a device. Clones are the same.
+/// A validated index on a device, in the form that kernels need. Clones share it.
 #[derive(Debug, Clone)]
 pub struct DeviceIndex {
     pub(super) uploaded: Arc<Uploaded>,
-    /// Where the writer of the pair is trusted: nvCOMP.
+    /// Set if the writer of the pair is trusted and nvCOMP expands the frames.
     pub(super) trusted: Option<Trusted>,
 }
 
@@ -25,18 +25,18 @@ pub struct DeviceIndex {
 pub(super) struct Uploaded {
     pub device: Device,
     memory: DeviceSlice,
-    /// Where the parts begin.
+    /// Addresses of the parts.
     pub sums: u64,
     pub chunk_tensors: u64,
     pub tables: u64,
-    /// What the largest table set takes in shared memory.
+    /// Bytes of shared memory for the largest table set.
     pub table_bytes: u32,
     pub records: Vec<ChunkMetadata>,
     pub tensors: Vec<TensorOnDevice>,
     pub blob_size: u64,
 }
 
-/// What the host keeps of a tensor.
+/// The host's data of a tensor.
 #[derive(Debug, Clone)]
 pub(super) struct TensorOnDevice {
     pub name: String,
@@ -46,7 +46,7 @@ pub(super) struct TensorOnDevice {
     pub base_bytes: u64,
     pub chunk_count: u32,
     pub digests: TensorDigests,
-    /// All but the pointers.
+    /// The kernels' struct, without pointers.
     pub device: DeviceTensor,
 }
 
@@ -55,22 +55,22 @@ impl TensorOnDevice {
         self.device.first_chunk..self.device.first_chunk + self.chunk_count
     }
 
-    /// Where in the tensor one of its chunks begins, in lanes.
+    /// First lane of a chunk, counted from the start of the tensor.
     pub fn first_lane(&self, chunk: u32) -> u64 {
         u64::from(chunk - self.device.first_chunk) << self.device.chunk_lanes_log2
     }
 
-    /// Lanes of one of its chunks.
+    /// Number of lanes of a chunk.
     pub fn chunk_lanes(&self, chunk: u32) -> u64 {
         (self.device.lanes - self.first_lane(chunk)).min(1 << self.device.chunk_lanes_log2)
     }
 }
 
 impl DeviceIndex {
-    /// Uploads what kernels need of an index: records, sums, tensors and tables. Once a pair; 52 bytes a chunk on the device and
-    /// 32 on the host. The first index with chunks without a base has their kernel compiled, unless the driver's cache has it.
+    /// Uploads records, sums, tensors and tables of an index. Once per pair. Memory: 52 bytes per chunk on the device, 32 on the
+    /// host. The first index with chunks without a base compiles their kernel, unless the driver's cache has it.
     ///
-    /// The copies are queued behind each other and done when something that was prepared with the result runs.
+    /// The copies are queued. Every application of this index waits for them.
     ///
     /// # Errors
     /// [`Error::Device`] if memory or the driver fails.
@@ -78,9 +78,9 @@ impl DeviceIndex {
         Self::new(device, index, None)
     }
 
-    /// [`DeviceIndex::upload`] to memory of the caller's: as much as [`DeviceIndex::bytes_of`] says, at a multiple of 256. What is
-    /// queued on [`Device::copy_stream`] may use the memory at once, and nobody else does until the index is dropped and all
-    /// work with it has passed.
+    /// [`DeviceIndex::upload`] to memory of the caller: [`DeviceIndex::bytes_of`] bytes, aligned to 256. Work on
+    /// [`Device::copy_stream`] may use the memory at once. Nothing else may use it until the index is dropped and all work with
+    /// it has completed.
     ///
     /// # Errors
     /// [`Error::Misuse`] if the memory is too small or not aligned; [`Error::Device`] if the driver fails.
@@ -98,12 +98,12 @@ impl DeviceIndex {
         let inner = &device.inner;
         let tensors = all_on_device(index, &sets);
         if tensors.iter().any(|tensor| tensor.codec == Codec::Conditioned && tensor.device.base_lanes < tensor.device.lanes) {
-            // Compiled here, and not in a launch, which is to be quick and may be captured.
+            // Compile it here: a launch must be quick and may be captured.
             inner.kernels.without_base(&inner.context)?;
         }
         let cx = inner.context.enter()?;
         let memory = match memory {
-            Some(given) => given.room_for(size, inner)?,
+            Some(memory) => memory.reserve(size, inner)?,
             None => DeviceSlice::owned(Allocation::new(inner, &cx, size)?, size),
         };
         let [chunks, sums, chunk_tensors, tables] = starts.map(|start| memory.address() + start);
@@ -111,8 +111,8 @@ impl DeviceIndex {
         {
             let mut ring = inner.ring.lock().unwrap_or_else(PoisonError::into_inner);
             for (part, start) in parts.into_iter().zip(starts) {
-                // SAFETY: the parts lie in the memory just allocated, which is held until the copies have passed, also after an
-                // error.
+                // SAFETY: the parts are within the memory just allocated or passed, which is held until the copies have
+                // completed, also after an error.
                 unsafe { ring.send_bytes(&cx, inner.copy.raw(), memory.address() + start, part)? };
             }
         }
@@ -132,11 +132,11 @@ impl DeviceIndex {
         Ok(Self { uploaded: Arc::new(uploaded), trusted: None })
     }
 
-    /// The same index for a pair whose writer is trusted, see [`Nvcomp`]: its payloads of codec `zstd` are expanded by nvCOMP on
-    /// the device, so that they may be in device memory too.
+    /// The same index, with payloads of codec `zstd` expanded by nvCOMP on the device. So they may be in device memory too. The
+    /// writer of the pair must be trusted, see [`Nvcomp`].
     ///
-    /// Memory of the device, for each application: what the frames expand to, as it is and as payloads of codec `raw`, and what
-    /// nvCOMP works with. Cost: the first time on a device, compiling two kernels.
+    /// Device memory per application: the contents of the frames, their payloads of codec `raw`, and nvCOMP's temporary memory.
+    /// Cost: compiles two kernels, the first time on a device.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver refuses.
@@ -146,7 +146,7 @@ impl DeviceIndex {
         Ok(Self { uploaded: self.uploaded.clone(), trusted })
     }
 
-    /// Bytes of device memory that an index takes there; see [`DeviceIndex::upload_to`].
+    /// Bytes of device memory for an index; see [`DeviceIndex::upload_to`].
     ///
     /// # Errors
     /// [`Error::Limit`] if its tables have more words than kernels can count.
@@ -156,7 +156,7 @@ impl DeviceIndex {
         Ok(offsets([32 * chunks, 16 * chunks, 4 * chunks, 4 * tables.len() as u64]).1)
     }
 
-    /// Where in the blob the payloads of a tensor lie, with their padding: empty if it has none.
+    /// Range of the blob with the payloads of a tensor and their padding. Empty if it has none.
     ///
     /// # Errors
     /// [`Error::Misuse`] if there is no such tensor.
@@ -165,7 +165,7 @@ impl DeviceIndex {
         Ok(self.uploaded.payload_ranges(chunks).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or_default())
     }
 
-    /// Whether the device can decode a tensor alone: not if its codec is `zstd`, which the processor expands.
+    /// Whether the device decodes a tensor without the processor. False for codec `zstd`, which the processor expands.
     ///
     /// # Errors
     /// [`Error::Misuse`] if there is no such tensor.
@@ -183,13 +183,13 @@ impl DeviceIndex {
         self.uploaded.tensors.len()
     }
 
-    /// Place of the tensor of this name, as in the index.
+    /// Index of the tensor with this name.
     pub fn find(&self, name: &str) -> Option<usize> {
         self.uploaded.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()
     }
 
-    pub(super) fn tensor(&self, place: usize) -> Result<&TensorOnDevice> {
-        tensor_at(&self.uploaded.tensors, place)
+    pub(super) fn tensor(&self, tensor_index: usize) -> Result<&TensorOnDevice> {
+        tensor_at(&self.uploaded.tensors, tensor_index)
     }
 
     /// The tensor that a chunk belongs to.
@@ -203,7 +203,7 @@ impl Uploaded {
         self.memory.address()
     }
 
-    /// Where in the blob the payloads of these chunks lie, with their padding.
+    /// Ranges of the blob with the payloads of these chunks and their padding.
     pub fn payload_ranges(&self, chunks: Range<u32>) -> impl Iterator<Item = Range<u64>> + '_ {
         let records = self.records[chunks.start as usize..chunks.end as usize].iter();
         records.filter(|record| record.compressed_size.get() > 0).map(|record| {
@@ -213,18 +213,18 @@ impl Uploaded {
     }
 }
 
-/// The tensor at this place of the table.
-pub(super) fn tensor_at(tensors: &[TensorOnDevice], place: usize) -> Result<&TensorOnDevice> {
-    tensors.get(place).ok_or_else(|| Error::Misuse(format!("tensor {place} of a pair of {} tensors", tensors.len())))
+/// The tensor with this index.
+pub(super) fn tensor_at(tensors: &[TensorOnDevice], tensor_index: usize) -> Result<&TensorOnDevice> {
+    tensors.get(tensor_index).ok_or_else(|| Error::Misuse(format!("tensor {tensor_index} of a pair of {} tensors", tensors.len())))
 }
 
-/// Offsets of records, sums, tensors of chunks and tables, which have these sizes, and the bytes of all.
+/// Offsets of records, sums, tensor indexes and tables with these sizes, and the total size.
 fn offsets(sizes: [u64; 4]) -> ([u64; 4], u64) {
     let mut layout = MemoryLayout::default();
     (layout.add_all(sizes), layout.bytes())
 }
 
-/// The words of all sets as kernels want them, and where each set begins; see `kernels/README.md`.
+/// Offset of each set, and the words of all sets in the kernels' layout (`kernels/README.md`).
 pub(super) fn tables_of(sets: &[TableSet]) -> Result<(Vec<u32>, Vec<u32>)> {
     let mut starts = Vec::with_capacity(sets.len());
     let mut words = Vec::new();
@@ -247,13 +247,13 @@ pub(super) fn tables_of(sets: &[TableSet]) -> Result<(Vec<u32>, Vec<u32>)> {
     Ok((starts, words))
 }
 
-/// Where a set begins, in words, as kernels count. [`NO_TABLES`] is not a valid start.
+/// Checks that the offset of a set fits in 32 bits. [`NO_TABLES`] is not a valid offset.
 fn start_of_set(words: usize) -> Result<u32> {
     let start = u32::try_from(words).ok().filter(|start| *start != NO_TABLES);
     start.ok_or(Error::Limit { what: "words of codec tables", limit: u64::from(NO_TABLES) - 1, found: words as u64 })
 }
 
-/// Bytes of shared memory for the largest of the sets.
+/// Bytes of shared memory for the largest set.
 fn table_bytes(sets: &[TableSet]) -> u32 {
     let symbols =
         |set: &TableSet| set.classes().map(|class| class.iter().filter(|frequency| **frequency != 0).count()).sum::<usize>();
@@ -261,7 +261,7 @@ fn table_bytes(sets: &[TableSet]) -> u32 {
     sets.iter().map(bytes).max().unwrap_or(const { abi::conditioned_tables(0, 0) })
 }
 
-/// What the host keeps of all tensors, whose table sets begin at `starts`.
+/// The host's data of all tensors. `starts` are the offsets of the table sets.
 pub(super) fn all_on_device(index: &ValidatedIndex, starts: &[u32]) -> Vec<TensorOnDevice> {
     index.tensors().map(|tensor| on_device(&tensor, index.table_set(tensor.place), starts)).collect()
 }
@@ -302,13 +302,13 @@ mod tests {
     fn a_set_begins_where_kernels_can_count() {
         assert_eq!(start_of_set(0xFFFF_FFFE).unwrap(), 0xFFFF_FFFE);
         for words in [0xFFFF_FFFF, 0x1_0000_0000] {
-            let found = words as u64;
-            assert!(matches!(start_of_set(words), Err(Error::Limit { limit: 0xFFFF_FFFE, found: f, .. }) if f == found));
+            let words_found = words as u64;
+            assert!(matches!(start_of_set(words), Err(Error::Limit { limit: 0xFFFF_FFFE, found, .. }) if found == words_found));
         }
     }
 
     #[test]
-    fn table_sets_lie_as_kernels_want_them() {
+    fn table_sets_have_the_layout_of_the_kernels() {
         let mut second = vec![0u16; 40];
         (second[0], second[39]) = (4000, 96);
         let sets = [TableSet::new(&[vec![4096]]), TableSet::new(&[vec![1, 4095], second])];

@@ -1,17 +1,20 @@
 //! Decoding on CUDA devices (spec section 13, the class *GPU consumer*).
 //!
-//! A device is opened once, an index uploaded once, and then tensors are rebuilt or changed where they lie, in memory of the
-//! device that is this crate's or a caller's, on a stream of this crate's or a caller's. Kernels do steps 8 to 11 for each chunk
-//! and answer with a status word; nothing leaves the device but those.
+//! Open a device once and upload an index once. Then rebuild tensors, or change them in place, in device memory of this crate or
+//! of the caller, on a stream of this crate or of the caller. Kernels do steps 8 to 11 for each chunk and return a status word.
+//! Only status words leave the device.
 //!
 //! # What is checked
 //!
 //! Kernels compare the CRC of each payload, and the base sum and target sum of each chunk. They compare no digests, in any
-//! [`Mode`]. That finds accidents: the CRC misses random damage of a payload with a probability of 2^-32, and the target sum
-//! misses random changes of the result with one of about 2^-64, or 2^-32 at worst, where only top bits differ. It does not find forgery: CRC and sums are linear, so a blob can be changed to give
-//! other weights under the same index and the same signed pair digest. Payloads whose author is not trusted take
-//! [`Apply::on`](crate::Apply::on), which hashes what the device gives back and compares the digests, or
-//! [`Apply::verify`](crate::Apply::verify) before.
+//! [`Mode`].
+//!
+//! That finds accidents. The CRC misses random damage of a payload with probability 2^-32. The target sum misses random changes
+//! of the result with probability about 2^-64, or 2^-32 at worst, where only top bits differ.
+//!
+//! It does not find forgery. CRC and sums are linear, so a blob can be changed to give other weights under the same index and the
+//! same signed pair digest. For payloads of an untrusted author use [`Apply::on`](crate::Apply::on), which hashes the result of
+//! the device and compares the digests, or [`Apply::verify`](crate::Apply::verify) before.
 //!
 //! ```no_run
 //! use tpde::cuda::{Application, ApplyPlan, Binding, Device, DeviceIndex, Mode, Payloads};
@@ -25,8 +28,8 @@
 //! # let weights: Vec<u8> = vec![];
 //! let memory = device.alloc(weights.len() as u64)?;
 //! device.write(&memory, &weights)?;
-//! let place = index.find("layer.weight").expect("a tensor of the pair");
-//! let tensors = [Binding::in_place(place, memory.clone())];
+//! let tensor = index.find("layer.weight").expect("a tensor of the pair");
+//! let tensors = [Binding::in_place(tensor, memory.clone())];
 //! let plan = ApplyPlan::new(&index, &tensors, Mode::InPlace(InPlace::AllChecked), Payloads::Host(pair.blob()))?;
 //! let pending = Application::prepare(plan)?.launch(&stream)?;
 //! // Other work may be queued on the stream here.
@@ -35,7 +38,7 @@
 //! # }
 //! ```
 //!
-//! Nothing of CUDA is needed to build the crate; the driver is loaded when a device is first asked for.
+//! Building the crate needs no part of CUDA. The driver is loaded at run time, when a device is first requested.
 
 mod abi;
 mod accelerator;

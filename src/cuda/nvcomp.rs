@@ -1,4 +1,4 @@
-//! nvCOMP, a library of NVIDIA's that expands zstd frames on the device, where it is installed.
+//! nvCOMP, NVIDIA's library that expands zstd frames on the device. It is optional and loaded at run time.
 
 use super::runtime::driver::{Entered, RawStream};
 use super::runtime::kernels::FrameKernels;
@@ -7,22 +7,23 @@ use std::ffi::{OsStr, c_void};
 use std::fmt;
 use std::sync::Arc;
 
-/// What the library is called, as the loader finds it: the interface is that of version 6.
+/// File name of the library. This module uses the interface of version 6.
 const NAME: &str = "libnvcomp.so.6";
 
-/// nvCOMP, loaded. Clones are the same.
+/// nvCOMP, loaded. Clones share one library.
 ///
-/// With [`DeviceIndex::trust`](super::DeviceIndex::trust) it expands payloads of codec `zstd` on the device, in place of the processor.
+/// With [`DeviceIndex::trust`](super::DeviceIndex::trust) it expands payloads of codec `zstd` on the device instead of on the
+/// processor.
 ///
-/// It does not withstand hostile data: *a frame may make it read and write any memory that the device sees*. CRCs are compared
-/// before it gets a frame, which finds accidents. The writer of the pair must be trusted.
+/// It does not withstand hostile data: *a frame can make it read and write any memory that the device can access*. CRCs are
+/// compared before it gets a frame, which finds accidents only. The writer of the pair must be trusted.
 #[derive(Clone)]
 pub struct Nvcomp(Arc<Library>);
 
 struct Library {
     temporary_bytes: TemporaryBytes,
     expand: Expand,
-    /// Keeps the functions.
+    /// Keeps the function pointers valid.
     _loaded: libloading::Library,
 }
 
@@ -36,7 +37,7 @@ struct Options {
 
 const DEFAULT: Options = Options { backend: 0, reserved: [0; 60] };
 
-/// `nvcompBatchedZstdDecompressGetTempSize`: chunks, largest, options, where to put the result, bytes of all, stream.
+/// `nvcompBatchedZstdDecompressGetTempSize`: number of chunks, largest content, options, result, total size of contents, stream.
 type TemporaryBytes = unsafe extern "C" fn(usize, usize, Options, *mut usize, usize, *mut c_void) -> i32;
 
 /// `nvcompBatchedZstdDecompressAsync`: see [`Batch`].
@@ -54,13 +55,13 @@ type Expand = unsafe extern "C" fn(
     *mut c_void,
 ) -> i32;
 
-/// Frames to be expanded together: addresses of arrays on the device.
+/// Frames to expand together: addresses of arrays on the device.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Batch {
     pub frames: u64,
     pub frame_bytes: u64,
-    /// Room for each content, and how much of it was filled.
-    pub room: u64,
+    /// Capacity for each content, and the bytes written.
+    pub capacities: u64,
     pub content_bytes: u64,
     pub contents: u64,
     pub outcomes: u64,
@@ -97,10 +98,10 @@ impl Nvcomp {
         }
     }
 
-    /// Bytes of device memory that an expansion works with.
+    /// Bytes of temporary device memory for an expansion.
     pub(super) fn temporary_bytes(&self, _: &Entered<'_>, count: usize, largest: usize, all: usize) -> Result<usize> {
         let mut bytes = 0;
-        // SAFETY: `bytes` is a place for the result, and the null stream is always there.
+        // SAFETY: `bytes` is valid for the result, and the null stream always exists.
         let code = unsafe { (self.0.temporary_bytes)(count, largest, DEFAULT, &mut bytes, all, std::ptr::null_mut()) };
         check(code).map(|()| bytes)
     }
@@ -117,7 +118,7 @@ impl Nvcomp {
             (self.0.expand)(
                 at(batch.frames),
                 at(batch.frame_bytes),
-                at(batch.room),
+                at(batch.capacities),
                 at(batch.content_bytes),
                 batch.count,
                 at(batch.temporary),
@@ -142,10 +143,10 @@ fn check(code: i32) -> Result<()> {
     if code == 0 {
         return Ok(());
     }
-    Err(Error::Device { doing: "expand frames with nvCOMP", reason: format!("it answers with status {code}") })
+    Err(Error::Device { doing: "expand frames with nvCOMP", reason: format!("nvCOMP returned status {code}") })
 }
 
-/// An index whose frames nvCOMP may expand.
+/// What an index needs to let nvCOMP expand its frames.
 #[derive(Debug, Clone)]
 pub(super) struct Trusted {
     pub nvcomp: Nvcomp,
@@ -159,7 +160,7 @@ mod tests {
     #[test]
     fn a_library_that_is_missing_or_another_is_named() {
         for path in ["/no/such/libnvcomp.so.6", "libc.so.6"] {
-            // SAFETY: the one is not there, and the other in this process already.
+            // SAFETY: the first does not exist, and the second is already loaded in this process.
             match unsafe { Nvcomp::open(path) } {
                 Err(Error::NoLibrary { library: "libnvcomp.so.6", reason }) => assert!(!reason.is_empty()),
                 other => panic!("{path}: {other:?}"),

@@ -1,4 +1,4 @@
-//! Payloads of codec `zstd` that nvCOMP expands: what it works with, and the kernels before and after it.
+//! Payloads of codec `zstd` that nvCOMP expands: their memory, and the kernels before and after.
 
 use crate::codec::raw_size;
 use crate::cuda::index::DeviceIndex;
@@ -15,10 +15,10 @@ use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use std::sync::Arc;
 use zerocopy::IntoBytes;
 
-/// A zstd frame of one byte, which takes the place of a damaged one.
+/// A zstd frame with one byte of content, which replaces damaged frames.
 const SUBSTITUTE: [u8; 10] = [0x28, 0xB5, 0x2F, 0xFD, 0x20, 1, 9, 0, 0, 0];
 
-/// The parameter of both kernels, as `Frames` of `kernels/zstd/frames.cuh`.
+/// The parameter of both kernels: `Frames` of `kernels/zstd/frames.cuh`.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 struct Parameter {
@@ -50,10 +50,11 @@ pub(super) struct Frames {
 }
 
 impl Frames {
-    /// Finds room for all frames of a schedule, and queues what the kernels are told on the copy stream; none where it has none.
+    /// Allocates memory for all frames of a schedule, and queues the copy of the kernels' arrays on the copy stream. `None` if
+    /// there are no frames.
     pub fn new(index: &DeviceIndex, schedule: &Schedule, device: &Arc<Inner>, cx: &Entered<'_>) -> Result<Option<Self>> {
         let Some(trusted) = &index.trusted else { return Ok(None) };
-        // One slice has all of them, chunks without payloads last.
+        // One slice has all frames. Chunks without payloads come last.
         let run = schedule.slices.iter().flat_map(|slice| &slice.runs).find(|run| run.group == Group::Frames);
         let Some(run) = run else { return Ok(None) };
         let record = |chunk: &u32| &index.uploaded.records[*chunk as usize];
@@ -64,13 +65,13 @@ impl Frames {
         }
 
         let mut expanded = index.uploaded.records[schedule.span.start as usize..schedule.span.end as usize].to_vec();
-        let (mut room, mut contents) = (Vec::with_capacity(chunks.len()), Vec::with_capacity(chunks.len()));
+        let (mut capacities, mut contents) = (Vec::with_capacity(chunks.len()), Vec::with_capacity(chunks.len()));
         let (mut content_end, mut payload_end, mut largest) = (0u64, 0u64, 0);
         for chunk in &chunks {
             let record = record(chunk);
             let size = u64::from(record.uncompressed_size.get());
             contents.push(content_end);
-            room.push(size);
+            capacities.push(size);
             content_end += size.next_multiple_of(PAYLOAD_ALIGN);
             largest = largest.max(size);
             // The index has bounded both by the chunk's lanes.
@@ -83,13 +84,13 @@ impl Frames {
 
         let count = chunks.len();
         let temporary_bytes = trusted.nvcomp.temporary_bytes(cx, count, largest as usize, content_end as usize)?;
-        let (words, places) = (4 * schedule.span.len() as u64, 8 * count as u64);
+        let (status_bytes, array_bytes) = (4 * schedule.span.len() as u64, 8 * count as u64);
         let mut layout = MemoryLayout::default();
-        let [at_expanded, at_room, at_contents, at_substitute] =
-            layout.add_all([size_of_val(&expanded[..]) as u64, places, places, SUBSTITUTE.len() as u64]);
+        let [at_expanded, at_capacities, at_contents, at_substitute] =
+            layout.add_all([size_of_val(&expanded[..]) as u64, array_bytes, array_bytes, SUBSTITUTE.len() as u64]);
         let copied = layout.bytes();
         let [at_statuses, at_frames, at_frame_bytes, at_content_bytes, at_outcomes] =
-            layout.add_all([words, places, places, places, places / 2]);
+            layout.add_all([status_bytes, array_bytes, array_bytes, array_bytes, array_bytes / 2]);
         let [at_content, at_payloads, at_temporary] = layout.add_all([content_end, payload_end, temporary_bytes as u64]);
         let memory = Allocation::new(device, cx, layout.bytes())?;
         let at = |offset: u64| memory.address() + offset;
@@ -97,14 +98,14 @@ impl Frames {
 
         let parts = [
             (at_expanded, expanded.as_bytes()),
-            (at_room, room.as_bytes()),
+            (at_capacities, capacities.as_bytes()),
             (at_contents, contents.as_bytes()),
             (at_substitute, &SUBSTITUTE),
         ];
         let pinned = PinnedBuffer::with_parts(device, cx, copied, &parts)?;
         let copy = device.copy.raw();
         let queueing = device.queueing(cx, copy);
-        // SAFETY: all of it lies within the memory just allocated; that and the pinned memory are held until the copy has passed,
+        // SAFETY: all parts are within the memory just allocated. It and the pinned memory are held until the copy has completed,
         // also after an error.
         unsafe {
             copies::copy_in(cx, at(0), pinned.as_ptr(), copied as usize, copy)?;
@@ -112,7 +113,7 @@ impl Frames {
         }
         queueing.end()?;
 
-        // Kernels count chunks of the whole pair: these addresses are where number 0 would be.
+        // Kernels index with chunk numbers of the whole pair, so these are the addresses of (absent) element 0.
         let from_zero = |offset, bytes: usize| at(offset).wrapping_sub(schedule.span.start as u64 * bytes as u64);
         let parameter = Parameter {
             expanded: from_zero(at_expanded, size_of::<ChunkMetadata>()),
@@ -132,7 +133,7 @@ impl Frames {
         let batch = Batch {
             frames: parameter.frames,
             frame_bytes: parameter.frame_bytes,
-            room: at(at_room),
+            capacities: at(at_capacities),
             content_bytes: parameter.content_bytes,
             contents: parameter.contents,
             outcomes: parameter.outcomes,
@@ -143,21 +144,21 @@ impl Frames {
         Ok(Some(Self { trusted: trusted.clone(), parameter, batch, _memory: memory }))
     }
 
-    /// Records of the payloads that come out, and where offset 0 of theirs is.
+    /// Address of the records of the expanded payloads, and of their offset 0.
     pub fn payloads(&self) -> (u64, u64) {
         (self.parameter.expanded, self.parameter.payloads)
     }
 
-    /// Where the status words of chunk 0 would be.
+    /// Address of the (absent) status word of chunk 0.
     pub fn statuses(&self) -> u64 {
         self.parameter.statuses
     }
 
-    /// Queues the check, the expansion, and the making of payloads. Addresses are those of the launch: records as stored, the
-    /// blob, the tensor table, and the order from the first frame on.
+    /// Queues check, expansion and conversion to payloads. The addresses are those of the launch: records as stored, blob, tensor
+    /// table, and order from the first frame on.
     ///
     /// # Safety
-    /// They hold what the index says, and all of it is kept until the stream has passed.
+    /// The addresses hold the data of the index, and remain valid until the stream has completed.
     pub unsafe fn expand(
         &self,
         cx: &Entered<'_>,
@@ -169,8 +170,8 @@ impl Frames {
     ) -> Result<()> {
         let parameter = Parameter { stored, blob, tensors, order, ..self.parameter };
         let FrameKernels { check, expand } = self.trusted.kernels;
-        // SAFETY: promised by the caller; the index has bounded contents and payloads, for which there is room. That the frames
-        // are a trusted writer's was promised when the index was trusted, and damaged ones are replaced by the check.
+        // SAFETY: promised by the caller. The index has bounded contents and payloads, and their memory was allocated. `trust`
+        // promised frames of a trusted writer, and the check replaces damaged ones.
         unsafe {
             check.launch(cx, stream, parameter.count, &parameter)?;
             self.trusted.nvcomp.expand(cx, &self.batch, stream)?;

@@ -1,4 +1,4 @@
-//! The queueing of an application: copies of payloads beside launches of kernels.
+//! Queues an application: copies of payloads, and launches of kernels.
 
 use super::prepared::Prepared;
 use crate::codec::{Encoded, Expander};
@@ -22,19 +22,19 @@ pub(super) struct Launcher<'a> {
     pub prepared: &'a Prepared,
     pub cx: &'a Entered<'a>,
     pub stream: RawStream,
-    /// Memory for all payloads, where they are not on the device.
+    /// Staging memory, unless the payloads are on the device.
     pub staging: Option<u64>,
 }
 
 impl Launcher<'_> {
-    /// Queues everything. An error of the host's side, of reading or expanding, ends the queueing and is returned apart: what
-    /// was queued before it may have written.
+    /// Queues all work. An error of the host, while it reads or expands payloads, stops the queueing and is returned as `Some`:
+    /// work queued before it may have written.
     pub fn run(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<Option<Error>> {
         let blob = self.blob(payloads);
         let mut host_error = None;
         self.fork()?;
         let queued = self.run_slices(payloads, blob, &mut host_error);
-        // What was queued beside the stream comes before what follows on it, also after an error.
+        // Also after an error, the stream must wait for the side streams.
         self.join()?;
         queued?;
         if host_error.is_none() && self.prepared.mode == Mode::InPlace(InPlace::AllChecked) {
@@ -43,7 +43,7 @@ impl Launcher<'_> {
             self.join()?;
             queued?;
         }
-        self.hand_back(statuses)?;
+        self.copy_statuses_back(statuses)?;
         Ok(host_error)
     }
 
@@ -71,29 +71,29 @@ impl Launcher<'_> {
         let (Some(frames), Some(run)) = (&self.prepared.frames, run) else { return Ok(()) };
         let Prepared { records, tensors, order, .. } = *self.prepared;
         let order = order + 4 * run.order.start as u64;
-        // SAFETY: records and tensors are those of a validated index, payloads are where the records say, and frames were made for
-        // this run. All of it is held until the stream has passed.
+        // SAFETY: records and tensors come from a validated index, payloads are where the records say, and the frames were
+        // prepared for this run. All of it is held until the stream has completed.
         unsafe { frames.expand(self.cx, stream, records, blob, tensors, order) }
     }
 
-    /// After a dry pass over everything, the pass that stores.
+    /// Queues the pass that stores, after a dry pass over all chunks.
     fn commit(&self, blob: u64) -> Result<()> {
         let mut slices = self.prepared.schedule.slices.iter().enumerate();
         slices.try_for_each(|(n, slice)| self.launch(slice, self.side(n), blob, mode::COMMIT))
     }
 
-    /// Where the blob begins as kernels see it: what its records say is added to this.
+    /// Device address of offset 0 of the blob, for the kernels.
     fn blob(&self, payloads: &Payloads<'_>) -> u64 {
         payloads.on_device().unwrap_or_else(|| self.staging.unwrap_or(0).wrapping_add(self.prepared.schedule.shift))
     }
 
-    /// The stream of a slice.
+    /// The stream that decodes slice `n`.
     fn side(&self, n: usize) -> RawStream {
         let sides = &self.prepared.sides;
         if sides.is_empty() { self.stream } else { sides[n % sides.len()].raw() }
     }
 
-    /// Lets the side streams begin where the stream is.
+    /// Makes the side streams wait for the stream.
     fn fork(&self) -> Result<()> {
         if self.prepared.sides.is_empty() {
             return Ok(());
@@ -103,18 +103,18 @@ impl Launcher<'_> {
         self.prepared.sides.iter().try_for_each(|side| event.hold(self.cx, side.raw()))
     }
 
-    /// Lets the stream go on when the side streams are done.
+    /// Makes the stream wait for the side streams.
     fn join(&self) -> Result<()> {
         self.prepared.sides.iter().try_for_each(|side| self.after(side.raw(), self.stream))
     }
 
-    /// After an error: lets the stream wait for every other one that something may have been queued on.
+    /// After an error: makes the stream wait for all other streams with queued work.
     pub fn gather(&self) -> Result<()> {
         self.after(self.prepared.index.device().inner.copy.raw(), self.stream)?;
         self.join()
     }
 
-    /// As [`Launcher::run`], with all on one stream.
+    /// As [`Launcher::run`], but with all work on one stream, for graphs.
     pub fn run_in_order(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<()> {
         let blob = self.blob(payloads);
         for slice in &self.prepared.schedule.slices {
@@ -127,7 +127,7 @@ impl Launcher<'_> {
             let mut slices = self.prepared.schedule.slices.iter();
             slices.try_for_each(|slice| self.launch(slice, self.stream, blob, mode::COMMIT))?;
         }
-        self.hand_back(statuses)
+        self.copy_statuses_back(statuses)
     }
 
     fn first_mode(&self) -> u32 {
@@ -138,14 +138,14 @@ impl Launcher<'_> {
         }
     }
 
-    fn hand_back(&self, statuses: &PinnedBuffer) -> Result<()> {
+    fn copy_statuses_back(&self, statuses: &PinnedBuffer) -> Result<()> {
         let bytes = 4 * self.prepared.schedule.span.len();
-        // SAFETY: the status words are the application's, and the pinned memory is as long and read by nobody before the event
-        // behind this; both are held until then.
+        // SAFETY: the status words belong to the application. The pinned memory is long enough, and nobody reads it before the
+        // event that follows. Both are held until then.
         unsafe { copies::copy_out(self.cx, statuses.as_ptr(), self.prepared.first_status(), bytes, self.stream)? };
         let Some(frames) = &self.prepared.frames else { return Ok(()) };
         let first = frames.statuses().wrapping_add(4 * u64::from(self.prepared.schedule.span.start));
-        // SAFETY: as above; the pinned memory has room for both.
+        // SAFETY: as above; the pinned memory is long enough for both.
         unsafe { copies::copy_out(self.cx, statuses.as_ptr().add(bytes), first, bytes, self.stream) }
     }
 
@@ -185,15 +185,15 @@ impl Launcher<'_> {
                     .with_shared(abi::WITHOUT_BASE_SHARED + self.prepared.index.uploaded.table_bytes),
                 Group::Raw | Group::Expanded | Group::Frames => device.kernels.raw,
             };
-            // SAFETY: records, sums, tensors and tables are those of a validated index, on the device, with memory whose lengths
-            // were compared with them; payloads are where the records say. All of it is held until the stream has passed.
+            // SAFETY: records, sums, tensors and tables come from a validated index and are on the device. Memory lengths were
+            // compared with them; payloads are where the records say. All of it is held until the stream has completed.
             unsafe { kernel.launch(self.cx, stream, launch.count, &launch)? };
         }
         Ok(())
     }
 
-    /// Copies the payloads of a slice from pinned memory: on the stream itself where there is one slice, else beside it. Those
-    /// that have to be expanded go through the ring.
+    /// Copies the payloads of a slice from pinned memory: on the stream itself if there is one slice, otherwise on the copy
+    /// stream. Payloads that the host expands go through the ring.
     fn copy(&self, slice: &Slice, side: RawStream, pinned: &PinnedBuffer, host_error: &mut Option<Error>) -> Result<()> {
         let (expanded, stored): (Vec<_>, Vec<_>) = self.pieces(slice).into_iter().partition(|piece| piece.is_expanded);
         if self.prepared.schedule.slices.len() == 1 {
@@ -212,14 +212,14 @@ impl Launcher<'_> {
             let Piece { blob, at, bytes, .. } = piece;
             let from = pinned.get(blob as usize..).filter(|from| from.len() as u64 >= bytes);
             let from = from.ok_or_else(|| Error::Misuse("a blob without the payloads of its index".into()))?;
-            // SAFETY: the staging memory has room for all payloads where the plan puts them; it and the pinned memory are held
-            // until the stream has passed. Should the bytes change meanwhile, the kernels refuse them like any others.
+            // SAFETY: the staging memory holds all payloads at the offsets of the schedule. It and the pinned memory are held
+            // until the stream has completed. If the bytes change meanwhile, the kernels refuse them like any others.
             unsafe { copies::copy_in(self.cx, staging + at, from.as_ptr(), bytes as usize, stream)? };
         }
         Ok(())
     }
 
-    /// Makes a stream wait for what is queued on another.
+    /// Makes `stream` wait for the work queued on `other`.
     pub fn after(&self, other: RawStream, stream: RawStream) -> Result<()> {
         let event = RawEvent::new(self.cx, false)?;
         event.record(self.cx, other)?;
@@ -234,14 +234,14 @@ impl Launcher<'_> {
         for piece in pieces {
             let sent = if piece.is_expanded {
                 self.expand(&piece, source).and_then(|payloads| {
-                    // SAFETY: the staging memory has room for all payloads where the plan puts them, and is held.
+                    // SAFETY: the staging memory holds all payloads at the offsets of the schedule, and is held.
                     unsafe { ring.send_bytes(self.cx, device.copy.raw(), staging + piece.at, &payloads) }
                 })
             } else {
                 (0..piece.bytes).step_by(SLOT_BYTES).try_for_each(|done| {
                     let bytes = (piece.bytes - done).min(SLOT_BYTES as u64) as usize;
                     let read = |offset: usize, out: &mut [u8]| source.read(piece.blob + done + offset as u64, out);
-                    // SAFETY: the staging memory has room for all payloads where the plan puts them, and is held.
+                    // SAFETY: the staging memory holds all payloads at the offsets of the schedule, and is held.
                     unsafe {
                         ring.send(self.cx, device.copy.raw(), staging + piece.at + done, bytes, |slot| fill_in_parallel(slot, read))
                     }
@@ -260,7 +260,7 @@ impl Launcher<'_> {
         self.after(device.copy.raw(), side)
     }
 
-    /// The payloads of a piece as those of codec `raw`, with their padding: as they are staged.
+    /// Expands the payloads of a piece to codec `raw`, with padding, as they are staged.
     fn expand(&self, piece: &Piece, source: &dyn Source) -> Result<Vec<u8>> {
         let index = &self.prepared.index;
         let expand = |(expander, scratch): &mut (Expander, Vec<u8>), (staged, out): (&Staged, &mut [u8])| {
@@ -282,7 +282,7 @@ impl Launcher<'_> {
             parts.push((staged, out));
             rest = behind;
         }
-        // A few small payloads are done before threads would have begun.
+        // Small pieces finish before other threads would have started.
         if piece.bytes < 64 << 10 {
             let mut worker = Default::default();
             parts.into_iter().try_for_each(|part| expand(&mut worker, part))?;
@@ -292,29 +292,29 @@ impl Launcher<'_> {
         Ok(payloads)
     }
 
-    /// The payloads of a slice as runs that lie together, in the blob and as staged. Expanded ones are in pieces of a few
-    /// slots, so that memory of the host is bounded.
+    /// The payloads of a slice in pieces that are contiguous both in the blob and in staging memory. Pieces of expanded payloads
+    /// have a few slots at most, which bounds host memory.
     fn pieces(&self, slice: &Slice) -> Vec<Piece> {
         let mut pieces: Vec<Piece> = Vec::new();
-        for number in slice.chunks.clone() {
-            let staged = &self.prepared.schedule.staged[number];
+        for i in slice.chunks.clone() {
+            let staged = &self.prepared.schedule.staged[i];
             let is_expanded = staged.group == Group::Expanded;
             let blob = self.prepared.index.uploaded.records[staged.chunk as usize].blob_offset.get();
             if let Some(piece) = pieces.last_mut().filter(|piece| piece.is_expanded == is_expanded) {
                 let follows = if is_expanded { piece.bytes < 4 * SLOT_BYTES as u64 } else { piece.blob + piece.bytes == blob };
                 if follows {
                     piece.bytes += staged.padded_len();
-                    piece.staged.end = number + 1;
+                    piece.staged.end = i + 1;
                     continue;
                 }
             }
-            pieces.push(Piece { blob, at: staged.at, bytes: staged.padded_len(), staged: number..number + 1, is_expanded });
+            pieces.push(Piece { blob, at: staged.at, bytes: staged.padded_len(), staged: i..i + 1, is_expanded });
         }
         pieces
     }
 }
 
-/// Payloads that are copied at once.
+/// Payloads that are copied together.
 struct Piece {
     blob: u64,
     at: u64,

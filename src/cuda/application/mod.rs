@@ -1,4 +1,4 @@
-//! Applications: tensors, payloads and a mode made ready once, then launched on a caller's stream as often as wanted.
+//! Applications: prepared once, then launched on a caller's stream any number of times.
 
 mod frames;
 mod launch;
@@ -27,8 +27,8 @@ pub struct Application<'a> {
     payloads: Payloads<'a>,
 }
 
-/// While a launch is queued. If that ends by a panic, of a caller's [`Source`](crate::source::Source) for example, the host waits
-/// for all that was queued, so that its memory may be freed, and the application is ready for the next launch.
+/// Guard while a launch is being queued. After a panic, for example in a caller's [`Source`](crate::source::Source), it waits on
+/// the host for all queued work, so that the memory may be freed, and resets the application for the next launch.
 struct Unwinding<'a>(&'a Launcher<'a>);
 
 impl Drop for Unwinding<'_> {
@@ -42,12 +42,11 @@ impl Drop for Unwinding<'_> {
 }
 
 impl<'a> Application<'a> {
-    /// Makes a planned application ready, in memory of the crate's.
+    /// Prepares a planned application in memory of this crate.
     ///
-    /// Cost: a few allocations and one small copy, without waiting for a stream; memory of the device: 4 bytes per chunk for the
-    /// order of work and 4 for its outcome, 48 per tensor; for [`InPlace::AllChecked`](crate::InPlace::AllChecked) what lists of
-    /// changes take, up to 48 MiB; and once per device scratch memory for
-    /// [`InPlace::ChunkByChunk`](crate::InPlace::ChunkByChunk).
+    /// Cost: a few allocations and one small copy, without waiting for a stream. Device memory: 8 bytes per chunk and 48 per
+    /// tensor; for [`InPlace::AllChecked`](crate::InPlace::AllChecked) the lists of changes, up to 48 MiB; for
+    /// [`InPlace::ChunkByChunk`](crate::InPlace::ChunkByChunk) scratch memory once per device.
     ///
     /// # Errors
     /// [`Error::Device`] if memory or the driver fails.
@@ -56,10 +55,10 @@ impl<'a> Application<'a> {
         Ok(Self { prepared: Arc::new(Prepared::new(plan, None)?), payloads })
     }
 
-    /// Makes a planned application ready in memory of the caller's, and takes no other: as much as [`ApplyPlan::bytes`] says, at
-    /// a multiple of 256. What is queued on [`Device::copy_stream`](super::Device::copy_stream) may use the memory at once, and
-    /// nobody else does until the application is dropped and the streams that it was launched on have passed. Where payloads
-    /// are copied, a launch is refused while the one before it is under way.
+    /// Prepares a planned application in the caller's memory only: [`ApplyPlan::bytes`] bytes, aligned to 256. Work on
+    /// [`Device::copy_stream`](super::Device::copy_stream) may use the memory at once. Nothing else may use it until the
+    /// application is dropped and its launches have completed. If payloads are copied, a launch is refused while the previous one
+    /// is running.
     ///
     /// # Errors
     /// [`Error::Misuse`] if the memory is too small or not aligned; [`Error::Device`] if the driver fails.
@@ -68,8 +67,8 @@ impl<'a> Application<'a> {
         Ok(Self { prepared: Arc::new(Prepared::new(plan, Some(memory))?), payloads })
     }
 
-    /// Binds the same tensors to other memory, for the launches from here on. False if other work is to be prepared for that,
-    /// because of tensors that are one now, or no longer; nothing has changed then.
+    /// Binds the same tensors to other memory, for later launches. Returns false, and changes nothing, if that needs a new
+    /// application: when tensors share memory now, or no longer do.
     ///
     /// # Errors
     /// [`Error::Misuse`] as [`ApplyPlan::new`], or if something is kept of an earlier launch that was not waited for.
@@ -78,8 +77,8 @@ impl<'a> Application<'a> {
         let prepared = Arc::get_mut(&mut self.prepared).ok_or_else(busy)?;
         check_devices(&prepared.index.device().inner, tensors)?;
         let bindings = binding::check(&prepared.index.uploaded.tensors, tensors, prepared.mode != Mode::OutOfPlace)?;
-        let places = |bindings: &[Binding]| bindings.iter().map(|binding| binding.tensor).collect::<Vec<_>>();
-        if places(&bindings) != places(&prepared.bindings) {
+        let tensor_indexes = |bindings: &[Binding]| bindings.iter().map(|binding| binding.tensor).collect::<Vec<_>>();
+        if tensor_indexes(&bindings) != tensor_indexes(&prepared.bindings) {
             return Ok(false);
         }
         let table = tensor_table(&prepared.index, &bindings, prepared.mode)?;
@@ -92,7 +91,7 @@ impl<'a> Application<'a> {
         Ok(true)
     }
 
-    /// Whether a launch has the processor read payloads.
+    /// Whether the processor reads or expands payloads during a launch.
     pub fn reads_on_host(&self) -> bool {
         matches!(self.payloads, Payloads::Host(_) | Payloads::Kept(_)) || self.prepared.schedule.has_expanded
     }
@@ -102,17 +101,16 @@ impl<'a> Application<'a> {
         let Some(table) = table else { return Ok(()) };
         let first = tensor_range(&self.prepared.bindings).start;
         let to = self.prepared.tensors.wrapping_add((first * size_of::<DeviceTensor>()) as u64);
-        // SAFETY: a table of the same tensors is as long as that which the memory was made for. The stream is behind the last
-        // launch, and both memories are held until it has passed.
+        // SAFETY: a table of the same tensors has the same length. The stream is behind the last launch, and both memories are
+        // held until it has completed.
         unsafe { copies::copy_in(cx, to, table.as_ptr(), table.len(), stream) }
     }
 
-    /// Queues the application on a stream, and returns. The outcome, and an error of what is read from the host meanwhile, is
-    /// [`Pending::wait`]'s to tell.
+    /// Queues the application on a stream. [`Pending::wait`] gives the outcome, including errors of reading payloads.
     ///
-    /// The call waits for no stream. From pinned and device memory it does nothing but queue; payloads of the host are read,
-    /// and those of codec `zstd` expanded, before it returns, through a ring of fixed size. Launches of one application follow
-    /// each other, whatever their streams. All memory that this crate owns is kept until the stream has passed.
+    /// The call waits for no stream. With payloads in pinned or device memory it only queues work. Payloads in host memory are
+    /// read, and those of codec `zstd` expanded, before it returns, through a ring of fixed size. Launches of one application run
+    /// one after the other, even on different streams. All memory of this crate is held until the stream has completed.
     ///
     /// # Errors
     /// [`Error::Misuse`] for a stream of another device, or one that is being captured, see [`Application::capture`];
@@ -139,7 +137,8 @@ impl<'a> Application<'a> {
         let (done, end) = (Arc::new(RawEvent::new(&cx, false)?), RawEvent::new(&cx, false)?);
         let unwinding = Unwinding(&launcher);
         let queued = self.send_table(&cx, last_launch.table.as_ref(), raw).and_then(|()| launcher.run(&self.payloads, &statuses));
-        // From here on whatever was queued is held, also after an error, which may have come before the streams were joined.
+        // From here on the memory of all queued work is held, also after an error, which may have come before the streams were
+        // joined.
         let gathered = if queued.is_err() { launcher.gather() } else { Ok(()) };
         let held = gathered
             .and_then(|()| done.record(&cx, raw))
@@ -149,11 +148,11 @@ impl<'a> Application<'a> {
         std::mem::forget(unwinding);
         let pending = Pending::new(prepared.clone(), done.clone(), statuses);
         if let Err(e) = held {
-            // Nobody knows when the device is done with the memory: it is given up.
+            // It is unknown when the device is done with the memory: leak it.
             std::mem::forget((pending, staging, prepared.clone()));
             return Err(e);
         }
-        // After an error the table on the device may still be the old one.
+        // Sent only on success: after an error the table on the device may still be the old one.
         let _sent = if queued.is_ok() { last_launch.table.take() } else { None };
         last_launch.spare = staging;
         last_launch.end = Some(end);
@@ -161,12 +160,12 @@ impl<'a> Application<'a> {
         queued.map(|host_error| pending.with_host_error(host_error))
     }
 
-    /// Queues the application on a stream that is being captured into a graph: each launch of the graph is then one of the
+    /// Queues the application on a stream that is being captured into a graph. Each launch of the graph then runs the
     /// application. Payloads must be in device or pinned memory.
     ///
     /// # Safety
-    /// While the graph may still run, the result is kept, and so is the memory of the tensors and payloads. Launches of the
-    /// graph, and of the application, do not overlap.
+    /// While the graph may still run, keep the result and the memory of the tensors and payloads. Launches of the graph, and of
+    /// the application, must not overlap.
     ///
     /// # Errors
     /// [`Error::Misuse`] for a stream of another device, one that is not captured, or payloads that the processor reads or
@@ -189,23 +188,24 @@ impl<'a> Application<'a> {
             return Err(Error::Misuse("a graph cannot have frames expanded by nvCOMP".into()));
         }
         let mut statuses = PinnedBuffer::new(device, &cx, prepared.status_bytes())?;
-        // Pinned memory is used again. Until a launch of the graph has written these words, nothing is wrong with one.
+        // Pinned memory is reused, so clear it: before the first launch of the graph, all chunks count as correct.
         statuses.fill(const { STATUS_OK as u8 });
-        let mut fresh = if prepared.is_given { None } else { Some(LastLaunch::default()) };
+        let mut own_last_launch = if prepared.in_caller_memory { None } else { Some(LastLaunch::default()) };
         let mut own = prepared.last_launch.lock().unwrap_or_else(PoisonError::into_inner);
         if own.table.is_some() {
             return Err(Error::Misuse("an application that was bound anew is launched before it is captured".into()));
         }
-        let staging = self.staging(&cx, fresh.as_mut().unwrap_or(&mut own))?;
-        // What was queued outside of the capture cannot be waited for in it; this is a copy that was queued long ago.
+        let staging = self.staging(&cx, own_last_launch.as_mut().unwrap_or(&mut own))?;
+        // Work outside of a capture cannot be waited for within it, so wait on the host. The copy was queued by `prepare` and is
+        // short.
         prepared.ready.wait(&cx)?;
         let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address) };
         let queued = prepared.reset(&cx, raw).and_then(|()| launcher.run_in_order(&self.payloads, &statuses));
-        let captured = Captured::new(prepared.clone(), statuses, staging, self.keep());
+        let captured = Captured::new(prepared.clone(), statuses, staging, self.pinned_payloads());
         match queued {
             Ok(()) => Ok(captured),
             Err(e) => {
-                // What was captured before the error may be run as a part of the caller's graph: its memory is given up.
+                // Work captured before the error may still run as part of the caller's graph: leak its memory.
                 std::mem::forget(captured);
                 Err(e)
             }
@@ -219,24 +219,24 @@ impl<'a> Application<'a> {
         Err(Error::Misuse("the stream and the index are of different devices".into()))
     }
 
-    fn keep(&self) -> Option<Arc<PinnedBuffer>> {
+    fn pinned_payloads(&self) -> Option<Arc<PinnedBuffer>> {
         match &self.payloads {
             Payloads::Pinned(pinned) => Some(pinned.clone()),
             _ => None,
         }
     }
 
-    /// Staging memory, if payloads are to be copied: that of an earlier launch which has passed, or fresh.
+    /// Staging memory, if payloads are copied: that of a completed launch, or a new allocation.
     fn staging(&self, cx: &Entered<'_>, last_launch: &mut LastLaunch) -> Result<Option<DeviceSlice>> {
         let bytes = self.prepared.schedule.staged_bytes;
         if bytes == 0 {
             return Ok(None);
         }
         let is_free = last_launch.done.as_ref().map(|done| done.is_passed(cx)).transpose()?.unwrap_or(true);
-        if self.prepared.is_given {
-            let given = last_launch.spare.clone().filter(|_| is_free);
-            let busy = || Error::Misuse("the memory given for payloads is in use by the launch before".into());
-            return given.ok_or_else(busy).map(Some);
+        if self.prepared.in_caller_memory {
+            let spare = last_launch.spare.clone().filter(|_| is_free);
+            let busy = || Error::Misuse("the memory spare for payloads is in use by the launch before".into());
+            return spare.ok_or_else(busy).map(Some);
         }
         match last_launch.spare.take() {
             Some(memory) if is_free => Ok(Some(memory)),

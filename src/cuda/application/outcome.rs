@@ -1,4 +1,4 @@
-//! What became of a launch: status words turned into errors.
+//! The outcome of a launch: status words turned into errors.
 
 use super::prepared::Prepared;
 use crate::cuda::abi::{self, STATUS_NOT_RUN, STATUS_OK};
@@ -10,9 +10,9 @@ use crate::error::{Error, Result, Rule};
 use crate::format::BaseKind;
 use std::sync::Arc;
 
-/// A launch that is queued. Dropping it leaves the launch alone.
+/// A queued launch. Dropping it does not cancel the launch.
 #[derive(Debug)]
-#[must_use = "whether the data was right is known after `wait`"]
+#[must_use = "only `wait` tells whether the data is correct"]
 pub struct Pending {
     prepared: Arc<Prepared>,
     done: Arc<RawEvent>,
@@ -20,12 +20,12 @@ pub struct Pending {
     host_error: Option<Error>,
 }
 
-/// What is wrong with a chunk.
+/// An invalid chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BadChunk {
-    /// Place of the chunk in the index map.
+    /// Index of the chunk in the index map.
     pub chunk: u32,
-    /// The rule that it breaks; none for one that was not run, after an error elsewhere.
+    /// The violated rule; `None` for a chunk that was not decoded, after an error elsewhere.
     pub rule: Option<Rule>,
 }
 
@@ -39,30 +39,30 @@ impl Pending {
         self
     }
 
-    /// Whether the launch has passed: then [`Pending::wait`] returns at once.
+    /// Whether the launch has completed. Then [`Pending::wait`] returns at once.
     ///
     /// # Errors
-    /// [`Error::Device`] if work on the device has died.
+    /// [`Error::Device`] if work on the device failed.
     pub fn is_done(&self) -> Result<bool> {
         self.done.is_passed(&self.prepared.index.device().inner.context.enter()?)
     }
 
-    /// Waits, on the host, until the launch has passed, and says whether all chunks were right.
+    /// Waits on the host until the launch has completed, and returns an error if a chunk is invalid.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the first chunk that is not, and its tensor: out of place the output is to be discarded, in
-    /// place all checked nothing was written. [`Error::Poisoned`] if chunks were written chunk by chunk.
-    /// What reading payloads on the host gave, likewise. [`Error::Device`] if work on the device has died.
+    /// [`Error::Invalid`] names the first invalid chunk and its tensor. Out of place, discard the output; in place with all
+    /// checked first, nothing was written. [`Error::Poisoned`] if some chunks were written chunk by chunk. Errors of reading
+    /// payloads on the host, likewise. [`Error::Device`] if work on the device failed.
     pub fn wait(mut self) -> Result<()> {
         self.finish()?;
         let host_error = self.host_error.take();
-        judge(&self.prepared, &self.statuses, host_error)
+        check_statuses(&self.prepared, &self.statuses, host_error)
     }
 
-    /// Waits, and lists what is wrong, by chunk: none if all is well.
+    /// Waits, and lists the invalid chunks. Empty if there are none.
     ///
     /// # Errors
-    /// [`Error::Device`] if work on the device has died.
+    /// [`Error::Device`] if work on the device failed.
     pub fn bad_chunks(&self) -> Result<Vec<BadChunk>> {
         self.finish()?;
         Ok(bad_chunks(&self.prepared, &self.statuses).collect())
@@ -73,7 +73,7 @@ impl Pending {
     }
 }
 
-/// A launch within a graph.
+/// An application captured into a graph.
 #[derive(Debug)]
 pub struct Captured {
     prepared: Arc<Prepared>,
@@ -92,12 +92,12 @@ impl Captured {
         Self { prepared, statuses, _staging: staging, _payloads: payloads }
     }
 
-    /// What became of the last launch of the graph, which must have passed. Nothing is wrong before the first one.
+    /// The outcome of the last launch of the graph, which must have completed. Before the first launch it is `Ok`.
     ///
     /// # Errors
     /// As [`Pending::wait`].
     pub fn check(&self) -> Result<()> {
-        judge(&self.prepared, &self.statuses, None)
+        check_statuses(&self.prepared, &self.statuses, None)
     }
 }
 
@@ -109,9 +109,9 @@ fn statuses<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterato
     chunks.map(move |chunk| {
         let at = (chunk - span.start) as usize;
         let status = words.word(at);
-        // What is wrong with a frame is why its payload was refused.
-        let of_frame = if prepared.frames.is_some() { words.word(span.len() + at) } else { STATUS_OK };
-        (chunk, if status == STATUS_NOT_RUN || of_frame == STATUS_OK { status } else { of_frame })
+        // An error of a frame takes precedence: it is the reason why `tpde_raw` refused the payload.
+        let frame_status = if prepared.frames.is_some() { words.word(span.len() + at) } else { STATUS_OK };
+        (chunk, if status == STATUS_NOT_RUN || frame_status == STATUS_OK { status } else { frame_status })
     })
 }
 
@@ -120,17 +120,17 @@ fn bad_chunks<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Itera
     bad.map(|(chunk, status)| BadChunk { chunk, rule: abi::rule(status) })
 }
 
-fn judge(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<Error>) -> Result<()> {
-    // Mostly all is well, and that is soon seen.
+fn check_statuses(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<Error>) -> Result<()> {
+    // Fast path: all chunks are correct.
     if host_error.is_none()
         && const { STATUS_OK == 0 }
         && words[..prepared.status_bytes()].iter().fold(0, |any, byte| any | byte) == 0
     {
         return Ok(());
     }
-    // What a kernel found comes before what was not run because of the host.
-    let found = statuses(prepared, words).find(|(_, status)| *status != STATUS_OK && *status != STATUS_NOT_RUN);
-    let first = match (found, host_error) {
+    // An error found by a kernel takes precedence over chunks that were not decoded because of the host.
+    let first_invalid = statuses(prepared, words).find(|(_, status)| *status != STATUS_OK && *status != STATUS_NOT_RUN);
+    let first = match (first_invalid, host_error) {
         (Some((chunk, status)), _) => error(prepared, chunk, status),
         (None, Some(error)) => error,
         (None, None) => match statuses(prepared, words).find(|(_, status)| *status != STATUS_OK) {
@@ -142,7 +142,7 @@ fn judge(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<Error>) -
         return Err(first);
     }
     let written: Vec<u32> = statuses(prepared, words).filter(|(_, status)| *status == STATUS_OK).map(|(chunk, _)| chunk).collect();
-    // Chunks that stay as they are count as written: if there are no others, the tensors are still what they were.
+    // Chunks without changes count as written. If only such chunks were written, the tensors still hold the base.
     let changes = |&chunk: &u32| {
         let tensor = prepared.bindings.iter().filter_map(|binding| prepared.index.tensor(binding.tensor).ok());
         let is_new = tensor.clone().any(|tensor| tensor.chunks().contains(&chunk) && tensor.base_kind == BaseKind::None);
@@ -157,8 +157,8 @@ fn judge(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<Error>) -
 fn error(prepared: &Prepared, chunk: u32, status: u32) -> Error {
     let Some(rule) = abi::rule(status) else {
         let reason = match status {
-            STATUS_NOT_RUN => format!("the kernel did not come to chunk {chunk}"),
-            _ => format!("the kernel gave chunk {chunk} the status {status:#x}"),
+            STATUS_NOT_RUN => format!("the kernel did not decode chunk {chunk}"),
+            _ => format!("the kernel returned the unknown status {status:#x} for chunk {chunk}"),
         };
         return Error::Device { doing: "decode on the device", reason };
     };
@@ -171,7 +171,7 @@ fn error(prepared: &Prepared, chunk: u32, status: u32) -> Error {
         Rule::PayloadLayout => "a known layout".into(),
         Rule::PayloadHeader => "a header within its bounds".into(),
         Rule::PayloadClasses => "classes of the tensor's tables".into(),
-        Rule::PayloadStream => "streams that end as they should".into(),
+        Rule::PayloadStream => "streams that end at their end, in the initial state".into(),
         Rule::PayloadPositions => "ascending positions within the chunk".into(),
         Rule::PayloadDeltas => format!("{} changes that are not zero", record.num_deltas.get()),
         Rule::ChunkBaseSum => "the sum over the base lanes".into(),
@@ -179,5 +179,5 @@ fn error(prepared: &Prepared, chunk: u32, status: u32) -> Error {
     };
     let tensor = prepared.bindings.iter().filter_map(|binding| prepared.index.tensor(binding.tensor).ok());
     let name = tensor.clone().find(|tensor| tensor.chunks().contains(&chunk)).map_or("", |tensor| &tensor.name);
-    rule.broken(expected, "another, on the device").in_chunk(chunk).in_tensor(name)
+    rule.broken(expected, "a mismatch, on the device").in_chunk(chunk).in_tensor(name)
 }

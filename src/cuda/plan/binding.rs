@@ -1,18 +1,18 @@
-//! Which memory holds which tensor, and what is refused of it.
+//! Bindings of tensors to memory, and the checks of lengths, alignment and overlaps.
 
 use crate::cuda::index::{TensorOnDevice, tensor_at};
 use crate::cuda::runtime::memory::DeviceSlice;
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
 
-/// A tensor of an application and the memory that it is in. Slices are aligned to the tensor's lanes.
+/// A tensor of an application and its memory. Slices are aligned to the lanes of the tensor.
 #[derive(Debug, Clone)]
 pub struct Binding {
-    /// Place of the tensor in the index; see [`DeviceIndex::find`](crate::cuda::DeviceIndex::find).
+    /// Index of the tensor in the pair; see [`DeviceIndex::find`](crate::cuda::DeviceIndex::find).
     pub tensor: usize,
-    /// The base tensor, where the base kind has one and the application is out of place.
+    /// The base tensor. Only out of place, and only if the base kind has one.
     pub base: Option<DeviceSlice>,
-    /// Where the target is written; in place, where the base lies.
+    /// The memory of the target. In place it holds the base before.
     pub output: DeviceSlice,
 }
 
@@ -22,23 +22,23 @@ impl Binding {
         Self { tensor, base, output }
     }
 
-    /// A tensor changed where it lies.
+    /// A tensor changed in place.
     pub fn in_place(tensor: usize, memory: DeviceSlice) -> Self {
         Self { tensor, base: None, output: memory }
     }
 }
 
-/// Checks lengths, alignment and overlaps, and returns the bindings by place of the tensor, ascending. Tensors may have the same
-/// memory if they are the same tensor under several names. Only one of them is returned and decoded.
-pub(in crate::cuda) fn check(tensors: &[TensorOnDevice], given: &[Binding], in_place: bool) -> Result<Vec<Binding>> {
-    let mut bindings = given.to_vec();
+/// Checks lengths, alignment and overlaps, and returns the bindings sorted by tensor. Two tensors may share memory only if they
+/// are the same tensor under several names; then only one of them is returned and decoded.
+pub(in crate::cuda) fn check(tensors: &[TensorOnDevice], bindings: &[Binding], in_place: bool) -> Result<Vec<Binding>> {
+    let mut bindings = bindings.to_vec();
     bindings.sort_by_key(|binding| binding.tensor);
     for binding in &bindings {
         check_lengths(tensor_at(tensors, binding.tensor)?, binding, in_place)?;
     }
-    // An empty output overlaps nothing, and must not stand between two that overlap.
+    // Empty outputs overlap nothing. They are set aside, because they could stand between two that overlap.
     let (empty, mut occupied): (Vec<_>, Vec<_>) = bindings.into_iter().partition(|binding| binding.output.bytes() == 0);
-    // By address; of equal outputs the first tensor leads.
+    // Sorted by address. Among equal outputs the first tensor comes first.
     occupied.sort_by_key(|binding| (binding.output.address(), std::cmp::Reverse(binding.output.bytes()), binding.tensor));
     let mut kept: Vec<Binding> = Vec::with_capacity(occupied.len() + empty.len());
     for binding in occupied {
@@ -108,15 +108,15 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &Binding, in_place: bool) -> 
     }
 }
 
-/// Out of place no output may overlap a base: blocks read bases while others write. `outputs` ascend, do not overlap, and none
-/// of them is empty.
+/// Out of place, no output may overlap a base: blocks read bases while others write outputs. `outputs` are sorted, disjoint and
+/// not empty.
 fn check_bases(tensors: &[TensorOnDevice], outputs: &[Binding], empty: &[Binding]) -> Result<()> {
     for binding in outputs.iter().chain(empty) {
         let Some(base) = binding.base.as_ref().filter(|base| base.bytes() > 0) else { continue };
         if tensor_at(tensors, binding.tensor)?.base_kind == BaseKind::None {
             continue;
         }
-        // Outputs are sorted and disjoint: only the last one that begins before the end of the base can overlap it.
+        // Only the last output that begins before the end of the base can overlap it.
         let end = base.end()?;
         let before = outputs.partition_point(|other| other.output.address() < end);
         let overlapping = outputs[..before].last();
@@ -140,7 +140,7 @@ mod tests {
 
     const START: u64 = 0x7f00_0000_0000;
 
-    /// Tensors of these names and numbers of lanes, of two bytes each. All differ from their bases and from each other.
+    /// Tensors with these names and numbers of lanes, of two bytes each. All differ from their bases and from each other.
     fn tensors(lanes: &[(&str, u64)]) -> Vec<TensorOnDevice> {
         let infos = lanes.iter().map(|(name, n)| TensorInfo { name: (*name).into(), dtype: Dtype::U16, shape: vec![*n] });
         let infos: Vec<_> = infos.collect();
@@ -154,7 +154,7 @@ mod tests {
         all_on_device(pair.index(), &tables_of(pair.index().table_sets()).unwrap().0)
     }
 
-    /// The bytes from `at` to `end` of some memory.
+    /// A slice of fictitious memory, from `at` to `end`.
     fn slice(at: u64, end: u64) -> DeviceSlice {
         // SAFETY: nothing is done with the memory.
         unsafe { DeviceSlice::from_raw(START + at, end - at) }
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn an_empty_output_between_two_that_overlap_does_not_hide_that() {
-        // By address, the empty tensors come after the first of those that overlap and before the second.
+        // By address, the empty tensors come between the two that overlap.
         let tensors = tensors(&[("a", 50), ("b", 50), ("e", 0), ("f", 0)]);
         let empty = |tensor, at| Binding::in_place(tensor, slice(at, at));
         let given = [Binding::in_place(0, slice(0, 100)), empty(2, 30), empty(3, 98), Binding::in_place(1, slice(98, 198))];
@@ -179,7 +179,7 @@ mod tests {
             Binding::out_of_place(binding.tensor, Some(base), binding.output.clone())
         };
         assert!(refused(&tensors, &given.clone().map(|binding| out_of_place(&binding)), false).contains("overlaps"));
-        // Side by side they are right, wherever the empty ones are.
+        // Adjacent outputs are accepted, wherever the empty ones are.
         let given = [Binding::in_place(0, slice(0, 100)), empty(2, 30), empty(3, 100), Binding::in_place(1, slice(100, 200))];
         let bound: Vec<_> = check(&tensors, &given, true).unwrap().iter().map(|binding| binding.tensor).collect();
         assert_eq!(bound, [0, 1, 2, 3]);

@@ -1,4 +1,4 @@
-//! Plans of applications: what is done to which tensors, in what order, and in how much memory.
+//! Plans of applications: which tensors, in which order, and in how much memory.
 
 pub(super) mod binding;
 pub(super) mod payloads;
@@ -19,13 +19,13 @@ use crate::error::{Error, Result};
 use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use std::sync::Arc;
 
-/// Most slices that are decoded at once: as many as the driver keeps apart.
+/// Most slices that are decoded concurrently; each has a side stream.
 pub(super) const SIDES: usize = 8;
 
-/// Default bound of scratch memory that a caller gives, in bytes.
+/// Default bound of scratch memory, in bytes.
 const MAX_SCRATCH_BYTES: u64 = 48 << 20;
 
-/// What is done to which tensors of a pair, before it has memory of the device.
+/// Which tensors of a pair to rebuild or change, and how. It has no device memory yet.
 #[derive(Debug)]
 pub struct ApplyPlan<'a> {
     pub(super) index: DeviceIndex,
@@ -41,7 +41,7 @@ pub(super) struct Offsets {
     pub table: u64,
     pub order: u64,
     pub records: u64,
-    /// The end of the parts that are copied to the device.
+    /// End of the parts that are copied from the host.
     pub copied: u64,
     pub statuses: u64,
     pub flag: u64,
@@ -52,8 +52,8 @@ pub(super) struct Offsets {
 }
 
 impl<'a> ApplyPlan<'a> {
-    /// Plans an application of some or all tensors of a pair. Cost: one pass over the records of their chunks; no memory of the
-    /// device.
+    /// Plans an application of some or all tensors of a pair. Cost: one pass over the records of their chunks. It allocates no
+    /// device memory.
     ///
     /// # Errors
     /// [`Error::Misuse`] if a tensor is missing or given twice, a length or an alignment is wrong, memory overlaps, a base is
@@ -61,20 +61,20 @@ impl<'a> ApplyPlan<'a> {
     pub fn new(index: &DeviceIndex, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>) -> Result<Self> {
         let (mut chunks, mut bytes) = (0, 0);
         for binding in tensors {
-            let of_tensor = index.tensor(binding.tensor)?.chunks();
-            chunks += of_tensor.len() as u64;
-            let records = &index.uploaded.records[of_tensor.start as usize..of_tensor.end as usize];
+            let chunk_range = index.tensor(binding.tensor)?.chunks();
+            chunks += chunk_range.len() as u64;
+            let records = &index.uploaded.records[chunk_range.start as usize..chunk_range.end as usize];
             bytes += records.iter().map(|record| u64::from(record.compressed_size.get())).sum::<u64>();
         }
-        // As many slices as can be decoded at once, so that the first is soon there; but each should fill the device, as one
-        // that does not takes as long, and be so large that launches cost little beside copies.
-        let full = 2 * u64::from(index.device().multiprocessors());
-        let slices = (chunks / full).clamp(1, SIDES as u64);
+        // Many slices let decoding start early. But a slice must fill the device, since a partial one takes as long, and be large
+        // enough that launches are cheap beside copies.
+        let chunks_to_fill = 2 * u64::from(index.device().multiprocessors());
+        let slices = (chunks / chunks_to_fill).clamp(1, SIDES as u64);
         Self::in_slices(index, tensors, mode, payloads, (bytes / slices).max(512 << 10))
     }
 
-    /// [`ApplyPlan::new`] with staging by slices of whole chunks of about `slice_bytes` bytes: each is copied while the one before
-    /// is decoded.
+    /// [`ApplyPlan::new`] with payloads staged in slices of whole chunks, about `slice_bytes` bytes each. Each slice is copied
+    /// while the previous one is decoded.
     ///
     /// # Errors
     /// As [`ApplyPlan::new`].
@@ -101,44 +101,44 @@ impl<'a> ApplyPlan<'a> {
         Ok(Self { index: index.clone(), bindings, mode, schedule, payloads, max_scratch_bytes: MAX_SCRATCH_BYTES })
     }
 
-    /// Bytes of device memory for [`Application::prepare_in`](super::Application::prepare_in): 4 per chunk for the order of work
-    /// and 4 for its outcome, 48 per tensor; the payloads, where they are copied; and what changes take in place until they are
-    /// carried out, up to 48 MiB.
+    /// Bytes of device memory for [`Application::prepare_in`](super::Application::prepare_in): 8 per chunk for order and status,
+    /// 48 per tensor, the payloads if they are copied, and lists of changes in place, up to 48 MiB.
     pub fn bytes(&self) -> u64 {
         self.offsets(self.scratch(true), self.schedule.staged_bytes).bytes
     }
 
-    /// Bounds the memory for changes of chunks: with less than they take, chunks are decoded twice.
+    /// Bounds the memory for lists of changes. Chunks whose list does not fit are decoded twice.
     #[must_use]
     pub fn max_scratch_bytes(self, bytes: u64) -> Self {
         Self { max_scratch_bytes: bytes, ..self }
     }
 
-    /// The application's own scratch memory, which has no address yet. To check all first, it has room for all changes within the
-    /// bound; chunks without room are decoded twice. Chunk by chunk there is some only where memory is the caller's: one slot per
-    /// concurrent block, sized for the largest list. If that exceeds the bound, slots are smaller: it is better to decode some
-    /// chunks twice than to let blocks wait for a slot.
-    pub(super) fn scratch(&self, is_given: bool) -> Option<Scratch> {
-        let (mut chunks, mut most, mut all) = (0, 0, 0);
+    /// The scratch memory of this application, without an address yet.
+    /// - [`InPlace::AllChecked`]: memory for all changes, within the bound. Chunks whose list does not fit are decoded twice.
+    /// - [`InPlace::ChunkByChunk`]: only in the caller's memory; otherwise the device has some. One slot per concurrent block,
+    ///   sized for the largest list. If that exceeds the bound, slots are smaller: decoding some chunks twice costs less than
+    ///   blocks that wait for a slot.
+    pub(super) fn scratch(&self, in_caller_memory: bool) -> Option<Scratch> {
+        let (mut chunks, mut largest, mut total) = (0, 0, 0);
         for binding in &self.bindings {
             let Ok(tensor) = self.index.tensor(binding.tensor) else { continue };
             if tensor.codec != Codec::Conditioned {
                 continue;
             }
-            let (of_tensor, lane_log2) = (tensor.chunks(), tensor.device.lane_log2);
-            for record in &self.index.uploaded.records[of_tensor.start as usize..of_tensor.end as usize] {
+            let (chunk_range, lane_log2) = (tensor.chunks(), tensor.device.lane_log2);
+            for record in &self.index.uploaded.records[chunk_range.start as usize..chunk_range.end as usize] {
                 let changes = u64::from(record.num_deltas.get());
                 if changes > 0 {
                     chunks += 1;
                     let bytes = abi::list_bytes(changes, lane_log2);
-                    (most, all) = (most.max(bytes), all + bytes);
+                    (largest, total) = (largest.max(bytes), total + bytes);
                 }
             }
         }
         match self.mode {
-            Mode::InPlace(InPlace::AllChecked) => Scratch::kept(self.schedule.order.len() as u32, all, self.max_scratch_bytes),
-            Mode::InPlace(InPlace::ChunkByChunk) if is_given => {
-                Scratch::of_chunks(chunks, most, self.index.device().multiprocessors(), self.max_scratch_bytes)
+            Mode::InPlace(InPlace::AllChecked) => Scratch::kept(self.schedule.order.len() as u32, total, self.max_scratch_bytes),
+            Mode::InPlace(InPlace::ChunkByChunk) if in_caller_memory => {
+                Scratch::of_chunks(chunks, largest, self.index.device().multiprocessors(), self.max_scratch_bytes)
             }
             _ => None,
         }
@@ -160,13 +160,13 @@ impl<'a> ApplyPlan<'a> {
     }
 }
 
-/// Checks that work on this device may use the memory of these tensors.
+/// Checks that the memory of all tensors belongs to this device.
 pub(super) fn check_devices(device: &Arc<Inner>, tensors: &[Binding]) -> Result<()> {
     let mut memory = tensors.iter().flat_map(|binding| binding.base.iter().chain([&binding.output]));
     memory.try_for_each(|memory| memory.check_device(device))
 }
 
-/// The part of the tensor table that an application has: from the first to the last tensor that is bound.
+/// Range of tensor indexes in the application's tensor table: from the first to the last bound tensor.
 pub(super) fn tensor_range(bindings: &[Binding]) -> std::ops::Range<usize> {
     match (bindings.first(), bindings.last()) {
         (Some(first), Some(last)) => first.tensor..last.tensor + 1,
@@ -174,7 +174,7 @@ pub(super) fn tensor_range(bindings: &[Binding]) -> std::ops::Range<usize> {
     }
 }
 
-/// That part, as kernels take it.
+/// The application's tensor table, as kernels read it.
 pub(super) fn tensor_table(index: &DeviceIndex, bindings: &[Binding], mode: Mode) -> Result<Vec<DeviceTensor>> {
     let range = tensor_range(bindings);
     let mut table = vec![DeviceTensor::default(); range.len()];

@@ -1,4 +1,4 @@
-//! What becomes of the base, and where payloads are.
+//! The mode of an application, and the source of its payloads.
 
 use super::binding::Binding;
 use crate::cuda::index::DeviceIndex;
@@ -10,35 +10,35 @@ use crate::source::Source;
 use std::fmt;
 use std::sync::Arc;
 
-/// What becomes of the base. In every mode CRC and sums are checked on the device, and digests are not: see the
+/// Whether an application writes out of place or in place. Every mode checks CRC and sums on the device, but no digests: see the
 /// [module](crate::cuda#what-is-checked).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// It is read, and all lanes of the target are written elsewhere. If a chunk fails, the output is to be discarded.
+    /// Reads the base and writes all lanes of the target elsewhere. If a chunk fails, discard the output.
     OutOfPlace,
-    /// It turns into the target where it lies.
+    /// Turns the base into the target in place.
     InPlace(InPlace),
 }
 
-/// Where the payloads of a pair are: its blob, from the first byte on.
+/// The source of the payloads: the blob of the pair.
 #[derive(Clone)]
 pub enum Payloads<'a> {
-    /// A file, a mapping or memory of the host: read into the staging ring by the thread that launches, with help from rayon's.
+    /// A file, a mapping or host memory. The launching thread, and rayon's threads, read it into the staging ring.
     Host(&'a dyn Source),
-    /// The same, kept by the application.
+    /// The same, owned by the application.
     Kept(Arc<dyn Source + Send>),
-    /// Pinned memory: copied by the device alone, but for payloads of codec `zstd`, which the processor expands.
+    /// Pinned memory, which the device copies without the processor. Payloads of codec `zstd` still are expanded by the
+    /// processor.
     Pinned(Arc<PinnedBuffer>),
-    /// Memory of the device, the first byte at a multiple of 16; payloads of codec `zstd` only with
+    /// Device memory, aligned to 16. Payloads of codec `zstd` are allowed only with
     /// [`DeviceIndex::trust`](crate::cuda::DeviceIndex::trust).
     Device(DeviceSlice),
-    /// A part of the blob, from byte `at` of it on, in memory of the device: all payloads of the tensors that are bound, see
-    /// [`DeviceIndex::payloads_of`](crate::cuda::DeviceIndex::payloads_of). The first byte lies as far behind a multiple
-    /// of 16 as in the blob.
+    /// A part of the blob in device memory. It must hold all payloads of the bound tensors, see
+    /// [`DeviceIndex::payloads_of`](crate::cuda::DeviceIndex::payloads_of). Its address modulo 16 must equal `at` modulo 16.
     Part {
-        /// Where in the blob the part begins.
+        /// Offset of the part in the blob.
         at: u64,
-        /// Its bytes.
+        /// The bytes of the part.
         memory: DeviceSlice,
     },
 }
@@ -56,7 +56,8 @@ impl fmt::Debug for Payloads<'_> {
 }
 
 impl Payloads<'_> {
-    /// Where the blob begins in the device's memory, or would: only what of it is there is ever read.
+    /// Device address of the first byte of the blob. With a part of the blob it may lie outside of the memory; only the part is
+    /// read.
     pub(in crate::cuda) fn on_device(&self) -> Option<u64> {
         match self {
             Payloads::Host(_) | Payloads::Kept(_) | Payloads::Pinned(_) => None,
@@ -73,9 +74,9 @@ impl Payloads<'_> {
         }
     }
 
-    /// Whether these can be the payloads of the tensors.
+    /// Checks that the payloads of all bound tensors are present.
     pub(super) fn check(&self, index: &DeviceIndex, tensors: &[Binding]) -> Result<()> {
-        let found = match self {
+        let blob_size = match self {
             Payloads::Host(source) => source.size(),
             Payloads::Kept(source) => source.size(),
             Payloads::Pinned(pinned) => pinned.len() as u64,
@@ -94,9 +95,9 @@ impl Payloads<'_> {
                 return Ok(());
             }
         };
-        if found != index.uploaded.blob_size {
+        if blob_size != index.uploaded.blob_size {
             let needed = index.uploaded.blob_size;
-            return Err(Error::Misuse(format!("a blob of {found} bytes for a pair whose blob has {needed}")));
+            return Err(Error::Misuse(format!("a blob of {blob_size} bytes for a pair whose blob has {needed}")));
         }
         Ok(())
     }

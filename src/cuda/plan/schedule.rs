@@ -1,4 +1,4 @@
-//! What an application launches: which chunks, in which order, and where their payloads are staged.
+//! The schedule of an application: the order of its chunks, and where their payloads are staged.
 
 use super::binding::Binding;
 use crate::codec::{Codec, raw_size};
@@ -8,7 +8,7 @@ use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use std::cmp::Reverse;
 use std::ops::Range;
 
-/// Which kernel takes a chunk, and what its payload is when it does.
+/// Kernel of a chunk, and form of its payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::cuda) enum Group {
     /// `tpde_conditioned`.
@@ -17,41 +17,50 @@ pub(in crate::cuda) enum Group {
     WithoutBase,
     /// `tpde_raw`, as stored.
     Raw,
-    /// `tpde_raw`, a payload of codec `zstd` that the host has expanded and checked.
+    /// `tpde_raw`; the host has expanded a payload of codec `zstd`.
     Expanded,
-    /// `tpde_raw`, a payload of codec `zstd` as stored, which is expanded on the device.
+    /// `tpde_raw`; nvCOMP expands a payload of codec `zstd` on the device.
     Frames,
 }
 
-/// Chunks of one kernel that are launched together: a range of [`Schedule::order`].
+/// A chunk to schedule.
+#[derive(Debug, Clone, Copy)]
+struct Job {
+    chunk: u32,
+    tensor: u32,
+    group: Group,
+}
+
+/// Chunks of one launch: a range of [`Schedule::order`].
 #[derive(Debug, Clone)]
 pub(in crate::cuda) struct Run {
     pub group: Group,
     pub order: Range<usize>,
 }
 
-/// Whole chunks whose payloads are copied together and then launched.
+/// Chunks whose payloads are copied together, before their launches.
 #[derive(Debug, Clone)]
 pub(in crate::cuda) struct Slice {
     pub runs: Vec<Run>,
-    /// Its chunks as staged, in the order of their payloads.
+    /// Range of [`Schedule::staged`].
     pub chunks: Range<usize>,
 }
 
 /// All launches of an application.
 #[derive(Debug)]
 pub(in crate::cuda) struct Schedule {
-    /// Numbers of chunks as launched: by slice, then kernel, then the most costly first, so that none of them is the last to begin.
+    /// Chunks in launch order: by slice, then kernel, then descending cost, so that an expensive chunk is never the last to
+    /// start.
     pub order: Vec<u32>,
     pub slices: Vec<Slice>,
-    /// Chunks with payloads, in the order of the blob, and where each is staged.
+    /// Chunks with payloads, in the order of the blob, with their staging offsets.
     pub staged: Vec<Staged>,
     pub staged_bytes: u64,
-    /// Records of [`Schedule::span`] that say where payloads are staged; empty where one distance serves for all.
+    /// Records of [`Schedule::span`] with staging offsets. Empty if `shift` is enough.
     pub records: Vec<ChunkMetadata>,
-    /// What is added to an offset in the blob to give one in the staging memory, mod 2^64, where there are no own records.
+    /// Staging offset minus blob offset, mod 2^64, if it is the same for all payloads.
     pub shift: u64,
-    /// From the first chunk to behind the last one.
+    /// Range of chunks from the first to the last.
     pub span: Range<u32>,
     pub has_expanded: bool,
 }
@@ -66,14 +75,14 @@ pub(in crate::cuda) struct Staged {
 }
 
 impl Staged {
-    /// Bytes with their padding.
+    /// Bytes including the padding.
     pub fn padded_len(&self) -> u64 {
         u64::from(self.bytes).next_multiple_of(PAYLOAD_ALIGN)
     }
 }
 
 impl Schedule {
-    /// Payloads are copied in slices of about `slice_bytes` bytes, or are on the device if that is `None`.
+    /// `slice_bytes` is the approximate size of a slice, or `None` if payloads are already on the device.
     pub fn new(index: &DeviceIndex, bindings: &[Binding], slice_bytes: Option<u64>) -> Result<Self> {
         let mut schedule = Self {
             order: Vec::new(),
@@ -85,7 +94,7 @@ impl Schedule {
             span: 0..0,
             has_expanded: false,
         };
-        let mut chunks = Vec::new();
+        let mut jobs = Vec::new();
         let mut has_frames = false;
         for binding in bindings {
             let tensor = index.tensor(binding.tensor)?;
@@ -98,28 +107,28 @@ impl Schedule {
                     "tensor {name} has codec zstd, which the processor expands: give the blob in memory of the host"
                 )));
             }
-            chunks.extend(tensor.chunks().map(|chunk| {
+            jobs.extend(tensor.chunks().map(|chunk| {
                 let has_no_base = group == Group::Conditioned && tensor.first_lane(chunk) >= tensor.device.base_lanes;
-                (chunk, binding.tensor as u32, if has_no_base { Group::WithoutBase } else { group })
+                Job { chunk, tensor: binding.tensor as u32, group: if has_no_base { Group::WithoutBase } else { group } }
             }));
         }
-        if let (Some((first, ..)), Some((last, ..))) = (chunks.first(), chunks.last()) {
-            schedule.span = *first..last + 1;
+        if let (Some(first), Some(last)) = (jobs.first(), jobs.last()) {
+            schedule.span = first.chunk..last.chunk + 1;
         }
         match slice_bytes {
-            None => schedule.add_slice(index, &chunks, 0..0)?,
-            // Frames are expanded together.
-            Some(_) if has_frames => schedule.stage(index, &chunks, u64::MAX)?,
-            Some(slice_bytes) => schedule.stage(index, &chunks, slice_bytes)?,
+            None => schedule.add_slice(index, &jobs, 0..0)?,
+            // nvCOMP expands all frames together, so there is one slice.
+            Some(_) if has_frames => schedule.stage(index, &jobs, u64::MAX)?,
+            Some(slice_bytes) => schedule.stage(index, &jobs, slice_bytes)?,
         }
         Ok(schedule)
     }
 
-    /// Cuts the chunks into slices, and finds a place for each payload.
-    fn stage(&mut self, index: &DeviceIndex, chunks: &[(u32, u32, Group)], slice_bytes: u64) -> Result<()> {
+    /// Cuts the chunks into slices, and assigns a staging offset to each payload.
+    fn stage(&mut self, index: &DeviceIndex, jobs: &[Job], slice_bytes: u64) -> Result<()> {
         let mut first = 0;
-        let (mut begun_at, mut begun) = (0, 0);
-        for (i, &(chunk, tensor, group)) in chunks.iter().enumerate() {
+        let (mut slice_start, mut first_staged) = (0, 0);
+        for (i, &Job { chunk, tensor, group }) in jobs.iter().enumerate() {
             let record = &index.uploaded.records[chunk as usize];
             let lane_bytes = 1usize << index.tensor(tensor as usize)?.device.lane_log2;
             let bytes = match group {
@@ -132,17 +141,17 @@ impl Schedule {
                 self.staged_bytes += staged.padded_len();
                 self.staged.push(staged);
             }
-            let is_last = i + 1 == chunks.len();
-            if is_last || self.staged_bytes - begun_at >= slice_bytes {
-                self.add_slice(index, &chunks[first..=i], begun..self.staged.len())?;
-                (first, begun_at, begun) = (i + 1, self.staged_bytes, self.staged.len());
+            let is_last = i + 1 == jobs.len();
+            if is_last || self.staged_bytes - slice_start >= slice_bytes {
+                self.add_slice(index, &jobs[first..=i], first_staged..self.staged.len())?;
+                (first, slice_start, first_staged) = (i + 1, self.staged_bytes, self.staged.len());
             }
         }
         let Some(start) = self.staged.first() else { return Ok(()) };
-        // Payloads follow each other in the blob, so that often all of them are as far from there.
+        // Payloads are contiguous in the blob, so one shift usually fits all of them.
         let offset = |staged: &Staged| index.uploaded.records[staged.chunk as usize].blob_offset.get();
         self.shift = start.at.wrapping_sub(offset(start));
-        // Where payloads were expanded they have other sizes too.
+        // Expanded payloads have other sizes too, so they need own records.
         if self.has_expanded || !self.staged.iter().all(|staged| staged.at.wrapping_sub(offset(staged)) == self.shift) {
             self.records = index.uploaded.records[self.span.start as usize..self.span.end as usize].to_vec();
             for staged in &self.staged {
@@ -155,9 +164,9 @@ impl Schedule {
         Ok(())
     }
 
-    fn add_slice(&mut self, index: &DeviceIndex, chunks: &[(u32, u32, Group)], staged: Range<usize>) -> Result<()> {
-        let mut sorted = Vec::with_capacity(chunks.len());
-        for &(chunk, tensor, group) in chunks {
+    fn add_slice(&mut self, index: &DeviceIndex, jobs: &[Job], staged: Range<usize>) -> Result<()> {
+        let mut sorted = Vec::with_capacity(jobs.len());
+        for &Job { chunk, tensor, group } in jobs {
             let tensor = index.tensor(tensor as usize)?;
             let bytes = tensor.chunk_lanes(chunk) << tensor.device.lane_log2;
             let size = u64::from(index.uploaded.records[chunk as usize].compressed_size.get());
@@ -180,12 +189,12 @@ impl Schedule {
     }
 }
 
-/// What chunks are sorted by, with `bytes` bytes of lanes and `size` of payload: those that take a block longest are to be begun
-/// first, but frames that are there come before those that are not, as nvCOMP is given the first ones. A byte of a payload of codec
-/// `conditioned` takes as long as some thirty of the base, by what an H200 takes for them.
+/// Sort key of a chunk with `bytes` bytes of lanes and a payload of `size` bytes: by kernel, frames before chunks without one
+/// (nvCOMP gets the first ones), then descending cost. On an H200 one payload byte of codec `conditioned` costs about as much as
+/// 30 base bytes.
 fn rank(group: Group, bytes: u64, size: u64) -> (Group, bool, Reverse<u64>) {
-    let effort = bytes + if matches!(group, Group::Conditioned | Group::WithoutBase) { 30 * size } else { size };
-    (group, group == Group::Frames && size == 0, Reverse(effort))
+    let estimated_cost = bytes + if matches!(group, Group::Conditioned | Group::WithoutBase) { 30 * size } else { size };
+    (group, group == Group::Frames && size == 0, Reverse(estimated_cost))
 }
 
 fn group_of(tensor: &TensorOnDevice, trusted: bool) -> Group {

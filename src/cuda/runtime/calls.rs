@@ -1,10 +1,10 @@
-//! The driver's functions, found in its library when they are first called.
+//! The driver's functions, looked up in its library at their first call.
 //!
-//! cudarc declares them too, and has the types of their arguments. But there an answer is an enum, and an answer that it lacks, as a
-//! driver that is newer may give, is undefined behaviour as soon as it is returned. Here an answer is a number. What a function
-//! takes is compared with cudarc's declaration when this is compiled.
+//! The crate `cudarc` declares the functions too, and provides the argument types. But its declarations return an enum, and a
+//! value that the enum lacks, from a newer driver, is undefined behaviour. Here the result is a number. The argument types are
+//! compared with cudarc's at compile time.
 
-#![allow(non_snake_case)] // as the driver has it
+#![allow(non_snake_case)] // names of the driver
 
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph, CUgraphNode,
@@ -14,7 +14,7 @@ use cudarc::driver::sys::{
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 use std::sync::OnceLock;
 
-/// What the driver answers: a `CUresult`, or a number that this crate does not know.
+/// A result code of the driver: a `CUresult`, or an unknown number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub(in crate::cuda) struct Code(pub u32);
@@ -22,42 +22,42 @@ pub(in crate::cuda) struct Code(pub u32);
 impl Code {
     pub const SUCCESS: Self = Self(sys::CUresult::CUDA_SUCCESS as u32);
     pub const NOT_READY: Self = Self(sys::CUresult::CUDA_ERROR_NOT_READY as u32);
-    /// Our answer in the place of a function that is not in the library, or of a library that is not there.
+    /// Returned if the function or the library is missing.
     const NOT_FOUND: Self = Self(sys::CUresult::CUDA_ERROR_NOT_FOUND as u32);
 }
 
-/// Whether the driver's library is there.
-pub(in crate::cuda) fn are_there() -> bool {
+/// Whether the driver's library is present.
+pub(in crate::cuda) fn is_present() -> bool {
     library().is_some()
 }
 
 fn library() -> Option<&'static libloading::Library> {
-    static IS_THERE: OnceLock<bool> = OnceLock::new();
+    static IS_PRESENT: OnceLock<bool> = OnceLock::new();
     // SAFETY: loads a library by the driver's name, as every use of CUDA does; its initialisers are trusted.
-    let is_there = *IS_THERE.get_or_init(|| unsafe { sys::is_culib_present() });
-    // SAFETY: as above. It panics where there is none.
-    is_there.then(|| unsafe { sys::culib() })
+    let is_present = *IS_PRESENT.get_or_init(|| unsafe { sys::is_culib_present() });
+    // SAFETY: as above. It panics only if the library is missing.
+    is_present.then(|| unsafe { sys::culib() })
 }
 
-/// A function of the library.
+/// Looks up a function of the library.
 ///
 /// # Safety
-/// `F` is a pointer to a function, of the type that the one with this name has.
+/// `F` is a function pointer with the type of the function of this name.
 unsafe fn find<F: Copy>(name: &str) -> Option<F> {
     // SAFETY: promised by the caller; the library stays loaded.
-    library().and_then(|library| unsafe { library.get::<F>(name.as_bytes()).ok().map(|found| *found) })
+    library().and_then(|library| unsafe { library.get::<F>(name.as_bytes()).ok().map(|function| *function) })
 }
 
-/// A function that calls the driver's of its name.
+/// Defines a function that calls the driver's function of the same name.
 macro_rules! call {
     ($name:ident($($argument:ident: $type:ty),*)) => {
         /// # Safety
-        /// As CUDA's documentation of the driver has it.
+        /// See the documentation of the CUDA driver API.
         pub(in crate::cuda) unsafe fn $name($($argument: $type),*) -> Code {
             type Function = unsafe extern "C" fn($($type),*) -> Code;
-            static FOUND: OnceLock<Option<Function>> = OnceLock::new();
-            // SAFETY: the types are those of the driver's header, where an answer is an enum of C's of 32 bits.
-            match FOUND.get_or_init(|| unsafe { find(stringify!($name)) }) {
+            static FUNCTION: OnceLock<Option<Function>> = OnceLock::new();
+            // SAFETY: the types are those of the driver's header, where the result is a C enum of 32 bits.
+            match FUNCTION.get_or_init(|| unsafe { find(stringify!($name)) }) {
                 // SAFETY: promised by the caller.
                 Some(function) => unsafe { function($($argument),*) },
                 None => Code::NOT_FOUND,
@@ -66,7 +66,7 @@ macro_rules! call {
     };
 }
 
-/// Functions, each compared with cudarc's declaration.
+/// Defines functions, and compares each with cudarc's declaration.
 macro_rules! calls {
     ($($name:ident($($argument:ident: $type:ty),*);)*) => {
         $(
@@ -76,7 +76,7 @@ macro_rules! calls {
     };
 }
 
-// In the place of the enum, what it has 32 bits for.
+// These take a result code, here 32 bits instead of the enum.
 call!(cuGetErrorName(code: Code, name: *mut *const c_char));
 call!(cuGetErrorString(code: Code, text: *mut *const c_char));
 
@@ -131,11 +131,12 @@ calls! {
     cuStreamSynchronize(stream: CUstream);
     cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
     cuThreadExchangeStreamCaptureMode(mode: *mut CUstreamCaptureMode);
-    cuUserObjectCreate(object: *mut CUuserObject, given: *mut c_void, destroy: CUhostFn, references: c_uint, flags: c_uint);
+    cuUserObjectCreate(object: *mut CUuserObject, value: *mut c_void, destroy: CUhostFn, references: c_uint, flags: c_uint);
     cuUserObjectRelease(object: CUuserObject, references: c_uint);
 }
 
-/// The type of `cuLaunchKernel` and that of cudarc's declaration. A function of ours around it would have as many arguments.
+/// The type of `cuLaunchKernel`, compared with cudarc's declaration. It is called by pointer: a wrapper would need as many
+/// arguments.
 macro_rules! launch_kernel {
     ($($argument:ident: $type:ty),*) => {
         pub(in crate::cuda) type LaunchKernel = unsafe extern "C" fn($($argument: $type),*) -> Code;
@@ -151,9 +152,9 @@ launch_kernel!(
 
 /// `cuLaunchKernel`, or the answer in its place.
 pub(in crate::cuda) fn launch_kernel() -> Result<LaunchKernel, Code> {
-    static FOUND: OnceLock<Option<LaunchKernel>> = OnceLock::new();
+    static FUNCTION: OnceLock<Option<LaunchKernel>> = OnceLock::new();
     // SAFETY: the type is that of the driver's header, where an answer is an enum of C's of 32 bits.
-    FOUND.get_or_init(|| unsafe { find("cuLaunchKernel") }).ok_or(Code::NOT_FOUND)
+    FUNCTION.get_or_init(|| unsafe { find("cuLaunchKernel") }).ok_or(Code::NOT_FOUND)
 }
 
 #[cfg(test)]
@@ -176,7 +177,7 @@ mod tests {
     #[test]
     fn a_function_that_is_missing_has_an_answer() {
         call!(cuNoSuchFunction(number: c_int));
-        // SAFETY: there is none that could be called.
+        // SAFETY: there is no such function, so nothing is called.
         assert_eq!(unsafe { cuNoSuchFunction(1) }, Code::NOT_FOUND);
     }
 }

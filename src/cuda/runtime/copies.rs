@@ -7,8 +7,8 @@ use crate::error::Result;
 /// Queues a copy from the host.
 ///
 /// # Safety
-/// `from` stays as it is, and `to` is memory of the device, until the copy has passed. Of pageable memory the driver makes a
-/// copy first.
+/// Until the copy has completed, `from` stays unchanged and `to` is device memory. The driver copies pageable memory before it
+/// returns.
 pub(in crate::cuda) unsafe fn copy_in(_: &Entered<'_>, to: u64, from: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
     if bytes == 0 {
         return Ok(());
@@ -20,7 +20,7 @@ pub(in crate::cuda) unsafe fn copy_in(_: &Entered<'_>, to: u64, from: *const u8,
 /// Queues a copy to the host.
 ///
 /// # Safety
-/// `to` is memory of the host that nobody else uses, and `from` memory of the device, until the copy has passed.
+/// Until the copy has completed, `to` is host memory without other users, and `from` device memory.
 pub(in crate::cuda) unsafe fn copy_out(_: &Entered<'_>, to: *mut u8, from: u64, bytes: usize, stream: RawStream) -> Result<()> {
     if bytes == 0 {
         return Ok(());
@@ -32,7 +32,7 @@ pub(in crate::cuda) unsafe fn copy_out(_: &Entered<'_>, to: *mut u8, from: u64, 
 /// Queues a copy within the device.
 ///
 /// # Safety
-/// Both are memory of the device until the copy has passed, and do not overlap.
+/// Both are device memory until the copy has completed, and do not overlap.
 pub(in crate::cuda) unsafe fn copy_within(_: &Entered<'_>, to: u64, from: u64, bytes: u64, stream: RawStream) -> Result<()> {
     if bytes == 0 {
         return Ok(());
@@ -41,26 +41,26 @@ pub(in crate::cuda) unsafe fn copy_within(_: &Entered<'_>, to: u64, from: u64, b
     check(unsafe { calls::cuMemcpyDtoDAsync_v2(to, from, bytes as usize, stream) }, "copy within the device")
 }
 
-/// Queues the writing of one word `count` times.
+/// Queues a fill with `count` copies of a word.
 ///
 /// # Safety
-/// `to` is memory of the device for as many words until this has passed.
+/// `to` is device memory of `count` words until the fill has completed.
 pub(in crate::cuda) unsafe fn fill(_: &Entered<'_>, to: u64, word: u32, count: usize, stream: RawStream) -> Result<()> {
     if count == 0 {
         return Ok(());
     }
     // SAFETY: promised by the caller.
-    check(unsafe { calls::cuMemsetD32Async(to, word, count, stream) }, "fill memory of the device")
+    check(unsafe { calls::cuMemsetD32Async(to, word, count, stream) }, "fill device memory")
 }
 
-/// Queues the writing of one byte `count` times.
+/// Queues a fill with `count` copies of a byte.
 ///
 /// # Safety
-/// `to` is memory of the device for as many bytes until this has passed.
+/// `to` is device memory of `count` bytes until the fill has completed.
 pub(in crate::cuda) unsafe fn fill_bytes(_: &Entered<'_>, to: u64, byte: u8, count: u64, stream: RawStream) -> Result<()> {
     if count == 0 {
         return Ok(());
     }
     // SAFETY: promised by the caller.
-    check(unsafe { calls::cuMemsetD8Async(to, byte, count as usize, stream) }, "fill memory of the device")
+    check(unsafe { calls::cuMemsetD8Async(to, byte, count as usize, stream) }, "fill device memory")
 }

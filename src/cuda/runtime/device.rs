@@ -1,4 +1,4 @@
-//! A device: what is asked of it, and memory, streams and copies.
+//! A device: its properties, memory, streams and copies.
 
 use super::copies;
 use super::driver::{self, Context, OwnStream};
@@ -13,19 +13,19 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What opening a device took, once: none of it is in the times of later calls.
+/// Time spent on opening a device. Later calls do not repeat this work.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
 pub struct FirstCall {
-    /// Loading the driver and opening the device's context, where the process had none.
+    /// Loading the driver and opening the device's context, if the process had none.
     pub context: Duration,
-    /// Compiling the kernels for the device, or finding them in the driver's cache; but for the one for chunks without a base,
-    /// which comes with the first index that has such.
+    /// Compiling the kernels for the device, or finding them in the driver's cache. Excludes the kernel for chunks without a
+    /// base, which the first index with such chunks compiles.
     pub kernels: Duration,
     /// Streams, and pinning the staging ring.
     pub memory: Duration,
 }
 
-/// A CUDA device that is ready to rebuild tensors. Clones are the same device.
+/// An open CUDA device. Clones share it.
 #[derive(Clone)]
 pub struct Device {
     pub(in crate::cuda) inner: Arc<Inner>,
@@ -33,22 +33,21 @@ pub struct Device {
 }
 
 impl Device {
-    /// Number of devices that the driver shows.
+    /// Number of visible devices.
     ///
     /// # Errors
-    /// [`Error::NoDevice`](crate::Error::NoDevice) without a driver that serves.
+    /// [`Error::NoDevice`](crate::Error::NoDevice) without a working driver.
     pub fn count() -> Result<u32> {
         driver::count()
     }
 
-    /// Opens a device, by its place among those that the driver shows. The caller's current context stays as it is.
+    /// Opens a device by its ordinal. The caller's current context stays unchanged.
     ///
-    /// Cost: some tenths of a second in a process that has not used the device, see [`Device::first_call`].
+    /// Cost: a few tenths of a second in a process that has not used the device yet, see [`Device::first_call`].
     ///
     /// # Errors
-    /// [`Error::NoDevice`](crate::Error::NoDevice) if there is no driver, none recent enough, no such device, or one too old for the
-    /// kernels;
-    /// [`Error::Device`](crate::Error::Device) if the driver refuses something else.
+    /// [`Error::NoDevice`](crate::Error::NoDevice) if there is no driver or it is too old, if there is no such device, or if its
+    /// compute capability is too low; [`Error::Device`](crate::Error::Device) if another call of the driver fails.
     pub fn open(ordinal: u32) -> Result<Self> {
         let start = Instant::now();
         let context = Context::open(ordinal)?;
@@ -66,12 +65,12 @@ impl Device {
         Ok(Self { inner, first_call })
     }
 
-    /// What opening took.
+    /// Time spent on opening the device.
     pub fn first_call(&self) -> FirstCall {
         self.first_call
     }
 
-    /// Name of the device, as the driver has it.
+    /// Name of the device, from the driver.
     pub fn name(&self) -> String {
         self.inner.context.name()
     }
@@ -81,8 +80,8 @@ impl Device {
         self.inner.multiprocessors
     }
 
-    /// Calls `work` on this thread, which may allocate meanwhile, for example, although a stream is being captured into a graph
-    /// somewhere in the process: what it does is not the graph's.
+    /// Calls `work` on this thread. While it runs, the thread may make calls that a capture elsewhere in the process would
+    /// forbid, like allocations. They do not become part of the graph.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) if the driver refuses.
@@ -91,13 +90,12 @@ impl Device {
         Ok(work())
     }
 
-    /// The driver's handle, a `CUstream`, of the stream that copies to the device run on, for those who give memory: what comes
-    /// to be free in the order of this stream can be given at once.
+    /// Handle (`CUstream`) of the copy stream. Memory passed to this crate must be free in its order.
     pub fn copy_stream(&self) -> *mut c_void {
         self.inner.copy.raw().cast()
     }
 
-    /// Memory of the device, with nothing in particular in it.
+    /// Allocates device memory. Its content is undefined.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) if there is not enough.
@@ -106,7 +104,7 @@ impl Device {
         Ok(DeviceSlice::owned(Allocation::new(&self.inner, &cx, bytes)?, bytes))
     }
 
-    /// Pinned memory of the host. Slow the first time; what is dropped is kept for the next who asks.
+    /// Allocates pinned host memory. The first allocation of a size is slow; dropped buffers are reused.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) if there is not enough.
@@ -114,7 +112,7 @@ impl Device {
         PinnedBuffer::new(&self.inner, &self.inner.context.enter()?, bytes)
     }
 
-    /// A stream of our own, which waits for no other.
+    /// Creates a stream that does not synchronise with the default stream.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) if the driver refuses.
@@ -123,48 +121,46 @@ impl Device {
         Ok(Stream::new(&self.inner, OwnStream::new(&cx)?.raw(), true))
     }
 
-    /// A caller's stream, that of torch for example. Null is the legacy default stream.
+    /// Wraps a caller's stream, for example PyTorch's. Null is the legacy default stream.
     ///
     /// # Safety
-    /// It is a stream of this device's primary context, and is there while it is used through the result.
+    /// The stream belongs to this device's primary context, and exists while the result is used.
     pub unsafe fn borrow_stream(&self, raw: *mut c_void) -> Stream {
         Stream::new(&self.inner, raw.cast(), false)
     }
 
-    /// Copies to the device, and waits until it is done.
+    /// Copies to the device, and waits for completion.
     ///
     /// # Errors
     /// [`Error::Misuse`](crate::Error::Misuse) if the lengths differ, [`Error::Device`](crate::Error::Device) if the driver fails.
     pub fn write(&self, to: &DeviceSlice, from: &[u8]) -> Result<()> {
         same_length(to, from.len())?;
         let cx = self.inner.context.enter()?;
-        // SAFETY: the slice is memory of the device by its making, as long as `from`, which stays until the copy is waited for,
-        // also after an error.
+        // SAFETY: the slice is device memory as long as `from`, which lives until the copy is waited for, also after an error.
         let queued = unsafe { copies::copy_in(&cx, to.address(), from.as_ptr(), from.len(), self.inner.copy.raw()) };
         self.inner.wait_for(&cx, self.inner.copy.raw()).and(queued)
     }
 
-    /// Copies from the device, and waits until it is done. What was queued on other streams must have passed.
+    /// Copies from the device, and waits for completion. Earlier work on other streams must have completed.
     ///
     /// # Errors
     /// [`Error::Misuse`](crate::Error::Misuse) if the lengths differ, [`Error::Device`](crate::Error::Device) if the driver fails.
     pub fn read(&self, from: &DeviceSlice, to: &mut [u8]) -> Result<()> {
         same_length(from, to.len())?;
         let cx = self.inner.context.enter()?;
-        // SAFETY: the slice is memory of the device by its making, as long as `to`, which stays until the copy is waited for, also
-        // after an error.
+        // SAFETY: the slice is device memory as long as `to`, which lives until the copy is waited for, also after an error.
         let queued = unsafe { copies::copy_out(&cx, to.as_mut_ptr(), from.address(), to.len(), self.inner.copy.raw()) };
         self.inner.wait_for(&cx, self.inner.copy.raw()).and(queued)
     }
 
-    /// What the kernel `tpde_layout` reports of the structs, for a test.
+    /// The report of the kernel `tpde_layout`, for a test.
     #[doc(hidden)]
     pub fn layout_report(&self, words: usize) -> Result<Vec<u32>> {
         let mut report = vec![0; 4 * words];
         let slice = self.alloc(report.len() as u64)?;
         self.write(&slice, &report)?;
         let cx = self.inner.context.enter()?;
-        // SAFETY: the kernel takes an address of memory for its report, which is as long as its caller knows it to be.
+        // SAFETY: the kernel takes the address of memory for its report; the caller passes its length.
         unsafe { self.inner.kernels.layout.launch(&cx, self.inner.copy.raw(), 1, &slice.address())? };
         self.read(&slice, &mut report)?;
         Ok(report.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect())

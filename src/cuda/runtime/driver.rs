@@ -1,7 +1,7 @@
-//! The driver, loaded when it is first asked for: its errors, devices, contexts, streams and events.
+//! The driver, loaded at its first use: errors, devices, contexts, streams and events.
 //!
-//! Handles are the driver's own and are freed by who owns them. Every call that needs a current context takes [`Entered`], whose
-//! making has pushed one and whose end pops it: the caller's current context is left as it was found.
+//! Owners of handles free them. Every call that needs a current context takes [`Entered`], a guard that pushes the context and
+//! pops it at its end. The caller's current context is unchanged afterwards.
 
 use super::calls::{self, Code};
 use crate::error::{Error, Result};
@@ -10,66 +10,67 @@ use std::ffi::{CStr, CString, c_int, c_void};
 use std::marker::PhantomData;
 use std::ptr;
 
-/// What the kernels' PTX (ISA 8.4) needs: CUDA 12.4, which is driver 550.
+/// The kernels' PTX (ISA 8.4) needs CUDA 12.4, which is driver 550.
 const MIN_VERSION: c_int = 12_040;
 const MIN_CAPABILITY: c_int = 80;
 
-/// The driver's answer as a result; `doing` completes "cannot …".
+/// Converts a result code to a result. `doing` completes "cannot …".
 pub(in crate::cuda) fn check(code: Code, doing: &'static str) -> Result<()> {
     if code == Code::SUCCESS { Ok(()) } else { Err(failed(code, doing)) }
 }
 
 #[cold]
 fn failed(code: Code, doing: &'static str) -> Error {
-    let text = |of: unsafe fn(Code, *mut *const std::ffi::c_char) -> Code| {
+    let text = |get: unsafe fn(Code, *mut *const std::ffi::c_char) -> Code| {
         let mut text = ptr::null();
-        // SAFETY: `text` is a place for a pointer; the driver sets it to a static string, or leaves it null for a code that it
-        // does not know.
+        // SAFETY: `text` is valid for a pointer. The driver sets it to a static string, or leaves it null for an unknown code.
         unsafe {
-            of(code, &mut text);
+            get(code, &mut text);
             if text.is_null() { None } else { Some(CStr::from_ptr(text).to_string_lossy()) }
         }
     };
     let reason = match (text(calls::cuGetErrorString), text(calls::cuGetErrorName)) {
-        (Some(what), Some(name)) => format!("{what} ({name}, {})", code.0),
+        (Some(description), Some(name)) => format!("{description} ({name}, {})", code.0),
         _ => format!("unknown error {}", code.0),
     };
     Error::Device { doing, reason }
 }
 
-/// Loads the driver and initialises it; says what is missing if there is none.
+/// Loads and initialises the driver. The error says what is missing.
 fn start() -> Result<()> {
-    if !calls::are_there() {
-        return Err(Error::NoDevice("the NVIDIA driver's library, libcuda.so.1, is not on this system".into()));
+    if !calls::is_present() {
+        return Err(Error::NoDevice("the NVIDIA driver's library, libcuda.so.1, is not installed".into()));
     }
-    let refused = |e: Error| match e {
+    let not_started = |e: Error| match e {
         Error::Device { reason, .. } => Error::NoDevice(format!("the NVIDIA driver does not start: {reason}")),
         e => e,
     };
     let mut version = 0;
-    // SAFETY: `version` is a place for an int; neither call asks for anything to be done before.
+    // SAFETY: `version` is valid for an int. Both calls are allowed before anything else.
     unsafe {
-        check(calls::cuInit(0), "start the driver").map_err(refused)?;
-        check(calls::cuDriverGetVersion(&mut version), "ask for the driver's version").map_err(refused)?;
+        check(calls::cuInit(0), "start the driver").map_err(not_started)?;
+        check(calls::cuDriverGetVersion(&mut version), "ask for the driver's version").map_err(not_started)?;
     }
     if version < MIN_VERSION {
         let shown = |v: c_int| format!("{}.{}", v / 1000, v % 1000 / 10);
-        let (found, least) = (shown(version), shown(MIN_VERSION));
-        return Err(Error::NoDevice(format!("the NVIDIA driver knows CUDA {found}, {least} (driver 550) or later is needed")));
+        let (version, required) = (shown(version), shown(MIN_VERSION));
+        return Err(Error::NoDevice(format!(
+            "the NVIDIA driver supports CUDA {version}, but {required} (driver 550) or later is required"
+        )));
     }
     Ok(())
 }
 
-/// Number of devices that the driver shows; an error without a driver.
+/// Number of visible devices. An error without a driver.
 pub(in crate::cuda) fn count() -> Result<u32> {
     start()?;
     let mut count = 0;
-    // SAFETY: `count` is a place for an int.
+    // SAFETY: `count` is valid for an int.
     check(unsafe { calls::cuDeviceGetCount(&mut count) }, "count devices")?;
     Ok(count.max(0) as u32)
 }
 
-/// The primary context of a device, which other users of CUDA in this process share.
+/// The primary context of a device, shared with other users of CUDA in this process.
 #[derive(Debug)]
 pub(in crate::cuda) struct Context {
     device: sys::CUdevice,
@@ -86,12 +87,12 @@ impl Context {
     pub fn open(ordinal: u32) -> Result<Self> {
         let count = count()?;
         if ordinal >= count {
-            let found = if count == 0 { "none".to_owned() } else { format!("{count}, from 0 on") };
-            return Err(Error::NoDevice(format!("there is no device {ordinal}; the driver shows {found}")));
+            let devices = if count == 0 { "none".to_owned() } else { format!("0 to {}", count - 1) };
+            return Err(Error::NoDevice(format!("there is no device {ordinal}; the driver has {devices}")));
         }
         let mut device = 0;
         let mut raw = ptr::null_mut();
-        // SAFETY: `device` is a place for a device.
+        // SAFETY: `device` is valid for a device.
         check(unsafe { calls::cuDeviceGet(&mut device, ordinal as c_int) }, "find the device")?;
         let capability = [
             sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
@@ -100,15 +101,15 @@ impl Context {
         let [major, minor] = capability.map(|which| attribute(device, which));
         let (major, minor) = (major?, minor?);
         if 10 * major + minor < MIN_CAPABILITY {
-            let reason = format!("device {ordinal} has compute capability {major}.{minor}, 8.0 or later is needed");
+            let reason = format!("device {ordinal} has compute capability {major}.{minor}, but 8.0 or later is required");
             return Err(Error::NoDevice(reason));
         }
-        // SAFETY: `raw` is a place for a context; it is released once, in `drop`.
+        // SAFETY: `raw` is valid for a context; it is released once, in `drop`.
         check(unsafe { calls::cuDevicePrimaryCtxRetain(&mut raw, device) }, "open the device's context")?;
         Ok(Self { device, raw })
     }
 
-    /// Makes the context current until the guard goes.
+    /// Makes the context current until the guard is dropped.
     pub fn enter(&self) -> Result<Entered<'_>> {
         // SAFETY: the context is retained while `self` lives, which the guard borrows.
         check(unsafe { calls::cuCtxPushCurrent_v2(self.raw) }, "make the device's context current")?;
@@ -125,11 +126,11 @@ impl Context {
 
     pub fn name(&self) -> String {
         let mut name = [0; 256];
-        // SAFETY: the buffer has the length that is told, and stays terminated by the zero that the driver writes or left.
+        // SAFETY: the buffer has the passed length plus a terminating zero.
         unsafe {
             match calls::cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, self.device) {
                 Code::SUCCESS => CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned(),
-                _ => "a device without a name".into(),
+                _ => "unnamed device".into(),
             }
         }
     }
@@ -137,22 +138,22 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: retained once in `open`. A driver that is gone already answers with an error, which changes nothing.
+        // SAFETY: retained once in `open`. A driver that is already unloaded returns an error, which has no effect.
         unsafe { calls::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
 
 fn attribute(device: sys::CUdevice, which: sys::CUdevice_attribute) -> Result<c_int> {
     let mut value = 0;
-    // SAFETY: `value` is a place for an int.
+    // SAFETY: `value` is valid for an int.
     check(unsafe { calls::cuDeviceGetAttribute(&mut value, which, device) }, "ask for an attribute of the device")?;
     Ok(value)
 }
 
-/// While it lives, the context is this thread's current one.
+/// Guard: while it lives, the context is current for this thread.
 pub(in crate::cuda) struct Entered<'a> {
     context: &'a Context,
-    /// Contexts are current for a thread: the guard stays in it.
+    /// Not `Send`: a context is current per thread.
     here: PhantomData<*const ()>,
 }
 
@@ -165,7 +166,7 @@ impl Entered<'_> {
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         let mut popped = ptr::null_mut();
-        // SAFETY: undoes the push of `enter`; guards go in the reverse of their order because each is a local of a call.
+        // SAFETY: undoes the push of `enter`. Guards are dropped in reverse order, because each is a local variable.
         unsafe { calls::cuCtxPopCurrent_v2(&mut popped) };
     }
 }
@@ -173,7 +174,7 @@ impl Drop for Entered<'_> {
 /// A stream's handle: ours, or a caller's.
 pub(in crate::cuda) type RawStream = sys::CUstream;
 
-/// A stream of ours that waits for no other, destroyed by its owner.
+/// A stream of this crate that does not synchronise with the default stream. Its owner destroys it.
 #[derive(Debug)]
 pub(in crate::cuda) struct OwnStream(RawStream);
 
@@ -186,7 +187,7 @@ impl OwnStream {
     pub fn new(_: &Entered<'_>) -> Result<Self> {
         let mut raw = ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: `raw` is a place for a stream.
+        // SAFETY: `raw` is valid for a stream.
         check(unsafe { calls::cuStreamCreate(&mut raw, flags) }, "make a stream")?;
         Ok(Self(raw))
     }
@@ -195,21 +196,21 @@ impl OwnStream {
         self.0
     }
 
-    /// Whether everything that was queued has passed.
+    /// Whether all queued work has completed.
     pub fn is_idle(&self, _: &Entered<'_>) -> bool {
         // SAFETY: the stream is alive.
         unsafe { calls::cuStreamQuery(self.0) == calls::Code::SUCCESS }
     }
 
-    /// Ends the stream; what is queued on it still runs.
+    /// Destroys the stream. Work queued on it still runs.
     pub fn destroy(&mut self, _: &Entered<'_>) {
-        // SAFETY: made in `new`, and nobody uses it after its owner has called this.
+        // SAFETY: made in `new`; the owner does not use it afterwards.
         unsafe { calls::cuStreamDestroy_v2(self.0) };
     }
 }
 
-/// Waits, on the host, for all work of a stream: for errors that leave no event to wait for. If that fails too, for all work of the
-/// context; a driver that refuses even this has lost the context and ended its work.
+/// Waits on the host for all work of a stream, after errors that leave no event to wait for. If that fails, waits for all work of
+/// the context. If that fails too, the context is lost and its work has ended.
 #[cold]
 pub(in crate::cuda) fn drain(_: &Entered<'_>, stream: RawStream) {
     // SAFETY: the stream is ours or promised by the caller, and the context is current.
@@ -230,34 +231,34 @@ unsafe impl Send for RawEvent {}
 unsafe impl Sync for RawEvent {}
 
 impl RawEvent {
-    /// An event; one that does not tell times is cheaper.
+    /// Creates an event. One without timing is cheaper.
     pub fn new(_: &Entered<'_>, timed: bool) -> Result<Self> {
         let mut raw = ptr::null_mut();
         let flags = if timed { sys::CUevent_flags::CU_EVENT_DEFAULT } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING };
-        // SAFETY: `raw` is a place for an event.
+        // SAFETY: `raw` is valid for an event.
         check(unsafe { calls::cuEventCreate(&mut raw, flags as u32) }, "make an event")?;
         Ok(Self(raw))
     }
 
-    /// Puts the point behind all that is queued on the stream now.
+    /// Records the event behind all work queued on the stream so far.
     pub fn record(&self, _: &Entered<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: both handles are alive: the event is ours, and streams are ours or promised by the caller.
         check(unsafe { calls::cuEventRecord(self.0, stream) }, "record an event")
     }
 
-    /// Makes what is queued on the stream from now on wait for the point; the host does not wait.
+    /// Makes later work of the stream wait for the event. The host does not wait.
     pub fn hold(&self, _: &Entered<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: as in `record`.
         check(unsafe { calls::cuStreamWaitEvent(stream, self.0, 0) }, "make a stream wait for an event")
     }
 
-    /// Waits, on the host, until the point is passed.
+    /// Waits on the host until the event has completed.
     pub fn wait(&self, _: &Entered<'_>) -> Result<()> {
         // SAFETY: the event is ours.
         check(unsafe { calls::cuEventSynchronize(self.0) }, "finish what was queued on the device")
     }
 
-    /// Whether the point is passed.
+    /// Whether the event has completed.
     pub fn is_passed(&self, _: &Entered<'_>) -> Result<bool> {
         // SAFETY: the event is ours.
         match unsafe { calls::cuEventQuery(self.0) } {
@@ -266,10 +267,10 @@ impl RawEvent {
         }
     }
 
-    /// Milliseconds from `start` to this point, both timed and passed.
+    /// Milliseconds from `start` to this event. Both must be timed and completed.
     pub fn since(&self, _: &Entered<'_>, start: &Self) -> Result<f32> {
         let mut milliseconds = 0.0;
-        // SAFETY: both events are ours, and the place is a float's.
+        // SAFETY: both events are ours, and `milliseconds` is valid for a float.
         check(unsafe { calls::cuEventElapsedTime(&mut milliseconds, start.0, self.0) }, "take the time between two events")?;
         Ok(milliseconds)
     }
@@ -277,27 +278,27 @@ impl RawEvent {
 
 impl Drop for RawEvent {
     fn drop(&mut self) {
-        // SAFETY: made in `new`; an event that is still to be reached is freed by the driver once it is.
+        // SAFETY: made in `new`. The driver frees a pending event once it has completed.
         unsafe { calls::cuEventDestroy_v2(self.0) };
     }
 }
 
 /// Whether the stream is being captured into a graph.
 pub(in crate::cuda) fn is_capturing(_: &Entered<'_>, stream: RawStream) -> Result<bool> {
-    // As for answers, a number in the place of an enum.
+    // A number instead of an enum, as for result codes.
     let mut status = 0u32;
-    // SAFETY: the stream is ours or promised by the caller, and the place is as large as a status.
+    // SAFETY: the stream is ours or promised by the caller, and `status` has the size of a status.
     check(unsafe { calls::cuStreamIsCapturing(stream, (&raw mut status).cast()) }, "ask whether a stream is captured")?;
     Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32)
 }
 
-/// While a capture that another part of the process has begun forbids calls like allocations, lets this thread make them.
+/// Guard: allows this thread to make calls, like allocations, that a capture elsewhere in the process forbids.
 pub(in crate::cuda) struct Relaxed(u32);
 
 impl Relaxed {
     pub fn new() -> Result<Self> {
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as u32;
-        // SAFETY: `mode` is as large as a mode, which is exchanged with the thread's.
+        // SAFETY: `mode` has the size of a mode. It is exchanged with the thread's mode.
         check(unsafe { calls::cuThreadExchangeStreamCaptureMode((&raw mut mode).cast()) }, "allow calls during a capture")?;
         Ok(Self(mode))
     }
@@ -310,7 +311,7 @@ impl Drop for Relaxed {
     }
 }
 
-/// Compiled kernels on a device.
+/// A module of compiled kernels.
 #[derive(Debug)]
 pub(in crate::cuda) struct Module(sys::CUmodule);
 
@@ -320,10 +321,10 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// Ends the module.
+    /// Unloads the module.
     ///
     /// # Safety
-    /// All work that uses its functions has passed.
+    /// All work that uses its functions has completed.
     pub unsafe fn unload(self, _: &Entered<'_>) {
         // SAFETY: promised by the caller.
         unsafe { calls::cuModuleUnload(self.0) };
@@ -344,16 +345,16 @@ unsafe impl Send for Kernel {}
 unsafe impl Sync for Kernel {}
 
 impl Kernel {
-    /// Compiles a kernel for the device and makes it ready to be launched.
+    /// Compiles a kernel for the device and prepares it for launches.
     ///
-    /// The module keeps the kernel; it is [unloaded](Module::unload) by its owner.
+    /// The kernel is valid until the owner of the module [unloads](Module::unload) it.
     pub fn load(_: &Entered<'_>, ptx: &str, name: &str, threads: u32, shared: u32) -> Result<(Self, Module)> {
         let image = CString::new(ptx).map_err(|_| Error::Misuse("PTX with a NUL".into()))?;
         let mut log = [0u8; 2048];
         let mut options = [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
         let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
         let mut module = ptr::null_mut();
-        // SAFETY: the image is a terminated text, the options and their values are as many as is told, and the log is as long.
+        // SAFETY: the image is a terminated string, there are as many values as options, and the log has the passed length.
         let code =
             unsafe { calls::cuModuleLoadDataEx(&mut module, image.as_ptr().cast(), 2, options.as_mut_ptr(), values.as_mut_ptr()) };
         check(code, "compile the kernels for this device").map_err(|e| match (e, CStr::from_bytes_until_nul(&log)) {
@@ -369,18 +370,18 @@ impl Kernel {
         check(unsafe { calls::cuModuleGetFunction(&mut function, module.0, name.as_ptr()) }, "find a kernel")?;
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         if shared > 0 {
-            // SAFETY: the function is the module's.
-            check(unsafe { calls::cuFuncSetAttribute(function, attribute, shared as c_int) }, "give a kernel its shared memory")?;
+            // SAFETY: the function belongs to the module.
+            check(unsafe { calls::cuFuncSetAttribute(function, attribute, shared as c_int) }, "set the shared memory of a kernel")?;
         }
         let mut registers = 0;
-        // Asking for this loads the function, which would else happen when it is first launched.
+        // This query loads the function, which would otherwise happen at its first launch.
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
-        // SAFETY: the function is the module's, and the place an int's.
+        // SAFETY: the function belongs to the module, and `registers` is valid for an int.
         check(unsafe { calls::cuFuncGetAttribute(&mut registers, attribute, function) }, "load a kernel")?;
         Ok((Self { function, threads, shared }, module))
     }
 
-    /// The same with as many bytes of dynamic shared memory, no more than it was loaded with.
+    /// The kernel with `shared` bytes of dynamic shared memory, at most as many as it was loaded with.
     pub fn with_shared(self, shared: u32) -> Self {
         debug_assert!(shared <= self.shared);
         Self { shared, ..self }
@@ -389,12 +390,11 @@ impl Kernel {
     /// Queues a launch of `blocks` blocks with one parameter, which is copied.
     ///
     /// # Safety
-    /// The parameter is the kernel's, and what it points to is there until the launch has run.
+    /// The parameter has the kernel's type, and its pointers remain valid until the launch has completed.
     pub unsafe fn launch<T>(&self, _: &Entered<'_>, stream: RawStream, blocks: u32, parameter: &T) -> Result<()> {
         let mut parameters = [ptr::from_ref(parameter).cast_mut().cast::<c_void>()];
         let (grid, block, parameters) = (blocks, self.threads, parameters.as_mut_ptr());
-        // SAFETY: the driver copies the parameter, of the size that the function has, before it returns; the rest is promised
-        // by the caller.
+        // SAFETY: the driver copies the parameter before it returns. The rest is promised by the caller.
         let launch = |launch: calls::LaunchKernel| unsafe {
             launch(self.function, grid, 1, 1, block, 1, 1, self.shared, stream, parameters, ptr::null_mut())
         };
@@ -406,7 +406,7 @@ impl Kernel {
 mod tests {
     use super::*;
 
-    /// Answers that a newer driver may give are errors like others.
+    /// Result codes of a newer driver are errors like others.
     #[test]
     fn unknown_answers_are_errors() {
         for code in [4242, u32::MAX] {

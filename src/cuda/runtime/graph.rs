@@ -1,4 +1,4 @@
-//! Graphs of callers, while a stream is captured into them and for as long as they exist.
+//! Graphs of callers: the capture that a stream is in, and the end of the graph's life.
 
 use super::calls;
 use super::driver::{self, Entered, RawStream, check};
@@ -22,18 +22,19 @@ impl Graph {
         let not_captured = || Error::Misuse("the stream is not being captured".into());
         let (_, graph) = capture(cx, stream)?.ok_or_else(not_captured)?;
         let is_destroyed = Arc::new(AtomicBool::new(false));
-        let given = Arc::into_raw(is_destroyed.clone()).cast_mut().cast::<c_void>();
+        let flag = Arc::into_raw(is_destroyed.clone()).cast_mut().cast::<c_void>();
         let mut object = ptr::null_mut();
         let no_sync = sys::CUuserObject_flags::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as u32;
-        // SAFETY: `object` is a place for a handle, and `destroyed` may be called once, by any thread, with what `given` is.
-        let made = unsafe { calls::cuUserObjectCreate(&mut object, given, Some(destroyed), 1, no_sync) };
+        // SAFETY: `object` is valid for a handle. `destroyed` may be called once, by any thread, with `flag`.
+        let made = unsafe { calls::cuUserObjectCreate(&mut object, flag, Some(destroyed), 1, no_sync) };
         if let Err(error) = check(made, "watch a graph") {
-            // SAFETY: nobody else was given this reference.
-            drop(unsafe { Arc::from_raw(given.cast_const().cast::<AtomicBool>()) });
+            // SAFETY: the driver did not take this reference.
+            drop(unsafe { Arc::from_raw(flag.cast_const().cast::<AtomicBool>()) });
             return Err(error);
         }
         let to_graph = sys::CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE as u32;
-        // SAFETY: the driver has just named this graph, which its capture holds; it takes over the one reference to the object.
+        // SAFETY: the driver has just returned this graph, which its capture keeps alive. It takes over the one reference to the
+        // object.
         let retained = unsafe { calls::cuGraphRetainUserObject(graph, object, 1, to_graph) };
         if let Err(error) = check(retained, "watch a graph") {
             // SAFETY: the reference was not taken over.
@@ -43,16 +44,16 @@ impl Graph {
         Ok(Self { is_destroyed })
     }
 
-    /// Whether the graph and everything instantiated from it are destroyed: then nothing that was captured runs again.
+    /// Whether the graph and all its instances are destroyed. Then nothing that was captured runs again.
     pub fn is_destroyed(&self) -> bool {
         self.is_destroyed.load(Ordering::Acquire)
     }
 }
 
-/// What the driver calls when the last graph that refers to the object is gone. It must not call the driver, and does not.
-unsafe extern "C" fn destroyed(given: *mut c_void) {
-    // SAFETY: made by `Arc::into_raw`, and given back once.
-    let is_destroyed = unsafe { Arc::from_raw(given.cast_const().cast::<AtomicBool>()) };
+/// Called by the driver when the last graph that refers to the object is gone. It must not call the driver.
+unsafe extern "C" fn destroyed(flag: *mut c_void) {
+    // SAFETY: made by `Arc::into_raw`, and converted back once.
+    let is_destroyed = unsafe { Arc::from_raw(flag.cast_const().cast::<AtomicBool>()) };
     is_destroyed.store(true, Ordering::Release);
 }
 
@@ -63,17 +64,18 @@ pub(in crate::cuda) fn capture_id(cx: &Entered<'_>, stream: RawStream) -> Result
 
 /// Id and graph of the capture that the stream is in.
 fn capture(_: &Entered<'_>, stream: RawStream) -> Result<Option<(u64, sys::CUgraph)>> {
-    // As for answers, a number in the place of an enum.
+    // A number instead of an enum, as for result codes.
     let (mut status, mut id, mut graph) = (0u32, 0, ptr::null_mut());
-    let (status_at, no_list, no_count) = ((&raw mut status).cast(), ptr::null_mut(), ptr::null_mut());
-    // SAFETY: the stream is ours or promised by the caller; places have their types, and null is allowed for the others.
-    let code = unsafe { calls::cuStreamGetCaptureInfo_v2(stream, status_at, &mut id, &mut graph, no_list, no_count) };
+    let (status_pointer, no_list, no_count) = ((&raw mut status).cast(), ptr::null_mut(), ptr::null_mut());
+    // SAFETY: the stream is ours or promised by the caller. The pointers have the right types, and null is allowed for the
+    // others.
+    let code = unsafe { calls::cuStreamGetCaptureInfo_v2(stream, status_pointer, &mut id, &mut graph, no_list, no_count) };
     check(code, "ask for the capture of a stream")?;
     if status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32 {
         return Ok(None);
     }
     if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as u32 {
-        return Err(Error::Device { doing: "capture a stream", reason: "the capture was invalidated by an error before".into() });
+        return Err(Error::Device { doing: "capture a stream", reason: "an earlier error has invalidated the capture".into() });
     }
     Ok(Some((id, graph)))
 }

@@ -1,11 +1,11 @@
-//! What all clones of a device share, and the rule that memory is not freed while a stream uses it.
+//! State shared by all clones of a device, and the rule that memory is not freed while a stream uses it.
 
 use super::copies;
 use super::driver::{self, Context, Entered, OwnStream, RawEvent, RawStream};
 use super::kernels::Kernels;
 use super::pools::Pools;
 use super::scratch::Scratch;
-use super::staging::Ring;
+use super::staging::StagingRing;
 use crate::cuda::abi;
 use crate::error::Result;
 use std::fmt;
@@ -16,9 +16,9 @@ pub(in crate::cuda) struct Inner {
     pub context: Context,
     pub kernels: Kernels,
     pub pools: Pools,
-    /// Copies to the device from the staging ring and from pinned memory. It never waits for a caller's stream.
+    /// The copy stream: copies from the staging ring and from pinned memory. It never waits for a caller's stream.
     pub copy: OwnStream,
-    pub ring: Mutex<Ring>,
+    pub ring: Mutex<StagingRing>,
     pub multiprocessors: u32,
     scratch: Mutex<Option<Scratch>>,
 }
@@ -26,20 +26,20 @@ pub(in crate::cuda) struct Inner {
 impl Inner {
     pub fn new(context: Context, kernels: Kernels, multiprocessors: u32) -> Result<Self> {
         let cx = context.enter()?;
-        let (pools, copy, ring) = (Pools::new(&cx)?, OwnStream::new(&cx)?, Ring::new(&cx)?);
+        let (pools, copy, ring) = (Pools::new(&cx)?, OwnStream::new(&cx)?, StagingRing::new(&cx)?);
         drop(cx);
         Ok(Self { context, kernels, pools, copy, ring: Mutex::new(ring), multiprocessors, scratch: Mutex::default() })
     }
 
-    /// Waits, on the host, for the work that is queued on a stream of ours. After an error too, none of it is running.
+    /// Waits on the host for the work queued on a stream of ours. Also after an error, none of it is still running.
     pub fn wait_for(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
         let event = RawEvent::new(cx, false);
         let waited = event.and_then(|event| event.record(cx, stream).and_then(|()| event.wait(cx)));
         waited.inspect_err(|_| driver::drain(cx, stream))
     }
 
-    /// Keeps memory that the stream uses from being freed before the stream has passed this point. If the driver refuses, the host
-    /// waits for the stream: also after an error the memory may be freed.
+    /// Makes the reaper wait for this point of the stream, so that memory the stream uses is not freed before. If the driver
+    /// refuses, waits on the host: also after an error, memory may be freed.
     pub fn hold_memory(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
         match RawEvent::new(cx, false) {
             Ok(event) => self.hold_memory_until(cx, &event, stream),
@@ -50,31 +50,31 @@ impl Inner {
         }
     }
 
-    /// As [`Inner::hold_memory`], with an event that the caller keeps for the point.
+    /// As [`Inner::hold_memory`], with the caller's event.
     pub fn hold_memory_until(&self, cx: &Entered<'_>, event: &RawEvent, stream: RawStream) -> Result<()> {
         let held = event.record(cx, stream).and_then(|()| event.hold(cx, self.pools.reaper.raw()));
         held.inspect_err(|_| driver::drain(cx, stream))
     }
 
-    /// A guard for queueing work on a stream that uses memory of this crate's: see [`Queueing`].
+    /// Guard for queueing work that uses memory of this crate: see [`Queueing`].
     pub fn queueing<'a>(&'a self, cx: &'a Entered<'a>, stream: RawStream) -> Queueing<'a> {
         Queueing { device: self, cx, stream, is_held: false }
     }
 
-    /// The scratch memory of [`InPlace::ChunkByChunk`](crate::delta::InPlace), allocated when it is first needed: about 1 MiB per
-    /// multiprocessor, whatever the size of tensors.
+    /// The scratch memory of [`InPlace::ChunkByChunk`](crate::delta::InPlace), allocated at its first use: about 1 MiB per
+    /// multiprocessor, independent of tensor sizes.
     pub fn scratch(&self, cx: &Entered<'_>) -> Result<Scratch> {
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(scratch) = *scratch {
             return Ok(scratch);
         }
-        let wanted = Scratch::of_device(self.multiprocessors);
-        let head = abi::scratch_head(wanted.slots);
-        let address = self.pools.allocate(cx, wanted.bytes)?;
-        // SAFETY: the head lies within what was just allocated, and is waited for before anyone uses it.
+        let scratch_sizes = Scratch::of_device(self.multiprocessors);
+        let head = abi::scratch_head(scratch_sizes.slots);
+        let address = self.pools.allocate(cx, scratch_sizes.bytes)?;
+        // SAFETY: the head is within the memory just allocated, and the fill is waited for before anyone uses it.
         unsafe { copies::fill(cx, address, 0, head as usize / 4, self.pools.alloc.raw())? };
         self.wait_for(cx, self.pools.alloc.raw())?;
-        Ok(*scratch.insert(wanted.at(address)))
+        Ok(*scratch.insert(scratch_sizes.at(address)))
     }
 }
 
@@ -93,7 +93,7 @@ impl Drop for Inner {
         self.ring.get_mut().unwrap_or_else(PoisonError::into_inner).destroy(&cx);
         self.pools.destroy(&cx);
         self.copy.destroy(&cx);
-        // SAFETY: all launches have passed: the pools have waited for the last use of memory.
+        // SAFETY: all launches have completed: the pools have waited for the last use of memory.
         unsafe { self.kernels.unload(&cx) };
     }
 }
@@ -108,13 +108,13 @@ pub(in crate::cuda) struct Queueing<'a> {
 }
 
 impl Queueing<'_> {
-    /// All is queued.
+    /// Ends the queueing: the memory is held until this point of the stream.
     pub fn end(mut self) -> Result<()> {
         self.is_held = true;
         self.device.hold_memory(self.cx, self.stream)
     }
 
-    /// The same, with an event that the caller keeps for the point.
+    /// The same, with the caller's event.
     pub fn end_with(mut self, event: &RawEvent) -> Result<()> {
         self.is_held = true;
         self.device.hold_memory_until(self.cx, event, self.stream)
@@ -124,7 +124,7 @@ impl Queueing<'_> {
 impl Drop for Queueing<'_> {
     fn drop(&mut self) {
         if !self.is_held {
-            // The error that has led here is the one to report; this one leaves nothing under way either.
+            // Another error is already being reported. Also if this fails, no work is left running.
             _ = self.device.hold_memory(self.cx, self.stream);
         }
     }

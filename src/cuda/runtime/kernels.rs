@@ -11,12 +11,12 @@ const WITHOUT_BASE_PTX: &str = include_str!("../../../kernels/ptx/without_base.p
 const FRAMES_PTX: &str = include_str!("../../../kernels/ptx/frames.ptx");
 const LAYOUT_PTX: &str = include_str!("../../../kernels/ptx/layout.ptx");
 
-/// All kernels. Those that only some pairs need are compiled when they are first used.
+/// All kernels. Those that only some pairs need are compiled at their first use.
 #[derive(Debug)]
 pub(in crate::cuda) struct Kernels {
     pub raw: Kernel,
     pub conditioned: Kernel,
-    /// Reports offsets of structs, for a test.
+    /// Reports struct layouts, for a test.
     pub layout: Kernel,
     without_base: Mutex<Option<Kernel>>,
     frames: Mutex<Option<FrameKernels>>,
@@ -50,12 +50,12 @@ impl Kernels {
     pub fn without_base(&self, context: &Context) -> Result<Kernel> {
         let shared = abi::WITHOUT_BASE_SHARED + abi::CONDITIONED_TABLES_MAX;
         let load = |cx: &Entered<'_>| self.load_more(cx, WITHOUT_BASE_PTX, "tpde_without_base", abi::WITHOUT_BASE_THREADS, shared);
-        loaded(&self.without_base, context, load)
+        load_once(&self.without_base, context, load)
     }
 
-    /// The kernels for frames.
+    /// The kernels around nvCOMP.
     pub fn frames(&self, context: &Context) -> Result<FrameKernels> {
-        loaded(&self.frames, context, |cx| {
+        load_once(&self.frames, context, |cx| {
             let load = |name| self.load_more(cx, FRAMES_PTX, name, abi::FRAMES_THREADS, 0);
             Ok(FrameKernels { check: load("tpde_frames_check")?, expand: load("tpde_frames_expand")? })
         })
@@ -67,10 +67,10 @@ impl Kernels {
         Ok(kernel)
     }
 
-    /// Ends all modules.
+    /// Unloads all modules.
     ///
     /// # Safety
-    /// All launches have passed.
+    /// All launches have completed.
     pub unsafe fn unload(&mut self, cx: &Entered<'_>) {
         for module in self.modules.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
             // SAFETY: promised by the caller.
@@ -79,12 +79,12 @@ impl Kernels {
     }
 }
 
-/// What was loaded before, or is now.
-fn loaded<T: Copy>(kept: &Mutex<Option<T>>, context: &Context, load: impl FnOnce(&Entered<'_>) -> Result<T>) -> Result<T> {
-    let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(kept) = *kept {
-        return Ok(kept);
+/// Returns what was loaded before, or loads it now.
+fn load_once<T: Copy>(cell: &Mutex<Option<T>>, context: &Context, load: impl FnOnce(&Entered<'_>) -> Result<T>) -> Result<T> {
+    let mut cell = cell.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(loaded) = *cell {
+        return Ok(loaded);
     }
     let _relaxed = Relaxed::new()?;
-    Ok(*kept.insert(load(&context.enter()?)?))
+    Ok(*cell.insert(load(&context.enter()?)?))
 }

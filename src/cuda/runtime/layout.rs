@@ -1,16 +1,16 @@
-//! The layout of device memory that has several parts.
+//! Layout of device memory with several parts.
 
-/// Alignment of memory that kernels work in.
+/// Alignment of the parts.
 pub(in crate::cuda) const MEMORY_ALIGN: u64 = 256;
 
-/// Offsets of parts that follow each other in one memory, each at a multiple of [`MEMORY_ALIGN`].
+/// Assigns offsets to consecutive parts, each a multiple of [`MEMORY_ALIGN`].
 #[derive(Debug, Default)]
 pub(in crate::cuda) struct MemoryLayout {
     end: u64,
 }
 
 impl MemoryLayout {
-    /// Adds a part of so many bytes, and returns its offset.
+    /// Adds a part of `bytes` bytes, and returns its offset.
     pub fn add(&mut self, bytes: u64) -> u64 {
         let start = self.end;
         self.end = (start + bytes).next_multiple_of(MEMORY_ALIGN);
@@ -22,7 +22,7 @@ impl MemoryLayout {
         sizes.map(|bytes| self.add(bytes))
     }
 
-    /// Bytes of all parts so far, with their padding.
+    /// Bytes of all parts so far, including padding.
     pub fn bytes(&self) -> u64 {
         self.end
     }

@@ -1,4 +1,4 @@
-//! Memory of the device and pinned memory of the host, each with what keeps it.
+//! Device memory and pinned host memory, with their owners.
 
 use super::driver::Entered;
 use super::inner::Inner;
@@ -8,7 +8,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Memory of the device, freed once everything has passed that was told to use it.
+/// Owned device memory. It is freed once all work that the reaper waits for has completed.
 pub(in crate::cuda) struct Allocation {
     device: Arc<Inner>,
     address: u64,
@@ -38,7 +38,7 @@ impl Drop for Allocation {
     }
 }
 
-/// A run of device memory: a part of what this crate has allocated, which it keeps, or a caller's.
+/// A range of device memory: part of an allocation of this crate, which it keeps alive, or a caller's.
 #[derive(Debug, Clone)]
 pub struct DeviceSlice {
     address: u64,
@@ -47,11 +47,11 @@ pub struct DeviceSlice {
 }
 
 impl DeviceSlice {
-    /// A caller's memory, a tensor of another library for example.
+    /// Wraps a caller's memory, for example a tensor of another library.
     ///
     /// # Safety
-    /// `bytes` bytes from `address` on are memory of the device (or memory of the host that the device sees at this address)
-    /// until all work that was queued with this slice has passed.
+    /// The range is device memory (or host memory that the device can access at this address) until all work queued with this
+    /// slice has completed.
     pub unsafe fn from_raw(address: u64, bytes: u64) -> Self {
         Self { address, bytes, keep: None }
     }
@@ -60,7 +60,7 @@ impl DeviceSlice {
         Self { address: allocation.address(), bytes, keep: Some(Arc::new(allocation)) }
     }
 
-    /// First byte, as the device sees it.
+    /// Device address of the first byte.
     pub fn address(&self) -> u64 {
         self.address
     }
@@ -70,7 +70,7 @@ impl DeviceSlice {
         self.bytes
     }
 
-    /// A part of it.
+    /// A part of the slice.
     ///
     /// # Errors
     /// [`Error::Misuse`] if it does not lie within.
@@ -81,7 +81,7 @@ impl DeviceSlice {
         }
     }
 
-    /// Checks that work on this device may use the memory. Another device frees its memory without waiting for this one.
+    /// Checks that the memory belongs to this device. Another device would free it without waiting for this one.
     pub(in crate::cuda) fn check_device(&self, device: &Arc<Inner>) -> Result<()> {
         match &self.keep {
             Some(allocation) => same_device(&allocation.device, device),
@@ -89,8 +89,8 @@ impl DeviceSlice {
         }
     }
 
-    /// The first `bytes` of a caller's memory, if it is large enough, aligned, and memory of this device.
-    pub(in crate::cuda) fn room_for(&self, bytes: u64, device: &Arc<Inner>) -> Result<Self> {
+    /// Returns the first `bytes` bytes of a caller's memory, after checking its size, alignment and device.
+    pub(in crate::cuda) fn reserve(&self, bytes: u64, device: &Arc<Inner>) -> Result<Self> {
         self.check_device(device)?;
         if !self.address.is_multiple_of(MEMORY_ALIGN) || self.bytes < bytes {
             let (found, at) = (self.bytes, self.address);
@@ -107,7 +107,7 @@ impl DeviceSlice {
     }
 }
 
-/// Pinned memory of the host: the device copies from and to it without a detour, and reads it itself.
+/// Pinned host memory. The device copies from and to it directly, and can read it.
 pub struct PinnedBuffer {
     device: Arc<Inner>,
     start: NonNull<u8>,
@@ -126,7 +126,7 @@ impl PinnedBuffer {
         Ok(Self { device: device.clone(), start, bytes, capacity })
     }
 
-    /// The same, with parts of these bytes at these offsets.
+    /// A buffer with `parts`, pairs of offset and content.
     pub(in crate::cuda) fn with_parts(device: &Arc<Inner>, cx: &Entered<'_>, bytes: u64, parts: &[(u64, &[u8])]) -> Result<Self> {
         let mut pinned = Self::new(device, cx, bytes as usize)?;
         for (start, part) in parts {
@@ -144,10 +144,10 @@ impl PinnedBuffer {
         same_device(&self.device, device)
     }
 
-    /// A word that the device may be writing.
+    /// Reads a word that the device may be writing.
     pub(in crate::cuda) fn word(&self, at: usize) -> u32 {
         assert!(4 * at + 4 <= self.bytes);
-        // SAFETY: in bounds, and aligned because the memory is to pages.
+        // SAFETY: in bounds, and aligned because the memory is page-aligned.
         unsafe { self.start.cast::<u32>().add(at).read_volatile() }
     }
 }
@@ -156,15 +156,15 @@ impl std::ops::Deref for PinnedBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: our memory, all of it with a value since it was pinned; the device writes it only where `word` is used, or
-        // before the caller has waited.
+        // SAFETY: owned memory, initialised when it was pinned. The device writes it only where `word` is used, or before the
+        // caller has waited.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
     }
 }
 
 impl std::ops::DerefMut for PinnedBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above; what the device still reads is held in an `Arc`, of which nobody has a mutable reference.
+        // SAFETY: as above. A buffer that the device still reads is in an `Arc`, which gives no mutable reference.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
     }
 }
@@ -182,7 +182,7 @@ impl Drop for PinnedBuffer {
     }
 }
 
-/// Refuses a copy between memories of different lengths.
+/// Checks that both sides of a copy have the same length.
 pub(in crate::cuda) fn same_length(slice: &DeviceSlice, bytes: usize) -> Result<()> {
     if slice.bytes() == bytes as u64 {
         return Ok(());

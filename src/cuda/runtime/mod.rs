@@ -1,6 +1,6 @@
-//! The driver and what is built on it: contexts, streams, events, memory and its pools, the staging ring, compiled kernels.
+//! The driver and the layer above it: contexts, streams, events, memory pools, the staging ring, compiled kernels.
 //!
-//! Nothing here knows of pairs.
+//! This module does not know about pairs.
 
 pub(super) mod calls;
 pub(super) mod copies;

@@ -1,8 +1,8 @@
-//! Where memory and streams come from and go back to.
+//! Pools of memory and streams.
 //!
-//! No call here waits for work on a caller's stream. Device memory comes from a pool of the driver and goes back to it in the
-//! order of a stream of its own, the *reaper*, which waits for whatever used the memory. Pinned memory is kept for the next who
-//! asks, once the reaper has passed its last use: asking the driver for it is slow.
+//! No call here waits for work on a caller's stream. Device memory comes from a pool of the driver. It is freed in the order of
+//! the *reaper*, a stream that waits for all users of the memory. Pinned memory is slow to allocate, so it is reused once the
+//! reaper has passed its last use.
 
 use super::calls;
 use super::driver::{Entered, OwnStream, RawEvent, check};
@@ -12,17 +12,17 @@ use std::ffi::c_void;
 use std::ptr::{self, NonNull};
 use std::sync::{Mutex, PoisonError};
 
-/// Pinned memory is asked for in powers of two up to this, and in multiples of it.
+/// Capacities of pinned memory are powers of two up to this, and multiples of this above.
 const PINNED_STEP: usize = 64 << 20;
-/// Most streams that are kept for the next who asks.
+/// Most idle streams that are kept for reuse.
 const STREAMS: usize = 32;
 
-/// Where a device's memory comes from.
+/// The pools of a device.
 #[derive(Debug)]
 pub(in crate::cuda) struct Pools {
-    /// None where the driver has no pools: then memory is asked for piece by piece.
+    /// `None` if the driver has no pools. Then each allocation goes to the driver.
     pool: Option<Pool>,
-    /// Nothing but allocations is queued here, so that they are done at once.
+    /// Has only allocations, so that they complete at once.
     pub alloc: OwnStream,
     pub reaper: OwnStream,
     pinned: Mutex<Vec<Block>>,
@@ -37,7 +37,7 @@ unsafe impl Send for Pool {}
 // SAFETY: as above; the driver locks what it shares.
 unsafe impl Sync for Pool {}
 
-/// Pinned memory that nobody has, or will have once the event is passed.
+/// Unused pinned memory, free once the event has completed.
 #[derive(Debug)]
 struct Block {
     start: NonNull<u8>,
@@ -45,7 +45,7 @@ struct Block {
     free_after: Option<RawEvent>,
 }
 
-// SAFETY: a block is memory that nobody refers to.
+// SAFETY: nothing else refers to the memory of a block.
 unsafe impl Send for Block {}
 
 impl Pools {
@@ -61,13 +61,13 @@ impl Pools {
         })
     }
 
-    /// A stream that nothing is queued on: making one is slow.
+    /// Takes an idle stream, or creates one, which is slow.
     pub fn stream(&self, cx: &Entered<'_>) -> Result<OwnStream> {
         let kept = self.streams.lock().unwrap_or_else(PoisonError::into_inner).pop();
         kept.map_or_else(|| OwnStream::new(cx), Ok)
     }
 
-    /// Takes a stream back.
+    /// Returns a stream to the pool.
     pub fn take_back(&self, cx: &Entered<'_>, mut stream: OwnStream) {
         let is_idle = stream.is_idle(cx);
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
@@ -75,17 +75,17 @@ impl Pools {
     }
 
     pub fn allocate(&self, cx: &Entered<'_>, bytes: u64) -> Result<u64> {
-        let doing = "allocate memory of the device";
+        let doing = "allocate device memory";
         let bytes = usize::try_from(bytes.max(1)).map_err(|_| Error::Misuse(format!("{bytes} bytes of device memory")))?;
         let mut address = 0;
         let Some(pool) = &self.pool else {
-            // SAFETY: `address` is a place for an address.
+            // SAFETY: `address` is valid for an address.
             check(unsafe { calls::cuMemAlloc_v2(&mut address, bytes) }, doing)?;
             return Ok(address);
         };
-        // SAFETY: pool and stream are alive, and `address` is a place for an address.
+        // SAFETY: pool and stream are alive, and `address` is valid for an address.
         check(unsafe { calls::cuMemAllocFromPoolAsync(&mut address, bytes, pool.0, self.alloc.raw()) }, doing)?;
-        // Passed at once, since the stream holds nothing else; then any stream may use the memory.
+        // Completes at once, because the stream has no other work. Then any stream may use the memory.
         let done = RawEvent::new(cx, false)?;
         done.record(cx, self.alloc.raw())?;
         done.wait(cx)?;
@@ -94,8 +94,8 @@ impl Pools {
 
     /// Frees in the order of the reaper.
     pub fn free(&self, address: u64) {
-        // SAFETY: the address came from `allocate`, and its owner is gone. An error means that the context is lost, and the
-        // memory with it.
+        // SAFETY: the address came from `allocate`, and its owner is gone. An error means that the context, and the memory with
+        // it, is lost.
         unsafe {
             if self.pool.is_some() {
                 calls::cuMemFreeAsync(address, self.reaper.raw());
@@ -124,11 +124,11 @@ impl Pools {
         }
         let mut start: *mut c_void = ptr::null_mut();
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: `start` is a place for a pointer.
+        // SAFETY: `start` is valid for a pointer.
         check(unsafe { calls::cuMemHostAlloc(&mut start, capacity, flags) }, "pin memory of the host")?;
         let start = NonNull::new(start.cast::<u8>())
             .ok_or_else(|| Error::Device { doing: "pin memory of the host", reason: "the driver gave none".into() })?;
-        // SAFETY: fresh memory of `capacity` bytes; from here on all of it has a value.
+        // SAFETY: new memory of `capacity` bytes; this initialises it.
         unsafe { start.write_bytes(0, capacity) };
         Ok((start, capacity))
     }
@@ -136,16 +136,16 @@ impl Pools {
     pub fn unpin(&self, cx: Option<&Entered<'_>>, start: NonNull<u8>, capacity: usize) {
         let Some(cx) = cx else { return }; // the context is lost
         let event = RawEvent::new(cx, false).and_then(|event| event.record(cx, self.reaper.raw()).map(|()| event));
-        // Without an event nobody knows when the memory is free: it is given up.
+        // Without an event it is unknown when the memory is free: leak it.
         if let Ok(event) = event {
             let block = Block { start, capacity, free_after: Some(event) };
             self.pinned.lock().unwrap_or_else(PoisonError::into_inner).push(block);
         }
     }
 
-    /// Gives everything back. Waits for what is still queued on the reaper.
+    /// Frees everything, after waiting for the reaper.
     pub fn destroy(&mut self, cx: &Entered<'_>) {
-        // SAFETY: the device is going, and with it everyone who could use these; the reaper has waited for their last uses.
+        // SAFETY: the device is being dropped, so there are no other users; the reaper has waited for their last uses.
         unsafe {
             calls::cuStreamSynchronize(self.reaper.raw());
             for block in self.pinned.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
@@ -168,17 +168,17 @@ fn make_pool(cx: &Entered<'_>) -> Result<Pool> {
     properties.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
     properties.location.id = cx.context().ordinal();
-    // SAFETY: places for a pool and its properties.
+    // SAFETY: both pointers are valid.
     check(unsafe { calls::cuMemPoolCreate(&mut pool, &properties) }, "make a pool of memory")?;
     let pool = Pool(pool);
     let mut keep = u64::MAX;
     let mut off = 0i32;
     let set = |which, value: *mut c_void| {
-        // SAFETY: the pool is alive, and the value has the type that the attribute has.
+        // SAFETY: the pool is alive, and the value has the type of the attribute.
         check(unsafe { calls::cuMemPoolSetAttribute(pool.0, which, value) }, "set up a pool of memory")
     };
     use sys::CUmemPool_attribute as Attribute;
-    // Memory is not given back and asked for anew between applications, and never waits for a stream that still uses it.
+    // Keep memory between applications, and never reuse memory that would make a stream wait for another.
     set(Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, ptr::from_mut(&mut keep).cast())?;
     set(Attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, ptr::from_mut(&mut off).cast())?;
     Ok(pool)

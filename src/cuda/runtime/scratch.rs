@@ -1,38 +1,38 @@
-//! Sizes of scratch memory, which keeps changes of chunks until they are carried out (`kernels/README.md`).
+//! Sizes of scratch memory, which holds lists of changes (`kernels/README.md`).
 
 use crate::cuda::abi::{self, LIST_STEP};
 
-/// Bytes of a slot of scratch memory: the changes of a chunk, mostly.
+/// Bytes per slot. Most chunks' lists of changes fit.
 const SCRATCH_SLOT: u32 = 256 << 10;
-/// Slots for each multiprocessor: more than blocks that it holds at once, so that one is soon found.
-const BLOCKS: u32 = 4;
-/// Blocks of `tpde_conditioned` that a multiprocessor holds at once: there are no slots to spare then.
-const BLOCKS_LEAST: u32 = 3;
+/// Slots per multiprocessor, more than resident blocks, so that a free one is found quickly.
+const SLOTS_PER_MULTIPROCESSOR: u32 = 4;
+/// Resident blocks of `tpde_conditioned` per multiprocessor, hence the fewest useful slots.
+const RESIDENT_BLOCKS: u32 = 3;
 
-/// Scratch memory of a mode in place, see `kernels/README.md`.
+/// Scratch memory of an application in place, see `kernels/README.md`.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Scratch {
     pub address: u64,
     pub slots: u32,
     pub slot_bytes: u32,
-    /// How large it is.
+    /// Size of the head and all slots.
     pub bytes: u64,
 }
 
 impl Scratch {
-    /// Slots for all blocks that a device runs at once.
+    /// Slots for all resident blocks of a device.
     pub fn of_device(multiprocessors: u32) -> Self {
-        Self::new(BLOCKS * multiprocessors, SCRATCH_SLOT)
+        Self::new(SLOTS_PER_MULTIPROCESSOR * multiprocessors, SCRATCH_SLOT)
     }
 
-    /// Slots that chunks take while they are decoded. It has no address yet, like all that follow.
+    /// Slots that blocks use while they decode. Without an address yet, like all constructors.
     fn new(slots: u32, slot_bytes: u32) -> Self {
         let bytes = abi::scratch_head(slots) + u64::from(slots) * u64::from(slot_bytes);
         Self { address: 0, slots, slot_bytes, bytes }
     }
 
-    /// What keeps the changes of so many chunks, which take `changes` bytes, from one launch to the next, within `most` bytes; none
-    /// if there are none, or no room.
+    /// Memory for the changes of `chunks` chunks, `changes` bytes, from the dry launch to the commit, within `most` bytes. `None`
+    /// if there are no changes, or the bound is too small.
     pub fn kept(chunks: u32, changes: u64, most: u64) -> Option<Self> {
         let slots = chunks + 1;
         let head = abi::scratch_head(slots);
@@ -40,19 +40,19 @@ impl Scratch {
         (bytes > 0).then_some(Self { address: 0, slots, slot_bytes: bytes as u32, bytes: head + bytes })
     }
 
-    /// What serves so many chunks that change, whose lists of changes take at most `changes` bytes each, within `most` bytes; none if
+    /// Slots for `chunks` chunks with changes, whose lists have at most `changes` bytes, within `most` bytes in total. `None` if
     /// there are none.
     pub fn of_chunks(chunks: u32, changes: u64, multiprocessors: u32, most: u64) -> Option<Self> {
-        let wanted = changes.min(SCRATCH_SLOT.into());
-        let room = |slots: u32| (most.saturating_sub(abi::scratch_head(slots)) / u64::from(slots)) / LIST_STEP * LIST_STEP;
-        let slots = [BLOCKS, BLOCKS_LEAST].map(|blocks| (blocks * multiprocessors).min(chunks)).into_iter();
+        let list_bytes = changes.min(SCRATCH_SLOT.into());
+        let slot_capacity = |slots: u32| (most.saturating_sub(abi::scratch_head(slots)) / u64::from(slots)) / LIST_STEP * LIST_STEP;
+        let slots = [SLOTS_PER_MULTIPROCESSOR, RESIDENT_BLOCKS].map(|blocks| (blocks * multiprocessors).min(chunks)).into_iter();
         let slots = slots.filter(|slots| *slots > 0).collect::<Vec<_>>();
-        let found = slots.iter().find(|slots| room(**slots) >= wanted).or(slots.last())?;
-        let slot_bytes = room(*found).min(wanted) as u32;
-        (slot_bytes > 0).then_some(Self::new(*found, slot_bytes))
+        let slot_count = slots.iter().find(|slots| slot_capacity(**slots) >= list_bytes).or(slots.last())?;
+        let slot_bytes = slot_capacity(*slot_count).min(list_bytes) as u32;
+        (slot_bytes > 0).then_some(Self::new(*slot_count, slot_bytes))
     }
 
-    /// The same at an address; its head is to be zeroed.
+    /// The same at an address. The caller must zero the head.
     pub fn at(self, address: u64) -> Self {
         Self { address, ..self }
     }
@@ -67,11 +67,11 @@ mod tests {
         assert!(Scratch::of_chunks(0, 0, 132, 48 << 20).is_none());
         assert!(Scratch::of_chunks(9, 256, 132, 100).is_none());
         for (chunks, changes, multiprocessors, most, slots, slot_bytes) in [
-            // A slot for each chunk, no larger than its changes want it; then as many as blocks are in flight.
+            // One slot per chunk, sized for its changes; at most SLOTS_PER_MULTIPROCESSOR per multiprocessor.
             (1, 256, 132, 48 << 20, 1, 256),
             (500, 10_240, 132, 48 << 20, 500, 10_240),
             (5000, 10_240, 132, 48 << 20, 528, 10_240),
-            // No room for that: one for each block, as large as there is room for.
+            // Beyond the bound: one slot per resident block, as large as the bound allows.
             (5000, 109_312, 132, 48 << 20, 396, 109_312),
             (5000, 4 << 20, 132, 48 << 20, 396, 126_976),
             (5000, 4 << 20, 8, 48 << 20, 32, 262_144),

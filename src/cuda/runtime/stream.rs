@@ -1,4 +1,4 @@
-//! Streams and events, as the interface shows them.
+//! The public types for streams and events.
 
 use super::calls;
 use super::copies;
@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use std::ffi::c_void;
 use std::sync::Arc;
 
-/// A queue of work on a device: ours or a caller's.
+/// A stream: a queue of work on a device. Created by this crate, or a caller's.
 #[derive(Debug)]
 pub struct Stream {
     device: Arc<Inner>,
@@ -41,7 +41,7 @@ impl Stream {
         self.raw.cast()
     }
 
-    /// A point behind all that is queued now, for taking times.
+    /// Records a timed event behind all work queued so far.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver refuses.
@@ -52,7 +52,7 @@ impl Stream {
         Ok(Event { device: self.device.clone(), raw: event })
     }
 
-    /// Queues a copy from one place of the device to another.
+    /// Queues a copy within the device.
     ///
     /// # Errors
     /// [`Error::Misuse`] if the lengths differ, the places overlap, memory is another device's, or the stream is being captured
@@ -61,13 +61,12 @@ impl Stream {
         check_copy(to, from)?;
         let cx = self.begin(&[to, from])?;
         let queueing = self.device.queueing(&cx, self.raw);
-        // SAFETY: both are memory of the device by their making, do not overlap, and are held until the stream has passed, also
-        // after an error.
+        // SAFETY: both are device memory, do not overlap, and are held until the stream has completed, also after an error.
         unsafe { copies::copy_within(&cx, to.address(), from.address(), to.bytes(), self.raw)? };
         queueing.end()
     }
 
-    /// Queues the writing of a byte to all of some memory.
+    /// Queues a fill of memory with a byte.
     ///
     /// # Errors
     /// [`Error::Misuse`] if the memory is another device's, or the stream is being captured into a graph; [`Error::Device`] if the
@@ -75,7 +74,7 @@ impl Stream {
     pub fn fill(&self, to: &DeviceSlice, byte: u8) -> Result<()> {
         let cx = self.begin(&[to])?;
         let queueing = self.device.queueing(&cx, self.raw);
-        // SAFETY: memory of the device by its making, held until the stream has passed, also after an error.
+        // SAFETY: device memory, held until the stream has completed, also after an error.
         unsafe { copies::fill_bytes(&cx, to.address(), byte, to.bytes(), self.raw)? };
         queueing.end()
     }
@@ -90,14 +89,13 @@ impl Stream {
         from.check_device(&self.device)?;
         let cx = self.begin(&[to])?;
         let queueing = self.device.queueing(&cx, self.raw);
-        // SAFETY: the slice is memory of the device by its making; both are held until the stream has passed, also after an error,
-        // since pinned memory goes back by the reaper. A caller who changes the bytes meanwhile gets a mixture of them on the
-        // device.
+        // SAFETY: the slice is device memory. Both sides are held until the stream has completed, also after an error, because
+        // the reaper frees pinned memory. If the caller changes the bytes meanwhile, the device gets a mixture.
         unsafe { copies::copy_in(&cx, to.address(), from.as_ptr(), from.len(), self.raw)? };
         queueing.end()
     }
 
-    /// Id of the capture that the stream is in; no other capture of the process has or had it.
+    /// Id of the capture that the stream is in, unique in the process.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver refuses, or if the capture was invalidated.
@@ -113,11 +111,11 @@ impl Stream {
         Graph::of_capture(&self.device.context.enter()?, self.raw)
     }
 
-    /// Makes the context current for work with this memory.
+    /// Checks the memory and makes the context current.
     fn begin(&self, memory: &[&DeviceSlice]) -> Result<Entered<'_>> {
         memory.iter().try_for_each(|slice| slice.check_device(&self.device))?;
         let cx = self.device.context.enter()?;
-        // A graph can run after the memory is freed, and the reaper must not become a part of it.
+        // A graph could run after the memory is freed, and the reaper must not become part of it.
         if driver::is_capturing(&cx, self.raw)? {
             return Err(Error::Misuse("the stream is being captured into a graph, which cannot hold the memory".into()));
         }
@@ -125,7 +123,7 @@ impl Stream {
     }
 }
 
-/// What a copy within the device needs: the driver leaves it undefined what overlapping places hold afterwards.
+/// Checks a copy within the device. The driver leaves the result of overlapping copies undefined.
 fn check_copy(to: &DeviceSlice, from: &DeviceSlice) -> Result<()> {
     if to.bytes() != from.bytes() {
         return Err(Error::Misuse(format!("a copy of {} bytes to {}", from.bytes(), to.bytes())));
@@ -141,13 +139,13 @@ fn check_copy(to: &DeviceSlice, from: &DeviceSlice) -> Result<()> {
 impl Drop for Stream {
     fn drop(&mut self) {
         if let (true, Ok(_cx)) = (self.owned, self.device.context.enter()) {
-            // SAFETY: made by us, and nobody else has it; what is queued on it still runs.
+            // SAFETY: created by this crate, without other users. Queued work still runs.
             unsafe { calls::cuStreamDestroy_v2(self.raw) };
         }
     }
 }
 
-/// A point in a stream, with the time when it was passed.
+/// A timed event in a stream.
 #[derive(Debug)]
 pub struct Event {
     device: Arc<Inner>,
@@ -155,7 +153,7 @@ pub struct Event {
 }
 
 impl Event {
-    /// Waits until the point is passed.
+    /// Waits on the host until the event has completed.
     ///
     /// # Errors
     /// [`Error::Device`] if something before it failed.
@@ -163,7 +161,7 @@ impl Event {
         self.raw.wait(&self.device.context.enter()?)
     }
 
-    /// Whether the point is passed.
+    /// Whether the event has completed.
     ///
     /// # Errors
     /// [`Error::Device`] if something before it failed.
@@ -171,10 +169,10 @@ impl Event {
         self.raw.is_passed(&self.device.context.enter()?)
     }
 
-    /// Seconds on the device from `start` to this point, both passed.
+    /// Seconds on the device from `start` to this event. Both must have completed.
     ///
     /// # Errors
-    /// [`Error::Device`] if one of them is not.
+    /// [`Error::Device`] if one of them has not.
     pub fn since(&self, start: &Event) -> Result<f64> {
         Ok(f64::from(self.raw.since(&self.device.context.enter()?, &start.raw)?) / 1e3)
     }
