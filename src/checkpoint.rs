@@ -1,4 +1,4 @@
-//! What encoding and applying see of a checkpoint: named tensors whose bytes can be read by ranges.
+//! Checkpoints: named tensors whose bytes can be read by ranges.
 
 #![forbid(unsafe_code)]
 
@@ -13,12 +13,12 @@ pub struct TensorInfo {
     pub name: String,
     /// Element type.
     pub dtype: Dtype,
-    /// Dims; none for a scalar.
+    /// Dimensions; empty for a scalar.
     pub shape: Vec<u64>,
 }
 
 impl TensorInfo {
-    /// Bytes of the tensor: 0 for a shape that no tensor can have, which no [`Checkpoint`] holds.
+    /// Size of the tensor in bytes. 0 for an invalid shape, which no [`Checkpoint`] contains.
     pub fn bytes(&self) -> u64 {
         self.dtype.lanes(&self.shape).map_or(0, |lanes| lanes * self.dtype.lane_bytes() as u64)
     }
@@ -26,37 +26,37 @@ impl TensorInfo {
 
 /// Named tensors, read by ranges from many threads.
 pub trait Checkpoint: Sync {
-    /// The tensors, names strictly ascending as bytes.
+    /// The tensors, in strictly ascending order of the bytes of their names.
     fn tensors(&self) -> &[TensorInfo];
 
-    /// Fills `out` with the bytes of the tensor at `place` of [`Checkpoint::tensors`], from byte `offset` of it on.
+    /// Fills `out` with bytes of tensor `tensor_index` of [`Checkpoint::tensors`], from byte `offset` of the tensor on.
     ///
     /// # Errors
     /// [`Error::Io`] if the bytes cannot be read, [`Error::Misuse`] if they are not there.
-    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()>;
+    fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// `size` of the same bytes where they lie, if they lie in memory.
-    fn in_place(&self, _place: usize, _offset: u64, _size: usize) -> Option<&[u8]> {
+    /// `size` of the same bytes without a copy, if they are in memory.
+    fn in_place(&self, _tensor_index: usize, _offset: u64, _size: usize) -> Option<&[u8]> {
         None
     }
 
-    /// The same bytes, in place where that can be, else through `scratch`.
+    /// The same bytes, without a copy if possible, otherwise through `scratch`.
     ///
     /// # Errors
     /// As for [`Checkpoint::read`].
-    fn bytes<'a>(&'a self, place: usize, offset: u64, size: usize, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
-        if let Some(bytes) = self.in_place(place, offset, size) {
+    fn bytes<'a>(&'a self, tensor_index: usize, offset: u64, size: usize, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        if let Some(bytes) = self.in_place(tensor_index, offset, size) {
             return Ok(bytes);
         }
         if scratch.len() < size {
             scratch.resize(size, 0);
         }
         let out = &mut scratch[..size];
-        self.read(place, offset, out)?;
+        self.read(tensor_index, offset, out)?;
         Ok(out)
     }
 
-    /// The files and folders that this checkpoint is read from; none for memory. No output may touch them.
+    /// The files and folders from which this checkpoint is read; empty for memory. Outputs must not overlap them.
     fn paths(&self) -> Vec<PathBuf> {
         Vec::new()
     }
@@ -64,12 +64,12 @@ pub trait Checkpoint: Sync {
     /// Checks that nothing has changed since the checkpoint was opened. Encoding calls this after its last read.
     ///
     /// # Errors
-    /// [`Error::Changed`] naming what has changed since the checkpoint was opened.
+    /// [`Error::Changed`] with the file that has changed since the checkpoint was opened.
     fn check_unchanged(&self) -> Result<()> {
         Ok(())
     }
 
-    /// The place of the tensor of this name.
+    /// Index of the tensor with this name.
     fn find(&self, name: &str) -> Option<usize> {
         self.tensors().binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()
     }
@@ -110,15 +110,15 @@ impl Checkpoint for MemoryCheckpoint<'_> {
         &self.infos
     }
 
-    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        let bytes = self.in_place(place, offset, out.len());
-        let missing = || Error::Misuse(format!("{} bytes from {offset} on of tensor {place} are not there", out.len()));
+    fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        let bytes = self.in_place(tensor_index, offset, out.len());
+        let missing = || Error::Misuse(format!("{} bytes from {offset} on of tensor {tensor_index} are not there", out.len()));
         out.copy_from_slice(bytes.ok_or_else(missing)?);
         Ok(())
     }
 
-    fn in_place(&self, place: usize, offset: u64, size: usize) -> Option<&[u8]> {
+    fn in_place(&self, tensor_index: usize, offset: u64, size: usize) -> Option<&[u8]> {
         let start = usize::try_from(offset).ok()?;
-        self.data.get(place)?.get(start..start.checked_add(size)?)
+        self.data.get(tensor_index)?.get(start..start.checked_add(size)?)
     }
 }

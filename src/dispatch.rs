@@ -1,7 +1,7 @@
-//! One place where wider vector instructions are turned on.
+//! Selection of vector instructions at run time.
 
-/// Runs `f` compiled for the widest vector instructions of this processor that the crate knows. `f` and what it calls must be
-/// `#[inline(always)]` to profit; the result is the same on every processor.
+/// Runs `f`, compiled for the widest vector instructions that the processor supports and this module lists. `f` and the functions
+/// it calls must be `#[inline(always)]` to benefit. The result does not depend on the processor.
 #[inline]
 pub(crate) fn vectorized<R>(f: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
@@ -12,8 +12,8 @@ pub(crate) fn vectorized<R>(f: impl FnOnce() -> R) -> R {
     f()
 }
 
-/// A function that runs `f` compiled with these features if the processor has all of them, and else returns `f`. The same
-/// list is used to enable and to detect.
+/// Defines a function that runs `f`, compiled with these features, if the processor has all of them; otherwise it returns `f`.
+/// One list both enables and detects the features.
 #[cfg(target_arch = "x86_64")]
 macro_rules! with_features {
     ($name:ident: $($feature:tt),+) => {
@@ -24,7 +24,7 @@ macro_rules! with_features {
                 f()
             }
             if $(is_x86_feature_detected!($feature))&&+ {
-                // SAFETY: every feature that the function enables was detected just above.
+                // SAFETY: every enabled feature was detected just above.
                 Ok(unsafe { enabled(f) })
             } else {
                 Err(f)

@@ -7,37 +7,37 @@ use std::path::{Path, PathBuf};
 /// Result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Everything that can go wrong, apart by who has to act.
+/// Everything that can go wrong. Variants differ in who can fix the problem.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The operating system refused.
+    /// A call of the operating system failed.
     #[error("cannot {action} {}: {source}", Escaped(&path.display().to_string()))]
     Io {
-        /// What was being done, as a verb.
+        /// The attempted action, as a verb.
         action: &'static str,
         /// The file or folder.
         path: PathBuf,
-        /// The system's answer.
+        /// The error of the system.
         source: io::Error,
     },
-    /// A pair breaks the spec, or its bytes are damaged.
+    /// A pair violates the spec, or its bytes are damaged.
     #[error(transparent)]
     Invalid(#[from] Box<Invalid>),
-    /// The base is not the one that the pair was made from.
-    #[error("wrong base: tensor {} has digest {found}, the pair was made from {expected}", Escaped(tensor))]
+    /// The base is not the one from which the pair was made.
+    #[error("wrong base: tensor {} has digest {found}, but the pair was made from {expected}", Escaped(tensor))]
     WrongBase {
         /// Name of the first base tensor that differs.
         tensor: String,
         /// Digest in the index, hexadecimal.
         expected: String,
-        /// Digest of what was given, hexadecimal.
+        /// Digest of the supplied tensor, hexadecimal.
         found: String,
     },
-    /// The base is the pair's target: nothing is left to do.
-    #[error("already applied: the base given is the target of this pair")]
+    /// The base already is the target of the pair.
+    #[error("already applied: the base is the target of this pair")]
     AlreadyApplied,
-    /// A checkpoint that was given cannot be read as one.
+    /// A file or folder is not a readable checkpoint.
     #[error("{}: {}", Escaped(&path.display().to_string()), Text(reason))]
     BadCheckpoint {
         /// The file or folder.
@@ -45,58 +45,58 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
-    /// Something that was read twice, or for a long time, was changed meanwhile. Reading it again may succeed.
-    #[error("{} changed while it was read", Escaped(what))]
+    /// An input changed while it was being read. Reading it again may succeed.
+    #[error("{} changed while it was being read", Escaped(what))]
     Changed {
         /// The file, or the part of a blob.
         what: String,
     },
-    /// A pair is sound but its target cannot be written as files that a reader of safetensors opens.
+    /// A pair is valid, but its target cannot be written as files that a safetensors reader opens.
     #[error("the target cannot be written as files: {reason}")]
     NotWritable {
-        /// What a reader would refuse.
+        /// What such a reader would refuse.
         reason: String,
     },
-    /// The file may be fine but asks for more than the reader's limits.
+    /// A value in a file exceeds the reader's limits.
     #[error("{what} is {found}, above the reader's limit of {limit}")]
     Limit {
-        /// What is bounded.
+        /// The bounded quantity.
         what: &'static str,
-        /// The bound in force.
+        /// The limit.
         limit: u64,
-        /// What the file asks for.
+        /// The value in the file.
         found: u64,
     },
-    /// An in-place application failed after it had begun to write.
-    #[error("in-place application failed after {} of {total} chunks were written, the tensors are a mixture now: {source}", written.len())]
+    /// An application in place failed after it had started to write.
+    #[error("application in place failed after {} of {total} chunks were written; the tensors are now a mixture of base and target: {source}", written.len())]
     Poisoned {
-        /// Chunks that were written, by their place in the index map.
+        /// Chunks that were written, as indexes into the index map.
         written: Vec<u32>,
-        /// Chunks that were to be written.
+        /// Number of chunks to write.
         total: u32,
         /// The first failure.
         source: Box<Error>,
     },
-    /// The device asked for is not there, or there is nothing to use it with.
+    /// The requested device, or a working driver for it, is missing.
     #[error("no CUDA device: {}", Text(_0))]
     NoDevice(String),
-    /// A library that the caller asked for is not there.
+    /// A requested library is missing or unusable.
     #[error("{library} cannot be used: {}", Text(reason))]
     NoLibrary {
         /// Its name.
         library: &'static str,
-        /// The system's answer.
+        /// The error of the system.
         reason: String,
     },
-    /// The driver of a device refused something, or work on the device died.
+    /// A call of the device's driver failed, or work on the device failed.
     #[error("cannot {doing}: {}", Text(reason))]
     Device {
-        /// What was being done, as a verb.
+        /// The attempted action, as a verb.
         doing: &'static str,
-        /// The driver's answer.
+        /// The error of the driver.
         reason: String,
     },
-    /// Whoever watched the work has ended it.
+    /// The caller cancelled the work.
     #[error("cancelled")]
     Cancelled,
     /// The call makes no sense: a wrong name, range, or size.
@@ -104,16 +104,16 @@ pub enum Error {
     Misuse(String),
 }
 
-/// A rule of the spec that some bytes break.
+/// A violated rule of the spec.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Invalid {
     /// The rule.
     pub rule: Rule,
     /// Where.
     pub at: Location,
-    /// What the rule asks for.
+    /// What the rule requires.
     pub expected: String,
-    /// What stands there.
+    /// What the bytes contain.
     pub found: String,
 }
 
@@ -133,12 +133,12 @@ impl fmt::Display for Invalid {
 
 impl std::error::Error for Invalid {}
 
-/// Where in a pair an error was met; empty parts are not printed.
+/// Location of an error in a pair. Absent parts are not printed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Location {
     /// Name of the tensor.
     pub tensor: Option<String>,
-    /// Place of the chunk in the index map.
+    /// Index of the chunk in the index map.
     pub chunk: Option<u32>,
 }
 
@@ -156,7 +156,7 @@ impl fmt::Display for Location {
 
 macro_rules! rules {
     ($($variant:ident = $id:literal in $section:literal,)+) => {
-        /// The rules on the bytes of a pair, by the ids that the spec gives them.
+        /// The rules on the bytes of a pair, with their ids in the spec.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         #[expect(missing_docs, reason = "each rule is documented by the spec under its id")]
@@ -167,7 +167,7 @@ macro_rules! rules {
             pub const ALL: &[Rule] = &[$(Rule::$variant,)+];
             /// The id in the spec.
             pub const fn id(self) -> &'static str { match self { $(Rule::$variant => $id,)+ } }
-            /// The section of `tpde-format.md`, or with a `C` of `codecs.md`.
+            /// The section of `tpde-format.md`; with the prefix `C`, of `codecs.md`.
             pub const fn section(self) -> &'static str { match self { $(Rule::$variant => $section,)+ } }
         }
     };
@@ -276,7 +276,7 @@ impl Rule {
 }
 
 impl Error {
-    /// The rule of the spec that is broken, where that is the matter.
+    /// The violated rule of the spec, if that is the cause.
     pub fn rule(&self) -> Option<Rule> {
         match self {
             Error::Invalid(invalid) => Some(invalid.rule),
@@ -293,7 +293,7 @@ impl Error {
         Error::BadCheckpoint { path: path.to_owned(), reason: bounded(reason) }
     }
 
-    /// Adds the tensor's name to a broken rule.
+    /// Adds the tensor's name to the location of a violated rule.
     pub(crate) fn in_tensor(mut self, name: &str) -> Self {
         if let Error::Invalid(invalid) = &mut self {
             invalid.at.tensor.get_or_insert_with(|| name.to_owned());
@@ -301,7 +301,7 @@ impl Error {
         self
     }
 
-    /// Adds the chunk's place in the index map to a broken rule.
+    /// Adds the chunk to the location of a violated rule.
     pub(crate) fn in_chunk(mut self, chunk: u32) -> Self {
         if let Error::Invalid(invalid) = &mut self {
             invalid.at.chunk.get_or_insert(chunk);
@@ -312,11 +312,11 @@ impl Error {
 
 /// Most characters of a name, a path or a shape in a message or a table.
 pub const SHOWN_CHARS: usize = 200;
-/// Most characters of each free text that a message is made of.
+/// Most characters of each free text in a message.
 pub const MESSAGE_CHARS: usize = 1000;
 
-/// A stranger's name made safe for a terminal or a log: control characters, bidirectional overrides and other invisible
-/// characters appear as `\u{…}`, and of a long name the middle is cut out so that [`SHOWN_CHARS`] are left.
+/// An untrusted name, made safe for a terminal or a log: control characters, bidirectional overrides and other invisible
+/// characters are shown as `\u{…}`. The middle of a long name is cut out, to [`SHOWN_CHARS`].
 pub struct Escaped<'a>(pub &'a str);
 
 impl fmt::Display for Escaped<'_> {
@@ -325,7 +325,7 @@ impl fmt::Display for Escaped<'_> {
     }
 }
 
-/// A free text of a message, treated like a name and cut to [`MESSAGE_CHARS`].
+/// A free text of a message, escaped like a name and cut to [`MESSAGE_CHARS`].
 struct Text<'a>(&'a str);
 
 impl fmt::Display for Text<'_> {
@@ -339,7 +339,7 @@ fn is_invisible(c: char) -> bool {
         || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff0}'..='\u{fffb}' | '\u{e0000}'..='\u{e0fff}')
 }
 
-/// Characters that `c` appears as.
+/// Number of characters that `c` is shown as.
 fn shown_width(c: char) -> usize {
     if is_invisible(c) { c.escape_unicode().count() } else { 1 }
 }
@@ -348,9 +348,9 @@ fn push_shown(out: &mut String, c: char) {
     if is_invisible(c) { out.extend(c.escape_unicode()) } else { out.push(c) }
 }
 
-/// `text` with its invisible characters escaped, in at most `limit` characters: of a longer one the beginning and the end.
+/// `text` with invisible characters escaped, in at most `limit` characters. Of a longer text the beginning and the end.
 fn escape(text: &str, limit: usize) -> String {
-    // Bytes of the longest run of characters that appears as at most `limit` characters.
+    // Bytes of the longest prefix that is shown as at most `limit` characters.
     let fitting = |chars: &mut dyn Iterator<Item = char>, limit: usize| {
         let mut used = 0;
         let fits = |c: &char| {
@@ -371,8 +371,8 @@ fn escape(text: &str, limit: usize) -> String {
     out
 }
 
-/// What `value` prints, with its invisible characters escaped and cut to [`MESSAGE_CHARS`]. Printing ends there, so that a
-/// value of gigabytes costs no more than a message.
+/// The text of `value`, with invisible characters escaped and cut to [`MESSAGE_CHARS`]. Formatting stops there, so that a huge
+/// value costs no more than a message.
 fn bounded(value: impl fmt::Display) -> String {
     struct Bounded {
         text: String,

@@ -1,4 +1,4 @@
-//! Dtypes and the arithmetic of lossless: bit patterns in, bit patterns out (spec sections 8.1 and 9).
+//! Dtypes, and lossless arithmetic on bit patterns (spec sections 8.1 and 9).
 
 #![forbid(unsafe_code)]
 
@@ -9,7 +9,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 registry! {
     /// Element types, named as in safetensors.
     Dtype: u16 {
-        /// Boolean, a byte each.
+        /// Boolean, one byte.
         Bool = 0 => "BOOL",
         /// Unsigned, 8 bits.
         U8 = 1 => "U8",
@@ -79,7 +79,7 @@ impl Dtype {
         }
     }
 
-    /// How the bits of a lane are ordered before they are subtracted.
+    /// How lanes are mapped to integers before subtraction.
     pub const fn order(self) -> Order {
         use Dtype::*;
         match self {
@@ -88,7 +88,7 @@ impl Dtype {
         }
     }
 
-    /// Bits of mantissa of a lane, for floats with a sign.
+    /// Mantissa bits of a lane; `None` if it is not a signed float.
     pub(crate) const fn mantissa_bits(self) -> Option<u32> {
         match self.context() {
             Context::Exponent { shift, .. } => Some(shift),
@@ -96,7 +96,7 @@ impl Dtype {
         }
     }
 
-    /// What stands for the magnitude of a lane (`spec/codecs.md` section 4.1).
+    /// How the context of a lane, a measure of its magnitude, is computed (`spec/codecs.md` section 4.1).
     pub(crate) const fn context(self) -> Context {
         use Dtype::*;
         match self {
@@ -111,33 +111,32 @@ impl Dtype {
         }
     }
 
-    /// Lanes of a tensor with this shape; `None` if the bits do not fit in 63 bits or do not fill whole bytes.
+    /// Number of lanes of a tensor with this shape. `None` if it has 2^63 bits or more, or a partial byte.
     pub fn lanes(self, shape: &[u64]) -> Option<u64> {
-        // A zero dim makes the product zero whatever the others are, but only if no partial product overflows: the spec asks
-        // for the product, so zero wins.
+        // A zero dimension makes the product zero, even if a partial product of the others overflows.
         let elements = if shape.contains(&0) { 0 } else { shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d))? };
         let bits = elements.checked_mul(self.bits()).filter(|&b| b < 1 << 63)?;
         (bits % 8 == 0).then_some(bits / 8 / self.lane_bytes() as u64)
     }
 }
 
-/// Whether bit patterns are subtracted as they are, or after the order-preserving map for signed floats.
+/// Whether bit patterns are subtracted unchanged, or after the order-preserving map for signed floats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// `ordered(u) = u`.
     Plain,
-    /// Negative values are mirrored so that neighbouring floats are neighbouring integers.
+    /// Negative values are mirrored, so that adjacent floats become adjacent integers.
     Ordered,
 }
 
-/// Which bits of a base lane are its context.
+/// Definition of the context of a base lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Context {
     /// `bits` bits from bit `shift` on.
     Exponent { shift: u32, bits: u32 },
-    /// The number of bits of the lane, or of its complement where the top bit is set.
+    /// Bit length of the lane, or of its complement if the top bit is set.
     SignedBits,
-    /// The number of bits of the lane.
+    /// Bit length of the lane.
     Bits,
 }
 
@@ -145,15 +144,15 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// An unsigned integer as wide as a lane.
+/// An unsigned integer with the width of a lane.
 pub trait Lane: sealed::Sealed + Copy + Eq + Ord + Default + Send + Sync + 'static + std::fmt::Debug {
-    /// The lane as it lies in memory: little-endian, any alignment.
+    /// The lane in memory: little-endian, any alignment.
     type Le: Copy + FromBytes + IntoBytes + Immutable + KnownLayout + Unaligned;
     /// Bytes of a lane.
     const BYTES: usize;
-    /// From memory.
+    /// Converts from memory.
     fn load(le: Self::Le) -> Self;
-    /// To memory.
+    /// Converts to memory.
     fn store(self) -> Self::Le;
     /// The low bits of `x`.
     fn from_u64(x: u64) -> Self;
@@ -163,22 +162,22 @@ pub trait Lane: sealed::Sealed + Copy + Eq + Ord + Default + Send + Sync + 'stat
     fn ordered(self, order: Order) -> Self;
     /// The inverse of [`Lane::ordered`].
     fn unordered(self, order: Order) -> Self;
-    /// `zigzag(ordered(target) − ordered(base))`; zero exactly where the two are equal.
+    /// `zigzag(ordered(target) − ordered(base))`; zero if and only if the two are equal.
     fn delta(base: Self, target: Self, order: Order) -> Self;
-    /// The target of which `delta` is the delta from `base`.
+    /// The inverse of [`Lane::delta`]: the target.
     fn apply(base: Self, delta: Self, order: Order) -> Self;
     /// `bits` bits from bit `shift` on.
     fn exponent(self, shift: u32, bits: u32) -> Self;
     /// The lane's context.
     #[expect(private_interfaces, reason = "the trait is sealed")]
     fn context(self, of: Context) -> Self;
-    /// Number of bits.
+    /// Bit length.
     fn bit_count(self) -> Self;
-    /// The complement where the top bit is set.
+    /// The lane, or its complement if the top bit is set.
     fn magnitude(self) -> Self;
     /// min(max(self, `first`) − `first`, 255).
     fn index_from(self, first: Self) -> u8;
-    /// `x`, or the largest value below it.
+    /// `x`, or the largest lane if that is smaller.
     fn saturate(x: u16) -> Self;
 }
 
@@ -209,7 +208,7 @@ macro_rules! lane {
                 const TOP: $unsigned = 1 << (<$unsigned>::BITS - 1);
                 match order {
                     Order::Plain => self,
-                    // With the sign: all bits flip, which is MAX − u. Without: the top bit flips, which adds it.
+                    // Negative: flip all bits, which is MAX − u. Positive: flip the top bit.
                     Order::Ordered => self ^ (((self as $signed) >> (<$unsigned>::BITS - 1)) as $unsigned | TOP),
                 }
             }
@@ -294,13 +293,13 @@ macro_rules! with_lane {
 }
 pub(crate) use with_lane;
 
-/// The lanes that lie in `bytes`; a remainder that is no whole lane is left out.
+/// The lanes in `bytes`. A partial lane at the end is left out.
 #[inline(always)]
 pub(crate) fn lanes_of<L: Lane>(bytes: &[u8]) -> &[L::Le] {
     <[L::Le]>::ref_from_prefix_with_elems(bytes, bytes.len() / L::BYTES).map_or(&[], |(lanes, _)| lanes)
 }
 
-/// The lanes that lie in `bytes`, to be changed.
+/// The lanes in `bytes`, mutable.
 #[inline(always)]
 pub(crate) fn lanes_of_mut<L: Lane>(bytes: &mut [u8]) -> &mut [L::Le] {
     let count = bytes.len() / L::BYTES;
@@ -331,7 +330,7 @@ mod tests {
         assert_eq!(u16::delta(0x3F81, 0x3F80, order), 1);
     }
 
-    /// Every pattern of 16 bits against a sample that holds the special ones: BF16, F16 and the integers.
+    /// Every 16-bit pattern as base, with a sample of targets that includes special values.
     #[test]
     fn all_patterns_of_16_bits_come_back() {
         let mut sample: Vec<u16> = vec![

@@ -1,6 +1,6 @@
-//! Bounds on what a reader does for a stranger's file (spec section 13.4).
+//! Limits of a reader for untrusted files (spec section 13.4).
 
-/// What a reader is willing to hold. The defaults are the spec's.
+/// Limits of a reader. The defaults are those of the spec.
 ///
 /// Opening a pair takes at most `index_size + 2 * (expanded sections) + 100 * (tensors)` bytes of memory, plus twice the name and
 /// 100 bytes per file. The header states the sizes of the sections, which are compared with the limits before anything is
@@ -9,7 +9,7 @@
 pub struct Limits {
     /// Most bytes of an index file.
     pub index_size: u64,
-    /// Most bytes that one compressible section may expand to. More than 2^32 - 1 is refused whatever this says.
+    /// Most bytes that one compressible section may expand to. Values above 2^32 - 1 act like 2^32 - 1.
     pub section_size: u64,
 }
 

@@ -13,7 +13,7 @@ use serde::Serialize;
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
 
-/// Where the two files of a pair lie.
+/// Paths of the two files of a pair.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PairPaths {
     /// `NAME.tpde-index`.
@@ -23,7 +23,7 @@ pub struct PairPaths {
 }
 
 impl PairPaths {
-    /// The files of the pair `path`, which is the stem or either file.
+    /// Paths of the pair `path`, which is the common stem or either file.
     pub fn new(path: &Path) -> Self {
         let stem = match path.extension().and_then(|e| e.to_str()) {
             Some("tpde-index" | "tpde-blob") => path.with_extension(""),
@@ -38,7 +38,7 @@ impl PairPaths {
     }
 }
 
-/// Refuses a path that names no pair: one whose last part is empty, `.` or `..`.
+/// Refuses a path whose last part is empty, `.` or `..`: it cannot name a pair.
 ///
 /// # Errors
 /// [`Error::Misuse`].
@@ -54,20 +54,21 @@ pub(crate) fn check_pair_name(path: &Path) -> Result<()> {
     Err(Error::Misuse(format!("{shown} names no pair: give its folder and its name, as in FOLDER/NAME")))
 }
 
-/// A validated index and the blob that belongs to it.
+/// A validated index and its blob.
 #[derive(Debug)]
 pub struct Pair<B> {
     index: ValidatedIndex,
     blob: B,
-    /// The files that it was opened from.
+    /// The files from which it was opened.
     paths: Option<PairPaths>,
 }
 
 impl Pair<FileSource> {
     /// Opens the pair `path` (the stem or either file) with the default limits.
     ///
-    /// Cheap: the index is read and validated whole, of the blob only the header. Payloads are checked when they are decoded;
-    /// [`Pair::verify`] checks them all. While the pair is being replaced, this gives the old one or the new one.
+    /// Cost: the index is read and validated completely; of the blob only the header is read. Payloads are checked when they are
+    /// decoded; [`Pair::verify`] checks all of them. If the pair is being replaced meanwhile, this returns the old one or the new
+    /// one.
     ///
     /// # Errors
     /// As [`ValidatedIndex::parse`] and [`Pair::new`], [`Error::Io`], and [`Error::Misuse`] for a path that ends in no name.
@@ -84,7 +85,7 @@ impl Pair<FileSource> {
         let paths = PairPaths::new(path);
         let open = || Self::open_once(&paths, limits);
         match open() {
-            // Perhaps between the two renames of a publication: wait for its end and look again.
+            // Possibly between the two renames of a publication: wait for its end and try again.
             Err(Error::Invalid(e)) if matches!(e.rule, Rule::BlobPairDigest | Rule::BlobBlobSize) => {
                 publish::between_publications(&paths.index, progress, open)
             }
@@ -100,10 +101,10 @@ impl Pair<FileSource> {
 }
 
 impl<B: Source> Pair<B> {
-    /// Joins a validated index with its blob: memory, a file, a mapping.
+    /// Combines a validated index with its blob, for example memory, a file or a mapping.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with a `blob` rule if the blob is damaged, cut short or another pair's.
+    /// [`Error::Invalid`] with a `blob` rule if the blob is damaged, truncated, or belongs to another pair.
     pub fn new(index: ValidatedIndex, blob: B) -> Result<Self> {
         let size = index.header().blob_size;
         let mut scratch = Vec::new();
@@ -111,7 +112,7 @@ impl<B: Source> Pair<B> {
             return Err(Rule::BlobBlobSize.broken(size, blob.size()));
         }
         let bytes = blob.bytes(0, BLOB_HEADER_SIZE as usize, &mut scratch)?;
-        // Before the size, so that a file that is no blob at all is called that.
+        // Checked before the size, so that a file that is not a blob is reported as such.
         Rule::BlobMagic.check(bytes[..8] == BLOB_MAGIC, hex(&BLOB_MAGIC), hex(&bytes[..8]))?;
         Rule::BlobBlobSize.check_eq(size, blob.size())?;
         let header = BlobHeader::read(&mut Cursor::new(bytes)).map_err(|e| Rule::BlobBlobSize.broken("a header", e))?;
@@ -136,7 +137,7 @@ impl<B: Source> Pair<B> {
         &self.index
     }
 
-    /// The files that the pair was opened from; none for one that was joined from parts.
+    /// The files from which the pair was opened; empty for one that was combined from parts.
     pub(crate) fn paths(&self) -> Vec<PathBuf> {
         self.paths.iter().flat_map(|paths| [paths.index.clone(), paths.blob.clone()]).collect()
     }
@@ -146,8 +147,8 @@ impl<B: Source> Pair<B> {
         &self.blob
     }
 
-    /// The payload of a chunk, with its CRC and padding checked; empty for an unchanged chunk. In place where the blob is
-    /// memory or mapped, else through `scratch`.
+    /// The payload of a chunk, after checks of CRC and padding. Empty for an unchanged chunk. Without a copy if the blob is
+    /// memory or mapped, otherwise through `scratch`.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming the chunk if the payload is damaged; [`Error::Misuse`] if there is no such chunk.
@@ -161,10 +162,10 @@ impl<B: Source> Pair<B> {
 
     /// Reads every payload and checks its CRC and padding, on all threads of the pool.
     ///
-    /// Finds accidents: together with what opening has checked, every stored byte is covered. CRC-32 misses random damage of a
-    /// payload with a probability of 2^-32. It does not find forgery: a payload can be changed so that its CRC and the chunk sums
-    /// stay the same, and the pair digest does not cover payloads. Only a comparison of the target digests shows that payloads
-    /// are authentic; [`Apply::verify`](crate::delta::Apply::verify) makes it.
+    /// Together with the checks at opening, this covers every stored byte against accidents. CRC-32 misses random damage of a
+    /// payload with probability 2^-32. It does not find forgery: a payload can be changed so that its CRC and the chunk sums stay
+    /// the same, and the pair digest does not cover payloads. Only a comparison of the target digests proves that payloads are
+    /// authentic; [`Apply::verify`](crate::delta::Apply::verify) does that.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming the first damaged chunk.
@@ -194,7 +195,7 @@ impl<B: Source> Pair<B> {
         })
     }
 
-    /// Adds the tensor's name to an error that knows its chunk.
+    /// Adds the tensor's name to an error that has a chunk.
     fn name_tensor(&self, error: Error) -> Error {
         let chunk = match &error {
             Error::Invalid(invalid) => invalid.at.chunk,
@@ -207,7 +208,7 @@ impl<B: Source> Pair<B> {
     }
 }
 
-/// The payload that a record tells of, its CRC and padding checked.
+/// Reads the payload of a record, and checks its CRC and padding.
 pub(crate) fn checked_payload<'a>(
     blob: &'a (impl Source + ?Sized),
     record: &ChunkMetadata,
@@ -224,7 +225,7 @@ pub(crate) fn checked_payload<'a>(
     Ok(payload)
 }
 
-/// What [`Pair::verify`] has looked at.
+/// What a verification has checked.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct VerifyReport {
     /// Tensors of the pair.
@@ -233,9 +234,9 @@ pub struct VerifyReport {
     pub chunks: u64,
     /// Bytes of index and blob.
     pub stored_bytes: u64,
-    /// Whether a base was given and is the pair's.
+    /// Whether a base was supplied and has the digests of the pair.
     pub base_checked: bool,
-    /// Whether a target was given, or rebuilt from the base, and has the digests of the pair. Only a rebuilt target says
-    /// anything of the payloads.
+    /// Whether a target was supplied, or rebuilt from the base, and has the digests of the pair. Only a rebuilt target proves
+    /// that the payloads are correct.
     pub target_checked: bool,
 }

@@ -1,4 +1,4 @@
-//! Bytes at offsets: memory, files read by ranges, and, where asked for, mapped files.
+//! Sources of bytes at offsets: memory, files read by ranges, and optionally mapped files.
 
 use crate::error::{Error, Result};
 use std::collections::VecDeque;
@@ -7,21 +7,21 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
-/// Time within which two writes to a file may leave the same time stamps: two ticks of the slowest common kernel timer.
+/// Two writes to a file within this time may leave the same time stamps: two ticks of the slowest common kernel timer.
 const GRANULARITY: Duration = Duration::from_millis(20);
 
-/// A run of bytes that can be read anywhere, by many threads at once.
+/// Bytes that can be read at any offset, by many threads at once.
 pub trait Source: Sync {
-    /// How many bytes there are.
+    /// Number of bytes.
     fn size(&self) -> u64;
 
-    /// Fills `out` from `offset` on.
+    /// Fills `out` with bytes from `offset` on.
     ///
     /// # Errors
     /// [`Error::Io`] if the bytes are not there (any more), [`Error::Misuse`] for memory that is too short.
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// `size` bytes from `offset` on: in place where the source can, else through `scratch`.
+    /// `size` bytes from `offset` on: without a copy if the source supports it, otherwise through `scratch`.
     ///
     /// # Errors
     /// As for [`Source::read`].
@@ -34,8 +34,8 @@ pub trait Source: Sync {
         Ok(out)
     }
 
-    /// All bytes, if they lie in memory that cannot change while the source is borrowed. What is read again need not be copied or
-    /// compared then.
+    /// All bytes, if they are in memory that cannot change while the source is borrowed. Then callers need not copy data that
+    /// they read twice.
     fn in_memory(&self) -> Option<&[u8]> {
         None
     }
@@ -70,7 +70,7 @@ macro_rules! in_memory {
 
 in_memory!(&[u8], Vec<u8>);
 
-/// What identifies a file and its content: a write changes the times, a replacement the inode.
+/// Identifies a file and its content: a write changes the times, a replacement changes the inode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stamp {
     device: u64,
@@ -95,7 +95,7 @@ impl From<&Metadata> for Stamp {
 }
 
 impl Stamp {
-    /// How long ago the file was changed; `None` if the clock says that it will be.
+    /// Time since the last change of the file; `None` if that is in the future.
     fn age(&self) -> Option<Duration> {
         let (seconds, nanoseconds) = self.changed;
         let changed = Duration::new(u64::try_from(seconds).ok()?, u32::try_from(nanoseconds).ok()?);
@@ -103,15 +103,15 @@ impl Stamp {
     }
 }
 
-/// Files of which only the last few that were read are open, so that a checkpoint may have more files than a process may open.
+/// A cache of open files, for checkpoints that have more files than a process may open.
 #[derive(Debug, Default)]
 pub(crate) struct OpenFiles(Mutex<VecDeque<(Stamp, Arc<File>)>>);
 
 impl OpenFiles {
-    /// Files that are open at most, and one for each thread.
+    /// Most cached open files. Each thread may hold one more.
     pub const MOST: usize = 16;
 
-    /// The file of this path and stamp, opened again if it is not open.
+    /// Returns the file with this path and stamp, and opens it if necessary.
     fn get(&self, path: &Path, stamp: &Stamp) -> Result<Arc<File>> {
         let open = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(file) = Self::find(&mut open(), stamp) {
@@ -130,7 +130,7 @@ impl OpenFiles {
         Ok(file)
     }
 
-    /// Finds an open file, which then counts as the last one read.
+    /// Finds an open file, and makes it the most recently used.
     fn find(open: &mut VecDeque<(Stamp, Arc<File>)>, stamp: &Stamp) -> Option<Arc<File>> {
         let at = open.iter().rposition(|(other, _)| other == stamp)?;
         let entry = open.remove(at)?;
@@ -158,7 +158,7 @@ fn changed(path: &Path) -> Error {
     Error::Changed { what: path.display().to_string() }
 }
 
-/// A regular file, read by ranges at positions.
+/// A regular file, read at offsets.
 #[derive(Debug)]
 pub struct FileSource {
     file: Handle,
@@ -169,7 +169,7 @@ pub struct FileSource {
 #[derive(Debug)]
 enum Handle {
     Open(File),
-    /// Open while it is among the last that were read.
+    /// Open while it is among the most recently used files.
     Shared(Arc<OpenFiles>),
 }
 
@@ -183,37 +183,37 @@ impl FileSource {
         Ok(Self { file: Handle::Open(file), path: path.to_owned(), stamp: Stamp::from(&metadata) })
     }
 
-    /// [`FileSource::open`] for one of many files that share a bounded number of descriptors. A file that is not the one opened
-    /// here when it is read later is [`Error::Changed`].
+    /// As [`FileSource::open`], for one of many files that share a bounded number of descriptors. A file that was replaced by the
+    /// time it is read gives [`Error::Changed`].
     pub(crate) fn open_shared(path: &Path, files: &Arc<OpenFiles>) -> Result<Self> {
         let (_, metadata) = open_regular(path)?;
         Ok(Self { file: Handle::Shared(files.clone()), path: path.to_owned(), stamp: Stamp::from(&metadata) })
     }
 
-    /// Lets [`FileSource::check_unchanged`] notice every change from now on: waits until a change would give other time stamps
-    /// than the file has, which takes at most 20 ms and only for files written within these.
+    /// Ensures that [`FileSource::check_unchanged`] notices every change from now on: waits until a change would give other time
+    /// stamps. At most 20 ms, and only for files written within the last 20 ms.
     ///
     /// # Errors
     /// [`Error::Io`] or [`Error::Changed`].
     pub(crate) fn settle(&mut self) -> Result<()> {
-        if let Some(rest) = self.stamp.age().and_then(|age| GRANULARITY.checked_sub(age)) {
-            std::thread::sleep(rest);
+        if let Some(remaining) = self.stamp.age().and_then(|age| GRANULARITY.checked_sub(age)) {
+            std::thread::sleep(remaining);
             let metadata = self.with_file(|file| file.metadata().map_err(|e| Error::io("look at", &self.path, e)))?;
             self.stamp = Stamp::from(&metadata);
         }
         Ok(())
     }
 
-    /// Compares the file at the path with the one that was opened: device, inode, size, time of the last change of the content
-    /// and time of the last change of the inode.
+    /// Compares the file at the path with the opened one: device, inode, size, and the times of the last changes of content and
+    /// inode.
     ///
-    /// A change that leaves all of these is not noticed. That takes a file system with time stamps coarser than 20 ms, or a writer
-    /// that maps the file into memory and whose pages the system has not written yet.
+    /// A change that leaves all of these equal is not noticed. That requires a file system with time stamps coarser than 20 ms,
+    /// or a writer that maps the file and whose pages are not yet written back.
     ///
     /// # Errors
     /// [`Error::Changed`] if they differ or the path names nothing any more; [`Error::Io`].
     pub fn check_unchanged(&self) -> Result<()> {
-        // The same inode at the path, unchanged, is the one that was opened: the descriptor need not be asked too.
+        // If the path still has the same unchanged inode, it is the opened file, so the descriptor need not be checked.
         match std::fs::metadata(&self.path) {
             Ok(metadata) if Stamp::from(&metadata) == self.stamp => Ok(()),
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("look at", &self.path, e)),
@@ -228,12 +228,12 @@ impl FileSource {
         }
     }
 
-    /// Where it was opened.
+    /// Path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The whole file in memory of our own.
+    /// Reads the whole file into memory.
     ///
     /// # Errors
     /// [`Error::Limit`] if it is larger than `limit`, [`Error::Io`] if reading fails or finds another size.
@@ -247,20 +247,20 @@ impl FileSource {
         let mut buffer = Buffer::zeroed(size as usize).map_err(error)?;
         self.read(0, buffer.as_mut())?;
         if self.with_file(|file| file.read_at(&mut [0], size).map_err(error))? > 0 {
-            return Err(error(std::io::Error::other("it grew while it was read")));
+            return Err(error(std::io::Error::other("it grew while it was being read")));
         }
         Ok(buffer)
     }
 }
 
-/// Bytes in memory of our own, which nobody else can change.
+/// Owned bytes, which no one else can change.
 #[derive(Debug)]
 pub struct Buffer(Memory);
 
 #[derive(Debug)]
 enum Memory {
     Heap(Vec<u8>),
-    /// Fresh memory in large pages: a million records in small ones take as long to be given as to be checked.
+    /// New memory in large pages. With small pages, allocating a million records takes as long as validating them.
     #[cfg(all(feature = "mmap", target_os = "linux"))]
     LargePages(memmap2::MmapMut),
 }
@@ -270,7 +270,7 @@ impl Buffer {
         #[cfg(all(feature = "mmap", target_os = "linux"))]
         if size >= 4 << 20 {
             let map = memmap2::MmapMut::map_anon(size)?;
-            // A hint: without large pages the memory is the same, only slower to get.
+            // A hint only: without large pages, allocation is slower.
             let _ = map.advise(memmap2::Advice::HugePage);
             return Ok(Self(Memory::LargePages(map)));
         }
@@ -318,7 +318,8 @@ impl Source for FileSource {
             file.read_exact_at(out, offset).map_err(|e| match e.kind() {
                 std::io::ErrorKind::UnexpectedEof => {
                     let size = self.size();
-                    let reason = format!("it ends before byte {}, it had {size} when it was opened", offset + out.len() as u64);
+                    let reason =
+                        format!("it ends before byte {}; when it was opened it had {size} bytes", offset + out.len() as u64);
                     Error::io("read", &self.path, std::io::Error::new(e.kind(), reason))
                 }
                 _ => Error::io("read", &self.path, e),
@@ -327,8 +328,8 @@ impl Source for FileSource {
     }
 }
 
-/// A mapped file. Faster than [`FileSource`] for scattered reads of cached files, but a file that is cut short while it is
-/// mapped ends the process with SIGBUS: only for files that nothing else writes.
+/// A mapped file. Faster than [`FileSource`] for scattered reads of cached files. If the file is truncated while it is mapped,
+/// the process ends with SIGBUS: use it only for files without other writers.
 #[cfg(feature = "mmap")]
 #[derive(Debug)]
 pub struct MappedSource(memmap2::Mmap);
@@ -396,7 +397,7 @@ mod tests {
         let (_folder, path) = file(b"12345");
         let error = FileSource::open(&path).unwrap().read_all("size", 4).unwrap_err();
         assert!(matches!(error, Error::Limit { limit: 4, found: 5, .. }), "{error}");
-        // Sparse: to read it whole would take more memory than a machine has.
+        // A sparse file, larger than the memory of a machine.
         File::options().write(true).open(&path).unwrap().set_len(1 << 42).unwrap();
         let error = FileSource::open(&path).unwrap().read_all("size", 1 << 30).unwrap_err();
         assert!(matches!(error, Error::Limit { .. }), "{error}");
@@ -408,7 +409,7 @@ mod tests {
         let source = FileSource::open(&path).unwrap();
         fs::write(&path, b"12").unwrap();
         let error = source.read(0, &mut [0; 5]).unwrap_err();
-        assert!(matches!(&error, Error::Io { .. }) && error.to_string().contains("it had 5"), "{error}");
+        assert!(matches!(&error, Error::Io { .. }) && error.to_string().contains("it had 5 bytes"), "{error}");
     }
 
     #[test]
@@ -427,7 +428,7 @@ mod tests {
         for (what, change) in changes {
             let (_folder, path) = file(b"12345");
             let mut source = FileSource::open(&path).unwrap();
-            // At once after the file was written: the first stamp that the file can keep is the one that counts.
+            // Directly after the write, so that the stamp needs to settle.
             source.settle().unwrap();
             source.check_unchanged().unwrap();
             change(&path);

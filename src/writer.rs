@@ -14,16 +14,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use zerocopy::IntoBytes;
 
-/// What the tensor table says of a tensor, apart from what follows from its chunks.
+/// The description of a tensor in the tensor table, without fields that follow from its chunks.
 #[derive(Debug, Clone)]
 pub struct TensorSpec {
-    /// Name in the target; must be above the one before.
+    /// Name in the target. Names must ascend.
     pub name: String,
-    /// Name of the base tensor where it differs.
+    /// Name of the base tensor, if it differs.
     pub base_name: Option<String>,
     /// Element type.
     pub dtype: Dtype,
-    /// Dims.
+    /// Dimensions.
     pub shape: Vec<u64>,
     /// Where the base lanes come from.
     pub base_kind: BaseKind,
@@ -37,12 +37,12 @@ pub struct TensorSpec {
     pub chunk_lanes_log2: u8,
 }
 
-/// A target file to be rebuilt by readers.
+/// A target file that readers can rebuild.
 #[derive(Debug, Clone)]
 pub struct FileSpec {
     /// File name, empty for a lone file.
     pub name: String,
-    /// What it is made of.
+    /// What the file consists of.
     pub kind: FileKind,
     /// Bytes of the content.
     pub content_size: u64,
@@ -52,11 +52,11 @@ pub struct FileSpec {
     pub content: Vec<u8>,
 }
 
-/// Builds a pair: payloads go to `blob` as they come, the index is put together at the end.
+/// Builds a pair: writes payloads to `blob` as they arrive, and assembles the index at the end.
 ///
 /// Call [`begin_tensor`](Self::begin_tensor), [`chunk`](Self::chunk) for each of its chunks in order, and
 /// [`end_tensor`](Self::end_tensor), for all tensors in ascending order of their names; then [`finish`](Self::finish).
-/// Memory: 48 bytes a chunk and some 100 a tensor.
+/// Memory: 48 bytes per chunk and about 100 per tensor.
 pub struct PairBuilder<W> {
     blob: W,
     blob_path: PathBuf,
@@ -66,7 +66,7 @@ pub struct PairBuilder<W> {
     entries: Vec<TensorEntry>,
     dims: Vec<u64>,
     names: Vec<u8>,
-    /// Table sets in the order of the tensors that own them, and the tables of all tensors.
+    /// Table sets in the order of the first tensor that uses them, and the encoded tables of all tensors.
     sets: Vec<Arc<TableSet>>,
     tables: Vec<u8>,
     digests: Vec<TensorDigests>,
@@ -76,12 +76,12 @@ pub struct PairBuilder<W> {
 }
 
 impl<W: Write> PairBuilder<W> {
-    /// A builder that writes payloads to `blob`, from its beginning; `blob_path` is for error messages.
+    /// Creates a builder that writes payloads to `blob`, from its beginning. `blob_path` is for error messages.
     ///
     /// # Errors
-    /// [`Error::Io`] if `blob` refuses the room for its header.
+    /// [`Error::Io`] if writing the placeholder of the header to `blob` fails.
     pub fn new(mut blob: W, blob_path: PathBuf) -> Result<Self> {
-        // The header quotes the pair digest, which is known last; see `finish`.
+        // A placeholder: the header contains the pair digest, which is known last; see `finish`.
         blob.write_all(&[0; BLOB_HEADER_SIZE as usize]).map_err(|e| Error::io("write", &blob_path, e))?;
         Ok(Self {
             blob,
@@ -124,7 +124,7 @@ impl<W: Write> PairBuilder<W> {
         });
     }
 
-    /// Adds the tables of a tensor, as a set or the number of one, and returns their size.
+    /// Writes the tables of a tensor, as a set or as the number of an earlier equal set. Returns their size.
     fn put_tables(&mut self, set: &Arc<TableSet>) -> u32 {
         let before = self.tables.len();
         if let Some(known) = self.sets.iter().position(|known| Arc::ptr_eq(known, set) || known == set) {
@@ -137,7 +137,7 @@ impl<W: Write> PairBuilder<W> {
         (self.tables.len() - before) as u32
     }
 
-    /// Adds the next chunk of the tensor that was begun: its payload, what the encoder said of it, and its sums.
+    /// Adds the next chunk of the current tensor: its payload, the encoder's description of it, and its sums.
     ///
     /// # Errors
     /// [`Error::Io`] if the blob cannot be written, [`Error::Misuse`] without a tensor.
@@ -162,7 +162,7 @@ impl<W: Write> PairBuilder<W> {
         Ok(())
     }
 
-    /// Ends the tensor: the BLAKE3 hashes of all bytes of its base tensor, if it has one, and of the target tensor.
+    /// Ends the tensor. The arguments are the BLAKE3 hashes of the base tensor, if it has one, and of the target tensor.
     pub fn end_tensor(&mut self, base: Option<Hash>, target: Hash) {
         let base_digest = base.as_ref().map_or([0; DIGEST_SIZE], digest::short);
         self.digests.push(TensorDigests { base_digest, target_digest: digest::short(&target) });
@@ -175,8 +175,8 @@ impl<W: Write> PairBuilder<W> {
         self.files.push(file);
     }
 
-    /// Puts the index together and validates it as a reader would. The blob still lacks its header, which goes to its
-    /// beginning: [`Finished::blob_header`].
+    /// Assembles the index and validates it as a reader would. The caller must still write [`Finished::blob_header`] to the
+    /// beginning of the blob.
     ///
     /// # Errors
     /// [`Error::Invalid`] if the calls did not describe a valid pair, [`Error::Limit`] if it is too large for readers.
@@ -199,7 +199,7 @@ impl<W: Write> PairBuilder<W> {
         Ok(Finished { index, blob_header, blob: self.blob })
     }
 
-    /// The lowest version that has all that the pair uses.
+    /// The lowest version that has all features that the pair uses.
     fn version_minor(&self) -> u16 {
         let newest = self.entries.iter().any(|entry| entry.codec == Codec::Conditioned.code());
         if newest { VERSION_MINOR } else { 0 }
@@ -211,11 +211,11 @@ impl<W: Write> PairBuilder<W> {
         tensors.extend(self.dims.iter().flat_map(|d| d.to_le_bytes()));
         tensors.extend(&self.names);
 
-        let (tensors_size, tensors) = shrink(tensors)?;
-        let (files_size, files) = shrink(self.files_bytes()?)?;
+        let (tensors_size, tensors) = compress_section(tensors)?;
+        let (files_size, files) = compress_section(self.files_bytes()?)?;
         count(self.sets.len(), MAX_TABLE_SETS as u32, "table sets")?;
-        let (tables_size, tables) = shrink(self.tables.clone())?;
-        // Each section as the parts that it is put together from, and its expanded size where that differs.
+        let (tables_size, tables) = compress_section(self.tables.clone())?;
+        // Each section as the parts to concatenate, and its expanded size if that differs.
         let sections: [(&[&[u8]], Option<u64>); 6] = [
             (&[self.records.as_bytes()], None),
             (&[self.sums.as_bytes()], None),
@@ -273,19 +273,19 @@ impl<W: Write> PairBuilder<W> {
     }
 }
 
-/// A pair that only has to be put where it belongs.
+/// A complete pair that is not yet published.
 #[derive(Debug)]
 pub struct Finished<W> {
     /// The index, validated; its bytes are [`ValidatedIndex::as_bytes`].
     pub index: ValidatedIndex,
     /// The first 64 bytes of the blob.
     pub blob_header: [u8; BLOB_HEADER_SIZE as usize],
-    /// The blob as written so far, with zeros in place of its header.
+    /// The blob, with zeros in place of its header.
     pub blob: W,
 }
 
 impl Finished<Vec<u8>> {
-    /// The pair in memory.
+    /// Combines a pair in memory.
     ///
     /// # Errors
     /// None that the calls of a [`PairBuilder`] can cause.
@@ -295,21 +295,21 @@ impl Finished<Vec<u8>> {
     }
 }
 
-fn count(found: usize, limit: u32, what: &'static str) -> Result<u32> {
-    let too_many = || Error::Limit { what, limit: limit.into(), found: found as u64 };
-    u32::try_from(found).ok().filter(|&n| n <= limit).ok_or_else(too_many)
+fn count(value: usize, limit: u32, what: &'static str) -> Result<u32> {
+    let too_many = || Error::Limit { what, limit: limit.into(), found: value as u64 };
+    u32::try_from(value).ok().filter(|&n| n <= limit).ok_or_else(too_many)
 }
 
 fn pad(bytes: &mut Vec<u8>) {
     bytes.resize(bytes.len().next_multiple_of(SECTION_ALIGN as usize), 0);
 }
 
-/// zstd level of the compressible sections. On the tables of real checkpoints the levels above it gain nothing and cost up to
-/// fifty times as much, which small pairs feel: this part of encoding is serial.
+/// zstd level of the compressible sections. On the tables of real checkpoints, higher levels gain nothing and cost up to fifty
+/// times as much, which matters for small pairs: this part of encoding is serial.
 const TABLE_LEVEL: i32 = 6;
 
-/// The stored form of a compressible section, after its expanded size.
-fn shrink(expanded: Vec<u8>) -> Result<(u64, Vec<u8>)> {
+/// Compresses a section. Returns its expanded size and its stored form.
+fn compress_section(expanded: Vec<u8>) -> Result<(u64, Vec<u8>)> {
     let size = expanded.len() as u64;
     let frame =
         ::zstd::bulk::compress(&expanded, TABLE_LEVEL).map_err(|e| Error::Misuse(format!("the zstd library failed: {e}")))?;

@@ -252,7 +252,7 @@ class DevicePair:
         """Rebuilds tensors from others."""
         applied, ready = self._apply(outputs, base, "out_of_place", progress)
         if not applied:
-            raise AlreadyApplied("already applied: the base given is the target of this pair")
+            raise AlreadyApplied("already applied: the base is the target of this pair")
         return ready
 
     def _remember(
@@ -308,5 +308,5 @@ class DevicePair:
         applied = ready.run(self, progress)
         self._kept[""] = ready
         if not applied:
-            raise AlreadyApplied("already applied: the base given is the target of this pair")
+            raise AlreadyApplied("already applied: the base is the target of this pair")
         return made

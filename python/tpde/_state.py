@@ -131,7 +131,7 @@ def _apply_again(
         try:
             applied = ready.run(pair, progress)
             if overwrites and not applied:
-                raise AlreadyApplied("already applied: the base given is the target of this pair")
+                raise AlreadyApplied("already applied: the base is the target of this pair")
         except TpdeError as error:
             if overwrites and not isinstance(error, Misuse):
                 raise _spoilt(error) from error

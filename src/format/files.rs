@@ -28,7 +28,7 @@ impl FileEntry {
 }
 
 registry! {
-    /// What a target file is made of, and whether its content is stored.
+    /// What a target file consists of, and whether its content is stored.
     FileKind: u16 {
         /// Header stored here, then the tensors that it lists.
         Safetensors = 0 => "safetensors",

@@ -37,7 +37,7 @@ impl Section {
     }
 }
 
-/// Where a section lies (24 bytes).
+/// Location of a section (24 bytes).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, BinRead, BinWrite)]
 #[cfg_attr(feature = "arbitrary", derive(arbitrary::Arbitrary))]
 #[brw(little)]
@@ -46,7 +46,7 @@ pub struct SectionEntry {
     pub offset: u64,
     /// Bytes in the file.
     pub stored_size: u64,
-    /// Bytes after decompression; equal to `stored_size` when the section is stored as it is.
+    /// Bytes after decompression; equal to `stored_size` if the section is not compressed.
     pub expanded_size: u64,
 }
 

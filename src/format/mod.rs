@@ -25,7 +25,7 @@ pub const INDEX_MAGIC: [u8; 8] = *b"\x89TPI\r\n\x1a\n";
 pub const BLOB_MAGIC: [u8; 8] = *b"\x89TPB\r\n\x1a\n";
 /// The major version that this crate reads and writes.
 pub const VERSION_MAJOR: u16 = 1;
-/// The newest minor version that this crate knows; it writes the lowest that a pair can do with.
+/// The newest minor version that this crate supports. It writes the lowest version that a pair needs.
 pub const VERSION_MINOR: u16 = 1;
 /// Required feature bits that this crate knows.
 pub const KNOWN_REQUIRED_FEATURES: u64 = 0;
@@ -72,7 +72,7 @@ pub fn align(x: u64, a: u64) -> Option<u64> {
     x.checked_next_multiple_of(a)
 }
 
-/// A code of a registry of the spec with its name: one macro so that every registry reads alike.
+/// Defines an enum for a registry of the spec, with codes and names.
 macro_rules! registry {
     ($(#[$meta:meta])* $name:ident : $repr:ty { $($(#[$vmeta:meta])* $variant:ident = $code:literal => $text:literal,)+ }) => {
         $(#[$meta])*

@@ -3,11 +3,11 @@
 use zerocopy::little_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// What the parts of a payload of codec `conditioned` are.
+/// Header of a payload of codec `conditioned`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ConditionedHeader {
-    /// Bits of each delta that are stored as they are.
+    /// Low bits of each delta, which are stored without coding.
     pub low_bits: u8,
     /// log2 of the states of a stream.
     pub states_log2: u8,
@@ -23,6 +23,6 @@ pub struct ConditionedHeader {
     pub reserved: u8,
     /// Changes that are listed instead of coded.
     pub exception_count: U32,
-    /// What the values of the high bits count down from.
+    /// The values of the high bits are stored as the difference from this.
     pub center: U32,
 }

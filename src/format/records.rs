@@ -5,7 +5,7 @@
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Where a chunk's payload lies and where its lanes go: 32 bytes, the unit of the index map.
+/// Location of a chunk's payload and lanes: 32 bytes, one record of the index map.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ChunkMetadata {
@@ -13,7 +13,7 @@ pub struct ChunkMetadata {
     pub blob_offset: U64,
     /// Bytes of the payload as stored.
     pub compressed_size: U32,
-    /// Bytes that the payload expands to before lane arithmetic.
+    /// Bytes of the expanded payload.
     pub uncompressed_size: U32,
     /// Changed lanes in the chunk.
     pub num_deltas: U32,
@@ -33,11 +33,11 @@ pub struct ChunkSums {
     pub target_sum: U64,
 }
 
-/// BLAKE3-128 of a tensor before and after.
+/// BLAKE3-128 of the base and target tensors.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct TensorDigests {
-    /// Digest of the base tensor; zeros where there is none.
+    /// Digest of the base tensor; zeros if there is none.
     pub base_digest: [u8; 16],
     /// Digest of the target tensor.
     pub target_digest: [u8; 16],

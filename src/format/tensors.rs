@@ -10,7 +10,7 @@ use binrw::{BinRead, BinWrite};
 pub struct TensorEntry {
     /// Bytes of the name.
     pub name_size: u32,
-    /// Bytes of the base tensor's name; 0 where it is the same.
+    /// Bytes of the base tensor's name; 0 if it is the same.
     pub base_name_size: u32,
     /// Code of the dtype.
     pub dtype: u16,

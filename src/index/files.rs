@@ -29,7 +29,7 @@ impl FileTable {
     pub(super) fn parse(section: &[u8], header: &IndexHeader) -> Result<Self> {
         let count = header.file_count as usize;
         let too_small =
-            |what: &str| Rule::FilesSize.broken(format_args!("room for {what}"), format_args!("{} bytes", section.len()));
+            |what: &str| Rule::FilesSize.broken(format_args!("space for {what}"), format_args!("{} bytes", section.len()));
         let (entries, bytes) = section.split_at_checked(count * FileEntry::SIZE).ok_or_else(|| too_small("the entries"))?;
         let mut cursor = Cursor::new(entries);
         let mut rows: Vec<Row> = Vec::with_capacity(count);
@@ -39,10 +39,14 @@ impl FileTable {
             let entry = FileEntry::read(&mut cursor).map_err(|e| Rule::FilesSize.broken("an entry", e))?;
             let kind = FileKind::from_code(entry.kind).ok_or_else(|| Rule::FileKind.broken("a known code", entry.kind))?;
             Rule::FileReserved.check(entry.reserved_0 == 0 && entry.reserved_1 == 0, "zeros", "other bytes")?;
-            let most = MAX_FILE_NAME_SIZE;
-            Rule::FileName.check(entry.name_size <= most, format_args!("at most {most} bytes"), entry.name_size)?;
-            let least = if kind.has_tensors() { 8 } else { 0 };
-            Rule::FileContentSize.check(entry.content_size >= least, format_args!("at least {least}"), entry.content_size)?;
+            let limit = MAX_FILE_NAME_SIZE;
+            Rule::FileName.check(entry.name_size <= limit, format_args!("at limit {limit} bytes"), entry.name_size)?;
+            let header_length = if kind.has_tensors() { 8 } else { 0 };
+            Rule::FileContentSize.check(
+                entry.content_size >= header_length,
+                format_args!("at header_length {header_length}"),
+                entry.content_size,
+            )?;
             let name = at..at + entry.name_size as usize;
             let text = bytes.get(name.clone()).ok_or_else(|| too_small("the names"))?;
             names.add(text, kind, count)?;
@@ -63,7 +67,7 @@ impl FileTable {
 
     pub(super) fn iter(&self) -> impl ExactSizeIterator<Item = TargetFile<'_>> {
         self.rows.iter().map(|row| TargetFile {
-            // ASCII, as FileNames has said.
+            // ASCII: checked by FileNames.
             name: std::str::from_utf8(&self.bytes[row.name.clone()]).unwrap_or_default(),
             kind: row.kind,
             content_size: row.content_size,
@@ -73,7 +77,7 @@ impl FileTable {
     }
 }
 
-/// The names of a pair's files, as they come one after the other.
+/// Checks the names of a pair's files, one after the other.
 #[derive(Default)]
 pub(crate) struct FileNames {
     before: Vec<u8>,
@@ -81,7 +85,7 @@ pub(crate) struct FileNames {
 }
 
 impl FileNames {
-    /// Checks the next of `count` names, of a file of this kind.
+    /// Checks the next of `count` names, for a file of this kind.
     ///
     /// # Errors
     /// [`Rule::FileName`].
@@ -91,7 +95,7 @@ impl FileNames {
         if name.is_empty() {
             return Rule::FileName.check(count == 1 && kind.has_tensors(), "a name, but for a lone safetensors file", "none");
         }
-        Rule::FileName.check(is_file_name(&text, kind), "letters, digits, . _ - and the ending of the kind", &shown)?;
+        Rule::FileName.check(is_file_name(&text, kind), "letters, digits, . _ - and the extension of the kind", &shown)?;
         let (expected, before) = ("a name above the one before", String::from_utf8_lossy(&self.before));
         Rule::FileName.check(*self.before < *name, expected, format_args!("{shown} after {}", Escaped(&before)))?;
         self.before = name.to_vec();
@@ -106,7 +110,7 @@ impl FileNames {
     }
 }
 
-/// Whether a file of this kind may have this name (section 10): such a name is no path and no hidden file.
+/// Whether a file of this kind may have this name (section 10). Valid names are not paths, and not hidden files.
 pub(crate) fn is_file_name(name: &str, kind: FileKind) -> bool {
     let ending = if kind.has_tensors() { ".safetensors" } else { ".safetensors.index.json" };
     !name.starts_with('.')

@@ -7,23 +7,22 @@ use binrw::BinRead;
 use std::borrow::Cow;
 use std::io::Cursor;
 
-/// The least size of an index: header, two roots, pair digest.
-const LEAST_INDEX_SIZE: u64 = INDEX_HEADER_SIZE as u64 + ROOTS_SIZE + PAIR_DIGEST_SIZE;
-/// Largest window that a section's frame may ask for.
+/// The smallest index: header, two roots, pair digest.
+const MIN_INDEX_SIZE: u64 = INDEX_HEADER_SIZE as u64 + ROOTS_SIZE + PAIR_DIGEST_SIZE;
+/// log2 of the largest window that a section's frame may require.
 const WINDOW_LOG_MAX: u32 = 27;
 
-/// Most bytes of an expanded section that this reader can count: places in it are kept in 32 bits. No limit of a caller's goes
-/// beyond.
+/// Most bytes of an expanded section. Offsets in sections have 32 bits, so the caller's limits cannot exceed this.
 const SECTION_SIZE_MAX: u64 = u32::MAX as u64;
 
-/// Step 1, for a file of `found` bytes that begins with `bytes`: the header, or the whole file where that is shorter.
+/// Step 1, for a file of `found` bytes. `bytes` is at least its header, or the whole file if that is shorter.
 pub(super) fn parse(bytes: &[u8], found: u64, limits: &Limits) -> Result<IndexHeader> {
     if found > limits.index_size {
         return Err(Error::Limit { what: "size of the index", limit: limits.index_size, found });
     }
     let magic = bytes.get(..8).unwrap_or(bytes);
     Rule::HeaderMagic.check(INDEX_MAGIC.starts_with(magic), hex(&INDEX_MAGIC), hex(magic))?;
-    let at_least = || format!("at least {LEAST_INDEX_SIZE} bytes");
+    let at_least = || format!("at least {MIN_INDEX_SIZE} bytes");
     Rule::HeaderIndexSize.check(found >= u64::from(INDEX_HEADER_SIZE), at_least(), found)?;
     let header = IndexHeader::read(&mut Cursor::new(bytes)).map_err(|e| Rule::HeaderIndexSize.broken("a header", e))?;
     Rule::HeaderVersionMajor.check_eq(VERSION_MAJOR, header.version_major)?;
@@ -40,7 +39,7 @@ pub(super) fn parse(bytes: &[u8], found: u64, limits: &Limits) -> Result<IndexHe
         header.tensor_count,
     )?;
     Rule::HeaderFileCount.check(header.file_count <= MAX_FILES, format_args!("at most {MAX_FILES}"), header.file_count)?;
-    Rule::HeaderIndexSize.check(found >= LEAST_INDEX_SIZE, at_least(), found)?;
+    Rule::HeaderIndexSize.check(found >= MIN_INDEX_SIZE, at_least(), found)?;
     Rule::HeaderIndexSize.check_eq(header.index_size, found)?;
     check_sections(&header)?;
     for entry in [Section::Tensors, Section::Files, Section::Tables].map(|section| header.section(section)) {
@@ -85,7 +84,7 @@ fn check_sections(header: &IndexHeader) -> Result<()> {
     Rule::HeaderIndexSize.check_eq(size.unwrap_or(u64::MAX), header.index_size)
 }
 
-/// Step 2: returns the pair digest.
+/// Step 2. Returns the pair digest.
 pub(super) fn check_digest(bytes: &[u8]) -> Result<[u8; 32]> {
     let (body, stored) = bytes.split_at(bytes.len() - PAIR_DIGEST_SIZE as usize);
     let digest = *crate::digest::of(body).as_bytes();
@@ -108,7 +107,7 @@ pub(super) fn check_padding(bytes: &[u8], header: &IndexHeader) -> Result<()> {
     Ok(())
 }
 
-/// Second half of step 3: the bytes of a compressible section.
+/// Second half of step 3: expands a compressible section.
 pub(super) fn expand<'a>(bytes: &'a [u8], header: &IndexHeader, section: Section) -> Result<Cow<'a, [u8]>> {
     let entry = header.section(section);
     let frame = stored(bytes, header, section);
@@ -122,7 +121,7 @@ pub(super) fn expand<'a>(bytes: &'a [u8], header: &IndexHeader, section: Section
     crate::codec::zstd::expand_frame(frame, size, WINDOW_LOG_MAX).map(Cow::Owned).map_err(|found| broken(&found))
 }
 
-/// A section's bytes as stored; in bounds because [`parse`] has said so.
+/// The stored bytes of a section. In bounds, because [`parse`] has checked that.
 pub(super) fn stored<'a>(bytes: &'a [u8], header: &IndexHeader, section: Section) -> &'a [u8] {
     let entry = header.section(section);
     &bytes[entry.offset as usize..][..entry.stored_size as usize]
@@ -141,7 +140,7 @@ mod tests {
         assert_eq!(parse(b"\x89TPB", 4, &limits).unwrap_err().rule(), Some(Rule::HeaderMagic));
     }
 
-    /// The index of an empty pair, the header of which says that this section expands to so many bytes. Nothing has that size.
+    /// The index of an empty pair whose header states that this section expands to `size` bytes, which it does not.
     fn with_expanded_size(section: Section, size: u64) -> Vec<u8> {
         let target = crate::MemoryCheckpoint::default();
         let (pair, _) = crate::encode_to_memory(None, &target, &crate::EncodeOptions::default()).unwrap();
@@ -154,7 +153,7 @@ mod tests {
         bytes
     }
 
-    /// An index without tensors and chunks, cut or filled up to `size` bytes, with a header that says so.
+    /// An index without tensors and chunks, truncated or padded to `size` bytes, with a matching header.
     fn of_size(size: usize) -> Vec<u8> {
         let mut bytes = with_expanded_size(Section::Tables, 0);
         bytes.resize(size, 0);
@@ -223,7 +222,7 @@ mod tests {
         for section in [Section::Chunks, Section::Sums, Section::Digests] {
             let sizes = header.section(section);
             for (stored, expanded) in [(8, 8), (0, 8), (8, 0)] {
-                // What follows moves along, so that nothing else is wrong.
+                // Later sections move along, so that only the size is wrong.
                 let mut header = *header;
                 header.sections[section as usize].stored_size = sizes.stored_size + stored;
                 header.sections[section as usize].expanded_size = sizes.expanded_size + expanded;

@@ -30,7 +30,7 @@ use zerocopy::FromBytes;
 
 /// An index that satisfies every rule of the spec that can be checked without the blob and the base.
 ///
-/// It holds the bytes of the file, in which the flat arrays are read in place, and the expanded tables.
+/// It holds the bytes of the file, with the flat arrays read in place, and the expanded tables.
 #[derive(Debug)]
 pub struct ValidatedIndex {
     bytes: Buffer,
@@ -44,10 +44,10 @@ pub struct ValidatedIndex {
 impl ValidatedIndex {
     /// Parses and validates the bytes of a `.tpde-index`.
     ///
-    /// Cost: one BLAKE3 pass over the bytes and one linear pass over the records; a million records take some 15 ms.
+    /// Cost: one BLAKE3 pass over the bytes and one linear pass over the records; about 15 ms for a million records.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) with the first rule that is broken, in the order of section 13;
+    /// [`Error::Invalid`](crate::Error::Invalid) with the first violated rule, in the order of section 13;
     /// [`Error::Limit`](crate::Error::Limit) if the index is larger than `limits` allow.
     pub fn parse(bytes: impl Into<Buffer>, limits: &Limits) -> Result<Self> {
         let bytes = bytes.into();
@@ -64,7 +64,7 @@ impl ValidatedIndex {
         Ok(index)
     }
 
-    /// Reads an index file: its header first, so that a file that is no index of its size is refused before it is read whole.
+    /// Reads an index file. The header comes first, so that an invalid file is refused before it is read completely.
     ///
     /// # Errors
     /// As [`ValidatedIndex::parse`], and [`Error::Io`](crate::Error::Io).
@@ -77,12 +77,12 @@ impl ValidatedIndex {
         Self::parse(file.read_all("size of the index", limits.index_size)?, limits)
     }
 
-    /// The header as it stands in the file.
+    /// The header.
     pub fn header(&self) -> &IndexHeader {
         &self.header
     }
 
-    /// The pair digest: identifies the pair, quoted by its blob.
+    /// The pair digest, which identifies the pair. The blob repeats it.
     pub fn pair_digest(&self) -> &[u8; 32] {
         &self.digest
     }
@@ -97,12 +97,12 @@ impl ValidatedIndex {
         self.bytes.len() as u64
     }
 
-    /// The index map: one record a chunk, in place.
+    /// The index map: one record per chunk.
     pub fn chunks(&self) -> &[ChunkMetadata] {
         <[ChunkMetadata]>::ref_from_bytes(header::stored(&self.bytes, &self.header, Section::Chunks)).unwrap_or(&[])
     }
 
-    /// The chunk sums, one entry a record, in place.
+    /// The chunk sums: one entry per record.
     pub fn sums(&self) -> &[ChunkSums] {
         <[ChunkSums]>::ref_from_bytes(header::stored(&self.bytes, &self.header, Section::Sums)).unwrap_or(&[])
     }
@@ -122,7 +122,7 @@ impl ValidatedIndex {
         self.tensors.len()
     }
 
-    /// The tensor at this place of the table, names ascending.
+    /// Tensor `i`, in ascending order of names.
     ///
     /// # Panics
     /// If `i` is not below [`ValidatedIndex::tensor_count`].
@@ -146,7 +146,7 @@ impl ValidatedIndex {
         self.tables.all()
     }
 
-    /// The place among [`ValidatedIndex::table_sets`] of the set that the tensor at place `i` of the table uses.
+    /// Index into [`ValidatedIndex::table_sets`] of the set that tensor `i` uses.
     ///
     /// # Panics
     /// If `i` is not below [`ValidatedIndex::tensor_count`].
@@ -170,7 +170,7 @@ impl ValidatedIndex {
         }
     }
 
-    /// The target files that the pair can rebuild, none if it holds tensors only.
+    /// The target files that the pair can rebuild; empty if it contains tensors only.
     pub fn files(&self) -> impl ExactSizeIterator<Item = TargetFile<'_>> {
         self.files.iter()
     }

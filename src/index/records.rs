@@ -4,7 +4,7 @@ use super::view::Tensor;
 use crate::error::{Result, Rule};
 use crate::format::*;
 
-/// One linear pass of equalities; the canonical form leaves nothing else to check.
+/// Validates all records and sums in one linear pass. The form is canonical, so almost every field has exactly one valid value.
 pub(super) fn validate<'a>(
     header: &IndexHeader,
     records: &[ChunkMetadata],
@@ -22,7 +22,7 @@ pub(super) fn validate<'a>(
     Rule::RecordBlobSize.check_eq(end, header.blob_size)
 }
 
-/// Checks one record that begins at `end`, and returns where the next begins.
+/// Checks one record whose payload must begin at `end`. Returns where the next payload begins.
 #[inline]
 fn check(tensor: &Tensor<'_>, chunk: u32, record: &ChunkMetadata, sums: &ChunkSums, end: u64) -> Result<u64> {
     let range = tensor.chunk_range(chunk);

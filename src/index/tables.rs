@@ -12,7 +12,7 @@ pub(crate) const MAX_TABLE_SETS: usize = 65_535;
 pub(super) struct TableSets(Vec<TableSet>);
 
 impl TableSets {
-    /// Reads the tables of every tensor, and tells the tensors their sets. The section has the size that their entries add up to.
+    /// Parses the tables of all tensors, and assigns each tensor its set. The section has the total size stated in the entries.
     pub(super) fn parse(mut section: &[u8], tensors: &mut TensorTable) -> Result<Self> {
         let mut sets = Self::default();
         for i in 0..tensors.len() {
@@ -28,7 +28,7 @@ impl TableSets {
         Ok(sets)
     }
 
-    /// The number of the set that these tables name, from 1 on.
+    /// Number of the set that these tables define or refer to, from 1 on.
     fn tables(&mut self, tables: &[u8]) -> Result<u32> {
         let rule = Rule::TensorTables;
         let (number, set) = tables.split_first_chunk().ok_or_else(|| rule.broken("2 bytes or more", tables.len()))?;
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_may_be_so_many_sets_and_no_more() {
+    fn the_number_of_sets_is_bounded() {
         let set = [&[0; 2][..], &TableSet::new(&[vec![4096]]).to_bytes()].concat();
         let mut sets = TableSets(Vec::new());
         for number in 1..=MAX_TABLE_SETS {

@@ -8,7 +8,7 @@ use crate::lane::Dtype;
 use binrw::BinRead;
 use std::io::Cursor;
 
-/// The table in the form that look-ups want: fixed rows, all dims, all names.
+/// The table in a form for fast look-ups: fixed-size rows, all dimensions, all names.
 #[derive(Debug, Default)]
 pub(super) struct TensorTable {
     rows: Vec<Row>,
@@ -20,7 +20,8 @@ pub(super) struct TensorTable {
 struct Row {
     lanes: u64,
     base_param: u64,
-    /// Where name and base name lie in `names`, and the dims in `dims`. All fit: the header refuses a larger section.
+    /// Offsets of name and base name in `names`, and index of the first dimension in `dims`. All fit in 32 bits: the header
+    /// refuses a larger section.
     name: u32,
     base_name: u32,
     end: u32,
@@ -32,7 +33,7 @@ struct Row {
     base_kind: BaseKind,
     codec: Codec,
     chunk_lanes_log2: u8,
-    /// Bytes of the tables until those are read, then the number of their set.
+    /// Bytes of the tables until they are parsed, then the number of their set.
     tables: u32,
 }
 
@@ -52,7 +53,7 @@ impl TensorTable {
         let mut cursor = Cursor::new(entries);
         let mut next_entry = || TensorEntry::read(&mut cursor).map_err(|e| Rule::TensorsSize.broken("an entry", e));
 
-        // The names come last, so where they begin must be known before an entry can be checked by name.
+        // The names come last, so their offset must be known before an entry can be checked.
         let mut dims_size = 0u64;
         for entry in entries.chunks_exact(TensorEntry::SIZE) {
             dims_size += 8 * u64::from(u16::from_le_bytes([entry[10], entry[11]]));
@@ -61,22 +62,24 @@ impl TensorTable {
         let (dims, names) = rest.split_at(dims_size as usize);
         let dims: Vec<u64> = dims.as_chunks::<8>().0.iter().map(|d| u64::from_le_bytes(*d)).collect();
 
-        let mut walk =
-            Walk { table: Self { rows: Vec::with_capacity(count as usize), dims, names: String::new() }, ..Walk::default() };
-        walk.table.names.reserve_exact(names.len());
+        let mut parser = TableParser {
+            table: Self { rows: Vec::with_capacity(count as usize), dims, names: String::new() },
+            ..TableParser::default()
+        };
+        parser.table.names.reserve_exact(names.len());
         let mut rest = names;
-        for place in 0..count as usize {
+        for i in 0..count as usize {
             let entry = next_entry()?;
-            walk.entry(&entry, &mut rest).map_err(|e| match walk.name {
-                Some(at) => e.in_tensor(&walk.table.names[at..]),
-                None => e.in_tensor(&numbered(place)),
+            parser.entry(&entry, &mut rest).map_err(|e| match parser.name {
+                Some(at) => e.in_tensor(&parser.table.names[at..]),
+                None => e.in_tensor(&numbered(i)),
             })?;
         }
         Rule::TensorsSize.check(rest.is_empty(), "nothing after the names", format_args!("{} bytes", rest.len()))?;
         let tables = header.section(Section::Tables).expanded_size;
-        Rule::TensorTablesSize.check_eq(walk.tables, tables)?;
-        Rule::HeaderChunkCount.check_eq(walk.chunks, u64::from(header.chunk_count))?;
-        Ok(walk.table)
+        Rule::TensorTablesSize.check_eq(parser.tables, tables)?;
+        Rule::HeaderChunkCount.check_eq(parser.chunks, u64::from(header.chunk_count))?;
+        Ok(parser.table)
     }
 
     /// First half of step 5.
@@ -93,12 +96,12 @@ impl TensorTable {
         self.rows[i].tables
     }
 
-    /// Says which set the tables of a tensor are.
+    /// Sets the number of the table set of a tensor.
     pub(super) fn set_table_set(&mut self, i: usize, number: u32) {
         self.rows[i].tables = number;
     }
 
-    /// The place of the set that a tensor uses, once it has been said.
+    /// Index of the set that a tensor uses, after [`TensorTable::set_table_set`].
     pub(super) fn table_set(&self, i: usize) -> Option<usize> {
         (self.rows[i].tables as usize).checked_sub(1)
     }
@@ -144,24 +147,24 @@ impl TensorTable {
     }
 }
 
-/// How an error names a tensor whose name is not known yet.
-fn numbered(place: usize) -> String {
-    format!("#{place}")
+/// Names a tensor in errors before its name is known.
+fn numbered(i: usize) -> String {
+    format!("#{i}")
 }
 
-/// The running sums of one walk over the table.
+/// State of the pass over the table: running sums.
 #[derive(Default)]
-struct Walk {
+struct TableParser {
     table: TensorTable,
     chunks: u64,
     tables: u64,
     dims: usize,
     previous: usize,
-    /// Where the name of the entry in hand lies, once it is known.
+    /// Offset of the current entry's name, once it is known.
     name: Option<usize>,
 }
 
-impl Walk {
+impl TableParser {
     fn entry(&mut self, entry: &TensorEntry, names: &mut &[u8]) -> Result<()> {
         self.name = None;
         let name = take_name(names, entry.name_size, Rule::TensorName)?;
@@ -240,7 +243,7 @@ fn check_base_param(kind: BaseKind, param: u64, dtype: Dtype, shape: &[u64]) -> 
     Rule::TensorBaseParam.check(dtype.lanes(&base).is_some(), "a base of whole bytes, below 2^63 bits", param)
 }
 
-/// Takes `size` bytes of name off the front.
+/// Splits a name of `size` bytes off the front.
 fn take_name<'a>(names: &mut &'a [u8], size: u32, rule: Rule) -> Result<&'a str> {
     check_name_size(size as usize, rule)?;
     let (name, rest) = names
@@ -252,8 +255,7 @@ fn take_name<'a>(names: &mut &'a [u8], size: u32, rule: Rule) -> Result<&'a str>
     Ok(name)
 }
 
-/// Whether the table can hold a tensor of this name, base name (if another) and number of dims: what a writer asks before it
-/// begins.
+/// Checks that the table can hold a tensor with this name, base name (if it differs) and rank. Writers call it before they begin.
 pub(crate) fn check_holdable(name: &str, base_name: Option<&str>, rank: usize) -> Result<()> {
     let check = || {
         check_name(name, Rule::TensorName)?;

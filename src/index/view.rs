@@ -9,15 +9,15 @@ use std::ops::Range;
 /// One tensor of a pair.
 #[derive(Debug, Clone, Copy)]
 pub struct Tensor<'a> {
-    /// Place in the table.
+    /// Index in the tensor table.
     pub place: usize,
     /// Name in the target.
     pub name: &'a str,
-    /// Name of its base tensor; equal to `name` unless it was renamed. Meaningless for [`BaseKind::None`].
+    /// Name of its base tensor, which differs only if the tensor was renamed. Meaningless for [`BaseKind::None`].
     pub base_name: &'a str,
     /// Element type.
     pub dtype: Dtype,
-    /// Dims; none for a scalar.
+    /// Dimensions; empty for a scalar.
     pub shape: &'a [u64],
     /// Where its base lanes come from.
     pub base_kind: BaseKind,
@@ -31,7 +31,7 @@ pub struct Tensor<'a> {
     pub lanes: u64,
     /// Lanes of a chunk.
     pub chunk_lanes: u64,
-    /// Place of its first chunk in the index map.
+    /// Index of its first chunk in the index map.
     pub first_chunk: u32,
     /// Number of its chunks.
     pub chunk_count: u32,
@@ -55,12 +55,12 @@ impl Tensor<'_> {
         self.lanes * self.lane_bytes() as u64
     }
 
-    /// Places of its chunks in the index map.
+    /// Indexes of its chunks in the index map.
     pub fn chunks(&self) -> Range<u32> {
         self.first_chunk..self.first_chunk + self.chunk_count
     }
 
-    /// The lanes of the chunk at this place of the index map, which must be one of [`Tensor::chunks`].
+    /// Lanes of a chunk, which must be one of [`Tensor::chunks`].
     pub fn chunk_range(&self, chunk: u32) -> Range<u64> {
         let start = u64::from(chunk - self.first_chunk) * self.chunk_lanes;
         start..(start + self.chunk_lanes).min(self.lanes)
@@ -81,7 +81,7 @@ impl Tensor<'_> {
 
     /// Lanes of the base tensor; 0 without a base.
     pub fn base_lanes(&self) -> u64 {
-        // The table was refused if this did not fit.
+        // Fits: otherwise the table would have been refused.
         self.base_shape().and_then(|shape| self.dtype.lanes(&shape)).unwrap_or(0)
     }
 
@@ -95,7 +95,7 @@ impl Tensor<'_> {
         hex(&self.digests.target_digest)
     }
 
-    /// Lanes that hold a range of elements, and the chunks that hold those.
+    /// Lanes of a range of elements, and the chunks that contain them.
     ///
     /// # Errors
     /// [`Error::Misuse`] if the range is not inside the tensor, or splits a byte of a packed dtype.
@@ -130,7 +130,7 @@ impl Tensor<'_> {
 pub struct TargetFile<'a> {
     /// Name, empty for a lone file.
     pub name: &'a str,
-    /// What it is made of.
+    /// What the file consists of.
     pub kind: FileKind,
     /// Bytes of the content: a safetensors header with its length, or the whole file.
     pub content_size: u64,

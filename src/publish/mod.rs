@@ -31,7 +31,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use temporaries::{Temporary, hold_signals};
 
-/// Files that appear together.
+/// A set of files that are published together.
 #[derive(Debug)]
 pub(crate) struct Publication {
     /// The folder that temporary files are created in.
@@ -61,10 +61,10 @@ enum Destination {
     Folder(Barrier),
 }
 
-/// A file that makes readers refuse a folder as long as it is there: a shard index that names a missing file.
+/// A file that makes readers refuse a folder while it exists: a shard index that names a missing file.
 ///
-/// It is published before the first file of a folder. After the others it is replaced by the file that has its name, or removed
-/// if there is none.
+/// It is published before the first file of a folder. After the others it is replaced by the real file of its name, or removed if
+/// there is none.
 #[derive(Debug)]
 pub(crate) struct Barrier {
     /// Its name in the folder.
@@ -79,8 +79,8 @@ impl Publication {
         Self::new(folder_of(beside), Destination::Files, replace)
     }
 
-    /// A publication of files in the folder `path`. A folder that does not exist yet appears as a whole. In an existing one,
-    /// `barrier` is there while files are replaced.
+    /// A publication of files in the folder `path`. A new folder appears as a whole. In an existing one, `barrier` exists while
+    /// files are replaced.
     pub fn folder(path: &Path, barrier: Barrier, replace: bool) -> Self {
         if path.symlink_metadata().is_ok() {
             return Self::new(path.to_owned(), Destination::Folder(barrier), replace);
@@ -115,7 +115,7 @@ impl Publication {
         Ok(file)
     }
 
-    /// The file that was added after `i` others, open for writing. Of very many files, few are open at a time.
+    /// The file that was added after `i` others, open for writing. If there are many files, only a few are open at a time.
     ///
     /// # Errors
     /// [`Error::Io`] if it cannot be opened.
@@ -124,16 +124,16 @@ impl Publication {
         self.open.get(i, staged).map_err(|e| Error::io("open", path, e))
     }
 
-    /// Refuses work that cannot end: a pair of a few bytes can describe a target of terabytes.
+    /// Refuses work that would fill the file system: a pair of a few bytes can describe a target of terabytes.
     ///
     /// # Errors
     /// [`Error::Io`] if the file system has fewer than `size` bytes left.
     pub fn check_room(&self, size: u64) -> Result<()> {
         let error = |e| Error::io("write to", &self.folder, e);
-        let room = rustix::fs::statvfs(&self.folder).map_err(|e| error(e.into()))?;
-        let room = room.f_bavail.saturating_mul(room.f_frsize);
-        if size > room {
-            let reason = format!("{size} bytes are needed, {room} are left");
+        let available = rustix::fs::statvfs(&self.folder).map_err(|e| error(e.into()))?;
+        let available = available.f_bavail.saturating_mul(available.f_frsize);
+        if size > available {
+            let reason = format!("{size} bytes are needed, but only {available} are available");
             return Err(error(io::Error::new(io::ErrorKind::StorageFull, reason)));
         }
         Ok(())
@@ -152,7 +152,7 @@ impl Publication {
         self.commit_after(progress, &|| Ok(()))
     }
 
-    /// [`Publication::commit`] that calls `check` when it holds the lock, before the first file gets its name.
+    /// As [`Publication::commit`], but calls `check` while it holds the lock, before the first file gets its name.
     ///
     /// # Errors
     /// As [`Publication::commit`], and what `check` returns.
@@ -173,11 +173,11 @@ impl Publication {
         let folder = File::open(&self.folder).map_err(|e| Error::io("open", &self.folder, e))?;
         let _lock = FolderLock::take(&folder, &self.folder, FlockOperation::NonBlockingLockExclusive, self.lock_timeout, progress)?;
         for file in &files {
-            output::check_free(&file.path, self.replace)?; // another writer may have published since
+            output::check_free(&file.path, self.replace)?; // another writer may have published meanwhile
         }
         check()?;
         match &self.destination {
-            // A barrier that an interrupted publication left has to go with this one.
+            // A barrier of an interrupted publication must be removed too.
             Destination::Folder(barrier) if files.len() > 1 || self.folder.join(&barrier.name).exists() => {
                 self.commit_folder(&folder, barrier, files)
             }

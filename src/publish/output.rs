@@ -1,4 +1,4 @@
-//! What may stand at the path of an output.
+//! Checks of what exists at the path of an output.
 
 use super::folder::folder_of;
 use crate::error::{Error, Result};

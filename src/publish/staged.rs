@@ -1,4 +1,4 @@
-//! Files that are written before they get their name.
+//! Files that are written before they get their names.
 
 use super::folder::folder_of;
 use super::temporaries::Temporary;
@@ -12,7 +12,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A file without its name. It is gone on drop.
+/// A file that does not have its final name yet. Removed on drop.
 #[derive(Debug)]
 pub(super) enum Staged {
     /// A file without any name (`O_TMPFILE`), which the system removes even if the process is killed.
@@ -27,7 +27,7 @@ impl Staged {
         Ok((Self::Unnamed(file.clone()), file))
     }
 
-    /// [`Staged::create`] for file systems that lack files without names, and for more files than may be open.
+    /// As [`Staged::create`], with a temporary name: for file systems without `O_TMPFILE`, and for more files than may be open.
     pub fn create_named(folder: &Path, mode: u32) -> io::Result<(Self, Arc<File>)> {
         let (temporary, file) = Temporary::create(folder, |path| create_new(path, mode))?;
         Ok((Self::Named(temporary), Arc::new(file)))
@@ -35,7 +35,7 @@ impl Staged {
 
     /// Gives the file its name. A file of that name is replaced atomically if `replace`, else it is an error.
     ///
-    /// Some containers and file systems refuse to give a file without a name a name. The file is copied there.
+    /// Some containers and file systems cannot name an unnamed file. Then the file is copied.
     pub fn publish(self, path: &Path, replace: bool) -> io::Result<()> {
         let temporary = match self {
             Self::Named(temporary) => temporary,
@@ -51,22 +51,22 @@ impl Staged {
     }
 }
 
-/// Descriptors of staged files that have a temporary name, of which few are open at a time.
+/// A cache of open descriptors of staged files with temporary names.
 #[derive(Debug, Default)]
 pub(super) struct OpenFiles(Mutex<VecDeque<(usize, Arc<File>)>>);
 
 impl OpenFiles {
-    /// Most descriptors of a publication, and as many again of files without names.
+    /// Most descriptors of a publication for named files, and as many again for unnamed files.
     pub const MAX: usize = 64;
 
-    /// Keeps file `i` open. The file that was used least recently is synced and closed for it. The sync comes first,
-    /// because closing can lose an unreported write error. Other threads do not wait for the sync. One of them may open the
-    /// same file again meanwhile.
+    /// Adds file `i`. The least recently used file is synced and closed if necessary. The sync comes first, because closing can
+    /// lose an unreported write error. Other threads do not wait for the sync; one of them may open the same file again
+    /// meanwhile.
     pub fn insert(&self, i: usize, file: Arc<File>) -> io::Result<()> {
         self.push(i, file).map_or(Ok(()), |closed| closed.sync_all())
     }
 
-    /// Adds file `i` and returns the file that is to be closed for it.
+    /// Adds file `i` and returns the file to close.
     fn push(&self, i: usize, file: Arc<File>) -> Option<Arc<File>> {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         open.push_back((i, file));
@@ -81,10 +81,10 @@ impl OpenFiles {
         };
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(at) = open.iter().position(|(open, _)| *open == i)
-            && let Some(found) = open.remove(at)
+            && let Some(entry) = open.remove(at)
         {
-            let file = found.1.clone();
-            open.push_back(found);
+            let file = entry.1.clone();
+            open.push_back(entry);
             return Ok(file);
         }
         drop(open);
@@ -99,14 +99,14 @@ fn path_of(file: &File) -> String {
     format!("/proc/self/fd/{}", file.as_raw_fd())
 }
 
-/// A file without a name, if it can get one later.
+/// Creates an unnamed file, if it can be named later.
 fn unnamed(folder: &Path, mode: u32) -> Option<File> {
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::open(folder, flags, Mode::from_raw_mode(mode)).ok()?);
     Path::new(&path_of(&file)).symlink_metadata().is_ok().then_some(file)
 }
 
-/// Whether [`link`] fails with this where files without names can be created but not named.
+/// Whether this error of [`link`] means that unnamed files can be created but not named.
 fn is_refusal(error: Errno) -> bool {
     matches!(
         error,
@@ -114,7 +114,7 @@ fn is_refusal(error: Errno) -> bool {
     )
 }
 
-/// Gives a file without a name a name, or where that is refused, creates a synced copy of it under that name.
+/// Names an unnamed file, or if that is refused, creates a synced copy of it under that name.
 fn link_or_copy(mut file: &File, path: &Path) -> io::Result<()> {
     match link(file, path) {
         Err(error) if is_refusal(error) => {}
@@ -134,7 +134,7 @@ fn create_new(path: &Path, mode: u32) -> io::Result<File> {
     File::options().write(true).create_new(true).mode(mode).open(path)
 }
 
-/// Gives a file without a name a name. Never replaces anything.
+/// Names an unnamed file. Never replaces anything.
 fn link(file: &File, path: &Path) -> rustix::io::Result<()> {
     linkat(CWD, path_of(file), CWD, path, AtFlags::SYMLINK_FOLLOW)
 }

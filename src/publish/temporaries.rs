@@ -34,8 +34,8 @@ pub(super) fn hold_signals() -> Option<MutexGuard<'static, ()>> {
 
 /// The temporary files and folders of this process, for a program that catches signals.
 ///
-/// Publications remove their temporary files when they fail. A process that ends by a signal does not get there. On file systems
-/// with `O_TMPFILE` files have no name until they are published, so that little can be left; elsewhere the files would stay.
+/// A publication removes its temporary files if it fails, but not if a signal ends the process. With `O_TMPFILE`, files have no
+/// name until they are published, so little can be left. On other file systems the files would remain.
 #[derive(Debug, Clone, Copy)]
 pub struct Temporaries(());
 
@@ -46,9 +46,9 @@ impl Temporaries {
         Self(())
     }
 
-    /// Waits for a commit under way, removes all temporary files, and runs `end`, which is to end the process. Meanwhile nothing
-    /// is published and no temporary file is created. Not for use within a signal handler, but on a thread that waits for
-    /// signals.
+    /// Waits for a commit in progress, removes all temporary files, and runs `end`, which should end the process. Meanwhile
+    /// nothing is published and no temporary file is created. Call it on a thread that waits for signals, not in a signal
+    /// handler.
     pub fn remove_then<T>(&self, end: impl FnOnce() -> T) -> T {
         let _commit = hold_signals();
         let names = names();
@@ -57,7 +57,7 @@ impl Temporaries {
     }
 }
 
-/// Nothing can be done about a failure.
+/// Removes a file or folder. Failures are ignored: nothing can be done about them.
 fn remove(path: &Path) {
     if std::fs::remove_file(path).is_err() {
         let _ = std::fs::remove_dir_all(path);
@@ -69,9 +69,9 @@ fn remove(path: &Path) {
 pub(super) struct Temporary(PathBuf);
 
 impl Temporary {
-    /// A temporary name in `folder`, at which `make` creates a file or folder. `make` is called again if the name exists.
+    /// Finds a temporary name in `folder`, at which `make` creates a file or folder. `make` is called again if the name exists.
     ///
-    /// The name does not depend on the final one, which may have the greatest length that the file system allows.
+    /// The name does not contain the final one, which may have the maximal length.
     pub fn create<T>(folder: &Path, mut make: impl FnMut(&Path) -> io::Result<T>) -> io::Result<(Self, T)> {
         let mut names = names();
         let named = tempfile::Builder::new().prefix(".tpde-").suffix(".tmp").make_in(folder, |path| make(path))?;
@@ -92,7 +92,7 @@ impl Temporary {
         &self.0
     }
 
-    /// Renames it, and replaces what has that name.
+    /// Renames it, replacing an existing file.
     pub fn rename(self, to: &Path) -> io::Result<()> {
         std::fs::rename(&self.0, to)?;
         self.keep();
@@ -105,7 +105,7 @@ impl Temporary {
             Ok(()) => self.keep(),
             // The file system cannot do it in one call. Folders and some file systems have no hard links.
             Err(Errno::INVAL | Errno::NOSYS) => match std::fs::hard_link(&self.0, to) {
-                Ok(()) => {} // its temporary name is removed on drop
+                Ok(()) => {} // the temporary name is removed on drop
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(e),
                 Err(_) if to.symlink_metadata().is_ok() => return Err(io::ErrorKind::AlreadyExists.into()),
                 Err(_) => return self.rename(to),
@@ -115,7 +115,7 @@ impl Temporary {
         Ok(())
     }
 
-    /// Leaves what has been renamed.
+    /// Gives up ownership after a rename.
     fn keep(self) {
         if let Some(names) = &mut names() {
             names.remove(&self.0);
