@@ -104,6 +104,31 @@ pub enum Error {
     Misuse(String),
 }
 
+/// A name that stands for nothing: no codec, dtype, layout and so on has it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("no {what} is named {found}: expected {}", allowed.join(", "))]
+#[non_exhaustive]
+pub struct UnknownName {
+    /// What was to be named, as in `codec`.
+    pub what: &'static str,
+    /// The name that was given, as an error shows it: without invisible characters, and cut if it is long.
+    pub found: String,
+    /// All names that exist.
+    pub allowed: Vec<&'static str>,
+}
+
+impl UnknownName {
+    pub(crate) fn new(what: &'static str, found: &str, allowed: Vec<&'static str>) -> Self {
+        Self { what, found: Escaped(found).to_string(), allowed }
+    }
+}
+
+impl From<UnknownName> for Error {
+    fn from(error: UnknownName) -> Self {
+        Self::Misuse(error.to_string())
+    }
+}
+
 /// A violated rule of the spec.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Invalid {

@@ -8,7 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 registry! {
     /// Element types, named as in safetensors.
-    Dtype: u16 {
+    Dtype: u16 as "dtype" {
         /// Boolean, one byte.
         Bool = 0 => "BOOL",
         /// Unsigned, 8 bits.

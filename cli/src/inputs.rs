@@ -4,6 +4,8 @@ use super::text;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use std::path::Path;
+use std::str::FromStr;
+use tpde::error::UnknownName;
 use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint};
 
 /// How payloads are coded.
@@ -11,7 +13,7 @@ use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Favor, Layout, 
 pub struct CodecArgs {
     /// Codec of the payloads. auto and device choose for each tensor, with its base or without; a codec that is named is that of
     /// all tensors
-    #[arg(long, default_value = CodecChoice::default().name(), value_parser = codecs())]
+    #[arg(long, default_value = CodecChoice::default().name(), value_parser = named(CodecChoice::ALL, CodecChoice::name))]
     codec: CodecChoice,
     /// Layout of codec zstd, which this implies; auto lets each chunk have what suits it
     #[arg(long, default_value = "auto", value_parser = layouts())]
@@ -27,19 +29,21 @@ pub struct CodecArgs {
 #[derive(Clone)]
 struct LayoutChoice(Option<Layout>);
 
-fn codecs() -> impl TypedValueParser<Value = CodecChoice> {
-    PossibleValuesParser::new(CodecChoice::ALL.iter().map(|choice| choice.name()))
-        .map(|name| CodecChoice::ALL.iter().copied().find(|choice| choice.name() == name).unwrap_or_default())
+/// Parses the name of one of these values; the help lists all names.
+fn named<T>(all: &'static [T], name: fn(T) -> &'static str) -> impl TypedValueParser<Value = T>
+where
+    T: FromStr<Err = UnknownName> + Copy + Send + Sync,
+{
+    PossibleValuesParser::new(all.iter().map(|&value| name(value))).try_map(|name| name.parse())
 }
 
 fn layouts() -> impl TypedValueParser<Value = LayoutChoice> {
     PossibleValuesParser::new(std::iter::once("auto").chain(Layout::ALL.iter().map(|layout| layout.name())))
-        .map(|name| LayoutChoice(Layout::ALL.iter().copied().find(|layout| layout.name() == name)))
+        .map(|name| LayoutChoice(name.parse().ok()))
 }
 
 pub fn favors() -> impl TypedValueParser<Value = Favor> {
-    PossibleValuesParser::new(Favor::ALL.iter().map(|favor| favor.name()))
-        .map(|name| Favor::ALL.iter().copied().find(|favor| favor.name() == name).unwrap_or_default())
+    named(Favor::ALL, Favor::name)
 }
 
 /// The end of the help: which job each codec and each favor is for.

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use tpde::cuda::DeviceSlice;
-use tpde::{Dtype, Error, MemoryCheckpoint, Result, TensorInfo};
+use tpde::{Dtype, MemoryCheckpoint, Result, TensorInfo};
 
 /// A tensor: name, dtype, dims, address, bytes, and an object that keeps the memory where it is.
 ///
@@ -86,7 +86,7 @@ impl Memory {
 
 /// The dtype of this name.
 pub fn dtype(name: &str) -> Result<Dtype> {
-    Dtype::ALL.iter().copied().find(|dtype| dtype.name() == name).ok_or_else(|| Error::Misuse(format!("no dtype is named {name}")))
+    Ok(name.parse()?)
 }
 
 /// Name, dtype and dims.

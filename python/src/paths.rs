@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use tpde::delta::{EncodeReport, TensorReport};
 use tpde::reader::PairPaths;
 use tpde::safetensors::{ApplyOptions, VerifyBase, VerifyOptions, verify_files};
-use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint};
+use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, Favor, Layout, Result, SafetensorsCheckpoint};
 
 /// How to encode, as Python says it.
 #[derive(FromPyObject)]
@@ -25,26 +25,17 @@ pub struct Options {
 
 impl Options {
     fn parse(self) -> Result<EncodeOptions> {
-        let unknown = |what: &str, name: &str| Error::Misuse(format!("no {what} is named {name}"));
-        let layout = self.layout.map(|name| {
-            let found = Layout::ALL.iter().copied().find(|layout| layout.name() == name);
-            found.ok_or_else(|| unknown("layout", &name))
-        });
-        let layout = layout.transpose()?;
-        let codec = self.codec.map(|name| {
-            let found = CodecChoice::ALL.iter().copied().find(|codec| codec.name() == name);
-            found.ok_or_else(|| unknown("codec", &name))
-        });
+        let layout: Option<Layout> = self.layout.map(|name| name.parse()).transpose()?;
+        let codec: Option<CodecChoice> = self.codec.map(|name| name.parse()).transpose()?;
+        let favor: Option<Favor> = self.favor.map(|name| name.parse()).transpose()?;
         // Who names a layout means the codec that has layouts.
-        let codec = match (codec.transpose()?.unwrap_or_default(), layout) {
+        let codec = match (codec.unwrap_or_default(), layout) {
             (CodecChoice::Auto, Some(_)) => Codec::Zstd.into(),
             (codec, _) => codec,
         };
         let defaults = EncodeOptions::default();
         let chunk_lanes = self.chunk_lanes.unwrap_or(defaults.chunk_lanes);
-        let favor = self.favor.map_or(Ok(defaults.favor), |name| {
-            Favor::ALL.iter().copied().find(|favor| favor.name() == name).ok_or_else(|| unknown("favor", &name))
-        })?;
+        let favor = favor.unwrap_or(defaults.favor);
         Ok(EncodeOptions { codec, layout, chunk_lanes, favor, renamed: self.renamed, ..defaults })
     }
 }

@@ -35,7 +35,7 @@ use crate::{error::Rule, lane::Order};
 
 registry! {
     /// How payloads are coded.
-    Codec: u16 {
+    Codec: u16 as "codec" {
         /// Positions and deltas as they are.
         Raw = 0 => "raw",
         /// One zstd frame a chunk.

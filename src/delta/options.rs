@@ -1,6 +1,7 @@
 //! What a caller may ask of an encoder.
 
 use crate::codec::{Codec, Layout, Pace};
+use crate::format::{named, parsed_by_name};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -35,39 +36,29 @@ impl Default for EncodeOptions {
     }
 }
 
-/// What codec `conditioned` favors. The first sentences are those of [`Favor::job`].
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Favor {
-    /// Most jobs. Small, and fast to decode.
-    ///
-    /// Coded lanes and streams are weighed against their bytes.
-    #[default]
-    Ratio,
-    /// Rebuilt often on a GPU. Faster, and larger.
-    ///
-    /// Where few lanes change, fewer of them are coded, and other changes are listed one by one. Pairs grow by some percent, or to
-    /// twice their size where all lanes are equally unlikely to change.
-    Speed,
-    /// Archives and slow links. Smallest, and slower.
-    ///
-    /// Tables are made from all lanes, which takes longer to encode. Streams are as long as they may be, which takes a device
-    /// longer to decode.
-    Size,
+named! {
+    /// What codec `conditioned` favors. The first sentences are those of [`Favor::job`].
+    #[derive(Default)]
+    enum Favor as "favor" {
+        /// Most jobs. Small, and fast to decode.
+        ///
+        /// Coded lanes and streams are weighed against their bytes.
+        #[default]
+        Ratio => "ratio",
+        /// Rebuilt often on a GPU. Faster, and larger.
+        ///
+        /// Where few lanes change, fewer of them are coded, and other changes are listed one by one. Pairs grow by some percent, or
+        /// to twice their size where all lanes are equally unlikely to change.
+        Speed => "speed",
+        /// Archives and slow links. Smallest, and slower.
+        ///
+        /// Tables are made from all lanes, which takes longer to encode. Streams are as long as they may be, which takes a device
+        /// longer to decode.
+        Size => "size",
+    }
 }
 
 impl Favor {
-    /// All of them.
-    pub const ALL: &[Self] = &[Self::Ratio, Self::Speed, Self::Size];
-
-    /// The name that users know.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Ratio => "ratio",
-            Self::Speed => "speed",
-            Self::Size => "size",
-        }
-    }
-
     /// The job that it is for, and what it gives.
     pub fn job(self) -> &'static str {
         match self {
@@ -109,6 +100,8 @@ impl From<Codec> for CodecChoice {
         Self::Only(codec)
     }
 }
+
+parsed_by_name!(CodecChoice, "codec");
 
 impl CodecChoice {
     /// All of them.

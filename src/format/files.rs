@@ -29,7 +29,7 @@ impl FileEntry {
 
 registry! {
     /// What a target file consists of, and whether its content is stored.
-    FileKind: u16 {
+    FileKind: u16 as "file kind" {
         /// Header stored here, then the tensors that it lists.
         Safetensors = 0 => "safetensors",
         /// Header of the base's file of the same name, then the tensors that it lists.

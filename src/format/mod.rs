@@ -8,6 +8,7 @@
 mod blob;
 mod files;
 mod header;
+mod names;
 mod payload;
 mod records;
 mod tensors;
@@ -15,6 +16,7 @@ mod tensors;
 pub use blob::BlobHeader;
 pub use files::{FileEntry, FileKind};
 pub use header::{IndexHeader, Section, SectionEntry};
+pub(crate) use names::{named, parsed_by_name, registry};
 pub use payload::ConditionedHeader;
 pub use records::{ChunkMetadata, ChunkSums, TensorDigests};
 pub use tensors::{BaseKind, TensorEntry};
@@ -71,32 +73,6 @@ pub const MAX_RANK: u16 = 32;
 pub fn align(x: u64, a: u64) -> Option<u64> {
     x.checked_next_multiple_of(a)
 }
-
-/// Defines an enum for a registry of the spec, with codes and names.
-macro_rules! registry {
-    ($(#[$meta:meta])* $name:ident : $repr:ty { $($(#[$vmeta:meta])* $variant:ident = $code:literal => $text:literal,)+ }) => {
-        $(#[$meta])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize)]
-        #[cfg_attr(feature = "arbitrary", derive(arbitrary::Arbitrary))]
-        pub enum $name { $($(#[$vmeta])* #[serde(rename = $text)] $variant,)+ }
-
-        impl $name {
-            /// Every entry of the registry, in the order of its codes.
-            pub const ALL: &[$name] = &[$($name::$variant,)+];
-            /// The code in the file.
-            pub const fn code(self) -> $repr { match self { $($name::$variant => $code,)+ } }
-            /// The entry with this code, if there is one.
-            pub const fn from_code(code: $repr) -> Option<Self> { match code { $($code => Some($name::$variant),)+ _ => None } }
-            /// The name in the spec.
-            pub const fn name(self) -> &'static str { match self { $($name::$variant => $text,)+ } }
-        }
-
-        impl std::fmt::Display for $name {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result { f.pad(self.name()) }
-        }
-    };
-}
-pub(crate) use registry;
 
 #[cfg(test)]
 mod tests {

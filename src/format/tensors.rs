@@ -41,7 +41,7 @@ impl TensorEntry {
 
 registry! {
     /// Where the base lanes of a tensor come from (section 8.2).
-    BaseKind: u16 {
+    BaseKind: u16 as "base kind" {
         /// All base lanes are zero.
         None = 0 => "none",
         /// A base tensor of the same dtype and shape.

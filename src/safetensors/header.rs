@@ -237,8 +237,7 @@ impl<'de> Visitor<'de> for TableVisitor {
             }
             let Object(Entry { dtype, shape, data_offsets: (start, end) }) = map.next_value()?;
             let bad = |what: &str| A::Error::custom(format_args!("tensor {}: {what}", Escaped(&name)));
-            let dtype =
-                Dtype::ALL.iter().copied().find(|known| known.name() == dtype).ok_or_else(|| bad("its dtype is not known"))?;
+            let dtype: Dtype = dtype.parse().map_err(|_| bad("its dtype is not known"))?;
             let bytes = dtype.lanes(&shape).map(|lanes| lanes * dtype.lane_bytes() as u64);
             if end.checked_sub(start) != bytes || bytes.is_none() {
                 return Err(bad("its data is not as long as its dtype and shape say"));

@@ -16,7 +16,7 @@ use layouts::{Content, WIDE};
 registry! {
     /// How the content of a frame is laid out: its first byte.
     #[derive(Default)]
-    Layout: u8 {
+    Layout: u8 as "layout" {
         /// Byte planes of all lanes' deltas.
         #[default]
         Planes = 0 => "planes",
