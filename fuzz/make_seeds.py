@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Writes fuzz/seeds/ from the published vectors and from pairs of our encoder: python3 fuzz/make_seeds.py
+"""Writes fuzz/seeds/ anew from the published vectors and from pairs of our encoder. fuzz/run.sh calls it before each run.
+
+    $(scripts/environment) fuzz/make_seeds.py
 
 Needs `zstandard`, for the second reader, and cargo, for the encoder. Sections and payloads are expanded, because mutation gets
-nowhere inside a frame.
+nowhere inside a frame. An input that fuzzing finds becomes a test or a vector, not a file beside these: all of them are replaced.
 """
 
 import json
@@ -226,6 +228,7 @@ def main():
     (SEEDS / "conditioned_paths").symlink_to("decode_conditioned")
     for i, pattern in enumerate([bytes(40), bytes(range(160)), b"\xa5\x01\x7f" * 80]):
         save("roundtrip", f"pattern_{i}", pattern)
+    print(f"{sum(path.is_file() for path in SEEDS.glob('*/*'))} seeds for {len(list(SEEDS.iterdir()))} targets")
 
 
 if __name__ == "__main__":

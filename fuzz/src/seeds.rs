@@ -12,7 +12,7 @@ const MOST_SEED_BYTES: u64 = 1 << 15;
 /// The seeds of `apply_pair`, in the order of their names.
 pub static SEEDS: LazyLock<Vec<Parts>> = LazyLock::new(|| {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("seeds/apply_pair");
-    let entries = std::fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+    let entries = std::fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}; fuzz/make_seeds.py makes it", folder.display()));
     let mut paths: Vec<_> = entries.map(|entry| entry.expect("a seed").path()).collect();
     paths.sort();
     let seeds: Vec<_> = paths.iter().filter_map(|path| read(&std::fs::read(path).expect("a seed"))).collect();
