@@ -1,6 +1,7 @@
 //! The layouts of a frame's content (`spec/codecs.md` sections 3.1 to 3.5).
 
-use super::{Layout, elias};
+use super::elias;
+use super::layout::Layout;
 use crate::codec::{Patch, difference::Changes};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};

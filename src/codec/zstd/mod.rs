@@ -2,34 +2,17 @@
 
 mod elias;
 mod frame;
+mod layout;
 mod layouts;
 
 pub(crate) use frame::expand as expand_frame;
+pub use layout::Layout;
 
 use super::Encoded;
 use super::difference::{Changes, Difference};
 use crate::error::{Error, Result, Rule};
-use crate::format::registry;
 use crate::lane::{Lane, Order};
 use layouts::{Content, WIDE};
-
-registry! {
-    /// How the content of a frame is laid out: its first byte.
-    #[derive(Default)]
-    Layout: u8 as "layout" {
-        /// Byte planes of all lanes' deltas.
-        #[default]
-        Planes = 0 => "planes",
-        /// Gaps in bytes, byte planes of the changed lanes' deltas.
-        Gaps = 1 => "gaps",
-        /// Gaps in Elias-δ, byte planes of the changed lanes' deltas.
-        EliasDelta = 2 => "elias-delta",
-        /// A gap and a delta in a byte, the larger ones escaped.
-        NibbleGaps = 3 => "nibble-gaps",
-        /// Two lanes' deltas in a byte, the larger ones escaped.
-        NibblePlanes = 4 => "nibble-planes",
-    }
-}
 
 /// Largest window of a payload's frame.
 const WINDOW_LOG_MAX: u32 = 27;

@@ -1,0 +1,21 @@
+//! The registry of layouts (`spec/codecs.md` section 3).
+
+use crate::format::registry;
+
+registry! {
+    /// How the content of a frame is laid out: its first byte.
+    #[derive(Default)]
+    Layout: u8 as "layout" {
+        /// Byte planes of all lanes' deltas.
+        #[default]
+        Planes = 0 => "planes",
+        /// Gaps in bytes, byte planes of the changed lanes' deltas.
+        Gaps = 1 => "gaps",
+        /// Gaps in Elias-δ, byte planes of the changed lanes' deltas.
+        EliasDelta = 2 => "elias-delta",
+        /// A gap and a delta in a byte, the larger ones escaped.
+        NibbleGaps = 3 => "nibble-gaps",
+        /// Two lanes' deltas in a byte, the larger ones escaped.
+        NibblePlanes = 4 => "nibble-planes",
+    }
+}
