@@ -18,7 +18,8 @@ pub struct CodecArgs {
     /// Layout of codec zstd, which this implies; auto lets each chunk have what suits it
     #[arg(long, default_value = "auto", value_parser = layouts())]
     layout: LayoutChoice,
-    /// Most lanes of a chunk, a power of two of at least 4096; small chunks decode in more parallel pieces
+    /// Most lanes of a chunk, a power of two of at least 4096; small chunks decode in more parallel pieces. Below the default,
+    /// --favor ratio also halves the steps of streams
     #[arg(long, value_name = "N", default_value_t = EncodeOptions::default().chunk_lanes)]
     chunk_lanes: u64,
     /// What codec conditioned favors

@@ -13,7 +13,8 @@ pub struct EncodeOptions {
     /// Layout of codec `zstd`; without it each chunk gets what suits it.
     pub layout: Option<Layout>,
     /// Most lanes of a chunk, a power of two of at least 4,096; bounded further by 4 MiB. Smaller chunks decode in more
-    /// parallel pieces and cost more: 48 bytes each in the index.
+    /// parallel pieces and cost more: 48 bytes each in the index. Below the default of 1,048,576, [`Favor::Ratio`] also halves the
+    /// steps of streams.
     pub chunk_lanes: u64,
     /// What to favor where codec `conditioned` has the choice.
     pub favor: Favor,
@@ -68,15 +69,22 @@ impl Favor {
         }
     }
 
-    /// For chunks of at most so many lanes: who wants small ones wants them to be decoded soon.
+    /// What decoding time is worth, where chunks of at most `chunk_lanes` lanes are asked for.
     pub(super) fn pace(self, chunk_lanes: u64) -> Pace {
         match self {
-            Self::Ratio if chunk_lanes >= EncodeOptions::default().chunk_lanes => Pace::default(),
-            Self::Ratio => Pace { steps: 512, state: 2, ..Pace::default() },
+            Self::Ratio if streams_are_short(chunk_lanes) => Pace { steps: Pace::default().steps / 2, state: 2, ..Pace::default() },
+            Self::Ratio => Pace::default(),
             Self::Speed => Pace { lane: 256, steps: 512, state: 2 },
             Self::Size => Pace { lane: 0, steps: usize::MAX, state: 1000 },
         }
     }
+}
+
+/// The rule of short streams: with [`Favor::Ratio`], streams of codec `conditioned` have at most half as many steps where chunks
+/// smaller than the default are asked for. Small chunks imply that latency matters, and a stream is decoded step by step. What
+/// counts is [`EncodeOptions::chunk_lanes`], not the lanes that a chunk has. Payloads grow by the initial states of more streams.
+fn streams_are_short(chunk_lanes: u64) -> bool {
+    chunk_lanes < EncodeOptions::default().chunk_lanes
 }
 
 /// Which codecs an encoder may choose from.
@@ -158,4 +166,23 @@ impl CodecChoice {
 pub(super) struct Way {
     pub from_base: bool,
     pub codec: Codec,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn streams_are_half_as_long_where_chunks_below_the_default_are_asked_for() {
+        let default = EncodeOptions::default().chunk_lanes;
+        let steps = |favor: Favor, chunk_lanes| favor.pace(chunk_lanes).steps;
+        assert_eq!(steps(Favor::Ratio, default), 1024);
+        assert_eq!(steps(Favor::Ratio, 2 * default), 1024);
+        for small in [4096, default / 2] {
+            assert_eq!(steps(Favor::Ratio, small), 512);
+            for favor in [Favor::Speed, Favor::Size] {
+                assert_eq!(favor.pace(small), favor.pace(default), "{favor}");
+            }
+        }
+    }
 }

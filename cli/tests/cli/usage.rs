@@ -159,6 +159,15 @@ fn help_documents_and_docstrings_say_the_same_of_what_codecs_and_favors_are_for(
 }
 
 #[test]
+fn help_and_documents_say_that_small_chunks_have_short_streams() {
+    let help = Place::new().ok("encode --help").out;
+    let words: Vec<_> = help.split_whitespace().collect();
+    assert!(words.join(" ").contains("Below the default, --favor ratio also halves the steps of streams"), "{help}");
+    let document = fs::read_to_string(root().join("docs/command-line.md")).unwrap();
+    assert!(document.contains("`--favor ratio` also halves the steps of streams"));
+}
+
+#[test]
 fn the_demo_succeeds() {
     let place = Place::new();
     let text = place.ok("demo --dir here").out;
