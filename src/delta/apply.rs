@@ -320,14 +320,13 @@ impl<'a, B: Source> Apply<'a, B> {
                 let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, self.base, base, first, lanes, sum);
                 let mut found = Changes::default();
                 workers.with(|worker| {
-                    let mut lanes = std::mem::take(&mut worker.lanes);
-                    lanes.resize((2 * size).max(lanes.len()), 0);
-                    let (new, old) = lanes[..2 * size].split_at_mut(size);
-                    let decoded = decode(self.chunks, &tensor, chunk, fill, worker, new, false)
-                        .and_then(|_| fill(range.start, old, &mut ChunkSum::default()));
-                    found.collect(range.start * width / element as u64, old, new, element);
-                    worker.lanes = lanes;
-                    decoded
+                    worker.with_lanes(2 * size, |worker, lanes| -> Result<()> {
+                        let (new, old) = lanes.split_at_mut(size);
+                        decode(self.chunks, &tensor, chunk, fill, worker, new, false)?;
+                        fill(range.start, old, &mut ChunkSum::default())?;
+                        found.collect(range.start * width / element as u64, old, new, element);
+                        Ok(())
+                    })
                 })?;
                 self.progress.done(size as u64)?;
                 Ok(found)
@@ -377,16 +376,13 @@ impl<'a, B: Source> Apply<'a, B> {
                     if let Some(out) = &mut job.out {
                         return decode(self.chunks, &tensor, chunk, fill, worker, out, self.digests);
                     }
-                    // Taken out so that the worker's other buffers stay free for the decoder.
-                    let mut lanes = std::mem::take(&mut worker.lanes);
-                    lanes.resize(size.max(lanes.len()), 0);
-                    let hashes = decode(self.chunks, &tensor, chunk, fill, worker, &mut lanes[..size], self.digests);
-                    let stored = match (&hashes, sink) {
-                        (Ok(_), Some(sink)) => sink.write(tensor.place, range.start, &lanes[..size]),
-                        _ => Ok(()),
-                    };
-                    worker.lanes = lanes;
-                    stored.and(hashes)
+                    worker.with_lanes(size, |worker, lanes| {
+                        let hashes = decode(self.chunks, &tensor, chunk, fill, worker, lanes, self.digests)?;
+                        if let Some(sink) = sink {
+                            sink.write(tensor.place, range.start, lanes)?;
+                        }
+                        Ok(hashes)
+                    })
                 })?;
                 self.progress.done(size as u64)?;
                 Ok(hashes)

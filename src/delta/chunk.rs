@@ -1,5 +1,6 @@
 //! Decoding one chunk: steps 8 to 11 of spec section 13.
 
+use super::base::PaddedBase;
 use crate::checkpoint::Checkpoint;
 use crate::codec::{ChunkDecoder, Encoded};
 use crate::digest::{self, PieceHasher};
@@ -39,12 +40,22 @@ impl<B: Source> Chunks for Pair<B> {
 pub(super) struct Worker {
     decoder: ChunkDecoder,
     payload: Vec<u8>,
-    pub lanes: Vec<u8>,
+    lanes: Vec<u8>,
 }
 
 impl Worker {
     pub fn new() -> Self {
         Self { decoder: ChunkDecoder::new(), payload: Vec::new(), lanes: Vec::new() }
+    }
+
+    /// Works with `size` bytes for lanes, whose content is left from other chunks. They are taken out of the worker meanwhile, so
+    /// that it can decode into them.
+    pub fn with_lanes<R>(&mut self, size: usize, work: impl FnOnce(&mut Self, &mut [u8]) -> R) -> R {
+        let mut lanes = std::mem::take(&mut self.lanes);
+        lanes.resize(size.max(lanes.len()), 0);
+        let result = work(self, &mut lanes[..size]);
+        self.lanes = lanes;
+        result
     }
 }
 
@@ -80,28 +91,16 @@ pub(super) fn base_lanes(
     lanes: &mut [u8],
     sum: &mut ChunkSum,
 ) -> Result<()> {
-    let width = tensor.lane_bytes() as u64;
-    let present = match (tensor.base_kind, place) {
-        (BaseKind::None, _) | (_, None) => 0,
-        (BaseKind::Same, _) => lanes.len(),
-        // The bytes past these lanes' start, as far as there are lanes to fill: bounded by their length.
-        (BaseKind::Prefix, _) => (tensor.base_lanes().saturating_sub(first_lane) * width).min(lanes.len() as u64) as usize,
-    };
-    let offset = first_lane * width;
-    let in_place = place.and_then(|place| base.in_place(place, offset, present));
-    match in_place {
-        Some(bytes) if present == lanes.len() => {
-            sum.copy(bytes, lanes);
-            return Ok(());
+    // What lies where a tensor without a base is to be is not its base.
+    let base = PaddedBase::new(Some(base), place.filter(|_| tensor.base_kind != BaseKind::None));
+    let offset = first_lane * tensor.lane_bytes() as u64;
+    match base.in_place(offset, lanes.len()) {
+        Some(bytes) => sum.copy(bytes, lanes),
+        None => {
+            base.read(offset, lanes)?;
+            sum.add(lanes);
         }
-        _ => {}
     }
-    let (from_base, zeros) = lanes.split_at_mut(present);
-    zeros.fill(0);
-    if let (Some(place), false) = (place, from_base.is_empty()) {
-        base.read(place, offset, from_base)?;
-    }
-    sum.add(lanes);
     Ok(())
 }
 

@@ -217,25 +217,22 @@ impl<B: Source> Pair<B> {
 /// Decodes a chunk apart from its lanes, checks it, and only then stores it.
 fn commit(chunks: &dyn Chunks, tensor: &Tensor<'_>, chunk: u32, lanes: &mut [u8], worker: &mut Worker) -> Result<()> {
     let first = tensor.chunk_range(chunk).start;
-    let fill = |first_lane: u64, block: &mut [u8], sum: &mut ChunkSum| {
-        match tensor.base_kind {
-            // The lanes begin as zeros, whatever lies there.
-            BaseKind::None => {
-                block.fill(0);
-                sum.add(block);
+    worker.with_lanes(lanes.len(), |worker, decoded| {
+        let fill = |first_lane: u64, block: &mut [u8], sum: &mut ChunkSum| {
+            match tensor.base_kind {
+                // The lanes begin as zeros, whatever lies there.
+                BaseKind::None => {
+                    block.fill(0);
+                    sum.add(block);
+                }
+                _ => sum.copy(&lanes[(first_lane - first) as usize * tensor.lane_bytes()..][..block.len()], block),
             }
-            _ => sum.copy(&lanes[(first_lane - first) as usize * tensor.lane_bytes()..][..block.len()], block),
-        }
+            Ok(())
+        };
+        decode(chunks, tensor, chunk, fill, worker, decoded, false)?;
+        lanes.copy_from_slice(decoded);
         Ok(())
-    };
-    let mut decoded = std::mem::take(&mut worker.lanes);
-    decoded.resize(decoded.len().max(lanes.len()), 0);
-    let outcome = decode(chunks, tensor, chunk, fill, worker, &mut decoded[..lanes.len()], false);
-    if outcome.is_ok() {
-        lanes.copy_from_slice(&decoded[..lanes.len()]);
-    }
-    worker.lanes = decoded;
-    outcome.map(|_| ())
+    })
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 
 mod apply;
 mod assembly;
+mod base;
 mod chunk;
 mod compare;
 mod encode;

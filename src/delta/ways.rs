@@ -3,6 +3,7 @@
 //! A chunk is coded in every way that may win. What a way that is far off would make of it is estimated: nobody needs that payload.
 //! All of this is a function of the chunk's lanes, so that the bytes are the same for any number of threads.
 
+use super::base::PaddedBase;
 use super::options::{CodecChoice, EncodeOptions, Way};
 use super::plan::Plan;
 use crate::checkpoint::Checkpoint;
@@ -391,19 +392,7 @@ impl Lanes {
         size: usize,
     ) -> Result<(&'a [u8], &'a [u8])> {
         let target_lanes = target.bytes(plan.target as usize, offset, size, &mut self.target)?;
-        let base_lanes = match (base, plan.base, plan.base_kind) {
-            (Some(base), Some(place), BaseKind::Same) => base.bytes(place as usize, offset, size, &mut self.base)?,
-            (base, place, _) => {
-                let base_bytes = base.zip(place).map_or(0, |(base, place)| base.tensors()[place as usize].bytes());
-                self.base.clear();
-                self.base.resize(size, 0);
-                let present = base_bytes.saturating_sub(offset).min(size as u64) as usize;
-                if let (Some(base), Some(place), 1..) = (base, place, present) {
-                    base.read(place as usize, offset, &mut self.base[..present])?;
-                }
-                &self.base
-            }
-        };
+        let base_lanes = PaddedBase::new(base, plan.base.map(|place| place as usize)).bytes(offset, size, &mut self.base)?;
         Ok((base_lanes, target_lanes))
     }
 }

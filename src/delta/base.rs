@@ -1,0 +1,104 @@
+//! The base of a tensor as both encoding and applying see it.
+
+use crate::checkpoint::Checkpoint;
+use crate::error::Result;
+
+/// The bytes of a base tensor, with zeros past its end. A tensor without a base has one of zeros alone (section 8.2).
+#[derive(Clone, Copy)]
+pub(super) struct PaddedBase<'a>(Option<(&'a dyn Checkpoint, usize)>);
+
+impl<'a> PaddedBase<'a> {
+    /// The tensor at `place` of `base`.
+    pub fn new(base: Option<&'a dyn Checkpoint>, place: Option<usize>) -> Self {
+        Self(base.zip(place))
+    }
+
+    /// How many of `size` bytes from byte `offset` on come from the checkpoint.
+    fn present(self, offset: u64, size: usize) -> usize {
+        let bytes = self.0.map_or(0, |(base, place)| base.tensors()[place].bytes());
+        bytes.saturating_sub(offset).min(size as u64) as usize
+    }
+
+    /// `size` bytes from byte `offset` on, if all of them lie in memory.
+    pub fn in_place(self, offset: u64, size: usize) -> Option<&'a [u8]> {
+        let (base, place) = self.0.filter(|_| self.present(offset, size) == size)?;
+        base.in_place(place, offset, size)
+    }
+
+    /// Fills `out` with the bytes from byte `offset` on.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::read`].
+    pub fn read(self, offset: u64, out: &mut [u8]) -> Result<()> {
+        let (from_base, zeros) = out.split_at_mut(self.present(offset, out.len()));
+        zeros.fill(0);
+        match self.0 {
+            Some((base, place)) if !from_base.is_empty() => base.read(place, offset, from_base),
+            _ => Ok(()),
+        }
+    }
+
+    /// `size` bytes from byte `offset` on: in place where that can be, else through `scratch`.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::read`].
+    pub fn bytes<'b>(self, offset: u64, size: usize, scratch: &'b mut Vec<u8>) -> Result<&'b [u8]>
+    where
+        'a: 'b,
+    {
+        if let Some(bytes) = self.in_place(offset, size) {
+            return Ok(bytes);
+        }
+        scratch.resize(size.max(scratch.len()), 0);
+        let out = &mut scratch[..size];
+        self.read(offset, out)?;
+        Ok(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::TensorInfo;
+    use crate::{Dtype, MemoryCheckpoint};
+
+    /// A checkpoint whose bytes can only be read.
+    struct OnDisk<'a>(MemoryCheckpoint<'a>);
+
+    impl Checkpoint for OnDisk<'_> {
+        fn tensors(&self) -> &[TensorInfo] {
+            self.0.tensors()
+        }
+
+        fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+            self.0.read(place, offset, out)
+        }
+    }
+
+    #[test]
+    fn bytes_past_the_end_of_a_base_are_zeros() {
+        let data = [1, 2, 3, 4, 5, 6];
+        let info = || TensorInfo { name: "w".into(), dtype: Dtype::U8, shape: vec![6] };
+        let in_memory = || MemoryCheckpoint::new([(info(), &data[..])]).unwrap();
+        let (memory, disk) = (in_memory(), OnDisk(in_memory()));
+        let mut padded = data.to_vec();
+        padded.resize(16, 0);
+        for (base, expected) in
+            [(Some((&memory as &dyn Checkpoint, 0)), &padded), (Some((&disk, 0)), &padded), (None, &vec![0; 16])]
+        {
+            let base = PaddedBase(base);
+            for start in 0..10 {
+                for end in start..16 {
+                    let expected = &expected[start..end];
+                    let mut out = vec![9; end - start];
+                    base.read(start as u64, &mut out).unwrap();
+                    assert_eq!(out, expected, "{start}..{end}");
+                    assert_eq!(base.bytes(start as u64, end - start, &mut vec![9; 20]).unwrap(), expected, "{start}..{end}");
+                }
+            }
+        }
+        assert_eq!(PaddedBase::new(Some(&memory), Some(0)).in_place(2, 4), Some(&data[2..]));
+        assert_eq!(PaddedBase::new(Some(&memory), Some(0)).in_place(2, 5), None);
+        assert_eq!(PaddedBase::new(Some(&disk), Some(0)).in_place(2, 4), None);
+    }
+}
