@@ -377,10 +377,12 @@ impl Groups {
         let last = (0..CONTEXTS).rfind(coded).unwrap_or(0);
         let mut shared = vec![Row::default(); groups.len()];
         let mut firsts = Vec::new();
+        // Rows ascend by context.
+        let mut left: Vec<_> = rows.iter().map(|rows| rows.iter().peekable()).collect();
         for first in 0..=last {
             let mut grown = false;
-            for (rows, shared) in rows.iter().zip(&mut shared) {
-                for (_, row) in rows.iter().filter(|(context, _)| *context == first) {
+            for (rows, shared) in left.iter_mut().zip(&mut shared) {
+                while let Some((_, row)) = rows.next_if(|(context, _)| *context == first) {
                     shared.add(&row.counts);
                     grown = true;
                 }

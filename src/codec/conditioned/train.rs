@@ -108,7 +108,8 @@ impl Trainer {
         if rows.is_empty() {
             return None;
         }
-        let mut clusters = Clusters::new(&rows);
+        let own: Vec<u64> = rows.iter().map(own_cost).collect();
+        let mut clusters = Clusters::new(&rows, &own);
         let broad = if all || seen_all { &[][..] } else { &BROAD };
         while clusters.sums.len() < MAX_CLASSES - broad.len() && clusters.split() {}
         let tokens = tokens_within(bits);
@@ -132,34 +133,50 @@ fn even(zeros: u16, tokens: usize) -> Vec<u16> {
 #[derive(Clone)]
 struct Clusters<'a> {
     rows: &'a [Row],
+    /// What each row would cost with a class of its own.
+    own: &'a [u64],
     /// Class of each row.
     class: Vec<usize>,
     /// What each row costs in its class, extra bits apart.
     cost: Vec<u64>,
     /// Sum of the rows of each class.
     sums: Vec<Row>,
+    /// By class, what each row costs in it. Empty if the sum of the class has changed since.
+    costs: Vec<Vec<u64>>,
 }
 
 impl<'a> Clusters<'a> {
-    fn new(rows: &'a [Row]) -> Self {
-        let mut clusters = Self { rows, class: vec![0; rows.len()], cost: vec![0; rows.len()], sums: vec![Row::default()] };
+    fn new(rows: &'a [Row], own: &'a [u64]) -> Self {
+        let class = vec![0; rows.len()];
+        let mut clusters =
+            Self { rows, own, class, cost: vec![0; rows.len()], sums: vec![Row::default()], costs: vec![Vec::new()] };
         clusters.sum_up();
         clusters.assign();
         clusters
     }
 
     fn sum_up(&mut self) {
-        self.sums.iter_mut().for_each(|sum| sum.counts.clear());
+        let mut sums = vec![Row::default(); self.sums.len()];
         for (row, &class) in self.rows.iter().zip(&self.class) {
-            self.sums[class].add(&row.counts);
+            sums[class].add(&row.counts);
+        }
+        for ((sum, new), costs) in self.sums.iter_mut().zip(sums).zip(&mut self.costs) {
+            if sum.counts != new.counts {
+                *sum = new;
+                costs.clear();
+            }
         }
     }
 
     fn assign(&mut self) {
-        let costs: Vec<_> = self.sums.iter().map(token_costs).collect();
-        for ((row, class), cost) in self.rows.iter().zip(&mut self.class).zip(&mut self.cost) {
-            let of = |costs: &Vec<u64>| row.counts.iter().zip(costs).map(|(&n, &c)| u64::from(n) * c).sum::<u64>();
-            (*class, *cost) = costs.iter().map(of).enumerate().min_by_key(|&(class, cost)| (cost, class)).unwrap_or_default();
+        for (sum, costs) in self.sums.iter().zip(&mut self.costs).filter(|(_, costs)| costs.is_empty()) {
+            let tokens = token_costs(sum);
+            let of = |row: &Row| row.counts.iter().zip(&tokens).map(|(&n, &c)| u64::from(n) * c).sum();
+            *costs = self.rows.iter().map(of).collect();
+        }
+        for (i, (class, cost)) in self.class.iter_mut().zip(&mut self.cost).enumerate() {
+            let costs = self.costs.iter().map(|costs| costs[i]).enumerate();
+            (*class, *cost) = costs.min_by_key(|&(class, cost)| (cost, class)).unwrap_or_default();
         }
     }
 
@@ -171,9 +188,9 @@ impl<'a> Clusters<'a> {
     /// Gives a class another one beside it, begun by its worst row: the class that wastes most of those for which that pays; false,
     /// and nothing changed, if there is none.
     fn split(&mut self) -> bool {
-        let waste = |(row, &cost): (&Row, &u64)| cost.saturating_sub(own_cost(row));
+        let waste = |(&own, &cost): (&u64, &u64)| cost.saturating_sub(own);
         let mut wasted = vec![(0, 0, 0); self.sums.len()];
-        for (i, (waste, &class)) in self.rows.iter().zip(&self.cost).map(waste).zip(&self.class).enumerate() {
+        for (i, (waste, &class)) in self.own.iter().zip(&self.cost).map(waste).zip(&self.class).enumerate() {
             let (sum, worst, row) = &mut wasted[class];
             *sum += waste;
             if waste >= *worst {
@@ -189,6 +206,7 @@ impl<'a> Clusters<'a> {
     fn split_at(&self, seed: usize) -> Option<Self> {
         let mut split = self.clone();
         split.sums.push(self.rows[seed].clone());
+        split.costs.push(Vec::new());
         for _ in 0..ROUNDS {
             split.assign();
             split.sum_up();
