@@ -3,7 +3,7 @@
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
-use tpde::codec::{ChunkDecoder, ChunkEncoder, Coding, Encoded, Pace, TableSet};
+use tpde::codec::{ChunkDecoder, ChunkEncoder, Coding, Encoded, EncodedChunk, Pace, TableSet};
 use tpde::format::BaseKind;
 use tpde::writer::{PairBuilder, TensorSpec};
 use tpde::{Apply, Codec, Dtype, EncodeOptions, Limits, MemoryCheckpoint, TensorInfo, ValidatedIndex, chunk_sum, encode_to_memory};
@@ -115,6 +115,8 @@ fn parts(c: &mut Criterion) {
         };
         let mut payload = Vec::new();
         let encoded = encoder.encode(coding, Dtype::Bf16, base, target, &mut payload).unwrap();
+        let tables = Some(&tables);
+        let chunk = EncodedChunk { codec, dtype: Dtype::Bf16, tables, encoded, payload: &payload, base_sum };
         let mut again = Vec::new();
         group.bench_function(format!("encode {codec}"), |b| {
             b.iter(|| {
@@ -126,9 +128,7 @@ fn parts(c: &mut Criterion) {
         group.bench_function(format!("copy base and decode {codec}"), |b| {
             b.iter(|| {
                 lanes.copy_from_slice(black_box(base));
-                decoder
-                    .decode(codec, Some(&tables), Dtype::Bf16, encoded, &payload, base_sum, &mut lanes, &mut |_, _| Ok(()))
-                    .unwrap()
+                decoder.decode(&chunk, &mut lanes, &mut |_, _| Ok(())).unwrap()
             })
         });
     }

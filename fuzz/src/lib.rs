@@ -17,7 +17,7 @@ use std::cell::RefCell;
 use std::sync::{LazyLock, OnceLock};
 use tpde::codec::fuzzing::model::{self, Shape};
 use tpde::codec::fuzzing::{self, Decoders};
-use tpde::codec::{ChunkDecoder, Encoded, TableSet};
+use tpde::codec::{ChunkDecoder, Encoded, EncodedChunk, TableSet};
 use tpde::{Codec, Dtype, Limits, Result, TensorInfo, ValidatedIndex, chunk_sum};
 
 /// Small, so that no input is slow.
@@ -124,9 +124,8 @@ pub fn decode(chunk: &Chunk<'_>, codec: Codec, uncompressed_size: u32, payload: 
 fn decode_with(codec: Codec, tables: Option<&TableSet>, dtype: Dtype, encoded: Encoded, payload: &[u8], base: &[u8]) {
     thread_local!(static DECODER: RefCell<ChunkDecoder> = ChunkDecoder::new().into());
     let mut out = base.to_vec();
-    let outcome = DECODER.with_borrow_mut(|decoder| {
-        decoder.decode(codec, tables, dtype, encoded, payload, chunk_sum(base), &mut out, &mut |_, _| Ok(()))
-    });
+    let encoded_chunk = EncodedChunk { codec, dtype, tables, encoded, payload, base_sum: chunk_sum(base) };
+    let outcome = DECODER.with_borrow_mut(|decoder| decoder.decode(&encoded_chunk, &mut out, &mut |_, _| Ok(())));
     check_outcome(dtype, base, encoded.num_deltas, outcome, &out);
 }
 
@@ -268,9 +267,10 @@ impl Conditioned {
     /// Decodes the payload with every kind of instructions and by the model, and asserts that all come to the same.
     pub fn check_paths(&self) {
         thread_local!(static DECODERS: RefCell<Decoders> = Decoders::default().into());
-        let outcomes = DECODERS.with_borrow_mut(|decoders| {
-            decoders.decode(self.tables.as_ref(), self.dtype, self.encoded(), &self.payload, chunk_sum(self.base), self.base)
-        });
+        let (tables, encoded, base_sum) = (self.tables.as_ref(), self.encoded(), chunk_sum(self.base));
+        let codec = Codec::Conditioned;
+        let chunk = EncodedChunk { codec, dtype: self.dtype, tables, encoded, payload: &self.payload, base_sum };
+        let outcomes = DECODERS.with_borrow_mut(|decoders| decoders.decode(&chunk, self.base));
         let expected = model::decode(self.dtype, self.tables.as_ref(), self.num_deltas, &self.payload, self.base);
         let rule = outcomes[0].0.as_ref().err().and_then(|error| error.rule());
         for (outcome, lanes) in outcomes {

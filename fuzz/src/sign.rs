@@ -3,7 +3,7 @@
 //! Uses the public interface of the library only: the integration tests share this file.
 
 use std::ops::Range;
-use tpde::codec::{ChunkDecoder, Encoded};
+use tpde::codec::{ChunkDecoder, Encoded, EncodedChunk};
 use tpde::format::{
     BLOB_HEADER_SIZE, BLOB_MAGIC, BaseKind, INDEX_HEADER_CRC_SPAN, INDEX_HEADER_SIZE, INDEX_MAGIC, PAIR_DIGEST_SIZE, VERSION_MAJOR,
 };
@@ -148,16 +148,9 @@ pub fn repair_sums<B: AsRef<[u8]>>(index: &ValidatedIndex, blob: &mut [u8], base
             let mut target_sum = base_sum;
             if encoded.num_deltas > 0 {
                 let payload = &blob[record.blob_offset.get() as usize..][..record.compressed_size.get() as usize];
-                let decoded = decoder.decode(
-                    tensor.codec,
-                    tensor.tables,
-                    tensor.dtype,
-                    encoded,
-                    payload,
-                    base_sum,
-                    lanes,
-                    &mut |_, _| Ok(()),
-                );
+                let (codec, dtype, tables) = (tensor.codec, tensor.dtype, tensor.tables);
+                let chunk = EncodedChunk { codec, dtype, tables, encoded, payload, base_sum };
+                let decoded = decoder.decode(&chunk, lanes, &mut |_, _| Ok(()));
                 target_sum = decoded.unwrap_or(0);
             }
             put(&mut bytes, sums_at + 16 * chunk as usize, &base_sum.to_le_bytes());

@@ -1,24 +1,24 @@
-//! Which lanes of a chunk change, found once for every way of coding it.
+//! The changed lanes of a chunk, found once for all ways of encoding it.
 
-use super::simd::Path;
+use super::simd::Platform;
 use crate::dispatch::vectorized;
 use crate::lane::{Dtype, Lane, lanes_of};
 use crate::sums::lane_term;
 use std::ops::Range;
 
-/// Lanes that share a mask.
+/// Lanes per mask.
 pub(crate) const GROUP: usize = 64;
 
 /// Base and target lanes of a chunk, and which of them differ.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Difference<'a> {
     pub dtype: Dtype,
-    /// Lanes as bytes, as many in the target as in the base.
+    /// Lanes as bytes, equally many in base and target.
     pub base: &'a [u8],
     pub target: &'a [u8],
-    /// A mask for each 64 lanes of those that differ.
+    /// Masks of the lanes that differ, one per 64 lanes.
     pub masks: &'a [u64],
-    /// How many differ.
+    /// Number of lanes that differ.
     pub changed: usize,
 }
 
@@ -34,7 +34,7 @@ impl<'a> Difference<'a> {
         self.base.len() / self.dtype.lane_bytes()
     }
 
-    /// That of some of the masks, and the lanes which they are for.
+    /// The difference restricted to some masks and their lanes.
     pub fn part(self, masks: Range<usize>) -> Self {
         let at = |mask: usize| (mask * GROUP * self.dtype.lane_bytes()).min(self.base.len());
         let bytes = at(masks.start)..at(masks.end);
@@ -53,7 +53,7 @@ impl<'a> Difference<'a> {
         changes
     }
 
-    /// Chunk sum of the target minus chunk sum of the base, if these lanes begin at lane `first` of their chunk.
+    /// Chunk sum of the target minus that of the base, if these lanes begin at lane `first` of their chunk.
     pub fn sum_change<L: Lane>(self, first: usize) -> u64 {
         let mut sum = 0u64;
         self.each_changed::<L>(|position, base, target| sum = sum.wrapping_add(lane_term(first + position, base, target)));
@@ -75,23 +75,23 @@ impl<'a> Difference<'a> {
     }
 }
 
-/// Empty masks for as many lanes as `size` bytes hold, in a buffer that is used again.
+/// Zeroed masks for the lanes in `size` bytes, in a reused buffer.
 pub(crate) fn cleared(dtype: Dtype, size: usize, masks: &mut Vec<u64>) -> &mut [u64] {
     masks.clear();
     masks.resize(size.div_ceil(GROUP * dtype.lane_bytes()), 0);
     masks
 }
 
-/// Sets the bits of the lanes that differ in empty masks, and returns how many they are.
+/// Sets the bits of lanes that differ in zeroed masks. Returns their number.
 pub(crate) fn compare(dtype: Dtype, base: &[u8], target: &[u8], masks: &mut [u64]) -> usize {
-    Path::best().differ(dtype.lane_bytes(), base, target, masks);
+    Platform::best().differ(dtype.lane_bytes(), base, target, masks);
     vectorized(
         #[inline(always)]
         || count(masks),
     )
 }
 
-/// How many lanes masks select.
+/// Number of bits set in masks.
 #[inline(always)]
 pub(crate) fn count(masks: &[u64]) -> usize {
     masks.iter().map(|mask| mask.count_ones() as usize).sum()

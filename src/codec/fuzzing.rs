@@ -1,16 +1,16 @@
-//! Doors for fuzz targets and for nobody else: there under `cfg(fuzzing)` alone.
+//! Access to private parts for fuzz targets, only under `cfg(fuzzing)`.
 
-use super::{Encoded, TableSet, conditioned};
-use crate::codec::simd::Path;
+use super::{EncodedChunk, TableSet, conditioned};
+use crate::codec::simd::Platform;
 use crate::error::Result;
-use crate::lane::{Dtype, with_lane};
+use crate::lane::with_lane;
 
 pub use super::conditioned::model;
 
 /// Reads a table set.
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) if it is none.
+/// [`Error::Invalid`](crate::Error::Invalid) if it is invalid.
 pub fn parse_tables(bytes: &[u8]) -> Result<TableSet> {
     TableSet::parse(bytes)
 }
@@ -20,42 +20,32 @@ pub fn tables_to_bytes(set: &TableSet) -> Vec<u8> {
     set.to_bytes()
 }
 
-/// Asserts that all forms in which decoders look up a set agree.
+/// Asserts that a set and its look-up table agree.
 pub fn check_lookup(set: &TableSet) {
     conditioned::check_lookup(set);
 }
 
-/// Decoders of codec `conditioned`, one for each path that the processor can take, used again for every chunk.
+/// Decoders of codec `conditioned`, one per platform that the processor supports, reused for every chunk.
 pub struct Decoders(Vec<conditioned::Decoder>);
 
 impl Default for Decoders {
     fn default() -> Self {
-        Self(Path::available().into_iter().map(conditioned::Decoder::with_path).collect())
+        Self(Platform::available().into_iter().map(conditioned::Decoder::with_platform).collect())
     }
 }
 
 impl Decoders {
-    /// The instructions that the decoders use.
+    /// Names of the decoders' platforms.
     pub fn names() -> Vec<String> {
-        Path::available().iter().map(|path| format!("{path:?}")).collect()
+        Platform::available().iter().map(|platform| format!("{platform:?}")).collect()
     }
 
-    /// Decodes a payload on every path: the chunk sum or the error, and the lanes. Arguments as in
+    /// Decodes a chunk on every platform. Returns the chunk sum or the error, and the lanes. See
     /// [`ChunkDecoder::decode`](super::ChunkDecoder::decode).
-    pub fn decode(
-        &mut self,
-        tables: Option<&TableSet>,
-        dtype: Dtype,
-        encoded: Encoded,
-        payload: &[u8],
-        base_sum: u64,
-        base: &[u8],
-    ) -> Vec<(Result<u64>, Vec<u8>)> {
+    pub fn decode(&mut self, chunk: &EncodedChunk<'_>, base: &[u8]) -> Vec<(Result<u64>, Vec<u8>)> {
         let decode = |decoder: &mut conditioned::Decoder| {
             let mut lanes = base.to_vec();
-            let sum = with_lane!(dtype.lane_bytes(), L => {
-                decoder.decode::<L>(dtype, tables, payload, encoded, base_sum, &mut lanes, &mut |_, _| Ok(()))
-            });
+            let sum = with_lane!(chunk.dtype.lane_bytes(), L => decoder.decode::<L>(chunk, &mut lanes, &mut |_, _| Ok(())));
             (sum, lanes)
         };
         self.0.iter_mut().map(decode).collect()

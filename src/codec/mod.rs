@@ -1,7 +1,7 @@
-//! Codecs: the changes of a chunk as bytes and back (`spec/codecs.md`).
+//! Codecs: encode the changes of a chunk as bytes, and decode them (`spec/codecs.md`).
 //!
-//! One file a codec. Byte slices in, byte slices out, no I/O. An encoder sees base and target lanes; a decoder turns base
-//! lanes into target lanes where they lie. Neither trusts a byte of the payload beyond what its record bounds.
+//! One file or folder per codec. Byte slices in, byte slices out, no I/O. An encoder reads base and target lanes. A decoder turns
+//! base lanes into target lanes in place. It trusts the payload only within the bounds of its record.
 
 #![deny(unsafe_code)]
 
@@ -36,18 +36,18 @@ use crate::{error::Rule, lane::Order};
 registry! {
     /// How payloads are coded.
     Codec: u16 as "codec" {
-        /// Positions and deltas as they are.
+        /// Uncompressed positions and deltas.
         Raw = 0 => "raw",
-        /// One zstd frame a chunk.
+        /// One zstd frame per chunk.
         Zstd = 1 => "zstd",
-        /// Entropy coding given the base lanes.
+        /// Entropy coding conditioned on the base lanes.
         Conditioned = 2 => "conditioned",
     }
 }
 
 impl Codec {
-    /// Whether a record's sizes can be right: a function of the record and the tensor alone, so that every buffer of a decoder
-    /// is bounded before the payload is seen.
+    /// Whether the sizes of a record are possible. This depends on the record and the tensor only, so that all buffers of a
+    /// decoder are bounded before it reads the payload.
     pub(crate) fn check_sizes(self, compressed: u32, uncompressed: u32, num_deltas: u32, lanes: u32, lane_bytes: usize) -> bool {
         match self {
             Codec::Raw => u64::from(uncompressed) == raw::size(num_deltas, lane_bytes) && compressed == uncompressed,
@@ -56,8 +56,8 @@ impl Codec {
         }
     }
 
-    /// Bytes by purpose of the payload of a chunk of `lanes` lanes, whose record has passed the checks of the index. Nothing is
-    /// decoded: a payload that is taken apart may still hold streams or frames that are not valid.
+    /// Sizes by purpose of a payload. The record of the chunk, of `lanes` lanes, has passed the checks of the index. Nothing is
+    /// decoded, so streams and frames of the payload may be invalid.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) naming the rule that the payload breaks.
@@ -82,7 +82,7 @@ impl Codec {
 pub enum Coding<'a> {
     /// Codec `raw`.
     Raw,
-    /// Codec `zstd`, in a fixed layout or in the one that suits the chunk.
+    /// Codec `zstd`, in a fixed layout or in one selected by rule.
     Zstd(Option<Layout>),
     /// Codec `conditioned`.
     Conditioned {
@@ -95,7 +95,7 @@ pub enum Coding<'a> {
     },
 }
 
-/// Encodes chunks; one a thread, used again for every chunk.
+/// Encodes chunks. One per thread, reused for every chunk.
 pub struct ChunkEncoder {
     zstd: zstd::Encoder,
     conditioned: conditioned::Encoder,
@@ -111,7 +111,7 @@ impl ChunkEncoder {
         Ok(Self { zstd: zstd::Encoder::new()?, conditioned: conditioned::Encoder::default(), masks: Vec::new() })
     }
 
-    /// Appends the payload of one chunk to `payload`: nothing if no lane has changed.
+    /// Appends the payload of one chunk to `payload`; nothing if no lane has changed.
     ///
     /// `base` and `target` are the chunk's lanes as bytes, of equal length, at most 4 MiB.
     ///
@@ -132,7 +132,7 @@ impl ChunkEncoder {
         encoded
     }
 
-    /// [`encode`](Self::encode), where it is known which lanes change.
+    /// As [`encode`](Self::encode), with known changes.
     pub(crate) fn encode_difference(
         &mut self,
         coding: Coding<'_>,
@@ -145,7 +145,7 @@ impl ChunkEncoder {
         with_lane!(difference.dtype.lane_bytes(), L => match coding {
             Coding::Raw => Ok(raw::encode::<L>(difference, payload)),
             Coding::Zstd(layout) => {
-                let layouts = layout.as_ref().map_or(Layouts::Suited, |layout| Layouts::These(std::slice::from_ref(layout)));
+                let layouts = layout.as_ref().map_or(Layouts::ByRule, |layout| Layouts::These(std::slice::from_ref(layout)));
                 Ok(self.zstd.encode::<L>(difference, layouts, 0, payload)?.0)
             }
             Coding::Conditioned { tables, low_bits, pace } => {
@@ -167,7 +167,24 @@ impl ChunkEncoder {
     }
 }
 
-/// Decodes chunks; one a thread, used again for every chunk.
+/// An encoded chunk: its record, and the properties of its tensor that decoding needs.
+#[derive(Debug, Clone, Copy)]
+pub struct EncodedChunk<'a> {
+    /// Codec of the payload.
+    pub codec: Codec,
+    /// Element type.
+    pub dtype: Dtype,
+    /// The tensor's tables, for codec `conditioned`.
+    pub tables: Option<&'a TableSet>,
+    /// The sizes in the record. They have passed the checks of the index, and bound the decoder's memory.
+    pub encoded: Encoded,
+    /// The payload.
+    pub payload: &'a [u8],
+    /// [Chunk sum](crate::chunk_sum) of the base lanes.
+    pub base_sum: u64,
+}
+
+/// Decodes chunks. One per thread, reused for every chunk.
 #[derive(Default)]
 pub struct ChunkDecoder {
     zstd: zstd::Decoder,
@@ -180,41 +197,28 @@ impl ChunkDecoder {
         Self::default()
     }
 
-    /// Turns the base lanes of a chunk into its target lanes, in `lanes`, and the [chunk sum](crate::chunk_sum) of the ones into
-    /// that of the others, which it returns: where few lanes change, without a pass over all of them.
+    /// Turns the base lanes of a chunk into its target lanes, in place, and returns the chunk sum of the target. If few lanes
+    /// change, the sum does not take a pass over all of them.
     ///
-    /// `fill` is asked for the base lanes as they are needed, see [`Fill`]; after an error not all may have been asked for.
-    ///
-    /// `encoded` is what the record says, and must have passed the checks of the index: memory is bounded by it. `tables` are the
-    /// tensor's, for codec `conditioned`.
+    /// `fill` supplies the base lanes when they are needed, see [`Fill`]. After an error, some may not have been requested.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) naming the rule that the payload breaks, or what `fill` returns; `lanes` is then
-    /// a mixture.
-    #[expect(clippy::too_many_arguments, reason = "all that a record and a tensor say of a chunk")]
-    pub fn decode(
-        &mut self,
-        codec: Codec,
-        tables: Option<&TableSet>,
-        dtype: Dtype,
-        encoded: Encoded,
-        payload: &[u8],
-        base_sum: u64,
-        lanes: &mut [u8],
-        fill: Fill<'_>,
-    ) -> Result<u64> {
+    /// [`Error::Invalid`](crate::Error::Invalid) with the violated rule, or an error of `fill`. `lanes` is then a mixture of base
+    /// and target.
+    pub fn decode(&mut self, chunk: &EncodedChunk<'_>, lanes: &mut [u8], fill: Fill<'_>) -> Result<u64> {
+        let EncodedChunk { codec, dtype, encoded, payload, base_sum, .. } = *chunk;
         if codec != Codec::Conditioned {
             fill(lanes, lanes.len())?;
         }
         with_lane!(dtype.lane_bytes(), L => match codec {
             Codec::Raw => raw::decode::<L>(payload, encoded.num_deltas, dtype.order(), base_sum, lanes),
             Codec::Zstd => self.zstd.decode::<L>(payload, encoded, dtype.order(), base_sum, lanes),
-            Codec::Conditioned => self.conditioned.decode::<L>(dtype, tables, payload, encoded, base_sum, lanes, fill),
+            Codec::Conditioned => self.conditioned.decode::<L>(chunk, lanes, fill),
         })
     }
 }
 
-/// Rewrites payloads of codec `zstd` as those of codec `raw`, for a device that knows the latter; one a thread.
+/// Rewrites payloads of codec `zstd` as codec `raw`, for a device that only decodes the latter. One per thread.
 #[cfg(feature = "cuda")]
 #[derive(Default)]
 pub(crate) struct Expander {
@@ -227,7 +231,7 @@ pub(crate) struct Expander {
 
 #[cfg(feature = "cuda")]
 impl Expander {
-    /// The same changes of a chunk of `lanes` lanes. Memory: two chunks and the payload.
+    /// Rewrites the payload of a chunk of `lanes` lanes. Memory: two chunks and the payload.
     pub fn expand(&mut self, encoded: Encoded, payload: &[u8], lanes: usize, lane_bytes: usize) -> Result<&[u8]> {
         let size = lanes * lane_bytes;
         self.zeros.resize(self.zeros.len().max(size), 0);
@@ -235,7 +239,7 @@ impl Expander {
         self.deltas.resize(size, 0);
         self.payload.clear();
         let found = with_lane!(lane_bytes, L => {
-            // On lanes of zeros, and without an order, what comes out is the deltas.
+            // With zeros as base and plain order, the target lanes are the deltas.
             self.decoder.zstd.decode::<L>(payload, encoded, Order::Plain, 0, &mut self.deltas)?;
             let plain = [Dtype::U8, Dtype::U16, Dtype::U32, Dtype::U64][lane_bytes.ilog2() as usize];
             raw::encode::<L>(Difference::find(plain, &self.zeros[..size], &self.deltas, &mut self.masks), &mut self.payload)

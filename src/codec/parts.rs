@@ -1,6 +1,6 @@
-//! Bytes by purpose.
+//! Sizes of payloads by purpose.
 
-/// Numbers of bytes by purpose, in the order of the file. They add up to the whole.
+/// Defines a struct of byte counts by purpose, in file order. They add up to the whole.
 macro_rules! parts {
     ($(#[$meta:meta])* $name:ident { $($(#[$of_part:meta])* $part:ident => $text:literal,)+ }) => {
         $(#[$meta])*
@@ -35,9 +35,9 @@ parts! {
         headers => "headers and maps",
         /// Codec `conditioned`: the activity of each block of 128 lanes.
         activities => "activities",
-        /// Codec `conditioned`: changes that are listed with their positions because no class codes them.
+        /// Codec `conditioned`: exceptions, which are changes that no class codes.
         exceptions => "exceptions",
-        /// Codec `conditioned`: bits of lanes that are stored as they are.
+        /// Codec `conditioned`: low bits, stored without coding.
         low_bits => "low bits",
         /// Codec `conditioned`: initial states of streams.
         states => "states",

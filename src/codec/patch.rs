@@ -1,16 +1,16 @@
-//! What all decoders share: changes that are written into lanes, and what a record and a caller give them.
+//! Types shared by decoders: applying changes to lanes, and the arguments from records and callers.
 
 use crate::error::{Result, Rule};
 use crate::lane::{Lane, Order, lanes_of_mut};
 use crate::sums::{chunk_sum, lane_term};
 use zerocopy::IntoBytes;
 
-/// Writes changes into lanes one after the other, and refuses what is not a valid list of them.
+/// Applies changes to lanes in ascending order, and refuses invalid ones.
 pub(crate) struct Patch<'a, L: Lane> {
     lanes: &'a mut [L::Le],
     order: Order,
     next: usize,
-    /// The chunk sum of the lanes as they are now, while it is kept.
+    /// The chunk sum of the current lanes, if it is updated per change.
     sum: Option<u64>,
 }
 
@@ -18,7 +18,7 @@ impl<'a, L: Lane> Patch<'a, L> {
     /// A patch of at most `count` changes to lanes whose chunk sum is `sum`.
     pub fn new(lanes: &'a mut [u8], count: usize, sum: u64, order: Order) -> Self {
         let lanes = lanes_of_mut::<L>(lanes);
-        // A term a change is dearer than its share of a pass over all lanes.
+        // If few lanes change, the sum is updated per change. That costs more per change than a pass costs per lane.
         let sum = (16 * count < lanes.len()).then_some(sum);
         Self { lanes, order, next: 0, sum }
     }
@@ -28,7 +28,7 @@ impl<'a, L: Lane> Patch<'a, L> {
         self.sum.unwrap_or_else(|| chunk_sum(self.lanes.as_bytes()))
     }
 
-    /// Changes the lane `gap` lanes after the last one.
+    /// Changes the lane that is `gap` lanes after the previous one.
     #[inline(always)]
     pub fn change(&mut self, gap: usize, delta: L) -> Result<()> {
         let position = self.next.saturating_add(gap);
@@ -50,16 +50,15 @@ impl<'a, L: Lane> Patch<'a, L> {
     }
 }
 
-/// What an encoder says of a payload; the rest of the record follows from it.
+/// An encoder's description of a payload. The rest of the record follows from the payload.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Encoded {
-    /// Bytes that the payload expands to.
+    /// Bytes of the expanded payload.
     pub uncompressed_size: u32,
     /// Changed lanes.
     pub num_deltas: u32,
 }
 
-/// Puts base lanes into the lanes of a chunk, at least up to a byte, where they are not there yet: from the first to the last,
-/// and each once, so that they can be copied and checked while they are in the cache for decoding. Does nothing for lanes that
-/// begin as the base's.
+/// Callback that fills in the base lanes of a chunk, at least up to a byte offset. Called with ascending offsets, so that lanes
+/// are copied and checked while they are in the cache for decoding. Does nothing if the lanes already are the base's.
 pub type Fill<'a> = &'a mut dyn FnMut(&mut [u8], usize) -> Result<()>;

@@ -5,12 +5,12 @@ use crate::error::{Result, Rule};
 use crate::lane::{Lane, Order, lanes_of};
 use zerocopy::IntoBytes;
 
-/// Where the deltas begin.
+/// Offset of the deltas.
 fn deltas_at(num_deltas: u32, lane_bytes: usize) -> u64 {
     (4 * u64::from(num_deltas)).next_multiple_of(lane_bytes as u64)
 }
 
-/// Bytes of a payload.
+/// Size of a payload in bytes.
 pub(crate) fn size(num_deltas: u32, lane_bytes: usize) -> u64 {
     deltas_at(num_deltas, lane_bytes) + u64::from(num_deltas) * lane_bytes as u64
 }

@@ -78,7 +78,8 @@ fn assert_round_trip(way: Way, dtype: Dtype, base: &[u8], target: &[u8]) {
     assert!(codec.check_sizes(payload.len() as u32, encoded.uncompressed_size, encoded.num_deltas, lanes, lane_bytes));
     let mut out = base.to_vec();
     let sum = DECODER.with_borrow_mut(|decoder| {
-        decoder.decode(codec, tables.as_ref(), dtype, encoded, &payload, chunk_sum(base), &mut out, &mut |_, _| Ok(())).unwrap()
+        let chunk = EncodedChunk { codec, dtype, tables: tables.as_ref(), encoded, payload: &payload, base_sum: chunk_sum(base) };
+        decoder.decode(&chunk, &mut out, &mut |_, _| Ok(())).unwrap()
     });
     assert_eq!(sum, chunk_sum(target));
     assert!(out == target, "{way:?} {dtype} came back wrong");
@@ -220,7 +221,8 @@ proptest! {
             let mut out = lanes.clone();
             let encoded = Encoded { uncompressed_size, num_deltas };
             let tables = TableSet::parse(&[2, 2, 0x80, 16, 0x80, 16, 1, 0x80, 32]).unwrap();
-            match ChunkDecoder::new().decode(*codec, Some(&tables), dtype, encoded, &payload, 0, &mut out, &mut |_, _| Ok(())) {
+            let chunk = EncodedChunk { codec: *codec, dtype, tables: Some(&tables), encoded, payload: &payload, base_sum: 0 };
+            match ChunkDecoder::new().decode(&chunk, &mut out, &mut |_, _| Ok(())) {
                 Ok(_) => {
                     let changed = lanes.chunks(dtype.lane_bytes()).zip(out.chunks(dtype.lane_bytes())).filter(|(a, b)| a != b).count();
                     prop_assert_eq!(changed, num_deltas as usize);
@@ -239,7 +241,8 @@ proptest! {
         let lanes = vec![7; 64 * dtype.lane_bytes()];
         let mut out = lanes.clone();
         let encoded = Encoded { uncompressed_size: content.len() as u32, num_deltas };
-        match ChunkDecoder::new().decode(Codec::Zstd, None, dtype, encoded, &payload, 0, &mut out, &mut |_, _| Ok(())) {
+        let chunk = EncodedChunk { codec: Codec::Zstd, dtype, tables: None, encoded, payload: &payload, base_sum: 0 };
+        match ChunkDecoder::new().decode(&chunk, &mut out, &mut |_, _| Ok(())) {
             Ok(_) => {
                 let changed = lanes.chunks(dtype.lane_bytes()).zip(out.chunks(dtype.lane_bytes())).filter(|(a, b)| a != b).count();
                 prop_assert_eq!(changed, num_deltas as usize);

@@ -2,7 +2,7 @@
 
 use super::base::PaddedBase;
 use crate::checkpoint::Checkpoint;
-use crate::codec::{ChunkDecoder, Encoded};
+use crate::codec::{ChunkDecoder, Encoded, EncodedChunk};
 use crate::digest::{self, PieceHasher};
 use crate::error::{Error, Escaped, Result, Rule};
 use crate::format::BaseKind;
@@ -148,7 +148,8 @@ pub(super) fn decode(
     let encoded = chunks.encoded(chunk);
     let found = (encoded.num_deltas > 0).then(|| {
         let payload = chunks.payload(chunk, &mut worker.payload)?;
-        worker.decoder.decode(tensor.codec, tensor.tables, tensor.dtype, encoded, payload, base_sum, lanes, &mut fill)
+        let chunk = EncodedChunk { codec: tensor.codec, dtype: tensor.dtype, tables: tensor.tables, encoded, payload, base_sum };
+        worker.decoder.decode(&chunk, lanes, &mut fill)
     });
     if let (Some(Err(_)), true) = (&found, unfilled.get()) {
         return found.transpose().map(|_| None);

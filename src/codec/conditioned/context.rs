@@ -3,38 +3,38 @@
 use crate::dispatch::vectorized;
 use crate::lane::{Context, Dtype, Lane, lanes_of};
 
-/// Lanes of a block.
+/// Lanes per block.
 pub(crate) const BLOCK: usize = 128;
-/// Lanes of the halves of a block, which masks of 64 bits describe.
+/// Lanes per half block, which a mask of 64 bits describes.
 pub(crate) const HALF: usize = 64;
-/// Blocks of a tile of lanes of `width` bytes, of which the last may have fewer.
+/// Blocks per tile of lanes of `width` bytes. The last tile may have fewer.
 pub(crate) const fn tile_blocks(width: usize) -> usize {
     if width <= 2 { 8 } else { 16 / width }
 }
 /// Most contexts of a map.
 pub(crate) const MAX_CONTEXTS: usize = 64;
 
-/// Writes min(max(c, `first`) − `first`, 255) of each lane's context c to `out`, and 255 where there is no lane.
+/// Writes min(max(c, `first`) − `first`, 255) to `out` for each lane with context c, and 255 beyond the last lane.
 pub(crate) fn indexes<L: Lane>(lanes: &[u8], dtype: Dtype, first: u16, out: &mut [u8]) {
     let lanes = lanes_of::<L>(lanes);
     let (used, unused) = out.split_at_mut(lanes.len());
     unused.fill(255);
     let first = L::saturate(first);
-    // One loop for each kind, so that each becomes vector instructions.
+    // One loop per kind of context, so that the compiler vectorises each.
     match dtype.context() {
-        Context::Exponent { shift, bits } => index::<L>(
+        Context::Exponent { shift, bits } => write_indexes::<L>(
             used,
             lanes,
             #[inline(always)]
             |lane: L| lane.exponent(shift, bits).index_from(first),
         ),
-        Context::SignedBits => index::<L>(
+        Context::SignedBits => write_indexes::<L>(
             used,
             lanes,
             #[inline(always)]
             |lane: L| lane.magnitude().bit_count().index_from(first),
         ),
-        Context::Bits => index::<L>(
+        Context::Bits => write_indexes::<L>(
             used,
             lanes,
             #[inline(always)]
@@ -44,20 +44,20 @@ pub(crate) fn indexes<L: Lane>(lanes: &[u8], dtype: Dtype, first: u16, out: &mut
 }
 
 #[inline(always)]
-fn index<L: Lane>(out: &mut [u8], lanes: &[L::Le], of: impl Fn(L) -> u8) {
+fn write_indexes<L: Lane>(out: &mut [u8], lanes: &[L::Le], index_of: impl Fn(L) -> u8) {
     vectorized(
         #[inline(always)]
-        || out.iter_mut().zip(lanes).for_each(|(out, lane)| *out = of(L::load(*lane))),
+        || out.iter_mut().zip(lanes).for_each(|(out, lane)| *out = index_of(L::load(*lane))),
     );
 }
 
-/// The maps of a payload: from context and activity to class.
+/// The maps of a payload, from context and activity to class.
 #[derive(Debug, Clone)]
 pub(crate) struct Maps {
-    /// First context that has an entry of its own; lower ones share it.
+    /// First context with its own entry; lower ones share it.
     pub first: u16,
     /// Number of entries of a map.
     pub count: u8,
-    /// Class of each entry, for each activity; 0 past the last entry.
+    /// Class of each entry, per activity; 0 past the last entry.
     pub classes: [[u8; MAX_CONTEXTS]; 4],
 }

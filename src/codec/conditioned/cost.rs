@@ -1,27 +1,27 @@
-//! Costs in fractions of a bit, in integers: an encoder's choices must be the same on every machine.
+//! Costs in fractions of a bit, as integers, so that an encoder's choices are the same on every machine.
 
 use super::tables::{MAX_CLASSES, MAX_TOKENS, SCALE_LOG2, TableSet};
 
-/// Units of a bit.
+/// Cost units per bit.
 pub(crate) const BIT: u64 = 256;
 
-/// What a symbol of frequency 0 costs that cannot be an exception: more than any list of them.
+/// Cost of a symbol of frequency 0 that cannot become an exception: more than any list of exceptions.
 pub(super) const IMPOSSIBLE: u64 = 1 << 20;
 
-/// Bytes of an exception: its position and its delta, of `width` bytes.
+/// Bytes of an exception: its position, and its delta of `width` bytes.
 pub(super) fn exception_bytes(width: usize) -> usize {
     4 + width
 }
 
-/// What an exception of a lane of `width` bytes costs.
+/// Cost of an exception of a lane of `width` bytes.
 pub(super) fn exception_cost(width: usize) -> u64 {
     8 * exception_bytes(width) as u64 * BIT
 }
 
-/// log2 of `x` > 0 in units, rounded down.
+/// log2 of `x` > 0 in cost units, rounded down.
 pub(super) fn log2(x: u64) -> u64 {
     let whole = x.ilog2();
-    // The mantissa in 32 bits, from 1 to 2; squaring doubles its logarithm, and a carry is the next bit of it.
+    // The mantissa, in 1..2, scaled by 2^31. Squaring doubles its logarithm; a carry is the next fractional bit.
     let mut mantissa = if whole >= 31 { x >> (whole - 31) } else { x << (31 - whole) };
     let mut fraction = 0;
     for _ in 0..BIT.ilog2() {
@@ -33,11 +33,11 @@ pub(super) fn log2(x: u64) -> u64 {
     u64::from(whole) * BIT + fraction
 }
 
-/// What each token costs in each class of a set, classes from 1 on; extra bits apart.
+/// Cost of each token in each class of a set, classes from 1 on, without extra bits.
 pub(super) struct Costs(Vec<[u32; MAX_CLASSES]>);
 
 impl Costs {
-    /// Those of a set; a symbol of frequency 0 costs `missing`.
+    /// The costs of a set. A symbol of frequency 0 costs `missing`.
     pub fn new(set: &TableSet, missing: u64) -> Self {
         let mut costs = vec![[missing as u32; MAX_CLASSES]; MAX_TOKENS];
         for (class, frequencies) in set.classes().enumerate() {
@@ -48,7 +48,7 @@ impl Costs {
         Self(costs)
     }
 
-    /// What the symbols of a histogram cost in each class, classes from 1 on.
+    /// Total cost of a histogram of symbols in each class, classes from 1 on.
     pub fn of(&self, histogram: &[u32]) -> [u64; MAX_CLASSES] {
         let mut sums = [0; MAX_CLASSES];
         for (&count, costs) in histogram.iter().zip(&self.0).filter(|(count, _)| **count != 0) {

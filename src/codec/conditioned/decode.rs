@@ -1,33 +1,32 @@
-//! From a payload and base lanes to target lanes (`spec/codecs.md` sections 4.4 to 4.6).
+//! Decodes a payload: turns base lanes into target lanes (`spec/codecs.md` sections 4.4 to 4.6).
 
-use super::coded::{Coded, tiles_of};
+use super::coded::{Classifier, CodedLanes, tiles_of};
 use super::context::{BLOCK, HALF, tile_blocks};
 use super::payload::{Payload, segment};
 use super::stream::Stream;
-use super::tables::{Lookup, TableSet};
-use crate::codec::simd::{GROUP, Path, Tiles};
-use crate::codec::{Encoded, Fill};
+use super::tables::Lookup;
+use crate::codec::simd::{GROUP, Platform, Tiles};
+use crate::codec::{EncodedChunk, Fill};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
-use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
+use crate::lane::{Lane, Order, lanes_of, lanes_of_mut};
 use crate::sums::{chunk_sum, lane_term};
 
-/// Tiles that are worked on at once: what fits in the second-level cache, and in tests so few that short chunks have several of
-/// them.
+/// Tiles per batch, so that a batch fits in the L2 cache. Small in tests, so that short chunks span several batches.
 const BATCH: usize = if cfg!(any(test, fuzzing)) { 1 } else { 64 };
 
-/// What a thread needs to decode chunks, used again for every chunk.
+/// State of a thread that decodes chunks, reused for every chunk.
 pub(crate) struct Decoder {
-    path: Path,
+    platform: Platform,
     lookup: Lookup,
-    /// Of the blocks in work.
+    /// Activities of the blocks in the current batch.
     activities: Vec<u8>,
-    coded: Coded,
+    coded: CodedLanes,
     values: Values,
 }
 
-/// The values of the places of coded lanes, 0 where there is none, and a mask for each 16 of them of those that are not 0. They are
-/// never made shorter, because growing them again would clear them.
+/// The values of the coded lanes of a batch, padded to whole steps with 0, and masks of the nonzero ones, one per 16. The buffers
+/// never shrink, because growing again would clear them.
 #[derive(Default)]
 struct Values {
     bytes: Vec<u8>,
@@ -36,42 +35,39 @@ struct Values {
 
 impl Default for Decoder {
     fn default() -> Self {
-        Self::with_path(Path::best())
+        Self::with_platform(Platform::best())
     }
 }
 
 impl Decoder {
-    /// A decoder that uses these instructions.
-    pub fn with_path(path: Path) -> Self {
-        Self { path, lookup: Lookup::default(), activities: Vec::new(), coded: Coded::default(), values: Values::default() }
+    /// A decoder for this platform.
+    pub fn with_platform(platform: Platform) -> Self {
+        Self {
+            platform,
+            lookup: Lookup::default(),
+            activities: Vec::new(),
+            coded: CodedLanes::default(),
+            values: Values::default(),
+        }
     }
 
     /// See [`crate::codec::ChunkDecoder::decode`].
-    #[expect(clippy::too_many_arguments, reason = "all that a record and a tensor say of a chunk")]
-    pub fn decode<L: Lane>(
-        &mut self,
-        dtype: Dtype,
-        tables: Option<&TableSet>,
-        payload: &[u8],
-        encoded: Encoded,
-        base_sum: u64,
-        lanes: &mut [u8],
-        fill: Fill<'_>,
-    ) -> Result<u64> {
+    pub fn decode<L: Lane>(&mut self, chunk: &EncodedChunk<'_>, lanes: &mut [u8], fill: Fill<'_>) -> Result<u64> {
+        let EncodedChunk { dtype, tables, encoded, payload, base_sum, .. } = *chunk;
         let count = lanes.len() / L::BYTES;
         let classes = tables.map_or(0, |tables| tables.classes().len());
         let payload = Payload::parse(payload, count, L::BYTES, encoded.num_deltas, classes)?;
-        // Without tables no lane is coded, and whatever stands here is not looked at.
+        // Without tables no lane is coded, so an outdated look-up is not used.
         if let Some(tables) = tables.filter(|tables| !self.lookup.is_of(tables)) {
             self.lookup.set(tables);
         }
 
-        // A term a change is dearer than its share of a pass over all lanes.
-        let few = 16 * (encoded.num_deltas as usize) < count && payload.low_bits == 0;
-        let mut target = Target { order: dtype.order(), sum: few.then_some(base_sum), changed: 0 };
+        // If few lanes change, the sum is updated per change. That costs more per change than a pass costs per lane.
+        let is_sparse = 16 * (encoded.num_deltas as usize) < count && payload.low_bits == 0;
+        let mut target = Target { order: dtype.order(), sum: is_sparse.then_some(base_sum), changed: 0 };
         let mut exceptions = Exceptions::<L>::new(&payload, count)?;
         let (blocks, tile) = (count.div_ceil(BLOCK), tile_blocks(L::BYTES));
-        let (states, path) = (1 << payload.states_log2, self.path);
+        let (states, platform) = (1 << payload.states_log2, self.platform);
         for (s, stream) in payload.streams().enumerate() {
             let mut tiles = segment(s, payload.segments, blocks.div_ceil(tile));
             let mut stream = Stream::begin(stream?, states, 8 * L::BYTES as u32 - payload.low_bits)?;
@@ -80,17 +76,18 @@ impl Decoder {
                 tiles.start += BATCH;
                 let (first, end) = (batch.start * BLOCK, count.min(batch.end * BLOCK));
                 fill(lanes, end * L::BYTES)?;
-                exceptions.take_bases(lanes, end);
+                exceptions.save_bases(lanes, end);
                 let lanes_of_batch = &mut lanes[first * L::BYTES..end * L::BYTES];
                 self.activities.clear();
                 self.activities.extend(batch.map(|block| payload.activity(block)));
-                let positions = few.then_some(first);
-                self.coded.find::<L>(path, dtype, &payload.maps, &self.activities, states, lanes_of_batch, positions);
-                let (values, changed) = self.values.decode::<L>(path, &self.lookup, &mut stream, self.coded.classes())?;
+                let positions = is_sparse.then_some(first);
+                let classifier = Classifier { dtype, maps: &payload.maps, states };
+                self.coded.find::<L>(platform, classifier, &self.activities, lanes_of_batch, positions);
+                let (values, changed) = self.values.decode::<L>(platform, &self.lookup, &mut stream, self.coded.classes())?;
                 let halves = Halves { masks: self.coded.masks(), values, tiles: tiles_of::<L>(states) };
                 if payload.low_bits != 0 {
                     target.rebuild::<L>(&payload, halves, first, lanes_of_batch);
-                } else if few {
+                } else if is_sparse {
                     target.patch_few::<L>(self.coded.positions(), values, changed, lanes);
                 } else {
                     target.patch_many::<L>(halves, changed, lanes_of_batch);
@@ -107,7 +104,7 @@ impl Decoder {
 impl Values {
     fn decode<L: Lane>(
         &mut self,
-        path: Path,
+        platform: Platform,
         lookup: &Lookup,
         stream: &mut Stream<'_>,
         classes: &[u8],
@@ -120,22 +117,22 @@ impl Values {
             self.changed.resize(masks, 0);
         }
         let (values, changed) = (lanes_of_mut::<L>(&mut self.bytes[..size]), &mut self.changed[..masks]);
-        stream.decode::<L>(path, lookup, classes, values, changed)?;
+        stream.decode::<L>(platform, lookup, classes, values, changed)?;
         Ok((values, changed))
     }
 }
 
-/// What is known of the target lanes as they come into being.
+/// State of the target lanes while they are produced.
 struct Target {
     order: Order,
-    /// The chunk sum of the lanes as they are now, while it is kept.
+    /// The chunk sum of the current lanes, if it is updated per change.
     sum: Option<u64>,
-    /// Lanes that have changed.
+    /// Number of lanes changed so far.
     changed: usize,
 }
 
 impl Target {
-    /// Changes the lanes of a chunk that have a value, at their positions.
+    /// Applies nonzero values to the lanes at their positions.
     fn patch_few<L: Lane>(&mut self, positions: &[u32], values: &[L::Le], changed: &[u16], lanes: &mut [u8]) {
         let lanes = lanes_of_mut::<L>(lanes);
         let order = self.order;
@@ -147,11 +144,11 @@ impl Target {
         self.changed += count;
     }
 
-    /// Changes the lanes of some tiles that have a place by their values.
+    /// Applies values to the coded lanes of some tiles.
     fn patch_many<L: Lane>(&mut self, halves: Halves<'_, L>, changed: &[u16], lanes: &mut [u8]) {
         self.changed += changed.iter().map(|mask| mask.count_ones() as usize).sum::<usize>();
         let lanes = lanes_of_mut::<L>(lanes);
-        // One loop for each order, so that nothing is decided inside.
+        // One loop per order, so that the loops have no branch on it.
         match self.order {
             Order::Plain => vectorized(
                 #[inline(always)]
@@ -164,12 +161,12 @@ impl Target {
         }
     }
 
-    /// Makes the changes that are listed; they come last, and are for lanes that nothing has changed yet.
+    /// Applies the exceptions, after all other changes. Their lanes must be unchanged so far.
     fn except<L: Lane>(&mut self, exceptions: &Exceptions<'_, L>, lanes: &mut [u8]) -> Result<()> {
         let lanes = lanes_of_mut::<L>(lanes);
         for (position, delta, base) in exceptions.each() {
-            let now = L::load(lanes[position]);
-            Rule::PayloadPositions.check(now == base, "an exception for an unchanged lane", position)?;
+            let current = L::load(lanes[position]);
+            Rule::PayloadPositions.check(current == base, "an exception for an unchanged lane", position)?;
             Rule::PayloadDeltas.check(
                 delta != L::default(),
                 "a delta that is not zero",
@@ -185,11 +182,11 @@ impl Target {
         Ok(())
     }
 
-    /// Changes the lanes of some tiles where part of each delta is stored as it is.
+    /// Rebuilds the lanes of some tiles whose deltas have low bits.
     fn rebuild<L: Lane>(&mut self, payload: &Payload<'_>, halves: Halves<'_, L>, first: usize, lanes: &mut [u8]) {
         let low = &payload.low[first / 8 * payload.low_bits as usize..];
         let lanes = lanes_of_mut::<L>(lanes);
-        // One loop for each order, so that nothing is decided inside.
+        // One loop per order, so that the loops have no branch on it.
         self.changed += match self.order {
             Order::Plain => vectorized(
                 #[inline(always)]
@@ -203,11 +200,11 @@ impl Target {
     }
 }
 
-/// Changes that are listed.
+/// The exceptions of a payload.
 struct Exceptions<'a, L: Lane> {
     positions: &'a [[u8; 4]],
     deltas: &'a [L::Le],
-    /// The base lanes of the first ones.
+    /// Base lanes of the exceptions seen so far.
     bases: Vec<L>,
 }
 
@@ -226,21 +223,21 @@ impl<'a, L: Lane> Exceptions<'a, L> {
         Ok(Self { positions: payload.positions, deltas: lanes_of::<L>(payload.deltas), bases: Vec::new() })
     }
 
-    /// Takes down the base lanes of those before lane `end`, which have not changed yet.
-    fn take_bases(&mut self, lanes: &[u8], end: usize) {
+    /// Saves the base lanes of exceptions before lane `end`, before those lanes change.
+    fn save_bases(&mut self, lanes: &[u8], end: usize) {
         let left = self.positions[self.bases.len()..].iter().map(|position| u32::from_le_bytes(*position) as usize);
         let lanes = lanes_of::<L>(lanes);
         self.bases.extend(left.take_while(|position| *position < end).map(|position| L::load(lanes[position])));
     }
 
-    /// Position, delta and base lane of each.
+    /// Position, delta and base lane of each exception.
     fn each(&self) -> impl Iterator<Item = (usize, L, L)> {
         let positions = self.positions.iter().map(|position| u32::from_le_bytes(*position) as usize);
         positions.zip(self.deltas).zip(&self.bases).map(|((position, delta), base)| (position, L::load(*delta), *base))
     }
 }
 
-/// The coded lanes of some tiles: a mask for each half of a block, and a value for each place.
+/// The coded lanes of some tiles: one mask per half block, and a value per coded lane.
 struct Halves<'a, L: Lane> {
     masks: &'a [u64],
     values: &'a [L::Le],
@@ -248,7 +245,7 @@ struct Halves<'a, L: Lane> {
 }
 
 impl<L: Lane> Halves<'_, L> {
-    /// Calls `f` with the number of each half of a block, its lanes, their mask, and the values of those that it selects.
+    /// Calls `f` for each half block with its index, lanes, mask, and the values of its coded lanes.
     #[inline(always)]
     fn each(mut self, lanes: &mut [L::Le], mut f: impl FnMut(usize, &mut [L::Le], u64, &[L::Le])) {
         let size = self.tiles.halves;
@@ -259,16 +256,16 @@ impl<L: Lane> Halves<'_, L> {
                 taken += mask.count_ones() as usize;
                 f(t * size + h, half, mask, &self.values[first..taken]);
             }
-            self.values = &self.values[self.tiles.places(taken)..];
+            self.values = &self.values[self.tiles.padded_len(taken)..];
         }
     }
 }
 
-/// Returns what a chunk sum grows by, and the number of changes.
+/// Returns the change of the chunk sum, and the number of changes.
 #[inline(always)]
 fn patch_few<L: Lane>(positions: &[u32], values: &[L::Le], changed: &[u16], order: Order, lanes: &mut [L::Le]) -> (u64, usize) {
     let (mut sum, mut count) = (0u64, 0);
-    // Four groups at once: where a loop ends is a guess, and wrong as often as there are loops.
+    // Four groups at once: each end of the inner loop is likely mispredicted, so there should be few.
     for (at, masks) in changed.chunks(4).enumerate() {
         let mut left = masks.iter().rev().fold(0u64, |left, &mask| left << GROUP | u64::from(mask));
         count += left.count_ones() as usize;
@@ -312,26 +309,26 @@ fn patch_all<L: Lane>(lanes: &mut [L::Le], deltas: &[L::Le], order: Order) {
     }
 }
 
-/// Returns the number of changes. `low` begins with the bits of the first lane.
+/// Returns the number of changes. `low` starts with the bits of the first lane.
 #[inline(always)]
 fn rebuild<L: Lane>(payload: &Payload<'_>, low: &[u8], halves: Halves<'_, L>, order: Order, lanes: &mut [L::Le]) -> usize {
     let low_bits = payload.low_bits;
     let high_mask = 1u64.checked_shl(8 * L::BYTES as u32 - low_bits).unwrap_or(0).wrapping_sub(1);
-    // With 64 low bits there are no high ones to be shifted.
+    // With 64 low bits there are no high bits, so the shift does not matter.
     let high = |value: &L::Le| (payload.center.wrapping_sub(L::load(*value).to_u64()) & high_mask) << low_bits.min(63);
-    // The low bits of half a block begin with a byte.
+    // The low bits of a half block start at a byte boundary.
     let size = HALF / 8 * low_bits as usize;
     let mut changed = 0;
     halves.each(
         lanes,
         #[inline(always)]
-        |h, half, mut mask, found| {
+        |h, half, mut mask, values| {
             let low = &low[h * size..];
             let mut deltas = low_bits_of_half(&low[..size.min(low.len())], low_bits);
-            if found.len() == HALF {
-                deltas.iter_mut().zip(found).for_each(|(delta, value)| *delta |= high(value));
+            if values.len() == HALF {
+                deltas.iter_mut().zip(values).for_each(|(delta, value)| *delta |= high(value));
             } else {
-                for value in found {
+                for value in values {
                     deltas[mask.trailing_zeros() as usize % HALF] |= high(value);
                     mask &= mask.wrapping_sub(1);
                 }
@@ -345,7 +342,7 @@ fn rebuild<L: Lane>(payload: &Payload<'_>, low: &[u8], halves: Halves<'_, L>, or
     changed
 }
 
-/// Numbers of `count` bits, 1 to 64, from the begin of a string of bits; 0 where it has ended.
+/// Unpacks numbers of `count` bits, 1 to 64, from the start of a bit string; 0 beyond its end.
 #[inline(always)]
 fn low_bits_of_half(bytes: &[u8], count: u32) -> [u64; HALF] {
     let mut numbers = [0; HALF];
@@ -353,7 +350,7 @@ fn low_bits_of_half(bytes: &[u8], count: u32) -> [u64; HALF] {
         numbers.iter_mut().zip(bytes).for_each(|(number, byte)| *number = u64::from(*byte));
         return numbers;
     }
-    // Room for a window at the last number.
+    // Padded, so that the 16-byte window of the last number is in bounds.
     let mut string = [0; HALF * 8 + 16];
     string[..bytes.len()].copy_from_slice(bytes);
     let mask = u64::MAX >> (64 - count);

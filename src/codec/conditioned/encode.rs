@@ -1,14 +1,14 @@
 //! From base and target lanes to a payload. What a decoder must accept is in the spec; what is chosen here is free.
 
-use super::coded::{Coded, tiles_of};
+use super::coded::{Classifier, CodedLanes, tiles_of};
 use super::context::{HALF, MAX_CONTEXTS, Maps, tile_blocks};
 use super::cost::{BIT, Costs, IMPOSSIBLE, exception_bytes, exception_cost};
 use super::payload::{MAX_LOG2, segment};
 use super::stats::{CONTEXTS, LEVELS, Row, Split, Stats, all_lanes};
-use super::stream::{self, LEAST_STATE};
+use super::stream::{self, RANS_LOWER_BOUND};
 use super::tables::TableSet;
 use super::values::Lanes;
-use crate::codec::simd::{Divisors, Path, STEP, Tiles};
+use crate::codec::simd::{EncodeTable, Platform, STEP, Tiles};
 use crate::codec::{Difference, Encoded};
 use crate::dispatch::vectorized;
 use crate::format::ConditionedHeader;
@@ -30,11 +30,11 @@ const WHOLE: (u64, u64) = (100, 8 * 12);
 
 /// What a thread needs to encode chunks, used again for every chunk.
 pub(crate) struct Encoder {
-    path: Path,
+    platform: Platform,
     model: Option<Model>,
     /// Masks of all lanes, where each has a value to be coded.
     all: Vec<u64>,
-    coded: Coded,
+    coded: CodedLanes,
     /// Values of a segment.
     values: Vec<u8>,
     words: Vec<u16>,
@@ -47,12 +47,12 @@ struct Model {
     /// What a value without a token costs.
     missing: u64,
     costs: Costs,
-    divisors: Divisors,
+    divisors: EncodeTable,
 }
 
 impl Model {
     fn new(set: &TableSet, missing: u64) -> Self {
-        let mut divisors = Divisors::default();
+        let mut divisors = EncodeTable::default();
         for (class, frequencies) in (1..).zip(set.classes()) {
             let mut start = 0;
             for (token, &frequency) in (0..).zip(frequencies).filter(|(_, frequency)| **frequency != 0) {
@@ -80,10 +80,10 @@ struct Choice {
 impl Default for Encoder {
     fn default() -> Self {
         Self {
-            path: Path::best(),
+            platform: Platform::best(),
             model: None,
             all: Vec::new(),
-            coded: Coded::default(),
+            coded: CodedLanes::default(),
             values: Vec::new(),
             words: Vec::new(),
             streams: Vec::new(),
@@ -163,7 +163,8 @@ impl Encoder {
         let levels: Vec<u8> = stats.levels.iter().map(|&level| activity(level, choice.activity_bits)).collect();
         let (blocks, tile) = (levels.len(), tile_blocks(L::BYTES));
         let tiles = blocks.div_ceil(tile);
-        self.coded.find::<L>(self.path, dtype, &choice.maps, &levels, STEP, base, None);
+        let classifier = Classifier { dtype, maps: &choice.maps, states: STEP };
+        self.coded.find::<L>(self.platform, classifier, &levels, base, None);
         let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
         // The cost includes the time of decoding, which takes no bytes.
         let time = if low_bits == 0 { coded as u64 * pace.lane } else { 0 };
@@ -182,12 +183,12 @@ impl Encoder {
             let tiles = segment(s, segments, tiles);
             let halves = 2 * tile * tiles.start..(2 * tile * tiles.end).min(masks.len());
             let masks = &masks[halves.clone()];
-            let values = lanes.values::<L>(self.path, halves.clone(), masks, states, &mut self.values, &mut listed);
+            let values = lanes.values::<L>(self.platform, halves.clone(), masks, states, &mut self.values, &mut listed);
             let classes = &classes[done..done + values.len()];
             done += values.len();
             let before = self.streams.len();
             let missing =
-                stream::encode::<L>(self.path, &model.divisors, states, classes, values, &mut self.words, &mut self.streams);
+                stream::encode::<L>(self.platform, &model.divisors, states, classes, values, &mut self.words, &mut self.streams);
             listed.extend(positions(halves.start, masks, tiles_of::<L>(states), missing));
             sizes.push(((self.streams.len() - before) / 2) as u32);
         }
@@ -233,7 +234,7 @@ fn listed_size(difference: Difference<'_>) -> usize {
 /// Bytes of a payload without coded lanes: what it stores, and header, map, a byte to make the size even, and a state.
 pub(crate) fn uncoded_size(difference: Difference<'_>) -> usize {
     let stored = listed_size(difference).min(difference.base.len());
-    (size_of::<ConditionedHeader>() + 1 + stored).next_multiple_of(2) + size_of_val(&LEAST_STATE)
+    (size_of::<ConditionedHeader>() + 1 + stored).next_multiple_of(2) + size_of_val(&RANS_LOWER_BOUND)
 }
 
 /// The zigzag deltas of all lanes.
@@ -272,7 +273,7 @@ fn put_plain<L: Lane>(dtype: Dtype, base: &[u8], target: &[u8], payload: &mut Ve
 /// Ends a payload that has no coded lanes, but `size` bytes after header and map, which have 17.
 fn end_uncoded(size: usize, payload: &mut Vec<u8>) {
     payload.resize(payload.len() + (size + 1) % 2, 0);
-    payload.extend(LEAST_STATE.to_le_bytes());
+    payload.extend(RANS_LOWER_BOUND.to_le_bytes());
 }
 
 /// The activity that stands for a level.
@@ -500,7 +501,7 @@ fn positions(first: usize, masks: &[u64], tiles: Tiles, mut places: Vec<usize>) 
             break;
         }
         if h % tiles.halves == 0 {
-            start += tiles.places(before - start);
+            start += tiles.padded_len(before - start);
             before = start;
         }
         let end = before + mask.count_ones() as usize;

@@ -1,38 +1,38 @@
-//! Section 4 of `spec/codecs.md` once more, sentence by sentence and slowly: a decoder to compare the fast ones with, and an
-//! encoder whose caller chooses whatever an encoder may choose. For tests and fuzz targets; shares no line with either side of
-//! the codec but the tables' parser and the order of lanes.
+//! A second, slow implementation of section 4 of `spec/codecs.md`: a decoder to compare the fast ones with, and an encoder whose
+//! caller makes all choices. For tests and fuzz targets. It shares no code with the codec except the parser of tables and the
+//! order of lanes.
 
 use super::tables::TableSet;
 use crate::lane::{Dtype, Lane, with_lane};
 
-/// What an encoder chooses for a payload.
+/// The choices of an encoder for a payload.
 #[derive(Debug, Clone, Default)]
 #[cfg_attr(feature = "arbitrary", derive(arbitrary::Arbitrary))]
 pub struct Shape {
-    /// Bits of each delta that are stored as they are.
+    /// Low bits of each delta, stored without coding.
     pub low_bits: u8,
     /// log2 of the states of a stream.
     pub states_log2: u8,
     /// log2 of the segments.
     pub segments_log2: u8,
-    /// Bits of a block's activity.
+    /// Bits per activity.
     pub activity_bits: u8,
-    /// First context with an entry of its own.
+    /// First context with its own entry.
     pub first_context: u16,
-    /// Entries of a map.
+    /// Entries per map.
     pub context_count: u8,
-    /// What the values of high bits count down from.
+    /// The values of high bits are center - high bits.
     pub center: u32,
-    /// Classes for the entries of all maps, taken in turn.
+    /// Classes of the entries of all maps, repeated cyclically.
     pub classes: Vec<u8>,
-    /// Activities of the blocks, taken in turn.
+    /// Activities of the blocks, repeated cyclically.
     pub activities: Vec<u8>,
-    /// Of the changes, every so many-th is listed even if its lane is coded; 0 for none.
+    /// Every n-th change is an exception even if its lane is coded; 0 for none.
     pub list_every: u8,
 }
 
 impl Shape {
-    /// The shape with every field brought to where it is valid, for a chunk of so many lanes in a tensor with so many classes.
+    /// The shape with every field reduced to a valid value, for a chunk of `lanes` lanes in a tensor with `classes` classes.
     pub fn bounded(mut self, dtype: Dtype, lanes: usize, classes: usize) -> Self {
         let bits = 8 * dtype.lane_bytes() as u8;
         self.low_bits %= bits + 1;
@@ -98,7 +98,7 @@ pub fn context(dtype: Dtype, u: u64) -> u64 {
     }
 }
 
-/// Section 4.3: extra bits and the least value of a token.
+/// Section 4.3: number of extra bits and smallest value of a token.
 fn token(t: usize) -> (u32, u64) {
     if t < 64 {
         return (0, t as u64);
@@ -124,7 +124,7 @@ fn apply(dtype: Dtype, base: u64, delta: u64) -> u64 {
     with_lane!(dtype.lane_bytes(), L => L::apply(L::from_u64(base), L::from_u64(delta), dtype.order()).to_u64())
 }
 
-/// A string of bits, the low bits of each byte first.
+/// Packs a bit string, least significant bits first.
 fn pack(numbers: impl Iterator<Item = (u64, u32)>) -> Vec<u8> {
     let bits: Vec<u8> = numbers.flat_map(|(number, bits)| (0..bits).map(move |i| (number >> i & 1) as u8)).collect();
     bits.chunks(8).map(|bits| bits.iter().rev().fold(0, |byte, bit| byte << 1 | bit)).collect()
@@ -141,7 +141,7 @@ struct Slots {
     frequency: u64,
 }
 
-/// The slots of each token, of the classes from class 1 on.
+/// The slots of each token, per class from 1 on.
 fn slots(tables: Option<&TableSet>) -> Vec<Vec<Slots>> {
     let class = |frequencies: &[u16]| {
         let mut start = 0;
@@ -164,7 +164,7 @@ fn segments(count: usize, tile: usize, lanes: usize) -> impl Iterator<Item = std
     (0..count).map(move |s| (tile * (s * tiles / count)).min(lanes)..(tile * ((s + 1) * tiles / count)).min(lanes))
 }
 
-/// Section 4.5: the steps of a segment, each a range of its coded lanes, whose positions these are.
+/// Section 4.5: the steps of a segment, as ranges of its coded lanes, which have these positions.
 fn steps(positions: &[usize], tile: usize, count: usize) -> Vec<std::ops::Range<usize>> {
     let mut steps: Vec<std::ops::Range<usize>> = Vec::new();
     for (j, position) in positions.iter().enumerate() {
@@ -176,16 +176,16 @@ fn steps(positions: &[usize], tile: usize, count: usize) -> Vec<std::ops::Range<
     steps
 }
 
-/// What a decoder does with a state.
+/// An operation of a decoder on a state.
 #[derive(Clone, Copy)]
 enum Operation {
-    /// Takes a symbol that has these slots.
+    /// Decodes a symbol with these slots.
     Token(Slots),
-    /// Takes so many bits, which are these.
+    /// Reads a number of extra bits, with this value.
     Bits(u32, u32),
 }
 
-/// A payload of this shape, which must be [`Shape::bounded`]; `None` if a lane cannot be coded in it.
+/// Encodes a payload of this shape, which must be [`Shape::bounded`]. `None` if a lane cannot be coded with it.
 pub fn encode(dtype: Dtype, tables: Option<&TableSet>, shape: &Shape, base: &[u8], target: &[u8]) -> Option<Vec<u8>> {
     let (width, r) = (dtype.lane_bytes(), u32::from(shape.low_bits));
     let high_bits = 8 * width as u32 - r;
@@ -257,7 +257,7 @@ pub fn encode(dtype: Dtype, tables: Option<&TableSet>, shape: &Shape, base: &[u8
 }
 
 fn stream<'a>(steps: impl Iterator<Item = &'a [(u8, u64)]>, count: usize, classes: &[Vec<Slots>]) -> Vec<u8> {
-    // All that the decoder does, in its order; then undone from the end, where every state is 2^16.
+    // Lists all operations of the decoder in order, then inverts them from the end, where every state is 2^16.
     let mut operations = Vec::new();
     for step in steps {
         for (state, &(class, value)) in step.iter().enumerate() {
@@ -293,7 +293,7 @@ fn stream<'a>(steps: impl Iterator<Item = &'a [(u8, u64)]>, count: usize, classe
     states.chain(words.into_iter().rev().flat_map(u16::to_le_bytes)).collect()
 }
 
-/// What is left of a payload.
+/// The unread rest of a payload.
 struct Rest<'a>(&'a [u8]);
 
 impl<'a> Rest<'a> {
@@ -303,7 +303,7 @@ impl<'a> Rest<'a> {
         Some(part)
     }
 
-    /// A part of so many bits, filled up with zeros.
+    /// Takes a part of `bits` bits, padded with zeros.
     fn take_bits(&mut self, bits: usize) -> Option<&'a [u8]> {
         let part = self.take(bits.div_ceil(8))?;
         let clean = (bits..8 * part.len()).all(|bit| part[bit / 8] >> (bit % 8) & 1 == 0);
@@ -315,7 +315,7 @@ impl<'a> Rest<'a> {
     }
 }
 
-/// The target lanes of a payload; `None` if it breaks a rule.
+/// Decodes a payload to target lanes. `None` if it violates a rule.
 pub fn decode(dtype: Dtype, tables: Option<&TableSet>, num_deltas: u32, payload: &[u8], base: &[u8]) -> Option<Vec<u8>> {
     let width = dtype.lane_bytes();
     let base = numbers(base, width);
@@ -407,7 +407,7 @@ pub fn decode(dtype: Dtype, tables: Option<&TableSet>, num_deltas: u32, payload:
     Some(target)
 }
 
-/// Section 4.5: a value for each of the steps' tables. Those of the last tokens would not fit in 64 bits, so they get more.
+/// Section 4.5: decodes a value for each table of the steps. In 128 bits, because values of the last tokens exceed 64.
 fn values<'a>(stream: &[u8], count: usize, steps: impl Iterator<Item = &'a [&'a [Slots]]>) -> Option<Vec<u128>> {
     let mut rest = Rest(stream);
     let mut states = numbers(rest.take(4 * count)?, 4);

@@ -26,7 +26,7 @@ pub(crate) fn parts(
     let (states, bits) = (1usize << payload.states_log2, 8 * lane_bytes as u32 - payload.low_bits);
     for stream in payload.streams() {
         let stream = stream?;
-        // Checks that the states are there, and are states.
+        // Checks that the initial states are present and valid.
         Stream::begin(stream, states, bits)?;
         parts.states += 4 * states as u64;
         parts.words += (stream.len() - 4 * states) as u64;

@@ -6,15 +6,15 @@ use crate::format::ConditionedHeader;
 use std::ops::Range;
 use zerocopy::FromBytes;
 
-/// Most states of a stream and most segments of a chunk, as powers of two.
+/// log2 of the maximal number of states per stream and of segments per chunk.
 pub(crate) const MAX_LOG2: u8 = 5;
 
-/// The segment of these tiles, of `tiles`, that has the number `s` of `segments`.
+/// Tiles of segment `s` of `segments`, for a chunk of `tiles` tiles.
 pub(crate) fn segment(s: usize, segments: usize, tiles: usize) -> Range<usize> {
     s * tiles / segments..(s + 1) * tiles / segments
 }
 
-/// A payload taken apart; everything in it is in bounds for the chunk, except what the streams turn out to hold.
+/// A parsed payload. All parts are in bounds for the chunk; the streams are not decoded yet.
 #[derive(Debug)]
 pub(crate) struct Payload<'a> {
     pub maps: Maps,
@@ -27,15 +27,15 @@ pub(crate) struct Payload<'a> {
     pub center: u64,
     pub states_log2: u8,
     pub segments: usize,
-    /// Bytes of the header, the maps, the sizes of streams and the padding before these.
+    /// Bytes of header, maps, stream sizes and their padding.
     pub headers: usize,
     sizes: &'a [[u8; 4]],
     streams: &'a [u8],
 }
 
 impl<'a> Payload<'a> {
-    /// Takes apart the payload of a chunk of `lanes` lanes of `width` bytes, of which `num_deltas` change, in a tensor whose
-    /// tables have `classes` classes.
+    /// Parses the payload of a chunk of `lanes` lanes of `width` bytes, `num_deltas` of which change. The tensor's tables have
+    /// `classes` classes.
     pub fn parse(payload: &'a [u8], lanes: usize, width: usize, num_deltas: u32, classes: usize) -> Result<Self> {
         let blocks = lanes.div_ceil(BLOCK);
         let mut parts = Parts { rest: payload, size: payload.len() };
@@ -141,8 +141,8 @@ fn read_map(bytes: &[u8], count: usize, classes: usize, map: &mut [u8; MAX_CONTE
             rule.check(high == 0, "zero bits after the last class", high)?;
         }
     }
-    let most = map.iter().copied().max().unwrap_or(0);
-    rule.check(usize::from(most) <= classes, format_args!("classes up to {classes}"), most)
+    let highest = map.iter().copied().max().unwrap_or(0);
+    rule.check(usize::from(highest) <= classes, format_args!("classes up to {classes}"), highest)
 }
 
 struct Parts<'a> {
@@ -152,15 +152,15 @@ struct Parts<'a> {
 
 impl<'a> Parts<'a> {
     fn take(&mut self, size: u64) -> Result<&'a [u8]> {
-        let taken = usize::try_from(size).ok().and_then(|size| self.rest.split_at_checked(size));
-        let (part, rest) = taken.ok_or_else(|| {
+        let split = usize::try_from(size).ok().and_then(|size| self.rest.split_at_checked(size));
+        let (part, rest) = split.ok_or_else(|| {
             Rule::PayloadSize.broken(format_args!("{size} bytes from byte {} on", self.size - self.rest.len()), self.rest.len())
         })?;
         self.rest = rest;
         Ok(part)
     }
 
-    /// Takes the bytes of a string of bits, whose last byte is filled up with zeros.
+    /// Takes the bytes of a bit string. Unused bits of its last byte must be zero.
     fn take_bits(&mut self, bits: u64) -> Result<&'a [u8]> {
         let part = self.take(bits.div_ceil(8))?;
         let used = bits % 8;

@@ -3,7 +3,7 @@
 use crate::codec::simd::{DIRECT, EXTRA_BIAS, Entry, NO_CLASS};
 use crate::error::{Result, Rule};
 
-/// Most classes of a set; class 0, of lanes that are not coded, is none of them.
+/// Most classes of a set, not counting class 0, of lanes that are not coded.
 pub(crate) const MAX_CLASSES: usize = 15;
 /// Most tokens of a class.
 pub(crate) const MAX_TOKENS: usize = tokens_within(64);
@@ -12,7 +12,7 @@ pub(crate) const SCALE_LOG2: u32 = 12;
 /// Sum of a class's frequencies.
 pub(crate) const SCALE: u32 = 1 << SCALE_LOG2;
 
-/// The token of `value`, and the number of its extra bits; the extra bits are the low ones of the value.
+/// The token of `value` and the number of its extra bits, which are the low bits of the value.
 #[inline(always)]
 pub(crate) fn token_of(value: u64) -> (u8, u32) {
     if value < u64::from(DIRECT) {
@@ -30,7 +30,7 @@ pub(crate) fn extra_bits(token: u8) -> u32 {
 
 /// The value of `token` whose extra bits are all 0.
 #[inline(always)]
-pub(crate) fn least_value(token: u8) -> u64 {
+pub(crate) fn base_value(token: u8) -> u64 {
     if u32::from(token) < DIRECT { u64::from(token) } else { (2 + u64::from(token & 1)) << extra_bits(token) }
 }
 
@@ -40,17 +40,17 @@ pub(crate) const fn tokens_within(bits: u32) -> usize {
     if bits <= direct { 1 << bits } else { (DIRECT + 2 * (bits - direct)) as usize }
 }
 
-/// The token frequencies of up to 15 classes, which tensors share.
+/// The token frequencies of up to 15 classes. Tensors share sets.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TableSet {
-    /// Tokens of each class.
+    /// Number of tokens per class.
     counts: Vec<u8>,
-    /// Their frequencies, one class after the other.
+    /// Frequencies of all tokens, class after class.
     frequencies: Vec<u16>,
 }
 
 impl TableSet {
-    /// A set of these classes, each a list of frequencies that add up to 4,096 and do not end with 0.
+    /// A set of these classes. Each is a list of frequencies with sum 4,096, and does not end with 0.
     pub(crate) fn new(classes: &[Vec<u16>]) -> Self {
         debug_assert!((1..=MAX_CLASSES).contains(&classes.len()));
         debug_assert!(classes.iter().all(|c| c.iter().map(|&f| u32::from(f)).sum::<u32>() == SCALE && c.last() != Some(&0)));
@@ -63,12 +63,12 @@ impl TableSet {
     /// [`Rule::TensorTables`] for anything that section 4.2 does not allow.
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self> {
         let rule = Rule::TensorTables;
-        let most = bytes.len().min(MAX_CLASSES * MAX_TOKENS); // a frequency takes at least a byte
+        let capacity = bytes.len().min(MAX_CLASSES * MAX_TOKENS); // a frequency takes at least a byte
         let mut bytes = bytes.iter().copied();
         let mut next = || bytes.next().ok_or_else(|| rule.broken("a whole set of tables", "an early end"));
         let classes = usize::from(next()?);
         rule.check((1..=MAX_CLASSES).contains(&classes), format_args!("1 to {MAX_CLASSES} classes"), classes)?;
-        let mut set = Self { counts: Vec::with_capacity(classes), frequencies: Vec::with_capacity(most) };
+        let mut set = Self { counts: Vec::with_capacity(classes), frequencies: Vec::with_capacity(capacity) };
         for _ in 0..classes {
             let count = next()?;
             rule.check((1..=MAX_TOKENS).contains(&count.into()), format_args!("1 to {MAX_TOKENS} tokens"), count)?;
@@ -92,7 +92,7 @@ impl TableSet {
         Ok(set)
     }
 
-    /// The bytes that [`TableSet::parse`] reads.
+    /// The inverse of [`TableSet::parse`].
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = vec![self.counts.len() as u8];
         for class in self.classes() {
@@ -119,12 +119,11 @@ impl TableSet {
     }
 }
 
-/// A set in the form that decoders look slots up in.
+/// A set in the form that decoders use: one entry per slot.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Lookup {
     set: TableSet,
-    /// What each slot of each class stands for; all zero for classes that the set has not, but for class 0. Empty before there is
-    /// a set.
+    /// Entries of all slots of all classes. Zero for absent classes, except class 0. Empty before the first set.
     pub entries: Vec<Entry>,
 }
 
@@ -153,7 +152,7 @@ impl Lookup {
     }
 }
 
-/// Asserts that a set's look-up says what the set says, for every slot.
+/// Asserts that the look-up of a set agrees with the set for every slot.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn check_lookup(set: &TableSet) {
     let mut lookup = Lookup::default();
@@ -183,7 +182,7 @@ mod tests {
         while (token as usize) < MAX_TOKENS {
             let extra = extra_bits(token);
             let last = value + (((1u128 << extra) - 1) as u64);
-            assert_eq!(least_value(token), value);
+            assert_eq!(base_value(token), value);
             assert_eq!(token_of(value), (token, extra));
             assert_eq!(token_of(last), (token, extra));
             token += 1;

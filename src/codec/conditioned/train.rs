@@ -1,28 +1,35 @@
-//! Table sets from a sample of the tensors that will share them.
+//! Makes table sets from samples of the tensors that will share them.
 //!
-//! Contexts of all tensors are put into classes that code alike: first by how often and how far their lanes change, which makes
-//! some hundred groups of them, then by moving each group to the class that codes it in the fewest bits (k-means with the
-//! Kullback–Leibler divergence), splitting the class that wastes most of those for which another table pays.
+//! Contexts of all tensors are clustered into classes with similar statistics. First, contexts are grouped by rate of change and
+//! mean magnitude of their changes, which gives a few hundred groups. Then each group moves to the class that encodes it in the
+//! fewest bits (k-means with the Kullback–Leibler divergence). The class with the largest excess cost is split, as long as
+//! another table pays.
 
 use super::cost::{BIT, exception_cost, log2};
 use super::stats::{LEVELS, Row, Split, Stats, all_lanes};
-use super::tables::{MAX_CLASSES, SCALE, SCALE_LOG2, TableSet, least_value, tokens_within};
+use super::tables::{MAX_CLASSES, SCALE, SCALE_LOG2, TableSet, base_value, tokens_within};
 use crate::codec::Difference;
 use crate::lane::{Dtype, Lane, with_lane};
 use std::collections::BTreeMap;
 
-/// Rounds of moving groups between classes after each split.
+/// Rounds of reassignment after each split.
 const ROUNDS: usize = 2;
-/// What an entry of a table costs.
+/// Cost of a table entry.
 const ENTRY_COST: u64 = 12 * BIT;
 
-/// Frequencies of the value 0 in classes for what a sample has not seen: where few lanes change, and where many do.
-const BROAD: [u16; 2] = [3584, 512];
+/// Frequencies of value 0 in two fallback classes for contexts that a sample has not seen: for low and for high rates of change.
+const FALLBACK_ZEROS: [u16; 2] = [3584, 512];
 
-/// Rate of change in half powers of two, and mean magnitude of the changes in quarters.
-type Group = (u8, u16);
+/// Key of a group of contexts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Group {
+    /// -2 · log2 of the rate of change.
+    rate: u8,
+    /// 4 · mean magnitude of the changes.
+    magnitude: u16,
+}
 
-/// What a piece of a tensor says.
+/// Statistics of a piece of a tensor.
 #[derive(Debug, Default)]
 pub(crate) struct Sample {
     groups: BTreeMap<Group, Row>,
@@ -31,7 +38,7 @@ pub(crate) struct Sample {
 }
 
 impl Sample {
-    /// Looks at some lanes of a tensor, a multiple of 128 but for its end.
+    /// Gathers statistics of some lanes of a tensor: a multiple of 128, except at its end.
     pub fn gather(dtype: Dtype, low_bits: u32, base: &[u8], target: &[u8]) -> Self {
         let mut sample = Self::default();
         let (mut masks, mut all) = (Vec::new(), Vec::new());
@@ -44,7 +51,7 @@ impl Sample {
             let split = Split::for_lanes::<L>(base, target, dtype, low_bits);
             let valued = if low_bits == 0 { masks } else { all_lanes(base.len() / L::BYTES, &mut all) };
             let stats = Stats::gather::<L>(base, target, dtype, split, valued, changed);
-            // Where many lanes change the encoder will tell blocks apart, and classes should know both kinds.
+            // If many lanes change, the encoder distinguishes blocks by activity, so the sample must too.
             let by_level = 16 * changed * L::BYTES >= base.len();
             let apart = [0..1, 1..2, 2..3, 3..4];
             let together = std::slice::from_ref(&(0..LEVELS));
@@ -66,7 +73,7 @@ impl Sample {
         self.changed
     }
 
-    /// About what coding these lanes with tables of their own would cost, in fractions of a bit.
+    /// Approximate cost of encoding these lanes with optimal tables, in fractions of a bit.
     pub fn cost(&self) -> u64 {
         self.cost
     }
@@ -76,19 +83,19 @@ fn group_of(row: &Row) -> Option<Group> {
     let (lanes, others) = (row.lanes(), row.others());
     let sum: u64 = row.counts.iter().zip(0..).map(|(&n, token)| u64::from(n) * magnitude(token)).sum();
     let rate = 2 * (log2(lanes.max(1)) - log2(others.max(1)).min(log2(lanes.max(1)))) / BIT;
-    (others > 0).then(|| (rate.min(31) as u8, (4 * sum / others) as u16))
+    (others > 0).then(|| Group { rate: rate.min(31) as u8, magnitude: (4 * sum / others) as u16 })
 }
 
-/// A token's value where that is small, and a measure of its logarithm beyond: few large changes are not a matter of their own.
+/// The value of a small token, and a logarithmic measure for larger ones, so that a few large changes do not dominate.
 fn magnitude(token: u8) -> u64 {
-    let value = least_value(token);
+    let value = base_value(token);
     match value.checked_ilog2() {
         Some(log2 @ 3..) => u64::from(2 + 2 * log2) + (value >> (log2 - 1) & 1),
         _ => value,
     }
 }
 
-/// Makes a table set from samples of tensors that are to share it.
+/// Makes a table set from samples of the tensors that will share it.
 #[derive(Debug, Default)]
 pub(crate) struct Trainer(BTreeMap<Group, Row>);
 
@@ -100,9 +107,8 @@ impl Trainer {
         }
     }
 
-    /// The set; none if nothing has changed. `bits` is the number of bits of a value, and with `all` every value has a token in
-    /// every class, because there is no other way to code it. Unless the samples have `seen_all`, there are two broad classes for
-    /// what they have not seen.
+    /// Makes the set; `None` if nothing has changed. `bits` is the size of a value. With `all`, every class gets every token,
+    /// because exceptions are not possible. Unless `seen_all`, two fallback classes are added for unseen contexts.
     pub fn finish(self, bits: u32, all: bool, seen_all: bool) -> Option<TableSet> {
         let rows: Vec<Row> = self.0.into_values().collect();
         if rows.is_empty() {
@@ -110,34 +116,43 @@ impl Trainer {
         }
         let own: Vec<u64> = rows.iter().map(own_cost).collect();
         let mut clusters = Clusters::new(&rows, &own);
-        let broad = if all || seen_all { &[][..] } else { &BROAD };
-        while clusters.sums.len() < MAX_CLASSES - broad.len() && clusters.split() {}
+        let fallback = if all || seen_all { &[][..] } else { &FALLBACK_ZEROS };
+        while clusters.sums.len() < MAX_CLASSES - fallback.len() && clusters.split() {}
         let tokens = tokens_within(bits);
         let listed = (!all).then(|| exception_cost(bits as usize / 8) / BIT);
         let mut classes: Vec<_> = clusters.sums.iter().map(|sum| frequencies(sum, listed, tokens)).collect();
-        classes.extend(broad.iter().map(|&zeros| even(zeros, tokens)));
+        classes.extend(fallback.iter().map(|&zeros| uniform_frequencies(zeros, tokens)));
         classes.sort_unstable_by(|a, b| b.cmp(a));
         classes.dedup();
         Some(TableSet::new(&classes))
     }
 }
 
-/// Frequencies of a class that has `zeros` for the value 0, and all other tokens alike.
-fn even(zeros: u16, tokens: usize) -> Vec<u16> {
+/// Frequencies with `zeros` for value 0, and equal ones for all other tokens.
+fn uniform_frequencies(zeros: u16, tokens: usize) -> Vec<u16> {
     let others = tokens as u16 - 1;
     let each = (SCALE as u16 - zeros) / others;
     std::iter::once(SCALE as u16 - others * each).chain(std::iter::repeat_n(each, others.into())).collect()
 }
 
-/// Groups in classes.
+/// Cost of the rows of a class beyond that with tables of their own. Ordered by the total.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Excess {
+    total: u64,
+    largest: u64,
+    /// Row with the largest excess.
+    row: usize,
+}
+
+/// The assignment of groups to classes.
 #[derive(Clone)]
 struct Clusters<'a> {
     rows: &'a [Row],
-    /// What each row would cost with a class of its own.
+    /// Cost of each row with its own class.
     own: &'a [u64],
     /// Class of each row.
     class: Vec<usize>,
-    /// What each row costs in its class, extra bits apart.
+    /// Cost of each row in its class, without extra bits.
     cost: Vec<u64>,
     /// Sum of the rows of each class.
     sums: Vec<Row>,
@@ -185,24 +200,23 @@ impl<'a> Clusters<'a> {
         self.cost.iter().sum::<u64>() + entries.sum::<u64>() * ENTRY_COST
     }
 
-    /// Gives a class another one beside it, begun by its worst row: the class that wastes most of those for which that pays; false,
-    /// and nothing changed, if there is none.
+    /// Splits a class: the one with the largest excess cost for which that pays. The new class starts with the row of the largest
+    /// excess cost. Returns false, and changes nothing, if no split pays.
     fn split(&mut self) -> bool {
-        let waste = |(&own, &cost): (&u64, &u64)| cost.saturating_sub(own);
-        let mut wasted = vec![(0, 0, 0); self.sums.len()];
-        for (i, (waste, &class)) in self.own.iter().zip(&self.cost).map(waste).zip(&self.class).enumerate() {
-            let (sum, worst, row) = &mut wasted[class];
-            *sum += waste;
-            if waste >= *worst {
-                (*worst, *row) = (waste, i);
+        let mut excess = vec![Excess::default(); self.sums.len()];
+        for (i, ((&own, &cost), &class)) in self.own.iter().zip(&self.cost).zip(&self.class).enumerate() {
+            let (cost, excess) = (cost.saturating_sub(own), &mut excess[class]);
+            excess.total += cost;
+            if cost >= excess.largest {
+                (excess.largest, excess.row) = (cost, i);
             }
         }
-        wasted.sort_unstable_by(|a, b| b.cmp(a));
-        let split = wasted.iter().take_while(|(waste, ..)| *waste > 0).find_map(|&(_, _, seed)| self.split_at(seed));
+        excess.sort_unstable_by(|a, b| b.cmp(a));
+        let split = excess.iter().take_while(|excess| excess.total > 0).find_map(|excess| self.split_at(excess.row));
         split.map(|split| *self = split).is_some()
     }
 
-    /// With one class more, begun by a row, if that pays.
+    /// The assignment with one more class, which starts with a row; `None` if it does not pay.
     fn split_at(&self, seed: usize) -> Option<Self> {
         let mut split = self.clone();
         split.sums.push(self.rows[seed].clone());
@@ -217,13 +231,13 @@ impl<'a> Clusters<'a> {
     }
 }
 
-/// What a row would cost with a class of its own.
+/// Cost of a row with its own class.
 fn own_cost(row: &Row) -> u64 {
     let total = log2(row.lanes().max(1));
     row.counts.iter().filter(|&&n| n != 0).map(|&n| u64::from(n) * (total - log2(n.into()))).sum()
 }
 
-/// What each token costs in a class with these counts; one that has not been seen costs as if it had been seen a little.
+/// Cost of each token in a class with these counts. An unseen token counts 1/32.
 fn token_costs(sum: &Row) -> Vec<u64> {
     const PART: u64 = 32;
     let total = log2(PART * sum.lanes() + super::tables::MAX_TOKENS as u64);
@@ -233,25 +247,26 @@ fn token_costs(sum: &Row) -> Vec<u64> {
     costs
 }
 
-/// Frequencies in proportion to counts. A value without a token is `listed`, in so many bits, or must have a token, all `most` of
-/// which are there then. Else a token is there if it saves more than it takes from the others: one of frequency 1 costs each lane
-/// log2(1 + 1/4096) bits. A sample has not seen everything: half a value is added to each token's, up to some after the last one.
-fn frequencies(sum: &Row, listed: Option<u64>, most: usize) -> Vec<u16> {
+/// Frequencies proportional to counts, for at most `tokens_max` tokens. `listed` is the size of an exception in bits. Without it
+/// every value needs a token, so all tokens are present. With it, a token is present if it saves more than it costs the others: a
+/// frequency of 1 costs each lane log2(1 + 1/4096) bits. Since a sample is incomplete, half an occurrence is added to each token,
+/// up to UNSEEN tokens after the last seen one.
+fn frequencies(sum: &Row, listed: Option<u64>, tokens_max: usize) -> Vec<u16> {
     const UNSEEN: usize = 3;
-    /// Lanes of which a frequency of 1 takes a bit: 4096 · ln 2.
+    /// Number of lanes that together lose one bit to a frequency of 1: 4096 · ln 2.
     const LANES: u64 = 2839;
     let total = sum.lanes().max(1);
     let seen = sum.counts.iter().rposition(|&n| n != 0).map_or(1, |last| last + 1);
     let count = |t: usize| u64::from(sum.counts.get(t).copied().unwrap_or(0));
     let saves = |t: usize, bits: u64| (2 * count(t) + 1) * (bits - u64::from(SCALE_LOG2)) * LANES >= 2 * total;
-    let least = |t: usize| u64::from(t == 0 || listed.is_none_or(|bits| saves(t, bits)));
-    let share = |t: usize| ((count(t) * u64::from(SCALE) + total / 2) / total).max(least(t)) as u16;
-    let tokens = if listed.is_none() { most } else { (seen + UNSEEN).min(most) };
+    let minimum = |t: usize| u64::from(t == 0 || listed.is_none_or(|bits| saves(t, bits)));
+    let share = |t: usize| ((count(t) * u64::from(SCALE) + total / 2) / total).max(minimum(t)) as u16;
+    let tokens = if listed.is_none() { tokens_max } else { (seen + UNSEEN).min(tokens_max) };
     let mut frequencies: Vec<u16> = (0..tokens).map(share).collect();
     while frequencies.last() == Some(&0) {
         frequencies.pop();
     }
-    // The largest ones bear the rounding: it matters least there.
+    // Rounding errors go to the largest frequencies, where they cost least.
     let mut sum: i32 = frequencies.iter().map(|&f| i32::from(f)).sum();
     while sum != SCALE as i32 {
         let Some(largest) = frequencies.iter_mut().max() else { break };
@@ -267,17 +282,17 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// All shares are rounded up, so that more is to be taken away than half of the largest frequency.
+    /// All shares are rounded up, so that the excess is larger than half of the largest frequency.
     #[test]
-    fn frequencies_of_many_tokens_that_occur_alike_are_valid() {
+    fn frequencies_of_many_equally_frequent_tokens_are_valid() {
         let frequencies = frequencies(&Row { counts: vec![1; 167] }, Some(48), 180);
         assert_eq!(frequencies.iter().map(|&f| u32::from(f)).sum::<u32>(), SCALE);
         assert!(frequencies.iter().all(|f| (1..=25).contains(f)), "{frequencies:?}");
     }
 
-    /// Of 2^24 lanes, where an exception has 48 bits, 165 of a value pay for its token.
+    /// With 2^24 lanes and exceptions of 48 bits, 165 occurrences pay for a token.
     #[test]
-    fn a_token_is_there_if_it_saves_more_than_it_takes() {
+    fn a_token_is_present_if_it_saves_more_than_it_costs() {
         let with = |n: u32| frequencies(&Row { counts: vec![1 << 24, 1 << 16, n, 1 << 16] }, Some(48), 180);
         assert_eq!(with(164)[2], 0);
         assert_eq!(with(165)[2], 1);

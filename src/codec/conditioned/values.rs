@@ -1,20 +1,20 @@
-//! What an encoder takes from base and target: the values of coded lanes, and the changes that are listed.
+//! The encoder's view of base and target: the values of coded lanes, and the list of exceptions.
 
 use super::coded::tiles_of;
 use super::context::HALF;
 use super::stats::Split;
-use crate::codec::simd::{Path, Tiles};
+use crate::codec::simd::{Platform, Tiles};
 use crate::dispatch::vectorized;
 use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
 use std::ops::Range;
 
-/// Base and target lanes of a chunk, and how their deltas become values.
+/// Base and target lanes of a chunk, and how deltas are split into values and low bits.
 pub(super) struct Lanes<'a> {
     pub base: &'a [u8],
     pub target: &'a [u8],
     pub dtype: Dtype,
     pub split: Split,
-    /// A mask for each half of a block of the lanes that have a value: those that change, or all.
+    /// Masks of lanes with a value, one per half block: the changed ones, or all.
     pub changed: &'a [u64],
 }
 
@@ -25,11 +25,11 @@ impl Lanes<'_> {
         L::delta(L::load(base), L::load(target), self.dtype.order())
     }
 
-    /// The values of the lanes in some tiles that `coded`, a mask for each half of a block, selects, in a buffer that is used
-    /// again, each tile filled up to whole steps of `states`; changed lanes that it does not select are added to `listed`.
+    /// The values of coded lanes in some tiles, each tile padded to whole steps of `states`, in a reused buffer. `coded` has one
+    /// mask per half block. Changed lanes that are not coded are appended to `listed`.
     pub fn values<'b, L: Lane>(
         &self,
-        path: Path,
+        platform: Platform,
         halves: Range<usize>,
         coded: &[u64],
         states: usize,
@@ -38,7 +38,7 @@ impl Lanes<'_> {
     ) -> &'b mut [L::Le] {
         let tiles = tiles_of::<L>(states);
         let coded_in = |tile: &[u64]| tile.iter().map(|mask| mask.count_ones() as usize).sum();
-        let count = coded.chunks(tiles.halves).map(|tile| tiles.places(coded_in(tile))).sum::<usize>();
+        let count = coded.chunks(tiles.halves).map(|tile| tiles.padded_len(coded_in(tile))).sum::<usize>();
         buffer.clear();
         buffer.resize((count + HALF) * L::BYTES, 0);
         let values = lanes_of_mut::<L>(buffer);
@@ -50,14 +50,14 @@ impl Lanes<'_> {
             coded,
             tiles,
         };
-        // One loop for each way to a value, so that nothing is decided inside.
+        // One loop per way to compute a value, so that the loops have no branch on it.
         match (self.dtype.order(), self.split.low_bits) {
-            (Order::Plain, 0) => part.pack::<L>(path, |base, target| L::delta(base, target, Order::Plain), values),
-            (Order::Ordered, 0) => part.pack::<L>(path, |base, target| L::delta(base, target, Order::Ordered), values),
+            (Order::Plain, 0) => part.pack::<L>(platform, |base, target| L::delta(base, target, Order::Plain), values),
+            (Order::Ordered, 0) => part.pack::<L>(platform, |base, target| L::delta(base, target, Order::Ordered), values),
             (order, _) => {
                 let bits = 8 * L::BYTES as u32;
                 let value = |base, target| L::from_u64(self.split.value(L::delta(base, target, order).to_u64(), bits));
-                part.pack::<L>(path, value, values);
+                part.pack::<L>(platform, value, values);
             }
         }
         for ((half, changed), coded) in halves.zip(part.changed).zip(coded) {
@@ -71,7 +71,7 @@ impl Lanes<'_> {
     }
 }
 
-/// Halves of blocks whose values are wanted.
+/// Half blocks whose values to compute.
 struct Part<'a, T> {
     base: &'a [T],
     target: &'a [T],
@@ -81,9 +81,9 @@ struct Part<'a, T> {
 }
 
 impl<T: Copy> Part<'_, T> {
-    /// Packs values to where their turn comes, in `out`, which is 0 everywhere and has room for 64 more.
+    /// Packs values in order into `out`, which must be zero and have 64 elements to spare.
     #[inline(always)]
-    fn pack<L: Lane<Le = T>>(&self, path: Path, value: impl Fn(L, L) -> L, out: &mut [T]) {
+    fn pack<L: Lane<Le = T>>(&self, platform: Platform, value: impl Fn(L, L) -> L, out: &mut [T]) {
         vectorized(
             #[inline(always)]
             || {
@@ -91,7 +91,7 @@ impl<T: Copy> Part<'_, T> {
                 let lanes = self.base.chunks(HALF).zip(self.target.chunks(HALF));
                 for (((base, target), &changed), &coded) in lanes.zip(self.changed).zip(self.coded) {
                     if left == 0 {
-                        start += self.tiles.places(done - start);
+                        start += self.tiles.padded_len(done - start);
                         (done, left) = (start, self.tiles.halves);
                     }
                     left -= 1;
@@ -102,7 +102,7 @@ impl<T: Copy> Part<'_, T> {
                         } else {
                             each::<L>(base, target, &value, &mut values);
                         }
-                        path.pack::<L>(&values, coded, &mut out[done..]);
+                        platform.pack::<L>(&values, coded, &mut out[done..]);
                     }
                     done += coded.count_ones() as usize;
                 }

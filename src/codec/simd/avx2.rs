@@ -1,9 +1,9 @@
 //! AVX2 with BMI2.
 
-use super::types::{Broken, Coded, DIRECT, EXTRA_BIAS, Entry, GROUP, HALF, STEP, Tiles, Words};
+use super::types::{Broken, CompactedLanes, DIRECT, EXTRA_BIAS, Entry, GROUP, HALF, STEP, Tiles, Words};
 use std::arch::x86_64::*;
 
-/// See [`super::Path::compact`].
+/// See [`super::Platform::compact`].
 #[target_feature(enable = "avx2,bmi1,bmi2,popcnt")]
 pub(super) fn compact(
     indexes: &[[u8; HALF]],
@@ -11,7 +11,7 @@ pub(super) fn compact(
     maps: &[[u8; HALF]; 4],
     tiles: Tiles,
     first: u32,
-    out: &mut Coded<'_>,
+    out: &mut CompactedLanes<'_>,
 ) -> usize {
     let (mut start, mut count, mut left) = (0, 0, tiles.halves);
     for (h, indexes) in indexes.iter().enumerate() {
@@ -24,17 +24,17 @@ pub(super) fn compact(
         out.masks[h] = mask;
         let mut at = count;
         for (group, classes) in classes.as_chunks::<8>().0.iter().enumerate() {
-            // Eight bytes are written, of which the next group overwrites what is no class.
+            // Writes eight bytes; the next group overwrites those beyond the coded ones.
             let coded = mask >> (8 * group) & 0xFF;
             let bytes = _pdep_u64(coded, 0x0101_0101_0101_0101) * 0xFF;
             let packed = _pext_u64(u64::from_le_bytes(*classes), bytes);
-            let Some(room) = out.classes[at..].first_chunk_mut() else { return count };
-            *room = packed.to_le_bytes();
+            let Some(slots) = out.classes[at..].first_chunk_mut() else { return count };
+            *slots = packed.to_le_bytes();
             at += coded.count_ones() as usize;
         }
-        if let Some(room) = out.positions.get_mut(count..at) {
+        if let Some(slots) = out.positions.get_mut(count..at) {
             let mut left = mask;
-            for position in room {
+            for position in slots {
                 *position = first + (h * HALF) as u32 + left.trailing_zeros();
                 left &= left.wrapping_sub(1);
             }
@@ -44,24 +44,24 @@ pub(super) fn compact(
     out.end_tile(tiles, start, count)
 }
 
-/// Classes of 64 lanes, and the mask of those that are not 0.
+/// Classes of 64 lanes, and the mask of lanes whose class is not 0.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn look_up_classes(indexes: &[u8; HALF], map: &[u8; HALF]) -> (u64, [u8; HALF]) {
     let mut classes = [0; HALF];
     let mut mask = 0u64;
     for half in 0..2 {
-        // SAFETY: `indexes` has 64 bytes, so 32 from byte 0 or 32 on are in bounds; no alignment is asked for.
+        // SAFETY: `indexes` has 64 bytes, so 32 from byte 0 or 32 on are in bounds; unaligned access is allowed.
         let index = unsafe { _mm256_loadu_si256(indexes.as_ptr().add(32 * half).cast()) };
         let quarter = _mm256_and_si256(_mm256_srli_epi16::<4>(index), _mm256_set1_epi8(0xF));
         let mut class = _mm256_setzero_si256();
         for q in 0..4 {
             // SAFETY: `map` has 64 bytes, so 16 from byte 0, 16, 32 or 48 on are in bounds.
             let part = unsafe { _mm_loadu_si128(map.as_ptr().add(16 * q).cast()) };
-            // A shuffle looks at the low four bits and gives 0 where the top bit is set, so the comparison selects the rest.
-            let found = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(part), _mm256_and_si256(index, _mm256_set1_epi8(0xF)));
+            // A shuffle uses the low four bits of an index. The comparison selects the 16 entries that the other bits refer to.
+            let entry = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(part), _mm256_and_si256(index, _mm256_set1_epi8(0xF)));
             let here = _mm256_cmpeq_epi8(quarter, _mm256_set1_epi8(q as i8));
-            class = _mm256_or_si256(class, _mm256_and_si256(found, here));
+            class = _mm256_or_si256(class, _mm256_and_si256(entry, here));
         }
         let coded = _mm256_cmpgt_epi8(class, _mm256_setzero_si256());
         mask |= u64::from(_mm256_movemask_epi8(coded) as u32) << (32 * half);
@@ -71,17 +71,17 @@ fn look_up_classes(indexes: &[u8; HALF], map: &[u8; HALF]) -> (u64, [u8; HALF]) 
     (mask, classes)
 }
 
-/// See [`super::Path::differ`]; whole masks only.
+/// See [`super::Platform::differ`]; whole masks only.
 #[target_feature(enable = "avx2,bmi2")]
 pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]) {
     let load = |bytes: &[u8; 32]| {
-        // SAFETY: the reference is to 32 bytes; no alignment is asked for.
+        // SAFETY: the reference is to 32 bytes; unaligned access is allowed.
         unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
     };
     let (mut lanes, mut done) = (0, 0);
     for (base, target) in base.as_chunks().0.iter().zip(target.as_chunks().0) {
         let (base, target) = (load(base), load(target));
-        // A lane's bytes give as many equal bits, of which one is taken.
+        // Each byte of a lane gives one equal bit; keep one bit per lane.
         let (equal, one) = match width {
             1 => (_mm256_cmpeq_epi8(base, target), u32::MAX),
             2 => (_mm256_cmpeq_epi16(base, target), 0x5555_5555),
@@ -96,7 +96,7 @@ pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]
     }
 }
 
-/// See [`super::Path::decode_steps`]: `H` groups of 16 states, two vectors each.
+/// See [`super::Platform::decode_steps`]. `H` groups of 16 states, two vectors each.
 #[target_feature(enable = "avx2,bmi2,popcnt")]
 pub(super) fn decode_steps<const H: usize>(
     entries: &[Entry],
@@ -122,26 +122,26 @@ pub(super) fn decode_steps<const H: usize>(
         for h in 0..H {
             changed[h] = 0;
             for (half, classes) in classes[h].as_chunks::<8>().0.iter().enumerate() {
-                // SAFETY: the reference is to 8 bytes; no alignment is asked for.
+                // SAFETY: the reference is to 8 bytes; unaligned access is allowed.
                 let class = _mm256_cvtepu8_epi32(unsafe { _mm_loadl_epi64(classes.as_ptr().cast()) });
                 let state = x[h][half];
                 let slot = _mm256_and_si256(state, low);
                 let at = _mm256_or_si256(_mm256_slli_epi32::<12>(_mm256_and_si256(class, _mm256_set1_epi32(15))), slot);
-                // SAFETY: class and slot have 4 and 12 bits, and `decode_steps` of the parent has found 2^16 entries.
-                let found = unsafe { _mm256_i32gather_epi32::<4>(entries.as_ptr().cast(), at) };
-                let this = _mm256_srli_epi32::<24>(found);
-                token[h][half] = this;
-                let unchanged = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(this, zero)));
+                // SAFETY: class and slot have 4 and 12 bits, and the caller has checked that there are 2^16 entries.
+                let entry = unsafe { _mm256_i32gather_epi32::<4>(entries.as_ptr().cast(), at) };
+                let tokens_of_half = _mm256_srli_epi32::<24>(entry);
+                token[h][half] = tokens_of_half;
+                let unchanged = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(tokens_of_half, zero)));
                 changed[h] |= (!unchanged as u16 & 0xFF) << (8 * half);
-                wide = _mm256_or_si256(wide, _mm256_cmpgt_epi32(this, last_direct));
-                let beyond = _mm256_cmpgt_epi32(this, _mm256_set1_epi32(tokens as i32 - 1));
+                wide = _mm256_or_si256(wide, _mm256_cmpgt_epi32(tokens_of_half, last_direct));
+                let beyond = _mm256_cmpgt_epi32(tokens_of_half, _mm256_set1_epi32(tokens as i32 - 1));
                 if _mm256_testz_si256(beyond, beyond) == 0 {
                     return Err(Broken::Value);
                 }
-                let less_one = _mm256_and_si256(_mm256_srli_epi32::<12>(found), low);
+                let frequency_minus_1 = _mm256_and_si256(_mm256_srli_epi32::<12>(entry), low);
                 let quotient = _mm256_srli_epi32::<12>(state);
-                let scaled = _mm256_add_epi32(_mm256_mullo_epi32(less_one, quotient), quotient);
-                let next = _mm256_add_epi32(scaled, _mm256_sub_epi32(slot, _mm256_and_si256(found, low)));
+                let scaled = _mm256_add_epi32(_mm256_mullo_epi32(frequency_minus_1, quotient), quotient);
+                let next = _mm256_add_epi32(scaled, _mm256_sub_epi32(slot, _mm256_and_si256(entry, low)));
                 x[h][half] = renormalize(next, words)?;
             }
         }
@@ -160,11 +160,11 @@ pub(super) fn decode_steps<const H: usize>(
             let mut done = zero;
             while left.iter().any(|&left| _mm256_testz_si256(left, left) == 0) {
                 for ((x, token), left) in x.iter_mut().zip(&mut *token).zip(&mut *left) {
-                    let now = _mm256_min_epu32(*left, _mm256_set1_epi32(16));
-                    let bits = _mm256_andnot_si256(_mm256_sllv_epi32(_mm256_set1_epi32(-1), now), *x);
+                    let bit_count = _mm256_min_epu32(*left, _mm256_set1_epi32(16));
+                    let bits = _mm256_andnot_si256(_mm256_sllv_epi32(_mm256_set1_epi32(-1), bit_count), *x);
                     *token = _mm256_or_si256(*token, _mm256_sllv_epi32(bits, done));
-                    *left = _mm256_sub_epi32(*left, now);
-                    *x = renormalize(_mm256_srlv_epi32(*x, now), words)?;
+                    *left = _mm256_sub_epi32(*left, bit_count);
+                    *x = renormalize(_mm256_srlv_epi32(*x, bit_count), words)?;
                 }
                 done = _mm256_add_epi32(done, _mm256_set1_epi32(16));
             }
@@ -182,18 +182,18 @@ pub(super) fn decode_steps<const H: usize>(
 #[inline]
 #[target_feature(enable = "avx2")]
 fn load_words(words: &[u32; 8]) -> __m256i {
-    // SAFETY: the reference is to 32 bytes; no alignment is asked for.
+    // SAFETY: the reference is to 32 bytes; unaligned access is allowed.
     unsafe { _mm256_loadu_si256(words.as_ptr().cast()) }
 }
 
 #[inline]
 #[target_feature(enable = "avx2")]
 fn store_words(words: &mut [u32; 8], vector: __m256i) {
-    // SAFETY: the reference is to 32 bytes; no alignment is asked for.
+    // SAFETY: the reference is to 32 bytes; unaligned access is allowed.
     unsafe { _mm256_storeu_si256(words.as_mut_ptr().cast(), vector) };
 }
 
-/// `EXPAND[mask][i]`: which of the next words lane `i` takes: as many as there are bits of the mask below it.
+/// `EXPAND[mask][i]`: index of the word that lane `i` takes, the number of bits of the mask below `i`.
 static EXPAND: [[u8; 8]; 256] = {
     let mut table = [[0; 8]; 256];
     let mut mask = 0;
@@ -209,12 +209,12 @@ static EXPAND: [[u8; 8]; 256] = {
     table
 };
 
-/// [`Words::renormalize`] of 8 states in order.
+/// [`Words::renormalize`] for 8 states, in order.
 #[inline]
 #[target_feature(enable = "avx2,popcnt")]
 fn renormalize(x: __m256i, words: &mut Words<'_>) -> Result<__m256i, Broken> {
-    let needy = _mm256_cmpeq_epi32(_mm256_srli_epi32::<16>(x), _mm256_setzero_si256());
-    let mask = _mm256_movemask_ps(_mm256_castsi256_ps(needy)) as usize;
+    let needs_word = _mm256_cmpeq_epi32(_mm256_srli_epi32::<16>(x), _mm256_setzero_si256());
+    let mask = _mm256_movemask_ps(_mm256_castsi256_ps(needs_word)) as usize;
     if mask == 0 {
         return Ok(x);
     }
@@ -229,8 +229,8 @@ fn renormalize(x: __m256i, words: &mut Words<'_>) -> Result<__m256i, Broken> {
         return Err(Broken::Short);
     }
     words.read += count;
-    // SAFETY: `next` has 16 bytes and a row of `EXPAND` has 8; no alignment is asked for.
+    // SAFETY: `next` has 16 bytes and a row of `EXPAND` has 8; unaligned access is allowed.
     let (next, order) = unsafe { (_mm_loadu_si128(next.as_ptr().cast()), _mm_loadl_epi64(EXPAND[mask].as_ptr().cast())) };
     let next = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(next), _mm256_cvtepu8_epi32(order));
-    Ok(_mm256_blendv_epi8(x, _mm256_or_si256(_mm256_slli_epi32::<16>(x), next), needy))
+    Ok(_mm256_blendv_epi8(x, _mm256_or_si256(_mm256_slli_epi32::<16>(x), next), needs_word))
 }

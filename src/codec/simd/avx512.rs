@@ -1,11 +1,13 @@
 //! AVX-512 with VBMI and VBMI2.
 
-use super::types::{Backwards, Broken, Coded, DIRECT, Divisors, EXTRA_BIAS, Entry, GROUP, HALF, STEP, Tiles, Words};
+use super::types::{
+    Broken, CompactedLanes, DIRECT, EXTRA_BIAS, EncodeTable, Entry, GROUP, HALF, ReverseWriter, STEP, Tiles, Words,
+};
 use crate::lane::Lane;
 use std::arch::x86_64::*;
 use zerocopy::IntoBytes;
 
-/// See [`super::Path::compact`].
+/// See [`super::Platform::compact`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
 pub(super) fn compact(
     indexes: &[[u8; HALF]],
@@ -13,7 +15,7 @@ pub(super) fn compact(
     maps: &[[u8; HALF]; 4],
     tiles: Tiles,
     first: u32,
-    out: &mut Coded<'_>,
+    out: &mut CompactedLanes<'_>,
 ) -> usize {
     let mut lanes = [0u8; HALF];
     lanes.iter_mut().enumerate().for_each(|(i, lane)| *lane = i as u8);
@@ -31,14 +33,14 @@ pub(super) fn compact(
         let class = _mm512_permutexvar_epi8(index, maps[usize::from(activities[h / 2] & 3)]);
         let mask = _mm512_mask_test_epi8_mask(within, class, class);
         out.masks[h] = mask;
-        let Some(room) = out.classes[count..].first_chunk_mut::<HALF>() else { return count };
-        // SAFETY: `room` has 64 bytes; compressing in a register and storing all of it is faster than a compressing store.
-        unsafe { _mm512_storeu_epi8(room.as_mut_ptr().cast(), _mm512_maskz_compress_epi8(mask, class)) };
+        let Some(slots) = out.classes[count..].first_chunk_mut::<HALF>() else { return count };
+        // SAFETY: `slots` has 64 bytes. Compressing in a register and storing all of it is faster than a compressing store.
+        unsafe { _mm512_storeu_epi8(slots.as_mut_ptr().cast(), _mm512_maskz_compress_epi8(mask, class)) };
         let more = mask.count_ones() as usize;
-        if let Some(room) = out.positions.get_mut(count..count + HALF) {
+        if let Some(slots) = out.positions.get_mut(count..count + HALF) {
             let mut packed = _mm512_maskz_compress_epi8(mask, lanes);
             let start = _mm512_set1_epi32((first as usize + h * HALF) as i32);
-            for quarter in room.as_chunks_mut::<16>().0 {
+            for quarter in slots.as_chunks_mut::<16>().0 {
                 let positions = _mm512_add_epi32(start, _mm512_cvtepu8_epi32(_mm512_castsi512_si128(packed)));
                 // SAFETY: `quarter` has 16 words.
                 unsafe { _mm512_storeu_epi32(quarter.as_mut_ptr().cast(), positions) };
@@ -56,11 +58,11 @@ pub(super) fn compact(
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn load(bytes: &[u8; 64]) -> __m512i {
-    // SAFETY: the reference is to 64 bytes; no alignment is asked for.
+    // SAFETY: the reference is to 64 bytes; unaligned access is allowed.
     unsafe { _mm512_loadu_epi8(bytes.as_ptr().cast()) }
 }
 
-/// See [`super::Path::differ`]; whole masks only.
+/// See [`super::Platform::differ`]; whole masks only.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]) {
     let vectors = base.as_chunks().0.iter().zip(target.as_chunks().0).map(|(base, target)| (load(base), load(target)));
@@ -80,7 +82,7 @@ pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]
     }
 }
 
-/// See [`super::Path::pack`].
+/// See [`super::Platform::pack`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2")]
 pub(super) fn pack<L: Lane>(lanes: &[L::Le; HALF], mask: u64, out: &mut [L::Le]) {
     let vectors = lanes.as_bytes().as_chunks().0;
@@ -88,29 +90,29 @@ pub(super) fn pack<L: Lane>(lanes: &[L::Le; HALF], mask: u64, out: &mut [L::Le])
     let (mut mask, mut done) = (mask, 0);
     for vector in vectors {
         let lanes = load(vector);
-        let wanted = mask & (u64::MAX >> (64 - 64 / L::BYTES));
+        let selected = mask & (u64::MAX >> (64 - 64 / L::BYTES));
         let packed = match L::BYTES {
-            1 => _mm512_maskz_compress_epi8(wanted, lanes),
-            2 => _mm512_maskz_compress_epi16(wanted as u32, lanes),
-            4 => _mm512_maskz_compress_epi32(wanted as u16, lanes),
-            _ => _mm512_maskz_compress_epi64(wanted as u8, lanes),
+            1 => _mm512_maskz_compress_epi8(selected, lanes),
+            2 => _mm512_maskz_compress_epi16(selected as u32, lanes),
+            4 => _mm512_maskz_compress_epi32(selected as u16, lanes),
+            _ => _mm512_maskz_compress_epi64(selected as u8, lanes),
         };
-        let Some(room) = out[done..].first_chunk_mut::<64>() else { return };
-        // SAFETY: `room` has 64 bytes.
-        unsafe { _mm512_storeu_epi8(room.as_mut_ptr().cast(), packed) };
-        done += L::BYTES * wanted.count_ones() as usize;
+        let Some(slots) = out[done..].first_chunk_mut::<64>() else { return };
+        // SAFETY: `slots` has 64 bytes.
+        unsafe { _mm512_storeu_epi8(slots.as_mut_ptr().cast(), packed) };
+        done += L::BYTES * selected.count_ones() as usize;
         mask = mask.unbounded_shr(64 / L::BYTES as u32);
     }
 }
 
-/// See [`super::Path::encode_steps`]: `H` vectors of 16 states.
+/// See [`super::Platform::encode_steps`]. `H` vectors of 16 states.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512cd,avx512vbmi2,bmi2,popcnt")]
 pub(super) fn encode_steps<L: Lane, const H: usize>(
-    divisors: &Divisors,
+    table: &EncodeTable,
     classes: &[u8],
     values: &[L::Le],
     states: &mut [u32; STEP],
-    words: &mut Backwards<'_>,
+    words: &mut ReverseWriter<'_>,
 ) -> usize {
     let zero = _mm512_setzero_si512();
     let mut x = [zero; H];
@@ -140,13 +142,14 @@ pub(super) fn encode_steps<L: Lane, const H: usize>(
             };
             wide |= !direct;
             wider |= _mm512_cmpgt_epu32_mask(extra[h], most_bits);
-            // SAFETY: the reference is to 16 bytes; no alignment is asked for.
+            // SAFETY: the reference is to 16 bytes; unaligned access is allowed.
             let class = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(classes[h].as_ptr().cast()) });
             let class = _mm512_slli_epi32::<8>(_mm512_and_si512(class, _mm512_set1_epi32(15)));
             let at = _mm512_or_si512(class, token);
-            // SAFETY: class and token have 4 and 8 bits (a value of 32 bits has a token below `TOKENS_32`), and there are 2^12 entries.
+            // SAFETY: class and token have 4 and 8 bits (a value of 32 bits has a token below `TOKENS_32`), and there are 2^12
+            // entries.
             let (first, last) = unsafe {
-                let entries = divisors.entries.as_ptr().cast();
+                let entries = table.entries.as_ptr().cast();
                 (
                     _mm512_i32gather_epi64::<8>(_mm512_castsi512_si256(at), entries),
                     _mm512_i32gather_epi64::<8>(_mm512_extracti64x4_epi64::<1>(at), entries),
@@ -167,10 +170,10 @@ pub(super) fn encode_steps<L: Lane, const H: usize>(
                     let bits = _mm512_min_epu32(bits, most_bits);
                     // A shift by 32 gives 0.
                     let over = _mm512_srlv_epi32(x[h], _mm512_sub_epi32(_mm512_set1_epi32(32), bits));
-                    let room = make_room(x[h], _mm512_test_epi32_mask(over, over), words);
+                    let shifted = renormalize_encoder(x[h], _mm512_test_epi32_mask(over, over), words);
                     let part = _mm512_srlv_epi32(value[h], _mm512_set1_epi32(16 * round as i32));
                     let part = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), bits), part);
-                    x[h] = _mm512_or_si512(_mm512_sllv_epi32(room, bits), part);
+                    x[h] = _mm512_or_si512(_mm512_sllv_epi32(shifted, bits), part);
                 }
             }
         }
@@ -178,8 +181,8 @@ pub(super) fn encode_steps<L: Lane, const H: usize>(
             let start = _mm512_and_si512(slots[h], low);
             let count = _mm512_add_epi32(_mm512_srli_epi32::<12>(slots[h]), one);
             let full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32::<20>(x[h]), count);
-            let x_now = make_room(x[h], full, words);
-            // The product falls short of the quotient by less than one.
+            let x_now = renormalize_encoder(x[h], full, words);
+            // The estimate of the quotient is at most 1 too small.
             let even = _mm512_srli_epi64::<32>(_mm512_mul_epu32(x_now, reciprocal[h]));
             let odd = _mm512_mul_epu32(_mm512_srli_epi64::<32>(x_now), _mm512_srli_epi64::<32>(reciprocal[h]));
             let quotient = _mm512_mask_mov_epi32(even, 0xAAAA, odd);
@@ -197,12 +200,12 @@ pub(super) fn encode_steps<L: Lane, const H: usize>(
     left
 }
 
-/// Sixteen lanes, of at most 4 bytes.
+/// Widens sixteen lanes of at most 4 bytes.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn widen<L: Lane>(lanes: &[L::Le; GROUP]) -> __m512i {
     let lanes = lanes.as_bytes();
-    // SAFETY: the reference is to 16 lanes; no alignment is asked for.
+    // SAFETY: the reference is to 16 lanes; unaligned access is allowed.
     unsafe {
         match L::BYTES {
             1 => _mm512_cvtepu8_epi32(_mm_loadu_si128(lanes.as_ptr().cast())),
@@ -212,23 +215,24 @@ fn widen<L: Lane>(lanes: &[L::Le; GROUP]) -> __m512i {
     }
 }
 
-/// [`Backwards::make_room`] of the states in `full`.
+/// [`ReverseWriter::renormalize`] for the states in `full`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,popcnt")]
-fn make_room(x: __m512i, full: __mmask16, words: &mut Backwards<'_>) -> __m512i {
+fn renormalize_encoder(x: __m512i, full: __mmask16, words: &mut ReverseWriter<'_>) -> __m512i {
     let written = full.count_ones() as usize;
     let packed = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, x));
-    // The words go to the top of a vector, and what else is stored below them will be overwritten: that is faster than a mask.
-    let places = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    let packed = _mm256_permutexvar_epi16(_mm256_add_epi16(places, _mm256_set1_epi16(written as i16)), packed);
-    let room = &mut words.words[words.next + 1 - GROUP..=words.next];
-    // SAFETY: `room` has 16 words.
-    unsafe { _mm256_storeu_epi16(room.as_mut_ptr().cast(), packed) };
+    // Moves the words to the top of the vector and stores all of it: words below will be overwritten. That is faster than a
+    // masked store.
+    let indexes = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    let packed = _mm256_permutexvar_epi16(_mm256_add_epi16(indexes, _mm256_set1_epi16(written as i16)), packed);
+    let slots = &mut words.words[words.next + 1 - GROUP..=words.next];
+    // SAFETY: `slots` has 16 words.
+    unsafe { _mm256_storeu_epi16(slots.as_mut_ptr().cast(), packed) };
     words.next -= written;
     _mm512_mask_srli_epi32::<16>(x, full, x)
 }
 
-/// See [`super::Path::decode_steps`]: `H` vectors of 16 states.
+/// See [`super::Platform::decode_steps`]. `H` vectors of 16 states.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,bmi2,popcnt")]
 pub(super) fn decode_steps<const H: usize>(
     entries: &[Entry],
@@ -246,38 +250,38 @@ pub(super) fn decode_steps<const H: usize>(
     }
     let direct = _mm512_set1_epi32(DIRECT as i32);
     let most_bits = _mm512_set1_epi32(16);
-    let most = _mm512_set1_epi32(tokens as i32 - 1);
+    let last_token = _mm512_set1_epi32(tokens as i32 - 1);
     let low = _mm512_set1_epi32(0xFFF);
     let mut read = words.read;
     for ((classes, values), changed) in
         classes.as_chunks::<H>().0.iter().zip(values.as_chunks_mut::<H>().0).zip(changed.as_chunks_mut::<H>().0)
     {
-        let mut found = [zero; H];
+        let mut entry = [zero; H];
         for h in 0..H {
-            // SAFETY: the reference is to 16 bytes; no alignment is asked for.
+            // SAFETY: the reference is to 16 bytes; unaligned access is allowed.
             let class = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(classes[h].as_ptr().cast()) });
             let class = _mm512_slli_epi32::<12>(_mm512_and_si512(class, _mm512_set1_epi32(15)));
             let at = _mm512_or_si512(class, _mm512_and_si512(x[h], low));
-            // SAFETY: class and slot have 4 and 12 bits, and `decode_steps` of the parent has found 2^16 entries.
-            found[h] = unsafe { _mm512_i32gather_epi32::<4>(at, entries.as_ptr().cast()) };
+            // SAFETY: class and slot have 4 and 12 bits, and the caller has checked that there are 2^16 entries.
+            entry[h] = unsafe { _mm512_i32gather_epi32::<4>(at, entries.as_ptr().cast()) };
         }
         let mut token = [zero; H];
         let mut wide = [0; H];
         for h in 0..H {
-            token[h] = _mm512_srli_epi32::<24>(found[h]);
+            token[h] = _mm512_srli_epi32::<24>(entry[h]);
             wide[h] = _mm512_cmpge_epu32_mask(token[h], direct);
             changed[h] = _mm512_test_epi32_mask(token[h], token[h]);
-            if _mm512_cmpgt_epu32_mask(token[h], most) != 0 {
+            if _mm512_cmpgt_epu32_mask(token[h], last_token) != 0 {
                 return Err(Broken::Value);
             }
-            let from_start = _mm512_sub_epi32(_mm512_and_si512(x[h], low), _mm512_and_si512(found[h], low));
-            let less_one = _mm512_and_si512(_mm512_srli_epi32::<12>(found[h]), low);
+            let from_start = _mm512_sub_epi32(_mm512_and_si512(x[h], low), _mm512_and_si512(entry[h], low));
+            let frequency_minus_1 = _mm512_and_si512(_mm512_srli_epi32::<12>(entry[h]), low);
             let quotient = _mm512_srli_epi32::<12>(x[h]);
-            let scaled = _mm512_add_epi32(_mm512_mullo_epi32(less_one, quotient), quotient);
+            let scaled = _mm512_add_epi32(_mm512_mullo_epi32(frequency_minus_1, quotient), quotient);
             x[h] = renormalize(_mm512_add_epi32(scaled, from_start), words.words, &mut read)?;
         }
         if wide.iter().fold(0, |all, wide| all | wide) != 0 {
-            // Where a token has no extra bits, the number of them is 0 and the value is the token.
+            // For a token without extra bits, their number is 0 and the value is the token.
             let mut left = [zero; H];
             for h in 0..H {
                 left[h] = _mm512_maskz_sub_epi32(wide[h], _mm512_srli_epi32::<1>(token[h]), _mm512_set1_epi32(EXTRA_BIAS as i32));
@@ -287,11 +291,11 @@ pub(super) fn decode_steps<const H: usize>(
             let mut done = zero;
             while left.iter().any(|&left| _mm512_test_epi32_mask(left, left) != 0) {
                 for h in 0..H {
-                    let now = _mm512_min_epu32(left[h], most_bits);
-                    let bits = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), now), x[h]);
+                    let bit_count = _mm512_min_epu32(left[h], most_bits);
+                    let bits = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), bit_count), x[h]);
                     token[h] = _mm512_or_si512(token[h], _mm512_sllv_epi32(bits, done));
-                    left[h] = _mm512_sub_epi32(left[h], now);
-                    x[h] = renormalize(_mm512_srlv_epi32(x[h], now), words.words, &mut read)?;
+                    left[h] = _mm512_sub_epi32(left[h], bit_count);
+                    x[h] = renormalize(_mm512_srlv_epi32(x[h], bit_count), words.words, &mut read)?;
                 }
                 done = _mm512_add_epi32(done, most_bits);
             }
@@ -310,29 +314,29 @@ pub(super) fn decode_steps<const H: usize>(
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load_words(words: &[u32; GROUP]) -> __m512i {
-    // SAFETY: the reference is to 64 bytes; no alignment is asked for.
+    // SAFETY: the reference is to 64 bytes; unaligned access is allowed.
     unsafe { _mm512_loadu_epi32(words.as_ptr().cast()) }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn store_words(words: &mut [u32; GROUP], vector: __m512i) {
-    // SAFETY: the reference is to 64 bytes; no alignment is asked for.
+    // SAFETY: the reference is to 64 bytes; unaligned access is allowed.
     unsafe { _mm512_storeu_epi32(words.as_mut_ptr().cast(), vector) };
 }
 
-/// [`Words::renormalize`] of 16 states in order.
+/// [`Words::renormalize`] for 16 states, in order.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,bmi2,popcnt")]
 fn renormalize(x: __m512i, words: &[[u8; 2]], read: &mut usize) -> Result<__m512i, Broken> {
-    let needy = _mm512_cmplt_epu32_mask(x, _mm512_set1_epi32(1 << 16));
-    let count = needy.count_ones();
+    let needs_word = _mm512_cmplt_epu32_mask(x, _mm512_set1_epi32(1 << 16));
+    let count = needs_word.count_ones();
     let end = *read + count as usize;
     let next = words.get(*read..end).ok_or(Broken::Short)?;
-    let wanted = _bzhi_u32(u32::MAX, count) as u16;
-    // SAFETY: only the `count` words that `next` holds are read; the mask keeps the others from being touched.
-    let next = unsafe { _mm256_maskz_loadu_epi16(wanted, next.as_ptr().cast()) };
+    let selected = _bzhi_u32(u32::MAX, count) as u16;
+    // SAFETY: the mask restricts the load to the `count` words of `next`.
+    let next = unsafe { _mm256_maskz_loadu_epi16(selected, next.as_ptr().cast()) };
     *read = end;
-    let next = _mm512_maskz_expand_epi32(needy, _mm512_cvtepu16_epi32(next));
-    Ok(_mm512_mask_or_epi32(x, needy, _mm512_slli_epi32::<16>(x), next))
+    let next = _mm512_maskz_expand_epi32(needs_word, _mm512_cvtepu16_epi32(next));
+    Ok(_mm512_mask_or_epi32(x, needs_word, _mm512_slli_epi32::<16>(x), next))
 }

@@ -1,17 +1,17 @@
-//! The portable path.
+//! Portable code.
 
 #![forbid(unsafe_code)]
 
-use super::types::{Coded, HALF, Tiles};
+use super::types::{CompactedLanes, HALF, Tiles};
 
-/// See [`super::Path::compact`].
+/// See [`super::Platform::compact`].
 pub(super) fn compact(
     indexes: &[[u8; HALF]],
     activities: &[u8],
     maps: &[[u8; HALF]; 4],
     tiles: Tiles,
     first: u32,
-    out: &mut Coded<'_>,
+    out: &mut CompactedLanes<'_>,
 ) -> usize {
     let (mut start, mut count) = (0, 0);
     for (h, indexes) in indexes.iter().enumerate() {
@@ -35,7 +35,7 @@ pub(super) fn compact(
     out.end_tile(tiles, start, count)
 }
 
-/// See [`super::Path::differ`].
+/// See [`super::Platform::differ`].
 pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]) {
     for ((base, target), mask) in base.chunks(64 * width).zip(target.chunks(64 * width)).zip(masks) {
         let lanes = base.chunks(width).zip(target.chunks(width)).enumerate();
@@ -43,7 +43,7 @@ pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]
     }
 }
 
-/// See [`super::Path::pack`].
+/// See [`super::Platform::pack`].
 #[inline(always)]
 pub(super) fn pack<T: Copy>(lanes: &[T; HALF], mut mask: u64, out: &mut [T]) {
     for out in out.iter_mut().take(mask.count_ones() as usize) {

@@ -1,13 +1,13 @@
-//! What all paths work on: tiles of lanes, streams of words, tables of classes.
+//! Types shared by all platforms: tiles of lanes, streams of words, tables of classes.
 
 #![forbid(unsafe_code)]
 
-/// Most lanes of a step: as many as a stream may have states.
+/// Most lanes of a step, which is the maximal number of states of a stream.
 pub(crate) const STEP: usize = 32;
-/// Lanes that have a mask of those with a value. Steps of one or two groups have vector paths.
+/// Lanes per mask of nonzero values. Steps of one or two groups have vector code.
 pub(crate) const GROUP: usize = 16;
 
-/// Why a stream is refused.
+/// Why a stream is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Broken {
     /// A word is missing.
@@ -16,75 +16,94 @@ pub(crate) enum Broken {
     Value,
 }
 
-/// Lanes that a mask describes: half a block.
+/// Lanes per mask of coded lanes: half a block.
 pub(crate) const HALF: usize = 64;
 
 /// Values below this are their own tokens.
 pub(crate) const DIRECT: u32 = 64;
-/// What the number of a token's extra bits is less than half of the token, from [`DIRECT`] on.
+/// `extra_bits = token / 2 - EXTRA_BIAS`, for tokens from [`DIRECT`] on.
 pub(crate) const EXTRA_BIAS: u32 = DIRECT / 2 - (DIRECT.ilog2() - 1);
-/// Tokens of the values of 32 bits, which are all that vectors have room for.
+/// Number of tokens for values of 32 bits, the largest that vector code handles.
 pub(super) const TOKENS_32: usize = 2 * (30 + EXTRA_BIAS) as usize + 2;
 
-/// Lanes that are decoded in steps of their own, whatever comes before them.
+/// The division of lanes into tiles and steps. Each tile begins a new step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tiles {
-    /// Halves of blocks of a tile, of which the last one may have fewer.
+    /// Half blocks per tile. The last tile may have fewer.
     pub halves: usize,
     /// Lanes of a step: a power of two, at most [`STEP`].
     pub step: usize,
 }
 
 impl Tiles {
-    /// Places that `coded` lanes of a tile take: whole steps.
+    /// Length of a list of `coded` lanes of a tile, padded to whole steps.
     #[inline(always)]
-    pub fn places(self, coded: usize) -> usize {
+    pub fn padded_len(self, coded: usize) -> usize {
         (coded + self.step - 1) & !(self.step - 1)
     }
 }
 
-/// Room for what is found out about coded lanes. Each tile takes whole steps of it.
-pub(crate) struct Coded<'a> {
+/// Output of [`super::Platform::compact`]: the coded lanes, with each tile padded to whole steps.
+pub(crate) struct CompactedLanes<'a> {
     /// A mask for each half of a block.
     pub masks: &'a mut [u64],
-    /// Class of each coded lane, and 0 up to the end of the tile's last step; what follows is undefined.
+    /// Class of each coded lane, then 0 up to the end of the tile's last step. Elements behind are undefined.
     pub classes: &'a mut [u8],
-    /// Position of each coded lane, or no room if that is not wanted; all other places are undefined.
+    /// Position of each coded lane; empty if positions are not needed. Elements of the padding are undefined.
     pub positions: &'a mut [u32],
 }
 
-impl Coded<'_> {
-    /// Ends a tile that takes the places from `start` up to `count`: returns where the next one begins.
+impl CompactedLanes<'_> {
+    /// Ends a tile whose list has elements `start..count`. Returns where the next tile begins.
     #[inline(always)]
     pub(super) fn end_tile(&mut self, tiles: Tiles, start: usize, count: usize) -> usize {
-        if let Some(room) = self.classes[count..].first_chunk_mut::<STEP>() {
-            *room = [0; STEP];
+        if let Some(padding) = self.classes[count..].first_chunk_mut::<STEP>() {
+            *padding = [0; STEP];
         }
-        start + tiles.places(count - start)
+        start + tiles.padded_len(count - start)
     }
 }
 
-/// What a slot of a class stands for: where the token's slots begin in the low 12 bits, their number less one in the next 12,
-/// the token in the high 8.
+/// The decoder's table for values of limited size.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DecodeTable<'a> {
+    /// All slots of classes 0 to 15.
+    pub entries: &'a [Entry],
+    /// Number of tokens whose values are allowed.
+    pub tokens: usize,
+}
+
+/// Output of [`super::Platform::decode_steps`].
+#[derive(Debug)]
+pub(crate) struct DecodedSteps<'a> {
+    /// The values.
+    pub values: &'a mut [u32],
+    /// Masks of the values that are not 0, one per [`GROUP`].
+    pub changed: &'a mut [u16],
+}
+
+/// A slot of a class: the first slot of its token in the low 12 bits, the number of the token's slots minus 1 in the next 12, the
+/// token in the high 8.
 pub(crate) type Entry = u32;
 
-/// The slots of class 0, which fills up steps: one token, 0, has all of them, so it leaves a state as it is and needs no word.
+/// All slots of class 0, which pads steps. Its only token, 0, has all slots, so decoding it leaves a state unchanged and needs no
+/// word.
 pub(crate) const NO_CLASS: Entry = 0xFFF << 12;
 
-/// Slots of a class: entry `class << 12 | slot` of a table.
+/// log2 of the slots per class. Entry `class << 12 | slot` of a table describes a slot.
 pub(crate) const SLOTS_LOG2: u32 = 12;
 
-/// The part of a stream that is read as it is decoded.
+/// The words of a stream, read while it is decoded.
 #[derive(Debug)]
 pub(crate) struct Words<'a> {
     /// The words after the states.
     pub words: &'a [[u8; 2]],
-    /// How many of them have been read.
+    /// Number of words read so far.
     pub read: usize,
 }
 
 impl Words<'_> {
-    /// State `x` after a word if it needs one.
+    /// Appends a word to state `x` if it is below the lower bound.
     #[inline(always)]
     pub fn renormalize(&mut self, x: u32) -> Result<u32, Broken> {
         if x >= 1 << 16 {
@@ -96,23 +115,23 @@ impl Words<'_> {
     }
 }
 
-/// What coding a token does to a state: the frequencies of all tokens of all classes.
-pub(crate) struct Divisors {
-    /// `class << 8 | token`: where the token's slots begin in the low 12 bits, their number less one in the next 12, and in the
-    /// high 32 ⌊2^32 / number⌋, or the largest value below it; 0 where the class has no such token.
+/// The encoder's table: the frequencies of all tokens of all classes.
+pub(crate) struct EncodeTable {
+    /// Entry `class << 8 | token`: the first slot in the low 12 bits, the number of slots minus 1 in the next 12, and min(⌊2^32 /
+    /// number⌋, 2^32 − 1) in the high 32. 0 if the class lacks the token.
     pub(super) entries: Vec<u64>,
 }
 
-impl Default for Divisors {
-    /// Those of class 0 alone, which fills up steps: coding its token leaves a state as it is.
+impl Default for EncodeTable {
+    /// Class 0 alone, which pads steps: encoding its token leaves a state unchanged.
     fn default() -> Self {
-        let mut divisors = Self { entries: vec![0; 16 << 8] };
-        divisors.set(0, 0, 0, 1 << SLOTS_LOG2);
-        divisors
+        let mut table = Self { entries: vec![0; 16 << 8] };
+        table.set(0, 0, 0, 1 << SLOTS_LOG2);
+        table
     }
 }
 
-impl Divisors {
+impl EncodeTable {
     /// Gives a class a token with `count` slots from `start` on.
     pub fn set(&mut self, class: u8, token: u8, start: u32, count: u32) {
         let reciprocal = ((1u64 << 32) / u64::from(count)).min(u32::MAX.into());
@@ -125,13 +144,13 @@ impl Divisors {
         self.entries[Self::at(class, token)] != 0
     }
 
-    /// Codes a token that its class has.
+    /// Encodes a token. Its class must have it.
     #[inline(always)]
-    pub fn encode(&self, class: u8, token: u8, state: u32, words: &mut Backwards<'_>) -> u32 {
+    pub fn encode(&self, class: u8, token: u8, state: u32, words: &mut ReverseWriter<'_>) -> u32 {
         let entry = self.entries[Self::at(class, token)];
         let (start, count) = (entry as u32 & 0xFFF, (entry as u32 >> 12) + 1);
-        let x = words.make_room(state, u64::from(count) << 20);
-        // The product falls short of the quotient by less than one.
+        let x = words.renormalize(state, u64::from(count) << 20);
+        // The estimate of the quotient is at most 1 too small.
         let quotient = ((u64::from(x) * (entry >> 32)) >> 32) as u32;
         let rest = x - quotient * count;
         let more = u32::from(rest >= count);
@@ -144,21 +163,22 @@ impl Divisors {
     }
 }
 
-/// Words that are written from the last one back; `next` is where the next one goes.
-pub(crate) struct Backwards<'a> {
-    /// Room for `SPARE` words more than will be kept.
+/// A buffer of words that is filled from the end.
+pub(crate) struct ReverseWriter<'a> {
+    /// At least `SPARE` elements longer than the words that will be kept.
     pub words: &'a mut [u16],
-    /// Place of the next word.
+    /// Index of the next word.
     pub next: usize,
 }
 
-impl Backwards<'_> {
-    /// Words that may be written before the last one that is kept.
+impl ReverseWriter<'_> {
+    /// Words below the kept ones that may be overwritten.
     pub const SPARE: usize = 16;
 
-    /// Writes the low word of a state that is not below `limit`, and returns what is left of it. No branch: it would be a guess.
+    /// Writes the low word of a state that is `limit` or more, and returns the rest of the state. Without a branch, which would
+    /// be mispredicted.
     #[inline(always)]
-    pub fn make_room(&mut self, state: u32, limit: u64) -> u32 {
+    pub fn renormalize(&mut self, state: u32, limit: u64) -> u32 {
         let full = u64::from(state) >= limit;
         self.words[self.next] = state as u16;
         self.next -= usize::from(full);
@@ -174,18 +194,18 @@ mod tests {
     proptest! {
         #[test]
         fn a_token_is_coded_by_division(class in 1u8..16, token: u8, count in 1u32..=4096, state in 1u32 << 16..) {
-            let mut divisors = Divisors::default();
+            let mut table = EncodeTable::default();
             let start = 4096 - count;
-            divisors.set(class, token, start, count);
-            prop_assert!(divisors.has(class, token) && !divisors.has(class, token ^ 1));
-            let mut room = [0; 2];
-            let mut words = Backwards { words: &mut room, next: 1 };
-            let next = divisors.encode(class, token, state, &mut words);
+            table.set(class, token, start, count);
+            prop_assert!(table.has(class, token) && !table.has(class, token ^ 1));
+            let mut padding = [0; 2];
+            let mut words = ReverseWriter { words: &mut padding, next: 1 };
+            let next = table.encode(class, token, state, &mut words);
             let full = u64::from(state) >= u64::from(count) << 20;
             let x = if full { state >> 16 } else { state };
             prop_assert_eq!(next, ((x / count) << 12) + x % count + start);
             prop_assert_eq!(words.next, usize::from(!full));
-            prop_assert!(!full || room[1] == state as u16);
+            prop_assert!(!full || padding[1] == state as u16);
         }
     }
 }

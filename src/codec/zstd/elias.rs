@@ -1,7 +1,7 @@
 //! Elias-δ code of gaps (`spec/codecs.md` section 3.3; P. Elias, "Universal codeword sets and representations of the
 //! integers", IEEE Transactions on Information Theory 21, 1975).
 
-/// Appends the codes of `gap + 1`, most significant bit first, the last byte filled up with zeros.
+/// Appends the codes of `gap + 1`, most significant bit first. The last byte is padded with zeros.
 pub(super) fn encode(gaps: impl Iterator<Item = u32>, out: &mut Vec<u8>) {
     let (mut buffer, mut filled) = (0u64, 0);
     let mut put = |value: u64, bits: u32, out: &mut Vec<u8>| {
@@ -19,7 +19,7 @@ pub(super) fn encode(gaps: impl Iterator<Item = u32>, out: &mut Vec<u8>) {
         put(u64::from(n + 1), 2 * k + 1, out);
         put(x & ((1 << n) - 1), n, out);
     }
-    // Completes a byte that is begun, and nothing where none is.
+    // Pads a partial last byte with zeros.
     put(0, 7, out);
 }
 
@@ -35,7 +35,7 @@ pub(super) enum Bad {
 /// Reads codes from the most significant bit down.
 pub(super) struct Reader<'a> {
     bytes: &'a [u8],
-    /// Bits taken so far.
+    /// Bits read so far.
     at: usize,
 }
 
@@ -44,7 +44,7 @@ impl<'a> Reader<'a> {
         Self { bytes, at: 0 }
     }
 
-    /// The next 32 bits, zeros past the end, without taking them.
+    /// The next 32 bits, with zeros past the end, without consuming them.
     fn peek(&self) -> u32 {
         let from = self.at / 8;
         let mut window = [0; 8];
@@ -59,7 +59,7 @@ impl<'a> Reader<'a> {
         if self.at <= 8 * self.bytes.len() { Ok(()) } else { Err(Bad::End) }
     }
 
-    /// The next gap, unless the bytes end or the code is longer than any gap of a chunk needs.
+    /// Reads the next gap.
     pub fn gap(&mut self) -> Result<u32, Bad> {
         let k = self.peek().leading_zeros();
         if k > 4 {
@@ -70,11 +70,11 @@ impl<'a> Reader<'a> {
         self.take(k + 1)?;
         let low = (u64::from(self.peek()) >> (32 - n)) as u32;
         self.take(n)?;
-        // n is at most 30: k + 1 bits, 5 at most, hold n + 1.
+        // n <= 30, because n + 1 has k + 1 <= 5 bits.
         Ok((1 << n | low) - 1)
     }
 
-    /// Whether only the filling of the last byte is left, and that is zeros.
+    /// Whether only zero padding of the last byte is left.
     pub fn is_finished(&self) -> bool {
         self.at.div_ceil(8) == self.bytes.len() && (self.at.is_multiple_of(8) || self.peek() >> 24 == 0)
     }
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn a_code_that_the_bytes_cut_short_is_told_from_one_that_is_too_long() {
+    fn a_truncated_code_and_a_code_that_is_too_long_differ() {
         // A gap of 0 is the single bit 1.
         for (ones, bytes, bad) in [
             (0, &[][..], Bad::End),

@@ -4,8 +4,8 @@ use zstd::zstd_safe::zstd_sys::ZSTD_EndDirective;
 use zstd::zstd_safe::{self, CCtx, CParameter, DCtx, InBuffer, OutBuffer, ResetDirective, Strategy};
 
 const MAGIC: [u8; 4] = [0x28, 0xB5, 0x2F, 0xFD];
-/// Parts below this many bytes share a block with the next one: a block of its own costs a header and a table.
-const LEAST_BLOCK: usize = 128;
+/// Parts shorter than this share a block with the next one, because a block costs a header and a table.
+const MIN_BLOCK_SIZE: usize = 128;
 
 type Outcome<T> = Result<T, &'static str>;
 
@@ -19,8 +19,8 @@ pub(super) struct Compressor(CCtx<'static>);
 impl Compressor {
     pub fn new() -> Outcome<Self> {
         let mut context = CCtx::try_create().ok_or("out of memory")?;
-        // Entropy coding of literals does nearly all the work here: the fastest match finder, told to accept only long matches,
-        // gives the best ratio on the real pairs and decodes fastest (DECISIONS.md).
+        // Nearly all of the gain is entropy coding of literals. The fastest match finder, restricted to long matches, gives the
+        // best ratio on real pairs and decodes fastest (DECISIONS.md).
         for parameter in [
             CParameter::CompressionLevel(1),
             CParameter::Strategy(Strategy::ZSTD_fast),
@@ -47,7 +47,7 @@ impl Compressor {
         let ends = part_ends.iter().copied().filter(|&end| end < last).chain([last]);
         for end in ends {
             let directive = if end == last { ZSTD_EndDirective::ZSTD_e_end } else { ZSTD_EndDirective::ZSTD_e_flush };
-            if end != last && (end - from < LEAST_BLOCK || last - end < LEAST_BLOCK) {
+            if end != last && (end - from < MIN_BLOCK_SIZE || last - end < MIN_BLOCK_SIZE) {
                 continue;
             }
             let mut input = InBuffer::around(&content[from..end]);
@@ -66,12 +66,12 @@ impl Compressor {
     }
 }
 
-/// Reads frames. The context of 95 kB is made for the first frame, because many decoders see none.
+/// Reads frames. The context (95 kB) is created for the first frame, because many decoders see none.
 #[derive(Default)]
 pub(super) struct Expander(Option<DCtx<'static>>);
 
 impl Expander {
-    /// Expands `frame`, which must be one frame of exactly `out.len()` bytes, and says what it is otherwise.
+    /// Expands `frame`, which must be one frame of exactly `out.len()` bytes. The error describes what it is instead.
     pub fn expand(&mut self, frame: &[u8], out: &mut [u8], window_log_max: u32) -> Outcome<()> {
         check_header(frame, out.len() as u64, window_log_max)?;
         match zstd_safe::find_frame_compressed_size(frame) {
@@ -85,8 +85,7 @@ impl Expander {
     }
 }
 
-/// Checks what the library would accept: another format's magic, no content size or another one, a large window. zstd
-/// itself refuses dictionaries.
+/// Checks properties that the library does not: the magic, the content size, and the window. zstd itself refuses dictionaries.
 fn check_header(frame: &[u8], size: u64, window_log_max: u32) -> Outcome<()> {
     let Some((magic, [descriptor, rest @ ..])) = frame.split_first_chunk::<4>() else {
         return Err("too few bytes for a frame");
@@ -114,9 +113,9 @@ fn check_header(frame: &[u8], size: u64, window_log_max: u32) -> Outcome<()> {
     }
 }
 
-/// Expands a frame into a buffer of its own: `size` must have been bounded.
+/// Expands a frame into a new buffer. The caller has bounded `size`.
 pub(crate) fn expand(frame: &[u8], size: usize, window_log_max: u32) -> Outcome<Vec<u8>> {
-    // The header is compared with the size before memory is taken for it.
+    // The header is checked before memory of that size is allocated.
     check_header(frame, size as u64, window_log_max)?;
     let mut out = vec![0; size];
     Expander::default().expand(frame, &mut out, window_log_max)?;
@@ -139,14 +138,14 @@ mod tests {
         assert!(out == *b"abc" && expander.0.is_some());
     }
 
-    /// The first bytes of a frame with this window and a content size of 4 bytes.
+    /// The first bytes of a frame with this window and content size.
     fn header_with_window(window: u8, size: u32) -> Vec<u8> {
         [&MAGIC[..], &[0x80, window], &size.to_le_bytes()].concat()
     }
 
     #[test]
     fn windows_are_allowed_up_to_the_limit_and_no_further() {
-        // The high 5 bits are an exponent above 2^10, the low 3 bits eighths more.
+        // The high 5 bits are an exponent above 2^10, the low 3 bits a number of eighths.
         for (window, allowed) in [(17 << 3, true), (17 << 3 | 1, false), (16 << 3 | 7, true), (18 << 3, false), (0, true)] {
             let outcome = check_header(&header_with_window(window, 5), 5, 27);
             let expected = if allowed { Ok(()) } else { Err("a window beyond the limit") };
@@ -162,7 +161,7 @@ mod tests {
         assert_eq!(expand(&[&MAGIC[..], &[0]].concat(), usize::MAX, 27), Err("too few bytes for a frame"));
     }
 
-    /// The sizes of a frame's blocks, all of which must be stored as they are.
+    /// The sizes of a frame's blocks, all of which must be raw.
     fn raw_blocks(frame: &[u8]) -> Vec<usize> {
         let single_segment = frame[4] & 0x20 != 0;
         let size_bytes = match frame[4] >> 6 {

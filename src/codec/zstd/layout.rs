@@ -3,7 +3,7 @@
 use crate::format::registry;
 
 registry! {
-    /// How the content of a frame is laid out: its first byte.
+    /// Layout of the content of a frame, which is its first byte.
     #[derive(Default)]
     Layout: u8 as "layout" {
         /// Byte planes of all lanes' deltas.
@@ -13,9 +13,9 @@ registry! {
         Gaps = 1 => "gaps",
         /// Gaps in Elias-δ, byte planes of the changed lanes' deltas.
         EliasDelta = 2 => "elias-delta",
-        /// A gap and a delta in a byte, the larger ones escaped.
+        /// A gap and a delta per byte; large ones are escaped.
         NibbleGaps = 3 => "nibble-gaps",
-        /// Two lanes' deltas in a byte, the larger ones escaped.
+        /// The deltas of two lanes per byte; large ones are escaped.
         NibblePlanes = 4 => "nibble-planes",
     }
 }

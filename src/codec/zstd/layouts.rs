@@ -8,14 +8,14 @@ use crate::error::{Result, Rule};
 use crate::lane::{Lane, Order, lanes_of, lanes_of_mut};
 use crate::sums::chunk_sum;
 
-/// From here on a token of 15 and an escape of 255 are not enough.
+/// Values from here on need a token of 15, an escape of 255, and a wide value.
 pub(super) const WIDE: u64 = NIBBLE + 255;
-/// From here on a nibble is not enough.
+/// Values from here on do not fit in a nibble.
 const NIBBLE: u64 = 15;
-/// Lanes of a block of `nibble-planes`.
+/// Lanes per block of `nibble-planes`.
 const BLOCK: usize = 64;
 
-/// The content of a frame while it is put together.
+/// The content of a frame while it is assembled.
 #[derive(Default)]
 pub(super) struct Content {
     bytes: Vec<u8>,
@@ -32,7 +32,7 @@ impl Content {
         &self.bytes
     }
 
-    /// Where parts end that have statistics of their own.
+    /// Ends of the parts, which have different statistics.
     pub fn parts(&self) -> &[usize] {
         &self.part_ends
     }
@@ -41,7 +41,7 @@ impl Content {
         self.part_ends.push(self.bytes.len());
     }
 
-    /// Sections 3.1 and 3.5; the deltas are those of all lanes.
+    /// Sections 3.1 and 3.5. `deltas` has all lanes.
     pub fn put_dense<L: Lane>(&mut self, layout: Layout, deltas: &[L]) {
         self.bytes.push(layout.code());
         if layout == Layout::Planes {
@@ -133,7 +133,7 @@ pub(super) fn deltas_of_all<L: Lane>(base: &[u8], target: &[u8], order: Order) -
         #[inline(always)]
         || {
             let pairs = lanes_of::<L>(base).iter().zip(lanes_of::<L>(target));
-            // Two loops so that neither has a branch on the order inside.
+            // One loop per order, so that the loops have no branch on it.
             match order {
                 Order::Plain => pairs.map(|(b, t)| L::delta(L::load(*b), L::load(*t), Order::Plain)).collect(),
                 Order::Ordered => pairs.map(|(b, t)| L::delta(L::load(*b), L::load(*t), Order::Ordered)).collect(),
@@ -142,7 +142,7 @@ pub(super) fn deltas_of_all<L: Lane>(base: &[u8], target: &[u8], order: Order) -
     )
 }
 
-/// Applies the parts of a content to base lanes.
+/// Decodes the parts of a content and applies them to base lanes.
 pub(super) fn decode<L: Lane>(
     layout: Layout,
     parts: &[u8],
@@ -154,7 +154,7 @@ pub(super) fn decode<L: Lane>(
     vectorized(
         #[inline(always)]
         || match order {
-            // Two copies of the loops so that none has a branch on the order inside.
+            // One copy of the loops per order, so that they have no branch on it.
             Order::Plain => decode_in::<L>(layout, parts, count, Order::Plain, base_sum, lanes),
             Order::Ordered => decode_in::<L>(layout, parts, count, Order::Ordered, base_sum, lanes),
         },
@@ -189,7 +189,7 @@ fn check_count(count: usize, found: usize) -> Result<()> {
     Rule::PayloadDeltas.check(count == found, format_args!("{count} deltas"), found)
 }
 
-/// The lanes whose byte planes these are; `planes` is `count` × the lane's bytes long.
+/// The lanes of byte planes. `planes` has `count` bytes per plane.
 fn lanes_of_planes<L: Lane>(planes: &[u8], count: usize) -> impl Iterator<Item = L> {
     (0..count).map(move |i| plane_lane(planes, count, i))
 }
@@ -199,7 +199,7 @@ fn plane_lane<L: Lane>(planes: &[u8], count: usize, i: usize) -> L {
     L::from_u64((0..L::BYTES).fold(0, |x, k| x | u64::from(planes[k * count + i]) << (8 * k)))
 }
 
-/// Applies a delta to each lane, zero or not, and returns how many are not.
+/// Applies a delta to each lane. Returns the number of nonzero deltas.
 #[inline(always)]
 fn apply_all<L: Lane>(lanes: &mut [L::Le], deltas: &[L], order: Order) -> usize {
     let mut changed = 0u32;
@@ -292,9 +292,10 @@ impl<'a> Escapes<'a> {
         Ok(Self { bytes, planes, wide, wide_read: 0 })
     }
 
-    /// Puts the next values, each at most `most`, where `mask` has bits, from its lowest.
+    /// Reads one value per bit of `mask`, from the lowest bit on, and writes it to that index of `out`. Values must not exceed
+    /// `largest`.
     #[inline(always)]
-    fn fill<L: Lane>(&mut self, mut mask: u64, most: u64, out: &mut [L; BLOCK]) -> Result<()> {
+    fn fill<L: Lane>(&mut self, mut mask: u64, largest: u64, out: &mut [L; BLOCK]) -> Result<()> {
         for &byte in take(&mut self.bytes, mask.count_ones() as usize)? {
             let mut value = NIBBLE + u64::from(byte);
             if byte == 255 {
@@ -302,7 +303,7 @@ impl<'a> Escapes<'a> {
                 self.wide_read += 1;
                 value = low.checked_add(WIDE).ok_or_else(|| too_large(low))?;
             }
-            if value > most {
+            if value > largest {
                 return Err(too_large(value));
             }
             out[mask.trailing_zeros() as usize % BLOCK] = L::from_u64(value);
@@ -322,9 +323,9 @@ fn decode_nibble_gaps<L: Lane>(mut parts: &[u8], count: usize, order: Order, bas
     let tokens = take(&mut parts, count)?;
     let escaped = tokens.iter().filter(|&&t| t >= 0xF0).count();
     let mut escapes = Escapes::take::<L>(&mut parts, escaped)?;
-    let most = L::from_u64(u64::MAX).to_u64() - 1;
+    let largest = L::from_u64(u64::MAX).to_u64() - 1;
     let mut patch = Patch::<L>::new(lanes, count, base_sum, order);
-    // The gaps come first in a block, the values second, so that one mask tells the escapes of both.
+    // `values` has an unused first half, so that one mask covers the escapes of gaps (low half) and values (high half).
     let (mut gaps, mut values) = ([0; BLOCK / 2], [L::default(); BLOCK]);
     for tokens in tokens.chunks(BLOCK / 2) {
         let mut padded = [0; BLOCK / 2];
@@ -335,7 +336,7 @@ fn decode_nibble_gaps<L: Lane>(mut parts: &[u8], count: usize, order: Order, bas
         }
         let full = full_nibbles(&padded);
         let (mut long, large) = (full & u64::from(u32::MAX), full & !u64::from(u32::MAX));
-        escapes.fill(large, most, &mut values)?;
+        escapes.fill(large, largest, &mut values)?;
         while long != 0 {
             gaps[long.trailing_zeros() as usize] += take_continued(&mut parts)?;
             long &= long - 1;
@@ -348,15 +349,15 @@ fn decode_nibble_gaps<L: Lane>(mut parts: &[u8], count: usize, order: Order, bas
     Ok(patch.finish())
 }
 
-/// A bit for each nibble of 32 tokens that is 15: bits 0 to 31 for the low nibbles, 32 to 63 for the high ones. One mask for
-/// all of them, because how often a loop over it runs is hard to predict: there should be few such loops.
+/// Mask of the nibbles of 32 tokens that are 15: bits 0 to 31 for the low nibbles, 32 to 63 for the high ones. One mask for all,
+/// because the trip count of a loop over its bits is mispredicted: there should be few such loops.
 #[inline(always)]
 fn full_nibbles(tokens: &[u8; BLOCK / 2]) -> u64 {
     let mut mask = 0;
     for (i, word) in tokens.as_chunks::<8>().0.iter().enumerate() {
         let word = u64::from_le_bytes(*word);
         for (half, nibbles) in [word, word >> 4].into_iter().enumerate() {
-            // Adding one carries out of a full nibble; the product gathers the carries of the eight bytes in the top one.
+            // Adding 1 carries out of a nibble of 15. The product gathers the carries of eight bytes in the top byte.
             let carries = ((nibbles & 0x0F0F_0F0F_0F0F_0F0F) + 0x0101_0101_0101_0101) >> 4 & 0x0101_0101_0101_0101;
             mask |= (carries.wrapping_mul(0x0102_0408_1020_4080) >> 56) << (8 * i + 32 * half);
         }

@@ -14,32 +14,32 @@ use crate::error::{Error, Result, Rule};
 use crate::lane::{Lane, Order};
 use layouts::{Content, WIDE};
 
-/// Largest window of a payload's frame.
+/// log2 of the largest window of a payload's frame.
 const WINDOW_LOG_MAX: u32 = 27;
 
-/// Whether a content of a chunk can have this size.
+/// Whether the content of a chunk may have this size.
 pub(super) fn check_size(uncompressed: u32, lanes: u32, lane_bytes: usize) -> bool {
     uncompressed >= 2 && u64::from(uncompressed) <= (lane_bytes as u64 + 3) * u64::from(lanes) + 64
 }
 
-/// In which layouts a chunk is to be encoded, of which the smallest is taken.
+/// The layouts to try for a chunk. The smallest payload wins.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Layouts<'a> {
-    /// The one that suits it by rule.
-    Suited,
-    /// Some, each once.
+    /// One layout, selected by rule.
+    ByRule,
+    /// These layouts.
     These(&'a [Layout]),
-    /// All that may be the smallest, the one that suits it first.
+    /// All that may be the smallest, starting with the one selected by rule.
     Any,
 }
 
-/// A layout, and the bytes of a payload in it.
+/// A layout, and the size of the payload in it.
 pub(crate) type LayoutSize = (Layout, usize);
 
 pub(super) struct Encoder {
     frames: frame::Compressor,
     content: Content,
-    /// A payload that may be the smallest.
+    /// Buffer for a candidate payload.
     trial: Vec<u8>,
 }
 
@@ -48,8 +48,8 @@ impl Encoder {
         Ok(Self { frames: frame::Compressor::new().map_err(library)?, content: Content::default(), trial: Vec::new() })
     }
 
-    /// Appends the smallest payload, and says what each layout took. If the first layout that says something of every lane, or of
-    /// changed lanes alone, takes more than `enough` bytes, no other of its kind is tried: it gains little.
+    /// Appends the smallest payload, and returns the size in each tried layout. If the first dense layout, or the first sparse
+    /// one, takes more than `enough` bytes, no other of its kind is tried: it would gain little.
     pub fn encode<L: Lane>(
         &mut self,
         difference: Difference<'_>,
@@ -58,15 +58,15 @@ impl Encoder {
         payload: &mut Vec<u8>,
     ) -> Result<(Encoded, Vec<LayoutSize>)> {
         let mut deltas = Deltas::<L>::new(difference);
-        // Where all lanes change, layouts of the changed ones say the same as those of all.
+        // If all lanes change, sparse layouts have the same content as dense ones.
         let more = matches!(layouts, Layouts::Any) && 32 * difference.changed <= 31 * difference.lanes();
         let mut layouts = match layouts {
-            Layouts::Suited => vec![deltas.suited()],
+            Layouts::ByRule => vec![deltas.by_rule()],
             Layouts::These(layouts) => layouts.to_vec(),
             Layouts::Any => {
-                let suited = deltas.suited();
-                let others = that_may_win(difference).iter().copied().filter(|layout| *layout != suited);
-                std::iter::once(suited).chain(others).collect()
+                let by_rule = deltas.by_rule();
+                let others = candidates(difference).iter().copied().filter(|layout| *layout != by_rule);
+                std::iter::once(by_rule).chain(others).collect()
             }
         };
         let (mut encoded, mut sizes) = (Encoded::default(), Vec::with_capacity(layouts.len()));
@@ -104,23 +104,22 @@ impl Encoder {
     }
 }
 
-/// Whether a frame is so much smaller than its content that it is made of repeats. It takes little time then, and how far the
-/// repeats of a layout reach is hard to foresee.
+/// Whether a frame is so small that its content consists of repeats. Compression is fast then, and which layout has the longest
+/// repeats is hard to predict.
 pub(crate) fn is_repeats(encoded: Encoded, size: usize) -> bool {
     16 * size as u64 <= u64::from(encoded.uncompressed_size)
 }
 
-/// Whether a layout says something of every lane.
+/// Whether a layout codes every lane, changed or not.
 fn is_dense(layout: Layout) -> bool {
     matches!(layout, Layout::Planes | Layout::NibblePlanes)
 }
 
-/// Lanes for which all layouts take little time.
+/// Up to this number of lanes, trying all layouts is cheap.
 const SMALL: usize = 1 << 12;
 
-/// The layouts in which a chunk may be smallest: where few lanes change not those that say something of every lane, and where
-/// most of many do, only those.
-fn that_may_win(difference: Difference<'_>) -> &'static [Layout] {
+/// The layouts that may be the smallest: sparse ones if few lanes change, dense ones if most of many lanes change.
+fn candidates(difference: Difference<'_>) -> &'static [Layout] {
     match (difference.changed, difference.lanes()) {
         (changed, lanes) if 8 * changed <= lanes => &[Layout::Gaps, Layout::EliasDelta, Layout::NibbleGaps],
         (changed, lanes) if 4 * changed > 3 * lanes && lanes > SMALL => &[Layout::Planes, Layout::NibblePlanes],
@@ -128,7 +127,7 @@ fn that_may_win(difference: Difference<'_>) -> &'static [Layout] {
     }
 }
 
-/// What layouts are made from, each made once.
+/// The deltas from which layouts are made, computed at most once.
 struct Deltas<'a, L> {
     difference: Difference<'a>,
     all: Option<Vec<L>>,
@@ -149,9 +148,9 @@ impl<'a, L: Lane> Deltas<'a, L> {
         self.changes.get_or_insert_with(|| self.difference.changes())
     }
 
-    /// The layout that suits the chunk. From a quarter of the lanes on, a token a lane costs no more than a token a change;
-    /// measured on real pairs, in DECISIONS.md.
-    fn suited(&mut self) -> Layout {
+    /// Selects a layout. If more than a quarter of the lanes change, one token per lane costs no more than one per change.
+    /// Measured on real pairs, see DECISIONS.md.
+    fn by_rule(&mut self) -> Layout {
         let count = self.difference.changed;
         let (dense, deltas) = match 4 * count > self.difference.lanes() {
             true => (true, self.of_all()),
@@ -166,7 +165,7 @@ impl<'a, L: Lane> Deltas<'a, L> {
     }
 }
 
-/// Whether nibbles with escapes would mostly be escapes.
+/// Whether most nibbles would be escapes.
 fn mostly_wide<L: Lane>(deltas: &[L], count: usize) -> bool {
     8 * deltas.iter().filter(|d| d.to_u64() >= WIDE).count() > count
 }
@@ -191,7 +190,7 @@ impl Decoder {
         lanes: &mut [u8],
     ) -> Result<u64> {
         let size = encoded.uncompressed_size as usize;
-        // The index has bounded the size by the chunk's lanes; the buffer stays as large as the largest chunk so far.
+        // The index has bounded the size. The buffer keeps the size of the largest chunk so far.
         if self.content.len() < size {
             self.content.resize(size, 0);
         }

@@ -39,7 +39,7 @@ proptest! {
         }
     }
 
-    /// Streams of any bytes: these are refused in the end, or else after some steps, on every path.
+    /// Streams of any bytes: these are refused in the end, or else after some steps, on every platform.
     #[test]
     fn any_stream_ends(dtype in dtypes(), lanes in 1usize..5000, stream in proptest::collection::vec(any::<u16>(), 2..600), seed: u64) {
         let mut random = Random::new(seed);

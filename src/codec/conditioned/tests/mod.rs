@@ -1,4 +1,4 @@
-//! The codec against the model, on every path of vector instructions: payloads of our encoder, payloads of every shape that an
+//! The codec against the model, on every platform: payloads of our encoder, payloads of every shape that an
 //! encoder may choose, and damaged ones.
 //!
 //! Here is what the groups share: lanes, tables and payloads at random, and what a decoder makes of them.
@@ -15,8 +15,8 @@ use self::random::Random;
 use super::model::{self, Shape};
 use super::tables::{MAX_TOKENS, SCALE};
 use super::*;
-use crate::codec::simd::Path;
-use crate::codec::{Difference, Encoded};
+use crate::codec::simd::Platform;
+use crate::codec::{Codec, Difference, Encoded, EncodedChunk};
 use crate::lane::{Dtype, with_lane};
 use crate::{Result, chunk_sum};
 use proptest::prelude::*;
@@ -78,7 +78,8 @@ fn decode(
     base: &[u8],
 ) -> Result<(u64, Vec<u8>)> {
     let encoded = Encoded { uncompressed_size: base.len() as u32, num_deltas };
-    // Base lanes come no sooner than they are asked for.
+    let chunk = EncodedChunk { codec: Codec::Conditioned, dtype, tables, encoded, payload, base_sum: chunk_sum(base) };
+    // Base lanes are supplied only when they are requested.
     let (mut lanes, mut filled) = (vec![0xA5; base.len()], 0);
     let mut fill = |lanes: &mut [u8], end: usize| {
         if end > filled {
@@ -88,23 +89,23 @@ fn decode(
         Ok(())
     };
     let sum = with_lane!(dtype.lane_bytes(), L => {
-        decoder.decode::<L>(dtype, tables, payload, encoded, chunk_sum(base), &mut lanes, &mut fill)
+        decoder.decode::<L>(&chunk, &mut lanes, &mut fill)
     })?;
     fill(&mut lanes, base.len())?;
     Ok((sum, lanes))
 }
 
 fn decoders() -> Vec<Decoder> {
-    Path::available().into_iter().map(Decoder::with_path).collect()
+    Platform::available().into_iter().map(Decoder::with_platform).collect()
 }
 
 /// Decodes a payload with each decoder and asserts that it gives `target`.
 fn assert_decodes(decoders: &mut [Decoder], dtype: Dtype, tables: Option<&TableSet>, payload: &[u8], base: &[u8], target: &[u8]) {
     let changed = count_changed(dtype, base, target);
-    for (path, decoder) in Path::available().into_iter().zip(decoders) {
+    for (platform, decoder) in Platform::available().into_iter().zip(decoders) {
         let (sum, lanes) = decode(decoder, dtype, tables, changed, payload, base).unwrap();
-        assert!(lanes == target, "{dtype} on {path:?}");
-        assert_eq!(sum, chunk_sum(target), "{dtype} on {path:?}");
+        assert!(lanes == target, "{dtype} on {platform:?}");
+        assert_eq!(sum, chunk_sum(target), "{dtype} on {platform:?}");
     }
 }
 
@@ -118,15 +119,15 @@ fn assert_as_model(
     base: &[u8],
 ) -> Option<Vec<u8>> {
     let expected = model::decode(dtype, tables, num_deltas, payload, base);
-    for (path, decoder) in Path::available().into_iter().zip(decoders) {
+    for (platform, decoder) in Platform::available().into_iter().zip(decoders) {
         match (decode(decoder, dtype, tables, num_deltas, payload, base), &expected) {
             (Ok((sum, lanes)), Some(expected)) => {
-                assert!(lanes == *expected, "{dtype} on {path:?}");
-                assert_eq!(sum, chunk_sum(&lanes), "{dtype} on {path:?}");
+                assert!(lanes == *expected, "{dtype} on {platform:?}");
+                assert_eq!(sum, chunk_sum(&lanes), "{dtype} on {platform:?}");
                 assert_eq!(count_changed(dtype, base, &lanes), num_deltas);
             }
             (Err(error), None) => assert!(error.rule().is_some_and(|rule| rule.id().starts_with("payload.")), "{error}"),
-            (found, expected) => panic!("{dtype} on {path:?}: {:?}, the model {}", found.err(), expected.is_some()),
+            (found, expected) => panic!("{dtype} on {platform:?}: {:?}, the model {}", found.err(), expected.is_some()),
         }
     }
     expected

@@ -1,7 +1,7 @@
 //! Each way to break a payload, by the rule that it breaks.
 
 use super::*;
-use crate::codec::conditioned::tables::{extra_bits, least_value};
+use crate::codec::conditioned::tables::{base_value, extra_bits};
 use crate::error::Rule;
 use crate::lane::{Lane, Order, lanes_of_mut};
 
@@ -129,7 +129,7 @@ fn the_largest_values_fit() {
         let width = dtype.lane_bytes();
         for lanes in [1, 31, 32, 33, 64] {
             for token in 1..tokens {
-                let least = least_value(token as u8);
+                let least = base_value(token as u8);
                 let extra = (1 << extra_bits(token as u8)) - 1;
                 for value in [least, least + extra / 3, least + extra] {
                     let base = vec![0; lanes * width];

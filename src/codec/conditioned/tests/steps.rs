@@ -1,8 +1,8 @@
-//! Steps of a stream, on every path that has them.
+//! Steps of a stream, on every platform that has them.
 
 use super::*;
 use crate::codec::conditioned::tables::Lookup;
-use crate::codec::simd::{Broken, STEP, Words};
+use crate::codec::simd::{Broken, DecodeTable, DecodedSteps, STEP, Words};
 use crate::format::ConditionedHeader;
 use zerocopy::FromBytes;
 
@@ -69,32 +69,30 @@ proptest! {
         let expected: Result<Vec<_>, _> =
             coded.chunks(count).map(|classes| plain_step(classes, &frequencies, allowed, &mut words, &mut states)).collect();
         let expected = expected.map(|values| values.concat());
-        for path in Path::available().into_iter().filter(|path| path.has_steps()) {
+        for platform in Platform::available().into_iter().filter(|platform| platform.has_steps()) {
             let (mut found_states, mut found_words) = (initial, Words { words: &stream, read: 0 });
             let mut values = vec![0xAAAA_AAAA; coded.len()];
             let mut changed = vec![0xAAAA; coded.len() / 16];
-            let result = path.decode_steps(
+            let result = platform.decode_steps(
                 count,
-                &lookup.entries,
-                allowed,
+                DecodeTable { entries: &lookup.entries, tokens: allowed },
                 &mut found_words,
                 &mut found_states,
                 &coded,
-                &mut values,
-                &mut changed,
+                DecodedSteps { values: &mut values, changed: &mut changed },
             );
             match result {
                 Ok(()) => {
                     prop_assert!(expected.as_ref().is_ok_and(|expected| expected.iter().copied().eq(values.iter().map(|&value| u64::from(value)))));
-                    prop_assert_eq!((found_states, found_words.read), (states, words.read), "{:?}", path);
+                    prop_assert_eq!((found_states, found_words.read), (states, words.read), "{:?}", platform);
                     let not_zero = |lanes: &[u32]| lanes.iter().rev().fold(0, |mask, &value| mask << 1 | u16::from(value != 0));
                     prop_assert!(values.chunks(16).map(not_zero).eq(changed));
                 }
                 // In a step that is wrong in two ways a vector may find the other one first.
                 Err(broken) => {
-                    prop_assert!(expected.is_err(), "{:?} on {:?}", broken, path);
-                    prop_assert!(broken != Broken::Value || most > allowed, "{:?}", path);
-                    prop_assert!(broken != Broken::Short || size < 1 << 16, "{:?}", path);
+                    prop_assert!(expected.is_err(), "{:?} on {:?}", broken, platform);
+                    prop_assert!(broken != Broken::Value || most > allowed, "{:?}", platform);
+                    prop_assert!(broken != Broken::Short || size < 1 << 16, "{:?}", platform);
                 }
             }
         }

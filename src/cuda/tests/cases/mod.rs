@@ -6,7 +6,7 @@ pub mod shapes;
 pub mod writer;
 
 use crate::codec::conditioned::{Sample, Trainer};
-use crate::codec::{ChunkDecoder, ChunkEncoder, Codec, Coding, Encoded, Pace, TableSet};
+use crate::codec::{ChunkDecoder, ChunkEncoder, Codec, Coding, Encoded, EncodedChunk, Pace, TableSet};
 use crate::error::Rule;
 use crate::lane::{Dtype, Lane, lanes_of_mut, with_lane};
 use crate::sums::chunk_sum;
@@ -116,10 +116,10 @@ impl Case {
         rule(self.padding != 0 && !self.payload.len().is_multiple_of(16), Rule::PayloadPadding)?;
         let encoded = Encoded { uncompressed_size: self.uncompressed_size, num_deltas: self.num_deltas };
         let tables = self.set.as_ref();
+        let (codec, dtype, payload, base_sum) = (self.codec, self.dtype, &self.payload[..], self.base_sum);
+        let chunk = EncodedChunk { codec, dtype, tables, encoded, payload, base_sum };
         let mut decoder = ChunkDecoder::new();
-        let sum = decoder
-            .decode(self.codec, tables, self.dtype, encoded, &self.payload, self.base_sum, &mut lanes, &mut |_, _| Ok(()))
-            .map_err(|e| e.rule().expect("a rule is broken"))?;
+        let sum = decoder.decode(&chunk, &mut lanes, &mut |_, _| Ok(())).map_err(|e| e.rule().expect("a rule is broken"))?;
         assert_eq!(sum, chunk_sum(&lanes));
         rule(sum != self.target_sum, Rule::ChunkTargetSum)?;
         Ok(lanes)

@@ -1,13 +1,16 @@
-//! Paths: which instructions to use, and each inner loop on the path that was chosen.
+//! The choice of instructions, and each inner loop with the chosen ones.
 
 use super::scalar;
-use super::types::{Backwards, Broken, Coded, Divisors, Entry, GROUP, HALF, SLOTS_LOG2, STEP, TOKENS_32, Tiles, Words};
+use super::types::{
+    Broken, CompactedLanes, DecodeTable, DecodedSteps, EncodeTable, GROUP, HALF, ReverseWriter, SLOTS_LOG2, STEP, TOKENS_32, Tiles,
+    Words,
+};
 #[cfg(target_arch = "x86_64")]
 use super::{avx2, avx512};
 use crate::lane::Lane;
 
-/// A function that asks the processor for every feature that the functions of a path enable, and the list of them, with which a
-/// test compares the source.
+/// Defines a function that detects every feature that the functions of an instruction set enable, and the list of these features,
+/// which a test compares with the source.
 #[cfg(target_arch = "x86_64")]
 macro_rules! detection {
     ($has:ident, $features:ident: $($feature:tt),+) => {
@@ -27,12 +30,12 @@ detection!(
     "avx512f", "avx512bw", "avx512vl", "avx512cd", "avx512vbmi", "avx512vbmi2", "bmi2", "popcnt"
 );
 
-/// Instructions to use.
+/// The instructions to use. A value exists only if the processor supports them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Path(Kind);
+pub(crate) struct Platform(Isa);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum Isa {
     Scalar,
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -40,41 +43,42 @@ enum Kind {
     Avx512,
 }
 
-impl Path {
-    /// The portable path.
-    pub const SCALAR: Self = Self(Kind::Scalar);
+impl Platform {
+    /// Portable code.
+    pub const SCALAR: Self = Self(Isa::Scalar);
 
-    /// Every path that this processor can take, the fastest last.
+    /// All platforms that this processor supports, the fastest last.
     pub fn available() -> Vec<Self> {
-        #[cfg_attr(not(target_arch = "x86_64"), expect(unused_mut, reason = "there is one path"))]
-        let mut paths = vec![Self::SCALAR];
+        #[cfg_attr(not(target_arch = "x86_64"), expect(unused_mut, reason = "there is one platform"))]
+        let mut platforms = vec![Self::SCALAR];
         #[cfg(target_arch = "x86_64")]
         {
             if has_avx2() {
-                paths.push(Self(Kind::Avx2));
+                platforms.push(Self(Isa::Avx2));
             }
             if has_avx512() {
-                paths.push(Self(Kind::Avx512));
+                platforms.push(Self(Isa::Avx512));
             }
         }
-        paths
+        platforms
     }
 
-    /// The fastest path of this processor.
+    /// The fastest platform of this processor.
     pub fn best() -> Self {
         Self::available().pop().unwrap_or(Self::SCALAR)
     }
 
-    /// Whether [`Path::decode_steps`] exists.
+    /// Whether [`Platform::decode_steps`] is implemented.
     pub fn has_steps(self) -> bool {
         self != Self::SCALAR
     }
 
-    /// Finds the coded lanes of some tiles: those whose class, `map[index]` where the index is below 64 and 0 elsewhere, is
-    /// not 0. Each block of 128 indexes has the map of its activity. Returns how many places they take.
+    /// Finds the coded lanes of some tiles: those with a class other than 0. The class is `map[index]` if the index is below 64,
+    /// and 0 otherwise. Each block of 128 indexes uses the map of its activity. Returns the number of elements that the coded
+    /// lanes take, with each tile padded to whole steps.
     ///
     /// # Panics
-    /// If `out` has no room, or the number of activities is not that of the blocks.
+    /// If `out` is too small, or the number of activities is not that of the blocks.
     pub fn compact(
         self,
         indexes: &[[u8; HALF]],
@@ -82,135 +86,127 @@ impl Path {
         maps: &[[u8; HALF]; 4],
         tiles: Tiles,
         first: u32,
-        out: &mut Coded<'_>,
+        out: &mut CompactedLanes<'_>,
     ) -> usize {
         let lanes = indexes.len() * HALF;
         assert!(indexes.len() == 2 * activities.len() && out.masks.len() == indexes.len());
         assert!(tiles.halves.is_multiple_of(2) && tiles.step.is_power_of_two() && tiles.step <= STEP);
-        // Each half writes 64 classes and positions from where the last one ended, and the places of a tile are not more than
-        // its lanes, of which there are whole steps.
+        // Each half block writes 64 classes and positions from the current end. Padded to whole steps, a tile takes at most as
+        // many elements as it has lanes.
         assert!(out.classes.len() >= lanes + HALF && (out.positions.is_empty() || out.positions.len() >= lanes + HALF));
         match self.0 {
-            Kind::Scalar => scalar::compact(indexes, activities, maps, tiles, first, out),
+            Isa::Scalar => scalar::compact(indexes, activities, maps, tiles, first, out),
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: a path of this kind is only made in `available`, which detects all features that the function enables.
-            Kind::Avx2 => unsafe { avx2::compact(indexes, activities, maps, tiles, first, out) },
+            // SAFETY: this variant is made only in `available`, which detects all features that the function enables.
+            Isa::Avx2 => unsafe { avx2::compact(indexes, activities, maps, tiles, first, out) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
-            Kind::Avx512 => unsafe { avx512::compact(indexes, activities, maps, tiles, first, out) },
+            Isa::Avx512 => unsafe { avx512::compact(indexes, activities, maps, tiles, first, out) },
         }
     }
 
-    /// Sets `masks` to a mask for each 64 lanes, of `width` bytes, of those that differ.
+    /// Sets `masks` to the bit masks of lanes of `width` bytes that differ, one mask per 64 lanes.
     ///
     /// # Panics
     /// If the lengths do not fit.
     pub fn differ(self, width: usize, base: &[u8], target: &[u8], masks: &mut [u64]) {
         assert!(base.len() == target.len() && masks.len() == base.len().div_ceil(64 * width));
         masks.fill(0);
-        let whole = base.len() / (64 * width);
-        let (whole_masks, last) = masks.split_at_mut(whole);
-        let (base, base_rest) = base.split_at(64 * width * whole);
-        let (target, target_rest) = target.split_at(64 * width * whole);
+        let full_groups = base.len() / (64 * width);
+        let (whole_masks, last) = masks.split_at_mut(full_groups);
+        let (base, base_rest) = base.split_at(64 * width * full_groups);
+        let (target, target_rest) = target.split_at(64 * width * full_groups);
         match (self.0, width) {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Kind::Avx512, 1 | 2 | 4 | 8) => unsafe { avx512::differ(width, base, target, whole_masks) },
+            (Isa::Avx512, 1 | 2 | 4 | 8) => unsafe { avx512::differ(width, base, target, whole_masks) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Kind::Avx2, 1 | 2 | 4 | 8) => unsafe { avx2::differ(width, base, target, whole_masks) },
+            (Isa::Avx2, 1 | 2 | 4 | 8) => unsafe { avx2::differ(width, base, target, whole_masks) },
             _ => scalar::differ(width, base, target, whole_masks),
         }
         scalar::differ(width, base_rest, target_rest, last);
     }
 
-    /// Packs the lanes that `mask` selects to the beginning of `out`; what follows them there is either as it was or 0.
+    /// Packs the lanes selected by `mask` to the beginning of `out`. Lanes behind them are unchanged or 0.
     ///
     /// # Panics
-    /// If `out` has no room for 64 lanes.
+    /// If `out` has fewer than 64 lanes.
     #[inline(always)]
     pub fn pack<L: Lane>(self, lanes: &[L::Le; HALF], mask: u64, out: &mut [L::Le]) {
         let out = &mut out[..HALF];
         match self.0 {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            Kind::Avx512 => unsafe { avx512::pack::<L>(lanes, mask, out) },
+            Isa::Avx512 => unsafe { avx512::pack::<L>(lanes, mask, out) },
             _ => scalar::pack(lanes, mask, out),
         }
     }
 
-    /// Codes whole steps of `count` lanes, which fill `classes`, from the last one back; returns how many lanes are left to be
-    /// coded lane by lane: all that this path has no instructions for, or those up to and with the last step in which a class
-    /// lacks a token.
+    /// Encodes `classes`, whole steps of `count` lanes, from the last step backwards. Returns how many lanes at the beginning are
+    /// left for the scalar code: all, if this platform has no such instructions; otherwise up to and including the last step with
+    /// a token that its class lacks.
     ///
     /// # Panics
-    /// If the lengths differ or there is no room for the words.
+    /// If the lengths differ, or `words` is too small.
     #[inline(always)]
     pub fn encode_steps<L: Lane>(
         self,
         count: usize,
-        divisors: &Divisors,
+        table: &EncodeTable,
         classes: &[u8],
         values: &[L::Le],
         states: &mut [u32; STEP],
-        words: &mut Backwards<'_>,
+        words: &mut ReverseWriter<'_>,
     ) -> usize {
         assert!(classes.len() == values.len() && classes.len().is_multiple_of(count));
         match (self.0, count) {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Kind::Avx512, GROUP) if L::BYTES <= 4 => unsafe {
-                avx512::encode_steps::<L, 1>(divisors, classes, values, states, words)
-            },
+            (Isa::Avx512, GROUP) if L::BYTES <= 4 => unsafe { avx512::encode_steps::<L, 1>(table, classes, values, states, words) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Kind::Avx512, STEP) if L::BYTES <= 4 => unsafe {
-                avx512::encode_steps::<L, 2>(divisors, classes, values, states, words)
-            },
+            (Isa::Avx512, STEP) if L::BYTES <= 4 => unsafe { avx512::encode_steps::<L, 2>(table, classes, values, states, words) },
             _ => classes.len(),
         }
     }
 
-    /// Decodes steps of `count` lanes, 16 or 32, whose classes (0 to 15) fill `classes`, into as many values of at most 32
-    /// bits, and a mask for each 16 lanes of those that are not 0.
+    /// Decodes steps of `count` lanes, 16 or 32, with `classes` from 0 to 15, to values of at most 32 bits.
     ///
-    /// `entries` has all slots of the classes 0 to 15; `tokens` is the number of tokens whose values are allowed: at most those of
-    /// 32 bits.
+    /// `table` has all slots of classes 0 to 15, and allows at most the tokens of 32-bit values.
     ///
     /// # Errors
-    /// A word that is missing, or a value with too many bits; states and values are then undefined.
+    /// A missing word, or a value with too many bits. States and output are then undefined.
     ///
     /// # Panics
-    /// If the lengths do not fit, or on the scalar path, which has no such function.
-    #[expect(clippy::too_many_arguments, reason = "the state of an inner loop")]
+    /// If the lengths do not match, or on the scalar platform, which does not implement it.
     pub fn decode_steps(
         self,
         count: usize,
-        entries: &[Entry],
-        tokens: usize,
+        table: DecodeTable<'_>,
         words: &mut Words<'_>,
         states: &mut [u32; STEP],
         classes: &[u8],
-        values: &mut [u32],
-        changed: &mut [u16],
+        out: DecodedSteps<'_>,
     ) -> Result<(), Broken> {
+        let (DecodeTable { entries, tokens }, DecodedSteps { values, changed }) = (table, out);
         assert!(entries.len() == 16 << SLOTS_LOG2 && tokens <= TOKENS_32 && (count == GROUP || count == STEP));
         assert!(classes.len().is_multiple_of(count) && classes.len() == values.len() && classes.len() == GROUP * changed.len());
         let (classes, values, tokens) = (classes.as_chunks().0, values.as_chunks_mut().0, tokens as u32);
         match (self.0, count) {
-            (Kind::Scalar, _) => unreachable!("the scalar path decodes lane by lane"),
+            (Isa::Scalar, _) => unreachable!("the scalar platform decodes lane by lane"),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Kind::Avx2, GROUP) => unsafe { avx2::decode_steps::<1>(entries, tokens, words, states, classes, values, changed) },
+            (Isa::Avx2, GROUP) => unsafe { avx2::decode_steps::<1>(entries, tokens, words, states, classes, values, changed) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Kind::Avx2, _) => unsafe { avx2::decode_steps::<2>(entries, tokens, words, states, classes, values, changed) },
+            (Isa::Avx2, _) => unsafe { avx2::decode_steps::<2>(entries, tokens, words, states, classes, values, changed) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Kind::Avx512, GROUP) => unsafe { avx512::decode_steps::<1>(entries, tokens, words, states, classes, values, changed) },
+            (Isa::Avx512, GROUP) => unsafe { avx512::decode_steps::<1>(entries, tokens, words, states, classes, values, changed) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Kind::Avx512, _) => unsafe { avx512::decode_steps::<2>(entries, tokens, words, states, classes, values, changed) },
+            (Isa::Avx512, _) => unsafe { avx512::decode_steps::<2>(entries, tokens, words, states, classes, values, changed) },
         }
     }
 }
@@ -222,9 +218,9 @@ mod tests {
 
     #[cfg(target_arch = "x86_64")]
     #[test]
-    fn every_feature_that_a_path_enables_is_detected() {
-        let paths = [(include_str!("avx2.rs"), AVX2_FEATURES), (include_str!("avx512.rs"), AVX512_FEATURES)];
-        for (source, detected) in paths {
+    fn every_enabled_feature_is_detected() {
+        let platforms = [(include_str!("avx2.rs"), AVX2_FEATURES), (include_str!("avx512.rs"), AVX512_FEATURES)];
+        for (source, detected) in platforms {
             let attributes = source.lines().filter_map(|line| line.trim().strip_prefix("#[target_feature(enable = \""));
             let mut enabled: Vec<_> =
                 attributes.flat_map(|rest| rest.strip_suffix("\")]").expect("one list a line").split(',')).collect();
@@ -238,12 +234,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn packing_is_the_same_on_every_path(lanes in proptest::collection::vec(any::<u64>(), HALF), mask: u64) {
+        fn packing_is_the_same_on_every_platform(lanes in proptest::collection::vec(any::<u64>(), HALF), mask: u64) {
             fn check<L: Lane>(lanes: &[u64], mask: u64) {
                 let lanes: [L::Le; HALF] = std::array::from_fn(|i| L::from_u64(lanes[i]).store());
-                for path in Path::available() {
+                for platform in Platform::available() {
                     let mut out = [L::default().store(); HALF];
-                    path.pack::<L>(&lanes, mask, &mut out);
+                    platform.pack::<L>(&lanes, mask, &mut out);
                     let mut found = out.iter().map(|lane| L::load(*lane));
                     for i in (0..HALF).filter(|i| mask >> i & 1 == 1) {
                         assert_eq!(found.next(), Some(L::load(lanes[i])));
@@ -260,7 +256,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn differing_is_the_same_on_every_path(
+        fn differing_is_the_same_on_every_platform(
             base in proptest::collection::vec(any::<u8>(), 0..300),
             flips in proptest::collection::vec((0usize..2400, 1u8..), 0..40),
             log2 in 0u32..4,
@@ -276,15 +272,15 @@ mod tests {
             let lanes: Vec<bool> = base.chunks(width).zip(target.chunks(width)).map(|(b, t)| b != t).collect();
             let expected: Vec<u64> =
                 lanes.chunks(64).map(|lanes| lanes.iter().rev().fold(0, |mask, &bit| mask << 1 | u64::from(bit))).collect();
-            for path in Path::available() {
+            for platform in Platform::available() {
                 let mut masks = vec![7; expected.len()];
-                path.differ(width, &base, &target, &mut masks);
-                prop_assert_eq!(&masks, &expected, "{:?}", path);
+                platform.differ(width, &base, &target, &mut masks);
+                prop_assert_eq!(&masks, &expected, "{:?}", platform);
             }
         }
 
         #[test]
-        fn compacting_is_the_same_on_every_path(
+        fn compacting_is_the_same_on_every_platform(
             indexes in proptest::collection::vec(prop_oneof![0u8..70, any::<u8>()], 4 * HALF),
             map in proptest::collection::vec(prop_oneof![Just(0u8), 0u8..16], HALF),
             dense: bool,
@@ -296,10 +292,10 @@ mod tests {
             let mut maps = [[0; HALF]; 4];
             maps[0].copy_from_slice(&map);
             maps[1].fill(u8::from(dense) * 3);
-            let results = Path::available().into_iter().map(|path| {
+            let results = Platform::available().into_iter().map(|platform| {
                 let (mut masks, mut classes, mut positions) = ([0; 4], [0; 5 * HALF], [0; 5 * HALF]);
-                let mut out = Coded { masks: &mut masks, classes: &mut classes, positions: &mut positions };
-                let count = path.compact(indexes, &[0, 1], &maps, tiles, 1000, &mut out);
+                let mut out = CompactedLanes { masks: &mut masks, classes: &mut classes, positions: &mut positions };
+                let count = platform.compact(indexes, &[0, 1], &maps, tiles, 1000, &mut out);
                 let positions: Vec<u32> = classes.iter().zip(positions).map(|(&class, at)| if class == 0 { 0 } else { at }).collect();
                 (masks, classes[..count].to_vec(), positions[..count].to_vec())
             });
@@ -309,8 +305,8 @@ mod tests {
             let mut taken = 0;
             for (i, &index) in indexes.as_flattened().iter().enumerate() {
                 if i % (tiles.halves * HALF) == 0 {
-                    let filled = found.by_ref().take(tiles.places(taken) - taken);
-                    prop_assert!(filled.eq(std::iter::repeat_n((&0, &0), tiles.places(taken) - taken)));
+                    let filled = found.by_ref().take(tiles.padded_len(taken) - taken);
+                    prop_assert!(filled.eq(std::iter::repeat_n((&0, &0), tiles.padded_len(taken) - taken)));
                     taken = 0;
                 }
                 let class = maps[i / 128].get(usize::from(index)).copied().unwrap_or(0);
@@ -320,7 +316,7 @@ mod tests {
                     taken += 1;
                 }
             }
-            prop_assert!(found.eq(std::iter::repeat_n((&0, &0), tiles.places(taken) - taken)));
+            prop_assert!(found.eq(std::iter::repeat_n((&0, &0), tiles.padded_len(taken) - taken)));
             for other in &results {
                 prop_assert_eq!(other, &results[0]);
             }
