@@ -43,9 +43,11 @@ impl Decoders {
     /// Decodes a chunk on every platform. Returns the chunk sum or the error, and the lanes. See
     /// [`ChunkDecoder::decode`](super::ChunkDecoder::decode).
     pub fn decode(&mut self, chunk: &EncodedChunk<'_>, base: &[u8]) -> Vec<(Result<u64>, Vec<u8>)> {
+        let EncodedChunk { dtype, tables, encoded, payload, base_sum, .. } = *chunk;
+        let chunk = conditioned::ConditionedChunk { dtype, tables, encoded, payload, base_sum };
         let decode = |decoder: &mut conditioned::Decoder| {
             let mut lanes = base.to_vec();
-            let sum = with_lane!(chunk.dtype.lane_bytes(), L => decoder.decode::<L>(chunk, &mut lanes, &mut |_, _| Ok(())));
+            let sum = with_lane!(dtype.lane_bytes(), L => decoder.decode::<L>(chunk, &mut lanes, &mut |_, _| Ok(())));
             (sum, lanes)
         };
         self.0.iter_mut().map(decode).collect()

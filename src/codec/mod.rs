@@ -17,6 +17,7 @@ mod raw;
 mod simd;
 pub(crate) mod zstd;
 
+use self::conditioned::ConditionedChunk;
 pub use self::conditioned::{Pace, TableSet};
 pub(crate) use self::difference::{Difference, GROUP, cleared, compare, count};
 pub use self::parts::PayloadParts;
@@ -206,14 +207,17 @@ impl ChunkDecoder {
     /// [`Error::Invalid`](crate::Error::Invalid) with the violated rule, or an error of `fill`. `lanes` is then a mixture of base
     /// and target.
     pub fn decode(&mut self, chunk: &EncodedChunk<'_>, lanes: &mut [u8], fill: Fill<'_>) -> Result<u64> {
-        let EncodedChunk { codec, dtype, encoded, payload, base_sum, .. } = *chunk;
+        let EncodedChunk { codec, dtype, tables, encoded, payload, base_sum } = *chunk;
         if codec != Codec::Conditioned {
             fill(lanes, lanes.len())?;
         }
         with_lane!(dtype.lane_bytes(), L => match codec {
             Codec::Raw => raw::decode::<L>(payload, encoded.num_deltas, dtype.order(), base_sum, lanes),
             Codec::Zstd => self.zstd.decode::<L>(payload, encoded, dtype.order(), base_sum, lanes),
-            Codec::Conditioned => self.conditioned.decode::<L>(chunk, lanes, fill),
+            Codec::Conditioned => {
+                let chunk = ConditionedChunk { dtype, tables, encoded, payload, base_sum };
+                self.conditioned.decode::<L>(chunk, lanes, fill)
+            },
         })
     }
 }

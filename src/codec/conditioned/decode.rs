@@ -4,16 +4,26 @@ use super::coded::{Classifier, CodedLanes, tiles_of};
 use super::context::{BLOCK, HALF, tile_blocks};
 use super::payload::{Payload, segment};
 use super::stream::Stream;
-use super::tables::Lookup;
+use super::tables::{Lookup, TableSet};
 use crate::codec::simd::{GROUP, Platform, Tiles};
-use crate::codec::{EncodedChunk, Fill};
+use crate::codec::{Encoded, Fill};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
-use crate::lane::{Lane, Order, lanes_of, lanes_of_mut};
+use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
 use crate::sums::{chunk_sum, lane_term};
 
 /// Tiles per batch, so that a batch fits in the L2 cache. Small in tests, so that short chunks span several batches.
 const BATCH: usize = if cfg!(any(test, fuzzing)) { 1 } else { 64 };
+
+/// An [`EncodedChunk`](crate::codec::EncodedChunk) of this codec.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ConditionedChunk<'a> {
+    pub dtype: Dtype,
+    pub tables: Option<&'a TableSet>,
+    pub encoded: Encoded,
+    pub payload: &'a [u8],
+    pub base_sum: u64,
+}
 
 /// State of a thread that decodes chunks, reused for every chunk.
 pub(crate) struct Decoder {
@@ -52,8 +62,8 @@ impl Decoder {
     }
 
     /// See [`crate::codec::ChunkDecoder::decode`].
-    pub fn decode<L: Lane>(&mut self, chunk: &EncodedChunk<'_>, lanes: &mut [u8], fill: Fill<'_>) -> Result<u64> {
-        let EncodedChunk { dtype, tables, encoded, payload, base_sum, .. } = *chunk;
+    pub fn decode<L: Lane>(&mut self, chunk: ConditionedChunk<'_>, lanes: &mut [u8], fill: Fill<'_>) -> Result<u64> {
+        let ConditionedChunk { dtype, tables, encoded, payload, base_sum } = chunk;
         let count = lanes.len() / L::BYTES;
         let classes = tables.map_or(0, |tables| tables.classes().len());
         let payload = Payload::parse(payload, count, L::BYTES, encoded.num_deltas, classes)?;

@@ -21,7 +21,7 @@ mod train;
 mod values;
 
 pub(crate) use cost::BIT;
-pub(crate) use decode::Decoder;
+pub(crate) use decode::{ConditionedChunk, Decoder};
 pub(crate) use encode::Encoder;
 pub use encode::Pace;
 pub(crate) use encode::uncoded_size;

@@ -16,7 +16,7 @@ use super::model::{self, Shape};
 use super::tables::{MAX_TOKENS, SCALE};
 use super::*;
 use crate::codec::simd::Platform;
-use crate::codec::{Codec, Difference, Encoded, EncodedChunk};
+use crate::codec::{Difference, Encoded};
 use crate::lane::{Dtype, with_lane};
 use crate::{Result, chunk_sum};
 use proptest::prelude::*;
@@ -78,7 +78,7 @@ fn decode(
     base: &[u8],
 ) -> Result<(u64, Vec<u8>)> {
     let encoded = Encoded { uncompressed_size: base.len() as u32, num_deltas };
-    let chunk = EncodedChunk { codec: Codec::Conditioned, dtype, tables, encoded, payload, base_sum: chunk_sum(base) };
+    let chunk = ConditionedChunk { dtype, tables, encoded, payload, base_sum: chunk_sum(base) };
     // Base lanes are supplied only when they are requested.
     let (mut lanes, mut filled) = (vec![0xA5; base.len()], 0);
     let mut fill = |lanes: &mut [u8], end: usize| {
@@ -89,7 +89,7 @@ fn decode(
         Ok(())
     };
     let sum = with_lane!(dtype.lane_bytes(), L => {
-        decoder.decode::<L>(&chunk, &mut lanes, &mut fill)
+        decoder.decode::<L>(chunk, &mut lanes, &mut fill)
     })?;
     fill(&mut lanes, base.len())?;
     Ok((sum, lanes))
