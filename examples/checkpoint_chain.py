@@ -33,7 +33,7 @@ class Chain:
     def append(self, state: dict[str, torch.Tensor]) -> tpde.EncodeReport:
         """Adds a checkpoint. A crash in between leaves a pair that is complete or none."""
         base = None if self.count % ANCHORS == 0 else self.last
-        report = tpde.torch.save_file(base, state, self.path(self.count))
+        report = tpde.torch.save_file(state, self.path(self.count), base=base)
         self.last = {name: tensor.clone() for name, tensor in state.items()}
         self.count += 1
         return report

@@ -92,7 +92,7 @@ def main() -> None:
         folder = Path(name)
 
         # The whole model from compressed bytes.
-        report = tpde.torch.save_file(None, base, folder / "anchor", codec="conditioned")
+        report = tpde.torch.save_file(base, folder / "anchor", codec="conditioned")
         print(f"{dense:,} bytes of weights, {report.stored_bytes:,} without a base")
         wanted = generate(copy.deepcopy(base).to(how.device), prompt, how.tokens)
         model = copy.deepcopy(base)
@@ -104,7 +104,7 @@ def main() -> None:
 
         # A fine-tune: the base stays, and is not copied.
         state = tuned(base)
-        report = tpde.torch.save_file(base, state, folder / "tune")
+        report = tpde.torch.save_file(state, folder / "tune", base=base)
         print(f"the fine-tune takes {report.stored_bytes:,} bytes more")
         plain = copy.deepcopy(base)
         plain.load_state_dict(state)

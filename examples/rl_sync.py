@@ -73,7 +73,7 @@ def train(folder: Path, device: str, width: int, steps: int, inboxes: list, answ
         torch.nn.functional.cross_entropy(model(tokens), wanted).backward()
         optimizer.step()
         state = in_bf16(model)
-        report = tpde.torch.save_file(last, state, folder / f"step-{step}")
+        report = tpde.torch.save_file(state, folder / f"step-{step}", base=last)
         last = state
         for inbox in inboxes:
             inbox.put((step, time.monotonic()))

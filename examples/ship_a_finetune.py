@@ -72,7 +72,7 @@ def main(folder: Path) -> None:
     publish(model, tuned)
 
     # The publisher's side.
-    report = tpde.encode(base, tuned, pair)
+    report = tpde.encode(tuned, pair, base=base)
     files = [pair.with_suffix(".tpde-index"), pair.with_suffix(".tpde-blob")]
     print(f"the fine-tune is {size(tuned)}; as a pair {size(*files)}: {report.ratio:.1f} times smaller")
     for tensor in sorted(report.tensors, key=lambda tensor: -tensor.payload_bytes)[:3]:
@@ -80,12 +80,12 @@ def main(folder: Path) -> None:
 
     # The other side: has base.safetensors, and gets the two files of the pair.
     tpde.verify(pair, base=base)
-    tpde.apply(base, pair, folder / "rebuilt.safetensors")
+    tpde.apply(pair, folder / "rebuilt.safetensors", base=base)
     assert (folder / "rebuilt.safetensors").read_bytes() == tuned.read_bytes()
     print("rebuilt the file: equal byte for byte")
 
     wanted = load_file(tuned)
-    tensors = tpde.torch.load_file(pair, base)
+    tensors = tpde.torch.load_file(pair, base=base)
     assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
     with tpde.safe_open(pair, base=base, framework="pt") as target:
         rows = target.get_slice("embed.weight")[1000:1010]

@@ -85,13 +85,13 @@ def bench(folder: Path, pair_name: str, tiles: int, work: Path, program: Path | 
         one = safetensors.torch.load_file(folder / "base.safetensors")
     else:
         one = tpde.torch.load_file(folder / "anchor")
-    tuned = tpde.torch.load_file(folder / pair_name, one)
+    tuned = tpde.torch.load_file(folder / pair_name, base=one)
     host = {name: torch.cat([tensor] * tiles) for name, tensor in one.items()}
     host_target = {name: torch.cat([tensor] * tiles) for name, tensor in tuned.items()}
     dense_file, pair = work / "target.safetensors", work / "tiled"
     safetensors.torch.save_file(host, work / "base.safetensors")
     safetensors.torch.save_file(host_target, dense_file)
-    report = tpde.encode(work / "base.safetensors", dense_file, pair, codec="conditioned", replace=True)
+    report = tpde.encode(dense_file, pair, base=work / "base.safetensors", codec="conditioned", replace=True)
     size = report.target_bytes
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}: {size / 1e9:.2f} GB in {len(host)} tensors, ", end="")
     print(f"{report.stored_bytes:,} bytes stored, {report.ratio:.1f}:1")
@@ -154,8 +154,8 @@ def bench(folder: Path, pair_name: str, tiles: int, work: Path, program: Path | 
     best = 0.0
     for what, (payloads, given) in made.items():
         name = f"load_file from the base on the device, {what}"
-        seconds = calls(name, payloads, "out of place", lambda: tpde.torch.load_file(given, base, device="cuda"))
-        equal(tpde.torch.load_file(given, base, device="cuda"), target)
+        seconds = calls(name, payloads, "out of place", lambda: tpde.torch.load_file(given, base=base, device="cuda"))
+        equal(tpde.torch.load_file(given, base=base, device="cuda"), target)
         best = best or seconds
         calls(f"apply_(base=…), {what}", payloads, "out of place", lambda: tpde.torch.apply_(live, given, base=base))
         equal(live, target)

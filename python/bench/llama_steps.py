@@ -325,7 +325,7 @@ def anchor(m: Model) -> dict[str, Any]:
     """The layers compressed without a base."""
     layers = {name: m.weight(name, "host") for name in m.linears}
     begin = time.perf_counter()
-    report = tpde.torch.save_file(None, layers, m.folder / "anchor", codec="conditioned", chunk_lanes=LAYER_CHUNK, replace=True)
+    report = tpde.torch.save_file(layers, m.folder / "anchor", codec="conditioned", chunk_lanes=LAYER_CHUNK, replace=True)
     took = time.perf_counter() - begin
     speed = report.target_bytes / took / 1e9
     return {
@@ -447,7 +447,7 @@ def swap(m: Model, share: float) -> dict[str, Any]:
             pinned[name].copy_(tuned(name, tensor, number, share))
         path = m.folder / f"tune-{number}"
         begin = time.perf_counter()
-        report = tpde.torch.save_file(host, pinned, path, codec="conditioned", chunk_lanes=TUNE_CHUNK, replace=True)
+        report = tpde.torch.save_file(pinned, path, base=host, codec="conditioned", chunk_lanes=TUNE_CHUNK, replace=True)
         sizes.append(report.stored_bytes)
         encoded.append(time.perf_counter() - begin)
         pairs.append(tpde.torch.DevicePair(path, m.device, payloads="pinned") if m.is_gpu else path)

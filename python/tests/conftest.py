@@ -78,7 +78,7 @@ class Made:
         self.base, self.target, self.pair = folder / "base.safetensors", folder / "target.safetensors", folder / "update"
         write_safetensors(self.base, self.base_bytes, {"format": "pt"})
         write_safetensors(self.target, self.target_bytes, {"format": "pt", "step": "20"})
-        self.report = tpde.encode(self.base, self.target, self.pair, chunk_lanes=CHUNK)
+        self.report = tpde.encode(self.target, self.pair, base=self.base, chunk_lanes=CHUNK)
 
     def damaged(self, name: str) -> Path:
         """The pair with one bit of a payload of this tensor flipped."""

@@ -214,13 +214,13 @@ class TestAgain:
         reader = tpde._open.Reader(made.pair, base, "pt")
         reader.device, reader.on_device, reader.on_device_is_kept = torch.device("cpu"), pair, True
         assert raw_of(reader.read(list(reader.entries))) == made.target_bytes and pair.plans == 1
-        loaded = [tpde.torch.load_file(pair, base) for _ in range(3)]
+        loaded = [tpde.torch.load_file(pair, base=base) for _ in range(3)]
         assert (pair.plans, pair.runs) == (1, 4)
         assert all(raw_of(one) == made.target_bytes for one in loaded)
         assert len({tensor.data_ptr() for one in loaded for tensor in one.values() if tensor.numel()}) == 3 * 9
         assert tpde.torch.apply_(base, pair) == "applied"  # another application
         with pytest.raises(tpde.TpdeError):
-            tpde.torch.load_file(pair, base)
+            tpde.torch.load_file(pair, base=base)
         assert pair.runs == 5
 
     def test_what_is_kept_does_not_hold_the_pair(self, pair: FakePair, made: Made) -> None:

@@ -51,7 +51,7 @@ class Large:
         self.target = self.base.clone()
         self.target.view(torch.int16).add_((torch.rand(4096, 8192) < 0.01).to(torch.int16))
         self.pair = folder / "large"
-        self.report = tpde.torch.save_file({"w": self.base}, {"w": self.target}, self.pair, codec="conditioned")
+        self.report = tpde.torch.save_file({"w": self.target}, self.pair, base={"w": self.base}, codec="conditioned")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ class TestApply:
     def test_live_parameters(self, mode: str, tmp_path: Path) -> None:
         module = Tied()
         target = tuned(module)
-        tpde.torch.save_file(module, target, tmp_path / "p")
+        tpde.torch.save_file(target, tmp_path / "p", base=module)
         module.cuda()
         before = {name: (parameter, parameter.data_ptr(), parameter._version) for name, parameter in module.named_parameters()}
         changed = {tensor.name for tensor in tpde.inspect(tmp_path / "p").tensors if tensor.changed}
@@ -82,7 +82,7 @@ class TestApply:
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("codec", ["conditioned", "raw", "zstd"])
     def test_every_dtype_and_codec(self, codec: str, mode: str, made: Made, tmp_path: Path) -> None:
-        tpde.encode(made.base, made.target, tmp_path / "p", codec=codec, chunk_lanes=4096)
+        tpde.encode(made.target, tmp_path / "p", base=made.base, codec=codec, chunk_lanes=4096)
         tensors = moved(tensors_of(made.base_bytes))
         assert tpde.torch.apply_(tensors, tmp_path / "p", mode=mode) == "applied"
         assert back(tensors) == made.target_bytes
@@ -117,7 +117,7 @@ class TestApply:
                 with pytest.raises(tpde.Misuse, match="without memory of its own"):
                     tpde.torch.apply_(tensors, pair, mode=mode)
         with pytest.raises(tpde.Misuse, match="without memory of its own"):
-            tpde.torch.load_file(pair, tensors, device="cuda")
+            tpde.torch.load_file(pair, base=tensors, device="cuda")
 
     def test_storage_offsets(self, made: Made) -> None:
         whole, tensors = {}, {}
@@ -167,7 +167,7 @@ class TestApply:
         with pytest.raises(tpde.Misuse, match="on the CPU"):
             tpde.torch.apply_({**tensors, "frozen.weight": base["frozen.weight"]}, made.pair)
         with pytest.raises(tpde.DeviceUnavailable, match="cpu"):
-            tpde.torch.save_file(None, tensors, made.folder / "never")
+            tpde.torch.save_file(tensors, made.folder / "never")
         with pytest.raises(tpde.Misuse, match="files"):
             tpde.torch.apply_(tensors, made.pair, base=made.base)
         with pytest.raises(tpde.Misuse, match="overlaps|shares"):
@@ -179,7 +179,7 @@ class TestApply:
         target = tuned(module)
         target["head.weight"] = target["head.weight"].clone()
         target["head.weight"].view(torch.int16)[0, 0] ^= 1
-        tpde.torch.save_file(module, target, tmp_path / "p")
+        tpde.torch.save_file(target, tmp_path / "p", base=module)
         module.cuda()
         before = back(module.state_dict())
         with pytest.raises(tpde.Misuse, match="share memory"):
@@ -191,22 +191,22 @@ class TestApply:
 class TestLoad:
     def test_from_a_base_on_the_device(self, made: Made) -> None:
         base = moved(tensors_of(made.base_bytes))
-        loaded = tpde.torch.load_file(made.pair, base, device="cuda")
+        loaded = tpde.torch.load_file(made.pair, base=base, device="cuda")
         assert all(tensor.is_cuda for tensor in loaded.values()) and back(loaded) == made.target_bytes
         assert back(base) == made.base_bytes
         with pytest.raises(tpde.AlreadyApplied):
-            tpde.torch.load_file(made.pair, loaded, device="cuda")
-        assert back(dict(tpde.torch.iter_weights(made.pair, base, "cuda"))) == made.target_bytes
+            tpde.torch.load_file(made.pair, base=loaded, device="cuda")
+        assert back(dict(tpde.torch.iter_weights(made.pair, base=base, device="cuda"))) == made.target_bytes
 
     def test_from_a_base_elsewhere(self, made: Made) -> None:
         for base in (made.base, tensors_of(made.base_bytes)):
-            loaded = tpde.torch.load_file(made.pair, base, device="cuda")
+            loaded = tpde.torch.load_file(made.pair, base=base, device="cuda")
             assert all(tensor.is_cuda for tensor in loaded.values()) and back(loaded) == made.target_bytes
 
     def test_without_a_base(self, made: Made, tmp_path: Path) -> None:
         target = tensors_of(made.target_bytes)
         for codec in ("conditioned", "zstd"):
-            tpde.torch.save_file(None, target, tmp_path / codec, codec=codec)
+            tpde.torch.save_file(target, tmp_path / codec, codec=codec)
             assert back(tpde.torch.load_file(tmp_path / codec, device="cuda")) == made.target_bytes
 
     def test_safe_open(self, made: Made) -> None:
@@ -219,9 +219,9 @@ class TestLoad:
 
     def test_patches(self, made: Made) -> None:
         tensors = moved(tensors_of(made.base_bytes))
-        host = {patch.name: patch for patch in tpde.torch.iter_patches(made.pair, made.base)}
+        host = {patch.name: patch for patch in tpde.torch.iter_patches(made.pair, base=made.base)}
         for base in (tensors, made.base):
-            patches = {patch.name: patch for patch in tpde.torch.iter_patches(made.pair, base, "cuda")}
+            patches = {patch.name: patch for patch in tpde.torch.iter_patches(made.pair, base=base, device="cuda")}
             assert set(patches) == set(host)
             for name, patch in patches.items():
                 assert patch.values.is_cuda and patch.shape == host[name].shape and patch.dtype == host[name].dtype
@@ -248,7 +248,7 @@ class TestStreams:
 
     def test_the_current_device_stays(self, large: Large) -> None:
         before = torch.cuda.current_device(), torch.cuda.current_stream()
-        tpde.torch.load_file(large.pair, {"w": large.base.cuda()}, device="cuda")
+        tpde.torch.load_file(large.pair, base={"w": large.base.cuda()}, device="cuda")
         assert (torch.cuda.current_device(), torch.cuda.current_stream()) == before
 
     @two
@@ -289,7 +289,7 @@ class TestStreams:
         weight = large.base.clone()
         assert tpde.torch.apply_({"w": weight}, pair) == "applied"
         assert torch.equal(weight.view(torch.int16), large.target.view(torch.int16))
-        found = tpde.torch.load_file(pair, {"w": large.base}, device="cuda")["w"]
+        found = tpde.torch.load_file(pair, base={"w": large.base}, device="cuda")["w"]
         assert torch.equal(found.cpu().view(torch.int16), large.target.view(torch.int16))
 
     def test_threads(self, large: Large) -> None:
@@ -322,7 +322,7 @@ class TestMemory:
         target = {name: tensor.clone() for name, tensor in base.items()}
         for tensor in target.values():
             tensor.view(torch.int16).add_((torch.rand(tensor.shape) < 0.3).to(torch.int16))
-        report = tpde.torch.save_file(base, target, tmp_path / "p")
+        report = tpde.torch.save_file(target, tmp_path / "p", base=base)
         tpde.torch.apply_(moved(base), tmp_path / "p", mode=mode)  # what is there once for all: kernels, PyTorch's own
         tensors = moved(base)
         torch.cuda.synchronize()
@@ -368,7 +368,7 @@ class TestMemory:
                 with pytest.raises(tpde.WrongBase):
                     tpde.torch.apply_({"w": other}, large.pair, mode=mode)
             with pytest.raises(tpde.WrongBase):
-                tpde.torch.load_file(large.pair, {"w": other}, device="cuda")
+                tpde.torch.load_file(large.pair, base={"w": other}, device="cuda")
             with pytest.raises(KeyboardInterrupt):
                 tpde.torch.apply_({"w": weight.clone()}, large.pair, progress=interrupt)
             with pytest.raises(KeyboardInterrupt):
@@ -385,7 +385,7 @@ class TestMemory:
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + MIB) / total)
         try:
             with pytest.raises(tpde.OutOfMemory):
-                tpde.torch.load_file(large.pair, {"w": base}, device="cuda")
+                tpde.torch.load_file(large.pair, base={"w": base}, device="cuda")
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         assert tpde.torch.apply_({"w": base}, large.pair) == "applied"

@@ -22,7 +22,7 @@ def deep(tmp_path: Path) -> tuple[Deep, Deep, Path]:
     """A base on the device, the plain target model there, and the pair of them."""
     base = Deep(width=256)
     target = target_of(base)
-    tpde.torch.save_file(base, target, tmp_path / "p", codec="conditioned", chunk_lanes=4096)
+    tpde.torch.save_file(target, tmp_path / "p", base=base, codec="conditioned", chunk_lanes=4096)
     return base.cuda(), loaded(target, "cuda", width=256), tmp_path / "p"
 
 
@@ -50,7 +50,7 @@ class TestLayers:
 
     def test_a_pair_without_a_base(self, deep: tuple[Deep, Deep, Path], tmp_path: Path) -> None:
         _, target, _ = deep
-        tpde.torch.save_file(None, {name: t.cpu() for name, t in target.state_dict().items()}, tmp_path / "a", codec="conditioned")
+        tpde.torch.save_file({name: t.cpu() for name, t in target.state_dict().items()}, tmp_path / "a", codec="conditioned")
         for payloads in ("pinned", "device"):
             with torch.device("meta"):
                 model = Deep(width=256)
@@ -88,7 +88,7 @@ class TestLayers:
         torch.manual_seed(0)
         width, layers = 2048, 16
         model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
-        tpde.torch.save_file(None, model, tmp_path / "a", codec="conditioned")
+        tpde.torch.save_file(model, tmp_path / "a", codec="conditioned")
         plain, weight = model.cuda(), width * width * 2
         with torch.device("meta"):
             model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(layers)))

@@ -67,9 +67,9 @@ def test_a_module_with_rebuilt_weights_is_not_saved_without_them(deep: tuple, wr
     module = torch.nn.Sequential(base) if wrapped else base
     more = len(set(attached.layers.values())) - 1  # one module has two names
     for call in (
-        lambda: tpde.torch.save_file(None, module, tmp_path / "q"),
-        lambda: tpde.torch.save_file(module, plain, tmp_path / "q"),
-        lambda: tpde.torch.save_file(plain, module, tmp_path / "q"),
+        lambda: tpde.torch.save_file(module, tmp_path / "q"),
+        lambda: tpde.torch.save_file(plain, tmp_path / "q", base=module),
+        lambda: tpde.torch.save_file(module, tmp_path / "q", base=plain),
         lambda: tpde.torch.apply_(module, pair, strict=False),
     ):
         with pytest.raises(tpde.Misuse, match=f"'{'0.' if wrapped else ''}{name}' and {more} more .*rebuild"):
@@ -77,8 +77,8 @@ def test_a_module_with_rebuilt_weights_is_not_saved_without_them(deep: tuple, wr
     assert not list(tmp_path.glob("q*"))
     # What the message advises.
     state = {**base.state_dict(), **{f"{name}.weight": layer.weight for name, layer in attached.layers.items()}}
-    tpde.torch.save_file(plain, state, tmp_path / "q")
-    assert raw_of(tpde.torch.load_file(tmp_path / "q", plain)) == raw_of(target.state_dict())
+    tpde.torch.save_file(state, tmp_path / "q", base=plain)
+    assert raw_of(tpde.torch.load_file(tmp_path / "q", base=plain)) == raw_of(target.state_dict())
 
 
 def loaded(state: dict[str, torch.Tensor], device: str = "cpu", **how: object) -> Deep:
@@ -93,7 +93,7 @@ def deep(tmp_path: Path) -> tuple[Deep, Deep, Path]:
     """A base, the plain target model, and the pair of them."""
     base = Deep()
     target = target_of(base)
-    tpde.torch.save_file(base, target, tmp_path / "p", codec="conditioned", chunk_lanes=4096)
+    tpde.torch.save_file(target, tmp_path / "p", base=base, codec="conditioned", chunk_lanes=4096)
     return base, loaded(target), tmp_path / "p"
 
 
@@ -135,7 +135,7 @@ def test_one_base_for_several_targets(tmp_path: Path) -> None:
         state = target_of(base)
         state["blocks.0.norm.bias"] = state["blocks.0.norm.bias"] + seed
         states.append(state)
-        tpde.torch.save_file(base, state, tmp_path / str(seed))
+        tpde.torch.save_file(state, tmp_path / str(seed), base=base)
     before = raw_of(base.state_dict())
     models = []
     for seed in range(3):
@@ -156,7 +156,7 @@ def test_one_base_for_several_targets(tmp_path: Path) -> None:
 
 def test_a_pair_without_a_base_needs_no_weights(deep: tuple[Deep, Deep, Path], tmp_path: Path) -> None:
     _, target, _ = deep
-    tpde.torch.save_file(None, target, tmp_path / "anchor")
+    tpde.torch.save_file(target, tmp_path / "anchor")
     with torch.device("meta"):
         model = Deep()
     model.head.weight = model.embed.weight
@@ -178,7 +178,7 @@ def test_only_some_layers(deep: tuple[Deep, Deep, Path]) -> None:
 def test_layers_that_do_not_change_stay(tmp_path: Path) -> None:
     base = Deep()
     target = target_of(base, ["blocks.1.down.weight"])
-    tpde.torch.save_file(base, target, tmp_path / "p")
+    tpde.torch.save_file(target, tmp_path / "p", base=base)
     weight = base.blocks[0]["down"].weight
     attached = tpde.nn.attach(base, tmp_path / "p")
     assert set(attached.layers) == {"blocks.1.down"} and attached.dense == []
@@ -191,7 +191,7 @@ def test_layers_that_do_not_change_stay(tmp_path: Path) -> None:
 def test_dtypes_and_autocast(dtype: torch.dtype, tmp_path: Path) -> None:
     base = Deep(dtype=dtype)
     target = target_of(base)
-    tpde.torch.save_file(base, target, tmp_path / "p")
+    tpde.torch.save_file(target, tmp_path / "p", base=base)
     plain = loaded(target, dtype=dtype)
     tpde.nn.attach(base, tmp_path / "p")
     with torch.no_grad():
@@ -300,7 +300,7 @@ make = lambda: torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for
 model = make()
 target = {{name: tensor.clone() for name, tensor in model.state_dict().items()}}
 for tensor in target.values(): tensor.view(-1)[::1000] += 1
-tpde.torch.save_file(model, target, {str(tmp_path / "p")!r})
+tpde.torch.save_file(target, {str(tmp_path / "p")!r}, base=model)
 del target
 tpde.nn.attach(model, {str(tmp_path / "p")!r})
 open("/proc/self/clear_refs", "w").write("5")
@@ -352,6 +352,6 @@ class TestRefused:
         base = Deep()
         target = target_of(base)
         target["twin.weight"] = target["twin.weight"] + 1
-        tpde.torch.save_file(base, target, tmp_path / "p")
+        tpde.torch.save_file(target, tmp_path / "p", base=base)
         with pytest.raises(tpde.Misuse, match="one, but not in the pair"):
             tpde.nn.attach(base, tmp_path / "p")

@@ -110,7 +110,7 @@ with torch.no_grad():
         torch.save(X, tmp_path / "x")
         state = target_of(base)
         state["blocks.1.up.weight"] = state["twin.weight"] = state["blocks.1.up.weight"] + 1
-        tpde.torch.save_file(base, state, tmp_path / "other")
+        tpde.torch.save_file(state, tmp_path / "other", base=base)
         layer = tpde.nn.attach(base, pair).layers["blocks.1.up"]
         path = tmp_path / f"program.{kind}"
         if kind == "pt2":
@@ -227,7 +227,7 @@ class TestAttaching:
     def test_a_model_that_is_one_linear_layer(self, tmp_path: Path) -> None:
         model, plain = torch.nn.Linear(8, 3), torch.nn.Linear(8, 3)
         plain.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
-        tpde.torch.save_file(model, plain, tmp_path / "p")
+        tpde.torch.save_file(plain, tmp_path / "p", base=model)
         assert set(tpde.nn.attach(model, tmp_path / "p").layers) == {""}
         with torch.no_grad():
             assert torch.equal(model(torch.ones(2, 8)), plain(torch.ones(2, 8)))
@@ -236,7 +236,7 @@ class TestAttaching:
         base, target, _ = deep
         state = {**base.state_dict(), "blocks.0.up.weight": target.state_dict()["blocks.0.up.weight"]}
         state["again.weight"] = state["blocks.0.up.weight"]
-        tpde.torch.save_file(base, state, tmp_path / "q")
+        tpde.torch.save_file(state, tmp_path / "q", base=base)
         bias = base.blocks[0]["up"].bias
         tpde.nn.attach(base, tmp_path / "q")
         own = base.blocks[0]["up"].bias

@@ -173,7 +173,7 @@ def soak(folder: Path, device: str, forwards: int) -> None:
         target = target_of(base)
         target["blocks.0.norm.bias"] = target["blocks.0.norm.bias"] + number
         target["blocks.2.down.weight"] = target["blocks.2.down.weight"] + number + 1
-        tpde.torch.save_file(base, target, folder / str(number), codec="conditioned", chunk_lanes=4096)
+        tpde.torch.save_file(target, folder / str(number), base=base, codec="conditioned", chunk_lanes=4096)
         pairs.append(folder / str(number))
         targets.append(loaded(target, device))
         # PyTorch cannot export while other threads call modules.

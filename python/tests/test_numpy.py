@@ -38,7 +38,7 @@ def test_get_tensor(made: Made) -> None:
 
 def test_dtypes_are_those_of_ml_dtypes(made: Made) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    arrays = tpde.numpy.load_file(made.pair, made.base)
+    arrays = tpde.numpy.load_file(made.pair, base=made.base)
     assert arrays["embed.weight"].dtype == ml_dtypes.bfloat16
     assert arrays["layers.0.scale"].dtype == ml_dtypes.float8_e4m3fn
     assert arrays["layers.1.mask"].dtype == np.bool_
@@ -49,7 +49,7 @@ def test_without_ml_dtypes_and_torch_they_are_integers(made: Made) -> None:
 import sys
 sys.modules["ml_dtypes"] = sys.modules["torch"] = None
 import numpy as np, tpde
-arrays = tpde.numpy.load_file({str(made.pair)!r}, {str(made.base)!r})
+arrays = tpde.numpy.load_file({str(made.pair)!r}, base={str(made.base)!r})
 assert arrays["embed.weight"].dtype == np.uint16 and arrays["layers.0.scale"].dtype == np.uint8
 base = dict(arrays)
 assert tpde.numpy.apply_(base, {str(made.pair)!r}) == "already_applied"
@@ -130,14 +130,14 @@ def test_a_slice_reads_the_chunks_that_it_needs_and_no_others(made: Made) -> Non
 
 def test_save_load_apply(made: Made, tmp_path: Path) -> None:
     base, target = views(made.base_bytes), views(made.target_bytes)
-    report = tpde.numpy.save_file(base, target, tmp_path / "p", chunk_lanes=4096)
+    report = tpde.numpy.save_file(target, tmp_path / "p", base=base, chunk_lanes=4096)
     assert report.ratio > 3
-    loaded = tpde.numpy.load_file(tmp_path / "p", base)
+    loaded = tpde.numpy.load_file(tmp_path / "p", base=base)
     assert {name: raw(array) for name, array in loaded.items()} == made.target_bytes
     with tpde.safe_open(tmp_path / "p", base=base, framework="np") as opened:
         assert opened.metadata() is None
     with pytest.raises(tpde.AlreadyApplied):
-        tpde.numpy.load_file(tmp_path / "p", target)
+        tpde.numpy.load_file(tmp_path / "p", base=target)
     assert tpde.numpy.apply_(base, tmp_path / "p") == "applied"
     assert {name: raw(array) for name, array in base.items()} == made.target_bytes
     assert tpde.numpy.apply_(base, tmp_path / "p") == "already_applied"
@@ -149,16 +149,16 @@ def test_a_base_in_files_for_a_target_in_memory(made: Made, tmp_path: Path) -> N
     target["embed.weight"] = target["embed.weight"].view(ml_dtypes.bfloat16)
     target["layers.0.mlp.weight"] = target["layers.0.mlp.weight"].view(ml_dtypes.bfloat16)
     target["layers.0.scale"] = target["layers.0.scale"].view(ml_dtypes.float8_e4m3fn)
-    report = tpde.numpy.save_file(made.base, target, tmp_path / "p")
+    report = tpde.numpy.save_file(target, tmp_path / "p", base=made.base)
     assert {tensor.base_kind for tensor in report.tensors} == {"same"}
 
 
 def test_rows_that_were_added(tmp_path: Path) -> None:
     base = {"w": np.arange(10_000, dtype=np.float32).reshape(1000, 10)}
     target = {"w": np.concatenate([base["w"], np.ones((3, 10), np.float32)])}
-    report = tpde.numpy.save_file(base, target, tmp_path / "p")
+    report = tpde.numpy.save_file(target, tmp_path / "p", base=base)
     assert report.tensors[0].base_kind == "prefix"
-    assert raw(tpde.numpy.load_file(tmp_path / "p", base)["w"]) == raw(target["w"])
+    assert raw(tpde.numpy.load_file(tmp_path / "p", base=base)["w"]) == raw(target["w"])
     with pytest.raises(tpde.Misuse):
         tpde.numpy.apply_(base, tmp_path / "p")
 
@@ -185,14 +185,14 @@ def test_rows_that_were_added(tmp_path: Path) -> None:
 )
 def test_arrays_that_cannot_be_read_are_refused(array: object, tmp_path: Path) -> None:
     with pytest.raises(tpde.Misuse) as caught:
-        tpde.numpy.save_file(None, {"w": array}, tmp_path / "p")
+        tpde.numpy.save_file({"w": array}, tmp_path / "p")
     strided = isinstance(array, np.ndarray) and not array.flags.c_contiguous
     assert isinstance(caught.value, tpde.NotContiguous) == strided and "'w'" in str(caught.value)
 
 
 def test_a_tensor_that_no_file_can_hold(tmp_path: Path) -> None:
     with pytest.raises(tpde.NotWritable) as caught:
-        tpde.numpy.save_file(None, {"__metadata__": np.ones(3)}, tmp_path / "p")
+        tpde.numpy.save_file({"__metadata__": np.ones(3)}, tmp_path / "p")
     assert "__metadata__" in caught.value.reason and not list(tmp_path.iterdir())
 
 
@@ -200,9 +200,9 @@ def test_masked_arrays_are_refused(made: Made, tmp_path: Path) -> None:
     masked = np.ma.masked_array(views(made.base_bytes)["layers.0.norm.weight"], np.arange(96) % 2)
     base = {**views(made.base_bytes), "layers.0.norm.weight": masked}
     for call in (
-        lambda: tpde.numpy.save_file(None, base, tmp_path / "p"),
-        lambda: tpde.numpy.save_file(base, views(made.target_bytes), tmp_path / "p"),
-        lambda: tpde.numpy.load_file(made.pair, base),
+        lambda: tpde.numpy.save_file(base, tmp_path / "p"),
+        lambda: tpde.numpy.save_file(views(made.target_bytes), tmp_path / "p", base=base),
+        lambda: tpde.numpy.load_file(made.pair, base=base),
         lambda: tpde.numpy.apply_(base, made.pair),
     ):
         with pytest.raises(tpde.Misuse, match="'layers.0.norm.weight' is a masked array"):
@@ -218,14 +218,14 @@ def test_arrays_of_other_classes_are_their_memory(tmp_path: Path) -> None:
     mapped = np.memmap(tmp_path / "mapped", np.float32, "w+", shape=(10,))
     base = {"own": np.ones(10, np.float32).view(Own), "matrix": np.asmatrix(np.ones((2, 3))), "mapped": mapped}
     target = {name: np.asarray(array) + 1 for name, array in base.items()}
-    tpde.numpy.save_file(base, target, tmp_path / "p")
+    tpde.numpy.save_file(target, tmp_path / "p", base=base)
     assert tpde.numpy.apply_(base, tmp_path / "p") == "applied"
     assert {name: raw(array) for name, array in base.items()} == {name: raw(array) for name, array in target.items()}
 
 
 def test_read_only_arrays_are_read_and_not_written(made: Made) -> None:
     base = {name: np.frombuffer(bytes(array), array.dtype).reshape(array.shape) for name, array in views(made.base_bytes).items()}
-    assert len(tpde.numpy.load_file(made.pair, base)) == len(SHAPES)
+    assert len(tpde.numpy.load_file(made.pair, base=base)) == len(SHAPES)
     with pytest.raises(tpde.Misuse, match="read-only"):
         tpde.numpy.apply_(base, made.pair)
     assert {name: raw(array) for name, array in base.items()} == made.base_bytes
@@ -249,8 +249,8 @@ def test_buffers_are_held_while_in_use(tmp_path: Path) -> None:
     for _ in range(10):
         told.clear()
         target["w"] = wanted.copy()
-        tpde.numpy.save_file(base, target, tmp_path / "p", progress=take_away, replace=True)
-        assert not target and np.array_equal(tpde.numpy.load_file(tmp_path / "p", base)["w"], wanted)
+        tpde.numpy.save_file(target, tmp_path / "p", base=base, progress=take_away, replace=True)
+        assert not target and np.array_equal(tpde.numpy.load_file(tmp_path / "p", base=base)["w"], wanted)
         if told[0] < wanted.nbytes:  # before all was read, as it should be
             return
     pytest.fail("the work was always done first")

@@ -21,7 +21,7 @@ def test_the_version_is_the_crate_s() -> None:
 
 def test_there_and_back(made: Made, tmp_path: Path) -> None:
     out = tmp_path / "rebuilt.safetensors"
-    report = tpde.apply(made.base, made.pair, out)
+    report = tpde.apply(made.pair, out, base=made.base)
     assert out.read_bytes() == made.target.read_bytes()
     assert report.digests_checked and report.tensors == len(made.target_bytes)
     assert made.report.ratio > 3
@@ -31,8 +31,8 @@ def test_there_and_back(made: Made, tmp_path: Path) -> None:
 
 
 def test_paths_may_be_strings(made: Made, tmp_path: Path) -> None:
-    tpde.encode(str(made.base), str(made.target), str(tmp_path / "p"))
-    tpde.apply(str(made.base), str(tmp_path / "p.tpde-index"), str(tmp_path / "o"))
+    tpde.encode(str(made.target), str(tmp_path / "p"), base=str(made.base))
+    tpde.apply(str(tmp_path / "p.tpde-index"), str(tmp_path / "o"), base=str(made.base))
     assert (tmp_path / "o").read_bytes() == made.target.read_bytes()
 
 
@@ -49,36 +49,36 @@ class Named:
 @pytest.mark.parametrize("form", [str, os.fsencode, lambda path: Named(str(path)), lambda path: Named(os.fsencode(path))])
 def test_every_form_of_paths(form: object, made: Made, tmp_path: Path) -> None:
     base, target, pair, out = map(form, (made.base, made.target, tmp_path / "p", tmp_path / "o"))
-    tpde.encode(base, target, pair)
+    tpde.encode(target, pair, base=base)
     assert tpde.inspect(pair).tensors
-    assert tpde.verify(pair, base, target).target_checked
-    tpde.apply(base, pair, out)
+    assert tpde.verify(pair, base=base, target=target).target_checked
+    tpde.apply(pair, out, base=base)
     assert (tmp_path / "o").read_bytes() == made.target.read_bytes()
     with pytest.raises(tpde.Misuse, match="is the same as input"):
-        tpde.apply(base, pair, base, replace=True)
+        tpde.apply(pair, base, base=base, replace=True)
     with tpde.safe_open(pair, base=base, framework="np") as opened:
         arrays = {name: opened.get_tensor(name) for name in opened.keys()}
     assert {name: array.tobytes() for name, array in arrays.items()} == made.target_bytes
-    loaded = tpde.numpy.load_file(pair, base)
-    tpde.numpy.save_file(base, loaded, form(tmp_path / "q"))
+    loaded = tpde.numpy.load_file(pair, base=base)
+    tpde.numpy.save_file(loaded, form(tmp_path / "q"), base=base)
     assert tpde.numpy.apply_(loaded, form(tmp_path / "q"), strict=False) == "already_applied"
 
 
 def test_a_path_that_is_not_text(made: Made, tmp_path: Path) -> None:
     name = os.fsencode(tmp_path) + b"/\xff\xfe"
-    tpde.encode(made.base, made.target, name)
+    tpde.encode(made.target, name, base=made.base)
     for form in (name, os.fsdecode(name), Path(os.fsdecode(name))):
-        assert tpde.verify(form, made.base).base_checked
+        assert tpde.verify(form, base=made.base).base_checked
     for wrong in ("\ud800", "", b""):
         with pytest.raises(tpde.Misuse):
             tpde.inspect(wrong)
         with pytest.raises(tpde.Misuse):
-            tpde.encode(made.base, made.target, wrong)
+            tpde.encode(made.target, wrong, base=made.base)
 
 
 def test_without_a_base(made: Made, tmp_path: Path) -> None:
-    tpde.encode(None, made.target, tmp_path / "p")
-    tpde.apply(None, tmp_path / "p", tmp_path / "o")
+    tpde.encode(made.target, tmp_path / "p")
+    tpde.apply(tmp_path / "p", tmp_path / "o")
     assert (tmp_path / "o").read_bytes() == made.target.read_bytes()
 
 
@@ -87,14 +87,14 @@ def test_a_choice_of_tensors(made: Made, tmp_path: Path) -> None:
         content = path.read_bytes()
         return set(json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]))
 
-    tpde.apply(made.base, made.pair, tmp_path / "a", tensors="layers.0.*")
+    tpde.apply(made.pair, tmp_path / "a", base=made.base, tensors="layers.0.*")
     assert names(tmp_path / "a") == {name for name in made.target_bytes if name.startswith("layers.0.")}
-    tpde.apply(made.base, made.pair, tmp_path / "b", tensors=["scalar", "empty"])
+    tpde.apply(made.pair, tmp_path / "b", base=made.base, tensors=["scalar", "empty"])
     assert names(tmp_path / "b") == {"scalar", "empty"}
-    tpde.apply(made.base, made.pair, tmp_path / "c", tensors=lambda name: name == "scalar")
+    tpde.apply(made.pair, tmp_path / "c", base=made.base, tensors=lambda name: name == "scalar")
     assert names(tmp_path / "c") == {"scalar"}
     with pytest.raises(tpde.Misuse, match="layer.*"):
-        tpde.apply(made.base, made.pair, tmp_path / "d", tensors="layer_*")
+        tpde.apply(made.pair, tmp_path / "d", base=made.base, tensors="layer_*")
 
 
 def test_verify(made: Made) -> None:
@@ -115,7 +115,7 @@ def test_verify_says_whether_it_excludes_forgery_and_whether_files_can_be_writte
     assert found(tpde.verify(made.pair, target=made.target)) == ("not_checked", None, None)
     assert found(tpde.verify(made.pair, base=made.base)) == ("checked", True, None)
 
-    tpde.encode(None, made.target, tmp_path / "anchor")
+    tpde.encode(made.target, tmp_path / "anchor")
     assert found(tpde.verify(tmp_path / "anchor")) == ("not_checked", None, None)
     anchor = tpde.verify(tmp_path / "anchor", no_base=True)
     assert found(anchor) == ("checked", True, None) and anchor.target_checked and not anchor.base_checked
@@ -127,11 +127,11 @@ def test_verify_says_whether_it_excludes_forgery_and_whether_files_can_be_writte
     # A target with the base's header, which the pair does not store, and a base of the same tensors with another header.
     write_safetensors(tmp_path / "plain.safetensors", made.base_bytes)
     write_safetensors(tmp_path / "tuned.safetensors", made.target_bytes)
-    tpde.encode(tmp_path / "plain.safetensors", tmp_path / "tuned.safetensors", tmp_path / "same-header")
+    tpde.encode(tmp_path / "tuned.safetensors", tmp_path / "same-header", base=tmp_path / "plain.safetensors")
     authenticity, writable, reason = found(tpde.verify(tmp_path / "same-header", base=made.base))
     assert (authenticity, writable) == ("checked", False) and reason is not None and "base.file" in reason
     with pytest.raises(tpde.Invalid, match="base.file"):
-        tpde.apply(made.base, tmp_path / "same-header", tmp_path / "out.safetensors")
+        tpde.apply(tmp_path / "same-header", tmp_path / "out.safetensors", base=made.base)
 
 
 def test_inspect(made: Made) -> None:
@@ -144,23 +144,23 @@ def test_inspect(made: Made) -> None:
 
 
 def test_options(made: Made, tmp_path: Path) -> None:
-    report = tpde.encode(made.base, made.target, tmp_path / "z", layout="gaps", chunk_lanes=8192)
+    report = tpde.encode(made.target, tmp_path / "z", base=made.base, layout="gaps", chunk_lanes=8192)
     assert {tensor.codec for tensor in report.tensors} == {"zstd"}
-    tpde.encode(made.base, made.target, tmp_path / "r", renamed={"embed.weight": "layers.0.mlp.weight"})
-    tpde.encode(made.base, made.target, tmp_path / "s", favor="speed")
+    tpde.encode(made.target, tmp_path / "r", base=made.base, renamed={"embed.weight": "layers.0.mlp.weight"})
+    tpde.encode(made.target, tmp_path / "s", base=made.base, favor="speed")
     tpde.verify(tmp_path / "s", base=made.base, target=made.target)
     named = ({name: "best"} for name in ("codec", "layout", "favor"))
     odd = ({"codec": 3}, {"layout": b"gaps"}, {"favor": []}, {"renamed": [1]}, {"renamed": {1: "a"}}, {"renamed": {"a": "\udc80"}})
     sizes = ({"chunk_lanes": size} for size in (5000, -1, 1 << 70, 4096.0, "4096"))
     for wrong in (*named, *odd, *sizes, {"renamed": {"a": "b"}}, {"progress": 3}):
         with pytest.raises(tpde.Misuse):
-            tpde.encode(made.base, made.target, tmp_path / "w", **wrong)
+            tpde.encode(made.target, tmp_path / "w", base=made.base, **wrong)
     assert not list(tmp_path.glob("w*"))
 
 
 def test_progress(made: Made, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
-    tpde.encode(made.base, made.target, tmp_path / "p", progress=lambda done, total: told.append((done, total)))
+    tpde.encode(made.target, tmp_path / "p", base=made.base, progress=lambda done, total: told.append((done, total)))
     total = sum(map(len, made.target_bytes.values()))
     assert told[-1] == (total, total)
 
@@ -203,13 +203,13 @@ class TestErrors:
         wrong[-1] ^= 1
         (tmp_path / "wrong").write_bytes(wrong)
         with pytest.raises(tpde.WrongBase) as caught:
-            tpde.apply(tmp_path / "wrong", made.pair, tmp_path / "o")
+            tpde.apply(made.pair, tmp_path / "o", base=tmp_path / "wrong")
         assert caught.value.tensor == "scalar" and len(caught.value.expected) == 32
         assert not (tmp_path / "o").exists()
 
     def test_already_applied(self, made: Made, tmp_path: Path) -> None:
         with pytest.raises(tpde.AlreadyApplied):
-            tpde.apply(made.target, made.pair, tmp_path / "o", tensors="*")
+            tpde.apply(made.pair, tmp_path / "o", base=made.target, tensors="*")
 
     def test_invalid_says_where(self, made: Made) -> None:
         with pytest.raises(tpde.Invalid) as caught:
@@ -223,16 +223,16 @@ class TestErrors:
             tpde.inspect(tmp_path / "none")
         assert isinstance(caught.value, FileNotFoundError) and caught.value.errno == 2
         with pytest.raises(FileExistsError) as exists:
-            tpde.encode(made.base, made.target, made.pair)
+            tpde.encode(made.target, made.pair, base=made.base)
         assert isinstance(exists.value, tpde.AlreadyExists) and isinstance(exists.value, tpde.TpdeError)
-        tpde.encode(made.base, made.target, made.pair, replace=True, chunk_lanes=4096)
+        tpde.encode(made.target, made.pair, base=made.base, replace=True, chunk_lanes=4096)
         (tmp_path / "text").write_text("no checkpoint at all")
         with pytest.raises(tpde.BadCheckpoint):
-            tpde.encode(made.base, tmp_path / "text", tmp_path / "p")
+            tpde.encode(tmp_path / "text", tmp_path / "p", base=made.base)
 
     def test_what_is_read_is_not_written(self, made: Made) -> None:
         with pytest.raises(tpde.Misuse, match="is the same as input"):
-            tpde.apply(made.base, made.pair, made.base, replace=True)
+            tpde.apply(made.pair, made.base, base=made.base, replace=True)
 
     @pytest.mark.parametrize("base_is", ["file", "link", "hard link", "folder", "link to folder"])
     def test_no_output_is_written_over_a_base(self, base_is: str, made: Made, tmp_path: Path) -> None:
@@ -253,13 +253,13 @@ class TestErrors:
         elif "link" in base_is:
             given = tmp_path / "linked"
             given.symlink_to(base)
-        tpde.encode(given, target, tmp_path / "p")
+        tpde.encode(target, tmp_path / "p", base=given)
         before = contents(folder)
         for output in outputs:
             with pytest.raises(tpde.Misuse):
-                tpde.apply(given, tmp_path / "p", output, replace=True)
+                tpde.apply(tmp_path / "p", output, base=given, replace=True)
             assert contents(folder) == before, output
-        tpde.apply(given, tmp_path / "p", tmp_path / "out", replace=True)
+        tpde.apply(tmp_path / "p", tmp_path / "out", base=given, replace=True)
         assert contents(tmp_path / "out") == contents(target)
 
     def test_no_pair_is_written_over_a_checkpoint(self, made: Made, tmp_path: Path) -> None:
@@ -267,9 +267,9 @@ class TestErrors:
         before = contents(folder)
         for base, target in [(folder, made.target), (made.base, folder)]:
             with pytest.raises(tpde.Misuse):
-                tpde.encode(base, target, folder / "p", replace=True)
+                tpde.encode(target, folder / "p", base=base, replace=True)
         with pytest.raises(tpde.Misuse):
-            tpde.numpy.save_file(folder, tpde.numpy.load_file(made.pair, made.base), folder / "p", replace=True)
+            tpde.numpy.save_file(tpde.numpy.load_file(made.pair, base=made.base), folder / "p", base=folder, replace=True)
         assert contents(folder) == before
 
     def test_all_are_one_family_and_can_be_sent_to_another_process(self, made: Made, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ class TestErrors:
             lambda: tpde.verify(made.damaged("embed.weight")),
             lambda: tpde.inspect(tmp_path / "none"),
             lambda: tpde.verify(made.pair, base=made.target),
-            lambda: tpde.apply(made.base, made.pair, made.base),
+            lambda: tpde.apply(made.pair, made.base, base=made.base),
         ]
         for call in calls:
             with pytest.raises(tpde.TpdeError) as caught:

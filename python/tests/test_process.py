@@ -71,7 +71,7 @@ def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
     thread = threading.Thread(target=tick)
     thread.start()
     before = ticks
-    tpde.numpy.save_file(base, target, tmp_path / "p")
+    tpde.numpy.save_file(target, tmp_path / "p", base=base)
     meanwhile = ticks - before
     stop.set()
     thread.join()
@@ -115,7 +115,7 @@ def test_a_keyboard_interrupt_ends_encoding_and_leaves_no_file(tmp_path: Path) -
         thread.start()
         is_done = False
         with pytest.raises(KeyboardInterrupt):
-            tpde.numpy.save_file(base, target, folder / "p")
+            tpde.numpy.save_file(target, folder / "p", base=base)
             is_done = True  # before the other thread had its turn
             thread.join()
         thread.join()
@@ -126,7 +126,7 @@ def test_a_keyboard_interrupt_ends_encoding_and_leaves_no_file(tmp_path: Path) -
             tpde.verify(folder / "p")
             continue
         assert not left
-        tpde.numpy.save_file(base, target, folder / "p")  # and all is as before
+        tpde.numpy.save_file(target, folder / "p", base=base)  # and all is as before
         return
     pytest.fail("the work was always done first")
 
@@ -166,7 +166,7 @@ class OnWarning(logging.Handler):
 def mixed(folder: Path) -> Path:
     """The index of a pair beside the blob of another, as between the two renames of a publication."""
     for name, value in (("a", 1), ("b", 2)):
-        tpde.numpy.save_file(None, {"w": np.full(9, value, np.int32)}, folder / name)
+        tpde.numpy.save_file({"w": np.full(9, value, np.int32)}, folder / name)
     os.replace(folder / "b.tpde-blob", folder / "a.tpde-blob")
     os.remove(folder / "b.tpde-index")
     return folder / "a"
@@ -177,7 +177,7 @@ def test_waiting_for_a_lock_is_logged(tmp_path: Path) -> None:
     lock = contextlib.ExitStack()
     with lock, OnWarning(lock.close) as warned:
         lock.enter_context(locked(tmp_path))
-        tpde.numpy.save_file(None, arrays, tmp_path / "p")
+        tpde.numpy.save_file(arrays, tmp_path / "p")
     assert len(warned.messages) == 1
     assert f"{tmp_path} is locked by another process" in warned.messages[0]
     assert np.array_equal(tpde.numpy.load_file(tmp_path / "p")["w"], arrays["w"])
@@ -190,9 +190,9 @@ def test_waiting_for_a_lock_ends_on_a_keyboard_interrupt(call: str, made: Made, 
     out = tmp_path / "out"
     before = sorted(tmp_path.iterdir())
     calls: dict[str, Callable[[], object]] = {
-        "save_file": lambda: tpde.numpy.save_file(None, {"w": np.arange(9)}, out),
-        "encode": lambda: tpde.encode(made.base, made.target, out),
-        "apply": lambda: tpde.apply(made.base, made.pair, out),
+        "save_file": lambda: tpde.numpy.save_file({"w": np.arange(9)}, out),
+        "encode": lambda: tpde.encode(made.target, out, base=made.base),
+        "apply": lambda: tpde.apply(made.pair, out, base=made.base),
         "verify": lambda: tpde.verify(pair),
         "inspect": lambda: tpde.inspect(pair),
         "safe_open": lambda: tpde.safe_open(pair, framework="np"),
@@ -228,7 +228,7 @@ def end():
 
 base = np.random.default_rng(1).standard_normal(times << 20, dtype=np.float32)
 threading.Thread(target=end, daemon=True).start()
-tpde.numpy.save_file({"w": base}, {"w": base * np.float32(1.001)}, f"{folder}/p")
+tpde.numpy.save_file({"w": base * np.float32(1.001)}, f"{folder}/p", base={"w": base})
 """
 
 
@@ -300,7 +300,7 @@ def test_a_target_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None
                     file.write(b"\x55")
 
         try:
-            tpde.encode(None, target, tmp_path / "p", progress=change, replace=True)
+            tpde.encode(target, tmp_path / "p", progress=change, replace=True)
         except tpde.Changed as error:
             assert changed and "target.safetensors" in error.what
             assert not list(tmp_path.glob("p*")) and not list(tmp_path.glob(".*"))
@@ -322,7 +322,7 @@ class Interrupt:
 def test_a_keyboard_interrupt_leaves_weights_as_documented(mode: str, tmp_path: Path) -> None:
     for times in TIMES:
         base, target = large(times)
-        tpde.numpy.save_file(base, target, tmp_path / "p", codec="raw", replace=True)
+        tpde.numpy.save_file(target, tmp_path / "p", base=base, codec="raw", replace=True)
         before = base["w"].copy()
         try:
             tpde.numpy.apply_(base, tmp_path / "p", mode=mode, progress=Interrupt())
@@ -347,7 +347,7 @@ def test_a_keyboard_interrupt_leaves_weights_as_documented(mode: str, tmp_path: 
 
 def test_what_raises_frees_its_memory(tmp_path: Path, made: Made) -> None:
     base, target = large()
-    tpde.numpy.save_file(base, target, tmp_path / "p", codec="raw")
+    tpde.numpy.save_file(target, tmp_path / "p", base=base, codec="raw")
     base["w"][0] = 7
 
     def size() -> int:
@@ -355,7 +355,7 @@ def test_what_raises_frees_its_memory(tmp_path: Path, made: Made) -> None:
 
     def fail() -> None:
         with pytest.raises(tpde.WrongBase):
-            tpde.numpy.load_file(tmp_path / "p", base)
+            tpde.numpy.load_file(tmp_path / "p", base=base)
 
     fail()
     before = size()
@@ -373,7 +373,7 @@ def test_what_raises_frees_its_memory(tmp_path: Path, made: Made) -> None:
 def rebuild(pair: str, base: str) -> int:
     """Runs in another process."""
     signal.alarm(LONG)  # without threads it would wait for ever
-    return sum(len(array.tobytes()) for array in tpde.numpy.load_file(pair, base).values())
+    return sum(len(array.tobytes()) for array in tpde.numpy.load_file(pair, base=base).values())
 
 
 def fail(pair: str) -> None:
@@ -384,7 +384,7 @@ def fail(pair: str) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_processes(method: str, made: Made) -> None:
-    tpde.numpy.load_file(made.pair, made.base)  # the parent has threads by now
+    tpde.numpy.load_file(made.pair, base=made.base)  # the parent has threads by now
     context = multiprocessing.get_context(method)
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
         results = list(pool.map(rebuild, [str(made.pair)] * 4, [str(made.base)] * 4, timeout=LONG))
@@ -399,7 +399,7 @@ def test_a_fork_while_another_thread_works(made: Made, tmp_path: Path) -> None:
         f"""
 import os, signal, threading, numpy as np, tpde
 base = np.random.default_rng(1).standard_normal(8 << 20, dtype=np.float32)
-work = threading.Thread(target=tpde.numpy.save_file, args=({{"w": base}}, {{"w": base * 2}}, {str(tmp_path / "p")!r}))
+work = threading.Thread(target=tpde.numpy.save_file, args=({{"w": base * 2}}, {str(tmp_path / "p")!r}), kwargs={{"base": {{"w": base}}}})
 work.start()
 for _ in range(5):
     child = os.fork()

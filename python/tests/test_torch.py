@@ -80,19 +80,19 @@ def tuned(model: torch.nn.Module, names: list[str] | None = None) -> dict[str, t
 def model(tmp_path: Path) -> tuple[Tied, dict[str, torch.Tensor], Path]:
     made = Tied()
     target = tuned(made)
-    tpde.torch.save_file(made, target, tmp_path / "p")
+    tpde.torch.save_file(target, tmp_path / "p", base=made)
     return made, target, tmp_path / "p"
 
 
 def test_load_file(made: Made) -> None:
     for base in (made.base, tensors_of(made.base_bytes)):
-        loaded = tpde.torch.load_file(made.pair, base)
+        loaded = tpde.torch.load_file(made.pair, base=base)
         assert raw_of(loaded) == made.target_bytes
         assert {name: tensor.dtype for name, tensor in loaded.items()} == {n: DTYPES[d] for n, (d, _) in SHAPES.items()}
         assert all(tuple(loaded[name].shape) == shape for name, (_, shape) in SHAPES.items())
-    assert raw_of(tpde.torch.load_file(made.pair, made.base, digests=False)) == made.target_bytes
+    assert raw_of(tpde.torch.load_file(made.pair, base=made.base, digests=False)) == made.target_bytes
     with pytest.raises(tpde.AlreadyApplied):
-        tpde.torch.load_file(made.pair, made.target)
+        tpde.torch.load_file(made.pair, base=made.target)
 
 
 def test_safe_open(made: Made) -> None:
@@ -110,20 +110,20 @@ def test_safe_open(made: Made) -> None:
 
 def test_save_file_of_state_dicts_and_modules(made: Made, tmp_path: Path) -> None:
     base, target = tensors_of(made.base_bytes), tensors_of(made.target_bytes)
-    tpde.torch.save_file(base, target, tmp_path / "a")
-    assert raw_of(tpde.torch.load_file(tmp_path / "a", base)) == made.target_bytes
-    tpde.torch.save_file(made.base, target, tmp_path / "b")
-    assert raw_of(tpde.torch.load_file(tmp_path / "b", made.base)) == made.target_bytes
-    tpde.torch.save_file(None, Tied(), tmp_path / "c")
+    tpde.torch.save_file(target, tmp_path / "a", base=base)
+    assert raw_of(tpde.torch.load_file(tmp_path / "a", base=base)) == made.target_bytes
+    tpde.torch.save_file(target, tmp_path / "b", base=made.base)
+    assert raw_of(tpde.torch.load_file(tmp_path / "b", base=made.base)) == made.target_bytes
+    tpde.torch.save_file(Tied(), tmp_path / "c")
     assert raw_of(tpde.torch.load_file(tmp_path / "c")) == raw_of(Tied().state_dict())
 
 
 def test_buffers_that_a_module_does_not_save(tmp_path: Path) -> None:
     module = Tied()
     module.register_buffer("cache", torch.ones(4), persistent=False)
-    tpde.torch.save_file(module, tuned(module), tmp_path / "p")
+    tpde.torch.save_file(tuned(module), tmp_path / "p", base=module)
     assert tpde.torch.apply_(module, tmp_path / "p") == "applied"
-    tpde.torch.save_file(None, module, tmp_path / "q")
+    tpde.torch.save_file(module, tmp_path / "q")
     assert set(tpde.torch.load_file(tmp_path / "q")) == set(module.state_dict())
 
 
@@ -140,8 +140,8 @@ def test_memory_is_held_while_in_use(tmp_path: Path) -> None:
     for _ in range(10):
         told.clear()
         target.data = wanted.clone()
-        tpde.torch.save_file({"w": base}, {"w": target}, tmp_path / "p", progress=take_away, replace=True)
-        assert not target.numel() and torch.equal(tpde.torch.load_file(tmp_path / "p", {"w": base})["w"], wanted)
+        tpde.torch.save_file({"w": target}, tmp_path / "p", base={"w": base}, progress=take_away, replace=True)
+        assert not target.numel() and torch.equal(tpde.torch.load_file(tmp_path / "p", base={"w": base})["w"], wanted)
         if len(told) > 1:  # before all was read, as it should be
             return
     pytest.fail("the work was always done first")
@@ -152,8 +152,8 @@ def test_what_safetensors_writes(made: Made, tmp_path: Path) -> None:
     base, target = tensors_of(made.base_bytes), tensors_of(made.target_bytes)
     safetensors.save_file(base, tmp_path / "base.safetensors")
     safetensors.save_file(target, tmp_path / "target.safetensors")
-    tpde.encode(tmp_path / "base.safetensors", tmp_path / "target.safetensors", tmp_path / "p")
-    tpde.apply(tmp_path / "base.safetensors", tmp_path / "p", tmp_path / "out.safetensors")
+    tpde.encode(tmp_path / "target.safetensors", tmp_path / "p", base=tmp_path / "base.safetensors")
+    tpde.apply(tmp_path / "p", tmp_path / "out.safetensors", base=tmp_path / "base.safetensors")
     assert raw_of(safetensors.load_file(tmp_path / "out.safetensors")) == made.target_bytes
 
 
@@ -219,7 +219,7 @@ class TestApply:
         module, target, _ = model
         target["head.weight"] = target["head.weight"].clone()
         target["head.weight"].view(torch.int16)[0, 0] ^= 1
-        tpde.torch.save_file(module, target, tmp_path / "q")
+        tpde.torch.save_file(target, tmp_path / "q", base=module)
         before = raw_of(module.state_dict())
         with pytest.raises(tpde.Misuse, match="share memory"):
             tpde.torch.apply_(module, tmp_path / "q")
@@ -229,7 +229,7 @@ class TestApply:
         storage = torch.zeros(100)
         base = {"a": storage[:60], "b": storage[40:]}
         target = {name: tensor + 1 for name, tensor in base.items()}
-        tpde.torch.save_file(base, target, tmp_path / "p")
+        tpde.torch.save_file(target, tmp_path / "p", base=base)
         with pytest.raises(tpde.Misuse, match="share a part"):
             tpde.torch.apply_(base, tmp_path / "p")
         assert not storage.any()
@@ -334,7 +334,7 @@ class TestApply:
 
     def test_versions_of_what_does_not_change_stay(self, tmp_path: Path) -> None:
         module = Tied()
-        tpde.torch.save_file(module, tuned(module, ["layers.0.weight"]), tmp_path / "p")
+        tpde.torch.save_file(tuned(module, ["layers.0.weight"]), tmp_path / "p", base=module)
         versions = {name: parameter._version for name, parameter in module.named_parameters()}
         assert tpde.torch.apply_(module, tmp_path / "p") == "applied"
         moved = [name for name, parameter in module.named_parameters() if parameter._version > versions[name]]
@@ -343,7 +343,7 @@ class TestApply:
     def test_names_that_share_memory_with_a_changed_one_have_their_versions_raised(self, tmp_path: Path) -> None:
         weight = torch.randn(64, 64)
         other = weight.data  # the same memory, a version of its own
-        tpde.torch.save_file({"w": weight}, {"w": weight + 1}, tmp_path / "p")
+        tpde.torch.save_file({"w": weight + 1}, tmp_path / "p", base={"w": weight})
         version = other._version
         assert tpde.torch.apply_({"w": weight, "another name": other}, tmp_path / "p") == "applied"
         assert other._version > version
@@ -356,7 +356,7 @@ class TestApply:
         with torch.inference_mode():
             weight = torch.randn(64, 64)
         target = weight + 1
-        tpde.torch.save_file({"w": weight}, {"w": target}, tmp_path / "p")
+        tpde.torch.save_file({"w": target}, tmp_path / "p", base={"w": weight})
         with torch.inference_mode():
             assert tpde.torch.apply_({"w": weight}, tmp_path / "p") == "applied"
         assert raw(weight) == raw(target)
@@ -409,7 +409,7 @@ torch.manual_seed(0)
 base = {{"w": torch.randn(48 << 20)}}                   # 192 MiB
 target = {{"w": base["w"].clone()}}
 target["w"][::1000] += 1
-tpde.torch.save_file(base, target, {str(tmp_path / "p")!r})
+tpde.torch.save_file(target, {str(tmp_path / "p")!r}, base=base)
 del target
 # The peak before is above what two such tensors need: read the size of today, not the peak.
 for mode in ("all_checked", "chunk_by_chunk"):
@@ -429,13 +429,13 @@ for mode in ("all_checked", "chunk_by_chunk"):
 
 class TestStreams:
     def test_weights(self, made: Made) -> None:
-        assert raw_of(dict(tpde.torch.iter_weights(made.pair, made.base))) == made.target_bytes
-        changed = dict(tpde.torch.iter_weights(made.pair, made.base, changed_only=True))
+        assert raw_of(dict(tpde.torch.iter_weights(made.pair, base=made.base))) == made.target_bytes
+        changed = dict(tpde.torch.iter_weights(made.pair, base=made.base, changed_only=True))
         assert set(made.target_bytes) - set(changed) == {"frozen.weight", "empty"}
 
     def test_patches_turn_base_into_target(self, made: Made) -> None:
         tensors = tensors_of(made.base_bytes)
-        patches = list(tpde.torch.iter_patches(made.pair, tensors))
+        patches = list(tpde.torch.iter_patches(made.pair, base=tensors))
         kinds = {}
         for name, shape, dtype, values, indices in patches:
             flat = tensors[name].view(-1)
@@ -452,7 +452,7 @@ class TestStreams:
         assert kinds["layers.1.steps"] == "dense"
 
         def names(kind: str) -> list[str]:
-            return [patch.name for patch in tpde.torch.iter_patches(made.pair, made.base, kind=kind)]
+            return [patch.name for patch in tpde.torch.iter_patches(made.pair, base=made.base, kind=kind)]
 
         assert names("sparse") == [name for name, kind in kinds.items() if kind == "sparse"]
         assert names("dense") == [name for name, kind in kinds.items() if kind == "dense"]
@@ -461,21 +461,21 @@ class TestStreams:
 
     def test_patches_with_nan_are_dense(self, tmp_path: Path) -> None:
         base = {"w": torch.zeros(10)}
-        tpde.torch.save_file(base, {"w": torch.tensor([0.0] * 9 + [float("nan")])}, tmp_path / "p")
-        (patch,) = tpde.torch.iter_patches(tmp_path / "p", base)
+        tpde.torch.save_file({"w": torch.tensor([0.0] * 9 + [float("nan")])}, tmp_path / "p", base=base)
+        (patch,) = tpde.torch.iter_patches(tmp_path / "p", base=base)
         assert patch.indices is None and patch.values.isnan().sum() == 1
 
     def test_negative_zeros_and_nan_payloads_come_back(self, tmp_path: Path) -> None:
         base = torch.zeros(6, dtype=torch.int32)
         target = torch.tensor([-(1 << 31), 0x7FC00001, 0x7F800001, -1, 1, 0], dtype=torch.int32)
         state = {"w": base.view(torch.float32)}
-        tpde.torch.save_file(state, {"w": target.view(torch.float32)}, tmp_path / "p")
+        tpde.torch.save_file({"w": target.view(torch.float32)}, tmp_path / "p", base=state)
         assert tpde.torch.apply_(state, tmp_path / "p") == "applied"
         assert torch.equal(base, target)
 
     def test_new_tensors_are_dense(self, tmp_path: Path) -> None:
-        tpde.torch.save_file({"a": torch.ones(3)}, {"a": torch.ones(3), "b": torch.zeros(3)}, tmp_path / "p")
-        (patch,) = tpde.torch.iter_patches(tmp_path / "p", {"a": torch.ones(3)})
+        tpde.torch.save_file({"a": torch.ones(3), "b": torch.zeros(3)}, tmp_path / "p", base={"a": torch.ones(3)})
+        (patch,) = tpde.torch.iter_patches(tmp_path / "p", base={"a": torch.ones(3)})
         assert patch.name == "b" and patch.indices is None
 
 
@@ -485,9 +485,9 @@ def test_packed_dtypes(tmp_path: Path) -> None:
     base = torch.randint(0, 256, (5, 16), dtype=torch.uint8)
     target = base ^ (torch.rand(5, 16) < 0.2).to(torch.uint8)
     state = {"w": base.view(torch.float4_e2m1fn_x2)}
-    report = tpde.torch.save_file(state, {"w": target.view(torch.float4_e2m1fn_x2)}, tmp_path / "p")
+    report = tpde.torch.save_file({"w": target.view(torch.float4_e2m1fn_x2)}, tmp_path / "p", base=state)
     assert report.tensors[0].dtype == "F4" and report.tensors[0].shape == (5, 32)
-    loaded = tpde.torch.load_file(tmp_path / "p", state)["w"]
+    loaded = tpde.torch.load_file(tmp_path / "p", base=state)["w"]
     assert loaded.dtype == torch.float4_e2m1fn_x2 and torch.equal(loaded.view(torch.uint8), target)
     with tpde.safe_open(tmp_path / "p", base={"w": base.numpy()}, framework="np") as opened:
         assert opened.get_tensor("w").tobytes() == raw(target)

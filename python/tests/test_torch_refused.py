@@ -40,14 +40,14 @@ class TestRefused:
     def test_non_contiguous(self, tensor: torch.Tensor, tmp_path: Path) -> None:
         contiguous = tensor.clone(memory_format=torch.contiguous_format)
         with pytest.raises(tpde.NotContiguous) as caught:
-            tpde.torch.save_file(None, {"w": tensor}, tmp_path / "p")
+            tpde.torch.save_file({"w": tensor}, tmp_path / "p")
         assert caught.value.tensor == "w"
         assert not list(tmp_path.iterdir())
-        tpde.torch.save_file({"w": contiguous}, {"w": contiguous + 1}, tmp_path / "p")
+        tpde.torch.save_file({"w": contiguous + 1}, tmp_path / "p", base={"w": contiguous})
         with pytest.raises(tpde.NotContiguous):
             tpde.torch.apply_({"w": tensor}, tmp_path / "p")
         with pytest.raises(tpde.NotContiguous):
-            tpde.torch.load_file(tmp_path / "p", {"w": tensor})
+            tpde.torch.load_file(tmp_path / "p", base={"w": tensor})
 
     @pytest.mark.parametrize(
         "make",
@@ -68,21 +68,21 @@ class TestRefused:
     )
     def test_tensors_without_plain_memory(self, make: object, tmp_path: Path) -> None:
         with pytest.raises(tpde.Misuse, match="'w'"):
-            tpde.torch.save_file(None, {"w": make()}, tmp_path / "p")
-        tpde.torch.save_file({"w": torch.zeros(4)}, {"w": torch.ones(4)}, tmp_path / "p")
+            tpde.torch.save_file({"w": make()}, tmp_path / "p")
+        tpde.torch.save_file({"w": torch.ones(4)}, tmp_path / "p", base={"w": torch.zeros(4)})
         with pytest.raises(tpde.Misuse, match="'w'"):
             tpde.torch.apply_({"w": make()}, tmp_path / "p")
         with pytest.raises(tpde.Misuse, match="'w'"):
-            tpde.torch.load_file(tmp_path / "p", {"w": make()})
+            tpde.torch.load_file(tmp_path / "p", base={"w": make()})
 
     @pytest.mark.parametrize("name", [1, None, b"w", ("w",), 1.5])
     def test_names_that_are_no_strings(self, name: object, made: Made, tmp_path: Path) -> None:
         wrong, right = {name: torch.ones(3)}, {"w": torch.ones(3)}
         for call in (
-            lambda: tpde.torch.save_file(None, wrong, tmp_path / "p"),
-            lambda: tpde.torch.save_file(wrong, right, tmp_path / "p"),
-            lambda: tpde.torch.save_file(right, right, tmp_path / "p", renamed={"w": name}),
-            lambda: tpde.torch.load_file(made.pair, wrong),
+            lambda: tpde.torch.save_file(wrong, tmp_path / "p"),
+            lambda: tpde.torch.save_file(right, tmp_path / "p", base=wrong),
+            lambda: tpde.torch.save_file(right, tmp_path / "p", base=right, renamed={"w": name}),
+            lambda: tpde.torch.load_file(made.pair, base=wrong),
             lambda: tpde.torch.apply_({**tensors_of(made.base_bytes), **wrong}, made.pair),
             lambda: tpde.torch.apply_(tensors_of(made.base_bytes), made.pair, base=wrong),
         ):
@@ -92,7 +92,7 @@ class TestRefused:
 
     def test_names_that_are_no_text(self, tmp_path: Path) -> None:
         with pytest.raises(tpde.Misuse, match="not Unicode text"):
-            tpde.torch.save_file(None, {"a\udc80": torch.ones(3)}, tmp_path / "p")
+            tpde.torch.save_file({"a\udc80": torch.ones(3)}, tmp_path / "p")
 
     def test_devices(self, made: Made) -> None:
         absent = ["meta", "xpu", "no device", "cuda:99"] + (
@@ -100,14 +100,14 @@ class TestRefused:
         )
         for device in absent:
             with pytest.raises(tpde.DeviceUnavailable) as caught:
-                tpde.torch.load_file(made.pair, made.base, device=device)
+                tpde.torch.load_file(made.pair, base=made.base, device=device)
             assert caught.value.device == str(device)
             with pytest.raises(tpde.DeviceUnavailable):
                 tpde.torch.DevicePair(made.pair, device)
             with pytest.raises(tpde.DeviceUnavailable):
                 tpde.safe_open(made.pair, base=made.base, framework="pt", device=device)
             with pytest.raises(tpde.DeviceUnavailable):
-                next(tpde.torch.iter_weights(made.pair, made.base, device))
+                next(tpde.torch.iter_weights(made.pair, base=made.base, device=device))
 
     def test_frameworks(self, made: Made) -> None:
         with pytest.raises(tpde.Misuse):

@@ -4,8 +4,8 @@ A *base* checkpoint and a *pair* of files, ``NAME.tpde-index`` and ``NAME.tpde-b
 
     import tpde
 
-    tpde.encode("base.safetensors", "tuned.safetensors", "update")
-    tpde.apply("base.safetensors", "update", "rebuilt.safetensors")
+    tpde.encode("tuned.safetensors", "update", base="base.safetensors")
+    tpde.apply("update", "rebuilt.safetensors", base="base.safetensors")
 
     with tpde.safe_open("update", base="base.safetensors", framework="np") as target:
         weight = target.get_tensor("layer.weight")

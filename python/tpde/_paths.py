@@ -160,7 +160,7 @@ def report(kind: type[T], text: str) -> T:
 
 
 def options(
-    codec: str | None, layout: str | None, chunk_lanes: int | None, favor: str | None, renamed: Mapping[str, str] | None
+    *, codec: str | None, favor: str | None, chunk_lanes: int | None, layout: str | None, renamed: Mapping[str, str] | None
 ) -> dict[str, Any]:
     """How to encode, for the compiled half."""
     for what, name in {"codec": codec, "layout": layout, "favor": favor}.items():
@@ -186,71 +186,72 @@ def check_name(name: Any) -> str:
 
 
 def encode(
-    base: StrPath | None,
     target: StrPath,
-    output: StrPath,
+    path: StrPath,
     *,
+    base: StrPath | None = None,
     codec: str | None = None,
-    layout: str | None = None,
-    chunk_lanes: int | None = None,
     favor: str | None = None,
+    chunk_lanes: int | None = None,
+    layout: str | None = None,
     renamed: Mapping[str, str] | None = None,
     replace: bool = False,
     progress: Progress = None,
 ) -> EncodeReport:
-    """Write the difference of the checkpoint ``target`` from ``base`` as the pair ``output``.
+    """Write the difference of the checkpoint ``target`` from ``base`` as the pair ``path``.
 
     Args:
-        base: A ``.safetensors`` file or a folder of shards; ``None`` for a pair that needs no base.
-        target: The checkpoint to arrive at.
-        output: Name of the pair: ``output.tpde-index`` and ``output.tpde-blob`` are written.
-        codec: Which job each is for; ``None`` is ``"auto"``:
+        target: The checkpoint that the pair rebuilds: a ``.safetensors`` file or a folder of shards.
+        path: Name of the pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
+        base: The checkpoint that ``target`` is compared with; ``None`` for a pair that needs no base.
+        codec: How payloads are coded. ``None`` means ``"auto"``:
 
             - ``"auto"``: Store or send. Each tensor takes its smallest codec.
             - ``"device"``: Rebuild on a GPU. Each tensor takes conditioned or raw.
             - ``"conditioned"``: Training steps and fine-tunes. One codec throughout.
             - ``"zstd"``: Readers with zstd and no other entropy decoder.
             - ``"raw"``: Debugging, and the simplest readers. Large.
-        layout: Layout of codec zstd; ``None`` for what suits each chunk.
-        chunk_lanes: Most lanes of a chunk, a power of two of at least 4096.
-        favor: What codec conditioned favors, by job; ``None`` is ``"ratio"``:
+        favor: What codec conditioned is tuned for. ``None`` means ``"ratio"``:
 
             - ``"ratio"``: Most jobs. Small, and fast to decode.
             - ``"speed"``: Rebuilt often on a GPU. Faster, and larger.
             - ``"size"``: Archives and slow links. Smallest, and slower.
-        renamed: Base tensors of targets that were renamed: target name to base name.
+        chunk_lanes: Maximum lanes per chunk, a power of two of at least 4096.
+        layout: Layout of codec zstd. ``None`` chooses one per chunk.
+        renamed: Tensors that have another name in the base: target name to base name.
         replace: Whether an existing pair is replaced.
-        progress: ``True`` for a tqdm bar, such a bar, or a callable that gets bytes done and bytes in all.
+        progress: ``True`` shows a tqdm bar. A tqdm bar is updated. A callable is called with bytes done and bytes in total.
 
     Raises:
         AlreadyExists: The pair exists and ``replace`` is false.
-        Misuse: The output is, contains, or is inside an input, whatever names and links lead there, or an option makes no sense.
+        Misuse: The output is, contains, or is inside an input, under whatever names or links; or an option has no such value.
         BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
-    base, target, output = _path_or_none(base), path_of(target), path_of(output)
+    target, path, base = path_of(target), path_of(path), _path_or_none(base)
+    how = options(codec=codec, favor=favor, chunk_lanes=chunk_lanes, layout=layout, renamed=renamed)
     with told(progress, "encode") as tell:
-        text = _tpde.encode(base, target, output, options(codec, layout, chunk_lanes, favor, renamed), replace, tell)
-    return report(EncodeReport, text)
+        return report(EncodeReport, _tpde.encode(base, target, path, how, replace, tell))
 
 
 def apply(
-    base: StrPath | None,
     pair: StrPath,
-    output: StrPath,
+    path: StrPath,
     *,
+    base: StrPath | None = None,
     tensors: str | Iterable[str] | Callable[[str], bool] | None = None,
     replace: bool = False,
     progress: Progress = None,
 ) -> ApplyReport:
-    """Rebuild the target's files from ``base`` and ``pair`` at ``output``, byte for byte.
+    """Rebuild the target's files from ``base`` and ``pair`` at ``path``, byte for byte.
 
-    Nothing appears at ``output`` before all of it is written and compared with the digests of the pair.
+    Nothing appears at ``path`` before all of it is written and compared with the digests of the pair.
 
     Args:
-        base: The checkpoint that the pair was made from; ``None`` if the pair needs none.
         pair: Name of the pair, or either file.
-        output: The file, or for a sharded target the folder, to write.
-        tensors: Only these, into one file with a header of its own: a pattern with ``*``, several, or a function of the name.
+        path: The file to write, or the folder if the target is sharded.
+        base: The checkpoint that the pair was made from; ``None`` if the pair needs none.
+        tensors: Writes only these tensors, to one file with a header of its own: a pattern with ``*``, several patterns, or a
+            function of the name.
         replace: Whether existing files are replaced.
         progress: As for :func:`encode`.
 
@@ -258,20 +259,20 @@ def apply(
         WrongBase: ``base`` is not what the pair was made from.
         AlreadyApplied: ``base`` is the target already.
         Invalid: The pair is damaged.
-        Misuse: A file of the output is, contains, or is inside an input, whatever names and links lead there.
+        Misuse: A file of the output is, contains, or is inside an input, under whatever names or links.
         AlreadyExists, BadCheckpoint, Limit, SystemRefused: As their names say. Nothing is written then.
     """
-    base, pair, output = _path_or_none(base), path_of(pair), path_of(output)
+    pair, path, base = path_of(pair), path_of(path), _path_or_none(base)
     wanted = None if tensors is None else _matching(pair, tensors)
     with told(progress, "apply") as tell:
-        return report(ApplyReport, _tpde.apply(base, pair, output, wanted, replace, tell))
+        return report(ApplyReport, _tpde.apply(base, pair, path, wanted, replace, tell))
 
 
 def verify(
     pair: StrPath,
+    *,
     base: StrPath | None = None,
     target: StrPath | None = None,
-    *,
     no_base: bool = False,
     progress: Progress = None,
 ) -> VerifyReport:

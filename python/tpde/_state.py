@@ -11,7 +11,7 @@ from ._entry import Entry
 from ._errors import AlreadyApplied, Misuse, Poisoned, TpdeError
 from ._memory import describe_all, describe_each, device_of
 from ._open import Reader, bases, state_of
-from ._paths import EncodeReport, StrPath, is_path, options, path_of, report
+from ._paths import EncodeReport, StrPath, is_path, path_of, report
 from ._progress import Progress, told
 from ._tensor import Memory
 
@@ -19,22 +19,24 @@ Outcome = Literal["applied", "already_applied", "nothing"]
 Mode = Literal["all_checked", "chunk_by_chunk"]
 
 
-def load(pair: Any, base: Any, framework: str, device: Any, digests: bool, progress: Progress) -> dict[str, Any]:
+def load(pair: Any, *, base: Any, framework: str, device: Any, digests: bool, progress: Progress) -> dict[str, Any]:
     """All tensors of the target."""
     if hasattr(pair, "_load_again") and framework == "pt" and not is_path(base):
         loaded: dict[str, Any] | None = pair._load_again(None if base is None else state_of(base), device, progress)
         if loaded is not None:
             return loaded
     reader = Reader(pair, base, framework, device)
-    return reader.read(list(reader.entries), digests, progress)
+    return reader.read(list(reader.entries), digests=digests, progress=progress)
 
 
-def save(base: Any, target: Any, path: StrPath, replace: bool, progress: Progress, **how: Any) -> EncodeReport:
-    """The difference of two state dicts as a pair."""
+def save(
+    tensors: Any, path: StrPath, *, base: Any, options: dict[str, Any], replace: bool, progress: Progress
+) -> EncodeReport:
+    """Writes the difference of two state dicts as a pair."""
     if base is not None:
         base = path_of(base) if is_path(base) else describe_all(saved_of(base))
     with told(progress, "encode") as tell:
-        text = _tpde.encode_memory(base, describe_all(saved_of(target)), path_of(path), options(**how), replace, tell)
+        text = _tpde.encode_memory(base, describe_all(saved_of(tensors)), path_of(path), options, replace, tell)
     return report(EncodeReport, text)
 
 
@@ -63,12 +65,13 @@ def refuse_rebuilt(module: Any) -> None:
 def apply_(
     target: Any,
     pair: Any,
+    *,
+    base: Any = None,
     mode: Mode,
     strict: bool,
     progress: Progress,
     written: Callable[[Mapping[str, Any], list[Entry]], list[str]],
     again: Callable[[list[Any]], None],
-    base: Any = None,
 ) -> Outcome:
     """Change tensors where they lie, or overwrite them from ``base``, and tell ``written`` whenever some may have been, which says
     whom it has told, or ``again`` those when they are written once more."""

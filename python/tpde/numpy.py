@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import _state
-from ._paths import EncodeReport, StrPath
+from ._paths import EncodeReport, StrPath, options
 from ._progress import Progress
 from ._state import Mode, Outcome
 
@@ -22,38 +22,38 @@ __all__ = ["apply_", "load_file", "save_file"]
 
 def load_file(
     pair: StrPath,
-    base: StrPath | Mapping[str, numpy.ndarray[Any, Any]] | None = None,
     *,
+    base: StrPath | Mapping[str, numpy.ndarray[Any, Any]] | None = None,
     digests: bool = True,
     progress: Progress = None,
 ) -> dict[str, numpy.ndarray[Any, Any]]:
     """All tensors of the target of ``pair``, rebuilt from ``base``: name to array. As :func:`tpde.torch.load_file`."""
-    return _state.load(pair, base, "np", "cpu", digests, progress)
+    return _state.load(pair, base=base, framework="np", device="cpu", digests=digests, progress=progress)
 
 
 def save_file(
-    base: StrPath | Mapping[str, numpy.ndarray[Any, Any]] | None,
-    target: Mapping[str, numpy.ndarray[Any, Any]],
+    tensors: Mapping[str, numpy.ndarray[Any, Any]],
     path: StrPath,
     *,
+    base: StrPath | Mapping[str, numpy.ndarray[Any, Any]] | None = None,
     codec: str | None = None,
-    layout: str | None = None,
-    chunk_lanes: int | None = None,
     favor: str | None = None,
+    chunk_lanes: int | None = None,
+    layout: str | None = None,
     renamed: Mapping[str, str] | None = None,
     replace: bool = False,
     progress: Progress = None,
 ) -> EncodeReport:
-    """Write the difference of the arrays ``target`` from ``base`` as the pair ``path``. As :func:`tpde.torch.save_file`.
+    """Write the difference of the arrays ``tensors`` from ``base`` as the pair ``path``. As :func:`tpde.torch.save_file`.
 
     A BF16 tensor must be an array of ml_dtypes: one of ``uint16`` is U16, which encodes well but is another dtype.
     """
-    how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "favor": favor, "renamed": renamed}
-    return _state.save(base, target, path, replace, progress, **how)
+    how = options(codec=codec, favor=favor, chunk_lanes=chunk_lanes, layout=layout, renamed=renamed)
+    return _state.save(tensors, path, base=base, options=how, replace=replace, progress=progress)
 
 
 def apply_(
-    arrays: Mapping[str, numpy.ndarray[Any, Any]],
+    tensors: Mapping[str, numpy.ndarray[Any, Any]],
     pair: StrPath,
     *,
     mode: Mode = "all_checked",
@@ -61,4 +61,6 @@ def apply_(
     progress: Progress = None,
 ) -> Outcome:
     """Turn base arrays into target arrays where they lie. As :func:`tpde.torch.apply_`; read-only arrays are refused."""
-    return _state.apply_(arrays, pair, mode, strict, progress, lambda *_: [], lambda _: None)
+    return _state.apply_(
+        tensors, pair, mode=mode, strict=strict, progress=progress, written=lambda *_: [], again=lambda _: None
+    )

@@ -23,7 +23,7 @@ from ._device import DevicePair
 from ._entry import Entry
 from ._errors import Misuse
 from ._open import Reader
-from ._paths import EncodeReport, StrPath
+from ._paths import EncodeReport, StrPath, options
 from ._progress import Progress
 from ._state import Mode, Outcome
 from ._torch_memory import dtype_of, storages_of, values_of
@@ -40,22 +40,24 @@ Pair = Union[StrPath, DevicePair]
 
 def load_file(
     pair: Pair,
-    base: Base = None,
     device: str | torch.device = "cpu",
     *,
+    base: Base = None,
     digests: bool = True,
     progress: Progress = None,
 ) -> dict[str, torch.Tensor]:
     """All tensors of the target of ``pair``, rebuilt from ``base``: name to tensor, each of its own memory.
 
     Args:
-        pair: Name of the pair, or either file.
-        base: Path of the checkpoint that the pair was made from, or its tensors (a state dict or a module: contiguous, on the
-            CPU or all on ``device``, not written meanwhile), which are read and left; ``None`` if the pair needs none.
-        device: Where the tensors are wanted: the CPU or a CUDA device. They are decoded there if the base is there, or none is
-            needed; else on the CPU, and copied.
-        digests: Whether base and target are compared with the digests of the pair, on the CPU. Without, and on a CUDA device,
-            CRC and sums still find damage, on the CPU at some three times the speed; a forged blob is not detected.
+        pair: Name of the pair, or either file; or a :class:`DevicePair`.
+        device: Where the tensors go: the CPU or a CUDA device. They are decoded on that device if the base is there or none is
+            needed, otherwise on the CPU and copied.
+        base: The checkpoint that the pair was made from: a path, a state dict or a module. ``None`` if the pair needs none.
+            Tensors must be contiguous, on the CPU or all on ``device``. They are not changed, and must not be written during
+            the call.
+        digests: Whether base and target are compared with the digests of the pair, on the CPU. Without digests, and on a CUDA
+            device, CRC and sums still find damage, but a forged blob is not detected. On the CPU that is about three times as
+            fast.
         progress: As for :func:`tpde.encode`.
 
     Raises:
@@ -63,74 +65,74 @@ def load_file(
         NotContiguous, Misuse: A base tensor that cannot be read.
         DeviceUnavailable, DeviceFailed: There is no such device, or it fails.
     """
-    return _state.load(pair, base, "pt", device, digests, progress)
+    return _state.load(pair, base=base, framework="pt", device=device, digests=digests, progress=progress)
 
 
 def save_file(
-    base: Base,
-    target: State | nn.Module,
+    tensors: State | nn.Module,
     path: StrPath,
     *,
+    base: Base = None,
     codec: str | None = None,
-    layout: str | None = None,
-    chunk_lanes: int | None = None,
     favor: str | None = None,
+    chunk_lanes: int | None = None,
+    layout: str | None = None,
     renamed: Mapping[str, str] | None = None,
     replace: bool = False,
     progress: Progress = None,
 ) -> EncodeReport:
-    """Write the difference of the tensors ``target`` from ``base`` as the pair ``path``.
+    """Write the difference of ``tensors`` from ``base`` as the pair ``path``.
 
-    Tensors are read where they lie: contiguous, on the CPU (``tensor.cpu()`` copies others there), of a dtype that safetensors knows, and not written meanwhile.
-    Tied weights are stored under each of their names. The pair holds tensors, no files: :func:`tpde.apply` rebuilds one file
-    with a header of its own.
+    Tensors are read without a copy. They must be contiguous, on the CPU (``tensor.cpu()`` copies others there) and of a dtype
+    that safetensors knows, and must not be written during the call. Tied weights are stored under each of their names. The pair
+    holds tensors, not files: :func:`tpde.apply` rebuilds one file with a header of its own.
 
     Args:
+        tensors: The target: a state dict or a module. A module with layers of :mod:`tpde.nn` is refused, also as a base, because
+            its state dict lacks their weights. Pass a dict with ``layer.weight`` of each such layer, which rebuilds it.
+        path: Name of the pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
         base: Path of a checkpoint, a state dict or a module; ``None`` for a pair that needs no base.
-        target: A state dict or a module. A module with layers of :mod:`tpde.nn` is refused, as a base too: their weights are
-            not in its state dict. Give a dict with ``layer.weight`` of each, which rebuilds it.
-        path: Name of the pair.
-        codec, layout, chunk_lanes, favor, renamed, replace, progress: As for :func:`tpde.encode`.
+        codec, favor, chunk_lanes, layout, renamed, replace, progress: As for :func:`tpde.encode`.
 
     Raises:
         NotContiguous, Misuse: A tensor that cannot be read, or a name that is not a string.
         DeviceUnavailable: A tensor on another device than the CPU.
         AlreadyExists, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
-    how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "favor": favor, "renamed": renamed}
-    return _state.save(base, target, path, replace, progress, **how)
+    how = options(codec=codec, favor=favor, chunk_lanes=chunk_lanes, layout=layout, renamed=renamed)
+    return _state.save(tensors, path, base=base, options=how, replace=replace, progress=progress)
 
 
 def apply_(
-    module_or_state_dict: nn.Module | State,
+    tensors: State | nn.Module,
     pair: Pair,
     *,
+    base: Base = None,
     mode: Mode = "all_checked",
     strict: bool = True,
-    base: Base = None,
     progress: Progress = None,
 ) -> Outcome:
-    """Turn live base weights into target weights where they lie: parameters stay the same objects at the same addresses.
+    """Turn live base weights into target weights in place: parameters stay the same objects at the same addresses.
 
-    Memory beyond the weights: some buffers of a chunk a thread; on a CUDA device the compressed bytes and at most 64 MiB. Tied
-    weights are changed once; autograd is told (the versions of the tensors that change go up, leaves that require gradients
-    too). Tensors that the pair does not name are left.
+    Memory beyond the weights: a few buffers of one chunk per thread; on a CUDA device the compressed bytes and at most 64 MiB.
+    Tied weights are changed once. Autograd is informed: the versions of all tensors that change go up, also those of leaves that
+    require gradients. Tensors that the pair does not name are not changed.
 
     Args:
-        module_or_state_dict: The base: a module, of which parameters and buffers are taken, or a dict of tensors. Contiguous
-            (any storage offset; on the CPU any alignment), all on the CPU or all on one CUDA device, where the work follows
-            what is queued on the current stream. Nobody else may read or write them meanwhile.
+        tensors: The base: a dict of tensors, or a module, whose parameters and buffers are used. Contiguous (any storage offset;
+            on the CPU any alignment), all on the CPU or all on one CUDA device. There the work follows what is queued on the
+            current stream. Nothing else may read or write the tensors during the call.
         pair: Name of the pair, or either file; or a :class:`DevicePair`.
-        mode: ``"all_checked"``: everything is decoded and checked first, and only then written, which nothing interrupts: the
-            weights are the base or the target, whatever is raised. On the CPU CRC, sums and all digests are compared, on a CUDA
-            device CRC and sums and no digests. ``"chunk_by_chunk"``: each chunk is checked by CRC and sums and written, in one
-            pass: a failure in the middle raises :class:`Poisoned`, an interruption has that as its ``__cause__``, and the
-            weights are a mixture. Without digests a forged blob is not detected: see :mod:`tpde.torch`.
-        strict: Whether every tensor of the pair must be there. A module with layers of :mod:`tpde.nn` lacks their weights, and
-            is refused in either case.
-        base: Where the base is, if the weights are something else, another fine-tune of it say: they are overwritten then, in
-            one pass, and the base is left. On a CUDA device it lies there too. If that fails, the weights are of no use:
-            :class:`Poisoned` has the reason as its ``__cause__``.
+        base: Where the base is, if ``tensors`` hold something else, such as another fine-tune of it. They are then overwritten
+            in one pass, and the base is not changed. For weights on a CUDA device it must be tensors on that
+            device. If the call fails midway, the weights are unusable: :class:`Poisoned` has the reason as its ``__cause__``.
+        mode: ``"all_checked"`` decodes and checks everything before it writes, and the writing is not interrupted: whatever is
+            raised, the weights are the base or the target. On the CPU this compares CRC, sums and all digests, on a CUDA device
+            CRC and sums but no digests. ``"chunk_by_chunk"`` checks CRC and sums of each chunk and writes it, in one pass. A
+            failure midway raises :class:`Poisoned`, an interruption has that as its ``__cause__``, and the weights are a
+            mixture. Without digests a forged blob is not detected: see :mod:`tpde.torch`.
+        strict: Whether every tensor of the pair must be among ``tensors``. A module with layers of :mod:`tpde.nn` is refused in
+            either case, because it lacks their weights.
         progress: As for :func:`tpde.encode`.
 
     Returns:
@@ -140,12 +142,14 @@ def apply_(
     Raises:
         WrongBase, Invalid, Limit, SystemRefused: What is wrong; nothing was written.
         Poisoned: See ``mode``.
-        NotContiguous, Misuse: A tensor that cannot be changed in place, is missing, has another dtype or shape than in the
-            pair, or shares memory with one that the pair gives other values. Nothing was written.
-            Or a CUDA graph is being captured, which cannot wait for the outcome.
+        NotContiguous, Misuse: A tensor cannot be changed in place, is missing, has another dtype or shape than in the pair, or
+            shares memory with one that the pair gives other values; or a CUDA graph is being captured, which cannot wait for
+            the outcome. Nothing was written.
         DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with a device.
     """
-    return _state.apply_(module_or_state_dict, pair, mode, strict, progress, _tell_autograd, _tell_again, base)
+    return _state.apply_(
+        tensors, pair, base=base, mode=mode, strict=strict, progress=progress, written=_tell_autograd, again=_tell_again
+    )
 
 
 def _tell_autograd(tensors: Mapping[str, Any], entries: list[Entry]) -> list[str]:
@@ -170,9 +174,9 @@ def _tell_again(tensors: list[Any]) -> None:
 
 def iter_weights(
     pair: Pair,
+    *,
     base: Base = None,
     device: str | torch.device = "cpu",
-    *,
     changed_only: bool = False,
     digests: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -190,7 +194,7 @@ def iter_weights(
     reader = Reader(pair, base, "pt", device)
     for entry in reader.entries.values():
         if entry.changes or not entry.is_same or not changed_only:
-            yield entry.name, reader.read([entry.name], digests)[entry.name]
+            yield entry.name, reader.read([entry.name], digests=digests)[entry.name]
 
 
 class CheckpointWeightPatch(NamedTuple):
@@ -210,9 +214,9 @@ class CheckpointWeightPatch(NamedTuple):
 
 def iter_patches(
     pair: Pair,
+    *,
     base: Base = None,
     device: str | torch.device = "cpu",
-    *,
     kind: Literal["all", "sparse", "dense"] = "all",
 ) -> Iterator[CheckpointWeightPatch]:
     """What the pair changes, tensor by tensor, as patches of new values at flat indices.

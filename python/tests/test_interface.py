@@ -1,0 +1,88 @@
+"""The order of arguments: data, then path, then options by keyword, as in the functions of safetensors that have the same names."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Made
+
+import tpde
+
+torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
+
+import safetensors.numpy  # noqa: E402
+import safetensors.torch  # noqa: E402
+
+import tpde.nn  # noqa: E402 (needs torch)
+import tpde.numpy  # noqa: E402
+import tpde.torch  # noqa: E402
+
+#: All arguments that may be given by position.
+POSITIONAL = {
+    tpde.encode: ["target", "path"],
+    tpde.apply: ["pair", "path"],
+    tpde.verify: ["pair"],
+    tpde.inspect: ["pair"],
+    tpde.safe_open: ["pair", "framework", "device"],
+    tpde.torch.load_file: ["pair", "device"],
+    tpde.torch.save_file: ["tensors", "path"],
+    tpde.torch.apply_: ["tensors", "pair"],
+    tpde.torch.iter_weights: ["pair"],
+    tpde.torch.iter_patches: ["pair"],
+    tpde.torch.DevicePair: ["pair", "device"],
+    tpde.numpy.load_file: ["pair"],
+    tpde.numpy.save_file: ["tensors", "path"],
+    tpde.numpy.apply_: ["tensors", "pair"],
+    tpde.nn.attach: ["model", "pair"],
+}
+#: Options that several functions have, in the order in which each lists those that it has.
+OPTIONS = ["base", "codec", "favor", "chunk_lanes", "layout", "renamed", "mode", "strict", "digests", "replace", "progress"]
+
+
+def public() -> dict[str, Any]:
+    """What the package exports and can be called, but for exceptions, reports and what functions return."""
+    returned = (tpde.Slice, tpde.torch.CheckpointWeightPatch, tpde.nn.Attached, tpde.nn.JITCompressedLinear)
+    found = {}
+    for module in (tpde, tpde.torch, tpde.numpy, tpde.nn):
+        for name in module.__all__:
+            value = getattr(module, name)
+            is_result = inspect.isclass(value) and (issubclass(value, Exception) or hasattr(value, "__dataclass_fields__"))
+            if callable(value) and not is_result and value not in returned:
+                found[f"{module.__name__}.{name}"] = value
+    return found
+
+
+def parameters(function: Any, kind: Any) -> list[str]:
+    return [name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind is kind]
+
+
+def test_data_comes_first_then_the_path_and_options_are_keywords() -> None:
+    assert set(public().values()) == set(POSITIONAL)
+    for name, function in public().items():
+        assert parameters(function, inspect.Parameter.POSITIONAL_OR_KEYWORD) == POSITIONAL[function], name
+        options = [option for option in parameters(function, inspect.Parameter.KEYWORD_ONLY) if option in OPTIONS]
+        assert options == sorted(options, key=OPTIONS.index), name
+        signature = inspect.signature(function).parameters
+        assert not any(isinstance(signature[one].default, bool) for one in POSITIONAL[function]), name
+
+
+def test_save_file_and_load_file_are_called_as_those_of_safetensors(tmp_path: Path) -> None:
+    arrays = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.ones(3, np.int64)}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    for library in (safetensors, tpde):
+        library.numpy.save_file(arrays, tmp_path / f"{library.__name__}-np")
+        library.torch.save_file(tensors, tmp_path / f"{library.__name__}-pt")
+        read = library.numpy.load_file(tmp_path / f"{library.__name__}-np")
+        assert {name: array.tolist() for name, array in read.items()} == {name: array.tolist() for name, array in arrays.items()}
+        read = library.torch.load_file(tmp_path / f"{library.__name__}-pt", "cpu")
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+def test_safe_open_is_called_as_that_of_safetensors(made: Made) -> None:
+    with safetensors.safe_open(made.target, "pt", "cpu") as file, tpde.safe_open(made.pair, "pt", "cpu", base=made.base) as target:
+        assert sorted(file.keys()) == target.keys()
+        assert all(torch.equal(file.get_tensor(name), target.get_tensor(name)) for name in target.keys())
