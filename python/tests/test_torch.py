@@ -196,7 +196,7 @@ class TestApply:
         assert tpde.torch.apply_(given, pair, strict=False, base=base) == "nothing"
         assert tpde.numpy.apply_({}, pair, strict=False) == "nothing"
         assert raw_of(given) == before
-        with pytest.raises(tpde.Misuse, match="which is not there"):
+        with pytest.raises(tpde.Misuse, match="which is missing"):
             tpde.torch.apply_(given, pair)
 
     def test_state_dicts(self, model: tuple) -> None:

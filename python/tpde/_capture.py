@@ -1,4 +1,4 @@
-"""Layers within CUDA graphs: decoded in memory of the graph's, by every replay."""
+"""Layers within CUDA graphs. Every replay decodes them, in memory of the graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._rebuilt import ALIGN, compute
 
 
 class GraphWeight(Protocol):
-    """What a graph needs of a weight on a device."""
+    """The interface of a weight on a device that a graph needs."""
 
     torch_device: torch.device
     bytes: int
@@ -30,7 +30,7 @@ class GraphWeight(Protocol):
 
 
 class Streams(Protocol):
-    """A stream and those beside it, with the capture that it is in."""
+    """A stream, its side streams, and the capture that it is in."""
 
     device: Device
     stream: torch.cuda.Stream
@@ -40,7 +40,7 @@ class Streams(Protocol):
 
 
 class Graph:
-    """What a graph refers to: kept until the graph is destroyed, also if the model is gone before."""
+    """Objects that a graph refers to. Kept until the graph is destroyed, even if the model is deleted before."""
 
     _kept: dict[int, Graph] = {}
 
@@ -51,14 +51,14 @@ class Graph:
 
     @classmethod
     def prune(cls) -> None:
-        """Lets go of graphs that are destroyed."""
+        """Drops the objects of destroyed graphs."""
         for number, graph in list(cls._kept.items()):
             if graph.raw.is_destroyed():
                 cls._kept.pop(number, None)
 
     @classmethod
     def check(cls, weights: Iterable[GraphWeight]) -> None:
-        """Raises what was wrong with these weights in the last replay of any graph, which must have passed."""
+        """Raises an error of these weights in the last replay of any graph. The replay must have completed."""
         cls.prune()
         handles = {weight.handle for weight in weights}
         for graph in list(cls._kept.values()):
@@ -68,15 +68,15 @@ class Graph:
 
 
 class Capture:
-    """What a graph that is being captured has of its own: memory of its pool, and where in the graph it is free again."""
+    """State of a graph that is being captured: memory from its pool, and the points in the graph where it is free again."""
 
-    #: A third one makes a graph 2.5 % faster, and takes the place of weights that could be dense.
+    #: A third slot makes a graph 2.5 % faster, but takes memory that could hold dense weights.
     SLOTS = 2
 
     def __init__(self, streams: Streams, weight: GraphWeight, number: int) -> None:
         dense, payload = weight.largest()
         device = weight.torch_device
-        #: The driver's number of the capture: streams are used again, captures are not.
+        #: The driver's id of the capture. Unlike streams, ids are never reused.
         self.number = number
         self.graph = Graph(streams.device.raw.captured_graph(streams.stream.cuda_stream))
         self.slots = [torch.empty(dense, dtype=torch.uint8, device=device) for _ in range(self.SLOTS)]
@@ -87,27 +87,27 @@ class Capture:
         self.is_interrupted = False
 
     def begin(self, streams: Streams) -> None:
-        """Has streams beside the captured one begin behind what that has so far."""
+        """Makes the side streams wait for the current end of the captured stream."""
         begin = _event_on(streams.stream)
         for beside in (streams.copying, *streams.decoding):
             beside.wait_event(begin)
-        #: Of each slot, behind the last use of what was there before, and of what is there; of each buffer, behind the decoding.
+        #: Events: per slot, behind the last use of the previous content and of the current one; per buffer, behind its decoding.
         self.free, self.used, self.decoded = [begin] * self.SLOTS, [begin] * self.SLOTS, [begin] * 2
 
-    def has_room(self, weight: GraphWeight) -> bool:
-        """Whether the memory is large enough: other weights may have been made since."""
+    def fits(self, weight: GraphWeight) -> bool:
+        """Whether the memory is large enough. Larger weights may have been attached since."""
         payload = weight.payload.numel() if weight.is_copied else 0
         return weight.bytes <= self.slots[0].numel() and (payload == 0 or any(payload <= one.numel() for one in self.buffers))
 
     def recover(self, streams: Streams) -> None:
-        """After an interrupted call: what it has captured comes before what follows, so it cannot overwrite that."""
+        """Call after an interrupted call: orders its captured work before later work, which it could overwrite otherwise."""
         for beside in (streams.copying, *streams.decoding):
             streams.stream.wait_event(_event_on(beside))
         self.begin(streams)
 
     def lay(self, bytes: int) -> torch.Tensor:
-        """Memory for the next weight, free behind ``free[slot]``. Weights that are used one after the other share a slot, as many
-        as fit: small ones alone would not fill the device. Then it is the next slot's turn."""
+        """Memory for the next weight, free behind ``free[slot]``. Consecutive weights share a slot while they fit, because a single
+        small one would not fill the device. Then the next slot is used."""
         if self.filled + bytes > self.slots[self.slot].numel():
             self.slot, self.filled = (self.slot + 1) % self.SLOTS, 0
             self.free[self.slot] = self.used[self.slot]
@@ -119,8 +119,8 @@ class Capture:
 def captured_linear(
     streams: Streams, weight: GraphWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool
 ) -> torch.Tensor:
-    """A layer's output within a graph. What is decoded and copied waits for nothing but its memory, so that replays do it as far
-    ahead as that is free; and all of it is waited for here, wherever the graph ends."""
+    """A layer's output within a graph. Copying and decoding wait only for free memory, so replays run them as early as possible. The
+    captured stream waits for all of it here, wherever the graph ends."""
     own = _capture(streams, weight)
     own.is_interrupted = True
     dense, slot = own.lay(weight.bytes), own.slot
@@ -146,24 +146,24 @@ def captured_linear(
 
 
 def _capture(streams: Streams, weight: GraphWeight) -> Capture:
-    """What the graph has that is being captured; made for its first layer, and again for one that it has no room for."""
+    """The state of the current capture. Made for its first layer, and again for a weight that does not fit."""
     number = streams.device.raw.capture_id(streams.stream.cuda_stream)
     assert number is not None
     own = streams.capture
     if own is not None and own.number == number:
         if own.is_interrupted:
             own.recover(streams)
-        if own.has_room(weight):
+        if own.fits(weight):
             return own
     Graph.prune()
-    # What was there before goes first: graphs may share a pool.
+    # Free the previous state first: graphs may share a pool.
     own = streams.capture = None
     own = streams.capture = Capture(streams, weight, number)
     return own
 
 
 def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event behind what the stream has so far."""
+    """An event at the current end of the stream."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(stream)
     return event

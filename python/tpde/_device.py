@@ -1,8 +1,8 @@
-"""CUDA devices: pairs on them, in memory of PyTorch's and on its streams.
+"""Pairs on CUDA devices, in PyTorch's memory and on its streams.
 
-The compiled half allocates nothing on a device. What it works in are tensors that are made here: in the order of the stream
-that it copies on, and told of the stream that works with them, so that PyTorch gives their memory to others when both have
-passed. It leaves PyTorch's current device and stream as they are.
+The Rust half allocates no device memory. This module allocates tensors for it, in the order of the copy stream, and records the
+streams that use them, so that PyTorch reuses their memory only after both streams have passed. PyTorch's current device and stream
+stay unchanged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ._progress import Progress, told
 from ._tensor import Memory
 from ._torch_memory import Seen, check_device
 
-#: Bytes for the changes of chunks that are decoded chunk by chunk, so that all that a call takes beside payloads is within
-#: 64 MiB as PyTorch rounds it: an index of more than 1 MiB lies in a block of 20 MiB.
+#: Bytes for lists of changes. They keep a call, without payloads, within 64 MiB as PyTorch rounds allocations: an index of more
+#: than 1 MiB takes a block of 20 MiB.
 _SCRATCH, _SCRATCH_BESIDE_LARGE = 58 << 20, 40 << 20
 
 Payloads = Literal["file", "pinned", "device"]
@@ -31,13 +31,13 @@ _Result = TypeVar("_Result")
 
 
 class Device:
-    """A CUDA device as both PyTorch and the compiled half have it."""
+    """A CUDA device, opened both by PyTorch and by the Rust half."""
 
     _opened: dict[tuple[int, int], Device] = {}
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
-        #: When the last application was queued, as :func:`time.perf_counter` has it: what follows is waiting.
+        #: When the last application was completely queued, by :func:`time.perf_counter`; the rest is waiting.
         self.queued = 0.0
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ class Device:
         """The device, opened once in a process."""
         checked = check_device(device)
         if checked.type != "cuda":
-            raise DeviceUnavailable(f"a CUDA device is wanted, not {checked}", device=str(checked))
+            raise DeviceUnavailable(f"expected a CUDA device, found {checked}", device=str(checked))
         key = (os.getpid(), checked.index)
         if key not in cls._opened:
             cls._opened[key] = cls(checked)
@@ -64,7 +64,7 @@ class Device:
         return torch.cuda.current_stream(self.torch)
 
     def memory(self, bytes: int, what: str) -> torch.Tensor:
-        """Bytes for the compiled half: at a multiple of 256 at least, as PyTorch's allocator has it. Never a graph's."""
+        """Memory for the Rust half, aligned to 256 by PyTorch's allocator. Never from the pool of a graph."""
         try:
             with torch.inference_mode(False):
                 return on_stream(self.copies, lambda: self.raw.beside_captures(lambda: self._empty(bytes)))
@@ -92,15 +92,15 @@ class Device:
 
 
 def on_stream(stream: torch.cuda.Stream, work: Callable[[], _Result]) -> _Result:
-    """What ``work`` gives with this stream current. An exception at any bytecode, a signal's too, leaves the thread's current
-    stream and device as they were, which the context manager ``torch.cuda.stream`` does not."""
+    """Calls ``work`` with this stream as the current one. Restores the current stream and device even if a signal handler raises at any
+    bytecode, which the context manager ``torch.cuda.stream`` does not."""
     device, before = torch._C._cuda_getDevice(), torch.cuda.current_stream(stream.device)
     switch = torch._C._cuda_setStream
     try:
         switch(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
         return work()
     finally:
-        # Calls of C alone: what a signal raises comes behind them.
+        # Only C calls: signal handlers run after them.
         try:
             switch(stream_id=before.stream_id, device_index=before.device_index, device_type=before.device_type)
         finally:
@@ -108,7 +108,7 @@ def on_stream(stream: torch.cuda.Stream, work: Callable[[], _Result]) -> _Result
 
 
 def copy_on(stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor) -> None:
-    """Queues a copy, from pinned memory say."""
+    """Queues a copy, for example from pinned memory."""
     on_stream(stream, lambda: to.copy_(source, non_blocking=True))
 
 
@@ -125,7 +125,7 @@ def _same(seen: Seen | None, tensors: Mapping[str, Any] | None) -> bool:
 
 
 class _Ready:
-    """An application that has been run and can be again."""
+    """An application that can be run again."""
 
     def __init__(self, pair: DevicePair, tensors: list[Memory], base: list[Memory], mode: str) -> None:
         self.mode = mode
@@ -135,19 +135,19 @@ class _Ready:
         plan = pair._raw.plan_all(tensors, base, mode, scratch)
         self.memory = device.memory(plan.bytes(), "applying a pair")
         self.raw = plan.prepare(_given(self.memory))
-        #: Streams that its memory was told of.
+        #: Streams recorded with its memory.
         self.streams: set[int] = set()
-        #: What it was run with, for a call with the same: the state dicts of the target and of the base, ...
+        #: The state dicts of target and base of the last call, to recognise a call with the same tensors.
         self.seen: Seen | None = None
         self.base: Seen | None = None
-        #: ... the names of tensors that autograd is told of, whether all of the pair were there, ...
+        #: Names of tensors that autograd is notified about, and whether all tensors of the pair were present.
         self.told: list[str] = []
         self.is_complete = True
-        #: ... and what is made for the results: name, dims and dtype.
+        #: Name, dims and dtype of the tensors to allocate for results.
         self.made: list[tuple[str, list[int], torch.dtype]] | None = None
 
     def run(self, pair: DevicePair, progress: Progress) -> bool:
-        """Runs it on the current stream and waits: whether tensors were changed. ``pair``: its own, which holds it."""
+        """Runs it on the current stream and waits. Returns whether tensors were changed. ``pair`` is the owner of this application."""
         device = pair._device
         stream = device.stream()
         handle = stream.cuda_stream
@@ -166,16 +166,15 @@ class _Ready:
 class DevicePair:
     """A pair made ready on a CUDA device, for one that is used there more than once.
 
-    :func:`tpde.torch.apply_`, :func:`tpde.torch.load_file` and :func:`tpde.nn.attach` take it in the place of a path. Its index
-    is uploaded, 52 bytes a chunk. Work with it compares CRC and sums and no digests: what that means for a forged blob says
-    :mod:`tpde.torch`. What the last call has worked out and worked in is kept: a call with the same tensors, or for
-    the same results, begins at once.
+    :func:`tpde.torch.apply_`, :func:`tpde.torch.load_file` and :func:`tpde.nn.attach` accept it instead of a path. Its index
+    is uploaded (52 bytes per chunk). Calls compare CRC and sums, but no digests: see :mod:`tpde.torch` about forged blobs. The plan
+    and memory of the last call are kept, so a call with the same tensors, or for the same results, starts at once.
 
     Args:
         pair: Name of the pair, or either file.
         device: The CUDA device.
-        payloads: Where the compressed bytes are while they are not used: ``"pinned"`` memory of the host, which the device
-            copies from by itself; memory of the ``"device"``, which takes no copy at all; or their ``"file"``.
+        payloads: Where the compressed bytes are kept: in ``"pinned"`` host memory, from which the device copies directly; in
+            memory of the ``"device"``, without a copy; or in their ``"file"``.
         progress: As for :func:`tpde.encode`, of reading the payloads, unless they stay in their file.
 
     Raises:
@@ -187,7 +186,7 @@ class DevicePair:
         self, pair: StrPath, device: Any = "cuda", *, payloads: Payloads = "pinned", progress: Progress = None
     ) -> None:
         if payloads not in ("file", "pinned", "device"):
-            raise Misuse(f"no place {payloads!r} for payloads: 'file', 'pinned' and 'device' are known")
+            raise Misuse(f"unknown payloads={payloads!r}: expected 'file', 'pinned' or 'device'")
         self._begin(pair, None, device, payloads, progress)
 
     @classmethod
@@ -205,7 +204,7 @@ class DevicePair:
         self._index = self._device.memory(_tpde.DevicePair.index_bytes(self._pair), "the index of a pair")
         self._blob = None
         self._listed: list[Entry] | None = None
-        #: The last application, under no name while it is in use: a dict, because others may look at the same time.
+        #: The last application, removed from the dict while in use. A dict, because its operations are atomic.
         self._kept: dict[str, _Ready] = {}
         if payloads == "device":
             self._blob = self._device.memory(self._pair.blob_bytes(), "the payloads of a pair")
@@ -220,7 +219,7 @@ class DevicePair:
             )
 
     def __fspath__(self) -> str:
-        """Name of the pair, for what works on files."""
+        """Name of the pair, for functions on files."""
         return self._path
 
     @property
@@ -235,8 +234,8 @@ class DevicePair:
         return self._listed
 
     def _apply(self, tensors: list[Memory], base: list[Memory], mode: str, progress: Progress) -> tuple[bool, _Ready]:
-        """Changes tensors on the device, or rebuilds them from ``base``, and waits for the outcome: whether they were changed,
-        and what did it."""
+        """Changes tensors on the device, or rebuilds them from ``base``, and waits for the outcome. Returns whether they were changed,
+        and the application."""
         self._device.refuse_capture("applying a pair")
         ready = self._kept.pop("", None)
         if ready is not None:
@@ -264,7 +263,7 @@ class DevicePair:
         is_complete: bool = True,
         made: list[tuple[str, list[int], torch.dtype]] | None = None,
     ) -> None:
-        """Keeps an application for calls like that which it was made for."""
+        """Keeps an application for later calls with the same tensors."""
         ready.seen = None if seen is None else Seen(seen)
         ready.base = None if base is None else Seen(base)
         ready.told, ready.is_complete, ready.made = told or [], is_complete, made
@@ -273,7 +272,7 @@ class DevicePair:
     def _again(
         self, seen: Mapping[str, Any], base: Mapping[str, Any] | None, mode: str, strict: bool
     ) -> _Ready | None:
-        """The application to tensors that are those of the last call."""
+        """The application of the last call, if the tensors are the same."""
         ready = self._kept.pop("", None)
         if ready is None:
             return None
@@ -284,12 +283,12 @@ class DevicePair:
         return None
 
     def _load_again(self, base: Mapping[str, Any] | None, device: Any, progress: Progress) -> dict[str, torch.Tensor] | None:
-        """All tensors of the target, if the last call was for those from this base."""
+        """All tensors of the target, if the last call was for the same base."""
         here = self._device.torch
         try:
             wanted = torch.device(device)
             is_here = wanted == here or (wanted == torch.device("cuda") and torch.cuda.current_device() == here.index)
-        except (RuntimeError, TypeError):  # which is told where the device is looked at
+        except (RuntimeError, TypeError):  # reported when the device is checked
             return None
         ready = self._kept.pop("", None) if is_here else None
         if ready is None:
@@ -301,7 +300,7 @@ class DevicePair:
         empty = torch.empty
         try:
             made = {name: empty(dims, dtype=dtype, device=here, requires_grad=False) for name, dims, dtype in ready.made}
-        except RuntimeError:  # out of memory, which is told where it is first made
+        except RuntimeError:  # out of memory, reported by the first allocation
             return None
         if not ready.raw.move_to(list(map(torch.Tensor.data_ptr, made.values()))):
             return None

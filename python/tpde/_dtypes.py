@@ -40,7 +40,7 @@ ML_DTYPES = {
 #: Names in PyTorch.
 TORCH = {**NUMPY, **ML_DTYPES}
 
-#: What stands for a dtype that a library lacks: unsigned integers as wide.
+#: Substitutes for dtypes that a library lacks: unsigned integers of the same width.
 VIEWS = {"BF16": "U16", **{name: "U8" for name in BITS if name.startswith(("F8", "F6", "F4"))}}
 
 

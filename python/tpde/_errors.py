@@ -1,4 +1,4 @@
-"""The exceptions of this package: one family, apart by who has to act."""
+"""The exceptions of this package. Classes differ in who can fix the problem."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class TpdeError(Exception):
-    """Everything that this package raises, but for what Python itself does with wrong argument types.
+    """The base class of all exceptions of this package, except Python's own for wrong argument types.
 
     Attributes are keyword arguments of the constructor; those that a class does not list are ``None`` or missing.
     """
@@ -34,7 +34,7 @@ def _revive(kind: type[TpdeError], message: str, attributes: dict[str, Any]) -> 
 
 
 class SystemRefused(TpdeError, OSError):
-    """The operating system refused. Attributes: ``action``, ``path``, ``errno`` (``None`` if it gave none)."""
+    """A call of the operating system failed. Attributes: ``action``, ``path``, ``errno`` (``None`` if it gave none)."""
 
     action: str | None = None
     path: os.PathLike[str] | None = None
@@ -46,17 +46,17 @@ class SystemRefused(TpdeError, OSError):
 
 
 class NotFound(SystemRefused, FileNotFoundError):
-    """A file or folder is not there."""
+    """A file or folder does not exist."""
 
 
 class AlreadyExists(SystemRefused, FileExistsError):
-    """A file is there and ``replace`` was not asked for."""
+    """A file exists and ``replace`` is false."""
 
 
 class Invalid(TpdeError, ValueError):
-    """A pair breaks the specification, or its bytes are damaged.
+    """A pair violates the specification, or its bytes are damaged.
 
-    Attributes: ``rule`` (id in the specification), ``section``, ``tensor``, ``chunk`` (place in the index map), ``expected``,
+    Attributes: ``rule`` (id in the specification), ``section``, ``tensor``, ``chunk`` (index in the index map), ``expected``,
     ``found``; tensor and chunk are ``None`` where they do not apply.
     """
 
@@ -69,7 +69,7 @@ class Invalid(TpdeError, ValueError):
 
 
 class WrongBase(TpdeError, ValueError):
-    """The base is not the one that the pair was made from.
+    """The base is not the one from which the pair was made.
 
     Attributes: ``tensor``, the first base tensor that differs, ``expected`` and ``found``, its digests.
     """
@@ -80,30 +80,30 @@ class WrongBase(TpdeError, ValueError):
 
 
 class AlreadyApplied(TpdeError, ValueError):
-    """The base is the pair's target: nothing is left to do."""
+    """The base already is the target of the pair."""
 
 
 class BadCheckpoint(TpdeError, ValueError):
-    """A checkpoint that was given cannot be read as one. Attributes: ``path``, ``reason``."""
+    """A file or folder is not a readable checkpoint. Attributes: ``path``, ``reason``."""
 
     path: os.PathLike[str]
     reason: str
 
 
 class Changed(TpdeError, RuntimeError):
-    """A file changed while it was read. To read it again may succeed. Attribute: ``what``, the file or the part of a blob."""
+    """A file changed while it was being read. Reading it again may succeed. Attribute: ``what``, the file or the part of a blob."""
 
     what: str
 
 
 class NotWritable(TpdeError, ValueError):
-    """A target that no file of safetensors can hold. In memory it can be rebuilt. Attribute: ``reason``."""
+    """The target cannot be written as safetensors files. It can be rebuilt in memory. Attribute: ``reason``."""
 
     reason: str
 
 
 class Limit(TpdeError, ValueError):
-    """A file may be fine but asks for more than a reader's limits. Attributes: ``what``, ``limit``, ``found``."""
+    """A value in a file exceeds the reader's limits. Attributes: ``what``, ``limit``, ``found``."""
 
     what: str
     limit: int
@@ -111,10 +111,10 @@ class Limit(TpdeError, ValueError):
 
 
 class Poisoned(TpdeError, RuntimeError):
-    """An application chunk by chunk failed after it had begun to write: the tensors are a mixture of base and target.
+    """An application chunk by chunk failed after it had started to write: the tensors are a mixture of base and target.
 
-    Attributes: ``written``, the chunks that are the target's, by their place in the index map, and ``total``, how many were to
-    be. ``__cause__`` is the first failure.
+    Attributes: ``written``, the chunks that were written, as indexes into the index map, and ``total``, the number of chunks to
+    write. ``__cause__`` is the first failure.
     """
 
     written: list[int]
@@ -126,7 +126,7 @@ class Misuse(TpdeError, ValueError):
 
 
 class NotContiguous(Misuse):
-    """A tensor's elements do not lie one after the other. Attribute: ``tensor``. ``tensor.contiguous()`` mends it."""
+    """A tensor is not contiguous; ``tensor.contiguous()`` makes a contiguous copy. Attribute: ``tensor``."""
 
     tensor: str
 
@@ -136,24 +136,24 @@ class OutOfRange(Misuse, IndexError):
 
 
 class OutOfMemory(TpdeError, MemoryError):
-    """There is no memory for a tensor. Attributes: ``tensor``, ``bytes``."""
+    """Not enough memory for a tensor. Attributes: ``tensor``, ``bytes``."""
 
     tensor: str
     bytes: int
 
 
 class DeviceUnavailable(TpdeError, RuntimeError):
-    """There is no such device, or nothing to use it with: no driver, one too old, none of PyTorch's. Attribute: ``device``."""
+    """There is no such device, no recent driver, or PyTorch cannot use the device. Attribute: ``device``."""
 
     device: str
 
 
 class DeviceFailed(TpdeError, RuntimeError):
-    """The driver of a device refused something, or work on the device died. Attributes: ``action``, ``reason``."""
+    """A call of the device's driver failed, or work on the device failed. Attributes: ``action``, ``reason``."""
 
     action: str
     reason: str
 
 
 class Internal(TpdeError, RuntimeError):
-    """A defect of this package."""
+    """A bug of this package."""

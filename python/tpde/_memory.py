@@ -1,8 +1,7 @@
-"""Tensors as the compiled half sees them: name, dtype, dims, address, bytes, and what keeps the memory where it is.
+"""Describes tensors for the Rust half: name, dtype, dims, address, bytes, and an owner that keeps the memory in place.
 
-Everything that is handed over has been looked at here: contiguous, little-endian, in host memory, or in that of the
-device that was asked for. The NumPy half is in
-`_numpy_memory`, the PyTorch half in `_torch_memory`, which is imported when a tensor of PyTorch's comes along.
+All tensors are checked here: contiguous, little-endian, and in host memory or on the requested device. `_numpy_memory` handles
+NumPy, and `_torch_memory` PyTorch; the latter is imported when the first PyTorch tensor is passed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ._tensor import Memory
 
 
 def is_torch(value: Any) -> bool:
-    """Whether this is a tensor of PyTorch's, without importing it."""
+    """Whether this is a PyTorch tensor. Does not import PyTorch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -26,7 +25,7 @@ def is_torch(value: Any) -> bool:
 def describe(
     name: str, value: Any, expected: tuple[str, list[int]] | None = None, *, writable: bool = False, device: Any = "cpu"
 ) -> Memory:
-    """A tensor of either kind, on this device. ``expected``, dtype and shape, tells a view of integers from integers."""
+    """A tensor of either kind, on this device. ``expected``, dtype and shape, distinguishes integers from an integer view of another dtype."""
     try:
         if is_torch(value):
             from . import _torch_memory
@@ -37,12 +36,12 @@ def describe(
         return describe_array(name, value, expected, writable)
     except TpdeError:
         raise
-    except Exception as error:  # of nested tensors, lazy ones and classes of others, each another kind
+    except Exception as error:  # nested tensors, lazy tensors and foreign classes raise various errors
         raise Misuse(f"tensor {name!r} is a {type(value).__name__} that cannot be read: {error}") from error
 
 
 def device_of(values: Iterable[Any]) -> Any:
-    """The device of PyTorch's that some of these are on, one of CUDA; ``None`` if they are on the CPU, or say so themselves."""
+    """The CUDA device of the first tensor that is on one; ``None`` if there is none."""
     for value in values:
         if is_torch(value) and value.device.type == "cuda":
             return value.device

@@ -13,14 +13,14 @@ _NAMES = {numpy: name for name, numpy in (NUMPY | ML_DTYPES).items()}
 
 
 def describe_array(name: str, value: Any, expected: tuple[str, list[int]] | None, writable: bool) -> Memory:
-    """An array, looked at."""
+    """Checks and describes an array."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray):
         raise Misuse(f"tensor {name!r} is a {type(value).__name__}, neither a NumPy array nor a PyTorch tensor")
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(value, masked.MaskedArray):
         raise Misuse(f"tensor {name!r} is a masked array, whose mask would be lost: filled() makes an array of it")
-    value = value.view(numpy.ndarray)  # a class of others may say of itself what it likes
+    value = value.view(numpy.ndarray)  # ignore overrides of foreign subclasses
     dtype = _NAMES.get(value.dtype.name)
     if dtype is None or not (value.dtype.isnative or value.dtype.itemsize == 1) or sys.byteorder != "little":
         raise Misuse(f"tensor {name!r} has dtype {value.dtype.str} ({value.dtype.name}), which cannot be in a checkpoint")
@@ -29,13 +29,13 @@ def describe_array(name: str, value: Any, expected: tuple[str, list[int]] | None
     if writable and not value.flags.writeable:
         raise Misuse(f"tensor {name!r} is read-only")
     dtype, shape = as_expected(name, dtype, list(value.shape), expected)
-    # A view of its bytes exports the buffer, which refuses to be resized for as long.
+    # An exported buffer keeps the array from being resized.
     owner = (value, memoryview(value.reshape(-1).view(numpy.uint8)) if value.nbytes else None)
     return name, dtype, shape, value.ctypes.data, value.nbytes, owner
 
 
 class NumPy:
-    """Making arrays."""
+    """Allocates arrays."""
 
     def __init__(self) -> None:
         import numpy
@@ -50,7 +50,7 @@ class NumPy:
             pass
 
     def dtype(self, dtype: str) -> Any:
-        """The dtype of arrays; one of unsigned integers where ml_dtypes is not there, or has none."""
+        """The NumPy dtype; unsigned integers of the same width if NumPy and ml_dtypes lack it."""
         if dtype in NUMPY:
             return self.numpy.dtype(NUMPY[dtype])
         own = getattr(self.ml_dtypes, ML_DTYPES.get(dtype, ""), None)
@@ -66,5 +66,5 @@ class NumPy:
         return array, (name, dtype, shape, array.ctypes.data, array.nbytes, array)
 
     def contiguous(self, array: Any, shape: list[int]) -> Any:
-        """The elements one after the other, in this shape."""
+        """A contiguous copy of the elements, in this shape."""
         return array.reshape(shape).copy(order="C")

@@ -19,13 +19,13 @@ from ._tensor import Memory
 
 
 class Reader:
-    """A pair with its base, in one framework: what `safe_open` and the functions of `tpde.torch` and `tpde.numpy` share."""
+    """A pair with its base, for one framework. Shared by `safe_open` and the functions of `tpde.torch` and `tpde.numpy`."""
 
     def __init__(self, pair: Any, base: Any, framework: str, device: Any = "cpu") -> None:
-        #: Where tensors are wanted, if not on the CPU, and the pair there, if that is where they are rebuilt.
+        #: The device of the results, if not the CPU, and the pair on it, if tensors are rebuilt there.
         self.device: Any = None
         self.on_device: Any = None
-        #: Whether the caller has that, for other calls.
+        #: Whether that pair belongs to the caller, who may use it again.
         self.on_device_is_kept = False
         if framework in ("pt", "torch", "pytorch"):
             from ._torch_memory import Torch, check_device
@@ -38,7 +38,7 @@ class Reader:
                 raise DeviceUnavailable(f"NumPy has no device {device}", device=str(device))
             self.making = NumPy()
         else:
-            raise Misuse(f"no framework {framework!r}: 'pt' and 'np' are known")
+            raise Misuse(f"unknown framework {framework!r}: expected 'pt' or 'np'")
         self.tensors: Mapping[str, Any] | None = None
         path = None
         if is_path(base):
@@ -46,7 +46,7 @@ class Reader:
         elif base is not None:
             self.tensors = state_of(base)
         if self.device is not None:
-            # From a base in files or on the CPU, tensors are rebuilt there and copied.
+            # With a base in files or on the CPU, tensors are rebuilt on the CPU and copied.
             on_device = device_of((self.tensors or {}).values()) is not None or base is None
             self._open_on_device(pair, on_device)
         if self.on_device is None:
@@ -76,11 +76,11 @@ class Reader:
         """The tensor of this name."""
         try:
             return self.entries[name]
-        except (KeyError, TypeError):  # what is no name may not be hashable either
+        except (KeyError, TypeError):  # an invalid name may not be hashable
             raise Misuse(f"no tensor {name!r} in the pair") from None
 
     def base_of(self, entries: list[Entry]) -> list[Memory] | None:
-        """The base tensors of these, if they lie in memory."""
+        """The base tensors of these entries, if the base is in memory."""
         return None if self.tensors is None else bases(entries, self.tensors, "cpu" if self.on_device is None else self.device)
 
     def read(self, names: list[str], *, digests: bool = True, progress: Progress = None) -> dict[str, Any]:
@@ -102,12 +102,11 @@ class Reader:
         return {name: self._moved(tensor) for name, (tensor, _) in made.items()}
 
     def _moved(self, tensor: Any) -> Any:
-        """A tensor that was rebuilt, where it is wanted."""
+        """Moves a rebuilt tensor to the requested device."""
         return tensor if self.device is None else tensor.to(self.device)
 
     def read_range(self, entry: Entry, start: int, stop: int, shape: list[int]) -> Any:
-        """The elements from ``start`` to ``stop``, in this shape: the chunks that hold them are decoded, and on the CPU no
-        others."""
+        """The elements from ``start`` to ``stop``, in this shape. On the CPU, only the chunks that contain them are decoded."""
         if self.on_device is not None:
             return self.read([entry.name])[entry.name].view(-1)[start:stop].clone().view(shape)
         tensor, memory = self.making.empty(entry.name, entry.dtype, shape)
@@ -117,7 +116,7 @@ class Reader:
 
 
 def bases(entries: list[Entry], tensors: Mapping[str, Any], device: Any) -> list[Memory]:
-    """The base tensors of these that are there, each once."""
+    """The existing base tensors of these entries, each once."""
     found: dict[str, tuple[Any, tuple[str, list[int]]]] = {}
     for entry in entries:
         value = tensors.get(entry.base_name)
@@ -129,7 +128,7 @@ def bases(entries: list[Entry], tensors: Mapping[str, Any], device: Any) -> list
 
 
 def state_of(value: Any) -> Mapping[str, Any]:
-    """The tensors of a state dict, or those of a module where they live."""
+    """The tensors of a state dict, or the live tensors of a module."""
     if isinstance(value, Mapping):
         if not {str}.issuperset(map(type, value)):
             list(map(check_name, value))
@@ -145,13 +144,13 @@ def state_of(value: Any) -> Mapping[str, Any]:
 
 
 _WALKS = ("named_parameters", "named_buffers", "named_modules", "_named_members")
-#: Whether a class of modules lists its tensors as every module does.
+#: Whether a class of modules lists its tensors in the standard way.
 _ordinary: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def _walk(module: Any, prefix: str, parameters: dict[str, Any], buffers: dict[str, Any]) -> bool:
-    """Lists parameters and buffers as ``named_parameters`` and ``named_buffers`` do with duplicates, in less time. False if a
-    module says itself what it has."""
+    """Lists parameters and buffers, with duplicates, as ``named_parameters`` and ``named_buffers`` do, but faster. False if a module
+    overrides these methods."""
     own = type(module)
     is_ordinary = _ordinary.get(own)
     if is_ordinary is None:
@@ -173,7 +172,7 @@ def _walk(module: Any, prefix: str, parameters: dict[str, Any], buffers: dict[st
 
 
 class safe_open:
-    """The target of a pair, opened as ``safetensors.safe_open`` opens a file: tensors are rebuilt when they are asked for.
+    """The target of a pair, opened as ``safetensors.safe_open`` opens a file: tensors are rebuilt on request.
 
     ::
 
@@ -245,13 +244,13 @@ class safe_open:
         return self._opened().read([name], digests=self._digests)[name]
 
     def get_slice(self, name: str) -> Slice:
-        """A view of the tensor of this name, of which indexing rebuilds what is asked for."""
+        """A lazy view of a tensor. Indexing rebuilds the requested part."""
         reader = self._opened()
         return Slice(reader, reader.entry(name))
 
 
 class Slice:
-    """A tensor that is rebuilt where it is indexed: ``open.get_slice("w")[10:20, :64]``."""
+    """A tensor of which indexing rebuilds a part: ``open.get_slice("w")[10:20, :64]``."""
 
     def __init__(self, reader: Reader, entry: Entry) -> None:
         self._reader = reader
@@ -283,7 +282,7 @@ class Slice:
         ranges = [wanted_range for wanted_range, _ in wanted]
         if not all(ranges):
             return self._reader.read_range(self._entry, 0, 0, result)
-        # One row of each leading dim is a single run of elements; the first dim with more of them begins a block of rows.
+        # While a leading dim has one index, the elements are contiguous. The first dim with several indexes starts a block of rows.
         lead = 0
         while lead < len(shape) and len(ranges[lead]) == 1:
             lead += 1

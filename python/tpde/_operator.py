@@ -1,7 +1,7 @@
-"""The operator ``tpde::linear``: layers as compilers, exporters and autograd see them.
+"""The operator ``tpde::linear``, which represents layers for compilers, exporters and autograd.
 
-A weight is an argument as its key, a tensor of five integers: so one compiled graph serves all layers of a shape, and a saved
-program says which weight of which pair it was made for.
+A weight is passed as its key, a tensor of five integers. So one compiled graph serves all layers of a shape, and a saved program
+identifies the weight and pair that it was made for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _shape_of_linear(
 def _refuse_gradients(
     x: torch.Tensor, bias: Optional[torch.Tensor], key: torch.Tensor, out_features: int, cast: bool = False
 ) -> torch.Tensor:
-    """The kernel of autograd, at every level of it: scratch memory is overwritten before a backward pass could read it."""
+    """The autograd kernel: refuses derivatives, because scratch memory is overwritten before a backward pass could read it."""
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         raise Misuse("a JITCompressedLinear has no gradients: call it under torch.no_grad()")
     if forward_ad._current_level >= 0 and (_has_tangent(x) or (bias is not None and _has_tangent(bias))):
@@ -51,7 +51,7 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
 
 def _define() -> Any:
     library: Any = torch.library.Library("tpde", "DEF")  # type: ignore[no-untyped-call]
-    # CUDA graphs that torch.compile makes leave the operator out: it has memory of its own, which their pool would not know.
+    # Excluded from CUDA graphs of torch.compile: the operator's memory is not from their pool.
     tags = [getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag)]
     library.define("linear(Tensor x, Tensor? bias, Tensor key, SymInt out_features, bool cast=False) -> Tensor", tags=tags)
     kernels: dict[str, Callable[..., torch.Tensor]] = {"CPU": _linear, "CUDA": _linear, "Autograd": _refuse_gradients}
@@ -64,5 +64,5 @@ def _define() -> Any:
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 if not hasattr(torch.ops.tpde, "linear"):
     outliving("_library", _define())
-#: The overload: to call it takes less time than to look for it.
+#: The overload, resolved once to save time per call.
 linear = torch.ops.tpde.linear.default

@@ -40,7 +40,7 @@ def _path_or_none(path: StrPath | None) -> str | None:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """What a pair says of a tensor, in figures."""
+    """Figures about a tensor of a pair."""
 
     #: Name in the target.
     name: str
@@ -75,7 +75,7 @@ class EncodeReport:
     tensors: list[TensorReport] = field(repr=False)
     #: Base tensors that no target tensor uses.
     removed: list[str] = field(repr=False)
-    #: What else lies in the target's folder and is not part of the pair.
+    #: Other files in the target's folder, which are not part of the pair.
     not_included: list[str] = field(repr=False)
 
     @property
@@ -101,15 +101,15 @@ class ApplyReport:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What :func:`verify` found. The pair is sound in every case. ``tpde verify --json`` prints the same fields."""
+    """The result of :func:`verify` for a valid pair. ``tpde verify --json`` prints the same fields."""
 
     tensors: int
     chunks: int
     #: Bytes of index and blob.
     stored_bytes: int
-    #: Whether a base was given, and is the pair's.
+    #: Whether a base was supplied and has the digests of the pair.
     base_checked: bool
-    #: Whether a target was given, or rebuilt, and has the digests of the pair.
+    #: Whether a target was supplied or rebuilt, and has the digests of the pair.
     target_checked: bool
     #: ``"checked"`` if all tensors were rebuilt and compared with the target digests, so that no payload is forged; otherwise
     #: ``"not_checked"``.
@@ -150,7 +150,7 @@ class Inspection:
 
 
 def report(kind: type[T], text: str) -> T:
-    """A report of the compiled half's."""
+    """Parses a report of the Rust half."""
     values = json.loads(text)
     if isinstance(values.get("tensors"), list):
         for tensor in values["tensors"]:
@@ -162,7 +162,7 @@ def report(kind: type[T], text: str) -> T:
 def options(
     *, codec: str | None, favor: str | None, chunk_lanes: int | None, layout: str | None, renamed: Mapping[str, str] | None
 ) -> dict[str, Any]:
-    """How to encode, for the compiled half."""
+    """Encoding options for the Rust half."""
     for what, name in {"codec": codec, "layout": layout, "favor": favor}.items():
         if name is not None and not isinstance(name, str):
             raise Misuse(f"no {what} is named {name!r}")
@@ -298,13 +298,13 @@ def verify(
     """
     pair, base, target = path_of(pair), _path_or_none(base), _path_or_none(target)
     if no_base and base is not None:
-        raise Misuse("a base is given although no_base is true")
+        raise Misuse("base and no_base exclude each other")
     with told(progress, "verify") as tell:
         return report(VerifyReport, _tpde.verify(pair, base, target, no_base, tell))
 
 
 def inspect(pair: StrPath) -> Inspection:
-    """What a pair holds, from its index alone: no payload is read.
+    """Describe a pair from its index. No payload is read.
 
     Raises:
         Invalid, Limit, SystemRefused: The index cannot be read or is none.

@@ -1,13 +1,13 @@
-"""Weights on CUDA devices: decoded before they are used, into scratch memory that all weights of a stream share.
+"""Weights on CUDA devices, decoded ahead of their use into scratch memory that all weights of a stream share.
 
 State and its invariants: :mod:`tpde._slot`. In addition, for streams and their memory:
 
-7. Memory of a slot is written on one stream alone, the slot's. So whatever an interrupted call has queued comes before the next
-   filling, and cannot overwrite it.
-8. A slot is filled behind the last use that gave an output, and used behind its filling: events ``used`` and ``filled``.
-9. The first filling of a slot with a weight comes behind what the stream and the making of the weight have queued: the base may
-   still be on its way. Base and payload are recorded with the slot's stream, so freeing them waits for it.
-10. Finalizers run anywhere, also while their thread has the lock. They note what is gone, and never wait for a lock.
+7. The memory of a slot is written only on the slot's stream. So work queued by an interrupted call comes before the next filling,
+   and cannot overwrite it.
+8. The filling of a slot waits for its last use, and a use waits for the filling: events ``used`` and ``filled``.
+9. The first filling of a slot with a weight waits for the work queued on the stream and at the creation of the weight, because the
+   base may still be copied. Base and payload are recorded with the slot's stream, so freeing them waits for it.
+10. Finalizers run anywhere, even while their thread holds the lock. They record what is gone, and never wait for a lock.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class DeviceSlot(Slot):
         self.stream = stream
         #: Recorded behind the filling, and behind the last use.
         self.filled, self.used = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
-        #: What decodes a weight into it, and the weight's view, by handle and number of the payload buffer.
+        #: Decoder of a weight into this slot and view of the weight, by handle and number of the payload buffer.
         self.rebuilds: dict[tuple[int, Optional[int]], tuple[_tpde.Rebuild, torch.Tensor]] = {}
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """A decoding whose status is not known yet."""
+    """A queued decoding with unknown status."""
 
     launched: _tpde.Launched
     slot: DeviceSlot
@@ -55,25 +55,25 @@ class _Launch:
 
 
 class Prefetcher:
-    """The scratch memory of a stream: two slots for weights, one in use while the other is filled on a stream beside it, and two
-    buffers for payloads that are copied to the device, as far ahead as the buffers are free."""
+    """The scratch memory of a stream: two slots for weights, one in use while the other is filled on a side stream, and two buffers for
+    payloads, which are copied to the device as soon as a buffer is free."""
 
     _made: dict[tuple[torch.device, int], Prefetcher] = {}
-    #: Taken again by a call within a signal's handler, where the signal came into the making.
+    #: Reentrant, for calls in a signal handler that interrupts the creation.
     _making = threading.RLock()
 
     def __init__(self, device: Device, stream: torch.cuda.Stream) -> None:
         self.device = device
         self.stream = stream
         self.copying: torch.cuda.Stream = torch.cuda.Stream(device.torch)  # type: ignore[no-untyped-call]
-        #: A slot has one of them; the weights of a graph alternate among all.
+        #: Each slot uses one of them; the weights of a graph alternate among all.
         self.decoding: list[torch.cuda.Stream] = [torch.cuda.Stream(device.torch) for _ in range(4)]  # type: ignore[no-untyped-call]
         self.slots: list[DeviceSlot] = []
         self.buffers: list[DeviceSlot] = []
-        #: For everything in here.
+        #: Protects all attributes.
         self.lock = threading.Lock()
         self._owner: int | None = None
-        #: Which weight was used after which, the last time; and of copied payloads, which was copied after which.
+        #: The successor of each weight in the last pass: in order of use, and in order of copies.
         self.next: dict[int, int] = {}
         self.next_copied: dict[int, int] = {}
         self.last: int | None = None
@@ -87,7 +87,7 @@ class Prefetcher:
 
     @classmethod
     def of(cls, device: Device, stream: torch.cuda.Stream) -> Prefetcher:
-        """That of a stream, made once."""
+        """The prefetcher of a stream, created once."""
         key = (device.torch, stream.cuda_stream)
         found = cls._made.get(key)
         if found is None:
@@ -100,12 +100,12 @@ class Prefetcher:
 
     @classmethod
     def on(cls, device: torch.device) -> list[Prefetcher]:
-        """Those of all streams of a device."""
+        """The prefetchers of all streams of a device."""
         return [prefetcher for (where, _), prefetcher in list(cls._made.items()) if where == device]
 
     @classmethod
     def forget(cls, device: torch.device, handle: int) -> None:
-        """Lets go of what is held for a weight that is gone, and of all scratch memory with the last one. For finalizers."""
+        """Releases the data of a deleted weight, and all scratch memory with the last one. Called by finalizers."""
         DeviceWeight._largest.pop(device, None)
         is_last = not any(one.torch_device == device for one in Weight.alive())
         for key, prefetcher in list(cls._made.items()):
@@ -115,7 +115,7 @@ class Prefetcher:
                     cls._made.pop(key, None)
 
     def _drop_gone(self) -> None:
-        """Drops what weights that are gone have left."""
+        """Drops the data of deleted weights."""
         while self.gone:
             handle = self.gone.popleft()
             for slot in self.slots:
@@ -125,7 +125,7 @@ class Prefetcher:
                 following.pop(handle, None)
 
     def settle(self, wait: bool = False) -> None:
-        """Notes what was wrong with decodings that have passed, or with all: for the models whose weights they are."""
+        """Records the errors of completed decodings (of all, with ``wait``) for the models of their weights."""
         with self.lock:
             self._drop_gone()
             self._settle(wait)
@@ -137,26 +137,26 @@ class Prefetcher:
                 if not (wait or launch.launched.is_done()):
                     return
                 launch.launched.wait()
-            except TpdeError as error:  # and no signal's
+            except TpdeError as error:  # not an exception of a signal handler
                 launch.slot.fail(launch.generation, error)
                 launch.failures.add(launch.generation, error)
             self.pending.popleft()
 
     def release(self) -> None:
-        """Gives all memory back, when what was queued has passed. What was prefetched is decoded again."""
+        """Frees all memory, after queued work has completed. Prefetched weights will be decoded again."""
         with self.lock:
             self._settle(wait=True)
             self.slots, self.buffers, self.capture = [], [], None
 
     def _reserve(self, weight: DeviceWeight) -> None:
-        """Sees to it that slots and buffers are large enough for this weight and all others of the device."""
+        """Makes slots and buffers large enough for this weight and all others of the device."""
         dense, payload = weight.largest()
         has_slots = bool(self.slots) and self.slots[0].memory.numel() >= dense
         has_buffers = payload == 0 or (bool(self.buffers) and self.buffers[0].memory.numel() >= payload)
         if has_slots and has_buffers:
             return
         self.slots, self.buffers = [], []
-        # Allocated in the order of the stream: streams beside it begin behind what it still does with that memory.
+        # Allocated in the order of the stream. Side streams wait for its earlier uses of the memory.
         slots = [self._slot(dense, stream) for stream in self.decoding[:2]]
         buffers = [self._slot(payload, self.copying) for _ in range(2)] if payload else []
         for buffer in buffers:
@@ -182,10 +182,10 @@ class Prefetcher:
         self.queued = weight.handle
 
     def _payload(self, weight: DeviceWeight) -> int:
-        """Number of the buffer that holds the weight's payload, copied before if that was foreseen."""
+        """Number of the buffer with the weight's payload, which is copied now if it was not prefetched."""
         number = next((number for number, buffer in enumerate(self.buffers) if buffer.holding(weight.handle)), None)
         if number is None:
-            # Another order than the last time: nothing that was foreseen is of use.
+            # The order differs from the last pass, so prefetched payloads are useless.
             for buffer in self.buffers:
                 buffer.clear()
             number = 0
@@ -196,22 +196,22 @@ class Prefetcher:
         return number
 
     def _copy_ahead(self) -> None:
-        """Fills the buffers that are free with what was copied next the last time."""
+        """Fills free buffers with the payloads that came next in the last pass."""
         for buffer in self.buffers:
             following = self._known(self.next_copied.get(self.queued or 0), buffer.memory.numel())
             if following is None or not buffer.is_free or any(other.holding(following.handle) for other in self.buffers):
                 continue
             self._copy(following, buffer)
 
-    def _known(self, handle: int | None, room: float = math.inf) -> DeviceWeight | None:
-        """The weight, if it is still there and its payload has room: others may have been made since buffers were."""
+    def _known(self, handle: int | None, capacity: float = math.inf) -> DeviceWeight | None:
+        """The weight, if it still exists and its payload fits. Larger weights may have been attached since the allocation."""
         weight = Weight.known.get(handle or 0)
-        if isinstance(weight, DeviceWeight) and weight.device is self.device and weight.payload.numel() <= room:
+        if isinstance(weight, DeviceWeight) and weight.device is self.device and weight.payload.numel() <= capacity:
             return weight
         return None
 
     def _rebuild(self, weight: DeviceWeight, slot: DeviceSlot, number: int | None) -> tuple[_tpde.Rebuild, torch.Tensor]:
-        """What decodes a weight into a slot, from where its payload is or from a buffer."""
+        """The decoder of a weight into a slot, from its payload or from a buffer, and the view of the weight."""
         found = slot.rebuilds.get((weight.handle, number))
         if found is None:
             part = weight.payload if number is None else self.buffers[number].memory[: weight.payload.numel()]
@@ -235,14 +235,14 @@ class Prefetcher:
         if buffer is not None:
             buffer.used.record(slot.stream)
             buffer.clear()
-        # Behind the events: if none of them is recorded, an interrupted decoding may be spoilt, and nobody is to hear of it.
+        # After the events: an interrupted decoding without events may be invalid, and must not be reported.
         self.pending.append(_Launch(launched, slot, generation, weight.failures))
         slot.publish(weight.handle, generation, view)
         if buffer is not None:
             self._copy_ahead()
 
     def _prefetch(self, after: DeviceWeight, used: DeviceSlot) -> None:
-        """Begins what was used after this weight the last time."""
+        """Starts decoding the weight that came next in the last pass."""
         following = self._known(self.next.get(after.handle))
         if following is None or any(slot.holding(following.handle) for slot in self.slots):
             return
@@ -252,10 +252,10 @@ class Prefetcher:
     def linear(
         self, weight: DeviceWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool, captured: bool = False
     ) -> torch.Tensor:
-        """A layer's output, decoded before if that was foreseen; then the next one is begun."""
+        """A layer's output. Uses the prefetched weight if there is one, then prefetches the next one."""
         thread = threading.get_ident()
         if self._owner == thread and self.lock.locked():
-            # Called beneath itself, by a signal handler or a mode that sees the computation: nothing in here may change.
+            # A nested call, by a signal handler or a mode that observes the computation: no state may change.
             return compute(x, weight.rebuilt(), bias, cast)
         with self.lock:
             self._owner = thread
@@ -286,7 +286,7 @@ class Prefetcher:
         try:
             self._prefetch(weight, slot)
         except (TpdeError, torch.OutOfMemoryError):
-            # The output is done. What is wrong with the next weight is raised when its layer is called.
+            # The output is complete. An error of the next weight is raised when its layer is called.
             pass
         return y
 
@@ -311,12 +311,12 @@ class DeviceWeight(Weight):
         self.payload = payload
         self.is_copied = payload.device.type == "cpu"
         self.start = start
-        #: Behind what base and payload may still wait for on the stream that they were made on.
+        #: Recorded on the creating stream, which base and payload may still wait for.
         self.made = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.made.record(self.device.stream())
         weakref.finalize(self, Prefetcher.forget, self.torch_device, self.handle).atexit = False
 
-    #: By device, what `largest` has found.
+    #: Results of `largest`, by device.
     _largest: dict[torch.device, tuple[int, int]] = {}
 
     def register(self) -> None:

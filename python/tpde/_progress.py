@@ -1,4 +1,4 @@
-"""Who is told how far long work is."""
+"""Reporting the progress of long work."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, Iterator, Union
 
 from ._errors import Misuse
 
-#: ``None`` or ``False``: nobody. ``True``: a bar of tqdm's, which must be installed. A bar of tqdm's: that one. A callable:
-#: gets the bytes that are done and those that there are.
+#: ``None`` or ``False``: no report. ``True``: a new tqdm bar; tqdm must be installed. A tqdm bar: that bar. A callable: called with
+#: the bytes done and the total.
 Progress = Union[None, bool, Callable[[int, int], Any], Any]
 
 
 @contextmanager
 def told(progress: Progress, verb: str) -> Iterator[Callable[[int, int], Any] | None]:
-    """What the compiled half calls, for what the caller gave."""
+    """The callback for the Rust half."""
     if progress is None or progress is False:
         yield None
     elif progress is True:
@@ -28,7 +28,7 @@ def told(progress: Progress, verb: str) -> Iterator[Callable[[int, int], Any] | 
     elif callable(progress):
         yield progress
     else:
-        raise Misuse(f"progress is a {type(progress).__name__}: True, a tqdm bar or a callable is wanted")
+        raise Misuse(f"progress is a {type(progress).__name__}: expected True, a tqdm bar or a callable")
 
 
 def _on(bar: Any) -> Callable[[int, int], None]:

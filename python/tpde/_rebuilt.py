@@ -1,4 +1,4 @@
-"""Weights that are rebuilt when they are used: what they have in common, and those on the CPU."""
+"""Weights that are rebuilt on use: the base class, and weights on the CPU."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _Value = TypeVar("_Value")
 
 
 def outliving(name: str, value: _Value) -> _Value:
-    """The value of this name that was there first. The operator is registered once in a process, so what it uses must be the
-    same for every import of the package: a purge of ``sys.modules`` leads to another."""
+    """Returns the first value that was registered under this name. The operator is registered once per process, so its data must be
+    the same for every import of the package. A purge of ``sys.modules`` leads to several imports."""
     kept: _Value = vars(torch.ops.tpde).setdefault(name, value)
     return kept
 
 
 class Weight:
-    """A weight that is rebuilt when it is used. Layers own it; the operator finds it by its key."""
+    """A weight that is rebuilt on use. Layers own it; the operator finds it by its key."""
 
-    #: All that are alive and of a model that is attached, by handle.
+    #: All live weights of attached models, by handle.
     known: weakref.WeakValueDictionary[int, Weight] = outliving("_weights", weakref.WeakValueDictionary())
-    #: Where the operator computes with the weight.
+    #: The device on which the operator uses the weight.
     torch_device = torch.device("cpu")
 
     def __init__(self, pair: _tpde.Pair, entry: Entry, base: torch.Tensor | None, failures: Failures | None = None) -> None:
@@ -49,7 +49,7 @@ class Weight:
         self.dtype = dtype_of(entry.dtype)
         self.bytes = self.shape[0] * self.shape[1] * self.dtype.itemsize
         self.failures = Failures() if failures is None else failures
-        #: Random, so that a program that was saved by another process does not find another weight by it.
+        #: Random, so that a program saved by another process does not find a wrong weight by it.
         self.handle = secrets.randbits(63)
         #: The handle, then what identifies the weight in any process: 256 bits of the pair's digest and the tensor's name.
         self.key = [self.handle, *struct.unpack("<4q", hashlib.sha256(pair.digest() + entry.name.encode()).digest())]
@@ -60,7 +60,7 @@ class Weight:
 
     @classmethod
     def alive(cls) -> list[Weight]:
-        """All that are known. Others may come and go meanwhile: the dictionary's own iterators would not bear it."""
+        """All known weights. Safe while others come and go, unlike the iterators of the dictionary."""
         return [weight for reference in cls.known.valuerefs() if (weight := reference()) is not None]
 
     def __deepcopy__(self, _: Any) -> Weight:
@@ -69,20 +69,20 @@ class Weight:
     @classmethod
     def find(cls, key: torch.Tensor, device: torch.device) -> Weight:
         """The weight with this key; for a program of another process, the same weight of the same pair on this device."""
-        wanted = key.tolist() if key.dim() == 1 else []
-        weight = cls.known.get(wanted[0]) if wanted else None
-        if weight is not None and weight.key == wanted:
+        wanted_key = key.tolist() if key.dim() == 1 else []
+        weight = cls.known.get(wanted_key[0]) if wanted_key else None
+        if weight is not None and weight.key == wanted_key:
             return weight
         for other in cls.alive():
-            if other.key[1:] == wanted[1:] and other.torch_device == device:
+            if other.key[1:] == wanted_key[1:] and other.torch_device == device:
                 return other
         raise Misuse(
-            "the weight that this layer or program was made with is not attached: its layer is gone, or another pair is attached "
-            f"in this process, or none on {device}. Call tpde.nn.attach with the same pair first"
+            "the weight of this layer or program is not attached: its layer no longer exists, or another pair is attached in this "
+            f"process, or none on {device}. Call tpde.nn.attach with the same pair first"
         )
 
     def memory(self, scratch: torch.Tensor) -> Memory:
-        """The scratch memory as this tensor."""
+        """Describes scratch memory as this tensor."""
         return self.entry.name, self.entry.dtype, self.entry.shape, scratch.data_ptr(), self.bytes, scratch
 
     def view(self, scratch: torch.Tensor) -> torch.Tensor:
@@ -90,18 +90,18 @@ class Weight:
         return scratch[: self.bytes].view(self.dtype).view(self.shape)
 
     def base_memory(self) -> list[Memory]:
-        """The base where it lies."""
+        """Describes the base tensor."""
         if self.base is None:
             return []
         name, expected = self.entry.base_name, (self.entry.dtype, self.entry.shape)
         return [describe(name, self.base, expected, device=self.base.device)]
 
     def check(self) -> None:
-        """Decodes once with all checks that the device has."""
+        """Decodes once, with all checks of the device."""
         raise NotImplementedError
 
     def rebuilt(self) -> torch.Tensor:
-        """The weight in memory of its own."""
+        """The weight, in new memory."""
         raise NotImplementedError
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
@@ -136,8 +136,8 @@ class HostWeight(Weight):
         return self.view(own)
 
     def _slot(self) -> Slot:
-        """The thread's slot, or a new one if that is too small, or in use: by a call that was interrupted, or is still running
-        beneath this one, which a signal handler has made."""
+        """The thread's slot, or a new one if that is too small or in use: by an interrupted call, or by a call that a signal
+        handler has interrupted to make this one."""
         slot: Slot | None = getattr(self._own, "slot", None)
         if slot is None or slot.state is not EMPTY or slot.memory.numel() < self.bytes:
             with torch.inference_mode(False):

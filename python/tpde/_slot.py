@@ -1,20 +1,19 @@
-"""Scratch memory as a state machine, for weights that are rebuilt when they are used. Nothing here knows a device.
+"""Scratch memory as a state machine, for weights that are rebuilt on use. Independent of devices.
 
-Several threads, streams and signals share this state, and an exception may come between any two bytecodes. What holds all the
-same, and what the rest of the code relies on:
+Several threads, streams and signal handlers share this state, and an exception may come between any two bytecodes. The rest of
+the code relies on these invariants:
 
 1. A slot is *empty*, *filling*, *ready(weight, generation)* or *failed(error)*. Each transition is one method, and one assignment:
 
        any ─ begin ─▶ filling ─ publish ─▶ ready ─ clear ─▶ empty
                                            ready ─ fail ─▶ failed
 
-2. Only *ready* says what the memory holds. ``begin`` comes before the first write to the memory, ``publish`` after the last call
-   that may raise. What is interrupted in between leaves *filling*, which is used by nobody: it is as good as empty.
-3. A generation is that of one filling, and never comes again. A failure marks the filling that it comes from, or none.
-4. A slot is changed by one thread at a time: the one that has the lock of its :class:`~tpde._prefetch.Prefetcher`, or whose it is.
-5. The status of a filling is noted before the filling is published: nothing is used whose failure would be lost.
-6. A failure belongs to the model whose weight it spoilt. It is raised by that model's layers or its ``check``, never by another's, and owed
-   until it was raised.
+2. Only *ready* describes the content of the memory. ``begin`` comes before the first write to the memory, ``publish`` after the
+   last call that may raise. An interruption in between leaves *filling*, which is treated like *empty*.
+3. Every filling has its own generation number. A failure marks the filling that caused it, or none.
+4. One thread at a time changes a slot: the holder of the lock of its :class:`~tpde._prefetch.Prefetcher`, or the owning thread.
+5. The status of a filling is recorded before the filling is published, so no failure is lost.
+6. A failure belongs to the model of the weight. Only that model's layers, or its ``check``, raise it. It is kept until it was raised.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ import torch
 
 @dataclass(frozen=True)
 class Ready:
-    """The memory holds a weight, or its payload."""
+    """The memory contains a weight, or its payload."""
 
     weight: int
     generation: int
-    #: What the memory holds, as a tensor.
+    #: The content of the memory, as a tensor.
     view: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Failed:
-    """What was decoded is known to be wrong."""
+    """The decoded content is known to be wrong."""
 
     error: Exception
 
@@ -48,7 +47,7 @@ State = Union[str, Ready, Failed]
 
 
 class Slot:
-    """Memory for one weight, or for one payload, and what is known of it."""
+    """Memory for one weight or one payload, with its state."""
 
     _generations = itertools.count(1)
 
@@ -62,39 +61,39 @@ class Slot:
         return self._state
 
     def holding(self, weight: int) -> Ready | None:
-        """The filling, if the memory holds this weight."""
+        """The filling, if the memory contains this weight."""
         state = self._state
         return state if isinstance(state, Ready) and state.weight == weight else None
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing is lost when the memory is filled."""
+        """Whether the memory has no useful content."""
         return not isinstance(self._state, Ready)
 
     def begin(self) -> int:
-        """Before the memory is written: it holds nothing from here on. Gives the generation of the filling."""
+        """Call before the memory is written: its content becomes invalid. Returns the generation of the filling."""
         self._state = FILLING
         return next(self._generations)
 
     def publish(self, weight: int, generation: int, view: torch.Tensor) -> Ready:
-        """After all that fills the memory was queued or done."""
+        """Call after all writes to the memory are queued or done."""
         ready = Ready(weight, generation, view)
         self._state = ready
         return ready
 
     def clear(self) -> None:
-        """The memory holds nothing that is of use."""
+        """Marks the content as useless."""
         self._state = EMPTY
 
     def fail(self, generation: int, error: Exception) -> None:
-        """What this filling has decoded is wrong. Nothing changes if the memory was used or filled since."""
+        """Marks the content of this filling as wrong. No effect if the memory was used or filled since."""
         state = self._state
         if isinstance(state, Ready) and state.generation == generation:
             self._state = Failed(error)
 
 
 class Failures:
-    """What went wrong with weights of one attached model, and was not raised yet."""
+    """Errors of the weights of one attached model that were not raised yet."""
 
     def __init__(self) -> None:
         self._errors: dict[int, Exception] = {}
@@ -103,16 +102,16 @@ class Failures:
         return self
 
     def add(self, generation: int, error: Exception) -> None:
-        """To be raised by the model's next call. A filling fails once, also if an interrupted caller says it twice."""
+        """Adds an error, to be raised by the model's next call. One per filling, even if an interrupted caller adds it twice."""
         self._errors[generation] = error
 
     def throw(self) -> None:
-        """Raises the first. It is never lost: a signal's exception that comes instead has it for its context, or leaves it for the
-        next call, and two threads that ask at once may both be told."""
+        """Raises the first error. It is never lost: if a signal handler raises instead, the error is its context, or is kept for the
+        next call. Two concurrent calls may both raise it."""
         for generation, error in list(self._errors.items()):
             try:
                 raise error
             except BaseException as raised:
-                if raised is error:  # and not what a signal has raised before
+                if raised is error:  # not an exception of a signal handler
                     self._errors.pop(generation, None)
                 raise

@@ -1,4 +1,4 @@
-"""What `tpde.torch` and `tpde.numpy` share: whole state dicts."""
+"""Functions on whole state dicts, shared by `tpde.torch` and `tpde.numpy`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def save(
 
 
 def saved_of(value: Any) -> Mapping[str, Any]:
-    """The tensors of a state dict, or those that a module saves: not all of its buffers."""
+    """The tensors of a state dict, or those that a module saves, which excludes some buffers."""
     if not isinstance(value, Mapping) and hasattr(value, "state_dict"):
         refuse_rebuilt(value)
         value = value.state_dict()
@@ -49,7 +49,7 @@ def saved_of(value: Any) -> Mapping[str, Any]:
 
 
 def refuse_rebuilt(module: Any) -> None:
-    """Raises for a module with layers of :mod:`tpde.nn`: it does not have their weights, which would be left out silently."""
+    """Raises for a module with layers of :mod:`tpde.nn`: it lacks their weights, which would be omitted silently."""
     nn = sys.modules.get("tpde.nn")
     if nn is None or not hasattr(module, "named_modules"):
         return
@@ -73,15 +73,15 @@ def apply_(
     written: Callable[[Mapping[str, Any], list[Entry]], list[str]],
     again: Callable[[list[Any]], None],
 ) -> Outcome:
-    """Change tensors where they lie, or overwrite them from ``base``, and tell ``written`` whenever some may have been, which says
-    whom it has told, or ``again`` those when they are written once more."""
+    """Change tensors in place, or overwrite them from ``base``. Calls ``written`` whenever tensors may have been written; it returns
+    the names that it notified. Calls ``again`` with these tensors when they are written once more."""
     if mode not in ("all_checked", "chunk_by_chunk"):
-        raise Misuse(f"no mode {mode!r}: 'all_checked' and 'chunk_by_chunk' are known")
+        raise Misuse(f"unknown mode {mode!r}: expected 'all_checked' or 'chunk_by_chunk'")
     if not strict:
         refuse_rebuilt(target)
-    tensors = dict(state_of(target))  # of our own: others may change theirs while this works
+    tensors = dict(state_of(target))  # a copy: others may change their dict meanwhile
     path = path_of(base) if is_path(base) else None
-    kept = getattr(pair, "_pair", None)  # that of a DevicePair
+    kept = getattr(pair, "_pair", None)  # of a DevicePair
     bases_of = None if base is None or path is not None else state_of(base)
     if kept is not None and path is None:
         ready = pair._again(tensors, bases_of, mode if base is None else "out_of_place", strict)
@@ -92,7 +92,7 @@ def apply_(
     missing = [entry.name for entry in entries if entry.name not in tensors]
     if missing and strict:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise Misuse(f"the pair changes tensor {missing[0]!r}{more}, which is not there (strict=False leaves it)")
+        raise Misuse(f"the pair changes tensor {missing[0]!r}{more}, which is missing (strict=False skips it)")
     entries = [entry for entry in entries if entry.name in tensors]
     if not entries:
         return "nothing"
@@ -113,7 +113,7 @@ def apply_(
             with told(progress, "apply") as tell:
                 applied = opened.apply_in_place(found, mode == "all_checked", tell)
     except BaseException as error:
-        # Of our own errors, one alone comes after a write; anything else may have come at any time.
+        # Of this package's errors, only Poisoned comes after a write. Any other exception may come at any time.
         if isinstance(error, Poisoned) or not isinstance(error, TpdeError):
             written(tensors, entries)
         raise
@@ -127,7 +127,7 @@ def apply_(
 def _apply_again(
     pair: Any, ready: Any, tensors: Mapping[str, Any], again: Callable[[list[Any]], None], overwrites: bool, progress: Progress
 ) -> Outcome:
-    """The same as in the call before, which has looked at the tensors."""
+    """Repeats the previous call, which has checked the tensors."""
     pair._device.refuse_capture("applying a pair")
     told = [tensors[name] for name in ready.told]
     try:
@@ -150,11 +150,11 @@ def _apply_again(
 
 
 def _spoilt(error: TpdeError) -> Poisoned:
-    return Poisoned(f"the tensors are neither what they were nor the target now: {error}", written=[], total=0)
+    return Poisoned(f"the tensors are now neither unchanged nor the target: {error}", written=[], total=0)
 
 
 def _on(device: Any, pair: Any, opened: _tpde.Pair) -> Any:
-    """The pair, which has been opened, on this device."""
+    """The opened pair on this device."""
     from ._device import DevicePair
 
     if not isinstance(pair, DevicePair):
@@ -174,7 +174,7 @@ def _overwrite(
     where: Any,
     progress: Progress,
 ) -> Any:
-    """Rebuild tensors from a base elsewhere, whatever they hold; what a device has done that with."""
+    """Rebuild tensors from a base elsewhere, whatever they contain. Returns the application, on a device."""
     given = None
     if not is_path(base):
         given = bases(entries, state_of(base), where)

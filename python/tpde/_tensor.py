@@ -1,4 +1,4 @@
-"""What a tensor in memory is to the compiled half, whichever framework it comes from."""
+"""Descriptions of tensors in memory for the Rust half, independent of the framework."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from ._dtypes import VIEWS, byte_shape, is_packed, size
 from ._errors import OutOfMemory
 
-#: Name, dtype, dims, address, bytes, and what keeps the memory where it is.
+#: Name, dtype, dims, address, bytes, and an owner that keeps the memory in place.
 Memory = tuple[str, str, list[int], int, int, Any]
 
 
@@ -21,6 +21,6 @@ def as_expected(name: str, dtype: str, shape: list[int], expected: tuple[str, li
 
 
 def no_memory(name: str, dtype: str, shape: list[int]) -> OutOfMemory:
-    """There is none."""
+    """The error for a failed allocation."""
     needed = size(dtype, shape)
     return OutOfMemory(f"no memory for tensor {name!r} of {dtype} {shape}, {needed} bytes", tensor=name, bytes=needed)

@@ -1,4 +1,4 @@
-"""Tensors of PyTorch's. Their bytes are reached by address: every dtype alike, with nothing that an exchange protocol lacks."""
+"""PyTorch tensors. Their bytes are accessed by address, which works for every dtype, unlike exchange protocols."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _NAMES = {own: name for name, own in _DTYPES.items()}
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of tensors; ``torch.uint8`` for those that PyTorch lacks."""
+    """The PyTorch dtype; ``torch.uint8`` if PyTorch lacks it."""
     return _DTYPES.get(name, torch.uint8)
 
 
 def check_device(device: Any) -> torch.device:
-    """The device, if tensors on it can be read and written; one of CUDA with its number."""
+    """Checks that tensors on the device can be read and written. Returns the device, with an index if it is a CUDA device."""
     try:
         wanted: torch.device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise DeviceUnavailable(f"no device {device!r}: {error}", device=str(device)) from error
     if wanted.type == "cpu":
         return wanted
-    why = "only the CPU and CUDA devices are worked on"
+    why = "only the CPU and CUDA devices are supported"
     if wanted.type == "cuda":
         try:
             if torch.cuda.is_available():
                 number = torch.cuda.current_device() if wanted.index is None else wanted.index
                 if number < torch.cuda.device_count():
                     return torch.device("cuda", number)
-                why = f"PyTorch shows {torch.cuda.device_count()} CUDA devices"
+                why = f"PyTorch finds {torch.cuda.device_count()} CUDA devices"
             else:
-                why = "PyTorch shows no CUDA device"
+                why = "PyTorch finds no CUDA device"
         except RuntimeError as error:  # in a process forked from one that had used it, for example
             raise DeviceUnavailable(f"PyTorch cannot use {wanted}: {error}", device=str(wanted)) from error
     raise DeviceUnavailable(f"tensors on {wanted} cannot be read or written: {why}", device=str(wanted))
@@ -50,7 +50,7 @@ def check_device(device: Any) -> torch.device:
 def describe(
     name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | None = None, device: Any = "cpu"
 ) -> Memory:
-    """A tensor that PyTorch has made, looked at; on this device."""
+    """Checks and describes a tensor on this device."""
     without_memory = f"tensor {name!r} is a {type(tensor).__name__} on {tensor.device} without memory of its own"
     if tensor.device.type == "meta" or is_traceable_wrapper_subclass(tensor):
         raise Misuse(without_memory)
@@ -63,7 +63,7 @@ def describe(
             raise DeviceUnavailable(message, device=str(tensor.device))
         raise Misuse(f"tensor {name!r} is on {tensor.device}, others are on {device}: one call for each device (strict=False)")
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise Misuse(f"tensor {name!r} is sparse or quantized: give the tensors that it is made of")
+        raise Misuse(f"tensor {name!r} is sparse or quantized: pass its component tensors")
     dtype = _NAMES.get(tensor.dtype)
     if dtype is None:
         raise Misuse(f"tensor {name!r} has dtype {tensor.dtype}, which cannot be in a checkpoint")
@@ -71,27 +71,27 @@ def describe(
         layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
         raise NotContiguous(f"tensor {name!r} is not contiguous ({layout})", tensor=name)
     if tensor.is_conj() or tensor.is_neg():
-        raise Misuse(f"tensor {name!r} is conjugated or negated lazily: resolve_conj and resolve_neg make it what it seems")
+        raise Misuse(f"tensor {name!r} is conjugated or negated lazily: call resolve_conj and resolve_neg first")
     shape: list[int] = [*tensor.shape]
-    if dtype == "F4":  # two elements in each that PyTorch counts
+    if dtype == "F4":  # PyTorch counts pairs of elements
         shape = [*shape[:-1], 2 * shape[-1]] if shape else [2]
     dtype, shape = as_expected(name, dtype, shape, expected)
     bytes = tensor.numel() * tensor.element_size()
     try:
         storage = tensor.untyped_storage()
-        # A fake tensor has a storage elsewhere; a sharding library may have taken a storage's memory away.
+        # A fake tensor has its storage on another device. Sharding libraries may free the memory of a storage.
         needed = tensor.storage_offset() * tensor.element_size() + bytes
         if bytes and (storage.device != tensor.device or storage.nbytes() < needed):
             raise Misuse(without_memory)
         address = tensor.data_ptr()
     except RuntimeError as error:
         raise Misuse(without_memory) from error
-    # The storage too: `tensor.data = other` would take it away.
+    # Keep the storage too: `tensor.data = other` would release it.
     return name, dtype, shape, address, bytes, (tensor, storage)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-#: Bytes of an element, of dtypes whose tensors are just that: nothing is packed, or conjugated lazily.
+#: Bytes per element, of dtypes that are neither packed nor lazily conjugated.
 _SIZES = {name: own.itemsize for name, own in _DTYPES.items() if name != "F4" and not own.is_complex}
 _bytes = attrgetter("nbytes")
 _devices = attrgetter("device")
@@ -103,8 +103,8 @@ _shapes = attrgetter("shape")
 def describe_many(
     names: list[str], tensors: list[torch.Tensor], expected: list[tuple[str, list[int]]], device: Any
 ) -> list[Memory] | None:
-    """What :func:`describe` says of each, but for all at once, which takes a quarter of the time. ``None`` if it might have to
-    say more of one of them than what is expected."""
+    """As :func:`describe` for each, but in a quarter of the time. ``None`` if a tensor needs the detailed checks of
+    :func:`describe`."""
     try:
         return _described_together(names, tensors, expected, device)
     except RuntimeError:  # within torch.vmap, or of nested tensors, for example
@@ -138,8 +138,8 @@ def _described_together(
 
 
 def storages_of(values: list[Any]) -> list[int | None]:
-    """Where the storages of tensors begin, an address that is one device's alone; ``None`` for what is no tensor with one. Those
-    on the device ``meta`` begin at 0."""
+    """Start addresses of the tensors' storages, which are unique across devices; ``None`` for values without storage, or on the
+    device ``meta``."""
     if _PLAIN.issuperset(map(type, values)) and {torch.strided}.issuperset(map(_layouts, values)):
         try:
             return [begin or None for begin in map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, values))]
@@ -158,10 +158,10 @@ def _storage(tensor: Any) -> int | None:
 
 
 class Seen:
-    """The tensors of a state dict as they were once: whether they are still where and what they were.
+    """A snapshot of the tensors of a state dict, to detect changes of their memory or type.
 
-    It compares everything that :func:`describe` has looked at, which takes less time than to look at it again. An address alone
-    says too little: a storage that was made smaller may have come back to it.
+    It compares all properties that :func:`describe` checks, which is faster than checking them again. Comparing addresses alone
+    would not be enough: a storage may have been shrunk and reallocated at the same address.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
@@ -169,12 +169,12 @@ class Seen:
         self.looks = self._looks(list(tensors.values()))
 
     def same(self, tensors: Mapping[str, Any]) -> bool:
-        """Whether these are the same in all that they were looked at for."""
+        """Whether these tensors have the same properties."""
         return self.looks is not None and list(tensors) == self.names and self._looks(list(tensors.values())) == self.looks
 
     @staticmethod
     def _looks(tensors: list[Any]) -> tuple[list[Any], ...] | None:
-        """None if there are some among them that are not so simple."""
+        """The properties; ``None`` if a tensor is not a plain one."""
         if not _PLAIN.issuperset(map(type, tensors)):
             return None
         try:
@@ -198,7 +198,7 @@ class Seen:
 
 
 class Torch:
-    """Making tensors on a device."""
+    """Allocates tensors on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -216,10 +216,10 @@ class Torch:
         return tensor, (name, dtype, shape, tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)
 
     def contiguous(self, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
-        """The elements one after the other, in this shape, with memory for no more than them."""
+        """A contiguous copy of the elements, in this shape, in memory of exactly that size."""
         return tensor.reshape(shape).clone(memory_format=torch.contiguous_format)
 
 
 def values_of(raw: bytearray, dtype: str) -> torch.Tensor:
-    """The elements that lie in bytes."""
+    """The elements in a buffer."""
     return torch.frombuffer(raw, dtype=torch.uint8).view(dtype_of(dtype) if BITS[dtype] >= 8 else torch.uint8)

@@ -1,12 +1,12 @@
-"""Linear layers whose weights are rebuilt just before they are used.
+"""Linear layers whose weights are rebuilt just before use.
 
-:func:`attach` turns a model that has the base of a pair into one that has the target: the weights of its linear layers stay the
-base, shared and never copied, beside the compressed bytes of the pair; each is rebuilt when its layer is called, into scratch
-memory that all layers share, and is gone afterwards. Outputs are those of the plain target model, bit for bit. With a pair that
-needs no base, the compressed bytes are all that is kept of a weight.
+:func:`attach` turns a model that has the base of a pair into one that has the target: its linear layers keep the base
+weights, shared and never copied, and the compressed bytes of the pair. Each call of a layer rebuilds the target weight in scratch
+memory that all layers share. Outputs equal those of the plain target model, bit for bit. With a pair that needs no base, only the
+compressed bytes of a weight are kept.
 
-On a CUDA device payloads wait in pinned memory, or on the device; while a layer computes, the next one is copied and decoded on
-streams beside it. On the CPU all is done in turn. There are no gradients: call models under ``torch.no_grad()``.
+On a CUDA device, payloads are kept in pinned memory or on the device. While a layer computes, the next one is copied and decoded on
+side streams. On the CPU, all steps run in sequence. There are no gradients: call models under ``torch.no_grad()``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Payloads = Literal["pinned", "device"]
 
 
 class JITCompressedLinear(nn.Module):
-    """A linear layer that rebuilds its weight whenever it is called. :func:`attach` turns an ``nn.Linear`` into one.
+    """A linear layer that rebuilds its weight at every call. :func:`attach` turns an ``nn.Linear`` into one.
 
     ``y = x Wᵀ + b``, with ``W`` of shape ``(out_features, in_features)``: bit for bit what ``nn.Linear`` gives with the pair's
     target. The output is computed by the operator ``tpde::linear(x, bias, key, out_features, cast)``, which ``torch.compile``,
@@ -68,13 +68,13 @@ class JITCompressedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight, rebuilt in memory of its own."""
+        """The weight, rebuilt in new memory."""
         return self._weight.rebuilt()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x``: ``(…, in_features)``, of the weight's dtype and on its device. Gives ``(…, out_features)``."""
         cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-        if cast:  # as PyTorch does it for nn.Linear, said here for the operator's fake kernel
+        if cast:  # as PyTorch does for nn.Linear; explicit for the operator's fake kernel
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y: torch.Tensor = _operator.linear(x, self.bias, self.key, self.out_features, cast)
         return y
@@ -88,25 +88,25 @@ class JITCompressedLinear(nn.Module):
 
 
 def _convert(plain: nn.Linear, weight: Weight, bias: nn.Parameter | None) -> JITCompressedLinear:
-    """Turns a linear layer into one that rebuilds its weight. It stays the same object: its hooks and attributes stay, an own
-    ``forward`` of the instance too, and whoever refers to it has the target's layer."""
+    """Turns a linear layer into one that rebuilds its weight. It stays the same object, with its hooks, attributes and any ``forward``
+    of the instance, so all references to it see the target's layer."""
     layer: Any = plain
     layer.__class__ = JITCompressedLinear
     del layer._parameters["weight"]
     layer._weight, layer.bias = weight, bias
-    # No buffer: it stays on the CPU, where the operator reads it.
+    # Not a buffer, so that it stays on the CPU, where the operator reads it.
     layer.key = torch.tensor(weight.key, dtype=torch.int64, device="cpu")
     made: JITCompressedLinear = layer
     return made
 
 
 class Attached:
-    """What :func:`attach` has done to a model.
+    """The result of :func:`attach`.
 
     Attributes:
         layers: The layers that rebuild their weights, by their names in the model.
-        dense: Names of the pair's tensors that are in the model as they are: not weights of linear layers alone, left out by
-            ``only``, or of a codec that the device does not decode alone. Tensors that the pair does not change are not listed.
+        dense: Names of the pair's tensors that were rebuilt once and stay dense: not only weights of linear layers, excluded by
+            ``only``, or of a codec that the device cannot decode by itself. Without tensors that the pair does not change.
         stored_bytes: Compressed bytes that are kept for the layers.
     """
 
@@ -119,8 +119,8 @@ class Attached:
         self._failures = Failures() if failures is None else failures
 
     def check(self) -> None:
-        """Waits for all rebuilding that was queued on CUDA devices, and raises what was wrong with weights of this model: the first
-        fault that no call has raised yet; or that of the last replay of a graph.
+        """Waits for all queued decoding on CUDA devices, and raises the first error of this model's weights that was not raised yet, or
+        an error of the last replay of a graph.
 
         Raises:
             Invalid: Naming tensor and chunk. Outputs since then are not those of the target.
@@ -133,8 +133,8 @@ class Attached:
         Graph.check(self._on_device())
 
     def release(self) -> None:
-        """Gives the scratch memory back that layers share on CUDA devices, two weights and two payloads a stream, to PyTorch's
-        allocator. The next call takes it again. Worth it once a CUDA graph is captured, or before: a graph has its own, of its pool.
+        """Returns the scratch memory that layers share on CUDA devices, two weights and two payloads per stream, to PyTorch's allocator.
+        The next call allocates it again. Useful before or after capturing a CUDA graph, which has its own memory.
 
         Raises:
             Invalid: As :meth:`check`, if something was wrong with what was queued.
@@ -161,7 +161,7 @@ def attach(
     check: bool = True,
     progress: Progress = None,
 ) -> Attached:
-    """Turn a model that has the base of ``pair`` into one that gives the target's outputs, its linear weights rebuilt just in
+    """Turn a model that has the base of ``pair`` into one that gives the target's outputs, with linear weights rebuilt just in
     time.
 
     Layers of class ``nn.Linear`` whose weight the pair changes become :class:`JITCompressedLinear`. They stay the same objects,
@@ -196,14 +196,14 @@ def attach(
         DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with the device.
     """
     if not callable(payloads) and payloads not in ("pinned", "device"):
-        raise Misuse(f"no place {payloads!r} for payloads: 'pinned' and 'device' are known")
+        raise Misuse(f"unknown payloads={payloads!r}: expected 'pinned' or 'device'")
     found = _Model(model)
     wanted = None if device is None else check_device(device)
     attaching = _Attaching(found, pair, payloads, progress)
     weights: dict[str, Weight] = {}
     dense: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        # First what takes memory of the device while it is rebuilt.
+        # Dense tensors first: rebuilding them takes temporary device memory.
         for names in sorted(found.groups, key=found.is_linear):
             entry = attaching.entry(names)
             tensor = found.tensors[names[0]]
@@ -224,7 +224,7 @@ def attach(
                 dense.update(dict.fromkeys(names, tensor.detach().to(where)))
     kept = {weight.handle: attaching.stored(weight) for weight in weights.values()}
     rebuilt = [name for name in dense if (entry := attaching.entries.get(name)) and (entry.changes or not entry.is_same)]
-    # Nothing was changed so far, whatever was raised; and no program has found a weight that is refused.
+    # Up to here nothing was changed, and programs cannot find weights that may still be refused.
     for found_by_programs in weights.values():
         found_by_programs.register()
     made: dict[int, nn.Parameter] = {}
@@ -235,7 +235,7 @@ def attach(
 
 
 class _Model:
-    """The tensors of a model by all of their names, and where they are set."""
+    """The tensors of a model by all of their names, and the modules that own them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -244,7 +244,7 @@ class _Model:
         groups: dict[int, list[str]] = {}
         for name, tensor in self.tensors.items():
             groups.setdefault(id(tensor), []).append(name)
-        #: Names that are the same tensor.
+        #: Groups of names of the same tensor.
         self.groups = list(groups.values())
 
     def is_linear(self, names: list[str]) -> bool:
@@ -253,7 +253,7 @@ class _Model:
         return all(last == "weight" and type(self.modules[first]) is nn.Linear for first, _, last in split)
 
     def set(self, name: str, tensor: torch.Tensor, made: dict[int, nn.Parameter]) -> None:
-        """Puts a tensor in the place of another, as the same kind; tied ones stay tied."""
+        """Replaces a tensor by one of the same kind. Tied tensors stay tied."""
         first, _, last = name.rpartition(".")
         old = self.tensors[name]
         new: torch.Tensor = tensor
@@ -264,7 +264,7 @@ class _Model:
         setattr(self.modules[first], last, new)
 
     def convert(self, weights: Mapping[str, Weight]) -> dict[str, JITCompressedLinear]:
-        """Has linear layers rebuild their weights, each once, whatever it is called."""
+        """Converts linear layers, each once, whatever its names."""
         layers: dict[str, JITCompressedLinear] = {}
         biases: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         for name, weight in weights.items():
@@ -273,7 +273,7 @@ class _Model:
             if not isinstance(layer, JITCompressedLinear):
                 bias: Any = layer.bias
                 if bias is not None:
-                    # In a parameter of its own: other models may train the one that was there.
+                    # A new parameter: other models may train the original one.
                     own = nn.Parameter(bias.detach(), requires_grad=False)
                     _, bias = biases.setdefault(id(bias), (bias, own))
                 layer = _convert(layer, weight, bias)
@@ -282,7 +282,7 @@ class _Model:
 
 
 class _Attaching:
-    """A pair and what has been made of it, by device."""
+    """State of an attachment: the pair, and its copies on devices."""
 
     def __init__(
         self, model: _Model, pair: StrPath | DevicePair, payloads: Payloads | Callable[[str], Payloads], progress: Progress
@@ -300,7 +300,7 @@ class _Attaching:
             raise Misuse(f"the pair changes tensor {missing[0]!r}, which is not in the model")
 
     def entry(self, names: list[str]) -> Entry | None:
-        """What the pair says of a tensor that has these names."""
+        """The pair's entry for the tensor with these names."""
         entries = [self.entries[name] for name in names if name in self.entries]
         for other in entries[1:]:
             if not self.pair.is_same(entries[0].name, other.name):
@@ -338,15 +338,15 @@ class _Attaching:
             return None
         if device.type == "cpu":
             weight = HostWeight(self.pair, entry, base, self.failures)
-            weight.base_memory()  # looked at
+            weight.base_memory()  # checks the base
             return weight
         on_device = self.on_device(device)
-        place = on_device._raw.payloads(entry.name)
-        if place is None:
+        span = on_device._raw.payloads(entry.name)
+        if span is None:
             return None
         if base is not None and base.device.type == "cpu" and not base.is_pinned():
             base = base.detach().pin_memory()
-        start, end = place
+        start, end = span
         if on_device._blob is not None:
             return DeviceWeight(on_device, entry, base, on_device._blob, 0, self.failures)
         stays = self.payloads(entry.name) if callable(self.payloads) else self.payloads

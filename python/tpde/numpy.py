@@ -1,7 +1,7 @@
 """Pairs and dicts of NumPy arrays, with the names of ``safetensors.numpy``.
 
-Dtypes that NumPy lacks (BF16, F8) are those of ml_dtypes where it is installed, else unsigned integers as wide with the same
-bits; F4 and F6 are ``uint8``. What is read and written in place may be such a view in either case.
+Dtypes that NumPy lacks (BF16, F8) are those of ml_dtypes if it is installed, otherwise unsigned integers of the same width with the
+same bits; F4 and F6 are ``uint8``. Arrays that are passed in may be such views in either case.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def apply_(
     strict: bool = True,
     progress: Progress = None,
 ) -> Outcome:
-    """Turn base arrays into target arrays where they lie. As :func:`tpde.torch.apply_`; read-only arrays are refused."""
+    """Turn base arrays into target arrays in place. As :func:`tpde.torch.apply_`; read-only arrays are refused."""
     return _state.apply_(
         tensors, pair, mode=mode, strict=strict, progress=progress, written=lambda *_: [], again=lambda _: None
     )
