@@ -1,7 +1,7 @@
-//! BLAKE3 of tensors, formed chunk by chunk (spec section 7).
+//! BLAKE3 of tensors, computed chunk by chunk (spec section 7).
 //!
-//! BLAKE3 is a tree: a chunk of lanes is a power of two of at least 4 KiB, hence a subtree, so that threads can hash a tensor's
-//! chunks in any order and the result is the plain hash of the tensor.
+//! BLAKE3 is a tree. A chunk of lanes is a power of two of at least 4 KiB, hence a subtree. So threads can hash the chunks of a
+//! tensor in any order, and the combined result is the plain hash of the tensor.
 
 #![forbid(unsafe_code)]
 
@@ -13,7 +13,7 @@ use crate::format::DIGEST_SIZE;
 /// Input below this many bytes is hashed by one thread.
 const PARALLEL: usize = 1 << 20;
 
-/// The hash of bytes in memory, by all threads where it pays.
+/// The hash of bytes in memory, on all threads if they are large.
 pub(crate) fn of(bytes: &[u8]) -> Hash {
     let mut hasher = Hasher::new();
     if bytes.len() < PARALLEL {
@@ -24,14 +24,14 @@ pub(crate) fn of(bytes: &[u8]) -> Hash {
     hasher.finalize()
 }
 
-/// BLAKE3-128 of the spec.
+/// BLAKE3-128 as defined by the spec.
 pub(crate) fn short(hash: &Hash) -> [u8; DIGEST_SIZE] {
     *hash.as_bytes().first_chunk().unwrap_or(&[0; DIGEST_SIZE])
 }
 
-/// The hash of one piece of a whole: final if the piece is the whole, else a chaining value for [`combine`].
+/// The hash of one piece of a whole: the final hash if the piece is the whole, otherwise a chaining value for [`combine`].
 ///
-/// All pieces but the last are equally long, a power of two of at least 1 KiB.
+/// All pieces except the last have the same length, a power of two of at least 1 KiB.
 #[derive(Clone)]
 pub(crate) struct PieceHasher {
     hasher: Hasher,
@@ -57,14 +57,14 @@ impl PieceHasher {
     }
 }
 
-/// [`PieceHasher`] for a piece that is at hand whole.
+/// As [`PieceHasher`], for a piece in memory.
 pub(crate) fn of_piece(bytes: &[u8], offset: u64, whole: u64) -> [u8; 32] {
     let mut hasher = PieceHasher::new(offset, whole);
     hasher.update(bytes);
     hasher.finish()
 }
 
-/// The hash of the whole from those of its pieces, in order.
+/// The hash of the whole from the hashes of its pieces, in order.
 pub(crate) fn combine(pieces: &[[u8; 32]]) -> Hash {
     match pieces {
         [] => blake3::hash(&[]),
@@ -91,7 +91,7 @@ fn subtree(pieces: &[[u8; 32]]) -> [u8; 32] {
     }
 }
 
-/// The root over a list of tensors: BLAKE3 of their hashes one after the other, zeros for a missing one.
+/// The root over a list of tensors: BLAKE3 of their concatenated hashes, with zeros for a missing one.
 #[derive(Default)]
 pub(crate) struct Root(Hasher);
 

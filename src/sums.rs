@@ -7,7 +7,7 @@ use crate::lane::Lane;
 use zerocopy::FromBytes;
 use zerocopy::little_endian::U32;
 
-/// Words of a row: within a row the weight is `Q`, between rows `P`.
+/// Words per row. The weight of a word is P[row] · Q[column].
 pub(crate) const ROW: usize = 1024;
 
 const fn mix(x: u64) -> u64 {
@@ -37,16 +37,16 @@ pub(crate) static Q: [u32; ROW] = {
     table
 };
 
-/// The sum of a chunk's lanes, given as the bytes in memory: at most 4 MiB, or the weights would repeat.
+/// The sum of a chunk's lanes, passed as bytes: at most 4 MiB, because the weights repeat beyond.
 ///
-/// Cost: one multiplication for each 4 bytes, at about the speed of the second-level cache.
+/// Cost: one multiplication per 4 bytes, at about the speed of the L2 cache.
 pub fn chunk_sum(lanes: &[u8]) -> u64 {
     let mut sum = ChunkSum::default();
     sum.add(lanes);
     sum.value
 }
 
-/// A chunk sum that is formed block by block, while the lanes are in the cache for something else.
+/// A chunk sum computed block by block, so that lanes are in the cache for other work too.
 #[derive(Default)]
 pub(crate) struct ChunkSum {
     pub value: u64,
@@ -54,7 +54,7 @@ pub(crate) struct ChunkSum {
 }
 
 impl ChunkSum {
-    /// Bytes of which every block but the last must be a multiple.
+    /// Every block except the last must be a multiple of this many bytes.
     pub const BLOCK: usize = 4 * ROW;
 
     /// Adds the next block.
@@ -62,13 +62,13 @@ impl ChunkSum {
         self.add_rows(lanes.chunks(Self::BLOCK), inner_sum);
     }
 
-    /// Adds the next block, of `size` bytes, whose part of the sum is known.
+    /// Adds the next block, of `size` bytes, with a known contribution to the sum.
     pub fn add_known(&mut self, size: usize, part: u64) {
         self.value = self.value.wrapping_add(part);
         self.row += size.div_ceil(Self::BLOCK);
     }
 
-    /// Copies the next block from `lanes` to `out`, which is as long, and adds it on the way.
+    /// Copies the next block from `lanes` to `out`, of equal length, and adds it.
     pub fn copy(&mut self, lanes: &[u8], out: &mut [u8]) {
         self.add_rows(
             lanes.chunks(Self::BLOCK).zip(out.chunks_mut(Self::BLOCK)),
@@ -110,7 +110,7 @@ fn inner_sum(row: &[u8]) -> u64 {
     sum.wrapping_add(tail_sum(tail, words.len()))
 }
 
-/// [`inner_sum`] of a row that is copied: one pass, because memory and arithmetic then overlap.
+/// As [`inner_sum`], and copies the row. One pass, so that memory access and arithmetic overlap.
 #[inline(always)]
 fn copy_and_sum(row: &[u8], out: &mut [u8]) -> u64 {
     let (words, tail) = words_of(row);
@@ -141,7 +141,7 @@ fn tail_sum(tail: &[u8], at: usize) -> u64 {
     term(u32::from_le_bytes(last), Q[at])
 }
 
-/// What the sum of a chunk grows by when lane `position` changes from `old` to `new`.
+/// Change of the chunk sum when lane `position` changes from `old` to `new`.
 #[inline(always)]
 pub(crate) fn lane_term<L: Lane>(position: usize, old: L, new: L) -> u64 {
     let byte = position * L::BYTES;
@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn known_values() {
-        // Computed apart from this code, from the formula of section 6.1.
+        // Computed independently, from the formula of section 6.1.
         assert_eq!(mix(0), 0xE220_A839_7B1D_CDAF);
         assert_eq!(chunk_sum(&[]), 0);
         assert_eq!(chunk_sum(&[0; 4099]), 0);
@@ -232,7 +232,7 @@ mod tests {
             prop_assert_eq!(chunk_sum(&lanes) == before, lanes[a] == lanes[b]);
         }
 
-        /// Affine weights would let sign flips at the corners of a parallelogram cancel.
+        /// With affine weights, sign flips at the corners of a parallelogram would cancel.
         #[test]
         fn sees_sign_flips_at_regular_distances(start in 0usize..5_000, step in 1usize..2_000, far in 1usize..2_000) {
             let mut words = vec![0u16; 20_000];

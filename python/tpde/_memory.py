@@ -25,7 +25,7 @@ def is_torch(value: Any) -> bool:
 def describe(
     name: str, value: Any, expected: tuple[str, list[int]] | None = None, *, writable: bool = False, device: Any = "cpu"
 ) -> Memory:
-    """A tensor of either kind, on this device. ``expected``, dtype and shape, distinguishes integers from an integer view of another dtype."""
+    """A tensor of either kind, on this device. ``expected``, dtype and shape, tells integers from an integer view."""
     try:
         if is_torch(value):
             from . import _torch_memory

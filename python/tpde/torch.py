@@ -1,14 +1,14 @@
 """Pairs and PyTorch: state dicts, live parameters, and streams of weights for inference engines.
 
-Tensors are on the CPU or on CUDA devices. There pairs are decoded by kernels, on PyTorch's current stream, in memory of its
-allocator: beside the tensors, the compressed bytes and at most 64 MiB. Calls return when their outcome is known;
-:class:`DevicePair` keeps ready what is used again.
+Tensors are on the CPU or on CUDA devices. On CUDA devices, kernels decode pairs on PyTorch's current stream. Besides the tensors,
+this takes memory for the compressed bytes and at most 64 MiB, from PyTorch's allocator. Calls return when their outcome is known.
+:class:`DevicePair` keeps a pair on the device for repeated use.
 
-What is checked: everywhere the CRC of each payload and the sums of each chunk. They find accidents: random damage passes the CRC
-with a probability of 2^-32, and random changes of the result pass the target sum with one of about 2^-64, or 2^-32 at worst. They
-do not find forgery: a blob can be changed to give other weights under the same index and the same signed pair digest. Only digests detect that, and they are
-compared on the CPU alone. For a pair whose author is not trusted, call :func:`tpde.verify` with ``base`` before it is used on a
-CUDA device.
+What is checked: everywhere the CRC of each payload and the sums of each chunk. They find accidents. Random damage passes the CRC with
+probability 2^-32, and random changes of the result pass the target sum with probability about 2^-64, or 2^-32 at worst. They do not
+find forgery: a blob can be changed to give other weights under the same index and the same signed pair digest. Only digests detect
+that, and they are compared on the CPU only. If the author of a pair is not trusted, call :func:`tpde.verify` with ``base`` before it
+is used on a CUDA device.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def apply_(
 
 
 def _tell_autograd(tensors: Mapping[str, Any], entries: list[Entry]) -> list[str]:
-    """Raises the versions of all tensors that show memory which the pair changes, those under other names too; their names."""
+    """Increments the versions of all tensors whose memory the pair changes, including other names of it. Returns their names."""
     storages = dict(zip(tensors, storages_of(list(tensors.values()))))
     changed = {storages[entry.name] for entry in entries if entry.changes or entry.base_kind == "none"} - {None}
     # Tensors made in inference mode have no versions.
@@ -163,7 +163,7 @@ def _tell_autograd(tensors: Mapping[str, Any], entries: list[Entry]) -> list[str
 
 
 def _tell_again(tensors: list[Any]) -> None:
-    """Raises the versions of tensors that were found to need it, each once."""
+    """Increments the versions of these tensors, each once."""
     tensors = list({id(tensor): tensor for tensor in tensors}.values())
     try:
         torch.autograd.graph.increment_version(tensors)
@@ -221,7 +221,7 @@ def iter_patches(
 ) -> Iterator[CheckpointWeightPatch]:
     """What the pair changes, tensor by tensor, as patches of new values at flat indices.
 
-    A patch is dense (``indices`` is ``None``) where a sparse one cannot say it: for tensors without a base of their shape, for
+    A patch is dense (``indices`` is ``None``) where a sparse one is not possible: for tensors without a base of their shape, for
     dtypes that are not floating, and for new values that are NaN, which vLLM takes for 'unchanged'. vLLM loads dense and sparse
     patches in calls apart: ``kind`` selects. Tensors that do not change have no patch.
 
@@ -236,7 +236,7 @@ def iter_patches(
         As :func:`load_file`.
     """
     if kind not in ("all", "sparse", "dense"):
-        raise Misuse(f"no kind {kind!r} of patches: 'all', 'sparse' and 'dense' are known")
+        raise Misuse(f"unknown kind {kind!r} of patches: expected 'all', 'sparse' or 'dense'")
     reader = Reader(pair, base, "pt", device)
     for entry in reader.entries.values():
         if entry.is_same and not entry.changes:
@@ -265,12 +265,12 @@ def _sparse(reader: Reader, entry: Entry) -> CheckpointWeightPatch | None:
     return CheckpointWeightPatch(entry.name, tuple(entry.shape), dtype, values, indices)
 
 
-#: Integers as wide as an element of so many bytes.
+#: Integer dtypes by element size in bytes.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _sparse_on_device(reader: Reader, entry: Entry) -> CheckpointWeightPatch | None:
-    """The same where the base is on a device: the whole tensor is rebuilt beside it and compared."""
+    """The same with the base on a device: rebuilds the whole tensor and compares it with the base."""
     tensor = reader.read([entry.name])[entry.name].view(-1)
     base = (reader.tensors or {})[entry.base_name].detach().view(-1)
     as_integers = _INTEGERS[tensor.element_size()]

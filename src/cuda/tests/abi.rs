@@ -1,4 +1,4 @@
-//! What the device makes of the structs that it shares with the host.
+//! The layout of shared structs, as the device sees them.
 
 use super::super::abi::{self, DeviceTensor, Launch, mode};
 use crate::format::{ChunkMetadata, ChunkSums, ConditionedHeader};

@@ -1,4 +1,4 @@
-//! Launches that follow others: what is left of an earlier one, or of a later one that began too early, must not be taken for theirs.
+//! Consecutive launches: leftovers of an earlier launch, or of a later one that starts too early, must not affect a launch.
 
 use super::super::{Application, ApplyPlan, Binding, DeviceIndex, DeviceSlice, Mode, Payloads, Pending};
 use super::asynchronous::{Ending, spin, spinner};
@@ -15,10 +15,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 const ROUTES: [Route; 3] = [Route::Host, Route::Pinned, Route::Device];
-/// So few that each chunk is a slice.
+/// Small, so that each chunk is a slice.
 const SLICE: u64 = 200;
 
-/// The rule that was broken, also where some of the tensor was written.
+/// The violated rule, also if some of the tensor was written.
 fn rule_of(outcome: Result<()>) -> Option<Rule> {
     match outcome.unwrap_err() {
         Error::Poisoned { source, .. } => source.rule(),
@@ -39,7 +39,7 @@ fn a_launch_after_a_refused_one_starts_anew() {
                 let stream = device.stream().unwrap();
                 let payloads = payloads(device, &sample.pair, route);
                 let application = prepare_in_slices(&index, &laid.bindings, mode, payloads, SLICE).unwrap();
-                // The last chunk has another base: what comes before it is right.
+                // The last chunk has a wrong base; the chunks before it are correct.
                 laid.spoil(device, 0);
                 let outcome = application.launch(&stream).unwrap().wait();
                 assert_eq!(rule_of(outcome), Some(Rule::ChunkBaseSum), "{codec} {mode:?} {route:?}");
@@ -68,7 +68,7 @@ fn a_launch_that_ends_early_names_the_chunks_that_it_did_not_come_to() {
         source.1.store(3, Ordering::Relaxed);
         let pending = application.launch(&stream).unwrap();
         let bad = pending.bad_chunks().unwrap();
-        // A slice has a chunk or two.
+        // A slice has one or two chunks.
         assert!(bad.len() < chunks.len() && bad.len() + 6 >= chunks.len(), "{mode:?}: {bad:?}");
         assert!(bad.iter().all(|bad| bad.rule.is_none()), "{mode:?}: {bad:?}");
         let right: Vec<u32> = (0..chunks.len() as u32).filter(|chunk| bad.iter().all(|bad| bad.chunk != *chunk)).collect();
@@ -91,7 +91,7 @@ fn a_launch_that_ends_early_names_the_chunks_that_it_did_not_come_to() {
                 assert!(found == if is_written { target } else { base }, "{mode:?}, chunk {n}");
             }
         }
-        // And all again, when it can be read again.
+        // It works again once the source can be read again.
         source.1.store(u32::MAX, Ordering::Relaxed);
         let outcome = application.launch(&stream).unwrap().wait();
         if mode == Mode::InPlace(InPlace::ChunkByChunk) {
@@ -123,7 +123,7 @@ fn launches_of_an_application_follow_each_other_whatever_their_streams() {
             first.wait().unwrap();
             match mode {
                 Mode::OutOfPlace => outcome.unwrap(),
-                // The base was the target by then.
+                // By then the base had become the target.
                 Mode::InPlace(_) => assert_eq!(rule_of(outcome), Some(Rule::ChunkBaseSum), "{mode:?}, seed {seed}"),
             }
             drop(drawing);
@@ -132,7 +132,7 @@ fn launches_of_an_application_follow_each_other_whatever_their_streams() {
     }
 }
 
-/// A source of one thing, then of another.
+/// A source whose content changes.
 struct Turning<'a>(&'a Vec<u8>, AtomicBool);
 
 impl Source for Turning<'_> {
@@ -197,8 +197,8 @@ fn memory_given_for_payloads_is_not_filled_while_a_launch_reads_it() {
     sample.assert_done(device, &mut laid);
 }
 
-/// What is queued for a busy stream, and the streams beside it, hold up nobody else, where each stream has a channel to the device:
-/// `CUDA_DEVICE_MAX_CONNECTIONS` is 32 for that, see `scripts/gpu-check`.
+/// Work queued for a busy stream, and its side streams, does not block other streams, if each stream has its own channel to the
+/// device: `CUDA_DEVICE_MAX_CONNECTIONS` is 32 for that, see `scripts/gpu-check`.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn applications_on_other_streams_do_not_wait_for_a_busy_one() {
@@ -213,12 +213,12 @@ fn applications_on_other_streams_do_not_wait_for_a_busy_one() {
             let payloads = Payloads::Host(sample.pair.blob());
             prepare_in_slices(&index, &both[n].bindings, mode, payloads, SLICE).unwrap().launch(stream).unwrap()
         };
-        // Pinning memory waits for all that a device does, and is done when it is first wanted.
+        // Pinning memory waits for all work of the device, and happens at its first use.
         let before = [launch(0, &busy), launch(1, &free)];
         before.into_iter().for_each(|pending| pending.wait().unwrap());
         both.iter().for_each(|laid| laid.restore(device));
         spin(device, spinning, &busy);
-        // Streams beside it are given back while they wait.
+        // Its side streams are returned while they wait.
         drop(launch(0, &busy));
         let end = busy.record().unwrap();
         launch(1, &free).wait().unwrap();
@@ -228,18 +228,18 @@ fn applications_on_other_streams_do_not_wait_for_a_busy_one() {
     }
 }
 
-/// A launch of a random program, and what must come of it.
+/// A launch of a random program, and its expected outcome.
 struct Job {
     told: String,
     pending: Pending,
     result: DeviceSlice,
-    /// The base, if it is not the one of the pair.
+    /// The base, if it is not that of the pair.
     spoiled: Option<Vec<u8>>,
     mode: Mode,
 }
 
-/// Programs of several applications and copies on a few streams, all of it queued before anything is waited for, and dropped at
-/// once.
+/// Random programs of several applications and copies on a few streams. Everything is queued before anything is waited for, and
+/// dropped at once.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn work_is_done_in_the_order_in_which_it_was_queued() {
@@ -276,7 +276,7 @@ fn work_is_done_in_the_order_in_which_it_was_queued() {
             let payloads = payloads(device, &sample.pair, route);
             let mut pinned = device.pinned(base.len()).unwrap();
             pinned.copy_from_slice(&base);
-            // What is never launched goes at once.
+            // An application that is never launched is freed at once.
             drop(DeviceIndex::upload(device, sample.pair.index()).unwrap());
             drop(prepare_in_slices(&index, std::slice::from_ref(&binding), mode, payloads.clone(), slice).unwrap());
             let application = prepare_in_slices(&index, &[binding], mode, payloads, slice).unwrap();
@@ -284,7 +284,7 @@ fn work_is_done_in_the_order_in_which_it_was_queued() {
                 stream.fill(&output, 0xA5).unwrap();
             }
             stream.copy_in(&kept, &Arc::new(pinned)).unwrap();
-            // Memory that is free too early would be this.
+            // Memory that was freed too early would be reused here.
             device.pinned(base.len()).unwrap().fill(0xEE);
             stream.copy(&work, &kept).unwrap();
             drop((work, kept));

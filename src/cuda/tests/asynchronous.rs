@@ -17,7 +17,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// Waits for so many nanoseconds. On the stand-in, until somebody waits for it.
+/// Spins for a number of nanoseconds; on the stand-in, until a call waits for it.
 const SPIN: &str = "
 .version 8.0
 .target sm_80
@@ -40,7 +40,7 @@ const LONG: Duration = Duration::from_millis(200);
 
 pub fn spinner(device: &Device) -> Kernel {
     let cx = device.inner.context.enter().unwrap();
-    // The module stays loaded: the tests end with it.
+    // The module stays loaded until the tests end.
     Kernel::load(&cx, SPIN, "spin", 1, 0).unwrap().0
 }
 
@@ -88,7 +88,7 @@ impl Sample {
     }
 }
 
-/// A source that can be read so many times more.
+/// A source that fails after a number of reads.
 pub struct Ending<'a>(pub &'a Vec<u8>, pub AtomicU32);
 
 impl Source for Ending<'_> {
@@ -121,7 +121,7 @@ fn calls_return_while_the_stream_is_busy() {
                 }
                 let payloads = payloads(device, &sample.pair, route);
                 let stream = device.stream().unwrap();
-                // Once before, so that pinned memory and scratch memory are there; the second time counts.
+                // A first run allocates pinned memory and scratch memory; the second run counts.
                 for turn in 0..2 {
                     let mut laid = sample.laid(device, mode);
                     spin(device, spinning, &stream);
@@ -129,7 +129,7 @@ fn calls_return_while_the_stream_is_busy() {
                     let application = prepare_in_slices(&index, &laid.bindings, mode, payloads.clone(), slice).unwrap();
                     let pending = application.launch(&stream).unwrap();
                     let took = start.elapsed();
-                    // The stand-in spins until somebody waits for it: what is done then was waited for.
+                    // The stand-in spins until a call waits for it: if it has ended now, something waited.
                     if turn == 1 && !stand_in::is_used() {
                         assert!(took < LONG / 2, "{codec} {mode:?} {route:?}: {took:?}");
                         longest = longest.max(took);
@@ -146,7 +146,7 @@ fn calls_return_while_the_stream_is_busy() {
     eprintln!("calls returned after at most {longest:?} while their stream was busy for {LONG:?}");
 }
 
-/// Everything is dropped while it is in use, also after an error half-way.
+/// Drops everything while it is in use, also after an error half-way.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn memory_is_kept_until_the_stream_has_passed() {
@@ -160,7 +160,7 @@ fn memory_is_kept_until_the_stream_has_passed() {
             let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
             spin(device, spinning, &stream);
             for route in [Route::Pinned, Route::Device, Route::Host] {
-                // The first turns the base into the target; the others then find another base, and no fault.
+                // The first turns the base into the target; the others then find a wrong base.
                 let payloads = payloads(device, &sample.pair, route);
                 drop(prepare_in_slices(&index, &laid.bindings, mode, payloads, slice).unwrap().launch(&stream).unwrap());
             }
@@ -168,7 +168,7 @@ fn memory_is_kept_until_the_stream_has_passed() {
             let pending =
                 prepare_in_slices(&index, &laid.bindings, mode, Payloads::Host(&failing), slice).unwrap().launch(&stream).unwrap();
             drop(index);
-            // Memory that was freed too early would be given to these, and overwritten.
+            // Memory that was freed too early would be reused by these allocations, and overwritten.
             for _ in 0..20 {
                 let slice = device.alloc(200_000).unwrap();
                 device.write(&slice, &[0xEE; 200_000]).unwrap();
@@ -214,7 +214,7 @@ fn a_graph_replays_an_application() {
                     check(calls::cuStreamSynchronize(stream.raw()), "wait").unwrap();
                 }
                 match (turn, mode) {
-                    // In place, the second run finds the target where the base was.
+                    // In place, the second run finds the target instead of the base.
                     (1, Mode::InPlace(_)) => {
                         let error = captured.check().unwrap_err();
                         assert!(error.rule().is_some(), "{error}");
@@ -269,7 +269,7 @@ fn a_graph_is_known_by_its_capture_and_until_it_is_destroyed() {
                 assert!(!watched.is_destroyed());
                 calls::cuGraphExecDestroy(instance);
             }
-            // A thread of the driver's may be the one that says so.
+            // A thread of the driver may set the flag.
             let begin = std::time::Instant::now();
             while !watched.is_destroyed() && begin.elapsed().as_secs() < 10 {
                 std::thread::yield_now();
@@ -283,7 +283,7 @@ fn a_graph_is_known_by_its_capture_and_until_it_is_destroyed() {
     eprintln!("captures have ids, and graphs say when they are gone");
 }
 
-/// The caller's current context is what it was, whichever it was; and streams of callers serve, the default one too.
+/// The caller's current context is unchanged, whichever it was. Streams of callers work, including the default stream.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn contexts_of_callers_stay_current() {
@@ -326,7 +326,7 @@ fn contexts_of_callers_stay_current() {
     assert_eq!(current(), other);
     // SAFETY: nobody uses it.
     check(unsafe { calls::cuCtxDestroy_v2(other) }, "destroy a context").unwrap();
-    // Several devices, where there are several.
+    // Several devices, if there are several.
     for ordinal in 1..Device::count().unwrap() {
         let device = Device::open(ordinal).unwrap();
         let index = DeviceIndex::upload(&device, sample.pair.index()).unwrap();
@@ -380,7 +380,7 @@ fn memory_that_overlaps_is_refused_and_the_same_twice_is_decoded_once() {
     let mut found = vec![0; bytes as usize];
     device.read(&at(0), &mut found).unwrap();
     assert!(found == sample.target[0]);
-    // Once more: that base is the target already.
+    // Again: the base already is the target.
     let again = prepare(&index, &twice[..1], Mode::InPlace(InPlace::AllChecked), blob()).unwrap().launch(&stream).unwrap().wait();
     assert_eq!(again.unwrap_err().rule(), Some(crate::error::Rule::ChunkBaseSum));
     eprintln!("overlaps are refused");

@@ -7,7 +7,7 @@ use super::vectors::MODES;
 use crate::lane::Dtype;
 use crate::{Codec, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo, encode_to_memory};
 
-/// Numbers that look random and are the same every time.
+/// Deterministic pseudo-random numbers.
 pub struct Random(pub u64);
 
 impl Random {
@@ -48,7 +48,7 @@ fn every_codec_dtype_mode_and_density() {
     let (mut runs, mut tensors) = (0, 0);
     for codec in [Codec::Raw, Codec::Zstd, Codec::Conditioned] {
         for &dtype in dtypes {
-            // One pair holds tensors of all densities, and of sizes on both sides of chunks and tiles.
+            // One pair has tensors of all densities, and of sizes around those of chunks and tiles.
             let mut data = Vec::new();
             let random = &mut Random(u64::from(dtype.code()) + 77);
             for (n, rarity) in [1, 2, 10, 100, 5000, u64::MAX].into_iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Memory of a caller's: all that an index and an application work in, and payloads of single tensors.
+//! Memory of the caller: for an index and an application, and payloads of single tensors.
 
 use super::super::{Application, ApplyPlan, Device, DeviceIndex, DeviceSlice, Mode, Payloads};
 use super::generated::{Random, lanes};
@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::lane::Dtype;
 use crate::{Codec, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo, encode_to_memory};
 
-/// A pair with what it is of, by place.
+/// A pair with its base and target tensors, by index.
 struct Made {
     infos: Vec<TensorInfo>,
     base: Vec<Vec<u8>>,
@@ -44,7 +44,7 @@ fn checkpoint_of<'a>(infos: &[TensorInfo], data: &'a [Vec<u8>]) -> MemoryCheckpo
     MemoryCheckpoint::new(infos.iter().cloned().zip(data.iter().map(|d| &d[..]))).unwrap()
 }
 
-/// As much memory as that, which holds something else.
+/// Memory of that size, filled with other data.
 fn given(device: &Device, bytes: u64) -> DeviceSlice {
     let memory = device.alloc(bytes).unwrap();
     device.write(&memory, &vec![0xEE; bytes as usize]).unwrap();
@@ -75,7 +75,7 @@ fn all_is_done_in_memory_that_was_given() {
                 for (place, found) in laid.outputs(device) {
                     assert!(found == made.target[place], "{mode:?} {route:?}");
                 }
-                // What lies behind is as it was.
+                // Memory behind it is unchanged.
                 let mut behind = vec![0; 256];
                 device.read(&memory.slice(bytes, 256).unwrap(), &mut behind).unwrap();
                 assert!(behind.iter().all(|byte| *byte == 0xEE), "{mode:?} {route:?}");
@@ -86,7 +86,7 @@ fn all_is_done_in_memory_that_was_given() {
     eprintln!("{count} applications");
 }
 
-/// Bound anew it works in other memory, and again and again with payloads through the same staging memory.
+/// After a rebind, the application works in other memory, repeatedly, with payloads through the same staging memory.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn what_is_bound_anew_works_elsewhere() {

@@ -1,5 +1,5 @@
-//! Payloads of strangers behind right CRCs: a device says of each what the processor says, and writes nothing that it should
-//! not.
+//! Hostile payloads with correct CRCs: the device gives the same verdict as the processor, and writes nothing outside of the
+//! output.
 
 use super::super::{Device, DeviceIndex, Mode};
 use super::cases::hostile::{Hostile, conditioned, raw};
@@ -51,7 +51,7 @@ fn pair_of(cases: &[Hostile]) -> Pair<Vec<u8>> {
     finished.into_pair().unwrap()
 }
 
-/// Runs a batch in a mode, and compares every verdict and every output; what is not as it should be goes to `wrong`.
+/// Runs a batch in a mode, and compares every verdict and every output. Differences are appended to `wrong`.
 fn compare(device: &Device, cases: &[Hostile], mode: Mode, route: Route, skew: usize, wrong: &mut Vec<String>) -> usize {
     let pair = pair_of(cases);
     let infos = cases.iter().enumerate().map(|(n, Hostile { case, .. })| {
@@ -101,7 +101,7 @@ fn run(name: &str, make: fn(&mut Random, usize) -> Hostile, batches: usize) {
         let route = [Route::Device, Route::Pinned, Route::Host][batch % 3];
         let wrong = &mut wrong;
         refused += compare(device, &cases, Mode::OutOfPlace, route, batch, wrong);
-        // Once more for the modes in place, which share what decodes.
+        // Repeated for the modes in place, which share the decoder.
         compare(device, &cases, Mode::InPlace(InPlace::ChunkByChunk), route, batch + 1, wrong);
         compare(device, &cases, Mode::InPlace(InPlace::AllChecked), route, batch + 2, wrong);
         let right: Vec<_> = cases.into_iter().filter(|case| case.expected.is_ok()).collect();
@@ -130,7 +130,7 @@ fn hostile_payloads_of_codec_raw() {
     run("hostile payloads of codec raw", raw, 2);
 }
 
-/// What the tests on a device are given is worth it: an index takes it, and the processor refuses a good part.
+/// The cases are useful: the index accepts them, and the processor refuses many.
 #[test]
 fn cases_fit_an_index() {
     for make in [conditioned, raw] {

@@ -1,4 +1,4 @@
-//! Tensors laid out on a device between canaries, and compared with all that should be there afterwards.
+//! Tensors on a device, between canaries, compared with the expected content afterwards.
 
 use super::super::{Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, Mode, Payloads};
 use crate::checkpoint::Checkpoint;
@@ -10,7 +10,7 @@ use crate::reader::Pair;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What lies between tensors, and where nothing was written.
+/// Filler between tensors, and of unwritten memory.
 const CANARY: u8 = 0xC5;
 const POISON: u8 = 0xA5;
 
@@ -31,7 +31,7 @@ pub struct Laid {
 }
 
 impl Laid {
-    /// Lays out all tensors of a pair; `skew` moves them by so many lanes off an alignment of 16 bytes. In place, tensors that
+    /// Lays out all tensors of a pair. `skew` is their offset in lanes from an alignment of 16 bytes. In place, tensors that
     /// change their number of rows are left out.
     pub fn new(device: &Device, index: &ValidatedIndex, base: &dyn Checkpoint, in_place: bool, skew: usize) -> Self {
         let mut image = Vec::new();
@@ -72,7 +72,7 @@ impl Laid {
         Self { bindings, image, outputs: places.into_iter().map(|(.., output)| output).collect(), memory }
     }
 
-    /// The outputs as they are now, by place of their tensors, once canaries and bases have been found whole.
+    /// The current outputs, by tensor index, after checking canaries and bases.
     pub fn outputs(&mut self, device: &Device) -> Vec<(usize, Vec<u8>)> {
         let mut now = vec![0; self.image.len()];
         device.read(&self.memory, &mut now).unwrap();
@@ -96,12 +96,12 @@ impl Laid {
         device.write(&lane, &bytes).unwrap();
     }
 
-    /// Lays all out again as it was, or as it was when the outputs were looked at.
+    /// Restores the initial content, or the content when the outputs were last read.
     pub fn restore(&self, device: &Device) {
         device.write(&self.memory, &self.image).unwrap();
     }
 
-    /// Whether the outputs are as they were laid out.
+    /// Whether the outputs have their initial content.
     pub fn is_untouched(&self, device: &Device) -> bool {
         let mut now = vec![0; self.image.len()];
         device.read(&self.memory, &mut now).unwrap();
@@ -109,7 +109,7 @@ impl Laid {
     }
 }
 
-/// The blob of a pair, where the route wants it.
+/// The blob of a pair, where the route requires it.
 pub fn payloads<'a>(device: &Device, pair: &'a Pair<Vec<u8>>, route: Route) -> Payloads<'a> {
     match route {
         Route::Host => Payloads::Host(pair.blob()),
@@ -134,12 +134,12 @@ pub fn routes(index: &ValidatedIndex) -> &'static [Route] {
     }
 }
 
-/// An application in memory of the crate's.
+/// An application in memory of the crate.
 pub fn prepare<'a>(index: &DeviceIndex, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>) -> Result<Application<'a>> {
     Application::prepare(ApplyPlan::new(index, tensors, mode, payloads)?)
 }
 
-/// The same, with payloads in slices of about so many bytes.
+/// The same, with payloads in slices of about `slice_bytes` bytes.
 pub fn prepare_in_slices<'a>(
     index: &DeviceIndex,
     tensors: &[Binding],
@@ -150,7 +150,7 @@ pub fn prepare_in_slices<'a>(
     Application::prepare(ApplyPlan::in_slices(index, tensors, mode, payloads, slice_bytes)?)
 }
 
-/// Applies all of a pair, and gives back what it wrote.
+/// Applies a pair, and returns the outputs.
 pub fn apply(
     device: &Device,
     index: &DeviceIndex,
@@ -162,7 +162,7 @@ pub fn apply(
 ) -> (Result<()>, Vec<(usize, Vec<u8>)>) {
     let mut laid = Laid::new(device, pair.index(), base, mode != Mode::OutOfPlace, skew);
     let stream = device.stream().unwrap();
-    // Slices of a few payloads, so that there are several.
+    // Small, so that there are several slices.
     let slice = if skew.is_multiple_of(2) { 4096 } else { 1 << 20 };
     let outcome = prepare_in_slices(index, &laid.bindings, mode, payloads(device, pair, route), slice)
         .and_then(|application| application.launch(&stream)?.wait());

@@ -1,5 +1,5 @@
-//! Tests on a device. Without one they are ignored; `scripts/gpu-check` runs them where there is one, and `stand_in` runs them
-//! anywhere on a driver without a device.
+//! Tests on a device. They are ignored by default. `scripts/gpu-check` runs them on a machine with a device, and `stand_in`
+//! anywhere, on a driver without a device.
 
 mod abi;
 mod again;
@@ -20,7 +20,7 @@ use super::Device;
 use crate::Error;
 use std::sync::OnceLock;
 
-/// The device that tests share.
+/// The device, shared by all tests.
 fn device() -> &'static Device {
     static DEVICE: OnceLock<Device> = OnceLock::new();
     DEVICE.get_or_init(|| Device::open(0).unwrap_or_else(|e| panic!("this test needs a CUDA device: {e}")))
@@ -34,8 +34,8 @@ fn no_device_is_an_error_that_says_so() {
     }
 }
 
-/// Tests that need a device are ignored, because where one is there, `scripts/gpu-check` runs them. With `TPDE_GPU=1` a machine
-/// without one fails here.
+/// Tests that need a device are ignored by default; `scripts/gpu-check` runs them. With `TPDE_GPU=1` this test fails on a machine
+/// without a device.
 #[test]
 fn a_device_that_is_promised_is_there() {
     match Device::open(0) {

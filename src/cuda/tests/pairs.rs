@@ -1,4 +1,4 @@
-//! Real checkpoints, where `TPDE_PAIRS` names a folder of them: pairs and what they are made from, side by side.
+//! Real checkpoints, if `TPDE_PAIRS` names a folder of pairs with their bases and targets.
 
 use super::super::DeviceIndex;
 use super::laid::{apply, routes};

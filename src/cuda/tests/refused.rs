@@ -1,5 +1,5 @@
-//! A driver that refuses a call, sources that panic, and calls that are refused: what was queued before must not reach memory that
-//! was freed, and what comes after must be right.
+//! Failing driver calls, panicking sources and refused calls: work queued before must not access freed memory, and later work
+//! must be correct.
 
 use super::super::runtime::calls;
 use super::super::runtime::driver::check;
@@ -18,7 +18,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A tensor of some chunks.
+/// A tensor of several chunks.
 pub struct Sample {
     pub base: Vec<u8>,
     pub target: Vec<u8>,
@@ -52,8 +52,8 @@ fn checkpoint(lanes: &[u8]) -> MemoryCheckpoint<'_> {
     MemoryCheckpoint::new([(info, lanes)]).unwrap()
 }
 
-/// Lets memory be freed, then all that was queued run: the stand-in ends the process if that uses such memory, and on a device it
-/// would be given to these allocations, and overwritten.
+/// Frees memory, then lets all queued work run. The stand-in ends the process if that work uses the memory; on a device the
+/// memory is reused by these allocations, and overwritten.
 fn take_memory(device: &Device, stream: &Stream) {
     {
         let cx = device.inner.context.enter().unwrap();
@@ -67,7 +67,7 @@ fn take_memory(device: &Device, stream: &Stream) {
     }
 }
 
-/// A source that panics once, when it has been read before.
+/// A source that panics once, on its second read.
 struct Panicking<'a> {
     blob: &'a Vec<u8>,
     was_read: AtomicBool,
@@ -109,7 +109,7 @@ fn a_source_that_panics_leaves_the_application_usable() {
     }
 }
 
-/// Whatever call of the driver fails, and however much was queued before it.
+/// Any call of the driver fails, after any amount of queued work.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn whatever_call_the_driver_refuses_no_memory_is_freed_too_early() {
@@ -132,7 +132,7 @@ fn whatever_call_the_driver_refuses_no_memory_is_freed_too_early() {
                 break;
             }
             refused += 1;
-            // A call of which nobody needs the outcome may be refused: to free memory, for example.
+            // Errors of some calls are ignored, for example of freeing memory.
             assert!(matches!(outcome, Ok(()) | Err(Error::Device { .. })), "{outcome:?}");
             take_memory(device, &stream);
         }
@@ -182,7 +182,7 @@ fn copies_that_overlap_or_are_captured_are_refused() {
         check(calls::cuStreamEndCapture(stream.raw(), &mut graph), "end a capture").unwrap();
         calls::cuGraphDestroy(graph);
     }
-    // Memory of the device opened anew is freed in an order that this one is no part of.
+    // A reopened device frees memory in an order that does not include this stream.
     let other = Device::open(0).unwrap().alloc(100).unwrap();
     assert!(matches!(stream.copy(&at(0, 100), &other), Err(Error::Misuse(_))));
     assert!(matches!(stream.fill(&other, 1), Err(Error::Misuse(_))));

@@ -1,22 +1,23 @@
-//! The tests that need a device, on a driver without one (`kernels/emulator/driver.cpp`): the host half of `cuda/`, with the
-//! kernels run by the emulator.
+//! Runs the tests that need a device on a stand-in for the driver (`kernels/emulator/driver.cpp`): they test the host half of
+//! `cuda/`, with kernels run by the emulator.
 //!
-//! Streams of the stand-in make progress in an order that events allow. Each order finds other faults. *late* runs only what a call
-//! waits for: a missing wait shows. *early* runs each operation as soon as it may run: memory that is written or freed too early
-//! shows. The third does so for all streams but the copy stream: memory that is freed before it was copied shows.
+//! Streams of the stand-in make progress in an order that events allow. Each order finds different bugs. *late* runs only what a
+//! call waits for, which exposes a missing wait. *early* runs each operation as soon as possible, which exposes memory that is
+//! written or freed too early. The third order does so for all streams except the copy stream, which exposes memory that is freed
+//! before it was copied.
 
 use super::emulated::emulator;
 use std::process::Command;
 
-/// Whether this process runs on the stand-in, which is slow: tests have less to do then.
+/// Whether this process runs on the stand-in, which is slow: tests are smaller then.
 pub fn is_used() -> bool {
     std::env::var_os("TPDE_STAND_IN").is_some()
 }
 
-/// Gives the stand-in of nvCOMP what expands frames.
+/// Sets the decoder of the stand-in for nvCOMP.
 pub fn expand_frames() {
     extern "C" fn expand(frame: *const u8, size: usize, content: *mut u8, room: usize) -> i64 {
-        // SAFETY: the stand-in says where the frame lies and the room for its content, which are memory of this process.
+        // SAFETY: the stand-in passes the frame and the memory for its content, which belong to this process.
         let (frame, content) = unsafe { (std::slice::from_raw_parts(frame, size), std::slice::from_raw_parts_mut(content, room)) };
         let expanded = zstd::zstd_safe::DCtx::create().decompress(content, frame);
         expanded.map_or(-1, |size| size as i64)
@@ -36,21 +37,20 @@ pub enum Refusal {
     Queueing = 1,
 }
 
-/// Has the driver refuse calls after so many that it may refuse, or none from here on. Whether it has refused one since this was
-/// called last.
+/// Makes the driver refuse calls after `calls` more of that kind, or stop refusing. Returns whether it has refused one since the
+/// last request.
 pub fn refuse(calls: Option<(Refusal, u32)>) -> bool {
     let (kind, calls) = calls.map_or((0, 0), |(refusal, calls)| (refusal as u32, calls));
     // SAFETY: the library is the stand-in, whose function has this type.
     unsafe { driver().get::<unsafe extern "C" fn(u32, i64) -> i32>(b"stand_in_refuses").unwrap()(kind, calls.into()) != 0 }
 }
 
-/// Whether tests that draw orders themselves are to run: in one of the orders that this process is started in.
+/// Whether to run tests that select random orders themselves: in only one of the orders.
 pub fn draws() -> bool {
     std::env::var_os("TPDE_STAND_IN").is_some_and(|order| order == "late")
 }
 
-/// Has all streams make progress in an order that follows from the seed, until the result is dropped. Nothing on a device, which has
-/// an order of its own.
+/// Makes all streams progress in a random order from the seed, until the result is dropped. No effect on a device.
 pub fn draw(seed: u64) -> Drawing {
     if is_used() {
         set_order(seed);
@@ -79,10 +79,10 @@ fn driver() -> libloading::Library {
     unsafe { libloading::Library::new("libcuda.so.1").unwrap() }
 }
 
-/// Runs the tests that need a device, but for those with `skipped` in their names; `least` of them pass.
+/// Runs the tests that need a device, except those with `skipped` in their names. At least `least` must pass.
 fn run(order: &str, skipped: &[&str], least: u32) {
     emulator::build("driver");
-    // Tests that are ignored for want of a compiler need no device; this one would call itself.
+    // Tests that are ignored without a compiler need no device; this one would call itself.
     let skipped = skipped.iter().chain(&["::stand_in::", "::emulated::"]).flat_map(|name| ["--skip", name]);
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--ignored", "cuda::tests::", "--test-threads", "1"])
@@ -102,7 +102,7 @@ fn run(order: &str, skipped: &[&str], least: u32) {
     std::fs::write(emulator::folder().join(format!("stand-in.{order}")), counts).unwrap();
 }
 
-/// Tests of what kernels make of payloads, which no order changes; and one that needs checkpoints.
+/// Tests of kernels alone, which do not depend on the order, and one that needs checkpoints.
 const ABOUT_KERNELS: [&str; 4] = ["::vectors::", "::hostile::", "::generated::", "::pairs::"];
 
 #[test]

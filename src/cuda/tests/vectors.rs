@@ -12,7 +12,7 @@ use std::path::PathBuf;
 pub const MODES: [Mode; 3] = [Mode::OutOfPlace, Mode::InPlace(InPlace::AllChecked), Mode::InPlace(InPlace::ChunkByChunk)];
 
 fn folder() -> PathBuf {
-    // A test that was built elsewhere finds them where it is run.
+    // The path is resolved at run time, for tests that were built elsewhere.
     let here = PathBuf::from("testdata/v1");
     if here.exists() { here } else { PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata/v1") }
 }
@@ -60,7 +60,7 @@ fn valid_vectors_decode_to_the_bytes_of_the_manifest() {
     eprintln!("{} valid vectors right in {runs} runs", vectors.len());
 }
 
-/// What reading a vector on the device ends in: as the test of the vectors on the processor does.
+/// The outcome of reading a vector on the device, as in the test of the vectors on the processor.
 fn read(device: &Device, vector: &Value) -> Result<()> {
     let (pair, base) = open(vector)?;
     let nothing = MemoryCheckpoint::default();
@@ -108,7 +108,7 @@ fn invalid_vectors_are_refused_with_the_rule_that_they_break() {
     eprintln!("{} invalid vectors refused, {by_device} of them by the device", vectors.len());
 }
 
-/// In place, the invalid vectors whose payloads are bad leave everything as it was; chunk by chunk, what was written is named.
+/// In place, invalid payloads leave everything unchanged; chunk by chunk, the error lists the written chunks.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn invalid_vectors_in_place() {

@@ -1,4 +1,4 @@
-//! Chunks with one fault each, and the rule that it breaks.
+//! Chunks with one fault each, and the violated rule.
 
 use super::writer::{Plan, random_set, tile, write};
 use super::{Case, Random, random_lanes};
@@ -8,14 +8,14 @@ use crate::error::Rule;
 use crate::lane::{Dtype, Lane, lanes_of_mut, with_lane};
 use std::cell::RefCell;
 
-/// A chunk, and the rule that it breaks, if it breaks one.
+/// A chunk, and the rule that it violates, if any.
 pub struct Fault {
     pub name: String,
     pub case: Case,
     pub rule: Option<Rule>,
 }
 
-/// All of them.
+/// All faults.
 pub fn all() -> Vec<Fault> {
     [
         one_at_a_time(),
@@ -31,7 +31,7 @@ pub fn all() -> Vec<Fault> {
     .collect()
 }
 
-/// A chunk with something of everything: 2,725 lanes in 22 blocks and 3 tiles, 5 contexts, 2 segments of 4 states.
+/// A chunk that uses all features: 2,725 lanes in 22 blocks and 3 tiles, 5 contexts, 2 segments of 4 states.
 fn rich(low_bits: u32) -> Case {
     let random = &mut Random(11);
     let dtype = Dtype::Bf16;
@@ -54,7 +54,7 @@ fn rich(low_bits: u32) -> Case {
     Case::new(dtype, Some(set), base, &target, payload)
 }
 
-/// A payload that breaks one rule.
+/// Payloads that violate one rule.
 fn one_at_a_time() -> Vec<Fault> {
     let faults = RefCell::new(Vec::new());
     for low_bits in [0, 3] {
@@ -75,7 +75,7 @@ fn one_at_a_time() -> Vec<Fault> {
         edit(&format!("byte {at} = {value}"), rule, low_bits, &|payload| payload[at] = value);
     };
     let word = |payload: &[u8], at: usize| u32::from_le_bytes(payload[at..at + 4].try_into().unwrap());
-    // Where the parts of this payload are: header, maps of 3 bytes, activities of 3, positions, deltas, low bits, one size.
+    // Offsets of the parts of this payload: header, maps of 3 bytes, activities of 3, positions, deltas, low bits, one size.
     let listed = word(&rich(0).payload, 8) as usize;
     let positions = 16 + 6 + 3;
     let deltas = positions + 4 * listed;
@@ -127,7 +127,7 @@ fn one_at_a_time() -> Vec<Fault> {
     faults.into_inner()
 }
 
-/// One class for all lanes, and none of the choices.
+/// One class for all lanes, and no optional features.
 fn plain(maps: Vec<Vec<u8>>) -> Plan {
     Plan {
         low_bits: 0,
@@ -144,19 +144,19 @@ fn plain(maps: Vec<Vec<u8>>) -> Plan {
     }
 }
 
-/// Coded lanes that are listed too, one in turn: those of whole steps, and those of the shorter ones that end tiles.
+/// Coded lanes that also have an exception, one per case: in whole steps, and in the shorter steps that end tiles.
 fn changed_twice() -> Vec<Fault> {
     let (dtype, lanes) = (Dtype::Bf16, 1300);
     let (base, target) = random_lanes(&mut Random(1), dtype, lanes, 1);
     let set = random_set(&mut Random(2), 1, 16, true);
-    // Two contexts of three are coded, so that tiles do not end with whole steps.
+    // Two of three contexts are coded, so that tiles end with partial steps.
     let maps = vec![(0..64).map(|context| u8::from(context % 3 != 0)).collect()];
     let fault = |lane| {
         let plan = Plan { clash: Some(lane), ..plain(maps.clone()) };
         let payload = write(dtype, &plan, &set, &base, &target);
         let mut case = Case::new(dtype, Some(set.clone()), base.clone(), &target, payload);
         case.num_deltas += 1;
-        // A lane that was not coded is listed already, and then it is the number of changes that is wrong.
+        // A lane that was not coded already has an exception; then the number of changes is wrong.
         Fault { name: format!("lane {lane} changed twice"), rule: case.decode().err(), case }
     };
     (0..lanes).step_by(23).chain(lanes - 20..lanes).map(fault).collect()
@@ -185,14 +185,14 @@ fn values_that_do_not_fit() -> Vec<Fault> {
     faults
 }
 
-/// A value that does not fit in one tile of several, with right ones behind it, however segments are shared among warps.
+/// A value that does not fit in one of several tiles, followed by valid values, for all ways of sharing segments among warps.
 fn values_that_do_not_fit_in_any_tile() -> Vec<Fault> {
     let mut faults = Vec::new();
-    // Whole tiles with and without a base, and tiles that go lane by lane.
+    // Complete tiles with and without a base, and tiles of the general path.
     for (dtype, low_bits) in
         [(Dtype::Bf16, 8), (Dtype::Bf16, 5), (Dtype::F32, 12), (Dtype::Bf16, 0), (Dtype::F32, 0), (Dtype::I16, 0)]
     {
-        // A warp has several tiles of one segment, or of its own.
+        // A warp has several tiles of a shared segment, or of its own.
         for (segments_log2, tiles) in [(0u8, 17), (3, 24), (4, 48)] {
             let random = &mut Random(u64::from(low_bits) + 100 * u64::from(segments_log2));
             let bits = 8 * dtype.lane_bytes() as u32 - low_bits;
@@ -201,14 +201,14 @@ fn values_that_do_not_fit_in_any_tile() -> Vec<Fault> {
             if low_bits == 0 {
                 base.iter_mut().for_each(|byte| *byte = random.bits() as u8);
             }
-            // The only values but 0 and 1, so that no other tile has extra bits.
+            // All other values are 0 or 1, so that no other tile has extra bits.
             let mut class = vec![0u16; tokens_within(bits) + 1];
             class[0] = 4094;
             class[1] = 1;
             class[tokens_within(bits)] = 1;
             let set = TableSet::new(&[class]);
             for at in [0, tiles / 2, tiles - 1] {
-                // The lane beside it changes: nothing else is wrong.
+                // The adjacent lane changes; nothing else is wrong.
                 let lane = at * tile(dtype) + 77;
                 let mut target = base.clone();
                 with_lane!(dtype.lane_bytes(), L => {
@@ -228,8 +228,8 @@ fn values_that_do_not_fit_in_any_tile() -> Vec<Fault> {
     faults
 }
 
-/// As many changes as a list has room for to the byte, and more than the record says: nothing is written behind a list, whose
-/// neighbour is another chunk's.
+/// Exactly as many changes as fit in a list, and more than the record states: nothing may be written behind a list, where another
+/// chunk's list follows.
 fn full_lists() -> Vec<Fault> {
     let mut faults = Vec::new();
     for (dtype, room) in [(Dtype::F8E4m3, 256usize), (Dtype::Bf16, 128), (Dtype::F32, 32)] {
@@ -256,8 +256,8 @@ fn full_lists() -> Vec<Fault> {
     faults
 }
 
-/// Low bits without a stream behind them, which end with the payload or a few bytes before: they are read by the word, but no word
-/// lies past the padding.
+/// Low bits at the end of the payload, or a few bytes before it: they are read word by word, but no word may lie past the
+/// padding.
 fn low_bits_at_the_end() -> Vec<Fault> {
     let mut faults = Vec::new();
     for (dtype, low_bits) in [(Dtype::Bf16, 3), (Dtype::Bf16, 8), (Dtype::Bf16, 16), (Dtype::F32, 9), (Dtype::F32, 32)] {
@@ -297,7 +297,7 @@ fn nothing_coded() -> Vec<Fault> {
     faults
 }
 
-/// The processor refuses each under its rule.
+/// The processor refuses each with its rule.
 #[test]
 fn each_breaks_its_rule() {
     for Fault { name, case, rule } in all() {

@@ -1,14 +1,14 @@
-//! Chunks of strangers: payloads of every shape, and parts of them anything, behind right CRCs.
+//! Hostile chunks: payloads of every shape with arbitrary parts and correct CRCs.
 
 use super::shapes::{Shape, case_of};
 use super::{Case, Random, random_lanes};
 use crate::codec::Codec;
 use crate::error::Rule;
 
-/// A chunk with a payload that may be anything, and what the processor makes of it.
+/// A chunk with an arbitrary payload, and the verdict of the processor.
 pub struct Hostile {
     pub case: Case,
-    /// What lies in the blob where it is not the payload whose CRC the record has.
+    /// The bytes in the blob, if they differ from the payload with the record's CRC.
     pub stored: Option<Vec<u8>>,
     pub expected: Result<Vec<u8>, Rule>,
 }
@@ -22,7 +22,7 @@ pub fn conditioned(random: &mut Random, most: usize) -> Hostile {
     match random.below(16) {
         0 | 1 => {
             for _ in 0..1 + random.below(3) {
-                // Half of them where the small parts are.
+                // Half of them in the small parts.
                 let end = if random.once_in(2) { size.min(64) } else { size };
                 case.payload[random.below(end)] ^= 1 << random.below(8);
             }
@@ -58,7 +58,7 @@ pub fn conditioned(random: &mut Random, most: usize) -> Hostile {
     case.num_deltas = case.num_deltas.min(case.lanes as u32);
     let expanded = case.lanes * case.dtype.lane_bytes();
     if case.payload.len() > expanded + expanded / 64 + 64 {
-        // What the index refuses does not come to a kernel.
+        // Chunks that the index refuses never reach a kernel.
         return conditioned(random, most);
     }
     case.sign();

@@ -1,4 +1,4 @@
-//! Chunks for kernels, right and wrong, and what the processor's decoder makes of them.
+//! Valid and invalid chunks for kernels, and the verdict of the processor's decoder.
 
 pub mod faults;
 pub mod hostile;
@@ -11,7 +11,7 @@ use crate::error::Rule;
 use crate::lane::{Dtype, Lane, lanes_of_mut, with_lane};
 use crate::sums::chunk_sum;
 
-/// Numbers that look random and are the same every time.
+/// Deterministic pseudo-random numbers.
 pub struct Random(pub u64);
 
 impl Random {
@@ -32,17 +32,17 @@ impl Random {
     }
 }
 
-/// A chunk, right or wrong.
+/// A chunk, valid or invalid.
 #[derive(Clone)]
 pub struct Case {
     pub codec: Codec,
     pub dtype: Dtype,
     pub lanes: usize,
     pub set: Option<TableSet>,
-    /// The base's lanes, which may be fewer; then zeros follow.
+    /// The base lanes; missing ones are zero.
     pub base: Vec<u8>,
     pub payload: Vec<u8>,
-    /// What follows the payload up to a multiple of 16 bytes.
+    /// The padding byte after the payload.
     pub padding: u8,
     pub uncompressed_size: u32,
     pub num_deltas: u32,
@@ -52,7 +52,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// A chunk of codec `conditioned` whose record and sums are right.
+    /// A chunk of codec `conditioned` with correct record and sums.
     pub fn new(dtype: Dtype, set: Option<TableSet>, base: Vec<u8>, target: &[u8], payload: Vec<u8>) -> Self {
         let width = dtype.lane_bytes();
         let mut all_base = base.clone();
@@ -75,7 +75,7 @@ impl Case {
         case
     }
 
-    /// The chunk as the encoder would store it, with tables made for it if they are wanted.
+    /// The chunk as the encoder stores it, with tables made for it if requested.
     pub fn encoded(codec: Codec, dtype: Dtype, low_bits: u32, base: Vec<u8>, target: &[u8]) -> Self {
         let mut trainer = Trainer::default();
         trainer.add(&Sample::gather(dtype, low_bits, &base, target));
@@ -93,7 +93,7 @@ impl Case {
         case
     }
 
-    /// Makes the record's CRC that of the payload.
+    /// Sets the record's CRC to that of the payload.
     pub fn sign(&mut self) {
         self.crc32 = crc32fast::hash(&self.payload);
     }
@@ -104,7 +104,7 @@ impl Case {
         base
     }
 
-    /// What the decoder of the crate makes of it, in the order of section 13, steps 8 to 11.
+    /// Decodes it with the crate's decoder, in the order of section 13, steps 8 to 11.
     pub fn decode(&self) -> Result<Vec<u8>, Rule> {
         let rule = |broken: bool, rule: Rule| if broken { Err(rule) } else { Ok(()) };
         let mut lanes = self.all_base_lanes();
@@ -126,14 +126,14 @@ impl Case {
     }
 }
 
-/// Whether verdicts agree, as far as a payload that breaks several rules allows.
+/// Whether verdicts agree, given that a payload may violate several rules.
 pub fn is_same_kind(expected: Option<Rule>, found: Option<Rule>) -> bool {
     // The sizes of all segments are checked first; the decoder may have found a fault in an earlier segment.
     let early = found == Some(Rule::PayloadSize) && expected.map(kind) == Some(kind(Rule::PayloadStream));
     early || expected.map(kind) == found.map(kind)
 }
 
-/// Rules that are checked at the same time. A payload that breaks several of a kind may be reported under any of them.
+/// Groups of rules that are checked together. A payload that violates several rules of a group may be reported with any of them.
 fn kind(rule: Rule) -> u8 {
     match rule {
         Rule::PayloadCrc32 => 0,
@@ -146,12 +146,12 @@ fn kind(rule: Rule) -> u8 {
     }
 }
 
-/// Base and target lanes: one lane in `rarity` changes, by a few units or by anything.
+/// Base and target lanes. One lane in `rarity` changes, by a few units or arbitrarily.
 pub fn random_lanes(random: &mut Random, dtype: Dtype, lanes: usize, rarity: usize) -> (Vec<u8>, Vec<u8>) {
     let width = dtype.lane_bytes();
     let bits = 8 * width as u32;
     let mut base = vec![0; lanes * width];
-    // Lanes of all magnitudes, as their contexts tell them apart.
+    // Lanes of all magnitudes, so that all contexts occur.
     base.chunks_mut(width).for_each(|lane| {
         let shift = if random.once_in(2) { random.below(bits as usize) as u32 } else { 0 };
         let value = (random.bits() >> (64 - bits) >> shift) ^ if random.once_in(2) { u64::MAX } else { 0 };

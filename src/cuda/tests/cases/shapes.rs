@@ -1,10 +1,10 @@
-//! Chunks of every shape that the format allows, from a few numbers.
+//! Chunks of every shape that the format allows, generated from a few numbers.
 
 use super::writer::{BLOCK, Plan, random_set, tile, write};
 use super::{Case, Random, random_lanes};
 use crate::lane::{Dtype, Lane, lanes_of_mut, with_lane};
 
-/// What shape a generated payload has; the rest comes from a seed.
+/// Shape of a generated payload. The rest is derived from a seed.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
     pub dtype: Dtype,
@@ -17,15 +17,15 @@ pub struct Shape {
     /// In 64ths of a lane's bits.
     pub low: u32,
     pub all_tokens: bool,
-    /// Whether a lane is changed and listed too.
+    /// Whether a lane has both a coded change and an exception.
     pub clash: bool,
     pub seed: u64,
 }
 
 impl Shape {
-    /// Any, of up to `most` lanes.
+    /// A random shape of up to `most` lanes.
     pub fn any(random: &mut Random, most: usize) -> Self {
-        // Packed dtypes fill whole bytes by twos and threes; their lanes are U8's. Those of C64 are F32's.
+        // Packed dtypes need multiples of two or three elements; their lanes are like U8's, those of C64 like F32's.
         let dtypes: Vec<_> =
             Dtype::ALL.iter().filter(|dtype| dtype.bits() != 6 && dtype.bits() != 4 && **dtype != Dtype::C64).collect();
         Self {
@@ -101,9 +101,9 @@ pub fn case_of(shape: Shape) -> Case {
     Case::new(dtype, Some(set), base, &target, payload)
 }
 
-/// A chunk of which all lanes of a block are coded, or none, so that steps are rows of lanes; `tiles` tiles and a bit. With low bits it
-/// has no base, and all lanes are coded. One lane in `rarity` changes; with more than 2, values have no extra bits. With low bits it is
-/// one lane in eight times as many whose value has some: not in every tile.
+/// A chunk of `tiles` tiles and a partial one. In each block all lanes are coded or none, so that steps are rows of lanes. One
+/// lane in `rarity` changes; if that is more than 2, values have no extra bits. With low bits it has no base, all lanes are
+/// coded, and one lane in 8 · `rarity` has extra bits, so not every tile does.
 pub fn rows_of(
     random: &mut Random,
     dtype: Dtype,

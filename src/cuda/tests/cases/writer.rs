@@ -1,4 +1,4 @@
-//! Payloads of codec `conditioned` in which every choice that the format leaves is the test's.
+//! A writer of payloads of codec `conditioned` whose caller makes every choice that the format allows.
 
 use super::Random;
 use crate::codec::TableSet;
@@ -7,10 +7,10 @@ use crate::format::ConditionedHeader;
 use crate::lane::{Context, Dtype, Lane, lanes_of, with_lane};
 use zerocopy::IntoBytes;
 
-/// Lanes of a block, which have one activity.
+/// Lanes per block, which share one activity.
 pub const BLOCK: usize = 128;
 
-/// Lanes of a tile.
+/// Lanes per tile.
 pub fn tile(dtype: Dtype) -> usize {
     match dtype.lane_bytes() {
         1 | 2 => 8 * BLOCK,
@@ -28,15 +28,15 @@ pub struct Plan {
     pub segments_log2: u8,
     pub activity_bits: u8,
     pub first_context: u16,
-    /// A map for each activity, all of the same size.
+    /// One map per activity, all of the same size.
     pub maps: Vec<Vec<u8>>,
-    /// Of each block.
+    /// Activity of each block.
     pub activities: Vec<u8>,
-    /// One change in so many is listed though it could be coded.
+    /// One change in this many is an exception although it could be coded.
     pub listed: usize,
-    /// A changed lane that is listed too, against the rules.
+    /// A changed lane that also has an exception, which is invalid.
     pub clash: Option<usize>,
-    /// A coded lane whose token stands for values that do not fit, against the rules. The stream has none of its extra bits.
+    /// A coded lane whose token has values that do not fit, which is invalid. The stream lacks its extra bits.
     pub too_large: Option<usize>,
 }
 
@@ -164,7 +164,7 @@ struct Symbol {
     value: u64,
 }
 
-/// The stream of the coded lanes of some tiles: the decoder's steps, undone from the last to the first.
+/// Encodes the stream of the coded lanes of some tiles: the decoder's steps, inverted from the last to the first.
 fn stream(tables: &[&[u16]], tiles: &[Vec<Symbol>], states: usize) -> Vec<u8> {
     let mut x = vec![1u32 << 16; states];
     let mut words = Vec::new();

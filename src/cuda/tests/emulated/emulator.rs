@@ -1,4 +1,4 @@
-//! Files of cases, and the program that runs kernels on them (`kernels/emulator`).
+//! Case files, and the program that runs kernels on them (`kernels/emulator`).
 
 use super::super::cases::Case;
 use crate::codec::Codec;
@@ -11,10 +11,10 @@ use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use zerocopy::IntoBytes;
 
-/// A chunk, what it should come to, and the status words that are right.
+/// A chunk, its expected target, and the correct status words.
 pub struct Chunk {
     pub case: Case,
-    /// The tensor's lanes before the chunk, and those of a whole chunk.
+    /// Lanes of the tensor before the chunk, and lanes of a full chunk.
     pub first_lane: u64,
     pub chunk_lanes: u64,
     pub expected: Result<Vec<u8>, Rule>,
@@ -22,14 +22,14 @@ pub struct Chunk {
 }
 
 impl Chunk {
-    /// A chunk that is its tensor.
+    /// A chunk that is a whole tensor.
     pub fn alone(case: Case, expected: Result<Vec<u8>, Rule>, right: fn(Option<Rule>, Option<Rule>) -> bool) -> Self {
         let chunk_lanes = case.lanes.next_power_of_two().max(4096) as u64;
         Self { case, first_lane: 0, chunk_lanes, expected, right }
     }
 }
 
-/// Cases for the emulator, as `kernels/emulator/README.md` says they lie in files.
+/// Cases for the emulator, in the format of `kernels/emulator/README.md`.
 #[derive(Default)]
 pub struct Cases {
     bytes: Vec<u8>,
@@ -98,7 +98,7 @@ impl Cases {
         self.run_saved(&file, "memory", arguments);
     }
 
-    /// The same, looking for races between threads.
+    /// The same, with race detection.
     pub fn find_races(&self, name: &str, arguments: &[&str]) {
         let file = self.save(name);
         self.run_saved(&file, "races", arguments);
@@ -119,7 +119,7 @@ impl Cases {
         let name = file.file_stem().unwrap().display();
         build(program);
         let program = folder().join(program);
-        // The sanitizer of threads may not know where a kernel with much randomisation puts things.
+        // The thread sanitizer does not support address space layout with much randomisation.
         let fixed = Command::new("setarch").args(["-R", "true"]).output().is_ok_and(|output| output.status.success());
         let before: &[&str] = if fixed { &["setarch", "-R"] } else { &["env"] };
         let output = Command::new(before[0]).args(&before[1..]).arg(program).args(arguments).arg(file).output().unwrap();
@@ -130,14 +130,14 @@ impl Cases {
     }
 }
 
-/// Where programs and cases lie, beside what cargo builds.
+/// The folder of programs and cases, in cargo's target folder.
 pub fn folder() -> PathBuf {
     std::env::current_exe().unwrap().ancestors().nth(3).unwrap().join("emulator")
 }
 
-/// Builds a program if its sources have changed. Tests that need it are ignored where there is no compiler of C++.
+/// Builds a program if its sources have changed. Tests that need it are ignored without a C++ compiler.
 pub fn build(program: &str) {
-    // One at a time: tests run side by side.
+    // One at a time: tests run in parallel.
     static BUILDING: Mutex<()> = Mutex::new(());
     let _building = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/emulator/build");

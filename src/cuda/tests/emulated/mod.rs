@@ -1,5 +1,5 @@
-//! The kernels' sources, compiled for the processor (`kernels/emulator`): in every mode they come to what the decoder comes to,
-//! and touch nothing that is not theirs.
+//! The kernels' sources, compiled for the processor (`kernels/emulator`). In every mode they give the results of the decoder, and
+//! access only their own memory.
 
 pub mod emulator;
 
@@ -13,17 +13,17 @@ use crate::format::BaseKind;
 use crate::lane::Dtype;
 use crate::{Checkpoint, Pair, SafetensorsCheckpoint};
 
-/// Alignments: tensors at multiples of 64, and at any lane, base and output alike and not.
+/// Alignments: tensors at multiples of 64, and at arbitrary lanes, with base and output offset equally or differently.
 const SHIFTS: [&str; 6] = ["--shift", "0", "--shift", "1", "--shift", "6"];
 
-/// The chunks of a pair, as far as they come to a kernel: as they are stored, and of codec `zstd` expanded.
+/// The chunks of a pair that reach a kernel: as stored, and expanded for codec `zstd`.
 fn chunks_of(pair: &Pair<Vec<u8>>, checkpoint: Option<&SafetensorsCheckpoint>) -> Option<[Vec<Chunk>; 2]> {
     let (mut stored, mut expanded) = (Vec::new(), Vec::new());
     for tensor in pair.index().tensors() {
         let width = tensor.lane_bytes();
         let mut base = vec![0; tensor.base_bytes() as usize];
         if tensor.base_kind != BaseKind::None {
-            // A base of another shape is the host's business.
+            // A base of another shape is checked by the host.
             let checkpoint = checkpoint?;
             let place = checkpoint.find(tensor.base_name)?;
             if checkpoint.tensors()[place].shape != tensor.base_shape()? || checkpoint.tensors()[place].dtype != tensor.dtype {
@@ -83,7 +83,7 @@ fn vectors() {
         match vector["rule"].as_str() {
             _ if valid => assert!(broken.is_empty(), "{name}: {broken:?}"),
             Some(rule) if !broken.is_empty() => assert!(broken.iter().all(|broken| *broken == rule), "{name}: {broken:?}"),
-            // What is wrong with it is found by the host.
+            // Its fault is detected by the host.
             _ => continue,
         }
         right += usize::from(valid);
@@ -111,7 +111,7 @@ fn one_fault_at_a_time() {
     cases.run("faults", &["--shift", "0", "--shift", "16"]);
 }
 
-/// What the encoder makes of every dtype and density.
+/// Payloads of the encoder for every dtype and density.
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn generated() {
@@ -146,7 +146,7 @@ fn generated() {
     cases.run("generated", &["--shift", "0", "--shift", "3"]);
 }
 
-/// Every number of states with every number of segments, and other choices that the encoder does not make.
+/// Every number of states with every number of segments, and choices that the encoder does not make.
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn every_shape() {
@@ -171,7 +171,7 @@ fn every_shape() {
     cases.run("shapes", &["--shift", "2"]);
 }
 
-/// Tiles that are decoded row by row, and segments that several warps take turns at, with few tiles and many.
+/// Tiles that are decoded row by row, and segments shared by several warps, with few tiles and many.
 fn rows_and_turns() -> Vec<(String, Chunk)> {
     let mut chunks = Vec::new();
     for dtype in [Dtype::F8E4m3, Dtype::Bf16, Dtype::F32, Dtype::F64] {
@@ -212,7 +212,8 @@ fn rows_of_lanes() {
     cases.run("rows", &["--shift", "0"]);
 }
 
-/// Payloads that end at every byte, and with one bit of three flipped, behind right CRCs: reads end where payloads do.
+/// Payloads truncated at every byte, and with a third of the bits flipped one at a time, with correct CRCs: reads must stay
+/// inside the payload.
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn every_cut_and_many_flipped_bits() {
@@ -241,7 +242,7 @@ fn every_cut_and_many_flipped_bits() {
     cases.run("cuts", &["--shift", "0", "--mode", "out", "--mode", "listed"]);
 }
 
-/// Threads meet in memory only where barriers order them.
+/// Threads share memory only where barriers order their accesses.
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn no_races() {
