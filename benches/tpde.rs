@@ -3,10 +3,10 @@
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
-use tpde::codec::{ChunkDecoder, ChunkEncoder, Coding, Encoded, EncodedChunk, Pace, TableSet};
-use tpde::format::BaseKind;
-use tpde::writer::{PairBuilder, TensorSpec};
-use tpde::{Apply, Codec, Dtype, EncodeOptions, Limits, MemoryCheckpoint, TensorInfo, ValidatedIndex, chunk_sum, encode_to_memory};
+use tpde::internals::{
+    self, ChunkDecoder, ChunkEncoder, Coding, Encoded, EncodedChunk, Pace, PairBuilder, TableSet, TensorSpec, chunk_sum,
+};
+use tpde::{Apply, BaseKind, Codec, Dtype, Encode, EncodeOptions, Limits, MemoryCheckpoint, TensorInfo, ValidatedIndex};
 
 const LANES: usize = 16 << 20;
 
@@ -67,7 +67,7 @@ fn open(c: &mut Criterion) {
     });
     group.bench_function("read, parse and validate", |b| {
         b.iter(|| {
-            let source = tpde::source::FileSource::open(&path).unwrap();
+            let source = tpde::FileSource::open(&path).unwrap();
             ValidatedIndex::parse(source.read_all("size of the index", 1 << 30).unwrap(), &Limits::default()).unwrap()
         })
     });
@@ -81,17 +81,17 @@ fn pair(c: &mut Criterion) {
         let info = || TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![LANES as u64] };
         let base = MemoryCheckpoint::new([(info(), &base[..])]).unwrap();
         let target = MemoryCheckpoint::new([(info(), &target[..])]).unwrap();
-        let (pair, _) = encode_to_memory(Some(&base), &target, &EncodeOptions::default()).unwrap();
+        let (pair, _) = Encode::new(&target).base(&base).to_memory().unwrap();
         let mut group = c.benchmark_group(name);
         group.sample_size(10);
         group.throughput(Throughput::Bytes(2 * LANES as u64));
-        group.bench_function("encode", |b| b.iter(|| encode_to_memory(Some(&base), &target, &EncodeOptions::default()).unwrap()));
+        group.bench_function("encode", |b| b.iter(|| Encode::new(&target).base(&base).to_memory().unwrap()));
         let mut out = vec![1; 2 * LANES];
-        group.bench_function("apply", |b| b.iter(|| Apply::new(&pair, &base).to_buffers(&mut [&mut out]).unwrap()));
+        group.bench_function("apply", |b| b.iter(|| Apply::new(&pair).base(&base).to_buffers(&mut [&mut out]).unwrap()));
         group.bench_function("apply without digests", |b| {
-            b.iter(|| Apply::new(&pair, &base).digests(false).to_buffers(&mut [&mut out]).unwrap())
+            b.iter(|| Apply::new(&pair).base(&base).digests(false).to_buffers(&mut [&mut out]).unwrap())
         });
-        group.throughput(Throughput::Bytes(pair.index().header().blob_size));
+        group.throughput(Throughput::Bytes(pair.index().blob_size()));
         group.bench_function("verify", |b| b.iter(|| pair.verify().unwrap()));
         group.finish();
     }
@@ -111,7 +111,7 @@ fn parts(c: &mut Criterion) {
         let coding = match codec {
             Codec::Raw => Coding::Raw,
             Codec::Zstd => Coding::Zstd(None),
-            Codec::Conditioned => Coding::Conditioned { tables: Some(&tables), low_bits: 0, pace: Pace::default() },
+            _ => Coding::Conditioned { tables: Some(&tables), low_bits: 0, pace: Pace::default() },
         };
         let mut payload = Vec::new();
         let encoded = encoder.encode(coding, Dtype::Bf16, base, target, &mut payload).unwrap();
@@ -140,8 +140,9 @@ fn tables_of(base: &[u8], target: &[u8]) -> TableSet {
     let info = TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![base.len() as u64 / 2] };
     let base = MemoryCheckpoint::new([(info.clone(), base)]).unwrap();
     let target = MemoryCheckpoint::new([(info, target)]).unwrap();
-    let options = EncodeOptions { codec: Codec::Conditioned.into(), ..EncodeOptions::default() };
-    encode_to_memory(Some(&base), &target, &options).unwrap().0.index().table_sets()[0].clone()
+    let options = EncodeOptions::default().codec(Codec::Conditioned);
+    let (pair, _) = Encode::new(&target).base(&base).options(options).to_memory().unwrap();
+    internals::table_sets(pair.index())[0].clone()
 }
 
 criterion_group!(benches, open, pair, parts);

@@ -4,6 +4,7 @@
 
 use crate::error::{Error, Escaped, Result};
 use crate::lane::Dtype;
+use std::any::Any;
 use std::path::PathBuf;
 
 /// Name, dtype and shape of a tensor.
@@ -32,7 +33,7 @@ pub trait Checkpoint: Sync {
     /// Fills `out` with bytes of tensor `tensor_index` of [`Checkpoint::tensors`], from byte `offset` of the tensor on.
     ///
     /// # Errors
-    /// [`Error::Io`] if the bytes cannot be read, [`Error::Misuse`] if they are not there.
+    /// [`Error::Io`] if the bytes cannot be read, [`Error::InvalidArgument`] if they are not there.
     fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()>;
 
     /// `size` of the same bytes without a copy, if they are in memory.
@@ -61,6 +62,12 @@ pub trait Checkpoint: Sync {
         Vec::new()
     }
 
+    /// The `SafetensorsCheckpoint` that this checkpoint is, if it is one: pairs describe its files too.
+    #[doc(hidden)]
+    fn files(&self) -> Option<&dyn Any> {
+        None
+    }
+
     /// Checks that nothing has changed since the checkpoint was opened. Encoding calls this after its last read.
     ///
     /// # Errors
@@ -83,21 +90,27 @@ pub struct MemoryCheckpoint<'a> {
 }
 
 impl<'a> MemoryCheckpoint<'a> {
+    /// A checkpoint without tensors.
+    pub const EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint { infos: Vec::new(), data: Vec::new() };
+
     /// A checkpoint of these tensors, in any order.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if a name repeats or a tensor's bytes are not as many as its dtype and shape say.
+    /// [`Error::InvalidArgument`] if a name repeats or a tensor's bytes are not as many as its dtype and shape say.
     pub fn new(tensors: impl IntoIterator<Item = (TensorInfo, &'a [u8])>) -> Result<Self> {
         let mut tensors: Vec<_> = tensors.into_iter().collect();
         tensors.sort_by(|a, b| a.0.name.cmp(&b.0.name));
         if let Some(pair) = tensors.windows(2).find(|pair| pair[0].0.name == pair[1].0.name) {
-            return Err(Error::Misuse(format!("two tensors are named {}", Escaped(&pair[0].0.name))));
+            return Err(Error::InvalidArgument(format!("two tensors are named {}", Escaped(&pair[0].0.name))));
         }
         for (info, data) in &tensors {
             let lanes = info.dtype.lanes(&info.shape);
             if lanes.and_then(|n| n.checked_mul(info.dtype.lane_bytes() as u64)) != Some(data.len() as u64) {
                 let (name, found) = (Escaped(&info.name), data.len());
-                return Err(Error::Misuse(format!("tensor {name} of {} {:?} cannot have {found} bytes", info.dtype, info.shape)));
+                return Err(Error::InvalidArgument(format!(
+                    "tensor {name} of {} {:?} cannot have {found} bytes",
+                    info.dtype, info.shape
+                )));
             }
         }
         let (infos, data) = tensors.into_iter().unzip();
@@ -112,7 +125,8 @@ impl Checkpoint for MemoryCheckpoint<'_> {
 
     fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
         let bytes = self.in_place(tensor_index, offset, out.len());
-        let missing = || Error::Misuse(format!("{} bytes from {offset} on of tensor {tensor_index} are not there", out.len()));
+        let missing =
+            || Error::InvalidArgument(format!("{} bytes from {offset} on of tensor {tensor_index} are not there", out.len()));
         out.copy_from_slice(bytes.ok_or_else(missing)?);
         Ok(())
     }

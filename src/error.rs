@@ -99,9 +99,9 @@ pub enum Error {
     /// The caller cancelled the work.
     #[error("cancelled")]
     Cancelled,
-    /// The call makes no sense: a wrong name, range, or size.
+    /// An argument of a call is wrong: a name, a range, a size, or options that contradict each other.
     #[error("{}", Text(_0))]
-    Misuse(String),
+    InvalidArgument(String),
 }
 
 /// A name that stands for nothing: no codec, dtype, layout and so on has it.
@@ -125,12 +125,13 @@ impl UnknownName {
 
 impl From<UnknownName> for Error {
     fn from(error: UnknownName) -> Self {
-        Self::Misuse(error.to_string())
+        Self::InvalidArgument(error.to_string())
     }
 }
 
 /// A violated rule of the spec.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Invalid {
     /// The rule.
     pub rule: Rule,
@@ -160,6 +161,7 @@ impl std::error::Error for Invalid {}
 
 /// Location of an error in a pair. Absent parts are not printed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Location {
     /// Name of the tensor.
     pub tensor: Option<String>,
@@ -464,7 +466,7 @@ mod tests {
             Rule::TensorShape.broken(Endless, Endless).in_tensor(&long),
             Error::bad_checkpoint(Path::new(&long), Endless),
             Error::BadCheckpoint { path: PathBuf::from(&long), reason: long.clone() },
-            Error::Misuse(long.clone()),
+            Error::InvalidArgument(long.clone()),
             Error::Device { doing: "work", reason: long.clone() },
             Error::Invalid(Box::new(Invalid {
                 rule: Rule::TensorName,

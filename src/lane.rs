@@ -80,7 +80,7 @@ impl Dtype {
     }
 
     /// How lanes are mapped to integers before subtraction.
-    pub const fn order(self) -> Order {
+    pub(crate) const fn order(self) -> Order {
         use Dtype::*;
         match self {
             F16 | Bf16 | F32 | F64 | C64 | F8E4m3 | F8E5m2 | F8E4m3Fnuz | F8E5m2Fnuz => Order::Ordered,
@@ -140,12 +140,8 @@ pub(crate) enum Context {
     Bits,
 }
 
-mod sealed {
-    pub trait Sealed {}
-}
-
 /// An unsigned integer with the width of a lane.
-pub trait Lane: sealed::Sealed + Copy + Eq + Ord + Default + Send + Sync + 'static + std::fmt::Debug {
+pub trait Lane: Copy + Eq + Ord + Default + Send + Sync + 'static + std::fmt::Debug {
     /// The lane in memory: little-endian, any alignment.
     type Le: Copy + FromBytes + IntoBytes + Immutable + KnownLayout + Unaligned;
     /// Bytes of a lane.
@@ -169,7 +165,6 @@ pub trait Lane: sealed::Sealed + Copy + Eq + Ord + Default + Send + Sync + 'stat
     /// `bits` bits from bit `shift` on.
     fn exponent(self, shift: u32, bits: u32) -> Self;
     /// The lane's context.
-    #[expect(private_interfaces, reason = "the trait is sealed")]
     fn context(self, of: Context) -> Self;
     /// Bit length.
     fn bit_count(self) -> Self;
@@ -183,7 +178,6 @@ pub trait Lane: sealed::Sealed + Copy + Eq + Ord + Default + Send + Sync + 'stat
 
 macro_rules! lane {
     ($unsigned:ty, $signed:ty, $le:ty, $load:expr, $store:expr) => {
-        impl sealed::Sealed for $unsigned {}
         impl Lane for $unsigned {
             type Le = $le;
             const BYTES: usize = size_of::<$unsigned>();
@@ -235,7 +229,6 @@ macro_rules! lane {
                 (self >> shift) & ((1 << bits) - 1)
             }
             #[inline(always)]
-            #[expect(private_interfaces, reason = "the trait is sealed")]
             fn context(self, of: Context) -> Self {
                 match of {
                     Context::Exponent { shift, bits } => self.exponent(shift, bits),

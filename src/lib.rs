@@ -4,7 +4,7 @@
 //! bit, in chunks that are decoded one by one. The format is written down in `spec/`; the modules here follow it.
 //!
 //! ```
-//! use tpde::{Apply, Dtype, EncodeOptions, MemoryCheckpoint, TensorInfo, encode_to_memory};
+//! use tpde::{Apply, Dtype, Encode, MemoryCheckpoint, TensorInfo};
 //!
 //! # fn main() -> tpde::Result<()> {
 //! let info = TensorInfo { name: "layer.weight".into(), dtype: Dtype::Bf16, shape: vec![64, 64] };
@@ -14,56 +14,67 @@
 //!
 //! let base = MemoryCheckpoint::new([(info.clone(), &old[..])])?;
 //! let target = MemoryCheckpoint::new([(info, &new[..])])?;
-//! let (pair, report) = encode_to_memory(Some(&base), &target, &EncodeOptions::default())?;
+//! let (pair, report) = Encode::new(&target).base(&base).to_memory()?;
 //! assert_eq!(report.tensors[0].changed, 1);
 //!
 //! let mut rebuilt = vec![0; 8192];
-//! Apply::new(&pair, &base).to_buffers(&mut [&mut rebuilt])?;
+//! Apply::new(&pair).base(&base).to_buffers(&mut [&mut rebuilt])?;
 //! assert_eq!(rebuilt, new);
 //! # Ok(())
 //! # }
 //! ```
 //!
-//! Files on disk: [`SafetensorsCheckpoint::open`], [`encode_files`] and [`apply_to_path`] work on safetensors files and sharded
-//! folders by ranges, so that a model need not fit in memory; [`Pair::open`] opens a pair, and [`verify_files`] checks one. A
-//! part of a tensor comes from [`Apply::range`], tensors in memory are changed where they lie by [`Pair::apply_in_place`].
+//! # Where to begin
 //!
-//! On a CUDA device, module `cuda` does the same in memory of the device; [`Apply::on`] puts one in the place of the processor.
+//! | to do | use |
+//! |---|---|
+//! | make a pair | [`Encode`], with [`EncodeOptions`] |
+//! | open a pair | [`Pair::open`]; [`Pair::new`] for a [`ValidatedIndex`] and a blob from any [`Source`] |
+//! | rebuild the target, or a part of it | [`Apply`]: files, buffers, a range of a tensor, tensors changed in place |
+//! | check a pair, a base and a target | [`Verify`] |
+//! | see what the bytes of a pair are for | [`Explain`], [`ValidatedIndex`] |
+//! | read checkpoints | [`SafetensorsCheckpoint`] for files and sharded folders, [`MemoryCheckpoint`] for memory, or a [`Checkpoint`] of your own |
+//! | decode on a CUDA device | [`Apply::on`], or module `cuda` for memory of the device |
+//! | follow long work, or end it | `progress` and `watch` of each builder, [`Watch`] |
 //!
-//! Nothing here panics on data: what a stranger's file may contain ends in an [`Error`] that says what was expected, what was
-//! found, and where.
+//! Files are read by ranges, so a model need not fit in memory. Work runs on the threads of the current rayon pool.
+//!
+//! Nothing here panics on data. Whatever a file contains, the result is a value or an [`Error`] that says what was expected, what
+//! was found, and where.
 //!
 //! # Features
 //!
 //! None is on by default.
 //!
 //! - `cuda`: module `cuda`. The driver is loaded at run time; building needs no toolkit.
-//! - `mmap`: `source::MappedSource`, and large pages for large buffers on Linux.
+//! - `mmap`: `MappedSource`, and large pages for large buffers on Linux.
 //! - `arbitrary`: implementations of the trait `Arbitrary` for records, for fuzzing.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
-pub mod checkpoint;
-pub mod codec;
+mod checkpoint;
+mod codec;
 #[cfg(feature = "cuda")]
 pub mod cuda;
-pub mod delta;
+mod delta;
 mod digest;
 mod dispatch;
-pub mod error;
-pub mod format;
-pub mod index;
-pub mod lane;
-pub mod limits;
+mod error;
+mod format;
+mod index;
+#[doc(hidden)]
+pub mod internals;
+mod lane;
+mod limits;
 mod publish;
-pub mod reader;
-pub mod safetensors;
-pub mod source;
+mod reader;
+mod safetensors;
+mod source;
 mod sums;
 mod watch;
-pub mod writer;
+mod writer;
 
 // The code in these documents is compiled by the tests. A test lists the documents that have such code.
 #[cfg(doctest)]
@@ -75,14 +86,20 @@ struct Readme;
 struct Cuda;
 
 pub use checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
-pub use codec::{Codec, Layout};
-pub use delta::{Apply, CodecChoice, EncodeOptions, Favor, InPlace, TensorMut, encode_to_memory};
-pub use error::{Error, Result};
-pub use index::ValidatedIndex;
+pub use codec::{Codec, Layout, PayloadParts};
+pub use delta::{
+    Accelerator, Apply, ApplyReport, Authenticity, Changes, CodecChoice, Encode, EncodeOptions, EncodeReport, Explain, Explanation,
+    Favor, InPlace, Sink, TableSetReport, TensorExplanation, TensorMut, TensorReport, Verification, Verify, WayReport, Work,
+};
+pub use error::{Error, Escaped, Invalid, Location, Result, Rule, UnknownName};
+pub use format::{BaseKind, FileKind};
+pub use index::{Chunk, IndexParts, TargetFile, Tensor, ValidatedIndex};
 pub use lane::Dtype;
 pub use limits::Limits;
 pub use publish::Temporaries;
-pub use reader::Pair;
-pub use safetensors::{SafetensorsCheckpoint, apply_to_path, encode_files, encode_tensors, verify_files};
-pub use sums::chunk_sum;
-pub use watch::{Progress, Watch};
+pub use reader::{Pair, PairPaths, VerifyReport};
+pub use safetensors::SafetensorsCheckpoint;
+#[cfg(feature = "mmap")]
+pub use source::MappedSource;
+pub use source::{Buffer, FileSource, Source};
+pub use watch::Watch;

@@ -6,7 +6,7 @@ use crate::index::ValidatedIndex;
 use crate::limits::Limits;
 use crate::publish;
 use crate::source::{FileSource, Source};
-use crate::watch::Progress;
+use crate::watch::Watch;
 use binrw::BinRead;
 use rayon::prelude::*;
 use serde::Serialize;
@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 /// Paths of the two files of a pair.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PairPaths {
     /// `NAME.tpde-index`.
     pub index: PathBuf,
@@ -24,7 +25,8 @@ pub struct PairPaths {
 
 impl PairPaths {
     /// Paths of the pair `path`, which is the common stem or either file.
-    pub fn new(path: &Path) -> Self {
+    pub fn new(path: impl AsRef<Path>) -> Self {
+        let path = path.as_ref();
         let stem = match path.extension().and_then(|e| e.to_str()) {
             Some("tpde-index" | "tpde-blob") => path.with_extension(""),
             _ => path.to_owned(),
@@ -41,7 +43,7 @@ impl PairPaths {
 /// Refuses a path whose last part is empty, `.` or `..`: it cannot name a pair.
 ///
 /// # Errors
-/// [`Error::Misuse`].
+/// [`Error::InvalidArgument`].
 pub(crate) fn check_pair_name(path: &Path) -> Result<()> {
     use std::os::unix::ffi::OsStrExt;
     let bytes = path.as_os_str().as_bytes();
@@ -51,7 +53,7 @@ pub(crate) fn check_pair_name(path: &Path) -> Result<()> {
     }
     let shown = path.display().to_string();
     let shown = if shown.is_empty() { "an empty path".to_owned() } else { Escaped(&shown).to_string() };
-    Err(Error::Misuse(format!("{shown} names no pair: give its folder and its name, as in FOLDER/NAME")))
+    Err(Error::InvalidArgument(format!("{shown} names no pair: give its folder and its name, as in FOLDER/NAME")))
 }
 
 /// A validated index and its blob.
@@ -71,23 +73,24 @@ impl Pair<FileSource> {
     /// one.
     ///
     /// # Errors
-    /// As [`ValidatedIndex::parse`] and [`Pair::new`], [`Error::Io`], and [`Error::Misuse`] for a path that ends in no name.
-    pub fn open(path: &Path) -> Result<Self> {
+    /// As [`ValidatedIndex::parse`] and [`Pair::new`], [`Error::Io`], and [`Error::InvalidArgument`] for a path that ends in no name.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_with(path, &Limits::default(), &|_| {})
     }
 
-    /// [`Pair::open`] with other limits, watched: `progress` can end the wait for a publication of the pair that is under way.
+    /// [`Pair::open`] with other limits. `watch` can end the wait for a publication of the pair that is under way.
     ///
     /// # Errors
-    /// As [`Pair::open`], and what `progress` ends the wait with.
-    pub fn open_with(path: &Path, limits: &Limits, progress: Progress<'_>) -> Result<Self> {
+    /// As [`Pair::open`], and any error of `watch`.
+    pub fn open_with(path: impl AsRef<Path>, limits: &Limits, watch: &dyn Watch) -> Result<Self> {
+        let path = path.as_ref();
         check_pair_name(path)?;
         let paths = PairPaths::new(path);
         let open = || Self::open_once(&paths, limits);
         match open() {
             // Possibly between the two renames of a publication: wait for its end and try again.
             Err(Error::Invalid(e)) if matches!(e.rule, Rule::BlobPairDigest | Rule::BlobBlobSize) => {
-                publish::between_publications(&paths.index, progress, open)
+                publish::between_publications(&paths.index, watch, open)
             }
             outcome => outcome,
         }
@@ -147,16 +150,21 @@ impl<B: Source> Pair<B> {
         &self.blob
     }
 
+    /// Takes the pair apart.
+    pub fn into_parts(self) -> (ValidatedIndex, B) {
+        (self.index, self.blob)
+    }
+
     /// The payload of a chunk, after checks of CRC and padding. Empty for an unchanged chunk. Without a copy if the blob is
     /// memory or mapped, otherwise through `scratch`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the chunk if the payload is damaged; [`Error::Misuse`] if there is no such chunk.
+    /// [`Error::Invalid`] naming the chunk if the payload is damaged; [`Error::InvalidArgument`] if there is no such chunk.
     pub fn payload<'a>(&'a self, chunk: u32, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
-        let records = self.index.chunks();
+        let records = self.index.records();
         let record = records
             .get(chunk as usize)
-            .ok_or_else(|| Error::Misuse(format!("chunk {chunk} of a pair of {} chunks", records.len())))?;
+            .ok_or_else(|| Error::InvalidArgument(format!("chunk {chunk} of a pair of {} chunks", records.len())))?;
         checked_payload(&self.blob, record, chunk, scratch)
     }
 
@@ -165,7 +173,7 @@ impl<B: Source> Pair<B> {
     /// Together with the checks at opening, this covers every stored byte against accidents. CRC-32 misses random damage of a
     /// payload with probability 2^-32. It does not find forgery: a payload can be changed so that its CRC and the chunk sums stay
     /// the same, and the pair digest does not cover payloads. Only a comparison of the target digests proves that payloads are
-    /// authentic; [`Apply::verify`](crate::delta::Apply::verify) does that.
+    /// authentic; [`Apply::verify`](crate::Apply::verify) does that.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming the first damaged chunk.
@@ -173,16 +181,14 @@ impl<B: Source> Pair<B> {
         self.verify_with(&|_| {})
     }
 
-    /// [`Pair::verify`], watched: the progress is in bytes of payloads, [`IndexHeader::blob_size`] of them and the blob's header.
+    /// [`Pair::verify`], watched. The progress is in bytes of payloads: less than [`ValidatedIndex::blob_size`] in all.
     ///
     /// # Errors
-    /// As [`Pair::verify`], and what `progress` ends the work with.
-    ///
-    /// [`IndexHeader::blob_size`]: crate::format::IndexHeader::blob_size
-    pub fn verify_with(&self, progress: Progress<'_>) -> Result<VerifyReport> {
+    /// As [`Pair::verify`], and any error of `watch`.
+    pub fn verify_with(&self, watch: &dyn Watch) -> Result<VerifyReport> {
         let chunks = self.index.header().chunk_count;
         let failed = (0..chunks).into_par_iter().with_min_len(16).map_init(Vec::new, |scratch, chunk| {
-            progress.done(self.index.chunks()[chunk as usize].compressed_size.get().into())?;
+            watch.done(self.index.records()[chunk as usize].compressed_size.get().into())?;
             self.payload(chunk, scratch).map(|_| ())
         });
         failed.find_first(|outcome| outcome.is_err()).unwrap_or(Ok(())).map_err(|e| self.name_tensor(e))?;
@@ -227,6 +233,7 @@ pub(crate) fn checked_payload<'a>(
 
 /// What a verification has checked.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct VerifyReport {
     /// Tensors of the pair.
     pub tensors: u64,

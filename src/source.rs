@@ -18,7 +18,7 @@ pub trait Source: Sync {
     /// Fills `out` with bytes from `offset` on.
     ///
     /// # Errors
-    /// [`Error::Io`] if the bytes are not there (any more), [`Error::Misuse`] for memory that is too short.
+    /// [`Error::Io`] if the bytes are not there (any more), [`Error::InvalidArgument`] for memory that is too short.
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 
     /// `size` bytes from `offset` on: without a copy if the source supports it, otherwise through `scratch`.
@@ -45,7 +45,7 @@ fn slice(bytes: &[u8], offset: u64, size: usize) -> Result<&[u8]> {
     let range = usize::try_from(offset).ok().and_then(|start| Some(start..start.checked_add(size)?));
     range
         .and_then(|range| bytes.get(range))
-        .ok_or_else(|| Error::Misuse(format!("{size} bytes from {offset} on do not lie in {} bytes", bytes.len())))
+        .ok_or_else(|| Error::InvalidArgument(format!("{size} bytes from {offset} on do not lie in {} bytes", bytes.len())))
 }
 
 macro_rules! in_memory {
@@ -178,7 +178,8 @@ impl FileSource {
     ///
     /// # Errors
     /// [`Error::Io`] if it cannot be opened; a folder, a device or a pipe is refused without waiting for it.
-    pub fn open(path: &Path) -> Result<Self> {
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
         let (file, metadata) = open_regular(path)?;
         Ok(Self { file: Handle::Open(file), path: path.to_owned(), stamp: Stamp::from(&metadata) })
     }
@@ -343,7 +344,8 @@ impl MappedSource {
     ///
     /// # Errors
     /// [`Error::Io`] if it cannot be opened or mapped.
-    pub unsafe fn open(path: &Path) -> Result<Self> {
+    pub unsafe fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
         let source = FileSource::open(path)?;
         source.with_file(|file| {
             // SAFETY: the caller promises that the file does not change.

@@ -4,12 +4,12 @@
 
 use crate::error::Result;
 
-/// Told from any thread what has been done, and able to end the work. Closures that take the bytes do the former alone.
+/// Follows long work from any thread, and may end it. A closure that takes the number of bytes follows only.
 pub trait Watch: Sync {
-    /// `bytes` more of the work are done: lanes of the target, or of what else is read.
+    /// Called when `bytes` more are done: lanes of the target, or of other input that is read.
     ///
     /// # Errors
-    /// [`Error::Cancelled`](crate::Error::Cancelled), or any other error that the work shall end with, at the next chunk.
+    /// [`Error::Cancelled`](crate::Error::Cancelled), or any other error. The work ends with it at the next chunk.
     fn done(&self, bytes: u64) -> Result<()>;
 }
 
@@ -20,5 +20,27 @@ impl<F: Fn(u64) + Sync> Watch for F {
     }
 }
 
-/// Who watches.
-pub type Progress<'a> = &'a dyn Watch;
+/// The watcher of a function.
+pub(crate) type Progress<'a> = &'a dyn Watch;
+
+/// The watcher that a builder holds.
+#[derive(Default)]
+pub(crate) enum Watcher<'a> {
+    /// Nobody.
+    #[default]
+    Nobody,
+    /// A closure that the builder owns.
+    Closure(Box<dyn Fn(u64) + Send + Sync + 'a>),
+    /// The caller's.
+    Borrowed(&'a dyn Watch),
+}
+
+impl Watch for Watcher<'_> {
+    fn done(&self, bytes: u64) -> Result<()> {
+        match self {
+            Self::Nobody => Ok(()),
+            Self::Closure(report) => report.done(bytes),
+            Self::Borrowed(watch) => watch.done(bytes),
+        }
+    }
+}

@@ -140,10 +140,10 @@ impl<W: Write> PairBuilder<W> {
     /// Adds the next chunk of the current tensor: its payload, the encoder's description of it, and its sums.
     ///
     /// # Errors
-    /// [`Error::Io`] if the blob cannot be written, [`Error::Misuse`] without a tensor.
+    /// [`Error::Io`] if the blob cannot be written, [`Error::InvalidArgument`] without a tensor.
     pub fn chunk(&mut self, payload: &[u8], encoded: Encoded, base_sum: u64, target_sum: u64) -> Result<()> {
         let Some(entry) = self.entries.last_mut() else {
-            return Err(Error::Misuse("a chunk before the first tensor".into()));
+            return Err(Error::InvalidArgument("a chunk before the first tensor".into()));
         };
         self.records.push(ChunkMetadata {
             blob_offset: self.blob_size.into(),
@@ -311,8 +311,8 @@ const TABLE_LEVEL: i32 = 6;
 /// Compresses a section. Returns its expanded size and its stored form.
 fn compress_section(expanded: Vec<u8>) -> Result<(u64, Vec<u8>)> {
     let size = expanded.len() as u64;
-    let frame =
-        ::zstd::bulk::compress(&expanded, TABLE_LEVEL).map_err(|e| Error::Misuse(format!("the zstd library failed: {e}")))?;
+    let frame = ::zstd::bulk::compress(&expanded, TABLE_LEVEL)
+        .map_err(|e| Error::InvalidArgument(format!("the zstd library failed: {e}")))?;
     Ok((size, if (frame.len() as u64) < size { frame } else { expanded }))
 }
 
@@ -329,14 +329,14 @@ where
 {
     let mut out = Cursor::new(Vec::new());
     for row in rows {
-        row.write(&mut out).map_err(|e| Error::Misuse(format!("a layout could not be written: {e}")))?;
+        row.write(&mut out).map_err(|e| Error::InvalidArgument(format!("a layout could not be written: {e}")))?;
     }
     Ok(out.into_inner())
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::{Codec, Dtype, EncodeOptions, MemoryCheckpoint, TensorInfo, encode_to_memory};
+    use crate::{Codec, Dtype, Encode, EncodeOptions, MemoryCheckpoint, TensorInfo};
 
     #[test]
     fn a_pair_states_the_lowest_version_that_has_all_it_uses() {
@@ -345,11 +345,11 @@ mod tests {
         let target = MemoryCheckpoint::new([(info, &[0, 1, 3, 3][..])]).unwrap();
         for (codec, minor) in [(Codec::Raw, 0), (Codec::Zstd, 0), (Codec::Conditioned, 1)] {
             let options = EncodeOptions { codec: codec.into(), ..EncodeOptions::default() };
-            let pair = encode_to_memory(Some(&base), &target, &options).unwrap().0;
+            let pair = Encode::new(&target).base(&base).options(options).to_memory().unwrap().0;
             assert_eq!(pair.index().header().version_minor, minor, "{codec:?}");
         }
         let nothing = MemoryCheckpoint::default();
-        let pair = encode_to_memory(None, &nothing, &EncodeOptions::default()).unwrap().0;
+        let pair = Encode::new(&nothing).to_memory().unwrap().0;
         assert_eq!(pair.index().header().version_minor, 0, "no tensors");
     }
 

@@ -7,10 +7,10 @@ mod common;
 use common::forge::{forge, repair};
 use common::{Xorshift, manifest, tensor};
 use rayon::prelude::*;
-use tpde::error::{Invalid, Rule};
+use tpde::internals;
 use tpde::{
-    Apply, Checkpoint, Codec, Dtype, EncodeOptions, Error, InPlace, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint,
-    TensorInfo, TensorMut, ValidatedIndex, encode_to_memory,
+    Apply, Checkpoint, Codec, Dtype, Encode, EncodeOptions, Error, InPlace, Invalid, Limits, MemoryCheckpoint, Pair, Result, Rule,
+    SafetensorsCheckpoint, TensorInfo, TensorMut, ValidatedIndex,
 };
 
 /// A valid pair and its base.
@@ -75,10 +75,11 @@ fn pair_of_codec_conditioned(seed: u64) -> Sound {
     add("e", Dtype::I8, 5000, 90, true);
     add("f", Dtype::F64, 40, 1, false);
     let (base, target) = (MemoryCheckpoint::new(base).unwrap(), MemoryCheckpoint::new(target).unwrap());
-    let options = EncodeOptions { codec: Codec::Conditioned.into(), chunk_lanes: 4096, ..EncodeOptions::default() };
-    let pair = encode_to_memory(Some(&base), &target, &options).unwrap().0;
-    assert!(pair.index().tensors().all(|tensor| tensor.codec == Codec::Conditioned && tensor.tables.is_some()));
-    assert!((2..6).contains(&pair.index().table_sets().len()), "{} sets", pair.index().table_sets().len());
+    let options = EncodeOptions::default().codec(Codec::Conditioned).chunk_lanes(4096);
+    let pair = Encode::new(&target).base(&base).options(options).to_memory().unwrap().0;
+    assert!(pair.index().tensors().all(|tensor| tensor.codec == Codec::Conditioned && internals::tables(&tensor).is_some()));
+    let sets = internals::table_sets(pair.index()).len();
+    assert!((2..6).contains(&sets), "{sets} sets");
     let (index, blob) = (pair.index().as_bytes().to_vec(), pair.blob().clone());
     Sound { name: format!("codec conditioned, {seed}"), index, blob, base: Box::new(base) }
 }
@@ -87,7 +88,7 @@ fn pair_of_codec_conditioned(seed: u64) -> Sound {
 fn read(index: &[u8], blob: &[u8], base: &dyn Checkpoint) -> Result<()> {
     let pair = Pair::new(ValidatedIndex::parse(index.to_vec(), &Limits::default())?, blob)?;
     pair.verify()?;
-    Apply::new(&pair, base).verify()?;
+    Apply::new(&pair).base(base).verify()?;
     Ok(())
 }
 
@@ -152,8 +153,9 @@ fn every_flipped_bit_is_found() {
             } else {
                 assert!(matches!(rule, "payload.crc32" | "payload.padding"), "{}, {at}: {invalid}", pair.name);
                 let index = ValidatedIndex::parse(pair.index.clone(), &Limits::default()).unwrap();
-                let chunk =
-                    index.chunks().iter().rposition(|record| record.num_deltas.get() > 0 && record.blob_offset.get() <= at as u64);
+                let chunk = internals::records(&index)
+                    .iter()
+                    .rposition(|record| record.num_deltas.get() > 0 && record.blob_offset.get() <= at as u64);
                 let chunk = chunk.map(|chunk| chunk as u32);
                 let tensor = sound.tensors().find(|tensor| chunk.is_some_and(|chunk| tensor.chunks().contains(&chunk)));
                 assert_eq!(
@@ -195,7 +197,7 @@ fn flipped_bits_under_a_right_crc_never_change_a_lane() {
     pairs.par_iter().for_each(|pair| {
         let sound = ValidatedIndex::parse(pair.index.clone(), &Limits::default()).unwrap();
         let (mut found, mut harmless) = (0, 0);
-        for (chunk, record) in sound.chunks().iter().enumerate() {
+        for (chunk, record) in internals::records(&sound).iter().enumerate() {
             let (place, size) = (record.blob_offset.get() as usize, record.compressed_size.get() as usize);
             for (at, bit) in places(size).flat_map(|at| (0..8).map(move |bit| (place + at, 1u8 << bit))) {
                 let (mut index, mut blob) = (pair.index.clone(), pair.blob.clone());
@@ -226,8 +228,8 @@ fn a_forged_blob_is_refused_where_digests_are_compared_and_nowhere_else() {
     let info = TensorInfo { name: "w".into(), dtype: Dtype::U32, shape: vec![1024] };
     let base = MemoryCheckpoint::new([(info.clone(), &*old)]).unwrap();
     let target = MemoryCheckpoint::new([(info, &*new)]).unwrap();
-    let options = EncodeOptions { codec: Codec::Raw.into(), ..EncodeOptions::default() };
-    let genuine = encode_to_memory(Some(&base), &target, &options).unwrap().0;
+    let options = EncodeOptions::default().codec(Codec::Raw);
+    let genuine = Encode::new(&target).base(&base).options(options).to_memory().unwrap().0;
     let (mut blob, mut wrong) = (genuine.blob().clone(), new.clone());
     forge(genuine.index(), &mut blob, &mut wrong);
     let index = ValidatedIndex::parse(genuine.index().as_bytes().to_vec(), &Limits::default()).unwrap();
@@ -237,16 +239,16 @@ fn a_forged_blob_is_refused_where_digests_are_compared_and_nowhere_else() {
     let refused = |outcome: Result<()>| assert_eq!(outcome.unwrap_err().rule(), Some(Rule::TensorTargetDigest));
     let mut out = vec![0; old.len()];
     let mut lanes = old.clone();
-    let in_place = |lanes: &mut [u8], mode| forged.apply_in_place(&mut [TensorMut { name: "w", bytes: lanes }], mode).map(|_| ());
-    refused(Apply::new(&forged, &base).to_buffers(&mut [&mut out]).map(|_| ()));
-    refused(Apply::new(&forged, &base).verify().map(|_| ()));
+    let in_place = |lanes: &mut [u8], mode| Apply::new(&forged).in_place([TensorMut { name: "w", bytes: lanes }], mode).map(|_| ());
+    refused(Apply::new(&forged).base(&base).to_buffers(&mut [&mut out]).map(|_| ()));
+    refused(Apply::new(&forged).base(&base).verify().map(|_| ()));
     refused(in_place(&mut lanes, InPlace::AllChecked));
     assert_eq!(lanes, old);
 
     assert!(!forged.verify().unwrap().target_checked);
-    let report = Apply::new(&forged, &base).digests(false).to_buffers(&mut [&mut out]).unwrap();
+    let report = Apply::new(&forged).base(&base).digests(false).to_buffers(&mut [&mut out]).unwrap();
     assert_eq!((report.digests_checked, &out), (false, &wrong));
-    assert_eq!(Apply::new(&forged, &base).range("w", 0..1024).unwrap(), wrong);
+    assert_eq!(Apply::new(&forged).base(&base).range("w", 0..1024).unwrap(), wrong);
     in_place(&mut lanes, InPlace::ChunkByChunk).unwrap();
     assert_eq!(lanes, wrong);
 }

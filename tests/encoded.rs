@@ -8,10 +8,9 @@ use common::inputs::{Held, Input};
 use common::{Tensor, write_file, write_folder};
 use std::fmt::Write;
 use std::path::Path;
-use tpde::format::Section;
-use tpde::{
-    Apply, Codec, EncodeOptions, Favor, Layout, Pair, SafetensorsCheckpoint, ValidatedIndex, encode_files, encode_to_memory,
-};
+use tpde::internals;
+use tpde::internals::Section;
+use tpde::{Apply, Codec, Encode, EncodeOptions, Favor, Layout, Pair, SafetensorsCheckpoint, ValidatedIndex};
 
 /// Rows of the matrices: few, for all ways to encode; more, of which samples are taken; and many, of one kind.
 const SIDES: [u64; 3] = [160, 700, 1600];
@@ -19,10 +18,10 @@ const SIDES: [u64; 3] = [160, 700, 1600];
 /// What the encoder makes of an input: bytes of the index and the blob, and the hash of both.
 fn encoded(input: &Input, options: &EncodeOptions) -> String {
     let (base, target) = (input.base(), input.target());
-    let (pair, _) = encode_to_memory(Some(&base), &target, options).unwrap();
+    let (pair, _) = Encode::new(&target).base(&base).options(options.clone()).to_memory().unwrap();
     let mut rebuilt: Vec<_> = input.target.iter().map(|(_, bytes)| vec![0xA5; bytes.len()]).collect();
     let mut outputs: Vec<_> = rebuilt.iter_mut().map(|bytes| &mut bytes[..]).collect();
-    Apply::new(&pair, &base).to_buffers(&mut outputs).unwrap();
+    Apply::new(&pair).base(&base).to_buffers(&mut outputs).unwrap();
     assert!(rebuilt.iter().zip(&input.target).all(|(rebuilt, (_, bytes))| rebuilt == bytes), "{}", input.name);
     let (index, blob) = (pair.index().as_bytes(), pair.blob());
     let mut hasher = blake3::Hasher::new();
@@ -35,11 +34,11 @@ fn encoded(input: &Input, options: &EncodeOptions) -> String {
 #[test]
 fn the_encoder_writes_the_bytes_that_it_wrote() {
     let default = EncodeOptions::default;
-    let with = |codec: Codec, layout| EncodeOptions { codec: codec.into(), layout, ..default() };
+    let with = |codec: Codec, layout| default().codec(codec).layout(layout);
     let mut ways = vec![
         ("auto".to_owned(), default()),
-        ("speed".into(), EncodeOptions { favor: Favor::Speed, ..default() }),
-        ("small-chunks".into(), EncodeOptions { chunk_lanes: 1 << 12, ..default() }),
+        ("speed".into(), default().favor(Favor::Speed)),
+        ("small-chunks".into(), default().chunk_lanes(1 << 12)),
         ("conditioned".into(), with(Codec::Conditioned, None)),
         ("raw".into(), with(Codec::Raw, None)),
         ("zstd".into(), with(Codec::Zstd, None)),
@@ -83,7 +82,7 @@ fn write(path: &Path, tensors: &[Held], shards: usize) -> SafetensorsCheckpoint 
 /// All of a pair but what says which files there are: sections, then payloads.
 fn without_files(index: &ValidatedIndex, blob: &[u8]) -> Vec<Vec<u8>> {
     let stored = |section: Section| {
-        let entry = index.header().section(section);
+        let entry = internals::header(index).section(section);
         index.as_bytes()[entry.offset as usize..][..entry.stored_size as usize].to_vec()
     };
     let sections = Section::ALL.into_iter().filter(|section| *section != Section::Files).map(stored);
@@ -96,8 +95,8 @@ fn shards_change_the_file_table_and_no_other_byte() {
     for name in ["several dtypes", "two biases of many tensors", "many small tensors", "no base, outliers"] {
         let input = common::inputs::inputs(300).find(|input| input.name == name).unwrap();
         for favor in [Favor::Ratio, Favor::Size] {
-            let options = EncodeOptions { favor, chunk_lanes: 1 << 14, ..EncodeOptions::default() };
-            let (in_memory, _) = encode_to_memory(Some(&input.base()), &input.target(), &options).unwrap();
+            let options = EncodeOptions::default().favor(favor).chunk_lanes(1 << 14);
+            let (in_memory, _) = Encode::new(&input.target()).base(&input.base()).options(options.clone()).to_memory().unwrap();
             let expected = without_files(in_memory.index(), in_memory.blob());
             // Shards of the base and of the target, none for a lone file, and threads.
             for (of_base, of_target, threads) in [(0, 0, 1), (2, 2, 2), (0, 7, 3), (7, 2, 1), (7, 7, 5)] {
@@ -109,7 +108,7 @@ fn shards_change_the_file_table_and_no_other_byte() {
                 let base = write(&path("base"), &input.base, of_base);
                 let target = write(&path("target"), &input.target, of_target);
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-                pool.install(|| encode_files(Some(&base), &target, &options, &path("pair"), false, &|_| {})).unwrap();
+                pool.install(|| Encode::new(&target).base(&base).options(options.clone()).to_path(&path("pair"))).unwrap();
                 let pair = Pair::open(&path("pair")).unwrap();
                 let found = without_files(pair.index(), &std::fs::read(path("pair.tpde-blob")).unwrap());
                 assert!(found == expected, "{name}, {favor:?}, shards {of_base} and {of_target}, {threads} threads");

@@ -9,13 +9,11 @@ use common::{Xorshift, manifest};
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use tpde::delta::{Explain, Explanation, TensorReport, WayReport};
-use tpde::error::Rule;
-use tpde::format::{BaseKind, Section};
-use tpde::source::Source;
+use tpde::internals;
+use tpde::internals::Section;
 use tpde::{
-    Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Favor, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint,
-    ValidatedIndex, encode_to_memory,
+    BaseKind, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, Error, Explain, Explanation, Favor, Limits, MemoryCheckpoint,
+    Pair, Result, Rule, SafetensorsCheckpoint, Source, TensorReport, ValidatedIndex, WayReport,
 };
 
 fn input(name: &str, side: u64) -> Input {
@@ -23,11 +21,11 @@ fn input(name: &str, side: u64) -> Input {
 }
 
 fn pair_of(input: &Input, options: &EncodeOptions) -> Pair<Vec<u8>> {
-    encode_to_memory(Some(&input.base()), &input.target(), options).unwrap().0
+    Encode::new(&input.target()).base(&input.base()).options(options.clone()).to_memory().unwrap().0
 }
 
 fn of_codec(codec: Codec) -> EncodeOptions {
-    EncodeOptions { codec: codec.into(), ..EncodeOptions::default() }
+    EncodeOptions::default().codec(codec)
 }
 
 /// Checks that every byte of a pair is explained once, and returns the names of the parts that it has.
@@ -36,13 +34,13 @@ fn check_sums<B: Source>(name: &str, pair: &Pair<B>, explained: &Explanation) ->
     assert_eq!(explained.index.total(), index.as_bytes().len() as u64, "{name}");
     assert_eq!(explained.blob_header + explained.payloads.total(), pair.blob().size(), "{name}");
     assert_eq!(explained.tensors.len(), index.tensor_count(), "{name}");
-    let mut users = vec![0; index.table_sets().len()];
+    let mut users = vec![0; internals::table_sets(index).len()];
     for (tensor, found) in index.tensors().zip(&explained.tensors) {
         let report = TensorReport::new(index, &tensor);
         assert_eq!(found.parts.total(), report.payload_bytes, "{name}, {}", tensor.name);
-        assert_eq!(found.table_set.is_some(), tensor.tables.is_some(), "{name}, {}", tensor.name);
+        assert_eq!(found.table_set.is_some(), internals::tables(&tensor).is_some(), "{name}, {}", tensor.name);
         if let Some(number) = found.table_set {
-            assert_eq!(tensor.tables, Some(&index.table_sets()[number - 1]), "{name}, {}", tensor.name);
+            assert_eq!(internals::tables(&tensor), Some(&internals::table_sets(index)[number - 1]), "{name}, {}", tensor.name);
             users[number - 1] += 1;
         }
         // Parts of other codecs are empty.
@@ -51,21 +49,21 @@ fn check_sums<B: Source>(name: &str, pair: &Pair<B>, explained: &Explanation) ->
         let of_codec = match tensor.codec {
             Codec::Zstd => of_zstd,
             Codec::Raw => of_raw,
-            Codec::Conditioned => report.payload_bytes - parts.padding - of_zstd - of_raw,
+            _ => report.payload_bytes - parts.padding - of_zstd - of_raw,
         };
         assert_eq!(of_codec + parts.padding, report.payload_bytes, "{name}, {}", tensor.name);
     }
     assert!(explained.table_sets.iter().zip(&users).all(|(set, users)| set.tensors == *users), "{name}");
     assert!(explained.table_sets.iter().zip(1..).all(|(set, number)| set.number == number), "{name}");
     let tables: u64 = explained.table_sets.iter().map(|set| set.expanded_bytes).sum();
-    assert_eq!(tables, index.header().section(Section::Tables).expanded_size, "{name}");
+    assert_eq!(tables, internals::header(index).section(Section::Tables).expanded_size, "{name}");
     let parts = explained.index.each().chain(explained.payloads.each());
     parts.filter(|(_, bytes)| *bytes > 0).map(|(part, _)| part).collect()
 }
 
 #[test]
 fn parts_add_up_to_both_files_whatever_is_encoded_and_how() {
-    let with = |codec, favor, chunk_lanes| EncodeOptions { codec, favor, chunk_lanes, ..EncodeOptions::default() };
+    let with = |codec, favor, chunk_lanes| EncodeOptions::default().codec(codec).favor(favor).chunk_lanes(chunk_lanes);
     let mut options: Vec<_> = CodecChoice::ALL.iter().map(|&codec| with(codec, Favor::Ratio, 1 << 20)).collect();
     options.extend([Favor::Speed, Favor::Size].map(|favor| with(CodecChoice::Auto, favor, 1 << 12)));
     let mut seen = BTreeSet::new();
@@ -105,7 +103,7 @@ fn parts_of_a_payload_have_the_sizes_that_the_spec_gives_them() {
     // Positions of 4 bytes, filled up to a lane of 8.
     let input = self::input("one training step, F64", 33);
     let pair = pair_of(&input, &of_codec(Codec::Raw));
-    let changed = u64::from(pair.index().chunks()[0].num_deltas.get());
+    let changed = u64::from(internals::records(pair.index())[0].num_deltas.get());
     let parts = Explain::new(&pair).run().unwrap().tensors[0].parts;
     assert_eq!((parts.positions, parts.deltas), ((4 * changed).next_multiple_of(8), 8 * changed));
 }
@@ -116,7 +114,10 @@ fn parts_of_all_published_pairs_add_up() {
     for vector in manifest::vectors() {
         let opened = ValidatedIndex::parse(manifest::read(&vector.index), &Limits::default())
             .and_then(|index| Pair::new(index, manifest::read(&vector.blob)));
-        let explained = opened.and_then(|pair| Explain::new(&pair).run().map(|explained| (pair, explained)));
+        let explained = opened.and_then(|pair| {
+            let explained = Explain::new(&pair).run()?;
+            Ok((pair, explained))
+        });
         match explained {
             Ok((pair, explained)) => _ = check_sums(&vector.name, &pair, &explained),
             Err(e) => assert!(vector.verdict != "valid", "{}: {e}", vector.name),
@@ -186,7 +187,7 @@ fn what_another_codec_takes_is_what_a_pair_of_it_has() {
     for (name, side, chunk_lanes) in cases.chain(mixed) {
         let input = input(name, side);
         // Chunks of these sizes are encoded differently.
-        let pair_of = |codec| pair_of(&input, &EncodeOptions { chunk_lanes, ..of_codec(codec) });
+        let pair_of = |codec| pair_of(&input, &of_codec(codec).chunk_lanes(chunk_lanes));
         for of_pair in [Codec::Zstd, Codec::Raw, Codec::Conditioned] {
             let explained = Explain::new(&pair_of(of_pair)).base(&input.base()).run().unwrap();
             for other in [Codec::Raw, Codec::Conditioned] {
@@ -213,7 +214,7 @@ fn renamed_tensors_are_compared_from_their_bases() {
         info.name = format!("new.{base}");
         (info.name.clone(), base)
     });
-    let options = EncodeOptions { renamed: renamed.collect(), ..EncodeOptions::default() };
+    let options = EncodeOptions::default().renamed(renamed);
     let pair = pair_of(&input, &options);
     let explained = Explain::new(&pair).base(&input.base()).run().unwrap();
     for tensor in &explained.tensors {
@@ -238,7 +239,7 @@ fn a_base_that_is_not_the_pairs_is_refused() {
 #[test]
 fn progress_reaches_its_end_and_can_end_the_work() {
     let input = input("several dtypes", 160);
-    let pair = pair_of(&input, &EncodeOptions { chunk_lanes: 4096, ..EncodeOptions::default() });
+    let pair = pair_of(&input, &EncodeOptions::default().chunk_lanes(4096));
     let base = input.base();
     for with_base in [false, true] {
         let explain = || if with_base { Explain::new(&pair).base(&base) } else { Explain::new(&pair) };
@@ -256,7 +257,7 @@ fn progress_reaches_its_end_and_can_end_the_work() {
             }
         }
         let ends = Ends(Mutex::new(explain().progress_bytes() - 1));
-        assert!(matches!(explain().progress(&ends).run(), Err(Error::Cancelled)), "{with_base}");
+        assert!(matches!(explain().watch(&ends).run(), Err(Error::Cancelled)), "{with_base}");
     }
 }
 
@@ -272,11 +273,11 @@ fn explained(index: &[u8], blob: &[u8], base: Option<&dyn Checkpoint>) -> (Pair<
 fn damage_of_a_payload_is_an_error_that_names_tensor_and_chunk() {
     let input = input("several dtypes", 100);
     for codec in Codec::ALL {
-        let pair = pair_of(&input, &EncodeOptions { chunk_lanes: 4096, ..of_codec(*codec) });
+        let pair = pair_of(&input, &of_codec(*codec).chunk_lanes(4096));
         let index = pair.index();
         for tensor in index.tensors().filter(|tensor| tensor.chunk_count > 0) {
             let chunk = tensor.chunks().end - 1;
-            let record = &index.chunks()[chunk as usize];
+            let record = &internals::records(index)[chunk as usize];
             let mut blob = pair.blob().clone();
             blob[record.blob_offset.get() as usize + record.compressed_size.get() as usize / 2] ^= 4;
             let Err(Error::Invalid(found)) = explained(index.as_bytes(), &blob, None).1 else { panic!("not noticed") };
@@ -294,8 +295,8 @@ fn payloads_of_any_bytes_are_explained_or_refused() {
         let input = input(name, 80);
         let base = input.base();
         for codec in Codec::ALL {
-            let pair = pair_of(&input, &EncodeOptions { chunk_lanes: 4096, ..of_codec(*codec) });
-            for (chunk, record) in pair.index().chunks().iter().enumerate().take(2) {
+            let pair = pair_of(&input, &of_codec(*codec).chunk_lanes(4096));
+            for (chunk, record) in internals::records(pair.index()).iter().enumerate().take(2) {
                 let (place, size) = (record.blob_offset.get() as usize, record.compressed_size.get() as usize);
                 // The header and the maps, then anywhere.
                 let places = (0..size.min(40)).chain((0..40).map(|_| random.next() as usize % size)).collect::<Vec<_>>();

@@ -10,16 +10,17 @@ use std::path::Path;
 use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tempfile::TempDir;
-use tpde::error::Rule;
-use tpde::safetensors::{ApplyOptions, Authenticity, VerifyBase, VerifyOptions, check_target_files, check_writable, verify_files};
-use tpde::source::FileSource;
 use tpde::{
-    Checkpoint, Codec, Dtype, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, TensorInfo,
-    apply_to_path, encode_files, encode_tensors, encode_to_memory,
+    Apply, Authenticity, Checkpoint, Codec, Dtype, Encode, EncodeOptions, Error, FileSource, MemoryCheckpoint, Pair, Result, Rule,
+    SafetensorsCheckpoint, TensorInfo, Verify,
 };
 
 fn open(path: &Path) -> SafetensorsCheckpoint {
     SafetensorsCheckpoint::open(path).unwrap()
+}
+
+fn compare(pair: &Pair<FileSource>, target: &Path) -> Result<()> {
+    Verify::new(pair).target(&open(target)).run().map(|_| ())
 }
 
 /// Three tensors, of which the first takes several batches of work.
@@ -49,9 +50,9 @@ fn rebuilt_without_index(shards: usize) -> (TempDir, Pair<FileSource>, Safetenso
         fs::remove_file(path(name).join("model.safetensors.index.json")).unwrap();
     }
     let base = open(&path("base"));
-    encode_files(Some(&base), &open(&path("target")), &EncodeOptions::default(), &path("pair"), false, &|_| {}).unwrap();
-    let pair = Pair::open(&path("pair")).unwrap();
-    apply_to_path(&pair, Some(&base), &path("out"), &ApplyOptions::default(), &|_| {}).unwrap();
+    Encode::new(&open(&path("target"))).base(&base).to_path(path("pair")).unwrap();
+    let pair = Pair::open(path("pair")).unwrap();
+    Apply::new(&pair).base(&base).to_path(path("out")).unwrap();
     (place, pair, base)
 }
 
@@ -62,8 +63,7 @@ fn a_file_that_appears_during_the_work_is_not_mixed_with_the_outputs() {
     let before: Vec<_> = fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().metadata().unwrap().ino()).collect();
     let once = Once::new();
     let watch = |_| once.call_once(|| write_file(&out.join("old.safetensors"), &[tensor("old", "BF16", &[4], 1)]));
-    let replacing = ApplyOptions { replace: true, ..ApplyOptions::default() };
-    let outcome = apply_to_path(&pair, Some(&base), &out, &replacing, &watch);
+    let outcome = Apply::new(&pair).base(&base).overwrite(true).progress(watch).to_path(&out);
     assert!(matches!(&outcome, Err(Error::BadCheckpoint { reason, .. }) if reason.contains("old.safetensors")), "{outcome:?}");
     fs::remove_file(out.join("old.safetensors")).unwrap();
     let after: Vec<_> = fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().metadata().unwrap().ino()).collect();
@@ -77,9 +77,8 @@ fn what_an_interrupted_publication_left_goes_with_the_next_one() {
     let barrier = r#"{"metadata": {}, "weight_map": {"unfinished": "publication-of-this-folder-is-unfinished.safetensors"}}"#;
     fs::write(out.join("model.safetensors.index.json"), barrier).unwrap();
     assert!(SafetensorsCheckpoint::open(&out).is_err());
-    let replacing = ApplyOptions { replace: true, ..ApplyOptions::default() };
-    apply_to_path(&pair, Some(&base), &out, &replacing, &|_| {}).unwrap();
-    check_target_files(pair.index(), &open(&out)).unwrap();
+    Apply::new(&pair).base(&base).overwrite(true).to_path(&out).unwrap();
+    compare(&pair, &out).unwrap();
 }
 
 /// Encodes while `change` is made to a file, once the work has begun.
@@ -87,8 +86,8 @@ fn encode_while(place: &Path, change: impl Fn() + Sync) -> Result<()> {
     let (base, target) = (open(&place.join("base")), open(&place.join("target")));
     let once = Once::new();
     let watch = |_| once.call_once(&change);
-    let options = EncodeOptions { chunk_lanes: 4096, ..EncodeOptions::default() };
-    encode_files(Some(&base), &target, &options, &place.join("pair"), false, &watch).map(|_| ())
+    let options = EncodeOptions::default().chunk_lanes(4096);
+    Encode::new(&target).base(&base).options(options).progress(watch).to_path(place.join("pair")).map(|_| ())
 }
 
 #[test]
@@ -173,11 +172,11 @@ fn refused_everywhere(tensors: Vec<TensorInfo>, what: &str) {
         Err(Error::NotWritable { reason }) => assert!(reason.contains(what), "{reason}"),
         outcome => panic!("{outcome:?}"),
     };
-    refuses(encode_tensors(None, &target, &EncodeOptions::default(), &path, false, &|_| {}).map(|_| ()));
-    let pair = encode_to_memory(None, &target, &EncodeOptions::default()).unwrap().0;
+    refuses(Encode::new(&target).to_path(&path).map(|_| ()));
+    let pair = Encode::new(&target).to_memory().unwrap().0;
     pair.verify().unwrap();
-    refuses(check_writable(pair.index(), None));
-    refuses(apply_to_path(&pair, None, &path, &ApplyOptions::default(), &|_| {}).map(|_| ()));
+    refuses(Apply::new(&pair).check_writable());
+    refuses(Apply::new(&pair).to_path(&path).map(|_| ()));
     assert_eq!(place.path().read_dir().unwrap().count(), 0);
 }
 
@@ -203,18 +202,25 @@ fn a_header_that_differs_in_a_space_is_another_target() {
     assert_eq!(bytes[9], b'\n');
     bytes[9] = b' ';
     fs::write(&other, bytes).unwrap();
-    encode_files(None, &open(&path), &EncodeOptions::default(), &place.path().join("pair"), false, &|_| {}).unwrap();
-    let pair = Pair::open(&place.path().join("pair")).unwrap();
-    check_target_files(pair.index(), &open(&path)).unwrap();
-    tpde::delta::check_target(pair.index(), &open(&other), &|_| {}).unwrap();
-    let error = check_target_files(pair.index(), &open(&other)).unwrap_err();
+    Encode::new(&open(&path)).to_path(place.path().join("pair")).unwrap();
+    let pair = Pair::open(place.path().join("pair")).unwrap();
+    compare(&pair, &path).unwrap();
+    let error = compare(&pair, &other).unwrap_err();
     assert_eq!(error.rule(), Some(Rule::FileContentDigest), "{error}");
 
     // The same file within a folder is another checkpoint.
     fs::create_dir(place.path().join("folder")).unwrap();
     fs::copy(&path, place.path().join("folder/target.safetensors")).unwrap();
-    let error = check_target_files(pair.index(), &open(&place.path().join("folder"))).unwrap_err();
+    let error = compare(&pair, &place.path().join("folder")).unwrap_err();
     assert!(error.to_string().contains("no such file"), "{error}");
+}
+
+/// The base of a verification.
+#[derive(Debug, Clone, Copy)]
+enum Base<'a> {
+    Missing,
+    NotNeeded,
+    Files(&'a SafetensorsCheckpoint),
 }
 
 #[test]
@@ -225,21 +231,28 @@ fn a_verification_says_what_was_compared_and_nothing_more() {
     write_file(&path("base"), std::slice::from_ref(&old));
     write_file(&path("target"), std::slice::from_ref(&new));
     let (base, target) = (open(&path("base")), open(&path("target")));
-    let options = EncodeOptions { codec: Codec::Raw.into(), ..EncodeOptions::default() };
+    let options = EncodeOptions::default().codec(Codec::Raw);
     for (name, base) in [("pair", Some(&base)), ("anchor", None)] {
-        encode_files(base, &target, &options, &path(name), false, &|_| {}).unwrap();
+        let encode = Encode::new(&target).options(options.clone());
+        base.into_iter().fold(encode, |encode, base| encode.base(base)).to_path(path(name)).unwrap();
     }
-    let found = |name: &str, base, target| {
-        let pair = Pair::open(&path(name)).unwrap();
-        let options = VerifyOptions { base, target, ..VerifyOptions::default() };
+    let found = |name: &str, base, target: Option<&SafetensorsCheckpoint>| {
+        let pair = Pair::open(path(name)).unwrap();
         let bytes = AtomicU64::new(0);
-        let verified = verify_files(&pair, &options, &|n| _ = bytes.fetch_add(n, Ordering::Relaxed))?;
-        let bytes = bytes.into_inner();
-        assert!((1..=options.progress_bytes(pair.index())).contains(&bytes), "{bytes}");
+        let verify = Verify::new(&pair).progress(|n| _ = bytes.fetch_add(n, Ordering::Relaxed));
+        let verify = target.into_iter().fold(verify, |verify, target| verify.target(target));
+        let verify = match base {
+            Base::Missing => verify,
+            Base::NotNeeded => verify.without_base(),
+            Base::Files(base) => verify.base(base),
+        };
+        let verified = verify.run()?;
+        let bytes = bytes.load(Ordering::Relaxed);
+        assert!((1..=verify.progress_bytes()).contains(&bytes), "{bytes}");
         let checked = (verified.checked.base_checked, verified.checked.target_checked);
         Ok((checked, verified.payload_authenticity, verified.writable, verified.not_writable))
     };
-    let (missing, not_needed, files) = (VerifyBase::Missing, VerifyBase::NotNeeded, VerifyBase::Files(&base));
+    let (missing, not_needed, files) = (Base::Missing, Base::NotNeeded, Base::Files(&base));
     let (checked, not_checked) = (Authenticity::Checked, Authenticity::NotChecked);
     for (name, base, target, expected) in [
         ("pair", missing, None, ((false, false), not_checked, None, None)),
@@ -251,21 +264,21 @@ fn a_verification_says_what_was_compared_and_nothing_more() {
     ] {
         assert_eq!(found(name, base, target).unwrap(), expected, "{name}, {base:?}");
     }
-    assert!(matches!(found("pair", not_needed, None), Err(Error::Misuse(_))));
+    assert!(matches!(found("pair", not_needed, None), Err(Error::InvalidArgument(_))));
 
     // The header that the pair takes from its base is another one. Without the base that is not known.
     let mut bytes = fs::read(path("base")).unwrap();
     bytes[9] = b' ';
     fs::write(path("other"), bytes).unwrap();
     let other = open(&path("other"));
-    let (_, authenticity, writable, reason) = found("pair", VerifyBase::Files(&other), None).unwrap();
+    let (_, authenticity, writable, reason) = found("pair", Base::Files(&other), None).unwrap();
     assert_eq!((authenticity, writable), (checked, Some(false)));
     assert!(reason.unwrap().contains("base.file"));
 
     for (name, base) in [("pair", files), ("anchor", not_needed)] {
         let blob = path(name).with_extension("tpde-blob");
         let mut bytes = fs::read(&blob).unwrap();
-        forge::forge(Pair::open(&path(name)).unwrap().index(), &mut bytes, &mut new.bytes.clone());
+        forge::forge(Pair::open(path(name)).unwrap().index(), &mut bytes, &mut new.bytes.clone());
         fs::write(&blob, bytes).unwrap();
         assert_eq!(found(name, missing, Some(&target)).unwrap().1, not_checked);
         assert_eq!(found(name, base, None).unwrap_err().rule(), Some(Rule::TensorTargetDigest));
@@ -276,19 +289,19 @@ fn a_verification_says_what_was_compared_and_nothing_more() {
 fn names_and_shard_indexes_of_targets_are_compared() {
     let place = two_folders();
     encode_while(place.path(), || {}).unwrap();
-    let pair = Pair::open(&place.path().join("pair")).unwrap();
+    let pair = Pair::open(place.path().join("pair")).unwrap();
     let folder = place.path().join("target");
     let index = folder.join("model.safetensors.index.json");
-    check_target_files(pair.index(), &open(&folder)).unwrap();
+    compare(&pair, &folder).unwrap();
     let content = fs::read(&index).unwrap();
     fs::write(&index, [&content[..], b"\n"].concat()).unwrap();
-    assert!(check_target_files(pair.index(), &open(&folder)).unwrap_err().to_string().contains("index.json"));
+    assert!(compare(&pair, &folder).unwrap_err().to_string().contains("index.json"));
     fs::write(&index, &content).unwrap();
     fs::rename(&index, folder.join("other.safetensors.index.json")).unwrap();
-    assert!(check_target_files(pair.index(), &open(&folder)).unwrap_err().to_string().contains("no such file"));
+    assert!(compare(&pair, &folder).unwrap_err().to_string().contains("no such file"));
     fs::rename(folder.join("other.safetensors.index.json"), &index).unwrap();
     // A shard more: without a shard index all safetensors files of a folder count.
     fs::remove_file(&index).unwrap();
     write_file(&folder.join("more.safetensors"), &[]);
-    assert!(check_target_files(pair.index(), &open(&folder)).is_err());
+    assert!(compare(&pair, &folder).is_err());
 }

@@ -5,7 +5,7 @@ use binrw::BinRead;
 use std::collections::BTreeMap;
 use std::io::Cursor;
 use std::path::Path;
-use tpde::format::*;
+use tpde::internals::*;
 use tpde::{Codec, Dtype, Layout};
 use zerocopy::{FromBytes, IntoBytes};
 

@@ -3,9 +3,7 @@
 use serde::Serialize;
 use std::fmt::{Debug, Display};
 use std::str::FromStr;
-use tpde::error::UnknownName;
-use tpde::format::{BaseKind, FileKind};
-use tpde::{Codec, CodecChoice, Dtype, Error, Favor, Layout};
+use tpde::{BaseKind, Codec, CodecChoice, Dtype, Error, Favor, FileKind, Layout, UnknownName};
 
 fn check<T>(what: &str, all: &[T])
 where

@@ -5,16 +5,10 @@ use proptest::prelude::*;
 use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
-use tpde::codec::{ChunkEncoder, Coding};
-use tpde::delta::{Sink, encode as encode_watched};
-use tpde::error::Rule;
-use tpde::format::BaseKind;
-use tpde::index::Tensor;
-use tpde::source::Source;
-use tpde::writer::{PairBuilder, TensorSpec};
+use tpde::internals::{self, ChunkEncoder, Coding, PairBuilder, TensorSpec, chunk_sum};
 use tpde::{
-    Apply, Checkpoint, Codec, CodecChoice, Dtype, EncodeOptions, Error, Favor, InPlace, Layout, Limits, MemoryCheckpoint, Pair,
-    Result, TensorInfo, TensorMut, ValidatedIndex, Watch, chunk_sum, encode_to_memory,
+    Apply, BaseKind, Checkpoint, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Error, Favor, InPlace, Layout, Limits,
+    MemoryCheckpoint, Pair, Result, Rule, Sink, Source, Tensor, TensorInfo, TensorMut, ValidatedIndex, Verify, Watch,
 };
 
 /// A tensor with its bytes.
@@ -204,7 +198,7 @@ fn case_of(from: impl Strategy<Value = Origin>) -> impl Strategy<Value = Case> {
     let favor = proptest::sample::select(Favor::ALL);
     (proptest::collection::vec(recipe(from), 0..5), ways, chunk_lanes, favor).prop_map(
         |(recipes, (codec, layout), chunk_lanes, favor)| {
-            let options = EncodeOptions { codec, layout, chunk_lanes, favor, ..EncodeOptions::default() };
+            let options = EncodeOptions::default().codec(codec).layout(layout).chunk_lanes(chunk_lanes).favor(favor);
             let mut case = Case { base: Vec::new(), target: Vec::new(), options };
             for (i, recipe) in recipes.iter().enumerate() {
                 recipe.cook(i, &mut case);
@@ -225,7 +219,7 @@ fn memory(held: &[Held]) -> MemoryCheckpoint<'_> {
 }
 
 fn encode(case: &Case) -> Pair<Vec<u8>> {
-    encode_to_memory(Some(&memory(&case.base)), &memory(&case.target), &case.options).unwrap().0
+    Encode::new(&memory(&case.target)).base(&memory(&case.base)).options(case.options.clone()).to_memory().unwrap().0
 }
 
 fn slices(buffers: &mut [Vec<u8>]) -> Vec<&mut [u8]> {
@@ -295,9 +289,9 @@ proptest! {
     #[test]
     fn every_way_of_applying_gives_the_target(case in case_of(any_base())) {
         let (base, target) = (memory(&case.base), memory(&case.target));
-        let (pair, report) = encode_to_memory(Some(&base), &target, &case.options).unwrap();
+        let (pair, report) = Encode::new(&target).base(&base).options(case.options.clone()).to_memory().unwrap();
         pair.verify().unwrap();
-        tpde::delta::check_target(pair.index(), &target, &|_| {}).unwrap();
+        Verify::new(&pair).target(&target).run().unwrap();
         for (tensor, (info, bytes)) in report.tensors.iter().zip(&case.target) {
             prop_assert_eq!(&tensor.name, &info.name);
             let found = pair.index().find(&info.name).unwrap();
@@ -309,7 +303,7 @@ proptest! {
             prop_assert_eq!(tensor.changed, changed as u64);
         }
 
-        let apply = Apply::new(&pair, &base);
+        let apply = Apply::new(&pair).base(&base);
         apply.verify().unwrap();
         let mut outputs: Vec<_> = case.target.iter().map(|(_, bytes)| vec![0xA5; bytes.len()]).collect();
         apply.to_buffers(&mut slices(&mut outputs)).unwrap();
@@ -319,7 +313,7 @@ proptest! {
         prop_assert!(sink.0.into_inner().unwrap() == outputs);
         for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
             let mut lanes = in_place_of(&pair, &case.base);
-            pair.apply_in_place(&mut tensors_mut(&mut lanes), mode).unwrap();
+            Apply::new(&pair).in_place(tensors_mut(&mut lanes), mode).unwrap();
             for (name, bytes) in &lanes {
                 prop_assert!(bytes == target_of(&case, name), "{mode:?} {name}");
             }
@@ -344,14 +338,14 @@ proptest! {
             let (from, to) = (place(from), place(to));
             let elements = from.min(to) * unit..from.max(to) * unit;
             pair.blob().reads.lock().unwrap().clear();
-            let range = Apply::new(&pair, &base).range(&info.name, elements.clone()).unwrap();
+            let range = Apply::new(&pair).base(&base).range(&info.name, elements.clone()).unwrap();
             let bytes_of = |elements: &Range<u64>| (elements.start * bits / 8) as usize..(elements.end * bits / 8) as usize;
             prop_assert!(range == bytes[bytes_of(&elements)]);
 
             let tensor = pair.index().find(&info.name).unwrap();
             let width = info.dtype.lane_bytes() as u64;
             let mut expected = Vec::new();
-            for record in &pair.index().chunks()[tensor.first_chunk as usize..][..tensor.chunk_count as usize] {
+            for record in &internals::records(pair.index())[tensor.first_chunk as usize..][..tensor.chunk_count as usize] {
                 let start = record.output_offset.get() * width;
                 let end = start + tensor.chunk_lanes * width;
                 let wanted = bytes_of(&elements);
@@ -378,7 +372,7 @@ proptest! {
     #[test]
     fn codec_auto_takes_the_smallest(case in case_of(any_base())) {
         let with = |codec| {
-            let options = EncodeOptions { codec, layout: None, chunk_lanes: 1 << 16, ..case.options.clone() };
+            let options = case.options.clone().codec(codec).layout(None).chunk_lanes(1 << 16);
             encode(&Case { options, ..case.clone() })
         };
         let size = |codec| {
@@ -403,14 +397,14 @@ proptest! {
         // A flipped bit may make the base the target.
         prop_assume!(base.iter().all(|(_, bytes)| case.target.iter().all(|(_, target)| bytes != target)));
         let is_wrong = |error: Error| matches!(error, Error::WrongBase { tensor, .. } if tensor == name);
-        prop_assert!(Apply::new(&pair, &memory(&base)).verify().is_err_and(is_wrong));
+        prop_assert!(Apply::new(&pair).base(&memory(&base)).verify().is_err_and(is_wrong));
         let mut outputs: Vec<_> = case.target.iter().map(|(_, bytes)| vec![0; bytes.len()]).collect();
-        prop_assert!(Apply::new(&pair, &memory(&base)).to_buffers(&mut slices(&mut outputs)).is_err_and(is_wrong));
+        prop_assert!(Apply::new(&pair).base(&memory(&base)).to_buffers(&mut slices(&mut outputs)).is_err_and(is_wrong));
 
         let before = in_place_of(&pair, &base);
         let mut lanes = before.clone();
         let used_in_place = pair.index().tensors().any(|tensor| tensor.base_kind == BaseKind::Same && tensor.base_name == name);
-        match pair.apply_in_place(&mut tensors_mut(&mut lanes), InPlace::AllChecked) {
+        match Apply::new(&pair).in_place(tensors_mut(&mut lanes), InPlace::AllChecked) {
             Ok(_) => prop_assert!(!used_in_place),
             Err(error) => prop_assert!(used_in_place && is_wrong(error) && lanes == before),
         }
@@ -424,15 +418,15 @@ proptest! {
         let mut tensors = case.base.iter().zip(&case.target).enumerate();
         let changed = tensors.any(|(i, ((_, base), (_, target)))| base != target && has_base(i));
         let is_right = |again: Result<()>| if changed { matches!(again, Err(Error::AlreadyApplied)) } else { again.is_ok() };
-        let again = Apply::new(&pair, &memory(&case.target)).verify().map(|_| ());
+        let again = Apply::new(&pair).base(&memory(&case.target)).verify().map(|_| ());
         prop_assert!(is_right(again));
         let mut before = in_place_of(&pair, &case.target);
         before.iter_mut().for_each(|(name, lanes)| lanes.copy_from_slice(target_of(&case, name)));
         let mut lanes = before.clone();
-        let again = pair.apply_in_place(&mut tensors_mut(&mut lanes), InPlace::AllChecked).map(|_| ());
+        let again = Apply::new(&pair).in_place(tensors_mut(&mut lanes), InPlace::AllChecked).map(|_| ());
         prop_assert!(is_right(again));
         prop_assert!(lanes == before);
-        let again = pair.apply_in_place(&mut tensors_mut(&mut lanes), InPlace::ChunkByChunk).map(|_| ());
+        let again = Apply::new(&pair).in_place(tensors_mut(&mut lanes), InPlace::ChunkByChunk).map(|_| ());
         // Chunks that need no base may have been written before.
         let written = changed && matches!(again, Err(Error::Poisoned { .. }));
         prop_assert!(written || is_right(again));
@@ -443,7 +437,7 @@ proptest! {
     fn changes_are_what_differs(case in case_of(any_base())) {
         let pair = encode(&case);
         let base = memory(&case.base);
-        let apply = Apply::new(&pair, &base);
+        let apply = Apply::new(&pair).base(&base);
         for tensor in pair.index().tensors() {
             let target = target_of(&case, tensor.name);
             let mut old = vec![0; target.len()];
@@ -479,25 +473,24 @@ proptest! {
         let pair = encode(&case);
         let (base, target) = (memory(&case.base), memory(&case.target));
         let watch = stop();
-        prop_assert!(is_right(&watch, Apply::new(&pair, &base).progress(&watch).verify().map(|_| ())));
+        prop_assert!(is_right(&watch, Apply::new(&pair).base(&base).watch(&watch).verify().map(|_| ())));
         let watch = stop();
         prop_assert!(is_right(&watch, pair.verify_with(&watch).map(|_| ())));
         let watch = stop();
-        prop_assert!(is_right(&watch, tpde::delta::check_target(pair.index(), &target, &watch)));
+        prop_assert!(is_right(&watch, Verify::new(&pair).target(&target).watch(&watch).run().map(|_| ())));
         let watch = stop();
-        let builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
-        let encoded = encode_watched(Some(&base), &target, Vec::new(), &case.options, builder, &watch);
+        let encoded = Encode::new(&target).base(&base).options(case.options.clone()).watch(&watch).to_memory();
         prop_assert!(is_right(&watch, encoded.map(|_| ())));
 
         let before = in_place_of(&pair, &case.base);
         let mut lanes = before.clone();
         let watch = stop();
-        let outcome = pair.apply_in_place_with(&mut tensors_mut(&mut lanes), InPlace::AllChecked, &watch).map(|_| ());
+        let outcome = Apply::new(&pair).watch(&watch).in_place(tensors_mut(&mut lanes), InPlace::AllChecked).map(|_| ());
         prop_assert!(outcome.is_ok() || lanes == before);
         prop_assert!(is_right(&watch, outcome));
         let mut lanes = before.clone();
         let watch = stop();
-        match pair.apply_in_place_with(&mut tensors_mut(&mut lanes), InPlace::ChunkByChunk, &watch) {
+        match Apply::new(&pair).watch(&watch).in_place(tensors_mut(&mut lanes), InPlace::ChunkByChunk) {
             Err(Error::Poisoned { source, .. }) => prop_assert!(matches!(*source, Error::Cancelled)),
             outcome => prop_assert!(is_right(&watch, outcome.map(|_| ()))),
         }
@@ -510,7 +503,7 @@ proptest! {
         let pair = encode(&case);
         let before = in_place_of(&pair, &case.base);
         let tensors: Vec<Tensor<'_>> = before.iter().map(|(name, _)| pair.index().find(name).unwrap()).collect();
-        let records = pair.index().chunks();
+        let records = internals::records(pair.index());
         let is_stored = |chunk: &u32| records[*chunk as usize].num_deltas.get() > 0;
         let stored: Vec<u32> = tensors.iter().flat_map(Tensor::chunks).filter(is_stored).collect();
         prop_assume!(!stored.is_empty());
@@ -526,10 +519,10 @@ proptest! {
         };
 
         let mut lanes = before.clone();
-        let error = pair.apply_in_place(&mut tensors_mut(&mut lanes), InPlace::AllChecked).unwrap_err();
+        let error = Apply::new(&pair).in_place(tensors_mut(&mut lanes), InPlace::AllChecked).unwrap_err();
         prop_assert!(is_right(&error) && lanes == before, "{error}");
 
-        let (written, error) = match pair.apply_in_place(&mut tensors_mut(&mut lanes), InPlace::ChunkByChunk).unwrap_err() {
+        let (written, error) = match Apply::new(&pair).in_place(tensors_mut(&mut lanes), InPlace::ChunkByChunk).unwrap_err() {
             Error::Poisoned { written, source, .. } => (written, *source),
             error => (Vec::new(), error),
         };
@@ -574,7 +567,7 @@ fn the_number_of_threads_changes_no_byte_of_large_tensors() {
             assert!(one.blob() == more.blob(), "{codec:?}, {threads} threads");
         }
         let mut outputs: Vec<_> = case.target.iter().map(|(_, bytes)| vec![0xA5; bytes.len()]).collect();
-        Apply::new(&one, &memory(&case.base)).to_buffers(&mut slices(&mut outputs)).unwrap();
+        Apply::new(&one).base(&memory(&case.base)).to_buffers(&mut slices(&mut outputs)).unwrap();
         assert!(outputs.iter().eq(case.target.iter().map(|(_, bytes)| bytes)));
     }
 }
@@ -669,7 +662,7 @@ fn tensors_beyond_32_bits_are_located_and_decoded() {
                 if found.end == lanes {
                     *expected.last_mut().unwrap() ^= 0x55;
                 }
-                assert_eq!(Apply::new(&pair, &base).range("w", range).unwrap(), expected);
+                assert_eq!(Apply::new(&pair).base(&base).range("w", range).unwrap(), expected);
             }
             assert!(tensor.locate(elements - 2..elements + 2).is_err());
             assert!(tensor.locate(0..u64::MAX).is_err());

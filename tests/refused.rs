@@ -4,10 +4,9 @@
 mod common;
 
 use common::inputs::{Held, inputs};
-use tpde::format::{MAX_CHUNKS, Section};
+use tpde::internals::{self, MAX_CHUNKS, Section};
 use tpde::{
-    Apply, Checkpoint, Codec, CodecChoice, Dtype, EncodeOptions, Error, Favor, Layout, MemoryCheckpoint, Result, TensorInfo,
-    encode_to_memory,
+    Apply, Checkpoint, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Error, Favor, Layout, MemoryCheckpoint, Result, TensorInfo,
 };
 
 fn held(name: &str, dtype: Dtype, shape: &[u64]) -> Held {
@@ -23,20 +22,19 @@ fn memory(held: &[Held]) -> MemoryCheckpoint<'_> {
 #[test]
 fn options_that_make_no_sense_are_misuse() {
     let tensors = [held("t", Dtype::U8, &[4])];
-    let encode = |options: EncodeOptions| encode_to_memory(Some(&memory(&tensors)), &memory(&tensors), &options).map(|_| ());
-    let refuses = |options| assert!(matches!(encode(options), Err(Error::Misuse(_))));
+    let encode = |options| Encode::new(&memory(&tensors)).base(&memory(&tensors)).options(options).to_memory().map(|_| ());
+    let refuses = |options| assert!(matches!(encode(options), Err(Error::InvalidArgument(_))));
     for chunk_lanes in [0, 1, 2048, 4095, 4097, 5000, 12288] {
-        refuses(EncodeOptions { chunk_lanes, ..EncodeOptions::default() });
+        refuses(EncodeOptions::default().chunk_lanes(chunk_lanes));
     }
     for chunk_lanes in [4096, 8192, 1 << 40] {
-        encode(EncodeOptions { chunk_lanes, ..EncodeOptions::default() }).unwrap();
+        encode(EncodeOptions::default().chunk_lanes(chunk_lanes)).unwrap();
     }
     for &codec in CodecChoice::ALL.iter().filter(|&&codec| codec != Codec::Zstd.into()) {
-        refuses(EncodeOptions { codec, layout: Some(Layout::ALL[0]), ..EncodeOptions::default() });
+        refuses(EncodeOptions::default().codec(codec).layout(Layout::ALL[0]));
     }
     for (name, base_name) in [("t", "u"), ("u", "t")] {
-        let renamed = [(name.to_owned(), base_name.to_owned())].into();
-        refuses(EncodeOptions { renamed, ..EncodeOptions::default() });
+        refuses(EncodeOptions::default().renamed([(name, base_name)]));
     }
 }
 
@@ -55,10 +53,10 @@ impl Checkpoint for Described {
 
 #[test]
 fn more_chunks_than_a_pair_holds_are_refused_before_a_lane_is_read() {
-    let options = EncodeOptions { chunk_lanes: 4096, ..EncodeOptions::default() };
+    let options = EncodeOptions::default().chunk_lanes(4096);
     let outcome = |lanes: u64| {
         let tensors = ["a", "b"].map(|name| TensorInfo { name: name.into(), dtype: Dtype::U8, shape: vec![lanes / 2] });
-        encode_to_memory(None, &Described(tensors.into()), &options).map(|_| ())
+        Encode::new(&Described(tensors.into())).options(options.clone()).to_memory().map(|_| ())
     };
     let most = u64::from(MAX_CHUNKS);
     // Of two tensors, each with a chunk that is not full.
@@ -69,9 +67,9 @@ fn more_chunks_than_a_pair_holds_are_refused_before_a_lane_is_read() {
 
 #[test]
 fn as_many_chunks_as_a_pair_holds_are_not_refused() {
-    let options = EncodeOptions { chunk_lanes: 4096, ..EncodeOptions::default() };
+    let options = EncodeOptions::default().chunk_lanes(4096);
     let tensor = |chunks: u64| TensorInfo { name: "t".into(), dtype: Dtype::U8, shape: vec![4096 * chunks] };
-    let outcome = |chunks| encode_to_memory(None, &Described(vec![tensor(chunks)]), &options).map(|_| ());
+    let outcome = |chunks| Encode::new(&Described(vec![tensor(chunks)])).options(options.clone()).to_memory().map(|_| ());
     assert!(matches!(outcome(MAX_CHUNKS.into()), Err(Error::Cancelled)));
     assert!(matches!(outcome(u64::from(MAX_CHUNKS) + 1), Err(Error::Limit { .. })));
 }
@@ -80,9 +78,8 @@ fn as_many_chunks_as_a_pair_holds_are_not_refused() {
 fn a_name_of_a_base_that_no_pair_holds_is_refused_with_the_name() {
     let long = "n".repeat(70_000);
     let (base, target) = ([held(&long, Dtype::U8, &[4])], [held("t", Dtype::U8, &[4])]);
-    let renamed = [("t".to_owned(), long.clone())].into();
-    let options = EncodeOptions { renamed, ..EncodeOptions::default() };
-    let refused = encode_to_memory(Some(&memory(&base)), &memory(&target), &options).unwrap_err();
+    let options = EncodeOptions::default().renamed([("t", &*long)]);
+    let refused = Encode::new(&memory(&target)).base(&memory(&base)).options(options).to_memory().unwrap_err();
     assert!(matches!(refused, Error::Invalid(_)), "{refused}");
 }
 
@@ -94,8 +91,8 @@ fn favors_have_names() {
 #[test]
 fn a_report_has_the_sizes_of_the_sections() {
     for input in inputs(48) {
-        let (pair, report) = encode_to_memory(Some(&input.base()), &input.target(), &EncodeOptions::default()).unwrap();
-        let header = pair.index().header();
+        let (pair, report) = Encode::new(&input.target()).base(&input.base()).to_memory().unwrap();
+        let header = internals::header(pair.index());
         let stored = |section| header.section(section).stored_size;
         assert_eq!(report.tensor_table_bytes, stored(Section::Tensors) + stored(Section::Digests));
         assert_eq!((report.index_bytes, report.blob_bytes), (pair.index().size(), header.blob_size));
@@ -108,14 +105,14 @@ fn hashing_a_base_that_no_chunk_needs_can_be_cancelled() {
     // The target is empty, so that its base is read for the digest alone.
     let (base, target) = ([held("t", Dtype::U8, &[1 << 20, 4])], [held("t", Dtype::U8, &[0, 4])]);
     let (base, target) = (memory(&base), memory(&target));
-    let (pair, _) = encode_to_memory(Some(&base), &target, &EncodeOptions::default()).unwrap();
-    Apply::new(&pair, &base).verify().unwrap();
+    let (pair, _) = Encode::new(&target).base(&base).to_memory().unwrap();
+    Apply::new(&pair).base(&base).verify().unwrap();
     struct Stop;
     impl tpde::Watch for Stop {
         fn done(&self, _: u64) -> Result<()> {
             Err(Error::Cancelled)
         }
     }
-    let cancelled = Apply::new(&pair, &base).progress(&Stop).verify();
+    let cancelled = Apply::new(&pair).base(&base).watch(&Stop).verify();
     assert!(matches!(cancelled, Err(Error::Cancelled)), "{cancelled:?}");
 }

@@ -5,9 +5,10 @@ mod common;
 
 use common::inputs::{Input, inputs};
 use std::sync::Mutex;
-use tpde::delta::{Accelerator, Sink, Work};
-use tpde::error::Rule;
-use tpde::{Apply, Dtype, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, TensorInfo, ValidatedIndex, encode_to_memory};
+use tpde::internals;
+use tpde::{
+    Accelerator, Apply, Dtype, Encode, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, Rule, Sink, TensorInfo, Verify, Work,
+};
 
 /// A tensor with its bytes.
 type Held = (TensorInfo, Vec<u8>);
@@ -17,8 +18,8 @@ fn input(name: &str, side: u64) -> Input {
 }
 
 fn pair_of(input: &Input) -> Pair<Vec<u8>> {
-    let options = EncodeOptions { chunk_lanes: 1 << 16, ..EncodeOptions::default() };
-    encode_to_memory(Some(&input.base()), &input.target(), &options).unwrap().0
+    let options = EncodeOptions::default().chunk_lanes(1 << 16);
+    Encode::new(&input.target()).base(&input.base()).options(options).to_memory().unwrap().0
 }
 
 #[test]
@@ -32,16 +33,16 @@ fn figures_of_a_pair_are_those_of_its_tensors() {
         assert_eq!(index.tensor_bytes(), (bytes(&input.base), bytes(&input.target)));
         for (tensor, (info, bytes)) in index.tensors().zip(&input.target) {
             assert_eq!((tensor.bytes(), tensor.dtype), (bytes.len() as u64, info.dtype));
-            assert_eq!(tensor.target_digest(), blake3::hash(bytes).to_hex()[..32]);
+            assert_eq!(tensor.target_digest()[..], blake3::hash(bytes).as_bytes()[..16]);
             if info.shape.iter().product::<u64>() > 0 {
                 assert_eq!(tensor.element_bytes() as u64 * info.shape.iter().product::<u64>(), bytes.len() as u64);
             }
         }
         let report = pair.verify().unwrap();
-        let with_base = Apply::new(&pair, &input.base()).verify().unwrap();
+        let with_base = Apply::new(&pair).base(&input.base()).verify().unwrap();
         let stored = index.as_bytes().len() as u64 + pair.blob().len() as u64;
         assert_eq!((report.stored_bytes, with_base.stored_bytes), (stored, stored));
-        assert_eq!((report.tensors, report.chunks), (input.target.len() as u64, index.chunks().len() as u64));
+        assert_eq!((report.tensors, report.chunks), (input.target.len() as u64, internals::records(index).len() as u64));
         assert_eq!((with_base.tensors, with_base.chunks), (report.tensors, report.chunks));
         assert_eq!((report.base_checked, with_base.base_checked, with_base.target_checked), (false, true, true));
     }
@@ -55,10 +56,10 @@ fn elements_of_packed_dtypes_are_bytes() {
 }
 
 /// Rule that comparing this with the target of the pair breaks; `None` if it is the target.
-fn compared(index: &ValidatedIndex, held: &[Held]) -> Option<Rule> {
+fn compared(pair: &Pair<Vec<u8>>, held: &[Held]) -> Option<Rule> {
     let checkpoint = MemoryCheckpoint::new(held.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).unwrap();
-    match tpde::delta::check_target(index, &checkpoint, &|_| {}) {
-        Ok(()) => None,
+    match Verify::new(pair).target(&checkpoint).run() {
+        Ok(_) => None,
         Err(Error::Invalid(invalid)) => Some(invalid.rule),
         Err(other) => panic!("{other}"),
     }
@@ -71,7 +72,7 @@ fn a_checkpoint_that_differs_from_the_target_in_one_thing_is_told_apart() {
     let differs = |change: &dyn Fn(&mut Vec<Held>)| {
         let mut held = input.target.clone();
         change(&mut held);
-        compared(pair.index(), &held)
+        compared(&pair, &held)
     };
     assert_eq!(differs(&|_| {}), None);
     let first = |what: &dyn Fn(&mut TensorInfo)| differs(&|held| what(&mut held[0].0));
@@ -95,7 +96,7 @@ fn changes_are_listed_for_each_lane_of_all_chunks() {
             let width = info.dtype.lane_bytes();
             let lanes = base.chunks(width).zip(target.chunks(width)).zip(0u64..);
             let expected: Vec<_> = lanes.filter(|((base, target), _)| base != target).map(|(_, lane)| lane).collect();
-            let found = Apply::new(&pair, &input.base()).changes(&info.name).unwrap();
+            let found = Apply::new(&pair).base(&input.base()).changes(&info.name).unwrap();
             assert!(found.positions == expected, "{name}");
         }
     }
@@ -127,18 +128,18 @@ fn a_sink_gets_every_byte_that_an_accelerator_rebuilds() {
     let base = input.base();
     let known = Known(&input.target);
     let sink = Buffers(Mutex::new(input.target.iter().map(|(_, bytes)| vec![0xA5; bytes.len()]).collect()));
-    let report = Apply::new(&pair, &base).on(&known).to_sink(&sink).unwrap();
+    let report = Apply::new(&pair).base(&base).on(&known).to_sink(&sink).unwrap();
     assert!(report.digests_checked);
     assert!(sink.0.into_inner().unwrap().iter().zip(&input.target).all(|(found, (_, bytes))| found == bytes));
-    assert_eq!(Apply::new(&pair, &base).on(&known).verify().unwrap(), Apply::new(&pair, &base).verify().unwrap());
+    assert_eq!(Apply::new(&pair).base(&base).on(&known).verify().unwrap(), Apply::new(&pair).base(&base).verify().unwrap());
 }
 
 #[test]
 fn small_chunks_of_an_accelerator_have_the_digest_of_the_tensor() {
     let input = input("one training step, F64", 160);
-    let options = EncodeOptions { chunk_lanes: 1 << 12, ..EncodeOptions::default() };
-    let (pair, _) = encode_to_memory(Some(&input.base()), &input.target(), &options).unwrap();
-    Apply::new(&pair, &input.base()).on(&Known(&input.target)).verify().unwrap();
+    let options = EncodeOptions::default().chunk_lanes(1 << 12);
+    let (pair, _) = Encode::new(&input.target()).base(&input.base()).options(options).to_memory().unwrap();
+    Apply::new(&pair).base(&input.base()).on(&Known(&input.target)).verify().unwrap();
 }
 
 #[test]
@@ -150,7 +151,7 @@ fn a_wrong_byte_from_an_accelerator_is_found_by_its_digest() {
             let mut wrong = input.target.clone();
             let last = wrong[at].1.len() - 1;
             wrong[at].1[if from_end { last } else { 0 }] ^= 1;
-            let outcome = Apply::new(&pair, &input.base()).on(&Known(&wrong)).verify();
+            let outcome = Apply::new(&pair).base(&input.base()).on(&Known(&wrong)).verify();
             assert!(matches!(&outcome, Err(Error::Invalid(e)) if e.rule == Rule::TensorTargetDigest), "{outcome:?}");
         }
     }
@@ -166,7 +167,7 @@ fn a_wrong_base_of_an_accelerator_is_found_by_its_digest() {
             let last = wrong[at].1.len() - 1;
             wrong[at].1[if from_end { last } else { 0 }] ^= 1;
             let base = MemoryCheckpoint::new(wrong.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).unwrap();
-            let outcome = Apply::new(&pair, &base).on(&Known(&input.target)).verify();
+            let outcome = Apply::new(&pair).base(&base).on(&Known(&input.target)).verify();
             assert!(matches!(&outcome, Err(Error::WrongBase { .. })), "{outcome:?}");
         }
     }

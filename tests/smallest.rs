@@ -5,7 +5,7 @@ mod common;
 
 use common::inputs::{Input, inputs};
 use std::fmt::Write;
-use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, Favor, Layout, encode_to_memory};
+use tpde::{Codec, CodecChoice, Encode, EncodeOptions, Favor, Layout};
 
 /// Rows of most matrices, where `TPDE_SIDE` does not say otherwise.
 const SIDE: u64 = 1024;
@@ -13,14 +13,14 @@ const SIDE: u64 = 1024;
 /// Bytes of index and blob.
 fn size(input: &Input, with_base: bool, options: &EncodeOptions) -> u64 {
     let (base, target) = (input.base(), input.target());
-    let base: Option<&dyn Checkpoint> = if with_base { Some(&base) } else { None };
-    let (pair, _) = encode_to_memory(base, &target, options).unwrap();
+    let encode = Encode::new(&target).options(options.clone());
+    let (pair, _) = if with_base { encode.base(&base) } else { encode }.to_memory().unwrap();
     pair.index().size() + pair.blob().len() as u64
 }
 
 /// What each option makes of an input, by name, of the codecs that `choice` may take.
 fn by_hand(input: &Input, choice: CodecChoice, favor: Favor) -> Vec<(String, u64)> {
-    let with = |codec: Codec, layout| EncodeOptions { codec: codec.into(), layout, favor, ..EncodeOptions::default() };
+    let with = |codec: Codec, layout| EncodeOptions::default().codec(codec).layout(layout).favor(favor);
     let mut found = Vec::new();
     for with_base in [true, false] {
         let mut add = |name: &str, options| {
@@ -44,7 +44,7 @@ fn check(choice: CodecChoice, favor: Favor, percent: u64) {
     let mut worse = Vec::new();
     for input in inputs(side) {
         let bytes: u64 = input.target.iter().map(|(_, bytes)| bytes.len() as u64).sum();
-        let found = size(&input, true, &EncodeOptions { codec: choice, favor, ..EncodeOptions::default() });
+        let found = size(&input, true, &EncodeOptions::default().codec(choice).favor(favor));
         let (name, best) = by_hand(&input, choice, favor).into_iter().min_by_key(|(_, size)| *size).unwrap();
         let (ratio, part) = (|size: u64| bytes as f64 / size as f64, found as f64 / best as f64);
         writeln!(table, "| {} | {:.2} | {:.2} | {name} | {part:.3} |", input.name, ratio(found), ratio(best)).unwrap();

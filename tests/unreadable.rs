@@ -7,11 +7,9 @@ mod common;
 use common::*;
 use std::fs;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use tpde::delta::{Accelerator, Sink, Work};
-use tpde::error::Rule;
 use tpde::{
-    Apply, Checkpoint, Codec, CodecChoice, Dtype, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint,
-    TensorInfo, encode_to_memory,
+    Accelerator, Apply, Checkpoint, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, Rule,
+    SafetensorsCheckpoint, Sink, TensorInfo, Work,
 };
 
 /// Tensors in memory of which one range cannot be read.
@@ -106,11 +104,11 @@ impl Case {
     fn new(codec: Codec) -> Self {
         let base = held(&[info("prefix", ROWS / 2), info("same", ROWS)], usize::MAX);
         let target = held(&[info("prefix", ROWS), info("same", ROWS)], 100);
-        Self { base, target, options: EncodeOptions { codec: codec.into(), chunk_lanes: 4096, ..EncodeOptions::default() } }
+        Self { base, target, options: EncodeOptions::default().codec(codec).chunk_lanes(4096) }
     }
 
     fn pair(&self) -> Pair<Vec<u8>> {
-        encode_to_memory(Some(&checkpoint(&self.base)), &checkpoint(&self.target), &self.options).unwrap().0
+        Encode::new(&checkpoint(&self.target)).base(&checkpoint(&self.base)).options(self.options.clone()).to_memory().unwrap().0
     }
 }
 
@@ -133,7 +131,7 @@ fn a_base_that_cannot_be_read_is_said_to_be_unreadable_when_a_pair_is_applied() 
             let base = Faulty::new(&case.base, tensor, byte);
             let what = format!("{codec:?}, {tensor} {byte}");
             for digests in [true, false] {
-                let apply = Apply::new(&pair, &base).digests(digests);
+                let apply = Apply::new(&pair).base(&base).digests(digests);
                 let mut outputs: Vec<_> = apply.selected().map(|tensor| vec![0; tensor.bytes() as usize]).collect();
                 let mut slices: Vec<_> = outputs.iter_mut().map(|output| &mut output[..]).collect();
                 is_io(apply.to_buffers(&mut slices), &what);
@@ -154,15 +152,15 @@ fn a_base_that_cannot_be_read_for_its_digest_is_said_to_be_unreadable() {
     // All chunks are read, then the base of another length once more.
     let base = Faulty::new(&case.base, "prefix", 9);
     base.good.store(1, Ordering::Relaxed);
-    is_io(Apply::new(&pair, &base).verify(), "digest");
+    is_io(Apply::new(&pair).base(&base).verify(), "digest");
 
     // The first tensor is wrong, and whether the second one is cannot be found out.
     let mut wrong = case.base.clone();
     wrong[0].1[5] ^= 1;
     let base = Faulty::new(&wrong, "same", 0);
-    let broken = Apply::new(&pair, &checkpoint(&wrong)).range("prefix", 0..1).unwrap_err();
+    let broken = Apply::new(&pair).base(&checkpoint(&wrong)).range("prefix", 0..1).unwrap_err();
     assert_eq!(broken.rule(), Some(Rule::ChunkBaseSum));
-    is_io::<()>(Err(pair.explain(broken, &["prefix", "same"], &base, false, &|_| {})), "explained");
+    is_io::<()>(Err(Apply::new(&pair).base(&base).explain(broken)), "explained");
 }
 
 #[test]
@@ -173,7 +171,7 @@ fn a_base_that_a_device_cannot_be_given_is_said_to_be_unreadable() {
         for tensor in ["prefix", "same"] {
             let base = Faulty::new(&case.base, tensor, 9);
             let device = Copies { targets: &case.target, reads_bases };
-            is_io(Apply::new(&pair, &base).on(&device).verify(), tensor);
+            is_io(Apply::new(&pair).base(&base).on(&device).verify(), tensor);
         }
     }
 }
@@ -182,12 +180,12 @@ fn a_base_that_a_device_cannot_be_given_is_said_to_be_unreadable() {
 fn checkpoints_that_cannot_be_read_are_said_to_be_unreadable_when_they_are_encoded() {
     for &codec in CodecChoice::ALL {
         let case = Case::new(Codec::Raw);
-        let options = EncodeOptions { codec, ..case.options.clone() };
+        let options = case.options.clone().codec(codec);
         let (base, target) = (checkpoint(&case.base), checkpoint(&case.target));
         for (tensor, byte) in [("same", 0), ("same", ROWS * 128 - 1), ("prefix", 9)] {
             let what = format!("{codec:?}, {tensor} {byte}");
-            is_io(encode_to_memory(Some(&Faulty::new(&case.base, tensor, byte)), &target, &options), &what);
-            is_io(encode_to_memory(Some(&base), &Faulty::new(&case.target, tensor, byte), &options), &what);
+            is_io(Encode::new(&target).base(&Faulty::new(&case.base, tensor, byte)).options(options.clone()).to_memory(), &what);
+            is_io(Encode::new(&Faulty::new(&case.target, tensor, byte)).base(&base).options(options.clone()).to_memory(), &what);
         }
     }
 }
@@ -204,10 +202,10 @@ fn a_file_that_is_cut_short_after_it_was_opened_is_said_to_be_unreadable() {
     });
     write_file(&path, &tensors.collect::<Vec<_>>());
     let base = SafetensorsCheckpoint::open(&path).unwrap();
-    Apply::new(&pair, &base).verify().unwrap();
+    Apply::new(&pair).base(&base).verify().unwrap();
     let size = fs::metadata(&path).unwrap().len();
     fs::File::options().write(true).open(&path).unwrap().set_len(size - 1).unwrap();
-    match Apply::new(&pair, &base).verify() {
+    match Apply::new(&pair).base(&base).verify() {
         Err(Error::Io { path: of, .. }) => assert_eq!(of, path),
         outcome => panic!("{outcome:?}"),
     }
@@ -233,23 +231,22 @@ fn a_base_tensor_that_many_tensors_name_is_hashed_once() {
     let size = base[0].1.len() as u64;
     let names: Vec<_> = (0..300).map(|i| format!("empty.{i:03}")).collect();
     let target: Vec<_> = names.iter().map(|name| (info(name, 0), Vec::new())).collect();
-    let renamed = names.iter().map(|name| (name.clone(), "base".to_owned())).collect();
-    let options = EncodeOptions { renamed, ..EncodeOptions::default() };
+    let renamed = names.iter().map(|name| (&**name, "base"));
+    let options = EncodeOptions::default().renamed(renamed);
     let counted = Counted(checkpoint(&base), AtomicU64::new(0));
     let read = || counted.1.swap(0, Ordering::Relaxed);
-    let pair = encode_to_memory(Some(&counted), &checkpoint(&target), &options).unwrap().0;
-    assert_eq!(pair.index().tensors().filter(|t| t.base_kind == tpde::format::BaseKind::Prefix).count(), 300);
+    let pair = Encode::new(&checkpoint(&target)).base(&counted).options(options).to_memory().unwrap().0;
+    assert_eq!(pair.index().tensors().filter(|t| t.base_kind == tpde::BaseKind::Prefix).count(), 300);
     assert!(read() <= 2 * size);
-    Apply::new(&pair, &counted).verify().unwrap();
+    Apply::new(&pair).base(&counted).verify().unwrap();
     assert_eq!(read(), size);
 
     // The search for the base tensor that is wrong hashes each of them once too.
     let case = Case::new(Codec::Raw);
     let mut wrong = case.base.clone();
     wrong[0].1[5] ^= 1;
-    let broken = Apply::new(&case.pair(), &checkpoint(&wrong)).range("prefix", 0..1).unwrap_err();
-    let names: Vec<_> = names.iter().map(String::as_str).collect();
+    let broken = Apply::new(&case.pair()).base(&checkpoint(&wrong)).range("prefix", 0..1).unwrap_err();
     read();
-    let _ = pair.explain(broken, &names, &counted, false, &|_| {});
+    let _ = Apply::new(&pair).base(&counted).explain(broken);
     assert_eq!(read(), size);
 }

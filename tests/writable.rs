@@ -18,13 +18,10 @@ use std::fmt::Debug;
 use std::fs;
 use std::path::Path;
 use tempfile::TempDir;
-use tpde::delta::encode;
-use tpde::format::FileKind;
-use tpde::safetensors::{ApplyOptions, VerifyBase, VerifyOptions, check_target_files, verify_files};
-use tpde::writer::{FileSpec, PairBuilder};
+use tpde::internals::{FileSpec, PairBuilder, encode};
 use tpde::{
-    Checkpoint, Dtype, EncodeOptions, Error, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, TensorInfo,
-    ValidatedIndex, apply_to_path,
+    Apply, Checkpoint, Dtype, EncodeOptions, Error, FileKind, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint,
+    TensorInfo, ValidatedIndex, Verify,
 };
 
 fn open(path: &Path) -> SafetensorsCheckpoint {
@@ -268,10 +265,12 @@ enum Outcome {
 fn check(pair: &Pair<Vec<u8>>, base: Option<&SafetensorsCheckpoint>, what: &dyn Debug) -> Outcome {
     let place = tempfile::tempdir().unwrap();
     let out = place.path().join("out");
-    let options = VerifyOptions { base: base.map_or(VerifyBase::NotNeeded, VerifyBase::Files), ..VerifyOptions::default() };
-    let verified = verify_files(pair, &options, &|_| {});
+    let verified = match base {
+        Some(base) => Verify::new(pair).base(base).run(),
+        None => Verify::new(pair).without_base().run(),
+    };
     let is_writable = verified.as_ref().is_ok_and(|verified| verified.writable == Some(true));
-    let applied = apply_to_path(pair, base, &out, &ApplyOptions::default(), &|_| {});
+    let applied = base.into_iter().fold(Apply::new(pair), |apply, base| apply.base(base)).to_path(&out);
     assert_eq!(is_writable, applied.is_ok(), "{what:?}: {verified:?} {applied:?}");
     if applied.is_err() {
         assert_eq!(place.path().read_dir().unwrap().count(), 0, "{what:?} leaves something behind");
@@ -288,7 +287,7 @@ fn check(pair: &Pair<Vec<u8>>, base: Option<&SafetensorsCheckpoint>, what: &dyn 
     for shard in &shards {
         let bytes = fs::read(shard).unwrap();
         for (name, tensor) in ::safetensors::SafeTensors::deserialize(&bytes).unwrap().iter() {
-            let expected = pair.index().find(name).unwrap().digests.target_digest;
+            let expected = *pair.index().find(name).unwrap().target_digest();
             assert_eq!(blake3::hash(tensor.data()).as_bytes()[..16], expected, "{what:?}: {name}");
             found += 1;
         }
@@ -311,7 +310,7 @@ proptest! {
         // A shard index cannot name a shard without tensors.
         let no_shard_is_empty = [false, true].iter().all(|second| case.tensors.iter().any(|(_, shard)| shard == second));
         if case.fault == Fault::None && (case.layout < 2 || no_shard_is_empty) {
-            check_target_files(pair.index(), &open(&written.path().join("out"))).unwrap();
+            Verify::new(&pair).target(&open(&written.path().join("out"))).run().unwrap();
         }
     }
 }

@@ -12,10 +12,7 @@ use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use tpde::error::Escaped;
-use tpde::safetensors::{ApplyOptions, check_needs_no_base};
-use tpde::source::Source;
-use tpde::{Error, Pair, Result, apply_to_path};
+use tpde::{Error, Escaped, Pair, Result, Source};
 
 /// Rebuild the target from a base and a pair
 ///
@@ -74,21 +71,25 @@ impl Apply {
         let pair = Pair::open(path)?;
         let globs = self.globs(&pair)?;
         let is_wanted = |name: &str| globs.iter().any(|glob| glob.is_match(name));
-        let wanted: Option<&dyn Fn(&str) -> bool> = if globs.is_empty() { None } else { Some(&is_wanted) };
 
-        if base.is_none() {
-            check_needs_no_base(pair.index(), wanted)?;
-        }
         if !globs.is_empty() || pair.index().files().all(|file| file.name.is_empty()) {
             check_names_file(&self.output)?;
         }
         let base = base.map(open).transpose()?;
-        let selected = pair.index().tensors().filter(|tensor| wanted.is_none_or(|wanted| wanted(tensor.name)));
-        let bar = common.bar("apply", selected.map(|tensor| tensor.bytes()).sum());
         let device = self.device.open()?;
-        let options = ApplyOptions { wanted, replace: self.force, accelerator: device.as_deref() };
+        let mut apply = tpde::Apply::new(&pair).overwrite(self.force);
+        if !globs.is_empty() {
+            apply = apply.tensors(is_wanted);
+        }
+        if let Some(base) = &base {
+            apply = apply.base(base);
+        }
+        if let Some(device) = &device {
+            apply = apply.on(&**device);
+        }
+        let bar = common.bar("apply", apply.selected().map(|tensor| tensor.bytes()).sum());
         let start = Instant::now();
-        let report = apply_to_path(&pair, base.as_ref(), &self.output, &options, &|bytes| bar.inc(bytes))?;
+        let report = apply.progress(|bytes| bar.inc(bytes)).to_path(&self.output)?;
         let seconds = start.elapsed().as_secs_f64();
         bar.finish_and_clear();
         Ok(Report {
@@ -109,11 +110,11 @@ impl Apply {
             let matcher = GlobSet::builder()
                 .add(glob.clone())
                 .build()
-                .map_err(|e| Error::Misuse(format!("pattern {} is too large: {}", Escaped(glob.glob()), e.kind())))?;
+                .map_err(|e| Error::InvalidArgument(format!("pattern {} is too large: {}", Escaped(glob.glob()), e.kind())))?;
             if pair.index().tensors().any(|tensor| matcher.is_match(tensor.name)) {
                 return Ok(matcher);
             }
-            Err(Error::Misuse(format!("no tensor of the pair matches {}", Escaped(glob.glob()))))
+            Err(Error::InvalidArgument(format!("no tensor of the pair matches {}", Escaped(glob.glob()))))
         });
         compiled.collect()
     }
@@ -126,7 +127,7 @@ fn check_names_file(output: &Path) -> Result<()> {
         return Ok(());
     }
     let example = text::path(&output.join("model.safetensors"));
-    Err(Error::Misuse(format!("-o must name a file here, as in {example}: the output is one file")))
+    Err(Error::InvalidArgument(format!("-o must name a file here, as in {example}: the output is one file")))
 }
 
 impl fmt::Display for Report {

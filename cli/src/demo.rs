@@ -13,8 +13,7 @@ use std::ffi::OsStr;
 use std::fmt::{self, Display};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use tpde::safetensors::ApplyOptions;
-use tpde::{Dtype, EncodeOptions, MemoryCheckpoint, TensorInfo, apply_to_path, encode_to_memory};
+use tpde::{Dtype, MemoryCheckpoint, TensorInfo};
 
 /// Make a small checkpoint and a fine-tuned one, and show every step
 #[derive(Args)]
@@ -181,8 +180,8 @@ type Tensors = Vec<(TensorInfo, Vec<u8>)>;
 /// Writes tensors as a safetensors file: a pair without a base and without files gives one.
 fn write(tensors: &Tensors, path: &Path, replace: bool) -> tpde::Result<()> {
     let checkpoint = MemoryCheckpoint::new(tensors.iter().map(|(info, bytes)| (info.clone(), bytes.as_slice())))?;
-    let (pair, _) = encode_to_memory(None, &checkpoint, &EncodeOptions::default())?;
-    apply_to_path(&pair, None, path, &ApplyOptions { replace, ..ApplyOptions::default() }, &|_| {})?;
+    let (pair, _) = tpde::Encode::new(&checkpoint).to_memory()?;
+    tpde::Apply::new(&pair).overwrite(replace).to_path(path)?;
     Ok(())
 }
 

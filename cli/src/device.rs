@@ -2,8 +2,7 @@
 
 use clap::Args;
 use std::str::FromStr;
-use tpde::delta::Accelerator;
-use tpde::{Error, Result};
+use tpde::{Accelerator, Error, Result};
 
 /// What decodes.
 #[derive(Args)]
@@ -42,7 +41,7 @@ impl DeviceArgs {
     /// Refuses what only a device can do.
     pub fn check(&self) -> Result<()> {
         if self.trust && self.device == DeviceName::Cpu {
-            return Err(Error::Misuse("--trust is for a device: --device cuda".into()));
+            return Err(Error::InvalidArgument("--trust is for a device: --device cuda".into()));
         }
         Ok(())
     }
@@ -82,7 +81,7 @@ pub enum NoCuda {}
 
 #[cfg(not(feature = "cuda"))]
 impl Accelerator for NoCuda {
-    fn rebuild(&self, _: &tpde::delta::Work<'_>, _: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
+    fn rebuild(&self, _: &tpde::Work<'_>, _: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
         match *self {}
     }
 }

@@ -10,11 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use tpde::delta::TensorReport;
-use tpde::format::BaseKind;
-use tpde::reader::PairPaths;
-use tpde::source::FileSource;
-use tpde::{Checkpoint, EncodeOptions, Error, Result, SafetensorsCheckpoint, encode_files};
+use tpde::{BaseKind, Checkpoint, Error, FileSource, PairPaths, Result, SafetensorsCheckpoint, TensorReport};
 
 /// Most bytes of a rename map.
 const RENAME_MAP_LIMIT: u64 = 100_000_000;
@@ -96,19 +92,25 @@ impl Encode {
     fn encode(&self, common: &Common) -> Result<Report> {
         let (base, target) = operands(&self.first, self.second.as_deref());
         let paths = PairPaths::new(&self.output);
-        let inputs = self.rename_map.iter().cloned().collect();
-        let options = EncodeOptions { renamed: self.renamed()?, inputs, ..self.codec.options() };
+        let renamed = self.renamed()?;
 
         let base = base.map(open).transpose()?;
         let target = open(target)?;
         let bar = common.bar("encode", target.tensors().iter().map(|tensor| tensor.bytes()).sum());
         let start = Instant::now();
-        let report = encode_files(base.as_ref(), &target, &options, &self.output, self.force, &|bytes| bar.inc(bytes))?;
+        let mut encode = tpde::Encode::new(&target)
+            .options(self.codec.options().renamed(renamed.clone()))
+            .inputs(&self.rename_map)
+            .overwrite(self.force);
+        if let Some(base) = &base {
+            encode = encode.base(base);
+        }
+        let report = encode.progress(|bytes| bar.inc(bytes)).to_path(&self.output)?;
         let seconds = start.elapsed().as_secs_f64();
         bar.finish_and_clear();
 
         let in_base = |name: &str| {
-            let name = options.renamed.get(name).map_or(name, String::as_str);
+            let name = renamed.get(name).map_or(name, String::as_str);
             base.as_ref().is_some_and(|base: &SafetensorsCheckpoint| base.find(name).is_some())
         };
         let names = |wanted: &dyn Fn(&TensorReport) -> bool| -> Vec<String> {
@@ -116,7 +118,7 @@ impl Encode {
         };
         let has_base = base.is_some();
         let retyped = names(&|tensor| tensor.base_kind == BaseKind::None && in_base(&tensor.name));
-        let base_of = |name: &String| options.renamed.get(name).unwrap_or(name).clone();
+        let base_of = |name: &String| renamed.get(name).unwrap_or(name).clone();
         let paired: BTreeSet<_> = retyped.iter().map(base_of).collect();
         let stored_bytes = report.index_bytes + report.blob_bytes;
         Ok(Report {
@@ -154,7 +156,7 @@ impl Encode {
 fn read_map(path: &Path) -> Result<BTreeMap<String, String>> {
     let content = FileSource::open(path)?.read_all("size of the rename map", RENAME_MAP_LIMIT)?;
     serde_json::from_slice(&content)
-        .map_err(|e| Error::Misuse(format!("{} does not map target names to base names: {e}", text::path(path))))
+        .map_err(|e| Error::InvalidArgument(format!("{} does not map target names to base names: {e}", text::path(path))))
 }
 
 impl fmt::Display for Report {

@@ -4,12 +4,9 @@ use super::text;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
-use tpde::Codec;
-use tpde::codec::PayloadParts;
-use tpde::delta::{Explanation, TableSetReport, TensorExplanation, TensorReport, WayReport};
-use tpde::error::Escaped;
-use tpde::format::BaseKind;
-use tpde::index::IndexParts;
+use tpde::{
+    BaseKind, Codec, Escaped, Explanation, IndexParts, PayloadParts, TableSetReport, TensorExplanation, TensorReport, WayReport,
+};
 
 /// Both files by purpose.
 #[derive(Serialize)]

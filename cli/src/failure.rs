@@ -7,8 +7,7 @@ use serde::Serialize;
 use std::ffi::OsString;
 use std::io::{self, Write};
 use std::process::ExitCode;
-use tpde::Error;
-use tpde::error::{Escaped, Rule};
+use tpde::{Error, Escaped, Location, Rule};
 
 /// The data is wrong.
 const DATA: u8 = 1;
@@ -59,18 +58,19 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
         Some(Error::Changed { .. }) => ("changed", SYSTEM),
         Some(Error::NotWritable { .. }) => ("not_writable", DATA),
         Some(Error::Limit { .. }) => ("limit", DATA),
-        Some(Error::Misuse(_)) => ("misuse", USAGE),
+        Some(Error::InvalidArgument(_)) => ("misuse", USAGE),
         Some(Error::NoDevice(_)) => ("no_device", DEVICE),
         Some(Error::NoLibrary { .. }) => ("no_library", DEVICE),
         Some(Error::Device { .. }) => ("device", SYSTEM),
         None if theirs.is_some() => ("io", SYSTEM),
         _ => ("other", DATA),
     };
-    let at = match ours {
-        Some(Error::Invalid(invalid)) => invalid.at.clone(),
-        Some(Error::WrongBase { tensor, .. }) => tpde::error::Location { tensor: Some(tensor.clone()), chunk: None },
-        _ => Default::default(),
-    };
+    let mut at = Location::default();
+    match ours {
+        Some(Error::Invalid(invalid)) => at = invalid.at.clone(),
+        Some(Error::WrongBase { tensor, .. }) => at.tensor = Some(tensor.clone()),
+        _ => {}
+    }
     let message = message(error);
     let hint = ours.and_then(hint);
     // Where stderr is gone too, the exit code has to do.

@@ -5,8 +5,7 @@ use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use std::path::Path;
 use std::str::FromStr;
-use tpde::error::UnknownName;
-use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint};
+use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint, UnknownName};
 
 /// How payloads are coded.
 #[derive(Args)]
@@ -66,7 +65,7 @@ impl CodecArgs {
             (CodecChoice::Auto, Some(_)) => Codec::Zstd.into(),
             (codec, _) => codec,
         };
-        EncodeOptions { codec, layout: self.layout.0, chunk_lanes: self.chunk_lanes, favor: self.favor, ..EncodeOptions::default() }
+        EncodeOptions::default().codec(codec).layout(self.layout.0).chunk_lanes(self.chunk_lanes).favor(self.favor)
     }
 }
 

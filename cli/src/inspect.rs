@@ -11,12 +11,10 @@ use serde::{Serialize, Serializer};
 use std::cmp::Reverse;
 use std::fmt;
 use std::path::PathBuf;
-use tpde::delta::{Explain, Explanation, TensorReport};
-use tpde::error::Escaped;
-use tpde::format::{BaseKind, FileKind};
-use tpde::reader::PairPaths;
-use tpde::source::FileSource;
-use tpde::{Checkpoint, Codec, Favor, MemoryCheckpoint, Pair, Result, ValidatedIndex};
+use tpde::{
+    BaseKind, Checkpoint, Codec, Escaped, Explain, Explanation, Favor, FileKind, FileSource, MemoryCheckpoint, Pair, PairPaths,
+    Result, TensorReport, ValidatedIndex,
+};
 
 /// Show what a pair holds
 ///
@@ -161,20 +159,20 @@ impl Inspect {
         };
         let explain = base.into_iter().fold(Explain::new(pair).favor(self.favor), Explain::base);
         let bar = common.bar("explain", explain.progress_bytes());
-        let explanation = explain.progress(&|bytes| bar.inc(bytes)).run()?;
+        let explanation = explain.progress(|bytes| bar.inc(bytes)).run()?;
         bar.finish_and_clear();
         Ok(explanation)
     }
 }
 
 fn summary(index: &ValidatedIndex, paths: PairPaths) -> Summary {
-    let header = index.header();
+    let (major, minor) = index.version();
     let (base_bytes, target_bytes) = index.tensor_bytes();
-    let stored_bytes = index.size() + header.blob_size;
+    let stored_bytes = index.size() + index.blob_size();
     Summary {
         index: JsonPath(paths.index),
         blob: JsonPath(paths.blob),
-        version: format!("{}.{}", header.version_major, header.version_minor),
+        version: format!("{major}.{minor}"),
         pair_digest: hex(index.pair_digest()),
         base_root: hex(index.base_root()),
         target_root: hex(index.target_root()),
@@ -182,12 +180,12 @@ fn summary(index: &ValidatedIndex, paths: PairPaths) -> Summary {
         target_bytes,
         stored_bytes,
         index_bytes: index.size(),
-        blob_bytes: header.blob_size,
+        blob_bytes: index.blob_size(),
         ratio: text::ratio(target_bytes, stored_bytes),
         lanes: index.tensors().map(|tensor| tensor.lanes).sum(),
-        changed: index.chunks().iter().map(|record| u64::from(record.num_deltas.get())).sum(),
-        chunks: header.chunk_count,
-        tensors: header.tensor_count,
+        changed: index.chunks().map(|chunk| u64::from(chunk.num_deltas)).sum(),
+        chunks: index.chunk_count(),
+        tensors: index.tensor_count() as u32,
         files: index
             .files()
             .map(|file| TargetFile { name: file.name.to_owned(), kind: file.kind, content_bytes: file.content_size })
@@ -215,18 +213,18 @@ impl Report {
         let index = self.pair.index();
         (0..index.tensor_count()).map(|place| index.tensor(place)).flat_map(move |tensor| {
             tensor.chunks().map(move |chunk| {
-                let record = &index.chunks()[chunk as usize];
+                let record = index.chunk(chunk);
                 let range = tensor.chunk_range(chunk);
                 Chunk {
                     chunk,
                     tensor: tensor.name,
-                    output_offset: record.output_offset.get(),
+                    output_offset: record.output_offset,
                     lanes: range.end - range.start,
-                    num_deltas: record.num_deltas.get(),
-                    blob_offset: record.blob_offset.get(),
-                    compressed_size: record.compressed_size.get(),
-                    uncompressed_size: record.uncompressed_size.get(),
-                    crc32: format!("{:08x}", record.crc32.get()),
+                    num_deltas: record.num_deltas,
+                    blob_offset: record.blob_offset,
+                    compressed_size: record.compressed_size,
+                    uncompressed_size: record.uncompressed_size,
+                    crc32: format!("{:08x}", record.crc32),
                 }
             })
         })
@@ -271,8 +269,8 @@ fn needs(index: &ValidatedIndex) -> Needs {
         kernels,
         expanded_by_host,
         // Record, sums and tensor of each chunk.
-        index_bytes: (32 + 16 + 4) * u64::from(index.header().chunk_count),
-        payload_bytes: index.chunks().iter().map(|record| u64::from(record.compressed_size.get()).next_multiple_of(16)).sum(),
+        index_bytes: (32 + 16 + 4) * u64::from(index.chunk_count()),
+        payload_bytes: index.chunks().map(|chunk| u64::from(chunk.compressed_size).next_multiple_of(16)).sum(),
         out_of_place_bytes: base_bytes.saturating_add(target_bytes),
         in_place_bytes: target_bytes,
         largest_tensor_bytes: index.tensors().map(|tensor| tensor.bytes()).max().unwrap_or(0),

@@ -8,7 +8,7 @@ use std::io::{self, Write};
 use std::ops::Deref;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use tpde::error::Escaped;
+use tpde::Escaped;
 use unicode_width::UnicodeWidthStr;
 
 pub const BOLD: Style = Style::new().bold();

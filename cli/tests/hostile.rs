@@ -7,10 +7,8 @@ use common::place::*;
 use common::*;
 use std::fs::{self, File};
 use std::path::Path;
-use tpde::codec::Encoded;
-use tpde::format::{BaseKind, FileKind};
-use tpde::writer::{FileSpec, PairBuilder, TensorSpec};
-use tpde::{Checkpoint, Codec, Dtype, EncodeOptions, Error, TensorInfo};
+use tpde::internals::{self, Encoded, FileSpec, PairBuilder, TensorSpec};
+use tpde::{BaseKind, Checkpoint, Codec, Dtype, EncodeOptions, Error, FileKind, TensorInfo};
 
 /// Writes a pair of tensors of these names and shapes, none of which changes: hardly any bytes, for any shapes.
 fn write_pair(path: &Path, tensors: impl Iterator<Item = (String, Vec<u64>)>) {
@@ -163,7 +161,7 @@ fn encode_unread(tensors: &[(&str, usize)], files: &[&str]) -> Error {
     };
     let builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
     let (target, files) = (Unread(infos.collect()), files.iter().map(file).collect());
-    tpde::delta::encode(None, &target, files, &EncodeOptions::default(), builder, &|_| {}).map(|_| ()).unwrap_err()
+    internals::encode(None, &target, files, &EncodeOptions::default(), builder, &|_| {}).map(|_| ()).unwrap_err()
 }
 
 #[test]

@@ -3,9 +3,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use tpde::delta::TensorReport;
-use tpde::format::BaseKind;
-use tpde::{Codec, ValidatedIndex};
+use tpde::internals;
+use tpde::{BaseKind, Codec, TensorReport, ValidatedIndex};
 use tpde_fuzz::{LIMITS, repair_digests, repair_layout};
 
 fuzz_target!(|data: &[u8]| {
@@ -23,8 +22,8 @@ fuzz_target!(|data: &[u8]| {
 });
 
 fn check(index: &ValidatedIndex) {
-    let (records, header) = (index.chunks(), index.header());
-    assert_eq!((records.len(), index.sums().len()), (header.chunk_count as usize, header.chunk_count as usize));
+    let (records, header) = (internals::records(index), internals::header(index));
+    assert_eq!((records.len(), internals::sums(index).len()), (header.chunk_count as usize, header.chunk_count as usize));
     assert_eq!(index.tensor_count(), header.tensor_count as usize);
     let mut before: Option<&str> = None;
     let (mut next_chunk, mut next_byte) = (0, 64);
@@ -36,7 +35,10 @@ fn check(index: &ValidatedIndex) {
         assert_eq!(tensor.lanes, tensor.dtype.lanes(tensor.shape).expect("a shape that fits"));
         assert!(tensor.bytes() < 1 << 60 && tensor.base_bytes() < 1 << 60);
         assert_eq!(tensor.base_shape().is_none(), tensor.base_kind == BaseKind::None);
-        assert!(tensor.tables.is_none_or(|tables| tensor.codec == Codec::Conditioned && index.table_sets().contains(tables)));
+        assert!(
+            internals::tables(&tensor)
+                .is_none_or(|tables| tensor.codec == Codec::Conditioned && internals::table_sets(index).contains(tables))
+        );
 
         assert_eq!(tensor.chunks().start, next_chunk);
         let mut next_lane = 0;
@@ -63,8 +65,8 @@ fn check(index: &ValidatedIndex) {
     }
     assert_eq!((next_chunk, next_byte), (header.chunk_count, header.blob_size));
     let _ = index.tensor_bytes();
-    assert!(index.table_sets().len() <= index.tensor_count());
-    for class in index.table_sets().iter().flat_map(|set| set.classes()) {
+    assert!(internals::table_sets(index).len() <= index.tensor_count());
+    for class in internals::table_sets(index).iter().flat_map(|set| set.classes()) {
         assert_eq!(class.iter().map(|&frequency| u32::from(frequency)).sum::<u32>(), 4096);
     }
 

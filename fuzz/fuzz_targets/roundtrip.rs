@@ -5,10 +5,9 @@
 use arbitrary::{Arbitrary, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use std::collections::BTreeMap;
-use tpde::format::BaseKind;
 use tpde::{
-    Apply, Codec, CodecChoice, Dtype, EncodeOptions, Favor, InPlace, Layout, MemoryCheckpoint, TensorInfo, TensorMut,
-    encode_to_memory,
+    Apply, BaseKind, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Favor, InPlace, Layout, MemoryCheckpoint, TensorInfo,
+    TensorMut,
 };
 use tpde_fuzz::{base_lanes, one_thread};
 
@@ -135,12 +134,12 @@ fn check(input: &Input) {
     let layout = input.layout.filter(|_| codec == Codec::Zstd.into());
     let favor = Favor::ALL[usize::from(input.chunk_lanes_log2 / 3) % Favor::ALL.len()];
     let chunk_lanes = 1 << (12 + input.chunk_lanes_log2 % 3);
-    let options = EncodeOptions { codec, layout, chunk_lanes, favor, renamed, ..EncodeOptions::default() };
-    let (pair, report) = encode_to_memory(Some(&base), &target, &options).expect("options that make sense");
+    let options = EncodeOptions::default().codec(codec).layout(layout).chunk_lanes(chunk_lanes).favor(favor).renamed(renamed);
+    let (pair, report) = Encode::new(&target).base(&base).options(options).to_memory().expect("options that make sense");
     assert_eq!(report.tensors.len(), targets.len());
     pair.verify().expect("payloads as they were written");
 
-    let apply = Apply::new(&pair, &base);
+    let apply = Apply::new(&pair).base(&base);
     let mut outputs: Vec<_> = targets.iter().map(|(_, bytes)| vec![0xA5; bytes.len()]).collect();
     let mut slices: Vec<_> = outputs.iter_mut().map(|output| &mut output[..]).collect();
     apply.to_buffers(&mut slices).expect("a pair for this base");
@@ -165,8 +164,8 @@ fn check(input: &Input) {
                 (tensor.name, bytes.map_or_else(|| vec![0x5A; tensor.bytes() as usize], <[u8]>::to_vec))
             })
             .collect();
-        let mut tensors: Vec<_> = lanes.iter_mut().map(|(name, bytes)| TensorMut { name, bytes }).collect();
-        pair.apply_in_place(&mut tensors, mode).expect("a pair for these lanes");
+        let tensors: Vec<_> = lanes.iter_mut().map(|(name, bytes)| TensorMut { name, bytes }).collect();
+        Apply::new(&pair).in_place(tensors, mode).expect("a pair for these lanes");
         for (name, lanes) in &lanes {
             assert!(targets.iter().any(|(info, bytes)| info.name == *name && bytes == lanes), "{name}");
         }

@@ -2,10 +2,7 @@
 
 use crate::memory::within;
 use crate::{LIMITS, MOST_BYTES, base_tensors, repair_sums};
-use tpde::delta::Explain;
-use tpde::format::BaseKind;
-use tpde::safetensors::check_writable;
-use tpde::{Apply, Checkpoint, Error, InPlace, MemoryCheckpoint, Pair, Result, TensorMut, ValidatedIndex};
+use tpde::{Apply, BaseKind, Checkpoint, Error, Explain, InPlace, MemoryCheckpoint, Pair, Result, TensorMut, ValidatedIndex};
 
 /// Most bytes that opening an index within [`LIMITS`] may allocate: some times what its sections expand to.
 const OPENING: usize = 1 << 20;
@@ -19,13 +16,13 @@ pub fn open(index: Vec<u8>, mut blob: Vec<u8>, sums: bool) -> Option<Pair<Vec<u8
     let index = within(OPENING, || ValidatedIndex::parse(index, &LIMITS));
     let index = index.inspect_err(|e| assert!(matches!(e, Error::Invalid(_) | Error::Limit { .. }), "{e}")).ok()?;
     let (base_bytes, target_bytes) = index.tensor_bytes();
-    if base_bytes.max(target_bytes).max(index.header().blob_size) > MOST_BYTES {
+    if base_bytes.max(target_bytes).max(index.blob_size()) > MOST_BYTES {
         return None;
     }
     if !sums {
         return Pair::new(index, blob).inspect_err(|e| assert!(matches!(e, Error::Invalid(_)), "{e}")).ok();
     }
-    blob.resize(index.header().blob_size as usize, 0);
+    blob.resize(index.blob_size() as usize, 0);
     let bytes = repair_sums(&index, &mut blob, &base_tensors(&index));
     let index = ValidatedIndex::parse(bytes, &LIMITS).expect("an index that only got other sums and digests");
     Some(Pair::new(index, blob).expect("a blob whose header was put right"))
@@ -36,9 +33,9 @@ pub fn open(index: Vec<u8>, mut blob: Vec<u8>, sums: bool) -> Option<Pair<Vec<u8
 pub fn check(pair: &Pair<Vec<u8>>) {
     let bases = base_tensors(pair.index());
     let base = MemoryCheckpoint::new(bases).expect("tensors of the lengths that their shapes say");
-    let writable = within(OPENING, || check_writable(pair.index(), None));
+    let writable = within(OPENING, || Apply::new(pair).check_writable());
     assert!(matches!(writable, Ok(()) | Err(Error::Invalid(_) | Error::NotWritable { .. })), "{writable:?}");
-    let apply = Apply::new(pair, &base);
+    let apply = Apply::new(pair).base(&base);
     let buffers = || pair.index().tensors().map(|tensor| vec![0xA5; tensor.bytes() as usize]).collect::<Vec<_>>();
 
     let mut checked = buffers();
@@ -46,12 +43,12 @@ pub fn check(pair: &Pair<Vec<u8>>) {
     check_error(&outcome);
     assert_eq!(within(APPLYING, || apply.verify()).is_ok(), outcome.is_ok());
     let mut unchecked = buffers();
-    let by_sums = within(APPLYING, || Apply::new(pair, &base).digests(false).to_buffers(&mut slices(&mut unchecked)));
+    let by_sums = within(APPLYING, || Apply::new(pair).base(&base).digests(false).to_buffers(&mut slices(&mut unchecked)));
     check_error(&by_sums);
     if outcome.is_ok() {
         assert!(pair.verify().is_ok() && by_sums.is_ok() && checked == unchecked);
         for (tensor, bytes) in pair.index().tensors().zip(&checked) {
-            assert_eq!(tensor.digests.target_digest, blake3::hash(bytes).as_bytes()[..16]);
+            assert_eq!(tensor.target_digest()[..], blake3::hash(bytes).as_bytes()[..16]);
         }
     }
     if by_sums.is_ok() {
@@ -60,7 +57,7 @@ pub fn check(pair: &Pair<Vec<u8>>) {
             let elements = tensor.bytes() * 8 / tensor.dtype.bits();
             for (from, to) in [(0, elements), (elements / 3 / 8 * 8, elements / 2 / 8 * 8)] {
                 let part = (from * tensor.dtype.bits() / 8) as usize..(to * tensor.dtype.bits() / 8) as usize;
-                let range = within(APPLYING, || Apply::new(pair, &base).range(tensor.name, from..to));
+                let range = within(APPLYING, || Apply::new(pair).base(&base).range(tensor.name, from..to));
                 assert!(range.is_ok_and(|range| range == bytes[part]));
             }
         }
@@ -84,9 +81,8 @@ pub fn check(pair: &Pair<Vec<u8>>) {
     let Some(before) = tensors_in_place(pair, &base) else { return };
     for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
         let mut lanes = before.clone();
-        let mut tensors: Vec<_> =
-            pair.index().tensors().zip(&mut lanes).map(|(t, bytes)| TensorMut { name: t.name, bytes }).collect();
-        let in_place = within(APPLYING, || pair.apply_in_place(&mut tensors, mode));
+        let tensors: Vec<_> = pair.index().tensors().zip(&mut lanes).map(|(t, bytes)| TensorMut { name: t.name, bytes }).collect();
+        let in_place = within(APPLYING, || Apply::new(pair).in_place(tensors, mode));
         check_error(&in_place);
         let (expected, bytes) = if mode == InPlace::AllChecked { (&outcome, &checked) } else { (&by_sums, &unchecked) };
         assert_eq!(in_place.is_ok(), expected.is_ok());
@@ -120,7 +116,7 @@ fn tensors_in_place(pair: &Pair<Vec<u8>>, base: &MemoryCheckpoint<'_>) -> Option
             let fits = info.dtype == tensor.dtype && info.shape == tensor.shape;
             base.in_place(place, 0, info.bytes() as usize).filter(|_| fits).map(<[u8]>::to_vec)
         }
-        BaseKind::Prefix => None,
+        _ => None,
     });
     tensors.collect()
 }

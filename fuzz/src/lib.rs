@@ -15,13 +15,13 @@ pub use sign::*;
 use arbitrary::Unstructured;
 use std::cell::RefCell;
 use std::sync::{LazyLock, OnceLock};
-use tpde::codec::fuzzing::model::{self, Shape};
-use tpde::codec::fuzzing::{self, Decoders};
-use tpde::codec::{ChunkDecoder, Encoded, EncodedChunk, TableSet};
-use tpde::{Codec, Dtype, Limits, Result, TensorInfo, ValidatedIndex, chunk_sum};
+use tpde::internals::fuzzing::model::{self, Shape};
+use tpde::internals::fuzzing::{self, Decoders};
+use tpde::internals::{ChunkDecoder, Encoded, EncodedChunk, TableSet, chunk_sum};
+use tpde::{Codec, Dtype, Limits, Result, TensorInfo, ValidatedIndex};
 
 /// Small, so that no input is slow.
-pub const LIMITS: Limits = Limits { index_size: 1 << 16, section_size: 1 << 16 };
+pub const LIMITS: Limits = Limits::DEFAULT.index_size(1 << 16).section_size(1 << 16);
 
 /// Makes one thread do all work of the pool, the one that calls: threads would only make inputs slower and less repeatable.
 pub fn one_thread() {

@@ -4,8 +4,8 @@ use crate::parts::{ChunkPart, Parts, TensorPart};
 use crate::seeds::SEEDS;
 use crate::{count_changed, frame, repair_blob_header, repair_digests, tables};
 use arbitrary::{Arbitrary, Unstructured};
-use tpde::codec::fuzzing::model::{self, Shape};
-use tpde::codec::{ChunkEncoder, Coding};
+use tpde::internals::fuzzing::model::{self, Shape};
+use tpde::internals::{ChunkEncoder, Coding};
 use tpde::{Codec, Layout};
 
 /// A seed, and what to change in it.
@@ -223,7 +223,7 @@ impl Mutation {
             Mutation::TableSet(place, bytes) => {
                 let tensor = pick(&mut parts.tensors, place.0)?;
                 let set = tables(&mut Unstructured::new(bytes)).ok()?;
-                tensor.set = tpde::codec::fuzzing::parse_tables(&set).ok();
+                tensor.set = tpde::internals::fuzzing::parse_tables(&set).ok();
                 tensor.tables = [&[0, 0], &set[..]].concat();
             }
             Mutation::Record(place, field, number) => {
@@ -332,7 +332,7 @@ impl Recode {
                 let shape = self.shape.clone().bounded(dtype, lanes, classes);
                 payload = model::encode(dtype, tensor.set.as_ref(), &shape, base, &target)?;
             }
-            Codec::Raw | Codec::Zstd => {
+            _ => {
                 let coding = if codec == Codec::Raw { Coding::Raw } else { Coding::Zstd(Some(self.layout)) };
                 let encoded =
                     ChunkEncoder::new().and_then(|mut encoder| encoder.encode(coding, dtype, base, &target, &mut payload));

@@ -3,9 +3,8 @@
 use super::sign::{chunk_bytes, repair_layout, repair_pair};
 use binrw::{BinRead, BinWrite};
 use std::io::Cursor;
-use tpde::codec::TableSet;
-use tpde::format::{BaseKind, FileEntry, IndexHeader, Section, TensorEntry};
-use tpde::{Dtype, TensorInfo, ValidatedIndex};
+use tpde::internals::{self, FileEntry, IndexHeader, Section, TableSet, TensorEntry};
+use tpde::{BaseKind, Dtype, TensorInfo, ValidatedIndex};
 
 #[derive(Debug, Clone)]
 pub struct Parts {
@@ -57,7 +56,7 @@ pub struct FilePart {
 impl Parts {
     /// The parts of a pair, and the lanes of these base tensors.
     pub fn new<B: AsRef<[u8]>>(valid: &ValidatedIndex, blob: &[u8], bases: &[(TensorInfo, B)]) -> Self {
-        let (header, bytes) = (*valid.header(), valid.as_bytes());
+        let (header, bytes) = (*internals::header(valid), valid.as_bytes());
         let section = |section| {
             let entry = header.section(section);
             let stored = &bytes[entry.offset as usize..][..entry.stored_size as usize];
@@ -76,7 +75,7 @@ impl Parts {
             let mut lanes = base.map_or(Vec::new(), |(_, bytes)| bytes.as_ref().to_vec());
             lanes.resize(tensor.bytes() as usize, 0);
             let chunks = tensor.chunks().map(|chunk| {
-                let record = &valid.chunks()[chunk as usize];
+                let record = &internals::records(valid)[chunk as usize];
                 ChunkPart {
                     uncompressed_size: record.uncompressed_size.get(),
                     compressed_size: record.compressed_size.get(),
@@ -95,7 +94,7 @@ impl Parts {
                 tables: own.to_vec(),
                 digests: digests[64 + 32 * tensor.place..][..32].to_vec(),
                 chunks: chunks.collect(),
-                set: tensor.tables.cloned(),
+                set: internals::tables(&tensor).cloned(),
             }
         });
         let tensors = tensors.collect();

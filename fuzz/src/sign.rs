@@ -3,12 +3,11 @@
 //! Uses the public interface of the library only: the integration tests share this file.
 
 use std::ops::Range;
-use tpde::codec::{ChunkDecoder, Encoded, EncodedChunk};
-use tpde::format::{
-    BLOB_HEADER_SIZE, BLOB_MAGIC, BaseKind, INDEX_HEADER_CRC_SPAN, INDEX_HEADER_SIZE, INDEX_MAGIC, PAIR_DIGEST_SIZE, VERSION_MAJOR,
+use tpde::internals::{
+    self, BLOB_HEADER_SIZE, BLOB_MAGIC, ChunkDecoder, Encoded, EncodedChunk, INDEX_HEADER_CRC_SPAN, INDEX_HEADER_SIZE, INDEX_MAGIC,
+    PAIR_DIGEST_SIZE, VERSION_MAJOR, chunk_sum,
 };
-use tpde::index::Tensor;
-use tpde::{TensorInfo, ValidatedIndex, chunk_sum};
+use tpde::{BaseKind, Tensor, TensorInfo, ValidatedIndex};
 
 /// Most bytes of tensors that a target works on.
 pub const MOST_BYTES: u64 = 1 << 18;
@@ -131,8 +130,8 @@ pub fn chunk_bytes(tensor: &Tensor<'_>, chunk: u32) -> Range<usize> {
 /// hostile pair gets to the end of an application. Sums of payloads that do not decode stay as they are.
 pub fn repair_sums<B: AsRef<[u8]>>(index: &ValidatedIndex, blob: &mut [u8], bases: &[(TensorInfo, B)]) -> Vec<u8> {
     let mut bytes = index.as_bytes().to_vec();
-    let sums_at = HEADER + 32 * index.chunks().len();
-    let digests_at = sums_at + 16 * index.sums().len();
+    let sums_at = HEADER + 32 * internals::records(index).len();
+    let digests_at = sums_at + 16 * internals::sums(index).len();
     let (mut base_root, mut target_root) = (blake3::Hasher::new(), blake3::Hasher::new());
     let mut decoder = ChunkDecoder::new();
     for (i, tensor) in index.tensors().enumerate() {
@@ -143,12 +142,12 @@ pub fn repair_sums<B: AsRef<[u8]>>(index: &ValidatedIndex, blob: &mut [u8], base
         for chunk in tensor.chunks() {
             let lanes = &mut target[chunk_bytes(&tensor, chunk)];
             let base_sum = chunk_sum(lanes);
-            let record = &index.chunks()[chunk as usize];
+            let record = &internals::records(index)[chunk as usize];
             let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
             let mut target_sum = base_sum;
             if encoded.num_deltas > 0 {
                 let payload = &blob[record.blob_offset.get() as usize..][..record.compressed_size.get() as usize];
-                let (codec, dtype, tables) = (tensor.codec, tensor.dtype, tensor.tables);
+                let (codec, dtype, tables) = (tensor.codec, tensor.dtype, internals::tables(&tensor));
                 let chunk = EncodedChunk { codec, dtype, tables, encoded, payload, base_sum };
                 let decoded = decoder.decode(&chunk, lanes, &mut |_, _| Ok(()));
                 target_sum = decoded.unwrap_or(0);

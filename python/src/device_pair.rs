@@ -15,10 +15,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 use tpde::cuda::{self, Application, ApplyPlan, Binding, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer};
-use tpde::error::Escaped;
-use tpde::format::BaseKind;
-use tpde::source::{FileSource, Source};
-use tpde::{Checkpoint, Error, InPlace, Result, TensorInfo};
+use tpde::{Apply, BaseKind, Checkpoint, Error, Escaped, FileSource, InPlace, Result, Source, TensorInfo};
 
 /// Bytes of a blob that are read and copied at once.
 const PIECE: usize = 16 << 20;
@@ -53,7 +50,7 @@ fn mode(name: &str) -> Result<Mode> {
         "out_of_place" => Ok(Mode::OutOfPlace),
         "all_checked" => Ok(Mode::InPlace(InPlace::AllChecked)),
         "chunk_by_chunk" => Ok(Mode::InPlace(InPlace::ChunkByChunk)),
-        _ => Err(Error::Misuse(format!("no mode {name}"))),
+        _ => Err(Error::InvalidArgument(format!("no mode {name}"))),
     }
 }
 
@@ -234,11 +231,11 @@ fn bindings(
         {
             let (name, dtype, shape) = (Escaped(base.name()), base.dtype()?, base.shape());
             let expected = format!("{} {:?}", tensor.dtype, tensor.shape);
-            return Err(Error::Misuse(format!("base tensor {name} is {dtype} {shape:?}, its tensor {expected}")));
+            return Err(Error::InvalidArgument(format!("base tensor {name} is {dtype} {shape:?}, its tensor {expected}")));
         }
         // SAFETY: as above.
         let base = base.map(|base| unsafe { base.device_slice() });
-        bindings.push(Binding { tensor: place, base, output });
+        bindings.push(Binding::out_of_place(place, base, output));
     }
     Ok(bindings)
 }
@@ -287,7 +284,8 @@ impl Bound {
             Err(error) => return error,
         };
         let names: Vec<_> = self.tensors.iter().map(Memory::name).collect();
-        self.pair.explain(error, &names, &lying, in_place, steering)
+        let apply = Apply::new(&self.pair).base(&lying).tensors(|name| names.contains(&name)).watch(steering);
+        if in_place { apply.explain_in_place(error) } else { apply.explain(error) }
     }
 }
 
@@ -309,7 +307,7 @@ impl PlanOfAll {
     fn prepare(&self, py: Python<'_>, memory: Given) -> PyResult<Ready> {
         let prepare = || {
             let taken = self.made.lock().unwrap_or_else(PoisonError::into_inner).take();
-            let (planned, bound) = taken.ok_or_else(|| Error::Misuse("a plan is prepared once".into()))?;
+            let (planned, bound) = taken.ok_or_else(|| Error::InvalidArgument("a plan is prepared once".into()))?;
             // SAFETY: as the module says; Python's half keeps the tensor with what is made here.
             let application = Application::prepare_in(planned, unsafe { slice(memory) })?;
             Ok(Ready { work: Mutex::new((application, bound)) })
@@ -398,7 +396,7 @@ impl Ready {
 impl Ready {
     /// For one thread: another would wait here with the interpreter's lock.
     fn work(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, (Application<'static>, Bound)>> {
-        let busy = || errors::to_python(py, &Error::Misuse("an application is used by two threads at once".into()));
+        let busy = || errors::to_python(py, &Error::InvalidArgument("an application is used by two threads at once".into()));
         match self.work.try_lock() {
             Ok(work) => Ok(work),
             Err(TryLockError::Poisoned(work)) => Ok(work.into_inner()),

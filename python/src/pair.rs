@@ -8,12 +8,10 @@ use pyo3::types::PyByteArray;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use tpde::error::Escaped;
-use tpde::format::BaseKind;
-use tpde::index::Tensor;
-use tpde::safetensors::target_metadata;
-use tpde::source::{FileSource, Source};
-use tpde::{Apply, Checkpoint, Error, InPlace, Limits, MemoryCheckpoint, Result, SafetensorsCheckpoint, TensorMut};
+use tpde::{
+    Apply, BaseKind, Checkpoint, Error, Escaped, FileSource, InPlace, Limits, MemoryCheckpoint, Result, SafetensorsCheckpoint,
+    Tensor, TensorMut,
+};
 
 /// A pair and, if it was opened with one, the files of its base.
 #[pyclass(frozen, module = "tpde._tpde")]
@@ -41,8 +39,7 @@ impl Pair {
     fn tensors(&self) -> Vec<Described> {
         let index = self.pair.index();
         let describe = |tensor: Tensor<'_>| {
-            let records = &index.chunks()[tensor.chunks().start as usize..tensor.chunks().end as usize];
-            let changes = records.iter().any(|record| record.num_deltas.get() > 0);
+            let changes = tensor.chunks().any(|chunk| index.chunk(chunk).num_deltas > 0);
             let name = tensor.name.to_owned();
             (name, tensor.dtype.name(), tensor.shape.to_vec(), tensor.base_kind.name(), tensor.base_name.to_owned(), changes)
         };
@@ -51,15 +48,14 @@ impl Pair {
 
     /// Bytes of the blob.
     fn blob_bytes(&self) -> u64 {
-        self.pair.blob().size()
+        self.pair.index().blob_size()
     }
 
     /// Bytes of the payloads of a tensor.
     fn payload_bytes(&self, py: Python<'_>, name: &str) -> PyResult<u64> {
         let index = self.pair.index();
         let tensor = index.find(name).ok_or_else(|| errors::to_python(py, &unknown(name)))?;
-        let records = &index.chunks()[tensor.chunks().start as usize..tensor.chunks().end as usize];
-        Ok(records.iter().map(|record| u64::from(record.compressed_size.get())).sum())
+        Ok(tensor.chunks().map(|chunk| u64::from(index.chunk(chunk).compressed_size)).sum())
     }
 
     /// The digest of the pair.
@@ -71,7 +67,10 @@ impl Pair {
     fn is_same(&self, py: Python<'_>, a: &str, b: &str) -> PyResult<bool> {
         let find = |name| self.pair.index().find(name).ok_or_else(|| errors::to_python(py, &unknown(name)));
         let (a, b) = (find(a)?, find(b)?);
-        Ok(a.digests == b.digests && a.base_kind == b.base_kind && a.dtype == b.dtype && a.shape == b.shape)
+        Ok((a.base_digest(), a.target_digest()) == (b.base_digest(), b.target_digest())
+            && a.base_kind == b.base_kind
+            && a.dtype == b.dtype
+            && a.shape == b.shape)
     }
 
     /// Whether the pair tells of files, not of tensors alone.
@@ -81,7 +80,7 @@ impl Pair {
 
     /// The `__metadata__` of the target's files.
     fn metadata(&self, py: Python<'_>) -> PyResult<BTreeMap<String, String>> {
-        run(py, None, 0, |_| target_metadata(self.pair.index(), self.base.as_ref()))
+        run(py, None, 0, |_| self.on_base(None, |base| Apply::new(&self.pair).base(base).metadata()))
     }
 
     /// Rebuilds the tensors that `outputs` are named after.
@@ -101,7 +100,7 @@ impl Pair {
                 let meets = |o: &&Memory| o.range().start < of_base.end && of_base.start < o.range().end && !of_base.is_empty();
                 if let Some(output) = outputs.iter().find(meets) {
                     let (name, base) = (Escaped(output.name()), Escaped(base.name()));
-                    return Err(Error::Misuse(format!("tensor {name} shares memory with the base {base}")));
+                    return Err(Error::InvalidArgument(format!("tensor {name} shares memory with the base {base}")));
                 }
             }
             self.on_base(base.as_deref(), |base| {
@@ -110,11 +109,11 @@ impl Pair {
                     let (name, range) = (output.name().to_owned(), output.range());
                     // SAFETY: `each_memory_once` has found that these do not overlap, and none does a base.
                     if places.insert(name, unsafe { output.bytes_mut() }).is_some() {
-                        return Err(Error::Misuse(format!("{range:?}: two outputs of one name")));
+                        return Err(Error::InvalidArgument(format!("{range:?}: two outputs of one name")));
                     }
                 }
                 let apply =
-                    Apply::new(&self.pair, base).tensors(|name| places.contains_key(name)).digests(digests).progress(steering);
+                    Apply::new(&self.pair).base(base).tensors(|name| places.contains_key(name)).digests(digests).watch(steering);
                 let names: Vec<_> = apply.selected().map(|tensor| tensor.name).collect();
                 let mut buffers: Vec<_> = names.iter().filter_map(|name| places.remove(*name)).collect();
                 if let Some(name) = places.keys().next() {
@@ -129,12 +128,17 @@ impl Pair {
     fn read_range(&self, py: Python<'_>, mut output: Memory, start: u64, stop: u64, base: Option<Vec<Memory>>) -> PyResult<()> {
         run(py, None, 0, |steering| {
             self.on_base(base.as_deref(), |base| {
-                let bytes = Apply::new(&self.pair, base).progress(steering).range(output.name(), start..stop)?;
+                let bytes = Apply::new(&self.pair).base(base).watch(steering).range(output.name(), start..stop)?;
                 let name = output.name().to_owned();
                 // SAFETY: the output is a new tensor: nobody else has seen its memory.
                 let out = unsafe { output.bytes_mut() };
                 if out.len() != bytes.len() {
-                    return Err(Error::Misuse(format!("{} bytes for {} of tensor {}", out.len(), bytes.len(), Escaped(&name))));
+                    return Err(Error::InvalidArgument(format!(
+                        "{} bytes for {} of tensor {}",
+                        out.len(),
+                        bytes.len(),
+                        Escaped(&name)
+                    )));
                 }
                 out.copy_from_slice(&bytes);
                 Ok(())
@@ -152,7 +156,7 @@ impl Pair {
         let (positions, values, size) = run(py, None, 0, |steering| {
             self.on_base(base.as_deref(), |base| {
                 let tensor = self.pair.index().find(name).ok_or_else(|| unknown(name))?;
-                let changes = Apply::new(&self.pair, base).progress(steering).changes(name)?;
+                let changes = Apply::new(&self.pair).base(base).watch(steering).changes(name)?;
                 let size = if tensor.lanes <= i32::MAX as u64 { 4 } else { 8 };
                 let positions: Vec<u8> = changes.positions.iter().flat_map(|p| p.to_le_bytes().into_iter().take(size)).collect();
                 Ok((positions, changes.values, size))
@@ -179,7 +183,7 @@ impl Pair {
                 // SAFETY: `each_memory_once` has found that these tensors do not overlap.
                 given.push(TensorMut { name: found.name, bytes: unsafe { tensor.bytes_mut() } });
             }
-            match self.pair.apply_in_place_with(&mut given, mode, steering) {
+            match Apply::new(&self.pair).watch(steering).in_place(given, mode) {
                 Ok(_) => Ok(true),
                 Err(Error::AlreadyApplied) => Ok(false),
                 Err(error) => Err(error),
@@ -194,7 +198,7 @@ pub fn open(path: &Path, steering: &Steering) -> Result<tpde::Pair<FileSource>> 
 }
 
 pub fn unknown(name: &str) -> Error {
-    Error::Misuse(format!("no tensor {} in the pair", Escaped(name)))
+    Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(name)))
 }
 
 impl Pair {
@@ -222,10 +226,10 @@ pub fn each_memory_once(pair: &tpde::Pair<FileSource>, tensors: &[Memory]) -> Re
         if tensor.dtype != given.dtype()? || tensor.shape != given.shape() {
             let (dtype, shape) = (given.dtype()?, given.shape());
             let expected = format!("{} {:?}", tensor.dtype, tensor.shape);
-            return Err(Error::Misuse(format!("tensor {name} is {dtype} {shape:?} here, and {expected} in the pair")));
+            return Err(Error::InvalidArgument(format!("tensor {name} is {dtype} {shape:?} here, and {expected} in the pair")));
         }
         if tensor.bytes() != given.range().len() as u64 {
-            return Err(Error::Misuse(format!("tensor {name} has {} bytes, not {}", given.range().len(), tensor.bytes())));
+            return Err(Error::InvalidArgument(format!("tensor {name} has {} bytes, not {}", given.range().len(), tensor.bytes())));
         }
         found.push((i, given.range(), tensor));
     }
@@ -241,16 +245,18 @@ pub fn each_memory_once(pair: &tpde::Pair<FileSource>, tensors: &[Memory]) -> Re
         }
         match before.filter(|(_, other, _)| range.start < other.end) {
             Some((_, other, first)) if other == range => {
-                let same_base = tensor.base_kind == BaseKind::None || tensor.digests.base_digest == first.digests.base_digest;
-                if !same_base || tensor.digests.target_digest != first.digests.target_digest {
+                let same_base = tensor.base_kind == BaseKind::None || tensor.base_digest() == first.base_digest();
+                if !same_base || tensor.target_digest() != first.target_digest() {
                     let (a, b) = (Escaped(first.name), Escaped(tensor.name));
-                    return Err(Error::Misuse(format!("tensors {a} and {b} share memory, but not their values in the pair")));
+                    return Err(Error::InvalidArgument(format!(
+                        "tensors {a} and {b} share memory, but not their values in the pair"
+                    )));
                 }
                 continue;
             }
             Some((_, _, first)) => {
                 let (a, b) = (Escaped(first.name), Escaped(tensor.name));
-                return Err(Error::Misuse(format!("tensors {a} and {b} share a part of their memory")));
+                return Err(Error::InvalidArgument(format!("tensors {a} and {b} share a part of their memory")));
             }
             None => {}
         }

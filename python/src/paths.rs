@@ -7,10 +7,10 @@ use pyo3::prelude::*;
 use serde_json::json;
 use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
-use tpde::delta::{EncodeReport, TensorReport};
-use tpde::reader::PairPaths;
-use tpde::safetensors::{ApplyOptions, VerifyBase, VerifyOptions, verify_files};
-use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, Favor, Layout, Result, SafetensorsCheckpoint};
+use tpde::{
+    Apply, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, EncodeReport, Favor, Layout, MemoryCheckpoint, PairPaths, Result,
+    SafetensorsCheckpoint, TensorReport, Verify,
+};
 
 /// How to encode, as Python says it.
 #[derive(FromPyObject)]
@@ -36,7 +36,7 @@ impl Options {
         let defaults = EncodeOptions::default();
         let chunk_lanes = self.chunk_lanes.unwrap_or(defaults.chunk_lanes);
         let favor = favor.unwrap_or(defaults.favor);
-        Ok(EncodeOptions { codec, layout, chunk_lanes, favor, renamed: self.renamed, ..defaults })
+        Ok(defaults.codec(codec).layout(layout).chunk_lanes(chunk_lanes).favor(favor).renamed(self.renamed))
     }
 }
 
@@ -76,7 +76,11 @@ pub fn encode(
     let (base, target, options) = opened?;
     let total = bytes_of(&target);
     run(py, progress, total, |steering| {
-        let report = tpde::encode_files(base.as_ref(), &target, &options, &output, replace, steering)?;
+        let mut encode = Encode::new(&target).options(options).overwrite(replace).watch(steering);
+        if let Some(base) = &base {
+            encode = encode.base(base);
+        }
+        let report = encode.to_path(&output)?;
         Ok(encode_report(&report, &output, target.not_included()))
     })
 }
@@ -101,16 +105,13 @@ pub fn encode_memory(
     let total = target.iter().map(|tensor| tensor.bytes().len() as u64).sum();
     run(py, progress, total, |steering| {
         let target = memory::checkpoint(&target)?;
-        let options = options.parse()?;
-        let encode = |base: Option<&dyn Checkpoint>| {
-            let report = tpde::encode_tensors(base, &target, &options, &output, replace, steering)?;
-            Ok(encode_report(&report, &output, &[]))
+        let encode = Encode::new(&target).options(options.parse()?).overwrite(replace).watch(steering);
+        let report = match &base {
+            None => encode.to_path(&output),
+            Some(Source::Memory(tensors)) => encode.base(&memory::checkpoint(tensors)?).to_path(&output),
+            Some(Source::Path(path)) => encode.base(&SafetensorsCheckpoint::open(path)?).to_path(&output),
         };
-        match &base {
-            None => encode(None),
-            Some(Source::Memory(tensors)) => encode(Some(&memory::checkpoint(tensors)?)),
-            Some(Source::Path(path)) => encode(Some(&SafetensorsCheckpoint::open(path)?)),
-        }
+        Ok(encode_report(&report?, &output, &[]))
     })
 }
 
@@ -131,8 +132,13 @@ pub fn apply(
     let is_wanted = |name: &str| wanted.as_ref().is_none_or(|wanted| wanted.contains(name));
     let total = pair.index().tensors().filter(|tensor| is_wanted(tensor.name)).map(|tensor| tensor.bytes()).sum();
     run(py, progress, total, |steering| {
-        let options = ApplyOptions { wanted: wanted.as_ref().map(|_| &is_wanted as _), replace, ..ApplyOptions::default() };
-        let report = tpde::apply_to_path(&pair, base.as_ref(), &output, &options, steering)?;
+        let mut apply = Apply::new(&pair).overwrite(replace).watch(steering);
+        if wanted.is_some() {
+            apply = apply.tensors(is_wanted);
+        }
+        let nothing = MemoryCheckpoint::EMPTY;
+        let base = base.as_ref().map_or(&nothing as &dyn Checkpoint, |base| base);
+        let report = apply.base(base).to_path(&output)?;
         Ok(json!(report).to_string())
     })
 }
@@ -151,15 +157,16 @@ pub fn verify(
         let target = target.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
         Ok((open(&pair, steering)?, base, target))
     })?;
-    let base = match &base {
-        Some(base) => VerifyBase::Files(base),
-        None if no_base => VerifyBase::NotNeeded,
-        None => VerifyBase::Missing,
-    };
-    let options = VerifyOptions { base, target: target.as_ref(), ..VerifyOptions::default() };
-    run(py, progress, options.progress_bytes(pair.index()), |steering| {
-        Ok(json!(verify_files(&pair, &options, steering)?).to_string())
-    })
+    let mut verify = Verify::new(&pair);
+    if let Some(base) = &base {
+        verify = verify.base(base);
+    } else if no_base {
+        verify = verify.without_base();
+    }
+    if let Some(target) = &target {
+        verify = verify.target(target);
+    }
+    run(py, progress, verify.progress_bytes(), |steering| Ok(json!(verify.watch(steering).run()?).to_string()))
 }
 
 #[pyfunction]
@@ -167,22 +174,22 @@ pub fn inspect(py: Python<'_>, pair: PathBuf) -> PyResult<String> {
     run(py, None, 0, |steering| {
         let pair = open(&pair, steering)?;
         let index = pair.index();
-        let header = index.header();
+        let (major, minor) = index.version();
         let (base_bytes, target_bytes) = index.tensor_bytes();
         let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let files: Vec<_> =
             index.files().map(|file| json!({"name": file.name, "kind": file.kind, "content_bytes": file.content_size})).collect();
         let tensors: Vec<_> = index.tensors().map(|tensor| TensorReport::new(index, &tensor)).collect();
         Ok(json!({
-            "version": format!("{}.{}", header.version_major, header.version_minor),
+            "version": format!("{major}.{minor}"),
             "pair_digest": hex(index.pair_digest()),
             "base_root": hex(index.base_root()),
             "target_root": hex(index.target_root()),
             "base_bytes": base_bytes,
             "target_bytes": target_bytes,
             "index_bytes": index.size(),
-            "blob_bytes": header.blob_size,
-            "chunks": header.chunk_count,
+            "blob_bytes": index.blob_size(),
+            "chunks": index.chunk_count(),
             "files": files,
             "tensors": tensors,
         })

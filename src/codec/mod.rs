@@ -107,7 +107,7 @@ impl ChunkEncoder {
     /// An encoder for every codec.
     ///
     /// # Errors
-    /// [`Error::Misuse`](crate::Error::Misuse) if the zstd library refuses a parameter.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the zstd library refuses a parameter.
     pub fn new() -> Result<Self> {
         Ok(Self { zstd: zstd::Encoder::new()?, conditioned: conditioned::Encoder::default(), masks: Vec::new() })
     }
@@ -117,7 +117,7 @@ impl ChunkEncoder {
     /// `base` and `target` are the chunk's lanes as bytes, of equal length, at most 4 MiB.
     ///
     /// # Errors
-    /// [`Error::Misuse`](crate::Error::Misuse) if the zstd library fails, which it has no reason to.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the zstd library fails, which it has no reason to.
     pub fn encode(
         &mut self,
         coding: Coding<'_>,
@@ -201,7 +201,7 @@ impl ChunkDecoder {
     /// Turns the base lanes of a chunk into its target lanes, in place, and returns the chunk sum of the target. If few lanes
     /// change, the sum does not take a pass over all of them.
     ///
-    /// `fill` supplies the base lanes when they are needed, see [`Fill`]. After an error, some may not have been requested.
+    /// `fill` supplies the base lanes when they are needed, see `Fill`. After an error, some may not have been requested.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) with the violated rule, or an error of `fill`. `lanes` is then a mixture of base

@@ -5,6 +5,7 @@ macro_rules! parts {
     ($(#[$meta:meta])* $name:ident { $($(#[$of_part:meta])* $part:ident => $text:literal,)+ }) => {
         $(#[$meta])*
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+        #[non_exhaustive]
         pub struct $name { $($(#[$of_part])* pub $part: u64,)+ }
 
         impl $name {

@@ -1,9 +1,9 @@
 //! Every codec and layout against arbitrary lanes and arbitrary bytes.
 
 use super::*;
-use crate::chunk_sum;
 use crate::error::Error;
 use crate::lane::{Lane, Order, lanes_of_mut};
+use crate::sums::chunk_sum;
 use proptest::prelude::*;
 use std::cell::RefCell;
 

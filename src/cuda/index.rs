@@ -83,7 +83,7 @@ impl DeviceIndex {
     /// it has completed.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if the memory is too small or not aligned; [`Error::Device`] if the driver fails.
+    /// [`Error::InvalidArgument`] if the memory is too small or not aligned; [`Error::Device`] if the driver fails.
     pub fn upload_to(device: &Device, index: &ValidatedIndex, memory: DeviceSlice) -> Result<Self> {
         Self::new(device, index, Some(memory))
     }
@@ -92,7 +92,7 @@ impl DeviceIndex {
         let (sets, tables) = tables_of(index.table_sets())?;
         let chunk_tensors: Vec<u32> =
             index.tensors().flat_map(|t| std::iter::repeat_n(t.place as u32, t.chunk_count as usize)).collect();
-        let parts: [&[u8]; 4] = [index.chunks().as_bytes(), index.sums().as_bytes(), chunk_tensors.as_bytes(), tables.as_bytes()];
+        let parts: [&[u8]; 4] = [index.records().as_bytes(), index.sums().as_bytes(), chunk_tensors.as_bytes(), tables.as_bytes()];
         let (starts, size) = offsets(parts.map(|part| part.len() as u64));
 
         let inner = &device.inner;
@@ -125,7 +125,7 @@ impl DeviceIndex {
             chunk_tensors,
             tables,
             table_bytes: table_bytes(index.table_sets()),
-            records: index.chunks().to_vec(),
+            records: index.records().to_vec(),
             tensors,
             blob_size: index.header().blob_size,
         };
@@ -152,14 +152,14 @@ impl DeviceIndex {
     /// [`Error::Limit`] if its tables have more words than kernels can count.
     pub fn bytes_of(index: &ValidatedIndex) -> Result<u64> {
         let (_, tables) = tables_of(index.table_sets())?;
-        let chunks = index.chunks().len() as u64;
+        let chunks = index.records().len() as u64;
         Ok(offsets([32 * chunks, 16 * chunks, 4 * chunks, 4 * tables.len() as u64]).1)
     }
 
     /// Range of the blob with the payloads of a tensor and their padding. Empty if it has none.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if there is no such tensor.
+    /// [`Error::InvalidArgument`] if there is no such tensor.
     pub fn payloads_of(&self, tensor: usize) -> Result<Range<u64>> {
         let chunks = self.tensor(tensor)?.chunks();
         Ok(self.uploaded.payload_ranges(chunks).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or_default())
@@ -168,7 +168,7 @@ impl DeviceIndex {
     /// Whether the device decodes a tensor without the processor. False for codec `zstd`, which the processor expands.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if there is no such tensor.
+    /// [`Error::InvalidArgument`] if there is no such tensor.
     pub fn is_decoded_alone(&self, tensor: usize) -> Result<bool> {
         Ok(self.tensor(tensor)?.codec != Codec::Zstd)
     }
@@ -215,7 +215,9 @@ impl Uploaded {
 
 /// The tensor with this index.
 pub(super) fn tensor_at(tensors: &[TensorOnDevice], tensor_index: usize) -> Result<&TensorOnDevice> {
-    tensors.get(tensor_index).ok_or_else(|| Error::Misuse(format!("tensor {tensor_index} of a pair of {} tensors", tensors.len())))
+    tensors
+        .get(tensor_index)
+        .ok_or_else(|| Error::InvalidArgument(format!("tensor {tensor_index} of a pair of {} tensors", tensors.len())))
 }
 
 /// Offsets of records, sums, tensor indexes and tables with these sizes, and the total size.

@@ -22,7 +22,7 @@
 //!
 //! # fn main() -> tpde::Result<()> {
 //! let device = Device::open(0)?;
-//! let pair = Pair::open("rl20".as_ref())?;
+//! let pair = Pair::open("rl20")?;
 //! let index = DeviceIndex::upload(&device, pair.index())?;
 //! let stream = device.stream()?;
 //! # let weights: Vec<u8> = vec![];

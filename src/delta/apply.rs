@@ -1,166 +1,86 @@
-//! Applying: a base and a pair in, the target out (spec section 13, steps 8 to 12).
+//! Applying a pair: the builder, and the ways to take the result.
 
-use super::chunk::{Chunks, Hashes, Worker, base_lanes, decode, find_base};
-use super::{Pool, Progress, in_batches};
-use crate::checkpoint::Checkpoint;
-use crate::digest::{self, short};
-use crate::error::{Error, Escaped, Result, Rule, hex};
+use super::accelerator::Accelerator;
+use super::in_place::{InPlace, InPlaceRun, TensorMut};
+use super::kept::KEPT_PAYLOADS;
+use super::range::{self, Changes};
+use super::run::{ApplyReport, Run, Sink};
+use super::to_path;
+use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
+use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
-use crate::index::{Tensor, ValidatedIndex};
+use crate::index::Tensor;
 use crate::reader::{Pair, VerifyReport};
+use crate::safetensors::{SafetensorsCheckpoint, outputs, target_metadata};
 use crate::source::Source;
-use crate::sums::ChunkSum;
-use crate::watch::Watch;
-use blake3::Hash;
-use rayon::prelude::*;
-use serde::Serialize;
+use crate::watch::{Watch, Watcher};
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::path::Path;
 
-/// Takes rebuilt lanes, from any thread; ranges never overlap.
-pub trait Sink: Sync {
-    /// Stores bytes of the tensor at `place` of the pair's table, from byte `offset` of it on.
-    ///
-    /// # Errors
-    /// Whatever keeps the sink from storing them; the application then ends.
-    fn write(&self, place: usize, offset: u64, bytes: &[u8]) -> Result<()>;
-}
+static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
 
-/// Decodes in place of the processor: a device, for [`Apply::on`].
-pub trait Accelerator: Sync {
-    /// Rebuilds tensors out of place, and hands each of them over whole, in their order. CRC and sums are checked, digests are
-    /// not.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] naming the chunk that is wrong, what `done` returns, and what is the matter with the device.
-    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()>;
-}
-
-/// What an [`Accelerator`] rebuilds.
-#[derive(Clone, Copy)]
-pub struct Work<'a> {
-    /// The index.
-    pub index: &'a ValidatedIndex,
-    /// The blob that belongs to it.
-    pub blob: &'a dyn Source,
-    /// The base.
-    pub base: &'a dyn Checkpoint,
-    /// Places of tensors in the index, and of their bases in the base, whose dtypes and shapes have been checked.
-    pub tensors: &'a [(usize, Option<usize>)],
-}
-
-/// What an application did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct ApplyReport {
-    /// Tensors rebuilt.
-    pub tensors: u64,
-    /// Bytes of them.
-    pub bytes: u64,
-    /// Whether base and target were compared with the digests of the pair.
-    pub digests_checked: bool,
-}
-
-/// What [`Apply::changes`] has found.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Changes {
-    /// Elements that change, counted row by row, ascending.
-    pub positions: Vec<u64>,
-    /// Their new values, one after the other.
-    pub values: Vec<u8>,
-}
-
-impl Changes {
-    /// Adds the elements, `first` and those after it, that differ.
-    fn collect(&mut self, first: u64, old: &[u8], new: &[u8], element: usize) {
-        const BLOCK: usize = 1024;
-        for (block, (old, new)) in old.chunks(BLOCK).zip(new.chunks(BLOCK)).enumerate() {
-            if old == new {
-                continue;
-            }
-            let first = first + (block * BLOCK / element) as u64;
-            for (i, (old, new)) in old.chunks(element).zip(new.chunks(element)).enumerate() {
-                if old != new {
-                    self.positions.push(first + i as u64);
-                    self.values.extend_from_slice(new);
-                }
-            }
-        }
-    }
-}
-
-/// An application of a pair to a base, to be run in one of several ways.
+/// Rebuilds the target of a pair, or a part of it, from its base.
+///
+/// Set what applies, then call one of the methods that do the work: [`to_path`](Self::to_path), [`to_memory`](Self::to_memory),
+/// [`to_buffers`](Self::to_buffers), [`to_sink`](Self::to_sink), [`in_place`](Self::in_place), [`range`](Self::range),
+/// [`changes`](Self::changes) or [`verify`](Self::verify).
 ///
 /// ```
-/// # use tpde::{Apply, Dtype, EncodeOptions, MemoryCheckpoint, TensorInfo, encode_to_memory};
+/// # use tpde::{Apply, Dtype, Encode, MemoryCheckpoint, TensorInfo};
 /// # fn main() -> tpde::Result<()> {
 /// let info = TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![3] };
 /// let (old, new) = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7]);
 /// let base = MemoryCheckpoint::new([(info.clone(), &old[..])])?;
 /// let target = MemoryCheckpoint::new([(info, &new[..])])?;
-/// let (pair, _) = encode_to_memory(Some(&base), &target, &EncodeOptions::default())?;
+/// let (pair, _) = Encode::new(&target).base(&base).to_memory()?;
 ///
 /// let mut out = [0; 6];
-/// Apply::new(&pair, &base).to_buffers(&mut [&mut out])?;
+/// Apply::new(&pair).base(&base).to_buffers(&mut [&mut out])?;
 /// assert_eq!(out, new);
 /// # Ok(())
 /// # }
 /// ```
+#[must_use = "nothing is rebuilt before a method such as `to_path` is called"]
 pub struct Apply<'a, B> {
     pair: &'a Pair<B>,
-    /// Where the processor takes payloads from: the pair, unless they are kept.
-    pub(super) chunks: &'a dyn Chunks,
-    base: &'a dyn Checkpoint,
+    base: Option<&'a dyn Checkpoint>,
+    /// Indexes of the selected tensors.
     places: Vec<usize>,
-    /// The base holds the selected tensors in their order: names do not matter.
-    pub(super) in_order: bool,
+    /// Whether `places` is a selection of the caller's.
+    is_selection: bool,
     digests: bool,
-    progress: Progress<'a>,
+    overwrite: bool,
     accelerator: Option<&'a dyn Accelerator>,
-    /// Hashes of base tensors that were hashed as a whole: many targets may name one of them.
-    whole_bases: Mutex<BTreeMap<usize, Hash>>,
-}
-
-/// One chunk to decode.
-struct Job<'a> {
-    at: usize,
-    tensor: Tensor<'a>,
-    base: Option<usize>,
-    chunk: u32,
-    /// Where its lanes go; a buffer of the thread's where there is none.
-    out: Option<&'a mut [u8]>,
-}
-
-impl Job<'_> {
-    fn byte_range(&self) -> Range<u64> {
-        let range = self.tensor.chunk_range(self.chunk);
-        let width = self.tensor.lane_bytes() as u64;
-        range.start * width..range.end * width
-    }
+    watcher: Watcher<'a>,
 }
 
 impl<'a, B: Source> Apply<'a, B> {
-    /// An application of all tensors with all checks. A pair without a base takes an empty
-    /// [`MemoryCheckpoint`](crate::MemoryCheckpoint).
-    pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint) -> Self {
-        let places = (0..pair.index().tensor_count()).collect();
+    /// An application of all tensors, with all checks, without a base.
+    pub fn new(pair: &'a Pair<B>) -> Self {
         Self {
             pair,
-            chunks: pair,
-            base,
-            places,
-            in_order: false,
+            base: None,
+            places: (0..pair.index().tensor_count()).collect(),
+            is_selection: false,
             digests: true,
-            progress: &|_| {},
+            overwrite: false,
             accelerator: None,
-            whole_bases: Mutex::default(),
+            watcher: Watcher::Nobody,
         }
     }
 
-    /// Only the tensors for which `wanted` holds.
-    #[must_use]
-    pub fn tensors(mut self, wanted: impl Fn(&str) -> bool) -> Self {
-        self.places.retain(|&i| wanted(self.pair.index().tensor(i).name));
+    /// The checkpoint that the pair was made from. A pair that was made without a base needs none. The base is read, never
+    /// written.
+    pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
+        self.base = Some(base);
+        self
+    }
+
+    /// Selects the tensors for which `is_wanted` holds, among those selected before.
+    pub fn tensors(mut self, is_wanted: impl Fn(&str) -> bool) -> Self {
+        self.places.retain(|&i| is_wanted(self.pair.index().tensor(i).name));
+        self.is_selection = true;
         self
     }
 
@@ -168,87 +88,103 @@ impl<'a, B: Source> Apply<'a, B> {
     ///
     /// Off, decoding is about three times as fast, and a chunk's CRC and sums still find damage. They do not find forgery: both
     /// are linear, so a blob can be changed to give other weights under the same index and pair digest.
-    #[must_use]
     pub fn digests(mut self, on: bool) -> Self {
         self.digests = on;
         self
     }
 
-    /// Decodes on a device: the result is the same. Digests, where they are compared, are formed by the processor.
-    #[must_use]
-    pub fn on(mut self, accelerator: &'a dyn Accelerator) -> Self {
-        self.accelerator = Some(accelerator);
+    /// Whether [`Apply::to_path`] may replace existing files: off by default.
+    pub fn overwrite(mut self, on: bool) -> Self {
+        self.overwrite = on;
         self
     }
 
-    /// Reports progress to `progress`, which may end the application.
-    #[must_use]
-    pub fn progress(mut self, progress: Progress<'a>) -> Self {
-        self.progress = progress;
+    /// Decodes on a device. The result is the same. Digests, where they are compared, are computed by the processor.
+    /// [`Apply::range`] and [`Apply::changes`] use the processor all the same.
+    pub fn on(mut self, device: &'a dyn Accelerator) -> Self {
+        self.accelerator = Some(device);
         self
     }
 
-    /// The tensors that will be rebuilt, in the order in which [`Apply::to_buffers`] wants their buffers.
+    /// Calls `report` from any thread with the number of bytes that are newly done. In all that is the size of the selected
+    /// tensors.
+    pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
+        self.watcher = Watcher::Closure(Box::new(report));
+        self
+    }
+
+    /// As [`Apply::progress`], with a watcher that may end the work.
+    pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
+        self.watcher = Watcher::Borrowed(watch);
+        self
+    }
+
+    /// The selected tensors, names ascending: the order of the buffers of [`Apply::to_buffers`].
     pub fn selected(&self) -> impl Iterator<Item = Tensor<'a>> + '_ {
         self.places.iter().map(|&i| self.pair.index().tensor(i))
     }
 
-    /// Rebuilds into buffers, one a selected tensor and as long as it. Out of place: the base is read, never written.
+    /// Writes the target's files at `path`: a file if the pair holds a lone one, else a folder. A pair without files, and a
+    /// selection of tensors, give one safetensors file.
+    ///
+    /// Nothing appears at `path` before all of it is written, compared with the digests and synced. A new folder appears as a
+    /// whole. In an existing one the files are replaced one by one; meanwhile a shard index that no reader accepts stands in the
+    /// folder, and the shard index of the pair comes last.
+    ///
+    /// A replaced file keeps its permission bits. If `path` is a link to a file, the link is replaced, and the file behind it is
+    /// not touched.
+    ///
+    /// # Errors
+    /// As [`Apply::check_writable`], before anything is written, and as [`Apply::to_sink`]; [`Error::InvalidArgument`] if the
+    /// output is, contains, or is inside a file or folder of the base or the pair; [`Error::BadCheckpoint`] if an existing folder
+    /// has other files that readers would mix with those of the pair; [`Error::Io`] if `path` exists and
+    /// [`overwrite`](Apply::overwrite) is not set, or is neither a regular file nor a folder, or if another process holds a lock
+    /// on the folder for 30 seconds.
+    pub fn to_path(&self, path: impl AsRef<Path>) -> Result<ApplyReport> {
+        if self.base.is_none() {
+            self.check_needs_no_base()?;
+        }
+        to_path::write(&self.unchecked_run(), self.base_files(), self.is_selection, path.as_ref(), self.overwrite)
+    }
+
+    /// Rebuilds the selected tensors in new memory, names ascending. For memory of the caller's there is
+    /// [`Apply::to_buffers`].
+    ///
+    /// # Errors
+    /// As [`Apply::to_buffers`]; [`Error::Io`] if the system refuses the memory.
+    pub fn to_memory(&self) -> Result<Vec<(TensorInfo, Vec<u8>)>> {
+        let mut tensors = Vec::with_capacity(self.places.len());
+        for tensor in self.selected() {
+            let mut bytes = Vec::new();
+            let size = usize::try_from(tensor.bytes()).ok();
+            let size = size.filter(|&size| bytes.try_reserve_exact(size).is_ok());
+            let refused = || Error::io("allocate", tensor.name.as_ref(), std::io::ErrorKind::OutOfMemory.into());
+            bytes.resize(size.ok_or_else(refused)?, 0);
+            let info = TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
+            tensors.push((info, bytes));
+        }
+        let mut buffers: Vec<_> = tensors.iter_mut().map(|(_, bytes)| bytes.as_mut_slice()).collect();
+        self.to_buffers(&mut buffers)?;
+        Ok(tensors)
+    }
+
+    /// Rebuilds into buffers, one per tensor of [`Apply::selected`] and as long as it.
     ///
     /// Cost: one read of the base, one write of the target, and where digests are on one hash of each.
     ///
     /// # Errors
     /// [`Error::WrongBase`], [`Error::AlreadyApplied`] or [`Error::Invalid`]; the buffers are then to be discarded.
-    /// [`Error::Misuse`] if a buffer's length is wrong.
+    /// [`Error::InvalidArgument`] if a buffer's length is wrong, or if a tensor needs a base and none is set.
     pub fn to_buffers(&self, outputs: &mut [&mut [u8]]) -> Result<ApplyReport> {
-        let lengths: Vec<_> = self.selected().map(|tensor| (tensor.name, tensor.bytes())).collect();
-        if outputs.len() != lengths.len() {
-            return Err(Error::Misuse(format!("{} buffers for {} tensors", outputs.len(), lengths.len())));
-        }
-        for (output, (name, bytes)) in outputs.iter().zip(lengths) {
-            if output.len() as u64 != bytes {
-                return Err(Error::Misuse(format!(
-                    "a buffer of {} bytes for the {bytes} of tensor {}",
-                    output.len(),
-                    Escaped(name)
-                )));
-            }
-        }
-        let bases = self.bases()?;
-        if let Some(accelerator) = self.accelerator {
-            return self.run_on(accelerator, &bases, &mut |at, bytes| {
-                outputs[at].copy_from_slice(bytes);
-                Ok(())
-            });
-        }
-        let jobs = outputs.iter_mut().enumerate().flat_map(|(at, output)| {
-            let tensor = self.pair.index().tensor(self.places[at]);
-            let base = bases[at];
-            let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
-            tensor.chunks().zip(output.chunks_mut(chunk_bytes)).map(move |(chunk, out)| Job {
-                at,
-                tensor,
-                base,
-                chunk,
-                out: Some(out),
-            })
-        });
-        self.run(&bases, jobs, None)
+        self.run()?.to_buffers(outputs)
     }
 
-    /// Rebuilds into a sink, chunk by chunk. The base is read, never written; a sink that fails later has to be discarded.
+    /// Rebuilds into a sink, chunk by chunk. If this fails, what the sink has is to be discarded.
     ///
     /// # Errors
     /// As [`Apply::to_buffers`], and what the sink returns.
     pub fn to_sink(&self, sink: &dyn Sink) -> Result<ApplyReport> {
-        let bases = self.bases()?;
-        if let Some(accelerator) = self.accelerator {
-            return self.run_on(accelerator, &bases, &mut |at, bytes| {
-                let pieces = bytes.par_chunks(1 << 20).enumerate();
-                pieces.try_for_each(|(i, piece)| sink.write(self.places[at], (i as u64) << 20, piece))
-            });
-        }
-        self.run(&bases, self.jobs(&bases), Some(sink))
+        self.run()?.to_sink(sink)
     }
 
     /// Rebuilds without keeping anything: checks that this base and this pair give the target.
@@ -256,335 +192,138 @@ impl<'a, B: Source> Apply<'a, B> {
     /// # Errors
     /// As [`Apply::to_buffers`].
     pub fn verify(&self) -> Result<VerifyReport> {
-        let bases = self.bases()?;
-        let report = match self.accelerator {
-            Some(accelerator) => self.run_on(accelerator, &bases, &mut |_, _| Ok(()))?,
-            None => self.run(&bases, self.jobs(&bases), None)?,
-        };
-        Ok(VerifyReport {
-            tensors: report.tensors,
-            chunks: self.selected().map(|t| u64::from(t.chunk_count)).sum(),
-            stored_bytes: self.pair.index().size() + self.pair.index().header().blob_size,
-            base_checked: self.digests,
-            target_checked: self.digests,
-        })
+        self.run()?.verify()
     }
 
-    /// The bytes of a range of elements of a tensor: decodes the chunks that hold them and no others.
+    /// The bytes of a range of elements of a tensor: decodes the chunks that hold them and no others. The tensor need not be
+    /// selected.
     ///
-    /// Chunks are checked by CRC and sums, digests are not: that would take the whole tensor.
+    /// Chunks are checked by CRC and sums. Digests are not compared: that would take the whole tensor.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if there is no such tensor or range; otherwise as [`Apply::to_buffers`].
+    /// [`Error::InvalidArgument`] if there is no such tensor or range; otherwise as [`Apply::to_buffers`].
     pub fn range(&self, name: &str, elements: Range<u64>) -> Result<Vec<u8>> {
-        let tensor =
-            self.pair.index().find(name).ok_or_else(|| Error::Misuse(format!("no tensor {} in the pair", Escaped(name))))?;
-        let (lanes, chunks) = tensor.locate(elements)?;
-        let base = find_base(&tensor, self.base)?;
-        let width = tensor.lane_bytes() as u64;
-        let mut out = Vec::new();
-        let mut worker = Worker::new();
-        for chunk in chunks {
-            let range = tensor.chunk_range(chunk);
-            let mut buffer = vec![0; ((range.end - range.start) * width) as usize];
-            let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, self.base, base, first, lanes, sum);
-            decode(self.chunks, &tensor, chunk, fill, &mut worker, &mut buffer, false)?;
-            let from = lanes.start.max(range.start) - range.start;
-            let to = lanes.end.min(range.end) - range.start;
-            out.extend_from_slice(&buffer[(from * width) as usize..(to * width) as usize]);
-        }
-        Ok(out)
+        range::range(&self.run_for(self.pair.index().find(name))?, name, elements)
     }
 
-    /// What a tensor changes: the elements whose bits differ from the base's, in order, with their new values. Where the base
-    /// has nothing, it counts as zeros. Of a packed dtype, bytes take the place of elements.
+    /// The elements of a tensor whose bits differ from the base's, in order, with their new values. Elements that the base lacks
+    /// count as zeros there. For a packed dtype, bytes take the place of elements. The tensor need not be selected.
     ///
-    /// Cost: decodes the chunks that change, checked by CRC and sums, digests are not; memory for what it returns.
+    /// Cost: decodes the chunks that change, checked by CRC and sums; digests are not compared. Memory for the result.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if there is no such tensor; otherwise as [`Apply::to_buffers`].
+    /// [`Error::InvalidArgument`] if there is no such tensor; otherwise as [`Apply::to_buffers`].
     pub fn changes(&self, name: &str) -> Result<Changes> {
-        let tensor =
-            self.pair.index().find(name).ok_or_else(|| Error::Misuse(format!("no tensor {} in the pair", Escaped(name))))?;
-        let base = find_base(&tensor, self.base)?;
-        let width = tensor.lane_bytes() as u64;
-        let element = tensor.element_bytes();
-        let workers = Pool::new(Worker::new);
-        let mut changes = Changes::default();
-        in_batches(
-            tensor.chunks().filter(|&chunk| self.chunks.encoded(chunk).num_deltas > 0),
-            |&chunk| (tensor.chunk_range(chunk).end - tensor.chunk_range(chunk).start) * width,
-            |&mut chunk| {
-                let range = tensor.chunk_range(chunk);
-                let size = ((range.end - range.start) * width) as usize;
-                let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, self.base, base, first, lanes, sum);
-                let mut found = Changes::default();
-                workers.with(|worker| {
-                    worker.with_lanes(2 * size, |worker, lanes| -> Result<()> {
-                        let (new, old) = lanes.split_at_mut(size);
-                        decode(self.chunks, &tensor, chunk, fill, worker, new, false)?;
-                        fill(range.start, old, &mut ChunkSum::default())?;
-                        found.collect(range.start * width / element as u64, old, new, element);
-                        Ok(())
-                    })
-                })?;
-                self.progress.done(size as u64)?;
-                Ok(found)
-            },
-            |_, found| {
-                changes.positions.extend(found.positions);
-                changes.values.extend(found.values);
-                Ok(())
-            },
-        )?;
-        Ok(changes)
+        range::changes(&self.run_for(self.pair.index().find(name))?, name)
     }
 
-    /// The places of the selected tensors' bases.
-    fn bases(&self) -> Result<Vec<Option<usize>>> {
-        if self.in_order {
-            return Ok((0..self.places.len()).map(Some).collect());
+    /// Changes tensors in memory from base to target: the tensors given, in any order. The others of the pair are left out. The
+    /// tensors are the base, so no other is set.
+    ///
+    /// Digests are compared with [`InPlace::AllChecked`] only; see [`InPlace`] for what that means for a forged blob. With it, a
+    /// watcher cannot end what has begun to write.
+    ///
+    /// # Errors
+    /// With [`InPlace::AllChecked`], [`Error::WrongBase`], [`Error::AlreadyApplied`], [`Error::Invalid`] or [`Error::Io`] and
+    /// nothing is written; with [`InPlace::ChunkByChunk`], and for blobs that change or fail between the passes of
+    /// [`InPlace::AllChecked`], [`Error::Poisoned`] if something was. [`Error::InvalidArgument`] for a tensor that is not
+    /// selected, is given twice, has another length, or changes its number of rows, and if a base or a device is set.
+    pub fn in_place<'t>(&self, tensors: impl IntoIterator<Item = TensorMut<'t>>, mode: InPlace) -> Result<ApplyReport> {
+        if self.base.is_some() {
+            return Err(Error::InvalidArgument("an application in place takes no base: the tensors are the base".into()));
         }
-        self.selected().map(|tensor| find_base(&tensor, self.base)).collect()
-    }
-
-    /// A job a chunk, lanes in buffers of the threads.
-    fn jobs<'j>(&'j self, bases: &'j [Option<usize>]) -> impl Iterator<Item = Job<'j>> {
-        self.places.iter().zip(bases).enumerate().flat_map(|(at, (&place, &base))| {
-            let tensor = self.pair.index().tensor(place);
-            tensor.chunks().map(move |chunk| Job { at, tensor, base, chunk, out: None })
-        })
-    }
-
-    fn run<'j>(
-        &self,
-        bases: &[Option<usize>],
-        jobs: impl Iterator<Item = Job<'j>>,
-        sink: Option<&dyn Sink>,
-    ) -> Result<ApplyReport> {
-        let workers = Pool::new(Worker::new);
-        let mut check = DigestCheck::new(self, bases);
-        let outcome = in_batches(
-            jobs,
-            |job| job.byte_range().end - job.byte_range().start,
-            |job| {
-                let range = job.byte_range();
-                let size = (range.end - range.start) as usize;
-                let Job { tensor, chunk, base, .. } = *job;
-                let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, self.base, base, first, lanes, sum);
-                let hashes = workers.with(|worker| {
-                    if let Some(out) = &mut job.out {
-                        return decode(self.chunks, &tensor, chunk, fill, worker, out, self.digests);
-                    }
-                    worker.with_lanes(size, |worker, lanes| {
-                        let hashes = decode(self.chunks, &tensor, chunk, fill, worker, lanes, self.digests)?;
-                        if let Some(sink) = sink {
-                            sink.write(tensor.place, range.start, lanes)?;
-                        }
-                        Ok(hashes)
-                    })
-                })?;
-                self.progress.done(size as u64)?;
-                Ok(hashes)
-            },
-            |job, hashes| check.add(job.at, hashes),
-        );
-        outcome.and_then(|()| check.finish()).map_err(|e| self.explain(e, bases))?;
-        Ok(self.report())
-    }
-
-    fn report(&self) -> ApplyReport {
-        ApplyReport {
-            tensors: self.places.len() as u64,
-            bytes: self.selected().map(|tensor| tensor.bytes()).sum(),
-            digests_checked: self.digests,
+        if self.accelerator.is_some() {
+            return Err(Error::InvalidArgument(
+                "an application in place runs on the processor: tpde::cuda changes tensors on a device".into(),
+            ));
         }
-    }
-
-    /// [`Apply::run`] on a device. Each tensor is compared with its digests before `store` has it.
-    fn run_on(
-        &self,
-        accelerator: &dyn Accelerator,
-        bases: &[Option<usize>],
-        store: &mut dyn FnMut(usize, &[u8]) -> Result<()>,
-    ) -> Result<ApplyReport> {
-        let tensors: Vec<_> = self.places.iter().copied().zip(bases.iter().copied()).collect();
-        let work = Work { index: self.pair.index(), blob: self.pair.blob(), base: self.base, tensors: &tensors };
-        let mut check = DigestCheck::new(self, bases);
-        let outcome = accelerator.rebuild(&work, &mut |at, bytes| {
-            if self.digests {
-                for hashes in self.hash_chunks(at, bases[at], bytes)? {
-                    check.add(at, Some(hashes))?;
-                }
-            }
-            store(at, bytes)?;
-            self.progress.done(bytes.len() as u64)
-        });
-        outcome.and_then(|()| check.finish()).map_err(|e| self.explain(e, bases))?;
-        Ok(self.report())
-    }
-
-    /// The hashes of the chunks of a selected tensor that has been rebuilt.
-    fn hash_chunks(&self, at: usize, base: Option<usize>, target: &[u8]) -> Result<Vec<Hashes>> {
-        let tensor = self.pair.index().tensor(self.places[at]);
-        let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
-        let base = base.filter(|_| tensor.base_kind == BaseKind::Same);
-        let hash = |scratch: &mut Vec<u8>, (i, lanes): (usize, &[u8])| {
-            let offset = (i * chunk_bytes) as u64;
-            let hash_base = |place| -> Result<[u8; 32]> {
-                let bytes = self.base.bytes(place, offset, lanes.len(), scratch)?;
-                Ok(digest::of_piece(bytes, offset, tensor.base_bytes()))
-            };
-            let base = base.map(hash_base).transpose()?;
-            Ok(Hashes { base, target: digest::of_piece(lanes, offset, tensor.bytes()) })
-        };
-        target.par_chunks(chunk_bytes).enumerate().map_init(Vec::new, hash).collect()
-    }
-
-    /// [`Apply::explain`] for bases in the order of the tensors.
-    pub(super) fn explain_in_order(&self, error: Error) -> Error {
-        let bases: Vec<_> = (0..self.places.len()).map(Some).collect();
-        self.explain(error, &bases)
-    }
-
-    /// The hash of a whole base tensor, which is read once: may be cancelled, is no progress.
-    fn hash_base(&self, place: usize) -> Result<Hash> {
-        struct NoProgress<'a>(Progress<'a>);
-        impl Watch for NoProgress<'_> {
-            fn done(&self, _: u64) -> Result<()> {
-                self.0.done(0)
-            }
+        let mut tensors: Vec<_> = tensors.into_iter().collect();
+        let is_selected = |place| self.places.binary_search(&place).is_ok();
+        let places = tensors.iter().map(|given| self.pair.index().find(given.name));
+        if let Some(tensor) = places.flatten().find(|tensor| !is_selected(tensor.place)) {
+            return Err(Error::InvalidArgument(format!("tensor {} is not selected", Escaped(tensor.name))));
         }
-        let known = || self.whole_bases.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(hash) = known().get(&place) {
-            return Ok(*hash);
-        }
-        let hash = hash_tensor(self.base, place, &NoProgress(self.progress))?;
-        known().insert(place, hash);
-        Ok(hash)
+        let run = InPlaceRun { pair: self.pair, mode, digests: self.digests, keep: KEPT_PAYLOADS, progress: &self.watcher };
+        run.run(&mut tensors)
     }
 
-    /// A base that is not the pair's shows itself first as a chunk whose sum is off; says whose fault that is.
-    pub(super) fn explain(&self, error: Error, bases: &[Option<usize>]) -> Error {
-        if error.rule() != Some(Rule::ChunkBaseSum) {
-            return error;
-        }
-        let mut wrong = None;
-        let mut all_are_targets = true;
-        for (tensor, base) in self.selected().zip(bases) {
-            // Of those without a base only what is changed in place has one here: what lies there counts if it is the target.
-            let Some(place) = *base else { continue };
-            let found = match self.hash_base(place) {
-                Ok(hash) => short(&hash),
-                // A base that cannot be read is not known to be wrong.
-                Err(unread) => return unread,
-            };
-            all_are_targets &= found == tensor.digests.target_digest;
-            if tensor.base_kind != BaseKind::None && found != tensor.digests.base_digest {
-                wrong.get_or_insert(Error::WrongBase {
-                    tensor: tensor.base_name.to_owned(),
-                    expected: hex(&tensor.digests.base_digest),
-                    found: hex(&found),
-                });
-            }
-        }
-        match wrong {
-            Some(_) if all_are_targets => Error::AlreadyApplied,
-            Some(wrong) => wrong,
-            // All digests agree, so the sums in the index are what is wrong.
-            None => error,
+    /// Explains an error of an application by other means, such as module `cuda`: an error about the sum of a base
+    /// chunk becomes [`Error::WrongBase`] or [`Error::AlreadyApplied`] if the digests of the base say so. Other errors are
+    /// returned as they are.
+    ///
+    /// Cost: one read and one hash of the selected tensors of the base.
+    #[must_use]
+    pub fn explain(&self, error: Error) -> Error {
+        self.explain_with(error, |base, tensor| base.find(tensor.base_name).filter(|_| tensor.base_kind != BaseKind::None))
+    }
+
+    /// [`Apply::explain`] for an application in place: the base holds the memory of the tensors, under their names in the target.
+    #[must_use]
+    pub fn explain_in_place(&self, error: Error) -> Error {
+        self.explain_with(error, |base, tensor| base.find(tensor.name))
+    }
+
+    fn explain_with(&self, error: Error, find: impl Fn(&dyn Checkpoint, &Tensor<'_>) -> Option<usize>) -> Error {
+        let run = self.unchecked_run();
+        let bases: Vec<_> = run.selected().map(|tensor| find(run.base, &tensor)).collect();
+        run.explain(error, &bases)
+    }
+
+    /// Checks that [`Apply::to_path`] can write the target of the pair. Nothing is written. Where this and [`Apply::verify`]
+    /// succeed, [`Apply::to_path`] does, unless the file system refuses. [`Verify`](crate::Verify) does both.
+    ///
+    /// Cost: the headers of all files are read, or one is composed, and held.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the pair's files and its tensors do not fit together, or if the base, or none, lacks a file whose
+    /// content the target shares; [`Error::NotWritable`] if no reader would take the one file to be composed: a tensor named
+    /// `__metadata__`, a header above 100,000,000 bytes.
+    pub fn check_writable(&self) -> Result<()> {
+        let chosen = self.is_selection.then(|| self.selected().collect::<Vec<_>>());
+        outputs(self.pair.index(), self.base_files(), chosen.as_deref()).map(|_| ())
+    }
+
+    /// The `__metadata__` of the target's files, all in one. If files differ in the value of a key, the first file's counts.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the base, or none, lacks a file whose header the target shares, or if a header is damaged.
+    pub fn metadata(&self) -> Result<BTreeMap<String, String>> {
+        target_metadata(self.pair.index(), self.base_files())
+    }
+
+    fn base_files(&self) -> Option<&'a SafetensorsCheckpoint> {
+        self.base.and_then(SafetensorsCheckpoint::of)
+    }
+
+    fn run(&self) -> Result<Run<'_, B>> {
+        self.run_for(self.selected())
+    }
+
+    /// A run for these tensors.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if one of them needs a base and none is set.
+    fn run_for<'t>(&self, tensors: impl IntoIterator<Item = Tensor<'t>>) -> Result<Run<'_, B>> {
+        let needs_base = |tensor: &Tensor<'_>| tensor.base_kind != BaseKind::None;
+        match tensors.into_iter().find(needs_base).filter(|_| self.base.is_none()) {
+            Some(tensor) => Err(Error::InvalidArgument(format!("the pair needs a base, for tensor {}", Escaped(tensor.name)))),
+            None => Ok(self.unchecked_run()),
         }
     }
-}
 
-/// The hash of a whole tensor of a checkpoint, by all threads.
-pub(super) fn hash_tensor(checkpoint: &dyn Checkpoint, place: usize, progress: Progress<'_>) -> Result<Hash> {
-    const PIECE: u64 = 1 << 20;
-    let bytes = checkpoint.tensors()[place].bytes();
-    let buffers = Pool::new(Vec::new);
-    let mut pieces = Vec::new();
-    in_batches(
-        (0..bytes.div_ceil(PIECE)).map(|i| i * PIECE),
-        |_| PIECE,
-        |&mut offset| {
-            let size = PIECE.min(bytes - offset) as usize;
-            progress.done(size as u64)?;
-            buffers.with(|buffer| Ok(digest::of_piece(checkpoint.bytes(place, offset, size, buffer)?, offset, bytes)))
-        },
-        |_, piece| {
-            pieces.push(piece);
-            Ok(())
-        },
-    )?;
-    Ok(digest::combine(&pieces))
-}
-
-/// Puts the hashes of chunks together, tensor by tensor, and compares them with the index.
-struct DigestCheck<'a, 'b, B> {
-    apply: &'b Apply<'a, B>,
-    bases: &'b [Option<usize>],
-    /// How many of the selected tensors are complete.
-    ended: usize,
-    base: Vec<[u8; 32]>,
-    target: Vec<[u8; 32]>,
-    base_root: digest::Root,
-    target_root: digest::Root,
-}
-
-impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
-    fn new(apply: &'b Apply<'a, B>, bases: &'b [Option<usize>]) -> Self {
-        let (base_root, target_root) = (digest::Root::default(), digest::Root::default());
-        Self { apply, bases, ended: 0, base: Vec::new(), target: Vec::new(), base_root, target_root }
+    fn unchecked_run(&self) -> Run<'_, B> {
+        let mut run = Run::new(self.pair, self.base.unwrap_or(&EMPTY), &self.watcher);
+        run.places = self.places.clone();
+        run.digests = self.digests;
+        run.accelerator = self.accelerator;
+        run
     }
 
-    /// Takes the hashes of the next chunk, which belongs to the selected tensor `at`.
-    fn add(&mut self, at: usize, hashes: Option<Hashes>) -> Result<()> {
-        let Some(hashes) = hashes else { return Ok(()) };
-        while self.ended < at {
-            self.end_tensor()?;
-        }
-        self.base.extend(hashes.base);
-        self.target.push(hashes.target);
-        Ok(())
-    }
-
-    fn end_tensor(&mut self) -> Result<()> {
-        let tensor = self.apply.pair.index().tensor(self.apply.places[self.ended]);
-        let base_hash = match tensor.base_kind {
-            BaseKind::None => None,
-            BaseKind::Same => Some(digest::combine(&self.base)),
-            BaseKind::Prefix => self.bases[self.ended].map(|place| self.apply.hash_base(place)).transpose()?,
-        };
-        if let Some(found) = base_hash.as_ref().map(short).filter(|found| *found != tensor.digests.base_digest) {
-            // Its sums were right: an adversary's base, or a `prefix` base whose unused rows differ.
-            let expected = hex(&tensor.digests.base_digest);
-            return Err(Error::WrongBase { tensor: tensor.base_name.to_owned(), expected, found: hex(&found) });
-        }
-        let target_hash = digest::combine(&self.target);
-        let (expected, found) = (&tensor.digests.target_digest, short(&target_hash));
-        Rule::TensorTargetDigest.check(*expected == found, hex(expected), hex(&found)).map_err(|e| e.in_tensor(tensor.name))?;
-        self.base_root.add(base_hash.as_ref());
-        self.target_root.add(Some(&target_hash));
-        self.base.clear();
-        self.target.clear();
-        self.ended += 1;
-        Ok(())
-    }
-
-    fn finish(mut self) -> Result<()> {
-        if !self.apply.digests {
-            return Ok(());
-        }
-        let count = self.apply.places.len();
-        while self.ended < count {
-            self.end_tensor()?;
-        }
-        let index = self.apply.pair.index();
-        if count == index.tensor_count() {
-            let root = self.base_root.finish();
-            Rule::DigestBaseRoot.check(root == index.base_root(), hex(index.base_root()), hex(&root))?;
-            let root = self.target_root.finish();
-            Rule::DigestTargetRoot.check(root == index.target_root(), hex(index.target_root()), hex(&root))?;
+    /// Refuses a pair that needs a base, for a selected tensor or for a file.
+    pub(super) fn check_needs_no_base(&self) -> Result<()> {
+        self.run()?;
+        if !self.is_selection && self.pair.index().files().any(|file| !file.kind.is_stored()) {
+            return Err(Error::InvalidArgument("the pair needs a base, for the header of a file".into()));
         }
         Ok(())
     }

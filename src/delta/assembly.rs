@@ -157,7 +157,7 @@ impl<'a, W: Write> Assembly<'a, W> {
             (BaseKind::Same, ..) if from_base => Some(digest::combine(&self.base_hashes)),
             (BaseKind::Prefix, Some(base), Some(place)) if from_base => Some(match self.whole_bases.entry(place) {
                 Entry::Occupied(known) => *known.get(),
-                Entry::Vacant(new) => *new.insert(super::apply::hash_tensor(base, place as usize, &|_| {})?),
+                Entry::Vacant(new) => *new.insert(super::run::hash_tensor(base, place as usize, &|_| {})?),
             }),
             _ => None,
         };
@@ -246,7 +246,7 @@ mod tests {
         for pair in [&early, &late] {
             let info = TensorInfo { name: "t".into(), dtype: Dtype::U16, shape: vec![base.len() as u64 / 2] };
             let mut rebuilt = vec![0; target.len()];
-            Apply::new(pair, &MemoryCheckpoint::new([(info, &base[..])]).unwrap()).to_buffers(&mut [&mut rebuilt]).unwrap();
+            Apply::new(pair).base(&MemoryCheckpoint::new([(info, &base[..])]).unwrap()).to_buffers(&mut [&mut rebuilt]).unwrap();
             assert!(rebuilt == target);
         }
         for most in [0, 30_000, usize::MAX] {

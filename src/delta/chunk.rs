@@ -21,7 +21,7 @@ pub(super) trait Chunks: Sync {
 
     /// What the record of a chunk says to its codec.
     fn encoded(&self, chunk: u32) -> Encoded {
-        let record = &self.index().chunks()[chunk as usize];
+        let record = &self.index().records()[chunk as usize];
         Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() }
     }
 }

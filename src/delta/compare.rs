@@ -1,11 +1,11 @@
 //! Comparing a checkpoint with what a pair rebuilds.
 
-use super::Progress;
-use super::apply::hash_tensor;
+use super::run::hash_tensor;
 use crate::checkpoint::Checkpoint;
 use crate::digest::{Root, short};
 use crate::error::{Escaped, Result, Rule, hex};
 use crate::index::ValidatedIndex;
+use crate::watch::Progress;
 
 /// Compares a checkpoint with the target of a pair: the same tensors, with the same dtypes, shapes and digests.
 ///

@@ -1,14 +1,14 @@
 //! What the bytes of a pair are for, and what other ways to encode its tensors would have taken.
 
-use super::apply::Apply;
 use super::assembly::Shares;
 use super::chunk::find_base;
 use super::options::{EncodeOptions, Favor, Way};
 use super::plan::{Plan, plan};
 use super::rebuilt::Rebuilt;
+use super::run::Run;
 use super::train::train;
 use super::ways::{Attempt, Worker};
-use super::{Pool, Progress, in_batches};
+use super::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::codec::{Codec, Difference, PayloadParts};
 use crate::error::Result;
@@ -16,17 +16,18 @@ use crate::format::{BLOB_HEADER_SIZE, BaseKind, MAX_CHUNK_BYTES, PAYLOAD_ALIGN};
 use crate::index::{IndexParts, Tensor};
 use crate::reader::Pair;
 use crate::source::Source;
+use crate::watch::{Watch, Watcher};
 use serde::Serialize;
 
 /// Explains the size of a pair.
 ///
 /// ```
-/// # use tpde::{Dtype, EncodeOptions, MemoryCheckpoint, TensorInfo, delta::Explain, encode_to_memory};
+/// # use tpde::{Dtype, Encode, Explain, MemoryCheckpoint, TensorInfo};
 /// # fn main() -> tpde::Result<()> {
 /// # let info = TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![3] };
 /// # let base = MemoryCheckpoint::new([(info.clone(), &[1, 2, 3, 4, 5, 6][..])])?;
 /// # let target = MemoryCheckpoint::new([(info, &[1, 2, 3, 4, 5, 7][..])])?;
-/// # let (pair, _) = encode_to_memory(Some(&base), &target, &EncodeOptions::default())?;
+/// # let (pair, _) = Encode::new(&target).base(&base).to_memory()?;
 /// let explained = Explain::new(&pair).base(&base).run()?;
 /// assert_eq!(explained.index.total(), pair.index().size());
 /// let taken = explained.tensors[0].ways.iter().find(|way| way.taken);
@@ -34,15 +35,17 @@ use serde::Serialize;
 /// # Ok(())
 /// # }
 /// ```
+#[must_use = "nothing is explained before `run` is called"]
 pub struct Explain<'a, B> {
     pair: &'a Pair<B>,
     base: Option<&'a dyn Checkpoint>,
     favor: Favor,
-    progress: Progress<'a>,
+    watcher: Watcher<'a>,
 }
 
 /// What [`Explain::run`] found.
 #[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
 pub struct Explanation {
     /// Bytes of the index by purpose.
     pub index: IndexParts,
@@ -58,6 +61,7 @@ pub struct Explanation {
 
 /// A table set of codec `conditioned`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct TableSetReport {
     /// Its number among the sets of the pair, from 1.
     pub number: usize,
@@ -71,6 +75,7 @@ pub struct TableSetReport {
 
 /// What is known of a tensor.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct TensorExplanation {
     /// Bytes of its payloads by purpose.
     pub parts: PayloadParts,
@@ -82,6 +87,7 @@ pub struct TensorExplanation {
 
 /// What a way to encode a tensor takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct WayReport {
     /// The codec.
     pub codec: Codec,
@@ -108,35 +114,39 @@ impl WayReport {
 impl<'a, B: Source> Explain<'a, B> {
     /// An explanation of `pair` alone: what its bytes are for.
     pub fn new(pair: &'a Pair<B>) -> Self {
-        Self { pair, base: None, favor: Favor::default(), progress: &|_| {} }
+        Self { pair, base: None, favor: Favor::default(), watcher: Watcher::Nobody }
     }
 
     /// Compares the ways to encode each tensor as well. `base` is the checkpoint that the pair was made from; a pair without a
     /// base takes an empty [`MemoryCheckpoint`](crate::MemoryCheckpoint).
-    #[must_use]
     pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
         self.base = Some(base);
         self
     }
 
     /// What the pair was encoded to favor: ways are compared with this. The pair does not say it.
-    #[must_use]
     pub fn favor(mut self, favor: Favor) -> Self {
         self.favor = favor;
         self
     }
 
-    /// Reports progress to `progress`, which may end the work.
-    #[must_use]
-    pub fn progress(mut self, progress: Progress<'a>) -> Self {
-        self.progress = progress;
+    /// Calls `report` from any thread with the number of bytes that are newly done: of
+    /// [`progress_bytes`](Explain::progress_bytes).
+    pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
+        self.watcher = Watcher::Closure(Box::new(report));
         self
     }
 
-    /// Bytes that [`Explain::progress`] will have been told when all is done.
+    /// As [`Explain::progress`], with a watcher that may end the work.
+    pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
+        self.watcher = Watcher::Borrowed(watch);
+        self
+    }
+
+    /// Bytes that are reported as progress in all.
     pub fn progress_bytes(&self) -> u64 {
         let index = self.pair.index();
-        let payloads: u64 = index.chunks().iter().map(|record| u64::from(record.compressed_size.get())).sum();
+        let payloads: u64 = index.records().iter().map(|record| u64::from(record.compressed_size.get())).sum();
         let compared = index.tensors().filter(|tensor| self.base.is_some() && changes(self.pair, tensor));
         compared.fold(payloads, |sum, tensor| sum.saturating_add(tensor.bytes()))
     }
@@ -183,7 +193,7 @@ impl<'a, B: Source> Explain<'a, B> {
         const LEAST: u64 = 1024;
         let index = self.pair.index();
         let mut found = vec![TensorExplanation::default(); index.tensor_count()];
-        let records = index.chunks();
+        let records = index.records();
         let chunks = index.tensors().flat_map(|tensor| tensor.chunks().map(move |chunk| (tensor, chunk)));
         let buffers = Pool::new(Vec::new);
         in_batches(
@@ -192,7 +202,7 @@ impl<'a, B: Source> Explain<'a, B> {
             |&mut (tensor, chunk)| {
                 let (record, lanes) = (&records[chunk as usize], tensor.chunk_range(chunk));
                 let lanes = (lanes.end - lanes.start) as usize;
-                self.progress.done(record.compressed_size.get().into())?;
+                self.watcher.done(record.compressed_size.get().into())?;
                 buffers.with(|buffer| {
                     let payload = self.pair.payload(chunk, buffer).map_err(|e| e.in_tensor(tensor.name))?;
                     let parts = tensor.codec.parts(payload, record.num_deltas.get(), lanes, tensor.lane_bytes(), tensor.tables);
@@ -214,7 +224,7 @@ impl<'a, B: Source> Explain<'a, B> {
         let index = self.pair.index();
         let bases: Vec<_> = index.tensors().map(|tensor| find_base(&tensor, base)).collect::<Result<_>>()?;
         let compared = self.ways(base, &Rebuilt::new(self.pair, base, &bases), tensors);
-        compared.map_err(|e| Apply::new(self.pair, base).progress(self.progress).explain(e, &bases))?;
+        compared.map_err(|e| Run::new(self.pair, base, &self.watcher).explain(e, &bases))?;
         base.check_unchanged()
     }
 
@@ -224,14 +234,14 @@ impl<'a, B: Source> Explain<'a, B> {
         let plans = (0..index.tensor_count()).map(|place| plan(Some(base), target, place, &options));
         let mut plans: Vec<Plan> = plans.collect::<Result<_>>()?;
         let workers = Pool::new(Worker::default);
-        train(Some(base), target, &options, &mut plans, &workers, self.progress)?;
+        train(Some(base), target, &options, &mut plans, &workers, &self.watcher)?;
         let changed = index.tensors().filter(|tensor| changes(self.pair, tensor));
         in_batches(
             changed.flat_map(|tensor| tensor.chunks().map(move |chunk| (tensor, chunk))),
             |(tensor, chunk)| bytes_of(tensor, *chunk).1,
             |&mut (tensor, chunk)| {
                 let (offset, size) = bytes_of(&tensor, chunk);
-                self.progress.done(size)?;
+                self.watcher.done(size)?;
                 workers.with(|worker| {
                     let plan = &plans[tensor.place];
                     let Worker { encoders, lanes, masks } = worker;
@@ -291,7 +301,7 @@ impl<'a, B: Source> Explain<'a, B> {
 /// Whether a tensor of the pair has payloads.
 fn changes<B: Source>(pair: &Pair<B>, tensor: &Tensor<'_>) -> bool {
     let chunks = tensor.chunks();
-    pair.index().chunks()[chunks.start as usize..chunks.end as usize].iter().any(|record| record.num_deltas.get() > 0)
+    pair.index().records()[chunks.start as usize..chunks.end as usize].iter().any(|record| record.num_deltas.get() > 0)
 }
 
 /// Where the bytes of a chunk begin in its tensor, and how many there are.

@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod accelerator;
 mod apply;
 mod assembly;
 mod base;
@@ -13,20 +14,26 @@ mod in_place;
 mod kept;
 mod options;
 mod plan;
+mod range;
 mod rebuilt;
+mod run;
 mod survey;
+mod to_path;
 mod train;
+mod verify;
 mod ways;
 
-pub use apply::{Accelerator, Apply, ApplyReport, Changes, Sink, Work};
-pub use compare::check_target;
-pub use encode::{EncodeReport, TensorReport, encode, encode_to_memory, encode_to_path};
+pub use accelerator::{Accelerator, Work};
+pub use apply::Apply;
+pub use encode::{Encode, EncodeReport, TensorReport, encode};
 pub use explain::{Explain, Explanation, TableSetReport, TensorExplanation, WayReport};
 pub use in_place::{InPlace, TensorMut};
-pub use kept::KEPT_PAYLOADS;
 pub use options::{CodecChoice, EncodeOptions, Favor};
+pub use range::Changes;
+pub use run::{ApplyReport, Sink};
+pub use verify::{Authenticity, Verification, Verify};
 
-pub use crate::watch::Progress;
+use crate::watch::Progress;
 
 use crate::error::Result;
 use rayon::prelude::*;

@@ -3,37 +3,71 @@
 use crate::codec::{Codec, Layout, Pace};
 use crate::format::{named, parsed_by_name};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 
-/// What an encoder may choose.
+/// How to encode.
+///
+/// ```
+/// # use tpde::{Codec, EncodeOptions};
+/// let options = EncodeOptions::default().codec(Codec::Conditioned).chunk_lanes(1 << 14);
+/// ```
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct EncodeOptions {
-    /// Which codecs tensors may have.
+    /// The codecs that tensors may have: by default each tensor takes its smallest.
     pub codec: CodecChoice,
-    /// Layout of codec `zstd`; without it each chunk gets what suits it.
+    /// The layout of codec `zstd`, which has to be the codec of all tensors then. Without it, the default, each chunk takes the
+    /// layout that suits it.
     pub layout: Option<Layout>,
-    /// Most lanes of a chunk, a power of two of at least 4,096; bounded further by 4 MiB. Smaller chunks decode in more
-    /// parallel pieces and cost more: 48 bytes each in the index. Below the default of 1,048,576, [`Favor::Ratio`] also halves the
-    /// steps of streams.
+    /// The most lanes per chunk: a power of two of at least 4,096, by default 1,048,576. A chunk has at most 4 MiB, whatever its
+    /// lanes. Smaller chunks decode in more parallel pieces and cost more: 48 bytes each in the index. Below the default, [`Favor::Ratio`] also
+    /// halves the steps of streams.
     pub chunk_lanes: u64,
-    /// What to favor where codec `conditioned` has the choice.
+    /// What codec `conditioned` favors.
     pub favor: Favor,
     /// Base tensors of targets that were renamed: target name to base name.
     pub renamed: BTreeMap<String, String>,
-    /// Files besides the checkpoints that the caller has read for this encoding. No file of the pair may replace one of them.
-    pub inputs: Vec<PathBuf>,
 }
 
 impl Default for EncodeOptions {
     fn default() -> Self {
-        Self {
-            codec: CodecChoice::Auto,
-            layout: None,
-            chunk_lanes: 1 << 20,
-            favor: Favor::Ratio,
-            renamed: BTreeMap::new(),
-            inputs: Vec::new(),
-        }
+        Self { codec: CodecChoice::Auto, layout: None, chunk_lanes: 1 << 20, favor: Favor::Ratio, renamed: BTreeMap::new() }
+    }
+}
+
+impl EncodeOptions {
+    /// Sets [`codec`](Self#structfield.codec).
+    #[must_use]
+    pub fn codec(mut self, codec: impl Into<CodecChoice>) -> Self {
+        self.codec = codec.into();
+        self
+    }
+
+    /// Sets [`layout`](Self#structfield.layout).
+    #[must_use]
+    pub fn layout(mut self, layout: impl Into<Option<Layout>>) -> Self {
+        self.layout = layout.into();
+        self
+    }
+
+    /// Sets [`chunk_lanes`](Self#structfield.chunk_lanes).
+    #[must_use]
+    pub fn chunk_lanes(mut self, lanes: u64) -> Self {
+        self.chunk_lanes = lanes;
+        self
+    }
+
+    /// Sets [`favor`](Self#structfield.favor).
+    #[must_use]
+    pub fn favor(mut self, favor: Favor) -> Self {
+        self.favor = favor;
+        self
+    }
+
+    /// Adds to [`renamed`](Self#structfield.renamed) pairs of target name and base name.
+    #[must_use]
+    pub fn renamed(mut self, names: impl IntoIterator<Item = (impl Into<String>, impl Into<String>)>) -> Self {
+        self.renamed.extend(names.into_iter().map(|(target, base)| (target.into(), base.into())));
+        self
     }
 }
 
@@ -89,6 +123,7 @@ fn streams_are_short(chunk_lanes: u64) -> bool {
 
 /// Which codecs an encoder may choose from.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum CodecChoice {
     /// Store or send. Each tensor takes its smallest codec.
     ///

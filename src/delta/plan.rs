@@ -127,7 +127,7 @@ fn file_table_bytes(files: &[FileSpec]) -> u64 {
 
 pub(super) fn plan(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, place: usize, options: &EncodeOptions) -> Result<Plan> {
     let TensorInfo { name, dtype, shape } = &target.tensors()[place];
-    let impossible = || Error::Misuse(format!("tensor {} has an impossible shape {shape:?}", Escaped(name)));
+    let impossible = || Error::InvalidArgument(format!("tensor {} has an impossible shape {shape:?}", Escaped(name)));
     let lanes = dtype.lanes(shape).ok_or_else(impossible)?;
     let base_name = options.renamed.get(name).unwrap_or(name);
     let found = base.and_then(|base| base.find(base_name).map(|i| (i as u32, &base.tensors()[i])));

@@ -66,7 +66,7 @@ impl<B: Source> Checkpoint for Rebuilt<'_, B> {
         let index = self.pair.index();
         let end = offset.checked_add(out.len() as u64);
         if place >= index.tensor_count() || end.is_none_or(|end| end > index.tensor(place).bytes()) {
-            return Err(Error::Misuse(format!("{} bytes from {offset} on of tensor {place} are not there", out.len())));
+            return Err(Error::InvalidArgument(format!("{} bytes from {offset} on of tensor {place} are not there", out.len())));
         }
         let tensor = index.tensor(place);
         let width = tensor.lane_bytes() as u64;
@@ -77,7 +77,7 @@ impl<B: Source> Checkpoint for Rebuilt<'_, B> {
             let size = chunk_bytes.min(tensor.bytes() - number * chunk_bytes);
             let (part, rest) = out.split_at_mut((size - within).min(out.len() as u64) as usize);
             let chunk = tensor.first_chunk + number as u32;
-            let unchanged = index.chunks()[chunk as usize].num_deltas.get() == 0;
+            let unchanged = index.records()[chunk as usize].num_deltas.get() == 0;
             if part.len() as u64 == size {
                 self.rebuild(&tensor, chunk, part)?;
             } else if unchanged && offset.is_multiple_of(width) && (part.len() as u64).is_multiple_of(width) {
@@ -97,7 +97,7 @@ impl<B: Source> Checkpoint for Rebuilt<'_, B> {
 mod tests {
     use super::*;
     use crate::delta::chunk::find_base;
-    use crate::{Dtype, EncodeOptions, MemoryCheckpoint, encode_to_memory};
+    use crate::{Dtype, Encode, EncodeOptions, MemoryCheckpoint};
 
     #[test]
     fn any_range_of_a_rebuilt_tensor_has_the_bytes_of_the_target() {
@@ -113,7 +113,7 @@ mod tests {
         };
         let (base, target_checkpoint) = (of(&base[..]), of(&target[..]));
         let options = EncodeOptions { chunk_lanes: 4096, ..EncodeOptions::default() };
-        let (pair, _) = encode_to_memory(Some(&base), &target_checkpoint, &options).unwrap();
+        let (pair, _) = Encode::new(&target_checkpoint).base(&base).options(options).to_memory().unwrap();
         let bases: Vec<_> = pair.index().tensors().map(|tensor| find_base(&tensor, &base).unwrap()).collect();
         let rebuilt = Rebuilt::new(&pair, &base, &bases);
         assert_eq!(rebuilt.tensors(), target_checkpoint.tensors());
@@ -127,7 +127,7 @@ mod tests {
         }
         for (place, offset, size) in [(0, 24776, 1), (0, 24777, 0), (0, u64::MAX, 2), (1, 0, 0)] {
             let outcome = rebuilt.read(place, offset, &mut vec![0; size]);
-            assert!(matches!(outcome, Err(Error::Misuse(_))), "{place} {offset} {size}");
+            assert!(matches!(outcome, Err(Error::InvalidArgument(_))), "{place} {offset} {size}");
         }
     }
 }

@@ -143,7 +143,7 @@ mod tests {
     /// The index of an empty pair whose header states that this section expands to `size` bytes, which it does not.
     fn with_expanded_size(section: Section, size: u64) -> Vec<u8> {
         let target = crate::MemoryCheckpoint::default();
-        let (pair, _) = crate::encode_to_memory(None, &target, &crate::EncodeOptions::default()).unwrap();
+        let (pair, _) = crate::Encode::new(&target).to_memory().unwrap();
         let mut bytes = pair.index().as_bytes().to_vec();
         let mut header = IndexHeader::read(&mut Cursor::new(&bytes)).unwrap();
         header.sections[section as usize].expanded_size = size;
@@ -216,7 +216,7 @@ mod tests {
     fn sections_of_known_sizes_have_them() {
         let info = crate::TensorInfo { name: "t".into(), dtype: crate::Dtype::U8, shape: vec![1] };
         let target = crate::MemoryCheckpoint::new([(info, &[7][..])]).unwrap();
-        let (pair, _) = crate::encode_to_memory(None, &target, &crate::EncodeOptions::default()).unwrap();
+        let (pair, _) = crate::Encode::new(&target).to_memory().unwrap();
         let header = pair.index().header();
         check_sections(header).unwrap();
         for section in [Section::Chunks, Section::Sums, Section::Digests] {

@@ -13,7 +13,7 @@ mod tensors;
 mod view;
 
 pub use parts::IndexParts;
-pub use view::{TargetFile, Tensor};
+pub use view::{Chunk, TargetFile, Tensor};
 
 pub(crate) use files::{FileNames, is_file_name};
 pub(crate) use tables::MAX_TABLE_SETS;
@@ -60,7 +60,7 @@ impl ValidatedIndex {
         tensors.check_digests(digests_of(digests))?;
         let files = files::FileTable::parse(&header::expand(&bytes, &header, Section::Files)?, &header)?;
         let index = Self { bytes, header, tensors, tables, files, digest };
-        records::validate(&index.header, index.chunks(), index.sums(), index.tensors())?;
+        records::validate(&index.header, index.records(), index.sums(), index.tensors())?;
         Ok(index)
     }
 
@@ -78,7 +78,7 @@ impl ValidatedIndex {
     }
 
     /// The header.
-    pub fn header(&self) -> &IndexHeader {
+    pub(crate) fn header(&self) -> &IndexHeader {
         &self.header
     }
 
@@ -97,13 +97,41 @@ impl ValidatedIndex {
         self.bytes.len() as u64
     }
 
+    /// Version of the format, major and minor.
+    pub fn version(&self) -> (u16, u16) {
+        (self.header.version_major, self.header.version_minor)
+    }
+
+    /// Bytes of the blob that belongs to the index.
+    pub fn blob_size(&self) -> u64 {
+        self.header.blob_size
+    }
+
+    /// Number of chunks.
+    pub fn chunk_count(&self) -> u32 {
+        self.header.chunk_count
+    }
+
+    /// The record of a chunk.
+    ///
+    /// # Panics
+    /// If `chunk` is not below [`ValidatedIndex::chunk_count`].
+    pub fn chunk(&self, chunk: u32) -> Chunk {
+        Chunk::new(&self.records()[chunk as usize], &self.sums()[chunk as usize])
+    }
+
+    /// The records of all chunks.
+    pub fn chunks(&self) -> impl ExactSizeIterator<Item = Chunk> {
+        self.records().iter().zip(self.sums()).map(|(record, sums)| Chunk::new(record, sums))
+    }
+
     /// The index map: one record per chunk.
-    pub fn chunks(&self) -> &[ChunkMetadata] {
+    pub(crate) fn records(&self) -> &[ChunkMetadata] {
         <[ChunkMetadata]>::ref_from_bytes(header::stored(&self.bytes, &self.header, Section::Chunks)).unwrap_or(&[])
     }
 
     /// The chunk sums: one entry per record.
-    pub fn sums(&self) -> &[ChunkSums] {
+    pub(crate) fn sums(&self) -> &[ChunkSums] {
         <[ChunkSums]>::ref_from_bytes(header::stored(&self.bytes, &self.header, Section::Sums)).unwrap_or(&[])
     }
 
@@ -142,7 +170,7 @@ impl ValidatedIndex {
     }
 
     /// The table sets of codec `conditioned`, which tensors share.
-    pub fn table_sets(&self) -> &[TableSet] {
+    pub(crate) fn table_sets(&self) -> &[TableSet] {
         self.tables.all()
     }
 
@@ -150,7 +178,7 @@ impl ValidatedIndex {
     ///
     /// # Panics
     /// If `i` is not below [`ValidatedIndex::tensor_count`].
-    pub fn table_set(&self, i: usize) -> Option<usize> {
+    pub(crate) fn table_set(&self, i: usize) -> Option<usize> {
         self.tensors.table_set(i)
     }
 

@@ -52,7 +52,7 @@ fn check(tensor: &Tensor<'_>, chunk: u32, record: &ChunkMetadata, sums: &ChunkSu
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, EncodeOptions, MemoryCheckpoint, TensorInfo, encode_to_memory};
+    use crate::{Dtype, Encode, EncodeOptions, MemoryCheckpoint, TensorInfo};
 
     #[test]
     fn a_payload_may_be_as_large_as_its_bound_and_no_larger() {
@@ -60,11 +60,11 @@ mod tests {
         let base = MemoryCheckpoint::new([(info.clone(), &[0; 8192][..])]).unwrap();
         let target = MemoryCheckpoint::new([(info, &[1; 8192][..])]).unwrap();
         let options = EncodeOptions { codec: crate::Codec::Zstd.into(), ..EncodeOptions::default() };
-        let (pair, _) = encode_to_memory(Some(&base), &target, &options).unwrap();
+        let (pair, _) = Encode::new(&target).base(&base).options(options).to_memory().unwrap();
         let (tensor, sums) = (pair.index().tensor(0), pair.index().sums()[0]);
         for (uncompressed, bound) in [(2u32, 66u32), (63, 127), (64, 129), (65, 130), (127, 192), (128, 194), (6400, 6564)] {
             let checked = |compressed: u32| {
-                let mut record = pair.index().chunks()[0];
+                let mut record = pair.index().records()[0];
                 (record.compressed_size, record.uncompressed_size) = (compressed.into(), uncompressed.into());
                 check(&tensor, 0, &record, &sums, record.blob_offset.get())
             };

@@ -1,13 +1,14 @@
 //! Tensors and files of an index, as readers see them.
 
 use crate::codec::{Codec, TableSet};
-use crate::error::{Error, Result, hex};
-use crate::format::{BaseKind, DIGEST_SIZE, FileKind, TensorDigests};
+use crate::error::{Error, Result};
+use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, FileKind, TensorDigests};
 use crate::lane::Dtype;
 use std::ops::Range;
 
 /// One tensor of a pair.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct Tensor<'a> {
     /// Index in the tensor table.
     pub place: usize,
@@ -26,7 +27,7 @@ pub struct Tensor<'a> {
     /// Codec of its payloads.
     pub codec: Codec,
     /// Tables of codec `conditioned`, if it has some.
-    pub tables: Option<&'a TableSet>,
+    pub(crate) tables: Option<&'a TableSet>,
     /// Lanes of the tensor.
     pub lanes: u64,
     /// Lanes of a chunk.
@@ -36,10 +37,10 @@ pub struct Tensor<'a> {
     /// Number of its chunks.
     pub chunk_count: u32,
     /// Digests before and after.
-    pub digests: &'a TensorDigests,
+    pub(crate) digests: &'a TensorDigests,
 }
 
-impl Tensor<'_> {
+impl<'a> Tensor<'a> {
     /// Bytes of a lane.
     pub fn lane_bytes(&self) -> usize {
         self.dtype.lane_bytes()
@@ -90,22 +91,27 @@ impl Tensor<'_> {
         self.base_lanes() * self.lane_bytes() as u64
     }
 
-    /// Target digest, hexadecimal.
-    pub fn target_digest(&self) -> String {
-        hex(&self.digests.target_digest)
+    /// Digest of the base tensor: the first bytes of its BLAKE3 hash; zeros without a base.
+    pub fn base_digest(&self) -> &'a [u8; DIGEST_SIZE] {
+        &self.digests.base_digest
+    }
+
+    /// Digest of the target tensor.
+    pub fn target_digest(&self) -> &'a [u8; DIGEST_SIZE] {
+        &self.digests.target_digest
     }
 
     /// Lanes of a range of elements, and the chunks that contain them.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if the range is not inside the tensor, or splits a byte of a packed dtype.
+    /// [`Error::InvalidArgument`] if the range is not inside the tensor, or splits a byte of a packed dtype.
     pub fn locate(&self, elements: Range<u64>) -> Result<(Range<u64>, Range<u32>)> {
         let lane_bits = self.lane_bytes() as u64 * 8;
         let bits = |e: u64| e.checked_mul(self.dtype.bits()).filter(|b| b % lane_bits == 0).map(|b| b / lane_bits);
         let lanes = match (bits(elements.start), bits(elements.end)) {
             (Some(start), Some(end)) if start <= end && end <= self.lanes => start..end,
             _ => {
-                return Err(Error::Misuse(format!(
+                return Err(Error::InvalidArgument(format!(
                     "elements {}..{} are no range of whole bytes in tensor {} of {} {} lanes",
                     elements.start,
                     elements.end,
@@ -125,8 +131,46 @@ impl Tensor<'_> {
     }
 }
 
+/// The record of a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Chunk {
+    /// First byte of the payload in the blob.
+    pub blob_offset: u64,
+    /// Bytes of the payload.
+    pub compressed_size: u32,
+    /// Bytes that the codec expands the payload to.
+    pub uncompressed_size: u32,
+    /// Lanes that change.
+    pub num_deltas: u32,
+    /// CRC-32 of the payload.
+    pub crc32: u32,
+    /// First lane of the chunk in its tensor.
+    pub output_offset: u64,
+    /// Sum of the base lanes.
+    pub base_sum: u64,
+    /// Sum of the target lanes.
+    pub target_sum: u64,
+}
+
+impl Chunk {
+    pub(super) fn new(record: &ChunkMetadata, sums: &ChunkSums) -> Self {
+        Self {
+            blob_offset: record.blob_offset.get(),
+            compressed_size: record.compressed_size.get(),
+            uncompressed_size: record.uncompressed_size.get(),
+            num_deltas: record.num_deltas.get(),
+            crc32: record.crc32.get(),
+            output_offset: record.output_offset.get(),
+            base_sum: sums.base_sum.get(),
+            target_sum: sums.target_sum.get(),
+        }
+    }
+}
+
 /// One target file.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct TargetFile<'a> {
     /// Name, empty for a lone file.
     pub name: &'a str,

@@ -99,7 +99,7 @@ impl Publication {
     /// written.
     pub fn add(&mut self, path: &Path) -> Result<Arc<File>> {
         if path.file_name().is_none() {
-            return Err(Error::Misuse(format!("{} names no file", path.display())));
+            return Err(Error::InvalidArgument(format!("{} names no file", path.display())));
         }
         let mode = output::check_free(path, self.replace)?;
         let error = |e| Error::io("create a file in", &self.folder, e);

@@ -19,7 +19,7 @@ fn identity(path: &Path) -> Option<Identity> {
 /// Cost: some system calls per path and per folder.
 ///
 /// # Errors
-/// [`Error::Misuse`] with both paths.
+/// [`Error::InvalidArgument`] with both paths.
 pub(crate) fn check_apart(outputs: &[PathBuf], inputs: &[PathBuf]) -> Result<()> {
     let mut folders = Folders::default();
     let read: HashMap<Identity, &PathBuf> = inputs.iter().filter_map(|input| Some((identity(input)?, input))).collect();
@@ -30,7 +30,7 @@ pub(crate) fn check_apart(outputs: &[PathBuf], inputs: &[PathBuf]) -> Result<()>
     for output in outputs {
         let refuse = |how: &str, input: &Path| {
             let shown = |path: &Path| Escaped(&path.display().to_string()).to_string();
-            Err(Error::Misuse(format!("output {} {how} input {}", shown(output), shown(input))))
+            Err(Error::InvalidArgument(format!("output {} {how} input {}", shown(output), shown(input))))
         };
         let own = identity(output);
         if let Some(input) = own.and_then(|own| read.get(&own)) {

@@ -336,6 +336,6 @@ fn outputs_that_are_contain_or_lie_inside_inputs_are_refused() {
     ] {
         let error = check(output, input).unwrap_err();
         let expected = format!("output {} {how} input {}", at(output).display(), at(input).display());
-        assert!(matches!(&error, Error::Misuse(reason) if *reason == expected), "{error}, not {expected}");
+        assert!(matches!(&error, Error::InvalidArgument(reason) if *reason == expected), "{error}, not {expected}");
     }
 }

@@ -8,6 +8,7 @@ use crate::format::FileKind;
 use crate::index::is_file_name;
 use crate::source::{FileSource, OpenFiles, Source};
 use crate::writer::FileSpec;
+use std::any::Any;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -91,7 +92,8 @@ impl SafetensorsCheckpoint {
     /// # Errors
     /// [`Error::Io`] if something cannot be read, [`Error::BadCheckpoint`] if it is no such file or folder, [`Error::Changed`]
     /// if it changes meanwhile.
-    pub fn open(path: &Path) -> Result<Self> {
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
         if path.is_dir() { Self::open_folder(path) } else { Self::from_files(path, vec![(path.to_owned(), String::new())]) }
     }
 
@@ -204,8 +206,13 @@ impl SafetensorsCheckpoint {
         Ok(self.shard_index.as_ref().filter(|index| index.name == name).map(|index| index.content.clone()))
     }
 
-    /// The files of this checkpoint as a pair tells them: what the base has too is not stored again, nor held in memory.
-    pub(super) fn file_specs(&self, base: Option<&Self>) -> Result<Vec<FileSpec>> {
+    /// A checkpoint that is one of files, as such.
+    pub(crate) fn of(checkpoint: &dyn Checkpoint) -> Option<&Self> {
+        checkpoint.files()?.downcast_ref()
+    }
+
+    /// The files of this checkpoint as a pair describes them: content that the base has too is neither stored nor held in memory.
+    pub(crate) fn file_specs(&self, base: Option<&Self>) -> Result<Vec<FileSpec>> {
         let mut specs = Vec::new();
         for file in &self.files {
             let content_hash = file.content_hash()?;
@@ -257,6 +264,10 @@ impl Checkpoint for SafetensorsCheckpoint {
         let shard_index = self.shard_index.iter().map(|index| index.source.path().to_owned());
         let files = self.files.iter().map(|file| file.source.path().to_owned());
         [self.path.clone()].into_iter().chain(files).chain(shard_index).collect()
+    }
+
+    fn files(&self) -> Option<&dyn Any> {
+        Some(self)
     }
 
     fn check_unchanged(&self) -> Result<()> {

@@ -1,17 +1,15 @@
-//! Checkpoints in safetensors files and sharded folders, and pairs made from and applied to them (spec section 10).
+//! Checkpoints in safetensors files and sharded folders, and the layout of files that are rebuilt (spec section 10).
 //!
 //! The only module that knows the crate of that name. Headers are kept byte for byte: two headers that mean the same are not
 //! the same file.
 
 #![forbid(unsafe_code)]
 
+mod barrier;
 mod checkpoint;
 mod header;
-mod input;
-mod output;
-mod verify;
+mod layout;
 
+pub(crate) use barrier::barrier;
 pub use checkpoint::SafetensorsCheckpoint;
-pub use input::{encode_files, encode_tensors};
-pub use output::{ApplyOptions, apply_to_path, check_needs_no_base, check_target_files, check_writable, target_metadata};
-pub use verify::{Authenticity, Verification, VerifyBase, VerifyOptions, verify_files};
+pub(crate) use layout::{Output, Places, check_composable, check_target_files, outputs, target_metadata};

@@ -2,6 +2,7 @@
 //! chosen that cancel in both. And payloads of other bytes under a CRC that is right.
 
 use tpde::ValidatedIndex;
+use tpde::internals;
 
 /// Weights of the words of a row (section 6.1), from the text of the spec.
 fn row_weight(word: usize) -> u32 {
@@ -14,9 +15,9 @@ fn row_weight(word: usize) -> u32 {
 /// Changes the blob of a pair of one U32 tensor in one chunk of at most 1,024 lanes, all of them changed, with codec `raw`.
 /// `target` becomes what the forged pair decodes to. The index stays as it is and fits the forged blob.
 pub fn forge(index: &ValidatedIndex, blob: &mut [u8], target: &mut [u8]) {
-    let record = index.chunks()[0];
+    let record = internals::records(index)[0];
     let lanes = record.num_deltas.get() as usize;
-    assert!(index.chunks().len() == 1 && lanes <= 1024 && target.len() == 4 * lanes, "a pair of another kind");
+    assert!(internals::records(index).len() == 1 && lanes <= 1024 && target.len() == 4 * lanes, "a pair of another kind");
     let payload = &mut blob[record.blob_offset.get() as usize..][..record.compressed_size.get() as usize];
     let crc = crc32fast::hash(payload);
 

@@ -2,10 +2,7 @@
 
 use rayon::prelude::*;
 use std::sync::{Mutex, PoisonError};
-use tpde::delta::encode;
-use tpde::format::BaseKind;
-use tpde::writer::PairBuilder;
-use tpde::{Apply, Checkpoint, EncodeOptions, MemoryCheckpoint, Pair, Result, ValidatedIndex, encode_to_memory};
+use tpde::{Apply, BaseKind, Checkpoint, Encode, EncodeOptions, MemoryCheckpoint, Pair, Result, ValidatedIndex};
 use zstd::bulk::{Compressor, Decompressor};
 
 /// Something that turns a target into fewer bytes and back. Contexts and large buffers are kept from one call to the next.
@@ -31,7 +28,7 @@ pub struct Ours<'a> {
 
 impl<'a> Ours<'a> {
     pub fn new(base: &'a MemoryCheckpoint<'a>, target: &'a MemoryCheckpoint<'a>, options: EncodeOptions) -> Result<Self> {
-        let (pair, _) = encode_to_memory(Some(base), target, &options)?;
+        let (pair, _) = Encode::new(target).base(base).options(options.clone()).to_memory()?;
         Ok(Self { base, target, options, pair, blob: Vec::new() })
     }
 
@@ -49,24 +46,22 @@ impl Contender for Ours<'_> {
     }
 
     fn stored_bytes(&self) -> u64 {
-        self.pair.index().size() + self.pair.index().header().blob_size
+        self.pair.index().size() + self.pair.index().blob_size()
     }
 
     /// A pair has digests: there is no encoding without.
     fn encode(&mut self, digests: bool) -> anyhow::Result<bool> {
         if digests {
-            let mut blob = std::mem::take(&mut self.blob);
-            blob.clear();
-            let builder = PairBuilder::new(blob, "memory".into())?;
-            let (finished, _) = encode(Some(self.base), self.target, Vec::new(), &self.options, builder, &|_| {})?;
-            self.blob = finished.blob;
+            let blob = std::mem::take(&mut self.blob);
+            let encode = Encode::new(self.target).base(self.base).options(self.options.clone());
+            self.blob = encode.to_memory_in(blob)?.0.into_parts().1;
         }
         Ok(digests)
     }
 
     fn decode(&mut self, digests: bool, outputs: &mut [Vec<u8>]) -> anyhow::Result<()> {
         let mut outputs: Vec<_> = outputs.iter_mut().map(Vec::as_mut_slice).collect();
-        Apply::new(&self.pair, self.base).digests(digests).to_buffers(&mut outputs)?;
+        Apply::new(&self.pair).base(self.base).digests(digests).to_buffers(&mut outputs)?;
         Ok(())
     }
 }

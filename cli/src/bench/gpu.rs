@@ -14,8 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 use tpde::cuda::{Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, FirstCall, Mode, Nvcomp, Payloads, Stream};
-use tpde::format::BaseKind;
-use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, InPlace, Pair, ValidatedIndex, encode_to_memory};
+use tpde::{BaseKind, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, InPlace, Pair, ValidatedIndex};
 
 /// What was measured.
 #[derive(Serialize)]
@@ -134,9 +133,9 @@ pub fn bench(
     };
     for codec in codecs {
         let layout = options.layout.filter(|_| codec == Codec::Zstd);
-        let options = EncodeOptions { codec: codec.into(), layout, ..options.clone() };
+        let options = options.clone().codec(codec).layout(layout);
         let start = Instant::now();
-        let (pair, report) = encode_to_memory(Some(base), target, &options)?;
+        let (pair, report) = Encode::new(target).base(base).options(options.clone()).to_memory()?;
         let encode_seconds = start.elapsed().as_secs_f64();
         lanes = report.tensors.iter().map(|tensor| tensor.lanes).sum();
         changed = report.tensors.iter().map(|tensor| tensor.changed).sum();
@@ -268,12 +267,12 @@ impl Bed<'_> {
             rows.push(self.timed(name, "files, opened anew", WALL, || self.open_and_launch(&files.path().join("pair"), mode))?);
             self.compare(codec)?;
         }
-        let stored_bytes = pair.index().size() + pair.index().header().blob_size;
+        let stored_bytes = pair.index().size() + pair.index().blob_size();
         Ok(OfPair {
             codec: codec.to_string(),
             ratio: text::ratio(self.target_bytes, stored_bytes),
             stored_bytes,
-            chunks: pair.index().header().chunk_count,
+            chunks: pair.index().chunk_count(),
             encode_seconds,
             rows,
         })
@@ -289,7 +288,10 @@ impl Bed<'_> {
                 _ => None,
             };
             ensure!(index.find(tensor.name) == Some(tensor.place), "the index on the device is another");
-            bindings.push(Binding { tensor: tensor.place, base, output });
+            bindings.push(match mode {
+                Mode::OutOfPlace => Binding::out_of_place(tensor.place, base, output),
+                _ => Binding::in_place(tensor.place, output),
+            });
         }
         Ok(bindings)
     }
@@ -298,7 +300,7 @@ impl Bed<'_> {
     fn restore(&self, mode: Mode) -> anyhow::Result<()> {
         match mode {
             Mode::OutOfPlace => self.stream.fill(&self.output, 0xA5)?,
-            Mode::InPlace(_) => self.stream.copy(&self.output, &self.base_memory)?,
+            _ => self.stream.copy(&self.output, &self.base_memory)?,
         }
         Ok(self.stream.record()?.wait()?)
     }
@@ -388,7 +390,7 @@ impl fmt::Display for Report {
             text::counted(self.tensors as u64, "tensor"),
             text::counted(self.runs.into(), "run"),
         )?;
-        let FirstCall { context, kernels, memory } = self.first_call;
+        let FirstCall { context, kernels, memory, .. } = self.first_call;
         writeln!(
             f,
             "every result equals the target bit for bit; before the first: context {}, kernels {}, pinned memory {}\n",

@@ -1,7 +1,6 @@
 //! A checkpoint whose tensors are repeated: as large as wanted, and read as it is needed.
 
-use tpde::error::Escaped;
-use tpde::{Checkpoint, Error, Result, TensorInfo};
+use tpde::{Checkpoint, Error, Escaped, Result, TensorInfo};
 
 /// Every tensor of a checkpoint so often along its first dimension; scalars as they are.
 pub struct Repeated<C> {
@@ -11,7 +10,7 @@ pub struct Repeated<C> {
 
 impl<C: Checkpoint> Repeated<C> {
     /// # Errors
-    /// [`Error::Misuse`] for a tensor that has no size then, or a checkpoint whose bytes do not fit in 64 bits.
+    /// [`Error::InvalidArgument`] for a tensor that has no size then, or a checkpoint whose bytes do not fit in 64 bits.
     pub fn new(of: C, times: u64) -> Result<Self> {
         let mut infos = of.tensors().to_vec();
         let mut bytes = 0u64;
@@ -22,7 +21,7 @@ impl<C: Checkpoint> Repeated<C> {
             });
             let has_size = rows.is_some() && info.dtype.lanes(&info.shape).is_some();
             bytes = bytes.checked_add(info.bytes()).filter(|_| has_size).ok_or_else(|| {
-                Error::Misuse(format!("tensor {} cannot be repeated {times} times: it is too large", Escaped(&info.name)))
+                Error::InvalidArgument(format!("tensor {} cannot be repeated {times} times: it is too large", Escaped(&info.name)))
             })?;
         }
         Ok(Self { of, infos })
@@ -72,6 +71,6 @@ mod tests {
         let info = |rows| TensorInfo { name: "w".into(), dtype: Dtype::U8, shape: vec![rows, 0] };
         let repeated = |rows, times| Repeated::new(MemoryCheckpoint::new([(info(rows), &[][..])]).unwrap(), times);
         assert!(repeated(1 << 62, 3).is_ok());
-        assert!(matches!(repeated(1 << 62, 4), Err(Error::Misuse(_))));
+        assert!(matches!(repeated(1 << 62, 4), Err(Error::InvalidArgument(_))));
     }
 }

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
-use tpde::{EncodeOptions, Error, Pair, SafetensorsCheckpoint, encode_files};
+use tpde::{Encode, Error, Pair, SafetensorsCheckpoint};
 
 /// Checkpoints in files, for the library.
 fn open_all(place: &Path) -> [SafetensorsCheckpoint; 3] {
@@ -14,7 +14,7 @@ fn open_all(place: &Path) -> [SafetensorsCheckpoint; 3] {
 }
 
 fn publish(base: &SafetensorsCheckpoint, target: &SafetensorsCheckpoint, pair: &Path, replace: bool) -> tpde::Result<()> {
-    encode_files(Some(base), target, &EncodeOptions::default(), pair, replace, &|_| {}).map(|_| ())
+    Encode::new(target).base(base).overwrite(replace).to_path(pair).map(|_| ())
 }
 
 #[test]

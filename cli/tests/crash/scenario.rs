@@ -96,7 +96,7 @@ pub fn judge_pair(place: &Path) -> State {
     let rebuilt = Pair::open(&place.join("pair")).and_then(|pair| {
         let mut tensors: Vec<_> = pair.index().tensors().map(|tensor| vec![0; tensor.bytes() as usize]).collect();
         pair.verify()?;
-        Apply::new(&pair, &base).to_buffers(&mut tensors.iter_mut().map(|tensor| &mut tensor[..]).collect::<Vec<_>>())?;
+        Apply::new(&pair).base(&base).to_buffers(&mut tensors.iter_mut().map(|tensor| &mut tensor[..]).collect::<Vec<_>>())?;
         Ok(tensors)
     });
     match rebuilt {

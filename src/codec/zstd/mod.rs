@@ -171,7 +171,7 @@ fn mostly_wide<L: Lane>(deltas: &[L], count: usize) -> bool {
 }
 
 fn library(message: &'static str) -> Error {
-    Error::Misuse(format!("the zstd library failed: {message}"))
+    Error::InvalidArgument(format!("the zstd library failed: {message}"))
 }
 
 #[derive(Default)]

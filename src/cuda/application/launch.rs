@@ -211,7 +211,7 @@ impl Launcher<'_> {
         for piece in pieces {
             let Piece { blob, at, bytes, .. } = piece;
             let from = pinned.get(blob as usize..).filter(|from| from.len() as u64 >= bytes);
-            let from = from.ok_or_else(|| Error::Misuse("a blob without the payloads of its index".into()))?;
+            let from = from.ok_or_else(|| Error::InvalidArgument("a blob without the payloads of its index".into()))?;
             // SAFETY: the staging memory holds all payloads at the offsets of the schedule. It and the pinned memory are held
             // until the stream has completed. If the bytes change meanwhile, the kernels refuse them like any others.
             unsafe { copies::copy_in(self.cx, staging + at, from.as_ptr(), bytes as usize, stream)? };

@@ -61,7 +61,7 @@ impl<'a> Application<'a> {
     /// is running.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if the memory is too small or not aligned; [`Error::Device`] if the driver fails.
+    /// [`Error::InvalidArgument`] if the memory is too small or not aligned; [`Error::Device`] if the driver fails.
     pub fn prepare_in(plan: ApplyPlan<'a>, memory: DeviceSlice) -> Result<Self> {
         let payloads = plan.payloads.clone();
         Ok(Self { prepared: Arc::new(Prepared::new(plan, Some(memory))?), payloads })
@@ -71,9 +71,9 @@ impl<'a> Application<'a> {
     /// application: when tensors share memory now, or no longer do.
     ///
     /// # Errors
-    /// [`Error::Misuse`] as [`ApplyPlan::new`], or if something is kept of an earlier launch that was not waited for.
+    /// [`Error::InvalidArgument`] as [`ApplyPlan::new`], or if something is kept of an earlier launch that was not waited for.
     pub fn rebind(&mut self, tensors: &[Binding]) -> Result<bool> {
-        let busy = || Error::Misuse("an application is bound anew, and a launch of it was not waited for".into());
+        let busy = || Error::InvalidArgument("an application is bound anew, and a launch of it was not waited for".into());
         let prepared = Arc::get_mut(&mut self.prepared).ok_or_else(busy)?;
         check_devices(&prepared.index.device().inner, tensors)?;
         let bindings = binding::check(&prepared.index.uploaded.tensors, tensors, prepared.mode != Mode::OutOfPlace)?;
@@ -113,7 +113,7 @@ impl<'a> Application<'a> {
     /// one after the other, even on different streams. All memory of this crate is held until the stream has completed.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for a stream of another device, or one that is being captured, see [`Application::capture`];
+    /// [`Error::InvalidArgument`] for a stream of another device, or one that is being captured, see [`Application::capture`];
     /// [`Error::Device`] if the driver refuses.
     pub fn launch(&self, stream: &Stream) -> Result<Pending> {
         let prepared = &self.prepared;
@@ -123,7 +123,7 @@ impl<'a> Application<'a> {
         let cx = device.context.enter()?;
         let raw = stream.raw();
         if driver::is_capturing(&cx, raw)? {
-            return Err(Error::Misuse("the stream is being captured into a graph: that is Application::capture".into()));
+            return Err(Error::InvalidArgument("the stream is being captured into a graph: that is Application::capture".into()));
         }
         let statuses = PinnedBuffer::new(device, &cx, prepared.status_bytes())?;
         let mut last_launch = prepared.last_launch.lock().unwrap_or_else(PoisonError::into_inner);
@@ -168,7 +168,7 @@ impl<'a> Application<'a> {
     /// the application, must not overlap.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for a stream of another device, one that is not captured, or payloads that the processor reads or
+    /// [`Error::InvalidArgument`] for a stream of another device, one that is not captured, or payloads that the processor reads or
     /// nvCOMP expands;
     /// [`Error::Device`] if the driver refuses.
     pub unsafe fn capture(&self, stream: &Stream) -> Result<Captured> {
@@ -179,13 +179,13 @@ impl<'a> Application<'a> {
         let cx = device.context.enter()?;
         let raw = stream.raw();
         if !driver::is_capturing(&cx, raw)? {
-            return Err(Error::Misuse("the stream is not being captured".into()));
+            return Err(Error::InvalidArgument("the stream is not being captured".into()));
         }
         if self.reads_on_host() {
-            return Err(Error::Misuse("a graph cannot read payloads through the processor".into()));
+            return Err(Error::InvalidArgument("a graph cannot read payloads through the processor".into()));
         }
         if prepared.frames.is_some() {
-            return Err(Error::Misuse("a graph cannot have frames expanded by nvCOMP".into()));
+            return Err(Error::InvalidArgument("a graph cannot have frames expanded by nvCOMP".into()));
         }
         let mut statuses = PinnedBuffer::new(device, &cx, prepared.status_bytes())?;
         // Pinned memory is reused, so clear it: before the first launch of the graph, all chunks count as correct.
@@ -193,7 +193,7 @@ impl<'a> Application<'a> {
         let mut own_last_launch = if prepared.in_caller_memory { None } else { Some(LastLaunch::default()) };
         let mut own = prepared.last_launch.lock().unwrap_or_else(PoisonError::into_inner);
         if own.table.is_some() {
-            return Err(Error::Misuse("an application that was bound anew is launched before it is captured".into()));
+            return Err(Error::InvalidArgument("an application that was bound anew is launched before it is captured".into()));
         }
         let staging = self.staging(&cx, own_last_launch.as_mut().unwrap_or(&mut own))?;
         // Work outside of a capture cannot be waited for within it, so wait on the host. The copy was queued by `prepare` and is
@@ -216,7 +216,7 @@ impl<'a> Application<'a> {
         if Arc::ptr_eq(stream.device(), &self.prepared.index.device().inner) {
             return Ok(());
         }
-        Err(Error::Misuse("the stream and the index are of different devices".into()))
+        Err(Error::InvalidArgument("the stream and the index are of different devices".into()))
     }
 
     fn pinned_payloads(&self) -> Option<Arc<PinnedBuffer>> {
@@ -235,7 +235,7 @@ impl<'a> Application<'a> {
         let is_free = last_launch.done.as_ref().map(|done| done.is_passed(cx)).transpose()?.unwrap_or(true);
         if self.prepared.in_caller_memory {
             let spare = last_launch.spare.clone().filter(|_| is_free);
-            let busy = || Error::Misuse("the memory spare for payloads is in use by the launch before".into());
+            let busy = || Error::InvalidArgument("the memory spare for payloads is in use by the launch before".into());
             return spare.ok_or_else(busy).map(Some);
         }
         match last_launch.spare.take() {

@@ -22,6 +22,7 @@ pub struct Pending {
 
 /// An invalid chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct BadChunk {
     /// Index of the chunk in the index map.
     pub chunk: u32,

@@ -89,7 +89,7 @@ impl Prepared {
         let pinned = PinnedBuffer::with_parts(device, &cx, offsets.copied, &parts)?;
         let frames = Frames::new(index, schedule, device, &cx)?;
         if in_caller_memory && frames.is_some() {
-            return Err(Error::Misuse("nvCOMP takes memory of its own: it cannot be used with the caller's".into()));
+            return Err(Error::InvalidArgument("nvCOMP takes memory of its own: it cannot be used with the caller's".into()));
         }
         let copy = device.copy.raw();
         let ready = RawEvent::new(&cx, false)?;

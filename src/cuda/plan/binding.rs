@@ -7,6 +7,7 @@ use crate::format::BaseKind;
 
 /// A tensor of an application and its memory. Slices are aligned to the lanes of the tensor.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Binding {
     /// Index of the tensor in the pair; see [`DeviceIndex::find`](crate::cuda::DeviceIndex::find).
     pub tensor: usize,
@@ -57,7 +58,7 @@ pub(in crate::cuda) fn check(tensors: &[TensorOnDevice], bindings: &[Binding], i
                 continue;
             }
             let (name, other) = (Escaped(&tensor.name), Escaped(&other.name));
-            return Err(Error::Misuse(format!("the memory for tensor {name} overlaps that for tensor {other}")));
+            return Err(Error::InvalidArgument(format!("the memory for tensor {name} overlaps that for tensor {other}")));
         }
         kept.push(binding);
     }
@@ -68,7 +69,7 @@ pub(in crate::cuda) fn check(tensors: &[TensorOnDevice], bindings: &[Binding], i
     kept.sort_by_key(|binding| binding.tensor);
     if let Some(pair) = kept.windows(2).find(|pair| pair[0].tensor == pair[1].tensor && pair[0].output.bytes() > 0) {
         let name = &tensor_at(tensors, pair[0].tensor)?.name;
-        return Err(Error::Misuse(format!("tensor {} is given twice, in different memory", Escaped(name))));
+        return Err(Error::InvalidArgument(format!("tensor {} is given twice, in different memory", Escaped(name))));
     }
     kept.dedup_by_key(|binding| binding.tensor);
     Ok(kept)
@@ -83,20 +84,26 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &Binding, in_place: bool) -> 
     let lane = 1u64 << tensor.device.lane_log2;
     let fits = |what: &str, slice: &DeviceSlice, bytes: u64| {
         if slice.bytes() != bytes {
-            return Err(Error::Misuse(format!("{what} of tensor {name} is given with {} bytes, it has {bytes}", slice.bytes())));
+            return Err(Error::InvalidArgument(format!(
+                "{what} of tensor {name} is given with {} bytes, it has {bytes}",
+                slice.bytes()
+            )));
         }
         if bytes > 0 && !slice.address().is_multiple_of(lane) {
-            return Err(Error::Misuse(format!("{what} of tensor {name} at {:#x} is not aligned to {lane} bytes", slice.address())));
+            return Err(Error::InvalidArgument(format!(
+                "{what} of tensor {name} at {:#x} is not aligned to {lane} bytes",
+                slice.address()
+            )));
         }
         slice.end().map(|_| ())
     };
     fits("the memory", &binding.output, tensor.bytes)?;
     if in_place {
         if binding.base.is_some() {
-            return Err(Error::Misuse(format!("tensor {name} is changed in place, and given with a base")));
+            return Err(Error::InvalidArgument(format!("tensor {name} is changed in place, and given with a base")));
         }
         if tensor.base_kind == BaseKind::Prefix {
-            return Err(Error::Misuse(format!("tensor {name} changes its number of rows, which cannot be done in place")));
+            return Err(Error::InvalidArgument(format!("tensor {name} changes its number of rows, which cannot be done in place")));
         }
         return Ok(());
     }
@@ -104,7 +111,7 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &Binding, in_place: bool) -> 
         (_, BaseKind::None) => Ok(()),
         (Some(base), _) => fits("the base", base, tensor.base_bytes),
         (None, _) if tensor.base_bytes == 0 => Ok(()),
-        (None, _) => Err(Error::Misuse(format!("tensor {name} is given without its base"))),
+        (None, _) => Err(Error::InvalidArgument(format!("tensor {name} is given without its base"))),
     }
 }
 
@@ -125,7 +132,7 @@ fn check_bases(tensors: &[TensorOnDevice], outputs: &[Binding], empty: &[Binding
         };
         let name = Escaped(&tensor_at(tensors, binding.tensor)?.name);
         let other = Escaped(&tensor_at(tensors, other.tensor)?.name);
-        return Err(Error::Misuse(format!(
+        return Err(Error::InvalidArgument(format!(
             "the memory for tensor {other} overlaps the base of tensor {name}: that is an application in place"
         )));
     }
@@ -136,7 +143,7 @@ fn check_bases(tensors: &[TensorOnDevice], outputs: &[Binding], empty: &[Binding
 mod tests {
     use super::*;
     use crate::cuda::index::{all_on_device, tables_of};
-    use crate::{Dtype, EncodeOptions, MemoryCheckpoint, TensorInfo, encode_to_memory};
+    use crate::{Dtype, Encode, MemoryCheckpoint, TensorInfo};
 
     const START: u64 = 0x7f00_0000_0000;
 
@@ -150,7 +157,7 @@ mod tests {
         let (base, target) = (bytes(1), bytes(101));
         let [base, target] = [&base, &target]
             .map(|all| MemoryCheckpoint::new(infos.iter().cloned().zip(all.iter().map(|bytes| &bytes[..]))).unwrap());
-        let (pair, _) = encode_to_memory(Some(&base), &target, &EncodeOptions::default()).unwrap();
+        let (pair, _) = Encode::new(&target).base(&base).to_memory().unwrap();
         all_on_device(pair.index(), &tables_of(pair.index().table_sets()).unwrap().0)
     }
 
@@ -162,7 +169,7 @@ mod tests {
 
     fn refused(tensors: &[TensorOnDevice], given: &[Binding], in_place: bool) -> String {
         match check(tensors, given, in_place) {
-            Err(Error::Misuse(why)) => why,
+            Err(Error::InvalidArgument(why)) => why,
             other => panic!("{given:?}: {other:?}"),
         }
     }

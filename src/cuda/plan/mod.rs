@@ -56,7 +56,7 @@ impl<'a> ApplyPlan<'a> {
     /// device memory.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if a tensor is missing or given twice, a length or an alignment is wrong, memory overlaps, a base is
+    /// [`Error::InvalidArgument`] if a tensor is missing or given twice, a length or an alignment is wrong, memory overlaps, a base is
     /// the output of an application out of place, or payloads of codec `zstd` are to come from the device.
     pub fn new(index: &DeviceIndex, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>) -> Result<Self> {
         let (mut chunks, mut bytes) = (0, 0);
@@ -92,7 +92,7 @@ impl<'a> ApplyPlan<'a> {
         let bindings = binding::check(&index.uploaded.tensors, tensors, mode != Mode::OutOfPlace)?;
         let slice_bytes = match payloads.on_device() {
             Some(blob) if !blob.is_multiple_of(PAYLOAD_ALIGN) => {
-                return Err(Error::Misuse(format!("a blob at {blob:#x}, which is no multiple of {PAYLOAD_ALIGN}")));
+                return Err(Error::InvalidArgument(format!("a blob at {blob:#x}, which is no multiple of {PAYLOAD_ALIGN}")));
             }
             Some(_) => None,
             None => Some(slice_bytes),

@@ -13,6 +13,7 @@ use std::sync::Arc;
 /// Whether an application writes out of place or in place. Every mode checks CRC and sums on the device, but no digests: see the
 /// [module](crate::cuda#what-is-checked).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Mode {
     /// Reads the base and writes all lanes of the target elsewhere. If a chunk fails, discard the output.
     OutOfPlace,
@@ -22,6 +23,7 @@ pub enum Mode {
 
 /// The source of the payloads: the blob of the pair.
 #[derive(Clone)]
+#[non_exhaustive]
 pub enum Payloads<'a> {
     /// A file, a mapping or host memory. The launching thread, and rayon's threads, read it into the staging ring.
     Host(&'a dyn Source),
@@ -82,12 +84,14 @@ impl Payloads<'_> {
             Payloads::Pinned(pinned) => pinned.len() as u64,
             Payloads::Device(slice) => slice.bytes(),
             Payloads::Part { at, memory } => {
-                let end = at.checked_add(memory.bytes()).ok_or_else(|| Error::Misuse(format!("a part of a blob from {at} on")))?;
+                let end = at
+                    .checked_add(memory.bytes())
+                    .ok_or_else(|| Error::InvalidArgument(format!("a part of a blob from {at} on")))?;
                 for binding in tensors {
                     let payloads = index.payloads_of(binding.tensor)?;
                     if !payloads.is_empty() && (payloads.start < *at || payloads.end > end) {
                         let name = Escaped(&index.tensor(binding.tensor)?.name);
-                        return Err(Error::Misuse(format!(
+                        return Err(Error::InvalidArgument(format!(
                             "bytes {at} to {end} of a blob, and tensor {name} has its payloads at {payloads:?}"
                         )));
                     }
@@ -97,7 +101,7 @@ impl Payloads<'_> {
         };
         if blob_size != index.uploaded.blob_size {
             let needed = index.uploaded.blob_size;
-            return Err(Error::Misuse(format!("a blob of {blob_size} bytes for a pair whose blob has {needed}")));
+            return Err(Error::InvalidArgument(format!("a blob of {blob_size} bytes for a pair whose blob has {needed}")));
         }
         Ok(())
     }

@@ -103,7 +103,7 @@ impl Schedule {
             schedule.has_expanded |= group == Group::Expanded;
             if slice_bytes.is_none() && group == Group::Expanded {
                 let name = Escaped(&tensor.name);
-                return Err(Error::Misuse(format!(
+                return Err(Error::InvalidArgument(format!(
                     "tensor {name} has codec zstd, which the processor expands: give the blob in memory of the host"
                 )));
             }

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 /// Time spent on opening a device. Later calls do not repeat this work.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
+#[non_exhaustive]
 pub struct FirstCall {
     /// Loading the driver and opening the device's context, if the process had none.
     pub context: Duration,
@@ -132,7 +133,7 @@ impl Device {
     /// Copies to the device, and waits for completion.
     ///
     /// # Errors
-    /// [`Error::Misuse`](crate::Error::Misuse) if the lengths differ, [`Error::Device`](crate::Error::Device) if the driver fails.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the lengths differ, [`Error::Device`](crate::Error::Device) if the driver fails.
     pub fn write(&self, to: &DeviceSlice, from: &[u8]) -> Result<()> {
         same_length(to, from.len())?;
         let cx = self.inner.context.enter()?;
@@ -144,7 +145,7 @@ impl Device {
     /// Copies from the device, and waits for completion. Earlier work on other streams must have completed.
     ///
     /// # Errors
-    /// [`Error::Misuse`](crate::Error::Misuse) if the lengths differ, [`Error::Device`](crate::Error::Device) if the driver fails.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the lengths differ, [`Error::Device`](crate::Error::Device) if the driver fails.
     pub fn read(&self, from: &DeviceSlice, to: &mut [u8]) -> Result<()> {
         same_length(from, to.len())?;
         let cx = self.inner.context.enter()?;

@@ -349,7 +349,7 @@ impl Kernel {
     ///
     /// The kernel is valid until the owner of the module [unloads](Module::unload) it.
     pub fn load(_: &Entered<'_>, ptx: &str, name: &str, threads: u32, shared: u32) -> Result<(Self, Module)> {
-        let image = CString::new(ptx).map_err(|_| Error::Misuse("PTX with a NUL".into()))?;
+        let image = CString::new(ptx).map_err(|_| Error::InvalidArgument("PTX with a NUL".into()))?;
         let mut log = [0u8; 2048];
         let mut options = [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
         let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
@@ -364,7 +364,7 @@ impl Kernel {
             (e, _) => e,
         })?;
         let module = Module(module);
-        let name = CString::new(name).map_err(|_| Error::Misuse("a kernel's name with a NUL".into()))?;
+        let name = CString::new(name).map_err(|_| Error::InvalidArgument("a kernel's name with a NUL".into()))?;
         let mut function = ptr::null_mut();
         // SAFETY: the module was just loaded, and the name is terminated.
         check(unsafe { calls::cuModuleGetFunction(&mut function, module.0, name.as_ptr()) }, "find a kernel")?;

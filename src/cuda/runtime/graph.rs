@@ -19,7 +19,7 @@ impl Graph {
     /// The graph that the stream is being captured into.
     pub(in crate::cuda) fn of_capture(cx: &Entered<'_>, stream: RawStream) -> Result<Self> {
         let _relaxed = driver::Relaxed::new()?;
-        let not_captured = || Error::Misuse("the stream is not being captured".into());
+        let not_captured = || Error::InvalidArgument("the stream is not being captured".into());
         let (_, graph) = capture(cx, stream)?.ok_or_else(not_captured)?;
         let is_destroyed = Arc::new(AtomicBool::new(false));
         let flag = Arc::into_raw(is_destroyed.clone()).cast_mut().cast::<c_void>();

@@ -73,11 +73,13 @@ impl DeviceSlice {
     /// A part of the slice.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if it does not lie within.
+    /// [`Error::InvalidArgument`] if it does not lie within.
     pub fn slice(&self, offset: u64, bytes: u64) -> Result<Self> {
         match offset.checked_add(bytes) {
             Some(end) if end <= self.bytes => Ok(Self { address: self.address + offset, bytes, keep: self.keep.clone() }),
-            _ => Err(Error::Misuse(format!("{bytes} bytes from {offset} on do not lie in {} of device memory", self.bytes))),
+            _ => {
+                Err(Error::InvalidArgument(format!("{bytes} bytes from {offset} on do not lie in {} of device memory", self.bytes)))
+            }
         }
     }
 
@@ -94,7 +96,7 @@ impl DeviceSlice {
         self.check_device(device)?;
         if !self.address.is_multiple_of(MEMORY_ALIGN) || self.bytes < bytes {
             let (found, at) = (self.bytes, self.address);
-            return Err(Error::Misuse(format!(
+            return Err(Error::InvalidArgument(format!(
                 "{found} bytes of device memory at {at:#x} for {bytes} at a multiple of {MEMORY_ALIGN}"
             )));
         }
@@ -103,7 +105,7 @@ impl DeviceSlice {
 
     pub(in crate::cuda) fn end(&self) -> Result<u64> {
         let end = self.address.checked_add(self.bytes);
-        end.ok_or_else(|| Error::Misuse(format!("{} bytes at {:#x} of device memory", self.bytes, self.address)))
+        end.ok_or_else(|| Error::InvalidArgument(format!("{} bytes at {:#x} of device memory", self.bytes, self.address)))
     }
 }
 
@@ -187,12 +189,12 @@ pub(in crate::cuda) fn same_length(slice: &DeviceSlice, bytes: usize) -> Result<
     if slice.bytes() == bytes as u64 {
         return Ok(());
     }
-    Err(Error::Misuse(format!("{bytes} bytes of the host and {} of the device", slice.bytes())))
+    Err(Error::InvalidArgument(format!("{bytes} bytes of the host and {} of the device", slice.bytes())))
 }
 
 fn same_device(owner: &Arc<Inner>, device: &Arc<Inner>) -> Result<()> {
     if Arc::ptr_eq(owner, device) {
         return Ok(());
     }
-    Err(Error::Misuse("memory of one device is given to another, or to the same one opened twice".into()))
+    Err(Error::InvalidArgument("memory of one device is given to another, or to the same one opened twice".into()))
 }

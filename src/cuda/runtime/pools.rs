@@ -76,7 +76,7 @@ impl Pools {
 
     pub fn allocate(&self, cx: &Entered<'_>, bytes: u64) -> Result<u64> {
         let doing = "allocate device memory";
-        let bytes = usize::try_from(bytes.max(1)).map_err(|_| Error::Misuse(format!("{bytes} bytes of device memory")))?;
+        let bytes = usize::try_from(bytes.max(1)).map_err(|_| Error::InvalidArgument(format!("{bytes} bytes of device memory")))?;
         let mut address = 0;
         let Some(pool) = &self.pool else {
             // SAFETY: `address` is valid for an address.
@@ -111,7 +111,7 @@ impl Pools {
             ..=PINNED_STEP => Some(bytes.max(4096).next_power_of_two()),
             _ => bytes.checked_next_multiple_of(PINNED_STEP),
         };
-        let capacity = capacity.ok_or_else(|| Error::Misuse(format!("{bytes} bytes of pinned memory")))?;
+        let capacity = capacity.ok_or_else(|| Error::InvalidArgument(format!("{bytes} bytes of pinned memory")))?;
         {
             let mut blocks = self.pinned.lock().unwrap_or_else(PoisonError::into_inner);
             let free = |block: &Block| match &block.free_after {

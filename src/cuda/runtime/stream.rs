@@ -55,7 +55,7 @@ impl Stream {
     /// Queues a copy within the device.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if the lengths differ, the places overlap, memory is another device's, or the stream is being captured
+    /// [`Error::InvalidArgument`] if the lengths differ, the places overlap, memory is another device's, or the stream is being captured
     /// into a graph; [`Error::Device`] if the driver refuses.
     pub fn copy(&self, to: &DeviceSlice, from: &DeviceSlice) -> Result<()> {
         check_copy(to, from)?;
@@ -69,7 +69,7 @@ impl Stream {
     /// Queues a fill of memory with a byte.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if the memory is another device's, or the stream is being captured into a graph; [`Error::Device`] if the
+    /// [`Error::InvalidArgument`] if the memory is another device's, or the stream is being captured into a graph; [`Error::Device`] if the
     /// driver refuses.
     pub fn fill(&self, to: &DeviceSlice, byte: u8) -> Result<()> {
         let cx = self.begin(&[to])?;
@@ -82,7 +82,7 @@ impl Stream {
     /// Queues a copy from pinned memory.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if the lengths differ, memory is another device's, or the stream is being captured into a graph;
+    /// [`Error::InvalidArgument`] if the lengths differ, memory is another device's, or the stream is being captured into a graph;
     /// [`Error::Device`] if the driver refuses.
     pub fn copy_in(&self, to: &DeviceSlice, from: &Arc<PinnedBuffer>) -> Result<()> {
         same_length(to, from.len())?;
@@ -106,7 +106,7 @@ impl Stream {
     /// The graph that the stream is being captured into.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if the stream is not being captured; [`Error::Device`] if the driver refuses.
+    /// [`Error::InvalidArgument`] if the stream is not being captured; [`Error::Device`] if the driver refuses.
     pub fn captured_graph(&self) -> Result<Graph> {
         Graph::of_capture(&self.device.context.enter()?, self.raw)
     }
@@ -117,7 +117,7 @@ impl Stream {
         let cx = self.device.context.enter()?;
         // A graph could run after the memory is freed, and the reaper must not become part of it.
         if driver::is_capturing(&cx, self.raw)? {
-            return Err(Error::Misuse("the stream is being captured into a graph, which cannot hold the memory".into()));
+            return Err(Error::InvalidArgument("the stream is being captured into a graph, which cannot hold the memory".into()));
         }
         Ok(cx)
     }
@@ -126,12 +126,12 @@ impl Stream {
 /// Checks a copy within the device. The driver leaves the result of overlapping copies undefined.
 fn check_copy(to: &DeviceSlice, from: &DeviceSlice) -> Result<()> {
     if to.bytes() != from.bytes() {
-        return Err(Error::Misuse(format!("a copy of {} bytes to {}", from.bytes(), to.bytes())));
+        return Err(Error::InvalidArgument(format!("a copy of {} bytes to {}", from.bytes(), to.bytes())));
     }
     let (to_end, from_end) = (to.end()?, from.end()?);
     if to.bytes() > 0 && to.address() < from_end && from.address() < to_end {
         let (bytes, to, from) = (to.bytes(), to.address(), from.address());
-        return Err(Error::Misuse(format!("a copy of {bytes} bytes from {from:#x} to {to:#x}, which overlap")));
+        return Err(Error::InvalidArgument(format!("a copy of {bytes} bytes from {from:#x} to {to:#x}, which overlap")));
     }
     Ok(())
 }
@@ -188,13 +188,13 @@ mod tests {
         let slice = |address, bytes| unsafe { DeviceSlice::from_raw(address, bytes) };
         for (to, from) in [(1000, 1099), (1099, 1000), (1000, 1000), (1000, 1001)] {
             let refused = check_copy(&slice(to, 100), &slice(from, 100));
-            assert!(matches!(&refused, Err(Error::Misuse(why)) if why.contains("overlap")), "{to} {from}: {refused:?}");
+            assert!(matches!(&refused, Err(Error::InvalidArgument(why)) if why.contains("overlap")), "{to} {from}: {refused:?}");
         }
         for (to, from) in [(1000, 1100), (1100, 1000)] {
             check_copy(&slice(to, 100), &slice(from, 100)).unwrap();
         }
         check_copy(&slice(1000, 0), &slice(1000, 0)).unwrap();
-        assert!(matches!(check_copy(&slice(1000, 100), &slice(2000, 99)), Err(Error::Misuse(_))));
-        assert!(matches!(check_copy(&slice(u64::MAX - 9, 100), &slice(1000, 100)), Err(Error::Misuse(_))));
+        assert!(matches!(check_copy(&slice(1000, 100), &slice(2000, 99)), Err(Error::InvalidArgument(_))));
+        assert!(matches!(check_copy(&slice(u64::MAX - 9, 100), &slice(1000, 100)), Err(Error::InvalidArgument(_))));
     }
 }

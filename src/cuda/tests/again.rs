@@ -191,7 +191,7 @@ fn memory_given_for_payloads_is_not_filled_while_a_launch_reads_it() {
     let stream = device.stream().unwrap();
     spin(device, spinning, &stream);
     let pending = application.launch(&stream).unwrap();
-    assert!(matches!(application.launch(&stream), Err(Error::Misuse(_))));
+    assert!(matches!(application.launch(&stream), Err(Error::InvalidArgument(_))));
     pending.wait().unwrap();
     application.launch(&stream).unwrap().wait().unwrap();
     sample.assert_done(device, &mut laid);

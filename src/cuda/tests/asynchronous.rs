@@ -11,7 +11,7 @@ use crate::delta::InPlace;
 use crate::error::{Error, Result};
 use crate::lane::Dtype;
 use crate::source::Source;
-use crate::{Codec, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo, encode_to_memory};
+use crate::{Codec, Encode, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo};
 use cudarc::driver::sys;
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -69,7 +69,7 @@ impl Sample {
         let checkpoint = |data: &[Vec<u8>]| -> Pair<Vec<u8>> {
             let target = MemoryCheckpoint::new(infos.iter().cloned().zip(target.iter().map(|t| &t[..]))).unwrap();
             let base = MemoryCheckpoint::new(infos.iter().cloned().zip(data.iter().map(|t| &t[..]))).unwrap();
-            encode_to_memory(Some(&base), &target, &options).unwrap().0
+            Encode::new(&target).base(&base).options(options).to_memory().unwrap().0
         };
         let pair = checkpoint(&base);
         Self { infos, base, target, pair }
@@ -198,7 +198,7 @@ fn a_graph_replays_an_application() {
                 let (mut graph, mut ready) = (ptr::null_mut(), ptr::null_mut());
                 let global = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
                 check(calls::cuStreamBeginCapture_v2(stream.raw(), global), "begin a capture").unwrap();
-                assert!(matches!(application.launch(&stream), Err(Error::Misuse(_))));
+                assert!(matches!(application.launch(&stream), Err(Error::InvalidArgument(_))));
                 let captured = application.capture(&stream).unwrap();
                 captured.check().unwrap(); // no launch yet, and so none that failed
                 check(calls::cuStreamEndCapture(stream.raw(), &mut graph), "end a capture").unwrap();
@@ -240,7 +240,7 @@ fn a_graph_is_known_by_its_capture_and_until_it_is_destroyed() {
     let device = super::device();
     let streams = [device.stream().unwrap(), device.stream().unwrap()];
     assert!(streams.iter().all(|stream| stream.capture_id().unwrap().is_none()));
-    assert!(matches!(streams[0].captured_graph(), Err(Error::Misuse(_))));
+    assert!(matches!(streams[0].captured_graph(), Err(Error::InvalidArgument(_))));
     let (mut graphs, mut ids) = (Vec::new(), Vec::new());
     // SAFETY: for all calls below: handles are made here, used in the order that the driver asks for, and freed once.
     unsafe {
@@ -354,7 +354,7 @@ fn memory_that_overlaps_is_refused_and_the_same_twice_is_decoded_once() {
     let at = |offset: u64| memory.slice(offset, bytes).unwrap();
     let blob = || Payloads::Host(sample.pair.blob());
     let refused = |bindings: &[Binding], mode: Mode, why: &str| match prepare(&index, bindings, mode, blob()) {
-        Err(Error::Misuse(told)) => assert!(told.contains(why), "{told}"),
+        Err(Error::InvalidArgument(told)) => assert!(told.contains(why), "{told}"),
         other => panic!("{other:?}, where {why:?} is the matter"),
     };
     let out = |tensor, base, output| Binding::out_of_place(tensor, Some(at(base)), at(output));

@@ -7,7 +7,7 @@ use super::stand_in;
 use super::vectors::MODES;
 use crate::codec::Layout;
 use crate::lane::Dtype;
-use crate::{Codec, EncodeOptions, Error, Limits, MemoryCheckpoint, Pair, TensorInfo, ValidatedIndex, encode_to_memory};
+use crate::{Codec, Encode, EncodeOptions, Error, Limits, MemoryCheckpoint, Pair, TensorInfo, ValidatedIndex};
 
 const ROUTES: [Route; 3] = [Route::Host, Route::Pinned, Route::Device];
 
@@ -36,7 +36,7 @@ fn pair_of(data: &[(TensorInfo, Vec<u8>, Vec<u8>)], layout: Layout) -> Pair<Vec<
     let base = MemoryCheckpoint::new(data.iter().map(|(info, base, _)| (info.clone(), &base[..]))).unwrap();
     let target = MemoryCheckpoint::new(data.iter().map(|(info, _, target)| (info.clone(), &target[..]))).unwrap();
     let options = EncodeOptions { codec: Codec::Zstd.into(), layout: Some(layout), chunk_lanes: 8192, ..EncodeOptions::default() };
-    encode_to_memory(Some(&base), &target, &options).unwrap().0
+    Encode::new(&target).base(&base).options(options).to_memory().unwrap().0
 }
 
 #[test]
@@ -79,7 +79,7 @@ fn a_damaged_frame_does_not_reach_nvcomp() {
     let pair = pair_of(&data, Layout::NibbleGaps);
     let index = DeviceIndex::upload(device, pair.index()).unwrap().trust(&nvcomp).unwrap();
     let mut refused = 0;
-    for (chunk, record) in pair.index().chunks().iter().enumerate().filter(|(_, record)| record.num_deltas.get() > 0).step_by(7) {
+    for (chunk, record) in pair.index().records().iter().enumerate().filter(|(_, record)| record.num_deltas.get() > 0).step_by(7) {
         let mut blob = pair.blob().clone();
         blob[record.blob_offset.get() as usize + record.compressed_size.get() as usize / 2] ^= 0x10;
         let index_again = ValidatedIndex::parse(pair.index().as_bytes().to_vec(), &Limits::default()).unwrap();

@@ -5,7 +5,7 @@ use super::laid::{apply, routes};
 use super::stand_in;
 use super::vectors::MODES;
 use crate::lane::Dtype;
-use crate::{Codec, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo, encode_to_memory};
+use crate::{Codec, Encode, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo};
 
 /// Deterministic pseudo-random numbers.
 pub struct Random(pub u64);
@@ -65,8 +65,8 @@ fn every_codec_dtype_mode_and_density() {
             let base = MemoryCheckpoint::new(data.iter().map(|(info, base, _)| (info.clone(), &base[..]))).unwrap();
             let target = MemoryCheckpoint::new(data.iter().map(|(info, _, target)| (info.clone(), &target[..]))).unwrap();
             let options = EncodeOptions { codec: codec.into(), chunk_lanes: 4096, ..EncodeOptions::default() };
-            let (with_base, _) = encode_to_memory(Some(&base), &target, &options).unwrap();
-            let (alone, _) = encode_to_memory(None, &target, &options).unwrap();
+            let (with_base, _) = Encode::new(&target).base(&base).options(options.clone()).to_memory().unwrap();
+            let (alone, _) = Encode::new(&target).options(options.clone()).to_memory().unwrap();
             let check = |pair: &Pair<Vec<u8>>, skew: usize| {
                 let index = DeviceIndex::upload(device, pair.index()).unwrap();
                 let mut runs = 0;

@@ -7,7 +7,7 @@ use super::vectors::MODES;
 use crate::delta::InPlace;
 use crate::error::Error;
 use crate::lane::Dtype;
-use crate::{Codec, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo, encode_to_memory};
+use crate::{Codec, Encode, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo};
 
 /// A pair with its base and target tensors, by index.
 struct Made {
@@ -31,7 +31,7 @@ impl Made {
         }
         let options = EncodeOptions { codec: codec.into(), chunk_lanes: 4096, ..EncodeOptions::default() };
         let (old, new) = (checkpoint_of(&infos, &base), checkpoint_of(&infos, &target));
-        let pair = encode_to_memory(Some(&old), &new, &options).unwrap().0;
+        let pair = Encode::new(&new).base(&old).options(options).to_memory().unwrap().0;
         Self { infos, base, target, pair }
     }
 
@@ -108,7 +108,7 @@ fn what_is_bound_anew_works_elsewhere() {
                     assert!(application.rebind(&laid.bindings).unwrap());
                     for _ in 0..if mode == Mode::OutOfPlace { 3 } else { 1 } {
                         let pending = application.launch(&stream).unwrap();
-                        assert!(matches!(application.rebind(&laid.bindings), Err(Error::Misuse(_))), "under way");
+                        assert!(matches!(application.rebind(&laid.bindings), Err(Error::InvalidArgument(_))), "under way");
                         pending.wait().unwrap();
                     }
                     for (place, found) in laid.outputs(device) {
@@ -145,7 +145,7 @@ fn a_part_of_the_blob_serves_a_tensor() {
                 application.launch(&stream).unwrap().wait().unwrap();
                 if !part.is_empty() {
                     for at in [range.start + 16, range.start.wrapping_sub(16)] {
-                        assert!(matches!(prepare(&index, &tensors, mode, payloads(at)), Err(Error::Misuse(_))), "{at}");
+                        assert!(matches!(prepare(&index, &tensors, mode, payloads(at)), Err(Error::InvalidArgument(_))), "{at}");
                     }
                 }
                 count += 1;
@@ -166,7 +166,7 @@ fn memory_that_does_not_serve_is_refused() {
     let bytes = DeviceIndex::bytes_of(made.pair.index()).unwrap();
     let memory = given(device, bytes + 256);
     for wrong in [memory.slice(0, bytes - 1), memory.slice(16, bytes)] {
-        assert!(matches!(DeviceIndex::upload_to(device, made.pair.index(), wrong.unwrap()), Err(Error::Misuse(_))));
+        assert!(matches!(DeviceIndex::upload_to(device, made.pair.index(), wrong.unwrap()), Err(Error::InvalidArgument(_))));
     }
     let index = uploaded(device, &made);
     for mode in [Mode::OutOfPlace, Mode::InPlace(InPlace::ChunkByChunk)] {
@@ -175,7 +175,7 @@ fn memory_that_does_not_serve_is_refused() {
         let bytes = plan().bytes();
         let memory = given(device, bytes + 256);
         for wrong in [memory.slice(0, bytes - 1), memory.slice(16, bytes)] {
-            assert!(matches!(Application::prepare_in(plan(), wrong.unwrap()), Err(Error::Misuse(_))));
+            assert!(matches!(Application::prepare_in(plan(), wrong.unwrap()), Err(Error::InvalidArgument(_))));
         }
     }
     eprintln!("memory that is too small or not aligned is refused");

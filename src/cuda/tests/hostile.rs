@@ -44,7 +44,7 @@ fn pair_of(cases: &[Hostile]) -> Pair<Vec<u8>> {
     let mut finished = builder.finish().unwrap();
     for (n, case) in cases.iter().enumerate() {
         if let Some(stored) = &case.stored {
-            let at = finished.index.chunks()[n].blob_offset.get() as usize;
+            let at = finished.index.records()[n].blob_offset.get() as usize;
             finished.blob[at..][..stored.len()].copy_from_slice(stored);
         }
     }

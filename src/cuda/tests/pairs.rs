@@ -3,7 +3,7 @@
 use super::super::DeviceIndex;
 use super::laid::{apply, routes};
 use super::vectors::MODES;
-use crate::{EncodeOptions, Pair, SafetensorsCheckpoint, encode_to_memory};
+use crate::{Encode, Pair, SafetensorsCheckpoint};
 use std::path::PathBuf;
 
 #[test]
@@ -26,7 +26,7 @@ fn real_pairs_give_the_target_bit_for_bit() {
                 let index = pair.index().as_bytes().to_vec();
                 Pair::new(crate::ValidatedIndex::parse(index, &crate::Limits::default()).unwrap(), blob).unwrap()
             }
-            (_, Some(target)) => encode_to_memory(Some(&base), &target, &EncodeOptions::default()).unwrap().0,
+            (_, Some(target)) => Encode::new(&target).base(&base).to_memory().unwrap().0,
             _ => continue,
         };
         let index = DeviceIndex::upload(device, pair.index()).unwrap();

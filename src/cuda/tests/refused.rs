@@ -12,7 +12,7 @@ use crate::delta::InPlace;
 use crate::error::{Error, Result};
 use crate::lane::Dtype;
 use crate::source::Source;
-use crate::{Codec, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo, encode_to_memory};
+use crate::{Codec, Encode, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo};
 use cudarc::driver::sys;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
@@ -29,7 +29,7 @@ impl Sample {
     pub fn new(codec: Codec) -> Self {
         let (base, target) = lanes(&mut Random(3), Dtype::Bf16, 30_000, 20);
         let options = EncodeOptions { codec: codec.into(), chunk_lanes: CHUNK_LANES as u64, ..EncodeOptions::default() };
-        let pair = encode_to_memory(Some(&checkpoint(&base)), &checkpoint(&target), &options).unwrap().0;
+        let pair = Encode::new(&checkpoint(&target)).base(&checkpoint(&base)).options(options).to_memory().unwrap().0;
         Self { base, target, pair }
     }
 
@@ -164,7 +164,7 @@ fn copies_that_overlap_or_are_captured_are_refused() {
     let memory = device.alloc(1000).unwrap();
     let at = |offset, bytes| memory.slice(offset, bytes).unwrap();
     let stream = device.stream().unwrap();
-    assert!(matches!(stream.copy(&at(0, 100), &at(99, 100)), Err(Error::Misuse(_))));
+    assert!(matches!(stream.copy(&at(0, 100), &at(99, 100)), Err(Error::InvalidArgument(_))));
     stream.fill(&at(100, 100), 5).unwrap();
     stream.copy(&at(0, 100), &at(100, 100)).unwrap();
     stream.record().unwrap().wait().unwrap();
@@ -176,14 +176,14 @@ fn copies_that_overlap_or_are_captured_are_refused() {
         let _cx = device.inner.context.enter().unwrap();
         let relaxed = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         check(calls::cuStreamBeginCapture_v2(stream.raw(), relaxed), "begin a capture").unwrap();
-        assert!(matches!(stream.copy(&at(0, 100), &at(100, 100)), Err(Error::Misuse(_))));
-        assert!(matches!(stream.fill(&at(0, 100), 1), Err(Error::Misuse(_))));
+        assert!(matches!(stream.copy(&at(0, 100), &at(100, 100)), Err(Error::InvalidArgument(_))));
+        assert!(matches!(stream.fill(&at(0, 100), 1), Err(Error::InvalidArgument(_))));
         let mut graph = ptr::null_mut();
         check(calls::cuStreamEndCapture(stream.raw(), &mut graph), "end a capture").unwrap();
         calls::cuGraphDestroy(graph);
     }
     // A reopened device frees memory in an order that does not include this stream.
     let other = Device::open(0).unwrap().alloc(100).unwrap();
-    assert!(matches!(stream.copy(&at(0, 100), &other), Err(Error::Misuse(_))));
-    assert!(matches!(stream.fill(&other, 1), Err(Error::Misuse(_))));
+    assert!(matches!(stream.copy(&at(0, 100), &other), Err(Error::InvalidArgument(_))));
+    assert!(matches!(stream.fill(&other, 1), Err(Error::InvalidArgument(_))));
 }

@@ -4,8 +4,7 @@ use super::super::{Device, DeviceIndex, Mode};
 use super::laid::{apply, routes};
 use crate::delta::InPlace;
 use crate::error::{Error, Rule};
-use crate::safetensors::ApplyOptions;
-use crate::{Apply, Checkpoint, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, ValidatedIndex, apply_to_path};
+use crate::{Apply, Checkpoint, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, ValidatedIndex};
 use serde_json::Value;
 use std::path::PathBuf;
 
@@ -65,11 +64,10 @@ fn read(device: &Device, vector: &Value) -> Result<()> {
     let (pair, base) = open(vector)?;
     let nothing = MemoryCheckpoint::default();
     let tensors: &dyn Checkpoint = base.as_ref().map_or(&nothing, |base| base);
-    Apply::new(&pair, tensors).on(device).verify()?;
+    Apply::new(&pair).base(tensors).on(device).verify()?;
     if pair.index().files().len() > 0 {
         let out = tempfile::tempdir().unwrap();
-        let options = ApplyOptions { accelerator: Some(device), ..ApplyOptions::default() };
-        apply_to_path(&pair, base.as_ref(), &out.path().join("out"), &options, &|_| {})?;
+        Apply::new(&pair).base(tensors).on(device).to_path(out.path().join("out"))?;
     }
     Ok(())
 }

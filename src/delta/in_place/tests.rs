@@ -1,6 +1,7 @@
 use super::*;
+use crate::delta::kept::KEPT_PAYLOADS;
 use crate::sums::Q;
-use crate::{Codec, Dtype, EncodeOptions, Limits, MemoryCheckpoint, ValidatedIndex, encode_to_memory};
+use crate::{Codec, Dtype, Encode, EncodeOptions, Limits, MemoryCheckpoint, ValidatedIndex};
 use std::collections::HashSet;
 
 /// What a blob does when payloads are read again.
@@ -76,12 +77,12 @@ fn encode(target: &[u8]) -> Pair<Vec<u8>> {
     let base = MemoryCheckpoint::new([(info(), &base[..])]).unwrap();
     let target = MemoryCheckpoint::new([(info(), target)]).unwrap();
     let options = EncodeOptions { codec: Codec::Raw.into(), chunk_lanes: CHUNK_LANES as u64, ..EncodeOptions::default() };
-    encode_to_memory(Some(&base), &target, &options).unwrap().0
+    Encode::new(&target).base(&base).options(options).to_memory().unwrap().0
 }
 
 /// Moves that together leave the CRC of a payload of chunk 0: a dependency of their differences, which are linear.
 fn moves_that_keep_the_crc() -> Vec<usize> {
-    let crc = |moves: &[usize]| encode(&target(moves)).index().chunks()[0].crc32.get();
+    let crc = |moves: &[usize]| encode(&target(moves)).index().records()[0].crc32.get();
     let none = crc(&[]);
     let mut reduced: Vec<(u32, u64)> = Vec::new();
     for i in 0..MOVES {
@@ -103,10 +104,10 @@ fn moves_that_keep_the_crc() -> Vec<usize> {
 /// A pair whose payloads from `from_chunk` on are answered differently when they are read again.
 fn pair(second: Second, from_chunk: usize) -> Pair<Twofold> {
     let (first, forged) = (encode(&target(&[])), encode(&target(&moves_that_keep_the_crc())));
-    for (first, forged) in first.index().chunks().iter().zip(forged.index().chunks()) {
+    for (first, forged) in first.index().records().iter().zip(forged.index().records()) {
         assert_eq!(first.crc32, forged.crc32);
     }
-    let from = first.index().chunks()[from_chunk].blob_offset.get();
+    let from = first.index().records()[from_chunk].blob_offset.get();
     let index = ValidatedIndex::parse(first.index().as_bytes().to_vec(), &Limits::default()).unwrap();
     let blob = Twofold {
         first: first.blob().clone(),
@@ -122,7 +123,8 @@ fn pair(second: Second, from_chunk: usize) -> Pair<Twofold> {
 fn apply(pair: &Pair<Twofold>, limit: u64) -> (Result<ApplyReport>, Vec<u8>) {
     let mut bytes = base();
     let mut tensors = [TensorMut { name: "w", bytes: &mut bytes }];
-    let outcome = pair.apply_in_place_keeping(&mut tensors, InPlace::AllChecked, limit, &|_| {});
+    let run = InPlaceRun { pair, mode: InPlace::AllChecked, digests: true, keep: limit, progress: &|_| {} };
+    let outcome = run.run(&mut tensors);
     (outcome, bytes)
 }
 
@@ -165,7 +167,7 @@ fn above_the_limit_payloads_that_cannot_be_read_again_are_an_error_of_the_system
 
 #[test]
 fn payloads_are_kept_up_to_the_limit_in_all() {
-    let size = |pair: &Pair<Twofold>| pair.index().chunks().iter().map(|record| u64::from(record.compressed_size.get())).sum();
+    let size = |pair: &Pair<Twofold>| pair.index().records().iter().map(|record| u64::from(record.compressed_size.get())).sum();
     let kept = pair(Second::Forged, 0);
     apply(&kept, size(&kept)).0.unwrap();
     let read_again = pair(Second::Forged, 0);

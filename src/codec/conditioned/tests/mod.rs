@@ -15,10 +15,11 @@ use self::random::Random;
 use super::model::{self, Shape};
 use super::tables::{MAX_TOKENS, SCALE};
 use super::*;
+use crate::Result;
 use crate::codec::simd::Platform;
 use crate::codec::{Difference, Encoded};
 use crate::lane::{Dtype, with_lane};
-use crate::{Result, chunk_sum};
+use crate::sums::chunk_sum;
 use proptest::prelude::*;
 
 /// Bytes of a payload's header, and where its fields begin.

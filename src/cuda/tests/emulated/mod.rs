@@ -32,7 +32,7 @@ fn chunks_of(pair: &Pair<Vec<u8>>, checkpoint: Option<&SafetensorsCheckpoint>) -
             checkpoint.read(place, 0, &mut base).unwrap();
         }
         for number in tensor.chunks() {
-            let (record, sums) = (&pair.index().chunks()[number as usize], &pair.index().sums()[number as usize]);
+            let (record, sums) = (&pair.index().records()[number as usize], &pair.index().sums()[number as usize]);
             let lanes = tensor.chunk_range(number);
             let start = record.blob_offset.get() as usize;
             let end = start + record.compressed_size.get() as usize;

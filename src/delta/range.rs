@@ -1,0 +1,100 @@
+//! Parts of a tensor: a range of its elements, and the elements that change.
+
+use super::chunk::{Worker, base_lanes, decode, find_base};
+use super::run::Run;
+use super::{Pool, in_batches};
+use crate::error::{Error, Escaped, Result};
+use crate::index::Tensor;
+use crate::source::Source;
+use crate::sums::ChunkSum;
+use std::ops::Range;
+
+/// The elements of a tensor that change: [`Apply::changes`](crate::Apply::changes).
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Changes {
+    /// Elements that change, counted row by row, ascending.
+    pub positions: Vec<u64>,
+    /// Their new values, one after the other.
+    pub values: Vec<u8>,
+}
+
+impl Changes {
+    /// Adds the elements, `first` and those after it, that differ.
+    fn collect(&mut self, first: u64, old: &[u8], new: &[u8], element: usize) {
+        const BLOCK: usize = 1024;
+        for (block, (old, new)) in old.chunks(BLOCK).zip(new.chunks(BLOCK)).enumerate() {
+            if old == new {
+                continue;
+            }
+            let first = first + (block * BLOCK / element) as u64;
+            for (i, (old, new)) in old.chunks(element).zip(new.chunks(element)).enumerate() {
+                if old != new {
+                    self.positions.push(first + i as u64);
+                    self.values.extend_from_slice(new);
+                }
+            }
+        }
+    }
+}
+
+fn find<'a, B: Source>(run: &Run<'a, B>, name: &str) -> Result<Tensor<'a>> {
+    run.pair.index().find(name).ok_or_else(|| Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(name))))
+}
+
+/// The bytes of a range of elements: decodes the chunks that hold them and no others.
+pub(super) fn range<B: Source>(run: &Run<'_, B>, name: &str, elements: Range<u64>) -> Result<Vec<u8>> {
+    let tensor = find(run, name)?;
+    let (lanes, chunks) = tensor.locate(elements)?;
+    let base = find_base(&tensor, run.base)?;
+    let width = tensor.lane_bytes() as u64;
+    let mut out = Vec::new();
+    let mut worker = Worker::new();
+    for chunk in chunks {
+        let range = tensor.chunk_range(chunk);
+        let mut buffer = vec![0; ((range.end - range.start) * width) as usize];
+        let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, run.base, base, first, lanes, sum);
+        decode(run.chunks, &tensor, chunk, fill, &mut worker, &mut buffer, false)?;
+        let from = lanes.start.max(range.start) - range.start;
+        let to = lanes.end.min(range.end) - range.start;
+        out.extend_from_slice(&buffer[(from * width) as usize..(to * width) as usize]);
+    }
+    Ok(out)
+}
+
+/// The elements that differ from the base's, with their new values.
+pub(super) fn changes<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Changes> {
+    let tensor = find(run, name)?;
+    let base = find_base(&tensor, run.base)?;
+    let width = tensor.lane_bytes() as u64;
+    let element = tensor.element_bytes();
+    let workers = Pool::new(Worker::new);
+    let mut changes = Changes::default();
+    in_batches(
+        tensor.chunks().filter(|&chunk| run.chunks.encoded(chunk).num_deltas > 0),
+        |&chunk| (tensor.chunk_range(chunk).end - tensor.chunk_range(chunk).start) * width,
+        |&mut chunk| {
+            let range = tensor.chunk_range(chunk);
+            let size = ((range.end - range.start) * width) as usize;
+            let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, run.base, base, first, lanes, sum);
+            let mut found = Changes::default();
+            workers.with(|worker| {
+                worker.with_lanes(2 * size, |worker, lanes| -> Result<()> {
+                    let (new, old) = lanes.split_at_mut(size);
+                    decode(run.chunks, &tensor, chunk, fill, worker, new, false)?;
+                    fill(range.start, old, &mut ChunkSum::default())?;
+                    found.collect(range.start * width / element as u64, old, new, element);
+                    Ok(())
+                })
+            })?;
+            run.progress.done(size as u64)?;
+            Ok(found)
+        },
+        |_, found| {
+            changes.positions.extend(found.positions);
+            changes.values.extend(found.values);
+            Ok(())
+        },
+    )?;
+    Ok(changes)
+}

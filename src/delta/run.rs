@@ -1,0 +1,413 @@
+//! One application of a pair: selected tensors, rebuilt from a base (spec section 13, steps 8 to 12).
+
+use super::accelerator::{Accelerator, Work};
+use super::chunk::{Chunks, Hashes, Worker, base_lanes, decode, find_base};
+use super::{Pool, in_batches};
+use crate::checkpoint::Checkpoint;
+use crate::digest::{self, short};
+use crate::error::{Error, Escaped, Result, Rule, hex};
+use crate::format::BaseKind;
+use crate::index::Tensor;
+use crate::reader::{Pair, VerifyReport};
+use crate::source::Source;
+use crate::sums::ChunkSum;
+use crate::watch::{Progress, Watch};
+use blake3::Hash;
+use rayon::prelude::*;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+/// Receives rebuilt bytes, from any thread. Ranges never overlap.
+pub trait Sink: Sync {
+    /// Stores bytes of the tensor at `place` of the pair's table, from byte `offset` of it on.
+    ///
+    /// # Errors
+    /// Any error that prevents the sink from storing them. It ends the application.
+    fn write(&self, place: usize, offset: u64, bytes: &[u8]) -> Result<()>;
+}
+
+/// What an application did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct ApplyReport {
+    /// Tensors rebuilt.
+    pub tensors: u64,
+    /// Bytes of them.
+    pub bytes: u64,
+    /// Whether base and target were compared with the digests of the pair.
+    pub digests_checked: bool,
+}
+
+/// What to rebuild, from what, and with which checks.
+pub(super) struct Run<'a, B> {
+    pub pair: &'a Pair<B>,
+    /// Source of the payloads that the processor decodes: the pair, unless payloads are kept.
+    pub chunks: &'a dyn Chunks,
+    pub base: &'a dyn Checkpoint,
+    /// Indexes of the selected tensors.
+    pub places: Vec<usize>,
+    /// The base holds the selected tensors in their order: names do not matter.
+    pub in_order: bool,
+    pub digests: bool,
+    pub progress: Progress<'a>,
+    pub accelerator: Option<&'a dyn Accelerator>,
+    /// Hashes of base tensors that were hashed as a whole: many targets may name one of them.
+    whole_bases: Mutex<BTreeMap<usize, Hash>>,
+}
+
+/// One chunk to decode.
+struct Job<'a> {
+    at: usize,
+    tensor: Tensor<'a>,
+    base: Option<usize>,
+    chunk: u32,
+    /// Where its lanes go; a buffer of the thread's where there is none.
+    out: Option<&'a mut [u8]>,
+}
+
+impl Job<'_> {
+    fn byte_range(&self) -> Range<u64> {
+        let range = self.tensor.chunk_range(self.chunk);
+        let width = self.tensor.lane_bytes() as u64;
+        range.start * width..range.end * width
+    }
+}
+
+impl<'a, B: Source> Run<'a, B> {
+    /// All tensors, with all checks, on the processor.
+    pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint, progress: Progress<'a>) -> Self {
+        let places = (0..pair.index().tensor_count()).collect();
+        Self {
+            pair,
+            chunks: pair,
+            base,
+            places,
+            in_order: false,
+            digests: true,
+            progress,
+            accelerator: None,
+            whole_bases: Mutex::default(),
+        }
+    }
+
+    /// The selected tensors.
+    pub fn selected(&self) -> impl Iterator<Item = Tensor<'a>> + '_ {
+        self.places.iter().map(|&i| self.pair.index().tensor(i))
+    }
+
+    /// Rebuilds into buffers, one per selected tensor and as long as it.
+    pub fn to_buffers(&self, outputs: &mut [&mut [u8]]) -> Result<ApplyReport> {
+        let lengths: Vec<_> = self.selected().map(|tensor| (tensor.name, tensor.bytes())).collect();
+        if outputs.len() != lengths.len() {
+            return Err(Error::InvalidArgument(format!("{} buffers for {} tensors", outputs.len(), lengths.len())));
+        }
+        for (output, (name, bytes)) in outputs.iter().zip(lengths) {
+            if output.len() as u64 != bytes {
+                return Err(Error::InvalidArgument(format!(
+                    "a buffer of {} bytes for the {bytes} of tensor {}",
+                    output.len(),
+                    Escaped(name)
+                )));
+            }
+        }
+        let bases = self.bases()?;
+        if let Some(accelerator) = self.accelerator {
+            return self.run_on(accelerator, &bases, &mut |at, bytes| {
+                outputs[at].copy_from_slice(bytes);
+                Ok(())
+            });
+        }
+        let jobs = outputs.iter_mut().enumerate().flat_map(|(at, output)| {
+            let tensor = self.pair.index().tensor(self.places[at]);
+            let base = bases[at];
+            let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
+            tensor.chunks().zip(output.chunks_mut(chunk_bytes)).map(move |(chunk, out)| Job {
+                at,
+                tensor,
+                base,
+                chunk,
+                out: Some(out),
+            })
+        });
+        self.run_jobs(&bases, jobs, None)
+    }
+
+    /// Rebuilds into a sink, chunk by chunk.
+    pub fn to_sink(&self, sink: &dyn Sink) -> Result<ApplyReport> {
+        let bases = self.bases()?;
+        if let Some(accelerator) = self.accelerator {
+            return self.run_on(accelerator, &bases, &mut |at, bytes| {
+                let pieces = bytes.par_chunks(1 << 20).enumerate();
+                pieces.try_for_each(|(i, piece)| sink.write(self.places[at], (i as u64) << 20, piece))
+            });
+        }
+        self.run_jobs(&bases, self.jobs(&bases), Some(sink))
+    }
+
+    /// Rebuilds without keeping anything.
+    pub fn verify(&self) -> Result<VerifyReport> {
+        let bases = self.bases()?;
+        let report = match self.accelerator {
+            Some(accelerator) => self.run_on(accelerator, &bases, &mut |_, _| Ok(()))?,
+            None => self.run_jobs(&bases, self.jobs(&bases), None)?,
+        };
+        Ok(VerifyReport {
+            tensors: report.tensors,
+            chunks: self.selected().map(|t| u64::from(t.chunk_count)).sum(),
+            stored_bytes: self.pair.index().size() + self.pair.index().header().blob_size,
+            base_checked: self.digests,
+            target_checked: self.digests,
+        })
+    }
+
+    /// The places of the selected tensors' bases.
+    fn bases(&self) -> Result<Vec<Option<usize>>> {
+        if self.in_order {
+            return Ok((0..self.places.len()).map(Some).collect());
+        }
+        self.selected().map(|tensor| find_base(&tensor, self.base)).collect()
+    }
+
+    /// A job a chunk, lanes in buffers of the threads.
+    fn jobs<'j>(&'j self, bases: &'j [Option<usize>]) -> impl Iterator<Item = Job<'j>> {
+        self.places.iter().zip(bases).enumerate().flat_map(|(at, (&place, &base))| {
+            let tensor = self.pair.index().tensor(place);
+            tensor.chunks().map(move |chunk| Job { at, tensor, base, chunk, out: None })
+        })
+    }
+
+    fn run_jobs<'j>(
+        &self,
+        bases: &[Option<usize>],
+        jobs: impl Iterator<Item = Job<'j>>,
+        sink: Option<&dyn Sink>,
+    ) -> Result<ApplyReport> {
+        let workers = Pool::new(Worker::new);
+        let mut check = DigestCheck::new(self, bases);
+        let outcome = in_batches(
+            jobs,
+            |job| job.byte_range().end - job.byte_range().start,
+            |job| {
+                let range = job.byte_range();
+                let size = (range.end - range.start) as usize;
+                let Job { tensor, chunk, base, .. } = *job;
+                let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, self.base, base, first, lanes, sum);
+                let hashes = workers.with(|worker| {
+                    if let Some(out) = &mut job.out {
+                        return decode(self.chunks, &tensor, chunk, fill, worker, out, self.digests);
+                    }
+                    worker.with_lanes(size, |worker, lanes| {
+                        let hashes = decode(self.chunks, &tensor, chunk, fill, worker, lanes, self.digests)?;
+                        if let Some(sink) = sink {
+                            sink.write(tensor.place, range.start, lanes)?;
+                        }
+                        Ok(hashes)
+                    })
+                })?;
+                self.progress.done(size as u64)?;
+                Ok(hashes)
+            },
+            |job, hashes| check.add(job.at, hashes),
+        );
+        outcome.and_then(|()| check.finish()).map_err(|e| self.explain(e, bases))?;
+        Ok(self.report())
+    }
+
+    fn report(&self) -> ApplyReport {
+        ApplyReport {
+            tensors: self.places.len() as u64,
+            bytes: self.selected().map(|tensor| tensor.bytes()).sum(),
+            digests_checked: self.digests,
+        }
+    }
+
+    /// [`Run::run_jobs`] on a device. Each tensor is compared with its digests before `store` has it.
+    fn run_on(
+        &self,
+        accelerator: &dyn Accelerator,
+        bases: &[Option<usize>],
+        store: &mut dyn FnMut(usize, &[u8]) -> Result<()>,
+    ) -> Result<ApplyReport> {
+        let tensors: Vec<_> = self.places.iter().copied().zip(bases.iter().copied()).collect();
+        let work = Work { index: self.pair.index(), blob: self.pair.blob(), base: self.base, tensors: &tensors };
+        let mut check = DigestCheck::new(self, bases);
+        let outcome = accelerator.rebuild(&work, &mut |at, bytes| {
+            if self.digests {
+                for hashes in self.hash_chunks(at, bases[at], bytes)? {
+                    check.add(at, Some(hashes))?;
+                }
+            }
+            store(at, bytes)?;
+            self.progress.done(bytes.len() as u64)
+        });
+        outcome.and_then(|()| check.finish()).map_err(|e| self.explain(e, bases))?;
+        Ok(self.report())
+    }
+
+    /// The hashes of the chunks of a selected tensor that has been rebuilt.
+    fn hash_chunks(&self, at: usize, base: Option<usize>, target: &[u8]) -> Result<Vec<Hashes>> {
+        let tensor = self.pair.index().tensor(self.places[at]);
+        let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
+        let base = base.filter(|_| tensor.base_kind == BaseKind::Same);
+        let hash = |scratch: &mut Vec<u8>, (i, lanes): (usize, &[u8])| {
+            let offset = (i * chunk_bytes) as u64;
+            let hash_base = |place| -> Result<[u8; 32]> {
+                let bytes = self.base.bytes(place, offset, lanes.len(), scratch)?;
+                Ok(digest::of_piece(bytes, offset, tensor.base_bytes()))
+            };
+            let base = base.map(hash_base).transpose()?;
+            Ok(Hashes { base, target: digest::of_piece(lanes, offset, tensor.bytes()) })
+        };
+        target.par_chunks(chunk_bytes).enumerate().map_init(Vec::new, hash).collect()
+    }
+
+    /// [`Run::explain`] for bases in the order of the tensors.
+    pub(super) fn explain_in_order(&self, error: Error) -> Error {
+        let bases: Vec<_> = (0..self.places.len()).map(Some).collect();
+        self.explain(error, &bases)
+    }
+
+    /// The hash of a whole base tensor, which is read once: may be cancelled, is no progress.
+    fn hash_base(&self, place: usize) -> Result<Hash> {
+        struct NoProgress<'a>(Progress<'a>);
+        impl Watch for NoProgress<'_> {
+            fn done(&self, _: u64) -> Result<()> {
+                self.0.done(0)
+            }
+        }
+        let known = || self.whole_bases.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(hash) = known().get(&place) {
+            return Ok(*hash);
+        }
+        let hash = hash_tensor(self.base, place, &NoProgress(self.progress))?;
+        known().insert(place, hash);
+        Ok(hash)
+    }
+
+    /// A base that is not the pair's shows itself first as a chunk whose sum is off; says whose fault that is.
+    pub(super) fn explain(&self, error: Error, bases: &[Option<usize>]) -> Error {
+        if error.rule() != Some(Rule::ChunkBaseSum) {
+            return error;
+        }
+        let mut wrong = None;
+        let mut all_are_targets = true;
+        for (tensor, base) in self.selected().zip(bases) {
+            // Of those without a base only what is changed in place has one here: what lies there counts if it is the target.
+            let Some(place) = *base else { continue };
+            let found = match self.hash_base(place) {
+                Ok(hash) => short(&hash),
+                // A base that cannot be read is not known to be wrong.
+                Err(unread) => return unread,
+            };
+            all_are_targets &= found == tensor.digests.target_digest;
+            if tensor.base_kind != BaseKind::None && found != tensor.digests.base_digest {
+                wrong.get_or_insert(Error::WrongBase {
+                    tensor: tensor.base_name.to_owned(),
+                    expected: hex(&tensor.digests.base_digest),
+                    found: hex(&found),
+                });
+            }
+        }
+        match wrong {
+            Some(_) if all_are_targets => Error::AlreadyApplied,
+            Some(wrong) => wrong,
+            // All digests agree, so the sums in the index are what is wrong.
+            None => error,
+        }
+    }
+}
+
+/// The hash of a whole tensor of a checkpoint, by all threads.
+pub(super) fn hash_tensor(checkpoint: &dyn Checkpoint, place: usize, progress: Progress<'_>) -> Result<Hash> {
+    const PIECE: u64 = 1 << 20;
+    let bytes = checkpoint.tensors()[place].bytes();
+    let buffers = Pool::new(Vec::new);
+    let mut pieces = Vec::new();
+    in_batches(
+        (0..bytes.div_ceil(PIECE)).map(|i| i * PIECE),
+        |_| PIECE,
+        |&mut offset| {
+            let size = PIECE.min(bytes - offset) as usize;
+            progress.done(size as u64)?;
+            buffers.with(|buffer| Ok(digest::of_piece(checkpoint.bytes(place, offset, size, buffer)?, offset, bytes)))
+        },
+        |_, piece| {
+            pieces.push(piece);
+            Ok(())
+        },
+    )?;
+    Ok(digest::combine(&pieces))
+}
+
+/// Puts the hashes of chunks together, tensor by tensor, and compares them with the index.
+struct DigestCheck<'a, 'b, B> {
+    run: &'b Run<'a, B>,
+    bases: &'b [Option<usize>],
+    /// How many of the selected tensors are complete.
+    ended: usize,
+    base: Vec<[u8; 32]>,
+    target: Vec<[u8; 32]>,
+    base_root: digest::Root,
+    target_root: digest::Root,
+}
+
+impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
+    fn new(run: &'b Run<'a, B>, bases: &'b [Option<usize>]) -> Self {
+        let (base_root, target_root) = (digest::Root::default(), digest::Root::default());
+        Self { run, bases, ended: 0, base: Vec::new(), target: Vec::new(), base_root, target_root }
+    }
+
+    /// Takes the hashes of the next chunk, which belongs to the selected tensor `at`.
+    fn add(&mut self, at: usize, hashes: Option<Hashes>) -> Result<()> {
+        let Some(hashes) = hashes else { return Ok(()) };
+        while self.ended < at {
+            self.end_tensor()?;
+        }
+        self.base.extend(hashes.base);
+        self.target.push(hashes.target);
+        Ok(())
+    }
+
+    fn end_tensor(&mut self) -> Result<()> {
+        let tensor = self.run.pair.index().tensor(self.run.places[self.ended]);
+        let base_hash = match tensor.base_kind {
+            BaseKind::None => None,
+            BaseKind::Same => Some(digest::combine(&self.base)),
+            BaseKind::Prefix => self.bases[self.ended].map(|place| self.run.hash_base(place)).transpose()?,
+        };
+        if let Some(found) = base_hash.as_ref().map(short).filter(|found| *found != tensor.digests.base_digest) {
+            // Its sums were right: an adversary's base, or a `prefix` base whose unused rows differ.
+            let expected = hex(&tensor.digests.base_digest);
+            return Err(Error::WrongBase { tensor: tensor.base_name.to_owned(), expected, found: hex(&found) });
+        }
+        let target_hash = digest::combine(&self.target);
+        let (expected, found) = (&tensor.digests.target_digest, short(&target_hash));
+        Rule::TensorTargetDigest.check(*expected == found, hex(expected), hex(&found)).map_err(|e| e.in_tensor(tensor.name))?;
+        self.base_root.add(base_hash.as_ref());
+        self.target_root.add(Some(&target_hash));
+        self.base.clear();
+        self.target.clear();
+        self.ended += 1;
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<()> {
+        if !self.run.digests {
+            return Ok(());
+        }
+        let count = self.run.places.len();
+        while self.ended < count {
+            self.end_tensor()?;
+        }
+        let index = self.run.pair.index();
+        if count == index.tensor_count() {
+            let root = self.base_root.finish();
+            Rule::DigestBaseRoot.check(root == index.base_root(), hex(index.base_root()), hex(&root))?;
+            let root = self.target_root.finish();
+            Rule::DigestTargetRoot.check(root == index.target_root(), hex(index.target_root()), hex(&root))?;
+        }
+        Ok(())
+    }
+}

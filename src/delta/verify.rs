@@ -1,0 +1,179 @@
+//! Checks of a pair, a base and a target against each other. Nothing is written.
+
+use super::accelerator::Accelerator;
+use super::apply::Apply;
+use super::compare::check_target;
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, Result, Rule};
+use crate::reader::{Pair, VerifyReport};
+use crate::safetensors::{SafetensorsCheckpoint, check_target_files, outputs};
+use crate::source::Source;
+use crate::watch::{Watch, Watcher};
+use serde::Serialize;
+
+/// Checks a pair, and whether it fits a base and a target.
+///
+/// | set | what is checked | what that excludes |
+/// |---|---|---|
+/// | nothing | every rule of the index, the CRC-32 of every payload | damage |
+/// | [`base`](Self::base) or [`without_base`](Self::without_base) | rebuilds every tensor without writing it, compares all digests, plans the files as [`Apply::to_path`] does; the content of a stored shard index is not checked | damage, forged payloads, another base |
+/// | [`target`](Self::target) | compares a checkpoint with the target's digests, and its files byte for byte | another target; says nothing about payloads |
+///
+/// ```
+/// # use tpde::{Authenticity, Dtype, Encode, MemoryCheckpoint, TensorInfo, Verify};
+/// # fn main() -> tpde::Result<()> {
+/// # let info = TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![3] };
+/// # let base = MemoryCheckpoint::new([(info.clone(), &[1, 2, 3, 4, 5, 6][..])])?;
+/// # let target = MemoryCheckpoint::new([(info, &[1, 2, 3, 4, 5, 7][..])])?;
+/// let (pair, _) = Encode::new(&target).base(&base).to_memory()?;
+/// assert_eq!(Verify::new(&pair).run()?.payload_authenticity, Authenticity::NotChecked);
+/// assert_eq!(Verify::new(&pair).base(&base).target(&target).run()?.payload_authenticity, Authenticity::Checked);
+/// # Ok(())
+/// # }
+/// ```
+#[must_use = "nothing is checked before `run` is called"]
+pub struct Verify<'a, B> {
+    pair: &'a Pair<B>,
+    base: Base<'a>,
+    target: Option<&'a dyn Checkpoint>,
+    accelerator: Option<&'a dyn Accelerator>,
+    watcher: Watcher<'a>,
+}
+
+/// The base of a verification.
+#[derive(Clone, Copy)]
+enum Base<'a> {
+    /// Payloads are read, but no tensor is rebuilt.
+    Missing,
+    NotNeeded,
+    Given(&'a dyn Checkpoint),
+}
+
+/// The result of [`Verify::run`]. The pair is sound in every case.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct Verification {
+    /// What was compared.
+    #[serde(flatten)]
+    pub checked: VerifyReport,
+    /// Whether forged payloads are excluded.
+    pub payload_authenticity: Authenticity,
+    /// Whether [`Apply::to_path`] can write the target as files, as far as the file system allows; unknown
+    /// unless its tensors were rebuilt.
+    pub writable: Option<bool>,
+    /// The reason if it cannot.
+    pub not_writable: Option<String>,
+}
+
+/// Whether the payloads were shown to give the target that the index names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Authenticity {
+    /// The rebuilt tensors were compared with the target digests, so no payload is forged.
+    Checked,
+    /// Only the CRC-32 of payloads was compared. A forged payload can preserve it.
+    NotChecked,
+}
+
+impl<'a, B: Source> Verify<'a, B> {
+    /// A check of the pair alone.
+    pub fn new(pair: &'a Pair<B>) -> Self {
+        Self { pair, base: Base::Missing, target: None, accelerator: None, watcher: Watcher::Nobody }
+    }
+
+    /// A checkpoint that should be the base.
+    pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
+        self.base = Base::Given(base);
+        self
+    }
+
+    /// The pair should need no base: its tensors are rebuilt from the pair alone.
+    pub fn without_base(mut self) -> Self {
+        self.base = Base::NotNeeded;
+        self
+    }
+
+    /// A checkpoint that should be the target. Files are compared if it has any.
+    pub fn target(mut self, target: &'a dyn Checkpoint) -> Self {
+        self.target = Some(target);
+        self
+    }
+
+    /// Rebuilds on a device.
+    pub fn on(mut self, device: &'a dyn Accelerator) -> Self {
+        self.accelerator = Some(device);
+        self
+    }
+
+    /// Calls `report` from any thread with the number of bytes that are newly done: of
+    /// [`progress_bytes`](Verify::progress_bytes).
+    pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
+        self.watcher = Watcher::Closure(Box::new(report));
+        self
+    }
+
+    /// As [`Verify::progress`], with a watcher that may end the work.
+    pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
+        self.watcher = Watcher::Borrowed(watch);
+        self
+    }
+
+    /// Bytes that are reported as progress in all.
+    pub fn progress_bytes(&self) -> u64 {
+        let index = self.pair.index();
+        let target_bytes = index.tensor_bytes().1;
+        let pair = if matches!(self.base, Base::Missing) { index.header().blob_size } else { target_bytes };
+        pair.saturating_add(if self.target.is_some() { target_bytes } else { 0 })
+    }
+
+    /// Runs the checks. A sound pair whose target cannot be written as files is not an error: [`Verification::not_writable`] has
+    /// the reason.
+    ///
+    /// Cost: reads all payloads; with a base reads and hashes it, decodes and hashes the target; with a target reads and hashes it.
+    ///
+    /// # Errors
+    /// As [`Pair::verify`] or [`Apply::verify`]; [`Error::Invalid`] with the rule `tensor.target_digest`, `digest.target_root` or
+    /// `file.content_digest` if the target is another one; [`Error::InvalidArgument`] for [`without_base`](Verify::without_base)
+    /// and a pair that needs a base; [`Error::Io`].
+    pub fn run(&self) -> Result<Verification> {
+        let index = self.pair.index();
+        let apply = || {
+            let apply = Apply::new(self.pair).watch(&self.watcher);
+            match self.accelerator {
+                Some(device) => apply.on(device),
+                None => apply,
+            }
+        };
+        let (base, mut checked) = match self.base {
+            Base::Missing => (None, self.pair.verify_with(&self.watcher)?),
+            Base::NotNeeded => {
+                apply().check_needs_no_base()?;
+                (None, apply().verify()?)
+            }
+            Base::Given(base) => (Some(base), apply().base(base).verify()?),
+        };
+        checked.base_checked = base.is_some();
+        if let Some(target) = self.target {
+            check_target(index, target, &self.watcher)?;
+            if let Some(files) = SafetensorsCheckpoint::of(target) {
+                check_target_files(index, files)?;
+            }
+            checked.target_checked = true;
+        }
+        let is_rebuilt = !matches!(self.base, Base::Missing);
+        let not_writable = match outputs(index, base.and_then(SafetensorsCheckpoint::of), None) {
+            Ok(_) => None,
+            // A header that only the base has.
+            Err(e) if !is_rebuilt && e.rule() == Some(Rule::BaseFile) => None,
+            Err(e @ (Error::Invalid(_) | Error::NotWritable { .. })) => Some(e.to_string()),
+            Err(e) => return Err(e),
+        };
+        Ok(Verification {
+            checked,
+            payload_authenticity: if is_rebuilt { Authenticity::Checked } else { Authenticity::NotChecked },
+            writable: if not_writable.is_some() { Some(false) } else { is_rebuilt.then_some(true) },
+            not_writable,
+        })
+    }
+}

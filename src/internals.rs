@@ -1,0 +1,43 @@
+//! Parts of the library that its own tests, benchmarks and fuzz targets use. Not part of the public interface: anything here may
+//! change in any release.
+
+#[cfg(fuzzing)]
+pub use crate::codec::fuzzing;
+pub use crate::codec::{ChunkDecoder, ChunkEncoder, Coding, Encoded, EncodedChunk, Pace, TableSet};
+pub use crate::delta::encode;
+pub use crate::error::{MESSAGE_CHARS, SHOWN_CHARS};
+pub use crate::format::*;
+pub use crate::sums::chunk_sum;
+pub use crate::writer::{FileSpec, Finished, PairBuilder, TensorSpec};
+
+use crate::index::{Tensor, ValidatedIndex};
+
+/// The header of an index.
+pub fn header(index: &ValidatedIndex) -> &IndexHeader {
+    index.header()
+}
+
+/// The index map.
+pub fn records(index: &ValidatedIndex) -> &[ChunkMetadata] {
+    index.records()
+}
+
+/// The chunk sums.
+pub fn sums(index: &ValidatedIndex) -> &[ChunkSums] {
+    index.sums()
+}
+
+/// The table sets of codec `conditioned`.
+pub fn table_sets(index: &ValidatedIndex) -> &[TableSet] {
+    index.table_sets()
+}
+
+/// The table set that a tensor uses.
+pub fn tables<'a>(tensor: &Tensor<'a>) -> Option<&'a TableSet> {
+    tensor.tables
+}
+
+/// The digests of a tensor.
+pub fn digests<'a>(tensor: &Tensor<'a>) -> &'a TensorDigests {
+    tensor.digests
+}
