@@ -17,7 +17,7 @@ CHUNK, BLOCK = 1024, 64
 
 
 def _spread(words):
-    """One integer that holds `words` 64 bits apart."""
+    """Packs `words` into one integer, 64 bits apart."""
     return int.from_bytes(struct.pack(f"<{len(words)}Q", *words), "little")
 
 
@@ -74,12 +74,12 @@ def _chunks(data, first, size, final):
 def blake3(data):
     """The 32-byte hash of `data`."""
     data = bytes(data)
-    whole = max(0, (len(data) - 1) // CHUNK)  # every chunk but the last, which may be partial
+    whole = max(0, (len(data) - 1) // CHUNK)  # all chunks except the last, which may be partial
     alone = whole == 0
     nodes = _chunks(data[:whole * CHUNK], 0, CHUNK, 0) if whole else []
     nodes += _chunks(data[whole * CHUNK:], whole, len(data) - whole * CHUNK, ROOT if alone else 0)
     while len(nodes) > 1:
-        # The left subtree is the largest power of two: pair neighbours, carry an odd last one up.
+        # The left subtree is the largest power of two: combine adjacent pairs, and pass an odd last one up.
         lanes = len(nodes) // 2
         m = [_spread(words) for words in zip(*(nodes[2 * i] + nodes[2 * i + 1] for i in range(lanes)))]
         ones = _spread([1] * lanes)

@@ -22,7 +22,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # for BLAKE3, in the file beside this one
+sys.path.insert(0, str(Path(__file__).parent))  # for blake3.py, in this folder
 from blake3 import blake3  # noqa: E402
 from vectors.cases import Set  # noqa: E402
 from vectors.checkpoints import checkpoint_vectors  # noqa: E402
@@ -37,7 +37,7 @@ PUBLISHED = Path(__file__).parent / "published.txt"
 
 
 def publish(files):
-    """Lists files that are not listed yet; returns those that are listed otherwise, of which none is changed."""
+    """Adds new files to the list. Returns files whose listed digest differs, without changing them."""
     lines = PUBLISHED.read_text().splitlines() if PUBLISHED.exists() else []
     listed = dict(reversed(line.split("  ", 1)) for line in lines)
     digests = {path: blake3(data).hex() for path, data in files.items() if path != "manifest.json"}

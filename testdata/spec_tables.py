@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 SPEC = HERE.parent / "spec"
 EXAMPLE = "shape_scalar"
 WALKTHROUGH = "conditioned_walkthrough"
-MOST = 4  # vectors named for a rule; the manifest has all
+MOST = 4  # vectors listed per rule; the manifest has all
 
 HEADER = [(8, "`magic`"), (2, "`version_major` 1"), (2, "`version_minor` 0"), (4, "`header_size` 256"),
           (8, "`required_features`"), (8, "`optional_features`"), (8, "`index_size`"), (8, "`blob_size`"),
@@ -32,7 +32,7 @@ BLOB = [(8, "`magic`"), (2, "`version_major`"), (2, "`version_minor`"), (4, "`he
 
 
 def rows(data, fields):
-    """A row of the table for each field, from the front of `data` on; the fields must fill it."""
+    """One table row per field, from the start of `data`. The fields must cover all of it."""
     at, out = 0, []
     for size, what in fields:
         text = data[at:at + size].hex(" ").upper()
@@ -236,7 +236,7 @@ def ids_of(text):
 
 
 def faults(text, codecs):
-    """What the texts lack: a requirement without a key word, a rule without a step in section 13.1, a step without a rule."""
+    """Omissions in the texts: a requirement without a key word, a rule without a step in section 13.1, a step without a rule."""
     requirements, _, rest = text.partition("\n## 13. ")
     steps = rest[rest.index("### 13.1"):rest.index("### 13.2")]
     requirements += codecs[:codecs.index("### 4.7")]

@@ -30,7 +30,7 @@ __all__ = ["DTYPES", "RAW", "SECTION_ENTRY", "BlobHeader", "Refused", "expand", 
 
 
 def read_pair(index_path, blob_path, base_path=None):
-    """The index, the bytes of each target tensor and the rebuilt files, all checked. A refusal says when it came."""
+    """The index, the bytes of each target tensor and the rebuilt files, all checked. A refusal says at which step it occurred."""
     with at(when="open_index"):
         index = open_index(Path(index_path).read_bytes())
     with at(when="open_blob"):

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # where the package is, and not what is in it
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # the folder that contains the package
 from blake3 import blake3  # noqa: E402
 from reader import Refused, read_pair  # noqa: E402
 
@@ -23,7 +23,7 @@ def facts_of(refusal):
 
 
 def check_vector(folder, vector):
-    """What the reader and the manifest disagree about; empty if nothing."""
+    """Differences between reader and manifest; empty if there are none."""
     paths = [vector[part] and folder / vector[part] for part in ("index", "blob", "base")]
     try:
         _, tensors, files = read_pair(*paths)

@@ -1,4 +1,4 @@
-"""Opening a blob: step 7 of section 13. Its payloads are looked at when their chunks are decoded."""
+"""Opening a blob: step 7 of section 13. Payloads are checked when their chunks are decoded."""
 
 import zlib
 

@@ -1,4 +1,4 @@
-"""What all modules use: refusals and where they happen, parts of a row of bytes, zstd frames."""
+"""Shared code: refusals with their location, parts of byte strings, zstd frames."""
 
 from contextlib import contextmanager
 
@@ -8,7 +8,7 @@ WINDOW_LIMIT = 2**27
 
 
 class Refused(Exception):
-    """The pair, or what was given as its base, breaks `rule`; `when`, `tensor` and `chunk` say where, if known."""
+    """The pair, or the supplied base, violates `rule`; `when`, `tensor` and `chunk` say where, if known."""
 
     def __init__(self, rule, detail=""):
         super().__init__(rule, detail)
@@ -23,7 +23,7 @@ def need(holds, rule, detail=""):
 
 @contextmanager
 def at(**place):
-    """What is refused inside is refused at this place: `when`, `tensor` (a name), `chunk` (counted over the pair)."""
+    """Adds a location to refusals in the block: `when`, `tensor` (a name), `chunk` (index in the pair)."""
     try:
         yield
     except Refused as error:
@@ -36,7 +36,7 @@ def align(x, a):
 
 
 class Parts:
-    """Parts of `content`, taken one after the other; one that reaches beyond the end breaks `rule`."""
+    """Consecutive parts of `content`. A part beyond the end violates `rule`."""
 
     def __init__(self, content, rule, start=0):
         self.content, self.rule, self.next = content, rule, start

@@ -11,7 +11,7 @@ from .layout import NONE
 
 
 def decode_tensors(index, blob, base):
-    """Base and target bytes of every tensor, by name; every chunk is checked, no digest yet."""
+    """Base and target bytes of every tensor, by name; all chunks are checked, but no digests."""
     result = {}
     for tensor in index.tensors:
         with at(tensor=tensor.name):
@@ -24,7 +24,7 @@ def decode_tensors(index, blob, base):
 
 
 def decode_chunk(record, sums, blob, tensor, base, first, lanes):
-    """The target bytes of the chunk of so many `lanes` from `first` on, given all bytes of the base tensor."""
+    """Target bytes of a chunk of `lanes` lanes from `first` on, from all bytes of the base tensor."""
     w = tensor.dtype.lane_bytes
     old = base[w * first:w * (first + lanes)].ljust(w * lanes, b"\0")
     need(lane_sum(old) == sums.base_sum, "chunk.base_sum")
@@ -40,7 +40,7 @@ def decode_chunk(record, sums, blob, tensor, base, first, lanes):
 
 
 def read_changes(record, blob, tensor, base_lanes):
-    """Pairs of a position and a delta. The rules that follow the codec are those that all codecs share."""
+    """Pairs of a position and a delta. After the codec's own rules come those shared by all codecs."""
     w, end = tensor.dtype.lane_bytes, record.blob_offset + record.compressed_size
     payload = blob[record.blob_offset:end]
     need(zlib.crc32(payload) == record.crc32, "payload.crc32")

@@ -1,4 +1,4 @@
-"""Opening an index: steps 1 to 6 of section 13, in their order. What comes out may be relied on."""
+"""Opening an index: steps 1 to 6 of section 13, in their order. The result is valid."""
 
 import re
 import struct
@@ -19,7 +19,7 @@ INDEX_LIMIT, SECTION_LIMIT = 1 << 30, 256 << 20
 SHARD, SHARD_INDEX = ".safetensors", ".safetensors.index.json"  # endings of names
 
 Index = namedtuple("Index", "header sections records sums base_root target_root digests tensors files pair_digest")
-File = namedtuple("File", "name kind content entry")  # the content is None where the base has it
+File = namedtuple("File", "name kind content entry")  # content is None if it comes from the base
 
 
 @dataclass
@@ -30,14 +30,14 @@ class Tensor:
     shape: list
     base_shape: list  # None for base kind `none`
     lanes: int
-    tables: object = None  # what the codec makes of them
+    tables: object = None  # in the codec's form
 
     @property
     def dtype(self):
         return DTYPES[self.entry.dtype]
 
     def chunks(self):
-        """For each chunk the place of its record, its first lane and how many it has."""
+        """For each chunk: index of its record, first lane, number of lanes."""
         size = 1 << self.entry.chunk_lanes_log2
         for k in range(self.entry.chunk_count):
             yield self.entry.first_chunk + k, k * size, min(size, self.lanes - k * size)

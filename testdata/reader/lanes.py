@@ -16,7 +16,7 @@ def pack_lanes(lanes, w):
 
 
 def apply_delta(u, delta, bits, ordered):
-    """The target lane whose difference from the base lane `u` is `delta`."""
+    """The target lane for base lane `u` and `delta`."""
     top, mask = 1 << bits - 1, (1 << bits) - 1
     d = delta >> 1 ^ -(delta & 1)
     if not ordered:

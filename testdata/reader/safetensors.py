@@ -48,7 +48,7 @@ class Base:
         need(placed.items() <= found.items(), "base.file", "a tensor that is not in its shard")
 
     def add(self, name, data):
-        """The names of the file's tensors, which are taken in."""
+        """Adds the file's tensors, and returns their names."""
         start = 8 + int.from_bytes(data[:8], "little")
         self.heads[name] = data[:start]
         entries = read_head(data[:start], "base.file")
@@ -67,7 +67,7 @@ class Base:
         return data
 
 
-# Section 10.3. Python's parser accepts more than JSON, and other numbers than the profile.
+# Section 10.3. Python's parser accepts more than JSON, and numbers that the profile excludes.
 
 
 class Members(list):
@@ -75,11 +75,11 @@ class Members(list):
 
 
 class Number(str):
-    """A number, as it is written."""
+    """The text of a number."""
 
 
 def parse_json(data, rule):
-    """What one JSON text holds, with `Members` for objects and `Number` for numbers."""
+    """The value of a JSON text, with `Members` for objects and `Number` for numbers."""
     def no_constant(name):
         raise ValueError(f"{name} is no JSON")
 
@@ -91,7 +91,7 @@ def parse_json(data, rule):
 
 
 def object_of(value, rule):
-    """The members of an object, by name, each there once."""
+    """The members of an object by name. Names must be unique."""
     need(isinstance(value, Members), rule, "no object")
     members = dict(value)
     need(len(members) == len(value), rule, "a member twice")
@@ -147,7 +147,7 @@ def read_head(head, rule):
 
 
 def read_weight_map(content):
-    """Shard by tensor, of a shard index. What its other members hold is not looked at."""
+    """Shard by tensor, of a shard index. Other members are ignored."""
     root = parse_json(content, "base.file")
     need(isinstance(root, Members), "base.file", "no object")
     maps = [value for name, value in root if string_of(name, "base.file") == "weight_map"]

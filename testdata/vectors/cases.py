@@ -1,4 +1,4 @@
-"""What the vectors are collected in, and the edits that break a pair."""
+"""The collection of vectors, and edits that invalidate a pair."""
 
 from blake3 import blake3
 
@@ -8,13 +8,13 @@ from .zstd import library
 
 
 class Set:
-    """The files to be, by path below v1, and the manifest."""
+    """The files to write, by path below v1, and the manifest."""
 
     def __init__(self, committed=None):
         self.files, self.manifest, self.committed = {}, [], committed
 
     def base(self, name, data):
-        """A base shared by name: the bytes of a file, or those of a folder's files by name."""
+        """A shared base with a name: the bytes of a file, or of a folder's files by name."""
         path = f"{name}.base" + (".safetensors" if isinstance(data, bytes) else "")
         for key, value in {path: data}.items() if isinstance(data, bytes) else data.items():
             self.files[path if isinstance(data, bytes) else f"{path}/{key}"] = value
@@ -48,7 +48,7 @@ class Set:
 
 
 def zeros_but(count, w, changes):
-    """Lanes of zero with some others: {position: lane}."""
+    """Lanes that are zero except {position: lane}."""
     lanes = [0] * count
     for position, lane in changes.items():
         lanes[position] = lane

@@ -1,4 +1,4 @@
-"""Vectors of sections 10.2 to 10.4: what the files of a base are, safetensors headers and shard indexes."""
+"""Vectors of sections 10.2 to 10.4: files of a base, safetensors headers and shard indexes."""
 
 import json
 import struct
@@ -14,7 +14,7 @@ INDEX = "m.safetensors.index.json"
 
 
 def small():
-    """The base and the tensors that all vectors here have: two with a base, one without lanes, one without a base."""
+    """Base and tensors of all vectors here: two tensors with a base, one without lanes, one without a base."""
     rows = {"a": ("F32", [5], bytes_of(pattern(5, 4, 1), 4)), "b": ("BF16", [3, 40], bytes_of(pattern(120, 2, 2), 2)),
             "e": ("I16", [0, 7], b"")}
     a, b, e = (row[2] for row in rows.values())
@@ -31,7 +31,7 @@ def file_of(text, data=b""):
 
 
 def entries_of(rows):
-    """The members of a header for such rows."""
+    """The members of a header for these rows."""
     entries, at = {}, 0
     for name, (dtype, shape, data) in rows.items():
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
@@ -43,8 +43,8 @@ def map_of(weight_map, **members):
     return json.dumps(members | {"weight_map": weight_map}).encode()
 
 
-# Texts that are no header by the profile. Each function makes one of a valid text, of the tensors of `small`, in whose first place is
-# `{"a": {"dtype": "F32", "shape": [5], "data_offsets": [0, 20]}`.
+# Texts that are not valid headers. Each function makes one from a valid text, with the tensors of `small`. The valid text starts
+# with `{"a": {"dtype": "F32", "shape": [5], "data_offsets": [0, 20]}`.
 BAD_TEXTS = {
     "leading_space": ("White space precedes the object.", lambda t: " " + t),
     "byte_order_mark": ("A byte order mark precedes the object.", lambda t: "\ufeff" + t),
@@ -147,7 +147,7 @@ def checkpoint_vectors(out):
         assert broken not in (plain, plain.encode())
         invalid(f"file_tensors_{name}", f"A stored header: {about}", "file.tensors", "apply",
                 files=[File(0, "", file_of(broken_target))])
-        # A reader may have two paths for headers, so some are headers of base files too.
+        # A reader may parse headers in two ways, so some are headers of base files too.
         if name in ("leading_space", "root_array", "key_twice_escaped", "key_twice_in_entry", "key_twice_in_metadata", "not_utf8",
                     "surrogate_escape", "integer_with_fraction", "integer_with_exponent", "entry_array", "entry_member_more",
                     "dtype_unknown", "cut_off", "two_objects", "offsets_short"):

@@ -1,4 +1,4 @@
-"""Codec 2, `conditioned`: an encoder from section 4 of codecs.md. What a writer may choose is in `Plan`."""
+"""Codec 2, `conditioned`: an encoder from section 4 of codecs.md. `Plan` has the choices of a writer."""
 
 import struct
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from .data import bytes_of
 
 TOTAL, BLOCK, LEAST = 4096, 128, 1 << 16
-TILE = {1: 1024, 2: 1024, 4: 512, 8: 256}  # lanes, by the bytes of a lane
+TILE = {1: 1024, 2: 1024, 4: 512, 8: 256}  # lanes per tile, by bytes per lane
 EXPONENT = {"F16": (10, 31), "BF16": (7, 255), "F32": (23, 255), "C64": (23, 255), "F64": (52, 2047),
             "F8_E4M3": (3, 15), "F8_E4M3FNUZ": (3, 15), "F8_E5M2": (2, 31), "F8_E5M2FNUZ": (2, 31)}
 
@@ -30,7 +30,7 @@ def row(frequencies):
 
 
 def shared_by(tokens, *rare):
-    """A class in which `tokens` have equal frequencies, the first one what is left over, and `rare` ones 1."""
+    """A class in which `tokens` have equal frequencies, `rare` ones have 1, and the first token has the rest."""
     tokens = list(tokens)
     each = (TOTAL - len(rare)) // len(tokens)
     return row({tokens[0]: TOTAL - len(rare) - each * (len(tokens) - 1)} | dict.fromkeys(tokens[1:], each)
@@ -42,7 +42,7 @@ def frequency_bytes(f):
 
 
 def set_bytes(tables):
-    """The tables of a tensor, from what `Tensor.tables` may be."""
+    """The tables of a tensor, from any form of `Tensor.tables`."""
     if tables is None or isinstance(tables, bytes):
         return tables or b""
     if isinstance(tables, int):
@@ -63,12 +63,12 @@ def token_of(v):
 
 
 def stream_of(tiles, count, start=LEAST):
-    """States and words for tiles, which are lists of (frequencies, value). Every turn of the decoder is undone, the last
-    one first; `start` is what the decoder's states end at, all of them or each."""
+    """States and words for tiles, which are lists of (frequencies, value). Inverts the decoder's operations, the last
+    one first. `start` is the final state of the decoder, one for all or a list."""
     states, words = list(start) if isinstance(start, list) else [start] * count, []
 
     def ready(j, room):
-        """State j, moved a word down if the turn would leave it no room."""
+        """State j, after writing a word if the operation would overflow it."""
         if states[j] >= room:
             words.append(states[j] % (1 << 16))
             states[j] >>= 16
@@ -93,18 +93,18 @@ def stream_of(tiles, count, start=LEAST):
 
 @dataclass
 class Plan:
-    maps: list  # a list of classes for each activity
+    maps: list  # one list of classes per activity
     first_context: int = 0
-    activities: list = ()  # one a block, where there are several maps
+    activities: list = ()  # one per block, if there are several maps
     low_bits: int = 0
     center: int = 0
     states_log2: int = 0
     segments_log2: int = 0
-    exceptions: tuple = ()  # positions of changes that are made exceptions though the tables could hold them
+    exceptions: tuple = ()  # positions of changes that become exceptions although the tables could code them
 
 
 def packed(values, size):
-    """Numbers of `size` bits, from the low bits of each byte up."""
+    """Packs numbers of `size` bits, least significant bits first."""
     bits = 0
     for i, value in enumerate(values):
         bits |= value << i * size
@@ -144,7 +144,7 @@ class Payload:
         return self.maps[a][entry] if entry < len(self.maps[a]) else 0
 
     def code(self, start=LEAST):
-        """Makes the streams; to be called again after a change of `tiles`."""
+        """Makes the streams; call again after changing `tiles`."""
         tiles = [[(self.tables[c - 1], v) for c, v in tile] for tile in self.tiles]
         count, segments = len(tiles), 1 << self.header["segments_log2"]
         self.streams = [stream_of(tiles[s * count // segments:(s + 1) * count // segments],

@@ -9,7 +9,7 @@ LAYOUTS = ("planes", "gaps", "elias_delta", "nibble_gaps", "nibble_planes")
 NONE, SAME, PREFIX = 0, 1, 2
 HEADER_OF_BASE, VERBATIM, AS_BASE = 1, 2, 3
 ORDERED = {"F16", "BF16", "F32", "F64", "C64", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
-DTYPES = {  # name: code, bits an element, bytes a lane
+DTYPES = {  # name: code, bits per element, bytes per lane
     "BOOL": (0, 8, 1), "U8": (1, 8, 1), "I8": (2, 8, 1), "U16": (3, 16, 2), "I16": (4, 16, 2),
     "U32": (5, 32, 4), "I32": (6, 32, 4), "U64": (7, 64, 8), "I64": (8, 64, 8), "F16": (16, 16, 2),
     "BF16": (17, 16, 2), "F32": (18, 32, 4), "F64": (19, 64, 8), "C64": (20, 64, 4),
@@ -47,7 +47,7 @@ def rank_of(u, w, ordered):
 
 
 def moved(u, step, w, ordered):
-    """The lane `step` places from `u` in that order."""
+    """The lane `step` steps from `u` in that order."""
     half = 1 << 8 * w - 1
     place = (rank_of(u, w, ordered) + step) % (2 * half)
     if not ordered:

@@ -1,4 +1,4 @@
-"""Vectors of section 5.2: what the header of a zstd frame may say, of payloads and of sections."""
+"""Vectors of section 5.2: headers of zstd frames, in payloads and in sections."""
 
 from .cases import zeros_but
 from .data import NONE, PLANES, RAW, bytes_of
@@ -14,7 +14,7 @@ def with_dictionary(frame, size, dictionary=0):
 
 
 def window(log2, eighths):
-    """The descriptor of a window of 2^log2 bytes and so many eighths of that more."""
+    """The descriptor of a window of 2^log2 · (1 + eighths / 8) bytes."""
     return log2 - 10 << 3 | eighths
 
 

@@ -14,7 +14,7 @@ from .zstd import by_hand, by_runs, encode, packed_bits, raw_payload
 
 
 def invalid_vectors(out):
-    # Most vectors break one thing in this pair. Records: a 0; b 1 and 2; c 3 and 4 (without changes); d 5.
+    # Most vectors change one thing in this pair. Records: a 0; b 1 and 2; c 3 and 4 (without changes); d 5.
     rows = {"a": ("F32", [5], bytes_of(pattern(5, 4, 1), 4)), "b": ("BF16", [3, 1400], bytes_of(pattern(4200, 2, 2), 2)),
             "c": ("U8", [4100], bytes_of(pattern(4100, 1, 3), 1))}
     base = out.base("invalid/small", safetensors(rows))
@@ -270,7 +270,7 @@ def invalid_vectors(out):
     entry("tensor_base_kind_3", "Base kind 3, which is reserved.", "tensor.base_kind", 1, base_kind=3)
     entry("tensor_base_kind_4", "Base kind 4, which is reserved.", "tensor.base_kind", 1, base_kind=4)
     entry("tensor_base_kind_private", "A private base kind.", "tensor.base_kind", 1, base_kind=0x8000)
-    # In 1.0 codec 2 was reserved, and this was `tensor.codec`. The bytes stay, but a reader of 1.1 meets another rule.
+    # In 1.0 codec 2 was reserved, and the rule was `tensor.codec`. The bytes are unchanged, but a reader of 1.1 reports another rule.
     index("tensor_codec_2", "Codec 2 for chunks that are those of codec zstd.", "record.sizes", where="b", chunk=1,
           entries=put("entry", 1, codec=2))
     entry("tensor_codec_private", "A private codec.", "tensor.codec", 1, codec=0x8001)
@@ -427,7 +427,7 @@ def invalid_vectors(out):
     def gapped(draft):
         for r in draft.record[3:]:
             r["blob_offset"] += 16
-        draft.payload[2] += bytes(16)  # after the record was made: the blob has the gap too
+        draft.payload[2] += bytes(16)  # after the record is made, so the blob has the gap too
 
     index("record_blob_offset_gap", "Sixteen zero bytes too many before a payload.", "record.blob_offset", where="c",
           chunk=3, records=gapped)
@@ -514,7 +514,7 @@ def invalid_vectors(out):
            blob=replace("blob_file", flip(-1)))
 
     def payload(name, about, rule, layout, changes, content=None, dtype="U16", frame=None, count=100, **edits):
-        """Codec `zstd`, or `raw` where the layout is None; `content` and `frame` are edits of bytes."""
+        """Codec `zstd`, or `raw` if the layout is None; `content` and `frame` are edits of bytes."""
         target = zeros_but(count, DTYPES[dtype][2], changes)
         tensor = Tensor("t", dtype, [count], target, kind=NONE, codec=RAW if layout is None else ZSTD, layout=layout)
         if content:
@@ -644,7 +644,7 @@ def invalid_vectors(out):
            "d", 5, contents=replace("content", at(5, flip(-2, 2))))
 
     def rebased(name, about, rule, **changed):
-        """Another base file: rows replaced by name, or left out where None."""
+        """Another base file, with rows replaced by name, or removed if None."""
         path = out.base(f"invalid/{name}", safetensors({k: v for k, v in (rows | changed.pop("files")).items() if v}))
         bad(name, about, rule, "decode", over=path, **changed)
 
@@ -730,14 +730,14 @@ def invalid_vectors(out):
 
 
 def reserved_block(frame):
-    """The frame with the kind of its last block made 3. All frames here begin with a 4-byte magic."""
+    """The frame with kind 3 for its last block. All frames here begin with a 4-byte magic."""
     single = frame[4] >> 5 & 1
     at = 5 + (1 - single) + (1 if single and not frame[4] >> 6 else 1 << (frame[4] >> 6) if frame[4] >> 6 else 0)
     return frame[:at] + bytes([frame[at] | 6]) + frame[at + 1:]
 
 
 def bomb(content):
-    """A frame that states the size of `content` and goes on with twelve run blocks of 128 KiB."""
+    """A frame that states the size of `content`, followed by twelve run blocks of 128 KiB."""
     block = 1 << 17
     head = by_hand(content)[:-len(content) - 3]
     return (head + (len(content) << 3).to_bytes(3, "little") + content

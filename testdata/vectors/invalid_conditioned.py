@@ -105,7 +105,7 @@ def invalid_payloads(out):
     lanes = varied("BF16", 1100, 100)
     target = stepped("BF16", lanes, p=23)
     base = out.base("invalid/conditioned", safetensors({"t": ("BF16", [1100], bytes_of(lanes, 2))}))
-    # The pair that most vectors break something in: two tiles, the last of which has one block. Lane i has context
+    # The pair that most vectors modify: two tiles, the last of which has one block. Lane i has context
     # 100 + i mod 70; contexts 106, 113 and so on have class 0. Lane i changes where i mod 23 = 2.
     maps = [[1, 2, 3, 1, 2, 3, 0] * 5, [3] * 6 + [0] + [2] * 28]
     activities = [0, 1, 0, 0, 1, 1, 0, 1, 0]
@@ -185,7 +185,7 @@ def invalid_payloads(out):
         bad(f"payload_size_conditioned_{name}", about, "payload.size", edit, **options)
 
     def cut(part, less):
-        """The payload ends so many bytes before the end of the part."""
+        """The payload ends `less` bytes before the end of the part."""
         def edit(p):
             sizes, before = {}, b""
             for name, make in p.parts().items():

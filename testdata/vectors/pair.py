@@ -1,4 +1,4 @@
-"""Tensors, files and pairs to be, and the writer that makes their bytes."""
+"""Descriptions of tensors, files and pairs, and the writer that makes their bytes."""
 
 import json
 import struct
@@ -15,19 +15,19 @@ from .zstd import encode, library, raw_payload
 
 @dataclass
 class Tensor:
-    name: object  # str, or bytes where it is not UTF-8
+    name: object  # str, or bytes if it is not UTF-8
     dtype: str
     shape: list
     target: bytes
     base: bytes = None  # all bytes of the base tensor
     kind: int = SAME
     codec: int = ZSTD
-    layout: object = GAPS  # or a list of one a chunk
+    layout: object = GAPS  # or a list with one per chunk
     rows: int = 0  # of the base, for kind `prefix`
     base_name: object = ""
     log2: int = 12
-    tables: object = None  # codec 2: the frequencies of each class, or the number of a set before, or bytes
-    plan: object = None  # codec 2: a `Plan`, or a list of one a chunk
+    tables: object = None  # codec 2: the frequencies of each class, or the number of an earlier set, or bytes
+    plan: object = None  # codec 2: a `Plan`, or a list with one per chunk
 
 
 @dataclass
@@ -46,8 +46,8 @@ class File:
 class Model:
     tensors: list
     files: list = field(default_factory=list)
-    frame: object = library  # makes the frames of payloads
-    section_frame: object = None  # makes those of sections; None: stored
+    frame: object = library  # makes frames of payloads
+    section_frame: object = None  # makes frames of sections; None: stored
     minor: int = 0
     optional: int = 0
 
@@ -78,7 +78,7 @@ def safetensors(tensors):
 
 
 def change(data, dtype, steps, p=7, r=1):
-    """`data` with each lane i, i mod p = r, moved by the next of `steps`."""
+    """`data` with each lane i, i mod p = r, moved by the next element of `steps`."""
     w, lanes = DTYPES[dtype][2], lanes_of(data, DTYPES[dtype][2])
     for turn, i in enumerate(range(r, len(lanes), p)):
         lanes[i] = moved(lanes[i], steps[turn % len(steps)], w, dtype in ORDERED)
@@ -91,7 +91,7 @@ def part(layout, row):
 
 
 class Draft:
-    """A pair in the making. `edits` change it after the named step; later steps follow the change."""
+    """A pair under construction. `edits` change it after the named step; later steps use the changed values."""
 
     def __init__(self, model, edits=None):
         self.model, edits = model, dict(edits or {})

@@ -33,7 +33,7 @@ def valid_vectors(out):
     base = out.base("valid/dtypes", safetensors(sources))
     for i, (dtype, (_, _, data)) in enumerate(sources.items()):
         if dtype == "BOOL":
-            data = bytes(byte & 1 for byte in data)  # booleans proper: a base of its own
+            data = bytes(byte & 1 for byte in data)  # valid booleans, with their own base
             base_of_bool = out.base("valid/dtype_bool", safetensors({"BOOL": ("BOOL", shape, data)}))
         one(f"dtype_{dtype.lower()}", f"A tensor of {dtype}.",
             [Tensor(dtype, dtype, shape, change(data, dtype, [1, -1, 2, 3, -60], 5, 2) if dtype != "BOOL" else
@@ -120,7 +120,7 @@ def valid_vectors(out):
         "and an even one.", [Tensor("even", "U64", [10], zeros_but(10, 8, {1: 5, 9: 6}), kind=NONE, codec=RAW),
                              Tensor("odd", "U64", [10], zeros_but(10, 8, {1: 5, 7: 2**63, 9: 6}), kind=NONE, codec=RAW)])
 
-    # Bit patterns of floats that a comparison of values would lose.
+    # Bit patterns of floats that compare equal or unordered as values.
     specials = {
         "F16": [0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x7BFF, 0x7C00, 0xFC00, 0x7C01, 0x7E00, 0xFE00, 0x7FFF,
                 0xFFFF, 0x3C00],
@@ -272,7 +272,7 @@ def valid_vectors(out):
         return files
 
     def folder(files):
-        """The base's folder that has the same heads and maps as `files`."""
+        """A base folder with the same headers and maps as `files`."""
         bases = {t.name: t.base for t in targets}
         return {f.name: f.content + b"".join(bases[name] for name in f.order) for f in files}
 
