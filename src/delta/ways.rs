@@ -79,15 +79,14 @@ impl Encoders {
             true => difference,
             false => Difference::find(plan.dtype, zeros(&mut self.zeros, target.len()), target, &mut self.masks),
         };
-        let mut payload = Vec::new();
         let encoder = encoder(&mut self.encoders, way)?;
-        let encoded = match (way.codec, options.codec) {
-            // A codec that was named has the layout that was named, or the one that suits the chunk.
-            (_, CodecChoice::Only(_)) | (Codec::Conditioned | Codec::Raw, _) => {
-                encoder.encode_difference(plan.coding(way, options.layout), difference, &mut payload)?
-            }
-            (Codec::Zstd, _) => encoder.smallest_frame(difference, Layouts::Any, u64::MAX, &mut payload)?.0,
-        };
+        if way.codec == Codec::Zstd && !matches!(options.codec, CodecChoice::Only(_)) {
+            let trial = Trial::begin(encoder, plan, way, difference, u64::MAX)?;
+            return trial.payload(encoder, plan, difference);
+        }
+        // A codec that was named has the layout that was named, or the one that suits the chunk.
+        let mut payload = Vec::new();
+        let encoded = encoder.encode_difference(plan.coding(way, options.layout), difference, &mut payload)?;
         Ok((payload, encoded))
     }
 
@@ -227,6 +226,16 @@ impl Trial {
             Precision::Exact => size <= least,
             Precision::Near => 16 * size <= 17 * least,
             Precision::Repeats => size <= 8 * least,
+        }
+    }
+
+    /// The payload of the whole chunk.
+    fn payload(mut self, encoder: &mut ChunkEncoder, plan: &Plan, difference: Difference<'_>) -> Result<(Vec<u8>, Encoded)> {
+        loop {
+            match self.attempt.payload {
+                Some(payload) => return Ok(payload),
+                None => self.end(encoder, plan, difference, u64::MAX)?,
+            }
         }
     }
 
