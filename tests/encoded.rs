@@ -85,7 +85,7 @@ fn without_files(index: &ValidatedIndex, blob: &[u8]) -> Vec<Vec<u8>> {
         let entry = internals::header(index).section(section);
         index.as_bytes()[entry.offset as usize..][..entry.stored_size as usize].to_vec()
     };
-    let sections = Section::ALL.into_iter().filter(|section| *section != Section::Files).map(stored);
+    let sections = Section::ALL.iter().copied().filter(|section| *section != Section::Files).map(stored);
     sections.chain([blob[64..].to_vec()]).collect()
 }
 

@@ -1,39 +1,23 @@
 //! Index header (spec section 5).
 
+use super::names::named;
 use binrw::{BinRead, BinWrite};
 
-/// The sections of an index, in file order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Section {
-    /// Flat array of [`ChunkMetadata`](super::ChunkMetadata).
-    Chunks,
-    /// Flat array of [`ChunkSums`](super::ChunkSums).
-    Sums,
-    /// Roots and [`TensorDigests`](super::TensorDigests).
-    Digests,
-    /// [`TensorEntry`](super::TensorEntry) table, dims, names.
-    Tensors,
-    /// [`FileEntry`](super::FileEntry) table, names, contents.
-    Files,
-    /// Codec tables.
-    Tables,
-}
-
-impl Section {
-    /// All sections in file order.
-    pub const ALL: [Section; 6] =
-        [Section::Chunks, Section::Sums, Section::Digests, Section::Tensors, Section::Files, Section::Tables];
-
-    /// The name in the spec.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Section::Chunks => "chunks",
-            Section::Sums => "sums",
-            Section::Digests => "digests",
-            Section::Tensors => "tensors",
-            Section::Files => "files",
-            Section::Tables => "tables",
-        }
+named! {
+    /// The sections of an index, in file order.
+    enum Section as "section" {
+        /// Flat array of [`ChunkMetadata`](super::ChunkMetadata).
+        Chunks => "chunks",
+        /// Flat array of [`ChunkSums`](super::ChunkSums).
+        Sums => "sums",
+        /// Roots and [`TensorDigests`](super::TensorDigests).
+        Digests => "digests",
+        /// [`TensorEntry`](super::TensorEntry) table, dims, names.
+        Tensors => "tensors",
+        /// [`FileEntry`](super::FileEntry) table, names, contents.
+        Files => "files",
+        /// Codec tables.
+        Tables => "tables",
     }
 }
 

@@ -54,10 +54,10 @@ pub(super) fn parse(bytes: &[u8], found: u64, limits: &Limits) -> Result<IndexHe
 fn check_sections(header: &IndexHeader) -> Result<()> {
     let chunks = u64::from(header.chunk_count);
     let broken = |section: Section, what: &str, expected: u64, found: u64| {
-        Rule::HeaderSections.broken(format_args!("{what} of section {} {expected}", section.name()), found)
+        Rule::HeaderSections.broken(format_args!("{what} of section {section} {expected}"), found)
     };
     let mut end = u64::from(INDEX_HEADER_SIZE);
-    for section in Section::ALL {
+    for &section in Section::ALL {
         let entry = header.section(section);
         let overflow = || broken(section, "end within", header.index_size, entry.stored_size);
         let offset = align(end, SECTION_ALIGN).ok_or_else(overflow)?;
@@ -94,15 +94,15 @@ pub(super) fn check_digest(bytes: &[u8]) -> Result<[u8; 32]> {
 
 /// First half of step 3.
 pub(super) fn check_padding(bytes: &[u8], header: &IndexHeader) -> Result<()> {
-    let ends = Section::ALL.map(|s| {
-        let entry = header.section(s);
+    let ends = Section::ALL.iter().map(|s| {
+        let entry = header.section(*s);
         (entry.offset + entry.stored_size) as usize
     });
     let starts = Section::ALL[1..].iter().map(|s| header.section(*s).offset as usize);
     let digest = bytes.len() - PAIR_DIGEST_SIZE as usize;
-    for ((end, start), section) in ends.into_iter().zip(starts.chain([digest])).zip(Section::ALL) {
+    for ((end, start), section) in ends.zip(starts.chain([digest])).zip(Section::ALL) {
         let zeros = bytes[end..start].iter().all(|&b| b == 0);
-        Rule::SectionPadding.check(zeros, format_args!("zeros after section {}", section.name()), "other bytes")?;
+        Rule::SectionPadding.check(zeros, format_args!("zeros after section {section}"), "other bytes")?;
     }
     Ok(())
 }
