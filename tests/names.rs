@@ -3,6 +3,7 @@
 use serde::Serialize;
 use std::fmt::{Debug, Display};
 use std::str::FromStr;
+use tpde::internals::Section;
 use tpde::{BaseKind, Codec, CodecChoice, Dtype, Error, Favor, FileKind, Layout, UnknownName};
 
 fn check<T>(what: &str, all: &[T])
@@ -38,6 +39,7 @@ fn every_name_that_is_printed_is_parsed_and_no_other() {
     check("favor", Favor::ALL);
     check("base kind", BaseKind::ALL);
     check("file kind", FileKind::ALL);
+    check("section", Section::ALL);
 }
 
 #[test]

@@ -181,7 +181,7 @@ pub struct EncodedChunk<'a> {
     pub encoded: Encoded,
     /// The payload.
     pub payload: &'a [u8],
-    /// [Chunk sum](crate::chunk_sum) of the base lanes.
+    /// Chunk sum of the base lanes.
     pub base_sum: u64,
 }
 
