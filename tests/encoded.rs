@@ -108,8 +108,8 @@ fn shards_change_the_file_table_and_no_other_byte() {
                 let base = write(&path("base"), &input.base, of_base);
                 let target = write(&path("target"), &input.target, of_target);
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-                pool.install(|| Encode::new(&target).base(&base).options(options.clone()).to_path(&path("pair"))).unwrap();
-                let pair = Pair::open(&path("pair")).unwrap();
+                pool.install(|| Encode::new(&target).base(&base).options(options.clone()).to_path(path("pair"))).unwrap();
+                let pair = Pair::open(path("pair")).unwrap();
                 let found = without_files(pair.index(), &std::fs::read(path("pair.tpde-blob")).unwrap());
                 assert!(found == expected, "{name}, {favor:?}, shards {of_base} and {of_target}, {threads} threads");
                 file_tables.insert(pair.index().files().map(|file| file.name.to_owned()).collect::<Vec<_>>());

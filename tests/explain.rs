@@ -128,7 +128,7 @@ fn parts_of_all_published_pairs_add_up() {
         let index = ValidatedIndex::parse(manifest::read(&vector.index), &Limits::default()).unwrap();
         let pair = Pair::new(index, manifest::read(&vector.blob)).unwrap();
         let base: Box<dyn Checkpoint> = match &vector.base {
-            Some(base) => Box::new(SafetensorsCheckpoint::open(&manifest::folder().join(base)).unwrap()),
+            Some(base) => Box::new(SafetensorsCheckpoint::open(manifest::folder().join(base)).unwrap()),
             None => Box::new(MemoryCheckpoint::default()),
         };
         let explained = Explain::new(&pair).base(&*base).run().unwrap_or_else(|e| panic!("{}: {e}", vector.name));
@@ -245,7 +245,7 @@ fn progress_reaches_its_end_and_can_end_the_work() {
         let explain = || if with_base { Explain::new(&pair).base(&base) } else { Explain::new(&pair) };
         let told = AtomicU64::new(0);
         let progress = |bytes| _ = told.fetch_add(bytes, Ordering::Relaxed);
-        explain().progress(&progress).run().unwrap();
+        explain().progress(progress).run().unwrap();
         assert_eq!(told.into_inner(), explain().progress_bytes());
 
         struct Ends(Mutex<u64>);

@@ -30,7 +30,7 @@ fn read(vector: &Vector) -> Outcome {
     let pair = Pair::new(index, manifest::read(&vector.blob)).map_err(|e| ("open_blob", e))?;
     let later = |e| ("decode", e);
     pair.verify().map_err(later)?;
-    let base = vector.base.as_ref().map(|base| SafetensorsCheckpoint::open(&folder().join(base))).transpose().map_err(later)?;
+    let base = vector.base.as_ref().map(|base| SafetensorsCheckpoint::open(folder().join(base))).transpose().map_err(later)?;
     let tensors = decode(&pair, base.as_ref()).map_err(later)?;
     let out = tempfile::tempdir().unwrap();
     let path = out.path().join("out");
@@ -92,7 +92,7 @@ fn valid_vectors_are_applied_in_place_where_their_base_kind_allows() {
     for vector in vectors().into_iter().filter(|v| v.verdict == "valid") {
         let index = ValidatedIndex::parse(manifest::read(&vector.index), &Limits::default()).unwrap();
         let pair = Pair::new(index, manifest::read(&vector.blob)).unwrap();
-        let base = vector.base.as_ref().map(|base| SafetensorsCheckpoint::open(&folder().join(base)).unwrap());
+        let base = vector.base.as_ref().map(|base| SafetensorsCheckpoint::open(folder().join(base)).unwrap());
         for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
             let mut memory = BTreeMap::new();
             for tensor in pair.index().tensors() {

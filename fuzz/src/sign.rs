@@ -1,6 +1,6 @@
 //! Puts checksums, digests and sizes of a changed pair right, as an attacker would.
 //!
-//! Uses the public interface of the library only: the integration tests share this file.
+//! Uses the public interface of the library and its `internals` only: the integration tests share this file.
 
 use std::ops::Range;
 use tpde::internals::{

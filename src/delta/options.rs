@@ -19,8 +19,8 @@ pub struct EncodeOptions {
     /// layout that suits it.
     pub layout: Option<Layout>,
     /// The most lanes per chunk: a power of two of at least 4,096, by default 1,048,576. A chunk has at most 4 MiB, whatever its
-    /// lanes. Smaller chunks decode in more parallel pieces and cost more: 48 bytes each in the index. Below the default, [`Favor::Ratio`] also
-    /// halves the steps of streams.
+    /// lanes. Smaller chunks decode in more parallel pieces and cost more: 48 bytes each in the index. Below the default,
+    /// [`Favor::Ratio`] also halves the steps of streams.
     pub chunk_lanes: u64,
     /// What codec `conditioned` favors.
     pub favor: Favor,

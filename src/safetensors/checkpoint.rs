@@ -113,7 +113,7 @@ impl SafetensorsCheckpoint {
         let shard_index = match shard_index {
             Some(name) => {
                 check_name(path, &name, FileKind::Verbatim)?;
-                let mut source = FileSource::open(&path.join(&name))?;
+                let mut source = FileSource::open(path.join(&name))?;
                 source.settle()?;
                 let content = source.read_all("size of the shard index", SHARD_INDEX_LIMIT)?.to_vec();
                 Some(ShardIndex { name, content, source })

@@ -10,7 +10,7 @@ use tpde::{Encode, Error, Pair, SafetensorsCheckpoint};
 
 /// Checkpoints in files, for the library.
 fn open_all(place: &Path) -> [SafetensorsCheckpoint; 3] {
-    ["base.safetensors", "old.safetensors", "new.safetensors"].map(|name| SafetensorsCheckpoint::open(&place.join(name)).unwrap())
+    ["base.safetensors", "old.safetensors", "new.safetensors"].map(|name| SafetensorsCheckpoint::open(place.join(name)).unwrap())
 }
 
 fn publish(base: &SafetensorsCheckpoint, target: &SafetensorsCheckpoint, pair: &Path, replace: bool) -> tpde::Result<()> {
@@ -81,7 +81,7 @@ fn half_of_a_pair_is_refused() {
     let place = checkpoints.path();
     let file = |name: &str| -> PathBuf { place.join(name) };
     fs::copy(file("old-pair.tpde-index"), file("pair.tpde-index")).unwrap();
-    assert!(matches!(Pair::open(&file("pair")), Err(Error::Io { .. })));
+    assert!(matches!(Pair::open(file("pair")), Err(Error::Io { .. })));
     fs::copy(file("new-pair.tpde-blob"), file("pair.tpde-blob")).unwrap();
     assert_eq!(judge_pair(place), State::Refused);
     fs::copy(file("new-pair.tpde-index"), file("pair.tpde-index")).unwrap();

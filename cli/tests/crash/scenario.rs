@@ -92,8 +92,8 @@ pub const APPLY_INTO_FOLDER: Scenario = Scenario {
 
 /// The pair is looked at as a reader would; one that opens and decodes must give one of the two targets.
 pub fn judge_pair(place: &Path) -> State {
-    let base = SafetensorsCheckpoint::open(&place.join("base.safetensors")).unwrap();
-    let rebuilt = Pair::open(&place.join("pair")).and_then(|pair| {
+    let base = SafetensorsCheckpoint::open(place.join("base.safetensors")).unwrap();
+    let rebuilt = Pair::open(place.join("pair")).and_then(|pair| {
         let mut tensors: Vec<_> = pair.index().tensors().map(|tensor| vec![0; tensor.bytes() as usize]).collect();
         pair.verify()?;
         Apply::new(&pair).base(&base).to_buffers(&mut tensors.iter_mut().map(|tensor| &mut tensor[..]).collect::<Vec<_>>())?;

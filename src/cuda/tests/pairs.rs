@@ -15,7 +15,7 @@ fn real_pairs_give_the_target_bit_for_bit() {
         return;
     };
     for (base, target) in [("base", "rl20"), ("rl20", "rl21"), ("rl20", "rl30"), ("base", "sft")] {
-        let open = |name: &str| SafetensorsCheckpoint::open(&folder.join(format!("{name}.safetensors"))).ok();
+        let open = |name: &str| SafetensorsCheckpoint::open(folder.join(format!("{name}.safetensors"))).ok();
         let Some(base) = open(base) else { continue };
         let stem = folder.join(target);
         let pair = match (Pair::open(&stem), open(target)) {

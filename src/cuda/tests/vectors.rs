@@ -26,7 +26,7 @@ pub fn open(vector: &Value) -> Result<(Pair<Vec<u8>>, Option<SafetensorsCheckpoi
     let bytes = |key: &str| std::fs::read(folder().join(vector[key].as_str().unwrap())).unwrap();
     let index = ValidatedIndex::parse(bytes("index"), &Limits::default())?;
     let pair = Pair::new(index, bytes("blob"))?;
-    let base = vector["base"].as_str().map(|base| SafetensorsCheckpoint::open(&folder().join(base))).transpose()?;
+    let base = vector["base"].as_str().map(|base| SafetensorsCheckpoint::open(folder().join(base))).transpose()?;
     Ok((pair, base))
 }
 
