@@ -4,7 +4,7 @@
 #[cfg(fuzzing)]
 pub use crate::codec::fuzzing;
 pub use crate::codec::{ChunkDecoder, ChunkEncoder, Coding, Encoded, EncodedChunk, Pace, TableSet};
-pub use crate::delta::encode;
+pub use crate::encode::encode;
 pub use crate::error::{MESSAGE_CHARS, SHOWN_CHARS};
 pub use crate::format::*;
 pub use crate::sums::chunk_sum;

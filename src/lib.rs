@@ -54,13 +54,16 @@
 #![warn(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
+mod apply;
+mod base;
+mod batches;
 mod checkpoint;
 mod codec;
 #[cfg(feature = "cuda")]
 pub mod cuda;
-mod delta;
 mod digest;
 mod dispatch;
+mod encode;
 mod error;
 mod format;
 mod index;
@@ -85,11 +88,12 @@ struct Readme;
 #[doc = include_str!("../docs/cuda.md")]
 struct Cuda;
 
+pub use apply::{Accelerator, Apply, ApplyReport, Authenticity, Changes, InPlace, Sink, TensorMut, Verification, Verify, Work};
 pub use checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 pub use codec::{Codec, Layout, PayloadParts};
-pub use delta::{
-    Accelerator, Apply, ApplyReport, Authenticity, Changes, CodecChoice, Encode, EncodeOptions, EncodeReport, Explain, Explanation,
-    Favor, InPlace, Sink, TableSetReport, TensorExplanation, TensorMut, TensorReport, Verification, Verify, WayReport, Work,
+pub use encode::{
+    CodecChoice, Encode, EncodeOptions, EncodeReport, Explain, Explanation, Favor, TableSetReport, TensorExplanation, TensorReport,
+    WayReport,
 };
 pub use error::{Error, Escaped, Invalid, Location, Result, Rule, UnknownName};
 pub use format::{BaseKind, FileKind};

@@ -8,7 +8,7 @@ use super::plan::binding::Binding;
 use super::plan::payloads::{Mode, Payloads};
 use super::runtime::device::Device;
 use super::runtime::memory::DeviceSlice;
-use crate::delta::{Accelerator, Work};
+use crate::apply::{Accelerator, Work};
 use crate::error::Result;
 use crate::index::Tensor;
 use rayon::prelude::*;

@@ -138,7 +138,7 @@ fn help_documents_and_docstrings_say_the_same_of_what_codecs_and_favors_are_for(
     let page = fs::read_to_string(place.path("pages/tpde-encode.1")).unwrap().replace('\\', "");
     let (help, summary) = (place.ok("encode --help").out, place.ok("encode -h").out);
     let read = |path: &str| fs::read_to_string(root().join(path)).unwrap();
-    let (readme, python, options) = (read("README.md"), read("python/tpde/_paths.py"), read("src/delta/options.rs"));
+    let (readme, python, options) = (read("README.md"), read("python/tpde/_paths.py"), read("src/encode/options.rs"));
     let codecs = CodecChoice::ALL.iter().map(|choice| ("--codec", choice.name(), choice.job(), *choice == CodecChoice::default()));
     let favors = Favor::ALL.iter().map(|favor| ("--favor", favor.name(), favor.job(), *favor == Favor::default()));
     let mut rows = Vec::new();
@@ -152,7 +152,7 @@ fn help_documents_and_docstrings_say_the_same_of_what_codecs_and_favors_are_for(
         let default = if default { " The default." } else { "" };
         assert!(readme.contains(&format!("| `{option} {name}` | {job}{default} |")), "{option} {name} in README.md");
         let documented = options.contains(&format!("    /// {job}\n")) || Codec::ALL.iter().any(|codec| codec.name() == name);
-        assert!(documented, "{name} in src/delta/options.rs");
+        assert!(documented, "{name} in src/encode/options.rs");
         assert!(python.contains(&format!("- ``\"{name}\"``: {job}\n")), "{name} in python/tpde/_paths.py");
     }
     assert!(rows.windows(2).all(|rows| rows[0] + 1 == rows[1]), "one table: {help}");

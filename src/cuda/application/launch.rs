@@ -1,6 +1,7 @@
 //! Queues an application: copies of payloads, and launches of kernels.
 
 use super::prepared::Prepared;
+use crate::apply::InPlace;
 use crate::codec::{Encoded, Expander};
 use crate::cuda::abi::{self, FLAG_NO_CRC, Launch, mode};
 use crate::cuda::plan::payloads::{Mode, Payloads};
@@ -9,7 +10,6 @@ use crate::cuda::runtime::copies;
 use crate::cuda::runtime::driver::{Entered, RawEvent, RawStream};
 use crate::cuda::runtime::memory::PinnedBuffer;
 use crate::cuda::runtime::staging::{SLOT_BYTES, fill_in_parallel};
-use crate::delta::InPlace;
 use crate::error::{Error, Result};
 use crate::reader::checked_payload;
 use crate::source::Source;

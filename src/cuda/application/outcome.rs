@@ -1,11 +1,11 @@
 //! The outcome of a launch: status words turned into errors.
 
 use super::prepared::Prepared;
+use crate::apply::InPlace;
 use crate::cuda::abi::{self, STATUS_NOT_RUN, STATUS_OK};
 use crate::cuda::plan::payloads::Mode;
 use crate::cuda::runtime::driver::RawEvent;
 use crate::cuda::runtime::memory::{DeviceSlice, PinnedBuffer};
-use crate::delta::InPlace;
 use crate::error::{Error, Result, Rule};
 use crate::format::BaseKind;
 use std::sync::Arc;

@@ -1,6 +1,7 @@
 //! The memory of an application, and state shared by its launches.
 
 use super::frames::Frames;
+use crate::apply::InPlace;
 use crate::cuda::abi::{self, DeviceTensor, STATUS_NOT_RUN};
 use crate::cuda::index::DeviceIndex;
 use crate::cuda::plan::binding::Binding;
@@ -11,7 +12,6 @@ use crate::cuda::runtime::copies;
 use crate::cuda::runtime::driver::{self, Entered, OwnStream, RawEvent, RawStream};
 use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use crate::cuda::runtime::scratch::Scratch;
-use crate::delta::InPlace;
 use crate::error::{Error, Result};
 use crate::format::ChunkMetadata;
 use std::sync::{Arc, Mutex};

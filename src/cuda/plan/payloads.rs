@@ -1,10 +1,10 @@
 //! The mode of an application, and the source of its payloads.
 
 use super::binding::Binding;
+use crate::apply::InPlace;
 use crate::cuda::index::DeviceIndex;
 use crate::cuda::runtime::inner::Inner;
 use crate::cuda::runtime::memory::{DeviceSlice, PinnedBuffer};
-use crate::delta::InPlace;
 use crate::error::{Error, Escaped, Result};
 use crate::source::Source;
 use std::fmt;

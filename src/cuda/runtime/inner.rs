@@ -61,7 +61,7 @@ impl Inner {
         Queueing { device: self, cx, stream, is_held: false }
     }
 
-    /// The scratch memory of [`InPlace::ChunkByChunk`](crate::delta::InPlace), allocated at its first use: about 1 MiB per
+    /// The scratch memory of [`InPlace::ChunkByChunk`](crate::InPlace), allocated at its first use: about 1 MiB per
     /// multiprocessor, independent of tensor sizes.
     pub fn scratch(&self, cx: &Entered<'_>) -> Result<Scratch> {
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);

@@ -8,7 +8,7 @@ use super::refused::{CHUNK_LANES, Sample};
 use super::stand_in;
 use super::vectors::MODES;
 use crate::Codec;
-use crate::delta::InPlace;
+use crate::apply::InPlace;
 use crate::error::{Error, Result, Rule};
 use crate::source::Source;
 use std::sync::Arc;

@@ -7,7 +7,7 @@ use super::generated::{Random, lanes};
 use super::laid::{Laid, Route, payloads, prepare, prepare_in_slices};
 use super::stand_in;
 use super::vectors::MODES;
-use crate::delta::InPlace;
+use crate::apply::InPlace;
 use crate::error::{Error, Result};
 use crate::lane::Dtype;
 use crate::source::Source;

@@ -4,7 +4,7 @@ use super::super::{Application, ApplyPlan, Device, DeviceIndex, DeviceSlice, Mod
 use super::generated::{Random, lanes};
 use super::laid::{Laid, Route, payloads, prepare, routes};
 use super::vectors::MODES;
-use crate::delta::InPlace;
+use crate::apply::InPlace;
 use crate::error::Error;
 use crate::lane::Dtype;
 use crate::{Codec, Encode, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo};

@@ -8,7 +8,7 @@ use super::generated::{Random, lanes};
 use super::laid::{Laid, prepare_in_slices};
 use super::stand_in::{self, Refusal};
 use super::vectors::MODES;
-use crate::delta::InPlace;
+use crate::apply::InPlace;
 use crate::error::{Error, Result};
 use crate::lane::Dtype;
 use crate::source::Source;

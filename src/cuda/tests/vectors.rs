@@ -2,7 +2,7 @@
 
 use super::super::{Device, DeviceIndex, Mode};
 use super::laid::{apply, routes};
-use crate::delta::InPlace;
+use crate::apply::InPlace;
 use crate::error::{Error, Rule};
 use crate::{Apply, Checkpoint, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, ValidatedIndex};
 use serde_json::Value;

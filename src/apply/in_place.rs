@@ -3,7 +3,7 @@
 use super::chunk::{Chunks, Worker, decode};
 use super::kept::Kept;
 use super::run::{ApplyReport, Run};
-use super::{Pool, in_batches};
+use crate::batches::{Pool, in_batches};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;

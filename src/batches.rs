@@ -1,41 +1,12 @@
-//! Encoding a pair from two checkpoints, and applying one to a base (spec sections 9 and 13).
+//! Work on all threads of the pool, in batches whose results come in order.
 
 #![forbid(unsafe_code)]
 
-mod accelerator;
-mod apply;
-mod assembly;
-mod base;
-mod chunk;
-mod compare;
-mod encode;
-mod explain;
-mod in_place;
-mod kept;
-mod options;
-mod plan;
-mod range;
-mod rebuilt;
-mod run;
-mod survey;
-mod to_path;
-mod train;
-mod verify;
-mod ways;
-
-pub use accelerator::{Accelerator, Work};
-pub use apply::Apply;
-pub use encode::{Encode, EncodeReport, TensorReport, encode};
-pub use explain::{Explain, Explanation, TableSetReport, TensorExplanation, WayReport};
-pub use in_place::{InPlace, TensorMut};
-pub use options::{CodecChoice, EncodeOptions, Favor};
-pub use range::Changes;
-pub use run::{ApplyReport, Sink};
-pub use verify::{Authenticity, Verification, Verify};
-
-use crate::watch::Progress;
-
+use crate::checkpoint::Checkpoint;
+use crate::digest;
 use crate::error::Result;
+use crate::watch::Progress;
+use blake3::Hash;
 use rayon::prelude::*;
 use std::sync::{Mutex, PoisonError};
 
@@ -45,7 +16,7 @@ const BATCH_BYTES: u64 = 48 << 20;
 /// Works through jobs on all threads of the pool, a batch at a time, and hands the results over in order.
 ///
 /// Memory is bounded by the results of a batch, whatever the number of jobs. The first error in order is returned.
-fn in_batches<J: Send, R: Send>(
+pub(crate) fn in_batches<J: Send, R: Send>(
     jobs: impl IntoIterator<Item = J>,
     bytes: impl Fn(&J) -> u64,
     work: impl Fn(&mut J) -> Result<R> + Sync,
@@ -68,17 +39,17 @@ fn in_batches<J: Send, R: Send>(
 }
 
 /// Things that a thread takes for a job and puts back: contexts and buffers that are dear to make.
-struct Pool<T> {
+pub(crate) struct Pool<T> {
     free: Mutex<Vec<T>>,
     make: fn() -> T,
 }
 
 impl<T> Pool<T> {
-    fn new(make: fn() -> T) -> Self {
+    pub fn new(make: fn() -> T) -> Self {
         Self { free: Mutex::new(Vec::new()), make }
     }
 
-    fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
+    pub fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
         let free = || self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let taken = free().pop();
         let mut thing = taken.unwrap_or_else(self.make);
@@ -86,6 +57,28 @@ impl<T> Pool<T> {
         free().push(thing);
         result
     }
+}
+
+/// The hash of a whole tensor of a checkpoint, by all threads.
+pub(crate) fn hash_tensor(checkpoint: &dyn Checkpoint, place: usize, progress: Progress<'_>) -> Result<Hash> {
+    const PIECE: u64 = 1 << 20;
+    let bytes = checkpoint.tensors()[place].bytes();
+    let buffers = Pool::new(Vec::new);
+    let mut pieces = Vec::new();
+    in_batches(
+        (0..bytes.div_ceil(PIECE)).map(|i| i * PIECE),
+        |_| PIECE,
+        |&mut offset| {
+            let size = PIECE.min(bytes - offset) as usize;
+            progress.done(size as u64)?;
+            buffers.with(|buffer| Ok(digest::of_piece(checkpoint.bytes(place, offset, size, buffer)?, offset, bytes)))
+        },
+        |_, piece| {
+            pieces.push(piece);
+            Ok(())
+        },
+    )?;
+    Ok(digest::combine(&pieces))
 }
 
 #[cfg(test)]

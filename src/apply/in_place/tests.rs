@@ -1,5 +1,5 @@
 use super::*;
-use crate::delta::kept::KEPT_PAYLOADS;
+use crate::apply::kept::KEPT_PAYLOADS;
 use crate::sums::Q;
 use crate::{Codec, Dtype, Encode, EncodeOptions, Limits, MemoryCheckpoint, ValidatedIndex};
 use std::collections::HashSet;

@@ -1,6 +1,6 @@
 //! Decoding one chunk: steps 8 to 11 of spec section 13.
 
-use super::base::PaddedBase;
+use crate::base::PaddedBase;
 use crate::checkpoint::Checkpoint;
 use crate::codec::{ChunkDecoder, Encoded, EncodedChunk};
 use crate::digest::{self, PieceHasher};
@@ -13,7 +13,7 @@ use crate::sums::ChunkSum;
 use std::cell::Cell;
 
 /// The chunks of a pair: an index, and the payloads that belong to it.
-pub(super) trait Chunks: Sync {
+pub(crate) trait Chunks: Sync {
     fn index(&self) -> &ValidatedIndex;
 
     /// The payload of a chunk, its CRC and padding checked: in memory as it is, or read into `scratch`.
@@ -67,7 +67,7 @@ pub(super) struct Hashes {
 }
 
 /// The place of a tensor's base tensor in `base`, checked for dtype and shape; `None` without a base.
-pub(super) fn find_base(tensor: &Tensor<'_>, base: &dyn Checkpoint) -> Result<Option<usize>> {
+pub(crate) fn find_base(tensor: &Tensor<'_>, base: &dyn Checkpoint) -> Result<Option<usize>> {
     let Some(shape) = tensor.base_shape() else { return Ok(None) };
     let broken = |found: &dyn std::fmt::Display| {
         let expected = format!("base tensor {} of {} {shape:?}", Escaped(tensor.base_name), tensor.dtype);

@@ -1,6 +1,6 @@
 use super::*;
 use crate::MemoryCheckpoint;
-use crate::delta::encode;
+use crate::encode::encode;
 use crate::format::{FileKind, Section};
 use crate::writer::{Finished, PairBuilder};
 use std::collections::BTreeMap;

@@ -1,6 +1,6 @@
 //! Comparing a checkpoint with what a pair rebuilds.
 
-use super::run::hash_tensor;
+use crate::batches::hash_tensor;
 use crate::checkpoint::Checkpoint;
 use crate::digest::{Root, short};
 use crate::error::{Escaped, Result, Rule, hex};

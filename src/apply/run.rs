@@ -2,7 +2,7 @@
 
 use super::accelerator::{Accelerator, Work};
 use super::chunk::{Chunks, Hashes, Worker, base_lanes, decode, find_base};
-use super::{Pool, in_batches};
+use crate::batches::{Pool, hash_tensor, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::digest::{self, short};
 use crate::error::{Error, Escaped, Result, Rule, hex};
@@ -41,7 +41,7 @@ pub struct ApplyReport {
 }
 
 /// What to rebuild, from what, and with which checks.
-pub(super) struct Run<'a, B> {
+pub(crate) struct Run<'a, B> {
     pub pair: &'a Pair<B>,
     /// Source of the payloads that the processor decodes: the pair, unless payloads are kept.
     pub chunks: &'a dyn Chunks,
@@ -287,7 +287,7 @@ impl<'a, B: Source> Run<'a, B> {
     }
 
     /// A base that is not the pair's shows itself first as a chunk whose sum is off; says whose fault that is.
-    pub(super) fn explain(&self, error: Error, bases: &[Option<usize>]) -> Error {
+    pub fn explain(&self, error: Error, bases: &[Option<usize>]) -> Error {
         if error.rule() != Some(Rule::ChunkBaseSum) {
             return error;
         }
@@ -317,28 +317,6 @@ impl<'a, B: Source> Run<'a, B> {
             None => error,
         }
     }
-}
-
-/// The hash of a whole tensor of a checkpoint, by all threads.
-pub(super) fn hash_tensor(checkpoint: &dyn Checkpoint, place: usize, progress: Progress<'_>) -> Result<Hash> {
-    const PIECE: u64 = 1 << 20;
-    let bytes = checkpoint.tensors()[place].bytes();
-    let buffers = Pool::new(Vec::new);
-    let mut pieces = Vec::new();
-    in_batches(
-        (0..bytes.div_ceil(PIECE)).map(|i| i * PIECE),
-        |_| PIECE,
-        |&mut offset| {
-            let size = PIECE.min(bytes - offset) as usize;
-            progress.done(size as u64)?;
-            buffers.with(|buffer| Ok(digest::of_piece(checkpoint.bytes(place, offset, size, buffer)?, offset, bytes)))
-        },
-        |_, piece| {
-            pieces.push(piece);
-            Ok(())
-        },
-    )?;
-    Ok(digest::combine(&pieces))
 }
 
 /// Puts the hashes of chunks together, tensor by tensor, and compares them with the index.

@@ -4,12 +4,13 @@
 use super::options::{CodecChoice, EncodeOptions, Favor};
 use super::plan::{Plan, low_bits};
 use super::ways::Worker;
-use super::{Pool, Progress, in_batches};
+use crate::batches::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::codec::conditioned;
 use crate::error::Result;
 use crate::format::BaseKind;
 use crate::lane::Dtype;
+use crate::watch::Progress;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

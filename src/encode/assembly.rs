@@ -157,7 +157,7 @@ impl<'a, W: Write> Assembly<'a, W> {
             (BaseKind::Same, ..) if from_base => Some(digest::combine(&self.base_hashes)),
             (BaseKind::Prefix, Some(base), Some(place)) if from_base => Some(match self.whole_bases.entry(place) {
                 Entry::Occupied(known) => *known.get(),
-                Entry::Vacant(new) => *new.insert(super::run::hash_tensor(base, place as usize, &|_| {})?),
+                Entry::Vacant(new) => *new.insert(crate::batches::hash_tensor(base, place as usize, &|_| {})?),
             }),
             _ => None,
         };
@@ -205,7 +205,7 @@ fn changes(chunk: &Chunk, way: Way) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use crate::delta::encode::encode_holding;
+    use crate::encode::run::encode_holding;
     use crate::writer::PairBuilder;
     use crate::{Apply, Dtype, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo};
 

@@ -5,7 +5,7 @@ use crate::error::Result;
 
 /// The bytes of a base tensor, with zeros past its end. A tensor without a base has one of zeros alone (section 8.2).
 #[derive(Clone, Copy)]
-pub(super) struct PaddedBase<'a>(Option<(&'a dyn Checkpoint, usize)>);
+pub(crate) struct PaddedBase<'a>(Option<(&'a dyn Checkpoint, usize)>);
 
 impl<'a> PaddedBase<'a> {
     /// The tensor at `place` of `base`.

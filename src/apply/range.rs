@@ -2,7 +2,7 @@
 
 use super::chunk::{Worker, base_lanes, decode, find_base};
 use super::run::Run;
-use super::{Pool, in_batches};
+use crate::batches::{Pool, in_batches};
 use crate::error::{Error, Escaped, Result};
 use crate::index::Tensor;
 use crate::source::Source;

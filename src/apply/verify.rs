@@ -1,7 +1,7 @@
 //! Checks of a pair, a base and a target against each other. Nothing is written.
 
 use super::accelerator::Accelerator;
-use super::apply::Apply;
+use super::builder::Apply;
 use super::compare::check_target;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result, Rule};

@@ -3,9 +3,9 @@
 //! A chunk is coded in every way that may win. What a way that is far off would make of it is estimated: nobody needs that payload.
 //! All of this is a function of the chunk's lanes, so that the bytes are the same for any number of threads.
 
-use super::base::PaddedBase;
 use super::options::{CodecChoice, EncodeOptions, Way};
 use super::plan::Plan;
+use crate::base::PaddedBase;
 use crate::checkpoint::Checkpoint;
 use crate::codec::conditioned::uncoded_size;
 use crate::codec::count;

@@ -1,14 +1,12 @@
 //! What the bytes of a pair are for, and what other ways to encode its tensors would have taken.
 
 use super::assembly::Shares;
-use super::chunk::find_base;
 use super::options::{EncodeOptions, Favor, Way};
 use super::plan::{Plan, plan};
-use super::rebuilt::Rebuilt;
-use super::run::Run;
 use super::train::train;
 use super::ways::{Attempt, Worker};
-use super::{Pool, in_batches};
+use crate::apply::{Rebuilt, Run, find_base};
+use crate::batches::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::codec::{Codec, Difference, PayloadParts};
 use crate::error::Result;

@@ -1,7 +1,7 @@
 //! The target of a pair as a checkpoint: chunks are rebuilt when they are read.
 
-use super::Pool;
 use super::chunk::{Worker, base_lanes, decode};
+use crate::batches::Pool;
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::error::{Error, Result};
 use crate::index::Tensor;
@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The target of a pair. CRC and sums of a chunk are checked when it is rebuilt; digests are not.
-pub(super) struct Rebuilt<'a, B> {
+pub(crate) struct Rebuilt<'a, B> {
     pair: &'a Pair<B>,
     base: &'a dyn Checkpoint,
     /// Places of the base tensors, whose dtypes and shapes have been checked.
@@ -96,7 +96,7 @@ impl<B: Source> Checkpoint for Rebuilt<'_, B> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::delta::chunk::find_base;
+    use crate::apply::find_base;
     use crate::{Dtype, Encode, EncodeOptions, MemoryCheckpoint};
 
     #[test]

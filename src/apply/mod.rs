@@ -1,0 +1,26 @@
+//! Applying a pair to a base: out of place, in place, by ranges; and checks of a pair against base and target (spec sections 9
+//! and 13).
+
+#![forbid(unsafe_code)]
+
+mod accelerator;
+mod builder;
+mod chunk;
+mod compare;
+mod in_place;
+mod kept;
+mod range;
+mod rebuilt;
+mod run;
+mod to_path;
+mod verify;
+
+pub use accelerator::{Accelerator, Work};
+pub use builder::Apply;
+pub(crate) use chunk::find_base;
+pub use in_place::{InPlace, TensorMut};
+pub use range::Changes;
+pub(crate) use rebuilt::Rebuilt;
+pub(crate) use run::Run;
+pub use run::{ApplyReport, Sink};
+pub use verify::{Authenticity, Verification, Verify};

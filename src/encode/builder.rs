@@ -1,0 +1,155 @@
+//! Encoding a pair: the builder.
+
+use super::options::EncodeOptions;
+use super::run::{EncodeReport, encode};
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, Result};
+use crate::publish::{Publication, check_apart};
+use crate::reader::{Pair, PairPaths, check_pair_name};
+use crate::safetensors::{SafetensorsCheckpoint, check_composable};
+use crate::watch::{Watch, Watcher};
+use crate::writer::{FileSpec, PairBuilder};
+use std::io::{BufWriter, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+/// Encodes a target checkpoint as a pair, as its difference from a base.
+///
+/// ```
+/// # use tpde::{Dtype, Encode, MemoryCheckpoint, TensorInfo};
+/// # fn main() -> tpde::Result<()> {
+/// # let folder = tempfile::tempdir().expect("a temporary folder");
+/// # let path = folder.path().join("update");
+/// let info = TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![3] };
+/// let base = MemoryCheckpoint::new([(info.clone(), &[1, 2, 3, 4, 5, 6][..])])?;
+/// let target = MemoryCheckpoint::new([(info, &[1, 2, 3, 4, 5, 7][..])])?;
+/// let report = Encode::new(&target).base(&base).to_path(&path)?;
+/// assert_eq!(report.tensors[0].changed, 1);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// The bytes of a pair depend on base, target, options and the version of zstd, not on threads, time or machine. Memory is bounded
+/// by the number of threads, one batch of payloads and 64 MiB of the payloads of one tensor, whatever the size of the checkpoints.
+#[must_use = "nothing is encoded before `to_path` or `to_memory` is called"]
+pub struct Encode<'a> {
+    target: &'a dyn Checkpoint,
+    base: Option<&'a dyn Checkpoint>,
+    options: EncodeOptions,
+    inputs: Vec<PathBuf>,
+    overwrite: bool,
+    watcher: Watcher<'a>,
+}
+
+impl<'a> Encode<'a> {
+    /// An encoding of `target` as a whole, with the default options.
+    ///
+    /// The pair of a [`SafetensorsCheckpoint`] describes its files too, so that they are rebuilt byte for byte. The target of
+    /// another checkpoint is rebuilt as one safetensors file with a header of its own.
+    pub fn new(target: &'a dyn Checkpoint) -> Self {
+        let options = EncodeOptions::default();
+        Self { target, base: None, options, inputs: Vec::new(), overwrite: false, watcher: Watcher::Nobody }
+    }
+
+    /// The checkpoint that readers of the pair have.
+    pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
+        self.base = Some(base);
+        self
+    }
+
+    /// How to encode.
+    pub fn options(mut self, options: EncodeOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Files besides the checkpoints that the caller has read for this encoding. No file of the pair may replace one of them.
+    pub fn inputs(mut self, paths: impl IntoIterator<Item = impl AsRef<Path>>) -> Self {
+        self.inputs.extend(paths.into_iter().map(|path| path.as_ref().to_owned()));
+        self
+    }
+
+    /// Whether [`Encode::to_path`] may replace an existing pair: off by default.
+    pub fn overwrite(mut self, on: bool) -> Self {
+        self.overwrite = on;
+        self
+    }
+
+    /// Calls `report` from any thread with the number of bytes that are newly done. In all that is the size of the target's
+    /// tensors.
+    pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
+        self.watcher = Watcher::Closure(Box::new(report));
+        self
+    }
+
+    /// As [`Encode::progress`], with a watcher that may end the work.
+    pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
+        self.watcher = Watcher::Borrowed(watch);
+        self
+    }
+
+    /// Writes the files of the pair `path`, which is the stem or either file: `NAME.tpde-index` and `NAME.tpde-blob`. They are
+    /// published together: first the blob, then the index, whose rename is the commit.
+    ///
+    /// # Errors
+    /// - [`Error::Io`] from the checkpoints or the files of the pair; if the pair exists and [`overwrite`](Encode::overwrite) is not
+    ///   set; or if another process holds a lock on the folder for 30 seconds.
+    /// - [`Error::Changed`] if a checkpoint has changed since it was opened, as far as
+    ///   [`FileSource::check_unchanged`](crate::FileSource::check_unchanged) detects it.
+    /// - [`Error::InvalidArgument`] for options that make no sense, and if a file of the pair is, or is inside, a file or folder of
+    ///   the checkpoints, or is one of [`inputs`](Encode::inputs).
+    /// - Before any lane is read: [`Error::Invalid`] for a name or a shape that the format cannot hold, naming the tensor or the
+    ///   file; [`Error::Limit`] for more than it holds; [`Error::NotWritable`] if the target has no files and cannot be written
+    ///   as one.
+    /// - Any error of the watcher.
+    ///
+    /// An error before the first rename leaves the old pair as it was, and everything but the renames comes before. If the system
+    /// refuses the second rename, the old index stands beside the new blob, and readers refuse the two.
+    pub fn to_path(&self, path: impl AsRef<Path>) -> Result<EncodeReport> {
+        let files = self.files()?;
+        if SafetensorsCheckpoint::of(self.target).is_none() {
+            check_composable(self.target.tensors())?;
+        }
+        let path = path.as_ref();
+        check_pair_name(path)?;
+        let paths = PairPaths::new(path);
+        let checkpoints = self.base.iter().flat_map(|base| base.paths()).chain(self.target.paths());
+        let inputs: Vec<_> = checkpoints.chain(self.inputs.iter().cloned()).collect();
+        check_apart(&[paths.index.clone(), paths.blob.clone()], &inputs)?;
+        let mut publication = Publication::files(&paths.index, self.overwrite);
+        let blob = BufWriter::with_capacity(1 << 20, publication.add(&paths.blob)?);
+        let mut index = publication.add(&paths.index)?;
+        let builder = PairBuilder::new(blob, paths.blob.clone())?;
+        let (mut finished, report) = encode(self.base, self.target, files, &self.options, builder, &self.watcher)?;
+        let blob = &mut finished.blob;
+        let written = blob.seek(SeekFrom::Start(0)).and_then(|_| blob.write_all(&finished.blob_header)).and_then(|()| blob.flush());
+        written.map_err(|e| Error::io("write", &paths.blob, e))?;
+        index.write_all(finished.index.as_bytes()).map_err(|e| Error::io("write", &paths.index, e))?;
+        publication.commit(&self.watcher)?;
+        Ok(report)
+    }
+
+    /// Makes the pair in memory.
+    ///
+    /// # Errors
+    /// As [`Encode::to_path`], but for those about files of the pair.
+    pub fn to_memory(&self) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
+        self.to_memory_in(Vec::new())
+    }
+
+    /// As [`Encode::to_memory`], with the blob in the allocation of `blob`, whose content is discarded.
+    ///
+    /// # Errors
+    /// As [`Encode::to_memory`].
+    pub fn to_memory_in(&self, mut blob: Vec<u8>) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
+        blob.clear();
+        let builder = PairBuilder::new(blob, "memory".into())?;
+        let (finished, report) = encode(self.base, self.target, self.files()?, &self.options, builder, &self.watcher)?;
+        Ok((finished.into_pair()?, report))
+    }
+
+    /// The files of the target.
+    fn files(&self) -> Result<Vec<FileSpec>> {
+        let base = self.base.and_then(SafetensorsCheckpoint::of);
+        SafetensorsCheckpoint::of(self.target).map_or(Ok(Vec::new()), |target| target.file_specs(base))
+    }
+}

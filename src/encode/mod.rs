@@ -1,0 +1,18 @@
+//! Encoding a pair from two checkpoints, and explaining the size of one (spec section 9).
+
+#![forbid(unsafe_code)]
+
+mod assembly;
+mod builder;
+mod explain;
+mod options;
+mod plan;
+mod run;
+mod survey;
+mod train;
+mod ways;
+
+pub use builder::Encode;
+pub use explain::{Explain, Explanation, TableSetReport, TensorExplanation, WayReport};
+pub use options::{CodecChoice, EncodeOptions, Favor};
+pub use run::{EncodeReport, TensorReport, encode};
