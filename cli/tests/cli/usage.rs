@@ -51,8 +51,9 @@ fn messages_say_what_helps() {
         let error = place.fails(line, SYSTEM, "directory");
         assert!(error["hint"].is_null() && error["message"].as_str().unwrap().contains("base.safetensors"), "{error}");
     }
-    // Stacks of 2 MiB, for which there is no space.
-    let run = place.command("sh", &["-c", &format!("ulimit -v 600000; exec {TPDE} -T 1024 inspect pair")]);
+    // Stacks of 300 MB, for which there is no space. After many small ones there would be none for what threads allocate either.
+    let limited = format!("ulimit -v 600000; RUST_MIN_STACK=300000000 exec {TPDE} -T 1024 inspect pair");
+    let run = place.command("sh", &["-c", &limited]);
     assert_eq!((run.code, run.out.as_str()), (SYSTEM, ""), "{}", run.err);
     assert!(run.err.contains("cannot start threads") && run.err.contains("--threads"), "{}", run.err);
 }
