@@ -1,28 +1,28 @@
-//! The base of a tensor as both encoding and applying see it.
+//! A tensor's base, as encoding and applying read it.
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
 
-/// The bytes of a base tensor, with zeros past its end. A tensor without a base has one of zeros alone (section 8.2).
+/// The bytes of a base tensor, followed by zeros. Without a base tensor all bytes are zeros (section 8.2).
 #[derive(Clone, Copy)]
 pub(crate) struct PaddedBase<'a>(Option<(&'a dyn Checkpoint, usize)>);
 
 impl<'a> PaddedBase<'a> {
-    /// The tensor at `place` of `base`.
-    pub fn new(base: Option<&'a dyn Checkpoint>, place: Option<usize>) -> Self {
-        Self(base.zip(place))
+    /// Tensor `base_index` of `base`.
+    pub fn new(base: Option<&'a dyn Checkpoint>, base_index: Option<usize>) -> Self {
+        Self(base.zip(base_index))
     }
 
-    /// How many of `size` bytes from byte `offset` on come from the checkpoint.
+    /// The number of the `size` bytes from byte `offset` on that come from the checkpoint.
     fn present(self, offset: u64, size: usize) -> usize {
-        let bytes = self.0.map_or(0, |(base, place)| base.tensors()[place].bytes());
+        let bytes = self.0.map_or(0, |(base, base_index)| base.tensors()[base_index].bytes());
         bytes.saturating_sub(offset).min(size as u64) as usize
     }
 
-    /// `size` bytes from byte `offset` on, if all of them lie in memory.
+    /// `size` bytes from byte `offset` on, if all of them are in memory.
     pub fn in_place(self, offset: u64, size: usize) -> Option<&'a [u8]> {
-        let (base, place) = self.0.filter(|_| self.present(offset, size) == size)?;
-        base.in_place(place, offset, size)
+        let (base, base_index) = self.0.filter(|_| self.present(offset, size) == size)?;
+        base.in_place(base_index, offset, size)
     }
 
     /// Fills `out` with the bytes from byte `offset` on.
@@ -33,12 +33,12 @@ impl<'a> PaddedBase<'a> {
         let (from_base, zeros) = out.split_at_mut(self.present(offset, out.len()));
         zeros.fill(0);
         match self.0 {
-            Some((base, place)) if !from_base.is_empty() => base.read(place, offset, from_base),
+            Some((base, base_index)) if !from_base.is_empty() => base.read(base_index, offset, from_base),
             _ => Ok(()),
         }
     }
 
-    /// `size` bytes from byte `offset` on: in place where that can be, else through `scratch`.
+    /// `size` bytes from byte `offset` on: in place if they are in memory, else read into `scratch`.
     ///
     /// # Errors
     /// As for [`Checkpoint::read`].
@@ -70,8 +70,8 @@ mod tests {
             self.0.tensors()
         }
 
-        fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-            self.0.read(place, offset, out)
+        fn read(&self, base_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+            self.0.read(base_index, offset, out)
         }
     }
 

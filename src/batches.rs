@@ -10,12 +10,12 @@ use blake3::Hash;
 use rayon::prelude::*;
 use std::sync::{Mutex, PoisonError};
 
-/// Bytes of lanes that are in work at once: enough chunks to keep all threads busy, few enough to bound memory.
+/// Bytes of lanes in a batch: enough chunks to keep all threads busy, few enough to bound memory.
 const BATCH_BYTES: u64 = 48 << 20;
 
-/// Works through jobs on all threads of the pool, a batch at a time, and hands the results over in order.
+/// Runs jobs on all threads of the pool, one batch at a time, and passes the results to `done` in order.
 ///
-/// Memory is bounded by the results of a batch, whatever the number of jobs. The first error in order is returned.
+/// Memory is bounded by the results of a batch, whatever the number of jobs. Returns the first error in the order of the jobs.
 pub(crate) fn in_batches<J: Send, R: Send>(
     jobs: impl IntoIterator<Item = J>,
     bytes: impl Fn(&J) -> u64,
@@ -27,7 +27,7 @@ pub(crate) fn in_batches<J: Send, R: Send>(
         let mut batch = Vec::new();
         let mut size = 0;
         while let Some(job) = jobs.next_if(|_| size < BATCH_BYTES) {
-            size += bytes(&job).max(64); // empty jobs cost something too
+            size += bytes(&job).max(64); // an empty job has a cost too
             batch.push(job);
         }
         let results: Vec<_> = batch.par_iter_mut().with_max_len(1).map(&work).collect();
@@ -38,7 +38,7 @@ pub(crate) fn in_batches<J: Send, R: Send>(
     Ok(())
 }
 
-/// Things that a thread takes for a job and puts back: contexts and buffers that are dear to make.
+/// Contexts and buffers that are expensive to make. A thread takes one for a job and returns it.
 pub(crate) struct Pool<T> {
     free: Mutex<Vec<T>>,
     make: fn() -> T,
@@ -51,18 +51,18 @@ impl<T> Pool<T> {
 
     pub fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
         let free = || self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let taken = free().pop();
-        let mut thing = taken.unwrap_or_else(self.make);
-        let result = work(&mut thing);
-        free().push(thing);
+        let reused = free().pop();
+        let mut item = reused.unwrap_or_else(self.make);
+        let result = work(&mut item);
+        free().push(item);
         result
     }
 }
 
-/// The hash of a whole tensor of a checkpoint, by all threads.
-pub(crate) fn hash_tensor(checkpoint: &dyn Checkpoint, place: usize, progress: Progress<'_>) -> Result<Hash> {
+/// The hash of a whole tensor of a checkpoint, computed by all threads.
+pub(crate) fn hash_tensor(checkpoint: &dyn Checkpoint, tensor_index: usize, progress: Progress<'_>) -> Result<Hash> {
     const PIECE: u64 = 1 << 20;
-    let bytes = checkpoint.tensors()[place].bytes();
+    let bytes = checkpoint.tensors()[tensor_index].bytes();
     let buffers = Pool::new(Vec::new);
     let mut pieces = Vec::new();
     in_batches(
@@ -71,7 +71,7 @@ pub(crate) fn hash_tensor(checkpoint: &dyn Checkpoint, place: usize, progress: P
         |&mut offset| {
             let size = PIECE.min(bytes - offset) as usize;
             progress.done(size as u64)?;
-            buffers.with(|buffer| Ok(digest::of_piece(checkpoint.bytes(place, offset, size, buffer)?, offset, bytes)))
+            buffers.with(|buffer| Ok(digest::of_piece(checkpoint.bytes(tensor_index, offset, size, buffer)?, offset, bytes)))
         },
         |_, piece| {
             pieces.push(piece);
@@ -87,28 +87,28 @@ mod tests {
 
     #[test]
     fn batches_end_when_they_have_enough_bytes_and_results_come_in_order() {
-        // Most jobs that are worked on before the first of them is done, by their bytes.
+        // The largest number of jobs run before the first of them is passed to `done`, for jobs of `bytes` bytes.
         let batch = |bytes: u64, jobs: usize| {
-            let worked = Mutex::new(0);
-            let mut most = 0;
+            let run = Mutex::new(0);
+            let mut largest = 0;
             let mut order = Vec::new();
             in_batches(
                 0..jobs,
                 |_| bytes,
                 |job| {
-                    *worked.lock().unwrap() += 1;
+                    *run.lock().unwrap() += 1;
                     Ok(*job)
                 },
                 |job, result| {
                     assert_eq!(job, result);
-                    most = most.max(*worked.lock().unwrap() - order.len());
+                    largest = largest.max(*run.lock().unwrap() - order.len());
                     order.push(job);
                     Ok(())
                 },
             )
             .unwrap();
             assert!(order.iter().copied().eq(0..jobs));
-            most
+            largest
         };
         assert_eq!(batch(BATCH_BYTES, 4), 1);
         assert_eq!(batch(BATCH_BYTES / 2, 5), 2);

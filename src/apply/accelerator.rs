@@ -1,17 +1,17 @@
-//! Devices that decode in place of the processor.
+//! Decoders on a device, in place of the CPU.
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
 use crate::index::ValidatedIndex;
 use crate::source::Source;
 
-/// Decodes in place of the processor: a device, for [`Apply::on`](crate::Apply::on).
+/// A decoder on a device, in place of the CPU: set it with [`Apply::on`](crate::Apply::on).
 pub trait Accelerator: Sync {
-    /// Rebuilds tensors out of place, and hands each of them over whole, in their order. CRC and sums are checked, digests are
-    /// not.
+    /// Rebuilds the tensors of `work` into new memory, and calls `done` with each whole tensor, in the order of `work.tensors`.
+    /// The first argument of `done` is the tensor's position in that list. CRC and sums are checked, digests are not.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) naming the chunk that is wrong, any error of `done`, and errors of the device.
+    /// [`Error::Invalid`](crate::Error::Invalid) for a damaged chunk, which it names; any error of `done`; errors of the device.
     fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()>;
 }
 
@@ -25,6 +25,6 @@ pub struct Work<'a> {
     pub blob: &'a dyn Source,
     /// The base.
     pub base: &'a dyn Checkpoint,
-    /// Places of tensors in the index, and of their bases in the base, whose dtypes and shapes have been checked.
+    /// Per tensor, its number in the index and the number of its base tensor in `base`. Dtypes and shapes have been checked.
     pub tensors: &'a [(usize, Option<usize>)],
 }

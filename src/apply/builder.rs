@@ -22,7 +22,7 @@ static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
 
 /// Rebuilds the target of a pair, or a part of it, from its base.
 ///
-/// Set what applies, then call one of the methods that do the work: [`to_path`](Self::to_path), [`to_memory`](Self::to_memory),
+/// Set the options, then call one of the methods that do the work: [`to_path`](Self::to_path), [`to_memory`](Self::to_memory),
 /// [`to_buffers`](Self::to_buffers), [`to_sink`](Self::to_sink), [`in_place`](Self::in_place), [`range`](Self::range),
 /// [`changes`](Self::changes) or [`verify`](Self::verify).
 ///
@@ -45,9 +45,9 @@ static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
 pub struct Apply<'a, B> {
     pair: &'a Pair<B>,
     base: Option<&'a dyn Checkpoint>,
-    /// Indexes of the selected tensors.
-    places: Vec<usize>,
-    /// Whether `places` is a selection of the caller's.
+    /// Numbers of the selected tensors in the index, ascending.
+    selected: Vec<usize>,
+    /// Whether the caller has selected tensors.
     is_selection: bool,
     digests: bool,
     overwrite: bool,
@@ -61,7 +61,7 @@ impl<'a, B: Source> Apply<'a, B> {
         Self {
             pair,
             base: None,
-            places: (0..pair.index().tensor_count()).collect(),
+            selected: (0..pair.index().tensor_count()).collect(),
             is_selection: false,
             digests: true,
             overwrite: false,
@@ -70,8 +70,8 @@ impl<'a, B: Source> Apply<'a, B> {
         }
     }
 
-    /// The checkpoint that the pair was made from. A pair that was made without a base needs none. The base is read, never
-    /// written.
+    /// Sets the base: the checkpoint that the pair was made from. A pair that was made without a base needs none. The base is
+    /// only read.
     pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
         self.base = Some(base);
         self
@@ -79,7 +79,7 @@ impl<'a, B: Source> Apply<'a, B> {
 
     /// Selects the tensors for which `is_wanted` holds, among those selected before.
     pub fn tensors(mut self, is_wanted: impl Fn(&str) -> bool) -> Self {
-        self.places.retain(|&i| is_wanted(self.pair.index().tensor(i).name));
+        self.selected.retain(|&i| is_wanted(self.pair.index().tensor(i).name));
         self.is_selection = true;
         self
     }
@@ -106,33 +106,33 @@ impl<'a, B: Source> Apply<'a, B> {
         self
     }
 
-    /// Calls `report` from any thread with the number of bytes that are newly done. In all that is the size of the selected
+    /// Calls `report`, from any thread, with the number of bytes done since its last call. The total is the size of the selected
     /// tensors.
     pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
         self.watcher = Watcher::Closure(Box::new(report));
         self
     }
 
-    /// As [`Apply::progress`], with a watcher that may end the work.
+    /// Like [`Apply::progress`], with a watcher that can also stop the work.
     pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
         self.watcher = Watcher::Borrowed(watch);
         self
     }
 
-    /// The selected tensors, names ascending: the order of the buffers of [`Apply::to_buffers`].
+    /// The selected tensors in ascending order of their names: the order of the buffers of [`Apply::to_buffers`].
     pub fn selected(&self) -> impl Iterator<Item = Tensor<'a>> + '_ {
-        self.places.iter().map(|&i| self.pair.index().tensor(i))
+        self.selected.iter().map(|&i| self.pair.index().tensor(i))
     }
 
-    /// Writes the target's files at `path`: a file if the pair holds a lone one, else a folder. A pair without files, and a
-    /// selection of tensors, give one safetensors file.
+    /// Writes the target's files at `path`: one file if the pair holds a single unnamed one, else a folder. A pair without files,
+    /// or a selection of tensors, gives one safetensors file.
     ///
-    /// Nothing appears at `path` before all of it is written, compared with the digests and synced. A new folder appears as a
-    /// whole. In an existing one the files are replaced one by one; meanwhile a shard index that no reader accepts stands in the
-    /// folder, and the shard index of the pair comes last.
+    /// Nothing appears at `path` until everything is written, compared with the digests and synced. A new folder appears as a
+    /// whole. In an existing folder the files are replaced one by one. Meanwhile the folder has a shard index that every reader
+    /// rejects; the shard index of the pair replaces it last.
     ///
-    /// A replaced file keeps its permission bits. If `path` is a link to a file, the link is replaced, and the file behind it is
-    /// not touched.
+    /// A replaced file keeps its permission bits. If `path` is a link to a file, the link is replaced, and the linked file stays
+    /// as it is.
     ///
     /// # Errors
     /// As [`Apply::check_writable`], before anything is written, and as [`Apply::to_sink`]; [`Error::InvalidArgument`] if the
@@ -147,13 +147,13 @@ impl<'a, B: Source> Apply<'a, B> {
         to_path::write(&self.unchecked_run(), self.base_files(), self.is_selection, path.as_ref(), self.overwrite)
     }
 
-    /// Rebuilds the selected tensors in new memory, names ascending. For memory of the caller's there is
-    /// [`Apply::to_buffers`].
+    /// Rebuilds the selected tensors in new memory, in ascending order of their names. [`Apply::to_buffers`] uses memory of the
+    /// caller.
     ///
     /// # Errors
     /// As [`Apply::to_buffers`]; [`Error::Io`] if the system refuses the memory.
     pub fn to_memory(&self) -> Result<Vec<(TensorInfo, Vec<u8>)>> {
-        let mut tensors = Vec::with_capacity(self.places.len());
+        let mut tensors = Vec::with_capacity(self.selected.len());
         for tensor in self.selected() {
             let mut bytes = Vec::new();
             let size = usize::try_from(tensor.bytes()).ok();
@@ -168,18 +168,18 @@ impl<'a, B: Source> Apply<'a, B> {
         Ok(tensors)
     }
 
-    /// Rebuilds into buffers, one per tensor of [`Apply::selected`] and as long as it.
+    /// Rebuilds into buffers: one per tensor of [`Apply::selected`], of the tensor's size.
     ///
     /// Cost: one read of the base, one write of the target, and where digests are on one hash of each.
     ///
     /// # Errors
-    /// [`Error::WrongBase`], [`Error::AlreadyApplied`] or [`Error::Invalid`]; the buffers are then to be discarded.
-    /// [`Error::InvalidArgument`] if a buffer's length is wrong, or if a tensor needs a base and none is set.
+    /// [`Error::WrongBase`], [`Error::AlreadyApplied`] or [`Error::Invalid`]: discard the buffers. [`Error::InvalidArgument`] if
+    /// a buffer's length is wrong, or if a tensor needs a base and none is set.
     pub fn to_buffers(&self, outputs: &mut [&mut [u8]]) -> Result<ApplyReport> {
         self.run()?.to_buffers(outputs)
     }
 
-    /// Rebuilds into a sink, chunk by chunk. If this fails, what the sink has is to be discarded.
+    /// Rebuilds into a sink, chunk by chunk. After an error, discard what the sink has received.
     ///
     /// # Errors
     /// As [`Apply::to_buffers`], and what the sink returns.
@@ -187,7 +187,7 @@ impl<'a, B: Source> Apply<'a, B> {
         self.run()?.to_sink(sink)
     }
 
-    /// Rebuilds without keeping anything: checks that this base and this pair give the target.
+    /// Rebuilds and discards the result: checks that this base and this pair give the target.
     ///
     /// # Errors
     /// As [`Apply::to_buffers`].
@@ -207,9 +207,9 @@ impl<'a, B: Source> Apply<'a, B> {
     }
 
     /// The elements of a tensor whose bits differ from the base's, in order, with their new values. Elements that the base lacks
-    /// count as zeros there. For a packed dtype, bytes take the place of elements. The tensor need not be selected.
+    /// count as zeros. For a packed dtype the unit is a byte. The tensor need not be selected.
     ///
-    /// Cost: decodes the chunks that change, checked by CRC and sums; digests are not compared. Memory for the result.
+    /// Cost: decodes the changed chunks, checked by CRC and sums, and memory for the result. Digests are not compared.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no such tensor; otherwise as [`Apply::to_buffers`].
@@ -217,17 +217,19 @@ impl<'a, B: Source> Apply<'a, B> {
         range::changes(&self.run_for(self.pair.index().find(name))?, name)
     }
 
-    /// Changes tensors in memory from base to target: the tensors given, in any order. The others of the pair are left out. The
-    /// tensors are the base, so no other is set.
+    /// Changes tensors in memory from base to target: the tensors passed, in any order. Other tensors of the pair are skipped.
+    /// The tensors are the base, so no other base can be set.
     ///
     /// Digests are compared with [`InPlace::AllChecked`] only; see [`InPlace`] for what that means for a forged blob. With it, a
-    /// watcher cannot end what has begun to write.
+    /// watcher cannot stop the work once writing has begun.
     ///
     /// # Errors
-    /// With [`InPlace::AllChecked`], [`Error::WrongBase`], [`Error::AlreadyApplied`], [`Error::Invalid`] or [`Error::Io`] and
-    /// nothing is written; with [`InPlace::ChunkByChunk`], and for blobs that change or fail between the passes of
-    /// [`InPlace::AllChecked`], [`Error::Poisoned`] if something was. [`Error::InvalidArgument`] for a tensor that is not
-    /// selected, is given twice, has another length, or changes its number of rows, and if a base or a device is set.
+    /// - With [`InPlace::AllChecked`]: [`Error::WrongBase`], [`Error::AlreadyApplied`], [`Error::Invalid`] or [`Error::Io`], and
+    ///   nothing is written.
+    /// - [`Error::Poisoned`] if something was written: with [`InPlace::ChunkByChunk`], or if the blob changes or fails between
+    ///   the two passes of [`InPlace::AllChecked`].
+    /// - [`Error::InvalidArgument`] for a tensor that is not selected, occurs twice, has another length, or changes its number of
+    ///   rows; and if a base or a device is set.
     pub fn in_place<'t>(&self, tensors: impl IntoIterator<Item = TensorMut<'t>>, mode: InPlace) -> Result<ApplyReport> {
         if self.base.is_some() {
             return Err(Error::InvalidArgument("an application in place takes no base: the tensors are the base".into()));
@@ -238,18 +240,19 @@ impl<'a, B: Source> Apply<'a, B> {
             ));
         }
         let mut tensors: Vec<_> = tensors.into_iter().collect();
-        let is_selected = |place| self.places.binary_search(&place).is_ok();
-        let places = tensors.iter().map(|given| self.pair.index().find(given.name));
-        if let Some(tensor) = places.flatten().find(|tensor| !is_selected(tensor.place)) {
+        let is_selected = |tensor_index| self.selected.binary_search(&tensor_index).is_ok();
+        let in_index = tensors.iter().map(|tensor| self.pair.index().find(tensor.name));
+        if let Some(tensor) = in_index.flatten().find(|tensor| !is_selected(tensor.place)) {
             return Err(Error::InvalidArgument(format!("tensor {} is not selected", Escaped(tensor.name))));
         }
-        let run = InPlaceRun { pair: self.pair, mode, digests: self.digests, keep: KEPT_PAYLOADS, progress: &self.watcher };
+        let run =
+            InPlaceRun { pair: self.pair, mode, digests: self.digests, max_kept_bytes: KEPT_PAYLOADS, progress: &self.watcher };
         run.run(&mut tensors)
     }
 
-    /// Explains an error of an application by other means, such as module `cuda`: an error about the sum of a base
-    /// chunk becomes [`Error::WrongBase`] or [`Error::AlreadyApplied`] if the digests of the base say so. Other errors are
-    /// returned as they are.
+    /// Finds the cause of an error that another applier reported, such as module `cuda`. An error about the sum of a base chunk
+    /// becomes [`Error::WrongBase`] or [`Error::AlreadyApplied`] if the digests of the base say so. Other errors are returned as
+    /// they are.
     ///
     /// Cost: one read and one hash of the selected tensors of the base.
     #[must_use]
@@ -257,7 +260,7 @@ impl<'a, B: Source> Apply<'a, B> {
         self.explain_with(error, |base, tensor| base.find(tensor.base_name).filter(|_| tensor.base_kind != BaseKind::None))
     }
 
-    /// [`Apply::explain`] for an application in place: the base holds the memory of the tensors, under their names in the target.
+    /// [`Apply::explain`] for an application in place: the base holds the caller's tensors, under their names in the target.
     #[must_use]
     pub fn explain_in_place(&self, error: Error) -> Error {
         self.explain_with(error, |base, tensor| base.find(tensor.name))
@@ -299,7 +302,7 @@ impl<'a, B: Source> Apply<'a, B> {
         self.run_for(self.selected())
     }
 
-    /// A run for these tensors.
+    /// A run, after checking that it has the base that these tensors need.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if one of them needs a base and none is set.
@@ -313,7 +316,7 @@ impl<'a, B: Source> Apply<'a, B> {
 
     fn unchecked_run(&self) -> Run<'_, B> {
         let mut run = Run::new(self.pair, self.base.unwrap_or(&EMPTY), &self.watcher);
-        run.places = self.places.clone();
+        run.selected = self.selected.clone();
         run.digests = self.digests;
         run.accelerator = self.accelerator;
         run

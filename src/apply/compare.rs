@@ -13,7 +13,7 @@ use crate::watch::Progress;
 ///
 /// # Errors
 /// [`Error::Invalid`](crate::Error::Invalid) with `tensor.target_digest` for the first tensor that is missing or differs,
-/// with `digest.target_root` for one that the pair has not; [`Error::Io`](crate::Error::Io).
+/// with `digest.target_root` for a tensor that the pair does not have; [`Error::Io`](crate::Error::Io).
 pub fn check_target(index: &ValidatedIndex, target: &dyn Checkpoint, progress: Progress<'_>) -> Result<()> {
     let mut root = Root::default();
     for tensor in index.tensors() {
@@ -22,12 +22,12 @@ pub fn check_target(index: &ValidatedIndex, target: &dyn Checkpoint, progress: P
             let expected = format!("{} {:?} with digest {expected}", tensor.dtype, tensor.shape);
             Rule::TensorTargetDigest.broken(expected, found).in_tensor(tensor.name)
         };
-        let place = target.find(tensor.name).ok_or_else(|| broken(&"no such tensor"))?;
-        let info = &target.tensors()[place];
+        let tensor_index = target.find(tensor.name).ok_or_else(|| broken(&"no such tensor"))?;
+        let info = &target.tensors()[tensor_index];
         if info.dtype != tensor.dtype || info.shape != tensor.shape {
             return Err(broken(&format_args!("{} {:?}", info.dtype, info.shape)));
         }
-        let hash = hash_tensor(target, place, progress)?;
+        let hash = hash_tensor(target, tensor_index, progress)?;
         let found = short(&hash);
         if found != tensor.digests.target_digest {
             return Err(broken(&format_args!("digest {}", hex(&found))));

@@ -1,6 +1,6 @@
-//! Applying where the tensors lie (spec section 13, modes of application).
+//! Applying to tensors in memory, in place (spec section 13, modes of application).
 
-use super::chunk::{Chunks, Worker, decode};
+use super::chunk::{Chunks, DecodeWorker, decode};
 use super::kept::Kept;
 use super::run::{ApplyReport, Run};
 use crate::batches::{Pool, in_batches};
@@ -15,43 +15,42 @@ use crate::watch::Progress;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// How far an in-place application checks before it writes.
+/// What an application in place checks before it writes.
 ///
-/// Only digests detect a forged blob: CRC and chunk sums are linear, and a signed pair digest does not cover payloads. On a CUDA
-/// device digests are compared in neither mode, see module `cuda`. The descriptions of the modes are
-/// those of the CPU.
+/// Only digests detect a forged blob: CRC and chunk sums are linear, and a signed pair digest does not cover payloads. The modes
+/// are described for the CPU. On a CUDA device neither mode compares digests, see module `cuda`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum InPlace {
-    /// Decode and check everything first, and only then write: a refused pair leaves the tensors as they were.
+    /// Decode and check everything before the first write: a refused pair leaves the tensors as they were.
     ///
-    /// What is written is what was checked, also when the blob changes meanwhile. Payloads are kept in memory between the two
-    /// passes, up to 256 MiB of them. The others are read again and compared with their
-    /// BLAKE3 digests: a difference is [`Error::Changed`], within [`Error::Poisoned`] if something was written by then. So is
-    /// another failure to read them. While all payloads are kept, the second pass reads nothing and cannot fail in this way.
+    /// The bytes written are those checked, even if the blob changes meanwhile. Up to 256 MiB of payloads are kept in memory
+    /// between the two passes. The others are read again and compared with their BLAKE3 digests. A difference is
+    /// [`Error::Changed`], within [`Error::Poisoned`] if something was written by then. So is an error of reading them again. If
+    /// all payloads are kept, the second pass reads nothing and cannot fail in these ways.
     ///
-    /// The bytes of the tensors are not copied. The exclusive borrow keeps the rest of a Rust program from writing them between
-    /// the passes. Where other code can reach the memory, the caller must keep it from writing. The second pass detects
-    /// such a write by chunk sums only.
+    /// The bytes of the tensors are not copied. The exclusive borrow keeps other Rust code from writing them between the passes.
+    /// If foreign code can reach the memory, the caller must keep it from writing. The second pass detects such a write by chunk
+    /// sums only.
     #[default]
     AllChecked,
-    /// Check each chunk before it is written, reading everything once: a failure in the middle leaves a mixture, which
-    /// [`Error::Poisoned`] tells.
+    /// Check each chunk before it is written, and read everything once. An error in the middle leaves a mixture of base and
+    /// target, reported as [`Error::Poisoned`].
     ///
-    /// Compares CRC and chunk sums and no digests, so it does not detect a forged blob.
+    /// Compares CRC and chunk sums but no digests, so it does not detect a forged blob.
     ChunkByChunk,
 }
 
-/// A tensor to be changed where it lies.
+/// A tensor to be changed in place.
 #[derive(Debug)]
 pub struct TensorMut<'a> {
     /// Name in the target.
     pub name: &'a str,
-    /// Its bytes, row-major and little-endian: the base's before, the target's after.
+    /// Its bytes, row-major and little-endian: those of the base before, those of the target after.
     pub bytes: &'a mut [u8],
 }
 
-/// Tensors in memory seen as a checkpoint, while nobody writes them.
+/// A checkpoint of tensors in memory, used while nothing writes them.
 struct Snapshot<'a> {
     infos: Vec<TensorInfo>,
     data: Vec<&'a [u8]>,
@@ -62,14 +61,14 @@ impl Checkpoint for Snapshot<'_> {
         &self.infos
     }
 
-    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        // Lengths were compared with the table before this was made.
-        out.copy_from_slice(&self.data[place][offset as usize..][..out.len()]);
+    fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        // Lengths were compared with the index before.
+        out.copy_from_slice(&self.data[tensor_index][offset as usize..][..out.len()]);
         Ok(())
     }
 
-    fn in_place(&self, place: usize, offset: u64, size: usize) -> Option<&[u8]> {
-        self.data.get(place)?.get(offset as usize..)?.get(..size)
+    fn in_place(&self, tensor_index: usize, offset: u64, size: usize) -> Option<&[u8]> {
+        self.data.get(tensor_index)?.get(offset as usize..)?.get(..size)
     }
 }
 
@@ -79,17 +78,17 @@ pub(super) struct InPlaceRun<'a, B> {
     pub mode: InPlace,
     /// Whether [`InPlace::AllChecked`] compares digests.
     pub digests: bool,
-    /// Bytes of payloads that [`InPlace::AllChecked`] keeps.
-    pub keep: u64,
+    /// Most bytes of payloads that [`InPlace::AllChecked`] keeps.
+    pub max_kept_bytes: u64,
     pub progress: Progress<'a>,
 }
 
 impl<B: Source> InPlaceRun<'_, B> {
-    /// Changes base tensors to target tensors. Each byte counts once as progress, when it is checked.
+    /// Changes base tensors to target tensors. Each byte counts as progress once, when it is checked.
     pub fn run(&self, tensors: &mut [TensorMut<'_>]) -> Result<ApplyReport> {
         tensors.sort_by(|a, b| a.name.cmp(b.name));
         self.check(tensors)?;
-        let kept = Kept::new(self.pair, self.keep);
+        let kept = Kept::new(self.pair, self.max_kept_bytes);
         let chunks: &dyn Chunks = match self.mode {
             InPlace::AllChecked => {
                 self.on_snapshot(tensors, &kept, |run| run.verify().map(|_| ()))?;
@@ -97,17 +96,17 @@ impl<B: Source> InPlaceRun<'_, B> {
             }
             InPlace::ChunkByChunk => self.pair,
         };
-        let table = self.pair.index();
-        let mut places = Vec::new();
+        let index = self.pair.index();
+        let mut indexes = Vec::new();
         for tensor in tensors.iter() {
-            places.extend(table.find(tensor.name).map(|found| found.place));
+            indexes.extend(index.find(tensor.name).map(|tensor| tensor.place));
         }
-        let jobs = tensors.iter_mut().zip(&places).flat_map(|(given, &place)| {
-            let tensor = table.tensor(place);
+        let jobs = tensors.iter_mut().zip(&indexes).flat_map(|(memory, &tensor_index)| {
+            let tensor = index.tensor(tensor_index);
             let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
-            tensor.chunks().zip(given.bytes.chunks_mut(chunk_bytes)).map(move |(chunk, lanes)| (tensor, chunk, lanes))
+            tensor.chunks().zip(memory.bytes.chunks_mut(chunk_bytes)).map(move |(chunk, lanes)| (tensor, chunk, lanes))
         });
-        let workers = Pool::new(Worker::new);
+        let workers = Pool::new(DecodeWorker::new);
         let written = Mutex::new(Vec::new());
         let changed = AtomicBool::new(false);
         let outcome = in_batches(
@@ -125,12 +124,12 @@ impl<B: Source> InPlaceRun<'_, B> {
         );
         let mut written = written.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Err(source) = outcome {
-            // Chunks that stay as they are count as written: if there are no others, the tensors are still what they were.
+            // Unchanged chunks count as written. If only those were written, the tensors are still the base.
             if !changed.into_inner() {
                 return Err(self.on_snapshot(tensors, chunks, |run| run.explain_in_order(source)));
             }
             written.sort_unstable();
-            let total = places.iter().map(|&place| table.tensor(place).chunk_count).sum();
+            let total = indexes.iter().map(|&i| index.tensor(i).chunk_count).sum();
             return Err(Error::Poisoned { written, total, source: Box::new(source) });
         }
         let bytes = tensors.iter().map(|tensor| tensor.bytes.len() as u64).sum();
@@ -138,26 +137,26 @@ impl<B: Source> InPlaceRun<'_, B> {
     }
 
     fn check(&self, tensors: &[TensorMut<'_>]) -> Result<()> {
-        let mut before = None;
-        for given in tensors {
-            let name = Escaped(given.name);
+        let mut previous = None;
+        for memory in tensors {
+            let name = Escaped(memory.name);
             let tensor = self
                 .pair
                 .index()
-                .find(given.name)
+                .find(memory.name)
                 .ok_or_else(|| Error::InvalidArgument(format!("no tensor {name} in the pair")))?;
-            if before.replace(given.name) == Some(given.name) {
-                return Err(Error::InvalidArgument(format!("tensor {name} is given twice")));
+            if previous.replace(memory.name) == Some(memory.name) {
+                return Err(Error::InvalidArgument(format!("tensor {name} occurs twice in the arguments")));
             }
             if tensor.base_kind == BaseKind::Prefix {
                 return Err(Error::InvalidArgument(format!(
-                    "tensor {name} changes its number of rows, which cannot be done in place"
+                    "tensor {name} changes its number of rows, which cannot be done in tensor_index"
                 )));
             }
-            if given.bytes.len() as u64 != tensor.bytes() {
+            if memory.bytes.len() as u64 != tensor.bytes() {
                 return Err(Error::InvalidArgument(format!(
-                    "tensor {name} is given with {} bytes, it has {}",
-                    given.bytes.len(),
+                    "tensor {name} has {} bytes in memory, expected {}",
+                    memory.bytes.len(),
                     tensor.bytes()
                 )));
             }
@@ -165,10 +164,10 @@ impl<B: Source> InPlaceRun<'_, B> {
         Ok(())
     }
 
-    /// Calls `work` with a run of `chunks` whose base is the tensors as they are.
+    /// Calls `work` with a run of `chunks` whose base is the tensors in memory.
     fn on_snapshot<R>(&self, tensors: &[TensorMut<'_>], chunks: &dyn Chunks, work: impl FnOnce(&Run<'_, B>) -> R) -> R {
-        let found = tensors.iter().filter_map(|given| Some((self.pair.index().find(given.name)?, &*given.bytes)));
-        let (infos, data) = found
+        let snapshot = tensors.iter().filter_map(|memory| Some((self.pair.index().find(memory.name)?, &*memory.bytes)));
+        let (infos, data) = snapshot
             .map(|(tensor, bytes)| {
                 let info = TensorInfo { name: tensor.base_name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
                 (info, bytes)
@@ -176,21 +175,21 @@ impl<B: Source> InPlaceRun<'_, B> {
             .unzip();
         let base = Snapshot { infos, data };
         let mut run = Run::new(self.pair, &base, self.progress);
-        run.places = tensors.iter().filter_map(|given| Some(self.pair.index().find(given.name)?.place)).collect();
+        run.selected = tensors.iter().filter_map(|tensor| Some(self.pair.index().find(tensor.name)?.place)).collect();
         run.digests = self.digests;
         run.chunks = chunks;
-        run.in_order = true; // each tensor is its own base, also where two were made from one
+        run.in_order = true; // each tensor is its own base; two may have the same base name
         work(&run)
     }
 }
 
-/// Decodes a chunk apart from its lanes, checks it, and only then stores it.
-fn commit(chunks: &dyn Chunks, tensor: &Tensor<'_>, chunk: u32, lanes: &mut [u8], worker: &mut Worker) -> Result<()> {
+/// Decodes a chunk into a buffer, checks it, and only then writes its lanes.
+fn commit(chunks: &dyn Chunks, tensor: &Tensor<'_>, chunk: u32, lanes: &mut [u8], worker: &mut DecodeWorker) -> Result<()> {
     let first = tensor.chunk_range(chunk).start;
     worker.with_lanes(lanes.len(), |worker, decoded| {
         let fill = |first_lane: u64, block: &mut [u8], sum: &mut ChunkSum| {
             match tensor.base_kind {
-                // The lanes begin as zeros, whatever lies there.
+                // The base lanes are zeros, not the bytes in memory.
                 BaseKind::None => {
                     block.fill(0);
                     sum.add(block);

@@ -1,6 +1,6 @@
 //! Parts of a tensor: a range of its elements, and the elements that change.
 
-use super::chunk::{Worker, base_lanes, decode, find_base};
+use super::chunk::{DecodeWorker, base_lanes, decode, find_base};
 use super::run::Run;
 use crate::batches::{Pool, in_batches};
 use crate::error::{Error, Escaped, Result};
@@ -13,14 +13,14 @@ use std::ops::Range;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Changes {
-    /// Elements that change, counted row by row, ascending.
+    /// Positions of the changed elements in row-major order, ascending.
     pub positions: Vec<u64>,
-    /// Their new values, one after the other.
+    /// Their new values, concatenated.
     pub values: Vec<u8>,
 }
 
 impl Changes {
-    /// Adds the elements, `first` and those after it, that differ.
+    /// Adds the elements that differ. `first` is the position of the first element of `old` and `new`.
     fn collect(&mut self, first: u64, old: &[u8], new: &[u8], element: usize) {
         const BLOCK: usize = 1024;
         for (block, (old, new)) in old.chunks(BLOCK).zip(new.chunks(BLOCK)).enumerate() {
@@ -49,7 +49,7 @@ pub(super) fn range<B: Source>(run: &Run<'_, B>, name: &str, elements: Range<u64
     let base = find_base(&tensor, run.base)?;
     let width = tensor.lane_bytes() as u64;
     let mut out = Vec::new();
-    let mut worker = Worker::new();
+    let mut worker = DecodeWorker::new();
     for chunk in chunks {
         let range = tensor.chunk_range(chunk);
         let mut buffer = vec![0; ((range.end - range.start) * width) as usize];
@@ -68,7 +68,7 @@ pub(super) fn changes<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Changes
     let base = find_base(&tensor, run.base)?;
     let width = tensor.lane_bytes() as u64;
     let element = tensor.element_bytes();
-    let workers = Pool::new(Worker::new);
+    let workers = Pool::new(DecodeWorker::new);
     let mut changes = Changes::default();
     in_batches(
         tensor.chunks().filter(|&chunk| run.chunks.encoded(chunk).num_deltas > 0),
@@ -77,22 +77,22 @@ pub(super) fn changes<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Changes
             let range = tensor.chunk_range(chunk);
             let size = ((range.end - range.start) * width) as usize;
             let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, run.base, base, first, lanes, sum);
-            let mut found = Changes::default();
+            let mut in_chunk = Changes::default();
             workers.with(|worker| {
                 worker.with_lanes(2 * size, |worker, lanes| -> Result<()> {
                     let (new, old) = lanes.split_at_mut(size);
                     decode(run.chunks, &tensor, chunk, fill, worker, new, false)?;
                     fill(range.start, old, &mut ChunkSum::default())?;
-                    found.collect(range.start * width / element as u64, old, new, element);
+                    in_chunk.collect(range.start * width / element as u64, old, new, element);
                     Ok(())
                 })
             })?;
             run.progress.done(size as u64)?;
-            Ok(found)
+            Ok(in_chunk)
         },
-        |_, found| {
-            changes.positions.extend(found.positions);
-            changes.values.extend(found.values);
+        |_, in_chunk| {
+            changes.positions.extend(in_chunk.positions);
+            changes.values.extend(in_chunk.values);
             Ok(())
         },
     )?;

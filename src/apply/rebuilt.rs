@@ -1,6 +1,6 @@
 //! The target of a pair as a checkpoint: chunks are rebuilt when they are read.
 
-use super::chunk::{Worker, base_lanes, decode};
+use super::chunk::{DecodeWorker, base_lanes, decode};
 use crate::batches::Pool;
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::error::{Error, Result};
@@ -15,21 +15,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(crate) struct Rebuilt<'a, B> {
     pair: &'a Pair<B>,
     base: &'a dyn Checkpoint,
-    /// Places of the base tensors, whose dtypes and shapes have been checked.
+    /// Per tensor, the number of its base tensor. Dtypes and shapes have been checked.
     bases: &'a [Option<usize>],
     tensors: Vec<TensorInfo>,
-    /// The chunks that were rebuilt last, for reads of less than a chunk: a chunk per thread, and one more.
+    /// The last rebuilt chunks, for reads of less than a chunk: one per thread, and one more.
     recent: Mutex<VecDeque<(u32, Arc<Vec<u8>>)>>,
-    workers: Pool<Worker>,
+    workers: Pool<DecodeWorker>,
 }
 
 impl<'a, B: Source> Rebuilt<'a, B> {
-    /// The target that `pair` makes of `base`, where `bases` has the place of each tensor's base.
+    /// The target of `pair` on `base`. `bases` is the number of each tensor's base tensor.
     pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint, bases: &'a [Option<usize>]) -> Self {
         let info =
             |tensor: Tensor<'_>| TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
         let tensors = pair.index().tensors().map(info).collect();
-        Self { pair, base, bases, tensors, recent: Mutex::default(), workers: Pool::new(Worker::new) }
+        Self { pair, base, bases, tensors, recent: Mutex::default(), workers: Pool::new(DecodeWorker::new) }
     }
 
     fn base_lanes(&self, tensor: &Tensor<'_>, first: u64, lanes: &mut [u8], sum: &mut ChunkSum) -> Result<()> {
@@ -41,7 +41,7 @@ impl<'a, B: Source> Rebuilt<'a, B> {
         self.workers.with(|worker| decode(self.pair, tensor, chunk, fill, worker, out, false)).map(|_| ())
     }
 
-    /// All bytes of a chunk, of which there are `size`.
+    /// All `size` bytes of a chunk.
     fn chunk(&self, tensor: &Tensor<'_>, chunk: u32, size: usize) -> Result<Arc<Vec<u8>>> {
         let recent = || self.recent.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, bytes)) = recent().iter().find(|(known, _)| *known == chunk) {
@@ -62,13 +62,16 @@ impl<B: Source> Checkpoint for Rebuilt<'_, B> {
         &self.tensors
     }
 
-    fn read(&self, place: usize, offset: u64, mut out: &mut [u8]) -> Result<()> {
+    fn read(&self, tensor_index: usize, offset: u64, mut out: &mut [u8]) -> Result<()> {
         let index = self.pair.index();
         let end = offset.checked_add(out.len() as u64);
-        if place >= index.tensor_count() || end.is_none_or(|end| end > index.tensor(place).bytes()) {
-            return Err(Error::InvalidArgument(format!("{} bytes from {offset} on of tensor {place} are not there", out.len())));
+        if tensor_index >= index.tensor_count() || end.is_none_or(|end| end > index.tensor(tensor_index).bytes()) {
+            return Err(Error::InvalidArgument(format!(
+                "tensor {tensor_index} does not have {} bytes from byte {offset} on",
+                out.len()
+            )));
         }
-        let tensor = index.tensor(place);
+        let tensor = index.tensor(tensor_index);
         let width = tensor.lane_bytes() as u64;
         let chunk_bytes = tensor.chunk_lanes * width;
         let mut offset = offset;
@@ -104,7 +107,7 @@ mod tests {
         let lanes = 3 * 4096 + 100;
         let base: Vec<u8> = (0..2 * lanes).map(|i| (i % 251) as u8).collect();
         let mut target = base.clone();
-        // The second chunk stays as it is.
+        // The second chunk does not change.
         target[..8192].iter_mut().step_by(30).for_each(|byte| *byte ^= 1);
         target[3 * 8192 - 50..].iter_mut().step_by(7).for_each(|byte| *byte ^= 1);
         let of = |bytes| {
@@ -117,17 +120,17 @@ mod tests {
         let bases: Vec<_> = pair.index().tensors().map(|tensor| find_base(&tensor, &base).unwrap()).collect();
         let rebuilt = Rebuilt::new(&pair, &base, &bases);
         assert_eq!(rebuilt.tensors(), target_checkpoint.tensors());
-        let places = [0, 1, 2, 99, 8191, 8192, 8193, 8200, 16384, 16385, 24000, 24575, 24576, 24578, 24775, 24776];
-        for (i, &start) in places.iter().enumerate() {
-            for &end in &places[i..] {
+        let offsets = [0, 1, 2, 99, 8191, 8192, 8193, 8200, 16384, 16385, 24000, 24575, 24576, 24578, 24775, 24776];
+        for (i, &start) in offsets.iter().enumerate() {
+            for &end in &offsets[i..] {
                 let mut out = vec![0xA5; end - start];
                 rebuilt.read(0, start as u64, &mut out).unwrap();
                 assert!(out == target[start..end], "{start}..{end}");
             }
         }
-        for (place, offset, size) in [(0, 24776, 1), (0, 24777, 0), (0, u64::MAX, 2), (1, 0, 0)] {
-            let outcome = rebuilt.read(place, offset, &mut vec![0; size]);
-            assert!(matches!(outcome, Err(Error::InvalidArgument(_))), "{place} {offset} {size}");
+        for (tensor_index, offset, size) in [(0, 24776, 1), (0, 24777, 0), (0, u64::MAX, 2), (1, 0, 0)] {
+            let outcome = rebuilt.read(tensor_index, offset, &mut vec![0; size]);
+            assert!(matches!(outcome, Err(Error::InvalidArgument(_))), "{tensor_index} {offset} {size}");
         }
     }
 }

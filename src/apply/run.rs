@@ -1,7 +1,7 @@
 //! One application of a pair: selected tensors, rebuilt from a base (spec section 13, steps 8 to 12).
 
 use super::accelerator::{Accelerator, Work};
-use super::chunk::{Chunks, Hashes, Worker, base_lanes, decode, find_base};
+use super::chunk::{Chunks, DecodeWorker, Hashes, base_lanes, decode, find_base};
 use crate::batches::{Pool, hash_tensor, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::digest::{self, short};
@@ -21,49 +21,50 @@ use std::sync::{Mutex, PoisonError};
 
 /// Receives rebuilt bytes, from any thread. Ranges never overlap.
 pub trait Sink: Sync {
-    /// Stores bytes of the tensor at `place` of the pair's table, from byte `offset` of it on.
+    /// Stores `bytes` at byte `offset` of the tensor with number `tensor_index` in the index.
     ///
     /// # Errors
-    /// Any error that prevents the sink from storing them. It ends the application.
-    fn write(&self, place: usize, offset: u64, bytes: &[u8]) -> Result<()>;
+    /// Any error that keeps the sink from storing them. It ends the application.
+    fn write(&self, tensor_index: usize, offset: u64, bytes: &[u8]) -> Result<()>;
 }
 
-/// What an application did.
+/// The result of an application.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct ApplyReport {
     /// Tensors rebuilt.
     pub tensors: u64,
-    /// Bytes of them.
+    /// Bytes of the rebuilt tensors.
     pub bytes: u64,
     /// Whether base and target were compared with the digests of the pair.
     pub digests_checked: bool,
 }
 
-/// What to rebuild, from what, and with which checks.
+/// An application: selected tensors, base, checks.
 pub(crate) struct Run<'a, B> {
     pub pair: &'a Pair<B>,
-    /// Source of the payloads that the processor decodes: the pair, unless payloads are kept.
+    /// The payloads that the CPU decodes: the pair's, or those kept from an earlier pass.
     pub chunks: &'a dyn Chunks,
     pub base: &'a dyn Checkpoint,
-    /// Indexes of the selected tensors.
-    pub places: Vec<usize>,
-    /// The base holds the selected tensors in their order: names do not matter.
+    /// Numbers of the selected tensors in the index, ascending.
+    pub selected: Vec<usize>,
+    /// The base has exactly the selected tensors, in their order; their names are not used.
     pub in_order: bool,
     pub digests: bool,
     pub progress: Progress<'a>,
     pub accelerator: Option<&'a dyn Accelerator>,
-    /// Hashes of base tensors that were hashed as a whole: many targets may name one of them.
+    /// Hashes of whole base tensors. Several target tensors may have the same one.
     whole_bases: Mutex<BTreeMap<usize, Hash>>,
 }
 
 /// One chunk to decode.
 struct Job<'a> {
+    /// Position among the selected tensors.
     at: usize,
     tensor: Tensor<'a>,
     base: Option<usize>,
     chunk: u32,
-    /// Where its lanes go; a buffer of the thread's where there is none.
+    /// The output of its lanes. Without it they go to a buffer of the thread.
     out: Option<&'a mut [u8]>,
 }
 
@@ -76,14 +77,14 @@ impl Job<'_> {
 }
 
 impl<'a, B: Source> Run<'a, B> {
-    /// All tensors, with all checks, on the processor.
+    /// A run over all tensors, with all checks, on the CPU.
     pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint, progress: Progress<'a>) -> Self {
-        let places = (0..pair.index().tensor_count()).collect();
+        let selected = (0..pair.index().tensor_count()).collect();
         Self {
             pair,
             chunks: pair,
             base,
-            places,
+            selected,
             in_order: false,
             digests: true,
             progress,
@@ -94,10 +95,10 @@ impl<'a, B: Source> Run<'a, B> {
 
     /// The selected tensors.
     pub fn selected(&self) -> impl Iterator<Item = Tensor<'a>> + '_ {
-        self.places.iter().map(|&i| self.pair.index().tensor(i))
+        self.selected.iter().map(|&i| self.pair.index().tensor(i))
     }
 
-    /// Rebuilds into buffers, one per selected tensor and as long as it.
+    /// Rebuilds into buffers: one per selected tensor, of the tensor's size.
     pub fn to_buffers(&self, outputs: &mut [&mut [u8]]) -> Result<ApplyReport> {
         let lengths: Vec<_> = self.selected().map(|tensor| (tensor.name, tensor.bytes())).collect();
         if outputs.len() != lengths.len() {
@@ -120,7 +121,7 @@ impl<'a, B: Source> Run<'a, B> {
             });
         }
         let jobs = outputs.iter_mut().enumerate().flat_map(|(at, output)| {
-            let tensor = self.pair.index().tensor(self.places[at]);
+            let tensor = self.pair.index().tensor(self.selected[at]);
             let base = bases[at];
             let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
             tensor.chunks().zip(output.chunks_mut(chunk_bytes)).map(move |(chunk, out)| Job {
@@ -140,13 +141,13 @@ impl<'a, B: Source> Run<'a, B> {
         if let Some(accelerator) = self.accelerator {
             return self.run_on(accelerator, &bases, &mut |at, bytes| {
                 let pieces = bytes.par_chunks(1 << 20).enumerate();
-                pieces.try_for_each(|(i, piece)| sink.write(self.places[at], (i as u64) << 20, piece))
+                pieces.try_for_each(|(i, piece)| sink.write(self.selected[at], (i as u64) << 20, piece))
             });
         }
         self.run_jobs(&bases, self.jobs(&bases), Some(sink))
     }
 
-    /// Rebuilds without keeping anything.
+    /// Rebuilds and discards the result.
     pub fn verify(&self) -> Result<VerifyReport> {
         let bases = self.bases()?;
         let report = match self.accelerator {
@@ -162,18 +163,18 @@ impl<'a, B: Source> Run<'a, B> {
         })
     }
 
-    /// The places of the selected tensors' bases.
+    /// Per selected tensor, the number of its base tensor.
     fn bases(&self) -> Result<Vec<Option<usize>>> {
         if self.in_order {
-            return Ok((0..self.places.len()).map(Some).collect());
+            return Ok((0..self.selected.len()).map(Some).collect());
         }
         self.selected().map(|tensor| find_base(&tensor, self.base)).collect()
     }
 
-    /// A job a chunk, lanes in buffers of the threads.
+    /// One job per chunk, without outputs.
     fn jobs<'j>(&'j self, bases: &'j [Option<usize>]) -> impl Iterator<Item = Job<'j>> {
-        self.places.iter().zip(bases).enumerate().flat_map(|(at, (&place, &base))| {
-            let tensor = self.pair.index().tensor(place);
+        self.selected.iter().zip(bases).enumerate().flat_map(|(at, (&tensor_index, &base))| {
+            let tensor = self.pair.index().tensor(tensor_index);
             tensor.chunks().map(move |chunk| Job { at, tensor, base, chunk, out: None })
         })
     }
@@ -184,7 +185,7 @@ impl<'a, B: Source> Run<'a, B> {
         jobs: impl Iterator<Item = Job<'j>>,
         sink: Option<&dyn Sink>,
     ) -> Result<ApplyReport> {
-        let workers = Pool::new(Worker::new);
+        let workers = Pool::new(DecodeWorker::new);
         let mut check = DigestCheck::new(self, bases);
         let outcome = in_batches(
             jobs,
@@ -217,20 +218,20 @@ impl<'a, B: Source> Run<'a, B> {
 
     fn report(&self) -> ApplyReport {
         ApplyReport {
-            tensors: self.places.len() as u64,
+            tensors: self.selected.len() as u64,
             bytes: self.selected().map(|tensor| tensor.bytes()).sum(),
             digests_checked: self.digests,
         }
     }
 
-    /// [`Run::run_jobs`] on a device. Each tensor is compared with its digests before `store` has it.
+    /// [`Run::run_jobs`] on a device. Each tensor is compared with its digests before `store` receives it.
     fn run_on(
         &self,
         accelerator: &dyn Accelerator,
         bases: &[Option<usize>],
         store: &mut dyn FnMut(usize, &[u8]) -> Result<()>,
     ) -> Result<ApplyReport> {
-        let tensors: Vec<_> = self.places.iter().copied().zip(bases.iter().copied()).collect();
+        let tensors: Vec<_> = self.selected.iter().copied().zip(bases.iter().copied()).collect();
         let work = Work { index: self.pair.index(), blob: self.pair.blob(), base: self.base, tensors: &tensors };
         let mut check = DigestCheck::new(self, bases);
         let outcome = accelerator.rebuild(&work, &mut |at, bytes| {
@@ -246,15 +247,15 @@ impl<'a, B: Source> Run<'a, B> {
         Ok(self.report())
     }
 
-    /// The hashes of the chunks of a selected tensor that has been rebuilt.
+    /// The hashes of the chunks of a rebuilt tensor.
     fn hash_chunks(&self, at: usize, base: Option<usize>, target: &[u8]) -> Result<Vec<Hashes>> {
-        let tensor = self.pair.index().tensor(self.places[at]);
+        let tensor = self.pair.index().tensor(self.selected[at]);
         let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
         let base = base.filter(|_| tensor.base_kind == BaseKind::Same);
         let hash = |scratch: &mut Vec<u8>, (i, lanes): (usize, &[u8])| {
             let offset = (i * chunk_bytes) as u64;
-            let hash_base = |place| -> Result<[u8; 32]> {
-                let bytes = self.base.bytes(place, offset, lanes.len(), scratch)?;
+            let hash_base = |base_index| -> Result<[u8; 32]> {
+                let bytes = self.base.bytes(base_index, offset, lanes.len(), scratch)?;
                 Ok(digest::of_piece(bytes, offset, tensor.base_bytes()))
             };
             let base = base.map(hash_base).transpose()?;
@@ -263,14 +264,14 @@ impl<'a, B: Source> Run<'a, B> {
         target.par_chunks(chunk_bytes).enumerate().map_init(Vec::new, hash).collect()
     }
 
-    /// [`Run::explain`] for bases in the order of the tensors.
+    /// [`Run::explain`] where each selected tensor is its own base.
     pub(super) fn explain_in_order(&self, error: Error) -> Error {
-        let bases: Vec<_> = (0..self.places.len()).map(Some).collect();
+        let bases: Vec<_> = (0..self.selected.len()).map(Some).collect();
         self.explain(error, &bases)
     }
 
-    /// The hash of a whole base tensor, which is read once: may be cancelled, is no progress.
-    fn hash_base(&self, place: usize) -> Result<Hash> {
+    /// The hash of a whole base tensor, computed once. The watcher can stop the work but sees no progress.
+    fn hash_base(&self, base_index: usize) -> Result<Hash> {
         struct NoProgress<'a>(Progress<'a>);
         impl Watch for NoProgress<'_> {
             fn done(&self, _: u64) -> Result<()> {
@@ -278,15 +279,16 @@ impl<'a, B: Source> Run<'a, B> {
             }
         }
         let known = || self.whole_bases.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(hash) = known().get(&place) {
+        if let Some(hash) = known().get(&base_index) {
             return Ok(*hash);
         }
-        let hash = hash_tensor(self.base, place, &NoProgress(self.progress))?;
-        known().insert(place, hash);
+        let hash = hash_tensor(self.base, base_index, &NoProgress(self.progress))?;
+        known().insert(base_index, hash);
         Ok(hash)
     }
 
-    /// A base that is not the pair's shows itself first as a chunk whose sum is off; says whose fault that is.
+    /// A wrong base appears first as an error about a chunk's base sum. Replaces that error by one that names the cause, from the
+    /// digests of the base.
     pub fn explain(&self, error: Error, bases: &[Option<usize>]) -> Error {
         if error.rule() != Some(Rule::ChunkBaseSum) {
             return error;
@@ -294,11 +296,11 @@ impl<'a, B: Source> Run<'a, B> {
         let mut wrong = None;
         let mut all_are_targets = true;
         for (tensor, base) in self.selected().zip(bases) {
-            // Of those without a base only what is changed in place has one here: what lies there counts if it is the target.
-            let Some(place) = *base else { continue };
-            let found = match self.hash_base(place) {
+            // A tensor without a base has an entry here only in place: its memory is the target if the pair was already applied.
+            let Some(base_index) = *base else { continue };
+            let found = match self.hash_base(base_index) {
                 Ok(hash) => short(&hash),
-                // A base that cannot be read is not known to be wrong.
+                // A base that cannot be read may still be the right one.
                 Err(unread) => return unread,
             };
             all_are_targets &= found == tensor.digests.target_digest;
@@ -313,17 +315,17 @@ impl<'a, B: Source> Run<'a, B> {
         match wrong {
             Some(_) if all_are_targets => Error::AlreadyApplied,
             Some(wrong) => wrong,
-            // All digests agree, so the sums in the index are what is wrong.
+            // All digests agree, so the sum in the index is wrong.
             None => error,
         }
     }
 }
 
-/// Puts the hashes of chunks together, tensor by tensor, and compares them with the index.
+/// Combines the hashes of chunks into those of tensors, and compares these with the index.
 struct DigestCheck<'a, 'b, B> {
     run: &'b Run<'a, B>,
     bases: &'b [Option<usize>],
-    /// How many of the selected tensors are complete.
+    /// Number of selected tensors that are complete.
     ended: usize,
     base: Vec<[u8; 32]>,
     target: Vec<[u8; 32]>,
@@ -337,7 +339,7 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
         Self { run, bases, ended: 0, base: Vec::new(), target: Vec::new(), base_root, target_root }
     }
 
-    /// Takes the hashes of the next chunk, which belongs to the selected tensor `at`.
+    /// Adds the hashes of the next chunk, which belongs to selected tensor `at`.
     fn add(&mut self, at: usize, hashes: Option<Hashes>) -> Result<()> {
         let Some(hashes) = hashes else { return Ok(()) };
         while self.ended < at {
@@ -349,14 +351,14 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
     }
 
     fn end_tensor(&mut self) -> Result<()> {
-        let tensor = self.run.pair.index().tensor(self.run.places[self.ended]);
+        let tensor = self.run.pair.index().tensor(self.run.selected[self.ended]);
         let base_hash = match tensor.base_kind {
             BaseKind::None => None,
             BaseKind::Same => Some(digest::combine(&self.base)),
-            BaseKind::Prefix => self.bases[self.ended].map(|place| self.run.hash_base(place)).transpose()?,
+            BaseKind::Prefix => self.bases[self.ended].map(|base_index| self.run.hash_base(base_index)).transpose()?,
         };
         if let Some(found) = base_hash.as_ref().map(short).filter(|found| *found != tensor.digests.base_digest) {
-            // Its sums were right: an adversary's base, or a `prefix` base whose unused rows differ.
+            // Its sums were right: the base is forged, or it is a `prefix` base whose unused rows differ.
             let expected = hex(&tensor.digests.base_digest);
             return Err(Error::WrongBase { tensor: tensor.base_name.to_owned(), expected, found: hex(&found) });
         }
@@ -375,7 +377,7 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
         if !self.run.digests {
             return Ok(());
         }
-        let count = self.run.places.len();
+        let count = self.run.selected.len();
         while self.ended < count {
             self.end_tensor()?;
         }

@@ -3,7 +3,7 @@
 use super::run::{ApplyReport, Run, Sink};
 use crate::error::{Error, Result};
 use crate::publish::{Publication, check_apart};
-use crate::safetensors::{Output, Places, SafetensorsCheckpoint, barrier, outputs};
+use crate::safetensors::{Location, Locations, Output, SafetensorsCheckpoint, barrier, outputs};
 use crate::source::Source;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
@@ -12,18 +12,18 @@ use std::path::{Path, PathBuf};
 struct Files<'a> {
     paths: Vec<PathBuf>,
     publication: &'a Publication,
-    places: Places,
+    locations: Locations,
 }
 
 impl Sink for Files<'_> {
-    fn write(&self, place: usize, offset: u64, bytes: &[u8]) -> Result<()> {
-        let Some((file, start)) = self.places[place] else { return Ok(()) };
+    fn write(&self, tensor_index: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+        let Some(Location { file, start }) = self.locations[tensor_index] else { return Ok(()) };
         let open = self.publication.file(file)?;
         open.write_all_at(bytes, start + offset).map_err(|e| Error::io("write", &self.paths[file], e))
     }
 }
 
-/// Writes the files of the target, or with `is_selection` the selected tensors as one safetensors file, and publishes them.
+/// Writes and publishes the files of the target, or with `is_selection` one safetensors file of the selected tensors.
 pub(super) fn write<B: Source>(
     run: &Run<'_, B>,
     base: Option<&SafetensorsCheckpoint>,
@@ -31,26 +31,26 @@ pub(super) fn write<B: Source>(
     path: &Path,
     replace: bool,
 ) -> Result<ApplyReport> {
-    let chosen = is_selection.then(|| run.selected().collect::<Vec<_>>());
-    let (outputs, places) = outputs(run.pair.index(), base, chosen.as_deref())?;
+    let selected = is_selection.then(|| run.selected().collect::<Vec<_>>());
+    let (outputs, locations) = outputs(run.pair.index(), base, selected.as_deref())?;
     let is_lone = matches!(&outputs[..], [lone] if lone.name.is_empty());
     let paths: Vec<_> = outputs.iter().map(|output| if is_lone { path.to_owned() } else { path.join(&output.name) }).collect();
     let inputs: Vec<_> = run.base.paths().into_iter().chain(run.pair.paths()).collect();
     check_apart(&[&[path.to_owned()], &paths[..]].concat(), &inputs)?;
     let mut publication =
         if is_lone { Publication::files(path, replace) } else { Publication::folder(path, barrier(path, &outputs)?, replace) };
-    let report = stage(run, &outputs, places, &mut publication, paths)?;
+    let report = stage(run, &outputs, locations, &mut publication, paths)?;
     // Other files may have appeared in the folder during the work.
     let check = || if is_lone { Ok(()) } else { barrier(path, &outputs).map(drop) };
     publication.commit_after(run.progress, &check)?;
     Ok(report)
 }
 
-/// Writes the outputs under temporary names of a publication.
+/// Writes the outputs under temporary names.
 fn stage<B: Source>(
     run: &Run<'_, B>,
     outputs: &[Output],
-    places: Places,
+    locations: Locations,
     publication: &mut Publication,
     paths: Vec<PathBuf>,
 ) -> Result<ApplyReport> {
@@ -59,5 +59,5 @@ fn stage<B: Source>(
         let file = publication.add(path)?;
         file.set_len(output.size()).and_then(|()| (&*file).write_all(&output.content)).map_err(|e| Error::io("write", path, e))?;
     }
-    run.to_sink(&Files { paths, publication, places })
+    run.to_sink(&Files { paths, publication, locations })
 }

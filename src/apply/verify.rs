@@ -1,4 +1,4 @@
-//! Checks of a pair, a base and a target against each other. Nothing is written.
+//! Checks a pair, a base and a target against each other. Nothing is written.
 
 use super::accelerator::Accelerator;
 use super::builder::Apply;
@@ -44,9 +44,9 @@ pub struct Verify<'a, B> {
 #[derive(Clone, Copy)]
 enum Base<'a> {
     /// Payloads are read, but no tensor is rebuilt.
-    Missing,
+    Unavailable,
     NotNeeded,
-    Given(&'a dyn Checkpoint),
+    Available(&'a dyn Checkpoint),
 }
 
 /// The result of [`Verify::run`]. The pair is sound in every case.
@@ -58,10 +58,10 @@ pub struct Verification {
     pub checked: VerifyReport,
     /// Whether forged payloads are excluded.
     pub payload_authenticity: Authenticity,
-    /// Whether [`Apply::to_path`] can write the target as files, as far as the file system allows; unknown
-    /// unless its tensors were rebuilt.
+    /// Whether [`Apply::to_path`] can write the target as files, errors of the file system aside; `None` unless its tensors were
+    /// rebuilt.
     pub writable: Option<bool>,
-    /// The reason if it cannot.
+    /// The reason, if it cannot.
     pub not_writable: Option<String>,
 }
 
@@ -79,22 +79,22 @@ pub enum Authenticity {
 impl<'a, B: Source> Verify<'a, B> {
     /// A check of the pair alone.
     pub fn new(pair: &'a Pair<B>) -> Self {
-        Self { pair, base: Base::Missing, target: None, accelerator: None, watcher: Watcher::Nobody }
+        Self { pair, base: Base::Unavailable, target: None, accelerator: None, watcher: Watcher::Nobody }
     }
 
-    /// A checkpoint that should be the base.
+    /// Sets the checkpoint that is expected to be the base.
     pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
-        self.base = Base::Given(base);
+        self.base = Base::Available(base);
         self
     }
 
-    /// The pair should need no base: its tensors are rebuilt from the pair alone.
+    /// Expects a pair that needs no base, and rebuilds its tensors from the pair alone.
     pub fn without_base(mut self) -> Self {
         self.base = Base::NotNeeded;
         self
     }
 
-    /// A checkpoint that should be the target. Files are compared if it has any.
+    /// Sets the checkpoint that is expected to be the target. If it has files, they are compared too.
     pub fn target(mut self, target: &'a dyn Checkpoint) -> Self {
         self.target = Some(target);
         self
@@ -106,29 +106,29 @@ impl<'a, B: Source> Verify<'a, B> {
         self
     }
 
-    /// Calls `report` from any thread with the number of bytes that are newly done: of
+    /// Calls `report`, from any thread, with the number of bytes done since its last call. The total is
     /// [`progress_bytes`](Verify::progress_bytes).
     pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
         self.watcher = Watcher::Closure(Box::new(report));
         self
     }
 
-    /// As [`Verify::progress`], with a watcher that may end the work.
+    /// Like [`Verify::progress`], with a watcher that can also stop the work.
     pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
         self.watcher = Watcher::Borrowed(watch);
         self
     }
 
-    /// Bytes that are reported as progress in all.
+    /// The total of the bytes reported as progress.
     pub fn progress_bytes(&self) -> u64 {
         let index = self.pair.index();
         let target_bytes = index.tensor_bytes().1;
-        let pair = if matches!(self.base, Base::Missing) { index.header().blob_size } else { target_bytes };
+        let pair = if matches!(self.base, Base::Unavailable) { index.header().blob_size } else { target_bytes };
         pair.saturating_add(if self.target.is_some() { target_bytes } else { 0 })
     }
 
-    /// Runs the checks. A sound pair whose target cannot be written as files is not an error: [`Verification::not_writable`] has
-    /// the reason.
+    /// Runs the checks. If the pair is sound but its target cannot be written as files, this succeeds, and
+    /// [`Verification::not_writable`] is the reason.
     ///
     /// Cost: reads all payloads; with a base reads and hashes it, decodes and hashes the target; with a target reads and hashes it.
     ///
@@ -146,12 +146,12 @@ impl<'a, B: Source> Verify<'a, B> {
             }
         };
         let (base, mut checked) = match self.base {
-            Base::Missing => (None, self.pair.verify_with(&self.watcher)?),
+            Base::Unavailable => (None, self.pair.verify_with(&self.watcher)?),
             Base::NotNeeded => {
                 apply().check_needs_no_base()?;
                 (None, apply().verify()?)
             }
-            Base::Given(base) => (Some(base), apply().base(base).verify()?),
+            Base::Available(base) => (Some(base), apply().base(base).verify()?),
         };
         checked.base_checked = base.is_some();
         if let Some(target) = self.target {
@@ -161,10 +161,10 @@ impl<'a, B: Source> Verify<'a, B> {
             }
             checked.target_checked = true;
         }
-        let is_rebuilt = !matches!(self.base, Base::Missing);
+        let is_rebuilt = !matches!(self.base, Base::Unavailable);
         let not_writable = match outputs(index, base.and_then(SafetensorsCheckpoint::of), None) {
             Ok(_) => None,
-            // A header that only the base has.
+            // The header is only in the base.
             Err(e) if !is_rebuilt && e.rule() == Some(Rule::BaseFile) => None,
             Err(e @ (Error::Invalid(_) | Error::NotWritable { .. })) => Some(e.to_string()),
             Err(e) => return Err(e),

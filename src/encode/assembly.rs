@@ -1,4 +1,4 @@
-//! Chunks become tensors of a pair, in order.
+//! Assembles encoded chunks into the tensors of a pair, in order.
 
 use super::options::{EncodeOptions, Way};
 use super::plan::Plan;
@@ -14,14 +14,14 @@ use std::collections::btree_map::Entry;
 use std::io::Write;
 use std::sync::Arc;
 
-/// Bytes of the payloads of a tensor that are held until it is known how all of it is coded. Of a tensor with more, those decide.
-pub(super) const HELD: usize = 64 << 20;
+/// A tensor's way is chosen once all its payloads are held, or this many bytes of them.
+pub(super) const MAX_HELD_BYTES: usize = 64 << 20;
 
 /// One chunk, encoded.
 pub(super) struct Chunk {
     pub offset: u64,
     pub size: usize,
-    /// What each way makes of it that its tensor may be coded in.
+    /// The results of the ways in which its tensor may be coded.
     pub attempts: Vec<Attempt>,
     pub base_sum: u64,
     pub target_sum: u64,
@@ -29,25 +29,25 @@ pub(super) struct Chunk {
     pub target_hash: [u8; 32],
 }
 
-/// Hands chunks, which come in order, to the builder, and with them the tensors that they belong to.
+/// Passes chunks, which come in order, to the builder, together with the tensors that they belong to.
 pub(super) struct Assembly<'a, W> {
     builder: PairBuilder<W>,
-    most_held: usize,
+    max_held_bytes: usize,
     options: &'a EncodeOptions,
     plans: &'a [Plan],
     base: Option<&'a dyn Checkpoint>,
     target: &'a dyn Checkpoint,
-    /// How many tensors have begun; the last of them is not ended yet.
+    /// Number of tensors that have begun. The last of them has not ended.
     begun: usize,
-    /// Chunks of the last tensor that the builder has not been given, and the bytes of their payloads.
+    /// Chunks of the last tensor that were not yet passed to the builder, and the bytes of their payloads.
     held: Vec<Chunk>,
     held_bytes: usize,
-    /// Whether the builder has been given the last tensor.
-    open: bool,
+    /// Whether the builder has begun the last tensor.
+    is_begun_in_builder: bool,
     base_hashes: Vec<[u8; 32]>,
     target_hashes: Vec<[u8; 32]>,
     shares: Shares,
-    /// Hashes of base tensors that were hashed as a whole, which several targets may share.
+    /// Hashes of whole base tensors. Several target tensors may have the same one.
     whole_bases: BTreeMap<u32, blake3::Hash>,
     worker: Worker,
 }
@@ -55,7 +55,7 @@ pub(super) struct Assembly<'a, W> {
 impl<'a, W: Write> Assembly<'a, W> {
     pub fn new(
         builder: PairBuilder<W>,
-        most_held: usize,
+        max_held_bytes: usize,
         options: &'a EncodeOptions,
         plans: &'a [Plan],
         base: Option<&'a dyn Checkpoint>,
@@ -63,7 +63,7 @@ impl<'a, W: Write> Assembly<'a, W> {
     ) -> Self {
         Self {
             builder,
-            most_held,
+            max_held_bytes,
             options,
             plans,
             base,
@@ -71,7 +71,7 @@ impl<'a, W: Write> Assembly<'a, W> {
             begun: 0,
             held: Vec::new(),
             held_bytes: 0,
-            open: false,
+            is_begun_in_builder: false,
             base_hashes: Vec::new(),
             target_hashes: Vec::new(),
             shares: Shares::new(plans),
@@ -80,20 +80,20 @@ impl<'a, W: Write> Assembly<'a, W> {
         }
     }
 
-    /// Adds the next chunk, one of the tensor at `place`.
-    pub fn add(&mut self, place: usize, chunk: Chunk) -> Result<()> {
-        self.begin_until(place + 1)?;
+    /// Adds the next chunk, which belongs to tensor `tensor_index`.
+    pub fn add(&mut self, tensor_index: usize, chunk: Chunk) -> Result<()> {
+        self.begin_until(tensor_index + 1)?;
         self.base_hashes.extend(chunk.base_hash);
         self.target_hashes.push(chunk.target_hash);
         self.held_bytes += chunk.attempts.iter().filter_map(|attempt| attempt.payload.as_ref()).map(|p| p.0.len()).sum::<usize>();
         self.held.push(chunk);
-        if self.held_bytes > self.most_held || self.plans[place].way.get().is_some() {
-            self.flush(&self.plans[place])?;
+        if self.held_bytes > self.max_held_bytes || self.plans[tensor_index].way.get().is_some() {
+            self.flush(&self.plans[tensor_index])?;
         }
         Ok(())
     }
 
-    /// Adds the tensors that are left, which have no chunks, and returns the builder.
+    /// Adds the remaining tensors, which have no chunks, and returns the builder.
     pub fn finish(mut self) -> Result<PairBuilder<W>> {
         self.begin_until(self.plans.len())?;
         self.end_tensor()?;
@@ -108,15 +108,16 @@ impl<'a, W: Write> Assembly<'a, W> {
         Ok(())
     }
 
-    /// Gives the builder what is held, and before it the tensor, coded in the way that makes what is held smallest.
+    /// Passes the held chunks to the builder, in the way that makes them smallest, after the tensor's table entry if it has not
+    /// begun.
     fn flush(&mut self, plan: &'a Plan) -> Result<()> {
         let known = plan.way.get().is_some();
         let way = *plan.way.get_or_init(|| self.smallest(plan).unwrap_or_else(|| first_way(self.options, plan)));
-        if !self.open {
-            // A tensor that does not change has no use for tables; of one that is not all here that is not known.
-            let tables = known || self.held_bytes > self.most_held || self.held.iter().any(|chunk| changes(chunk, way));
+        if !self.is_begun_in_builder {
+            // An unchanged tensor needs no tables. Whether it is unchanged is known only when all its chunks are held.
+            let tables = known || self.held_bytes > self.max_held_bytes || self.held.iter().any(|chunk| changes(chunk, way));
             self.builder.begin_tensor(&plan.spec(way, tables, self.base, self.target));
-            self.open = true;
+            self.is_begun_in_builder = true;
         }
         for chunk in self.held.drain(..) {
             let made = chunk.attempts.into_iter().find(|attempt| attempt.way == way).and_then(|attempt| attempt.payload);
@@ -135,7 +136,7 @@ impl<'a, W: Write> Assembly<'a, W> {
         Ok(())
     }
 
-    /// The way that makes the chunks that are held smallest, tables included; of several, the first. None if there are no chunks.
+    /// The way that makes the held chunks smallest, tables included; of several, the first. `None` if there are no chunks.
     fn smallest(&self, plan: &Plan) -> Option<Way> {
         let ways = self.held.first()?.attempts.iter().map(|attempt| attempt.way);
         let size = |i: usize, way: Way| -> u64 {
@@ -145,19 +146,19 @@ impl<'a, W: Write> Assembly<'a, W> {
         ways.enumerate().min_by_key(|&(i, way)| size(i, way)).map(|(_, way)| way)
     }
 
-    /// Ends the last tensor that has begun, if one has.
+    /// Ends the last tensor, if one has begun.
     fn end_tensor(&mut self) -> Result<()> {
         let Some(plan) = self.begun.checked_sub(1).map(|last| &self.plans[last]) else { return Ok(()) };
-        if !self.open || !self.held.is_empty() {
+        if !self.is_begun_in_builder || !self.held.is_empty() {
             self.flush(plan)?;
         }
-        self.open = false;
+        self.is_begun_in_builder = false;
         let from_base = plan.way.get().is_some_and(|way| way.from_base);
         let base_hash = match (plan.base_kind, self.base, plan.base) {
             (BaseKind::Same, ..) if from_base => Some(digest::combine(&self.base_hashes)),
-            (BaseKind::Prefix, Some(base), Some(place)) if from_base => Some(match self.whole_bases.entry(place) {
+            (BaseKind::Prefix, Some(base), Some(base_index)) if from_base => Some(match self.whole_bases.entry(base_index) {
                 Entry::Occupied(known) => *known.get(),
-                Entry::Vacant(new) => *new.insert(crate::batches::hash_tensor(base, place as usize, &|_| {})?),
+                Entry::Vacant(new) => *new.insert(crate::batches::hash_tensor(base, base_index as usize, &|_| {})?),
             }),
             _ => None,
         };
@@ -168,7 +169,7 @@ impl<'a, W: Write> Assembly<'a, W> {
     }
 }
 
-/// About the bytes of each table set in the index, shared out among the tensors that may use it, by the address of the set.
+/// Estimated bytes of each table set in the index, divided among the tensors that may use it. The key is the set's address.
 pub(super) struct Shares(BTreeMap<usize, u64>);
 
 impl Shares {
@@ -181,14 +182,14 @@ impl Shares {
         Self(users.into_iter().map(|(set, (bytes, users))| (set, bytes / users)).collect())
     }
 
-    /// The share of a tensor whose payloads have so many bytes in this way.
+    /// The share of a tensor whose payloads in this way have `payloads` bytes.
     pub fn of(&self, plan: &Plan, way: Way, payloads: u64) -> u64 {
         let tables = plan.tables_of(way).filter(|_| way.codec == Codec::Conditioned && payloads > 0);
         tables.and_then(|set| self.0.get(&Arc::as_ptr(set).addr())).copied().unwrap_or(0)
     }
 }
 
-/// About what a table set takes in the index, where repeats cost little.
+/// Estimated bytes of a table set in the index, where repeated bytes compress well.
 fn stored_bytes(set: &TableSet) -> u64 {
     let bytes = set.to_bytes();
     bytes.windows(2).filter(|pair| pair[0] != pair[1]).count() as u64 + 8
@@ -198,7 +199,7 @@ fn first_way(options: &EncodeOptions, plan: &Plan) -> Way {
     options.codec.ways(plan.base_kind != BaseKind::None)[0]
 }
 
-/// Whether a chunk has changes if it is coded in a way.
+/// Whether a chunk has changed lanes when it is coded in `way`.
 fn changes(chunk: &Chunk, way: Way) -> bool {
     chunk.attempts.iter().any(|attempt| attempt.way == way && attempt.size > 0)
 }
@@ -209,7 +210,7 @@ mod tests {
     use crate::writer::PairBuilder;
     use crate::{Apply, Dtype, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo};
 
-    /// Of the first chunk all lanes change to 0, of the others all small ones by 1.
+    /// In the first chunk all lanes change to 0, in the others all small lanes by 1.
     fn checkpoints(chunks: u32) -> (Vec<u8>, Vec<u8>) {
         let hash = |i: u32| (i.wrapping_mul(0x9E37_79B9) ^ i.wrapping_mul(0x85EB_CA6B) >> 13) >> 8;
         let base = |i| if hash(i) & 0x1000 == 0 { hash(i) as u16 & 15 } else { hash(i) as u16 | 0x8000 };
@@ -221,7 +222,7 @@ mod tests {
         (bytes(&base), bytes(&target))
     }
 
-    fn encoded(most: usize, base: &[u8], target: &[u8], threads: usize) -> Pair<Vec<u8>> {
+    fn encoded(max_held_bytes: usize, base: &[u8], target: &[u8], threads: usize) -> Pair<Vec<u8>> {
         let of = |bytes| {
             let info = TensorInfo { name: "t".into(), dtype: Dtype::U16, shape: vec![target.len() as u64 / 2] };
             MemoryCheckpoint::new([(info, bytes)]).unwrap()
@@ -230,17 +231,17 @@ mod tests {
         let options = EncodeOptions { chunk_lanes: 4096, ..EncodeOptions::default() };
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
-        let made = pool.install(|| encode_holding(most, Some(&base), &target, Vec::new(), &options, builder, &|_| {}));
+        let made = pool.install(|| encode_holding(max_held_bytes, Some(&base), &target, Vec::new(), &options, builder, &|_| {}));
         made.unwrap().0.into_pair().unwrap()
     }
 
     #[test]
     fn what_is_held_decides_for_the_rest_of_a_tensor() {
         let (base, target) = checkpoints(40);
-        let of = |most, threads| encoded(most, &base, &target, threads);
+        let of = |max_held_bytes, threads| encoded(max_held_bytes, &base, &target, threads);
         let (early, late) = (of(0, 1), of(usize::MAX, 1));
         let way = |pair: &Pair<Vec<u8>>| pair.index().tensors().next().map(|tensor| (tensor.codec, tensor.base_kind)).unwrap();
-        // What makes the first chunk smallest is not what makes the others smallest.
+        // The way that is smallest for the first chunk is not the smallest for the others.
         assert_ne!(way(&early), way(&late));
         assert!(late.blob().len() < early.blob().len());
         for pair in [&early, &late] {
@@ -249,8 +250,8 @@ mod tests {
             Apply::new(pair).base(&MemoryCheckpoint::new([(info, &base[..])]).unwrap()).to_buffers(&mut [&mut rebuilt]).unwrap();
             assert!(rebuilt == target);
         }
-        for most in [0, 30_000, usize::MAX] {
-            assert!(of(most, 1).blob() == of(most, 3).blob(), "{most}");
+        for max_held_bytes in [0, 30_000, usize::MAX] {
+            assert!(of(max_held_bytes, 1).blob() == of(max_held_bytes, 3).blob(), "{max_held_bytes}");
         }
     }
 }

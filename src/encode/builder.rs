@@ -28,8 +28,9 @@ use std::path::{Path, PathBuf};
 /// # }
 /// ```
 ///
-/// The bytes of a pair depend on base, target, options and the version of zstd, not on threads, time or machine. Memory is bounded
-/// by the number of threads, one batch of payloads and 64 MiB of the payloads of one tensor, whatever the size of the checkpoints.
+/// The bytes of a pair depend on base, target, options and the version of zstd, and not on threads, time or machine. Memory is
+/// bounded by the number of threads, one batch of payloads and 64 MiB of one tensor's payloads, whatever the size of the
+/// checkpoints.
 #[must_use = "nothing is encoded before `to_path` or `to_memory` is called"]
 pub struct Encode<'a> {
     target: &'a dyn Checkpoint,
@@ -41,28 +42,29 @@ pub struct Encode<'a> {
 }
 
 impl<'a> Encode<'a> {
-    /// An encoding of `target` as a whole, with the default options.
+    /// An encoding of all of `target`, with the default options.
     ///
-    /// The pair of a [`SafetensorsCheckpoint`] describes its files too, so that they are rebuilt byte for byte. The target of
-    /// another checkpoint is rebuilt as one safetensors file with a header of its own.
+    /// The pair of a [`SafetensorsCheckpoint`] also describes its files, so that they are rebuilt byte for byte. Any other target
+    /// is rebuilt as one safetensors file with a new header.
     pub fn new(target: &'a dyn Checkpoint) -> Self {
         let options = EncodeOptions::default();
         Self { target, base: None, options, inputs: Vec::new(), overwrite: false, watcher: Watcher::Nobody }
     }
 
-    /// The checkpoint that readers of the pair have.
+    /// Sets the base: the checkpoint that readers of the pair have.
     pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
         self.base = Some(base);
         self
     }
 
-    /// How to encode.
+    /// Sets how to encode.
     pub fn options(mut self, options: EncodeOptions) -> Self {
         self.options = options;
         self
     }
 
-    /// Files besides the checkpoints that the caller has read for this encoding. No file of the pair may replace one of them.
+    /// Adds files, besides the checkpoints, that the caller has read for this encoding. No file of the pair may replace one of
+    /// them.
     pub fn inputs(mut self, paths: impl IntoIterator<Item = impl AsRef<Path>>) -> Self {
         self.inputs.extend(paths.into_iter().map(|path| path.as_ref().to_owned()));
         self
@@ -74,21 +76,21 @@ impl<'a> Encode<'a> {
         self
     }
 
-    /// Calls `report` from any thread with the number of bytes that are newly done. In all that is the size of the target's
+    /// Calls `report`, from any thread, with the number of bytes done since its last call. The total is the size of the target's
     /// tensors.
     pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
         self.watcher = Watcher::Closure(Box::new(report));
         self
     }
 
-    /// As [`Encode::progress`], with a watcher that may end the work.
+    /// Like [`Encode::progress`], with a watcher that can also stop the work.
     pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
         self.watcher = Watcher::Borrowed(watch);
         self
     }
 
-    /// Writes the files of the pair `path`, which is the stem or either file: `NAME.tpde-index` and `NAME.tpde-blob`. They are
-    /// published together: first the blob, then the index, whose rename is the commit.
+    /// Writes the files of a pair, `NAME.tpde-index` and `NAME.tpde-blob`. `path` is either of them, or the path without its
+    /// ending. The blob is renamed first, then the index, whose rename is the commit.
     ///
     /// # Errors
     /// - [`Error::Io`] from the checkpoints or the files of the pair; if the pair exists and [`overwrite`](Encode::overwrite) is not
@@ -102,8 +104,8 @@ impl<'a> Encode<'a> {
     ///   as one.
     /// - Any error of the watcher.
     ///
-    /// An error before the first rename leaves the old pair as it was, and everything but the renames comes before. If the system
-    /// refuses the second rename, the old index stands beside the new blob, and readers refuse the two.
+    /// After an error before the first rename the old pair is as it was. Only the renames come later. If the second rename fails,
+    /// the old index is beside the new blob, and readers refuse the two.
     pub fn to_path(&self, path: impl AsRef<Path>) -> Result<EncodeReport> {
         let files = self.files()?;
         if SafetensorsCheckpoint::of(self.target).is_none() {
@@ -131,7 +133,7 @@ impl<'a> Encode<'a> {
     /// Makes the pair in memory.
     ///
     /// # Errors
-    /// As [`Encode::to_path`], but for those about files of the pair.
+    /// As [`Encode::to_path`], except those about files of the pair.
     pub fn to_memory(&self) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
         self.to_memory_in(Vec::new())
     }

@@ -1,4 +1,4 @@
-//! What the bytes of a pair are for, and what other ways to encode its tensors would have taken.
+//! What the bytes of a pair are for, and the sizes of its tensors in other ways.
 
 use super::assembly::Shares;
 use super::options::{EncodeOptions, Favor, Way};
@@ -41,7 +41,7 @@ pub struct Explain<'a, B> {
     watcher: Watcher<'a>,
 }
 
-/// What [`Explain::run`] found.
+/// The result of [`Explain::run`].
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct Explanation {
@@ -53,7 +53,7 @@ pub struct Explanation {
     pub payloads: PayloadParts,
     /// The table sets of codec `conditioned`, in the order of the index.
     pub table_sets: Vec<TableSetReport>,
-    /// Each tensor, names ascending.
+    /// Each tensor, in ascending order of the names.
     pub tensors: Vec<TensorExplanation>,
 }
 
@@ -63,7 +63,7 @@ pub struct Explanation {
 pub struct TableSetReport {
     /// Its number among the sets of the pair, from 1.
     pub number: usize,
-    /// Bytes in the expanded section of tables: the set, and 2 for each tensor that uses it.
+    /// Bytes in the expanded section of tables: those of the set, and 2 for each tensor that uses it.
     pub expanded_bytes: u64,
     /// Tensors that use it.
     pub tensors: u64,
@@ -71,34 +71,34 @@ pub struct TableSetReport {
     pub first_tensor: String,
 }
 
-/// What is known of a tensor.
+/// The sizes of a tensor.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct TensorExplanation {
     /// Bytes of its payloads by purpose.
     pub parts: PayloadParts,
-    /// Number of its table set, if it uses one.
+    /// Number of its table set, from 1, if it uses one.
     pub table_set: Option<usize>,
-    /// What each way to encode it takes. Empty without a base, and for a tensor without changes.
+    /// The sizes of each way to encode it. Empty without a base, and for an unchanged tensor.
     pub ways: Vec<WayReport>,
 }
 
-/// What a way to encode a tensor takes.
+/// The size of a tensor in one way to encode it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct WayReport {
     /// The codec.
     pub codec: Codec,
-    /// Whether the tensor is encoded from its base. Otherwise from zeros, as without a base.
+    /// Whether the tensor is encoded from its base, rather than from zeros.
     pub from_base: bool,
-    /// Whether the pair holds the tensor in this way.
+    /// Whether the pair has the tensor in this way.
     pub taken: bool,
     /// Bytes of the payloads, padded.
     pub payload_bytes: u64,
-    /// Whether `payload_bytes` is an estimate, from a part of the lanes or from a bound. The encoder makes no payload in a way
-    /// that is clearly larger than another.
+    /// Whether `payload_bytes` is estimated from a part of the lanes or from a bound. The encoder skips the payload of a way that
+    /// is clearly larger than another.
     pub estimated: bool,
-    /// The tensor's share of the tables that it needs in this way, in bytes of the index, estimated.
+    /// The tensor's estimated share, in bytes of the index, of the tables that this way needs.
     pub table_bytes: u64,
 }
 
@@ -115,33 +115,33 @@ impl<'a, B: Source> Explain<'a, B> {
         Self { pair, base: None, favor: Favor::default(), watcher: Watcher::Nobody }
     }
 
-    /// Compares the ways to encode each tensor as well. `base` is the checkpoint that the pair was made from; a pair without a
-    /// base takes an empty [`MemoryCheckpoint`](crate::MemoryCheckpoint).
+    /// Also compares the ways to encode each tensor. `base` is the checkpoint that the pair was made from; for a pair without a
+    /// base it is an empty [`MemoryCheckpoint`](crate::MemoryCheckpoint).
     pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
         self.base = Some(base);
         self
     }
 
-    /// What the pair was encoded to favor: ways are compared with this. The pair does not say it.
+    /// Sets the [`Favor`] of the encoding, by which ways are compared. The pair does not store it.
     pub fn favor(mut self, favor: Favor) -> Self {
         self.favor = favor;
         self
     }
 
-    /// Calls `report` from any thread with the number of bytes that are newly done: of
+    /// Calls `report`, from any thread, with the number of bytes done since its last call. The total is
     /// [`progress_bytes`](Explain::progress_bytes).
     pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
         self.watcher = Watcher::Closure(Box::new(report));
         self
     }
 
-    /// As [`Explain::progress`], with a watcher that may end the work.
+    /// Like [`Explain::progress`], with a watcher that can also stop the work.
     pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
         self.watcher = Watcher::Borrowed(watch);
         self
     }
 
-    /// Bytes that are reported as progress in all.
+    /// The total of the bytes reported as progress.
     pub fn progress_bytes(&self) -> u64 {
         let index = self.pair.index();
         let payloads: u64 = index.records().iter().map(|record| u64::from(record.compressed_size.get())).sum();
@@ -149,13 +149,13 @@ impl<'a, B: Source> Explain<'a, B> {
         compared.fold(payloads, |sum, tensor| sum.saturating_add(tensor.bytes()))
     }
 
-    /// Reads every payload, checks its CRC, and takes it apart without decoding it.
+    /// Reads every payload, checks its CRC, and attributes its bytes to parts without decoding it.
     ///
-    /// With a base, it also rebuilds every tensor that changes, checked by CRC and sums, and encodes it again in every way of
+    /// With a base, also rebuilds every tensor that changes, checked by CRC and sums, and encodes it again in every way of
     /// [`CodecChoice::Auto`](crate::CodecChoice::Auto), with the chunk sizes of the pair.
     ///
-    /// Memory: about 200 bytes per tensor; with a base 600, and what encoding takes. Time: a CRC of the blob; with a base, that
-    /// of applying and encoding.
+    /// Memory: about 200 bytes per tensor; with a base, 600 and the memory of encoding. Time: a CRC of the blob; with a base,
+    /// also that of applying and encoding.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) naming tensor and chunk if a payload is damaged, [`Error::Io`](crate::Error::Io),
@@ -169,12 +169,12 @@ impl<'a, B: Source> Explain<'a, B> {
         }
         let mut payloads = PayloadParts::default();
         let mut table_sets: Vec<TableSetReport> = Vec::new();
-        for (place, tensor) in tensors.iter_mut().enumerate() {
+        for (i, tensor) in tensors.iter_mut().enumerate() {
             payloads += tensor.parts;
-            let Some(set) = index.table_set(place) else { continue };
-            // A set is owned by the first tensor that uses it, and sets are in the order of their owners.
+            let Some(set) = index.table_set(i) else { continue };
+            // The first tensor that uses a set owns it, and sets are in the order of their owners.
             if set == table_sets.len() {
-                let (owner, bytes) = (index.tensor(place).name, index.table_sets()[set].to_bytes());
+                let (owner, bytes) = (index.tensor(i).name, index.table_sets()[set].to_bytes());
                 let (number, expanded_bytes) = (set + 1, bytes.len() as u64);
                 table_sets.push(TableSetReport { number, expanded_bytes, tensors: 0, first_tensor: owner.to_owned() });
             }
@@ -187,16 +187,16 @@ impl<'a, B: Source> Explain<'a, B> {
 
     /// The parts of each tensor's payloads.
     fn parts(&self) -> Result<Vec<TensorExplanation>> {
-        /// What the result of a small payload takes of a batch.
-        const LEAST: u64 = 1024;
+        /// A small payload counts as this many bytes of a batch: its result takes memory too.
+        const MIN_BYTES: u64 = 1024;
         let index = self.pair.index();
-        let mut found = vec![TensorExplanation::default(); index.tensor_count()];
+        let mut explanations = vec![TensorExplanation::default(); index.tensor_count()];
         let records = index.records();
         let chunks = index.tensors().flat_map(|tensor| tensor.chunks().map(move |chunk| (tensor, chunk)));
         let buffers = Pool::new(Vec::new);
         in_batches(
             chunks.filter(|(_, chunk)| records[*chunk as usize].num_deltas.get() > 0),
-            |(_, chunk)| u64::from(records[*chunk as usize].compressed_size.get()).max(LEAST),
+            |(_, chunk)| u64::from(records[*chunk as usize].compressed_size.get()).max(MIN_BYTES),
             |&mut (tensor, chunk)| {
                 let (record, lanes) = (&records[chunk as usize], tensor.chunk_range(chunk));
                 let lanes = (lanes.end - lanes.start) as usize;
@@ -210,14 +210,14 @@ impl<'a, B: Source> Explain<'a, B> {
                 })
             },
             |(tensor, _), parts| {
-                found[tensor.place].parts += parts;
+                explanations[tensor.place].parts += parts;
                 Ok(())
             },
         )?;
-        Ok(found)
+        Ok(explanations)
     }
 
-    /// Adds what each way takes to tensors that change.
+    /// Adds the sizes of each way to the tensors that change.
     fn compare(&self, base: &dyn Checkpoint, tensors: &mut [TensorExplanation]) -> Result<()> {
         let index = self.pair.index();
         let bases: Vec<_> = index.tensors().map(|tensor| find_base(&tensor, base)).collect::<Result<_>>()?;
@@ -229,7 +229,7 @@ impl<'a, B: Source> Explain<'a, B> {
     fn ways(&self, base: &dyn Checkpoint, target: &dyn Checkpoint, tensors: &mut [TensorExplanation]) -> Result<()> {
         let index = self.pair.index();
         let options = self.options();
-        let plans = (0..index.tensor_count()).map(|place| plan(Some(base), target, place, &options));
+        let plans = (0..index.tensor_count()).map(|i| plan(Some(base), target, i, &options));
         let mut plans: Vec<Plan> = plans.collect::<Result<_>>()?;
         let workers = Pool::new(Worker::default);
         train(Some(base), target, &options, &mut plans, &workers, &self.watcher)?;
@@ -270,11 +270,11 @@ impl<'a, B: Source> Explain<'a, B> {
             },
         )?;
         let shares = Shares::new(&plans);
-        for (tensor, found) in index.tensors().zip(tensors) {
-            for way in &mut found.ways {
+        for (tensor, explanation) in index.tensors().zip(tensors) {
+            for way in &mut explanation.ways {
                 way.taken = way.codec == tensor.codec && way.from_base == (tensor.base_kind != BaseKind::None);
                 if way.taken {
-                    (way.payload_bytes, way.estimated) = (found.parts.total(), false);
+                    (way.payload_bytes, way.estimated) = (explanation.parts.total(), false);
                 }
                 way.table_bytes =
                     shares.of(&plans[tensor.place], Way { from_base: way.from_base, codec: way.codec }, way.payload_bytes);
@@ -283,26 +283,26 @@ impl<'a, B: Source> Explain<'a, B> {
         Ok(())
     }
 
-    /// The options that the pair was made with, as far as they are known.
+    /// The options of the pair's encoding, as far as the pair shows them.
     fn options(&self) -> EncodeOptions {
         let mut options = EncodeOptions { favor: self.favor, ..EncodeOptions::default() };
         let renamed = self.pair.index().tensors().filter(|tensor| tensor.base_name != tensor.name);
         options.renamed = renamed.map(|tensor| (tensor.name.to_owned(), tensor.base_name.to_owned())).collect();
-        // A chunk of the most bytes may have been asked to have more lanes.
-        let is_most = |tensor: &Tensor<'_>| tensor.chunk_lanes * tensor.lane_bytes() as u64 == MAX_CHUNK_BYTES;
-        let smallest = self.pair.index().tensors().filter(|tensor| !is_most(tensor)).map(|tensor| tensor.chunk_lanes).min();
+        // A chunk of `MAX_CHUNK_BYTES` says nothing: the option may have asked for more lanes.
+        let is_max_size = |tensor: &Tensor<'_>| tensor.chunk_lanes * tensor.lane_bytes() as u64 == MAX_CHUNK_BYTES;
+        let smallest = self.pair.index().tensors().filter(|tensor| !is_max_size(tensor)).map(|tensor| tensor.chunk_lanes).min();
         options.chunk_lanes = smallest.unwrap_or(options.chunk_lanes);
         options
     }
 }
 
-/// Whether a tensor of the pair has payloads.
+/// Whether a tensor of the pair has a changed lane.
 fn changes<B: Source>(pair: &Pair<B>, tensor: &Tensor<'_>) -> bool {
     let chunks = tensor.chunks();
     pair.index().records()[chunks.start as usize..chunks.end as usize].iter().any(|record| record.num_deltas.get() > 0)
 }
 
-/// Where the bytes of a chunk begin in its tensor, and how many there are.
+/// First byte of a chunk in its tensor, and its number of bytes.
 fn bytes_of(tensor: &Tensor<'_>, chunk: u32) -> (u64, u64) {
     let (lanes, width) = (tensor.chunk_range(chunk), tensor.lane_bytes() as u64);
     (lanes.start * width, (lanes.end - lanes.start) * width)

@@ -1,4 +1,4 @@
-//! What a caller may ask of an encoder.
+//! The options of encoding.
 
 use crate::codec::{Codec, Layout, Pace};
 use crate::format::{named, parsed_by_name};
@@ -13,18 +13,17 @@ use std::collections::BTreeMap;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct EncodeOptions {
-    /// The codecs that tensors may have: by default each tensor takes its smallest.
+    /// The codecs to choose from. By default each tensor gets the codec that makes it smallest.
     pub codec: CodecChoice,
-    /// The layout of codec `zstd`, which has to be the codec of all tensors then. Without it, the default, each chunk takes the
-    /// layout that suits it.
+    /// The layout of codec `zstd`; requires that codec for all tensors. By default the layout is chosen per chunk.
     pub layout: Option<Layout>,
-    /// The most lanes per chunk: a power of two of at least 4,096, by default 1,048,576. A chunk has at most 4 MiB, whatever its
-    /// lanes. Smaller chunks decode in more parallel pieces and cost more: 48 bytes each in the index. Below the default,
-    /// [`Favor::Ratio`] also halves the steps of streams.
+    /// Most lanes per chunk: a power of two of at least 4,096, by default 1,048,576. A chunk also has at most 4 MiB. Smaller
+    /// chunks decode in more parallel pieces; each chunk costs 48 bytes of index. Below the default, [`Favor::Ratio`] also halves
+    /// the steps of streams.
     pub chunk_lanes: u64,
     /// What codec `conditioned` favors.
     pub favor: Favor,
-    /// Base tensors of targets that were renamed: target name to base name.
+    /// Renamed tensors: name in the target to name in the base.
     pub renamed: BTreeMap<String, String>,
 }
 
@@ -63,7 +62,7 @@ impl EncodeOptions {
         self
     }
 
-    /// Adds to [`renamed`](Self#structfield.renamed) pairs of target name and base name.
+    /// Adds pairs of target name and base name to [`renamed`](Self#structfield.renamed).
     #[must_use]
     pub fn renamed(mut self, names: impl IntoIterator<Item = (impl Into<String>, impl Into<String>)>) -> Self {
         self.renamed.extend(names.into_iter().map(|(target, base)| (target.into(), base.into())));
@@ -77,17 +76,17 @@ named! {
     enum Favor as "favor" {
         /// Most jobs. Small, and fast to decode.
         ///
-        /// Coded lanes and streams are weighed against their bytes.
+        /// Weighs the cost of coded lanes and streams against their bytes.
         #[default]
         Ratio => "ratio",
         /// Rebuilt often on a GPU. Faster, and larger.
         ///
-        /// Where few lanes change, fewer of them are coded, and other changes are listed one by one. Pairs grow by some percent, or
-        /// to twice their size where all lanes are equally unlikely to change.
+        /// Where few lanes change, codes fewer of them and lists more changes one by one. Pairs grow by a few percent, or to
+        /// twice their size if all lanes are equally likely to change.
         Speed => "speed",
         /// Archives and slow links. Smallest, and slower.
         ///
-        /// Tables are made from all lanes, which takes longer to encode. Streams are as long as they may be, which takes a device
+        /// Makes tables from all lanes, which takes longer to encode. Streams have the maximal length, which takes a device
         /// longer to decode.
         Size => "size",
     }
@@ -103,7 +102,7 @@ impl Favor {
         }
     }
 
-    /// What decoding time is worth, where chunks of at most `chunk_lanes` lanes are asked for.
+    /// The weight of decoding time, for the option `chunk_lanes`.
     pub(super) fn pace(self, chunk_lanes: u64) -> Pace {
         match self {
             Self::Ratio if streams_are_short(chunk_lanes) => Pace { steps: Pace::default().steps / 2, state: 2, ..Pace::default() },
@@ -114,9 +113,9 @@ impl Favor {
     }
 }
 
-/// The rule of short streams: with [`Favor::Ratio`], streams of codec `conditioned` have at most half as many steps where chunks
-/// smaller than the default are asked for. Small chunks imply that latency matters, and a stream is decoded step by step. What
-/// counts is [`EncodeOptions::chunk_lanes`], not the lanes that a chunk has. Payloads grow by the initial states of more streams.
+/// Whether [`Favor::Ratio`] halves the steps of streams of codec `conditioned`: if the option `chunk_lanes` is below its default.
+/// Small chunks are asked for where latency matters, and the steps of a stream are decoded one after another. Payloads grow by
+/// the initial states of more streams.
 fn streams_are_short(chunk_lanes: u64) -> bool {
     chunk_lanes < EncodeOptions::default().chunk_lanes
 }
@@ -127,14 +126,14 @@ fn streams_are_short(chunk_lanes: u64) -> bool {
 pub enum CodecChoice {
     /// Store or send. Each tensor takes its smallest codec.
     ///
-    /// Of all codecs, from the base and without it.
+    /// From the base or from zeros, in any codec.
     #[default]
     Auto,
     /// Rebuild on a GPU. Each tensor takes conditioned or raw.
     ///
-    /// These are the codecs that a device decodes alone. From the base and without it.
+    /// From the base or from zeros, in the codecs that a device decodes without help.
     Device,
-    /// One codec throughout, from the base where there is one.
+    /// One codec for all tensors, from the base if there is one.
     Only(Codec),
 }
 
@@ -171,7 +170,7 @@ impl CodecChoice {
         }
     }
 
-    /// The codecs, the first of which is taken where several are as good.
+    /// The codecs. Of several equally small ones the first is chosen.
     fn codecs(&self) -> &[Codec] {
         match self {
             Self::Auto => &[Codec::Conditioned, Codec::Zstd, Codec::Raw],
@@ -180,7 +179,7 @@ impl CodecChoice {
         }
     }
 
-    /// Whether tables of codec `conditioned` may be wanted.
+    /// Whether tables of codec `conditioned` may be used.
     pub(super) fn has_tables(&self) -> bool {
         self.codecs().contains(&Codec::Conditioned)
     }

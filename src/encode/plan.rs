@@ -1,4 +1,4 @@
-//! What is to be encoded: each target tensor with its base, and whether the format can hold it all.
+//! The plan of an encoding: each target tensor with its base. Checks that the format can hold them.
 
 use super::options::{EncodeOptions, Way};
 use crate::checkpoint::{Checkpoint, TensorInfo};
@@ -11,19 +11,20 @@ use crate::limits::Limits;
 use crate::writer::{FileSpec, TensorSpec};
 use std::sync::{Arc, OnceLock};
 
-/// One target tensor with its base. Small: a model may have very many.
+/// One target tensor with its base. Kept small, because a model may have very many tensors.
 pub(super) struct Plan {
-    /// Places in the checkpoints.
+    /// Tensor number in the target.
     pub target: u32,
+    /// Tensor number in the base.
     pub base: Option<u32>,
     pub base_kind: BaseKind,
     pub dtype: Dtype,
     pub chunk_lanes_log2: u8,
     pub pace: Pace,
     pub lanes: u64,
-    /// Tables of codec `conditioned`, from the base and from zeros.
+    /// Tables of codec `conditioned` for lanes coded from the base and from zeros.
     pub tables: [Option<Arc<TableSet>>; 2],
-    /// How all chunks are coded, once that is known.
+    /// The way in which all chunks are coded, once chosen.
     pub way: OnceLock<Way>,
 }
 
@@ -32,7 +33,7 @@ impl Plan {
         self.dtype.lane_bytes() as u64
     }
 
-    /// How a chunk of this tensor is coded in a way.
+    /// The parameters for encoding a chunk of this tensor in a way.
     pub fn coding(&self, way: Way, layout: Option<Layout>) -> Coding<'_> {
         match way.codec {
             Codec::Raw => Coding::Raw,
@@ -50,16 +51,16 @@ impl Plan {
         self.tables[usize::from(!way.from_base)].as_ref()
     }
 
-    /// Name of the base tensor, where it is not the target's.
+    /// Name of the base tensor if it differs from the target's.
     fn base_name<'a>(&self, base: Option<&'a dyn Checkpoint>, target: &dyn Checkpoint) -> Option<&'a str> {
-        let name = base.zip(self.base).map(|(base, place)| base.tensors()[place as usize].name.as_str());
+        let name = base.zip(self.base).map(|(base, tensor_index)| base.tensors()[tensor_index as usize].name.as_str());
         name.filter(|name| *name != target.tensors()[self.target as usize].name)
     }
 
-    /// What the tensor table says if all chunks are coded in a way, with or without tables.
+    /// The tensor's table entry if all chunks are coded in `way`, with or without tables.
     pub fn spec(&self, way: Way, tables: bool, base: Option<&dyn Checkpoint>, target: &dyn Checkpoint) -> TensorSpec {
         let TensorInfo { name, dtype, shape } = target.tensors()[self.target as usize].clone();
-        let base = base.zip(self.base).filter(|_| way.from_base).map(|(base, place)| &base.tensors()[place as usize]);
+        let base = base.zip(self.base).filter(|_| way.from_base).map(|(base, tensor_index)| &base.tensors()[tensor_index as usize]);
         let base_kind = if way.from_base { self.base_kind } else { BaseKind::None };
         let base_param = match (base_kind, base) {
             (BaseKind::Prefix, Some(base)) => base.shape[0],
@@ -79,19 +80,19 @@ impl Plan {
     }
 }
 
-/// Bits of each delta that codec `conditioned` stores as they are: the mantissa and the sign of floats without a base.
+/// Bits of each delta that codec `conditioned` stores uncoded: mantissa and sign of floats coded from zeros.
 pub(super) fn low_bits(dtype: Dtype, from_base: bool) -> u32 {
     if from_base { 0 } else { dtype.mantissa_bits().map_or(0, |bits| bits + 1) }
 }
 
-/// Refuses what the format cannot hold, before there is work to lose.
+/// Refuses tensors and files that the format cannot hold, before any work.
 pub(super) fn check_holdable(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
     plans: &[Plan],
     files: &[FileSpec],
 ) -> Result<()> {
-    let most = Limits::default().section_size;
+    let max_section = Limits::default().section_size;
     let bounded = |what, limit, found| if found > limit { Err(Error::Limit { what, limit, found }) } else { Ok(()) };
     let mut chunks = 0u64;
     for plan in plans {
@@ -101,16 +102,16 @@ pub(super) fn check_holdable(
     }
     bounded("number of tensors", MAX_TENSORS.into(), plans.len() as u64)?;
     bounded("number of chunks", MAX_CHUNKS.into(), chunks)?;
-    bounded("size of the tensor table", most, tensor_table_bytes(base, target, plans))?;
+    bounded("size of the tensor table", max_section, tensor_table_bytes(base, target, plans))?;
     let mut names = FileNames::default();
     for file in files {
         names.add(file.name.as_bytes(), file.kind, files.len())?;
     }
     bounded("number of files", MAX_FILES.into(), files.len() as u64)?;
-    bounded("size of the file table", most, file_table_bytes(files))
+    bounded("size of the file table", max_section, file_table_bytes(files))
 }
 
-/// Bytes of the expanded section of tensors that these plans lead to.
+/// Bytes of the expanded section of tensors for these plans.
 fn tensor_table_bytes(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plans: &[Plan]) -> u64 {
     let entry = |plan: &Plan| {
         let info = &target.tensors()[plan.target as usize];
@@ -125,23 +126,28 @@ fn file_table_bytes(files: &[FileSpec]) -> u64 {
     files.iter().map(|file| (FileEntry::SIZE + file.name.len() + file.content.len()) as u64).sum()
 }
 
-pub(super) fn plan(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, place: usize, options: &EncodeOptions) -> Result<Plan> {
-    let TensorInfo { name, dtype, shape } = &target.tensors()[place];
+pub(super) fn plan(
+    base: Option<&dyn Checkpoint>,
+    target: &dyn Checkpoint,
+    tensor_index: usize,
+    options: &EncodeOptions,
+) -> Result<Plan> {
+    let TensorInfo { name, dtype, shape } = &target.tensors()[tensor_index];
     let impossible = || Error::InvalidArgument(format!("tensor {} has an impossible shape {shape:?}", Escaped(name)));
     let lanes = dtype.lanes(shape).ok_or_else(impossible)?;
     let base_name = options.renamed.get(name).unwrap_or(name);
-    let found = base.and_then(|base| base.find(base_name).map(|i| (i as u32, &base.tensors()[i])));
-    let (base, base_kind) = match found {
+    let candidate = base.and_then(|base| base.find(base_name).map(|i| (i as u32, &base.tensors()[i])));
+    let (base, base_kind) = match candidate {
         Some((i, base)) if base.dtype == *dtype && base.shape == *shape => (Some(i), BaseKind::Same),
         Some((i, base)) if base.dtype == *dtype && is_prefix(&base.shape, shape) => (Some(i), BaseKind::Prefix),
-        // Another dtype or other trailing dims: the base says nothing that this version can use.
+        // With another dtype or other trailing dimensions the base is not used.
         _ => (None, BaseKind::None),
     };
     let chunk_lanes_log2 = options.chunk_lanes.min(MAX_CHUNK_BYTES / dtype.lane_bytes() as u64).ilog2() as u8;
     let ways = options.codec.ways(base_kind != BaseKind::None);
     let way = if let [way] = ways[..] { OnceLock::from(way) } else { OnceLock::new() };
     Ok(Plan {
-        target: place as u32,
+        target: tensor_index as u32,
         base,
         base_kind,
         dtype: *dtype,
@@ -153,7 +159,7 @@ pub(super) fn plan(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, place
     })
 }
 
-/// Whether the shapes differ in the number of rows alone.
+/// Whether the shapes differ only in the number of rows.
 fn is_prefix(base: &[u64], target: &[u64]) -> bool {
     matches!((base, target), ([b, base @ ..], [t, target @ ..]) if b != t && base == target)
 }

@@ -1,6 +1,6 @@
-//! The work from two checkpoints to a pair.
+//! Encoding two checkpoints as a pair.
 
-use super::assembly::{Assembly, Chunk, HELD};
+use super::assembly::{Assembly, Chunk, MAX_HELD_BYTES};
 use super::options::{CodecChoice, EncodeOptions};
 use super::plan::{Plan, check_holdable, plan};
 use super::survey::Survey;
@@ -17,7 +17,7 @@ use crate::writer::{FileSpec, Finished, PairBuilder};
 use serde::Serialize;
 use std::io::Write;
 
-/// What encoding did.
+/// The sizes that resulted from an encoding.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct EncodeReport {
@@ -27,15 +27,15 @@ pub struct EncodeReport {
     pub index_bytes: u64,
     /// Bytes of the blob file.
     pub blob_bytes: u64,
-    /// Bytes of the index that tell of tensors: table, names, shapes, digests.
+    /// Bytes of the index that describe tensors: table, names, shapes, digests.
     pub tensor_table_bytes: u64,
-    /// Every tensor, names ascending.
+    /// Every tensor, in ascending order of the names.
     pub tensors: Vec<TensorReport>,
     /// Base tensors that no target tensor uses.
     pub removed: Vec<String>,
 }
 
-/// What a pair says of a tensor, in figures.
+/// The figures of one tensor of a pair.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct TensorReport {
@@ -43,7 +43,7 @@ pub struct TensorReport {
     pub name: String,
     /// Element type.
     pub dtype: Dtype,
-    /// Dims.
+    /// Dimensions.
     pub shape: Vec<u64>,
     /// Where its base lanes come from.
     pub base_kind: BaseKind,
@@ -62,7 +62,7 @@ pub struct TensorReport {
 }
 
 impl TensorReport {
-    /// The figures of one tensor of a pair. Cost: one pass over its records.
+    /// Reads the figures of a tensor. Cost: one pass over its records.
     pub fn new(index: &crate::index::ValidatedIndex, tensor: &crate::index::Tensor<'_>) -> Self {
         let chunks = tensor.chunks();
         let records = &index.records()[chunks.start as usize..chunks.end as usize];
@@ -102,12 +102,12 @@ pub fn encode<W: Write>(
     builder: PairBuilder<W>,
     progress: Progress<'_>,
 ) -> Result<(Finished<W>, EncodeReport)> {
-    encode_holding(HELD, base, target, files, options, builder, progress)
+    encode_holding(MAX_HELD_BYTES, base, target, files, options, builder, progress)
 }
 
-/// [`encode`], with at most about `most` bytes of payloads of a tensor held until it is known how it is coded.
+/// [`encode`], which chooses a tensor's way after at most about `max_held_bytes` bytes of payloads.
 pub(super) fn encode_holding<W: Write>(
-    most: usize,
+    max_held_bytes: usize,
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
     files: Vec<FileSpec>,
@@ -120,7 +120,7 @@ pub(super) fn encode_holding<W: Write>(
     check_holdable(base, target, &plans, &files)?;
     let workers = Pool::new(Worker::default);
     train(base, target, options, &mut plans, &workers, progress)?;
-    let mut assembly = Assembly::new(builder, most, options, &plans, base, target);
+    let mut assembly = Assembly::new(builder, max_held_bytes, options, &plans, base, target);
     let jobs = plans.iter().enumerate().flat_map(|(i, plan)| {
         let chunk = plan.width() << plan.chunk_lanes_log2;
         let bytes = plan.lanes * plan.width();
@@ -186,7 +186,7 @@ fn report<W>(finished: &Finished<W>, base: Option<&dyn Checkpoint>, plans: &[Pla
     let index = &finished.index;
     let tensors: Vec<_> = index.tensors().map(|tensor| TensorReport::new(index, &tensor)).collect();
     let mut used = vec![false; base.map_or(0, |base| base.tensors().len())];
-    plans.iter().filter_map(|plan| plan.base).for_each(|place| used[place as usize] = true);
+    plans.iter().filter_map(|plan| plan.base).for_each(|base_index| used[base_index as usize] = true);
     let base_tensors = base.map_or(&[][..], |base| base.tensors());
     EncodeReport {
         target_bytes: tensors.iter().map(|t| t.bytes).sum(),

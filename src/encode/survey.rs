@@ -1,4 +1,4 @@
-//! One pass over a chunk that is to be encoded: which lanes change, the sums, the hashes.
+//! One pass over a chunk before it is encoded: changed lanes, sums, hashes.
 
 use super::plan::Plan;
 use crate::codec::{Difference, GROUP, cleared, compare};
@@ -7,18 +7,18 @@ use crate::format::BaseKind;
 use crate::lane::with_lane;
 use crate::sums::ChunkSum;
 
-/// Bytes of lanes that are looked at before the next. A tile of the base and one of the target fit in the second-level cache.
+/// Bytes of a tile. A tile of the base and one of the target fit in the L2 cache.
 const TILE: usize = 1 << 16;
-/// A tile with fewer changes than one lane in this many gets its target sum from its base sum and the changes. A change takes as
-/// long as about 200 lanes of BF16.
+/// If fewer than 1 in `FEW` lanes of a tile change, its target sum is computed from its base sum and the changes. Adding a change
+/// takes as long as summing about 200 lanes of BF16.
 const FEW: usize = 256;
 
-/// What encoding needs to know of a chunk, whatever codec it takes.
+/// The facts about a chunk that encoding needs with any codec.
 pub(super) struct Survey<'a> {
     pub difference: Difference<'a>,
     pub base_sum: u64,
     pub target_sum: u64,
-    /// Hash of the base lanes as a piece of their tensor, if base tensor and target tensor have the same length.
+    /// Hash of the base lanes as a piece of their tensor; `None` unless base and target tensor have the same length.
     pub base_hash: Option<[u8; 32]>,
     pub target_hash: [u8; 32],
 }
@@ -26,8 +26,8 @@ pub(super) struct Survey<'a> {
 impl<'a> Survey<'a> {
     /// Surveys the chunk that begins at byte `offset` of its tensor. `masks` is a buffer.
     ///
-    /// Each tile is read from memory once. Cost: one pass, most of it BLAKE3. A target is hashed from the first tile on that
-    /// differs from its base.
+    /// Each tile is read from memory once. Cost: one pass, most of it BLAKE3. The target is hashed only from the first tile on
+    /// that differs from the base.
     pub fn of(plan: &Plan, base: &'a [u8], target: &'a [u8], offset: u64, masks: &'a mut Vec<u64>) -> Self {
         let dtype = plan.dtype;
         let mut hashes = Hashes::new(plan, offset);
@@ -35,7 +35,7 @@ impl<'a> Survey<'a> {
         let (mut changed, mut first_lane) = (0, 0);
         let tile_masks = cleared(dtype, base.len(), masks).chunks_mut(TILE / (GROUP * dtype.lane_bytes()));
         for ((base, target), masks) in base.chunks(TILE).zip(target.chunks(TILE)).zip(tile_masks) {
-            // Hashing comes first: it waits least for memory.
+            // Hashing comes first: it loses least by waiting for memory.
             hashes.update(base, target);
             let tile = Difference { dtype, base, target, changed: compare(dtype, base, target, masks), masks };
             let before = base_sum.value;
@@ -57,9 +57,9 @@ impl<'a> Survey<'a> {
 
 /// Hashes of base and target as pieces of their tensors.
 struct Hashes {
-    /// None if the base tensor has another length, and is hashed as a whole.
+    /// `None` if the base tensor has another length; it is then hashed as a whole elsewhere.
     base: Option<PieceHasher>,
-    /// None as long as the target equals the base.
+    /// `None` as long as the target equals the base.
     target: Option<PieceHasher>,
 }
 
@@ -97,11 +97,11 @@ mod tests {
     use crate::lane::Dtype;
     use crate::sums::chunk_sum;
 
-    /// Changes in no tile, in one, or in all of them, few or many.
+    /// Targets with changes in no tile, in one, or in all, few or many.
     fn targets(base: &[u8]) -> Vec<Vec<u8>> {
-        let changed = |places: &mut dyn Iterator<Item = usize>| {
+        let changed = |offsets: &mut dyn Iterator<Item = usize>| {
             let mut target = base.to_vec();
-            places.filter(|&place| place < base.len()).for_each(|place| target[place] ^= 0x41);
+            offsets.filter(|&offset| offset < base.len()).for_each(|offset| target[offset] ^= 0x41);
             target
         };
         vec![

@@ -1,5 +1,5 @@
-//! Tables of codec `conditioned`, from samples in fixed places, so that the same checkpoints give the same pair and little is read
-//! twice.
+//! Makes the tables of codec `conditioned` from samples. The sampled positions are fixed, so that the same checkpoints give the
+//! same pair. Sampling reads little of the tensors a second time.
 
 use super::options::{CodecChoice, EncodeOptions, Favor};
 use super::plan::{Plan, low_bits};
@@ -14,28 +14,34 @@ use crate::watch::Progress;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Lanes of a piece that a sample is made of.
+/// Lanes of a piece, the unit of sampling.
 const PIECE: u64 = 1 << 14;
-/// About how many pieces a group of tensors is sampled with: a tenth, but enough, and no more than 8 million lanes.
+/// Sampled pieces per group: about a tenth of the group's pieces, within this range. At most 8 million lanes.
 const PIECES: std::ops::RangeInclusive<u64> = 128..=512;
-/// Changes that are to be seen in a group before its tables are made, if it has as many.
+/// Sampling of a group goes on until this many changes have been seen, if the group has as many.
 const CHANGES: u64 = 1 << 11;
 
-/// Tensors that share tables: of a dtype, coded from a base or from zeros.
-type Group = (Dtype, bool);
+/// The tensors that share tables.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Group {
+    dtype: Dtype,
+    /// Whether their lanes are coded from a base. Otherwise from zeros.
+    from_base: bool,
+}
 
-/// What is known of a group.
+/// The samples of a group.
 #[derive(Default)]
 struct Sampled {
     trainer: conditioned::Trainer,
-    /// Pieces of its tensors, and of how many of them one is looked at first.
+    /// Pieces of its tensors.
     pieces: u64,
+    /// The first round samples one piece of each `stride` pieces.
     stride: u64,
-    /// Changes that were seen.
+    /// Changes in the sampled pieces.
     changes: u64,
 }
 
-/// Of how many of `all` pieces one is looked at.
+/// The stride for sampling `all` pieces.
 fn stride(all: u64, favor: Favor) -> u64 {
     match favor {
         Favor::Size => 1,
@@ -44,11 +50,11 @@ fn stride(all: u64, favor: Favor) -> u64 {
 }
 
 fn group(plan: &Plan) -> Group {
-    (plan.dtype, plan.base_kind != BaseKind::None)
+    Group { dtype: plan.dtype, from_base: plan.base_kind != BaseKind::None }
 }
 
-/// Gives every plan the tables that its tensor may want: one set for all tensors of a dtype that are coded from a base, and one
-/// for those that are, or may be, coded from zeros.
+/// Sets the tables of every plan. All tensors of a dtype that are coded from a base share one set. Those that are, or may be,
+/// coded from zeros share another.
 pub(super) fn train(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
@@ -68,34 +74,35 @@ pub(super) fn train(
     for sampled in groups.values_mut() {
         sampled.stride = stride(sampled.pieces, options.favor);
     }
-    let most = groups.values().map(|sampled| sampled.stride).max().unwrap_or(0);
-    // First one piece of each stride, then as many more as there were, until enough changes have been seen.
+    let max_stride = groups.values().map(|sampled| sampled.stride).max().unwrap_or(0);
+    // The first round samples one piece of each stride. Each later round doubles the number of sampled pieces, until enough
+    // changes have been seen.
     let mut round = 0..1;
-    while round.start < most {
-        let wanted = |sampled: &Sampled| round.start == 0 || (round.start < sampled.stride && sampled.changes < CHANGES);
+    while round.start < max_stride {
+        let is_sampled = |sampled: &Sampled| round.start == 0 || (round.start < sampled.stride && sampled.changes < CHANGES);
         let strides: BTreeMap<Group, u64> =
-            groups.iter().filter(|(_, sampled)| wanted(sampled)).map(|(group, sampled)| (*group, sampled.stride)).collect();
+            groups.iter().filter(|(_, sampled)| is_sampled(sampled)).map(|(group, sampled)| (*group, sampled.stride)).collect();
         let mut numbers = BTreeMap::<Group, u64>::new();
-        let places = plans.iter().filter(|plan| strides.contains_key(&group(plan))).flat_map(|plan| {
+        let pieces_of_round = plans.iter().filter(|plan| strides.contains_key(&group(plan))).flat_map(|plan| {
             let number = numbers.entry(group(plan)).or_default();
             let (first, stride) = (*number, strides[&group(plan)]);
             *number += pieces(plan);
             let round = round.clone();
-            // Of each stride another piece is looked at first.
+            // The piece that is sampled first differs from stride to stride.
             let turn = move |n: u64| (n + conditioned::place(n / stride, stride)) % stride;
             (0..pieces(plan)).filter(move |k| round.contains(&turn(first + k))).map(move |k| (plan, k))
         });
         in_batches(
-            places,
+            pieces_of_round,
             |(plan, _)| PIECE * plan.width(),
             |&mut (plan, k)| {
                 progress.done(0)?;
                 workers.with(|worker| sample(base, target, options, plan, k, worker))
             },
             |(plan, _), (from_base, from_zeros)| {
-                for (from, sample) in [(true, from_base), (false, from_zeros)] {
+                for (from_base, sample) in [(true, from_base), (false, from_zeros)] {
                     let Some(sample) = sample else { continue };
-                    let sampled = groups.entry((plan.dtype, from)).or_default();
+                    let sampled = groups.entry(Group { dtype: plan.dtype, from_base }).or_default();
                     sampled.changes += sample.changed();
                     sampled.trainer.add(&sample);
                 }
@@ -106,20 +113,21 @@ pub(super) fn train(
     }
     let sets: BTreeMap<_, _> = groups
         .into_iter()
-        .map(|((dtype, from_base), sampled)| {
+        .map(|(group, sampled)| {
+            let Group { dtype, from_base } = group;
             let low_bits = low_bits(dtype, from_base);
             let bits = 8 * dtype.lane_bytes() as u32 - low_bits;
             let seen_all = sampled.stride == 1 || (from_base && sampled.changes < CHANGES);
-            ((dtype, from_base), sampled.trainer.finish(bits, low_bits != 0, seen_all).map(Arc::new))
+            (group, sampled.trainer.finish(bits, low_bits != 0, seen_all).map(Arc::new))
         })
         .collect();
     for plan in plans {
-        plan.tables = [true, false].map(|from_base| sets.get(&(plan.dtype, from_base)).cloned().flatten());
+        plan.tables = [true, false].map(|from_base| sets.get(&Group { dtype: plan.dtype, from_base }).cloned().flatten());
     }
     Ok(())
 }
 
-/// What a piece of a tensor says: of coding it from its base, and of coding it from zeros, where that may be better.
+/// The samples of a piece of a tensor: coded from its base, and coded from zeros if that may be smaller.
 fn sample(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
@@ -135,10 +143,10 @@ fn sample(
         return Ok((None, Some(of(false, base))));
     }
     let from_base = of(true, base);
-    let better = |cost: u64| 16 * cost < 17 * from_base.cost();
-    let least = lanes * u64::from(low_bits(plan.dtype, false)) * conditioned::BIT;
-    let may_be = !matches!(options.codec, CodecChoice::Only(_)) && 8 * from_base.changed() >= lanes && better(least);
-    let from_zeros = may_be.then(|| of(false, &vec![0; target.len()])).filter(|sample| better(sample.cost()));
+    let may_be_smaller = |cost: u64| 16 * cost < 17 * from_base.cost();
+    let min_cost = lanes * u64::from(low_bits(plan.dtype, false)) * conditioned::BIT;
+    let try_zeros = !matches!(options.codec, CodecChoice::Only(_)) && 8 * from_base.changed() >= lanes && may_be_smaller(min_cost);
+    let from_zeros = try_zeros.then(|| of(false, &vec![0; target.len()])).filter(|sample| may_be_smaller(sample.cost()));
     Ok((Some(from_base), from_zeros))
 }
 

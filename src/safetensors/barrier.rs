@@ -1,4 +1,4 @@
-//! Keeping readers away from a folder whose files are being replaced.
+//! Makes readers reject a folder while its files are being replaced.
 
 use super::checkpoint::{SAFETENSORS, SHARD_INDEX};
 use super::layout::Output;
@@ -6,22 +6,22 @@ use crate::error::{Error, Escaped, Result};
 use crate::publish::Barrier;
 use std::path::Path;
 
-/// Shard index of a folder whose files are being replaced. No reader opens the folder, because the one shard does not exist.
+/// Shard index of a folder whose files are being replaced. No reader opens the folder, because the only shard does not exist.
 const UNFINISHED: &[u8] =
     br#"{"metadata": {}, "weight_map": {"unfinished": "publication-of-this-folder-is-unfinished.safetensors"}}"#;
 
 /// Whether this is the shard index of an interrupted publication.
 fn is_unfinished(path: &Path) -> bool {
-    // Only a regular file of the right size is read: it could be a pipe, or larger than memory.
-    let fits = path.symlink_metadata().is_ok_and(|found| found.is_file() && found.len() == UNFINISHED.len() as u64);
+    // Reads only a regular file of the right size: another could be a pipe, or larger than memory.
+    let fits = path.symlink_metadata().is_ok_and(|metadata| metadata.is_file() && metadata.len() == UNFINISHED.len() as u64);
     fits && std::fs::read(path).is_ok_and(|content| content == UNFINISHED)
 }
 
-/// The barrier for an existing folder at `path`, in which `outputs` are to be published.
+/// The barrier for publishing `outputs` in a folder at `path`, which may exist.
 ///
 /// # Errors
-/// [`Error::BadCheckpoint`] if the folder has files that would make a mixture with the outputs: another shard index, or for
-/// outputs without one another safetensors file.
+/// [`Error::BadCheckpoint`] if readers would mix another file of the folder with the outputs: another shard index, or, if the
+/// outputs include no shard index, another safetensors file.
 pub(crate) fn barrier(path: &Path, outputs: &[Output]) -> Result<Barrier> {
     let own = outputs.iter().map(|output| output.name.as_str()).find(|name| name.ends_with(SHARD_INDEX));
     let name = own.unwrap_or("model.safetensors.index.json");

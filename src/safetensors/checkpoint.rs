@@ -1,6 +1,6 @@
 //! Checkpoints in safetensors files and sharded folders.
 
-use super::header::{self, Header, Placed};
+use super::header::{self, FileTensor, Header};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::digest;
 use crate::error::{Error, Escaped, Result};
@@ -20,9 +20,9 @@ pub(super) const SHARD_INDEX: &str = ".safetensors.index.json";
 /// The ending of safetensors files.
 pub(super) const SAFETENSORS: &str = ".safetensors";
 
-/// A checkpoint in a safetensors file, or in a folder of them. Tensors are read by ranges, never held.
+/// A checkpoint in a safetensors file, or in a folder of them. Tensors are read in ranges and not held in memory.
 ///
-/// A folder of more than 16 files keeps no more than these open, and opens the others again when they are read.
+/// For a folder of more than 16 files, at most 16 are open; the others are opened again when they are read.
 #[derive(Debug)]
 pub struct SafetensorsCheckpoint {
     path: PathBuf,
@@ -30,21 +30,28 @@ pub struct SafetensorsCheckpoint {
     files: Vec<Shard>,
     shard_index: Option<ShardIndex>,
     tensors: Vec<TensorInfo>,
-    /// File and first byte in it, a tensor.
-    places: Vec<(u32, u64)>,
+    /// Locations of the tensors.
+    locations: Vec<Location>,
     not_included: Vec<String>,
+}
+
+/// First byte of a tensor in one of the files.
+#[derive(Debug)]
+struct Location {
+    file: u32,
+    start: u64,
 }
 
 /// One safetensors file.
 #[derive(Debug)]
 struct Shard {
-    /// Empty for a lone file.
+    /// Empty for a single file.
     name: String,
     source: FileSource,
     content_size: u64,
 }
 
-/// The file that says which shard holds which tensor.
+/// The file that maps tensors to shards.
 #[derive(Debug)]
 struct ShardIndex {
     name: String,
@@ -53,7 +60,7 @@ struct ShardIndex {
 }
 
 impl Shard {
-    fn open(path: &Path, name: &str, shared: Option<&Arc<OpenFiles>>) -> Result<(Self, Vec<Placed>)> {
+    fn open(path: &Path, name: &str, shared: Option<&Arc<OpenFiles>>) -> Result<(Self, Vec<FileTensor>)> {
         let mut source = match shared {
             Some(files) => FileSource::open_shared(path, files)?,
             None => FileSource::open(path)?,
@@ -70,7 +77,7 @@ impl Shard {
         Ok(content)
     }
 
-    /// The hash of [`Shard::content`], without holding it.
+    /// The hash of [`Shard::content`], read piece by piece.
     fn content_hash(&self) -> Result<blake3::Hash> {
         let mut hasher = blake3::Hasher::new();
         let mut buffer = vec![0; self.content_size.min(1 << 20) as usize];
@@ -86,12 +93,12 @@ impl Shard {
 }
 
 impl SafetensorsCheckpoint {
-    /// Opens a `.safetensors` file, or a folder: the shards that its `*.safetensors.index.json` names, or without one all its
-    /// `.safetensors` files. Hidden files of the folder are no part of it.
+    /// Opens a `.safetensors` file or a folder. The shards of a folder are those that its `*.safetensors.index.json` names, or
+    /// without one all its `.safetensors` files. Hidden files are ignored.
     ///
     /// # Errors
-    /// [`Error::Io`] if something cannot be read, [`Error::BadCheckpoint`] if it is no such file or folder, [`Error::Changed`]
-    /// if it changes meanwhile.
+    /// [`Error::Io`] if something cannot be read, [`Error::BadCheckpoint`] if this is not a checkpoint, [`Error::Changed`] if a
+    /// file changes meanwhile.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         if path.is_dir() { Self::open_folder(path) } else { Self::from_files(path, vec![(path.to_owned(), String::new())]) }
@@ -104,8 +111,8 @@ impl SafetensorsCheckpoint {
             let name = entry.map_err(|e| Error::io("list", path, e))?.file_name();
             names.insert(name.to_string_lossy().into_owned());
         }
-        let seen = |ending: &'static str| names.iter().filter(move |name| name.ends_with(ending) && !name.starts_with('.'));
-        let mut indexes = seen(SHARD_INDEX);
+        let with_ending = |ending: &'static str| names.iter().filter(move |name| name.ends_with(ending) && !name.starts_with('.'));
+        let mut indexes = with_ending(SHARD_INDEX);
         let shard_index = indexes.next().cloned();
         if let (Some(one), Some(other)) = (&shard_index, indexes.next()) {
             return Err(bad(&format_args!("two shard indexes, {} and {}", Escaped(one), Escaped(other))));
@@ -123,7 +130,7 @@ impl SafetensorsCheckpoint {
         let map = shard_index.as_ref().map(|index| header::weight_map(index.source.path(), &index.content)).transpose()?;
         let shards: BTreeSet<&String> = match &map {
             Some(map) => map.values().collect(),
-            None => seen(SAFETENSORS).collect(),
+            None => with_ending(SAFETENSORS).collect(),
         };
         if shards.is_empty() {
             return Err(bad(&"no .safetensors file in this folder"));
@@ -132,14 +139,14 @@ impl SafetensorsCheckpoint {
         for &name in &shards {
             check_name(path, name, FileKind::Safetensors)?;
             if !names.contains(name) {
-                return Err(bad(&format_args!("the shard index names {}, which is not there", Escaped(name))));
+                return Err(bad(&format_args!("the shard index names {}, which is missing", Escaped(name))));
             }
             files.push((path.join(name), name.clone()));
         }
         let mut checkpoint = Self::from_files(path, files)?;
         for (tensor, shard) in map.iter().flatten() {
-            let found = checkpoint.find(tensor).map(|i| &checkpoint.files[checkpoint.places[i].0 as usize].name);
-            if found != Some(shard) {
+            let shard_of_tensor = checkpoint.find(tensor).map(|i| &checkpoint.files[checkpoint.locations[i].file as usize].name);
+            if shard_of_tensor != Some(shard) {
                 return Err(bad(&format_args!(
                     "the shard index has tensor {} in {}, which does not",
                     Escaped(tensor),
@@ -159,23 +166,26 @@ impl SafetensorsCheckpoint {
         let shared = (paths.len() > OpenFiles::MOST).then(Arc::<OpenFiles>::default);
         for (file, (path, name)) in paths.iter().enumerate() {
             let (shard, tensors) = Shard::open(path, name, shared.as_ref())?;
-            all.extend(tensors.into_iter().map(|placed| (placed.info, (file as u32, shard.content_size + placed.offset))));
+            all.extend(tensors.into_iter().map(|FileTensor { info, offset }| {
+                let location = Location { file: file as u32, start: shard.content_size + offset };
+                (info, location)
+            }));
             files.push(shard);
         }
         all.sort_by(|a, b| a.0.name.cmp(&b.0.name));
         if let Some(pair) = all.windows(2).find(|pair| pair[0].0.name == pair[1].0.name) {
-            return Err(Error::bad_checkpoint(path, format_args!("tensor {} is there twice", Escaped(&pair[0].0.name))));
+            return Err(Error::bad_checkpoint(path, format_args!("tensor {} occurs twice", Escaped(&pair[0].0.name))));
         }
-        let (tensors, places) = all.into_iter().unzip();
-        Ok(Self { path: path.to_owned(), files, shard_index: None, tensors, places, not_included: Vec::new() })
+        let (tensors, locations) = all.into_iter().unzip();
+        Ok(Self { path: path.to_owned(), files, shard_index: None, tensors, locations, not_included: Vec::new() })
     }
 
-    /// Where it was opened.
+    /// The path that was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What else lies in the folder and is no part of the checkpoint.
+    /// Names of the other files in the folder, which are not part of the checkpoint.
     pub fn not_included(&self) -> &[String] {
         &self.not_included
     }
@@ -186,7 +196,7 @@ impl SafetensorsCheckpoint {
             + self.shard_index.as_ref().map_or(0, |index| index.content.len() as u64)
     }
 
-    /// The names of the files that are part of the checkpoint, empty for a lone one.
+    /// The names of the files that are part of the checkpoint; empty for a single file.
     pub(super) fn file_names(&self) -> impl Iterator<Item = &str> {
         let shards = self.files.iter().map(|file| &*file.name);
         shards.chain(self.shard_index.iter().map(|index| &*index.name))
@@ -206,12 +216,13 @@ impl SafetensorsCheckpoint {
         Ok(self.shard_index.as_ref().filter(|index| index.name == name).map(|index| index.content.clone()))
     }
 
-    /// A checkpoint that is one of files, as such.
+    /// `checkpoint` as one of safetensors files, if it is one.
     pub(crate) fn of(checkpoint: &dyn Checkpoint) -> Option<&Self> {
         checkpoint.files()?.downcast_ref()
     }
 
-    /// The files of this checkpoint as a pair describes them: content that the base has too is neither stored nor held in memory.
+    /// The files of this checkpoint as a pair describes them. Content that the base also has is neither stored nor held in
+    /// memory.
     pub(crate) fn file_specs(&self, base: Option<&Self>) -> Result<Vec<FileSpec>> {
         let mut specs = Vec::new();
         for file in &self.files {
@@ -255,8 +266,8 @@ impl Checkpoint for SafetensorsCheckpoint {
         &self.tensors
     }
 
-    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        let (file, start) = self.places[place];
+    fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        let Location { file, start } = self.locations[tensor_index];
         self.files[file as usize].source.read(start + offset, out)
     }
 

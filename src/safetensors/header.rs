@@ -1,5 +1,5 @@
-//! Safetensors headers and shard indexes, parsed by the rules of spec section 10.3: narrower than `serde_json` alone, so that
-//! every reader accepts the same ones.
+//! Safetensors headers and shard indexes, parsed by the rules of spec section 10.3. They are stricter than `serde_json`, so that
+//! every reader accepts the same files.
 
 use crate::checkpoint::TensorInfo;
 use crate::error::{Error, Escaped, Result};
@@ -13,14 +13,14 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::marker::PhantomData;
 use std::path::Path;
 
-/// Bytes of the header's length, before the header.
+/// Bytes of the length field before the header.
 const LENGTH: u64 = 8;
 /// Most bytes of a header, as in the safetensors crate.
 const LIMIT: u64 = 100_000_000;
-/// The key that names no tensor.
+/// The one key that is not a tensor's name.
 const METADATA: &str = "__metadata__";
 
-/// A header, and what it says of the file.
+/// A parsed header.
 #[derive(Debug)]
 pub(super) struct Header {
     /// Bytes before the data: the length and the header.
@@ -28,14 +28,14 @@ pub(super) struct Header {
     /// Bytes of data.
     pub data_size: u64,
     /// Tensors in the order of their data.
-    pub tensors: Vec<Placed>,
+    pub tensors: Vec<FileTensor>,
     /// `__metadata__`.
     pub metadata: BTreeMap<String, String>,
 }
 
 /// A tensor in a file.
 #[derive(Debug)]
-pub(super) struct Placed {
+pub(super) struct FileTensor {
     pub info: TensorInfo,
     /// First byte in the data.
     pub offset: u64,
@@ -53,9 +53,9 @@ impl Header {
         let content_size = content_size(length).filter(|&size| size <= source.size());
         let content_size = content_size.ok_or_else(|| {
             let length = u64::from_le_bytes(length);
-            bad(format!("no safetensors file: a header of {length} bytes is longer than the file or than {LIMIT} bytes"))
+            bad(format!("not a safetensors file: a header of {length} bytes is longer than the file or than {LIMIT} bytes"))
         })?;
-        // Not held in memory: that of a model of very many tensors is large.
+        // Parsed as a stream: the header of a model with very many tensors is large.
         let unread = |e: std::io::Error| e.downcast().unwrap_or_else(|e| Error::io("read", source.path(), e));
         let mut json = BufReader::with_capacity(1 << 16, SourceReader { source, at: LENGTH, end: content_size });
         let start = json.fill_buf().map_err(unread)?;
@@ -67,12 +67,12 @@ impl Header {
         let header = Self::from_table(table, content_size).map_err(bad)?;
         let expected = header.content_size + header.data_size;
         if expected != source.size() {
-            return Err(bad(format!("the header tells of a file of {expected} bytes, this one has {}", source.size())));
+            return Err(bad(format!("by its header the file has {expected} bytes, but it has {}", source.size())));
         }
         Ok(header)
     }
 
-    /// Parses the content of a file before its data; says what is wrong with it otherwise.
+    /// Parses the bytes of a file before its data. The error is the reason.
     pub fn parse(content: &[u8]) -> Result<Self, String> {
         let (length, json) = content.split_first_chunk().ok_or("a header without a length")?;
         if content_size(*length) != Some(content.len() as u64) {
@@ -84,27 +84,27 @@ impl Header {
 
     fn from_table(table: serde_json::Result<Table>, content_size: u64) -> Result<Self, String> {
         let Table { mut tensors, metadata } = table.map_err(|e| format!("bad safetensors header: {e}"))?;
-        // Empty tensors may stand at the offset of another one, before or after it.
-        tensors.sort_by_key(|placed| (placed.offset, placed.info.bytes() > 0));
+        // An empty tensor may have the same offset as another, listed before or after it.
+        tensors.sort_by_key(|tensor| (tensor.offset, tensor.info.bytes() > 0));
         let mut data_size = 0u64;
-        for placed in &tensors {
-            if placed.offset != data_size {
-                return Err(format!("tensor {} does not begin where the one before ends", Escaped(&placed.info.name)));
+        for tensor in &tensors {
+            if tensor.offset != data_size {
+                return Err(format!("tensor {} does not begin where the one before ends", Escaped(&tensor.info.name)));
             }
-            data_size = data_size.checked_add(placed.info.bytes()).ok_or("tensors of more than 2^64 bytes")?;
+            data_size = data_size.checked_add(tensor.info.bytes()).ok_or("tensors of more than 2^64 bytes")?;
         }
         Ok(Self { content_size, data_size, tensors, metadata })
     }
 
-    /// The content of a new file that holds these tensors, each at the offset given beside it; says why readers would not take
-    /// it otherwise.
-    pub fn compose(tensors: &[Placed]) -> Result<Vec<u8>, String> {
-        if tensors.iter().any(|placed| placed.info.name == METADATA) {
+    /// The bytes before the data of a new file with these tensors at their offsets. The error is the reason why readers would
+    /// reject it.
+    pub fn compose(tensors: &[FileTensor]) -> Result<Vec<u8>, String> {
+        if tensors.iter().any(|tensor| tensor.info.name == METADATA) {
             return Err(format!("a tensor is named {METADATA}, under which safetensors files keep their metadata"));
         }
-        let table = tensors.iter().map(|placed| {
-            let TensorInfo { name, dtype, shape } = &placed.info;
-            let data_offsets = (placed.offset as usize, (placed.offset + placed.info.bytes()) as usize);
+        let table = tensors.iter().map(|tensor| {
+            let TensorInfo { name, dtype, shape } = &tensor.info;
+            let data_offsets = (tensor.offset as usize, (tensor.offset + tensor.info.bytes()) as usize);
             let shape = shape.iter().map(|&d| d as usize).collect();
             (name.clone(), safetensors::tensor::TensorInfo { dtype: to_safetensors(*dtype), shape, data_offsets })
         });
@@ -115,24 +115,24 @@ impl Header {
             false => e.to_string(),
         })?;
         let Bounded(mut json) = json;
-        json.resize(json.len().next_multiple_of(8), b' '); // readers like their data aligned
+        json.resize(json.len().next_multiple_of(8), b' '); // aligns the data
         let mut content = (json.len() as u64).to_le_bytes().to_vec();
         content.extend(json);
         Ok(content)
     }
 }
 
-/// A header begins with its object: no white space or byte order mark before it.
+/// A header begins with its object, without white space or byte order mark.
 fn check_start(json: &[u8]) -> Result<(), String> {
     if json.first() == Some(&b'{') { Ok(()) } else { Err("a safetensors header that does not begin with '{'".into()) }
 }
 
-/// The bytes of a header, refused beyond the limit: names grow to six times their length when they are escaped.
+/// The bytes of a header. Writing beyond the limit fails: escaping can make names six times as long.
 struct Bounded(Vec<u8>);
 
 impl Write for Bounded {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        // The limit is a multiple of 8, to which a header is filled up.
+        // The limit is a multiple of 8, so the padded header is within it too.
         if self.0.len() + bytes.len() > LIMIT as usize {
             return Err(std::io::ErrorKind::FileTooLarge.into());
         }
@@ -145,7 +145,7 @@ impl Write for Bounded {
     }
 }
 
-/// A struct that is read from an object alone: a derived implementation would take an array of its values too.
+/// A struct that is read only from an object. A derived implementation would also accept an array of its values.
 struct Object<T>(T);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
@@ -183,7 +183,7 @@ impl<'de> Deserialize<'de> for Strings {
                 let mut strings = BTreeMap::new();
                 while let Some((name, value)) = map.next_entry::<String, String>()? {
                     if strings.contains_key(&name) {
-                        return Err(A::Error::custom(format_args!("{} is there twice", Escaped(&name))));
+                        return Err(A::Error::custom(format_args!("{} occurs twice", Escaped(&name))));
                     }
                     strings.insert(name, value);
                 }
@@ -194,7 +194,7 @@ impl<'de> Deserialize<'de> for Strings {
     }
 }
 
-/// What a header says of a tensor: these members, each once, and no others.
+/// A tensor's entry in a header: these members, each once, and no others.
 #[derive(serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Entry {
@@ -203,9 +203,9 @@ struct Entry {
     data_offsets: (u64, u64),
 }
 
-/// The members of a header: tensors as they are listed, and `__metadata__`.
+/// The members of a header: tensors in the order of the file, and `__metadata__`.
 struct Table {
-    tensors: Vec<Placed>,
+    tensors: Vec<FileTensor>,
     metadata: BTreeMap<String, String>,
 }
 
@@ -242,12 +242,12 @@ impl<'de> Visitor<'de> for TableVisitor {
             if end.checked_sub(start) != bytes || bytes.is_none() {
                 return Err(bad("its data is not as long as its dtype and shape say"));
             }
-            tensors.push(Placed { info: TensorInfo { name, dtype, shape }, offset: start });
+            tensors.push(FileTensor { info: TensorInfo { name, dtype, shape }, offset: start });
         }
-        let mut names: Vec<_> = tensors.iter().map(|placed| placed.info.name.as_str()).collect();
+        let mut names: Vec<_> = tensors.iter().map(|tensor| tensor.info.name.as_str()).collect();
         names.sort_unstable();
         if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(A::Error::custom(format_args!("tensor {} is there twice", Escaped(pair[0]))));
+            return Err(A::Error::custom(format_args!("tensor {} occurs twice", Escaped(pair[0]))));
         }
         Ok(Table { tensors, metadata: metadata.unwrap_or_default() })
     }
@@ -272,19 +272,19 @@ impl Read for SourceReader<'_> {
     }
 }
 
-/// Bytes of length and header; `None` beyond the limit.
+/// Bytes of length field and header; `None` beyond the limit.
 fn content_size(length: [u8; LENGTH as usize]) -> Option<u64> {
     Some(u64::from_le_bytes(length)).filter(|&n| n <= LIMIT).map(|n| n + LENGTH)
 }
 
-/// Tensor name to shard name, as a shard index says. Its other members may hold anything and are not looked into.
+/// Tensor name to shard name, from a shard index. Its other members may contain anything and are not checked.
 pub(super) fn weight_map(path: &Path, content: &[u8]) -> Result<BTreeMap<String, String>> {
     #[derive(serde::Deserialize)]
     struct ShardIndex {
         weight_map: Strings,
     }
     let bad = |reason: &dyn fmt::Display| Error::bad_checkpoint(path, format_args!("bad shard index: {reason}"));
-    // Strings that are skipped are not checked by the parser.
+    // The parser does not check the UTF-8 of strings that it skips.
     let text = std::str::from_utf8(content).map_err(|e| bad(&e))?;
     let Object(ShardIndex { weight_map: Strings(map) }) = serde_json::from_str(text).map_err(|e| bad(&e))?;
     Ok(map)
@@ -338,9 +338,9 @@ mod tests {
     fn a_composed_header_is_read_back() {
         let info = |name: &str, shape: &[u64]| TensorInfo { name: name.into(), dtype: Dtype::Bf16, shape: shape.into() };
         let tensors = [
-            Placed { info: info("b", &[3]), offset: 0 },
-            Placed { info: info("a\"", &[]), offset: 6 },
-            Placed { info: info("e", &[0]), offset: 8 },
+            FileTensor { info: info("b", &[3]), offset: 0 },
+            FileTensor { info: info("a\"", &[]), offset: 6 },
+            FileTensor { info: info("e", &[0]), offset: 8 },
         ];
         let content = Header::compose(&tensors).unwrap();
         let header = Header::parse(&content).unwrap();

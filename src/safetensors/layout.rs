@@ -1,14 +1,14 @@
-//! The files of a target: what stands in each, and where each tensor goes.
+//! The layout of a target's files: the content of each, and the location of each tensor.
 
 use super::checkpoint::SafetensorsCheckpoint;
-use super::header::{Header, Placed};
+use super::header::{FileTensor, Header};
 use crate::checkpoint::TensorInfo;
 use crate::digest;
 use crate::error::{Error, Escaped, Result, Rule, hex};
 use crate::index::{TargetFile, Tensor, ValidatedIndex};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A file to be written: its content, then tensors.
+/// A file to be written: its content, followed by tensors.
 pub(crate) struct Output {
     /// Its name; empty for a lone file.
     pub name: String,
@@ -24,11 +24,19 @@ impl Output {
     }
 }
 
-/// File and first byte of each tensor of the pair; `None` for a tensor that is not selected.
-pub(crate) type Places = Vec<Option<(usize, u64)>>;
+/// First byte of a tensor in an output.
+#[derive(Clone, Copy)]
+pub(crate) struct Location {
+    /// Number of the output.
+    pub file: usize,
+    pub start: u64,
+}
 
-/// Compares the files of a checkpoint with those of a pair's target: their names, the bytes before their data, and the shard index.
-/// A pair without files names none to compare.
+/// The location of each tensor of the pair; `None` for a tensor that is not selected.
+pub(crate) type Locations = Vec<Option<Location>>;
+
+/// Compares the files of a checkpoint with those of a pair's target: names, the bytes before the data, and the shard index. If
+/// the pair has no files, there is nothing to compare.
 ///
 /// # Errors
 /// [`Rule::FileContentDigest`] for the first file that is missing or differs, and for one that the pair does not have;
@@ -37,25 +45,25 @@ pub(crate) fn check_target_files(index: &ValidatedIndex, target: &SafetensorsChe
     if index.files().len() == 0 {
         return Ok(());
     }
-    let mut own = target.file_names().collect::<BTreeSet<_>>();
+    let mut unmatched = target.file_names().collect::<BTreeSet<_>>();
     for file in index.files() {
         content_of(Some(target), "target", Rule::FileContentDigest, &file)?;
-        own.remove(file.name);
+        unmatched.remove(file.name);
     }
-    match own.first() {
+    match unmatched.first() {
         None => Ok(()),
         Some(name) => {
             let expected = format_args!("the {} files of the pair", index.files().len());
-            Err(Rule::FileContentDigest.broken(expected, format_args!("{} too", shown(name))))
+            Err(Rule::FileContentDigest.broken(expected, format_args!("{} too", display_name(name))))
         }
     }
 }
 
-/// The `__metadata__` of a pair's target files, all in one; of two files with different values for a key, the first's.
+/// The `__metadata__` of a pair's target files, merged. If two files have different values for a key, the first file's counts.
 ///
 /// # Errors
-/// [`Rule::BaseFile`] if the base, or none, lacks a file whose header the target shares; [`Rule::FileTensors`] for a header
-/// that is none.
+/// [`Rule::BaseFile`] if a header is that of the base and the base is missing or lacks the file; [`Rule::FileTensors`] for a
+/// malformed header.
 pub(crate) fn target_metadata(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<BTreeMap<String, String>> {
     let mut all = BTreeMap::new();
     for file in index.files().filter(|file| file.kind.has_tensors()) {
@@ -75,9 +83,9 @@ pub(crate) fn target_metadata(index: &ValidatedIndex, base: Option<&SafetensorsC
     Ok(all)
 }
 
-/// The files that the pair tells of, contents and places of tensors checked.
-fn plan(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<(Vec<Output>, Places)> {
-    let mut places: Places = vec![None; index.tensor_count()];
+/// The files of the pair, after checking that their headers and the pair's tensors agree.
+fn plan(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<(Vec<Output>, Locations)> {
+    let mut locations: Locations = vec![None; index.tensor_count()];
     let mut outputs = Vec::new();
     for file in index.files() {
         let content = match file.content {
@@ -91,37 +99,37 @@ fn plan(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<
             };
             let header = Header::parse(&content).map_err(|reason| at(&reason))?;
             data_size = header.data_size;
-            for placed in header.tensors {
-                let info = &placed.info;
+            for FileTensor { info, offset } in &header.tensors {
                 let name = Escaped(&info.name);
                 let tensor = index.find(&info.name).ok_or_else(|| at(&format_args!("tensor {name}, which is not in it")))?;
                 if tensor.dtype != info.dtype || tensor.shape != info.shape {
                     return Err(at(&format_args!("tensor {name} of {} {:?}", info.dtype, info.shape)));
                 }
-                if places[tensor.place].replace((outputs.len(), header.content_size + placed.offset)).is_some() {
+                if locations[tensor.place].replace(Location { file: outputs.len(), start: header.content_size + offset }).is_some()
+                {
                     return Err(at(&format_args!("tensor {name} twice")));
                 }
             }
         }
         outputs.push(Output { name: file.name.to_owned(), content, data_size });
     }
-    if let Some(place) = places.iter().position(Option::is_none) {
-        let name = index.tensor(place).name;
+    if let Some(tensor_index) = locations.iter().position(Option::is_none) {
+        let name = index.tensor(tensor_index).name;
         return Err(Rule::FileTensors.broken("every tensor in a file", "one that is in none").in_tensor(name));
     }
-    Ok((outputs, places))
+    Ok((outputs, locations))
 }
 
-/// The name of a file of a pair, in words where it is empty.
-fn shown(name: &str) -> &str {
+/// The name of a file in messages.
+fn display_name(name: &str) -> &str {
     if name.is_empty() { "a lone safetensors file" } else { name }
 }
 
-/// The content of a checkpoint's file, compared with the one that a pair names; `rule` is broken if they differ.
+/// The content of a checkpoint's file, after comparing it with the pair's entry; breaks `rule` if they differ.
 fn content_of(checkpoint: Option<&SafetensorsCheckpoint>, whose: &str, rule: Rule, file: &TargetFile<'_>) -> Result<Vec<u8>> {
     let TargetFile { name, kind, content_size: size, content_digest: digest, .. } = file;
     let broken = |found: &dyn std::fmt::Display| {
-        rule.broken(format_args!("{} of the {whose}, of which {size} bytes hash to {}", shown(name), hex(digest)), found)
+        rule.broken(format_args!("{} of the {whose}, of which {size} bytes hash to {}", display_name(name), hex(digest)), found)
     };
     let checkpoint = checkpoint.ok_or_else(|| broken(&format_args!("no {whose}")))?;
     let content = checkpoint.content(name, kind.has_tensors())?.ok_or_else(|| broken(&"no such file"))?;
@@ -132,35 +140,34 @@ fn content_of(checkpoint: Option<&SafetensorsCheckpoint>, whose: &str, rule: Rul
     Ok(content)
 }
 
-/// The files to be written: one that holds the chosen tensors, or those of the pair.
+/// The files to be written: those of the pair; or one file with the selected tensors, or with all if the pair has no files.
 ///
-/// Readers of safetensors open every safetensors file among them. Shard indexes are verbatim files: the format allows any content,
-/// so a reader may refuse the folder because of what they say.
+/// Every safetensors file among them can be opened by readers of that format. The content of a shard index is not checked, so
+/// readers may refuse the folder because of it.
 ///
 /// # Errors
-/// [`Rule::FileTensors`] if the pair's files and its tensors do not fit together; [`Rule::BaseFile`] if the base, or none, lacks a
-/// file whose content the target shares; [`Error::NotWritable`] if no reader would take the one file to be composed: a tensor named
-/// `__metadata__`, a header above 100,000,000 bytes.
+/// [`Rule::FileTensors`] if the pair's files and tensors disagree; [`Rule::BaseFile`] if a file's content is that of the base and
+/// the base is missing or lacks the file; [`Error::NotWritable`] if readers would reject the composed file: a tensor named
+/// `__metadata__`, or a header above 100,000,000 bytes.
 pub(crate) fn outputs(
     index: &ValidatedIndex,
     base: Option<&SafetensorsCheckpoint>,
-    chosen: Option<&[Tensor<'_>]>,
-) -> Result<(Vec<Output>, Places)> {
+    selected: Option<&[Tensor<'_>]>,
+) -> Result<(Vec<Output>, Locations)> {
     let info = |tensor: &Tensor<'_>| TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
-    let tensors = match chosen {
-        Some(chosen) => chosen.iter().map(info).collect(),
+    let tensors = match selected {
+        Some(selected) => selected.iter().map(info).collect(),
         None if index.files().len() == 0 => index.tensors().map(|tensor| info(&tensor)).collect(),
         None => return plan(index, base),
     };
-    let (output, placed) = compose(tensors)?;
-    let mut places: Places = vec![None; index.tensor_count()];
-    for placed in placed {
-        let tensor = index.find(&placed.info.name).map(|tensor| tensor.place);
-        if let Some(place) = tensor {
-            places[place] = Some((0, output.content.len() as u64 + placed.offset));
+    let (output, tensors) = compose(tensors)?;
+    let mut locations: Locations = vec![None; index.tensor_count()];
+    for FileTensor { info, offset } in tensors {
+        if let Some(tensor) = index.find(&info.name) {
+            locations[tensor.place] = Some(Location { file: 0, start: output.content.len() as u64 + offset });
         }
     }
-    Ok((vec![output], places))
+    Ok((vec![output], locations))
 }
 
 /// Checks that one file can hold these tensors.
@@ -171,18 +178,18 @@ pub(crate) fn check_composable(tensors: &[TensorInfo]) -> Result<()> {
     compose(tensors.to_vec()).map(|_| ())
 }
 
-/// One file that holds these tensors, whose names ascend.
-fn compose(mut tensors: Vec<TensorInfo>) -> Result<(Output, Vec<Placed>)> {
-    // Wide elements first, so that each tensor is aligned; the order of the safetensors crate.
+/// One file with these tensors, whose names ascend.
+fn compose(mut tensors: Vec<TensorInfo>) -> Result<(Output, Vec<FileTensor>)> {
+    // Wide elements first, so that every tensor is aligned; the same order as in the safetensors crate.
     tensors.sort_by_key(|info| std::cmp::Reverse(info.dtype.bits()));
     let mut end = 0u64;
-    let mut placed = Vec::with_capacity(tensors.len());
+    let mut file_tensors = Vec::with_capacity(tensors.len());
     for info in tensors {
         let offset = end;
         let too_large = || Error::NotWritable { reason: "its tensors have more than 2^64 bytes".into() };
         end = end.checked_add(info.bytes()).ok_or_else(too_large)?;
-        placed.push(Placed { info, offset });
+        file_tensors.push(FileTensor { info, offset });
     }
-    let content = Header::compose(&placed).map_err(|reason| Error::NotWritable { reason })?;
-    Ok((Output { name: String::new(), content, data_size: end }, placed))
+    let content = Header::compose(&file_tensors).map_err(|reason| Error::NotWritable { reason })?;
+    Ok((Output { name: String::new(), content, data_size: end }, file_tensors))
 }

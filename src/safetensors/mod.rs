@@ -1,7 +1,7 @@
 //! Checkpoints in safetensors files and sharded folders, and the layout of files that are rebuilt (spec section 10).
 //!
-//! The only module that knows the crate of that name. Headers are kept byte for byte: two headers that mean the same are not
-//! the same file.
+//! No other module uses the safetensors crate. Headers are kept byte for byte, because two headers with the same meaning can
+//! differ in bytes.
 
 #![forbid(unsafe_code)]
 
@@ -12,4 +12,4 @@ mod layout;
 
 pub(crate) use barrier::barrier;
 pub use checkpoint::SafetensorsCheckpoint;
-pub(crate) use layout::{Output, Places, check_composable, check_target_files, outputs, target_metadata};
+pub(crate) use layout::{Location, Locations, Output, check_composable, check_target_files, outputs, target_metadata};

@@ -123,7 +123,7 @@ fn pair(second: Second, from_chunk: usize) -> Pair<Twofold> {
 fn apply(pair: &Pair<Twofold>, limit: u64) -> (Result<ApplyReport>, Vec<u8>) {
     let mut bytes = base();
     let mut tensors = [TensorMut { name: "w", bytes: &mut bytes }];
-    let run = InPlaceRun { pair, mode: InPlace::AllChecked, digests: true, keep: limit, progress: &|_| {} };
+    let run = InPlaceRun { pair, mode: InPlace::AllChecked, digests: true, max_kept_bytes: limit, progress: &|_| {} };
     let outcome = run.run(&mut tensors);
     (outcome, bytes)
 }

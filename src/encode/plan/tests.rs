@@ -14,7 +14,7 @@ fn sizes_of_tables_are_known_before_the_work() {
     let (base, target) = (of(&["a", "old", "unused"]), of(&["a", "new", "third"]));
     let renamed = BTreeMap::from([("new".to_owned(), "old".to_owned())]);
     let options = EncodeOptions { renamed, ..EncodeOptions::default() };
-    let plans: Vec<_> = (0..3).map(|place| plan(Some(&base), &target, place, &options).unwrap()).collect();
+    let plans: Vec<_> = (0..3).map(|i| plan(Some(&base), &target, i, &options).unwrap()).collect();
     let builder = || PairBuilder::new(Vec::new(), "memory".into()).unwrap();
     let (finished, _) = encode(Some(&base), &target, Vec::new(), &options, builder(), &|_| {}).unwrap();
     let expanded = |finished: &Finished<Vec<u8>>, section| finished.index.header().section(section).expanded_size;
