@@ -13,7 +13,7 @@ pub mod fuzzing;
 mod parts;
 mod patch;
 mod raw;
-#[expect(unsafe_code, reason = "instructions that are only used where they were detected")]
+#[cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "instructions that are only used where they were detected"))]
 mod simd;
 pub(crate) mod zstd;
 

@@ -150,6 +150,7 @@ impl Platform {
     /// # Panics
     /// If the lengths differ, or `words` is too small.
     #[inline(always)]
+    #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "only vector code uses them"))]
     pub fn encode_steps<L: Lane>(
         self,
         count: usize,
@@ -180,6 +181,7 @@ impl Platform {
     ///
     /// # Panics
     /// If the lengths do not match, or on the scalar platform, which does not implement it.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "only vector code uses them"))]
     pub fn decode_steps(
         self,
         count: usize,
@@ -192,7 +194,8 @@ impl Platform {
         let (DecodeTable { entries, tokens }, DecodedSteps { values, changed }) = (table, out);
         assert!(entries.len() == 16 << SLOTS_LOG2 && tokens <= TOKENS_32 && (count == GROUP || count == STEP));
         assert!(classes.len().is_multiple_of(count) && classes.len() == values.len() && classes.len() == GROUP * changed.len());
-        let (classes, values, tokens) = (classes.as_chunks().0, values.as_chunks_mut().0, tokens as u32);
+        let (classes, values) = (classes.as_chunks::<GROUP>().0, values.as_chunks_mut::<GROUP>().0);
+        let tokens = tokens as u32;
         match (self.0, count) {
             (Isa::Scalar, _) => unreachable!("the scalar platform decodes lane by lane"),
             #[cfg(target_arch = "x86_64")]
