@@ -36,11 +36,11 @@ pub struct DevicePair {
 }
 
 /// Device memory of PyTorch's: address and bytes.
-type Given = (u64, u64);
+type DeviceMemory = (u64, u64);
 
 /// # Safety
 /// It is as the module says: a tensor's, told of the stream that works with it.
-unsafe fn slice((address, bytes): Given) -> DeviceSlice {
+unsafe fn slice((address, bytes): DeviceMemory) -> DeviceSlice {
     // SAFETY: promised by the caller.
     unsafe { DeviceSlice::from_raw(address, bytes) }
 }
@@ -64,13 +64,14 @@ impl DevicePair {
 
     /// Uploads the index to `memory`. Payloads stay in the blob's file, or are read into pinned memory, or into `blob`.
     #[new]
+    #[pyo3(signature = (device, pair, memory, *, pinned, blob, progress))]
     fn upload(
         py: Python<'_>,
         device: &Device,
         pair: &Pair,
-        memory: Given,
+        memory: DeviceMemory,
         pinned: bool,
-        blob: Option<Given>,
+        blob: Option<DeviceMemory>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let (device, pair) = (device.0.clone(), pair.shared());
@@ -304,7 +305,7 @@ impl PlanOfAll {
     }
 
     /// Makes it ready in `memory`, once.
-    fn prepare(&self, py: Python<'_>, memory: Given) -> PyResult<Ready> {
+    fn prepare(&self, py: Python<'_>, memory: DeviceMemory) -> PyResult<Ready> {
         let prepare = || {
             let taken = self.made.lock().unwrap_or_else(PoisonError::into_inner).take();
             let (planned, bound) = taken.ok_or_else(|| Error::InvalidArgument("a plan is prepared once".into()))?;

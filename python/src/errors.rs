@@ -85,7 +85,7 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             with.set_item("reason", reason)?;
             "DeviceFailed"
         }
-        Error::InvalidArgument(_) => "Misuse",
+        Error::InvalidArgument(_) => "InvalidArgument",
         _ => "TpdeError",
     };
     Ok(exception(py, class, &error.to_string(), &with))

@@ -84,6 +84,7 @@ impl Pair {
     }
 
     /// Rebuilds the tensors that `outputs` are named after.
+    #[pyo3(signature = (outputs, *, base, digests, progress))]
     fn read(
         &self,
         py: Python<'_>,
@@ -166,6 +167,7 @@ impl Pair {
     }
 
     /// Changes tensors where they lie, each piece of memory once. True if they were changed, false if they were the target.
+    #[pyo3(signature = (tensors, *, checked, progress))]
     fn apply_in_place(
         &self,
         py: Python<'_>,

@@ -60,11 +60,12 @@ fn encode_report(report: &EncodeReport, output: &std::path::Path, not_included: 
 }
 
 #[pyfunction]
+#[pyo3(signature = (target, path, *, base, options, replace, progress))]
 pub fn encode(
     py: Python<'_>,
-    base: Option<PathBuf>,
     target: PathBuf,
-    output: PathBuf,
+    path: PathBuf,
+    base: Option<PathBuf>,
     options: Options,
     replace: bool,
     progress: Option<Py<PyAny>>,
@@ -80,8 +81,8 @@ pub fn encode(
         if let Some(base) = &base {
             encode = encode.base(base);
         }
-        let report = encode.to_path(&output)?;
-        Ok(encode_report(&report, &output, target.not_included()))
+        let report = encode.to_path(&path)?;
+        Ok(encode_report(&report, &path, target.not_included()))
     })
 }
 
@@ -93,11 +94,12 @@ pub enum Source {
 }
 
 #[pyfunction]
+#[pyo3(signature = (target, path, *, base, options, replace, progress))]
 pub fn encode_memory(
     py: Python<'_>,
-    base: Option<Source>,
     target: Vec<Memory>,
-    output: PathBuf,
+    path: PathBuf,
+    base: Option<Source>,
     options: Options,
     replace: bool,
     progress: Option<Py<PyAny>>,
@@ -107,20 +109,21 @@ pub fn encode_memory(
         let target = memory::checkpoint(&target)?;
         let encode = Encode::new(&target).options(options.parse()?).overwrite(replace).watch(steering);
         let report = match &base {
-            None => encode.to_path(&output),
-            Some(Source::Memory(tensors)) => encode.base(&memory::checkpoint(tensors)?).to_path(&output),
-            Some(Source::Path(path)) => encode.base(&SafetensorsCheckpoint::open(path)?).to_path(&output),
+            None => encode.to_path(&path),
+            Some(Source::Memory(tensors)) => encode.base(&memory::checkpoint(tensors)?).to_path(&path),
+            Some(Source::Path(base)) => encode.base(&SafetensorsCheckpoint::open(base)?).to_path(&path),
         };
-        Ok(encode_report(&report?, &output, &[]))
+        Ok(encode_report(&report?, &path, &[]))
     })
 }
 
 #[pyfunction]
+#[pyo3(signature = (pair, path, *, base, wanted, replace, progress))]
 pub fn apply(
     py: Python<'_>,
-    base: Option<PathBuf>,
     pair: PathBuf,
-    output: PathBuf,
+    path: PathBuf,
+    base: Option<PathBuf>,
     wanted: Option<HashSet<String>>,
     replace: bool,
     progress: Option<Py<PyAny>>,
@@ -138,12 +141,13 @@ pub fn apply(
         }
         let nothing = MemoryCheckpoint::EMPTY;
         let base = base.as_ref().map_or(&nothing as &dyn Checkpoint, |base| base);
-        let report = apply.base(base).to_path(&output)?;
+        let report = apply.base(base).to_path(&path)?;
         Ok(json!(report).to_string())
     })
 }
 
 #[pyfunction]
+#[pyo3(signature = (pair, *, base, target, no_base, progress))]
 pub fn verify(
     py: Python<'_>,
     pair: PathBuf,

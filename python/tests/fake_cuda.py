@@ -237,9 +237,7 @@ class FakeDevice:
 class FakeModel:
     """Weights on the device whose elements are all one number each, so that an output says whose it is."""
 
-    def __init__(
-        self, world: World, device: FakeDevice, name: str, rows: list[int], copied: list[bool], payload: int = 16
-    ) -> None:
+    def __init__(self, world: World, device: FakeDevice, name: str, rows: list[int], copied: list[bool], payload: int = 16) -> None:
         self.world, self.name, self._device, self._raw = world, name, device, self
         self._pair: Any = FakePair(name)
         self._index = torch.empty(1, dtype=torch.uint8)

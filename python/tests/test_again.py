@@ -34,9 +34,9 @@ class Planned:
     def run(self, stream: int, tell: object) -> tuple[bool, float]:
         self.of.runs += 1
         if self.mode == "out_of_place":
-            self.of._pair.read(self.tensors, self.base, False, None)
+            self.of._pair.read(self.tensors, base=self.base, digests=False, progress=None)
             return True, 0.0
-        return self.of._pair.apply_in_place(self.tensors, self.mode == "all_checked", None), 0.0
+        return self.of._pair.apply_in_place(self.tensors, checked=self.mode == "all_checked", progress=None), 0.0
 
 
 class FakePair(tpde.torch.DevicePair):
@@ -102,20 +102,20 @@ class TestAgain:
         tensors = tensors_of(made.base_bytes)
         assert tpde.torch.apply_(tensors, pair) == "applied" and pair.plans == 2
         for wrong, error in [
-            (tensors["frozen.weight"].view(100, 50), tpde.Misuse),
-            (tensors["frozen.weight"].view(torch.int16), tpde.Misuse),
+            (tensors["frozen.weight"].view(100, 50), tpde.InvalidArgument),
+            (tensors["frozen.weight"].view(torch.int16), tpde.InvalidArgument),
             (torch.zeros(100, 50, dtype=torch.float16).t(), tpde.NotContiguous),
-            (torch.zeros(50, 100).to_sparse(), tpde.Misuse),
-            (torch.zeros(50, 100, dtype=torch.float16, device="meta"), tpde.Misuse),
+            (torch.zeros(50, 100).to_sparse(), tpde.InvalidArgument),
+            (torch.zeros(50, 100, dtype=torch.float16, device="meta"), tpde.InvalidArgument),
         ]:
             with pytest.raises(error):
                 tpde.torch.apply_({**tensors, "frozen.weight": wrong}, pair)
         del tensors["frozen.weight"]
-        with pytest.raises(tpde.Misuse, match="frozen.weight"):
+        with pytest.raises(tpde.InvalidArgument, match="frozen.weight"):
             tpde.torch.apply_(tensors, pair)
         self.put({**tensors, "frozen.weight": torch.zeros(50, 100, dtype=torch.float16)}, made.base_bytes)
         assert tpde.torch.apply_(tensors, pair, strict=False) == "applied"
-        with pytest.raises(tpde.Misuse, match="frozen.weight"):
+        with pytest.raises(tpde.InvalidArgument, match="frozen.weight"):
             tpde.torch.apply_(tensors, pair)
 
     def test_a_tensor_that_was_put_elsewhere(self, pair: FakePair, made: Made) -> None:
@@ -134,7 +134,7 @@ class TestAgain:
             weight = tensors["embed.weight"].clone()
             assert tpde.torch.apply_({**tensors, "embed.weight": weight}, pair) == "applied"
             weight.untyped_storage().resize_(size)
-            with pytest.raises(tpde.Misuse, match="'embed.weight'.* without memory of its own"):
+            with pytest.raises(tpde.InvalidArgument, match="'embed.weight'.* without memory of its own"):
                 tpde.torch.apply_({**tensors, "embed.weight": weight}, pair)
         assert pair.plans == 1
 
@@ -155,7 +155,7 @@ class TestAgain:
             torch.UntypedStorage, "data_ptr", lambda one: storage if storage_ptr(one) == moved else storage_ptr(one)
         )
         runs = pair.runs
-        with pytest.raises(tpde.Misuse, match="'embed.weight'.* without memory of its own"):
+        with pytest.raises(tpde.InvalidArgument, match="'embed.weight'.* without memory of its own"):
             tpde.torch.apply_(tensors, pair)
         assert pair.runs == runs
 
@@ -167,7 +167,7 @@ class TestAgain:
         assert raw_of(reader.read(list(reader.entries))) == made.target_bytes
         base["embed.weight"].untyped_storage().resize_(5)
         assert pair._load_again(base, "cpu", None) is None  # nothing is kept for such a base
-        with pytest.raises(tpde.Misuse, match="'embed.weight'.* without memory of its own"):
+        with pytest.raises(tpde.InvalidArgument, match="'embed.weight'.* without memory of its own"):
             tpde.torch.apply_(tensors, pair, base=base)
 
     @pytest.mark.parametrize(
@@ -187,12 +187,12 @@ class TestAgain:
         from tpde import _torch_memory
 
         tensors = {"other": torch.ones(3), "weight": torch.zeros(50)[2:].narrow(0, 0, 20).view(5, 4)}
-        seen = _torch_memory.Seen(tensors)
-        assert seen.same(tensors) and seen.same(dict(tensors))
-        assert not seen.same({"weight": tensors["weight"], "other": tensors["other"]})
+        snapshot = _torch_memory.StateSnapshot(tensors)
+        assert snapshot.same(tensors) and snapshot.same(dict(tensors))
+        assert not snapshot.same({"weight": tensors["weight"], "other": tensors["other"]})
         changed(tensors["weight"])
-        assert not seen.same(tensors)
-        moved = _torch_memory.Seen(dict.fromkeys(["a"], torch.zeros(3)))
+        assert not snapshot.same(tensors)
+        moved = _torch_memory.StateSnapshot(dict.fromkeys(["a"], torch.zeros(3)))
         assert not moved.same({"a": torch.zeros(3, device="meta")})
 
     def test_from_a_base(self, pair: FakePair, made: Made) -> None:

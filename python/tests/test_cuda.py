@@ -23,9 +23,7 @@ import tpde.nn  # noqa: E402 (needs torch)
 gpu = pytest.mark.skipif(
     not torch.cuda.is_available() and "TPDE_GPU" not in os.environ, reason="SKIPPED: PyTorch shows no CUDA device here"
 )
-two = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="SKIPPED: needs two CUDA devices"
-)
+two = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="SKIPPED: needs two CUDA devices")
 MODES = ["all_checked", "chunk_by_chunk"]
 MIB = 1 << 20
 
@@ -114,9 +112,9 @@ class TestApply:
             # The second resize may give the storage the address that it had in the call before.
             for smaller in (size // 2, size - 1, 0):
                 storage.resize_(smaller)
-                with pytest.raises(tpde.Misuse, match="without memory of its own"):
+                with pytest.raises(tpde.InvalidArgument, match="without memory of its own"):
                     tpde.torch.apply_(tensors, pair, mode=mode)
-        with pytest.raises(tpde.Misuse, match="without memory of its own"):
+        with pytest.raises(tpde.InvalidArgument, match="without memory of its own"):
             tpde.torch.load_file(pair, base=tensors, device="cuda")
 
     def test_storage_offsets(self, made: Made) -> None:
@@ -159,18 +157,18 @@ class TestApply:
         assert isinstance(caught.value.__cause__, tpde.Invalid) and 0 < len(caught.value.written) < caught.value.total
         assert tensors["embed.weight"]._version > version
 
-    def test_misuse(self, made: Made) -> None:
+    def test_invalid_arguments(self, made: Made) -> None:
         base = tensors_of(made.base_bytes)
         tensors = moved(base)
         with pytest.raises(tpde.NotContiguous):
             tpde.torch.apply_({**tensors, "frozen.weight": torch.zeros(100, 50, dtype=torch.float16, device="cuda").t()}, made.pair)
-        with pytest.raises(tpde.Misuse, match="on the CPU"):
+        with pytest.raises(tpde.InvalidArgument, match="on the CPU"):
             tpde.torch.apply_({**tensors, "frozen.weight": base["frozen.weight"]}, made.pair)
         with pytest.raises(tpde.DeviceUnavailable, match="cpu"):
             tpde.torch.save_file(tensors, made.folder / "never")
-        with pytest.raises(tpde.Misuse, match="files"):
+        with pytest.raises(tpde.InvalidArgument, match="files"):
             tpde.torch.apply_(tensors, made.pair, base=made.base)
-        with pytest.raises(tpde.Misuse, match="overlaps|shares"):
+        with pytest.raises(tpde.InvalidArgument, match="overlaps|shares"):
             tpde.torch.apply_(tensors, made.pair, base=tensors)
         assert back(tensors) == made.base_bytes
 
@@ -182,7 +180,7 @@ class TestApply:
         tpde.torch.save_file(target, tmp_path / "p", base=module)
         module.cuda()
         before = back(module.state_dict())
-        with pytest.raises(tpde.Misuse, match="share memory"):
+        with pytest.raises(tpde.InvalidArgument, match="share memory"):
             tpde.torch.apply_(module, tmp_path / "p")
         assert back(module.state_dict()) == before
 
@@ -259,7 +257,7 @@ class TestStreams:
                 assert tpde.torch.apply_({"w": weight}, large.pair) == "applied"
                 assert torch.cuda.current_device() == 0
                 assert torch.equal(weight.cpu().view(torch.int16), large.target.view(torch.int16))
-            with pytest.raises(tpde.Misuse, match="on cuda:0"):
+            with pytest.raises(tpde.InvalidArgument, match="on cuda:0"):
                 pair = tpde.torch.DevicePair(large.pair, "cuda:1")
                 tpde.torch.apply_({"w": large.base.to("cuda:0")}, pair)
 
@@ -267,7 +265,7 @@ class TestStreams:
     def test_tensors_on_two_devices_are_refused(self, made: Made) -> None:
         tensors = moved(tensors_of(made.base_bytes))
         tensors["frozen.weight"] = tensors["frozen.weight"].to("cuda:1")
-        with pytest.raises(tpde.Misuse, match="one call for each device"):
+        with pytest.raises(tpde.InvalidArgument, match="one call for each device"):
             tpde.torch.apply_(tensors, made.pair)
 
     def test_a_capture_is_refused_and_goes_on(self, large: Large) -> None:
@@ -277,7 +275,7 @@ class TestStreams:
         with torch.cuda.graph(graph):
             x += 1
             for given in (large.pair, pair):
-                with pytest.raises(tpde.Misuse, match="captured"):
+                with pytest.raises(tpde.InvalidArgument, match="captured"):
                     tpde.torch.apply_({"w": weight}, given)
         graph.replay()
         torch.cuda.synchronize()

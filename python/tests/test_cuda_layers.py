@@ -161,7 +161,9 @@ class TestLayers:
         base, target, pair = deep
         attached = tpde.nn.attach(base, pair, payloads=payloads)
         names = list(attached.layers)
-        x = {name: torch.randn(2, layer.in_features, dtype=torch.bfloat16, device="cuda") for name, layer in attached.layers.items()}
+        x = {
+            name: torch.randn(2, layer.in_features, dtype=torch.bfloat16, device="cuda") for name, layer in attached.layers.items()
+        }
         wanted = {name: target.get_submodule(name)(x[name]) for name in names}
         graphs = []
         pool = torch.cuda.graph_pool_handle()

@@ -44,24 +44,26 @@ def operator(layer: Any) -> Callable[..., torch.Tensor]:
 
 
 class TestDerivatives:
-    @pytest.mark.parametrize("program", [lambda layer: layer, traced, exported, operator], ids=["layer", "traced", "exported", "operator"])
+    @pytest.mark.parametrize(
+        "program", [lambda layer: layer, traced, exported, operator], ids=["layer", "traced", "exported", "operator"]
+    )
     def test_an_input_that_requires_gradients_is_refused(self, program: Any, layer: tpde.nn.JITCompressedLinear) -> None:
         call, x = program(layer), X.clone().requires_grad_()
-        with pytest.raises((tpde.Misuse, RuntimeError), match="no gradients"):
+        with pytest.raises((tpde.InvalidArgument, RuntimeError), match="no gradients"):
             call(x)
         with torch.no_grad():
             assert torch.equal(call(x), layer(X))
 
     def test_a_bias_that_requires_gradients_is_refused(self, layer: tpde.nn.JITCompressedLinear) -> None:
         layer.bias.requires_grad_()
-        with pytest.raises(tpde.Misuse, match="no gradients"):
+        with pytest.raises(tpde.InvalidArgument, match="no gradients"):
             layer(X)
 
     @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad])
     def test_tangents_are_refused(self, context: Any, layer: tpde.nn.JITCompressedLinear) -> None:
         with torch.autograd.forward_ad.dual_level(), context():
             dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
-            with pytest.raises(tpde.Misuse, match="no tangents"):
+            with pytest.raises(tpde.InvalidArgument, match="no tangents"):
                 layer(dual)
             assert torch.equal(layer(X), layer(X))
 
@@ -79,7 +81,7 @@ class TestDerivatives:
     )
     def test_transforms_that_derive_are_refused(self, derive: Any, layer: tpde.nn.JITCompressedLinear) -> None:
         for f in (layer, operator(layer)):
-            with pytest.raises((tpde.Misuse, RuntimeError), match="no gradients|no tangents"):
+            with pytest.raises((tpde.InvalidArgument, RuntimeError), match="no gradients|no tangents"):
                 derive(f)
 
     def test_mapping_over_inputs_works(self, layer: tpde.nn.JITCompressedLinear) -> None:
@@ -133,10 +135,10 @@ with torch.no_grad():
 
     def test_shapes_are_checked(self, layer: tpde.nn.JITCompressedLinear) -> None:
         for x, outputs in ((X, 191), (X[:, :32], 192), (torch.ones((), dtype=torch.bfloat16), 192)):
-            with pytest.raises(tpde.Misuse, match="called with"):
+            with pytest.raises(tpde.InvalidArgument, match="called with"):
                 torch.ops.tpde.linear(x, None, layer.key, outputs)
         for key in (torch.tensor(3), torch.tensor([], dtype=torch.int64), layer.key[:1]):
-            with pytest.raises(tpde.Misuse, match="not attached"):
+            with pytest.raises(tpde.InvalidArgument, match="not attached"):
                 torch.ops.tpde.linear(X, None, key, 192)
 
     def test_weights_are_found_as_soon_as_a_model_is_attached(
@@ -148,7 +150,7 @@ with torch.no_grad():
         def is_found(key: torch.Tensor) -> bool:
             try:
                 return tpde._rebuilt.Weight.find(key, torch.device("cpu")) is not None
-            except tpde.Misuse as error:
+            except tpde.InvalidArgument as error:
                 assert "is not attached" in str(error)
                 return False
 
@@ -303,7 +305,7 @@ class TestWrapped:
 
     def test_distributed_data_parallel(self, deep: tuple[Deep, Deep, Path]) -> None:
         base, target, pair = deep
-        with pytest.raises(tpde.Misuse, match="not in the model"):
+        with pytest.raises(tpde.InvalidArgument, match="not in the model"):
             tpde.nn.attach(torch.nn.parallel.DistributedDataParallel(base), pair)
         tpde.nn.attach(base, pair)
         wrapped = torch.nn.parallel.DistributedDataParallel(base)
@@ -326,5 +328,5 @@ class TestWrapped:
         base, _, pair = deep
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         torch.distributed.fsdp.fully_shard(base, mesh=mesh)
-        with pytest.raises(tpde.Misuse):
+        with pytest.raises(tpde.InvalidArgument):
             tpde.nn.attach(base, pair)

@@ -76,7 +76,7 @@ class Storm:
                 self.is_armed = True
                 call(self.calls)
                 self.is_armed = False
-            except (Signalled, tpde.Misuse) as error:
+            except (Signalled, tpde.InvalidArgument) as error:
                 assert isinstance(error, Signalled) or isinstance(error.__cause__, Signalled)
                 self.interrupted += 1
             self.calls += 1

@@ -32,7 +32,7 @@ def test_get_tensor(made: Made) -> None:
             array = target.get_tensor(name)
             assert array.shape == shape and raw(array) == made.target_bytes[name]
             assert array.flags.writeable and array.flags.c_contiguous
-    with pytest.raises(tpde.Misuse, match="closed"):
+    with pytest.raises(tpde.InvalidArgument, match="closed"):
         target.get_tensor("scalar")
 
 
@@ -113,7 +113,7 @@ def test_slices_of_few_dims(made: Made) -> None:
             with pytest.raises(IndexError):
                 view[index]
         for index in (None, [1, 2], slice(None, None, -1), "a", 1.5, True, (..., ...), slice("a"), np.array([1, 2])):
-            with pytest.raises(tpde.Misuse):
+            with pytest.raises(tpde.InvalidArgument):
                 view[index]
 
 
@@ -159,7 +159,7 @@ def test_rows_that_were_added(tmp_path: Path) -> None:
     report = tpde.numpy.save_file(target, tmp_path / "p", base=base)
     assert report.tensors[0].base_kind == "prefix"
     assert raw(tpde.numpy.load_file(tmp_path / "p", base=base)["w"]) == raw(target["w"])
-    with pytest.raises(tpde.Misuse):
+    with pytest.raises(tpde.InvalidArgument):
         tpde.numpy.apply_(base, tmp_path / "p")
 
 
@@ -184,7 +184,7 @@ def test_rows_that_were_added(tmp_path: Path) -> None:
     ids=lambda array: f"{type(array).__name__} {getattr(array, 'dtype', '')}",
 )
 def test_arrays_that_cannot_be_read_are_refused(array: object, tmp_path: Path) -> None:
-    with pytest.raises(tpde.Misuse) as caught:
+    with pytest.raises(tpde.InvalidArgument) as caught:
         tpde.numpy.save_file({"w": array}, tmp_path / "p")
     strided = isinstance(array, np.ndarray) and not array.flags.c_contiguous
     assert isinstance(caught.value, tpde.NotContiguous) == strided and "'w'" in str(caught.value)
@@ -205,7 +205,7 @@ def test_masked_arrays_are_refused(made: Made, tmp_path: Path) -> None:
         lambda: tpde.numpy.load_file(made.pair, base=base),
         lambda: tpde.numpy.apply_(base, made.pair),
     ):
-        with pytest.raises(tpde.Misuse, match="'layers.0.norm.weight' is a masked array"):
+        with pytest.raises(tpde.InvalidArgument, match="'layers.0.norm.weight' is a masked array"):
             call()
     assert not list(tmp_path.iterdir()) and raw(masked.data) == made.base_bytes["layers.0.norm.weight"]
 
@@ -226,7 +226,7 @@ def test_arrays_of_other_classes_are_their_memory(tmp_path: Path) -> None:
 def test_read_only_arrays_are_read_and_not_written(made: Made) -> None:
     base = {name: np.frombuffer(bytes(array), array.dtype).reshape(array.shape) for name, array in views(made.base_bytes).items()}
     assert len(tpde.numpy.load_file(made.pair, base=base)) == len(SHAPES)
-    with pytest.raises(tpde.Misuse, match="read-only"):
+    with pytest.raises(tpde.InvalidArgument, match="read-only"):
         tpde.numpy.apply_(base, made.pair)
     assert {name: raw(array) for name, array in base.items()} == made.base_bytes
 

@@ -25,9 +25,7 @@ def test_there_and_back(made: Made, tmp_path: Path) -> None:
     assert out.read_bytes() == made.target.read_bytes()
     assert report.digests_checked and report.tensors == len(made.target_bytes)
     assert made.report.ratio > 3
-    assert made.report.stored_bytes == sum(
-        made.pair.with_suffix(end).stat().st_size for end in (".tpde-index", ".tpde-blob")
-    )
+    assert made.report.stored_bytes == sum(made.pair.with_suffix(end).stat().st_size for end in (".tpde-index", ".tpde-blob"))
 
 
 def test_paths_may_be_strings(made: Made, tmp_path: Path) -> None:
@@ -54,7 +52,7 @@ def test_every_form_of_paths(form: object, made: Made, tmp_path: Path) -> None:
     assert tpde.verify(pair, base=base, target=target).target_checked
     tpde.apply(pair, out, base=base)
     assert (tmp_path / "o").read_bytes() == made.target.read_bytes()
-    with pytest.raises(tpde.Misuse, match="is the same as input"):
+    with pytest.raises(tpde.InvalidArgument, match="is the same as input"):
         tpde.apply(pair, base, base=base, replace=True)
     with tpde.safe_open(pair, base=base, framework="np") as opened:
         arrays = {name: opened.get_tensor(name) for name in opened.keys()}
@@ -70,9 +68,9 @@ def test_a_path_that_is_not_text(made: Made, tmp_path: Path) -> None:
     for form in (name, os.fsdecode(name), Path(os.fsdecode(name))):
         assert tpde.verify(form, base=made.base).base_checked
     for wrong in ("\ud800", "", b""):
-        with pytest.raises(tpde.Misuse):
+        with pytest.raises(tpde.InvalidArgument):
             tpde.inspect(wrong)
-        with pytest.raises(tpde.Misuse):
+        with pytest.raises(tpde.InvalidArgument):
             tpde.encode(made.target, wrong, base=made.base)
 
 
@@ -93,7 +91,7 @@ def test_a_choice_of_tensors(made: Made, tmp_path: Path) -> None:
     assert names(tmp_path / "b") == {"scalar", "empty"}
     tpde.apply(made.pair, tmp_path / "c", base=made.base, tensors=lambda name: name == "scalar")
     assert names(tmp_path / "c") == {"scalar"}
-    with pytest.raises(tpde.Misuse, match="layer.*"):
+    with pytest.raises(tpde.InvalidArgument, match="layer.*"):
         tpde.apply(made.pair, tmp_path / "d", base=made.base, tensors="layer_*")
 
 
@@ -119,9 +117,9 @@ def test_verify_says_whether_it_excludes_forgery_and_whether_files_can_be_writte
     assert found(tpde.verify(tmp_path / "anchor")) == ("not_checked", None, None)
     anchor = tpde.verify(tmp_path / "anchor", no_base=True)
     assert found(anchor) == ("checked", True, None) and anchor.target_checked and not anchor.base_checked
-    with pytest.raises(tpde.Misuse, match="needs a base"):
+    with pytest.raises(tpde.InvalidArgument, match="needs a base"):
         tpde.verify(made.pair, no_base=True)
-    with pytest.raises(tpde.Misuse, match="no_base"):
+    with pytest.raises(tpde.InvalidArgument, match="no_base"):
         tpde.verify(made.pair, base=made.base, no_base=True)
 
     # A target with the base's header, which the pair does not store, and a base of the same tensors with another header.
@@ -153,7 +151,7 @@ def test_options(made: Made, tmp_path: Path) -> None:
     odd = ({"codec": 3}, {"layout": b"gaps"}, {"favor": []}, {"renamed": [1]}, {"renamed": {1: "a"}}, {"renamed": {"a": "\udc80"}})
     sizes = ({"chunk_lanes": size} for size in (5000, -1, 1 << 70, 4096.0, "4096"))
     for wrong in (*named, *odd, *sizes, {"renamed": {"a": "b"}}, {"progress": 3}):
-        with pytest.raises(tpde.Misuse):
+        with pytest.raises(tpde.InvalidArgument):
             tpde.encode(made.target, tmp_path / "w", base=made.base, **wrong)
     assert not list(tmp_path.glob("w*"))
 
@@ -231,7 +229,7 @@ class TestErrors:
             tpde.encode(tmp_path / "text", tmp_path / "p", base=made.base)
 
     def test_what_is_read_is_not_written(self, made: Made) -> None:
-        with pytest.raises(tpde.Misuse, match="is the same as input"):
+        with pytest.raises(tpde.InvalidArgument, match="is the same as input"):
             tpde.apply(made.pair, made.base, base=made.base, replace=True)
 
     @pytest.mark.parametrize("base_is", ["file", "link", "hard link", "folder", "link to folder"])
@@ -256,7 +254,7 @@ class TestErrors:
         tpde.encode(target, tmp_path / "p", base=given)
         before = contents(folder)
         for output in outputs:
-            with pytest.raises(tpde.Misuse):
+            with pytest.raises(tpde.InvalidArgument):
                 tpde.apply(tmp_path / "p", output, base=given, replace=True)
             assert contents(folder) == before, output
         tpde.apply(tmp_path / "p", tmp_path / "out", base=given, replace=True)
@@ -266,9 +264,9 @@ class TestErrors:
         folder = write_folder(tmp_path / "base", made.base_bytes)
         before = contents(folder)
         for base, target in [(folder, made.target), (made.base, folder)]:
-            with pytest.raises(tpde.Misuse):
+            with pytest.raises(tpde.InvalidArgument):
                 tpde.encode(target, folder / "p", base=base, replace=True)
-        with pytest.raises(tpde.Misuse):
+        with pytest.raises(tpde.InvalidArgument):
             tpde.numpy.save_file(tpde.numpy.load_file(made.pair, base=made.base), folder / "p", base=folder, replace=True)
         assert contents(folder) == before
 

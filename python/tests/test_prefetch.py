@@ -22,6 +22,7 @@ from points import Interrupted, at, interrupt, marked  # noqa: E402
 from tpde import _capture, _prefetch, _rebuilt, _slot  # noqa: E402
 from tpde._prefetch import Prefetcher  # noqa: E402
 
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[World, FakeDevice]]:
     world = World()
@@ -187,7 +188,9 @@ class TestPrefetcher:
         model.raised(caught.value)
         model.forward(model.weights[1])
 
-    def test_a_call_beneath_a_call_has_memory_of_its_own(self, fake: tuple[World, FakeDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_call_beneath_a_call_has_memory_of_its_own(
+        self, fake: tuple[World, FakeDevice], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         world, device = fake
         model = FakeModel(world, device, "m", [2] * 3, [False] * 3)
         compute, inner = _prefetch.compute, []
@@ -242,7 +245,9 @@ class TestPrefetcher:
             thread.join(20)
         assert len(found) == 2 and found[0] is found[1] is Prefetcher.of(device, world.main)
 
-    def test_making_a_weight_does_not_make_it_visible(self, fake: tuple[World, FakeDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_making_a_weight_does_not_make_it_visible(
+        self, fake: tuple[World, FakeDevice], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         world, device = fake
         seen = []
         monkeypatch.setattr(_prefetch.DeviceWeight, "register", lambda weight: seen.append(weight.handle in weight.known))

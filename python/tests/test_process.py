@@ -56,7 +56,17 @@ def test_the_wheel_needs_no_library_that_a_system_lacks() -> None:
     module = Path(tpde._tpde.__file__)
     found = subprocess.run(["ldd", module], capture_output=True, text=True, check=True).stdout
     names = {line.split()[0].rsplit("/", 1)[-1].split(".so")[0] for line in found.splitlines()}
-    assert names <= {"linux-vdso", "libc", "libgcc_s", "libm", "libpthread", "libdl", "librt", "ld-linux-x86-64", "ld-linux-aarch64"}
+    assert names <= {
+        "linux-vdso",
+        "libc",
+        "libgcc_s",
+        "libm",
+        "libpthread",
+        "libdl",
+        "librt",
+        "ld-linux-x86-64",
+        "ld-linux-aarch64",
+    }
 
 
 def test_other_threads_run_meanwhile(tmp_path: Path) -> None:

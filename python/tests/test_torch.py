@@ -178,7 +178,7 @@ class TestApply:
         assert raw_of(module.state_dict()) == raw_of(target) and raw_of(base.state_dict()) == before
         assert module.head.weight is module.embed.weight
         assert all(parameter._version > versions[name] for name, parameter in module.named_parameters())
-        with pytest.raises(tpde.Misuse, match="shares memory with the base"):
+        with pytest.raises(tpde.InvalidArgument, match="shares memory with the base"):
             tpde.torch.apply_(module, pair, base=module)
         with pytest.raises(tpde.Poisoned) as caught:
             tpde.torch.apply_(module, pair, base=Tied(seed=9))
@@ -196,7 +196,7 @@ class TestApply:
         assert tpde.torch.apply_(given, pair, strict=False, base=base) == "nothing"
         assert tpde.numpy.apply_({}, pair, strict=False) == "nothing"
         assert raw_of(given) == before
-        with pytest.raises(tpde.Misuse, match="which is missing"):
+        with pytest.raises(tpde.InvalidArgument, match="which is missing"):
             tpde.torch.apply_(given, pair)
 
     def test_state_dicts(self, model: tuple) -> None:
@@ -221,7 +221,7 @@ class TestApply:
         target["head.weight"].view(torch.int16)[0, 0] ^= 1
         tpde.torch.save_file(target, tmp_path / "q", base=module)
         before = raw_of(module.state_dict())
-        with pytest.raises(tpde.Misuse, match="share memory"):
+        with pytest.raises(tpde.InvalidArgument, match="share memory"):
             tpde.torch.apply_(module, tmp_path / "q")
         assert raw_of(module.state_dict()) == before
 
@@ -230,7 +230,7 @@ class TestApply:
         base = {"a": storage[:60], "b": storage[40:]}
         target = {name: tensor + 1 for name, tensor in base.items()}
         tpde.torch.save_file(target, tmp_path / "p", base=base)
-        with pytest.raises(tpde.Misuse, match="share a part"):
+        with pytest.raises(tpde.InvalidArgument, match="share a part"):
             tpde.torch.apply_(base, tmp_path / "p")
         assert not storage.any()
 
@@ -288,7 +288,7 @@ class TestApply:
 
         def within(tensor: torch.Tensor) -> torch.Tensor:
             assert _torch_memory.describe_many(["odd"], [tensor], [("F32", [6])], "cpu") is None
-            with pytest.raises(tpde.Misuse, match="without memory of its own"):
+            with pytest.raises(tpde.InvalidArgument, match="without memory of its own"):
                 _torch_memory.describe("odd", tensor)
             return tensor
 
@@ -349,7 +349,9 @@ class TestApply:
         assert other._version > version
 
     def test_arrays_among_the_tensors(self, made: Made) -> None:
-        tensors = {name: tensor.numpy() if name == "frozen.weight" else tensor for name, tensor in tensors_of(made.base_bytes).items()}
+        tensors = {
+            name: tensor.numpy() if name == "frozen.weight" else tensor for name, tensor in tensors_of(made.base_bytes).items()
+        }
         assert tpde.torch.apply_(tensors, made.pair) == "applied"
 
     def test_inference_tensors(self, tmp_path: Path) -> None:
@@ -388,18 +390,18 @@ class TestApply:
     def test_missing_and_additional_tensors(self, model: tuple) -> None:
         module, target, pair = model
         part = {name: tensor for name, tensor in module.state_dict().items() if "layers" in name}
-        with pytest.raises(tpde.Misuse, match="'embed.weight' and 2 more"):
+        with pytest.raises(tpde.InvalidArgument, match="'embed.weight' and 2 more"):
             tpde.torch.apply_(part, pair)
         more = {"more": torch.ones(2), "text": "x", "sparse": torch.ones(3).to_sparse(), "meta": torch.ones(3, device="meta")}
         assert tpde.torch.apply_({**part, **more}, pair, strict=False) == "applied"
         assert all(raw(part[name]) == raw(target[name]) for name in part)
 
-    def test_misuse(self, model: tuple) -> None:
+    def test_invalid_arguments(self, model: tuple) -> None:
         module, _, pair = model
         for wrong in (module.float(), Tied(dtype=torch.float16), 3, [1], {**module.state_dict(), "scale": torch.ones(4)}):
-            with pytest.raises(tpde.Misuse):
+            with pytest.raises(tpde.InvalidArgument):
                 tpde.torch.apply_(wrong, pair)
-        with pytest.raises(tpde.Misuse):
+        with pytest.raises(tpde.InvalidArgument):
             tpde.torch.apply_(Tied(), pair, mode="fast")
 
     def test_no_tensor_of_the_weights_size_is_made(self, tmp_path: Path) -> None:
@@ -456,7 +458,7 @@ class TestStreams:
 
         assert names("sparse") == [name for name, kind in kinds.items() if kind == "sparse"]
         assert names("dense") == [name for name, kind in kinds.items() if kind == "dense"]
-        with pytest.raises(tpde.Misuse):
+        with pytest.raises(tpde.InvalidArgument):
             names("some")
 
     def test_patches_with_nan_are_dense(self, tmp_path: Path) -> None:
@@ -491,7 +493,7 @@ def test_packed_dtypes(tmp_path: Path) -> None:
     assert loaded.dtype == torch.float4_e2m1fn_x2 and torch.equal(loaded.view(torch.uint8), target)
     with tpde.safe_open(tmp_path / "p", base={"w": base.numpy()}, framework="np") as opened:
         assert opened.get_tensor("w").tobytes() == raw(target)
-        with pytest.raises(tpde.Misuse):
+        with pytest.raises(tpde.InvalidArgument):
             opened.get_slice("w")[0]
     assert tpde.torch.apply_(state, tmp_path / "p") == "applied"
     assert torch.equal(base, target)

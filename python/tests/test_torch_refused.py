@@ -67,12 +67,12 @@ class TestRefused:
         ids=["meta", "sparse", "quantized", "complex128", "conjugated", "freed", "fake", "jagged", "nested", "lazy", "lying"],
     )
     def test_tensors_without_plain_memory(self, make: object, tmp_path: Path) -> None:
-        with pytest.raises(tpde.Misuse, match="'w'"):
+        with pytest.raises(tpde.InvalidArgument, match="'w'"):
             tpde.torch.save_file({"w": make()}, tmp_path / "p")
         tpde.torch.save_file({"w": torch.ones(4)}, tmp_path / "p", base={"w": torch.zeros(4)})
-        with pytest.raises(tpde.Misuse, match="'w'"):
+        with pytest.raises(tpde.InvalidArgument, match="'w'"):
             tpde.torch.apply_({"w": make()}, tmp_path / "p")
-        with pytest.raises(tpde.Misuse, match="'w'"):
+        with pytest.raises(tpde.InvalidArgument, match="'w'"):
             tpde.torch.load_file(tmp_path / "p", base={"w": make()})
 
     @pytest.mark.parametrize("name", [1, None, b"w", ("w",), 1.5])
@@ -86,12 +86,12 @@ class TestRefused:
             lambda: tpde.torch.apply_({**tensors_of(made.base_bytes), **wrong}, made.pair),
             lambda: tpde.torch.apply_(tensors_of(made.base_bytes), made.pair, base=wrong),
         ):
-            with pytest.raises(tpde.Misuse, match="a name is a string"):
+            with pytest.raises(tpde.InvalidArgument, match="a name is a string"):
                 call()
         assert not list(tmp_path.iterdir())
 
     def test_names_that_are_no_text(self, tmp_path: Path) -> None:
-        with pytest.raises(tpde.Misuse, match="not Unicode text"):
+        with pytest.raises(tpde.InvalidArgument, match="not Unicode text"):
             tpde.torch.save_file({"a\udc80": torch.ones(3)}, tmp_path / "p")
 
     def test_devices(self, made: Made) -> None:
@@ -110,7 +110,7 @@ class TestRefused:
                 next(tpde.torch.iter_weights(made.pair, base=made.base, device=device))
 
     def test_frameworks(self, made: Made) -> None:
-        with pytest.raises(tpde.Misuse):
+        with pytest.raises(tpde.InvalidArgument):
             tpde.safe_open(made.pair, base=made.base, framework="tf")
         with pytest.raises(tpde.DeviceUnavailable):
             tpde.safe_open(made.pair, base=made.base, framework="np", device="cuda")

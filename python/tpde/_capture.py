@@ -24,9 +24,7 @@ class GraphWeight(Protocol):
     def handle(self) -> int: ...
     def largest(self) -> tuple[int, int]: ...
     def view(self, dense: torch.Tensor) -> torch.Tensor: ...
-    def rebuild(
-        self, dense: torch.Tensor, part: torch.Tensor, stream: torch.cuda.Stream
-    ) -> tuple[_tpde.Rebuild, torch.Tensor]: ...
+    def rebuild(self, dense: torch.Tensor, part: torch.Tensor, stream: torch.cuda.Stream) -> tuple[_tpde.Rebuild, torch.Tensor]: ...
 
 
 class Streams(Protocol):
@@ -116,9 +114,7 @@ class Capture:
         return self.slots[self.slot][begin : begin + bytes]
 
 
-def captured_linear(
-    streams: Streams, weight: GraphWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool
-) -> torch.Tensor:
+def captured_linear(streams: Streams, weight: GraphWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
     """A layer's output within a graph. Copying and decoding wait only for free memory, so replays run them as early as possible. The
     captured stream waits for all of it here, wherever the graph ends."""
     own = _capture(streams, weight)

@@ -1,8 +1,8 @@
 """Pairs on CUDA devices, in PyTorch's memory and on its streams.
 
-The Rust half allocates no device memory. This module allocates tensors for it, in the order of the copy stream, and records the
-streams that use them, so that PyTorch reuses their memory only after both streams have passed. PyTorch's current device and stream
-stay unchanged.
+The Rust half allocates nothing on a device. Its memory is tensors that are made here, allocated on the Rust half's copy
+stream and recorded with the stream that uses them. So PyTorch reuses their memory only when both streams have passed. PyTorch's
+current device and stream stay as they are.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 from . import _tpde
 from ._entry import Entry
-from ._errors import AlreadyApplied, DeviceUnavailable, Misuse, OutOfMemory
+from ._errors import AlreadyApplied, DeviceUnavailable, InvalidArgument, OutOfMemory
 from ._paths import StrPath, path_of
-from ._progress import Progress, told
+from ._progress import Progress, progress_callback
 from ._tensor import Memory
-from ._torch_memory import Seen, check_device
+from ._torch_memory import StateSnapshot, check_device
 
-#: Bytes for lists of changes. They keep a call, without payloads, within 64 MiB as PyTorch rounds allocations: an index of more
-#: than 1 MiB takes a block of 20 MiB.
+#: Bytes of scratch memory for the changes of chunks. With it, all memory of a call besides payloads is at most 64 MiB as PyTorch
+#: rounds it: an index of more than 1 MiB takes a block of 20 MiB.
 _SCRATCH, _SCRATCH_BESIDE_LARGE = 58 << 20, 40 << 20
 
 Payloads = Literal["file", "pinned", "device"]
@@ -31,13 +31,13 @@ _Result = TypeVar("_Result")
 
 
 class Device:
-    """A CUDA device, opened both by PyTorch and by the Rust half."""
+    """A CUDA device, opened in PyTorch and in the Rust half."""
 
     _opened: dict[tuple[int, int], Device] = {}
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
-        #: When the last application was completely queued, by :func:`time.perf_counter`; the rest is waiting.
+        #: Time of :func:`time.perf_counter` when the last application was queued. After it, the host only waits.
         self.queued = 0.0
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -50,7 +50,7 @@ class Device:
 
     @classmethod
     def of(cls, device: Any) -> Device:
-        """The device, opened once in a process."""
+        """The device, opened once per process."""
         checked = check_device(device)
         if checked.type != "cuda":
             raise DeviceUnavailable(f"expected a CUDA device, found {checked}", device=str(checked))
@@ -64,9 +64,9 @@ class Device:
         return torch.cuda.current_stream(self.torch)
 
     def memory(self, bytes: int, what: str) -> torch.Tensor:
-        """Memory for the Rust half, aligned to 256 by PyTorch's allocator. Never from the pool of a graph."""
+        """Memory for the Rust half, never of a graph's pool. PyTorch's allocator aligns it to at least 256 bytes."""
         try:
-            with torch.inference_mode(False):
+            with torch.inference_mode(mode=False):
                 return on_stream(self.copies, lambda: self.raw.beside_captures(lambda: self._empty(bytes)))
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"no memory on {self.torch} for {what}, {bytes} bytes", tensor=what, bytes=bytes) from error
@@ -86,21 +86,21 @@ class Device:
             return torch.cuda.is_current_stream_capturing()
 
     def refuse_capture(self, what: str) -> None:
-        """Raises if the current stream is being captured: a graph cannot wait for an outcome."""
+        """Raises if the current stream is being captured, because a graph cannot wait for an outcome."""
         if self.is_capturing():
-            raise Misuse(f"{what} waits for its outcome, which a CUDA graph that is being captured cannot")
+            raise InvalidArgument(f"{what} waits for its outcome, which a CUDA graph that is being captured cannot")
 
 
 def on_stream(stream: torch.cuda.Stream, work: Callable[[], _Result]) -> _Result:
-    """Calls ``work`` with this stream as the current one. Restores the current stream and device even if a signal handler raises at any
-    bytecode, which the context manager ``torch.cuda.stream`` does not."""
+    """Calls ``work`` with this stream as the current one. The thread's stream and device are restored also if a signal handler
+    raises between any two bytecodes. The context manager ``torch.cuda.stream`` does not do that."""
     device, before = torch._C._cuda_getDevice(), torch.cuda.current_stream(stream.device)
     switch = torch._C._cuda_setStream
     try:
         switch(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
         return work()
     finally:
-        # Only C calls: signal handlers run after them.
+        # Both are C functions, so a signal handler runs only after them.
         try:
             switch(stream_id=before.stream_id, device_index=before.device_index, device_type=before.device_type)
         finally:
@@ -108,11 +108,11 @@ def on_stream(stream: torch.cuda.Stream, work: Callable[[], _Result]) -> _Result
 
 
 def copy_on(stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor) -> None:
-    """Queues a copy, for example from pinned memory."""
+    """Queues a copy on this stream."""
     on_stream(stream, lambda: to.copy_(source, non_blocking=True))
 
 
-def _given(tensor: torch.Tensor) -> tuple[int, int]:
+def _address_and_bytes(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
@@ -120,34 +120,35 @@ def _described(tensors: list[Memory]) -> list[tuple[str, str, list[int], int]]:
     return [(name, dtype, shape, bytes) for name, dtype, shape, _, bytes, _ in tensors]
 
 
-def _same(seen: Seen | None, tensors: Mapping[str, Any] | None) -> bool:
-    return seen is None if tensors is None else seen is not None and seen.same(tensors)
+def _same(snapshot: StateSnapshot | None, tensors: Mapping[str, Any] | None) -> bool:
+    return snapshot is None if tensors is None else snapshot is not None and snapshot.same(tensors)
 
 
-class _Ready:
-    """An application that can be run again."""
+class _Application:
+    """A prepared application of a pair to tensors. It can be run again for the same tensors."""
 
     def __init__(self, pair: DevicePair, tensors: list[Memory], base: list[Memory], mode: str) -> None:
         self.mode = mode
-        self.of = (_described(tensors), _described(base))
+        self.described = (_described(tensors), _described(base))
         device = pair._device
         scratch = _SCRATCH if pair._index.numel() <= 1 << 20 else _SCRATCH_BESIDE_LARGE
         plan = pair._raw.plan_all(tensors, base, mode, scratch)
         self.memory = device.memory(plan.bytes(), "applying a pair")
-        self.raw = plan.prepare(_given(self.memory))
-        #: Streams recorded with its memory.
+        self.raw = plan.prepare(_address_and_bytes(self.memory))
+        #: Handles of the streams that its memory is recorded with.
         self.streams: set[int] = set()
-        #: The state dicts of target and base of the last call, to recognise a call with the same tensors.
-        self.seen: Seen | None = None
-        self.base: Seen | None = None
-        #: Names of tensors that autograd is notified about, and whether all tensors of the pair were present.
-        self.told: list[str] = []
+        #: The state dicts that it was run with, the target's and the base's.
+        self.target: StateSnapshot | None = None
+        self.base: StateSnapshot | None = None
+        #: Names of the tensors whose versions go up when it has run.
+        self.versioned: list[str] = []
+        #: Whether the target had all tensors of the pair.
         self.is_complete = True
-        #: Name, dims and dtype of the tensors to allocate for results.
-        self.made: list[tuple[str, list[int], torch.dtype]] | None = None
+        #: Name, dims and dtype of the tensors that are allocated for results; ``None`` if it writes to the caller's tensors.
+        self.results: list[tuple[str, list[int], torch.dtype]] | None = None
 
     def run(self, pair: DevicePair, progress: Progress) -> bool:
-        """Runs it on the current stream and waits. Returns whether tensors were changed. ``pair`` is the owner of this application."""
+        """Runs it on the current stream and waits. True if tensors were changed. ``pair`` is the one that it was made from."""
         device = pair._device
         stream = device.stream()
         handle = stream.cuda_stream
@@ -156,47 +157,45 @@ class _Ready:
             for used in (self.memory, pair._index, pair._blob):
                 if used is not None:
                     used.record_stream(stream)
-        with told(progress, "apply") as tell:
+        with progress_callback(progress, "apply") as callback:
             begin = time.perf_counter()
-            applied, queued = self.raw.run(handle, tell)
+            applied, queued = self.raw.run(handle, callback)
             device.queued = begin + queued
         return applied
 
 
 class DevicePair:
-    """A pair made ready on a CUDA device, for one that is used there more than once.
+    """A pair that is ready on a CUDA device, for pairs that are used there more than once.
 
-    :func:`tpde.torch.apply_`, :func:`tpde.torch.load_file` and :func:`tpde.nn.attach` accept it instead of a path. Its index
-    is uploaded (52 bytes per chunk). Calls compare CRC and sums, but no digests: see :mod:`tpde.torch` about forged blobs. The plan
-    and memory of the last call are kept, so a call with the same tensors, or for the same results, starts at once.
+    :func:`tpde.torch.apply_`, :func:`tpde.torch.load_file` and :func:`tpde.nn.attach` take it instead of a path. Its index is
+    uploaded once, 52 bytes per chunk. CRC and sums are compared, but no digests; :mod:`tpde.torch` says what that means for a
+    forged blob. The plan and the memory of the last call are kept, so a call with the same tensors starts at once.
 
     Args:
         pair: Name of the pair, or either file.
         device: The CUDA device.
-        payloads: Where the compressed bytes are kept: in ``"pinned"`` host memory, from which the device copies directly; in
-            memory of the ``"device"``, without a copy; or in their ``"file"``.
-        progress: As for :func:`tpde.encode`, of reading the payloads, unless they stay in their file.
+        payloads: Where the compressed bytes are kept: in ``"pinned"`` memory of the host, from where the device copies them; in
+            memory of the ``"device"``; or in their ``"file"``.
+        progress: As for :func:`tpde.encode`, for reading the payloads to memory.
 
     Raises:
         Invalid, Limit, SystemRefused: What is wrong with the pair's files.
         DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with the device.
     """
 
-    def __init__(
-        self, pair: StrPath, device: Any = "cuda", *, payloads: Payloads = "pinned", progress: Progress = None
-    ) -> None:
+    def __init__(self, pair: StrPath, device: Any = "cuda", *, payloads: Payloads = "pinned", progress: Progress = None) -> None:
         if payloads not in ("file", "pinned", "device"):
-            raise Misuse(f"unknown payloads={payloads!r}: expected 'file', 'pinned' or 'device'")
-        self._begin(pair, None, device, payloads, progress)
+            raise InvalidArgument(f"unknown payloads={payloads!r}: expected 'file', 'pinned' or 'device'")
+        self._open(pair, None, device, payloads, progress)
 
     @classmethod
     def _of_opened(cls, path: StrPath, pair: _tpde.Pair, device: Any) -> DevicePair:
-        """One for a single use."""
-        made = cls.__new__(cls)
-        made._begin(path, pair, device, "file", None)
-        return made
+        """One for a single call, from a pair that is open."""
+        opened = cls.__new__(cls)
+        opened._open(path, pair, device, "file", None)
+        return opened
 
-    def _begin(self, path: StrPath, pair: _tpde.Pair | None, device: Any, payloads: Payloads, progress: Progress) -> None:
+    def _open(self, path: StrPath, pair: _tpde.Pair | None, device: Any, payloads: Payloads, progress: Progress) -> None:
         self._device = Device.of(device)
         self._device.refuse_capture("making a pair ready")
         self._path = path_of(path)
@@ -204,18 +203,18 @@ class DevicePair:
         self._index = self._device.memory(_tpde.DevicePair.index_bytes(self._pair), "the index of a pair")
         self._blob = None
         self._listed: list[Entry] | None = None
-        #: The last application, removed from the dict while in use. A dict, because its operations are atomic.
-        self._kept: dict[str, _Ready] = {}
+        #: The last application. Removed from the dict while in use: dict operations are atomic, so two threads cannot both take it.
+        self._kept: dict[str, _Application] = {}
         if payloads == "device":
             self._blob = self._device.memory(self._pair.blob_bytes(), "the payloads of a pair")
-        with told(progress, "read") as tell:
+        with progress_callback(progress, "read") as callback:
             self._raw = _tpde.DevicePair(
                 self._device.raw,
                 self._pair,
-                _given(self._index),
-                payloads == "pinned",
-                None if self._blob is None else _given(self._blob),
-                tell,
+                _address_and_bytes(self._index),
+                pinned=payloads == "pinned",
+                blob=None if self._blob is None else _address_and_bytes(self._blob),
+                progress=callback,
             )
 
     def __fspath__(self) -> str:
@@ -233,79 +232,80 @@ class DevicePair:
             self._listed = list(map(Entry._make, self._pair.tensors()))
         return self._listed
 
-    def _apply(self, tensors: list[Memory], base: list[Memory], mode: str, progress: Progress) -> tuple[bool, _Ready]:
-        """Changes tensors on the device, or rebuilds them from ``base``, and waits for the outcome. Returns whether they were changed,
-        and the application."""
+    def _apply(self, tensors: list[Memory], base: list[Memory], mode: str, progress: Progress) -> tuple[bool, _Application]:
+        """Changes tensors on the device, or rebuilds them from ``base``, and waits. Returns whether tensors were changed, and the
+        application that ran."""
         self._device.refuse_capture("applying a pair")
-        ready = self._kept.pop("", None)
-        if ready is not None:
-            is_like = ready.mode == mode and ready.of == (_described(tensors), _described(base))
+        application = self._kept.pop("", None)
+        if application is not None:
+            is_alike = application.mode == mode and application.described == (_described(tensors), _described(base))
             addresses = [memory[3] for memory in tensors], [memory[3] for memory in base]
-            if not is_like or not ready.raw.move_to(*addresses):
-                ready = None
-        if ready is None:
-            ready = _Ready(self, tensors, base, mode)
-        return ready.run(self, progress), ready
+            if not is_alike or not application.raw.move_to(*addresses):
+                application = None
+        if application is None:
+            application = _Application(self, tensors, base, mode)
+        return application.run(self, progress), application
 
-    def _rebuild(self, outputs: list[Memory], base: list[Memory], progress: Progress) -> _Ready:
-        """Rebuilds tensors from others."""
-        applied, ready = self._apply(outputs, base, "out_of_place", progress)
+    def _rebuild(self, outputs: list[Memory], base: list[Memory], progress: Progress) -> _Application:
+        """Rebuilds tensors from ``base``. Returns the application that ran."""
+        applied, application = self._apply(outputs, base, "out_of_place", progress)
         if not applied:
             raise AlreadyApplied("already applied: the base is the target of this pair")
-        return ready
+        return application
 
     def _remember(
         self,
-        ready: _Ready,
-        seen: Mapping[str, Any] | None,
+        application: _Application,
+        target: Mapping[str, Any] | None,
         base: Mapping[str, Any] | None,
-        told: list[str] | None = None,
+        *,
+        versioned: list[str] | None = None,
         is_complete: bool = True,
-        made: list[tuple[str, list[int], torch.dtype]] | None = None,
+        results: list[tuple[str, list[int], torch.dtype]] | None = None,
     ) -> None:
         """Keeps an application for later calls with the same tensors."""
-        ready.seen = None if seen is None else Seen(seen)
-        ready.base = None if base is None else Seen(base)
-        ready.told, ready.is_complete, ready.made = told or [], is_complete, made
-        self._kept[""] = ready
+        application.target = None if target is None else StateSnapshot(target)
+        application.base = None if base is None else StateSnapshot(base)
+        application.versioned, application.is_complete, application.results = versioned or [], is_complete, results
+        self._kept[""] = application
 
-    def _again(
-        self, seen: Mapping[str, Any], base: Mapping[str, Any] | None, mode: str, strict: bool
-    ) -> _Ready | None:
-        """The application of the last call, if the tensors are the same."""
-        ready = self._kept.pop("", None)
-        if ready is None:
+    def _take_kept(
+        self, target: Mapping[str, Any], base: Mapping[str, Any] | None, mode: str, *, strict: bool
+    ) -> _Application | None:
+        """Takes the kept application if it was for these tensors."""
+        application = self._kept.pop("", None)
+        if application is None:
             return None
-        is_like = ready.mode == mode and ready.made is None and (ready.is_complete or not strict)
-        if is_like and _same(ready.seen, seen) and _same(ready.base, base):
-            return ready
-        self._kept[""] = ready
+        is_alike = application.mode == mode and application.results is None and (application.is_complete or not strict)
+        if is_alike and _same(application.target, target) and _same(application.base, base):
+            return application
+        self._kept[""] = application
         return None
 
     def _load_again(self, base: Mapping[str, Any] | None, device: Any, progress: Progress) -> dict[str, torch.Tensor] | None:
-        """All tensors of the target, if the last call was for the same base."""
-        here = self._device.torch
+        """All tensors of the target, if the last call loaded them from the same base; otherwise ``None``."""
+        own = self._device.torch
         try:
-            wanted = torch.device(device)
-            is_here = wanted == here or (wanted == torch.device("cuda") and torch.cuda.current_device() == here.index)
-        except (RuntimeError, TypeError):  # reported when the device is checked
+            parsed = torch.device(device)
+            is_own = parsed == own or (parsed == torch.device("cuda") and torch.cuda.current_device() == own.index)
+        except (RuntimeError, TypeError):  # `check_device` reports it
             return None
-        ready = self._kept.pop("", None) if is_here else None
-        if ready is None:
+        application = self._kept.pop("", None) if is_own else None
+        if application is None:
             return None
-        if ready.made is None or not _same(ready.base, base):
-            self._kept[""] = ready
+        if application.results is None or not _same(application.base, base):
+            self._kept[""] = application
             return None
         self._device.refuse_capture("applying a pair")
         empty = torch.empty
         try:
-            made = {name: empty(dims, dtype=dtype, device=here, requires_grad=False) for name, dims, dtype in ready.made}
-        except RuntimeError:  # out of memory, reported by the first allocation
+            tensors = {name: empty(dims, dtype=dtype, device=own, requires_grad=False) for name, dims, dtype in application.results}
+        except RuntimeError:  # out of memory; the ordinary path reports it
             return None
-        if not ready.raw.move_to(list(map(torch.Tensor.data_ptr, made.values()))):
+        if not application.raw.move_to(list(map(torch.Tensor.data_ptr, tensors.values()))):
             return None
-        applied = ready.run(self, progress)
-        self._kept[""] = ready
+        applied = application.run(self, progress)
+        self._kept[""] = application
         if not applied:
             raise AlreadyApplied("already applied: the base is the target of this pair")
-        return made
+        return tensors

@@ -121,17 +121,17 @@ class Poisoned(TpdeError, RuntimeError):
     total: int
 
 
-class Misuse(TpdeError, ValueError):
+class InvalidArgument(TpdeError, ValueError):
     """The call makes no sense: a wrong name, range, size or kind of tensor."""
 
 
-class NotContiguous(Misuse):
+class NotContiguous(InvalidArgument):
     """A tensor is not contiguous; ``tensor.contiguous()`` makes a contiguous copy. Attribute: ``tensor``."""
 
     tensor: str
 
 
-class OutOfRange(Misuse, IndexError):
+class OutOfRange(InvalidArgument, IndexError):
     """An index beyond the tensor."""
 
 

@@ -1,7 +1,7 @@
-"""Describes tensors for the Rust half: name, dtype, dims, address, bytes, and an owner that keeps the memory in place.
+"""Tensors as the Rust half sees them: name, dtype, dims, address, bytes, and the object that owns the memory.
 
-All tensors are checked here: contiguous, little-endian, and in host memory or on the requested device. `_numpy_memory` handles
-NumPy, and `_torch_memory` PyTorch; the latter is imported when the first PyTorch tensor is passed.
+Every tensor is checked here first: contiguous, little-endian, on the CPU or on the device of the call. NumPy arrays are checked
+in `_numpy_memory`, PyTorch tensors in `_torch_memory`, which is imported only when there is such a tensor.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ._errors import Misuse, TpdeError
+from ._errors import InvalidArgument, TpdeError
 from ._numpy_memory import describe_array
 from ._paths import check_name
 from ._tensor import Memory
@@ -25,19 +25,20 @@ def is_torch(value: Any) -> bool:
 def describe(
     name: str, value: Any, expected: tuple[str, list[int]] | None = None, *, writable: bool = False, device: Any = "cpu"
 ) -> Memory:
-    """A tensor of either kind, on this device. ``expected``, dtype and shape, tells integers from an integer view."""
+    """Checks an array or tensor on this device and describes its memory. ``expected``, dtype and shape, distinguishes integers from
+    a view of another dtype as integers."""
     try:
         if is_torch(value):
             from . import _torch_memory
 
             return _torch_memory.describe(name, value, expected, device)
         if str(device) != "cpu":
-            raise Misuse(f"tensor {name!r} is an array, others are on {device}")
-        return describe_array(name, value, expected, writable)
+            raise InvalidArgument(f"tensor {name!r} is an array, others are on {device}")
+        return describe_array(name, value, expected, writable=writable)
     except TpdeError:
         raise
-    except Exception as error:  # nested tensors, lazy tensors and foreign classes raise various errors
-        raise Misuse(f"tensor {name!r} is a {type(value).__name__} that cannot be read: {error}") from error
+    except Exception as error:  # nested and lazy tensors and subclasses each raise another exception
+        raise InvalidArgument(f"tensor {name!r} is a {type(value).__name__} that cannot be read: {error}") from error
 
 
 def device_of(values: Iterable[Any]) -> Any:
@@ -51,13 +52,13 @@ def device_of(values: Iterable[Any]) -> Any:
 def describe_each(
     names: list[str], values: list[Any], expected: list[tuple[str, list[int]]], *, writable: bool = False, device: Any = "cpu"
 ) -> list[Memory]:
-    """:func:`describe` of several."""
+    """Calls :func:`describe` for each."""
     if values and is_torch(values[0]):
         from . import _torch_memory
 
-        found = _torch_memory.describe_many(names, values, expected, device)
-        if found is not None:
-            return found
+        described = _torch_memory.describe_many(names, values, expected, device)
+        if described is not None:
+            return described
     each = zip(names, values, expected)
     return [describe(name, value, like, writable=writable, device=device) for name, value, like in each]
 

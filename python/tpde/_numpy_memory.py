@@ -1,4 +1,4 @@
-"""Arrays of NumPy's."""
+"""NumPy arrays as memory for the Rust half."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import sys
 from typing import Any
 
 from ._dtypes import ML_DTYPES, NUMPY, VIEWS, byte_shape, is_packed
-from ._errors import Misuse, NotContiguous
+from ._errors import InvalidArgument, NotContiguous
 from ._tensor import Memory, as_expected, no_memory
 
 _NAMES = {numpy: name for name, numpy in (NUMPY | ML_DTYPES).items()}
 
 
-def describe_array(name: str, value: Any, expected: tuple[str, list[int]] | None, writable: bool) -> Memory:
-    """Checks and describes an array."""
+def describe_array(name: str, value: Any, expected: tuple[str, list[int]] | None, *, writable: bool) -> Memory:
+    """Checks an array and describes its memory."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray):
-        raise Misuse(f"tensor {name!r} is a {type(value).__name__}, neither a NumPy array nor a PyTorch tensor")
+        raise InvalidArgument(f"tensor {name!r} is a {type(value).__name__}, neither a NumPy array nor a PyTorch tensor")
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(value, masked.MaskedArray):
-        raise Misuse(f"tensor {name!r} is a masked array, whose mask would be lost: filled() makes an array of it")
-    value = value.view(numpy.ndarray)  # ignore overrides of foreign subclasses
+        raise InvalidArgument(f"tensor {name!r} is a masked array, whose mask would be lost: filled() makes an array of it")
+    value = value.view(numpy.ndarray)  # a subclass may override dtype, shape and flags
     dtype = _NAMES.get(value.dtype.name)
     if dtype is None or not (value.dtype.isnative or value.dtype.itemsize == 1) or sys.byteorder != "little":
-        raise Misuse(f"tensor {name!r} has dtype {value.dtype.str} ({value.dtype.name}), which cannot be in a checkpoint")
+        raise InvalidArgument(f"tensor {name!r} has dtype {value.dtype.str} ({value.dtype.name}), which cannot be in a checkpoint")
     if not value.flags.c_contiguous:
         raise NotContiguous(f"tensor {name!r} is not contiguous (shape {value.shape}, strides {value.strides})", tensor=name)
     if writable and not value.flags.writeable:
-        raise Misuse(f"tensor {name!r} is read-only")
+        raise InvalidArgument(f"tensor {name!r} is read-only")
     dtype, shape = as_expected(name, dtype, list(value.shape), expected)
-    # An exported buffer keeps the array from being resized.
+    # The memoryview exports the buffer, so NumPy refuses to resize the array while it exists.
     owner = (value, memoryview(value.reshape(-1).view(numpy.uint8)) if value.nbytes else None)
     return name, dtype, shape, value.ctypes.data, value.nbytes, owner
 
 
-class NumPy:
+class NumPyAllocator:
     """Allocates arrays."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class NumPy:
             pass
 
     def dtype(self, dtype: str) -> Any:
-        """The NumPy dtype; unsigned integers of the same width if NumPy and ml_dtypes lack it."""
+        """The dtype of arrays; an unsigned integer of the same width if ml_dtypes is missing or lacks the dtype."""
         if dtype in NUMPY:
             return self.numpy.dtype(NUMPY[dtype])
         own = getattr(self.ml_dtypes, ML_DTYPES.get(dtype, ""), None)
@@ -66,5 +66,5 @@ class NumPy:
         return array, (name, dtype, shape, array.ctypes.data, array.nbytes, array)
 
     def contiguous(self, array: Any, shape: list[int]) -> Any:
-        """A contiguous copy of the elements, in this shape."""
+        """A contiguous copy in this shape."""
         return array.reshape(shape).copy(order="C")

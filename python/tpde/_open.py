@@ -10,35 +10,36 @@ from typing import Any
 from . import _tpde
 from ._dtypes import is_packed
 from ._entry import Entry
-from ._errors import DeviceUnavailable, Misuse, OutOfRange
+from ._errors import DeviceUnavailable, InvalidArgument, OutOfRange
 from ._memory import describe_each, device_of
-from ._numpy_memory import NumPy
+from ._numpy_memory import NumPyAllocator
 from ._paths import StrPath, check_name, is_path, path_of
-from ._progress import Progress, told
+from ._progress import Progress, progress_callback
 from ._tensor import Memory
 
 
 class Reader:
-    """A pair with its base, for one framework. Shared by `safe_open` and the functions of `tpde.torch` and `tpde.numpy`."""
+    """A pair and its base, for one framework. `safe_open` and the functions of `tpde.torch` and `tpde.numpy` share it."""
 
     def __init__(self, pair: Any, base: Any, framework: str, device: Any = "cpu") -> None:
-        #: The device of the results, if not the CPU, and the pair on it, if tensors are rebuilt there.
+        #: The CUDA device that tensors go to; ``None`` for the CPU.
         self.device: Any = None
+        #: The pair on that device, if tensors are rebuilt there; ``None`` if they are rebuilt on the CPU and copied.
         self.on_device: Any = None
-        #: Whether that pair belongs to the caller, who may use it again.
+        #: Whether `on_device` is the caller's, who uses it for other calls too.
         self.on_device_is_kept = False
         if framework in ("pt", "torch", "pytorch"):
-            from ._torch_memory import Torch, check_device
+            from ._torch_memory import TorchAllocator, check_device
 
             checked = check_device(device)
             self.device = None if checked.type == "cpu" else checked
-            self.making: Any = Torch(checked)
+            self.allocator: Any = TorchAllocator(checked)
         elif framework in ("np", "numpy"):
             if str(device) != "cpu":
                 raise DeviceUnavailable(f"NumPy has no device {device}", device=str(device))
-            self.making = NumPy()
+            self.allocator = NumPyAllocator()
         else:
-            raise Misuse(f"unknown framework {framework!r}: expected 'pt' or 'np'")
+            raise InvalidArgument(f"unknown framework {framework!r}: expected 'pt' or 'np'")
         self.tensors: Mapping[str, Any] | None = None
         path = None
         if is_path(base):
@@ -46,89 +47,84 @@ class Reader:
         elif base is not None:
             self.tensors = state_of(base)
         if self.device is not None:
-            # With a base in files or on the CPU, tensors are rebuilt on the CPU and copied.
-            on_device = device_of((self.tensors or {}).values()) is not None or base is None
-            self._open_on_device(pair, on_device)
+            # With a base in files or on the CPU, tensors are rebuilt on the CPU and copied to the device.
+            if device_of((self.tensors or {}).values()) is not None or base is None:
+                self._open_on_device(pair)
+            else:
+                self.allocator = TorchAllocator("cpu")
         if self.on_device is None:
             self.pair = _tpde.Pair(path_of(pair), path)
         self.has_base_files = path is not None
         listed = list(map(Entry._make, self.pair.tensors())) if self.on_device is None else self.on_device._entries()
         self.entries = {entry.name: entry for entry in listed}
 
-    def _open_on_device(self, pair: Any, wanted: bool) -> None:
-        import torch
-
+    def _open_on_device(self, pair: Any) -> None:
         from ._device import DevicePair
-        from ._torch_memory import Torch
 
-        if isinstance(pair, DevicePair) and wanted:
-            if pair.device != self.device:
-                raise Misuse(f"the pair is on {pair.device}, tensors are wanted on {self.device}")
-            self.on_device, self.on_device_is_kept = pair, True
-        elif wanted:
+        if not isinstance(pair, DevicePair):
             self.on_device = DevicePair(pair, self.device, payloads="file")
-        if self.on_device is None:
-            self.making = Torch(torch.device("cpu"))
+        elif pair.device == self.device:
+            self.on_device, self.on_device_is_kept = pair, True
         else:
-            self.pair = self.on_device._pair
+            raise InvalidArgument(f"the pair is on {pair.device}, the tensors go to {self.device}")
+        self.pair = self.on_device._pair
 
     def entry(self, name: str) -> Entry:
         """The tensor of this name."""
         try:
             return self.entries[name]
         except (KeyError, TypeError):  # an invalid name may not be hashable
-            raise Misuse(f"no tensor {name!r} in the pair") from None
+            raise InvalidArgument(f"no tensor {name!r} in the pair") from None
 
     def base_of(self, entries: list[Entry]) -> list[Memory] | None:
-        """The base tensors of these entries, if the base is in memory."""
+        """The base tensors of these entries; ``None`` if the base is files."""
         return None if self.tensors is None else bases(entries, self.tensors, "cpu" if self.on_device is None else self.device)
 
     def read(self, names: list[str], *, digests: bool = True, progress: Progress = None) -> dict[str, Any]:
-        """These tensors, rebuilt."""
+        """Rebuilds these tensors."""
         entries = [self.entry(name) for name in names]
         base = self.base_of(entries)
-        made = {entry.name: self.making.empty(entry.name, entry.dtype, entry.shape) for entry in entries}
-        outputs = [memory for _, memory in made.values()]
+        results = {entry.name: self.allocator.empty(entry.name, entry.dtype, entry.shape) for entry in entries}
+        outputs = [memory for _, memory in results.values()]
         if self.on_device is not None:
-            is_all = len(names) == len(self.entries) and len(names) == len(made)
-            ready = self.on_device._rebuild(outputs, base or [], progress)
+            is_all = len(names) == len(self.entries) and len(names) == len(results)
+            application = self.on_device._rebuild(outputs, base or [], progress)
             if is_all and self.on_device_is_kept:
-                how = [(name, [*tensor.shape], tensor.dtype) for name, (tensor, _) in made.items()]
-                self.on_device._remember(ready, None, self.tensors, made=how)
-            return {name: tensor for name, (tensor, _) in made.items()}
-        else:
-            with told(progress, "load") as tell:
-                self.pair.read(outputs, base, digests, tell)
-        return {name: self._moved(tensor) for name, (tensor, _) in made.items()}
+                shapes = [(name, [*tensor.shape], tensor.dtype) for name, (tensor, _) in results.items()]
+                self.on_device._remember(application, None, self.tensors, results=shapes)
+            return {name: tensor for name, (tensor, _) in results.items()}
+        with progress_callback(progress, "load") as callback:
+            self.pair.read(outputs, base=base, digests=digests, progress=callback)
+        return {name: self._to_device(tensor) for name, (tensor, _) in results.items()}
 
-    def _moved(self, tensor: Any) -> Any:
-        """Moves a rebuilt tensor to the requested device."""
+    def _to_device(self, tensor: Any) -> Any:
+        """Copies a rebuilt tensor to where the caller asked for it."""
         return tensor if self.device is None else tensor.to(self.device)
 
     def read_range(self, entry: Entry, start: int, stop: int, shape: list[int]) -> Any:
-        """The elements from ``start`` to ``stop``, in this shape. On the CPU, only the chunks that contain them are decoded."""
+        """The elements from ``start`` to ``stop``, in this shape. On the CPU, only the chunks that hold them are decoded."""
         if self.on_device is not None:
             return self.read([entry.name])[entry.name].view(-1)[start:stop].clone().view(shape)
-        tensor, memory = self.making.empty(entry.name, entry.dtype, shape)
+        tensor, memory = self.allocator.empty(entry.name, entry.dtype, shape)
         if stop > start:
             self.pair.read_range(memory, start, stop, self.base_of([entry]))
-        return self._moved(tensor)
+        return self._to_device(tensor)
 
 
 def bases(entries: list[Entry], tensors: Mapping[str, Any], device: Any) -> list[Memory]:
-    """The existing base tensors of these entries, each once."""
-    found: dict[str, tuple[Any, tuple[str, list[int]]]] = {}
+    """The base tensors of these entries that are among ``tensors``, each once."""
+    by_name: dict[str, tuple[Any, tuple[str, list[int]]]] = {}
     for entry in entries:
         value = tensors.get(entry.base_name)
-        if entry.base_kind != "none" and value is not None and entry.base_name not in found:
+        if entry.base_kind != "none" and value is not None and entry.base_name not in by_name:
             shape = entry.shape if entry.is_same else [*getattr(value, "shape", [])]
-            found[entry.base_name] = value, (entry.dtype, shape)
-    values, expected = [value for value, _ in found.values()], [like for _, like in found.values()]
-    return describe_each(list(found), values, expected, device=device)
+            by_name[entry.base_name] = value, (entry.dtype, shape)
+    values, expected = [value for value, _ in by_name.values()], [like for _, like in by_name.values()]
+    return describe_each(list(by_name), values, expected, device=device)
 
 
 def state_of(value: Any) -> Mapping[str, Any]:
-    """The tensors of a state dict, or the live tensors of a module."""
+    """The tensors of a state dict, or the parameters and buffers of a module, by name."""
     if isinstance(value, Mapping):
         if not {str}.issuperset(map(type, value)):
             list(map(check_name, value))
@@ -140,23 +136,23 @@ def state_of(value: Any) -> Mapping[str, Any]:
             return {**parameters, **buffers}
         named = dict(value.named_parameters(remove_duplicate=False))
         return {**named, **dict(value.named_buffers(remove_duplicate=False))}
-    raise Misuse(f"a {type(value).__name__} is neither a path, nor a dict of tensors, nor a module")
+    raise InvalidArgument(f"a {type(value).__name__} is neither a path, nor a dict of tensors, nor a module")
 
 
 _WALKS = ("named_parameters", "named_buffers", "named_modules", "_named_members")
-#: Whether a class of modules lists its tensors in the standard way.
+#: By class of module: whether it inherits the methods that list tensors from ``torch.nn.Module``.
 _ordinary: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def _walk(module: Any, prefix: str, parameters: dict[str, Any], buffers: dict[str, Any]) -> bool:
-    """Lists parameters and buffers, with duplicates, as ``named_parameters`` and ``named_buffers`` do, but faster. False if a module
-    overrides these methods."""
-    own = type(module)
-    is_ordinary = _ordinary.get(own)
+    """Lists parameters and buffers as ``named_parameters`` and ``named_buffers`` do with duplicates, but faster. False if a
+    module overrides one of these methods."""
+    kind = type(module)
+    is_ordinary = _ordinary.get(kind)
     if is_ordinary is None:
         plain = getattr(sys.modules.get("torch.nn"), "Module", None)
-        is_ordinary = plain is not None and issubclass(own, plain) and all(getattr(own, n) is getattr(plain, n) for n in _WALKS)
-        _ordinary[own] = is_ordinary
+        is_ordinary = plain is not None and issubclass(kind, plain) and all(getattr(kind, n) is getattr(plain, n) for n in _WALKS)
+        _ordinary[kind] = is_ordinary
     if not is_ordinary:
         return False
     for name, tensor in module._parameters.items():
@@ -172,7 +168,7 @@ def _walk(module: Any, prefix: str, parameters: dict[str, Any], buffers: dict[st
 
 
 class safe_open:
-    """The target of a pair, opened as ``safetensors.safe_open`` opens a file: tensors are rebuilt on request.
+    """Opens the target of a pair as ``safetensors.safe_open`` opens a file: each tensor is rebuilt when it is read.
 
     ::
 
@@ -197,7 +193,7 @@ class safe_open:
     with one dim if rows are not whole bytes.
 
     Raises:
-        Invalid, Limit, BadCheckpoint, SystemRefused, Misuse, DeviceUnavailable: As their names say.
+        Invalid, Limit, BadCheckpoint, SystemRefused, InvalidArgument, DeviceUnavailable: As their names say.
     """
 
     def __init__(
@@ -214,7 +210,7 @@ class safe_open:
 
     def _opened(self) -> Reader:
         if self._reader is None:
-            raise Misuse("the pair is closed")
+            raise InvalidArgument("the pair is closed")
         return self._reader
 
     def keys(self) -> list[str]:
@@ -239,7 +235,7 @@ class safe_open:
 
         Raises:
             WrongBase, AlreadyApplied, Invalid: This tensor's base is not what the pair was made from, or the pair is damaged.
-            Misuse: There is no such tensor.
+            InvalidArgument: There is no such tensor.
         """
         return self._opened().read([name], digests=self._digests)[name]
 
@@ -271,12 +267,14 @@ class Slice:
         would take the whole tensor, so a forged blob is not detected.
 
         Raises:
-            OutOfRange: An index beyond the tensor. Misuse: Anything else as index, or a packed dtype.
+            OutOfRange: An index beyond the tensor. InvalidArgument: Anything else as index, or a packed dtype.
             WrongBase, Invalid: The base's chunks are not what the pair was made from, or the pair is damaged.
         """
         shape = self._entry.shape
         if is_packed(self._entry.dtype):
-            raise Misuse(f"tensor {self._entry.name!r} of {self._entry.dtype} has elements of less than a byte: get_tensor reads it")
+            raise InvalidArgument(
+                f"tensor {self._entry.name!r} of {self._entry.dtype} has elements of less than a byte: get_tensor reads it"
+            )
         wanted = [_range(one, dim) for one, dim in zip(_complete(index, len(shape)), shape)]
         result = [len(wanted_range) for wanted_range, is_one in wanted if not is_one]
         ranges = [wanted_range for wanted_range, _ in wanted]
@@ -300,38 +298,38 @@ class Slice:
         if is_block:
             return block
         inner = tuple(slice(r.start, r.stop, r.step) for r in ranges[lead + 1 :])
-        return self._reader.making.contiguous(block[(slice(0, rows, ranges[lead].step), *inner)], result)
+        return self._reader.allocator.contiguous(block[(slice(0, rows, ranges[lead].step), *inner)], result)
 
 
 def _complete(index: Any, rank: int) -> list[Any]:
-    """An index for each dim."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    dots = [i for i, one in enumerate(given) if one is Ellipsis]
+    """One index per dim: ``...`` and missing indices become whole slices."""
+    indices = list(index) if isinstance(index, tuple) else [index]
+    dots = [i for i, one in enumerate(indices) if one is Ellipsis]
     if len(dots) > 1:
-        raise Misuse("an index has at most one '...'")
-    missing = rank - (len(given) - len(dots))
+        raise InvalidArgument("an index has at most one '...'")
+    missing = rank - (len(indices) - len(dots))
     if missing < 0:
-        raise OutOfRange(f"{len(given)} indices for {rank} dims")
-    at = dots[0] if dots else len(given)
-    return [*given[:at], *[slice(None)] * missing, *given[at + 1 :]]
+        raise OutOfRange(f"{len(indices)} indices for {rank} dims")
+    at = dots[0] if dots else len(indices)
+    return [*indices[:at], *[slice(None)] * missing, *indices[at + 1 :]]
 
 
 def _range(index: Any, dim: int) -> tuple[range, bool]:
-    """What an index takes of a dim, and whether it is a single integer."""
+    """The positions in a dim that an index selects, and whether it is a single integer."""
     if isinstance(index, slice):
         try:
-            taken = range(*index.indices(dim))
+            selected = range(*index.indices(dim))
         except (TypeError, ValueError) as error:
-            raise Misuse(f"bad slice {index}: {error}") from error
-        if taken.step < 0:
-            raise Misuse("slices with a negative step cannot be read")
-        return range(taken.start, max(taken.start, taken.stop), taken.step), False
+            raise InvalidArgument(f"bad slice {index}: {error}") from error
+        if selected.step < 0:
+            raise InvalidArgument("slices with a negative step cannot be read")
+        return range(selected.start, max(selected.start, selected.stop), selected.step), False
     if isinstance(index, bool) or not hasattr(index, "__index__"):
-        raise Misuse(f"a {type(index).__name__} as index: integers, slices and '...' can be read")
+        raise InvalidArgument(f"a {type(index).__name__} as index: integers, slices and '...' can be read")
     try:
         at = index.__index__()
     except TypeError as error:  # an array or tensor of several
-        raise Misuse(f"a {type(index).__name__} as index: integers, slices and '...' can be read") from error
+        raise InvalidArgument(f"a {type(index).__name__} as index: integers, slices and '...' can be read") from error
     if not -dim <= at < dim:
         raise OutOfRange(f"index {at} is beyond a dim of {dim}")
     return range(at % dim, at % dim + 1), True

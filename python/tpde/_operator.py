@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch
 from torch.autograd import forward_ad
 
-from ._errors import Misuse
+from ._errors import InvalidArgument
 from ._rebuilt import Weight, outliving
 
 
@@ -22,7 +22,7 @@ def _linear(
     weight = Weight.find(key, x.device)
     if weight.shape != (out_features, x.shape[-1] if x.dim() else 0):
         expected = f"an input of (..., {weight.shape[1]}) and {weight.shape[0]} outputs"
-        raise Misuse(f"tensor {weight.entry.name!r} is for {expected}, called with {tuple(x.shape)} and {out_features}")
+        raise InvalidArgument(f"tensor {weight.entry.name!r} is for {expected}, called with {tuple(x.shape)} and {out_features}")
     return weight.linear(x, bias, cast)
 
 
@@ -37,9 +37,9 @@ def _refuse_gradients(
 ) -> torch.Tensor:
     """The autograd kernel: refuses derivatives, because scratch memory is overwritten before a backward pass could read it."""
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        raise Misuse("a JITCompressedLinear has no gradients: call it under torch.no_grad()")
+        raise InvalidArgument("a JITCompressedLinear has no gradients: call it under torch.no_grad()")
     if forward_ad._current_level >= 0 and (_has_tangent(x) or (bias is not None and _has_tangent(bias))):
-        raise Misuse("a JITCompressedLinear has no tangents: call it outside of forward-mode differentiation")
+        raise InvalidArgument("a JITCompressedLinear has no tangents: call it outside of forward-mode differentiation")
     with _BelowAutograd():
         y: torch.Tensor = linear(x, bias, key, out_features, cast)
     return y

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar, Union
 
 from . import _tpde
-from ._errors import Misuse
-from ._progress import Progress, told
+from ._errors import InvalidArgument
+from ._progress import Progress, progress_callback
 
 StrPath = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 T = TypeVar("T")
@@ -26,11 +26,11 @@ def path_of(path: StrPath) -> str:
     """A path as text. Bytes that are no text become surrogates, as in all of Python."""
     text = os.fsdecode(path)
     if not text:
-        raise Misuse("a path is empty")
+        raise InvalidArgument("a path is empty")
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
-        raise Misuse(f"no file can have the path {text!r}: {error.reason}") from error
+        raise InvalidArgument(f"no file can have the path {text!r}: {error.reason}") from error
     return text
 
 
@@ -165,11 +165,11 @@ def options(
     """Encoding options for the Rust half."""
     for what, name in {"codec": codec, "layout": layout, "favor": favor}.items():
         if name is not None and not isinstance(name, str):
-            raise Misuse(f"no {what} is named {name!r}")
+            raise InvalidArgument(f"no {what} is named {name!r}")
     if chunk_lanes is not None and (not isinstance(chunk_lanes, int) or not 0 <= chunk_lanes < 1 << 64):
-        raise Misuse(f"chunks of {chunk_lanes!r} lanes: expected a power of two of at least 4096")
+        raise InvalidArgument(f"chunks of {chunk_lanes!r} lanes: expected a power of two of at least 4096")
     if not isinstance(renamed, (Mapping, type(None))):
-        raise Misuse(f"renamed is a {type(renamed).__name__}: expected a dict of target names to base names")
+        raise InvalidArgument(f"renamed is a {type(renamed).__name__}: expected a dict of target names to base names")
     how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "favor": favor}
     return {**how, "renamed": {check_name(name): check_name(base) for name, base in (renamed or {}).items()}}
 
@@ -177,11 +177,11 @@ def options(
 def check_name(name: Any) -> str:
     """The name of a tensor, which is Unicode text."""
     if not isinstance(name, str):
-        raise Misuse(f"a tensor is named {name!r}, which is of type {type(name).__name__}: a name is a string")
+        raise InvalidArgument(f"a tensor is named {name!r}, which is of type {type(name).__name__}: a name is a string")
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise Misuse(f"a tensor is named {name!r}, which is not Unicode text: {error.reason}") from error
+        raise InvalidArgument(f"a tensor is named {name!r}, which is not Unicode text: {error.reason}") from error
     return name
 
 
@@ -224,13 +224,13 @@ def encode(
 
     Raises:
         AlreadyExists: The pair exists and ``replace`` is false.
-        Misuse: The output is, contains, or is inside an input, under whatever names or links; or an option has no such value.
+        InvalidArgument: The output is, contains, or is inside an input, under whatever names or links; or an option has no such value.
         BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
     target, path, base = path_of(target), path_of(path), _path_or_none(base)
     how = options(codec=codec, favor=favor, chunk_lanes=chunk_lanes, layout=layout, renamed=renamed)
-    with told(progress, "encode") as tell:
-        return report(EncodeReport, _tpde.encode(base, target, path, how, replace, tell))
+    with progress_callback(progress, "encode") as callback:
+        return report(EncodeReport, _tpde.encode(target, path, base=base, options=how, replace=replace, progress=callback))
 
 
 def apply(
@@ -259,13 +259,13 @@ def apply(
         WrongBase: ``base`` is not what the pair was made from.
         AlreadyApplied: ``base`` is the target already.
         Invalid: The pair is damaged.
-        Misuse: A file of the output is, contains, or is inside an input, under whatever names or links.
+        InvalidArgument: A file of the output is, contains, or is inside an input, under whatever names or links.
         AlreadyExists, BadCheckpoint, Limit, SystemRefused: As their names say. Nothing is written then.
     """
     pair, path, base = path_of(pair), path_of(path), _path_or_none(base)
     wanted = None if tensors is None else _matching(pair, tensors)
-    with told(progress, "apply") as tell:
-        return report(ApplyReport, _tpde.apply(base, pair, path, wanted, replace, tell))
+    with progress_callback(progress, "apply") as callback:
+        return report(ApplyReport, _tpde.apply(pair, path, base=base, wanted=wanted, replace=replace, progress=callback))
 
 
 def verify(
@@ -294,13 +294,13 @@ def verify(
 
     Raises:
         Invalid, WrongBase, AlreadyApplied, BadCheckpoint, Limit, SystemRefused: What is wrong.
-        Misuse: ``no_base`` is true, but a base is given, or the pair needs one.
+        InvalidArgument: ``no_base`` is true, but a base is given, or the pair needs one.
     """
     pair, base, target = path_of(pair), _path_or_none(base), _path_or_none(target)
     if no_base and base is not None:
-        raise Misuse("base and no_base exclude each other")
-    with told(progress, "verify") as tell:
-        return report(VerifyReport, _tpde.verify(pair, base, target, no_base, tell))
+        raise InvalidArgument("base and no_base exclude each other")
+    with progress_callback(progress, "verify") as callback:
+        return report(VerifyReport, _tpde.verify(pair, base=base, target=target, no_base=no_base, progress=callback))
 
 
 def inspect(pair: StrPath) -> Inspection:
@@ -320,6 +320,6 @@ def _matching(pair: StrPath, tensors: str | Iterable[str] | Callable[[str], bool
     for pattern in [tensors] if isinstance(tensors, str) else tensors:
         found = {name for name in names if fnmatchcase(name, pattern)}
         if not found:
-            raise Misuse(f"no tensor of the pair matches {pattern!r}")
+            raise InvalidArgument(f"no tensor of the pair matches {pattern!r}")
         wanted |= found
     return wanted

@@ -14,7 +14,7 @@ from torch import nn
 
 from . import _tpde
 from ._entry import Entry
-from ._errors import Misuse
+from ._errors import InvalidArgument
 from ._memory import describe
 from ._slot import EMPTY, Failures, Slot
 from ._tensor import Memory
@@ -76,7 +76,7 @@ class Weight:
         for other in cls.alive():
             if other.key[1:] == wanted_key[1:] and other.torch_device == device:
                 return other
-        raise Misuse(
+        raise InvalidArgument(
             "the weight of this layer or program is not attached: its layer no longer exists, or another pair is attached in this "
             f"process, or none on {device}. Call tpde.nn.attach with the same pair first"
         )
@@ -122,7 +122,7 @@ class HostWeight(Weight):
     _own = threading.local()
 
     def _decode(self, scratch: torch.Tensor, digests: bool = False) -> None:
-        self.pair.read([self.memory(scratch)], self.base_memory(), digests, None)
+        self.pair.read([self.memory(scratch)], base=self.base_memory(), digests=digests, progress=None)
 
     def check(self) -> None:
         slot = self._slot()

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from . import _tpde
 from ._entry import Entry
-from ._errors import AlreadyApplied, Misuse, Poisoned, TpdeError
+from ._errors import AlreadyApplied, InvalidArgument, Poisoned, TpdeError
 from ._memory import describe_all, describe_each, device_of
 from ._open import Reader, bases, state_of
 from ._paths import EncodeReport, StrPath, is_path, path_of, report
-from ._progress import Progress, told
+from ._progress import Progress, progress_callback
 from ._tensor import Memory
 
 Outcome = Literal["applied", "already_applied", "nothing"]
@@ -20,7 +20,7 @@ Mode = Literal["all_checked", "chunk_by_chunk"]
 
 
 def load(pair: Any, *, base: Any, framework: str, device: Any, digests: bool, progress: Progress) -> dict[str, Any]:
-    """All tensors of the target."""
+    """Rebuilds all tensors of the target."""
     if hasattr(pair, "_load_again") and framework == "pt" and not is_path(base):
         loaded: dict[str, Any] | None = pair._load_again(None if base is None else state_of(base), device, progress)
         if loaded is not None:
@@ -29,19 +29,18 @@ def load(pair: Any, *, base: Any, framework: str, device: Any, digests: bool, pr
     return reader.read(list(reader.entries), digests=digests, progress=progress)
 
 
-def save(
-    tensors: Any, path: StrPath, *, base: Any, options: dict[str, Any], replace: bool, progress: Progress
-) -> EncodeReport:
+def save(tensors: Any, path: StrPath, *, base: Any, options: dict[str, Any], replace: bool, progress: Progress) -> EncodeReport:
     """Writes the difference of two state dicts as a pair."""
     if base is not None:
         base = path_of(base) if is_path(base) else describe_all(saved_of(base))
-    with told(progress, "encode") as tell:
-        text = _tpde.encode_memory(base, describe_all(saved_of(tensors)), path_of(path), options, replace, tell)
+    with progress_callback(progress, "encode") as callback:
+        target = describe_all(saved_of(tensors))
+        text = _tpde.encode_memory(target, path_of(path), base=base, options=options, replace=replace, progress=callback)
     return report(EncodeReport, text)
 
 
 def saved_of(value: Any) -> Mapping[str, Any]:
-    """The tensors of a state dict, or those that a module saves, which excludes some buffers."""
+    """The tensors of a state dict, or those that a module saves. A module does not save all of its buffers."""
     if not isinstance(value, Mapping) and hasattr(value, "state_dict"):
         refuse_rebuilt(value)
         value = value.state_dict()
@@ -49,15 +48,15 @@ def saved_of(value: Any) -> Mapping[str, Any]:
 
 
 def refuse_rebuilt(module: Any) -> None:
-    """Raises for a module with layers of :mod:`tpde.nn`: it lacks their weights, which would be omitted silently."""
+    """Raises for a module with layers of :mod:`tpde.nn`: it lacks their weights, which would be left out silently."""
     nn = sys.modules.get("tpde.nn")
     if nn is None or not hasattr(module, "named_modules"):
         return
     names = [name for name, layer in module.named_modules() if isinstance(layer, nn.JITCompressedLinear)]
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise Misuse(
-            f"layer {names[0]!r}{more} of the module rebuilds its weight, which is not among the module's tensors: give a dict "
+        raise InvalidArgument(
+            f"layer {names[0]!r}{more} of the module rebuilds its weight, which is not among the module's tensors: pass a dict "
             "with the weight of each such layer, layer.weight, or the model as it was before tpde.nn.attach"
         )
 
@@ -70,29 +69,32 @@ def apply_(
     mode: Mode,
     strict: bool,
     progress: Progress,
-    written: Callable[[Mapping[str, Any], list[Entry]], list[str]],
-    again: Callable[[list[Any]], None],
+    on_written: Callable[[Mapping[str, Any], list[Entry]], list[str]],
+    on_rewritten: Callable[[list[Any]], None],
 ) -> Outcome:
-    """Change tensors in place, or overwrite them from ``base``. Calls ``written`` whenever tensors may have been written; it returns
-    the names that it notified. Calls ``again`` with these tensors when they are written once more."""
+    """Changes tensors in place, or overwrites them from ``base``.
+
+    ``on_written(tensors, entries)`` is called when tensors of these entries have, or may have, been written. It returns the names
+    of the tensors that it has informed autograd of. When the same tensors are written again, ``on_rewritten`` gets these tensors.
+    """
     if mode not in ("all_checked", "chunk_by_chunk"):
-        raise Misuse(f"unknown mode {mode!r}: expected 'all_checked' or 'chunk_by_chunk'")
+        raise InvalidArgument(f"unknown mode {mode!r}: expected 'all_checked' or 'chunk_by_chunk'")
     if not strict:
         refuse_rebuilt(target)
-    tensors = dict(state_of(target))  # a copy: others may change their dict meanwhile
+    tensors = dict(state_of(target))  # a copy, because another thread may change the caller's dict
     path = path_of(base) if is_path(base) else None
-    kept = getattr(pair, "_pair", None)  # of a DevicePair
-    bases_of = None if base is None or path is not None else state_of(base)
-    if kept is not None and path is None:
-        ready = pair._again(tensors, bases_of, mode if base is None else "out_of_place", strict)
-        if ready is not None:
-            return _apply_again(pair, ready, tensors, again, base is not None, progress)
-    opened = kept if kept is not None and path is None else _tpde.Pair(path_of(pair), path)
-    entries = pair._entries() if opened is kept else list(map(Entry._make, opened.tensors()))
+    device_pair = pair if path is None and getattr(pair, "_pair", None) is not None else None
+    base_tensors = None if base is None or path is not None else state_of(base)
+    if device_pair is not None:
+        application = device_pair._take_kept(tensors, base_tensors, mode if base is None else "out_of_place", strict=strict)
+        if application is not None:
+            return _apply_again(device_pair, application, tensors, on_rewritten, progress, overwrites=base is not None)
+    opened = device_pair._pair if device_pair is not None else _tpde.Pair(path_of(pair), path)
+    entries = device_pair._entries() if device_pair is not None else list(map(Entry._make, opened.tensors()))
     missing = [entry.name for entry in entries if entry.name not in tensors]
     if missing and strict:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise Misuse(f"the pair changes tensor {missing[0]!r}{more}, which is missing (strict=False skips it)")
+        raise InvalidArgument(f"the pair changes tensor {missing[0]!r}{more}, which is missing (strict=False skips it)")
     entries = [entry for entry in entries if entry.name in tensors]
     if not entries:
         return "nothing"
@@ -100,56 +102,65 @@ def apply_(
     on_device = None if device is None else _on(device, pair, opened)
     where = "cpu" if device is None else device
     names, expected = [entry.name for entry in entries], [(entry.dtype, entry.shape) for entry in entries]
-    found = describe_each(names, [tensors[name] for name in names], expected, writable=True, device=where)
+    outputs = describe_each(names, [tensors[name] for name in names], expected, writable=True, device=where)
     if base is not None:
         entries = [entry._replace(changes=True) for entry in entries]
-    ready = None
+    application = None
     try:
         if base is not None:
-            applied, ready = True, _overwrite(opened, on_device, entries, found, base, mode == "all_checked", where, progress)
+            applied, application = (
+                True,
+                _overwrite(opened, on_device, entries, outputs, base, where, progress, digests=mode == "all_checked"),
+            )
         elif on_device is not None:
-            applied, ready = on_device._apply(found, [], mode, progress)
+            applied, application = on_device._apply(outputs, [], mode, progress)
         else:
-            with told(progress, "apply") as tell:
-                applied = opened.apply_in_place(found, mode == "all_checked", tell)
+            with progress_callback(progress, "apply") as callback:
+                applied = opened.apply_in_place(outputs, checked=mode == "all_checked", progress=callback)
     except BaseException as error:
-        # Of this package's errors, only Poisoned comes after a write. Any other exception may come at any time.
+        # Of this package's errors, only `Poisoned` is raised after a write. Any other exception may come at any time.
         if isinstance(error, Poisoned) or not isinstance(error, TpdeError):
-            written(tensors, entries)
+            on_written(tensors, entries)
         raise
     if applied:
-        to_tell = written(tensors, entries)
-        if ready is not None and on_device is not None and on_device is pair:
-            pair._remember(ready, tensors, bases_of, told=to_tell, is_complete=not missing)
+        versioned = on_written(tensors, entries)
+        if application is not None and on_device is not None and on_device is pair:
+            pair._remember(application, tensors, base_tensors, versioned=versioned, is_complete=not missing)
     return "applied" if applied else "already_applied"
 
 
 def _apply_again(
-    pair: Any, ready: Any, tensors: Mapping[str, Any], again: Callable[[list[Any]], None], overwrites: bool, progress: Progress
+    pair: Any,
+    application: Any,
+    tensors: Mapping[str, Any],
+    on_rewritten: Callable[[list[Any]], None],
+    progress: Progress,
+    *,
+    overwrites: bool,
 ) -> Outcome:
-    """Repeats the previous call, which has checked the tensors."""
+    """Runs the application of the last call again, for tensors that it has checked."""
     pair._device.refuse_capture("applying a pair")
-    told = [tensors[name] for name in ready.told]
+    versioned = [tensors[name] for name in application.versioned]
     try:
         try:
-            applied = ready.run(pair, progress)
+            applied = application.run(pair, progress)
             if overwrites and not applied:
                 raise AlreadyApplied("already applied: the base is the target of this pair")
         except TpdeError as error:
-            if overwrites and not isinstance(error, Misuse):
-                raise _spoilt(error) from error
+            if overwrites and not isinstance(error, InvalidArgument):
+                raise _unusable(error) from error
             raise
     except BaseException as error:
         if isinstance(error, Poisoned) or not isinstance(error, TpdeError):
-            again(told)
+            on_rewritten(versioned)
         raise
-    pair._kept[""] = ready
+    pair._kept[""] = application
     if applied:
-        again(told)
+        on_rewritten(versioned)
     return "applied" if applied else "already_applied"
 
 
-def _spoilt(error: TpdeError) -> Poisoned:
+def _unusable(error: TpdeError) -> Poisoned:
     return Poisoned(f"the tensors are now neither unchanged nor the target: {error}", written=[], total=0)
 
 
@@ -160,7 +171,7 @@ def _on(device: Any, pair: Any, opened: _tpde.Pair) -> Any:
     if not isinstance(pair, DevicePair):
         return DevicePair._of_opened(pair, opened, device)
     if pair.device != device:
-        raise Misuse(f"the pair is on {pair.device}, the tensors are on {device}")
+        raise InvalidArgument(f"the pair is on {pair.device}, the tensors are on {device}")
     return pair
 
 
@@ -168,25 +179,26 @@ def _overwrite(
     opened: _tpde.Pair,
     on_device: Any,
     entries: list[Entry],
-    found: list[Memory],
+    outputs: list[Memory],
     base: Any,
-    digests: bool,
     where: Any,
     progress: Progress,
+    *,
+    digests: bool,
 ) -> Any:
-    """Rebuild tensors from a base elsewhere, whatever they contain. Returns the application, on a device."""
-    given = None
+    """Rebuilds tensors from a base elsewhere, whatever they hold. Returns the application if a device has run one."""
+    base_memories = None
     if not is_path(base):
-        given = bases(entries, state_of(base), where)
+        base_memories = bases(entries, state_of(base), where)
     elif on_device is not None:
-        raise Misuse("the base of tensors on a CUDA device must lie there too, not in files")
+        raise InvalidArgument("the base of tensors on a CUDA device must be on that device too, not in files")
     try:
         if on_device is not None:
-            return on_device._rebuild(found, given or [], progress)
-        with told(progress, "apply") as tell:
-            opened.read(found, given, digests, tell)
-    except Misuse:
+            return on_device._rebuild(outputs, base_memories or [], progress)
+        with progress_callback(progress, "apply") as callback:
+            opened.read(outputs, base=base_memories, digests=digests, progress=callback)
+    except InvalidArgument:
         raise
     except TpdeError as error:
-        raise _spoilt(error) from error
+        raise _unusable(error) from error
     return None

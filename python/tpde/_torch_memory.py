@@ -1,4 +1,4 @@
-"""PyTorch tensors. Their bytes are accessed by address, which works for every dtype, unlike exchange protocols."""
+"""PyTorch tensors as memory for the Rust half. It gets addresses, because exchange protocols such as DLPack lack dtypes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._dtypes import BITS, TORCH, byte_shape, is_packed
-from ._errors import DeviceUnavailable, Misuse, NotContiguous
+from ._errors import DeviceUnavailable, InvalidArgument, NotContiguous
 from ._tensor import Memory, as_expected, no_memory
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH.items() if hasattr(torch, own)}
@@ -25,53 +25,53 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def check_device(device: Any) -> torch.device:
-    """Checks that tensors on the device can be read and written. Returns the device, with an index if it is a CUDA device."""
+    """The device, if tensors on it can be read and written. A CUDA device gets its index."""
     try:
-        wanted: torch.device = torch.device(device)
+        parsed: torch.device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise DeviceUnavailable(f"no device {device!r}: {error}", device=str(device)) from error
-    if wanted.type == "cpu":
-        return wanted
+    if parsed.type == "cpu":
+        return parsed
     why = "only the CPU and CUDA devices are supported"
-    if wanted.type == "cuda":
+    if parsed.type == "cuda":
         try:
             if torch.cuda.is_available():
-                number = torch.cuda.current_device() if wanted.index is None else wanted.index
+                number = torch.cuda.current_device() if parsed.index is None else parsed.index
                 if number < torch.cuda.device_count():
                     return torch.device("cuda", number)
                 why = f"PyTorch finds {torch.cuda.device_count()} CUDA devices"
             else:
                 why = "PyTorch finds no CUDA device"
         except RuntimeError as error:  # in a process forked from one that had used it, for example
-            raise DeviceUnavailable(f"PyTorch cannot use {wanted}: {error}", device=str(wanted)) from error
-    raise DeviceUnavailable(f"tensors on {wanted} cannot be read or written: {why}", device=str(wanted))
+            raise DeviceUnavailable(f"PyTorch cannot use {parsed}: {error}", device=str(parsed)) from error
+    raise DeviceUnavailable(f"tensors on {parsed} cannot be read or written: {why}", device=str(parsed))
 
 
-def describe(
-    name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | None = None, device: Any = "cpu"
-) -> Memory:
-    """Checks and describes a tensor on this device."""
+def describe(name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | None = None, device: Any = "cpu") -> Memory:
+    """Checks a tensor on this device and describes its memory."""
     without_memory = f"tensor {name!r} is a {type(tensor).__name__} on {tensor.device} without memory of its own"
     if tensor.device.type == "meta" or is_traceable_wrapper_subclass(tensor):
-        raise Misuse(without_memory)
+        raise InvalidArgument(without_memory)
     if tensor.device != torch.device(device):
         if tensor.device.type == "cpu":
-            raise Misuse(f"tensor {name!r} is on the CPU, others are on {device}")
+            raise InvalidArgument(f"tensor {name!r} is on the CPU, others are on {device}")
         check_device(tensor.device)
         if str(device) == "cpu":
             message = f"tensor {name!r} is on {tensor.device}, and only tensors on the CPU can be read here: tensor.cpu() copies it"
             raise DeviceUnavailable(message, device=str(tensor.device))
-        raise Misuse(f"tensor {name!r} is on {tensor.device}, others are on {device}: one call for each device (strict=False)")
+        raise InvalidArgument(
+            f"tensor {name!r} is on {tensor.device}, others are on {device}: call once per device, with strict=False"
+        )
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise Misuse(f"tensor {name!r} is sparse or quantized: pass its component tensors")
+        raise InvalidArgument(f"tensor {name!r} is sparse or quantized: pass the dense tensors that it consists of")
     dtype = _NAMES.get(tensor.dtype)
     if dtype is None:
-        raise Misuse(f"tensor {name!r} has dtype {tensor.dtype}, which cannot be in a checkpoint")
+        raise InvalidArgument(f"tensor {name!r} has dtype {tensor.dtype}, which cannot be in a checkpoint")
     if not tensor.is_contiguous():
         layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
         raise NotContiguous(f"tensor {name!r} is not contiguous ({layout})", tensor=name)
     if tensor.is_conj() or tensor.is_neg():
-        raise Misuse(f"tensor {name!r} is conjugated or negated lazily: call resolve_conj and resolve_neg first")
+        raise InvalidArgument(f"tensor {name!r} is conjugated or negated lazily: call resolve_conj and resolve_neg first")
     shape: list[int] = [*tensor.shape]
     if dtype == "F4":  # PyTorch counts pairs of elements
         shape = [*shape[:-1], 2 * shape[-1]] if shape else [2]
@@ -79,19 +79,19 @@ def describe(
     bytes = tensor.numel() * tensor.element_size()
     try:
         storage = tensor.untyped_storage()
-        # A fake tensor has its storage on another device. Sharding libraries may free the memory of a storage.
+        # The storage of a fake tensor is on another device. A sharding library may have freed a storage's memory.
         needed = tensor.storage_offset() * tensor.element_size() + bytes
         if bytes and (storage.device != tensor.device or storage.nbytes() < needed):
-            raise Misuse(without_memory)
+            raise InvalidArgument(without_memory)
         address = tensor.data_ptr()
     except RuntimeError as error:
-        raise Misuse(without_memory) from error
-    # Keep the storage too: `tensor.data = other` would release it.
+        raise InvalidArgument(without_memory) from error
+    # Holds the storage too, because `tensor.data = other` would free it.
     return name, dtype, shape, address, bytes, (tensor, storage)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-#: Bytes per element, of dtypes that are neither packed nor lazily conjugated.
+#: Bytes per element, for dtypes that are neither packed nor complex (which may be conjugated lazily).
 _SIZES = {name: own.itemsize for name, own in _DTYPES.items() if name != "F4" and not own.is_complex}
 _bytes = attrgetter("nbytes")
 _devices = attrgetter("device")
@@ -103,11 +103,11 @@ _shapes = attrgetter("shape")
 def describe_many(
     names: list[str], tensors: list[torch.Tensor], expected: list[tuple[str, list[int]]], device: Any
 ) -> list[Memory] | None:
-    """As :func:`describe` for each, but in a quarter of the time. ``None`` if a tensor needs the detailed checks of
-    :func:`describe`."""
+    """As :func:`describe` of each, in a quarter of the time. ``None`` if a tensor is not a plain one of the expected dtype and shape;
+    :func:`describe` then finds out why."""
     try:
         return _described_together(names, tensors, expected, device)
-    except RuntimeError:  # within torch.vmap, or of nested tensors, for example
+    except RuntimeError:  # within torch.vmap or for nested tensors, for example
         return None
 
 
@@ -118,31 +118,30 @@ def _described_together(
         return None
     if not {torch.device(device)}.issuperset(map(_devices, tensors)) or torch.device(device).type not in ("cpu", "cuda"):
         return None
-    is_as_usual = all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
+    is_plain = all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
     dtypes = list(map(_NAMES.get, map(_dtypes, tensors)))
-    if not is_as_usual or not _SIZES.keys() >= set(dtypes):
+    if not is_plain or not _SIZES.keys() >= set(dtypes):
         return None
-    found = [(dtype, [*shape]) for dtype, shape in zip(dtypes, map(_shapes, tensors))]
-    if found != expected:
+    if [(dtype, [*shape]) for dtype, shape in zip(dtypes, map(_shapes, tensors))] != expected:
         return None
     bytes = list(map(_bytes, tensors))
     storages = list(map(torch.Tensor.untyped_storage, tensors))
-    rooms = list(map(torch.UntypedStorage.nbytes, storages))
+    storage_bytes = list(map(torch.UntypedStorage.nbytes, storages))
     offsets = list(map(torch.Tensor.storage_offset, tensors))
     addresses = list(map(torch.Tensor.data_ptr, tensors))
-    begins = [offset * _SIZES[dtype] for offset, (dtype, _) in zip(offsets, expected)]
-    if any(own and begin + own > room for begin, own, room in zip(begins, bytes, rooms)):
+    starts = [offset * _SIZES[dtype] for offset, (dtype, _) in zip(offsets, expected)]
+    if any(length and start + length > most for start, length, most in zip(starts, bytes, storage_bytes)):
         return None
     owners = zip(tensors, storages)
-    return [(name, *look, *at, owner) for name, look, at, owner in zip(names, expected, zip(addresses, bytes), owners)]
+    return [(name, *kind, *at, owner) for name, kind, at, owner in zip(names, expected, zip(addresses, bytes), owners)]
 
 
 def storages_of(values: list[Any]) -> list[int | None]:
-    """Start addresses of the tensors' storages, which are unique across devices; ``None`` for values without storage, or on the
-    device ``meta``."""
+    """Addresses of the tensors' storages, which no two devices share. ``None`` for values that are no tensors or have no storage,
+    and for tensors on the device ``meta``."""
     if _PLAIN.issuperset(map(type, values)) and {torch.strided}.issuperset(map(_layouts, values)):
         try:
-            return [begin or None for begin in map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, values))]
+            return [address or None for address in map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, values))]
         except (RuntimeError, NotImplementedError):
             pass
     return list(map(_storage, values))
@@ -157,24 +156,26 @@ def _storage(tensor: Any) -> int | None:
         return None
 
 
-class Seen:
-    """A snapshot of the tensors of a state dict, to detect changes of their memory or type.
+class StateSnapshot:
+    """The properties of all tensors of a state dict at one time, to find out whether a later state dict has the same tensors.
 
-    It compares all properties that :func:`describe` checks, which is faster than checking them again. Comparing addresses alone
-    would not be enough: a storage may have been shrunk and reallocated at the same address.
+    It compares everything that :func:`describe` checks, which is faster than checking again. Addresses alone do not suffice: a
+    storage may have been freed, and a smaller one allocated at the same address.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self.names = list(tensors)
-        self.looks = self._looks(list(tensors.values()))
+        self.properties = self._properties(list(tensors.values()))
 
     def same(self, tensors: Mapping[str, Any]) -> bool:
-        """Whether these tensors have the same properties."""
-        return self.looks is not None and list(tensors) == self.names and self._looks(list(tensors.values())) == self.looks
+        """Whether these tensors have the same names and properties."""
+        if self.properties is None or list(tensors) != self.names:
+            return False
+        return self._properties(list(tensors.values())) == self.properties
 
     @staticmethod
-    def _looks(tensors: list[Any]) -> tuple[list[Any], ...] | None:
-        """The properties; ``None`` if a tensor is not a plain one."""
+    def _properties(tensors: list[Any]) -> tuple[list[Any], ...] | None:
+        """``None`` if some are subclasses, sparse, or without storage."""
         if not _PLAIN.issuperset(map(type, tensors)):
             return None
         try:
@@ -197,10 +198,10 @@ class Seen:
             return None
 
 
-class Torch:
+class TorchAllocator:
     """Allocates tensors on a device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: str | torch.device) -> None:
         self.device = device
 
     def empty(self, name: str, dtype: str, shape: list[int]) -> tuple[torch.Tensor, Memory]:
@@ -216,10 +217,10 @@ class Torch:
         return tensor, (name, dtype, shape, tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)
 
     def contiguous(self, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
-        """A contiguous copy of the elements, in this shape, in memory of exactly that size."""
+        """A contiguous copy in this shape, in memory of its own."""
         return tensor.reshape(shape).clone(memory_format=torch.contiguous_format)
 
 
 def values_of(raw: bytearray, dtype: str) -> torch.Tensor:
-    """The elements in a buffer."""
+    """The bytes as a tensor of this dtype."""
     return torch.frombuffer(raw, dtype=torch.uint8).view(dtype_of(dtype) if BITS[dtype] >= 8 else torch.uint8)

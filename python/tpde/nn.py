@@ -21,7 +21,7 @@ from . import _operator, _tpde
 from ._capture import Graph
 from ._device import DevicePair
 from ._entry import Entry
-from ._errors import Misuse
+from ._errors import InvalidArgument
 from ._open import Reader, state_of
 from ._paths import StrPath, path_of
 from ._progress import Progress
@@ -48,7 +48,7 @@ class JITCompressedLinear(nn.Module):
     shares it.
 
     Raises:
-        Misuse: When it is called with an input that needs a derivative: one that requires gradients, has a tangent, or belongs to
+        InvalidArgument: When it is called with an input that needs a derivative: one that requires gradients, has a tangent, or belongs to
             a transform of ``torch.func``.
         Invalid: When a payload turns out to be damaged, or the base to have been changed. On a CUDA device a later call of any
             layer of the same model raises it, or :meth:`Attached.check`.
@@ -59,7 +59,7 @@ class JITCompressedLinear(nn.Module):
     key: torch.Tensor
 
     def __init__(self) -> None:
-        raise Misuse("layers that rebuild their weights are made by tpde.nn.attach")
+        raise InvalidArgument("layers that rebuild their weights are made by tpde.nn.attach")
 
     @property
     def handle(self) -> int:
@@ -96,8 +96,8 @@ def _convert(plain: nn.Linear, weight: Weight, bias: nn.Parameter | None) -> JIT
     layer._weight, layer.bias = weight, bias
     # Not a buffer, so that it stays on the CPU, where the operator reads it.
     layer.key = torch.tensor(weight.key, dtype=torch.int64, device="cpu")
-    made: JITCompressedLinear = layer
-    return made
+    converted: JITCompressedLinear = layer
+    return converted
 
 
 class Attached:
@@ -191,47 +191,47 @@ def attach(
 
     Raises:
         WrongBase, AlreadyApplied, Invalid, Limit, SystemRefused: What is wrong; the model is as it was.
-        NotContiguous, Misuse: A tensor that cannot be read, is missing, or has another dtype or shape than in the pair; a pair
+        NotContiguous, InvalidArgument: A tensor that cannot be read, is missing, or has another dtype or shape than in the pair; a pair
             on another device.
         DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with the device.
     """
     if not callable(payloads) and payloads not in ("pinned", "device"):
-        raise Misuse(f"unknown payloads={payloads!r}: expected 'pinned' or 'device'")
-    found = _Model(model)
-    wanted = None if device is None else check_device(device)
-    attaching = _Attaching(found, pair, payloads, progress)
+        raise InvalidArgument(f"unknown payloads={payloads!r}: expected 'pinned' or 'device'")
+    named = _Model(model)
+    run_on = None if device is None else check_device(device)
+    opened = _OpenedPair(named, pair, payloads, progress)
     weights: dict[str, Weight] = {}
     dense: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         # Dense tensors first: rebuilding them takes temporary device memory.
-        for names in sorted(found.groups, key=found.is_linear):
-            entry = attaching.entry(names)
-            tensor = found.tensors[names[0]]
-            where = wanted or tensor.device
+        for names in sorted(named.groups, key=named.is_linear):
+            entry = opened.entry(names)
+            tensor = named.tensors[names[0]]
+            where = run_on or tensor.device
             is_changed = entry is not None and (entry.changes or not entry.is_same)
             weight = None
-            if entry is not None and is_changed and found.is_linear(names) and (only is None or any(map(only, names))):
-                weight = attaching.weight(entry, where)
+            if entry is not None and is_changed and named.is_linear(names) and (only is None or any(map(only, names))):
+                weight = opened.weight(entry, where)
             if weight is not None:
                 if check:
                     weight.check()
                 weights.update(dict.fromkeys(names, weight))
             elif entry is not None and is_changed:
-                dense.update(dict.fromkeys(names, attaching.rebuilt(entry, where)))
+                dense.update(dict.fromkeys(names, opened.rebuilt(entry, where)))
             elif tensor.device.type == "meta":
-                raise Misuse(f"tensor {names[0]!r} is on the device meta, and the pair has nothing for it")
+                raise InvalidArgument(f"tensor {names[0]!r} is on the device meta, and the pair has nothing for it")
             elif tensor.device != where:
                 dense.update(dict.fromkeys(names, tensor.detach().to(where)))
-    kept = {weight.handle: attaching.stored(weight) for weight in weights.values()}
-    rebuilt = [name for name in dense if (entry := attaching.entries.get(name)) and (entry.changes or not entry.is_same)]
+    stored_bytes = {weight.handle: opened.stored(weight) for weight in weights.values()}
+    rebuilt = [name for name in dense if (entry := opened.entries.get(name)) and (entry.changes or not entry.is_same)]
     # Up to here nothing was changed, and programs cannot find weights that may still be refused.
-    for found_by_programs in weights.values():
-        found_by_programs.register()
-    made: dict[int, nn.Parameter] = {}
+    for rebuilt_weight in weights.values():
+        rebuilt_weight.register()
+    parameters: dict[int, nn.Parameter] = {}
     for name, tensor in dense.items():
-        found.set(name, tensor, made)
-    layers = found.convert(weights)
-    return Attached(layers, sorted(rebuilt), sum(kept.values()), attaching.failures)
+        named.set(name, tensor, parameters)
+    layers = named.convert(weights)
+    return Attached(layers, sorted(rebuilt), sum(stored_bytes.values()), opened.failures)
 
 
 class _Model:
@@ -252,15 +252,15 @@ class _Model:
         split = [name.rpartition(".") for name in names]
         return all(last == "weight" and type(self.modules[first]) is nn.Linear for first, _, last in split)
 
-    def set(self, name: str, tensor: torch.Tensor, made: dict[int, nn.Parameter]) -> None:
+    def set(self, name: str, tensor: torch.Tensor, parameters: dict[int, nn.Parameter]) -> None:
         """Replaces a tensor by one of the same kind. Tied tensors stay tied."""
         first, _, last = name.rpartition(".")
         old = self.tensors[name]
         new: torch.Tensor = tensor
         if isinstance(old, nn.Parameter):
-            if id(tensor) not in made:
-                made[id(tensor)] = nn.Parameter(tensor, requires_grad=old.requires_grad)
-            new = made[id(tensor)]
+            if id(tensor) not in parameters:
+                parameters[id(tensor)] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+            new = parameters[id(tensor)]
         setattr(self.modules[first], last, new)
 
     def convert(self, weights: Mapping[str, Weight]) -> dict[str, JITCompressedLinear]:
@@ -281,14 +281,14 @@ class _Model:
         return layers
 
 
-class _Attaching:
+class _OpenedPair:
     """State of an attachment: the pair, and its copies on devices."""
 
     def __init__(
         self, model: _Model, pair: StrPath | DevicePair, payloads: Payloads | Callable[[str], Payloads], progress: Progress
     ) -> None:
         self.model = model
-        self.given = pair
+        self.source = pair
         self.payloads = payloads
         self.progress = progress
         self.failures = Failures()
@@ -297,20 +297,20 @@ class _Attaching:
         self._on_device: dict[torch.device, DevicePair] = {}
         missing = [name for name in self.entries if name not in model.tensors]
         if missing:
-            raise Misuse(f"the pair changes tensor {missing[0]!r}, which is not in the model")
+            raise InvalidArgument(f"the pair changes tensor {missing[0]!r}, which is not in the model")
 
     def entry(self, names: list[str]) -> Entry | None:
         """The pair's entry for the tensor with these names."""
         entries = [self.entries[name] for name in names if name in self.entries]
         for other in entries[1:]:
             if not self.pair.is_same(entries[0].name, other.name):
-                raise Misuse(f"tensors {entries[0].name!r} and {other.name!r} are one, but not in the pair")
+                raise InvalidArgument(f"tensors {entries[0].name!r} and {other.name!r} are one, but not in the pair")
         if not entries:
             return None
         entry, tensor = entries[0], self.model.tensors[names[0]]
         if entry.base_kind != "prefix" and ([*tensor.shape] != entry.shape or tensor.dtype != dtype_of(entry.dtype)):
             here = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise Misuse(f"tensor {entry.name!r} is {here} here, and {entry.dtype} {tuple(entry.shape)} in the pair")
+            raise InvalidArgument(f"tensor {entry.name!r} is {here} here, and {entry.dtype} {tuple(entry.shape)} in the pair")
         return entry
 
     def _base(self, entry: Entry) -> torch.Tensor | None:
@@ -318,17 +318,17 @@ class _Attaching:
             return None
         base: torch.Tensor | None = self.model.tensors.get(entry.base_name)
         if base is None:
-            raise Misuse(f"tensor {entry.name!r} has the base {entry.base_name!r}, which is not in the model")
+            raise InvalidArgument(f"tensor {entry.name!r} has the base {entry.base_name!r}, which is not in the model")
         return base
 
     def on_device(self, device: torch.device) -> DevicePair:
         """The pair on a device."""
-        if isinstance(self.given, DevicePair):
-            if self.given.device != device:
-                raise Misuse(f"the pair is on {self.given.device}, the model is to run on {device}")
-            return self.given
+        if isinstance(self.source, DevicePair):
+            if self.source.device != device:
+                raise InvalidArgument(f"the pair is on {self.source.device}, the model is to run on {device}")
+            return self.source
         if device not in self._on_device:
-            self._on_device[device] = DevicePair(self.given, device, payloads="file", progress=self.progress)
+            self._on_device[device] = DevicePair(self.source, device, payloads="file", progress=self.progress)
         return self._on_device[device]
 
     def weight(self, entry: Entry, device: torch.device) -> HostWeight | DeviceWeight | None:
@@ -361,7 +361,7 @@ class _Attaching:
         base = self._base(entry)
         tensors: Mapping[str, torch.Tensor] | None = None if base is None else {entry.base_name: base.detach()}
         is_there = base is None or base.device == device
-        pair: Any = self.on_device(device) if device.type == "cuda" and is_there else self.given
+        pair: Any = self.on_device(device) if device.type == "cuda" and is_there else self.source
         tensor: torch.Tensor = Reader(pair, tensors, "pt", device).read([entry.name])[entry.name]
         return tensor
 

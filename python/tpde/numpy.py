@@ -1,7 +1,7 @@
-"""Pairs and dicts of NumPy arrays, with the names of ``safetensors.numpy``.
+"""Pairs and dicts of NumPy arrays. Functions have the names of those in ``safetensors.numpy``.
 
-Dtypes that NumPy lacks (BF16, F8) are those of ml_dtypes if it is installed, otherwise unsigned integers of the same width with the
-same bits; F4 and F6 are ``uint8``. Arrays that are passed in may be such views in either case.
+Dtypes that NumPy lacks (BF16, F8) are those of ml_dtypes if it is installed, otherwise unsigned integers of the same width with
+the same bits. F4 and F6 are ``uint8``. Arrays that are read or changed in place may have either form.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def save_file(
 ) -> EncodeReport:
     """Write the difference of the arrays ``tensors`` from ``base`` as the pair ``path``. As :func:`tpde.torch.save_file`.
 
-    A BF16 tensor must be an array of ml_dtypes: one of ``uint16`` is U16, which encodes well but is another dtype.
+    A BF16 tensor must be an array of ml_dtypes. An array of ``uint16`` is a tensor of U16.
     """
     how = options(codec=codec, favor=favor, chunk_lanes=chunk_lanes, layout=layout, renamed=renamed)
     return _state.save(tensors, path, base=base, options=how, replace=replace, progress=progress)
@@ -62,5 +62,5 @@ def apply_(
 ) -> Outcome:
     """Turn base arrays into target arrays in place. As :func:`tpde.torch.apply_`; read-only arrays are refused."""
     return _state.apply_(
-        tensors, pair, mode=mode, strict=strict, progress=progress, written=lambda *_: [], again=lambda _: None
+        tensors, pair, mode=mode, strict=strict, progress=progress, on_written=lambda *_: [], on_rewritten=lambda _: None
     )

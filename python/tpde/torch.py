@@ -1,14 +1,14 @@
 """Pairs and PyTorch: state dicts, live parameters, and streams of weights for inference engines.
 
-Tensors are on the CPU or on CUDA devices. On CUDA devices, kernels decode pairs on PyTorch's current stream. Besides the tensors,
-this takes memory for the compressed bytes and at most 64 MiB, from PyTorch's allocator. Calls return when their outcome is known.
-:class:`DevicePair` keeps a pair on the device for repeated use.
+Tensors are on the CPU or on a CUDA device. On a device, kernels decode pairs on PyTorch's current stream, in memory of its
+allocator: besides the tensors, the compressed bytes and at most 64 MiB. Calls return when their outcome is known.
+:class:`DevicePair` keeps a pair ready that is used again.
 
-What is checked: everywhere the CRC of each payload and the sums of each chunk. They find accidents. Random damage passes the CRC with
-probability 2^-32, and random changes of the result pass the target sum with probability about 2^-64, or 2^-32 at worst. They do not
-find forgery: a blob can be changed to give other weights under the same index and the same signed pair digest. Only digests detect
-that, and they are compared on the CPU only. If the author of a pair is not trusted, call :func:`tpde.verify` with ``base`` before it
-is used on a CUDA device.
+What is checked: on every device, the CRC of each payload and the sums of each chunk. They find accidents. Random damage passes the
+CRC with a probability of 2^-32. Random changes of the result pass the target sum with a probability of about 2^-64, or 2^-32 at
+worst. They do not find forgery: a blob can be changed to give other weights under the same index and the same signed pair digest.
+Only digests detect that, and only the CPU compares them. If you do not trust the author of a pair, call :func:`tpde.verify` with
+``base`` before you use the pair on a CUDA device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from . import _state
 from ._device import DevicePair
 from ._entry import Entry
-from ._errors import Misuse
+from ._errors import InvalidArgument
 from ._open import Reader
 from ._paths import EncodeReport, StrPath, options
 from ._progress import Progress
@@ -46,7 +46,7 @@ def load_file(
     digests: bool = True,
     progress: Progress = None,
 ) -> dict[str, torch.Tensor]:
-    """All tensors of the target of ``pair``, rebuilt from ``base``: name to tensor, each of its own memory.
+    """All tensors of the target of ``pair``, rebuilt from ``base``: name to tensor, each in memory of its own.
 
     Args:
         pair: Name of the pair, or either file; or a :class:`DevicePair`.
@@ -62,7 +62,7 @@ def load_file(
 
     Raises:
         WrongBase, AlreadyApplied, Invalid, Limit, BadCheckpoint, SystemRefused, OutOfMemory: What is wrong.
-        NotContiguous, Misuse: A base tensor that cannot be read.
+        NotContiguous, InvalidArgument: A base tensor that cannot be read.
         DeviceUnavailable, DeviceFailed: There is no such device, or it fails.
     """
     return _state.load(pair, base=base, framework="pt", device=device, digests=digests, progress=progress)
@@ -95,7 +95,7 @@ def save_file(
         codec, favor, chunk_lanes, layout, renamed, replace, progress: As for :func:`tpde.encode`.
 
     Raises:
-        NotContiguous, Misuse: A tensor that cannot be read, or a name that is not a string.
+        NotContiguous, InvalidArgument: A tensor that cannot be read, or a name that is not a string.
         DeviceUnavailable: A tensor on another device than the CPU.
         AlreadyExists, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
@@ -142,32 +142,39 @@ def apply_(
     Raises:
         WrongBase, Invalid, Limit, SystemRefused: What is wrong; nothing was written.
         Poisoned: See ``mode``.
-        NotContiguous, Misuse: A tensor cannot be changed in place, is missing, has another dtype or shape than in the pair, or
+        NotContiguous, InvalidArgument: A tensor cannot be changed in place, is missing, has another dtype or shape than in the pair, or
             shares memory with one that the pair gives other values; or a CUDA graph is being captured, which cannot wait for
             the outcome. Nothing was written.
         DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with a device.
     """
     return _state.apply_(
-        tensors, pair, base=base, mode=mode, strict=strict, progress=progress, written=_tell_autograd, again=_tell_again
+        tensors,
+        pair,
+        base=base,
+        mode=mode,
+        strict=strict,
+        progress=progress,
+        on_written=_raise_versions_of_written,
+        on_rewritten=_raise_versions,
     )
 
 
-def _tell_autograd(tensors: Mapping[str, Any], entries: list[Entry]) -> list[str]:
-    """Increments the versions of all tensors whose memory the pair changes, including other names of it. Returns their names."""
+def _raise_versions_of_written(tensors: Mapping[str, Any], entries: list[Entry]) -> list[str]:
+    """Raises the versions of all tensors in storages that the pair changes, for autograd. Returns their names."""
     storages = dict(zip(tensors, storages_of(list(tensors.values()))))
     changed = {storages[entry.name] for entry in entries if entry.changes or entry.base_kind == "none"} - {None}
     # Tensors made in inference mode have no versions.
     names = [name for name, storage in storages.items() if storage in changed and not tensors[name].is_inference()]
-    _tell_again([tensors[name] for name in names])
+    _raise_versions([tensors[name] for name in names])
     return names
 
 
-def _tell_again(tensors: list[Any]) -> None:
-    """Increments the versions of these tensors, each once."""
+def _raise_versions(tensors: list[Any]) -> None:
+    """Raises the version of each tensor once."""
     tensors = list({id(tensor): tensor for tensor in tensors}.values())
     try:
         torch.autograd.graph.increment_version(tensors)
-    except (AttributeError, TypeError, RuntimeError):  # PyTorch before 2.6 takes one
+    except (AttributeError, TypeError, RuntimeError):  # PyTorch before 2.6 takes a single tensor
         for tensor in tensors:
             torch.autograd.graph.increment_version(tensor)
 
@@ -180,16 +187,16 @@ def iter_weights(
     changed_only: bool = False,
     digests: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The target's tensors one by one, names ascending, as the ``load_weights`` of inference engines takes them.
+    """The target's tensors one by one, names ascending, for the ``load_weights`` of inference engines.
 
-    One tensor is in memory at a time, apart from those that the caller keeps.
+    Memory: one tensor at a time, besides those that the caller keeps.
 
     Args:
         pair, base, device, digests: As for :func:`load_file`.
         changed_only: Whether tensors that equal their base are left out.
 
     Raises:
-        As :func:`load_file`: the first call of ``next`` for what opening finds, later ones for what their tensor has.
+        As :func:`load_file`. The first call of ``next`` opens the pair; each call raises the errors of its tensor.
     """
     reader = Reader(pair, base, "pt", device)
     for entry in reader.entries.values():
@@ -219,24 +226,24 @@ def iter_patches(
     device: str | torch.device = "cpu",
     kind: Literal["all", "sparse", "dense"] = "all",
 ) -> Iterator[CheckpointWeightPatch]:
-    """What the pair changes, tensor by tensor, as patches of new values at flat indices.
+    """The changes of the pair, tensor by tensor, as patches of new values at flat indices.
 
-    A patch is dense (``indices`` is ``None``) where a sparse one is not possible: for tensors without a base of their shape, for
-    dtypes that are not floating, and for new values that are NaN, which vLLM takes for 'unchanged'. vLLM loads dense and sparse
-    patches in calls apart: ``kind`` selects. Tensors that do not change have no patch.
+    A patch is dense (``indices`` is ``None``) for tensors without a base of their shape, for dtypes that are not floating-point,
+    and for new values that are NaN, because vLLM reads NaN as 'unchanged'. vLLM loads dense and sparse patches in separate calls:
+    ``kind`` selects. Tensors that do not change have no patch.
 
-    Chunks are checked by CRC and sums; sparse patches are not compared with the digests, which would take the whole tensor. So a
+    Chunks are checked by CRC and sums. Sparse patches are not compared with the digests, which would need the whole tensor, so a
     forged blob is not detected: see :mod:`tpde.torch`.
 
     Args:
-        pair, base, device: As for :func:`load_file`. The base is read as far as tensors change.
-        kind: Which patches: ``"all"``, ``"sparse"`` or ``"dense"``.
+        pair, base, device: As for :func:`load_file`. Only base tensors that change are read.
+        kind: Which patches to yield: ``"all"``, ``"sparse"`` or ``"dense"``.
 
     Raises:
         As :func:`load_file`.
     """
     if kind not in ("all", "sparse", "dense"):
-        raise Misuse(f"unknown kind {kind!r} of patches: expected 'all', 'sparse' or 'dense'")
+        raise InvalidArgument(f"unknown kind {kind!r} of patches: expected 'all', 'sparse' or 'dense'")
     reader = Reader(pair, base, "pt", device)
     for entry in reader.entries.values():
         if entry.is_same and not entry.changes:
@@ -265,12 +272,12 @@ def _sparse(reader: Reader, entry: Entry) -> CheckpointWeightPatch | None:
     return CheckpointWeightPatch(entry.name, tuple(entry.shape), dtype, values, indices)
 
 
-#: Integer dtypes by element size in bytes.
+#: Integer dtypes by bytes per element.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _sparse_on_device(reader: Reader, entry: Entry) -> CheckpointWeightPatch | None:
-    """The same with the base on a device: rebuilds the whole tensor and compares it with the base."""
+    """As :func:`_sparse`, with the base on a device: rebuilds the whole tensor there and compares it with the base."""
     tensor = reader.read([entry.name])[entry.name].view(-1)
     base = (reader.tensors or {})[entry.base_name].detach().view(-1)
     as_integers = _INTEGERS[tensor.element_size()]
