@@ -78,7 +78,9 @@ def train(folder: Path, device: str, width: int, steps: int, inboxes: list, answ
         for inbox in inboxes:
             inbox.put((step, time.monotonic()))
         changed = sum(tensor.changed for tensor in report.tensors) / sum(tensor.lanes for tensor in report.tensors)
-        answers.put(("trainer", step, digest(state), f"{changed:5.1%} changed, {report.stored_bytes:,} bytes, {report.ratio:.0f}:1"))
+        answers.put(
+            ("trainer", step, digest(state), f"{changed:5.1%} changed, {report.stored_bytes:,} bytes, {report.ratio:.0f}:1")
+        )
 
 
 def work(number: int, folder: Path, device: str, width: int, steps: int, inbox: object, answers: object) -> None:

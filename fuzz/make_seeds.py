@@ -40,7 +40,7 @@ def expanded(index):
     out = bytearray(index[:256])
     for i in range(6):
         offset, stored, size = reader.SECTION_ENTRY.unpack_from(index, 64 + 24 * i)
-        data = index[offset:offset + stored]
+        data = index[offset : offset + stored]
         if stored < size:
             data = reader.expand(data, size, "section.frame")
         out += bytes(-len(out) % 8)
@@ -57,7 +57,7 @@ def base_lanes(seed, size):
         state ^= state >> 7
         state ^= state << 17 & mask
         out += struct.pack("<Q", state)
-    return out[64 * seed:64 * seed + size]
+    return out[64 * seed : 64 * seed + size]
 
 
 def chunk_head(dtype, lanes, num_deltas, seed, wrapped):
@@ -82,12 +82,12 @@ def flat(tokens, least):
 def save_conditioned(name, plain, blob):
     """The table sets, and small chunks, of a pair whose sections are expanded."""
     sections = [reader.SECTION_ENTRY.unpack_from(plain, 64 + 24 * i) for i in range(6)]
-    section = [plain[offset:offset + size] for offset, size, _ in sections]
+    section = [plain[offset : offset + size] for offset, size, _ in sections]
     tensors = TensorEntry.rows(section[3], struct.unpack_from("<I", plain, 52)[0])
     records = Record.rows(section[0], struct.unpack_from("<I", plain, 48)[0])
     tables, sets, base = section[5], [], 0
     for i, entry in enumerate(tensors):
-        own, tables = tables[:entry.tables_size], tables[entry.tables_size:]
+        own, tables = tables[: entry.tables_size], tables[entry.tables_size :]
         if len(own) > 2:
             sets.append(own[2:])
             if own not in SAVED_TABLES:  # many vectors have the same
@@ -97,9 +97,9 @@ def save_conditioned(name, plain, blob):
             continue
         number = int.from_bytes(own[:2], "little") if len(own) == 2 else len(sets) if own else 0
         table = b"\x01" + sets[number - 1] if 0 < number <= len(sets) else b"\x00"
-        for k, record in enumerate(records[entry.first_chunk:entry.first_chunk + min(1, entry.chunk_count)]):
+        for k, record in enumerate(records[entry.first_chunk : entry.first_chunk + min(1, entry.chunk_count)]):
             lanes = record.uncompressed_size // reader.DTYPES[entry.dtype].lane_bytes
-            payload = blob[record.blob_offset:record.blob_offset + record.compressed_size]
+            payload = blob[record.blob_offset : record.blob_offset + record.compressed_size]
             if 0 < lanes <= MOST_LANES and payload:
                 seed = 255 if entry.base_kind == reader.layout.NONE else base
                 head = chunk_head(entry.dtype, lanes, record.num_deltas, seed, 0)
@@ -125,7 +125,11 @@ def shaped():
     ]:
         data = b"\x01" + table + shape.pack(*fields) + lists + bytes([len(edits)]) + b"".join(edits)
         for damage in (b"", struct.pack("<HB", 2, 4), struct.pack("<HB", 70, 0x10)):
-            save("decode_conditioned", f"shaped_{name}_{len(damage)}{damage[:1].hex()}", chunk_head(dtype, lanes, 1, 5, 1) + data + damage)
+            save(
+                "decode_conditioned",
+                f"shaped_{name}_{len(damage)}{damage[:1].hex()}",
+                chunk_head(dtype, lanes, 1, 5, 1) + data + damage,
+            )
 
 
 def safetensors(tensors):
@@ -182,7 +186,11 @@ def main():
         name, valid = vector["name"], vector["verdict"] == "valid"
         index, blob = ((VECTORS / vector[part]).read_bytes() for part in ("index", "blob"))
         if not valid:
-            if vector["when"] == "open_index" and vector["rule"].split(".")[0] in ("tensor", "file", "section") and len(index) < 1000:
+            if (
+                vector["when"] == "open_index"
+                and vector["rule"].split(".")[0] in ("tensor", "file", "section")
+                and len(index) < 1000
+            ):
                 save("open_index", name, b"\x01" + index)
             continue
         opened = reader.open_index(index)
@@ -201,9 +209,9 @@ def main():
                 save("safetensors_header", f"{name}_{i}", b"\x01" + content)
         for tensor in opened.tensors[:3]:
             first = tensor.entry.first_chunk
-            for record in opened.records[first:first + min(1, tensor.entry.chunk_count)]:
+            for record in opened.records[first : first + min(1, tensor.entry.chunk_count)]:
                 lanes = min(tensor.lanes, 1 << tensor.entry.chunk_lanes_log2)
-                payload = blob[record.blob_offset:record.blob_offset + record.compressed_size]
+                payload = blob[record.blob_offset : record.blob_offset + record.compressed_size]
                 if not payload or lanes > MOST_LANES or tensor.entry.codec == CONDITIONED:
                     continue
                 head = chunk_head(tensor.entry.dtype, lanes, record.num_deltas, 0, 0)

@@ -25,7 +25,7 @@ def read(path):
     tensors = {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
-        tensors[name] = entry["dtype"], entry["shape"], data[start + begin:start + end]
+        tensors[name] = entry["dtype"], entry["shape"], data[start + begin : start + end]
     return tensors
 
 
@@ -77,8 +77,9 @@ def floats(data):
 
 def packed(data, code):
     values = floats(data)
-    return b"".join(struct.pack(f"<{len(part)}{code}", *part)
-                    for part in (values[i:i + 65536] for i in range(0, len(values), 65536)))
+    return b"".join(
+        struct.pack(f"<{len(part)}{code}", *part) for part in (values[i : i + 65536] for i in range(0, len(values), 65536))
+    )
 
 
 LAYER = 16  # tensors of a layer: the same weight has another dtype in the next layer

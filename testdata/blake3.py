@@ -10,8 +10,7 @@ import struct
 
 IV = (0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19)
 PERMUTATION = (2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8)
-MIXED = ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15),
-         (0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14))
+MIXED = ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15), (0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14))
 CHUNK_START, CHUNK_END, PARENT, ROOT = 1, 2, 4, 8
 CHUNK, BLOCK = 1024, 64
 
@@ -29,9 +28,14 @@ def _compress(cv, m, counters, block_size, flags, lanes):
     """Compress one block in each lane: eight words `cv`, sixteen words `m`, all spread."""
     ones = _spread([1] * lanes)
     mask = ones * 0xFFFFFFFF
-    v = [*cv, *(ones * word for word in IV[:4]),
-         _spread([c & 0xFFFFFFFF for c in counters]), _spread([c >> 32 for c in counters]),
-         ones * block_size, ones * flags]
+    v = [
+        *cv,
+        *(ones * word for word in IV[:4]),
+        _spread([c & 0xFFFFFFFF for c in counters]),
+        _spread([c >> 32 for c in counters]),
+        ones * block_size,
+        ones * flags,
+    ]
     for _ in range(7):
         for i, (ia, ib, ic, id_) in enumerate(MIXED):
             a, b, c, d = v[ia], v[ib], v[ic], v[id_]
@@ -66,7 +70,7 @@ def _chunks(data, first, size, final):
     for at in range(0, padded, BLOCK):
         last = at + BLOCK == padded
         flags = (CHUNK_START if at == 0 else 0) | ((CHUNK_END | final) if last else 0)
-        m = [_spread(words[at // 4 + i::padded // 4]) for i in range(16)]
+        m = [_spread(words[at // 4 + i :: padded // 4]) for i in range(16)]
         cv = _compress(cv, m, counters, size - at if last else BLOCK, flags, lanes)
     return [list(lane) for lane in zip(*(_gather(word, lanes) for word in cv))]
 
@@ -76,8 +80,8 @@ def blake3(data):
     data = bytes(data)
     whole = max(0, (len(data) - 1) // CHUNK)  # all chunks except the last, which may be partial
     alone = whole == 0
-    nodes = _chunks(data[:whole * CHUNK], 0, CHUNK, 0) if whole else []
-    nodes += _chunks(data[whole * CHUNK:], whole, len(data) - whole * CHUNK, ROOT if alone else 0)
+    nodes = _chunks(data[: whole * CHUNK], 0, CHUNK, 0) if whole else []
+    nodes += _chunks(data[whole * CHUNK :], whole, len(data) - whole * CHUNK, ROOT if alone else 0)
     while len(nodes) > 1:
         # The left subtree is the largest power of two: combine adjacent pairs, and pass an odd last one up.
         lanes = len(nodes) // 2
@@ -85,5 +89,5 @@ def blake3(data):
         ones = _spread([1] * lanes)
         flags = PARENT | (ROOT if len(nodes) == 2 else 0)
         cv = _compress([ones * word for word in IV], m, [0] * lanes, BLOCK, flags, lanes)
-        nodes = [list(lane) for lane in zip(*(_gather(word, lanes) for word in cv))] + nodes[2 * lanes:]
+        nodes = [list(lane) for lane in zip(*(_gather(word, lanes) for word in cv))] + nodes[2 * lanes :]
     return struct.pack("<8I", *nodes[0])

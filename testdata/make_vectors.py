@@ -53,11 +53,16 @@ def main():
     how = parser.parse_args()
     check = how.check or how.publish
     out = Set(V1 if check else None)
-    for add in (valid_vectors, invalid_vectors, valid_conditioned_vectors, invalid_conditioned_vectors,
-                checkpoint_vectors, frame_vectors):
+    for add in (
+        valid_vectors,
+        invalid_vectors,
+        valid_conditioned_vectors,
+        invalid_conditioned_vectors,
+        checkpoint_vectors,
+        frame_vectors,
+    ):
         add(out)
-    out.files["manifest.json"] = (json.dumps({"version": 1, "vectors": out.manifest}, indent=1, ensure_ascii=True)
-                                  + "\n").encode()
+    out.files["manifest.json"] = (json.dumps({"version": 1, "vectors": out.manifest}, indent=1, ensure_ascii=True) + "\n").encode()
     if not check:
         for path, data in out.files.items():
             (V1 / path).parent.mkdir(parents=True, exist_ok=True)
@@ -70,8 +75,10 @@ def main():
         for path in paths:
             print(f"{label}: {path}")
     valid = sum(v["verdict"] == "valid" for v in out.manifest)
-    print(f"{valid} valid, {len(out.manifest) - valid} invalid vectors; {len(out.files)} files, "
-          f"{sum(map(len, out.files.values()))} bytes")
+    print(
+        f"{valid} valid, {len(out.manifest) - valid} invalid vectors; {len(out.files)} files, "
+        f"{sum(map(len, out.files.values()))} bytes"
+    )
     return int(bool(stray or wrong or changed))
 
 

@@ -17,28 +17,64 @@ EXAMPLE = "shape_scalar"
 WALKTHROUGH = "conditioned_walkthrough"
 MOST = 4  # vectors listed per rule; the manifest has all
 
-HEADER = [(8, "`magic`"), (2, "`version_major` 1"), (2, "`version_minor` 0"), (4, "`header_size` 256"),
-          (8, "`required_features`"), (8, "`optional_features`"), (8, "`index_size`"), (8, "`blob_size`"),
-          (4, "`chunk_count`"), (4, "`tensor_count`"), (4, "`file_count`"), (4, "reserved")]
+HEADER = [
+    (8, "`magic`"),
+    (2, "`version_major` 1"),
+    (2, "`version_minor` 0"),
+    (4, "`header_size` 256"),
+    (8, "`required_features`"),
+    (8, "`optional_features`"),
+    (8, "`index_size`"),
+    (8, "`blob_size`"),
+    (4, "`chunk_count`"),
+    (4, "`tensor_count`"),
+    (4, "`file_count`"),
+    (4, "reserved"),
+]
 SECTIONS = ["chunks", "sums", "digests", "tensors", "files", "tables"]
-RECORD = [(8, "`blob_offset`"), (4, "`compressed_size`"), (4, "`uncompressed_size`"), (4, "`num_deltas`"), (4, "`crc32`"),
-          (8, "`output_offset`")]
-TENSOR = [(4, "`name_size`"), (4, "`base_name_size`"), (2, "`dtype`"), (2, "`rank`"), (2, "`base_kind`"), (2, "`codec`"),
-          (1, "`chunk_lanes_log2`"), (3, "reserved"), (4, "`tables_size`"), (4, "`first_chunk`"), (4, "`chunk_count`"),
-          (8, "`base_param`")]
+RECORD = [
+    (8, "`blob_offset`"),
+    (4, "`compressed_size`"),
+    (4, "`uncompressed_size`"),
+    (4, "`num_deltas`"),
+    (4, "`crc32`"),
+    (8, "`output_offset`"),
+]
+TENSOR = [
+    (4, "`name_size`"),
+    (4, "`base_name_size`"),
+    (2, "`dtype`"),
+    (2, "`rank`"),
+    (2, "`base_kind`"),
+    (2, "`codec`"),
+    (1, "`chunk_lanes_log2`"),
+    (3, "reserved"),
+    (4, "`tables_size`"),
+    (4, "`first_chunk`"),
+    (4, "`chunk_count`"),
+    (8, "`base_param`"),
+]
 FILE = [(2, "`kind`"), (2, "reserved"), (4, "`name_size`"), (8, "`content_size`"), (16, "`content_digest`"), (8, "reserved")]
-BLOB = [(8, "`magic`"), (2, "`version_major`"), (2, "`version_minor`"), (4, "`header_size` 64"), (8, "`blob_size`"),
-        (32, "`pair_digest`"), (4, "reserved"), (4, "`header_crc32`")]
+BLOB = [
+    (8, "`magic`"),
+    (2, "`version_major`"),
+    (2, "`version_minor`"),
+    (4, "`header_size` 64"),
+    (8, "`blob_size`"),
+    (32, "`pair_digest`"),
+    (4, "reserved"),
+    (4, "`header_crc32`"),
+]
 
 
 def rows(data, fields):
     """One table row per field, from the start of `data`. The fields must cover all of it."""
     at, out = 0, []
     for size, what in fields:
-        text = data[at:at + size].hex(" ").upper()
-        if size > 16 and not any(data[at:at + size]):
+        text = data[at : at + size].hex(" ").upper()
+        if size > 16 and not any(data[at : at + size]):
             text = f"00 × {size}"
-        value = int.from_bytes(data[at:at + size], "little")
+        value = int.from_bytes(data[at : at + size], "little")
         plain = what.startswith("`") and not any(word in what for word in ("magic", "crc32", "sum`", " 64", " 256"))
         number = f" = {value:,}" if size <= 8 and plain and value > 9 else ""
         out.append(f"| {at} | `{text}` | {what}{number} |")
@@ -52,8 +88,8 @@ def dump():
     blob = (HERE / f"v1/valid/{EXAMPLE}.tpde-blob").read_bytes()
     fields, sections = list(HEADER), []
     for i, name in enumerate(SECTIONS):
-        entry = index[64 + 24 * i:88 + 24 * i]
-        sections.append((name, *(int.from_bytes(entry[8 * k:8 * k + 8], "little") for k in range(3))))
+        entry = index[64 + 24 * i : 88 + 24 * i]
+        sections.append((name, *(int.from_bytes(entry[8 * k : 8 * k + 8], "little") for k in range(3))))
         fields += [(8, f"`{name}`: offset"), (8, f"`{name}`: `stored_size`"), (8, f"`{name}`: `expanded_size`")]
     fields += [(44, "reserved"), (4, "`header_crc32`")]
     end = 256
@@ -76,13 +112,16 @@ def dump():
     payload = int.from_bytes(index[264:268], "little")
     blob_fields = BLOB + [(payload, "payload of chunk 0"), (len(blob) - 64 - payload, "padding")]
     head = "| offset | bytes | |\n|---|---|---|\n"
-    return (f"The vector `{EXAMPLE}`: a scalar of one lane that changed. `{EXAMPLE}.tpde-index`, {len(index)} bytes:\n\n{head}"
-            + "\n".join(rows(index, fields))
-            + f"\n\n`{EXAMPLE}.tpde-blob`, {len(blob)} bytes:\n\n{head}" + "\n".join(rows(blob, blob_fields)))
+    return (
+        f"The vector `{EXAMPLE}`: a scalar of one lane that changed. `{EXAMPLE}.tpde-index`, {len(index)} bytes:\n\n{head}"
+        + "\n".join(rows(index, fields))
+        + f"\n\n`{EXAMPLE}.tpde-blob`, {len(blob)} bytes:\n\n{head}"
+        + "\n".join(rows(blob, blob_fields))
+    )
 
 
 def number(data, at, size):
-    return int.from_bytes(data[at:at + size], "little")
+    return int.from_bytes(data[at : at + size], "little")
 
 
 class Walk:
@@ -91,12 +130,13 @@ class Walk:
     W, TILE, CONTEXTS_OF_BLOCK = 8, 256, 128
 
     def __init__(self, name):
-        index, blob, base = ((HERE / f"v1/valid/{name}{ending}").read_bytes()
-                             for ending in (".tpde-index", ".tpde-blob", ".base.safetensors"))
-        self.payload = blob[number(index, 256, 8):][:number(index, 264, 4)]
+        index, blob, base = (
+            (HERE / f"v1/valid/{name}{ending}").read_bytes() for ending in (".tpde-index", ".tpde-blob", ".base.safetensors")
+        )
+        self.payload = blob[number(index, 256, 8) :][: number(index, 264, 4)]
         start = 8 + number(base, 0, 8)
         self.base = [number(base, at, 8) for at in range(start, len(base), 8)]
-        self.tables = index[number(index, 64 + 5 * 24, 8):][:number(index, 64 + 5 * 24 + 8, 8)]
+        self.tables = index[number(index, 64 + 5 * 24, 8) :][: number(index, 64 + 5 * 24 + 8, 8)]
         self.classes, at = [], 3
         for _ in range(self.tables[2]):
             count, at, row = self.tables[at], at + 1, []
@@ -110,7 +150,7 @@ class Walk:
         self.take_parts()
 
     def take(self, size, what):
-        data = self.payload[self.at:self.at + size]
+        data = self.payload[self.at : self.at + size]
         text = re.sub(r"(?: 00){8,}", lambda zeros: f" (00 × {len(zeros[0]) // 3})", " " + data.hex(" ").upper()).strip()
         self.parts += [f"| {self.at} | `{text}` | {what} |"] if size else []
         self.at += size
@@ -120,8 +160,11 @@ class Walk:
         lanes, h = len(self.base), self.payload[:16]
         self.low, self.states, self.segments, bits = h[0], 1 << h[1], 1 << h[2], h[3]
         self.first, self.contexts, self.center, exceptions = number(h, 4, 2), h[6], number(h, 12, 4), number(h, 8, 4)
-        self.take(16, f"header: `low_bits` {self.low}, `states_log2` {h[1]}, `segments_log2` {h[2]}, `activity_bits` {bits}, "
-                      f"`first_context` {self.first}, `context_count` {self.contexts}, `exception_count` {exceptions}, `center` {self.center}")
+        self.take(
+            16,
+            f"header: `low_bits` {self.low}, `states_log2` {h[1]}, `segments_log2` {h[2]}, `activity_bits` {bits}, "
+            f"`first_context` {self.first}, `context_count` {self.contexts}, `exception_count` {exceptions}, `center` {self.center}",
+        )
         self.maps = []
         for a in range(1 << bits):
             packed = self.take(-(-self.contexts // 2), f"map {a}")
@@ -139,7 +182,9 @@ class Walk:
         ends = [2 * number(sizes, 4 * s, 4) for s in range(self.segments - 1)]
         for s in range(self.segments):
             size = ends[s] if s < len(ends) else len(self.payload) - self.at
-            self.stream(s, self.take(4 * self.states, f"stream {s}: states"), self.take(size - 4 * self.states, f"stream {s}: words"))
+            self.stream(
+                s, self.take(4 * self.states, f"stream {s}: states"), self.take(size - 4 * self.states, f"stream {s}: words")
+            )
         assert self.at == len(self.payload)
 
     def class_of(self, lane):
@@ -167,11 +212,11 @@ class Walk:
                 c, a, i, row = self.class_of(lane)
                 self.codings.append(f"| {lane} | {self.base[lane]} | {c} | {a} | {i} | {row} |")
             for j in range(0, len(coded), self.states):
-                step, left, done = list(enumerate(coded[j:j + self.states])), {}, {}
+                step, left, done = list(enumerate(coded[j : j + self.states])), {}, {}
                 for k, lane in step:
                     f = self.classes[self.class_of(lane)[3] - 1]
                     residue, t = x[k] % 4096, 0
-                    while residue >= sum(f[:t + 1]):
+                    while residue >= sum(f[: t + 1]):
                         t += 1
                     left[k], done[k] = (t - 64) // 2 + 5 if t > 63 else 0, 0
                     self.values[lane] = t if t < 64 else (2 + t % 2) << left[k]
@@ -202,18 +247,25 @@ class Walk:
 
 def walkthrough():
     walk = Walk(WALKTHROUGH)
-    tokens = "; ".join(f"class {i + 1}: " + ", ".join(f"{t}: {f:,}" for t, f in enumerate(row) if f) for i, row in enumerate(walk.classes))
+    tokens = "; ".join(
+        f"class {i + 1}: " + ", ".join(f"{t}: {f:,}" for t, f in enumerate(row) if f) for i, row in enumerate(walk.classes)
+    )
     lanes, states, segments = len(walk.base), walk.states, walk.segments
-    return (f"The vector `{WALKTHROUGH}`: I64, so *w* = 8, and a tile has 256 lanes; *L* = {lanes}, so there are 3 blocks and 2 tiles. It has "
-            f"*N* = {states} states, *S* = {segments} segments, *A* = {len(walk.maps)} maps and *r* = {walk.low} low bits. Lanes that the tables do not list "
-            f"have the base lane 2^20, whose context, 21, is beyond the map.\n\nTables, {len(walk.tables)} bytes, as token: frequency. {tokens}.\n\n"
-            f"Payload, {len(walk.payload)} bytes:\n\n| at | bytes | part |\n|---|---|---|\n" + "\n".join(walk.parts)
-            + "\n\nCoded lanes. The first one's context is below `first_context` and counts as that:\n\n"
-            "| lane | base lane | context | activity | *i* | class |\n|---|---|---|---|---|---|\n" + "\n".join(walk.codings)
-            + "\n\nTurns, in their order. The second step of segment 0 has one lane. In segment 1 the first step has rounds of extra bits for lane 257 "
-            "alone:\n\n| segment | lane | state | *x* | turn | then *x* is |\n|---|---|---|---|---|---|\n" + "\n".join(walk.turns)
-            + f"\n\nDeltas. high is ({walk.center} − *v*) mod 2^62:\n\n| lane | *v* | high | low bits | delta |\n|---|---|---|---|---|\n"
-            + "\n".join(walk.deltas()))
+    return (
+        f"The vector `{WALKTHROUGH}`: I64, so *w* = 8, and a tile has 256 lanes; *L* = {lanes}, so there are 3 blocks and 2 tiles. It has "
+        f"*N* = {states} states, *S* = {segments} segments, *A* = {len(walk.maps)} maps and *r* = {walk.low} low bits. Lanes that the tables do not list "
+        f"have the base lane 2^20, whose context, 21, is beyond the map.\n\nTables, {len(walk.tables)} bytes, as token: frequency. {tokens}.\n\n"
+        f"Payload, {len(walk.payload)} bytes:\n\n| at | bytes | part |\n|---|---|---|\n"
+        + "\n".join(walk.parts)
+        + "\n\nCoded lanes. The first one's context is below `first_context` and counts as that:\n\n"
+        "| lane | base lane | context | activity | *i* | class |\n|---|---|---|---|---|---|\n"
+        + "\n".join(walk.codings)
+        + "\n\nTurns, in their order. The second step of segment 0 has one lane. In segment 1 the first step has rounds of extra bits for lane 257 "
+        "alone:\n\n| segment | lane | state | *x* | turn | then *x* is |\n|---|---|---|---|---|---|\n"
+        + "\n".join(walk.turns)
+        + f"\n\nDeltas. high is ({walk.center} − *v*) mod 2^62:\n\n| lane | *v* | high | low bits | delta |\n|---|---|---|---|---|\n"
+        + "\n".join(walk.deltas())
+    )
 
 
 def rule_index(text):
@@ -232,16 +284,20 @@ def rule_index(text):
 
 def ids_of(text):
     """The ids of rules in a text, in its order."""
-    return list(dict.fromkeys(re.findall(r"`((?:header|section|index|record|chunk|digest|tensors?|files?|base|blob|payload)\.[a-z0-9_]+)`", text)))
+    return list(
+        dict.fromkeys(
+            re.findall(r"`((?:header|section|index|record|chunk|digest|tensors?|files?|base|blob|payload)\.[a-z0-9_]+)`", text)
+        )
+    )
 
 
 def faults(text, codecs):
     """Omissions in the texts: a requirement without a key word, a rule without a step in section 13.1, a step without a rule."""
     requirements, _, rest = text.partition("\n## 13. ")
-    steps = rest[rest.index("### 13.1"):rest.index("### 13.2")]
-    requirements += codecs[:codecs.index("### 4.7")]
+    steps = rest[rest.index("### 13.1") : rest.index("### 13.2")]
+    requirements += codecs[: codecs.index("### 4.7")]
     stated = set()
-    for paragraph in re.split(r"\n\n|\n(?=[-|0-9])", requirements[requirements.index("\n## 5. "):]):
+    for paragraph in re.split(r"\n\n|\n(?=[-|0-9])", requirements[requirements.index("\n## 5. ") :]):
         if ids_of(paragraph) and not paragraph.lstrip().startswith("|"):
             if not re.search(r"\bMUST\b|A violation", paragraph):
                 yield f"no MUST: {paragraph.strip()[:100]}"
@@ -259,8 +315,10 @@ def main():
     container, codecs = (SPEC / name for name in ("tpde-format.md", "codecs.md"))
     old = {path: path.read_text() for path in (container, codecs)}
     rules_from = re.sub(r"<!-- rules -->.*?<!-- end -->", "", old[container], flags=re.S) + old[codecs]
-    new = {container: put(put(old[container], "dump", dump()), "rules", rule_index(rules_from)),
-           codecs: put(old[codecs], "walkthrough", walkthrough())}
+    new = {
+        container: put(put(old[container], "dump", dump()), "rules", rule_index(rules_from)),
+        codecs: put(old[codecs], "walkthrough", walkthrough()),
+    }
     if found := list(faults(*new.values())):
         sys.exit("\n".join(found))
     if sys.argv[1:] == ["--check"]:

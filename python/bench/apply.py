@@ -107,7 +107,9 @@ def bench(folder: Path, pair_name: str, tiles: int, work: Path, program: Path | 
 
     device = Device.of("cuda")
 
-    def calls(what: str, payloads: str, mode: str, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    def calls(
+        what: str, payloads: str, mode: str, work: Callable[[], object], before: Callable[[], object] = lambda: None
+    ) -> float:
         """The row of a call, with its first time, and what it is to the program's."""
         before()
         torch.cuda.synchronize()
@@ -140,7 +142,10 @@ def bench(folder: Path, pair_name: str, tiles: int, work: Path, program: Path | 
     source = room.clone()
     row("dense copy within the device, one piece", timed(partial(room.copy_, source)))
     del source, room, pinned
-    loaded = row("safetensors.torch.load_file of the target, to the device", timed(lambda: safetensors.torch.load_file(dense_file, device="cuda")))
+    loaded = row(
+        "safetensors.torch.load_file of the target, to the device",
+        timed(lambda: safetensors.torch.load_file(dense_file, device="cuda")),
+    )
 
     made = {"the path": ("path", pair)}
     for payloads in ("file", "pinned", "device"):
@@ -159,7 +164,9 @@ def bench(folder: Path, pair_name: str, tiles: int, work: Path, program: Path | 
         best = best or seconds
         calls(f"apply_(base=…), {what}", payloads, "out of place", lambda: tpde.torch.apply_(live, given, base=base))
         equal(live, target)
-    print(f"load_file of the path: {loaded / best:.1f} times as fast as safetensors, {dense / best:.1f} times as a pinned dense copy")
+    print(
+        f"load_file of the path: {loaded / best:.1f} times as fast as safetensors, {dense / best:.1f} times as a pinned dense copy"
+    )
 
     # Memory that a call takes beside the tensors.
     del made

@@ -98,7 +98,12 @@ def write(folder: Path, layers: int, weight: Callable[[str], torch.Tensor], say:
         made = layer([weight(f"{name}.{part}.weight") for part in PARTS])
         stored += sum(tensor.nbytes for tensor in made.values())
         save_file({f"{name}.{key}": tensor for key, tensor in made.items()}, folder / f"layer_{number}.safetensors")
-    config = {"version": "0.5.0", "threads_per_block": [THREADS], "bytes_per_thread": BYTES, "pattern_dict": {r"model\.layers\.\d+": PARTS}}
+    config = {
+        "version": "0.5.0",
+        "threads_per_block": [THREADS],
+        "bytes_per_thread": BYTES,
+        "pattern_dict": {r"model\.layers\.\d+": PARTS},
+    }
     (folder / "config.json").write_text(json.dumps({"dfloat11_config": config, "stored": stored}))
     say(f"{layers} decoder layers")
     return stored

@@ -474,7 +474,11 @@ def swap(m: Model, share: float) -> dict[str, Any]:
         m.wait()
         copies.append(time.perf_counter() - begin)
     # The first call with each pair makes it ready.
-    first, again, copy = statistics.median(times[: len(pairs)]), statistics.median(times[len(pairs) :]), statistics.median(copies[1:])
+    first, again, copy = (
+        statistics.median(times[: len(pairs)]),
+        statistics.median(times[len(pairs) :]),
+        statistics.median(copies[1:]),
+    )
     for file in m.folder.glob("tune-*"):
         file.unlink()
     return {

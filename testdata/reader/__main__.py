@@ -1,7 +1,7 @@
 """Reads a TPDE pair and prints the hashes of its tensors, or reads all vectors and compares them with their manifest.
 
-    python3 testdata/reader PAIR_STEM [--base FILE_OR_FOLDER] [--json]
-    python3 testdata/reader --manifest testdata/v1/manifest.json
+python3 testdata/reader PAIR_STEM [--base FILE_OR_FOLDER] [--json]
+python3 testdata/reader --manifest testdata/v1/manifest.json
 """
 
 import argparse
@@ -49,8 +49,11 @@ def check_pair(stem, base, as_json):
         index, tensors, files = read_pair(stem + ".tpde-index", stem + ".tpde-blob", base)
     except Refused as refusal:
         facts = facts_of(refusal)
-        print(json.dumps(facts) if as_json else "\n".join(
-            f"{k}: {v!a}" if k == "tensor" else f"{k}: {v}" for k, v in facts.items() if v not in (None, "")))
+        print(
+            json.dumps(facts)
+            if as_json
+            else "\n".join(f"{k}: {v!a}" if k == "tensor" else f"{k}: {v}" for k, v in facts.items() if v not in (None, ""))
+        )
         return 1
     of_tensors = hashes(tensors)
     if as_json:

@@ -8,7 +8,7 @@ from .layout import BlobHeader
 
 def open_blob(index, data):
     need(len(data) >= 64, "blob.blob_size", "shorter than its header")
-    header, = BlobHeader.rows(data, 1)
+    (header,) = BlobHeader.rows(data, 1)
     need(header.magic == b"\x89TPB\r\n\x1a\n", "blob.magic")
     need(len(data) == index.header.blob_size, "blob.blob_size")
     need(header.version_major == 1, "blob.version_major")

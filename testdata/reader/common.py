@@ -44,7 +44,7 @@ class Parts:
     def take(self, size):
         start, self.next = self.next, self.next + size
         need(self.next <= len(self.content), self.rule, "too short")
-        return self.content[start:self.next]
+        return self.content[start : self.next]
 
     def rest(self):
         return self.take(len(self.content) - self.next)

@@ -26,7 +26,7 @@ def decode_tensors(index, blob, base):
 def decode_chunk(record, sums, blob, tensor, base, first, lanes):
     """Target bytes of a chunk of `lanes` lanes from `first` on, from all bytes of the base tensor."""
     w = tensor.dtype.lane_bytes
-    old = base[w * first:w * (first + lanes)].ljust(w * lanes, b"\0")
+    old = base[w * first : w * (first + lanes)].ljust(w * lanes, b"\0")
     need(lane_sum(old) == sums.base_sum, "chunk.base_sum")
     new = old
     if record.num_deltas:
@@ -42,9 +42,9 @@ def decode_chunk(record, sums, blob, tensor, base, first, lanes):
 def read_changes(record, blob, tensor, base_lanes):
     """Pairs of a position and a delta. After the codec's own rules come those shared by all codecs."""
     w, end = tensor.dtype.lane_bytes, record.blob_offset + record.compressed_size
-    payload = blob[record.blob_offset:end]
+    payload = blob[record.blob_offset : end]
     need(zlib.crc32(payload) == record.crc32, "payload.crc32")
-    need(not any(blob[end:align(end, 16)]), "payload.padding")
+    need(not any(blob[end : align(end, 16)]), "payload.padding")
     positions, deltas = CODECS[tensor.entry.codec].changes(payload, record, tensor, base_lanes)
     need(all(a < b for a, b in zip(positions, positions[1:])), "payload.positions", "order")
     need(not positions or positions[-1] < len(base_lanes), "payload.positions", "past the end")

@@ -11,8 +11,23 @@ from blake3 import blake3
 
 from .codec import CODECS
 from .common import Parts, Refused, align, at, expand, need
-from .layout import (AS_BASE, DTYPES, HEADER_OF_BASE, NONE, PREFIX, SAFETENSORS, SAME, VERBATIM, Digests, FileEntry,
-                     IndexHeader, Record, SectionEntry, Sums, TensorEntry)
+from .layout import (
+    AS_BASE,
+    DTYPES,
+    HEADER_OF_BASE,
+    NONE,
+    PREFIX,
+    SAFETENSORS,
+    SAME,
+    VERBATIM,
+    Digests,
+    FileEntry,
+    IndexHeader,
+    Record,
+    SectionEntry,
+    Sums,
+    TensorEntry,
+)
 
 MAGIC = b"\x89TPI\r\n\x1a\n"
 INDEX_LIMIT, SECTION_LIMIT = 1 << 30, 256 << 20
@@ -50,7 +65,7 @@ def open_index(data):
 
     starts = [s.offset for s in sections] + [len(data) - 32]
     for s, following in zip(sections, starts[1:]):
-        need(not any(data[s.offset + s.stored_size:following]), "section.padding")
+        need(not any(data[s.offset + s.stored_size : following]), "section.padding")
     chunks, sums, digests, tensors, files, tables = (expanded(data, s) for s in sections)
     tensors = read_tensors(tensors, header, len(tables))
     read_tables(tables, tensors)
@@ -58,9 +73,18 @@ def open_index(data):
     for tensor, digest in zip(tensors, tensor_digests):
         with at(tensor=tensor.name):
             need(tensor.entry.base_kind != NONE or not any(digest.base_digest), "digest.none")
-    index = Index(header, sections, Record.rows(chunks, header.chunk_count), Sums.rows(sums, header.chunk_count),
-                  digests[:32], digests[32:64], tensor_digests, tensors, read_files(files, header.file_count),
-                  data[-32:])
+    index = Index(
+        header,
+        sections,
+        Record.rows(chunks, header.chunk_count),
+        Sums.rows(sums, header.chunk_count),
+        digests[:32],
+        digests[32:64],
+        tensor_digests,
+        tensors,
+        read_files(files, header.file_count),
+        data[-32:],
+    )
     check_records(index)
     return index
 
@@ -68,7 +92,7 @@ def open_index(data):
 def read_header(data):
     need(MAGIC.startswith(data[:8]), "header.magic")
     need(len(data) >= 256, "header.index_size", "shorter than its header")
-    header, = IndexHeader.rows(data, 1)
+    (header,) = IndexHeader.rows(data, 1)
     need(header.version_major == 1, "header.version_major")
     need(header.header_size == 256, "header.header_size")
     need(zlib.crc32(data[:252]) == header.header_crc32, "header.crc32")
@@ -99,7 +123,7 @@ def read_sections(data, header):
 
 
 def expanded(data, section):
-    stored = data[section.offset:section.offset + section.stored_size]
+    stored = data[section.offset : section.offset + section.stored_size]
     return stored if len(stored) == section.expanded_size else expand(stored, section.expanded_size, "section.frame")
 
 
@@ -202,8 +226,12 @@ def read_files(section, file_count):
 
 
 def is_file_name(name, ending):
-    return (len(name) <= 255 and name.endswith(ending.encode()) and len(name) > len(ending)
-            and re.fullmatch(rb"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) is not None)
+    return (
+        len(name) <= 255
+        and name.endswith(ending.encode())
+        and len(name) > len(ending)
+        and re.fullmatch(rb"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) is not None
+    )
 
 
 def check_records(index):

@@ -37,5 +37,5 @@ Q = [mix(c) >> 32 | 1 for c in range(1024)]
 
 def lane_sum(data):
     words = unpack_lanes(data + bytes(-len(data) % 4), 4)
-    rows = (words[i:i + 1024] for i in range(0, len(words), 1024))
+    rows = (words[i : i + 1024] for i in range(0, len(words), 1024))
     return sum((mix(1024 + r) | 1) * sum(map(mul, Q, row)) for r, row in enumerate(rows)) & U64

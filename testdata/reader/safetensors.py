@@ -55,7 +55,7 @@ class Base:
         need(start + (entries[-1].end if entries else 0) == len(data), "base.file", "length")
         for tensor, dtype, shape, begin, end in entries:
             need(tensor not in self.tensors, "base.file", "a tensor twice")
-            self.tensors[tensor] = (dtype, shape, data[start + begin:start + end])
+            self.tensors[tensor] = (dtype, shape, data[start + begin : start + end])
         return [entry.name for entry in entries]
 
     def bytes_of(self, tensor):
@@ -79,13 +79,15 @@ class Number(str):
 
 
 def parse_json(data, rule):
-    """The value of a JSON text, with `Members` for objects and `Number` for numbers."""
+    """What one JSON text holds, with `Members` for objects and `Number` for numbers."""
+
     def no_constant(name):
         raise ValueError(f"{name} is no JSON")
 
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=Members, parse_int=Number, parse_float=Number,
-                          parse_constant=no_constant)
+        return json.loads(
+            data.decode("utf-8"), object_pairs_hook=Members, parse_int=Number, parse_float=Number, parse_constant=no_constant
+        )
     except (ValueError, RecursionError) as error:
         raise Refused(rule, f"JSON: {error}") from None
 
@@ -163,8 +165,12 @@ def rebuild_files(index, targets, base):
         content = file.content
         if content is None:
             content = (base.heads if file.kind == HEADER_OF_BASE else base.shard_indexes).get(file.name)
-            need(content is not None and len(content) == file.entry.content_size
-                 and blake3(content)[:16] == file.entry.content_digest, "base.file")
+            need(
+                content is not None
+                and len(content) == file.entry.content_size
+                and blake3(content)[:16] == file.entry.content_digest,
+                "base.file",
+            )
         if file.kind in (SAFETENSORS, HEADER_OF_BASE):
             head = read_head(content, "file.tensors")
             for name, dtype, shape, _, _ in head:

@@ -68,7 +68,7 @@ def section(parsed, number, data, kind, count):
     stored = f"{name}_stored"
     entry = parsed.sections[number]
     frame = getattr(parsed, stored)
-    same(stored, frame, data[entry.offset:entry.offset + entry.stored_size])
+    same(stored, frame, data[entry.offset : entry.offset + entry.stored_size])
     if not entry.is_compressed and getattr(parsed, name) is not None:  # the tables are not there without their tensors
         return getattr(parsed, name), 0
     content = reader.expand(frame, entry.expanded_size, "section.frame") if entry.is_compressed else frame
@@ -97,10 +97,12 @@ def check(Tpde, index_path, blob_path):
     header = {k: v for k, v in wanted.header._asdict().items() if k not in ("magic", "sections", "reserved2")}
     same("header", fields(parsed, header), header)
     same("sections", [(s.offset, s.stored_size, s.expanded_size) for s in parsed.sections], wanted.sections)
-    same("lengths", [len(parsed.chunks), len(parsed.sums), len(parsed.digests)],
-         [len(wanted.records), len(wanted.sums), len(wanted.digests)])
-    for rows, expected in ((parsed.chunks, wanted.records), (parsed.sums, wanted.sums),
-                           (parsed.digests, wanted.digests)):
+    same(
+        "lengths",
+        [len(parsed.chunks), len(parsed.sums), len(parsed.digests)],
+        [len(wanted.records), len(wanted.sums), len(wanted.digests)],
+    )
+    for rows, expected in ((parsed.chunks, wanted.records), (parsed.sums, wanted.sums), (parsed.digests, wanted.digests)):
         for one, other in zip(rows, expected):
             row(one, other)
     same("roots", [parsed.roots.base_root, parsed.roots.target_root], [wanted.base_root, wanted.target_root])
@@ -124,8 +126,11 @@ def check(Tpde, index_path, blob_path):
     same("files", len(files.entries), len(wanted.files))
     for entry, name, content, expected in zip(files.entries, files.names, files.contents, wanted.files):
         row(entry, expected.entry)
-        same("file", (name.value, plain(entry.kind), content.value if entry.is_stored else None),
-             (expected.name, expected.kind, expected.content))
+        same(
+            "file",
+            (name.value, plain(entry.kind), content.value if entry.is_stored else None),
+            (expected.name, expected.kind, expected.content),
+        )
     file.close()
 
     data = blob_path.read_bytes()
@@ -133,7 +138,7 @@ def check(Tpde, index_path, blob_path):
     file = Tpde.from_file(str(blob_path))
     parsed = file.body
     assert isinstance(parsed, Tpde.Blob)
-    header, = reader.BlobHeader.rows(data, 1)
+    (header,) = reader.BlobHeader.rows(data, 1)
     header = {k: v for k, v in header._asdict().items() if k != "magic"}
     same("blob", fields(parsed, header), header)
     same("payloads", parsed.payloads, data[64:])
@@ -142,7 +147,7 @@ def check(Tpde, index_path, blob_path):
         for c, _, _ in tensor.chunks():
             record = wanted.records[c]
             if tensor.entry.codec == CONDITIONED and record.num_deltas:
-                payload = data[record.blob_offset:record.blob_offset + record.compressed_size]
+                payload = data[record.blob_offset : record.blob_offset + record.compressed_size]
                 row(Tpde.ConditionedHeader.from_bytes(payload), conditioned.Header.rows(payload, 1)[0])
     return compressed + too + also
 

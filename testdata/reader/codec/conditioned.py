@@ -13,14 +13,26 @@ TILE = {1: 8, 2: 8, 4: 4, 8: 2}  # blocks, for lanes of so many bytes
 LEAST = 2**16  # of a state between two turns; all states end there
 MOST_SETS = 65_535
 
-Header = table("ConditionedHeader", """
+Header = table(
+    "ConditionedHeader",
+    """
     B low_bits        B states_log2     B segments_log2   B activity_bits
     H first_context   B context_count   B reserved        I exception_count   I center
-""")
+""",
+)
 
 # Section 4.1. Where a float has its exponent: shift and bits; all other dtypes count the bits of the lane.
-EXPONENTS = {"F16": (10, 5), "BF16": (7, 8), "F32": (23, 8), "C64": (23, 8), "F64": (52, 11), "F8_E4M3": (3, 4),
-             "F8_E4M3FNUZ": (3, 4), "F8_E5M2": (2, 5), "F8_E5M2FNUZ": (2, 5)}
+EXPONENTS = {
+    "F16": (10, 5),
+    "BF16": (7, 8),
+    "F32": (23, 8),
+    "C64": (23, 8),
+    "F64": (52, 11),
+    "F8_E4M3": (3, 4),
+    "F8_E4M3FNUZ": (3, 4),
+    "F8_E5M2": (2, 5),
+    "F8_E5M2FNUZ": (2, 5),
+}
 SIGNED = {"I8", "I16", "I32", "I64"}
 
 
@@ -48,7 +60,7 @@ def read_tables(content, owned):
         need(1 <= number <= len(owned), "tensor.tables", "no such set before")
         return owned[number - 1]
     need(number == 0, "tensor.tables", "a reference with a set of its own")
-    classes, = parts.take(1)
+    (classes,) = parts.take(1)
     need(1 <= classes <= 15, "tensor.tables", "number of classes")
     own = [read_class(parts) for _ in range(classes)]
     parts.finish()
@@ -58,7 +70,7 @@ def read_tables(content, owned):
 
 
 def read_class(parts):
-    tokens, = parts.take(1)
+    (tokens,) = parts.take(1)
     need(1 <= tokens <= 180, "tensor.tables", "number of tokens")
     frequencies = [read_frequency(parts) for _ in range(tokens)]
     need(frequencies[-1] != 0, "tensor.tables", "the last frequency is zero")
@@ -67,10 +79,10 @@ def read_class(parts):
 
 
 def read_frequency(parts):
-    low, = parts.take(1)
+    (low,) = parts.take(1)
     if low < 128:
         return low
-    rest, = parts.take(1)
+    (rest,) = parts.take(1)
     need(rest != 0, "tensor.tables", "a frequency of two bytes that fits in one")
     return 128 * rest + low - 128
 
@@ -94,7 +106,7 @@ def changes(payload, record, tensor, base_lanes):
     blocks, tile = -(-lanes // BLOCK), BLOCK * TILE[w]
     tiles = -(-lanes // tile)
     parts = Parts(payload, "payload.size")
-    header, = Header.rows(parts.take(16), 1)
+    (header,) = Header.rows(parts.take(16), 1)
     check_header(header, record, w, tiles)
     r, states, segments = header.low_bits, 1 << header.states_log2, 1 << header.segments_log2
 
@@ -118,7 +130,7 @@ def changes(payload, record, tensor, base_lanes):
         steps = []
         for q in range(s * tiles // segments, (s + 1) * tiles // segments):
             coded = [(lane, c) for lane in range(tile * q, min(tile * (q + 1), lanes)) if (c := class_of(lane))]
-            steps += [coded[j:j + states] for j in range(0, len(coded), states)]
+            steps += [coded[j : j + states] for j in range(0, len(coded), states)]
         values = read_stream(stream, [[tables[c - 1] for _, c in step] for step in steps], states)
         for (lane, _), v in zip(chain.from_iterable(steps), values):
             need(v < 1 << 8 * w - r, "payload.deltas", "a value too large")
@@ -154,8 +166,8 @@ def read_map(parts, contexts, classes):
 def take_bits(parts, count, size):
     """`count` numbers of `size` bits each, packed from the low bits of each byte up; the rest is zeros."""
     bits = "".join(f"{byte:08b}"[::-1] for byte in parts.take(-(-count * size // 8)))
-    need("1" not in bits[count * size:], "payload.size", "the rest of a byte")
-    return [int("0" + bits[at:at + size][::-1], 2) for at in range(0, count * size, size)] if size else [0] * count
+    need("1" not in bits[count * size :], "payload.size", "the rest of a byte")
+    return [int("0" + bits[at : at + size][::-1], 2) for at in range(0, count * size, size)] if size else [0] * count
 
 
 # Section 4.5.
@@ -164,9 +176,9 @@ def take_bits(parts, count, size):
 def read_stream(stream, steps, count):
     """The values of a stream of `count` states; a step is the tables of its coded lanes."""
     need(len(stream) >= 4 * count, "payload.stream", "shorter than its states")
-    states = unpack_lanes(stream[:4 * count], 4)
+    states = unpack_lanes(stream[: 4 * count], 4)
     need(min(states) >= LEAST, "payload.stream", "a state below 2^16")
-    words = iter(unpack_lanes(stream[4 * count:], 2))
+    words = iter(unpack_lanes(stream[4 * count :], 2))
 
     def filled(x):
         if x >= LEAST:

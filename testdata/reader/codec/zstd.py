@@ -11,7 +11,7 @@ def sizes_fit(record, w, lanes):
 
 def changes(payload, record, tensor, base_lanes):
     parts = Parts(expand(payload, record.uncompressed_size, "payload.frame"), "payload.size")
-    layout, = parts.take(1)
+    (layout,) = parts.take(1)
     need(layout < len(LAYOUTS), "payload.layout")
     positions, deltas = LAYOUTS[layout](parts, record.num_deltas, tensor.dtype.lane_bytes, len(base_lanes))
     parts.finish()
@@ -98,6 +98,7 @@ def take_escapes(parts, values, w):
 
 def take_elias(bits, most):
     """One number in the code of Elias, from a string of "0" and "1"."""
+
     def take(count):
         return int("0" + bits.take(count), 2)
 
