@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Keep every checkpoint of a training run as a chain of differences, and go back to any of them.
+"""Keep every checkpoint of a training run as a chain of differences, and load any of them.
 
-The first checkpoint is an anchor, a pair without a base. Each later one is a pair from the one before, and every few there is
-an anchor again, so that no way back is long. A snapshot of the last checkpoint is all that training has to hold.
+The first checkpoint is an anchor, a pair without a base. Each later one is the difference from the previous checkpoint. Every
+eighth is an anchor again, which bounds the number of pairs to apply. Training keeps only a copy of the last checkpoint.
 
     pip install ./python torch
     python examples/checkpoint_chain.py
@@ -16,7 +16,7 @@ import torch
 import tpde
 import tpde.torch
 
-ANCHORS = 8  # one checkpoint in so many stands alone
+ANCHORS = 8  # checkpoints per anchor
 
 
 class Chain:
@@ -31,7 +31,7 @@ class Chain:
         return self.folder / f"step-{number:04}"
 
     def append(self, state: dict[str, torch.Tensor]) -> tpde.EncodeReport:
-        """Adds a checkpoint. A crash in between leaves a pair that is complete or none."""
+        """Adds a checkpoint. A crash leaves either the complete pair or none."""
         base = None if self.count % ANCHORS == 0 else self.last
         report = tpde.torch.save_file(state, self.path(self.count), base=base)
         self.last = {name: tensor.clone() for name, tensor in state.items()}
@@ -39,7 +39,7 @@ class Chain:
         return report
 
     def load(self, number: int) -> dict[str, torch.Tensor]:
-        """A checkpoint: its anchor, then each difference up to it, applied where the tensors lie and checked."""
+        """Loads a checkpoint: its anchor, then each difference up to it, checked and applied in place."""
         anchor = number - number % ANCHORS
         state = tpde.torch.load_file(self.path(anchor))
         for step in range(anchor + 1, number + 1):
@@ -50,7 +50,7 @@ class Chain:
 def main(folder: Path) -> None:
     torch.set_num_threads(2)
     torch.manual_seed(0)
-    # Weights in BF16, as they are used, with masters in F32, as they are trained.
+    # Training uses weights in F32; checkpoints hold them in BF16.
     model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 512))
     teacher = torch.nn.Linear(512, 512)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6)
@@ -73,9 +73,9 @@ def main(folder: Path) -> None:
     for number in (13, 0, 19, 8):
         state = chain.load(number)
         assert all(torch.equal(state[name], kept[number][name]) for name in state)
-        print(f"went back to step {number}: equal bit for bit")
+        print(f"loaded step {number}: equal bit for bit")
 
-    # A difference fits the checkpoint before it, and no other.
+    # A difference fits only the previous checkpoint.
     state = chain.load(9)
     try:
         tpde.torch.apply_(state, chain.path(12))

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Keep the weights of two workers at those of a trainer, by differences, while they generate.
+"""Keep the weights of two generating workers equal to those of a trainer, by differences.
 
-A trainer process takes optimiser steps and publishes each as a pair; two worker processes generate text with live weights, and
-patch them in place between two tokens as soon as a pair is there. All three compare digests of all weights after every step. On
-a machine with a GPU they share that one; else they run on the CPU.
+A trainer process takes optimiser steps and publishes each as a pair. Two worker processes generate text with live weights. As soon
+as a pair is published, they patch their weights in place between two tokens. After every step, the digests of all weights are
+compared. All processes share one GPU if there is one; otherwise they run on the CPU.
 
     pip install ./python torch
     python examples/rl_sync.py [--steps 6] [--width 256] [--device cuda]
@@ -26,11 +26,11 @@ TOKENS = 2000
 
 
 class Model(torch.nn.Module):
-    """Next-token prediction from the token before: an embedding, some layers, and the embedding again."""
+    """Predicts the next token with an embedding, some layers, and a head tied to the embedding."""
 
     def __init__(self, width: int, layers: int = 4) -> None:
         super().__init__()
-        torch.manual_seed(0)  # the base that all processes have
+        torch.manual_seed(0)  # all processes start with the same base
         self.embed = torch.nn.Embedding(TOKENS, width)
         self.layers = torch.nn.ModuleList([torch.nn.Linear(width, width) for _ in range(layers)])
         self.norm = torch.nn.LayerNorm(width)
@@ -47,20 +47,20 @@ class Model(torch.nn.Module):
 
 def digest(state: dict[str, torch.Tensor]) -> str:
     """SHA-256 of all weights."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name in sorted(state):
-        found.update(name.encode())
-        found.update(state[name].detach().cpu().contiguous().view(torch.uint8).numpy())
-    return found.hexdigest()
+        hasher.update(name.encode())
+        hasher.update(state[name].detach().cpu().contiguous().view(torch.uint8).numpy())
+    return hasher.hexdigest()
 
 
 def in_bf16(model: Model) -> dict[str, torch.Tensor]:
-    """The weights as workers have them, on the CPU, where pairs are made."""
+    """The weights in the dtype of the workers, on the CPU, where pairs are encoded."""
     return {name: tensor.detach().to("cpu", torch.bfloat16, copy=True) for name, tensor in model.state_dict().items()}
 
 
 def train(folder: Path, device: str, width: int, steps: int, inboxes: list, answers: object) -> None:
-    """Steps of an optimiser on masters in F32; each is published as the difference from the step before in BF16."""
+    """Trains weights in F32. Publishes each step as the difference of its BF16 weights from the previous ones."""
     torch.set_num_threads(1)
     model = Model(width).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-6, weight_decay=0.0)
@@ -68,9 +68,9 @@ def train(folder: Path, device: str, width: int, steps: int, inboxes: list, answ
     last = in_bf16(model)
     for step in range(1, steps + 1):
         tokens = torch.randint(0, TOKENS, (512,), device=device)
-        wanted = follows[tokens, torch.randint(0, 3, (512,), device=device)]
+        labels = follows[tokens, torch.randint(0, 3, (512,), device=device)]
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(tokens), wanted).backward()
+        torch.nn.functional.cross_entropy(model(tokens), labels).backward()
         optimizer.step()
         state = in_bf16(model)
         report = tpde.torch.save_file(state, folder / f"step-{step}", base=last)
@@ -84,15 +84,15 @@ def train(folder: Path, device: str, width: int, steps: int, inboxes: list, answ
 
 
 def work(number: int, folder: Path, device: str, width: int, steps: int, inbox: object, answers: object) -> None:
-    """Generates without end, and patches the live weights between two tokens."""
+    """Generates text, and patches the live weights between two tokens."""
     torch.set_num_threads(1)
     model = Model(width).to(device, torch.bfloat16)
     addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    token, made, step = torch.tensor([number], device=device), 0, 0
+    token, count, step = torch.tensor([number], device=device), 0, 0
     while step < steps:
         with torch.no_grad():
             token = model(token).argmax(-1)
-        made += 1
+        count += 1
         try:
             step, published = inbox.get_nowait()
         except queue.Empty:
@@ -101,9 +101,9 @@ def work(number: int, folder: Path, device: str, width: int, steps: int, inbox: 
         assert tpde.torch.apply_(model, folder / f"step-{step}") == "applied"
         end = time.monotonic()
         assert all(parameter.data_ptr() == addresses[name] for name, parameter in model.named_parameters())
-        told = f"after {made} tokens, patched in {1e3 * (end - begin):.1f} ms, {1e3 * (end - published):.1f} ms after the step"
-        answers.put((f"worker {number}", step, digest(model.state_dict()), told))
-        made = 0
+        summary = f"after {count} tokens, patched in {1e3 * (end - begin):.1f} ms, {1e3 * (end - published):.1f} ms after the step"
+        answers.put((f"worker {number}", step, digest(model.state_dict()), summary))
+        count = 0
 
 
 def main() -> None:
@@ -111,31 +111,31 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    how = parser.parse_args()
+    args = parser.parse_args()
 
     context = multiprocessing.get_context("spawn")  # a forked process cannot use a GPU that its parent has used
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         answers, inboxes = context.Queue(), [context.Queue() for _ in range(2)]
-        of_all = (folder, how.device, how.width, how.steps)
-        processes = [context.Process(target=train, args=(*of_all, inboxes, answers))]
+        shared = (folder, args.device, args.width, args.steps)
+        processes = [context.Process(target=train, args=(*shared, inboxes, answers))]
         for number, inbox in enumerate(inboxes):
-            processes.append(context.Process(target=work, args=(number, *of_all, inbox, answers)))
+            processes.append(context.Process(target=work, args=(number, *shared, inbox, answers)))
         for process in processes:
             process.start()
         digests: dict[int, set[str]] = {}
         try:
-            for _ in range(3 * how.steps):
-                who, step, found, told = answers.get(timeout=300)
-                digests.setdefault(step, set()).add(found)
-                print(f"step {step}, {who:8}: {found[:16]}  {told}")
+            for _ in range(3 * args.steps):
+                process_name, step, weights, summary = answers.get(timeout=300)
+                digests.setdefault(step, set()).add(weights)
+                print(f"step {step}, {process_name:8}: {weights[:16]}  {summary}")
         finally:
             for process in processes:
                 process.join(timeout=30)
                 process.kill()
     assert all(process.exitcode == 0 for process in processes)
-    assert len(digests) == how.steps and all(len(found) == 1 for found in digests.values())
-    print(f"{how.steps} steps: trainer and workers agree on every weight after each, on {how.device}")
+    assert len(digests) == args.steps and all(len(distinct) == 1 for distinct in digests.values())
+    print(f"{args.steps} steps: trainer and workers agree on every weight after each, on {args.device}")
 
 
 if __name__ == "__main__":
