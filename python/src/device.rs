@@ -12,7 +12,7 @@ pub struct Device(pub cuda::Device);
 
 #[pymethods]
 impl Device {
-    /// Opens the device of this number, PyTorch's and the driver's.
+    /// Opens the device with this ordinal, which is the same in PyTorch and in the driver.
     #[new]
     fn open(py: Python<'_>, ordinal: u32) -> PyResult<Self> {
         static OPEN: Mutex<Vec<(u32, u32, cuda::Device)>> = Mutex::new(Vec::new());
@@ -28,12 +28,12 @@ impl Device {
         })
     }
 
-    /// Calls `make` where the thread may allocate although a stream is being captured: what it makes is not the graph's.
+    /// Calls `make` so that it may allocate while a stream is being captured. The memory does not belong to the graph.
     fn beside_captures(&self, py: Python<'_>, make: Py<PyAny>) -> PyResult<Py<PyAny>> {
         self.0.beside_captures(|| make.call0(py)).map_err(|e| errors::to_python(py, &e))?
     }
 
-    /// Id of the capture that the stream is in, if it is in one. No other capture of the process has or had it.
+    /// Id of the capture that the stream is in, if any. Ids are unique in the process and not reused.
     fn capture_id(&self, py: Python<'_>, stream: usize) -> PyResult<Option<u64>> {
         // SAFETY: PyTorch's stream of this device, which it never destroys.
         let stream = unsafe { self.0.borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
@@ -47,7 +47,7 @@ impl Device {
         stream.captured_graph().map(Graph).map_err(|e| errors::to_python(py, &e))
     }
 
-    /// Handle of the stream in whose order memory is to be free that is given.
+    /// Copy-stream handle. Supplied memory must be free in the order of this stream.
     fn copy_stream(&self) -> usize {
         self.0.copy_stream().addr()
     }
@@ -59,7 +59,7 @@ pub struct Graph(cuda::Graph);
 
 #[pymethods]
 impl Graph {
-    /// Whether nothing that was captured runs again.
+    /// Whether the graph is destroyed, so that its captured work cannot run again.
     fn is_destroyed(&self) -> bool {
         self.0.is_destroyed()
     }

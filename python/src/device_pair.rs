@@ -1,7 +1,7 @@
-//! Pairs on CUDA devices, in memory that PyTorch gives and on its streams.
+//! Pairs on CUDA devices, in PyTorch's memory and on its streams.
 //!
-//! All memory of the device that is used here is a tensor of PyTorch's, which `tpde/_device.py` makes in the order of the device's
-//! copy stream and tells of the stream that works with it. So nothing here frees any, and dropping is always right.
+//! All device memory used here belongs to PyTorch tensors. `tpde/_device.py` allocates them in the order of the device's copy stream
+//! and records them with the stream that uses them. Nothing here frees device memory, so values can be dropped at any time.
 
 use crate::device::Device;
 use crate::memory::Memory;
@@ -17,10 +17,10 @@ use std::time::{Duration, Instant};
 use tpde::cuda::{self, Application, ApplyPlan, Binding, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer};
 use tpde::{Apply, BaseKind, Checkpoint, Error, Escaped, FileSource, InPlace, Result, Source, TensorInfo};
 
-/// Bytes of a blob that are read and copied at once.
+/// Bytes of a blob per read and copy.
 const PIECE: usize = 16 << 20;
 
-/// Where the payloads of a pair are while they are not used.
+/// Where the payloads of a pair are kept.
 enum Stored {
     File,
     Pinned(Arc<PinnedBuffer>),
@@ -35,11 +35,11 @@ pub struct DevicePair {
     stored: Stored,
 }
 
-/// Device memory of PyTorch's: address and bytes.
+/// Device memory of a PyTorch tensor: address and bytes.
 type DeviceMemory = (u64, u64);
 
 /// # Safety
-/// It is as the module says: a tensor's, told of the stream that works with it.
+/// The memory belongs to a tensor that is recorded with the stream that uses it, as the module says.
 unsafe fn slice((address, bytes): DeviceMemory) -> DeviceSlice {
     // SAFETY: promised by the caller.
     unsafe { DeviceSlice::from_raw(address, bytes) }
@@ -94,16 +94,16 @@ impl DevicePair {
             };
             let size = pair.blob().size();
             let stored = match blob {
-                Some(given) => {
+                Some(blob) => {
                     // SAFETY: as the module says.
-                    let room = unsafe { slice(given) }.slice(0, size)?;
+                    let memory = unsafe { slice(blob) }.slice(0, size)?;
                     let mut piece = device.pinned(PIECE.min(size as usize))?;
                     for at in (0..size).step_by(PIECE) {
                         let bytes = (size - at).min(PIECE as u64);
                         read(&mut piece[..bytes as usize], at)?;
-                        device.write(&room.slice(at, bytes)?, &piece[..bytes as usize])?;
+                        device.write(&memory.slice(at, bytes)?, &piece[..bytes as usize])?;
                     }
-                    Stored::Device(room)
+                    Stored::Device(memory)
                 }
                 None => {
                     let mut buffer = device.pinned(size as usize)?;
@@ -118,8 +118,7 @@ impl DevicePair {
         })
     }
 
-    /// Where in the blob the payloads of a tensor are, first byte and the one behind the last; none if the processor has to
-    /// expand them.
+    /// The byte range of a tensor's payloads in the blob, start and end; none if the CPU has to expand them.
     fn payloads(&self, py: Python<'_>, name: &str) -> PyResult<Option<(u64, u64)>> {
         let find = || -> Result<_> {
             let place = self.place(name)?;
@@ -129,7 +128,7 @@ impl DevicePair {
         find().map_err(|e| errors::to_python(py, &e))
     }
 
-    /// Reads bytes of the blob into memory of the host that nobody else uses meanwhile.
+    /// Reads bytes of the blob into host memory. Nothing else may use the memory during the call.
     fn read_payloads(&self, py: Python<'_>, start: u64, mut output: Memory) -> PyResult<()> {
         run(py, None, 0, |_| {
             use rayon::prelude::*;
@@ -140,7 +139,7 @@ impl DevicePair {
         })
     }
 
-    /// Works out how tensors are rebuilt from `base`, or changed where they lie, with so many bytes for changes at most.
+    /// Plans how tensors are rebuilt from `base`, or changed in place, with at most `scratch_most` bytes for lists of changes.
     fn plan_all(
         &self,
         py: Python<'_>,
@@ -162,13 +161,13 @@ impl DevicePair {
         Ok(PlanOfAll { bytes: planned.bytes(), made: Mutex::new(Some((planned, Bound { pair, index, mode, tensors, base }))) })
     }
 
-    /// Works out how a tensor is rebuilt from payloads on the device: the blob's bytes from `start` on, in `part`.
+    /// Plans how a tensor is rebuilt from payloads on the device. `part` has the blob's bytes from `start` on.
     fn plan(&self, py: Python<'_>, output: Memory, base: Option<Memory>, start: u64, part: Memory) -> PyResult<Plan> {
         let base: Vec<_> = base.into_iter().collect();
         let plan = || -> Result<_> {
             let tensors = std::slice::from_ref(&output);
             let bindings = bindings(&self.pair, &self.index, tensors, &base, Mode::OutOfPlace)?;
-            // SAFETY: the owner is held by what is made here, and told of the streams by Python's half.
+            // SAFETY: the plan holds the owner, and the Python half records it with the streams.
             let payloads = Payloads::Part { at: start, memory: unsafe { part.device_slice() } };
             ApplyPlan::new(&self.index, &bindings, Mode::OutOfPlace, payloads)
         };
@@ -191,7 +190,7 @@ impl DevicePair {
     }
 }
 
-/// Bytes of a blob as they are in its file.
+/// The blob of a pair as a source.
 struct Blob(Arc<tpde::Pair<FileSource>>);
 
 impl Source for Blob {
@@ -208,7 +207,7 @@ impl Source for Blob {
     }
 }
 
-/// The tensors with their bases, each piece of memory once.
+/// Binds tensors to their bases, each piece of memory once.
 fn bindings(
     pair: &tpde::Pair<FileSource>,
     index: &DeviceIndex,
@@ -241,7 +240,7 @@ fn bindings(
     Ok(bindings)
 }
 
-/// Tensors on a device as a checkpoint, to be read when no work with them is under way.
+/// Tensors on a device as a checkpoint. It is read when no work with the tensors is queued.
 struct OnDevice<'a> {
     device: &'a cuda::Device,
     infos: Vec<TensorInfo>,
@@ -266,18 +265,18 @@ impl Checkpoint for OnDevice<'_> {
     }
 }
 
-/// What tensors of a pair are bound to.
+/// The tensors that a pair is bound to.
 struct Bound {
     pair: Arc<tpde::Pair<FileSource>>,
     index: DeviceIndex,
     mode: Mode,
-    /// Without their owners: only Python's half knows whether the memory is still theirs, and says so by running it.
+    /// Without owners: the Python half makes sure that the memory is still valid when it runs the application.
     tensors: Vec<Memory>,
     base: Vec<Memory>,
 }
 
 impl Bound {
-    /// What an error comes from, where it may be the base's fault.
+    /// Replaces an error by a wrong base or an applied target, if that is the cause.
     fn explain(&self, error: Error, steering: &Steering) -> Error {
         let in_place = self.mode != Mode::OutOfPlace;
         let lying = match OnDevice::new(self.index.device(), if in_place { &self.tensors } else { &self.base }) {
@@ -419,7 +418,7 @@ fn wait(py: Python<'_>, pending: &Pending, total: u64, progress: Option<&Py<PyAn
     loop {
         let is_done = py.detach(|| {
             loop {
-                // What the device died of is told by who waits for the outcome.
+                // The caller, which waits for the outcome, reports a device error.
                 if pending.is_done().unwrap_or(true) {
                     return true;
                 }

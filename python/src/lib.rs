@@ -1,6 +1,6 @@
-//! The compiled half of the Python package `tpde`: the library's functions on paths and on memory that Python holds.
+//! The Rust half of the Python package `tpde`: the library's functions on paths and on memory that Python owns.
 //!
-//! Private to the package, whose Python half in `tpde/` has the public names, the documentation and all that needs NumPy or
+//! Private to the package. The Python half in `tpde/` has the public names, the documentation, and everything that needs NumPy or
 //! PyTorch. No format logic is here.
 
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
@@ -34,10 +34,10 @@ mod _tpde {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-        // Warnings of the library go to Python's `logging`, as those of `tpde`. A second interpreter finds it done.
+        // Warnings of the library go to Python's `logging`, as logger `tpde`. In a second interpreter the logger is installed already.
         let logger = pyo3_log::Logger::new(module.py(), pyo3_log::Caching::Nothing)?;
         let _ = logger.filter(log::LevelFilter::Warn).install();
-        // For tests alone: what a panic becomes.
+        // For tests: shows what a panic is turned into.
         module.add_function(wrap_pyfunction!(super::panic_for_tests, module)?)
     }
 }

@@ -1,4 +1,4 @@
-//! Tensors that lie in memory of Python's.
+//! Tensors in memory that Python owns.
 
 use pyo3::prelude::*;
 use tpde::cuda::DeviceSlice;
@@ -6,19 +6,12 @@ use tpde::{Dtype, MemoryCheckpoint, Result, TensorInfo};
 
 /// A tensor: name, dtype, dims, address, bytes, and an object that keeps the memory where it is.
 ///
-/// Made by `tpde/_memory.py` and `tpde/_torch_memory.py` alone, from tensors that they have looked at: contiguous, in host memory
-/// unless the device half asked for others, which makes no slices of the host of them.
-/// While it is held, and nobody gives the memory back behind its owner's back, the address stays valid. The caller of the
-/// public function promises that nobody writes the memory meanwhile, and for memory that is written that nobody reads it.
+/// Only `tpde/_memory.py` and `tpde/_torch_memory.py` make it, from tensors that they have checked: contiguous, and in host memory,
+/// or on the device for the functions on devices, which make no host slices of them.
+/// The address stays valid while the object is held, unless the owner's memory is freed by other means. The caller of the public
+/// function promises that nothing else writes the memory during the call, and that nothing else reads memory that is written.
 #[derive(FromPyObject)]
-pub struct Memory(
-    String,
-    String,
-    Vec<u64>,
-    usize,
-    usize,
-    #[expect(dead_code, reason = "to be held is all that it is for")] Py<PyAny>,
-);
+pub struct Memory(String, String, Vec<u64>, usize, usize, #[expect(dead_code, reason = "held to keep the memory alive")] Py<PyAny>);
 
 impl Memory {
     pub fn name(&self) -> &str {

@@ -25,7 +25,7 @@ type Described = (String, &'static str, Vec<u64>, &'static str, String, bool);
 
 #[pymethods]
 impl Pair {
-    /// Opens the pair `path`, and the base at `base` if it lies in files.
+    /// Opens the pair `path`, and the base at `base` if it is files.
     #[new]
     #[pyo3(signature = (path, base=None))]
     fn open(py: Python<'_>, path: PathBuf, base: Option<PathBuf>) -> PyResult<Self> {
@@ -166,7 +166,7 @@ impl Pair {
         Ok((PyByteArray::new(py, &positions), PyByteArray::new(py, &values), size))
     }
 
-    /// Changes tensors where they lie, each piece of memory once. True if they were changed, false if they were the target.
+    /// Changes tensors in place, each piece of memory once. True if they were changed, false if they already were the target.
     #[pyo3(signature = (tensors, *, checked, progress))]
     fn apply_in_place(
         &self,
