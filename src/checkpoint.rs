@@ -126,7 +126,7 @@ impl Checkpoint for MemoryCheckpoint<'_> {
     fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
         let bytes = self.in_place(tensor_index, offset, out.len());
         let missing =
-            || Error::InvalidArgument(format!("{} bytes from {offset} on of tensor {tensor_index} are not there", out.len()));
+            || Error::InvalidArgument(format!("tensor {tensor_index} does not have {} bytes from byte {offset} on", out.len()));
         out.copy_from_slice(bytes.ok_or_else(missing)?);
         Ok(())
     }

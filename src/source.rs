@@ -109,7 +109,7 @@ pub(crate) struct OpenFiles(Mutex<VecDeque<(Stamp, Arc<File>)>>);
 
 impl OpenFiles {
     /// Most cached open files. Each thread may hold one more.
-    pub const MOST: usize = 16;
+    pub const MAX_OPEN: usize = 16;
 
     /// Returns the file with this path and stamp, and opens it if necessary.
     fn get(&self, path: &Path, stamp: &Stamp) -> Result<Arc<File>> {
@@ -123,7 +123,7 @@ impl OpenFiles {
         }
         let file = Arc::new(file);
         let mut open = open();
-        if open.len() == Self::MOST {
+        if open.len() == Self::MAX_OPEN {
             open.pop_front();
         }
         open.push_back((*stamp, file.clone()));
@@ -443,7 +443,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let files = Arc::new(OpenFiles::default());
         let path = |i: usize| folder.path().join(i.to_string());
-        let count = 3 * OpenFiles::MOST;
+        let count = 3 * OpenFiles::MAX_OPEN;
         let sources: Vec<_> = (0..count)
             .map(|i| {
                 fs::write(path(i), i.to_le_bytes()).unwrap();
@@ -454,7 +454,7 @@ mod tests {
             let mut read = [0; 8];
             sources[i].read(0, &mut read).unwrap();
             assert_eq!(usize::from_le_bytes(read), i);
-            assert!(files.0.lock().unwrap().len() <= OpenFiles::MOST);
+            assert!(files.0.lock().unwrap().len() <= OpenFiles::MAX_OPEN);
         }
         let last = count - 1; // no longer open
         fs::write(path(count), last.to_le_bytes()).unwrap();

@@ -54,7 +54,7 @@ fn stage<B: Source>(
     publication: &mut Publication,
     paths: Vec<PathBuf>,
 ) -> Result<ApplyReport> {
-    publication.check_room(outputs.iter().map(Output::size).fold(0, u64::saturating_add))?;
+    publication.check_space(outputs.iter().map(Output::size).fold(0, u64::saturating_add))?;
     for (output, path) in outputs.iter().zip(&paths) {
         let file = publication.add(path)?;
         file.set_len(output.size()).and_then(|()| (&*file).write_all(&output.content)).map_err(|e| Error::io("write", path, e))?;

@@ -89,7 +89,7 @@ pub(super) fn train(
             *number += pieces(plan);
             let round = round.clone();
             // The piece that is sampled first differs from stride to stride.
-            let turn = move |n: u64| (n + conditioned::place(n / stride, stride)) % stride;
+            let turn = move |n: u64| (n + conditioned::sample_offset(n / stride, stride)) % stride;
             (0..pieces(plan)).filter(move |k| round.contains(&turn(first + k))).map(move |k| (plan, k))
         });
         in_batches(

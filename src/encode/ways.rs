@@ -1,7 +1,7 @@
-//! How the chunks of a tensor may be coded, and which way makes them smallest.
+//! The ways in which a tensor's chunks may be coded, and the choice of the smallest.
 //!
-//! A chunk is coded in every way that may win. What a way that is far off would make of it is estimated: nobody needs that payload.
-//! All of this is a function of the chunk's lanes, so that the bytes are the same for any number of threads.
+//! A chunk is coded in every way that may be the smallest. The size of a clearly larger way is only estimated. All of this is a
+//! function of the chunk's lanes, so the result does not depend on the number of threads.
 
 use super::options::{CodecChoice, EncodeOptions, Way};
 use super::plan::Plan;
@@ -18,23 +18,25 @@ use std::borrow::Cow;
 use std::cell::LazyCell;
 use std::ops::RangeInclusive;
 
-/// Lanes of the runs that the part of a chunk is made of on which ways are tried first, the fewest and the most.
+/// Lanes of a run, least and most. The sample of a chunk on which ways are tried first consists of `RUNS` runs.
 const RUN: RangeInclusive<usize> = 512..=4096;
-/// Masks of 64 lanes in the shortest run.
+/// Masks (of 64 lanes each) in the shortest run.
 const MASKS: usize = *RUN.start() / 64;
-/// Number of these runs, spread over the chunk.
+/// Runs in a sample, spread evenly over the chunk.
 const RUNS: usize = 8;
-/// Changes that codec `zstd` takes little time for; of more, where they are few of the lanes, it is tried on a part first, of so many.
+/// Codec `zstd` is fast for up to `2 * FEW` changes. If a chunk has more, on at most a quarter of its lanes, the codec is tried
+/// first on a part with at least `FEW` changes.
 const FEW: u64 = 1 << 9;
-/// A chunk is small in a way if it has fewer bytes than one in this many. Other ways must then be small too, or are far off.
+/// A way makes a chunk small if its payload is less than 1/`SMALL` of the chunk. A rough estimate of the other ways is then
+/// enough.
 const SMALL: u64 = 64;
-/// Bytes of a payload that a part has as well as the whole: headers and tables.
-const PART: u64 = 128;
+/// Bytes of a payload that do not depend on the number of lanes: headers and tables.
+const FIXED_BYTES: u64 = 128;
 
-/// What a way makes of a chunk.
+/// The result of a way for one chunk.
 pub(super) struct Attempt {
     pub way: Way,
-    /// Bytes of the payload with its padding, or about that where there is no payload.
+    /// Bytes of the padded payload; an estimate if there is no payload.
     pub size: u64,
     pub payload: Option<(Vec<u8>, Encoded)>,
 }
@@ -49,7 +51,7 @@ impl Attempt {
     }
 }
 
-/// What a thread needs to encode chunks.
+/// Encoders and buffers with which a thread encodes chunks.
 #[derive(Default)]
 pub(super) struct Worker {
     pub encoders: Encoders,
@@ -57,7 +59,7 @@ pub(super) struct Worker {
     pub masks: Vec<u64>,
 }
 
-/// Encoders of chunks from their base and from zeros. Each keeps what it has made of a table set, and is made when it is first used.
+/// Encoders of chunks from their base and from zeros. Each caches what it derives from a table set, and is created on first use.
 #[derive(Default)]
 pub(super) struct Encoders {
     encoders: [Option<ChunkEncoder>; 2],
@@ -66,7 +68,7 @@ pub(super) struct Encoders {
 }
 
 impl Encoders {
-    /// The payload of a chunk in a way. `difference` is that from the chunk's base lanes, or from zeros if its tensor has no base.
+    /// The payload of a chunk in a way. `difference` is from the chunk's base lanes, or from zeros if its tensor has no base.
     pub fn encode(
         &mut self,
         plan: &Plan,
@@ -84,15 +86,16 @@ impl Encoders {
             let trial = Trial::begin(encoder, plan, way, difference, u64::MAX)?;
             return trial.payload(encoder, plan, difference);
         }
-        // A codec that was named has the layout that was named, or the one that suits the chunk.
+        // With one codec for all tensors, the layout is the option's, or else chosen for the chunk.
         let mut payload = Vec::new();
         let encoded = encoder.encode_difference(plan.coding(way, options.layout), difference, &mut payload)?;
         Ok((payload, encoded))
     }
 
-    /// What each way makes of a chunk. `difference` is as for [`encode`](Self::encode).
+    /// The results of all ways for a chunk. `difference` is as for [`encode`](Self::encode).
     ///
-    /// Each way is tried on a part of the chunk first. Then the ways that are close are tried on all of it, the smallest first.
+    /// Each way is first tried on a part of the chunk. The ways close to the smallest are then tried on the whole chunk, in
+    /// ascending order of their estimates.
     pub fn attempts(&mut self, plan: &Plan, options: &EncodeOptions, difference: Difference<'_>) -> Result<Vec<Attempt>> {
         let ways = match plan.way.get() {
             Some(&way) => vec![way],
@@ -150,22 +153,22 @@ fn encoder(encoders: &mut [Option<ChunkEncoder>; 2], way: Way) -> Result<&mut Ch
     }
 }
 
-/// A way that may be tried on a whole chunk.
+/// A way being tried on a chunk.
 struct Trial {
     attempt: Attempt,
-    /// Layouts of codec `zstd` that are to be tried; none if all are.
+    /// Layouts of codec `zstd` to try on the whole chunk; empty for all.
     layouts: Vec<Layout>,
     precision: Precision,
 }
 
-/// What is known of the size that a way makes of a chunk.
+/// The precision of a trial's size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Precision {
-    /// The size.
+    /// Exact.
     Exact,
-    /// About the size.
+    /// A close estimate.
     Near,
-    /// Too much, perhaps by far: the part is made of repeats, and the whole may have more of them.
+    /// An upper estimate, perhaps far too large: the part consists of repeats, and the whole chunk may have more of them.
     Repeats,
 }
 
@@ -174,7 +177,7 @@ impl Trial {
         Self { attempt: Attempt::not_made(way, size.next_multiple_of(PAYLOAD_ALIGN)), layouts: Vec::new(), precision }
     }
 
-    /// What a way makes of a chunk, or about that, where others make about `least` bytes.
+    /// Tries a way on a chunk, or on a part of it. `least` is the size of the smallest way so far.
     fn begin(encoder: &mut ChunkEncoder, plan: &Plan, way: Way, difference: Difference<'_>, least: u64) -> Result<Self> {
         if difference.changed == 0 {
             return Ok(Self { attempt: Attempt::made(way, Default::default()), ..Self::new(way, 0, Precision::Exact) });
@@ -182,7 +185,7 @@ impl Trial {
         if let Some(size) = size_without_tables(plan, way, difference) {
             return Ok(Self::new(way, size, Precision::Exact));
         }
-        // Where not most lanes change the first way wins mostly.
+        // If at most half of the lanes change, the first way is usually the smallest.
         let whole = least == u64::MAX && 2 * difference.changed <= difference.lanes();
         match if whole { None } else { Part::of(way.codec, difference) } {
             Some(part) => Self::of_part(encoder, plan, way, &part, least),
@@ -194,7 +197,7 @@ impl Trial {
         }
     }
 
-    /// About what a way makes of a chunk, from a part of it.
+    /// Estimates a way's size for a chunk from a part of it.
     fn of_part(encoder: &mut ChunkEncoder, plan: &Plan, way: Way, part: &Part<'_>, least: u64) -> Result<Self> {
         let difference = part.difference(plan.dtype);
         if let Some(size) = size_without_tables(plan, way, difference) {
@@ -204,8 +207,8 @@ impl Trial {
         let mut payload = Vec::new();
         if way.codec == Codec::Zstd {
             let many = part.many;
-            // Of many changes, layouts differ less.
-            let enough = part.share(least.saturating_mul(if many { 9 } else { 10 }) / 8) + PART;
+            // With many changes, layouts differ less in size.
+            let enough = part.share(least.saturating_mul(if many { 9 } else { 10 }) / 8) + FIXED_BYTES;
             let (encoded, sizes) = encoder.smallest_frame(difference, Layouts::Any, enough, &mut payload)?;
             if is_repeats(encoded, payload.len()) {
                 trial.precision = Precision::Repeats;
@@ -215,11 +218,11 @@ impl Trial {
         } else {
             encoder.encode_difference(plan.coding(way, None), difference, &mut payload)?;
         }
-        trial.attempt.size = part.whole((payload.len() as u64).saturating_sub(PART));
+        trial.attempt.size = part.whole((payload.len() as u64).saturating_sub(FIXED_BYTES));
         Ok(trial)
     }
 
-    /// Whether the chunk may have fewer bytes than `least` in this way.
+    /// Whether this way may be smaller than `least` bytes.
     fn may_be_below(&self, least: u64) -> bool {
         let size = self.attempt.size;
         match self.precision {
@@ -239,7 +242,7 @@ impl Trial {
         }
     }
 
-    /// Encodes the whole chunk, of which others make `least` bytes.
+    /// Encodes the whole chunk. `least` is the size of the smallest way so far.
     fn end(&mut self, encoder: &mut ChunkEncoder, plan: &Plan, difference: Difference<'_>, least: u64) -> Result<()> {
         let way = self.attempt.way;
         let mut payload = Vec::new();
@@ -256,7 +259,7 @@ impl Trial {
     }
 }
 
-/// Bytes of a chunk in a way for which the number of changes says it; none for the others.
+/// Payload bytes for ways whose size follows from the number of changes; `None` for the others.
 fn size_without_tables(plan: &Plan, way: Way, difference: Difference<'_>) -> Option<u64> {
     match way.codec {
         Codec::Raw => Some(raw_size(difference.changed as u32, plan.dtype.lane_bytes())),
@@ -265,8 +268,8 @@ fn size_without_tables(plan: &Plan, way: Way, difference: Difference<'_>) -> Opt
     }
 }
 
-/// The layouts to try on a whole chunk, the smallest of the part first. Where `many` lanes change, that is the only one. Where few
-/// do, a longer content may have more repeats in another layout.
+/// The layouts to try on the whole chunk, smallest for the part first. If `many` lanes change, only the smallest. Otherwise also
+/// layouts of up to 1.5 times that size, because the whole chunk may have more repeats in them.
 fn close(sizes: &[LayoutSize], smallest: usize, many: bool) -> Vec<Layout> {
     let most = if many { smallest } else { smallest * 3 / 2 };
     let mut close: Vec<LayoutSize> = sizes.iter().copied().filter(|(_, size)| *size <= most).collect();
@@ -286,7 +289,14 @@ fn zeros(buffer: &mut Vec<u8>, size: usize) -> &[u8] {
     &buffer[..size]
 }
 
-/// A part of a chunk that is tried for all of it.
+/// Size of a part and of its chunk, in the same unit.
+#[derive(Clone, Copy)]
+struct Scale {
+    part: u64,
+    chunk: u64,
+}
+
+/// A part of a chunk, used as its sample.
 struct Part<'a> {
     base: Cow<'a, [u8]>,
     target: Cow<'a, [u8]>,
@@ -294,17 +304,17 @@ struct Part<'a> {
     changed: usize,
     /// Whether more than a quarter of the chunk's lanes change.
     many: bool,
-    /// How much of how much it is.
-    of: (u64, u64),
+    /// Size of the part and of the chunk, both in bytes of lanes or both in changes.
+    scale: Scale,
 }
 
 impl<'a> Part<'a> {
-    /// The part on which a codec is tried first; none if the whole takes it little time.
+    /// The part on which a codec is tried first; `None` if the whole chunk takes it little time.
     fn of(codec: Codec, difference: Difference<'a>) -> Option<Self> {
         let (lanes, changed) = (difference.lanes(), difference.changed as u64);
         match codec {
             Codec::Raw => None,
-            // The time of codec `zstd` goes with the changes where these are few.
+            // With few changes, the time of codec `zstd` depends on the changes rather than on the lanes.
             Codec::Zstd if 4 * changed <= lanes as u64 => (changed > 2 * FEW).then(|| Self::of_changes(difference)),
             _ => {
                 let part = Self::of_lanes(difference.dtype, difference.base, difference.target)?;
@@ -313,7 +323,8 @@ impl<'a> Part<'a> {
         }
     }
 
-    /// Runs of lanes from all over a chunk, put together; none if the chunk has fewer than twice their lanes.
+    /// Runs of lanes from all over the chunk, concatenated; `None` if the chunk has fewer than twice the lanes of the shortest
+    /// runs.
     fn of_lanes(dtype: Dtype, base: &'a [u8], target: &'a [u8]) -> Option<Self> {
         let width = dtype.lane_bytes();
         let lanes = base.len() / width;
@@ -330,60 +341,60 @@ impl<'a> Part<'a> {
         let target = runs(target);
         let mut masks = Vec::new();
         let Difference { changed, .. } = Difference::find(dtype, &base, &target, &mut masks);
-        let of = (base.len() as u64, whole);
-        Some(Self { base: base.into(), target: target.into(), masks: masks.into(), changed, many: 4 * changed > RUNS * run, of })
+        let scale = Scale { part: base.len() as u64, chunk: whole };
+        Some(Self { base: base.into(), target: target.into(), masks: masks.into(), changed, many: 4 * changed > RUNS * run, scale })
     }
 
-    /// The lanes around the change in the middle, with a sixteenth of the changes, or [`FEW`].
+    /// The middle of the chunk, counted in changes: a sixteenth of them, but at least [`FEW`].
     fn of_changes(difference: Difference<'a>) -> Self {
         let Difference { masks, .. } = difference;
         let changed = difference.changed as u64;
-        let wanted = FEW.max(changed / 16);
+        let target_changes = FEW.max(changed / 16);
         let (mut seen, mut range) = (0, 0..masks.len());
         for (start, masks) in (0..).step_by(MASKS).zip(masks.chunks(MASKS)) {
             let before = seen;
             seen += count(masks) as u64;
-            if seen <= (changed - wanted) / 2 {
+            if seen <= (changed - target_changes) / 2 {
                 range.start = start + masks.len();
-            } else if before >= (changed + wanted) / 2 {
+            } else if before >= (changed + target_changes) / 2 {
                 range.end = start;
                 break;
             }
         }
         let Difference { base, target, masks, changed: in_part, .. } = difference.part(range);
-        let of = ((in_part as u64).max(1), changed);
-        Self { base: base.into(), target: target.into(), masks: masks.into(), changed: in_part, many: false, of }
+        let scale = Scale { part: (in_part as u64).max(1), chunk: changed };
+        Self { base: base.into(), target: target.into(), masks: masks.into(), changed: in_part, many: false, scale }
     }
 
-    /// Whether most of its lanes change.
+    /// Whether more than half of its lanes change.
     fn mostly_changes(&self) -> bool {
         2 * self.changed > self.masks.len() * 64
     }
 
-    /// The first quarter of its runs, where a rougher estimate will do.
+    /// The first quarter of its runs, for a rougher estimate.
     fn quarter(&self, dtype: Dtype) -> Part<'_> {
         let Difference { base, target, masks, changed, .. } = self.difference(dtype).part(0..self.masks.len() / 4);
-        let of = (base.len() as u64, self.of.1);
-        Part { base: base.into(), target: target.into(), masks: masks.into(), changed, many: self.many, of }
+        let scale = Scale { part: base.len() as u64, chunk: self.scale.chunk };
+        Part { base: base.into(), target: target.into(), masks: masks.into(), changed, many: self.many, scale }
     }
 
-    /// What differs in it.
+    /// The difference of its lanes.
     fn difference(&self, dtype: Dtype) -> Difference<'_> {
         Difference { dtype, base: &self.base, target: &self.target, masks: &self.masks, changed: self.changed }
     }
 
-    /// The part's share of a size.
+    /// Scales a size of the chunk to the part.
     fn share(&self, whole: u64) -> u64 {
-        (u128::from(whole) * u128::from(self.of.0) / u128::from(self.of.1)) as u64
+        (u128::from(whole) * u128::from(self.scale.part) / u128::from(self.scale.chunk)) as u64
     }
 
-    /// What a size of the part is of the whole.
+    /// Scales a size of the part to the chunk.
     fn whole(&self, size: u64) -> u64 {
-        size * self.of.1 / self.of.0
+        size * self.scale.chunk / self.scale.part
     }
 }
 
-/// Lanes of base and target, read into buffers where they do not lie in memory.
+/// Lanes of base and target, read into buffers unless they are in memory.
 #[derive(Default)]
 pub(super) struct Lanes {
     base: Vec<u8>,
@@ -391,7 +402,7 @@ pub(super) struct Lanes {
 }
 
 impl Lanes {
-    /// `size` bytes of lanes of base and target from byte `offset` of the tensor on; zeros where there is no base.
+    /// `size` bytes of lanes of base and target from byte `offset` of the tensor on; zeros if there is no base.
     pub fn read<'a>(
         &'a mut self,
         base: Option<&'a dyn Checkpoint>,

@@ -128,7 +128,7 @@ impl Publication {
     ///
     /// # Errors
     /// [`Error::Io`] if the file system has fewer than `size` bytes left.
-    pub fn check_room(&self, size: u64) -> Result<()> {
+    pub fn check_space(&self, size: u64) -> Result<()> {
         let error = |e| Error::io("write to", &self.folder, e);
         let available = rustix::fs::statvfs(&self.folder).map_err(|e| error(e.into()))?;
         let available = available.f_bavail.saturating_mul(available.f_frsize);

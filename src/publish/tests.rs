@@ -258,8 +258,8 @@ fn a_lock_that_is_never_released_ends_writers_and_readers_with_an_error() {
 fn work_that_the_disk_has_no_room_for_is_refused() {
     let folder = folder();
     let publication = Publication::files(&folder.path().join("out"), false);
-    publication.check_room(0).unwrap();
-    assert_eq!(kind(publication.check_room(u64::MAX)), io::ErrorKind::StorageFull);
+    publication.check_space(0).unwrap();
+    assert_eq!(kind(publication.check_space(u64::MAX)), io::ErrorKind::StorageFull);
 }
 
 #[test]

@@ -163,7 +163,7 @@ impl SafetensorsCheckpoint {
     fn from_files(path: &Path, paths: Vec<(PathBuf, String)>) -> Result<Self> {
         let mut files = Vec::new();
         let mut all = Vec::new();
-        let shared = (paths.len() > OpenFiles::MOST).then(Arc::<OpenFiles>::default);
+        let shared = (paths.len() > OpenFiles::MAX_OPEN).then(Arc::<OpenFiles>::default);
         for (file, (path, name)) in paths.iter().enumerate() {
             let (shard, tensors) = Shard::open(path, name, shared.as_ref())?;
             all.extend(tensors.into_iter().map(|FileTensor { info, offset }| {

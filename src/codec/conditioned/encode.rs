@@ -1,4 +1,5 @@
-//! From base and target lanes to a payload. What a decoder must accept is in the spec; what is chosen here is free.
+//! Encodes base and target lanes as a payload. The spec says what a decoder must accept; the choices made here are free within
+//! that.
 
 use super::coded::{Classifier, CodedLanes, tiles_of};
 use super::context::{HALF, MAX_CONTEXTS, Maps, tile_blocks};
@@ -16,23 +17,26 @@ use crate::lane::{Dtype, Lane, lanes_of, lanes_of_mut};
 use std::ops::Range;
 use zerocopy::IntoBytes;
 
-/// Most steps that a stream should have if each state has some payload: a state costs 3 bytes, since the first one holds 24 bits
-/// and says 16 of them. Where a chunk is decoded by threads that wait for each other, steps are what takes the time.
+/// Most steps of a stream, if its states have enough payload. Fewer steps decode faster, because threads decode the steps of a
+/// stream one after another. Each state costs 3 bytes.
 const STEPS: usize = 512;
-/// Bytes of payload that a state must have for [`STEPS`], and in a chunk with one stream.
-const STATE: [u64; 2] = [80, 40];
-/// What it may cost more, as a part, to code all lanes of a kind of block, so that steps are rows of lanes.
+/// Least bytes of payload per state: for splitting into streams of [`STEPS`], and in a chunk with one stream.
+const MIN_STATE_BYTES: u64 = 80;
+const MIN_STATE_BYTES_OF_ONE_STREAM: u64 = 40;
+/// All lanes of a kind of block are coded, so that steps are rows of lanes, if this costs at most 1/`ROWS` more.
 const ROWS: u64 = 64;
-/// Contexts after the last one seen that other blocks may have.
+/// Contexts above the largest sampled one that are kept for the other blocks.
 const UNSEEN: usize = 3;
-/// What maps without holes may cost more than others: a part of the payload, and bits.
-const WHOLE: (u64, u64) = (100, 8 * 12);
+/// Maps without holes are chosen if they cost at most 1/`WITHOUT_HOLES_FRACTION` and `WITHOUT_HOLES_BITS` bits more than the
+/// others.
+const WITHOUT_HOLES_FRACTION: u64 = 100;
+const WITHOUT_HOLES_BITS: u64 = 8 * 12;
 
-/// What a thread needs to encode chunks, used again for every chunk.
+/// Model and buffers with which a thread encodes chunks, reused for every chunk.
 pub(crate) struct Encoder {
     platform: Platform,
     model: Option<Model>,
-    /// Masks of all lanes, where each has a value to be coded.
+    /// Masks that select all lanes, for chunks in which every lane has a value.
     all: Vec<u64>,
     coded: CodedLanes,
     /// Values of a segment.
@@ -41,10 +45,10 @@ pub(crate) struct Encoder {
     streams: Vec<u8>,
 }
 
-/// A table set in the forms that an encoder wants.
+/// A table set in the forms that the encoder uses.
 struct Model {
     set: TableSet,
-    /// What a value without a token costs.
+    /// Cost of a value without a token.
     missing: u64,
     costs: Costs,
     divisors: EncodeTable,
@@ -70,7 +74,7 @@ impl Model {
     }
 }
 
-/// How a chunk is to be coded, and what that is thought to cost.
+/// Activities and maps for a chunk, with their estimated cost.
 struct Choice {
     activity_bits: u8,
     maps: Maps,
@@ -91,27 +95,27 @@ impl Default for Encoder {
     }
 }
 
-/// What the time of decoding is worth in payload.
+/// The weight of decoding time against payload size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pace {
-    /// That of a coded lane, in 256ths of a bit.
+    /// Cost of a coded lane, in 256ths of a bit.
     pub lane: u64,
-    /// Steps that a stream may have; fewer are taken only where states have much payload each.
+    /// Most steps of a stream. Streams with fewer are made only if each state has enough payload.
     pub steps: usize,
-    /// Bytes of payload that a state is worth, where streams would have more steps than that.
+    /// Least bytes of payload per state for splitting a stream that has more than `steps` steps.
     pub state: u64,
 }
 
 impl Default for Pace {
-    /// Little: for small payloads.
+    /// A low weight, for small payloads.
     fn default() -> Self {
         Self { lane: 16, steps: 1024, state: 80 }
     }
 }
 
 impl Encoder {
-    /// Appends the payload of a chunk to `payload`: nothing if no lane has changed. `low_bits` is 0, or the bits of each delta
-    /// to store as they are.
+    /// Appends the payload of a chunk to `payload`; nothing if no lane has changed. `low_bits` is the number of low bits of each
+    /// delta to store uncoded, or 0.
     pub fn encode<L: Lane>(
         &mut self,
         difference: Difference<'_>,
@@ -137,7 +141,7 @@ impl Encoder {
         Encoded { uncompressed_size: base.len() as u32, num_deltas: changed as u32 }
     }
 
-    /// Returns false if a value has no token and cannot be an exception.
+    /// Returns false if some value has no token and cannot be an exception.
     fn encode_coded<L: Lane>(
         &mut self,
         difference: Difference<'_>,
@@ -153,7 +157,7 @@ impl Encoder {
             model => model.insert(Model::new(tables, missing)),
         };
         let split = Split::for_lanes::<L>(base, target, dtype, low_bits);
-        // The lanes that have a value to be coded: those that change, or all.
+        // The lanes with a value to code: the changed ones, or all.
         let valued = match low_bits {
             0 => masks,
             _ => all_lanes(difference.lanes(), &mut self.all),
@@ -166,7 +170,7 @@ impl Encoder {
         let classifier = Classifier { dtype, maps: &choice.maps, states: STEP };
         self.coded.find::<L>(self.platform, classifier, &levels, base, None);
         let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
-        // The cost includes the time of decoding, which takes no bytes.
+        // The cost includes decoding time, which is not part of the payload.
         let time = if low_bits == 0 { coded as u64 * pace.lane } else { 0 };
         let (states, segments) = shape(coded, choice.cost.saturating_sub(time) / BIT / 8, tiles, pace);
         if states != STEP {
@@ -226,12 +230,12 @@ impl Encoder {
     }
 }
 
-/// Bytes of all changes of a chunk as exceptions.
+/// Bytes of a payload that lists all changes of a chunk as exceptions.
 fn listed_size(difference: Difference<'_>) -> usize {
     difference.changed * exception_bytes(difference.dtype.lane_bytes())
 }
 
-/// Bytes of a payload without coded lanes: what it stores, and header, map, a byte to make the size even, and a state.
+/// Bytes of a payload without coded lanes: stored deltas or exceptions, header, map, padding to an even size, and a state.
 pub(crate) fn uncoded_size(difference: Difference<'_>) -> usize {
     let stored = listed_size(difference).min(difference.base.len());
     (size_of::<ConditionedHeader>() + 1 + stored).next_multiple_of(2) + size_of_val(&RANS_LOWER_BOUND)
@@ -255,7 +259,7 @@ fn put_listed<L: Lane>(difference: Difference<'_>, payload: &mut Vec<u8>) {
     end_uncoded(listed_size(difference), payload);
 }
 
-/// A payload whose deltas are stored as they are.
+/// A payload whose deltas are stored uncoded.
 fn put_plain<L: Lane>(dtype: Dtype, base: &[u8], target: &[u8], payload: &mut Vec<u8>) {
     let header = ConditionedHeader { low_bits: 8 * L::BYTES as u8, context_count: 1, ..ConditionedHeader::default() };
     payload.extend(header.as_bytes());
@@ -270,13 +274,13 @@ fn put_plain<L: Lane>(dtype: Dtype, base: &[u8], target: &[u8], payload: &mut Ve
     end_uncoded(base.len(), payload);
 }
 
-/// Ends a payload that has no coded lanes, but `size` bytes after header and map, which have 17.
+/// Ends a payload without coded lanes. It has `size` bytes after header and map, which have 17.
 fn end_uncoded(size: usize, payload: &mut Vec<u8>) {
     payload.resize(payload.len() + (size + 1) % 2, 0);
     payload.extend(RANS_LOWER_BOUND.to_le_bytes());
 }
 
-/// The activity that stands for a level.
+/// The activity of a level, in `activity_bits` bits.
 fn activity(level: u8, activity_bits: u8) -> u8 {
     match activity_bits {
         0 => 0,
@@ -307,22 +311,22 @@ fn choose(stats: &Stats, model: &Model, split: Split, lane_cost: u64, width: usi
         }
     }
     let [whole, holed] = best;
-    if whole.cost <= holed.cost + holed.cost / WHOLE.0 + WHOLE.1 * BIT { whole } else { holed }
+    if whole.cost <= holed.cost + holed.cost / WITHOUT_HOLES_FRACTION + WITHOUT_HOLES_BITS * BIT { whole } else { holed }
 }
 
-/// What the lanes of a row cost.
+/// Cost of the lanes of a row.
 #[derive(Debug, Clone, Copy, Default)]
 struct Fit {
-    /// If they are not coded.
+    /// Cost if they are listed as exceptions.
     uncoded: u64,
-    /// If they are coded with the class that suits them best.
+    /// Cost if they are coded with the class that is cheapest for them.
     coded: u64,
-    /// That class; 0 if there are no lanes.
+    /// The cheapest class; 0 if there are no lanes.
     class: u8,
 }
 
 impl Fit {
-    /// More than anything else costs; the sum of that of all contexts is a number still.
+    /// More than any real cost; the sum over all contexts does not overflow.
     const NEVER: u64 = 1 << 52;
 
     fn new(row: &Row, model: &Model, split: Split, lane_cost: u64, width: usize) -> Self {
@@ -340,7 +344,7 @@ impl Fit {
         fit
     }
 
-    /// Class and cost between coded entries, which with `holes` may be those of lanes that are not coded.
+    /// Class and cost of an entry between coded ones. With `holes` it may be uncoded.
     fn between(&self, holes: bool) -> (u8, u64) {
         if holes && self.uncoded <= self.coded { (0, self.uncoded) } else { (self.class, self.coded) }
     }
@@ -350,13 +354,13 @@ impl Fit {
     }
 }
 
-/// What contexts cost in each of some groups of levels, which have a map each.
+/// Costs of contexts for groups of levels; each group has its map.
 struct Groups {
-    /// By context.
+    /// Per group, by context.
     fits: Vec<[Fit; CONTEXTS]>,
-    /// Contexts with which maps may begin, and what they and all before them cost in one entry.
+    /// Candidates for the first context of the maps. The fits are those of that context and all before it together, per group.
     firsts: Vec<(usize, Vec<Fit>)>,
-    /// Where a map ends that all lanes are to be coded with: a few contexts after the last one that was seen.
+    /// End of a map with which all lanes are coded: a few contexts above the largest sampled one.
     end: usize,
 }
 
@@ -378,7 +382,7 @@ impl Groups {
         let last = (0..CONTEXTS).rfind(coded).unwrap_or(0);
         let mut shared = vec![Row::default(); groups.len()];
         let mut firsts = Vec::new();
-        // Rows ascend by context.
+        // Rows are in ascending order of context.
         let mut left: Vec<_> = rows.iter().map(|rows| rows.iter().peekable()).collect();
         for first in 0..=last {
             let mut grown = false;
@@ -397,11 +401,11 @@ impl Groups {
         Self { fits, firsts, end: CONTEXTS.min(seen.map_or(1, |seen| seen + 1 + UNSEEN)) }
     }
 
-    /// Chooses maps, and says what they cost. Without `holes` the coded entries of each are its first ones, so that a comparison
-    /// of magnitudes finds coded lanes.
+    /// Chooses maps, and returns them with their cost. Without `holes` the coded entries of a map come first, so that a decoder
+    /// finds coded lanes by comparing magnitudes.
     fn maps(&self, first_context: u16, holes: bool) -> (Maps, u64) {
         let tails: Vec<_> = self.fits.iter().map(|fits| tails(fits, holes)).collect();
-        // Contexts before the first one share its entry: fewer entries, and a worse fit. The further it moves, the more share.
+        // Contexts below the first one share its entry. A higher first context gives fewer entries but a worse fit.
         let mut best = (u64::MAX, 0, 1, Vec::new());
         for (first, shared) in &self.firsts {
             let (mut cost, mut count) = (0, 1);
@@ -432,7 +436,7 @@ impl Groups {
         for ((map, fits), (shared, end, in_rows)) in maps.classes.iter_mut().zip(&self.fits).zip(entries) {
             let fit = |context| if context == first { &shared } else { &fits[context] };
             let class_of = |fit: &Fit| if in_rows { fit.class } else { fit.between(holes).0 };
-            // Contexts that do not occur, or not in the blocks that were looked at, are coded as the next one, or the last one.
+            // Contexts that do not occur in the sampled blocks get the class of the next one that does, or of the last.
             let mut class = (first..end).rev().map(fit).find(|fit| fit.occurs()).map_or(0, class_of);
             for context in (first..end).rev() {
                 if fit(context).occurs() {
@@ -445,20 +449,20 @@ impl Groups {
     }
 }
 
-/// What the contexts from one on cost.
+/// Cost of the contexts from a certain one on.
 #[derive(Debug, Clone, Copy, Default)]
 struct Tail {
-    /// If those before `end` are coded, and no other `end` costs less.
+    /// Cost if those before `end` are coded; `end` is chosen to make it lowest.
     cost: u64,
     /// 0 if none is coded.
     end: usize,
-    /// If none is coded.
+    /// Cost if none is coded.
     uncoded: u64,
-    /// If all are.
+    /// Cost if all are coded.
     all: u64,
 }
 
-/// The tails that begin with each context, the last one empty.
+/// The tail of each context. The last tail is empty.
 fn tails(fits: &[Fit; CONTEXTS], holes: bool) -> [Tail; CONTEXTS + 1] {
     let mut tails = [Tail::default(); CONTEXTS + 1];
     for (context, fit) in fits.iter().enumerate().rev() {
@@ -473,31 +477,32 @@ fn tails(fits: &[Fit; CONTEXTS], holes: bool) -> [Tail; CONTEXTS + 1] {
     tails
 }
 
-/// States of a stream and segments of a chunk of `tiles` tiles, with `coded` coded lanes and a payload of about `size` bytes, the
-/// time of its lanes among them. Streams have at most as many steps as `pace` says, unless states have too little payload.
+/// Number of states per stream and number of segments, for a chunk of `tiles` tiles with `coded` coded lanes and a payload of
+/// about `size` bytes. Streams have at most `pace.steps` steps, unless states would have too little payload.
 fn shape(coded: usize, size: u64, tiles: usize, pace: Pace) -> (usize, usize) {
-    let Pace { steps: most, state, .. } = pace;
-    // Half of a tile's last step is lost.
+    let Pace { steps: max_steps, state, .. } = pace;
+    // On average, half of a tile's last step is unused.
     let steps = coded.div_ceil(STEP) + tiles / 2;
-    let segments = [(STEPS, state.max(STATE[0])), (most, state)].map(|(most, bytes)| {
+    let segments = [(STEPS, state.max(MIN_STATE_BYTES)), (max_steps, state)].map(|(max_steps, bytes)| {
         let affordable = 1usize << (size / bytes / STEP as u64).max(1).ilog2();
-        steps.div_ceil(most).next_power_of_two().min(affordable)
+        steps.div_ceil(max_steps).next_power_of_two().min(affordable)
     });
     let segments = segments.into_iter().fold(1, usize::max).min(1 << MAX_LOG2).min(1 << tiles.ilog2());
-    // Small payloads have no room for a vector's or a warp's worth of states.
-    let states = 1 << STEP.min(coded.max(1)).min((size / state.max(STATE[1])).max(1) as usize).ilog2();
-    let states = STEP.min(coded.div_ceil(most).next_power_of_two()).max(states);
+    // A small payload has fewer states, because each costs 3 bytes.
+    let states = 1 << STEP.min(coded.max(1)).min((size / state.max(MIN_STATE_BYTES_OF_ONE_STREAM)).max(1) as usize).ilog2();
+    let states = STEP.min(coded.div_ceil(max_steps).next_power_of_two()).max(states);
     (if segments == 1 { states } else { STEP }, segments)
 }
 
-/// The positions of some coded lanes, given by their places in tiles whose halves of blocks, from `first` on, have these masks.
-fn positions(first: usize, masks: &[u64], tiles: Tiles, mut places: Vec<usize>) -> Vec<u32> {
-    places.sort_unstable();
-    let mut places = places.into_iter().peekable();
-    let mut found = Vec::new();
+/// The positions in the chunk of coded lanes. `ranks` are their ranks among the padded coded lanes of a segment, whose masks
+/// begin at half-block `first`.
+fn positions(first: usize, masks: &[u64], tiles: Tiles, mut ranks: Vec<usize>) -> Vec<u32> {
+    ranks.sort_unstable();
+    let mut ranks = ranks.into_iter().peekable();
+    let mut positions = Vec::new();
     let (mut start, mut before) = (0, 0);
     for (h, mask) in masks.iter().enumerate() {
-        if places.peek().is_none() {
+        if ranks.peek().is_none() {
             break;
         }
         if h % tiles.halves == 0 {
@@ -505,13 +510,13 @@ fn positions(first: usize, masks: &[u64], tiles: Tiles, mut places: Vec<usize>) 
             before = start;
         }
         let end = before + mask.count_ones() as usize;
-        while let Some(place) = places.next_if(|&place| place < end) {
-            let rest = (before..place).fold(*mask, |rest, _| rest & (rest - 1));
-            found.push(((first + h) * HALF) as u32 + rest.trailing_zeros());
+        while let Some(rank) = ranks.next_if(|&rank| rank < end) {
+            let rest = (before..rank).fold(*mask, |rest, _| rest & (rest - 1));
+            positions.push(((first + h) * HALF) as u32 + rest.trailing_zeros());
         }
         before = end;
     }
-    found
+    positions
 }
 
 fn put_maps(choice: &Choice, payload: &mut Vec<u8>) {
@@ -525,7 +530,7 @@ fn put_maps(choice: &Choice, payload: &mut Vec<u8>) {
 fn put_bits(numbers: impl Iterator<Item = u64>, bits: u32, payload: &mut Vec<u8>) {
     match bits {
         0 => return,
-        // A byte each needs no packing, and becomes vector instructions.
+        // Whole bytes need no packing; this loop compiles to vector instructions.
         8 => return payload.extend(numbers.map(|number| number as u8)),
         _ => {}
     }
@@ -547,7 +552,7 @@ fn put_bits(numbers: impl Iterator<Item = u64>, bits: u32, payload: &mut Vec<u8>
 mod tests {
     use super::*;
 
-    /// Place 1 is behind the only coded lane of the first half, and the first one of the second.
+    /// Rank 1 follows the only coded lane of the first half: it is the first coded lane of the second.
     #[test]
     fn a_place_belongs_to_the_half_that_its_lane_is_in() {
         let masks = [1 << 3, 1 << 7 | 1 << 9];

@@ -26,7 +26,7 @@ pub(crate) use encode::Encoder;
 pub use encode::Pace;
 pub(crate) use encode::uncoded_size;
 pub(crate) use parts::parts;
-pub(crate) use stats::place;
+pub(crate) use stats::sample_offset;
 pub use tables::TableSet;
 #[cfg(fuzzing)]
 pub(crate) use tables::check_lookup;

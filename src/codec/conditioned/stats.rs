@@ -1,4 +1,4 @@
-//! What an encoder looks at before it chooses: which contexts have which tokens, in how busy blocks.
+//! Statistics for the encoder's choices: how often each token occurs, by context and by the activity of the block.
 
 use super::context::{BLOCK, HALF, indexes};
 use super::tables::{extra_bits, token_of, tokens_within};
@@ -6,46 +6,46 @@ use crate::codec::simd::DIRECT;
 use crate::dispatch::vectorized;
 use crate::lane::{Context, Dtype, Lane, Order, lanes_of};
 
-/// Levels of activity: 0 for blocks without a change, then three of about equal size.
+/// Levels of activity: 0 for unchanged blocks, then three with about the same number of blocks.
 pub(super) const LEVELS: usize = 4;
-/// Contexts that are told apart; more than a map has, because where the map begins is not known yet.
+/// Distinct contexts. A map has fewer, but its first context is not known yet.
 pub(super) const CONTEXTS: usize = 256;
-/// Lanes and changes that say enough of all: with more, those of some blocks are looked at.
+/// A chunk with more lanes, or more changes, is sampled.
 const LANES: usize = 1 << 14;
 const CHANGES: usize = 1 << 13;
-/// At least one block in so many is looked at.
+/// At least one of this many blocks is sampled.
 const STRIDE: usize = 16;
-/// Changes of a block that are worth working out all of its values.
+/// With at least this many changes in a block, the values of all its lanes are computed at once.
 const MANY: u16 = 8;
 
-/// Of how many blocks one is looked at where there are `count` of something of which `enough` say enough.
+/// The sampling stride if there are `count` items and about `enough` of them suffice.
 fn stride(count: usize, enough: usize) -> usize {
     (1 << (count / enough).max(1).ilog2()).min(STRIDE)
 }
 
-/// The one of `stride` places of a group that is looked at: another in each group, so that no pattern of lanes, rows above all, has
-/// the period of those places.
-pub(crate) fn place(group: u64, stride: u64) -> u64 {
+/// The index of the sampled item in a group of `stride` items. It is pseudorandom, so that no periodic pattern of lanes, above
+/// all rows, coincides with the samples.
+pub(crate) fn sample_offset(group: u64, stride: u64) -> u64 {
     (group.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 36) % stride
 }
 
-/// The blocks that are looked at, one of each `stride`.
-fn looked_at(blocks: usize, stride: usize) -> impl Iterator<Item = usize> {
-    let block = move |group: usize| group * stride + place(group as u64, stride as u64) as usize;
+/// The sampled blocks: one of each `stride`.
+fn sampled(blocks: usize, stride: usize) -> impl Iterator<Item = usize> {
+    let block = move |group: usize| group * stride + sample_offset(group as u64, stride as u64) as usize;
     (0..blocks.div_ceil(stride)).map(block).filter(move |&block| block < blocks)
 }
 
-/// How deltas become values: which of their bits are stored as they are, and what the others count down from.
+/// How deltas become values: the low bits are stored uncoded, and the value is `center` minus the high bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Split {
-    /// Bits of a delta that are stored as they are.
+    /// Bits of a delta that are stored uncoded.
     pub low_bits: u32,
-    /// What the other bits count down from, if there are low bits.
+    /// The high bits that give value 0; 0 without low bits.
     pub center: u64,
 }
 
 impl Split {
-    /// The split that leaves `low_bits` bits alone and suits these lanes.
+    /// The split with `low_bits` low bits and the center that suits these lanes.
     pub fn for_lanes<'a, L: Lane>(base: &'a [u8], target: &'a [u8], dtype: Dtype, low_bits: u32) -> Self {
         let high_bits = 8 * L::BYTES as u32 - low_bits;
         if low_bits == 0 || high_bits == 0 {
@@ -56,12 +56,12 @@ impl Split {
         let lanes = base.len() / L::BYTES;
         let stride = stride(lanes, LANES);
         let of_block = |block: usize, lanes: &'a [u8]| lanes_of::<L>(&lanes[range::<L>(block, lanes.len())]);
-        let blocks = looked_at(lanes.div_ceil(BLOCK), stride);
+        let blocks = sampled(lanes.div_ceil(BLOCK), stride);
         for (base, target) in blocks.flat_map(|block| of_block(block, base).iter().zip(of_block(block, target))) {
             let high = L::delta(L::load(*base), L::load(*target), dtype.order()).to_u64() >> low_bits;
             counts[(high as usize).min((1 << high_bits.min(11)) - 1)] += 1;
         }
-        // A few lanes may lie above the center: they wrap to large values.
+        // Up to 1/1024 of the lanes may be above the center: they wrap to large values.
         let mut above = lanes / stride / 1024;
         let mut center = counts.len() - 1;
         while center > 0 && counts[center] <= above {
@@ -86,20 +86,20 @@ impl Split {
 pub(super) struct Stats {
     /// Context of the first row.
     pub first: u16,
-    /// By level and context: lanes, and which row of `counts` has their tokens, if one has.
+    /// By level and context: number of lanes, and the row of `counts` with their tokens, or [`NO_ROW`].
     lanes: Vec<[(u32, u32); CONTEXTS]>,
-    /// Tokens but for those of the value 0, in rows of as many as there are tokens.
+    /// Token counts of the lanes with values, in rows of `tokens` entries. [`Stats::row`] adds the other lanes as token 0.
     counts: Vec<u32>,
     tokens: usize,
     /// Level of each block.
     pub levels: Vec<u8>,
 }
 
-/// A row that does not exist.
+/// Marks a level and context without a row.
 const NO_ROW: u32 = u32::MAX;
 
 impl Stats {
-    /// Looks at a chunk of which the lanes in `changed`, a mask for each half of a block, have values; `count` of them change.
+    /// Gathers the statistics of a chunk. `changed` selects the lanes with values, one mask per half block; `count` lanes change.
     pub fn gather<L: Lane>(base: &[u8], target: &[u8], dtype: Dtype, split: Split, changed: &[u64], count: usize) -> Self {
         let lanes = base.len() / L::BYTES;
         let first = first_context::<L>(base, dtype);
@@ -118,16 +118,17 @@ impl Stats {
             levels_of(&scores, false)
         };
         let mut stats = Self { first, lanes: vec![[(0, NO_ROW); CONTEXTS]; LEVELS], counts: Vec::new(), tokens, levels };
-        // Where part of the changes is looked at, lanes are of the same blocks: else unchanged ones would be miscounted.
+        // If changes are sampled, unchanged lanes are counted in the same blocks: otherwise their share would be wrong.
         let change_stride = stride(count, CHANGES);
         let lane_stride = stride(lanes, LANES).max(change_stride);
-        // Neighbours are often alike: counted in one place, each would wait for the one before.
+        // Neighbouring lanes often have the same context. Separate counters for four neighbours avoid waiting for the previous
+        // increment.
         let mut counts = vec![[[0u32; CONTEXTS]; 4]; LEVELS];
         let mut contexts = [0; BLOCK];
         let (of, order, bits) = (dtype.context(), dtype.order(), 8 * L::BYTES as u32);
         let every = (lane_stride / change_stride) as u64;
-        for (n, b) in (0..).zip(looked_at(changes.len(), change_stride)) {
-            let with_lanes = n % every == place(n / every, every);
+        for (n, b) in (0..).zip(sampled(changes.len(), change_stride)) {
+            let with_lanes = n % every == sample_offset(n / every, every);
             let changes = changes[b];
             if !with_lanes && changes == 0 {
                 continue;
@@ -176,7 +177,7 @@ impl Stats {
         &mut self.counts[*row as usize * self.tokens + token]
     }
 
-    /// The tokens of a context in the levels of a range, those of the value 0 included.
+    /// The tokens of a context in a range of levels, value 0 included.
     pub fn row(&self, levels: std::ops::Range<usize>, context: usize) -> Row {
         let levels = &self.lanes[levels];
         let lanes: u64 = levels.iter().map(|level| u64::from(level[context].0)).sum();
@@ -196,13 +197,13 @@ impl Stats {
     }
 }
 
-/// The bytes of a block's lanes, of so many of a chunk.
+/// The byte range of a block's lanes in a chunk of `bytes` bytes.
 fn range<L: Lane>(block: usize, bytes: usize) -> std::ops::Range<usize> {
     let size = BLOCK * L::BYTES;
     (block * size).min(bytes)..((block + 1) * size).min(bytes)
 }
 
-/// Calls `f` for each lane of a block that the masks of its halves select.
+/// Calls `f` for each lane of a block that the masks of its two halves select.
 #[inline(always)]
 fn each(masks: &[u64], mut f: impl FnMut(usize)) {
     for (h, &mask) in masks.iter().enumerate() {
@@ -214,7 +215,7 @@ fn each(masks: &[u64], mut f: impl FnMut(usize)) {
     }
 }
 
-/// Masks of all of `lanes` lanes, in a buffer that is used again, for where each has a value.
+/// Masks that select all of `lanes` lanes, in a reused buffer.
 pub(super) fn all_lanes(lanes: usize, masks: &mut Vec<u64>) -> &[u64] {
     masks.clear();
     masks.resize(lanes.div_ceil(HALF), u64::MAX);
@@ -224,7 +225,7 @@ pub(super) fn all_lanes(lanes: usize, masks: &mut Vec<u64>) -> &[u64] {
     masks
 }
 
-/// The tokens of a block's lanes; 0 where there is no lane.
+/// The tokens of a block's lanes; 0 past the last lane.
 fn block_tokens<L: Lane>(base: &[u8], target: &[u8], order: Order, split: Split) -> [u8; BLOCK] {
     let mut tokens = [0; BLOCK];
     let lanes = tokens.iter_mut().zip(lanes_of::<L>(base)).zip(lanes_of::<L>(target));
@@ -243,7 +244,7 @@ fn block_tokens<L: Lane>(base: &[u8], target: &[u8], order: Order, split: Split)
 /// A histogram of tokens.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Row {
-    /// How often each token occurs.
+    /// Number of lanes per token.
     pub counts: Vec<u32>,
 }
 
@@ -253,7 +254,7 @@ impl Row {
         self.counts.iter().map(|&n| u64::from(n)).sum()
     }
 
-    /// Lanes with another value than 0.
+    /// Lanes with a value other than 0.
     pub fn others(&self) -> u64 {
         self.counts[1..].iter().map(|&n| u64::from(n)).sum()
     }
@@ -272,7 +273,8 @@ impl Row {
     }
 }
 
-/// 0 for a score of 0 if that stands for no change, and 1 to 3 for the lower, middle and upper third of the others.
+/// The level of each score: 1, 2 or 3 for the lower, middle or upper third. With `zero_apart`, score 0 is level 0 and not part of
+/// the thirds.
 fn levels_of(scores: &[u16], zero_apart: bool) -> Vec<u8> {
     let mut sorted: Vec<u16> = scores.iter().copied().filter(|&score| score != 0 || !zero_apart).collect();
     let mut third = |k: usize| match sorted.len() * k / 3 {
@@ -287,14 +289,14 @@ fn levels_of(scores: &[u16], zero_apart: bool) -> Vec<u8> {
     scores.iter().map(level).collect()
 }
 
-/// The context from which on contexts are told apart: those that matter end with the largest one.
+/// The first distinguished context: the largest ones matter most, so the range ends with the largest.
 fn first_context<L: Lane>(base: &[u8], dtype: Dtype) -> u16 {
     match dtype.context() {
         Context::Exponent { shift, bits } if 1usize << bits > CONTEXTS => {
-            let most = (1 << bits) - 1;
-            let exponents = lanes_of::<L>(base).iter().map(|lane| L::load(*lane).to_u64() >> shift & most);
-            // Infinities and NaNs say nothing about the others.
-            let largest = exponents.filter(|&exponent| exponent != most).max().unwrap_or(0);
+            let max = (1 << bits) - 1;
+            let exponents = lanes_of::<L>(base).iter().map(|lane| L::load(*lane).to_u64() >> shift & max);
+            // Infinities and NaNs do not count.
+            let largest = exponents.filter(|&exponent| exponent != max).max().unwrap_or(0);
             (largest as u16).saturating_sub(CONTEXTS as u16 - 2)
         }
         _ => 0,
@@ -305,11 +307,11 @@ fn first_context<L: Lane>(base: &[u8], dtype: Dtype) -> u16 {
 mod tests {
     use super::*;
 
-    /// Rows of a matrix are often as many blocks as a power of two, and those of one kind should not all be left out.
+    /// The length of a row is often a power of two of blocks, and no kind of row may be left out of the sample.
     #[test]
-    fn blocks_that_are_looked_at_have_no_period() {
+    fn sampled_blocks_have_no_period() {
         for stride in [1, 2, 8, 16] {
-            let blocks: Vec<usize> = looked_at(8192, stride).collect();
+            let blocks: Vec<usize> = sampled(8192, stride).collect();
             assert_eq!(blocks.len(), 8192 / stride);
             assert!(blocks.iter().enumerate().all(|(group, block)| block / stride == group));
             for period in [2, 8, 16, 32, 64] {
@@ -318,6 +320,6 @@ mod tests {
                 }
             }
         }
-        assert_eq!(looked_at(37, 16).filter(|block| *block >= 37).count(), 0);
+        assert_eq!(sampled(37, 16).filter(|block| *block >= 37).count(), 0);
     }
 }

@@ -73,7 +73,7 @@ impl<'a> Application<'a> {
     /// # Errors
     /// [`Error::InvalidArgument`] as [`ApplyPlan::new`], or if something is kept of an earlier launch that was not waited for.
     pub fn rebind(&mut self, tensors: &[Binding]) -> Result<bool> {
-        let busy = || Error::InvalidArgument("an application is bound anew, and a launch of it was not waited for".into());
+        let busy = || Error::InvalidArgument("an application cannot be rebound before its earlier launches were waited for".into());
         let prepared = Arc::get_mut(&mut self.prepared).ok_or_else(busy)?;
         check_devices(&prepared.index.device().inner, tensors)?;
         let bindings = binding::check(&prepared.index.uploaded.tensors, tensors, prepared.mode != Mode::OutOfPlace)?;
@@ -182,7 +182,7 @@ impl<'a> Application<'a> {
             return Err(Error::InvalidArgument("the stream is not being captured".into()));
         }
         if self.reads_on_host() {
-            return Err(Error::InvalidArgument("a graph cannot read payloads through the processor".into()));
+            return Err(Error::InvalidArgument("a graph cannot contain payloads that the CPU reads".into()));
         }
         if prepared.frames.is_some() {
             return Err(Error::InvalidArgument("a graph cannot have frames expanded by nvCOMP".into()));
@@ -193,7 +193,7 @@ impl<'a> Application<'a> {
         let mut own_last_launch = if prepared.in_caller_memory { None } else { Some(LastLaunch::default()) };
         let mut own = prepared.last_launch.lock().unwrap_or_else(PoisonError::into_inner);
         if own.table.is_some() {
-            return Err(Error::InvalidArgument("an application that was bound anew is launched before it is captured".into()));
+            return Err(Error::InvalidArgument("a rebound application must be launched once before it is captured".into()));
         }
         let staging = self.staging(&cx, own_last_launch.as_mut().unwrap_or(&mut own))?;
         // Work outside of a capture cannot be waited for within it, so wait on the host. The copy was queued by `prepare` and is
@@ -235,7 +235,7 @@ impl<'a> Application<'a> {
         let is_free = last_launch.done.as_ref().map(|done| done.is_passed(cx)).transpose()?.unwrap_or(true);
         if self.prepared.in_caller_memory {
             let spare = last_launch.spare.clone().filter(|_| is_free);
-            let busy = || Error::InvalidArgument("the memory spare for payloads is in use by the launch before".into());
+            let busy = || Error::InvalidArgument("the staging memory is in use by the previous launch".into());
             return spare.ok_or_else(busy).map(Some);
         }
         match last_launch.spare.take() {

@@ -69,7 +69,7 @@ pub(in crate::cuda) fn check(tensors: &[TensorOnDevice], bindings: &[Binding], i
     kept.sort_by_key(|binding| binding.tensor);
     if let Some(pair) = kept.windows(2).find(|pair| pair[0].tensor == pair[1].tensor && pair[0].output.bytes() > 0) {
         let name = &tensor_at(tensors, pair[0].tensor)?.name;
-        return Err(Error::InvalidArgument(format!("tensor {} is given twice, in different memory", Escaped(name))));
+        return Err(Error::InvalidArgument(format!("tensor {} is bound twice, to different memory", Escaped(name))));
     }
     kept.dedup_by_key(|binding| binding.tensor);
     Ok(kept)
@@ -84,10 +84,7 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &Binding, in_place: bool) -> 
     let lane = 1u64 << tensor.device.lane_log2;
     let fits = |what: &str, slice: &DeviceSlice, bytes: u64| {
         if slice.bytes() != bytes {
-            return Err(Error::InvalidArgument(format!(
-                "{what} of tensor {name} is given with {} bytes, it has {bytes}",
-                slice.bytes()
-            )));
+            return Err(Error::InvalidArgument(format!("{what} of tensor {name} has {} bytes, expected {bytes}", slice.bytes())));
         }
         if bytes > 0 && !slice.address().is_multiple_of(lane) {
             return Err(Error::InvalidArgument(format!(
@@ -100,7 +97,7 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &Binding, in_place: bool) -> 
     fits("the memory", &binding.output, tensor.bytes)?;
     if in_place {
         if binding.base.is_some() {
-            return Err(Error::InvalidArgument(format!("tensor {name} is changed in place, and given with a base")));
+            return Err(Error::InvalidArgument(format!("tensor {name} is changed in place, so its binding cannot have a base")));
         }
         if tensor.base_kind == BaseKind::Prefix {
             return Err(Error::InvalidArgument(format!("tensor {name} changes its number of rows, which cannot be done in place")));
@@ -111,7 +108,7 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &Binding, in_place: bool) -> 
         (_, BaseKind::None) => Ok(()),
         (Some(base), _) => fits("the base", base, tensor.base_bytes),
         (None, _) if tensor.base_bytes == 0 => Ok(()),
-        (None, _) => Err(Error::InvalidArgument(format!("tensor {name} is given without its base"))),
+        (None, _) => Err(Error::InvalidArgument(format!("the binding of tensor {name} has no base"))),
     }
 }
 

@@ -92,7 +92,7 @@ impl Payloads<'_> {
                     if !payloads.is_empty() && (payloads.start < *at || payloads.end > end) {
                         let name = Escaped(&index.tensor(binding.tensor)?.name);
                         return Err(Error::InvalidArgument(format!(
-                            "bytes {at} to {end} of a blob, and tensor {name} has its payloads at {payloads:?}"
+                            "the part of the blob has bytes {at}..{end}, but the payloads of tensor {name} are bytes {payloads:?}"
                         )));
                     }
                 }

@@ -77,9 +77,10 @@ impl DeviceSlice {
     pub fn slice(&self, offset: u64, bytes: u64) -> Result<Self> {
         match offset.checked_add(bytes) {
             Some(end) if end <= self.bytes => Ok(Self { address: self.address + offset, bytes, keep: self.keep.clone() }),
-            _ => {
-                Err(Error::InvalidArgument(format!("{bytes} bytes from {offset} on do not lie in {} of device memory", self.bytes)))
-            }
+            _ => Err(Error::InvalidArgument(format!(
+                "{bytes} bytes from byte {offset} on are not within {} bytes of device memory",
+                self.bytes
+            ))),
         }
     }
 
@@ -97,7 +98,7 @@ impl DeviceSlice {
         if !self.address.is_multiple_of(MEMORY_ALIGN) || self.bytes < bytes {
             let (found, at) = (self.bytes, self.address);
             return Err(Error::InvalidArgument(format!(
-                "{found} bytes of device memory at {at:#x} for {bytes} at a multiple of {MEMORY_ALIGN}"
+                "device memory: {found} bytes at {at:#x}, expected at least {bytes} at a multiple of {MEMORY_ALIGN}"
             )));
         }
         self.slice(0, bytes)

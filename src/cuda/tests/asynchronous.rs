@@ -362,15 +362,15 @@ fn memory_that_overlaps_is_refused_and_the_same_twice_is_decoded_once() {
     refused(&[out(0, 0, bytes - 2)], Mode::OutOfPlace, "overlaps the base");
     refused(&[out(0, 0, bytes), out(1, 2 * bytes, bytes + 2)], Mode::OutOfPlace, "overlaps that for");
     refused(&[out(0, 0, bytes), out(1, bytes + 2, 3 * bytes)], Mode::OutOfPlace, "overlaps the base");
-    refused(&[out(0, 0, bytes), out(0, 0, 2 * bytes)], Mode::OutOfPlace, "given twice");
+    refused(&[out(0, 0, bytes), out(0, 0, 2 * bytes)], Mode::OutOfPlace, "bound twice");
     refused(&[out(0, 0, bytes), out(1, 0, bytes)], Mode::OutOfPlace, "overlaps that for");
-    refused(&[Binding::out_of_place(0, None, at(0))], Mode::OutOfPlace, "without its base");
+    refused(&[Binding::out_of_place(0, None, at(0))], Mode::OutOfPlace, "has no base");
     refused(&[Binding::in_place(9, at(0))], Mode::OutOfPlace, "tensor 9");
     let in_place = Mode::InPlace(InPlace::AllChecked);
     refused(&[Binding::in_place(0, at(0)), Binding::in_place(1, at(2))], in_place, "overlaps that for");
     refused(&[Binding::in_place(0, at(1))], in_place, "not aligned");
-    refused(&[Binding::in_place(0, memory.slice(0, bytes - 2).unwrap())], in_place, "bytes, it has");
-    refused(&[out(0, 0, bytes)], in_place, "given with a base");
+    refused(&[Binding::in_place(0, memory.slice(0, bytes - 2).unwrap())], in_place, "bytes, expected");
+    refused(&[out(0, 0, bytes)], in_place, "cannot have a base");
     assert!(prepare(&index, &[], in_place, Payloads::Host(&&sample.pair.blob()[1..])).is_err());
 
     device.write(&at(0), &sample.base[0]).unwrap();
