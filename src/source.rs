@@ -45,7 +45,7 @@ fn slice(bytes: &[u8], offset: u64, size: usize) -> Result<&[u8]> {
     let range = usize::try_from(offset).ok().and_then(|start| Some(start..start.checked_add(size)?));
     range
         .and_then(|range| bytes.get(range))
-        .ok_or_else(|| Error::InvalidArgument(format!("{size} bytes from {offset} on do not lie in {} bytes", bytes.len())))
+        .ok_or_else(|| Error::InvalidArgument(format!("{size} bytes from byte {offset} on are not within {} bytes", bytes.len())))
 }
 
 macro_rules! in_memory {

@@ -103,7 +103,8 @@ impl Prepared {
             copies::fill(&cx, at(offsets.scratch), 0, own_head as usize / 4, copy)?;
         }
         queueing.end_with(&ready)?;
-        // Kernels index with numbers of the whole pair, so these are the addresses of (absent) element 0.
+        // Kernels index these arrays with chunk and tensor numbers of the whole pair. Only a span is allocated, so these are the
+        // addresses that element 0 would have.
         let from_zero = |offset: u64, number: usize, bytes: usize| at(offset).wrapping_sub((number * bytes) as u64);
         let first_chunk = schedule.span.start as usize;
         let records = match schedule.records.is_empty() {

@@ -99,7 +99,7 @@ proptest! {
     }
 }
 
-/// Three coded lanes of a tile and two of the next, with four states: the fourth one has nothing to say.
+/// Four states, with three coded lanes in the first tile and two in the next: the fourth state codes no lane.
 #[test]
 fn a_tile_begins_with_the_first_state() {
     let set = TableSet::new(&[flat(2, 2048)]);

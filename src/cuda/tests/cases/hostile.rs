@@ -22,7 +22,7 @@ pub fn conditioned(random: &mut Random, most: usize) -> Hostile {
     match random.below(16) {
         0 | 1 => {
             for _ in 0..1 + random.below(3) {
-                // Half of them in the small parts.
+                // Half of the damage is in the first 64 bytes, where the small parts are.
                 let end = if random.once_in(2) { size.min(64) } else { size };
                 case.payload[random.below(end)] ^= 1 << random.below(8);
             }
