@@ -49,22 +49,7 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
     if ours.is_none() && theirs.is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe) {
         return ExitCode::SUCCESS; // whoever read our output has seen enough
     }
-    let (kind, code) = match ours {
-        Some(Error::Io { .. }) => ("io", SYSTEM),
-        Some(Error::Invalid(_)) => ("invalid", DATA),
-        Some(Error::WrongBase { .. }) => ("wrong_base", DATA),
-        Some(Error::AlreadyApplied) => ("already_applied", DATA),
-        Some(Error::BadCheckpoint { .. }) => ("bad_checkpoint", DATA),
-        Some(Error::Changed { .. }) => ("changed", SYSTEM),
-        Some(Error::NotWritable { .. }) => ("not_writable", DATA),
-        Some(Error::Limit { .. }) => ("limit", DATA),
-        Some(Error::InvalidArgument(_)) => ("misuse", USAGE),
-        Some(Error::NoDevice(_)) => ("no_device", DEVICE),
-        Some(Error::NoLibrary { .. }) => ("no_library", DEVICE),
-        Some(Error::Device { .. }) => ("device", SYSTEM),
-        None if theirs.is_some() => ("io", SYSTEM),
-        _ => ("other", DATA),
-    };
+    let (kind, code) = kind_and_code(ours, theirs.is_some());
     let mut at = Location::default();
     match ours {
         Some(Error::Invalid(invalid)) => at = invalid.at.clone(),
@@ -83,6 +68,26 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
         print(Failure { kind, rule, tensor: at.tensor, chunk: at.chunk, message, hint });
     }
     ExitCode::from(code)
+}
+
+/// The kind of an error in JSON, and the exit code. docs/command-line.md lists them.
+fn kind_and_code(ours: Option<&Error>, is_io: bool) -> (&'static str, u8) {
+    match ours {
+        Some(Error::Io { .. }) => ("io", SYSTEM),
+        Some(Error::Invalid(_)) => ("invalid", DATA),
+        Some(Error::WrongBase { .. }) => ("wrong_base", DATA),
+        Some(Error::AlreadyApplied) => ("already_applied", DATA),
+        Some(Error::BadCheckpoint { .. }) => ("bad_checkpoint", DATA),
+        Some(Error::Changed { .. }) => ("changed", SYSTEM),
+        Some(Error::NotWritable { .. }) => ("not_writable", DATA),
+        Some(Error::Limit { .. }) => ("limit", DATA),
+        Some(Error::InvalidArgument(_)) => ("invalid_argument", USAGE),
+        Some(Error::NoDevice(_)) => ("no_device", DEVICE),
+        Some(Error::NoLibrary { .. }) => ("no_library", DEVICE),
+        Some(Error::Device { .. }) => ("device", SYSTEM),
+        None if is_io => ("io", SYSTEM),
+        _ => ("other", DATA),
+    }
 }
 
 /// Says on stderr why a command whose report was printed ends with an error.
@@ -191,4 +196,25 @@ fn hint(error: &Error) -> Option<&'static str> {
 
 fn is_of_pair(path: &std::path::Path) -> bool {
     path.extension().is_some_and(|e| e == "tpde-index" || e == "tpde-blob")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn the_documents_list_each_kind_with_its_exit_code() {
+        let code = |name: &str| ["", "DATA", "USAGE", "SYSTEM", "DEVICE"].iter().position(|code| *code == name).unwrap();
+        let arms = include_str!("failure.rs").lines().filter_map(|line| line.split_once("=> (\"")?.1.strip_suffix("),"));
+        let mut expected: BTreeSet<_> =
+            arms.map(|arm| arm.split_once("\", ").unwrap()).map(|(kind, name)| (kind, code(name))).collect();
+        expected.insert(("usage", code("USAGE")));
+        let document = include_str!("../../docs/command-line.md");
+        let table =
+            document.lines().skip_while(|line| !line.starts_with("| `kind`")).skip(2).take_while(|line| line.starts_with('|'));
+        let rows = table.map(|row| row.split('|').map(str::trim).collect::<Vec<_>>());
+        let documented: BTreeSet<(&str, usize)> = rows.map(|row| (row[1].trim_matches('`'), row[2].parse().unwrap())).collect();
+        assert!(documented.len() > 10);
+        assert_eq!(documented, expected);
+    }
 }

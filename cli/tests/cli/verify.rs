@@ -33,7 +33,7 @@ fn verify_says_whether_it_excludes_a_forged_payload() {
 #[test]
 fn a_pair_without_a_base_is_rebuilt_when_it_is_verified() {
     let place = Place::with_pair();
-    assert_eq!(place.fails("verify pair --no-base", USAGE, "needs a base")["kind"], "misuse");
+    assert_eq!(place.fails("verify pair --no-base", USAGE, "needs a base")["kind"], "invalid_argument");
     let mut new = tensor("w", "U32", &[1024], 2);
     write_file(&place.path("new.safetensors"), std::slice::from_ref(&new));
     place.ok("encode --no-base new.safetensors -o new --codec raw");
