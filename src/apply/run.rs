@@ -107,9 +107,9 @@ impl<'a, B: Source> Run<'a, B> {
         for (output, (name, bytes)) in outputs.iter().zip(lengths) {
             if output.len() as u64 != bytes {
                 return Err(Error::InvalidArgument(format!(
-                    "a buffer of {} bytes for the {bytes} of tensor {}",
-                    output.len(),
-                    Escaped(name)
+                    "the buffer of tensor {} has {} bytes: expected {bytes}",
+                    Escaped(name),
+                    output.len()
                 )));
             }
         }

@@ -116,7 +116,8 @@ pub(super) fn expand<'a>(bytes: &'a [u8], header: &IndexHeader, section: Section
     }
     let size = entry.expanded_size as usize; // at most limits.section_size
     let broken = |found: &dyn std::fmt::Display| {
-        Rule::SectionFrame.broken(format_args!("section {} to be one zstd frame of {size} bytes", section.name()), found)
+        Rule::SectionFrame
+            .broken(format_args!("section {} to be one zstd frame that expands to {size} bytes", section.name()), found)
     };
     crate::codec::zstd::expand_frame(frame, size, WINDOW_LOG_MAX).map(Cow::Owned).map_err(|found| broken(&found))
 }

@@ -112,12 +112,11 @@ impl<'a> Tensor<'a> {
             (Some(start), Some(end)) if start <= end && end <= self.lanes => start..end,
             _ => {
                 return Err(Error::InvalidArgument(format!(
-                    "elements {}..{} are no range of whole bytes in tensor {} of {} {} lanes",
+                    "elements {}..{} of tensor {}: expected a range of its {} elements that begins and ends on a byte",
                     elements.start,
                     elements.end,
                     crate::error::Escaped(self.name),
-                    self.lanes,
-                    self.dtype
+                    self.lanes * lane_bits / self.dtype.bits()
                 )));
             }
         };

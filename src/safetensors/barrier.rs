@@ -38,7 +38,7 @@ pub(crate) fn barrier(path: &Path, outputs: &[Output]) -> Result<Barrier> {
             let found = Escaped(&found);
             return Err(Error::bad_checkpoint(
                 path,
-                format_args!("{found} is not a file of the pair, but would be read with them"),
+                format_args!("{found} is not part of the output, but readers of the folder would open it too: remove it"),
             ));
         }
     }

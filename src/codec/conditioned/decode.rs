@@ -176,7 +176,11 @@ impl Target {
         let lanes = lanes_of_mut::<L>(lanes);
         for (position, delta, base) in exceptions.each() {
             let current = L::load(lanes[position]);
-            Rule::PayloadPositions.check(current == base, "an exception for an unchanged lane", position)?;
+            Rule::PayloadPositions.check(
+                current == base,
+                "an exception for an unchanged lane",
+                format_args!("lane {position}, which has changed"),
+            )?;
             Rule::PayloadDeltas.check(
                 delta != L::default(),
                 "a delta that is not zero",

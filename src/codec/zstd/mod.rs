@@ -197,7 +197,7 @@ impl Decoder {
         let content = &mut self.content[..size];
         self.frames
             .expand(payload, content, WINDOW_LOG_MAX)
-            .map_err(|found| Rule::PayloadFrame.broken(format_args!("one zstd frame of {size} bytes"), found))?;
+            .map_err(|found| Rule::PayloadFrame.broken(format_args!("one zstd frame that expands to {size} bytes"), found))?;
         let (&layout, parts) = content.split_first().ok_or_else(|| Rule::PayloadSize.broken("a layout", "nothing"))?;
         let layout = Layout::from_code(layout).ok_or_else(|| Rule::PayloadLayout.broken("a known layout", layout))?;
         layouts::decode::<L>(layout, parts, encoded.num_deltas as usize, order, base_sum, lanes)

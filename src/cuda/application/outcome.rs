@@ -168,7 +168,7 @@ fn error(prepared: &Prepared, chunk: u32, status: u32) -> Error {
         Rule::PayloadCrc32 => format!("{:08x}", record.crc32.get()),
         Rule::PayloadPadding => "zeros after the payload".into(),
         Rule::PayloadSize => format!("parts that fill {} bytes", record.compressed_size.get()),
-        Rule::PayloadFrame => format!("one zstd frame of {} bytes", record.uncompressed_size.get()),
+        Rule::PayloadFrame => format!("one zstd frame that expands to {} bytes", record.uncompressed_size.get()),
         Rule::PayloadLayout => "a known layout".into(),
         Rule::PayloadHeader => "a header within its bounds".into(),
         Rule::PayloadClasses => "classes of the tensor's tables".into(),
