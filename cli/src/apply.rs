@@ -12,7 +12,7 @@ use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use tpde::{Error, Escaped, Pair, Result, Source};
+use tpde::{BaseKind, Error, Escaped, Pair, Result, Source};
 
 /// Rebuild the target from a base and a pair
 ///
@@ -56,6 +56,8 @@ pub struct Report {
     tensors: u64,
     target_bytes: u64,
     digests_checked: bool,
+    #[serde(skip)]
+    needs_base: bool,
     seconds: f64,
     gb_per_second: f64,
     threads: usize,
@@ -88,6 +90,7 @@ impl Apply {
             apply = apply.on(&**device);
         }
         let bar = common.bar("apply", apply.selected().map(|tensor| tensor.bytes()).sum());
+        let needs_base = apply.selected().any(|tensor| tensor.base_kind != BaseKind::None);
         let start = Instant::now();
         let report = apply.progress(|bytes| bar.inc(bytes)).to_path(&self.output)?;
         let seconds = start.elapsed().as_secs_f64();
@@ -97,6 +100,7 @@ impl Apply {
             tensors: report.tensors,
             target_bytes: report.bytes,
             digests_checked: report.digests_checked,
+            needs_base,
             seconds,
             gb_per_second: text::speed(report.bytes, seconds),
             threads: rayon::current_num_threads(),
@@ -133,7 +137,11 @@ fn check_names_file(output: &Path) -> Result<()> {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{BOLD}rebuilt {}{BOLD:#}", text::path(&self.output))?;
-        let checked = if self.digests_checked { "base and target have the digests of the pair" } else { "digests not compared" };
+        let checked = match (self.digests_checked, self.needs_base) {
+            (true, true) => "base and target have the digests of the pair",
+            (true, false) => "target has the digests of the pair; no base is needed",
+            (false, _) => "digests not compared",
+        };
         text::facts(
             f,
             &[

@@ -9,7 +9,7 @@ use clap::Args;
 use serde::Serialize;
 use std::fmt;
 use std::path::PathBuf;
-use tpde::{Authenticity, Pair, Result, Verification, VerifyReport};
+use tpde::{Authenticity, BaseKind, Pair, Result, Verification, VerifyReport};
 
 /// Check a pair, and whether it fits a base or a target
 ///
@@ -41,6 +41,8 @@ pub struct Verify {
 #[derive(Serialize)]
 pub struct Report {
     pair: JsonPath,
+    #[serde(skip)]
+    needs_base: bool,
     #[serde(flatten)]
     found: Verification,
 }
@@ -70,7 +72,8 @@ impl Verify {
         let bar = common.bar("verify", verify.progress_bytes());
         let found = verify.progress(|bytes| bar.inc(bytes)).run()?;
         bar.finish_and_clear();
-        Ok(Report { pair: JsonPath(self.pair.clone()), found })
+        let needs_base = pair.index().tensors().any(|tensor| tensor.base_kind != BaseKind::None);
+        Ok(Report { pair: JsonPath(self.pair.clone()), needs_base, found })
     }
 }
 
@@ -111,7 +114,13 @@ impl fmt::Display for Report {
                     }
                     .into(),
                 ),
-                ("base", tell(base_checked, "is the one that the pair was made from", "--base BASE does it")),
+                (
+                    "base",
+                    match self.needs_base {
+                        true => tell(base_checked, "is the one that the pair was made from", "--base BASE does it"),
+                        false => "not needed".into(),
+                    },
+                ),
                 ("target", tell(target_checked, "has the digests of the pair", "--base, --no-base or --target does it")),
                 (
                     "files",

@@ -19,7 +19,10 @@ pub fn check_target(index: &ValidatedIndex, target: &dyn Checkpoint, progress: P
     for tensor in index.tensors() {
         let expected = hex(&tensor.digests.target_digest);
         let broken = |found: &dyn std::fmt::Display| {
-            let expected = format!("{} {:?} with digest {expected}", tensor.dtype, tensor.shape);
+            let expected = format!(
+                "the checkpoint to be the target of this pair, with {} {:?} of digest {expected}",
+                tensor.dtype, tensor.shape
+            );
             Rule::TensorTargetDigest.broken(expected, found).in_tensor(tensor.name)
         };
         let tensor_index = target.find(tensor.name).ok_or_else(|| broken(&"no such tensor"))?;

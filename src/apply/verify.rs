@@ -5,6 +5,7 @@ use super::builder::Apply;
 use super::compare::check_target;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result, Rule};
+use crate::format::BaseKind;
 use crate::reader::{Pair, VerifyReport};
 use crate::safetensors::{SafetensorsCheckpoint, check_target_files, outputs};
 use crate::source::Source;
@@ -153,7 +154,9 @@ impl<'a, B: Source> Verify<'a, B> {
             }
             Base::Available(base) => (Some(base), apply().base(base).verify()?),
         };
-        checked.base_checked = base.is_some();
+        // A pair of which no tensor has a base says nothing of the base that it is given.
+        let needs_base = index.tensors().any(|tensor| tensor.base_kind != BaseKind::None);
+        checked.base_checked = base.is_some() && needs_base;
         if let Some(target) = self.target {
             check_target(index, target, &self.watcher)?;
             if let Some(files) = SafetensorsCheckpoint::of(target) {

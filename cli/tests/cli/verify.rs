@@ -53,6 +53,21 @@ fn a_pair_without_a_base_is_rebuilt_when_it_is_verified() {
     }
 }
 
+/// Any checkpoint fits beside such a pair, so none may be called its base.
+#[test]
+fn a_base_beside_a_pair_that_needs_none_is_not_confirmed() {
+    let place = Place::with_pair();
+    place.ok("encode --no-base target.safetensors -o new");
+    for checkpoint in ["base.safetensors", "target.safetensors"] {
+        let line = format!("verify new --base {checkpoint}");
+        assert_eq!(place.json(&line)["base_checked"], false);
+        assert!(place.ok(&line).out.contains("base     not needed"), "{}", place.ok(&line).out);
+        let applied = place.ok(&format!("apply {checkpoint} new -o out.safetensors --force")).out;
+        assert!(applied.contains("no base is needed"), "{applied}");
+    }
+    assert_eq!(place.json("verify pair --base base.safetensors")["base_checked"], true);
+}
+
 #[test]
 fn a_sound_pair_whose_files_cannot_be_written_is_told_apart() {
     let place = Place::with_pair();
