@@ -1,6 +1,6 @@
-//! A pair that a stranger made, with every checksum in order: all ways of applying it agree, and none leaves a trace of failure.
+//! A hostile pair whose checksums are all correct: all ways of applying it agree, and a failed one leaves its outputs unchanged.
 //!
-//! The input is a byte of repairs, the length of the index as a u16, the index, and the blob.
+//! Input: one byte that selects the repairs, the length of the index as a u16, the index, and the blob.
 
 #![no_main]
 

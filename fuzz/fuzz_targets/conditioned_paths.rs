@@ -1,5 +1,5 @@
-//! Any table set, payload, base lanes and dtype: scalar, AVX2 and AVX-512 code and the model that follows the text of the
-//! specification give the same verdict and the same lanes.
+//! Any table set, payload, base lanes and dtype: the scalar, AVX2 and AVX-512 decoders and the model, which follows the text of the
+//! specification, accept the same payloads and give the same lanes.
 
 #![no_main]
 

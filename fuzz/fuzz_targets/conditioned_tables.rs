@@ -1,6 +1,6 @@
-//! Any bytes as a table set: what the text of the specification makes of them, and the same bytes when written again.
+//! Any bytes as a table set: the parser agrees with the text of the specification, and a parsed set is written as the same bytes.
 //!
-//! The input is a byte of repairs and the set.
+//! Input: one byte that selects whether the set is repaired, and the set.
 
 #![no_main]
 
@@ -25,7 +25,7 @@ fn check(bytes: &[u8]) {
         Ok(set) => {
             assert!(expected.is_some_and(|expected| set.classes().eq(expected)));
             assert_eq!(tables_to_bytes(&set), bytes);
-            // A hundred times as dear as all the rest.
+            // About a hundred times as expensive as all other checks, so only one input in 1024 is checked.
             if crc32fast::hash(bytes).is_multiple_of(1024) {
                 check_lookup(&set);
             }
@@ -37,7 +37,7 @@ fn check(bytes: &[u8]) {
     }
 }
 
-/// Section 4.2 of `spec/codecs.md`: the frequencies of each class; `None` if the bytes are no set.
+/// Section 4.2 of `spec/codecs.md`: the frequencies of each class; `None` if the bytes are not a table set.
 fn classes(bytes: &[u8]) -> Option<Vec<Vec<u16>>> {
     let (&count, mut rest) = bytes.split_first()?;
     let mut classes = Vec::new();

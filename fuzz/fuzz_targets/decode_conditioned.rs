@@ -1,7 +1,7 @@
-//! Any bytes as a payload of codec `conditioned`, and payloads of any shape that are in order but for some bytes: refused by a rule
-//! of the payload, or decoded to lanes of which as many differ as the record says and whose sum is right.
+//! Any bytes as a payload of codec `conditioned`, and valid payloads of any shape with damaged bytes. A payload is refused by a
+//! `payload.*` rule, or its lanes have the right sum and differ from the base in as many places as the record says.
 //!
-//! `conditioned_paths` compares the same with the model and every kind of vector instructions.
+//! `conditioned_paths` runs the same inputs on the model and on every instruction set.
 
 #![no_main]
 

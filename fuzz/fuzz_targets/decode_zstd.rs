@@ -1,4 +1,4 @@
-//! Any bytes as a payload of codec `zstd`, and any content in a frame that is in order.
+//! Any bytes as a payload of codec `zstd`, and any content in a valid frame.
 
 #![no_main]
 

@@ -1,7 +1,7 @@
-//! A valid pair in which decoded fields, tables, streams and lanes are changed, and which is signed again: all ways of applying it
-//! agree, memory is bounded, and nothing is left behind by a failure.
+//! A valid pair whose decoded fields, tables, streams and lanes are changed, and whose checksums are then recomputed: all ways of
+//! applying it agree, memory is bounded, and a failed one leaves its outputs unchanged.
 //!
-//! The input chooses a seed of `apply_pair`, and the changes.
+//! The input selects a seed of `apply_pair` and the changes.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! Any bytes as an index: refused, or consistent in everything that it says.
+//! Any bytes as an index: it is refused, or everything that the parsed index reports is consistent.
 
 #![no_main]
 
@@ -54,9 +54,9 @@ fn check(index: &ValidatedIndex) {
         next_chunk = tensor.chunks().end;
 
         let elements = (u128::from(tensor.lanes) * 8 * tensor.lane_bytes() as u128 / u128::from(tensor.dtype.bits())) as u64;
-        assert_eq!(tensor.locate(0..elements).expect("all elements").0, 0..tensor.lanes);
+        assert_eq!(tensor.locate(0..elements).expect("the range of all elements").0, 0..tensor.lanes);
         let (from, to) = (elements / 3 / 8 * 8, elements / 2 / 8 * 8);
-        let (lanes, chunks) = tensor.locate(from..to).expect("a part of the elements, of whole bytes");
+        let (lanes, chunks) = tensor.locate(from..to).expect("a range within the tensor, at whole bytes");
         for lane in [lanes.start, lanes.end.saturating_sub(1)].into_iter().filter(|_| !lanes.is_empty()) {
             assert!(chunks.clone().any(|chunk| tensor.chunk_range(chunk).contains(&lane)));
         }

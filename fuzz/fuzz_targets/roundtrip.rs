@@ -1,4 +1,4 @@
-//! Any two checkpoints and any options: the pair of the two gives the target back, in every way of applying it.
+//! Any two checkpoints and any options: every way of applying the pair restores the target.
 
 #![no_main]
 
@@ -43,17 +43,17 @@ enum Base {
     OtherDtype,
     Same,
     Renamed,
-    /// That of the first tensor, under this one's dtype or not.
+    /// The base tensor of the first tensor, whose dtype may differ from this tensor's.
     Tied,
     Rows(u8),
 }
 
-/// What becomes of a lane, by its bytes.
+/// A change to one lane or several.
 #[derive(Arbitrary, Debug)]
 enum Edit {
     Step(i8),
     Bits([u8; 8]),
-    /// This and so many lanes after it.
+    /// XORs the first byte of this many lanes with the second value, from the edited lane on.
     Run(u16, u8),
 }
 
@@ -64,7 +64,7 @@ fuzz_target!(init: one_thread(), |data: &[u8]| {
     }
 });
 
-/// The shape, with a last dim that fills whole bytes and as many lanes as stay fast.
+/// The tensor's shape. The last dim fills whole bytes, and dims are small enough for fast inputs.
 fn shape(tensor: &Tensor) -> Vec<u64> {
     let multiple = |n: u64| n.next_multiple_of(8 / tensor.dtype.bits().min(8) * 2);
     let packed = tensor.dtype.bits() < 8;
@@ -128,24 +128,24 @@ fn check(input: &Input) {
             }
         }
     }
-    let base = MemoryCheckpoint::new(bases).expect("bases of their lengths");
-    let target = MemoryCheckpoint::new(targets.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).expect("targets too");
+    let base = MemoryCheckpoint::new(bases).expect("base tensors of full length");
+    let target = MemoryCheckpoint::new(targets.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).expect("target tensors of full length");
     let codec = CodecChoice::ALL[usize::from(input.codec) % CodecChoice::ALL.len()];
     let layout = input.layout.filter(|_| codec == Codec::Zstd.into());
     let favor = Favor::ALL[usize::from(input.chunk_lanes_log2 / 3) % Favor::ALL.len()];
     let chunk_lanes = 1 << (12 + input.chunk_lanes_log2 % 3);
     let options = EncodeOptions::default().codec(codec).layout(layout).chunk_lanes(chunk_lanes).favor(favor).renamed(renamed);
-    let (pair, report) = Encode::new(&target).base(&base).options(options).to_memory().expect("options that make sense");
+    let (pair, report) = Encode::new(&target).base(&base).options(options).to_memory().expect("valid options");
     assert_eq!(report.tensors.len(), targets.len());
-    pair.verify().expect("payloads as they were written");
+    pair.verify().expect("undamaged payloads");
 
     let apply = Apply::new(&pair).base(&base);
     let mut outputs: Vec<_> = targets.iter().map(|(_, bytes)| vec![0xA5; bytes.len()]).collect();
     let mut slices: Vec<_> = outputs.iter_mut().map(|output| &mut output[..]).collect();
-    apply.to_buffers(&mut slices).expect("a pair for this base");
+    apply.to_buffers(&mut slices).expect("the base of the pair");
     for ((info, bytes), output) in targets.iter().zip(&outputs) {
         assert!(bytes == output, "{info:?}");
-        // Eight elements are whole bytes of every dtype.
+        // Eight elements fill whole bytes in every dtype.
         let elements = info.bytes() * 8 / info.dtype.bits();
         let (a, b) = (u64::from(input.range.0) % (elements + 1), u64::from(input.range.1) % (elements + 1));
         let (from, to) = (a.min(b) / 8 * 8, a.max(b) / 8 * 8);
@@ -165,7 +165,7 @@ fn check(input: &Input) {
             })
             .collect();
         let tensors: Vec<_> = lanes.iter_mut().map(|(name, bytes)| TensorMut { name, bytes }).collect();
-        Apply::new(&pair).in_place(tensors, mode).expect("a pair for these lanes");
+        Apply::new(&pair).in_place(tensors, mode).expect("the base of the pair");
         for (name, lanes) in &lanes {
             assert!(targets.iter().any(|(info, bytes)| info.name == *name && bytes == lanes), "{name}");
         }

@@ -1,6 +1,6 @@
 //! Any bytes as a safetensors file, and as the shard index of a folder.
 //!
-//! Through the paths that users take, on files in memory: what a header says must also agree with the file's length.
+//! Opens them by path, as users do, because a header must also agree with the length of its file. The files are in memory.
 
 #![no_main]
 
@@ -16,7 +16,7 @@ use tpde::{Checkpoint, Error, SafetensorsCheckpoint};
 
 thread_local! {
     static MEMORY: LazyCell<(File, PathBuf)> = LazyCell::new(|| {
-        let file = File::from(memfd_create("safetensors", MemfdFlags::CLOEXEC).expect("memory for a file"));
+        let file = File::from(memfd_create("safetensors", MemfdFlags::CLOEXEC).expect("a file in memory"));
         let path = format!("/proc/self/fd/{}", file.as_raw_fd()).into();
         (file, path)
     });
@@ -25,7 +25,7 @@ thread_local! {
         let folder = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.expect("a folder");
         for (name, tensor) in [("a.safetensors", "w"), ("b.safetensors", "v")] {
             let file = with_length(format!(r#"{{"{tensor}":{{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}}}"#).as_bytes(), 2);
-            std::fs::write(folder.path().join(name), file).expect("room for a shard");
+            std::fs::write(folder.path().join(name), file).expect("a written shard");
         }
         folder
     });
@@ -36,7 +36,7 @@ fuzz_target!(|data: &[u8]| -> Corpus {
     match kind % 8 {
         0 => open(rest),
         1 => open_folder(rest),
-        // The length of the header is right, so that the parser gets to see it, and so many bytes of data follow.
+        // Puts the correct header length in front of `json`, so that the JSON is parsed, and appends `size` bytes of data.
         _ => match rest.split_first_chunk() {
             Some((size, json)) => open(&with_length(json, u16::from_le_bytes(*size).into())),
             None => return Corpus::Reject,
@@ -55,7 +55,7 @@ fn with_length(json: &[u8], data: usize) -> Vec<u8> {
 fn open(bytes: &[u8]) {
     MEMORY.with(|memory| {
         let (file, path) = &**memory;
-        file.set_len(bytes.len() as u64).and_then(|()| file.write_all_at(bytes, 0)).expect("room in memory");
+        file.set_len(bytes.len() as u64).and_then(|()| file.write_all_at(bytes, 0)).expect("a written file");
         check(SafetensorsCheckpoint::open(path), bytes.len() as u64);
     });
 }
@@ -63,7 +63,7 @@ fn open(bytes: &[u8]) {
 fn open_folder(index: &[u8]) {
     FOLDER.with(|folder| {
         let path = folder.path();
-        std::fs::write(path.join("model.safetensors.index.json"), index).expect("room for a shard index");
+        std::fs::write(path.join("model.safetensors.index.json"), index).expect("a written shard index");
         check(SafetensorsCheckpoint::open(path), u64::MAX);
     });
 }
@@ -71,7 +71,7 @@ fn open_folder(index: &[u8]) {
 fn check(opened: Result<SafetensorsCheckpoint, Error>, size: u64) {
     let checkpoint = match opened {
         Ok(checkpoint) => checkpoint,
-        // A shard index may name files that are not there.
+        // A shard index may name files that do not exist.
         Err(error) => return assert!(matches!(error, Error::BadCheckpoint { .. } | Error::Io { .. }), "{error}"),
     };
     assert!(checkpoint.tensors().is_sorted_by(|a, b| a.name < b.name));
@@ -79,7 +79,7 @@ fn check(opened: Result<SafetensorsCheckpoint, Error>, size: u64) {
     for (place, info) in checkpoint.tensors().iter().enumerate() {
         assert_eq!(checkpoint.find(&info.name), Some(place));
         let mut bytes = vec![0; info.bytes() as usize];
-        checkpoint.read(place, 0, &mut bytes).expect("the bytes that the header tells of");
+        checkpoint.read(place, 0, &mut bytes).expect("the bytes that the header describes");
         total += info.bytes();
     }
     assert!(total < size);

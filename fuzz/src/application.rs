@@ -1,17 +1,17 @@
-//! A pair that opens, applied in every way: the ways agree, and memory is bounded.
+//! Applies an opened pair in every way, and asserts that the ways agree and that memory is bounded.
 
 use crate::memory::within;
 use crate::{LIMITS, MOST_BYTES, base_tensors, repair_sums};
 use tpde::{Apply, BaseKind, Checkpoint, Error, Explain, InPlace, MemoryCheckpoint, Pair, Result, TensorMut, ValidatedIndex};
 
-/// Most bytes that opening an index within [`LIMITS`] may allocate: some times what its sections expand to.
+/// Maximum bytes allocated to open an index within [`LIMITS`]: a small multiple of its expanded sections.
 const OPENING: usize = 1 << 20;
-/// Most bytes that an application may allocate: the look-up of a table set, and some times the largest chunk and payload.
+/// Maximum bytes allocated by one application: the look-up table of a table set, and a few times the largest chunk and payload.
 const APPLYING: usize = 8 * MOST_BYTES as usize + (1 << 20);
-/// Most bytes of the target of a pair whose encoding is compared with others.
+/// Maximum size in bytes of a target whose payloads are also encoded in every other way and compared.
 const COMPARED: u64 = 1 << 12;
 
-/// Opens a pair whose tensors are not too large; with `sums`, puts its sums and digests right for [`base_tensors`] first.
+/// Opens a pair, or returns `None` if its tensors are too large. With `sums`, first corrects sums and digests for [`base_tensors`].
 pub fn open(index: Vec<u8>, mut blob: Vec<u8>, sums: bool) -> Option<Pair<Vec<u8>>> {
     let index = within(OPENING, || ValidatedIndex::parse(index, &LIMITS));
     let index = index.inspect_err(|e| assert!(matches!(e, Error::Invalid(_) | Error::Limit { .. }), "{e}")).ok()?;
@@ -24,15 +24,15 @@ pub fn open(index: Vec<u8>, mut blob: Vec<u8>, sums: bool) -> Option<Pair<Vec<u8
     }
     blob.resize(index.blob_size() as usize, 0);
     let bytes = repair_sums(&index, &mut blob, &base_tensors(&index));
-    let index = ValidatedIndex::parse(bytes, &LIMITS).expect("an index that only got other sums and digests");
-    Some(Pair::new(index, blob).expect("a blob whose header was put right"))
+    let index = ValidatedIndex::parse(bytes, &LIMITS).expect("an index in which only sums and digests changed");
+    Some(Pair::new(index, blob).expect("a blob with a repaired header"))
 }
 
-/// Applies the pair out of place, in both modes in place and by ranges, with digests and without, and asserts that what one way
-/// says holds for the others: a pair that verifies with its base can be applied, and gives what its digests say.
+/// Applies the pair out of place, by ranges, and in both modes in place, with and without digests, and asserts that all ways agree.
+/// A pair that verifies with its base can be applied and gives a target with the pair's digests.
 pub fn check(pair: &Pair<Vec<u8>>) {
     let bases = base_tensors(pair.index());
-    let base = MemoryCheckpoint::new(bases).expect("tensors of the lengths that their shapes say");
+    let base = MemoryCheckpoint::new(bases).expect("tensors as long as their shapes say");
     let writable = within(OPENING, || Apply::new(pair).check_writable());
     assert!(matches!(writable, Ok(()) | Err(Error::Invalid(_) | Error::NotWritable { .. })), "{writable:?}");
     let apply = Apply::new(pair).base(&base);
@@ -53,7 +53,7 @@ pub fn check(pair: &Pair<Vec<u8>>) {
     }
     if by_sums.is_ok() {
         for (tensor, bytes) in pair.index().tensors().zip(&unchecked) {
-            // Eight elements are whole bytes of every dtype.
+            // Eight elements fill whole bytes in every dtype.
             let elements = tensor.bytes() * 8 / tensor.dtype.bits();
             for (from, to) in [(0, elements), (elements / 3 / 8 * 8, elements / 2 / 8 * 8)] {
                 let part = (from * tensor.dtype.bits() / 8) as usize..(to * tensor.dtype.bits() / 8) as usize;
@@ -63,7 +63,7 @@ pub fn check(pair: &Pair<Vec<u8>>) {
         }
     }
 
-    // Payloads that can be decoded can be taken apart, and the parts are the files.
+    // `Explain` succeeds if all payloads decode, and its parts add up to the sizes of the files.
     let explained = within(APPLYING, || Explain::new(pair).run());
     check_error(&explained);
     assert!(explained.is_ok() || by_sums.is_err());
@@ -77,7 +77,7 @@ pub fn check(pair: &Pair<Vec<u8>>) {
         assert!(compared.is_ok() || by_sums.is_err());
     }
 
-    // In place a tensor is its own base, so names and shapes of bases do not matter there.
+    // In place, a tensor is its own base, so base names and base shapes are not used.
     let Some(before) = tensors_in_place(pair, &base) else { return };
     for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
         let mut lanes = before.clone();
@@ -94,7 +94,7 @@ pub fn check(pair: &Pair<Vec<u8>>) {
     }
 }
 
-/// What a pair does wrong is its own or its base's fault, never the caller's.
+/// Asserts that an error is about the pair or its base, not about the caller's arguments.
 fn check_error<T>(outcome: &Result<T>) {
     if let Err(error) = outcome {
         let of_pair = matches!(error, Error::Invalid(_) | Error::WrongBase { .. } | Error::AlreadyApplied | Error::Poisoned { .. });
@@ -106,7 +106,7 @@ fn slices(buffers: &mut [Vec<u8>]) -> Vec<&mut [u8]> {
     buffers.iter_mut().map(|buffer| &mut buffer[..]).collect()
 }
 
-/// The base lanes of each tensor; `None` where one cannot be changed in place or has no such base.
+/// The base lanes of each tensor. `None` if a tensor cannot be changed in place, or if its base does not fit.
 fn tensors_in_place(pair: &Pair<Vec<u8>>, base: &MemoryCheckpoint<'_>) -> Option<Vec<Vec<u8>>> {
     let tensors = pair.index().tensors().map(|tensor| match tensor.base_kind {
         BaseKind::None => Some(vec![0x5A; tensor.bytes() as usize]),

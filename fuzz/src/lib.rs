@@ -1,7 +1,7 @@
-//! What the fuzz targets share: repairs that carry a mutation past checksums, and base lanes to decode against.
+//! Shared by the fuzz targets: repairs that carry a mutation past checksums, and base lanes to decode against.
 //!
-//! Nearly every mutated byte of a pair ends at a CRC or a digest, which says nothing of the code behind them. So targets put
-//! those right first, as an attacker would.
+//! Nearly every mutated byte of a pair fails a CRC or a digest, so the code after that check is not tested. The targets therefore
+//! correct checksums first, as an attacker would.
 
 pub mod application;
 pub mod memory;
@@ -20,24 +20,24 @@ use tpde::internals::fuzzing::{self, Decoders};
 use tpde::internals::{ChunkDecoder, Encoded, EncodedChunk, TableSet, chunk_sum};
 use tpde::{Codec, Dtype, Limits, Result, TensorInfo, ValidatedIndex};
 
-/// Small, so that no input is slow.
+/// Small limits, so that no input is slow.
 pub const LIMITS: Limits = Limits::DEFAULT.index_size(1 << 16).section_size(1 << 16);
 
-/// Makes one thread do all work of the pool, the one that calls: threads would only make inputs slower and less repeatable.
+/// Limits the pool to the calling thread. More threads would make inputs slower and less repeatable.
 pub fn one_thread() {
     rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build_global().expect("nothing has used the pool yet");
 }
 
-/// Repairs, index and blob of an input of `apply_pair`.
+/// Splits an input of `apply_pair` into the repair byte, the index and the blob.
 pub fn split_pair(data: &[u8]) -> Option<(u8, Vec<u8>, Vec<u8>)> {
     let (&[repair, low, high], rest) = data.split_first_chunk()?;
     let (index, blob) = rest.split_at_checked(u16::from_le_bytes([low, high]).into())?;
     Some((repair, index.to_vec(), blob.to_vec()))
 }
 
-/// Bytes that look random: base lanes are taken from here.
+/// Pseudo-random bytes. Base lanes are slices of them.
 static RANDOM: LazyLock<Vec<u8>> = LazyLock::new(|| {
-    // As simple as can be, because `make_seeds.py` does the same.
+    // A simple generator, because `make_seeds.py` has to implement the same.
     let mut state = 0x9E37_79B9_7F4A_7C15u64;
     let next = |_| {
         state ^= state << 13;
@@ -50,21 +50,21 @@ static RANDOM: LazyLock<Vec<u8>> = LazyLock::new(|| {
 
 static ZEROS: [u8; 1 << 20] = [0; 1 << 20];
 
-/// The first seed that gives similar base lanes.
+/// The first seed for which [`base_lanes`] gives similar lanes.
 const FIRST_SIMILAR: u8 = 128;
 
-/// Random bytes of which some bits are the same in all groups of 8 bytes, as the exponents of weights nearly are.
+/// Random bytes in which about three quarters of the bits are equal in every group of 8 bytes, much like the exponents of weights.
 static SIMILAR: [OnceLock<Vec<u8>>; (u8::MAX - FIRST_SIMILAR) as usize] =
     [const { OnceLock::new() }; (u8::MAX - FIRST_SIMILAR) as usize];
 
 fn similar(number: usize) -> Vec<u8> {
     let word = |i: usize| &RANDOM[64 * number + 8 * i..][..8];
-    // A quarter of the bits vary. The others are the same in all groups.
+    // About a quarter of the bits vary. The others are equal in all groups.
     let vary = |i: usize| word(0)[i] & word(1)[i];
     RANDOM[..MOST_BYTES as usize].iter().enumerate().map(|(i, byte)| byte & vary(i % 8) ^ word(2)[i % 8]).collect()
 }
 
-/// Base lanes, chosen by `seed`: random, similar to each other, or zeros for the last seed, which stand for no base.
+/// Base lanes for a seed: random, similar to each other, or, for the last seed, zeros, which stand for no base.
 pub fn base_lanes(seed: u8, size: usize) -> &'static [u8] {
     match seed {
         u8::MAX => &ZEROS[..size],
@@ -76,7 +76,7 @@ pub fn base_lanes(seed: u8, size: usize) -> &'static [u8] {
     }
 }
 
-/// The base tensors that a pair asks for, the first of those that share a name.
+/// The base tensors that a pair needs. For a shared base name, the first tensor decides dtype and shape.
 pub fn base_tensors(index: &ValidatedIndex) -> Vec<(TensorInfo, &'static [u8])> {
     let mut tensors: Vec<(TensorInfo, &'static [u8])> = Vec::new();
     for tensor in index.tensors() {
@@ -90,7 +90,7 @@ pub fn base_tensors(index: &ValidatedIndex) -> Vec<(TensorInfo, &'static [u8])> 
     tensors
 }
 
-/// One chunk for a decoder, as the bytes of an input say: a dtype, lanes, what its record would say, and the rest.
+/// One chunk for a decoder, made from the bytes of an input: dtype, base lanes, the fields of its record, and the rest.
 #[derive(Debug)]
 pub struct Chunk<'a> {
     pub dtype: Dtype,
@@ -103,7 +103,7 @@ pub struct Chunk<'a> {
 impl<'a> arbitrary::Arbitrary<'a> for Chunk<'a> {
     fn arbitrary(u: &mut Unstructured<'a>) -> arbitrary::Result<Self> {
         let dtype = *u.choose(Dtype::ALL)?;
-        // Mostly few, because inputs with few are fast.
+        // Mostly few lanes, because those inputs are fast.
         let lanes = match u.arbitrary::<u16>()? {
             lanes @ 0..4200 => 1 + lanes,
             lanes => 1 + lanes % 300,
@@ -115,7 +115,7 @@ impl<'a> arbitrary::Arbitrary<'a> for Chunk<'a> {
     }
 }
 
-/// Decodes a payload whose record has passed the checks of the index, and asserts what holds whatever it says.
+/// Decodes a payload whose record has passed the checks of the index, and asserts what must hold for every payload.
 pub fn decode(chunk: &Chunk<'_>, codec: Codec, uncompressed_size: u32, payload: &[u8]) {
     let encoded = Encoded { uncompressed_size, num_deltas: chunk.num_deltas };
     decode_with(codec, None, chunk.dtype, encoded, payload, chunk.base);
@@ -129,9 +129,9 @@ fn decode_with(codec: Codec, tables: Option<&TableSet>, dtype: Dtype, encoded: E
     check_outcome(dtype, base, encoded.num_deltas, outcome, &out);
 }
 
-/// A zstd frame of one block that is stored as it is: content at the price of a copy.
+/// A zstd frame with `content` in one raw block.
 pub fn frame(content: &[u8]) -> Vec<u8> {
-    let mut frame = vec![0x28, 0xB5, 0x2F, 0xFD, 0xA0]; // one segment, a content size of 4 bytes
+    let mut frame = vec![0x28, 0xB5, 0x2F, 0xFD, 0xA0]; // single segment, content size in 4 bytes
     frame.extend((content.len() as u32).to_le_bytes());
     frame.extend(&((content.len() as u32) << 3 | 1).to_le_bytes()[..3]); // the last block, raw
     frame.extend(content);
@@ -148,13 +148,13 @@ fn check_outcome(dtype: Dtype, base: &[u8], num_deltas: u32, outcome: Result<u64
     }
 }
 
-/// Lanes that differ.
+/// Number of lanes that differ.
 pub fn count_changed(dtype: Dtype, base: &[u8], target: &[u8]) -> u32 {
     let width = dtype.lane_bytes();
     base.chunks(width).zip(target.chunks(width)).filter(|(base, target)| base != target).count() as u32
 }
 
-/// Bytes that are a table set, after all that makes them none is put right; those of a table set are left as they are.
+/// Reads a table set and repairs what is invalid in it. The bytes of a valid table set are left as they are.
 pub fn tables(u: &mut Unstructured<'_>) -> Result<Vec<u8>, arbitrary::Error> {
     let classes = (u.arbitrary::<u8>()?.max(1) - 1) % 15 + 1;
     let mut set = vec![classes];
@@ -171,7 +171,7 @@ pub fn tables(u: &mut Unstructured<'_>) -> Result<Vec<u8>, arbitrary::Error> {
         while left == 0 && frequencies.last() == Some(&0) {
             frequencies.pop();
         }
-        *frequencies.last_mut().expect("a class has tokens, and they have slots") += left;
+        *frequencies.last_mut().expect("at least one token, because a class has 4096 slots") += left;
         set.push(frequencies.len() as u8);
         for frequency in frequencies {
             match frequency {
@@ -183,7 +183,7 @@ pub fn tables(u: &mut Unstructured<'_>) -> Result<Vec<u8>, arbitrary::Error> {
     Ok(set)
 }
 
-/// A payload of codec `conditioned`, and all that its decoder is told.
+/// A payload of codec `conditioned`, and everything else that its decoder needs.
 pub struct Conditioned {
     dtype: Dtype,
     base: &'static [u8],
@@ -193,12 +193,12 @@ pub struct Conditioned {
 }
 
 impl Conditioned {
-    /// The bytes of a [`Chunk`], whose rest is a byte that says how many table sets there are (none or one), the set, and a
-    /// payload: as it is, or made from what the rest says of its shape and of the lanes that change, and damaged as it says.
+    /// Reads `chunk.rest`: a byte that selects none or one table set, the set, and the payload. If `chunk.wrapped`, the payload is
+    /// encoded from a shape and changed lanes, and then damaged, as the rest describes; otherwise the rest is the payload.
     pub fn new(chunk: &Chunk<'_>) -> arbitrary::Result<Self> {
         let mut u = Unstructured::new(chunk.rest);
         let tables = if u.arbitrary::<u8>()? % 8 == 0 { None } else { Some(tables(&mut u)?) };
-        let tables = tables.map(|set| fuzzing::parse_tables(&set).expect("a set that was put right"));
+        let tables = tables.map(|set| fuzzing::parse_tables(&set).expect("a repaired set"));
         let mut conditioned =
             Self { dtype: chunk.dtype, base: chunk.base, tables, num_deltas: chunk.num_deltas, payload: Vec::new() };
         if chunk.wrapped {
@@ -255,7 +255,7 @@ impl Conditioned {
         Ok(())
     }
 
-    /// Decodes the payload as a reader does, and asserts what holds whatever it says.
+    /// Decodes the payload as a reader does, and asserts what must hold for every payload.
     pub fn check(&self) {
         decode_with(Codec::Conditioned, self.tables.as_ref(), self.dtype, self.encoded(), &self.payload, self.base);
     }
@@ -264,7 +264,7 @@ impl Conditioned {
         Encoded { uncompressed_size: self.base.len() as u32, num_deltas: self.num_deltas }
     }
 
-    /// Decodes the payload with every kind of instructions and by the model, and asserts that all come to the same.
+    /// Decodes the payload with every instruction set and with the model, and asserts that the results are equal.
     pub fn check_paths(&self) {
         thread_local!(static DECODERS: RefCell<Decoders> = Decoders::default().into());
         let (tables, encoded, base_sum) = (self.tables.as_ref(), self.encoded(), chunk_sum(self.base));

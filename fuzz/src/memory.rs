@@ -1,11 +1,11 @@
-//! An allocator that counts, so that targets can assert how much memory the library takes.
+//! An allocator that counts bytes, so that targets can assert how much memory the library allocates.
 //!
-//! Memory that zstd takes in C is not counted; libFuzzer's `-rss_limit_mb` bounds that.
+//! Memory allocated by zstd in C is not counted; libFuzzer's `-rss_limit_mb` bounds it.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// The system's allocator, and a count of the bytes that are allocated.
+/// The system's allocator with a count of allocated bytes.
 pub struct Counting;
 
 static NOW: AtomicUsize = AtomicUsize::new(0);
@@ -16,36 +16,36 @@ fn grow(size: usize) {
     PEAK.fetch_max(now, Relaxed);
 }
 
-// SAFETY: every call goes to the system's allocator as it came; the counts change nothing.
+// SAFETY: every method passes its arguments to `System` unchanged and returns its result. Counting does not allocate.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         grow(layout.size());
-        // SAFETY: what the caller promises is what `System` asks for.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc::alloc`, which is that of `System`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         grow(layout.size());
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of this method, which is that of `System`.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // While it moves, both exist.
+        // Both blocks may exist while the content is copied.
         grow(size);
         NOW.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of this method, which is that of `System`.
         unsafe { System.realloc(pointer, layout, size) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         NOW.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of this method, which is that of `System`.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
 
-/// What `work` returns; panics if it allocates more than `limit` bytes beside what is allocated before.
+/// Runs `work`. Panics if it allocates more than `limit` bytes on top of what is already allocated.
 pub fn within<R>(limit: usize, work: impl FnOnce() -> R) -> R {
     let before = NOW.load(Relaxed);
     PEAK.store(before, Relaxed);

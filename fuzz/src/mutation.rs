@@ -1,4 +1,4 @@
-//! Changes of a valid pair, by its structure.
+//! Changes to the parts of a valid pair.
 
 use crate::parts::{ChunkPart, Parts, TensorPart};
 use crate::seeds::SEEDS;
@@ -8,19 +8,19 @@ use tpde::internals::fuzzing::model::{self, Shape};
 use tpde::internals::{ChunkEncoder, Coding};
 use tpde::{Codec, Layout};
 
-/// A seed, and what to change in it.
+/// A seed, and the changes to it.
 #[derive(Arbitrary, Debug)]
 pub struct Program {
     seed: u16,
     signing: u8,
-    /// Before the fields that follow from others are made right.
+    /// Changes before dependent fields are recomputed.
     before: Vec<Mutation>,
-    /// After that.
+    /// Changes after dependent fields are recomputed.
     after: Vec<Mutation>,
     patches: Vec<Patch>,
 }
 
-/// A change of a number.
+/// A change to a number.
 #[derive(Arbitrary, Debug, Clone, Copy)]
 enum Number {
     Add(i8),
@@ -46,7 +46,7 @@ macro_rules! change {
     };
 }
 
-/// A change of some bytes.
+/// A change to some bytes.
 #[derive(Arbitrary, Debug)]
 enum Edit {
     Flip(u16, u8),
@@ -83,7 +83,7 @@ impl Edit {
     }
 }
 
-/// Which tensor, and which chunk of it.
+/// Indices of a tensor and of a chunk in it.
 #[derive(Arbitrary, Debug, Clone, Copy)]
 struct Place(u8, u8);
 
@@ -102,9 +102,9 @@ enum Mutation {
     Record(Place, u8, Number),
     Sum(Place, u8, Number),
     Payload(Place, Edit),
-    /// A field of the header of a payload of codec `conditioned`.
+    /// A header field of a payload of codec `conditioned`.
     Head(Place, u8, Number),
-    /// Bytes inside the frame of a payload of codec `zstd`.
+    /// Content bytes inside the zstd frame of a payload.
     Content(Place, Edit),
     Recode(Place, Recode),
     CopyTensor(u8, u8),
@@ -120,16 +120,16 @@ enum Mutation {
     RemoveFile(u8),
 }
 
-/// A payload that is coded anew, of other lanes and in whatever way an encoder may choose.
+/// Encodes a payload again, for other lanes and with any choice that an encoder may make.
 #[derive(Arbitrary, Debug)]
 struct Recode {
     shape: Shape,
     layout: Layout,
-    /// First lane, number of lanes, distance, and what is added to them.
+    /// First lane, number of lanes, distance between them minus one, and the value added to each.
     changes: Vec<(u16, u16, u8, u64)>,
 }
 
-/// A change of the bytes of the index or the blob, when all else is done.
+/// A change to the bytes of the index or the blob, after all other changes.
 #[derive(Arbitrary, Debug)]
 enum Patch {
     Header(u8, u8, Number),
@@ -139,7 +139,7 @@ enum Patch {
 }
 
 impl Program {
-    /// The index and the blob of the changed pair.
+    /// Returns the index and the blob of the changed pair.
     pub fn run(&self) -> (Vec<u8>, Vec<u8>) {
         let mut parts = SEEDS[usize::from(self.seed) % SEEDS.len()].clone();
         self.before.iter().take(8).for_each(|mutation| mutation.apply(&mut parts));
@@ -152,7 +152,7 @@ impl Program {
         (index, blob)
     }
 
-    /// Whether sums and digests of tensors are to be put right.
+    /// Whether sums and digests of tensors are to be corrected.
     pub fn signs_sums(&self) -> bool {
         self.signing % 8 < 6
     }
@@ -183,7 +183,7 @@ fn chunk(parts: &mut Parts, place: Place) -> Option<&mut ChunkPart> {
 }
 
 impl Mutation {
-    /// Changes the parts, if they have what it is about.
+    /// Changes the parts. Does nothing if they lack the changed part.
     fn apply(&self, parts: &mut Parts) {
         self.try_apply(parts);
     }
@@ -336,7 +336,7 @@ impl Recode {
                 let coding = if codec == Codec::Raw { Coding::Raw } else { Coding::Zstd(Some(self.layout)) };
                 let encoded =
                     ChunkEncoder::new().and_then(|mut encoder| encoder.encode(coding, dtype, base, &target, &mut payload));
-                uncompressed_size = encoded.expect("lanes that can be coded").uncompressed_size;
+                uncompressed_size = encoded.expect("lanes that can be encoded").uncompressed_size;
             }
         }
         (chunk.uncompressed_size, chunk.num_deltas, chunk.payload) = (uncompressed_size, num_deltas, payload);

@@ -1,4 +1,4 @@
-//! A pair in parts that can be changed one by one and written again. The integration tests share this file.
+//! A pair split into parts, which can be changed one by one and written again. The integration tests share this file.
 
 use super::sign::{chunk_bytes, repair_layout, repair_pair};
 use binrw::{BinRead, BinWrite};
@@ -20,11 +20,11 @@ pub struct TensorPart {
     pub dims: Vec<u64>,
     pub name: Vec<u8>,
     pub base_name: Vec<u8>,
-    /// As stored: a number and perhaps a set.
+    /// The tables as stored: a number, and possibly a set.
     pub tables: Vec<u8>,
     pub digests: Vec<u8>,
     pub chunks: Vec<ChunkPart>,
-    /// The set that the tables stand for in the seed.
+    /// The table set that the tensor uses in the seed.
     pub set: Option<TableSet>,
 }
 
@@ -42,7 +42,7 @@ pub struct ChunkPart {
     pub output_offset: u64,
     pub sums: Vec<u8>,
     pub payload: Vec<u8>,
-    /// The base lanes that it has in the seed.
+    /// Base lanes of the chunk in the seed.
     pub base: Vec<u8>,
 }
 
@@ -54,7 +54,7 @@ pub struct FilePart {
 }
 
 impl Parts {
-    /// The parts of a pair, and the lanes of these base tensors.
+    /// Splits a pair into parts. Base lanes of chunks are taken from `bases`.
     pub fn new<B: AsRef<[u8]>>(valid: &ValidatedIndex, blob: &[u8], bases: &[(TensorInfo, B)]) -> Self {
         let (header, bytes) = (*internals::header(valid), valid.as_bytes());
         let section = |section| {
@@ -107,7 +107,7 @@ impl Parts {
         Self { header, roots: digests[..64].to_vec(), files: files.collect(), tensors }
     }
 
-    /// Makes every field that follows from others what it must be.
+    /// Recomputes every field that is determined by others.
     pub fn derive(&mut self) {
         let mut next = 0;
         for tensor in &mut self.tensors {
@@ -137,7 +137,7 @@ impl Parts {
         self.header.file_count = self.files.len() as u32;
     }
 
-    /// The index and the blob, with everything that follows from the bytes themselves: offsets, sizes, CRCs and the pair digest.
+    /// Writes the index and the blob. Computes everything that depends on the bytes: offsets, sizes, CRCs and the pair digest.
     pub fn write(&self) -> (Vec<u8>, Vec<u8>) {
         let chunks = || self.tensors.iter().flat_map(|tensor| &tensor.chunks);
         let (mut records, mut sums) = (Vec::new(), Vec::new());
@@ -153,13 +153,13 @@ impl Parts {
         let (mut tensors, mut dims, mut names, mut tables) = (Cursor::new(Vec::new()), Vec::new(), Vec::new(), Vec::new());
         for tensor in &self.tensors {
             digests.extend(&tensor.digests);
-            tensor.entry.write(&mut tensors).expect("memory");
+            tensor.entry.write(&mut tensors).expect("a write to memory");
             dims.extend(tensor.dims.iter().flat_map(|dim| dim.to_le_bytes()));
             names.extend([&tensor.name[..], &tensor.base_name].concat());
             tables.extend(&tensor.tables);
         }
         let mut files = Cursor::new(Vec::new());
-        self.files.iter().for_each(|file| file.entry.write(&mut files).expect("memory"));
+        self.files.iter().for_each(|file| file.entry.write(&mut files).expect("a write to memory"));
         let mut files = files.into_inner();
         self.files.iter().for_each(|file| files.extend(&file.name));
         self.files.iter().for_each(|file| files.extend(&file.content));
@@ -174,9 +174,9 @@ impl Parts {
             body.resize(body.len().next_multiple_of(8), 0);
         }
         let mut index = Cursor::new(Vec::new());
-        header.write(&mut index).expect("memory");
+        header.write(&mut index).expect("a write to memory");
         let mut index = [index.into_inner(), body, vec![0; 32]].concat();
-        // Payloads go where the records will say that they are.
+        // Moves payloads to the offsets that the records will have.
         repair_layout(&mut index);
         let mut blob = vec![0; 64];
         for chunk in chunks() {

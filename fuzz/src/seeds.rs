@@ -1,4 +1,4 @@
-//! The pairs that mutation starts from.
+//! The pairs that mutations start from.
 
 use crate::parts::Parts;
 use crate::{base_tensors, repair_pair, split_pair};
@@ -6,10 +6,10 @@ use std::path::Path;
 use std::sync::LazyLock;
 use tpde::{Limits, ValidatedIndex};
 
-/// Most bytes of tensors of a pair that is a seed: larger ones make every input slow.
+/// Maximum size in bytes of a seed's tensors. Larger ones make every input slow.
 const MOST_SEED_BYTES: u64 = 1 << 15;
 
-/// The seeds of `apply_pair`, in the order of their names.
+/// The seeds of `apply_pair`, sorted by file name.
 pub static SEEDS: LazyLock<Vec<Parts>> = LazyLock::new(|| {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("seeds/apply_pair");
     let entries = std::fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}; fuzz/make_seeds.py makes it", folder.display()));
@@ -20,11 +20,11 @@ pub static SEEDS: LazyLock<Vec<Parts>> = LazyLock::new(|| {
     seeds
 });
 
-/// The parts of an input of `apply_pair`; `None` if its tensors are large.
+/// The parts of an input of `apply_pair`; `None` if its tensors are too large.
 fn read(seed: &[u8]) -> Option<Parts> {
     let (_, mut index, mut blob) = split_pair(seed)?;
     repair_pair(&mut index, &mut blob);
-    let valid = ValidatedIndex::parse(index, &Limits::default()).expect("a seed that is valid");
+    let valid = ValidatedIndex::parse(index, &Limits::default()).expect("a valid seed");
     let (base_bytes, target_bytes) = valid.tensor_bytes();
     let is_small = base_bytes.max(target_bytes) <= MOST_SEED_BYTES;
     is_small.then(|| Parts::new(&valid, &blob, &base_tensors(&valid)))

@@ -1,6 +1,6 @@
-//! Puts checksums, digests and sizes of a changed pair right, as an attacker would.
+//! Corrects checksums, digests and sizes of a changed pair, as an attacker would.
 //!
-//! Uses the public interface of the library and its `internals` only: the integration tests share this file.
+//! Uses only the public interface of the library and its `internals`, because the integration tests share this file.
 
 use std::ops::Range;
 use tpde::internals::{
@@ -9,12 +9,12 @@ use tpde::internals::{
 };
 use tpde::{BaseKind, Tensor, TensorInfo, ValidatedIndex};
 
-/// Most bytes of tensors that a target works on.
+/// Maximum size in bytes of the tensors that a target works on.
 pub const MOST_BYTES: u64 = 1 << 18;
 
 const HEADER: usize = INDEX_HEADER_SIZE as usize;
 const DIGEST: usize = PAIR_DIGEST_SIZE as usize;
-/// Where the section entries begin in the header, and the bytes of one.
+/// Offset of the section entries in the header, and the size of one entry in bytes.
 const SECTIONS: (usize, usize) = (64, 24);
 
 fn u32_at(bytes: &[u8], at: usize) -> usize {
@@ -31,13 +31,13 @@ fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
     }
 }
 
-/// Where records begin, as many as there are said to be and fit.
+/// Offsets of the records. Their number is the header's chunk count, limited to the records that fit in the index.
 fn records_of(index: &[u8]) -> impl Iterator<Item = usize> + use<> {
     let count = u32_at(index, 48).min(index.len().saturating_sub(HEADER) / 32);
     (0..count).map(|record| HEADER + 32 * record)
 }
 
-/// Puts the length, the CRC and the pair digest of an index right.
+/// Corrects the length, the CRC and the pair digest of an index.
 pub fn repair_digests(index: &mut [u8]) {
     if index.len() < HEADER + DIGEST {
         return;
@@ -51,8 +51,8 @@ pub fn repair_digests(index: &mut [u8]) {
     put(index, body, &digest);
 }
 
-/// Puts right what must be so, or follows from counts and sizes: the fixed fields of the header, the sections' offsets and
-/// padding, the sizes of the flat ones, the running offsets of the records, the blob's size, and the length of the index.
+/// Corrects fields that are constant or follow from counts and sizes: fixed header fields, offsets and padding of the sections,
+/// sizes of sections that are not compressed, blob offsets of the records, the size of the blob, and the length of the index.
 pub fn repair_layout(index: &mut Vec<u8>) {
     if index.len() < HEADER {
         return;
@@ -89,7 +89,7 @@ pub fn repair_layout(index: &mut Vec<u8>) {
     put(index, 40, &offset.to_le_bytes());
 }
 
-/// Makes a blob belong to an index and its payloads agree with the records: lengths, CRCs, padding and both headers.
+/// Makes index and blob consistent: lengths, payload CRCs, padding, the pair digest and both headers.
 pub fn repair_pair(index: &mut Vec<u8>, blob: &mut Vec<u8>) {
     repair_layout(index);
     blob.resize(u64_at(index, 40).min(MOST_BYTES) as usize, 0);
@@ -104,7 +104,7 @@ pub fn repair_pair(index: &mut Vec<u8>, blob: &mut Vec<u8>) {
     repair_blob_header(index, blob);
 }
 
-/// Puts everything in the header of a blob right.
+/// Corrects every field in the header of a blob.
 pub fn repair_blob_header(index: &[u8], blob: &mut [u8]) {
     if index.len() < HEADER + DIGEST || blob.len() < BLOB_HEADER_SIZE as usize {
         return;
@@ -120,14 +120,14 @@ pub fn repair_blob_header(index: &[u8], blob: &mut [u8]) {
     put(blob, 60, &crc);
 }
 
-/// The bytes of a chunk in its tensor.
+/// Byte range of a chunk in its tensor.
 pub fn chunk_bytes(tensor: &Tensor<'_>, chunk: u32) -> Range<usize> {
     let (range, width) = (tensor.chunk_range(chunk), tensor.lane_bytes() as u64);
     (range.start * width) as usize..(range.end * width) as usize
 }
 
-/// Puts the sums and digests of a valid index right for these base tensors and whatever its payloads decode to, so that a
-/// hostile pair gets to the end of an application. Sums of payloads that do not decode stay as they are.
+/// Corrects the sums and digests of a valid index for these base tensors and for the lanes that its payloads decode to, so that
+/// applying a hostile pair runs to the end. A payload that does not decode gets the target sum 0.
 pub fn repair_sums<B: AsRef<[u8]>>(index: &ValidatedIndex, blob: &mut [u8], bases: &[(TensorInfo, B)]) -> Vec<u8> {
     let mut bytes = index.as_bytes().to_vec();
     let sums_at = HEADER + 32 * internals::records(index).len();

@@ -1,4 +1,4 @@
-//! CUDA devices, and the graphs that their streams are captured into.
+//! CUDA devices, and the graphs into which their streams are captured.
 
 use crate::errors;
 use crate::run::run;
@@ -6,13 +6,13 @@ use pyo3::prelude::*;
 use std::sync::{Mutex, PoisonError};
 use tpde::cuda;
 
-/// A device, opened once in a process.
+/// A CUDA device. Each process opens a device once and shares the handle.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Device(pub cuda::Device);
 
 #[pymethods]
 impl Device {
-    /// Opens the device with this ordinal, which is the same in PyTorch and in the driver.
+    /// Opens the device with this ordinal. PyTorch and the driver use the same ordinals.
     #[new]
     fn open(py: Python<'_>, ordinal: u32) -> PyResult<Self> {
         static OPEN: Mutex<Vec<(u32, u32, cuda::Device)>> = Mutex::new(Vec::new());
@@ -28,14 +28,14 @@ impl Device {
         })
     }
 
-    /// Calls `make` so that it may allocate while a stream is being captured. The memory does not belong to the graph.
+    /// Calls `make` in a mode in which it may allocate while a stream is being captured. The memory does not belong to the graph.
     fn beside_captures(&self, py: Python<'_>, make: Py<PyAny>) -> PyResult<Py<PyAny>> {
         self.0.beside_captures(|| make.call0(py)).map_err(|e| errors::to_python(py, &e))?
     }
 
-    /// Id of the capture that the stream is in, if any. Ids are unique in the process and not reused.
+    /// Id of the stream's current capture, if any. Ids are unique in the process and not reused.
     fn capture_id(&self, py: Python<'_>, stream: usize) -> PyResult<Option<u64>> {
-        // SAFETY: PyTorch's stream of this device, which it never destroys.
+        // SAFETY: the handle is of a PyTorch stream of this device. PyTorch never destroys its streams.
         let stream = unsafe { self.0.borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
         stream.capture_id().map_err(|e| errors::to_python(py, &e))
     }
@@ -47,7 +47,7 @@ impl Device {
         stream.captured_graph().map(Graph).map_err(|e| errors::to_python(py, &e))
     }
 
-    /// Copy-stream handle. Supplied memory must be free in the order of this stream.
+    /// Handle of the copy stream. Memory passed to this module must be free in the order of this stream.
     fn copy_stream(&self) -> usize {
         self.0.copy_stream().addr()
     }
@@ -59,7 +59,7 @@ pub struct Graph(cuda::Graph);
 
 #[pymethods]
 impl Graph {
-    /// Whether the graph is destroyed, so that its captured work cannot run again.
+    /// Whether the graph is destroyed. The work captured into a destroyed graph cannot run again.
     fn is_destroyed(&self) -> bool {
         self.0.is_destroyed()
     }

@@ -1,7 +1,8 @@
 //! Pairs on CUDA devices, in PyTorch's memory and on its streams.
 //!
-//! All device memory used here belongs to PyTorch tensors. `tpde/_device.py` allocates them in the order of the device's copy stream
-//! and records them with the stream that uses them. Nothing here frees device memory, so values can be dropped at any time.
+//! All device memory used here belongs to PyTorch tensors. `tpde/_device.py` allocates the tensors in the order of the device's
+//! copy stream and records them with the stream that uses them. Nothing here frees device memory, so values can be dropped at any
+//! time.
 
 use crate::device::Device;
 use crate::memory::Memory;
@@ -17,7 +18,7 @@ use std::time::{Duration, Instant};
 use tpde::cuda::{self, Application, ApplyPlan, Binding, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer};
 use tpde::{Apply, BaseKind, Checkpoint, Error, Escaped, FileSource, InPlace, Result, Source, TensorInfo};
 
-/// Bytes of a blob per read and copy.
+/// Size in bytes of one read of the blob, and of its copy to the device.
 const PIECE: usize = 16 << 20;
 
 /// Where the payloads of a pair are kept.
@@ -35,11 +36,11 @@ pub struct DevicePair {
     stored: Stored,
 }
 
-/// Device memory of a PyTorch tensor: address and bytes.
+/// Device memory of a PyTorch tensor: address, and size in bytes.
 type DeviceMemory = (u64, u64);
 
 /// # Safety
-/// The memory belongs to a tensor that is recorded with the stream that uses it, as the module says.
+/// The memory belongs to a tensor that is recorded with the stream that uses it. See the module documentation.
 unsafe fn slice((address, bytes): DeviceMemory) -> DeviceSlice {
     // SAFETY: promised by the caller.
     unsafe { DeviceSlice::from_raw(address, bytes) }
@@ -56,13 +57,14 @@ fn mode(name: &str) -> Result<Mode> {
 
 #[pymethods]
 impl DevicePair {
-    /// Bytes of device memory for the index of a pair.
+    /// Size in bytes of a pair's index on the device.
     #[staticmethod]
     fn index_bytes(py: Python<'_>, pair: &Pair) -> PyResult<u64> {
         DeviceIndex::bytes_of(pair.shared().index()).map_err(|e| errors::to_python(py, &e))
     }
 
-    /// Uploads the index to `memory`. Payloads stay in the blob's file, or are read into pinned memory, or into `blob`.
+    /// Uploads the index to `memory`. The payloads are read into `blob` if it is set, else into pinned memory if `pinned` is set;
+    /// otherwise they stay in the blob's file.
     #[new]
     #[pyo3(signature = (device, pair, memory, *, pinned, blob, progress))]
     fn upload(
@@ -76,14 +78,14 @@ impl DevicePair {
     ) -> PyResult<Self> {
         let (device, pair) = (device.0.clone(), pair.shared());
         if !pinned && blob.is_none() {
-            // SAFETY: as the module says.
+            // SAFETY: the tensor that owns the memory is recorded with the copy stream (module documentation).
             let upload = || DeviceIndex::upload_to(&device, pair.index(), unsafe { slice(memory) });
             let index = py.detach(upload).map_err(|e| errors::to_python(py, &e))?;
             return Ok(Self { pair, index, stored: Stored::File });
         }
         let total = pair.blob().size();
         run(py, progress, total, |steering| {
-            // SAFETY: as the module says.
+            // SAFETY: the tensor that owns the memory is recorded with the copy stream (module documentation).
             let index = DeviceIndex::upload_to(&device, pair.index(), unsafe { slice(memory) })?;
             let read = |out: &mut [u8], from: u64| -> Result<()> {
                 use rayon::prelude::*;
@@ -95,7 +97,7 @@ impl DevicePair {
             let size = pair.blob().size();
             let stored = match blob {
                 Some(blob) => {
-                    // SAFETY: as the module says.
+                    // SAFETY: the tensor that owns the memory is recorded with the copy stream (module documentation).
                     let memory = unsafe { slice(blob) }.slice(0, size)?;
                     let mut piece = device.pinned(PIECE.min(size as usize))?;
                     for at in (0..size).step_by(PIECE) {
@@ -118,7 +120,7 @@ impl DevicePair {
         })
     }
 
-    /// The byte range of a tensor's payloads in the blob, start and end; none if the CPU has to expand them.
+    /// Byte range of a tensor's payloads in the blob, as (start, end). `None` if the CPU has to expand them.
     fn payloads(&self, py: Python<'_>, name: &str) -> PyResult<Option<(u64, u64)>> {
         let find = || -> Result<_> {
             let place = self.place(name)?;
@@ -128,18 +130,18 @@ impl DevicePair {
         find().map_err(|e| errors::to_python(py, &e))
     }
 
-    /// Reads bytes of the blob into host memory. Nothing else may use the memory during the call.
+    /// Reads a part of the blob that begins at `start` and fills `output`. Nothing else may use that memory during the call.
     fn read_payloads(&self, py: Python<'_>, start: u64, mut output: Memory) -> PyResult<()> {
         run(py, None, 0, |_| {
             use rayon::prelude::*;
-            // SAFETY: as the caller says.
+            // SAFETY: the caller promises that nothing else uses the memory during the call, so this is the only slice of it.
             let out = unsafe { output.bytes_mut() };
             let part = |(i, part): (usize, &mut [u8])| self.pair.blob().read(start + ((i << 20) as u64), part);
             out.par_chunks_mut(1 << 20).enumerate().try_for_each(part)
         })
     }
 
-    /// Plans how tensors are rebuilt from `base`, or changed in place, with at most `scratch_most` bytes for lists of changes.
+    /// Plans how tensors are rebuilt from `base`, or changed in place. Lists of changes take at most `scratch_most` bytes.
     fn plan_all(
         &self,
         py: Python<'_>,
@@ -161,13 +163,13 @@ impl DevicePair {
         Ok(PlanOfAll { bytes: planned.bytes(), made: Mutex::new(Some((planned, Bound { pair, index, mode, tensors, base }))) })
     }
 
-    /// Plans how a tensor is rebuilt from payloads on the device. `part` has the blob's bytes from `start` on.
+    /// Plans how a tensor is rebuilt from payloads that are on the device. `part` holds the bytes of the blob from `start` on.
     fn plan(&self, py: Python<'_>, output: Memory, base: Option<Memory>, start: u64, part: Memory) -> PyResult<Plan> {
         let base: Vec<_> = base.into_iter().collect();
         let plan = || -> Result<_> {
             let tensors = std::slice::from_ref(&output);
             let bindings = bindings(&self.pair, &self.index, tensors, &base, Mode::OutOfPlace)?;
-            // SAFETY: the plan holds the owner, and the Python half records it with the streams.
+            // SAFETY: the plan holds the owner of the memory, and the Python half records the tensor with the streams that use it.
             let payloads = Payloads::Part { at: start, memory: unsafe { part.device_slice() } };
             ApplyPlan::new(&self.index, &bindings, Mode::OutOfPlace, payloads)
         };
@@ -207,7 +209,7 @@ impl Source for Blob {
     }
 }
 
-/// Binds tensors to their bases, each piece of memory once.
+/// Binds tensors to their bases. Tensors that share memory are bound once.
 fn bindings(
     pair: &tpde::Pair<FileSource>,
     index: &DeviceIndex,
@@ -221,8 +223,8 @@ fn bindings(
     for (_, given) in tensors.iter().enumerate().filter(|(i, _)| once.contains(i)) {
         let place = index.find(given.name()).ok_or_else(|| pair::unknown(given.name()))?;
         let tensor = pair.index().tensor(place);
-        // SAFETY: `tpde/_torch_memory.py` has checked that this is a PyTorch tensor on this device, and the caller holds it
-        // until the streams have passed.
+        // SAFETY: `tpde/_torch_memory.py` has checked that this is a PyTorch tensor on this device, and the caller holds it until
+        // the streams that use it have finished.
         let output = unsafe { given.device_slice() };
         let wants_base = mode == Mode::OutOfPlace && tensor.base_kind != BaseKind::None;
         let base = bases.get(tensor.base_name).filter(|_| wants_base);
@@ -233,14 +235,14 @@ fn bindings(
             let expected = format!("{} {:?}", tensor.dtype, tensor.shape);
             return Err(Error::InvalidArgument(format!("base tensor {name} is {dtype} {shape:?}, its tensor {expected}")));
         }
-        // SAFETY: as above.
+        // SAFETY: as for the output.
         let base = base.map(|base| unsafe { base.device_slice() });
         bindings.push(Binding::out_of_place(place, base, output));
     }
     Ok(bindings)
 }
 
-/// Tensors on a device as a checkpoint. It is read when no work with the tensors is queued.
+/// Tensors on a device, as a checkpoint. Only read while no work that uses the tensors is queued.
 struct OnDevice<'a> {
     device: &'a cuda::Device,
     infos: Vec<TensorInfo>,
@@ -259,7 +261,7 @@ impl Checkpoint for OnDevice<'_> {
     }
 
     fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        // SAFETY: as in `bindings`; the copy is waited for.
+        // SAFETY: as in `bindings`. `Device::read` waits for its copy, so the slice is not used after this call.
         let slice = unsafe { self.tensors[place].device_slice() };
         self.device.read(&slice.slice(offset, out.len() as u64)?, out)
     }
@@ -270,13 +272,13 @@ struct Bound {
     pair: Arc<tpde::Pair<FileSource>>,
     index: DeviceIndex,
     mode: Mode,
-    /// Without owners: the Python half makes sure that the memory is still valid when it runs the application.
+    /// Memory without its owners: the Python half makes sure that it is still valid when the application runs.
     tensors: Vec<Memory>,
     base: Vec<Memory>,
 }
 
 impl Bound {
-    /// Replaces an error by a wrong base or an applied target, if that is the cause.
+    /// Replaces `error` by "wrong base" or "already applied" if that is its cause.
     fn explain(&self, error: Error, steering: &Steering) -> Error {
         let in_place = self.mode != Mode::OutOfPlace;
         let lying = match OnDevice::new(self.index.device(), if in_place { &self.tensors } else { &self.base }) {
@@ -289,7 +291,7 @@ impl Bound {
     }
 }
 
-/// An application of some or all tensors that lacks memory to work in.
+/// A plan to apply some or all tensors, which still needs working memory.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct PlanOfAll {
     bytes: u64,
@@ -298,17 +300,17 @@ pub struct PlanOfAll {
 
 #[pymethods]
 impl PlanOfAll {
-    /// Bytes of device memory that it needs.
+    /// Size in bytes of the device memory that the plan needs.
     fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Makes it ready in `memory`, once.
+    /// Makes the plan ready to run, with `memory` as working memory. A plan can be prepared once.
     fn prepare(&self, py: Python<'_>, memory: DeviceMemory) -> PyResult<Ready> {
         let prepare = || {
             let taken = self.made.lock().unwrap_or_else(PoisonError::into_inner).take();
             let (planned, bound) = taken.ok_or_else(|| Error::InvalidArgument("a plan is prepared once".into()))?;
-            // SAFETY: as the module says; Python's half keeps the tensor with what is made here.
+            // SAFETY: as for `slice`. The Python half keeps the tensor as long as the object made here.
             let application = Application::prepare_in(planned, unsafe { slice(memory) })?;
             Ok(Ready { work: Mutex::new((application, bound)) })
         };
@@ -316,7 +318,7 @@ impl PlanOfAll {
     }
 }
 
-/// An application of some or all tensors that is ready to be run, again and again.
+/// A prepared application of some or all tensors. It can run any number of times.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Ready {
     work: Mutex<(Application<'static>, Bound)>,
@@ -324,8 +326,8 @@ pub struct Ready {
 
 #[pymethods]
 impl Ready {
-    /// Takes tensors, and bases if they are given, of the same names and sizes at other addresses. False if that needs another
-    /// plan, and nothing has changed.
+    /// Moves the application to tensors of the same names and sizes at other addresses; without `base`, the bases stay. Returns
+    /// false, and changes nothing, if the new addresses need another plan.
     #[pyo3(signature = (tensors, base=None))]
     fn move_to(&self, py: Python<'_>, tensors: Vec<usize>, base: Option<Vec<usize>>) -> PyResult<bool> {
         let mut work = self.work(py)?;
@@ -356,16 +358,16 @@ impl Ready {
         moved.map_err(|e| errors::to_python(py, &e))
     }
 
-    /// Runs it on a stream, and waits for the outcome: whether tensors were changed, false if they were the target, and the
-    /// seconds until all was queued. The caller holds the memory of all tensors.
+    /// Runs the application on a stream and waits for its outcome. Returns whether tensors were changed (false if they already were
+    /// the target), and the seconds until all work was queued. The caller must hold the memory of all tensors.
     fn run(&self, py: Python<'_>, stream: usize, progress: Option<Py<PyAny>>) -> PyResult<(bool, f64)> {
         let begin = Instant::now();
         let work = self.work(py)?;
         let (application, bound) = &*work;
         let total = bound.tensors.iter().map(|tensor| tensor.range().len() as u64).sum();
-        // SAFETY: PyTorch's stream of this device, which it never destroys.
+        // SAFETY: the handle is of a PyTorch stream of this device. PyTorch never destroys its streams.
         let stream = unsafe { bound.index.device().borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
-        // Threads to read and to expand payloads are those of the pool; to queue, this one is enough.
+        // Reading and expanding payloads needs the threads of the pool. Queueing alone needs only this thread.
         let pending = match application.reads_on_host() {
             true => run(py, None, 0, |_| application.launch(&stream))?,
             false => py.detach(|| application.launch(&stream)).map_err(|e| errors::to_python(py, &e))?,
@@ -385,7 +387,7 @@ impl Ready {
                 error => Err(error),
             }),
             Err(raised) => {
-                raised.set_cause(py, Some(errors::to_python(py, &error))); // says what the tensors are like now
+                raised.set_cause(py, Some(errors::to_python(py, &error))); // says what state the tensors are in
                 Err(raised)
             }
         };
@@ -394,7 +396,7 @@ impl Ready {
 }
 
 impl Ready {
-    /// For one thread: another would wait here with the interpreter's lock.
+    /// Locks the application without blocking. A blocked second thread would hold the interpreter's lock, so it gets an error.
     fn work(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, (Application<'static>, Bound)>> {
         let busy = || errors::to_python(py, &Error::InvalidArgument("an application is used by two threads at once".into()));
         match self.work.try_lock() {
@@ -405,12 +407,12 @@ impl Ready {
     }
 }
 
-/// Looks for the end of a launch without sleeping for so long, then now and then.
+/// `wait` polls without sleeping for the first `AWAKE`, then sleeps for `NAP` between polls.
 const AWAKE: Duration = Duration::from_millis(20);
 const NAP: Duration = Duration::from_micros(100);
 
-/// Waits until a launch has passed, on the calling thread, which would take longer to be woken. What a signal or the progress
-/// raised meanwhile comes when it has.
+/// Waits until a launch has finished. Polls on the calling thread, because waking a sleeping thread takes longer. An exception from
+/// a signal or from `progress` is returned only after the launch has finished.
 fn wait(py: Python<'_>, pending: &Pending, total: u64, progress: Option<&Py<PyAny>>) -> PyResult<()> {
     let begin = Instant::now();
     let mut raised = Ok(());
@@ -418,7 +420,7 @@ fn wait(py: Python<'_>, pending: &Pending, total: u64, progress: Option<&Py<PyAn
     loop {
         let is_done = py.detach(|| {
             loop {
-                // The caller, which waits for the outcome, reports a device error.
+                // A device error counts as done here. The caller reports it when it asks for the outcome.
                 if pending.is_done().unwrap_or(true) {
                     return true;
                 }

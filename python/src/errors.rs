@@ -1,10 +1,10 @@
-//! Errors of the library as exceptions of the family in `tpde/_errors.py`.
+//! Converts errors of the library to the exceptions of `tpde/_errors.py`.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tpde::Error;
 
-/// An exception of the class of this name, with these attributes.
+/// An instance of the exception class `class`, with this message and these attributes.
 fn exception<'py>(py: Python<'py>, class: &str, message: &str, attributes: &Bound<'py, PyDict>) -> PyErr {
     let made = py
         .import("tpde._errors")
@@ -91,7 +91,7 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     Ok(exception(py, class, &error.to_string(), &with))
 }
 
-/// The exception for a panic, which is a defect of the library.
+/// The exception for a panic. A panic is a defect of the library.
 pub fn panicked(py: Python<'_>, payload: &(dyn std::any::Any + Send)) -> PyErr {
     let message = payload.downcast_ref::<&str>().copied().or_else(|| payload.downcast_ref::<String>().map(String::as_str));
     let message = format!("this is a defect of tpde: {}", message.unwrap_or("it panicked"));

@@ -1,7 +1,7 @@
-//! The Rust half of the Python package `tpde`: the library's functions on paths and on memory that Python owns.
+//! The Rust half of the Python package `tpde`: functions of the library for paths, and for memory that Python owns.
 //!
-//! Private to the package. The Python half in `tpde/` has the public names, the documentation, and everything that needs NumPy or
-//! PyTorch. No format logic is here.
+//! Private to the package. The Python half in `tpde/` contains the public names, the documentation, and all code that uses NumPy
+//! or PyTorch. This crate contains no format logic.
 
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
@@ -34,10 +34,10 @@ mod _tpde {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-        // Warnings of the library go to Python's `logging`, as logger `tpde`. In a second interpreter the logger is installed already.
+        // Warnings of the library go to Python's `logging`, as logger `tpde`. A second interpreter finds it installed.
         let logger = pyo3_log::Logger::new(module.py(), pyo3_log::Caching::Nothing)?;
         let _ = logger.filter(log::LevelFilter::Warn).install();
-        // For tests: shows what a panic is turned into.
+        // Lets tests see how a panic reaches Python.
         module.add_function(wrap_pyfunction!(super::panic_for_tests, module)?)
     }
 }

@@ -4,12 +4,12 @@ use pyo3::prelude::*;
 use tpde::cuda::DeviceSlice;
 use tpde::{Dtype, MemoryCheckpoint, Result, TensorInfo};
 
-/// A tensor: name, dtype, dims, address, bytes, and an object that keeps the memory where it is.
+/// A tensor: name, dtype, dims, address, size in bytes, and an object that keeps the memory in place.
 ///
-/// Only `tpde/_memory.py` and `tpde/_torch_memory.py` make it, from tensors that they have checked: contiguous, and in host memory,
-/// or on the device for the functions on devices, which make no host slices of them.
+/// Only `tpde/_memory.py` and `tpde/_torch_memory.py` make this tuple. They have checked that the tensor is contiguous, and that it
+/// is in host memory, or on the device for device functions. Device functions make no host slices from it.
 /// The address stays valid while the object is held, unless the owner's memory is freed by other means. The caller of the public
-/// function promises that nothing else writes the memory during the call, and that nothing else reads memory that is written.
+/// function promises that nothing else writes the memory during the call, and that nothing else reads memory being written.
 #[derive(FromPyObject)]
 pub struct Memory(String, String, Vec<u64>, usize, usize, #[expect(dead_code, reason = "held to keep the memory alive")] Py<PyAny>);
 
@@ -22,32 +22,32 @@ impl Memory {
         &self.2
     }
 
-    /// The same of memory of a device, at an address that the device sees.
+    /// The memory as a device slice, at an address that is valid on the device.
     ///
     /// # Safety
-    /// The memory is the device's, and its owner is held until all work that is queued with the slice has passed; PyTorch holds
-    /// what a tensor gives back until the streams that were recorded with it have passed.
+    /// The memory must be on the device. Its owner must be held until all work queued with the slice has finished. For a tensor
+    /// whose streams were recorded, PyTorch does this: it does not reuse the memory until those streams have finished.
     pub unsafe fn device_slice(&self) -> DeviceSlice {
         // SAFETY: promised by the caller.
         unsafe { DeviceSlice::from_raw(self.3 as u64, self.4 as u64) }
     }
 
-    /// The same without what keeps the memory.
+    /// A copy without the owner, which does not keep the memory alive.
     pub fn unowned(&self, py: Python<'_>) -> Self {
         Self(self.0.clone(), self.1.clone(), self.2.clone(), self.3, self.4, py.None())
     }
 
-    /// Where it is.
+    /// Address of the first byte.
     pub fn address(&self) -> usize {
         self.3
     }
 
-    /// The same of memory elsewhere.
+    /// Sets the address. All other fields stay.
     pub fn move_to(&mut self, address: usize) {
         self.3 = address;
     }
 
-    /// First byte and the one after the last.
+    /// Address range: the first byte, and the byte after the last.
     pub fn range(&self) -> std::ops::Range<usize> {
         self.3..self.3.saturating_add(self.4)
     }
@@ -60,11 +60,11 @@ impl Memory {
         if self.4 == 0 || self.3 == 0 {
             return &[];
         }
-        // SAFETY: the memory is there while the owner is held, as the type says, and is not written meanwhile.
+        // SAFETY: the memory is valid while the owner is held, and nothing writes it during the call (type documentation).
         unsafe { std::slice::from_raw_parts(self.3 as *const u8, self.4) }
     }
 
-    /// The same, to be written.
+    /// The bytes of the tensor, for writing.
     ///
     /// # Safety
     /// No other slice of the same memory may exist.
@@ -72,22 +72,22 @@ impl Memory {
         if self.4 == 0 || self.3 == 0 {
             return &mut [];
         }
-        // SAFETY: the memory is there while the owner is held, and the caller promises that the slice is the only one.
+        // SAFETY: the memory is valid while the owner is held, and the caller promises that this slice is the only one.
         unsafe { std::slice::from_raw_parts_mut(self.3 as *mut u8, self.4) }
     }
 }
 
-/// The dtype of this name.
+/// Parses the name of a dtype.
 pub fn dtype(name: &str) -> Result<Dtype> {
     Ok(name.parse()?)
 }
 
-/// Name, dtype and dims.
+/// Name, dtype and shape of a tensor.
 pub fn info(tensor: &Memory) -> Result<TensorInfo> {
     Ok(TensorInfo { name: tensor.name().to_owned(), dtype: tensor.dtype()?, shape: tensor.shape().to_vec() })
 }
 
-/// Tensors as a checkpoint.
+/// A checkpoint of these tensors, which reads their memory.
 pub fn checkpoint(tensors: &[Memory]) -> Result<MemoryCheckpoint<'_>> {
     let infos = tensors.iter().map(|tensor| Ok((info(tensor)?, tensor.bytes())));
     MemoryCheckpoint::new(infos.collect::<Result<Vec<_>>>()?)

@@ -1,4 +1,4 @@
-//! A pair that stays open, with tensors in memory as what is read and written.
+//! An open pair whose tensors are read from and written to memory.
 
 use crate::errors;
 use crate::memory::{self, Memory};
@@ -13,19 +13,19 @@ use tpde::{
     Tensor, TensorMut,
 };
 
-/// A pair and, if it was opened with one, the files of its base.
+/// An open pair, with the files of its base if it was opened with them.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Pair {
     pair: Arc<tpde::Pair<FileSource>>,
     base: Option<SafetensorsCheckpoint>,
 }
 
-/// Name, dtype, dims, kind of base, name of the base tensor, whether anything changes.
+/// Name, dtype, dims, kind of base, name of the base tensor, and whether any element changes.
 type Described = (String, &'static str, Vec<u64>, &'static str, String, bool);
 
 #[pymethods]
 impl Pair {
-    /// Opens the pair `path`, and the base at `base` if it is files.
+    /// Opens the pair at `path`, and the base at `base` if the base is in files.
     #[new]
     #[pyo3(signature = (path, base=None))]
     fn open(py: Python<'_>, path: PathBuf, base: Option<PathBuf>) -> PyResult<Self> {
@@ -46,24 +46,24 @@ impl Pair {
         index.tensors().map(describe).collect()
     }
 
-    /// Bytes of the blob.
+    /// Size of the blob in bytes.
     fn blob_bytes(&self) -> u64 {
         self.pair.index().blob_size()
     }
 
-    /// Bytes of the payloads of a tensor.
+    /// Total size of a tensor's payloads in bytes.
     fn payload_bytes(&self, py: Python<'_>, name: &str) -> PyResult<u64> {
         let index = self.pair.index();
         let tensor = index.find(name).ok_or_else(|| errors::to_python(py, &unknown(name)))?;
         Ok(tensor.chunks().map(|chunk| u64::from(index.chunk(chunk).compressed_size)).sum())
     }
 
-    /// The digest of the pair.
+    /// The pair digest.
     fn digest(&self) -> [u8; 32] {
         *self.pair.index().pair_digest()
     }
 
-    /// Whether two tensors are the same under two names, in base and target.
+    /// Whether two names are of equal tensors: same dtype, shape and kind of base, and equal contents in base and target.
     fn is_same(&self, py: Python<'_>, a: &str, b: &str) -> PyResult<bool> {
         let find = |name| self.pair.index().find(name).ok_or_else(|| errors::to_python(py, &unknown(name)));
         let (a, b) = (find(a)?, find(b)?);
@@ -73,7 +73,7 @@ impl Pair {
             && a.shape == b.shape)
     }
 
-    /// Whether the pair tells of files, not of tensors alone.
+    /// Whether the pair describes files, not only tensors.
     fn has_files(&self) -> bool {
         self.pair.index().files().len() > 0
     }
@@ -83,7 +83,7 @@ impl Pair {
         run(py, None, 0, |_| self.on_base(None, |base| Apply::new(&self.pair).base(base).metadata()))
     }
 
-    /// Rebuilds the tensors that `outputs` are named after.
+    /// Rebuilds tensors into `outputs`. Each output has the name of its tensor.
     #[pyo3(signature = (outputs, *, base, digests, progress))]
     fn read(
         &self,
@@ -108,7 +108,7 @@ impl Pair {
                 let mut places = HashMap::new();
                 for (_, output) in outputs.iter_mut().enumerate().filter(|(i, _)| once.contains(i)) {
                     let (name, range) = (output.name().to_owned(), output.range());
-                    // SAFETY: `each_memory_once` has found that these do not overlap, and none does a base.
+                    // SAFETY: `each_memory_once` has checked that outputs do not overlap. The loop above: none overlaps a base.
                     if places.insert(name, unsafe { output.bytes_mut() }).is_some() {
                         return Err(Error::InvalidArgument(format!("{range:?}: two outputs of one name")));
                     }
@@ -125,13 +125,13 @@ impl Pair {
         })
     }
 
-    /// Rebuilds elements from `start` on of a tensor, as many as fill `output`, which is named after it.
+    /// Rebuilds the elements from `start` on that fill `output`, of the tensor with the output's name.
     fn read_range(&self, py: Python<'_>, mut output: Memory, start: u64, stop: u64, base: Option<Vec<Memory>>) -> PyResult<()> {
         run(py, None, 0, |steering| {
             self.on_base(base.as_deref(), |base| {
                 let bytes = Apply::new(&self.pair).base(base).watch(steering).range(output.name(), start..stop)?;
                 let name = output.name().to_owned();
-                // SAFETY: the output is a new tensor: nobody else has seen its memory.
+                // SAFETY: the output is a new tensor: nothing else has its address.
                 let out = unsafe { output.bytes_mut() };
                 if out.len() != bytes.len() {
                     return Err(Error::InvalidArgument(format!(
@@ -147,7 +147,8 @@ impl Pair {
         })
     }
 
-    /// Positions (little-endian, 4 bytes each if all fit in 31 bits, else 8) and values of the elements of a tensor that change.
+    /// Positions and values of the elements of a tensor that change. Positions are little-endian, of 4 bytes if all fit in 31 bits,
+    /// otherwise of 8.
     fn changes<'py>(
         &self,
         py: Python<'py>,
@@ -166,7 +167,7 @@ impl Pair {
         Ok((PyByteArray::new(py, &positions), PyByteArray::new(py, &values), size))
     }
 
-    /// Changes tensors in place, each piece of memory once. True if they were changed, false if they already were the target.
+    /// Changes tensors in place. Tensors that share memory are changed once. False if they already were the target.
     #[pyo3(signature = (tensors, *, checked, progress))]
     fn apply_in_place(
         &self,
@@ -182,7 +183,7 @@ impl Pair {
             let mut given = Vec::new();
             for (i, tensor) in tensors.iter_mut().enumerate() {
                 let Some(found) = self.pair.index().find(tensor.name()).filter(|_| once.contains(&i)) else { continue };
-                // SAFETY: `each_memory_once` has found that these tensors do not overlap.
+                // SAFETY: `each_memory_once` has checked that these tensors do not overlap.
                 given.push(TensorMut { name: found.name, bytes: unsafe { tensor.bytes_mut() } });
             }
             match Apply::new(&self.pair).watch(steering).in_place(given, mode) {
@@ -194,7 +195,7 @@ impl Pair {
     }
 }
 
-/// Opens a pair. Waiting for a publication of it can be interrupted.
+/// Opens a pair. If the pair is being published, the call waits; a signal can interrupt the wait.
 pub fn open(path: &Path, steering: &Steering) -> Result<tpde::Pair<FileSource>> {
     tpde::Pair::open_with(path, &Limits::default(), steering)
 }
@@ -204,7 +205,7 @@ pub fn unknown(name: &str) -> Error {
 }
 
 impl Pair {
-    /// The pair alone, which others may keep.
+    /// The pair without its base, as a shared handle.
     pub fn shared(&self) -> Arc<tpde::Pair<FileSource>> {
         self.pair.clone()
     }
@@ -218,8 +219,8 @@ impl Pair {
     }
 }
 
-/// Which of the tensors to change so that each piece of memory is changed once: tied weights are one piece with several
-/// names, which must become the same. The tensors must be those of the pair in dtype and shape.
+/// Indices of the tensors to change so that each memory range is changed once. Tied weights are one range with several names; their
+/// targets must be equal. Dtypes and shapes must be those in the pair.
 pub fn each_memory_once(pair: &tpde::Pair<FileSource>, tensors: &[Memory]) -> Result<HashSet<usize>> {
     let mut found = Vec::new();
     for (i, given) in tensors.iter().enumerate() {
@@ -235,7 +236,7 @@ pub fn each_memory_once(pair: &tpde::Pair<FileSource>, tensors: &[Memory]) -> Re
         }
         found.push((i, given.range(), tensor));
     }
-    // Of tied tensors, one with a base comes first: it is the one whose base can be checked.
+    // Among tied tensors, one with a base comes first, because only its base can be checked.
     found.sort_by_key(|(_, range, tensor)| (range.start, range.end, tensor.base_kind == BaseKind::None));
     let mut once = HashSet::new();
     let mut before: Option<&(usize, std::ops::Range<usize>, Tensor<'_>)> = None;

@@ -1,4 +1,4 @@
-//! Functions on paths.
+//! Functions that work on paths.
 
 use crate::memory::{self, Memory};
 use crate::pair::open;
@@ -12,7 +12,7 @@ use tpde::{
     SafetensorsCheckpoint, TensorReport, Verify,
 };
 
-/// How to encode, as Python says it.
+/// Encode options as passed from Python.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 pub struct Options {
@@ -28,7 +28,7 @@ impl Options {
         let layout: Option<Layout> = self.layout.map(|name| name.parse()).transpose()?;
         let codec: Option<CodecChoice> = self.codec.map(|name| name.parse()).transpose()?;
         let favor: Option<Favor> = self.favor.map(|name| name.parse()).transpose()?;
-        // Who names a layout means the codec that has layouts.
+        // A layout implies codec zstd.
         let codec = match (codec.unwrap_or_default(), layout) {
             (CodecChoice::Auto, Some(_)) => Codec::Zstd.into(),
             (codec, _) => codec,
@@ -86,7 +86,7 @@ pub fn encode(
     })
 }
 
-/// A checkpoint as Python gives it: files, or tensors in memory.
+/// A checkpoint as passed from Python: a path, or tensors in memory.
 #[derive(FromPyObject)]
 pub enum Source {
     Memory(Vec<Memory>),

@@ -1,4 +1,4 @@
-//! Weights of layers that are rebuilt on a CUDA device again and again, in memory that PyTorch gives.
+//! Layer weights that are rebuilt repeatedly on a CUDA device, in memory allocated by PyTorch.
 
 use crate::device::Device;
 use crate::errors;
@@ -8,10 +8,10 @@ use std::sync::{Mutex, PoisonError, TryLockError};
 use tpde::cuda::{self, Application, ApplyPlan, Pending};
 use tpde::{Error, Result};
 
-/// What has to stay while a rebuilding is used.
+/// Owners of the memory that a rebuild uses. Held as long as the rebuild.
 pub struct Owners(pub Vec<Memory>);
 
-/// A rebuilding that lacks memory to work in.
+/// A planned rebuild, which still needs working memory.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Plan {
     pub planned: Mutex<Option<(ApplyPlan<'static>, Owners)>>,
@@ -19,18 +19,18 @@ pub struct Plan {
 
 #[pymethods]
 impl Plan {
-    /// Bytes of device memory that it needs.
+    /// Size in bytes of the device memory that the rebuild needs.
     fn bytes(&self) -> u64 {
         let planned = self.planned.lock().unwrap_or_else(PoisonError::into_inner);
         planned.as_ref().map_or(0, |(planned, _)| planned.bytes())
     }
 
-    /// Makes it ready in `memory`, once.
+    /// Makes the rebuild ready to run, with `memory` as working memory. A plan can be prepared once.
     fn prepare(&self, py: Python<'_>, memory: Memory) -> PyResult<Rebuild> {
         let prepare = || {
             let taken = self.planned.lock().unwrap_or_else(PoisonError::into_inner).take();
             let (planned, mut owners) = taken.ok_or_else(|| Error::InvalidArgument("a plan is prepared once".into()))?;
-            // SAFETY: the owner is held with the application.
+            // SAFETY: `owners` is stored beside the application, so the memory stays allocated as long as the application.
             let application = Application::prepare_in(planned, unsafe { memory.device_slice() })?;
             owners.0.push(memory);
             Ok(Rebuild { application, _owners: owners })
@@ -39,7 +39,7 @@ impl Plan {
     }
 }
 
-/// A tensor's rebuilding out of place, ready to be launched again and again.
+/// A prepared out-of-place rebuild of one tensor. It can be launched any number of times.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Rebuild {
     application: Application<'static>,
@@ -48,25 +48,25 @@ pub struct Rebuild {
 
 #[pymethods]
 impl Rebuild {
-    /// Queues it on a stream.
+    /// Queues the rebuild on a stream.
     fn launch(&self, py: Python<'_>, device: &Device, stream: usize) -> PyResult<Launched> {
-        // SAFETY: PyTorch's stream of this device, which it never destroys.
+        // SAFETY: the handle is of a PyTorch stream of this device. PyTorch never destroys its streams.
         let stream = unsafe { device.0.borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
         let pending = py.detach(|| self.application.launch(&stream)).map_err(|e| errors::to_python(py, &e))?;
         Ok(Launched { state: Mutex::new(Launch::Pending(pending)) })
     }
 
-    /// Queues it on a stream that is being captured. The caller keeps this object and the result while the graph may run.
+    /// Queues the rebuild on a stream that is being captured. The caller keeps this object and the result while the graph may run.
     fn capture(&self, py: Python<'_>, device: &Device, stream: usize) -> PyResult<Captured> {
         // SAFETY: as in `launch`.
         let stream = unsafe { device.0.borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
-        // SAFETY: the caller keeps what has to be kept, and replays follow each other on one stream.
+        // SAFETY: the caller keeps this object and the result while the graph may run, and runs all replays on one stream.
         let captured = py.detach(|| unsafe { self.application.capture(&stream) });
         Ok(Captured(captured.map_err(|e| errors::to_python(py, &e))?))
     }
 }
 
-/// A rebuilding that is under way.
+/// A launched rebuild.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Launched {
     state: Mutex<Launch>,
@@ -79,12 +79,12 @@ enum Launch {
 
 #[pymethods]
 impl Launched {
-    /// Whether it has passed.
+    /// Whether the rebuild has finished.
     fn is_done(&self, py: Python<'_>) -> PyResult<bool> {
         let state = match self.state.try_lock() {
             Ok(state) => state,
             Err(TryLockError::Poisoned(state)) => state.into_inner(),
-            Err(TryLockError::WouldBlock) => return Ok(false), // another thread waits for it
+            Err(TryLockError::WouldBlock) => return Ok(false), // another thread is in `wait`
         };
         match &*state {
             Launch::Pending(pending) => pending.is_done().map_err(|e| errors::to_python(py, &e)),
@@ -92,7 +92,7 @@ impl Launched {
         }
     }
 
-    /// Waits for it, and raises what was wrong, every time: a caller may be interrupted before it has noted that.
+    /// Waits until the rebuild has finished. Raises its error on every call: a caller may be interrupted before it notes the first.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         let lock = || self.state.lock().unwrap_or_else(PoisonError::into_inner);
         py.detach(|| {
@@ -109,13 +109,13 @@ impl Launched {
     }
 }
 
-/// A rebuilding within a graph.
+/// A rebuild that was captured into a graph.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Captured(cuda::Captured);
 
 #[pymethods]
 impl Captured {
-    /// Raises what was wrong with the last replay, which must have passed.
+    /// Raises the error of the last replay, if any. That replay must have finished.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.0.check().map_err(|e| errors::to_python(py, &e))
     }

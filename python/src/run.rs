@@ -1,4 +1,4 @@
-//! Running the library: on threads of our own, without the interpreter's lock, and so that Python can end it.
+//! Runs the library on its own threads, without the interpreter's lock. Signals and Python exceptions can cancel the work.
 
 use crate::errors;
 use pyo3::prelude::*;
@@ -9,10 +9,10 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 use tpde::{Error, Result, Watch};
 
-/// How often the calling thread looks for signals and tells the progress.
+/// Interval at which the calling thread checks for signals and reports progress.
 pub const LOOK: Duration = Duration::from_millis(50);
 
-/// What the calling thread and the working threads tell each other.
+/// State shared by the calling thread and the workers.
 pub struct Steering {
     done: AtomicU64,
     cancelled: AtomicBool,
@@ -25,20 +25,20 @@ impl Watch for Steering {
     }
 }
 
-/// Threads, and the process that has them.
+/// A thread pool, and the id of the process that started its threads.
 struct Pool {
     process: u32,
     threads: ThreadPool,
 }
 
-/// The threads of this process. Those of a parent do not survive a fork, and waiting for them would take for ever. Neither a
-/// lock nor the pool of rayon itself, which may be in any state after a fork, is touched.
+/// The thread pool of this process. After a fork the parent's threads do not exist in the child, and waiting for them would never
+/// end, so the child makes a new pool. Locks and rayon's global pool may be in any state after a fork and are not used.
 fn pool() -> Result<&'static ThreadPool> {
     static POOL: AtomicPtr<Pool> = AtomicPtr::new(std::ptr::null_mut());
     let process = std::process::id();
     loop {
         let current = POOL.load(Ordering::Acquire);
-        // SAFETY: either null or from `Box::leak` below, and never freed.
+        // SAFETY: the pointer is null or from `Box::into_raw` below. A pool that was published is never freed.
         if let Some(pool) = unsafe { current.as_ref() }
             && pool.process == process
         {
@@ -52,10 +52,10 @@ fn pool() -> Result<&'static ThreadPool> {
         })?;
         let new = Box::into_raw(Box::new(Pool { process, threads }));
         if POOL.compare_exchange(current, new, Ordering::AcqRel, Ordering::Relaxed).is_err() {
-            // SAFETY: from `Box::into_raw` just above, and nobody else has seen it.
+            // SAFETY: from `Box::into_raw` just above. The exchange failed, so no other thread has the pointer.
             drop(unsafe { Box::from_raw(new) });
         }
-        // A pool that was replaced is the parent's: its threads are not here to be joined, so it stays where it is.
+        // A replaced pool is leaked: it belongs to the parent, and its threads cannot be joined from this process.
     }
 }
 
@@ -67,11 +67,12 @@ pub fn tell(py: Python<'_>, progress: Option<&Py<PyAny>>, done: u64, total: u64)
     }
 }
 
-/// Runs `work` on the threads of the pool while the calling thread lets go of the interpreter, but for looking for signals and
-/// calling `progress(done, total)` now and then. An exception of either ends the work, and is raised when it has ended.
+/// Runs `work` on the threads of the pool, without the interpreter's lock. Meanwhile, the calling thread checks for signals and
+/// calls `progress(done, total)` at intervals of [`LOOK`]. An exception from either cancels the work and is raised once the work
+/// has ended.
 ///
 /// # Errors
-/// The exceptions for what `work` returns, and for a panic in it.
+/// The exception for an error that `work` returns, or for a panic in it.
 pub fn run<T: Send>(
     py: Python<'_>,
     progress: Option<Py<PyAny>>,
@@ -111,12 +112,12 @@ pub fn run<T: Send>(
     });
     match (outcome, raised) {
         (Ok(Ok(result)), None) => tell(py, total).map(|()| result),
-        // Too late to end what is complete, but not to say why.
+        // The work may have completed before it saw the cancellation. The exception is raised in both cases.
         (Ok(Ok(_)), Some(raised)) | (Ok(Err(Error::Cancelled)), Some(raised)) => Err(raised),
         (Ok(Err(error)), raised) => {
             let error = errors::to_python(py, &error);
             let Some(raised) = raised else { return Err(error) };
-            raised.set_cause(py, Some(error)); // says what the tensors are like now
+            raised.set_cause(py, Some(error)); // says what state the tensors are in
             Err(raised)
         }
         (Err(payload), _) => Err(errors::panicked(py, &*payload)),
