@@ -1,4 +1,4 @@
-//! `tpde apply`: a base and a pair in, the target out.
+//! `tpde apply`: rebuilds the target from a base and a pair.
 
 use super::common::Common;
 use super::device::DeviceArgs;
@@ -44,12 +44,12 @@ pub struct Apply {
     pub device: DeviceArgs,
 }
 
-/// Parses a pattern. The error leaves out the pattern, which the message about the argument has already.
+/// Parses a pattern. The error does not quote the pattern, because clap's message about the argument already does.
 fn glob(text: &str) -> Result<Glob, String> {
     Glob::new(text).map_err(|e| e.kind().to_string())
 }
 
-/// What was rebuilt.
+/// Describes what was rebuilt.
 #[derive(Serialize)]
 pub struct Report {
     output: JsonPath,
@@ -107,10 +107,10 @@ impl Apply {
         })
     }
 
-    /// The patterns, each of which must match something: a slip of the pen shall not look like success.
+    /// Compiles the patterns. Each must match a tensor, so that a mistyped pattern is an error.
     fn globs<B: Source>(&self, pair: &Pair<B>) -> Result<Vec<GlobSet>> {
         let compiled = self.tensor.iter().map(|glob| {
-            // `Glob::compile_matcher` panics on a pattern that is too large or nested too deep.
+            // `Glob::compile_matcher` would panic on a pattern that is too large or nested too deeply.
             let matcher = GlobSet::builder()
                 .add(glob.clone())
                 .build()
@@ -124,7 +124,7 @@ impl Apply {
     }
 }
 
-/// Refuses a folder as the output of a pair that gives one file.
+/// Refuses a folder as the output of a pair whose target is a single file.
 fn check_names_file(output: &Path) -> Result<()> {
     let bytes = output.as_os_str().as_bytes();
     if !output.is_dir() && !bytes.is_empty() && !bytes.ends_with(b"/") {

@@ -1,4 +1,4 @@
-//! Options of every verb, and what follows from them: how a report is printed, and whether progress is shown.
+//! Options of every verb, and the output that they control: reports and progress bars.
 
 use super::{failure, text};
 use clap::{ArgAction, Args, ValueEnum};
@@ -45,7 +45,7 @@ pub enum Progress {
 }
 
 impl Common {
-    /// Prints what a verb found, piece by piece: a report may be longer than memory.
+    /// Prints the report of a verb piece by piece, because a report may be larger than memory.
     pub fn show(&self, verb: &str, report: impl Serialize + Display) -> anyhow::Result<()> {
         if self.quiet && !self.json {
             return Ok(());
@@ -55,7 +55,7 @@ impl Common {
         Ok(written.and_then(|()| out.flush()).map_err(failure::Output)?)
     }
 
-    /// A progress bar on stderr, which hides itself unless that is a terminal.
+    /// A progress bar on stderr. It is hidden if stderr is not a terminal.
     pub fn bar(&self, verb: &'static str, bytes: u64) -> ProgressBar {
         let shown = self.progress == Progress::Auto && !self.quiet;
         let target = if shown { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };

@@ -1,4 +1,4 @@
-//! `tpde completions`: what a shell wants to know.
+//! `tpde completions`: completion scripts for shells.
 
 use clap::{Args, Command};
 use clap_complete::Shell;

@@ -1,4 +1,4 @@
-//! `tpde demo`: the whole way once, on checkpoints made for it.
+//! `tpde demo`: runs every step once, on checkpoints made for it.
 
 use super::common::Common;
 use super::inputs::create_folder;
@@ -29,7 +29,7 @@ pub struct Demo {
     force: bool,
 }
 
-/// The steps, and how they came out.
+/// The steps and their reports.
 #[derive(Serialize)]
 pub struct Report {
     dir: JsonPath,
@@ -57,7 +57,7 @@ impl Demo {
         let (dir, temporary) = match &self.dir {
             Some(dir) => {
                 create_folder(dir)?;
-                // Not an option to the commands below, even if its name begins with a dash.
+                // With `./`, a name that begins with a dash is not an option in the commands below.
                 let is_option = dir.as_os_str().as_bytes().starts_with(b"-");
                 (if is_option { Path::new(".").join(dir) } else { dir.clone() }, None)
             }
@@ -114,7 +114,7 @@ enum StepVerb {
     Inspect(inspect::Inspect),
 }
 
-/// Commands, run as if they had been typed.
+/// Runs commands as if they had been typed, and collects their reports.
 struct Steps<'a> {
     common: &'a Common,
     force: bool,
@@ -143,8 +143,8 @@ impl Steps<'_> {
     }
 }
 
-/// A made-up checkpoint and a fine-tuned one. Weights look normal, and the tuning moves a few of them by few units in the last
-/// place, as reinforcement learning does.
+/// A synthetic checkpoint, and a fine-tuned version of it. Weights are nearly normal. The tuning changes about 2 % of them by one
+/// unit in the last place, as reinforcement learning does.
 fn tensors() -> (Tensors, Tensors) {
     let mut random = Xorshift(0x7470_6465);
     let shapes: [(&str, Dtype, &[u64]); 7] = [
@@ -177,7 +177,7 @@ fn tensors() -> (Tensors, Tensors) {
 
 type Tensors = Vec<(TensorInfo, Vec<u8>)>;
 
-/// Writes tensors as a safetensors file: a pair without a base and without files gives one.
+/// Writes tensors as a safetensors file, by applying a pair without a base.
 fn write(tensors: &Tensors, path: &Path, replace: bool) -> tpde::Result<()> {
     let checkpoint = MemoryCheckpoint::new(tensors.iter().map(|(info, bytes)| (info.clone(), bytes.as_slice())))?;
     let (pair, _) = tpde::Encode::new(&checkpoint).to_memory()?;
@@ -185,7 +185,7 @@ fn write(tensors: &Tensors, path: &Path, replace: bool) -> tpde::Result<()> {
     Ok(())
 }
 
-/// Numbers that look random and are the same everywhere.
+/// A pseudo-random generator with the same sequence on every machine.
 struct Xorshift(u64);
 
 impl Xorshift {
@@ -196,7 +196,7 @@ impl Xorshift {
         self.0
     }
 
-    /// Nearly normal, deviation about 0.02: a sum of eight bytes, less its mean, and some bits below.
+    /// Nearly normal with standard deviation of about 0.02: the sum of eight random bytes minus its mean, plus finer random bits.
     fn weight(&mut self) -> f32 {
         let sum: i32 = self.next().to_le_bytes().into_iter().map(i32::from).sum();
         let fine = (self.next() >> 48) as i32;

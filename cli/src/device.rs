@@ -1,4 +1,4 @@
-//! `--device`: what decodes.
+//! `--device`: selects the CPU or a CUDA device for decoding.
 
 use clap::Args;
 use std::str::FromStr;
@@ -17,7 +17,7 @@ pub struct DeviceArgs {
     pub trust: bool,
 }
 
-/// A device by its name.
+/// A device, parsed from its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceName {
     Cpu,
@@ -38,7 +38,7 @@ impl FromStr for DeviceName {
 }
 
 impl DeviceArgs {
-    /// Refuses what only a device can do.
+    /// Refuses options that only a device supports.
     pub fn check(&self) -> Result<()> {
         if self.trust && self.device == DeviceName::Cpu {
             return Err(Error::InvalidArgument("--trust is for a device: --device cuda".into()));
@@ -46,7 +46,7 @@ impl DeviceArgs {
         Ok(())
     }
 
-    /// The device, opened; none for the processor.
+    /// Opens the device; `None` for the CPU.
     pub fn open(&self) -> Result<Option<Box<dyn Accelerator>>> {
         self.check()?;
         match self.device {
@@ -69,13 +69,13 @@ pub fn open_cuda(ordinal: u32) -> Result<tpde::cuda::Device> {
     Ok(device)
 }
 
-/// Says that there is none.
+/// The error of a build without CUDA.
 #[cfg(not(feature = "cuda"))]
 pub fn open_cuda(_: u32) -> Result<NoCuda> {
     Err(Error::NoDevice("this program was built without the feature cuda".into()))
 }
 
-/// What a build without CUDA has in place of a device: nothing.
+/// Stands in for a device in a build without CUDA. It has no values.
 #[cfg(not(feature = "cuda"))]
 pub enum NoCuda {}
 

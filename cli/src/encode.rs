@@ -1,4 +1,4 @@
-//! `tpde encode`: two checkpoints in, a pair out.
+//! `tpde encode`: writes the pair of two checkpoints.
 
 use super::common::Common;
 use super::inputs::{CodecArgs, jobs, open, operands};
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 use tpde::{BaseKind, Checkpoint, Error, FileSource, PairPaths, Result, SafetensorsCheckpoint, TensorReport};
 
-/// Most bytes of a rename map.
+/// Maximum size of a rename map in bytes.
 const RENAME_MAP_LIMIT: u64 = 100_000_000;
 
 /// Write the difference of a target checkpoint from a base
@@ -53,7 +53,7 @@ fn rename(text: &str) -> Result<(String, String), &'static str> {
     text.split_once('=').map(|(target, base)| (target.to_owned(), base.to_owned())).ok_or("TARGET=BASE is wanted")
 }
 
-/// What was written.
+/// Describes what was written.
 #[derive(Serialize)]
 pub struct Report {
     index: JsonPath,
@@ -71,15 +71,15 @@ pub struct Report {
     seconds: f64,
     gb_per_second: f64,
     threads: usize,
-    /// Tensors that the base has not.
+    /// Tensors that are not in the base.
     added: Vec<String>,
-    /// Tensors that the base has with another dtype or other trailing dims, so that they are stored whole.
+    /// Tensors whose base has another dtype or other trailing dims. They are stored without a base.
     retyped: Vec<String>,
-    /// Tensors that the base has with another number of rows.
+    /// Tensors whose base has another number of rows.
     resized: Vec<String>,
     /// Tensors that only the base has.
     removed: Vec<String>,
-    /// What else lies in the target's folder.
+    /// Other files in the target's folder.
     not_included: Vec<String>,
     tensors: Vec<TensorReport>,
 }

@@ -1,4 +1,4 @@
-//! What `tpde inspect --explain` says: what the bytes are for, and why each tensor has its codec.
+//! Output of `tpde inspect --explain`: the purpose of all bytes, and the reason for each tensor's codec.
 
 use super::text;
 use serde::Serialize;
@@ -8,7 +8,7 @@ use tpde::{
     BaseKind, Codec, Escaped, Explanation, IndexParts, PayloadParts, TableSetReport, TensorExplanation, TensorReport, WayReport,
 };
 
-/// Both files by purpose.
+/// The bytes of both files by purpose.
 #[derive(Serialize)]
 pub struct Bytes<'a> {
     index: &'a IndexParts,
@@ -29,7 +29,7 @@ pub struct Explained<'a> {
     #[serde(flatten)]
     tensor: TensorReport,
     bits_per_change: Option<f64>,
-    /// Why the tensor has its codec, where that is known.
+    /// The reason for the tensor's codec, if known.
     why: Option<&'static str>,
     #[serde(flatten)]
     found: &'a TensorExplanation,
@@ -43,7 +43,7 @@ impl<'a> Explained<'a> {
     }
 }
 
-/// Why a tensor has its codec, where the pair, or a comparison of all ways, shows it.
+/// The reason for a tensor's codec, if the pair or a comparison with the other encodings shows it.
 fn why(tensor: &TensorReport, ways: &[WayReport]) -> Option<&'static str> {
     if tensor.lanes == 0 {
         return Some("empty: nothing is stored");
@@ -63,10 +63,10 @@ fn why(tensor: &TensorReport, ways: &[WayReport]) -> Option<&'static str> {
     })
 }
 
-/// What is said of a tensor of which nothing more is known.
+/// Printed if the reason is not known.
 const UNKNOWN: &str = "not known from the pair alone: --base BASE compares all ways";
 
-/// Writes the explanation of a pair. `tensors` are in the order to print.
+/// Writes the explanation of a pair. `tensors` are in print order.
 pub fn write<'a>(
     f: &mut fmt::Formatter<'_>,
     explanation: &Explanation,
@@ -88,7 +88,7 @@ pub fn write<'a>(
     write_reasons(f, tensors)
 }
 
-/// Both files by purpose.
+/// Writes the bytes of both files by purpose.
 fn write_bytes(f: &mut fmt::Formatter<'_>, explanation: &Explanation) -> fmt::Result {
     let (index, payloads) = (explanation.index.total(), explanation.payloads.total());
     let (blob, all) = (explanation.blob_header + payloads, index + explanation.blob_header + payloads);
@@ -111,7 +111,7 @@ fn write_table_sets(f: &mut fmt::Formatter<'_>, sets: &[TableSetReport]) -> fmt:
     text::table(f, 2, &["table set", "used by", "bytes before compression"], sets.iter().map(row))
 }
 
-/// Each tensor's payloads by purpose, in columns for the parts that some tensor has.
+/// Writes each tensor's payload bytes by purpose. Only parts that occur in some tensor have a column.
 fn write_parts<'a>(
     f: &mut fmt::Formatter<'_>,
     all: &PayloadParts,
@@ -148,7 +148,7 @@ fn write_parts<'a>(
     text::table(f, 4, &header, tensors.map(row).chain([total]))
 }
 
-/// What each way would have taken, for tensors that were compared.
+/// Writes the size of each encoding, for tensors that were compared.
 fn write_ways<'a>(f: &mut fmt::Formatter<'_>, tensors: impl Iterator<Item = Explained<'a>> + Clone) -> fmt::Result {
     writeln!(f, "  Bytes with the tensor's share of tables, in each way to encode it. ~ marks an estimate.\n")?;
     let columns: Vec<(bool, Codec)> = [true, false]
@@ -171,7 +171,7 @@ fn write_ways<'a>(f: &mut fmt::Formatter<'_>, tensors: impl Iterator<Item = Expl
     text::table(f, 2, &header, tensors.map(row))
 }
 
-/// Why tensors have their codecs, and how many have them for each reason.
+/// Writes the reasons for codecs, and the number of tensors for each reason.
 fn write_reasons<'a>(f: &mut fmt::Formatter<'_>, tensors: impl Iterator<Item = Explained<'a>>) -> fmt::Result {
     let mut reasons = BTreeMap::<(Codec, &str), u64>::new();
     for tensor in tensors {

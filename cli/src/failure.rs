@@ -1,4 +1,4 @@
-//! What went wrong: messages, hints and exit codes.
+//! Failures: messages, hints and exit codes.
 
 use super::text::{self, BAD, HINT};
 use clap::builder::StyledStr;
@@ -9,19 +9,19 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 use tpde::{Error, Escaped, Location, Rule};
 
-/// The data is wrong.
+/// Exit code for wrong data.
 const DATA: u8 = 1;
-/// The command makes no sense.
+/// Exit code for a usage error.
 const USAGE: u8 = 2;
-/// The system refused.
+/// Exit code for an error of the operating system.
 const SYSTEM: u8 = 3;
-/// The device asked for is not there.
+/// Exit code for a device that does not exist.
 const DEVICE: u8 = 4;
 
-/// Most characters of a tip about an argument.
+/// Maximum number of characters of a tip from clap.
 const MAX_TIP_CHARS: usize = 200;
 
-/// Standard output could not be written.
+/// Error for a failed write to standard output.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot write to standard output: {0}")]
 pub struct Output(#[source] pub io::Error);
@@ -34,7 +34,7 @@ struct Report {
 #[derive(Serialize)]
 struct Failure {
     kind: &'static str,
-    /// Id of the rule of the spec that is broken.
+    /// Id of the violated rule of the specification.
     rule: Option<&'static str>,
     tensor: Option<String>,
     chunk: Option<u32>,
@@ -42,12 +42,12 @@ struct Failure {
     hint: Option<&'static str>,
 }
 
-/// Prints an error of the library or of a verb, and says how the process ends.
+/// Prints an error of the library or of a verb, and returns the exit code.
 pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
     let ours = error.chain().find_map(|cause| cause.downcast_ref::<Error>());
     let theirs = error.chain().find_map(|cause| cause.downcast_ref::<io::Error>());
     if ours.is_none() && theirs.is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe) {
-        return ExitCode::SUCCESS; // whoever read our output has seen enough
+        return ExitCode::SUCCESS; // the reader of our output has closed the pipe
     }
     let (kind, code) = kind_and_code(ours, theirs.is_some());
     let mut at = Location::default();
@@ -58,7 +58,7 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
     }
     let message = message(error);
     let hint = ours.and_then(hint);
-    // Where stderr is gone too, the exit code has to do.
+    // If stderr is closed too, only the exit code reports the error.
     let _ = writeln!(anstream::stderr(), "{BAD}error:{BAD:#} {message}");
     if let Some(hint) = hint {
         let _ = writeln!(anstream::stderr(), "{HINT}hint:{HINT:#} {hint}");
@@ -70,7 +70,7 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
     ExitCode::from(code)
 }
 
-/// The kind of an error in JSON, and the exit code. docs/command-line.md lists them.
+/// Kind of the error in JSON, and exit code. Both are listed in docs/command-line.md.
 fn kind_and_code(ours: Option<&Error>, is_io: bool) -> (&'static str, u8) {
     match ours {
         Some(Error::Io { .. }) => ("io", SYSTEM),
@@ -90,13 +90,13 @@ fn kind_and_code(ours: Option<&Error>, is_io: bool) -> (&'static str, u8) {
     }
 }
 
-/// Says on stderr why a command whose report was printed ends with an error.
+/// Prints to stderr why a command failed after its report was printed.
 pub fn refused(reason: &str) -> ExitCode {
     let _ = writeln!(anstream::stderr(), "{BAD}error:{BAD:#} {reason}");
     ExitCode::from(DATA)
 }
 
-/// Prints what clap has to say: help and version too, which are text even with `--json`.
+/// Prints the output of clap: errors, help and version. Help and version are text even with `--json`.
 pub fn usage(mut error: clap::Error) -> ExitCode {
     shorten(&mut error);
     let printed = error.print();
@@ -111,13 +111,13 @@ pub fn usage(mut error: clap::Error) -> ExitCode {
     ExitCode::from(if is_error { USAGE } else { 0 })
 }
 
-/// Whether `--json` is among the arguments, be it with a value, which it does not take.
+/// Whether `--json` is among the arguments. `--json=VALUE` counts too, although clap refuses it.
 fn asks_for_json(arguments: impl Iterator<Item = OsString>) -> bool {
     let mut options = arguments.take_while(|argument| argument != "--");
     options.any(|option| option == "--json" || option.as_encoded_bytes().starts_with(b"--json="))
 }
 
-/// Escapes and cuts the arguments that clap quotes. A tip that quotes a long one is left out.
+/// Escapes the arguments that clap quotes. Removes tips longer than [`MAX_TIP_CHARS`].
 fn shorten(error: &mut clap::Error) {
     let shown = |text: &String| Escaped(text).to_string();
     let is_long = |tips: &[StyledStr]| tips.iter().any(|tip| tip.to_string().chars().count() > MAX_TIP_CHARS);
@@ -132,7 +132,7 @@ fn shorten(error: &mut clap::Error) {
     }
 }
 
-/// What clap says is wrong, arguments that are missing and tips included, on one line.
+/// clap's error on one line, with missing arguments and tips.
 fn usage_message(error: &clap::Error) -> String {
     let text = error.render().to_string();
     let lines = text.trim_start_matches("error: ").lines().map(str::trim);
@@ -144,7 +144,8 @@ fn print(error: Failure) {
     let _ = text::json(io::stdout().lock(), "tpde.error/1", &Report { error });
 }
 
-/// What was being done, and what the library says of it; the causes below that are in its words already.
+/// The context of an error and the first cause from the library, from the system or from a failed output, on one line. Causes
+/// below that one are omitted, because its message already includes them.
 fn message(error: &anyhow::Error) -> String {
     let mut parts = Vec::new();
     for cause in error.chain() {
@@ -161,7 +162,7 @@ fn hint(error: &Error) -> Option<&'static str> {
         Error::WrongBase { .. } => {
             "a pair fits the one checkpoint that it was made from; one that was converted or saved anew may differ in its bits"
         }
-        // The library's own refusal, not one of the system.
+        // Raised by the library itself: an error of the operating system would have a number.
         Error::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists && source.raw_os_error().is_none() => {
             "--force replaces what exists"
         }

@@ -1,4 +1,4 @@
-//! What verbs that read checkpoints and write files have in common.
+//! Arguments and functions shared by verbs that read checkpoints and write files.
 
 use super::text;
 use clap::Args;
@@ -29,7 +29,7 @@ pub struct CodecArgs {
 #[derive(Clone)]
 struct LayoutChoice(Option<Layout>);
 
-/// Parses the name of one of these values; the help lists all names.
+/// Parser for the name of one of these values. The help lists all names.
 fn named<T>(all: &'static [T], name: fn(T) -> &'static str) -> impl TypedValueParser<Value = T>
 where
     T: FromStr<Err = UnknownName> + Copy + Send + Sync,
@@ -46,7 +46,7 @@ pub fn favors() -> impl TypedValueParser<Value = Favor> {
     named(Favor::ALL, Favor::name)
 }
 
-/// The end of the help: which job each codec and each favor is for.
+/// End of the help text: the purpose of each codec and of each `--favor` value.
 pub fn jobs() -> String {
     let codecs = CodecChoice::ALL.iter().map(|choice| ("--codec", choice.name(), choice.job(), *choice == CodecChoice::default()));
     let favors = Favor::ALL.iter().map(|favor| ("--favor", favor.name(), favor.job(), *favor == Favor::default()));
@@ -60,7 +60,7 @@ pub fn jobs() -> String {
 
 impl CodecArgs {
     pub fn options(&self) -> EncodeOptions {
-        // Who names a layout means the codec that has layouts.
+        // A layout implies codec zstd.
         let codec = match (self.codec, self.layout.0) {
             (CodecChoice::Auto, Some(_)) => Codec::Zstd.into(),
             (codec, _) => codec,
@@ -69,7 +69,7 @@ impl CodecArgs {
     }
 }
 
-/// Tells the base from the operand after it, which stands first where there is no base.
+/// Splits one or two positional arguments into base and operand. A single argument is the operand.
 pub fn operands<'a>(first: &'a Path, second: Option<&'a Path>) -> (Option<&'a Path>, &'a Path) {
     match second {
         Some(second) => (Some(first), second),
@@ -77,7 +77,7 @@ pub fn operands<'a>(first: &'a Path, second: Option<&'a Path>) -> (Option<&'a Pa
     }
 }
 
-/// Creates a folder where there is none.
+/// Creates a folder if it does not exist.
 pub fn create_folder(path: &Path) -> Result<()> {
     let error = |source| Error::Io { action: "use as a folder", path: path.to_owned(), source };
     if path.exists() && !path.is_dir() {

@@ -1,4 +1,4 @@
-//! `tpde inspect`: what a pair holds, from its index alone unless it is asked to explain.
+//! `tpde inspect`: describes a pair. Reads only its index, except with `--explain`.
 
 use super::common::Common;
 use super::explain::{self, Bytes, Explained};
@@ -50,8 +50,8 @@ pub struct Inspect {
     pub favor: Favor,
 }
 
-/// The pair, and the parts of it that were asked for. Rows are made when they are printed and never held: an index of some
-/// megabytes may have gigabytes of them.
+/// The pair, and the requested parts. Rows are generated while printing and never stored: an index of a few megabytes may have
+/// gigabytes of rows.
 pub struct Report {
     pair: Pair<FileSource>,
     summary: Option<Summary>,
@@ -60,7 +60,7 @@ pub struct Report {
 }
 
 enum Rows {
-    /// Places of the tensors, the largest payloads first.
+    /// Indices of the tensors, largest payloads first.
     Tensors(Vec<u32>),
     Chunks,
 }
@@ -87,22 +87,22 @@ struct Summary {
     device: Needs,
 }
 
-/// What a device needs to decode all of the pair.
+/// Requirements for decoding the whole pair on a device.
 #[derive(Serialize)]
 struct Needs {
-    /// Codecs that kernels decode.
+    /// Codecs decoded by kernels.
     kernels: Vec<Codec>,
-    /// Codecs whose payloads the processor expands on the way.
+    /// Codecs whose payloads the CPU expands before the device decodes them.
     expanded_by_host: Vec<Codec>,
-    /// Bytes of index on the device, tables apart.
+    /// Size of the index on the device in bytes, without tables.
     index_bytes: u64,
-    /// Bytes of payloads that go to the device where they stay as stored.
+    /// Size in bytes of the payloads that are copied to the device as stored.
     payload_bytes: u64,
-    /// Bytes of tensors on the device, out of place and in place.
+    /// Size of the tensors on the device in bytes, out of place and in place.
     out_of_place_bytes: u64,
     in_place_bytes: u64,
     largest_tensor_bytes: u64,
-    /// Tensors that cannot be changed in place.
+    /// Number of tensors that cannot be changed in place.
     out_of_place_only: u64,
 }
 
@@ -113,7 +113,7 @@ struct TargetFile {
     content_bytes: u64,
 }
 
-/// A record with what it belongs to.
+/// A chunk record, with the name of its tensor.
 #[derive(Serialize)]
 struct Chunk<'a> {
     chunk: u32,
@@ -145,7 +145,7 @@ impl Inspect {
         let index = pair.index();
         let payload_bytes = |place: &u32| TensorReport::new(index, &index.tensor(*place as usize)).payload_bytes;
         let mut places: Vec<_> = (0..index.tensor_count() as u32).collect();
-        places.sort_by_cached_key(|place| Reverse(payload_bytes(place))); // stable: names stay in order where payloads are equal
+        places.sort_by_cached_key(|place| Reverse(payload_bytes(place))); // stable: names break ties
         let summary = (!self.tensors).then(|| summary(index, PairPaths::new(&self.pair)));
         Ok(Report { pair, summary, rows: Rows::Tensors(places), explanation })
     }
@@ -252,7 +252,7 @@ impl Serialize for Report {
     }
 }
 
-/// An iterator as a sequence whose items are made one by one.
+/// Serializes an iterator as a sequence, one item at a time.
 struct Sequence<I>(I);
 
 impl<I: Iterator<Item: Serialize> + Clone> Serialize for Sequence<I> {
@@ -268,7 +268,7 @@ fn needs(index: &ValidatedIndex) -> Needs {
     Needs {
         kernels,
         expanded_by_host,
-        // Record, sums and tensor of each chunk.
+        // A record, two sums and the tensor's index per chunk.
         index_bytes: (32 + 16 + 4) * u64::from(index.chunk_count()),
         payload_bytes: index.chunks().map(|chunk| u64::from(chunk.compressed_size).next_multiple_of(16)).sum(),
         out_of_place_bytes: base_bytes.saturating_add(target_bytes),
@@ -384,7 +384,7 @@ fn write_chunks<'a>(f: &mut fmt::Formatter<'_>, chunks: impl Iterator<Item = Chu
     text::table(f, 1, &header, chunks.map(row))
 }
 
-/// The dims, cut short like a name.
+/// The dims as text, cut to a maximum length like a name.
 fn shape(dims: &[u64]) -> String {
     match dims {
         [] => "scalar".into(),

@@ -1,5 +1,5 @@
 //! The program `tpde`, one module per verb. A verb takes its arguments and returns a report. This module prints the report, as text
-//! or as JSON, and turns errors into exit codes. What the program knows of the format is in the library.
+//! or as JSON, and turns errors into exit codes. All format logic is in the library.
 
 #![forbid(unsafe_code)]
 
@@ -58,7 +58,7 @@ enum Verb {
 
 /// Runs the command line of this process.
 fn main() -> ExitCode {
-    // Before parsing, which prints help and errors itself.
+    // Set before parsing, because clap prints help and errors while parsing.
     match color_argument(std::env::args_os().skip(1)) {
         Color::Auto => anstream::ColorChoice::Auto,
         Color::Always => anstream::ColorChoice::Always,
@@ -87,7 +87,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The value of the last `--color`, if it is one.
+/// The value of the last valid `--color` argument, or auto.
 fn color_argument(args: impl Iterator<Item = OsString>) -> Color {
     let mut args = args.take_while(|arg| arg != "--").filter_map(|arg| arg.into_string().ok());
     let mut color = Color::Auto;

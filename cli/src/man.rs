@@ -19,7 +19,7 @@ pub struct Man {
     dir: Option<PathBuf>,
 }
 
-/// One page, or the files of all.
+/// One page, or the paths of all written pages.
 #[derive(Serialize)]
 #[serde(untagged)]
 pub enum Report {
@@ -28,7 +28,7 @@ pub enum Report {
 }
 
 impl Man {
-    /// The pages of this command line.
+    /// Prints or writes the pages of this command line.
     pub fn run(&self, mut command: clap::Command) -> anyhow::Result<Report> {
         command.build();
         match &self.dir {
@@ -50,7 +50,7 @@ fn write(command: clap::Command, dir: &Path) -> tpde::Result<Report> {
         let page = Page::new(command);
         let path = dir.join(page.get_filename());
         let error = |source| Error::Io { action: "write", path: path.clone(), source };
-        // A pipe would block, and a device would be written to.
+        // Writing to a pipe would block, and writing to a device would change it.
         if path.metadata().is_ok_and(|found| !found.is_file()) {
             return Err(error(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")));
         }

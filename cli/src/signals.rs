@@ -1,4 +1,4 @@
-//! Signals that end the process: it leaves no temporary files behind.
+//! Signals that end the process. Temporary files are removed first.
 
 use signal_hook::consts::{SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ};
 use signal_hook::iterator::Signals;
@@ -9,24 +9,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use tpde::Temporaries;
 
-/// Signals that are sent to end a process.
+/// Signals that end a process by default.
 const ENDING: [i32; 8] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGALRM, SIGUSR1, SIGUSR2, SIGXCPU];
 
-/// Set by the first signal, before anything is removed.
+/// Set by the first signal, before any file is removed.
 static RECEIVED: OnceLock<Arc<AtomicBool>> = OnceLock::new();
-/// The temporary folder of a verb.
+/// The temporary folder of the running verb, if any.
 static FOLDER: Mutex<Option<PathBuf>> = Mutex::new(None);
 
 /// Starts a thread that removes temporary files at the first signal, and then ends the process by that signal. A second signal
 /// ends it at once. Signals that the parent process has set to be ignored, as `nohup` does, stay ignored.
 pub fn catch() -> io::Result<()> {
-    // With a handler, a write beyond the limit of file sizes is an error like any other.
+    // With a handler installed, a write beyond the file-size limit returns an error instead of ending the process.
     flag::register(SIGXFSZ, Arc::default())?;
     let ignored = ignored();
     let caught: Vec<_> = ENDING.into_iter().filter(|signal| ignored >> (signal - 1) & 1 == 0).collect();
     let received = RECEIVED.get_or_init(Arc::default);
     for &signal in &caught {
-        flag::register_conditional_default(signal, received.clone())?; // before the next line: not at the first signal
+        flag::register_conditional_default(signal, received.clone())?; // first, so that only a second signal ends the process
         flag::register(signal, received.clone())?;
     }
     let mut signals = Signals::new(&caught)?;
@@ -46,7 +46,7 @@ pub fn catch() -> io::Result<()> {
     Ok(())
 }
 
-/// Does not return after a signal: the process then ends by it, and errors that the removal of files causes are not shown.
+/// Blocks forever after a signal, so that the process ends by that signal and prints no errors caused by the removal of files.
 pub fn settle() {
     while RECEIVED.get().is_some_and(|received| received.load(Ordering::SeqCst)) {
         std::thread::park();
@@ -64,12 +64,12 @@ fn folder() -> std::sync::MutexGuard<'static, Option<PathBuf>> {
     FOLDER.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The temporary folder of a verb, of which there is one at a time. Removed on drop and at a signal.
+/// The temporary folder of a verb. At most one exists at a time. Removed on drop and at a signal.
 pub struct TemporaryFolder(tempfile::TempDir);
 
 impl TemporaryFolder {
     pub fn create(prefix: &str) -> io::Result<Self> {
-        let mut folder = folder(); // a signal waits until the folder is known
+        let mut folder = folder(); // locked: a signal waits until the folder is recorded
         let created = tempfile::Builder::new().prefix(prefix).tempdir()?;
         *folder = Some(created.path().to_owned());
         Ok(Self(created))
@@ -79,7 +79,7 @@ impl TemporaryFolder {
         self.0.path()
     }
 
-    /// Leaves the folder.
+    /// Keeps the folder on disk.
     pub fn keep(self) {
         *folder() = None;
         let _path = self.0.keep();

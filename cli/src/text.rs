@@ -1,4 +1,4 @@
-//! How things are written for people, and for programs.
+//! Formats values for people and for programs.
 
 use clap::builder::styling::{AnsiColor, Style};
 use serde::ser::SerializeMap;
@@ -21,8 +21,8 @@ pub fn path(path: &Path) -> String {
     Escaped(&path.display().to_string()).to_string()
 }
 
-/// A path in a report. In JSON it is a string; a path that is not UTF-8, which no JSON string can hold, is an object with the
-/// path as it is shown (`shown`) and its bytes in hexadecimal (`bytes`).
+/// A path in a report. In JSON it is a string. A path that is not UTF-8 is an object instead: `shown` is the path as printed, and
+/// `bytes` are its bytes in hexadecimal.
 #[derive(Debug)]
 pub struct JsonPath(pub PathBuf);
 
@@ -47,7 +47,7 @@ impl Deref for JsonPath {
     }
 }
 
-/// A number of bytes: `45.4 MB`.
+/// A size in bytes: `45.4 MB`.
 pub fn bytes(n: u64) -> String {
     const UNITS: [&str; 5] = ["kB", "MB", "GB", "TB", "PB"];
     if n < 1000 {
@@ -55,7 +55,7 @@ pub fn bytes(n: u64) -> String {
     }
     let mut value = n as f64 / 1e3;
     let mut unit = 0;
-    // 999.95 would be written as 1000.0.
+    // From 999.95 on, the value would be rounded to 1000.0.
     while value >= 999.95 && unit + 1 < UNITS.len() {
         value /= 1e3;
         unit += 1;
@@ -63,7 +63,7 @@ pub fn bytes(n: u64) -> String {
     format!("{value:.1} {}", UNITS[unit])
 }
 
-/// A number with its thousands apart: `22,713,216`.
+/// A number with separated thousands: `22,713,216`.
 pub fn count(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::new();
@@ -76,12 +76,12 @@ pub fn count(n: u64) -> String {
     out
 }
 
-/// A number of things: `1 tensor`, `2 tensors`.
+/// A number and a noun: `1 tensor`, `2 tensors`.
 pub fn counted(n: u64, thing: &str) -> String {
     format!("{} {thing}{}", count(n), if n == 1 { "" } else { "s" })
 }
 
-/// A part of a whole, in per cent; never 0 for some and never 100 for not all.
+/// A share in per cent. Shows 0 only for none and 100 only for all.
 pub fn share(part: u64, whole: u64) -> String {
     let percent = part as f64 * 100.0 / whole.max(1) as f64;
     match percent {
@@ -93,12 +93,12 @@ pub fn share(part: u64, whole: u64) -> String {
     }
 }
 
-/// How much smaller, as a number; `None` where nothing is stored.
+/// Compression ratio; `None` if nothing is stored.
 pub fn ratio(bytes: u64, stored: u64) -> Option<f64> {
     (stored > 0).then(|| bytes as f64 / stored as f64)
 }
 
-/// A ratio with three digits or so: `46.8x`.
+/// A ratio with about three digits: `46.8x`.
 pub fn times(ratio: Option<f64>) -> String {
     match ratio {
         None => "–".into(),
@@ -108,7 +108,7 @@ pub fn times(ratio: Option<f64>) -> String {
     }
 }
 
-/// Thousands of millions of bytes a second.
+/// Speed in units of 10⁹ bytes per second.
 pub fn speed(bytes: u64, seconds: f64) -> f64 {
     bytes as f64 / seconds.max(1e-9) / 1e9
 }
@@ -118,7 +118,7 @@ pub fn duration(seconds: f64) -> String {
     if seconds < 1.0 { format!("{:.0} ms", seconds * 1e3) } else { format!("{seconds:.2} s") }
 }
 
-/// Some of a list of strangers' names, and how many more there are: `a, b, c and 7 more`.
+/// The first few names, escaped because they come from files, and the number of the others: `a, b, c and 7 more`.
 pub fn some(names: &[String]) -> String {
     const SHOWN: usize = 3;
     let mut out = names.iter().take(SHOWN).map(|name| Escaped(name).to_string()).collect::<Vec<_>>().join(", ");
@@ -128,16 +128,16 @@ pub fn some(names: &[String]) -> String {
     out
 }
 
-/// Lines of a label and what is to be said of it, one below the other.
+/// Writes one line per fact: its label, then its text.
 pub fn facts(f: &mut fmt::Formatter<'_>, facts: &[(&str, String)]) -> fmt::Result {
     let width = facts.iter().map(|(label, _)| label.len()).max().unwrap_or(0);
     facts.iter().try_for_each(|(label, fact)| writeln!(f, "  {label:width$}  {fact}"))
 }
 
-/// Writes a table, its header in bold: `left` columns of text, then numbers. On a terminal that is too narrow, the beginnings
-/// of the first column are cut off so that a row stays a line.
+/// Writes a table with a bold header: `left` columns of text, then columns of numbers. If the terminal is too narrow, the first
+/// column is cut on the left, so that each row stays on one line.
 ///
-/// Rows are made twice, for the widths of the columns and for the text, and never held.
+/// `rows` is iterated twice, once for the widths of the columns and once for the text. Rows are never stored.
 pub fn table(
     f: &mut fmt::Formatter<'_>,
     left: usize,
@@ -169,7 +169,7 @@ pub fn table(
     rows.into_iter().try_for_each(|row| line(Style::new(), row))
 }
 
-/// The last characters that fit: the endings of names tell tensors apart.
+/// The end of `text`, of at most `room` characters. The end is kept because names differ there.
 fn cut(text: &str, room: usize) -> String {
     match text.chars().count() {
         count if count <= room => text.to_owned(),
@@ -177,7 +177,7 @@ fn cut(text: &str, room: usize) -> String {
     }
 }
 
-/// Writes one JSON object: the schema, then the fields of `report`. Pure ASCII, so that a name can do nothing to a terminal.
+/// Writes one JSON object: the schema, then the fields of `report`. The output is ASCII, so that no name can control a terminal.
 pub fn json(out: impl Write, schema: &str, report: &impl Serialize) -> io::Result<()> {
     #[derive(Serialize)]
     struct Document<'a, R> {
@@ -190,8 +190,8 @@ pub fn json(out: impl Write, schema: &str, report: &impl Serialize) -> io::Resul
     serializer.into_inner().write_all(b"\n")
 }
 
-/// Compact JSON with what is not printable ASCII escaped. Outside of strings JSON is ASCII, and the serializer escapes control
-/// characters below 20 hex.
+/// Compact JSON in which everything but printable ASCII is escaped. Only strings need this: JSON is ASCII outside of strings, and
+/// the serializer escapes control characters below 0x20 itself.
 struct Ascii;
 
 impl serde_json::ser::Formatter for Ascii {

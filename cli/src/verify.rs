@@ -1,4 +1,4 @@
-//! `tpde verify`: is a pair whole, and does it fit a base and a target?
+//! `tpde verify`: checks a pair, and whether it fits a base and a target.
 
 use super::common::Common;
 use super::device::DeviceArgs;
@@ -37,7 +37,7 @@ pub struct Verify {
     pub device: DeviceArgs,
 }
 
-/// What was looked at, and found right.
+/// The checks that were made and passed.
 #[derive(Serialize)]
 pub struct Report {
     pair: JsonPath,
@@ -78,7 +78,7 @@ impl Verify {
 }
 
 impl Report {
-    /// Why `apply` cannot write the target, though the pair is sound.
+    /// The reason why `apply` cannot write the target of a sound pair.
     pub fn refused(&self) -> Option<String> {
         self.found.not_writable.as_ref().map(|reason| format!("{} is sound, but not writable: {reason}", text::path(&self.pair.0)))
     }

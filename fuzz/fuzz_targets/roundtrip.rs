@@ -128,8 +128,8 @@ fn check(input: &Input) {
             }
         }
     }
-    let base = MemoryCheckpoint::new(bases).expect("base tensors of full length");
-    let target = MemoryCheckpoint::new(targets.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).expect("target tensors of full length");
+    let base = MemoryCheckpoint::new(bases).expect("sizes match");
+    let target = MemoryCheckpoint::new(targets.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).expect("sizes match");
     let codec = CodecChoice::ALL[usize::from(input.codec) % CodecChoice::ALL.len()];
     let layout = input.layout.filter(|_| codec == Codec::Zstd.into());
     let favor = Favor::ALL[usize::from(input.chunk_lanes_log2 / 3) % Favor::ALL.len()];

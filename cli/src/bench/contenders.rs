@@ -1,18 +1,18 @@
-//! Who is measured: the library, and plain zstd over the XOR of base and target.
+//! The contenders: the library, and plain zstd over the XOR of base and target.
 
 use rayon::prelude::*;
 use std::sync::{Mutex, PoisonError};
 use tpde::{Apply, BaseKind, Checkpoint, Encode, EncodeOptions, MemoryCheckpoint, Pair, Result, ValidatedIndex};
 use zstd::bulk::{Compressor, Decompressor};
 
-/// Something that turns a target into fewer bytes and back. Contexts and large buffers are kept from one call to the next.
+/// Compresses a target and rebuilds it. Contexts and large buffers are kept between calls.
 pub trait Contender {
     fn name(&self) -> String;
-    /// Bytes that it would put on a disk.
+    /// Size of the encoded target in bytes.
     fn stored_bytes(&self) -> u64;
-    /// Encodes the target; `false` if it cannot do so in this way.
+    /// Encodes the target. Returns `false` if the contender does not support this setting of `digests`.
     fn encode(&mut self, digests: bool) -> anyhow::Result<bool>;
-    /// Rebuilds the target's tensors, names ascending.
+    /// Rebuilds the target's tensors in the order of their names.
     fn decode(&mut self, digests: bool, outputs: &mut [Vec<u8>]) -> anyhow::Result<()>;
 }
 
@@ -22,7 +22,7 @@ pub struct Ours<'a> {
     target: &'a MemoryCheckpoint<'a>,
     options: EncodeOptions,
     pair: Pair<Vec<u8>>,
-    /// The blob of the last encoding, to be written over by the next.
+    /// The blob of the last encoding. The next encoding reuses its memory.
     blob: Vec<u8>,
 }
 
@@ -49,7 +49,7 @@ impl Contender for Ours<'_> {
         self.pair.index().size() + self.pair.index().blob_size()
     }
 
-    /// A pair has digests: there is no encoding without.
+    /// A pair always has digests, so the setting without digests is not supported.
     fn encode(&mut self, digests: bool) -> anyhow::Result<bool> {
         if digests {
             let blob = std::mem::take(&mut self.blob);
@@ -66,7 +66,7 @@ impl Contender for Ours<'_> {
     }
 }
 
-/// One zstd frame a tensor, of the XOR of its base and target, as it is or in byte planes.
+/// One zstd frame per tensor, of the XOR of base and target, either as it is or split into byte planes.
 pub struct Peer<'a> {
     planes: bool,
     level: i32,
@@ -75,7 +75,7 @@ pub struct Peer<'a> {
 }
 
 struct Tensor<'a> {
-    /// As long as the target; zeros where the base has nothing.
+    /// Base bytes, as long as the target; zeros where the base has no bytes.
     base: Vec<u8>,
     has_base: bool,
     target: &'a [u8],
@@ -83,7 +83,7 @@ struct Tensor<'a> {
     frame: Vec<u8>,
 }
 
-/// What one thread works with.
+/// Contexts and buffers of one thread.
 struct Worker {
     compressor: Compressor<'static>,
     decompressor: Decompressor<'static>,
@@ -91,7 +91,7 @@ struct Worker {
 }
 
 impl<'a> Peer<'a> {
-    /// `index` says which base tensor belongs to which target tensor, so that all contenders start from the same.
+    /// `index` determines the base tensor of each target tensor, so that all contenders use the same bases.
     pub fn new(
         index: &ValidatedIndex,
         base: &MemoryCheckpoint<'_>,
@@ -120,10 +120,10 @@ impl<'a> Peer<'a> {
     }
 }
 
-/// Runs `work` with a worker that no other thread uses.
+/// Runs `work` with a worker that no other thread uses at the same time.
 fn with_worker<R>(workers: &Mutex<Vec<Worker>>, work: impl FnOnce(&mut Worker) -> R) -> R {
     let lock = || workers.lock().unwrap_or_else(PoisonError::into_inner);
-    // There is one a thread.
+    // There is one worker per thread.
     let mut worker = lock().pop().expect("a free worker");
     let result = work(&mut worker);
     lock().push(worker);
@@ -205,7 +205,7 @@ fn xor_into(a: &[u8], b: &[u8], out: &mut [u8]) {
     out.iter_mut().zip(a).zip(b).for_each(|((out, a), b)| *out = a ^ b);
 }
 
-/// Lanes that go through the first-level cache together.
+/// Number of lanes processed at once. A block fits in the L1 cache.
 const BLOCK: usize = 4096;
 
 fn xor_to_planes(base: &[u8], target: &[u8], lane_bytes: usize, planes: &mut [u8]) {

@@ -1,7 +1,7 @@
-//! `tpde bench --device cuda`: what a device takes to rebuild a target, beside copying it.
+//! `tpde bench --device cuda`: measures the time to rebuild a target on a device, and the time to copy the target.
 //!
-//! Times of the device are between events on its stream, wall times from the call to the end of the wait. Each row is the median
-//! of runs whose result was compared with the target bit for bit; the dense copies are taken in the same process.
+//! Device times are measured between events on the stream; wall times, from the call to the end of the wait. Each row is the median
+//! of several runs. The result of each run is compared with the target. The copies are timed in the same process.
 
 use super::median::median;
 use crate::signals::TemporaryFolder;
@@ -16,7 +16,7 @@ use std::time::Instant;
 use tpde::cuda::{Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, FirstCall, Mode, Nvcomp, Payloads, Stream};
 use tpde::{BaseKind, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, InPlace, Pair, ValidatedIndex};
 
-/// What was measured.
+/// Results of all measurements.
 #[derive(Serialize)]
 pub struct Report {
     pub device: String,
@@ -24,16 +24,16 @@ pub struct Report {
     pub target_bytes: u64,
     pub tensors: usize,
     pub lanes: u64,
-    /// Lanes that differ from the base's.
+    /// Lanes that differ from the base.
     pub changed: u64,
     pub threads: usize,
     pub runs: u32,
-    /// Copies of the target as it is.
+    /// Times to copy the uncompressed target.
     pub dense: Vec<Row>,
     pub pairs: Vec<OfPair>,
 }
 
-/// What one codec gives.
+/// Results for one codec.
 #[derive(Serialize)]
 pub struct OfPair {
     pub codec: String,
@@ -44,11 +44,11 @@ pub struct OfPair {
     pub rows: Vec<Row>,
 }
 
-/// One way of getting the target.
+/// Time of one way to get the target.
 #[derive(Serialize)]
 pub struct Row {
     pub what: String,
-    /// Where the payloads, or the target itself, are at first.
+    /// Where the payloads, or the target itself, are at the start.
     pub from: &'static str,
     /// `device` for events on the stream, `wall` for the clock of the host.
     pub clock: &'static str,
@@ -57,41 +57,41 @@ pub struct Row {
     pub all_seconds: Vec<f64>,
 }
 
-/// How is measured.
+/// Settings of the measurements.
 pub struct Settings {
     pub runs: u32,
     pub slice_bytes: Option<u64>,
-    /// Who may expand frames, besides the processor.
+    /// Set if nvCOMP may expand frames; otherwise only the CPU does.
     pub nvcomp: Option<Nvcomp>,
 }
 
-/// The checkpoints on the device.
+/// Both checkpoints on the device, and the output.
 struct Bed<'a> {
     device: &'a Device,
     stream: Stream,
     settings: Settings,
     target: &'a dyn Checkpoint,
     target_bytes: u64,
-    /// Base tensors by place in the target's order, where they are as large; and room for the target.
+    /// Base tensors at the offsets of their target tensors, if sizes are equal.
     base_memory: DeviceSlice,
     output: DeviceSlice,
-    /// Where each tensor begins in either.
+    /// Offset of each target tensor in `base_memory` and `output`.
     places: Vec<u64>,
 }
 
-/// Seconds after which a row has no more runs, and how many it has anyway.
+/// A row ends after this many seconds, but not before `LEAST_RUNS` runs.
 const ENOUGH: f64 = 3.0;
 const LEAST_RUNS: usize = 3;
-/// Clocks: events on the stream, and the host's.
+/// Names of the clocks: events on the stream, and the host's clock.
 const DEVICE: &str = "device";
 const WALL: &str = "wall";
-/// Tensors begin aligned like allocations.
+/// Alignment of tensors in bytes, the same as of allocations.
 const ALIGN: u64 = 256;
-/// Most bytes of a tensor that pass through memory of the host at once.
+/// Maximum bytes of a tensor that are in host memory at once.
 const PIECE: usize = 64 << 20;
-/// What a thread takes of them.
+/// Bytes of a piece that one thread processes at a time.
 const PART: usize = 1 << 20;
-/// Most bytes of pinned memory that the target is copied from: it is taken again and again.
+/// Maximum size in bytes of the pinned memory from which the target is copied. A larger target is copied in several pieces.
 const PINNED: u64 = 1 << 30;
 
 pub fn bench(
@@ -126,7 +126,7 @@ pub fn bench(
     let dense = bed.dense()?;
     let (mut lanes, mut changed) = (0, 0);
     let mut pairs = Vec::new();
-    // What `auto` gives to codec zstd because it is a few bytes smaller would keep all from being in device memory.
+    // Not `auto`: it codes some tensors with zstd to save a few bytes, and then not all payloads can stay in device memory.
     let codecs = match options.codec {
         CodecChoice::Only(codec) => vec![codec],
         _ => vec![Codec::Conditioned, Codec::Raw, Codec::Zstd],
@@ -156,7 +156,7 @@ pub fn bench(
 }
 
 impl Bed<'_> {
-    /// Brings the base to the device, where the target has tensors of its names.
+    /// Copies base tensors to the device, for target tensors with a base of the same name.
     fn load(&self, base: &dyn Checkpoint) -> anyhow::Result<()> {
         let mut piece = self.device.pinned(PIECE)?;
         for (info, &at) in self.target.tensors().iter().zip(&self.places) {
@@ -177,7 +177,7 @@ impl Bed<'_> {
         Ok(self.stream.record()?.wait()?)
     }
 
-    /// The target copied as it is: from pinned memory, and within the device.
+    /// Times a copy of the uncompressed target, from pinned memory and within the device.
     fn dense(&self) -> anyhow::Result<Vec<Row>> {
         let within = self.timed("copy", "device memory", DEVICE, || {
             let start = self.stream.record()?;
@@ -187,7 +187,7 @@ impl Bed<'_> {
             Ok(end.since(&start)?)
         })?;
         let bytes = self.output.bytes();
-        // Equal pieces, but for what the last one has in common with the one before.
+        // All pieces have the same size. The last one may overlap the one before.
         let step = bytes.div_ceil(bytes.div_ceil(PINNED).max(1));
         let mut pinned = self.device.pinned(step as usize)?;
         self.device.read(&self.base_memory.slice(0, step)?, &mut pinned)?;
@@ -222,7 +222,7 @@ impl Bed<'_> {
         let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build()?;
         let has_zstd = pair.index().tensors().any(|tensor| tensor.codec == Codec::Zstd);
         let trusted = match self.settings.nvcomp.as_ref().filter(|_| has_zstd) {
-            Some(nvcomp) => Some(index.trust(nvcomp)?), // the pair was made above
+            Some(nvcomp) => Some(index.trust(nvcomp)?), // this process made the pair, so it is trusted
             None => None,
         };
 
@@ -278,7 +278,7 @@ impl Bed<'_> {
         })
     }
 
-    /// Tensors out of place from the base's memory to the output's, or in place in the output's.
+    /// Binds tensors: from the base's memory to the output's when out of place, otherwise in place in the output's memory.
     fn bindings(&self, pair: &ValidatedIndex, index: &DeviceIndex, mode: Mode) -> anyhow::Result<Vec<Binding>> {
         let mut bindings = Vec::new();
         for (tensor, &at) in pair.tensors().zip(&self.places) {
@@ -296,7 +296,7 @@ impl Bed<'_> {
         Ok(bindings)
     }
 
-    /// In place, puts the base back; out of place, spoils the output.
+    /// In place: copies the base to the output again. Out of place: fills the output with a constant.
     fn restore(&self, mode: Mode) -> anyhow::Result<()> {
         match mode {
             Mode::OutOfPlace => self.stream.fill(&self.output, 0xA5)?,
@@ -338,8 +338,8 @@ impl Bed<'_> {
         Ok(end.since(&start)?)
     }
 
-    /// The same from a pair's files, which are in the page cache: all that a caller does who has nothing but its path, in slices as
-    /// they come.
+    /// Seconds to do everything from a path: open the pair, upload its index, and launch. The files are in the page cache, and
+    /// payloads are copied in slices.
     fn open_and_launch(&self, path: &Path, mode: Mode) -> anyhow::Result<f64> {
         self.restore(mode)?;
         let start = Instant::now();
@@ -374,7 +374,7 @@ impl Bed<'_> {
     }
 }
 
-/// Pieces of so many bytes that pass through memory of the host at once: where each begins, and its size.
+/// Offset and size of each piece of `bytes` bytes that is in host memory at one time.
 fn pieces(bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     (0..bytes).step_by(PIECE).map(move |at| (at, (bytes - at).min(PIECE as u64) as usize))
 }

@@ -1,6 +1,6 @@
 //! The median of times.
 
-/// The middle one of some times; 0 for none.
+/// The median, or 0 if there are no times.
 pub fn median(times: &[f64]) -> f64 {
     let mut sorted = times.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -1,17 +1,17 @@
-//! Refuses benchmarks that need more memory than is available, before anything is read. A system that overcommits would kill
-//! the process later.
+//! Refuses benchmarks that need more memory than is available, before any data is read. A system that overcommits would otherwise
+//! kill the process later.
 
 use crate::text;
 use std::fs::read_to_string;
 use std::io;
 
-/// Refuses work that needs more than this machine, this container or this process may have.
+/// Refuses work that needs more memory than the machine, the container or the limits of the process allow.
 ///
 /// # Errors
-/// [`io::ErrorKind::OutOfMemory`], with the bytes that are needed and those that there are.
+/// [`io::ErrorKind::OutOfMemory`], with the bytes needed and the bytes available.
 pub fn check(needed: u64) -> io::Result<()> {
     let available = available();
-    // Limits of the process show when memory is asked for. It is given back untouched.
+    // An allocation attempt shows the limits of the process. The memory is freed without being touched.
     let is_granted = || usize::try_from(needed).is_ok_and(|needed| Vec::<u8>::new().try_reserve_exact(needed).is_ok());
     if available.is_none_or(|available| needed <= available) && is_granted() {
         return Ok(());
@@ -21,7 +21,7 @@ pub fn check(needed: u64) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::OutOfMemory, message))
 }
 
-/// Bytes that can be had without swapping; `None` where the system does not say.
+/// Bytes available without swapping; `None` if the system does not report them.
 fn available() -> Option<u64> {
     let system = read_to_string("/proc/meminfo").ok().and_then(|info| parse_meminfo(&info));
     let number = |name: &str| read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?.trim().parse::<u64>().ok();
@@ -29,7 +29,7 @@ fn available() -> Option<u64> {
     [system, container].into_iter().flatten().min()
 }
 
-/// The bytes of `MemAvailable`, which is in KiB.
+/// Parses `MemAvailable`, which is in KiB, and returns bytes.
 fn parse_meminfo(info: &str) -> Option<u64> {
     let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)

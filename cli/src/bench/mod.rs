@@ -1,7 +1,7 @@
-//! `tpde bench`: our codec beside what one would do without it, on the same tensors, in the same run.
+//! `tpde bench`: compares the library with XOR and zstd, on the same tensors in the same run.
 //!
-//! All is in memory. Contenders take turns within each run, so that a machine that slows down slows all of them; a first run,
-//! not counted, brings their buffers and contexts into being. What they rebuild is compared with the target every time.
+//! All data is in memory. The contenders alternate within each run, so that a slower phase of the machine affects all of them. A
+//! warm-up run, which is not counted, allocates their buffers and contexts. Every rebuilt result is compared with the target.
 
 mod contenders;
 #[cfg(feature = "cuda")]
@@ -55,7 +55,7 @@ pub struct Bench {
     device: DeviceArgs,
 }
 
-/// What was measured, and where.
+/// Results on the CPU or on a device.
 #[derive(Serialize)]
 #[serde(untagged)]
 pub enum Report {
@@ -74,7 +74,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// What was measured of the processor.
+/// Results on the CPU.
 #[derive(Serialize)]
 pub struct CpuReport {
     base: JsonPath,
@@ -102,12 +102,12 @@ struct Measured {
 struct Timing {
     seconds: f64,
     gb_per_second: f64,
-    /// How many times as fast as the peer with XOR and zstd level 1.
+    /// Speed relative to the contender with XOR and zstd level 1.
     to_xor_zstd_1: f64,
     all_seconds: Vec<f64>,
 }
 
-/// What is timed, in the order in which it is done.
+/// The timed tasks, in order.
 const TASKS: [Task; 4] = [
     Task { decodes: false, digests: false },
     Task { decodes: true, digests: false },
@@ -155,7 +155,7 @@ impl Bench {
     fn bench(&self, common: &Common) -> anyhow::Result<Report> {
         self.device.check()?;
         if let DeviceName::Cuda(ordinal) = self.device.device {
-            // First: who asks for a device that is not there shall not wait for checkpoints.
+            // The device is opened first: if it does not exist, the command fails before checkpoints are read.
             return self.bench_cuda(open_cuda(ordinal)?);
         }
         let (base, target) = self.open()?;
@@ -237,13 +237,13 @@ impl Bench {
 }
 
 impl Task {
-    /// How long a contender takes; `None` if it does not do this.
+    /// Seconds that a contender takes; `None` if it does not support this task.
     fn time(self, contender: &mut dyn Contender, target: &[Vec<u8>], outputs: &mut [Vec<u8>]) -> anyhow::Result<Option<f64>> {
         if !self.decodes {
             let start = Instant::now();
             return Ok(contender.encode(self.digests)?.then(|| start.elapsed().as_secs_f64()));
         }
-        // What an earlier contender rebuilt must not pass for this one's; and pages are there before the clock runs.
+        // Overwrites the result of an earlier contender, and makes sure that the pages exist before the clock starts.
         outputs.iter_mut().for_each(|output| output.fill(0xA5));
         let start = Instant::now();
         contender.decode(self.digests, outputs)?;
@@ -253,13 +253,13 @@ impl Task {
     }
 }
 
-/// Bytes of memory that contenders and checkpoints take.
+/// Bytes of memory needed for contenders and checkpoints.
 fn memory_needed(base: &dyn Checkpoint, target: &dyn Checkpoint) -> u64 {
     let bytes = |checkpoint: &dyn Checkpoint| checkpoint.tensors().iter().map(TensorInfo::bytes).fold(0, u64::saturating_add);
     let largest = target.tensors().iter().map(TensorInfo::bytes).max().unwrap_or(0);
     // 7 × target: the target, its rebuilt copy, two buffers per peer, and at most one for the two pairs.
     let copies = bytes(target).saturating_mul(7);
-    // Each thread of either peer has a tensor's XOR.
+    // Each thread of the two peers (XOR and zstd, as it is and in byte planes) has one tensor's XOR.
     let threads = largest.saturating_mul(2 * rayon::current_num_threads() as u64);
     bytes(base).saturating_add(copies).saturating_add(threads)
 }

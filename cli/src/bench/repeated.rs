@@ -1,8 +1,8 @@
-//! A checkpoint whose tensors are repeated: as large as wanted, and read as it is needed.
+//! A checkpoint whose tensors are repeated to any size. Bytes are read from the original on demand.
 
 use tpde::{Checkpoint, Error, Escaped, Result, TensorInfo};
 
-/// Every tensor of a checkpoint so often along its first dimension; scalars as they are.
+/// Repeats every tensor of a checkpoint along its first dimension. Scalars are not repeated.
 pub struct Repeated<C> {
     of: C,
     infos: Vec<TensorInfo>,
@@ -10,7 +10,7 @@ pub struct Repeated<C> {
 
 impl<C: Checkpoint> Repeated<C> {
     /// # Errors
-    /// [`Error::InvalidArgument`] for a tensor that has no size then, or a checkpoint whose bytes do not fit in 64 bits.
+    /// [`Error::InvalidArgument`] if a repeated tensor is too large, or if the bytes of the checkpoint do not fit in 64 bits.
     pub fn new(of: C, times: u64) -> Result<Self> {
         let mut infos = of.tensors().to_vec();
         let mut bytes = 0u64;
