@@ -1,4 +1,4 @@
-//! The command line given files that were made to harm: memory, the length of what is printed, names.
+//! The command line on files made to harm: memory use, length of the output, hostile names.
 
 #[allow(dead_code, unused_imports, reason = "other tests use more of it")]
 mod common;
@@ -10,7 +10,7 @@ use std::path::Path;
 use tpde::internals::{self, Encoded, FileSpec, PairBuilder, TensorSpec};
 use tpde::{BaseKind, Checkpoint, Codec, Dtype, EncodeOptions, Error, FileKind, TensorInfo};
 
-/// Writes a pair of tensors of these names and shapes, none of which changes: hardly any bytes, for any shapes.
+/// Writes a pair of unchanged tensors with these names and shapes. The pair is tiny for any shapes.
 fn write_pair(path: &Path, tensors: impl Iterator<Item = (String, Vec<u64>)>) {
     let mut builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
     for (name, shape) in tensors {
@@ -36,7 +36,7 @@ fn write_pair(path: &Path, tensors: impl Iterator<Item = (String, Vec<u64>)>) {
     fs::write(path.with_extension("tpde-blob"), pair.blob()).unwrap();
 }
 
-/// Runs `tpde` with so many megabytes of address space; what it prints goes to a file, whose length comes back.
+/// Runs `tpde` with limited address space, in megabytes. Its output goes to a file; returns the run and the length of that file.
 fn within(place: &Place, megabytes: u64, line: &str) -> (Run, u64) {
     let script = format!("ulimit -v {}; exec {TPDE} -T 1 {line} > printed", megabytes << 10);
     let run = place.command("sh", &["-c", &script]);
@@ -62,7 +62,7 @@ fn inspect_prints_more_than_fits_in_memory() {
     assert!(printed.lines().all(|line| line.chars().count() < 320), "names are cut in tables");
 }
 
-/// The bound that the help of `inspect` states.
+/// The memory bound stated in the help of `inspect`.
 #[test]
 fn inspect_takes_no_more_memory_than_its_help_says() {
     let place = Place::new();
@@ -102,7 +102,7 @@ fn large_files_that_are_no_index_are_refused_before_they_are_read() {
     enlarge("header.safetensors", 200_000_000);
     place.fails("encode --no-base header.safetensors -o x", DATA, "than 100000000 bytes");
 
-    // Above the limits, and much more than memory: of an index, a shard index, and a map of names.
+    // Sizes far above the limits and above memory: of an index, a shard index, and a rename map.
     enlarge("pair.tpde-index", 1 << 40);
     assert_eq!(refused("inspect pair").0, "limit");
     write_folder(&place.path("folder"), &[&model()]);
@@ -113,7 +113,7 @@ fn large_files_that_are_no_index_are_refused_before_they_are_read() {
     assert_eq!(refused("encode base.safetensors target.safetensors -o x --rename-map map.json").0, "limit");
 }
 
-/// A safetensors file with this header and no data.
+/// Writes a safetensors file with this header and no data.
 fn write_header(path: &Path, json: &str) {
     fs::write(path, [&(json.len() as u64).to_le_bytes(), json.as_bytes()].concat()).unwrap();
 }
@@ -137,7 +137,7 @@ fn messages_are_short_whatever_a_file_holds() {
     }
 }
 
-/// A checkpoint that must not be read.
+/// A checkpoint that panics when a tensor is read.
 struct Unread(Vec<TensorInfo>);
 
 impl Checkpoint for Unread {

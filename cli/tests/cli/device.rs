@@ -23,7 +23,7 @@ fn a_device_that_is_not_there_is_said_so() {
     assert!(needs["payload_bytes"].as_u64() > Some(0) && needs["kernels"].is_array(), "{needs}");
 }
 
-/// What a device rebuilds is what the processor does.
+/// A device rebuilds the same bytes as the CPU.
 #[cfg(feature = "cuda")]
 #[test]
 #[ignore = "needs a CUDA device"]
@@ -35,7 +35,7 @@ fn a_device_gives_the_same_files() {
     place.fails("verify pair --base target.safetensors --device cuda", DATA, "already applied");
 }
 
-/// The same on a driver without a device, which runs the kernels on the processor.
+/// The same with a driver that has no device and runs the kernels on the CPU.
 #[cfg(feature = "cuda")]
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]

@@ -5,12 +5,12 @@ use crate::common::*;
 use serde_json::Value;
 use std::fs;
 
-/// The sum of the numbers of an object.
+/// Sum of all numbers in an object.
 fn sum(object: &Value) -> u64 {
     object.as_object().unwrap().values().map(|bytes| bytes.as_u64().unwrap()).sum()
 }
 
-/// The tensor of this name.
+/// The tensor with this name.
 fn of<'a>(report: &'a Value, name: &str) -> &'a Value {
     report["tensors"].as_array().unwrap().iter().find(|tensor| tensor["name"] == name).unwrap()
 }
@@ -47,7 +47,7 @@ fn text_and_json_of_an_explanation_say_the_same() {
     let taken: Vec<_> = ways.iter().filter(|way| way["taken"] == true).collect();
     assert_eq!((ways.len(), taken.len()), (6, 1));
     assert_eq!((&taken[0]["codec"], &taken[0]["payload_bytes"]), (&tensor["codec"], &tensor["payload_bytes"]));
-    // A row of the text has what each way takes, from the base and without it.
+    // The text row of a tensor lists the size of each encoding, with the base and without it.
     let row = text.lines().rfind(|line| line.contains("embed.weight")).unwrap();
     let cells: Vec<_> = row.split_whitespace().collect();
     for way in ways {
@@ -85,7 +85,7 @@ fn reasons_are_given_where_they_are_known() {
     }
     assert!(place.ok("inspect next --explain").out.contains("not known from the pair alone"));
 
-    // A codec that was named, and that others beat.
+    // The pair was encoded with a named codec that is not the smallest.
     place.ok("encode base.safetensors next.safetensors -o named --codec raw");
     let named = place.json("inspect named --explain --base base.safetensors");
     let why = of(&named, "layers.1.weight")["why"].as_str().unwrap().to_owned();
@@ -98,7 +98,7 @@ fn ways_are_compared_with_what_the_pair_was_encoded_to_favor() {
     let base = tensor("w", "BF16", &[200, 1000], 1);
     write_file(&place.path("base.safetensors"), std::slice::from_ref(&base));
     write_file(&place.path("target.safetensors"), &[tuned(&base, 40)]);
-    // What codec conditioned would take is what a pair of that codec takes.
+    // The reported size for codec conditioned is the size of a pair encoded with it.
     place.ok("encode base.safetensors target.safetensors -o raw --codec raw");
     let mut sizes = Vec::new();
     for favor in ["ratio", "speed"] {

@@ -1,4 +1,4 @@
-//! Inputs that are damaged, missing or not what they should be.
+//! Inputs that are damaged, missing or of the wrong kind.
 
 use crate::common::place::*;
 use crate::common::*;
@@ -114,7 +114,7 @@ fn files_that_macos_leaves_in_a_folder_are_no_shards() {
     }
 }
 
-/// Each read of a file fails in turn, until there are no more.
+/// Makes each read of a file fail, one per run, until a run has no more reads.
 #[test]
 fn a_checkpoint_that_cannot_be_read_is_an_error_of_the_system() {
     let place = Place::with_pair();

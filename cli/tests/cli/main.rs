@@ -1,4 +1,4 @@
-//! The command line from outside: what it writes, what it says, and how it ends.
+//! The command line as seen by its user: outputs, messages and exit codes.
 
 #[allow(dead_code, unused_imports, reason = "not all tests use all of it")]
 #[path = "../common/mod.rs"]

@@ -1,4 +1,4 @@
-//! Outputs: what is replaced and what never is, names, modes, locks, full disks.
+//! Outputs: replaced and protected files, names, modes, locks, full disks.
 
 use crate::common::place::*;
 use crate::common::*;
@@ -29,7 +29,7 @@ fn a_base_is_never_overwritten_whatever_its_name() {
     let target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 30)).collect();
     write_folder(&place.path("target"), &[&target[..2], &target[2..]]);
     place.ok("encode base target -o sharded");
-    // A lone base that has the name of a shard of the target, in the folder that is written to.
+    // The base is a single file inside the output folder, with the name of a shard of the target.
     place.ok("encode base.safetensors target -o lone");
     fs::create_dir(place.path("out")).unwrap();
     fs::rename(place.path("base.safetensors"), place.path("out/model-00001-of-00002.safetensors")).unwrap();
@@ -37,7 +37,7 @@ fn a_base_is_never_overwritten_whatever_its_name() {
     let line = "apply out/model-00001-of-00002.safetensors lone -f -o";
     place.fails(&format!("{line} out"), USAGE, "output out contains input out/model-00001-of-00002.safetensors");
     assert!(before == place.read("out/model-00001-of-00002.safetensors"));
-    // Inside the base, above it, and the same by another name.
+    // Outputs inside the base, above the base, and at the base under another name.
     std::os::unix::fs::symlink("base", place.path("link")).unwrap();
     place.fails("apply base sharded -o base/out", USAGE, "output base/out is inside input base");
     place.fails("apply base sharded -o link/out", USAGE, "output link/out is inside input base");
@@ -60,7 +60,7 @@ fn no_output_replaces_a_file_that_was_read_whatever_links_lead_there() {
     fs::write(place.path("map.json"), r#"{"embed.weight": "embed.weight"}"#).unwrap();
     let shard = "model-00001-of-00002.safetensors";
     fs::create_dir(place.path("out")).unwrap();
-    // Inputs under names that outputs have.
+    // Inputs with the names of outputs.
     fs::copy(place.path("map.json"), place.path("named.tpde-blob")).unwrap();
     fs::hard_link(place.path("map.json"), place.path("hard.tpde-index")).unwrap();
     symlink("map.json", place.path("soft.tpde-index")).unwrap();
@@ -99,7 +99,7 @@ fn what_is_no_regular_file_is_not_replaced_through_links_either() {
     assert_eq!(place.command("mkfifo", &["pipe"]).code, 0);
     let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, place.path(name)).unwrap();
     link("pipe", "to-pipe");
-    link("/proc/self/fd/1", "stdout"); // as /dev/stdout
+    link("/proc/self/fd/1", "stdout"); // like /dev/stdout
     link("nothing", "to-nothing");
     let before = place.names();
     for output in ["pipe", "to-pipe", "stdout", "to-nothing"] {
@@ -112,7 +112,7 @@ fn what_is_no_regular_file_is_not_replaced_through_links_either() {
     link("../pipe", "pages/tpde.1");
     place.fails("man --dir pages", SYSTEM, "not a regular file");
     assert_eq!(place.path("pages").read_dir().unwrap().count(), 1);
-    // Of a link to a file, the link is replaced, not the file, which other links may share.
+    // A link to a file is replaced, not the file, because other links may share it.
     fs::write(place.path("shared"), "theirs").unwrap();
     link("shared", "to-shared");
     place.ok("apply base.safetensors pair -o to-shared -f");
@@ -158,7 +158,7 @@ fn files_that_would_be_read_with_the_pairs_are_not_left_beside_them() {
         place.fails("apply base pair -o out -f", DATA, name);
         fs::remove_file(place.path("out").join(name)).unwrap();
     }
-    // A pipe of the name under which an interrupted run leaves a file is not waited for.
+    // A pipe with the name of an interrupted run's temporary file must not block the command.
     assert_eq!(place.command("mkfifo", &["out/model.safetensors.index.json"]).code, 0);
     place.fails("apply base pair -o out -f", DATA, "model.safetensors.index.json");
     fs::remove_file(place.path("out/model.safetensors.index.json")).unwrap();
@@ -185,7 +185,7 @@ fn a_foreign_lock_is_waited_for_with_a_message() {
             let mut message = String::new();
             stderr.read_line(&mut message).unwrap();
             assert!(message.contains("is locked by another process, waiting for up to 30 s"), "{message}");
-            // Short waits are nobody's business, and long ones are told of once.
+            // A short wait is silent; a long one is reported once.
             assert!(begin.elapsed() >= std::time::Duration::from_secs(1));
             std::thread::sleep(std::time::Duration::from_millis(100));
         }
@@ -204,7 +204,7 @@ fn names_may_be_as_long_as_the_file_system_allows() {
     place.ok(&format!("encode base.safetensors target.safetensors -o {stem}"));
     place.ok(&format!("apply base.safetensors {stem} -o {}", "o".repeat(255)));
     place.assert_same(&"o".repeat(255), "target.safetensors");
-    // One more is refused before the work.
+    // A name longer by one character is refused before any work.
     place.fails(&format!("encode base.safetensors target.safetensors -o {stem}n"), SYSTEM, "File name too long");
 }
 
@@ -227,7 +227,7 @@ fn outputs_that_name_no_file_are_refused_before_the_work() {
     }
     assert_eq!(place.names(), before);
 
-    // A pair of shards gives a folder.
+    // A pair of shards is rebuilt as a folder.
     write_folder(&place.path("shards"), &[&model()]);
     place.ok("encode --no-base shards -o anchor");
     place.ok("apply --no-base anchor -o rebuilt/");
@@ -238,7 +238,7 @@ fn outputs_that_name_no_file_are_refused_before_the_work() {
 fn a_signal_that_is_ignored_stays_ignored() {
     let place = Place::with_pair();
     let line = "encode base.safetensors target.safetensors -o other";
-    // The process that runs the tests may ignore the signal, which its children inherit.
+    // The process that runs the tests may ignore the signal, and its children inherit that.
     for (trap, reset, is_ignored) in [("trap '' HUP", "", true), ("true", "env --default-signal", false)] {
         let script = format!(
             "{trap}; exec {reset} strace -f -qq -o log -e trace=?link,?linkat -e inject=?link,?linkat:signal=HUP:when=1 {TPDE} {line} -f"
@@ -256,7 +256,7 @@ fn a_signal_that_is_ignored_stays_ignored() {
 fn a_full_disk_leaves_nothing_behind() {
     let place = Place::with_pair();
     let before = place.names();
-    // Files end at 4 KiB, as on a disk that is full. A signal comes with it, ignored or not.
+    // Files cannot grow beyond 4 KiB, as on a full disk. The write also raises a signal, which may be ignored.
     for line in ["encode --no-base target.safetensors -o full", "apply base.safetensors pair -o full.safetensors"] {
         for trap in ["trap '' XFSZ", "true"] {
             let script = format!("{trap}; ulimit -f 8; exec env {TPDE} {line}");

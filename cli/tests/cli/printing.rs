@@ -1,4 +1,4 @@
-//! What goes to standard output and standard error.
+//! Standard output and standard error.
 
 use crate::common::place::*;
 use crate::common::*;
@@ -75,7 +75,7 @@ fn names_of_strangers_reach_no_terminal() {
         said += &run.err;
     }
     assert!(said.contains("\\u{1b}[31m") && said.contains("\\u001b[31m"), "{said}");
-    // Our own colours, where they are asked for, are the only escapes.
+    // The only escapes are our own colours, and only if colours were requested.
     let ours = said.replace("\u{1b}[1m", "").replace("\u{1b}[0m", "");
     let bad: Vec<_> = ours.chars().filter(|c| (c.is_control() && *c != '\n') || *c == '\u{202e}').collect();
     assert!(bad.is_empty(), "{bad:?} in {ours}");

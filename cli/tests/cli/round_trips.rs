@@ -1,4 +1,4 @@
-//! What is encoded comes back byte for byte.
+//! An encoded checkpoint is restored byte for byte.
 
 use crate::common::place::*;
 use crate::common::*;
@@ -35,7 +35,7 @@ fn a_folder_of_shards_comes_back_byte_for_byte() {
     }
     assert_eq!(place.path("out").read_dir().unwrap().count(), 3);
 
-    // Into a folder that is there: only by force, and never into the base.
+    // An existing output folder is replaced only with --force, and never if it is the base.
     place.fails("apply base pair -o out", SYSTEM, "it exists");
     place.ok("apply base pair -o out -f");
     let before = place.read("base/model-00001-of-00002.safetensors");
@@ -132,7 +132,7 @@ fn a_pair_can_do_without_a_base() {
 fn every_codec_and_layout_works() {
     let place = Place::with_pair();
     let layouts = ["auto", "planes", "gaps", "elias-delta", "nibble-gaps", "nibble-planes"];
-    // A layout alone means the codec that has layouts.
+    // A layout without a codec implies codec zstd.
     let zstd = layouts.map(|layout| format!("--codec {} --layout {layout}", if layout == "gaps" { "auto" } else { "zstd" }));
     let others = [
         "--codec auto",
@@ -179,7 +179,7 @@ fn a_target_may_have_more_files_than_may_be_open() {
     assert_eq!(place.names(), ["out", "pair.tpde-blob", "pair.tpde-index", "target"]);
 }
 
-/// The largest number of files that the format allows, one of them the shard index.
+/// The maximum number of files that the format allows, including the shard index.
 #[test]
 #[ignore = "syncs 65,536 files, which takes minutes; run it with --ignored"]
 fn a_checkpoint_may_have_as_many_files_as_the_format_allows() {

@@ -51,7 +51,8 @@ fn messages_say_what_helps() {
         let error = place.fails(line, SYSTEM, "directory");
         assert!(error["hint"].is_null() && error["message"].as_str().unwrap().contains("base.safetensors"), "{error}");
     }
-    // Stacks of 300 MB, for which there is no space. After many small ones there would be none for what threads allocate either.
+    // A stack of 300 MB does not fit in the address space. Many small stacks would instead leave too little for the allocations of
+    // the threads.
     let limited = format!("ulimit -v 600000; RUST_MIN_STACK=300000000 exec {TPDE} -T 1024 inspect pair");
     let run = place.command("sh", &["-c", &limited]);
     assert_eq!((run.code, run.out.as_str()), (SYSTEM, ""), "{}", run.err);
@@ -147,7 +148,7 @@ fn help_documents_and_docstrings_say_the_same_of_what_codecs_and_favors_are_for(
         let row = format!("  {option} {name:<13}{job}");
         let found = help.lines().position(|line| line == format!("{row}{}", if default { " [default]" } else { "" }));
         rows.push(found.unwrap_or_else(|| panic!("{row} in {help}")));
-        // What a narrow terminal shows as a line.
+        // Each row fits on one line of a narrow terminal.
         assert!(row.len() <= 80 && !summary.contains(job), "{row}");
         assert!(page.contains(job), "{job} in {page}");
         let default = if default { " The default." } else { "" };

@@ -1,10 +1,10 @@
-//! What `verify` says.
+//! Output of `verify`.
 
 use crate::common::forge::forge;
 use crate::common::place::*;
 use crate::common::*;
 
-/// A payload that was changed with its CRC and sums kept: what `verify` prints must not say that this was excluded.
+/// The payload was changed so that its CRC and sums stay the same: the output of `verify` must not claim that forgery was excluded.
 #[test]
 fn verify_says_whether_it_excludes_a_forged_payload() {
     let place = Place::new();
@@ -77,7 +77,7 @@ fn a_sound_pair_whose_files_cannot_be_written_is_told_apart() {
     assert!(place.json("verify anchor")["writable"].is_null());
     assert_eq!(place.json("verify anchor --no-base")["writable"], true);
 
-    // The same tensors under another header, which the pair does not store.
+    // The same tensors under a different header. The pair does not store headers that equal the base's.
     place.edit("base.safetensors", |bytes| bytes[9] = b' ');
     let run = place.tpde("verify pair --base base.safetensors");
     assert_eq!(run.code, DATA, "{}", run.err);

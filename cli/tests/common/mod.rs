@@ -1,4 +1,4 @@
-//! What tests of the program share, with what they share with tests of the library.
+//! Shared by the tests of the program, including what the tests of the library share.
 
 #[path = "../../../tests/common/mod.rs"]
 mod library;

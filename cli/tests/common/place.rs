@@ -1,4 +1,4 @@
-//! A folder to run `tpde` in.
+//! A folder in which to run `tpde`.
 
 use super::{Tensor, tensor, tuned, write_file};
 use serde_json::Value;
@@ -8,19 +8,19 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 pub const TPDE: &str = env!("CARGO_BIN_EXE_tpde");
-/// The data is wrong.
+/// Exit code for wrong data.
 pub const DATA: i32 = 1;
-/// The command makes no sense.
+/// Exit code for a usage error.
 pub const USAGE: i32 = 2;
-/// The system refused.
+/// Exit code for an error of the operating system.
 pub const SYSTEM: i32 = 3;
-/// The device asked for is not there.
+/// Exit code for a device that does not exist.
 pub const DEVICE: i32 = 4;
 
-/// A folder to work in.
+/// A temporary folder to work in.
 pub struct Place(pub TempDir);
 
-/// How a command ended.
+/// The result of a command.
 pub struct Run {
     pub code: i32,
     pub out: String,
@@ -32,7 +32,7 @@ impl Place {
         Self(tempfile::tempdir().unwrap())
     }
 
-    /// A folder with `base.safetensors`, `target.safetensors` and the pair `pair` of the two.
+    /// Makes a folder with `base.safetensors`, `target.safetensors` and their pair `pair`.
     pub fn with_pair() -> Self {
         let place = Self::new();
         let base = model();
@@ -58,7 +58,7 @@ impl Place {
         fs::write(self.path(name), bytes).unwrap();
     }
 
-    /// Names of all files here.
+    /// Names of all files in the folder.
     pub fn names(&self) -> Vec<String> {
         let entries = self.0.path().read_dir().unwrap();
         let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
@@ -66,8 +66,8 @@ impl Place {
         names
     }
 
-    /// Runs `tpde` with words apart by spaces; a hang is a failure. `TPDE_PROGRAM` names the program where it is not the one that
-    /// was built with the tests.
+    /// Runs `tpde` with words separated by spaces. A run that hangs fails the test. `TPDE_PROGRAM` selects another program than the
+    /// one built with the tests.
     pub fn tpde(&self, line: &str) -> Run {
         let program = std::env::var("TPDE_PROGRAM").unwrap_or_else(|_| TPDE.into());
         self.command(&program, &line.split_whitespace().collect::<Vec<_>>())
@@ -78,23 +78,23 @@ impl Place {
         let command = command.args(arguments).current_dir(self.0.path()).timeout(Duration::from_secs(60));
         let output = command.output().unwrap();
         let text = |bytes| String::from_utf8(bytes).unwrap();
-        let code = output.status.code().expect("neither killed nor out of time");
+        let code = output.status.code().expect("an exit code: neither killed nor timed out");
         Run { code, out: text(output.stdout), err: text(output.stderr) }
     }
 
-    /// A run that must go well.
+    /// Runs a command that must succeed.
     pub fn ok(&self, line: &str) -> Run {
         let run = self.tpde(line);
         assert_eq!(run.code, 0, "{line}: {}", run.err);
         run
     }
 
-    /// The JSON object of a run that must go well.
+    /// Runs a command that must succeed, and returns its JSON object.
     pub fn json(&self, line: &str) -> Value {
         serde_json::from_str(&self.ok(&format!("--json {line}")).out).unwrap()
     }
 
-    /// A run that must fail, with an error that says `what`, in text and in JSON.
+    /// Runs a command that must fail with an error that contains `what`, in text and in JSON.
     pub fn fails(&self, line: &str, code: i32, what: &str) -> Value {
         let run = self.tpde(&format!("{line} --json"));
         assert_eq!(run.code, code, "{line}: {}{}", run.out, run.err);

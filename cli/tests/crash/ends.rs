@@ -12,7 +12,7 @@ fn a_demo_that_is_ended_by_a_signal_leaves_no_folder() {
         return;
     }
     let run = |inject: &[String]| {
-        let folder = tempfile::tempdir().unwrap(); // the demo's temporary folder is made here
+        let folder = tempfile::tempdir().unwrap(); // for the demo's temporary folder
         let (output, calls) = traced(folder.path(), "demo", inject);
         assert_eq!(names(folder.path()), [""; 0], "{inject:?}");
         (output, calls)
@@ -41,7 +41,7 @@ fn a_second_signal_ends_the_process_at_once() {
     let log = place.join("strace.log");
     let mut command = Command::new("env");
     command.args(["--default-signal", "strace", "-f", "-qq", "-o"]).arg(&log);
-    // The removal that the first signal begins takes ten seconds. The commit does not get ahead of it.
+    // The removal started by the first signal takes ten seconds. The commit must not overtake it.
     let inject = ["fsync:signal=TERM:when=1", "flock:delay_enter=10000000", "unlink:delay_enter=10000000"].map(str::to_owned);
     for inject in way.iter().chain(&inject) {
         command.args(["-e", &format!("inject={inject}")]);
@@ -64,7 +64,7 @@ fn a_second_signal_ends_the_process_at_once() {
 #[test]
 fn a_full_disk_leaves_what_was_there() {
     let checkpoints = checkpoints();
-    // In a mount namespace of its own, so that the small disk goes with the process.
+    // Runs in its own mount namespace, so that the small disk disappears with the process.
     let script = r#"
         mkdir disk out || exit 77
         mount -t tmpfs -o size=40k tpde disk || exit 77
@@ -107,7 +107,7 @@ fn a_full_disk_leaves_what_was_there() {
             assert_eq!(state, expected, "{output:?}");
         }
         if codes_here[1] == SYSTEM {
-            // Before anything is written, not at the first write that fails.
+            // Fails before anything is written, not at the first write that does not fit.
             let stderr = String::from_utf8_lossy(&output.stderr);
             assert!(stderr.contains("bytes are needed"), "{stderr}");
         }

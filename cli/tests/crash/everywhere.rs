@@ -1,11 +1,11 @@
-//! Commands that are killed, fail or get a signal at each of their system calls.
+//! Commands that are killed, fail, or receive a signal at each of their system calls.
 
 use crate::scenario::*;
 use crate::trace::*;
 use std::collections::BTreeSet;
 
 impl Scenario {
-    /// Kills the command at each of its calls.
+    /// Kills the command at each of its system calls.
     fn kill_everywhere(&self) {
         if !can_trace() {
             return;
@@ -16,7 +16,7 @@ impl Scenario {
             let (mut seen, mut done) = (BTreeSet::new(), BTreeSet::new());
             for (name, count) in counts {
                 if way.first().is_some_and(|way| way.starts_with(&format!("{name}:"))) {
-                    continue; // strace does one thing to a call
+                    continue; // strace can inject only one thing per call
                 }
                 for k in 1..=count {
                     let folder = self.place(&checkpoints);
@@ -30,21 +30,21 @@ impl Scenario {
                     seen.insert(state);
                     done.insert(calls.iter().filter(|call| call.has_changed()).count());
 
-                    // What a crash leaves is in nobody's way.
+                    // The remains of a crash do not hinder the next run.
                     let command = format!("{} -f", self.command.trim_end_matches(" -f"));
                     let again = tpde(place, &command);
                     assert!(again.status.success(), "{name} {k}: {}", String::from_utf8_lossy(&again.stderr));
                     assert_eq!((self.judge)(place), State::New);
                 }
             }
-            // Between any two changes the command was stopped at least once.
+            // The command was stopped at least once between any two changes.
             let changes = clean.iter().filter(|call| call.has_changed()).count();
             assert_eq!(done.into_iter().collect::<Vec<_>>(), (0..=changes).collect::<Vec<_>>());
             assert!(seen.contains(&State::Old) && seen.contains(&State::New));
         }
     }
 
-    /// Makes each call that can fail in the middle fail.
+    /// Makes each system call fail, if it can fail midway.
     fn fail_everywhere(&self) {
         if !can_trace() {
             return;
@@ -72,8 +72,8 @@ impl Scenario {
                     let failed = calls.iter().position(|call| call.name == *name && call.rest.contains("(INJECTED)"));
                     let failed = failed.unwrap_or_else(|| panic!("no call has failed, {context}"));
                     assert_eq!(output.status.code(), Some(SYSTEM), "{context}");
-                    // Until the first file has its name the old is intact, after the last the new is there. Between, new files
-                    // are removed again, and where files were replaced a reader refuses.
+                    // Before the first file gets its name, the old state is intact; after the last, the new state is complete. In
+                    // between, new files are removed again, and where files were replaced a reader refuses.
                     let named = calls[..failed].iter().filter(|call| call.has_named()).count();
                     let expected = match named {
                         0 => State::Old,
@@ -92,13 +92,13 @@ impl Scenario {
                 }
             }
             assert!(tried.len() >= 10);
-            // The room on the disk is looked at before anything is written.
+            // Free space on the disk is checked before anything is written.
             let looks = tried.iter().any(|(name, ..)| name == "statfs");
             assert_eq!(looks, self.command.starts_with("apply"));
         }
     }
 
-    /// Ends the command by a signal at each of its calls that change something or wait for the disk.
+    /// Sends a signal at each system call that changes something or waits for the disk.
     fn signal_everywhere(&self, signal: &str) {
         if !can_trace() {
             return;

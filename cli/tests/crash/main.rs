@@ -1,6 +1,7 @@
-//! Publication under crashes and faults: whatever dies or fails, and wherever, what is left is the old, the new, or refused.
+//! Publication under crashes and faults: after any crash or failure, at any point, a reader sees the old state or the new state, or
+//! refuses what it finds.
 //!
-//! `strace` stops the real command at each of its system calls on files, or makes the call fail.
+//! `strace` kills the real command at each of its system calls on files, or makes the call fail.
 
 #[allow(dead_code, unused_imports, reason = "other tests use more of it")]
 #[path = "../common/mod.rs"]

@@ -1,14 +1,14 @@
-//! What is synced before what.
+//! The order of syncs and renames.
 
 use crate::scenario::*;
 use crate::trace::*;
 use tempfile::TempDir;
 
 impl Scenario {
-    /// What is synced and what gets its name, in order. Checks that nothing is written to a file after it was synced.
+    /// The syncs and the renames, in order. Asserts that no file is written to after it was synced.
     fn order(&self, checkpoints: &TempDir, way: &[String]) -> Vec<String> {
         let (_, calls) = self.calls(checkpoints, way);
-        // A file without a name is known by its descriptor, others by their path.
+        // A file without a name is identified by its descriptor, any other by its path.
         let mut steps: Vec<(&str, String)> = Vec::new();
         let mut names: Vec<(String, String)> = Vec::new();
         for call in calls.iter().filter(|call| call.has_worked() && !call.is_output()) {
@@ -32,7 +32,7 @@ impl Scenario {
                 _ => {}
             }
         }
-        // What had a temporary name is called by its last one.
+        // A file that was renamed from a temporary name is listed under its final name.
         let last = |path: &str| {
             let file_name = |path: &str| path.rsplit('/').next().unwrap_or_default().to_owned();
             let mut path = path.to_owned();
@@ -52,7 +52,7 @@ impl Scenario {
     }
 }
 
-/// Data reach the disk before names, names before the call returns, and what commits comes last.
+/// Data are on disk before names, names before the call returns, and the committing rename is last.
 #[test]
 fn files_are_synced_before_they_get_their_names_and_folders_after() {
     if !can_trace() {

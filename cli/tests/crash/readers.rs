@@ -1,4 +1,4 @@
-//! Readers and writers at the same time.
+//! Readers and writers that run at the same time.
 
 use crate::scenario::*;
 use std::collections::BTreeMap;
@@ -8,7 +8,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tpde::{Encode, Error, Pair, SafetensorsCheckpoint};
 
-/// Checkpoints in files, for the library.
+/// Opens all checkpoint files with the library.
 fn open_all(place: &Path) -> [SafetensorsCheckpoint; 3] {
     ["base.safetensors", "old.safetensors", "new.safetensors"].map(|name| SafetensorsCheckpoint::open(place.join(name)).unwrap())
 }
@@ -74,7 +74,7 @@ fn of_two_writers_at_once_one_wins() {
     }
 }
 
-/// A pair that is half copied is not taken for a pair.
+/// A half-copied pair is refused.
 #[test]
 fn half_of_a_pair_is_refused() {
     let checkpoints = checkpoints();

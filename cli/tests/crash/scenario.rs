@@ -1,4 +1,4 @@
-//! Commands that publish something, and what is there after a run.
+//! Commands that publish files, and the states that a run may leave.
 
 use crate::common::*;
 use crate::trace::*;
@@ -9,24 +9,24 @@ use std::process::{Command, Output};
 use tempfile::TempDir;
 use tpde::{Apply, Checkpoint, Error, Pair, SafetensorsCheckpoint};
 
-/// Exit code where the system refused.
+/// Exit code for an error of the operating system.
 pub const SYSTEM: i32 = 3;
 
-/// What is there after a run.
+/// State after a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum State {
     Old,
     New,
-    /// Parts of both, which no reader takes for either.
+    /// A mixture of old and new, which every reader refuses.
     Refused,
 }
 
-/// A command that publishes something.
+/// A command that publishes files.
 pub struct Scenario {
     pub command: &'static str,
-    /// What is there before, apart from the checkpoints.
+    /// Files that exist before the run, apart from the checkpoints.
     pub before: &'static [(&'static str, &'static str)],
-    /// What must be there afterwards but hidden files: where the old state is left, and where the new one is.
+    /// Files that must exist after the run, hidden files aside: `old` in the old state, the next field in the new state.
     pub old: &'static [&'static str],
     pub new: &'static [&'static str],
     pub judge: fn(&Path) -> State,
@@ -57,7 +57,7 @@ pub const APPLY_NEW_FOLDER: Scenario = Scenario {
         if !place.join("out").exists() {
             return State::Old;
         }
-        // A folder appears whole.
+        // A folder appears with all its files at once.
         assert_eq!(names(&place.join("out")), names(&place.join("new")));
         judge_folder(place)
     },
@@ -90,7 +90,7 @@ pub const APPLY_INTO_FOLDER: Scenario = Scenario {
     },
 };
 
-/// The pair is looked at as a reader would; one that opens and decodes must give one of the two targets.
+/// Reads the pair as a reader would. If it opens and decodes, it must give one of the two targets.
 pub fn judge_pair(place: &Path) -> State {
     let base = SafetensorsCheckpoint::open(place.join("base.safetensors")).unwrap();
     let rebuilt = Pair::open(place.join("pair")).and_then(|pair| {
@@ -108,7 +108,7 @@ pub fn judge_pair(place: &Path) -> State {
     }
 }
 
-/// The file is wholly the old one or wholly the new one.
+/// The file must be entirely the old one or entirely the new one.
 pub fn judge_file(place: &Path) -> State {
     let read = |name: &str| fs::read(place.join(name)).unwrap();
     match read("out.safetensors") {
@@ -118,7 +118,7 @@ pub fn judge_file(place: &Path) -> State {
     }
 }
 
-/// A folder that opens as a checkpoint is wholly the old one or wholly the new one. What is not the pair's is left alone.
+/// A folder that opens as a checkpoint must be entirely the old one or entirely the new one. Files outside the pair are untouched.
 pub fn judge_folder(place: &Path) -> State {
     let out = place.join("out");
     let has_config = !place.join("out/config.json").exists() || fs::read(out.join("config.json")).unwrap() == b"{}";
@@ -145,7 +145,7 @@ pub fn base() -> Vec<Tensor> {
     vec![tensor("a", "BF16", &[24, 8], 1), tensor("b", "F32", &[5], 2), tensor("c", "U8", &[], 3)]
 }
 
-/// Two targets of other sizes of payloads and headers, so that no part of one pair fits to the other.
+/// Two targets whose payloads and headers differ in size, so that parts of their pairs never fit together.
 pub fn target(which: usize) -> Vec<Tensor> {
     let mut target: Vec<_> = base().iter().map(|tensor| tuned(tensor, 3 * which)).collect();
     if which == 2 {
@@ -168,7 +168,7 @@ pub fn tpde(place: &Path, line: &str) -> Output {
     Command::new(TPDE).args(line.split_whitespace()).args(["-q", "-T", "1"]).current_dir(place).output().unwrap()
 }
 
-/// Names that none of our files has when a command has ended in order.
+/// Hidden names, which none of our files has after a command has ended normally.
 pub fn hidden(folder: &Path) -> Vec<String> {
     names(folder).into_iter().filter(|name| name.starts_with('.')).collect()
 }
@@ -184,7 +184,7 @@ pub fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Checkpoints, in files and in folders, and pairs of them.
+/// Makes checkpoints in files and in folders, and their pairs.
 pub fn checkpoints() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     let place = folder.path();
@@ -197,10 +197,10 @@ pub fn checkpoints() -> TempDir {
     for (name, which) in [("old", 1), ("new", 2)] {
         let target = target(which);
         write_file(&place.join(format!("{name}.safetensors")), &target);
-        // Cut alike, so that nothing but care keeps a mixture of the two from opening.
+        // Both have the same shard boundaries, so that only correct publication keeps a mixture from opening.
         write_folder(&place.join(name), &[&target[..1], &target[1..]]);
         for file in ["config.json", "tokenizer.json"] {
-            fs::remove_file(place.join(name).join(file)).unwrap(); // no part of a pair
+            fs::remove_file(place.join(name).join(file)).unwrap(); // not part of a pair
         }
         let plain = format!("{name}-plain-shards");
         copy(&place.join(name), &place.join(&plain));
@@ -215,7 +215,7 @@ pub fn checkpoints() -> TempDir {
 }
 
 impl Scenario {
-    /// A folder as it is before the command runs.
+    /// Makes the folder as it is before the command runs.
     pub fn place(&self, checkpoints: &TempDir) -> TempDir {
         let folder = tempfile::tempdir().unwrap();
         for name in names(checkpoints.path()) {
@@ -224,13 +224,13 @@ impl Scenario {
         for (from, to) in self.before {
             copy(&checkpoints.path().join(from), &folder.path().join(to));
         }
-        // A file that was written just before is looked at once more. Every run shall make the same calls.
+        // A file written just before is checked once more. Waiting makes every run do the same calls.
         std::thread::sleep(std::time::Duration::from_millis(30));
         folder
     }
 
-    /// A run in which nothing happens: how often each call is made, by the thread that makes it most, and all calls. strace
-    /// counts by threads.
+    /// Runs the command without faults. Returns the maximum number of calls per thread for each kind of call, because strace
+    /// counts per thread, and the list of all calls.
     pub fn calls(&self, checkpoints: &TempDir, inject: &[String]) -> (BTreeMap<String, usize>, Vec<Call>) {
         let folder = self.place(checkpoints);
         let (output, calls) = traced(folder.path(), self.command, inject);
@@ -247,18 +247,19 @@ impl Scenario {
         (most, calls)
     }
 
-    /// What makes the file system seem to lack files without names, from the run in which it has them; `None` if it lacks them.
+    /// The strace option that simulates a file system without unnamed files, derived from a run with unnamed files; `None` if that
+    /// run used none.
     pub fn without_unnamed(&self, clean: &[Call]) -> Option<String> {
         let first = clean.iter().find(|call| call.opens_unnamed())?;
         let alike: Vec<_> = clean.iter().filter(|call| (&call.name, &call.thread) == (&first.name, &first.thread)).collect();
         let begin = alike.iter().position(|call| call.opens_unnamed())?;
         let count = alike[begin..].iter().take_while(|call| call.opens_unnamed()).count();
-        // After each that fails, std opens a file with a name, by openat.
+        // After each failed call, std opens a file with a name, by openat.
         let step = if first.name == "openat" { 2 } else { 1 };
         Some(format!("{}:error=EOPNOTSUPP:when={}..{}+{step}", first.name, begin + 1, begin + 1 + step * (count - 1)))
     }
 
-    /// Both ways to write a file before it has its name, as strace is told: without any name, and under a temporary one.
+    /// strace options for both ways to write a file before it gets its name: unnamed, and under a temporary name.
     pub fn ways(&self, checkpoints: &TempDir) -> Vec<Vec<String>> {
         let (_, clean) = self.calls(checkpoints, &[]);
         let named: Vec<_> = self.without_unnamed(&clean).into_iter().collect();

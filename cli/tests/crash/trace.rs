@@ -1,4 +1,4 @@
-//! System calls of a run, as strace logs them.
+//! System calls of a run, as logged by strace.
 
 use std::fs;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 
 pub const TPDE: &str = env!("CARGO_BIN_EXE_tpde");
 
-/// Calls that change what lies on disk.
+/// Calls that change data on disk.
 pub const CHANGES: [&str; 16] = [
     "write",
     "pwrite64",
@@ -26,7 +26,7 @@ pub const CHANGES: [&str; 16] = [
     "rmdir",
 ];
 
-/// Other calls on files, at which the command is stopped too.
+/// Other calls on files. The command is stopped at them too.
 pub const OTHERS: [&str; 14] = [
     "open",
     "openat",
@@ -44,7 +44,7 @@ pub const OTHERS: [&str; 14] = [
     "fstatfs",
 ];
 
-/// One system call of a traced run, with what follows its name.
+/// One system call of a traced run: its name, and the text after the name.
 #[derive(Debug)]
 pub struct Call {
     pub thread: String,
@@ -57,7 +57,7 @@ impl Call {
         self.rest.rsplit_once(" = ").is_some_and(|(_, result)| result.starts_with(|c: char| c.is_ascii_digit()))
     }
 
-    /// Whether it has changed something on disk; what is written to the terminal does not count.
+    /// Whether the call changed anything on disk. Output to the terminal does not count.
     pub fn has_changed(&self) -> bool {
         let creates = self.name.starts_with("open") && self.rest.contains("O_CREAT");
         let changes = CHANGES.contains(&self.name.as_str()) && !self.is_output();
@@ -68,19 +68,19 @@ impl Call {
         self.name == "write" && ["1<", "2<", "1,", "2,"].iter().any(|stream| self.rest.starts_with(stream))
     }
 
-    /// Whether a file or folder has got or lost a name that is not temporary, by this call.
+    /// Whether a file or folder got or lost a name other than a temporary one.
     pub fn has_named(&self) -> bool {
         ["rename", "link", "unlink"].iter().any(|names| self.name.starts_with(names))
             && self.has_worked()
             && self.paths().last().is_some_and(|to| !is_temporary(to))
     }
 
-    /// The strings among its arguments.
+    /// The string arguments.
     pub fn paths(&self) -> Vec<&str> {
         self.rest.split('"').skip(1).step_by(2).collect()
     }
 
-    /// Whether it opens a file without a name.
+    /// Whether the call opens a file without a name.
     pub fn opens_unnamed(&self) -> bool {
         self.name.starts_with("open") && self.rest.contains("O_TMPFILE")
     }
@@ -90,14 +90,14 @@ pub fn is_temporary(path: &str) -> bool {
     path.contains(".tpde-") && path.contains(".tmp")
 }
 
-/// Runs a command under strace, with what it shall do to calls.
+/// Runs a command under strace, with these injections.
 pub fn traced(place: &Path, line: &str, inject: &[String]) -> (Output, Vec<Call>) {
     let log = place.join("strace.log");
-    let calls: Vec<_> = CHANGES.iter().chain(&OTHERS).map(|call| format!("?{call}")).collect(); // not every machine has all
-    // Whoever runs the tests in the background may have set signals to be ignored.
+    let calls: Vec<_> = CHANGES.iter().chain(&OTHERS).map(|call| format!("?{call}")).collect(); // "?": if the machine has it
+    // A shell that runs the tests in the background may have set signals to be ignored.
     let mut command = Command::new("env");
     command.args(["--default-signal", "strace"]);
-    // The loader's calls in cargo's library path would hide those of ours that strace counts alike.
+    // With cargo's library path, the loader makes more calls of the same kinds, which strace would count together with ours.
     command.env_remove("LD_LIBRARY_PATH").env("TMPDIR", place);
     command.args(["-f", "-y", "-qq", "-o"]).arg(&log).arg("-e").arg(format!("trace={}", calls.join(",")));
     for inject in inject {
@@ -109,8 +109,8 @@ pub fn traced(place: &Path, line: &str, inject: &[String]) -> (Output, Vec<Call>
     (output, parse(&text))
 }
 
-/// The calls of a log of strace, in the order in which they began. A call that another thread's interrupts in the log is put
-/// together again; lines that are no calls, such as `???(` of a killed thread, are left out.
+/// Parses a strace log into calls, in the order in which they began. A call that the log interrupts with another thread's call is
+/// joined again. Other lines, such as `???(` of a killed thread, are ignored.
 pub fn parse(log: &str) -> Vec<Call> {
     let mut calls: Vec<Call> = Vec::new();
     for line in log.lines() {
@@ -140,13 +140,13 @@ fn logs_of_several_threads_are_put_together() {
     assert_eq!(calls, [call("7", "write", "3</a>, \"x(y\", 3) = 3"), call("8", "openat", "AT_FDCWD, \"b\", O_RDONLY) = 4")]);
 }
 
-/// Says what cannot be tested on this machine; where everything was to be tested, that is a failure.
+/// Reports that a test cannot run on this machine. Fails if all tests were required to run.
 pub fn skip(why: &str) {
     eprintln!("skipped: {why}");
     assert_ne!(std::env::var("TPDE_NO_SKIP").as_deref(), Ok("1"), "{why}, and TPDE_NO_SKIP is set");
 }
 
-/// Whether strace is there and may trace.
+/// Whether strace is installed and allowed to trace.
 pub fn can_trace() -> bool {
     let traces = Command::new("strace").args(["-f", "-qq", "-e", "inject=fsync:error=EIO", "true"]).output();
     let traces = traces.is_ok_and(|output| output.status.success());
