@@ -1,4 +1,4 @@
-//! The builders: what each setting changes, and what they refuse.
+//! Builders: the effect of each setting, and the arguments that they refuse.
 
 #[allow(dead_code, reason = "other tests use more of it")]
 mod common;
@@ -12,7 +12,7 @@ use tpde::{
     TensorMut, Verify, Work,
 };
 
-/// A folder with the files `base` and `target` of two tensors, and what they hold.
+/// A folder with the checkpoint files `base` and `target`, of two tensors each, and the tensors.
 struct Files {
     place: TempDir,
     base: Vec<Tensor>,
@@ -75,7 +75,7 @@ fn a_pair_that_needs_a_base_is_refused_without_one() {
 
 #[test]
 fn a_header_that_only_the_base_has_needs_the_base() {
-    // Zeros are smallest without the base, but the header is the base's.
+    // The all-zero target is smallest without a base, but its header is still taken from the base.
     let mut files = Files::new();
     files.target.iter_mut().for_each(|tensor| tensor.bytes.fill(0));
     write_file(&files.path("target"), &files.target);
@@ -85,7 +85,7 @@ fn a_header_that_only_the_base_has_needs_the_base() {
     is_argument(Apply::new(&pair).to_path(files.path("out")), "needs a base, for the header of a file");
     is_argument(Verify::new(&pair).without_base().run(), "needs a base, for the header of a file");
     assert_eq!(Apply::new(&pair).check_writable().unwrap_err().rule(), Some(tpde::Rule::BaseFile));
-    // A selection has a header of its own.
+    // A selection of tensors gets its own header.
     Apply::new(&pair).tensors(|name| name == "a").to_path(files.path("out")).unwrap();
     assert_eq!(files.open("out").tensors().len(), 1);
 }
@@ -123,7 +123,7 @@ fn in_place_refuses_what_it_cannot_honour() {
     assert!(bytes == files.base[0].bytes, "nothing was written");
     let report = apply(Apply::new(&pair).tensors(|name| name == "a"), &mut bytes, "a").unwrap();
     assert!(report.tensors == 1 && report.digests_checked && bytes == files.target[0].bytes);
-    // Without digests the sums still tell a wrong base.
+    // Without digests, the sums still detect a wrong base.
     let mut wrong = files.base[0].bytes.clone();
     wrong[0] ^= 1;
     let outcome = apply(Apply::new(&pair).digests(false), &mut wrong, "a");
@@ -138,7 +138,7 @@ fn existing_files_and_other_inputs_are_replaced_only_where_that_is_allowed() {
     encode().to_path(files.path("pair")).unwrap();
     assert!(matches!(encode().to_path(files.path("pair")), Err(Error::Io { .. })));
     encode().overwrite(true).to_path(files.path("pair")).unwrap();
-    // A file that the caller has read stays, whatever its name.
+    // A file listed as an input is never replaced, whatever its name.
     is_argument(encode().overwrite(true).inputs([files.path("pair.tpde-index")]).to_path(files.path("pair")), "pair.tpde-index");
 
     let pair = Pair::open(files.path("pair")).unwrap();

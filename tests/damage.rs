@@ -1,5 +1,5 @@
-//! Damage of stored bytes: no cut and no flipped bit of any published pair goes unnoticed, and each is called by the rule that
-//! it breaks.
+//! Damage to stored bytes: every truncation and every flipped bit of every published pair is detected, and reported with the rule
+//! that it breaks.
 
 #[allow(dead_code, reason = "other tests use more of it")]
 mod common;
@@ -39,7 +39,7 @@ fn sound_pairs() -> Vec<Sound> {
     pairs
 }
 
-/// A pair of our encoder: tensors of some dtypes, with and without a base, with tables of their own and with those of others.
+/// A pair made by our encoder: tensors of several dtypes, with and without a base, with their own tables and with shared ones.
 fn pair_of_codec_conditioned(seed: u64) -> Sound {
     let mut numbers = Xorshift(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15));
     let mut random = move || numbers.next() >> 11;
@@ -84,7 +84,7 @@ fn pair_of_codec_conditioned(seed: u64) -> Sound {
     Sound { name: format!("codec conditioned, {seed}"), index, blob, base: Box::new(base) }
 }
 
-/// All that a reader does with a pair, whatever is found early or late.
+/// Does everything that a reader does with a pair.
 fn read(index: &[u8], blob: &[u8], base: &dyn Checkpoint) -> Result<()> {
     let pair = Pair::new(ValidatedIndex::parse(index.to_vec(), &Limits::default())?, blob)?;
     pair.verify()?;
@@ -92,7 +92,7 @@ fn read(index: &[u8], blob: &[u8], base: &dyn Checkpoint) -> Result<()> {
     Ok(())
 }
 
-/// The rule that damage was found by; it must be found.
+/// The rule that detected the damage. Panics if nothing did.
 fn found(pair: &Sound, index: &[u8], blob: &[u8], damage: impl std::fmt::Display) -> Invalid {
     match read(index, blob, &*pair.base) {
         Err(Error::Invalid(invalid)) => *invalid,
@@ -101,7 +101,7 @@ fn found(pair: &Sound, index: &[u8], blob: &[u8], damage: impl std::fmt::Display
     }
 }
 
-/// Every byte of small files; of larger ones all of the headers and the end, and some between.
+/// Every offset in a small file; in a larger file, the headers, the end, and samples in between.
 fn places(size: usize) -> impl Iterator<Item = usize> {
     (0..size).filter(move |&at| size <= 4096 || at < 512 || at + 64 > size || at % 61 == 0)
 }
@@ -170,7 +170,7 @@ fn every_flipped_bit_is_found() {
     });
 }
 
-/// A blob whose length reached the disk and whose bytes did not, from some place on.
+/// After a crash, a blob may have its full length but zeros from some offset on.
 #[test]
 fn a_blob_that_ends_in_a_hole_is_refused() {
     sound_pairs().par_iter().for_each(|pair| {
@@ -189,8 +189,8 @@ fn a_blob_that_ends_in_a_hole_is_refused() {
     });
 }
 
-/// A bit that was wrong before its CRC was taken: the payload breaks a rule, or its lanes do not have the sum of the chunk. Bits
-/// that no lane depends on may be anything, such as the class of a context that does not occur.
+/// A bit that was flipped before the CRC was computed: the payload breaks a rule, or its lanes do not have the chunk's sum. Bits
+/// that affect no lane may have any value, such as the class of a context that does not occur.
 #[test]
 fn flipped_bits_under_a_right_crc_never_change_a_lane() {
     let pairs = [1, 2].map(pair_of_codec_conditioned);
@@ -204,7 +204,7 @@ fn flipped_bits_under_a_right_crc_never_change_a_lane() {
                 blob[at] ^= bit;
                 repair(&mut index, &mut blob, chunk);
                 match read(&index, &blob, &*pair.base) {
-                    // All digests were compared, so that the lanes are right.
+                    // Reading compared all digests, so the lanes are right.
                     Ok(()) => harmless += 1,
                     Err(Error::Invalid(invalid)) => {
                         let rule = invalid.rule;
@@ -220,8 +220,8 @@ fn flipped_bits_under_a_right_crc_never_change_a_lane() {
     });
 }
 
-/// The limit of what is not a digest: a blob that somebody changed with the weights of the sums at hand. Digests refuse it, and
-/// nothing else does.
+/// The limit of the checks other than digests: someone who knows the weights of the sums can forge a blob. Only digests refuse
+/// it.
 #[test]
 fn a_forged_blob_is_refused_where_digests_are_compared_and_nowhere_else() {
     let [old, new] = [1, 2].map(|seed| tensor("w", "U32", &[1024], seed).bytes);

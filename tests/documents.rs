@@ -1,4 +1,4 @@
-//! The documents for people: their links, and the code in them.
+//! The documents: their links, and the code in them.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -8,7 +8,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The documents of the repository, with their texts.
+/// Paths and texts of the repository's documents.
 fn documents() -> Vec<(PathBuf, String)> {
     let folders = ["", "docs", "spec", "python", "kernels", "kernels/emulator", "benches/record"];
     let mut documents = Vec::new();
@@ -25,7 +25,7 @@ fn documents() -> Vec<(PathBuf, String)> {
     documents
 }
 
-/// The lines outside of fenced code.
+/// The lines outside fenced code.
 fn prose(text: &str) -> impl Iterator<Item = &str> {
     let mut code = false;
     text.lines().filter(move |line| {
@@ -35,7 +35,7 @@ fn prose(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// The names by which links refer to the headings of a document, as forges make them.
+/// Anchors of a document's headings, formed as on GitHub.
 fn anchors(text: &str) -> BTreeSet<String> {
     let headings = prose(text).filter(|line| line.starts_with('#'));
     let anchor = |heading: &str| {
@@ -45,7 +45,7 @@ fn anchors(text: &str) -> BTreeSet<String> {
     headings.map(anchor).collect()
 }
 
-/// The targets of the links in a text, of `[…](target)`.
+/// The targets of the links `[…](target)` in a text.
 fn links(text: &str) -> Vec<&str> {
     let after = |line| str::split(line, "](").skip(1).filter_map(|rest| Some(rest.split_once(')')?.0));
     prose(text).flat_map(after).collect()

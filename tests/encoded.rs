@@ -1,5 +1,5 @@
-//! The bytes that the encoder writes: the same on every machine, for any number of threads and shards, and until someone means to
-//! change them.
+//! The bytes that the encoder writes are the same on every machine and for any number of threads and shards, and change only on
+//! purpose.
 
 #[allow(dead_code, reason = "only the inputs are wanted")]
 mod common;
@@ -12,10 +12,10 @@ use tpde::internals;
 use tpde::internals::Section;
 use tpde::{Apply, Codec, Encode, EncodeOptions, Favor, Layout, Pair, SafetensorsCheckpoint, ValidatedIndex};
 
-/// Rows of the matrices: few, for all ways to encode; more, of which samples are taken; and many, of one kind.
+/// Rows of the matrices: small for all options, larger so that samples are taken, and large for one kind of input.
 const SIDES: [u64; 3] = [160, 700, 1600];
 
-/// What the encoder makes of an input: bytes of the index and the blob, and the hash of both.
+/// Sizes of the index and the blob that the encoder makes of an input, and a hash of both.
 fn encoded(input: &Input, options: &EncodeOptions) -> String {
     let (base, target) = (input.base(), input.target());
     let (pair, _) = Encode::new(&target).base(&base).options(options.clone()).to_memory().unwrap();
@@ -29,8 +29,8 @@ fn encoded(input: &Input, options: &EncodeOptions) -> String {
     format!("{} {} {}", index.len(), blob.len(), &hasher.finalize().to_hex()[..16])
 }
 
-/// `testdata/encoded.txt` has what the encoder wrote when someone last meant to change it. Set TPDE_BLESS=1 to write it anew, and
-/// look at the difference: a choice that became worse is seen there too.
+/// `testdata/encoded.txt` has the output of the encoder at its last intended change. Set TPDE_BLESS=1 to rewrite the file, then
+/// review the difference: it also shows choices that became worse.
 #[test]
 fn the_encoder_writes_the_bytes_that_it_wrote() {
     let default = EncodeOptions::default;
@@ -61,7 +61,7 @@ fn the_encoder_writes_the_bytes_that_it_wrote() {
     assert!(changed.is_empty() && expected.lines().count() == found.lines().count(), "{changed:#?}");
 }
 
-/// Writes tensors as a lone file, or spread over so many shards with neighbours apart and later names first.
+/// Writes tensors as one file, or over `shards` shards: neighbours go to different shards, and later names first.
 fn write(path: &Path, tensors: &[Held], shards: usize) -> SafetensorsCheckpoint {
     let tensor = |(info, bytes): &Held| Tensor {
         name: info.name.clone(),
@@ -79,7 +79,7 @@ fn write(path: &Path, tensors: &[Held], shards: usize) -> SafetensorsCheckpoint 
     SafetensorsCheckpoint::open(path).unwrap()
 }
 
-/// All of a pair but what says which files there are: sections, then payloads.
+/// All sections that do not describe files, then the payloads.
 fn without_files(index: &ValidatedIndex, blob: &[u8]) -> Vec<Vec<u8>> {
     let stored = |section: Section| {
         let entry = internals::header(index).section(section);
@@ -98,7 +98,7 @@ fn shards_change_the_file_table_and_no_other_byte() {
             let options = EncodeOptions::default().favor(favor).chunk_lanes(1 << 14);
             let (in_memory, _) = Encode::new(&input.target()).base(&input.base()).options(options.clone()).to_memory().unwrap();
             let expected = without_files(in_memory.index(), in_memory.blob());
-            // Shards of the base and of the target, none for a lone file, and threads.
+            // Shards of the base, shards of the target (0 for a single file), and threads.
             for (of_base, of_target, threads) in [(0, 0, 1), (2, 2, 2), (0, 7, 3), (7, 2, 1), (7, 7, 5)] {
                 if of_base > input.base.len() || of_target > input.target.len() {
                     continue;

@@ -1,4 +1,4 @@
-//! What the bytes of a pair are for, and what other ways to encode it take.
+//! `Explain`: the purpose of each byte of a pair, and the sizes of other encodings.
 
 #[allow(dead_code, reason = "only some of it is wanted")]
 mod common;
@@ -28,7 +28,7 @@ fn of_codec(codec: Codec) -> EncodeOptions {
     EncodeOptions::default().codec(codec)
 }
 
-/// Checks that every byte of a pair is explained once, and returns the names of the parts that it has.
+/// Asserts that every byte of a pair is explained exactly once, and returns the names of the parts that occur.
 fn check_sums<B: Source>(name: &str, pair: &Pair<B>, explained: &Explanation) -> BTreeSet<&'static str> {
     let index = pair.index();
     assert_eq!(explained.index.total(), index.as_bytes().len() as u64, "{name}");
@@ -43,7 +43,7 @@ fn check_sums<B: Source>(name: &str, pair: &Pair<B>, explained: &Explanation) ->
             assert_eq!(internals::tables(&tensor), Some(&internals::table_sets(index)[number - 1]), "{name}, {}", tensor.name);
             users[number - 1] += 1;
         }
-        // Parts of other codecs are empty.
+        // Parts of other codecs have no bytes.
         let parts = found.parts;
         let (of_zstd, of_raw) = (parts.frames, parts.positions + parts.deltas);
         let of_codec = match tensor.codec {
@@ -74,7 +74,7 @@ fn parts_add_up_to_both_files_whatever_is_encoded_and_how() {
             seen.extend(check_sums(&name, &pair, &Explain::new(&pair).run().unwrap()));
         }
     }
-    // The sums would be right as well if parts were mixed up, or if all of a payload were one part.
+    // The totals would also be right if parts were mixed up, or if a whole payload were one part.
     let all = Explain::new(&pair_of(&input("any bits", 8), &options[0])).run().unwrap();
     let all: BTreeSet<_> = all.index.each().chain(all.payloads.each()).map(|(part, _)| part).collect();
     let missing: Vec<_> = all.difference(&seen).collect();
@@ -100,7 +100,7 @@ fn parts_of_a_payload_have_the_sizes_that_the_spec_gives_them() {
     assert_eq!(parts.headers, 16 + maps + 4 * (segments - 1) + before % 2);
     assert_eq!(parts.words, payload.len() as u64 - before.next_multiple_of(2) - parts.states);
 
-    // Positions of 4 bytes, filled up to a lane of 8.
+    // Positions of 4 bytes each, padded to a multiple of an 8-byte lane.
     let input = self::input("one training step, F64", 33);
     let pair = pair_of(&input, &of_codec(Codec::Raw));
     let changed = u64::from(internals::records(pair.index())[0].num_deltas.get());
@@ -137,7 +137,7 @@ fn parts_of_all_published_pairs_add_up() {
             let taken: Vec<_> = found.ways.iter().filter(|way| way.taken).collect();
             let changes = TensorReport::new(pair.index(), &tensor).changed > 0;
             assert_eq!(taken.len(), usize::from(changes), "{}, {}", vector.name, tensor.name);
-            // Whatever this encoder would make of it.
+            // These payloads are reported as stored, even if this encoder would write others.
             assert!(taken.iter().all(|way| way.payload_bytes == found.parts.total() && !way.estimated), "{}", vector.name);
             some += taken.len();
         }
@@ -145,7 +145,7 @@ fn parts_of_all_published_pairs_add_up() {
     assert!(some > 100, "{some} tensors");
 }
 
-/// Whether a way is this one.
+/// Whether `way` has this codec and use of the base.
 fn is(way: &WayReport, codec: Codec, from_base: bool) -> bool {
     way.codec == codec && way.from_base == from_base
 }
@@ -182,11 +182,11 @@ fn what_another_codec_takes_is_what_a_pair_of_it_has() {
     let mut compared = 0;
     let names = ["one training step, F32", "one training step, F64", "fine-tuned, BF16", "a vocabulary and one row", "half pruned"];
     let cases = names.into_iter().flat_map(|name| [(name, 160, 1 << 12), (name, 160, 1 << 20)]);
-    // Of some chunks an estimate is enough, of others it is not.
+    // In these inputs, estimates are sufficient for some chunks but not for all.
     let mixed = ["half of it unrelated", "a new head", "unchanged but for a quarter"].map(|name| (name, 400, 1 << 14));
     for (name, side, chunk_lanes) in cases.chain(mixed) {
         let input = input(name, side);
-        // Chunks of these sizes are encoded differently.
+        // These chunk sizes use different encodings.
         let pair_of = |codec| pair_of(&input, &of_codec(codec).chunk_lanes(chunk_lanes));
         for of_pair in [Codec::Zstd, Codec::Raw, Codec::Conditioned] {
             let explained = Explain::new(&pair_of(of_pair)).base(&input.base()).run().unwrap();
@@ -261,7 +261,7 @@ fn progress_reaches_its_end_and_can_end_the_work() {
     }
 }
 
-/// The explanation of a pair of these bytes, with its base or without.
+/// Explains a pair with these bytes, with its base or without.
 fn explained(index: &[u8], blob: &[u8], base: Option<&dyn Checkpoint>) -> (Pair<Vec<u8>>, Result<Explanation>) {
     let index = ValidatedIndex::parse(index.to_vec(), &Limits::default()).unwrap();
     let pair = Pair::new(index, blob.to_vec()).unwrap();
@@ -298,7 +298,7 @@ fn payloads_of_any_bytes_are_explained_or_refused() {
             let pair = pair_of(&input, &of_codec(*codec).chunk_lanes(4096));
             for (chunk, record) in internals::records(pair.index()).iter().enumerate().take(2) {
                 let (place, size) = (record.blob_offset.get() as usize, record.compressed_size.get() as usize);
-                // The header and the maps, then anywhere.
+                // Offsets in the header and the maps, then random ones.
                 let places = (0..size.min(40)).chain((0..40).map(|_| random.next() as usize % size)).collect::<Vec<_>>();
                 for at in places {
                     for value in [0, 1, 5, 0x7F, 0xFF, random.next() as u8] {

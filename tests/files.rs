@@ -1,4 +1,4 @@
-//! Files that are read and written: what changes meanwhile is refused, and nothing is written that no reader opens.
+//! Reading and writing files: a file that changes while it is read is refused, and no output is written that a reader refuses.
 
 #[allow(dead_code, reason = "other tests use more of it")]
 mod common;
@@ -23,12 +23,12 @@ fn compare(pair: &Pair<FileSource>, target: &Path) -> Result<()> {
     Verify::new(pair).target(&open(target)).run().map(|_| ())
 }
 
-/// Three tensors, of which the first takes several batches of work.
+/// Three tensors. The first takes several batches of work.
 fn large(seed: u64) -> Vec<Tensor> {
     ["a", "b", "c"].iter().map(|name| tensor(name, "BF16", &[256, 1024], seed)).collect()
 }
 
-/// A folder with checkpoints `base` and `target` in two shards each.
+/// A folder with the checkpoints `base` and `target`, each in two shards.
 fn two_folders() -> TempDir {
     let place = tempfile::tempdir().unwrap();
     let base = large(1);
@@ -38,7 +38,7 @@ fn two_folders() -> TempDir {
     place
 }
 
-/// A folder with checkpoints `base` and `target` without shard indexes, the pair of them, and the target rebuilt as `out`.
+/// A folder with the checkpoints `base` and `target` without shard indexes, their pair, and the rebuilt target `out`.
 fn rebuilt_without_index(shards: usize) -> (TempDir, Pair<FileSource>, SafetensorsCheckpoint) {
     let place = tempfile::tempdir().unwrap();
     let path = |name: &str| place.path().join(name);
@@ -81,7 +81,7 @@ fn what_an_interrupted_publication_left_goes_with_the_next_one() {
     compare(&pair, &out).unwrap();
 }
 
-/// Encodes while `change` is made to a file, once the work has begun.
+/// Encodes, and makes `change` to a file after the work has begun.
 fn encode_while(place: &Path, change: impl Fn() + Sync) -> Result<()> {
     let (base, target) = (open(&place.join("base")), open(&place.join("target")));
     let once = Once::new();
@@ -159,7 +159,7 @@ fn more_shards_than_descriptors_are_read() {
     }
 }
 
-/// Tensors without elements under these names.
+/// Tensors without elements, with these names.
 fn empty(names: impl Iterator<Item = String>) -> Vec<TensorInfo> {
     names.map(|name| TensorInfo { name, dtype: Dtype::U8, shape: vec![0] }).collect()
 }
@@ -187,7 +187,7 @@ fn a_tensor_with_the_name_of_metadata_is_not_written() {
 
 #[test]
 fn a_header_that_no_reader_takes_is_not_written() {
-    // Each byte of a name takes six where it is escaped.
+    // Each byte of a name takes six bytes when escaped.
     let names = |count: usize| (0..count).map(|i| format!("{i:05}{}", "\u{1}".repeat(4091)));
     refused_everywhere(empty(names(4100)), "100000000 bytes");
 }
@@ -198,7 +198,7 @@ fn a_header_that_differs_in_a_space_is_another_target() {
     let (path, other) = (place.path().join("target.safetensors"), place.path().join("other.safetensors"));
     write_file(&path, &large(1));
     let mut bytes = fs::read(&path).unwrap();
-    // After the brace that begins the header there is a line break.
+    // A line break follows the opening brace of the header.
     assert_eq!(bytes[9], b'\n');
     bytes[9] = b' ';
     fs::write(&other, bytes).unwrap();
@@ -208,7 +208,7 @@ fn a_header_that_differs_in_a_space_is_another_target() {
     let error = compare(&pair, &other).unwrap_err();
     assert_eq!(error.rule(), Some(Rule::FileContentDigest), "{error}");
 
-    // The same file within a folder is another checkpoint.
+    // The same file inside a folder is a different checkpoint.
     fs::create_dir(place.path().join("folder")).unwrap();
     fs::copy(&path, place.path().join("folder/target.safetensors")).unwrap();
     let error = compare(&pair, &place.path().join("folder")).unwrap_err();
@@ -266,7 +266,7 @@ fn a_verification_says_what_was_compared_and_nothing_more() {
     }
     assert!(matches!(found("pair", not_needed, None), Err(Error::InvalidArgument(_))));
 
-    // The header that the pair takes from its base is another one. Without the base that is not known.
+    // The pair takes the header from its base, and this base has a different one. Without the base, that cannot be detected.
     let mut bytes = fs::read(path("base")).unwrap();
     bytes[9] = b' ';
     fs::write(path("other"), bytes).unwrap();
@@ -300,7 +300,7 @@ fn names_and_shard_indexes_of_targets_are_compared() {
     fs::rename(&index, folder.join("other.safetensors.index.json")).unwrap();
     assert!(compare(&pair, &folder).unwrap_err().to_string().contains("no such file"));
     fs::rename(folder.join("other.safetensors.index.json"), &index).unwrap();
-    // A shard more: without a shard index all safetensors files of a folder count.
+    // One more shard: without a shard index, all safetensors files of a folder belong to the checkpoint.
     fs::remove_file(&index).unwrap();
     write_file(&folder.join("more.safetensors"), &[]);
     assert!(compare(&pair, &folder).is_err());

@@ -1,5 +1,5 @@
-//! Each layout stands in one table of the spec, one Rust type and one struct of `spec/tpde.h`; the registries and constants
-//! stand in all three too. This holds them together. That the header's own assertions hold is for a C compiler to say.
+//! Each binary layout is defined three times: a table of the spec, a Rust type, and a struct of `spec/tpde.h`. Registries and
+//! constants are in all three too. These tests compare them. The assertions inside the header are checked by a C compiler.
 
 use binrw::BinRead;
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ fn spec(file: &str) -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("spec").join(file)).unwrap()
 }
 
-/// Struct name to field name to offset, from the assertions of the C header.
+/// Offset of each field of each C struct, from the assertions of the header: struct name to field name to offset.
 fn c_structs() -> BTreeMap<String, BTreeMap<String, usize>> {
     let mut structs: BTreeMap<String, BTreeMap<String, usize>> = BTreeMap::new();
     for line in spec("tpde.h").lines() {
@@ -24,7 +24,7 @@ fn c_structs() -> BTreeMap<String, BTreeMap<String, usize>> {
     structs
 }
 
-/// The offset tables of a text of the spec in their order: field name to offset and size.
+/// The offset tables in a text of the spec, in order: field name to offset and size.
 fn spec_tables(text: &str) -> Vec<BTreeMap<String, (usize, usize)>> {
     let mut tables: Vec<BTreeMap<_, _>> = Vec::new();
     for line in text.lines() {
@@ -40,7 +40,7 @@ fn spec_tables(text: &str) -> Vec<BTreeMap<String, (usize, usize)>> {
     tables
 }
 
-/// Compares the fields of a Rust struct, read from bytes that tell their own place, with the spec and the C header.
+/// Compares the fields of a Rust struct with the spec and the C header. The struct was read from bytes that equal their offsets.
 fn check(name: &str, table: &BTreeMap<String, (usize, usize)>, fields: &[(&str, Vec<u8>)]) {
     let c = &c_structs()[name];
     let named: Vec<_> = fields.iter().map(|(field, _)| *field).collect();
@@ -108,7 +108,7 @@ fn spec_crate_and_c_header_have_the_same_layouts() {
     let fields = fields!(v: version_major, version_minor, header_size, blob_size, header_crc32; magic, pair_digest);
     check("BlobHeader", blob, &fields);
 
-    // The first one is of codec `raw`, whose offsets are no numbers.
+    // The first table is of codec `raw`. Its offsets are formulas, not numbers.
     let tables = spec_tables(&spec("codecs.md"));
     let [_, header] = &tables[..] else { panic!("{} tables", tables.len()) };
     let v = ConditionedHeader::ref_from_prefix(&place).unwrap().0;
@@ -121,7 +121,7 @@ fn spec_crate_and_c_header_have_the_same_layouts() {
     check("ConditionedHeader", header, &fields);
 }
 
-/// Numbers that a `#define` or an `enum` of the C header gives.
+/// The value of a `#define` or an `enum` constant of the C header.
 fn c_number(name: &str) -> u64 {
     let text = spec("tpde.h");
     let number = |text: &str| {
@@ -185,7 +185,7 @@ fn registries_and_constants_agree() {
     assert_eq!(c_number("TPDE_BLOB_MAGIC_U64"), u64::from_le_bytes(BLOB_MAGIC));
 }
 
-/// The bounds of codec `conditioned` in the words of the spec; that the crate keeps them is for its vectors to say.
+/// The bounds of codec `conditioned` as stated in the spec. Whether the crate keeps them is tested by its vectors.
 #[test]
 fn bounds_of_codec_conditioned_agree() {
     assert_eq!(c_number("TPDE_CONDITIONED_HEADER_SIZE"), size_of::<ConditionedHeader>() as u64);

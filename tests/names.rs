@@ -1,4 +1,4 @@
-//! Names of enums: what is printed can be parsed, and an error says what could have been.
+//! Names of enum values: each printed name can be parsed, and an error lists the valid names.
 
 use serde::Serialize;
 use std::fmt::{Debug, Display};

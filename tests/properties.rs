@@ -1,5 +1,5 @@
-//! What holds for every pair of checkpoints and all options: the target comes back bit for bit, in every way of applying, and
-//! nothing but the right base is accepted.
+//! Properties of all pairs of checkpoints and all options: every way of applying restores the target bit for bit, and only the
+//! right base is accepted.
 
 use proptest::prelude::*;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use tpde::{
 /// A tensor with its bytes.
 type Held = (TensorInfo, Vec<u8>);
 
-/// Two checkpoints and what to make a pair of them with.
+/// Two checkpoints, and the options for their pair.
 #[derive(Debug, Clone)]
 struct Case {
     base: Vec<Held>,
@@ -22,20 +22,20 @@ struct Case {
     options: EncodeOptions,
 }
 
-/// How a target tensor comes by its base.
+/// The base of a target tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Origin {
     Nothing,
     OtherDtype,
     Same,
     Renamed,
-    /// So many rows of another number, in eighths of the target's, plus some.
+    /// A base with a different number of rows: `eighths` eighths of the target's rows, plus `more`.
     Rows {
         eighths: u64,
         more: u64,
         renamed: bool,
     },
-    /// As [`Origin::Renamed`], and a second target tensor is made from the same base.
+    /// As [`Origin::Renamed`], and a second target tensor has the same base.
     Tied,
 }
 
@@ -50,13 +50,13 @@ enum Change {
 #[derive(Debug, Clone)]
 struct Recipe {
     dtype: Dtype,
-    /// Lanes, as chunks and a few more or less.
+    /// Number of lanes, as whole chunks plus `more`.
     chunks: u64,
     more: i64,
     rank: usize,
     from: Origin,
     change: Change,
-    /// Of 1,024 lanes so many change.
+    /// Number of changed lanes per 1,024.
     density: u64,
     seed: u64,
 }
@@ -71,7 +71,7 @@ impl Random {
         self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 5
     }
 
-    /// A lane of `width` bytes: any bits, or those of zeros, infinities, NaNs with and without payload, and subnormals.
+    /// A lane of `width` bytes: random bits or, if `special`, a zero, infinity, subnormal, or NaN with or without payload.
     fn lane(&mut self, width: usize, special: bool) -> [u8; 8] {
         let any = self.next() ^ self.next() << 32;
         if !special {
@@ -95,7 +95,7 @@ impl Random {
     }
 }
 
-/// Elements that fill whole bytes come in so many at once.
+/// Minimum number of elements that fill whole bytes.
 fn unit(dtype: Dtype) -> u64 {
     match dtype.bits() {
         4 => 2,
@@ -209,7 +209,7 @@ fn case_of(from: impl Strategy<Value = Origin>) -> impl Strategy<Value = Case> {
     )
 }
 
-/// Where a range begins or ends: in chunks, and units of elements more or less.
+/// An end of a range: a number of chunks, plus or minus some units of elements.
 fn end_of_range() -> impl Strategy<Value = (u64, i64)> {
     (0..5u64, prop_oneof![-1..2i64, -5000..5000i64])
 }
@@ -226,8 +226,8 @@ fn slices(buffers: &mut [Vec<u8>]) -> Vec<&mut [u8]> {
     buffers.iter_mut().map(|buffer| &mut buffer[..]).collect()
 }
 
-/// What lies where tensors are to be changed in place: base lanes, or anything where there are none. Tensors that change their
-/// number of rows are left out.
+/// Contents before a change in place: the base lanes, or a constant for tensors without a base. Tensors with another number of
+/// rows are left out.
 fn in_place_of<'a, B: Source>(pair: &'a Pair<B>, base: &[Held]) -> Vec<(&'a str, Vec<u8>)> {
     let tensors = pair.index().tensors().filter(|tensor| tensor.base_kind != BaseKind::Prefix);
     let lanes = tensors.map(|tensor| match tensor.base_kind {
@@ -254,7 +254,7 @@ impl Sink for Buffers {
     }
 }
 
-/// A blob that remembers what was read of it.
+/// A blob that records which parts are read.
 struct Watched {
     bytes: Vec<u8>,
     reads: Mutex<Vec<(u64, usize)>>,
@@ -272,7 +272,7 @@ impl Source for Watched {
     }
 }
 
-/// The first change of a bit in one of the base tensors that the pair reads, and the name of that tensor.
+/// Flips a bit in one of the base tensors that the pair reads. Returns the changed base and the name of that tensor.
 fn wrong_base(case: &Case, pair: &Pair<Vec<u8>>, at: usize) -> Option<(Vec<Held>, String)> {
     let used: Vec<_> = pair.index().tensors().filter(|tensor| tensor.base_bytes() > 0).map(|tensor| tensor.base_name).collect();
     let name = used.get(at % used.len().max(1))?.to_string();
@@ -368,7 +368,7 @@ proptest! {
         prop_assert!(one.blob() == two.blob());
     }
 
-    /// Chunks are small enough to be tried as a whole. What a table set or a tensor's entry costs is only about known to the choice.
+    /// Chunks are small enough to be encoded in full. The sizes of table sets and tensor entries are only estimated by the choice.
     #[test]
     fn codec_auto_takes_the_smallest(case in case_of(any_base())) {
         let with = |codec| {
@@ -394,7 +394,7 @@ proptest! {
     fn another_base_is_refused_by_the_name_of_its_tensor(case in case_of(any_base()), at: usize) {
         let pair = encode(&case);
         let Some((base, name)) = wrong_base(&case, &pair, at) else { return Ok(()) };
-        // A flipped bit may make the base the target.
+        // A flipped bit may turn the base into the target.
         prop_assume!(base.iter().all(|(_, bytes)| case.target.iter().all(|(_, target)| bytes != target)));
         let is_wrong = |error: Error| matches!(error, Error::WrongBase { tensor, .. } if tensor == name);
         prop_assert!(Apply::new(&pair).base(&memory(&base)).verify().is_err_and(is_wrong));
@@ -413,7 +413,7 @@ proptest! {
     #[test]
     fn the_target_as_base_is_called_applied_already(case in case_of(Just(Origin::Same))) {
         let pair = encode(&case);
-        // What is coded without its base says nothing of it.
+        // A tensor coded without its base cannot detect a wrong one.
         let has_base = |i: usize| pair.index().tensors().nth(i).is_some_and(|tensor| tensor.base_kind != BaseKind::None);
         let mut tensors = case.base.iter().zip(&case.target).enumerate();
         let changed = tensors.any(|(i, ((_, base), (_, target)))| base != target && has_base(i));
@@ -427,7 +427,7 @@ proptest! {
         prop_assert!(is_right(again));
         prop_assert!(lanes == before);
         let again = Apply::new(&pair).in_place(tensors_mut(&mut lanes), InPlace::ChunkByChunk).map(|_| ());
-        // Chunks that need no base may have been written before.
+        // Chunks that need no base may already have been written.
         let written = changed && matches!(again, Err(Error::Poisoned { .. }));
         prop_assert!(written || is_right(again));
         prop_assert!(lanes == before);
@@ -454,7 +454,7 @@ proptest! {
         }
     }
 
-    /// Whoever watches can end any work, which then leaves what it should.
+    /// A watcher can cancel any work, and cancelled work leaves the state that its mode promises.
     #[test]
     fn work_that_is_cancelled_ends(case in case_of(any_base()), after in 0u32..4) {
         struct Stop { after: u32, asked: AtomicU32 }
@@ -464,7 +464,7 @@ proptest! {
             }
         }
         let stop = || Stop { after, asked: AtomicU32::new(0) };
-        // Cancelled exactly if it was asked often enough.
+        // Work is cancelled exactly if it called the watcher often enough.
         let is_right = |stop: &Stop, outcome: Result<()>| match outcome {
             Ok(()) => stop.asked.load(Ordering::Relaxed) <= after,
             Err(Error::Cancelled) => stop.asked.load(Ordering::Relaxed) > after,
@@ -496,8 +496,7 @@ proptest! {
         }
     }
 
-    /// All checked: not a byte changes. Chunk by chunk: the error tells which chunks are the target's, and all others are as
-    /// they were.
+    /// Mode `AllChecked` changes no byte. Mode `ChunkByChunk` reports which chunks hold the target; all others are unchanged.
     #[test]
     fn a_failure_in_place_is_told_exactly(case in case_of(any_base()), at: usize, flip in 1u8..) {
         let pair = encode(&case);
@@ -539,7 +538,7 @@ proptest! {
     }
 }
 
-/// More than is in work at once, in tensors of several dtypes, with tables that come from samples of all of them.
+/// More data than is processed at once: tensors of several dtypes, whose tables come from samples of all of them.
 #[test]
 fn the_number_of_threads_changes_no_byte_of_large_tensors() {
     let mut case = Case { base: Vec::new(), target: Vec::new(), options: EncodeOptions::default() };
@@ -572,7 +571,7 @@ fn the_number_of_threads_changes_no_byte_of_large_tensors() {
     }
 }
 
-/// A checkpoint of one tensor too large for any memory.
+/// A checkpoint with one tensor that is too large for memory.
 struct Endless([TensorInfo; 1]);
 
 fn byte_at(offset: u64) -> u8 {
@@ -591,7 +590,7 @@ impl Checkpoint for Endless {
     }
 }
 
-/// Offsets, lanes and bytes beyond 32 bits, near the ends of the base and of the target and where 32 bits end.
+/// Offsets, lanes and bytes beyond 32 bits, near the ends of base and target and near the 32-bit boundary.
 #[test]
 fn tensors_beyond_32_bits_are_located_and_decoded() {
     const COLUMNS: u64 = 1 << 16;
@@ -610,7 +609,7 @@ fn tensors_beyond_32_bits_are_located_and_decoded() {
                 (lane * width as u64..(lane + 1) * width as u64).map(|at| if at < base_bytes { byte_at(at) } else { 0 })
             };
             let last = lanes.div_ceil(chunk_lanes) - 1;
-            // The last lane of the last chunk changes; of the others, those that are decoded below get sums.
+            // The last lane of the last chunk changes. Of the other chunks, only those decoded below get sums.
             let decoded =
                 [0, ((1 << 32) - 1) / chunk_lanes, (1 << 32) / chunk_lanes, base_bytes / width as u64 / chunk_lanes, last];
 

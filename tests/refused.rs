@@ -1,4 +1,4 @@
-//! What an encoder refuses before it reads a lane, and what ends work under way.
+//! Requests that an encoder refuses before it reads a lane, and failures that end its work.
 
 #[allow(dead_code, reason = "not all helpers are wanted")]
 mod common;
@@ -38,7 +38,7 @@ fn options_that_make_no_sense_are_misuse() {
     }
 }
 
-/// A checkpoint of which there is nothing to read.
+/// A checkpoint that has tensor descriptions but no data.
 struct Described(Vec<TensorInfo>);
 
 impl Checkpoint for Described {
@@ -59,8 +59,8 @@ fn more_chunks_than_a_pair_holds_are_refused_before_a_lane_is_read() {
         Encode::new(&Described(tensors.into())).options(options.clone()).to_memory().map(|_| ())
     };
     let most = u64::from(MAX_CHUNKS);
-    // Of two tensors, each with a chunk that is not full.
-    assert!(matches!(outcome(4096 * (most - 1) - 10), Err(Error::Cancelled)), "there is nothing to read");
+    // Two tensors, each with a chunk that is not full.
+    assert!(matches!(outcome(4096 * (most - 1) - 10), Err(Error::Cancelled)), "accepted, then cancelled at the first read");
     let refused = outcome(4096 * (most + 1) - 10);
     assert!(matches!(refused, Err(Error::Limit { limit, found, .. }) if limit == most && found == most + 1), "{refused:?}");
 }
@@ -102,7 +102,7 @@ fn a_report_has_the_sizes_of_the_sections() {
 
 #[test]
 fn hashing_a_base_that_no_chunk_needs_can_be_cancelled() {
-    // The target is empty, so that its base is read for the digest alone.
+    // The target is empty, so the base is read only for its digest.
     let (base, target) = ([held("t", Dtype::U8, &[1 << 20, 4])], [held("t", Dtype::U8, &[0, 4])]);
     let (base, target) = (memory(&base), memory(&target));
     let (pair, _) = Encode::new(&target).base(&base).to_memory().unwrap();

@@ -1,4 +1,4 @@
-//! What the library says of pairs in figures, and what it hands over: to sinks, from accelerators, as lists of changes.
+//! Reports of the library, and the interfaces that pass data on: sinks, accelerators, lists of changes.
 
 #[allow(dead_code, reason = "only the inputs are wanted")]
 mod common;
@@ -55,7 +55,7 @@ fn elements_of_packed_dtypes_are_bytes() {
     assert_eq!(pair.index().tensor(0).element_bytes(), 1);
 }
 
-/// Rule that comparing this with the target of the pair breaks; `None` if it is the target.
+/// The rule that fails when these tensors are compared with the target of the pair; `None` if they are the target.
 fn compared(pair: &Pair<Vec<u8>>, held: &[Held]) -> Option<Rule> {
     let checkpoint = MemoryCheckpoint::new(held.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).unwrap();
     match Verify::new(pair).target(&checkpoint).run() {
@@ -89,7 +89,7 @@ fn a_checkpoint_that_differs_from_the_target_in_one_thing_is_told_apart() {
 #[test]
 fn changes_are_listed_for_each_lane_of_all_chunks() {
     for name in ["one training step, F32", "one training step, F64", "one training step, BF16"] {
-        // The last chunk is a short one.
+        // The last chunk is not full.
         let input = input(name, 300);
         let pair = pair_of(&input);
         for ((info, target), (_, base)) in input.target.iter().zip(&input.base) {
@@ -102,7 +102,7 @@ fn changes_are_listed_for_each_lane_of_all_chunks() {
     }
 }
 
-/// Hands over tensors that it was given: what a device would have made of the pair.
+/// An accelerator that returns known tensors, as a device would have rebuilt them.
 struct Known<'a>(&'a [(TensorInfo, Vec<u8>)]);
 
 impl Accelerator for Known<'_> {
@@ -122,7 +122,7 @@ impl Sink for Buffers {
 
 #[test]
 fn a_sink_gets_every_byte_that_an_accelerator_rebuilds() {
-    // One of them has more than two mebibytes, and several chunks.
+    // One of the tensors has more than 2 MiB and several chunks.
     let input = input("several dtypes", 1500);
     let pair = pair_of(&input);
     let base = input.base();

@@ -1,4 +1,4 @@
-//! `auto` against everything that it could have chosen: every codec, every layout, with and without the base.
+//! Compares `auto` with everything that it could have chosen: every codec and layout, with and without the base.
 
 #[allow(dead_code, reason = "only the inputs are wanted")]
 mod common;
@@ -7,10 +7,10 @@ use common::inputs::{Input, inputs};
 use std::fmt::Write;
 use tpde::{Codec, CodecChoice, Encode, EncodeOptions, Favor, Layout};
 
-/// Rows of most matrices, where `TPDE_SIDE` does not say otherwise.
+/// Rows of most matrices, unless `TPDE_SIDE` is set.
 const SIDE: u64 = 1024;
 
-/// Bytes of index and blob.
+/// Size of index and blob in bytes.
 fn size(input: &Input, with_base: bool, options: &EncodeOptions) -> u64 {
     let (base, target) = (input.base(), input.target());
     let encode = Encode::new(&target).options(options.clone());
@@ -18,7 +18,7 @@ fn size(input: &Input, with_base: bool, options: &EncodeOptions) -> u64 {
     pair.index().size() + pair.blob().len() as u64
 }
 
-/// What each option makes of an input, by name, of the codecs that `choice` may take.
+/// Name and size of each encoding that `choice` may select.
 fn by_hand(input: &Input, choice: CodecChoice, favor: Favor) -> Vec<(String, u64)> {
     let with = |codec: Codec, layout| EncodeOptions::default().codec(codec).layout(layout).favor(favor);
     let mut found = Vec::new();
@@ -37,7 +37,7 @@ fn by_hand(input: &Input, choice: CodecChoice, favor: Favor) -> Vec<(String, u64
     found
 }
 
-/// Fails where a choice is more than `percent` above the best that could be named.
+/// Fails if the choice is more than `percent` % larger than the best explicit option.
 fn check(choice: CodecChoice, favor: Favor, percent: u64) {
     let side = std::env::var("TPDE_SIDE").map_or(SIDE, |side| side.parse().unwrap());
     let mut table = format!("| input | {} | best by hand | named | part |\n|---|---|---|---|---|\n", choice.name());

@@ -1,5 +1,5 @@
-//! How checkpoints are read: one that cannot be read is an error of the system on every path, never a pair or a base that is
-//! wrong, and no tensor is read more often than needed.
+//! Reading checkpoints: an unreadable checkpoint is reported as an error of the system, never as a wrong pair or base. No tensor is
+//! read more often than necessary.
 
 #[allow(dead_code, reason = "other tests use more of it")]
 mod common;
@@ -12,13 +12,13 @@ use tpde::{
     SafetensorsCheckpoint, Sink, TensorInfo, Work,
 };
 
-/// Tensors in memory of which one range cannot be read.
+/// Tensors in memory, with one byte that cannot be read.
 struct Faulty<'a> {
     tensors: MemoryCheckpoint<'a>,
     tensor: &'a str,
-    /// The byte that cannot be read.
+    /// Offset of the byte that cannot be read.
     byte: u64,
-    /// Reads of that byte that go well before.
+    /// Number of reads of that byte that succeed first.
     good: AtomicUsize,
 }
 
@@ -50,7 +50,7 @@ impl Sink for Nowhere {
     }
 }
 
-/// Stands in for a device: reads the bases that it is asked to, and hands over targets that are known.
+/// Stands in for a device: reads the requested bases and returns known targets.
 struct Copies<'a> {
     targets: &'a [(TensorInfo, Vec<u8>)],
     reads_bases: bool,
@@ -100,7 +100,7 @@ struct Case {
 }
 
 impl Case {
-    /// Tensor `prefix` has more rows than its base, tensor `same` as many.
+    /// Tensor `prefix` has more rows than its base. Tensor `same` has as many.
     fn new(codec: Codec) -> Self {
         let base = held(&[info("prefix", ROWS / 2), info("same", ROWS)], usize::MAX);
         let target = held(&[info("prefix", ROWS), info("same", ROWS)], 100);
@@ -149,12 +149,12 @@ fn a_base_that_cannot_be_read_is_said_to_be_unreadable_when_a_pair_is_applied() 
 fn a_base_that_cannot_be_read_for_its_digest_is_said_to_be_unreadable() {
     let case = Case::new(Codec::Raw);
     let pair = case.pair();
-    // All chunks are read, then the base of another length once more.
+    // All chunks are read. Then the base, which has another number of rows, is read once more.
     let base = Faulty::new(&case.base, "prefix", 9);
     base.good.store(1, Ordering::Relaxed);
     is_io(Apply::new(&pair).base(&base).verify(), "digest");
 
-    // The first tensor is wrong, and whether the second one is cannot be found out.
+    // The first base tensor is wrong, and the second one cannot be read to find out whether it is wrong too.
     let mut wrong = case.base.clone();
     wrong[0].1[5] ^= 1;
     let base = Faulty::new(&wrong, "same", 0);
@@ -211,7 +211,7 @@ fn a_file_that_is_cut_short_after_it_was_opened_is_said_to_be_unreadable() {
     }
 }
 
-/// Counts the bytes that are read.
+/// Counts the bytes read.
 struct Counted<'a>(MemoryCheckpoint<'a>, AtomicU64);
 
 impl Checkpoint for Counted<'_> {
@@ -241,7 +241,7 @@ fn a_base_tensor_that_many_tensors_name_is_hashed_once() {
     Apply::new(&pair).base(&counted).verify().unwrap();
     assert_eq!(read(), size);
 
-    // The search for the base tensor that is wrong hashes each of them once too.
+    // The search for the wrong base tensor hashes each base tensor once more.
     let case = Case::new(Codec::Raw);
     let mut wrong = case.base.clone();
     wrong[0].1[5] ^= 1;

@@ -1,6 +1,6 @@
-//! The published vectors: each valid one decodes to the bytes that the manifest names, each invalid one is refused with the
-//! rule that it breaks, at the step where that shows. They are made from the spec by `testdata/make_vectors.py`, which shares
-//! nothing with this crate, and `testdata/reader` reads them too. Also what ties the text of the spec to the rules of the crate.
+//! The published vectors. Each valid vector decodes to the bytes in the manifest. Each invalid one is refused with the rule that it
+//! breaks, at the step in the manifest. `testdata/make_vectors.py` makes the vectors from the spec and shares no code with this
+//! crate; `testdata/reader` reads them too. Also compares the rules in the text of the spec with those of the crate.
 
 #[allow(dead_code, reason = "other tests use more of it")]
 mod common;
@@ -13,7 +13,7 @@ use tpde::{
     ValidatedIndex,
 };
 
-/// What reading a vector gave: bytes, or an error and the step at which it came.
+/// Result of reading a vector: its bytes, or an error and the step that reported it.
 type Outcome = std::result::Result<Decoded, (&'static str, Error)>;
 
 struct Decoded {
@@ -141,9 +141,9 @@ fn invalid_vectors_are_refused_with_the_rule_that_they_break() {
             Error::WrongBase { .. } => expected.0 == Some("wrong_base") || expected.1 == Some("tensor.base_digest"),
             Error::AlreadyApplied => expected.0 == Some("already_applied"),
             Error::Limit { .. } => expected.1 == Some("limit"),
-            // The pair may be sound, so this crate names the file and no rule of the pair.
+            // The pair may be sound, so this crate reports the file, not a rule of the pair.
             Error::BadCheckpoint { .. } => expected.1 == Some("base.file"),
-            // A wrong base is told apart from a wrong pair.
+            // The error for a wrong base differs from the error for a wrong pair.
             Error::Invalid(invalid) if expected.0.is_none() => {
                 let named = (vector.tensor.is_none() || invalid.at.tensor == vector.tensor)
                     && (vector.chunk.is_none() || invalid.at.chunk == vector.chunk);
@@ -151,7 +151,7 @@ fn invalid_vectors_are_refused_with_the_rule_that_they_break() {
             }
             _ => false,
         };
-        // A reader may find early what the manifest places late, never the other way round.
+        // A reader may report an error at an earlier step than the manifest, never at a later one.
         let steps = ["open_index", "open_blob", "decode", "apply"];
         let step = |name: &str| steps.iter().position(|s| *s == name);
         let in_time = vector.when.as_deref().is_some_and(|expected| step(when) <= step(expected));
@@ -162,7 +162,7 @@ fn invalid_vectors_are_refused_with_the_rule_that_they_break() {
     assert!(wrong.is_empty(), "{} vectors:\n{}", wrong.len(), wrong.join("\n"));
 }
 
-/// Ids of rules in backquotes in the spec.
+/// Rule ids in backquotes in the spec.
 fn ids_of_the_spec() -> BTreeSet<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("spec");
     let text: String = ["tpde-format.md", "codecs.md"].iter().map(|f| std::fs::read_to_string(root.join(f)).unwrap()).collect();
@@ -175,7 +175,7 @@ fn ids_of_the_spec() -> BTreeSet<String> {
     text.split('`').filter(is_id).map(str::to_owned).collect()
 }
 
-/// The part of a text from the heading with this number to the next heading of its level.
+/// The part of a text from the heading with this number to the next heading of the same level.
 fn section<'a>(text: &'a str, number: &str) -> &'a str {
     let mark = if number.contains('.') { format!("\n### {number} ") } else { format!("\n## {number}. ") };
     let start = text.find(&mark).unwrap_or_else(|| panic!("no section {number}"));
@@ -200,7 +200,7 @@ fn errors_name_the_section_that_states_their_rule() {
 #[test]
 fn rules_of_the_crate_are_those_of_the_spec_and_each_has_a_vector() {
     let crate_ids: BTreeSet<_> = Rule::ALL.iter().map(|rule| rule.id().to_owned()).collect();
-    // A wrong base has an error of its own in this crate, which says what the base is instead.
+    // This crate has a separate error for a wrong base, which describes the base.
     let own_error = BTreeSet::from(["tensor.base_digest".to_owned()]);
     let spec_ids = ids_of_the_spec();
     assert_eq!(spec_ids.difference(&crate_ids).cloned().collect::<BTreeSet<_>>(), own_error);

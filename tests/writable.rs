@@ -1,5 +1,5 @@
-//! What can be written is known before: a pair that verifies with its base, and whose files can be planned, is written by applying
-//! it. Any other is refused, and nothing is left behind.
+//! Whether a target can be written is known beforehand. A pair that verifies with its base, and whose files can be planned, can be
+//! applied. Any other pair is refused, and no files are left behind.
 
 #[allow(dead_code, reason = "other tests use more of it")]
 mod common;
@@ -28,7 +28,7 @@ fn open(path: &Path) -> SafetensorsCheckpoint {
     SafetensorsCheckpoint::open(path).unwrap()
 }
 
-/// An enum without data, and the list of all its values.
+/// Defines an enum without data, and a list of all its values.
 macro_rules! faults {
     ($(#[$meta:meta])* $name:ident { $($(#[$note:meta])* $fault:ident,)+ }) => {
         $(#[$meta])*
@@ -62,7 +62,7 @@ faults! {
     }
 }
 
-/// What happens to the base after the pair was made.
+/// A change to the base after the pair was made.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum BaseFault {
     None,
@@ -75,15 +75,15 @@ enum BaseFault {
 const BASE_FAULTS: [BaseFault; 5] =
     [BaseFault::None, BaseFault::Header, BaseFault::Data, BaseFault::LoneFile, BaseFault::ShardIndex];
 
-/// A pair that may be wrong, and its base.
+/// A pair that may be invalid, and its base.
 #[derive(Debug, Clone)]
 struct Case {
-    /// For each tensor whether it is there, and in which shard.
+    /// Names of the tensors, and whether each is in the second shard.
     tensors: Vec<(&'static str, bool)>,
-    /// 0: the pair has no files, 1: a lone one, 2: two shards.
+    /// 0: no files; 1: a single file; 2: two shards.
     layout: u8,
     fault: Fault,
-    /// Contents that equal the base's are taken from it.
+    /// Whether contents that equal the base's are taken from the base.
     of_base: bool,
     base_fault: BaseFault,
     grown: bool,
@@ -103,7 +103,7 @@ fn cases() -> impl Strategy<Value = Case> {
     )
 }
 
-/// The bytes of a safetensors file before its data.
+/// The bytes of a safetensors file up to its data.
 fn header(tensors: &[Tensor]) -> Vec<u8> {
     let data: usize = tensors.iter().map(|tensor| tensor.bytes.len()).sum();
     let mut file = safetensors(tensors);
@@ -125,7 +125,7 @@ impl Case {
         SHARDS.iter().zip([false, true]).map(|(name, second)| (*name, of(second).map(|(t, _)| t.clone()).collect())).collect()
     }
 
-    /// Writes a checkpoint in the layout of the pair's files; one without files is a lone file.
+    /// Writes a checkpoint in the layout of the pair's files. Without files, it is a single file.
     fn write(&self, path: &Path, tensors: &[Tensor]) {
         if self.layout < 2 {
             return write_file(path, tensors);
@@ -140,7 +140,7 @@ impl Case {
         }
     }
 
-    /// The files that the pair names.
+    /// The files in the pair.
     fn files(&self, target: &[Tensor], base: &Path) -> Vec<FileSpec> {
         let spec = |name: &str, content: Vec<u8>, has_tensors: bool| {
             let of_base = if name.is_empty() { base.to_owned() } else { base.join(name) };
@@ -217,7 +217,7 @@ impl Case {
         fs::write(first, bytes).unwrap();
     }
 
-    /// Writes the base at `path` and makes the pair of it, or of nothing, and the target.
+    /// Writes the base to `path`, and makes the pair of base and target, or of the target alone.
     fn pair(&self, path: &Path, has_base: bool) -> Pair<Vec<u8>> {
         let rows = |grown: bool| if grown { 3 } else { 2 };
         let base: Vec<_> = self.tensors.iter().map(|(name, _)| tensor(name, "BF16", &[2, 8], 3)).collect();
@@ -227,7 +227,7 @@ impl Case {
             .enumerate()
             .map(|(i, (name, _))| tuned(&tensor(name, "BF16", &[rows(self.grown && i == 0), 8], 3), 5))
             .collect();
-        // As a file, a base cannot have a tensor of this name.
+        // A base in a file cannot have a tensor with this name.
         let on_disk: Vec<_> = base.iter().filter(|tensor| tensor.name != "__metadata__").cloned().collect();
         self.write(path, &on_disk);
 
@@ -252,16 +252,16 @@ impl Case {
     }
 }
 
-/// What becomes of a pair and a base.
+/// The result of applying a pair to a base.
 enum Outcome {
-    /// The target is in the folder `out` of this one.
+    /// The target is in the subfolder `out` of this folder.
     Written(TempDir),
     NotWritable,
     Refused,
 }
 
-/// Applies a pair to a base, and asserts that this succeeds if and only if it was said to before, and what is there then: the
-/// target, for this crate and for the safetensors crate, or nothing.
+/// Applies a pair to a base. Asserts that this succeeds if and only if verification predicted it. On success, the output must be
+/// the target as read by this crate and by the safetensors crate; on failure, there must be no output.
 fn check(pair: &Pair<Vec<u8>>, base: Option<&SafetensorsCheckpoint>, what: &dyn Debug) -> Outcome {
     let place = tempfile::tempdir().unwrap();
     let out = place.path().join("out");
@@ -278,7 +278,7 @@ fn check(pair: &Pair<Vec<u8>>, base: Option<&SafetensorsCheckpoint>, what: &dyn 
     }
     let entries = |folder: &Path| folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect::<Vec<_>>();
     let files = if out.is_dir() { entries(&out) } else { vec![out.clone()] };
-    // Shard indexes are rebuilt whatever they say, so they are looked at by their bytes alone.
+    // Shard indexes are rebuilt from their stored bytes without a check of their content, so only their bytes are compared.
     let shards: Vec<_> = files.iter().filter(|file| file.extension().is_none_or(|e| e != "json")).collect();
     for file in pair.index().files().filter(|file| !file.kind.has_tensors()) {
         assert_eq!(blake3::hash(&fs::read(out.join(file.name)).unwrap()).as_bytes()[..16], file.content_digest);
@@ -315,7 +315,7 @@ proptest! {
     }
 }
 
-/// Random choices.
+/// A source of random choices.
 struct Random(Xorshift);
 
 impl Random {
@@ -331,7 +331,7 @@ impl Random {
         names[self.below(names.len())].into()
     }
 
-    /// A number near the one given, or far from it.
+    /// A number close to `number`, or far from it.
     fn number(&mut self, number: u64) -> u64 {
         match self.below(4) {
             0 => number.wrapping_add(1),
@@ -356,14 +356,14 @@ impl Random {
     }
 }
 
-/// Changes a pair in one place, if it has what is to be changed.
+/// Changes one part of a pair. `None` if the pair lacks that part.
 fn mutate(parts: &mut Parts, random: &mut Random) -> Option<()> {
     let Parts { tensors, files, roots, .. } = parts;
     match random.below(20) {
         0..4 => {
             let content = &mut random.pick(files)?.content;
             random.edit(content);
-            // The length of a header, so that the header is looked into.
+            // In most cases, corrects the length field of the header, so that the header is parsed.
             if content.len() >= 8 && random.below(4) > 0 {
                 let size = content.len() as u64 - 8;
                 content[..8].copy_from_slice(&size.to_le_bytes());
@@ -452,10 +452,10 @@ fn mutate(parts: &mut Parts, random: &mut Random) -> Option<()> {
     Some(())
 }
 
-/// Most bytes of a mutated target: a few bytes can tell of terabytes.
+/// Maximum size in bytes of a mutated target. A few bytes of an index can describe terabytes.
 const MOST_BYTES: u64 = 1 << 20;
 
-/// A pair of these parts whose checksums and digests are right, also those of what `base` and the payloads give if `sums`.
+/// A pair of these parts with correct checksums. With `sums`, sums and digests are corrected for `base` and the payloads too.
 fn signed(parts: &Parts, base: Option<&SafetensorsCheckpoint>, sums: bool) -> Result<Option<Pair<Vec<u8>>>> {
     let (index, mut blob) = parts.write();
     let mut index = ValidatedIndex::parse(index, &Limits::default())?;

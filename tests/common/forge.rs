@@ -1,10 +1,10 @@
-//! A blob that passes every check that is not cryptographic: CRC-32 and chunk sums are linear, so changes of a payload can be
-//! chosen that cancel in both. And payloads of other bytes under a CRC that is right.
+//! Forges a blob that passes every check that is not cryptographic. CRC-32 and chunk sums are linear, so changes to a payload can
+//! be chosen that cancel out in both. Also corrects the CRC of a changed payload.
 
 use tpde::ValidatedIndex;
 use tpde::internals;
 
-/// Weights of the words of a row (section 6.1), from the text of the spec.
+/// Row weight of a word (section 6.1), computed as the specification states.
 fn row_weight(word: usize) -> u32 {
     let mut z = (word as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -12,8 +12,8 @@ fn row_weight(word: usize) -> u32 {
     ((z ^ (z >> 31)) >> 32) as u32 | 1
 }
 
-/// Changes the blob of a pair of one U32 tensor in one chunk of at most 1,024 lanes, all of them changed, with codec `raw`.
-/// `target` becomes what the forged pair decodes to. The index stays as it is and fits the forged blob.
+/// Changes the blob of a pair of one U32 tensor in one chunk of codec `raw`, with at most 1,024 lanes, all of them changed.
+/// Updates `target` to what the forged pair decodes to. The unchanged index fits the forged blob.
 pub fn forge(index: &ValidatedIndex, blob: &mut [u8], target: &mut [u8]) {
     let record = internals::records(index)[0];
     let lanes = record.num_deltas.get() as usize;
@@ -21,8 +21,8 @@ pub fn forge(index: &ValidatedIndex, blob: &mut [u8], target: &mut [u8]) {
     let payload = &mut blob[record.blob_offset.get() as usize..][..record.compressed_size.get() as usize];
     let crc = crc32fast::hash(payload);
 
-    // A move adds Q[b] to word a and takes Q[a] from word b, which leaves Q[a]·a + Q[b]·b as it was. Moves of different words
-    // change different bits, so the CRC of several is the XOR of what each does. 33 of them have a subset that does nothing.
+    // A move of words a and b adds Q[b] to word a and subtracts Q[a] from word b, so Q[a]·a + Q[b]·b stays the same. Moves of
+    // different words change different bits, so their effects on the CRC combine by XOR. Of 33 moves, some subset has no effect.
     let feasible = (0..lanes - 1).step_by(2).filter_map(|a| {
         let up = word(target, a).checked_add(row_weight(a + 1))?;
         let down = word(target, a + 1).checked_sub(row_weight(a))?;
@@ -37,7 +37,7 @@ pub fn forge(index: &ValidatedIndex, blob: &mut [u8], target: &mut [u8]) {
         apply(&mut copy, lanes, &mut scratch, change);
         let (mut effect, mut subset) = (crc32fast::hash(&copy) ^ crc, 1u64 << i);
         for &(vector, of) in &basis {
-            // Each vector of the basis has a leading bit of its own.
+            // Each basis vector has a different leading bit.
             if effect & (1 << vector.ilog2()) != 0 {
                 (effect, subset) = (effect ^ vector, subset ^ of);
             }
@@ -46,7 +46,7 @@ pub fn forge(index: &ValidatedIndex, blob: &mut [u8], target: &mut [u8]) {
         basis.sort_unstable_by(|a, b| b.cmp(a));
         (effect == 0).then_some(subset)
     });
-    let subset = subset.expect("33 vectors of 32 bits depend on each other");
+    let subset = subset.expect("33 vectors of 32 bits are linearly dependent");
     for (i, change) in moves.iter().enumerate() {
         if subset & (1 << i) != 0 {
             apply(payload, lanes, target, change);
@@ -54,7 +54,7 @@ pub fn forge(index: &ValidatedIndex, blob: &mut [u8], target: &mut [u8]) {
     }
 }
 
-/// Writes new target words, and the deltas that make them out of the base.
+/// Writes new target words, and their deltas from the base.
 fn apply(payload: &mut [u8], lanes: usize, target: &mut [u8], change: &[(usize, u32)]) {
     for &(at, new) in change {
         let difference = new.wrapping_sub(base_word(payload, lanes, target, at)) as i32;
@@ -64,7 +64,7 @@ fn apply(payload: &mut [u8], lanes: usize, target: &mut [u8], change: &[(usize, 
     }
 }
 
-/// A lane of the base: positions come first in the payload, then the deltas.
+/// The base lane at index `at`. The payload holds all positions first, then the deltas.
 fn base_word(payload: &[u8], lanes: usize, target: &[u8], at: usize) -> u32 {
     let delta = word(payload, lanes + at);
     word(target, at).wrapping_sub((delta >> 1) ^ (delta & 1).wrapping_neg())
@@ -75,7 +75,7 @@ fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(bytes[4 * at..][..4].try_into().unwrap())
 }
 
-/// Puts the CRC of a payload right, and all that follows from it: the pair digest and the header of the blob.
+/// Corrects the CRC of a payload and everything that depends on it: the pair digest and the header of the blob.
 pub fn repair(index: &mut [u8], blob: &mut [u8], chunk: usize) {
     let record = 256 + 32 * chunk;
     let place = u64::from_le_bytes(index[record..record + 8].try_into().unwrap()) as usize;

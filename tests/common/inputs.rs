@@ -1,4 +1,4 @@
-//! Checkpoints of many kinds, made up from integers: the same bytes on every machine.
+//! Generates checkpoints of many kinds with integer arithmetic: the bytes are the same on every machine.
 
 use super::Xorshift;
 use tpde::{Dtype, MemoryCheckpoint, TensorInfo};
@@ -6,7 +6,7 @@ use tpde::{Dtype, MemoryCheckpoint, TensorInfo};
 /// A tensor with its bytes.
 pub type Held = (TensorInfo, Vec<u8>);
 
-/// Two checkpoints of one kind.
+/// A base and a target of one kind.
 pub struct Input {
     pub name: &'static str,
     pub base: Vec<Held>,
@@ -30,11 +30,11 @@ fn checkpoint(held: &[Held]) -> MemoryCheckpoint<'_> {
 /// How a lane changes.
 #[derive(Clone, Copy)]
 enum Change {
-    /// By few steps of its order, small magnitudes by more and more often, as training does.
+    /// By a few steps in the order of its values. Small magnitudes change more often and by more steps, as in training.
     Step,
-    /// To any bits.
+    /// To random bits.
     Any,
-    /// In its sign.
+    /// By a flipped sign.
     Sign,
 }
 
@@ -55,13 +55,13 @@ impl Maker {
         (self.random.next() >> 24) % n
     }
 
-    /// About normal, of 18 bits, with a spread that differs by row.
+    /// A nearly normal value of 18 bits. Its spread depends on the row.
     fn weight(&mut self, row: u64) -> f32 {
         let sum: i64 = (0..4).map(|_| self.below(1 << 16) as i64 - (1 << 15)).sum();
         sum as f32 / (1u64 << (20 + row % 4)) as f32
     }
 
-    /// Lanes of weights, in bits of `dtype`.
+    /// A matrix of weights, encoded in `dtype`.
     fn weights(&mut self, dtype: Dtype, rows: u64, columns: u64) -> Vec<u8> {
         let mut bytes = Vec::new();
         for lane in 0..rows * columns {
@@ -70,7 +70,7 @@ impl Maker {
                 Dtype::F32 => bytes.extend(weight.to_le_bytes()),
                 Dtype::F64 => bytes.extend((f64::from(weight) + self.below(1 << 20) as f64 / (1u64 << 60) as f64).to_le_bytes()),
                 Dtype::Bf16 => bytes.extend(((weight.to_bits() >> 16) as u16).to_le_bytes()),
-                // Of the normal numbers those bits that a half has.
+                // The bits that F16 keeps of these normal numbers.
                 Dtype::F16 => {
                     let bits = weight.to_bits();
                     let exponent = (bits >> 23 & 0xFF).saturating_sub(112).min(30);
@@ -107,7 +107,7 @@ impl Maker {
         lane.copy_from_slice(&new.to_le_bytes()[..width]);
     }
 
-    /// A tensor that is in both; `changes` says of each lane, by row and column, whether it changes.
+    /// Adds a tensor to base and target. `changes` decides for each row and column whether that lane changes.
     fn tensor(
         &mut self,
         name: &str,
@@ -126,7 +126,7 @@ impl Maker {
         self.both(name, dtype, &shape, base, target);
     }
 
-    /// A tensor of which so many lanes of 2^20 change, small magnitudes more often than large ones.
+    /// Adds a tensor of which about `of_a_million` in 2^20 lanes change, and four times as many of small magnitude.
     fn trained(&mut self, name: &str, dtype: Dtype, shape: [u64; 2], of_a_million: u64) {
         let base = self.weights(dtype, shape[0], shape[1]);
         let mut target = base.clone();
@@ -160,10 +160,10 @@ impl Maker {
     }
 }
 
-/// What is made: name, and how.
+/// Name of a kind, and the function that makes it.
 type Kind = (&'static str, fn(&mut Maker, u64));
 
-/// Of matrices of `side` rows; most have as many columns.
+/// All inputs, with matrices of `side` rows. Most matrices are square.
 pub fn inputs(side: u64) -> impl Iterator<Item = Input> {
     KINDS.iter().map(move |(name, make)| {
         let mut maker = Maker::new(name);

@@ -1,4 +1,4 @@
-//! The published vectors, as their manifest lists them.
+//! The published test vectors, as listed in their manifest.
 
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -9,7 +9,7 @@ struct Manifest {
     vectors: Vec<Vector>,
 }
 
-/// What the manifest says of a vector. Paths are relative to [`folder`].
+/// The manifest's entry of a vector. Paths are relative to [`folder`].
 #[derive(Deserialize)]
 pub struct Vector {
     pub name: String,

@@ -1,4 +1,5 @@
-//! Small checkpoints for tests: made-up tensors, written as safetensors by hand, so that nothing under test writes its own input.
+//! Small synthetic checkpoints for tests. They are written as safetensors by hand, so that the code under test does not write its
+//! own input.
 
 #[allow(dead_code, reason = "not all tests forge")]
 pub mod forge;
@@ -11,14 +12,14 @@ use serde_json::{Map, Value, json};
 use std::fs;
 use std::path::Path;
 
-/// The root of the repository, for tests of every package in it.
+/// The root of the repository, for the tests of all its packages.
 #[allow(dead_code, reason = "not all tests read files of the repository")]
 pub fn root() -> &'static Path {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     package.ancestors().find(|folder| folder.join("testdata").is_dir()).unwrap()
 }
 
-/// A tensor to be written.
+/// A tensor to write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tensor {
     pub name: String,
@@ -27,7 +28,7 @@ pub struct Tensor {
     pub bytes: Vec<u8>,
 }
 
-/// Numbers that look random and are the same everywhere.
+/// A pseudo-random generator with the same sequence on every machine.
 pub struct Xorshift(pub u64);
 
 impl Xorshift {
@@ -39,7 +40,7 @@ impl Xorshift {
     }
 }
 
-/// Bytes of an element of the dtypes that tests use.
+/// Size in bytes of an element, for the dtypes used in tests.
 pub fn width(dtype: &str) -> usize {
     match dtype {
         "U8" => 1,
@@ -70,7 +71,7 @@ pub fn named(tensor: &Tensor, name: &str) -> Tensor {
     Tensor { name: name.into(), ..tensor.clone() }
 }
 
-/// A safetensors file of these tensors, in their order, with metadata and spacing of its own.
+/// A safetensors file of these tensors in this order, with metadata and unusual spacing in its header.
 pub fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
     let mut header = Map::new();
     header.insert("__metadata__".into(), json!({"format": "pt", "made by": "a test"}));
@@ -89,12 +90,12 @@ pub fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
     file
 }
 
-/// Writes such a file.
+/// Writes these tensors as a safetensors file.
 pub fn write_file(path: &Path, tensors: &[Tensor]) {
     fs::write(path, safetensors(tensors)).unwrap();
 }
 
-/// Writes a folder of shards, with a shard index and with files that are no part of the checkpoint.
+/// Writes a folder of shards with a shard index, and files that are not part of the checkpoint.
 pub fn write_folder(path: &Path, shards: &[&[Tensor]]) {
     fs::create_dir(path).unwrap();
     let mut map = Map::new();
