@@ -1,4 +1,4 @@
-"""Checkpoints made for the tests: normal weights, of which a few move by a few units in the last place."""
+"""Checkpoints for the tests: normally distributed weights, some of which change by a few units in the last place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import tpde
 
-#: More than a chunk of 4096 lanes, and not a whole number of them.
+#: Lanes per chunk. Test tensors are longer than a chunk, and not a multiple of one.
 CHUNK = 4096
 SHAPES = {
     "embed.weight": ("BF16", (300, 64)),
@@ -28,7 +28,7 @@ BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "I64": 8, "BOOL": 1, "F16": 2, "F64"
 
 
 def make_tensors(seed: int = 7) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Bytes of base and target."""
+    """Bytes of the base's tensors and of the target's tensors, by name."""
     random = np.random.default_rng(seed)
     base, target = {}, {}
     for name, (dtype, shape) in SHAPES.items():
@@ -58,7 +58,7 @@ def make_tensors(seed: int = 7) -> tuple[dict[str, bytes], dict[str, bytes]]:
 
 
 def write_safetensors(path: Path, tensors: dict[str, bytes], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file, written here: nothing but NumPy is needed."""
+    """Writes a safetensors file with NumPy alone."""
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     at = 0
     for name, raw in tensors.items():

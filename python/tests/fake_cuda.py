@@ -1,9 +1,9 @@
-"""A CUDA device for tests of the prefetcher, on which no order is left to chance.
+"""A fake CUDA device for tests of the prefetcher. It detects every missing order between operations.
 
-Operations take effect when they are queued, in memory of the host. Beside that, each is stamped with a vector clock: what it is
-ordered behind by streams, events and waits of the host. Two accesses to one piece of memory, of which one writes, must be ordered;
-if they are not, a device could run them in either order, and the world notes it. Freed memory is taken to be used by somebody else
-at once, in the order of the main stream and of those that it was recorded with.
+Operations take effect in host memory when they are queued. Each also gets a vector clock of the operations that it follows by
+streams, events and waits of the host. Two accesses to the same memory, one of which writes, must be ordered; if not, a device could
+run them in either order, and the world reports a race. Freed memory counts as reused at once, in the order of the main stream and
+of the streams that the tensor was recorded with.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Call:
 
 
 class Outcome:
-    """A decoding: whether it is damaged by the test, or spoilt by a race."""
+    """The result of one decoding: whether the test damaged it, and whether a race spoilt it."""
 
     def __init__(self, weight: str, fault: int | None) -> None:
         self.weight, self.fault, self.spoilt = weight, fault, ""
@@ -54,10 +54,10 @@ class Access:
 
 
 class World:
-    """Clocks, memory, and what was found wrong."""
+    """Clocks, memory, and the violations found."""
 
     def __init__(self, seed: int = 0) -> None:
-        #: For all below, and for what an operation does.
+        #: Guards all attributes below, and makes each operation atomic.
         self.lock = threading.RLock()
         self.random = random.Random(seed)
         self.violations: list[str] = []
@@ -66,16 +66,16 @@ class World:
         self.names: dict[int, str] = {}
         self.host: Clock = {}
         self.accesses: list[Access] = []
-        #: What was decoded where, by address.
+        #: Decoded weights by the address of their memory.
         self.contents: dict[int, Outcome] = {}
-        #: What was copied where, by addresses.
+        #: Source address of each copy, by its destination address.
         self.copied: dict[int, int] = {}
         self.recorded: dict[int, set[FakeStream]] = {}
         self._of_thread = threading.local()
         self.streams: list[FakeStream] = []
         self.captures, self.faults = itertools.count(1), itertools.count(1)
         self._first = FakeStream(self)
-        #: What the package holds, as long as this world is its device.
+        #: Replacements for the package's dicts while this world is its device.
         self.held: tuple[dict[Any, Any], ...] = ({}, {}, {})
 
     @property
@@ -88,7 +88,7 @@ class World:
 
     @property
     def call(self) -> Call:
-        """The thread's."""
+        """The thread's current call of a layer."""
         return getattr(self._of_thread, "call", None) or self.begin_call()
 
     def begin_call(self) -> Call:
@@ -96,7 +96,7 @@ class World:
         return self._of_thread.call
 
     def operation(self, stream: FakeStream, accesses: list[tuple[int, int, bool]], by: Any) -> str:
-        """Queues one; says with what it races, which is for the caller to judge."""
+        """Queues an operation. Returns a description of its races; the caller decides whether they are violations."""
         merge(stream.clock, self.host)
         stream.clock[stream.number] = tick = stream.clock.get(stream.number, 0) + 1
         races = ""
@@ -113,7 +113,7 @@ class World:
         return races
 
     def race(self, earlier: Access, by: Any) -> str:
-        """An aborted call's output is nobody's; a decoding that is spoilt must not be used, nor be told of."""
+        """Describes a race; empty if an aborted call reads, whose output is unused. A decoding that raced must not be used or reported."""
         if isinstance(earlier.by, Call):
             return "" if earlier.by.aborted else f"{by} overwrites what a call still reads; "
         if isinstance(earlier.by, Outcome):
@@ -127,7 +127,7 @@ class World:
             self.contents = {address: outcome for address, outcome in self.contents.items() if not begin <= address < end}
             self.recorded.pop(begin, None)
             self.copied.pop(begin, None)
-        if self.main.capture is None:  # else it is of the graph's pool, and for the graph alone
+        if self.main.capture is None:  # else it is in the graph's pool, which only the graph uses
             self.watch(tensor)
         return tensor
 
@@ -145,13 +145,13 @@ class World:
             self.accesses = [other for other in self.accesses if other.end <= begin or end <= other.begin]
 
     def close(self) -> None:
-        """Lets go of what the package holds: before its attributes are patched back, as CPython 3.11 gives a finalizer that runs
-        while an attribute of a class is replaced the old value, which it is freeing."""
+        """Clears the package's dicts. This must happen before their attributes are patched back: when CPython 3.11 replaces a
+        class attribute, a finalizer that runs meanwhile gets the old value, which is being freed."""
         for held in self.held:
             held.clear()
 
     def written(self, tensor: torch.Tensor) -> None:
-        """Something of the test's writes it, on the main stream."""
+        """The test writes this tensor on the main stream."""
         with self.lock:
             self.operation(self.main, [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, True)], "a write to a base")
 
@@ -207,7 +207,7 @@ class FakeGraph:
 
 
 class FakeDevice:
-    """What `_device.Device` and `_tpde.Device` are to the prefetcher."""
+    """Stands in for `_device.Device` and `_tpde.Device`."""
 
     def __init__(self, world: World) -> None:
         self.world, self.torch, self.raw = world, CPU, self
@@ -235,7 +235,7 @@ class FakeDevice:
 
 
 class FakeModel:
-    """Weights on the device whose elements are all one number each, so that an output says whose it is."""
+    """Weights on the device. All elements of a weight are the same number, so an output identifies its weight."""
 
     def __init__(self, world: World, device: FakeDevice, name: str, rows: list[int], copied: list[bool], payload: int = 16) -> None:
         self.world, self.name, self._device, self._raw = world, name, device, self
@@ -243,11 +243,11 @@ class FakeModel:
         self._index = torch.empty(1, dtype=torch.uint8)
         self.failures = tpde._slot.Failures()
         self.values: dict[str, float] = {}
-        #: By weight, how many of its next decodings fail.
+        #: Number of the next decodings that fail, by weight.
         self.damaged: dict[str, int] = {}
-        #: The decodings that failed, and whether a layer used the result.
+        #: Decodings that failed, and whether a layer has used the result.
         self.faults: dict[int, bool] = {}
-        #: The threads that were told of them.
+        #: Thread that first received the error of each failed decoding.
         self.told: dict[int, int] = {}
         self.payloads: dict[str, int] = {}
         self.weights: list[_prefetch.DeviceWeight] = []
@@ -270,11 +270,11 @@ class FakeModel:
         return FakePlan(self, output, base, part)
 
     def _rebuild(self, outputs: list[Any], base: list[Any], progress: None) -> None:
-        """Waited for, in memory of its own."""
+        """Rebuilds a weight in new memory and waits for it."""
         fill(outputs[0][3], outputs[0][4], self.values[outputs[0][0]])
 
     def forward(self, weight: _prefetch.DeviceWeight) -> None:
-        """A layer, its output compared with what it must be."""
+        """Calls a layer and compares its output with the expected one."""
         call = self.world.begin_call()
         try:
             y = weight.linear(torch.ones(1, 2), None, False)
@@ -294,13 +294,13 @@ class FakeModel:
             self.world.violations.append(f"{name} gave {y}")
 
     def interrupted(self, error: BaseException) -> None:
-        """A signal's exception that shows a fault: it may be raised once more, and need not be."""
+        """Handles a signal's exception whose context is a fault: the fault may be raised once more, but need not be."""
         shown = getattr(error.__context__, "fault", None)
         if shown in self.faults:
             self.faults[shown] = False
 
     def raised(self, error: tpde.Invalid) -> None:
-        """What a call or a check of this model has raised must be its own. Two threads may be told of it at once."""
+        """An error raised by a call or check of this model must be its own. Two threads may receive the same error at once."""
         fault = getattr(error, "fault", 0)
         thread = threading.get_ident()
         if self.told.setdefault(fault, thread) == thread and fault not in self.faults:
@@ -313,7 +313,7 @@ def fill(address: int, bytes: int, value: float) -> None:
 
 
 class FakePlan:
-    """A plan, and what is prepared of it, and its launches."""
+    """A plan, and also the rebuild that is prepared from it."""
 
     def __init__(self, model: FakeModel, output: Any, base: Any, part: Any) -> None:
         self.model, self.output, self.reads = model, output, [(m[3], m[3] + m[4]) for m in (base, part)]
@@ -376,7 +376,7 @@ class FakeLaunch:
 
 
 def install(world: World, patch: pytest.MonkeyPatch) -> FakeDevice:
-    """Has the prefetcher use this world for a device."""
+    """Makes the prefetcher use this world as its device."""
 
     def compute(x: torch.Tensor, weight: torch.Tensor, bias: None, cast: bool) -> torch.Tensor:
         begin = weight.data_ptr()
@@ -409,7 +409,7 @@ def install(world: World, patch: pytest.MonkeyPatch) -> FakeDevice:
     patch.setattr(torch.cuda, "Event", FakeEvent)
     patch.setattr(torch.cuda, "synchronize", lambda *_: None)
     patch.setattr(torch.Tensor, "record_stream", record_stream)
-    # The world keeps them too: see `close`.
+    # `World.close` clears these dicts, so the world holds them too.
     for (of, name), held in zip(
         ((_prefetch.Prefetcher, "_made"), (_capture.Graph, "_kept"), (_prefetch.DeviceWeight, "_largest")), world.held
     ):

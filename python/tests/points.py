@@ -1,8 +1,8 @@
-"""Points in the package's code where a test may raise what a signal's handler would, run another thread, or let go of something.
+"""Points in the package's code at which a test may raise a signal's exception, run another thread, or drop a reference.
 
-Python looks for signals when a call has returned and when a function begins. So a point is compiled in behind each call of a function
-and, which is more than that, before each of its statements. What is raised there comes out of a function that was called, as anywhere
-else; a trace function could raise only where a line begins, also where Python never looks for signals.
+Python checks for signals after a call returns and when a function begins. The functions under test are therefore compiled with a
+point after each call of a function, and one before each statement, which covers more than needed. An exception at a point comes out
+of a called function, as in reality. A trace function could raise only at the beginning of lines, also where Python never checks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _now = threading.local()
 
 
 def point(value: Any = None) -> Any:
-    """Where something may happen. Gives what it is given."""
+    """A point. Returns its argument."""
     left = getattr(_now, "left", 0)
     if left:
         _now.left = left - 1
@@ -32,7 +32,7 @@ def point(value: Any = None) -> Any:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal's exception."""
+    """The exception that a signal handler raises."""
 
 
 def interrupt() -> None:
@@ -41,7 +41,7 @@ def interrupt() -> None:
 
 @contextmanager
 def at(number: int, action: Callable[[], None]) -> Iterator[None]:
-    """Calls ``action`` when this thread reaches its ``number``-th point within the block, counted from 1. 0 means never."""
+    """Calls ``action`` when this thread reaches point ``number`` in the block, counted from 1. 0 means never."""
     _now.left, _now.action = number, action
     try:
         yield
@@ -51,7 +51,7 @@ def at(number: int, action: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def marked(*modules: ModuleType) -> Iterator[None]:
-    """Functions and methods of these modules have points within the block."""
+    """Compiles points into the functions and methods of these modules for the duration of the block."""
     before: list[tuple[FunctionType, CodeType]] = []
     try:
         for module in modules:
@@ -97,7 +97,7 @@ def _point(*given: ast.expr) -> ast.Call:
 
 
 def _codes(module: ModuleType) -> dict[tuple[str, ...], CodeType]:
-    """By class and name, or by name, the code of functions and methods with points."""
+    """Code with points of each function and method, by name, or by class and name."""
     tree = ast.fix_missing_locations(_Marked().visit(ast.parse(inspect.getsource(module))))
     found: dict[tuple[str, ...], CodeType] = {}
 
@@ -119,5 +119,5 @@ def _functions(module: ModuleType) -> Iterator[tuple[tuple[str, ...], FunctionTy
         members = vars(value).items() if isinstance(value, type) else [(None, value)]
         for inner, member in members:
             plain = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
-            if isinstance(plain, FunctionType) and plain.__module__ == module.__name__:  # and not put there by a test
+            if isinstance(plain, FunctionType) and plain.__module__ == module.__name__:  # not replaced by a test
                 yield (name,) if inner is None else (name, inner), plain

@@ -1,4 +1,4 @@
-"""Calls like the one before, which a pair made ready on a device has kept: with a device that is the CPU."""
+"""Repeated calls with the same tensors, for which a `DevicePair` keeps its application. The device is the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 
 class Planned:
-    """An application of a device's that the CPU's code does."""
+    """Stands in for a device's application. The CPU decodes."""
 
     def __init__(self, of: FakePair, tensors: list[tuple], base: list[tuple], mode: str) -> None:
         self.of, self.tensors, self.base, self.mode = of, tensors, base, mode
@@ -40,7 +40,7 @@ class Planned:
 
 
 class FakePair(tpde.torch.DevicePair):
-    """A pair on a device that is the CPU."""
+    """A `DevicePair` whose device is the CPU."""
 
     def __init__(self, pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans = self.runs = 0
@@ -69,7 +69,7 @@ class FakePair(tpde.torch.DevicePair):
 
 
 class TestAgain:
-    """Calls like the one before, which a device's pair has kept."""
+    """Repeated calls, for which the pair keeps its application."""
 
     @pytest.fixture
     def pair(self, made: Made, monkeypatch: pytest.MonkeyPatch) -> FakePair:
@@ -94,7 +94,7 @@ class TestAgain:
         assert tpde.torch.apply_(tensors, pair, mode=mode) == "already_applied"
 
     def test_other_tensors_are_looked_at(self, pair: FakePair, made: Made) -> None:
-        for plans in (1, 1, 1):  # other memory
+        for plans in (1, 1, 1):  # new memory each time
             tensors = tensors_of(made.base_bytes)
             assert tpde.torch.apply_(tensors, pair) == "applied" and pair.plans == plans
             assert raw_of(tensors) == made.target_bytes
@@ -147,7 +147,7 @@ class TestAgain:
         weight = tensors["embed.weight"]
         needed, storage, address = weight.nbytes, weight.untyped_storage().data_ptr(), weight.data_ptr()
         weight.untyped_storage().resize_(needed - 1)
-        # An allocator may give the address again. Where it does not, it is said that it had: sizes are all that tells then.
+        # An allocator may reuse the address. If it does not, the test pretends that it did: then only sizes differ.
         data_ptr, storage_ptr = torch.Tensor.data_ptr, torch.UntypedStorage.data_ptr
         moved = storage_ptr(weight.untyped_storage())
         monkeypatch.setattr(torch.Tensor, "data_ptr", lambda one: address if one is weight else data_ptr(one))
@@ -218,14 +218,14 @@ class TestAgain:
         assert (pair.plans, pair.runs) == (1, 4)
         assert all(raw_of(one) == made.target_bytes for one in loaded)
         assert len({tensor.data_ptr() for one in loaded for tensor in one.values() if tensor.numel()}) == 3 * 9
-        assert tpde.torch.apply_(base, pair) == "applied"  # another application
+        assert tpde.torch.apply_(base, pair) == "applied"  # by a new application
         with pytest.raises(tpde.TpdeError):
             tpde.torch.load_file(pair, base=base)
         assert pair.runs == 5
 
     def test_what_is_kept_does_not_hold_the_pair(self, pair: FakePair, made: Made) -> None:
         assert tpde.torch.apply_(tensors_of(made.base_bytes), pair) == "applied"
-        assert not any(value is pair for value in vars(pair._kept[""]).values())  # a cycle would hold memory of the device
+        assert not any(value is pair for value in vars(pair._kept[""]).values())  # a reference cycle would keep device memory allocated
 
     def test_a_failure_is_told_and_forgotten(self, pair: FakePair, made: Made) -> None:
         tensors = tensors_of(made.base_bytes)

@@ -1,4 +1,4 @@
-"""The bench that needs a large GPU, with a tiny model on the CPU: its steps run, and one that fails leaves the others theirs."""
+"""Runs the large-GPU bench with a tiny model on the CPU: its steps run, and a failing step does not affect the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent.parent / "bench" / "llama_8b.py"
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, dict[str, dict[str, Any]], str]:
-    """Exit code, results by step, and what was printed."""
+    """Runs the bench. Returns its exit code, the results by step, and its output."""
     out = folder / "out.jsonl"
     out.unlink(missing_ok=True)
     how = ["--small", "--device", "cpu", "--tokens", "2", "--tunes", "2", "--folder", str(folder), "--out", str(out), *arguments]
@@ -29,14 +29,14 @@ def run(folder: Path, *arguments: str) -> tuple[int, dict[str, dict[str, Any]], 
 def test_steps(tmp_path: Path) -> None:
     code, results, printed = run(tmp_path, "--only", "8-dense,8-tpde,swap-40")
     assert code == 0, printed
-    assert list(results) == ["reference", "8-dense", "anchor", "8-tpde", "swap-40"]  # what is needed comes first
+    assert list(results) == ["reference", "8-dense", "anchor", "8-tpde", "swap-40"]  # prerequisites run first
     for name in ("8-dense", "8-tpde"):
         assert results[name]["ok"] and results[name]["logits_equal"] and results[name]["tokens_per_s"] > 0
         assert results[name]["digest"] == results[name]["reference_digest"]
     assert results["swap-40"]["ok"] and results["swap-40"]["tunes"] == 2
     assert "as fast as dense (1.7 wanted)" in printed
 
-    # What was prepared is taken; what fails is told, and the others are measured all the same.
+    # Prepared files are used. A failing step is reported, and the others are still measured.
     blob = bytearray((tmp_path / "anchor.tpde-blob").read_bytes())
     blob[len(blob) // 2] ^= 1
     (tmp_path / "anchor.tpde-blob").write_bytes(blob)

@@ -1,4 +1,4 @@
-"""Tensors and layers on CUDA devices. Without one all of this is skipped, and said so; with TPDE_GPU set it fails instead."""
+"""Tensors and layers on CUDA devices. Without a device, all tests are skipped, or fail if TPDE_GPU is set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tpde
 from conftest import SHAPES, Made
 from test_torch import DTYPES, Tied, raw_of, tensors_of, tuned
 
-# With TPDE_GPU set a missing PyTorch fails here.
+# If TPDE_GPU is set, a missing PyTorch fails here.
 torch = importlib.import_module("torch") if "TPDE_GPU" in os.environ else pytest.importorskip("torch")
 
 import tpde.nn  # noqa: E402 (needs torch)
@@ -29,19 +29,19 @@ MIB = 1 << 20
 
 
 def moved(tensors: dict[str, torch.Tensor], device: str = "cuda") -> dict[str, torch.Tensor]:
-    """The tensors on a device, tied ones still tied."""
+    """Copies the tensors to a device. Tied tensors stay tied."""
     made: dict[int, torch.Tensor] = {}
     return {name: made.setdefault(id(t), t.detach().to(device)) for name, t in tensors.items()}
 
 
 def back(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    """The bytes of tensors of any device."""
+    """The bytes of tensors on any device."""
     torch.cuda.synchronize()
     return raw_of({name: tensor.detach().cpu() for name, tensor in tensors.items()})
 
 
 class Large:
-    """A tensor of 64 MiB on the device in many chunks, and the pair that changes it."""
+    """A tensor of 64 MiB on the device with many chunks, and a pair that changes it."""
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ class TestApply:
             tensors = {"w": large.base.cuda()}
             assert tpde.torch.apply_(tensors, pair, mode=mode) == "applied"
             assert torch.equal(tensors["w"].cpu().view(torch.int16), large.target.view(torch.int16))
-        for _ in range(3):  # over whatever is there
+        for _ in range(3):  # overwrites any contents
             tensors["w"].zero_()
             assert tpde.torch.apply_(tensors, pair, base={"w": large.base.cuda()}) == "applied"
             assert torch.equal(tensors["w"].cpu().view(torch.int16), large.target.view(torch.int16))
@@ -109,7 +109,7 @@ class TestApply:
             for name, base in tensors_of(made.base_bytes).items():
                 tensors[name].copy_(base)
             assert tpde.torch.apply_(tensors, pair, mode=mode) == "applied"
-            # The second resize may give the storage the address that it had in the call before.
+            # The second resize may give the storage the same address as in the previous call.
             for smaller in (size // 2, size - 1, 0):
                 storage.resize_(smaller)
                 with pytest.raises(tpde.InvalidArgument, match="without memory of its own"):
@@ -151,7 +151,7 @@ class TestApply:
         version = tensors["embed.weight"]._version
         with pytest.raises((tpde.Poisoned, tpde.Invalid)) as caught:
             tpde.torch.apply_(tensors, made.damaged("layers.1.mlp.weight"), mode="chunk_by_chunk")
-        if isinstance(caught.value, tpde.Invalid):  # found by the processor before anything was launched
+        if isinstance(caught.value, tpde.Invalid):  # the CPU found it before any launch
             assert back(tensors) == made.base_bytes and tensors["embed.weight"]._version == version
             return
         assert isinstance(caught.value.__cause__, tpde.Invalid) and 0 < len(caught.value.written) < caught.value.total
@@ -237,7 +237,7 @@ class TestStreams:
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             torch.cuda._sleep(100_000_000)
-            weight.copy_(base)  # late: who does not wait for this finds zeros
+            weight.copy_(base)  # late: code that does not wait for it reads zeros
             assert tpde.torch.apply_({"w": weight}, large.pair) == "applied"
             assert torch.cuda.current_stream() == side
             copy = weight.clone()
@@ -321,7 +321,7 @@ class TestMemory:
         for tensor in target.values():
             tensor.view(torch.int16).add_((torch.rand(tensor.shape) < 0.3).to(torch.int16))
         report = tpde.torch.save_file(target, tmp_path / "p", base=base)
-        tpde.torch.apply_(moved(base), tmp_path / "p", mode=mode)  # what is there once for all: kernels, PyTorch's own
+        tpde.torch.apply_(moved(base), tmp_path / "p", mode=mode)  # warm-up: kernels and PyTorch's own memory stay
         tensors = moved(base)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -341,7 +341,7 @@ class TestMemory:
         finally:
             done.set()
             watcher.join()
-        least[0] = min(least[0], torch.cuda.mem_get_info()[0])  # PyTorch keeps what it has asked for
+        least[0] = min(least[0], torch.cuda.mem_get_info()[0])  # PyTorch does not return memory to the driver
         allowed = report.stored_bytes + 64 * MIB
         print(f"{mode}: {(free - least[0]) / MIB:.0f} MiB more, {report.stored_bytes / MIB:.0f} compressed")
         assert free - least[0] <= allowed

@@ -19,7 +19,7 @@ import tpde.nn  # noqa: E402 (needs torch)
 
 @pytest.fixture
 def deep(tmp_path: Path) -> tuple[Deep, Deep, Path]:
-    """A base on the device, the plain target model there, and the pair of them."""
+    """A base on the device, the plain target model on the device, and their pair."""
     base = Deep(width=256)
     target = target_of(base)
     tpde.torch.save_file(target, tmp_path / "p", base=base, codec="conditioned", chunk_lanes=4096)
@@ -101,7 +101,7 @@ class TestLayers:
             for _ in range(3):
                 assert torch.equal(model(x), wanted)
             torch.cuda.synchronize()
-            # Two slots of a weight and its payload, and little for each layer.
+            # Two slots, each for a weight and its payload, and little memory per layer.
             assert 3 * weight <= torch.cuda.memory_allocated() - held <= 4 * weight + 8 * MIB
             attached.release()
             assert torch.cuda.memory_allocated() - held <= 8 * MIB
@@ -134,7 +134,7 @@ class TestLayers:
                 tokens.copy_((TOKENS.cuda() + shift) % 100)
                 graph.replay()
                 assert torch.equal(y, target(tokens))
-                assert torch.equal(base(tokens), target(tokens))  # without the graph, in between
+                assert torch.equal(base(tokens), target(tokens))  # between replays, without the graph
         attached.check()
 
     def test_memory_beside_a_graph(self, deep: tuple[Deep, Deep, Path]) -> None:
@@ -144,7 +144,7 @@ class TestLayers:
         with torch.no_grad():
             base(tokens)
             torch.cuda.synchronize()
-            # What the layers work in is not in the pool of the graph, and there is nothing left of what was allocated.
+            # The scratch memory of the layers is not in the graph's pool. Use up all free blocks of the ordinary pool first.
             held, filling = torch.cuda.memory_reserved(), []
             while torch.cuda.memory_reserved() == held:
                 filling.append(device.memory(1 << 16, "a test"))
@@ -170,7 +170,7 @@ class TestLayers:
         with torch.no_grad():
             for n, of in enumerate((names, names[:1], names[2:5], names[::-1], names[:2] * 3)):
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool if n % 2 else None):  # some share their memory
+                with torch.cuda.graph(graph, pool=pool if n % 2 else None):  # some graphs share a pool
                     found = [(name, attached.layers[name](x[name])) for name in of]
                 graphs.append((graph, found))
             for _ in range(3):
@@ -190,7 +190,7 @@ class TestLayers:
             attached.check()
         assert caught.value.rule.startswith("payload.") and caught.value.tensor == "blocks.2.up.weight"
         payload[len(payload) // 2] ^= 4
-        for _ in range(4):  # what is under way has its errors told too
+        for _ in range(4):  # errors of queued work are raised too
             try:
                 attached.check()
             except tpde.Invalid:
@@ -214,7 +214,7 @@ class TestLayers:
             wanted = target(TOKENS.cuda())
         found: list[torch.Tensor] = []
 
-        def work() -> None:  # all on one stream
+        def work() -> None:  # all threads use the same stream
             with torch.no_grad():
                 found.extend(base(TOKENS.cuda()) for _ in range(5))
 
@@ -261,7 +261,7 @@ class TestLayers:
         with torch.no_grad():
             for _ in range(3):
                 wanted = target(TOKENS.cuda())
-                base(TOKENS.cuda())  # the scratch memory is there
+                base(TOKENS.cuda())  # allocates the scratch memory
                 late = Deep(width=256).cuda()
                 states = {name: tensor.clone() for name, tensor in late.state_dict().items()}
                 for tensor in late.state_dict().values():
@@ -298,7 +298,7 @@ class TestLayers:
         tokens = TOKENS.cuda()
         with torch.no_grad():
             base(tokens)
-            # Words that say that something was wrong, in pinned memory that is used again.
+            # The words that report errors are in pinned memory and are reused.
             weight.payload[len(weight.payload) // 2] ^= 4
             for _ in range(3):
                 with pytest.raises(tpde.Invalid):

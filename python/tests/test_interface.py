@@ -1,4 +1,4 @@
-"""The order of arguments: data, then path, then options by keyword, as in the functions of safetensors that have the same names."""
+"""The order of arguments: data, path, then keyword options, as in the functions of safetensors with the same names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import tpde.nn  # noqa: E402 (needs torch)
 import tpde.numpy  # noqa: E402
 import tpde.torch  # noqa: E402
 
-#: All arguments that may be given by position.
+#: Positional arguments of each function.
 POSITIONAL = {
     tpde.encode: ["target", "path"],
     tpde.apply: ["pair", "path"],
@@ -39,12 +39,12 @@ POSITIONAL = {
     tpde.numpy.apply_: ["tensors", "pair"],
     tpde.nn.attach: ["model", "pair"],
 }
-#: Options that several functions have, in the order in which each lists those that it has.
+#: Options shared by several functions. Each function lists its options in this order.
 OPTIONS = ["base", "codec", "favor", "chunk_lanes", "layout", "renamed", "mode", "strict", "digests", "replace", "progress"]
 
 
 def public() -> dict[str, Any]:
-    """What the package exports and can be called, but for exceptions, reports and what functions return."""
+    """The public callables of the package, except exceptions, reports and types that only functions create."""
     returned = (tpde.Slice, tpde.torch.CheckpointWeightPatch, tpde.nn.Attached, tpde.nn.JITCompressedLinear)
     found = {}
     for module in (tpde, tpde.torch, tpde.numpy, tpde.nn):

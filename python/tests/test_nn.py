@@ -1,4 +1,4 @@
-"""Linear layers that rebuild their weights: on the CPU here, on a GPU in `test_cuda.py`."""
+"""Linear layers that rebuild their weights, on the CPU. `test_cuda_layers.py` tests them on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import tpde.nn  # noqa: E402 (needs torch)
 
 
 class Deep(torch.nn.Module):
-    """Linear layers of several shapes, a norm, a tied head, one layer twice, and two layers with one weight."""
+    """Linear layers of several shapes, a norm, a head tied to the embedding, a layer used twice, and two layers with one weight."""
 
     def __init__(self, seed: int = 1, dtype: torch.dtype = torch.bfloat16, width: int = 64) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Deep(torch.nn.Module):
 
 
 def target_of(model: torch.nn.Module, names: list[str] | None = None) -> dict[str, torch.Tensor]:
-    """A tuned state of the model, in which what is tied has one value."""
+    """A fine-tuned state of the model. Tied tensors have equal values."""
     target, firsts = tuned(model, names), {}
     for name, tensor in model.state_dict().items():
         target[name] = target[firsts.setdefault(tensor.data_ptr(), name)]
@@ -75,7 +75,7 @@ def test_a_module_with_rebuilt_weights_is_not_saved_without_them(deep: tuple, wr
         with pytest.raises(tpde.InvalidArgument, match=f"'{'0.' if wrapped else ''}{name}' and {more} more .*rebuild"):
             call()
     assert not list(tmp_path.glob("q*"))
-    # What the message advises.
+    # The dict that the error message advises.
     state = {**base.state_dict(), **{f"{name}.weight": layer.weight for name, layer in attached.layers.items()}}
     tpde.torch.save_file(state, tmp_path / "q", base=plain)
     assert raw_of(tpde.torch.load_file(tmp_path / "q", base=plain)) == raw_of(target.state_dict())
@@ -90,7 +90,7 @@ def loaded(state: dict[str, torch.Tensor], device: str = "cpu", **how: object) -
 
 @pytest.fixture
 def deep(tmp_path: Path) -> tuple[Deep, Deep, Path]:
-    """A base, the plain target model, and the pair of them."""
+    """A base, the plain target model, and their pair."""
     base = Deep()
     target = target_of(base)
     tpde.torch.save_file(target, tmp_path / "p", base=base, codec="conditioned", chunk_lanes=4096)
@@ -108,14 +108,14 @@ def test_outputs_are_the_targets(deep: tuple[Deep, Deep, Path]) -> None:
     model = copy.copy(base)
     attached = tpde.nn.attach(base, pair)
     assert set(attached.layers) == JIT
-    # Tied to the embedding: that one is there as it is, and both still are one.
+    # The head is tied to the embedding, so it stays dense, and both are still the same tensor.
     assert {"embed.weight", "head.weight"} <= set(attached.dense) and base.head.weight is base.embed.weight
     assert type(base.head) is torch.nn.Linear
     with torch.no_grad():
         for _ in range(2):
             assert torch.equal(base(TOKENS), target(TOKENS))
     for name, layer in attached.layers.items():
-        # The base is the one that was there, and it was only read.
+        # The base tensor is the original one, and it was only read.
         assert layer._weight.base.data_ptr() == weights[f"{name}.weight"].data_ptr()
         assert raw(weights[f"{name}.weight"]) == before[f"{name}.weight"]
         assert raw(layer.weight) == raw(target.state_dict()[f"{name}.weight"])
@@ -139,7 +139,7 @@ def test_one_base_for_several_targets(tmp_path: Path) -> None:
     before = raw_of(base.state_dict())
     models = []
     for seed in range(3):
-        # A model of its own that shares every tensor.
+        # Another model that shares every tensor.
         model = Deep()
         for name, parameter in base.named_parameters(remove_duplicate=False):
             first, _, last = name.rpartition(".")
@@ -201,7 +201,7 @@ def test_dtypes_and_autocast(dtype: torch.dtype, tmp_path: Path) -> None:
                 assert torch.equal(base(TOKENS), plain(TOKENS))
                 compiled = torch.compile(base, fullgraph=True, backend="aot_eager")
                 assert torch.equal(compiled(TOKENS), plain(TOKENS))
-    with pytest.raises(RuntimeError), torch.no_grad():  # dtypes that do not fit are no business of the layer's
+    with pytest.raises(RuntimeError), torch.no_grad():  # PyTorch reports mismatched dtypes
         base.twin(torch.ones(1, 64, dtype=torch.bfloat16))
     with torch.inference_mode():
         assert torch.equal(base(TOKENS), plain(TOKENS))

@@ -1,4 +1,4 @@
-"""Layers of `tpde.nn` in what others make of models: derivatives, exported and compiled programs, wrappers, hooks."""
+"""Layers of `tpde.nn` under other tools: derivatives, exported and compiled programs, wrappers, hooks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class TestDerivatives:
 
 
 class TestPrograms:
-    """A saved program names the pair and the tensor, not a place in a list of this process."""
+    """A saved program identifies the pair and the tensor, not an index in a list of this process."""
 
     RUN = """
 import sys, torch, tpde, tpde.torch, tpde.nn
@@ -168,7 +168,7 @@ with torch.no_grad():
             wrong.blocks[2]["down"].weight.view(torch.int16)[0, 0] ^= 1
         with pytest.raises(tpde.WrongBase) as caught:
             tpde.nn.attach(wrong, pair)
-        assert len(keys) > 1 and not any(map(is_found, keys)), caught  # which holds the weights
+        assert len(keys) > 1 and not any(map(is_found, keys)), caught  # `caught` keeps the weights alive
         keys.clear()
         tpde.nn.attach(base, pair)
         assert all(map(is_found, keys))
@@ -252,7 +252,7 @@ class TestAttaching:
         seen: list[str] = []
         handle = up.register_forward_hook(lambda *_: seen.append("hook"))
         up.register_forward_pre_hook(lambda *_: seen.append("before"))
-        old = down.forward  # as accelerate does it
+        old = down.forward  # as accelerate does
         down.forward = lambda x: (seen.append("own"), old(x))[1]
         outside = [twin]
         tpde.nn.attach(base, pair)
@@ -295,7 +295,7 @@ for turn in range(3):
 
 
 class TestWrapped:
-    """One process is a group of one: what wrappers do to modules is the same."""
+    """A group of one process. Wrappers do the same to modules as in a larger group."""
 
     @pytest.fixture(autouse=True)
     def group(self, tmp_path: Path) -> Any:

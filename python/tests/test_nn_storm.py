@@ -1,7 +1,7 @@
-"""Layers of `tpde.nn` under signals, and used by several threads while models come, go and are damaged.
+"""Layers of `tpde.nn` under signals, and in several threads while models are attached, released and damaged.
 
-`TPDE_STORM_CALLS` and `TPDE_STORM_FORWARDS` make them longer; the numbers of a release are 100,000 and 10,000. A storm ends after
-`TPDE_STORM_SECONDS`, whatever it has done until then.
+`TPDE_STORM_CALLS` and `TPDE_STORM_FORWARDS` set the length; a release uses 100,000 and 10,000. In any case a storm ends after
+`TPDE_STORM_SECONDS`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SECONDS = float(os.environ.get("TPDE_STORM_SECONDS", "inf"))
 
 @pytest.fixture(autouse=True)
 def modes_are_restored() -> Iterator[None]:
-    """A signal between PyTorch's own lines may leave a mode as it was within a ``with``."""
+    """Restores modes: a signal between lines of PyTorch's own code may leave a mode as it was inside a ``with`` block."""
     with torch.inference_mode(False):
         before = torch.is_grad_enabled()
         yield
@@ -46,11 +46,11 @@ def modes_are_restored() -> Iterator[None]:
 
 
 class Signalled(Exception):
-    """What the handler raises."""
+    """The exception that the handler raises."""
 
 
 class Storm:
-    """Signals one after the other: in a call, the handler raises, or calls ``beneath``."""
+    """Sends one signal after another. During a call, the handler raises, or calls ``beneath``."""
 
     def __init__(self, seconds: float, beneath: Any = None) -> None:
         self.seconds, self.beneath = seconds, beneath
@@ -89,7 +89,7 @@ class Storm:
 
 
 def under_signals(base: Deep, target: Deep, pair: Path, device: str) -> None:
-    """Each layer's output under signals is that of the target, also beneath a call that a signal has come into."""
+    """Under signals, each layer's output is that of the target, also for a call made by a signal handler during another call."""
     attached = tpde.nn.attach(base, pair)
     names = list(attached.layers)
     inputs = {name: torch.randn(2, layer.in_features, dtype=torch.bfloat16).to(device) for name, layer in attached.layers.items()}
@@ -156,8 +156,8 @@ def test_signals_with_a_prefetcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def soak(folder: Path, device: str, forwards: int) -> None:
-    """Three models in three threads, on one base: each is attached anew, released, traced, damaged and restored, beside the others.
-    Programs that were exported before have the weights of the models that come and go."""
+    """Three models in three threads share one base. Each is attached, released, traced, damaged and restored while the others run.
+    Programs exported earlier use the weights of these models."""
     wrong: list[str] = []
     raised, raised_by_programs, unseen = [0, 0, 0], [0, 0, 0], [0, 0, 0]
     base, tokens = Deep(), TOKENS.to(device)
@@ -176,7 +176,7 @@ def soak(folder: Path, device: str, forwards: int) -> None:
         tpde.torch.save_file(target, folder / str(number), base=base, codec="conditioned", chunk_lanes=4096)
         pairs.append(folder / str(number))
         targets.append(loaded(target, device))
-        # PyTorch cannot export while other threads call modules.
+        # PyTorch cannot export while other threads call modules, so programs are exported first.
         exported.append(torch.export.export(attached_to(pairs[number])[0], (tokens,)).module())
     gc.collect()
     tracing = threading.Lock()
@@ -189,7 +189,7 @@ def soak(folder: Path, device: str, forwards: int) -> None:
             for turn in range(forwards // 3):
                 if attached is None or draw.random() < 0.02:
                     model, attached = attached_to(pairs[number])
-                    program = None  # a traced one keeps its model
+                    program = None  # a traced program keeps its model alive
                 if draw.random() < 0.05:
                     attached.release()
                 if draw.random() < 0.03:
@@ -203,12 +203,12 @@ def soak(folder: Path, device: str, forwards: int) -> None:
                 try:
                     y = call(tokens)
                     attached.check()
-                    # A weight that was rebuilt ahead of its use, before the damage, is right.
+                    # A weight that was rebuilt before the damage is still right.
                     unseen[number] += damaged is not None
                     if not torch.equal(y, wanted):
                         wrong.append(f"model {number}, turn {turn}, damaged: {damaged}, by the model: {call is model}")
                 except (tpde.TpdeError, RuntimeError) as error:
-                    # The interpreter of traced programs has an error of its own, which names ours.
+                    # The interpreter of traced programs raises its own error, which quotes ours.
                     is_ours = isinstance(error, tpde.TpdeError) or re.search(r"\b(WrongBase|Invalid): ", str(error))
                     if damaged is None or not is_ours:
                         wrong.append(f"model {number}, turn {turn}: {error}")
@@ -225,7 +225,7 @@ def soak(folder: Path, device: str, forwards: int) -> None:
             raise
 
     threads = [threading.Thread(target=guarded, args=(number,)) for number in range(3)]
-    # TorchScript's fused operators round differently, those of plain models too.
+    # The fused operators of TorchScript round differently, for plain models too.
     fuses = torch._C._jit_texpr_fuser_enabled()
     torch._C._jit_set_texpr_fuser_enabled(False)
     for thread in threads:
@@ -240,7 +240,7 @@ def soak(folder: Path, device: str, forwards: int) -> None:
 
 
 def traced(model: torch.nn.Module, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The model as a program that has its layers as operators."""
+    """Traces the model. The program contains its layers as operators."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made: Callable[[torch.Tensor], torch.Tensor] = torch.jit.trace(lambda tokens: model(tokens), (tokens,), check_trace=False)
@@ -248,7 +248,7 @@ def traced(model: torch.nn.Module, tokens: torch.Tensor) -> Callable[[torch.Tens
 
 
 def settle(attached: tpde.nn.Attached) -> None:
-    """Until all that was queued with the damage was raised, and nothing of it is in scratch memory."""
+    """Repeats until the errors of all damaged decodings were raised, and no damaged weight is left in scratch memory."""
     for step in (attached.check, attached.release):
         for _ in range(100):
             try:

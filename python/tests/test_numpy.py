@@ -12,12 +12,12 @@ import pytest
 import tpde
 from conftest import SHAPES, Made, raw
 
-# Whatever ml_dtypes does, the bits are these.
+# The dtypes to compare as, so that only bits count, whether or not ml_dtypes is installed.
 VIEWS = {"BF16": np.uint16, "F8_E4M3": np.uint8, "F32": np.float32, "F16": np.float16, "F64": np.float64, "I64": np.int64}
 
 
 def views(tensors: dict[str, bytes]) -> dict[str, np.ndarray]:
-    """Writable arrays of these bytes, BF16 and F8 as integers."""
+    """Writable arrays of these bytes. BF16 and F8 are integers."""
     return {
         name: np.frombuffer(bytearray(tensors[name]), VIEWS.get(dtype, np.bool_)).reshape(shape)
         for name, (dtype, shape) in SHAPES.items()
@@ -243,7 +243,7 @@ def test_buffers_are_held_while_in_use(tmp_path: Path) -> None:
         if target:
             with pytest.raises(ValueError):
                 target["w"].resize(1)
-            target.clear()  # and nobody else has the array
+            target.clear()  # now nothing else refers to the array
             np.zeros(16 << 20, np.float32).fill(7)
 
     for _ in range(10):
@@ -251,6 +251,6 @@ def test_buffers_are_held_while_in_use(tmp_path: Path) -> None:
         target["w"] = wanted.copy()
         tpde.numpy.save_file(target, tmp_path / "p", base=base, progress=take_away, replace=True)
         assert not target and np.array_equal(tpde.numpy.load_file(tmp_path / "p", base=base)["w"], wanted)
-        if told[0] < wanted.nbytes:  # before all was read, as it should be
+        if told[0] < wanted.nbytes:  # reported before all was read
             return
     pytest.fail("the work was always done first")

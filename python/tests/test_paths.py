@@ -35,7 +35,7 @@ def test_paths_may_be_strings(made: Made, tmp_path: Path) -> None:
 
 
 class Named:
-    """A path of another library's."""
+    """A path object of another library."""
 
     def __init__(self, path: str | bytes) -> None:
         self.path = path
@@ -122,7 +122,7 @@ def test_verify_says_whether_it_excludes_forgery_and_whether_files_can_be_writte
     with pytest.raises(tpde.InvalidArgument, match="no_base"):
         tpde.verify(made.pair, base=made.base, no_base=True)
 
-    # A target with the base's header, which the pair does not store, and a base of the same tensors with another header.
+    # The target has the base's header, so the pair does not store it. Another base has the same tensors but a different header.
     write_safetensors(tmp_path / "plain.safetensors", made.base_bytes)
     write_safetensors(tmp_path / "tuned.safetensors", made.target_bytes)
     tpde.encode(tmp_path / "tuned.safetensors", tmp_path / "same-header", base=tmp_path / "plain.safetensors")
@@ -191,7 +191,7 @@ def write_folder(folder: Path, tensors: dict[str, bytes]) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files below a folder."""
+    """Path and bytes of all files below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

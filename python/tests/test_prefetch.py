@@ -1,4 +1,4 @@
-"""The prefetcher of `tpde._prefetch` on a fake device: what it does."""
+"""Behaviour of the prefetcher of `tpde._prefetch` on a fake device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class TestPrefetcher:
         uses = [name for what, name in world.log if what == "use"]
         decoded = [name for what, name in world.log if what == "decode"]
         assert uses == names(model) * 4
-        # Each is decoded once a use, and one more is foreseen; after the first round always before the one before is done.
+        # Each weight is decoded once per use, and one more is prefetched. After the first round, each decoding is queued before
+        # the use of its predecessor.
         assert decoded == (uses + uses)[: len(uses) + 1]
         for n in range(count + 1, len(uses)):
             before = [i for i, entry in enumerate(world.log) if entry == ("decode", uses[n])][n // count]
@@ -64,7 +65,7 @@ class TestPrefetcher:
         of_copied = {names(model)[place] for place in copied}
         decoded = [name for what, name in world.log if what == "decode" and name in of_copied]
         seen = [name for what, name in world.log if what == "copy"]
-        # Each is copied once a use, in the order of the decodings, and two or as many as there are are under way.
+        # Each payload is copied once per use, in the order of the decodings, and two copies, or all if fewer, are queued ahead.
         ahead = min(len(copied), 2)
         assert len(decoded) == 3 * len(copied) and seen == (decoded * 2)[ahead : ahead + len(decoded)]
 
@@ -112,7 +113,7 @@ class TestPrefetcher:
                 weight.on_device.forward(weight)
             (prefetcher,) = Prefetcher._made.values()
             prefetcher.release()
-            # As if another thread had made the large weights while this one looked for the largest.
+            # As if another thread had registered the large weights while this one computed the maximum.
             _prefetch.DeviceWeight._largest[weights[0].torch_device] = (weights[0].bytes, weights[0].payload.numel())
 
     def test_no_scratch_memory_for_the_next_weight_leaves_an_output(
@@ -123,7 +124,7 @@ class TestPrefetcher:
         large = FakeModel(world, device, "large", [2], [False])
         for weight in [*model.weights, *large.weights] * 2:
             weight.on_device.forward(weight)
-        # A larger one comes: there are to be new slots as soon as the next is begun.
+        # A larger weight is registered: the next prefetch has to allocate larger slots.
         later = FakeModel(world, device, "later", [8], [False])
         for slot in Prefetcher.of(device, world.main).slots:
             slot.clear()
@@ -164,7 +165,7 @@ class TestPrefetcher:
         models[0].forward(models[0].weights[1])
         for _ in range(3):
             for weight in models[1].weights:
-                models[1].forward(weight)  # of the other model, on the same stream
+                models[1].forward(weight)  # a layer of the other model, on the same stream
         attached_of(models[1]).check()
         with pytest.raises(tpde.Invalid, match="of a.1"):
             attached_of(models[0]).check()
@@ -179,7 +180,7 @@ class TestPrefetcher:
         for weight in model.weights * 2:
             model.forward(weight)
         model.damaged["m.1"] = 1
-        model.forward(model.weights[0])  # begins the next, which fails
+        model.forward(model.weights[0])  # prefetches the next weight, which fails
         prefetcher = Prefetcher.of(device, world.main)
         prefetcher.settle(wait=True)
         assert [slot.state for slot in prefetcher.slots if isinstance(slot.state, _slot.Failed)]
@@ -239,7 +240,7 @@ class TestPrefetcher:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Prefetcher, "__init__", interrupted)
-            # In a thread, so that one that waits for itself fails the test.
+            # Runs in a thread, so that a deadlock fails the test instead of blocking it.
             thread = threading.Thread(target=lambda: found.append(Prefetcher.of(device, world.main)), daemon=True)
             thread.start()
             thread.join(20)
@@ -283,7 +284,7 @@ class TestPrefetcher:
         model = FakeModel(world, device, "m", [2] * 2, [False] * 2)
         captures = []
         for number in (1, 2):
-            world.main.capture = number  # the second begins before the first has ended, on another stream with this handle
+            world.main.capture = number  # the second begins before the first ends
             model.forward(model.weights[0])
             captures.append(Prefetcher.of(device, world.main).capture)
         world.main.capture = None
@@ -307,7 +308,7 @@ class TestPrefetcher:
             world.main.capture = number
             model.forward(model.weights[0])
             device.graphs[number].gone = number > 1
-            # The first, which is still there, and the one that is being captured.
+            # The first graph, which still exists, and the one being captured.
             assert len(_capture.Graph._kept) == min(number, 2)
         world.main.capture = None
         for prefetcher in Prefetcher.on(device.torch):
@@ -330,4 +331,4 @@ class TestFailures:
                     except (Interrupted, tpde.Invalid) as caught:
                         told += [one for one in (caught, caught.__context__) if one is error]
             assert told and told == [error] * len(told)
-            failures.throw()  # nothing is left
+            failures.throw()  # no error is left

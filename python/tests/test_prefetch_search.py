@@ -1,4 +1,4 @@
-"""A search for orders of calls in which the prefetcher of `tpde._prefetch` goes wrong, on a fake device."""
+"""Searches for orders of calls in which the prefetcher of `tpde._prefetch` fails, on a fake device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from points import Interrupted, at, interrupt, marked, point  # noqa: E402
 from tpde import _capture, _prefetch, _rebuilt, _slot  # noqa: E402
 from tpde._prefetch import Prefetcher  # noqa: E402
 
-#: Seconds for the search, and for each fault that is put back.
+#: Seconds to search the package as it is.
 SEARCH = float(os.environ.get("TPDE_MODEL_CHECK_SECONDS", "8"))
 
 
 class Search:
-    """A random program: models come and go, are called, interrupted, damaged, captured, released and checked."""
+    """A random program: models are attached, called, interrupted, damaged, captured, released, checked and dropped."""
 
     def __init__(self, seed: int, world: World, device: FakeDevice, name: str = "model") -> None:
         self.random = random.Random(seed)
@@ -44,7 +44,7 @@ class Search:
         self.models.append(FakeModel(self.world, self.device, f"{self.name} {self.attached}", rows, copied))
 
     def forward(self, model: FakeModel) -> None:
-        """Some layers, in their order or in another."""
+        """Some layers, in order or shuffled."""
         weights = list(model.weights)
         if self.random.random() < 0.5:
             weights = self.random.choices(weights, k=6)
@@ -57,7 +57,7 @@ class Search:
                 self.log.append(type(error).__name__)
 
     def check(self, model: FakeModel) -> None:
-        """Afterwards nothing is owed: every fault that had spoilt an output was raised. Another thread may add some meanwhile."""
+        """Asserts that every fault that spoilt an output was raised. Another thread may add faults meanwhile."""
         attached, before = attached_of(model), dict(model.faults)
         for step in (attached.check, attached.release) if self.random.random() < 0.3 else (attached.check,):
             for _ in range(100):
@@ -81,7 +81,7 @@ class Search:
             self.forward(model)
         finally:
             for stream in self.beside():
-                # An interrupted call leaves some; the driver refuses to end such a capture.
+                # An interrupted call leaves streams that were not joined; the driver refuses to end such a capture.
                 is_joined = max(self.world.main.clock.get(stream.number, 0), before.get(stream, 0)) >= stream.ticks
                 if stream.capture == number and not is_joined and not self.world.call.aborted:
                     self.world.violations.append("a stream was not joined when the capture ended")
@@ -121,7 +121,7 @@ class Search:
             self.forward(model)
 
     def other_thread(self) -> None:
-        """A call of any model from another thread, which has the lock as soon as it is free."""
+        """A call of any model from another thread, which runs as soon as the lock is free."""
         model = self.random.choice(self.models) if self.models else None
         is_taken = Prefetcher._making._is_owned()  # type: ignore[attr-defined]
         is_taken |= any(prefetcher.lock.locked() for prefetcher in Prefetcher.on(self.device.torch))
@@ -135,12 +135,12 @@ class Search:
             self.world.violations.append("a thread waits for ever")
 
     def dropped(self) -> None:
-        """A model goes while another is called: its finalizers run there."""
+        """Drops a model during a call of another one, so that its finalizers run there."""
         if len(self.models) > 1:
             self.models.pop(0).weights.clear()
 
     def run(self, steps: int) -> list[str]:
-        """What was found wrong."""
+        """Runs steps, and returns the first violation."""
         for _ in range(steps):
             action = self.random.choice([interrupt, interrupt, self.dropped, self.other_thread])
             number = int(self.random.expovariate(1 / 120)) + 1 if self.random.random() < 0.6 else 0
@@ -158,7 +158,7 @@ class Search:
 
 
 def search(seconds: float, prepare: Callable[[pytest.MonkeyPatch], None] = lambda patch: None) -> str:
-    """Runs random programs until one goes wrong; says how."""
+    """Runs random programs until one fails. Returns a description of the failure."""
     end, seed = time.monotonic() + seconds, 0
     gc.disable()
     try:
@@ -180,7 +180,7 @@ def search(seconds: float, prepare: Callable[[pytest.MonkeyPatch], None] = lambd
     return ""
 
 
-#: Python reports an error of a finalizer and goes on, so no finalizer may have a point.
+#: Python reports an exception in a finalizer and continues, so finalizers must have no points.
 finalizers_end = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 
 
@@ -191,7 +191,7 @@ def test_no_random_program_goes_wrong() -> None:
 
 @finalizers_end
 def test_no_random_programs_of_three_threads_go_wrong() -> None:
-    """Each thread has a stream. Programs of one thread change and release models while the others call or capture."""
+    """Each thread has its own stream. One thread's programs change and release models while the others call or capture."""
     end, seed, before = time.monotonic() + SEARCH / 2, 0, sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -225,7 +225,7 @@ def test_no_random_programs_of_three_threads_go_wrong() -> None:
 
 
 def a_slot_keeps_what_it_held_until_it_is_filled(patch: pytest.MonkeyPatch) -> None:
-    """The memory is written before the state says so: an interrupt in between leaves a state that lies."""
+    """Fault: the memory is written before the state is updated, so an interrupt in between leaves a wrong state."""
     patch.setattr(_slot.Slot, "begin", lambda slot: next(slot._generations))
 
 
@@ -241,7 +241,7 @@ def a_slot_is_published_before_it_is_filled(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_slot_that_failed_is_used_again(patch: pytest.MonkeyPatch) -> None:
-    """What was prefetched and is known to be bad is still there, and its failure was told before it is used."""
+    """Fault: a prefetched weight that is known to be bad is kept, and its error was reported before it is used."""
     patch.setattr(_slot.Slot, "fail", lambda slot, generation, error: None)
 
 
@@ -325,6 +325,6 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_search_finds_a_fault_that_is_put_back(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
-    found = search(120, fault)  # it ends as soon as something is found
+    found = search(120, fault)  # ends as soon as a violation is found
     assert found
     print(found)

@@ -1,4 +1,4 @@
-"""Threads, signals, forks: what a long call does to its process, and the other way round."""
+"""Threads, signals and forks: the effects of a long call on its process, and of the process on a long call."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ import pytest
 import tpde
 from conftest import Made
 
-#: Elements of arrays that take a good part of a second to encode.
+#: Number of elements that take a considerable part of a second to encode.
 LARGE = 32 << 20
-#: How many times as many are tried in turn, where work may be done before the calling thread has had its turn.
+#: Factors for retries with larger arrays, if the work ends before the calling thread has checked for signals.
 TIMES = (1, 1, 1, 2, 4)
-#: Seconds after which what hangs is given up: many, as a machine may have much else to do.
+#: Timeout in seconds. Long, because the machine may be busy.
 LONG = 600
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter that must end."""
+    """Runs code in a fresh interpreter, which must end in time."""
     env = {**os.environ, **environment}
     return subprocess.run([sys.executable, "-c", code], check=True, timeout=LONG, env=env, capture_output=True, text=True)
 
@@ -85,12 +85,12 @@ def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
     meanwhile = ticks - before
     stop.set()
     thread.join()
-    assert meanwhile >= 10  # how many, the machine's load says; with the lock held it would be one or two
+    assert meanwhile >= 10  # load varies; with the lock held it would be 1 or 2
 
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C as Python has it, also where the shell that began the tests in the background had it ignored."""
+    """Installs Python's handler for Ctrl-C. A shell that starts the tests in the background makes them ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -102,7 +102,7 @@ def large(times: int = 1) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
 
 
 def is_writing(folder: Path) -> bool:
-    """Whether this process has a file of the folder open. Until it is published it has no name there."""
+    """Whether this process has an open file in the folder. A file has no name there until it is published."""
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/self/fd/{number}").startswith(f"{folder}/"):
@@ -126,24 +126,24 @@ def test_a_keyboard_interrupt_ends_encoding_and_leaves_no_file(tmp_path: Path) -
         is_done = False
         with pytest.raises(KeyboardInterrupt):
             tpde.numpy.save_file(target, folder / "p", base=base)
-            is_done = True  # before the other thread had its turn
+            is_done = True  # before the other thread ran
             thread.join()
         thread.join()
         if is_done:
             continue
         left = list(folder.iterdir())
-        if len(left) == 2:  # the last file was renamed when the signal came
+        if len(left) == 2:  # the signal came after the last rename
             tpde.verify(folder / "p")
             continue
         assert not left
-        tpde.numpy.save_file(target, folder / "p", base=base)  # and all is as before
+        tpde.numpy.save_file(target, folder / "p", base=base)  # a later call succeeds
         return
     pytest.fail("the work was always done first")
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A lock on the folder, as another process that publishes there has it."""
+    """A lock on the folder, as held by another process that publishes there."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX)
@@ -174,7 +174,7 @@ class OnWarning(logging.Handler):
 
 
 def mixed(folder: Path) -> Path:
-    """The index of a pair beside the blob of another, as between the two renames of a publication."""
+    """The index of one pair beside the blob of another, as between the two renames of a publication."""
     for name, value in (("a", 1), ("b", 2)):
         tpde.numpy.save_file({"w": np.full(9, value, np.int32)}, folder / name)
     os.replace(folder / "b.tpde-blob", folder / "a.tpde-blob")
@@ -211,7 +211,7 @@ def test_waiting_for_a_lock_ends_on_a_keyboard_interrupt(call: str, made: Made, 
         with pytest.raises(KeyboardInterrupt) as caught:
             calls[call]()
     assert len(warned.messages) == 1
-    assert caught.value.__cause__ is None  # it did not wait until it gave up
+    assert caught.value.__cause__ is None  # interrupted, not timed out
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -243,7 +243,7 @@ tpde.numpy.save_file({"w": base * np.float32(1.001)}, f"{folder}/p", base={"w": 
 
 
 def terminated(folder: Path, handler: str, before: tuple[str, ...] = ()) -> int | None:
-    """How a process ended that was terminated while it wrote to the folder, or none if it was always done first."""
+    """Exit code of a process that got SIGTERM while it wrote to the folder; ``None`` if it always finished first."""
     for times in TIMES:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -255,7 +255,7 @@ def terminated(folder: Path, handler: str, before: tuple[str, ...] = ()) -> int 
 
 
 def has_unnamed_files(folder: Path) -> bool:
-    """Whether the file system has files without names."""
+    """Whether the file system supports files without names."""
     try:
         os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR))
     except OSError:
@@ -274,7 +274,7 @@ def test_sigterm_leaves_no_file_where_files_need_no_names(tmp_path: Path) -> Non
 @pytest.mark.parametrize("handler", ["default", "exit"])
 def test_sigterm_on_file_systems_without_unnamed_files(handler: str, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    # The two files of the pair cannot be created without a name. What opens the folder after them uses the other call.
+    # Makes the two unnamed files of the pair fail. The folder is opened afterwards by the other call.
     opens = "open" if platform.machine() == "x86_64" else "openat"
     fault = ("-P", str(folder), "-e", f"trace={opens}", "-e", f"inject={opens}:error=EOPNOTSUPP:when=1..2")
     strace = ("strace", "-f", "-qq", "-o", str(tmp_path / "log"), *fault)
@@ -287,7 +287,7 @@ def test_sigterm_on_file_systems_without_unnamed_files(handler: str, tmp_path: P
     if handler == "exit":
         assert code == 143 and not left
     else:
-        # Python ends at once. Documented: these files can be removed.
+        # Python ends at once. The remaining files are documented as removable.
         assert code == -signal.SIGTERM
         assert left and all(name.startswith(".tpde-") and name.endswith(".tmp") for name in left)
 
@@ -315,12 +315,12 @@ def test_a_target_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None
             assert changed and "target.safetensors" in error.what
             assert not list(tmp_path.glob("p*")) and not list(tmp_path.glob(".*"))
             return
-        assert not changed  # the work was done before the calling thread had its turn
+        assert not changed  # the work ended before the calling thread checked for signals
     pytest.fail("the work was always done first")
 
 
 class Interrupt:
-    """Progress that interrupts once something has been done, as Ctrl-C would."""
+    """A progress callback that interrupts once some bytes are done, as Ctrl-C would."""
 
     def __call__(self, done: int, total: int) -> None:
         if 0 < done < total:
@@ -342,7 +342,7 @@ def test_a_keyboard_interrupt_leaves_weights_as_documented(mode: str, tmp_path: 
     else:
         pytest.fail("the work was always done first")
     if np.array_equal(base["w"], target["w"]):
-        # The last chunk was begun before the calling thread, which looks for signals now and then, had its turn.
+        # The last chunk was begun before the calling thread checked for signals.
         assert tpde.numpy.apply_(base, tmp_path / "p", mode=mode) == "already_applied"
     elif np.array_equal(base["w"], before):
         assert tpde.numpy.apply_(base, tmp_path / "p", mode=mode) == "applied"
@@ -372,7 +372,7 @@ def test_what_raises_frees_its_memory(tmp_path: Path, made: Made) -> None:
     for _ in range(4):
         fail()
     assert size() < before + 64, "MiB"
-    gc.collect()  # what was caught holds the frames that it came through
+    gc.collect()  # the caught exception refers to the frames that it passed
     references = sys.getrefcount(base["w"])
     fail()
     gc.collect()
@@ -382,7 +382,7 @@ def test_what_raises_frees_its_memory(tmp_path: Path, made: Made) -> None:
 
 def rebuild(pair: str, base: str) -> int:
     """Runs in another process."""
-    signal.alarm(LONG)  # without threads it would wait for ever
+    signal.alarm(LONG)  # a child without threads of its own would wait forever
     return sum(len(array.tobytes()) for array in tpde.numpy.load_file(pair, base=base).values())
 
 
@@ -394,7 +394,7 @@ def fail(pair: str) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_processes(method: str, made: Made) -> None:
-    tpde.numpy.load_file(made.pair, base=made.base)  # the parent has threads by now
+    tpde.numpy.load_file(made.pair, base=made.base)  # starts the parent's threads
     context = multiprocessing.get_context(method)
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
         results = list(pool.map(rebuild, [str(made.pair)] * 4, [str(made.base)] * 4, timeout=LONG))
@@ -430,7 +430,7 @@ def test_an_open_pair_survives_a_fork(made: Made) -> None:
         child = os.fork()
         if child == 0:
             status = 1
-            signal.alarm(LONG)  # without threads it would wait for ever
+            signal.alarm(LONG)  # a child without threads of its own would wait forever
             try:
                 status = 0 if target.get_tensor("embed.weight").tobytes() == made.target_bytes["embed.weight"] else 2
             finally:

@@ -45,7 +45,7 @@ def raw_of(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 class Tied(torch.nn.Module):
-    """An embedding that is the head too, some layers, and a buffer."""
+    """An embedding tied to the head, some layers, and a buffer."""
 
     def __init__(self, seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Tied(torch.nn.Module):
 
 
 def tuned(model: torch.nn.Module, names: list[str] | None = None) -> dict[str, torch.Tensor]:
-    """A copy of a module's tensors, some lanes moved by a unit in the last place."""
+    """A copy of a module's tensors in which some lanes change by one unit in the last place."""
     torch.manual_seed(3)
     target = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, tensor in target.items():
@@ -134,15 +134,15 @@ def test_memory_is_held_while_in_use(tmp_path: Path) -> None:
 
     def take_away(done: int, total: int) -> None:
         told.append(done)
-        target.data = torch.empty(0)  # the parameter lets go of its memory
-        torch.zeros(16 << 20)  # which would be given to others now
+        target.data = torch.empty(0)  # the parameter releases its memory
+        torch.zeros(16 << 20)  # which this allocation could reuse
 
     for _ in range(10):
         told.clear()
         target.data = wanted.clone()
         tpde.torch.save_file({"w": target}, tmp_path / "p", base={"w": base}, progress=take_away, replace=True)
         assert not target.numel() and torch.equal(tpde.torch.load_file(tmp_path / "p", base={"w": base})["w"], wanted)
-        if len(told) > 1:  # before all was read, as it should be
+        if len(told) > 1:  # reported before all was read
             return
     pytest.fail("the work was always done first")
 
@@ -171,7 +171,7 @@ class TestApply:
 
     def test_weights_are_overwritten_from_a_base_elsewhere(self, model: tuple, tmp_path: Path) -> None:
         base, target, pair = model
-        module = Tied(seed=9)  # other weights, which count for nothing
+        module = Tied(seed=9)  # other weights, which are overwritten
         versions = {name: parameter._version for name, parameter in module.named_parameters()}
         before = raw_of(base.state_dict())
         assert tpde.torch.apply_(module, pair, base=base) == "applied"
@@ -241,7 +241,7 @@ class TestApply:
             if not content:
                 tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
                 continue
-            # Neither the storage nor the offset are aligned to the elements.
+            # Neither the storage nor the offset is aligned to the elements.
             buffer = bytearray(b"\xaa" * offset + content + b"\xbb" * 9)
             count = len(content) // torch.empty((), dtype=DTYPES[dtype]).element_size()
             flat = torch.frombuffer(buffer, dtype=DTYPES[dtype], offset=offset, count=count)
@@ -271,7 +271,7 @@ class TestApply:
         together = _torch_memory.describe_many(names, values, expected, "cpu")
         assert together is not None and [one[:5] for one in together] == [one[:5] for one in alone]
         assert all(one[5][0] is tensor for one, tensor in zip(together, values))
-        # Whatever needs a second look gets it.
+        # The fast path leaves every unusual tensor to the full check.
         emptied = torch.zeros(6)
         emptied.untyped_storage().resize_(8)
         for odd in (
@@ -305,7 +305,7 @@ class TestApply:
         assert module.embed.weight._version > before["embed.weight"][0]
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-        module(torch.arange(10)).float().sum().backward()  # leaves that require gradients still get them
+        module(torch.arange(10)).float().sum().backward()  # leaves that require gradients still get gradients
         assert module.embed.weight.grad is not None
         versions = {name: parameter._version for name, parameter in module.named_parameters()}
         assert tpde.torch.apply_(module, pair) == "already_applied"
@@ -342,7 +342,7 @@ class TestApply:
 
     def test_names_that_share_memory_with_a_changed_one_have_their_versions_raised(self, tmp_path: Path) -> None:
         weight = torch.randn(64, 64)
-        other = weight.data  # the same memory, a version of its own
+        other = weight.data  # the same memory, but its own version counter
         tpde.torch.save_file({"w": weight + 1}, tmp_path / "p", base={"w": weight})
         version = other._version
         assert tpde.torch.apply_({"w": weight, "another name": other}, tmp_path / "p") == "applied"
@@ -384,7 +384,7 @@ class TestApply:
             tpde.torch.apply_(tensors, made.damaged("layers.1.mlp.weight"), mode="chunk_by_chunk")
         assert isinstance(caught.value.__cause__, tpde.Invalid) and 0 < len(caught.value.written) < caught.value.total
         assert tensors["embed.weight"]._version > version
-        for name, tensor in tensors.items():  # each chunk is wholly the one or the other
+        for name, tensor in tensors.items():  # each chunk is entirely base or entirely target
             assert raw(tensor)[:100] in (made.base_bytes[name][:100], made.target_bytes[name][:100])
 
     def test_missing_and_additional_tensors(self, model: tuple) -> None:

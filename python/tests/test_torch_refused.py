@@ -1,4 +1,4 @@
-"""Tensors of PyTorch that are refused, each with a typed error."""
+"""PyTorch tensors that are refused, each with a typed error."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ torch = pytest.importorskip("torch")
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory was taken away, as sharding libraries do."""
+    """A tensor whose storage was freed, as sharding libraries do."""
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 class Lying(torch.Tensor):
-    """A tensor that says of itself what is not so."""
+    """A tensor subclass that misreports its properties."""
 
     def numel(self) -> int:
         return 1 << 40
