@@ -113,7 +113,7 @@ class World:
         return races
 
     def race(self, earlier: Access, by: Any) -> str:
-        """Describes a race; empty if an aborted call reads, whose output is unused. A decoding that raced must not be used or reported."""
+        """Describes a race; empty if the reader is an aborted call. A decoding that raced must not be used or reported."""
         if isinstance(earlier.by, Call):
             return "" if earlier.by.aborted else f"{by} overwrites what a call still reads; "
         if isinstance(earlier.by, Outcome):

@@ -225,7 +225,7 @@ class TestAgain:
 
     def test_what_is_kept_does_not_hold_the_pair(self, pair: FakePair, made: Made) -> None:
         assert tpde.torch.apply_(tensors_of(made.base_bytes), pair) == "applied"
-        assert not any(value is pair for value in vars(pair._kept[""]).values())  # a reference cycle would keep device memory allocated
+        assert not any(value is pair for value in vars(pair._kept[""]).values())  # a cycle would keep device memory allocated
 
     def test_a_failure_is_told_and_forgotten(self, pair: FakePair, made: Made) -> None:
         tensors = tensors_of(made.base_bytes)

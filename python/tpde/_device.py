@@ -1,8 +1,8 @@
 """Pairs on CUDA devices, in PyTorch's memory and on its streams.
 
-The Rust half allocates nothing on a device. Its memory is tensors that are made here, allocated on the Rust half's copy
-stream and recorded with the stream that uses them. So PyTorch reuses their memory only when both streams have passed. PyTorch's
-current device and stream stay as they are.
+The Rust half allocates no device memory. It uses tensors that are made here, allocated in the order of the Rust half's copy stream
+and recorded with the stream that uses them. So PyTorch reuses their memory only after both streams have finished with it. PyTorch's
+current device and stream do not change.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ._progress import Progress, progress_callback
 from ._tensor import Memory
 from ._torch_memory import StateSnapshot, check_device
 
-#: Bytes of scratch memory for the changes of chunks. With it, all memory of a call besides payloads is at most 64 MiB as PyTorch
-#: rounds it: an index of more than 1 MiB takes a block of 20 MiB.
+#: Scratch memory in bytes for the changes of chunks. With it, all memory of a call besides payloads is at most 64 MiB after
+#: PyTorch's rounding. The second value is for an index of more than 1 MiB, for which PyTorch allocates a block of 20 MiB.
 _SCRATCH, _SCRATCH_BESIDE_LARGE = 58 << 20, 40 << 20
 
 Payloads = Literal["file", "pinned", "device"]
@@ -41,7 +41,7 @@ class Device:
         self.queued = 0.0
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:  # in a process forked from one that had, for example
+        except RuntimeError as error:  # for example, a process forked after CUDA was initialized
             raise DeviceUnavailable(f"PyTorch cannot use {device}: {error}", device=str(device)) from error
         with torch.cuda.device(device):
             torch.cuda.current_stream()
@@ -64,7 +64,7 @@ class Device:
         return torch.cuda.current_stream(self.torch)
 
     def memory(self, bytes: int, what: str) -> torch.Tensor:
-        """Memory for the Rust half, never of a graph's pool. PyTorch's allocator aligns it to at least 256 bytes."""
+        """Memory for the Rust half, never from a graph's pool. PyTorch's allocator aligns it to at least 256 bytes."""
         try:
             with torch.inference_mode(mode=False):
                 return on_stream(self.copies, lambda: self.raw.beside_captures(lambda: self._empty(bytes)))
@@ -78,7 +78,7 @@ class Device:
         """Whether the current stream is being captured into a graph."""
         try:
             current = torch.cuda.current_device()
-        except RuntimeError as error:  # in a process forked from one that had used it
+        except RuntimeError as error:  # a process forked after CUDA was used
             raise DeviceUnavailable(f"PyTorch cannot use {self.torch}: {error}", device=str(self.torch)) from error
         if current == self.torch.index:
             return torch.cuda.is_current_stream_capturing()
@@ -92,15 +92,15 @@ class Device:
 
 
 def on_stream(stream: torch.cuda.Stream, work: Callable[[], _Result]) -> _Result:
-    """Calls ``work`` with this stream as the current one. The thread's stream and device are restored also if a signal handler
-    raises between any two bytecodes. The context manager ``torch.cuda.stream`` does not do that."""
+    """Calls ``work`` with this stream as the current one. The thread's stream and device are restored even if a signal handler
+    raises between any two bytecodes, which the context manager ``torch.cuda.stream`` does not guarantee."""
     device, before = torch._C._cuda_getDevice(), torch.cuda.current_stream(stream.device)
     switch = torch._C._cuda_setStream
     try:
         switch(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
         return work()
     finally:
-        # Both are C functions, so a signal handler runs only after them.
+        # Both are C functions: a signal handler can raise only after each has returned.
         try:
             switch(stream_id=before.stream_id, device_index=before.device_index, device_type=before.device_type)
         finally:
@@ -135,20 +135,20 @@ class _Application:
         plan = pair._raw.plan_all(tensors, base, mode, scratch)
         self.memory = device.memory(plan.bytes(), "applying a pair")
         self.raw = plan.prepare(_address_and_bytes(self.memory))
-        #: Handles of the streams that its memory is recorded with.
+        #: Handles of the streams with which its memory is recorded.
         self.streams: set[int] = set()
-        #: The state dicts that it was run with, the target's and the base's.
+        #: State dicts of the last run: the target's and the base's.
         self.target: StateSnapshot | None = None
         self.base: StateSnapshot | None = None
-        #: Names of the tensors whose versions go up when it has run.
+        #: Names of the tensors whose versions are raised after a run.
         self.versioned: list[str] = []
-        #: Whether the target had all tensors of the pair.
+        #: Whether the target contained all tensors of the pair.
         self.is_complete = True
-        #: Name, dims and dtype of the tensors that are allocated for results; ``None`` if it writes to the caller's tensors.
+        #: Name, dims and dtype of the tensors to allocate for results; ``None`` if it writes to the caller's tensors.
         self.results: list[tuple[str, list[int], torch.dtype]] | None = None
 
     def run(self, pair: DevicePair, progress: Progress) -> bool:
-        """Runs it on the current stream and waits. True if tensors were changed. ``pair`` is the one that it was made from."""
+        """Runs on the current stream and waits. True if tensors were changed. ``pair`` must be the pair that it was made from."""
         device = pair._device
         stream = device.stream()
         handle = stream.cuda_stream
@@ -190,7 +190,7 @@ class DevicePair:
 
     @classmethod
     def _of_opened(cls, path: StrPath, pair: _tpde.Pair, device: Any) -> DevicePair:
-        """One for a single call, from a pair that is open."""
+        """A `DevicePair` for a single call, from an open pair."""
         opened = cls.__new__(cls)
         opened._open(path, pair, device, "file", None)
         return opened
@@ -272,7 +272,7 @@ class DevicePair:
     def _take_kept(
         self, target: Mapping[str, Any], base: Mapping[str, Any] | None, mode: str, *, strict: bool
     ) -> _Application | None:
-        """Takes the kept application if it was for these tensors."""
+        """Takes the kept application if it is for these tensors."""
         application = self._kept.pop("", None)
         if application is None:
             return None
@@ -300,7 +300,7 @@ class DevicePair:
         empty = torch.empty
         try:
             tensors = {name: empty(dims, dtype=dtype, device=own, requires_grad=False) for name, dims, dtype in application.results}
-        except RuntimeError:  # out of memory; the ordinary path reports it
+        except RuntimeError:  # out of memory; the usual path reports it
             return None
         if not application.raw.move_to(list(map(torch.Tensor.data_ptr, tensors.values()))):
             return None

@@ -1,8 +1,8 @@
-"""Dtypes by the names of safetensors."""
+"""Dtypes, by their names in safetensors."""
 
 from __future__ import annotations
 
-#: Bits of an element.
+#: Bits per element.
 BITS = {
     **dict.fromkeys(["BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"], 8),
     **dict.fromkeys(["U16", "I16", "F16", "BF16"], 16),
@@ -45,12 +45,12 @@ VIEWS = {"BF16": "U16", **{name: "U8" for name in BITS if name.startswith(("F8",
 
 
 def is_packed(dtype: str) -> bool:
-    """Whether elements are not whole bytes."""
+    """Whether elements do not fill whole bytes."""
     return BITS[dtype] % 8 != 0
 
 
 def size(dtype: str, shape: list[int]) -> int:
-    """Bytes of a tensor."""
+    """Size of a tensor in bytes."""
     elements = 1
     for dim in shape:
         elements *= dim

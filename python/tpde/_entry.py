@@ -1,4 +1,4 @@
-"""Tensors of a pair, as its table lists them."""
+"""Descriptions of a pair's tensors."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class Entry(NamedTuple):
 
     @property
     def is_same(self) -> bool:
-        """Whether it has a base of its own dtype and shape."""
+        """Whether the tensor has a base of the same dtype and shape."""
         return self.base_kind == "same"

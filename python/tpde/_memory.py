@@ -1,7 +1,7 @@
-"""Tensors as the Rust half sees them: name, dtype, dims, address, bytes, and the object that owns the memory.
+"""Tensors as passed to the Rust half: name, dtype, dims, address, size in bytes, and the object that owns the memory.
 
 Every tensor is checked here first: contiguous, little-endian, on the CPU or on the device of the call. NumPy arrays are checked
-in `_numpy_memory`, PyTorch tensors in `_torch_memory`, which is imported only when there is such a tensor.
+in `_numpy_memory`, PyTorch tensors in `_torch_memory`, which is imported only if such a tensor is passed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def describe(
         return describe_array(name, value, expected, writable=writable)
     except TpdeError:
         raise
-    except Exception as error:  # nested and lazy tensors and subclasses each raise another exception
+    except Exception as error:  # nested tensors, lazy tensors and subclasses raise different ones
         raise InvalidArgument(f"tensor {name!r} is a {type(value).__name__} that cannot be read: {error}") from error
 
 
@@ -52,7 +52,7 @@ def device_of(values: Iterable[Any]) -> Any:
 def describe_each(
     names: list[str], values: list[Any], expected: list[tuple[str, list[int]]], *, writable: bool = False, device: Any = "cpu"
 ) -> list[Memory]:
-    """Calls :func:`describe` for each."""
+    """Calls :func:`describe` for each value."""
     if values and is_torch(values[0]):
         from . import _torch_memory
 
@@ -64,5 +64,5 @@ def describe_each(
 
 
 def describe_all(tensors: Mapping[str, Any]) -> list[Memory]:
-    """All tensors of a state dict."""
+    """Describes all tensors of a state dict."""
     return [describe(check_name(name), value) for name, value in tensors.items()]

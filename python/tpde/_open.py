@@ -22,11 +22,11 @@ class Reader:
     """A pair and its base, for one framework. `safe_open` and the functions of `tpde.torch` and `tpde.numpy` share it."""
 
     def __init__(self, pair: Any, base: Any, framework: str, device: Any = "cpu") -> None:
-        #: The CUDA device that tensors go to; ``None`` for the CPU.
+        #: The CUDA device that receives the tensors; ``None`` for the CPU.
         self.device: Any = None
         #: The pair on that device, if tensors are rebuilt there; ``None`` if they are rebuilt on the CPU and copied.
         self.on_device: Any = None
-        #: Whether `on_device` is the caller's, who uses it for other calls too.
+        #: Whether `on_device` belongs to the caller, who may use it for other calls.
         self.on_device_is_kept = False
         if framework in ("pt", "torch", "pytorch"):
             from ._torch_memory import TorchAllocator, check_device
@@ -98,7 +98,7 @@ class Reader:
         return {name: self._to_device(tensor) for name, (tensor, _) in results.items()}
 
     def _to_device(self, tensor: Any) -> Any:
-        """Copies a rebuilt tensor to where the caller asked for it."""
+        """Copies a rebuilt tensor to the requested device."""
         return tensor if self.device is None else tensor.to(self.device)
 
     def read_range(self, entry: Entry, start: int, stop: int, shape: list[int]) -> Any:
@@ -112,7 +112,7 @@ class Reader:
 
 
 def bases(entries: list[Entry], tensors: Mapping[str, Any], device: Any) -> list[Memory]:
-    """The base tensors of these entries that are among ``tensors``, each once."""
+    """The base tensors of these entries that are in ``tensors``, without duplicates."""
     by_name: dict[str, tuple[Any, tuple[str, list[int]]]] = {}
     for entry in entries:
         value = tensors.get(entry.base_name)
@@ -140,7 +140,7 @@ def state_of(value: Any) -> Mapping[str, Any]:
 
 
 _WALKS = ("named_parameters", "named_buffers", "named_modules", "_named_members")
-#: By class of module: whether it inherits the methods that list tensors from ``torch.nn.Module``.
+#: Whether a module class inherits the methods that list tensors from ``torch.nn.Module``.
 _ordinary: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
@@ -280,7 +280,7 @@ class Slice:
         ranges = [wanted_range for wanted_range, _ in wanted]
         if not all(ranges):
             return self._reader.read_range(self._entry, 0, 0, result)
-        # While a leading dim has one index, the elements are contiguous. The first dim with several indexes starts a block of rows.
+        # Leading dims with a single index keep the elements contiguous. The first dim with several indexes starts a block of rows.
         lead = 0
         while lead < len(shape) and len(ranges[lead]) == 1:
             lead += 1
@@ -328,7 +328,7 @@ def _range(index: Any, dim: int) -> tuple[range, bool]:
         raise InvalidArgument(f"a {type(index).__name__} as index: integers, slices and '...' can be read")
     try:
         at = index.__index__()
-    except TypeError as error:  # an array or tensor of several
+    except TypeError as error:  # an array or tensor of several elements
         raise InvalidArgument(f"a {type(index).__name__} as index: integers, slices and '...' can be read") from error
     if not -dim <= at < dim:
         raise OutOfRange(f"index {at} is beyond a dim of {dim}")

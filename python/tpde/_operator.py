@@ -1,7 +1,7 @@
 """The operator ``tpde::linear``, which represents layers for compilers, exporters and autograd.
 
-A weight is passed as its key, a tensor of five integers. So one compiled graph serves all layers of a shape, and a saved program
-identifies the weight and pair that it was made for.
+A weight is passed as its key, a tensor of five integers. One compiled graph therefore serves all layers of a shape, and a saved
+program identifies the pair and the weight that it was made for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _shape_of_linear(
 def _refuse_gradients(
     x: torch.Tensor, bias: Optional[torch.Tensor], key: torch.Tensor, out_features: int, cast: bool = False
 ) -> torch.Tensor:
-    """The autograd kernel: refuses derivatives, because scratch memory is overwritten before a backward pass could read it."""
+    """The autograd kernel. It refuses derivatives, because scratch memory is overwritten before a backward pass could read it."""
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         raise InvalidArgument("a JITCompressedLinear has no gradients: call it under torch.no_grad()")
     if forward_ad._current_level >= 0 and (_has_tangent(x) or (bias is not None and _has_tangent(bias))):

@@ -23,7 +23,7 @@ def is_path(value: Any) -> bool:
 
 
 def path_of(path: StrPath) -> str:
-    """A path as text. Bytes that are no text become surrogates, as in all of Python."""
+    """A path as text. Bytes that cannot be decoded become surrogates, as elsewhere in Python."""
     text = os.fsdecode(path)
     if not text:
         raise InvalidArgument("a path is empty")

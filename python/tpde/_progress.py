@@ -15,7 +15,7 @@ Progress = Union[None, bool, Callable[[int, int], Any], Any]
 
 @contextmanager
 def progress_callback(progress: Progress, verb: str) -> Iterator[Callable[[int, int], Any] | None]:
-    """The callback for the Rust half: it is called with bytes done and bytes in total."""
+    """The progress callback for the Rust half. Its arguments are bytes done and total bytes."""
     if progress is None or progress is False:
         yield None
     elif progress is True:

@@ -27,8 +27,8 @@ _Value = TypeVar("_Value")
 
 
 def outliving(name: str, value: _Value) -> _Value:
-    """Returns the first value that was registered under this name. The operator is registered once per process, so its data must be
-    the same for every import of the package. A purge of ``sys.modules`` leads to several imports."""
+    """Returns the first value that was registered under this name. The operator is registered once per process, so all imports of
+    the package must share its data. After a purge of ``sys.modules`` there are several imports."""
     kept: _Value = vars(torch.ops.tpde).setdefault(name, value)
     return kept
 
@@ -49,26 +49,26 @@ class Weight:
         self.dtype = dtype_of(entry.dtype)
         self.bytes = self.shape[0] * self.shape[1] * self.dtype.itemsize
         self.failures = Failures() if failures is None else failures
-        #: Random, so that a program saved by another process does not find a wrong weight by it.
+        #: Random, so that the handle in a program saved by another process matches no weight here.
         self.handle = secrets.randbits(63)
-        #: The handle, then what identifies the weight in any process: 256 bits of the pair's digest and the tensor's name.
+        #: The handle, then 256 bits that identify the weight in any process: a hash of the pair's digest and the tensor's name.
         self.key = [self.handle, *struct.unpack("<4q", hashlib.sha256(pair.digest() + entry.name.encode()).digest())]
 
     def register(self) -> None:
-        """Makes the weight visible to the operator and to other threads: when it is complete, and nothing is found wrong with it."""
+        """Makes the weight visible to the operator and to other threads. Called when it is complete and has passed its checks."""
         self.known[self.handle] = self
 
     @classmethod
     def alive(cls) -> list[Weight]:
-        """All known weights. Safe while others come and go, unlike the iterators of the dictionary."""
+        """All known weights. Unlike iterating over the dictionary, this is safe while other threads add and drop weights."""
         return [weight for reference in cls.known.valuerefs() if (weight := reference()) is not None]
 
     def __deepcopy__(self, _: Any) -> Weight:
-        return self  # copies of a model share what is never written
+        return self  # copies of a model share the weight, which is never written
 
     @classmethod
     def find(cls, key: torch.Tensor, device: torch.device) -> Weight:
-        """The weight with this key; for a program of another process, the same weight of the same pair on this device."""
+        """The weight with this key. For a program saved by another process: the same weight of the same pair on this device."""
         wanted_key = key.tolist() if key.dim() == 1 else []
         weight = cls.known.get(wanted_key[0]) if wanted_key else None
         if weight is not None and weight.key == wanted_key:
@@ -82,11 +82,11 @@ class Weight:
         )
 
     def memory(self, scratch: torch.Tensor) -> Memory:
-        """Describes scratch memory as this tensor."""
+        """Describes scratch memory as the target tensor."""
         return self.entry.name, self.entry.dtype, self.entry.shape, scratch.data_ptr(), self.bytes, scratch
 
     def view(self, scratch: torch.Tensor) -> torch.Tensor:
-        """The weight in scratch memory."""
+        """The weight as a view of scratch memory."""
         return scratch[: self.bytes].view(self.dtype).view(self.shape)
 
     def base_memory(self) -> list[Memory]:
@@ -97,7 +97,7 @@ class Weight:
         return [describe(name, self.base, expected, device=self.base.device)]
 
     def check(self) -> None:
-        """Decodes once, with all checks of the device."""
+        """Decodes once, with all checks that the device has."""
         raise NotImplementedError
 
     def rebuilt(self) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Weight:
         raise NotImplementedError
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
-        """The layer's output. ``cast``: compute in the dtype of ``x``, whatever the weight's is."""
+        """The layer's output. ``cast``: compute in the dtype of ``x`` instead of the weight's."""
         raise NotImplementedError
 
 
@@ -136,8 +136,8 @@ class HostWeight(Weight):
         return self.view(own)
 
     def _slot(self) -> Slot:
-        """The thread's slot, or a new one if that is too small or in use: by an interrupted call, or by a call that a signal
-        handler has interrupted to make this one."""
+        """The thread's slot, or a new one if that slot is too small or in use. A slot is in use after an interrupted call, and
+        during a call that a signal handler has interrupted to make this one."""
         slot: Slot | None = getattr(self._own, "slot", None)
         if slot is None or slot.state is not EMPTY or slot.memory.numel() < self.bytes:
             with torch.inference_mode(False):

@@ -48,7 +48,7 @@ def saved_of(value: Any) -> Mapping[str, Any]:
 
 
 def refuse_rebuilt(module: Any) -> None:
-    """Raises for a module with layers of :mod:`tpde.nn`: it lacks their weights, which would be left out silently."""
+    """Raises for a module with layers of :mod:`tpde.nn`: their weights are not in its state dict and would be missing silently."""
     nn = sys.modules.get("tpde.nn")
     if nn is None or not hasattr(module, "named_modules"):
         return
@@ -118,7 +118,7 @@ def apply_(
             with progress_callback(progress, "apply") as callback:
                 applied = opened.apply_in_place(outputs, checked=mode == "all_checked", progress=callback)
     except BaseException as error:
-        # Of this package's errors, only `Poisoned` is raised after a write. Any other exception may come at any time.
+        # The only error of this package that is raised after a write is `Poisoned`. Other exceptions may be raised at any time.
         if isinstance(error, Poisoned) or not isinstance(error, TpdeError):
             on_written(tensors, entries)
         raise
@@ -138,7 +138,7 @@ def _apply_again(
     *,
     overwrites: bool,
 ) -> Outcome:
-    """Runs the application of the last call again, for tensors that it has checked."""
+    """Runs the application of the last call again. The caller has checked that the tensors are the same."""
     pair._device.refuse_capture("applying a pair")
     versioned = [tensors[name] for name in application.versioned]
     try:
@@ -186,7 +186,7 @@ def _overwrite(
     *,
     digests: bool,
 ) -> Any:
-    """Rebuilds tensors from a base elsewhere, whatever they hold. Returns the application if a device has run one."""
+    """Rebuilds tensors from a separate base, whatever their contents. Returns the application if one ran on a device."""
     base_memories = None
     if not is_path(base):
         base_memories = bases(entries, state_of(base), where)

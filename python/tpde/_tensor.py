@@ -7,12 +7,12 @@ from typing import Any
 from ._dtypes import VIEWS, byte_shape, is_packed, size
 from ._errors import OutOfMemory
 
-#: Name, dtype, dims, address, bytes, and an owner that keeps the memory in place.
+#: Name, dtype, dims, address, size in bytes, and an owner that keeps the memory in place.
 Memory = tuple[str, str, list[int], int, int, Any]
 
 
 def as_expected(name: str, dtype: str, shape: list[int], expected: tuple[str, list[int]] | None) -> tuple[str, list[int]]:
-    """Dtype and shape of a tensor that may be a view of what is expected."""
+    """The expected dtype and shape if the tensor is a view of those as integers; otherwise its own dtype and shape."""
     if expected is not None and dtype == VIEWS.get(expected[0]):
         is_bytes = is_packed(expected[0]) and shape == byte_shape(*expected)
         if is_bytes or (shape == expected[1] and not is_packed(expected[0])):

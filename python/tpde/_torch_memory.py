@@ -1,4 +1,4 @@
-"""PyTorch tensors as memory for the Rust half. It gets addresses, because exchange protocols such as DLPack lack dtypes."""
+"""PyTorch tensors as memory for the Rust half. It receives addresses, because exchange protocols such as DLPack lack dtypes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def check_device(device: Any) -> torch.device:
-    """The device, if tensors on it can be read and written. A CUDA device gets its index."""
+    """The device, if its tensors can be read and written. A CUDA device without an index gets one."""
     try:
         parsed: torch.device = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -42,7 +42,7 @@ def check_device(device: Any) -> torch.device:
                 why = f"PyTorch finds {torch.cuda.device_count()} CUDA devices"
             else:
                 why = "PyTorch finds no CUDA device"
-        except RuntimeError as error:  # in a process forked from one that had used it, for example
+        except RuntimeError as error:  # for example, a process forked after CUDA was used
             raise DeviceUnavailable(f"PyTorch cannot use {parsed}: {error}", device=str(parsed)) from error
     raise DeviceUnavailable(f"tensors on {parsed} cannot be read or written: {why}", device=str(parsed))
 
@@ -73,20 +73,20 @@ def describe(name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | 
     if tensor.is_conj() or tensor.is_neg():
         raise InvalidArgument(f"tensor {name!r} is conjugated or negated lazily: call resolve_conj and resolve_neg first")
     shape: list[int] = [*tensor.shape]
-    if dtype == "F4":  # PyTorch counts pairs of elements
+    if dtype == "F4":  # an element of PyTorch's dtype is two elements
         shape = [*shape[:-1], 2 * shape[-1]] if shape else [2]
     dtype, shape = as_expected(name, dtype, shape, expected)
     bytes = tensor.numel() * tensor.element_size()
     try:
         storage = tensor.untyped_storage()
-        # The storage of a fake tensor is on another device. A sharding library may have freed a storage's memory.
+        # The storage of a fake tensor is on another device. The storage of a sharded tensor may have been freed by its library.
         needed = tensor.storage_offset() * tensor.element_size() + bytes
         if bytes and (storage.device != tensor.device or storage.nbytes() < needed):
             raise InvalidArgument(without_memory)
         address = tensor.data_ptr()
     except RuntimeError as error:
         raise InvalidArgument(without_memory) from error
-    # Holds the storage too, because `tensor.data = other` would free it.
+    # Keeps the storage alive too, because `tensor.data = other` would free it.
     return name, dtype, shape, address, bytes, (tensor, storage)
 
 
@@ -103,8 +103,8 @@ _shapes = attrgetter("shape")
 def describe_many(
     names: list[str], tensors: list[torch.Tensor], expected: list[tuple[str, list[int]]], device: Any
 ) -> list[Memory] | None:
-    """As :func:`describe` of each, in a quarter of the time. ``None`` if a tensor is not a plain one of the expected dtype and shape;
-    :func:`describe` then finds out why."""
+    """Describes tensors as :func:`describe` does, in a quarter of the time. ``None`` if a tensor is not a plain one of the expected
+    dtype and shape; the caller then uses :func:`describe` to find the reason."""
     try:
         return _described_together(names, tensors, expected, device)
     except RuntimeError:  # within torch.vmap or for nested tensors, for example
@@ -137,8 +137,8 @@ def _described_together(
 
 
 def storages_of(values: list[Any]) -> list[int | None]:
-    """Addresses of the tensors' storages, which no two devices share. ``None`` for values that are no tensors or have no storage,
-    and for tensors on the device ``meta``."""
+    """Addresses of the tensors' storages, which are unique across devices. ``None`` for values that are not tensors or have no
+    storage, and for tensors on the device ``meta``."""
     if _PLAIN.issuperset(map(type, values)) and {torch.strided}.issuperset(map(_layouts, values)):
         try:
             return [address or None for address in map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, values))]
@@ -157,7 +157,7 @@ def _storage(tensor: Any) -> int | None:
 
 
 class StateSnapshot:
-    """The properties of all tensors of a state dict at one time, to find out whether a later state dict has the same tensors.
+    """A snapshot of the properties of all tensors of a state dict, to detect whether a later state dict has the same tensors.
 
     It compares everything that :func:`describe` checks, which is faster than checking again. Addresses alone do not suffice: a
     storage may have been freed, and a smaller one allocated at the same address.

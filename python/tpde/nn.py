@@ -63,7 +63,7 @@ class JITCompressedLinear(nn.Module):
 
     @property
     def handle(self) -> int:
-        """A number of the weight, in this process."""
+        """Identifies the weight in this process."""
         return self._weight.handle
 
     @property
@@ -88,8 +88,8 @@ class JITCompressedLinear(nn.Module):
 
 
 def _convert(plain: nn.Linear, weight: Weight, bias: nn.Parameter | None) -> JITCompressedLinear:
-    """Turns a linear layer into one that rebuilds its weight. It stays the same object, with its hooks, attributes and any ``forward``
-    of the instance, so all references to it see the target's layer."""
+    """Turns a linear layer into one that rebuilds its weight. It stays the same object, with its hooks, its attributes and any
+    ``forward`` of the instance, so all references to it see the converted layer."""
     layer: Any = plain
     layer.__class__ = JITCompressedLinear
     del layer._parameters["weight"]
@@ -224,7 +224,7 @@ def attach(
                 dense.update(dict.fromkeys(names, tensor.detach().to(where)))
     stored_bytes = {weight.handle: opened.stored(weight) for weight in weights.values()}
     rebuilt = [name for name in dense if (entry := opened.entries.get(name)) and (entry.changes or not entry.is_same)]
-    # Up to here nothing was changed, and programs cannot find weights that may still be refused.
+    # Nothing was changed up to here, and programs cannot find weights that may still be refused.
     for rebuilt_weight in weights.values():
         rebuilt_weight.register()
     parameters: dict[int, nn.Parameter] = {}
@@ -264,7 +264,7 @@ class _Model:
         setattr(self.modules[first], last, new)
 
     def convert(self, weights: Mapping[str, Weight]) -> dict[str, JITCompressedLinear]:
-        """Converts linear layers, each once, whatever its names."""
+        """Converts each linear layer once, even if it has several names."""
         layers: dict[str, JITCompressedLinear] = {}
         biases: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         for name, weight in weights.items():
@@ -338,7 +338,7 @@ class _OpenedPair:
             return None
         if device.type == "cpu":
             weight = HostWeight(self.pair, entry, base, self.failures)
-            weight.base_memory()  # checks the base
+            weight.base_memory()  # raises if the base does not fit
             return weight
         on_device = self.on_device(device)
         span = on_device._raw.payloads(entry.name)

@@ -277,7 +277,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _sparse_on_device(reader: Reader, entry: Entry) -> CheckpointWeightPatch | None:
-    """As :func:`_sparse`, with the base on a device: rebuilds the whole tensor there and compares it with the base."""
+    """Like :func:`_sparse`, with the base on a device: rebuilds the whole tensor there and compares it with the base."""
     tensor = reader.read([entry.name])[entry.name].view(-1)
     base = (reader.tensors or {})[entry.base_name].detach().view(-1)
     as_integers = _INTEGERS[tensor.element_size()]
