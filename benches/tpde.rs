@@ -1,5 +1,5 @@
-//! What a user waits for, on generated data: opening a large index, verifying, encoding, applying. `tpde bench` measures real
-//! checkpoints beside peers.
+//! Benchmarks of calls that a user waits for, on generated data: opening a large index, verifying, encoding and applying.
+//! `tpde bench` measures real checkpoints and compares with XOR and zstd.
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
@@ -10,7 +10,7 @@ use tpde::{Apply, BaseKind, Codec, Dtype, Encode, EncodeOptions, Limits, MemoryC
 
 const LANES: usize = 16 << 20;
 
-/// Base and target lanes of BF16, of which one in `rarity` differs by a few units in the last place.
+/// Base and target lanes in BF16. One lane in `rarity` differs by a few units in the last place.
 fn lanes(rarity: u64) -> (Vec<u8>, Vec<u8>) {
     let mut state = 0x9E37_79B9_7F4A_7C15u64;
     let mut random = move || {
@@ -135,7 +135,7 @@ fn parts(c: &mut Criterion) {
     group.finish();
 }
 
-/// The tables that an encoder makes for a checkpoint of these lanes.
+/// The table set that an encoder makes for these lanes.
 fn tables_of(base: &[u8], target: &[u8]) -> TableSet {
     let info = TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![base.len() as u64 / 2] };
     let base = MemoryCheckpoint::new([(info.clone(), base)]).unwrap();

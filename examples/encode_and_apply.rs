@@ -12,7 +12,7 @@ use tpde::{Apply, Authenticity, Encode, Pair, SafetensorsCheckpoint, Verify};
 const ROWS: usize = 1024;
 const COLUMNS: usize = 512;
 
-/// Weights of a layer as BF16. Training has moved every hundredth of them by one unit in the last place.
+/// Weights of a layer in BF16. Training has changed every hundredth weight by one unit in the last place.
 fn weights(trained: bool) -> Vec<u8> {
     let lane = |i: usize| {
         let weight = (i as f32 * 0.618).sin() * 0.05;
@@ -42,7 +42,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("{} of {} bytes encoded, as {stored}", done.load(Ordering::Relaxed), report.target_bytes);
     assert!(stored < report.target_bytes / 20);
 
-    // Where the base is: check the pair, then rebuild the file.
+    // On the machine that has the base: check the pair, then rebuild the file.
     let pair = Pair::open(path("update"))?;
     let verified = Verify::new(&pair).base(&base).run()?;
     assert_eq!(verified.payload_authenticity, Authenticity::Checked);

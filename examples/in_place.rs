@@ -1,4 +1,4 @@
-//! Changes weights in memory from one version to the next, as an engine does that receives updates.
+//! Changes weights in memory from one version to the next, as an engine does when it receives updates.
 //!
 //! `cargo run --example in_place`
 
@@ -10,13 +10,13 @@ fn info(name: &str) -> TensorInfo {
     TensorInfo { name: name.into(), dtype: Dtype::Bf16, shape: vec![LANES] }
 }
 
-/// The weights of a version: each version moves other weights.
+/// The weights of a version. Each version changes different weights.
 fn weights(version: u64) -> Vec<u8> {
     let lane = |i: u64| (0..version).fold(0x3C00 + (i % 509) as u16, |lane, v| lane + u16::from(i % 64 == v));
     (0..LANES).flat_map(|i| lane(i).to_le_bytes()).collect()
 }
 
-/// The pair that leads from one version to the next. A trainer makes it.
+/// The pair from one version to the next, as a trainer would make it.
 fn update(version: u64) -> Result<Pair<Vec<u8>>> {
     let (old, new) = (weights(version), weights(version + 1));
     let base = MemoryCheckpoint::new(["a", "b"].map(|name| (info(name), &old[..])))?;
@@ -35,7 +35,7 @@ fn main() -> Result<()> {
         println!("version {}: {} bytes of weights, a pair of {}", version + 1, report.bytes, pair.blob().len());
     }
 
-    // A pair that was applied already, or out of order, changes nothing.
+    // A pair that was already applied, or is out of order, changes nothing.
     let before = a.clone();
     let tensors = [TensorMut { name: "a", bytes: &mut a }];
     let outcome = Apply::new(&update(3)?).in_place(tensors, InPlace::AllChecked);

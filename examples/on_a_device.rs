@@ -1,4 +1,4 @@
-//! Decodes on a CUDA device: into memory of the host, and into weights that are on the device. Without a device it says so and ends.
+//! Decodes on a CUDA device: into host memory, and into weights on the device. Without a device, prints a message and ends.
 //!
 //! `cargo run --features cuda --example on_a_device`
 
@@ -23,16 +23,16 @@ fn main() -> Result<()> {
     new.chunks_mut(2).step_by(50).for_each(|lane| lane[0] ^= 1);
     let base = MemoryCheckpoint::new([(info.clone(), &old[..])])?;
     let target = MemoryCheckpoint::new([(info, &new[..])])?;
-    // The codecs that a device decodes without the processor.
+    // Only codecs that a device decodes without the CPU.
     let options = EncodeOptions::default().codec(CodecChoice::Device);
     let (pair, _) = Encode::new(&target).base(&base).options(options).to_memory()?;
 
-    // The device in place of the processor. Digests are compared.
+    // The device decodes instead of the CPU. Digests are compared.
     let mut rebuilt = vec![0; new.len()];
     Apply::new(&pair).base(&base).on(&device).to_buffers(&mut [&mut rebuilt])?;
     assert!(rebuilt == new);
 
-    // Weights in memory of the device, changed in place. CRC and chunk sums are compared, and no digests.
+    // Changes weights in device memory in place. CRC and chunk sums are compared, but no digests.
     let index = DeviceIndex::upload(&device, pair.index())?;
     let weights = device.alloc(old.len() as u64)?;
     device.write(&weights, &old)?;

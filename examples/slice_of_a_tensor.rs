@@ -1,4 +1,4 @@
-//! Rebuilds a few rows of a tensor: only the chunks that hold them are read and decoded.
+//! Rebuilds a few rows of a tensor. Only the chunks that contain these rows are read and decoded.
 //!
 //! `cargo run --example slice_of_a_tensor`
 
@@ -16,7 +16,7 @@ fn main() -> Result<()> {
     let base = MemoryCheckpoint::new([(info.clone(), &old[..])])?;
     let target = MemoryCheckpoint::new([(info, &new[..])])?;
 
-    // Small chunks, so that few rows need few of them.
+    // Small chunks, so that a few rows need only a few chunks.
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("update");
     Encode::new(&target).base(&base).options(EncodeOptions::default().chunk_lanes(1 << 14)).to_path(&path)?;
@@ -32,7 +32,7 @@ fn main() -> Result<()> {
     let slice = Apply::new(&pair).base(&base).range("embeddings.weight", elements.clone())?;
     assert!(slice == new[elements.start as usize * 4..elements.end as usize * 4]);
 
-    // The elements that change, with their new values: for a consumer that updates a few weights.
+    // The elements that change and their new values, for a consumer that updates only those.
     let changes = Apply::new(&pair).base(&base).changes("embeddings.weight")?;
     assert_eq!(changes.positions.len() as u64, (ROWS * COLUMNS).div_ceil(7));
     let mut patched = old.clone();

@@ -10,15 +10,16 @@ A *base* checkpoint and a *pair* of files, ``NAME.tpde-index`` and ``NAME.tpde-b
     with tpde.safe_open("update", base="base.safetensors", framework="np") as target:
         weight = target.get_tensor("layer.weight")
 
-:mod:`tpde.torch` works on state dicts and live modules, :mod:`tpde.numpy` on dicts of arrays; each is imported when it is first
-used. :mod:`tpde.nn` has layers that rebuild their weights just in time. All errors are :class:`TpdeError`. Calls let other Python
-threads run, end on Ctrl-C, and use all processors (the environment variable ``RAYON_NUM_THREADS`` says how many). Warnings go to
-the logger ``tpde`` of :mod:`logging`: for example that another process holds a lock on the output folder, which is waited for.
+:mod:`tpde.torch` works on state dicts and live modules, :mod:`tpde.numpy` on dicts of arrays; each is imported on first use.
+:mod:`tpde.nn` has layers that rebuild their weights just in time. All errors are :class:`TpdeError`. During a call, other Python
+threads run, Ctrl-C ends the call, and all processors are used (the environment variable ``RAYON_NUM_THREADS`` sets the number of
+threads). Warnings go to the logger ``tpde`` of :mod:`logging`, for example while a call waits for a lock that another process
+holds on the output folder.
 
-Python ends at once on SIGTERM and SIGHUP. Files that are being written have no names until they are complete, so nothing is left of
-them; but on file systems without ``O_TMPFILE`` (NFS, FUSE), of a checkpoint with more than 64 files, and in the moment when files
-get their names, files or folders named ``.tpde-*.tmp`` stay behind. They can be removed when no process writes there. A handler in
-the main thread avoids them, because its exception ends the call, which removes its files::
+Python ends at once on SIGTERM and SIGHUP. Files have no names until they are complete, so an interrupted call normally leaves no
+files. There are three exceptions: file systems without ``O_TMPFILE`` (NFS, FUSE), checkpoints with more than 64 files, and the
+moment in which files get their names. Then files or folders named ``.tpde-*.tmp`` may remain. They can be removed while no process
+writes there. A handler in the main thread avoids them, because its exception ends the call, which removes its files::
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 """
@@ -91,7 +92,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Modules that need what may not be installed, or takes long to import.
+    # These modules need packages that may be missing or are slow to import.
     if name in ("nn", "numpy", "torch"):
         import importlib
 

@@ -188,9 +188,9 @@ class safe_open:
             device, CRC and sums still find damage, but a forged blob is not detected. On the CPU that is about three times as
             fast.
 
-    Opening is cheap: the index and the base's headers are read. NumPy gets BF16 and the F8 dtypes of ml_dtypes where that is
-    installed, else unsigned integers as wide, with the same bits; F4 and F6 come as ``uint8``, with the last dim in bytes, or
-    with one dim if rows are not whole bytes.
+    Opening is cheap: only the index and the base's headers are read. In NumPy, BF16 and F8 arrays have the dtypes of ml_dtypes if
+    it is installed, otherwise unsigned integers of the same width with the same bits. F4 and F6 arrays are ``uint8``, with the last
+    dim in bytes, or with one dim if rows are not whole bytes.
 
     Raises:
         Invalid, Limit, BadCheckpoint, SystemRefused, InvalidArgument, DeviceUnavailable: As their names say.
@@ -261,10 +261,10 @@ class Slice:
         return self._entry.dtype
 
     def __getitem__(self, index: Any) -> Any:
-        """The elements that ``index`` asks for: integers, slices with a positive step, and one ``...``.
+        """The elements that ``index`` selects: integers, slices with a positive step, and one ``...``.
 
-        Decodes the chunks from the first row to the last that are asked for, and no others, checked by CRC and sums. Digests
-        would take the whole tensor, so a forged blob is not detected.
+        Decodes only the chunks from the first selected row to the last, checked by CRC and sums. Digests would need the whole
+        tensor, so a forged blob is not detected.
 
         Raises:
             OutOfRange: An index beyond the tensor. InvalidArgument: Anything else as index, or a packed dtype.

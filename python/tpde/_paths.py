@@ -47,18 +47,19 @@ class TensorReport:
     #: Element type, as safetensors names it: ``"BF16"``.
     dtype: str
     shape: tuple[int, ...]
-    #: Where its base lanes come from: ``"none"``, ``"same"`` (dtype and shape), or ``"prefix"`` (another number of rows).
+    #: Source of its base lanes: ``"none"``, ``"same"`` (equal dtype and shape), or ``"prefix"`` (another number of rows).
     base_kind: str
     #: ``"raw"``, ``"zstd"`` or ``"conditioned"``.
     codec: str
     chunks: int
-    #: Lanes, changed or not; an element is a lane but for complex (two) and packed (bytes) dtypes.
+    #: Number of lanes, changed or not. An element is one lane, except in complex dtypes (two lanes) and packed dtypes (a lane is a
+    #: byte).
     lanes: int
-    #: Lanes that differ from the base's.
+    #: Number of lanes that differ from the base.
     changed: int
-    #: Bytes of the target tensor.
+    #: Size of the target tensor in bytes.
     bytes: int
-    #: Bytes of its payloads, padded.
+    #: Size of its payloads in bytes, with padding.
     payload_bytes: int
 
 
@@ -68,7 +69,7 @@ class EncodeReport:
 
     index: str
     blob: str
-    #: Bytes of all target tensors.
+    #: Size of all target tensors in bytes.
     target_bytes: int
     index_bytes: int
     blob_bytes: int
@@ -80,12 +81,12 @@ class EncodeReport:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of index and blob."""
+        """Size of index and blob in bytes."""
         return self.index_bytes + self.blob_bytes
 
     @property
     def ratio(self) -> float:
-        """Bytes of the target's tensors for each byte stored."""
+        """Ratio of the target's tensors in bytes to the bytes stored."""
         return self.target_bytes / self.stored_bytes
 
 
@@ -105,7 +106,7 @@ class VerifyReport:
 
     tensors: int
     chunks: int
-    #: Bytes of index and blob.
+    #: Size of index and blob in bytes.
     stored_bytes: int
     #: Whether a base was supplied and has the digests of the pair.
     base_checked: bool
@@ -117,7 +118,7 @@ class VerifyReport:
     #: Whether :func:`apply` can write the target as files, as far as the file system allows; ``None`` if that is unknown because no
     #: tensor was rebuilt.
     writable: bool | None
-    #: Why it cannot.
+    #: The reason why it cannot.
     not_writable: str | None
 
 
@@ -140,12 +141,12 @@ class Inspection:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of index and blob."""
+        """Size of index and blob in bytes."""
         return self.index_bytes + self.blob_bytes
 
     @property
     def ratio(self) -> float:
-        """Bytes of the target's tensors for each byte stored."""
+        """Ratio of the target's tensors in bytes to the bytes stored."""
         return self.target_bytes / self.stored_bytes
 
 
@@ -224,7 +225,7 @@ def encode(
 
     Raises:
         AlreadyExists: The pair exists and ``replace`` is false.
-        InvalidArgument: The output is, contains, or is inside an input, under whatever names or links; or an option has no such value.
+        InvalidArgument: The output is, contains, or is inside an input, under any name or link; or an option has no such value.
         BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
     target, path, base = path_of(target), path_of(path), _path_or_none(base)
@@ -259,7 +260,7 @@ def apply(
         WrongBase: ``base`` is not what the pair was made from.
         AlreadyApplied: ``base`` is the target already.
         Invalid: The pair is damaged.
-        InvalidArgument: A file of the output is, contains, or is inside an input, under whatever names or links.
+        InvalidArgument: A file of the output is, contains, or is inside an input, under any name or link.
         AlreadyExists, BadCheckpoint, Limit, SystemRefused: As their names say. Nothing is written then.
     """
     pair, path, base = path_of(pair), path_of(path), _path_or_none(base)
@@ -278,10 +279,10 @@ def verify(
 ) -> VerifyReport:
     """Check a pair, and whether it fits a base and a target.
 
-    Alone: every rule of the index, and the CRC-32 of every payload. That finds damage, missing random damage of a payload with a
-    probability of 2^-32; it does not find forgery. With ``base`` or ``no_base``: rebuilds every tensor without writing it and
-    compares all digests, which a forged payload does not pass; also plans the files as :func:`apply` does. With ``target``: compares
-    a checkpoint with the target's digests and its files byte for byte, which says nothing about the payloads.
+    Without a base: checks every rule of the index, and the CRC-32 of every payload. That detects damage (random damage passes with
+    a probability of 2^-32), but not forgery. With ``base`` or ``no_base``: rebuilds every tensor without writing it and compares
+    all digests, which a forged payload does not pass; also plans the files as :func:`apply` does. With ``target``: compares a
+    checkpoint with the target's digests, and its files byte for byte, which says nothing about the payloads.
 
     A sound pair whose target cannot be written as files raises nothing: ``writable`` of the report is false then.
 
@@ -294,7 +295,7 @@ def verify(
 
     Raises:
         Invalid, WrongBase, AlreadyApplied, BadCheckpoint, Limit, SystemRefused: What is wrong.
-        InvalidArgument: ``no_base`` is true, but a base is given, or the pair needs one.
+        InvalidArgument: ``no_base`` is true, but a base is passed, or the pair needs one.
     """
     pair, base, target = path_of(pair), _path_or_none(base), _path_or_none(target)
     if no_base and base is not None:
@@ -307,7 +308,7 @@ def inspect(pair: StrPath) -> Inspection:
     """Describe a pair from its index. No payload is read.
 
     Raises:
-        Invalid, Limit, SystemRefused: The index cannot be read or is none.
+        Invalid, Limit, SystemRefused: The index cannot be read, or the file is not an index.
     """
     return report(Inspection, _tpde.inspect(path_of(pair)))
 

@@ -5,8 +5,8 @@ weights, shared and never copied, and the compressed bytes of the pair. Each cal
 memory that all layers share. Outputs equal those of the plain target model, bit for bit. With a pair that needs no base, only the
 compressed bytes of a weight are kept.
 
-On a CUDA device, payloads are kept in pinned memory or on the device. While a layer computes, the next one is copied and decoded on
-side streams. On the CPU, all steps run in sequence. There are no gradients: call models under ``torch.no_grad()``.
+On a CUDA device, payloads are kept in pinned memory or on the device. While a layer computes, the next layer's payload is copied
+and decoded on side streams. On the CPU, all steps run in sequence. There are no gradients: call models under ``torch.no_grad()``.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ Payloads = Literal["pinned", "device"]
 class JITCompressedLinear(nn.Module):
     """A linear layer that rebuilds its weight at every call. :func:`attach` turns an ``nn.Linear`` into one.
 
-    ``y = x Wᵀ + b``, with ``W`` of shape ``(out_features, in_features)``: bit for bit what ``nn.Linear`` gives with the pair's
-    target. The output is computed by the operator ``tpde::linear(x, bias, key, out_features, cast)``, which ``torch.compile``,
-    ``torch.export`` and ``torch.jit.trace`` take as it is: one graph serves all layers of a shape. ``key`` names the pair by its
-    digest, and the tensor. A program that is loaded in another process needs a model there to which the same pair is attached,
-    on the same device; with another pair it is refused.
+    ``y = x Wᵀ + b``, with ``W`` of shape ``(out_features, in_features)``. The output equals that of ``nn.Linear`` with the target
+    weight, bit for bit. It is computed by the operator ``tpde::linear(x, bias, key, out_features, cast)``, which ``torch.compile``,
+    ``torch.export`` and ``torch.jit.trace`` keep as one operator, so one graph serves all layers of a shape. ``key`` identifies the
+    pair, by its digest, and the tensor. A program that is loaded in another process needs a model there to which the same pair is
+    attached, on the same device; with another pair it is refused.
 
-    The bias is a parameter without gradients. The weight is no parameter and not in the state dict; a deep copy of the layer
-    shares it.
+    The bias is a parameter without gradients. The weight is not a parameter and not in the state dict. A deep copy of the layer
+    shares the weight.
 
     Raises:
-        InvalidArgument: When it is called with an input that needs a derivative: one that requires gradients, has a tangent, or belongs to
-            a transform of ``torch.func``.
-        Invalid: When a payload turns out to be damaged, or the base to have been changed. On a CUDA device a later call of any
-            layer of the same model raises it, or :meth:`Attached.check`.
+        InvalidArgument: When it is called with an input that needs a derivative: one that requires gradients, has a tangent, or
+            belongs to a transform of ``torch.func``.
+        Invalid: When a payload is damaged, or the base was changed. On a CUDA device it is raised by a later call of any layer of
+            the same model, or by :meth:`Attached.check`.
     """
 
     _weight: Weight
@@ -72,7 +72,7 @@ class JITCompressedLinear(nn.Module):
         return self._weight.rebuilt()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``: ``(…, in_features)``, of the weight's dtype and on its device. Gives ``(…, out_features)``."""
+        """``x``: ``(…, in_features)``, of the weight's dtype and on its device. Returns ``(…, out_features)``."""
         cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
         if cast:  # as PyTorch does for nn.Linear; explicit for the operator's fake kernel
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -105,8 +105,9 @@ class Attached:
 
     Attributes:
         layers: The layers that rebuild their weights, by their names in the model.
-        dense: Names of the pair's tensors that were rebuilt once and stay dense: not only weights of linear layers, excluded by
-            ``only``, or of a codec that the device cannot decode by itself. Without tensors that the pair does not change.
+        dense: Names of the pair's tensors that were rebuilt once and stay dense: those that are not only weights of linear layers,
+            those excluded by ``only``, and those whose codec the device cannot decode by itself. Tensors that the pair does not
+            change are not listed.
         stored_bytes: Compressed bytes that are kept for the layers.
     """
 
@@ -119,11 +120,11 @@ class Attached:
         self._failures = Failures() if failures is None else failures
 
     def check(self) -> None:
-        """Waits for all queued decoding on CUDA devices, and raises the first error of this model's weights that was not raised yet, or
+        """Waits for all queued decoding on CUDA devices. Raises the first error of this model's weights that was not raised yet, or
         an error of the last replay of a graph.
 
         Raises:
-            Invalid: Naming tensor and chunk. Outputs since then are not those of the target.
+            Invalid: With tensor and chunk. Outputs since then are not those of the target.
         """
         for device, prefetchers in self._prefetchers().items():
             torch.cuda.synchronize(device)
@@ -133,11 +134,12 @@ class Attached:
         Graph.check(self._on_device())
 
     def release(self) -> None:
-        """Returns the scratch memory that layers share on CUDA devices, two weights and two payloads per stream, to PyTorch's allocator.
-        The next call allocates it again. Useful before or after capturing a CUDA graph, which has its own memory.
+        """Frees the scratch memory that layers share on CUDA devices, which is two weights and two payloads per stream. It goes
+        back to PyTorch's allocator, and the next call allocates it again. Useful before or after capturing a CUDA graph, which has
+        its own memory.
 
         Raises:
-            Invalid: As :meth:`check`, if something was wrong with what was queued.
+            Invalid: As :meth:`check`, if queued work failed.
         """
         for prefetchers in self._prefetchers().values():
             for prefetcher in prefetchers:
@@ -165,34 +167,36 @@ def attach(
     time.
 
     Layers of class ``nn.Linear`` whose weight the pair changes become :class:`JITCompressedLinear`. They stay the same objects,
-    with their hooks, their attributes and all of their names; a weight that several of them share is one afterwards too.
-    Everything else that the pair changes, weights that are tied to an embedding among it, is rebuilt once, into new parameters.
-    The model's own tensors are only read, and may be shared with other models; modules that are shared change for all. Tensors
-    must not be written while the model is used. To be called again with another pair, it takes the model as it was.
+    with their hooks, their attributes and all of their names. Layers that share a weight still share one afterwards. Everything
+    else that the pair changes is rebuilt once, into new parameters, including weights that are tied to an embedding. The model's
+    own tensors are only read, and may be shared with other models. Modules that are shared change for all models. Tensors must not
+    be written while the model is used. To attach another pair, start again from the original model.
 
-    Wrappers for distributed training: ``DistributedDataParallel`` and FSDP2's ``fully_shard`` take a model after ``attach``, for
-    forwards under ``torch.no_grad()``; they see its other parameters. ``attach`` refuses a model that ``fully_shard`` has
-    sharded already, and one in a ``DistributedDataParallel``, whose names are others: give it ``wrapped.module``.
+    Wrappers for distributed training: apply ``DistributedDataParallel`` or FSDP2's ``fully_shard`` after ``attach``, for forwards
+    under ``torch.no_grad()``; the wrappers see the model's other parameters. ``attach`` refuses a model that ``fully_shard`` has
+    already sharded. It also refuses a ``DistributedDataParallel``, whose tensors have other names: pass ``wrapped.module``.
 
     Args:
-        model: Has the base, by the names of the pair: parameters and buffers on the CPU or a CUDA device. What the pair needs
-            no base for may be on the device ``meta``.
-        pair: Name of the pair, or either file; or a :class:`tpde.torch.DevicePair`. For a CUDA device it is best encoded with
-            ``codec="conditioned", chunk_lanes=65536``: a block of the device takes a chunk, and a layer should have hundreds.
-            A CUDA graph is best captured on a stream of high priority, ``torch.cuda.graph(graph,
-            stream=torch.cuda.Stream(priority=-1))``: what is decoded for later layers leaves those before it more room then.
-        device: Where the model is to run; ``None``: where each tensor is. Bases on the CPU stay there for a CUDA device, pinned,
-            and are read from there; all other tensors are moved.
-        payloads: Where compressed bytes are kept for a CUDA device: in ``"pinned"`` memory of the host, or on the ``"device"``;
-            or what says so for the name of a weight. A :class:`tpde.torch.DevicePair` that has them on the device keeps them there.
-        only: Of linear weights, those whose names this holds for; the others are rebuilt once.
-        check: Whether each weight is rebuilt once now, so that a wrong base or damage is raised here; on the CPU with digests.
-        progress: As for :func:`tpde.encode`, of reading the payloads.
+        model: Has the base, under the names of the pair, in parameters and buffers on the CPU or a CUDA device. Tensors for which
+            the pair needs no base may be on the device ``meta``.
+        pair: Name of the pair, or either file; or a :class:`tpde.torch.DevicePair`. For a CUDA device, encode it with
+            ``codec="conditioned", chunk_lanes=65536``: one thread block decodes one chunk, and a layer should have hundreds.
+            Capture a CUDA graph on a stream of high priority, ``torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1))``:
+            then decoding for later layers slows earlier layers less.
+        device: Where the model is to run; ``None``: where each tensor is. For a CUDA device, bases on the CPU stay there in pinned
+            memory and are read from there; all other tensors are moved.
+        payloads: Where compressed bytes are kept for a CUDA device: in ``"pinned"`` memory of the host, or on the ``"device"``; or
+            a function that returns one of the two for the name of a weight. A :class:`tpde.torch.DevicePair` that has its payloads
+            on the device keeps them there.
+        only: A function of a weight's name: linear weights for which it returns false are rebuilt once and stay dense.
+        check: Whether each weight is rebuilt once now, so that a wrong base or damage is raised here. On the CPU, digests are
+            compared too.
+        progress: As for :func:`tpde.encode`, for reading the payloads.
 
     Raises:
-        WrongBase, AlreadyApplied, Invalid, Limit, SystemRefused: What is wrong; the model is as it was.
-        NotContiguous, InvalidArgument: A tensor that cannot be read, is missing, or has another dtype or shape than in the pair; a pair
-            on another device.
+        WrongBase, AlreadyApplied, Invalid, Limit, SystemRefused: What is wrong; the model is unchanged.
+        NotContiguous, InvalidArgument: A tensor that cannot be read, is missing, or has another dtype or shape than in the pair; or
+            a pair on another device.
         DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with the device.
     """
     if not callable(payloads) and payloads not in ("pinned", "device"):

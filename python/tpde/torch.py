@@ -137,14 +137,14 @@ def apply_(
 
     Returns:
         ``"applied"``; ``"already_applied"`` if the weights are the target's already; or ``"nothing"`` if no tensor of the pair
-        is among those given, which takes ``strict=False``. Nothing was written in the last two cases.
+        is among ``tensors``, which requires ``strict=False``. Nothing was written in the last two cases.
 
     Raises:
         WrongBase, Invalid, Limit, SystemRefused: What is wrong; nothing was written.
         Poisoned: See ``mode``.
-        NotContiguous, InvalidArgument: A tensor cannot be changed in place, is missing, has another dtype or shape than in the pair, or
-            shares memory with one that the pair gives other values; or a CUDA graph is being captured, which cannot wait for
-            the outcome. Nothing was written.
+        NotContiguous, InvalidArgument: A tensor cannot be changed in place, is missing, has another dtype or shape than in the
+            pair, or shares memory with a tensor that has other values in the pair; or a CUDA graph is being captured, which cannot
+            wait for the outcome. Nothing was written.
         DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with a device.
     """
     return _state.apply_(
