@@ -40,7 +40,7 @@ macro_rules! faults {
 }
 
 faults! {
-    /// How the files that a pair names differ from those of a checkpoint.
+    /// How the files described by the pair are made inconsistent.
     Fault {
         None,
         /// A tensor is in no file.

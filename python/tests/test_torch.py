@@ -413,7 +413,7 @@ target = {{"w": base["w"].clone()}}
 target["w"][::1000] += 1
 tpde.torch.save_file(target, {str(tmp_path / "p")!r}, base=base)
 del target
-# The peak before is above what two such tensors need: read the size of today, not the peak.
+# The earlier peak is above the size of two such tensors, so it is reset before each measurement.
 for mode in ("all_checked", "chunk_by_chunk"):
     open("/proc/self/clear_refs", "w").write("5")       # the peak begins here
     status = lambda key: next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(key)) >> 10

@@ -58,7 +58,7 @@ def size(dtype: str, shape: list[int]) -> int:
 
 
 def byte_shape(dtype: str, shape: list[int]) -> list[int]:
-    """Shape of the bytes of a packed tensor: its own with the last dim in bytes, or one dim if rows are not whole bytes."""
+    """Shape of a packed tensor as bytes: the last dim counts bytes. If rows are not whole bytes, there is only one dim."""
     if shape and shape[-1] * BITS[dtype] % 8 == 0:
         return [*shape[:-1], shape[-1] * BITS[dtype] // 8]
     return [size(dtype, shape)]

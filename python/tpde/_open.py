@@ -218,8 +218,8 @@ class safe_open:
         return list(self._opened().entries)
 
     def metadata(self) -> dict[str, str] | None:
-        """The ``__metadata__`` of the target's files; ``None`` if the pair was made from tensors, or if its headers are those of
-        the base's files and the base was not given as files."""
+        """The ``__metadata__`` of the target's files. ``None`` if the pair was made from tensors, or if the headers are those of
+        the base's files and the base was not passed as files."""
         reader = self._opened()
         if not reader.pair.has_files():
             return None
@@ -246,7 +246,7 @@ class safe_open:
 
 
 class Slice:
-    """A tensor of which indexing rebuilds a part: ``open.get_slice("w")[10:20, :64]``."""
+    """A lazy view of a tensor. Indexing rebuilds a part of it: ``open.get_slice("w")[10:20, :64]``."""
 
     def __init__(self, reader: Reader, entry: Entry) -> None:
         self._reader = reader
@@ -302,7 +302,7 @@ class Slice:
 
 
 def _complete(index: Any, rank: int) -> list[Any]:
-    """One index per dim: ``...`` and missing indices become whole slices."""
+    """Completes an index to one entry per dim: ``...`` and missing entries become full slices."""
     indices = list(index) if isinstance(index, tuple) else [index]
     dots = [i for i, one in enumerate(indices) if one is Ellipsis]
     if len(dots) > 1:

@@ -65,7 +65,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class EncodeReport:
-    """What encoding did."""
+    """Results of encoding."""
 
     index: str
     blob: str
@@ -92,7 +92,7 @@ class EncodeReport:
 
 @dataclass(frozen=True)
 class ApplyReport:
-    """What an application did."""
+    """Results of an application."""
 
     tensors: int
     bytes: int
@@ -124,7 +124,7 @@ class VerifyReport:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a pair holds."""
+    """Contents of a pair."""
 
     version: str
     pair_digest: str

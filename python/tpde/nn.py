@@ -252,7 +252,7 @@ class _Model:
         self.groups = list(groups.values())
 
     def is_linear(self, names: list[str]) -> bool:
-        """Whether these are the weights of plain linear layers, and nothing else."""
+        """Whether these names are all weights of plain linear layers."""
         split = [name.rpartition(".") for name in names]
         return all(last == "weight" and type(self.modules[first]) is nn.Linear for first, _, last in split)
 

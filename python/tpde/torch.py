@@ -123,9 +123,9 @@ def apply_(
             on the CPU any alignment), all on the CPU or all on one CUDA device. There the work follows what is queued on the
             current stream. Nothing else may read or write the tensors during the call.
         pair: Name of the pair, or either file; or a :class:`DevicePair`.
-        base: Where the base is, if ``tensors`` hold something else, such as another fine-tune of it. They are then overwritten
-            in one pass, and the base is not changed. For weights on a CUDA device it must be tensors on that
-            device. If the call fails midway, the weights are unusable: :class:`Poisoned` has the reason as its ``__cause__``.
+        base: The base, if ``tensors`` hold something else, such as another fine-tune of the base. The tensors are then overwritten
+            in one pass, and the base is not changed. For weights on a CUDA device, the base must be tensors on that device. If the
+            call fails midway, the weights are unusable: :class:`Poisoned` has the reason as its ``__cause__``.
         mode: ``"all_checked"`` decodes and checks everything before it writes, and the writing is not interrupted: whatever is
             raised, the weights are the base or the target. On the CPU this compares CRC, sums and all digests, on a CUDA device
             CRC and sums but no digests. ``"chunk_by_chunk"`` checks CRC and sums of each chunk and writes it, in one pass. A
@@ -213,9 +213,9 @@ class CheckpointWeightPatch(NamedTuple):
     shape: tuple[int, ...]
     #: Its dtype.
     dtype: torch.dtype
-    #: The new values, one dim: at ``indices``, or of the whole tensor.
+    #: The new values, one dim: of the elements at ``indices``, or of the whole tensor.
     values: torch.Tensor
-    #: Where in the flattened tensor, ascending (``int32``, or ``int64`` for large tensors); ``None`` for the whole tensor.
+    #: Positions in the flattened tensor, ascending (``int32``, or ``int64`` for large tensors); ``None`` for the whole tensor.
     indices: torch.Tensor | None
 
 
