@@ -1,7 +1,7 @@
 //! Lossless differences between neural-network checkpoints.
 //!
-//! A *pair* of files, `NAME.tpde-index` and `NAME.tpde-blob`, holds what turns a *base* checkpoint into a *target*, bit for
-//! bit, in chunks that are decoded one by one. The format is written down in `spec/`; the modules here follow it.
+//! A *pair* of files, `NAME.tpde-index` and `NAME.tpde-blob`, turns a *base* checkpoint into a *target*, bit for bit. Tensors
+//! are split into chunks, and each chunk can be decoded on its own. The folder `spec/` specifies the format.
 //!
 //! ```
 //! use tpde::{Apply, Dtype, Encode, MemoryCheckpoint, TensorInfo};
@@ -32,23 +32,23 @@
 //! | open a pair | [`Pair::open`]; [`Pair::new`] for a [`ValidatedIndex`] and a blob from any [`Source`] |
 //! | rebuild the target, or a part of it | [`Apply`]: files, buffers, a range of a tensor, tensors changed in place |
 //! | check a pair, a base and a target | [`Verify`] |
-//! | see what the bytes of a pair are for | [`Explain`], [`ValidatedIndex`] |
-//! | read checkpoints | [`SafetensorsCheckpoint`] for files and sharded folders, [`MemoryCheckpoint`] for memory, or a [`Checkpoint`] of your own |
-//! | decode on a CUDA device | [`Apply::on`], or module `cuda` for memory of the device |
-//! | follow long work, or end it | `progress` and `watch` of each builder, [`Watch`] |
+//! | see what takes up the bytes of a pair | [`Explain`], [`ValidatedIndex`] |
+//! | read checkpoints | [`SafetensorsCheckpoint`] for files and sharded folders, [`MemoryCheckpoint`] for memory, or your own [`Checkpoint`] |
+//! | decode on a CUDA device | [`Apply::on`]; module `cuda` for tensors in device memory |
+//! | show progress, or stop the work | `progress` and `watch` of each builder, [`Watch`] |
 //!
-//! Files are read by ranges, so a model need not fit in memory. Work runs on the threads of the current rayon pool.
+//! Files are read in ranges, so a model need not fit in memory. Work runs on the threads of the current rayon pool.
 //!
-//! Nothing here panics on data. Whatever a file contains, the result is a value or an [`Error`] that says what was expected, what
+//! No function panics because of the content of a file. The result is a value, or an [`Error`] that says what was expected, what
 //! was found, and where.
 //!
 //! # Features
 //!
-//! None is on by default.
+//! No feature is enabled by default.
 //!
 //! - `cuda`: module `cuda`. The driver is loaded at run time; building needs no toolkit.
 //! - `mmap`: `MappedSource`, and large pages for large buffers on Linux.
-//! - `arbitrary`: implementations of the trait `Arbitrary` for records, for fuzzing.
+//! - `arbitrary`: the trait `Arbitrary` for the records of the format, for fuzzing.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(missing_docs)]
@@ -79,7 +79,7 @@ mod sums;
 mod watch;
 mod writer;
 
-// The code in these documents is compiled by the tests. A test lists the documents that have such code.
+// Doctests compile the Rust code in these documents. Another test checks that the list is complete.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

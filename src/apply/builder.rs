@@ -1,4 +1,4 @@
-//! Applying a pair: the builder, and the ways to take the result.
+//! The builder that applies a pair, with one method for each kind of output.
 
 use super::accelerator::Accelerator;
 use super::in_place::{InPlace, InPlaceRun, TensorMut};
@@ -22,7 +22,7 @@ static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
 
 /// Rebuilds the target of a pair, or a part of it, from its base.
 ///
-/// Set the options, then call one of the methods that do the work: [`to_path`](Self::to_path), [`to_memory`](Self::to_memory),
+/// Set the options, then call a method that does the work: [`to_path`](Self::to_path), [`to_memory`](Self::to_memory),
 /// [`to_buffers`](Self::to_buffers), [`to_sink`](Self::to_sink), [`in_place`](Self::in_place), [`range`](Self::range),
 /// [`changes`](Self::changes) or [`verify`](Self::verify).
 ///
@@ -47,7 +47,7 @@ pub struct Apply<'a, B> {
     base: Option<&'a dyn Checkpoint>,
     /// Numbers of the selected tensors in the index, ascending.
     selected: Vec<usize>,
-    /// Whether the caller has selected tensors.
+    /// Whether the caller has called [`Apply::tensors`].
     is_selection: bool,
     digests: bool,
     overwrite: bool,
@@ -56,7 +56,7 @@ pub struct Apply<'a, B> {
 }
 
 impl<'a, B: Source> Apply<'a, B> {
-    /// An application of all tensors, with all checks, without a base.
+    /// Applies all tensors of `pair`, with all checks and without a base, unless options say otherwise.
     pub fn new(pair: &'a Pair<B>) -> Self {
         Self {
             pair,
@@ -70,44 +70,44 @@ impl<'a, B: Source> Apply<'a, B> {
         }
     }
 
-    /// Sets the base: the checkpoint that the pair was made from. A pair that was made without a base needs none. The base is
-    /// only read.
+    /// Sets the base: the checkpoint from which the target differs. A pair that was made without a base needs none. The base is
+    /// never written.
     pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
         self.base = Some(base);
         self
     }
 
-    /// Selects the tensors for which `is_wanted` holds, among those selected before.
+    /// Narrows the selection to the tensors whose names satisfy `is_wanted`. Repeated calls combine: a tensor must satisfy all.
     pub fn tensors(mut self, is_wanted: impl Fn(&str) -> bool) -> Self {
         self.selected.retain(|&i| is_wanted(self.pair.index().tensor(i).name));
         self.is_selection = true;
         self
     }
 
-    /// Whether BLAKE3 digests are compared: on by default.
+    /// Sets whether BLAKE3 digests are compared. The default is `true`.
     ///
-    /// Off, decoding is about three times as fast, and a chunk's CRC and sums still find damage. They do not find forgery: both
-    /// are linear, so a blob can be changed to give other weights under the same index and pair digest.
+    /// Without digests, decoding is about three times as fast, and each chunk's CRC and sums still detect damage. They do not
+    /// detect forgery: both are linear, so a blob can be changed to give other weights with the same index and pair digest.
     pub fn digests(mut self, on: bool) -> Self {
         self.digests = on;
         self
     }
 
-    /// Whether [`Apply::to_path`] may replace existing files: off by default.
+    /// Sets whether [`Apply::to_path`] may replace existing files. The default is `false`.
     pub fn overwrite(mut self, on: bool) -> Self {
         self.overwrite = on;
         self
     }
 
-    /// Decodes on a device. The result is the same. Digests, where they are compared, are computed by the processor.
-    /// [`Apply::range`] and [`Apply::changes`] use the processor all the same.
+    /// Decodes on a device, with the same result. The CPU still computes digests, if they are compared, and does all the work of
+    /// [`Apply::range`] and [`Apply::changes`].
     pub fn on(mut self, device: &'a dyn Accelerator) -> Self {
         self.accelerator = Some(device);
         self
     }
 
-    /// Calls `report`, from any thread, with the number of bytes done since its last call. The total is the size of the selected
-    /// tensors.
+    /// Calls `report`, from any thread, with the number of bytes done since the previous call. The total is the size of the
+    /// selected tensors.
     pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
         self.watcher = Watcher::Closure(Box::new(report));
         self
@@ -119,27 +119,27 @@ impl<'a, B: Source> Apply<'a, B> {
         self
     }
 
-    /// The selected tensors in ascending order of their names: the order of the buffers of [`Apply::to_buffers`].
+    /// The selected tensors in ascending order of name. [`Apply::to_buffers`] expects its buffers in this order.
     pub fn selected(&self) -> impl Iterator<Item = Tensor<'a>> + '_ {
         self.selected.iter().map(|&i| self.pair.index().tensor(i))
     }
 
-    /// Writes the target's files at `path`: one file if the pair holds a single unnamed one, else a folder. A pair without files,
-    /// or a selection of tensors, gives one safetensors file.
+    /// Writes the target's files at `path`. If the pair describes a single unnamed file, `path` becomes a file; otherwise it
+    /// becomes a folder. If the pair describes no files, or if tensors are selected, `path` becomes one safetensors file.
     ///
-    /// Nothing appears at `path` until everything is written, compared with the digests and synced. A new folder appears as a
-    /// whole. In an existing folder the files are replaced one by one. Meanwhile the folder has a shard index that every reader
-    /// rejects; the shard index of the pair replaces it last.
+    /// Nothing appears at `path` until everything is written, compared with the digests and synced. A new folder appears
+    /// complete, in one step. In an existing folder the files are replaced one by one. Until the last one is replaced, the folder
+    /// has a shard index that every reader rejects. The shard index of the pair replaces it last.
     ///
-    /// A replaced file keeps its permission bits. If `path` is a link to a file, the link is replaced, and the linked file stays
-    /// as it is.
+    /// A replaced file keeps its permission bits. If `path` is a link to a file, the link is replaced and the linked file is not
+    /// changed.
     ///
     /// # Errors
-    /// As [`Apply::check_writable`], before anything is written, and as [`Apply::to_sink`]; [`Error::InvalidArgument`] if the
-    /// output is, contains, or is inside a file or folder of the base or the pair; [`Error::BadCheckpoint`] if an existing folder
-    /// has other files that readers would mix with those of the pair; [`Error::Io`] if `path` exists and
-    /// [`overwrite`](Apply::overwrite) is not set, or is neither a regular file nor a folder, or if another process holds a lock
-    /// on the folder for 30 seconds.
+    /// - The errors of [`Apply::check_writable`], before anything is written, and those of [`Apply::to_sink`].
+    /// - [`Error::InvalidArgument`] if the output is, contains, or is inside a file or folder of the base or the pair.
+    /// - [`Error::BadCheckpoint`] if an existing folder has other files that readers would mix with those of the pair.
+    /// - [`Error::Io`] if `path` exists and [`overwrite`](Apply::overwrite) is not set; if `path` is neither a regular file nor a
+    ///   folder; or if another process holds a lock on the folder for 30 seconds.
     pub fn to_path(&self, path: impl AsRef<Path>) -> Result<ApplyReport> {
         if self.base.is_none() {
             self.check_needs_no_base()?;
@@ -147,11 +147,10 @@ impl<'a, B: Source> Apply<'a, B> {
         to_path::write(&self.unchecked_run(), self.base_files(), self.is_selection, path.as_ref(), self.overwrite)
     }
 
-    /// Rebuilds the selected tensors in new memory, in ascending order of their names. [`Apply::to_buffers`] uses memory of the
-    /// caller.
+    /// Rebuilds the selected tensors in new memory, in ascending order of name. To reuse memory, call [`Apply::to_buffers`].
     ///
     /// # Errors
-    /// As [`Apply::to_buffers`]; [`Error::Io`] if the system refuses the memory.
+    /// The errors of [`Apply::to_buffers`]; [`Error::Io`] if the memory cannot be allocated.
     pub fn to_memory(&self) -> Result<Vec<(TensorInfo, Vec<u8>)>> {
         let mut tensors = Vec::with_capacity(self.selected.len());
         for tensor in self.selected() {
@@ -168,9 +167,9 @@ impl<'a, B: Source> Apply<'a, B> {
         Ok(tensors)
     }
 
-    /// Rebuilds into buffers: one per tensor of [`Apply::selected`], of the tensor's size.
+    /// Rebuilds into buffers: one per tensor of [`Apply::selected`], with exactly the tensor's size.
     ///
-    /// Cost: one read of the base, one write of the target, and where digests are on one hash of each.
+    /// Cost: one read of the base and one write of the target; with digests, also one hash of each.
     ///
     /// # Errors
     /// [`Error::WrongBase`], [`Error::AlreadyApplied`] or [`Error::Invalid`]: discard the buffers. [`Error::InvalidArgument`] if
@@ -182,54 +181,56 @@ impl<'a, B: Source> Apply<'a, B> {
     /// Rebuilds into a sink, chunk by chunk. After an error, discard what the sink has received.
     ///
     /// # Errors
-    /// As [`Apply::to_buffers`], and what the sink returns.
+    /// The errors of [`Apply::to_buffers`] and of the sink.
     pub fn to_sink(&self, sink: &dyn Sink) -> Result<ApplyReport> {
         self.run()?.to_sink(sink)
     }
 
-    /// Rebuilds and discards the result: checks that this base and this pair give the target.
+    /// Rebuilds the target and discards it, to check that this base and this pair give the target.
     ///
     /// # Errors
-    /// As [`Apply::to_buffers`].
+    /// The errors of [`Apply::to_buffers`].
     pub fn verify(&self) -> Result<VerifyReport> {
         self.run()?.verify()
     }
 
-    /// The bytes of a range of elements of a tensor: decodes the chunks that hold them and no others. The tensor need not be
+    /// The bytes of a range of elements of a tensor. Decodes only the chunks that overlap the range. The tensor need not be
     /// selected.
     ///
-    /// Chunks are checked by CRC and sums. Digests are not compared: that would take the whole tensor.
+    /// CRC and sums of the chunks are checked. Digests are not compared, because a digest covers the whole tensor.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is no such tensor or range; otherwise as [`Apply::to_buffers`].
+    /// [`Error::InvalidArgument`] if the pair has no such tensor or the tensor no such range; otherwise the errors of
+    /// [`Apply::to_buffers`].
     pub fn range(&self, name: &str, elements: Range<u64>) -> Result<Vec<u8>> {
         range::range(&self.run_for(self.pair.index().find(name))?, name, elements)
     }
 
-    /// The elements of a tensor whose bits differ from the base's, in order, with their new values. Elements that the base lacks
-    /// count as zeros. For a packed dtype the unit is a byte. The tensor need not be selected.
+    /// The elements of a tensor whose bits differ between base and target, in ascending order, with their new values. An element
+    /// that the base lacks is compared with zero. For a packed dtype the unit is a byte. The tensor need not be selected.
     ///
-    /// Cost: decodes the changed chunks, checked by CRC and sums, and memory for the result. Digests are not compared.
+    /// Only the changed chunks are decoded. Their CRC and sums are checked; digests are not compared. Memory: the size of the
+    /// result.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is no such tensor; otherwise as [`Apply::to_buffers`].
+    /// [`Error::InvalidArgument`] if the pair has no such tensor; otherwise the errors of [`Apply::to_buffers`].
     pub fn changes(&self, name: &str) -> Result<Changes> {
         range::changes(&self.run_for(self.pair.index().find(name))?, name)
     }
 
-    /// Changes tensors in memory from base to target: the tensors passed, in any order. Other tensors of the pair are skipped.
-    /// The tensors are the base, so no other base can be set.
+    /// Changes the tensors in memory from base to target. They may come in any order, and other tensors of the pair are skipped.
+    /// The tensors themselves are the base, so no other base may be set.
     ///
-    /// Digests are compared with [`InPlace::AllChecked`] only; see [`InPlace`] for what that means for a forged blob. With it, a
-    /// watcher cannot stop the work once writing has begun.
+    /// Only [`InPlace::AllChecked`] compares digests; [`InPlace`] says what that means for a forged blob. In that mode a watcher
+    /// cannot stop the work once writing has begun.
     ///
     /// # Errors
-    /// - With [`InPlace::AllChecked`]: [`Error::WrongBase`], [`Error::AlreadyApplied`], [`Error::Invalid`] or [`Error::Io`], and
-    ///   nothing is written.
-    /// - [`Error::Poisoned`] if something was written: with [`InPlace::ChunkByChunk`], or if the blob changes or fails between
-    ///   the two passes of [`InPlace::AllChecked`].
+    /// - [`Error::WrongBase`], [`Error::AlreadyApplied`], [`Error::Changed`], [`Error::Invalid`] or [`Error::Io`]: the tensors are
+    ///   unchanged.
+    /// - [`Error::Poisoned`]: some tensors have changed. Possible with [`InPlace::ChunkByChunk`], and with
+    ///   [`InPlace::AllChecked`] only if the blob changes or fails between the two passes.
     /// - [`Error::InvalidArgument`] for a tensor that is not selected, occurs twice, has another length, or changes its number of
-    ///   rows; and if a base or a device is set.
+    ///   rows; also if a base or a device is set.
     pub fn in_place<'t>(&self, tensors: impl IntoIterator<Item = TensorMut<'t>>, mode: InPlace) -> Result<ApplyReport> {
         if self.base.is_some() {
             return Err(Error::InvalidArgument("an application in place takes no base: the tensors are the base".into()));
@@ -250,17 +251,17 @@ impl<'a, B: Source> Apply<'a, B> {
         run.run(&mut tensors)
     }
 
-    /// Finds the cause of an error that another applier reported, such as module `cuda`. An error about the sum of a base chunk
-    /// becomes [`Error::WrongBase`] or [`Error::AlreadyApplied`] if the digests of the base say so. Other errors are returned as
-    /// they are.
+    /// Finds the cause of an error that another decoder reported, such as module `cuda`. If the error is about the sum of a base
+    /// chunk, the base is compared with its digests, and the error may become [`Error::WrongBase`] or [`Error::AlreadyApplied`].
+    /// Other errors are returned unchanged.
     ///
-    /// Cost: one read and one hash of the selected tensors of the base.
+    /// Cost for an error about a base sum: one read and one hash of the selected tensors of the base.
     #[must_use]
     pub fn explain(&self, error: Error) -> Error {
         self.explain_with(error, |base, tensor| base.find(tensor.base_name).filter(|_| tensor.base_kind != BaseKind::None))
     }
 
-    /// [`Apply::explain`] for an application in place: the base holds the caller's tensors, under their names in the target.
+    /// [`Apply::explain`] for an application in place. The base must hold the caller's tensors, under their names in the target.
     #[must_use]
     pub fn explain_in_place(&self, error: Error) -> Error {
         self.explain_with(error, |base, tensor| base.find(tensor.name))
@@ -272,24 +273,26 @@ impl<'a, B: Source> Apply<'a, B> {
         run.explain(error, &bases)
     }
 
-    /// Checks that [`Apply::to_path`] can write the target of the pair. Nothing is written. Where this and [`Apply::verify`]
-    /// succeed, [`Apply::to_path`] does, unless the file system refuses. [`Verify`](crate::Verify) does both.
+    /// Checks that [`Apply::to_path`] can write the target of the pair. Nothing is written. If this method and [`Apply::verify`]
+    /// succeed, [`Apply::to_path`] fails only for reasons of the file system. [`Verify`](crate::Verify) calls both.
     ///
-    /// Cost: the headers of all files are read, or one is composed, and held.
+    /// Cost: reads the headers of all files, or composes one, and holds them in memory.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the pair's files and its tensors do not fit together, or if the base, or none, lacks a file whose
-    /// content the target shares; [`Error::NotWritable`] if no reader would take the one file to be composed: a tensor named
-    /// `__metadata__`, a header above 100,000,000 bytes.
+    /// - [`Error::Invalid`] if the pair's files do not match its tensors, or if the target shares the content of a base file that
+    ///   is missing (also if no base is set).
+    /// - [`Error::NotWritable`] if no reader would accept the composed file: because a tensor is named `__metadata__`, or because
+    ///   the header is larger than 100,000,000 bytes.
     pub fn check_writable(&self) -> Result<()> {
         let chosen = self.is_selection.then(|| self.selected().collect::<Vec<_>>());
         outputs(self.pair.index(), self.base_files(), chosen.as_deref()).map(|_| ())
     }
 
-    /// The `__metadata__` of the target's files, all in one. If files differ in the value of a key, the first file's counts.
+    /// The `__metadata__` of all files of the target, merged. If files have different values for a key, the first file's is used.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the base, or none, lacks a file whose header the target shares, or if a header is damaged.
+    /// [`Error::Invalid`] if the target shares the header of a base file that is missing (also if no base is set), or if a header
+    /// is damaged.
     pub fn metadata(&self) -> Result<BTreeMap<String, String>> {
         target_metadata(self.pair.index(), self.base_files())
     }
@@ -302,10 +305,10 @@ impl<'a, B: Source> Apply<'a, B> {
         self.run_for(self.selected())
     }
 
-    /// A run, after checking that it has the base that these tensors need.
+    /// Creates a run, after checking that a base is set if one of `tensors` needs it.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if one of them needs a base and none is set.
+    /// [`Error::InvalidArgument`] if a tensor needs a base and none is set.
     fn run_for<'t>(&self, tensors: impl IntoIterator<Item = Tensor<'t>>) -> Result<Run<'_, B>> {
         let needs_base = |tensor: &Tensor<'_>| tensor.base_kind != BaseKind::None;
         match tensors.into_iter().find(needs_base).filter(|_| self.base.is_none()) {
@@ -322,7 +325,7 @@ impl<'a, B: Source> Apply<'a, B> {
         run
     }
 
-    /// Refuses a pair that needs a base, for a selected tensor or for a file.
+    /// Returns an error if a selected tensor or a file of the pair needs a base.
     pub(super) fn check_needs_no_base(&self) -> Result<()> {
         self.run()?;
         if !self.is_selection && self.pair.index().files().any(|file| !file.kind.is_stored()) {

@@ -12,14 +12,14 @@ use crate::source::Source;
 use crate::sums::ChunkSum;
 use std::cell::Cell;
 
-/// The chunks of a pair: an index and its payloads.
+/// Access to the chunks of a pair: the index and the payloads.
 pub(crate) trait Chunks: Sync {
     fn index(&self) -> &ValidatedIndex;
 
-    /// The payload of a chunk, after checking its CRC and padding: in place if it is in memory, else read into `scratch`.
+    /// The payload of a chunk, after checking its CRC and padding. Borrowed if the blob is in memory, else read into `scratch`.
     fn payload<'a>(&'a self, chunk: u32, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]>;
 
-    /// The fields of a chunk's record that its codec reads.
+    /// The fields of a chunk's record that the codec needs.
     fn encoded(&self, chunk: u32) -> Encoded {
         let record = &self.index().records()[chunk as usize];
         Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() }
@@ -36,7 +36,7 @@ impl<B: Source> Chunks for Pair<B> {
     }
 }
 
-/// Contexts and buffers with which a thread decodes chunks.
+/// The decoding state of a thread: codec contexts and buffers.
 pub(super) struct DecodeWorker {
     decoder: ChunkDecoder,
     payload: Vec<u8>,
@@ -48,8 +48,8 @@ impl DecodeWorker {
         Self { decoder: ChunkDecoder::new(), payload: Vec::new(), lanes: Vec::new() }
     }
 
-    /// Calls `work` with a buffer of `size` bytes for lanes, which contains data of earlier chunks. During the call the buffer is
-    /// moved out of the worker, so that `work` can also borrow the worker.
+    /// Calls `work` with a buffer of `size` bytes for lanes. The buffer is not cleared between calls. During the call it is moved
+    /// out of the worker, so that `work` can borrow the worker too.
     pub fn with_lanes<R>(&mut self, size: usize, work: impl FnOnce(&mut Self, &mut [u8]) -> R) -> R {
         let mut lanes = std::mem::take(&mut self.lanes);
         lanes.resize(size.max(lanes.len()), 0);
@@ -59,14 +59,14 @@ impl DecodeWorker {
     }
 }
 
-/// Hashes of a chunk's lanes as pieces of their tensors. `base` is `None` unless base and target have the same length.
+/// BLAKE3 hashes of a chunk's lanes as subtrees of their tensors. `base` is `None` unless base and target have the same length.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Hashes {
     pub base: Option<[u8; 32]>,
     pub target: [u8; 32],
 }
 
-/// The number of a tensor's base tensor in `base`, after checking its dtype and shape; `None` without a base.
+/// The number of a tensor's base tensor in `base`, after checking dtype and shape; `None` if the tensor has no base tensor.
 pub(crate) fn find_base(tensor: &Tensor<'_>, base: &dyn Checkpoint) -> Result<Option<usize>> {
     let Some(shape) = tensor.base_shape() else { return Ok(None) };
     let broken = |found: &dyn std::fmt::Display| {
@@ -81,8 +81,8 @@ pub(crate) fn find_base(tensor: &Tensor<'_>, base: &dyn Checkpoint) -> Result<Op
     Ok(Some(base_index))
 }
 
-/// Step 8 for a block: fills `lanes` with the base lanes from `first_lane` on, with zeros where the base has none (section 8.2),
-/// and adds them to `sum`.
+/// Step 8 for a block: fills `lanes` with the base lanes from `first_lane` on and adds them to `sum`. Lanes beyond the end of the
+/// base are zero (section 8.2).
 pub(super) fn base_lanes(
     tensor: &Tensor<'_>,
     base: &dyn Checkpoint,
@@ -91,7 +91,7 @@ pub(super) fn base_lanes(
     lanes: &mut [u8],
     sum: &mut ChunkSum,
 ) -> Result<()> {
-    // In place, a tensor without a base still has old bytes. They are not its base.
+    // In an application in place, the old bytes of a tensor without a base are not its base.
     let base = PaddedBase::new(Some(base), base_index.filter(|_| tensor.base_kind != BaseKind::None));
     let offset = first_lane * tensor.lane_bytes() as u64;
     match base.in_place(offset, lanes.len()) {
@@ -106,9 +106,9 @@ pub(super) fn base_lanes(
 
 /// Steps 8 to 11: fills `lanes`, which has the chunk's length, with the chunk's target lanes.
 ///
-/// `fill` puts base lanes into a block of `lanes` and adds them to the sum; its first argument is the block's first lane in the
-/// tensor. Each block is summed, hashed and decoded while it is in the L1 cache. An error of `fill` is returned as it is, because
-/// without base lanes nothing is known about the chunk.
+/// `fill(first_lane, block, sum)` writes base lanes to `block`, beginning with lane `first_lane` of the tensor, and adds them to
+/// `sum`. Each block is summed, hashed and decoded while it is in the L1 cache. An error of `fill` takes precedence over errors
+/// about the chunk, because without base lanes the chunk cannot be checked.
 pub(super) fn decode(
     chunks: &dyn Chunks,
     tensor: &Tensor<'_>,
@@ -126,7 +126,7 @@ pub(super) fn decode(
     let first_lane = tensor.chunk_range(chunk).start;
     let offset = first_lane * width as u64;
 
-    // A `prefix` base and its target differ in length, so that base is hashed as a whole elsewhere.
+    // A `prefix` base differs in length from its target, so `Run::hash_base` hashes it separately.
     let hash_base = with_hashes && tensor.base_kind == BaseKind::Same;
     let mut hasher = hash_base.then(|| PieceHasher::new(offset, tensor.base_bytes()));
     let mut sum = ChunkSum::default();
@@ -154,7 +154,7 @@ pub(super) fn decode(
     if let (Some(Err(_)), true) = (&target_sum_or_error, fill_failed.get()) {
         return target_sum_or_error.transpose().map(|_| None);
     }
-    // If the base is wrong, say so, even if the payload seems wrong too.
+    // Check the base sum before reporting a decoding error, because a wrong base can cause both.
     fill(lanes, lanes.len())?;
     Rule::ChunkBaseSum.check_eq(base_sum, sum.value).map_err(at)?;
     if let Some(decoded_sum) = target_sum_or_error {

@@ -1,4 +1,4 @@
-//! Comparing a checkpoint with what a pair rebuilds.
+//! Compares a checkpoint with the target of a pair, without decoding.
 
 use crate::batches::hash_tensor;
 use crate::checkpoint::Checkpoint;
@@ -7,13 +7,13 @@ use crate::error::{Escaped, Result, Rule, hex};
 use crate::index::ValidatedIndex;
 use crate::watch::Progress;
 
-/// Compares a checkpoint with the target of a pair: the same tensors, with the same dtypes, shapes and digests.
+/// Compares the names, dtypes, shapes and digests of a checkpoint's tensors with those of the target of a pair.
 ///
 /// Cost: one read and one hash of the checkpoint, by all threads of the pool.
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) with `tensor.target_digest` for the first tensor that is missing or differs,
-/// with `digest.target_root` for a tensor that the pair does not have; [`Error::Io`](crate::Error::Io).
+/// [`Error::Invalid`](crate::Error::Invalid) with rule `tensor.target_digest` for the first tensor that is missing or differs;
+/// the same error with rule `digest.target_root` for a tensor that the pair lacks; [`Error::Io`](crate::Error::Io).
 pub fn check_target(index: &ValidatedIndex, target: &dyn Checkpoint, progress: Progress<'_>) -> Result<()> {
     let mut root = Root::default();
     for tensor in index.tensors() {

@@ -1,4 +1,4 @@
-//! Applying to tensors in memory, in place (spec section 13, modes of application).
+//! Applies a pair to tensors in memory, in place (spec section 13, modes of application).
 
 use super::chunk::{Chunks, DecodeWorker, decode};
 use super::kept::Kept;
@@ -15,27 +15,27 @@ use crate::watch::Progress;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// What an application in place checks before it writes.
+/// The checks that an application in place makes before it writes.
 ///
-/// Only digests detect a forged blob: CRC and chunk sums are linear, and a signed pair digest does not cover payloads. The modes
-/// are described for the CPU. On a CUDA device neither mode compares digests, see module `cuda`.
+/// Only digests detect a forged blob: CRC and chunk sums are linear, and a signed pair digest does not cover payloads. The
+/// descriptions of the modes hold for the CPU. On a CUDA device neither mode compares digests; see module `cuda`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum InPlace {
-    /// Decode and check everything before the first write: a refused pair leaves the tensors as they were.
+    /// Decode and check everything in a first pass, then write in a second pass. If a check fails, the tensors are unchanged.
     ///
-    /// The bytes written are those checked, even if the blob changes meanwhile. Up to 256 MiB of payloads are kept in memory
-    /// between the two passes. The others are read again and compared with their BLAKE3 digests. A difference is
-    /// [`Error::Changed`], within [`Error::Poisoned`] if something was written by then. So is an error of reading them again. If
-    /// all payloads are kept, the second pass reads nothing and cannot fail in these ways.
+    /// The bytes written are the bytes checked, even if the blob changes between the passes. Up to 256 MiB of payloads are kept in
+    /// memory. Other payloads are read again in the second pass and compared with the BLAKE3 digest from the first. A difference
+    /// is [`Error::Changed`], and a failed read is [`Error::Io`]; either is wrapped in [`Error::Poisoned`] if a tensor has already
+    /// changed. If all payloads are kept, the second pass does not read the blob and cannot fail in these ways.
     ///
-    /// The bytes of the tensors are not copied. The exclusive borrow keeps other Rust code from writing them between the passes.
-    /// If foreign code can reach the memory, the caller must keep it from writing. The second pass detects such a write by chunk
-    /// sums only.
+    /// The bytes of the tensors are not copied. The exclusive borrow prevents other Rust code from writing to them between the
+    /// passes. If foreign code can reach the memory, the caller must prevent it from writing, because the second pass detects
+    /// such a write only by chunk sums.
     #[default]
     AllChecked,
-    /// Check each chunk before it is written, and read everything once. An error in the middle leaves a mixture of base and
-    /// target, reported as [`Error::Poisoned`].
+    /// Check each chunk just before it is written, in one pass. An error after the first write leaves a mixture of base and target
+    /// and is reported as [`Error::Poisoned`].
     ///
     /// Compares CRC and chunk sums but no digests, so it does not detect a forged blob.
     ChunkByChunk,
@@ -46,11 +46,11 @@ pub enum InPlace {
 pub struct TensorMut<'a> {
     /// Name in the target.
     pub name: &'a str,
-    /// Its bytes, row-major and little-endian: those of the base before, those of the target after.
+    /// The tensor's bytes, row-major and little-endian: base bytes before the call, target bytes after it.
     pub bytes: &'a mut [u8],
 }
 
-/// A checkpoint of tensors in memory, used while nothing writes them.
+/// The caller's tensors as a checkpoint, used while nothing writes to them.
 struct Snapshot<'a> {
     infos: Vec<TensorInfo>,
     data: Vec<&'a [u8]>,
@@ -62,7 +62,7 @@ impl Checkpoint for Snapshot<'_> {
     }
 
     fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        // Lengths were compared with the index before.
+        // `InPlaceRun::check` has compared the lengths with the index.
         out.copy_from_slice(&self.data[tensor_index][offset as usize..][..out.len()]);
         Ok(())
     }
@@ -78,13 +78,13 @@ pub(super) struct InPlaceRun<'a, B> {
     pub mode: InPlace,
     /// Whether [`InPlace::AllChecked`] compares digests.
     pub digests: bool,
-    /// Most bytes of payloads that [`InPlace::AllChecked`] keeps.
+    /// Maximum size, in bytes, of the payloads that [`InPlace::AllChecked`] keeps.
     pub max_kept_bytes: u64,
     pub progress: Progress<'a>,
 }
 
 impl<B: Source> InPlaceRun<'_, B> {
-    /// Changes base tensors to target tensors. Each byte counts as progress once, when it is checked.
+    /// Changes base tensors to target tensors. Progress counts each byte once: when it is checked, in the first pass.
     pub fn run(&self, tensors: &mut [TensorMut<'_>]) -> Result<ApplyReport> {
         tensors.sort_by(|a, b| a.name.cmp(b.name));
         self.check(tensors)?;
@@ -124,7 +124,7 @@ impl<B: Source> InPlaceRun<'_, B> {
         );
         let mut written = written.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Err(source) = outcome {
-            // Unchanged chunks count as written. If only those were written, the tensors are still the base.
+            // `written` includes unchanged chunks. If it has no others, the tensors still equal the base.
             if !changed.into_inner() {
                 return Err(self.on_snapshot(tensors, chunks, |run| run.explain_in_order(source)));
             }
@@ -164,7 +164,7 @@ impl<B: Source> InPlaceRun<'_, B> {
         Ok(())
     }
 
-    /// Calls `work` with a run of `chunks` whose base is the tensors in memory.
+    /// Calls `work` with a run over `chunks` that uses the tensors in memory as its base.
     fn on_snapshot<R>(&self, tensors: &[TensorMut<'_>], chunks: &dyn Chunks, work: impl FnOnce(&Run<'_, B>) -> R) -> R {
         let snapshot = tensors.iter().filter_map(|memory| Some((self.pair.index().find(memory.name)?, &*memory.bytes)));
         let (infos, data) = snapshot

@@ -1,4 +1,4 @@
-//! Payloads that are read twice and must not change between.
+//! Payloads that are read twice and must not change between the reads.
 
 use super::chunk::Chunks;
 use crate::digest;
@@ -10,12 +10,12 @@ use blake3::Hash;
 use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock};
 
-/// Most bytes of payloads that [`InPlace::AllChecked`](super::InPlace::AllChecked) keeps in memory between checking and writing.
-/// Of further payloads only the digest is kept: they are read again and compared.
+/// Maximum size, in bytes, of the payloads that [`InPlace::AllChecked`](super::InPlace::AllChecked) keeps in memory between its
+/// passes. Of other payloads it keeps only the digest, and compares it when it reads the payload again.
 pub const KEPT_PAYLOADS: u64 = 256 << 20;
 
-/// The payloads of a pair whose blob may change. After the first read of a payload, every later read gives the same bytes or
-/// fails. A blob in memory cannot change, so its payloads are not copied.
+/// The payloads of a pair whose blob may change on disk. Every later read of a payload gives the bytes of its first read, or fails.
+/// A blob in memory cannot change, so its payloads are not copied.
 pub(super) struct Kept<'a, B> {
     pair: &'a Pair<B>,
     read: RwLock<Read>,
@@ -23,7 +23,7 @@ pub(super) struct Kept<'a, B> {
 
 struct Read {
     payloads: HashMap<u32, Payload>,
-    /// Bytes of payloads that may still be kept.
+    /// Remaining budget for kept payloads, in bytes.
     free: u64,
 }
 
@@ -33,7 +33,7 @@ enum Payload {
 }
 
 impl<'a, B: Source> Kept<'a, B> {
-    /// Nothing is kept yet; at most `limit` bytes of payloads will be.
+    /// Creates an empty store that keeps at most `limit` bytes of payloads.
     pub fn new(pair: &'a Pair<B>, limit: u64) -> Self {
         Self { pair, read: RwLock::new(Read { payloads: HashMap::new(), free: limit }) }
     }
@@ -45,7 +45,7 @@ impl<'a, B: Source> Kept<'a, B> {
             read.free -= size;
             Payload::Bytes(payload.into())
         } else {
-            drop(read); // hashing is slow, so not under the lock
+            drop(read); // do not hold the lock while hashing
             let digest = digest::of(payload);
             read = self.read.write().unwrap_or_else(PoisonError::into_inner);
             Payload::Digest(digest)

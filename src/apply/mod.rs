@@ -1,5 +1,5 @@
-//! Applying a pair to a base: out of place, in place, by ranges; and checks of a pair against base and target (spec sections 9
-//! and 13).
+//! Applies a pair to a base: to new memory or files, in place, or for a range of elements. Also checks a pair against a base and a
+//! target (spec sections 9 and 13).
 
 #![forbid(unsafe_code)]
 

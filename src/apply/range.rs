@@ -1,4 +1,4 @@
-//! Parts of a tensor: a range of its elements, and the elements that change.
+//! Parts of a tensor: a range of elements, and the changed elements.
 
 use super::chunk::{DecodeWorker, base_lanes, decode, find_base};
 use super::run::Run;
@@ -9,18 +9,18 @@ use crate::source::Source;
 use crate::sums::ChunkSum;
 use std::ops::Range;
 
-/// The elements of a tensor that change: [`Apply::changes`](crate::Apply::changes).
+/// The changed elements of a tensor. The result of [`Apply::changes`](crate::Apply::changes).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Changes {
     /// Positions of the changed elements in row-major order, ascending.
     pub positions: Vec<u64>,
-    /// Their new values, concatenated.
+    /// New values of these elements, concatenated.
     pub values: Vec<u8>,
 }
 
 impl Changes {
-    /// Adds the elements that differ. `first` is the position of the first element of `old` and `new`.
+    /// Adds the elements that differ between `old` and `new`. `first` is the position of their first element in the tensor.
     fn collect(&mut self, first: u64, old: &[u8], new: &[u8], element: usize) {
         const BLOCK: usize = 1024;
         for (block, (old, new)) in old.chunks(BLOCK).zip(new.chunks(BLOCK)).enumerate() {
@@ -42,7 +42,7 @@ fn find<'a, B: Source>(run: &Run<'a, B>, name: &str) -> Result<Tensor<'a>> {
     run.pair.index().find(name).ok_or_else(|| Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(name))))
 }
 
-/// The bytes of a range of elements: decodes the chunks that hold them and no others.
+/// The bytes of a range of elements. Decodes only the chunks that overlap the range.
 pub(super) fn range<B: Source>(run: &Run<'_, B>, name: &str, elements: Range<u64>) -> Result<Vec<u8>> {
     let tensor = find(run, name)?;
     let (lanes, chunks) = tensor.locate(elements)?;
@@ -62,7 +62,7 @@ pub(super) fn range<B: Source>(run: &Run<'_, B>, name: &str, elements: Range<u64
     Ok(out)
 }
 
-/// The elements that differ from the base's, with their new values.
+/// The elements whose bits differ between base and target, with their new values.
 pub(super) fn changes<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Changes> {
     let tensor = find(run, name)?;
     let base = find_base(&tensor, run.base)?;

@@ -1,4 +1,4 @@
-//! The target of a pair as a checkpoint: chunks are rebuilt when they are read.
+//! The target of a pair as a checkpoint that rebuilds chunks when they are read.
 
 use super::chunk::{DecodeWorker, base_lanes, decode};
 use crate::batches::Pool;
@@ -11,20 +11,20 @@ use crate::sums::ChunkSum;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The target of a pair. CRC and sums of a chunk are checked when it is rebuilt; digests are not.
+/// The target of a pair. Rebuilding a chunk checks its CRC and sums, but no digests.
 pub(crate) struct Rebuilt<'a, B> {
     pair: &'a Pair<B>,
     base: &'a dyn Checkpoint,
-    /// Per tensor, the number of its base tensor. Dtypes and shapes have been checked.
+    /// For each tensor, the number of its base tensor. Dtypes and shapes have been checked.
     bases: &'a [Option<usize>],
     tensors: Vec<TensorInfo>,
-    /// The last rebuilt chunks, for reads of less than a chunk: one per thread, and one more.
+    /// Cache of the last rebuilt chunks, for reads of less than a chunk. At most the number of threads plus one.
     recent: Mutex<VecDeque<(u32, Arc<Vec<u8>>)>>,
     workers: Pool<DecodeWorker>,
 }
 
 impl<'a, B: Source> Rebuilt<'a, B> {
-    /// The target of `pair` on `base`. `bases` is the number of each tensor's base tensor.
+    /// The target that `pair` gives with `base`. `bases` has the number of each tensor's base tensor.
     pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint, bases: &'a [Option<usize>]) -> Self {
         let info =
             |tensor: Tensor<'_>| TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
@@ -41,7 +41,7 @@ impl<'a, B: Source> Rebuilt<'a, B> {
         self.workers.with(|worker| decode(self.pair, tensor, chunk, fill, worker, out, false)).map(|_| ())
     }
 
-    /// All `size` bytes of a chunk.
+    /// A complete chunk of `size` bytes, from the cache or rebuilt.
     fn chunk(&self, tensor: &Tensor<'_>, chunk: u32, size: usize) -> Result<Arc<Vec<u8>>> {
         let recent = || self.recent.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, bytes)) = recent().iter().find(|(known, _)| *known == chunk) {

@@ -1,4 +1,4 @@
-//! One application of a pair: selected tensors, rebuilt from a base (spec section 13, steps 8 to 12).
+//! One application of a pair: rebuilds selected tensors from a base (spec section 13, steps 8 to 12).
 
 use super::accelerator::{Accelerator, Work};
 use super::chunk::{Chunks, DecodeWorker, Hashes, base_lanes, decode, find_base};
@@ -19,12 +19,12 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// Receives rebuilt bytes, from any thread. Ranges never overlap.
+/// Receives rebuilt bytes. Calls come from any thread; their byte ranges never overlap.
 pub trait Sink: Sync {
     /// Stores `bytes` at byte `offset` of the tensor with number `tensor_index` in the index.
     ///
     /// # Errors
-    /// Any error that keeps the sink from storing them. It ends the application.
+    /// Any error that prevents the sink from storing the bytes. It ends the application.
     fn write(&self, tensor_index: usize, offset: u64, bytes: &[u8]) -> Result<()>;
 }
 
@@ -32,28 +32,28 @@ pub trait Sink: Sync {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct ApplyReport {
-    /// Tensors rebuilt.
+    /// Number of rebuilt tensors.
     pub tensors: u64,
-    /// Bytes of the rebuilt tensors.
+    /// Size of the rebuilt tensors in bytes.
     pub bytes: u64,
     /// Whether base and target were compared with the digests of the pair.
     pub digests_checked: bool,
 }
 
-/// An application: selected tensors, base, checks.
+/// The parameters and the state of one application.
 pub(crate) struct Run<'a, B> {
     pub pair: &'a Pair<B>,
-    /// The payloads that the CPU decodes: the pair's, or those kept from an earlier pass.
+    /// Source of the payloads that the CPU decodes: the pair, or the payloads kept from an earlier pass.
     pub chunks: &'a dyn Chunks,
     pub base: &'a dyn Checkpoint,
     /// Numbers of the selected tensors in the index, ascending.
     pub selected: Vec<usize>,
-    /// The base has exactly the selected tensors, in their order; their names are not used.
+    /// Whether the base has exactly the selected tensors, in the same order. Base tensors are then found by position, not by name.
     pub in_order: bool,
     pub digests: bool,
     pub progress: Progress<'a>,
     pub accelerator: Option<&'a dyn Accelerator>,
-    /// Hashes of whole base tensors. Several target tensors may have the same one.
+    /// Cached hashes of complete base tensors, by tensor number. Several target tensors may share a base tensor.
     whole_bases: Mutex<BTreeMap<usize, Hash>>,
 }
 
@@ -64,7 +64,7 @@ struct Job<'a> {
     tensor: Tensor<'a>,
     base: Option<usize>,
     chunk: u32,
-    /// The output of its lanes. Without it they go to a buffer of the thread.
+    /// Destination of the chunk's lanes. If `None`, they are decoded into a buffer of the thread.
     out: Option<&'a mut [u8]>,
 }
 
@@ -163,7 +163,7 @@ impl<'a, B: Source> Run<'a, B> {
         })
     }
 
-    /// Per selected tensor, the number of its base tensor.
+    /// For each selected tensor, the number of its base tensor.
     fn bases(&self) -> Result<Vec<Option<usize>>> {
         if self.in_order {
             return Ok((0..self.selected.len()).map(Some).collect());
@@ -224,7 +224,8 @@ impl<'a, B: Source> Run<'a, B> {
         }
     }
 
-    /// [`Run::run_jobs`] on a device. Each tensor is compared with its digests before `store` receives it.
+    /// [`Run::run_jobs`] on a device. `store` receives each tensor after its chunks are hashed. The digests of a tensor are compared
+    /// when the next tensor arrives, or at the end.
     fn run_on(
         &self,
         accelerator: &dyn Accelerator,
@@ -247,7 +248,7 @@ impl<'a, B: Source> Run<'a, B> {
         Ok(self.report())
     }
 
-    /// The hashes of the chunks of a rebuilt tensor.
+    /// The hashes of a rebuilt tensor's chunks, and of the base chunks.
     fn hash_chunks(&self, at: usize, base: Option<usize>, target: &[u8]) -> Result<Vec<Hashes>> {
         let tensor = self.pair.index().tensor(self.selected[at]);
         let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
@@ -264,13 +265,13 @@ impl<'a, B: Source> Run<'a, B> {
         target.par_chunks(chunk_bytes).enumerate().map_init(Vec::new, hash).collect()
     }
 
-    /// [`Run::explain`] where each selected tensor is its own base.
+    /// [`Run::explain`] for a base that has exactly the selected tensors, in the same order.
     pub(super) fn explain_in_order(&self, error: Error) -> Error {
         let bases: Vec<_> = (0..self.selected.len()).map(Some).collect();
         self.explain(error, &bases)
     }
 
-    /// The hash of a whole base tensor, computed once. The watcher can stop the work but sees no progress.
+    /// The hash of a complete base tensor, computed once and cached. The watcher can stop the work, but no progress is reported.
     fn hash_base(&self, base_index: usize) -> Result<Hash> {
         struct NoProgress<'a>(Progress<'a>);
         impl Watch for NoProgress<'_> {
@@ -287,8 +288,8 @@ impl<'a, B: Source> Run<'a, B> {
         Ok(hash)
     }
 
-    /// A wrong base appears first as an error about a chunk's base sum. Replaces that error by one that names the cause, from the
-    /// digests of the base.
+    /// Finds the cause of an error about a chunk's base sum: hashes the base tensors, and returns [`Error::WrongBase`] or
+    /// [`Error::AlreadyApplied`] if their digests show that. Other errors are returned unchanged.
     pub fn explain(&self, error: Error, bases: &[Option<usize>]) -> Error {
         if error.rule() != Some(Rule::ChunkBaseSum) {
             return error;
@@ -296,11 +297,12 @@ impl<'a, B: Source> Run<'a, B> {
         let mut wrong = None;
         let mut all_are_targets = true;
         for (tensor, base) in self.selected().zip(bases) {
-            // A tensor without a base has an entry here only in place: its memory is the target if the pair was already applied.
+            // A tensor that needs no base has an entry only in an application in place. If the pair was already applied, its memory
+            // holds the target.
             let Some(base_index) = *base else { continue };
             let found = match self.hash_base(base_index) {
                 Ok(hash) => short(&hash),
-                // A base that cannot be read may still be the right one.
+                // Report the failed read: a base that cannot be read may still be the right one.
                 Err(unread) => return unread,
             };
             all_are_targets &= found == tensor.digests.target_digest;
@@ -315,13 +317,13 @@ impl<'a, B: Source> Run<'a, B> {
         match wrong {
             Some(_) if all_are_targets => Error::AlreadyApplied,
             Some(wrong) => wrong,
-            // All digests agree, so the sum in the index is wrong.
+            // The base matches all digests, so the sum in the index is wrong.
             None => error,
         }
     }
 }
 
-/// Combines the hashes of chunks into those of tensors, and compares these with the index.
+/// Combines the hashes of chunks into hashes of tensors, and compares them with the digests in the index.
 struct DigestCheck<'a, 'b, B> {
     run: &'b Run<'a, B>,
     bases: &'b [Option<usize>],
@@ -358,7 +360,7 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
             BaseKind::Prefix => self.bases[self.ended].map(|base_index| self.run.hash_base(base_index)).transpose()?,
         };
         if let Some(found) = base_hash.as_ref().map(short).filter(|found| *found != tensor.digests.base_digest) {
-            // Its sums were right: the base is forged, or it is a `prefix` base whose unused rows differ.
+            // The chunk sums matched. Either the base is forged, or it is a `prefix` base that differs in rows the target lacks.
             let expected = hex(&tensor.digests.base_digest);
             return Err(Error::WrongBase { tensor: tensor.base_name.to_owned(), expected, found: hex(&found) });
         }

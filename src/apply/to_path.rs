@@ -1,4 +1,4 @@
-//! Writing a target as safetensors files.
+//! Writes a target as safetensors files.
 
 use super::run::{ApplyReport, Run, Sink};
 use crate::error::{Error, Result};
@@ -23,7 +23,7 @@ impl Sink for Files<'_> {
     }
 }
 
-/// Writes and publishes the files of the target, or with `is_selection` one safetensors file of the selected tensors.
+/// Writes and publishes the files of the target. With `is_selection`, writes one safetensors file of the selected tensors instead.
 pub(super) fn write<B: Source>(
     run: &Run<'_, B>,
     base: Option<&SafetensorsCheckpoint>,
@@ -40,7 +40,7 @@ pub(super) fn write<B: Source>(
     let mut publication =
         if is_lone { Publication::files(path, replace) } else { Publication::folder(path, barrier(path, &outputs)?, replace) };
     let report = stage(run, &outputs, locations, &mut publication, paths)?;
-    // Other files may have appeared in the folder during the work.
+    // Check the folder again: other files may have appeared during the work.
     let check = || if is_lone { Ok(()) } else { barrier(path, &outputs).map(drop) };
     publication.commit_after(run.progress, &check)?;
     Ok(report)

@@ -12,7 +12,7 @@ use crate::source::Source;
 use crate::watch::{Watch, Watcher};
 use serde::Serialize;
 
-/// Checks a pair, and whether it fits a base and a target.
+/// Checks a pair, and optionally whether it matches a base and a target.
 ///
 /// | set | what is checked | what that excludes |
 /// |---|---|---|
@@ -41,32 +41,32 @@ pub struct Verify<'a, B> {
     watcher: Watcher<'a>,
 }
 
-/// The base of a verification.
+/// The base that a verification has.
 #[derive(Clone, Copy)]
 enum Base<'a> {
-    /// Payloads are read, but no tensor is rebuilt.
+    /// No base. Payloads are read, but no tensor is rebuilt.
     Unavailable,
     NotNeeded,
     Available(&'a dyn Checkpoint),
 }
 
-/// The result of [`Verify::run`]. The pair is sound in every case.
+/// The result of [`Verify::run`]. A damaged pair gives an error instead.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct Verification {
-    /// What was compared.
+    /// Counts, and the comparisons that were made.
     #[serde(flatten)]
     pub checked: VerifyReport,
-    /// Whether forged payloads are excluded.
+    /// Whether the check would have detected forged payloads.
     pub payload_authenticity: Authenticity,
-    /// Whether [`Apply::to_path`] can write the target as files, errors of the file system aside; `None` unless its tensors were
-    /// rebuilt.
+    /// Whether [`Apply::to_path`] can write the target as files, apart from errors of the file system. `None` if no reason against
+    /// it was found but no tensor was rebuilt.
     pub writable: Option<bool>,
-    /// The reason, if it cannot.
+    /// The reason why the target cannot be written.
     pub not_writable: Option<String>,
 }
 
-/// Whether the payloads were shown to give the target that the index names.
+/// Whether a check shows that the payloads give the target of the index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -78,36 +78,36 @@ pub enum Authenticity {
 }
 
 impl<'a, B: Source> Verify<'a, B> {
-    /// A check of the pair alone.
+    /// Checks the pair alone, unless options say otherwise.
     pub fn new(pair: &'a Pair<B>) -> Self {
         Self { pair, base: Base::Unavailable, target: None, accelerator: None, watcher: Watcher::Nobody }
     }
 
-    /// Sets the checkpoint that is expected to be the base.
+    /// Sets the checkpoint to compare with the base of the pair.
     pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
         self.base = Base::Available(base);
         self
     }
 
-    /// Expects a pair that needs no base, and rebuilds its tensors from the pair alone.
+    /// Rebuilds the tensors without a base. Only for a pair that needs no base.
     pub fn without_base(mut self) -> Self {
         self.base = Base::NotNeeded;
         self
     }
 
-    /// Sets the checkpoint that is expected to be the target. If it has files, they are compared too.
+    /// Sets the checkpoint to compare with the target of the pair. If it has files, they are compared too.
     pub fn target(mut self, target: &'a dyn Checkpoint) -> Self {
         self.target = Some(target);
         self
     }
 
-    /// Rebuilds on a device.
+    /// Rebuilds tensors on a device.
     pub fn on(mut self, device: &'a dyn Accelerator) -> Self {
         self.accelerator = Some(device);
         self
     }
 
-    /// Calls `report`, from any thread, with the number of bytes done since its last call. The total is
+    /// Calls `report`, from any thread, with the number of bytes done since the previous call. The total is
     /// [`progress_bytes`](Verify::progress_bytes).
     pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
         self.watcher = Watcher::Closure(Box::new(report));
@@ -120,7 +120,7 @@ impl<'a, B: Source> Verify<'a, B> {
         self
     }
 
-    /// The total of the bytes reported as progress.
+    /// Total number of bytes that will be reported as progress.
     pub fn progress_bytes(&self) -> u64 {
         let index = self.pair.index();
         let target_bytes = index.tensor_bytes().1;
@@ -131,12 +131,15 @@ impl<'a, B: Source> Verify<'a, B> {
     /// Runs the checks. If the pair is sound but its target cannot be written as files, this succeeds, and
     /// [`Verification::not_writable`] is the reason.
     ///
-    /// Cost: reads all payloads; with a base reads and hashes it, decodes and hashes the target; with a target reads and hashes it.
+    /// Cost: reads all payloads. With a base, also reads and hashes the base, and decodes and hashes the target. With a target
+    /// checkpoint, also reads and hashes that checkpoint.
     ///
     /// # Errors
-    /// As [`Pair::verify`] or [`Apply::verify`]; [`Error::Invalid`] with the rule `tensor.target_digest`, `digest.target_root` or
-    /// `file.content_digest` if the target is another one; [`Error::InvalidArgument`] for [`without_base`](Verify::without_base)
-    /// and a pair that needs a base; [`Error::Io`].
+    /// - The errors of [`Pair::verify`] or [`Apply::verify`].
+    /// - [`Error::Invalid`] with rule `tensor.target_digest`, `digest.target_root` or `file.content_digest` if the target
+    ///   checkpoint is not the target of the pair.
+    /// - [`Error::InvalidArgument`] if the pair needs a base and [`without_base`](Verify::without_base) is set.
+    /// - [`Error::Io`].
     pub fn run(&self) -> Result<Verification> {
         let index = self.pair.index();
         let apply = || {
@@ -167,7 +170,7 @@ impl<'a, B: Source> Verify<'a, B> {
         let is_rebuilt = !matches!(self.base, Base::Unavailable);
         let not_writable = match outputs(index, base.and_then(SafetensorsCheckpoint::of), None) {
             Ok(_) => None,
-            // The header is only in the base.
+            // The pair shares a header with the base, which is not available here. That says nothing about writing.
             Err(e) if !is_rebuilt && e.rule() == Some(Rule::BaseFile) => None,
             Err(e @ (Error::Invalid(_) | Error::NotWritable { .. })) => Some(e.to_string()),
             Err(e) => return Err(e),

@@ -4,20 +4,20 @@ use crate::sums::Q;
 use crate::{Codec, Dtype, Encode, EncodeOptions, Limits, MemoryCheckpoint, ValidatedIndex};
 use std::collections::HashSet;
 
-/// What a blob does when payloads are read again.
+/// The response of a blob to the second read of a payload.
 #[derive(Debug, Clone, Copy)]
 enum Second {
-    /// Other payloads with the same CRC and the same sums.
+    /// Returns another payload, with the same CRC and sums.
     Forged,
     Fails,
 }
 
-/// A blob that answers differently when a range is read again.
+/// A blob whose second read of a range differs from the first.
 struct Twofold {
     first: Vec<u8>,
     forged: Vec<u8>,
     second: Second,
-    /// Only reads from here on are answered differently.
+    /// Reads below this offset always give the first bytes.
     from: u64,
     seen: Mutex<HashSet<u64>>,
     reads_again: Mutex<u32>,
@@ -45,7 +45,8 @@ impl Source for Twofold {
 
 const CHUNK_LANES: usize = 4096;
 const CHUNKS: usize = 4;
-/// Moves of lanes per chunk that leave the chunk sum: enough that some of them together leave the CRC too, which has 32 bits.
+/// Number of moves per chunk. A move changes two lanes and keeps the chunk sum. With more moves than the 32 bits of a CRC, some
+/// combination of moves also keeps the CRC.
 const MOVES: usize = 40;
 
 fn info() -> TensorInfo {
@@ -57,8 +58,8 @@ fn base() -> Vec<u8> {
     chunk.collect::<Vec<_>>().repeat(CHUNKS) // so that what keeps the CRC of one payload keeps that of all
 }
 
-/// A target in which the first lanes of each chunk change. Move `i` adds `Q[b]` to lane `a` and takes `Q[a]` from lane `b`, so
-/// that all targets have the same chunk sums.
+/// A target in which the first lanes of each chunk change. Move `i` adds `Q[b]` to lane `a` and subtracts `Q[a]` from lane `b`, so
+/// all targets have the same chunk sums.
 fn target(moves: &[usize]) -> Vec<u8> {
     let mut target = base();
     for chunk in target.chunks_mut(4 * CHUNK_LANES) {
@@ -80,7 +81,8 @@ fn encode(target: &[u8]) -> Pair<Vec<u8>> {
     Encode::new(&target).base(&base).options(options).to_memory().unwrap().0
 }
 
-/// Moves that together leave the CRC of a payload of chunk 0: a dependency of their differences, which are linear.
+/// A combination of moves that keeps the CRC of chunk 0's payload. CRC is linear, so Gaussian elimination of the differences that
+/// single moves make finds one.
 fn moves_that_keep_the_crc() -> Vec<usize> {
     let crc = |moves: &[usize]| encode(&target(moves)).index().records()[0].crc32.get();
     let none = crc(&[]);
@@ -101,7 +103,7 @@ fn moves_that_keep_the_crc() -> Vec<usize> {
     panic!("40 vectors of 32 bits are dependent")
 }
 
-/// A pair whose payloads from `from_chunk` on are answered differently when they are read again.
+/// A pair whose payloads from chunk `from_chunk` on respond to the second read as `second` says.
 fn pair(second: Second, from_chunk: usize) -> Pair<Twofold> {
     let (first, forged) = (encode(&target(&[])), encode(&target(&moves_that_keep_the_crc())));
     for (first, forged) in first.index().records().iter().zip(forged.index().records()) {
