@@ -1,4 +1,4 @@
-//! Assembles encoded chunks into the tensors of a pair, in order.
+//! Receives encoded chunks in order, chooses each tensor's way, and passes the tensors to the builder.
 
 use super::options::{EncodeOptions, Way};
 use super::plan::Plan;
@@ -14,14 +14,14 @@ use std::collections::btree_map::Entry;
 use std::io::Write;
 use std::sync::Arc;
 
-/// A tensor's way is chosen once all its payloads are held, or this many bytes of them.
+/// Maximum size, in bytes, of the payloads held for a tensor before its way is chosen.
 pub(super) const MAX_HELD_BYTES: usize = 64 << 20;
 
 /// One chunk, encoded.
 pub(super) struct Chunk {
     pub offset: u64,
     pub size: usize,
-    /// The results of the ways in which its tensor may be coded.
+    /// The results of the ways that are tried for the tensor.
     pub attempts: Vec<Attempt>,
     pub base_sum: u64,
     pub target_sum: u64,
@@ -29,7 +29,7 @@ pub(super) struct Chunk {
     pub target_hash: [u8; 32],
 }
 
-/// Passes chunks, which come in order, to the builder, together with the tensors that they belong to.
+/// Receives chunks in order and passes them to the builder, with the table entry and the digests of each tensor.
 pub(super) struct Assembly<'a, W> {
     builder: PairBuilder<W>,
     max_held_bytes: usize,
@@ -37,17 +37,18 @@ pub(super) struct Assembly<'a, W> {
     plans: &'a [Plan],
     base: Option<&'a dyn Checkpoint>,
     target: &'a dyn Checkpoint,
-    /// Number of tensors that have begun. The last of them has not ended.
+    /// Number of tensors that have begun. All but the last have ended.
     begun: usize,
-    /// Chunks of the last tensor that were not yet passed to the builder, and the bytes of their payloads.
+    /// Chunks of the last tensor that have not yet been passed to the builder.
     held: Vec<Chunk>,
+    /// Size of their payloads in bytes.
     held_bytes: usize,
-    /// Whether the builder has begun the last tensor.
+    /// Whether the last tensor's table entry has been passed to the builder.
     is_begun_in_builder: bool,
     base_hashes: Vec<[u8; 32]>,
     target_hashes: Vec<[u8; 32]>,
     shares: Shares,
-    /// Hashes of whole base tensors. Several target tensors may have the same one.
+    /// Cached hashes of complete base tensors, by tensor number. Several target tensors may share a base tensor.
     whole_bases: BTreeMap<u32, blake3::Hash>,
     worker: Worker,
 }
@@ -93,7 +94,7 @@ impl<'a, W: Write> Assembly<'a, W> {
         Ok(())
     }
 
-    /// Adds the remaining tensors, which have no chunks, and returns the builder.
+    /// Ends the current tensor, adds the remaining tensors, which have no chunks, and returns the builder.
     pub fn finish(mut self) -> Result<PairBuilder<W>> {
         self.begin_until(self.plans.len())?;
         self.end_tensor()?;
@@ -108,13 +109,13 @@ impl<'a, W: Write> Assembly<'a, W> {
         Ok(())
     }
 
-    /// Passes the held chunks to the builder, in the way that makes them smallest, after the tensor's table entry if it has not
-    /// begun.
+    /// Passes the held chunks to the builder, after the tensor's table entry if it is not there yet. If the tensor has no way yet,
+    /// chooses the one that makes the held chunks smallest.
     fn flush(&mut self, plan: &'a Plan) -> Result<()> {
         let known = plan.way.get().is_some();
         let way = *plan.way.get_or_init(|| self.smallest(plan).unwrap_or_else(|| first_way(self.options, plan)));
         if !self.is_begun_in_builder {
-            // An unchanged tensor needs no tables. Whether it is unchanged is known only when all its chunks are held.
+            // An unchanged tensor needs no tables. That is known only if all its chunks are held; otherwise assume a change.
             let tables = known || self.held_bytes > self.max_held_bytes || self.held.iter().any(|chunk| changes(chunk, way));
             self.builder.begin_tensor(&plan.spec(way, tables, self.base, self.target));
             self.is_begun_in_builder = true;
@@ -136,7 +137,7 @@ impl<'a, W: Write> Assembly<'a, W> {
         Ok(())
     }
 
-    /// The way that makes the held chunks smallest, tables included; of several, the first. `None` if there are no chunks.
+    /// The first way that makes the held chunks smallest, including its share of tables. `None` if there are no chunks.
     fn smallest(&self, plan: &Plan) -> Option<Way> {
         let ways = self.held.first()?.attempts.iter().map(|attempt| attempt.way);
         let size = |i: usize, way: Way| -> u64 {
@@ -169,7 +170,8 @@ impl<'a, W: Write> Assembly<'a, W> {
     }
 }
 
-/// Estimated bytes of each table set in the index, divided among the tensors that may use it. The key is the set's address.
+/// For each table set, its estimated size in the index divided by the number of tensors that may use it. The key is the set's
+/// address.
 pub(super) struct Shares(BTreeMap<usize, u64>);
 
 impl Shares {
@@ -182,14 +184,15 @@ impl Shares {
         Self(users.into_iter().map(|(set, (bytes, users))| (set, bytes / users)).collect())
     }
 
-    /// The share of a tensor whose payloads in this way have `payloads` bytes.
+    /// Estimated share, in bytes, of a tensor whose payloads have `payloads` bytes in this way. 0 if the way has no tables.
     pub fn of(&self, plan: &Plan, way: Way, payloads: u64) -> u64 {
         let tables = plan.tables_of(way).filter(|_| way.codec == Codec::Conditioned && payloads > 0);
         tables.and_then(|set| self.0.get(&Arc::as_ptr(set).addr())).copied().unwrap_or(0)
     }
 }
 
-/// Estimated bytes of a table set in the index, where repeated bytes compress well.
+/// Estimated size of a table set in the index, in bytes: the number of bytes that differ from the previous one, plus 8. The index
+/// is compressed, and repeated bytes compress well.
 fn stored_bytes(set: &TableSet) -> u64 {
     let bytes = set.to_bytes();
     bytes.windows(2).filter(|pair| pair[0] != pair[1]).count() as u64 + 8
@@ -199,7 +202,7 @@ fn first_way(options: &EncodeOptions, plan: &Plan) -> Way {
     options.codec.ways(plan.base_kind != BaseKind::None)[0]
 }
 
-/// Whether a chunk has changed lanes when it is coded in `way`.
+/// Whether a chunk has changed lanes if it is coded in `way`.
 fn changes(chunk: &Chunk, way: Way) -> bool {
     chunk.attempts.iter().any(|attempt| attempt.way == way && attempt.size > 0)
 }
@@ -210,7 +213,7 @@ mod tests {
     use crate::writer::PairBuilder;
     use crate::{Apply, Dtype, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo};
 
-    /// In the first chunk all lanes change to 0, in the others all small lanes by 1.
+    /// Base and target. In the first chunk all lanes change to 0; in the others all lanes below 16 grow by 1.
     fn checkpoints(chunks: u32) -> (Vec<u8>, Vec<u8>) {
         let hash = |i: u32| (i.wrapping_mul(0x9E37_79B9) ^ i.wrapping_mul(0x85EB_CA6B) >> 13) >> 8;
         let base = |i| if hash(i) & 0x1000 == 0 { hash(i) as u16 & 15 } else { hash(i) as u16 | 0x8000 };
@@ -241,7 +244,7 @@ mod tests {
         let of = |max_held_bytes, threads| encoded(max_held_bytes, &base, &target, threads);
         let (early, late) = (of(0, 1), of(usize::MAX, 1));
         let way = |pair: &Pair<Vec<u8>>| pair.index().tensors().next().map(|tensor| (tensor.codec, tensor.base_kind)).unwrap();
-        // The way that is smallest for the first chunk is not the smallest for the others.
+        // The smallest way of the first chunk differs from that of the other chunks.
         assert_ne!(way(&early), way(&late));
         assert!(late.blob().len() < early.blob().len());
         for pair in [&early, &late] {

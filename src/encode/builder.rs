@@ -1,4 +1,4 @@
-//! Encoding a pair: the builder.
+//! The builder that encodes a pair.
 
 use super::options::EncodeOptions;
 use super::run::{EncodeReport, encode};
@@ -12,7 +12,7 @@ use crate::writer::{FileSpec, PairBuilder};
 use std::io::{BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-/// Encodes a target checkpoint as a pair, as its difference from a base.
+/// Encodes a target checkpoint as a pair: its difference from a base.
 ///
 /// ```
 /// # use tpde::{Dtype, Encode, MemoryCheckpoint, TensorInfo};
@@ -28,9 +28,10 @@ use std::path::{Path, PathBuf};
 /// # }
 /// ```
 ///
-/// The bytes of a pair depend on base, target, options and the version of zstd, and not on threads, time or machine. Memory is
-/// bounded by the number of threads, one batch of payloads and 64 MiB of one tensor's payloads, whatever the size of the
-/// checkpoints.
+/// The bytes of a pair depend only on base, target, options and the version of zstd, not on threads, time or machine.
+///
+/// Besides the pair's index, [`Encode::to_path`] needs memory for buffers of each thread, one batch of payloads and up to 64 MiB
+/// of held payloads, whatever the size of the checkpoints.
 #[must_use = "nothing is encoded before `to_path` or `to_memory` is called"]
 pub struct Encode<'a> {
     target: &'a dyn Checkpoint,
@@ -42,42 +43,42 @@ pub struct Encode<'a> {
 }
 
 impl<'a> Encode<'a> {
-    /// An encoding of all of `target`, with the default options.
+    /// Encodes all tensors of `target`, with the default options and without a base.
     ///
-    /// The pair of a [`SafetensorsCheckpoint`] also describes its files, so that they are rebuilt byte for byte. Any other target
-    /// is rebuilt as one safetensors file with a new header.
+    /// If `target` is a [`SafetensorsCheckpoint`], the pair also describes its files, and readers rebuild them byte for byte. Any
+    /// other target is rebuilt as one safetensors file with a new header.
     pub fn new(target: &'a dyn Checkpoint) -> Self {
         let options = EncodeOptions::default();
         Self { target, base: None, options, inputs: Vec::new(), overwrite: false, watcher: Watcher::Nobody }
     }
 
-    /// Sets the base: the checkpoint that readers of the pair have.
+    /// Sets the base: the checkpoint that readers of the pair already have.
     pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
         self.base = Some(base);
         self
     }
 
-    /// Sets how to encode.
+    /// Sets the options.
     pub fn options(mut self, options: EncodeOptions) -> Self {
         self.options = options;
         self
     }
 
-    /// Adds files, besides the checkpoints, that the caller has read for this encoding. No file of the pair may replace one of
+    /// Adds files that the caller has read for this encoding, other than the checkpoints. [`Encode::to_path`] refuses to replace
     /// them.
     pub fn inputs(mut self, paths: impl IntoIterator<Item = impl AsRef<Path>>) -> Self {
         self.inputs.extend(paths.into_iter().map(|path| path.as_ref().to_owned()));
         self
     }
 
-    /// Whether [`Encode::to_path`] may replace an existing pair: off by default.
+    /// Sets whether [`Encode::to_path`] may replace an existing pair. The default is `false`.
     pub fn overwrite(mut self, on: bool) -> Self {
         self.overwrite = on;
         self
     }
 
-    /// Calls `report`, from any thread, with the number of bytes done since its last call. The total is the size of the target's
-    /// tensors.
+    /// Calls `report`, from any thread, with the number of bytes done since the previous call. The total is the size of the
+    /// target's tensors.
     pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
         self.watcher = Watcher::Closure(Box::new(report));
         self
@@ -89,23 +90,24 @@ impl<'a> Encode<'a> {
         self
     }
 
-    /// Writes the files of a pair, `NAME.tpde-index` and `NAME.tpde-blob`. `path` is either of them, or the path without its
-    /// ending. The blob is renamed first, then the index, whose rename is the commit.
+    /// Writes the files of a pair, `NAME.tpde-index` and `NAME.tpde-blob`. `path` is one of these paths, or their common stem
+    /// without extension. Both files are written under temporary names. The blob is renamed first. Renaming the index commits
+    /// the pair.
     ///
     /// # Errors
-    /// - [`Error::Io`] from the checkpoints or the files of the pair; if the pair exists and [`overwrite`](Encode::overwrite) is not
-    ///   set; or if another process holds a lock on the folder for 30 seconds.
-    /// - [`Error::Changed`] if a checkpoint has changed since it was opened, as far as
-    ///   [`FileSource::check_unchanged`](crate::FileSource::check_unchanged) detects it.
-    /// - [`Error::InvalidArgument`] for options that make no sense, and if a file of the pair is, or is inside, a file or folder of
-    ///   the checkpoints, or is one of [`inputs`](Encode::inputs).
-    /// - Before any lane is read: [`Error::Invalid`] for a name or a shape that the format cannot hold, naming the tensor or the
-    ///   file; [`Error::Limit`] for more than it holds; [`Error::NotWritable`] if the target has no files and cannot be written
-    ///   as one.
+    /// - [`Error::Io`] from the checkpoints or the files of the pair; if the pair exists and [`overwrite`](Encode::overwrite) is
+    ///   not set; or if another process holds a lock on the folder for 30 seconds.
+    /// - [`Error::Changed`] if a checkpoint has changed since it was opened.
+    ///   [`FileSource::check_unchanged`](crate::FileSource::check_unchanged) says which changes are detected.
+    /// - [`Error::InvalidArgument`] for invalid options; also if a file of the pair is, or is inside, a file or folder of the
+    ///   checkpoints, or is one of [`inputs`](Encode::inputs).
+    /// - Before any lane is read: [`Error::Invalid`] with the tensor or file if the format does not allow its name or shape;
+    ///   [`Error::Limit`] if the number or the total size of entries is too large; [`Error::NotWritable`] if the target has no
+    ///   files and cannot be written as one safetensors file.
     /// - Any error of the watcher.
     ///
-    /// After an error before the first rename the old pair is as it was. Only the renames come later. If the second rename fails,
-    /// the old index is beside the new blob, and readers refuse the two.
+    /// If an error occurs before the first rename, an existing pair is unchanged. If the second rename fails, the old index remains
+    /// with the new blob, and readers refuse this combination.
     pub fn to_path(&self, path: impl AsRef<Path>) -> Result<EncodeReport> {
         let files = self.files()?;
         if SafetensorsCheckpoint::of(self.target).is_none() {
@@ -130,18 +132,18 @@ impl<'a> Encode<'a> {
         Ok(report)
     }
 
-    /// Makes the pair in memory.
+    /// Encodes the pair in memory.
     ///
     /// # Errors
-    /// As [`Encode::to_path`], except those about files of the pair.
+    /// The errors of [`Encode::to_path`], except those about files of the pair.
     pub fn to_memory(&self) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
         self.to_memory_in(Vec::new())
     }
 
-    /// As [`Encode::to_memory`], with the blob in the allocation of `blob`, whose content is discarded.
+    /// Like [`Encode::to_memory`], but reuses the allocation of `blob` for the blob. The content of `blob` is discarded.
     ///
     /// # Errors
-    /// As [`Encode::to_memory`].
+    /// The errors of [`Encode::to_memory`].
     pub fn to_memory_in(&self, mut blob: Vec<u8>) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
         blob.clear();
         let builder = PairBuilder::new(blob, "memory".into())?;

@@ -1,4 +1,4 @@
-//! What the bytes of a pair are for, and the sizes of its tensors in other ways.
+//! The bytes of a pair by purpose, and the size of each tensor in every way to encode it.
 
 use super::assembly::Shares;
 use super::options::{EncodeOptions, Favor, Way};
@@ -45,15 +45,15 @@ pub struct Explain<'a, B> {
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct Explanation {
-    /// Bytes of the index by purpose.
+    /// Size of the index in bytes, by purpose.
     pub index: IndexParts,
-    /// Bytes of the blob's header. Payloads take the rest of the blob.
+    /// Size of the blob's header in bytes. Payloads take the rest of the blob.
     pub blob_header: u64,
-    /// Bytes of all payloads by purpose.
+    /// Size of all payloads in bytes, by purpose.
     pub payloads: PayloadParts,
     /// The table sets of codec `conditioned`, in the order of the index.
     pub table_sets: Vec<TableSetReport>,
-    /// Each tensor, in ascending order of the names.
+    /// All tensors, in ascending order of name.
     pub tensors: Vec<TensorExplanation>,
 }
 
@@ -61,13 +61,13 @@ pub struct Explanation {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct TableSetReport {
-    /// Its number among the sets of the pair, from 1.
+    /// Number of the set in the pair, from 1.
     pub number: usize,
-    /// Bytes in the expanded section of tables: those of the set, and 2 for each tensor that uses it.
+    /// Size in bytes before compression: the set itself, and 2 bytes per tensor that uses it.
     pub expanded_bytes: u64,
-    /// Tensors that use it.
+    /// Number of tensors that use the set.
     pub tensors: u64,
-    /// Name of the first of them.
+    /// Name of the first tensor that uses the set.
     pub first_tensor: String,
 }
 
@@ -75,11 +75,11 @@ pub struct TableSetReport {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct TensorExplanation {
-    /// Bytes of its payloads by purpose.
+    /// Size of the tensor's payloads in bytes, by purpose.
     pub parts: PayloadParts,
-    /// Number of its table set, from 1, if it uses one.
+    /// Number of the table set that the tensor uses, from 1, if any.
     pub table_set: Option<usize>,
-    /// The sizes of each way to encode it. Empty without a base, and for an unchanged tensor.
+    /// The size of the tensor in each way to encode it. Empty if no base is set, and for an unchanged tensor.
     pub ways: Vec<WayReport>,
 }
 
@@ -89,46 +89,47 @@ pub struct TensorExplanation {
 pub struct WayReport {
     /// The codec.
     pub codec: Codec,
-    /// Whether the tensor is encoded from its base, rather than from zeros.
+    /// `true` if the tensor is encoded from its base, `false` if from zeros.
     pub from_base: bool,
-    /// Whether the pair has the tensor in this way.
+    /// Whether the tensor is encoded in this way in the pair.
     pub taken: bool,
-    /// Bytes of the payloads, padded.
+    /// Size of the payloads in bytes, including padding.
     pub payload_bytes: u64,
-    /// Whether `payload_bytes` is estimated from a part of the lanes or from a bound. The encoder skips the payload of a way that
-    /// is clearly larger than another.
+    /// Whether `payload_bytes` is an estimate, from a part of the lanes or from a bound. If a way is clearly larger than another,
+    /// the encoder does not encode all lanes in it.
     pub estimated: bool,
-    /// The tensor's estimated share, in bytes of the index, of the tables that this way needs.
+    /// Estimated size, in the index, of the tables that this way needs, divided among the tensors that share them.
     pub table_bytes: u64,
 }
 
 impl WayReport {
-    /// The bytes by which the encoder compares ways.
+    /// The size in bytes by which the encoder compares ways: payloads and tables.
     pub fn bytes(&self) -> u64 {
         self.payload_bytes + self.table_bytes
     }
 }
 
 impl<'a, B: Source> Explain<'a, B> {
-    /// An explanation of `pair` alone: what its bytes are for.
+    /// Explains the bytes of `pair`, without comparing ways to encode it.
     pub fn new(pair: &'a Pair<B>) -> Self {
         Self { pair, base: None, favor: Favor::default(), watcher: Watcher::Nobody }
     }
 
-    /// Also compares the ways to encode each tensor. `base` is the checkpoint that the pair was made from; for a pair without a
-    /// base it is an empty [`MemoryCheckpoint`](crate::MemoryCheckpoint).
+    /// Also compares the ways to encode each tensor. `base` is the base of the pair. For a pair without a base, pass an empty
+    /// [`MemoryCheckpoint`](crate::MemoryCheckpoint).
     pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
         self.base = Some(base);
         self
     }
 
-    /// Sets the [`Favor`] of the encoding, by which ways are compared. The pair does not store it.
+    /// Sets the [`Favor`] with which the compared ways are encoded. Use the one that the pair was encoded with; the pair does not
+    /// store it.
     pub fn favor(mut self, favor: Favor) -> Self {
         self.favor = favor;
         self
     }
 
-    /// Calls `report`, from any thread, with the number of bytes done since its last call. The total is
+    /// Calls `report`, from any thread, with the number of bytes done since the previous call. The total is
     /// [`progress_bytes`](Explain::progress_bytes).
     pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
         self.watcher = Watcher::Closure(Box::new(report));
@@ -141,7 +142,7 @@ impl<'a, B: Source> Explain<'a, B> {
         self
     }
 
-    /// The total of the bytes reported as progress.
+    /// Total number of bytes that will be reported as progress.
     pub fn progress_bytes(&self) -> u64 {
         let index = self.pair.index();
         let payloads: u64 = index.records().iter().map(|record| u64::from(record.compressed_size.get())).sum();
@@ -149,18 +150,19 @@ impl<'a, B: Source> Explain<'a, B> {
         compared.fold(payloads, |sum, tensor| sum.saturating_add(tensor.bytes()))
     }
 
-    /// Reads every payload, checks its CRC, and attributes its bytes to parts without decoding it.
+    /// Reads every payload, checks its CRC, and counts its bytes by purpose without decoding it.
     ///
-    /// With a base, also rebuilds every tensor that changes, checked by CRC and sums, and encodes it again in every way of
+    /// With a base, also rebuilds every tensor that changes, checks its CRC and sums, and encodes it again in every way of
     /// [`CodecChoice::Auto`](crate::CodecChoice::Auto), with the chunk sizes of the pair.
     ///
-    /// Memory: about 200 bytes per tensor; with a base, 600 and the memory of encoding. Time: a CRC of the blob; with a base,
-    /// also that of applying and encoding.
+    /// Memory: about 200 bytes per tensor; with a base, about 600 bytes per tensor and the memory of encoding. Time: one CRC of
+    /// the blob; with a base, also the time of applying and encoding.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) naming tensor and chunk if a payload is damaged, [`Error::Io`](crate::Error::Io),
-    /// and what the progress ends the work with. With a base, also [`Error::WrongBase`](crate::Error::WrongBase) and
-    /// [`Error::AlreadyApplied`](crate::Error::AlreadyApplied).
+    /// - [`Error::Invalid`](crate::Error::Invalid) with tensor and chunk if a payload is damaged.
+    /// - [`Error::Io`](crate::Error::Io), and any error of the watcher.
+    /// - With a base, also [`Error::WrongBase`](crate::Error::WrongBase) and
+    ///   [`Error::AlreadyApplied`](crate::Error::AlreadyApplied).
     pub fn run(&self) -> Result<Explanation> {
         let index = self.pair.index();
         let mut tensors = self.parts()?;
@@ -172,7 +174,7 @@ impl<'a, B: Source> Explain<'a, B> {
         for (i, tensor) in tensors.iter_mut().enumerate() {
             payloads += tensor.parts;
             let Some(set) = index.table_set(i) else { continue };
-            // The first tensor that uses a set owns it, and sets are in the order of their owners.
+            // Sets are numbered in the order of the first tensors that use them.
             if set == table_sets.len() {
                 let (owner, bytes) = (index.tensor(i).name, index.table_sets()[set].to_bytes());
                 let (number, expanded_bytes) = (set + 1, bytes.len() as u64);
@@ -185,9 +187,9 @@ impl<'a, B: Source> Explain<'a, B> {
         Ok(Explanation { index: index.parts(), blob_header: BLOB_HEADER_SIZE.into(), payloads, table_sets, tensors })
     }
 
-    /// The parts of each tensor's payloads.
+    /// For each tensor, the bytes of its payloads by purpose.
     fn parts(&self) -> Result<Vec<TensorExplanation>> {
-        /// A small payload counts as this many bytes of a batch: its result takes memory too.
+        /// Minimum size at which a payload counts towards the size of a batch, because its result takes memory too.
         const MIN_BYTES: u64 = 1024;
         let index = self.pair.index();
         let mut explanations = vec![TensorExplanation::default(); index.tensor_count()];
@@ -217,7 +219,7 @@ impl<'a, B: Source> Explain<'a, B> {
         Ok(explanations)
     }
 
-    /// Adds the sizes of each way to the tensors that change.
+    /// Adds the sizes in each way to the tensors that change.
     fn compare(&self, base: &dyn Checkpoint, tensors: &mut [TensorExplanation]) -> Result<()> {
         let index = self.pair.index();
         let bases: Vec<_> = index.tensors().map(|tensor| find_base(&tensor, base)).collect::<Result<_>>()?;
@@ -283,12 +285,12 @@ impl<'a, B: Source> Explain<'a, B> {
         Ok(())
     }
 
-    /// The options of the pair's encoding, as far as the pair shows them.
+    /// The options with which the pair was encoded, as far as they can be derived from it.
     fn options(&self) -> EncodeOptions {
         let mut options = EncodeOptions { favor: self.favor, ..EncodeOptions::default() };
         let renamed = self.pair.index().tensors().filter(|tensor| tensor.base_name != tensor.name);
         options.renamed = renamed.map(|tensor| (tensor.name.to_owned(), tensor.base_name.to_owned())).collect();
-        // A chunk of `MAX_CHUNK_BYTES` says nothing: the option may have asked for more lanes.
+        // Skip chunks of `MAX_CHUNK_BYTES`: that limit may have reduced the option's number of lanes.
         let is_max_size = |tensor: &Tensor<'_>| tensor.chunk_lanes * tensor.lane_bytes() as u64 == MAX_CHUNK_BYTES;
         let smallest = self.pair.index().tensors().filter(|tensor| !is_max_size(tensor)).map(|tensor| tensor.chunk_lanes).min();
         options.chunk_lanes = smallest.unwrap_or(options.chunk_lanes);
@@ -302,7 +304,7 @@ fn changes<B: Source>(pair: &Pair<B>, tensor: &Tensor<'_>) -> bool {
     pair.index().records()[chunks.start as usize..chunks.end as usize].iter().any(|record| record.num_deltas.get() > 0)
 }
 
-/// First byte of a chunk in its tensor, and its number of bytes.
+/// Offset of a chunk in its tensor and size of the chunk, both in bytes.
 fn bytes_of(tensor: &Tensor<'_>, chunk: u32) -> (u64, u64) {
     let (lanes, width) = (tensor.chunk_range(chunk), tensor.lane_bytes() as u64);
     (lanes.start * width, (lanes.end - lanes.start) * width)

@@ -1,4 +1,4 @@
-//! Encoding a pair from two checkpoints, and explaining the size of one (spec section 9).
+//! Encodes the difference of two checkpoints as a pair, and explains the size of a pair (spec section 9).
 
 #![forbid(unsafe_code)]
 

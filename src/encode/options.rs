@@ -1,10 +1,10 @@
-//! The options of encoding.
+//! Encode options.
 
 use crate::codec::{Codec, Layout, Pace};
 use crate::format::{named, parsed_by_name};
 use std::collections::BTreeMap;
 
-/// How to encode.
+/// Options of [`Encode`](crate::Encode).
 ///
 /// ```
 /// # use tpde::{Codec, EncodeOptions};
@@ -15,15 +15,15 @@ use std::collections::BTreeMap;
 pub struct EncodeOptions {
     /// The codecs to choose from. By default each tensor gets the codec that makes it smallest.
     pub codec: CodecChoice,
-    /// The layout of codec `zstd`; requires that codec for all tensors. By default the layout is chosen per chunk.
+    /// Layout of codec `zstd`. If set, `codec` must be `zstd` for all tensors. By default each chunk gets its own layout.
     pub layout: Option<Layout>,
-    /// Most lanes per chunk: a power of two of at least 4,096, by default 1,048,576. A chunk also has at most 4 MiB. Smaller
-    /// chunks decode in more parallel pieces; each chunk costs 48 bytes of index. Below the default, [`Favor::Ratio`] also halves
-    /// the steps of streams.
+    /// Maximum number of lanes per chunk: a power of two, at least 4,096. The default is 1,048,576. A chunk also has at most
+    /// 4 MiB of lanes. Smaller chunks give decoders more parallelism; each chunk costs 48 bytes of index. Below the default,
+    /// [`Favor::Ratio`] also halves the steps of streams.
     pub chunk_lanes: u64,
-    /// What codec `conditioned` favors.
+    /// Whether codec `conditioned` favors a small pair or fast decoding.
     pub favor: Favor,
-    /// Renamed tensors: name in the target to name in the base.
+    /// Renamed tensors: a map from the name in the target to the name in the base.
     pub renamed: BTreeMap<String, String>,
 }
 
@@ -71,29 +71,30 @@ impl EncodeOptions {
 }
 
 named! {
-    /// What codec `conditioned` favors. The first sentences are those of [`Favor::job`].
+    /// The trade-off that codec `conditioned` makes between size and speed.
+    // The first line of each variant equals its `Favor::job`.
     #[derive(Default)]
     enum Favor as "favor" {
         /// Most jobs. Small, and fast to decode.
         ///
-        /// Weighs the cost of coded lanes and streams against their bytes.
+        /// Weighs the decoding time of coded lanes and of streams against the bytes that they save.
         #[default]
         Ratio => "ratio",
         /// Rebuilt often on a GPU. Faster, and larger.
         ///
-        /// Where few lanes change, codes fewer of them and lists more changes one by one. Pairs grow by a few percent, or to
+        /// If few lanes change, entropy-codes fewer lanes and lists more changes one by one. Pairs grow by a few percent, or to
         /// twice their size if all lanes are equally likely to change.
         Speed => "speed",
         /// Archives and slow links. Smallest, and slower.
         ///
-        /// Makes tables from all lanes, which takes longer to encode. Streams have the maximal length, which takes a device
-        /// longer to decode.
+        /// Trains tables on all lanes, so encoding takes longer. Streams have the maximum length, so a device takes longer to
+        /// decode them.
         Size => "size",
     }
 }
 
 impl Favor {
-    /// The job that it is for, and what it gives.
+    /// One line for help texts: the purpose, and the result.
     pub fn job(self) -> &'static str {
         match self {
             Self::Ratio => "Most jobs. Small, and fast to decode.",
@@ -102,7 +103,7 @@ impl Favor {
         }
     }
 
-    /// The weight of decoding time, for the option `chunk_lanes`.
+    /// The weight of decoding time, for this value of the option `chunk_lanes`.
     pub(super) fn pace(self, chunk_lanes: u64) -> Pace {
         match self {
             Self::Ratio if streams_are_short(chunk_lanes) => Pace { steps: Pace::default().steps / 2, state: 2, ..Pace::default() },
@@ -113,25 +114,25 @@ impl Favor {
     }
 }
 
-/// Whether [`Favor::Ratio`] halves the steps of streams of codec `conditioned`: if the option `chunk_lanes` is below its default.
-/// Small chunks are asked for where latency matters, and the steps of a stream are decoded one after another. Payloads grow by
-/// the initial states of more streams.
+/// Whether [`Favor::Ratio`] halves the steps of streams of codec `conditioned`. It does if the option `chunk_lanes` is below its
+/// default: small chunks imply that latency matters, and the steps of a stream are decoded one after another. Cost: more streams,
+/// so more initial states in the payloads.
 fn streams_are_short(chunk_lanes: u64) -> bool {
     chunk_lanes < EncodeOptions::default().chunk_lanes
 }
 
-/// Which codecs an encoder may choose from.
+/// The codecs that an encoder may choose from.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CodecChoice {
     /// Store or send. Each tensor takes its smallest codec.
     ///
-    /// From the base or from zeros, in any codec.
+    /// Each tensor is coded from the base or from zeros, in any codec.
     #[default]
     Auto,
     /// Rebuild on a GPU. Each tensor takes conditioned or raw.
     ///
-    /// From the base or from zeros, in the codecs that a device decodes without help.
+    /// Each tensor is coded from the base or from zeros, in a codec that a device can decode without the CPU.
     Device,
     /// One codec for all tensors, from the base if there is one.
     Only(Codec),
@@ -146,11 +147,11 @@ impl From<Codec> for CodecChoice {
 parsed_by_name!(CodecChoice, "codec");
 
 impl CodecChoice {
-    /// All of them.
+    /// All choices.
     pub const ALL: &[Self] =
         &[Self::Auto, Self::Device, Self::Only(Codec::Conditioned), Self::Only(Codec::Zstd), Self::Only(Codec::Raw)];
 
-    /// The name that users know.
+    /// The name on the command line and in Python.
     pub fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
@@ -159,7 +160,7 @@ impl CodecChoice {
         }
     }
 
-    /// The job that it is for, and what it gives.
+    /// One line for help texts: the purpose, and the result.
     pub fn job(self) -> &'static str {
         match self {
             Self::Auto => "Store or send. Each tensor takes its smallest codec.",
@@ -170,7 +171,7 @@ impl CodecChoice {
         }
     }
 
-    /// The codecs. Of several equally small ones the first is chosen.
+    /// The codecs, in order of preference: if several give the same size, the encoder takes the first.
     fn codecs(&self) -> &[Codec] {
         match self {
             Self::Auto => &[Codec::Conditioned, Codec::Zstd, Codec::Raw],
@@ -179,12 +180,12 @@ impl CodecChoice {
         }
     }
 
-    /// Whether tables of codec `conditioned` may be used.
+    /// Whether codec `conditioned`, which uses tables, is among the codecs.
     pub(super) fn has_tables(&self) -> bool {
         self.codecs().contains(&Codec::Conditioned)
     }
 
-    /// The ways that a tensor with or without a base may be coded.
+    /// The ways in which a tensor may be coded, with or without a base.
     pub(super) fn ways(&self, has_base: bool) -> Vec<Way> {
         let from = |from_base| self.codecs().iter().map(move |&codec| Way { from_base, codec });
         match (has_base, self) {
@@ -195,7 +196,7 @@ impl CodecChoice {
     }
 }
 
-/// How all chunks of a tensor are coded: from its base or from zeros, and the codec.
+/// A way to code a tensor: from its base or from zeros, with one codec for all its chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Way {
     pub from_base: bool,

@@ -1,4 +1,4 @@
-//! The plan of an encoding: each target tensor with its base. Checks that the format can hold them.
+//! The plan of an encoding: pairs each target tensor with its base, and checks that the format can hold all tensors and files.
 
 use super::options::{EncodeOptions, Way};
 use crate::checkpoint::{Checkpoint, TensorInfo};
@@ -11,7 +11,7 @@ use crate::limits::Limits;
 use crate::writer::{FileSpec, TensorSpec};
 use std::sync::{Arc, OnceLock};
 
-/// One target tensor with its base. Kept small, because a model may have very many tensors.
+/// One target tensor with its base. The struct is small, because a model may have very many tensors.
 pub(super) struct Plan {
     /// Tensor number in the target.
     pub target: u32,
@@ -22,7 +22,7 @@ pub(super) struct Plan {
     pub chunk_lanes_log2: u8,
     pub pace: Pace,
     pub lanes: u64,
-    /// Tables of codec `conditioned` for lanes coded from the base and from zeros.
+    /// Tables of codec `conditioned`: `[0]` for lanes coded from the base, `[1]` for lanes coded from zeros.
     pub tables: [Option<Arc<TableSet>>; 2],
     /// The way in which all chunks are coded, once chosen.
     pub way: OnceLock<Way>,
@@ -51,13 +51,13 @@ impl Plan {
         self.tables[usize::from(!way.from_base)].as_ref()
     }
 
-    /// Name of the base tensor if it differs from the target's.
+    /// Name of the base tensor, if it differs from the name in the target.
     fn base_name<'a>(&self, base: Option<&'a dyn Checkpoint>, target: &dyn Checkpoint) -> Option<&'a str> {
         let name = base.zip(self.base).map(|(base, tensor_index)| base.tensors()[tensor_index as usize].name.as_str());
         name.filter(|name| *name != target.tensors()[self.target as usize].name)
     }
 
-    /// The tensor's table entry if all chunks are coded in `way`, with or without tables.
+    /// The tensor's table entry for chunks coded in `way`. `tables` says whether the entry has tables.
     pub fn spec(&self, way: Way, tables: bool, base: Option<&dyn Checkpoint>, target: &dyn Checkpoint) -> TensorSpec {
         let TensorInfo { name, dtype, shape } = target.tensors()[self.target as usize].clone();
         let base = base.zip(self.base).filter(|_| way.from_base).map(|(base, tensor_index)| &base.tensors()[tensor_index as usize]);
@@ -80,12 +80,13 @@ impl Plan {
     }
 }
 
-/// Bits of each delta that codec `conditioned` stores uncoded: mantissa and sign of floats coded from zeros.
+/// Number of bits of each delta that codec `conditioned` stores uncoded: mantissa and sign if the lanes are floats coded from
+/// zeros, otherwise 0.
 pub(super) fn low_bits(dtype: Dtype, from_base: bool) -> u32 {
     if from_base { 0 } else { dtype.mantissa_bits().map_or(0, |bits| bits + 1) }
 }
 
-/// Refuses tensors and files that the format cannot hold, before any work.
+/// Returns an error for tensors and files that the format cannot hold. Called before any lane is read.
 pub(super) fn check_holdable(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
@@ -111,7 +112,7 @@ pub(super) fn check_holdable(
     bounded("size of the file table", max_section, file_table_bytes(files))
 }
 
-/// Bytes of the expanded section of tensors for these plans.
+/// Size of the tensor table in bytes, before compression.
 fn tensor_table_bytes(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plans: &[Plan]) -> u64 {
     let entry = |plan: &Plan| {
         let info = &target.tensors()[plan.target as usize];
@@ -121,7 +122,7 @@ fn tensor_table_bytes(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, pl
     plans.iter().map(entry).sum()
 }
 
-/// Bytes of the expanded section of files.
+/// Size of the file table in bytes, before compression.
 fn file_table_bytes(files: &[FileSpec]) -> u64 {
     files.iter().map(|file| (FileEntry::SIZE + file.name.len() + file.content.len()) as u64).sum()
 }
@@ -140,7 +141,7 @@ pub(super) fn plan(
     let (base, base_kind) = match candidate {
         Some((i, base)) if base.dtype == *dtype && base.shape == *shape => (Some(i), BaseKind::Same),
         Some((i, base)) if base.dtype == *dtype && is_prefix(&base.shape, shape) => (Some(i), BaseKind::Prefix),
-        // With another dtype or other trailing dimensions the base is not used.
+        // A base with another dtype, or with other dimensions after the first, is not used.
         _ => (None, BaseKind::None),
     };
     let chunk_lanes_log2 = options.chunk_lanes.min(MAX_CHUNK_BYTES / dtype.lane_bytes() as u64).ilog2() as u8;
@@ -159,7 +160,7 @@ pub(super) fn plan(
     })
 }
 
-/// Whether the shapes differ only in the number of rows.
+/// Whether the shapes differ in the first dimension and in no other.
 fn is_prefix(base: &[u64], target: &[u64]) -> bool {
     matches!((base, target), ([b, base @ ..], [t, target @ ..]) if b != t && base == target)
 }

@@ -1,4 +1,4 @@
-//! Encoding two checkpoints as a pair.
+//! Encodes the difference of two checkpoints as a pair.
 
 use super::assembly::{Assembly, Chunk, MAX_HELD_BYTES};
 use super::options::{CodecChoice, EncodeOptions};
@@ -17,25 +17,25 @@ use crate::writer::{FileSpec, Finished, PairBuilder};
 use serde::Serialize;
 use std::io::Write;
 
-/// The sizes that resulted from an encoding.
+/// The result of an encoding: sizes in total and per tensor.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct EncodeReport {
-    /// Bytes of all target tensors.
+    /// Size of all target tensors in bytes.
     pub target_bytes: u64,
-    /// Bytes of the index file.
+    /// Size of the index file in bytes.
     pub index_bytes: u64,
-    /// Bytes of the blob file.
+    /// Size of the blob file in bytes.
     pub blob_bytes: u64,
-    /// Bytes of the index that describe tensors: table, names, shapes, digests.
+    /// Size, in the index, of the tensor table (with names and shapes) and the digests, in bytes.
     pub tensor_table_bytes: u64,
-    /// Every tensor, in ascending order of the names.
+    /// All tensors, in ascending order of name.
     pub tensors: Vec<TensorReport>,
-    /// Base tensors that no target tensor uses.
+    /// Names of the base tensors that no target tensor uses.
     pub removed: Vec<String>,
 }
 
-/// The figures of one tensor of a pair.
+/// Sizes and counts of one tensor of a pair.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct TensorReport {
@@ -45,24 +45,24 @@ pub struct TensorReport {
     pub dtype: Dtype,
     /// Dimensions.
     pub shape: Vec<u64>,
-    /// Where its base lanes come from.
+    /// Source of the base lanes.
     pub base_kind: BaseKind,
-    /// Codec of its payloads.
+    /// Codec of the payloads.
     pub codec: Codec,
     /// Number of chunks.
     pub chunks: u32,
-    /// Lanes, changed or not.
+    /// Number of lanes.
     pub lanes: u64,
-    /// Lanes that differ from the base's.
+    /// Number of lanes that differ from the base lanes.
     pub changed: u64,
-    /// Bytes of the target tensor.
+    /// Size of the target tensor in bytes.
     pub bytes: u64,
-    /// Bytes of its payloads, padded.
+    /// Size of the payloads in bytes, including padding.
     pub payload_bytes: u64,
 }
 
 impl TensorReport {
-    /// Reads the figures of a tensor. Cost: one pass over its records.
+    /// The report of a tensor, from its records in the index. Cost: one pass over them.
     pub fn new(index: &crate::index::ValidatedIndex, tensor: &crate::index::Tensor<'_>) -> Self {
         let chunks = tensor.chunks();
         let records = &index.records()[chunks.start as usize..chunks.end as usize];
@@ -91,9 +91,10 @@ struct Job<'a> {
     size: usize,
 }
 
-/// Encodes the difference of `target` from `base` (`None`: from zeros) into `builder`.
+/// Encodes the difference of `target` from `base` into `builder`. Without a base, the difference is from zeros.
 ///
-/// `files` describe the files that readers rebuild. Errors are those of [`Encode::to_path`](crate::Encode::to_path), but for those about paths.
+/// `files` describes the files that readers rebuild. Errors: those of [`Encode::to_path`](crate::Encode::to_path), except those
+/// about paths.
 pub fn encode<W: Write>(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
@@ -105,7 +106,7 @@ pub fn encode<W: Write>(
     encode_holding(MAX_HELD_BYTES, base, target, files, options, builder, progress)
 }
 
-/// [`encode`], which chooses a tensor's way after at most about `max_held_bytes` bytes of payloads.
+/// [`encode`] with a parameter for tests: a tensor's way is chosen once more than `max_held_bytes` bytes of payloads are held.
 pub(super) fn encode_holding<W: Write>(
     max_held_bytes: usize,
     base: Option<&dyn Checkpoint>,

@@ -7,27 +7,27 @@ use crate::format::BaseKind;
 use crate::lane::with_lane;
 use crate::sums::ChunkSum;
 
-/// Bytes of a tile. A tile of the base and one of the target fit in the L2 cache.
+/// Size of a tile in bytes. Two tiles, of base and target, fit in the L2 cache.
 const TILE: usize = 1 << 16;
-/// If fewer than 1 in `FEW` lanes of a tile change, its target sum is computed from its base sum and the changes. Adding a change
-/// takes as long as summing about 200 lanes of BF16.
+/// If fewer than 1 in `FEW` lanes of a tile change, its target sum is computed from its base sum and the changes. One change costs
+/// as much as summing about 200 BF16 lanes.
 const FEW: usize = 256;
 
-/// The facts about a chunk that encoding needs with any codec.
+/// The properties of a chunk that encoding needs with every codec.
 pub(super) struct Survey<'a> {
     pub difference: Difference<'a>,
     pub base_sum: u64,
     pub target_sum: u64,
-    /// Hash of the base lanes as a piece of their tensor; `None` unless base and target tensor have the same length.
+    /// BLAKE3 hash of the base lanes as a subtree of their tensor. `None` unless base and target tensor have the same length.
     pub base_hash: Option<[u8; 32]>,
     pub target_hash: [u8; 32],
 }
 
 impl<'a> Survey<'a> {
-    /// Surveys the chunk that begins at byte `offset` of its tensor. `masks` is a buffer.
+    /// Surveys the chunk that begins at byte `offset` of its tensor. `masks` is overwritten.
     ///
-    /// Each tile is read from memory once. Cost: one pass, most of it BLAKE3. The target is hashed only from the first tile on
-    /// that differs from the base.
+    /// Each tile is read from memory once. Cost: one pass, mostly BLAKE3. As long as the target equals the base, only the base is
+    /// hashed.
     pub fn of(plan: &Plan, base: &'a [u8], target: &'a [u8], offset: u64, masks: &'a mut Vec<u64>) -> Self {
         let dtype = plan.dtype;
         let mut hashes = Hashes::new(plan, offset);
@@ -35,7 +35,7 @@ impl<'a> Survey<'a> {
         let (mut changed, mut first_lane) = (0, 0);
         let tile_masks = cleared(dtype, base.len(), masks).chunks_mut(TILE / (GROUP * dtype.lane_bytes()));
         for ((base, target), masks) in base.chunks(TILE).zip(target.chunks(TILE)).zip(tile_masks) {
-            // Hashing comes first: it loses least by waiting for memory.
+            // Hash first: hashing is the slowest step, so it hides more of the memory latency than the others.
             hashes.update(base, target);
             let tile = Difference { dtype, base, target, changed: compare(dtype, base, target, masks), masks };
             let before = base_sum.value;
@@ -55,9 +55,9 @@ impl<'a> Survey<'a> {
     }
 }
 
-/// Hashes of base and target as pieces of their tensors.
+/// Hashers of base and target lanes, as subtrees of their tensors.
 struct Hashes {
-    /// `None` if the base tensor has another length; it is then hashed as a whole elsewhere.
+    /// `None` if the base tensor has another length than the target. `Assembly::end_tensor` then hashes the base tensor.
     base: Option<PieceHasher>,
     /// `None` as long as the target equals the base.
     target: Option<PieceHasher>,
@@ -97,7 +97,7 @@ mod tests {
     use crate::lane::Dtype;
     use crate::sums::chunk_sum;
 
-    /// Targets with changes in no tile, in one, or in all, few or many.
+    /// Targets with changes in no tile, in one tile, or in all tiles; with few or many changes.
     fn targets(base: &[u8]) -> Vec<Vec<u8>> {
         let changed = |offsets: &mut dyn Iterator<Item = usize>| {
             let mut target = base.to_vec();
@@ -121,7 +121,7 @@ mod tests {
             let size = lanes * dtype.lane_bytes();
             let base: Vec<u8> = (0..size as u32).map(|i| (i.wrapping_mul(0x9E37_79B9) >> 23) as u8).collect();
             for (case, target) in targets(&base).into_iter().enumerate() {
-                // A base of the same length, a shorter one, none.
+                // A base of the same length, a shorter base, no base.
                 for base_lanes in [Some(lanes), Some(lanes - 1), None] {
                     let checkpoint = |bytes, lanes: usize| {
                         let info = TensorInfo { name: "t".into(), dtype, shape: vec![lanes as u64] };

@@ -1,5 +1,5 @@
-//! Makes the tables of codec `conditioned` from samples. The sampled positions are fixed, so that the same checkpoints give the
-//! same pair. Sampling reads little of the tensors a second time.
+//! Trains the tables of codec `conditioned` on samples of the tensors. The sampled positions are fixed, so the same checkpoints
+//! give the same pair. Samples are read twice: here, and when they are encoded.
 
 use super::options::{CodecChoice, EncodeOptions, Favor};
 use super::plan::{Plan, low_bits};
@@ -14,18 +14,18 @@ use crate::watch::Progress;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Lanes of a piece, the unit of sampling.
+/// Number of lanes per piece. A piece is the unit of sampling.
 const PIECE: u64 = 1 << 14;
-/// Sampled pieces per group: about a tenth of the group's pieces, within this range. At most 8 million lanes.
+/// Range for the number of pieces that the first round samples per group. Within it, the number is a tenth of the group's pieces.
 const PIECES: std::ops::RangeInclusive<u64> = 128..=512;
-/// Sampling of a group goes on until this many changes have been seen, if the group has as many.
+/// Later rounds sample a group until its samples have this many changes, or until all its pieces are sampled.
 const CHANGES: u64 = 1 << 11;
 
 /// The tensors that share tables.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Group {
     dtype: Dtype,
-    /// Whether their lanes are coded from a base. Otherwise from zeros.
+    /// `true` if the lanes are coded from a base, `false` if from zeros.
     from_base: bool,
 }
 
@@ -33,15 +33,15 @@ struct Group {
 #[derive(Default)]
 struct Sampled {
     trainer: conditioned::Trainer,
-    /// Pieces of its tensors.
+    /// Number of pieces of the group's tensors.
     pieces: u64,
-    /// The first round samples one piece of each `stride` pieces.
+    /// The first round samples one piece out of every `stride` pieces.
     stride: u64,
-    /// Changes in the sampled pieces.
+    /// Number of changes in the sampled pieces.
     changes: u64,
 }
 
-/// The stride for sampling `all` pieces.
+/// The stride for a group of `all` pieces.
 fn stride(all: u64, favor: Favor) -> u64 {
     match favor {
         Favor::Size => 1,
@@ -53,8 +53,8 @@ fn group(plan: &Plan) -> Group {
     Group { dtype: plan.dtype, from_base: plan.base_kind != BaseKind::None }
 }
 
-/// Sets the tables of every plan. All tensors of a dtype that are coded from a base share one set. Those that are, or may be,
-/// coded from zeros share another.
+/// Sets the tables of every plan. For each dtype there is one set for lanes coded from a base, and one for lanes coded from zeros.
+/// All tensors of the dtype share them.
 pub(super) fn train(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
@@ -75,8 +75,8 @@ pub(super) fn train(
         sampled.stride = stride(sampled.pieces, options.favor);
     }
     let max_stride = groups.values().map(|sampled| sampled.stride).max().unwrap_or(0);
-    // The first round samples one piece of each stride. Each later round doubles the number of sampled pieces, until enough
-    // changes have been seen.
+    // The first round samples one piece out of every stride. Each later round doubles the number of sampled pieces of the groups
+    // that have too few changes.
     let mut round = 0..1;
     while round.start < max_stride {
         let is_sampled = |sampled: &Sampled| round.start == 0 || (round.start < sampled.stride && sampled.changes < CHANGES);
@@ -88,7 +88,7 @@ pub(super) fn train(
             let (first, stride) = (*number, strides[&group(plan)]);
             *number += pieces(plan);
             let round = round.clone();
-            // The piece that is sampled first differs from stride to stride.
+            // Position of piece `n` in the sampling order of its stride. The order begins at a different piece in each stride.
             let turn = move |n: u64| (n + conditioned::sample_offset(n / stride, stride)) % stride;
             (0..pieces(plan)).filter(move |k| round.contains(&turn(first + k))).map(move |k| (plan, k))
         });
@@ -127,7 +127,7 @@ pub(super) fn train(
     Ok(())
 }
 
-/// The samples of a piece of a tensor: coded from its base, and coded from zeros if that may be smaller.
+/// The samples of a piece: coded from the base if the tensor has one, and coded from zeros if that may be smaller.
 fn sample(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,

@@ -1,7 +1,7 @@
-//! The ways in which a tensor's chunks may be coded, and the choice of the smallest.
+//! Tries the ways in which a chunk may be coded, to find the smallest.
 //!
-//! A chunk is coded in every way that may be the smallest. The size of a clearly larger way is only estimated. All of this is a
-//! function of the chunk's lanes, so the result does not depend on the number of threads.
+//! A chunk is encoded in every way that may be the smallest. For clearly larger ways the size is only estimated. The result depends
+//! only on the chunk's lanes and the options, not on the number of threads.
 
 use super::options::{CodecChoice, EncodeOptions, Way};
 use super::plan::Plan;
@@ -18,25 +18,24 @@ use std::borrow::Cow;
 use std::cell::LazyCell;
 use std::ops::RangeInclusive;
 
-/// Lanes of a run, least and most. The sample of a chunk on which ways are tried first consists of `RUNS` runs.
+/// Minimum and maximum number of lanes per run. Ways are first tried on a sample of the chunk, which consists of `RUNS` runs.
 const RUN: RangeInclusive<usize> = 512..=4096;
-/// Masks (of 64 lanes each) in the shortest run.
+/// Number of masks in the shortest run. A mask covers 64 lanes.
 const MASKS: usize = *RUN.start() / 64;
-/// Runs in a sample, spread evenly over the chunk.
+/// Number of runs per sample, spread evenly over the chunk.
 const RUNS: usize = 8;
-/// Codec `zstd` is fast for up to `2 * FEW` changes. If a chunk has more, on at most a quarter of its lanes, the codec is tried
-/// first on a part with at least `FEW` changes.
+/// Codec `zstd` encodes up to `2 * FEW` changes quickly, so such chunks are not sampled. If there are more changes, on at most a
+/// quarter of the lanes, the sample has at least `FEW` changes.
 const FEW: u64 = 1 << 9;
-/// A way makes a chunk small if its payload is less than 1/`SMALL` of the chunk. A rough estimate of the other ways is then
-/// enough.
+/// If a payload is smaller than 1/`SMALL` of the chunk, a rough estimate of the other ways is enough.
 const SMALL: u64 = 64;
-/// Bytes of a payload that do not depend on the number of lanes: headers and tables.
+/// Estimated size, in bytes, of the parts of a payload that do not grow with the number of lanes: headers and tables.
 const FIXED_BYTES: u64 = 128;
 
-/// The result of a way for one chunk.
+/// The result of trying a way on a chunk.
 pub(super) struct Attempt {
     pub way: Way,
-    /// Bytes of the padded payload; an estimate if there is no payload.
+    /// Size of the padded payload in bytes. An estimate if `payload` is `None`.
     pub size: u64,
     pub payload: Option<(Vec<u8>, Encoded)>,
 }
@@ -51,7 +50,7 @@ impl Attempt {
     }
 }
 
-/// Encoders and buffers with which a thread encodes chunks.
+/// The encoding state of a thread: encoders and buffers.
 #[derive(Default)]
 pub(super) struct Worker {
     pub encoders: Encoders,
@@ -59,7 +58,8 @@ pub(super) struct Worker {
     pub masks: Vec<u64>,
 }
 
-/// Encoders of chunks from their base and from zeros. Each caches what it derives from a table set, and is created on first use.
+/// Two chunk encoders, for lanes coded from the base (`[0]`) and from zeros (`[1]`). Each is created on first use and caches the
+/// data that it derives from a table set.
 #[derive(Default)]
 pub(super) struct Encoders {
     encoders: [Option<ChunkEncoder>; 2],
@@ -68,7 +68,7 @@ pub(super) struct Encoders {
 }
 
 impl Encoders {
-    /// The payload of a chunk in a way. `difference` is from the chunk's base lanes, or from zeros if its tensor has no base.
+    /// Encodes a chunk in `way`. `difference` is the difference from the base lanes, or from zeros if the tensor has no base.
     pub fn encode(
         &mut self,
         plan: &Plan,
@@ -86,16 +86,16 @@ impl Encoders {
             let trial = Trial::begin(encoder, plan, way, difference, u64::MAX)?;
             return trial.payload(encoder, plan, difference);
         }
-        // With one codec for all tensors, the layout is the option's, or else chosen for the chunk.
+        // If the options fix the codec, they may also fix the layout. Otherwise the encoder chooses it for this chunk.
         let mut payload = Vec::new();
         let encoded = encoder.encode_difference(plan.coding(way, options.layout), difference, &mut payload)?;
         Ok((payload, encoded))
     }
 
-    /// The results of all ways for a chunk. `difference` is as for [`encode`](Self::encode).
+    /// Tries all ways on a chunk. `difference` is as for [`encode`](Self::encode).
     ///
-    /// Each way is first tried on a part of the chunk. The ways close to the smallest are then tried on the whole chunk, in
-    /// ascending order of their estimates.
+    /// Each way is first tried on a part of the chunk. Ways whose estimates are close to the smallest are then tried on the whole
+    /// chunk, in ascending order of the estimates.
     pub fn attempts(&mut self, plan: &Plan, options: &EncodeOptions, difference: Difference<'_>) -> Result<Vec<Attempt>> {
         let ways = match plan.way.get() {
             Some(&way) => vec![way],
@@ -153,10 +153,10 @@ fn encoder(encoders: &mut [Option<ChunkEncoder>; 2], way: Way) -> Result<&mut Ch
     }
 }
 
-/// A way being tried on a chunk.
+/// The state of trying a way on a chunk.
 struct Trial {
     attempt: Attempt,
-    /// Layouts of codec `zstd` to try on the whole chunk; empty for all.
+    /// Layouts of codec `zstd` to try on the whole chunk. If empty, all are tried.
     layouts: Vec<Layout>,
     precision: Precision,
 }
@@ -164,11 +164,11 @@ struct Trial {
 /// The precision of a trial's size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Precision {
-    /// Exact.
+    /// The exact size.
     Exact,
     /// A close estimate.
     Near,
-    /// An upper estimate, perhaps far too large: the part consists of repeats, and the whole chunk may have more of them.
+    /// An estimate that may be far too large: the part compresses to repeats, and the whole chunk may repeat even more.
     Repeats,
 }
 
@@ -177,7 +177,7 @@ impl Trial {
         Self { attempt: Attempt::not_made(way, size.next_multiple_of(PAYLOAD_ALIGN)), layouts: Vec::new(), precision }
     }
 
-    /// Tries a way on a chunk, or on a part of it. `least` is the size of the smallest way so far.
+    /// Tries a way on a chunk, or on a part of it. `least` is the smallest size so far.
     fn begin(encoder: &mut ChunkEncoder, plan: &Plan, way: Way, difference: Difference<'_>, least: u64) -> Result<Self> {
         if difference.changed == 0 {
             return Ok(Self { attempt: Attempt::made(way, Default::default()), ..Self::new(way, 0, Precision::Exact) });
@@ -197,7 +197,7 @@ impl Trial {
         }
     }
 
-    /// Estimates a way's size for a chunk from a part of it.
+    /// Estimates the size of a chunk in `way` from a part of the chunk.
     fn of_part(encoder: &mut ChunkEncoder, plan: &Plan, way: Way, part: &Part<'_>, least: u64) -> Result<Self> {
         let difference = part.difference(plan.dtype);
         if let Some(size) = size_without_tables(plan, way, difference) {
@@ -207,7 +207,7 @@ impl Trial {
         let mut payload = Vec::new();
         if way.codec == Codec::Zstd {
             let many = part.many;
-            // With many changes, layouts differ less in size.
+            // Layouts differ less in size if many lanes change, so the limit is tighter.
             let enough = part.share(least.saturating_mul(if many { 9 } else { 10 }) / 8) + FIXED_BYTES;
             let (encoded, sizes) = encoder.smallest_frame(difference, Layouts::Any, enough, &mut payload)?;
             if is_repeats(encoded, payload.len()) {
@@ -222,7 +222,7 @@ impl Trial {
         Ok(trial)
     }
 
-    /// Whether this way may be smaller than `least` bytes.
+    /// Whether this way may give at most `least` bytes.
     fn may_be_below(&self, least: u64) -> bool {
         let size = self.attempt.size;
         match self.precision {
@@ -232,7 +232,7 @@ impl Trial {
         }
     }
 
-    /// The payload of the whole chunk.
+    /// Encodes the whole chunk, unless that is done, and returns the payload.
     fn payload(mut self, encoder: &mut ChunkEncoder, plan: &Plan, difference: Difference<'_>) -> Result<(Vec<u8>, Encoded)> {
         loop {
             match self.attempt.payload {
@@ -242,7 +242,7 @@ impl Trial {
         }
     }
 
-    /// Encodes the whole chunk. `least` is the size of the smallest way so far.
+    /// Encodes the whole chunk. `least` is the smallest size so far.
     fn end(&mut self, encoder: &mut ChunkEncoder, plan: &Plan, difference: Difference<'_>, least: u64) -> Result<()> {
         let way = self.attempt.way;
         let mut payload = Vec::new();
@@ -259,7 +259,8 @@ impl Trial {
     }
 }
 
-/// Payload bytes for ways whose size follows from the number of changes; `None` for the others.
+/// Payload size in bytes, for ways whose size can be computed without encoding: codec `raw`, and codec `conditioned` without
+/// tables.
 fn size_without_tables(plan: &Plan, way: Way, difference: Difference<'_>) -> Option<u64> {
     match way.codec {
         Codec::Raw => Some(raw_size(difference.changed as u32, plan.dtype.lane_bytes())),
@@ -268,8 +269,8 @@ fn size_without_tables(plan: &Plan, way: Way, difference: Difference<'_>) -> Opt
     }
 }
 
-/// The layouts to try on the whole chunk, smallest for the part first. If `many` lanes change, only the smallest. Otherwise also
-/// layouts of up to 1.5 times that size, because the whole chunk may have more repeats in them.
+/// The layouts to try on the whole chunk, in ascending order of `sizes`, which were measured on the part. If `many` lanes change,
+/// only the smallest layout. Otherwise all layouts of up to 1.5 times `smallest`, because the whole chunk may repeat more in them.
 fn close(sizes: &[LayoutSize], smallest: usize, many: bool) -> Vec<Layout> {
     let most = if many { smallest } else { smallest * 3 / 2 };
     let mut close: Vec<LayoutSize> = sizes.iter().copied().filter(|(_, size)| *size <= most).collect();
@@ -289,7 +290,7 @@ fn zeros(buffer: &mut Vec<u8>, size: usize) -> &[u8] {
     &buffer[..size]
 }
 
-/// Size of a part and of its chunk, in the same unit.
+/// Sizes of a part and of its chunk, in the same unit.
 #[derive(Clone, Copy)]
 struct Scale {
     part: u64,
@@ -304,17 +305,17 @@ struct Part<'a> {
     changed: usize,
     /// Whether more than a quarter of the chunk's lanes change.
     many: bool,
-    /// Size of the part and of the chunk, both in bytes of lanes or both in changes.
+    /// Sizes of part and chunk, both in bytes of lanes or both in number of changes.
     scale: Scale,
 }
 
 impl<'a> Part<'a> {
-    /// The part on which a codec is tried first; `None` if the whole chunk takes it little time.
+    /// The part on which a codec is tried first. `None` if the codec is fast enough on the whole chunk.
     fn of(codec: Codec, difference: Difference<'a>) -> Option<Self> {
         let (lanes, changed) = (difference.lanes(), difference.changed as u64);
         match codec {
             Codec::Raw => None,
-            // With few changes, the time of codec `zstd` depends on the changes rather than on the lanes.
+            // If few lanes change, the time of codec `zstd` depends on the number of changes rather than the number of lanes.
             Codec::Zstd if 4 * changed <= lanes as u64 => (changed > 2 * FEW).then(|| Self::of_changes(difference)),
             _ => {
                 let part = Self::of_lanes(difference.dtype, difference.base, difference.target)?;
@@ -323,8 +324,8 @@ impl<'a> Part<'a> {
         }
     }
 
-    /// Runs of lanes from all over the chunk, concatenated; `None` if the chunk has fewer than twice the lanes of the shortest
-    /// runs.
+    /// `RUNS` runs of lanes, spread over the chunk and concatenated. `None` if the chunk has fewer than twice the lanes of `RUNS`
+    /// of the shortest runs.
     fn of_lanes(dtype: Dtype, base: &'a [u8], target: &'a [u8]) -> Option<Self> {
         let width = dtype.lane_bytes();
         let lanes = base.len() / width;
@@ -345,7 +346,7 @@ impl<'a> Part<'a> {
         Some(Self { base: base.into(), target: target.into(), masks: masks.into(), changed, many: 4 * changed > RUNS * run, scale })
     }
 
-    /// The middle of the chunk, counted in changes: a sixteenth of them, but at least [`FEW`].
+    /// The middle of the chunk, with about a sixteenth of its changes, but at least [`FEW`].
     fn of_changes(difference: Difference<'a>) -> Self {
         let Difference { masks, .. } = difference;
         let changed = difference.changed as u64;
@@ -366,35 +367,35 @@ impl<'a> Part<'a> {
         Self { base: base.into(), target: target.into(), masks: masks.into(), changed: in_part, many: false, scale }
     }
 
-    /// Whether more than half of its lanes change.
+    /// Whether more than half of the part's lanes change.
     fn mostly_changes(&self) -> bool {
         2 * self.changed > self.masks.len() * 64
     }
 
-    /// The first quarter of its runs, for a rougher estimate.
+    /// The first quarter of the part's runs, for a rougher estimate.
     fn quarter(&self, dtype: Dtype) -> Part<'_> {
         let Difference { base, target, masks, changed, .. } = self.difference(dtype).part(0..self.masks.len() / 4);
         let scale = Scale { part: base.len() as u64, chunk: self.scale.chunk };
         Part { base: base.into(), target: target.into(), masks: masks.into(), changed, many: self.many, scale }
     }
 
-    /// The difference of its lanes.
+    /// The difference of the part's lanes.
     fn difference(&self, dtype: Dtype) -> Difference<'_> {
         Difference { dtype, base: &self.base, target: &self.target, masks: &self.masks, changed: self.changed }
     }
 
-    /// Scales a size of the chunk to the part.
+    /// Scales a size from the chunk to the part.
     fn share(&self, whole: u64) -> u64 {
         (u128::from(whole) * u128::from(self.scale.part) / u128::from(self.scale.chunk)) as u64
     }
 
-    /// Scales a size of the part to the chunk.
+    /// Scales a size from the part to the chunk.
     fn whole(&self, size: u64) -> u64 {
         size * self.scale.chunk / self.scale.part
     }
 }
 
-/// Lanes of base and target, read into buffers unless they are in memory.
+/// Buffers for lanes of base and target, unused if the checkpoints are in memory.
 #[derive(Default)]
 pub(super) struct Lanes {
     base: Vec<u8>,
@@ -402,7 +403,7 @@ pub(super) struct Lanes {
 }
 
 impl Lanes {
-    /// `size` bytes of lanes of base and target from byte `offset` of the tensor on; zeros if there is no base.
+    /// `size` bytes of base and target lanes, from byte `offset` of the tensor on. Base lanes that do not exist are zeros.
     pub fn read<'a>(
         &'a mut self,
         base: Option<&'a dyn Checkpoint>,
