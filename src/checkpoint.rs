@@ -1,4 +1,4 @@
-//! Checkpoints: named tensors whose bytes can be read by ranges.
+//! Checkpoints: named tensors whose bytes can be read in ranges.
 
 #![forbid(unsafe_code)]
 
@@ -19,13 +19,13 @@ pub struct TensorInfo {
 }
 
 impl TensorInfo {
-    /// Size of the tensor in bytes. 0 for an invalid shape, which no [`Checkpoint`] contains.
+    /// Size of the tensor in bytes; 0 if the shape is invalid. Tensors of a [`Checkpoint`] have valid shapes.
     pub fn bytes(&self) -> u64 {
         self.dtype.lanes(&self.shape).map_or(0, |lanes| lanes * self.dtype.lane_bytes() as u64)
     }
 }
 
-/// Named tensors, read by ranges from many threads.
+/// Named tensors whose bytes can be read in ranges, from many threads at once.
 pub trait Checkpoint: Sync {
     /// The tensors, in strictly ascending order of the bytes of their names.
     fn tensors(&self) -> &[TensorInfo];
@@ -33,18 +33,18 @@ pub trait Checkpoint: Sync {
     /// Fills `out` with bytes of tensor `tensor_index` of [`Checkpoint::tensors`], from byte `offset` of the tensor on.
     ///
     /// # Errors
-    /// [`Error::Io`] if the bytes cannot be read, [`Error::InvalidArgument`] if they are not there.
+    /// [`Error::Io`] if the bytes cannot be read; [`Error::InvalidArgument`] if the tensor does not have these bytes.
     fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// `size` of the same bytes without a copy, if they are in memory.
+    /// `size` bytes of a tensor from byte `offset` on, without a copy. `None` if they are not in memory.
     fn in_place(&self, _tensor_index: usize, _offset: u64, _size: usize) -> Option<&[u8]> {
         None
     }
 
-    /// The same bytes, without a copy if possible, otherwise through `scratch`.
+    /// `size` bytes of a tensor from byte `offset` on: borrowed if they are in memory, else read into `scratch`.
     ///
     /// # Errors
-    /// As for [`Checkpoint::read`].
+    /// The errors of [`Checkpoint::read`].
     fn bytes<'a>(&'a self, tensor_index: usize, offset: u64, size: usize, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
         if let Some(bytes) = self.in_place(tensor_index, offset, size) {
             return Ok(bytes);
@@ -57,21 +57,21 @@ pub trait Checkpoint: Sync {
         Ok(out)
     }
 
-    /// The files and folders from which this checkpoint is read; empty for memory. Outputs must not overlap them.
+    /// The files and folders from which this checkpoint is read; empty if it is in memory. Outputs must not overlap them.
     fn paths(&self) -> Vec<PathBuf> {
         Vec::new()
     }
 
-    /// The `SafetensorsCheckpoint` that this checkpoint is, if it is one: pairs describe its files too.
+    /// `self` if this is a `SafetensorsCheckpoint`. A pair then describes its files too.
     #[doc(hidden)]
     fn files(&self) -> Option<&dyn Any> {
         None
     }
 
-    /// Checks that nothing has changed since the checkpoint was opened. Encoding calls this after its last read.
+    /// Checks that the checkpoint has not changed since it was opened. Encoding calls this after its last read.
     ///
     /// # Errors
-    /// [`Error::Changed`] with the file that has changed since the checkpoint was opened.
+    /// [`Error::Changed`] with the file that has changed.
     fn check_unchanged(&self) -> Result<()> {
         Ok(())
     }
@@ -93,10 +93,10 @@ impl<'a> MemoryCheckpoint<'a> {
     /// A checkpoint without tensors.
     pub const EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint { infos: Vec::new(), data: Vec::new() };
 
-    /// A checkpoint of these tensors, in any order.
+    /// A checkpoint of `tensors`, which may come in any order.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if a name repeats or a tensor's bytes are not as many as its dtype and shape say.
+    /// [`Error::InvalidArgument`] if a name repeats, or if the number of a tensor's bytes does not match its dtype and shape.
     pub fn new(tensors: impl IntoIterator<Item = (TensorInfo, &'a [u8])>) -> Result<Self> {
         let mut tensors: Vec<_> = tensors.into_iter().collect();
         tensors.sort_by(|a, b| a.0.name.cmp(&b.0.name));

@@ -1,30 +1,30 @@
-//! Errors: what was expected, what was found, and where.
+//! Errors, with the expected value, the value found, and the location.
 
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Result of this crate's functions.
+/// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Everything that can go wrong. Variants differ in who can fix the problem.
+/// The error type of this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A call of the operating system failed.
     #[error("cannot {action} {}: {source}", Escaped(&path.display().to_string()))]
     Io {
-        /// The attempted action, as a verb.
+        /// The attempted action: a verb, as in `open`.
         action: &'static str,
         /// The file or folder.
         path: PathBuf,
-        /// The error of the system.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// A pair violates the spec, or its bytes are damaged.
     #[error(transparent)]
     Invalid(#[from] Box<Invalid>),
-    /// The base is not the one from which the pair was made.
+    /// The base differs from the base of the pair.
     #[error("wrong base: tensor {} has digest {found}, but the pair was made from {expected}", Escaped(tensor))]
     WrongBase {
         /// Name of the first base tensor that differs.
@@ -34,10 +34,10 @@ pub enum Error {
         /// Digest of the supplied tensor, hexadecimal.
         found: String,
     },
-    /// The base already is the target of the pair.
+    /// The base equals the target of the pair: the pair was already applied.
     #[error("already applied: the base is the target of this pair")]
     AlreadyApplied,
-    /// A file or folder is not a readable checkpoint.
+    /// A file or folder is not a valid checkpoint.
     #[error("{}: {}", Escaped(&path.display().to_string()), Text(reason))]
     BadCheckpoint {
         /// The file or folder.
@@ -48,13 +48,13 @@ pub enum Error {
     /// An input changed while it was being read. Reading it again may succeed.
     #[error("{} changed while it was being read", Escaped(what))]
     Changed {
-        /// The file, or the part of a blob.
+        /// The file or payload that changed.
         what: String,
     },
-    /// A pair is valid, but its target cannot be written as files that a safetensors reader opens.
+    /// A pair is valid, but no safetensors reader would open its target if it were written as files.
     #[error("the target cannot be written as files: {reason}")]
     NotWritable {
-        /// What such a reader would refuse.
+        /// The property that readers would refuse.
         reason: String,
     },
     /// A value in a file exceeds the reader's limits.
@@ -67,12 +67,12 @@ pub enum Error {
         /// The value in the file.
         found: u64,
     },
-    /// An application in place failed after it had started to write.
+    /// An application in place failed after it had changed a tensor.
     #[error("application in place failed after {} of {total} chunks were written; the tensors are now a mixture of base and target: {source}", written.len())]
     Poisoned {
-        /// Chunks that were written, as indexes into the index map.
+        /// Indexes of the written chunks in the index map, ascending.
         written: Vec<u32>,
-        /// Number of chunks to write.
+        /// Number of chunks of the tensors to change.
         total: u32,
         /// The first failure.
         source: Box<Error>,
@@ -83,7 +83,7 @@ pub enum Error {
     /// A requested library is missing or unusable.
     #[error("{library} cannot be used: {}", Text(reason))]
     NoLibrary {
-        /// Its name.
+        /// Name of the library.
         library: &'static str,
         /// The error of the system.
         reason: String,
@@ -91,7 +91,7 @@ pub enum Error {
     /// A call of the device's driver failed, or work on the device failed.
     #[error("cannot {doing}: {}", Text(reason))]
     Device {
-        /// The attempted action, as a verb.
+        /// The attempted action: a verb, as in `open`.
         doing: &'static str,
         /// The error of the driver.
         reason: String,
@@ -104,16 +104,16 @@ pub enum Error {
     InvalidArgument(String),
 }
 
-/// A name that stands for nothing: no codec, dtype, layout and so on has it.
+/// A name that no codec, dtype, layout or other named value has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("no {what} is named {found}: expected {}", allowed.join(", "))]
 #[non_exhaustive]
 pub struct UnknownName {
-    /// What was to be named, as in `codec`.
+    /// The kind of value, as in `codec`.
     pub what: &'static str,
-    /// The name that was given, as an error shows it: without invisible characters, and cut if it is long.
+    /// The unknown name, with invisible characters escaped, and cut if it is long.
     pub found: String,
-    /// All names that exist.
+    /// All valid names.
     pub allowed: Vec<&'static str>,
 }
 
@@ -135,11 +135,11 @@ impl From<UnknownName> for Error {
 pub struct Invalid {
     /// The rule.
     pub rule: Rule,
-    /// Where.
+    /// Location in the pair.
     pub at: Location,
-    /// What the rule requires.
+    /// The value or property that the rule requires.
     pub expected: String,
-    /// What the bytes contain.
+    /// The value or property of the bytes.
     pub found: String,
 }
 
@@ -183,7 +183,7 @@ impl fmt::Display for Location {
 
 macro_rules! rules {
     ($($variant:ident = $id:literal in $section:literal,)+) => {
-        /// The rules on the bytes of a pair, with their ids in the spec.
+        /// The rules of the spec for the bytes of a pair.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         #[expect(missing_docs, reason = "each rule is documented by the spec under its id")]
@@ -194,7 +194,7 @@ macro_rules! rules {
             pub const ALL: &[Rule] = &[$(Rule::$variant,)+];
             /// The id in the spec.
             pub const fn id(self) -> &'static str { match self { $(Rule::$variant => $id,)+ } }
-            /// The section of `tpde-format.md`; with the prefix `C`, of `codecs.md`.
+            /// The section of the spec: of `codecs.md` if it has the prefix `C`, else of `tpde-format.md`.
             pub const fn section(self) -> &'static str { match self { $(Rule::$variant => $section,)+ } }
         }
     };
@@ -280,7 +280,7 @@ impl fmt::Display for Rule {
 }
 
 impl Rule {
-    /// An error for this rule.
+    /// The error of a violation of this rule.
     #[cold]
     pub(crate) fn broken(self, expected: impl fmt::Display, found: impl fmt::Display) -> Error {
         Error::Invalid(Box::new(Invalid {
@@ -291,19 +291,19 @@ impl Rule {
         }))
     }
 
-    /// An error for this rule unless the two are equal.
+    /// Returns the error of a violation unless the two values are equal.
     pub(crate) fn check_eq<T: PartialEq + fmt::Display>(self, expected: T, found: T) -> Result<()> {
         if expected == found { Ok(()) } else { Err(self.broken(expected, found)) }
     }
 
-    /// An error for this rule unless `ok`.
+    /// Returns the error of a violation unless `ok` is true.
     pub(crate) fn check(self, ok: bool, expected: impl fmt::Display, found: impl fmt::Display) -> Result<()> {
         if ok { Ok(()) } else { Err(self.broken(expected, found)) }
     }
 }
 
 impl Error {
-    /// The violated rule of the spec, if that is the cause.
+    /// The rule of the spec whose violation caused this error, if any.
     pub fn rule(&self) -> Option<Rule> {
         match self {
             Error::Invalid(invalid) => Some(invalid.rule),
@@ -320,7 +320,7 @@ impl Error {
         Error::BadCheckpoint { path: path.to_owned(), reason: bounded(reason) }
     }
 
-    /// Adds the tensor's name to the location of a violated rule.
+    /// Adds the tensor's name to the location of an [`Error::Invalid`], unless it has one. Other errors are unchanged.
     pub(crate) fn in_tensor(mut self, name: &str) -> Self {
         if let Error::Invalid(invalid) = &mut self {
             invalid.at.tensor.get_or_insert_with(|| name.to_owned());
@@ -328,7 +328,7 @@ impl Error {
         self
     }
 
-    /// Adds the chunk to the location of a violated rule.
+    /// Adds the chunk to the location of an [`Error::Invalid`], unless it has one. Other errors are unchanged.
     pub(crate) fn in_chunk(mut self, chunk: u32) -> Self {
         if let Error::Invalid(invalid) = &mut self {
             invalid.at.chunk.get_or_insert(chunk);
@@ -337,13 +337,13 @@ impl Error {
     }
 }
 
-/// Most characters of a name, a path or a shape in a message or a table.
+/// Maximum number of characters of a name, a path or a shape in a message or a table.
 pub const SHOWN_CHARS: usize = 200;
-/// Most characters of each free text in a message.
+/// Maximum number of characters of a free text in a message.
 pub const MESSAGE_CHARS: usize = 1000;
 
-/// An untrusted name, made safe for a terminal or a log: control characters, bidirectional overrides and other invisible
-/// characters are shown as `\u{…}`. The middle of a long name is cut out, to [`SHOWN_CHARS`].
+/// Displays an untrusted name so that it is safe for a terminal or a log. Control characters, bidirectional overrides and other
+/// invisible characters are shown as `\u{…}`. A name longer than [`SHOWN_CHARS`] loses its middle.
 pub struct Escaped<'a>(pub &'a str);
 
 impl fmt::Display for Escaped<'_> {
@@ -352,7 +352,7 @@ impl fmt::Display for Escaped<'_> {
     }
 }
 
-/// A free text of a message, escaped like a name and cut to [`MESSAGE_CHARS`].
+/// Displays a free text, escaped like a name and cut to [`MESSAGE_CHARS`].
 struct Text<'a>(&'a str);
 
 impl fmt::Display for Text<'_> {
@@ -366,7 +366,7 @@ fn is_invisible(c: char) -> bool {
         || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff0}'..='\u{fffb}' | '\u{e0000}'..='\u{e0fff}')
 }
 
-/// Number of characters that `c` is shown as.
+/// Number of characters with which `c` is shown.
 fn shown_width(c: char) -> usize {
     if is_invisible(c) { c.escape_unicode().count() } else { 1 }
 }
@@ -375,9 +375,9 @@ fn push_shown(out: &mut String, c: char) {
     if is_invisible(c) { out.extend(c.escape_unicode()) } else { out.push(c) }
 }
 
-/// `text` with invisible characters escaped, in at most `limit` characters. Of a longer text the beginning and the end.
+/// `text` with invisible characters escaped. If that has more than `limit` characters, the middle is replaced by an ellipsis.
 fn escape(text: &str, limit: usize) -> String {
-    // Bytes of the longest prefix that is shown as at most `limit` characters.
+    // Size, in bytes, of the longest prefix that is shown with at most `limit` characters.
     let fitting = |chars: &mut dyn Iterator<Item = char>, limit: usize| {
         let mut used = 0;
         let fits = |c: &char| {
@@ -398,8 +398,8 @@ fn escape(text: &str, limit: usize) -> String {
     out
 }
 
-/// The text of `value`, with invisible characters escaped and cut to [`MESSAGE_CHARS`]. Formatting stops there, so that a huge
-/// value costs no more than a message.
+/// The text of `value`, with invisible characters escaped, cut to [`MESSAGE_CHARS`]. Formatting stops at that limit, so the cost is
+/// bounded even if the value is huge.
 fn bounded(value: impl fmt::Display) -> String {
     struct Bounded {
         text: String,
@@ -408,7 +408,7 @@ fn bounded(value: impl fmt::Display) -> String {
     impl fmt::Write for Bounded {
         fn write_str(&mut self, text: &str) -> fmt::Result {
             for c in text.chars() {
-                // The last character is for the ellipsis.
+                // The last character is reserved for the ellipsis.
                 match self.left.checked_sub(shown_width(c)) {
                     Some(left) if left > 0 => self.left = left,
                     _ => {
@@ -426,7 +426,7 @@ fn bounded(value: impl fmt::Display) -> String {
     out.text
 }
 
-/// Bytes as lower-case hexadecimal.
+/// `bytes` in lower-case hexadecimal.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }

@@ -1,4 +1,4 @@
-//! A pair opened for reading (spec sections 11 and 13, steps 7 and 10).
+//! A pair opened for reading (spec section 11; section 13, steps 7 and 10).
 
 use crate::error::{Error, Escaped, Result, Rule, hex};
 use crate::format::{BLOB_HEADER_CRC_SPAN, BLOB_HEADER_SIZE, BLOB_MAGIC, BlobHeader, ChunkMetadata, PAYLOAD_ALIGN, VERSION_MAJOR};
@@ -24,7 +24,7 @@ pub struct PairPaths {
 }
 
 impl PairPaths {
-    /// Paths of the pair `path`, which is the common stem or either file.
+    /// Paths of a pair. `path` is the path of one of its files, or their common stem without extension.
     pub fn new(path: impl AsRef<Path>) -> Self {
         let path = path.as_ref();
         let stem = match path.extension().and_then(|e| e.to_str()) {
@@ -40,7 +40,7 @@ impl PairPaths {
     }
 }
 
-/// Refuses a path whose last part is empty, `.` or `..`: it cannot name a pair.
+/// Refuses a path that cannot name a pair: one whose last component is empty, `.` or `..`.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`].
@@ -61,34 +61,35 @@ pub(crate) fn check_pair_name(path: &Path) -> Result<()> {
 pub struct Pair<B> {
     index: ValidatedIndex,
     blob: B,
-    /// The files from which it was opened.
+    /// The files from which the pair was opened.
     paths: Option<PairPaths>,
 }
 
 impl Pair<FileSource> {
-    /// Opens the pair `path` (the stem or either file) with the default limits.
+    /// Opens a pair with the default limits. `path` is the path of one of its files, or their common stem without extension.
     ///
-    /// Cost: the index is read and validated completely; of the blob only the header is read. Payloads are checked when they are
-    /// decoded; [`Pair::verify`] checks all of them. If the pair is being replaced meanwhile, this returns the old one or the new
-    /// one.
+    /// Cost: reads and validates the whole index, and reads the header of the blob. Payloads are checked when they are decoded;
+    /// [`Pair::verify`] checks all of them. If the pair is being replaced at the same time, this returns the old pair or the new
+    /// pair, never a mixture.
     ///
     /// # Errors
-    /// As [`ValidatedIndex::parse`] and [`Pair::new`], [`Error::Io`], and [`Error::InvalidArgument`] for a path that ends in no name.
+    /// The errors of [`ValidatedIndex::parse`] and [`Pair::new`]; [`Error::Io`]; [`Error::InvalidArgument`] if `path` does not end
+    /// in a name.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_with(path, &Limits::default(), &|_| {})
     }
 
-    /// [`Pair::open`] with other limits. `watch` can end the wait for a publication of the pair that is under way.
+    /// [`Pair::open`] with other limits. If the pair is being replaced, this may wait for the end; `watch` can stop the wait.
     ///
     /// # Errors
-    /// As [`Pair::open`], and any error of `watch`.
+    /// The errors of [`Pair::open`], and any error of `watch`.
     pub fn open_with(path: impl AsRef<Path>, limits: &Limits, watch: &dyn Watch) -> Result<Self> {
         let path = path.as_ref();
         check_pair_name(path)?;
         let paths = PairPaths::new(path);
         let open = || Self::open_once(&paths, limits);
         match open() {
-            // Possibly between the two renames of a publication: wait for its end and try again.
+            // The pair may be between the two renames of a publication. Wait for the end of the publication and try again.
             Err(Error::Invalid(e)) if matches!(e.rule, Rule::BlobPairDigest | Rule::BlobBlobSize) => {
                 publish::between_publications(&paths.index, watch, open)
             }
@@ -104,7 +105,7 @@ impl Pair<FileSource> {
 }
 
 impl<B: Source> Pair<B> {
-    /// Combines a validated index with its blob, for example memory, a file or a mapping.
+    /// Combines a validated index with its blob, which may be in memory, in a file or mapped.
     ///
     /// # Errors
     /// [`Error::Invalid`] with a `blob` rule if the blob is damaged, truncated, or belongs to another pair.
@@ -115,7 +116,7 @@ impl<B: Source> Pair<B> {
             return Err(Rule::BlobBlobSize.broken(size, blob.size()));
         }
         let bytes = blob.bytes(0, BLOB_HEADER_SIZE as usize, &mut scratch)?;
-        // Checked before the size, so that a file that is not a blob is reported as such.
+        // Check the magic before the size, so that a file that is not a blob is reported as such.
         Rule::BlobMagic.check(bytes[..8] == BLOB_MAGIC, hex(&BLOB_MAGIC), hex(&bytes[..8]))?;
         Rule::BlobBlobSize.check_eq(size, blob.size())?;
         let header = BlobHeader::read(&mut Cursor::new(bytes)).map_err(|e| Rule::BlobBlobSize.broken("a header", e))?;
@@ -140,7 +141,7 @@ impl<B: Source> Pair<B> {
         &self.index
     }
 
-    /// The files from which the pair was opened; empty for one that was combined from parts.
+    /// The files from which the pair was opened. Empty if it was created by [`Pair::new`].
     pub(crate) fn paths(&self) -> Vec<PathBuf> {
         self.paths.iter().flat_map(|paths| [paths.index.clone(), paths.blob.clone()]).collect()
     }
@@ -150,16 +151,17 @@ impl<B: Source> Pair<B> {
         &self.blob
     }
 
-    /// Takes the pair apart.
+    /// Returns the index and the blob.
     pub fn into_parts(self) -> (ValidatedIndex, B) {
         (self.index, self.blob)
     }
 
-    /// The payload of a chunk, after checks of CRC and padding. Empty for an unchanged chunk. Without a copy if the blob is
-    /// memory or mapped, otherwise through `scratch`.
+    /// The payload of a chunk, after checking its CRC and padding. Empty for an unchanged chunk. Borrowed if the blob is in memory
+    /// or mapped, else read into `scratch`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the chunk if the payload is damaged; [`Error::InvalidArgument`] if there is no such chunk.
+    /// [`Error::Invalid`] with the chunk if the payload is damaged; [`Error::InvalidArgument`] if the pair has no such chunk;
+    /// [`Error::Io`].
     pub fn payload<'a>(&'a self, chunk: u32, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
         let records = self.index.records();
         let record = records
@@ -170,21 +172,21 @@ impl<B: Source> Pair<B> {
 
     /// Reads every payload and checks its CRC and padding, on all threads of the pool.
     ///
-    /// Together with the checks at opening, this covers every stored byte against accidents. CRC-32 misses random damage of a
-    /// payload with probability 2^-32. It does not find forgery: a payload can be changed so that its CRC and the chunk sums stay
-    /// the same, and the pair digest does not cover payloads. Only a comparison of the target digests proves that payloads are
-    /// authentic; [`Apply::verify`](crate::Apply::verify) does that.
+    /// Together with the checks of opening the pair, this detects accidental damage of any stored byte. CRC-32 misses random damage
+    /// of a payload with probability 2^-32. It does not detect forgery: a payload can be changed so that its CRC and the chunk
+    /// sums stay the same, and the pair digest does not cover payloads. To prove that payloads are authentic, rebuild the target
+    /// and compare its digests, as [`Apply::verify`](crate::Apply::verify) does.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the first damaged chunk.
+    /// [`Error::Invalid`] with the first damaged chunk; [`Error::Io`].
     pub fn verify(&self) -> Result<VerifyReport> {
         self.verify_with(&|_| {})
     }
 
-    /// [`Pair::verify`], watched. The progress is in bytes of payloads: less than [`ValidatedIndex::blob_size`] in all.
+    /// [`Pair::verify`] with a watcher. Progress counts bytes of payloads; the total is less than [`ValidatedIndex::blob_size`].
     ///
     /// # Errors
-    /// As [`Pair::verify`], and any error of `watch`.
+    /// The errors of [`Pair::verify`], and any error of `watch`.
     pub fn verify_with(&self, watch: &dyn Watch) -> Result<VerifyReport> {
         let chunks = self.index.header().chunk_count;
         let failed = (0..chunks).into_par_iter().with_min_len(16).map_init(Vec::new, |scratch, chunk| {
@@ -201,7 +203,7 @@ impl<B: Source> Pair<B> {
         })
     }
 
-    /// Adds the tensor's name to an error that has a chunk.
+    /// If `error` names a chunk, adds the name of the chunk's tensor.
     fn name_tensor(&self, error: Error) -> Error {
         let chunk = match &error {
             Error::Invalid(invalid) => invalid.at.chunk,
@@ -214,7 +216,7 @@ impl<B: Source> Pair<B> {
     }
 }
 
-/// Reads the payload of a record, and checks its CRC and padding.
+/// The payload of a record, after checking its CRC and padding.
 pub(crate) fn checked_payload<'a>(
     blob: &'a (impl Source + ?Sized),
     record: &ChunkMetadata,
@@ -231,19 +233,19 @@ pub(crate) fn checked_payload<'a>(
     Ok(payload)
 }
 
-/// What a verification has checked.
+/// The extent of a verification that found no error.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct VerifyReport {
-    /// Tensors of the pair.
+    /// Number of tensors checked.
     pub tensors: u64,
-    /// Chunks whose payloads were read.
+    /// Number of chunks checked.
     pub chunks: u64,
-    /// Bytes of index and blob.
+    /// Size of index and blob in bytes.
     pub stored_bytes: u64,
-    /// Whether a base was supplied and has the digests of the pair.
+    /// Whether a base was compared with the digests of the pair.
     pub base_checked: bool,
-    /// Whether a target was supplied, or rebuilt from the base, and has the digests of the pair. Only a rebuilt target proves
-    /// that the payloads are correct.
+    /// Whether a target was compared with the digests of the pair. It was supplied by the caller or rebuilt from the base; only a
+    /// rebuilt target proves that the payloads are correct.
     pub target_checked: bool,
 }

@@ -1,4 +1,4 @@
-//! Sources of bytes at offsets: memory, files read by ranges, and optionally mapped files.
+//! Sources of bytes: memory, files read in ranges, and optionally mapped files.
 
 use crate::error::{Error, Result};
 use std::collections::VecDeque;
@@ -7,24 +7,24 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
-/// Two writes to a file within this time may leave the same time stamps: two ticks of the slowest common kernel timer.
+/// Two writes to a file within this time may leave the same time stamps. It is two ticks of the slowest common kernel timer.
 const GRANULARITY: Duration = Duration::from_millis(20);
 
 /// Bytes that can be read at any offset, by many threads at once.
 pub trait Source: Sync {
-    /// Number of bytes.
+    /// Size of the source in bytes.
     fn size(&self) -> u64;
 
     /// Fills `out` with bytes from `offset` on.
     ///
     /// # Errors
-    /// [`Error::Io`] if the bytes are not there (any more), [`Error::InvalidArgument`] for memory that is too short.
+    /// [`Error::Io`] if a file cannot be read or is too short; [`Error::InvalidArgument`] if memory is too short.
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// `size` bytes from `offset` on: without a copy if the source supports it, otherwise through `scratch`.
+    /// `size` bytes from `offset` on: borrowed if the source supports that, else read into `scratch`.
     ///
     /// # Errors
-    /// As for [`Source::read`].
+    /// The errors of [`Source::read`].
     fn bytes<'a>(&'a self, offset: u64, size: usize, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
         if scratch.len() < size {
             scratch.resize(size, 0);
@@ -34,8 +34,8 @@ pub trait Source: Sync {
         Ok(out)
     }
 
-    /// All bytes, if they are in memory that cannot change while the source is borrowed. Then callers need not copy data that
-    /// they read twice.
+    /// All bytes, if they are in memory that cannot change while the source is borrowed. A caller that reads such bytes twice need
+    /// not copy them.
     fn in_memory(&self) -> Option<&[u8]> {
         None
     }
@@ -70,14 +70,15 @@ macro_rules! in_memory {
 
 in_memory!(&[u8], Vec<u8>);
 
-/// Identifies a file and its content: a write changes the times, a replacement changes the inode.
+/// Identifies a file and its content. A write changes the times; a replacement changes the inode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stamp {
     device: u64,
     inode: u64,
     size: u64,
-    /// Seconds and nanoseconds.
+    /// Last change of the content: seconds and nanoseconds.
     modified: (i64, i64),
+    /// Last change of the inode: seconds and nanoseconds.
     changed: (i64, i64),
 }
 
@@ -95,7 +96,7 @@ impl From<&Metadata> for Stamp {
 }
 
 impl Stamp {
-    /// Time since the last change of the file; `None` if that is in the future.
+    /// Time since the last change of the inode; `None` if its time stamp is in the future.
     fn age(&self) -> Option<Duration> {
         let (seconds, nanoseconds) = self.changed;
         let changed = Duration::new(u64::try_from(seconds).ok()?, u32::try_from(nanoseconds).ok()?);
@@ -108,10 +109,10 @@ impl Stamp {
 pub(crate) struct OpenFiles(Mutex<VecDeque<(Stamp, Arc<File>)>>);
 
 impl OpenFiles {
-    /// Most cached open files. Each thread may hold one more.
+    /// Maximum number of open files in the cache. Each thread may hold one more.
     pub const MAX_OPEN: usize = 16;
 
-    /// Returns the file with this path and stamp, and opens it if necessary.
+    /// Returns the file with this path and stamp: from the cache, or newly opened.
     fn get(&self, path: &Path, stamp: &Stamp) -> Result<Arc<File>> {
         let open = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(file) = Self::find(&mut open(), stamp) {
@@ -130,7 +131,7 @@ impl OpenFiles {
         Ok(file)
     }
 
-    /// Finds an open file, and makes it the most recently used.
+    /// Finds an open file and marks it as the most recently used.
     fn find(open: &mut VecDeque<(Stamp, Arc<File>)>, stamp: &Stamp) -> Option<Arc<File>> {
         let at = open.iter().rposition(|(other, _)| other == stamp)?;
         let entry = open.remove(at)?;
@@ -140,10 +141,10 @@ impl OpenFiles {
     }
 }
 
-/// Opens a regular file, through links.
+/// Opens a regular file. Follows links.
 fn open_regular(path: &Path) -> Result<(File, Metadata)> {
     use std::os::unix::fs::OpenOptionsExt;
-    // Opening a pipe would wait for a writer.
+    // Without O_NONBLOCK, opening a pipe would wait for a writer.
     let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
     let file = File::options().read(true).custom_flags(nonblocking).open(path).map_err(|e| Error::io("open", path, e))?;
     let metadata = file.metadata().map_err(|e| Error::io("open", path, e))?;
@@ -169,30 +170,30 @@ pub struct FileSource {
 #[derive(Debug)]
 enum Handle {
     Open(File),
-    /// Open while it is among the most recently used files.
+    /// Opened on demand and closed when other files of the cache are used.
     Shared(Arc<OpenFiles>),
 }
 
 impl FileSource {
-    /// Opens a regular file, through links.
+    /// Opens a regular file. Follows links.
     ///
     /// # Errors
-    /// [`Error::Io`] if it cannot be opened; a folder, a device or a pipe is refused without waiting for it.
+    /// [`Error::Io`] if the file cannot be opened or is not a regular file. The call does not block on a pipe.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let (file, metadata) = open_regular(path)?;
         Ok(Self { file: Handle::Open(file), path: path.to_owned(), stamp: Stamp::from(&metadata) })
     }
 
-    /// As [`FileSource::open`], for one of many files that share a bounded number of descriptors. A file that was replaced by the
-    /// time it is read gives [`Error::Changed`].
+    /// Like [`FileSource::open`], for many files that share a bounded number of descriptors. If the file is replaced before it is
+    /// read, reading returns [`Error::Changed`].
     pub(crate) fn open_shared(path: &Path, files: &Arc<OpenFiles>) -> Result<Self> {
         let (_, metadata) = open_regular(path)?;
         Ok(Self { file: Handle::Shared(files.clone()), path: path.to_owned(), stamp: Stamp::from(&metadata) })
     }
 
-    /// Ensures that [`FileSource::check_unchanged`] notices every change from now on: waits until a change would give other time
-    /// stamps. At most 20 ms, and only for files written within the last 20 ms.
+    /// Waits until a change of the file would give other time stamps, so that [`FileSource::check_unchanged`] detects every change
+    /// from now on. Waits only if the file was written within the last 20 ms, and at most 20 ms.
     ///
     /// # Errors
     /// [`Error::Io`] or [`Error::Changed`].
@@ -205,16 +206,16 @@ impl FileSource {
         Ok(())
     }
 
-    /// Compares the file at the path with the opened one: device, inode, size, and the times of the last changes of content and
-    /// inode.
+    /// Checks that the path still leads to the opened file and that the file has not changed. Compares device, inode, size, and
+    /// the times of the last changes of content and inode.
     ///
-    /// A change that leaves all of these equal is not noticed. That requires a file system with time stamps coarser than 20 ms,
-    /// or a writer that maps the file and whose pages are not yet written back.
+    /// A change that leaves all of these equal is not detected. Two causes are possible: a file system with time stamps coarser
+    /// than 20 ms, or a writer that has mapped the file and whose pages are not yet written back.
     ///
     /// # Errors
-    /// [`Error::Changed`] if they differ or the path names nothing any more; [`Error::Io`].
+    /// [`Error::Changed`] if they differ or the path no longer exists; [`Error::Io`].
     pub fn check_unchanged(&self) -> Result<()> {
-        // If the path still has the same unchanged inode, it is the opened file, so the descriptor need not be checked.
+        // An equal stamp includes device and inode, so the path leads to the opened file. The descriptor need not be checked.
         match std::fs::metadata(&self.path) {
             Ok(metadata) if Stamp::from(&metadata) == self.stamp => Ok(()),
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("look at", &self.path, e)),
@@ -237,7 +238,7 @@ impl FileSource {
     /// Reads the whole file into memory.
     ///
     /// # Errors
-    /// [`Error::Limit`] if it is larger than `limit`, [`Error::Io`] if reading fails or finds another size.
+    /// [`Error::Limit`] if the file is larger than `limit` bytes; [`Error::Io`] if reading fails or the size has changed.
     pub fn read_all(&self, what: &'static str, limit: u64) -> Result<Buffer> {
         use std::os::unix::fs::FileExt;
         let size = self.size();
@@ -254,14 +255,14 @@ impl FileSource {
     }
 }
 
-/// Owned bytes, which no one else can change.
+/// Owned bytes in memory.
 #[derive(Debug)]
 pub struct Buffer(Memory);
 
 #[derive(Debug)]
 enum Memory {
     Heap(Vec<u8>),
-    /// New memory in large pages. With small pages, allocating a million records takes as long as validating them.
+    /// Anonymous memory in large pages. With small pages, allocating memory for a million records takes as long as validating them.
     #[cfg(all(feature = "mmap", target_os = "linux"))]
     LargePages(memmap2::MmapMut),
 }
@@ -271,7 +272,7 @@ impl Buffer {
         #[cfg(all(feature = "mmap", target_os = "linux"))]
         if size >= 4 << 20 {
             let map = memmap2::MmapMut::map_anon(size)?;
-            // A hint only: without large pages, allocation is slower.
+            // This is only a hint, so failure is ignored: small pages only make allocation slower.
             let _ = map.advise(memmap2::Advice::HugePage);
             return Ok(Self(Memory::LargePages(map)));
         }
@@ -329,8 +330,8 @@ impl Source for FileSource {
     }
 }
 
-/// A mapped file. Faster than [`FileSource`] for scattered reads of cached files. If the file is truncated while it is mapped,
-/// the process ends with SIGBUS: use it only for files without other writers.
+/// A mapped file. Faster than [`FileSource`] for scattered reads of cached files. If another process truncates the file while it is
+/// mapped, this process ends with SIGBUS, so use it only for files that nothing else writes.
 #[cfg(feature = "mmap")]
 #[derive(Debug)]
 pub struct MappedSource(memmap2::Mmap);
@@ -343,12 +344,12 @@ impl MappedSource {
     /// No process may change or shorten the file while it is mapped.
     ///
     /// # Errors
-    /// [`Error::Io`] if it cannot be opened or mapped.
+    /// [`Error::Io`] if the file cannot be opened or mapped.
     pub unsafe fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let source = FileSource::open(path)?;
         source.with_file(|file| {
-            // SAFETY: the caller promises that the file does not change.
+            // SAFETY: the caller guarantees that the file does not change or shrink while it is mapped (`# Safety` of `open`).
             let map = unsafe { memmap2::Mmap::map(file) };
             map.map(Self).map_err(|e| Error::io("map", path, e))
         })
@@ -430,7 +431,7 @@ mod tests {
         for (what, change) in changes {
             let (_folder, path) = file(b"12345");
             let mut source = FileSource::open(&path).unwrap();
-            // Directly after the write, so that the stamp needs to settle.
+            // The file has just been written, so this waits.
             source.settle().unwrap();
             source.check_unchanged().unwrap();
             change(&path);
@@ -456,7 +457,7 @@ mod tests {
             assert_eq!(usize::from_le_bytes(read), i);
             assert!(files.0.lock().unwrap().len() <= OpenFiles::MAX_OPEN);
         }
-        let last = count - 1; // no longer open
+        let last = count - 1; // no longer in the cache
         fs::write(path(count), last.to_le_bytes()).unwrap();
         fs::rename(path(count), path(last)).unwrap();
         assert!(matches!(sources[last].read(0, &mut [0; 8]), Err(Error::Changed { .. })));

@@ -1,15 +1,16 @@
-//! Watching long work: what has been done, and whether to go on.
+//! Progress reports and cancellation of long work.
 
 #![forbid(unsafe_code)]
 
 use crate::error::Result;
 
-/// Follows long work from any thread, and may end it. A closure that takes the number of bytes follows only.
+/// Receives progress from any thread and can stop the work. A closure `Fn(u64)` receives the number of bytes and cannot stop it.
 pub trait Watch: Sync {
-    /// Called when `bytes` more are done: lanes of the target, or of other input that is read.
+    /// Called after `bytes` more bytes are done. Each builder's `progress` says which bytes count. `bytes` is 0 if the call only
+    /// asks whether to continue.
     ///
     /// # Errors
-    /// [`Error::Cancelled`](crate::Error::Cancelled), or any other error. The work ends with it at the next chunk.
+    /// [`Error::Cancelled`](crate::Error::Cancelled) or any other error. It stops the work, which returns this error.
     fn done(&self, bytes: u64) -> Result<()>;
 }
 
@@ -20,18 +21,18 @@ impl<F: Fn(u64) + Sync> Watch for F {
     }
 }
 
-/// The watcher of a function.
+/// The watcher as a function argument.
 pub(crate) type Progress<'a> = &'a dyn Watch;
 
 /// The watcher that a builder holds.
 #[derive(Default)]
 pub(crate) enum Watcher<'a> {
-    /// Nobody.
+    /// No watcher.
     #[default]
     Nobody,
     /// A closure that the builder owns.
     Closure(Box<dyn Fn(u64) + Send + Sync + 'a>),
-    /// The caller's.
+    /// A watcher that the caller owns.
     Borrowed(&'a dyn Watch),
 }
 

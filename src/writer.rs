@@ -1,4 +1,4 @@
-//! Building a pair, payload by payload (spec sections 4 to 11).
+//! Writes a pair, payload by payload (spec sections 4 to 11).
 
 use crate::codec::{Codec, Encoded, TableSet};
 use crate::digest;
@@ -14,49 +14,49 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use zerocopy::IntoBytes;
 
-/// The description of a tensor in the tensor table, without fields that follow from its chunks.
+/// The description of a tensor for the tensor table. The builder adds the fields that follow from the tensor's chunks.
 #[derive(Debug, Clone)]
 pub struct TensorSpec {
-    /// Name in the target. Names must ascend.
+    /// Name in the target. Tensors must be added in ascending order of name.
     pub name: String,
-    /// Name of the base tensor, if it differs.
+    /// Name of the base tensor, if it differs from `name`.
     pub base_name: Option<String>,
     /// Element type.
     pub dtype: Dtype,
     /// Dimensions.
     pub shape: Vec<u64>,
-    /// Where the base lanes come from.
+    /// Source of the base lanes.
     pub base_kind: BaseKind,
-    /// Rows of the base for [`BaseKind::Prefix`], else 0.
+    /// Number of rows of the base tensor for [`BaseKind::Prefix`], else 0.
     pub base_param: u64,
     /// Codec of the payloads.
     pub codec: Codec,
     /// Tables of codec `conditioned`.
     pub tables: Option<Arc<TableSet>>,
-    /// log2 of the lanes of a chunk.
+    /// log2 of the number of lanes per chunk.
     pub chunk_lanes_log2: u8,
 }
 
 /// A target file that readers can rebuild.
 #[derive(Debug, Clone)]
 pub struct FileSpec {
-    /// File name, empty for a lone file.
+    /// Name of the file. Empty if the target is a single file.
     pub name: String,
-    /// What the file consists of.
+    /// Structure of the file.
     pub kind: FileKind,
-    /// Bytes of the content.
+    /// Size of the content in bytes.
     pub content_size: u64,
     /// BLAKE3 of the content.
     pub content_hash: Hash,
-    /// The content, for the kinds that store it.
+    /// The content if `kind` stores it, else empty.
     pub content: Vec<u8>,
 }
 
 /// Builds a pair: writes payloads to `blob` as they arrive, and assembles the index at the end.
 ///
-/// Call [`begin_tensor`](Self::begin_tensor), [`chunk`](Self::chunk) for each of its chunks in order, and
-/// [`end_tensor`](Self::end_tensor), for all tensors in ascending order of their names; then [`finish`](Self::finish).
-/// Memory: 48 bytes per chunk and about 100 per tensor.
+/// For each tensor, in ascending order of name, call [`begin_tensor`](Self::begin_tensor), then [`chunk`](Self::chunk) for each
+/// chunk in order, then [`end_tensor`](Self::end_tensor). At the end, call [`finish`](Self::finish). Memory: 48 bytes per chunk and
+/// about 100 bytes per tensor.
 pub struct PairBuilder<W> {
     blob: W,
     blob_path: PathBuf,
@@ -66,8 +66,9 @@ pub struct PairBuilder<W> {
     entries: Vec<TensorEntry>,
     dims: Vec<u64>,
     names: Vec<u8>,
-    /// Table sets in the order of the first tensor that uses them, and the encoded tables of all tensors.
+    /// Table sets, in the order of the first tensors that use them.
     sets: Vec<Arc<TableSet>>,
+    /// Encoded tables of all tensors.
     tables: Vec<u8>,
     digests: Vec<TensorDigests>,
     base_root: digest::Root,
@@ -76,12 +77,12 @@ pub struct PairBuilder<W> {
 }
 
 impl<W: Write> PairBuilder<W> {
-    /// Creates a builder that writes payloads to `blob`, from its beginning. `blob_path` is for error messages.
+    /// Creates a builder that writes a placeholder for the header and then payloads to `blob`. `blob_path` is for error messages.
     ///
     /// # Errors
-    /// [`Error::Io`] if writing the placeholder of the header to `blob` fails.
+    /// [`Error::Io`] if writing the placeholder fails.
     pub fn new(mut blob: W, blob_path: PathBuf) -> Result<Self> {
-        // A placeholder: the header contains the pair digest, which is known last; see `finish`.
+        // The header contains the pair digest, which is not known before `finish`.
         blob.write_all(&[0; BLOB_HEADER_SIZE as usize]).map_err(|e| Error::io("write", &blob_path, e))?;
         Ok(Self {
             blob,
@@ -124,7 +125,7 @@ impl<W: Write> PairBuilder<W> {
         });
     }
 
-    /// Writes the tables of a tensor, as a set or as the number of an earlier equal set. Returns their size.
+    /// Appends the tables of a tensor: the number of an earlier equal set, or else the set. Returns the number of bytes appended.
     fn put_tables(&mut self, set: &Arc<TableSet>) -> u32 {
         let before = self.tables.len();
         if let Some(known) = self.sets.iter().position(|known| Arc::ptr_eq(known, set) || known == set) {
@@ -137,10 +138,10 @@ impl<W: Write> PairBuilder<W> {
         (self.tables.len() - before) as u32
     }
 
-    /// Adds the next chunk of the current tensor: its payload, the encoder's description of it, and its sums.
+    /// Adds the next chunk of the current tensor: the payload, the encoder's description of the payload, and the chunk sums.
     ///
     /// # Errors
-    /// [`Error::Io`] if the blob cannot be written, [`Error::InvalidArgument`] without a tensor.
+    /// [`Error::Io`] if the blob cannot be written; [`Error::InvalidArgument`] if no tensor has begun.
     pub fn chunk(&mut self, payload: &[u8], encoded: Encoded, base_sum: u64, target_sum: u64) -> Result<()> {
         let Some(entry) = self.entries.last_mut() else {
             return Err(Error::InvalidArgument("a chunk before the first tensor".into()));
@@ -162,7 +163,7 @@ impl<W: Write> PairBuilder<W> {
         Ok(())
     }
 
-    /// Ends the tensor. The arguments are the BLAKE3 hashes of the base tensor, if it has one, and of the target tensor.
+    /// Ends the current tensor. `base` is the BLAKE3 hash of the base tensor, if any; `target` is that of the target tensor.
     pub fn end_tensor(&mut self, base: Option<Hash>, target: Hash) {
         let base_digest = base.as_ref().map_or([0; DIGEST_SIZE], digest::short);
         self.digests.push(TensorDigests { base_digest, target_digest: digest::short(&target) });
@@ -170,7 +171,7 @@ impl<W: Write> PairBuilder<W> {
         self.target_root.add(Some(&target));
     }
 
-    /// Adds a target file; names must ascend.
+    /// Adds a target file. Files must be added in ascending order of name.
     pub fn file(&mut self, file: FileSpec) {
         self.files.push(file);
     }
@@ -179,7 +180,7 @@ impl<W: Write> PairBuilder<W> {
     /// beginning of the blob.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the calls did not describe a valid pair, [`Error::Limit`] if it is too large for readers.
+    /// [`Error::Invalid`] if the calls did not describe a valid pair; [`Error::Limit`] if the pair exceeds the limits of readers.
     pub fn finish(mut self) -> Result<Finished<W>> {
         self.blob.flush().map_err(|e| Error::io("write", &self.blob_path, e))?;
         let index = ValidatedIndex::parse(self.index_bytes()?, &Limits::default())?;
@@ -199,7 +200,7 @@ impl<W: Write> PairBuilder<W> {
         Ok(Finished { index, blob_header, blob: self.blob })
     }
 
-    /// The lowest version that has all features that the pair uses.
+    /// The lowest minor version that has all features of the pair.
     fn version_minor(&self) -> u16 {
         let newest = self.entries.iter().any(|entry| entry.codec == Codec::Conditioned.code());
         if newest { VERSION_MINOR } else { 0 }
@@ -215,7 +216,7 @@ impl<W: Write> PairBuilder<W> {
         let (files_size, files) = compress_section(self.files_bytes()?)?;
         count(self.sets.len(), MAX_TABLE_SETS as u32, "table sets")?;
         let (tables_size, tables) = compress_section(self.tables.clone())?;
-        // Each section as the parts to concatenate, and its expanded size if that differs.
+        // For each section: the parts to concatenate, and the expanded size if the section is compressible.
         let sections: [(&[&[u8]], Option<u64>); 6] = [
             (&[self.records.as_bytes()], None),
             (&[self.sums.as_bytes()], None),
@@ -276,19 +277,19 @@ impl<W: Write> PairBuilder<W> {
 /// A complete pair that is not yet published.
 #[derive(Debug)]
 pub struct Finished<W> {
-    /// The index, validated; its bytes are [`ValidatedIndex::as_bytes`].
+    /// The validated index. Write [`ValidatedIndex::as_bytes`] to the index file.
     pub index: ValidatedIndex,
     /// The first 64 bytes of the blob.
     pub blob_header: [u8; BLOB_HEADER_SIZE as usize],
-    /// The blob, with zeros in place of its header.
+    /// The blob, with zeros instead of its header.
     pub blob: W,
 }
 
 impl Finished<Vec<u8>> {
-    /// Combines a pair in memory.
+    /// Opens the pair in memory.
     ///
     /// # Errors
-    /// None that the calls of a [`PairBuilder`] can cause.
+    /// The errors of [`crate::Pair::new`]. None occur if a [`PairBuilder`] made this value.
     pub fn into_pair(mut self) -> Result<crate::reader::Pair<Vec<u8>>> {
         self.blob[..self.blob_header.len()].copy_from_slice(&self.blob_header);
         crate::reader::Pair::new(self.index, self.blob)
@@ -304,11 +305,11 @@ fn pad(bytes: &mut Vec<u8>) {
     bytes.resize(bytes.len().next_multiple_of(SECTION_ALIGN as usize), 0);
 }
 
-/// zstd level of the compressible sections. On the tables of real checkpoints, higher levels gain nothing and cost up to fifty
-/// times as much, which matters for small pairs: this part of encoding is serial.
+/// zstd level of the compressible sections. On real checkpoints, higher levels gain nothing and cost up to fifty times as much. That
+/// matters for small pairs, because this part of encoding is serial.
 const TABLE_LEVEL: i32 = 6;
 
-/// Compresses a section. Returns its expanded size and its stored form.
+/// Compresses a section, unless compression makes it larger. Returns its expanded size and its stored form.
 fn compress_section(expanded: Vec<u8>) -> Result<(u64, Vec<u8>)> {
     let size = expanded.len() as u64;
     let frame = ::zstd::bulk::compress(&expanded, TABLE_LEVEL)

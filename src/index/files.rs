@@ -1,4 +1,4 @@
-//! File table (spec section 10; step 5 of section 13).
+//! File table (spec section 10; section 13, step 5).
 
 use super::view::TargetFile;
 use crate::digest;
@@ -12,7 +12,7 @@ use std::ops::Range;
 #[derive(Debug)]
 pub(super) struct FileTable {
     rows: Vec<Row>,
-    /// Names, then contents.
+    /// Names of all files, then stored contents.
     bytes: Vec<u8>,
 }
 
@@ -67,7 +67,7 @@ impl FileTable {
 
     pub(super) fn iter(&self) -> impl ExactSizeIterator<Item = TargetFile<'_>> {
         self.rows.iter().map(|row| TargetFile {
-            // ASCII: checked by FileNames.
+            // The name is ASCII, because `FileNames` has checked it.
             name: std::str::from_utf8(&self.bytes[row.name.clone()]).unwrap_or_default(),
             kind: row.kind,
             content_size: row.content_size,
@@ -77,7 +77,7 @@ impl FileTable {
     }
 }
 
-/// Checks the names of a pair's files, one after the other.
+/// Checks the names of a pair's files, in the order of the table.
 #[derive(Default)]
 pub(crate) struct FileNames {
     before: Vec<u8>,
@@ -85,7 +85,7 @@ pub(crate) struct FileNames {
 }
 
 impl FileNames {
-    /// Checks the next of `count` names, for a file of this kind.
+    /// Checks the next name, for a file of this kind. The pair has `count` files.
     ///
     /// # Errors
     /// [`Rule::FileName`].
@@ -110,7 +110,7 @@ impl FileNames {
     }
 }
 
-/// Whether a file of this kind may have this name (section 10). Valid names are not paths, and not hidden files.
+/// Whether a file of this kind may have this name (section 10). Valid names contain no path separator and do not begin with a dot.
 pub(crate) fn is_file_name(name: &str, kind: FileKind) -> bool {
     let ending = if kind.has_tensors() { ".safetensors" } else { ".safetensors.index.json" };
     !name.starts_with('.')

@@ -1,4 +1,4 @@
-//! Header, sections and pair digest (spec section 5; steps 1 to 3 of section 13).
+//! Header, sections and pair digest (spec section 5; section 13, steps 1 to 3).
 
 use crate::error::{Error, Result, Rule, hex};
 use crate::format::*;
@@ -7,15 +7,15 @@ use binrw::BinRead;
 use std::borrow::Cow;
 use std::io::Cursor;
 
-/// The smallest index: header, two roots, pair digest.
+/// Size of the smallest index in bytes: header, two roots, pair digest.
 const MIN_INDEX_SIZE: u64 = INDEX_HEADER_SIZE as u64 + ROOTS_SIZE + PAIR_DIGEST_SIZE;
-/// log2 of the largest window that a section's frame may require.
+/// log2 of the maximum window size, in bytes, that a section's zstd frame may require.
 const WINDOW_LOG_MAX: u32 = 27;
 
-/// Most bytes of an expanded section. Offsets in sections have 32 bits, so the caller's limits cannot exceed this.
+/// Maximum size of an expanded section in bytes, even if the caller's limits are larger. Offsets in sections have 32 bits.
 const SECTION_SIZE_MAX: u64 = u32::MAX as u64;
 
-/// Step 1, for a file of `found` bytes. `bytes` is at least its header, or the whole file if that is shorter.
+/// Step 1, for a file of `found` bytes. `bytes` contains at least the header, or the whole file if the file is shorter.
 pub(super) fn parse(bytes: &[u8], found: u64, limits: &Limits) -> Result<IndexHeader> {
     if found > limits.index_size {
         return Err(Error::Limit { what: "size of the index", limit: limits.index_size, found });
@@ -122,7 +122,7 @@ pub(super) fn expand<'a>(bytes: &'a [u8], header: &IndexHeader, section: Section
     crate::codec::zstd::expand_frame(frame, size, WINDOW_LOG_MAX).map(Cow::Owned).map_err(|found| broken(&found))
 }
 
-/// The stored bytes of a section. In bounds, because [`parse`] has checked that.
+/// The stored bytes of a section. They are within `bytes`, because [`parse`] has checked the header.
 pub(super) fn stored<'a>(bytes: &'a [u8], header: &IndexHeader, section: Section) -> &'a [u8] {
     let entry = header.section(section);
     &bytes[entry.offset as usize..][..entry.stored_size as usize]
@@ -141,7 +141,7 @@ mod tests {
         assert_eq!(parse(b"\x89TPB", 4, &limits).unwrap_err().rule(), Some(Rule::HeaderMagic));
     }
 
-    /// The index of an empty pair whose header states that this section expands to `size` bytes, which it does not.
+    /// The index of an empty pair, with a wrong header: it says that this section expands to `size` bytes.
     fn with_expanded_size(section: Section, size: u64) -> Vec<u8> {
         let target = crate::MemoryCheckpoint::default();
         let (pair, _) = crate::Encode::new(&target).to_memory().unwrap();
@@ -223,7 +223,7 @@ mod tests {
         for section in [Section::Chunks, Section::Sums, Section::Digests] {
             let sizes = header.section(section);
             for (stored, expanded) in [(8, 8), (0, 8), (8, 0)] {
-                // Later sections move along, so that only the size is wrong.
+                // Move the later sections too, so that only the size is wrong.
                 let mut header = *header;
                 header.sections[section as usize].stored_size = sizes.stored_size + stored;
                 header.sections[section as usize].expanded_size = sizes.expanded_size + expanded;

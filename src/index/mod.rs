@@ -1,6 +1,6 @@
-//! The index: validated once, then trusted (spec sections 5 to 10 and steps 1 to 6 of section 13).
+//! The index: validated once, then trusted (spec sections 5 to 10; section 13, steps 1 to 6).
 //!
-//! [`ValidatedIndex::parse`] is the only way to get one, and the only thing that a decoder accepts.
+//! Decoders accept only a [`ValidatedIndex`], and only [`ValidatedIndex::parse`] creates one.
 
 #![forbid(unsafe_code)]
 
@@ -30,7 +30,7 @@ use zerocopy::FromBytes;
 
 /// An index that satisfies every rule of the spec that can be checked without the blob and the base.
 ///
-/// It holds the bytes of the file, with the flat arrays read in place, and the expanded tables.
+/// It holds the bytes of the file and the parsed tables. Records, sums and digests are read in place.
 #[derive(Debug)]
 pub struct ValidatedIndex {
     bytes: Buffer,
@@ -48,7 +48,7 @@ impl ValidatedIndex {
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) with the first violated rule, in the order of section 13;
-    /// [`Error::Limit`](crate::Error::Limit) if the index is larger than `limits` allow.
+    /// [`Error::Limit`](crate::Error::Limit) if the index or a section is larger than `limits` allow.
     pub fn parse(bytes: impl Into<Buffer>, limits: &Limits) -> Result<Self> {
         let bytes = bytes.into();
         let header = header::parse(&bytes, bytes.len() as u64, limits)?;
@@ -64,16 +64,16 @@ impl ValidatedIndex {
         Ok(index)
     }
 
-    /// Reads an index file. The header comes first, so that an invalid file is refused before it is read completely.
+    /// Reads an index file. Checks the header first, so an invalid file is refused before all of it is read.
     ///
     /// # Errors
-    /// As [`ValidatedIndex::parse`], and [`Error::Io`](crate::Error::Io).
+    /// The errors of [`ValidatedIndex::parse`], and [`Error::Io`](crate::Error::Io).
     pub(crate) fn read(file: &FileSource, limits: &Limits) -> Result<Self> {
         let mut head = [0; INDEX_HEADER_SIZE as usize];
         let head = &mut head[..file.size().min(INDEX_HEADER_SIZE.into()) as usize];
         file.read(0, head)?;
         header::parse(head, file.size(), limits)?;
-        // The header is parsed again: the file may have changed.
+        // Parse the header again, because the file may have changed.
         Self::parse(file.read_all("size of the index", limits.index_size)?, limits)
     }
 
@@ -82,27 +82,27 @@ impl ValidatedIndex {
         &self.header
     }
 
-    /// The pair digest, which identifies the pair. The blob repeats it.
+    /// The pair digest. It identifies the pair, and the header of the blob has it too.
     pub fn pair_digest(&self) -> &[u8; 32] {
         &self.digest
     }
 
-    /// The bytes of the file.
+    /// The bytes of the index file.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Bytes of the index file.
+    /// Size of the index file in bytes.
     pub fn size(&self) -> u64 {
         self.bytes.len() as u64
     }
 
-    /// Version of the format, major and minor.
+    /// Version of the format: major, minor.
     pub fn version(&self) -> (u16, u16) {
         (self.header.version_major, self.header.version_minor)
     }
 
-    /// Bytes of the blob that belongs to the index.
+    /// Size, in bytes, of the blob that belongs to the index.
     pub fn blob_size(&self) -> u64 {
         self.header.blob_size
     }
@@ -135,12 +135,12 @@ impl ValidatedIndex {
         <[ChunkSums]>::ref_from_bytes(header::stored(&self.bytes, &self.header, Section::Sums)).unwrap_or(&[])
     }
 
-    /// The 32-byte root over all base tensors.
+    /// The root: a 32-byte hash over the hashes of all base tensors.
     pub fn base_root(&self) -> &[u8] {
         &header::stored(&self.bytes, &self.header, Section::Digests)[..32]
     }
 
-    /// The 32-byte root over all target tensors.
+    /// The root: a 32-byte hash over the hashes of all target tensors.
     pub fn target_root(&self) -> &[u8] {
         &header::stored(&self.bytes, &self.header, Section::Digests)[32..64]
     }
@@ -150,7 +150,7 @@ impl ValidatedIndex {
         self.tensors.len()
     }
 
-    /// Tensor `i`, in ascending order of names.
+    /// Tensor `i` in ascending order of name.
     ///
     /// # Panics
     /// If `i` is not below [`ValidatedIndex::tensor_count`].
@@ -159,7 +159,7 @@ impl ValidatedIndex {
         self.tensors.view(i, &digests_of(digests)[i], self.tables.all())
     }
 
-    /// All tensors, names ascending.
+    /// All tensors, in ascending order of name.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
         (0..self.tensor_count()).map(|i| self.tensor(i))
     }
@@ -182,7 +182,7 @@ impl ValidatedIndex {
         self.tensors.table_set(i)
     }
 
-    /// Bytes of the index by purpose; they add up to [`ValidatedIndex::size`].
+    /// The bytes of the index by purpose. Their total is [`ValidatedIndex::size`].
     pub fn parts(&self) -> IndexParts {
         let stored = |section| self.header.section(section).stored_size;
         IndexParts {
@@ -193,17 +193,17 @@ impl ValidatedIndex {
             tensors: stored(Section::Tensors),
             files: stored(Section::Files),
             tables: stored(Section::Tables),
-            // Each section begins at a multiple of SECTION_ALIGN.
+            // Each section is padded to a multiple of SECTION_ALIGN.
             padding: Section::ALL.iter().map(|&section| stored(section).wrapping_neg() % SECTION_ALIGN).sum(),
         }
     }
 
-    /// The target files that the pair can rebuild; empty if it contains tensors only.
+    /// The target files that the pair describes. Empty if it describes only tensors.
     pub fn files(&self) -> impl ExactSizeIterator<Item = TargetFile<'_>> {
         self.files.iter()
     }
 
-    /// Bytes of all base tensors that decoding needs, and of all target tensors.
+    /// Total size in bytes of the base tensors that decoding needs, and of the target tensors.
     pub fn tensor_bytes(&self) -> (u64, u64) {
         self.tensors().fold((0, 0), |(b, t), tensor| (b.saturating_add(tensor.base_bytes()), t.saturating_add(tensor.bytes())))
     }

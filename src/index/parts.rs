@@ -3,7 +3,7 @@
 use crate::codec::parts;
 
 parts! {
-    /// Bytes of an index by purpose, as stored.
+    /// Size of the parts of an index in bytes, as stored.
     IndexParts {
         /// The header, and the pair digest at the end.
         header => "header and pair digest",
@@ -11,7 +11,7 @@ parts! {
         records => "records",
         /// Chunk sums: 16 bytes per chunk.
         sums => "sums",
-        /// Digests: 32 bytes per tensor, and the two roots.
+        /// Digests: 32 bytes per tensor, and 64 bytes for the two roots.
         digests => "digests",
         /// Tensor table: names, shapes, dtypes, codecs.
         tensors => "tensor table",

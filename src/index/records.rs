@@ -1,10 +1,11 @@
-//! Chunk records and sums (spec section 6; step 6 of section 13).
+//! Chunk records and sums (spec section 6; section 13, step 6).
 
 use super::view::Tensor;
 use crate::error::{Result, Rule};
 use crate::format::*;
 
-/// Validates all records and sums in one linear pass. The form is canonical, so almost every field has exactly one valid value.
+/// Validates all records and sums in one linear pass. Almost every field has exactly one valid value, because the format is
+/// canonical.
 pub(super) fn validate<'a>(
     header: &IndexHeader,
     records: &[ChunkMetadata],
@@ -22,7 +23,7 @@ pub(super) fn validate<'a>(
     Rule::RecordBlobSize.check_eq(end, header.blob_size)
 }
 
-/// Checks one record whose payload must begin at `end`. Returns where the next payload begins.
+/// Checks one record. Its payload must begin at `end`, the end of the previous payload. Returns the offset of the next payload.
 #[inline]
 fn check(tensor: &Tensor<'_>, chunk: u32, record: &ChunkMetadata, sums: &ChunkSums, end: u64) -> Result<u64> {
     let range = tensor.chunk_range(chunk);
@@ -36,7 +37,7 @@ fn check(tensor: &Tensor<'_>, chunk: u32, record: &ChunkMetadata, sums: &ChunkSu
     } else {
         let bound = u64::from(uncompressed) + u64::from(uncompressed) / 64 + 64;
         Rule::RecordSizes.check(u64::from(compressed) <= bound, "a compressed size within its bound", compressed)?;
-        // A chunk's lanes fit in u32: at most 4 MiB of them.
+        // The number of lanes fits in u32: a chunk has at most 4 MiB of lanes.
         let sizes = tensor.codec.check_sizes(compressed, uncompressed, changed, lanes as u32, tensor.lane_bytes());
         Rule::RecordSizes.check(sizes, "sizes that the codec allows", format_args!("{compressed} for {uncompressed}"))?;
     }

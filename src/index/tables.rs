@@ -1,18 +1,19 @@
-//! Table sets of codec `conditioned` (`spec/codecs.md` section 4.2; end of step 4 of section 13).
+//! Table sets of codec `conditioned` (`spec/codecs.md` section 4.2; `spec/tpde-format.md` section 13, end of step 4).
 
 use super::tensors::TensorTable;
 use crate::codec::TableSet;
 use crate::error::{Result, Rule};
 
-/// Most table sets of a pair.
+/// Maximum number of table sets per pair.
 pub(crate) const MAX_TABLE_SETS: usize = 65_535;
 
-/// All sets of a pair, in the order of the tensors that own them.
+/// All table sets of a pair, in the order of the tensors that define them.
 #[derive(Debug, Default)]
 pub(super) struct TableSets(Vec<TableSet>);
 
 impl TableSets {
-    /// Parses the tables of all tensors, and assigns each tensor its set. The section has the total size stated in the entries.
+    /// Parses the tables of all tensors and assigns each tensor its set. [`TensorTable::parse`] has checked that the sizes in the
+    /// entries add up to the size of `section`.
     pub(super) fn parse(mut section: &[u8], tensors: &mut TensorTable) -> Result<Self> {
         let mut sets = Self::default();
         for i in 0..tensors.len() {
@@ -28,7 +29,7 @@ impl TableSets {
         Ok(sets)
     }
 
-    /// Number of the set that these tables define or refer to, from 1 on.
+    /// Number, from 1, of the set that `tables` defines or refers to.
     fn tables(&mut self, tables: &[u8]) -> Result<u32> {
         let rule = Rule::TensorTables;
         let (number, set) = tables.split_first_chunk().ok_or_else(|| rule.broken("2 bytes or more", tables.len()))?;

@@ -1,4 +1,4 @@
-//! Tensor table (spec section 8; step 4 of section 13).
+//! Tensor table (spec section 8; section 13, step 4).
 
 use super::view::Tensor;
 use crate::codec::{Codec, TableSet};
@@ -8,7 +8,7 @@ use crate::lane::Dtype;
 use binrw::BinRead;
 use std::io::Cursor;
 
-/// The table in a form for fast look-ups: fixed-size rows, all dimensions, all names.
+/// The table in a form for fast look-ups: rows of fixed size, which refer to a list of all dimensions and a string of all names.
 #[derive(Debug, Default)]
 pub(super) struct TensorTable {
     rows: Vec<Row>,
@@ -20,8 +20,8 @@ pub(super) struct TensorTable {
 struct Row {
     lanes: u64,
     base_param: u64,
-    /// Offsets of name and base name in `names`, and index of the first dimension in `dims`. All fit in 32 bits: the header
-    /// refuses a larger section.
+    /// Offsets, in `names`, of the name, of the base name and of its end, and index of the first dimension in `dims`. All fit in
+    /// 32 bits, because the parser of the header refuses larger sections.
     name: u32,
     base_name: u32,
     end: u32,
@@ -33,7 +33,7 @@ struct Row {
     base_kind: BaseKind,
     codec: Codec,
     chunk_lanes_log2: u8,
-    /// Bytes of the tables until they are parsed, then the number of their set.
+    /// Size of the tensor's tables in bytes, until [`TensorTable::set_table_set`] replaces it with the number of their set.
     tables: u32,
 }
 
@@ -53,7 +53,7 @@ impl TensorTable {
         let mut cursor = Cursor::new(entries);
         let mut next_entry = || TensorEntry::read(&mut cursor).map_err(|e| Rule::TensorsSize.broken("an entry", e));
 
-        // The names come last, so their offset must be known before an entry can be checked.
+        // The names follow all dimensions, so first compute the size of the dimensions.
         let mut dims_size = 0u64;
         for entry in entries.chunks_exact(TensorEntry::SIZE) {
             dims_size += 8 * u64::from(u16::from_le_bytes([entry[10], entry[11]]));
@@ -91,7 +91,7 @@ impl TensorTable {
         Ok(())
     }
 
-    /// Bytes of the tables of a tensor, before [`TensorTable::set_table_set`].
+    /// Size of a tensor's tables in bytes. Valid before [`TensorTable::set_table_set`].
     pub(super) fn tables_size(&self, i: usize) -> u32 {
         self.rows[i].tables
     }
@@ -101,7 +101,7 @@ impl TensorTable {
         self.rows[i].tables = number;
     }
 
-    /// Index of the set that a tensor uses, after [`TensorTable::set_table_set`].
+    /// Index of the table set that a tensor uses. Valid after [`TensorTable::set_table_set`].
     pub(super) fn table_set(&self, i: usize) -> Option<usize> {
         (self.rows[i].tables as usize).checked_sub(1)
     }
@@ -147,12 +147,12 @@ impl TensorTable {
     }
 }
 
-/// Names a tensor in errors before its name is known.
+/// The label of a tensor in errors, if its name is not known yet.
 fn numbered(i: usize) -> String {
     format!("#{i}")
 }
 
-/// State of the pass over the table: running sums.
+/// State of the pass over the table: the rows so far, and totals of their fields.
 #[derive(Default)]
 struct TableParser {
     table: TensorTable,
@@ -160,7 +160,7 @@ struct TableParser {
     tables: u64,
     dims: usize,
     previous: usize,
-    /// Offset of the current entry's name, once it is known.
+    /// Offset of the current entry's name in `table.names`; `None` until the name is read.
     name: Option<usize>,
 }
 
@@ -243,7 +243,7 @@ fn check_base_param(kind: BaseKind, param: u64, dtype: Dtype, shape: &[u64]) -> 
     Rule::TensorBaseParam.check(dtype.lanes(&base).is_some(), "a base of whole bytes, below 2^63 bits", param)
 }
 
-/// Splits a name of `size` bytes off the front.
+/// Takes a name of `size` bytes from the front of `names`.
 fn take_name<'a>(names: &mut &'a [u8], size: u32, rule: Rule) -> Result<&'a str> {
     check_name_size(size as usize, rule)?;
     let (name, rest) = names
@@ -255,7 +255,7 @@ fn take_name<'a>(names: &mut &'a [u8], size: u32, rule: Rule) -> Result<&'a str>
     Ok(name)
 }
 
-/// Checks that the table can hold a tensor with this name, base name (if it differs) and rank. Writers call it before they begin.
+/// Checks that the table can hold a tensor with this name, base name (`None` if equal) and rank. Writers call it before any work.
 pub(crate) fn check_holdable(name: &str, base_name: Option<&str>, rank: usize) -> Result<()> {
     let check = || {
         check_name(name, Rule::TensorName)?;

@@ -1,4 +1,4 @@
-//! Tensors and files of an index, as readers see them.
+//! Views of the tensors, chunks and files of an index.
 
 use crate::codec::{Codec, TableSet};
 use crate::error::{Error, Result};
@@ -14,60 +14,60 @@ pub struct Tensor<'a> {
     pub place: usize,
     /// Name in the target.
     pub name: &'a str,
-    /// Name of its base tensor, which differs only if the tensor was renamed. Meaningless for [`BaseKind::None`].
+    /// Name of the base tensor. Equals `name` unless the tensor was renamed. Has no meaning for [`BaseKind::None`].
     pub base_name: &'a str,
     /// Element type.
     pub dtype: Dtype,
     /// Dimensions; empty for a scalar.
     pub shape: &'a [u64],
-    /// Where its base lanes come from.
+    /// Source of the base lanes.
     pub base_kind: BaseKind,
-    /// Parameter of the base kind: rows of the base for [`BaseKind::Prefix`].
+    /// Number of rows of the base tensor for [`BaseKind::Prefix`], else 0.
     pub base_param: u64,
-    /// Codec of its payloads.
+    /// Codec of the payloads.
     pub codec: Codec,
-    /// Tables of codec `conditioned`, if it has some.
+    /// Tables of codec `conditioned`, if any.
     pub(crate) tables: Option<&'a TableSet>,
-    /// Lanes of the tensor.
+    /// Number of lanes.
     pub lanes: u64,
-    /// Lanes of a chunk.
+    /// Number of lanes per chunk. The last chunk may have fewer.
     pub chunk_lanes: u64,
-    /// Index of its first chunk in the index map.
+    /// Index of the first chunk in the index map.
     pub first_chunk: u32,
-    /// Number of its chunks.
+    /// Number of chunks.
     pub chunk_count: u32,
-    /// Digests before and after.
+    /// Digests of the base tensor and of the target tensor.
     pub(crate) digests: &'a TensorDigests,
 }
 
 impl<'a> Tensor<'a> {
-    /// Bytes of a lane.
+    /// Size of a lane in bytes.
     pub fn lane_bytes(&self) -> usize {
         self.dtype.lane_bytes()
     }
 
-    /// Bytes of an element; 1 for packed dtypes.
+    /// Size of an element in bytes; 1 for packed dtypes.
     pub fn element_bytes(&self) -> usize {
         self.dtype.bits().div_ceil(8) as usize
     }
 
-    /// Bytes of the target tensor.
+    /// Size of the target tensor in bytes.
     pub fn bytes(&self) -> u64 {
         self.lanes * self.lane_bytes() as u64
     }
 
-    /// Indexes of its chunks in the index map.
+    /// Indexes of the tensor's chunks in the index map.
     pub fn chunks(&self) -> Range<u32> {
         self.first_chunk..self.first_chunk + self.chunk_count
     }
 
-    /// Lanes of a chunk, which must be one of [`Tensor::chunks`].
+    /// The lanes of a chunk, as a range of the tensor's lanes. `chunk` must be one of [`Tensor::chunks`].
     pub fn chunk_range(&self, chunk: u32) -> Range<u64> {
         let start = u64::from(chunk - self.first_chunk) * self.chunk_lanes;
         start..(start + self.chunk_lanes).min(self.lanes)
     }
 
-    /// Shape that the base tensor must have; `None` without a base.
+    /// Shape that the base tensor must have; `None` if the tensor has no base.
     pub fn base_shape(&self) -> Option<Vec<u64>> {
         match self.base_kind {
             BaseKind::None => None,
@@ -80,28 +80,28 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// Lanes of the base tensor; 0 without a base.
+    /// Number of lanes of the base tensor; 0 if the tensor has no base.
     pub fn base_lanes(&self) -> u64 {
-        // Fits: otherwise the table would have been refused.
+        // The table parser has checked that this shape is valid.
         self.base_shape().and_then(|shape| self.dtype.lanes(&shape)).unwrap_or(0)
     }
 
-    /// Bytes of the base tensor; 0 without a base.
+    /// Size of the base tensor in bytes; 0 if the tensor has no base.
     pub fn base_bytes(&self) -> u64 {
         self.base_lanes() * self.lane_bytes() as u64
     }
 
-    /// Digest of the base tensor: the first bytes of its BLAKE3 hash; zeros without a base.
+    /// Digest of the base tensor: the first 16 bytes of its BLAKE3 hash. Zeros if the tensor has no base.
     pub fn base_digest(&self) -> &'a [u8; DIGEST_SIZE] {
         &self.digests.base_digest
     }
 
-    /// Digest of the target tensor.
+    /// Digest of the target tensor: the first 16 bytes of its BLAKE3 hash.
     pub fn target_digest(&self) -> &'a [u8; DIGEST_SIZE] {
         &self.digests.target_digest
     }
 
-    /// Lanes of a range of elements, and the chunks that contain them.
+    /// The lanes of a range of elements, and the chunks that contain these lanes.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the range is not inside the tensor, or splits a byte of a packed dtype.
@@ -134,21 +134,21 @@ impl<'a> Tensor<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Chunk {
-    /// First byte of the payload in the blob.
+    /// Offset of the payload in the blob, in bytes.
     pub blob_offset: u64,
-    /// Bytes of the payload.
+    /// Size of the payload in bytes.
     pub compressed_size: u32,
-    /// Bytes that the codec expands the payload to.
+    /// Size of the expanded payload in bytes.
     pub uncompressed_size: u32,
-    /// Lanes that change.
+    /// Number of changed lanes.
     pub num_deltas: u32,
     /// CRC-32 of the payload.
     pub crc32: u32,
     /// First lane of the chunk in its tensor.
     pub output_offset: u64,
-    /// Sum of the base lanes.
+    /// Chunk sum of the base lanes.
     pub base_sum: u64,
-    /// Sum of the target lanes.
+    /// Chunk sum of the target lanes.
     pub target_sum: u64,
 }
 
@@ -171,14 +171,14 @@ impl Chunk {
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct TargetFile<'a> {
-    /// Name, empty for a lone file.
+    /// Name of the file. Empty if the target is a single file.
     pub name: &'a str,
-    /// What the file consists of.
+    /// Structure of the file.
     pub kind: FileKind,
-    /// Bytes of the content: a safetensors header with its length, or the whole file.
+    /// Size of the content in bytes. The content is a safetensors header with its length field, or the whole file.
     pub content_size: u64,
     /// BLAKE3-128 of the content.
     pub content_digest: [u8; DIGEST_SIZE],
-    /// The content, where it is stored.
+    /// The content, if the pair stores it.
     pub content: Option<&'a [u8]>,
 }

@@ -1,4 +1,4 @@
-//! Folders of outputs.
+//! Helpers for the folders of outputs.
 
 use crate::error::{Error, Result};
 use std::fs::File;
@@ -12,7 +12,7 @@ pub(super) fn folder_of(path: &Path) -> PathBuf {
     }
 }
 
-/// Makes the names in a folder durable.
+/// Syncs a folder, so that the names of its files are durable.
 pub(super) fn sync_folder(path: &Path) -> Result<()> {
     File::open(path).and_then(|folder| folder.sync_all()).map_err(|e| Error::io("sync", path, e))
 }

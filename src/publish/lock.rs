@@ -10,24 +10,24 @@ use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Longest wait for a lock that another process holds. Commits take it for milliseconds.
+/// Maximum time to wait for a lock that another process holds. A commit holds its lock for milliseconds.
 pub(super) const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
-/// Wait before a warning is logged.
+/// Time to wait before a warning is logged.
 const WARN_AFTER: Duration = Duration::from_secs(1);
-/// Time between two attempts.
+/// Time between two attempts to take the lock.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// An advisory lock on a folder, released on drop and by the end of the process.
+/// An advisory lock on a folder. Dropping the value or ending the process releases the lock.
 #[derive(Debug)]
 pub(super) struct FolderLock<'a>(Option<&'a File>);
 
 impl<'a> FolderLock<'a> {
-    /// Takes the lock on `folder`, at `path`, by a non-blocking `operation`. Waits for at most `timeout`.
+    /// Locks `folder`, which is at `path`. `operation` must be non-blocking and is repeated for at most `timeout`.
     ///
-    /// File systems without locks are used without one: the pair digest still detects a mixture.
+    /// If the file system does not support locks, continues without one: the pair digest still detects a mixture.
     ///
     /// # Errors
-    /// [`Error::Io`] of kind `TimedOut`; what `progress` returns while waiting.
+    /// [`Error::Io`] of kind `TimedOut`; any error of `progress`, which is called while waiting.
     pub fn take(
         folder: &'a File,
         path: &Path,
@@ -68,11 +68,11 @@ impl Drop for FolderLock<'_> {
     }
 }
 
-/// Runs `read` while no publication commits in the folder of `path`.
+/// Runs `read` with a shared lock on the folder of `path`, so that no publication commits meanwhile.
 ///
 /// # Errors
-/// As `read`; [`Error::Io`] if the folder cannot be opened or stays locked for longer than [`LOCK_TIMEOUT`]; what `progress`
-/// returns while waiting.
+/// The errors of `read`; [`Error::Io`] if the folder cannot be opened or stays locked for longer than [`LOCK_TIMEOUT`]; any error
+/// of `progress`, which is called while waiting.
 pub(crate) fn between_publications<T>(path: &Path, progress: Progress<'_>, read: impl FnOnce() -> Result<T>) -> Result<T> {
     between_within(path, LOCK_TIMEOUT, progress, read)
 }

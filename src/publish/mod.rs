@@ -1,8 +1,8 @@
-//! Writing so that an interruption leaves the old files, the new files, or files that a reader refuses.
+//! Publishes files: an interruption leaves the old files, the new files, or files that a reader refuses.
 //!
-//! A file is written without a name where the file system allows that (`O_TMPFILE`), elsewhere under a temporary name. All
-//! files are synced before the first one gets its name. A lock on the folder serialises the commits of several writers and
-//! keeps readers out of a commit.
+//! If the file system allows it, a file is written without a name (`O_TMPFILE`), otherwise under a temporary name. All files are
+//! synced before the first one gets its name. A lock on the folder serialises the commits of several writers. A reader that finds a
+//! mixture takes the lock to wait for the end of a commit.
 
 mod folder;
 mod lock;
@@ -34,7 +34,7 @@ use temporaries::{Temporary, hold_signals};
 /// A set of files that are published together.
 #[derive(Debug)]
 pub(crate) struct Publication {
-    /// The folder that temporary files are created in.
+    /// The folder in which temporary files are created.
     folder: PathBuf,
     destination: Destination,
     files: Vec<Output>,
@@ -47,7 +47,7 @@ pub(crate) struct Publication {
 struct Output {
     staged: Staged,
     path: PathBuf,
-    /// Permission bits of the file that it replaces.
+    /// Permission bits of the file that this output replaces.
     mode: Option<u32>,
 }
 
@@ -55,32 +55,32 @@ struct Output {
 enum Destination {
     /// Files that get their names one after the other.
     Files,
-    /// A folder that does not exist yet and appears with all its files at once.
+    /// A folder that does not exist yet. It appears with all its files at once.
     NewFolder(PathBuf),
-    /// An existing folder. [`Barrier`] keeps readers away while its files are replaced.
+    /// An existing folder. The [`Barrier`] makes readers refuse it while its files are replaced.
     Folder(Barrier),
 }
 
-/// A file that makes readers refuse a folder while it exists: a shard index that names a missing file.
+/// A shard index that names a missing file. While it exists, readers refuse its folder.
 ///
-/// It is published before the first file of a folder. After the others it is replaced by the real file of its name, or removed if
-/// there is none.
+/// It is published before the first file of a folder. After the last one it is replaced by the output of the same name, or removed
+/// if there is no such output.
 #[derive(Debug)]
 pub(crate) struct Barrier {
-    /// Its name in the folder.
+    /// Name of the file in the folder.
     pub name: String,
-    /// Its bytes.
+    /// Content of the file.
     pub content: &'static [u8],
 }
 
 impl Publication {
-    /// A publication of files in the folder that contains `beside`. Existing files are replaced only if `replace`.
+    /// A publication of files in the folder that contains `beside`. Existing files are replaced only if `replace` is set.
     pub fn files(beside: &Path, replace: bool) -> Self {
         Self::new(folder_of(beside), Destination::Files, replace)
     }
 
-    /// A publication of files in the folder `path`. A new folder appears as a whole. In an existing one, `barrier` exists while
-    /// files are replaced.
+    /// A publication of files in the folder `path`. A new folder appears complete, in one step. In an existing folder, `barrier`
+    /// exists while files are replaced.
     pub fn folder(path: &Path, barrier: Barrier, replace: bool) -> Self {
         if path.symlink_metadata().is_ok() {
             return Self::new(path.to_owned(), Destination::Folder(barrier), replace);
@@ -92,18 +92,17 @@ impl Publication {
         Self { folder, destination, files: Vec::new(), open: OpenFiles::default(), replace, lock_timeout: LOCK_TIMEOUT }
     }
 
-    /// A new file, to be published as `path` after those added before. It has the mode of the file that it replaces.
+    /// Creates a file that will be published as `path`, after the files added before. If it replaces a file, it gets its mode.
     ///
     /// # Errors
-    /// [`Error::Io`] if `path` exists and may not be replaced, is neither absent nor a regular file, or the folder cannot be
-    /// written.
+    /// [`Error::Io`] if `path` exists and may not be replaced, if it is not a regular file, or if the folder is not writable.
     pub fn add(&mut self, path: &Path) -> Result<Arc<File>> {
         if path.file_name().is_none() {
             return Err(Error::InvalidArgument(format!("{} names no file", path.display())));
         }
         let mode = output::check_free(path, self.replace)?;
         let error = |e| Error::io("create a file in", &self.folder, e);
-        // Before it has the mode of the file that it replaces, only its owner may read it.
+        // A file that replaces another gets that file's mode at commit. Until then only its owner may read it.
         let initial = if mode.is_some() { 0o600 } else { 0o666 };
         let i = self.files.len();
         let create = if i < OpenFiles::MAX { Staged::create } else { Staged::create_named };
@@ -115,19 +114,19 @@ impl Publication {
         Ok(file)
     }
 
-    /// The file that was added after `i` others, open for writing. If there are many files, only a few are open at a time.
+    /// The file with index `i`, in the order of [`add`](Self::add), open for writing. Of many files, only a few are open at a time.
     ///
     /// # Errors
-    /// [`Error::Io`] if it cannot be opened.
+    /// [`Error::Io`] if the file cannot be opened.
     pub fn file(&self, i: usize) -> Result<Arc<File>> {
         let Output { staged, path, .. } = &self.files[i];
         self.open.get(i, staged).map_err(|e| Error::io("open", path, e))
     }
 
-    /// Refuses work that would fill the file system: a pair of a few bytes can describe a target of terabytes.
+    /// Checks that the file system has `size` free bytes. A pair of a few bytes can describe a target of terabytes.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file system has fewer than `size` bytes left.
+    /// [`Error::Io`] if the file system has less space.
     pub fn check_space(&self, size: u64) -> Result<()> {
         let error = |e| Error::io("write to", &self.folder, e);
         let available = rustix::fs::statvfs(&self.folder).map_err(|e| error(e.into()))?;
@@ -141,21 +140,23 @@ impl Publication {
 
     /// Syncs all files, gives them their names in the order in which they were added, and syncs the folder.
     ///
-    /// Without `replace`, a file that has appeared meanwhile is left as it is, and what was published before it is removed
+    /// Without `replace`, no existing file is replaced. If a name is taken by then, the names published by this call are removed
     /// again. `progress` can cancel the publication until the first file gets its name.
     ///
     /// # Errors
-    /// [`Error::Io`] at the first failure; files without their name are removed by then. A failed sync is never tried again:
-    /// the system may have dropped the pages. [`Error::Io`] of kind `TimedOut` if another process holds a lock on the folder
-    /// for longer than [`LOCK_TIMEOUT`]. [`Error::Cancelled`] from `progress`.
+    /// - [`Error::Io`] at the first failure. Files that do not have their name yet are removed. A failed sync is never repeated,
+    ///   because the system may have dropped the pages.
+    /// - [`Error::Io`] of kind `TimedOut` if another process holds a lock on the folder for longer than [`LOCK_TIMEOUT`].
+    /// - [`Error::Cancelled`] from `progress`.
     pub fn commit(self, progress: Progress<'_>) -> Result<()> {
         self.commit_after(progress, &|| Ok(()))
     }
 
-    /// As [`Publication::commit`], but calls `check` while it holds the lock, before the first file gets its name.
+    /// Like [`Publication::commit`], but first calls `check`, with the lock held and before the first file gets its name. A new
+    /// folder takes no lock and makes no check.
     ///
     /// # Errors
-    /// As [`Publication::commit`], and what `check` returns.
+    /// The errors of [`Publication::commit`] and of `check`.
     pub fn commit_after(mut self, progress: Progress<'_>, check: &dyn Fn() -> Result<()>) -> Result<()> {
         for (i, Output { path, mode, .. }) in self.files.iter().enumerate() {
             progress.done(0)?;
@@ -173,11 +174,11 @@ impl Publication {
         let folder = File::open(&self.folder).map_err(|e| Error::io("open", &self.folder, e))?;
         let _lock = FolderLock::take(&folder, &self.folder, FlockOperation::NonBlockingLockExclusive, self.lock_timeout, progress)?;
         for file in &files {
-            output::check_free(&file.path, self.replace)?; // another writer may have published meanwhile
+            output::check_free(&file.path, self.replace)?; // another writer may have published since `add`
         }
         check()?;
         match &self.destination {
-            // A barrier of an interrupted publication must be removed too.
+            // One file needs no barrier, unless an interrupted publication left one, which must be replaced or removed.
             Destination::Folder(barrier) if files.len() > 1 || self.folder.join(&barrier.name).exists() => {
                 self.commit_folder(&folder, barrier, files)
             }
@@ -196,7 +197,7 @@ impl Publication {
         let held = hold_signals();
         let temporary = Temporary::folder(&self.folder).map_err(|e| Error::io("create a folder in", &self.folder, e))?;
         for Output { staged, path, .. } in files {
-            let name = path.file_name().unwrap_or_default(); // `add` has checked that there is one
+            let name = path.file_name().unwrap_or_default(); // `add` has checked that the path has a name
             staged.publish(&temporary.path().join(name), false).map_err(|e| Error::io("publish", &path, e))?;
         }
         sync_folder(temporary.path())?;
@@ -205,7 +206,7 @@ impl Publication {
         sync_folder(&self.folder)
     }
 
-    /// Replaces the files of an existing folder behind a barrier. Each step is on disk before the next one begins.
+    /// Replaces the files of an existing folder while the barrier exists. Each step is synced before the next one begins.
     fn commit_folder(&self, folder: &File, barrier: &Barrier, mut files: Vec<Output>) -> Result<()> {
         let sync = || folder.sync_all().map_err(|e| Error::io("sync", &self.folder, e));
         let path = self.folder.join(&barrier.name);
@@ -229,8 +230,8 @@ impl Publication {
         sync()
     }
 
-    /// Runs `commit`, which adds the names that it publishes to a list. After a failure without `replace`, nothing had these
-    /// names before, so all of them are removed. The first one, which may be the barrier, is removed last.
+    /// Runs `commit`, which adds the paths that it publishes to a list. If it fails without `replace`, removes these paths: nothing
+    /// had these names before. The first path, which may be the barrier, is removed last.
     fn publishing(&self, commit: impl FnOnce(&mut Vec<PathBuf>) -> Result<()>) -> Result<()> {
         let mut published = Vec::new();
         let outcome = commit(&mut published);
@@ -241,7 +242,7 @@ impl Publication {
     }
 }
 
-/// Gives files their names, and adds these to `published`.
+/// Gives files their names, and adds their paths to `published`.
 fn publish(files: Vec<Output>, replace: bool, published: &mut Vec<PathBuf>) -> Result<()> {
     for Output { staged, path, .. } in files {
         staged.publish(&path, replace).map_err(|e| Error::io("publish", &path, e))?;

@@ -1,4 +1,4 @@
-//! Checks of what exists at the path of an output.
+//! Checks whether a file may be published at a path.
 
 use super::folder::folder_of;
 use crate::error::{Error, Result};
@@ -6,16 +6,17 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// Most links that are followed, as in Linux.
+/// Maximum number of links to follow, as in Linux.
 const MAX_LINKS: usize = 40;
 
-/// Checks that `path` is absent, or if `replace` a regular file or a link to one. Returns the permission bits of that file.
+/// Checks that `path` does not exist or, if `replace` is set, is a regular file or a link to one. Returns the permission bits of
+/// the existing file.
 ///
-/// Publication replaces the link, not the file that it points to: caches let many links share one file. A link that leads
-/// through `/proc`, as `/dev/stdout` does, is refused even if it ends in a regular file.
+/// Publication replaces a link, not the file to which it points, because many links of a cache may share one file. A link that
+/// leads through `/proc`, such as `/dev/stdout`, is refused even if it ends at a regular file.
 ///
 /// # Errors
-/// [`Error::Io`] if it is anything else.
+/// [`Error::Io`] in all other cases.
 pub(super) fn check_free(path: &Path, replace: bool) -> Result<Option<u32>> {
     let look = |e| Error::io("look at", path, e);
     let refuse = |kind, reason: &str| Err(Error::io("replace", path, io::Error::new(kind, reason)));
@@ -36,7 +37,7 @@ pub(super) fn check_free(path: &Path, replace: bool) -> Result<Option<u32>> {
         return Err(Error::io("replace", path, io::ErrorKind::IsADirectory.into()));
     }
     if !metadata.is_file() {
-        return refuse(io::ErrorKind::InvalidInput, "it is not a regular file"); // a rename would take /dev/null from everyone
+        return refuse(io::ErrorKind::InvalidInput, "it is not a regular file"); // a rename could replace /dev/null
     }
     if !replace {
         return Err(Error::io("create", path, io::Error::new(io::ErrorKind::AlreadyExists, "it exists (force replaces it)")));
@@ -44,7 +45,7 @@ pub(super) fn check_free(path: &Path, replace: bool) -> Result<Option<u32>> {
     Ok(Some(metadata.permissions().mode() & 0o777))
 }
 
-/// Whether one of the links that `path` leads through is one of `/proc`.
+/// Whether `path` is a link, or leads through a chain of links, with one of them in `/proc`.
 fn leads_through_proc(path: &Path) -> io::Result<bool> {
     let mut path: PathBuf = path.to_owned();
     for _ in 0..MAX_LINKS {

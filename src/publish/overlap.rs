@@ -1,4 +1,4 @@
-//! Outputs must not touch inputs.
+//! Checks that outputs do not overlap inputs.
 
 use super::folder::folder_of;
 use crate::error::{Error, Escaped, Result};
@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Device and inode: the same for all names of a file or folder.
+/// Device and inode. All names of a file or folder have the same identity.
 type Identity = (u64, u64);
 
 fn identity(path: &Path) -> Option<Identity> {
@@ -15,8 +15,8 @@ fn identity(path: &Path) -> Option<Identity> {
 
 /// Checks that no output is, contains, or is inside an input.
 ///
-/// Files and folders are compared by device and inode, so that links and hard links make no difference. An output need not exist.
-/// Cost: some system calls per path and per folder.
+/// Files and folders are compared by device and inode, so symbolic and hard links are detected. An output need not exist. Cost: a
+/// few system calls per path and per folder.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] with both paths.
@@ -46,12 +46,12 @@ pub(crate) fn check_apart(outputs: &[PathBuf], inputs: &[PathBuf]) -> Result<()>
     Ok(())
 }
 
-/// The folders that paths lie in, by the folder of the path.
+/// Cache of the ancestors of folders, by path of the folder.
 #[derive(Default)]
 struct Folders(HashMap<PathBuf, Vec<Identity>>);
 
 impl Folders {
-    /// All folders that contain `path`, and if it is a link, those that contain what it points to.
+    /// All folders that contain `path`. If `path` is a link, also all folders that contain the target of the link.
     fn of(&mut self, path: &Path) -> Vec<Identity> {
         let mut all = self.above(folder_of(path));
         if path.is_symlink()
@@ -62,7 +62,7 @@ impl Folders {
         all
     }
 
-    /// The folder, or its nearest existing ancestor, and all ancestors.
+    /// `folder` and all its ancestors, beginning with the nearest that exists.
     fn above(&mut self, folder: PathBuf) -> Vec<Identity> {
         let known = self.0.entry(folder).or_insert_with_key(|folder| {
             let absolute = std::path::absolute(folder).unwrap_or_else(|_| folder.clone());

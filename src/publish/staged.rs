@@ -1,4 +1,4 @@
-//! Files that are written before they get their names.
+//! Files that get their final names only after they are written.
 
 use super::folder::folder_of;
 use super::temporaries::Temporary;
@@ -12,35 +12,36 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A file that does not have its final name yet. Removed on drop.
+/// A file that does not have its final name yet. It is removed on drop.
 #[derive(Debug)]
 pub(super) enum Staged {
-    /// A file without any name (`O_TMPFILE`), which the system removes even if the process is killed.
+    /// A file without a name (`O_TMPFILE`). The system removes it even if the process is killed.
     Unnamed(Arc<File>),
     Named(Temporary),
 }
 
 impl Staged {
-    /// A new file in `folder`, open, with the permission bits of `mode` that the umask leaves.
+    /// Creates and opens a file in `folder`. Its permission bits are `mode` without the bits of the umask.
     pub fn create(folder: &Path, mode: u32) -> io::Result<(Self, Arc<File>)> {
         let Some(file) = unnamed(folder, mode).map(Arc::new) else { return Self::create_named(folder, mode) };
         Ok((Self::Unnamed(file.clone()), file))
     }
 
-    /// As [`Staged::create`], with a temporary name: for file systems without `O_TMPFILE`, and for more files than may be open.
+    /// Like [`Staged::create`], but with a temporary name. For file systems without `O_TMPFILE`, and if there are so many files that
+    /// not all can stay open.
     pub fn create_named(folder: &Path, mode: u32) -> io::Result<(Self, Arc<File>)> {
         let (temporary, file) = Temporary::create(folder, |path| create_new(path, mode))?;
         Ok((Self::Named(temporary), Arc::new(file)))
     }
 
-    /// Gives the file its name. A file of that name is replaced atomically if `replace`, else it is an error.
+    /// Gives the file its final name. An existing file is replaced atomically if `replace` is set; otherwise it is an error.
     ///
-    /// Some containers and file systems cannot name an unnamed file. Then the file is copied.
+    /// In some containers and file systems an unnamed file cannot get a name. The file is then copied.
     pub fn publish(self, path: &Path, replace: bool) -> io::Result<()> {
         let temporary = match self {
             Self::Named(temporary) => temporary,
             Self::Unnamed(file) => match link(&file, path) {
-                // `linkat` cannot replace an existing name.
+                // `linkat` cannot replace an existing file, so link to a temporary name and rename that.
                 Err(error) if is_refusal(error) || error == Errno::EXIST && replace => {
                     Temporary::create(&folder_of(path), |path| link_or_copy(&file, path))?.0
                 }
@@ -56,24 +57,23 @@ impl Staged {
 pub(super) struct OpenFiles(Mutex<VecDeque<(usize, Arc<File>)>>);
 
 impl OpenFiles {
-    /// Most descriptors of a publication for named files, and as many again for unnamed files.
+    /// Maximum number of open files with temporary names per publication. The first `MAX` files may be unnamed and stay open too.
     pub const MAX: usize = 64;
 
-    /// Adds file `i`. The least recently used file is synced and closed if necessary. The sync comes first, because closing can
-    /// lose an unreported write error. Other threads do not wait for the sync; one of them may open the same file again
-    /// meanwhile.
+    /// Adds file `i`. If there are too many files, syncs and closes the least recently used one. It is synced first, because closing
+    /// a file can lose a write error. The lock is not held during the sync, so another thread may reopen the file before it ends.
     pub fn insert(&self, i: usize, file: Arc<File>) -> io::Result<()> {
         self.push(i, file).map_or(Ok(()), |closed| closed.sync_all())
     }
 
-    /// Adds file `i` and returns the file to close.
+    /// Adds file `i`. Returns the file to close, if any.
     fn push(&self, i: usize, file: Arc<File>) -> Option<Arc<File>> {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         open.push_back((i, file));
         if open.len() > Self::MAX { open.pop_front().map(|(_, file)| file) } else { None }
     }
 
-    /// File `i`, which is `staged`.
+    /// File `i`, opened if necessary. `staged` is the same file.
     pub fn get(&self, i: usize, staged: &Staged) -> io::Result<Arc<File>> {
         let temporary = match staged {
             Staged::Unnamed(file) => return Ok(file.clone()),
@@ -94,19 +94,19 @@ impl OpenFiles {
     }
 }
 
-/// Path of an open file. It needs `/proc`, but no privilege.
+/// A path to an open file, in `/proc`. Unlike `AT_EMPTY_PATH`, using it needs no privilege.
 fn path_of(file: &File) -> String {
     format!("/proc/self/fd/{}", file.as_raw_fd())
 }
 
-/// Creates an unnamed file, if it can be named later.
+/// Creates an unnamed file. `None` if the file system does not support that or if `/proc`, which [`link`] needs, is missing.
 fn unnamed(folder: &Path, mode: u32) -> Option<File> {
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::open(folder, flags, Mode::from_raw_mode(mode)).ok()?);
     Path::new(&path_of(&file)).symlink_metadata().is_ok().then_some(file)
 }
 
-/// Whether this error of [`link`] means that unnamed files can be created but not named.
+/// Whether this error of [`link`] means that the system can create unnamed files but cannot name them.
 fn is_refusal(error: Errno) -> bool {
     matches!(
         error,
@@ -114,7 +114,7 @@ fn is_refusal(error: Errno) -> bool {
     )
 }
 
-/// Names an unnamed file, or if that is refused, creates a synced copy of it under that name.
+/// Gives an unnamed file a name. If the system refuses that, creates a synced copy with this name instead.
 fn link_or_copy(mut file: &File, path: &Path) -> io::Result<()> {
     match link(file, path) {
         Err(error) if is_refusal(error) => {}
@@ -134,7 +134,7 @@ fn create_new(path: &Path, mode: u32) -> io::Result<File> {
     File::options().write(true).create_new(true).mode(mode).open(path)
 }
 
-/// Names an unnamed file. Never replaces anything.
+/// Gives an unnamed file a name. Fails if the name exists.
 fn link(file: &File, path: &Path) -> rustix::io::Result<()> {
     linkat(CWD, path_of(file), CWD, path, AtFlags::SYMLINK_FOLLOW)
 }

@@ -1,4 +1,4 @@
-//! Names of temporary files and folders, and their removal.
+//! Creates temporary files and folders, and removes them.
 
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
@@ -8,14 +8,15 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// Temporary names of this process. Set by [`Temporaries::track`] only, because a fork could copy a held lock.
+/// Temporary names of this process. Only [`Temporaries::track`] sets it: in a process that does not need it, a fork cannot copy a
+/// held lock.
 static TRACKED: OnceLock<Tracked> = OnceLock::new();
 
 #[derive(Default)]
 struct Tracked {
-    /// Held during a commit. Taken before `names`.
+    /// Locked during a commit. Lock order: `commit` before `names`.
     commit: Mutex<()>,
-    /// Held while a temporary name is created or removed.
+    /// Locked while a temporary name is created or removed.
     names: Mutex<BTreeSet<PathBuf>>,
 }
 
@@ -32,10 +33,10 @@ pub(super) fn hold_signals() -> Option<MutexGuard<'static, ()>> {
     TRACKED.get().map(|tracked| lock(&tracked.commit))
 }
 
-/// The temporary files and folders of this process, for a program that catches signals.
+/// The temporary files and folders of this process, for a program that handles signals.
 ///
 /// A publication removes its temporary files if it fails, but not if a signal ends the process. With `O_TMPFILE`, files have no
-/// name until they are published, so little can be left. On other file systems the files would remain.
+/// name until they are published, so little can remain. On file systems without it, all temporary files remain.
 #[derive(Debug, Clone, Copy)]
 pub struct Temporaries(());
 
@@ -46,9 +47,9 @@ impl Temporaries {
         Self(())
     }
 
-    /// Waits for a commit in progress, removes all temporary files, and runs `end`, which should end the process. Meanwhile
-    /// nothing is published and no temporary file is created. Call it on a thread that waits for signals, not in a signal
-    /// handler.
+    /// Waits for the end of a commit in progress, removes all temporary files, and runs `end`, which should end the process. While
+    /// this runs, no file is published and no temporary file is created. Call it on a thread that waits for signals, not in a
+    /// signal handler.
     pub fn remove_then<T>(&self, end: impl FnOnce() -> T) -> T {
         let _commit = hold_signals();
         let names = names();
@@ -57,21 +58,21 @@ impl Temporaries {
     }
 }
 
-/// Removes a file or folder. Failures are ignored: nothing can be done about them.
+/// Removes a file or folder. Ignores failures.
 fn remove(path: &Path) {
     if std::fs::remove_file(path).is_err() {
         let _ = std::fs::remove_dir_all(path);
     }
 }
 
-/// A file or folder under a temporary name, removed on drop.
+/// A file or folder with a temporary name. It is removed on drop.
 #[derive(Debug)]
 pub(super) struct Temporary(PathBuf);
 
 impl Temporary {
-    /// Finds a temporary name in `folder`, at which `make` creates a file or folder. `make` is called again if the name exists.
+    /// Calls `make` with a temporary path in `folder`, to create a file or folder there. Repeats that if the name exists.
     ///
-    /// The name does not contain the final one, which may have the maximal length.
+    /// The temporary name does not contain the final name, which may already have the maximum length.
     pub fn create<T>(folder: &Path, mut make: impl FnMut(&Path) -> io::Result<T>) -> io::Result<(Self, T)> {
         let mut names = names();
         let named = tempfile::Builder::new().prefix(".tpde-").suffix(".tmp").make_in(folder, |path| make(path))?;
@@ -83,7 +84,7 @@ impl Temporary {
         Ok((Self(path), made))
     }
 
-    /// A new folder.
+    /// Creates a folder with a temporary name.
     pub fn folder(within: &Path) -> io::Result<Self> {
         Ok(Self::create(within, |path| std::fs::DirBuilder::new().mode(0o777).create(path))?.0)
     }
@@ -92,18 +93,19 @@ impl Temporary {
         &self.0
     }
 
-    /// Renames it, replacing an existing file.
+    /// Renames the file or folder. Replaces an existing file.
     pub fn rename(self, to: &Path) -> io::Result<()> {
         std::fs::rename(&self.0, to)?;
         self.keep();
         Ok(())
     }
 
-    /// Renames it to a name that does not exist.
+    /// Renames the file or folder. Fails if the new name exists.
     pub fn rename_new(self, to: &Path) -> io::Result<()> {
         match renameat_with(CWD, &self.0, CWD, to, RenameFlags::NOREPLACE) {
             Ok(()) => self.keep(),
-            // The file system cannot do it in one call. Folders and some file systems have no hard links.
+            // The file system does not support NOREPLACE. A hard link also fails if the name exists, but folders and some file
+            // systems have no hard links. For them, a check and a plain rename remain, which are not atomic.
             Err(Errno::INVAL | Errno::NOSYS) => match std::fs::hard_link(&self.0, to) {
                 Ok(()) => {} // the temporary name is removed on drop
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(e),
@@ -115,7 +117,7 @@ impl Temporary {
         Ok(())
     }
 
-    /// Gives up ownership after a rename.
+    /// Forgets the temporary name after a rename, without removing anything.
     fn keep(self) {
         if let Some(names) = &mut names() {
             names.remove(&self.0);

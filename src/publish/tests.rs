@@ -1,5 +1,5 @@
-//! What tests from outside cannot reach: both ways to write a file, locks that are never released, and files that appear in the
-//! middle of a commit.
+//! Cases that integration tests cannot reach: named and unnamed staged files, locks that are never released, and files that appear
+//! during a commit.
 
 use super::*;
 use std::fs;
@@ -10,7 +10,7 @@ fn folder() -> TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// A staged file of either kind.
+/// A staged file, with a temporary name or without a name.
 fn staged(folder: &Path, named: bool) -> Staged {
     let (staged, file) = if named { Staged::create_named(folder, 0o666) } else { Staged::create(folder, 0o666) }.unwrap();
     (&*file).write_all(b"new").unwrap();
@@ -52,7 +52,7 @@ fn a_file_that_the_system_refuses_to_name_is_copied() {
     let folder = folder();
     let path = folder.path().join("out");
     let unlinkable = |content: &str, mode: u32| {
-        // With `O_EXCL`, the system refuses to give the file a name.
+        // The system refuses to name a file that was created with `O_EXCL`.
         let flags = OFlags::TMPFILE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
         let file = File::from(rustix::fs::openat(CWD, folder.path(), flags, Mode::from_raw_mode(mode)).unwrap());
         (&file).write_all(content.as_bytes()).unwrap();
@@ -232,7 +232,7 @@ fn a_lock_that_is_never_released_ends_writers_and_readers_with_an_error() {
     assert_eq!(kind(Err::<(), _>(error)), io::ErrorKind::TimedOut);
     assert_eq!(kind(lock::between_within(&path, Duration::from_millis(20), &|_| {}, || Ok(()))), io::ErrorKind::TimedOut);
 
-    /// Cancels the work while it waits for the lock, after some other calls.
+    /// Returns `Error::Cancelled` after some calls, when the commit waits for the lock.
     struct Cancel(std::sync::atomic::AtomicI32);
     impl crate::Watch for Cancel {
         fn done(&self, _: u64) -> Result<()> {
@@ -240,7 +240,7 @@ fn a_lock_that_is_never_released_ends_writers_and_readers_with_an_error() {
             if calls_left > 0 { Ok(()) } else { Err(Error::Cancelled) }
         }
     }
-    // A commit makes a call before the files are synced, and one after.
+    // A commit makes one call before it syncs the file and one after.
     assert!(matches!(commit(LOCK_TIMEOUT, &Cancel(2.into())), Err(Error::Cancelled)));
     assert!(matches!(between_publications(&path, &Cancel(0.into()), || Ok(())), Err(Error::Cancelled)));
     assert!(names(folder.path()).is_empty());

@@ -6,22 +6,22 @@ use crate::error::{Error, Escaped, Result};
 use crate::publish::Barrier;
 use std::path::Path;
 
-/// Shard index of a folder whose files are being replaced. No reader opens the folder, because the only shard does not exist.
+/// Shard index of a folder whose files are being replaced. Readers refuse the folder, because the only shard does not exist.
 const UNFINISHED: &[u8] =
     br#"{"metadata": {}, "weight_map": {"unfinished": "publication-of-this-folder-is-unfinished.safetensors"}}"#;
 
-/// Whether this is the shard index of an interrupted publication.
+/// Whether the file at `path` is the shard index of an interrupted publication.
 fn is_unfinished(path: &Path) -> bool {
-    // Reads only a regular file of the right size: another could be a pipe, or larger than memory.
+    // Read only a regular file of the right size. Another file could be a pipe, or larger than memory.
     let fits = path.symlink_metadata().is_ok_and(|metadata| metadata.is_file() && metadata.len() == UNFINISHED.len() as u64);
     fits && std::fs::read(path).is_ok_and(|content| content == UNFINISHED)
 }
 
-/// The barrier for publishing `outputs` in a folder at `path`, which may exist.
+/// The barrier for publishing `outputs` in the folder `path`, which need not exist.
 ///
 /// # Errors
-/// [`Error::BadCheckpoint`] if readers would mix another file of the folder with the outputs: another shard index, or, if the
-/// outputs include no shard index, another safetensors file.
+/// [`Error::BadCheckpoint`] if readers would mix another file of the folder with the outputs. That is another shard index or, if
+/// the outputs include no shard index, another safetensors file.
 pub(crate) fn barrier(path: &Path, outputs: &[Output]) -> Result<Barrier> {
     let own = outputs.iter().map(|output| output.name.as_str()).find(|name| name.ends_with(SHARD_INDEX));
     let name = own.unwrap_or("model.safetensors.index.json");

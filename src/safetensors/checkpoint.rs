@@ -13,29 +13,29 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Most bytes of a shard index.
+/// Maximum size of a shard index in bytes.
 const SHARD_INDEX_LIMIT: u64 = 100_000_000;
-/// The ending of shard indexes.
+/// The extension of shard indexes.
 pub(super) const SHARD_INDEX: &str = ".safetensors.index.json";
-/// The ending of safetensors files.
+/// The extension of safetensors files.
 pub(super) const SAFETENSORS: &str = ".safetensors";
 
-/// A checkpoint in a safetensors file, or in a folder of them. Tensors are read in ranges and not held in memory.
+/// A checkpoint in a safetensors file or in a folder of safetensors files. Tensors are read in ranges and not held in memory.
 ///
-/// For a folder of more than 16 files, at most 16 are open; the others are opened again when they are read.
+/// If a folder has more than 16 files, at most 16 stay open. The others are reopened when they are read.
 #[derive(Debug)]
 pub struct SafetensorsCheckpoint {
     path: PathBuf,
-    /// Names ascend.
+    /// Safetensors files, in ascending order of name.
     files: Vec<Shard>,
     shard_index: Option<ShardIndex>,
     tensors: Vec<TensorInfo>,
-    /// Locations of the tensors.
+    /// For each tensor, its location in `files`.
     locations: Vec<Location>,
     not_included: Vec<String>,
 }
 
-/// First byte of a tensor in one of the files.
+/// Index of a file, and offset of a tensor in that file in bytes.
 #[derive(Debug)]
 struct Location {
     file: u32,
@@ -48,6 +48,7 @@ struct Shard {
     /// Empty for a single file.
     name: String,
     source: FileSource,
+    /// Size, in bytes, of the length field and the header.
     content_size: u64,
 }
 
@@ -70,7 +71,7 @@ impl Shard {
         Ok((Self { name: name.to_owned(), source, content_size: header.content_size }, header.tensors))
     }
 
-    /// The bytes of the file before its data.
+    /// The length field and the header.
     fn content(&self) -> Result<Vec<u8>> {
         let mut content = vec![0; self.content_size as usize]; // bounded by the header's limit
         self.source.read(0, &mut content)?;
@@ -93,12 +94,12 @@ impl Shard {
 }
 
 impl SafetensorsCheckpoint {
-    /// Opens a `.safetensors` file or a folder. The shards of a folder are those that its `*.safetensors.index.json` names, or
-    /// without one all its `.safetensors` files. Hidden files are ignored.
+    /// Opens a `.safetensors` file or a folder. If a folder has a `*.safetensors.index.json`, its shards are the files named there;
+    /// otherwise all its `.safetensors` files. Hidden files are ignored.
     ///
     /// # Errors
-    /// [`Error::Io`] if something cannot be read, [`Error::BadCheckpoint`] if this is not a checkpoint, [`Error::Changed`] if a
-    /// file changes meanwhile.
+    /// [`Error::Io`] if a file cannot be read; [`Error::BadCheckpoint`] if `path` is not a valid checkpoint; [`Error::Changed`] if
+    /// a file changes while it is being opened.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         if path.is_dir() { Self::open_folder(path) } else { Self::from_files(path, vec![(path.to_owned(), String::new())]) }
@@ -185,18 +186,18 @@ impl SafetensorsCheckpoint {
         &self.path
     }
 
-    /// Names of the other files in the folder, which are not part of the checkpoint.
+    /// Names of the files in the folder that are not part of the checkpoint.
     pub fn not_included(&self) -> &[String] {
         &self.not_included
     }
 
-    /// Bytes of all files that are part of the checkpoint.
+    /// Total size, in bytes, of the files of the checkpoint.
     pub fn file_bytes(&self) -> u64 {
         self.files.iter().map(|file| file.source.size()).sum::<u64>()
             + self.shard_index.as_ref().map_or(0, |index| index.content.len() as u64)
     }
 
-    /// The names of the files that are part of the checkpoint; empty for a single file.
+    /// Names of the files of the checkpoint. A single file has an empty name.
     pub(super) fn file_names(&self) -> impl Iterator<Item = &str> {
         let shards = self.files.iter().map(|file| &*file.name);
         shards.chain(self.shard_index.iter().map(|index| &*index.name))
@@ -207,8 +208,8 @@ impl SafetensorsCheckpoint {
         self.files.binary_search_by(|file| file.name.as_str().cmp(name)).ok().map(|i| &self.files[i])
     }
 
-    /// The content of the base's file of this name and kind, for [`FileKind::SafetensorsOfBase`] and
-    /// [`FileKind::VerbatimOfBase`].
+    /// The content of a file as a pair describes it: length field and header if `has_tensors`, else the whole shard index. `None`
+    /// if there is no such file.
     pub(super) fn content(&self, name: &str, has_tensors: bool) -> Result<Option<Vec<u8>>> {
         if has_tensors {
             return self.shard(name).map(Shard::content).transpose();
@@ -216,13 +217,13 @@ impl SafetensorsCheckpoint {
         Ok(self.shard_index.as_ref().filter(|index| index.name == name).map(|index| index.content.clone()))
     }
 
-    /// `checkpoint` as one of safetensors files, if it is one.
+    /// Downcasts `checkpoint`; `None` if it has another type.
     pub(crate) fn of(checkpoint: &dyn Checkpoint) -> Option<&Self> {
         checkpoint.files()?.downcast_ref()
     }
 
-    /// The files of this checkpoint as a pair describes them. Content that the base also has is neither stored nor held in
-    /// memory.
+    /// The files of this checkpoint as a pair describes them. If the base has a file with the same name and content, the content is
+    /// neither stored nor held in memory.
     pub(crate) fn file_specs(&self, base: Option<&Self>) -> Result<Vec<FileSpec>> {
         let mut specs = Vec::new();
         for file in &self.files {

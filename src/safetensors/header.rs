@@ -1,5 +1,5 @@
-//! Safetensors headers and shard indexes, parsed by the rules of spec section 10.3. They are stricter than `serde_json`, so that
-//! every reader accepts the same files.
+//! Parses safetensors headers and shard indexes by the rules of spec section 10.3. The rules are stricter than `serde_json`, so that
+//! all readers accept the same files.
 
 use crate::checkpoint::TensorInfo;
 use crate::error::{Error, Escaped, Result};
@@ -13,19 +13,19 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::marker::PhantomData;
 use std::path::Path;
 
-/// Bytes of the length field before the header.
+/// Size, in bytes, of the length field before the header.
 const LENGTH: u64 = 8;
-/// Most bytes of a header, as in the safetensors crate.
+/// Maximum size of a header in bytes, as in the safetensors crate.
 const LIMIT: u64 = 100_000_000;
-/// The one key that is not a tensor's name.
+/// The only key of a header that is not the name of a tensor.
 const METADATA: &str = "__metadata__";
 
 /// A parsed header.
 #[derive(Debug)]
 pub(super) struct Header {
-    /// Bytes before the data: the length and the header.
+    /// Size, in bytes, of the length field and the header, which precede the data.
     pub content_size: u64,
-    /// Bytes of data.
+    /// Size of the data in bytes.
     pub data_size: u64,
     /// Tensors in the order of their data.
     pub tensors: Vec<FileTensor>,
@@ -37,12 +37,12 @@ pub(super) struct Header {
 #[derive(Debug)]
 pub(super) struct FileTensor {
     pub info: TensorInfo,
-    /// First byte in the data.
+    /// Offset of the tensor in the data, in bytes.
     pub offset: u64,
 }
 
 impl Header {
-    /// Reads and parses the header of a file, and compares it with the file's length.
+    /// Reads and parses the header of a file, and checks that the size of the file matches it.
     pub fn read(source: &FileSource) -> Result<Self> {
         let bad = |reason: String| Error::bad_checkpoint(source.path(), reason);
         let mut length = [0; LENGTH as usize];
@@ -55,7 +55,7 @@ impl Header {
             let length = u64::from_le_bytes(length);
             bad(format!("not a safetensors file: a header of {length} bytes is longer than the file or than {LIMIT} bytes"))
         })?;
-        // Parsed as a stream: the header of a model with very many tensors is large.
+        // Parse the header as a stream, because a model with very many tensors has a large header.
         let unread = |e: std::io::Error| e.downcast().unwrap_or_else(|e| Error::io("read", source.path(), e));
         let mut json = BufReader::with_capacity(1 << 16, SourceReader { source, at: LENGTH, end: content_size });
         let start = json.fill_buf().map_err(unread)?;
@@ -72,7 +72,7 @@ impl Header {
         Ok(header)
     }
 
-    /// Parses the bytes of a file before its data. The error is the reason.
+    /// Parses the length field and the header. The error is the reason.
     pub fn parse(content: &[u8]) -> Result<Self, String> {
         let (length, json) = content.split_first_chunk().ok_or("a header without a length")?;
         if content_size(*length) != Some(content.len() as u64) {
@@ -84,7 +84,7 @@ impl Header {
 
     fn from_table(table: serde_json::Result<Table>, content_size: u64) -> Result<Self, String> {
         let Table { mut tensors, metadata } = table.map_err(|e| format!("bad safetensors header: {e}"))?;
-        // An empty tensor may have the same offset as another, listed before or after it.
+        // An empty tensor may have the same offset as the next tensor. Sort it first, whatever the order in the header.
         tensors.sort_by_key(|tensor| (tensor.offset, tensor.info.bytes() > 0));
         let mut data_size = 0u64;
         for tensor in &tensors {
@@ -96,8 +96,8 @@ impl Header {
         Ok(Self { content_size, data_size, tensors, metadata })
     }
 
-    /// The bytes before the data of a new file with these tensors at their offsets. The error is the reason why readers would
-    /// reject it.
+    /// The length field and the header of a new file with these tensors at their offsets. The error is the reason why readers
+    /// would reject the file.
     pub fn compose(tensors: &[FileTensor]) -> Result<Vec<u8>, String> {
         if tensors.iter().any(|tensor| tensor.info.name == METADATA) {
             return Err(format!("a tensor is named {METADATA}, under which safetensors files keep their metadata"));
@@ -122,17 +122,17 @@ impl Header {
     }
 }
 
-/// A header begins with its object, without white space or byte order mark.
+/// Checks that a header begins with `{`, without white space or byte order mark.
 fn check_start(json: &[u8]) -> Result<(), String> {
     if json.first() == Some(&b'{') { Ok(()) } else { Err("a safetensors header that does not begin with '{'".into()) }
 }
 
-/// The bytes of a header. Writing beyond the limit fails: escaping can make names six times as long.
+/// A buffer for a header. Writing more than `LIMIT` bytes fails. Escaping can make names six times as long.
 struct Bounded(Vec<u8>);
 
 impl Write for Bounded {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        // The limit is a multiple of 8, so the padded header is within it too.
+        // The limit is a multiple of 8, so padding to a multiple of 8 cannot exceed it.
         if self.0.len() + bytes.len() > LIMIT as usize {
             return Err(std::io::ErrorKind::FileTooLarge.into());
         }
@@ -145,7 +145,7 @@ impl Write for Bounded {
     }
 }
 
-/// A struct that is read only from an object. A derived implementation would also accept an array of its values.
+/// A struct that is deserialized only from an object. A derived implementation would also accept an array of the values.
 struct Object<T>(T);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
@@ -166,7 +166,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
     }
 }
 
-/// An object of strings, with no name twice.
+/// An object whose values are strings. Repeated keys are an error.
 struct Strings(BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for Strings {
@@ -194,7 +194,7 @@ impl<'de> Deserialize<'de> for Strings {
     }
 }
 
-/// A tensor's entry in a header: these members, each once, and no others.
+/// A tensor's entry in a header. Other members, missing members and repeated members are errors.
 #[derive(serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Entry {
@@ -203,7 +203,7 @@ struct Entry {
     data_offsets: (u64, u64),
 }
 
-/// The members of a header: tensors in the order of the file, and `__metadata__`.
+/// The members of a header: tensors in the order of the header, and `__metadata__`.
 struct Table {
     tensors: Vec<FileTensor>,
     metadata: BTreeMap<String, String>,
@@ -272,19 +272,19 @@ impl Read for SourceReader<'_> {
     }
 }
 
-/// Bytes of length field and header; `None` beyond the limit.
+/// Size, in bytes, of length field and header; `None` if the header is larger than `LIMIT`.
 fn content_size(length: [u8; LENGTH as usize]) -> Option<u64> {
     Some(u64::from_le_bytes(length)).filter(|&n| n <= LIMIT).map(|n| n + LENGTH)
 }
 
-/// Tensor name to shard name, from a shard index. Its other members may contain anything and are not checked.
+/// Parses a shard index into a map from tensor name to shard name. Other members of the shard index may have any value.
 pub(super) fn weight_map(path: &Path, content: &[u8]) -> Result<BTreeMap<String, String>> {
     #[derive(serde::Deserialize)]
     struct ShardIndex {
         weight_map: Strings,
     }
     let bad = |reason: &dyn fmt::Display| Error::bad_checkpoint(path, format_args!("bad shard index: {reason}"));
-    // The parser does not check the UTF-8 of strings that it skips.
+    // Check UTF-8 here, because the parser does not check strings that it skips.
     let text = std::str::from_utf8(content).map_err(|e| bad(&e))?;
     let Object(ShardIndex { weight_map: Strings(map) }) = serde_json::from_str(text).map_err(|e| bad(&e))?;
     Ok(map)

@@ -1,4 +1,4 @@
-//! The layout of a target's files: the content of each, and the location of each tensor.
+//! The layout of a target's files: the content of each file, and the location of each tensor.
 
 use super::checkpoint::SafetensorsCheckpoint;
 use super::header::{FileTensor, Header};
@@ -10,37 +10,37 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// A file to be written: its content, followed by tensors.
 pub(crate) struct Output {
-    /// Its name; empty for a lone file.
+    /// Name of the file. Empty if the target is a single file.
     pub name: String,
-    /// The bytes before its tensors.
+    /// The bytes before the tensors.
     pub content: Vec<u8>,
     data_size: u64,
 }
 
 impl Output {
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     pub fn size(&self) -> u64 {
         self.data_size.saturating_add(self.content.len() as u64)
     }
 }
 
-/// First byte of a tensor in an output.
+/// Location of a tensor in the outputs.
 #[derive(Clone, Copy)]
 pub(crate) struct Location {
-    /// Number of the output.
+    /// Index of the output.
     pub file: usize,
+    /// Offset of the tensor in the file, in bytes.
     pub start: u64,
 }
 
-/// The location of each tensor of the pair; `None` for a tensor that is not selected.
+/// For each tensor of the pair, its location in the outputs; `None` if it is not selected.
 pub(crate) type Locations = Vec<Option<Location>>;
 
-/// Compares the files of a checkpoint with those of a pair's target: names, the bytes before the data, and the shard index. If
-/// the pair has no files, there is nothing to compare.
+/// Compares the files of a checkpoint with the target files of a pair: names, the bytes before the data, and the shard index. If
+/// the pair has no files, nothing is compared.
 ///
 /// # Errors
-/// [`Rule::FileContentDigest`] for the first file that is missing or differs, and for one that the pair does not have;
-/// [`Error::Io`].
+/// [`Rule::FileContentDigest`] for the first file that is missing or differs, or for a file that the pair lacks; [`Error::Io`].
 pub(crate) fn check_target_files(index: &ValidatedIndex, target: &SafetensorsCheckpoint) -> Result<()> {
     if index.files().len() == 0 {
         return Ok(());
@@ -59,11 +59,11 @@ pub(crate) fn check_target_files(index: &ValidatedIndex, target: &SafetensorsChe
     }
 }
 
-/// The `__metadata__` of a pair's target files, merged. If two files have different values for a key, the first file's counts.
+/// The `__metadata__` of a pair's target files, merged. If files have different values for a key, the first file's is used.
 ///
 /// # Errors
-/// [`Rule::BaseFile`] if a header is that of the base and the base is missing or lacks the file; [`Rule::FileTensors`] for a
-/// malformed header.
+/// [`Rule::BaseFile`] if the pair takes a header from the base and there is no base or it lacks the file; [`Rule::FileTensors`] for
+/// a malformed header.
 pub(crate) fn target_metadata(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<BTreeMap<String, String>> {
     let mut all = BTreeMap::new();
     for file in index.files().filter(|file| file.kind.has_tensors()) {
@@ -83,7 +83,7 @@ pub(crate) fn target_metadata(index: &ValidatedIndex, base: Option<&SafetensorsC
     Ok(all)
 }
 
-/// The files of the pair, after checking that their headers and the pair's tensors agree.
+/// The files of the pair and the locations of its tensors, after checking that file headers and tensors agree.
 fn plan(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<(Vec<Output>, Locations)> {
     let mut locations: Locations = vec![None; index.tensor_count()];
     let mut outputs = Vec::new();
@@ -120,12 +120,12 @@ fn plan(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<
     Ok((outputs, locations))
 }
 
-/// The name of a file in messages.
+/// The name of a file for messages.
 fn display_name(name: &str) -> &str {
     if name.is_empty() { "a lone safetensors file" } else { name }
 }
 
-/// The content of a checkpoint's file, after comparing it with the pair's entry; breaks `rule` if they differ.
+/// The content of a checkpoint's file, after comparing it with the pair's entry. A difference is a violation of `rule`.
 fn content_of(checkpoint: Option<&SafetensorsCheckpoint>, whose: &str, rule: Rule, file: &TargetFile<'_>) -> Result<Vec<u8>> {
     let TargetFile { name, kind, content_size: size, content_digest: digest, .. } = file;
     let broken = |found: &dyn std::fmt::Display| {
@@ -140,15 +140,17 @@ fn content_of(checkpoint: Option<&SafetensorsCheckpoint>, whose: &str, rule: Rul
     Ok(content)
 }
 
-/// The files to be written: those of the pair; or one file with the selected tensors, or with all if the pair has no files.
+/// The files to be written. If tensors are selected, one file with these tensors. Otherwise the files of the pair or, if it has
+/// none, one file with all tensors.
 ///
-/// Every safetensors file among them can be opened by readers of that format. The content of a shard index is not checked, so
-/// readers may refuse the folder because of it.
+/// Safetensors readers can open every safetensors file among them. The content of a shard index is not checked, so readers may
+/// refuse the folder because of it.
 ///
 /// # Errors
-/// [`Rule::FileTensors`] if the pair's files and tensors disagree; [`Rule::BaseFile`] if a file's content is that of the base and
-/// the base is missing or lacks the file; [`Error::NotWritable`] if readers would reject the composed file: a tensor named
-/// `__metadata__`, or a header above 100,000,000 bytes.
+/// - [`Rule::FileTensors`] if the pair's files and tensors disagree.
+/// - [`Rule::BaseFile`] if the pair takes a file's content from the base and there is no base or it lacks the file.
+/// - [`Error::NotWritable`] if readers would reject the composed file: because a tensor is named `__metadata__`, or because the
+///   header is larger than 100,000,000 bytes.
 pub(crate) fn outputs(
     index: &ValidatedIndex,
     base: Option<&SafetensorsCheckpoint>,
@@ -170,17 +172,17 @@ pub(crate) fn outputs(
     Ok((vec![output], locations))
 }
 
-/// Checks that one file can hold these tensors.
+/// Checks that these tensors can be written as one safetensors file.
 ///
 /// # Errors
-/// [`Error::NotWritable`], as [`outputs`].
+/// [`Error::NotWritable`], as for [`outputs`].
 pub(crate) fn check_composable(tensors: &[TensorInfo]) -> Result<()> {
     compose(tensors.to_vec()).map(|_| ())
 }
 
-/// One file with these tensors, whose names ascend.
+/// One file with these tensors, which are in ascending order of name.
 fn compose(mut tensors: Vec<TensorInfo>) -> Result<(Output, Vec<FileTensor>)> {
-    // Wide elements first, so that every tensor is aligned; the same order as in the safetensors crate.
+    // Put wide elements first, so that every tensor is aligned. The safetensors crate uses the same order.
     tensors.sort_by_key(|info| std::cmp::Reverse(info.dtype.bits()));
     let mut end = 0u64;
     let mut file_tensors = Vec::with_capacity(tensors.len());

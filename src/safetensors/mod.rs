@@ -1,7 +1,7 @@
-//! Checkpoints in safetensors files and sharded folders, and the layout of files that are rebuilt (spec section 10).
+//! Checkpoints in safetensors files and sharded folders, and the layout of rebuilt files (spec section 10).
 //!
-//! No other module uses the safetensors crate. Headers are kept byte for byte, because two headers with the same meaning can
-//! differ in bytes.
+//! Only this module uses the safetensors crate. Headers are kept byte for byte, because headers with the same meaning can differ in
+//! bytes.
 
 #![forbid(unsafe_code)]
 
