@@ -89,10 +89,10 @@ pub enum Error {
         reason: String,
     },
     /// A call of the device's driver failed, or work on the device failed.
-    #[error("cannot {doing}: {}", Text(reason))]
+    #[error("cannot {action}: {}", Text(reason))]
     Device {
         /// The attempted action: a verb, as in `open`.
-        doing: &'static str,
+        action: &'static str,
         /// The error of the driver.
         reason: String,
     },
@@ -467,7 +467,7 @@ mod tests {
             Error::bad_checkpoint(Path::new(&long), Endless),
             Error::BadCheckpoint { path: PathBuf::from(&long), reason: long.clone() },
             Error::InvalidArgument(long.clone()),
-            Error::Device { doing: "work", reason: long.clone() },
+            Error::Device { action: "work", reason: long.clone() },
             Error::Invalid(Box::new(Invalid {
                 rule: Rule::TensorName,
                 at: Location { tensor: Some(long.clone()), chunk: None },

@@ -80,8 +80,8 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             with.set_item("device", "cuda")?;
             "DeviceUnavailable"
         }
-        Error::Device { doing, reason } => {
-            with.set_item("action", doing)?;
+        Error::Device { action, reason } => {
+            with.set_item("action", action)?;
             with.set_item("reason", reason)?;
             "DeviceFailed"
         }

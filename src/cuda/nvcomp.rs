@@ -143,7 +143,7 @@ fn check(code: i32) -> Result<()> {
     if code == 0 {
         return Ok(());
     }
-    Err(Error::Device { doing: "expand frames with nvCOMP", reason: format!("nvCOMP returned status {code}") })
+    Err(Error::Device { action: "expand frames with nvCOMP", reason: format!("nvCOMP returned status {code}") })
 }
 
 /// What an index needs to let nvCOMP expand its frames.

@@ -17,23 +17,23 @@ use layouts::{Content, WIDE};
 /// log2 of the largest window of a payload's frame.
 const WINDOW_LOG_MAX: u32 = 27;
 
-/// Whether the content of a chunk may have this size.
+/// Returns whether the content of a chunk can have this size.
 pub(super) fn check_size(uncompressed: u32, lanes: u32, lane_bytes: usize) -> bool {
     uncompressed >= 2 && u64::from(uncompressed) <= (lane_bytes as u64 + 3) * u64::from(lanes) + 64
 }
 
-/// The layouts to try for a chunk. The smallest payload wins.
+/// Layouts to try for a chunk. The smallest payload is kept.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Layouts<'a> {
     /// One layout, selected by rule.
     ByRule,
     /// These layouts.
     These(&'a [Layout]),
-    /// All that may be the smallest, starting with the one selected by rule.
+    /// All layouts that can give the smallest payload. The layout selected by rule is tried first.
     Any,
 }
 
-/// A layout, and the size of the payload in it.
+/// A layout, and the size in bytes of the payload in this layout.
 pub(crate) type LayoutSize = (Layout, usize);
 
 pub(super) struct Encoder {
@@ -45,11 +45,11 @@ pub(super) struct Encoder {
 
 impl Encoder {
     pub fn new() -> Result<Self> {
-        Ok(Self { frames: frame::Compressor::new().map_err(library)?, content: Content::default(), trial: Vec::new() })
+        Ok(Self { frames: frame::Compressor::new().map_err(zstd_error)?, content: Content::default(), trial: Vec::new() })
     }
 
-    /// Appends the smallest payload, and returns the size in each tried layout. If the first dense layout, or the first sparse
-    /// one, takes more than `enough` bytes, no other of its kind is tried: it would gain little.
+    /// Appends the smallest payload, and returns its size in each tried layout. If the first dense layout takes more than
+    /// `enough` bytes, no other dense layout is tried, because it would gain little. The same applies to sparse layouts.
     pub fn encode<L: Lane>(
         &mut self,
         difference: Difference<'_>,
@@ -86,7 +86,7 @@ impl Encoder {
                 self.content.put_sparse(layout, deltas.of_changed());
             }
             self.trial.clear();
-            self.frames.compress(self.content.bytes(), self.content.parts(), &mut self.trial).map_err(library)?;
+            self.frames.compress(self.content.bytes(), self.content.parts(), &mut self.trial).map_err(zstd_error)?;
             let size = self.trial.len();
             if sizes.is_empty() || size < payload.len() - start {
                 encoded = Encoded { uncompressed_size: self.content.bytes().len() as u32, num_deltas: difference.changed as u32 };
@@ -104,21 +104,22 @@ impl Encoder {
     }
 }
 
-/// Whether a frame is so small that its content consists of repeats. Compression is fast then, and which layout has the longest
-/// repeats is hard to predict.
+/// Returns whether a frame is so small that its content must consist of repeats. All layouts are then tried: compression is fast,
+/// and the layout with the longest repeats is hard to predict.
 pub(crate) fn is_repeats(encoded: Encoded, size: usize) -> bool {
     16 * size as u64 <= u64::from(encoded.uncompressed_size)
 }
 
-/// Whether a layout codes every lane, changed or not.
+/// Returns whether a layout codes every lane, changed or not.
 fn is_dense(layout: Layout) -> bool {
     matches!(layout, Layout::Planes | Layout::NibblePlanes)
 }
 
-/// Up to this number of lanes, trying all layouts is cheap.
+/// Maximum number of lanes for which all layouts are tried because that is cheap.
 const SMALL: usize = 1 << 12;
 
-/// The layouts that may be the smallest: sparse ones if few lanes change, dense ones if most of many lanes change.
+/// Returns the layouts that can give the smallest payload: sparse layouts if few lanes change, dense layouts if most of many
+/// lanes change, otherwise all.
 fn candidates(difference: Difference<'_>) -> &'static [Layout] {
     match (difference.changed, difference.lanes()) {
         (changed, lanes) if 8 * changed <= lanes => &[Layout::Gaps, Layout::EliasDelta, Layout::NibbleGaps],
@@ -127,7 +128,7 @@ fn candidates(difference: Difference<'_>) -> &'static [Layout] {
     }
 }
 
-/// The deltas from which layouts are made, computed at most once.
+/// Deltas of a chunk. Each list is computed on first use.
 struct Deltas<'a, L> {
     difference: Difference<'a>,
     all: Option<Vec<L>>,
@@ -148,15 +149,15 @@ impl<'a, L: Lane> Deltas<'a, L> {
         self.changes.get_or_insert_with(|| self.difference.changes())
     }
 
-    /// Selects a layout. If more than a quarter of the lanes change, one token per lane costs no more than one per change.
-    /// Measured on real pairs, see DECISIONS.md.
+    /// Selects a layout. If more than a quarter of the lanes change, one token per lane costs no more than one token per change
+    /// (measured on real pairs).
     fn by_rule(&mut self) -> Layout {
         let count = self.difference.changed;
         let (dense, deltas) = match 4 * count > self.difference.lanes() {
             true => (true, self.of_all()),
             false => (false, &self.of_changed().deltas[..]),
         };
-        match (dense, mostly_wide(deltas, count)) {
+        match (dense, has_many_wide(deltas, count)) {
             (true, true) => Layout::Planes,
             (true, false) => Layout::NibblePlanes,
             (false, true) => Layout::Gaps,
@@ -165,12 +166,12 @@ impl<'a, L: Lane> Deltas<'a, L> {
     }
 }
 
-/// Whether most nibbles would be escapes.
-fn mostly_wide<L: Lane>(deltas: &[L], count: usize) -> bool {
+/// Returns whether more than 1/8 of the deltas are wide. Byte planes are then smaller than nibbles with escapes.
+fn has_many_wide<L: Lane>(deltas: &[L], count: usize) -> bool {
     8 * deltas.iter().filter(|d| d.to_u64() >= WIDE).count() > count
 }
 
-fn library(message: &'static str) -> Error {
+fn zstd_error(message: &'static str) -> Error {
     Error::InvalidArgument(format!("the zstd library failed: {message}"))
 }
 
@@ -190,7 +191,7 @@ impl Decoder {
         lanes: &mut [u8],
     ) -> Result<u64> {
         let size = encoded.uncompressed_size as usize;
-        // The index has bounded the size. The buffer keeps the size of the largest chunk so far.
+        // The checks of the index have bounded the size. The buffer never shrinks.
         if self.content.len() < size {
             self.content.resize(size, 0);
         }

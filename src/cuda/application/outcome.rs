@@ -161,7 +161,7 @@ fn error(prepared: &Prepared, chunk: u32, status: u32) -> Error {
             STATUS_NOT_RUN => format!("the kernel did not decode chunk {chunk}"),
             _ => format!("the kernel returned the unknown status {status:#x} for chunk {chunk}"),
         };
-        return Error::Device { doing: "decode on the device", reason };
+        return Error::Device { action: "decode on the device", reason };
     };
     let record = &prepared.index.uploaded.records[chunk as usize];
     let expected = match rule {

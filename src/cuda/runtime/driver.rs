@@ -14,13 +14,13 @@ use std::ptr;
 const MIN_VERSION: c_int = 12_040;
 const MIN_CAPABILITY: c_int = 80;
 
-/// Converts a result code to a result. `doing` completes "cannot …".
-pub(in crate::cuda) fn check(code: Code, doing: &'static str) -> Result<()> {
-    if code == Code::SUCCESS { Ok(()) } else { Err(failed(code, doing)) }
+/// Converts a result code to a result. `action` completes "cannot …".
+pub(in crate::cuda) fn check(code: Code, action: &'static str) -> Result<()> {
+    if code == Code::SUCCESS { Ok(()) } else { Err(failed(code, action)) }
 }
 
 #[cold]
-fn failed(code: Code, doing: &'static str) -> Error {
+fn failed(code: Code, action: &'static str) -> Error {
     let text = |get: unsafe fn(Code, *mut *const std::ffi::c_char) -> Code| {
         let mut text = ptr::null();
         // SAFETY: `text` is valid for a pointer. The driver sets it to a static string, or leaves it null for an unknown code.
@@ -33,7 +33,7 @@ fn failed(code: Code, doing: &'static str) -> Error {
         (Some(description), Some(name)) => format!("{description} ({name}, {})", code.0),
         _ => format!("unknown error {}", code.0),
     };
-    Error::Device { doing, reason }
+    Error::Device { action, reason }
 }
 
 /// Loads and initialises the driver. The error says what is missing.
@@ -358,8 +358,8 @@ impl Kernel {
         let code =
             unsafe { calls::cuModuleLoadDataEx(&mut module, image.as_ptr().cast(), 2, options.as_mut_ptr(), values.as_mut_ptr()) };
         check(code, "compile the kernels for this device").map_err(|e| match (e, CStr::from_bytes_until_nul(&log)) {
-            (Error::Device { doing, reason }, Ok(log)) => {
-                Error::Device { doing, reason: format!("{reason} {}", log.to_string_lossy()).trim_end().to_owned() }
+            (Error::Device { action, reason }, Ok(log)) => {
+                Error::Device { action, reason: format!("{reason} {}", log.to_string_lossy()).trim_end().to_owned() }
             }
             (e, _) => e,
         })?;
@@ -411,7 +411,7 @@ mod tests {
     fn unknown_answers_are_errors() {
         for code in [4242, u32::MAX] {
             let error = check(Code(code), "try").unwrap_err();
-            assert!(matches!(error, Error::Device { doing: "try", .. }));
+            assert!(matches!(error, Error::Device { action: "try", .. }));
             let text = error.to_string();
             assert!(text.contains(&format!("unknown error {code}")), "{text}");
         }

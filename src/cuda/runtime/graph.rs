@@ -75,7 +75,7 @@ fn capture(_: &Entered<'_>, stream: RawStream) -> Result<Option<(u64, sys::CUgra
         return Ok(None);
     }
     if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as u32 {
-        return Err(Error::Device { doing: "capture a stream", reason: "an earlier error has invalidated the capture".into() });
+        return Err(Error::Device { action: "capture a stream", reason: "an earlier error has invalidated the capture".into() });
     }
     Ok(Some((id, graph)))
 }

@@ -75,16 +75,16 @@ impl Pools {
     }
 
     pub fn allocate(&self, cx: &Entered<'_>, bytes: u64) -> Result<u64> {
-        let doing = "allocate device memory";
+        let action = "allocate device memory";
         let bytes = usize::try_from(bytes.max(1)).map_err(|_| Error::InvalidArgument(format!("{bytes} bytes of device memory")))?;
         let mut address = 0;
         let Some(pool) = &self.pool else {
             // SAFETY: `address` is valid for an address.
-            check(unsafe { calls::cuMemAlloc_v2(&mut address, bytes) }, doing)?;
+            check(unsafe { calls::cuMemAlloc_v2(&mut address, bytes) }, action)?;
             return Ok(address);
         };
         // SAFETY: pool and stream are alive, and `address` is valid for an address.
-        check(unsafe { calls::cuMemAllocFromPoolAsync(&mut address, bytes, pool.0, self.alloc.raw()) }, doing)?;
+        check(unsafe { calls::cuMemAllocFromPoolAsync(&mut address, bytes, pool.0, self.alloc.raw()) }, action)?;
         // Completes at once, because the stream has no other work. Then any stream may use the memory.
         let done = RawEvent::new(cx, false)?;
         done.record(cx, self.alloc.raw())?;
@@ -127,7 +127,7 @@ impl Pools {
         // SAFETY: `start` is valid for a pointer.
         check(unsafe { calls::cuMemHostAlloc(&mut start, capacity, flags) }, "pin memory of the host")?;
         let start = NonNull::new(start.cast::<u8>())
-            .ok_or_else(|| Error::Device { doing: "pin memory of the host", reason: "the driver gave none".into() })?;
+            .ok_or_else(|| Error::Device { action: "pin memory of the host", reason: "the driver gave none".into() })?;
         // SAFETY: new memory of `capacity` bytes; this initialises it.
         unsafe { start.write_bytes(0, capacity) };
         Ok((start, capacity))

@@ -71,9 +71,11 @@ mod tests {
             (1, 256, 132, 48 << 20, 1, 256),
             (500, 10_240, 132, 48 << 20, 500, 10_240),
             (5000, 10_240, 132, 48 << 20, 528, 10_240),
-            // Beyond the bound: one slot per resident block, as large as the bound allows.
+            // Four slots per multiprocessor would exceed the bound, so there are three. A slot has at most 256 KiB and its share
+            // of the bound.
             (5000, 109_312, 132, 48 << 20, 396, 109_312),
             (5000, 4 << 20, 132, 48 << 20, 396, 126_976),
+            // The bound does not matter: four slots of 256 KiB per multiprocessor.
             (5000, 4 << 20, 8, 48 << 20, 32, 262_144),
         ] {
             let scratch = Scratch::of_chunks(chunks, changes, multiprocessors, most).unwrap();

@@ -31,11 +31,11 @@ unsafe impl Send for StagingRing {}
 impl StagingRing {
     pub fn new(cx: &Entered<'_>) -> Result<Self> {
         let mut start = ptr::null_mut();
-        let doing = "pin the staging ring";
+        let action = "pin the staging ring";
         // SAFETY: `start` is valid for a pointer.
-        check(unsafe { calls::cuMemHostAlloc(&mut start, SLOTS * SLOT_BYTES, sys::CU_MEMHOSTALLOC_PORTABLE) }, doing)?;
+        check(unsafe { calls::cuMemHostAlloc(&mut start, SLOTS * SLOT_BYTES, sys::CU_MEMHOSTALLOC_PORTABLE) }, action)?;
         let start = NonNull::new(start.cast::<u8>());
-        let start = start.ok_or_else(|| Error::Device { doing, reason: "the driver gave none".into() })?;
+        let start = start.ok_or_else(|| Error::Device { action, reason: "the driver gave none".into() })?;
         // SAFETY: new memory of this size; this initialises it.
         unsafe { start.write_bytes(0, SLOTS * SLOT_BYTES) };
         // An event that was never recorded counts as passed.
