@@ -1,25 +1,25 @@
-//! A tensor's base, as encoding and applying read it.
+//! Base bytes of a tensor, for encoding and applying.
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
 
-/// The bytes of a base tensor, followed by zeros. Without a base tensor all bytes are zeros (section 8.2).
+/// Base bytes of a tensor: the bytes of the base tensor, followed by zeros. Without a base tensor all bytes are 0 (section 8.2).
 #[derive(Clone, Copy)]
 pub(crate) struct PaddedBase<'a>(Option<(&'a dyn Checkpoint, usize)>);
 
 impl<'a> PaddedBase<'a> {
-    /// Tensor `base_index` of `base`.
+    /// Selects tensor `base_index` of `base`. `None` means no base tensor.
     pub fn new(base: Option<&'a dyn Checkpoint>, base_index: Option<usize>) -> Self {
         Self(base.zip(base_index))
     }
 
-    /// The number of the `size` bytes from byte `offset` on that come from the checkpoint.
+    /// Returns the number of bytes that come from the checkpoint, of the `size` bytes from byte `offset` on.
     fn present(self, offset: u64, size: usize) -> usize {
         let bytes = self.0.map_or(0, |(base, base_index)| base.tensors()[base_index].bytes());
         bytes.saturating_sub(offset).min(size as u64) as usize
     }
 
-    /// `size` bytes from byte `offset` on, if all of them are in memory.
+    /// Returns `size` bytes from byte `offset` on, if all these bytes are in memory.
     pub fn in_place(self, offset: u64, size: usize) -> Option<&'a [u8]> {
         let (base, base_index) = self.0.filter(|_| self.present(offset, size) == size)?;
         base.in_place(base_index, offset, size)
@@ -28,7 +28,7 @@ impl<'a> PaddedBase<'a> {
     /// Fills `out` with the bytes from byte `offset` on.
     ///
     /// # Errors
-    /// As for [`Checkpoint::read`].
+    /// The errors of [`Checkpoint::read`].
     pub fn read(self, offset: u64, out: &mut [u8]) -> Result<()> {
         let (from_base, zeros) = out.split_at_mut(self.present(offset, out.len()));
         zeros.fill(0);
@@ -38,10 +38,10 @@ impl<'a> PaddedBase<'a> {
         }
     }
 
-    /// `size` bytes from byte `offset` on: in place if they are in memory, else read into `scratch`.
+    /// Returns `size` bytes from byte `offset` on: borrowed if they are in memory, else read into `scratch`.
     ///
     /// # Errors
-    /// As for [`Checkpoint::read`].
+    /// The errors of [`Checkpoint::read`].
     pub fn bytes<'b>(self, offset: u64, size: usize, scratch: &'b mut Vec<u8>) -> Result<&'b [u8]>
     where
         'a: 'b,
@@ -62,7 +62,7 @@ mod tests {
     use crate::checkpoint::TensorInfo;
     use crate::{Dtype, MemoryCheckpoint};
 
-    /// A checkpoint whose bytes can only be read.
+    /// A checkpoint whose bytes can only be copied, like a file's.
     struct OnDisk<'a>(MemoryCheckpoint<'a>);
 
     impl Checkpoint for OnDisk<'_> {

@@ -1,4 +1,4 @@
-//! Work on all threads of the pool, in batches whose results come in order.
+//! Runs jobs on all threads of the pool, in batches, and returns their results in order.
 
 #![forbid(unsafe_code)]
 
@@ -10,12 +10,12 @@ use blake3::Hash;
 use rayon::prelude::*;
 use std::sync::{Mutex, PoisonError};
 
-/// Bytes of lanes in a batch: enough chunks to keep all threads busy, few enough to bound memory.
+/// Size of a batch, in bytes of lanes. A batch has enough chunks to keep all threads busy, and few enough to bound memory.
 const BATCH_BYTES: u64 = 48 << 20;
 
 /// Runs jobs on all threads of the pool, one batch at a time, and passes the results to `done` in order.
 ///
-/// Memory is bounded by the results of a batch, whatever the number of jobs. Returns the first error in the order of the jobs.
+/// Memory is bounded by the results of one batch, for any number of jobs. Returns the first error in the order of the jobs.
 pub(crate) fn in_batches<J: Send, R: Send>(
     jobs: impl IntoIterator<Item = J>,
     bytes: impl Fn(&J) -> u64,
@@ -38,7 +38,7 @@ pub(crate) fn in_batches<J: Send, R: Send>(
     Ok(())
 }
 
-/// Contexts and buffers that are expensive to make. A thread takes one for a job and returns it.
+/// Pool of contexts or buffers that are expensive to create. A thread takes an item for a job, and returns the item after it.
 pub(crate) struct Pool<T> {
     free: Mutex<Vec<T>>,
     make: fn() -> T,
@@ -59,7 +59,7 @@ impl<T> Pool<T> {
     }
 }
 
-/// The hash of a whole tensor of a checkpoint, computed by all threads.
+/// Hashes a whole tensor of a checkpoint on all threads.
 pub(crate) fn hash_tensor(checkpoint: &dyn Checkpoint, tensor_index: usize, progress: Progress<'_>) -> Result<Hash> {
     const PIECE: u64 = 1 << 20;
     let bytes = checkpoint.tensors()[tensor_index].bytes();
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn batches_end_when_they_have_enough_bytes_and_results_come_in_order() {
-        // The largest number of jobs run before the first of them is passed to `done`, for jobs of `bytes` bytes.
+        // Returns the number of jobs that run before the first result is passed to `done`, for jobs of `bytes` bytes.
         let batch = |bytes: u64, jobs: usize| {
             let run = Mutex::new(0);
             let mut largest = 0;

@@ -19,7 +19,7 @@ pub struct TensorInfo {
 }
 
 impl TensorInfo {
-    /// Size of the tensor in bytes; 0 if the shape is invalid. Tensors of a [`Checkpoint`] have valid shapes.
+    /// Returns the size of the tensor in bytes; 0 if the shape is invalid. Tensors of a [`Checkpoint`] have valid shapes.
     pub fn bytes(&self) -> u64 {
         self.dtype.lanes(&self.shape).map_or(0, |lanes| lanes * self.dtype.lane_bytes() as u64)
     }
@@ -27,7 +27,7 @@ impl TensorInfo {
 
 /// Named tensors whose bytes can be read in ranges, from many threads at once.
 pub trait Checkpoint: Sync {
-    /// The tensors, in strictly ascending order of the bytes of their names.
+    /// Returns the tensors, in strictly ascending order of the bytes of their names.
     fn tensors(&self) -> &[TensorInfo];
 
     /// Fills `out` with bytes of tensor `tensor_index` of [`Checkpoint::tensors`], from byte `offset` of the tensor on.
@@ -36,12 +36,12 @@ pub trait Checkpoint: Sync {
     /// [`Error::Io`] if the bytes cannot be read; [`Error::InvalidArgument`] if the tensor does not have these bytes.
     fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// `size` bytes of a tensor from byte `offset` on, without a copy. `None` if they are not in memory.
+    /// Returns `size` bytes of a tensor from byte `offset` on, without a copy. Returns `None` if the bytes are not in memory.
     fn in_place(&self, _tensor_index: usize, _offset: u64, _size: usize) -> Option<&[u8]> {
         None
     }
 
-    /// `size` bytes of a tensor from byte `offset` on: borrowed if they are in memory, else read into `scratch`.
+    /// Returns `size` bytes of a tensor from byte `offset` on: borrowed if they are in memory, else read into `scratch`.
     ///
     /// # Errors
     /// The errors of [`Checkpoint::read`].
@@ -57,12 +57,12 @@ pub trait Checkpoint: Sync {
         Ok(out)
     }
 
-    /// The files and folders from which this checkpoint is read; empty if it is in memory. Outputs must not overlap them.
+    /// Returns the files and folders from which this checkpoint is read; empty if it is in memory. Outputs must not overlap them.
     fn paths(&self) -> Vec<PathBuf> {
         Vec::new()
     }
 
-    /// `self` if this is a `SafetensorsCheckpoint`. A pair then describes its files too.
+    /// Returns `self` if this is a `SafetensorsCheckpoint`. A pair then describes its files too.
     #[doc(hidden)]
     fn files(&self) -> Option<&dyn Any> {
         None
@@ -76,7 +76,7 @@ pub trait Checkpoint: Sync {
         Ok(())
     }
 
-    /// Index of the tensor with this name.
+    /// Returns the index of the tensor with this name.
     fn find(&self, name: &str) -> Option<usize> {
         self.tensors().binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()
     }
@@ -93,10 +93,11 @@ impl<'a> MemoryCheckpoint<'a> {
     /// A checkpoint without tensors.
     pub const EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint { infos: Vec::new(), data: Vec::new() };
 
-    /// A checkpoint of `tensors`, which may come in any order.
+    /// Creates a checkpoint of `tensors`, in any order.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if a name repeats, or if the number of a tensor's bytes does not match its dtype and shape.
+    /// [`Error::InvalidArgument`] if two tensors have the same name, or if the size of a tensor does not match its dtype and
+    /// shape.
     pub fn new(tensors: impl IntoIterator<Item = (TensorInfo, &'a [u8])>) -> Result<Self> {
         let mut tensors: Vec<_> = tensors.into_iter().collect();
         tensors.sort_by(|a, b| a.0.name.cmp(&b.0.name));

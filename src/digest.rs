@@ -1,7 +1,7 @@
-//! BLAKE3 of tensors, computed chunk by chunk (spec section 7).
+//! BLAKE3 hashes of tensors, computed chunk by chunk (spec section 7).
 //!
-//! BLAKE3 is a tree. A chunk of lanes is a power of two of at least 4 KiB, hence a subtree. So threads can hash the chunks of a
-//! tensor in any order, and the combined result is the plain hash of the tensor.
+//! BLAKE3 hashes a tree. The size of a chunk is a power of two of at least 4 KiB, so a chunk is a subtree. Threads can therefore
+//! hash the chunks of a tensor in any order. The combined result is the ordinary hash of the tensor.
 
 #![forbid(unsafe_code)]
 
@@ -10,10 +10,10 @@ use blake3::{Hash, Hasher};
 
 use crate::format::DIGEST_SIZE;
 
-/// Input below this many bytes is hashed by one thread.
+/// Minimum size, in bytes, of input that several threads hash.
 const PARALLEL: usize = 1 << 20;
 
-/// The hash of bytes in memory, on all threads if they are large.
+/// Hashes bytes in memory. Large input is hashed by all threads.
 pub(crate) fn of(bytes: &[u8]) -> Hash {
     let mut hasher = Hasher::new();
     if bytes.len() < PARALLEL {
@@ -24,12 +24,12 @@ pub(crate) fn of(bytes: &[u8]) -> Hash {
     hasher.finalize()
 }
 
-/// BLAKE3-128 as defined by the spec.
+/// Returns BLAKE3-128 as defined by the spec.
 pub(crate) fn short(hash: &Hash) -> [u8; DIGEST_SIZE] {
     *hash.as_bytes().first_chunk().unwrap_or(&[0; DIGEST_SIZE])
 }
 
-/// The hash of one piece of a whole: the final hash if the piece is the whole, otherwise a chaining value for [`combine`].
+/// Hasher of a piece of a whole. The result is a chaining value for [`combine`], or the final hash if the piece is the whole.
 ///
 /// All pieces except the last have the same length, a power of two of at least 1 KiB.
 #[derive(Clone)]
@@ -39,7 +39,7 @@ pub(crate) struct PieceHasher {
 }
 
 impl PieceHasher {
-    /// The hasher of the piece that begins at `offset` of `whole` bytes.
+    /// Creates the hasher of the piece that begins at byte `offset` of a whole of `whole` bytes.
     pub fn new(offset: u64, whole: u64) -> Self {
         let mut hasher = Hasher::new();
         hasher.set_input_offset(offset);
@@ -51,20 +51,20 @@ impl PieceHasher {
         self.hasher.update(bytes);
     }
 
-    /// The hash of the piece.
+    /// Returns the hash of the piece.
     pub fn finish(self) -> [u8; 32] {
         if self.hasher.count() == self.whole { *self.hasher.finalize().as_bytes() } else { self.hasher.finalize_non_root() }
     }
 }
 
-/// As [`PieceHasher`], for a piece in memory.
+/// Same as [`PieceHasher`], for a piece in memory.
 pub(crate) fn of_piece(bytes: &[u8], offset: u64, whole: u64) -> [u8; 32] {
     let mut hasher = PieceHasher::new(offset, whole);
     hasher.update(bytes);
     hasher.finish()
 }
 
-/// The hash of the whole from the hashes of its pieces, in order.
+/// Returns the hash of the whole, from the hashes of its pieces in order.
 pub(crate) fn combine(pieces: &[[u8; 32]]) -> Hash {
     match pieces {
         [] => blake3::hash(&[]),
@@ -91,7 +91,7 @@ fn subtree(pieces: &[[u8; 32]]) -> [u8; 32] {
     }
 }
 
-/// The root over a list of tensors: BLAKE3 of their concatenated hashes, with zeros for a missing one.
+/// Root of a list of tensors: BLAKE3 of their concatenated hashes, with zeros for a missing hash.
 #[derive(Default)]
 pub(crate) struct Root(Hasher);
 
@@ -101,7 +101,7 @@ impl Root {
         self.0.update(hash.map_or(&[0; 32][..], |hash| hash.as_bytes()));
     }
 
-    /// The root over the tensors so far.
+    /// Returns the root of the tensors added so far.
     pub fn finish(&self) -> [u8; 32] {
         *self.0.finalize().as_bytes()
     }

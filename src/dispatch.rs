@@ -12,8 +12,8 @@ pub(crate) fn vectorized<R>(f: impl FnOnce() -> R) -> R {
     f()
 }
 
-/// Defines a function that runs `f`, compiled with these features, if the processor has all of them; otherwise it returns `f`.
-/// One list both enables and detects the features.
+/// Defines a function that runs `f`, compiled with these features, if the processor has all these features. Otherwise the
+/// function returns `f`. One list both enables and detects the features.
 #[cfg(target_arch = "x86_64")]
 macro_rules! with_features {
     ($name:ident: $($feature:tt),+) => {

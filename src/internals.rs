@@ -1,5 +1,5 @@
-//! Parts of the library that its own tests, benchmarks and fuzz targets use. Not part of the public interface: anything here may
-//! change in any release.
+//! Internals for the project's own tests, benchmarks and fuzz targets. Not part of the public interface: anything here can change
+//! in any release.
 
 #[cfg(fuzzing)]
 pub use crate::codec::fuzzing;
@@ -12,32 +12,32 @@ pub use crate::writer::{FileSpec, Finished, PairBuilder, TensorSpec};
 
 use crate::index::{Tensor, ValidatedIndex};
 
-/// The header of an index.
+/// Returns the header of an index.
 pub fn header(index: &ValidatedIndex) -> &IndexHeader {
     index.header()
 }
 
-/// The index map.
+/// Returns the index map.
 pub fn records(index: &ValidatedIndex) -> &[ChunkMetadata] {
     index.records()
 }
 
-/// The chunk sums.
+/// Returns the chunk sums.
 pub fn sums(index: &ValidatedIndex) -> &[ChunkSums] {
     index.sums()
 }
 
-/// The table sets of codec `conditioned`.
+/// Returns the table sets of codec `conditioned`.
 pub fn table_sets(index: &ValidatedIndex) -> &[TableSet] {
     index.table_sets()
 }
 
-/// The table set that a tensor uses.
+/// Returns the table set that a tensor uses.
 pub fn tables<'a>(tensor: &Tensor<'a>) -> Option<&'a TableSet> {
     tensor.tables
 }
 
-/// The digests of a tensor.
+/// Returns the digests of a tensor.
 pub fn digests<'a>(tensor: &Tensor<'a>) -> &'a TensorDigests {
     tensor.digests
 }

@@ -57,7 +57,7 @@ registry! {
 }
 
 impl Dtype {
-    /// Bits of an element.
+    /// Returns the number of bits per element.
     pub const fn bits(self) -> u64 {
         use Dtype::*;
         match self {
@@ -70,7 +70,7 @@ impl Dtype {
         }
     }
 
-    /// Bytes of a lane: 1, 2, 4 or 8.
+    /// Returns the number of bytes per lane: 1, 2, 4 or 8.
     pub const fn lane_bytes(self) -> usize {
         match self {
             Dtype::C64 => 4,
@@ -79,7 +79,7 @@ impl Dtype {
         }
     }
 
-    /// How lanes are mapped to integers before subtraction.
+    /// Returns the map that is applied to lanes before subtraction.
     pub(crate) const fn order(self) -> Order {
         use Dtype::*;
         match self {
@@ -88,7 +88,7 @@ impl Dtype {
         }
     }
 
-    /// Mantissa bits of a lane; `None` if it is not a signed float.
+    /// Returns the number of mantissa bits per lane, or `None` if lanes are not signed floats.
     pub(crate) const fn mantissa_bits(self) -> Option<u32> {
         match self.context() {
             Context::Exponent { shift, .. } => Some(shift),
@@ -96,7 +96,7 @@ impl Dtype {
         }
     }
 
-    /// How the context of a lane, a measure of its magnitude, is computed (`spec/codecs.md` section 4.1).
+    /// Returns the definition of a lane's context, which is a measure of its magnitude (`spec/codecs.md` section 4.1).
     pub(crate) const fn context(self) -> Context {
         use Dtype::*;
         match self {
@@ -111,7 +111,8 @@ impl Dtype {
         }
     }
 
-    /// Number of lanes of a tensor with this shape. `None` if it has 2^63 bits or more, or a partial byte.
+    /// Returns the number of lanes of a tensor with this shape. Returns `None` if the tensor has 2^63 bits or more, or a partial
+    /// byte.
     pub fn lanes(self, shape: &[u64]) -> Option<u64> {
         // A zero dimension makes the product zero, even if a partial product of the others overflows.
         let elements = if shape.contains(&0) { 0 } else { shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d))? };
@@ -120,7 +121,7 @@ impl Dtype {
     }
 }
 
-/// Whether bit patterns are subtracted unchanged, or after the order-preserving map for signed floats.
+/// Map from bit patterns to integers, applied before subtraction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// `ordered(u) = u`.
@@ -132,7 +133,7 @@ pub enum Order {
 /// Definition of the context of a base lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Context {
-    /// `bits` bits from bit `shift` on.
+    /// The `bits` bits from bit `shift` on.
     Exponent { shift: u32, bits: u32 },
     /// Bit length of the lane, or of its complement if the top bit is set.
     SignedBits,
@@ -144,35 +145,35 @@ pub(crate) enum Context {
 pub trait Lane: Copy + Eq + Ord + Default + Send + Sync + 'static + std::fmt::Debug {
     /// The lane in memory: little-endian, any alignment.
     type Le: Copy + FromBytes + IntoBytes + Immutable + KnownLayout + Unaligned;
-    /// Bytes of a lane.
+    /// Bytes per lane.
     const BYTES: usize;
-    /// Converts from memory.
+    /// Converts a lane from its form in memory.
     fn load(le: Self::Le) -> Self;
-    /// Converts to memory.
+    /// Converts the lane to its form in memory.
     fn store(self) -> Self::Le;
-    /// The low bits of `x`.
+    /// Returns the low bits of `x`.
     fn from_u64(x: u64) -> Self;
-    /// The value.
+    /// Returns the value as 64 bits.
     fn to_u64(self) -> u64;
-    /// The map of section 9 for `order`.
+    /// Applies the map of section 9 for `order`.
     fn ordered(self, order: Order) -> Self;
-    /// The inverse of [`Lane::ordered`].
+    /// Applies the inverse of [`Lane::ordered`].
     fn unordered(self, order: Order) -> Self;
-    /// `zigzag(ordered(target) − ordered(base))`; zero if and only if the two are equal.
+    /// Returns `zigzag(ordered(target) − ordered(base))`. It is zero if and only if base and target are equal.
     fn delta(base: Self, target: Self, order: Order) -> Self;
-    /// The inverse of [`Lane::delta`]: the target.
+    /// Returns the target lane, from base and delta: the inverse of [`Lane::delta`].
     fn apply(base: Self, delta: Self, order: Order) -> Self;
-    /// `bits` bits from bit `shift` on.
+    /// The `bits` bits from bit `shift` on.
     fn exponent(self, shift: u32, bits: u32) -> Self;
-    /// The lane's context.
+    /// Returns the lane's context.
     fn context(self, of: Context) -> Self;
-    /// Bit length.
+    /// Returns the bit length.
     fn bit_count(self) -> Self;
-    /// The lane, or its complement if the top bit is set.
+    /// Returns the lane, or its complement if the top bit is set.
     fn magnitude(self) -> Self;
-    /// min(max(self, `first`) − `first`, 255).
+    /// Returns min(max(self, `first`) − `first`, 255).
     fn index_from(self, first: Self) -> u8;
-    /// `x`, or the largest lane if that is smaller.
+    /// Returns `x`, or the largest lane value if it is smaller than `x`.
     fn saturate(x: u16) -> Self;
 }
 
@@ -286,13 +287,13 @@ macro_rules! with_lane {
 }
 pub(crate) use with_lane;
 
-/// The lanes in `bytes`. A partial lane at the end is left out.
+/// Returns the lanes in `bytes`, without a partial lane at the end.
 #[inline(always)]
 pub(crate) fn lanes_of<L: Lane>(bytes: &[u8]) -> &[L::Le] {
     <[L::Le]>::ref_from_prefix_with_elems(bytes, bytes.len() / L::BYTES).map_or(&[], |(lanes, _)| lanes)
 }
 
-/// The lanes in `bytes`, mutable.
+/// Returns the lanes in `bytes`, mutable, without a partial lane at the end.
 #[inline(always)]
 pub(crate) fn lanes_of_mut<L: Lane>(bytes: &mut [u8]) -> &mut [L::Le] {
     let count = bytes.len() / L::BYTES;
@@ -323,7 +324,7 @@ mod tests {
         assert_eq!(u16::delta(0x3F81, 0x3F80, order), 1);
     }
 
-    /// Every 16-bit pattern as base, with a sample of targets that includes special values.
+    /// Tests every 16-bit pattern as base, with a sample of targets that includes special values.
     #[test]
     fn all_patterns_of_16_bits_come_back() {
         let mut sample: Vec<u16> = vec![

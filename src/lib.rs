@@ -32,7 +32,7 @@
 //! | open a pair | [`Pair::open`]; [`Pair::new`] for a [`ValidatedIndex`] and a blob from any [`Source`] |
 //! | rebuild the target, or a part of it | [`Apply`]: files, buffers, a range of a tensor, tensors changed in place |
 //! | check a pair, a base and a target | [`Verify`] |
-//! | see what takes up the bytes of a pair | [`Explain`], [`ValidatedIndex`] |
+//! | see what the bytes of a pair are used for | [`Explain`], [`ValidatedIndex`] |
 //! | read checkpoints | [`SafetensorsCheckpoint`] for files and sharded folders, [`MemoryCheckpoint`] for memory, or your own [`Checkpoint`] |
 //! | decode on a CUDA device | [`Apply::on`]; module `cuda` for tensors in device memory |
 //! | show progress, or stop the work | `progress` and `watch` of each builder, [`Watch`] |

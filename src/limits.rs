@@ -1,10 +1,10 @@
 //! Limits of a reader, for untrusted files (spec section 13.4).
 
-/// Limits of a reader. The defaults are those of the spec.
+/// Limits of a reader. The spec defines the defaults.
 ///
-/// Opening a pair takes at most `index_size + 2 * expanded_sections + 100 * tensors` bytes of memory; in addition, each file takes
-/// twice the length of its name and 100 bytes. Sizes in the header are compared with the limits before memory is allocated. Three
-/// sections are compressible: tensor table, file table and codec tables.
+/// Opening a pair takes at most `index_size + 2 * expanded_sections + 100 * tensors` bytes of memory. Each file takes twice the
+/// length of its name and 100 bytes more. Sizes in the header are compared with the limits before memory is allocated. Three
+/// sections can be compressed: tensor table, file table and codec tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Limits {

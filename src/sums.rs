@@ -1,4 +1,4 @@
-//! Chunk sums: a linear check of a range of lanes (spec section 6.1).
+//! Chunk sums: linear checksums of lanes (spec section 6.1).
 
 #![forbid(unsafe_code)]
 
@@ -7,7 +7,7 @@ use crate::lane::Lane;
 use zerocopy::FromBytes;
 use zerocopy::little_endian::U32;
 
-/// Words per row. The weight of a word is P[row] · Q[column].
+/// Words per row. A word has the weight P[row] · Q[column].
 pub(crate) const ROW: usize = 1024;
 
 const fn mix(x: u64) -> u64 {
@@ -37,7 +37,7 @@ pub(crate) static Q: [u32; ROW] = {
     table
 };
 
-/// The sum of a chunk's lanes, passed as bytes: at most 4 MiB, because the weights repeat beyond.
+/// Returns the sum of a chunk's lanes. `lanes` are bytes, at most 4 MiB, because the weights repeat after 4 MiB.
 ///
 /// Cost: one multiplication per 4 bytes, at about the speed of the L2 cache.
 pub fn chunk_sum(lanes: &[u8]) -> u64 {
@@ -46,7 +46,7 @@ pub fn chunk_sum(lanes: &[u8]) -> u64 {
     sum.value
 }
 
-/// A chunk sum computed block by block, so that lanes are in the cache for other work too.
+/// A chunk sum that is computed block by block. Other work on a block then finds its lanes in the cache.
 #[derive(Default)]
 pub(crate) struct ChunkSum {
     pub value: u64,
@@ -54,7 +54,7 @@ pub(crate) struct ChunkSum {
 }
 
 impl ChunkSum {
-    /// Every block except the last must be a multiple of this many bytes.
+    /// The size of every block except the last must be a multiple of this, in bytes.
     pub const BLOCK: usize = 4 * ROW;
 
     /// Adds the next block.
@@ -62,7 +62,7 @@ impl ChunkSum {
         self.add_rows(lanes.chunks(Self::BLOCK), inner_sum);
     }
 
-    /// Adds the next block, of `size` bytes, with a known contribution to the sum.
+    /// Adds the next block, of `size` bytes, whose contribution to the sum is known.
     pub fn add_known(&mut self, size: usize, part: u64) {
         self.value = self.value.wrapping_add(part);
         self.row += size.div_ceil(Self::BLOCK);
@@ -102,7 +102,7 @@ fn term(word: u32, weight: u32) -> u64 {
     u64::from(word) * u64::from(weight)
 }
 
-/// `Σ Q[c]·w_c` of a row.
+/// Returns `Σ Q[c]·w_c` of a row.
 #[inline(always)]
 fn inner_sum(row: &[u8]) -> u64 {
     let (words, tail) = words_of(row);
@@ -110,7 +110,7 @@ fn inner_sum(row: &[u8]) -> u64 {
     sum.wrapping_add(tail_sum(tail, words.len()))
 }
 
-/// As [`inner_sum`], and copies the row. One pass, so that memory access and arithmetic overlap.
+/// Same as [`inner_sum`], but also copies the row. In one pass, memory access and arithmetic overlap.
 #[inline(always)]
 fn copy_and_sum(row: &[u8], out: &mut [u8]) -> u64 {
     let (words, tail) = words_of(row);
@@ -141,7 +141,7 @@ fn tail_sum(tail: &[u8], at: usize) -> u64 {
     term(u32::from_le_bytes(last), Q[at])
 }
 
-/// Change of the chunk sum when lane `position` changes from `old` to `new`.
+/// Returns the change of the chunk sum if lane `position` changes from `old` to `new`.
 #[inline(always)]
 pub(crate) fn lane_term<L: Lane>(position: usize, old: L, new: L) -> u64 {
     let byte = position * L::BYTES;
@@ -161,7 +161,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The formula of the spec, word by word.
+    /// Computes the formula of the spec word by word.
     fn by_the_spec(lanes: &[u8]) -> u64 {
         let mut padded = lanes.to_vec();
         padded.resize(lanes.len().next_multiple_of(4), 0);
@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn known_values() {
-        // Computed independently, from the formula of section 6.1.
+        // These values were computed independently, from the formula of section 6.1.
         assert_eq!(mix(0), 0xE220_A839_7B1D_CDAF);
         assert_eq!(chunk_sum(&[]), 0);
         assert_eq!(chunk_sum(&[0; 4099]), 0);

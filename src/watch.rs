@@ -6,11 +6,11 @@ use crate::error::Result;
 
 /// Receives progress from any thread and can stop the work. A closure `Fn(u64)` receives the number of bytes and cannot stop it.
 pub trait Watch: Sync {
-    /// Called after `bytes` more bytes are done. Each builder's `progress` says which bytes count. `bytes` is 0 if the call only
-    /// asks whether to continue.
+    /// Called after `bytes` more bytes are done. The `progress` of each builder documents which bytes count. `bytes` is 0 if the
+    /// call only asks whether to continue.
     ///
     /// # Errors
-    /// [`Error::Cancelled`](crate::Error::Cancelled) or any other error. It stops the work, which returns this error.
+    /// [`Error::Cancelled`](crate::Error::Cancelled) or any other error. The error stops the work, which returns it.
     fn done(&self, bytes: u64) -> Result<()>;
 }
 

@@ -1,4 +1,4 @@
-//! The changed lanes of a chunk, found once for all ways of encoding it.
+//! Finds the changed lanes of a chunk, once for all encodings that are tried.
 
 use super::simd::Platform;
 use crate::dispatch::vectorized;
@@ -9,11 +9,11 @@ use std::ops::Range;
 /// Lanes per mask.
 pub(crate) const GROUP: usize = 64;
 
-/// Base and target lanes of a chunk, and which of them differ.
+/// Base and target lanes of a chunk, and the masks of lanes that differ.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Difference<'a> {
     pub dtype: Dtype,
-    /// Lanes as bytes, equally many in base and target.
+    /// Lanes as bytes. Base and target have equal lengths.
     pub base: &'a [u8],
     pub target: &'a [u8],
     /// Masks of the lanes that differ, one per 64 lanes.
@@ -23,18 +23,18 @@ pub(crate) struct Difference<'a> {
 }
 
 impl<'a> Difference<'a> {
-    /// Compares lanes; `masks` is filled. Cost: one pass over both.
+    /// Compares the lanes and fills `masks`. Cost: one pass over both.
     pub fn find(dtype: Dtype, base: &'a [u8], target: &'a [u8], masks: &'a mut Vec<u64>) -> Self {
         let changed = compare(dtype, base, target, cleared(dtype, base.len(), masks));
         Self { dtype, base, target, masks, changed }
     }
 
-    /// Number of lanes, changed or not.
+    /// Returns the number of lanes, changed or not.
     pub fn lanes(self) -> usize {
         self.base.len() / self.dtype.lane_bytes()
     }
 
-    /// The difference restricted to some masks and their lanes.
+    /// Returns the part of the difference that has these masks.
     pub fn part(self, masks: Range<usize>) -> Self {
         let at = |mask: usize| (mask * GROUP * self.dtype.lane_bytes()).min(self.base.len());
         let bytes = at(masks.start)..at(masks.end);
@@ -42,7 +42,7 @@ impl<'a> Difference<'a> {
         Self { base: &self.base[bytes.clone()], target: &self.target[bytes], masks, changed: count(masks), ..self }
     }
 
-    /// Position and delta of every changed lane, in order.
+    /// Returns position and delta of every changed lane, in order.
     pub fn changes<L: Lane>(self) -> Changes<L> {
         let mut changes = Changes { positions: Vec::with_capacity(self.changed), deltas: Vec::with_capacity(self.changed) };
         let order = self.dtype.order();
@@ -53,7 +53,7 @@ impl<'a> Difference<'a> {
         changes
     }
 
-    /// Chunk sum of the target minus that of the base, if these lanes begin at lane `first` of their chunk.
+    /// Returns the chunk sum of the target minus the chunk sum of the base. `first` is the index of the first lane in its chunk.
     pub fn sum_change<L: Lane>(self, first: usize) -> u64 {
         let mut sum = 0u64;
         self.each_changed::<L>(|position, base, target| sum = sum.wrapping_add(lane_term(first + position, base, target)));
@@ -75,14 +75,14 @@ impl<'a> Difference<'a> {
     }
 }
 
-/// Zeroed masks for the lanes in `size` bytes, in a reused buffer.
+/// Returns zeroed masks for the lanes in `size` bytes, in a reused buffer.
 pub(crate) fn cleared(dtype: Dtype, size: usize, masks: &mut Vec<u64>) -> &mut [u64] {
     masks.clear();
     masks.resize(size.div_ceil(GROUP * dtype.lane_bytes()), 0);
     masks
 }
 
-/// Sets the bits of lanes that differ in zeroed masks. Returns their number.
+/// Sets the mask bits of lanes that differ. `masks` must be zeroed. Returns the number of these lanes.
 pub(crate) fn compare(dtype: Dtype, base: &[u8], target: &[u8], masks: &mut [u64]) -> usize {
     Platform::best().differ(dtype.lane_bytes(), base, target, masks);
     vectorized(
@@ -91,13 +91,13 @@ pub(crate) fn compare(dtype: Dtype, base: &[u8], target: &[u8], masks: &mut [u64
     )
 }
 
-/// Number of bits set in masks.
+/// Returns the number of bits set in masks.
 #[inline(always)]
 pub(crate) fn count(masks: &[u64]) -> usize {
     masks.iter().map(|mask| mask.count_ones() as usize).sum()
 }
 
-/// The changes of a chunk, as lists.
+/// Changes of a chunk, as lists.
 #[derive(Debug)]
 pub(crate) struct Changes<L> {
     pub positions: Vec<u32>,

@@ -15,12 +15,12 @@ pub fn parse_tables(bytes: &[u8]) -> Result<TableSet> {
     TableSet::parse(bytes)
 }
 
-/// The bytes of a table set.
+/// Returns the bytes of a table set.
 pub fn tables_to_bytes(set: &TableSet) -> Vec<u8> {
     set.to_bytes()
 }
 
-/// Asserts that a set and its look-up table agree.
+/// Asserts that a table set and its look-up table agree.
 pub fn check_lookup(set: &TableSet) {
     conditioned::check_lookup(set);
 }
@@ -35,7 +35,7 @@ impl Default for Decoders {
 }
 
 impl Decoders {
-    /// Names of the decoders' platforms.
+    /// Returns the names of the decoders' platforms.
     pub fn names() -> Vec<String> {
         Platform::available().iter().map(|platform| format!("{platform:?}")).collect()
     }

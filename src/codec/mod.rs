@@ -1,7 +1,8 @@
 //! Codecs: encode the changes of a chunk as bytes, and decode them (`spec/codecs.md`).
 //!
-//! One file or folder per codec. Byte slices in, byte slices out, no I/O. An encoder reads base and target lanes. A decoder turns
-//! base lanes into target lanes in place. It trusts the payload only within the bounds of its record.
+//! One file or folder per codec. Input and output are byte slices; this module does no I/O. An encoder reads base and target
+//! lanes. A decoder turns base lanes into target lanes in place. It assumes that the record has passed the checks of the index,
+//! and nothing about the payload.
 
 #![deny(unsafe_code)]
 
@@ -35,7 +36,7 @@ use crate::lane::{Dtype, with_lane};
 use crate::{error::Rule, lane::Order};
 
 registry! {
-    /// How payloads are coded.
+    /// Coding of payloads.
     Codec: u16 as "codec" {
         /// Uncompressed positions and deltas.
         Raw = 0 => "raw",
@@ -47,7 +48,7 @@ registry! {
 }
 
 impl Codec {
-    /// Whether the sizes of a record are possible. This depends on the record and the tensor only, so that all buffers of a
+    /// Returns whether the sizes of a record are possible. The result depends only on record and tensor, so all buffers of a
     /// decoder are bounded before it reads the payload.
     pub(crate) fn check_sizes(self, compressed: u32, uncompressed: u32, num_deltas: u32, lanes: u32, lane_bytes: usize) -> bool {
         match self {
@@ -57,11 +58,11 @@ impl Codec {
         }
     }
 
-    /// Sizes by purpose of a payload. The record of the chunk, of `lanes` lanes, has passed the checks of the index. Nothing is
-    /// decoded, so streams and frames of the payload may be invalid.
+    /// Returns the sizes of the parts of a payload. The record of the chunk, of `lanes` lanes, has passed the checks of the
+    /// index. Nothing is decoded, so streams and frames can still be invalid.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) naming the rule that the payload breaks.
+    /// [`Error::Invalid`](crate::Error::Invalid) with the rule that the payload violates.
     pub(crate) fn parts(
         self,
         payload: &[u8],
@@ -78,20 +79,21 @@ impl Codec {
     }
 }
 
-/// How to encode a chunk.
+/// Coding of a chunk, with its parameters.
 #[derive(Debug, Clone, Copy)]
 pub enum Coding<'a> {
     /// Codec `raw`.
     Raw,
-    /// Codec `zstd`, in a fixed layout or in one selected by rule.
+    /// Codec `zstd`, in this layout. With `None`, a rule selects the layout.
     Zstd(Option<Layout>),
     /// Codec `conditioned`.
     Conditioned {
-        /// The tables of the tensor; without them deltas are stored as they are.
+        /// Tables of the tensor. Without tables, deltas are stored uncoded.
         tables: Option<&'a TableSet>,
-        /// Bits of each delta that are stored as they are: 0 where lanes resemble their base, and less than a lane's.
+        /// Number of low bits of each delta that are stored uncoded. Must be less than the bits of a lane. 0 suits lanes that
+        /// are close to their base.
         low_bits: u32,
-        /// What the time of decoding is worth.
+        /// Weight of decoding time against payload size.
         pace: Pace,
     },
 }
@@ -104,7 +106,7 @@ pub struct ChunkEncoder {
 }
 
 impl ChunkEncoder {
-    /// An encoder for every codec.
+    /// Creates an encoder for all codecs.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the zstd library refuses a parameter.
@@ -112,12 +114,12 @@ impl ChunkEncoder {
         Ok(Self { zstd: zstd::Encoder::new()?, conditioned: conditioned::Encoder::default(), masks: Vec::new() })
     }
 
-    /// Appends the payload of one chunk to `payload`; nothing if no lane has changed.
+    /// Appends the payload of one chunk to `payload`. Appends nothing if no lane changes.
     ///
     /// `base` and `target` are the chunk's lanes as bytes, of equal length, at most 4 MiB.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the zstd library fails, which it has no reason to.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the zstd library fails. No input is known to cause that.
     pub fn encode(
         &mut self,
         coding: Coding<'_>,
@@ -133,7 +135,7 @@ impl ChunkEncoder {
         encoded
     }
 
-    /// As [`encode`](Self::encode), with known changes.
+    /// Same as [`encode`](Self::encode), for changes that are already found.
     pub(crate) fn encode_difference(
         &mut self,
         coding: Coding<'_>,
@@ -155,8 +157,8 @@ impl ChunkEncoder {
         })
     }
 
-    /// Appends the smallest payload of codec `zstd` in some layouts, and says what each of them took: only the first, if that
-    /// took more than `enough` bytes.
+    /// Appends the smallest payload of codec `zstd` among these layouts. Returns the size of the payload in each tried layout.
+    /// See `zstd::Encoder::encode` for `enough`.
     pub(crate) fn smallest_frame(
         &mut self,
         difference: Difference<'_>,
@@ -168,16 +170,16 @@ impl ChunkEncoder {
     }
 }
 
-/// An encoded chunk: its record, and the properties of its tensor that decoding needs.
+/// An encoded chunk, with the values of its record and tensor that decoding needs.
 #[derive(Debug, Clone, Copy)]
 pub struct EncodedChunk<'a> {
     /// Codec of the payload.
     pub codec: Codec,
     /// Element type.
     pub dtype: Dtype,
-    /// The tensor's tables, for codec `conditioned`.
+    /// Tables of the tensor, for codec `conditioned`.
     pub tables: Option<&'a TableSet>,
-    /// The sizes in the record. They have passed the checks of the index, and bound the decoder's memory.
+    /// Sizes in the record. They have passed the checks of the index, so they bound the decoder's memory.
     pub encoded: Encoded,
     /// The payload.
     pub payload: &'a [u8],
@@ -193,19 +195,19 @@ pub struct ChunkDecoder {
 }
 
 impl ChunkDecoder {
-    /// A decoder for every codec.
+    /// Creates a decoder for all codecs.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Turns the base lanes of a chunk into its target lanes, in place, and returns the chunk sum of the target. If few lanes
-    /// change, the sum does not take a pass over all of them.
+    /// Turns the base lanes of a chunk into its target lanes, in place. Returns the chunk sum of the target. If few lanes change,
+    /// computing this sum takes no pass over all lanes.
     ///
-    /// `fill` supplies the base lanes when they are needed, see `Fill`. After an error, some may not have been requested.
+    /// `fill` supplies the base lanes when they are needed, see `Fill`.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) with the violated rule, or an error of `fill`. `lanes` is then a mixture of base
-    /// and target.
+    /// lanes, target lanes, and lanes that were not filled.
     pub fn decode(&mut self, chunk: &EncodedChunk<'_>, lanes: &mut [u8], fill: Fill<'_>) -> Result<u64> {
         let EncodedChunk { codec, dtype, tables, encoded, payload, base_sum } = *chunk;
         if codec != Codec::Conditioned {
@@ -222,7 +224,7 @@ impl ChunkDecoder {
     }
 }
 
-/// Rewrites payloads of codec `zstd` as codec `raw`, for a device that only decodes the latter. One per thread.
+/// Converts payloads of codec `zstd` to codec `raw`, for devices, which do not decode `zstd`. One per thread.
 #[cfg(feature = "cuda")]
 #[derive(Default)]
 pub(crate) struct Expander {
@@ -235,7 +237,7 @@ pub(crate) struct Expander {
 
 #[cfg(feature = "cuda")]
 impl Expander {
-    /// Rewrites the payload of a chunk of `lanes` lanes. Memory: two chunks and the payload.
+    /// Converts the payload of a chunk of `lanes` lanes. Memory: two chunks and the payload.
     pub fn expand(&mut self, encoded: Encoded, payload: &[u8], lanes: usize, lane_bytes: usize) -> Result<&[u8]> {
         let size = lanes * lane_bytes;
         self.zeros.resize(self.zeros.len().max(size), 0);

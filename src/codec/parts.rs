@@ -1,6 +1,6 @@
-//! Sizes of payloads by purpose.
+//! Sizes of the parts of payloads.
 
-/// Defines a struct of byte counts by purpose, in file order. They add up to the whole.
+/// Defines a struct with one byte count per part, in file order. The counts add up to the size of the payloads.
 macro_rules! parts {
     ($(#[$meta:meta])* $name:ident { $($(#[$of_part:meta])* $part:ident => $text:literal,)+ }) => {
         $(#[$meta])*
@@ -9,12 +9,12 @@ macro_rules! parts {
         pub struct $name { $($(#[$of_part])* pub $part: u64,)+ }
 
         impl $name {
-            /// The name of each part, and its bytes.
+            /// Returns the name and size in bytes of each part.
             pub fn each(&self) -> impl ExactSizeIterator<Item = (&'static str, u64)> + use<> {
                 [$(($text, self.$part),)+].into_iter()
             }
 
-            /// Bytes of all parts together.
+            /// Returns the sum of all parts.
             pub fn total(&self) -> u64 {
                 self.each().map(|(_, bytes)| bytes).sum()
             }
@@ -30,7 +30,7 @@ macro_rules! parts {
 pub(crate) use parts;
 
 parts! {
-    /// Bytes of payloads by purpose.
+    /// Sizes of the parts of payloads, in bytes.
     PayloadParts {
         /// Codec `conditioned`: headers, maps from contexts to classes, and the sizes of streams.
         headers => "headers and maps",

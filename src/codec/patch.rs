@@ -1,34 +1,34 @@
-//! Types shared by decoders: applying changes to lanes, and the arguments from records and callers.
+//! Types that the decoders share.
 
 use crate::error::{Result, Rule};
 use crate::lane::{Lane, Order, lanes_of_mut};
 use crate::sums::{chunk_sum, lane_term};
 use zerocopy::IntoBytes;
 
-/// Applies changes to lanes in ascending order, and refuses invalid ones.
+/// Applies changes to lanes in ascending order. Refuses invalid changes.
 pub(crate) struct Patch<'a, L: Lane> {
     lanes: &'a mut [L::Le],
     order: Order,
     next: usize,
-    /// The chunk sum of the current lanes, if it is updated per change.
+    /// Chunk sum of the current lanes; `None` if the sum is computed at the end.
     sum: Option<u64>,
 }
 
 impl<'a, L: Lane> Patch<'a, L> {
-    /// A patch of at most `count` changes to lanes whose chunk sum is `sum`.
+    /// Starts a patch of at most `count` changes, to lanes whose chunk sum is `sum`.
     pub fn new(lanes: &'a mut [u8], count: usize, sum: u64, order: Order) -> Self {
         let lanes = lanes_of_mut::<L>(lanes);
-        // If few lanes change, the sum is updated per change. That costs more per change than a pass costs per lane.
+        // Updating the sum costs more per change than recomputing it costs per lane. It pays if few lanes change.
         let sum = (16 * count < lanes.len()).then_some(sum);
         Self { lanes, order, next: 0, sum }
     }
 
-    /// The chunk sum of the lanes.
+    /// Returns the chunk sum of the lanes.
     pub fn finish(self) -> u64 {
         self.sum.unwrap_or_else(|| chunk_sum(self.lanes.as_bytes()))
     }
 
-    /// Changes the lane that is `gap` lanes after the previous one.
+    /// Skips `gap` lanes after the previous change, and changes the next lane.
     #[inline(always)]
     pub fn change(&mut self, gap: usize, delta: L) -> Result<()> {
         let position = self.next.saturating_add(gap);
@@ -50,15 +50,16 @@ impl<'a, L: Lane> Patch<'a, L> {
     }
 }
 
-/// An encoder's description of a payload. The rest of the record follows from the payload.
+/// Fields of a record that an encoder returns with a payload. The other fields are computed from the payload.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Encoded {
-    /// Bytes of the expanded payload.
+    /// Size of the expanded payload, in bytes.
     pub uncompressed_size: u32,
-    /// Changed lanes.
+    /// Number of changed lanes.
     pub num_deltas: u32,
 }
 
-/// Callback that fills in the base lanes of a chunk, at least up to a byte offset. Called with ascending offsets, so that lanes
-/// are copied and checked while they are in the cache for decoding. Does nothing if the lanes already are the base's.
+/// Callback that writes the base lanes of a chunk, at least up to a byte offset. A decoder calls it with ascending offsets just
+/// before it needs the lanes, so lanes are copied and checked while they are in the cache. It does nothing if the buffer already
+/// has the base lanes.
 pub type Fill<'a> = &'a mut dyn FnMut(&mut [u8], usize) -> Result<()>;

@@ -5,17 +5,17 @@ use crate::error::{Result, Rule};
 use crate::lane::{Lane, Order, lanes_of};
 use zerocopy::IntoBytes;
 
-/// Offset of the deltas.
+/// Returns the offset of the deltas, in bytes.
 fn deltas_at(num_deltas: u32, lane_bytes: usize) -> u64 {
     (4 * u64::from(num_deltas)).next_multiple_of(lane_bytes as u64)
 }
 
-/// Size of a payload in bytes.
+/// Returns the size of a payload, in bytes.
 pub(crate) fn size(num_deltas: u32, lane_bytes: usize) -> u64 {
     deltas_at(num_deltas, lane_bytes) + u64::from(num_deltas) * lane_bytes as u64
 }
 
-/// Bytes of a payload by purpose.
+/// Returns the sizes of the parts of a payload.
 pub(super) fn parts(payload: &[u8], num_deltas: u32, lane_bytes: usize) -> Result<PayloadParts> {
     Rule::PayloadSize.check_eq(size(num_deltas, lane_bytes), payload.len() as u64)?;
     let positions = deltas_at(num_deltas, lane_bytes);

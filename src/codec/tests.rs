@@ -1,4 +1,4 @@
-//! Every codec and layout against arbitrary lanes and arbitrary bytes.
+//! Tests of every codec and layout with arbitrary lanes and arbitrary bytes.
 
 use super::*;
 use crate::error::Error;
@@ -7,7 +7,7 @@ use crate::sums::chunk_sum;
 use proptest::prelude::*;
 use std::cell::RefCell;
 
-// One each for all chunks of a test, whatever their codec, dtype and tables: nothing may be left behind in them.
+// All chunks of a test share these, with any codec, dtype and tables, so that a test fails if state of an earlier chunk remains.
 thread_local! {
     static ENCODER: RefCell<ChunkEncoder> = RefCell::new(ChunkEncoder::new().unwrap());
     static DECODER: RefCell<ChunkDecoder> = RefCell::new(ChunkDecoder::new());
@@ -17,29 +17,29 @@ thread_local! {
 #[derive(Debug, Clone, Copy)]
 enum Way {
     Raw,
-    /// In a fixed layout, or in the one that suits the chunk.
+    /// In this layout, or in one that a rule selects.
     Zstd(Option<Layout>),
-    /// With tables made from the chunk itself, and so many bits of each delta stored as they are.
+    /// With tables trained on the chunk itself, and this number of low bits per delta.
     Conditioned(u32),
     /// Without tables.
     Bare,
 }
 
-/// Every way to encode lanes of this dtype.
+/// Returns every way to encode lanes of this dtype.
 fn ways(dtype: Dtype) -> Vec<Way> {
     let zstd = Layout::ALL.iter().map(|&layout| Way::Zstd(Some(layout)));
     let low_bits = dtype.mantissa_bits().map(|bits| Way::Conditioned(bits + 1));
     [Way::Raw, Way::Zstd(None), Way::Conditioned(0), Way::Bare].into_iter().chain(zstd).chain(low_bits).collect()
 }
 
-/// Tables made from a chunk; none if nothing changes.
+/// Returns tables trained on a chunk, or `None` if no lane changes.
 fn tables_of(dtype: Dtype, low_bits: u32, base: &[u8], target: &[u8]) -> Option<TableSet> {
     let mut trainer = conditioned::Trainer::default();
     trainer.add(&conditioned::Sample::gather(dtype, low_bits, base, target));
     trainer.finish(8 * dtype.lane_bytes() as u32 - low_bits, low_bits != 0, true)
 }
 
-/// A payload, and what a decoder is told of it.
+/// A payload, and the other inputs of a decoder.
 struct Stored {
     codec: Codec,
     tables: Option<TableSet>,
@@ -85,7 +85,7 @@ fn assert_round_trip(way: Way, dtype: Dtype, base: &[u8], target: &[u8]) {
     assert!(out == target, "{way:?} {dtype} came back wrong");
 }
 
-/// Lanes whose deltas lie around the limits of nibbles and escapes, at gaps around those of gaps.
+/// Returns base and target lanes whose deltas and gaps are close to the limits of nibbles and escapes.
 fn pattern(dtype: Dtype, lanes: usize, gaps: &[usize], deltas: &[u64]) -> (Vec<u8>, Vec<u8>) {
     let base: Vec<u8> = (0..lanes * dtype.lane_bytes()).map(|i| (i * 37 % 241) as u8).collect();
     let mut target = base.clone();
@@ -165,7 +165,7 @@ fn dtypes() -> impl Strategy<Value = Dtype> {
     proptest::sample::select(Dtype::ALL)
 }
 
-/// Base lanes, and target lanes of which about one in `rarity` differs, by a little or by anything.
+/// Base lanes, and target lanes in which about one of `rarity` lanes differs, by a small or an arbitrary delta.
 fn lanes() -> impl Strategy<Value = (Dtype, Vec<u8>, Vec<u8>)> {
     (dtypes(), 1usize..3000, 1u32..200, any::<bool>(), any::<u64>()).prop_map(|(dtype, lanes, rarity, small, seed)| {
         let mut state = seed | 1;
@@ -198,7 +198,7 @@ proptest! {
         }
     }
 
-    /// A payload of codec `zstd` and what a device is given for it say the same.
+    /// A payload of codec `zstd` and its conversion to `raw` for a device decode to the same lanes.
     #[cfg(feature = "cuda")]
     #[test]
     fn expanded_payloads_are_those_of_codec_raw((dtype, base, target) in lanes()) {
@@ -213,7 +213,7 @@ proptest! {
         }
     }
 
-    /// Any bytes as a payload: an error or lanes, never a panic, and never more changes than the record says.
+    /// Arbitrary bytes as a payload give an error or lanes, never a panic, and never more changes than the record has.
     #[test]
     fn any_payload_ends(dtype in dtypes(), payload in proptest::collection::vec(any::<u8>(), 0..400), num_deltas in 1u32..64, uncompressed_size in 2u32..600) {
         let lanes = vec![7; 64 * dtype.lane_bytes()];
@@ -232,7 +232,7 @@ proptest! {
         }
     }
 
-    /// Any content in a well-formed frame: gets past zstd, into the layouts.
+    /// Arbitrary content in a valid frame passes zstd and reaches the layouts.
     #[test]
     fn any_content_ends(dtype in dtypes(), content in proptest::collection::vec(any::<u8>(), 1..400), layout in 0u8..6, num_deltas in 1u32..64) {
         let mut content = content;

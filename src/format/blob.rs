@@ -11,16 +11,16 @@ pub struct BlobHeader {
     pub magic: [u8; 8],
     /// Major version.
     pub version_major: u16,
-    /// Minor version, that of the index.
+    /// Minor version. Equal to the index's.
     pub version_minor: u16,
-    /// 64.
+    /// Size of this header in bytes: 64.
     pub header_size: u32,
-    /// Length of the blob file in bytes.
+    /// Size of the blob file, in bytes.
     pub blob_size: u64,
     /// The last 32 bytes of the index.
     pub pair_digest: [u8; 32],
     /// Zero.
     pub reserved: u32,
-    /// CRC-32 of the bytes before.
+    /// CRC-32 of the preceding bytes.
     pub header_crc32: u32,
 }

@@ -4,33 +4,33 @@ use super::names::named;
 use binrw::{BinRead, BinWrite};
 
 named! {
-    /// The sections of an index, in file order.
+    /// Sections of an index, in file order.
     enum Section as "section" {
-        /// Flat array of [`ChunkMetadata`](super::ChunkMetadata).
+        /// Array of [`ChunkMetadata`](super::ChunkMetadata).
         Chunks => "chunks",
-        /// Flat array of [`ChunkSums`](super::ChunkSums).
+        /// Array of [`ChunkSums`](super::ChunkSums).
         Sums => "sums",
-        /// Roots and [`TensorDigests`](super::TensorDigests).
+        /// Roots, then an array of [`TensorDigests`](super::TensorDigests).
         Digests => "digests",
-        /// [`TensorEntry`](super::TensorEntry) table, dims, names.
+        /// Array of [`TensorEntry`](super::TensorEntry), then dims and names.
         Tensors => "tensors",
-        /// [`FileEntry`](super::FileEntry) table, names, contents.
+        /// Array of [`FileEntry`](super::FileEntry), then names and contents.
         Files => "files",
         /// Codec tables.
         Tables => "tables",
     }
 }
 
-/// Location of a section (24 bytes).
+/// Offset and sizes of a section (24 bytes).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, BinRead, BinWrite)]
 #[cfg_attr(feature = "arbitrary", derive(arbitrary::Arbitrary))]
 #[brw(little)]
 pub struct SectionEntry {
-    /// First byte in the index file.
+    /// Offset in the index file, in bytes.
     pub offset: u64,
-    /// Bytes in the file.
+    /// Size in the file, in bytes.
     pub stored_size: u64,
-    /// Bytes after decompression; equal to `stored_size` if the section is not compressed.
+    /// Size after decompression, in bytes. Equal to `stored_size` if the section is not compressed.
     pub expanded_size: u64,
 }
 
@@ -41,19 +41,19 @@ pub struct SectionEntry {
 pub struct IndexHeader {
     /// [`INDEX_MAGIC`](super::INDEX_MAGIC).
     pub magic: [u8; 8],
-    /// Major version; others than ours are refused.
+    /// Major version. A reader refuses other major versions than its own.
     pub version_major: u16,
-    /// Minor version; any is accepted.
+    /// Minor version. A reader accepts any.
     pub version_minor: u16,
-    /// 256.
+    /// Size of this header in bytes: 256.
     pub header_size: u32,
-    /// Bits that a reader must know.
+    /// Feature bits that a reader must know. A reader refuses unknown bits.
     pub required_features: u64,
-    /// Bits that a reader may ignore.
+    /// Feature bits that a reader may ignore.
     pub optional_features: u64,
-    /// Length of the index file in bytes.
+    /// Size of the index file, in bytes.
     pub index_size: u64,
-    /// Length of the blob file in bytes.
+    /// Size of the blob file, in bytes.
     pub blob_size: u64,
     /// Number of chunk records.
     pub chunk_count: u32,
@@ -67,12 +67,12 @@ pub struct IndexHeader {
     pub sections: [SectionEntry; 6],
     /// Zero.
     pub reserved_1: [u8; 44],
-    /// CRC-32 of the bytes before.
+    /// CRC-32 of the preceding bytes.
     pub header_crc32: u32,
 }
 
 impl IndexHeader {
-    /// The entry of one section.
+    /// Returns the entry of a section.
     pub fn section(&self, section: Section) -> SectionEntry {
         self.sections[section as usize]
     }

@@ -1,7 +1,7 @@
-//! The bytes of a pair: constants and layouts, nothing else (spec sections 5 to 11).
+//! Constants and byte layouts of a pair (spec sections 5 to 11).
 //!
-//! Every struct here is one table of `spec/tpde-format.md` or `spec/codecs.md` and one struct of `spec/tpde.h`;
-//! `tests/layouts.rs` holds the three together. No I/O and no checks happen here: [`crate::index`] and [`crate::codec`] validate.
+//! Every struct here has a table in `spec/tpde-format.md` or `spec/codecs.md`, and a struct in `spec/tpde.h`. `tests/layouts.rs`
+//! checks that the three agree. This module does no I/O and no validation: [`crate::index`] and [`crate::codec`] validate.
 
 #![forbid(unsafe_code)]
 
@@ -32,44 +32,44 @@ pub const VERSION_MINOR: u16 = 1;
 /// Required feature bits that this crate knows.
 pub const KNOWN_REQUIRED_FEATURES: u64 = 0;
 
-/// Bytes of the index header.
+/// Size of the index header, in bytes.
 pub const INDEX_HEADER_SIZE: u32 = 256;
-/// Bytes of the index header under its CRC.
+/// Number of bytes of the index header that its CRC covers.
 pub const INDEX_HEADER_CRC_SPAN: usize = 252;
-/// Bytes of the blob header.
+/// Size of the blob header, in bytes.
 pub const BLOB_HEADER_SIZE: u32 = 64;
-/// Bytes of the blob header under its CRC.
+/// Number of bytes of the blob header that its CRC covers.
 pub const BLOB_HEADER_CRC_SPAN: usize = 60;
-/// Bytes of the pair digest at the end of the index.
+/// Size of the pair digest at the end of the index, in bytes.
 pub const PAIR_DIGEST_SIZE: u64 = 32;
-/// Bytes of the two roots before the digests of the tensors (section 7).
+/// Size of the two roots before the digests of the tensors, in bytes (section 7).
 pub const ROOTS_SIZE: u64 = 64;
-/// Bytes of a stored tensor or content digest.
+/// Size of a stored tensor digest or content digest, in bytes.
 pub const DIGEST_SIZE: usize = 16;
 
-/// Alignment of sections in the index.
+/// Alignment of sections in the index, in bytes.
 pub const SECTION_ALIGN: u64 = 8;
-/// Alignment of payloads in the blob.
+/// Alignment of payloads in the blob, in bytes.
 pub const PAYLOAD_ALIGN: u64 = 16;
 
-/// log2 of the fewest lanes that a chunk size may have.
+/// log2 of the minimum number of lanes per chunk.
 pub const MIN_CHUNK_LANES_LOG2: u8 = 12;
-/// Most bytes of lanes that a chunk may have.
+/// Maximum size of a chunk's lanes, in bytes.
 pub const MAX_CHUNK_BYTES: u64 = 4 << 20;
-/// Most chunks of a pair.
+/// Maximum number of chunks per pair.
 pub const MAX_CHUNKS: u32 = (1 << 31) - 1;
-/// Most tensors of a pair.
+/// Maximum number of tensors per pair.
 pub const MAX_TENSORS: u32 = 1 << 24;
-/// Most files of a pair.
+/// Maximum number of files per pair.
 pub const MAX_FILES: u32 = 1 << 16;
-/// Most bytes of a tensor name.
+/// Maximum size of a tensor name, in bytes.
 pub const MAX_NAME_SIZE: u32 = 4096;
-/// Most bytes of a file name.
+/// Maximum size of a file name, in bytes.
 pub const MAX_FILE_NAME_SIZE: u32 = 255;
-/// Highest rank.
+/// Maximum rank of a tensor.
 pub const MAX_RANK: u16 = 32;
 
-/// `align(x, a)` of the spec; `None` where the result does not fit.
+/// Rounds `x` up to a multiple of `a`: `align(x, a)` of the spec. Returns `None` if the result exceeds 64 bits.
 pub fn align(x: u64, a: u64) -> Option<u64> {
     x.checked_next_multiple_of(a)
 }

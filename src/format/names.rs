@@ -1,6 +1,6 @@
-//! Enums whose variants have names. One macro call makes the enum, its names and their parsing.
+//! Macros for enums whose variants have names. One macro call defines the enum, its names and its parser.
 
-/// Implements `Display` and `FromStr` for a type that has `ALL` and `name`. `$what` is what an error calls such a value.
+/// Implements `Display` and `FromStr` for a type that has `ALL` and `name`. Errors use the noun `$what` for its values.
 macro_rules! parsed_by_name {
     ($name:ident, $what:literal) => {
         impl std::fmt::Display for $name {
@@ -21,7 +21,7 @@ macro_rules! parsed_by_name {
 }
 pub(crate) use parsed_by_name;
 
-/// Defines an enum from its variants and their names: `ALL`, `name`, `Display`, `FromStr`, and the same names in JSON.
+/// Defines an enum from its variants and their names, with `ALL`, `name`, `Display`, `FromStr`, and the same names in JSON.
 macro_rules! named {
     ($(#[$meta:meta])* enum $name:ident as $what:literal { $($(#[$vmeta:meta])* $variant:ident => $text:literal,)+ }) => {
         $(#[$meta])*
@@ -30,9 +30,9 @@ macro_rules! named {
         pub enum $name { $($(#[$vmeta])* #[serde(rename = $text)] $variant,)+ }
 
         impl $name {
-            /// Every variant, in order.
+            /// All variants, in order.
             pub const ALL: &[$name] = &[$($name::$variant,)+];
-            /// The name in the spec, on the command line and in JSON.
+            /// Returns the name in the spec, on the command line and in JSON.
             pub const fn name(self) -> &'static str { match self { $($name::$variant => $text,)+ } }
         }
 
@@ -41,7 +41,7 @@ macro_rules! named {
 }
 pub(crate) use named;
 
-/// Defines an enum for a registry of the spec, with codes and names.
+/// Defines an enum for a registry of the spec, whose variants have codes and names.
 macro_rules! registry {
     ($(#[$meta:meta])* $name:ident: $repr:ty as $what:literal {
         $($(#[$vmeta:meta])* $variant:ident = $code:literal => $text:literal,)+
@@ -53,9 +53,9 @@ macro_rules! registry {
         }
 
         impl $name {
-            /// The code in the file.
+            /// Returns the code that files contain.
             pub const fn code(self) -> $repr { match self { $($name::$variant => $code,)+ } }
-            /// The entry with this code, if there is one.
+            /// Returns the variant with this code.
             pub const fn from_code(code: $repr) -> Option<Self> { match code { $($code => Some($name::$variant),)+ _ => None } }
         }
     };

@@ -1,4 +1,4 @@
-//! The beginning of payloads of codec `conditioned` (`spec/codecs.md` section 4.4), read in place.
+//! Header of payloads of codec `conditioned` (`spec/codecs.md` section 4.4). It is read in place, without a copy.
 
 use zerocopy::little_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -7,22 +7,22 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ConditionedHeader {
-    /// Low bits of each delta, which are stored without coding.
+    /// Number of low bits of each delta that are stored uncoded.
     pub low_bits: u8,
-    /// log2 of the states of a stream.
+    /// log2 of the number of states per stream.
     pub states_log2: u8,
-    /// log2 of the segments of the chunk.
+    /// log2 of the number of segments.
     pub segments_log2: u8,
-    /// Bits of a block's activity.
+    /// Bits per activity.
     pub activity_bits: u8,
-    /// First context that has an entry of its own in the maps.
+    /// First context with its own entry in the maps.
     pub first_context: U16,
-    /// Entries of a map.
+    /// Number of entries per map.
     pub context_count: u8,
     /// Zero.
     pub reserved: u8,
-    /// Changes that are listed instead of coded.
+    /// Number of exceptions, which are changes that are listed instead of coded.
     pub exception_count: U32,
-    /// The values of the high bits are stored as the difference from this.
+    /// With low bits, a value is `center` minus the high bits of the delta.
     pub center: U32,
 }

@@ -1,29 +1,29 @@
-//! The flat arrays: chunk records, chunk sums and digests (spec sections 6 and 7).
+//! Records of the index: chunks, chunk sums and digests (spec sections 6 and 7).
 //!
-//! These are read in place: little-endian, alignment 1, so that any byte slice of the right length is an array of them.
+//! Records are little-endian and have alignment 1. So a byte slice of the right length is read in place as an array of records.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Location of a chunk's payload and lanes: 32 bytes, one record of the index map.
+/// Location of a chunk's payload and lanes (32 bytes): a record of the index map.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ChunkMetadata {
-    /// First byte of the payload in the blob file.
+    /// Offset of the payload in the blob file, in bytes.
     pub blob_offset: U64,
-    /// Bytes of the payload as stored.
+    /// Size of the stored payload, in bytes.
     pub compressed_size: U32,
-    /// Bytes of the expanded payload.
+    /// Size of the expanded payload, in bytes.
     pub uncompressed_size: U32,
-    /// Changed lanes in the chunk.
+    /// Number of changed lanes.
     pub num_deltas: U32,
-    /// CRC-32 of the payload as stored.
+    /// CRC-32 of the stored payload.
     pub crc32: U32,
-    /// First lane of the chunk in its tensor.
+    /// Index of the chunk's first lane in its tensor.
     pub output_offset: U64,
 }
 
-/// Linear sums over a chunk's lanes (section 6.1).
+/// Linear sums over the lanes of a chunk (section 6.1).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ChunkSums {
@@ -37,7 +37,7 @@ pub struct ChunkSums {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct TensorDigests {
-    /// Digest of the base tensor; zeros if there is none.
+    /// Digest of the base tensor; zeros without a base tensor.
     pub base_digest: [u8; 16],
     /// Digest of the target tensor.
     pub target_digest: [u8; 16],

@@ -3,14 +3,14 @@
 use super::registry;
 use binrw::{BinRead, BinWrite};
 
-/// One tensor (40 bytes); its dims and names follow the table.
+/// Entry of a tensor (40 bytes). Dims and names of the tensors follow the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, BinRead, BinWrite)]
 #[cfg_attr(feature = "arbitrary", derive(arbitrary::Arbitrary))]
 #[brw(little)]
 pub struct TensorEntry {
-    /// Bytes of the name.
+    /// Size of the name, in bytes.
     pub name_size: u32,
-    /// Bytes of the base tensor's name; 0 if it is the same.
+    /// Size of the base tensor's name, in bytes; 0 if both names are equal.
     pub base_name_size: u32,
     /// Code of the dtype.
     pub dtype: u16,
@@ -20,11 +20,11 @@ pub struct TensorEntry {
     pub base_kind: u16,
     /// Id of the codec.
     pub codec: u16,
-    /// log2 of the lanes of a chunk.
+    /// log2 of the number of lanes per chunk.
     pub chunk_lanes_log2: u8,
     /// Zero.
     pub reserved: [u8; 3],
-    /// Bytes of this tensor's codec tables.
+    /// Size of this tensor's codec tables, in bytes.
     pub tables_size: u32,
     /// Index of the first chunk record.
     pub first_chunk: u32,
@@ -35,12 +35,12 @@ pub struct TensorEntry {
 }
 
 impl TensorEntry {
-    /// Bytes of an entry.
+    /// Size of an entry, in bytes.
     pub const SIZE: usize = 40;
 }
 
 registry! {
-    /// Where the base lanes of a tensor come from (section 8.2).
+    /// Source of a tensor's base lanes (section 8.2).
     BaseKind: u16 as "base kind" {
         /// All base lanes are zero.
         None = 0 => "none",

@@ -4,15 +4,15 @@ use super::context::{BLOCK, HALF, Maps, indexes, tile_blocks};
 use crate::codec::simd::{self, Platform, Tiles};
 use crate::lane::{Dtype, Lane};
 
-/// Blocks whose contexts are computed together: whole tiles.
+/// Number of blocks whose contexts are computed together. A multiple of the blocks per tile.
 const BATCH: usize = 32;
 
-/// Tiles and steps of lanes of this type in a stream of `states` states.
+/// Returns the tiles and steps of lanes of this type, for streams with `states` states.
 pub(super) fn tiles_of<L: Lane>(states: usize) -> Tiles {
     Tiles { halves: tile_blocks(L::BYTES) * (BLOCK / HALF), step: states }
 }
 
-/// How base lanes get their classes, and how many of them make a step.
+/// Rule that assigns classes to base lanes, and the number of coded lanes per step.
 #[derive(Clone, Copy)]
 pub(super) struct Classifier<'a> {
     pub dtype: Dtype,
@@ -20,19 +20,20 @@ pub(super) struct Classifier<'a> {
     pub states: usize,
 }
 
-/// The coded lanes in order, in reused buffers. Each tile is padded to whole steps with class 0.
+/// List of coded lanes in ascending order, in reused buffers. Each tile is padded to whole steps with class 0.
 #[derive(Default)]
 pub(super) struct CodedLanes {
     masks: Vec<u64>,
-    /// Both are longer than `count`. They never shrink, because growing again would clear them.
+    /// Class and position of each coded lane. Both lists can be longer than `count`: they never shrink, because growing them
+    /// again would clear them.
     classes: Vec<u8>,
     positions: Vec<u32>,
     count: usize,
 }
 
 impl CodedLanes {
-    /// Finds the coded lanes among the base lanes of some tiles, whose blocks have these activities. `first` is the position of
-    /// the first lane, or `None` if positions are not needed.
+    /// Finds the coded lanes among the base lanes of whole tiles. `activities` has one entry per block. `first` is the position
+    /// of the first lane in its chunk, or `None` if positions are not needed.
     pub fn find<L: Lane>(
         &mut self,
         platform: Platform,
@@ -49,7 +50,8 @@ impl CodedLanes {
         for (t, ((lanes, activities), masks)) in batches.enumerate() {
             let batch = &mut batch[..activities.len() * BLOCK];
             indexes::<L>(lanes, dtype, maps.first, batch);
-            // No larger than necessary: the system must supply and clear untouched memory.
+            // Grown by half of the needed size, so that few chunks make the buffer grow. Not sized for the worst case, because
+            // the system must supply and clear new memory.
             let needed = self.count + batch.len() + HALF;
             if self.classes.len() < needed {
                 self.classes.resize(needed + needed / 2, 0);
@@ -67,8 +69,8 @@ impl CodedLanes {
         }
     }
 
-    /// Converts steps of `from` states into shorter steps of `to`: the result of [`find`](Self::find) with `to`, without
-    /// positions. Cost: one pass over the classes.
+    /// Converts steps of `from` states to shorter steps of `to` states. The result equals that of [`find`](Self::find) with `to`
+    /// states, without positions. Cost: one pass over the classes.
     pub fn shorten_steps<L: Lane>(&mut self, from: usize, to: usize) {
         let (long, short) = (tiles_of::<L>(from), tiles_of::<L>(to));
         let (mut read, mut written) = (0, 0);
@@ -83,17 +85,18 @@ impl CodedLanes {
         self.count = written;
     }
 
-    /// Masks of coded lanes, one per half block.
+    /// Returns the masks of coded lanes, one per half block.
     pub fn masks(&self) -> &[u64] {
         &self.masks
     }
 
-    /// Class of each coded lane, in order, including padding.
+    /// Returns the class of each coded lane, in order, with padding.
     pub fn classes(&self) -> &[u8] {
         &self.classes[..self.count]
     }
 
-    /// Position of each coded lane, if requested. Undefined where the class is 0.
+    /// Returns the position of each coded lane. Undefined where the class is 0, and if [`find`](Self::find) was called without
+    /// `first`.
     pub fn positions(&self) -> &[u32] {
         self.positions.get(..self.count).unwrap_or_default()
     }

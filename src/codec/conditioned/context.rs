@@ -5,13 +5,13 @@ use crate::lane::{Context, Dtype, Lane, lanes_of};
 
 /// Lanes per block.
 pub(crate) const BLOCK: usize = 128;
-/// Lanes per half block, which a mask of 64 bits describes.
+/// Lanes per half block. One 64-bit mask covers a half block.
 pub(crate) const HALF: usize = 64;
-/// Blocks per tile of lanes of `width` bytes. The last tile may have fewer.
+/// Returns the number of blocks per tile, for lanes of `width` bytes. The last tile can have fewer.
 pub(crate) const fn tile_blocks(width: usize) -> usize {
     if width <= 2 { 8 } else { 16 / width }
 }
-/// Most contexts of a map.
+/// Maximum number of contexts per map.
 pub(crate) const MAX_CONTEXTS: usize = 64;
 
 /// Writes min(max(c, `first`) − `first`, 255) to `out` for each lane with context c, and 255 beyond the last lane.

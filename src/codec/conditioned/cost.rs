@@ -1,24 +1,24 @@
-//! Costs in fractions of a bit, as integers, so that an encoder's choices are the same on every machine.
+//! Costs in fractions of a bit. Costs are integers, so an encoder makes the same choices on every machine.
 
 use super::tables::{MAX_CLASSES, MAX_TOKENS, SCALE_LOG2, TableSet};
 
 /// Cost units per bit.
 pub(crate) const BIT: u64 = 256;
 
-/// Cost of a symbol of frequency 0 that cannot become an exception: more than any list of exceptions.
+/// Cost of a symbol of frequency 0 where exceptions are not allowed. Larger than the cost of any exception.
 pub(super) const IMPOSSIBLE: u64 = 1 << 20;
 
-/// Bytes of an exception: its position, and its delta of `width` bytes.
+/// Returns the size of an exception in bytes: a position of 4 bytes, and a delta of `width` bytes.
 pub(super) fn exception_bytes(width: usize) -> usize {
     4 + width
 }
 
-/// Cost of an exception of a lane of `width` bytes.
+/// Returns the cost of an exception, for lanes of `width` bytes.
 pub(super) fn exception_cost(width: usize) -> u64 {
     8 * exception_bytes(width) as u64 * BIT
 }
 
-/// log2 of `x` > 0 in cost units, rounded down.
+/// Returns log2 of `x` in cost units, rounded down. `x` must not be 0.
 pub(super) fn log2(x: u64) -> u64 {
     let whole = x.ilog2();
     // The mantissa, in 1..2, scaled by 2^31. Squaring doubles its logarithm; a carry is the next fractional bit.
@@ -33,11 +33,11 @@ pub(super) fn log2(x: u64) -> u64 {
     u64::from(whole) * BIT + fraction
 }
 
-/// Cost of each token in each class of a set, classes from 1 on, without extra bits.
+/// Cost of each token in each class of a table set, without extra bits. Row: token. Column: class - 1.
 pub(super) struct Costs(Vec<[u32; MAX_CLASSES]>);
 
 impl Costs {
-    /// The costs of a set. A symbol of frequency 0 costs `missing`.
+    /// Computes the costs of a set. A symbol of frequency 0 costs `missing`.
     pub fn new(set: &TableSet, missing: u64) -> Self {
         let mut costs = vec![[missing as u32; MAX_CLASSES]; MAX_TOKENS];
         for (class, frequencies) in set.classes().enumerate() {
@@ -48,7 +48,7 @@ impl Costs {
         Self(costs)
     }
 
-    /// Total cost of a histogram of symbols in each class, classes from 1 on.
+    /// Returns the total cost of a histogram of tokens, per class from class 1 on.
     pub fn of(&self, histogram: &[u32]) -> [u64; MAX_CLASSES] {
         let mut sums = [0; MAX_CLASSES];
         for (&count, costs) in histogram.iter().zip(&self.0).filter(|(count, _)| **count != 0) {

@@ -25,7 +25,7 @@ pub(crate) struct ConditionedChunk<'a> {
     pub base_sum: u64,
 }
 
-/// State of a thread that decodes chunks, reused for every chunk.
+/// Buffers and look-up table of a thread that decodes chunks, reused for every chunk.
 pub(crate) struct Decoder {
     platform: Platform,
     lookup: Lookup,
@@ -35,8 +35,8 @@ pub(crate) struct Decoder {
     values: Values,
 }
 
-/// The values of the coded lanes of a batch, padded to whole steps with 0, and masks of the nonzero ones, one per 16. The buffers
-/// never shrink, because growing again would clear them.
+/// Values of the coded lanes of a batch, padded to whole steps with 0, and masks of nonzero values, one per 16 values. The
+/// buffers never shrink, because growing them again would clear them.
 #[derive(Default)]
 struct Values {
     bytes: Vec<u8>,
@@ -50,7 +50,7 @@ impl Default for Decoder {
 }
 
 impl Decoder {
-    /// A decoder for this platform.
+    /// Creates a decoder for this platform.
     pub fn with_platform(platform: Platform) -> Self {
         Self {
             platform,
@@ -67,12 +67,12 @@ impl Decoder {
         let count = lanes.len() / L::BYTES;
         let classes = tables.map_or(0, |tables| tables.classes().len());
         let payload = Payload::parse(payload, count, L::BYTES, encoded.num_deltas, classes)?;
-        // Without tables no lane is coded, so an outdated look-up is not used.
+        // Without tables no lane is coded, so the look-up table of an earlier chunk is not used.
         if let Some(tables) = tables.filter(|tables| !self.lookup.is_of(tables)) {
             self.lookup.set(tables);
         }
 
-        // If few lanes change, the sum is updated per change. That costs more per change than a pass costs per lane.
+        // Updating the sum costs more per change than recomputing it costs per lane. It pays if few lanes change.
         let is_sparse = 16 * (encoded.num_deltas as usize) < count && payload.low_bits == 0;
         let mut target = Target { order: dtype.order(), sum: is_sparse.then_some(base_sum), changed: 0 };
         let mut exceptions = Exceptions::<L>::new(&payload, count)?;
@@ -132,10 +132,10 @@ impl Values {
     }
 }
 
-/// State of the target lanes while they are produced.
+/// Running totals of a chunk whose target lanes are being produced.
 struct Target {
     order: Order,
-    /// The chunk sum of the current lanes, if it is updated per change.
+    /// Chunk sum of the current lanes; `None` if the sum is computed at the end.
     sum: Option<u64>,
     /// Number of lanes changed so far.
     changed: usize,
@@ -154,7 +154,7 @@ impl Target {
         self.changed += count;
     }
 
-    /// Applies values to the coded lanes of some tiles.
+    /// Applies values to the coded lanes of whole tiles.
     fn patch_many<L: Lane>(&mut self, halves: Halves<'_, L>, changed: &[u16], lanes: &mut [u8]) {
         self.changed += changed.iter().map(|mask| mask.count_ones() as usize).sum::<usize>();
         let lanes = lanes_of_mut::<L>(lanes);
@@ -171,7 +171,8 @@ impl Target {
         }
     }
 
-    /// Applies the exceptions, after all other changes. Their lanes must be unchanged so far.
+    /// Applies the exceptions, after all other changes. Reports an error if another change has already changed one of their
+    /// lanes.
     fn except<L: Lane>(&mut self, exceptions: &Exceptions<'_, L>, lanes: &mut [u8]) -> Result<()> {
         let lanes = lanes_of_mut::<L>(lanes);
         for (position, delta, base) in exceptions.each() {
@@ -196,7 +197,7 @@ impl Target {
         Ok(())
     }
 
-    /// Rebuilds the lanes of some tiles whose deltas have low bits.
+    /// Rebuilds the lanes of whole tiles from values and low bits.
     fn rebuild<L: Lane>(&mut self, payload: &Payload<'_>, halves: Halves<'_, L>, first: usize, lanes: &mut [u8]) {
         let low = &payload.low[first / 8 * payload.low_bits as usize..];
         let lanes = lanes_of_mut::<L>(lanes);
@@ -218,7 +219,7 @@ impl Target {
 struct Exceptions<'a, L: Lane> {
     positions: &'a [[u8; 4]],
     deltas: &'a [L::Le],
-    /// Base lanes of the exceptions seen so far.
+    /// Base lanes of the exceptions whose lanes were filled so far.
     bases: Vec<L>,
 }
 
@@ -237,21 +238,21 @@ impl<'a, L: Lane> Exceptions<'a, L> {
         Ok(Self { positions: payload.positions, deltas: lanes_of::<L>(payload.deltas), bases: Vec::new() })
     }
 
-    /// Saves the base lanes of exceptions before lane `end`, before those lanes change.
+    /// Saves the base lanes of the exceptions at positions below `end`. Must be called before these lanes change.
     fn save_bases(&mut self, lanes: &[u8], end: usize) {
         let left = self.positions[self.bases.len()..].iter().map(|position| u32::from_le_bytes(*position) as usize);
         let lanes = lanes_of::<L>(lanes);
         self.bases.extend(left.take_while(|position| *position < end).map(|position| L::load(lanes[position])));
     }
 
-    /// Position, delta and base lane of each exception.
+    /// Returns position, delta and base lane of each exception.
     fn each(&self) -> impl Iterator<Item = (usize, L, L)> {
         let positions = self.positions.iter().map(|position| u32::from_le_bytes(*position) as usize);
         positions.zip(self.deltas).zip(&self.bases).map(|((position, delta), base)| (position, L::load(*delta), *base))
     }
 }
 
-/// The coded lanes of some tiles: one mask per half block, and a value per coded lane.
+/// Coded lanes of whole tiles: one mask per half block, and one value per coded lane.
 struct Halves<'a, L: Lane> {
     masks: &'a [u64],
     values: &'a [L::Le],
@@ -259,7 +260,7 @@ struct Halves<'a, L: Lane> {
 }
 
 impl<L: Lane> Halves<'_, L> {
-    /// Calls `f` for each half block with its index, lanes, mask, and the values of its coded lanes.
+    /// Calls `f` for each half block with the half block's index, lanes, mask, and values of coded lanes.
     #[inline(always)]
     fn each(mut self, lanes: &mut [L::Le], mut f: impl FnMut(usize, &mut [L::Le], u64, &[L::Le])) {
         let size = self.tiles.halves;
@@ -275,11 +276,11 @@ impl<L: Lane> Halves<'_, L> {
     }
 }
 
-/// Returns the change of the chunk sum, and the number of changes.
+/// Applies the nonzero values to the lanes at `positions`. Returns the change of the chunk sum, and the number of changes.
 #[inline(always)]
 fn patch_few<L: Lane>(positions: &[u32], values: &[L::Le], changed: &[u16], order: Order, lanes: &mut [L::Le]) -> (u64, usize) {
     let (mut sum, mut count) = (0u64, 0);
-    // Four groups at once: each end of the inner loop is likely mispredicted, so there should be few.
+    // One inner loop covers four groups, because the processor usually mispredicts the end of such a loop.
     for (at, masks) in changed.chunks(4).enumerate() {
         let mut left = masks.iter().rev().fold(0u64, |left, &mask| left << GROUP | u64::from(mask));
         count += left.count_ones() as usize;
@@ -323,12 +324,12 @@ fn patch_all<L: Lane>(lanes: &mut [L::Le], deltas: &[L::Le], order: Order) {
     }
 }
 
-/// Returns the number of changes. `low` starts with the bits of the first lane.
+/// Rebuilds lanes from their high and low bits. `low` starts with the low bits of the first lane. Returns the number of changes.
 #[inline(always)]
 fn rebuild<L: Lane>(payload: &Payload<'_>, low: &[u8], halves: Halves<'_, L>, order: Order, lanes: &mut [L::Le]) -> usize {
     let low_bits = payload.low_bits;
     let high_mask = 1u64.checked_shl(8 * L::BYTES as u32 - low_bits).unwrap_or(0).wrapping_sub(1);
-    // With 64 low bits there are no high bits, so the shift does not matter.
+    // With 64 low bits there are no high bits, and the shift count would overflow.
     let high = |value: &L::Le| (payload.center.wrapping_sub(L::load(*value).to_u64()) & high_mask) << low_bits.min(63);
     // The low bits of a half block start at a byte boundary.
     let size = HALF / 8 * low_bits as usize;
@@ -356,7 +357,7 @@ fn rebuild<L: Lane>(payload: &Payload<'_>, low: &[u8], halves: Halves<'_, L>, or
     changed
 }
 
-/// Unpacks numbers of `count` bits, 1 to 64, from the start of a bit string; 0 beyond its end.
+/// Unpacks numbers of `count` bits, 1 to 64, from the start of a bit string. Numbers past its end are 0.
 #[inline(always)]
 fn low_bits_of_half(bytes: &[u8], count: u32) -> [u64; HALF] {
     let mut numbers = [0; HALF];
@@ -364,7 +365,7 @@ fn low_bits_of_half(bytes: &[u8], count: u32) -> [u64; HALF] {
         numbers.iter_mut().zip(bytes).for_each(|(number, byte)| *number = u64::from(*byte));
         return numbers;
     }
-    // Padded, so that the 16-byte window of the last number is in bounds.
+    // Padding keeps the 16-byte window of the last number in bounds.
     let mut string = [0; HALF * 8 + 16];
     string[..bytes.len()].copy_from_slice(bytes);
     let mask = u64::MAX >> (64 - count);

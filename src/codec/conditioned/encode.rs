@@ -1,5 +1,5 @@
-//! Encodes base and target lanes as a payload. The spec says what a decoder must accept; the choices made here are free within
-//! that.
+//! Encodes base and target lanes as a payload. The spec defines the valid payloads; this module chooses one of them by estimated
+//! cost.
 
 use super::coded::{Classifier, CodedLanes, tiles_of};
 use super::context::{HALF, MAX_CONTEXTS, Maps, tile_blocks};
@@ -17,35 +17,37 @@ use crate::lane::{Dtype, Lane, lanes_of, lanes_of_mut};
 use std::ops::Range;
 use zerocopy::IntoBytes;
 
-/// Most steps of a stream, if its states have enough payload. Fewer steps decode faster, because threads decode the steps of a
-/// stream one after another. Each state costs 3 bytes.
+/// Maximum number of steps per stream, if each state has enough payload. Streams with fewer steps decode faster, because the
+/// steps of a stream are decoded one after another. More streams have more states, and each state costs 3 bytes.
 const STEPS: usize = 512;
-/// Least bytes of payload per state: for splitting into streams of [`STEPS`], and in a chunk with one stream.
+/// Minimum number of payload bytes per state: in a chunk that is split into streams of [`STEPS`], and in a chunk with one stream.
 const MIN_STATE_BYTES: u64 = 80;
 const MIN_STATE_BYTES_OF_ONE_STREAM: u64 = 40;
-/// All lanes of a kind of block are coded, so that steps are rows of lanes, if this costs at most 1/`ROWS` more.
+/// All lanes of the blocks with one activity are coded if this costs at most 1/`ROWS` more. Steps are then rows of adjacent
+/// lanes.
 const ROWS: u64 = 64;
-/// Contexts above the largest sampled one that are kept for the other blocks.
+/// Number of contexts above the largest sampled context that the maps still cover, because blocks outside of the sample can have
+/// them.
 const UNSEEN: usize = 3;
-/// Maps without holes are chosen if they cost at most 1/`WITHOUT_HOLES_FRACTION` and `WITHOUT_HOLES_BITS` bits more than the
-/// others.
+/// Maps without holes are chosen if they cost at most 1/`WITHOUT_HOLES_FRACTION` plus `WITHOUT_HOLES_BITS` bits more than maps
+/// with holes.
 const WITHOUT_HOLES_FRACTION: u64 = 100;
 const WITHOUT_HOLES_BITS: u64 = 8 * 12;
 
-/// Model and buffers with which a thread encodes chunks, reused for every chunk.
+/// Model and buffers of a thread that encodes chunks, reused for every chunk.
 pub(crate) struct Encoder {
     platform: Platform,
     model: Option<Model>,
     /// Masks that select all lanes, for chunks in which every lane has a value.
     all: Vec<u64>,
     coded: CodedLanes,
-    /// Values of a segment.
+    /// Values of the coded lanes of a segment.
     values: Vec<u8>,
     words: Vec<u16>,
     streams: Vec<u8>,
 }
 
-/// A table set in the forms that the encoder uses.
+/// A table set, and what the encoder derives from it.
 struct Model {
     set: TableSet,
     /// Cost of a value without a token.
@@ -67,7 +69,7 @@ impl Model {
         Self { costs: Costs::new(set, missing), missing, divisors, set: set.clone() }
     }
 
-    /// Whether a class has a token.
+    /// Returns whether a class has a token.
     #[inline(always)]
     fn has(&self, class: u8, token: u8) -> bool {
         self.divisors.has(class, token)
@@ -95,27 +97,27 @@ impl Default for Encoder {
     }
 }
 
-/// The weight of decoding time against payload size.
+/// Weight of decoding time against payload size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pace {
-    /// Cost of a coded lane, in 256ths of a bit.
+    /// Cost of decoding a coded lane, in 256ths of a bit.
     pub lane: u64,
-    /// Most steps of a stream. Streams with fewer are made only if each state has enough payload.
+    /// Maximum number of steps per stream. A stream is split further only if each state has enough payload.
     pub steps: usize,
-    /// Least bytes of payload per state for splitting a stream that has more than `steps` steps.
+    /// Minimum number of payload bytes per state, for splitting a stream that has more than `steps` steps.
     pub state: u64,
 }
 
 impl Default for Pace {
-    /// A low weight, for small payloads.
+    /// Returns a low weight, for small payloads.
     fn default() -> Self {
         Self { lane: 16, steps: 1024, state: 80 }
     }
 }
 
 impl Encoder {
-    /// Appends the payload of a chunk to `payload`; nothing if no lane has changed. `low_bits` is the number of low bits of each
-    /// delta to store uncoded, or 0.
+    /// Appends the payload of a chunk to `payload`. Appends nothing if no lane changes. The `low_bits` low bits of each delta are
+    /// stored uncoded.
     pub fn encode<L: Lane>(
         &mut self,
         difference: Difference<'_>,
@@ -141,7 +143,7 @@ impl Encoder {
         Encoded { uncompressed_size: base.len() as u32, num_deltas: changed as u32 }
     }
 
-    /// Returns false if some value has no token and cannot be an exception.
+    /// Encodes the chunk with tables. Returns false if a value has no token and cannot be an exception.
     fn encode_coded<L: Lane>(
         &mut self,
         difference: Difference<'_>,
@@ -157,7 +159,7 @@ impl Encoder {
             model => model.insert(Model::new(tables, missing)),
         };
         let split = Split::for_lanes::<L>(base, target, dtype, low_bits);
-        // The lanes with a value to code: the changed ones, or all.
+        // Masks of the lanes that have a value: the changed lanes, or with low bits all lanes.
         let valued = match low_bits {
             0 => masks,
             _ => all_lanes(difference.lanes(), &mut self.all),
@@ -170,7 +172,7 @@ impl Encoder {
         let classifier = Classifier { dtype, maps: &choice.maps, states: STEP };
         self.coded.find::<L>(self.platform, classifier, &levels, base, None);
         let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
-        // The cost includes decoding time, which is not part of the payload.
+        // Part of the cost is decoding time. It is subtracted, because it adds nothing to the size of the payload.
         let time = if low_bits == 0 { coded as u64 * pace.lane } else { 0 };
         let (states, segments) = shape(coded, choice.cost.saturating_sub(time) / BIT / 8, tiles, pace);
         if states != STEP {
@@ -230,24 +232,25 @@ impl Encoder {
     }
 }
 
-/// Bytes of a payload that lists all changes of a chunk as exceptions.
+/// Returns the size in bytes of a payload that lists all changes of a chunk as exceptions.
 fn listed_size(difference: Difference<'_>) -> usize {
     difference.changed * exception_bytes(difference.dtype.lane_bytes())
 }
 
-/// Bytes of a payload without coded lanes: stored deltas or exceptions, header, map, padding to an even size, and a state.
+/// Returns the size in bytes of a payload without coded lanes: header, map, deltas or exceptions, padding to an even size, and
+/// one state.
 pub(crate) fn uncoded_size(difference: Difference<'_>) -> usize {
     let stored = listed_size(difference).min(difference.base.len());
     (size_of::<ConditionedHeader>() + 1 + stored).next_multiple_of(2) + size_of_val(&RANS_LOWER_BOUND)
 }
 
-/// The zigzag deltas of all lanes.
+/// Returns the zigzag deltas of all lanes.
 fn deltas<L: Lane>(base: &[u8], target: &[u8], dtype: Dtype) -> impl Iterator<Item = u64> {
     let lanes = lanes_of::<L>(base).iter().zip(lanes_of::<L>(target));
     lanes.map(move |(base, target)| L::delta(L::load(*base), L::load(*target), dtype.order()).to_u64())
 }
 
-/// A payload that lists all changes as exceptions.
+/// Appends a payload that lists all changes as exceptions.
 fn put_listed<L: Lane>(difference: Difference<'_>, payload: &mut Vec<u8>) {
     let exception_count = (difference.changed as u32).into();
     let header = ConditionedHeader { exception_count, context_count: 1, ..ConditionedHeader::default() };
@@ -259,7 +262,7 @@ fn put_listed<L: Lane>(difference: Difference<'_>, payload: &mut Vec<u8>) {
     end_uncoded(listed_size(difference), payload);
 }
 
-/// A payload whose deltas are stored uncoded.
+/// Appends a payload that stores all deltas uncoded.
 fn put_plain<L: Lane>(dtype: Dtype, base: &[u8], target: &[u8], payload: &mut Vec<u8>) {
     let header = ConditionedHeader { low_bits: 8 * L::BYTES as u8, context_count: 1, ..ConditionedHeader::default() };
     payload.extend(header.as_bytes());
@@ -274,13 +277,13 @@ fn put_plain<L: Lane>(dtype: Dtype, base: &[u8], target: &[u8], payload: &mut Ve
     end_uncoded(base.len(), payload);
 }
 
-/// Ends a payload without coded lanes. It has `size` bytes after header and map, which have 17.
+/// Ends a payload without coded lanes. `size` bytes follow its header and map, which have 17 bytes.
 fn end_uncoded(size: usize, payload: &mut Vec<u8>) {
     payload.resize(payload.len() + (size + 1) % 2, 0);
     payload.extend(RANS_LOWER_BOUND.to_le_bytes());
 }
 
-/// The activity of a level, in `activity_bits` bits.
+/// Returns the activity, of `activity_bits` bits, for a level.
 fn activity(level: u8, activity_bits: u8) -> u8 {
     match activity_bits {
         0 => 0,
@@ -314,19 +317,19 @@ fn choose(stats: &Stats, model: &Model, split: Split, lane_cost: u64, width: usi
     if whole.cost <= holed.cost + holed.cost / WITHOUT_HOLES_FRACTION + WITHOUT_HOLES_BITS * BIT { whole } else { holed }
 }
 
-/// Cost of the lanes of a row.
+/// Cost of the lanes that share a context and a group of levels.
 #[derive(Debug, Clone, Copy, Default)]
 struct Fit {
-    /// Cost if they are listed as exceptions.
+    /// Cost if the changed lanes are listed as exceptions.
     uncoded: u64,
-    /// Cost if they are coded with the class that is cheapest for them.
+    /// Cost if the lanes are coded with the cheapest class.
     coded: u64,
     /// The cheapest class; 0 if there are no lanes.
     class: u8,
 }
 
 impl Fit {
-    /// More than any real cost; the sum over all contexts does not overflow.
+    /// Larger than any real cost, and small enough that a sum over all contexts does not overflow.
     const NEVER: u64 = 1 << 52;
 
     fn new(row: &Row, model: &Model, split: Split, lane_cost: u64, width: usize) -> Self {
@@ -344,7 +347,7 @@ impl Fit {
         fit
     }
 
-    /// Class and cost of an entry between coded ones. With `holes` it may be uncoded.
+    /// Returns class and cost of an entry that precedes a coded entry. With `holes`, the entry can be uncoded.
     fn between(&self, holes: bool) -> (u8, u64) {
         if holes && self.uncoded <= self.coded { (0, self.uncoded) } else { (self.class, self.coded) }
     }
@@ -354,13 +357,14 @@ impl Fit {
     }
 }
 
-/// Costs of contexts for groups of levels; each group has its map.
+/// Costs of contexts for groups of levels. Each group has its own map.
 struct Groups {
-    /// Per group, by context.
+    /// Costs by group and context.
     fits: Vec<[Fit; CONTEXTS]>,
-    /// Candidates for the first context of the maps. The fits are those of that context and all before it together, per group.
+    /// Candidates for the first context of the maps. Per candidate and group: the cost of that context together with all lower
+    /// contexts.
     firsts: Vec<(usize, Vec<Fit>)>,
-    /// End of a map with which all lanes are coded: a few contexts above the largest sampled one.
+    /// End of a map that codes all lanes: [`UNSEEN`] contexts above the largest sampled context.
     end: usize,
 }
 
@@ -401,11 +405,12 @@ impl Groups {
         Self { fits, firsts, end: CONTEXTS.min(seen.map_or(1, |seen| seen + 1 + UNSEEN)) }
     }
 
-    /// Chooses maps, and returns them with their cost. Without `holes` the coded entries of a map come first, so that a decoder
-    /// finds coded lanes by comparing magnitudes.
+    /// Chooses maps, and returns them with their cost. Without `holes`, the coded entries of each map come first. A decoder can
+    /// then find coded lanes by comparing magnitudes.
     fn maps(&self, first_context: u16, holes: bool) -> (Maps, u64) {
         let tails: Vec<_> = self.fits.iter().map(|fits| tails(fits, holes)).collect();
-        // Contexts below the first one share its entry. A higher first context gives fewer entries but a worse fit.
+        // Contexts below the first context share its entry. A higher first context saves entries, but raises the cost of the
+        // lanes.
         let mut best = (u64::MAX, 0, 1, Vec::new());
         for (first, shared) in &self.firsts {
             let (mut cost, mut count) = (0, 1);
@@ -436,7 +441,8 @@ impl Groups {
         for ((map, fits), (shared, end, in_rows)) in maps.classes.iter_mut().zip(&self.fits).zip(entries) {
             let fit = |context| if context == first { &shared } else { &fits[context] };
             let class_of = |fit: &Fit| if in_rows { fit.class } else { fit.between(holes).0 };
-            // Contexts that do not occur in the sampled blocks get the class of the next one that does, or of the last.
+            // A context that does not occur in the sample gets the class of the next higher context that does, or else of the
+            // highest.
             let mut class = (first..end).rev().map(fit).find(|fit| fit.occurs()).map_or(0, class_of);
             for context in (first..end).rev() {
                 if fit(context).occurs() {
@@ -449,20 +455,20 @@ impl Groups {
     }
 }
 
-/// Cost of the contexts from a certain one on.
+/// Cost of all contexts from a given context on.
 #[derive(Debug, Clone, Copy, Default)]
 struct Tail {
-    /// Cost if those before `end` are coded; `end` is chosen to make it lowest.
+    /// Cost if contexts before `end` are coded. `end` has the value with the lowest cost.
     cost: u64,
-    /// 0 if none is coded.
+    /// End of the coded contexts; 0 if no context is coded.
     end: usize,
-    /// Cost if none is coded.
+    /// Cost if no context is coded.
     uncoded: u64,
-    /// Cost if all are coded.
+    /// Cost if all contexts are coded.
     all: u64,
 }
 
-/// The tail of each context. The last tail is empty.
+/// Returns the tail that starts at each context, and an empty last tail.
 fn tails(fits: &[Fit; CONTEXTS], holes: bool) -> [Tail; CONTEXTS + 1] {
     let mut tails = [Tail::default(); CONTEXTS + 1];
     for (context, fit) in fits.iter().enumerate().rev() {
@@ -477,8 +483,8 @@ fn tails(fits: &[Fit; CONTEXTS], holes: bool) -> [Tail; CONTEXTS + 1] {
     tails
 }
 
-/// Number of states per stream and number of segments, for a chunk of `tiles` tiles with `coded` coded lanes and a payload of
-/// about `size` bytes. Streams have at most `pace.steps` steps, unless states would have too little payload.
+/// Returns the number of states per stream and the number of segments, for a chunk of `tiles` tiles with `coded` coded lanes and
+/// a payload of about `size` bytes. Streams have at most `pace.steps` steps, unless states would have too little payload.
 fn shape(coded: usize, size: u64, tiles: usize, pace: Pace) -> (usize, usize) {
     let Pace { steps: max_steps, state, .. } = pace;
     // On average, half of a tile's last step is unused.
@@ -494,8 +500,8 @@ fn shape(coded: usize, size: u64, tiles: usize, pace: Pace) -> (usize, usize) {
     (if segments == 1 { states } else { STEP }, segments)
 }
 
-/// The positions in the chunk of coded lanes. `ranks` are their ranks among the padded coded lanes of a segment, whose masks
-/// begin at half-block `first`.
+/// Returns the positions of coded lanes in the chunk. `ranks` are indexes in the padded list of the coded lanes of a segment.
+/// `masks` are the segment's masks, from half block `first` on.
 fn positions(first: usize, masks: &[u64], tiles: Tiles, mut ranks: Vec<usize>) -> Vec<u32> {
     ranks.sort_unstable();
     let mut ranks = ranks.into_iter().peekable();
@@ -526,11 +532,11 @@ fn put_maps(choice: &Choice, payload: &mut Vec<u8>) {
     }
 }
 
-/// Packs `bits` bits of each number, from the low bits of each byte up.
+/// Appends `bits` bits of each number. Each byte is filled from its lowest bit up.
 fn put_bits(numbers: impl Iterator<Item = u64>, bits: u32, payload: &mut Vec<u8>) {
     match bits {
         0 => return,
-        // Whole bytes need no packing; this loop compiles to vector instructions.
+        // Whole bytes need no packing. The compiler vectorizes this loop.
         8 => return payload.extend(numbers.map(|number| number as u8)),
         _ => {}
     }
@@ -552,7 +558,7 @@ fn put_bits(numbers: impl Iterator<Item = u64>, bits: u32, payload: &mut Vec<u8>
 mod tests {
     use super::*;
 
-    /// Rank 1 follows the only coded lane of the first half: it is the first coded lane of the second.
+    /// The first half block has one coded lane, with rank 0. Rank 1 is the first coded lane of the second half block.
     #[test]
     fn a_place_belongs_to_the_half_that_its_lane_is_in() {
         let masks = [1 << 3, 1 << 7 | 1 << 9];

@@ -1,8 +1,8 @@
 //! Codec 2: entropy coding of the changes given the base lanes (`spec/codecs.md` section 4).
 //!
 //! One file per section: `context` (4.1), `tables` (4.2 and 4.3), `payload` (4.4), `stream` (4.5), `decode` (4.4 to 4.6). The
-//! spec leaves the encoder's choices open: `train` makes tables from a sample of all tensors, `encode` encodes a chunk with them,
-//! after `stats` has counted its changes, and `values` computes the values of base and target lanes.
+//! spec leaves an encoder's choices open. `train` makes tables from a sample of all tensors. `stats` counts the changes of a
+//! chunk. `encode` chooses the parameters of the chunk's payload and writes it. `values` computes the values of coded lanes.
 
 mod coded;
 mod context;

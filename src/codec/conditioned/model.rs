@@ -1,6 +1,5 @@
-//! A second, slow implementation of section 4 of `spec/codecs.md`: a decoder to compare the fast ones with, and an encoder whose
-//! caller makes all choices. For tests and fuzz targets. It shares no code with the codec except the parser of tables and the
-//! order of lanes.
+//! A second, slow implementation of section 4 of `spec/codecs.md`, for tests and fuzz targets: a reference decoder, and an
+//! encoder whose caller makes all choices. It shares no code with the codec except the parser of tables and the order of lanes.
 
 use super::tables::TableSet;
 use crate::lane::{Dtype, Lane, with_lane};
@@ -9,30 +8,30 @@ use crate::lane::{Dtype, Lane, with_lane};
 #[derive(Debug, Clone, Default)]
 #[cfg_attr(feature = "arbitrary", derive(arbitrary::Arbitrary))]
 pub struct Shape {
-    /// Low bits of each delta, stored without coding.
+    /// Number of low bits of each delta that are stored uncoded.
     pub low_bits: u8,
-    /// log2 of the states of a stream.
+    /// log2 of the number of states per stream.
     pub states_log2: u8,
-    /// log2 of the segments.
+    /// log2 of the number of segments.
     pub segments_log2: u8,
     /// Bits per activity.
     pub activity_bits: u8,
     /// First context with its own entry.
     pub first_context: u16,
-    /// Entries per map.
+    /// Number of entries per map.
     pub context_count: u8,
-    /// The values of high bits are center - high bits.
+    /// With low bits, a value is `center` minus the high bits of the delta.
     pub center: u32,
     /// Classes of the entries of all maps, repeated cyclically.
     pub classes: Vec<u8>,
     /// Activities of the blocks, repeated cyclically.
     pub activities: Vec<u8>,
-    /// Every n-th change is an exception even if its lane is coded; 0 for none.
+    /// Every n-th change is an exception, even if its lane is coded. With 0, coded lanes have no exceptions.
     pub list_every: u8,
 }
 
 impl Shape {
-    /// The shape with every field reduced to a valid value, for a chunk of `lanes` lanes in a tensor with `classes` classes.
+    /// Reduces every field to a valid value, for a chunk of `lanes` lanes in a tensor with `classes` classes.
     pub fn bounded(mut self, dtype: Dtype, lanes: usize, classes: usize) -> Self {
         let bits = 8 * dtype.lane_bytes() as u8;
         self.low_bits %= bits + 1;
@@ -64,7 +63,7 @@ impl Shape {
     }
 }
 
-/// The numbers in lanes of `width` bytes.
+/// Reads the lanes, of `width` bytes, as numbers.
 fn numbers(lanes: &[u8], width: usize) -> Vec<u64> {
     let number = |lane: &[u8]| {
         let mut number = [0; 8];
@@ -82,7 +81,7 @@ fn low_mask(bits: u32) -> u64 {
     if bits == 64 { u64::MAX } else { (1 << bits) - 1 }
 }
 
-/// Section 4.1.
+/// Section 4.1: the context of lane `u`.
 pub fn context(dtype: Dtype, u: u64) -> u64 {
     use Dtype::*;
     let bits = 8 * dtype.lane_bytes() as u32;
@@ -134,14 +133,14 @@ fn unpack(bytes: &[u8], at: usize, bits: usize) -> u64 {
     (at..at + bits).rev().fold(0, |number, bit| number << 1 | u64::from(bytes[bit / 8] >> (bit % 8) & 1))
 }
 
-/// The slots of a token.
+/// Slots of a token.
 #[derive(Clone, Copy)]
 struct Slots {
     start: u64,
     frequency: u64,
 }
 
-/// The slots of each token, per class from 1 on.
+/// Returns the slots of each token, per class from class 1 on.
 fn slots(tables: Option<&TableSet>) -> Vec<Vec<Slots>> {
     let class = |frequencies: &[u16]| {
         let mut start = 0;
@@ -154,7 +153,7 @@ fn slots(tables: Option<&TableSet>) -> Vec<Vec<Slots>> {
     tables.map_or(Vec::new(), |tables| tables.classes().map(class).collect())
 }
 
-/// Section 4.4: lanes of a tile.
+/// Section 4.4: number of lanes per tile.
 fn tile(dtype: Dtype) -> usize {
     128 * [0, 8, 8, 0, 4, 0, 0, 0, 2][dtype.lane_bytes()]
 }
@@ -164,7 +163,7 @@ fn segments(count: usize, tile: usize, lanes: usize) -> impl Iterator<Item = std
     (0..count).map(move |s| (tile * (s * tiles / count)).min(lanes)..(tile * ((s + 1) * tiles / count)).min(lanes))
 }
 
-/// Section 4.5: the steps of a segment, as ranges of its coded lanes, which have these positions.
+/// Section 4.5: the steps of a segment, as ranges of indexes in `positions`, the positions of its coded lanes.
 fn steps(positions: &[usize], tile: usize, count: usize) -> Vec<std::ops::Range<usize>> {
     let mut steps: Vec<std::ops::Range<usize>> = Vec::new();
     for (j, position) in positions.iter().enumerate() {
@@ -185,7 +184,7 @@ enum Operation {
     Bits(u32, u32),
 }
 
-/// Encodes a payload of this shape, which must be [`Shape::bounded`]. `None` if a lane cannot be coded with it.
+/// Encodes a payload of this shape, which must be [`Shape::bounded`]. Returns `None` if a lane cannot be coded with this shape.
 pub fn encode(dtype: Dtype, tables: Option<&TableSet>, shape: &Shape, base: &[u8], target: &[u8]) -> Option<Vec<u8>> {
     let (width, r) = (dtype.lane_bytes(), u32::from(shape.low_bits));
     let high_bits = 8 * width as u32 - r;
@@ -257,7 +256,7 @@ pub fn encode(dtype: Dtype, tables: Option<&TableSet>, shape: &Shape, base: &[u8
 }
 
 fn stream<'a>(steps: impl Iterator<Item = &'a [(u8, u64)]>, count: usize, classes: &[Vec<Slots>]) -> Vec<u8> {
-    // Lists all operations of the decoder in order, then inverts them from the end, where every state is 2^16.
+    // Lists all operations of the decoder in order. Then inverts them from the last to the first. At the end every state is 2^16.
     let mut operations = Vec::new();
     for step in steps {
         for (state, &(class, value)) in step.iter().enumerate() {
@@ -293,7 +292,7 @@ fn stream<'a>(steps: impl Iterator<Item = &'a [(u8, u64)]>, count: usize, classe
     states.chain(words.into_iter().rev().flat_map(u16::to_le_bytes)).collect()
 }
 
-/// The unread rest of a payload.
+/// Unread rest of a payload.
 struct Rest<'a>(&'a [u8]);
 
 impl<'a> Rest<'a> {
@@ -303,7 +302,7 @@ impl<'a> Rest<'a> {
         Some(part)
     }
 
-    /// Takes a part of `bits` bits, padded with zeros.
+    /// Takes a part of `bits` bits, which zeros pad to whole bytes.
     fn take_bits(&mut self, bits: usize) -> Option<&'a [u8]> {
         let part = self.take(bits.div_ceil(8))?;
         let clean = (bits..8 * part.len()).all(|bit| part[bit / 8] >> (bit % 8) & 1 == 0);
@@ -315,7 +314,7 @@ impl<'a> Rest<'a> {
     }
 }
 
-/// Decodes a payload to target lanes. `None` if it violates a rule.
+/// Decodes a payload to target lanes. Returns `None` if the payload violates a rule.
 pub fn decode(dtype: Dtype, tables: Option<&TableSet>, num_deltas: u32, payload: &[u8], base: &[u8]) -> Option<Vec<u8>> {
     let width = dtype.lane_bytes();
     let base = numbers(base, width);
@@ -407,7 +406,7 @@ pub fn decode(dtype: Dtype, tables: Option<&TableSet>, num_deltas: u32, payload:
     Some(target)
 }
 
-/// Section 4.5: decodes a value for each table of the steps. In 128 bits, because values of the last tokens exceed 64.
+/// Section 4.5: decodes one value per table of the steps. Values have 128 bits, because those of the last tokens exceed 64 bits.
 fn values<'a>(stream: &[u8], count: usize, steps: impl Iterator<Item = &'a [&'a [Slots]]>) -> Option<Vec<u128>> {
     let mut rest = Rest(stream);
     let mut states = numbers(rest.take(4 * count)?, 4);

@@ -1,4 +1,4 @@
-//! Bytes of a payload by purpose.
+//! Sizes of the parts of a payload.
 
 use super::payload::Payload;
 use super::stream::Stream;

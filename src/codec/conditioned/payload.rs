@@ -6,15 +6,15 @@ use crate::format::ConditionedHeader;
 use std::ops::Range;
 use zerocopy::FromBytes;
 
-/// log2 of the maximal number of states per stream and of segments per chunk.
+/// log2 of the maximum number of states per stream, and of the maximum number of segments per chunk.
 pub(crate) const MAX_LOG2: u8 = 5;
 
-/// Tiles of segment `s` of `segments`, for a chunk of `tiles` tiles.
+/// Returns the tiles of segment `s` of `segments`, for a chunk of `tiles` tiles.
 pub(crate) fn segment(s: usize, segments: usize, tiles: usize) -> Range<usize> {
     s * tiles / segments..(s + 1) * tiles / segments
 }
 
-/// A parsed payload. All parts are in bounds for the chunk; the streams are not decoded yet.
+/// A parsed payload. All parts are within the payload and match the chunk. The streams are not decoded yet.
 #[derive(Debug)]
 pub(crate) struct Payload<'a> {
     pub maps: Maps,
@@ -27,15 +27,15 @@ pub(crate) struct Payload<'a> {
     pub center: u64,
     pub states_log2: u8,
     pub segments: usize,
-    /// Bytes of header, maps, stream sizes and their padding.
+    /// Size of header, maps, stream sizes and padding, in bytes.
     pub headers: usize,
     sizes: &'a [[u8; 4]],
     streams: &'a [u8],
 }
 
 impl<'a> Payload<'a> {
-    /// Parses the payload of a chunk of `lanes` lanes of `width` bytes, `num_deltas` of which change. The tensor's tables have
-    /// `classes` classes.
+    /// Parses the payload of a chunk of `lanes` lanes of `width` bytes, in which `num_deltas` lanes change. The tensor's tables
+    /// have `classes` classes.
     pub fn parse(payload: &'a [u8], lanes: usize, width: usize, num_deltas: u32, classes: usize) -> Result<Self> {
         let blocks = lanes.div_ceil(BLOCK);
         let mut parts = Parts { rest: payload, size: payload.len() };
@@ -82,19 +82,19 @@ impl<'a> Payload<'a> {
         })
     }
 
-    /// The activity of a block.
+    /// Returns the activity of a block.
     #[inline(always)]
     pub fn activity(&self, block: usize) -> u8 {
         let bits = usize::from(self.activity_bits);
         if bits == 0 {
             return 0;
         }
-        // One or two bits never span bytes.
+        // One or two bits never span two bytes.
         let bit = block * bits;
         self.activities[bit / 8] >> (bit % 8) & ((1 << bits) - 1)
     }
 
-    /// The stream of each segment.
+    /// Returns the stream of each segment.
     pub fn streams(&self) -> impl Iterator<Item = Result<&'a [u8]>> {
         let mut rest = self.streams;
         let last = self.sizes.len();

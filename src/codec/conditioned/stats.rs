@@ -1,4 +1,4 @@
-//! Statistics for the encoder's choices: how often each token occurs, by context and by the activity of the block.
+//! Statistics for the encoder's choices: the number of occurrences of each token, by context and by level of activity.
 
 use super::context::{BLOCK, HALF, indexes};
 use super::tables::{extra_bits, token_of, tokens_within};
@@ -6,46 +6,46 @@ use crate::codec::simd::DIRECT;
 use crate::dispatch::vectorized;
 use crate::lane::{Context, Dtype, Lane, Order, lanes_of};
 
-/// Levels of activity: 0 for unchanged blocks, then three with about the same number of blocks.
+/// Number of levels of activity. Level 0 has the unchanged blocks. Levels 1 to 3 have about the same number of blocks each.
 pub(super) const LEVELS: usize = 4;
-/// Distinct contexts. A map has fewer, but its first context is not known yet.
+/// Number of counted contexts. A map has fewer, but the first context of the map is chosen after counting.
 pub(super) const CONTEXTS: usize = 256;
-/// A chunk with more lanes, or more changes, is sampled.
+/// A chunk with more lanes than `LANES`, or more changes than `CHANGES`, is sampled.
 const LANES: usize = 1 << 14;
 const CHANGES: usize = 1 << 13;
-/// At least one of this many blocks is sampled.
+/// Maximum stride: at least one of `STRIDE` blocks is sampled.
 const STRIDE: usize = 16;
-/// With at least this many changes in a block, the values of all its lanes are computed at once.
+/// If a block has at least `MANY` changes, the values of all its lanes are computed at once.
 const MANY: u16 = 8;
 
-/// The sampling stride if there are `count` items and about `enough` of them suffice.
+/// Returns the sampling stride for `count` items, if about `enough` items suffice.
 fn stride(count: usize, enough: usize) -> usize {
     (1 << (count / enough).max(1).ilog2()).min(STRIDE)
 }
 
-/// The index of the sampled item in a group of `stride` items. It is pseudorandom, so that no periodic pattern of lanes, above
-/// all rows, coincides with the samples.
+/// Returns the index of the sampled item in a group of `stride` items. The index is pseudorandom, so that samples do not coincide
+/// with a periodic pattern of lanes, such as rows of a matrix.
 pub(crate) fn sample_offset(group: u64, stride: u64) -> u64 {
     (group.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 36) % stride
 }
 
-/// The sampled blocks: one of each `stride`.
+/// Returns the sampled blocks: one per `stride` blocks.
 fn sampled(blocks: usize, stride: usize) -> impl Iterator<Item = usize> {
     let block = move |group: usize| group * stride + sample_offset(group as u64, stride as u64) as usize;
     (0..blocks.div_ceil(stride)).map(block).filter(move |&block| block < blocks)
 }
 
-/// How deltas become values: the low bits are stored uncoded, and the value is `center` minus the high bits.
+/// Rule that turns deltas into values: the low bits are stored uncoded, and the value is `center` minus the high bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Split {
-    /// Bits of a delta that are stored uncoded.
+    /// Number of low bits of each delta that are stored uncoded.
     pub low_bits: u32,
-    /// The high bits that give value 0; 0 without low bits.
+    /// High bits for which the value is 0. It is 0 if `low_bits` is 0.
     pub center: u64,
 }
 
 impl Split {
-    /// The split with `low_bits` low bits and the center that suits these lanes.
+    /// Returns the split with `low_bits` low bits. Its center is chosen from a sample of these lanes.
     pub fn for_lanes<'a, L: Lane>(base: &'a [u8], target: &'a [u8], dtype: Dtype, low_bits: u32) -> Self {
         let high_bits = 8 * L::BYTES as u32 - low_bits;
         if low_bits == 0 || high_bits == 0 {
@@ -61,7 +61,7 @@ impl Split {
             let high = L::delta(L::load(*base), L::load(*target), dtype.order()).to_u64() >> low_bits;
             counts[(high as usize).min((1 << high_bits.min(11)) - 1)] += 1;
         }
-        // Up to 1/1024 of the lanes may be above the center: they wrap to large values.
+        // At most 1/1024 of the lanes are above the center. Their values wrap around to large values.
         let mut above = lanes / stride / 1024;
         let mut center = counts.len() - 1;
         while center > 0 && counts[center] <= above {
@@ -71,7 +71,7 @@ impl Split {
         Self { low_bits, center: center as u64 }
     }
 
-    /// The value of a delta in a lane of `bits` bits.
+    /// Returns the value of a delta, for lanes of `bits` bits.
     #[inline(always)]
     pub fn value(self, delta: u64, bits: u32) -> u64 {
         if self.low_bits == 0 {
@@ -84,9 +84,9 @@ impl Split {
 
 /// Histograms of a chunk.
 pub(super) struct Stats {
-    /// Context of the first row.
+    /// First counted context.
     pub first: u16,
-    /// By level and context: number of lanes, and the row of `counts` with their tokens, or [`NO_ROW`].
+    /// By level and context: the number of lanes, and the index of their row in `counts` or [`NO_ROW`].
     lanes: Vec<[(u32, u32); CONTEXTS]>,
     /// Token counts of the lanes with values, in rows of `tokens` entries. [`Stats::row`] adds the other lanes as token 0.
     counts: Vec<u32>,
@@ -99,7 +99,7 @@ pub(super) struct Stats {
 const NO_ROW: u32 = u32::MAX;
 
 impl Stats {
-    /// Gathers the statistics of a chunk. `changed` selects the lanes with values, one mask per half block; `count` lanes change.
+    /// Gathers the statistics of a chunk. `changed` selects the lanes with values, one mask per half block. `count` lanes change.
     pub fn gather<L: Lane>(base: &[u8], target: &[u8], dtype: Dtype, split: Split, changed: &[u64], count: usize) -> Self {
         let lanes = base.len() / L::BYTES;
         let first = first_context::<L>(base, dtype);
@@ -118,11 +118,10 @@ impl Stats {
             levels_of(&scores, false)
         };
         let mut stats = Self { first, lanes: vec![[(0, NO_ROW); CONTEXTS]; LEVELS], counts: Vec::new(), tokens, levels };
-        // If changes are sampled, unchanged lanes are counted in the same blocks: otherwise their share would be wrong.
+        // If changes are sampled, unchanged lanes are counted in the same blocks. Otherwise the rate of change would be wrong.
         let change_stride = stride(count, CHANGES);
         let lane_stride = stride(lanes, LANES).max(change_stride);
-        // Neighbouring lanes often have the same context. Separate counters for four neighbours avoid waiting for the previous
-        // increment.
+        // Adjacent lanes often have the same context. Four sets of counters avoid that an increment waits for the previous one.
         let mut counts = vec![[[0u32; CONTEXTS]; 4]; LEVELS];
         let mut contexts = [0; BLOCK];
         let (of, order, bits) = (dtype.context(), dtype.order(), 8 * L::BYTES as u32);
@@ -177,7 +176,7 @@ impl Stats {
         &mut self.counts[*row as usize * self.tokens + token]
     }
 
-    /// The tokens of a context in a range of levels, value 0 included.
+    /// Returns the token counts of a context in a range of levels, including value 0.
     pub fn row(&self, levels: std::ops::Range<usize>, context: usize) -> Row {
         let levels = &self.lanes[levels];
         let lanes: u64 = levels.iter().map(|level| u64::from(level[context].0)).sum();
@@ -191,13 +190,13 @@ impl Stats {
         row
     }
 
-    /// The contexts that occur in a range of levels.
+    /// Returns the contexts that occur in a range of levels.
     pub fn contexts(&self, levels: std::ops::Range<usize>) -> impl Iterator<Item = usize> + '_ {
         (0..CONTEXTS).filter(move |&context| self.lanes[levels.clone()].iter().any(|level| level[context] != (0, NO_ROW)))
     }
 }
 
-/// The byte range of a block's lanes in a chunk of `bytes` bytes.
+/// Returns the byte range of a block's lanes, in a chunk of `bytes` bytes.
 fn range<L: Lane>(block: usize, bytes: usize) -> std::ops::Range<usize> {
     let size = BLOCK * L::BYTES;
     (block * size).min(bytes)..((block + 1) * size).min(bytes)
@@ -215,7 +214,7 @@ fn each(masks: &[u64], mut f: impl FnMut(usize)) {
     }
 }
 
-/// Masks that select all of `lanes` lanes, in a reused buffer.
+/// Writes masks that select all of `lanes` lanes, in a reused buffer.
 pub(super) fn all_lanes(lanes: usize, masks: &mut Vec<u64>) -> &[u64] {
     masks.clear();
     masks.resize(lanes.div_ceil(HALF), u64::MAX);
@@ -225,7 +224,7 @@ pub(super) fn all_lanes(lanes: usize, masks: &mut Vec<u64>) -> &[u64] {
     masks
 }
 
-/// The tokens of a block's lanes; 0 past the last lane.
+/// Returns the tokens of a block's lanes, and 0 past the last lane.
 fn block_tokens<L: Lane>(base: &[u8], target: &[u8], order: Order, split: Split) -> [u8; BLOCK] {
     let mut tokens = [0; BLOCK];
     let lanes = tokens.iter_mut().zip(lanes_of::<L>(base)).zip(lanes_of::<L>(target));
@@ -241,25 +240,25 @@ fn block_tokens<L: Lane>(base: &[u8], target: &[u8], order: Order, split: Split)
     tokens
 }
 
-/// A histogram of tokens.
+/// Histogram of tokens.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Row {
-    /// Number of lanes per token.
+    /// Number of lanes by token.
     pub counts: Vec<u32>,
 }
 
 impl Row {
-    /// Lanes of the row.
+    /// Returns the number of lanes.
     pub fn lanes(&self) -> u64 {
         self.counts.iter().map(|&n| u64::from(n)).sum()
     }
 
-    /// Lanes with a value other than 0.
+    /// Returns the number of lanes with a value other than 0.
     pub fn others(&self) -> u64 {
         self.counts[1..].iter().map(|&n| u64::from(n)).sum()
     }
 
-    /// Extra bits of all values.
+    /// Returns the total number of extra bits.
     pub fn extra_bits(&self) -> u64 {
         self.counts.iter().enumerate().skip(DIRECT as usize).map(|(t, &n)| u64::from(n) * u64::from(extra_bits(t as u8))).sum()
     }
@@ -273,8 +272,8 @@ impl Row {
     }
 }
 
-/// The level of each score: 1, 2 or 3 for the lower, middle or upper third. With `zero_apart`, score 0 is level 0 and not part of
-/// the thirds.
+/// Returns the level of each score: 1, 2 or 3 for the lower, middle or upper third. With `zero_apart`, score 0 has level 0 and is
+/// not part of the thirds.
 fn levels_of(scores: &[u16], zero_apart: bool) -> Vec<u8> {
     let mut sorted: Vec<u16> = scores.iter().copied().filter(|&score| score != 0 || !zero_apart).collect();
     let mut third = |k: usize| match sorted.len() * k / 3 {
@@ -289,7 +288,7 @@ fn levels_of(scores: &[u16], zero_apart: bool) -> Vec<u8> {
     scores.iter().map(level).collect()
 }
 
-/// The first distinguished context: the largest ones matter most, so the range ends with the largest.
+/// Returns the first counted context. The counted range ends with the largest context, because most contexts are close to it.
 fn first_context<L: Lane>(base: &[u8], dtype: Dtype) -> u16 {
     match dtype.context() {
         Context::Exponent { shift, bits } if 1usize << bits > CONTEXTS => {
@@ -307,7 +306,7 @@ fn first_context<L: Lane>(base: &[u8], dtype: Dtype) -> u16 {
 mod tests {
     use super::*;
 
-    /// The length of a row is often a power of two of blocks, and no kind of row may be left out of the sample.
+    /// Rows often have a power of two of blocks. The sample must contain blocks at every offset of a row.
     #[test]
     fn sampled_blocks_have_no_period() {
         for stride in [1, 2, 8, 16] {

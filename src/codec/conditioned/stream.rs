@@ -6,13 +6,13 @@ use crate::dispatch::vectorized;
 use crate::error::{Error, Result, Rule};
 use crate::lane::Lane;
 
-/// Lower bound of states between symbols, and the value of every state at the end of a stream.
+/// Lower bound of a state between symbols. Also the value of every state at the end of a stream.
 pub(crate) const RANS_LOWER_BOUND: u32 = 1 << 16;
 
-/// Lanes per batch, so that their values stay in the L1 cache.
+/// Lanes per batch. The values of a batch fit in the L1 cache.
 const BATCH: usize = 32 * STEP;
 
-/// A stream being decoded.
+/// State of the decoding of a stream.
 pub(super) struct Stream<'a> {
     words: Words<'a>,
     states: [u32; STEP],
@@ -33,10 +33,10 @@ impl<'a> Stream<'a> {
         Ok(Self { words: Words { words: words.as_chunks().0, read: 0 }, states, count, tokens: tokens_within(bits) })
     }
 
-    /// Decodes a value for each of `classes`, which are whole steps, and masks of the nonzero values, one per 16. The last step
-    /// of a tile is padded with class 0, which gives 0 and leaves its state unchanged.
+    /// Decodes one value per element of `classes`, and masks of nonzero values, one per 16 values. `classes` consists of whole
+    /// steps. The last step of a tile is padded with class 0, which gives 0 and leaves its state unchanged.
     ///
-    /// `lookup` has classes 1 to K, and `classes` has none above K.
+    /// If `lookup` has K classes, no element of `classes` exceeds K.
     pub fn decode<L: Lane>(
         &mut self,
         platform: Platform,
@@ -69,7 +69,7 @@ impl<'a> Stream<'a> {
         Ok(())
     }
 
-    /// Checks that the stream ends after the last coded lane.
+    /// Checks that the whole stream was read, and that every state has its final value.
     pub fn end(self) -> Result<()> {
         let left = self.words.words.len() - self.words.read;
         Rule::PayloadStream.check(left == 0, "no words after the last coded lane", left)?;
@@ -123,9 +123,9 @@ fn step<L: Lane>(
     Ok(())
 }
 
-/// Encodes a value for each of `classes`, which are whole steps of `count`, and appends the stream to `out`. It encodes
-/// backwards, because a decoder reverses the order. A value whose class lacks its token becomes 0, a token that every class has;
-/// returns the indexes of these values. `words` is a reused buffer.
+/// Encodes one value per element of `classes`, which consists of whole steps of `count` lanes, and appends the stream to `out`.
+/// Encodes from the last value to the first, because rANS decodes in reverse order. If a class lacks the token of its value, the
+/// value becomes 0, whose token every class has. Returns the indexes of these values. `words` is a reused buffer.
 pub(super) fn encode<L: Lane>(
     platform: Platform,
     table: &EncodeTable,
@@ -135,7 +135,7 @@ pub(super) fn encode<L: Lane>(
     words: &mut Vec<u16>,
     out: &mut Vec<u8>,
 ) -> Vec<usize> {
-    // A symbol emits at most one word, and each 16 extra bits one more.
+    // A symbol emits at most one word. Each 16 extra bits emit at most one more.
     let capacity = classes.len() * (1 + L::BYTES.div_ceil(2)) + ReverseWriter::SPARE;
     if words.len() <= capacity {
         words.resize(capacity + 1, 0);

@@ -3,16 +3,16 @@
 use crate::codec::simd::{DIRECT, EXTRA_BIAS, Entry, NO_CLASS};
 use crate::error::{Result, Rule};
 
-/// Most classes of a set, not counting class 0, of lanes that are not coded.
+/// Maximum number of classes per set. Class 0, for lanes that are not coded, does not count.
 pub(crate) const MAX_CLASSES: usize = 15;
-/// Most tokens of a class.
+/// Maximum number of tokens per class.
 pub(crate) const MAX_TOKENS: usize = tokens_within(64);
 /// log2 of the sum of a class's frequencies.
 pub(crate) const SCALE_LOG2: u32 = 12;
 /// Sum of a class's frequencies.
 pub(crate) const SCALE: u32 = 1 << SCALE_LOG2;
 
-/// The token of `value` and the number of its extra bits, which are the low bits of the value.
+/// Returns the token of `value` and the number of its extra bits. The extra bits are the low bits of the value.
 #[inline(always)]
 pub(crate) fn token_of(value: u64) -> (u8, u32) {
     if value < u64::from(DIRECT) {
@@ -22,25 +22,25 @@ pub(crate) fn token_of(value: u64) -> (u8, u32) {
     ((2 * (extra + EXTRA_BIAS) + (value >> extra & 1) as u32) as u8, extra)
 }
 
-/// Number of extra bits of `token`.
+/// Returns the number of extra bits of `token`.
 #[inline(always)]
 pub(crate) fn extra_bits(token: u8) -> u32 {
     if u32::from(token) < DIRECT { 0 } else { u32::from(token) / 2 - EXTRA_BIAS }
 }
 
-/// The value of `token` whose extra bits are all 0.
+/// Returns the smallest value of `token`: its extra bits are 0.
 #[inline(always)]
 pub(crate) fn base_value(token: u8) -> u64 {
     if u32::from(token) < DIRECT { u64::from(token) } else { (2 + u64::from(token & 1)) << extra_bits(token) }
 }
 
-/// Number of tokens whose values fit in `bits` bits.
+/// Returns the number of tokens whose values fit in `bits` bits.
 pub(crate) const fn tokens_within(bits: u32) -> usize {
     let direct = DIRECT.ilog2();
     if bits <= direct { 1 << bits } else { (DIRECT + 2 * (bits - direct)) as usize }
 }
 
-/// The token frequencies of up to 15 classes. Tensors share sets.
+/// Table set: the token frequencies of up to 15 classes. Several tensors can share a set.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TableSet {
     /// Number of tokens per class.
@@ -50,7 +50,7 @@ pub struct TableSet {
 }
 
 impl TableSet {
-    /// A set of these classes. Each is a list of frequencies with sum 4,096, and does not end with 0.
+    /// Creates a set of these classes. Each class is a list of frequencies with sum 4,096 whose last element is not 0.
     pub(crate) fn new(classes: &[Vec<u16>]) -> Self {
         debug_assert!((1..=MAX_CLASSES).contains(&classes.len()));
         debug_assert!(classes.iter().all(|c| c.iter().map(|&f| u32::from(f)).sum::<u32>() == SCALE && c.last() != Some(&0)));
@@ -60,7 +60,7 @@ impl TableSet {
     /// Reads a set that fills `bytes`.
     ///
     /// # Errors
-    /// [`Rule::TensorTables`] for anything that section 4.2 does not allow.
+    /// [`Rule::TensorTables`] if the bytes violate section 4.2.
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self> {
         let rule = Rule::TensorTables;
         let capacity = bytes.len().min(MAX_CLASSES * MAX_TOKENS); // a frequency takes at least a byte
@@ -92,7 +92,7 @@ impl TableSet {
         Ok(set)
     }
 
-    /// The inverse of [`TableSet::parse`].
+    /// Serializes the set: the inverse of [`TableSet::parse`].
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = vec![self.counts.len() as u8];
         for class in self.classes() {
@@ -108,7 +108,7 @@ impl TableSet {
         bytes
     }
 
-    /// The frequencies of each class, from class 1 on.
+    /// Returns the frequencies of each class, from class 1 on.
     pub fn classes(&self) -> impl ExactSizeIterator<Item = &[u16]> {
         let mut rest = &self.frequencies[..];
         self.counts.iter().map(move |&count| {
@@ -119,7 +119,7 @@ impl TableSet {
     }
 }
 
-/// A set in the form that decoders use: one entry per slot.
+/// Look-up table of a decoder: one entry per slot of a set.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Lookup {
     set: TableSet,
@@ -146,13 +146,13 @@ impl Lookup {
         self.set.clone_from(set);
     }
 
-    /// Whether this is the look-up of `set`.
+    /// Returns whether this is the look-up table of `set`.
     pub fn is_of(&self, set: &TableSet) -> bool {
         self.set == *set
     }
 }
 
-/// Asserts that the look-up of a set agrees with the set for every slot.
+/// Asserts that the look-up table of a set agrees with the set, for every slot.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn check_lookup(set: &TableSet) {
     let mut lookup = Lookup::default();

@@ -1,9 +1,9 @@
 //! Makes table sets from samples of the tensors that will share them.
 //!
-//! Contexts of all tensors are clustered into classes with similar statistics. First, contexts are grouped by rate of change and
-//! mean magnitude of their changes, which gives a few hundred groups. Then each group moves to the class that encodes it in the
-//! fewest bits (k-means with the Kullback–Leibler divergence). The class with the largest excess cost is split, as long as
-//! another table pays.
+//! Training clusters the contexts of all tensors into classes with similar statistics:
+//! 1. Contexts with similar rates of change and similar mean magnitudes of change form a group. There are a few hundred groups.
+//! 2. Each group moves to the class that encodes it in the fewest bits (k-means with the Kullback–Leibler divergence).
+//! 3. The class with the largest excess cost is split, as long as the split saves more than its table costs.
 
 use super::cost::{BIT, exception_cost, log2};
 use super::stats::{LEVELS, Row, Split, Stats, all_lanes};
@@ -12,12 +12,13 @@ use crate::codec::Difference;
 use crate::lane::{Dtype, Lane, with_lane};
 use std::collections::BTreeMap;
 
-/// Rounds of reassignment after each split.
+/// Number of rounds of reassignment after each split.
 const ROUNDS: usize = 2;
 /// Cost of a table entry.
 const ENTRY_COST: u64 = 12 * BIT;
 
-/// Frequencies of value 0 in two fallback classes for contexts that a sample has not seen: for low and for high rates of change.
+/// Frequencies of value 0 in the two fallback classes, one for a low and one for a high rate of change. Contexts that are not in
+/// the sample use these classes.
 const FALLBACK_ZEROS: [u16; 2] = [3584, 512];
 
 /// Key of a group of contexts.
@@ -29,7 +30,7 @@ struct Group {
     magnitude: u16,
 }
 
-/// Statistics of a piece of a tensor.
+/// Statistics of a range of a tensor's lanes.
 #[derive(Debug, Default)]
 pub(crate) struct Sample {
     groups: BTreeMap<Group, Row>,
@@ -38,7 +39,7 @@ pub(crate) struct Sample {
 }
 
 impl Sample {
-    /// Gathers statistics of some lanes of a tensor: a multiple of 128, except at its end.
+    /// Gathers statistics of a range of a tensor's lanes: a multiple of 128 lanes, except at the end of the tensor.
     pub fn gather(dtype: Dtype, low_bits: u32, base: &[u8], target: &[u8]) -> Self {
         let mut sample = Self::default();
         let (mut masks, mut all) = (Vec::new(), Vec::new());
@@ -51,7 +52,7 @@ impl Sample {
             let split = Split::for_lanes::<L>(base, target, dtype, low_bits);
             let valued = if low_bits == 0 { masks } else { all_lanes(base.len() / L::BYTES, &mut all) };
             let stats = Stats::gather::<L>(base, target, dtype, split, valued, changed);
-            // If many lanes change, the encoder distinguishes blocks by activity, so the sample must too.
+            // If many lanes change, the encoder distinguishes blocks by activity. The sample must do the same.
             let by_level = 16 * changed * L::BYTES >= base.len();
             let apart = [0..1, 1..2, 2..3, 3..4];
             let together = std::slice::from_ref(&(0..LEVELS));
@@ -68,12 +69,12 @@ impl Sample {
         sample
     }
 
-    /// Lanes that change.
+    /// Returns the number of lanes that change.
     pub fn changed(&self) -> u64 {
         self.changed
     }
 
-    /// Approximate cost of encoding these lanes with optimal tables, in fractions of a bit.
+    /// Returns the approximate cost of encoding these lanes with optimal tables, in 256ths of a bit.
     pub fn cost(&self) -> u64 {
         self.cost
     }
@@ -86,7 +87,8 @@ fn group_of(row: &Row) -> Option<Group> {
     (others > 0).then(|| Group { rate: rate.min(31) as u8, magnitude: (4 * sum / others) as u16 })
 }
 
-/// The value of a small token, and a logarithmic measure for larger ones, so that a few large changes do not dominate.
+/// Returns the magnitude of a token's values: linear for small tokens, logarithmic for large ones. A few large changes then do
+/// not dominate the mean.
 fn magnitude(token: u8) -> u64 {
     let value = base_value(token);
     match value.checked_ilog2() {
@@ -95,7 +97,7 @@ fn magnitude(token: u8) -> u64 {
     }
 }
 
-/// Makes a table set from samples of the tensors that will share it.
+/// Trainer of a table set. Its samples come from the tensors that will share the set.
 #[derive(Debug, Default)]
 pub(crate) struct Trainer(BTreeMap<Group, Row>);
 
@@ -107,8 +109,9 @@ impl Trainer {
         }
     }
 
-    /// Makes the set; `None` if nothing has changed. `bits` is the size of a value. With `all`, every class gets every token,
-    /// because exceptions are not possible. Unless `seen_all`, two fallback classes are added for unseen contexts.
+    /// Returns the set, or `None` if no lane of the samples changes. Values have at most `bits` bits. With `all`, every class
+    /// gets every token, because exceptions are not possible. Unless `seen_all`, the set gets two fallback classes for unseen
+    /// contexts.
     pub fn finish(self, bits: u32, all: bool, seen_all: bool) -> Option<TableSet> {
         let rows: Vec<Row> = self.0.into_values().collect();
         if rows.is_empty() {
@@ -128,27 +131,27 @@ impl Trainer {
     }
 }
 
-/// Frequencies with `zeros` for value 0, and equal ones for all other tokens.
+/// Returns frequencies with `zeros` for value 0, and the same frequency for all other tokens.
 fn uniform_frequencies(zeros: u16, tokens: usize) -> Vec<u16> {
     let others = tokens as u16 - 1;
     let each = (SCALE as u16 - zeros) / others;
     std::iter::once(SCALE as u16 - others * each).chain(std::iter::repeat_n(each, others.into())).collect()
 }
 
-/// Cost of the rows of a class beyond that with tables of their own. Ordered by the total.
+/// Excess cost of a class: the cost of its rows minus their cost if each row had its own class. Ordered by the total.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Excess {
     total: u64,
     largest: u64,
-    /// Row with the largest excess.
+    /// Row with the largest excess cost.
     row: usize,
 }
 
-/// The assignment of groups to classes.
+/// Assignment of rows, the statistics of groups, to classes.
 #[derive(Clone)]
 struct Clusters<'a> {
     rows: &'a [Row],
-    /// Cost of each row with its own class.
+    /// Cost of each row if it had its own class.
     own: &'a [u64],
     /// Class of each row.
     class: Vec<usize>,
@@ -156,7 +159,7 @@ struct Clusters<'a> {
     cost: Vec<u64>,
     /// Sum of the rows of each class.
     sums: Vec<Row>,
-    /// By class, what each row costs in it. Empty if the sum of the class has changed since.
+    /// Cost of each row in each class, by class. Empty for a class whose sum has changed since the costs were computed.
     costs: Vec<Vec<u64>>,
 }
 
@@ -200,8 +203,8 @@ impl<'a> Clusters<'a> {
         self.cost.iter().sum::<u64>() + entries.sum::<u64>() * ENTRY_COST
     }
 
-    /// Splits a class: the one with the largest excess cost for which that pays. The new class starts with the row of the largest
-    /// excess cost. Returns false, and changes nothing, if no split pays.
+    /// Splits the class with the largest excess cost among those whose split saves bits. The new class starts with the row that
+    /// has the largest excess cost. Returns false if no split saves bits; the assignment is then unchanged.
     fn split(&mut self) -> bool {
         let mut excess = vec![Excess::default(); self.sums.len()];
         for (i, ((&own, &cost), &class)) in self.own.iter().zip(&self.cost).zip(&self.class).enumerate() {
@@ -216,7 +219,7 @@ impl<'a> Clusters<'a> {
         split.map(|split| *self = split).is_some()
     }
 
-    /// The assignment with one more class, which starts with a row; `None` if it does not pay.
+    /// Returns the assignment with one more class, which starts with row `seed`; `None` if that does not save bits.
     fn split_at(&self, seed: usize) -> Option<Self> {
         let mut split = self.clone();
         split.sums.push(self.rows[seed].clone());
@@ -231,13 +234,13 @@ impl<'a> Clusters<'a> {
     }
 }
 
-/// Cost of a row with its own class.
+/// Returns the cost of a row if it had its own class.
 fn own_cost(row: &Row) -> u64 {
     let total = log2(row.lanes().max(1));
     row.counts.iter().filter(|&&n| n != 0).map(|&n| u64::from(n) * (total - log2(n.into()))).sum()
 }
 
-/// Cost of each token in a class with these counts. An unseen token counts 1/32.
+/// Returns the cost of each token in a class with these counts. A token without occurrences counts 1/32.
 fn token_costs(sum: &Row) -> Vec<u64> {
     const PART: u64 = 32;
     let total = log2(PART * sum.lanes() + super::tables::MAX_TOKENS as u64);
@@ -247,10 +250,12 @@ fn token_costs(sum: &Row) -> Vec<u64> {
     costs
 }
 
-/// Frequencies proportional to counts, for at most `tokens_max` tokens. `listed` is the size of an exception in bits. Without it
-/// every value needs a token, so all tokens are present. With it, a token is present if it saves more than it costs the others: a
-/// frequency of 1 costs each lane log2(1 + 1/4096) bits. Since a sample is incomplete, half an occurrence is added to each token,
-/// up to UNSEEN tokens after the last seen one.
+/// Returns frequencies proportional to counts, for at most `tokens_max` tokens. `listed` is the size of an exception in bits, or
+/// `None` if exceptions are not possible.
+///
+/// Without exceptions, all tokens are present. With exceptions, a token is present if it saves more bits than it costs the other
+/// tokens: a frequency of 1 costs each lane log2(1 + 1/4096) bits. Because a sample is incomplete, half an occurrence is added to
+/// each token, up to UNSEEN tokens after the last token that occurs.
 fn frequencies(sum: &Row, listed: Option<u64>, tokens_max: usize) -> Vec<u16> {
     const UNSEEN: usize = 3;
     /// Number of lanes that together lose one bit to a frequency of 1: 4096 · ln 2.
@@ -266,7 +271,7 @@ fn frequencies(sum: &Row, listed: Option<u64>, tokens_max: usize) -> Vec<u16> {
     while frequencies.last() == Some(&0) {
         frequencies.pop();
     }
-    // Rounding errors go to the largest frequencies, where they cost least.
+    // The largest frequencies absorb the rounding errors, because an error costs least there.
     let mut sum: i32 = frequencies.iter().map(|&f| i32::from(f)).sum();
     while sum != SCALE as i32 {
         let Some(largest) = frequencies.iter_mut().max() else { break };
@@ -282,7 +287,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// All shares are rounded up, so that the excess is larger than half of the largest frequency.
+    /// All frequencies are rounded up, so the excess is larger than half of the largest frequency.
     #[test]
     fn frequencies_of_many_equally_frequent_tokens_are_valid() {
         let frequencies = frequencies(&Row { counts: vec![1; 167] }, Some(48), 180);
@@ -290,7 +295,7 @@ mod tests {
         assert!(frequencies.iter().all(|f| (1..=25).contains(f)), "{frequencies:?}");
     }
 
-    /// With 2^24 lanes and exceptions of 48 bits, 165 occurrences pay for a token.
+    /// With 2^24 lanes and exceptions of 48 bits, a token saves bits from 165 occurrences on.
     #[test]
     fn a_token_is_present_if_it_saves_more_than_it_costs() {
         let with = |n: u32| frequencies(&Row { counts: vec![1 << 24, 1 << 16, n, 1 << 16] }, Some(48), 180);

@@ -8,25 +8,25 @@ use crate::dispatch::vectorized;
 use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
 use std::ops::Range;
 
-/// Base and target lanes of a chunk, and how deltas are split into values and low bits.
+/// Base and target lanes of a chunk, and the rule that splits deltas into values and low bits.
 pub(super) struct Lanes<'a> {
     pub base: &'a [u8],
     pub target: &'a [u8],
     pub dtype: Dtype,
     pub split: Split,
-    /// Masks of lanes with a value, one per half block: the changed ones, or all.
+    /// Masks of the lanes that have a value, one per half block: the changed lanes, or with low bits all lanes.
     pub changed: &'a [u64],
 }
 
 impl Lanes<'_> {
-    /// The delta of a lane.
+    /// Returns the delta of a lane.
     pub fn delta<L: Lane>(&self, position: usize) -> L {
         let (base, target) = (lanes_of::<L>(self.base)[position], lanes_of::<L>(self.target)[position]);
         L::delta(L::load(base), L::load(target), self.dtype.order())
     }
 
-    /// The values of coded lanes in some tiles, each tile padded to whole steps of `states`, in a reused buffer. `coded` has one
-    /// mask per half block. Changed lanes that are not coded are appended to `listed`.
+    /// Computes the values of the coded lanes of whole tiles, in a reused buffer. Each tile is padded to whole steps of `states`
+    /// lanes. `coded` has one mask per half block. Changed lanes that are not coded are appended to `listed`.
     pub fn values<'b, L: Lane>(
         &self,
         platform: Platform,
@@ -71,7 +71,7 @@ impl Lanes<'_> {
     }
 }
 
-/// Half blocks whose values to compute.
+/// Range of half blocks, as input for computing values.
 struct Part<'a, T> {
     base: &'a [T],
     target: &'a [T],
@@ -81,7 +81,7 @@ struct Part<'a, T> {
 }
 
 impl<T: Copy> Part<'_, T> {
-    /// Packs values in order into `out`, which must be zero and have 64 elements to spare.
+    /// Writes the values in order to `out`, which must be zero and at least 64 elements longer than the values.
     #[inline(always)]
     fn pack<L: Lane<Le = T>>(&self, platform: Platform, value: impl Fn(L, L) -> L, out: &mut [T]) {
         vectorized(

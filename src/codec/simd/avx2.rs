@@ -1,4 +1,4 @@
-//! AVX2 with BMI2.
+//! Inner loops with AVX2 and BMI2.
 
 use super::types::{Broken, CompactedLanes, DIRECT, EXTRA_BIAS, Entry, GROUP, HALF, STEP, Tiles, Words};
 use std::arch::x86_64::*;
@@ -24,7 +24,7 @@ pub(super) fn compact(
         out.masks[h] = mask;
         let mut at = count;
         for (group, classes) in classes.as_chunks::<8>().0.iter().enumerate() {
-            // Writes eight bytes; the next group overwrites those beyond the coded ones.
+            // Writes eight bytes. The next group overwrites the bytes after the coded lanes.
             let coded = mask >> (8 * group) & 0xFF;
             let bytes = _pdep_u64(coded, 0x0101_0101_0101_0101) * 0xFF;
             let packed = _pext_u64(u64::from_le_bytes(*classes), bytes);
@@ -44,7 +44,7 @@ pub(super) fn compact(
     out.end_tile(tiles, start, count)
 }
 
-/// Classes of 64 lanes, and the mask of lanes whose class is not 0.
+/// Returns the classes of 64 lanes, and the mask of lanes whose class is not 0.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn look_up_classes(indexes: &[u8; HALF], map: &[u8; HALF]) -> (u64, [u8; HALF]) {
@@ -58,7 +58,8 @@ fn look_up_classes(indexes: &[u8; HALF], map: &[u8; HALF]) -> (u64, [u8; HALF]) 
         for q in 0..4 {
             // SAFETY: `map` has 64 bytes, so 16 from byte 0, 16, 32 or 48 on are in bounds.
             let part = unsafe { _mm_loadu_si128(map.as_ptr().add(16 * q).cast()) };
-            // A shuffle uses the low four bits of an index. The comparison selects the 16 entries that the other bits refer to.
+            // A shuffle uses the low four bits of an index. The comparison selects the quarter of the map that the other bits
+            // give.
             let entry = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(part), _mm256_and_si256(index, _mm256_set1_epi8(0xF)));
             let here = _mm256_cmpeq_epi8(quarter, _mm256_set1_epi8(q as i8));
             class = _mm256_or_si256(class, _mm256_and_si256(entry, here));
@@ -81,7 +82,7 @@ pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]
     let (mut lanes, mut done) = (0, 0);
     for (base, target) in base.as_chunks().0.iter().zip(target.as_chunks().0) {
         let (base, target) = (load(base), load(target));
-        // Each byte of a lane gives one equal bit; keep one bit per lane.
+        // The comparison gives one bit per byte, equal for all bytes of a lane. One bit per lane is kept.
         let (equal, one) = match width {
             1 => (_mm256_cmpeq_epi8(base, target), u32::MAX),
             2 => (_mm256_cmpeq_epi16(base, target), 0x5555_5555),
@@ -193,7 +194,7 @@ fn store_words(words: &mut [u32; 8], vector: __m256i) {
     unsafe { _mm256_storeu_si256(words.as_mut_ptr().cast(), vector) };
 }
 
-/// `EXPAND[mask][i]`: index of the word that lane `i` takes, the number of bits of the mask below `i`.
+/// `EXPAND[mask][i]`: index of the word that lane `i` reads. It equals the number of set bits of the mask below bit `i`.
 static EXPAND: [[u8; 8]; 256] = {
     let mut table = [[0; 8]; 256];
     let mut mask = 0;

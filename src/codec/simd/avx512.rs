@@ -1,4 +1,4 @@
-//! AVX-512 with VBMI and VBMI2.
+//! Inner loops with AVX-512, VBMI and VBMI2.
 
 use super::types::{
     Broken, CompactedLanes, DIRECT, EXTRA_BIAS, EncodeTable, Entry, GROUP, HALF, ReverseWriter, STEP, Tiles, Words,
@@ -200,7 +200,7 @@ pub(super) fn encode_steps<L: Lane, const H: usize>(
     left
 }
 
-/// Widens sixteen lanes of at most 4 bytes.
+/// Widens 16 lanes of at most 4 bytes to 32 bits.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn widen<L: Lane>(lanes: &[L::Le; GROUP]) -> __m512i {
@@ -221,8 +221,8 @@ fn widen<L: Lane>(lanes: &[L::Le; GROUP]) -> __m512i {
 fn renormalize_encoder(x: __m512i, full: __mmask16, words: &mut ReverseWriter<'_>) -> __m512i {
     let written = full.count_ones() as usize;
     let packed = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, x));
-    // Moves the words to the top of the vector and stores all of it: words below will be overwritten. That is faster than a
-    // masked store.
+    // Moves the words to the top of the vector and stores the whole vector, which is faster than a masked store. Later words
+    // overwrite the elements below.
     let indexes = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     let packed = _mm256_permutexvar_epi16(_mm256_add_epi16(indexes, _mm256_set1_epi16(written as i16)), packed);
     let slots = &mut words.words[words.next + 1 - GROUP..=words.next];
@@ -281,7 +281,7 @@ pub(super) fn decode_steps<const H: usize>(
             x[h] = renormalize(_mm512_add_epi32(scaled, from_start), words.words, &mut read)?;
         }
         if wide.iter().fold(0, |all, wide| all | wide) != 0 {
-            // For a token without extra bits, their number is 0 and the value is the token.
+            // A token without extra bits is its own value.
             let mut left = [zero; H];
             for h in 0..H {
                 left[h] = _mm512_maskz_sub_epi32(wide[h], _mm512_srli_epi32::<1>(token[h]), _mm512_set1_epi32(EXTRA_BIAS as i32));

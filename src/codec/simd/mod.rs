@@ -1,8 +1,9 @@
-//! The inner loops of codecs in hand-written vector instructions: finding changed lanes; for codec `conditioned`, finding coded
-//! lanes, packing values, decoding and encoding steps. All platforms give the same results, which tests compare.
+//! Inner loops of the codecs in hand-written vector instructions. One loop finds changed lanes. The others are for codec
+//! `conditioned`: they find coded lanes, pack values, and decode and encode steps. Tests check that all platforms give the same
+//! results.
 //!
-//! Of the codecs, only this module and [`crate::dispatch`] use `unsafe`. It is safe to call: a [`Platform`] other than
-//! [`Platform::SCALAR`] exists only where its instructions were detected.
+//! The codecs use `unsafe` only here and in [`crate::dispatch`]. The functions of this module are safe to call: a [`Platform`]
+//! other than [`Platform::SCALAR`] exists only if its instructions were detected.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;

@@ -1,4 +1,4 @@
-//! The choice of instructions, and each inner loop with the chosen ones.
+//! Detects vector instructions, and calls the version of each inner loop that uses them.
 
 use super::scalar;
 use super::types::{
@@ -9,8 +9,8 @@ use super::types::{
 use super::{avx2, avx512};
 use crate::lane::Lane;
 
-/// Defines a function that detects every feature that the functions of an instruction set enable, and the list of these features,
-/// which a test compares with the source.
+/// Defines a list of features, and a function that detects all features of the list. A test checks that the list has every
+/// feature that the functions of the instruction set enable.
 #[cfg(target_arch = "x86_64")]
 macro_rules! detection {
     ($has:ident, $features:ident: $($feature:tt),+) => {
@@ -30,7 +30,7 @@ detection!(
     "avx512f", "avx512bw", "avx512vl", "avx512cd", "avx512vbmi", "avx512vbmi2", "bmi2", "popcnt"
 );
 
-/// The instructions to use. A value exists only if the processor supports them.
+/// A set of vector instructions. A value exists only if the processor supports them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Platform(Isa);
 
@@ -47,7 +47,7 @@ impl Platform {
     /// Portable code.
     pub const SCALAR: Self = Self(Isa::Scalar);
 
-    /// All platforms that this processor supports, the fastest last.
+    /// Returns all platforms that this processor supports, the fastest last.
     pub fn available() -> Vec<Self> {
         #[cfg_attr(not(target_arch = "x86_64"), expect(unused_mut, reason = "there is one platform"))]
         let mut platforms = vec![Self::SCALAR];
@@ -63,22 +63,22 @@ impl Platform {
         platforms
     }
 
-    /// The fastest platform of this processor.
+    /// Returns the fastest platform of this processor.
     pub fn best() -> Self {
         Self::available().pop().unwrap_or(Self::SCALAR)
     }
 
-    /// Whether [`Platform::decode_steps`] is implemented.
+    /// Returns whether [`Platform::decode_steps`] is implemented.
     pub fn has_steps(self) -> bool {
         self != Self::SCALAR
     }
 
-    /// Finds the coded lanes of some tiles: those with a class other than 0. The class is `map[index]` if the index is below 64,
-    /// and 0 otherwise. Each block of 128 indexes uses the map of its activity. Returns the number of elements that the coded
-    /// lanes take, with each tile padded to whole steps.
+    /// Finds the coded lanes of whole tiles: the lanes with a class other than 0. The class is `map[index]` if the index is below
+    /// 64, and 0 otherwise. Each block of 128 indexes uses the map of its activity. Returns the number of elements in the list of
+    /// coded lanes, with each tile padded to whole steps.
     ///
     /// # Panics
-    /// If `out` is too small, or the number of activities is not that of the blocks.
+    /// If `out` is too small, or the number of activities differs from the number of blocks.
     pub fn compact(
         self,
         indexes: &[[u8; HALF]],
@@ -91,8 +91,8 @@ impl Platform {
         let lanes = indexes.len() * HALF;
         assert!(indexes.len() == 2 * activities.len() && out.masks.len() == indexes.len());
         assert!(tiles.halves.is_multiple_of(2) && tiles.step.is_power_of_two() && tiles.step <= STEP);
-        // Each half block writes 64 classes and positions from the current end. Padded to whole steps, a tile takes at most as
-        // many elements as it has lanes.
+        // Each half block writes 64 classes and positions at the current end of the list. A padded tile has at most as many
+        // elements as lanes.
         assert!(out.classes.len() >= lanes + HALF && (out.positions.is_empty() || out.positions.len() >= lanes + HALF));
         match self.0 {
             Isa::Scalar => scalar::compact(indexes, activities, maps, tiles, first, out),
@@ -128,7 +128,7 @@ impl Platform {
         scalar::differ(width, base_rest, target_rest, last);
     }
 
-    /// Packs the lanes selected by `mask` to the beginning of `out`. Lanes behind them are unchanged or 0.
+    /// Packs the lanes selected by `mask` to the beginning of `out`. The lanes after them are unchanged or 0.
     ///
     /// # Panics
     /// If `out` has fewer than 64 lanes.
@@ -143,9 +143,9 @@ impl Platform {
         }
     }
 
-    /// Encodes `classes`, whole steps of `count` lanes, from the last step backwards. Returns how many lanes at the beginning are
-    /// left for the scalar code: all, if this platform has no such instructions; otherwise up to and including the last step with
-    /// a token that its class lacks.
+    /// Encodes `classes`, which consists of whole steps of `count` lanes, from the last step backwards. Returns the number of
+    /// lanes at the beginning that the caller must encode with scalar code. That is all lanes if this platform has no code for
+    /// these steps. Otherwise it is the lanes up to and including the last step that has a token that its class lacks.
     ///
     /// # Panics
     /// If the lengths differ, or `words` is too small.
@@ -174,13 +174,14 @@ impl Platform {
 
     /// Decodes steps of `count` lanes, 16 or 32, with `classes` from 0 to 15, to values of at most 32 bits.
     ///
-    /// `table` has all slots of classes 0 to 15, and allows at most the tokens of 32-bit values.
+    /// `table` has all slots of classes 0 to 15, and allows at most the tokens of 32-bit values. The scalar platform does not
+    /// implement this function.
     ///
     /// # Errors
     /// A missing word, or a value with too many bits. States and output are then undefined.
     ///
     /// # Panics
-    /// If the lengths do not match, or on the scalar platform, which does not implement it.
+    /// If the lengths do not match, or on the scalar platform.
     #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "only vector code uses them"))]
     pub fn decode_steps(
         self,

@@ -1,4 +1,4 @@
-//! Portable code.
+//! Inner loops in portable code.
 
 #![forbid(unsafe_code)]
 

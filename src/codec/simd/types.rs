@@ -1,13 +1,13 @@
-//! Types shared by all platforms: tiles of lanes, streams of words, tables of classes.
+//! Types that all platforms share: tiles of lanes, streams of words, tables of classes.
 
 #![forbid(unsafe_code)]
 
-/// Most lanes of a step, which is the maximal number of states of a stream.
+/// Maximum number of lanes per step, and of states per stream.
 pub(crate) const STEP: usize = 32;
-/// Lanes per mask of nonzero values. Steps of one or two groups have vector code.
+/// Lanes per mask of nonzero values. Vector code exists for steps of one or two groups.
 pub(crate) const GROUP: usize = 16;
 
-/// Why a stream is invalid.
+/// Reason why a stream is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Broken {
     /// A word is missing.
@@ -16,27 +16,27 @@ pub(crate) enum Broken {
     Value,
 }
 
-/// Lanes per mask of coded lanes: half a block.
+/// Lanes per half block. One mask of coded lanes covers a half block.
 pub(crate) const HALF: usize = 64;
 
-/// Values below this are their own tokens.
+/// Values below `DIRECT` are their own tokens.
 pub(crate) const DIRECT: u32 = 64;
 /// `extra_bits = token / 2 - EXTRA_BIAS`, for tokens from [`DIRECT`] on.
 pub(crate) const EXTRA_BIAS: u32 = DIRECT / 2 - (DIRECT.ilog2() - 1);
-/// Number of tokens for values of 32 bits, the largest that vector code handles.
+/// Number of tokens for values of at most 32 bits. Vector code handles no larger values.
 pub(super) const TOKENS_32: usize = 2 * (30 + EXTRA_BIAS) as usize + 2;
 
-/// The division of lanes into tiles and steps. Each tile begins a new step.
+/// Division of lanes into tiles and steps. Each tile begins a new step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tiles {
     /// Half blocks per tile. The last tile may have fewer.
     pub halves: usize,
-    /// Lanes of a step: a power of two, at most [`STEP`].
+    /// Lanes per step: a power of two, at most [`STEP`].
     pub step: usize,
 }
 
 impl Tiles {
-    /// Length of a list of `coded` lanes of a tile, padded to whole steps.
+    /// Returns the length of a tile's list of `coded` coded lanes, padded to whole steps.
     #[inline(always)]
     pub fn padded_len(self, coded: usize) -> usize {
         (coded + self.step - 1) & !(self.step - 1)
@@ -45,16 +45,16 @@ impl Tiles {
 
 /// Output of [`super::Platform::compact`]: the coded lanes, with each tile padded to whole steps.
 pub(crate) struct CompactedLanes<'a> {
-    /// A mask for each half of a block.
+    /// One mask per half block.
     pub masks: &'a mut [u64],
-    /// Class of each coded lane, then 0 up to the end of the tile's last step. Elements behind are undefined.
+    /// Class of each coded lane, then 0 up to the end of the tile's last step. Later elements are undefined.
     pub classes: &'a mut [u8],
-    /// Position of each coded lane; empty if positions are not needed. Elements of the padding are undefined.
+    /// Position of each coded lane, with undefined padding. Empty if positions are not needed.
     pub positions: &'a mut [u32],
 }
 
 impl CompactedLanes<'_> {
-    /// Ends a tile whose list has elements `start..count`. Returns where the next tile begins.
+    /// Ends a tile with list elements `start..count`. Returns the index of the next tile's first element.
     #[inline(always)]
     pub(super) fn end_tile(&mut self, tiles: Tiles, start: usize, count: usize) -> usize {
         if let Some(padding) = self.classes[count..].first_chunk_mut::<STEP>() {
@@ -64,7 +64,7 @@ impl CompactedLanes<'_> {
     }
 }
 
-/// The decoder's table for values of limited size.
+/// Table of a decoder, for values of limited size.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DecodeTable<'a> {
     /// All slots of classes 0 to 15.
@@ -76,34 +76,34 @@ pub(crate) struct DecodeTable<'a> {
 /// Output of [`super::Platform::decode_steps`].
 #[derive(Debug)]
 pub(crate) struct DecodedSteps<'a> {
-    /// The values.
+    /// Values.
     pub values: &'a mut [u32],
-    /// Masks of the values that are not 0, one per [`GROUP`].
+    /// Masks of nonzero values, one per [`GROUP`].
     pub changed: &'a mut [u16],
 }
 
-/// A slot of a class: the first slot of its token in the low 12 bits, the number of the token's slots minus 1 in the next 12, the
-/// token in the high 8.
+/// Entry of a slot. Low 12 bits: first slot of its token. Next 12 bits: number of slots of the token, minus 1. High 8 bits:
+/// token.
 pub(crate) type Entry = u32;
 
-/// All slots of class 0, which pads steps. Its only token, 0, has all slots, so decoding it leaves a state unchanged and needs no
-/// word.
+/// Entry of every slot of class 0, which pads steps. The only token of class 0 is 0 and has all slots, so decoding it leaves the
+/// state unchanged and reads no word.
 pub(crate) const NO_CLASS: Entry = 0xFFF << 12;
 
-/// log2 of the slots per class. Entry `class << 12 | slot` of a table describes a slot.
+/// log2 of the number of slots per class. A table has the entry of a slot at index `class << 12 | slot`.
 pub(crate) const SLOTS_LOG2: u32 = 12;
 
-/// The words of a stream, read while it is decoded.
+/// Reader of the words of a stream.
 #[derive(Debug)]
 pub(crate) struct Words<'a> {
-    /// The words after the states.
+    /// Words after the initial states.
     pub words: &'a [[u8; 2]],
     /// Number of words read so far.
     pub read: usize,
 }
 
 impl Words<'_> {
-    /// Appends a word to state `x` if it is below the lower bound.
+    /// Shifts a word into state `x` if `x` is below the lower bound.
     #[inline(always)]
     pub fn renormalize(&mut self, x: u32) -> Result<u32, Broken> {
         if x >= 1 << 16 {
@@ -115,15 +115,15 @@ impl Words<'_> {
     }
 }
 
-/// The encoder's table: the frequencies of all tokens of all classes.
+/// Table of an encoder: first slot and number of slots of all tokens of all classes.
 pub(crate) struct EncodeTable {
-    /// Entry `class << 8 | token`: the first slot in the low 12 bits, the number of slots minus 1 in the next 12, and min(⌊2^32 /
-    /// number⌋, 2^32 − 1) in the high 32. 0 if the class lacks the token.
+    /// Entry of a token, at index `class << 8 | token`. Low 12 bits: first slot. Next 12 bits: number of slots, minus 1. High 32
+    /// bits: min(⌊2^32 / number⌋, 2^32 − 1). The entry is 0 if the class lacks the token.
     pub(super) entries: Vec<u64>,
 }
 
 impl Default for EncodeTable {
-    /// Class 0 alone, which pads steps: encoding its token leaves a state unchanged.
+    /// Returns a table with class 0 only. This class pads steps: encoding its token leaves a state unchanged.
     fn default() -> Self {
         let mut table = Self { entries: vec![0; 16 << 8] };
         table.set(0, 0, 0, 1 << SLOTS_LOG2);
@@ -132,19 +132,19 @@ impl Default for EncodeTable {
 }
 
 impl EncodeTable {
-    /// Gives a class a token with `count` slots from `start` on.
+    /// Adds a token to a class, with `count` slots from slot `start` on.
     pub fn set(&mut self, class: u8, token: u8, start: u32, count: u32) {
         let reciprocal = ((1u64 << 32) / u64::from(count)).min(u32::MAX.into());
         self.entries[Self::at(class, token)] = u64::from(start | (count - 1) << 12) | reciprocal << 32;
     }
 
-    /// Whether a class has a token.
+    /// Returns whether a class has a token.
     #[inline(always)]
     pub fn has(&self, class: u8, token: u8) -> bool {
         self.entries[Self::at(class, token)] != 0
     }
 
-    /// Encodes a token. Its class must have it.
+    /// Encodes a token, which its class must have. Returns the new state.
     #[inline(always)]
     pub fn encode(&self, class: u8, token: u8, state: u32, words: &mut ReverseWriter<'_>) -> u32 {
         let entry = self.entries[Self::at(class, token)];
@@ -165,18 +165,18 @@ impl EncodeTable {
 
 /// A buffer of words that is filled from the end.
 pub(crate) struct ReverseWriter<'a> {
-    /// At least `SPARE` elements longer than the words that will be kept.
+    /// Buffer, at least `SPARE` elements longer than the words to keep.
     pub words: &'a mut [u16],
     /// Index of the next word.
     pub next: usize,
 }
 
 impl ReverseWriter<'_> {
-    /// Words below the kept ones that may be overwritten.
+    /// Number of elements below the kept words that vector code can overwrite.
     pub const SPARE: usize = 16;
 
-    /// Writes the low word of a state that is `limit` or more, and returns the rest of the state. Without a branch, which would
-    /// be mispredicted.
+    /// Writes the low word of the state if the state is at least `limit`. Returns the rest of the state. There is no branch,
+    /// because the processor would often mispredict it.
     #[inline(always)]
     pub fn renormalize(&mut self, state: u32, limit: u64) -> u32 {
         let full = u64::from(state) >= limit;

@@ -23,19 +23,19 @@ pub(super) fn encode(gaps: impl Iterator<Item = u32>, out: &mut Vec<u8>) {
     put(0, 7, out);
 }
 
-/// Why there is no next gap.
+/// Reason why there is no next gap.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Bad {
     /// The bytes end inside a code.
     End,
-    /// A fifth zero: no gap of a chunk is that large.
+    /// A code starts with five zeros. No gap of a chunk is that large.
     TooLong,
 }
 
 /// Reads codes from the most significant bit down.
 pub(super) struct Reader<'a> {
     bytes: &'a [u8],
-    /// Bits read so far.
+    /// Number of bits read so far.
     at: usize,
 }
 
@@ -44,7 +44,7 @@ impl<'a> Reader<'a> {
         Self { bytes, at: 0 }
     }
 
-    /// The next 32 bits, with zeros past the end, without consuming them.
+    /// Returns the next 32 bits without consuming them. Bits past the end are 0.
     fn peek(&self) -> u32 {
         let from = self.at / 8;
         let mut window = [0; 8];
@@ -74,7 +74,7 @@ impl<'a> Reader<'a> {
         Ok((1 << n | low) - 1)
     }
 
-    /// Whether only zero padding of the last byte is left.
+    /// Returns whether all unread bits are zero padding of the last byte.
     pub fn is_finished(&self) -> bool {
         self.at.div_ceil(8) == self.bytes.len() && (self.at.is_multiple_of(8) || self.peek() >> 24 == 0)
     }

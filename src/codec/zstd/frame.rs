@@ -1,10 +1,11 @@
-//! One standard zstd frame with a content size, no dictionary and a bounded window, and nothing after it (spec section 5.2).
+//! Reads and writes single zstd frames with a content size, without a dictionary, with a bounded window (spec section 5.2).
 
 use zstd::zstd_safe::zstd_sys::ZSTD_EndDirective;
 use zstd::zstd_safe::{self, CCtx, CParameter, DCtx, InBuffer, OutBuffer, ResetDirective, Strategy};
 
 const MAGIC: [u8; 4] = [0x28, 0xB5, 0x2F, 0xFD];
-/// Parts shorter than this share a block with the next one, because a block costs a header and a table.
+/// Minimum size of a block in bytes. A shorter part shares a block with the next part, because each block costs a header and a
+/// table.
 const MIN_BLOCK_SIZE: usize = 128;
 
 type Outcome<T> = Result<T, &'static str>;
@@ -19,8 +20,8 @@ pub(super) struct Compressor(CCtx<'static>);
 impl Compressor {
     pub fn new() -> Outcome<Self> {
         let mut context = CCtx::try_create().ok_or("out of memory")?;
-        // Nearly all of the gain is entropy coding of literals. The fastest match finder, restricted to long matches, gives the
-        // best ratio on real pairs and decodes fastest (DECISIONS.md).
+        // Entropy coding of literals gives nearly all of the gain. On real pairs, the fastest match finder, restricted to long
+        // matches, gives the best ratio and the fastest decoding.
         for parameter in [
             CParameter::CompressionLevel(1),
             CParameter::Strategy(Strategy::ZSTD_fast),
@@ -34,7 +35,7 @@ impl Compressor {
         Ok(Self(context))
     }
 
-    /// Appends a frame of `content` to `out`, with blocks that end where the parts end: each part has its own statistics.
+    /// Appends a frame of `content` to `out`. Blocks end at `part_ends`, because each part has its own statistics.
     pub fn compress(&mut self, content: &[u8], part_ends: &[usize], out: &mut Vec<u8>) -> Outcome<()> {
         self.0.reset(ResetDirective::SessionOnly).map_err(named)?;
         self.0.set_pledged_src_size(Some(content.len() as u64)).map_err(named)?;
@@ -66,12 +67,12 @@ impl Compressor {
     }
 }
 
-/// Reads frames. The context (95 kB) is created for the first frame, because many decoders see none.
+/// Reads frames. The context of 95 kB is created for the first frame, because many decoders read no frame.
 #[derive(Default)]
 pub(super) struct Expander(Option<DCtx<'static>>);
 
 impl Expander {
-    /// Expands `frame`, which must be one frame of exactly `out.len()` bytes. The error describes what it is instead.
+    /// Expands `frame`, which must be one frame with exactly `out.len()` bytes of content. An error describes the difference.
     pub fn expand(&mut self, frame: &[u8], out: &mut [u8], window_log_max: u32) -> Outcome<()> {
         check_header(frame, out.len() as u64, window_log_max)?;
         match zstd_safe::find_frame_compressed_size(frame) {
@@ -85,7 +86,7 @@ impl Expander {
     }
 }
 
-/// Checks properties that the library does not: the magic, the content size, and the window. zstd itself refuses dictionaries.
+/// Checks the magic, the content size and the window, which the zstd library does not check. The library refuses dictionaries.
 fn check_header(frame: &[u8], size: u64, window_log_max: u32) -> Outcome<()> {
     let Some((magic, [descriptor, rest @ ..])) = frame.split_first_chunk::<4>() else {
         return Err("too few bytes for a frame");
@@ -138,7 +139,7 @@ mod tests {
         assert!(out == *b"abc" && expander.0.is_some());
     }
 
-    /// The first bytes of a frame with this window and content size.
+    /// Returns the first bytes of a frame with this window and content size.
     fn header_with_window(window: u8, size: u32) -> Vec<u8> {
         [&MAGIC[..], &[0x80, window], &size.to_le_bytes()].concat()
     }
@@ -161,7 +162,7 @@ mod tests {
         assert_eq!(expand(&[&MAGIC[..], &[0]].concat(), usize::MAX, 27), Err("too few bytes for a frame"));
     }
 
-    /// The sizes of a frame's blocks, all of which must be raw.
+    /// Returns the sizes of a frame's blocks. All blocks must be raw.
     fn raw_blocks(frame: &[u8]) -> Vec<usize> {
         let single_segment = frame[4] & 0x20 != 0;
         let size_bytes = match frame[4] >> 6 {

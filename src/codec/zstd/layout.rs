@@ -1,21 +1,21 @@
-//! The registry of layouts (`spec/codecs.md` section 3).
+//! Registry of layouts (`spec/codecs.md` section 3).
 
 use crate::format::registry;
 
 registry! {
-    /// Layout of the content of a frame, which is its first byte.
+    /// Layout of the content of a frame. The first byte of the content is the code of its layout.
     #[derive(Default)]
     Layout: u8 as "layout" {
         /// Byte planes of all lanes' deltas.
         #[default]
         Planes = 0 => "planes",
-        /// Gaps in bytes, byte planes of the changed lanes' deltas.
+        /// Gaps in bytes, and byte planes of the deltas of changed lanes.
         Gaps = 1 => "gaps",
-        /// Gaps in Elias-δ, byte planes of the changed lanes' deltas.
+        /// Gaps in Elias-δ code, and byte planes of the deltas of changed lanes.
         EliasDelta = 2 => "elias-delta",
-        /// A gap and a delta per byte; large ones are escaped.
+        /// One gap and one delta per byte. Large gaps and deltas are escaped.
         NibbleGaps = 3 => "nibble-gaps",
-        /// The deltas of two lanes per byte; large ones are escaped.
+        /// Deltas of two lanes per byte. Large deltas are escaped.
         NibblePlanes = 4 => "nibble-planes",
     }
 }

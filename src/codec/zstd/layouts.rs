@@ -8,14 +8,14 @@ use crate::error::{Result, Rule};
 use crate::lane::{Lane, Order, lanes_of, lanes_of_mut};
 use crate::sums::chunk_sum;
 
-/// Values from here on need a token of 15, an escape of 255, and a wide value.
+/// Minimum value that needs a token of 15, an escape of 255, and a wide value.
 pub(super) const WIDE: u64 = NIBBLE + 255;
-/// Values from here on do not fit in a nibble.
+/// Minimum value that does not fit in a nibble.
 const NIBBLE: u64 = 15;
 /// Lanes per block of `nibble-planes`.
 const BLOCK: usize = 64;
 
-/// The content of a frame while it is assembled.
+/// Content of a frame while it is assembled.
 #[derive(Default)]
 pub(super) struct Content {
     bytes: Vec<u8>,
@@ -32,7 +32,7 @@ impl Content {
         &self.bytes
     }
 
-    /// Ends of the parts, which have different statistics.
+    /// Returns the offsets at which the parts end.
     pub fn parts(&self) -> &[usize] {
         &self.part_ends
     }
@@ -41,7 +41,7 @@ impl Content {
         self.part_ends.push(self.bytes.len());
     }
 
-    /// Sections 3.1 and 3.5. `deltas` has all lanes.
+    /// Writes a layout of section 3.1 or 3.5. `deltas` has one delta per lane of the chunk.
     pub fn put_dense<L: Lane>(&mut self, layout: Layout, deltas: &[L]) {
         self.bytes.push(layout.code());
         if layout == Layout::Planes {
@@ -58,7 +58,7 @@ impl Content {
         self.put_escapes(deltas, |z| z.to_u64());
     }
 
-    /// Sections 3.2, 3.3 and 3.4.
+    /// Writes a layout of section 3.2, 3.3 or 3.4.
     pub fn put_sparse<L: Lane>(&mut self, layout: Layout, changes: &Changes<L>) {
         self.bytes.push(layout.code());
         let mut next = 0;
@@ -87,7 +87,7 @@ impl Content {
         }
     }
 
-    /// Parts 2 and 3 of the nibble layouts.
+    /// Writes parts 2 and 3 of the nibble layouts.
     fn put_escapes<L: Lane>(&mut self, deltas: &[L], value: impl Fn(&L) -> u64) {
         let values = || deltas.iter().map(&value).filter(|&v| v >= NIBBLE);
         self.bytes.extend(values().map(|v| (v - NIBBLE).min(255) as u8));
@@ -127,7 +127,7 @@ fn put_continued(mut x: u32, out: &mut Vec<u8>) {
     out.push(x as u8);
 }
 
-/// The deltas of all lanes of a chunk.
+/// Returns the deltas of all lanes of a chunk.
 pub(super) fn deltas_of_all<L: Lane>(base: &[u8], target: &[u8], order: Order) -> Vec<L> {
     vectorized(
         #[inline(always)]
@@ -172,7 +172,7 @@ fn decode_in<L: Lane>(layout: Layout, parts: &[u8], count: usize, order: Order, 
     }
 }
 
-/// Takes `size` bytes off the front of `parts`.
+/// Takes `size` bytes from the start of `parts`.
 #[inline(always)]
 fn take<'a>(parts: &mut &'a [u8], size: usize) -> Result<&'a [u8]> {
     let (part, rest) =
@@ -189,7 +189,7 @@ fn check_count(count: usize, found: usize) -> Result<()> {
     Rule::PayloadDeltas.check(count == found, format_args!("{count} deltas"), found)
 }
 
-/// The lanes of byte planes. `planes` has `count` bytes per plane.
+/// Returns the lanes of byte planes. `planes` has `count` bytes per plane.
 fn lanes_of_planes<L: Lane>(planes: &[u8], count: usize) -> impl Iterator<Item = L> {
     (0..count).map(move |i| plane_lane(planes, count, i))
 }
@@ -258,7 +258,7 @@ fn decode_elias<L: Lane>(mut parts: &[u8], count: usize, order: Order, base_sum:
     Ok(patch.finish())
 }
 
-/// Takes one number in continued bytes.
+/// Takes one number from continued bytes.
 #[inline(always)]
 fn take_continued(bytes: &mut &[u8]) -> Result<usize> {
     let mut x = 0;
@@ -274,7 +274,7 @@ fn take_continued(bytes: &mut &[u8]) -> Result<usize> {
     }
 }
 
-/// Parts 2 and 3 of the nibble layouts, read in step with the tokens.
+/// Reader of parts 2 and 3 of the nibble layouts.
 struct Escapes<'a> {
     bytes: &'a [u8],
     planes: &'a [u8],
@@ -283,7 +283,7 @@ struct Escapes<'a> {
 }
 
 impl<'a> Escapes<'a> {
-    /// Takes both parts off the front of `parts`.
+    /// Takes both parts from the start of `parts`.
     #[inline(always)]
     fn take<L: Lane>(parts: &mut &'a [u8], escaped: usize) -> Result<Self> {
         let bytes = take(parts, escaped)?;
@@ -292,8 +292,8 @@ impl<'a> Escapes<'a> {
         Ok(Self { bytes, planes, wide, wide_read: 0 })
     }
 
-    /// Reads one value per bit of `mask`, from the lowest bit on, and writes it to that index of `out`. Values must not exceed
-    /// `largest`.
+    /// Reads one value per set bit of `mask`, from the lowest bit up, and writes it to `out` at the index of the bit. Values must
+    /// not exceed `largest`.
     #[inline(always)]
     fn fill<L: Lane>(&mut self, mut mask: u64, largest: u64, out: &mut [L; BLOCK]) -> Result<()> {
         for &byte in take(&mut self.bytes, mask.count_ones() as usize)? {
@@ -325,7 +325,7 @@ fn decode_nibble_gaps<L: Lane>(mut parts: &[u8], count: usize, order: Order, bas
     let mut escapes = Escapes::take::<L>(&mut parts, escaped)?;
     let largest = L::from_u64(u64::MAX).to_u64() - 1;
     let mut patch = Patch::<L>::new(lanes, count, base_sum, order);
-    // `values` has an unused first half, so that one mask covers the escapes of gaps (low half) and values (high half).
+    // The first half of `values` is unused, because one mask covers the escapes of gaps (low half) and of values (high half).
     let (mut gaps, mut values) = ([0; BLOCK / 2], [L::default(); BLOCK]);
     for tokens in tokens.chunks(BLOCK / 2) {
         let mut padded = [0; BLOCK / 2];
@@ -349,8 +349,8 @@ fn decode_nibble_gaps<L: Lane>(mut parts: &[u8], count: usize, order: Order, bas
     Ok(patch.finish())
 }
 
-/// Mask of the nibbles of 32 tokens that are 15: bits 0 to 31 for the low nibbles, 32 to 63 for the high ones. One mask for all,
-/// because the trip count of a loop over its bits is mispredicted: there should be few such loops.
+/// Returns the mask of the nibbles that are 15, for 32 tokens. Bits 0 to 31 are for the low nibbles, bits 32 to 63 for the high
+/// nibbles. One mask covers both, because the processor usually mispredicts the end of a loop over the bits of a mask.
 #[inline(always)]
 fn full_nibbles(tokens: &[u8; BLOCK / 2]) -> u64 {
     let mut mask = 0;

@@ -1,4 +1,4 @@
-//! Contexts of base lanes, on every platform.
+//! Tests of the contexts of base lanes, on every platform.
 
 use super::*;
 use crate::codec::conditioned::context::indexes;

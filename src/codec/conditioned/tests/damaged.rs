@@ -1,11 +1,11 @@
-//! Payloads of which parts are something else: the decoders come to what the model comes to.
+//! Tests with damaged payloads: the decoders give the same result as the model.
 
 use super::*;
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1500))]
 
-    /// A header, maps or streams of any bytes in a payload that is in order otherwise.
+    /// A valid payload in which header, maps or streams have arbitrary bytes.
     #[test]
     fn any_part_of_a_payload_may_be_anything(
         dtype in dtypes(),
@@ -39,13 +39,13 @@ proptest! {
         }
     }
 
-    /// Streams of any bytes: these are refused in the end, or else after some steps, on every platform.
+    /// Streams of arbitrary bytes are refused on every platform, at their end or earlier.
     #[test]
     fn any_stream_ends(dtype in dtypes(), lanes in 1usize..5000, stream in proptest::collection::vec(any::<u16>(), 2..600), seed: u64) {
         let mut random = Random::new(seed);
         let shape = Shape { low_bits: 0, list_every: 0, ..shape(&mut random, 5, 0, 1) };
         let Some(mut chunk) = Chunk::new(&mut random, dtype, lanes, shape) else { return Ok(()) };
-        // The same lanes twice leave nothing but header, maps, activities and a stream.
+        // With equal base and target, a payload has only header, maps, activities and a stream.
         chunk.target.clone_from(&chunk.base);
         let start = HEADER + 2 * usize::from(chunk.payload[CONTEXT_COUNT]).div_ceil(2) + lanes.div_ceil(128).div_ceil(8);
         let mut payload = chunk.payload[..start].to_vec();
@@ -56,7 +56,7 @@ proptest! {
     }
 }
 
-/// Small payloads of all kinds.
+/// Returns small payloads of all kinds.
 fn samples() -> Vec<Chunk> {
     let mut random = Random::new(7);
     let mut chunks = Vec::new();
@@ -76,7 +76,7 @@ fn samples() -> Vec<Chunk> {
             chunks.extend(Chunk::new(&mut random, dtype, lanes, shape).filter(|chunk| chunk.payload.len() < 1500));
         }
     }
-    // And some of our encoder's.
+    // Payloads of the library's encoder.
     for (dtype, low_bits, rate) in [(Dtype::Bf16, 0, 100), (Dtype::Bf16, 8, 1024), (Dtype::F32, 24, 500), (Dtype::I16, 0, 300)] {
         let base = random.lanes(dtype, 280);
         let target = random.changed(dtype, &base, rate);
@@ -87,7 +87,7 @@ fn samples() -> Vec<Chunk> {
     chunks
 }
 
-/// Without the CRC of the payload: what is not refused differs in the sum of the chunk, unless it is the target all the same.
+/// Even without the CRC, damage is found: a damaged payload is refused, or has another chunk sum, or still gives the target.
 #[test]
 fn every_flipped_bit_and_every_cut_is_found() {
     let mut decoders = decoders();
@@ -114,7 +114,7 @@ fn every_flipped_bit_and_every_cut_is_found() {
     }
 }
 
-/// One decoder for chunks of all kinds and sizes, and for payloads that end in an error, gives what a fresh one gives.
+/// A decoder that has decoded other chunks and damaged payloads gives the same results as a new decoder.
 #[test]
 fn nothing_is_left_behind() {
     let mut random = Random::new(8);

@@ -1,10 +1,11 @@
-//! Maps that our encoder chooses. A decoder may look for coded lanes by one comparison of magnitudes where the coded entries of a
-//! map are its first ones.
+//! Tests of the maps that the encoder chooses. If the coded entries of a map come first, a decoder can find coded lanes with one
+//! comparison of magnitudes.
 
 use super::*;
 use crate::codec::conditioned::payload::Payload;
 
-/// For each map of a payload of BF16 whether it codes anything, and whether an entry below a coded one is not coded.
+/// Returns two values per map of a BF16 payload: whether the map has a coded entry, and whether it has an uncoded entry below a
+/// coded entry.
 fn coded_and_holes(chunk: &Chunk) -> Vec<(bool, bool)> {
     let classes = chunk.tables.as_ref().map_or(0, |tables| tables.classes().len());
     let payload = Payload::parse(&chunk.payload, chunk.base.len() / 2, 2, chunk.changed(), classes).unwrap();
@@ -15,9 +16,9 @@ fn coded_and_holes(chunk: &Chunk) -> Vec<(bool, bool)> {
     payload.maps.classes[..1 << payload.activity_bits].iter().map(map).collect()
 }
 
-/// Weights in rows of 384, of which one in `resting` is left alone; the others take a step of about `step`.
+/// Returns base and target weights in rows of 384. One of `resting` rows is unchanged. The others change by about `step`.
 fn weights(random: &mut Random, rows: usize, resting: u64, step: f32) -> (Vec<u8>, Vec<u8>) {
-    // About normal, with a deviation of 1.
+    // Approximately normal, with a standard deviation of 1.
     let mut normal = || (0..12).map(|_| random.below(1 << 16) as f32 / 65536.0).sum::<f32>() - 6.0;
     let lanes: Vec<(f32, f32)> = (0..rows * 384).map(|_| (0.05 * normal(), step * normal())).collect();
     let rests: Vec<bool> = (0..rows).map(|_| random.below(resting) == 0).collect();
@@ -25,7 +26,7 @@ fn weights(random: &mut Random, rows: usize, resting: u64, step: f32) -> (Vec<u8
     let of = |lanes: &mut dyn Iterator<Item = u16>| lanes.flat_map(u16::to_le_bytes).collect::<Vec<u8>>();
     let base = of(&mut lanes.iter().map(|&(weight, _)| round(weight)));
     let target = of(&mut lanes.iter().enumerate().map(|(i, &(weight, step))| {
-        // A weight of 16 bits is what is there, and the step is added to it.
+        // The step is added to the rounded weight, which the base contains.
         let weight = f32::from_bits(u32::from(round(weight)) << 16);
         round(if rests[i / 384] { weight } else { weight + step })
     }));
@@ -58,12 +59,12 @@ fn maps_of_weights_have_no_holes() {
     assert!(coded > 30, "{coded} maps");
 }
 
-/// Contexts without changes, and such as do not occur, between those that have changes.
+/// Contexts with changes, mixed with contexts that do not change or do not occur.
 #[test]
 fn few_lanes_that_do_not_change_make_no_holes() {
     let mut random = Random::new(21);
     let lane = |i: u64| {
-        // Every third or fifth lane of some exponents changes; few have the others, and some none.
+        // Some exponents change in every third or fifth lane, some occur in few lanes, and some do not occur.
         let (exponent, changes) = match i % 1000 {
             0 => (101, false),
             1 => (103, false),
@@ -83,7 +84,8 @@ fn few_lanes_that_do_not_change_make_no_holes() {
     chunk.assert_decodes(&mut decoders());
 }
 
-/// Rows of lanes are decoded where they lie if all of a block are coded, those too that hardly ever change.
+/// If all lanes of a block are coded, including lanes that hardly ever change, rows of lanes are decoded without a list of coded
+/// lanes.
 #[test]
 fn dense_blocks_are_coded_as_a_whole() {
     let (base, target) = weights(&mut Random::new(22), 400, 2, 1e-4);
@@ -107,7 +109,7 @@ fn dense_blocks_are_coded_as_a_whole() {
     chunk.assert_decodes(&mut decoders());
 }
 
-/// A few large lanes among many small ones that change: a map for all of them would have too many contexts.
+/// A few large lanes among many small lanes that change. A map for all lanes would have too many contexts.
 #[test]
 fn lanes_may_have_more_contexts_than_a_map() {
     let exponent = |i: u16| if i.is_multiple_of(5000) { 230 } else { 100 + i % 3 };
@@ -119,12 +121,12 @@ fn lanes_may_have_more_contexts_than_a_map() {
     Chunk { dtype: Dtype::Bf16, tables, base, target, payload }.assert_decodes(&mut decoders());
 }
 
-/// Where no class suits lanes that do not change, it costs too much to code them.
+/// If no class suits lanes that do not change, coding them costs too much.
 #[test]
 fn holes_that_are_worth_it_stay() {
     let base: Vec<u8> = (0..30_000u16).flat_map(|i| (0x3C00 + i % 3 * 0x80).to_le_bytes()).collect();
     let mut target = base.clone();
-    // Half of the lanes of every exponent but the one in the middle.
+    // Half of the lanes of every exponent change, except for the middle exponent.
     target.chunks_mut(2).enumerate().filter(|(i, _)| i % 3 != 1 && i / 3 % 2 == 0).for_each(|(_, lane)| lane[0] ^= 1);
     let tables = Some(TableSet::new(&[flat(3, 1365)]));
     let payload = encode(&mut Encoder::default(), Dtype::Bf16, tables.as_ref(), 0, &base, &target);

@@ -1,7 +1,7 @@
-//! The codec against the model, on every platform: payloads of our encoder, payloads of every shape that an
-//! encoder may choose, and damaged ones.
+//! Tests that compare the codec with the model, on every platform: payloads of the library's encoder, payloads of every valid
+//! shape, and damaged payloads.
 //!
-//! Here is what the groups share: lanes, tables and payloads at random, and what a decoder makes of them.
+//! This file has the shared helpers: random lanes, tables and payloads, and comparisons of decoders.
 
 mod contexts;
 mod damaged;
@@ -22,7 +22,7 @@ use crate::lane::{Dtype, with_lane};
 use crate::sums::chunk_sum;
 use proptest::prelude::*;
 
-/// Bytes of a payload's header, and where its fields begin.
+/// Size of a payload's header in bytes, and offsets of its fields.
 const HEADER: usize = 16;
 const LOW_BITS: usize = 0;
 const STATES: usize = 1;
@@ -38,7 +38,7 @@ fn count_changed(dtype: Dtype, base: &[u8], target: &[u8]) -> u32 {
     base.chunks(width).zip(target.chunks(width)).filter(|(base, target)| base != target).count() as u32
 }
 
-/// Tables made from these lanes.
+/// Returns tables trained on these lanes.
 fn trained(dtype: Dtype, low_bits: u32, base: &[u8], target: &[u8]) -> Option<TableSet> {
     let mut trainer = Trainer::default();
     trainer.add(&Sample::gather(dtype, low_bits, base, target));
@@ -69,7 +69,7 @@ fn encode_at(
     payload.split_off(3)
 }
 
-/// The chunk sum and the lanes that a payload decodes to.
+/// Decodes a payload to the chunk sum and the lanes of the target.
 fn decode(
     decoder: &mut Decoder,
     dtype: Dtype,
@@ -110,7 +110,7 @@ fn assert_decodes(decoders: &mut [Decoder], dtype: Dtype, tables: Option<&TableS
     }
 }
 
-/// Decodes anything with each decoder: all come to what the model comes to, and errors name rules of payloads.
+/// Decodes arbitrary bytes with each decoder. Asserts that all agree with the model, and that errors have rules of payloads.
 fn assert_as_model(
     decoders: &mut [Decoder],
     dtype: Dtype,
@@ -134,14 +134,15 @@ fn assert_as_model(
     expected
 }
 
-/// Frequencies that add up to 4,096: `least` for each of `count` tokens, and what is left for the first.
+/// Returns frequencies with sum 4,096: `least` for each of `count` tokens, and the remainder for the first token.
 fn flat(count: usize, least: u16) -> Vec<u16> {
     let mut class = vec![least; count];
     class[0] += SCALE as u16 - count as u16 * least;
     class
 }
 
-/// Sets that a stranger may make: one token; no token for 0, so that no lane can be left alone; all tokens; the largest alone.
+/// Returns unusual valid sets: with one token, without token 0 (so no lane can stay unchanged), with all tokens, and with the
+/// largest token only.
 fn handmade() -> Vec<TableSet> {
     let alone = |token: usize| [vec![0; token], vec![SCALE as u16]].concat();
     vec![
@@ -154,12 +155,12 @@ fn handmade() -> Vec<TableSet> {
     ]
 }
 
-/// A set of one class that has one token.
+/// Returns a set of one class with one token.
 fn one_token(token: usize) -> TableSet {
     TableSet::new(&[[vec![0; token], vec![SCALE as u16]].concat()])
 }
 
-/// What a chunk is made of: lanes, tables, and how they are coded.
+/// A chunk: its lanes, tables and payload.
 #[derive(Debug)]
 struct Chunk {
     dtype: Dtype,
@@ -170,7 +171,7 @@ struct Chunk {
 }
 
 impl Chunk {
-    /// A chunk of so many lanes in this shape, if those can be coded so.
+    /// Returns a chunk of `lanes` random lanes with a payload of this shape, or `None` if the shape cannot code the lanes.
     fn new(random: &mut Random, dtype: Dtype, lanes: usize, shape: Shape) -> Option<Self> {
         let tables = match random.below(8) {
             0 => None,
@@ -198,13 +199,13 @@ impl Chunk {
         assert_decodes(decoders, self.dtype, self.tables.as_ref(), &self.payload, &self.base, &self.target);
     }
 
-    /// Decodes another payload, of which the record says `num_deltas`.
+    /// Same as the function, for another payload of this chunk and `num_deltas` in the record.
     fn assert_as_model(&self, decoders: &mut [Decoder], num_deltas: u32, payload: &[u8]) -> Option<Vec<u8>> {
         assert_as_model(decoders, self.dtype, self.tables.as_ref(), num_deltas, payload, &self.base)
     }
 }
 
-/// Classes and activities at random, and the rest as given.
+/// Returns a shape with random classes and activities, and these other fields.
 fn shape(random: &mut Random, states_log2: u8, segments_log2: u8, activity_bits: u8) -> Shape {
     let bytes = |random: &mut Random, most: u64| (0..random.below(most)).map(|_| random.next() as u8).collect::<Vec<_>>();
     let sparse = random.below(3);

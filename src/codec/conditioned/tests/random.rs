@@ -1,4 +1,4 @@
-//! Lanes and table sets that look like those of checkpoints, and ones that do not, the same in every run.
+//! Pseudorandom lanes and table sets, the same in every run. Some resemble those of checkpoints, others do not.
 
 use crate::codec::conditioned::TableSet;
 use crate::codec::conditioned::tables::SCALE;
@@ -28,7 +28,7 @@ impl Random {
         (self.next() << 32) ^ self.next()
     }
 
-    /// Any bits, or few of them, or those of zeros, infinities and NaNs.
+    /// Returns arbitrary bits, few bits, or the bits of a zero, infinity or NaN.
     fn lane(&mut self, dtype: Dtype) -> u64 {
         let bits = 8 * dtype.lane_bytes() as u32;
         let any = self.any();
@@ -36,7 +36,7 @@ impl Random {
             0 => any,
             1 => any % (1 << ((any >> 40) as u32 % bits.min(63))),
             2 => [0, u64::MAX, 1, 1 << (bits - 1), u64::MAX >> (65 - bits)][any as usize % 5],
-            // An exponent of all ones or of zeros.
+            // An exponent of all ones or all zeros.
             _ => {
                 let mantissa = dtype.mantissa_bits().unwrap_or(bits / 2);
                 let top = [0, u64::MAX][(any >> 60) as usize % 2] << mantissa;
@@ -45,7 +45,7 @@ impl Random {
         }
     }
 
-    /// Lanes most of which lie around a few magnitudes, as weights do.
+    /// Returns lanes, most of which have one of a few magnitudes, like weights.
     pub fn lanes(&mut self, dtype: Dtype, count: usize) -> Vec<u8> {
         let width = dtype.lane_bytes();
         let shift = self.below(8 * width as u64 / 2 + 1);
@@ -57,7 +57,7 @@ impl Random {
         (0..count).flat_map(lane).collect()
     }
 
-    /// `base` with about `rate` of 1,024 lanes changed.
+    /// Returns `base` with about `rate` of 1,024 lanes changed.
     pub fn changed(&mut self, dtype: Dtype, base: &[u8], rate: u64) -> Vec<u8> {
         let mut target = base.to_vec();
         let largest = self.below(4);
@@ -78,7 +78,7 @@ impl Random {
         target
     }
 
-    /// A set of so many classes, with tokens up to `most`.
+    /// Returns a set of `classes` classes, with tokens up to `most`.
     pub fn set(&mut self, classes: usize, most: usize) -> TableSet {
         let class = |_| {
             let count = 1 + self.below(most as u64) as usize;
@@ -87,7 +87,7 @@ impl Random {
             let mut left = SCALE as u16 - 1;
             while left > 0 {
                 let part = 1 + self.below(u64::from(left)) as u16;
-                // Small tokens more often, and most tokens at times.
+                // Small tokens are more frequent. In some sets most tokens occur.
                 let token = self.below(count as u64) * self.below(5) / 4;
                 class[token as usize % count] += part.min(if part.is_multiple_of(3) { 40 } else { part });
                 left = SCALE as u16 - class.iter().sum::<u16>();

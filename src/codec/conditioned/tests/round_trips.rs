@@ -1,4 +1,4 @@
-//! What is encoded comes back.
+//! Tests that decoding gives back the encoded lanes.
 
 use super::*;
 
@@ -35,7 +35,7 @@ fn payloads_of_our_encoder_come_back() {
                         if base == target {
                             continue;
                         }
-                        // What the record may say (section 6 of the format).
+                        // Maximum size of a payload (section 6 of the format).
                         assert!(payload.len() <= base.len() + base.len() / 64 + 64, "{dtype}, {lanes} lanes");
                         let tables = tables.as_ref();
                         assert_decodes(&mut decoders, dtype, tables, &payload, &base, &target);
@@ -71,7 +71,7 @@ fn what_a_payload_is_appended_to_changes_nothing() {
 
 #[test]
 fn a_lane_that_no_sample_saw_unchanged_comes_back() {
-    // Tables without a token for 0, and one lane of many that does not change.
+    // The tables lack a token for 0, and one of many lanes does not change.
     let tables = one_token(1);
     let base = vec![0x77; 1 << 18];
     for unchanged in [5, 700, 5 * 128 + 3, 99_000] {
@@ -100,7 +100,7 @@ fn whole_chunks_come_back() {
     }
 }
 
-/// The same table set is looked up once, and buffers are kept: none of it may show.
+/// An encoder keeps the look-up of its table set, and its buffers. This must not affect later payloads.
 #[test]
 fn an_encoder_used_again_writes_the_same() {
     let mut random = Random::new(3);
@@ -131,7 +131,7 @@ fn all_states_segments_and_activities_come_back() {
                     (Dtype::F32, 512 << segments_log2),
                     (Dtype::F64, 8300),
                     (Dtype::I8, 40_000),
-                    // A tile a segment, and the last tile of one lane.
+                    // One tile per segment. The last tile has one lane.
                     (Dtype::F16, (1024 << segments_log2) - 1023),
                 ] {
                     let shape = shape(&mut random, states_log2, segments_log2, activity_bits);

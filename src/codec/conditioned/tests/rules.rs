@@ -1,11 +1,12 @@
-//! Each way to break a payload, by the rule that it breaks.
+//! Tests that each violation is reported with its rule.
 
 use super::*;
 use crate::codec::conditioned::tables::{base_value, extra_bits};
 use crate::error::Rule;
 use crate::lane::{Lane, Order, lanes_of_mut};
 
-/// 2,200 lanes of BF16, which are three tiles, with the exponents 0 to 3, four lanes each in turn, of which some change.
+/// Returns a chunk of 2,200 BF16 lanes, which are three tiles. The exponents 0 to 3 alternate every four lanes. `changes` lists
+/// position and delta of each change.
 fn example(shape: Shape, changes: &[(usize, u16)]) -> Chunk {
     let set = TableSet::new(&[flat(16, 100), flat(70, 50)]);
     let base: Vec<u8> = (0..2200u16).flat_map(|lane| (lane << 5 & 0x1FF).to_le_bytes()).collect();
@@ -27,10 +28,10 @@ fn assert_refused(chunk: &Chunk, payload: &[u8], rule: Rule) {
     assert_eq!(chunk.assert_as_model(&mut decoders(), chunk.changed(), payload), None);
 }
 
-/// Each way to break a payload, and the rule that it breaks.
+/// Breaks payloads in each possible way, and checks the reported rule.
 #[test]
 fn rules_are_told_apart() {
-    // The exponents 1 and 2 are coded, so that the change of lane 0 is listed.
+    // The exponents 1 and 2 are coded. So the change of lane 0 is an exception.
     let plain = Shape { context_count: 3, classes: vec![0, 1, 2], ..Shape::default() };
     let split = Shape { activity_bits: 1, activities: vec![0, 1, 1], segments_log2: 1, states_log2: 2, ..plain.clone() };
     let low = Shape { low_bits: 5, center: 100, classes: vec![], ..plain.clone() };
@@ -80,7 +81,7 @@ fn rules_are_told_apart() {
         payload[at..at + bytes.len()].copy_from_slice(bytes);
         assert_refused(&chunks[chunk], &payload, rule);
     }
-    // Two changes are listed, and their positions change places, or become the same.
+    // Two exceptions whose positions are swapped or equal.
     let listed_twice = Shape { context_count: 1, classes: vec![], ..Shape::default() };
     let twice = example(listed_twice, &[(7, 4), (9, 2)]);
     twice.assert_decodes(&mut decoders());
@@ -91,14 +92,14 @@ fn rules_are_told_apart() {
         (payload[at], payload[at + 4]) = (positions[0], positions[1]);
         assert_refused(&twice, &payload, Rule::PayloadPositions);
     }
-    // One byte more makes half a word, two are a word that nothing reads.
+    // One more byte is half a word. Two more bytes are a word that is not read.
     assert_refused(&chunks[0], &[&chunks[0].payload[..], &[0]].concat(), Rule::PayloadSize);
     assert_refused(&chunks[0], &[&chunks[0].payload[..], &[0, 0]].concat(), Rule::PayloadStream);
     assert_refused(&chunks[0], &chunks[0].payload[..last - 1], Rule::PayloadStream);
     assert_refused(&chunks[0], &chunks[0].payload[..HEADER - 1], Rule::PayloadSize);
 }
 
-/// As many segments as tiles, and twice as many.
+/// As many segments as tiles are valid. More segments than tiles are refused.
 #[test]
 fn a_segment_has_a_tile() {
     for (dtype, tile) in [(Dtype::U8, 1024), (Dtype::U16, 1024), (Dtype::U32, 512), (Dtype::U64, 256)] {
@@ -112,7 +113,7 @@ fn a_segment_has_a_tile() {
             let payload = model::encode(dtype, None, &shape, &base, &target).unwrap();
             let mut chunk = Chunk { dtype, tables: None, base, target, payload };
             chunk.assert_decodes(&mut decoders());
-            // A tile less, and the header is checked before anything is read.
+            // With one tile less, the header is refused before other parts are read.
             chunk.base.truncate(chunk.base.len() - width);
             chunk.target.truncate(chunk.base.len());
             if segments_log2 > 0 {
@@ -122,7 +123,7 @@ fn a_segment_has_a_tile() {
     }
 }
 
-/// Each token that fits in a lane, with the largest value and the least; the token after them is refused.
+/// Every token whose values fit in a lane is decoded, with small and large values. Larger tokens are refused.
 #[test]
 fn the_largest_values_fit() {
     for (dtype, tokens) in [(Dtype::U8, 68), (Dtype::U16, 84), (Dtype::U32, 116), (Dtype::U64, 180)] {
@@ -148,7 +149,7 @@ fn the_largest_values_fit() {
             }
             for token in tokens..MAX_TOKENS {
                 for (states_log2, states) in [(0, 1), (5, 32)] {
-                    // Words in plenty, so that it is the value that is wrong.
+                    // The stream has enough words, so only the value is invalid.
                     let mut header = [0; HEADER];
                     (header[STATES], header[CONTEXT_COUNT]) = (states_log2, 1);
                     let payload = [&header[..], &[1, 0], &[0, 0, 1, 0].repeat(states + 1000)].concat();
@@ -161,7 +162,7 @@ fn the_largest_values_fit() {
     }
 }
 
-/// Counts and sizes that promise far more than there is: refused for what is missing.
+/// Counts and sizes far beyond the end of the payload are refused.
 #[test]
 fn promises_of_much_are_refused() {
     let lanes = 4 << 20;
@@ -187,7 +188,7 @@ fn promises_of_much_are_refused() {
     header[STATES] = 5;
     refused(header, &[0; 100], Rule::PayloadSize);
     refused(header, &[&[0][..], &[255; 4 * 31], &[0], &[1; 200]].concat(), Rule::PayloadSize);
-    // All lanes are coded, and the words for them end at once.
+    // All lanes are coded, but the stream has no words.
     header[SEGMENTS] = 0;
     refused(header, &[&[1, 0][..], &[1; 4 * 32]].concat(), Rule::PayloadStream);
     // All lanes are coded and unchanged.

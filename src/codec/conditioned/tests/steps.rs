@@ -1,4 +1,4 @@
-//! Steps of a stream, on every platform that has them.
+//! Tests of the steps of a stream, on every platform with vector code for them.
 
 use super::*;
 use crate::codec::conditioned::tables::Lookup;
@@ -6,7 +6,7 @@ use crate::codec::simd::{Broken, DecodeTable, DecodedSteps, STEP, Words};
 use crate::format::ConditionedHeader;
 use zerocopy::FromBytes;
 
-/// A step as section 4.5 has it, on frequencies.
+/// Decodes a step as section 4.5 defines it, from frequencies.
 fn plain_step(
     classes: &[u8],
     set: &[Vec<u16>],
@@ -44,7 +44,7 @@ fn plain_step(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(3000))]
 
-    /// Steps from any states and words, which always decode to something while words are there and tokens allowed.
+    /// Arbitrary states and words decode to values, as long as no word is missing and all tokens are allowed.
     #[test]
     fn steps_are_the_same_on_every_path(
         classes in 1usize..16,
@@ -88,7 +88,7 @@ proptest! {
                     let not_zero = |lanes: &[u32]| lanes.iter().rev().fold(0, |mask, &value| mask << 1 | u16::from(value != 0));
                     prop_assert!(values.chunks(16).map(not_zero).eq(changed));
                 }
-                // In a step that is wrong in two ways a vector may find the other one first.
+                // If a step has two errors, vector code can find the other error first.
                 Err(broken) => {
                     prop_assert!(expected.is_err(), "{:?} on {:?}", broken, platform);
                     prop_assert!(broken != Broken::Value || most > allowed, "{:?}", platform);
@@ -99,7 +99,7 @@ proptest! {
     }
 }
 
-/// Four states, with three coded lanes in the first tile and two in the next: the fourth state codes no lane.
+/// Four states, with three coded lanes in the first tile and two in the second. The fourth state codes no lane.
 #[test]
 fn a_tile_begins_with_the_first_state() {
     let set = TableSet::new(&[flat(2, 2048)]);
@@ -109,7 +109,7 @@ fn a_tile_begins_with_the_first_state() {
     let target: Vec<u8> =
         (0..).zip(&base).flat_map(|(i, lane)| (lane - u16::from(coded.contains(&(i, 1)))).to_le_bytes()).collect();
     let base: Vec<u8> = base.iter().flat_map(|lane| lane.to_le_bytes()).collect();
-    // A token of 2,048 slots is the bit below the upper half of a state, which loses it.
+    // A token with 2,048 slots is one bit, just below the upper half of a state. Decoding removes this bit.
     let states = [1 << 18 | 1 << 12 | 1 << 11, 1 << 18, 1 << 17 | 1 << 11, 1u32 << 16];
     let mut payload = vec![0; HEADER];
     (payload[STATES], payload[CONTEXT_COUNT]) = (2, 2);
@@ -121,7 +121,7 @@ fn a_tile_begins_with_the_first_state() {
     assert_decodes(&mut decoders(), Dtype::Bf16, Some(&set), &payload, &base, &target);
 }
 
-/// Changes that are seldom, and the more so the larger a lane is: what time is worth decides where lanes are coded.
+/// Changes are rare, and rarer in larger lanes. The weight of decoding time decides which lanes are coded.
 #[test]
 fn a_dear_lane_is_coded_less_often_and_streams_are_as_short_as_they_are_wanted() {
     let mut random = Random::new(7);
