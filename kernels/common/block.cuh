@@ -1,4 +1,4 @@
-// The chunk of a block, and operations of all its threads together.
+// The chunk that a block decodes, and operations in which all threads of the block take part.
 #pragma once
 #include "common/device.cuh"
 #include "common/sums.cuh"
@@ -12,8 +12,8 @@ struct Chunk {
     u8* output;
     const u8* payload; // address is a multiple of 16
     u32 lanes;
-    u32 base_lanes;    // base lanes that exist; those beyond are zero
-    u32 size;          // of the payload
+    u32 base_lanes;    // number of base lanes; lanes at or past it count as zero
+    u32 size;          // size of the payload in bytes, without padding
     u32 num_deltas;
     u32 crc32;
     u32 number;
@@ -22,7 +22,7 @@ struct Chunk {
 
 __device__ __forceinline__ u32 launch_index(const Launch& launch) { return launch.first + blockIdx.x; }
 
-// Finds the chunk of this block and its tensor. False if this kernel does not decode that chunk.
+// Finds the chunk of this block and its tensor. Returns false if this kernel does not decode the chunk.
 __device__ __forceinline__ bool chunk_of_block(const Launch& launch, u16 codec, Chunk& chunk, DeviceTensor& tensor) {
     if (blockIdx.x >= launch.count) return false;
     chunk.number = launch.order ? ((const u32*)launch.order)[launch_index(launch)] : launch_index(launch);
@@ -45,10 +45,10 @@ __device__ __forceinline__ bool chunk_of_block(const Launch& launch, u16 codec, 
     return true;
 }
 
-// Errors are a bit mask: bit n stands for status word n.
+// The bit of a status word in a mask of errors.
 __device__ __forceinline__ u32 error(u32 status) { return 1u << status; }
 
-// One thread: writes the status word of the chunk, which is the lowest error bit.
+// One thread: writes the status word of the chunk: the number of the lowest error bit, or 0.
 __device__ __forceinline__ void report(const Launch& launch, const Chunk& chunk, u32 errors) {
     ((u32*)launch.statuses)[chunk.number] = errors ? __ffs((i32)errors) - 1 : 0;
     if (errors && launch.mode == TPDE_MODE_DRY) *(volatile u32*)launch.flag = 1;
@@ -58,7 +58,7 @@ __device__ __forceinline__ bool commit_is_off(const Launch& launch) {
     return launch.mode == TPDE_MODE_COMMIT && *(const volatile u32*)launch.flag != 0;
 }
 
-// A lane at an address in shared memory.
+// Loads and stores a lane in shared memory.
 template <int W> __device__ __forceinline__ typename WideOf<W>::type shared_lane(u32 at) {
     if constexpr (W == 1) return shared_u8(at);
     if constexpr (W == 2) return shared_u16(at);
@@ -75,11 +75,10 @@ template <int W> __device__ __forceinline__ void set_shared_lane(u32 at, typenam
     if constexpr (W == 8) set_shared_u64(at, lane);
 }
 
-// Returns thread 0's `x`. The caller passes a value that is equal in all threads; the shuffle proves that to the
-// compiler.
+// Returns the `x` of thread 0. All threads of the warp pass equal values. The shuffle proves that to the compiler.
 __device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(ALL_LANES, x, 0); }
 
-// ---- Payload: reads stay inside it and its padding ----
+// ---- Payload. Reads stay inside the payload and its padding ----
 
 __device__ __forceinline__ u32 padded(u32 size) { return (size + 15) & ~15u; }
 
@@ -114,7 +113,7 @@ __device__ __forceinline__ u64 warp_sum(u64 x) {
     return x;
 }
 
-// All threads: adds each thread's contribution. The caller must put a barrier before the totals are read.
+// All threads: adds the values of each thread to the totals. A barrier must precede the next read of the totals.
 __device__ __forceinline__ void add_to(Totals& totals, u64 base_sum, u64 target_sum, u32 changed, u32 errors) {
     base_sum = warp_sum(base_sum);
     target_sum = warp_sum(target_sum);
@@ -128,7 +127,7 @@ __device__ __forceinline__ void add_to(Totals& totals, u64 base_sum, u64 target_
     }
 }
 
-// All errors of the block, including wrong sums. `totals.target_sum` holds target sum - base sum, modulo 2^64.
+// Returns all errors of the block, including wrong sums. `totals.target_sum` holds target sum - base sum, modulo 2^64.
 __device__ __forceinline__ u32 errors_of(const Totals& totals, const Chunk& chunk) {
     u32 errors = totals.errors;
     if (totals.base_sum != chunk.base_sum) errors |= error(TPDE_STATUS_CHUNK_BASE_SUM);

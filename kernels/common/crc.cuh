@@ -1,16 +1,17 @@
 // CRC-32 of a payload by all threads of a block.
 //
-// The payload is laid out in rows of THREADS words. Zeros are put in front to fill the first row; a CRC that starts at
-// zero ignores them. Each thread processes one column. A step from one row to the batch multiplies by x^(32·THREADS) mod
-// P. That map is linear over GF(2), so it is the XOR of one table look-up per five bits of the current remainder. A
-// table has 32 words: one register per thread of the warp, read by shuffle. Shared memory would be slower, because of
-// bank conflicts. At the end column i is multiplied by x^(32·(THREADS − i)), and the columns are XORed.
+// The payload is divided into rows of THREADS words. Zero words before the payload complete the first row. A CRC that
+// starts at zero ignores them. Each thread processes one column. A step from one row to the next multiplies the
+// remainder by x^(32·THREADS) mod P. That map is linear over GF(2), so it is the XOR of one table look-up per five bits
+// of the remainder. A table has 32 words, one register per thread of the warp, and is read by shuffle. Shared memory
+// would be slower because of bank conflicts. At the end column i is multiplied by x^(32·(THREADS − i)), and the columns
+// are XORed.
 #pragma once
 #include "common/block.cuh"
 
 #define CRC_POLYNOMIAL 0xEDB88320u
 
-// a·b mod P, with reflected bits.
+// Returns a·b mod P, with reflected bits.
 __host__ __device__ constexpr u32 crc_multiply(u32 a, u32 b) {
     u32 product = 0;
     for (int bit = 31; bit >= 0; bit--) {
@@ -23,8 +24,8 @@ __host__ __device__ constexpr u32 crc_multiply(u32 a, u32 b) {
 #define CRC_LOOKUPS 7
 
 template <int THREADS> struct CrcConstants {
-    u32 rows[CRC_LOOKUPS][32]; // [k][v]: bits 5k to 5k+4 of a word, of value v, multiplied by x^(32·THREADS) mod P
-    u32 columns[THREADS];      // x^(32·(THREADS − i)) for thread i
+    u32 rows[CRC_LOOKUPS][32]; // [k][v] = (v << 5k)·x^(32·THREADS) mod P: product for bits 5k to 5k+4 of a word
+    u32 columns[THREADS];      // [i] = x^(32·(THREADS − i)) mod P
 };
 
 template <int THREADS> __host__ __device__ constexpr CrcConstants<THREADS> make_crc_constants() {
@@ -47,7 +48,7 @@ template <int THREADS> __host__ __device__ constexpr CrcConstants<THREADS> make_
 
 template <int THREADS> __device__ const CrcConstants<THREADS> CRC = make_crc_constants<THREADS>();
 
-// Bytes of shared memory that block_crc32 needs as scratch.
+// Size of the shared memory that block_crc32 uses, in bytes.
 #define CRC_SHARED (4 * 32)
 
 // All threads: returns the CRC of the payload. Starts and ends with a barrier.
@@ -72,7 +73,7 @@ template <int THREADS> __device__ u32 block_crc32(const Chunk& chunk, u32* parti
     for (u32 row = 0; row < rows; row += ROWS_PER_STEP) {
 #pragma unroll
         for (u32 i = 0; i < ROWS_PER_STEP; i++) batch[i] = prefetched[i];
-        // Overlaps the loads of the following batch with the look-ups of this one.
+        // Loads the next batch while the look-ups of this batch run.
         load(row + ROWS_PER_STEP);
 #pragma unroll
         for (u32 i = 0; i < ROWS_PER_STEP; i++) {
@@ -96,7 +97,7 @@ template <int THREADS> __device__ u32 block_crc32(const Chunk& chunk, u32* parti
     return ~crc;
 }
 
-// All threads: checks CRC and padding of the payload. Returns the same errors in every thread.
+// All threads: checks the CRC and the padding of the payload. Returns the same errors in every thread.
 template <int THREADS> __device__ __noinline__ u32 check_payload(const Launch& launch, const Chunk& chunk, u32* shared) {
     if (launch.flags & TPDE_FLAG_NO_CRC) return 0;
     u32 errors = block_crc32<THREADS>(chunk, shared) != chunk.crc32 ? error(TPDE_STATUS_PAYLOAD_CRC32) : 0;

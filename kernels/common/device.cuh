@@ -1,5 +1,5 @@
-// Inline PTX, wrapped in functions. No other file has any, so everything else also compiles for the processor
-// (emulator/README.md). emulator/device.h implements the same functions there.
+// Inline PTX, wrapped in functions. No other file contains inline PTX, so all other files also compile for a processor
+// (emulator/README.md). There, emulator/device.h implements the same functions.
 #pragma once
 #include "common/format.cuh"
 
@@ -9,7 +9,7 @@
 
 // ---- Shared memory ----
 
-// The dynamic shared memory of the block, aligned to 1,024 bytes.
+// Returns the dynamic shared memory of the block, aligned to 1,024 bytes.
 __device__ __forceinline__ void* dynamic_shared_memory() {
     extern __shared__ __align__(1024) uint4 dynamic_shared[];
     return dynamic_shared;
@@ -48,9 +48,9 @@ __device__ __forceinline__ void set_shared_u16(u32 at, u32 value) {
 __device__ __forceinline__ void set_shared_u32(u32 at, u32 value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory"); }
 __device__ __forceinline__ void set_shared_u64(u32 at, u64 value) { asm volatile("st.shared.u64 [%0], %1;" ::"r"(at), "l"(value) : "memory"); }
 
-// Thread 0 of a warp adds to a word and gets the previous value. Other threads must ignore the result. The address
-// depends on the thread: otherwise the compiler would aggregate the additions of the whole warp first, which is wasted
-// work here.
+// Thread 0 of a warp adds `value` to a word and gets the previous value. Other threads must ignore the result. The
+// address depends on the thread. With a uniform address the compiler would first add up the values of the warp, which
+// costs instructions.
 __device__ __forceinline__ u32 first_adds_to_shared(u32 thread, u32 at, u32 value) {
     u32 before = 0;
     asm volatile("{.reg .pred p; setp.eq.u32 p, %1, 0; @p atom.shared.add.u32 %0, [%2], %3;}" : "+r"(before) : "r"(thread), "r"(at + 4 * thread), "r"(value) : "memory");
@@ -71,16 +71,16 @@ __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefe
 
 // ---- Warps and barriers ----
 
-// One step of a prefix sum over a warp: adds the `x` of the thread `by` below, if there is one. Two instructions
-// instead of three for a shuffle and a select.
+// One step of a prefix sum over a warp: returns x plus the `x` of thread t - `by`, for threads t >= `by`. Takes two
+// instructions; a shuffle and a select take three.
 __device__ __forceinline__ u32 add_from_before(u32 x, u32 by) {
     u32 sum = x;
     asm volatile("{.reg .pred p; .reg .u32 from; shfl.sync.up.b32 from|p, %1, %2, 0, 0xFFFFFFFF; @p add.u32 %0, %0, from;}" : "+r"(sum) : "r"(x), "r"(by));
     return sum;
 }
 
-// Named barriers 1 to 15, each for two warps. One warp arrives and continues; the other waits, and then sees the writes
-// of the first. All threads of a warp must call them.
+// Named barriers 1 to 15, each for two warps. The first warp arrives and continues. The second warp waits, and then
+// sees the writes that the first warp made before it arrived. All threads of a warp must call these functions.
 __device__ __forceinline__ void arrive_for(u32 barrier) { asm volatile("bar.arrive %0, 64;" ::"r"(barrier) : "memory"); }
 __device__ __forceinline__ void wait_at(u32 barrier) { asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory"); }
 
@@ -94,19 +94,19 @@ __device__ __forceinline__ u32 permute_bytes(u32 low, u32 high, u32 selector) {
     return value;
 }
 
-// ~a & b | c, in one instruction.
+// Returns ~a & b | c, in one instruction.
 __device__ __forceinline__ u32 not_and_or(u32 a, u32 b, u32 c) {
     u32 value;
     asm("lop3.b32 %0, %1, %2, %3, 0xAE;" : "=r"(value) : "r"(a), "r"(b), "r"(c)); // 0xAE = ~0xF0 & 0xCC | 0xAA
     return value;
 }
 
-// Adds 1 if `counted`, with one predicated instruction instead of three.
+// Adds 1 to `count` if `counted`, with one predicated instruction. The compiler uses three.
 __device__ __forceinline__ void count_if(u32& count, bool counted) {
     asm("{.reg .pred p; setp.ne.u32 p, %1, 0; @p add.u32 %0, %0, 1;}" : "+r"(count) : "r"((u32)counted));
 }
 
-// Number of the multiprocessor that runs this thread.
+// Returns the number of the multiprocessor that runs this thread.
 __device__ __forceinline__ u32 multiprocessor() {
     u32 number;
     asm("mov.u32 %0, %%smid;" : "=r"(number));

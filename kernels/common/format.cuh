@@ -1,7 +1,7 @@
 // Structs and constants shared by the kernels and the host (spec/tpde-format.md sections 6 to 8).
 //
-// The Rust types of the same names must match. Two tests check it: one against the sizes, offsets and constants that
-// `tpde_layout` (layout.cu) reports, one against spec/tpde.h. README.md describes a launch.
+// The Rust types of the same names must match. One test compares them with the sizes, offsets and constants that
+// `tpde_layout` (layout.cu) reports. Another test compares them with spec/tpde.h. README.md describes a launch.
 #pragma once
 
 typedef unsigned char u8;
@@ -27,7 +27,7 @@ struct ChunkMetadata {
     u32 uncompressed_size;
     u32 num_deltas;
     u32 crc32;
-    u64 output_offset; // in lanes
+    u64 output_offset; // first lane of the chunk, counted from the start of the tensor
 };
 TPDE_OFFSET(ChunkMetadata, blob_offset, 0);
 TPDE_OFFSET(ChunkMetadata, compressed_size, 8);
@@ -68,7 +68,7 @@ TPDE_OFFSET(ConditionedHeader, exception_count, 8);
 TPDE_OFFSET(ConditionedHeader, center, 12);
 TPDE_SIZE(ConditionedHeader, 16);
 
-// Codes of dtypes and codecs. Kernels treat floats and signed integers specially, all other dtypes as unsigned lanes.
+// Codes of dtypes and codecs. Kernels distinguish floats and signed integers. All other dtypes are unsigned lanes.
 enum : u16 {
     TPDE_BOOL = 0, TPDE_U8 = 1, TPDE_I8 = 2, TPDE_U16 = 3, TPDE_I16 = 4, TPDE_U32 = 5, TPDE_I32 = 6, TPDE_U64 = 7, TPDE_I64 = 8,
     TPDE_F16 = 16, TPDE_BF16 = 17, TPDE_F32 = 18, TPDE_F64 = 19, TPDE_C64 = 20,
@@ -80,16 +80,16 @@ enum : u16 { TPDE_CODEC_RAW = 0, TPDE_CODEC_ZSTD = 1, TPDE_CODEC_CONDITIONED = 2
 
 // ---- Arguments of a launch ----
 
-// A tensor of the launch. Pointers are aligned to the size of a lane.
+// A tensor of the launch. `base` and `output` are aligned to the size of a lane.
 struct DeviceTensor {
     u64 base;             // base lanes; not read at or past `base_lanes`
-    u64 output;           // `lanes` lanes; the same as `base` for an application in place
+    u64 output;           // `lanes` lanes; equal to `base` for an application in place
     u64 lanes;
-    u64 base_lanes;       // base lanes present, at most `lanes`; lanes beyond count as zero. 0 for base kind `none`
+    u64 base_lanes;       // number of base lanes, at most `lanes`; further lanes count as zero. 0 for base kind `none`
     u32 first_chunk;      // index of its first record
     u32 tables;           // `conditioned`: offset of its table set in words of `Launch::tables`; or TPDE_NO_TABLES
     u16 dtype;
-    u16 codec;            // kernels of other codecs skip the tensor. `zstd` has no kernel: see README.md
+    u16 codec;            // kernels of other codecs skip the tensor. `zstd` has no decoding kernel, see README.md
     u8 lane_log2;         // log2 of the bytes per lane, 0 to 3
     u8 chunk_lanes_log2;
     u16 reserved;         // 0
@@ -109,7 +109,7 @@ TPDE_SIZE(DeviceTensor, 48);
 
 #define TPDE_NO_TABLES 0xFFFFFFFFu
 
-// What a launch writes.
+// Modes of a launch: which lanes it stores, and when.
 enum : u32 {
     TPDE_MODE_DRY = 0,          // decode and check, store nothing; set the flag if anything fails
     TPDE_MODE_OUT_OF_PLACE = 1, // write all lanes of the output, which does not overlap any base
@@ -118,12 +118,12 @@ enum : u32 {
 };
 
 enum : u32 {
-    TPDE_FLAG_NO_CRC = 1, // payloads are already checked: skip CRC and padding
+    TPDE_FLAG_NO_CRC = 1, // CRC and padding of the payloads are already checked: skip both
 };
 
 // The parameter of every decoding kernel, passed by value. Addresses are in global memory.
 struct Launch {
-    u64 chunks;        // const ChunkMetadata*: the whole index map, or a copy with other payloads
+    u64 chunks;        // const ChunkMetadata*: the index map, or a copy with other payload offsets and sizes
     u64 sums;          // const ChunkSums*: one per record
     u64 chunk_tensors; // const u32*: tensor index of each record
     u64 tensors;       // const DeviceTensor*
@@ -132,13 +132,13 @@ struct Launch {
     u64 statuses;      // u32*: one per record
     u64 flag;          // u32*: zeroed by the host; DRY sets it to 1 if a chunk fails, COMMIT reads it
     u64 order;         // const u32*: chunk indexes in launch order; 0: ascending from 0
-    u64 scratch;       // scratch memory, see README.md; 0 if there is none
+    u64 scratch;       // scratch memory, see README.md; 0: no scratch memory
     u32 first;         // block b decodes chunk order[first + b]
     u32 count;         // blocks with a chunk; further blocks of the grid do nothing
     u32 mode;
     u32 flags;
     u32 scratch_slots;      // IN_PLACE: number of slots; DRY, COMMIT: 1 + chunks of all launches; 0: no scratch memory
-    u32 scratch_slot_bytes; // IN_PLACE: of each; DRY and COMMIT: of the memory for changes; a multiple of 256
+    u32 scratch_slot_bytes; // IN_PLACE: size of a slot; DRY, COMMIT: size of the memory for changes; a multiple of 256
 };
 TPDE_OFFSET(Launch, chunks, 0);
 TPDE_OFFSET(Launch, sums, 8);
@@ -160,8 +160,8 @@ TPDE_SIZE(Launch, 104);
 
 // ---- Status words ----
 
-// Result of a chunk: 0, or the violated rule of the spec. If several checks fail, the lowest code that was detected is
-// reported. The host sets the words to TPDE_STATUS_NOT_RUN before a launch, except for a COMMIT after a DRY.
+// Result of a chunk: 0, or the code of the violated rule of the spec. If several checks fail, the lowest code is
+// reported. The host sets the words to TPDE_STATUS_NOT_RUN before a launch, except before a COMMIT after a DRY.
 enum : u32 {
     TPDE_STATUS_OK = 0,
     TPDE_STATUS_PAYLOAD_CRC32 = 1,
@@ -179,21 +179,22 @@ enum : u32 {
 
 // ---- Launch configuration ----
 
-// Threads per block and bytes of dynamic shared memory, per kernel. More than 48 KiB must be requested first
-// (CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES).
+// Threads per block and size of the dynamic shared memory in bytes, per kernel. The host must request sizes above
+// 48 KiB first (CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES).
 #define TPDE_RAW_THREADS 256
 #define TPDE_RAW_SHARED 0
 #define TPDE_CONDITIONED_THREADS 256
 #define TPDE_CONDITIONED_SHARED 50176
 #define TPDE_WITHOUT_BASE_THREADS 256
 #define TPDE_WITHOUT_BASE_SHARED 41984
-// Additional bytes for the largest table set of the launch, with `classes` classes and `symbols` symbols (README.md).
+// Additional shared memory in bytes for a table set with `classes` classes and `symbols` symbols (README.md). The
+// largest set of the launch counts.
 #define TPDE_CONDITIONED_TABLES(classes, symbols) (((classes) + 1) * 1024 + ((symbols) + 1) * 8)
 
-// Bytes before the first slot of the scratch memory: one word per slot, rounded up to 256.
+// Size of the head of the scratch memory in bytes: one word per slot, rounded up to 256. The first slot follows it.
 #define TPDE_SCRATCH_HEAD(slots) ((((u64)(slots) * 4) + 255) / 256 * 256)
-// A list of n changes: n positions (u32), then n lanes of `width` bytes. Between DRY and COMMIT its size is rounded up
-// to 256.
+// A list of n changes: n positions (u32), then n lanes of `width` bytes. A list that is kept from DRY to COMMIT takes a
+// multiple of 256 bytes.
 #define TPDE_LIST_LANES_AT(n) (((n) + 1) / 2 * 8)
 #define TPDE_LIST_BYTES(n, width) (TPDE_LIST_LANES_AT(n) + (n) * (width))
 
@@ -202,4 +203,4 @@ enum : u32 {
 #define TPDE_CLASS_COUNT_MAX 15
 #define TPDE_TOKEN_COUNT_MAX 180
 
-#define TPDE_LAYOUT_WORDS 62 // words that tpde_layout writes, in the order of layout.cu
+#define TPDE_LAYOUT_WORDS 62 // number of words that tpde_layout writes

@@ -1,4 +1,5 @@
-// Lanes: order-preserving map, zigzag and contexts (spec/tpde-format.md section 9, spec/codecs.md section 4.1).
+// Arithmetic on lanes: order-preserving map, zigzag coding and contexts (spec/tpde-format.md section 9,
+// spec/codecs.md section 4.1).
 #pragma once
 #include "common/device.cuh"
 
@@ -12,11 +13,11 @@ template <> struct LaneOf<8> { typedef u64 type; };
 template <int W> struct WideOf { typedef u32 type; };
 template <> struct WideOf<8> { typedef u64 type; };
 
-// How the lanes of a dtype are ordered and which context they have.
+// Order and contexts of the lanes of a dtype.
 struct Order {
     u64 magnitude;     // mask of the order-preserving map, see move_lane()
     u32 kind;          // CONTEXT_…
-    u32 shift, mask;   // of the exponent
+    u32 shift, mask;   // exponent = lane >> shift & mask
 };
 
 enum : u32 { CONTEXT_EXPONENT = 0, CONTEXT_SIGNED_BITS = 1, CONTEXT_BITS = 2 };
@@ -43,7 +44,7 @@ __device__ __forceinline__ Order order_of(u32 dtype) {
 __device__ __forceinline__ i32 bit_count(u32 x) { return 32 - __clz(x); }
 __device__ __forceinline__ i32 bit_count(u64 x) { return 64 - __clzll(x); }
 
-// The context of a base lane.
+// Returns the context of a base lane.
 template <int W> __device__ __forceinline__ i32 context_of(typename WideOf<W>::type u, const Order& order) {
     if (order.kind == CONTEXT_EXPONENT) return (i32)((u32)(u >> order.shift) & order.mask);
     if (order.kind == CONTEXT_SIGNED_BITS && u >> (8 * W - 1) & 1) {
@@ -53,17 +54,17 @@ template <int W> __device__ __forceinline__ i32 context_of(typename WideOf<W>::t
     return bit_count(u);
 }
 
-// All bits set if the top bit of the lane is.
+// Returns all ones if the top bit of the lane is set, else 0.
 template <int W> __device__ __forceinline__ typename WideOf<W>::type sign_of(typename WideOf<W>::type lane) {
     if constexpr (W == 8) return (u64)((i64)lane >> 63);
     else if constexpr (W == 4) return (u32)((i32)lane >> 31);
     else return permute_bytes(lane, 0, W == 2 ? 0x9999 : 0x8888);
 }
 
-// Adds the difference `moved` to the lane `base` in the order-preserving map, modulo 2^(8·W). `magnitude` masks all
-// bits below the top one for dtypes with that map, and is 0 for others. This variant of the map keeps the top bit, so
-// that it is its own inverse. It differs from the map of the spec by a constant, which cancels in a difference.
-// move_lane_in does not clear the bits above the lane.
+// Adds the difference `moved` to the lane `base` in the order-preserving map, modulo 2^(8·W). For dtypes with that map
+// `magnitude` has all bits below the top bit set. For other dtypes it is 0. This variant of the map keeps the top bit,
+// so it is its own inverse. It differs from the map of the spec by a constant, which cancels in a difference.
+// move_lane_in leaves arbitrary bits above the lane.
 template <int W>
 __device__ __forceinline__ typename WideOf<W>::type move_lane_in(typename WideOf<W>::type base, typename WideOf<W>::type moved, typename WideOf<W>::type magnitude) {
     typename WideOf<W>::type now = (base ^ (sign_of<W>(base) & magnitude)) + moved;
@@ -75,7 +76,7 @@ __device__ __forceinline__ typename WideOf<W>::type move_lane(typename WideOf<W>
     return W == 1 ? now & 0xFF : W == 2 ? now & 0xFFFF : now;
 }
 
-// The same for a delta in zigzag coding.
+// Applies a delta in zigzag coding to the lane `base`.
 template <int W>
 __device__ __forceinline__ typename WideOf<W>::type apply_delta(typename WideOf<W>::type base, typename WideOf<W>::type delta, typename WideOf<W>::type magnitude) {
     typedef typename WideOf<W>::type T;

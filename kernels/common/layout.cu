@@ -4,7 +4,7 @@
 #define SIZE(type) *out++ = (u32)sizeof(type)
 #define OFFSET(type, field) *out++ = (u32)TPDE_OFFSET_OF(type, field)
 
-// Writes TPDE_LAYOUT_WORDS words.
+// Writes TPDE_LAYOUT_WORDS words: sizes, offsets and constants.
 extern "C" __global__ void tpde_layout(u32* out) {
     u32* first = out;
     SIZE(ChunkMetadata);

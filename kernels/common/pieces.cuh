@@ -1,4 +1,4 @@
-// Base lanes in pieces of 16 bytes, the unit in which a warp loads, stores and sums them.
+// Base lanes in pieces of 16 bytes. A thread loads, stores and sums whole pieces.
 #pragma once
 #include "common/block.cuh"
 
@@ -12,16 +12,16 @@ template <int W> struct TileShape {
     static constexpr int UNITS = W == 1 ? 2 : 8 / W;
     static constexpr int LANES = 32 * UNIT * UNITS;
     static constexpr int PIECE = 16 / W;                // lanes per piece of 16 bytes
-    static constexpr int PIECES = UNIT / PIECE * UNITS; // per thread
+    static constexpr int PIECES = UNIT / PIECE * UNITS; // pieces per thread
     static constexpr int WORDS = LANES * W / 4;
     static constexpr int PER_UNIT = UNIT / PIECE;
     static constexpr int BLOCKS = LANES / BLOCK_LANES;
-    // Offset in lanes of piece p of a thread, from its first unit.
+    // Offset of a piece from the first unit of its thread, in lanes.
     static __device__ constexpr int lane_of(int piece) { return 32 * UNIT * (piece / PER_UNIT) + piece % PER_UNIT * PIECE; }
 };
 
-// Number of leading tiles that are complete in both chunk and base, or 0 if the memory is not aligned to 16. The
-// remaining tiles are processed lane by lane, and touch the same memory sectors.
+// Returns the number of leading tiles that are complete in both chunk and base, or 0 if base or output is not aligned
+// to 16 bytes. The remaining tiles are processed lane by lane. That touches the same memory sectors.
 template <int W> __device__ __forceinline__ u32 complete_tiles(const Chunk& chunk) {
     return ((u64)chunk.base | (u64)chunk.output) % 16 == 0 ? min(chunk.base_lanes, chunk.lanes) / TileShape<W>::LANES : 0;
 }
@@ -41,8 +41,8 @@ template <int W> __device__ __forceinline__ void store_tile(const Chunk& chunk, 
     for (int p = 0; p < Shape::PIECES; p++) __stcs((uint4*)(to + Shape::lane_of(p) * W), pieces[p]);
 }
 
-// The contribution of a thread's pieces to the chunk sum, before multiplication by the row weight. `q` points to the
-// word weights of the row.
+// Returns the contribution of a thread's pieces to the chunk sum, before multiplication by the row weight. `q` points to
+// the word weights of the row.
 template <int W> __device__ __forceinline__ u64 tile_sum(const u32* q, u32 number, u32 thread, const uint4* pieces) {
     typedef TileShape<W> Shape;
     u32 word = number * Shape::WORDS;
@@ -57,8 +57,8 @@ template <int W> __device__ __forceinline__ u64 tile_sum(const u32* q, u32 numbe
     return sum;
 }
 
-// Copies and sums the base lanes, before any change is applied. Returns each thread's part of the sum; writes the lanes
-// to the output if `stored`. In place, store only when all lanes have been read.
+// Sums the base lanes before any change is applied, and copies them to the output if `stored`. Returns each thread's
+// part of the sum. In place, the copy leaves the base lanes unchanged and clears the lanes past them.
 template <int W, int THREADS> __device__ __forceinline__ u64 copy_chunk(const Chunk& chunk, bool stored) {
     typedef TileShape<W> Shape;
     u32 complete = complete_tiles<W>(chunk), thread = threadIdx.x % WARP;

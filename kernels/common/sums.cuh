@@ -23,13 +23,13 @@ __host__ __device__ constexpr SumWeights make_weights() {
     return weights;
 }
 
-// 12 KiB, shared by all blocks of a multiprocessor through its L1 cache.
+// 12 KiB, which all blocks of a multiprocessor read through its L1 cache.
 __device__ const SumWeights WEIGHTS alignas(16) = make_weights();
 
-// Weight of the row that word `at` is in. The index wraps beyond the largest chunk, where all lanes are zero.
+// Returns the weight of the row of word `at`. The row number wraps past the largest chunk, where all lanes are zero.
 __device__ __forceinline__ u64 row_weight(u32 at) { return WEIGHTS.p[at / TPDE_ROW_WORDS % TPDE_ROW_WORDS]; }
 
-// Change of the sum when lane `at` changes, before multiplication by the row weight.
+// Returns the change of the sum when lane `at` changes, before multiplication by the row weight.
 template <int W> __device__ __forceinline__ u64 term_in_row(u32 at, typename WideOf<W>::type from, typename WideOf<W>::type to) {
     u32 word = at * W / 4 % TPDE_ROW_WORDS;
     if constexpr (W == 8) {

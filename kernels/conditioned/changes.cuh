@@ -1,18 +1,18 @@
-// Changed lanes of a warp: the change list, sums and exceptions (spec/codecs.md section 4.6).
+// Changed lanes: the change list, the sums and the exceptions (spec/codecs.md section 4.6).
 #pragma once
 #include "conditioned/stream.cuh"
 #include "conditioned/shared.cuh"
 
-// Where target lanes are stored.
+// Destination of the target lanes in a pass over the chunk.
 enum : u32 {
     STORE_NONE = 0,
     STORE_ALL = 1,     // all lanes of the output
     STORE_CHANGES = 2, // changed lanes only, in place
-    STORE_LIST = 3,    // changed lanes go to a list that is applied later
+    STORE_LIST = 3,    // changed lanes, in a list that is applied after all checks
 };
 
-// A warp: appends the changes of its threads to the list of the chunk, which is applied after the checks. Changes
-// beyond the capacity are counted but not stored.
+// A warp: appends the changes of its threads to the list of the chunk. Changes beyond the capacity of the list are
+// counted but not stored.
 template <int W>
 __device__ __forceinline__ void list_changes(Shared& shared, u32 thread, u32 before, bool changed, u32 position, typename WideOf<W>::type lane) {
     u32 mask = __ballot_sync(ALL_LANES, changed);
@@ -25,13 +25,13 @@ __device__ __forceinline__ void list_changes(Shared& shared, u32 thread, u32 bef
     }
 }
 
-// A thread's contribution to the totals of the chunk.
+// Contribution of a thread to the totals of the chunk.
 struct Sums {
     u64 base, target;
     u32 changed, errors;
 };
 
-// A warp's cursor in the ascending list of exceptions.
+// Cursor of a warp in the ascending list of exceptions.
 struct Marker {
     u32 exception, next; // first exception at or after the tile, and its position
     bool marked;         // some lanes of the tile have exceptions
@@ -47,7 +47,7 @@ __device__ __forceinline__ Marker open_marker(const Chunk& chunk, const Parts& p
     return {begin, exception_position(chunk, parts, begin), false};
 }
 
-// A warp: sets the bits in `marks` of the lanes in `first..end`, one tile, that have exceptions.
+// A warp: sets the bits in `marks` of the lanes that have exceptions. The tile has the lanes `first..end`.
 __device__ __noinline__ Marker mark_exceptions(Marker marker, const Chunk& chunk, const Parts& parts, u32 first, u32 end, u32* marks) {
     u32 thread = threadIdx.x % WARP, count, marked = 0;
     marks[thread] = 0;
@@ -64,5 +64,5 @@ __device__ __noinline__ Marker mark_exceptions(Marker marker, const Chunk& chunk
     return {marker.exception, exception_position(chunk, parts, marker.exception), marked != 0};
 }
 
-// Whether a lane of a marked tile has an exception.
+// Returns whether a lane of a marked tile has an exception.
 __device__ __forceinline__ bool is_excepted(const Tile& tile, u32 lane) { return tile.excepted[lane / 32] >> lane % 32 & 1; }

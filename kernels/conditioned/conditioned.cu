@@ -1,9 +1,9 @@
-// Codec `conditioned`: chunks with a base, or a part of one.
+// Codec `conditioned`: chunks with base lanes, for all or some of their lanes.
 #define MAP 256 // contexts of lanes of up to 4 bytes
 #include "conditioned/conditioned.cuh"
 #include "conditioned/lists.cuh"
 
-// Whether the chunk's lanes are floats without low bits.
+// Returns whether the lanes of the chunk are floats without low bits.
 __device__ __forceinline__ bool is_plain(const Shared& shared) { return shared.classes.by_threshold && shared.parts.low_bits == 0; }
 
 template <int W, int EXTRA> __device__ __forceinline__ void decode_plain(u32 store, Sums& sums) {
@@ -16,8 +16,8 @@ template <int W> __device__ __forceinline__ u32 pass(u32 store) {
     return run_pass<W>(store, [](u32 store, Sums& sums) {
         const Shared& shared = shared_memory();
         if (W == 8 || !is_plain(shared)) decode<W, SLOWLY, READS_EXTRA>(store, sums);
-        // Only lanes of 2 bytes often have no extra bits. Other widths have no specialised code, to keep the kernel
-        // small.
+        // Chunks without extra bits are common only for lanes of 2 bytes. Other widths have no specialised code, to keep
+        // the kernel small.
         else if (W == 2 && !shared.extra) decode_plain<W, W == 2 ? NO_EXTRA : READS_EXTRA>(store, sums);
         else decode_plain<W, READS_EXTRA>(store, sums);
     });

@@ -1,14 +1,14 @@
 // Codec `conditioned` (spec/codecs.md section 4): code shared by the kernels for chunks with and without a base. A
-// block decodes a chunk, applies it to its base lanes and checks it. Each warp decodes its own segments; if segments
-// are few, several warps take turns on one.
+// block decodes a chunk, applies it to its base lanes and checks it. Each warp decodes its own segments. If a chunk has
+// fewer segments than the block has warps, several warps decode the tiles of one segment alternately.
 #pragma once
 #ifndef MAP
 #error "define MAP, the number of contexts per map, before this header"
 #endif
 #include "conditioned/decoder.cuh"
 
-// All threads: applies the exceptions of the payload. Their lanes have no other change, so the base lane is still in
-// place.
+// All threads: applies the exceptions of the payload. A lane with an exception has no other change, so the output still
+// holds its base lane.
 template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {
     Shared& shared = shared_memory();
     typedef typename WideOf<W>::type T;
@@ -38,7 +38,7 @@ template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {
     }
 }
 
-// One pass over the chunk, with `decode` for its segments. Returns the same errors in every thread.
+// Passes over the chunk once, and calls `decode` for its segments. Returns the same errors in every thread.
 template <int W, typename Decode> __device__ __forceinline__ u32 run_pass(u32 store, Decode decode) {
     Shared& shared = shared_memory();
     __syncthreads();
@@ -59,7 +59,7 @@ template <int W, typename Decode> __device__ __forceinline__ u32 run_pass(u32 st
     return errors_of(shared.totals, shared.chunk);
 }
 
-// Reads header, maps and tables. Returns the same errors in every thread.
+// Reads the header, the maps and the tables. Returns the same errors in every thread.
 template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launch, u32 tables, u32 dtype) {
     Shared& shared = shared_memory();
     const Chunk& chunk = shared.chunk;
@@ -76,8 +76,8 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
     __syncthreads();
     if (shared.totals.errors) return shared.totals.errors;
     u32 classes = class_count(launch, tables);
-    // Contexts below `first_context` share entry 0, and those past the last entry are not coded. For lanes of 8 bytes
-    // the map in shared memory has one element per entry, not per context.
+    // Contexts below `first_context` share entry 0. Contexts past the last entry are not coded. For lanes of 8 bytes the
+    // map in shared memory has one element per entry instead of one per context.
     auto class_at = [&](u32 i) {
         u32 entry = W == 8 ? i % MAP : (u32)max((i32)(i % MAP) - parts.first_context, 0);
         return i / MAP < 1u << parts.activity_bits && entry < 64 ? map_entry(chunk, parts, i / MAP, entry, classes, errors) : 0;
@@ -97,7 +97,7 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
     if (thread < WARP) {
         bool holes = false;
         for (u32 a = 0; a < MAPS; a++) {
-            // Errors in entries are already recorded.
+            // Errors in entries have been recorded above.
             auto is_coded = [&](u32 entry) {
                 u32 none = 0;
                 return a < 1u << parts.activity_bits && map_entry(chunk, parts, a, entry, classes, none) != 0;
@@ -106,7 +106,7 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
             u64 coded = low | (u64)high << 32;
             u32 count = bit_count(coded);
             holes |= (coded & (coded + 1)) != 0;
-            // Clamped: contexts beyond the last of the dtype would shift out of 64 bits.
+            // The clamp is necessary: a context past the last context of the dtype would shift out of 64 bits.
             u64 threshold = count ? (u64)min(parts.first_context + count, order.mask + 1) << order.shift : 0;
             if (thread == 0) parts.thresholds[a] = (u32)threshold;
         }
@@ -120,7 +120,8 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
 
 template <int W> __device__ __noinline__ u64 copy(bool stored) { return copy_chunk<W, THREADS>(shared_memory().chunk, stored); }
 
-// A chunk without changes: copies it if `store` is STORE_ALL; in place, only after its sum was checked.
+// Checks the base sum of a chunk without changes, and copies the chunk if `store` is STORE_ALL. IN_PLACE copies only
+// after the check.
 template <int W> __device__ __forceinline__ u32 copy_unchanged(const Launch& launch, u32 store) {
     Shared& shared = shared_memory();
     bool checked_first = launch.mode == TPDE_MODE_IN_PLACE;

@@ -3,7 +3,7 @@
 #include "conditioned/low_bits.cuh"
 #include "conditioned/with_base.cuh"
 
-// Number of leading tiles that have a fast path.
+// Returns the number of leading tiles that have a fast path.
 template <int W, int HOW> __device__ __forceinline__ u32 fast_tiles() {
     const Chunk& chunk = shared_memory().chunk;
     const Parts& parts = shared_memory().parts;
@@ -54,7 +54,7 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_segm
         uint4 pieces[Shape::PIECES] = {};
         StagedWords words;
         if (HOW == LOW_BITS && work.number < fast) {
-            // All lanes are coded, so the queue is unused and its memory holds staged words.
+            // All lanes are coded, so the queue is unused. Its memory holds the staged words.
             static_assert(sizeof(Tile::queue) >= 2 * STAGED_BYTES - 1, "an aligned window fits, wherever the queue begins");
             words.at = (shared_address(work.tile().queue) + STAGED_BYTES - 1) & ~(STAGED_BYTES - 1);
             words.open(work.stream);

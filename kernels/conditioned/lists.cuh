@@ -1,4 +1,4 @@
-// Change lists for application in place, kept in scratch memory until they are applied (README.md).
+// Change lists for applications in place. Scratch memory holds a list until it is applied (README.md).
 #pragma once
 #include "conditioned/changes.cuh"
 
@@ -14,20 +14,20 @@ __device__ u32 take_slot(const Launch& launch) {
 // bytes, counted from 1, or 0 if the memory is exhausted.
 template <int W> __device__ u32 reserve_list(const Launch& launch, u32 changes) {
     u32 units = (TPDE_LIST_BYTES(changes, W) + 255) / 256, capacity = launch.scratch_slot_bytes / 256;
-    // Does not add when the memory is exhausted, so that the counter stays within 32 bits.
+    // Does not add if the memory is exhausted, so the counter stays within 32 bits.
     if (*(volatile u32*)launch.scratch + units > capacity) return 0;
     u32 at = atomicAdd((u32*)launch.scratch, units);
     return at + units <= capacity ? at + 1 : 0;
 }
 
-// The list of a chunk, in a slot (IN_PLACE) or at a reserved offset (DRY, COMMIT).
+// Returns the list of a chunk, in a slot (IN_PLACE) or at a reserved offset (DRY, COMMIT).
 template <int W> __device__ __forceinline__ ChangeList list_in(const Launch& launch, u32 slot, u32 changes) {
     u64 offset = launch.mode == TPDE_MODE_IN_PLACE ? (u64)slot * launch.scratch_slot_bytes : 256ull * (slot - 1);
     return {(u8*)(launch.scratch + TPDE_SCRATCH_HEAD(launch.scratch_slots) + offset), changes, TPDE_LIST_LANES_AT(changes)};
 }
 
-// Acquires memory for the changes of the chunk: a slot for the duration of the decoding, or memory reserved until the
-// commit launch. Returns false if the changes do not fit.
+// Acquires memory for the changes of the chunk: a slot while the block decodes (IN_PLACE), or memory until the commit
+// launch (DRY). Returns false if the changes do not fit.
 template <int W> __device__ __forceinline__ bool open_list(const Launch& launch) {
     Shared& shared = shared_memory();
     u32 changes = shared.chunk.num_deltas;
@@ -41,8 +41,8 @@ template <int W> __device__ __forceinline__ bool open_list(const Launch& launch)
     return !is_dry || shared.slot != 0;
 }
 
-// All threads: stores the listed changes in the output. The checks have passed, so there are exactly `capacity`
-// changes. Several loads are in flight at once; otherwise this would take as long as the decoding.
+// All threads: stores the listed changes in the output. The checks have passed, so the list has exactly `capacity`
+// changes. Each thread has several loads in flight. With one load at a time this would take as long as the decoding.
 template <int W> __device__ __noinline__ void carry_out() {
     typedef typename LaneOf<W>::type Lane;
     constexpr int LOADS_IN_FLIGHT = 8;
@@ -64,7 +64,7 @@ template <int W> __device__ __noinline__ void carry_out() {
     }
 }
 
-// After a pass: applies the changes and returns the slot, or (DRY) records where the list is.
+// Called after a pass. Applies the changes and frees the slot (IN_PLACE), or records the offset of the list (DRY).
 template <int W> __device__ __forceinline__ void close_list(const Launch& launch, u32 errors) {
     Shared& shared = shared_memory();
     if (launch.mode == TPDE_MODE_DRY) {

@@ -3,8 +3,8 @@
 #pragma once
 #include "conditioned/work.cuh"
 
-// Low bits of a thread's lanes, loaded for four rows of 32 lanes at a time, and the combination of a value with them.
-// As the base is 0, the lane is the delta with its lowest bit, the sign, rotated to the top.
+// Low bits of a thread's lanes, loaded for four rows of 32 lanes at a time. lane() combines them with a decoded value.
+// The base is 0, so the lane is the delta rotated right by one bit: its lowest bit is the sign.
 template <int W> struct LowBits {
     typedef typename WideOf<W>::type T;
     const u32* words;
@@ -31,7 +31,7 @@ template <int W> struct LowBits {
     }
 };
 
-// The same for BF16 with 8 low bits, where low and high parts are bytes.
+// LowBits for BF16 with 8 low bits, where the low and the high part are bytes.
 struct LowBytes {
     const u8* bytes;
     u32 center;
@@ -45,7 +45,7 @@ struct LowBytes {
         for (int i = 0; i < 4; i++) rows[i] = __ldg(bytes + 32 * i);
         bytes += BLOCK_LANES;
     }
-    // The delta is repeated in both halves, so that a shift rotates it. The upper half of the result is garbage.
+    // Both halves of the word hold the delta, so a shift rotates it. The upper half of the result is arbitrary.
     __device__ __forceinline__ u32 lane(u32 value, u32 low) const { return permute_bytes(low, center - value, 0x4040) >> 1; }
 };
 
@@ -64,7 +64,7 @@ template <int W, int EXTRA, typename Low> __device__ __forceinline__ void decode
     for (u32 block = 0; block < Shape::BLOCKS; block++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) rows[i] = prefetched[i];
-        // Overlaps the loads of low bits with the decoding of the previous block.
+        // Loads the low bits of the next block while this block is decoded.
         if (block + 1 < Shape::BLOCKS) low.next(prefetched);
         words.fill(work.stream);
         if (work.bits) entry = entry_of<W>(shared, activities >> block * work.bits & ((1u << work.bits) - 1), 0);
@@ -78,8 +78,8 @@ template <int W, int EXTRA, typename Low> __device__ __forceinline__ void decode
     }
 }
 
-// The same, speculatively without extra bits. Lanes of 2 bytes rarely have any. If the tile turns out to have some, it
-// is decoded again, and the next tile is decoded with extra bits at once.
+// A warp: decodes the lanes of a tile without extra bits, which lanes of 2 bytes rarely have. If the tile has extra
+// bits, decodes it again with them. The next tile is then decoded with extra bits at once.
 template <int W, typename Low> __device__ __forceinline__ void decode_blocks_twice(Work& work, StagedWords& words, u32 activities) {
     Stream before = work.stream;
     u32 changed = work.sums.changed;
@@ -99,7 +99,7 @@ template <int W, typename Low> __device__ __forceinline__ void decode_blocks_twi
     work.stream.worst = max(work.stream.worst, before.worst);
 }
 
-// A warp: decodes and stores a tile of floats without a base, all of them coded.
+// A warp: decodes and stores a tile of floats without a base, all of which are coded.
 template <int W> __device__ __forceinline__ void decode_without_base(Work& work, StagedWords& words, u32 store) {
     typedef TileShape<W> Shape;
     Shared& shared = work.shared();

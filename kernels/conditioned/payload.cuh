@@ -11,15 +11,15 @@ struct Parts {
     i32 first_context;
     u32 contexts, exceptions, center;
     u32 maps_at, activities_at, positions_at, deltas_at, low_at, sizes_at, streams_at;
-    // Per activity, for floats of up to 4 bytes: a lane is coded if its magnitude is below the threshold and its class
-    // is not 0.
+    // One threshold per activity, for floats of up to 4 bytes. A lane is coded if its magnitude is below the threshold
+    // and its class is not 0.
     u32 thresholds[MAPS];
-    // Start of the stream of each segment in 16-bit words of the payload, and the end of the last.
+    // Start of the stream of each segment, and end of the last stream, in 16-bit words of the payload.
     u32 streams[SEGMENTS_MAX + 1];
 };
 
 // One thread: parses the header and computes the offsets of the parts. Sizes fit in 32 bits: a chunk has at most 4 MiB,
-// and `exceptions` is bounded by its lanes before use.
+// and `exceptions` is compared with the number of lanes before its use.
 template <int W> __device__ u32 parse_header(const Chunk& chunk, Parts& parts) {
     if (chunk.size < sizeof(ConditionedHeader)) return error(TPDE_STATUS_PAYLOAD_SIZE);
     ConditionedHeader header = *(const ConditionedHeader*)chunk.payload;
@@ -60,7 +60,7 @@ template <int W> __device__ u32 parse_header(const Chunk& chunk, Parts& parts) {
 __device__ __forceinline__ u32 find_streams(const Chunk& chunk, Parts& parts) {
     u32 lane = threadIdx.x % WARP, words = (chunk.size - parts.streams_at) / 2, last = parts.segments - 1;
     u32 size = lane < last ? (u32)unaligned<4>(chunk.payload, parts.sizes_at + 4 * lane) : 0;
-    // Clamped, so that the prefix sum stays within 32 bits. A clamped size still fails the check below.
+    // The clamp keeps the prefix sum within 32 bits. A clamped size still fails the check below.
     size = min(size, words + 1);
     for (u32 by = 1; by < WARP; by *= 2) {
         u32 other = __shfl_up_sync(ALL_LANES, size, by);
@@ -74,7 +74,7 @@ __device__ __forceinline__ u32 find_streams(const Chunk& chunk, Parts& parts) {
     return __any_sync(ALL_LANES, size > words) ? error(TPDE_STATUS_PAYLOAD_SIZE) : 0;
 }
 
-// All threads: class of entry `at` of map `map`. Reports an error if it exceeds `classes`.
+// All threads: returns the class of entry `at` of map `map`. Reports an error if the class exceeds `classes`.
 __device__ __forceinline__ u32 map_entry(const Chunk& chunk, const Parts& parts, u32 map, u32 at, u32 classes, u32& errors) {
     u32 size = (parts.contexts + 1) / 2;
     if (at >= 2 * size) return 0;
@@ -86,15 +86,15 @@ __device__ __forceinline__ u32 map_entry(const Chunk& chunk, const Parts& parts,
     return number;
 }
 
-// Activity of the block that contains lane `at`.
+// Returns the activity of the block that contains lane `at`.
 __device__ __forceinline__ u32 activity_of(const Chunk& chunk, const Parts& parts, u32 at) {
     if (parts.activity_bits == 0) return 0;
     u32 bit = at / BLOCK_LANES * parts.activity_bits;
     return chunk.payload[parts.activities_at + bit / 8] >> bit % 8 & ((1u << parts.activity_bits) - 1);
 }
 
-// Activities of a tile of `blocks` blocks, a power of two up to 8, the first in the low bits. Bits past the last block
-// are garbage; reading them is in bounds, as other parts or padding follow.
+// Returns the activities of a tile, the first in the low bits. `blocks` is a power of two, at most 8. Bits past the last
+// block are arbitrary. Their bytes are in bounds, because other parts or padding follow.
 __device__ __forceinline__ u32 activities_of_tile(const u8* activities, u32 activity_bits, u32 tile, u32 blocks) {
     if (activity_bits == 0) return 0;
     u32 bit = tile * blocks * activity_bits;
@@ -102,12 +102,12 @@ __device__ __forceinline__ u32 activities_of_tile(const u8* activities, u32 acti
     return (low | high << 8) >> bit % 8;
 }
 
-// Position of an exception; past the last one, a position that no lane has.
+// Returns the position of an exception, or past the last exception a position that no lane has.
 __device__ __forceinline__ u32 exception_position(const Chunk& chunk, const Parts& parts, u32 exception) {
     return exception < parts.exceptions ? (u32)unaligned<4>(chunk.payload, parts.positions_at + 4 * exception) : 0xFFFFFFFFu;
 }
 
-// The low bits of lane `at`. Word indexes are clamped, because the last word that is read may lie past the payload.
+// Returns the low bits of lane `at`. Word indexes are clamped, because the last word may be past the payload.
 template <int W> __device__ __forceinline__ typename WideOf<W>::type low_bits_of(const Chunk& chunk, const Parts& parts, u32 at) {
     const u32* words = (const u32*)chunk.payload;
     u32 count = parts.low_bits, bit = at * count + 8 * (parts.low_at % 4), word = parts.low_at / 4 + bit / 32;

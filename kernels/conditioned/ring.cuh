@@ -5,12 +5,12 @@
 
 struct Ring {
     u32 member, count;
-    u32 handoff;    // shared address of the StreamHandoff
+    u32 handoff;    // shared-memory address of the StreamHandoff
     u32 own_barrier, next_barrier;
 };
 
-// The ring of this warp for 2^log2 segments. It is computed without branches, so that the compiler sees that it is
-// uniform.
+// Returns the ring of this warp for 2^log2 segments. The code has no branches, so the compiler can prove that the result
+// is uniform.
 __device__ __forceinline__ Ring open_ring(u32 log2) {
     u32 warp = uniform(threadIdx.x / WARP), rings_log2 = min(log2, WARPS_LOG2), first = warp & ((1u << rings_log2) - 1);
     u32 handoff = shared_address(&shared_memory().handoffs[first % (WARPS / 2)]);
@@ -21,7 +21,7 @@ __device__ __forceinline__ void receive_stream(const Ring& ring, u32 thread, Str
     wait_at(ring.own_barrier);
     stream.state = shared_u32(ring.handoff + 4 * thread);
     stream.at = shared_u32<TPDE_OFFSET_OF(StreamHandoff, at)>(ring.handoff);
-    __syncwarp(); // all threads have read it before this warp writes there
+    __syncwarp(); // all threads have read the handoff before this warp overwrites it
 }
 
 __device__ __forceinline__ void hand_over_stream(const Ring& ring, u32 thread, const Stream& stream) {

@@ -1,4 +1,4 @@
-// Shared memory of a block of codec `conditioned`. State that is common to all threads lives here, to save registers.
+// Shared memory of a block of codec `conditioned`. State that is common to all threads is here to save registers.
 #pragma once
 #include "common/crc.cuh"
 #include "conditioned/tile.cuh"
@@ -9,7 +9,7 @@ static_assert(THREADS == TPDE_WITHOUT_BASE_THREADS, "both kernels use this code"
 #define WARPS_LOG2 3
 static_assert(WARPS == 1 << WARPS_LOG2, "segments are divided evenly among warps");
 
-// The state of a stream between two tiles, when several warps decode it.
+// State of a stream between two tiles, if several warps decode the stream.
 struct StreamHandoff {
     u32 states[WARP];
     u32 at, bad;
@@ -29,7 +29,7 @@ struct ChangeList {
 struct alignas(BUCKET_BYTES) Shared {
     Tile tiles[WARPS];
     u32 weights[TPDE_ROW_WORDS];
-    Entry maps[MAPS * MAP + 1]; // MAP entries per activity, then the entry of threads without a lane
+    Entry maps[MAPS * MAP + 1]; // MAP entries per activity, then the entry for threads without a lane
     StreamHandoff handoffs[WARPS / 2];
     Chunk chunk;
     Parts parts;
@@ -43,12 +43,12 @@ struct alignas(BUCKET_BYTES) Shared {
 static_assert(CRC_SHARED <= sizeof(Tile) * WARPS, "the CRC uses the memory of the tiles as scratch");
 static_assert(sizeof(Shared) <= (MAP == 1 ? TPDE_WITHOUT_BASE_SHARED : TPDE_CONDITIONED_SHARED), "fits in dynamic shared memory");
 
-// The dynamic shared memory. Tables follow the struct.
+// Returns the start of the dynamic shared memory. The tables follow the struct.
 __device__ __forceinline__ Shared& shared_memory() { return *(Shared*)dynamic_shared_memory(); }
 __device__ __forceinline__ Tile& tile_of_warp() { return shared_memory().tiles[uniform(threadIdx.x / WARP)]; }
 
-// The entry of map `map` for a context. For lanes of 8 bytes, which have too many contexts, the map has one element per
-// entry.
+// Returns the entry of map `map` for a context. Lanes of 8 bytes have too many contexts for one element each, so their
+// map has one element per entry.
 template <int W> __device__ __forceinline__ Entry entry_of(const Shared& shared, u32 map, i32 context) {
     if (W == 8) context = min(max(context - shared.classes.first, 0), 64);
     return shared_u32x2(shared_address(shared.maps) + 8 * (MAP * map + (u32)context));

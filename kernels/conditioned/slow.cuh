@@ -1,22 +1,22 @@
-// The general path: a tile lane by lane, for any dtype. It covers the end of the base, unaligned memory, integers, and
-// low bits where not all lanes are coded (spec/codecs.md sections 4.4 to 4.6).
+// The general path: decodes a tile lane by lane, for any dtype. It covers the end of the base, unaligned memory,
+// integers, and low bits in tiles where not all lanes are coded (spec/codecs.md sections 4.4 to 4.6).
 #pragma once
 #include "conditioned/ring.cuh"
 
-// State carried from tile to tile. Passed by value, so that the caller keeps it in registers.
+// State that passes from tile to tile. It is passed by value, so the caller keeps it in registers.
 struct Slow {
     Stream stream;
     u64 base, target; // added to the sums
     u32 changed, errors;
 };
 
-// Mask of the high part of a delta: 8·W - low_bits ones.
+// Returns the mask of the high part of a delta: 8·W - low_bits ones.
 template <int W> __device__ __forceinline__ typename WideOf<W>::type high_mask(u32 low_bits) {
     typedef typename WideOf<W>::type T;
     return low_bits == 8 * W ? 0 : ((T)1 << (8 * W - low_bits) % (8 * sizeof(T))) - 1;
 }
 
-// The delta of a coded lane, with its low bits zero.
+// Returns the delta of a coded lane, with zero low bits.
 template <int W> __device__ __forceinline__ typename WideOf<W>::type high_bits(typename WideOf<W>::type value, typename WideOf<W>::type mask) {
     typedef typename WideOf<W>::type T;
     return (((T)shared_memory().parts.center - value) & mask) << shared_memory().parts.low_bits % (8 * sizeof(T));
@@ -44,8 +44,8 @@ template <int W> __device__ __forceinline__ u64 gather_tile(u32 number, Tile& ti
     return sum;
 }
 
-// A warp: decodes a tile. `marked`: some lanes have exceptions. The stream is received before the first step and handed
-// over after the last one.
+// A warp: decodes a tile. `marked`: some lanes have exceptions. The warp receives the stream before the first step and
+// hands it over after the last step.
 template <int W> __device__ __noinline__ Slow decode_slowly(Slow slow, u32 number, bool marked, u32 store, Ring ring, bool receives, bool hands_over) {
     typedef typename WideOf<W>::type T;
     typedef TileShape<W> Shape;
@@ -86,7 +86,7 @@ template <int W> __device__ __noinline__ Slow decode_slowly(Slow slow, u32 numbe
         if (changed) {
             slow.changed++;
             slow.target += lane_term<W>(at, base, lane);
-            // For lanes that are not coded, `except` makes this check.
+            // `except` makes this check for lanes that are not coded.
             if (marked && coded && is_excepted(tile, tile_lane)) slow.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
         if (store == STORE_LIST) {

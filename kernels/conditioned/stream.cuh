@@ -1,6 +1,6 @@
 // Decodes a stream with a warp: each thread holds one state (spec/codecs.md section 4.5).
 //
-// Decoding never stops early. A damaged stream gives wrong values, with all reads in bounds, and the errors are
+// Decoding does not stop early. A damaged stream gives wrong values, and all reads stay in bounds. The errors are
 // reported at the end.
 #pragma once
 #include "conditioned/payload.cuh"
@@ -8,7 +8,7 @@
 
 struct Stream {
     const u16* words;  // the payload
-    u32 at, end;       // next word, and end of the stream, in words of the payload
+    u32 at, end;       // indexes of the next word and of the end of the stream
     u32 last;          // index of the last word, including the padding
     u32 state;
     i32 worst;         // largest `y` of any symbol with extra bits so far
@@ -30,22 +30,22 @@ __device__ __forceinline__ Stream open_stream(const Chunk& chunk, const Parts& p
     return stream;
 }
 
-// The word at index `at`, or an arbitrary one past the payload. `Stream::at` grows by at most 160 per step, so it does
-// not overflow.
+// Returns the word at index `at`, or an arbitrary word if `at` is past the payload. `Stream::at` grows by at most 160 per
+// step, so it does not overflow.
 __device__ __forceinline__ u32 word_at(const Stream& stream, u32 at) { return __ldg(stream.words + min(at, stream.last)); }
 
 #define STAGED_BYTES (4 * 4 * WARP)
 
-// A source of words for `decode_step`: reads them from global memory.
+// Source of words for `decode_step`: reads from global memory.
 struct DirectWords {
     __device__ __forceinline__ u32 word(const Stream& stream, u32 at) const { return word_at(stream, at); }
     __device__ __forceinline__ void jumped(const Stream&) {}
 };
 
-// A source of words for `decode_step`: an aligned ring of STAGED_BYTES in shared memory per warp. Streams with many
-// words miss L1 on almost every direct load, and wait for L2.
+// Source of words for `decode_step`: an aligned ring of STAGED_BYTES in shared memory per warp. In streams with many
+// words almost every direct load misses L1 and waits for L2.
 struct StagedWords {
-    u32 at;       // shared address
+    u32 at;       // shared-memory address of the ring
     u32 end;      // the ring holds words end - 2·UNIT to end, word n at index n % (2·UNIT)
     uint2 prefetched; // the UNIT words from `end` on, four per thread
     static constexpr u32 UNIT = 4 * WARP;
@@ -69,24 +69,24 @@ struct StagedWords {
         fill(stream);
     }
     __device__ __forceinline__ u32 word(const Stream&, u32 index) const { return shared_u16(at | 2 * index % STAGED_BYTES); }
-    // Called after extra bits were read, which advances the stream.
+    // Called after extra bits were read, because they advance the stream.
     __device__ __forceinline__ void jumped(const Stream& stream) { fill(stream); }
 };
 
-// Zigzag decoding: the difference that a value stands for.
+// Zigzag decoding: returns the difference that a value encodes.
 template <int W> __device__ __forceinline__ typename WideOf<W>::type difference_of(typename WideOf<W>::type value) {
     return value >> 1 ^ (typename WideOf<W>::type)0 - (value & 1);
 }
 
-// How a step treats symbols with extra bits. Without them there are no branches, and steps can be interleaved.
+// Treatment of symbols with extra bits. Steps without extra bits have no branches, so the compiler interleaves them.
 enum : int {
-    NO_EXTRA,   // the caller knows that there are none
-    SEES_EXTRA, // ignored, but recorded in Stream::worst
+    NO_EXTRA,   // the tables have no symbols with extra bits
+    SEES_EXTRA, // does not read the bits, but records the symbol in Stream::worst
     READS_EXTRA,
 };
 
-// Decodes one step: returns, for each thread, the difference of a lane with `entry`; or its value, if the symbols were
-// made for low bits.
+// Decodes one step. Returns for each thread the difference of a lane with `entry`, or its value if the tables were made
+// for low bits.
 template <int W, int EXTRA, typename Words>
 __device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, Words& words, Entry entry, u32 before, bool with_low_bits) {
     typedef typename WideOf<W>::type T;
@@ -107,7 +107,7 @@ __device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, 
         if (first) state = state << 16 | word;
     } else {
         stream.worst = max(stream.worst, (i32)symbol.y);
-        // Which threads need a second word is known before the first has arrived: a state that receives a word has more
+        // The threads that need a second word are known before the first word arrives: a state that receives a word has more
         // than 16 bits.
         u32 extra = has_extra ? symbol.y & 63 : 0, low_count = W > 2 ? min(extra, 16) : extra, widened = first ? state << 16 : state;
         bool second = widened >> low_count < 1u << 16;
@@ -143,15 +143,15 @@ __device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, 
     return moved;
 }
 
-// Frequency of value 0 in the class of an entry, or 0 if the class lacks it. Tokens ascend, so value 0 is the first
-// symbol.
+// Returns the frequency of value 0 in the class of an entry, or 0 if the class lacks value 0. Tokens ascend, so value 0
+// is the first symbol.
 __device__ __forceinline__ u32 zero_frequency(Entry entry) {
     Symbol symbol = shared_u32x2(entry.y);
     return symbol.y == 0 ? (1u << TPDE_FREQUENCY_SUM_LOG2) + (u32)((i32)symbol.x >> 16) : 0;
 }
 
-// A warp: tries a step in which all values are 0 and no state needs a word, without table look-ups. Most steps are such
-// where changes are rare. Returns false, with the stream unchanged, for any other step.
+// A warp: performs a step in which all values are 0 and no state needs a word, without table look-ups. If changes are
+// rare, most steps are of this kind. For any other step it returns false and leaves the stream unchanged.
 __device__ __forceinline__ bool skip_step(Stream& stream, u32 frequency) {
     u32 slot = stream.state % (1u << TPDE_FREQUENCY_SUM_LOG2), next = frequency * (stream.state >> TPDE_FREQUENCY_SUM_LOG2) + slot;
     if (!__all_sync(ALL_LANES, slot < frequency && next >= 1u << 16)) return false;
@@ -159,9 +159,9 @@ __device__ __forceinline__ bool skip_step(Stream& stream, u32 frequency) {
     return true;
 }
 
-// Errors of a completed stream.
+// Returns the errors of a completed stream.
 __device__ __forceinline__ u32 finish_stream(const Stream& stream) {
-    // After a value that does not fit, the rest of the stream is misread, and its end is meaningless.
+    // After a value that does not fit, the rest of the stream is misread, so its end says nothing.
     if (__any_sync(ALL_LANES, stream.worst >= SYMBOL_BAD)) return error(TPDE_STATUS_PAYLOAD_DELTAS);
     bool wrong = stream.invalid || stream.at != stream.end || stream.state != 1u << 16;
     return wrong ? error(TPDE_STATUS_PAYLOAD_STREAM) : 0;

@@ -1,12 +1,15 @@
-// Table sets and tokens (spec/codecs.md sections 4.2 and 4.3): packed in global memory, expanded in shared memory.
+// Table sets and tokens (spec/codecs.md sections 4.2 and 4.3). Sets are packed in global memory and expanded in shared
+// memory.
 #pragma once
 #include "common/block.cuh"
 
 // A token with frequency f, unpacked.
 // x: `cum` in the low half, f - 4,096 in the high half.
-// y: for a token that is a value, the difference, or the value itself if there are low bits. For a token with extra
-// bits, SYMBOL_EXTRA plus the number of extra bits in bits 0 to 5 and the leading bits in bits 16 and 17. SYMBOL_BAD if
-// its values do not fit the lane. These three ranges ascend as signed numbers.
+// y: one of three ranges, which ascend as signed numbers.
+//    - Token without extra bits: the difference, or the value if there are low bits.
+//    - Token with extra bits: SYMBOL_EXTRA, plus the number of extra bits in bits 0 to 5, and the leading bits in bits 16
+//      and 17.
+//    - Token whose values do not fit the lane: SYMBOL_BAD.
 typedef uint2 Symbol;
 #define SYMBOL_EXTRA 0x40000000
 #define SYMBOL_BAD 0x60000000
@@ -20,30 +23,30 @@ __device__ __forceinline__ Symbol make_symbol(u32 packed, u32 tokens, bool with_
     return make_uint2(cum | d << 16, y);
 }
 
-// Number of tokens for values of `bits` bits.
+// Returns the number of tokens for values of `bits` bits.
 __device__ __forceinline__ u32 tokens_within(u32 bits) { return bits <= 6 ? 1u << bits : TOKEN_VALUES + 2 * (bits - 6); }
 
-// The 4,096 slots of a class are grouped in buckets of eight. Bits 8 up of a bucket give the symbol of its first slot,
-// counted from the first of the class. Bit i, 1 to 7, is set if a new symbol begins at slot i.
+// The 4,096 slots of a class form buckets of eight. Bits 8 and up of a bucket are the index of the symbol of its first
+// slot, counted from the first symbol of the class. Bit i, 1 to 7, is set if a new symbol begins at slot i.
 #define BUCKETS (1u << (TPDE_FREQUENCY_SUM_LOG2 - 3))
 #define BUCKET_BYTES (2 * BUCKETS)
 
-// Symbol index of the slot in the low bits of a state.
+// Returns the index of the symbol of the slot. The slot is in the low bits of the state.
 __device__ __forceinline__ u32 symbol_of(u32 bucket, u32 state) { return (bucket >> 8) + __popc(__funnelshift_l(0, bucket, not_and_or(state, 7, 24))); }
 
-// The expanded table set in shared memory: a class 0 whose slots all mean value 0, then the buckets of each class, then
-// its symbols. Buckets of a class are aligned to their size.
+// An expanded table set in shared memory: class 0, whose slots all decode to value 0, then the buckets of each class, then
+// the symbols. The buckets of a class are aligned to their size.
 struct Lookup {
     u32 classes;
-    u32 buckets, symbols; // shared addresses, of class 0
+    u32 buckets, symbols; // shared-memory addresses for class 0
 };
 
-// Number of classes of set `tables`.
+// Returns the number of classes of set `tables`.
 __device__ __forceinline__ u32 class_count(const Launch& launch, u32 tables) {
     return tables == TPDE_NO_TABLES ? 0 : __ldg((const u32*)launch.tables + tables);
 }
 
-// A warp: makes the buckets of a class from its symbols. `begins` is scratch memory of one bit per slot.
+// A warp: builds the buckets of a class from its symbols. `begins` is scratch memory of one bit per slot.
 __device__ __forceinline__ void make_buckets(const Symbol* symbols, u32 count, u32* begins, u32* buckets, u32& extra) {
     u32 thread = threadIdx.x % WARP;
     uint4* mine = (uint4*)begins + thread;
@@ -71,9 +74,9 @@ __device__ __forceinline__ void make_buckets(const Symbol* symbols, u32 count, u
     __syncwarp();
 }
 
-// All threads: expands the classes in bit mask `used` of table set `tables` to shared address `at`, a multiple of
-// BUCKET_BYTES (size: TPDE_CONDITIONED_TABLES). Lanes have `bits` bits, of which `low_bits` are low. `work` has 512
-// bytes of scratch memory per warp. Sets `extra` if a symbol has extra bits. A barrier must follow.
+// All threads: expands the classes in bit mask `used` of table set `tables` to shared-memory address `at`, a multiple of
+// BUCKET_BYTES. The expanded set takes TPDE_CONDITIONED_TABLES bytes. Lanes have `bits` bits, of which `low_bits` are low
+// bits. `work` has 512 bytes of scratch memory per warp. Sets `extra` if a symbol has extra bits. A barrier must follow.
 template <int THREADS> __device__ __noinline__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 low_bits, u32 at, u32* work, u32& extra) {
     Lookup lookup = {class_count(launch, tables), at, 0};
     lookup.symbols = lookup.buckets + (lookup.classes + 1) * BUCKET_BYTES;
@@ -95,8 +98,8 @@ template <int THREADS> __device__ __noinline__ Lookup make_lookup(const Launch& 
     return lookup;
 }
 
-// A map entry: shared addresses of the buckets and the symbols of a class. Decoding with class 0 keeps the state and
-// yields value 0.
+// A map entry: shared-memory addresses of the buckets (x) and the symbols (y) of a class. Decoding with class 0 keeps the
+// state and yields value 0.
 typedef uint2 Entry;
 
 __device__ __forceinline__ Entry class_entry(const Launch& launch, u32 tables, const Lookup& lookup, u32 number) {

@@ -7,14 +7,14 @@
 #define TILE_BYTES 2048
 #define TILE_LANES 1024
 
-// In shared memory, one per warp.
+// One tile per warp, in shared memory.
 struct alignas(16) Tile {
     u8 lanes[TILE_BYTES];
-    u64 no_lane;  // 0: read by threads without a lane in a step
-    u16 no_entry; // queue entry of those threads
+    u64 no_lane;  // 0; threads without a lane in a step read it
+    u16 no_entry; // queue entry that these threads read
     u16 padding[3];
-    // The coded lanes: byte offset in the tile, and from bit 12 up the index of the map. Two steps' worth of NO_ENTRY
-    // follow.
+    // The coded lanes: byte offset in the tile in bits 0 to 11, index of the map in bits 12 and up. NO_ENTRY for two steps
+    // follows.
     u16 queue[TILE_LANES + 2 * WARP];
     u32 masks[TILE_LANES / 32]; // bit masks of the coded lanes
     u32 excepted[TILE_LANES / 32];
@@ -24,7 +24,7 @@ struct alignas(16) Tile {
 #define NO_ENTRY (MAPS << QUEUE_MAP | TILE_BYTES)
 static_assert(TPDE_OFFSET_OF(Tile, no_lane) == TILE_BYTES, "NO_ENTRY refers to no_lane");
 
-// One thread: call before the tile is used.
+// One thread: initialises the tile before its first use.
 __device__ __forceinline__ void open_tile(Tile& tile) {
     tile.no_lane = 0;
     tile.no_entry = NO_ENTRY;
@@ -45,20 +45,20 @@ template <int W> __device__ __forceinline__ void write_tile(Tile& tile, u32 thre
     for (int p = 0; p < Shape::PIECES; p++) *(uint4*)(to + Shape::lane_of(p) * W) = pieces[p];
 }
 
-// How a base lane gets its class.
+// Assignment of classes to base lanes.
 struct Classes {
     i32 first;
     Order order;
-    Entry none;        // entry of lanes that are not coded
+    Entry none;        // entry of class 0, for lanes that are not coded
     bool by_threshold; // see Parts::thresholds
     bool holes;        // some lanes below a threshold are not coded
 };
 
-// Bit mask of the lanes in a piece whose magnitude is below `threshold`.
+// Returns the bit mask of the lanes in a piece whose magnitude is below `threshold`.
 template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4 piece) {
     if constexpr (W <= 2) {
-        // Subtracts all lanes of a word at once. The top bit of each difference says "below", and no lane borrows from
-        // the next.
+        // Subtracts all lanes of a word at once. The top bit of each difference is set if the lane is below the
+        // threshold. No lane borrows from the next lane.
         constexpr u32 ones = W == 1 ? 0x01010101 : 0x10001, magnitude = W == 1 ? 0x7F7F7F7F : 0x7FFF7FFF;
         u32 from = (threshold + (W == 1 ? 0x7F : 0x7FFF)) * ones;
         u32 a = from - (piece.x & magnitude), b = from - (piece.y & magnitude);
@@ -68,7 +68,7 @@ template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4
             u32 high = __dp4a(c >> 7 & ones, 0x08040201u, 0u) | __dp4a(d >> 7 & ones, 0x80402010u, 0u);
             return low | high << 8;
         } else {
-            // Replicates the sign bits of bytes 1, 3, 5 and 7 to whole bytes.
+            // Extends the sign bits of bytes 1, 3, 5 and 7 to whole bytes.
             u32 low = permute_bytes(a, b, 0xFDB9), high = permute_bytes(c, d, 0xFDB9);
             return __dp4a((low & 0x08040201) | (high & 0x80402010), 0x01010101u, 0u);
         }
@@ -78,8 +78,8 @@ template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4
     }
 }
 
-// A warp: computes the masks of coded lanes of a complete tile. ACTIVE is false for chunks without activities, which
-// are most.
+// A warp: computes the masks of the coded lanes of a complete tile. ACTIVE is false for chunks without activities, which
+// are the majority.
 template <int W, bool ACTIVE>
 __device__ __forceinline__ void mark_pieces(const Parts& parts, u32 bits, u32 activities, u32 thread, const uint4* pieces, Tile& tile) {
     typedef TileShape<W> Shape;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void mark_pieces(const Parts& parts, u32 bits, u32 ac
     }
 }
 
-// Activity of row `thread` of the tile.
+// Returns the activity of row `thread` of the tile.
 __device__ __forceinline__ u32 activity_of_row(u32 bits, u32 activities, u32 thread) {
     return activities >> (thread / 4 * bits) & ((1u << bits) - 1);
 }

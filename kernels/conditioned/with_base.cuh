@@ -5,11 +5,11 @@
 // The coded lanes of a tile.
 struct CodedLanes {
     u32 blocks; // if `by_block`: bit mask of the coded rows of 32 lanes; the four rows of a block have equal bits
-    u32 count;  // otherwise: number of lanes in the queue
-    bool by_block; // in every block all lanes are coded, or none
+    u32 count;  // if not `by_block`: number of lanes in the queue
+    bool by_block; // every block is either entirely coded or not coded at all
 };
 
-// One thread: clears the lanes of class 0 from the mask of its row.
+// One thread: clears the bits of lanes of class 0 in the mask of its row.
 template <int W> __device__ __noinline__ u32 without_holes(u32 activity, u32 mask) {
     u32 lanes = shared_address(tile_of_warp().lanes) + 32 * W * (threadIdx.x % WARP);
     for (u32 rest = mask; rest; rest &= rest - 1) {
@@ -33,8 +33,8 @@ template <int W> __device__ __forceinline__ CodedLanes find_coded(Shared& shared
     return {0, queue_rows<W>(mask, activity, thread, tile), false};
 }
 
-// A warp: decodes a complete tile, whose base lanes are in `pieces`. On return `pieces` holds the base lanes of the
-// warp's next tile, if that is below tile `end`.
+// A warp: decodes a complete tile, whose base lanes are in `pieces`. On return `pieces` holds the base lanes of the next
+// tile of the warp, if that tile is before tile `end`.
 template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, u32 store) {
     typedef typename WideOf<W>::type T;
     typedef typename LaneOf<W>::type Lane;
@@ -48,10 +48,10 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_tile
     u64 base_sum = row * tile_sum<W>(shared.weights, work.number, thread, pieces);
     write_tile<W>(tile, thread, pieces);
     CodedLanes coded = find_coded<W>(shared, work.bits, activities, thread, work.states == WARP && !work.marked, pieces, tile);
-    // Overlaps the loads of the next tile with the decoding of this one.
+    // Loads the next tile while this tile is decoded.
     if (work.number + work.ring.count < end) load_tile<W>(chunk, work.number + work.ring.count, thread, pieces);
-    // Prefetches the words of the stream for this tile and the next; base lanes leave little space for them in L1. Not
-    // if warps share a stream: each then needs few words.
+    // Prefetches the words of the stream for this tile and the next, because base lanes evict them from L1. If several
+    // warps share a stream, each warp needs few words and no prefetch.
     if (work.ring.count == 1 && thread < 5) prefetch(work.stream.words + min(work.stream.at + 64 * thread, work.stream.last));
     work.sums.base += base_sum;
     u64 gained = 0, lost = 0; // terms of the sum, before multiplication by the row weight
@@ -92,7 +92,7 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_tile
         auto decode_row = [&](int i) {
             apply(true, at + 32 * W * i, bases[i], decode_step<W, EXTRA>(work.stream, words, entries[i], work.before, false));
         };
-        // Changes are so rare that many rows have none.
+        // Changes are so rare that many rows have no change.
         if (EXTRA == NO_EXTRA && chunk.num_deltas < chunk.lanes / 40) {
 #pragma unroll 1
             while (blocks) {
@@ -139,7 +139,7 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_tile
             done += work.states;
             fetch();
             T moved = decode_step<W, EXTRA>(work.stream, words, current_entry, work.before, false);
-            // Hands the stream over before the lanes of the last step are applied.
+            // The next warp receives the stream before this warp applies the lanes of the last step.
             if (work.hands_over && done >= count) hand_over_stream(work.ring, work.thread, work.stream);
             bool changed = apply(false, current_at, current_base, moved);
             if (work.marked && changed && is_excepted(tile, current_at / W)) work.sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);

@@ -1,5 +1,5 @@
-// Codec `conditioned`: chunks without a base. A separate kernel, because it needs fewer registers and less shared
-// memory, so a multiprocessor holds more blocks.
+// Codec `conditioned`: chunks without a base. They have their own kernel, because it needs fewer registers and less
+// shared memory. So more blocks fit on a multiprocessor.
 #define MAP 1 // base lanes are 0, which has context 0 for every dtype
 #include "conditioned/conditioned.cuh"
 

@@ -12,13 +12,13 @@
 #ifndef __x86_64__
 #include <ucontext.h>
 #endif
-// Start and end of the section with the `__shared__` variables. Null if there are none.
+// Start and end of the section with the `__shared__` variables. Null if no kernel has such variables.
 extern "C" {
 extern unsigned char __start_shared_memory[] __attribute__((weak));
 extern unsigned char __stop_shared_memory[] __attribute__((weak));
 
-// Functions of the sanitizers. They are present if the kernels were compiled with that sanitizer; this file is not
-// instrumented.
+// Functions of the sanitizers. The functions of a sanitizer are present if the kernels were compiled with it. This file
+// is not instrumented.
 void __asan_poison_memory_region(const volatile void*, size_t) __attribute__((weak));
 void __asan_unpoison_memory_region(const volatile void*, size_t) __attribute__((weak));
 void* __tsan_get_current_fiber() __attribute__((weak));
@@ -87,11 +87,11 @@ void make_context(Context& context, unsigned char* stack, void (*entry)()) {
 void switch_context(Context& from, Context& to) { swapcontext(&from, &to); }
 #endif
 
-// The operation that a thread waits for, and its result.
+// Operation that a thread waits for, and its result.
 struct Wait {
     uint64_t value, argument, result;
     uint32_t mask;
-    uint32_t count; // threads of a barrier
+    uint32_t count; // number of threads of a barrier
     SourceLocation location;
     WarpOperation operation;
 };
@@ -100,7 +100,7 @@ struct Thread {
     Context context;
     Index index;
     unsigned number;
-    void* fiber; // handle of the thread sanitizer
+    void* fiber; // handle of this fiber in the thread sanitizer
     // Pending copies, and the number of copies in each committed group.
     std::deque<Copy> copies;
     std::deque<size_t> groups;
@@ -115,7 +115,7 @@ struct Warp {
 struct Barrier {
     uint32_t arrived, expected, sum, result;
     uint32_t warps;   // mask of the warps that have arrived
-    uint32_t waiting; // mask of those that wait
+    uint32_t waiting; // mask of the arrived warps that wait
 };
 
 Thread threads[THREADS];
@@ -228,7 +228,7 @@ void finish(unsigned w, uint32_t lanes) {
     }
     case WarpOperation::ACTIVE: for_each(lanes, [&](unsigned lane) { all[lane].result = lanes; }); break;
     case WarpOperation::SHUFFLE:
-        // The value of a lane that does not take part is undefined.
+        // A shuffle from a lane outside of the mask gives an undefined value.
         for_each(lanes, [&](unsigned lane) { all[lane].result = lanes >> all[lane].argument & 1 ? all[all[lane].argument].value : draw(); });
         break;
     case WarpOperation::MATCH_ANY:
@@ -256,7 +256,7 @@ void finish(unsigned w, uint32_t lanes) {
     free_lanes(warps[w], lanes);
 }
 
-// Fails if one lane waits for the other, but the other is at a different operation.
+// Fails if lane `lane` waits for lane `other`, and `other` waits at a different operation.
 void compare(unsigned w, unsigned lane, unsigned other) {
     const Wait &a = waits[w * WARP + lane], &b = waits[w * WARP + other];
     bool same = a.operation == b.operation && a.mask == b.mask && a.location.line == b.location.line && a.count == b.count &&
@@ -274,7 +274,7 @@ void try_finish(unsigned w, unsigned lane) {
         for_each(others, [&](unsigned other) { compare(w, lane, other); });
         finish(w, lanes);
     } else if (others) {
-        // All lanes that arrived earlier agree, so comparing with one is enough.
+        // All lanes that arrived earlier agree, so a comparison with one lane is enough.
         compare(w, lane, (unsigned)__builtin_ctz(others));
     }
 }

@@ -1,5 +1,5 @@
-// A block of threads on a processor. Each thread is a fiber with its own stack; when it waits, another one runs. The
-// schedule of warps and threads is random per block, from a seed.
+// A block of threads on a processor. Each thread is a fiber with its own stack. When a thread waits, another thread runs.
+// A seed determines the random schedule of warps and threads of each block.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,14 +10,14 @@ struct Index {
     unsigned x, y, z;
 };
 
-// A line of a kernel's source.
+// A line in the source of a kernel.
 struct SourceLocation {
     const char* file;
     int line;
 };
 #define EMULATOR_HERE emulator::SourceLocation location = {__builtin_FILE(), __builtin_LINE()}
 
-// Operations in which the threads of a warp take part together.
+// Operations of several threads of a warp together.
 enum class WarpOperation : uint8_t {
     SYNC, BALLOT, SHUFFLE, MATCH_ANY, MATCH_ALL, ADD, MIN, MAX, MIN_SIGNED, MAX_SIGNED, AND, OR, XOR, ACTIVE,
     BARRIER, BARRIER_ARRIVE,
@@ -30,17 +30,17 @@ extern Index thread_index, block_index, block_size, grid_size;
 // lane of a shuffle, or the number of a barrier.
 uint64_t run_warp_operation(WarpOperation operation, uint32_t mask, uint64_t value, uint64_t argument, SourceLocation location);
 
-// A barrier of `threads` threads, a multiple of the warp size; 0 means all threads that have not ended. Returns the sum
-// of the values.
+// Arrives at a barrier of `threads` threads, a multiple of the warp size. 0 means all threads that have not ended.
+// Returns the sum of the values.
 uint32_t barrier(uint32_t id, uint32_t threads, bool wait, uint32_t value, SourceLocation location);
 
-// Sometimes yields to other threads. Called in polling loops.
+// Yields to other threads, at random or if `always`. Called in polling loops.
 void pause(bool always = false);
 
-// Asynchronous copies, as `cp.async` makes them.
+// Starts an asynchronous copy, like `cp.async`.
 void begin_copy(void* to, const void* from, uint32_t size, uint32_t zeros, SourceLocation location);
 void commit_copies();
-// Yields the next copy of all groups except the last `pending` ones.
+// Returns the next copy of all groups except the last `pending` groups.
 struct Copy {
     void* to;
     const void* from;

@@ -1,5 +1,5 @@
-// The built-ins of CUDA C++ for a processor's compiler: keywords, types, variables and functions that kernels may use.
-// Included before a kernel.
+// The built-ins of CUDA C++ for the compiler of a processor: keywords, types, variables and functions for kernels.
+// Included before the source of a kernel.
 #pragma once
 #include "block.h"
 #include <cstring>
@@ -134,7 +134,7 @@ inline long long clock64() { return 0; }
 // ---- Atomic operations. Each may yield to other threads ----
 
 namespace emulator {
-template <class T> using Same = std::common_type_t<T>; // not deduced from
+template <class T> using Same = std::common_type_t<T>; // T is not deduced from such a parameter
 template <class T, class F> T update(T* at, F f) {
     pause();
     T before = __atomic_load_n(at, __ATOMIC_RELAXED);

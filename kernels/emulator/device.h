@@ -1,4 +1,4 @@
-// The functions of device.cuh for a processor. Included by device.cuh, after cuda.h and format.cuh.
+// Implements the functions of device.cuh for a processor. Included by device.cuh, after cuda.h and format.cuh.
 #pragma once
 
 // ---- Shared memory. Addresses count from the start of the dynamic memory; variables before it have negative ones ----
@@ -22,7 +22,7 @@ inline void set_shared_u32x4(u32 at, uint4 value, EMULATOR_HERE) { emulator::set
 
 inline u32 first_adds_to_shared(u32 thread, u32 at, u32 value) { return thread == 0 ? atomicAdd((u32*)shared_pointer(at), value) : 0; }
 
-// ---- Asynchronous copies from global to shared memory. The bytes appear when the copy has been waited for ----
+// ---- Asynchronous copies from global to shared memory. The bytes appear when a thread waits for the copy ----
 
 template <int SIZE> inline void copy_async(u32 to, const void* from, EMULATOR_HERE) {
     memset(shared_pointer(to), 0x5C, SIZE);
@@ -73,5 +73,5 @@ inline u32 not_and_or(u32 a, u32 b, u32 c) { return ~a & b | c; }
 
 inline void count_if(u32& count, bool counted) { count += counted; }
 
-// Any number will do: on a device, blocks run on all multiprocessors.
+// Kernels must be correct with any number, because blocks run on all multiprocessors of a device.
 inline u32 multiprocessor() { return blockIdx.x * 7 + 3; }

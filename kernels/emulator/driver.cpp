@@ -39,7 +39,7 @@ enum Result : u32 {
 struct Stream;
 struct Capture;
 
-// A point in a stream that an event has recorded.
+// Point in a stream that an event has recorded.
 struct Mark {
     Stream* stream;
     Capture* capture;
@@ -67,7 +67,7 @@ struct Stream {
     std::deque<Operation> queue;
     Capture* capture;
     bool destroyed;
-    bool eager; // runs ready operations at once; otherwise only what a call waits for
+    bool eager; // runs ready operations at once; other streams run only operations that a call waits for
 };
 
 struct Event {
@@ -76,7 +76,7 @@ struct Event {
     MarkPointer last;
 };
 
-// A graph, during capture and after it: its operations in one valid order.
+// A graph, during and after its capture: its operations in a valid order.
 struct Capture {
     int mode;
     std::vector<Operation> operations;
@@ -99,7 +99,7 @@ struct Allocation {
     size_t bytes;
     unsigned char* pages;
     size_t page_bytes;
-    bool is_freed; // its free is queued
+    bool is_freed; // a free of the allocation is queued
 };
 
 std::recursive_mutex driver_mutex;
@@ -119,8 +119,8 @@ constexpr int DEVICES = 2, MULTIPROCESSORS = 4;
 constexpr u8 PENDING_BYTE = 0xDC; // fills pinned memory until the copy to it runs
 constexpr size_t PAGE = 4096, ALIGN = 256, ALLOCATED_MAX = (size_t)1 << 30;
 
-// Which streams are eager: bit n % 8 for stream n in order of creation. From TPDE_STAND_IN; ignored while a test draws
-// a random order.
+// Returns the mask of eager streams: bit n % 8 for stream n in order of creation. TPDE_STAND_IN sets it. It has no effect
+// while a test selects a random order.
 u32 order() {
     static const u32 order = [] {
         const char* text = getenv("TPDE_STAND_IN");
@@ -137,7 +137,7 @@ u64 draw() {
     return z ^ z >> 31;
 }
 
-// Random order: any ready stream may run next. While no call waits, an operation runs with probability 1 / rarity.
+// In random order any ready stream may run next. While no call waits, an operation runs with probability 1 / rarity.
 bool random_order = false;
 u64 rarity;
 
@@ -165,7 +165,7 @@ void run_front(Stream& stream) {
     }
 }
 
-// Runs exactly the operations that must precede the mark.
+// Runs only the operations that must precede the mark.
 void run_before(const Mark& mark) {
     while (!mark.passed) {
         if (mark.stream->queue.empty()) abort();
@@ -215,7 +215,7 @@ Stream* new_stream(Context* context) {
     return streams.back().get();
 }
 
-// The stream of a handle, or null if it is not valid in the current context.
+// Returns the stream of a handle, or null if the handle is not valid in the current context.
 Stream* stream_of(Stream* stream) {
     Context* context = context_now();
     if (!context) return nullptr;
@@ -223,8 +223,8 @@ Stream* stream_of(Stream* stream) {
     return stream->context == context && !stream->destroyed ? stream : nullptr;
 }
 
-// Which calls fail, as chosen by a test: none; one that queues, creates or waits for an event; any one; or all from a
-// point on, as if the context were lost.
+// Calls that fail, selected by a test: no call; one call that queues, creates or waits for an event; one call of any kind;
+// or all calls from one on, as if the context were lost.
 enum Refusal : u32 { REFUSES_NONE, REFUSES_QUEUEING, REFUSES_ANY, REFUSES_ALL_FROM };
 u32 refusal;
 i64 calls_to_refusal;
@@ -241,7 +241,7 @@ void lose_all() {
     }
 }
 
-// Decides whether a call fails, and counts it.
+// Counts a call, and returns whether it fails.
 bool is_refused(const char* name, bool queues) {
     if (refusal == REFUSES_NONE || (refusal == REFUSES_QUEUEING && !queues)) return false;
     if (calls_to_refusal > 0) return calls_to_refusal--, false;
@@ -273,7 +273,7 @@ void wait_for_all(Stream& stream) {
     }
 }
 
-// Whether a capture in the process forbids this call. A thread in relaxed mode is exempt.
+// Returns whether a capture in the process forbids this call. A thread in relaxed mode is exempt.
 bool is_forbidden() {
     if (capture_mode != 0) return false;
     return std::any_of(captures.begin(), captures.end(), [](Capture* capture) { return capture->mode != 2; });
@@ -294,7 +294,7 @@ u64 allocate(size_t bytes) {
     return (u64)(end - rounded);
 }
 
-// Makes pages inaccessible for good. Their addresses are never reused, so later accesses fault.
+// Makes pages inaccessible until the process ends. Their addresses are not reused, so later accesses fault.
 void forbid(void* pages, size_t bytes) {
     if (mmap(pages, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) abort();
 }
@@ -375,16 +375,16 @@ Context primary[DEVICES];
 
 #define LOCKED std::lock_guard<std::recursive_mutex> lock(driver_mutex)
 #define EXPORTED extern "C" __attribute__((visibility("default")))
-// First line of calls that may be refused: MAY_BE_REFUSED if the call queues, creates or waits, MAY_FAIL otherwise.
-// DONE is the last line of calls that release something: they do so even if refused.
+// Calls that may be refused begin with one of two macros: MAY_BE_REFUSED if the call queues, creates or waits, else
+// MAY_FAIL. Calls that release something end with DONE: they release it even if they are refused.
 #define MAY_BE_REFUSED if (is_refused(__func__, true)) return OUT_OF_MEMORY
 #define MAY_FAIL if (is_refused(__func__, false)) return REFUSED
 #define DONE return is_refused(__func__, false) ? REFUSED : SUCCESS
 
 // ---- For tests ----
 
-// Refuses calls as `kind` says, after `calls` more of that kind. Returns whether a call was refused since the last
-// request.
+// Refuses calls of a `kind`, a Refusal, after `calls` more calls of that kind. Returns whether a call was refused since
+// the last request.
 EXPORTED int stand_in_refuses(u32 kind, i64 calls) {
     LOCKED;
     bool before = has_refused;
@@ -398,7 +398,7 @@ EXPORTED int stand_in_has_refused(const char* name) {
     return refused.count(name) != 0;
 }
 
-// Makes all streams progress in a random order from the seed, or, if it is 0, as TPDE_STAND_IN says.
+// Makes all streams progress in a random order from the seed. Seed 0 selects the order of TPDE_STAND_IN.
 EXPORTED void stand_in_draws(u64 seed) {
     LOCKED;
     random_order = seed != 0;
@@ -636,7 +636,7 @@ EXPORTED u32 cuStreamEndCapture(Stream* handle, Capture** graph) {
     }
     return SUCCESS;
 }
-// One reference per object is enough: it moves to the graph, which shares it with its instances.
+// One reference per object is enough: it moves to the graph. The graph shares it with its instances.
 EXPORTED u32 cuUserObjectCreate(std::shared_ptr<void>** object, void* value, void (*destroy)(void*), u32 references, u32) {
     LOCKED;
     MAY_BE_REFUSED;
@@ -832,8 +832,7 @@ EXPORTED u32 cuLaunchKernel(
 
 // ---- nvCOMP ----
 
-// Sets the function that expands a frame and returns the number of bytes, or a negative number. The tests supply their
-// decoder.
+// Sets the function that expands a frame. It returns the number of bytes, or a negative number if the frame is invalid.
 EXPORTED void stand_in_expands_with(Expander function) { expander = function; }
 
 struct Options {

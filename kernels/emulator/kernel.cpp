@@ -1,4 +1,4 @@
-// Includes the unmodified source FOLDER/KERNEL.cu, in a namespace that keeps kernels apart.
+// Includes the unmodified source FOLDER/KERNEL.cu, in a namespace per kernel.
 #include "cuda.h"
 
 #define TEXT(x) #x

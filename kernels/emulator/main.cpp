@@ -1,4 +1,4 @@
-// Runs the kernels on cases and compares statuses and memory. README.md describes the case files.
+// Runs the kernels on cases, and compares status words and memory. README.md describes the case files.
 #include "block.h"
 #include <algorithm>
 #include <array>
@@ -126,7 +126,7 @@ enum Mode { OUT_OF_PLACE, LISTED, TWICE, CHECKED, MODES };
 const char* const MODE_NAMES[] = {"out", "listed", "twice", "checked"};
 const char* const MODE_TEXTS[] = {"out of place", "in place, scratch memory", "in place, no scratch memory", "in place, all checked"};
 
-// Progress, in memory shared by all processes.
+// Progress of a run, in memory that all processes share.
 struct Progress {
     u32 next;     // index of the next case
     u32 failures;
@@ -149,7 +149,7 @@ __attribute__((format(printf, 1, 2))) void wrong(const char* format, ...) {
 
 // ---- Memory of a launch ----
 
-// A buffer with poisoned memory on both sides for the address sanitizer, and canaries. Its data begins `shift` bytes
+// A buffer between canaries. For the address sanitizer the memory on both sides is poisoned. The data begins `shift` bytes
 // past a multiple of 64.
 class Buffer {
     u8* all;
@@ -170,7 +170,7 @@ public:
         memset(data, 0xA5, size);
         if (!bytes.empty()) memcpy(data, bytes.data(), std::min(bytes.size(), size));
         if (__asan_poison_memory_region) {
-            // The sanitizer's granularity of 8 bytes leaves up to 7 bytes before the data accessible.
+            // The sanitizer has a granularity of 8 bytes, so up to 7 bytes before the data stay accessible.
             __asan_poison_memory_region(all, shift / 8 * 8);
             __asan_poison_memory_region(data + size, GUARD);
         }
@@ -190,7 +190,7 @@ public:
         return std::all_of(all, data, is_canary) && std::all_of(data + size_, data + size_ + GUARD, is_canary);
     }
 
-    // Prints the position of an address in or near the buffer. False if it is elsewhere.
+    // Prints the position of an address in or near the buffer. Returns false if the address is elsewhere.
     bool describe(const void* address) const {
         i64 at = (i64)((u64)address - (u64)data);
         if (at < -(i64)shift - 64 || at >= (i64)(size_ + GUARD + 64)) return false;
@@ -245,7 +245,7 @@ void compare_lanes(const char* what, const u8* actual, const Bytes& expected, u3
         (int)(2 * width), lane(actual + first), (int)(2 * width), lane(&expected[first]));
 }
 
-// Shared memory for the largest table set of the case, as the host would allocate it.
+// Returns the size of the shared memory for the largest table set of the case, as the host computes it.
 u32 bytes_of_tables(const Case& one) {
     u32 bytes = TPDE_CONDITIONED_TABLES(0, 0);
     for (const ChunkCase& chunk : one.chunks) {
@@ -291,7 +291,7 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
         size_t size = (size_t)chunk.lanes() * width;
         std::string suffix = " of chunk " + std::to_string(i);
         payloads.emplace_back(new Buffer("the payload" + suffix, chunk.payload, chunk.payload.size(), 16 * ((i + shift) % 8)));
-        // Base and output are offset by whole lanes, sometimes by the same number, sometimes not.
+        // Base and output are offset by whole lanes, by equal or different numbers of lanes.
         u32 output_shift = shift ? (i * 5 + shift) % 17 : 0, base_shift = shift % 2 ? (output_shift + 16 / width * (i % 3)) % 24 : shift ? i % 17 : 0;
         if (in_place) {
             outputs.emplace_back(new Buffer("the lanes" + suffix, chunk.base, size, output_shift * width));
@@ -299,7 +299,7 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
             bases.emplace_back(new Buffer("the base" + suffix, chunk.base, chunk.base.size(), base_shift * width));
             outputs.emplace_back(new Buffer("the output" + suffix, {}, size, output_shift * width));
         }
-        // The tensor pointer is placed so that the record's offset leads to the chunk; only the chunk has memory.
+        // Only the chunk has memory. The address of the tensor plus the offset in the record is the address of the chunk.
         u64 before = chunk.record.output_offset * width;
         DeviceTensor& tensor = tensors[count - 1 - i] = chunk.tensor;
         tensor.base = (u64)(in_place ? outputs[i] : bases[i])->data - before;
@@ -315,10 +315,10 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
         {"the numbers of tensors", bytes_of(chunk_tensors), 4 * count, 0}, {"the tensors", bytes_of(tensors), 48 * count, 0},
         {"the table sets", bytes_of(one.tables), 4 * one.tables.size(), 0}, {"the order", bytes_of(order), 4 * count, 0}};
     Buffer status_words("the status words", bytes_of(statuses), 4 * count, 0), flag("the flag", Bytes(4), 4, 0);
-    // Scratch memory that keeps the changes of all chunks between two launches: none, enough for most, or enough for
-    // few.
+    // Scratch memory for the changes of all chunks between two launches: no memory, enough for nearly all lists, or enough
+    // for few.
     const bool is_checked = mode == CHECKED;
-    // Often exactly as many bytes as the lists take, so that an overrun is detected.
+    // Often the memory has exactly the size of all lists, which detects an overrun.
     u32 most = 256, all_lists = 256;
     for (const ChunkCase& chunk : one.chunks) {
         u32 list = (TPDE_LIST_BYTES(chunk.record.num_deltas, chunk.width()) + 255) / 256 * 256;
@@ -350,7 +350,7 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
     }
     auto launch_all = [&](u32 launch_mode) {
         launch.mode = launch_mode;
-        // Kernels of a codec without chunks sometimes run as well, and must do nothing.
+        // At random also runs the kernels of a codec without chunks. They must do nothing.
         for (u32 codec : {(u32)TPDE_CODEC_RAW, (u32)TPDE_CODEC_CONDITIONED}) {
             bool any = std::any_of(one.chunks.begin(), one.chunks.end(), [&](const ChunkCase& chunk) { return chunk.tensor.codec == codec; });
             if (!any && seed % 16 != 0) continue;
@@ -437,8 +437,8 @@ void run_cases(const std::vector<Case>& cases, const Options& options) {
     alarm(0);
 }
 
-// Forwards the messages of a process. The sanitizers do not find the source lines of all kernels; where a line ends in
-// an address, addr2line translates it.
+// Forwards the messages of a process. The sanitizers do not find the source lines of all kernels. If a line ends in an
+// address, addr2line translates it.
 void forward_messages(FILE* from) {
     char self[4096] = {}, line[8192];
     if (readlink("/proc/self/exe", self, sizeof self - 1) < 0) self[0] = 0;
@@ -452,7 +452,7 @@ void forward_messages(FILE* from) {
         }
         unsigned long long address = strtoull(at + mark.size() - 2, nullptr, 16);
         while (at > line && *at != '(') at--;
-        // A return address points behind the call.
+        // A return address is behind the call.
         char command[8192];
         snprintf(command, sizeof command, "addr2line -sie '%s' 0x%llx 2>/dev/null", self, strstr(line, "#0 ") ? address : address - 1);
         // Inlined functions give several lines, innermost first.
@@ -540,7 +540,7 @@ int main(int count, char** words) {
     if (options.here) {
         run_cases(cases, options);
     } else {
-        // Each process runs cases until one kills it; then a new process continues.
+        // Each process runs cases until a case ends it. Then a new process continues.
         while (progress->next < cases.size() && progress->failures < options.most) {
             fflush(nullptr);
             int ends[2];

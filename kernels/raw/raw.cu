@@ -10,7 +10,7 @@ struct RawShared {
     Chunk chunk;
 };
 
-// All threads: applies the changes. Positions ascend strictly, so no two threads have the same lane.
+// All threads: applies the changes. Positions ascend strictly, so no two threads change the same lane.
 template <int W> __device__ __forceinline__ void apply_changes(const Chunk& chunk, u64 magnitude, bool stored, u64& sum, u32& errors) {
     typedef typename WideOf<W>::type T;
     const u32* positions = (const u32*)chunk.payload;
@@ -29,7 +29,7 @@ template <int W> __device__ __forceinline__ void apply_changes(const Chunk& chun
     }
 }
 
-// Checks the size of the payload and the padding between positions and deltas. Returns the same errors in every thread.
+// Checks the size of the payload and the padding between positions and deltas. Returns equal errors in all threads.
 template <int W> __device__ __forceinline__ u32 check_size(const Chunk& chunk) {
     u64 deltas_at = (4 * (u64)chunk.num_deltas + W - 1) / W * W;
     if (deltas_at + (u64)W * chunk.num_deltas > chunk.size) return error(TPDE_STATUS_PAYLOAD_SIZE);

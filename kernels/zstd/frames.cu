@@ -1,8 +1,8 @@
 // Codec `zstd` (spec/codecs.md section 3): the kernels before and after nvCOMP, which expands the frames on the device.
 //
-// `tpde_frames_check` compares CRCs, so that no damaged frame reaches nvCOMP. `tpde_frames_expand` turns the contents
-// of frames into payloads of codec `raw` for `tpde_raw`. It reads only inside the content and writes only inside the
-// payload, whatever the content. An invalid content gives an error status and a payload that `tpde_raw` refuses.
+// `tpde_frames_check` compares CRCs, so damaged frames do not reach nvCOMP. `tpde_frames_expand` converts the contents of
+// frames to payloads of codec `raw` for `tpde_raw`. For any content it reads only inside the content and writes only
+// inside the payload. An invalid content gives an error status and a payload that `tpde_raw` refuses.
 #include "common/crc.cuh"
 #include "zstd/frames.cuh"
 
@@ -12,7 +12,7 @@
 #define FULL_NIBBLE 15u
 #define WIDE 270u
 
-// The content of a chunk, and the payload that is made from it.
+// The content of a frame, and the payload of codec `raw` that is made from it.
 struct Content {
     const u8* bytes;
     u32 size;
@@ -27,7 +27,7 @@ struct FramesShared {
     u32 errors;
 };
 
-// All threads: exclusive prefix sum over the block. `all` receives the total.
+// All threads: returns the exclusive prefix sum over the block. `all` receives the total.
 __device__ __forceinline__ u32 sum_before(u32 value, u32& all, u32* warps) {
     u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, sum = value, warps_before = 0;
     for (u32 by = 1; by < WARP; by *= 2) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ u32 sum_of_block(u32 value, u32* warps) {
 
 template <int W> using Wide = typename WideOf<W>::type;
 
-// Lane i of `count` lanes in byte planes.
+// Returns lane i of `count` lanes in byte planes.
 template <int W> __device__ __forceinline__ Wide<W> plane_lane(const u8* planes, u32 count, u32 i) {
     Wide<W> lane = 0;
     for (u32 byte = 0; byte < W; byte++) lane |= (Wide<W>)planes[(u64)byte * count + i] << (8 * byte);
@@ -91,19 +91,19 @@ template <typename Take> __device__ u32 continued(const u8* bytes, u32 size, u32
     }
     return count;
 }
-// Whether the last gap is complete.
+// Returns whether the last gap is complete.
 __device__ __forceinline__ bool ends(const u8* bytes, u32 size) { return size == 0 || bytes[size - 1] < 255; }
 
-// Parts 2 and 3 of the nibble layouts.
+// Parts 2 and 3 of the nibble layouts: the bytes of escaped values, and the planes of wide values.
 struct Escapes {
     const u8* bytes;
     const u8* planes;
     u32 count, wide;
-    u32 done, wide_done; // consumed by previous tiles
+    u32 done, wide_done; // number of escapes and of wide values that previous tiles have consumed
 };
 
-// All threads: finds the `count` escapes that begin at `at`, and moves `at` behind them. False if the content is too
-// short.
+// All threads: finds the `count` escapes that begin at `at`, and moves `at` past them. Returns false if the content is
+// too short.
 template <int W> __device__ bool parse_escapes(const Content& content, u64& at, u32 count, Escapes& escapes, u32* warps) {
     if (at + count > content.size) return false;
     escapes = {content.bytes + at, content.bytes + at + count, count, 0, 0, 0};
@@ -115,7 +115,7 @@ template <int W> __device__ bool parse_escapes(const Content& content, u64& at, 
     return at <= content.size;
 }
 
-// All threads: turns the nibbles of the next tile into values. A nibble of 15 consumes an escape.
+// All threads: converts the nibbles of the next tile to values. A nibble of 15 consumes an escape.
 template <int W> __device__ void unescape(const u32 (&nibbles)[ITEMS], Wide<W> (&values)[ITEMS], Escapes& escapes, u32& errors, u32* warps) {
     u32 full = 0, wide = 0, all, all_wide;
     for (u32 i = 0; i < ITEMS; i++) full += nibbles[i] == FULL_NIBBLE;
@@ -140,7 +140,7 @@ template <int W> __device__ void unescape(const u32 (&nibbles)[ITEMS], Wide<W> (
     escapes.wide_done += all_wide;
 }
 
-// All threads: writes the changed lanes of a tile; `count` is the number of changed lanes so far.
+// All threads: writes the changed lanes of a tile. `count` is the number of changed lanes in previous tiles.
 template <int W> __device__ void put_changed(const Content& content, u32 first, const Wide<W> (&values)[ITEMS], u32& count, u32* warps) {
     u32 changed = 0, all;
     for (u32 i = 0; i < ITEMS; i++) changed += values[i] != 0;
@@ -179,7 +179,7 @@ template <int W> __device__ u32 expand_gaps(const Content& content, u32* warps) 
     return count == n && ends(bytes, size) ? 0 : error(TPDE_STATUS_PAYLOAD_SIZE);
 }
 
-// The 32 bits from bit `at` on, zeros past the end.
+// Returns the 32 bits from bit `at` on. Bits past the end are zero.
 __device__ __forceinline__ u32 peek(const u8* bytes, u32 size, u64 at) {
     u64 window = 0;
     u32 from = (u32)(at / 8);
@@ -187,8 +187,7 @@ __device__ __forceinline__ u32 peek(const u8* bytes, u32 size, u64 at) {
     return (u32)(window >> (8 - at % 8));
 }
 
-// One thread: each code begins where the previous one ends. The layout is slow here and supported only for
-// completeness.
+// One thread: decodes the positions. Each code begins where the previous code ends, so this layout is slow here.
 __device__ u32 elias_positions(const Content& content, const u8* bytes, u32 size) {
     u64 at = 0;
     u32 position = 0;
@@ -218,8 +217,8 @@ template <int W> __device__ u32 expand_elias(const Content& content) {
     return threadIdx.x == 0 ? elias_positions(content, content.bytes + at, content.size - (u32)at) : 0;
 }
 
-// The prefix sums of the continued gaps are stored at the end of the positions array until they are used. The sum that
-// token i uses is at index i or later, so previous tiles have not overwritten it.
+// The end of the positions array holds the prefix sums of the long gaps until they are used. The sum for token i is at
+// index i or later, so previous tiles have not overwritten it.
 template <int W> __device__ u32 expand_nibble_gaps(const Content& content, u32* warps) {
     u32 n = content.num_deltas, errors = 0;
     const u8* tokens = content.bytes + 1;
@@ -271,7 +270,7 @@ template <int W> __device__ u32 expand_nibble_gaps(const Content& content, u32* 
         for (u32 i = 0; i < ITEMS; i++) {
             if (first + i >= n) continue;
             Wide<W> delta = values[i] + 1;
-            // delta = value + 1, so the largest value is one below the largest lane.
+            // delta = value + 1 must fit in a lane.
             if (W < 8 ? (u64)delta >> (8 * W % 64) != 0 : delta == 0) errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
             put_position(content, first + i, positions_of_items[i]);
             put_delta<W>(content, first + i, delta);
@@ -374,6 +373,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) tpde_frames_expand(const _
     __syncthreads();
     if (threadIdx.x != 0) return;
     if (shared.errors) *status = __ffs((i32)shared.errors) - 1;
-    // A position that no lane has, so that tpde_raw refuses the payload.
+    // No lane has this position, so tpde_raw refuses the payload.
     if (shared.errors || damaged) *(u32*)content.payload = 0xFFFFFFFFu;
 }

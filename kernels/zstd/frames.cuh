@@ -14,7 +14,7 @@ struct Frames {
     u64 order;         // const u32*: chunk indexes; all have a payload
     u64 statuses;      // u32*: one per record, zeroed by the host
     u64 frames;        // u64*: addresses of the frames, written by tpde_frames_check
-    u64 frame_bytes;   // u64*: sizes of the frames, likewise
+    u64 frame_bytes;   // u64*: sizes of the frames, written by tpde_frames_check
     u64 contents;      // const u64*: addresses of the expanded contents
     u64 content_bytes; // const u64*: sizes of the expanded contents, written by nvCOMP
     u64 outcomes;      // const u32*: status words of nvCOMP, 0 for success
