@@ -69,19 +69,19 @@ pub(super) const CONDITIONED_SHARED: u32 = defined("TPDE_CONDITIONED_SHARED");
 pub(super) const WITHOUT_BASE_THREADS: u32 = defined("TPDE_WITHOUT_BASE_THREADS");
 pub(super) const WITHOUT_BASE_SHARED: u32 = defined("TPDE_WITHOUT_BASE_SHARED");
 
-/// `TPDE_CONDITIONED_TABLES`: bytes of shared memory for a table set, in addition to [`CONDITIONED_SHARED`] or
+/// `TPDE_CONDITIONED_TABLES`: size of the shared memory for a table set in bytes, in addition to [`CONDITIONED_SHARED`] or
 /// [`WITHOUT_BASE_SHARED`].
 pub(super) const fn conditioned_tables(classes: u32, symbols: u32) -> u32 {
     (classes + 1) * 1024 + (symbols + 1) * 8
 }
 
-/// The same for the largest possible table set.
+/// [`conditioned_tables`] for the largest possible table set.
 pub(super) const CONDITIONED_TABLES_MAX: u32 = {
     let classes = defined("TPDE_CLASS_COUNT_MAX");
     conditioned_tables(classes, classes * defined("TPDE_TOKEN_COUNT_MAX"))
 };
 
-/// Status words and the rules that they stand for.
+/// Status words and their rules.
 const RULES: [(u32, Rule); 10] = [
     (1, Rule::PayloadCrc32),
     (2, Rule::PayloadPadding),
@@ -98,22 +98,22 @@ const RULES: [(u32, Rule); 10] = [
 /// Further status words of the frame kernels, in `frames.cuh`.
 pub(super) const FRAME_RULES: [(u32, Rule); 2] = [(16, Rule::PayloadFrame), (17, Rule::PayloadLayout)];
 
-/// The rule that a status word stands for.
+/// Returns the rule of a status word.
 pub(super) fn rule(status: u32) -> Option<Rule> {
     RULES.iter().chain(&FRAME_RULES).find(|(code, _)| *code == status).map(|(_, rule)| *rule)
 }
 
-/// `TPDE_SCRATCH_HEAD`: bytes before the first slot of scratch memory.
+/// `TPDE_SCRATCH_HEAD`: size of the head of the scratch memory in bytes.
 pub(super) fn scratch_head(slots: u32) -> u64 {
     (u64::from(slots) * 4).next_multiple_of(256)
 }
 
-/// `TPDE_LIST_BYTES`, rounded up to [`LIST_STEP`]: bytes of a list of `changes` changes.
+/// `TPDE_LIST_BYTES`, rounded up to [`LIST_STEP`]: size of a list of `changes` changes in bytes.
 pub(super) fn list_bytes(changes: u64, lane_log2: u8) -> u64 {
     (changes.next_multiple_of(2) * 4 + (changes << lane_log2)).next_multiple_of(LIST_STEP)
 }
 
-/// The size of a list of changes is a multiple of this.
+/// Granularity of the size of a list of changes, in bytes.
 pub(super) const LIST_STEP: u64 = 256;
 
 /// Parses the number in `#define NAME number` of `format.cuh`, at compile time.
@@ -160,10 +160,11 @@ mod tests {
     use std::collections::BTreeMap;
     use std::mem::offset_of;
 
-    /// The header of the specification, with layouts that the kernels share.
+    /// The header of the specification, which has the layouts of the index.
     const HEADER: &str = include_str!("../../spec/tpde.h");
 
-    /// `TPDE_OFFSET(type, field, n)` and `TPDE_SIZE(type, n)` of a header, as `type.field` and `type`. The compiler asserts them.
+    /// Parses `TPDE_OFFSET(type, field, n)` and `TPDE_SIZE(type, n)` of a header. The keys are `type.field` and `type`. The
+    /// compiler of the header asserts the numbers.
     fn layouts(header: &str) -> BTreeMap<String, usize> {
         let number = |text: &str| text.parse().unwrap_or_else(|_| define(header, text) as usize);
         let mut layouts = BTreeMap::new();
@@ -179,14 +180,14 @@ mod tests {
         layouts
     }
 
-    /// The number in `#define NAME number` of a header.
+    /// Returns the number in `#define NAME number` of a header.
     fn define(header: &str, name: &str) -> u32 {
         let defines = header.lines().filter_map(|line| line.strip_prefix("#define ")?.strip_prefix(name)?.strip_prefix(' '));
         let mut numbers = defines.map(|rest| rest.split_whitespace().next().and_then(|number| number.parse().ok()));
         numbers.next().flatten().unwrap_or_else(|| panic!("{name} is not defined as a number"))
     }
 
-    /// `NAME = number` in the enumerations of a header.
+    /// Parses `NAME = number` in the enumerations of a header.
     fn constants(header: &str) -> BTreeMap<String, u32> {
         let words = header.split([',', '{', '}', '\n']);
         let parse = |word: &str| {

@@ -13,11 +13,11 @@ use crate::error::Result;
 use crate::index::Tensor;
 use rayon::prelude::*;
 
-/// Most bytes of bases and outputs on the device at once. A larger tensor is a batch of its own.
+/// Maximum size of the bases and outputs of a batch, in bytes. A larger tensor is a batch of its own.
 const BATCH_BYTES: u64 = 2 << 30;
-/// Bytes per read of a checkpoint.
+/// Size of a read from a checkpoint, in bytes.
 const PIECE: usize = 1 << 20;
-/// Alignment of tensors in device memory.
+/// Alignment of tensors in device memory, in bytes.
 const ALIGN: u64 = 256;
 
 impl Accelerator for Device {
@@ -29,7 +29,7 @@ impl Accelerator for Device {
     }
 }
 
-/// A device with nvCOMP, which expands payloads of codec `zstd`. The writer of the pair must be trusted: see [`Nvcomp`].
+/// A device with nvCOMP. nvCOMP expands payloads of codec `zstd`. The writer of the pair must be trusted, see [`Nvcomp`].
 #[derive(Debug)]
 pub struct NvcompDevice {
     /// The device.

@@ -1,4 +1,4 @@
-//! An index, uploaded to a device.
+//! An index on a device.
 
 use super::abi::{self, DeviceTensor, NO_TABLES};
 use super::nvcomp::{Nvcomp, Trusted};
@@ -25,11 +25,11 @@ pub struct DeviceIndex {
 pub(super) struct Uploaded {
     pub device: Device,
     memory: DeviceSlice,
-    /// Addresses of the parts.
+    /// Addresses of the parts of `memory`.
     pub sums: u64,
     pub chunk_tensors: u64,
     pub tables: u64,
-    /// Bytes of shared memory for the largest table set.
+    /// Size of the shared memory for the largest table set, in bytes.
     pub table_bytes: u32,
     pub records: Vec<ChunkMetadata>,
     pub tensors: Vec<TensorOnDevice>,
@@ -55,20 +55,21 @@ impl TensorOnDevice {
         self.device.first_chunk..self.device.first_chunk + self.chunk_count
     }
 
-    /// First lane of a chunk, counted from the start of the tensor.
+    /// Returns the index of the first lane of a chunk in its tensor.
     pub fn first_lane(&self, chunk: u32) -> u64 {
         u64::from(chunk - self.device.first_chunk) << self.device.chunk_lanes_log2
     }
 
-    /// Number of lanes of a chunk.
+    /// Returns the number of lanes of a chunk.
     pub fn chunk_lanes(&self, chunk: u32) -> u64 {
         (self.device.lanes - self.first_lane(chunk)).min(1 << self.device.chunk_lanes_log2)
     }
 }
 
 impl DeviceIndex {
-    /// Uploads records, sums, tensors and tables of an index. Once per pair. Memory: 52 bytes per chunk on the device, 32 on the
-    /// host. The first index with chunks without a base compiles their kernel, unless the driver's cache has it.
+    /// Uploads the records, sums, tensors and tables of an index. One upload per pair is enough. Memory: 52 bytes per chunk on
+    /// the device, 32 bytes per chunk on the host. The first index with chunks without a base compiles their kernel, unless the
+    /// driver's cache has it.
     ///
     /// The copies are queued. Every application of this index waits for them.
     ///
@@ -98,7 +99,7 @@ impl DeviceIndex {
         let inner = &device.inner;
         let tensors = all_on_device(index, &sets);
         if tensors.iter().any(|tensor| tensor.codec == Codec::Conditioned && tensor.device.base_lanes < tensor.device.lanes) {
-            // Compile it here: a launch must be quick and may be captured.
+            // The kernel is compiled here, because a launch must be quick and may be captured.
             inner.kernels.without_base(&inner.context)?;
         }
         let cx = inner.context.enter()?;
@@ -132,11 +133,11 @@ impl DeviceIndex {
         Ok(Self { uploaded: Arc::new(uploaded), trusted: None })
     }
 
-    /// The same index, with payloads of codec `zstd` expanded by nvCOMP on the device. So they may be in device memory too. The
-    /// writer of the pair must be trusted, see [`Nvcomp`].
+    /// Returns the same index for applications in which nvCOMP expands payloads of codec `zstd` on the device. Then these
+    /// payloads may be in device memory too. The writer of the pair must be trusted, see [`Nvcomp`].
     ///
     /// Device memory per application: the contents of the frames, their payloads of codec `raw`, and nvCOMP's temporary memory.
-    /// Cost: compiles two kernels, the first time on a device.
+    /// Cost: the first call per device compiles two kernels.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver refuses.
@@ -146,17 +147,17 @@ impl DeviceIndex {
         Ok(Self { uploaded: self.uploaded.clone(), trusted })
     }
 
-    /// Bytes of device memory for an index; see [`DeviceIndex::upload_to`].
+    /// Returns the size of the device memory for an index, in bytes; see [`DeviceIndex::upload_to`].
     ///
     /// # Errors
-    /// [`Error::Limit`] if its tables have more words than kernels can count.
+    /// [`Error::Limit`] if the tables have more words than 32 bits can count.
     pub fn bytes_of(index: &ValidatedIndex) -> Result<u64> {
         let (_, tables) = tables_of(index.table_sets())?;
         let chunks = index.records().len() as u64;
         Ok(offsets([32 * chunks, 16 * chunks, 4 * chunks, 4 * tables.len() as u64]).1)
     }
 
-    /// Range of the blob with the payloads of a tensor and their padding. Empty if it has none.
+    /// Returns the range of the blob with the payloads of a tensor and their padding. Empty if the tensor has no payloads.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no such tensor.
@@ -165,7 +166,7 @@ impl DeviceIndex {
         Ok(self.uploaded.payload_ranges(chunks).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or_default())
     }
 
-    /// Whether the device decodes a tensor without the processor. False for codec `zstd`, which the processor expands.
+    /// Returns whether the device decodes a tensor without the processor. False for codec `zstd`, which the processor expands.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no such tensor.
@@ -183,7 +184,7 @@ impl DeviceIndex {
         self.uploaded.tensors.len()
     }
 
-    /// Index of the tensor with this name.
+    /// Returns the index of the tensor with this name.
     pub fn find(&self, name: &str) -> Option<usize> {
         self.uploaded.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()
     }
@@ -192,7 +193,7 @@ impl DeviceIndex {
         tensor_at(&self.uploaded.tensors, tensor_index)
     }
 
-    /// The tensor that a chunk belongs to.
+    /// Returns the tensor of a chunk.
     pub(super) fn chunk_tensor(&self, chunk: u32) -> Result<&TensorOnDevice> {
         self.tensor(self.uploaded.tensors.partition_point(|tensor| tensor.chunks().end <= chunk))
     }
@@ -203,7 +204,7 @@ impl Uploaded {
         self.memory.address()
     }
 
-    /// Ranges of the blob with the payloads of these chunks and their padding.
+    /// Returns the ranges of the blob with the payloads of these chunks and their padding.
     pub fn payload_ranges(&self, chunks: Range<u32>) -> impl Iterator<Item = Range<u64>> + '_ {
         let records = self.records[chunks.start as usize..chunks.end as usize].iter();
         records.filter(|record| record.compressed_size.get() > 0).map(|record| {
@@ -213,20 +214,20 @@ impl Uploaded {
     }
 }
 
-/// The tensor with this index.
+/// Returns the tensor with this index.
 pub(super) fn tensor_at(tensors: &[TensorOnDevice], tensor_index: usize) -> Result<&TensorOnDevice> {
     tensors
         .get(tensor_index)
         .ok_or_else(|| Error::InvalidArgument(format!("tensor {tensor_index} of a pair of {} tensors", tensors.len())))
 }
 
-/// Offsets of records, sums, tensor indexes and tables with these sizes, and the total size.
+/// Returns the offsets of the records, sums, tensor indexes and tables with these sizes, and the total size.
 fn offsets(sizes: [u64; 4]) -> ([u64; 4], u64) {
     let mut layout = MemoryLayout::default();
     (layout.add_all(sizes), layout.bytes())
 }
 
-/// Offset of each set, and the words of all sets in the kernels' layout (`kernels/README.md`).
+/// Returns the offset of each set in words, and the words of all sets in the layout of the kernels (`kernels/README.md`).
 pub(super) fn tables_of(sets: &[TableSet]) -> Result<(Vec<u32>, Vec<u32>)> {
     let mut starts = Vec::with_capacity(sets.len());
     let mut words = Vec::new();
@@ -255,7 +256,7 @@ fn start_of_set(words: usize) -> Result<u32> {
     start.ok_or(Error::Limit { what: "words of codec tables", limit: u64::from(NO_TABLES) - 1, found: words as u64 })
 }
 
-/// Bytes of shared memory for the largest set.
+/// Returns the size of the shared memory for the largest set, in bytes.
 fn table_bytes(sets: &[TableSet]) -> u32 {
     let symbols =
         |set: &TableSet| set.classes().map(|class| class.iter().filter(|frequency| **frequency != 0).count()).sum::<usize>();
@@ -263,7 +264,7 @@ fn table_bytes(sets: &[TableSet]) -> u32 {
     sets.iter().map(bytes).max().unwrap_or(const { abi::conditioned_tables(0, 0) })
 }
 
-/// The host's data of all tensors. `starts` are the offsets of the table sets.
+/// Returns the host's data of all tensors. `starts` are the offsets of the table sets.
 pub(super) fn all_on_device(index: &ValidatedIndex, starts: &[u32]) -> Vec<TensorOnDevice> {
     index.tensors().map(|tensor| on_device(&tensor, index.table_set(tensor.place), starts)).collect()
 }

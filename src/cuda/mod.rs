@@ -1,20 +1,20 @@
 //! Decoding on CUDA devices (spec section 13, the class *GPU consumer*).
 //!
-//! Open a device once and upload an index once. Then rebuild tensors, or change them in place, in device memory of this crate or
-//! of the caller, on a stream of this crate or of the caller. Kernels do steps 8 to 11 for each chunk and return a status word.
-//! Only status words leave the device.
+//! Open a device once and upload an index once. Then rebuild tensors, or change them in place. Memory and streams are those of
+//! this crate or of the caller. Kernels do steps 8 to 11 for each chunk and return a status word. Only status words leave the
+//! device.
 //!
 //! # What is checked
 //!
 //! Kernels compare the CRC of each payload, and the base sum and target sum of each chunk. They compare no digests, in any
 //! [`Mode`].
 //!
-//! That finds accidents. The CRC misses random damage of a payload with probability 2^-32. The target sum misses random changes
-//! of the result with probability about 2^-64, or 2^-32 at worst, where only top bits differ.
+//! These checks find accidents. The CRC misses random damage of a payload with probability 2^-32. The target sum misses random
+//! changes of the result with probability about 2^-64. The worst case is 2^-32, if only top bits differ.
 //!
-//! It does not find forgery. CRC and sums are linear, so a blob can be changed to give other weights under the same index and the
-//! same signed pair digest. For payloads of an untrusted author use [`Apply::on`](crate::Apply::on), which hashes the result of
-//! the device and compares the digests, or [`Apply::verify`](crate::Apply::verify) before.
+//! They do not find forgery. CRC and sums are linear, so an attacker can change a blob to give other weights under the same index
+//! and the same signed pair digest. For payloads of an untrusted author use [`Apply::on`](crate::Apply::on), which hashes the
+//! result of the device and compares the digests. Alternatively, call [`Apply::verify`](crate::Apply::verify) first.
 //!
 //! ```no_run
 //! use tpde::cuda::{Application, ApplyPlan, Binding, Device, DeviceIndex, Mode, Payloads};

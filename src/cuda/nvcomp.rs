@@ -15,8 +15,8 @@ const NAME: &str = "libnvcomp.so.6";
 /// With [`DeviceIndex::trust`](super::DeviceIndex::trust) it expands payloads of codec `zstd` on the device instead of on the
 /// processor.
 ///
-/// It does not withstand hostile data: *a frame can make it read and write any memory that the device can access*. CRCs are
-/// compared before it gets a frame, which finds accidents only. The writer of the pair must be trusted.
+/// nvCOMP does not withstand hostile data: *a frame can make it read and write any memory that the device can access*. A kernel
+/// compares the CRC of each frame before nvCOMP reads it. That finds accidents only. The writer of the pair must be trusted.
 #[derive(Clone)]
 pub struct Nvcomp(Arc<Library>);
 
@@ -37,7 +37,8 @@ struct Options {
 
 const DEFAULT: Options = Options { backend: 0, reserved: [0; 60] };
 
-/// `nvcompBatchedZstdDecompressGetTempSize`: number of chunks, largest content, options, result, total size of contents, stream.
+/// `nvcompBatchedZstdDecompressGetTempSize`: number of chunks, size of the largest content, options, result, total size of the
+/// contents, stream.
 type TemporaryBytes = unsafe extern "C" fn(usize, usize, Options, *mut usize, usize, *mut c_void) -> i32;
 
 /// `nvcompBatchedZstdDecompressAsync`: see [`Batch`].
@@ -60,7 +61,7 @@ type Expand = unsafe extern "C" fn(
 pub(super) struct Batch {
     pub frames: u64,
     pub frame_bytes: u64,
-    /// Capacity for each content, and the bytes written.
+    /// Capacity for each content and number of bytes written, in bytes.
     pub capacities: u64,
     pub content_bytes: u64,
     pub contents: u64,
@@ -71,10 +72,10 @@ pub(super) struct Batch {
 }
 
 impl Nvcomp {
-    /// Loads nvCOMP from where the system's loader finds `libnvcomp.so.6`.
+    /// Loads `libnvcomp.so.6` from the search path of the system's loader.
     ///
     /// # Errors
-    /// [`Error::NoLibrary`] if it is not there, or is another.
+    /// [`Error::NoLibrary`] if the file is missing, or lacks the functions of nvCOMP.
     pub fn load() -> Result<Self> {
         // SAFETY: the name is that of NVIDIA's library, whose initialisers may run in any process.
         unsafe { Self::open(NAME) }
@@ -89,7 +90,8 @@ impl Nvcomp {
     /// As [`Nvcomp::load`].
     pub unsafe fn open(path: impl AsRef<OsStr>) -> Result<Self> {
         let missing = |e: libloading::Error| Error::NoLibrary { library: NAME, reason: e.to_string() };
-        // SAFETY: promised by the caller; the functions have these types in its headers, and are kept with the library.
+        // SAFETY: promised by the caller. The functions have these types in the headers of nvCOMP, and the library stays loaded
+        // with them.
         unsafe {
             let loaded = libloading::Library::new(path.as_ref()).map_err(missing)?;
             let temporary_bytes = *loaded.get(b"nvcompBatchedZstdDecompressGetTempSize").map_err(missing)?;
@@ -98,7 +100,7 @@ impl Nvcomp {
         }
     }
 
-    /// Bytes of temporary device memory for an expansion.
+    /// Returns the size of the temporary device memory for an expansion, in bytes.
     pub(super) fn temporary_bytes(&self, _: &Entered<'_>, count: usize, largest: usize, all: usize) -> Result<usize> {
         let mut bytes = 0;
         // SAFETY: `bytes` is valid for the result, and the null stream always exists.
@@ -109,8 +111,8 @@ impl Nvcomp {
     /// Queues the expansion of a batch.
     ///
     /// # Safety
-    /// The addresses are those of memory of the device, as large as [`Batch`] says, until the stream has passed; the frames are
-    /// such as a trusted writer makes.
+    /// The addresses are device memory with the sizes of [`Batch`] until the stream has completed. The frames are from a trusted
+    /// writer.
     pub(super) unsafe fn expand(&self, _: &Entered<'_>, batch: &Batch, stream: RawStream) -> Result<()> {
         let at = |address: u64| std::ptr::without_provenance_mut::<c_void>(address as usize);
         // SAFETY: promised by the caller.
@@ -146,7 +148,7 @@ fn check(code: i32) -> Result<()> {
     Err(Error::Device { action: "expand frames with nvCOMP", reason: format!("nvCOMP returned status {code}") })
 }
 
-/// What an index needs to let nvCOMP expand its frames.
+/// Library and kernels for an index whose frames nvCOMP expands.
 #[derive(Debug, Clone)]
 pub(super) struct Trusted {
     pub nvcomp: Nvcomp,
@@ -160,7 +162,7 @@ mod tests {
     #[test]
     fn a_library_that_is_missing_or_another_is_named() {
         for path in ["/no/such/libnvcomp.so.6", "libc.so.6"] {
-            // SAFETY: the first does not exist, and the second is already loaded in this process.
+            // SAFETY: the first file does not exist. The second library is already loaded in this process.
             match unsafe { Nvcomp::open(path) } {
                 Err(Error::NoLibrary { library: "libnvcomp.so.6", reason }) => assert!(!reason.is_empty()),
                 other => panic!("{path}: {other:?}"),

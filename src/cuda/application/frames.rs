@@ -1,4 +1,4 @@
-//! Payloads of codec `zstd` that nvCOMP expands: their memory, and the kernels before and after.
+//! Payloads of codec `zstd` that nvCOMP expands: their memory, and the kernels before and after nvCOMP.
 
 use crate::codec::raw_size;
 use crate::cuda::index::DeviceIndex;
@@ -15,7 +15,7 @@ use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use std::sync::Arc;
 use zerocopy::IntoBytes;
 
-/// A zstd frame with one byte of content, which replaces damaged frames.
+/// A zstd frame with one byte of content. It replaces damaged frames.
 const SUBSTITUTE: [u8; 10] = [0x28, 0xB5, 0x2F, 0xFD, 0x20, 1, 9, 0, 0, 0];
 
 /// The parameter of both kernels: `Frames` of `kernels/zstd/frames.cuh`.
@@ -50,8 +50,8 @@ pub(super) struct Frames {
 }
 
 impl Frames {
-    /// Allocates memory for all frames of a schedule, and queues the copy of the kernels' arrays on the copy stream. `None` if
-    /// there are no frames.
+    /// Allocates memory for all frames of a schedule, and queues the copy of the kernels' arrays on the copy stream. Returns
+    /// `None` if there are no frames.
     pub fn new(index: &DeviceIndex, schedule: &Schedule, device: &Arc<Inner>, cx: &Entered<'_>) -> Result<Option<Self>> {
         let Some(trusted) = &index.trusted else { return Ok(None) };
         // One slice has all frames. Chunks without payloads come last.
@@ -74,7 +74,7 @@ impl Frames {
             capacities.push(size);
             content_end += size.next_multiple_of(PAYLOAD_ALIGN);
             largest = largest.max(size);
-            // The index has bounded both by the chunk's lanes.
+            // The index has checked that both sizes are within the lanes of the chunk.
             let bytes = raw_size(record.num_deltas.get(), 1 << index.chunk_tensor(*chunk)?.device.lane_log2);
             let record = &mut expanded[(chunk - schedule.span.start) as usize];
             record.blob_offset = payload_end.into();
@@ -113,7 +113,7 @@ impl Frames {
         }
         queueing.end()?;
 
-        // Kernels index with chunk numbers of the whole pair, so these are the addresses of (absent) element 0.
+        // Kernels use chunk indexes of the whole pair, so these are the addresses that element 0 would have.
         let from_zero = |offset, bytes: usize| at(offset).wrapping_sub(schedule.span.start as u64 * bytes as u64);
         let parameter = Parameter {
             expanded: from_zero(at_expanded, size_of::<ChunkMetadata>()),
@@ -144,12 +144,12 @@ impl Frames {
         Ok(Some(Self { trusted: trusted.clone(), parameter, batch, _memory: memory }))
     }
 
-    /// Address of the records of the expanded payloads, and of their offset 0.
+    /// Returns the address of the records of the expanded payloads, and the address of blob offset 0 for these records.
     pub fn payloads(&self) -> (u64, u64) {
         (self.parameter.expanded, self.parameter.payloads)
     }
 
-    /// Address of the (absent) status word of chunk 0.
+    /// Returns the address that the status word of chunk 0 would have.
     pub fn statuses(&self) -> u64 {
         self.parameter.statuses
     }
@@ -170,8 +170,8 @@ impl Frames {
     ) -> Result<()> {
         let parameter = Parameter { stored, blob, tensors, order, ..self.parameter };
         let FrameKernels { check, expand } = self.trusted.kernels;
-        // SAFETY: promised by the caller. The index has bounded contents and payloads, and their memory was allocated. `trust`
-        // promised frames of a trusted writer, and the check replaces damaged ones.
+        // SAFETY: promised by the caller. The index has checked the sizes of contents and payloads, and their memory was
+        // allocated. `trust` promised frames of a trusted writer, and `tpde_frames_check` replaces damaged frames.
         unsafe {
             check.launch(cx, stream, parameter.count, &parameter)?;
             self.trusted.nvcomp.expand(cx, &self.batch, stream)?;

@@ -22,13 +22,13 @@ pub(super) struct Launcher<'a> {
     pub prepared: &'a Prepared,
     pub cx: &'a Entered<'a>,
     pub stream: RawStream,
-    /// Staging memory, unless the payloads are on the device.
+    /// Address of the staging memory. `None` if the payloads are on the device.
     pub staging: Option<u64>,
 }
 
 impl Launcher<'_> {
-    /// Queues all work. An error of the host, while it reads or expands payloads, stops the queueing and is returned as `Some`:
-    /// work queued before it may have written.
+    /// Queues all work. An error of the host, while it reads or expands payloads, stops the queueing and is returned as `Some`.
+    /// Work that was queued before the error may have written to the outputs.
     pub fn run(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<Option<Error>> {
         let blob = self.blob(payloads);
         let mut host_error = None;
@@ -65,7 +65,7 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    /// Lets nvCOMP expand the frames of a slice.
+    /// Queues the expansion of the frames of a slice by nvCOMP.
     fn expand_frames(&self, slice: &Slice, stream: RawStream, blob: u64) -> Result<()> {
         let run = slice.runs.iter().find(|run| run.group == Group::Frames);
         let (Some(frames), Some(run)) = (&self.prepared.frames, run) else { return Ok(()) };
@@ -76,18 +76,18 @@ impl Launcher<'_> {
         unsafe { frames.expand(self.cx, stream, records, blob, tensors, order) }
     }
 
-    /// Queues the pass that stores, after a dry pass over all chunks.
+    /// Queues the pass that stores the changes. A dry pass over all chunks has been queued before.
     fn commit(&self, blob: u64) -> Result<()> {
         let mut slices = self.prepared.schedule.slices.iter().enumerate();
         slices.try_for_each(|(n, slice)| self.launch(slice, self.side(n), blob, mode::COMMIT))
     }
 
-    /// Device address of offset 0 of the blob, for the kernels.
+    /// Returns the device address of offset 0 of the blob, for the kernels.
     fn blob(&self, payloads: &Payloads<'_>) -> u64 {
         payloads.on_device().unwrap_or_else(|| self.staging.unwrap_or(0).wrapping_add(self.prepared.schedule.shift))
     }
 
-    /// The stream that decodes slice `n`.
+    /// Returns the stream that decodes slice `n`.
     fn side(&self, n: usize) -> RawStream {
         let sides = &self.prepared.sides;
         if sides.is_empty() { self.stream } else { sides[n % sides.len()].raw() }
@@ -108,13 +108,13 @@ impl Launcher<'_> {
         self.prepared.sides.iter().try_for_each(|side| self.after(side.raw(), self.stream))
     }
 
-    /// After an error: makes the stream wait for all other streams with queued work.
+    /// Makes the stream wait for all other streams with queued work. Called after an error.
     pub fn gather(&self) -> Result<()> {
         self.after(self.prepared.index.device().inner.copy.raw(), self.stream)?;
         self.join()
     }
 
-    /// As [`Launcher::run`], but with all work on one stream, for graphs.
+    /// Queues all work on one stream, for graphs. Otherwise as [`Launcher::run`].
     pub fn run_in_order(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<()> {
         let blob = self.blob(payloads);
         for slice in &self.prepared.schedule.slices {
@@ -192,8 +192,8 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    /// Copies the payloads of a slice from pinned memory: on the stream itself if there is one slice, otherwise on the copy
-    /// stream. Payloads that the host expands go through the ring.
+    /// Queues the copies of the payloads of a slice from pinned memory. A single slice is copied on the stream itself, several
+    /// slices on the copy stream. Payloads that the host expands go through the ring.
     fn copy(&self, slice: &Slice, side: RawStream, pinned: &PinnedBuffer, host_error: &mut Option<Error>) -> Result<()> {
         let (expanded, stored): (Vec<_>, Vec<_>) = self.pieces(slice).into_iter().partition(|piece| piece.is_expanded);
         if self.prepared.schedule.slices.len() == 1 {
@@ -213,7 +213,7 @@ impl Launcher<'_> {
             let from = pinned.get(blob as usize..).filter(|from| from.len() as u64 >= bytes);
             let from = from.ok_or_else(|| Error::InvalidArgument("a blob without the payloads of its index".into()))?;
             // SAFETY: the staging memory holds all payloads at the offsets of the schedule. It and the pinned memory are held
-            // until the stream has completed. If the bytes change meanwhile, the kernels refuse them like any others.
+            // until the stream has completed. If the bytes change meanwhile, the kernels check them like any other payload.
             unsafe { copies::copy_in(self.cx, staging + at, from.as_ptr(), bytes as usize, stream)? };
         }
         Ok(())
@@ -226,7 +226,7 @@ impl Launcher<'_> {
         event.hold(self.cx, stream)
     }
 
-    /// Sends payloads through the ring.
+    /// Queues the copies of payloads through the ring.
     fn send(&self, pieces: Vec<Piece>, side: RawStream, source: &dyn Source, host_error: &mut Option<Error>) -> Result<()> {
         let Some(staging) = self.staging else { return Ok(()) };
         let device = &self.prepared.index.device().inner;
@@ -260,7 +260,7 @@ impl Launcher<'_> {
         self.after(device.copy.raw(), side)
     }
 
-    /// Expands the payloads of a piece to codec `raw`, with padding, as they are staged.
+    /// Expands the payloads of a piece to codec `raw`, with the padding and order of the staging memory.
     fn expand(&self, piece: &Piece, source: &dyn Source) -> Result<Vec<u8>> {
         let index = &self.prepared.index;
         let expand = |(expander, scratch): &mut (Expander, Vec<u8>), (staged, out): (&Staged, &mut [u8])| {
@@ -292,8 +292,8 @@ impl Launcher<'_> {
         Ok(payloads)
     }
 
-    /// The payloads of a slice in pieces that are contiguous both in the blob and in staging memory. Pieces of expanded payloads
-    /// have a few slots at most, which bounds host memory.
+    /// Groups the payloads of a slice into pieces that are contiguous both in the blob and in staging memory. A piece of expanded
+    /// payloads has about four slots at most, which bounds host memory.
     fn pieces(&self, slice: &Slice) -> Vec<Piece> {
         let mut pieces: Vec<Piece> = Vec::new();
         for i in slice.chunks.clone() {
@@ -314,7 +314,7 @@ impl Launcher<'_> {
     }
 }
 
-/// Payloads that are copied together.
+/// Payloads that one copy takes to the staging memory.
 struct Piece {
     blob: u64,
     at: u64,

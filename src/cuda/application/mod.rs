@@ -28,7 +28,7 @@ pub struct Application<'a> {
 }
 
 /// Guard while a launch is being queued. After a panic, for example in a caller's [`Source`](crate::source::Source), it waits on
-/// the host for all queued work, so that the memory may be freed, and resets the application for the next launch.
+/// the host for all queued work and resets the application. Then the memory may be freed, or the application launched again.
 struct Unwinding<'a>(&'a Launcher<'a>);
 
 impl Drop for Unwinding<'_> {
@@ -44,9 +44,9 @@ impl Drop for Unwinding<'_> {
 impl<'a> Application<'a> {
     /// Prepares a planned application in memory of this crate.
     ///
-    /// Cost: a few allocations and one small copy, without waiting for a stream. Device memory: 8 bytes per chunk and 48 per
-    /// tensor; for [`InPlace::AllChecked`](crate::InPlace::AllChecked) the lists of changes, up to 48 MiB; for
-    /// [`InPlace::ChunkByChunk`](crate::InPlace::ChunkByChunk) scratch memory once per device.
+    /// Cost: a few allocations and one small copy. The call waits for no stream. Device memory: 8 bytes per chunk and 48 bytes
+    /// per tensor. [`InPlace::AllChecked`](crate::InPlace::AllChecked) adds the lists of changes, up to 48 MiB.
+    /// [`InPlace::ChunkByChunk`](crate::InPlace::ChunkByChunk) adds scratch memory once per device.
     ///
     /// # Errors
     /// [`Error::Device`] if memory or the driver fails.
@@ -57,8 +57,8 @@ impl<'a> Application<'a> {
 
     /// Prepares a planned application in the caller's memory only: [`ApplyPlan::bytes`] bytes, aligned to 256. Work on
     /// [`Device::copy_stream`](super::Device::copy_stream) may use the memory at once. Nothing else may use it until the
-    /// application is dropped and its launches have completed. If payloads are copied, a launch is refused while the previous one
-    /// is running.
+    /// application is dropped and its launches have completed. If payloads are copied, a launch is refused while the previous
+    /// launch is running.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the memory is too small or not aligned; [`Error::Device`] if the driver fails.
@@ -67,11 +67,11 @@ impl<'a> Application<'a> {
         Ok(Self { prepared: Arc::new(Prepared::new(plan, Some(memory))?), payloads })
     }
 
-    /// Binds the same tensors to other memory, for later launches. Returns false, and changes nothing, if that needs a new
-    /// application: when tensors share memory now, or no longer do.
+    /// Binds the same tensors to other memory, for later launches. Returns false and changes nothing if the set of tensors that
+    /// share memory differs. That requires a new application.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] as [`ApplyPlan::new`], or if something is kept of an earlier launch that was not waited for.
+    /// [`Error::InvalidArgument`] as [`ApplyPlan::new`], or if a [`Pending`] or [`Captured`] of an earlier launch still exists.
     pub fn rebind(&mut self, tensors: &[Binding]) -> Result<bool> {
         let busy = || Error::InvalidArgument("an application cannot be rebound before its earlier launches were waited for".into());
         let prepared = Arc::get_mut(&mut self.prepared).ok_or_else(busy)?;
@@ -91,7 +91,7 @@ impl<'a> Application<'a> {
         Ok(true)
     }
 
-    /// Whether the processor reads or expands payloads during a launch.
+    /// Returns whether the processor reads or expands payloads during a launch.
     pub fn reads_on_host(&self) -> bool {
         matches!(self.payloads, Payloads::Host(_) | Payloads::Kept(_)) || self.prepared.schedule.has_expanded
     }
@@ -101,20 +101,21 @@ impl<'a> Application<'a> {
         let Some(table) = table else { return Ok(()) };
         let first = tensor_range(&self.prepared.bindings).start;
         let to = self.prepared.tensors.wrapping_add((first * size_of::<DeviceTensor>()) as u64);
-        // SAFETY: a table of the same tensors has the same length. The stream is behind the last launch, and both memories are
-        // held until it has completed.
+        // SAFETY: a table of the same tensors has the same length. The stream waits for the last launch, and both memories are
+        // held until the stream has completed.
         unsafe { copies::copy_in(cx, to, table.as_ptr(), table.len(), stream) }
     }
 
     /// Queues the application on a stream. [`Pending::wait`] gives the outcome, including errors of reading payloads.
     ///
     /// The call waits for no stream. With payloads in pinned or device memory it only queues work. Payloads in host memory are
-    /// read, and those of codec `zstd` expanded, before it returns, through a ring of fixed size. Launches of one application run
-    /// one after the other, even on different streams. All memory of this crate is held until the stream has completed.
+    /// read before the call returns, through a ring of fixed size. Payloads of codec `zstd` are expanded before the call returns.
+    /// Launches of one application run one after the other, even on different streams. All memory of this crate is held until
+    /// the stream has completed.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a stream of another device, or one that is being captured, see [`Application::capture`];
-    /// [`Error::Device`] if the driver refuses.
+    /// [`Error::InvalidArgument`] for a stream of another device, and for a stream that is being captured, see
+    /// [`Application::capture`]; [`Error::Device`] if the driver refuses.
     pub fn launch(&self, stream: &Stream) -> Result<Pending> {
         let prepared = &self.prepared;
         let device = &prepared.index.device().inner;
@@ -137,8 +138,8 @@ impl<'a> Application<'a> {
         let (done, end) = (Arc::new(RawEvent::new(&cx, false)?), RawEvent::new(&cx, false)?);
         let unwinding = Unwinding(&launcher);
         let queued = self.send_table(&cx, last_launch.table.as_ref(), raw).and_then(|()| launcher.run(&self.payloads, &statuses));
-        // From here on the memory of all queued work is held, also after an error, which may have come before the streams were
-        // joined.
+        // From here on the memory of all queued work is held, also after an error. The error may have occurred before the streams
+        // were joined.
         let gathered = if queued.is_err() { launcher.gather() } else { Ok(()) };
         let held = gathered
             .and_then(|()| done.record(&cx, raw))
@@ -148,11 +149,11 @@ impl<'a> Application<'a> {
         std::mem::forget(unwinding);
         let pending = Pending::new(prepared.clone(), done.clone(), statuses);
         if let Err(e) = held {
-            // It is unknown when the device is done with the memory: leak it.
+            // The point at which the device no longer uses the memory is unknown: leak the memory.
             std::mem::forget((pending, staging, prepared.clone()));
             return Err(e);
         }
-        // Sent only on success: after an error the table on the device may still be the old one.
+        // The table counts as sent only on success: after an error the device may still have the old table.
         let _sent = if queued.is_ok() { last_launch.table.take() } else { None };
         last_launch.spare = staging;
         last_launch.end = Some(end);
@@ -168,9 +169,8 @@ impl<'a> Application<'a> {
     /// the application, must not overlap.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a stream of another device, one that is not captured, or payloads that the processor reads or
-    /// nvCOMP expands;
-    /// [`Error::Device`] if the driver refuses.
+    /// [`Error::InvalidArgument`] for a stream of another device, a stream that is not being captured, and payloads that the
+    /// processor reads or nvCOMP expands; [`Error::Device`] if the driver refuses.
     pub unsafe fn capture(&self, stream: &Stream) -> Result<Captured> {
         let prepared = &self.prepared;
         let device = &prepared.index.device().inner;
@@ -188,7 +188,7 @@ impl<'a> Application<'a> {
             return Err(Error::InvalidArgument("a graph cannot have frames expanded by nvCOMP".into()));
         }
         let mut statuses = PinnedBuffer::new(device, &cx, prepared.status_bytes())?;
-        // Pinned memory is reused, so clear it: before the first launch of the graph, all chunks count as correct.
+        // Pinned memory is reused, so it must be cleared: before the first launch of the graph all chunks count as correct.
         statuses.fill(const { STATUS_OK as u8 });
         let mut own_last_launch = if prepared.in_caller_memory { None } else { Some(LastLaunch::default()) };
         let mut own = prepared.last_launch.lock().unwrap_or_else(PoisonError::into_inner);
@@ -196,7 +196,7 @@ impl<'a> Application<'a> {
             return Err(Error::InvalidArgument("a rebound application must be launched once before it is captured".into()));
         }
         let staging = self.staging(&cx, own_last_launch.as_mut().unwrap_or(&mut own))?;
-        // Work outside of a capture cannot be waited for within it, so wait on the host. The copy was queued by `prepare` and is
+        // A captured stream cannot wait for work outside of the capture, so the host waits. `prepare` queued this copy, which is
         // short.
         prepared.ready.wait(&cx)?;
         let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address) };
@@ -226,7 +226,7 @@ impl<'a> Application<'a> {
         }
     }
 
-    /// Staging memory, if payloads are copied: that of a completed launch, or a new allocation.
+    /// Returns staging memory if payloads are copied: the memory of a completed launch, or a new allocation.
     fn staging(&self, cx: &Entered<'_>, last_launch: &mut LastLaunch) -> Result<Option<DeviceSlice>> {
         let bytes = self.prepared.schedule.staged_bytes;
         if bytes == 0 {

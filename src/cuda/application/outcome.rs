@@ -26,7 +26,7 @@ pub struct Pending {
 pub struct BadChunk {
     /// Index of the chunk in the index map.
     pub chunk: u32,
-    /// The violated rule; `None` for a chunk that was not decoded, after an error elsewhere.
+    /// The violated rule. `None` if the chunk was not decoded because of an error elsewhere.
     pub rule: Option<Rule>,
 }
 
@@ -40,7 +40,7 @@ impl Pending {
         self
     }
 
-    /// Whether the launch has completed. Then [`Pending::wait`] returns at once.
+    /// Returns whether the launch has completed. After that [`Pending::wait`] returns at once.
     ///
     /// # Errors
     /// [`Error::Device`] if work on the device failed.
@@ -51,16 +51,18 @@ impl Pending {
     /// Waits on the host until the launch has completed, and returns an error if a chunk is invalid.
     ///
     /// # Errors
-    /// [`Error::Invalid`] names the first invalid chunk and its tensor. Out of place, discard the output; in place with all
-    /// checked first, nothing was written. [`Error::Poisoned`] if some chunks were written chunk by chunk. Errors of reading
-    /// payloads on the host, likewise. [`Error::Device`] if work on the device failed.
+    /// - [`Error::Invalid`] names the first invalid chunk and its tensor. Out of place, discard the output. With
+    ///   [`InPlace::AllChecked`], nothing was written.
+    /// - Errors of the host while it reads or expands payloads. The same holds for the output.
+    /// - [`Error::Poisoned`] if [`InPlace::ChunkByChunk`] has written some chunks before one of these errors.
+    /// - [`Error::Device`] if work on the device failed.
     pub fn wait(mut self) -> Result<()> {
         self.finish()?;
         let host_error = self.host_error.take();
         check_statuses(&self.prepared, &self.statuses, host_error)
     }
 
-    /// Waits, and lists the invalid chunks. Empty if there are none.
+    /// Waits on the host until the launch has completed, and returns the invalid chunks.
     ///
     /// # Errors
     /// [`Error::Device`] if work on the device failed.
@@ -93,7 +95,7 @@ impl Captured {
         Self { prepared, statuses, _staging: staging, _payloads: payloads }
     }
 
-    /// The outcome of the last launch of the graph, which must have completed. Before the first launch it is `Ok`.
+    /// Returns the outcome of the last launch of the graph, which must have completed. Returns `Ok` before the first launch.
     ///
     /// # Errors
     /// As [`Pending::wait`].
@@ -102,7 +104,7 @@ impl Captured {
     }
 }
 
-/// All chunks of the application with their status words, in the order of the index map.
+/// Returns all chunks of the application with their status words, in the order of the index map.
 fn statuses<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterator<Item = (u32, u32)> + 'a {
     let tensors = prepared.bindings.iter().filter_map(|binding| prepared.index.tensor(binding.tensor).ok());
     let chunks = tensors.flat_map(|tensor| tensor.chunks());
@@ -110,7 +112,7 @@ fn statuses<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterato
     chunks.map(move |chunk| {
         let at = (chunk - span.start) as usize;
         let status = words.word(at);
-        // An error of a frame takes precedence: it is the reason why `tpde_raw` refused the payload.
+        // An error of a frame takes precedence, because it made `tpde_raw` refuse the payload.
         let frame_status = if prepared.frames.is_some() { words.word(span.len() + at) } else { STATUS_OK };
         (chunk, if status == STATUS_NOT_RUN || frame_status == STATUS_OK { status } else { frame_status })
     })

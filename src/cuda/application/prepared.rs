@@ -17,18 +17,18 @@ use crate::format::ChunkMetadata;
 use std::sync::{Arc, Mutex};
 use zerocopy::IntoBytes;
 
-/// Data that must live until the last launch has completed.
+/// Data that must exist until the last launch has completed.
 #[derive(Debug)]
 pub(super) struct Prepared {
     pub index: DeviceIndex,
     pub mode: Mode,
     pub schedule: Schedule,
-    /// Keeps the memory of the tensors.
+    /// Bindings of the tensors. They keep the memory of the tensors alive.
     pub bindings: Vec<Binding>,
     pub scratch: Option<Scratch>,
     pub frames: Option<Frames>,
-    /// Tensor table, order, own records, status words, flag and scratch memory, in this order. In the caller's memory, staging
-    /// follows.
+    /// Tensor table, order, own records, status words, flag and scratch memory, in this order. Caller memory also has the staging
+    /// memory at its end.
     _memory: DeviceSlice,
     /// Whether all memory belongs to the caller.
     pub in_caller_memory: bool,
@@ -37,8 +37,8 @@ pub(super) struct Prepared {
     pub records: u64,
     pub statuses: u64,
     pub flag: u64,
-    /// Side streams. Slices use them in turn, so that one slice does not wait for the last chunks of another. Empty if there is
-    /// one slice.
+    /// Side streams: slice `n` uses stream `n` mod their number. So a slice does not wait for the last chunks of another slice.
+    /// Empty if there is only one slice.
     pub sides: Vec<OwnStream>,
     /// Recorded behind the copies to this memory.
     pub ready: RawEvent,
@@ -49,11 +49,11 @@ pub(super) struct Prepared {
 pub(super) struct LastLaunch {
     /// Recorded behind the last launch.
     pub end: Option<RawEvent>,
-    /// Recorded behind all work of that launch that reads the staging memory.
+    /// Recorded behind all work of the last launch that reads the staging memory.
     pub done: Option<Arc<RawEvent>>,
-    /// Staging memory of that launch.
+    /// Staging memory of the last launch.
     pub spare: Option<DeviceSlice>,
-    /// The current tensor table, if the one on the device is outdated.
+    /// The current tensor table, if the table on the device is outdated.
     pub table: Option<PinnedBuffer>,
 }
 
@@ -103,7 +103,7 @@ impl Prepared {
             copies::fill(&cx, at(offsets.scratch), 0, own_head as usize / 4, copy)?;
         }
         queueing.end_with(&ready)?;
-        // Kernels index these arrays with chunk and tensor numbers of the whole pair. Only a span is allocated, so these are the
+        // Kernels use chunk and tensor indexes of the whole pair. Only a span of each array is allocated, so these are the
         // addresses that element 0 would have.
         let from_zero = |offset: u64, number: usize, bytes: usize| at(offset).wrapping_sub((number * bytes) as u64);
         let first_chunk = schedule.span.start as usize;
@@ -142,12 +142,13 @@ impl Prepared {
         })
     }
 
-    /// Address of the status word of the first chunk of the span.
+    /// Returns the address of the status word of the first chunk of the span.
     pub fn first_status(&self) -> u64 {
         self.statuses.wrapping_add(4 * u64::from(self.schedule.span.start))
     }
 
-    /// Bytes of status words to copy back: those of decoding kernels, then those of frames.
+    /// Returns the size of the status words that are copied back, in bytes: the words of the decoding kernels, then the words of
+    /// the frame kernels.
     pub fn status_bytes(&self) -> usize {
         4 * self.schedule.span.len() * if self.frames.is_some() { 2 } else { 1 }
     }

@@ -5,39 +5,40 @@ use crate::cuda::runtime::memory::DeviceSlice;
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
 
-/// A tensor of an application and its memory. Slices are aligned to the lanes of the tensor.
+/// A tensor of an application and its memory. Addresses are aligned to the lanes of the tensor.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Binding {
     /// Index of the tensor in the pair; see [`DeviceIndex::find`](crate::cuda::DeviceIndex::find).
     pub tensor: usize,
-    /// The base tensor. Only out of place, and only if the base kind has one.
+    /// The base tensor. `None` in place, and for base kinds without a base.
     pub base: Option<DeviceSlice>,
-    /// The memory of the target. In place it holds the base before.
+    /// The memory of the target. In place it holds the base before the application.
     pub output: DeviceSlice,
 }
 
 impl Binding {
-    /// A tensor rebuilt from `base` in `output`.
+    /// Binds a tensor that is rebuilt from `base` in `output`.
     pub fn out_of_place(tensor: usize, base: Option<DeviceSlice>, output: DeviceSlice) -> Self {
         Self { tensor, base, output }
     }
 
-    /// A tensor changed in place.
+    /// Binds a tensor that is changed in place.
     pub fn in_place(tensor: usize, memory: DeviceSlice) -> Self {
         Self { tensor, base: None, output: memory }
     }
 }
 
-/// Checks lengths, alignment and overlaps, and returns the bindings sorted by tensor. Two tensors may share memory only if they
-/// are the same tensor under several names; then only one of them is returned and decoded.
+/// Checks lengths, alignment and overlaps, and returns the bindings sorted by tensor. Two bindings may share memory only if they
+/// are the same tensor, or equal tensors under several names. Then only one binding is returned and decoded.
 pub(in crate::cuda) fn check(tensors: &[TensorOnDevice], bindings: &[Binding], in_place: bool) -> Result<Vec<Binding>> {
     let mut bindings = bindings.to_vec();
     bindings.sort_by_key(|binding| binding.tensor);
     for binding in &bindings {
         check_lengths(tensor_at(tensors, binding.tensor)?, binding, in_place)?;
     }
-    // Empty outputs overlap nothing. They are set aside, because they could stand between two that overlap.
+    // Empty outputs overlap nothing. They are excluded from the comparison of neighbours, because an empty output could be
+    // between two outputs that overlap.
     let (empty, mut occupied): (Vec<_>, Vec<_>) = bindings.into_iter().partition(|binding| binding.output.bytes() == 0);
     // Sorted by address. Among equal outputs the first tensor comes first.
     occupied.sort_by_key(|binding| (binding.output.address(), std::cmp::Reverse(binding.output.bytes()), binding.tensor));
@@ -112,8 +113,8 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &Binding, in_place: bool) -> 
     }
 }
 
-/// Out of place, no output may overlap a base: blocks read bases while others write outputs. `outputs` are sorted, disjoint and
-/// not empty.
+/// Checks that no output overlaps a base, out of place: blocks read bases while other blocks write outputs. `outputs` are sorted
+/// by address, disjoint and not empty.
 fn check_bases(tensors: &[TensorOnDevice], outputs: &[Binding], empty: &[Binding]) -> Result<()> {
     for binding in outputs.iter().chain(empty) {
         let Some(base) = binding.base.as_ref().filter(|base| base.bytes() > 0) else { continue };
@@ -144,7 +145,7 @@ mod tests {
 
     const START: u64 = 0x7f00_0000_0000;
 
-    /// Tensors with these names and numbers of lanes, of two bytes each. All differ from their bases and from each other.
+    /// Returns tensors with these names and numbers of lanes. A lane has two bytes. All digests differ.
     fn tensors(lanes: &[(&str, u64)]) -> Vec<TensorOnDevice> {
         let infos = lanes.iter().map(|(name, n)| TensorInfo { name: (*name).into(), dtype: Dtype::U16, shape: vec![*n] });
         let infos: Vec<_> = infos.collect();
@@ -158,7 +159,7 @@ mod tests {
         all_on_device(pair.index(), &tables_of(pair.index().table_sets()).unwrap().0)
     }
 
-    /// A slice of fictitious memory, from `at` to `end`.
+    /// Returns a slice of fictitious memory, from `at` to `end`.
     fn slice(at: u64, end: u64) -> DeviceSlice {
         // SAFETY: nothing is done with the memory.
         unsafe { DeviceSlice::from_raw(START + at, end - at) }
@@ -173,7 +174,7 @@ mod tests {
 
     #[test]
     fn an_empty_output_between_two_that_overlap_does_not_hide_that() {
-        // By address, the empty tensors come between the two that overlap.
+        // Sorted by address, the empty tensors are between the two that overlap.
         let tensors = tensors(&[("a", 50), ("b", 50), ("e", 0), ("f", 0)]);
         let empty = |tensor, at| Binding::in_place(tensor, slice(at, at));
         let given = [Binding::in_place(0, slice(0, 100)), empty(2, 30), empty(3, 98), Binding::in_place(1, slice(98, 198))];
@@ -183,7 +184,7 @@ mod tests {
             Binding::out_of_place(binding.tensor, Some(base), binding.output.clone())
         };
         assert!(refused(&tensors, &given.clone().map(|binding| out_of_place(&binding)), false).contains("overlaps"));
-        // Adjacent outputs are accepted, wherever the empty ones are.
+        // Adjacent outputs are accepted, with empty outputs at any address.
         let given = [Binding::in_place(0, slice(0, 100)), empty(2, 30), empty(3, 100), Binding::in_place(1, slice(100, 200))];
         let bound: Vec<_> = check(&tensors, &given, true).unwrap().iter().map(|binding| binding.tensor).collect();
         assert_eq!(bound, [0, 1, 2, 3]);

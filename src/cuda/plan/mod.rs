@@ -1,4 +1,4 @@
-//! Plans of applications: which tensors, in which order, and in how much memory.
+//! Plans of applications: tensors, order of the chunks, and memory.
 
 pub(super) mod binding;
 pub(super) mod payloads;
@@ -19,13 +19,13 @@ use crate::error::{Error, Result};
 use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use std::sync::Arc;
 
-/// Most slices that are decoded concurrently; each has a side stream.
+/// Maximum number of slices that are decoded concurrently. Each has a side stream.
 pub(super) const SIDES: usize = 8;
 
 /// Default bound of scratch memory, in bytes.
 const MAX_SCRATCH_BYTES: u64 = 48 << 20;
 
-/// Which tensors of a pair to rebuild or change, and how. It has no device memory yet.
+/// A checked plan to rebuild or change tensors of a pair. It has no device memory.
 #[derive(Debug)]
 pub struct ApplyPlan<'a> {
     pub(super) index: DeviceIndex,
@@ -47,7 +47,7 @@ pub(super) struct Offsets {
     pub flag: u64,
     pub scratch: u64,
     pub staging: u64,
-    /// Bytes of all parts.
+    /// Size of all parts, in bytes.
     pub bytes: u64,
 }
 
@@ -56,8 +56,11 @@ impl<'a> ApplyPlan<'a> {
     /// device memory.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if a tensor is missing or given twice, a length or an alignment is wrong, memory overlaps, a base is
-    /// the output of an application out of place, or payloads of codec `zstd` are to come from the device.
+    /// [`Error::InvalidArgument`] if
+    /// - a tensor does not exist, or is bound twice to different memory,
+    /// - a length or an alignment is wrong,
+    /// - memory overlaps, or an output of an application out of place overlaps a base,
+    /// - payloads of codec `zstd` are in device memory.
     pub fn new(index: &DeviceIndex, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>) -> Result<Self> {
         let (mut chunks, mut bytes) = (0, 0);
         for binding in tensors {
@@ -66,15 +69,15 @@ impl<'a> ApplyPlan<'a> {
             let records = &index.uploaded.records[chunk_range.start as usize..chunk_range.end as usize];
             bytes += records.iter().map(|record| u64::from(record.compressed_size.get())).sum::<u64>();
         }
-        // Many slices let decoding start early. But a slice must fill the device, since a partial one takes as long, and be large
-        // enough that launches are cheap beside copies.
+        // With many slices decoding starts early. But each slice must fill the device, because a smaller slice takes as long. And
+        // its copy must take longer than its launches.
         let chunks_to_fill = 2 * u64::from(index.device().multiprocessors());
         let slices = (chunks / chunks_to_fill).clamp(1, SIDES as u64);
         Self::in_slices(index, tensors, mode, payloads, (bytes / slices).max(512 << 10))
     }
 
     /// [`ApplyPlan::new`] with payloads staged in slices of whole chunks, about `slice_bytes` bytes each. Each slice is copied
-    /// while the previous one is decoded.
+    /// while the previous slice is decoded.
     ///
     /// # Errors
     /// As [`ApplyPlan::new`].
@@ -101,23 +104,24 @@ impl<'a> ApplyPlan<'a> {
         Ok(Self { index: index.clone(), bindings, mode, schedule, payloads, max_scratch_bytes: MAX_SCRATCH_BYTES })
     }
 
-    /// Bytes of device memory for [`Application::prepare_in`](super::Application::prepare_in): 8 per chunk for order and status,
-    /// 48 per tensor, the payloads if they are copied, and lists of changes in place, up to 48 MiB.
+    /// Returns the size of the device memory for [`Application::prepare_in`](super::Application::prepare_in), in bytes: 8 per
+    /// chunk for order and status, 48 per tensor, the payloads if they are copied, and in place the lists of changes, up to 48
+    /// MiB.
     pub fn bytes(&self) -> u64 {
         self.offsets(self.scratch(true), self.schedule.staged_bytes).bytes
     }
 
-    /// Bounds the memory for lists of changes. Chunks whose list does not fit are decoded twice.
+    /// Limits the memory for lists of changes. Chunks whose list does not fit are decoded twice.
     #[must_use]
     pub fn max_scratch_bytes(self, bytes: u64) -> Self {
         Self { max_scratch_bytes: bytes, ..self }
     }
 
-    /// The scratch memory of this application, without an address yet.
-    /// - [`InPlace::AllChecked`]: memory for all changes, within the bound. Chunks whose list does not fit are decoded twice.
-    /// - [`InPlace::ChunkByChunk`]: only in the caller's memory; otherwise the device has some. One slot per concurrent block,
-    ///   sized for the largest list. If that exceeds the bound, slots are smaller: decoding some chunks twice costs less than
-    ///   blocks that wait for a slot.
+    /// Returns the scratch memory of this application, without an address.
+    /// - [`InPlace::AllChecked`]: memory for all changes, within the limit. Chunks whose list does not fit are decoded twice.
+    /// - [`InPlace::ChunkByChunk`]: only in the caller's memory; otherwise the device has scratch memory. One slot per concurrent
+    ///   block, sized for the largest list. If that exceeds the limit, slots are smaller: decoding some chunks twice costs less
+    ///   than blocks that wait for a slot.
     pub(super) fn scratch(&self, in_caller_memory: bool) -> Option<Scratch> {
         let (mut chunks, mut largest, mut total) = (0, 0, 0);
         for binding in &self.bindings {
@@ -166,7 +170,7 @@ pub(super) fn check_devices(device: &Arc<Inner>, tensors: &[Binding]) -> Result<
     memory.try_for_each(|memory| memory.check_device(device))
 }
 
-/// Range of tensor indexes in the application's tensor table: from the first to the last bound tensor.
+/// Returns the range of tensor indexes in the application's tensor table: from the first to the last bound tensor.
 pub(super) fn tensor_range(bindings: &[Binding]) -> std::ops::Range<usize> {
     match (bindings.first(), bindings.last()) {
         (Some(first), Some(last)) => first.tensor..last.tensor + 1,
@@ -174,7 +178,7 @@ pub(super) fn tensor_range(bindings: &[Binding]) -> std::ops::Range<usize> {
     }
 }
 
-/// The application's tensor table, as kernels read it.
+/// Returns the application's tensor table, as kernels read it.
 pub(super) fn tensor_table(index: &DeviceIndex, bindings: &[Binding], mode: Mode) -> Result<Vec<DeviceTensor>> {
     let range = tensor_range(bindings);
     let mut table = vec![DeviceTensor::default(); range.len()];

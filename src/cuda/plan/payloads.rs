@@ -10,7 +10,7 @@ use crate::source::Source;
 use std::fmt;
 use std::sync::Arc;
 
-/// Whether an application writes out of place or in place. Every mode checks CRC and sums on the device, but no digests: see the
+/// Destination of an application: out of place or in place. Every mode checks CRC and sums on the device, but no digests: see the
 /// [module](crate::cuda#what-is-checked).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -27,10 +27,9 @@ pub enum Mode {
 pub enum Payloads<'a> {
     /// A file, a mapping or host memory. The launching thread, and rayon's threads, read it into the staging ring.
     Host(&'a dyn Source),
-    /// The same, owned by the application.
+    /// As [`Payloads::Host`], owned by the application.
     Kept(Arc<dyn Source + Send>),
-    /// Pinned memory, which the device copies without the processor. Payloads of codec `zstd` still are expanded by the
-    /// processor.
+    /// Pinned memory, which the device copies without the processor. The processor expands only payloads of codec `zstd`.
     Pinned(Arc<PinnedBuffer>),
     /// Device memory, aligned to 16. Payloads of codec `zstd` are allowed only with
     /// [`DeviceIndex::trust`](crate::cuda::DeviceIndex::trust).
@@ -58,8 +57,8 @@ impl fmt::Debug for Payloads<'_> {
 }
 
 impl Payloads<'_> {
-    /// Device address of the first byte of the blob. With a part of the blob it may lie outside of the memory; only the part is
-    /// read.
+    /// Returns the device address of blob offset 0. With a part of the blob this address may be outside of the memory. Only the
+    /// part is read.
     pub(in crate::cuda) fn on_device(&self) -> Option<u64> {
         match self {
             Payloads::Host(_) | Payloads::Kept(_) | Payloads::Pinned(_) => None,

@@ -1,4 +1,4 @@
-//! The schedule of an application: the order of its chunks, and where their payloads are staged.
+//! The schedule of an application: the order of its chunks, and the offsets of their payloads in staging memory.
 
 use super::binding::Binding;
 use crate::codec::{Codec, raw_size};
@@ -8,18 +8,18 @@ use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use std::cmp::Reverse;
 use std::ops::Range;
 
-/// Kernel of a chunk, and form of its payload.
+/// Kernel of a chunk, and form of its payload in device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::cuda) enum Group {
     /// `tpde_conditioned`.
     Conditioned,
     /// `tpde_without_base`.
     WithoutBase,
-    /// `tpde_raw`, as stored.
+    /// `tpde_raw`, with the stored payload of codec `raw`.
     Raw,
-    /// `tpde_raw`; the host has expanded a payload of codec `zstd`.
+    /// `tpde_raw`, with a payload of codec `zstd` that the host has expanded.
     Expanded,
-    /// `tpde_raw`; nvCOMP expands a payload of codec `zstd` on the device.
+    /// `tpde_raw`, with a payload of codec `zstd` that nvCOMP expands on the device.
     Frames,
 }
 
@@ -49,18 +49,18 @@ pub(in crate::cuda) struct Slice {
 /// All launches of an application.
 #[derive(Debug)]
 pub(in crate::cuda) struct Schedule {
-    /// Chunks in launch order: by slice, then kernel, then descending cost, so that an expensive chunk is never the last to
-    /// start.
+    /// Chunks in launch order: by slice, then kernel, then descending cost. So cheap chunks start last, which shortens the time
+    /// in which only few blocks run.
     pub order: Vec<u32>,
     pub slices: Vec<Slice>,
     /// Chunks with payloads, in the order of the blob, with their staging offsets.
     pub staged: Vec<Staged>,
     pub staged_bytes: u64,
-    /// Records of [`Schedule::span`] with staging offsets. Empty if `shift` is enough.
+    /// Records of [`Schedule::span`] with staging offsets. Empty if all offsets are `shift` plus the offset in the blob.
     pub records: Vec<ChunkMetadata>,
     /// Staging offset minus blob offset, mod 2^64, if it is the same for all payloads.
     pub shift: u64,
-    /// Range of chunks from the first to the last.
+    /// Range from the first to the last chunk of the application.
     pub span: Range<u32>,
     pub has_expanded: bool,
 }
@@ -75,14 +75,15 @@ pub(in crate::cuda) struct Staged {
 }
 
 impl Staged {
-    /// Bytes including the padding.
+    /// Returns the size in bytes, including the padding.
     pub fn padded_len(&self) -> u64 {
         u64::from(self.bytes).next_multiple_of(PAYLOAD_ALIGN)
     }
 }
 
 impl Schedule {
-    /// `slice_bytes` is the approximate size of a slice, or `None` if payloads are already on the device.
+    /// Schedules the chunks of the bound tensors. `slice_bytes` is the approximate size of a slice, or `None` if the payloads are
+    /// already on the device.
     pub fn new(index: &DeviceIndex, bindings: &[Binding], slice_bytes: Option<u64>) -> Result<Self> {
         let mut schedule = Self {
             order: Vec::new(),
@@ -124,7 +125,7 @@ impl Schedule {
         Ok(schedule)
     }
 
-    /// Cuts the chunks into slices, and assigns a staging offset to each payload.
+    /// Divides the chunks into slices, and assigns a staging offset to each payload.
     fn stage(&mut self, index: &DeviceIndex, jobs: &[Job], slice_bytes: u64) -> Result<()> {
         let mut first = 0;
         let (mut slice_start, mut first_staged) = (0, 0);
@@ -132,7 +133,7 @@ impl Schedule {
             let record = &index.uploaded.records[chunk as usize];
             let lane_bytes = 1usize << index.tensor(tensor as usize)?.device.lane_log2;
             let bytes = match group {
-                // The index has bounded both by the chunk's lanes.
+                // The index has checked that the number of changes is at most the number of lanes, so the size fits.
                 Group::Expanded if record.num_deltas.get() > 0 => raw_size(record.num_deltas.get(), lane_bytes) as u32,
                 _ => record.compressed_size.get(),
             };
@@ -151,7 +152,7 @@ impl Schedule {
         // Payloads are contiguous in the blob, so one shift usually fits all of them.
         let offset = |staged: &Staged| index.uploaded.records[staged.chunk as usize].blob_offset.get();
         self.shift = start.at.wrapping_sub(offset(start));
-        // Expanded payloads have other sizes too, so they need own records.
+        // Expanded payloads also have other sizes, so they need records of their own.
         if self.has_expanded || !self.staged.iter().all(|staged| staged.at.wrapping_sub(offset(staged)) == self.shift) {
             self.records = index.uploaded.records[self.span.start as usize..self.span.end as usize].to_vec();
             for staged in &self.staged {
@@ -189,9 +190,9 @@ impl Schedule {
     }
 }
 
-/// Sort key of a chunk with `bytes` bytes of lanes and a payload of `size` bytes: by kernel, frames before chunks without one
-/// (nvCOMP gets the first ones), then descending cost. On an H200 one payload byte of codec `conditioned` costs about as much as
-/// 30 base bytes.
+/// Returns the sort key of a chunk with `bytes` bytes of lanes and a payload of `size` bytes. The order is by kernel, then chunks
+/// with a frame before chunks without, because nvCOMP expands a prefix, then descending cost. On an H200 one payload byte of
+/// codec `conditioned` costs about as much as 30 base bytes.
 fn rank(group: Group, bytes: u64, size: u64) -> (Group, bool, Reverse<u64>) {
     let estimated_cost = bytes + if matches!(group, Group::Conditioned | Group::WithoutBase) { 30 * size } else { size };
     (group, group == Group::Frames && size == 0, Reverse(estimated_cost))

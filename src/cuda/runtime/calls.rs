@@ -1,8 +1,8 @@
-//! The driver's functions, looked up in its library at their first call.
+//! Functions of the driver. Each is looked up in the driver's library at its first call.
 //!
-//! The crate `cudarc` declares the functions too, and provides the argument types. But its declarations return an enum, and a
-//! value that the enum lacks, from a newer driver, is undefined behaviour. Here the result is a number. The argument types are
-//! compared with cudarc's at compile time.
+//! The crate `cudarc` declares the functions too, and provides the argument types. But its declarations return an enum. A newer
+//! driver can return a value that the enum lacks, which is undefined behaviour. Here the result is a number. The argument types
+//! are compared with those of cudarc at compile time.
 
 #![allow(non_snake_case)] // names of the driver
 
@@ -26,7 +26,7 @@ impl Code {
     const NOT_FOUND: Self = Self(sys::CUresult::CUDA_ERROR_NOT_FOUND as u32);
 }
 
-/// Whether the driver's library is present.
+/// Returns whether the driver's library is present.
 pub(in crate::cuda) fn is_present() -> bool {
     library().is_some()
 }
@@ -76,7 +76,7 @@ macro_rules! calls {
     };
 }
 
-// These take a result code, here 32 bits instead of the enum.
+// These functions take a result code, which is a 32-bit number here instead of an enum.
 call!(cuGetErrorName(code: Code, name: *mut *const c_char));
 call!(cuGetErrorString(code: Code, text: *mut *const c_char));
 
@@ -135,8 +135,8 @@ calls! {
     cuUserObjectRelease(object: CUuserObject, references: c_uint);
 }
 
-/// The type of `cuLaunchKernel`, compared with cudarc's declaration. It is called by pointer: a wrapper would need as many
-/// arguments.
+/// Defines the type of `cuLaunchKernel`, and compares it with cudarc's declaration. The function is called by pointer, because a
+/// wrapper would have the same number of arguments.
 macro_rules! launch_kernel {
     ($($argument:ident: $type:ty),*) => {
         pub(in crate::cuda) type LaunchKernel = unsafe extern "C" fn($($argument: $type),*) -> Code;
@@ -150,10 +150,10 @@ launch_kernel!(
     shared: c_uint, stream: CUstream, parameters: *mut *mut c_void, extra: *mut *mut c_void
 );
 
-/// `cuLaunchKernel`, or the answer in its place.
+/// Returns `cuLaunchKernel`, or the result code if it is missing.
 pub(in crate::cuda) fn launch_kernel() -> Result<LaunchKernel, Code> {
     static FUNCTION: OnceLock<Option<LaunchKernel>> = OnceLock::new();
-    // SAFETY: the type is that of the driver's header, where an answer is an enum of C's of 32 bits.
+    // SAFETY: the type is that of the driver's header, where the result is a C enum of 32 bits.
     FUNCTION.get_or_init(|| unsafe { find("cuLaunchKernel") }).ok_or(Code::NOT_FOUND)
 }
 
@@ -177,7 +177,7 @@ mod tests {
     #[test]
     fn a_function_that_is_missing_has_an_answer() {
         call!(cuNoSuchFunction(number: c_int));
-        // SAFETY: there is no such function, so nothing is called.
+        // SAFETY: the driver has no such function, so nothing is called.
         assert_eq!(unsafe { cuNoSuchFunction(1) }, Code::NOT_FOUND);
     }
 }

@@ -17,12 +17,12 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Clone, Copy, serde::Serialize)]
 #[non_exhaustive]
 pub struct FirstCall {
-    /// Loading the driver and opening the device's context, if the process had none.
+    /// Time to load the driver and to open the device's context, if the process had no context.
     pub context: Duration,
-    /// Compiling the kernels for the device, or finding them in the driver's cache. Excludes the kernel for chunks without a
-    /// base, which the first index with such chunks compiles.
+    /// Time to compile the kernels for the device, or to find them in the driver's cache. Excludes the kernel for chunks without
+    /// a base, which the first index with such chunks compiles.
     pub kernels: Duration,
-    /// Streams, and pinning the staging ring.
+    /// Time to create streams and to pin the staging ring.
     pub memory: Duration,
 }
 
@@ -34,7 +34,7 @@ pub struct Device {
 }
 
 impl Device {
-    /// Number of visible devices.
+    /// Returns the number of visible devices.
     ///
     /// # Errors
     /// [`Error::NoDevice`](crate::Error::NoDevice) without a working driver.
@@ -66,23 +66,23 @@ impl Device {
         Ok(Self { inner, first_call })
     }
 
-    /// Time spent on opening the device.
+    /// Returns the time spent on opening the device.
     pub fn first_call(&self) -> FirstCall {
         self.first_call
     }
 
-    /// Name of the device, from the driver.
+    /// Returns the name of the device, from the driver.
     pub fn name(&self) -> String {
         self.inner.context.name()
     }
 
-    /// Number of multiprocessors.
+    /// Returns the number of multiprocessors.
     pub fn multiprocessors(&self) -> u32 {
         self.inner.multiprocessors
     }
 
-    /// Calls `work` on this thread. While it runs, the thread may make calls that a capture elsewhere in the process would
-    /// forbid, like allocations. They do not become part of the graph.
+    /// Calls `work` on this thread. While `work` runs, the thread may make calls that a capture elsewhere in the process would
+    /// forbid, like allocations. These calls do not become part of the graph.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) if the driver refuses.
@@ -91,7 +91,7 @@ impl Device {
         Ok(work())
     }
 
-    /// Handle (`CUstream`) of the copy stream. Memory passed to this crate must be free in its order.
+    /// Returns the handle (`CUstream`) of the copy stream. Memory passed to this crate must be free in the order of this stream.
     pub fn copy_stream(&self) -> *mut c_void {
         self.inner.copy.raw().cast()
     }
@@ -132,8 +132,8 @@ impl Device {
 
     /// Copies to the device, and waits for completion.
     ///
-    /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the lengths differ, [`Error::Device`](crate::Error::Device) if the driver fails.
+    /// # Errors [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the lengths differ,
+    /// [`Error::Device`](crate::Error::Device) if the driver fails.
     pub fn write(&self, to: &DeviceSlice, from: &[u8]) -> Result<()> {
         same_length(to, from.len())?;
         let cx = self.inner.context.enter()?;
@@ -144,8 +144,8 @@ impl Device {
 
     /// Copies from the device, and waits for completion. Earlier work on other streams must have completed.
     ///
-    /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the lengths differ, [`Error::Device`](crate::Error::Device) if the driver fails.
+    /// # Errors [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the lengths differ,
+    /// [`Error::Device`](crate::Error::Device) if the driver fails.
     pub fn read(&self, from: &DeviceSlice, to: &mut [u8]) -> Result<()> {
         same_length(from, to.len())?;
         let cx = self.inner.context.enter()?;
@@ -154,7 +154,7 @@ impl Device {
         self.inner.wait_for(&cx, self.inner.copy.raw()).and(queued)
     }
 
-    /// The report of the kernel `tpde_layout`, for a test.
+    /// Returns the report of the kernel `tpde_layout`, for a test.
     #[doc(hidden)]
     pub fn layout_report(&self, words: usize) -> Result<Vec<u32>> {
         let mut report = vec![0; 4 * words];

@@ -1,7 +1,7 @@
 //! The driver, loaded at its first use: errors, devices, contexts, streams and events.
 //!
-//! Owners of handles free them. Every call that needs a current context takes [`Entered`], a guard that pushes the context and
-//! pops it at its end. The caller's current context is unchanged afterwards.
+//! Owners of handles free them. Every call that needs a current context takes [`Entered`]. This guard pushes the context, and
+//! pops it when it is dropped. The caller's current context is unchanged afterwards.
 
 use super::calls::{self, Code};
 use crate::error::{Error, Result};
@@ -36,7 +36,7 @@ fn failed(code: Code, action: &'static str) -> Error {
     Error::Device { action, reason }
 }
 
-/// Loads and initialises the driver. The error says what is missing.
+/// Loads and initialises the driver. The error names the missing part.
 fn start() -> Result<()> {
     if !calls::is_present() {
         return Err(Error::NoDevice("the NVIDIA driver's library, libcuda.so.1, is not installed".into()));
@@ -61,7 +61,7 @@ fn start() -> Result<()> {
     Ok(())
 }
 
-/// Number of visible devices. An error without a driver.
+/// Returns the number of visible devices, or an error without a driver.
 pub(in crate::cuda) fn count() -> Result<u32> {
     start()?;
     let mut count = 0;
@@ -171,7 +171,7 @@ impl Drop for Entered<'_> {
     }
 }
 
-/// A stream's handle: ours, or a caller's.
+/// Handle of a stream of this crate or of the caller.
 pub(in crate::cuda) type RawStream = sys::CUstream;
 
 /// A stream of this crate that does not synchronise with the default stream. Its owner destroys it.
@@ -196,7 +196,7 @@ impl OwnStream {
         self.0
     }
 
-    /// Whether all queued work has completed.
+    /// Returns whether all queued work has completed.
     pub fn is_idle(&self, _: &Entered<'_>) -> bool {
         // SAFETY: the stream is alive.
         unsafe { calls::cuStreamQuery(self.0) == calls::Code::SUCCESS }
@@ -209,8 +209,8 @@ impl OwnStream {
     }
 }
 
-/// Waits on the host for all work of a stream, after errors that leave no event to wait for. If that fails, waits for all work of
-/// the context. If that fails too, the context is lost and its work has ended.
+/// Waits on the host for all work of a stream. It is called after errors that leave no event to wait for. If the call fails,
+/// waits for all work of the context. If that fails too, the context is lost and its work has ended.
 #[cold]
 pub(in crate::cuda) fn drain(_: &Entered<'_>, stream: RawStream) {
     // SAFETY: the stream is ours or promised by the caller, and the context is current.
@@ -231,7 +231,7 @@ unsafe impl Send for RawEvent {}
 unsafe impl Sync for RawEvent {}
 
 impl RawEvent {
-    /// Creates an event. One without timing is cheaper.
+    /// Creates an event. An event without timing is cheaper.
     pub fn new(_: &Entered<'_>, timed: bool) -> Result<Self> {
         let mut raw = ptr::null_mut();
         let flags = if timed { sys::CUevent_flags::CU_EVENT_DEFAULT } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING };
@@ -258,7 +258,7 @@ impl RawEvent {
         check(unsafe { calls::cuEventSynchronize(self.0) }, "finish what was queued on the device")
     }
 
-    /// Whether the event has completed.
+    /// Returns whether the event has completed.
     pub fn is_passed(&self, _: &Entered<'_>) -> Result<bool> {
         // SAFETY: the event is ours.
         match unsafe { calls::cuEventQuery(self.0) } {
@@ -267,7 +267,7 @@ impl RawEvent {
         }
     }
 
-    /// Milliseconds from `start` to this event. Both must be timed and completed.
+    /// Returns the milliseconds from `start` to this event. Both events must be timed and completed.
     pub fn since(&self, _: &Entered<'_>, start: &Self) -> Result<f32> {
         let mut milliseconds = 0.0;
         // SAFETY: both events are ours, and `milliseconds` is valid for a float.
@@ -283,9 +283,9 @@ impl Drop for RawEvent {
     }
 }
 
-/// Whether the stream is being captured into a graph.
+/// Returns whether the stream is being captured into a graph.
 pub(in crate::cuda) fn is_capturing(_: &Entered<'_>, stream: RawStream) -> Result<bool> {
-    // A number instead of an enum, as for result codes.
+    // The status is a number instead of an enum, as for result codes.
     let mut status = 0u32;
     // SAFETY: the stream is ours or promised by the caller, and `status` has the size of a status.
     check(unsafe { calls::cuStreamIsCapturing(stream, (&raw mut status).cast()) }, "ask whether a stream is captured")?;
@@ -381,7 +381,7 @@ impl Kernel {
         Ok((Self { function, threads, shared }, module))
     }
 
-    /// The kernel with `shared` bytes of dynamic shared memory, at most as many as it was loaded with.
+    /// Returns the kernel with `shared` bytes of dynamic shared memory. [`Kernel::load`] sets the maximum.
     pub fn with_shared(self, shared: u32) -> Self {
         debug_assert!(shared <= self.shared);
         Self { shared, ..self }

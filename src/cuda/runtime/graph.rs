@@ -1,4 +1,4 @@
-//! Graphs of callers: the capture that a stream is in, and the end of the graph's life.
+//! Graphs of callers: the capture of a stream, and the destruction of the graph.
 
 use super::calls;
 use super::driver::{self, Entered, RawStream, check};
@@ -16,7 +16,7 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// The graph that the stream is being captured into.
+    /// Returns the graph that the stream is being captured into.
     pub(in crate::cuda) fn of_capture(cx: &Entered<'_>, stream: RawStream) -> Result<Self> {
         let _relaxed = driver::Relaxed::new()?;
         let not_captured = || Error::InvalidArgument("the stream is not being captured".into());
@@ -44,27 +44,27 @@ impl Graph {
         Ok(Self { is_destroyed })
     }
 
-    /// Whether the graph and all its instances are destroyed. Then nothing that was captured runs again.
+    /// Returns whether the graph and all its instances are destroyed. After that the captured work does not run again.
     pub fn is_destroyed(&self) -> bool {
         self.is_destroyed.load(Ordering::Acquire)
     }
 }
 
-/// Called by the driver when the last graph that refers to the object is gone. It must not call the driver.
+/// Called by the driver when the last graph that refers to the object is destroyed. It must not call the driver.
 unsafe extern "C" fn destroyed(flag: *mut c_void) {
     // SAFETY: made by `Arc::into_raw`, and converted back once.
     let is_destroyed = unsafe { Arc::from_raw(flag.cast_const().cast::<AtomicBool>()) };
     is_destroyed.store(true, Ordering::Release);
 }
 
-/// Id of the capture that the stream is in.
+/// Returns the id of the capture of the stream, or `None` if the stream is not being captured.
 pub(in crate::cuda) fn capture_id(cx: &Entered<'_>, stream: RawStream) -> Result<Option<u64>> {
     Ok(capture(cx, stream)?.map(|(id, _)| id))
 }
 
-/// Id and graph of the capture that the stream is in.
+/// Returns the id and the graph of the capture of the stream, or `None` if the stream is not being captured.
 fn capture(_: &Entered<'_>, stream: RawStream) -> Result<Option<(u64, sys::CUgraph)>> {
-    // A number instead of an enum, as for result codes.
+    // The status is a number instead of an enum, as for result codes.
     let (mut status, mut id, mut graph) = (0u32, 0, ptr::null_mut());
     let (status_pointer, no_list, no_count) = ((&raw mut status).cast(), ptr::null_mut(), ptr::null_mut());
     // SAFETY: the stream is ours or promised by the caller. The pointers have the right types, and null is allowed for the

@@ -1,4 +1,4 @@
-//! State shared by all clones of a device, and the rule that memory is not freed while a stream uses it.
+//! State that all clones of a device share. It ensures that memory is not freed while a stream uses it.
 
 use super::copies;
 use super::driver::{self, Context, Entered, OwnStream, RawEvent, RawStream};
@@ -31,15 +31,15 @@ impl Inner {
         Ok(Self { context, kernels, pools, copy, ring: Mutex::new(ring), multiprocessors, scratch: Mutex::default() })
     }
 
-    /// Waits on the host for the work queued on a stream of ours. Also after an error, none of it is still running.
+    /// Waits on the host for the work queued on a stream of this crate. Also after an error, none of this work is still running.
     pub fn wait_for(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
         let event = RawEvent::new(cx, false);
         let waited = event.and_then(|event| event.record(cx, stream).and_then(|()| event.wait(cx)));
         waited.inspect_err(|_| driver::drain(cx, stream))
     }
 
-    /// Makes the reaper wait for this point of the stream, so that memory the stream uses is not freed before. If the driver
-    /// refuses, waits on the host: also after an error, memory may be freed.
+    /// Makes the reaper wait for this point of the stream. Memory that the stream uses is not freed before this point. If the
+    /// driver refuses, waits on the host. So the memory may be freed after an error too.
     pub fn hold_memory(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
         match RawEvent::new(cx, false) {
             Ok(event) => self.hold_memory_until(cx, &event, stream),
@@ -50,18 +50,18 @@ impl Inner {
         }
     }
 
-    /// As [`Inner::hold_memory`], with the caller's event.
+    /// As [`Inner::hold_memory`], with an event of the caller.
     pub fn hold_memory_until(&self, cx: &Entered<'_>, event: &RawEvent, stream: RawStream) -> Result<()> {
         let held = event.record(cx, stream).and_then(|()| event.hold(cx, self.pools.reaper.raw()));
         held.inspect_err(|_| driver::drain(cx, stream))
     }
 
-    /// Guard for queueing work that uses memory of this crate: see [`Queueing`].
+    /// Returns a guard for queueing work that uses memory of this crate, see [`Queueing`].
     pub fn queueing<'a>(&'a self, cx: &'a Entered<'a>, stream: RawStream) -> Queueing<'a> {
         Queueing { device: self, cx, stream, is_held: false }
     }
 
-    /// The scratch memory of [`InPlace::ChunkByChunk`](crate::InPlace), allocated at its first use: about 1 MiB per
+    /// Returns the scratch memory for [`InPlace::ChunkByChunk`](crate::InPlace). The first call allocates it: about 1 MiB per
     /// multiprocessor, independent of tensor sizes.
     pub fn scratch(&self, cx: &Entered<'_>) -> Result<Scratch> {
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
@@ -98,8 +98,8 @@ impl Drop for Inner {
     }
 }
 
-/// Guard of work that is queued on a stream. On every exit path, memory is not freed before the stream has finished. Declared after
-/// the memory, so that it is dropped first.
+/// Guard while work is queued on a stream. On every exit path, memory is not freed before the stream has completed the work.
+/// Declare the guard after the memory, because it must be dropped first.
 pub(in crate::cuda) struct Queueing<'a> {
     device: &'a Inner,
     cx: &'a Entered<'a>,
@@ -114,7 +114,7 @@ impl Queueing<'_> {
         self.device.hold_memory(self.cx, self.stream)
     }
 
-    /// The same, with the caller's event.
+    /// As [`Queueing::end`], with an event of the caller.
     pub fn end_with(mut self, event: &RawEvent) -> Result<()> {
         self.is_held = true;
         self.device.hold_memory_until(self.cx, event, self.stream)
@@ -124,7 +124,7 @@ impl Queueing<'_> {
 impl Drop for Queueing<'_> {
     fn drop(&mut self) {
         if !self.is_held {
-            // Another error is already being reported. Also if this fails, no work is left running.
+            // Another error is already being reported. Also if this call fails, no work is still running.
             _ = self.device.hold_memory(self.cx, self.stream);
         }
     }

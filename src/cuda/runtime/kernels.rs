@@ -11,12 +11,12 @@ const WITHOUT_BASE_PTX: &str = include_str!("../../../kernels/ptx/without_base.p
 const FRAMES_PTX: &str = include_str!("../../../kernels/ptx/frames.ptx");
 const LAYOUT_PTX: &str = include_str!("../../../kernels/ptx/layout.ptx");
 
-/// All kernels. Those that only some pairs need are compiled at their first use.
+/// All kernels. Kernels that only some pairs need are compiled at their first use.
 #[derive(Debug)]
 pub(in crate::cuda) struct Kernels {
     pub raw: Kernel,
     pub conditioned: Kernel,
-    /// Reports struct layouts, for a test.
+    /// `tpde_layout`, which reports struct layouts for a test.
     pub layout: Kernel,
     without_base: Mutex<Option<Kernel>>,
     frames: Mutex<Option<FrameKernels>>,
@@ -46,14 +46,14 @@ impl Kernels {
         Ok(Self { raw, conditioned, layout, without_base, frames, modules: Mutex::new(modules) })
     }
 
-    /// The kernel for chunks without a base.
+    /// Returns the kernel for chunks without a base.
     pub fn without_base(&self, context: &Context) -> Result<Kernel> {
         let shared = abi::WITHOUT_BASE_SHARED + abi::CONDITIONED_TABLES_MAX;
         let load = |cx: &Entered<'_>| self.load_more(cx, WITHOUT_BASE_PTX, "tpde_without_base", abi::WITHOUT_BASE_THREADS, shared);
         load_once(&self.without_base, context, load)
     }
 
-    /// The kernels around nvCOMP.
+    /// Returns the kernels before and after nvCOMP.
     pub fn frames(&self, context: &Context) -> Result<FrameKernels> {
         load_once(&self.frames, context, |cx| {
             let load = |name| self.load_more(cx, FRAMES_PTX, name, abi::FRAMES_THREADS, 0);
@@ -79,7 +79,7 @@ impl Kernels {
     }
 }
 
-/// Returns what was loaded before, or loads it now.
+/// Returns the value of the cell, or loads it.
 fn load_once<T: Copy>(cell: &Mutex<Option<T>>, context: &Context, load: impl FnOnce(&Entered<'_>) -> Result<T>) -> Result<T> {
     let mut cell = cell.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(loaded) = *cell {

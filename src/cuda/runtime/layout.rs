@@ -1,6 +1,6 @@
 //! Layout of device memory with several parts.
 
-/// Alignment of the parts.
+/// Alignment of the parts, in bytes.
 pub(in crate::cuda) const MEMORY_ALIGN: u64 = 256;
 
 /// Assigns offsets to consecutive parts, each a multiple of [`MEMORY_ALIGN`].
@@ -22,7 +22,7 @@ impl MemoryLayout {
         sizes.map(|bytes| self.add(bytes))
     }
 
-    /// Bytes of all parts so far, including padding.
+    /// Returns the size of all parts so far in bytes, including padding.
     pub fn bytes(&self) -> u64 {
         self.end
     }

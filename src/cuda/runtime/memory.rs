@@ -8,7 +8,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Owned device memory. It is freed once all work that the reaper waits for has completed.
+/// Owned device memory. It is freed when all work that the reaper waits for has completed.
 pub(in crate::cuda) struct Allocation {
     device: Arc<Inner>,
     address: u64,
@@ -38,7 +38,8 @@ impl Drop for Allocation {
     }
 }
 
-/// A range of device memory: part of an allocation of this crate, which it keeps alive, or a caller's.
+/// A range of device memory. It is part of an allocation of this crate, and keeps the allocation alive, or it is memory of the
+/// caller.
 #[derive(Debug, Clone)]
 pub struct DeviceSlice {
     address: u64,
@@ -60,20 +61,20 @@ impl DeviceSlice {
         Self { address: allocation.address(), bytes, keep: Some(Arc::new(allocation)) }
     }
 
-    /// Device address of the first byte.
+    /// Returns the device address of the first byte.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Number of bytes.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// A part of the slice.
+    /// Returns a part of the slice.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if it does not lie within.
+    /// [`Error::InvalidArgument`] if the part is not within the slice.
     pub fn slice(&self, offset: u64, bytes: u64) -> Result<Self> {
         match offset.checked_add(bytes) {
             Some(end) if end <= self.bytes => Ok(Self { address: self.address + offset, bytes, keep: self.keep.clone() }),
@@ -84,7 +85,7 @@ impl DeviceSlice {
         }
     }
 
-    /// Checks that the memory belongs to this device. Another device would free it without waiting for this one.
+    /// Checks that the memory belongs to this device. Another device would free it without waiting for this device.
     pub(in crate::cuda) fn check_device(&self, device: &Arc<Inner>) -> Result<()> {
         match &self.keep {
             Some(allocation) => same_device(&allocation.device, device),
@@ -110,7 +111,7 @@ impl DeviceSlice {
     }
 }
 
-/// Pinned host memory. The device copies from and to it directly, and can read it.
+/// Pinned host memory. The device copies from and to it directly, and kernels can read it.
 pub struct PinnedBuffer {
     device: Arc<Inner>,
     start: NonNull<u8>,
@@ -129,7 +130,7 @@ impl PinnedBuffer {
         Ok(Self { device: device.clone(), start, bytes, capacity })
     }
 
-    /// A buffer with `parts`, pairs of offset and content.
+    /// Returns a buffer with `parts`, pairs of offset and content.
     pub(in crate::cuda) fn with_parts(device: &Arc<Inner>, cx: &Entered<'_>, bytes: u64, parts: &[(u64, &[u8])]) -> Result<Self> {
         let mut pinned = Self::new(device, cx, bytes as usize)?;
         for (start, part) in parts {
@@ -167,7 +168,7 @@ impl std::ops::Deref for PinnedBuffer {
 
 impl std::ops::DerefMut for PinnedBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above. A buffer that the device still reads is in an `Arc`, which gives no mutable reference.
+        // SAFETY: as above. A buffer that the device still reads is in an `Arc`, so no mutable reference to it exists.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
     }
 }

@@ -1,4 +1,4 @@
-//! The driver and the layer above it: contexts, streams, events, memory pools, the staging ring, compiled kernels.
+//! The driver, and the layer above it: contexts, streams, events, memory pools, the staging ring and compiled kernels.
 //!
 //! This module does not know about pairs.
 

@@ -1,7 +1,7 @@
 //! Pools of memory and streams.
 //!
 //! No call here waits for work on a caller's stream. Device memory comes from a pool of the driver. It is freed in the order of
-//! the *reaper*, a stream that waits for all users of the memory. Pinned memory is slow to allocate, so it is reused once the
+//! the *reaper*, a stream that waits for all users of the memory. Pinned memory is slow to allocate. So it is reused when the
 //! reaper has passed its last use.
 
 use super::calls;
@@ -12,17 +12,17 @@ use std::ffi::c_void;
 use std::ptr::{self, NonNull};
 use std::sync::{Mutex, PoisonError};
 
-/// Capacities of pinned memory are powers of two up to this, and multiples of this above.
+/// Capacities of pinned memory are powers of two up to this size in bytes, and multiples of it above.
 const PINNED_STEP: usize = 64 << 20;
-/// Most idle streams that are kept for reuse.
+/// Maximum number of idle streams that are kept for reuse.
 const STREAMS: usize = 32;
 
 /// The pools of a device.
 #[derive(Debug)]
 pub(in crate::cuda) struct Pools {
-    /// `None` if the driver has no pools. Then each allocation goes to the driver.
+    /// `None` if the device has no pools. Then each allocation calls the driver.
     pool: Option<Pool>,
-    /// Has only allocations, so that they complete at once.
+    /// Stream with only allocations, which therefore complete at once.
     pub alloc: OwnStream,
     pub reaper: OwnStream,
     pinned: Mutex<Vec<Block>>,
@@ -37,7 +37,7 @@ unsafe impl Send for Pool {}
 // SAFETY: as above; the driver locks what it shares.
 unsafe impl Sync for Pool {}
 
-/// Unused pinned memory, free once the event has completed.
+/// Pinned memory for reuse. It is free when the event has completed.
 #[derive(Debug)]
 struct Block {
     start: NonNull<u8>,
@@ -61,7 +61,7 @@ impl Pools {
         })
     }
 
-    /// Takes an idle stream, or creates one, which is slow.
+    /// Returns an idle stream, or creates a stream, which is slow.
     pub fn stream(&self, cx: &Entered<'_>) -> Result<OwnStream> {
         let kept = self.streams.lock().unwrap_or_else(PoisonError::into_inner).pop();
         kept.map_or_else(|| OwnStream::new(cx), Ok)
@@ -92,7 +92,7 @@ impl Pools {
         Ok(address)
     }
 
-    /// Frees in the order of the reaper.
+    /// Frees memory in the order of the reaper.
     pub fn free(&self, address: u64) {
         // SAFETY: the address came from `allocate`, and its owner is gone. An error means that the context, and the memory with
         // it, is lost.
@@ -136,7 +136,7 @@ impl Pools {
     pub fn unpin(&self, cx: Option<&Entered<'_>>, start: NonNull<u8>, capacity: usize) {
         let Some(cx) = cx else { return }; // the context is lost
         let event = RawEvent::new(cx, false).and_then(|event| event.record(cx, self.reaper.raw()).map(|()| event));
-        // Without an event it is unknown when the memory is free: leak it.
+        // Without an event the end of its last use is unknown: leak the memory.
         if let Ok(event) = event {
             let block = Block { start, capacity, free_after: Some(event) };
             self.pinned.lock().unwrap_or_else(PoisonError::into_inner).push(block);
@@ -178,7 +178,7 @@ fn make_pool(cx: &Entered<'_>) -> Result<Pool> {
         check(unsafe { calls::cuMemPoolSetAttribute(pool.0, which, value) }, "set up a pool of memory")
     };
     use sys::CUmemPool_attribute as Attribute;
-    // Keep memory between applications, and never reuse memory that would make a stream wait for another.
+    // The pool keeps memory between applications. It must not reuse memory in a way that makes one stream wait for another.
     set(Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, ptr::from_mut(&mut keep).cast())?;
     set(Attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, ptr::from_mut(&mut off).cast())?;
     Ok(pool)

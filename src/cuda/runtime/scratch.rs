@@ -1,12 +1,12 @@
-//! Sizes of scratch memory, which holds lists of changes (`kernels/README.md`).
+//! Sizes of the scratch memory for lists of changes (`kernels/README.md`).
 
 use crate::cuda::abi::{self, LIST_STEP};
 
-/// Bytes per slot. Most chunks' lists of changes fit.
+/// Size of a slot in bytes. The lists of changes of most chunks fit.
 const SCRATCH_SLOT: u32 = 256 << 10;
-/// Slots per multiprocessor, more than resident blocks, so that a free one is found quickly.
+/// Slots per multiprocessor. They are more than the resident blocks, so a block finds a free slot quickly.
 const SLOTS_PER_MULTIPROCESSOR: u32 = 4;
-/// Resident blocks of `tpde_conditioned` per multiprocessor, hence the fewest useful slots.
+/// Resident blocks of `tpde_conditioned` per multiprocessor, which is the minimum useful number of slots.
 const RESIDENT_BLOCKS: u32 = 3;
 
 /// Scratch memory of an application in place, see `kernels/README.md`.
@@ -15,24 +15,24 @@ pub(in crate::cuda) struct Scratch {
     pub address: u64,
     pub slots: u32,
     pub slot_bytes: u32,
-    /// Size of the head and all slots.
+    /// Size of the head and all slots, in bytes.
     pub bytes: u64,
 }
 
 impl Scratch {
-    /// Slots for all resident blocks of a device.
+    /// Returns slots for all resident blocks of a device.
     pub fn of_device(multiprocessors: u32) -> Self {
         Self::new(SLOTS_PER_MULTIPROCESSOR * multiprocessors, SCRATCH_SLOT)
     }
 
-    /// Slots that blocks use while they decode. Without an address yet, like all constructors.
+    /// Returns slots that blocks use while they decode. Like all constructors it sets no address.
     fn new(slots: u32, slot_bytes: u32) -> Self {
         let bytes = abi::scratch_head(slots) + u64::from(slots) * u64::from(slot_bytes);
         Self { address: 0, slots, slot_bytes, bytes }
     }
 
-    /// Memory for the changes of `chunks` chunks, `changes` bytes, from the dry launch to the commit, within `most` bytes. `None`
-    /// if there are no changes, or the bound is too small.
+    /// Returns memory for lists that are kept from the dry launch to the commit: `changes` bytes for `chunks` chunks, at most
+    /// `most` bytes in total. Returns `None` if there are no changes, or the limit is too small.
     pub fn kept(chunks: u32, changes: u64, most: u64) -> Option<Self> {
         let slots = chunks + 1;
         let head = abi::scratch_head(slots);
@@ -40,8 +40,8 @@ impl Scratch {
         (bytes > 0).then_some(Self { address: 0, slots, slot_bytes: bytes as u32, bytes: head + bytes })
     }
 
-    /// Slots for `chunks` chunks with changes, whose lists have at most `changes` bytes, within `most` bytes in total. `None` if
-    /// there are none.
+    /// Returns slots for `chunks` chunks with changes. Their lists have at most `changes` bytes each, and all slots at most
+    /// `most` bytes in total. Returns `None` if no slot is needed or fits.
     pub fn of_chunks(chunks: u32, changes: u64, multiprocessors: u32, most: u64) -> Option<Self> {
         let list_bytes = changes.min(SCRATCH_SLOT.into());
         let slot_capacity = |slots: u32| (most.saturating_sub(abi::scratch_head(slots)) / u64::from(slots)) / LIST_STEP * LIST_STEP;
@@ -52,7 +52,7 @@ impl Scratch {
         (slot_bytes > 0).then_some(Self::new(*slot_count, slot_bytes))
     }
 
-    /// The same at an address. The caller must zero the head.
+    /// Returns the same memory at an address. The caller must zero the head.
     pub fn at(self, address: u64) -> Self {
         Self { address, ..self }
     }
@@ -71,11 +71,11 @@ mod tests {
             (1, 256, 132, 48 << 20, 1, 256),
             (500, 10_240, 132, 48 << 20, 500, 10_240),
             (5000, 10_240, 132, 48 << 20, 528, 10_240),
-            // Four slots per multiprocessor would exceed the bound, so there are three. A slot has at most 256 KiB and its share
-            // of the bound.
+            // Four slots per multiprocessor would exceed the limit, so there are three. A slot has at most 256 KiB and its share
+            // of the limit.
             (5000, 109_312, 132, 48 << 20, 396, 109_312),
             (5000, 4 << 20, 132, 48 << 20, 396, 126_976),
-            // The bound does not matter: four slots of 256 KiB per multiprocessor.
+            // The limit has no effect: four slots of 256 KiB per multiprocessor.
             (5000, 4 << 20, 8, 48 << 20, 32, 262_144),
         ] {
             let scratch = Scratch::of_chunks(chunks, changes, multiprocessors, most).unwrap();

@@ -1,4 +1,4 @@
-//! The staging ring: pinned slots, through which bytes of any source are copied to the device at full speed.
+//! The staging ring: pinned slots, through which bytes of any source are copied to the device at the speed of the bus.
 
 use super::calls;
 use super::copies;
@@ -8,19 +8,19 @@ use cudarc::driver::sys;
 use rayon::prelude::*;
 use std::ptr::{self, NonNull};
 
-/// Number of slots: while one is copied, the next ones are filled.
+/// Number of slots. While a slot is copied, the next slots are filled.
 const SLOTS: usize = 8;
-/// Bytes of a slot.
+/// Size of a slot, in bytes.
 pub(in crate::cuda) const SLOT_BYTES: usize = 2 << 20;
-/// From this size on, several threads fill a slot.
+/// Minimum number of bytes for which several threads fill a slot.
 const PARALLEL_BYTES: usize = 512 << 10;
 
-/// Slots are used in turn. A slot is refilled once its last copy has completed. Copies are on a stream that waits for no other,
-/// so waiting for a slot means waiting for the bus, never for a caller's stream.
+/// A ring of slots. A slot is refilled when its last copy has completed. The copy stream waits for no other stream. So a wait for
+/// a slot is a wait for the bus, never for a caller's stream.
 #[derive(Debug)]
 pub(in crate::cuda) struct StagingRing {
     start: NonNull<u8>,
-    /// Recorded behind the last copy from each slot.
+    /// One event per slot, recorded behind the last copy from the slot.
     events: Vec<RawEvent>,
     next: usize,
 }
@@ -43,7 +43,7 @@ impl StagingRing {
         Ok(Self { start, events, next: 0 })
     }
 
-    /// Lets `fill` write `bytes` bytes of the next slot, and queues their copy to `to` on the copy stream.
+    /// Calls `fill` with `bytes` bytes of the next slot, and queues their copy to `to` on the copy stream.
     ///
     /// # Safety
     /// `to` is device memory of `bytes` bytes until the copy has completed.
@@ -66,7 +66,7 @@ impl StagingRing {
         fill(slot)?;
         // SAFETY: the slot is not written before the event, recorded next, has completed. The rest is promised by the caller.
         let copied = unsafe { copies::copy_in(cx, to, slot.as_ptr(), bytes, copy) };
-        // Also after an error, the copy may run. Without an event, wait on the host, then the slot is free.
+        // Also after an error, the copy may run. Without an event, the host waits for it. After that the slot is free.
         event.record(cx, copy).inspect_err(|_| driver::drain(cx, copy)).and(copied)
     }
 
@@ -86,7 +86,7 @@ impl StagingRing {
         Ok(())
     }
 
-    /// Frees the memory, after the last copies have completed.
+    /// Waits for the last copies, and frees the memory.
     pub fn destroy(&mut self, cx: &Entered<'_>) {
         self.events.iter().for_each(|event| _ = event.wait(cx));
         // SAFETY: allocated in `new`. No copy reads it any more, and the owner is being dropped.

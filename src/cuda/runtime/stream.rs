@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use std::ffi::c_void;
 use std::sync::Arc;
 
-/// A stream: a queue of work on a device. Created by this crate, or a caller's.
+/// A stream: a queue of work on a device. It belongs to this crate or to the caller.
 #[derive(Debug)]
 pub struct Stream {
     device: Arc<Inner>,
@@ -36,7 +36,7 @@ impl Stream {
         &self.device
     }
 
-    /// The driver's handle, a `CUstream`.
+    /// Returns the driver's handle, a `CUstream`.
     pub fn handle(&self) -> *mut c_void {
         self.raw.cast()
     }
@@ -54,9 +54,8 @@ impl Stream {
 
     /// Queues a copy within the device.
     ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if the lengths differ, the places overlap, memory is another device's, or the stream is being captured
-    /// into a graph; [`Error::Device`] if the driver refuses.
+    /// # Errors [`Error::InvalidArgument`] if the lengths differ, the ranges overlap, the memory is on another device, or the
+    /// stream is being captured into a graph; [`Error::Device`] if the driver refuses.
     pub fn copy(&self, to: &DeviceSlice, from: &DeviceSlice) -> Result<()> {
         check_copy(to, from)?;
         let cx = self.begin(&[to, from])?;
@@ -69,8 +68,8 @@ impl Stream {
     /// Queues a fill of memory with a byte.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the memory is another device's, or the stream is being captured into a graph; [`Error::Device`] if the
-    /// driver refuses.
+    /// [`Error::InvalidArgument`] if the memory is on another device, or the stream is being captured into a graph;
+    /// [`Error::Device`] if the driver refuses.
     pub fn fill(&self, to: &DeviceSlice, byte: u8) -> Result<()> {
         let cx = self.begin(&[to])?;
         let queueing = self.device.queueing(&cx, self.raw);
@@ -82,20 +81,20 @@ impl Stream {
     /// Queues a copy from pinned memory.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the lengths differ, memory is another device's, or the stream is being captured into a graph;
-    /// [`Error::Device`] if the driver refuses.
+    /// [`Error::InvalidArgument`] if the lengths differ, the memory is on another device, or the stream is being captured into a
+    /// graph; [`Error::Device`] if the driver refuses.
     pub fn copy_in(&self, to: &DeviceSlice, from: &Arc<PinnedBuffer>) -> Result<()> {
         same_length(to, from.len())?;
         from.check_device(&self.device)?;
         let cx = self.begin(&[to])?;
         let queueing = self.device.queueing(&cx, self.raw);
         // SAFETY: the slice is device memory. Both sides are held until the stream has completed, also after an error, because
-        // the reaper frees pinned memory. If the caller changes the bytes meanwhile, the device gets a mixture.
+        // the reaper frees pinned memory. If the caller changes the bytes meanwhile, the copy has old and new bytes.
         unsafe { copies::copy_in(&cx, to.address(), from.as_ptr(), from.len(), self.raw)? };
         queueing.end()
     }
 
-    /// Id of the capture that the stream is in, unique in the process.
+    /// Returns the id of the capture of the stream, or `None` if the stream is not being captured. Ids are unique in the process.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver refuses, or if the capture was invalidated.
@@ -103,7 +102,7 @@ impl Stream {
         graph::capture_id(&self.device.context.enter()?, self.raw)
     }
 
-    /// The graph that the stream is being captured into.
+    /// Returns the graph that the stream is being captured into.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the stream is not being captured; [`Error::Device`] if the driver refuses.
@@ -115,7 +114,7 @@ impl Stream {
     fn begin(&self, memory: &[&DeviceSlice]) -> Result<Entered<'_>> {
         memory.iter().try_for_each(|slice| slice.check_device(&self.device))?;
         let cx = self.device.context.enter()?;
-        // A graph could run after the memory is freed, and the reaper must not become part of it.
+        // A graph could run after the memory is freed. And the reaper must not become part of the graph.
         if driver::is_capturing(&cx, self.raw)? {
             return Err(Error::InvalidArgument("the stream is being captured into a graph, which cannot hold the memory".into()));
         }
@@ -156,23 +155,23 @@ impl Event {
     /// Waits on the host until the event has completed.
     ///
     /// # Errors
-    /// [`Error::Device`] if something before it failed.
+    /// [`Error::Device`] if work before the event failed.
     pub fn wait(&self) -> Result<()> {
         self.raw.wait(&self.device.context.enter()?)
     }
 
-    /// Whether the event has completed.
+    /// Returns whether the event has completed.
     ///
     /// # Errors
-    /// [`Error::Device`] if something before it failed.
+    /// [`Error::Device`] if work before the event failed.
     pub fn is_passed(&self) -> Result<bool> {
         self.raw.is_passed(&self.device.context.enter()?)
     }
 
-    /// Seconds on the device from `start` to this event. Both must have completed.
+    /// Returns the seconds on the device from `start` to this event. Both events must have completed.
     ///
     /// # Errors
-    /// [`Error::Device`] if one of them has not.
+    /// [`Error::Device`] if an event has not completed.
     pub fn since(&self, start: &Event) -> Result<f64> {
         Ok(f64::from(self.raw.since(&self.device.context.enter()?, &start.raw)?) / 1e3)
     }

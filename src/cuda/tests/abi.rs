@@ -1,4 +1,4 @@
-//! The layout of shared structs, as the device sees them.
+//! The layout of shared structs, as the device compiler sees them.
 
 use super::super::abi::{self, DeviceTensor, Launch, mode};
 use crate::format::{ChunkMetadata, ChunkSums, ConditionedHeader};

@@ -18,7 +18,7 @@ const ROUTES: [Route; 3] = [Route::Host, Route::Pinned, Route::Device];
 /// Small, so that each chunk is a slice.
 const SLICE: u64 = 200;
 
-/// The violated rule, also if some of the tensor was written.
+/// Returns the violated rule of an outcome, also if some chunks were written.
 fn rule_of(outcome: Result<()>) -> Option<Rule> {
     match outcome.unwrap_err() {
         Error::Poisoned { source, .. } => source.rule(),
@@ -91,7 +91,7 @@ fn a_launch_that_ends_early_names_the_chunks_that_it_did_not_come_to() {
                 assert!(found == if is_written { target } else { base }, "{mode:?}, chunk {n}");
             }
         }
-        // It works again once the source can be read again.
+        // The application works again when the source can be read again.
         source.1.store(u32::MAX, Ordering::Relaxed);
         let outcome = application.launch(&stream).unwrap().wait();
         if mode == Mode::InPlace(InPlace::ChunkByChunk) {
@@ -123,7 +123,7 @@ fn launches_of_an_application_follow_each_other_whatever_their_streams() {
             first.wait().unwrap();
             match mode {
                 Mode::OutOfPlace => outcome.unwrap(),
-                // By then the base had become the target.
+                // The first launch has turned the base into the target.
                 Mode::InPlace(_) => assert_eq!(rule_of(outcome), Some(Rule::ChunkBaseSum), "{mode:?}, seed {seed}"),
             }
             drop(drawing);
@@ -197,8 +197,8 @@ fn memory_given_for_payloads_is_not_filled_while_a_launch_reads_it() {
     sample.assert_done(device, &mut laid);
 }
 
-/// Work queued for a busy stream, and its side streams, does not block other streams, if each stream has its own channel to the
-/// device: `CUDA_DEVICE_MAX_CONNECTIONS` is 32 for that, see `scripts/gpu-check`.
+/// Work that is queued for a busy stream and its side streams does not block other streams. Each stream needs its own channel to
+/// the device: `scripts/gpu-check` sets `CUDA_DEVICE_MAX_CONNECTIONS` to 32.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn applications_on_other_streams_do_not_wait_for_a_busy_one() {
@@ -213,7 +213,7 @@ fn applications_on_other_streams_do_not_wait_for_a_busy_one() {
             let payloads = Payloads::Host(sample.pair.blob());
             prepare_in_slices(&index, &both[n].bindings, mode, payloads, SLICE).unwrap().launch(stream).unwrap()
         };
-        // Pinning memory waits for all work of the device, and happens at its first use.
+        // The first use pins memory, which waits for all work of the device.
         let before = [launch(0, &busy), launch(1, &free)];
         before.into_iter().for_each(|pending| pending.wait().unwrap());
         both.iter().for_each(|laid| laid.restore(device));
@@ -233,13 +233,13 @@ struct Job {
     told: String,
     pending: Pending,
     result: DeviceSlice,
-    /// The base, if it is not that of the pair.
+    /// The base, if it differs from the base of the pair.
     spoiled: Option<Vec<u8>>,
     mode: Mode,
 }
 
-/// Random programs of several applications and copies on a few streams. Everything is queued before anything is waited for, and
-/// dropped at once.
+/// Random programs of several applications and copies on a few streams. All work is queued before any of it is waited for. All
+/// owners are dropped at once.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn work_is_done_in_the_order_in_which_it_was_queued() {

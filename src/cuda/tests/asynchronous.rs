@@ -1,4 +1,4 @@
-//! Calls that return while the device is busy, graphs, contexts, and what the calls refuse.
+//! Calls that return while the device is busy, graphs, contexts, and refused calls.
 
 use super::super::runtime::calls;
 use super::super::runtime::driver::{Kernel, check};
@@ -17,7 +17,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// Spins for a number of nanoseconds; on the stand-in, until a call waits for it.
+/// A kernel that spins for a number of nanoseconds. On the stand-in it spins until a call waits for it.
 const SPIN: &str = "
 .version 8.0
 .target sm_80
@@ -50,7 +50,7 @@ pub fn spin(device: &Device, kernel: Kernel, stream: &Stream) {
     unsafe { kernel.launch(&cx, stream.raw(), 1, &(LONG.as_nanos() as u64)).unwrap() };
 }
 
-/// Two tensors of a few hundred chunks; of a few on the stand-in.
+/// Two tensors of a few hundred chunks. On the stand-in they have a few chunks.
 struct Sample {
     infos: Vec<TensorInfo>,
     base: Vec<Vec<u8>>,
@@ -129,7 +129,7 @@ fn calls_return_while_the_stream_is_busy() {
                     let application = prepare_in_slices(&index, &laid.bindings, mode, payloads.clone(), slice).unwrap();
                     let pending = application.launch(&stream).unwrap();
                     let took = start.elapsed();
-                    // The stand-in spins until a call waits for it: if it has ended now, something waited.
+                    // The stand-in spins until a call waits for it. If the spin has ended here, a call has waited.
                     if turn == 1 && !stand_in::is_used() {
                         assert!(took < LONG / 2, "{codec} {mode:?} {route:?}: {took:?}");
                         longest = longest.max(took);
@@ -146,7 +146,7 @@ fn calls_return_while_the_stream_is_busy() {
     eprintln!("calls returned after at most {longest:?} while their stream was busy for {LONG:?}");
 }
 
-/// Drops everything while it is in use, also after an error half-way.
+/// Drops all owners while the device uses their memory, also after an error in the middle of a launch.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn memory_is_kept_until_the_stream_has_passed() {
@@ -160,7 +160,7 @@ fn memory_is_kept_until_the_stream_has_passed() {
             let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
             spin(device, spinning, &stream);
             for route in [Route::Pinned, Route::Device, Route::Host] {
-                // The first turns the base into the target; the others then find a wrong base.
+                // The first launch turns the base into the target. The other launches then find a wrong base.
                 let payloads = payloads(device, &sample.pair, route);
                 drop(prepare_in_slices(&index, &laid.bindings, mode, payloads, slice).unwrap().launch(&stream).unwrap());
             }
@@ -200,7 +200,7 @@ fn a_graph_replays_an_application() {
                 check(calls::cuStreamBeginCapture_v2(stream.raw(), global), "begin a capture").unwrap();
                 assert!(matches!(application.launch(&stream), Err(Error::InvalidArgument(_))));
                 let captured = application.capture(&stream).unwrap();
-                captured.check().unwrap(); // no launch yet, and so none that failed
+                captured.check().unwrap(); // the graph has not been launched, so no launch has failed
                 check(calls::cuStreamEndCapture(stream.raw(), &mut graph), "end a capture").unwrap();
                 check(calls::cuGraphInstantiateWithFlags(&mut ready, graph, 0), "make a graph").unwrap();
                 (captured, graph, ready)
@@ -283,7 +283,7 @@ fn a_graph_is_known_by_its_capture_and_until_it_is_destroyed() {
     eprintln!("captures have ids, and graphs say when they are gone");
 }
 
-/// The caller's current context is unchanged, whichever it was. Streams of callers work, including the default stream.
+/// Calls do not change the current context of the caller. Streams of callers work, including the default stream.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn contexts_of_callers_stay_current() {
@@ -291,7 +291,7 @@ fn contexts_of_callers_stay_current() {
     let sample = Sample::new(Codec::Conditioned);
     let current = || {
         let mut current = ptr::null_mut();
-        // SAFETY: a place for a context.
+        // SAFETY: `current` is valid for a context.
         check(unsafe { calls::cuCtxGetCurrent(&mut current) }, "ask for the current context").unwrap();
         current
     };
@@ -302,7 +302,7 @@ fn contexts_of_callers_stay_current() {
         let index = DeviceIndex::upload(&device, sample.pair.index()).unwrap();
         for borrowed in [false, true] {
             let mut laid = sample.laid(&device, Mode::OutOfPlace);
-            // SAFETY: the legacy default stream is always there.
+            // SAFETY: the legacy default stream always exists.
             let stream = if borrowed { unsafe { device.borrow_stream(ptr::null_mut()) } } else { device.stream().unwrap() };
             let pending = prepare(&index, &laid.bindings, Mode::OutOfPlace, Payloads::Host(sample.pair.blob()))
                 .unwrap()
@@ -324,9 +324,9 @@ fn contexts_of_callers_stay_current() {
     assert_eq!(current(), other);
     everything();
     assert_eq!(current(), other);
-    // SAFETY: nobody uses it.
+    // SAFETY: the context has no other users.
     check(unsafe { calls::cuCtxDestroy_v2(other) }, "destroy a context").unwrap();
-    // Several devices, if there are several.
+    // Every other device, if the machine has several.
     for ordinal in 1..Device::count().unwrap() {
         let device = Device::open(ordinal).unwrap();
         let index = DeviceIndex::upload(&device, sample.pair.index()).unwrap();
@@ -380,7 +380,7 @@ fn memory_that_overlaps_is_refused_and_the_same_twice_is_decoded_once() {
     let mut found = vec![0; bytes as usize];
     device.read(&at(0), &mut found).unwrap();
     assert!(found == sample.target[0]);
-    // Again: the base already is the target.
+    // A second application finds that the base already is the target.
     let again = prepare(&index, &twice[..1], Mode::InPlace(InPlace::AllChecked), blob()).unwrap().launch(&stream).unwrap().wait();
     assert_eq!(again.unwrap_err().rule(), Some(crate::error::Rule::ChunkBaseSum));
     eprintln!("overlaps are refused");

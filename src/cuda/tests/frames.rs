@@ -1,4 +1,4 @@
-//! Payloads of codec `zstd` that nvCOMP expands, where it is installed.
+//! Payloads of codec `zstd` that nvCOMP expands, on machines with nvCOMP.
 
 use super::super::{DeviceIndex, Nvcomp};
 use super::generated::{Random, lanes};
@@ -18,7 +18,7 @@ fn nvcomp(test: &str) -> Option<Nvcomp> {
     Nvcomp::load().inspect_err(|e| eprintln!("SKIPPED {test}: {e}")).ok()
 }
 
-/// Tensors of all densities, and of sizes around those of chunks and tiles.
+/// Returns tensors of all densities, with sizes around those of chunks and tiles.
 fn data(dtype: Dtype) -> Vec<(TensorInfo, Vec<u8>, Vec<u8>)> {
     let random = &mut Random(u64::from(dtype.code()) + 5);
     let mut data = Vec::new();

@@ -19,7 +19,7 @@ impl Random {
     }
 }
 
-/// Base and target bytes: lanes of all magnitudes, of which one in `rarity` changes, mostly by little.
+/// Returns base and target bytes: lanes of all magnitudes. One lane in `rarity` changes, usually by a few units.
 pub fn lanes(random: &mut Random, dtype: Dtype, lanes: usize, rarity: u64) -> (Vec<u8>, Vec<u8>) {
     let width = dtype.lane_bytes();
     let mut base = vec![0; lanes * width];
@@ -48,7 +48,7 @@ fn every_codec_dtype_mode_and_density() {
     let (mut runs, mut tensors) = (0, 0);
     for codec in [Codec::Raw, Codec::Zstd, Codec::Conditioned] {
         for &dtype in dtypes {
-            // One pair has tensors of all densities, and of sizes around those of chunks and tiles.
+            // One pair has tensors of all densities, with sizes around those of chunks and tiles.
             let mut data = Vec::new();
             let random = &mut Random(u64::from(dtype.code()) + 77);
             for (n, rarity) in [1, 2, 10, 100, 5000, u64::MAX].into_iter().enumerate() {

@@ -44,7 +44,7 @@ fn checkpoint_of<'a>(infos: &[TensorInfo], data: &'a [Vec<u8>]) -> MemoryCheckpo
     MemoryCheckpoint::new(infos.iter().cloned().zip(data.iter().map(|d| &d[..]))).unwrap()
 }
 
-/// Memory of that size, filled with other data.
+/// Returns memory of `bytes` bytes, filled with other data.
 fn given(device: &Device, bytes: u64) -> DeviceSlice {
     let memory = device.alloc(bytes).unwrap();
     device.write(&memory, &vec![0xEE; bytes as usize]).unwrap();
@@ -75,7 +75,7 @@ fn all_is_done_in_memory_that_was_given() {
                 for (place, found) in laid.outputs(device) {
                     assert!(found == made.target[place], "{mode:?} {route:?}");
                 }
-                // Memory behind it is unchanged.
+                // Memory behind the application is unchanged.
                 let mut behind = vec![0; 256];
                 device.read(&memory.slice(bytes, 256).unwrap(), &mut behind).unwrap();
                 assert!(behind.iter().all(|byte| *byte == 0xEE), "{mode:?} {route:?}");
@@ -86,7 +86,7 @@ fn all_is_done_in_memory_that_was_given() {
     eprintln!("{count} applications");
 }
 
-/// After a rebind, the application works in other memory, repeatedly, with payloads through the same staging memory.
+/// After each of several rebinds, the application works in other memory. Payloads use the same staging memory.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn what_is_bound_anew_works_elsewhere() {

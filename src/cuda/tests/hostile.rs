@@ -1,5 +1,4 @@
-//! Hostile payloads with correct CRCs: the device gives the same verdict as the processor, and writes nothing outside of the
-//! output.
+//! Hostile payloads with correct CRCs. The device gives the same verdict as the processor, and writes only to the output.
 
 use super::super::{Device, DeviceIndex, Mode};
 use super::cases::hostile::{Hostile, conditioned, raw};
@@ -14,7 +13,7 @@ use crate::reader::Pair;
 use crate::writer::{PairBuilder, TensorSpec};
 use std::sync::Arc;
 
-/// Cases of a pair: a launch for all of them.
+/// Number of cases per pair. One launch decodes all cases of a pair.
 const BATCH: usize = 2000;
 
 fn name(n: usize) -> String {
@@ -101,7 +100,7 @@ fn run(name: &str, make: fn(&mut Random, usize) -> Hostile, batches: usize) {
         let route = [Route::Device, Route::Pinned, Route::Host][batch % 3];
         let wrong = &mut wrong;
         refused += compare(device, &cases, Mode::OutOfPlace, route, batch, wrong);
-        // Repeated for the modes in place, which share the decoder.
+        // Modes in place share the decoder, so they get the same cases.
         compare(device, &cases, Mode::InPlace(InPlace::ChunkByChunk), route, batch + 1, wrong);
         compare(device, &cases, Mode::InPlace(InPlace::AllChecked), route, batch + 2, wrong);
         let right: Vec<_> = cases.into_iter().filter(|case| case.expected.is_ok()).collect();
@@ -130,7 +129,7 @@ fn hostile_payloads_of_codec_raw() {
     run("hostile payloads of codec raw", raw, 2);
 }
 
-/// The cases are useful: the index accepts them, and the processor refuses many.
+/// The index accepts the cases, and the processor refuses many. Otherwise they would test little.
 #[test]
 fn cases_fit_an_index() {
     for make in [conditioned, raw] {

@@ -14,7 +14,7 @@ use std::sync::Arc;
 const CANARY: u8 = 0xC5;
 const POISON: u8 = 0xA5;
 
-/// How payloads get to the device.
+/// Source of the payloads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Route {
     Host,
@@ -31,8 +31,8 @@ pub struct Laid {
 }
 
 impl Laid {
-    /// Lays out all tensors of a pair. `skew` is their offset in lanes from an alignment of 16 bytes. In place, tensors that
-    /// change their number of rows are left out.
+    /// Copies all tensors of a pair to the device. `skew` is their offset from an alignment of 16 bytes, in lanes. In place,
+    /// tensors that change their number of rows are left out.
     pub fn new(device: &Device, index: &ValidatedIndex, base: &dyn Checkpoint, in_place: bool, skew: usize) -> Self {
         let mut image = Vec::new();
         let mut places = Vec::new();
@@ -72,7 +72,7 @@ impl Laid {
         Self { bindings, image, outputs: places.into_iter().map(|(.., output)| output).collect(), memory }
     }
 
-    /// The current outputs, by tensor index, after checking canaries and bases.
+    /// Checks canaries and bases, and returns the current outputs by tensor index.
     pub fn outputs(&mut self, device: &Device) -> Vec<(usize, Vec<u8>)> {
         let mut now = vec![0; self.image.len()];
         device.read(&self.memory, &mut now).unwrap();
@@ -96,12 +96,12 @@ impl Laid {
         device.write(&lane, &bytes).unwrap();
     }
 
-    /// Restores the initial content, or the content when the outputs were last read.
+    /// Restores the initial content, or the content at the last call of [`Laid::outputs`].
     pub fn restore(&self, device: &Device) {
         device.write(&self.memory, &self.image).unwrap();
     }
 
-    /// Whether the outputs have their initial content.
+    /// Returns whether the outputs have their initial content.
     pub fn is_untouched(&self, device: &Device) -> bool {
         let mut now = vec![0; self.image.len()];
         device.read(&self.memory, &mut now).unwrap();
@@ -109,7 +109,7 @@ impl Laid {
     }
 }
 
-/// The blob of a pair, where the route requires it.
+/// Returns the blob of a pair in the memory that the route requires.
 pub fn payloads<'a>(device: &Device, pair: &'a Pair<Vec<u8>>, route: Route) -> Payloads<'a> {
     match route {
         Route::Host => Payloads::Host(pair.blob()),
@@ -126,7 +126,7 @@ pub fn payloads<'a>(device: &Device, pair: &'a Pair<Vec<u8>>, route: Route) -> P
     }
 }
 
-/// The routes that a pair can take.
+/// Returns the routes that a pair allows.
 pub fn routes(index: &ValidatedIndex) -> &'static [Route] {
     match index.tensors().any(|tensor| tensor.codec == Codec::Zstd) {
         true => &[Route::Host, Route::Pinned],
@@ -134,12 +134,12 @@ pub fn routes(index: &ValidatedIndex) -> &'static [Route] {
     }
 }
 
-/// An application in memory of the crate.
+/// Prepares an application in memory of the crate.
 pub fn prepare<'a>(index: &DeviceIndex, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>) -> Result<Application<'a>> {
     Application::prepare(ApplyPlan::new(index, tensors, mode, payloads)?)
 }
 
-/// The same, with payloads in slices of about `slice_bytes` bytes.
+/// Prepares an application in memory of the crate, with payloads in slices of about `slice_bytes` bytes.
 pub fn prepare_in_slices<'a>(
     index: &DeviceIndex,
     tensors: &[Binding],
@@ -162,7 +162,7 @@ pub fn apply(
 ) -> (Result<()>, Vec<(usize, Vec<u8>)>) {
     let mut laid = Laid::new(device, pair.index(), base, mode != Mode::OutOfPlace, skew);
     let stream = device.stream().unwrap();
-    // Small, so that there are several slices.
+    // Every other case has several slices.
     let slice = if skew.is_multiple_of(2) { 4096 } else { 1 << 20 };
     let outcome = prepare_in_slices(index, &laid.bindings, mode, payloads(device, pair, route), slice)
         .and_then(|application| application.launch(&stream)?.wait());

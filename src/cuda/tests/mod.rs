@@ -1,5 +1,5 @@
-//! Tests on a device. They are ignored by default. `scripts/gpu-check` runs them on a machine with a device, and `stand_in`
-//! anywhere, on a driver without a device.
+//! Tests on a device. They are ignored by default. `scripts/gpu-check` runs them on a machine with a device. The module
+//! `stand_in` runs them on any machine, with a stand-in for the driver.
 
 mod abi;
 mod again;
@@ -20,7 +20,7 @@ use super::Device;
 use crate::Error;
 use std::sync::OnceLock;
 
-/// The device, shared by all tests.
+/// Returns the device, which all tests share.
 fn device() -> &'static Device {
     static DEVICE: OnceLock<Device> = OnceLock::new();
     DEVICE.get_or_init(|| Device::open(0).unwrap_or_else(|e| panic!("this test needs a CUDA device: {e}")))

@@ -1,5 +1,5 @@
-//! Failing driver calls, panicking sources and refused calls: work queued before must not access freed memory, and later work
-//! must be correct.
+//! Failing driver calls, panicking sources and refused calls. Work that was queued before must not access freed memory. Later
+//! work must be correct.
 
 use super::super::runtime::calls;
 use super::super::runtime::driver::check;
@@ -52,8 +52,8 @@ fn checkpoint(lanes: &[u8]) -> MemoryCheckpoint<'_> {
     MemoryCheckpoint::new([(info, lanes)]).unwrap()
 }
 
-/// Frees memory, then lets all queued work run. The stand-in ends the process if that work uses the memory; on a device the
-/// memory is reused by these allocations, and overwritten.
+/// Lets queued work run, after memory has been freed. The stand-in ends the process if that work uses freed memory. On a device
+/// the allocations here reuse and overwrite the memory.
 fn take_memory(device: &Device, stream: &Stream) {
     {
         let cx = device.inner.context.enter().unwrap();
@@ -102,14 +102,14 @@ fn a_source_that_panics_leaves_the_application_usable() {
         assert!(panicked.is_err(), "{mode:?}");
         take_memory(device, &stream);
         if mode == Mode::InPlace(InPlace::ChunkByChunk) {
-            continue; // some of it is the target now
+            continue; // some chunks are the target now
         }
         application.launch(&stream).unwrap().wait().unwrap();
         sample.assert_done(device, &mut laid);
     }
 }
 
-/// Any call of the driver fails, after any amount of queued work.
+/// Each call of the driver fails once, after any amount of queued work.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn whatever_call_the_driver_refuses_no_memory_is_freed_too_early() {

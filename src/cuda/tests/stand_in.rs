@@ -1,15 +1,15 @@
 //! Runs the tests that need a device on a stand-in for the driver (`kernels/emulator/driver.cpp`): they test the host half of
 //! `cuda/`, with kernels run by the emulator.
 //!
-//! Streams of the stand-in make progress in an order that events allow. Each order finds different bugs. *late* runs only what a
-//! call waits for, which exposes a missing wait. *early* runs each operation as soon as possible, which exposes memory that is
-//! written or freed too early. The third order does so for all streams except the copy stream, which exposes memory that is freed
-//! before it was copied.
+//! Streams of the stand-in make progress in an order that events allow. Each order finds different bugs:
+//! - *late* runs only operations that a call waits for. It exposes a missing wait.
+//! - *early* runs each operation as soon as possible. It exposes memory that is written or freed too early.
+//! - The third order is early for all streams except the copy stream. It exposes memory that is freed before it was copied.
 
 use super::emulated::emulator;
 use std::process::Command;
 
-/// Whether this process runs on the stand-in, which is slow: tests are smaller then.
+/// Returns whether this process runs on the stand-in. The stand-in is slow, so tests are smaller there.
 pub fn is_used() -> bool {
     std::env::var_os("TPDE_STAND_IN").is_some()
 }
@@ -23,34 +23,34 @@ pub fn expand_frames() {
         expanded.map_or(-1, |size| size as i64)
     }
     type Give = unsafe extern "C" fn(extern "C" fn(*const u8, usize, *mut u8, usize) -> i64);
-    // SAFETY: the library is the stand-in, whose function has this type, and which stays loaded as the driver.
+    // SAFETY: the library is the stand-in, whose function has this type. It stays loaded, because it is also the driver.
     unsafe {
         let library = libloading::Library::new("libnvcomp.so.6").unwrap();
         library.get::<Give>(b"stand_in_expands_with").unwrap()(expand);
     }
 }
 
-/// Which calls the stand-in refuses, see [`refuse`].
+/// Kind of the calls that the stand-in refuses, see [`refuse`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
-    /// One that queues or creates something, or waits for an event.
+    /// Calls that queue work, create objects or wait for an event.
     Queueing = 1,
 }
 
-/// Makes the driver refuse calls after `calls` more of that kind, or stop refusing. Returns whether it has refused one since the
-/// last request.
+/// Makes the driver refuse calls after `calls` more calls of that kind. `None` ends this. Returns whether the driver has refused
+/// a call since the last request.
 pub fn refuse(calls: Option<(Refusal, u32)>) -> bool {
     let (kind, calls) = calls.map_or((0, 0), |(refusal, calls)| (refusal as u32, calls));
     // SAFETY: the library is the stand-in, whose function has this type.
     unsafe { driver().get::<unsafe extern "C" fn(u32, i64) -> i32>(b"stand_in_refuses").unwrap()(kind, calls.into()) != 0 }
 }
 
-/// Whether to run tests that select random orders themselves: in only one of the orders.
+/// Returns whether to run tests that select random orders themselves. They run in only one of the orders.
 pub fn draws() -> bool {
     std::env::var_os("TPDE_STAND_IN").is_some_and(|order| order == "late")
 }
 
-/// Makes all streams progress in a random order from the seed, until the result is dropped. No effect on a device.
+/// Makes all streams progress in a random order from the seed, until the result is dropped. It has no effect on a device.
 pub fn draw(seed: u64) -> Drawing {
     if is_used() {
         set_order(seed);
@@ -58,7 +58,7 @@ pub fn draw(seed: u64) -> Drawing {
     Drawing
 }
 
-/// See [`draw`].
+/// Guard of a random order, see [`draw`].
 pub struct Drawing;
 
 impl Drop for Drawing {
@@ -82,7 +82,7 @@ fn driver() -> libloading::Library {
 /// Runs the tests that need a device, except those with `skipped` in their names. At least `least` must pass.
 fn run(order: &str, skipped: &[&str], least: u32) {
     emulator::build("driver");
-    // Tests that are ignored without a compiler need no device; this one would call itself.
+    // Tests in `stand_in` and `emulated` need no device. `stand_in` would call itself.
     let skipped = skipped.iter().chain(&["::stand_in::", "::emulated::"]).flat_map(|name| ["--skip", name]);
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--ignored", "cuda::tests::", "--test-threads", "1"])
@@ -102,7 +102,7 @@ fn run(order: &str, skipped: &[&str], least: u32) {
     std::fs::write(emulator::folder().join(format!("stand-in.{order}")), counts).unwrap();
 }
 
-/// Tests of kernels alone, which do not depend on the order, and one that needs checkpoints.
+/// Tests of kernels alone, which do not depend on the order of streams, and a test that needs checkpoints.
 const ABOUT_KERNELS: [&str; 4] = ["::vectors::", "::hostile::", "::generated::", "::pairs::"];
 
 #[test]

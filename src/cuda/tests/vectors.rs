@@ -1,4 +1,4 @@
-//! The published vectors on a device: valid ones give the bytes of the manifest, invalid ones are refused.
+//! The published vectors on a device. Valid vectors give the bytes of the manifest. Invalid vectors are refused.
 
 use super::super::{Device, DeviceIndex, Mode};
 use super::laid::{apply, routes};
@@ -59,7 +59,7 @@ fn valid_vectors_decode_to_the_bytes_of_the_manifest() {
     eprintln!("{} valid vectors right in {runs} runs", vectors.len());
 }
 
-/// The outcome of reading a vector on the device, as in the test of the vectors on the processor.
+/// Applies a vector on the device, as the test of the vectors on the processor does.
 fn read(device: &Device, vector: &Value) -> Result<()> {
     let (pair, base) = open(vector)?;
     let nothing = MemoryCheckpoint::default();

@@ -8,14 +8,14 @@ use crate::error::Rule;
 use crate::lane::{Dtype, Lane, lanes_of_mut, with_lane};
 use std::cell::RefCell;
 
-/// A chunk, and the rule that it violates, if any.
+/// A chunk, and the rule that it violates. `None` if the chunk is valid.
 pub struct Fault {
     pub name: String,
     pub case: Case,
     pub rule: Option<Rule>,
 }
 
-/// All faults.
+/// Returns all faults.
 pub fn all() -> Vec<Fault> {
     [
         one_at_a_time(),
@@ -31,7 +31,7 @@ pub fn all() -> Vec<Fault> {
     .collect()
 }
 
-/// A chunk that uses all features: 2,725 lanes in 22 blocks and 3 tiles, 5 contexts, 2 segments of 4 states.
+/// Returns a chunk that uses all features: 2,725 lanes in 22 blocks and 3 tiles, 5 contexts, 2 segments of 4 states.
 fn rich(low_bits: u32) -> Case {
     let random = &mut Random(11);
     let dtype = Dtype::Bf16;
@@ -127,7 +127,7 @@ fn one_at_a_time() -> Vec<Fault> {
     faults.into_inner()
 }
 
-/// One class for all lanes, and no optional features.
+/// Returns a plan with one class for all lanes, and no optional features.
 fn plain(maps: Vec<Vec<u8>>) -> Plan {
     Plan {
         low_bits: 0,
@@ -144,7 +144,7 @@ fn plain(maps: Vec<Vec<u8>>) -> Plan {
     }
 }
 
-/// Coded lanes that also have an exception, one per case: in whole steps, and in the shorter steps that end tiles.
+/// Coded lanes that also have an exception, one per case. They are in whole steps, and in the shorter steps at the end of tiles.
 fn changed_twice() -> Vec<Fault> {
     let (dtype, lanes) = (Dtype::Bf16, 1300);
     let (base, target) = random_lanes(&mut Random(1), dtype, lanes, 1);
@@ -156,13 +156,13 @@ fn changed_twice() -> Vec<Fault> {
         let payload = write(dtype, &plan, &set, &base, &target);
         let mut case = Case::new(dtype, Some(set.clone()), base.clone(), &target, payload);
         case.num_deltas += 1;
-        // A lane that was not coded already has an exception; then the number of changes is wrong.
+        // A lane that is not coded already has an exception, so the number of changes is wrong.
         Fault { name: format!("lane {lane} changed twice"), rule: case.decode().err(), case }
     };
     (0..lanes).step_by(23).chain(lanes - 20..lanes).map(fault).collect()
 }
 
-/// Values that do not fit: a set for wide lanes, used by narrow ones.
+/// Values that do not fit: narrow lanes with a table set for wide lanes.
 fn values_that_do_not_fit() -> Vec<Fault> {
     let mut class = vec![20u16; 180];
     class[0] += 496;
@@ -185,7 +185,8 @@ fn values_that_do_not_fit() -> Vec<Fault> {
     faults
 }
 
-/// A value that does not fit in one of several tiles, followed by valid values, for all ways of sharing segments among warps.
+/// A value that does not fit in one of several tiles, followed by valid values. The cases cover all ways to share segments among
+/// warps.
 fn values_that_do_not_fit_in_any_tile() -> Vec<Fault> {
     let mut faults = Vec::new();
     // Complete tiles with and without a base, and tiles of the general path.
@@ -208,7 +209,7 @@ fn values_that_do_not_fit_in_any_tile() -> Vec<Fault> {
             class[tokens_within(bits)] = 1;
             let set = TableSet::new(&[class]);
             for at in [0, tiles / 2, tiles - 1] {
-                // The adjacent lane changes; nothing else is wrong.
+                // The adjacent lane changes. The chunk has no other fault.
                 let lane = at * tile(dtype) + 77;
                 let mut target = base.clone();
                 with_lane!(dtype.lane_bytes(), L => {
@@ -228,8 +229,8 @@ fn values_that_do_not_fit_in_any_tile() -> Vec<Fault> {
     faults
 }
 
-/// Exactly as many changes as fit in a list, and more than the record states: nothing may be written behind a list, where another
-/// chunk's list follows.
+/// Exactly as many changes as a list can have, and more changes than the record states. Kernels must not write behind a list,
+/// because the list of another chunk follows.
 fn full_lists() -> Vec<Fault> {
     let mut faults = Vec::new();
     for (dtype, room) in [(Dtype::F8E4m3, 256usize), (Dtype::Bf16, 128), (Dtype::F32, 32)] {
@@ -256,7 +257,7 @@ fn full_lists() -> Vec<Fault> {
     faults
 }
 
-/// Low bits at the end of the payload, or a few bytes before it: they are read word by word, but no word may lie past the
+/// Low bits at the end of the payload, or a few bytes before its end. Kernels read them word by word, and must not read past the
 /// padding.
 fn low_bits_at_the_end() -> Vec<Fault> {
     let mut faults = Vec::new();
@@ -279,7 +280,7 @@ fn low_bits_at_the_end() -> Vec<Fault> {
     faults
 }
 
-/// No step ever reads a word.
+/// No step reads a word.
 fn nothing_coded() -> Vec<Fault> {
     let (base, target) = random_lanes(&mut Random(3), Dtype::F32, 9000, 500);
     let plan = Plan { segments_log2: 4, listed: 1, ..plain(vec![vec![0]]) };
@@ -297,7 +298,7 @@ fn nothing_coded() -> Vec<Fault> {
     faults
 }
 
-/// The processor refuses each with its rule.
+/// The processor refuses each chunk with its rule.
 #[test]
 fn each_breaks_its_rule() {
     for Fault { name, case, rule } in all() {

@@ -8,12 +8,12 @@ use crate::error::Rule;
 /// A chunk with an arbitrary payload, and the verdict of the processor.
 pub struct Hostile {
     pub case: Case,
-    /// The bytes in the blob, if they differ from the payload with the record's CRC.
+    /// The bytes in the blob, if they differ from the payload that the CRC in the record is of.
     pub stored: Option<Vec<u8>>,
     pub expected: Result<Vec<u8>, Rule>,
 }
 
-/// A chunk of codec `conditioned`, of up to `most` lanes.
+/// Returns a chunk of codec `conditioned` with up to `most` lanes.
 pub fn conditioned(random: &mut Random, most: usize) -> Hostile {
     let clash = random.once_in(12);
     let mut case = case_of(Shape { clash, ..Shape::any(random, most) });
@@ -67,7 +67,7 @@ pub fn conditioned(random: &mut Random, most: usize) -> Hostile {
     Hostile { expected: judged.decode(), case, stored }
 }
 
-/// A chunk of codec `raw`, of up to `most` lanes.
+/// Returns a chunk of codec `raw` with up to `most` lanes.
 pub fn raw(random: &mut Random, most: usize) -> Hostile {
     let Shape { dtype, lanes, rarity, .. } = Shape::any(random, most);
     let width = dtype.lane_bytes();

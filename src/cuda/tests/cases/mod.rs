@@ -26,7 +26,7 @@ impl Random {
         (self.bits() % end as u64) as usize
     }
 
-    /// True once in `n` times.
+    /// Returns true with probability 1 / `n`.
     pub fn once_in(&mut self, n: usize) -> bool {
         self.below(n) == 0
     }
@@ -39,7 +39,7 @@ pub struct Case {
     pub dtype: Dtype,
     pub lanes: usize,
     pub set: Option<TableSet>,
-    /// The base lanes; missing ones are zero.
+    /// The base lanes. Missing lanes are zero.
     pub base: Vec<u8>,
     pub payload: Vec<u8>,
     /// The padding byte after the payload.
@@ -52,7 +52,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// A chunk of codec `conditioned` with correct record and sums.
+    /// Returns a chunk of codec `conditioned` with correct record and sums.
     pub fn new(dtype: Dtype, set: Option<TableSet>, base: Vec<u8>, target: &[u8], payload: Vec<u8>) -> Self {
         let width = dtype.lane_bytes();
         let mut all_base = base.clone();
@@ -75,7 +75,7 @@ impl Case {
         case
     }
 
-    /// The chunk as the encoder stores it, with tables made for it if requested.
+    /// Returns the chunk as the encoder stores it. For codec `conditioned` the tables are made for the chunk.
     pub fn encoded(codec: Codec, dtype: Dtype, low_bits: u32, base: Vec<u8>, target: &[u8]) -> Self {
         let mut trainer = Trainer::default();
         trainer.add(&Sample::gather(dtype, low_bits, &base, target));
@@ -93,7 +93,7 @@ impl Case {
         case
     }
 
-    /// Sets the record's CRC to that of the payload.
+    /// Sets the CRC in the record to the CRC of the payload.
     pub fn sign(&mut self) {
         self.crc32 = crc32fast::hash(&self.payload);
     }
@@ -104,7 +104,7 @@ impl Case {
         base
     }
 
-    /// Decodes it with the crate's decoder, in the order of section 13, steps 8 to 11.
+    /// Decodes the chunk with the crate's decoder, in the order of section 13, steps 8 to 11.
     pub fn decode(&self) -> Result<Vec<u8>, Rule> {
         let rule = |broken: bool, rule: Rule| if broken { Err(rule) } else { Ok(()) };
         let mut lanes = self.all_base_lanes();
@@ -126,14 +126,15 @@ impl Case {
     }
 }
 
-/// Whether verdicts agree, given that a payload may violate several rules.
+/// Returns whether verdicts agree. A payload may violate several rules.
 pub fn is_same_kind(expected: Option<Rule>, found: Option<Rule>) -> bool {
     // The sizes of all segments are checked first; the decoder may have found a fault in an earlier segment.
     let early = found == Some(Rule::PayloadSize) && expected.map(kind) == Some(kind(Rule::PayloadStream));
     early || expected.map(kind) == found.map(kind)
 }
 
-/// Groups of rules that are checked together. A payload that violates several rules of a group may be reported with any of them.
+/// Returns the group of a rule. Rules of a group are checked together. A payload that violates several rules of a group may be
+/// reported with any of these rules.
 fn kind(rule: Rule) -> u8 {
     match rule {
         Rule::PayloadCrc32 => 0,
@@ -146,7 +147,7 @@ fn kind(rule: Rule) -> u8 {
     }
 }
 
-/// Base and target lanes. One lane in `rarity` changes, by a few units or arbitrarily.
+/// Returns base and target lanes. One lane in `rarity` changes, by a few units or arbitrarily.
 pub fn random_lanes(random: &mut Random, dtype: Dtype, lanes: usize, rarity: usize) -> (Vec<u8>, Vec<u8>) {
     let width = dtype.lane_bytes();
     let bits = 8 * width as u32;

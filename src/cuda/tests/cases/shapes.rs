@@ -4,7 +4,7 @@ use super::writer::{BLOCK, Plan, random_set, tile, write};
 use super::{Case, Random, random_lanes};
 use crate::lane::{Dtype, Lane, lanes_of_mut, with_lane};
 
-/// Shape of a generated payload. The rest is derived from a seed.
+/// Shape of a generated payload. A seed determines the other choices.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
     pub dtype: Dtype,
@@ -14,7 +14,7 @@ pub struct Shape {
     pub states_log2: u8,
     pub segments_log2: u8,
     pub activity_bits: u8,
-    /// In 64ths of a lane's bits.
+    /// Number of low bits, in 64ths of the bits of a lane.
     pub low: u32,
     pub all_tokens: bool,
     /// Whether a lane has both a coded change and an exception.
@@ -23,9 +23,10 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// A random shape of up to `most` lanes.
+    /// Returns a random shape of up to `most` lanes.
     pub fn any(random: &mut Random, most: usize) -> Self {
-        // Packed dtypes need multiples of two or three elements; their lanes are like U8's, those of C64 like F32's.
+        // Packed dtypes need multiples of two or three elements. Their lanes are like lanes of U8. Lanes of C64 are like lanes of
+        // F32.
         let dtypes: Vec<_> =
             Dtype::ALL.iter().filter(|dtype| dtype.bits() != 6 && dtype.bits() != 4 && **dtype != Dtype::C64).collect();
         Self {
@@ -44,13 +45,13 @@ impl Shape {
     }
 }
 
-/// A chunk of this shape, at least one lane of which changes.
+/// Returns a chunk of this shape. At least one lane changes.
 pub fn case_of(shape: Shape) -> Case {
     let random = &mut Random(shape.seed);
     let Shape { dtype, lanes, .. } = shape;
     let bits = 8 * dtype.lane_bytes() as u32;
     let (mut base, mut target) = random_lanes(random, dtype, lanes, shape.rarity);
-    // A base with fewer lanes than the target, or none.
+    // The base has fewer lanes than the target, possibly zero.
     if random.once_in(5) {
         let keep = random.below(lanes + 1) * dtype.lane_bytes();
         base[keep..].fill(0);
@@ -101,9 +102,9 @@ pub fn case_of(shape: Shape) -> Case {
     Case::new(dtype, Some(set), base, &target, payload)
 }
 
-/// A chunk of `tiles` tiles and a partial one. In each block all lanes are coded or none, so that steps are rows of lanes. One
-/// lane in `rarity` changes; if that is more than 2, values have no extra bits. With low bits it has no base, all lanes are
-/// coded, and one lane in 8 · `rarity` has extra bits, so not every tile does.
+/// Returns a chunk of `tiles` complete tiles and a partial tile. Every block is either entirely coded or not coded, so steps are
+/// rows of lanes. One lane in `rarity` changes. If `rarity` is more than 2, values have no extra bits. With low bits the chunk
+/// has no base, all lanes are coded, and one lane in 8 · `rarity` has extra bits. So some tiles have no extra bits.
 pub fn rows_of(
     random: &mut Random,
     dtype: Dtype,

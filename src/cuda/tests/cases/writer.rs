@@ -1,4 +1,4 @@
-//! A writer of payloads of codec `conditioned` whose caller makes every choice that the format allows.
+//! A writer of payloads of codec `conditioned`. The caller makes every choice that the format allows.
 
 use super::Random;
 use crate::codec::TableSet;
@@ -10,7 +10,7 @@ use zerocopy::IntoBytes;
 /// Lanes per block, which share one activity.
 pub const BLOCK: usize = 128;
 
-/// Lanes per tile.
+/// Returns the number of lanes per tile.
 pub fn tile(dtype: Dtype) -> usize {
     match dtype.lane_bytes() {
         1 | 2 => 8 * BLOCK,
@@ -32,15 +32,15 @@ pub struct Plan {
     pub maps: Vec<Vec<u8>>,
     /// Activity of each block.
     pub activities: Vec<u8>,
-    /// One change in this many is an exception although it could be coded.
+    /// One in `listed` changes is an exception although it could be coded.
     pub listed: usize,
     /// A changed lane that also has an exception, which is invalid.
     pub clash: Option<usize>,
-    /// A coded lane whose token has values that do not fit, which is invalid. The stream lacks its extra bits.
+    /// A coded lane whose token has values that do not fit, which is invalid. The stream lacks the extra bits of this lane.
     pub too_large: Option<usize>,
 }
 
-/// The class of each lane.
+/// Returns the class of each lane.
 fn classes_of<L: Lane>(dtype: Dtype, plan: &Plan, base: &[L]) -> Vec<u8> {
     let count = |lane: u64| u64::from(64 - lane.leading_zeros());
     let top = 1u64 << (8 * L::BYTES - 1);
@@ -70,7 +70,7 @@ fn put_bits(bits: impl Iterator<Item = (u64, u32)>, payload: &mut Vec<u8>) {
     }
 }
 
-/// A payload that follows the plan. The tables must have the token of an unchanged lane in every class.
+/// Returns a payload that follows the plan. The tables must have the token of an unchanged lane in every class.
 pub fn write(dtype: Dtype, plan: &Plan, set: &TableSet, base: &[u8], target: &[u8]) -> Vec<u8> {
     with_lane!(dtype.lane_bytes(), L => write_lanes::<L>(dtype, plan, set, base, target))
 }
@@ -164,7 +164,7 @@ struct Symbol {
     value: u64,
 }
 
-/// Encodes the stream of the coded lanes of some tiles: the decoder's steps, inverted from the last to the first.
+/// Encodes the stream of the coded lanes of some tiles. It inverts the decoder's steps, from the last to the first.
 fn stream(tables: &[&[u16]], tiles: &[Vec<Symbol>], states: usize) -> Vec<u8> {
     let mut x = vec![1u32 << 16; states];
     let mut words = Vec::new();
@@ -195,7 +195,8 @@ fn stream(tables: &[&[u16]], tiles: &[Vec<Symbol>], states: usize) -> Vec<u8> {
     x.iter().flat_map(|x| x.to_le_bytes()).chain(words.iter().rev().flat_map(|word| word.to_le_bytes())).collect()
 }
 
-/// A set of `classes` classes for values of `bits` bits. With `all` no token is missing; else some are, but never the first.
+/// Returns a set of `classes` classes for values of `bits` bits. With `all` no token is missing. Without it some tokens are
+/// missing, but never the first.
 pub fn random_set(random: &mut Random, classes: usize, bits: u32, all: bool) -> TableSet {
     let class = |random: &mut Random| {
         let most = tokens_within(bits);

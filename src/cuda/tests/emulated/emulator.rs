@@ -14,15 +14,16 @@ use zerocopy::IntoBytes;
 /// A chunk, its expected target, and the correct status words.
 pub struct Chunk {
     pub case: Case,
-    /// Lanes of the tensor before the chunk, and lanes of a full chunk.
+    /// Index of the first lane of the chunk in its tensor.
     pub first_lane: u64,
+    /// Number of lanes of a full chunk.
     pub chunk_lanes: u64,
     pub expected: Result<Vec<u8>, Rule>,
     pub right: fn(Option<Rule>, Option<Rule>) -> bool,
 }
 
 impl Chunk {
-    /// A chunk that is a whole tensor.
+    /// Returns a chunk that is a whole tensor.
     pub fn alone(case: Case, expected: Result<Vec<u8>, Rule>, right: fn(Option<Rule>, Option<Rule>) -> bool) -> Self {
         let chunk_lanes = case.lanes.next_power_of_two().max(4096) as u64;
         Self { case, first_lane: 0, chunk_lanes, expected, right }
@@ -46,7 +47,7 @@ impl Cases {
         self.bytes.extend(list.as_bytes());
     }
 
-    /// Adds a launch of all these chunks; those of codec `zstd` have been expanded.
+    /// Adds a launch of all these chunks. `expanded`: chunks of codec `zstd` have been expanded.
     pub fn add(&mut self, name: &str, expanded: bool, chunks: &[Chunk]) {
         let sets: Vec<_> = chunks.iter().filter_map(|chunk| chunk.case.set.clone()).collect();
         let (starts, words) = tables_of(&sets).unwrap();
@@ -98,7 +99,7 @@ impl Cases {
         self.run_saved(&file, "memory", arguments);
     }
 
-    /// The same, with race detection.
+    /// Runs the kernels on all cases with race detection.
     pub fn find_races(&self, name: &str, arguments: &[&str]) {
         let file = self.save(name);
         self.run_saved(&file, "races", arguments);
@@ -130,14 +131,14 @@ impl Cases {
     }
 }
 
-/// The folder of programs and cases, in cargo's target folder.
+/// Returns the folder of programs and cases, in cargo's target folder.
 pub fn folder() -> PathBuf {
     std::env::current_exe().unwrap().ancestors().nth(3).unwrap().join("emulator")
 }
 
 /// Builds a program if its sources have changed. Tests that need it are ignored without a C++ compiler.
 pub fn build(program: &str) {
-    // One at a time: tests run in parallel.
+    // Tests run in parallel, but only one of them may build.
     static BUILDING: Mutex<()> = Mutex::new(());
     let _building = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/emulator/build");

@@ -1,5 +1,5 @@
-//! The kernels' sources, compiled for the processor (`kernels/emulator`). In every mode they give the results of the decoder, and
-//! access only their own memory.
+//! The sources of the kernels, compiled for the processor (`kernels/emulator`). In every mode they give the results of the
+//! decoder, and access only their own memory.
 
 pub mod emulator;
 
@@ -13,10 +13,11 @@ use crate::format::BaseKind;
 use crate::lane::Dtype;
 use crate::{Checkpoint, Pair, SafetensorsCheckpoint};
 
-/// Alignments: tensors at multiples of 64, and at arbitrary lanes, with base and output offset equally or differently.
+/// Alignments of tensors: at multiples of 64 bytes, and at arbitrary lanes. The offsets of base and output are equal or
+/// different.
 const SHIFTS: [&str; 6] = ["--shift", "0", "--shift", "1", "--shift", "6"];
 
-/// The chunks of a pair that reach a kernel: as stored, and expanded for codec `zstd`.
+/// Returns the chunks of a pair that reach a kernel: as stored, and expanded for codec `zstd`.
 fn chunks_of(pair: &Pair<Vec<u8>>, checkpoint: Option<&SafetensorsCheckpoint>) -> Option<[Vec<Chunk>; 2]> {
     let (mut stored, mut expanded) = (Vec::new(), Vec::new());
     for tensor in pair.index().tensors() {
@@ -107,7 +108,7 @@ fn one_fault_at_a_time() {
         let expected = case.decode();
         cases.add(&format!("fault/{name}"), false, &[Chunk::alone(case, expected, |expected, found| expected == found)]);
     }
-    // Aligned alike, but with other scratch memory.
+    // Both shifts give equal alignment, but different scratch memory.
     cases.run("faults", &["--shift", "0", "--shift", "16"]);
 }
 
@@ -146,7 +147,7 @@ fn generated() {
     cases.run("generated", &["--shift", "0", "--shift", "3"]);
 }
 
-/// Every number of states with every number of segments, and choices that the encoder does not make.
+/// Every number of states with every number of segments, and choices that the encoder never makes.
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn every_shape() {
@@ -171,7 +172,7 @@ fn every_shape() {
     cases.run("shapes", &["--shift", "2"]);
 }
 
-/// Tiles that are decoded row by row, and segments shared by several warps, with few tiles and many.
+/// Returns tiles that are decoded row by row, and segments that several warps share, with few and with many tiles.
 fn rows_and_turns() -> Vec<(String, Chunk)> {
     let mut chunks = Vec::new();
     for dtype in [Dtype::F8E4m3, Dtype::Bf16, Dtype::F32, Dtype::F64] {
@@ -212,8 +213,8 @@ fn rows_of_lanes() {
     cases.run("rows", &["--shift", "0"]);
 }
 
-/// Payloads truncated at every byte, and with a third of the bits flipped one at a time, with correct CRCs: reads must stay
-/// inside the payload.
+/// Payloads that are truncated at every byte, and payloads with one flipped bit, for a third of the bits. CRCs are correct. Reads
+/// must stay inside the payload.
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn every_cut_and_many_flipped_bits() {
