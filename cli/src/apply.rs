@@ -16,28 +16,28 @@ use tpde::{BaseKind, Error, Escaped, Pair, Result, Source};
 
 /// Rebuild the target from a base and a pair
 ///
-/// Gives back the target's files bit for bit: one file, or a folder of shards with its index. Nothing appears before all of it
-/// is written and compared with the digests of the pair.
+/// Writes the files of the target bit for bit: one file, or a folder of shards with its index. No file appears before all files
+/// are written and compared with the digests of the pair.
 #[derive(Args)]
 #[command(visible_alias = "patch")]
 #[command(override_usage = "tpde apply [OPTIONS] BASE PAIR -o OUT\n       tpde apply [OPTIONS] --no-base PAIR -o OUT")]
 pub struct Apply {
-    /// The checkpoint that the pair was made from
+    /// Base checkpoint of the pair
     #[arg(value_name = "BASE")]
     pub first: PathBuf,
-    /// The pair: its name, or either file
+    /// Pair: its name, or the path of either file
     #[arg(value_name = "PAIR", required_unless_present = "no_base")]
     pub second: Option<PathBuf>,
     /// The pair needs no base
     #[arg(long, conflicts_with = "second")]
     pub no_base: bool,
-    /// The file or folder to write
+    /// File or folder to write
     #[arg(short, long, value_name = "OUT")]
     pub output: PathBuf,
     /// Replace existing files
     #[arg(short, long)]
     pub force: bool,
-    /// Only tensors whose names match, into one safetensors file; may be repeated
+    /// Write only tensors whose names match, into one safetensors file; may be repeated
     #[arg(long, value_name = "GLOB", value_parser = glob)]
     pub tensor: Vec<Glob>,
     #[command(flatten)]

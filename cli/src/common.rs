@@ -7,26 +7,26 @@ use serde::Serialize;
 use std::fmt::Display;
 use std::io::{BufWriter, Write};
 
-/// What every verb understands.
+/// Options of every verb.
 #[derive(Args)]
 #[command(next_help_heading = "Common options")]
 pub struct Common {
-    /// Print one JSON object instead of text; help and version are always text
+    /// Print one JSON object instead of text; --help and --version always print text
     #[arg(long, global = true)]
     pub json: bool,
-    /// Threads to work with; 0 means all cores [default: 0, for bench 1]
+    /// Number of threads; 0 means one per core [default: 0, for bench 1]
     #[arg(short = 'T', long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(..=1024))]
     pub threads: Option<u16>,
-    /// Print nothing but errors, and with --json the object
+    /// Print only errors, and with --json the object
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     pub quiet: bool,
-    /// Say more on stderr; twice for still more
+    /// Print more messages on stderr; -vv and -vvv print still more
     #[arg(short, long, global = true, action = ArgAction::Count)]
     pub verbose: u8,
-    /// When to use colours; NO_COLOR is honoured too
+    /// When to use colours; auto also respects NO_COLOR
     #[arg(long, global = true, value_name = "WHEN", default_value = "auto")]
     pub color: Color,
-    /// When to show progress bars: auto means on a terminal
+    /// When to show progress bars; auto shows them on a terminal
     #[arg(long, global = true, value_name = "WHEN", default_value = "auto")]
     pub progress: Progress,
 }
@@ -55,7 +55,7 @@ impl Common {
         Ok(written.and_then(|()| out.flush()).map_err(failure::Output)?)
     }
 
-    /// A progress bar on stderr. It is hidden if stderr is not a terminal.
+    /// Returns a progress bar on stderr. The bar is hidden if stderr is not a terminal.
     pub fn bar(&self, verb: &'static str, bytes: u64) -> ProgressBar {
         let shown = self.progress == Progress::Auto && !self.quiet;
         let target = if shown { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };

@@ -4,15 +4,15 @@ use clap::Args;
 use std::str::FromStr;
 use tpde::{Accelerator, Error, Result};
 
-/// What decodes.
+/// Decoding device.
 #[derive(Args)]
 pub struct DeviceArgs {
-    /// What decodes: cpu, cuda or cuda:N
+    /// Decoding device: cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub device: DeviceName,
-    /// Trust whoever wrote the pair, and let nvCOMP expand payloads of codec zstd on the device
+    /// Trust the author of the pair, and let nvCOMP expand payloads of codec zstd on the device
     ///
-    /// A payload that was made for it may take over the process then. libnvcomp.so.6 must be where the system's loader finds it.
+    /// A malicious payload can then take over the process. The system's loader must find libnvcomp.so.6.
     #[arg(long)]
     pub trust: bool,
 }

@@ -17,20 +17,20 @@ const RENAME_MAP_LIMIT: u64 = 100_000_000;
 
 /// Write the difference of a target checkpoint from a base
 ///
-/// Tensors are paired by name. One that the base lacks, or has with another dtype or other trailing dims, is stored whole; one
-/// with another number of rows takes the rows that are there.
+/// Tensors are paired by name. A tensor is stored without a base if the base lacks it, or has another dtype or other trailing
+/// dims. If only the number of rows differs, the base's rows are used.
 #[derive(Args)]
 #[command(visible_alias = "diff")]
 #[command(override_usage = "tpde encode [OPTIONS] BASE TARGET -o OUT\n       tpde encode [OPTIONS] --no-base TARGET -o OUT")]
 #[command(after_long_help = jobs())]
 pub struct Encode {
-    /// The checkpoint to start from: a .safetensors file, or a folder of them
+    /// Base checkpoint: a .safetensors file, or a folder of such files
     #[arg(value_name = "BASE")]
     pub first: PathBuf,
-    /// The checkpoint to arrive at
+    /// Target checkpoint
     #[arg(value_name = "TARGET", required_unless_present = "no_base")]
     pub second: Option<PathBuf>,
-    /// Make a pair that needs no base: the target as a whole
+    /// Make a pair that needs no base
     #[arg(long, conflicts_with = "second")]
     pub no_base: bool,
     /// Name of the pair: OUT.tpde-index and OUT.tpde-blob
@@ -44,7 +44,7 @@ pub struct Encode {
     /// Pair a target tensor with a base tensor of another name; may be repeated
     #[arg(long, value_name = "TARGET=BASE", value_parser = rename)]
     pub rename: Vec<(String, String)>,
-    /// The same for many: {"target name": "base name", ...}
+    /// JSON file that maps names of target tensors to names of base tensors: {"target name": "base name", ...}
     #[arg(long, value_name = "FILE.json")]
     pub rename_map: Option<PathBuf>,
 }

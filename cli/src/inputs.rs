@@ -7,21 +7,21 @@ use std::path::Path;
 use std::str::FromStr;
 use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint, UnknownName};
 
-/// How payloads are coded.
+/// Coding of payloads.
 #[derive(Args)]
 pub struct CodecArgs {
-    /// Codec of the payloads. auto and device choose for each tensor, with its base or without; a codec that is named is that of
-    /// all tensors
+    /// Codec of the payloads. auto and device choose a codec per tensor, and whether it uses its base. Any other value is the
+    /// codec of all tensors
     #[arg(long, default_value = CodecChoice::default().name(), value_parser = named(CodecChoice::ALL, CodecChoice::name))]
     codec: CodecChoice,
-    /// Layout of codec zstd, which this implies; auto lets each chunk have what suits it
+    /// Layout of codec zstd; implies --codec zstd. auto chooses a layout per chunk
     #[arg(long, default_value = "auto", value_parser = layouts())]
     layout: LayoutChoice,
-    /// Most lanes of a chunk, a power of two of at least 4096; small chunks decode in more parallel pieces. Below the default,
-    /// --favor ratio also halves the steps of streams
+    /// Maximum number of lanes per chunk: a power of two, at least 4096. More chunks can be decoded in parallel if chunks are
+    /// small. Below the default, --favor ratio also halves the steps of streams
     #[arg(long, value_name = "N", default_value_t = EncodeOptions::default().chunk_lanes)]
     chunk_lanes: u64,
-    /// What codec conditioned favors
+    /// Goal of codec conditioned
     #[arg(long, default_value = Favor::default().name(), value_parser = favors())]
     favor: Favor,
 }
@@ -29,7 +29,7 @@ pub struct CodecArgs {
 #[derive(Clone)]
 struct LayoutChoice(Option<Layout>);
 
-/// Parser for the name of one of these values. The help lists all names.
+/// Returns a parser for the names of these values. The help lists all names.
 fn named<T>(all: &'static [T], name: fn(T) -> &'static str) -> impl TypedValueParser<Value = T>
 where
     T: FromStr<Err = UnknownName> + Copy + Send + Sync,
@@ -46,11 +46,11 @@ pub fn favors() -> impl TypedValueParser<Value = Favor> {
     named(Favor::ALL, Favor::name)
 }
 
-/// End of the help text: the purpose of each codec and of each `--favor` value.
+/// Returns the end of the help text: the purpose of each value of `--codec` and `--favor`.
 pub fn jobs() -> String {
     let codecs = CodecChoice::ALL.iter().map(|choice| ("--codec", choice.name(), choice.job(), *choice == CodecChoice::default()));
     let favors = Favor::ALL.iter().map(|favor| ("--favor", favor.name(), favor.job(), *favor == Favor::default()));
-    let mut table = "Which job each is for:\n".to_owned();
+    let mut table = "Purpose of each value:\n".to_owned();
     for (option, name, job, default) in codecs.chain(favors) {
         let default = if default { " [default]" } else { "" };
         table += &format!("  {option} {name:<13}{job}{default}\n");

@@ -16,42 +16,43 @@ use tpde::{
     Result, TensorReport, ValidatedIndex,
 };
 
-/// Show what a pair holds
+/// Describe a pair
 ///
-/// The largest payloads come first. Cheap: reads the index and the blob's header, no payload. Memory: at most the size of the
-/// index, twice its expanded sections, and 100 bytes per tensor. An index of some megabytes can expand to 256 MiB per section.
+/// Tensors with the largest payloads come first. Reads the index and the blob's header, and no payload. Memory: at most the size
+/// of the index, twice its expanded sections, and 100 bytes per tensor. An index of a few megabytes can expand to 256 MiB per
+/// section.
 ///
-/// With --explain: what the bytes of both files are for, tensor by tensor, and why each tensor has its codec. Reads every payload,
-/// checks its CRC-32, and decodes none. The pair alone does not show what other codecs would have taken. With --base or --no-base,
-/// every tensor is rebuilt and encoded again in each way: this takes as long as apply and encode. Memory: 200 bytes per tensor more,
-/// 600 with a base.
+/// --explain adds the purpose of the bytes of both files, per tensor, and the reason for each tensor's codec. It reads every
+/// payload and checks its CRC-32, but decodes none. The sizes of other codecs are not part of a pair. With --base or --no-base,
+/// every tensor is rebuilt and encoded again with each codec, which takes as long as apply and encode together. Memory: 200 bytes
+/// per tensor more, or 600 with a base.
 #[derive(Args)]
 pub struct Inspect {
-    /// The pair: its name, or either file
+    /// Pair: its name, or the path of either file
     #[arg(value_name = "PAIR")]
     pub pair: PathBuf,
-    /// Only the table of tensors
+    /// Print only the table of tensors
     #[arg(long, conflicts_with = "chunks")]
     pub tensors: bool,
-    /// Only the chunk records, in the order of the index map
+    /// Print only the chunk records, in the order of the index map
     #[arg(long)]
     pub chunks: bool,
-    /// Say what the bytes are for, and why each tensor has its codec; reads all payloads
+    /// Explain the purpose of the bytes, and the codec of each tensor; reads all payloads
     #[arg(long, conflicts_with = "chunks")]
     pub explain: bool,
-    /// With --explain: the checkpoint that the pair was made from, to compare the codecs, from the base and without it
+    /// With --explain: the base checkpoint of the pair, to compare the codecs with and without a base
     #[arg(long, value_name = "BASE", requires = "explain")]
     pub base: Option<PathBuf>,
-    /// With --explain: compare the codecs for a pair that needs no base
+    /// With --explain: compare the codecs, for a pair without a base
     #[arg(long, requires = "explain", conflicts_with = "base")]
     pub no_base: bool,
-    /// With --base or --no-base: what the pair was encoded to favor, which it does not say
+    /// With --base or --no-base: the --favor with which the pair was encoded, which the pair does not contain
     #[arg(long, requires = "explain", default_value = Favor::default().name(), value_parser = favors())]
     pub favor: Favor,
 }
 
-/// The pair, and the requested parts. Rows are generated while printing and never stored: an index of a few megabytes may have
-/// gigabytes of rows.
+/// Pair, and the requested parts of the report. Rows are generated while printing and never stored, because an index of a few
+/// megabytes can have gigabytes of rows.
 pub struct Report {
     pair: Pair<FileSource>,
     summary: Option<Summary>,

@@ -1,5 +1,5 @@
-//! The program `tpde`, one module per verb. A verb takes its arguments and returns a report. This module prints the report, as text
-//! or as JSON, and turns errors into exit codes. All format logic is in the library.
+//! The program `tpde`, one module per verb. A verb takes its arguments and returns a report. This module prints the report, as
+//! text or as JSON, and turns errors into exit codes. All format logic is in the library.
 
 #![forbid(unsafe_code)]
 

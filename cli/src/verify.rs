@@ -14,14 +14,14 @@ use tpde::{Authenticity, BaseKind, Pair, Result, Verification, VerifyReport};
 /// Check a pair, and whether it fits a base or a target
 ///
 /// Alone: every rule of the index, and the CRC-32 of every payload. That finds damage, not forgery: a payload can be changed
-/// without changing its CRC-32 or the pair digest. With --base or --no-base: rebuilds every tensor without writing it and compares
-/// all digests; a forged payload is refused. Also plans the files as apply does: where both succeed, apply does too. What a
-/// stored shard index says is not checked. With a target: compares a checkpoint with the target's digests, and its files byte
-/// for byte; this does not check payloads. A pair that is sound but whose target cannot be written as files ends with exit
+/// without changing its CRC-32 or the pair digest. With --base or --no-base: rebuilds every tensor without writing it and
+/// compares all digests; a forged payload is refused. Also plans the files as apply does: where both succeed, apply does too.
+/// What a stored shard index says is not checked. With a target: compares a checkpoint with the target's digests, and its files
+/// byte for byte; this does not check payloads. A pair that is sound but whose target cannot be written as files ends with exit
 /// code 1.
 #[derive(Args)]
 pub struct Verify {
-    /// The pair: its name, or either file
+    /// Pair: its name, or the path of either file
     #[arg(value_name = "PAIR")]
     pub pair: PathBuf,
     /// A checkpoint that should be the base

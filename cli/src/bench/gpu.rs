@@ -1,7 +1,7 @@
 //! `tpde bench --device cuda`: measures the time to rebuild a target on a device, and the time to copy the target.
 //!
-//! Device times are measured between events on the stream; wall times, from the call to the end of the wait. Each row is the median
-//! of several runs. The result of each run is compared with the target. The copies are timed in the same process.
+//! Device times are measured between events on the stream; wall times, from the call to the end of the wait. Each row is the
+//! median of several runs. The result of each run is compared with the target. The copies are timed in the same process.
 
 use super::median::median;
 use crate::signals::TemporaryFolder;

@@ -27,26 +27,28 @@ use tpde::{Checkpoint, MemoryCheckpoint, SafetensorsCheckpoint, TensorInfo};
 
 /// Compare speed and ratio with XOR and zstd, in memory
 ///
-/// The peers code each tensor as one zstd frame: of base XOR target at level 1, and of its byte planes at level 3. Columns with
-/// digests include BLAKE3 of all base and target tensors, for every contender alike.
+/// The two peers encode each tensor as one zstd frame: base XOR target at level 1, and the byte planes of base XOR target at
+/// level 3. Columns with digests include the time for BLAKE3 of all base and target tensors, for every contender.
 ///
-/// On a device: times to rebuild the target there, out of place and in place, from payloads in its memory, in pinned memory and in
-/// memory of the host, beside those of copying the target as it is. Codec conditioned, raw and zstd, or the one that is named.
-/// Checkpoints are read as they are needed then, so that they may be larger than memory.
+/// With --device cuda: times to rebuild the target on the device, out of place and in place, from payloads in device memory, in
+/// pinned memory and in host memory, and times to copy the target instead. Measures the codecs conditioned, raw and zstd, or only
+/// --codec. Checkpoints are then read as needed, so they can be larger than memory.
 #[derive(Args)]
 pub struct Bench {
-    /// Checkpoints: .safetensors files, or folders of them; without a device both are read into memory
+    /// Base checkpoint: a .safetensors file, or a folder of such files. On the CPU, both checkpoints are read into memory
     #[arg(value_name = "BASE")]
     base: PathBuf,
+    /// Target checkpoint
     #[arg(value_name = "TARGET")]
     target: PathBuf,
-    /// Runs that count; medians are shown. On a device, what is slow has fewer, 3 at least
+    /// Number of measured runs; the results are medians. On a device, slow measurements have fewer runs, but at least 3
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
-    /// Repeat every tensor so often along its first dimension
+    /// Repeat every tensor N times along its first dimension
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=10_000))]
     repeat: u64,
-    /// Bytes of payloads that are copied to the device together, while those before are decoded [default: by size]
+    /// Size of a slice in bytes: payloads are copied to the device slice by slice, while earlier slices are decoded [default: by
+    /// size]
     #[arg(long, value_name = "N")]
     slice_bytes: Option<u64>,
     #[command(flatten)]
@@ -102,7 +104,7 @@ struct Measured {
 struct Timing {
     seconds: f64,
     gb_per_second: f64,
-    /// Speed relative to the contender with XOR and zstd level 1.
+    /// Speed relative to XOR and zstd at level 1.
     to_xor_zstd_1: f64,
     all_seconds: Vec<f64>,
 }
@@ -237,13 +239,13 @@ impl Bench {
 }
 
 impl Task {
-    /// Seconds that a contender takes; `None` if it does not support this task.
+    /// Returns the seconds that a contender takes, or `None` if the contender does not support this task.
     fn time(self, contender: &mut dyn Contender, target: &[Vec<u8>], outputs: &mut [Vec<u8>]) -> anyhow::Result<Option<f64>> {
         if !self.decodes {
             let start = Instant::now();
             return Ok(contender.encode(self.digests)?.then(|| start.elapsed().as_secs_f64()));
         }
-        // Overwrites the result of an earlier contender, and makes sure that the pages exist before the clock starts.
+        // Overwrites the result of the previous contender, and ensures that all pages exist before the time is measured.
         outputs.iter_mut().for_each(|output| output.fill(0xA5));
         let start = Instant::now();
         contender.decode(self.digests, outputs)?;
@@ -253,13 +255,13 @@ impl Task {
     }
 }
 
-/// Bytes of memory needed for contenders and checkpoints.
+/// Returns the memory needed for contenders and checkpoints, in bytes.
 fn memory_needed(base: &dyn Checkpoint, target: &dyn Checkpoint) -> u64 {
     let bytes = |checkpoint: &dyn Checkpoint| checkpoint.tensors().iter().map(TensorInfo::bytes).fold(0, u64::saturating_add);
     let largest = target.tensors().iter().map(TensorInfo::bytes).max().unwrap_or(0);
-    // 7 × target: the target, its rebuilt copy, two buffers per peer, and at most one for the two pairs.
+    // 7 × target: the target, its rebuilt copy, two buffers per peer, and at most one target for the two pairs.
     let copies = bytes(target).saturating_mul(7);
-    // Each thread of the two peers (XOR and zstd, as it is and in byte planes) has one tensor's XOR.
+    // Each thread of each of the two peers has the XOR of one tensor.
     let threads = largest.saturating_mul(2 * rayon::current_num_threads() as u64);
     bytes(base).saturating_add(copies).saturating_add(threads)
 }
