@@ -1,4 +1,4 @@
-"""Layers within CUDA graphs. Every replay decodes them, in memory of the graph."""
+"""Layers in CUDA graphs. Every replay of a graph decodes their weights, in memory of the graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._rebuilt import ALIGN, compute
 
 
 class GraphWeight(Protocol):
-    """The interface of a weight on a device that a graph needs."""
+    """Interface of a weight on a device, as graphs use it."""
 
     torch_device: torch.device
     bytes: int
@@ -28,7 +28,7 @@ class GraphWeight(Protocol):
 
 
 class Streams(Protocol):
-    """A stream, its side streams, and the capture that it is in."""
+    """A stream, its side streams, and its current capture."""
 
     device: Device
     stream: torch.cuda.Stream
@@ -38,7 +38,7 @@ class Streams(Protocol):
 
 
 class Graph:
-    """Objects that a graph refers to. Kept until the graph is destroyed, even if the model is deleted before."""
+    """Objects that a graph refers to. They are kept until the graph is destroyed, even if the model is deleted earlier."""
 
     _kept: dict[int, Graph] = {}
 
@@ -56,7 +56,10 @@ class Graph:
 
     @classmethod
     def check(cls, weights: Iterable[GraphWeight]) -> None:
-        """Raises an error of these weights in the last replay of any graph. The replay must have completed."""
+        """Raises the error of one of these weights in the last replay of any graph, if there was one.
+
+        The replay must have completed.
+        """
         cls.prune()
         handles = {weight.handle for weight in weights}
         for graph in list(cls._kept.values()):
@@ -66,46 +69,49 @@ class Graph:
 
 
 class Capture:
-    """State of a graph that is being captured: memory from its pool, and the points in the graph where it is free again."""
+    """State of a graph during its capture: memory from the graph's pool, and the events after which this memory is free."""
 
-    #: A third slot makes a graph 2.5 % faster, but takes memory that could hold dense weights.
+    #: Number of slots. A third slot would make a graph 2.5 % faster, but take memory that can hold dense weights instead.
     SLOTS = 2
 
     def __init__(self, streams: Streams, weight: GraphWeight, number: int) -> None:
         dense, payload = weight.largest()
         device = weight.torch_device
-        #: The driver's id of the capture. Unlike streams, ids are never reused.
+        #: Id of the capture. The driver never reuses ids, unlike handles of streams.
         self.number = number
         self.graph = Graph(streams.device.raw.captured_graph(streams.stream.cuda_stream))
         self.slots = [torch.empty(dense, dtype=torch.uint8, device=device) for _ in range(self.SLOTS)]
         self.buffers = [torch.empty(payload, dtype=torch.uint8, device=device) for _ in range(2)] if payload else []
         self.slot = self.filled = self.count = self.copies = 0
         self.begin(streams)
-        #: Whether a call has begun and not ended.
+        #: Whether a call has begun and not ended. If a new call finds this set, the earlier call was interrupted.
         self.is_interrupted = False
 
     def begin(self, streams: Streams) -> None:
-        """Makes the side streams wait for the current end of the captured stream."""
+        """Makes the side streams wait for the work captured so far."""
         begin = _event_on(streams.stream)
         for beside in (streams.copying, *streams.decoding):
             beside.wait_event(begin)
-        #: Events: per slot, behind the last use of the previous content and of the current one; per buffer, behind its decoding.
+        #: Events. ``free``: per slot, after the last use of its previous content. ``used``: per slot, after the last use of its
+        #: current content. ``decoded``: per buffer, after the decoding of its payload.
         self.free, self.used, self.decoded = [begin] * self.SLOTS, [begin] * self.SLOTS, [begin] * 2
 
     def fits(self, weight: GraphWeight) -> bool:
-        """Whether the memory is large enough. Larger weights may have been attached since."""
+        """Returns whether the memory is large enough for this weight, which may have been attached after the capture began."""
         payload = weight.payload.numel() if weight.is_copied else 0
         return weight.bytes <= self.slots[0].numel() and (payload == 0 or any(payload <= one.numel() for one in self.buffers))
 
     def recover(self, streams: Streams) -> None:
-        """Call after an interrupted call: orders its captured work before later work, which it could overwrite otherwise."""
+        """Orders the captured work of an interrupted call before later work. Otherwise it could overwrite later results."""
         for beside in (streams.copying, *streams.decoding):
             streams.stream.wait_event(_event_on(beside))
         self.begin(streams)
 
     def lay(self, bytes: int) -> torch.Tensor:
-        """Memory for the next weight, free behind ``free[slot]``. Consecutive weights share a slot while they fit, because a single
-        small one would not fill the device. Then the next slot is used."""
+        """Returns memory for the next weight, which is free after the event ``free[slot]``.
+
+        Consecutive weights share a slot while they fit. Decoding a single small weight would not use the whole device.
+        """
         if self.filled + bytes > self.slots[self.slot].numel():
             self.slot, self.filled = (self.slot + 1) % self.SLOTS, 0
             self.free[self.slot] = self.used[self.slot]
@@ -115,8 +121,11 @@ class Capture:
 
 
 def captured_linear(streams: Streams, weight: GraphWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
-    """A layer's output within a graph. Copying and decoding wait only for free memory, so replays run them as early as possible. The
-    captured stream waits for all of it here, wherever the graph ends."""
+    """Returns a layer's output within a graph.
+
+    Copies and decodings wait only for free memory, so a replay runs them as early as possible. The captured stream waits for all
+    of this work here, so a capture can end after any layer.
+    """
     own = _capture(streams, weight)
     own.is_interrupted = True
     dense, slot = own.lay(weight.bytes), own.slot
@@ -142,7 +151,7 @@ def captured_linear(streams: Streams, weight: GraphWeight, x: torch.Tensor, bias
 
 
 def _capture(streams: Streams, weight: GraphWeight) -> Capture:
-    """The state of the current capture. Made for its first layer, and again for a weight that does not fit."""
+    """Returns the state of the current capture. Creates it for the first layer, and again for a weight that does not fit."""
     number = streams.device.raw.capture_id(streams.stream.cuda_stream)
     assert number is not None
     own = streams.capture
@@ -152,14 +161,14 @@ def _capture(streams: Streams, weight: GraphWeight) -> Capture:
         if own.fits(weight):
             return own
     Graph.prune()
-    # Free the previous state first: graphs may share a pool.
+    # The previous state is freed first, because graphs can share a memory pool.
     own = streams.capture = None
     own = streams.capture = Capture(streams, weight, number)
     return own
 
 
 def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event at the current end of the stream."""
+    """Returns an event after all work queued on the stream so far."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(stream)
     return event

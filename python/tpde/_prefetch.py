@@ -2,12 +2,14 @@
 
 State and its invariants: :mod:`tpde._slot`. In addition, for streams and their memory:
 
-7. The memory of a slot is written only on the slot's stream. So work queued by an interrupted call comes before the next filling,
-   and cannot overwrite it.
-8. The filling of a slot waits for its last use, and a use waits for the filling: events ``used`` and ``filled``.
-9. The first filling of a slot with a weight waits for the work queued on the stream and at the creation of the weight, because the
-   base may still be copied. Base and payload are recorded with the slot's stream, so freeing them waits for it.
-10. Finalizers run anywhere, even while their thread holds the lock. They record what is gone, and never wait for a lock.
+7. The memory of a slot is written only on the slot's stream. So work that an interrupted call has queued runs before the next
+   filling, and cannot overwrite it.
+8. The filling of a slot waits for the slot's last use (event ``used``). A use waits for the filling (event ``filled``).
+9. The first filling of a slot with a weight waits for the work queued on the prefetcher's stream, and for the work queued when
+   the weight was created, because its base may still be copied. Base and payload are recorded with the slot's stream, so their
+   memory is freed after that stream has read it.
+10. Finalizers can run at any point, even while their thread holds the lock. They record deleted weights, and never wait for a
+    lock.
 """
 
 from __future__ import annotations
@@ -36,17 +38,17 @@ class DeviceSlot(Slot):
 
     def __init__(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
         super().__init__(memory)
-        #: The one stream that fills it.
+        #: Stream that fills the slot. No other stream does.
         self.stream = stream
-        #: Recorded behind the filling, and behind the last use.
+        #: Events after the last filling, and after the last use.
         self.filled, self.used = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
-        #: Decoder of a weight into this slot and view of the weight, by handle and number of the payload buffer.
+        #: Decoder into this slot and view of the weight, by the weight's handle and the number of the payload buffer.
         self.rebuilds: dict[tuple[int, Optional[int]], tuple[_tpde.Rebuild, torch.Tensor]] = {}
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """A queued decoding with unknown status."""
+    """A queued decoding whose status is not known yet."""
 
     launched: _tpde.Launched
     slot: DeviceSlot
@@ -55,39 +57,42 @@ class _Launch:
 
 
 class Prefetcher:
-    """The scratch memory of a stream: two slots for weights, one in use while the other is filled on a side stream, and two buffers for
-    payloads, which are copied to the device as soon as a buffer is free."""
+    """Scratch memory of a stream, which decodes weights ahead of their use.
+
+    It has two slots for weights: one is in use while the other is filled on a side stream. It has two buffers for payloads in
+    pinned memory. A payload is copied to the device as soon as a buffer is free.
+    """
 
     _made: dict[tuple[torch.device, int], Prefetcher] = {}
-    #: Reentrant, for calls in a signal handler that interrupts the creation.
+    #: Reentrant, because a signal handler that interrupts the creation can call this class.
     _making = threading.RLock()
 
     def __init__(self, device: Device, stream: torch.cuda.Stream) -> None:
         self.device = device
         self.stream = stream
         self.copying: torch.cuda.Stream = torch.cuda.Stream(device.torch)  # type: ignore[no-untyped-call]
-        #: Each slot uses one of them; the weights of a graph alternate among all.
+        #: Each of the two slots uses one of these streams. The weights of a CUDA graph use all streams in rotation.
         self.decoding: list[torch.cuda.Stream] = [torch.cuda.Stream(device.torch) for _ in range(4)]  # type: ignore[no-untyped-call]
         self.slots: list[DeviceSlot] = []
         self.buffers: list[DeviceSlot] = []
         #: Protects all attributes.
         self.lock = threading.Lock()
         self._owner: int | None = None
-        #: The successor of each weight in the last pass: in order of use, and in order of copies.
+        #: Successor of each weight in the last pass, by handle: in order of use, and in order of copies.
         self.next: dict[int, int] = {}
         self.next_copied: dict[int, int] = {}
         self.last: int | None = None
         self.last_copied: int | None = None
-        #: The weight whose payload was copied last.
+        #: Handle of the weight whose payload was copied last.
         self.queued: int | None = None
         self.pending: deque[_Launch] = deque()
         self.capture: Capture | None = None
-        #: Handles of weights that are gone.
+        #: Handles of deleted weights.
         self.gone: deque[int] = deque()
 
     @classmethod
     def of(cls, device: Device, stream: torch.cuda.Stream) -> Prefetcher:
-        """The prefetcher of a stream, created once."""
+        """Returns the prefetcher of a stream. The first call creates it."""
         key = (device.torch, stream.cuda_stream)
         found = cls._made.get(key)
         if found is None:
@@ -100,12 +105,12 @@ class Prefetcher:
 
     @classmethod
     def on(cls, device: torch.device) -> list[Prefetcher]:
-        """The prefetchers of all streams of a device."""
+        """Returns the prefetchers of all streams of a device."""
         return [prefetcher for (where, _), prefetcher in list(cls._made.items()) if where == device]
 
     @classmethod
     def forget(cls, device: torch.device, handle: int) -> None:
-        """Releases the data of a deleted weight, and all scratch memory with the last one. Called by finalizers."""
+        """Releases the data of a deleted weight, and all scratch memory if it was the last weight. Called by finalizers."""
         DeviceWeight._largest.pop(device, None)
         is_last = not any(one.torch_device == device for one in Weight.alive())
         for key, prefetcher in list(cls._made.items()):
@@ -125,7 +130,7 @@ class Prefetcher:
                 following.pop(handle, None)
 
     def settle(self, wait: bool = False) -> None:
-        """Records the errors of completed decodings (of all, with ``wait``) for the models of their weights."""
+        """Records the errors of completed decodings for the models of their weights. With ``wait``, waits for all decodings."""
         with self.lock:
             self._drop_gone()
             self._settle(wait)
@@ -143,7 +148,7 @@ class Prefetcher:
             self.pending.popleft()
 
     def release(self) -> None:
-        """Frees all memory, after queued work has completed. Prefetched weights will be decoded again."""
+        """Frees all memory after queued work has completed. Prefetched weights are discarded, and decoded again on their use."""
         with self.lock:
             self._settle(wait=True)
             self.slots, self.buffers, self.capture = [], [], None
@@ -156,7 +161,7 @@ class Prefetcher:
         if has_slots and has_buffers:
             return
         self.slots, self.buffers = [], []
-        # Allocated in the order of the stream. Side streams wait for its earlier uses of the memory.
+        # The memory is allocated in stream order. Side streams wait for the stream's earlier uses of this memory.
         slots = [self._slot(dense, stream) for stream in self.decoding[:2]]
         buffers = [self._slot(payload, self.copying) for _ in range(2)] if payload else []
         for buffer in buffers:
@@ -172,7 +177,7 @@ class Prefetcher:
         return DeviceSlot(memory, stream)
 
     def _copy(self, weight: DeviceWeight, buffer: DeviceSlot) -> None:
-        """Queues the copying of a payload."""
+        """Queues the copy of a payload into a buffer."""
         generation = buffer.begin()
         self.copying.wait_event(buffer.used)
         part = buffer.memory[: weight.payload.numel()]
@@ -182,10 +187,10 @@ class Prefetcher:
         self.queued = weight.handle
 
     def _payload(self, weight: DeviceWeight) -> int:
-        """Number of the buffer with the weight's payload, which is copied now if it was not prefetched."""
+        """Returns the number of the buffer with the weight's payload. Queues a copy if the payload was not prefetched."""
         number = next((number for number, buffer in enumerate(self.buffers) if buffer.holding(weight.handle)), None)
         if number is None:
-            # The order differs from the last pass, so prefetched payloads are useless.
+            # The order of weights differs from the last pass, so the prefetched payloads will not be used.
             for buffer in self.buffers:
                 buffer.clear()
             number = 0
@@ -196,7 +201,7 @@ class Prefetcher:
         return number
 
     def _copy_ahead(self) -> None:
-        """Fills free buffers with the payloads that came next in the last pass."""
+        """Fills free buffers with the next payloads of the last pass."""
         for buffer in self.buffers:
             following = self._known(self.next_copied.get(self.queued or 0), buffer.memory.numel())
             if following is None or not buffer.is_free or any(other.holding(following.handle) for other in self.buffers):
@@ -204,14 +209,17 @@ class Prefetcher:
             self._copy(following, buffer)
 
     def _known(self, handle: int | None, capacity: float = math.inf) -> DeviceWeight | None:
-        """The weight, if it still exists and its payload fits. Larger weights may have been attached since the allocation."""
+        """Returns the weight, or None if it was deleted or its payload does not fit.
+
+        Larger weights may have been attached since the buffers were allocated.
+        """
         weight = Weight.known.get(handle or 0)
         if isinstance(weight, DeviceWeight) and weight.device is self.device and weight.payload.numel() <= capacity:
             return weight
         return None
 
     def _rebuild(self, weight: DeviceWeight, slot: DeviceSlot, number: int | None) -> tuple[_tpde.Rebuild, torch.Tensor]:
-        """The decoder of a weight into a slot, from its payload or from a buffer, and the view of the weight."""
+        """Returns the decoder of a weight into a slot, and the view of the weight. The decoder reads the payload or a buffer."""
         found = slot.rebuilds.get((weight.handle, number))
         if found is None:
             part = weight.payload if number is None else self.buffers[number].memory[: weight.payload.numel()]
@@ -235,14 +243,15 @@ class Prefetcher:
         if buffer is not None:
             buffer.used.record(slot.stream)
             buffer.clear()
-        # After the events: an interrupted decoding without events may be invalid, and must not be reported.
+        # Appended after the events were recorded. If a call is interrupted before that, its decoding may be invalid without an
+        # error of the pair, and must not be reported.
         self.pending.append(_Launch(launched, slot, generation, weight.failures))
         slot.publish(weight.handle, generation, view)
         if buffer is not None:
             self._copy_ahead()
 
     def _prefetch(self, after: DeviceWeight, used: DeviceSlot) -> None:
-        """Starts decoding the weight that came next in the last pass."""
+        """Starts to decode the weight that followed in the last pass."""
         following = self._known(self.next.get(after.handle))
         if following is None or any(slot.holding(following.handle) for slot in self.slots):
             return
@@ -252,10 +261,10 @@ class Prefetcher:
     def linear(
         self, weight: DeviceWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool, captured: bool = False
     ) -> torch.Tensor:
-        """A layer's output. Uses the prefetched weight if there is one, then prefetches the next one."""
+        """Returns a layer's output. Uses the prefetched weight if it is this one, then prefetches the next weight."""
         thread = threading.get_ident()
         if self._owner == thread and self.lock.locked():
-            # A nested call, by a signal handler or a mode that observes the computation: no state may change.
+            # A nested call, by a signal handler or by a mode that observes the computation. It must not change any state.
             return compute(x, weight.rebuilt(), bias, cast)
         with self.lock:
             self._owner = thread
@@ -286,7 +295,7 @@ class Prefetcher:
         try:
             self._prefetch(weight, slot)
         except (TpdeError, torch.OutOfMemoryError):
-            # The output is complete. An error of the next weight is raised when its layer is called.
+            # The output is complete. The call of the next weight's layer raises this error.
             pass
         return y
 
@@ -307,16 +316,16 @@ class DeviceWeight(Weight):
         self.on_device = on_device
         self.device = on_device._device
         self.torch_device = self.device.torch
-        #: Bytes of the blob from `start` on, on the device or in pinned memory.
+        #: Bytes of the blob from ``start`` on, in device memory or pinned memory.
         self.payload = payload
         self.is_copied = payload.device.type == "cpu"
         self.start = start
-        #: Recorded on the creating stream, which base and payload may still wait for.
+        #: Event on the creating stream, on which copies of base and payload may still be queued.
         self.made = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.made.record(self.device.stream())
         weakref.finalize(self, Prefetcher.forget, self.torch_device, self.handle).atexit = False
 
-    #: Results of `largest`, by device.
+    #: Cached results of ``largest``, by device.
     _largest: dict[torch.device, tuple[int, int]] = {}
 
     def register(self) -> None:
@@ -324,17 +333,20 @@ class DeviceWeight(Weight):
         self._largest.pop(self.torch_device, None)
 
     def largest(self) -> tuple[int, int]:
-        """Bytes of the largest weight of the device, and of the largest payload that is copied."""
+        """Returns the sizes in bytes of the device's largest weight and of the largest payload that is copied."""
         found = self._largest.get(self.torch_device)
         if found is None:
             alive = [one for one in self.alive() if isinstance(one, DeviceWeight) and one.device is self.device]
             copied = max((one.payload.numel() for one in alive if one.is_copied), default=0)
             found = self._largest[self.torch_device] = max((one.bytes for one in alive), default=0), copied
-        # Another thread may have made a weight while this was found.
+        # Another thread may have created a weight during the search.
         return max(found[0], self.bytes), max(found[1], self.payload.numel() if self.is_copied else 0)
 
     def begin_on(self, stream: torch.cuda.Stream, behind: torch.cuda.Stream) -> None:
-        """Before the weight is first decoded on a stream: base and payload are there, and stay until that has passed."""
+        """Prepares the first decoding of the weight on a stream.
+
+        The stream waits for base and payload. Their memory is not reused before the stream has read it.
+        """
         stream.wait_stream(behind)
         stream.wait_event(self.made)
         for read in (self.base, self.payload):
@@ -342,8 +354,10 @@ class DeviceWeight(Weight):
                 read.record_stream(stream)
 
     def rebuild(self, dense: torch.Tensor, part: torch.Tensor, stream: torch.cuda.Stream) -> tuple[_tpde.Rebuild, torch.Tensor]:
-        """What decodes the weight from ``part`` into ``dense``, and the memory that it works in. It holds neither, nor the base:
-        whoever launches it does."""
+        """Returns a decoder of the weight from ``part`` into ``dense``, and the decoder's working memory.
+
+        The decoder has no references to ``part``, ``dense`` and the base. The caller must keep them while the decoder runs.
+        """
         output, base = self._unowned(self.memory(dense)), list(map(self._unowned, self.base_memory()))
         payload: Memory = ("", "U8", [part.numel()], part.data_ptr(), part.numel(), None)
         plan = self.on_device._raw.plan(output, base[0] if base else None, self.start, payload)

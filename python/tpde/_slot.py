@@ -1,19 +1,21 @@
-"""Scratch memory as a state machine, for weights that are rebuilt on use. Independent of devices.
+"""State machine of scratch memory, for weights that are rebuilt on use. Independent of devices.
 
-Several threads, streams and signal handlers share this state, and an exception may come between any two bytecodes. The rest of
-the code relies on these invariants:
+Several threads, streams and signal handlers share this state, and a signal handler can raise an exception between any two
+bytecodes. The rest of the code relies on these invariants:
 
 1. A slot is *empty*, *filling*, *ready(weight, generation)* or *failed(error)*. Each transition is one method, and one assignment:
 
        any ─ begin ─▶ filling ─ publish ─▶ ready ─ clear ─▶ empty
                                            ready ─ fail ─▶ failed
 
-2. Only *ready* describes the content of the memory. ``begin`` comes before the first write to the memory, ``publish`` after the
-   last call that may raise. An interruption in between leaves *filling*, which is treated like *empty*.
-3. Every filling has its own generation number. A failure marks the filling that caused it, or none.
+2. The content of the memory is valid only in state *ready*. ``begin`` is called before the first write to the memory,
+   ``publish`` after the last call that can raise. An interruption between both leaves *filling*, which is treated like *empty*.
+3. Every filling has its own generation number. A failure marks only the filling that caused it. If the slot was filled again
+   since, the failure marks nothing.
 4. One thread at a time changes a slot: the holder of the lock of its :class:`~tpde._prefetch.Prefetcher`, or the owning thread.
-5. The status of a filling is recorded before the filling is published, so no failure is lost.
-6. A failure belongs to the model of the weight. Only that model's layers, or its ``check``, raise it. It is kept until it was raised.
+5. The launch of a filling is recorded before the filling is published, so no failure is lost.
+6. A failure belongs to the model of the weight. Only that model's layers, or its ``check``, raise it. It is kept until it is
+   raised.
 """
 
 from __future__ import annotations
@@ -27,17 +29,17 @@ import torch
 
 @dataclass(frozen=True)
 class Ready:
-    """The memory contains a weight, or its payload."""
+    """State of a slot that contains a weight, or a payload."""
 
     weight: int
     generation: int
-    #: The content of the memory, as a tensor.
+    #: Content of the memory, as a tensor.
     view: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The decoded content is known to be wrong."""
+    """State of a slot whose decoded content is known to be wrong."""
 
     error: Exception
 
@@ -57,11 +59,11 @@ class Slot:
 
     @property
     def state(self) -> State:
-        """One of the four."""
+        """One of the four states."""
         return self._state
 
     def holding(self, weight: int) -> Ready | None:
-        """The filling, if the memory contains this weight."""
+        """Returns the state if the memory contains this weight, otherwise None."""
         state = self._state
         return state if isinstance(state, Ready) and state.weight == weight else None
 
@@ -71,18 +73,18 @@ class Slot:
         return not isinstance(self._state, Ready)
 
     def begin(self) -> int:
-        """Call before the memory is written: its content becomes invalid. Returns the generation of the filling."""
+        """Starts a filling. Call this before the first write to the memory. Returns the generation of the filling."""
         self._state = FILLING
         return next(self._generations)
 
     def publish(self, weight: int, generation: int, view: torch.Tensor) -> Ready:
-        """Call after all writes to the memory are queued or done."""
+        """Makes the content valid. Call this after all writes to the memory are queued or done."""
         ready = Ready(weight, generation, view)
         self._state = ready
         return ready
 
     def clear(self) -> None:
-        """Marks the content as useless."""
+        """Marks the content as not needed."""
         self._state = EMPTY
 
     def fail(self, generation: int, error: Exception) -> None:
@@ -93,7 +95,7 @@ class Slot:
 
 
 class Failures:
-    """Errors of the weights of one attached model that were not raised yet."""
+    """Errors of one attached model's weights that were not raised yet."""
 
     def __init__(self) -> None:
         self._errors: dict[int, Exception] = {}
@@ -102,12 +104,18 @@ class Failures:
         return self
 
     def add(self, generation: int, error: Exception) -> None:
-        """Adds an error, to be raised by the model's next call. One per filling, even if an interrupted caller adds it twice."""
+        """Adds an error, which the model's next call raises.
+
+        A filling has at most one error, even if an interrupted caller adds it twice.
+        """
         self._errors[generation] = error
 
     def throw(self) -> None:
-        """Raises the first error. It is never lost: if a signal handler raises instead, the error is its context, or is kept for the
-        next call. Two concurrent calls may both raise it."""
+        """Raises the first error.
+
+        The error is not lost if a signal handler raises an exception instead: it is the context of that exception, or it is kept
+        for the next call. Two concurrent calls can both raise the error.
+        """
         for generation, error in list(self._errors.items()):
             try:
                 raise error

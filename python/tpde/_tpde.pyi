@@ -3,7 +3,9 @@ from os import PathLike
 from typing import Any, TypeVar, Union
 
 _Path = Union[str, PathLike[str]]
+# Name, dtype, dims, address, size in bytes, and an owner that keeps the memory in place: `_tensor.Memory`.
 _Memory = tuple[str, str, list[int], int, int, Any]
+# Called with the number of bytes done and the total number of bytes.
 _Progress = Callable[[int, int], Any]
 _Result = TypeVar("_Result")
 
@@ -30,6 +32,7 @@ def _panic() -> None: ...
 
 class Pair:
     def __new__(cls, path: _Path, base: _Path | None = None) -> Pair: ...
+    # Name, dtype, dims, base kind, name of the base tensor, and whether any lane changes.
     def tensors(self) -> list[tuple[str, str, list[int], str, str, bool]]: ...
     def blob_bytes(self) -> int: ...
     def payload_bytes(self, name: str) -> int: ...
@@ -42,6 +45,7 @@ class Pair:
     def changes(self, name: str, base: list[_Memory] | None) -> tuple[bytearray, bytearray, int]: ...
     def apply_in_place(self, tensors: list[_Memory], *, checked: bool, progress: _Progress | None) -> bool: ...
 
+# Address and size in bytes.
 _DeviceMemory = tuple[int, int]
 
 class Device:
