@@ -1,7 +1,7 @@
 // Structs and constants shared by the kernels and the host (spec/tpde-format.md sections 6 to 8).
 //
 // The Rust types of the same names must match. One test compares them with the sizes, offsets and constants that
-// `tpde_layout` (layout.cu) reports. Another test compares them with spec/tpde.h. README.md describes a launch.
+// `tpde_layout` (layout.cu) reports. Another test compares them with spec/tpde.h. kernels/README.md describes a launch.
 #pragma once
 
 typedef unsigned char u8;
@@ -89,7 +89,7 @@ struct DeviceTensor {
     u32 first_chunk;      // index of its first record
     u32 tables;           // `conditioned`: offset of its table set in words of `Launch::tables`; or TPDE_NO_TABLES
     u16 dtype;
-    u16 codec;            // kernels of other codecs skip the tensor. `zstd` has no decoding kernel, see README.md
+    u16 codec;            // kernels of other codecs skip the tensor. `zstd` has no decoding kernel, see kernels/README.md
     u8 lane_log2;         // log2 of the bytes per lane, 0 to 3
     u8 chunk_lanes_log2;
     u16 reserved;         // 0
@@ -127,12 +127,12 @@ struct Launch {
     u64 sums;          // const ChunkSums*: one per record
     u64 chunk_tensors; // const u32*: tensor index of each record
     u64 tensors;       // const DeviceTensor*
-    u64 tables;        // const u32*: table sets, see README.md
+    u64 tables;        // const u32*: table sets, see kernels/README.md
     u64 blob;          // address of blob offset 0, a multiple of 16; only the payloads of this launch must be present
     u64 statuses;      // u32*: one per record
     u64 flag;          // u32*: zeroed by the host; DRY sets it to 1 if a chunk fails, COMMIT reads it
     u64 order;         // const u32*: chunk indexes in launch order; 0: ascending from 0
-    u64 scratch;       // scratch memory, see README.md; 0: no scratch memory
+    u64 scratch;       // scratch memory, see kernels/README.md; 0: no scratch memory
     u32 first;         // block b decodes chunk order[first + b]
     u32 count;         // blocks with a chunk; further blocks of the grid do nothing
     u32 mode;
@@ -187,7 +187,7 @@ enum : u32 {
 #define TPDE_CONDITIONED_SHARED 50176
 #define TPDE_WITHOUT_BASE_THREADS 256
 #define TPDE_WITHOUT_BASE_SHARED 41984
-// Additional shared memory in bytes for a table set with `classes` classes and `symbols` symbols (README.md). The
+// Additional shared memory in bytes for a table set with `classes` classes and `symbols` symbols (kernels/README.md). The
 // largest set of the launch counts.
 #define TPDE_CONDITIONED_TABLES(classes, symbols) (((classes) + 1) * 1024 + ((symbols) + 1) * 8)
 

@@ -26,7 +26,8 @@ __host__ __device__ constexpr SumWeights make_weights() {
 // 12 KiB, which all blocks of a multiprocessor read through its L1 cache.
 __device__ const SumWeights WEIGHTS alignas(16) = make_weights();
 
-// Returns the weight of the row of word `at`. The row number wraps past the largest chunk, where all lanes are zero.
+// Returns the weight of the row of word `at`. A chunk has at most TPDE_ROW_WORDS rows (4 MiB). Words past that get the
+// weight of another row, which is harmless, because lanes outside the chunk count as zero.
 __device__ __forceinline__ u64 row_weight(u32 at) { return WEIGHTS.p[at / TPDE_ROW_WORDS % TPDE_ROW_WORDS]; }
 
 // Returns the change of the sum when lane `at` changes, before multiplication by the row weight.

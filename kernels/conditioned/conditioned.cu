@@ -1,4 +1,4 @@
-// Codec `conditioned`: chunks with base lanes, for all or some of their lanes.
+// Codec `conditioned`: chunks of which all or some lanes have a base.
 #define MAP 256 // contexts of lanes of up to 4 bytes
 #include "conditioned/conditioned.cuh"
 #include "conditioned/lists.cuh"
@@ -46,7 +46,8 @@ struct WithBase {
         u32 errors = open_payload<W>(launch, tables, dtype);
         if (errors) return errors;
         lists = lists && is_plain(shared) && open_list<W>(launch);
-        // The calls are separate so that `store` does not depend on loaded values.
+        // One call per way to store, instead of one call with a computed `store`. So `store` of the last call depends on
+        // the mode and the number of base lanes, but not on the payload.
         if (lists) {
             errors = pass<W>(STORE_LIST);
             close_list<W>(launch, errors);

@@ -1,4 +1,4 @@
-// Change lists for applications in place. Scratch memory holds a list until it is applied (README.md).
+// Change lists for applications in place. Scratch memory holds a list until it is applied (kernels/README.md).
 #pragma once
 #include "conditioned/changes.cuh"
 

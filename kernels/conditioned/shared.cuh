@@ -47,8 +47,8 @@ static_assert(sizeof(Shared) <= (MAP == 1 ? TPDE_WITHOUT_BASE_SHARED : TPDE_COND
 __device__ __forceinline__ Shared& shared_memory() { return *(Shared*)dynamic_shared_memory(); }
 __device__ __forceinline__ Tile& tile_of_warp() { return shared_memory().tiles[uniform(threadIdx.x / WARP)]; }
 
-// Returns the entry of map `map` for a context. Lanes of 8 bytes have too many contexts for one element each, so their
-// map has one element per entry.
+// Returns the element of map `map` for a context. Lanes of up to 4 bytes have one element per context. Lanes of 8 bytes
+// have too many contexts for that. They have 64 elements, from `first_context` on, and one for all contexts above.
 template <int W> __device__ __forceinline__ Entry entry_of(const Shared& shared, u32 map, i32 context) {
     if (W == 8) context = min(max(context - shared.classes.first, 0), 64);
     return shared_u32x2(shared_address(shared.maps) + 8 * (MAP * map + (u32)context));

@@ -9,7 +9,8 @@ struct CodedLanes {
     bool by_block; // every block is either entirely coded or not coded at all
 };
 
-// One thread: clears the bits of lanes of class 0 in the mask of its row.
+// Each thread: clears the bits of lanes of class 0 in the mask of its row. The mask has all lanes below a threshold. If
+// `Classes::holes` is set, some of these have class 0.
 template <int W> __device__ __noinline__ u32 without_holes(u32 activity, u32 mask) {
     u32 lanes = shared_address(tile_of_warp().lanes) + 32 * W * (threadIdx.x % WARP);
     for (u32 rest = mask; rest; rest &= rest - 1) {
@@ -20,7 +21,7 @@ template <int W> __device__ __noinline__ u32 without_holes(u32 activity, u32 mas
 }
 
 // A warp: finds the coded lanes of a complete tile, whose pieces are also in shared memory. Starts and ends with the
-// warp converged. `in_rows`: steps may be whole rows of 32 lanes.
+// warp converged. `in_rows`: the caller can decode steps of whole rows of 32 lanes.
 template <int W> __device__ __forceinline__ CodedLanes find_coded(Shared& shared, u32 bits, u32 activities, u32 thread, bool in_rows, const uint4* pieces, Tile& tile) {
     constexpr u32 ROWS = TileShape<W>::LANES / 32;
     if (bits) mark_pieces<W, true>(shared.parts, bits, activities, thread, pieces, tile);

@@ -10,7 +10,8 @@ struct RawShared {
     Chunk chunk;
 };
 
-// All threads: applies the changes. Positions ascend strictly, so no two threads change the same lane.
+// All threads: applies the changes. If positions ascend strictly, no two threads change the same lane. If not, threads may
+// race for a lane, but the chunk gets an error. In place, nothing is stored before all positions are checked.
 template <int W> __device__ __forceinline__ void apply_changes(const Chunk& chunk, u64 magnitude, bool stored, u64& sum, u32& errors) {
     typedef typename WideOf<W>::type T;
     const u32* positions = (const u32*)chunk.payload;

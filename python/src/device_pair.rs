@@ -232,8 +232,10 @@ fn bindings(
             && (base.dtype()? != tensor.dtype || base.shape().get(1..) != tensor.shape.get(1..))
         {
             let (name, dtype, shape) = (Escaped(base.name()), base.dtype()?, base.shape());
-            let expected = format!("{} {:?}", tensor.dtype, tensor.shape);
-            return Err(Error::InvalidArgument(format!("base tensor {name} is {dtype} {shape:?}, its tensor {expected}")));
+            let target = format!("{} is {} {:?}", Escaped(tensor.name), tensor.dtype, tensor.shape);
+            return Err(Error::InvalidArgument(format!(
+                "base tensor {name} is {dtype} {shape:?}, but target tensor {target}: expected the same dtype and trailing dims"
+            )));
         }
         // SAFETY: as for the output.
         let base = base.map(|base| unsafe { base.device_slice() });
@@ -309,7 +311,7 @@ impl PlanOfAll {
     fn prepare(&self, py: Python<'_>, memory: DeviceMemory) -> PyResult<Ready> {
         let prepare = || {
             let taken = self.made.lock().unwrap_or_else(PoisonError::into_inner).take();
-            let (planned, bound) = taken.ok_or_else(|| Error::InvalidArgument("a plan is prepared once".into()))?;
+            let (planned, bound) = taken.ok_or_else(|| Error::InvalidArgument("the plan has already been prepared".into()))?;
             // SAFETY: as for `slice`. The Python half keeps the tensor as long as the object made here.
             let application = Application::prepare_in(planned, unsafe { slice(memory) })?;
             Ok(Ready { work: Mutex::new((application, bound)) })

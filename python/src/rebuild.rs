@@ -29,7 +29,7 @@ impl Plan {
     fn prepare(&self, py: Python<'_>, memory: Memory) -> PyResult<Rebuild> {
         let prepare = || {
             let taken = self.planned.lock().unwrap_or_else(PoisonError::into_inner).take();
-            let (planned, mut owners) = taken.ok_or_else(|| Error::InvalidArgument("a plan is prepared once".into()))?;
+            let (planned, mut owners) = taken.ok_or_else(|| Error::InvalidArgument("the plan has already been prepared".into()))?;
             // SAFETY: `owners` is stored beside the application, so the memory stays allocated as long as the application.
             let application = Application::prepare_in(planned, unsafe { memory.device_slice() })?;
             owners.0.push(memory);

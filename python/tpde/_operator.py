@@ -22,7 +22,8 @@ def _linear(
     weight = Weight.find(key, x.device)
     if weight.shape != (out_features, x.shape[-1] if x.dim() else 0):
         expected = f"an input of (..., {weight.shape[1]}) and {weight.shape[0]} outputs"
-        raise InvalidArgument(f"tensor {weight.entry.name!r} is for {expected}, called with {tuple(x.shape)} and {out_features}")
+        found = f"an input of {tuple(x.shape)} and {out_features} outputs"
+        raise InvalidArgument(f"tpde::linear with the weight {weight.entry.name!r}: expected {expected}, found {found}")
     return weight.linear(x, bias, cast)
 
 

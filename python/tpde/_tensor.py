@@ -12,7 +12,10 @@ Memory = tuple[str, str, list[int], int, int, Any]
 
 
 def as_expected(name: str, dtype: str, shape: list[int], expected: tuple[str, list[int]] | None) -> tuple[str, list[int]]:
-    """The expected dtype and shape if the tensor is a view of those as integers; otherwise its own dtype and shape."""
+    """Resolves dtype and shape of a tensor whose library may lack the expected dtype.
+
+    Returns the expected dtype and shape if the tensor holds the expected elements as unsigned integers; otherwise its own.
+    """
     if expected is not None and dtype == VIEWS.get(expected[0]):
         is_bytes = is_packed(expected[0]) and shape == byte_shape(*expected)
         if is_bytes or (shape == expected[1] and not is_packed(expected[0])):

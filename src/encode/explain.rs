@@ -189,7 +189,7 @@ impl<'a, B: Source> Explain<'a, B> {
 
     /// For each tensor, the bytes of its payloads by purpose.
     fn parts(&self) -> Result<Vec<TensorExplanation>> {
-        /// Minimum size at which a payload counts towards the size of a batch, because its result takes memory too.
+        /// Minimum number of bytes that a payload adds to the size of a batch, because its result takes memory too.
         const MIN_BYTES: u64 = 1024;
         let index = self.pair.index();
         let mut explanations = vec![TensorExplanation::default(); index.tensor_count()];

@@ -92,7 +92,8 @@ impl Publication {
         Self { folder, destination, files: Vec::new(), open: OpenFiles::default(), replace, lock_timeout: LOCK_TIMEOUT }
     }
 
-    /// Creates a file that will be published as `path`, after the files added before. If it replaces a file, it gets its mode.
+    /// Creates a file that will be published as `path`, after the files added before. If `path` exists, the new file gets the
+    /// permission bits of the old one.
     ///
     /// # Errors
     /// [`Error::Io`] if `path` exists and may not be replaced, if it is not a regular file, or if the folder is not writable.

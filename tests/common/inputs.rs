@@ -30,7 +30,8 @@ fn checkpoint(held: &[Held]) -> MemoryCheckpoint<'_> {
 /// How a lane changes.
 #[derive(Clone, Copy)]
 enum Change {
-    /// By a few steps in the order of its values. Small magnitudes change more often and by more steps, as in training.
+    /// By a small number that is added to its bits, or subtracted from them, as an integer: 1 in half of the cases, 2 in a
+    /// quarter, and so on.
     Step,
     /// To random bits.
     Any,
@@ -70,7 +71,7 @@ impl Maker {
                 Dtype::F32 => bytes.extend(weight.to_le_bytes()),
                 Dtype::F64 => bytes.extend((f64::from(weight) + self.below(1 << 20) as f64 / (1u64 << 60) as f64).to_le_bytes()),
                 Dtype::Bf16 => bytes.extend(((weight.to_bits() >> 16) as u16).to_le_bytes()),
-                // The bits that F16 keeps of these normal numbers.
+                // Cuts the weight to F16 without rounding. A weight below 2^-14 becomes another value, which no test depends on.
                 Dtype::F16 => {
                     let bits = weight.to_bits();
                     let exponent = (bits >> 23 & 0xFF).saturating_sub(112).min(30);
@@ -126,7 +127,8 @@ impl Maker {
         self.both(name, dtype, &shape, base, target);
     }
 
-    /// Adds a tensor of which about `of_a_million` in 2^20 lanes change, and four times as many of small magnitude.
+    /// Adds a tensor to base and target. A lane changes with probability `of_a_million` / 2^20, or four times that if its
+    /// magnitude is small.
     fn trained(&mut self, name: &str, dtype: Dtype, shape: [u64; 2], of_a_million: u64) {
         let base = self.weights(dtype, shape[0], shape[1]);
         let mut target = base.clone();

@@ -143,9 +143,9 @@ impl Platform {
         }
     }
 
-    /// Encodes `classes`, which consists of whole steps of `count` lanes, from the last step backwards. Returns the number of
-    /// lanes at the beginning that the caller must encode with scalar code. That is all lanes if this platform has no code for
-    /// these steps. Otherwise it is the lanes up to and including the last step that has a token that its class lacks.
+    /// Encodes `values`, whose classes are `classes`: whole steps of `count` lanes, from the last step backwards. Returns the
+    /// number of lanes at the beginning that the caller must encode with scalar code. That is all lanes if this platform has no
+    /// code for these steps. Otherwise it is the lanes up to and including the last step that has a token that its class lacks.
     ///
     /// # Panics
     /// If the lengths differ, or `words` is too small.

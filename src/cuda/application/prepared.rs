@@ -27,8 +27,8 @@ pub(super) struct Prepared {
     pub bindings: Vec<Binding>,
     pub scratch: Option<Scratch>,
     pub frames: Option<Frames>,
-    /// Tensor table, order, own records, status words, flag and scratch memory, in this order. Caller memory also has the staging
-    /// memory at its end.
+    /// Tensor table, launch order ([`Schedule::order`]), records with staging offsets ([`Schedule::records`]), status words, flag
+    /// and scratch memory, one after the other. Memory of the caller also has the staging memory at its end.
     _memory: DeviceSlice,
     /// Whether all memory belongs to the caller.
     pub in_caller_memory: bool,

@@ -135,8 +135,8 @@ calls! {
     cuUserObjectRelease(object: CUuserObject, references: c_uint);
 }
 
-/// Defines the type of `cuLaunchKernel`, and compares it with cudarc's declaration. The function is called by pointer, because a
-/// wrapper would have the same number of arguments.
+/// Defines the type of `cuLaunchKernel`, and compares it with cudarc's declaration. The function has no wrapper and is called by
+/// pointer, because a wrapper with its 11 arguments would break the lint `clippy::too_many_arguments`.
 macro_rules! launch_kernel {
     ($($argument:ident: $type:ty),*) => {
         pub(in crate::cuda) type LaunchKernel = unsafe extern "C" fn($($argument: $type),*) -> Code;

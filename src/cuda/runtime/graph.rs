@@ -27,16 +27,16 @@ impl Graph {
         let no_sync = sys::CUuserObject_flags::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as u32;
         // SAFETY: `object` is valid for a handle. `destroyed` may be called once, by any thread, with `flag`.
         let made = unsafe { calls::cuUserObjectCreate(&mut object, flag, Some(destroyed), 1, no_sync) };
-        if let Err(error) = check(made, "watch a graph") {
+        if let Err(error) = check(made, "create a user object for a CUDA graph") {
             // SAFETY: the driver did not take this reference.
             drop(unsafe { Arc::from_raw(flag.cast_const().cast::<AtomicBool>()) });
             return Err(error);
         }
         let to_graph = sys::CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE as u32;
-        // SAFETY: the driver has just returned this graph, which its capture keeps alive. It takes over the one reference to the
-        // object.
+        // SAFETY: the driver has just returned this graph, and its capture keeps it alive. The graph takes over the one
+        // reference to the object.
         let retained = unsafe { calls::cuGraphRetainUserObject(graph, object, 1, to_graph) };
-        if let Err(error) = check(retained, "watch a graph") {
+        if let Err(error) = check(retained, "attach a user object to a CUDA graph") {
             // SAFETY: the reference was not taken over.
             unsafe { calls::cuUserObjectRelease(object, 1) };
             return Err(error);
@@ -70,7 +70,7 @@ fn capture(_: &Entered<'_>, stream: RawStream) -> Result<Option<(u64, sys::CUgra
     // SAFETY: the stream is ours or promised by the caller. The pointers have the right types, and null is allowed for the
     // others.
     let code = unsafe { calls::cuStreamGetCaptureInfo_v2(stream, status_pointer, &mut id, &mut graph, no_list, no_count) };
-    check(code, "ask for the capture of a stream")?;
+    check(code, "query the capture of a stream")?;
     if status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32 {
         return Ok(None);
     }

@@ -45,7 +45,8 @@ impl Random {
         }
     }
 
-    /// Returns lanes, most of which have one of a few magnitudes, like weights.
+    /// Returns lanes. Seven of eight are random integers whose upper bits are zero, the same number of bits for all lanes of a
+    /// call, which is at most half of the lane. The others are as in `lane`.
     pub fn lanes(&mut self, dtype: Dtype, count: usize) -> Vec<u8> {
         let width = dtype.lane_bytes();
         let shift = self.below(8 * width as u64 / 2 + 1);
@@ -87,7 +88,8 @@ impl Random {
             let mut left = SCALE as u16 - 1;
             while left > 0 {
                 let part = 1 + self.below(u64::from(left)) as u16;
-                // Small tokens are more frequent. In some sets most tokens occur.
+                // Every part of the frequencies goes to a random token. A part that is a multiple of 3 is cut to 40, so that
+                // more tokens get one.
                 let token = self.below(count as u64) * self.below(5) / 4;
                 class[token as usize % count] += part.min(if part.is_multiple_of(3) { 40 } else { part });
                 left = SCALE as u16 - class.iter().sum::<u16>();

@@ -40,10 +40,10 @@ fn rules_are_told_apart() {
     for chunk in &chunks {
         chunk.assert_decodes(&mut decoders());
     }
-    let listed = HEADER + 2; // a position and a delta, after a map of two bytes
-    let activities = HEADER + 4; // three bytes, after two maps
-    let sizes = activities + 3 + 6; // a word, after one exception; then a padding
-    let low = HEADER + 2;
+    let listed = HEADER + 2; // position and delta of the exception, 6 bytes, after a map of 2 bytes
+    let activities = HEADER + 4; // 3 bytes, after two maps
+    let sizes = activities + 3 + 6; // size of segment 0, a u32, after the activities and an exception; a byte of padding follows
+    let low = HEADER + 2; // 2,200 lanes of 5 low bits: 1,375 bytes, and a byte of padding
     let streams = [listed + 6, sizes + 5, low + 1376];
     let last = chunks[0].payload.len() - 1;
     for (chunk, at, bytes, rule) in [
@@ -99,7 +99,7 @@ fn rules_are_told_apart() {
     assert_refused(&chunks[0], &chunks[0].payload[..HEADER - 1], Rule::PayloadSize);
 }
 
-/// As many segments as tiles are valid. More segments than tiles are refused.
+/// A payload may have one segment per tile. More segments than tiles are refused.
 #[test]
 fn a_segment_has_a_tile() {
     for (dtype, tile) in [(Dtype::U8, 1024), (Dtype::U16, 1024), (Dtype::U32, 512), (Dtype::U64, 256)] {
