@@ -12,7 +12,7 @@ struct Chunk {
     u8* output;
     const u8* payload; // address is a multiple of 16
     u32 lanes;
-    u32 base_lanes;    // number of base lanes; lanes at or past it count as zero
+    u32 base_lanes;    // number of base lanes; lanes from this index on count as zero
     u32 size;          // size of the payload in bytes, without padding
     u32 num_deltas;
     u32 crc32;

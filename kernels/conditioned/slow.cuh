@@ -44,8 +44,8 @@ template <int W> __device__ __forceinline__ u64 gather_tile(u32 number, Tile& ti
     return sum;
 }
 
-// A warp: decodes a tile. `marked`: some lanes have exceptions. The warp receives the stream before the first step and
-// hands it over after the last step.
+// A warp: decodes a tile. `marked`: some lanes have exceptions. `receives`: the warp receives the stream before the first
+// step. `hands_over`: the warp hands the stream over after the last step.
 template <int W> __device__ __noinline__ Slow decode_slowly(Slow slow, u32 number, bool marked, u32 store, Ring ring, bool receives, bool hands_over) {
     typedef typename WideOf<W>::type T;
     typedef TileShape<W> Shape;

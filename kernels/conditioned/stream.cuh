@@ -11,7 +11,7 @@ struct Stream {
     u32 at, end;       // indexes of the next word and of the end of the stream
     u32 last;          // index of the last word, including the padding
     u32 state;
-    i32 worst;         // largest `y` of any symbol with extra bits so far
+    i32 worst;         // largest `y` so far, at least of all symbols with extra bits; 0 at the start
     bool invalid;      // the stream is too short, or an initial state is too small
 };
 

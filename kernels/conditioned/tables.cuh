@@ -34,8 +34,8 @@ __device__ __forceinline__ u32 tokens_within(u32 bits) { return bits <= 6 ? 1u <
 // Returns the index of the symbol of the slot. The slot is in the low bits of the state.
 __device__ __forceinline__ u32 symbol_of(u32 bucket, u32 state) { return (bucket >> 8) + __popc(__funnelshift_l(0, bucket, not_and_or(state, 7, 24))); }
 
-// An expanded table set in shared memory: class 0, whose slots all decode to value 0, then the buckets of each class, then
-// the symbols. The buckets of a class are aligned to their size.
+// An expanded table set in shared memory: the buckets of class 0, whose slots all decode to value 0, then the buckets of
+// the other classes, then the symbols. The buckets of a class are aligned to their size.
 struct Lookup {
     u32 classes;
     u32 buckets, symbols; // shared-memory addresses for class 0

@@ -166,7 +166,8 @@ impl DeviceIndex {
         Ok(self.uploaded.payload_ranges(chunks).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or_default())
     }
 
-    /// Returns whether the device decodes a tensor without the processor. False for codec `zstd`, which the processor expands.
+    /// Returns whether the device decodes a tensor without the processor. False for codec `zstd`: the processor or nvCOMP
+    /// expands its frames.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no such tensor.

@@ -13,8 +13,9 @@
 //! changes of the result with probability about 2^-64. The worst case is 2^-32, if only top bits differ.
 //!
 //! They do not find forgery. CRC and sums are linear, so an attacker can change a blob to give other weights under the same index
-//! and the same signed pair digest. For payloads of an untrusted author use [`Apply::on`](crate::Apply::on), which hashes the
-//! result of the device and compares the digests. Alternatively, call [`Apply::verify`](crate::Apply::verify) first.
+//! and pair digest. Authenticating the pair digest does not help. For payloads of an untrusted author use
+//! [`Apply::on`](crate::Apply::on), which hashes the result of the device and compares the digests. Alternatively, call
+//! [`Apply::verify`](crate::Apply::verify) first.
 //!
 //! ```no_run
 //! use tpde::cuda::{Application, ApplyPlan, Binding, Device, DeviceIndex, Mode, Payloads};

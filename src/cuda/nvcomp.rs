@@ -12,8 +12,8 @@ const NAME: &str = "libnvcomp.so.6";
 
 /// nvCOMP, loaded. Clones share one library.
 ///
-/// With [`DeviceIndex::trust`](super::DeviceIndex::trust) it expands payloads of codec `zstd` on the device instead of on the
-/// processor.
+/// With [`DeviceIndex::trust`](super::DeviceIndex::trust), nvCOMP expands payloads of codec `zstd` on the device instead of on
+/// the processor.
 ///
 /// nvCOMP does not withstand hostile data: *a frame can make it read and write any memory that the device can access*. A kernel
 /// compares the CRC of each frame before nvCOMP reads it. That finds accidents only. The writer of the pair must be trusted.
@@ -61,8 +61,9 @@ type Expand = unsafe extern "C" fn(
 pub(super) struct Batch {
     pub frames: u64,
     pub frame_bytes: u64,
-    /// Capacity for each content and number of bytes written, in bytes.
+    /// Capacity of the memory for each content, in bytes.
     pub capacities: u64,
+    /// Size of each content, in bytes, which nvCOMP writes.
     pub content_bytes: u64,
     pub contents: u64,
     pub outcomes: u64,

@@ -73,7 +73,9 @@ impl<'a> Application<'a> {
     /// # Errors
     /// [`Error::InvalidArgument`] as [`ApplyPlan::new`], or if a [`Pending`] or [`Captured`] of an earlier launch still exists.
     pub fn rebind(&mut self, tensors: &[Binding]) -> Result<bool> {
-        let busy = || Error::InvalidArgument("an application cannot be rebound before its earlier launches were waited for".into());
+        let busy = || {
+            Error::InvalidArgument("the application cannot be rebound: a Pending or Captured of an earlier launch exists".into())
+        };
         let prepared = Arc::get_mut(&mut self.prepared).ok_or_else(busy)?;
         check_devices(&prepared.index.device().inner, tensors)?;
         let bindings = binding::check(&prepared.index.uploaded.tensors, tensors, prepared.mode != Mode::OutOfPlace)?;
@@ -124,7 +126,7 @@ impl<'a> Application<'a> {
         let cx = device.context.enter()?;
         let raw = stream.raw();
         if driver::is_capturing(&cx, raw)? {
-            return Err(Error::InvalidArgument("the stream is being captured into a graph: that is Application::capture".into()));
+            return Err(Error::InvalidArgument("the stream is being captured into a graph: use Application::capture".into()));
         }
         let statuses = PinnedBuffer::new(device, &cx, prepared.status_bytes())?;
         let mut last_launch = prepared.last_launch.lock().unwrap_or_else(PoisonError::into_inner);
@@ -182,10 +184,12 @@ impl<'a> Application<'a> {
             return Err(Error::InvalidArgument("the stream is not being captured".into()));
         }
         if self.reads_on_host() {
-            return Err(Error::InvalidArgument("a graph cannot contain payloads that the CPU reads".into()));
+            return Err(Error::InvalidArgument(
+                "the application cannot be captured: the CPU reads its payloads at each launch".into(),
+            ));
         }
         if prepared.frames.is_some() {
-            return Err(Error::InvalidArgument("a graph cannot have frames expanded by nvCOMP".into()));
+            return Err(Error::InvalidArgument("the application cannot be captured: nvCOMP expands its frames".into()));
         }
         let mut statuses = PinnedBuffer::new(device, &cx, prepared.status_bytes())?;
         // Pinned memory is reused, so it must be cleared: before the first launch of the graph all chunks count as correct.

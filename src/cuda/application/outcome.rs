@@ -53,7 +53,7 @@ impl Pending {
     /// # Errors
     /// - [`Error::Invalid`] names the first invalid chunk and its tensor. Out of place, discard the output. With
     ///   [`InPlace::AllChecked`], nothing was written.
-    /// - Errors of the host while it reads or expands payloads. The same holds for the output.
+    /// - Errors of the host while it reads or expands payloads. The output is then as after [`Error::Invalid`].
     /// - [`Error::Poisoned`] if [`InPlace::ChunkByChunk`] has written some chunks before one of these errors.
     /// - [`Error::Device`] if work on the device failed.
     pub fn wait(mut self) -> Result<()> {

@@ -131,7 +131,7 @@ fn check_bases(tensors: &[TensorOnDevice], outputs: &[Binding], empty: &[Binding
         let name = Escaped(&tensor_at(tensors, binding.tensor)?.name);
         let other = Escaped(&tensor_at(tensors, other.tensor)?.name);
         return Err(Error::InvalidArgument(format!(
-            "the memory for tensor {other} overlaps the base of tensor {name}: that is an application in place"
+            "the memory for tensor {other} overlaps the base of tensor {name}, but the application is out of place"
         )));
     }
     Ok(())

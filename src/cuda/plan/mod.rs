@@ -95,7 +95,7 @@ impl<'a> ApplyPlan<'a> {
         let bindings = binding::check(&index.uploaded.tensors, tensors, mode != Mode::OutOfPlace)?;
         let slice_bytes = match payloads.on_device() {
             Some(blob) if !blob.is_multiple_of(PAYLOAD_ALIGN) => {
-                return Err(Error::InvalidArgument(format!("a blob at {blob:#x}, which is no multiple of {PAYLOAD_ALIGN}")));
+                return Err(Error::InvalidArgument(format!("the blob is at {blob:#x}, expected a multiple of {PAYLOAD_ALIGN}")));
             }
             Some(_) => None,
             None => Some(slice_bytes),

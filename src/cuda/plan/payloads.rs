@@ -83,9 +83,9 @@ impl Payloads<'_> {
             Payloads::Pinned(pinned) => pinned.len() as u64,
             Payloads::Device(slice) => slice.bytes(),
             Payloads::Part { at, memory } => {
-                let end = at
-                    .checked_add(memory.bytes())
-                    .ok_or_else(|| Error::InvalidArgument(format!("a part of a blob from {at} on")))?;
+                let end = at.checked_add(memory.bytes()).ok_or_else(|| {
+                    Error::InvalidArgument(format!("the part of the blob from byte {at} on ends after byte 2^64"))
+                })?;
                 for binding in tensors {
                     let payloads = index.payloads_of(binding.tensor)?;
                     if !payloads.is_empty() && (payloads.start < *at || payloads.end > end) {
@@ -100,7 +100,9 @@ impl Payloads<'_> {
         };
         if blob_size != index.uploaded.blob_size {
             let needed = index.uploaded.blob_size;
-            return Err(Error::InvalidArgument(format!("a blob of {blob_size} bytes for a pair whose blob has {needed}")));
+            return Err(Error::InvalidArgument(format!(
+                "the blob has {blob_size} bytes, expected the {needed} of the pair's blob"
+            )));
         }
         Ok(())
     }

@@ -105,7 +105,7 @@ impl Schedule {
             if slice_bytes.is_none() && group == Group::Expanded {
                 let name = Escaped(&tensor.name);
                 return Err(Error::InvalidArgument(format!(
-                    "tensor {name} has codec zstd, which the processor expands: give the blob in memory of the host"
+                    "tensor {name} has codec zstd, which the processor expands: pass the blob in host memory"
                 )));
             }
             jobs.extend(tensor.chunks().map(|chunk| {

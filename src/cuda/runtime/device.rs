@@ -132,7 +132,8 @@ impl Device {
 
     /// Copies to the device, and waits for completion.
     ///
-    /// # Errors [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the lengths differ,
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the lengths differ;
     /// [`Error::Device`](crate::Error::Device) if the driver fails.
     pub fn write(&self, to: &DeviceSlice, from: &[u8]) -> Result<()> {
         same_length(to, from.len())?;
@@ -144,7 +145,8 @@ impl Device {
 
     /// Copies from the device, and waits for completion. Earlier work on other streams must have completed.
     ///
-    /// # Errors [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the lengths differ,
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the lengths differ;
     /// [`Error::Device`](crate::Error::Device) if the driver fails.
     pub fn read(&self, from: &DeviceSlice, to: &mut [u8]) -> Result<()> {
         same_length(from, to.len())?;

@@ -49,7 +49,7 @@ fn start() -> Result<()> {
     // SAFETY: `version` is valid for an int. Both calls are allowed before anything else.
     unsafe {
         check(calls::cuInit(0), "start the driver").map_err(not_started)?;
-        check(calls::cuDriverGetVersion(&mut version), "ask for the driver's version").map_err(not_started)?;
+        check(calls::cuDriverGetVersion(&mut version), "query the driver's version").map_err(not_started)?;
     }
     if version < MIN_VERSION {
         let shown = |v: c_int| format!("{}.{}", v / 1000, v % 1000 / 10);
@@ -146,7 +146,7 @@ impl Drop for Context {
 fn attribute(device: sys::CUdevice, which: sys::CUdevice_attribute) -> Result<c_int> {
     let mut value = 0;
     // SAFETY: `value` is valid for an int.
-    check(unsafe { calls::cuDeviceGetAttribute(&mut value, which, device) }, "ask for an attribute of the device")?;
+    check(unsafe { calls::cuDeviceGetAttribute(&mut value, which, device) }, "query an attribute of the device")?;
     Ok(value)
 }
 
@@ -188,7 +188,7 @@ impl OwnStream {
         let mut raw = ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: `raw` is valid for a stream.
-        check(unsafe { calls::cuStreamCreate(&mut raw, flags) }, "make a stream")?;
+        check(unsafe { calls::cuStreamCreate(&mut raw, flags) }, "create a stream")?;
         Ok(Self(raw))
     }
 
@@ -236,7 +236,7 @@ impl RawEvent {
         let mut raw = ptr::null_mut();
         let flags = if timed { sys::CUevent_flags::CU_EVENT_DEFAULT } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING };
         // SAFETY: `raw` is valid for an event.
-        check(unsafe { calls::cuEventCreate(&mut raw, flags as u32) }, "make an event")?;
+        check(unsafe { calls::cuEventCreate(&mut raw, flags as u32) }, "create an event")?;
         Ok(Self(raw))
     }
 
@@ -255,7 +255,7 @@ impl RawEvent {
     /// Waits on the host until the event has completed.
     pub fn wait(&self, _: &Entered<'_>) -> Result<()> {
         // SAFETY: the event is ours.
-        check(unsafe { calls::cuEventSynchronize(self.0) }, "finish what was queued on the device")
+        check(unsafe { calls::cuEventSynchronize(self.0) }, "finish work on the device")
     }
 
     /// Returns whether the event has completed.
@@ -263,7 +263,7 @@ impl RawEvent {
         // SAFETY: the event is ours.
         match unsafe { calls::cuEventQuery(self.0) } {
             Code::NOT_READY => Ok(false),
-            code => check(code, "finish what was queued on the device").map(|()| true),
+            code => check(code, "finish work on the device").map(|()| true),
         }
     }
 
@@ -271,7 +271,7 @@ impl RawEvent {
     pub fn since(&self, _: &Entered<'_>, start: &Self) -> Result<f32> {
         let mut milliseconds = 0.0;
         // SAFETY: both events are ours, and `milliseconds` is valid for a float.
-        check(unsafe { calls::cuEventElapsedTime(&mut milliseconds, start.0, self.0) }, "take the time between two events")?;
+        check(unsafe { calls::cuEventElapsedTime(&mut milliseconds, start.0, self.0) }, "measure the time between two events")?;
         Ok(milliseconds)
     }
 }
@@ -288,7 +288,7 @@ pub(in crate::cuda) fn is_capturing(_: &Entered<'_>, stream: RawStream) -> Resul
     // The status is a number instead of an enum, as for result codes.
     let mut status = 0u32;
     // SAFETY: the stream is ours or promised by the caller, and `status` has the size of a status.
-    check(unsafe { calls::cuStreamIsCapturing(stream, (&raw mut status).cast()) }, "ask whether a stream is captured")?;
+    check(unsafe { calls::cuStreamIsCapturing(stream, (&raw mut status).cast()) }, "query whether a stream is being captured")?;
     Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32)
 }
 

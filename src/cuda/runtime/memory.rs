@@ -191,12 +191,12 @@ pub(in crate::cuda) fn same_length(slice: &DeviceSlice, bytes: usize) -> Result<
     if slice.bytes() == bytes as u64 {
         return Ok(());
     }
-    Err(Error::InvalidArgument(format!("{bytes} bytes of the host and {} of the device", slice.bytes())))
+    Err(Error::InvalidArgument(format!("a copy between {bytes} bytes of host memory and {} of device memory", slice.bytes())))
 }
 
 fn same_device(owner: &Arc<Inner>, device: &Arc<Inner>) -> Result<()> {
     if Arc::ptr_eq(owner, device) {
         return Ok(());
     }
-    Err(Error::InvalidArgument("memory of one device is given to another, or to the same one opened twice".into()))
+    Err(Error::InvalidArgument("the memory belongs to another Device, or to the same device opened another time".into()))
 }

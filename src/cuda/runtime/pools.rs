@@ -125,9 +125,9 @@ impl Pools {
         let mut start: *mut c_void = ptr::null_mut();
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: `start` is valid for a pointer.
-        check(unsafe { calls::cuMemHostAlloc(&mut start, capacity, flags) }, "pin memory of the host")?;
+        check(unsafe { calls::cuMemHostAlloc(&mut start, capacity, flags) }, "pin host memory")?;
         let start = NonNull::new(start.cast::<u8>())
-            .ok_or_else(|| Error::Device { action: "pin memory of the host", reason: "the driver gave none".into() })?;
+            .ok_or_else(|| Error::Device { action: "pin host memory", reason: "the driver returned a null pointer".into() })?;
         // SAFETY: new memory of `capacity` bytes; this initialises it.
         unsafe { start.write_bytes(0, capacity) };
         Ok((start, capacity))
@@ -169,13 +169,13 @@ fn make_pool(cx: &Entered<'_>) -> Result<Pool> {
     properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
     properties.location.id = cx.context().ordinal();
     // SAFETY: both pointers are valid.
-    check(unsafe { calls::cuMemPoolCreate(&mut pool, &properties) }, "make a pool of memory")?;
+    check(unsafe { calls::cuMemPoolCreate(&mut pool, &properties) }, "create a memory pool")?;
     let pool = Pool(pool);
     let mut keep = u64::MAX;
     let mut off = 0i32;
     let set = |which, value: *mut c_void| {
         // SAFETY: the pool is alive, and the value has the type of the attribute.
-        check(unsafe { calls::cuMemPoolSetAttribute(pool.0, which, value) }, "set up a pool of memory")
+        check(unsafe { calls::cuMemPoolSetAttribute(pool.0, which, value) }, "set up a memory pool")
     };
     use sys::CUmemPool_attribute as Attribute;
     // The pool keeps memory between applications. It must not reuse memory in a way that makes one stream wait for another.

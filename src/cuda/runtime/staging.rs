@@ -35,7 +35,7 @@ impl StagingRing {
         // SAFETY: `start` is valid for a pointer.
         check(unsafe { calls::cuMemHostAlloc(&mut start, SLOTS * SLOT_BYTES, sys::CU_MEMHOSTALLOC_PORTABLE) }, action)?;
         let start = NonNull::new(start.cast::<u8>());
-        let start = start.ok_or_else(|| Error::Device { action, reason: "the driver gave none".into() })?;
+        let start = start.ok_or_else(|| Error::Device { action, reason: "the driver returned a null pointer".into() })?;
         // SAFETY: new memory of this size; this initialises it.
         unsafe { start.write_bytes(0, SLOTS * SLOT_BYTES) };
         // An event that was never recorded counts as passed.

@@ -54,8 +54,9 @@ impl Stream {
 
     /// Queues a copy within the device.
     ///
-    /// # Errors [`Error::InvalidArgument`] if the lengths differ, the ranges overlap, the memory is on another device, or the
-    /// stream is being captured into a graph; [`Error::Device`] if the driver refuses.
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the lengths differ, the ranges overlap, the memory is on another device, or the stream is
+    /// being captured into a graph; [`Error::Device`] if the driver refuses.
     pub fn copy(&self, to: &DeviceSlice, from: &DeviceSlice) -> Result<()> {
         check_copy(to, from)?;
         let cx = self.begin(&[to, from])?;
@@ -125,7 +126,11 @@ impl Stream {
 /// Checks a copy within the device. The driver leaves the result of overlapping copies undefined.
 fn check_copy(to: &DeviceSlice, from: &DeviceSlice) -> Result<()> {
     if to.bytes() != from.bytes() {
-        return Err(Error::InvalidArgument(format!("a copy of {} bytes to {}", from.bytes(), to.bytes())));
+        return Err(Error::InvalidArgument(format!(
+            "a copy from {} bytes to {} bytes: the lengths differ",
+            from.bytes(),
+            to.bytes()
+        )));
     }
     let (to_end, from_end) = (to.end()?, from.end()?);
     if to.bytes() > 0 && to.address() < from_end && from.address() < to_end {

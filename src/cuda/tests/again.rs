@@ -218,7 +218,7 @@ fn applications_on_other_streams_do_not_wait_for_a_busy_one() {
         before.into_iter().for_each(|pending| pending.wait().unwrap());
         both.iter().for_each(|laid| laid.restore(device));
         spin(device, spinning, &busy);
-        // Its side streams are returned while they wait.
+        // The side streams of the dropped launch are returned to their pool while they wait.
         drop(launch(0, &busy));
         let end = busy.record().unwrap();
         launch(1, &free).wait().unwrap();

@@ -355,7 +355,7 @@ fn memory_that_overlaps_is_refused_and_the_same_twice_is_decoded_once() {
     let blob = || Payloads::Host(sample.pair.blob());
     let refused = |bindings: &[Binding], mode: Mode, why: &str| match prepare(&index, bindings, mode, blob()) {
         Err(Error::InvalidArgument(told)) => assert!(told.contains(why), "{told}"),
-        other => panic!("{other:?}, where {why:?} is the matter"),
+        other => panic!("expected an error with {why:?}, found {other:?}"),
     };
     let out = |tensor, base, output| Binding::out_of_place(tensor, Some(at(base)), at(output));
     refused(&[out(0, 0, 0)], Mode::OutOfPlace, "overlaps the base");

@@ -48,7 +48,7 @@ fn every_codec_dtype_mode_and_density() {
     let (mut runs, mut tensors) = (0, 0);
     for codec in [Codec::Raw, Codec::Zstd, Codec::Conditioned] {
         for &dtype in dtypes {
-            // One pair has tensors of all densities, with sizes around those of chunks and tiles.
+            // One pair has tensors in which one lane in 1 to 5,000 changes, or none. They have from one lane to five chunks.
             let mut data = Vec::new();
             let random = &mut Random(u64::from(dtype.code()) + 77);
             for (n, rarity) in [1, 2, 10, 100, 5000, u64::MAX].into_iter().enumerate() {

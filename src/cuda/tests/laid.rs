@@ -80,7 +80,7 @@ impl Laid {
             self.image[output.clone()].copy_from_slice(&now[output.clone()]);
         }
         if let Some(at) = (0..now.len()).find(|&i| now[i] != self.image[i]) {
-            panic!("byte {at} is {:#x}, which is no part of any output", now[at]);
+            panic!("byte {at}, which is part of no output, has changed to {:#x}", now[at]);
         }
         self.bindings.iter().zip(&self.outputs).map(|(binding, output)| (binding.tensor, now[output.clone()].to_vec())).collect()
     }

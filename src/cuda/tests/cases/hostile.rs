@@ -8,7 +8,7 @@ use crate::error::Rule;
 /// A chunk with an arbitrary payload, and the verdict of the processor.
 pub struct Hostile {
     pub case: Case,
-    /// The bytes in the blob, if they differ from the payload that the CRC in the record is of.
+    /// The bytes in the blob, if they differ from the payload whose CRC is in the record.
     pub stored: Option<Vec<u8>>,
     pub expected: Result<Vec<u8>, Rule>,
 }

@@ -42,7 +42,7 @@ pub struct Case {
     /// The base lanes. Missing lanes are zero.
     pub base: Vec<u8>,
     pub payload: Vec<u8>,
-    /// The padding byte after the payload.
+    /// Value of the padding bytes after the payload.
     pub padding: u8,
     pub uncompressed_size: u32,
     pub num_deltas: u32,
@@ -128,7 +128,7 @@ impl Case {
 
 /// Returns whether verdicts agree. A payload may violate several rules.
 pub fn is_same_kind(expected: Option<Rule>, found: Option<Rule>) -> bool {
-    // The sizes of all segments are checked first; the decoder may have found a fault in an earlier segment.
+    // Kernels check the sizes of all segments first. The decoder of the processor may find a fault in an earlier segment before.
     let early = found == Some(Rule::PayloadSize) && expected.map(kind) == Some(kind(Rule::PayloadStream));
     early || expected.map(kind) == found.map(kind)
 }

@@ -84,7 +84,7 @@ fn vectors() {
         match vector["rule"].as_str() {
             _ if valid => assert!(broken.is_empty(), "{name}: {broken:?}"),
             Some(rule) if !broken.is_empty() => assert!(broken.iter().all(|broken| *broken == rule), "{name}: {broken:?}"),
-            // Its fault is detected by the host.
+            // The host detects the fault of this vector.
             _ => continue,
         }
         right += usize::from(valid);
@@ -112,7 +112,7 @@ fn one_fault_at_a_time() {
     cases.run("faults", &["--shift", "0", "--shift", "16"]);
 }
 
-/// Payloads of the encoder for every dtype and density.
+/// Payloads of the encoder for every dtype and several rates of change.
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn generated() {
@@ -223,7 +223,7 @@ fn every_cut_and_many_flipped_bits() {
     let shapes = [(Dtype::Bf16, 0, 1), (Dtype::Bf16, 20, 0), (Dtype::U8, 32, 0), (Dtype::F32, 10, 0), (Dtype::F64, 3, 1)];
     for (n, (dtype, low, segments_log2)) in shapes.into_iter().enumerate() {
         let random = &mut Random(n as u64);
-        // Two segments are two tiles at least.
+        // Two segments need at least two tiles.
         let lanes = 140.max(usize::from(segments_log2) * (tile(dtype) + 12));
         let shape = Shape { dtype, lanes, rarity: 6, classes: 2, states_log2: 1, segments_log2, low, ..Shape::any(random, 1) };
         let case = case_of(shape);
