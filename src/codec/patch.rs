@@ -18,7 +18,7 @@ impl<'a, L: Lane> Patch<'a, L> {
     /// Starts a patch of at most `count` changes, to lanes whose chunk sum is `sum`.
     pub fn new(lanes: &'a mut [u8], count: usize, sum: u64, order: Order) -> Self {
         let lanes = lanes_of_mut::<L>(lanes);
-        // Updating the sum costs more per change than recomputing it costs per lane. It pays if few lanes change.
+        // Updating the sum costs more per change than recomputing it costs per lane. So it is updated only if few lanes change.
         let sum = (16 * count < lanes.len()).then_some(sum);
         Self { lanes, order, next: 0, sum }
     }
@@ -60,6 +60,6 @@ pub struct Encoded {
 }
 
 /// Callback that writes the base lanes of a chunk, at least up to a byte offset. A decoder calls it with ascending offsets just
-/// before it needs the lanes, so lanes are copied and checked while they are in the cache. It does nothing if the buffer already
-/// has the base lanes.
+/// before it needs the lanes, so lanes are copied and checked while they are in the cache. The callback does nothing if the
+/// buffer already has the base lanes.
 pub type Fill<'a> = &'a mut dyn FnMut(&mut [u8], usize) -> Result<()>;

@@ -72,7 +72,7 @@ impl Decoder {
             self.lookup.set(tables);
         }
 
-        // Updating the sum costs more per change than recomputing it costs per lane. It pays if few lanes change.
+        // Updating the sum costs more per change than recomputing it costs per lane. So it is updated only if few lanes change.
         let is_sparse = 16 * (encoded.num_deltas as usize) < count && payload.low_bits == 0;
         let mut target = Target { order: dtype.order(), sum: is_sparse.then_some(base_sum), changed: 0 };
         let mut exceptions = Exceptions::<L>::new(&payload, count)?;

@@ -40,7 +40,7 @@ fn sampled(blocks: usize, stride: usize) -> impl Iterator<Item = usize> {
 pub(crate) struct Split {
     /// Number of low bits of each delta that are stored uncoded.
     pub low_bits: u32,
-    /// High bits for which the value is 0. It is 0 if `low_bits` is 0.
+    /// High bits for which the value is 0. The center is 0 if `low_bits` is 0.
     pub center: u64,
 }
 

@@ -240,7 +240,7 @@ fn own_cost(row: &Row) -> u64 {
     row.counts.iter().filter(|&&n| n != 0).map(|&n| u64::from(n) * (total - log2(n.into()))).sum()
 }
 
-/// Returns the cost of each token in a class with these counts. A token without occurrences counts 1/32.
+/// Returns the cost of each token in a class with these counts. 1/32 is added to each count, so that every cost is finite.
 fn token_costs(sum: &Row) -> Vec<u64> {
     const PART: u64 = 32;
     let total = log2(PART * sum.lanes() + super::tables::MAX_TOKENS as u64);

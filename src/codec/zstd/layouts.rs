@@ -250,7 +250,7 @@ fn decode_elias<L: Lane>(mut parts: &[u8], count: usize, order: Order, base_sum:
     for delta in lanes_of_planes::<L>(planes, count) {
         let gap = gaps.gap().map_err(|bad| match bad {
             elias::Bad::End => Rule::PayloadSize.broken("a gap", "the end"),
-            elias::Bad::TooLong => Rule::PayloadPositions.broken("a gap of a chunk", "a code of five zeros"),
+            elias::Bad::TooLong => Rule::PayloadPositions.broken("a gap within a chunk", "a code that begins with five zeros"),
         })?;
         patch.change(gap as usize, delta)?;
     }

@@ -58,7 +58,7 @@ impl Encoder {
         payload: &mut Vec<u8>,
     ) -> Result<(Encoded, Vec<LayoutSize>)> {
         let mut deltas = Deltas::<L>::new(difference);
-        // If all lanes change, sparse layouts have the same content as dense ones.
+        // If nearly all lanes change, nearly all gaps are 0, and sparse layouts gain nothing over dense ones.
         let more = matches!(layouts, Layouts::Any) && 32 * difference.changed <= 31 * difference.lanes();
         let mut layouts = match layouts {
             Layouts::ByRule => vec![deltas.by_rule()],

@@ -39,7 +39,7 @@ proptest! {
         }
     }
 
-    /// Streams of arbitrary bytes are refused on every platform, at their end or earlier.
+    /// On streams of arbitrary words, decoding ends on every platform, with the result of the model.
     #[test]
     fn any_stream_ends(dtype in dtypes(), lanes in 1usize..5000, stream in proptest::collection::vec(any::<u16>(), 2..600), seed: u64) {
         let mut random = Random::new(seed);

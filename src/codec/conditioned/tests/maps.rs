@@ -16,7 +16,8 @@ fn coded_and_holes(chunk: &Chunk) -> Vec<(bool, bool)> {
     payload.maps.classes[..1 << payload.activity_bits].iter().map(map).collect()
 }
 
-/// Returns base and target weights in rows of 384. One of `resting` rows is unchanged. The others change by about `step`.
+/// Returns base and target weights in rows of 384. A row is unchanged with probability 1/`resting`. The weights of the other rows
+/// change by about `step`.
 fn weights(random: &mut Random, rows: usize, resting: u64, step: f32) -> (Vec<u8>, Vec<u8>) {
     // Approximately normal, with a standard deviation of 1.
     let mut normal = || (0..12).map(|_| random.below(1 << 16) as f32 / 65536.0).sum::<f32>() - 6.0;

@@ -141,8 +141,8 @@ fn flat(count: usize, least: u16) -> Vec<u16> {
     class
 }
 
-/// Returns unusual valid sets: with one token, without token 0 (so no lane can stay unchanged), with all tokens, and with the
-/// largest token only.
+/// Returns unusual valid sets: with one token, without token 0 (so a coded lane cannot stay unchanged), with all tokens, and with
+/// the largest token only.
 fn handmade() -> Vec<TableSet> {
     let alone = |token: usize| [vec![0; token], vec![SCALE as u16]].concat();
     vec![

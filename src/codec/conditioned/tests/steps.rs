@@ -109,7 +109,8 @@ fn a_tile_begins_with_the_first_state() {
     let target: Vec<u8> =
         (0..).zip(&base).flat_map(|(i, lane)| (lane - u16::from(coded.contains(&(i, 1)))).to_le_bytes()).collect();
     let base: Vec<u8> = base.iter().flat_map(|lane| lane.to_le_bytes()).collect();
-    // A token with 2,048 slots is one bit, just below the upper half of a state. Decoding removes this bit.
+    // With 2,048 of 4,096 slots per token, bit 11 of a state is the token. Decoding removes this bit, and moves the bits above it
+    // down by one.
     let states = [1 << 18 | 1 << 12 | 1 << 11, 1 << 18, 1 << 17 | 1 << 11, 1u32 << 16];
     let mut payload = vec![0; HEADER];
     (payload[STATES], payload[CONTEXT_COUNT]) = (2, 2);
