@@ -34,7 +34,8 @@ mod _tpde {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-        // Warnings of the library go to Python's `logging`, as logger `tpde`. A second interpreter finds it installed.
+        // Warnings of the library go to Python's `logging`, as logger `tpde`. In a second interpreter of the process a logger is
+        // already installed, so the error is ignored.
         let logger = pyo3_log::Logger::new(module.py(), pyo3_log::Caching::Nothing)?;
         let _ = logger.filter(log::LevelFilter::Warn).install();
         // Lets tests see how a panic reaches Python.

@@ -92,7 +92,8 @@ impl Launched {
         }
     }
 
-    /// Waits until the rebuild has finished. Raises its error on every call: a caller may be interrupted before it notes the first.
+    /// Waits until the rebuild has finished. Raises its error on every call, because a caller may be interrupted before it has
+    /// recorded the error that the first call raised.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         let lock = || self.state.lock().unwrap_or_else(PoisonError::into_inner);
         py.detach(|| {

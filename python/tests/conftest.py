@@ -1,4 +1,4 @@
-"""Checkpoints for the tests: normally distributed weights, some of which change by a few units in the last place."""
+"""Checkpoints for the tests: random tensors of several dtypes. About 3 % of the elements change in their lowest bit."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def back(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 class Large:
-    """A tensor of 64 MiB on the device with many chunks, and a pair that changes it."""
+    """A tensor of 64 MiB with many chunks, on the CPU, and a pair that changes it."""
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)

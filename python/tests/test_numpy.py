@@ -12,7 +12,7 @@ import pytest
 import tpde
 from conftest import SHAPES, Made, raw
 
-# The dtypes to compare as, so that only bits count, whether or not ml_dtypes is installed.
+# NumPy dtypes of the tests' arrays. BF16 and F8 are unsigned integers, so ml_dtypes is not needed.
 VIEWS = {"BF16": np.uint16, "F8_E4M3": np.uint8, "F32": np.float32, "F16": np.float16, "F64": np.float64, "I64": np.int64}
 
 

@@ -135,7 +135,7 @@ class Search:
             self.world.violations.append("a thread waits for ever")
 
     def dropped(self) -> None:
-        """Drops a model during a call of another one, so that its finalizers run there."""
+        """Drops a model during a call of another one, so that the finalizers of the dropped model run during that call."""
         if len(self.models) > 1:
             self.models.pop(0).weights.clear()
 

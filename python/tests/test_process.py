@@ -132,7 +132,7 @@ def test_a_keyboard_interrupt_ends_encoding_and_leaves_no_file(tmp_path: Path) -
         if is_done:
             continue
         left = list(folder.iterdir())
-        if len(left) == 2:  # the signal came after the last rename
+        if len(left) == 2:  # the signal came after both files had their names
             tpde.verify(folder / "p")
             continue
         assert not left
@@ -215,7 +215,7 @@ def test_waiting_for_a_lock_ends_on_a_keyboard_interrupt(call: str, made: Made, 
     assert sorted(tmp_path.iterdir()) == before
 
 
-#: Ends itself by SIGTERM while it writes files that have names, if any has.
+#: A program that sends itself SIGTERM while it has an open file in the folder.
 TERMINATED = """
 import contextlib, os, signal, sys, threading, time
 import numpy as np, tpde

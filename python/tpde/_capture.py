@@ -56,7 +56,7 @@ class Graph:
 
     @classmethod
     def check(cls, weights: Iterable[GraphWeight]) -> None:
-        """Raises the error of one of these weights in the last replay of any graph, if there was one.
+        """Raises an error that one of these weights had in the last replay of a graph, if there is such an error.
 
         The replay must have completed.
         """
@@ -108,7 +108,7 @@ class Capture:
         self.begin(streams)
 
     def lay(self, bytes: int) -> torch.Tensor:
-        """Returns memory for the next weight, which is free after the event ``free[slot]``.
+        """Returns memory for the next weight. The memory is free after the event ``free[slot]``.
 
         Consecutive weights share a slot while they fit. Decoding a single small weight would not use the whole device.
         """

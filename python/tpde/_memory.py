@@ -25,15 +25,15 @@ def is_torch(value: Any) -> bool:
 def describe(
     name: str, value: Any, expected: tuple[str, list[int]] | None = None, *, writable: bool = False, device: Any = "cpu"
 ) -> Memory:
-    """Checks an array or tensor on this device and describes its memory. ``expected``, dtype and shape, distinguishes integers from
-    a view of another dtype as integers."""
+    """Checks an array or tensor on this device and describes its memory. ``expected`` is the dtype and shape in the pair. It
+    distinguishes unsigned integers from elements of a dtype that the library lacks and represents as such integers."""
     try:
         if is_torch(value):
             from . import _torch_memory
 
             return _torch_memory.describe(name, value, expected, device)
         if str(device) != "cpu":
-            raise InvalidArgument(f"tensor {name!r} is an array, others are on {device}")
+            raise InvalidArgument(f"tensor {name!r} is an array on the CPU, others are on {device}")
         return describe_array(name, value, expected, writable=writable)
     except TpdeError:
         raise

@@ -88,7 +88,7 @@ class Slot:
         self._state = EMPTY
 
     def fail(self, generation: int, error: Exception) -> None:
-        """Marks the content of this filling as wrong. No effect if the memory was used or filled since."""
+        """Marks the content of this filling as wrong. No effect if the slot was cleared or filled since."""
         state = self._state
         if isinstance(state, Ready) and state.generation == generation:
             self._state = Failed(error)
