@@ -55,7 +55,7 @@ impl Common {
         Ok(written.and_then(|()| out.flush()).map_err(failure::Output)?)
     }
 
-    /// Returns a progress bar on stderr. The bar is hidden if stderr is not a terminal.
+    /// Returns a progress bar on stderr. The bar is hidden by --quiet, by --progress never, or if stderr is not a terminal.
     pub fn bar(&self, verb: &'static str, bytes: u64) -> ProgressBar {
         let shown = self.progress == Progress::Auto && !self.quiet;
         let target = if shown { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };

@@ -143,8 +143,8 @@ impl Steps<'_> {
     }
 }
 
-/// A synthetic checkpoint, and a fine-tuned version of it. Weights are nearly normal. The tuning changes about 2 % of them by one
-/// unit in the last place, as reinforcement learning does.
+/// A synthetic checkpoint, and a fine-tuned version of it. Weights are nearly normally distributed. The tuning changes about 2 %
+/// of them by one or two units in the last place, as reinforcement learning does.
 fn tensors() -> (Tensors, Tensors) {
     let mut random = Xorshift(0x7470_6465);
     let shapes: [(&str, Dtype, &[u64]); 7] = [
@@ -196,7 +196,8 @@ impl Xorshift {
         self.0
     }
 
-    /// Nearly normal with standard deviation of about 0.02: the sum of eight random bytes minus its mean, plus finer random bits.
+    /// Returns a nearly normally distributed weight, with a standard deviation of about 0.02: the sum of eight random bytes minus
+    /// the mean of such sums, plus finer random bits.
     fn weight(&mut self) -> f32 {
         let sum: i32 = self.next().to_le_bytes().into_iter().map(i32::from).sum();
         let fine = (self.next() >> 48) as i32;

@@ -41,7 +41,7 @@ impl DeviceArgs {
     /// Refuses options that only a device supports.
     pub fn check(&self) -> Result<()> {
         if self.trust && self.device == DeviceName::Cpu {
-            return Err(Error::InvalidArgument("--trust is for a device: --device cuda".into()));
+            return Err(Error::InvalidArgument("--trust requires a CUDA device: add --device cuda".into()));
         }
         Ok(())
     }

@@ -104,7 +104,7 @@ impl Cli {
         let default = if matches!(self.verb, Verb::Bench(_)) { 1 } else { 0 };
         let threads = common.threads.unwrap_or(default).into();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-        let pool = pool.map_err(io::Error::other).context("cannot start threads (--threads asks for fewer)")?;
+        let pool = pool.map_err(io::Error::other).context("cannot start threads; --threads sets a lower number")?;
         tracing::debug!(threads = pool.current_num_threads(), "thread pool");
         pool.install(|| {
             match &self.verb {

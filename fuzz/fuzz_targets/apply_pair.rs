@@ -1,4 +1,5 @@
-//! A hostile pair whose checksums are all correct: all ways of applying it agree, and a failed one leaves its outputs unchanged.
+//! A hostile pair whose checksums are all correct: all ways of applying it agree, and an application in place that fails before
+//! it writes leaves the tensors unchanged.
 //!
 //! Input: one byte that selects the repairs, the length of the index as a u16, the index, and the blob.
 

@@ -1,5 +1,5 @@
 //! A valid pair whose decoded fields, tables, streams and lanes are changed, and whose checksums are then recomputed: all ways of
-//! applying it agree, memory is bounded, and a failed one leaves its outputs unchanged.
+//! applying it agree, memory is bounded, and an application in place that fails before it writes leaves the tensors unchanged.
 //!
 //! The input selects a seed of `apply_pair` and the changes.
 

@@ -166,7 +166,7 @@ impl Bed<'_> {
                 continue;
             };
             let same = base.tensors()[place] == *info;
-            ensure!(same, "a tensor of the base has another dtype or shape: only the processor's bench measures that");
+            ensure!(same, "a base tensor has another dtype or shape than its target tensor: only bench on the CPU supports this");
             for (offset, size) in pieces(info.bytes()) {
                 let piece = &mut piece[..size];
                 let read = |(i, part): (usize, &mut [u8])| base.read(place, offset + (i * PART) as u64, part);
@@ -278,7 +278,8 @@ impl Bed<'_> {
         })
     }
 
-    /// Binds tensors: from the base's memory to the output's when out of place, otherwise in place in the output's memory.
+    /// Binds tensors. Out of place, bases are in the base's memory, and targets in the output's. In place, both are in the
+    /// output's memory.
     fn bindings(&self, pair: &ValidatedIndex, index: &DeviceIndex, mode: Mode) -> anyhow::Result<Vec<Binding>> {
         let mut bindings = Vec::new();
         for (tensor, &at) in pair.tensors().zip(&self.places) {
@@ -287,7 +288,7 @@ impl Bed<'_> {
                 (Mode::OutOfPlace, BaseKind::Same) => Some(self.base_memory.slice(at, tensor.bytes())?),
                 _ => None,
             };
-            ensure!(index.find(tensor.name) == Some(tensor.place), "the index on the device is another");
+            ensure!(index.find(tensor.name) == Some(tensor.place), "the index on the device is not the index of the pair");
             bindings.push(match mode {
                 Mode::OutOfPlace => Binding::out_of_place(tensor.place, base, output),
                 _ => Binding::in_place(tensor.place, output),

@@ -17,7 +17,7 @@ fn a_device_that_is_not_there_is_said_so() {
     place.fails("verify pair --device tpu", USAGE, "cpu, cuda, cuda:N");
     for command in ["apply base.safetensors pair -o other.safetensors", "verify pair", "bench base.safetensors target.safetensors"]
     {
-        place.fails(&format!("{command} --trust"), USAGE, "--trust is for a device");
+        place.fails(&format!("{command} --trust"), USAGE, "--trust requires a CUDA device");
     }
     let needs = &place.json("inspect pair")["summary"]["device"];
     assert!(needs["payload_bytes"].as_u64() > Some(0) && needs["kernels"].is_array(), "{needs}");

@@ -158,7 +158,8 @@ fn files_that_would_be_read_with_the_pairs_are_not_left_beside_them() {
         place.fails("apply base pair -o out -f", DATA, name);
         fs::remove_file(place.path("out").join(name)).unwrap();
     }
-    // A pipe with the name of an interrupted run's temporary file must not block the command.
+    // An interrupted run can leave a barrier with the name of the shard index. The command reads a file of this name to recognize
+    // the barrier. A pipe of this name must not block it.
     assert_eq!(place.command("mkfifo", &["out/model.safetensors.index.json"]).code, 0);
     place.fails("apply base pair -o out -f", DATA, "model.safetensors.index.json");
     fs::remove_file(place.path("out/model.safetensors.index.json")).unwrap();

@@ -26,7 +26,7 @@ pub struct Scenario {
     pub command: &'static str,
     /// Files that exist before the run, apart from the checkpoints.
     pub before: &'static [(&'static str, &'static str)],
-    /// Files that must exist after the run, hidden files aside: `old` in the old state, the next field in the new state.
+    /// Files that must exist after the run, hidden files aside: `old` in the old state, `new` in the new state.
     pub old: &'static [&'static str],
     pub new: &'static [&'static str],
     pub judge: fn(&Path) -> State,
@@ -224,7 +224,8 @@ impl Scenario {
         for (from, to) in self.before {
             copy(&checkpoints.path().join(from), &folder.path().join(to));
         }
-        // A file written just before is checked once more. Waiting makes every run do the same calls.
+        // The library waits for files that were written within the last 20 ms, and then queries their times again. The sleep
+        // makes every run do the same calls.
         std::thread::sleep(std::time::Duration::from_millis(30));
         folder
     }
