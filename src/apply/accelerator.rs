@@ -11,7 +11,7 @@ pub trait Accelerator: Sync {
     /// The first argument of `done` is the tensor's position in that list. CRC and sums are checked; digests are not.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for a damaged chunk, with the chunk's number; any error of `done`; errors of the
+    /// [`Error::Invalid`](crate::Error::Invalid) for a damaged chunk, with the chunk's index; any error of `done`; errors of the
     /// device.
     fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()>;
 }
@@ -26,6 +26,7 @@ pub struct Work<'a> {
     pub blob: &'a dyn Source,
     /// The base.
     pub base: &'a dyn Checkpoint,
-    /// For each tensor, its number in the index and the number of its base tensor in `base`. Dtypes and shapes have been checked.
+    /// For each tensor, its position in the index, and the position of its base tensor in `base`. Dtypes and shapes have been
+    /// checked.
     pub tensors: &'a [(usize, Option<usize>)],
 }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(crate) struct Rebuilt<'a, B> {
     pair: &'a Pair<B>,
     base: &'a dyn Checkpoint,
-    /// For each tensor, the number of its base tensor. Dtypes and shapes have been checked.
+    /// For each tensor, the position of its base tensor in `base`. Dtypes and shapes have been checked.
     bases: &'a [Option<usize>],
     tensors: Vec<TensorInfo>,
     /// Cache of the last rebuilt chunks, for reads of less than a chunk. At most the number of threads plus one.
@@ -24,7 +24,7 @@ pub(crate) struct Rebuilt<'a, B> {
 }
 
 impl<'a, B: Source> Rebuilt<'a, B> {
-    /// The target that `pair` gives with `base`. `bases` has the number of each tensor's base tensor.
+    /// The target that `pair` gives with `base`. `bases` has the position of each tensor's base tensor.
     pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint, bases: &'a [Option<usize>]) -> Self {
         let info =
             |tensor: Tensor<'_>| TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };

@@ -46,7 +46,7 @@ pub(super) fn write<B: Source>(
     Ok(report)
 }
 
-/// Writes the outputs under temporary names.
+/// Writes the outputs to files that get their names later, when they are published.
 fn stage<B: Source>(
     run: &Run<'_, B>,
     outputs: &[Output],

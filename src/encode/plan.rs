@@ -13,9 +13,9 @@ use std::sync::{Arc, OnceLock};
 
 /// One target tensor with its base. The struct is small, because a model may have very many tensors.
 pub(super) struct Plan {
-    /// Tensor number in the target.
+    /// Index of the tensor in the target.
     pub target: u32,
-    /// Tensor number in the base.
+    /// Index of the base tensor in the base.
     pub base: Option<u32>,
     pub base_kind: BaseKind,
     pub dtype: Dtype,
@@ -134,7 +134,12 @@ pub(super) fn plan(
     options: &EncodeOptions,
 ) -> Result<Plan> {
     let TensorInfo { name, dtype, shape } = &target.tensors()[tensor_index];
-    let impossible = || Error::InvalidArgument(format!("tensor {} has an impossible shape {shape:?}", Escaped(name)));
+    let impossible = || {
+        Error::InvalidArgument(format!(
+            "tensor {} of {dtype} {shape:?}: expected fewer than 2^63 bits, in whole bytes",
+            Escaped(name)
+        ))
+    };
     let lanes = dtype.lanes(shape).ok_or_else(impossible)?;
     let base_name = options.renamed.get(name).unwrap_or(name);
     let candidate = base.and_then(|base| base.find(base_name).map(|i| (i as u32, &base.tensors()[i])));

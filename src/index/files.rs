@@ -93,17 +93,21 @@ impl FileNames {
         let text = String::from_utf8_lossy(name);
         let shown = Escaped(&text);
         if name.is_empty() {
-            return Rule::FileName.check(count == 1 && kind.has_tensors(), "a name, but for a lone safetensors file", "none");
+            return Rule::FileName.check(
+                count == 1 && kind.has_tensors(),
+                "a name, or one safetensors file without a name",
+                "none",
+            );
         }
         Rule::FileName.check(is_file_name(&text, kind), "letters, digits, . _ - and the extension of the kind", &shown)?;
-        let (expected, before) = ("a name above the one before", String::from_utf8_lossy(&self.before));
+        let (expected, before) = ("a name greater than the previous one", String::from_utf8_lossy(&self.before));
         Rule::FileName.check(*self.before < *name, expected, format_args!("{shown} after {}", Escaped(&before)))?;
         self.before = name.to_vec();
         match self.folded.insert(name.to_ascii_lowercase(), name.to_vec()) {
             None => Ok(()),
             Some(other) => {
                 let other = String::from_utf8_lossy(&other);
-                let expected = "a name unlike the others also in lower case";
+                let expected = "a name that differs from all others in lower case too";
                 Err(Rule::FileName.broken(expected, format_args!("{shown} beside {}", Escaped(&other))))
             }
         }

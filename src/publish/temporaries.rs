@@ -8,8 +8,8 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// Temporary names of this process. Only [`Temporaries::track`] sets it: in a process that does not need it, a fork cannot copy a
-/// held lock.
+/// Temporary names of this process. Only [`Temporaries::track`] sets them. A process that does not call it has no lock, so a fork
+/// cannot copy a locked one.
 static TRACKED: OnceLock<Tracked> = OnceLock::new();
 
 #[derive(Default)]

@@ -76,7 +76,7 @@ impl Header {
     pub fn parse(content: &[u8]) -> Result<Self, String> {
         let (length, json) = content.split_first_chunk().ok_or("a header without a length")?;
         if content_size(*length) != Some(content.len() as u64) {
-            return Err("the length of the header is not what it says".into());
+            return Err("the length field differs from the length of the header".into());
         }
         check_start(json)?;
         Self::from_table(serde_json::from_slice(json), content.len() as u64)

@@ -149,8 +149,8 @@ fn content_of(checkpoint: Option<&SafetensorsCheckpoint>, whose: &str, rule: Rul
 /// # Errors
 /// - [`Rule::FileTensors`] if the pair's files and tensors disagree.
 /// - [`Rule::BaseFile`] if the pair takes a file's content from the base and there is no base or it lacks the file.
-/// - [`Error::NotWritable`] if readers would reject the composed file: because a tensor is named `__metadata__`, or because the
-///   header is larger than 100,000,000 bytes.
+/// - [`Error::NotWritable`] if a file with a new header is needed and readers would reject it: because a tensor is named
+///   `__metadata__`, because the header is larger than 100,000,000 bytes, or because the tensors have more than 2^64 bytes.
 pub(crate) fn outputs(
     index: &ValidatedIndex,
     base: Option<&SafetensorsCheckpoint>,
