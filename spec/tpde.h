@@ -1,4 +1,4 @@
-/* tpde.h: the fixed layouts of the TPDE pair format, version 1.1, in C11 and C++11.
+/* tpde.h: the fixed layouts of the TPDE pair format, version 1.2 (not yet published), in C11 and C++11.
  *
  * tpde-format.md and codecs.md are the norm; this restates their tables. All integers are little-endian: on another
  * machine, swap them after reading. These structs say where bytes lie and check nothing: read
@@ -27,13 +27,19 @@
 #define TPDE_BLOB_MAGIC_U64 UINT64_C(0x0A1A0A0D42505489)
 
 #define TPDE_VERSION_MAJOR 1
-#define TPDE_VERSION_MINOR 1
+#define TPDE_VERSION_MINOR 2
 #define TPDE_INDEX_HEADER_SIZE 256
 #define TPDE_BLOB_HEADER_SIZE 64
 #define TPDE_PAIR_DIGEST_SIZE 32
+#define TPDE_PAYLOAD_DIGEST_SIZE 16
 #define TPDE_INDEX_SIZE_MIN 352
 #define TPDE_SECTION_ALIGN 8
 #define TPDE_PAYLOAD_ALIGN 16
+
+/* Bits of required_features, section 12.1. */
+#define TPDE_FEATURE_DIGESTS UINT64_C(0x1)
+#define TPDE_FEATURE_PAYLOAD_LIST UINT64_C(0x2)
+#define TPDE_FEATURE_PARTS UINT64_C(0x4)
 
 #define TPDE_CHUNK_COUNT_MAX UINT32_C(0x7FFFFFFF)
 #define TPDE_TENSOR_COUNT_MAX UINT32_C(0x01000000)
@@ -81,6 +87,9 @@ enum {
     TPDE_F8_E5M2FNUZ = 35, TPDE_F8_E8M0 = 36, TPDE_F4 = 48, TPDE_F6_E2M3 = 49, TPDE_F6_E3M2 = 50
 };
 
+/* Field part of a TensorEntry, section 8.4. */
+enum { TPDE_PART_WHOLE = 0, TPDE_PART_FIRST = 1, TPDE_PART_FURTHER = 2 };
+
 enum { TPDE_BASE_NONE = 0, TPDE_BASE_SAME = 1, TPDE_BASE_PREFIX = 2 };
 
 enum { TPDE_CODEC_RAW = 0, TPDE_CODEC_ZSTD = 1, TPDE_CODEC_CONDITIONED = 2 };
@@ -126,7 +135,8 @@ struct IndexHeader {
     uint32_t file_count;
     uint32_t reserved;
     struct SectionEntry sections[TPDE_SECTION_COUNT];
-    uint8_t reserved2[44];
+    uint8_t payload_root[32]; /* with TPDE_FEATURE_DIGESTS, else zero */
+    uint8_t reserved2[12];
     uint32_t header_crc32;
 };
 TPDE_OFFSET(IndexHeader, magic, 0);
@@ -142,7 +152,8 @@ TPDE_OFFSET(IndexHeader, tensor_count, 52);
 TPDE_OFFSET(IndexHeader, file_count, 56);
 TPDE_OFFSET(IndexHeader, reserved, 60);
 TPDE_OFFSET(IndexHeader, sections, 64);
-TPDE_OFFSET(IndexHeader, reserved2, 208);
+TPDE_OFFSET(IndexHeader, payload_root, 208);
+TPDE_OFFSET(IndexHeader, reserved2, 240);
 TPDE_OFFSET(IndexHeader, header_crc32, 252);
 TPDE_SIZE(IndexHeader, TPDE_INDEX_HEADER_SIZE);
 
@@ -163,7 +174,7 @@ TPDE_OFFSET(ChunkMetadata, crc32, 20);
 TPDE_OFFSET(ChunkMetadata, output_offset, 24);
 TPDE_SIZE(ChunkMetadata, 32);
 
-/* Section sums, section 6.1. */
+/* Section sums, section 6.1. With TPDE_FEATURE_PAYLOAD_LIST, one PayloadDigest per chunk follows, section 7.2. */
 struct ChunkSums {
     uint64_t base_sum;
     uint64_t target_sum;
@@ -172,7 +183,12 @@ TPDE_OFFSET(ChunkSums, base_sum, 0);
 TPDE_OFFSET(ChunkSums, target_sum, 8);
 TPDE_SIZE(ChunkSums, 16);
 
-/* Section digests: first the roots, then one TensorDigests a tensor, section 7. */
+struct PayloadDigest {
+    uint8_t digest[TPDE_PAYLOAD_DIGEST_SIZE];
+};
+TPDE_SIZE(PayloadDigest, TPDE_PAYLOAD_DIGEST_SIZE);
+
+/* Section digests: first the roots, then one TensorDigests per entry of the tensor table, section 7. */
 struct RootDigests {
     uint8_t base_root[32];
     uint8_t target_root[32];
@@ -189,7 +205,8 @@ TPDE_OFFSET(TensorDigests, base_digest, 0);
 TPDE_OFFSET(TensorDigests, target_digest, 16);
 TPDE_SIZE(TensorDigests, 32);
 
-/* Section tensors: the entries, then all dims, then all names, section 8. */
+/* Section tensors: the entries, then all dims, then all names, section 8. The dims of an entry are its shape; with
+ * TPDE_PART_FIRST its shape, origins and extents; with TPDE_PART_FURTHER its origins and extents, section 8.4. */
 struct TensorEntry {
     uint32_t name_size;
     uint32_t base_name_size;
@@ -198,7 +215,8 @@ struct TensorEntry {
     uint16_t base_kind;
     uint16_t codec;
     uint8_t chunk_lanes_log2;
-    uint8_t reserved[3];
+    uint8_t part; /* with TPDE_FEATURE_PARTS, else zero */
+    uint8_t reserved[2];
     uint32_t tables_size;
     uint32_t first_chunk;
     uint32_t chunk_count;
@@ -211,7 +229,8 @@ TPDE_OFFSET(TensorEntry, rank, 10);
 TPDE_OFFSET(TensorEntry, base_kind, 12);
 TPDE_OFFSET(TensorEntry, codec, 14);
 TPDE_OFFSET(TensorEntry, chunk_lanes_log2, 16);
-TPDE_OFFSET(TensorEntry, reserved, 17);
+TPDE_OFFSET(TensorEntry, part, 17);
+TPDE_OFFSET(TensorEntry, reserved, 18);
 TPDE_OFFSET(TensorEntry, tables_size, 20);
 TPDE_OFFSET(TensorEntry, first_chunk, 24);
 TPDE_OFFSET(TensorEntry, chunk_count, 28);

@@ -1,4 +1,4 @@
-# Both files of the TPDE pair format, version 1.1, in Kaitai Struct. tpde-format.md is the norm:
+# Both files of the TPDE pair format, version 1.2 (not yet published), in Kaitai Struct. tpde-format.md is the norm:
 # this describes where things lie, not all that a reader must check (its section 13).
 #
 # A compressed section must be expanded by zstd first; then parse its bytes by the types
@@ -41,7 +41,9 @@ types:
         valid: 256
       - id: required_features
         type: u8
-        valid: 0
+        valid:
+          max: 7
+        doc: bit 0 digests, bit 1 payload_list, bit 2 parts
       - id: optional_features
         type: u8
       - id: index_size
@@ -68,13 +70,25 @@ types:
         repeat: expr
         repeat-expr: 6
         doc: chunks, sums, digests, tensors, files, tables
+      - id: payload_root
+        size: 32
+        if: has_digests
+      - id: payload_root_reserved
+        contents: [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+        if: not has_digests
       - id: reserved2
-        contents: [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-                   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+        contents: [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
       - id: header_crc32
         type: u4
         doc: CRC-32 of bytes 0 to 251
     instances:
+      has_digests:
+        value: required_features & 1 != 0
+      has_payload_list:
+        value: required_features & 2 != 0
+      has_parts:
+        value: required_features & 4 != 0
       chunks:
         io: _root._io
         pos: sections[0].offset
@@ -87,6 +101,14 @@ types:
         type: chunk_sums
         repeat: expr
         repeat-expr: chunk_count
+      payload_list:
+        io: _root._io
+        pos: sections[1].offset + 16 * chunk_count
+        size: 16
+        repeat: expr
+        repeat-expr: chunk_count
+        if: has_payload_list
+        doc: BLAKE3-128 of each payload, zeros for a chunk without one
       roots:
         io: _root._io
         pos: sections[2].offset
@@ -106,7 +128,7 @@ types:
         io: _root._io
         pos: sections[3].offset
         size: sections[3].stored_size
-        type: tensors_section(tensor_count)
+        type: tensors_section(tensor_count, has_parts)
         if: not sections[3].is_compressed
       files_stored:
         io: _root._io
@@ -184,13 +206,15 @@ types:
     params:
       - id: tensor_count
         type: u4
+      - id: has_parts
+        type: bool
     seq:
       - id: entries
-        type: tensor_entry
+        type: tensor_entry(has_parts)
         repeat: expr
         repeat-expr: tensor_count
-      - id: shapes
-        type: shape(entries[_index].rank)
+      - id: dims
+        type: dims(entries[_index].rank, entries[_index].part)
         repeat: expr
         repeat-expr: tensor_count
       - id: names
@@ -198,6 +222,10 @@ types:
         repeat: expr
         repeat-expr: tensor_count
   tensor_entry:
+    doc: describes a tensor, or a part of one
+    params:
+      - id: has_parts
+        type: bool
     seq:
       - id: name_size
         type: u4
@@ -216,8 +244,13 @@ types:
         enum: codecs
       - id: chunk_lanes_log2
         type: u1
+      - id: part
+        type: u1
+        enum: parts
+        valid:
+          expr: 'has_parts ? _.to_i <= 2 : _.to_i == 0'
       - id: reserved
-        contents: [0, 0, 0]
+        contents: [0, 0]
       - id: tables_size
         type: u4
       - id: first_chunk
@@ -226,15 +259,30 @@ types:
         type: u4
       - id: base_param
         type: u8
-  shape:
+  dims:
     params:
       - id: rank
         type: u2
+      - id: part
+        type: u1
+        enum: parts
     seq:
-      - id: dims
+      - id: shape
         type: u8
         repeat: expr
         repeat-expr: rank
+        if: part != parts::further
+        doc: that of the tensor, also where the entry describes its first part
+      - id: origins
+        type: u8
+        repeat: expr
+        repeat-expr: rank
+        if: part != parts::whole
+      - id: extents
+        type: u8
+        repeat: expr
+        repeat-expr: rank
+        if: part != parts::whole
   names:
     params:
       - id: name_size
@@ -440,6 +488,10 @@ enums:
     48: f4
     49: f6_e2m3
     50: f6_e3m2
+  parts:
+    0: whole
+    1: first
+    2: further
   base_kinds:
     0: none
     1: same
