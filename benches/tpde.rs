@@ -32,7 +32,7 @@ fn lanes(rarity: u64) -> (Vec<u8>, Vec<u8>) {
 
 /// An index of a million chunks with payloads.
 fn large_index() -> Vec<u8> {
-    let mut builder = PairBuilder::new(std::io::sink(), "nowhere".into()).unwrap();
+    let mut builder = PairBuilder::new(std::io::sink(), "nowhere".into(), Default::default()).unwrap();
     let lanes = 4096u64;
     let (chunks, tensors) = (1_000_000, 100);
     let payload = [5, 0, 0, 0, 1, 0];

@@ -29,6 +29,16 @@ pub(crate) fn short(hash: &Hash) -> [u8; DIGEST_SIZE] {
     *hash.as_bytes().first_chunk().unwrap_or(&[0; DIGEST_SIZE])
 }
 
+/// The digest of a payload in the payload list. Hashes on the calling thread.
+pub(crate) fn of_payload(payload: &[u8]) -> [u8; DIGEST_SIZE] {
+    if payload.is_empty() { [0; DIGEST_SIZE] } else { short(&blake3::hash(payload)) }
+}
+
+/// The payload root of a payload list.
+pub(crate) fn payload_root(list: &[[u8; DIGEST_SIZE]]) -> [u8; 32] {
+    *of(list.as_flattened()).as_bytes()
+}
+
 /// Hasher of a piece of a whole. The result is a chaining value for [`combine`], or the final hash if the piece is the whole.
 ///
 /// All pieces except the last have the same length, a power of two of at least 1 KiB.
@@ -91,14 +101,20 @@ fn subtree(pieces: &[[u8; 32]]) -> [u8; 32] {
     }
 }
 
-/// Root of a list of tensors: BLAKE3 of their concatenated hashes, with zeros for a missing hash.
+/// Root of a list of tensors: BLAKE3 of their concatenated hashes, with zeros for a missing hash. Pairs whose header has a payload
+/// root use digests of 16 bytes, others hashes of 32 bytes.
 #[derive(Default)]
 pub(crate) struct Root(Hasher);
 
 impl Root {
-    /// Adds the next tensor.
-    pub fn add(&mut self, hash: Option<&Hash>) {
+    /// Adds the hash of the next tensor.
+    pub fn add_hash(&mut self, hash: Option<&Hash>) {
         self.0.update(hash.map_or(&[0; 32][..], |hash| hash.as_bytes()));
+    }
+
+    /// Adds the digest of the next tensor.
+    pub fn add(&mut self, digest: &[u8; DIGEST_SIZE]) {
+        self.0.update(digest);
     }
 
     /// Returns the root of the tensors added so far.

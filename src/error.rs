@@ -24,6 +24,14 @@ pub enum Error {
     /// A pair violates the spec, or its bytes are damaged.
     #[error(transparent)]
     Invalid(#[from] Box<Invalid>),
+    /// The index does not have the pair digest that the caller expects. Nothing else of the pair was read.
+    #[error("not the expected pair: expected an index with pair digest {expected}, found {found}")]
+    UnexpectedPair {
+        /// The expected digest, hexadecimal.
+        expected: String,
+        /// The digest of the index, hexadecimal, or the reason why it has none.
+        found: String,
+    },
     /// The base differs from the base of the pair.
     #[error("wrong base: tensor {} has digest {found}, but the pair was made from {expected}", Escaped(tensor))]
     WrongBase {
@@ -206,6 +214,7 @@ rules! {
     HeaderHeaderSize = "header.header_size" in "5",
     HeaderCrc32 = "header.crc32" in "5",
     HeaderRequiredFeatures = "header.required_features" in "5",
+    HeaderPayloadRoot = "header.payload_root" in "5",
     HeaderReserved = "header.reserved" in "5",
     HeaderChunkCount = "header.chunk_count" in "5",
     HeaderTensorCount = "header.tensor_count" in "5",
@@ -227,6 +236,8 @@ rules! {
     TensorCodec = "tensor.codec" in "8",
     TensorChunkLanes = "tensor.chunk_lanes" in "8",
     TensorReserved = "tensor.reserved" in "8",
+    TensorPart = "tensor.part" in "8.4",
+    TensorPartOrder = "tensor.part_order" in "8.4",
     TensorTablesSize = "tensor.tables_size" in "8",
     TensorTables = "tensor.tables" in "C4.2",
     TensorFirstChunk = "tensor.first_chunk" in "8",
@@ -255,6 +266,7 @@ rules! {
     BlobVersionMinor = "blob.version_minor" in "11",
     BlobPairDigest = "blob.pair_digest" in "11",
     PayloadCrc32 = "payload.crc32" in "6",
+    PayloadDigest = "payload.digest" in "7.2",
     PayloadPadding = "payload.padding" in "11",
     PayloadFrame = "payload.frame" in "C3",
     PayloadLayout = "payload.layout" in "C3",

@@ -96,12 +96,12 @@ pub use encode::{
     WayReport,
 };
 pub use error::{Error, Escaped, Invalid, Location, Result, Rule, UnknownName};
-pub use format::{BaseKind, FileKind};
+pub use format::{BaseKind, FileKind, FormatVersion};
 pub use index::{Chunk, IndexParts, TargetFile, Tensor, ValidatedIndex};
 pub use lane::Dtype;
-pub use limits::Limits;
+pub use limits::{Limits, OpenOptions};
 pub use publish::Temporaries;
-pub use reader::{Pair, PairPaths, VerifyReport};
+pub use reader::{Pair, PairPaths, PayloadDigests, VerifyReport};
 pub use safetensors::SafetensorsCheckpoint;
 #[cfg(feature = "mmap")]
 pub use source::MappedSource;

@@ -1,4 +1,6 @@
-//! Limits of a reader, for untrusted files (spec section 13.4).
+//! Options for opening a pair: limits for untrusted files (spec section 13.4), and the expected pair digest.
+
+use crate::error::{Error, Result};
 
 /// Limits of a reader. The spec defines the defaults.
 ///
@@ -33,8 +35,51 @@ impl Limits {
     }
 }
 
+impl Limits {
+    /// Returns [`Error::Limit`] for an index of more than [`index_size`](Self#structfield.index_size) bytes.
+    pub(crate) fn check_index_size(&self, found: u64) -> Result<()> {
+        if found > self.index_size {
+            return Err(Error::Limit { what: "size of the index", limit: self.index_size, found });
+        }
+        Ok(())
+    }
+}
+
 impl Default for Limits {
     fn default() -> Self {
         Self::DEFAULT
+    }
+}
+
+/// Options for opening a pair: [`Pair::open_with`](crate::Pair::open_with).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OpenOptions {
+    /// Limits for untrusted files.
+    pub limits: Limits,
+    /// The pair digest that the index must have. It is compared with the hash of the index before a section is parsed and before
+    /// the blob is opened. A difference is [`Error::UnexpectedPair`].
+    pub expect: Option<[u8; 32]>,
+}
+
+impl OpenOptions {
+    /// Sets [`limits`](Self#structfield.limits).
+    #[must_use]
+    pub const fn limits(mut self, limits: Limits) -> Self {
+        self.limits = limits;
+        self
+    }
+
+    /// Sets [`expect`](Self#structfield.expect).
+    #[must_use]
+    pub const fn expect(mut self, digest: [u8; 32]) -> Self {
+        self.expect = Some(digest);
+        self
+    }
+}
+
+impl From<Limits> for OpenOptions {
+    fn from(limits: Limits) -> Self {
+        Self::default().limits(limits)
     }
 }

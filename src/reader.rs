@@ -1,9 +1,12 @@
 //! A pair opened for reading (spec section 11; section 13, steps 7 and 10).
 
+use crate::digest;
 use crate::error::{Error, Escaped, Result, Rule, hex};
-use crate::format::{BLOB_HEADER_CRC_SPAN, BLOB_HEADER_SIZE, BLOB_MAGIC, BlobHeader, ChunkMetadata, PAYLOAD_ALIGN, VERSION_MAJOR};
+use crate::format::{
+    BLOB_HEADER_CRC_SPAN, BLOB_HEADER_SIZE, BLOB_MAGIC, BlobHeader, ChunkMetadata, DIGEST_SIZE, PAYLOAD_ALIGN, VERSION_MAJOR,
+};
 use crate::index::ValidatedIndex;
-use crate::limits::Limits;
+use crate::limits::OpenOptions;
 use crate::publish;
 use crate::source::{FileSource, Source};
 use crate::watch::Watch;
@@ -12,6 +15,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 /// Paths of the two files of a pair.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,6 +67,8 @@ pub struct Pair<B> {
     blob: B,
     /// The files from which the pair was opened.
     paths: Option<PairPaths>,
+    /// The payload list, once it was formed from all payloads and had the payload root. Unused if the index stores the list.
+    formed_list: OnceLock<Box<[[u8; DIGEST_SIZE]]>>,
 }
 
 impl Pair<FileSource> {
@@ -76,18 +82,19 @@ impl Pair<FileSource> {
     /// The errors of [`ValidatedIndex::parse`] and [`Pair::new`]; [`Error::Io`]; [`Error::InvalidArgument`] if `path` does not end
     /// in a name.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
-        Self::open_with(path, &Limits::default(), &|_| {})
+        Self::open_with(path, &OpenOptions::default(), &|_| {})
     }
 
-    /// [`Pair::open`] with other limits. If the pair is being replaced, this may wait for the end; `watch` can stop the wait.
+    /// [`Pair::open`] with options: other limits, or the pair digest that the caller expects. If the pair is being replaced, this may wait for the end; `watch` can stop the wait.
     ///
     /// # Errors
-    /// The errors of [`Pair::open`], and any error of `watch`.
-    pub fn open_with(path: impl AsRef<Path>, limits: &Limits, watch: &dyn Watch) -> Result<Self> {
+    /// The errors of [`Pair::open`]; [`Error::UnexpectedPair`] if the index has another pair digest than expected; any error of
+    /// `watch`.
+    pub fn open_with(path: impl AsRef<Path>, options: &OpenOptions, watch: &dyn Watch) -> Result<Self> {
         let path = path.as_ref();
         check_pair_name(path)?;
         let paths = PairPaths::new(path);
-        let open = || Self::open_once(&paths, limits);
+        let open = || Self::open_once(&paths, options);
         match open() {
             // The pair may be between the two renames of a publication. Wait for the end of the publication and try again.
             Err(Error::Invalid(e)) if matches!(e.rule, Rule::BlobPairDigest | Rule::BlobBlobSize) => {
@@ -97,8 +104,8 @@ impl Pair<FileSource> {
         }
     }
 
-    fn open_once(paths: &PairPaths, limits: &Limits) -> Result<Self> {
-        let index = ValidatedIndex::read(&FileSource::open(&paths.index)?, limits)?;
+    fn open_once(paths: &PairPaths, options: &OpenOptions) -> Result<Self> {
+        let index = ValidatedIndex::read(&FileSource::open(&paths.index)?, options)?;
         let pair = Self::new(index, FileSource::open(&paths.blob)?)?;
         Ok(Self { paths: Some(paths.clone()), ..pair })
     }
@@ -133,7 +140,7 @@ impl<B: Source> Pair<B> {
         Rule::BlobBlobSize.check_eq(size, header.blob_size)?;
         let own = index.pair_digest();
         Rule::BlobPairDigest.check(*own == header.pair_digest, hex(own), hex(&header.pair_digest))?;
-        Ok(Self { index, blob, paths: None })
+        Ok(Self { index, blob, paths: None, formed_list: OnceLock::new() })
     }
 
     /// The index.
@@ -156,8 +163,11 @@ impl<B: Source> Pair<B> {
         (self.index, self.blob)
     }
 
-    /// The payload of a chunk, after checking its CRC and padding. Empty for an unchanged chunk. Borrowed if the blob is in memory
-    /// or mapped, else read into `scratch`.
+    /// The payload of a chunk, after checking its CRC, its padding, and its digest if that is known. Empty for an unchanged chunk.
+    /// Borrowed if the blob is in memory or mapped, else read into `scratch`.
+    ///
+    /// Digests of payloads are known if [`ValidatedIndex::has_payload_digests`] is true, or if [`ValidatedIndex::has_payload_root`]
+    /// is true and [`Pair::verify`] has succeeded on this value.
     ///
     /// # Errors
     /// [`Error::Invalid`] with the chunk if the payload is damaged; [`Error::InvalidArgument`] if the pair has no such chunk;
@@ -167,18 +177,50 @@ impl<B: Source> Pair<B> {
         let record = records
             .get(chunk as usize)
             .ok_or_else(|| Error::InvalidArgument(format!("chunk {chunk} of a pair of {} chunks", records.len())))?;
-        checked_payload(&self.blob, record, chunk, scratch)
+        checked_payload(&self.blob, record, self.digest_of_payload(chunk), chunk, scratch)
     }
 
-    /// Reads every payload and checks its CRC and padding, on all threads of the pool.
-    ///
-    /// Together with the checks of opening the pair, this detects accidental damage of any stored byte. CRC-32 misses random damage
-    /// of a payload with probability 2^-32. It does not detect forgery: a payload can be changed so that its CRC and the chunk
-    /// sums stay the same, and the pair digest does not cover payloads. To prove that payloads are authentic, rebuild the target
-    /// and compare its digests, as [`Apply::verify`](crate::Apply::verify) does.
+    /// The digest that a read of a payload compares; `None` if it is not known.
+    fn digest_of_payload(&self, chunk: u32) -> Option<&[u8; DIGEST_SIZE]> {
+        let list = match self.index.payload_list() {
+            Some(list) => list,
+            // What `form_list` has hashed in memory cannot have changed since.
+            None if self.blob.in_memory().is_some() => return None,
+            None => self.formed_list.get()?,
+        };
+        Some(&list[chunk as usize])
+    }
+
+    /// Whether [`Pair::payload`] gives only payloads that the pair digest covers.
+    pub(crate) fn is_authentic(&self) -> bool {
+        self.index.has_payload_digests() || self.formed_list.get().is_some()
+    }
+
+    /// Makes [`Pair::payload`] give only payloads that the pair digest covers, if the index has a payload root. Cost: none if the
+    /// index stores the payload list or it was formed before; else all payloads are read and hashed, on all threads of the pool.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with the first damaged chunk; [`Error::Io`].
+    /// [`Error::Invalid`] with the first damaged chunk, or with rule `header.payload_root`; [`Error::Io`]; any error of `watch`.
+    pub(crate) fn authenticate(&self, watch: &dyn Watch) -> Result<()> {
+        if !self.index.has_payload_root() || self.is_authentic() {
+            return Ok(());
+        }
+        self.check_payloads(watch)
+    }
+
+    /// Reads every payload and checks its CRC and padding, on all threads of the pool. If the pair digest covers the payloads
+    /// ([`ValidatedIndex::has_payload_root`], format 1.2), also compares their digests, and later reads of payloads through this
+    /// value compare them too. That takes 16 bytes of memory per chunk.
+    ///
+    /// Together with the checks of opening the pair, this detects accidental damage of any stored byte. CRC-32 misses random damage
+    /// of a payload with probability 2^-32. Digests also detect forgery: a changed payload is refused unless the pair digest
+    /// changes too. Pairs of formats 1.0 and 1.1 have no digests of payloads. A payload of theirs can be changed so that its CRC
+    /// and the chunk sums stay the same. To prove that such payloads are authentic, rebuild the target and compare its digests, as
+    /// [`Apply::verify`](crate::Apply::verify) does. [`VerifyReport::payload_digests`] says what was compared.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] with the first damaged chunk, or with rule `header.payload_root` if payloads differ from those that the
+    /// pair was made with; [`Error::Io`].
     pub fn verify(&self) -> Result<VerifyReport> {
         self.verify_with(&|_| {})
     }
@@ -188,19 +230,45 @@ impl<B: Source> Pair<B> {
     /// # Errors
     /// The errors of [`Pair::verify`], and any error of `watch`.
     pub fn verify_with(&self, watch: &dyn Watch) -> Result<VerifyReport> {
-        let chunks = self.index.header().chunk_count;
-        let failed = (0..chunks).into_par_iter().with_min_len(16).map_init(Vec::new, |scratch, chunk| {
-            watch.done(self.index.records()[chunk as usize].compressed_size.get().into())?;
-            self.payload(chunk, scratch).map(|_| ())
-        });
-        failed.find_first(|outcome| outcome.is_err()).unwrap_or(Ok(())).map_err(|e| self.name_tensor(e))?;
+        self.check_payloads(watch)?;
         Ok(VerifyReport {
             tensors: self.index.tensor_count() as u64,
-            chunks: chunks.into(),
+            chunks: self.index.chunk_count().into(),
             stored_bytes: self.index.size() + self.index.header().blob_size,
             base_checked: false,
             target_checked: false,
+            payload_digests: if self.is_authentic() { PayloadDigests::All } else { PayloadDigests::NotCompared },
         })
+    }
+
+    /// Reads and checks every payload. If the index has a payload root and no payload list, also forms the list and compares it.
+    fn check_payloads(&self, watch: &dyn Watch) -> Result<()> {
+        let records = self.index.records();
+        let is_formed = self.index.has_payload_root() && !self.is_authentic();
+        let mut list = vec![[0; DIGEST_SIZE]; if is_formed { records.len() } else { 0 }];
+        let check = |scratch: &mut Vec<u8>, chunk: usize| {
+            watch.done(records[chunk].compressed_size.get().into())?;
+            self.payload(chunk as u32, scratch)
+                .map(|payload| if is_formed { digest::of_payload(payload) } else { [0; DIGEST_SIZE] })
+        };
+        let failed = if is_formed {
+            let form = |scratch: &mut Vec<u8>, (chunk, digest): (usize, &mut [u8; DIGEST_SIZE])| {
+                *digest = check(scratch, chunk)?;
+                Ok(())
+            };
+            let outcomes = list.par_iter_mut().with_min_len(16).enumerate().map_init(Vec::new, form);
+            outcomes.find_first(|outcome| outcome.is_err())
+        } else {
+            let outcomes = (0..records.len()).into_par_iter().with_min_len(16);
+            outcomes.map_init(Vec::new, |scratch, chunk| check(scratch, chunk).map(|_| ())).find_first(|outcome| outcome.is_err())
+        };
+        failed.unwrap_or(Ok(())).map_err(|e| self.name_tensor(e))?;
+        if is_formed {
+            self.index.check_payload_list(&list)?;
+            // Another thread may have formed the same list.
+            let _ = self.formed_list.set(list.into());
+        }
+        Ok(())
     }
 
     /// If `error` names a chunk, adds the name of the chunk's tensor.
@@ -216,10 +284,11 @@ impl<B: Source> Pair<B> {
     }
 }
 
-/// The payload of a record, after checking its CRC and padding.
+/// The payload of a record, after checking its CRC, its digest if one is known, and its padding.
 pub(crate) fn checked_payload<'a>(
     blob: &'a (impl Source + ?Sized),
     record: &ChunkMetadata,
+    digest: Option<&[u8; DIGEST_SIZE]>,
     chunk: u32,
     scratch: &'a mut Vec<u8>,
 ) -> Result<&'a [u8]> {
@@ -229,6 +298,10 @@ pub(crate) fn checked_payload<'a>(
     let (expected, found) = (record.crc32.get(), crc32fast::hash(payload));
     let at = |e: Error| e.in_chunk(chunk);
     Rule::PayloadCrc32.check(expected == found, format_args!("{expected:08x}"), format_args!("{found:08x}")).map_err(at)?;
+    if let Some(expected) = digest {
+        let found = digest::of_payload(payload);
+        Rule::PayloadDigest.check(*expected == found, hex(expected), hex(&found)).map_err(at)?;
+    }
     Rule::PayloadPadding.check(padding.iter().all(|&b| b == 0), "zeros after the payload", "other bytes").map_err(at)?;
     Ok(payload)
 }
@@ -248,4 +321,21 @@ pub struct VerifyReport {
     /// Whether a target was compared with the digests of the pair. It was supplied by the caller or rebuilt from the base; only a
     /// rebuilt target proves that the payloads are correct.
     pub target_checked: bool,
+    /// Whether payloads were compared with the digests that the pair digest covers.
+    pub payload_digests: PayloadDigests,
+}
+
+/// Whether payloads were compared with the digests that the pair digest covers. If so, a forged payload is refused: it would need
+/// another pair digest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum PayloadDigests {
+    /// All payloads of the pair were compared.
+    All,
+    /// Each payload that was read was compared. Others were not read.
+    EachRead,
+    /// Not compared: the pair is of format 1.0 or 1.1; or it stores only the digest over all payloads, and not all were read; or a
+    /// device decoded the payloads.
+    NotCompared,
 }

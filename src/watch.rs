@@ -24,6 +24,15 @@ impl<F: Fn(u64) + Sync> Watch for F {
 /// The watcher as a function argument.
 pub(crate) type Progress<'a> = &'a dyn Watch;
 
+/// A watcher that can stop the work and receives no progress, for work that is not part of the announced total.
+pub(crate) struct NoProgress<'a>(pub Progress<'a>);
+
+impl Watch for NoProgress<'_> {
+    fn done(&self, _: u64) -> Result<()> {
+        self.0.done(0)
+    }
+}
+
 /// The watcher that a builder holds.
 #[derive(Default)]
 pub(crate) enum Watcher<'a> {

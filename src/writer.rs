@@ -55,7 +55,7 @@ pub struct FileSpec {
 /// Builds a pair: writes payloads to `blob` as they arrive, and assembles the index at the end.
 ///
 /// For each tensor, in ascending order of name, call [`begin_tensor`](Self::begin_tensor), then [`chunk`](Self::chunk) for each
-/// chunk in order, then [`end_tensor`](Self::end_tensor). At the end, call [`finish`](Self::finish). Memory: 48 bytes per chunk and
+/// chunk in order, then [`end_tensor`](Self::end_tensor). At the end, call [`finish`](Self::finish). Memory: 64 bytes per chunk and
 /// about 100 bytes per tensor.
 pub struct PairBuilder<W> {
     blob: W,
@@ -71,17 +71,24 @@ pub struct PairBuilder<W> {
     /// Encoded tables of all tensors.
     tables: Vec<u8>,
     digests: Vec<TensorDigests>,
+    /// Roots over hashes of tensors, for format 1.1.
     base_root: digest::Root,
     target_root: digest::Root,
+    /// Digests of payloads, for format 1.2.
+    payloads: Vec<[u8; DIGEST_SIZE]>,
     files: Vec<FileSpec>,
+    form: Form,
 }
 
 impl<W: Write> PairBuilder<W> {
     /// Creates a builder that writes a placeholder for the header and then payloads to `blob`. `blob_path` is for error messages.
     ///
     /// # Errors
-    /// [`Error::Io`] if writing the placeholder fails.
-    pub fn new(mut blob: W, blob_path: PathBuf) -> Result<Self> {
+    /// [`Error::Io`] if writing the placeholder fails; [`Error::InvalidArgument`] if the version lacks a feature of `form`.
+    pub fn new(mut blob: W, blob_path: PathBuf, form: Form) -> Result<Self> {
+        if form.payload_digests && form.version == FormatVersion::V1_1 {
+            return Err(Error::InvalidArgument("format 1.1 cannot store payload digests: they need format 1.2".into()));
+        }
         // The header contains the pair digest, which is not known before `finish`.
         blob.write_all(&[0; BLOB_HEADER_SIZE as usize]).map_err(|e| Error::io("write", &blob_path, e))?;
         Ok(Self {
@@ -98,7 +105,9 @@ impl<W: Write> PairBuilder<W> {
             digests: Vec::new(),
             base_root: digest::Root::default(),
             target_root: digest::Root::default(),
+            payloads: Vec::new(),
             files: Vec::new(),
+            form,
         })
     }
 
@@ -117,7 +126,8 @@ impl<W: Write> PairBuilder<W> {
             base_kind: tensor.base_kind.code(),
             codec: tensor.codec.code(),
             chunk_lanes_log2: tensor.chunk_lanes_log2,
-            reserved: [0; 3],
+            part: 0,
+            reserved: [0; 2],
             tables_size,
             first_chunk: self.records.len() as u32,
             chunk_count: 0,
@@ -143,6 +153,21 @@ impl<W: Write> PairBuilder<W> {
     /// # Errors
     /// [`Error::Io`] if the blob cannot be written; [`Error::InvalidArgument`] if no tensor has begun.
     pub fn chunk(&mut self, payload: &[u8], encoded: Encoded, base_sum: u64, target_sum: u64) -> Result<()> {
+        self.hashed_chunk(payload, digest::of_payload(payload), encoded, base_sum, target_sum)
+    }
+
+    /// [`PairBuilder::chunk`] for a payload whose digest is known. Format 1.1 ignores the digest.
+    ///
+    /// # Errors
+    /// As for [`PairBuilder::chunk`].
+    pub fn hashed_chunk(
+        &mut self,
+        payload: &[u8],
+        payload_digest: [u8; DIGEST_SIZE],
+        encoded: Encoded,
+        base_sum: u64,
+        target_sum: u64,
+    ) -> Result<()> {
         let Some(entry) = self.entries.last_mut() else {
             return Err(Error::InvalidArgument("a chunk before the first tensor".into()));
         };
@@ -155,6 +180,9 @@ impl<W: Write> PairBuilder<W> {
             output_offset: (u64::from(entry.chunk_count) << entry.chunk_lanes_log2).into(),
         });
         self.sums.push(ChunkSums { base_sum: base_sum.into(), target_sum: target_sum.into() });
+        if self.form.version == FormatVersion::V1_2 {
+            self.payloads.push(payload_digest);
+        }
         entry.chunk_count += 1;
         let padding = payload.len().next_multiple_of(PAYLOAD_ALIGN as usize) - payload.len();
         let written = self.blob.write_all(payload).and_then(|()| self.blob.write_all(&[0; PAYLOAD_ALIGN as usize][..padding]));
@@ -166,9 +194,18 @@ impl<W: Write> PairBuilder<W> {
     /// Ends the current tensor. `base` is the BLAKE3 hash of the base tensor, if any; `target` is that of the target tensor.
     pub fn end_tensor(&mut self, base: Option<Hash>, target: Hash) {
         let base_digest = base.as_ref().map_or([0; DIGEST_SIZE], digest::short);
-        self.digests.push(TensorDigests { base_digest, target_digest: digest::short(&target) });
-        self.base_root.add(base.as_ref());
-        self.target_root.add(Some(&target));
+        let target_digest = digest::short(&target);
+        self.digests.push(TensorDigests { base_digest, target_digest });
+        match self.form.version {
+            FormatVersion::V1_1 => {
+                self.base_root.add_hash(base.as_ref());
+                self.target_root.add_hash(Some(&target));
+            }
+            FormatVersion::V1_2 => {
+                self.base_root.add(&base_digest);
+                self.target_root.add(&target_digest);
+            }
+        }
     }
 
     /// Adds a target file. Files must be added in ascending order of name.
@@ -202,8 +239,22 @@ impl<W: Write> PairBuilder<W> {
 
     /// The lowest minor version that has all features of the pair.
     fn version_minor(&self) -> u16 {
-        let newest = self.entries.iter().any(|entry| entry.codec == Codec::Conditioned.code());
-        if newest { VERSION_MINOR } else { 0 }
+        let is_conditioned = |entry: &TensorEntry| entry.codec == Codec::Conditioned.code();
+        match self.form.version {
+            FormatVersion::V1_2 => VERSION_MINOR,
+            FormatVersion::V1_1 => u16::from(self.entries.iter().any(is_conditioned)),
+        }
+    }
+
+    fn required_features(&self) -> u64 {
+        let mut features = 0;
+        if self.form.version == FormatVersion::V1_2 {
+            features |= FEATURE_DIGESTS;
+        }
+        if self.form.payload_digests {
+            features |= FEATURE_PAYLOAD_LIST;
+        }
+        features
     }
 
     fn index_bytes(&self) -> Result<Vec<u8>> {
@@ -216,10 +267,15 @@ impl<W: Write> PairBuilder<W> {
         let (files_size, files) = compress_section(self.files_bytes()?)?;
         count(self.sets.len(), MAX_TABLE_SETS as u32, "table sets")?;
         let (tables_size, tables) = compress_section(self.tables.clone())?;
+        let payload_list = if self.form.payload_digests { self.payloads.as_flattened() } else { &[] };
+        let payload_root = match self.form.version {
+            FormatVersion::V1_1 => [0; 32],
+            FormatVersion::V1_2 => digest::payload_root(&self.payloads),
+        };
         // For each section: the parts to concatenate, and the expanded size if the section is compressible.
         let sections: [(&[&[u8]], Option<u64>); 6] = [
             (&[self.records.as_bytes()], None),
-            (&[self.sums.as_bytes()], None),
+            (&[self.sums.as_bytes(), payload_list], None),
             (&[roots.as_flattened(), self.digests.as_bytes()], None),
             (&[&tensors], Some(tensors_size)),
             (&[&files], Some(files_size)),
@@ -239,7 +295,7 @@ impl<W: Write> PairBuilder<W> {
             version_major: VERSION_MAJOR,
             version_minor: self.version_minor(),
             header_size: INDEX_HEADER_SIZE,
-            required_features: 0,
+            required_features: self.required_features(),
             optional_features: 0,
             index_size: index.len() as u64 + PAIR_DIGEST_SIZE,
             blob_size: self.blob_size,
@@ -248,7 +304,8 @@ impl<W: Write> PairBuilder<W> {
             file_count: count(self.files.len(), MAX_FILES, "files")?,
             reserved_0: 0,
             sections: entries,
-            reserved_1: [0; 44],
+            payload_root,
+            reserved_1: [0; 12],
             header_crc32: 0,
         };
         header.header_crc32 = crc32fast::hash(&to_bytes(&header)?[..INDEX_HEADER_CRC_SPAN]);
@@ -337,7 +394,7 @@ where
 
 #[cfg(test)]
 mod tests {
-    use crate::{Codec, Dtype, Encode, EncodeOptions, MemoryCheckpoint, TensorInfo};
+    use crate::{Codec, Dtype, Encode, EncodeOptions, FormatVersion, MemoryCheckpoint, TensorInfo};
 
     #[test]
     fn a_pair_states_the_lowest_version_that_has_all_it_uses() {
@@ -346,18 +403,29 @@ mod tests {
         let target = MemoryCheckpoint::new([(info, &[0, 1, 3, 3][..])]).unwrap();
         for (codec, minor) in [(Codec::Raw, 0), (Codec::Zstd, 0), (Codec::Conditioned, 1)] {
             let options = EncodeOptions { codec: codec.into(), ..EncodeOptions::default() };
-            let pair = Encode::new(&target).base(&base).options(options).to_memory().unwrap().0;
-            assert_eq!(pair.index().header().version_minor, minor, "{codec:?}");
+            let version = |format| {
+                let options = options.clone().format(format);
+                let pair = Encode::new(&target).base(&base).options(options).to_memory().unwrap().0;
+                let header = *pair.index().header();
+                assert_eq!(
+                    (header.payload_root == [0; 32], header.required_features),
+                    (header.version_minor < 2, header.version_minor as u64 / 2)
+                );
+                header.version_minor
+            };
+            assert_eq!((version(FormatVersion::V1_1), version(FormatVersion::V1_2)), (minor, 2), "{codec:?}");
         }
         let nothing = MemoryCheckpoint::default();
-        let pair = Encode::new(&nothing).to_memory().unwrap().0;
-        assert_eq!(pair.index().header().version_minor, 0, "no tensors");
+        for (format, minor) in [(FormatVersion::V1_1, 0), (FormatVersion::V1_2, 2)] {
+            let pair = Encode::new(&nothing).options(EncodeOptions::default().format(format)).to_memory().unwrap().0;
+            assert_eq!(pair.index().header().version_minor, minor, "no tensors");
+        }
     }
 
     #[test]
     fn equal_table_sets_are_stored_once() {
         let make = || std::sync::Arc::new(crate::codec::TableSet::new(&[vec![4096]]));
-        let mut builder = super::PairBuilder::new(Vec::new(), "memory".into()).unwrap();
+        let mut builder = super::PairBuilder::new(Vec::new(), "memory".into(), Default::default()).unwrap();
         let (first, same) = (make(), make());
         let stored = builder.put_tables(&first);
         assert_eq!(stored as usize, 2 + first.to_bytes().len());

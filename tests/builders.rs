@@ -159,7 +159,7 @@ fn a_target_in_memory_is_compared_by_its_tensors() {
         Verify::new(&pair).target(&target).run()
     };
     let found = memory(&tensors).unwrap();
-    assert!(found.checked.target_checked && found.payload_authenticity == Authenticity::NotChecked);
+    assert!(found.checked.target_checked && found.payload_authenticity == Authenticity::Checked);
     let mut other = tensors.clone();
     other[1].1[7] ^= 1;
     assert_eq!(memory(&other).unwrap_err().rule(), Some(tpde::Rule::TensorTargetDigest));

@@ -9,8 +9,8 @@ use common::{Xorshift, manifest, tensor};
 use rayon::prelude::*;
 use tpde::internals;
 use tpde::{
-    Apply, Checkpoint, Codec, Dtype, Encode, EncodeOptions, Error, InPlace, Invalid, Limits, MemoryCheckpoint, Pair, Result, Rule,
-    SafetensorsCheckpoint, TensorInfo, TensorMut, ValidatedIndex,
+    Apply, Checkpoint, Codec, Dtype, Encode, EncodeOptions, Error, FormatVersion, InPlace, Invalid, Limits, MemoryCheckpoint, Pair,
+    PayloadDigests, Result, Rule, SafetensorsCheckpoint, TensorInfo, TensorMut, ValidatedIndex,
 };
 
 /// A valid pair and its base.
@@ -75,7 +75,7 @@ fn pair_of_codec_conditioned(seed: u64) -> Sound {
     add("e", Dtype::I8, 5000, 90, true);
     add("f", Dtype::F64, 40, 1, false);
     let (base, target) = (MemoryCheckpoint::new(base).unwrap(), MemoryCheckpoint::new(target).unwrap());
-    let options = EncodeOptions::default().codec(Codec::Conditioned).chunk_lanes(4096);
+    let options = EncodeOptions::default().codec(Codec::Conditioned).chunk_lanes(4096).payload_digests(seed == 2);
     let pair = Encode::new(&target).base(&base).options(options).to_memory().unwrap().0;
     assert!(pair.index().tensors().all(|tensor| tensor.codec == Codec::Conditioned && internals::tables(&tensor).is_some()));
     let sets = internals::table_sets(pair.index()).len();
@@ -220,22 +220,73 @@ fn flipped_bits_under_a_right_crc_never_change_a_lane() {
     });
 }
 
-/// The limit of the checks other than digests: someone who knows the weights of the sums can forge a blob. Only digests refuse
-/// it.
-#[test]
-fn a_forged_blob_is_refused_where_digests_are_compared_and_nowhere_else() {
+/// A forged blob: a pair whose payload was changed so that its CRC and its sums stay the same.
+struct Forged {
+    pair: Pair<Vec<u8>>,
+    old: Vec<u8>,
+    /// What the forged payload decodes to.
+    wrong: Vec<u8>,
+}
+
+fn forged(format: FormatVersion, payload_digests: bool) -> Forged {
     let [old, new] = [1, 2].map(|seed| tensor("w", "U32", &[1024], seed).bytes);
     let info = TensorInfo { name: "w".into(), dtype: Dtype::U32, shape: vec![1024] };
     let base = MemoryCheckpoint::new([(info.clone(), &*old)]).unwrap();
     let target = MemoryCheckpoint::new([(info, &*new)]).unwrap();
-    let options = EncodeOptions::default().codec(Codec::Raw);
+    let options = EncodeOptions::default().codec(Codec::Raw).format(format).payload_digests(payload_digests);
     let genuine = Encode::new(&target).base(&base).options(options).to_memory().unwrap().0;
     let (mut blob, mut wrong) = (genuine.blob().clone(), new.clone());
     forge(genuine.index(), &mut blob, &mut wrong);
     let index = ValidatedIndex::parse(genuine.index().as_bytes().to_vec(), &Limits::default()).unwrap();
-    let forged = Pair::new(index, blob).unwrap();
-    assert!(forged.blob() != genuine.blob() && wrong != new);
+    let pair = Pair::new(index, blob).unwrap();
+    assert!(pair.blob() != genuine.blob() && wrong != new);
+    Forged { pair, old, wrong }
+}
 
+/// From format 1.2 on, the pair digest covers the payloads. Each way to read the forged payload refuses it, and changes no tensor.
+#[test]
+fn a_forged_blob_is_refused_on_all_paths_if_the_pair_digest_covers_payloads() {
+    for (payload_digests, rule) in [(false, Rule::HeaderPayloadRoot), (true, Rule::PayloadDigest)] {
+        let Forged { pair, old, .. } = forged(FormatVersion::V1_2, payload_digests);
+        let info = TensorInfo { name: "w".into(), dtype: Dtype::U32, shape: vec![1024] };
+        let base = MemoryCheckpoint::new([(info, &*old)]).unwrap();
+        let refused = |outcome: Result<()>| {
+            let error = outcome.unwrap_err();
+            assert_eq!(error.rule(), Some(rule), "{error}");
+            let Error::Invalid(invalid) = error else { panic!("{error}") };
+            assert_eq!(invalid.at.chunk, payload_digests.then_some(0));
+        };
+        let mut out = vec![0; old.len()];
+        let mut lanes = old.clone();
+        for digests in [true, false] {
+            let apply = || Apply::new(&pair).base(&base).digests(digests);
+            refused(apply().to_buffers(&mut [&mut out]).map(|_| ()));
+            refused(apply().to_memory().map(|_| ()));
+            refused(apply().verify().map(|_| ()));
+            refused(apply().range("w", 0..1024).map(|_| ()));
+            refused(apply().range("w", 7..8).map(|_| ()));
+            refused(apply().changes("w").map(|_| ()));
+            let folder = tempfile::tempdir().unwrap();
+            refused(apply().to_path(folder.path().join("out")).map(|_| ()));
+            assert!(folder.path().read_dir().unwrap().next().is_none());
+            for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
+                let tensors = [TensorMut { name: "w", bytes: &mut lanes }];
+                refused(Apply::new(&pair).digests(digests).in_place(tensors, mode).map(|_| ()));
+                assert_eq!(lanes, old);
+            }
+        }
+        refused(pair.verify().map(|_| ()));
+        refused(tpde::Verify::new(&pair).run().map(|_| ()));
+        refused(tpde::Verify::new(&pair).base(&base).run().map(|_| ()));
+    }
+}
+
+/// The limit of formats 1.0 and 1.1: someone who knows the weights of the sums can forge a blob. Only digests of tensors refuse it.
+#[test]
+fn a_forged_blob_of_format_1_1_is_refused_where_digests_of_tensors_are_compared_and_nowhere_else() {
+    let Forged { pair: forged, old, wrong } = forged(FormatVersion::V1_1, false);
+    let info = TensorInfo { name: "w".into(), dtype: Dtype::U32, shape: vec![1024] };
+    let base = MemoryCheckpoint::new([(info, &*old)]).unwrap();
     let refused = |outcome: Result<()>| assert_eq!(outcome.unwrap_err().rule(), Some(Rule::TensorTargetDigest));
     let mut out = vec![0; old.len()];
     let mut lanes = old.clone();
@@ -245,9 +296,10 @@ fn a_forged_blob_is_refused_where_digests_are_compared_and_nowhere_else() {
     refused(in_place(&mut lanes, InPlace::AllChecked));
     assert_eq!(lanes, old);
 
-    assert!(!forged.verify().unwrap().target_checked);
+    let report = forged.verify().unwrap();
+    assert_eq!((report.target_checked, report.payload_digests), (false, PayloadDigests::NotCompared));
     let report = Apply::new(&forged).base(&base).digests(false).to_buffers(&mut [&mut out]).unwrap();
-    assert_eq!((report.digests_checked, &out), (false, &wrong));
+    assert_eq!((report.digests_checked, report.payload_digests, &out), (false, PayloadDigests::NotCompared, &wrong));
     assert_eq!(Apply::new(&forged).base(&base).range("w", 0..1024).unwrap(), wrong);
     in_place(&mut lanes, InPlace::ChunkByChunk).unwrap();
     assert_eq!(lanes, wrong);

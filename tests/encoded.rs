@@ -10,27 +10,31 @@ use std::fmt::Write;
 use std::path::Path;
 use tpde::internals;
 use tpde::internals::Section;
-use tpde::{Apply, Codec, Encode, EncodeOptions, Favor, Layout, Pair, SafetensorsCheckpoint, ValidatedIndex};
+use tpde::{Apply, Codec, Encode, EncodeOptions, Favor, FormatVersion, Layout, Pair, SafetensorsCheckpoint, ValidatedIndex};
 
 /// Rows of the matrices: small for all options, larger so that samples are taken, and large for one kind of input.
 const SIDES: [u64; 3] = [160, 700, 1600];
 
-/// Sizes of the index and the blob that the encoder makes of an input, and a hash of both.
-fn encoded(input: &Input, options: &EncodeOptions) -> String {
+/// Sizes of the index and the blob that the encoder makes of an input, and a hash of both, for formats 1.1 and 1.2.
+fn encoded(input: &Input, options: &EncodeOptions) -> [String; 2] {
     let (base, target) = (input.base(), input.target());
-    let (pair, _) = Encode::new(&target).base(&base).options(options.clone()).to_memory().unwrap();
+    let encode = |format| Encode::new(&target).base(&base).options(options.clone().format(format)).to_memory().unwrap().0;
+    let [old, pair] = [FormatVersion::V1_1, FormatVersion::V1_2].map(encode);
+    assert!(old.blob()[64..] == pair.blob()[64..], "{}: formats share payloads", input.name);
     let mut rebuilt: Vec<_> = input.target.iter().map(|(_, bytes)| vec![0xA5; bytes.len()]).collect();
     let mut outputs: Vec<_> = rebuilt.iter_mut().map(|bytes| &mut bytes[..]).collect();
     Apply::new(&pair).base(&base).to_buffers(&mut outputs).unwrap();
     assert!(rebuilt.iter().zip(&input.target).all(|(rebuilt, (_, bytes))| rebuilt == bytes), "{}", input.name);
-    let (index, blob) = (pair.index().as_bytes(), pair.blob());
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(index).update(blob);
-    format!("{} {} {}", index.len(), blob.len(), &hasher.finalize().to_hex()[..16])
+    [old, pair].map(|pair| {
+        let (index, blob) = (pair.index().as_bytes(), pair.blob());
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(index).update(blob);
+        format!("{} {} {}", index.len(), blob.len(), &hasher.finalize().to_hex()[..16])
+    })
 }
 
-/// `testdata/encoded.txt` has the output of the encoder at its last intended change. Set TPDE_BLESS=1 to rewrite the file, then
-/// review the difference: it also shows choices that became worse.
+/// `testdata/encoded.txt` has the output of the encoder at its last intended change, and `testdata/encoded-1.1.txt` that for format
+/// 1.1. Set TPDE_BLESS=1 to rewrite the files, then review the differences: they also show choices that became worse.
 #[test]
 fn the_encoder_writes_the_bytes_that_it_wrote() {
     let default = EncodeOptions::default;
@@ -44,21 +48,25 @@ fn the_encoder_writes_the_bytes_that_it_wrote() {
         ("zstd".into(), with(Codec::Zstd, None)),
     ];
     ways.extend(Layout::ALL.iter().map(|&layout| (format!("zstd-{}", layout.name()), with(Codec::Zstd, Some(layout)))));
-    let mut found = String::new();
+    let mut found = [String::new(), String::new()];
     for (side, inputs, ways) in [(SIDES[0], usize::MAX, &ways[..]), (SIDES[1], usize::MAX, &ways[..2]), (SIDES[2], 2, &ways[..1])] {
         for input in common::inputs::inputs(side).take(inputs) {
             for (name, options) in ways {
-                writeln!(found, "{} {side}: {name}: {}", input.name, encoded(&input, options)).unwrap();
+                for (found, encoded) in found.iter_mut().zip(encoded(&input, options)) {
+                    writeln!(found, "{} {side}: {name}: {encoded}", input.name).unwrap();
+                }
             }
         }
     }
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/encoded.txt");
-    if std::env::var_os("TPDE_BLESS").is_some() {
-        std::fs::write(&path, &found).unwrap();
+    for (found, file) in found.iter().zip(["encoded-1.1.txt", "encoded.txt"]) {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata").join(file);
+        if std::env::var_os("TPDE_BLESS").is_some() {
+            std::fs::write(&path, found).unwrap();
+        }
+        let expected = std::fs::read_to_string(&path).unwrap();
+        let changed: Vec<_> = expected.lines().zip(found.lines()).filter(|(expected, found)| expected != found).collect();
+        assert!(changed.is_empty() && expected.lines().count() == found.lines().count(), "{file}: {changed:#?}");
     }
-    let expected = std::fs::read_to_string(&path).unwrap();
-    let changed: Vec<_> = expected.lines().zip(found.lines()).filter(|(expected, found)| expected != found).collect();
-    assert!(changed.is_empty() && expected.lines().count() == found.lines().count(), "{changed:#?}");
 }
 
 /// Writes tensors as one file, or over `shards` shards: neighbours go to different shards, and later names first.

@@ -11,8 +11,8 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tempfile::TempDir;
 use tpde::{
-    Apply, Authenticity, Checkpoint, Codec, Dtype, Encode, EncodeOptions, Error, FileSource, MemoryCheckpoint, Pair, Result, Rule,
-    SafetensorsCheckpoint, TensorInfo, Verify,
+    Apply, Authenticity, Checkpoint, Codec, Dtype, Encode, EncodeOptions, Error, FileSource, FormatVersion, MemoryCheckpoint, Pair,
+    Result, Rule, SafetensorsCheckpoint, TensorInfo, Verify,
 };
 
 fn open(path: &Path) -> SafetensorsCheckpoint {
@@ -231,9 +231,14 @@ fn a_verification_says_what_was_compared_and_nothing_more() {
     write_file(&path("base"), std::slice::from_ref(&old));
     write_file(&path("target"), std::slice::from_ref(&new));
     let (base, target) = (open(&path("base")), open(&path("target")));
-    let options = EncodeOptions::default().codec(Codec::Raw);
-    for (name, base) in [("pair", Some(&base)), ("anchor", None)] {
-        let encode = Encode::new(&target).options(options.clone());
+    // Of formats before 1.2, the pair alone does not show whether payloads are forged.
+    let options = |format| EncodeOptions::default().codec(Codec::Raw).format(format);
+    for (name, base, format) in [
+        ("pair", Some(&base), FormatVersion::V1_1),
+        ("anchor", None, FormatVersion::V1_1),
+        ("covered", Some(&base), FormatVersion::V1_2),
+    ] {
+        let encode = Encode::new(&target).options(options(format));
         base.into_iter().fold(encode, |encode, base| encode.base(base)).to_path(path(name)).unwrap();
     }
     let found = |name: &str, base, target: Option<&SafetensorsCheckpoint>| {
@@ -261,6 +266,8 @@ fn a_verification_says_what_was_compared_and_nothing_more() {
         ("pair", files, Some(&target), ((true, true), checked, Some(true), None)),
         ("anchor", missing, None, ((false, false), not_checked, None, None)),
         ("anchor", not_needed, None, ((false, true), checked, Some(true), None)),
+        ("covered", missing, None, ((false, false), checked, None, None)),
+        ("covered", files, None, ((true, true), checked, Some(true), None)),
     ] {
         assert_eq!(found(name, base, target).unwrap(), expected, "{name}, {base:?}");
     }
@@ -275,13 +282,19 @@ fn a_verification_says_what_was_compared_and_nothing_more() {
     assert_eq!((authenticity, writable), (checked, Some(false)));
     assert!(reason.unwrap().contains("base.file"));
 
-    for (name, base) in [("pair", files), ("anchor", not_needed)] {
+    for (name, base) in [("pair", files), ("anchor", not_needed), ("covered", files)] {
         let blob = path(name).with_extension("tpde-blob");
         let mut bytes = fs::read(&blob).unwrap();
         forge::forge(Pair::open(path(name)).unwrap().index(), &mut bytes, &mut new.bytes.clone());
         fs::write(&blob, bytes).unwrap();
-        assert_eq!(found(name, missing, Some(&target)).unwrap().1, not_checked);
-        assert_eq!(found(name, base, None).unwrap_err().rule(), Some(Rule::TensorTargetDigest));
+        let rule = if name == "covered" {
+            assert_eq!(found(name, missing, Some(&target)).unwrap_err().rule(), Some(Rule::HeaderPayloadRoot));
+            Rule::HeaderPayloadRoot
+        } else {
+            assert_eq!(found(name, missing, Some(&target)).unwrap().1, not_checked);
+            Rule::TensorTargetDigest
+        };
+        assert_eq!(found(name, base, None).unwrap_err().rule(), Some(rule));
     }
 }
 

@@ -69,7 +69,7 @@ fn spec_crate_and_c_header_have_the_same_layouts() {
     let v = IndexHeader::read(&mut Cursor::new(&place)).unwrap();
     let mut fields =
         Vec::from(fields!(v: version_major, version_minor, header_size, required_features, optional_features, index_size,
-        blob_size, chunk_count, tensor_count, file_count, header_crc32; magic));
+        blob_size, chunk_count, tensor_count, file_count, header_crc32; magic, payload_root));
     let sections = v.sections.iter().flat_map(|s| [s.offset, s.stored_size, s.expanded_size]).flat_map(u64::to_le_bytes);
     fields.push(("sections", sections.collect()));
     check("IndexHeader", header, &fields);
@@ -97,8 +97,8 @@ fn spec_crate_and_c_header_have_the_same_layouts() {
     assert_eq!(usize::from(v.target_digest[0]), c["target_digest"]);
 
     let v = TensorEntry::read(&mut Cursor::new(&place)).unwrap();
-    let fields = fields!(v: name_size, base_name_size, dtype, rank, base_kind, codec, chunk_lanes_log2, tables_size, first_chunk,
-        chunk_count, base_param);
+    let fields = fields!(v: name_size, base_name_size, dtype, rank, base_kind, codec, chunk_lanes_log2, part, tables_size,
+        first_chunk, chunk_count, base_param);
     check("TensorEntry", tensor, &fields);
 
     let v = FileEntry::read(&mut Cursor::new(&place)).unwrap();
@@ -159,6 +159,8 @@ fn registries_and_constants_agree() {
     for (name, value) in [
         ("TPDE_VERSION_MAJOR", u64::from(VERSION_MAJOR)),
         ("TPDE_VERSION_MINOR", VERSION_MINOR.into()),
+        ("TPDE_FEATURE_DIGESTS", FEATURE_DIGESTS),
+        ("TPDE_FEATURE_PAYLOAD_LIST", FEATURE_PAYLOAD_LIST),
         ("TPDE_INDEX_HEADER_SIZE", INDEX_HEADER_SIZE.into()),
         ("TPDE_BLOB_HEADER_SIZE", BLOB_HEADER_SIZE.into()),
         ("TPDE_PAIR_DIGEST_SIZE", PAIR_DIGEST_SIZE),

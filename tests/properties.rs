@@ -624,7 +624,7 @@ fn tensors_beyond_32_bits_are_located_and_decoded() {
                 tables: None,
                 chunk_lanes_log2,
             };
-            let mut builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
+            let mut builder = PairBuilder::new(Vec::new(), "memory".into(), Default::default()).unwrap();
             builder.begin_tensor(&spec);
             for chunk in 0..=last {
                 let (mut payload, mut encoded, mut sums) = (Vec::new(), Default::default(), (0, 0));

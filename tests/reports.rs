@@ -7,7 +7,8 @@ use common::inputs::{Input, inputs};
 use std::sync::Mutex;
 use tpde::internals;
 use tpde::{
-    Accelerator, Apply, Dtype, Encode, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, Rule, Sink, TensorInfo, Verify, Work,
+    Accelerator, Apply, Dtype, Encode, EncodeOptions, Error, FormatVersion, InPlace, MemoryCheckpoint, Pair, PayloadDigests,
+    Result, Rule, Sink, TensorInfo, TensorMut, Verify, Work,
 };
 
 /// A tensor with its bytes.
@@ -131,7 +132,54 @@ fn a_sink_gets_every_byte_that_an_accelerator_rebuilds() {
     let report = Apply::new(&pair).base(&base).on(&known).to_sink(&sink).unwrap();
     assert!(report.digests_checked);
     assert!(sink.0.into_inner().unwrap().iter().zip(&input.target).all(|(found, (_, bytes))| found == bytes));
-    assert_eq!(Apply::new(&pair).base(&base).on(&known).verify().unwrap(), Apply::new(&pair).base(&base).verify().unwrap());
+    let mut by_processor = Apply::new(&pair).base(&base).verify().unwrap();
+    assert_eq!(by_processor.payload_digests, PayloadDigests::All);
+    by_processor.payload_digests = PayloadDigests::NotCompared;
+    assert_eq!(Apply::new(&pair).base(&base).on(&known).verify().unwrap(), by_processor);
+}
+
+/// A report claims no more than what was compared.
+#[test]
+fn reports_say_which_payload_digests_were_compared() {
+    use PayloadDigests::{All, EachRead, NotCompared};
+    let input = input("several dtypes", 300);
+    let base = input.base();
+    for (format, payload_digests, whole, part) in [
+        (FormatVersion::V1_1, false, NotCompared, NotCompared),
+        (FormatVersion::V1_2, false, All, NotCompared),
+        (FormatVersion::V1_2, true, All, EachRead),
+    ] {
+        let options = EncodeOptions::default().format(format).payload_digests(payload_digests);
+        let pair = || Encode::new(&input.target()).base(&base).options(options.clone()).to_memory().unwrap().0;
+        let pair_of_part = pair();
+        let first = pair_of_part.index().tensor(0).name.to_owned();
+        let apply = || Apply::new(&pair_of_part).base(&base).digests(false);
+        let compared = |apply: Apply<'_, Vec<u8>>| apply.to_sink(&Ignored).unwrap().payload_digests;
+        assert_eq!(compared(apply()), whole);
+        assert_eq!(compared(apply().tensors(|name| name == first)), part);
+        let in_place = |pair: &tpde::Pair<Vec<u8>>, mode| {
+            let mut bytes = input.base[0].1.clone();
+            let tensors = [TensorMut { name: &first, bytes: &mut bytes }];
+            Apply::new(pair).in_place(tensors, mode).unwrap().payload_digests
+        };
+        // In place, payloads are compared before anything is written.
+        let written = if format == FormatVersion::V1_2 { EachRead } else { NotCompared };
+        for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
+            assert_eq!(in_place(&pair(), mode), written, "{mode:?}");
+        }
+        // A pair that was verified compares every later read.
+        assert_eq!(pair_of_part.verify().unwrap().payload_digests, whole);
+        assert_eq!(compared(apply().tensors(|name| name == first)), written);
+    }
+}
+
+/// A sink that stores nothing.
+struct Ignored;
+
+impl Sink for Ignored {
+    fn write(&self, _: usize, _: u64, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
 }
 
 #[test]

@@ -246,7 +246,7 @@ impl Case {
         let (base, target) = (held(&on_disk), held(&target));
         let (base, target) = (memory(&base), memory(&target));
         let base = has_base.then_some(&base as &dyn Checkpoint);
-        let builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
+        let builder = PairBuilder::new(Vec::new(), "memory".into(), Default::default()).unwrap();
         let (finished, _) = encode(base, &target, files, &EncodeOptions::default(), builder, &|_| {}).unwrap();
         finished.into_pair().unwrap()
     }

@@ -2,7 +2,7 @@
 
 use super::common::Common;
 use super::device::DeviceArgs;
-use super::inputs::{open, operands};
+use super::inputs::{ExpectArgs, open, operands};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -12,7 +12,7 @@ use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use tpde::{BaseKind, Error, Escaped, Pair, Result, Source};
+use tpde::{BaseKind, Error, Escaped, Pair, PayloadDigests, Result, Source};
 
 /// Rebuild the target from a base and a pair
 ///
@@ -41,6 +41,8 @@ pub struct Apply {
     #[arg(long, value_name = "GLOB", value_parser = glob)]
     pub tensor: Vec<Glob>,
     #[command(flatten)]
+    pub expect: ExpectArgs,
+    #[command(flatten)]
     pub device: DeviceArgs,
 }
 
@@ -56,6 +58,7 @@ pub struct Report {
     tensors: u64,
     target_bytes: u64,
     digests_checked: bool,
+    payload_digests: PayloadDigests,
     #[serde(skip)]
     needs_base: bool,
     seconds: f64,
@@ -70,7 +73,7 @@ impl Apply {
 
     fn apply(&self, common: &Common) -> Result<Report> {
         let (base, path) = operands(&self.first, self.second.as_deref());
-        let pair = Pair::open(path)?;
+        let pair = self.expect.open(path)?;
         let globs = self.globs(&pair)?;
         let is_wanted = |name: &str| globs.iter().any(|glob| glob.is_match(name));
 
@@ -100,6 +103,7 @@ impl Apply {
             tensors: report.tensors,
             target_bytes: report.bytes,
             digests_checked: report.digests_checked,
+            payload_digests: report.payload_digests,
             needs_base,
             seconds,
             gb_per_second: text::speed(report.bytes, seconds),
@@ -147,6 +151,7 @@ impl fmt::Display for Report {
             &[
                 ("size", format!("{} in {}", text::bytes(self.target_bytes), text::counted(self.tensors, "tensor"))),
                 ("checked", checked.into()),
+                ("payload", text::payload_digests(self.payload_digests).into()),
                 (
                     "speed",
                     format!(

@@ -1,7 +1,7 @@
 //! `tpde encode`: writes the pair of two checkpoints.
 
 use super::common::Common;
-use super::inputs::{CodecArgs, jobs, open, operands};
+use super::inputs::{CodecArgs, jobs, named, open, operands};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -10,7 +10,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use tpde::{BaseKind, Checkpoint, Error, FileSource, PairPaths, Result, SafetensorsCheckpoint, TensorReport};
+use tpde::{
+    BaseKind, Checkpoint, EncodeOptions, Error, FileSource, FormatVersion, PairPaths, Result, SafetensorsCheckpoint, TensorReport,
+};
 
 /// Maximum size of a rename map in bytes.
 const RENAME_MAP_LIMIT: u64 = 100_000_000;
@@ -41,6 +43,12 @@ pub struct Encode {
     pub force: bool,
     #[command(flatten)]
     pub codec: CodecArgs,
+    /// Version of the format of the pair. 1.1 is for readers that do not know 1.2; its pair digest does not cover payloads
+    #[arg(long, value_name = "VERSION", default_value = FormatVersion::default().name(), value_parser = named(FormatVersion::ALL, FormatVersion::name))]
+    pub format: FormatVersion,
+    /// Store the digest of each payload, 16 bytes per chunk, so that readers of a part of the pair can compare them
+    #[arg(long)]
+    pub payload_digests: bool,
     /// Pair a target tensor with a base tensor of another name; may be repeated
     #[arg(long, value_name = "TARGET=BASE", value_parser = rename)]
     pub rename: Vec<(String, String)>,
@@ -98,10 +106,7 @@ impl Encode {
         let target = open(target)?;
         let bar = common.bar("encode", target.tensors().iter().map(|tensor| tensor.bytes()).sum());
         let start = Instant::now();
-        let mut encode = tpde::Encode::new(&target)
-            .options(self.codec.options().renamed(renamed.clone()))
-            .inputs(&self.rename_map)
-            .overwrite(self.force);
+        let mut encode = tpde::Encode::new(&target).options(self.options(&renamed)).inputs(&self.rename_map).overwrite(self.force);
         if let Some(base) = &base {
             encode = encode.base(base);
         }
@@ -144,6 +149,10 @@ impl Encode {
             not_included: target.not_included().to_vec(),
             tensors: report.tensors,
         })
+    }
+
+    fn options(&self, renamed: &BTreeMap<String, String>) -> EncodeOptions {
+        self.codec.options().renamed(renamed.clone()).format(self.format).payload_digests(self.payload_digests)
     }
 
     fn renamed(&self) -> Result<BTreeMap<String, String>> {

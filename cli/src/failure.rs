@@ -75,6 +75,7 @@ fn kind_and_code(ours: Option<&Error>, is_io: bool) -> (&'static str, u8) {
     match ours {
         Some(Error::Io { .. }) => ("io", SYSTEM),
         Some(Error::Invalid(_)) => ("invalid", DATA),
+        Some(Error::UnexpectedPair { .. }) => ("unexpected_pair", DATA),
         Some(Error::WrongBase { .. }) => ("wrong_base", DATA),
         Some(Error::AlreadyApplied) => ("already_applied", DATA),
         Some(Error::BadCheckpoint { .. }) => ("bad_checkpoint", DATA),
@@ -177,6 +178,9 @@ fn hint(error: &Error) -> Option<&'static str> {
             Rule::BaseTensor => "a pair fits the one checkpoint that it was made from: give that as BASE",
             Rule::BaseFile => {
                 "the pair takes this header from its base: give the very file, or rebuild the tensors under a new header with --tensor '*'"
+            }
+            Rule::HeaderPayloadRoot | Rule::PayloadDigest => {
+                "the payloads are not those that the pair was made with: fetch both files again, from a source that you trust"
             }
             Rule::BlobPairDigest | Rule::BlobVersionMinor => "index and blob are of two pairs: fetch both files of one again",
             Rule::BlobBlobSize => "the blob is cut short or belongs to another index: fetch both files again",

@@ -5,7 +5,10 @@ use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use std::path::Path;
 use std::str::FromStr;
-use tpde::{Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Favor, Layout, Result, SafetensorsCheckpoint, UnknownName};
+use tpde::{
+    Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Favor, FileSource, Layout, OpenOptions, Pair, Result,
+    SafetensorsCheckpoint, UnknownName,
+};
 
 /// Coding of payloads.
 #[derive(Args)]
@@ -30,7 +33,7 @@ pub struct CodecArgs {
 struct LayoutChoice(Option<Layout>);
 
 /// Returns a parser for the names of these values. The help lists all names.
-fn named<T>(all: &'static [T], name: fn(T) -> &'static str) -> impl TypedValueParser<Value = T>
+pub fn named<T>(all: &'static [T], name: fn(T) -> &'static str) -> impl TypedValueParser<Value = T>
 where
     T: FromStr<Err = UnknownName> + Copy + Send + Sync,
 {
@@ -67,6 +70,32 @@ impl CodecArgs {
         };
         EncodeOptions::default().codec(codec).layout(self.layout.0).chunk_lanes(self.chunk_lanes).favor(self.favor)
     }
+}
+
+/// The pair that a verb reads may only be the one with this digest.
+#[derive(Args)]
+pub struct ExpectArgs {
+    /// Pair digest that the pair must have: 64 hexadecimal digits, as inspect prints them. It is compared before anything of the
+    /// pair is parsed
+    #[arg(long, value_name = "DIGEST", value_parser = digest)]
+    expect: Option<[u8; 32]>,
+}
+
+impl ExpectArgs {
+    /// Opens the pair at `path`.
+    pub fn open(&self, path: &Path) -> Result<Pair<FileSource>> {
+        let options = self.expect.map_or_else(OpenOptions::default, |digest| OpenOptions::default().expect(digest));
+        Pair::open_with(path, &options, &|_| {})
+    }
+}
+
+fn digest(text: &str) -> Result<[u8; 32], &'static str> {
+    let digits = text.as_bytes().as_chunks::<2>().0.iter().map(|pair| {
+        let digit = |byte: u8| (byte as char).to_digit(16);
+        Some((digit(pair[0])? << 4 | digit(pair[1])?) as u8)
+    });
+    let bytes: Option<Vec<u8>> = digits.collect();
+    bytes.filter(|_| text.len() == 64).and_then(|bytes| bytes.try_into().ok()).ok_or("64 hexadecimal digits are expected")
 }
 
 /// Splits one or two positional arguments into base and operand. A single argument is the operand.

@@ -2,7 +2,7 @@
 
 use super::common::Common;
 use super::explain::{self, Bytes, Explained};
-use super::inputs::{favors, open};
+use super::inputs::{ExpectArgs, favors, open};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -49,6 +49,8 @@ pub struct Inspect {
     /// With --base or --no-base: the --favor with which the pair was encoded, which the pair does not contain
     #[arg(long, requires = "explain", default_value = Favor::default().name(), value_parser = favors())]
     pub favor: Favor,
+    #[command(flatten)]
+    pub expect: ExpectArgs,
 }
 
 /// Pair, and the requested parts of the report. Rows are generated while printing and never stored, because an index of a few
@@ -138,7 +140,7 @@ impl Inspect {
     }
 
     fn inspect(&self, common: &Common) -> Result<Report> {
-        let pair = Pair::open(&self.pair)?;
+        let pair = self.expect.open(&self.pair)?;
         if self.chunks {
             return Ok(Report { pair, summary: None, rows: Rows::Chunks, explanation: None });
         }

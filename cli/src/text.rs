@@ -8,7 +8,7 @@ use std::io::{self, Write};
 use std::ops::Deref;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use tpde::Escaped;
+use tpde::{Escaped, PayloadDigests};
 use unicode_width::UnicodeWidthStr;
 
 pub const BOLD: Style = Style::new().bold();
@@ -44,6 +44,15 @@ impl Deref for JsonPath {
 
     fn deref(&self) -> &Path {
         &self.0
+    }
+}
+
+/// What was compared of the payloads.
+pub fn payload_digests(compared: PayloadDigests) -> &'static str {
+    match compared {
+        PayloadDigests::All => "all have the digest that the pair digest covers",
+        PayloadDigests::EachRead => "those that were read have the digests that the pair digest covers",
+        _ => "digests not compared",
     }
 }
 

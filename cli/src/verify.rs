@@ -2,23 +2,24 @@
 
 use super::common::Common;
 use super::device::DeviceArgs;
-use super::inputs::open;
+use super::inputs::{ExpectArgs, open};
 use super::text::{self, BAD, GOOD, JsonPath};
 use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
 use std::fmt;
 use std::path::PathBuf;
-use tpde::{Authenticity, BaseKind, Pair, Result, Verification, VerifyReport};
+use tpde::{Authenticity, BaseKind, PayloadDigests, Result, Verification, VerifyReport};
 
 /// Check a pair, and whether it fits a base or a target
 ///
-/// Alone: every rule of the index, and the CRC-32 of every payload. That finds damage, not forgery: a payload can be changed
-/// without changing its CRC-32 or the pair digest. With --base or --no-base: rebuilds every tensor without writing it and
-/// compares all digests; a forged payload is refused. Also plans the files as apply does: where both succeed, apply does too.
-/// What a stored shard index says is not checked. With a target: compares a checkpoint with the target's digests, and its files
-/// byte for byte; this does not check payloads. A pair that is sound but whose target cannot be written as files ends with exit
-/// code 1.
+/// Alone: every rule of the index, and the CRC-32 of every payload. For a pair of format 1.2, also the digest of all payloads,
+/// which is part of the pair digest: a forged payload is refused. For a pair of format 1.0 or 1.1, that finds damage, not
+/// forgery: a payload can be changed without changing its CRC-32 or the pair digest. With --base or --no-base: rebuilds every
+/// tensor without writing it and compares all digests; a forged payload is refused. Also plans the files as apply does: where
+/// both succeed, apply does too. What a stored shard index says is not checked. With a target: compares a checkpoint with the
+/// target's digests, and its files byte for byte; this does not check payloads. A pair that is sound but whose target cannot be
+/// written as files ends with exit code 1.
 #[derive(Args)]
 pub struct Verify {
     /// Pair: its name, or the path of either file
@@ -33,6 +34,8 @@ pub struct Verify {
     /// A checkpoint that should be the target
     #[arg(long, value_name = "TARGET")]
     pub target: Option<PathBuf>,
+    #[command(flatten)]
+    pub expect: ExpectArgs,
     #[command(flatten)]
     pub device: DeviceArgs,
 }
@@ -53,7 +56,7 @@ impl Verify {
     }
 
     fn verify(&self, common: &Common) -> Result<Report> {
-        let pair = Pair::open(&self.pair)?;
+        let pair = self.expect.open(&self.pair)?;
         let device = self.device.open()?;
         let base = self.base.as_deref().map(open).transpose()?;
         let target = self.target.as_deref().map(open).transpose()?;
@@ -86,7 +89,7 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let VerifyReport { tensors, chunks, stored_bytes, base_checked, target_checked, .. } = self.found.checked;
+        let VerifyReport { tensors, chunks, stored_bytes, base_checked, target_checked, payload_digests, .. } = self.found.checked;
         match self.found.not_writable {
             None => writeln!(f, "{GOOD}sound{GOOD:#} {}", text::path(&self.pair))?,
             Some(_) => writeln!(f, "{GOOD}sound{GOOD:#}, {BAD}not writable{BAD:#} {}", text::path(&self.pair))?,
@@ -108,8 +111,9 @@ impl fmt::Display for Report {
                 ),
                 (
                     "forgery",
-                    match self.found.payload_authenticity {
-                        Authenticity::Checked => "excluded: the payloads give tensors with the digests of the pair",
+                    match (self.found.payload_authenticity, payload_digests) {
+                        (Authenticity::Checked, PayloadDigests::All) => "excluded: the pair digest covers the payloads",
+                        (Authenticity::Checked, _) => "excluded: the payloads give tensors with the digests of the pair",
                         _ => "not excluded: digests of rebuilt tensors were not compared (--base or --no-base)",
                     }
                     .into(),
@@ -121,6 +125,7 @@ impl fmt::Display for Report {
                         false => "not needed".into(),
                     },
                 ),
+                ("payload", text::payload_digests(payload_digests).into()),
                 ("target", tell(target_checked, "has the digests of the pair", "--base, --no-base or --target does it")),
                 (
                     "files",

@@ -12,7 +12,7 @@ use tpde::{BaseKind, Checkpoint, Codec, Dtype, EncodeOptions, Error, FileKind, T
 
 /// Writes a pair of unchanged tensors with these names and shapes. The pair is tiny for any shapes.
 fn write_pair(path: &Path, tensors: impl Iterator<Item = (String, Vec<u64>)>) {
-    let mut builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
+    let mut builder = PairBuilder::new(Vec::new(), "memory".into(), Default::default()).unwrap();
     for (name, shape) in tensors {
         let lanes: u64 = shape.iter().product();
         builder.begin_tensor(&TensorSpec {
@@ -159,7 +159,7 @@ fn encode_unread(tensors: &[(&str, usize)], files: &[&str]) -> Error {
         content_hash: blake3::hash(&[0; 8]),
         content: vec![0; 8],
     };
-    let builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
+    let builder = PairBuilder::new(Vec::new(), "memory".into(), Default::default()).unwrap();
     let (target, files) = (Unread(infos.collect()), files.iter().map(file).collect());
     internals::encode(None, &target, files, &EncodeOptions::default(), builder, &|_| {}).map(|_| ()).unwrap_err()
 }

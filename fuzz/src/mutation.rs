@@ -200,7 +200,10 @@ impl Mutation {
                     4 => change!(entry.base_kind, number),
                     5 => change!(entry.codec, number),
                     6 => change!(entry.chunk_lanes_log2, number),
-                    7 => change!(entry.reserved[usize::from(place.1) % 3], number),
+                    7 => match place.1 % 3 {
+                        0 => change!(entry.part, number),
+                        at => change!(entry.reserved[usize::from(at) - 1], number),
+                    },
                     8 => change!(entry.tables_size, number),
                     9 => change!(entry.first_chunk, number),
                     10 => change!(entry.chunk_count, number),

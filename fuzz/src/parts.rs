@@ -149,6 +149,9 @@ impl Parts {
             records.extend(chunk.output_offset.to_le_bytes());
             sums.extend(&chunk.sums);
         }
+        if self.header.has(internals::FEATURE_PAYLOAD_LIST) {
+            sums.resize(2 * sums.len(), 0);
+        }
         let mut digests = self.roots.clone();
         let (mut tensors, mut dims, mut names, mut tables) = (Cursor::new(Vec::new()), Vec::new(), Vec::new(), Vec::new());
         for tensor in &self.tensors {

@@ -4,8 +4,8 @@
 
 use std::ops::Range;
 use tpde::internals::{
-    self, BLOB_HEADER_SIZE, BLOB_MAGIC, ChunkDecoder, Encoded, EncodedChunk, INDEX_HEADER_CRC_SPAN, INDEX_HEADER_SIZE, INDEX_MAGIC,
-    PAIR_DIGEST_SIZE, VERSION_MAJOR, chunk_sum,
+    self, BLOB_HEADER_SIZE, BLOB_MAGIC, ChunkDecoder, Encoded, EncodedChunk, FEATURE_DIGESTS, FEATURE_PAYLOAD_LIST,
+    INDEX_HEADER_CRC_SPAN, INDEX_HEADER_SIZE, INDEX_MAGIC, PAIR_DIGEST_SIZE, VERSION_MAJOR, chunk_sum,
 };
 use tpde::{BaseKind, Tensor, TensorInfo, ValidatedIndex};
 
@@ -37,11 +37,47 @@ fn records_of(index: &[u8]) -> impl Iterator<Item = usize> + use<> {
     (0..count).map(|record| HEADER + 32 * record)
 }
 
-/// Corrects the length, the CRC and the pair digest of an index.
+/// Required features of an index that these functions know: `digests` and `payload_list`.
+fn features(index: &[u8]) -> (bool, bool) {
+    let bits = index.get(16).copied().unwrap_or(0);
+    (bits & FEATURE_DIGESTS as u8 != 0, bits & (FEATURE_DIGESTS | FEATURE_PAYLOAD_LIST) as u8 == 3)
+}
+
+/// Bytes of a section as stored, from its number in the header.
+fn section(index: &[u8], number: usize) -> Range<usize> {
+    let at = SECTIONS.0 + number * SECTIONS.1;
+    let (offset, size) = (u64_at(index, at) as usize, u64_at(index, at + 8) as usize);
+    let end = offset.saturating_add(size).min(index.len());
+    offset.min(end)..end
+}
+
+/// Corrects the roots over stored digests, and the payload root if the index has the payload list.
+fn repair_roots(index: &mut [u8]) {
+    let (has_digests, has_list) = features(index);
+    if !has_digests {
+        return;
+    }
+    let digests = section(index, 2);
+    let tensors = u32_at(index, 52).min(digests.len().saturating_sub(64) / 32);
+    for side in [0, 16] {
+        let mut root = blake3::Hasher::new();
+        (0..tensors).for_each(|i| _ = root.update(&index[digests.start + 64 + 32 * i + side..][..16]));
+        put(index, digests.start + 2 * side, root.finalize().as_bytes());
+    }
+    if has_list {
+        let sums = section(index, 1);
+        let list = sums.start + sums.len() / 2..sums.end;
+        let root = *blake3::hash(&index[list]).as_bytes();
+        put(index, 208, &root);
+    }
+}
+
+/// Corrects the length, the CRC, the roots over stored digests and the pair digest of an index.
 pub fn repair_digests(index: &mut [u8]) {
     if index.len() < HEADER + DIGEST {
         return;
     }
+    repair_roots(index);
     let size = (index.len() as u64).to_le_bytes();
     put(index, 32, &size);
     let crc = crc32fast::hash(&index[..INDEX_HEADER_CRC_SPAN]).to_le_bytes();
@@ -60,9 +96,13 @@ pub fn repair_layout(index: &mut Vec<u8>) {
     put(index, 0, &INDEX_MAGIC);
     put(index, 8, &VERSION_MAJOR.to_le_bytes());
     put(index, 12, &INDEX_HEADER_SIZE.to_le_bytes());
-    put(index, 16, &[0; 8]); // required features
+    let (has_digests, has_list) = features(index);
+    put(index, 16, &[u8::from(has_digests) | u8::from(has_list) << 1, 0, 0, 0, 0, 0, 0, 0]);
     put(index, 60, &[0; 4]);
-    put(index, 208, &[0; 44]);
+    if !has_digests {
+        put(index, 208, &[0; 32]);
+    }
+    put(index, 240, &[0; 12]);
     let (chunks, tensors) = (u32_at(index, 48) as u64, u32_at(index, 52) as u64);
     let mut end = HEADER as u64;
     for section in 0..6 {
@@ -70,7 +110,7 @@ pub fn repair_layout(index: &mut Vec<u8>) {
         let offset = end.next_multiple_of(8);
         put(index, end as usize, &[0; 8][..(offset - end) as usize]);
         put(index, at, &offset.to_le_bytes());
-        if let Some(size) = [32 * chunks, 16 * chunks, 64 + 32 * tensors].get(section) {
+        if let Some(size) = [32 * chunks, (16 << u8::from(has_list)) * chunks, 64 + 32 * tensors].get(section) {
             put(index, at + 8, &size.to_le_bytes());
             put(index, at + 16, &size.to_le_bytes());
         }
@@ -93,12 +133,24 @@ pub fn repair_layout(index: &mut Vec<u8>) {
 pub fn repair_pair(index: &mut Vec<u8>, blob: &mut Vec<u8>) {
     repair_layout(index);
     blob.resize(u64_at(index, 40).min(MOST_BYTES) as usize, 0);
-    for at in records_of(index) {
+    let mut list = vec![[0u8; 16]; records_of(index).count()];
+    for (at, digest) in records_of(index).zip(&mut list) {
         let (from, size) = (u64_at(index, at) as usize, u32_at(index, at + 8));
         let Some(stored) = blob.get_mut(from..).and_then(|rest| rest.get_mut(..size.next_multiple_of(16))) else { break };
         stored[size..].fill(0);
         let crc = if size == 0 { 0 } else { crc32fast::hash(&stored[..size]) };
         put(index, at + 20, &crc.to_le_bytes());
+        if size > 0 {
+            digest.copy_from_slice(&blake3::hash(&stored[..size]).as_bytes()[..16]);
+        }
+    }
+    let (has_digests, has_list) = features(index);
+    if has_digests {
+        put(index, 208, blake3::hash(list.as_flattened()).as_bytes());
+    }
+    if has_list {
+        let sums = section(index, 1);
+        put(index, sums.start + sums.len() / 2, list.as_flattened());
     }
     repair_digests(index);
     repair_blob_header(index, blob);
@@ -131,7 +183,7 @@ pub fn chunk_bytes(tensor: &Tensor<'_>, chunk: u32) -> Range<usize> {
 pub fn repair_sums<B: AsRef<[u8]>>(index: &ValidatedIndex, blob: &mut [u8], bases: &[(TensorInfo, B)]) -> Vec<u8> {
     let mut bytes = index.as_bytes().to_vec();
     let sums_at = HEADER + 32 * internals::records(index).len();
-    let digests_at = sums_at + 16 * internals::sums(index).len();
+    let digests_at = section(&bytes, 2).start;
     let (mut base_root, mut target_root) = (blake3::Hasher::new(), blake3::Hasher::new());
     let mut decoder = ChunkDecoder::new();
     for (i, tensor) in index.tensors().enumerate() {

@@ -43,6 +43,11 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             with.set_item("found", &invalid.found)?;
             "Invalid"
         }
+        Error::UnexpectedPair { expected, found } => {
+            with.set_item("expected", expected)?;
+            with.set_item("found", found)?;
+            "UnexpectedPair"
+        }
         Error::WrongBase { tensor, expected, found } => {
             with.set_item("tensor", tensor)?;
             with.set_item("expected", expected)?;

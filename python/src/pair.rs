@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tpde::{
-    Apply, BaseKind, Checkpoint, Error, Escaped, FileSource, InPlace, Limits, MemoryCheckpoint, Result, SafetensorsCheckpoint,
+    Apply, BaseKind, Checkpoint, Error, Escaped, FileSource, InPlace, MemoryCheckpoint, OpenOptions, Result, SafetensorsCheckpoint,
     Tensor, TensorMut,
 };
 
@@ -27,11 +27,11 @@ type Described = (String, &'static str, Vec<u64>, &'static str, String, bool);
 impl Pair {
     /// Opens the pair at `path`, and the base at `base` if the base is in files.
     #[new]
-    #[pyo3(signature = (path, base=None))]
-    fn open(py: Python<'_>, path: PathBuf, base: Option<PathBuf>) -> PyResult<Self> {
+    #[pyo3(signature = (path, base=None, expect=None))]
+    fn open(py: Python<'_>, path: PathBuf, base: Option<PathBuf>, expect: Option<[u8; 32]>) -> PyResult<Self> {
         run(py, None, 0, |steering| {
-            let base = base.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
-            Ok(Self { pair: Arc::new(self::open(&path, steering)?), base })
+            let pair = Arc::new(self::open(&path, expect, steering)?);
+            Ok(Self { pair, base: base.as_deref().map(SafetensorsCheckpoint::open).transpose()? })
         })
     }
 
@@ -195,9 +195,11 @@ impl Pair {
     }
 }
 
-/// Opens a pair. If the pair is being published, the call waits; a signal can interrupt the wait.
-pub fn open(path: &Path, steering: &Steering) -> Result<tpde::Pair<FileSource>> {
-    tpde::Pair::open_with(path, &Limits::default(), steering)
+/// Opens a pair, which must have the digest `expect` if there is one. If the pair is being published, the call waits; a signal can
+/// interrupt the wait.
+pub fn open(path: &Path, expect: Option<[u8; 32]>, steering: &Steering) -> Result<tpde::Pair<FileSource>> {
+    let options = expect.map_or_else(OpenOptions::default, |digest| OpenOptions::default().expect(digest));
+    tpde::Pair::open_with(path, &options, steering)
 }
 
 pub fn unknown(name: &str) -> Error {

@@ -8,9 +8,12 @@ use serde_json::json;
 use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 use tpde::{
-    Apply, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, EncodeReport, Favor, Layout, MemoryCheckpoint, PairPaths, Result,
-    SafetensorsCheckpoint, TensorReport, Verify,
+    Apply, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, EncodeReport, Favor, FormatVersion, Layout, MemoryCheckpoint,
+    PairPaths, Result, SafetensorsCheckpoint, TensorReport, Verify,
 };
+
+/// Path of a pair, and the pair digest that the caller expects.
+type PairName = (PathBuf, Option<[u8; 32]>);
 
 /// Encode options as passed from Python.
 #[derive(FromPyObject)]
@@ -21,6 +24,8 @@ pub struct Options {
     chunk_lanes: Option<u64>,
     favor: Option<String>,
     renamed: BTreeMap<String, String>,
+    format: Option<String>,
+    payload_digests: bool,
 }
 
 impl Options {
@@ -28,6 +33,7 @@ impl Options {
         let layout: Option<Layout> = self.layout.map(|name| name.parse()).transpose()?;
         let codec: Option<CodecChoice> = self.codec.map(|name| name.parse()).transpose()?;
         let favor: Option<Favor> = self.favor.map(|name| name.parse()).transpose()?;
+        let format: Option<FormatVersion> = self.format.map(|name| name.parse()).transpose()?;
         // A layout implies codec zstd.
         let codec = match (codec.unwrap_or_default(), layout) {
             (CodecChoice::Auto, Some(_)) => Codec::Zstd.into(),
@@ -36,7 +42,9 @@ impl Options {
         let defaults = EncodeOptions::default();
         let chunk_lanes = self.chunk_lanes.unwrap_or(defaults.chunk_lanes);
         let favor = favor.unwrap_or(defaults.favor);
-        Ok(defaults.codec(codec).layout(layout).chunk_lanes(chunk_lanes).favor(favor).renamed(self.renamed))
+        let format = format.unwrap_or(defaults.format);
+        let options = defaults.codec(codec).layout(layout).chunk_lanes(chunk_lanes).favor(favor).renamed(self.renamed);
+        Ok(options.format(format).payload_digests(self.payload_digests))
     }
 }
 
@@ -121,7 +129,7 @@ pub fn encode_memory(
 #[pyo3(signature = (pair, path, *, base, wanted, replace, progress))]
 pub fn apply(
     py: Python<'_>,
-    pair: PathBuf,
+    pair: PairName,
     path: PathBuf,
     base: Option<PathBuf>,
     wanted: Option<HashSet<String>>,
@@ -129,8 +137,8 @@ pub fn apply(
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
     let (pair, base) = run(py, None, 0, |steering| {
-        let base = base.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
-        Ok((open(&pair, steering)?, base))
+        let pair = open(&pair.0, pair.1, steering)?;
+        Ok((pair, base.as_deref().map(SafetensorsCheckpoint::open).transpose()?))
     })?;
     let is_wanted = |name: &str| wanted.as_ref().is_none_or(|wanted| wanted.contains(name));
     let total = pair.index().tensors().filter(|tensor| is_wanted(tensor.name)).map(|tensor| tensor.bytes()).sum();
@@ -150,16 +158,16 @@ pub fn apply(
 #[pyo3(signature = (pair, *, base, target, no_base, progress))]
 pub fn verify(
     py: Python<'_>,
-    pair: PathBuf,
+    pair: PairName,
     base: Option<PathBuf>,
     target: Option<PathBuf>,
     no_base: bool,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
     let (pair, base, target) = run(py, None, 0, |steering| {
+        let pair = open(&pair.0, pair.1, steering)?;
         let base = base.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
-        let target = target.as_deref().map(SafetensorsCheckpoint::open).transpose()?;
-        Ok((open(&pair, steering)?, base, target))
+        Ok((pair, base, target.as_deref().map(SafetensorsCheckpoint::open).transpose()?))
     })?;
     let mut verify = Verify::new(&pair);
     if let Some(base) = &base {
@@ -174,9 +182,9 @@ pub fn verify(
 }
 
 #[pyfunction]
-pub fn inspect(py: Python<'_>, pair: PathBuf) -> PyResult<String> {
+pub fn inspect(py: Python<'_>, pair: PairName) -> PyResult<String> {
     run(py, None, 0, |steering| {
-        let pair = open(&pair, steering)?;
+        let pair = open(&pair.0, pair.1, steering)?;
         let index = pair.index();
         let (major, minor) = index.version();
         let (base_bytes, target_bytes) = index.tensor_bytes();

@@ -47,6 +47,7 @@ from ._errors import (
     Poisoned,
     SystemRefused,
     TpdeError,
+    UnexpectedPair,
     WrongBase,
 )
 from ._open import Slice, safe_open
@@ -77,6 +78,7 @@ __all__ = [
     "SystemRefused",
     "TensorReport",
     "TpdeError",
+    "UnexpectedPair",
     "VerifyReport",
     "WrongBase",
     "__version__",

@@ -17,7 +17,7 @@ import torch
 from . import _tpde
 from ._entry import Entry
 from ._errors import AlreadyApplied, DeviceUnavailable, InvalidArgument, OutOfMemory
-from ._paths import StrPath, path_of
+from ._paths import Digest, StrPath, open_pair, path_of
 from ._progress import Progress, progress_callback
 from ._tensor import Memory
 from ._torch_memory import StateSnapshot, check_device
@@ -176,17 +176,27 @@ class DevicePair:
         device: The CUDA device.
         payloads: Where the compressed bytes are kept: in ``"pinned"`` memory of the host, from where the device copies them; in
             memory of the ``"device"``; or in their ``"file"``.
+        expect: As for :func:`tpde.apply`.
         progress: As for :func:`tpde.encode`, for reading the payloads to memory.
 
     Raises:
+        UnexpectedPair: The pair does not have the digest ``expect``.
         Invalid, Limit, SystemRefused: What is wrong with the pair's files.
         DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with the device.
     """
 
-    def __init__(self, pair: StrPath, device: Any = "cuda", *, payloads: Payloads = "pinned", progress: Progress = None) -> None:
+    def __init__(
+        self,
+        pair: StrPath,
+        device: Any = "cuda",
+        *,
+        payloads: Payloads = "pinned",
+        expect: Digest | None = None,
+        progress: Progress = None,
+    ) -> None:
         if payloads not in ("file", "pinned", "device"):
             raise InvalidArgument(f"unknown payloads={payloads!r}: expected 'file', 'pinned' or 'device'")
-        self._open(pair, None, device, payloads, progress)
+        self._open(pair, open_pair(pair, expect=expect), device, payloads, progress)
 
     @classmethod
     def _of_opened(cls, path: StrPath, pair: _tpde.Pair, device: Any) -> DevicePair:
@@ -195,11 +205,11 @@ class DevicePair:
         opened._open(path, pair, device, "file", None)
         return opened
 
-    def _open(self, path: StrPath, pair: _tpde.Pair | None, device: Any, payloads: Payloads, progress: Progress) -> None:
+    def _open(self, path: StrPath, pair: _tpde.Pair, device: Any, payloads: Payloads, progress: Progress) -> None:
         self._device = Device.of(device)
         self._device.refuse_capture("making a pair ready")
         self._path = path_of(path)
-        self._pair = _tpde.Pair(self._path) if pair is None else pair
+        self._pair = pair
         self._index = self._device.memory(_tpde.DevicePair.index_bytes(self._pair), "the index of a pair")
         self._blob = None
         self._listed: list[Entry] | None = None

@@ -68,6 +68,16 @@ class Invalid(TpdeError, ValueError):
     found: str
 
 
+class UnexpectedPair(TpdeError, ValueError):
+    """The index does not have the pair digest that ``expect`` states. Nothing else of the pair was read.
+
+    Attributes: ``expected`` and ``found``, the digests in hexadecimal.
+    """
+
+    expected: str
+    found: str
+
+
 class WrongBase(TpdeError, ValueError):
     """The base is not the one from which the pair was made.
 

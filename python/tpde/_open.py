@@ -7,13 +7,12 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from . import _tpde
 from ._dtypes import is_packed
 from ._entry import Entry
 from ._errors import DeviceUnavailable, InvalidArgument, OutOfRange
 from ._memory import describe_each, device_of
 from ._numpy_memory import NumPyAllocator
-from ._paths import StrPath, check_name, is_path, path_of
+from ._paths import Digest, StrPath, check_digest, check_name, is_path, open_pair, path_of
 from ._progress import Progress, progress_callback
 from ._tensor import Memory
 
@@ -21,7 +20,9 @@ from ._tensor import Memory
 class Reader:
     """A pair and its base, for one framework. `safe_open` and the functions of `tpde.torch` and `tpde.numpy` share it."""
 
-    def __init__(self, pair: Any, base: Any, framework: str, device: Any = "cpu") -> None:
+    def __init__(
+        self, pair: Any, base: Any, framework: str, device: Any = "cpu", *, expect: Digest | None = None
+    ) -> None:
         #: The CUDA device that receives the tensors; ``None`` for the CPU.
         self.device: Any = None
         #: The pair on that device, if tensors are rebuilt there; ``None`` if they are rebuilt on the CPU and copied.
@@ -49,21 +50,22 @@ class Reader:
         if self.device is not None:
             # With a base in files or on the CPU, tensors are rebuilt on the CPU and copied to the device.
             if device_of((self.tensors or {}).values()) is not None or base is None:
-                self._open_on_device(pair)
+                self._open_on_device(pair, expect)
             else:
                 self.allocator = TorchAllocator("cpu")
         if self.on_device is None:
-            self.pair = _tpde.Pair(path_of(pair), path)
+            self.pair = open_pair(pair, path, expect)
         self.has_base_files = path is not None
         listed = list(map(Entry._make, self.pair.tensors())) if self.on_device is None else self.on_device._entries()
         self.entries = {entry.name: entry for entry in listed}
 
-    def _open_on_device(self, pair: Any) -> None:
+    def _open_on_device(self, pair: Any, expect: Digest | None) -> None:
         from ._device import DevicePair
 
         if not isinstance(pair, DevicePair):
-            self.on_device = DevicePair(pair, self.device, payloads="file")
+            self.on_device = DevicePair(pair, self.device, payloads="file", expect=expect)
         elif pair.device == self.device:
+            check_digest(pair._pair, expect)
             self.on_device, self.on_device_is_kept = pair, True
         else:
             raise InvalidArgument(f"the pair is on {pair.device}, the tensors go to {self.device}")
@@ -187,19 +189,28 @@ class safe_open:
         digests: Whether :meth:`get_tensor` compares base and target with the digests of the pair. Without digests, and on a CUDA
             device, CRC and sums still find damage, but a forged blob is not detected. On the CPU that is about three times as
             fast.
+        expect: As for :func:`tpde.apply`.
 
     Opening is cheap: only the index and the base's headers are read. In NumPy, BF16 and F8 arrays have the dtypes of ml_dtypes if
     it is installed, otherwise unsigned integers of the same width with the same bits. F4 and F6 arrays are ``uint8``, with the last
     dim in bytes, or with one dim if rows are not whole bytes.
 
     Raises:
+        UnexpectedPair: The pair does not have the digest ``expect``.
         Invalid, Limit, BadCheckpoint, SystemRefused, InvalidArgument, DeviceUnavailable: As their names say.
     """
 
     def __init__(
-        self, pair: StrPath, framework: str = "pt", device: Any = "cpu", *, base: Any = None, digests: bool = True
+        self,
+        pair: StrPath,
+        framework: str = "pt",
+        device: Any = "cpu",
+        *,
+        base: Any = None,
+        digests: bool = True,
+        expect: Digest | None = None,
     ) -> None:
-        self._reader: Reader | None = Reader(pair, base, framework, device)
+        self._reader: Reader | None = Reader(pair, base, framework, device, expect=expect)
         self._digests = digests
 
     def __enter__(self) -> safe_open:

@@ -10,10 +10,12 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar, Union
 
 from . import _tpde
-from ._errors import InvalidArgument
+from ._errors import InvalidArgument, UnexpectedPair
 from ._progress import Progress, progress_callback
 
 StrPath = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
+#: A pair digest: 64 hexadecimal digits, or 32 bytes.
+Digest = Union[str, bytes]
 T = TypeVar("T")
 
 
@@ -98,6 +100,8 @@ class ApplyReport:
     bytes: int
     #: Whether base and target were compared with the digests of the pair.
     digests_checked: bool
+    #: Which payloads were compared with the digests that the pair digest covers: ``"all"``, ``"each_read"`` or ``"not_compared"``.
+    payload_digests: str
 
 
 @dataclass(frozen=True)
@@ -112,8 +116,10 @@ class VerifyReport:
     base_checked: bool
     #: Whether a target was supplied or rebuilt, and has the digests of the pair.
     target_checked: bool
-    #: ``"checked"`` if all tensors were rebuilt and compared with the target digests, so that no payload is forged; otherwise
-    #: ``"not_checked"``.
+    #: Which payloads were compared with the digests that the pair digest covers: ``"all"``, ``"each_read"`` or ``"not_compared"``.
+    payload_digests: str
+    #: ``"checked"`` if all payloads were compared with the digests that the pair digest covers, or all tensors were rebuilt and
+    #: compared with the target digests, so that no payload is forged; otherwise ``"not_checked"``.
     payload_authenticity: str
     #: Whether :func:`apply` can write the target as files, as far as the file system allows; ``None`` if that is unknown because no
     #: tensor was rebuilt.
@@ -161,10 +167,17 @@ def report(kind: type[T], text: str) -> T:
 
 
 def options(
-    *, codec: str | None, favor: str | None, chunk_lanes: int | None, layout: str | None, renamed: Mapping[str, str] | None
+    *,
+    codec: str | None,
+    favor: str | None,
+    chunk_lanes: int | None,
+    layout: str | None,
+    renamed: Mapping[str, str] | None,
+    format: str | None,
+    payload_digests: bool,
 ) -> dict[str, Any]:
     """Encoding options for the Rust half."""
-    for what, name in {"codec": codec, "layout": layout, "favor": favor}.items():
+    for what, name in {"codec": codec, "layout": layout, "favor": favor, "format version": format}.items():
         if name is not None and not isinstance(name, str):
             raise InvalidArgument(f"no {what} is named {name!r}")
     if chunk_lanes is not None and (not isinstance(chunk_lanes, int) or not 0 <= chunk_lanes < 1 << 64):
@@ -172,6 +185,7 @@ def options(
     if not isinstance(renamed, (Mapping, type(None))):
         raise InvalidArgument(f"renamed is a {type(renamed).__name__}: expected a dict of target names to base names")
     how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "favor": favor}
+    how |= {"format": format, "payload_digests": bool(payload_digests)}
     return {**how, "renamed": {check_name(name): check_name(base) for name, base in (renamed or {}).items()}}
 
 
@@ -196,6 +210,8 @@ def encode(
     chunk_lanes: int | None = None,
     layout: str | None = None,
     renamed: Mapping[str, str] | None = None,
+    format: str | None = None,
+    payload_digests: bool = False,
     replace: bool = False,
     progress: Progress = None,
 ) -> EncodeReport:
@@ -220,6 +236,10 @@ def encode(
         chunk_lanes: Maximum lanes per chunk, a power of two of at least 4096.
         layout: Layout of codec zstd. ``None`` chooses one per chunk.
         renamed: Tensors that have another name in the base: target name to base name.
+        format: Version of the format. ``None`` means ``"1.2"``; ``"1.1"`` is for readers that do not know 1.2, and its pair digest
+            does not cover payloads.
+        payload_digests: Whether the digest of each payload is stored, 16 bytes per chunk. Readers of a part of the pair then
+            compare digests too.
         replace: Whether an existing pair is replaced.
         progress: ``True`` shows a tqdm bar. A tqdm bar is updated. A callable is called with bytes done and bytes in total.
 
@@ -229,7 +249,15 @@ def encode(
         BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
     target, path, base = path_of(target), path_of(path), _path_or_none(base)
-    how = options(codec=codec, favor=favor, chunk_lanes=chunk_lanes, layout=layout, renamed=renamed)
+    how = options(
+        codec=codec,
+        favor=favor,
+        chunk_lanes=chunk_lanes,
+        layout=layout,
+        renamed=renamed,
+        format=format,
+        payload_digests=payload_digests,
+    )
     with progress_callback(progress, "encode") as callback:
         return report(EncodeReport, _tpde.encode(target, path, base=base, options=how, replace=replace, progress=callback))
 
@@ -241,6 +269,7 @@ def apply(
     base: StrPath | None = None,
     tensors: str | Iterable[str] | Callable[[str], bool] | None = None,
     replace: bool = False,
+    expect: Digest | None = None,
     progress: Progress = None,
 ) -> ApplyReport:
     """Rebuild the target's files from ``base`` and ``pair`` at ``path``, byte for byte.
@@ -254,9 +283,12 @@ def apply(
         tensors: Writes only these tensors, to one file with a header of its own: a pattern with ``*``, several patterns, or a
             function of the name.
         replace: Whether existing files are replaced.
+        expect: The pair digest that the pair must have, as 64 hexadecimal digits or 32 bytes. It is compared before anything of the
+            pair is parsed.
         progress: As for :func:`encode`.
 
     Raises:
+        UnexpectedPair: The pair does not have the digest ``expect``.
         WrongBase: ``base`` is not what the pair was made from.
         AlreadyApplied: ``base`` is the target already.
         Invalid: The pair is damaged.
@@ -264,9 +296,11 @@ def apply(
         AlreadyExists, BadCheckpoint, Limit, SystemRefused: As their names say. Nothing is written then.
     """
     pair, path, base = path_of(pair), path_of(path), _path_or_none(base)
-    wanted = None if tensors is None else _matching(pair, tensors)
+    digest = digest_of(expect)
+    wanted = None if tensors is None else _matching(pair, digest, tensors)
     with progress_callback(progress, "apply") as callback:
-        return report(ApplyReport, _tpde.apply(pair, path, base=base, wanted=wanted, replace=replace, progress=callback))
+        text = _tpde.apply((pair, digest), path, base=base, wanted=wanted, replace=replace, progress=callback)
+    return report(ApplyReport, text)
 
 
 def verify(
@@ -275,12 +309,14 @@ def verify(
     base: StrPath | None = None,
     target: StrPath | None = None,
     no_base: bool = False,
+    expect: Digest | None = None,
     progress: Progress = None,
 ) -> VerifyReport:
     """Check a pair, and whether it fits a base and a target.
 
-    Without a base: checks every rule of the index, and the CRC-32 of every payload. That detects damage (random damage passes with
-    a probability of 2^-32), but not forgery. With ``base`` or ``no_base``: rebuilds every tensor without writing it and compares
+    Without a base: checks every rule of the index, and the CRC-32 of every payload. From format 1.2 on, also compares the digest over
+    all payloads, which is part of the pair digest, so a forged payload is refused. For formats 1.0 and 1.1 that detects damage
+    (random damage passes with a probability of 2^-32), but not forgery. With ``base`` or ``no_base``: rebuilds every tensor without writing it and compares
     all digests, which a forged payload does not pass; also plans the files as :func:`apply` does. With ``target``: compares a
     checkpoint with the target's digests, and its files byte for byte, which says nothing about the payloads.
 
@@ -291,30 +327,61 @@ def verify(
         base: A checkpoint that should be the base.
         target: A checkpoint that should be the target.
         no_base: Whether to rebuild the tensors of a pair that needs no base.
+        expect: As for :func:`apply`.
         progress: As for :func:`encode`.
 
     Raises:
-        Invalid, WrongBase, AlreadyApplied, BadCheckpoint, Limit, SystemRefused: What is wrong.
+        UnexpectedPair, Invalid, WrongBase, AlreadyApplied, BadCheckpoint, Limit, SystemRefused: What is wrong.
         InvalidArgument: ``no_base`` is true, but a base is passed, or the pair needs one.
     """
     pair, base, target = path_of(pair), _path_or_none(base), _path_or_none(target)
     if no_base and base is not None:
         raise InvalidArgument("base and no_base exclude each other")
     with progress_callback(progress, "verify") as callback:
-        return report(VerifyReport, _tpde.verify(pair, base=base, target=target, no_base=no_base, progress=callback))
+        text = _tpde.verify((pair, digest_of(expect)), base=base, target=target, no_base=no_base, progress=callback)
+    return report(VerifyReport, text)
 
 
-def inspect(pair: StrPath) -> Inspection:
-    """Describe a pair from its index. No payload is read.
+def inspect(pair: StrPath, *, expect: Digest | None = None) -> Inspection:
+    """Describe a pair from its index. No payload is read. ``expect`` is as for :func:`apply`.
 
     Raises:
-        Invalid, Limit, SystemRefused: The index cannot be read, or the file is not an index.
+        UnexpectedPair, Invalid, Limit, SystemRefused: The index cannot be read, or the file is not an index.
     """
-    return report(Inspection, _tpde.inspect(path_of(pair)))
+    return report(Inspection, _tpde.inspect((path_of(pair), digest_of(expect))))
 
 
-def _matching(pair: StrPath, tensors: str | Iterable[str] | Callable[[str], bool]) -> set[str]:
-    names = [tensor.name for tensor in inspect(pair).tensors]
+def open_pair(pair: StrPath, base: StrPath | None = None, expect: Digest | None = None) -> _tpde.Pair:
+    """Opens a pair, which must have the digest ``expect``, and the files of its base."""
+    return _tpde.Pair(path_of(pair), base, digest_of(expect))
+
+
+def check_digest(pair: _tpde.Pair, expect: Digest | None) -> None:
+    """Compares the digest of an open pair with the digest that the caller expects."""
+    expected, found = digest_of(expect), bytes(pair.digest())
+    if expected is not None and expected != found:
+        raise UnexpectedPair(
+            f"not the expected pair: expected an index with pair digest {expected.hex()}, found {found.hex()}",
+            expected=expected.hex(),
+            found=found.hex(),
+        )
+
+
+def digest_of(expect: Digest | None) -> bytes | None:
+    """The 32 bytes of a pair digest."""
+    if expect is None:
+        return None
+    try:
+        digest = bytes.fromhex(expect) if isinstance(expect, str) else bytes(memoryview(expect))
+    except (TypeError, ValueError):
+        digest = b""
+    if len(digest) != 32 or (isinstance(expect, str) and len(expect) != 64):
+        raise InvalidArgument(f"expect={expect!r}: expected a pair digest of 64 hexadecimal digits or 32 bytes")
+    return digest
+
+
+def _matching(pair: StrPath, digest: bytes | None, tensors: str | Iterable[str] | Callable[[str], bool]) -> set[str]:
+    names = [tensor.name for tensor in inspect(pair, expect=digest).tensors]
     if callable(tensors):
         return {name for name in names if tensors(name)}
     wanted: set[str] = set()

@@ -11,7 +11,7 @@ from ._entry import Entry
 from ._errors import AlreadyApplied, InvalidArgument, Poisoned, TpdeError
 from ._memory import describe_all, describe_each, device_of
 from ._open import Reader, bases, state_of
-from ._paths import EncodeReport, StrPath, is_path, path_of, report
+from ._paths import Digest, EncodeReport, StrPath, check_digest, is_path, open_pair, path_of, report
 from ._progress import Progress, progress_callback
 from ._tensor import Memory
 
@@ -19,13 +19,17 @@ Outcome = Literal["applied", "already_applied", "nothing"]
 Mode = Literal["all_checked", "chunk_by_chunk"]
 
 
-def load(pair: Any, *, base: Any, framework: str, device: Any, digests: bool, progress: Progress) -> dict[str, Any]:
+def load(
+    pair: Any, *, base: Any, framework: str, device: Any, digests: bool, expect: Digest | None, progress: Progress
+) -> dict[str, Any]:
     """Rebuilds all tensors of the target."""
+    if hasattr(pair, "_pair"):
+        check_digest(pair._pair, expect)
     if hasattr(pair, "_load_again") and framework == "pt" and not is_path(base):
         loaded: dict[str, Any] | None = pair._load_again(None if base is None else state_of(base), device, progress)
         if loaded is not None:
             return loaded
-    reader = Reader(pair, base, framework, device)
+    reader = Reader(pair, base, framework, device, expect=expect)
     return reader.read(list(reader.entries), digests=digests, progress=progress)
 
 
@@ -68,6 +72,7 @@ def apply_(
     base: Any = None,
     mode: Mode,
     strict: bool,
+    expect: Digest | None,
     progress: Progress,
     on_written: Callable[[Mapping[str, Any], list[Entry]], list[str]],
     on_rewritten: Callable[[list[Any]], None],
@@ -86,10 +91,11 @@ def apply_(
     device_pair = pair if path is None and getattr(pair, "_pair", None) is not None else None
     base_tensors = None if base is None or path is not None else state_of(base)
     if device_pair is not None:
+        check_digest(device_pair._pair, expect)
         application = device_pair._take_kept(tensors, base_tensors, mode if base is None else "out_of_place", strict=strict)
         if application is not None:
             return _apply_again(device_pair, application, tensors, on_rewritten, progress, overwrites=base is not None)
-    opened = device_pair._pair if device_pair is not None else _tpde.Pair(path_of(pair), path)
+    opened = device_pair._pair if device_pair is not None else open_pair(pair, path, expect)
     entries = device_pair._entries() if device_pair is not None else list(map(Entry._make, opened.tensors()))
     missing = [entry.name for entry in entries if entry.name not in tensors]
     if missing and strict:

@@ -17,13 +17,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from . import _operator, _tpde
+from . import _operator
 from ._capture import Graph
 from ._device import DevicePair
 from ._entry import Entry
 from ._errors import InvalidArgument
 from ._open import Reader, state_of
-from ._paths import StrPath, path_of
+from ._paths import Digest, StrPath, check_digest, open_pair
 from ._progress import Progress
 from ._prefetch import DeviceWeight, Prefetcher
 from ._rebuilt import HostWeight, Weight
@@ -161,6 +161,7 @@ def attach(
     payloads: Payloads | Callable[[str], Payloads] = "pinned",
     only: Callable[[str], bool] | None = None,
     check: bool = True,
+    expect: Digest | None = None,
     progress: Progress = None,
 ) -> Attached:
     """Turn a model that has the base of ``pair`` into one that gives the target's outputs, with linear weights rebuilt just in
@@ -191,10 +192,11 @@ def attach(
         only: A function of a weight's name: linear weights for which it returns false are rebuilt once and stay dense.
         check: Whether each weight is rebuilt once now, so that a wrong base or damage is raised here. On the CPU, digests are
             compared too.
+        expect: As for :func:`tpde.apply`.
         progress: As for :func:`tpde.encode`, for reading the payloads.
 
     Raises:
-        WrongBase, AlreadyApplied, Invalid, Limit, SystemRefused: What is wrong; the model is unchanged.
+        UnexpectedPair, WrongBase, AlreadyApplied, Invalid, Limit, SystemRefused: What is wrong; the model is unchanged.
         NotContiguous, InvalidArgument: A tensor that cannot be read, is missing, or has another dtype or shape than in the pair; or
             a pair on another device.
         DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with the device.
@@ -203,7 +205,7 @@ def attach(
         raise InvalidArgument(f"unknown payloads={payloads!r}: expected 'pinned' or 'device'")
     named = _Model(model)
     run_on = None if device is None else check_device(device)
-    opened = _OpenedPair(named, pair, payloads, progress)
+    opened = _OpenedPair(named, pair, payloads, expect, progress)
     weights: dict[str, Weight] = {}
     dense: dict[str, torch.Tensor] = {}
     with torch.no_grad():
@@ -289,14 +291,21 @@ class _OpenedPair:
     """State of an attachment: the pair, and its copies on devices."""
 
     def __init__(
-        self, model: _Model, pair: StrPath | DevicePair, payloads: Payloads | Callable[[str], Payloads], progress: Progress
+        self,
+        model: _Model,
+        pair: StrPath | DevicePair,
+        payloads: Payloads | Callable[[str], Payloads],
+        expect: Digest | None,
+        progress: Progress,
     ) -> None:
         self.model = model
         self.source = pair
         self.payloads = payloads
         self.progress = progress
         self.failures = Failures()
-        self.pair = pair._pair if isinstance(pair, DevicePair) else _tpde.Pair(path_of(pair))
+        if isinstance(pair, DevicePair):
+            check_digest(pair._pair, expect)
+        self.pair = pair._pair if isinstance(pair, DevicePair) else open_pair(pair, expect=expect)
         self.entries = {entry[0]: Entry(*entry) for entry in self.pair.tensors()}
         self._on_device: dict[torch.device, DevicePair] = {}
         missing = [name for name in self.entries if name not in model.tensors]

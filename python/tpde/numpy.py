@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import _state
-from ._paths import EncodeReport, StrPath, options
+from ._paths import Digest, EncodeReport, StrPath, options
 from ._progress import Progress
 from ._state import Mode, Outcome
 
@@ -25,10 +25,11 @@ def load_file(
     *,
     base: StrPath | Mapping[str, numpy.ndarray[Any, Any]] | None = None,
     digests: bool = True,
+    expect: Digest | None = None,
     progress: Progress = None,
 ) -> dict[str, numpy.ndarray[Any, Any]]:
     """All tensors of the target of ``pair``, rebuilt from ``base``: name to array. As :func:`tpde.torch.load_file`."""
-    return _state.load(pair, base=base, framework="np", device="cpu", digests=digests, progress=progress)
+    return _state.load(pair, base=base, framework="np", device="cpu", digests=digests, expect=expect, progress=progress)
 
 
 def save_file(
@@ -41,6 +42,8 @@ def save_file(
     chunk_lanes: int | None = None,
     layout: str | None = None,
     renamed: Mapping[str, str] | None = None,
+    format: str | None = None,
+    payload_digests: bool = False,
     replace: bool = False,
     progress: Progress = None,
 ) -> EncodeReport:
@@ -48,7 +51,15 @@ def save_file(
 
     A BF16 tensor must be an array of ml_dtypes. An array of ``uint16`` is a tensor of U16.
     """
-    how = options(codec=codec, favor=favor, chunk_lanes=chunk_lanes, layout=layout, renamed=renamed)
+    how = options(
+        codec=codec,
+        favor=favor,
+        chunk_lanes=chunk_lanes,
+        layout=layout,
+        renamed=renamed,
+        format=format,
+        payload_digests=payload_digests,
+    )
     return _state.save(tensors, path, base=base, options=how, replace=replace, progress=progress)
 
 
@@ -58,9 +69,17 @@ def apply_(
     *,
     mode: Mode = "all_checked",
     strict: bool = True,
+    expect: Digest | None = None,
     progress: Progress = None,
 ) -> Outcome:
     """Turn base arrays into target arrays in place. As :func:`tpde.torch.apply_`; read-only arrays are refused."""
     return _state.apply_(
-        tensors, pair, mode=mode, strict=strict, progress=progress, on_written=lambda *_: [], on_rewritten=lambda _: None
+        tensors,
+        pair,
+        mode=mode,
+        strict=strict,
+        expect=expect,
+        progress=progress,
+        on_written=lambda *_: [],
+        on_rewritten=lambda _: None,
     )

@@ -23,7 +23,7 @@ from ._device import DevicePair
 from ._entry import Entry
 from ._errors import InvalidArgument
 from ._open import Reader
-from ._paths import EncodeReport, StrPath, options
+from ._paths import Digest, EncodeReport, StrPath, options
 from ._progress import Progress
 from ._state import Mode, Outcome
 from ._torch_memory import dtype_of, storages_of, values_of
@@ -44,6 +44,7 @@ def load_file(
     *,
     base: Base = None,
     digests: bool = True,
+    expect: Digest | None = None,
     progress: Progress = None,
 ) -> dict[str, torch.Tensor]:
     """All tensors of the target of ``pair``, rebuilt from ``base``: name to tensor, each in memory of its own.
@@ -58,14 +59,16 @@ def load_file(
         digests: Whether base and target are compared with the digests of the pair, on the CPU. Without digests, and on a CUDA
             device, CRC and sums still find damage, but a forged blob is not detected. On the CPU that is about three times as
             fast.
+        expect: As for :func:`tpde.apply`.
         progress: As for :func:`tpde.encode`.
 
     Raises:
+        UnexpectedPair: The pair does not have the digest ``expect``.
         WrongBase, AlreadyApplied, Invalid, Limit, BadCheckpoint, SystemRefused, OutOfMemory: What is wrong.
         NotContiguous, InvalidArgument: A base tensor that cannot be read.
         DeviceUnavailable, DeviceFailed: There is no such device, or it fails.
     """
-    return _state.load(pair, base=base, framework="pt", device=device, digests=digests, progress=progress)
+    return _state.load(pair, base=base, framework="pt", device=device, digests=digests, expect=expect, progress=progress)
 
 
 def save_file(
@@ -78,6 +81,8 @@ def save_file(
     chunk_lanes: int | None = None,
     layout: str | None = None,
     renamed: Mapping[str, str] | None = None,
+    format: str | None = None,
+    payload_digests: bool = False,
     replace: bool = False,
     progress: Progress = None,
 ) -> EncodeReport:
@@ -92,14 +97,22 @@ def save_file(
             its state dict lacks their weights. Pass a dict with ``layer.weight`` of each such layer, which rebuilds it.
         path: Name of the pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
         base: Path of a checkpoint, a state dict or a module; ``None`` for a pair that needs no base.
-        codec, favor, chunk_lanes, layout, renamed, replace, progress: As for :func:`tpde.encode`.
+        codec, favor, chunk_lanes, layout, renamed, format, payload_digests, replace, progress: As for :func:`tpde.encode`.
 
     Raises:
         NotContiguous, InvalidArgument: A tensor that cannot be read, or a name that is not a string.
         DeviceUnavailable: A tensor on another device than the CPU.
         AlreadyExists, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
-    how = options(codec=codec, favor=favor, chunk_lanes=chunk_lanes, layout=layout, renamed=renamed)
+    how = options(
+        codec=codec,
+        favor=favor,
+        chunk_lanes=chunk_lanes,
+        layout=layout,
+        renamed=renamed,
+        format=format,
+        payload_digests=payload_digests,
+    )
     return _state.save(tensors, path, base=base, options=how, replace=replace, progress=progress)
 
 
@@ -110,6 +123,7 @@ def apply_(
     base: Base = None,
     mode: Mode = "all_checked",
     strict: bool = True,
+    expect: Digest | None = None,
     progress: Progress = None,
 ) -> Outcome:
     """Turn live base weights into target weights in place: parameters stay the same objects at the same addresses.
@@ -133,6 +147,7 @@ def apply_(
             mixture. Without digests a forged blob is not detected: see :mod:`tpde.torch`.
         strict: Whether every tensor of the pair must be among ``tensors``. A module with layers of :mod:`tpde.nn` is refused in
             either case, because it lacks their weights.
+        expect: As for :func:`tpde.apply`.
         progress: As for :func:`tpde.encode`.
 
     Returns:
@@ -140,7 +155,7 @@ def apply_(
         is among ``tensors``, which requires ``strict=False``. Nothing was written in the last two cases.
 
     Raises:
-        WrongBase, Invalid, Limit, SystemRefused: What is wrong; nothing was written.
+        UnexpectedPair, WrongBase, Invalid, Limit, SystemRefused: What is wrong; nothing was written.
         Poisoned: See ``mode``.
         NotContiguous, InvalidArgument: A tensor cannot be changed in place, is missing, has another dtype or shape than in the
             pair, or shares memory with a tensor that has other values in the pair; or a CUDA graph is being captured, which cannot
@@ -153,6 +168,7 @@ def apply_(
         base=base,
         mode=mode,
         strict=strict,
+        expect=expect,
         progress=progress,
         on_written=_raise_versions_of_written,
         on_rewritten=_raise_versions,
@@ -186,19 +202,20 @@ def iter_weights(
     device: str | torch.device = "cpu",
     changed_only: bool = False,
     digests: bool = True,
+    expect: Digest | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The target's tensors one by one, names ascending, for the ``load_weights`` of inference engines.
 
     Memory: one tensor at a time, besides those that the caller keeps.
 
     Args:
-        pair, base, device, digests: As for :func:`load_file`.
+        pair, base, device, digests, expect: As for :func:`load_file`.
         changed_only: Whether tensors that equal their base are left out.
 
     Raises:
         As :func:`load_file`. The first call of ``next`` opens the pair; each call raises the errors of its tensor.
     """
-    reader = Reader(pair, base, "pt", device)
+    reader = Reader(pair, base, "pt", device, expect=expect)
     for entry in reader.entries.values():
         if entry.changes or not entry.is_same or not changed_only:
             yield entry.name, reader.read([entry.name], digests=digests)[entry.name]
@@ -225,6 +242,7 @@ def iter_patches(
     base: Base = None,
     device: str | torch.device = "cpu",
     kind: Literal["all", "sparse", "dense"] = "all",
+    expect: Digest | None = None,
 ) -> Iterator[CheckpointWeightPatch]:
     """The changes of the pair, tensor by tensor, as patches of new values at flat indices.
 
@@ -236,7 +254,7 @@ def iter_patches(
     forged blob is not detected: see :mod:`tpde.torch`.
 
     Args:
-        pair, base, device: As for :func:`load_file`. Only base tensors that change are read.
+        pair, base, device, expect: As for :func:`load_file`. Only base tensors that change are read.
         kind: Which patches to yield: ``"all"``, ``"sparse"`` or ``"dense"``.
 
     Raises:
@@ -244,7 +262,7 @@ def iter_patches(
     """
     if kind not in ("all", "sparse", "dense"):
         raise InvalidArgument(f"unknown kind {kind!r} of patches: expected 'all', 'sparse' or 'dense'")
-    reader = Reader(pair, base, "pt", device)
+    reader = Reader(pair, base, "pt", device, expect=expect)
     for entry in reader.entries.values():
         if entry.is_same and not entry.changes:
             continue

@@ -84,10 +84,13 @@ impl<'a, B: Source> Apply<'a, B> {
         self
     }
 
-    /// Sets whether BLAKE3 digests are compared. The default is `true`.
+    /// Sets whether BLAKE3 digests of tensors are compared. The default is `true`. Digests of payloads, which pairs of format 1.2 have,
+    /// are always compared.
     ///
-    /// Without digests, decoding is about three times as fast, and each chunk's CRC and sums still detect damage. They do not
-    /// detect forgery: both are linear, so a blob can be changed to give other weights with the same index and pair digest.
+    /// Without digests of tensors, decoding is about three times as fast, and each chunk's CRC and sums still detect damage. They do
+    /// not detect forgery: both are linear, so a blob of format 1.0 or 1.1 can be changed to give other weights with the same index
+    /// and pair digest. In format 1.2, digests of payloads detect that if all payloads are read or the index stores their digests;
+    /// [`ApplyReport::payload_digests`] says which were compared.
     pub fn digests(mut self, on: bool) -> Self {
         self.digests = on;
         self
@@ -197,7 +200,8 @@ impl<'a, B: Source> Apply<'a, B> {
     /// The bytes of a range of elements of a tensor. Decodes only the chunks that overlap the range. The tensor need not be
     /// selected.
     ///
-    /// CRC and sums of the chunks are checked. Digests are not compared, because a digest covers the whole tensor.
+    /// CRC and sums of the chunks are checked, and the digests of their payloads if the index stores them. Digests of tensors are not
+    /// compared, because such a digest covers the whole tensor.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the pair has no such tensor or the tensor no such range; otherwise the errors of
@@ -209,7 +213,7 @@ impl<'a, B: Source> Apply<'a, B> {
     /// The elements of a tensor whose bits differ between base and target, in ascending order, with their new values. An element
     /// that the base lacks is compared with zero. For a packed dtype the unit is a byte. The tensor need not be selected.
     ///
-    /// Only the changed chunks are decoded. Their CRC and sums are checked; digests are not compared. Memory: the size of the
+    /// Only the changed chunks are decoded. They are checked as in [`Apply::range`]. Memory: the size of the
     /// result.
     ///
     /// # Errors
@@ -221,7 +225,7 @@ impl<'a, B: Source> Apply<'a, B> {
     /// Changes the tensors in memory from base to target. They may come in any order, and other tensors of the pair are skipped.
     /// The tensors themselves are the base, so no other base may be set.
     ///
-    /// Only [`InPlace::AllChecked`] compares digests; [`InPlace`] says what that means for a forged blob. In that mode a watcher
+    /// Only [`InPlace::AllChecked`] compares digests of tensors; [`InPlace`] says what that means for a forged blob. In that mode a watcher
     /// cannot stop the work once writing has begun.
     ///
     /// # Errors

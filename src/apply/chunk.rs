@@ -16,6 +16,12 @@ use std::cell::Cell;
 pub(crate) trait Chunks: Sync {
     fn index(&self) -> &ValidatedIndex;
 
+    /// Whether [`Chunks::payload`] gives only payloads that the pair digest covers.
+    fn is_authentic(&self) -> bool;
+
+    /// Compares all payloads with the payload root, if the index has one.
+    fn authenticate(&self) -> Result<()>;
+
     /// The payload of a chunk, after checking its CRC and padding. Borrowed if the blob is in memory, else read into `scratch`.
     fn payload<'a>(&'a self, chunk: u32, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]>;
 
@@ -29,6 +35,14 @@ pub(crate) trait Chunks: Sync {
 impl<B: Source> Chunks for Pair<B> {
     fn index(&self) -> &ValidatedIndex {
         self.index()
+    }
+
+    fn is_authentic(&self) -> bool {
+        self.is_authentic()
+    }
+
+    fn authenticate(&self) -> Result<()> {
+        self.authenticate(&|_| {})
     }
 
     fn payload<'a>(&'a self, chunk: u32, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {

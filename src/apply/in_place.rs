@@ -2,6 +2,7 @@
 
 use super::chunk::{Chunks, DecodeWorker, decode};
 use super::kept::Kept;
+use super::payloads::Compared;
 use super::run::{ApplyReport, Run};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::{Checkpoint, TensorInfo};
@@ -11,14 +12,16 @@ use crate::index::Tensor;
 use crate::reader::Pair;
 use crate::source::Source;
 use crate::sums::ChunkSum;
-use crate::watch::Progress;
+use crate::watch::{NoProgress, Progress};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// The checks that an application in place makes before it writes.
 ///
-/// Only digests detect a forged blob: CRC and chunk sums are linear, and a signed pair digest does not cover payloads. The
-/// descriptions of the modes hold for the CPU. On a CUDA device neither mode compares digests; see module `cuda`.
+/// Only digests detect a forged blob, because CRC and chunk sums are linear. If the pair digest covers the payloads (format 1.2), both
+/// modes compare digests of payloads before they write: if the index does not store them, all payloads of the pair are hashed
+/// first, and each again when it is decoded. The descriptions of the modes hold for the CPU. On a CUDA device neither mode compares
+/// digests; see module `cuda`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum InPlace {
@@ -37,7 +40,7 @@ pub enum InPlace {
     /// Check each chunk just before it is written, in one pass. An error after the first write leaves a mixture of base and target
     /// and is reported as [`Error::Poisoned`].
     ///
-    /// Compares CRC and chunk sums but no digests, so it does not detect a forged blob.
+    /// Compares CRC and chunk sums but no digests of tensors. It detects a forged blob only from format 1.2 on.
     ChunkByChunk,
 }
 
@@ -88,6 +91,9 @@ impl<B: Source> InPlaceRun<'_, B> {
     pub fn run(&self, tensors: &mut [TensorMut<'_>]) -> Result<ApplyReport> {
         tensors.sort_by(|a, b| a.name.cmp(b.name));
         self.check(tensors)?;
+        // Without a payload list in the index, one payload cannot be compared before all were hashed, and nothing may be written
+        // before it is compared.
+        self.pair.authenticate(&NoProgress(self.progress))?;
         let kept = Kept::new(self.pair, self.max_kept_bytes);
         let chunks: &dyn Chunks = match self.mode {
             InPlace::AllChecked => {
@@ -133,7 +139,13 @@ impl<B: Source> InPlaceRun<'_, B> {
             return Err(Error::Poisoned { written, total, source: Box::new(source) });
         }
         let bytes = tensors.iter().map(|tensor| tensor.bytes.len() as u64).sum();
-        Ok(ApplyReport { tensors: tensors.len() as u64, bytes, digests_checked: self.mode == InPlace::AllChecked && self.digests })
+        let chunks_read = indexes.iter().flat_map(|&i| index.tensor(i).chunks());
+        Ok(ApplyReport {
+            tensors: tensors.len() as u64,
+            bytes,
+            digests_checked: self.mode == InPlace::AllChecked && self.digests,
+            payload_digests: Compared::new(self.pair, chunks_read).finish()?,
+        })
     }
 
     fn check(&self, tensors: &[TensorMut<'_>]) -> Result<()> {

@@ -59,6 +59,14 @@ impl<B: Source> Chunks for Kept<'_, B> {
         self.pair.index()
     }
 
+    fn is_authentic(&self) -> bool {
+        self.pair.is_authentic()
+    }
+
+    fn authenticate(&self) -> Result<()> {
+        self.pair.authenticate(&|_| {})
+    }
+
     fn payload<'a>(&'a self, chunk: u32, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
         if self.pair.blob().in_memory().is_some() {
             return self.pair.payload(chunk, scratch);

@@ -9,6 +9,7 @@ mod chunk;
 mod compare;
 mod in_place;
 mod kept;
+mod payloads;
 mod range;
 mod rebuilt;
 mod run;

@@ -1,6 +1,6 @@
 //! Parts of a tensor: a range of elements, and the changed elements.
 
-use super::chunk::{DecodeWorker, base_lanes, decode, find_base};
+use super::chunk::{Chunks, DecodeWorker, base_lanes, decode, find_base};
 use super::run::Run;
 use crate::batches::{Pool, in_batches};
 use crate::error::{Error, Escaped, Result};
@@ -50,15 +50,17 @@ pub(super) fn range<B: Source>(run: &Run<'_, B>, name: &str, elements: Range<u64
     let width = tensor.lane_bytes() as u64;
     let mut out = Vec::new();
     let mut worker = DecodeWorker::new();
+    let compared = run.compared(chunks.clone());
     for chunk in chunks {
         let range = tensor.chunk_range(chunk);
         let mut buffer = vec![0; ((range.end - range.start) * width) as usize];
         let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, run.base, base, first, lanes, sum);
-        decode(run.chunks, &tensor, chunk, fill, &mut worker, &mut buffer, false)?;
+        decode(&compared, &tensor, chunk, fill, &mut worker, &mut buffer, false)?;
         let from = lanes.start.max(range.start) - range.start;
         let to = lanes.end.min(range.end) - range.start;
         out.extend_from_slice(&buffer[(from * width) as usize..(to * width) as usize]);
     }
+    compared.finish()?;
     Ok(out)
 }
 
@@ -70,8 +72,9 @@ pub(super) fn changes<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Changes
     let element = tensor.element_bytes();
     let workers = Pool::new(DecodeWorker::new);
     let mut changes = Changes::default();
+    let compared = run.compared(tensor.chunks());
     in_batches(
-        tensor.chunks().filter(|&chunk| run.chunks.encoded(chunk).num_deltas > 0),
+        tensor.chunks().filter(|&chunk| compared.encoded(chunk).num_deltas > 0),
         |&chunk| (tensor.chunk_range(chunk).end - tensor.chunk_range(chunk).start) * width,
         |&mut chunk| {
             let range = tensor.chunk_range(chunk);
@@ -81,7 +84,7 @@ pub(super) fn changes<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Changes
             workers.with(|worker| {
                 worker.with_lanes(2 * size, |worker, lanes| -> Result<()> {
                     let (new, old) = lanes.split_at_mut(size);
-                    decode(run.chunks, &tensor, chunk, fill, worker, new, false)?;
+                    decode(&compared, &tensor, chunk, fill, worker, new, false)?;
                     fill(range.start, old, &mut ChunkSum::default())?;
                     in_chunk.collect(range.start * width / element as u64, old, new, element);
                     Ok(())
@@ -96,5 +99,6 @@ pub(super) fn changes<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Changes
             Ok(())
         },
     )?;
+    compared.finish()?;
     Ok(changes)
 }

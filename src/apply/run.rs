@@ -2,16 +2,17 @@
 
 use super::accelerator::{Accelerator, Work};
 use super::chunk::{Chunks, DecodeWorker, Hashes, base_lanes, decode, find_base};
+use super::payloads::Compared;
 use crate::batches::{Pool, hash_tensor, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::digest::{self, short};
 use crate::error::{Error, Escaped, Result, Rule, hex};
 use crate::format::BaseKind;
 use crate::index::Tensor;
-use crate::reader::{Pair, VerifyReport};
+use crate::reader::{Pair, PayloadDigests, VerifyReport};
 use crate::source::Source;
 use crate::sums::ChunkSum;
-use crate::watch::{Progress, Watch};
+use crate::watch::{NoProgress, Progress};
 use blake3::Hash;
 use rayon::prelude::*;
 use serde::Serialize;
@@ -38,6 +39,8 @@ pub struct ApplyReport {
     pub bytes: u64,
     /// Whether base and target were compared with the digests of the pair.
     pub digests_checked: bool,
+    /// Whether payloads were compared with the digests that the pair digest covers.
+    pub payload_digests: PayloadDigests,
 }
 
 /// The parameters and the state of one application.
@@ -160,6 +163,7 @@ impl<'a, B: Source> Run<'a, B> {
             stored_bytes: self.pair.index().size() + self.pair.index().header().blob_size,
             base_checked: self.digests,
             target_checked: self.digests,
+            payload_digests: report.payload_digests,
         })
     }
 
@@ -186,6 +190,7 @@ impl<'a, B: Source> Run<'a, B> {
         sink: Option<&dyn Sink>,
     ) -> Result<ApplyReport> {
         let workers = Pool::new(DecodeWorker::new);
+        let chunks = self.compared(self.selected().flat_map(|tensor| tensor.chunks()));
         let mut check = DigestCheck::new(self, bases);
         let outcome = in_batches(
             jobs,
@@ -197,10 +202,10 @@ impl<'a, B: Source> Run<'a, B> {
                 let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, self.base, base, first, lanes, sum);
                 let hashes = workers.with(|worker| {
                     if let Some(out) = &mut job.out {
-                        return decode(self.chunks, &tensor, chunk, fill, worker, out, self.digests);
+                        return decode(&chunks, &tensor, chunk, fill, worker, out, self.digests);
                     }
                     worker.with_lanes(size, |worker, lanes| {
-                        let hashes = decode(self.chunks, &tensor, chunk, fill, worker, lanes, self.digests)?;
+                        let hashes = decode(&chunks, &tensor, chunk, fill, worker, lanes, self.digests)?;
                         if let Some(sink) = sink {
                             sink.write(tensor.place, range.start, lanes)?;
                         }
@@ -212,15 +217,21 @@ impl<'a, B: Source> Run<'a, B> {
             },
             |job, hashes| check.add(job.at, hashes),
         );
-        outcome.and_then(|()| check.finish()).map_err(|e| self.explain(e, bases))?;
-        Ok(self.report())
+        outcome.and_then(|()| check.finish()).map_err(|e| chunks.explain(self.explain(e, bases)))?;
+        Ok(self.report(chunks.finish()?))
     }
 
-    fn report(&self) -> ApplyReport {
+    /// The run's source of payloads, for an application that reads the chunks of `read`.
+    pub(super) fn compared(&self, read: impl Iterator<Item = u32>) -> Compared<'a> {
+        Compared::new(self.chunks, read)
+    }
+
+    fn report(&self, payload_digests: PayloadDigests) -> ApplyReport {
         ApplyReport {
             tensors: self.selected.len() as u64,
             bytes: self.selected().map(|tensor| tensor.bytes()).sum(),
             digests_checked: self.digests,
+            payload_digests,
         }
     }
 
@@ -245,7 +256,7 @@ impl<'a, B: Source> Run<'a, B> {
             self.progress.done(bytes.len() as u64)
         });
         outcome.and_then(|()| check.finish()).map_err(|e| self.explain(e, bases))?;
-        Ok(self.report())
+        Ok(self.report(PayloadDigests::NotCompared))
     }
 
     /// The hashes of a rebuilt tensor's chunks, and of the base chunks.
@@ -273,12 +284,6 @@ impl<'a, B: Source> Run<'a, B> {
 
     /// The hash of a complete base tensor, computed once and cached. The watcher can stop the work, but no progress is reported.
     fn hash_base(&self, base_index: usize) -> Result<Hash> {
-        struct NoProgress<'a>(Progress<'a>);
-        impl Watch for NoProgress<'_> {
-            fn done(&self, _: u64) -> Result<()> {
-                self.0.done(0)
-            }
-        }
         let known = || self.whole_bases.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(hash) = known().get(&base_index) {
             return Ok(*hash);
@@ -367,8 +372,8 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
         let target_hash = digest::combine(&self.target);
         let (expected, found) = (&tensor.digests.target_digest, short(&target_hash));
         Rule::TensorTargetDigest.check(*expected == found, hex(expected), hex(&found)).map_err(|e| e.in_tensor(tensor.name))?;
-        self.base_root.add(base_hash.as_ref());
-        self.target_root.add(Some(&target_hash));
+        self.base_root.add_hash(base_hash.as_ref());
+        self.target_root.add_hash(Some(&target_hash));
         self.base.clear();
         self.target.clear();
         self.ended += 1;
@@ -384,7 +389,8 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
             self.end_tensor()?;
         }
         let index = self.run.pair.index();
-        if count == index.tensor_count() {
+        // Roots over stored digests were compared when the index was parsed.
+        if count == index.tensor_count() && !index.has_payload_root() {
             let root = self.base_root.finish();
             Rule::DigestBaseRoot.check(root == index.base_root(), hex(index.base_root()), hex(&root))?;
             let root = self.target_root.finish();

@@ -6,7 +6,7 @@ use super::compare::check_target;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result, Rule};
 use crate::format::BaseKind;
-use crate::reader::{Pair, VerifyReport};
+use crate::reader::{Pair, PayloadDigests, VerifyReport};
 use crate::safetensors::{SafetensorsCheckpoint, check_target_files, outputs};
 use crate::source::Source;
 use crate::watch::{Watch, Watcher};
@@ -16,7 +16,7 @@ use serde::Serialize;
 ///
 /// | set | what is checked | what that excludes |
 /// |---|---|---|
-/// | nothing | every rule of the index, the CRC-32 of every payload | damage |
+/// | nothing | every rule of the index, the CRC-32 of every payload, from format 1.2 on the digest over all payloads | damage; from format 1.2 on also forged payloads |
 /// | [`base`](Self::base) or [`without_base`](Self::without_base) | rebuilds every tensor without writing it, compares all digests, plans the files as [`Apply::to_path`] does; the content of a stored shard index is not checked | damage, forged payloads, another base |
 /// | [`target`](Self::target) | compares a checkpoint with the target's digests, and its files byte for byte | another target; says nothing about payloads |
 ///
@@ -27,7 +27,8 @@ use serde::Serialize;
 /// # let base = MemoryCheckpoint::new([(info.clone(), &[1, 2, 3, 4, 5, 6][..])])?;
 /// # let target = MemoryCheckpoint::new([(info, &[1, 2, 3, 4, 5, 7][..])])?;
 /// let (pair, _) = Encode::new(&target).base(&base).to_memory()?;
-/// assert_eq!(Verify::new(&pair).run()?.payload_authenticity, Authenticity::NotChecked);
+/// assert_eq!(Verify::new(&pair).run()?.payload_authenticity, Authenticity::Checked);
+/// assert!(!Verify::new(&pair).run()?.checked.target_checked);
 /// assert_eq!(Verify::new(&pair).base(&base).target(&target).run()?.payload_authenticity, Authenticity::Checked);
 /// # Ok(())
 /// # }
@@ -66,14 +67,16 @@ pub struct Verification {
     pub not_writable: Option<String>,
 }
 
-/// Whether a check shows that the payloads give the target of the index.
+/// Whether a check shows that the payloads are those that the pair was made with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Authenticity {
-    /// The rebuilt tensors were compared with the target digests, so no payload is forged.
+    /// Payloads were compared with the digests that the pair digest covers, or rebuilt tensors with the target digests. So no payload
+    /// is forged, if the pair digest is authentic.
     Checked,
-    /// Only the CRC-32 of payloads was compared. A forged payload can preserve it.
+    /// Only the CRC-32 of payloads was compared. A forged payload can preserve it. Pairs of formats 1.0 and 1.1 have no digests of
+    /// payloads.
     NotChecked,
 }
 
@@ -167,6 +170,7 @@ impl<'a, B: Source> Verify<'a, B> {
             }
             checked.target_checked = true;
         }
+        let is_covered = checked.payload_digests == PayloadDigests::All;
         let is_rebuilt = !matches!(self.base, Base::Unavailable);
         let not_writable = match outputs(index, base.and_then(SafetensorsCheckpoint::of), None) {
             Ok(_) => None,
@@ -177,7 +181,7 @@ impl<'a, B: Source> Verify<'a, B> {
         };
         Ok(Verification {
             checked,
-            payload_authenticity: if is_rebuilt { Authenticity::Checked } else { Authenticity::NotChecked },
+            payload_authenticity: if is_rebuilt || is_covered { Authenticity::Checked } else { Authenticity::NotChecked },
             writable: if not_writable.is_some() { Some(false) } else { is_rebuilt.then_some(true) },
             not_writable,
         })

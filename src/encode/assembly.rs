@@ -121,7 +121,8 @@ impl<'a, W: Write> Assembly<'a, W> {
             self.is_begun_in_builder = true;
         }
         for chunk in self.held.drain(..) {
-            let made = chunk.attempts.into_iter().find(|attempt| attempt.way == way).and_then(|attempt| attempt.payload);
+            let attempt = chunk.attempts.into_iter().find(|attempt| attempt.way == way);
+            let (made, digest) = attempt.map_or((None, None), |attempt| (attempt.payload, attempt.digest));
             let (payload, encoded) = match made {
                 Some(made) => made,
                 None => {
@@ -131,7 +132,8 @@ impl<'a, W: Write> Assembly<'a, W> {
                 }
             };
             let base_sum = if way.from_base { chunk.base_sum } else { 0 };
-            self.builder.chunk(&payload, encoded, base_sum, chunk.target_sum)?;
+            let digest = digest.unwrap_or_else(|| digest::of_payload(&payload));
+            self.builder.hashed_chunk(&payload, digest, encoded, base_sum, chunk.target_sum)?;
         }
         self.held_bytes = 0;
         Ok(())
@@ -233,7 +235,7 @@ mod tests {
         let (base, target) = (of(base), of(target));
         let options = EncodeOptions { chunk_lanes: 4096, ..EncodeOptions::default() };
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        let builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
+        let builder = PairBuilder::new(Vec::new(), "memory".into(), Default::default()).unwrap();
         let made = pool.install(|| encode_holding(max_held_bytes, Some(&base), &target, Vec::new(), &options, builder, &|_| {}));
         made.unwrap().0.into_pair().unwrap()
     }

@@ -122,7 +122,7 @@ impl<'a> Encode<'a> {
         let mut publication = Publication::files(&paths.index, self.overwrite);
         let blob = BufWriter::with_capacity(1 << 20, publication.add(&paths.blob)?);
         let mut index = publication.add(&paths.index)?;
-        let builder = PairBuilder::new(blob, paths.blob.clone())?;
+        let builder = PairBuilder::new(blob, paths.blob.clone(), self.options.form())?;
         let (mut finished, report) = encode(self.base, self.target, files, &self.options, builder, &self.watcher)?;
         let blob = &mut finished.blob;
         let written = blob.seek(SeekFrom::Start(0)).and_then(|_| blob.write_all(&finished.blob_header)).and_then(|()| blob.flush());
@@ -146,7 +146,7 @@ impl<'a> Encode<'a> {
     /// The errors of [`Encode::to_memory`].
     pub fn to_memory_in(&self, mut blob: Vec<u8>) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
         blob.clear();
-        let builder = PairBuilder::new(blob, "memory".into())?;
+        let builder = PairBuilder::new(blob, "memory".into(), self.options.form())?;
         let (finished, report) = encode(self.base, self.target, self.files()?, &self.options, builder, &self.watcher)?;
         Ok((finished.into_pair()?, report))
     }

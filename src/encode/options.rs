@@ -1,7 +1,7 @@
 //! Encode options.
 
 use crate::codec::{Codec, Layout, Pace};
-use crate::format::{named, parsed_by_name};
+use crate::format::{Form, FormatVersion, named, parsed_by_name};
 use std::collections::BTreeMap;
 
 /// Options of [`Encode`](crate::Encode).
@@ -25,11 +25,24 @@ pub struct EncodeOptions {
     pub favor: Favor,
     /// Renamed tensors: a map from the name in the target to the name in the base.
     pub renamed: BTreeMap<String, String>,
+    /// Version of the format. The default is 1.2.
+    pub format: FormatVersion,
+    /// Whether the index stores the digest of each payload: 16 bytes per chunk. Readers of a part of the payloads then compare
+    /// digests too. The pair digest of format 1.2 covers all payloads without it. Needs format 1.2.
+    pub payload_digests: bool,
 }
 
 impl Default for EncodeOptions {
     fn default() -> Self {
-        Self { codec: CodecChoice::Auto, layout: None, chunk_lanes: 1 << 20, favor: Favor::Ratio, renamed: BTreeMap::new() }
+        Self {
+            codec: CodecChoice::Auto,
+            layout: None,
+            chunk_lanes: 1 << 20,
+            favor: Favor::Ratio,
+            renamed: BTreeMap::new(),
+            format: FormatVersion::default(),
+            payload_digests: false,
+        }
     }
 }
 
@@ -67,6 +80,25 @@ impl EncodeOptions {
     pub fn renamed(mut self, names: impl IntoIterator<Item = (impl Into<String>, impl Into<String>)>) -> Self {
         self.renamed.extend(names.into_iter().map(|(target, base)| (target.into(), base.into())));
         self
+    }
+
+    /// Sets [`format`](Self#structfield.format).
+    #[must_use]
+    pub fn format(mut self, format: FormatVersion) -> Self {
+        self.format = format;
+        self
+    }
+
+    /// Sets [`payload_digests`](Self#structfield.payload_digests).
+    #[must_use]
+    pub fn payload_digests(mut self, on: bool) -> Self {
+        self.payload_digests = on;
+        self
+    }
+
+    /// The form of the pair.
+    pub(super) fn form(&self) -> Form {
+        Form { version: self.format, payload_digests: self.payload_digests }
     }
 }
 

@@ -5,12 +5,12 @@ use super::options::{CodecChoice, EncodeOptions};
 use super::plan::{Plan, check_holdable, plan};
 use super::survey::Survey;
 use super::train::train;
-use super::ways::Worker;
+use super::ways::{Attempt, Worker};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::codec::Codec;
 use crate::error::{Error, Escaped, Result};
-use crate::format::{BaseKind, MIN_CHUNK_LANES_LOG2};
+use crate::format::{BaseKind, FormatVersion, MIN_CHUNK_LANES_LOG2};
 use crate::lane::Dtype;
 use crate::watch::Progress;
 use crate::writer::{FileSpec, Finished, PairBuilder};
@@ -155,6 +155,9 @@ fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options
     if options.layout.is_some() && options.codec != CodecChoice::Only(Codec::Zstd) {
         return Err(Error::InvalidArgument("layouts are for codec zstd".into()));
     }
+    if options.payload_digests && options.format == FormatVersion::V1_1 {
+        return Err(Error::InvalidArgument("payload digests need format 1.2".into()));
+    }
     for (name, base_name) in &options.renamed {
         if target.find(name).is_none() {
             return Err(Error::InvalidArgument(format!("the target has no tensor {} to rename", Escaped(name))));
@@ -178,7 +181,10 @@ fn encode_chunk(
     let (base_lanes, target_lanes) = lanes.read(base, target, plan, offset, size)?;
     let Survey { difference, base_sum, target_sum, base_hash, target_hash } =
         Survey::of(plan, base_lanes, target_lanes, offset, masks);
-    let attempts = encoders.attempts(plan, options, difference)?;
+    let mut attempts = encoders.attempts(plan, options, difference)?;
+    if options.format == FormatVersion::V1_2 {
+        attempts.iter_mut().for_each(Attempt::hash);
+    }
     Ok(Chunk { offset, size, attempts, base_sum, target_sum, base_hash, target_hash })
 }
 

@@ -11,8 +11,9 @@ use crate::codec::conditioned::uncoded_size;
 use crate::codec::count;
 use crate::codec::zstd::is_repeats;
 use crate::codec::{ChunkEncoder, Codec, Difference, Encoded, Layout, LayoutSize, Layouts, raw_size};
+use crate::digest;
 use crate::error::Result;
-use crate::format::{BaseKind, PAYLOAD_ALIGN};
+use crate::format::{BaseKind, DIGEST_SIZE, PAYLOAD_ALIGN};
 use crate::lane::Dtype;
 use std::borrow::Cow;
 use std::cell::LazyCell;
@@ -38,15 +39,22 @@ pub(super) struct Attempt {
     /// Size of the padded payload in bytes. An estimate if `payload` is `None`.
     pub size: u64,
     pub payload: Option<(Vec<u8>, Encoded)>,
+    /// Digest of the payload, after [`Attempt::hash`].
+    pub digest: Option<[u8; DIGEST_SIZE]>,
 }
 
 impl Attempt {
     fn made(way: Way, payload: (Vec<u8>, Encoded)) -> Self {
-        Self { way, size: padded(&payload.0), payload: Some(payload) }
+        Self { way, size: padded(&payload.0), payload: Some(payload), digest: None }
     }
 
     fn not_made(way: Way, size: u64) -> Self {
-        Self { way, size, payload: None }
+        Self { way, size, payload: None, digest: None }
+    }
+
+    /// Hashes the payload, so that the builder, which works on one thread, need not.
+    pub fn hash(&mut self) {
+        self.digest = self.payload.as_ref().map(|(payload, _)| digest::of_payload(payload));
     }
 }
 

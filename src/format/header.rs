@@ -65,13 +65,20 @@ pub struct IndexHeader {
     pub reserved_0: u32,
     /// The six sections, in the order of [`Section::ALL`].
     pub sections: [SectionEntry; 6],
+    /// BLAKE3 of the digests of all payloads, if [`FEATURE_DIGESTS`](super::FEATURE_DIGESTS) is set; else zero.
+    pub payload_root: [u8; 32],
     /// Zero.
-    pub reserved_1: [u8; 44],
+    pub reserved_1: [u8; 12],
     /// CRC-32 of the preceding bytes.
     pub header_crc32: u32,
 }
 
 impl IndexHeader {
+    /// Whether a required feature bit is set.
+    pub fn has(&self, feature: u64) -> bool {
+        self.required_features & feature != 0
+    }
+
     /// Returns the entry of a section.
     pub fn section(&self, section: Section) -> SectionEntry {
         self.sections[section as usize]

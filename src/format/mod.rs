@@ -12,6 +12,7 @@ mod names;
 mod payload;
 mod records;
 mod tensors;
+mod version;
 
 pub use blob::BlobHeader;
 pub use files::{FileEntry, FileKind};
@@ -20,6 +21,7 @@ pub(crate) use names::{named, parsed_by_name, registry};
 pub use payload::ConditionedHeader;
 pub use records::{ChunkMetadata, ChunkSums, TensorDigests};
 pub use tensors::{BaseKind, TensorEntry};
+pub use version::{Form, FormatVersion};
 
 /// First bytes of a `.tpde-index` (section 5).
 pub const INDEX_MAGIC: [u8; 8] = *b"\x89TPI\r\n\x1a\n";
@@ -28,9 +30,13 @@ pub const BLOB_MAGIC: [u8; 8] = *b"\x89TPB\r\n\x1a\n";
 /// The major version that this crate reads and writes.
 pub const VERSION_MAJOR: u16 = 1;
 /// The newest minor version that this crate supports. It writes the lowest version that a pair needs.
-pub const VERSION_MINOR: u16 = 1;
+pub const VERSION_MINOR: u16 = 2;
+/// Required feature bit 0: the header has a digest over all payloads, and roots are formed over stored digests (section 7.2).
+pub const FEATURE_DIGESTS: u64 = 1 << 0;
+/// Required feature bit 1: section `sums` has the digest of each payload (section 7.2).
+pub const FEATURE_PAYLOAD_LIST: u64 = 1 << 1;
 /// Required feature bits that this crate knows.
-pub const KNOWN_REQUIRED_FEATURES: u64 = 0;
+pub const KNOWN_REQUIRED_FEATURES: u64 = FEATURE_DIGESTS | FEATURE_PAYLOAD_LIST;
 
 /// Size of the index header, in bytes.
 pub const INDEX_HEADER_SIZE: u32 = 256;

@@ -22,8 +22,10 @@ pub struct TensorEntry {
     pub codec: u16,
     /// log2 of the number of lanes per chunk.
     pub chunk_lanes_log2: u8,
+    /// 0 for a whole tensor, 1 for the first part of a tensor, 2 for a further part of the tensor of the entry before.
+    pub part: u8,
     /// Zero.
-    pub reserved: [u8; 3],
+    pub reserved: [u8; 2],
     /// Size of this tensor's codec tables, in bytes.
     pub tables_size: u32,
     /// Index of the first chunk record.

@@ -17,9 +17,7 @@ const SECTION_SIZE_MAX: u64 = u32::MAX as u64;
 
 /// Step 1, for a file of `found` bytes. `bytes` contains at least the header, or the whole file if the file is shorter.
 pub(super) fn parse(bytes: &[u8], found: u64, limits: &Limits) -> Result<IndexHeader> {
-    if found > limits.index_size {
-        return Err(Error::Limit { what: "size of the index", limit: limits.index_size, found });
-    }
+    limits.check_index_size(found)?;
     let magic = bytes.get(..8).unwrap_or(bytes);
     Rule::HeaderMagic.check(INDEX_MAGIC.starts_with(magic), hex(&INDEX_MAGIC), hex(magic))?;
     let at_least = || format!("at least {MIN_INDEX_SIZE} bytes");
@@ -31,7 +29,7 @@ pub(super) fn parse(bytes: &[u8], found: u64, limits: &Limits) -> Result<IndexHe
     Rule::HeaderCrc32.check(crc == header.header_crc32, format_args!("{crc:08x}"), format_args!("{:08x}", header.header_crc32))?;
     let unknown = header.required_features & !KNOWN_REQUIRED_FEATURES;
     Rule::HeaderRequiredFeatures.check(unknown == 0, "no unknown bit", format_args!("{unknown:#x}"))?;
-    Rule::HeaderReserved.check(header.reserved_0 == 0 && header.reserved_1 == [0; 44], "zeros", "other bytes")?;
+    check_features(&header)?;
     Rule::HeaderChunkCount.check(header.chunk_count <= MAX_CHUNKS, format_args!("at most {MAX_CHUNKS}"), header.chunk_count)?;
     Rule::HeaderTensorCount.check(
         header.tensor_count <= MAX_TENSORS,
@@ -51,6 +49,17 @@ pub(super) fn parse(bytes: &[u8], found: u64, limits: &Limits) -> Result<IndexHe
     Ok(header)
 }
 
+/// Checks that each known feature bit comes with what it stands for, and that reserved bytes are zero.
+fn check_features(header: &IndexHeader) -> Result<()> {
+    let has_digests = header.has(FEATURE_DIGESTS);
+    let bits = format_args!("{:#x}", header.required_features);
+    Rule::HeaderRequiredFeatures.check(has_digests || !header.has(FEATURE_PAYLOAD_LIST), "bit 1 only with bit 0", bits)?;
+    let has_root = header.payload_root != [0; 32];
+    Rule::HeaderRequiredFeatures.check(has_root || !has_digests, "a payload root with bit 0", "zeros")?;
+    let zeros = (has_digests || !has_root) && header.reserved_0 == 0 && header.reserved_1 == [0; 12];
+    Rule::HeaderReserved.check(zeros, "zeros", "other bytes")
+}
+
 fn check_sections(header: &IndexHeader) -> Result<()> {
     let chunks = u64::from(header.chunk_count);
     let broken = |section: Section, what: &str, expected: u64, found: u64| {
@@ -66,6 +75,7 @@ fn check_sections(header: &IndexHeader) -> Result<()> {
         }
         let fixed = match section {
             Section::Chunks => Some(32 * chunks),
+            Section::Sums if header.has(FEATURE_PAYLOAD_LIST) => Some(32 * chunks),
             Section::Sums => Some(16 * chunks),
             Section::Digests => Some(ROOTS_SIZE + 32 * u64::from(header.tensor_count)),
             _ => None,
@@ -84,12 +94,16 @@ fn check_sections(header: &IndexHeader) -> Result<()> {
     Rule::HeaderIndexSize.check_eq(size.unwrap_or(u64::MAX), header.index_size)
 }
 
-/// Step 2. Returns the pair digest.
-pub(super) fn check_digest(bytes: &[u8]) -> Result<[u8; 32]> {
-    let (body, stored) = bytes.split_at(bytes.len() - PAIR_DIGEST_SIZE as usize);
-    let digest = *crate::digest::of(body).as_bytes();
-    Rule::IndexDigest.check(digest == stored, hex(&digest), hex(stored))?;
-    Ok(digest)
+/// The pair digest that the bytes of an index should end with; `None` if there are too few bytes.
+pub(super) fn pair_digest(bytes: &[u8]) -> Option<[u8; 32]> {
+    let body = bytes.len().checked_sub(PAIR_DIGEST_SIZE as usize)?;
+    Some(*crate::digest::of(&bytes[..body]).as_bytes())
+}
+
+/// Step 2. `digest` is the [`pair_digest`] of `bytes`.
+pub(super) fn check_digest(bytes: &[u8], digest: &[u8; 32]) -> Result<()> {
+    let stored = &bytes[bytes.len() - PAIR_DIGEST_SIZE as usize..];
+    Rule::IndexDigest.check(digest == stored, hex(digest), hex(stored))
 }
 
 /// First half of step 3.

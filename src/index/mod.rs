@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+mod digests;
 mod files;
 mod header;
 mod parts;
@@ -20,11 +21,12 @@ pub(crate) use tables::MAX_TABLE_SETS;
 pub(crate) use tensors::check_holdable;
 
 use crate::codec::TableSet;
-use crate::error::Result;
+use crate::error::{Error, Result, hex};
 use crate::format::{
-    ChunkMetadata, ChunkSums, INDEX_HEADER_SIZE, IndexHeader, PAIR_DIGEST_SIZE, SECTION_ALIGN, Section, TensorDigests,
+    ChunkMetadata, ChunkSums, DIGEST_SIZE, FEATURE_DIGESTS, FEATURE_PAYLOAD_LIST, INDEX_HEADER_SIZE, IndexHeader, PAIR_DIGEST_SIZE,
+    SECTION_ALIGN, Section,
 };
-use crate::limits::Limits;
+use crate::limits::{Limits, OpenOptions};
 use crate::source::{Buffer, FileSource, Source};
 use zerocopy::FromBytes;
 
@@ -39,6 +41,8 @@ pub struct ValidatedIndex {
     tables: tables::TableSets,
     files: files::FileTable,
     digest: [u8; 32],
+    /// Number of chunks with a payload.
+    payloads: u32,
 }
 
 impl ValidatedIndex {
@@ -50,31 +54,53 @@ impl ValidatedIndex {
     /// [`Error::Invalid`](crate::Error::Invalid) with the first violated rule, in the order of section 13;
     /// [`Error::Limit`](crate::Error::Limit) if the index or a section is larger than `limits` allow.
     pub fn parse(bytes: impl Into<Buffer>, limits: &Limits) -> Result<Self> {
+        Self::parse_with(bytes, &OpenOptions::from(*limits))
+    }
+
+    /// [`ValidatedIndex::parse`] with options. An expected pair digest is compared before anything is parsed.
+    ///
+    /// # Errors
+    /// The errors of [`ValidatedIndex::parse`]; [`Error::UnexpectedPair`] if the bytes have another pair digest than expected.
+    pub fn parse_with(bytes: impl Into<Buffer>, options: &OpenOptions) -> Result<Self> {
         let bytes = bytes.into();
+        let limits = &options.limits;
+        if let Some(expected) = &options.expect {
+            limits.check_index_size(bytes.len() as u64)?;
+            let found = header::pair_digest(&bytes);
+            if found.as_ref() != Some(expected) {
+                let found = found.map_or_else(|| format!("a file of {} bytes", bytes.len()), |digest| hex(&digest));
+                return Err(Error::UnexpectedPair { expected: hex(expected), found });
+            }
+        }
         let header = header::parse(&bytes, bytes.len() as u64, limits)?;
-        let digest = header::check_digest(&bytes)?;
+        let digest = options.expect.or_else(|| header::pair_digest(&bytes)).unwrap_or_default();
+        header::check_digest(&bytes, &digest)?;
         header::check_padding(&bytes, &header)?;
         let mut tensors = tensors::TensorTable::parse(&header::expand(&bytes, &header, Section::Tensors)?, &header)?;
         let tables = tables::TableSets::parse(&header::expand(&bytes, &header, Section::Tables)?, &mut tensors)?;
-        let digests = &header::stored(&bytes, &header, Section::Digests)[crate::format::ROOTS_SIZE as usize..];
-        tensors.check_digests(digests_of(digests))?;
+        digests::check(&bytes, &header, &tensors)?;
         let files = files::FileTable::parse(&header::expand(&bytes, &header, Section::Files)?, &header)?;
-        let index = Self { bytes, header, tensors, tables, files, digest };
-        records::validate(&index.header, index.records(), index.sums(), index.tensors())?;
+        let mut index = Self { bytes, header, tensors, tables, files, digest, payloads: 0 };
+        let tensors = index.tensors();
+        index.payloads = records::validate(&index.header, index.records(), index.sums(), index.payload_list(), tensors)?;
         Ok(index)
     }
 
-    /// Reads an index file. Checks the header first, so an invalid file is refused before all of it is read.
+    /// Reads an index file. Checks the header first, so an invalid file is refused before all of it is read, unless a pair digest is
+    /// expected.
     ///
     /// # Errors
-    /// The errors of [`ValidatedIndex::parse`], and [`Error::Io`](crate::Error::Io).
-    pub(crate) fn read(file: &FileSource, limits: &Limits) -> Result<Self> {
-        let mut head = [0; INDEX_HEADER_SIZE as usize];
-        let head = &mut head[..file.size().min(INDEX_HEADER_SIZE.into()) as usize];
-        file.read(0, head)?;
-        header::parse(head, file.size(), limits)?;
+    /// The errors of [`ValidatedIndex::parse_with`], and [`Error::Io`](crate::Error::Io).
+    pub(crate) fn read(file: &FileSource, options: &OpenOptions) -> Result<Self> {
+        let limits = &options.limits;
+        if options.expect.is_none() {
+            let mut head = [0; INDEX_HEADER_SIZE as usize];
+            let head = &mut head[..file.size().min(INDEX_HEADER_SIZE.into()) as usize];
+            file.read(0, head)?;
+            header::parse(head, file.size(), limits)?;
+        }
         // Parse the header again, because the file may have changed.
-        Self::parse(file.read_all("size of the index", limits.index_size)?, limits)
+        Self::parse_with(file.read_all("size of the index", limits.index_size)?, options)
     }
 
     /// The header.
@@ -132,7 +158,36 @@ impl ValidatedIndex {
 
     /// The chunk sums: one entry per record.
     pub(crate) fn sums(&self) -> &[ChunkSums] {
-        <[ChunkSums]>::ref_from_bytes(header::stored(&self.bytes, &self.header, Section::Sums)).unwrap_or(&[])
+        let stored = header::stored(&self.bytes, &self.header, Section::Sums);
+        <[ChunkSums]>::ref_from_bytes(&stored[..size_of::<ChunkSums>() * self.header.chunk_count as usize]).unwrap_or(&[])
+    }
+
+    /// The payload list: the digest of each payload, zeros for chunks without one. `None` if the index does not store it.
+    pub(crate) fn payload_list(&self) -> Option<&[[u8; DIGEST_SIZE]]> {
+        digests::payload_list(&self.bytes, &self.header)
+    }
+
+    /// Compares a payload list, formed from the payloads of the blob, with the payload root.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] with rule `header.payload_root` if a payload differs.
+    pub(crate) fn check_payload_list(&self, list: &[[u8; DIGEST_SIZE]]) -> Result<()> {
+        digests::check_payload_root(&self.header, list)
+    }
+
+    /// Whether the pair digest covers the payloads: the header has a digest over all of them.
+    pub fn has_payload_root(&self) -> bool {
+        self.header.has(FEATURE_DIGESTS)
+    }
+
+    /// Whether the index has the digest of each payload, so that readers of a part of the payloads can compare them.
+    pub fn has_payload_digests(&self) -> bool {
+        self.header.has(FEATURE_PAYLOAD_LIST)
+    }
+
+    /// Number of chunks with a payload.
+    pub(crate) fn payload_count(&self) -> u32 {
+        self.payloads
     }
 
     /// The root: a 32-byte hash over the hashes of all base tensors.
@@ -155,8 +210,7 @@ impl ValidatedIndex {
     /// # Panics
     /// If `i` is not below [`ValidatedIndex::tensor_count`].
     pub fn tensor(&self, i: usize) -> Tensor<'_> {
-        let digests = &header::stored(&self.bytes, &self.header, Section::Digests)[crate::format::ROOTS_SIZE as usize..];
-        self.tensors.view(i, &digests_of(digests)[i], self.tables.all())
+        self.tensors.view(i, &digests::of_tensors(&self.bytes, &self.header)[i], self.tables.all())
     }
 
     /// All tensors, in ascending order of name.
@@ -185,10 +239,12 @@ impl ValidatedIndex {
     /// The bytes of the index by purpose. Their total is [`ValidatedIndex::size`].
     pub fn parts(&self) -> IndexParts {
         let stored = |section| self.header.section(section).stored_size;
+        let payload_digests = if self.has_payload_digests() { stored(Section::Sums) / 2 } else { 0 };
         IndexParts {
             header: u64::from(INDEX_HEADER_SIZE) + PAIR_DIGEST_SIZE,
             records: stored(Section::Chunks),
-            sums: stored(Section::Sums),
+            sums: stored(Section::Sums) - payload_digests,
+            payload_digests,
             digests: stored(Section::Digests),
             tensors: stored(Section::Tensors),
             files: stored(Section::Files),
@@ -207,8 +263,4 @@ impl ValidatedIndex {
     pub fn tensor_bytes(&self) -> (u64, u64) {
         self.tensors().fold((0, 0), |(b, t), tensor| (b.saturating_add(tensor.base_bytes()), t.saturating_add(tensor.bytes())))
     }
-}
-
-fn digests_of(bytes: &[u8]) -> &[TensorDigests] {
-    <[TensorDigests]>::ref_from_bytes(bytes).unwrap_or(&[])
 }

@@ -11,6 +11,8 @@ parts! {
         records => "records",
         /// Chunk sums: 16 bytes per chunk.
         sums => "sums",
+        /// Digests of payloads: 16 bytes per chunk, if they are stored.
+        payload_digests => "payload digests",
         /// Digests: 32 bytes per tensor, and 64 bytes for the two roots.
         digests => "digests",
         /// Tensor table: names, shapes, dtypes, codecs.

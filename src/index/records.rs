@@ -6,26 +6,40 @@ use crate::format::*;
 
 /// Validates all records and sums in one linear pass. Almost every field has exactly one valid value, because the format is
 /// canonical.
+///
+/// `payloads` is the payload list, if the index has one. Returns the number of payloads.
 pub(super) fn validate<'a>(
     header: &IndexHeader,
     records: &[ChunkMetadata],
     sums: &[ChunkSums],
+    payloads: Option<&[[u8; DIGEST_SIZE]]>,
     tensors: impl Iterator<Item = Tensor<'a>>,
-) -> Result<()> {
+) -> Result<u32> {
     let mut end = u64::from(BLOB_HEADER_SIZE);
+    let mut count = 0;
     for tensor in tensors {
         let chunks = tensor.chunks();
         let range = chunks.start as usize..chunks.end as usize;
         for ((chunk, record), sums) in chunks.zip(&records[range.clone()]).zip(&sums[range]) {
-            end = check(&tensor, chunk, record, sums, end).map_err(|e| e.in_chunk(chunk).in_tensor(tensor.name))?;
+            let payload = payloads.map(|payloads| &payloads[chunk as usize]);
+            end = check(&tensor, chunk, record, sums, payload, end).map_err(|e| e.in_chunk(chunk).in_tensor(tensor.name))?;
+            count += u32::from(record.compressed_size.get() > 0);
         }
     }
-    Rule::RecordBlobSize.check_eq(end, header.blob_size)
+    Rule::RecordBlobSize.check_eq(end, header.blob_size)?;
+    Ok(count)
 }
 
 /// Checks one record. Its payload must begin at `end`, the end of the previous payload. Returns the offset of the next payload.
 #[inline]
-fn check(tensor: &Tensor<'_>, chunk: u32, record: &ChunkMetadata, sums: &ChunkSums, end: u64) -> Result<u64> {
+fn check(
+    tensor: &Tensor<'_>,
+    chunk: u32,
+    record: &ChunkMetadata,
+    sums: &ChunkSums,
+    payload: Option<&[u8; DIGEST_SIZE]>,
+    end: u64,
+) -> Result<u64> {
     let range = tensor.chunk_range(chunk);
     let lanes = range.end - range.start;
     let (compressed, uncompressed) = (record.compressed_size.get(), record.uncompressed_size.get());
@@ -40,6 +54,11 @@ fn check(tensor: &Tensor<'_>, chunk: u32, record: &ChunkMetadata, sums: &ChunkSu
         // The number of lanes fits in u32: a chunk has at most 4 MiB of lanes.
         let sizes = tensor.codec.check_sizes(compressed, uncompressed, changed, lanes as u32, tensor.lane_bytes());
         Rule::RecordSizes.check(sizes, "sizes that the codec allows", format_args!("{compressed} for {uncompressed}"))?;
+    }
+    if let Some(digest) = payload {
+        let is_zero = *digest == [0; DIGEST_SIZE];
+        let expected = if compressed == 0 { "zeros for a chunk without a payload" } else { "the digest of a payload" };
+        Rule::PayloadDigest.check(is_zero == (compressed == 0), expected, if is_zero { "zeros" } else { "other bytes" })?;
     }
     Rule::RecordBlobOffset.check_eq(end, record.blob_offset.get())?;
     Rule::RecordOutputOffset.check_eq(range.start, record.output_offset.get())?;
@@ -67,7 +86,7 @@ mod tests {
             let checked = |compressed: u32| {
                 let mut record = pair.index().records()[0];
                 (record.compressed_size, record.uncompressed_size) = (compressed.into(), uncompressed.into());
-                check(&tensor, 0, &record, &sums, record.blob_offset.get())
+                check(&tensor, 0, &record, &sums, None, record.blob_offset.get())
             };
             assert_eq!(checked(bound).unwrap(), 64 + u64::from(bound).next_multiple_of(16));
             assert_eq!(checked(bound + 1).unwrap_err().rule(), Some(Rule::RecordSizes), "{uncompressed} bytes");

@@ -82,13 +82,9 @@ impl TensorTable {
         Ok(parser.table)
     }
 
-    /// First half of step 5.
-    pub(super) fn check_digests(&self, digests: &[TensorDigests]) -> Result<()> {
-        for (i, (row, digests)) in self.rows.iter().zip(digests).enumerate() {
-            let none = row.base_kind != BaseKind::None || digests.base_digest == [0; 16];
-            Rule::DigestNone.check(none, "zeros without a base", "other bytes").map_err(|e| e.in_tensor(self.name(i)))?;
-        }
-        Ok(())
+    /// Whether a tensor has base lanes of its own, so that its base digest may differ from zero.
+    pub(super) fn has_base(&self, i: usize) -> bool {
+        self.rows[i].base_kind != BaseKind::None
     }
 
     /// Size of a tensor's tables in bytes. Valid before [`TensorTable::set_table_set`].
@@ -194,7 +190,7 @@ impl TableParser {
         let log2 = entry.chunk_lanes_log2;
         let in_range = (MIN_CHUNK_LANES_LOG2..32).contains(&log2) && (dtype.lane_bytes() as u64) << log2 <= MAX_CHUNK_BYTES;
         Rule::TensorChunkLanes.check(in_range, format_args!("12 or more, and at most {MAX_CHUNK_BYTES} bytes"), log2)?;
-        Rule::TensorReserved.check(entry.reserved == [0; 3], "zeros", "other bytes")?;
+        Rule::TensorReserved.check(entry.part == 0 && entry.reserved == [0; 2], "zeros", "other bytes")?;
         let tables_allowed = codec == Codec::Conditioned || entry.tables_size == 0;
         Rule::TensorTablesSize.check(tables_allowed, format_args!("0 for codec {codec}"), entry.tables_size)?;
         Rule::TensorFirstChunk.check_eq(self.chunks, u64::from(entry.first_chunk))?;

@@ -75,12 +75,31 @@ fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(bytes[4 * at..][..4].try_into().unwrap())
 }
 
-/// Corrects the CRC of a payload and everything that depends on it: the pair digest and the header of the blob.
+/// Corrects the CRC of a payload and everything that depends on it: digests of payloads, the pair digest and the header of the blob.
 pub fn repair(index: &mut [u8], blob: &mut [u8], chunk: usize) {
-    let record = 256 + 32 * chunk;
-    let place = u64::from_le_bytes(index[record..record + 8].try_into().unwrap()) as usize;
-    let size = u32::from_le_bytes(index[record + 8..record + 12].try_into().unwrap()) as usize;
-    index[record + 20..record + 24].copy_from_slice(&crc32fast::hash(&blob[place..place + size]).to_le_bytes());
+    let payload = |index: &[u8], chunk: usize| {
+        let record = 256 + 32 * chunk;
+        let place = u64::from_le_bytes(index[record..record + 8].try_into().unwrap()) as usize;
+        let size = u32::from_le_bytes(index[record + 8..record + 12].try_into().unwrap()) as usize;
+        place..place + size
+    };
+    let crc = crc32fast::hash(&blob[payload(index, chunk)]).to_le_bytes();
+    index[256 + 32 * chunk..][20..24].copy_from_slice(&crc);
+    let features = index[16];
+    if features & 1 != 0 {
+        let count = u32::from_le_bytes(index[48..52].try_into().unwrap()) as usize;
+        let digest = |chunk| match &blob[payload(index, chunk)] {
+            [] => [0; 16],
+            payload => *blake3::hash(payload).as_bytes().first_chunk().unwrap(),
+        };
+        let list: Vec<[u8; 16]> = (0..count).map(digest).collect();
+        index[208..240].copy_from_slice(blake3::hash(list.as_flattened()).as_bytes());
+        if features & 2 != 0 {
+            index[256 + 48 * count..][..16 * count].copy_from_slice(list.as_flattened());
+        }
+        let crc = crc32fast::hash(&index[..252]).to_le_bytes();
+        index[252..256].copy_from_slice(&crc);
+    }
     let (body, digest) = index.split_last_chunk_mut::<32>().unwrap();
     *digest = *blake3::hash(body).as_bytes();
     blob[24..56].copy_from_slice(digest);

@@ -11,7 +11,7 @@ fn verify_says_whether_it_excludes_a_forged_payload() {
     let [old, mut new] = [1, 2].map(|seed| tensor("w", "U32", &[1024], seed));
     write_file(&place.path("base.safetensors"), &[old]);
     write_file(&place.path("target.safetensors"), std::slice::from_ref(&new));
-    place.ok("encode base.safetensors target.safetensors -o pair --codec raw");
+    place.ok("encode base.safetensors target.safetensors -o pair --codec raw --format 1.1");
     let forged = |line: &str| (place.json(line)["payload_authenticity"].clone(), place.ok(line).out);
     let (checked, text) = forged("verify pair --base base.safetensors");
     assert!(checked == "checked" && text.contains("forgery  excluded"), "{checked}, {text}");
@@ -30,13 +30,69 @@ fn verify_says_whether_it_excludes_a_forged_payload() {
     assert!(help.contains("finds damage, not forgery"), "{help}");
 }
 
+/// From format 1.2 on, the pair digest covers the payloads, and --expect names the pair.
+#[test]
+fn a_forged_payload_under_an_expected_pair_digest_is_refused() {
+    let place = Place::new();
+    let [old, new] = [1, 2].map(|seed| tensor("w", "U32", &[1024], seed));
+    write_file(&place.path("base.safetensors"), &[old]);
+    write_file(&place.path("target.safetensors"), std::slice::from_ref(&new));
+    for (option, rule) in [("", "header.payload_root"), ("--payload-digests", "payload.digest")] {
+        place.ok(&format!("encode base.safetensors target.safetensors -o pair --codec raw -f {option}"));
+        let digest = place.json("inspect pair")["summary"]["pair_digest"].as_str().unwrap().to_owned();
+        let report = place.json(&format!("verify pair --expect {digest}"));
+        assert_eq!((&report["payload_authenticity"], &report["payload_digests"]), (&"checked".into(), &"all".into()));
+        let index = tpde::ValidatedIndex::parse(place.read("pair.tpde-index"), &tpde::Limits::default()).unwrap();
+        place.edit("pair.tpde-blob", |blob| forge(&index, blob, &mut new.bytes.clone()));
+        for line in ["verify pair", "verify pair --base base.safetensors", "apply base.safetensors pair -o out.safetensors"] {
+            assert_eq!(place.fails(&format!("{line} --expect {digest}"), DATA, "")["rule"], rule, "{line}");
+        }
+    }
+}
+
+#[test]
+fn another_pair_than_the_expected_one_is_refused_before_it_is_parsed() {
+    let place = Place::with_pair();
+    let digest = place.json("inspect pair")["summary"]["pair_digest"].as_str().unwrap().to_owned();
+    let apply = "apply base.safetensors pair -o out.safetensors -f";
+    for line in ["inspect pair", "verify pair", apply] {
+        place.ok(&format!("{line} --expect {digest}"));
+        place.ok(&format!("{line} --expect {}", digest.to_uppercase()));
+        let error = place.fails(&format!("{line} --expect {}", "0".repeat(64)), DATA, "not the expected pair");
+        assert_eq!((&error["kind"], &error["rule"]), (&"unexpected_pair".into(), &serde_json::Value::Null));
+        for malformed in ["", "00", &digest[1..], &format!("{digest}0"), &digest.replace(&digest[..1], "g")] {
+            let run = place.tpde(&format!("{line} --expect={malformed}"));
+            assert_eq!(run.code, USAGE, "{malformed}");
+        }
+    }
+    // Not even the magic is looked at, and the blob may be missing.
+    place.edit("pair.tpde-index", |index| index[0] = 0);
+    std::fs::remove_file(place.path("pair.tpde-blob")).unwrap();
+    for line in ["inspect pair", "verify pair", apply] {
+        assert_eq!(place.fails(&format!("{line} --expect {digest}"), DATA, "")["kind"], "unexpected_pair");
+    }
+    place.edit("pair.tpde-index", |index| index.truncate(31));
+    assert_eq!(place.fails(&format!("inspect pair --expect {digest}"), DATA, "a file of 31 bytes")["kind"], "unexpected_pair");
+}
+
+#[test]
+fn a_pair_of_format_1_1_has_no_features() {
+    let place = Place::with_pair();
+    assert_eq!(place.json("inspect pair")["summary"]["version"], "1.2");
+    place.ok("encode base.safetensors target.safetensors -o old --format 1.1");
+    assert!(place.read("old.tpde-index")[16..24] == [0; 8] && place.read("old.tpde-index")[208..252] == [0; 44]);
+    assert_ne!(place.json("inspect old")["summary"]["version"], "1.2");
+    let line = "encode base.safetensors target.safetensors -o other --format 1.1 --payload-digests";
+    assert_eq!(place.fails(line, USAGE, "need format 1.2")["kind"], "invalid_argument");
+}
+
 #[test]
 fn a_pair_without_a_base_is_rebuilt_when_it_is_verified() {
     let place = Place::with_pair();
     assert_eq!(place.fails("verify pair --no-base", USAGE, "needs a base")["kind"], "invalid_argument");
     let mut new = tensor("w", "U32", &[1024], 2);
     write_file(&place.path("new.safetensors"), std::slice::from_ref(&new));
-    place.ok("encode --no-base new.safetensors -o new --codec raw");
+    place.ok("encode --no-base new.safetensors -o new --codec raw --format 1.1");
     let report = place.json("verify new --no-base");
     assert_eq!(report["payload_authenticity"], "checked");
     assert_eq!(

@@ -1,7 +1,7 @@
 use super::*;
 use crate::apply::kept::KEPT_PAYLOADS;
 use crate::sums::Q;
-use crate::{Codec, Dtype, Encode, EncodeOptions, Limits, MemoryCheckpoint, ValidatedIndex};
+use crate::{Codec, Dtype, Encode, EncodeOptions, FormatVersion, Limits, MemoryCheckpoint, Rule, ValidatedIndex};
 use std::collections::HashSet;
 
 /// The response of a blob to the second read of a payload.
@@ -74,10 +74,14 @@ fn target(moves: &[usize]) -> Vec<u8> {
 }
 
 fn encode(target: &[u8]) -> Pair<Vec<u8>> {
+    encode_as(target, FormatVersion::V1_1)
+}
+
+fn encode_as(target: &[u8], format: FormatVersion) -> Pair<Vec<u8>> {
     let base = base();
     let base = MemoryCheckpoint::new([(info(), &base[..])]).unwrap();
     let target = MemoryCheckpoint::new([(info(), target)]).unwrap();
-    let options = EncodeOptions { codec: Codec::Raw.into(), chunk_lanes: CHUNK_LANES as u64, ..EncodeOptions::default() };
+    let options = EncodeOptions::default().codec(Codec::Raw).chunk_lanes(CHUNK_LANES as u64).format(format);
     Encode::new(&target).base(&base).options(options).to_memory().unwrap().0
 }
 
@@ -105,7 +109,11 @@ fn moves_that_keep_the_crc() -> Vec<usize> {
 
 /// A pair whose payloads from chunk `from_chunk` on respond to the second read as `second` says.
 fn pair(second: Second, from_chunk: usize) -> Pair<Twofold> {
-    let (first, forged) = (encode(&target(&[])), encode(&target(&moves_that_keep_the_crc())));
+    pair_as(second, from_chunk, FormatVersion::V1_1)
+}
+
+fn pair_as(second: Second, from_chunk: usize, format: FormatVersion) -> Pair<Twofold> {
+    let (first, forged) = (encode_as(&target(&[]), format), encode_as(&target(&moves_that_keep_the_crc()), format));
     for (first, forged) in first.index().records().iter().zip(forged.index().records()) {
         assert_eq!(first.crc32, forged.crc32);
     }
@@ -123,9 +131,13 @@ fn pair(second: Second, from_chunk: usize) -> Pair<Twofold> {
 }
 
 fn apply(pair: &Pair<Twofold>, limit: u64) -> (Result<ApplyReport>, Vec<u8>) {
+    apply_as(pair, limit, InPlace::AllChecked)
+}
+
+fn apply_as(pair: &Pair<Twofold>, limit: u64, mode: InPlace) -> (Result<ApplyReport>, Vec<u8>) {
     let mut bytes = base();
     let mut tensors = [TensorMut { name: "w", bytes: &mut bytes }];
-    let run = InPlaceRun { pair, mode: InPlace::AllChecked, digests: true, max_kept_bytes: limit, progress: &|_| {} };
+    let run = InPlaceRun { pair, mode, digests: true, max_kept_bytes: limit, progress: &|_| {} };
     let outcome = run.run(&mut tensors);
     (outcome, bytes)
 }
@@ -176,6 +188,24 @@ fn payloads_are_kept_up_to_the_limit_in_all() {
     let (outcome, _) = apply(&read_again, size(&read_again) - 1);
     assert!(outcome.is_err(), "one of the payloads had to be read again");
     assert_eq!(*read_again.blob().reads_again.lock().unwrap(), 1);
+}
+
+/// All payloads are hashed before the first write. Each is compared again when it is decoded, so a blob that changes in between
+/// changes no tensor.
+#[test]
+fn with_a_payload_root_nothing_is_written_before_all_payloads_are_compared() {
+    for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
+        // The first read of each payload is for the payload root.
+        let (outcome, bytes) = apply_as(&pair_as(Second::Forged, 0, FormatVersion::V1_2), KEPT_PAYLOADS, mode);
+        assert_eq!(outcome.unwrap_err().rule(), Some(Rule::PayloadDigest), "{mode:?}");
+        assert!(bytes == base(), "{mode:?}");
+
+        let (index, mut blob) = pair_as(Second::Forged, 0, FormatVersion::V1_2).into_parts();
+        blob.first[64..].copy_from_slice(&blob.forged[64..]);
+        let (outcome, bytes) = apply_as(&Pair::new(index, blob).unwrap(), KEPT_PAYLOADS, mode);
+        assert_eq!(outcome.unwrap_err().rule(), Some(Rule::HeaderPayloadRoot), "{mode:?}");
+        assert!(bytes == base(), "{mode:?}");
+    }
 }
 
 #[test]

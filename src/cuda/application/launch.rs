@@ -267,7 +267,7 @@ impl Launcher<'_> {
             let record = &index.uploaded.records[staged.chunk as usize];
             let tensor = index.tensor(staged.tensor as usize)?;
             let at = |e: Error| e.in_chunk(staged.chunk).in_tensor(&tensor.name);
-            let payload = checked_payload(source, record, staged.chunk, scratch).map_err(at)?;
+            let payload = checked_payload(source, record, None, staged.chunk, scratch).map_err(at)?;
             let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
             let lanes = tensor.chunk_lanes(staged.chunk) as usize;
             let raw = expander.expand(encoded, payload, lanes, 1 << tensor.device.lane_log2).map_err(at)?;

@@ -21,7 +21,7 @@ fn name(n: usize) -> String {
 }
 
 fn pair_of(cases: &[Hostile]) -> Pair<Vec<u8>> {
-    let mut builder = PairBuilder::new(Vec::new(), "memory".into()).unwrap();
+    let mut builder = PairBuilder::new(Vec::new(), "memory".into(), Default::default()).unwrap();
     for (n, Hostile { case, .. }) in cases.iter().enumerate() {
         let width = case.dtype.lane_bytes();
         let whole = case.base.len() == case.lanes * width;

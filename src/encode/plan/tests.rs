@@ -15,7 +15,7 @@ fn sizes_of_tables_are_known_before_the_work() {
     let renamed = BTreeMap::from([("new".to_owned(), "old".to_owned())]);
     let options = EncodeOptions { renamed, ..EncodeOptions::default() };
     let plans: Vec<_> = (0..3).map(|i| plan(Some(&base), &target, i, &options).unwrap()).collect();
-    let builder = || PairBuilder::new(Vec::new(), "memory".into()).unwrap();
+    let builder = || PairBuilder::new(Vec::new(), "memory".into(), Default::default()).unwrap();
     let (finished, _) = encode(Some(&base), &target, Vec::new(), &options, builder(), &|_| {}).unwrap();
     let expanded = |finished: &Finished<Vec<u8>>, section| finished.index.header().section(section).expanded_size;
     assert_eq!(tensor_table_bytes(Some(&base), &target, &plans), expanded(&finished, Section::Tensors));
