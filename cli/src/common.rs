@@ -11,7 +11,7 @@ use std::io::{BufWriter, Write};
 #[derive(Args)]
 #[command(next_help_heading = "Common options")]
 pub struct Common {
-    /// Print one JSON object instead of text; --help and --version always print text
+    /// Print one JSON object instead of text; help and version are always text
     #[arg(long, global = true)]
     pub json: bool,
     /// Number of threads; 0 means one per core [default: 0, for bench 1]
