@@ -13,6 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SPEC = HERE.parent / "spec"
+FOLDERS = ["v1", "v1.2"]
 EXAMPLE = "shape_scalar"
 WALKTHROUGH = "conditioned_walkthrough"
 MOST = 4  # vectors listed per rule; the manifest has all
@@ -48,7 +49,8 @@ TENSOR = [
     (2, "`base_kind`"),
     (2, "`codec`"),
     (1, "`chunk_lanes_log2`"),
-    (3, "reserved"),
+    (1, "`part`"),
+    (2, "reserved"),
     (4, "`tables_size`"),
     (4, "`first_chunk`"),
     (4, "`chunk_count`"),
@@ -91,7 +93,7 @@ def dump():
         entry = index[64 + 24 * i : 88 + 24 * i]
         sections.append((name, *(int.from_bytes(entry[8 * k : 8 * k + 8], "little") for k in range(3))))
         fields += [(8, f"`{name}`: offset"), (8, f"`{name}`: `stored_size`"), (8, f"`{name}`: `expanded_size`")]
-    fields += [(44, "reserved"), (4, "`header_crc32`")]
+    fields += [(32, "`payload_root`, reserved without feature `digests`"), (12, "reserved"), (4, "`header_crc32`")]
     end = 256
     for name, offset, stored, expanded in sections:
         fields += [(offset - end, "padding")] if offset > end else []
@@ -270,16 +272,17 @@ def walkthrough():
 
 def rule_index(text):
     vectors = {}
-    for vector in json.loads((HERE / "v1/manifest.json").read_text())["vectors"]:
-        if "rule" in vector:
-            vectors.setdefault(vector["rule"], []).append(vector["name"])
+    for folder in FOLDERS:
+        for vector in json.loads((HERE / folder / "manifest.json").read_text())["vectors"]:
+            if "rule" in vector:
+                vectors.setdefault(vector["rule"], []).append(vector["name"])
     ids = [rule for rule in ids_of(text) if rule in vectors] + ["limit"]
     lines = []
     for rule in ids:
         names = vectors[rule]
         more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
         lines.append(f"| `{rule}` | " + ", ".join(f"`{name}`" for name in names[:MOST]) + more + " |")
-    return "| rule | vectors in `testdata/v1/invalid` |\n|---|---|\n" + "\n".join(lines)
+    return "| rule | vectors in `testdata/v1/invalid` and `testdata/v1.2/invalid` |\n|---|---|\n" + "\n".join(lines)
 
 
 def ids_of(text):

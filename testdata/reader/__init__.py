@@ -7,6 +7,7 @@ folder. `read_pair` below is the whole of it; the modules follow the specificati
     layout        the tables of fields, dtypes and base kinds          sections 5 to 8, 10, 11
     index         opening an index: every check of it                  section 13, steps 1 to 6
     blob          opening a blob                                       section 13, step 7
+    parts         rectangles of tensors                                section 8.4
     lanes         the arithmetic of lanes and their sums               sections 6.1, 9
     codec         a module a codec: from payloads to changes           codecs.md
     decode        chunks, tensors and their digests                    section 13, steps 8 to 12
@@ -30,7 +31,8 @@ __all__ = ["DTYPES", "RAW", "SECTION_ENTRY", "BlobHeader", "Refused", "expand", 
 
 
 def read_pair(index_path, blob_path, base_path=None):
-    """The index, the bytes of each target tensor and the rebuilt files, all checked. A refusal says at which step it occurred."""
+    """The index, the target bytes of each tensor by name and the rebuilt files, all checked. The bytes of a tensor with parts are
+    those of its parts, one after the other. A refusal says at which step it occurred."""
     with at(when="open_index"):
         index = open_index(Path(index_path).read_bytes())
     with at(when="open_blob"):
@@ -40,6 +42,9 @@ def read_pair(index_path, blob_path, base_path=None):
         base = Base(base_path)
         tensors = decode_tensors(index, blob, base)
     with at(when="apply"):
-        check_digests(index, tensors)
-        targets = {name: target for name, (_, target) in tensors.items()}
-        return index, targets, rebuild_files(index, targets, base)
+        check_digests(index, blob, tensors)
+        targets = [target for _, target in tensors]
+        by_name = {}
+        for tensor, target in zip(index.tensors, targets):
+            by_name[tensor.name] = by_name.get(tensor.name, b"") + target
+        return index, by_name, rebuild_files(index, targets, base)

@@ -1,7 +1,7 @@
 """Reads a TPDE pair and prints the hashes of its tensors, or reads all vectors and compares them with their manifest.
 
 python3 testdata/reader PAIR_STEM [--base FILE_OR_FOLDER] [--json]
-python3 testdata/reader --manifest testdata/v1/manifest.json
+python3 testdata/reader --manifest testdata/v1/manifest.json testdata/v1.2/manifest.json
 """
 
 import argparse
@@ -40,7 +40,7 @@ def check_manifest(path):
         if difference := check_vector(path.parent, vector):
             failed += 1
             print(f"{vector['name']}: {difference}")
-    print(f"{len(vectors) - failed} passed, {failed} failed")
+    print(f"{path}: {len(vectors) - failed} passed, {failed} failed")
     return int(failed > 0)
 
 
@@ -60,7 +60,7 @@ def check_pair(stem, base, as_json):
         facts = {t.name: {"dtype": t.dtype.name, "shape": t.shape, "blake3": of_tensors[t.name]} for t in index.tensors}
         print(json.dumps({"tensors": facts, "files": hashes(files)}))
     else:
-        for t in index.tensors:
+        for t in {t.name: t for t in index.tensors}.values():
             print(of_tensors[t.name], t.dtype.name, t.shape, json.dumps(t.name))
     return 0
 
@@ -70,10 +70,10 @@ def main():
     parser.add_argument("pair", nargs="?", help="the path without .tpde-index")
     parser.add_argument("--base", help="a safetensors file, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--manifest", type=Path, help="read all vectors of this manifest instead")
+    parser.add_argument("--manifest", type=Path, nargs="+", help="read all vectors of these manifests instead")
     args = parser.parse_args()
     if args.manifest:
-        return check_manifest(args.manifest)
+        return max(check_manifest(path) for path in args.manifest)
     if not args.pair:
         parser.error("PAIR_STEM or --manifest is needed")
     return check_pair(args.pair, args.base, args.json)

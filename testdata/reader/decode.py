@@ -7,43 +7,45 @@ from blake3 import blake3
 from .codec import CODECS
 from .common import align, at, need
 from .lanes import apply_delta, lane_sum, pack_lanes, unpack_lanes
-from .layout import NONE
+from .layout import DIGESTS, NONE
 
 
 def decode_tensors(index, blob, base):
-    """Base and target bytes of every tensor, by name; all chunks are checked, but no digests."""
-    result = {}
+    """Base and target bytes of each entry of the tensor table; all chunks are checked, but no digests of tensors."""
+    result = []
     for tensor in index.tensors:
         with at(tensor=tensor.name):
             data, chunks = base.bytes_of(tensor), []
             for c, first, lanes in tensor.chunks():
                 with at(chunk=c):
-                    chunks.append(decode_chunk(index.records[c], index.sums[c], blob, tensor, data, first, lanes))
-            result[tensor.name] = data, b"".join(chunks)
+                    chunks.append(decode_chunk(index, c, blob, tensor, data, first, lanes))
+            result.append((data, b"".join(chunks)))
     return result
 
 
-def decode_chunk(record, sums, blob, tensor, base, first, lanes):
-    """Target bytes of a chunk of `lanes` lanes from `first` on, from all bytes of the base tensor."""
-    w = tensor.dtype.lane_bytes
+def decode_chunk(index, c, blob, tensor, base, first, lanes):
+    """Target bytes of chunk `c` of `lanes` lanes from `first` on, from all bytes of the base tensor or of its part."""
+    record, sums, w = index.records[c], index.sums[c], tensor.dtype.lane_bytes
     old = base[w * first : w * (first + lanes)].ljust(w * lanes, b"\0")
     need(lane_sum(old) == sums.base_sum, "chunk.base_sum")
     new = old
     if record.num_deltas:
         base_lanes = unpack_lanes(old, w)
         target_lanes = base_lanes.copy()
-        for position, delta in read_changes(record, blob, tensor, base_lanes):
+        for position, delta in read_changes(index, c, blob, tensor, base_lanes):
             target_lanes[position] = apply_delta(base_lanes[position], delta, 8 * w, tensor.dtype.ordered)
         new = pack_lanes(target_lanes, w)
     need(lane_sum(new) == sums.target_sum, "chunk.target_sum")
     return new
 
 
-def read_changes(record, blob, tensor, base_lanes):
+def read_changes(index, c, blob, tensor, base_lanes):
     """Pairs of a position and a delta. After the codec's own rules come those shared by all codecs."""
+    record = index.records[c]
     w, end = tensor.dtype.lane_bytes, record.blob_offset + record.compressed_size
     payload = blob[record.blob_offset : end]
     need(zlib.crc32(payload) == record.crc32, "payload.crc32")
+    need(index.payload_list is None or blake3(payload)[:16] == index.payload_list[c], "payload.digest")
     need(not any(blob[end : align(end, 16)]), "payload.padding")
     positions, deltas = CODECS[tensor.entry.codec].changes(payload, record, tensor, base_lanes)
     need(all(a < b for a, b in zip(positions, positions[1:])), "payload.positions", "order")
@@ -53,10 +55,13 @@ def read_changes(record, blob, tensor, base_lanes):
     return zip(positions, deltas)
 
 
-def check_digests(index, tensors):
+def check_digests(index, blob, tensors):
+    if index.header.required_features & DIGESTS and index.payload_list is None:
+        payloads = (blob[r.blob_offset : r.blob_offset + r.compressed_size] for r in index.records)
+        listed = b"".join(blake3(payload)[:16] if payload else bytes(16) for payload in payloads)
+        need(blake3(listed) == index.header.payload_root, "header.payload_root")
     base_hashes = target_hashes = b""
-    for tensor, digest in zip(index.tensors, index.digests):
-        base, target = tensors[tensor.name]
+    for tensor, digest, (base, target) in zip(index.tensors, index.digests, tensors):
         base_hash = bytes(32) if tensor.entry.base_kind == NONE else blake3(base)
         target_hash = blake3(target)
         with at(tensor=tensor.name):
@@ -64,5 +69,6 @@ def check_digests(index, tensors):
             need(target_hash[:16] == digest.target_digest, "tensor.target_digest")
         base_hashes += base_hash
         target_hashes += target_hash
-    need(blake3(base_hashes) == index.base_root, "digest.base_root")
-    need(blake3(target_hashes) == index.target_root, "digest.target_root")
+    if not index.header.required_features & DIGESTS:  # otherwise they were compared when the index was opened
+        need(blake3(base_hashes) == index.base_root, "digest.base_root")
+        need(blake3(target_hashes) == index.target_root, "digest.target_root")

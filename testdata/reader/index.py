@@ -5,6 +5,7 @@ import struct
 import zlib
 from collections import namedtuple
 from dataclasses import dataclass
+from itertools import takewhile
 from math import prod
 
 from blake3 import blake3
@@ -13,13 +14,19 @@ from .codec import CODECS
 from .common import Parts, Refused, align, at, expand, need
 from .layout import (
     AS_BASE,
+    DIGESTS,
     DTYPES,
+    FIRST,
+    FURTHER,
     HEADER_OF_BASE,
     NONE,
+    PARTS,
+    PAYLOAD_LIST,
     PREFIX,
     SAFETENSORS,
     SAME,
     VERBATIM,
+    WHOLE,
     Digests,
     FileEntry,
     IndexHeader,
@@ -28,23 +35,28 @@ from .layout import (
     Sums,
     TensorEntry,
 )
+from .parts import check_part, precedes
 
 MAGIC = b"\x89TPI\r\n\x1a\n"
 INDEX_LIMIT, SECTION_LIMIT = 1 << 30, 256 << 20
 SHARD, SHARD_INDEX = ".safetensors", ".safetensors.index.json"  # endings of names
 
-Index = namedtuple("Index", "header sections records sums base_root target_root digests tensors files pair_digest")
+Index = namedtuple("Index", "header sections records sums payload_list base_root target_root digests tensors files pair_digest")
 File = namedtuple("File", "name kind content entry")  # content is None if it comes from the base
 
 
 @dataclass
 class Tensor:
+    """A tensor, or a part of one: an entry of the tensor table."""
+
     entry: TensorEntry
-    name: str
+    name: str  # that of the tensor, also for further parts; so is the base name
     base_name: str
-    shape: list
+    shape: list  # of the whole tensor
     base_shape: list  # None for base kind `none`
     lanes: int
+    origin: list = None  # of a part
+    extent: list = None
     tables: object = None  # in the codec's form
 
     @property
@@ -69,15 +81,26 @@ def open_index(data):
     chunks, sums, digests, tensors, files, tables = (expanded(data, s) for s in sections)
     tensors = read_tensors(tensors, header, len(tables))
     read_tables(tables, tensors)
+    if header.required_features & PARTS:
+        need(any(tensor.entry.part != WHOLE for tensor in tensors), "header.required_features", "bit 2 without parts")
+    payload_list = None
+    if header.required_features & PAYLOAD_LIST:
+        listed = sums[16 * header.chunk_count :]
+        need(blake3(listed) == header.payload_root, "header.payload_root")
+        payload_list = [listed[i : i + 16] for i in range(0, len(listed), 16)]
     tensor_digests = Digests.rows(digests, header.tensor_count, 64)
     for tensor, digest in zip(tensors, tensor_digests):
         with at(tensor=tensor.name):
             need(tensor.entry.base_kind != NONE or not any(digest.base_digest), "digest.none")
+    if header.required_features & DIGESTS:
+        need(blake3(b"".join(d.base_digest for d in tensor_digests)) == digests[:32], "digest.base_root")
+        need(blake3(b"".join(d.target_digest for d in tensor_digests)) == digests[32:64], "digest.target_root")
     index = Index(
         header,
         sections,
         Record.rows(chunks, header.chunk_count),
         Sums.rows(sums, header.chunk_count),
+        payload_list,
         digests[:32],
         digests[32:64],
         tensor_digests,
@@ -96,7 +119,12 @@ def read_header(data):
     need(header.version_major == 1, "header.version_major")
     need(header.header_size == 256, "header.header_size")
     need(zlib.crc32(data[:252]) == header.header_crc32, "header.crc32")
-    need(header.required_features == 0, "header.required_features")
+    features = header.required_features
+    need(features & ~(DIGESTS | PAYLOAD_LIST | PARTS) == 0, "header.required_features", "unknown")
+    need(not features & PAYLOAD_LIST or features & DIGESTS, "header.required_features", "bit 1 without bit 0")
+    need(not features & PARTS or features & PAYLOAD_LIST, "header.required_features", "bit 2 without bit 1")
+    need(not features & DIGESTS or any(header.payload_root), "header.required_features", "no payload root")
+    need(features & DIGESTS or not any(header.payload_root), "header.reserved")
     need(header.reserved == 0 and not any(header.reserved2), "header.reserved")
     need(header.chunk_count < 2**31, "header.chunk_count")
     need(header.tensor_count <= 2**24, "header.tensor_count")
@@ -107,7 +135,8 @@ def read_header(data):
 
 def read_sections(data, header):
     sections = SectionEntry.rows(header.sections, 6)
-    fixed = [32 * header.chunk_count, 16 * header.chunk_count, 64 + 32 * header.tensor_count]
+    sums = 32 if header.required_features & PAYLOAD_LIST else 16
+    fixed = [32 * header.chunk_count, sums * header.chunk_count, 64 + 32 * header.tensor_count]
     end = 256
     for i, s in enumerate(sections):
         need(s.offset == align(end, 8), "header.sections", f"offset of section {i}")
@@ -130,16 +159,28 @@ def expanded(data, section):
 def read_tensors(section, header, tables_size):
     names_at = 40 * header.tensor_count
     need(names_at <= len(section), "tensors.size")
-    entries = TensorEntry.rows(section, header.tensor_count)
+    entries, with_parts = TensorEntry.rows(section, header.tensor_count), header.required_features & PARTS
+    for e, before in zip(entries, [None, *entries]):
+        need(not with_parts or e.part in (WHOLE, FIRST, FURTHER), "tensor.part", "unknown")
+        need(not with_parts or e.part != FURTHER or (before and before.part != WHOLE), "tensor.part", "without a first part")
     dims = Parts(section, "tensors.size", names_at)
-    names = Parts(section, "tensors.size", names_at + 8 * sum(e.rank for e in entries))
+    lists = {WHOLE: 1, FIRST: 3, FURTHER: 2} if with_parts else {}
+    names = Parts(section, "tensors.size", names_at + 8 * sum(e.rank * lists.get(e.part, 1) for e in entries))
     tensors, chunks = [], 0
-    for e in entries:
-        need(1 <= e.name_size <= 4096, "tensor.name", "size")
-        name = read_name(names.take(e.name_size), "tensor.name")
+    for i, e in enumerate(entries):
+        before = tensors[-1] if tensors else None
+        if with_parts and e.part == FURTHER:
+            name = before.name
+            with at(tensor=name):
+                need(e.name_size == 0, "tensor.name", "of a further part")
+        else:
+            need(1 <= e.name_size <= 4096, "tensor.name", "size")
+            name = read_name(names.take(e.name_size), "tensor.name")
         with at(tensor=name):
-            need(not tensors or tensors[-1].name.encode() < name.encode(), "tensor.name_order")
-            tensors.append(read_tensor(e, name, names, dims, chunks))
+            if not with_parts or e.part != FURTHER:
+                need(before is None or before.name.encode() < name.encode(), "tensor.name_order")
+            last = i + 1 == len(entries) or entries[i + 1].part != FURTHER
+            tensors.append(read_tensor(e, name, names, dims, chunks, tensors, with_parts, last))
         chunks += e.chunk_count
     names.finish()
     need(sum(e.tables_size for e in entries) == tables_size, "tensor.tables_size")
@@ -147,23 +188,41 @@ def read_tensors(section, header, tables_size):
     return tensors
 
 
-def read_tensor(e, name, names, dims, chunks_before):
-    need(e.base_name_size <= 4096, "tensor.base_name", "size")
+def read_tensor(e, name, names, dims, chunks_before, tensors, with_parts, last):
+    """The tensor or part of entry `e`. `tensors` are those before; `last` says that no further part follows."""
+    part = e.part if with_parts else WHOLE
+    before = tensors[-1] if part == FURTHER else None
+    need(e.base_name_size <= (0 if before else 4096), "tensor.base_name", "size")
     base_name = read_name(names.take(e.base_name_size), "tensor.base_name")
     need(base_name != name, "tensor.base_name", "equals the name")
-    need(e.dtype in DTYPES, "tensor.dtype")
-    need(e.rank <= 32, "tensor.rank")
+    need(e.dtype in DTYPES and (before is None or e.dtype == before.entry.dtype), "tensor.dtype")
+    need(e.rank <= 32 and (part != FIRST or e.rank >= 1) and (before is None or e.rank == before.entry.rank), "tensor.rank")
     bits, lane_bytes = DTYPES[e.dtype].bits, DTYPES[e.dtype].lane_bytes
-    shape = list(struct.unpack(f"<{e.rank}Q", dims.take(8 * e.rank)))
-    need(shape_fits(shape, bits), "tensor.shape")
-    need(e.base_kind in (NONE, SAME, PREFIX), "tensor.base_kind")
-    need(e.base_kind != NONE or e.base_name_size == 0, "tensor.base_name", "without a base")
+    lists = [None] * (part == FURTHER) + [
+        list(struct.unpack(f"<{e.rank}Q", dims.take(8 * e.rank))) for _ in range((1, 3, 2)[part])
+    ]
+    shape, origin, extent = (lists + [None, None])[:3]
+    if before is None:
+        need(shape_fits(shape, bits), "tensor.shape")
+    else:
+        shape, base_name = before.shape, before.base_name
+    if part != WHOLE:
+        check_part(shape, origin, extent, bits)
+    if before is not None:
+        need(precedes((before.origin, before.extent), (origin, extent)), "tensor.part_order")
+    need(e.base_kind in ((NONE, SAME, PREFIX) if part == WHOLE else (NONE, SAME)), "tensor.base_kind")
+    if part == WHOLE:
+        need(e.base_kind != NONE or e.base_name_size == 0, "tensor.base_name", "without a base")
+    elif last:
+        entries = [e] + [t.entry for t in takewhile(lambda t: t.name == name, reversed(tensors))]
+        unused = all(entry.base_kind == NONE for entry in entries)
+        need(not unused or all(entry.base_name_size == 0 for entry in entries), "tensor.base_name", "without a base")
     need(e.codec in CODECS, "tensor.codec")
     need(e.chunk_lanes_log2 >= 12 and lane_bytes << e.chunk_lanes_log2 <= 4 << 20, "tensor.chunk_lanes")
-    need(not any(e.reserved), "tensor.reserved")
+    need(not any(e.reserved) and (with_parts or e.part == 0), "tensor.reserved")
     need(e.tables_size == 0 or CODECS[e.codec].HAS_TABLES, "tensor.tables_size")
     need(e.first_chunk == chunks_before, "tensor.first_chunk")
-    lanes = prod(shape) * bits // (8 * lane_bytes)
+    lanes = prod(shape if part == WHOLE else extent) * bits // (8 * lane_bytes)
     need(e.chunk_count == -(-lanes // (1 << e.chunk_lanes_log2)), "tensor.chunk_count")
     base_shape = None if e.base_kind == NONE else shape
     if e.base_kind == PREFIX:
@@ -172,7 +231,7 @@ def read_tensor(e, name, names, dims, chunks_before):
         need(shape_fits(base_shape, bits), "tensor.base_param")
     else:
         need(e.base_param == 0, "tensor.base_param")
-    return Tensor(e, name, base_name or name, shape, base_shape, lanes)
+    return Tensor(e, name, base_name or name, shape, base_shape, lanes, origin, extent)
 
 
 def read_tables(section, tensors):
@@ -242,6 +301,8 @@ def check_records(index):
             with at(tensor=tensor.name, chunk=c):
                 need(record.num_deltas <= lanes, "record.num_deltas")
                 check_sizes(record, tensor, lanes)
+                if index.payload_list is not None:
+                    need(any(index.payload_list[c]) == (record.compressed_size > 0), "payload.digest", "zero or not")
                 need(record.blob_offset == blob_offset, "record.blob_offset")
                 need(record.output_offset == first, "record.output_offset")
                 need(tensor.entry.base_kind != NONE or sums.base_sum == 0, "record.sums")

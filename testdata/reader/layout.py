@@ -21,7 +21,7 @@ IndexHeader = table(
     8s magic               H version_major        H version_minor       I header_size
     Q required_features    Q optional_features    Q index_size          Q blob_size
     I chunk_count          I tensor_count         I file_count          I reserved
-    144s sections          44s reserved2          I header_crc32
+    144s sections          32s payload_root       12s reserved2        I header_crc32
 """,
 )
 SectionEntry = table("SectionEntry", "Q offset  Q stored_size  Q expanded_size")
@@ -37,8 +37,9 @@ TensorEntry = table(
     "TensorEntry",
     """
     I name_size            I base_name_size       H dtype               H rank
-    H base_kind            H codec                B chunk_lanes_log2    3s reserved
-    I tables_size          I first_chunk          I chunk_count         Q base_param
+    H base_kind            H codec                B chunk_lanes_log2    B part
+    2s reserved            I tables_size          I first_chunk         I chunk_count
+    Q base_param
 """,
 )
 FileEntry = table(
@@ -55,7 +56,9 @@ BlobHeader = table(
 """,
 )
 
+DIGESTS, PAYLOAD_LIST, PARTS = 1, 2, 4  # bits of required_features
 NONE, SAME, PREFIX = 0, 1, 2  # base kinds
+WHOLE, FIRST, FURTHER = 0, 1, 2  # field `part` of an entry of the tensor table
 SAFETENSORS, HEADER_OF_BASE, VERBATIM, AS_BASE = 0, 1, 2, 3  # kinds of files
 
 Dtype = namedtuple("Dtype", "name bits lane_bytes ordered")

@@ -10,6 +10,7 @@ from blake3 import blake3
 from .common import Refused, at, need
 from .index import SHARD, SHARD_INDEX, is_file_name
 from .layout import DTYPES, HEADER_OF_BASE, NONE, SAFETENSORS
+from .parts import cut, join
 
 BITS = {dtype.name: dtype.bits for dtype in DTYPES.values()}
 HEADER_LIMIT = 100_000_000
@@ -59,12 +60,12 @@ class Base:
         return [entry.name for entry in entries]
 
     def bytes_of(self, tensor):
-        """The bytes of the base tensor of `tensor`; none for base kind `none`."""
+        """The bytes of the base tensor, or of its part; none for base kind `none`."""
         if tensor.entry.base_kind == NONE:
             return b""
         dtype, shape, data = self.tensors.get(tensor.base_name, (None, None, None))
         need((dtype, shape) == (tensor.dtype.name, tensor.base_shape), "base.tensor")
-        return data
+        return cut(data, tensor)
 
 
 # Section 10.3. Python's parser accepts more than JSON, and numbers that the profile excludes.
@@ -158,26 +159,44 @@ def read_weight_map(content):
 
 
 def rebuild_files(index, targets, base):
-    """The content of each file of the pair, by name."""
+    """The content of each file of the pair, by name. `targets` are the target bytes of each entry of the tensor table."""
     files, placed = {}, []
     shapes = {tensor.name: (tensor.dtype.name, tensor.shape) for tensor in index.tensors}
-    for file in index.files:
-        content = file.content
-        if content is None:
-            content = (base.heads if file.kind == HEADER_OF_BASE else base.shard_indexes).get(file.name)
-            need(
-                content is not None
-                and len(content) == file.entry.content_size
-                and blake3(content)[:16] == file.entry.content_digest,
-                "base.file",
-            )
+    contents = [content_of(file, base) for file in index.files]
+    whole = whole_tensors(index, targets) if index.files else {}
+    for file, content in zip(index.files, contents):
         if file.kind in (SAFETENSORS, HEADER_OF_BASE):
             head = read_head(content, "file.tensors")
             for name, dtype, shape, _, _ in head:
                 with at(tensor=name):
                     need(shapes.get(name) == (dtype, shape), "file.tensors")
             placed += [name for name, *_ in head]
-            content += b"".join(targets[name] for name, *_ in head)
+            content += b"".join(whole[name] for name, *_ in head)
         files[file.name] = content
     need(not files or sorted(placed) == sorted(shapes), "file.tensors", "not each tensor once")
     return files
+
+
+def content_of(file, base):
+    """What the pair or the base stores of a file."""
+    if file.content is not None:
+        return file.content
+    content = (base.heads if file.kind == HEADER_OF_BASE else base.shard_indexes).get(file.name)
+    need(content is not None and len(content) == file.entry.content_size, "base.file")
+    need(blake3(content)[:16] == file.entry.content_digest, "base.file")
+    return content
+
+
+def whole_tensors(index, targets):
+    """The target bytes of each tensor by name. Parts must tile their tensors: they are disjoint, so their elements are counted."""
+    parts = {}
+    for tensor, target in zip(index.tensors, targets):
+        parts.setdefault(tensor.name, []).append((tensor, target))
+    whole = {}
+    for name, found in parts.items():
+        tensors, data = zip(*found)
+        if tensors[0].origin is not None:
+            with at(tensor=name):
+                need(sum(prod(part.extent) for part in tensors) == prod(tensors[0].shape), "file.tensors", "parts do not tile")
+        whole[name] = data[0] if tensors[0].origin is None else join(tensors, data)
+    return whole

@@ -8,7 +8,7 @@ from .zstd import library
 
 
 class Set:
-    """The files to write, by path below v1, and the manifest."""
+    """The files to write, by path below the folder of a version, and the manifest."""
 
     def __init__(self, committed=None):
         self.files, self.manifest, self.committed = {}, [], committed
@@ -37,7 +37,10 @@ class Set:
     def valid(self, name, about, model, base=None):
         model.tensors.sort(key=lambda t: raw_name(t.name))
         entry, _ = self.pair("valid", name, model, {}, base, {"about": about, "verdict": "valid"})
-        entry["tensors"] = {t.name: blake3(t.target).hex() for t in model.tensors}
+        targets = {t.name: b"" for t in model.tensors}
+        for t in model.tensors:
+            targets[t.name] += t.target
+        entry["tensors"] = {name: blake3(target).hex() for name, target in targets.items()}
         entry["files"] = {f.name: blake3(f.rebuilt(model.tensors)).hex() for f in model.files}
 
     def invalid(self, name, about, rule, when, model, base=None, *, error=None, tensor=None, chunk=None, **edits):

@@ -7,6 +7,7 @@ RAW, ZSTD, CONDITIONED = 0, 1, 2
 PLANES, GAPS, ELIAS, NIBBLE_GAPS, NIBBLE_PLANES = range(5)
 LAYOUTS = ("planes", "gaps", "elias_delta", "nibble_gaps", "nibble_planes")
 NONE, SAME, PREFIX = 0, 1, 2
+DIGESTS, PAYLOAD_LIST, PARTS = 1, 2, 4  # required features
 HEADER_OF_BASE, VERBATIM, AS_BASE = 1, 2, 3
 ORDERED = {"F16", "BF16", "F32", "F64", "C64", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 DTYPES = {  # name: code, bits per element, bytes per lane

@@ -281,8 +281,8 @@ def invalid_vectors(out):
     entry("tensor_chunk_lanes_64", "Chunks of 2^64 lanes, which a shift may take for 1.", "tensor.chunk_lanes", 3,
           chunk_lanes_log2=64)
     entry("tensor_chunk_lanes_255", "Chunks of 2^255 lanes.", "tensor.chunk_lanes", 3, chunk_lanes_log2=255)
-    entry("tensor_reserved_17", "The first reserved byte is not zero.", "tensor.reserved", 1, reserved=b"\1\0\0")
-    entry("tensor_reserved_19", "The last reserved byte is not zero.", "tensor.reserved", 1, reserved=b"\0\0\x80")
+    entry("tensor_reserved_17", "The first reserved byte is not zero.", "tensor.reserved", 1, part=1)
+    entry("tensor_reserved_19", "The last reserved byte is not zero.", "tensor.reserved", 1, reserved=b"\0\x80")
     index("tensor_tables_size", "A byte of tables for a codec that has none.", "tensor.tables_size", where="b",
           entries=put("entry", 1, tables_size=1), files=replace("tables_section", lambda data: b"\0"))
     index("tensor_tables_size_sum", "The section tables has a byte that no tensor claims.", "tensor.tables_size",

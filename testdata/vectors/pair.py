@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from .conditioned import Payload, set_bytes
-from .data import (CONDITIONED, DTYPES, GAPS, M64, NONE, ORDERED, PREFIX, RAW, SAME, VERBATIM, ZSTD, bytes_of, chunk_sum, delta_of,
-                   lanes_of, moved, raw_name, up)
+from .data import (CONDITIONED, DIGESTS, DTYPES, GAPS, M64, NONE, ORDERED, PAYLOAD_LIST, PREFIX, RAW, SAME, VERBATIM, ZSTD, bytes_of,
+                   chunk_sum, delta_of, lanes_of, moved, raw_name, up)
 from .zstd import encode, library, raw_payload
 
 
@@ -28,6 +28,18 @@ class Tensor:
     log2: int = 12
     tables: object = None  # codec 2: the frequencies of each class, or the number of an earlier set, or bytes
     plan: object = None  # codec 2: a `Plan`, or a list with one per chunk
+    # Of a part, whose bytes are `target` and `base`; the shape is that of the tensor.
+    part: int = 0
+    origin: list = None
+    extent: list = None
+    whole: bytes = None  # the target bytes of the tensor, if its parts tile it
+
+    def dims(self):
+        return [self.shape, self.shape + (self.origin or []) + (self.extent or []), (self.origin or []) + (self.extent or [])][self.part]
+
+    def placed(self):
+        """The bytes of the tensor in a file."""
+        return self.whole if self.part else self.target
 
 
 @dataclass
@@ -38,7 +50,7 @@ class File:
     order: list = field(default_factory=list)  # the tensors in the order of their data, for kinds 0 and 1
 
     def rebuilt(self, tensors):
-        targets = {t.name: t.target for t in tensors}
+        targets = {t.name: t.placed() for t in tensors}
         return self.content + b"".join(targets[name] for name in self.order)
 
 
@@ -50,6 +62,7 @@ class Model:
     section_frame: object = None  # makes frames of sections; None: stored
     minor: int = 0
     optional: int = 0
+    features: int = 0
 
 
 def head_of(tensors, metadata=None, text=None):
@@ -58,8 +71,9 @@ def head_of(tensors, metadata=None, text=None):
     if metadata:
         entries["__metadata__"] = metadata
     for t in tensors:
-        entries[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [at, at + len(t.target)]}
-        at += len(t.target)
+        if t.part < 2:
+            entries[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [at, at + len(t.placed())]}
+            at += len(t.placed())
     text = text or json.dumps(entries, separators=(",", ":"))
     data = text.encode("utf-8")
     data += b" " * (-len(data) % 8)
@@ -68,7 +82,7 @@ def head_of(tensors, metadata=None, text=None):
 
 def lone(tensors, name="", kind=0):
     """One file with all `tensors`."""
-    return [File(kind, name, head_of(tensors), [t.name for t in tensors])]
+    return [File(kind, name, head_of(tensors), [t.name for t in tensors if t.part < 2])]
 
 
 def safetensors(tensors):
@@ -95,7 +109,7 @@ class Draft:
 
     def __init__(self, model, edits=None):
         self.model, edits = model, dict(edits or {})
-        for step in (self.chunks, self.contents, self.payloads, self.records, self.entries, self.tensors,
+        for step in (self.chunks, self.contents, self.payloads, self.records, self.listed, self.rooted, self.entries, self.tensors,
                      self.file_entries, self.files, self.stored, self.sections, self.header, self.header_bytes,
                      self.index, self.blob_header, self.blob):
             step()
@@ -155,23 +169,32 @@ class Draft:
         self.roots = {"base_root": blake3(b"".join(bases)), "target_root": blake3(b"".join(targets))}
         self.digests = [{"base_digest": b[:16], "target_digest": t[:16]} for b, t in zip(bases, targets)]
 
+    def listed(self):
+        self.payload_list = [blake3(payload)[:16] if payload else bytes(16) for payload in self.payload]
+
+    def rooted(self):
+        self.payload_root = blake3(b"".join(self.payload_list))
+        if self.model.features & DIGESTS:
+            self.roots = {f"{side}_root": blake3(b"".join(d[f"{side}_digest"] for d in self.digests)) for side in ("base", "target")}
+
     def entries(self):
         self.entry, self.dims, self.names, self.tables, first = [], [], [], [], 0
         for t in self.model.tensors:
             self.tables.append(set_bytes(t.tables))
             code, _, w = DTYPES[t.dtype]
             count = -(-len(t.target) // (w << t.log2))
+            name, base_name = (raw_name("" if t.part == 2 else text) for text in (t.name, t.base_name))
             self.entry.append({
-                "name_size": len(raw_name(t.name)), "base_name_size": len(raw_name(t.base_name)), "dtype": code,
+                "name_size": len(name), "base_name_size": len(base_name), "dtype": code,
                 "rank": len(t.shape), "base_kind": t.kind, "codec": t.codec, "chunk_lanes_log2": t.log2,
-                "reserved": bytes(3), "tables_size": len(self.tables[-1]), "first_chunk": first, "chunk_count": count,
+                "part": t.part, "reserved": bytes(2), "tables_size": len(self.tables[-1]), "first_chunk": first, "chunk_count": count,
                 "base_param": t.rows if t.kind == PREFIX else 0})
-            self.dims.append(list(t.shape))
-            self.names.append(raw_name(t.name) + raw_name(t.base_name))
+            self.dims.append(list(t.dims()))
+            self.names.append(name + base_name)
             first += count
 
     def tensors(self):
-        self.tensors_section = (b"".join(part("<IIHHHHB3sIIIQ", e) for e in self.entry)
+        self.tensors_section = (b"".join(part("<IIHHHHBB2sIIIQ", e) for e in self.entry)
                                 + b"".join(bytes_of(dims, 8) for dims in self.dims) + b"".join(self.names))
 
     def file_entries(self):
@@ -187,7 +210,8 @@ class Draft:
         self.tables_section = b"".join(self.tables)
 
     def stored(self):
-        plain = [b"".join(part("<QIIIIQ", r) for r in self.record), b"".join(part("<QQ", s) for s in self.sums),
+        plain = [b"".join(part("<QIIIIQ", r) for r in self.record), b"".join(part("<QQ", s) for s in self.sums)
+                 + b"".join(self.payload_list if self.model.features & PAYLOAD_LIST else []),
                  part("<32s32s", self.roots) + b"".join(part("<16s16s", d) for d in self.digests),
                  self.tensors_section, self.files_section, self.tables_section]
         self.store = list(plain)
@@ -207,12 +231,12 @@ class Draft:
         last = self.record[-1] if self.record else {"blob_offset": 64, "compressed_size": 0}
         self.head = {
             "magic": b"\x89TPI\r\n\x1a\n", "version_major": 1, "version_minor": self.model.minor, "header_size": 256,
-            "required_features": 0, "optional_features": self.model.optional,
+            "required_features": self.model.features, "optional_features": self.model.optional,
             "index_size": 256 + len(self.body) + 32,
             "blob_size": up(last["blob_offset"] + last["compressed_size"], 16) % M64,
             "chunk_count": len(self.record), "tensor_count": len(self.entry), "file_count": len(self.file_entry),
             "reserved": 0}
-        self.tail = bytes(44)
+        self.tail = self.payload_root + bytes(12) if self.model.features & DIGESTS else bytes(44)
 
     def header_bytes(self):
         data = part("<8sHHIQQQQIIII", self.head) + b"".join(part("<QQQ", s) for s in self.section) + self.tail
