@@ -21,7 +21,7 @@ import reader  # noqa: E402
 from reader.layout import Record, TensorEntry  # noqa: E402
 
 SEEDS = ROOT / "fuzz" / "seeds"
-VECTORS = ROOT / "testdata" / "v1"
+VECTORS = [ROOT / "testdata" / version for version in ("v1", "v1.2")]
 DTYPES = list(reader.DTYPES)  # in the order of the crate's list
 BF16, F32, I8, F8_E4M3 = 17, 18, 2, 32
 CONDITIONED = 2
@@ -182,9 +182,9 @@ def save_ours():
 
 def main():
     shutil.rmtree(SEEDS, ignore_errors=True)
-    for vector in json.loads((VECTORS / "manifest.json").read_text())["vectors"]:
+    for folder, vector in [(f, v) for f in VECTORS for v in json.loads((f / "manifest.json").read_text())["vectors"]]:
         name, valid = vector["name"], vector["verdict"] == "valid"
-        index, blob = ((VECTORS / vector[part]).read_bytes() for part in ("index", "blob"))
+        index, blob = ((folder / vector[part]).read_bytes() for part in ("index", "blob"))
         if not valid:
             if (
                 vector["when"] == "open_index"

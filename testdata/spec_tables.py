@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 SPEC = HERE.parent / "spec"
 FOLDERS = ["v1", "v1.2"]
 EXAMPLE = "shape_scalar"
+PARTS_EXAMPLE = "parts_example"
 WALKTHROUGH = "conditioned_walkthrough"
 MOST = 4  # vectors listed per rule; the manifest has all
 
@@ -69,7 +70,7 @@ BLOB = [
 ]
 
 
-def rows(data, fields):
+def rows(data, fields, start=0):
     """One table row per field, from the start of `data`. The fields must cover all of it."""
     at, out = 0, []
     for size, what in fields:
@@ -77,9 +78,9 @@ def rows(data, fields):
         if size > 16 and not any(data[at : at + size]):
             text = f"00 × {size}"
         value = int.from_bytes(data[at : at + size], "little")
-        plain = what.startswith("`") and not any(word in what for word in ("magic", "crc32", "sum`", " 64", " 256"))
+        plain = "`" in what and not any(word in what for word in ("magic", "crc32", "sum`", " 64", " 256"))
         number = f" = {value:,}" if size <= 8 and plain and value > 9 else ""
-        out.append(f"| {at} | `{text}` | {what}{number} |")
+        out.append(f"| {start + at} | `{text}` | {what}{number} |")
         at += size
     assert at == len(data), (at, len(data))
     return out
@@ -119,6 +120,38 @@ def dump():
         + "\n".join(rows(index, fields))
         + f"\n\n`{EXAMPLE}.tpde-blob`, {len(blob)} bytes:\n\n{head}"
         + "\n".join(rows(blob, blob_fields))
+    )
+
+
+def dump_of_parts():
+    """What features add to an index: rows of the header that differ, and all sections with bytes."""
+    index = (HERE / f"v1.2/valid/{PARTS_EXAMPLE}.tpde-index").read_bytes()
+    sections = [[number(index, 64 + 24 * i + 8 * k, 8) for k in range(3)] for i in range(len(SECTIONS))]
+    (chunks, _, _), (sums, _, _), (digests, _, _), (tensors, size, _), (_, no_files, _), (_, no_tables, _) = sections
+    assert not no_files and not no_tables
+    entry = [(size, text) for size, text in TENSOR]
+    dims = [(8, f"{what}, dim {i}") for what in ("shape", "origin", "extent") for i in range(2)]
+    parts = [
+        (10, [(2, "`version_minor`")]),
+        (16, [(8, "`required_features`: `digests`, `payload_list`, `parts`")]),
+        (48, HEADER[8:11]),
+        (208, [(32, "`payload_root`"), (12, "reserved")]),
+        (chunks, [(n, f"record {i}: {what}") for i in range(2) for n, what in RECORD]),
+        (sums, [(8, f"{what} of chunk {i}") for i in range(2) for what in ("`base_sum`", "`target_sum`")]),
+        (sums + 32, [(16, "payload list: chunk 0, which has no payload"), (16, "payload list: chunk 1")]),
+        (digests, [(32, "`base_root`"), (32, "`target_root`")]),
+        (digests + 64, [(16, f"`{what}_digest` of entry {i}") for i in range(2) for what in ("base", "target")]),
+        (tensors, [(n, f"entry 0: {what}") for n, what in entry] + [(n, f"entry 1: {what}") for n, what in entry]),
+        (tensors + 80, [(n, f"entry 0: {what}") for n, what in dims] + [(n, f"entry 1: {what}") for n, what in dims[2:]]),
+        (tensors + 160, [(1, "name of entry 0")]),
+        (len(index) - 32, [(32, "pair digest")]),
+    ]
+    assert size == 161
+    lines = [line for at, fields in parts for line in rows(index[at : at + sum(n for n, _ in fields)], fields, at)]
+    return (
+        f"The vector `{PARTS_EXAMPLE}`: a tensor of dtype U8, shape [2, 3] and base kind `none`, in two parts. The first part is the first "
+        "column and has no change. The second part is the other two columns; element [1, 1] of the tensor is 5, all others are 0. These are the "
+        f"rows of `{PARTS_EXAMPLE}.tpde-index`, {len(index)} bytes, that features and parts concern:\n\n| offset | bytes | |\n|---|---|---|\n" + "\n".join(lines)
     )
 
 
@@ -319,7 +352,7 @@ def main():
     old = {path: path.read_text() for path in (container, codecs)}
     rules_from = re.sub(r"<!-- rules -->.*?<!-- end -->", "", old[container], flags=re.S) + old[codecs]
     new = {
-        container: put(put(old[container], "dump", dump()), "rules", rule_index(rules_from)),
+        container: put(put(put(old[container], "dump", dump()), "parts", dump_of_parts()), "rules", rule_index(rules_from)),
         codecs: put(old[codecs], "walkthrough", walkthrough()),
     }
     if found := list(faults(*new.values())):

@@ -49,8 +49,9 @@ def invalid_digest_vectors(out):
         edits = {"header": put("head", required_features=stated)} | edits
         bad(f"features_{name}", about, "header.required_features", features=features, files=False, **edits)
 
-    bits("digests_without_root", "Bit 0 with a payload root of zeros.", 0, 1)
-    bits("list_without_root", "Bits 0 and 1 with a payload root of zeros.", PAYLOAD_LIST, 3)
+    for name, about, features in (("digests", "Bit 0", DIGESTS), ("list", "Bits 0 and 1", BOTH)):
+        bad(f"features_{name}_without_root", f"{about} with a payload root of zeros.", "header.required_features", features=features,
+            header=lambda d: setattr(d, "tail", bytes(44)))
     bits("list_alone", "Bit 1 without bit 0; the payload root is there.", BOTH, 2)
     bits("list_alone_without_root", "Bit 1 without bit 0, and without a payload root.", PAYLOAD_LIST, 2)
     bits("bit_3", "Bit 3, which has no meaning, beside bits 0 and 1.", BOTH, 11)

@@ -28,6 +28,9 @@ def part_vectors(out):
         tensors = parts("t", dtype, shape, change(data, dtype, list(steps), p), data, rectangles, each, **{"codec": RAW} | options)
         one(name, about, tensors, path, files)
 
+    one("example", "The second example of section 14: a tensor in two parts, of which one has no change.", parts(
+        "t", "U8", [2, 3], b"\0\0\0\0\5\0", None, along(1, [2, 3], [1, 2]), codec=RAW, kind=NONE), files=False)
+
     # Cuts.
     of("rows", "Two parts of rows, which tile the tensor.", "BF16", [6, 4], along(0, [6, 4], [3, 3]))
     of("columns", "Two parts of columns.", "BF16", [6, 4], along(1, [6, 4], [2, 2]))

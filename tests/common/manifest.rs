@@ -1,4 +1,4 @@
-//! The published test vectors, as listed in their manifest.
+//! The test vectors, as listed in their manifests.
 
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -28,14 +28,30 @@ pub struct Vector {
     pub chunk: Option<u32>,
 }
 
+/// Folders of vectors, each with a manifest, and the lists of their published files.
+pub const VERSIONS: [(&str, &str); 2] = [("v1", "published.txt"), ("v1.2", "published-1.2.txt")];
+
 pub fn folder() -> PathBuf {
-    super::root().join("testdata/v1")
+    super::root().join("testdata")
 }
 
 pub fn read(path: &Path) -> Vec<u8> {
     std::fs::read(folder().join(path)).unwrap()
 }
 
+/// The vectors of all versions.
 pub fn vectors() -> Vec<Vector> {
-    serde_json::from_slice::<Manifest>(&read(Path::new("manifest.json"))).unwrap().vectors
+    VERSIONS.iter().flat_map(|(version, _)| vectors_of(version)).collect()
+}
+
+/// The vectors in the folder of a version.
+pub fn vectors_of(version: &str) -> Vec<Vector> {
+    let folder = Path::new(version);
+    let mut vectors = serde_json::from_slice::<Manifest>(&read(&folder.join("manifest.json"))).unwrap().vectors;
+    for vector in &mut vectors {
+        vector.index = folder.join(&vector.index);
+        vector.blob = folder.join(&vector.blob);
+        vector.base = vector.base.as_ref().map(|base| folder.join(base));
+    }
+    vectors
 }
