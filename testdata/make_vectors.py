@@ -3,7 +3,7 @@
 
     python3 testdata/make_vectors.py               # write testdata/v1 and testdata/v1.2
     python3 testdata/make_vectors.py --check       # compare with the committed files, write nothing
-    python3 testdata/make_vectors.py --publish v1  # list the files that the list of published files of v1 does not have yet
+    python3 testdata/make_vectors.py --publish v1  # add the files of v1 that are not in its list of published files yet
 
 Published vectors never change: add new ones, do not edit old ones. published.txt has the BLAKE3 digests of the files of v1, as b3sum
 writes and checks them; a test of the crate compares them. The vectors of v1.2 are not published yet. Their list will be
