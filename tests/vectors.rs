@@ -86,7 +86,7 @@ fn published_vectors_keep_their_bytes() {
 #[test]
 fn valid_vectors_decode_to_the_bytes_of_the_manifest() {
     let vectors: Vec<_> = vectors().into_iter().filter(|v| v.verdict == "valid").collect();
-    assert!(vectors.len() >= 375);
+    assert!(vectors.len() >= 300);
     for vector in vectors {
         match read(&vector) {
             Ok(decoded) => {
@@ -138,7 +138,7 @@ fn valid_vectors_are_applied_in_place_where_their_base_kind_allows() {
 #[test]
 fn invalid_vectors_are_refused_with_the_rule_that_they_break() {
     let vectors: Vec<_> = vectors().into_iter().filter(|v| v.verdict == "invalid").collect();
-    assert!(vectors.len() >= 776);
+    assert!(vectors.len() >= 600);
     let mut wrong = Vec::new();
     for vector in vectors {
         let (when, error) = match read(&vector) {
@@ -217,9 +217,6 @@ fn rules_of_the_crate_are_those_of_the_spec_and_each_has_a_vector() {
     let spec_ids = ids_of_the_spec();
     assert_eq!(spec_ids.difference(&crate_ids).cloned().collect::<BTreeSet<_>>(), own_error);
     assert!(crate_ids.is_subset(&spec_ids), "{:?}", crate_ids.difference(&spec_ids));
-    let with_vectors: BTreeSet<_> = vectors().into_iter().filter_map(|v| v.rule).collect();
-    // Rules of version 1.2, whose vectors are not there yet.
-    let without = ["header.payload_root", "payload.digest", "tensor.part", "tensor.part_order"].map(str::to_owned);
-    let missing: BTreeSet<_> = spec_ids.difference(&with_vectors).cloned().collect();
-    assert!(missing.is_empty() || missing == BTreeSet::from(without), "no vector breaks {missing:?}");
+    let with_vectors: BTreeSet<_> = VERSIONS.iter().flat_map(|(version, _)| vectors_of(version)).filter_map(|v| v.rule).collect();
+    assert!(spec_ids.is_subset(&with_vectors), "no vector breaks {:?}", spec_ids.difference(&with_vectors));
 }
