@@ -7,7 +7,7 @@ from blake3 import blake3
 from .cases import flip, put, replace
 from .conditioned import Plan
 from .data import CONDITIONED, DIGESTS, NONE, PARTS, PAYLOAD_LIST, RAW, bytes_of
-from .pair import Model, Tensor, change, lone, safetensors
+from .pair import Model, Tensor, lone, safetensors
 from .parts import forged, parts
 from .valid_conditioned import FEW, stepped, varied
 from .valid_digests import small
