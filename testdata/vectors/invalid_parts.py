@@ -363,9 +363,9 @@ def invalid_part_vectors(out):
         return [File(0, "", head_of(tensors(), text=json.dumps({k: v | changed.get(k, {}) for k, v in entries.items()})), ["a", "t", "u"])]
 
     filed("shape_of_part", "The header gives the tensor the shape of a part.", tensors(), [File(0, "", head_of([
-        t if t.name != "t" else Tensor("t", "BF16", [2, 4], t.target) for t in tensors() if t.part < 2]), ["a", "t", "u"])])
-    filed("shape", "The header gives a tensor with parts another shape of the same size.", tensors(), head(t={"shape": [4, 6]}))
-    filed("dtype", "The header gives a tensor with parts another dtype of the same size.", tensors(), head(t={"dtype": "F16"}))
+        t if t.name != "t" else Tensor("t", "BF16", [2, 4], t.target) for t in tensors() if t.part < 2]), ["a", "t", "u"])], None)
+    filed("shape", "The header gives a tensor with parts another shape of the same size.", tensors(), head(t={"shape": [4, 6]}), None)
+    filed("dtype", "The header gives a tensor with parts another dtype of the same size.", tensors(), head(t={"dtype": "F16"}), None)
     filed("left_out", "A tensor with parts that no file has.", tensors(), lone([t for t in tensors() if t.name != "t"]), None)
     both = [lone(tensors(), "m.safetensors")[0], lone(tensors()[1:4], "n.safetensors")[0]]
     filed("twice", "A tensor with parts in two files.", tensors(), both, None)
