@@ -151,7 +151,8 @@ def dump_of_parts():
     return (
         f"The vector `{PARTS_EXAMPLE}`: a tensor of dtype U8, shape [2, 3] and base kind `none`, in two parts. The first part is the first "
         "column and has no change. The second part is the other two columns; element [1, 1] of the tensor is 5, all others are 0. These are the "
-        f"rows of `{PARTS_EXAMPLE}.tpde-index`, {len(index)} bytes, that features and parts concern:\n\n| offset | bytes | |\n|---|---|---|\n" + "\n".join(lines)
+        f"rows of `{PARTS_EXAMPLE}.tpde-index`, {len(index)} bytes, that features and parts concern:\n\n| offset | bytes | |\n|---|---|---|\n"
+        + "\n".join(lines)
     )
 
 

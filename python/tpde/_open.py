@@ -20,9 +20,7 @@ from ._tensor import Memory
 class Reader:
     """A pair and its base, for one framework. `safe_open` and the functions of `tpde.torch` and `tpde.numpy` share it."""
 
-    def __init__(
-        self, pair: Any, base: Any, framework: str, device: Any = "cpu", *, expect: Digest | None = None
-    ) -> None:
+    def __init__(self, pair: Any, base: Any, framework: str, device: Any = "cpu", *, expect: Digest | None = None) -> None:
         #: The CUDA device that receives the tensors; ``None`` for the CPU.
         self.device: Any = None
         #: The pair on that device, if tensors are rebuilt there; ``None`` if they are rebuilt on the CPU and copied.

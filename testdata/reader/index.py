@@ -198,9 +198,7 @@ def read_tensor(e, name, names, dims, chunks_before, tensors, with_parts, last):
     need(e.dtype in DTYPES and (before is None or e.dtype == before.entry.dtype), "tensor.dtype")
     need(e.rank <= 32 and (part != FIRST or e.rank >= 1) and (before is None or e.rank == before.entry.rank), "tensor.rank")
     bits, lane_bytes = DTYPES[e.dtype].bits, DTYPES[e.dtype].lane_bytes
-    lists = [None] * (part == FURTHER) + [
-        list(struct.unpack(f"<{e.rank}Q", dims.take(8 * e.rank))) for _ in range((1, 3, 2)[part])
-    ]
+    lists = [None] * (part == FURTHER) + [list(struct.unpack(f"<{e.rank}Q", dims.take(8 * e.rank))) for _ in range((1, 3, 2)[part])]
     shape, origin, extent = (lists + [None, None])[:3]
     if before is None:
         need(shape_fits(shape, bits), "tensor.shape")

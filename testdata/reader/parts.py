@@ -46,7 +46,9 @@ def cut(data, tensor):
     """The bytes of a part, or of a whole tensor, from the bytes of the tensor."""
     if tensor.origin is None:
         return data
-    return b"".join(data[start : start + size] for start, size in runs(tensor.shape, tensor.origin, tensor.extent, tensor.dtype.bits))
+    return b"".join(
+        data[start : start + size] for start, size in runs(tensor.shape, tensor.origin, tensor.extent, tensor.dtype.bits)
+    )
 
 
 def join(parts, data):
