@@ -50,7 +50,7 @@ pub enum Error {
     BadCheckpoint {
         /// The file or folder.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason why it is not a valid checkpoint.
         reason: String,
     },
     /// An input changed while it was being read. Reading it again may succeed.

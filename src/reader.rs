@@ -67,7 +67,8 @@ pub struct Pair<B> {
     blob: B,
     /// The files from which the pair was opened.
     paths: Option<PairPaths>,
-    /// The payload list, once it was formed from all payloads and had the payload root. Unused if the index stores the list.
+    /// The payload list, set once it has been formed from all payloads and has matched the payload root. Unused if the index stores
+    /// the list.
     formed_list: OnceLock<Box<[[u8; DIGEST_SIZE]]>>,
 }
 
@@ -85,7 +86,8 @@ impl Pair<FileSource> {
         Self::open_with(path, &OpenOptions::default(), &|_| {})
     }
 
-    /// [`Pair::open`] with options: other limits, or the pair digest that the caller expects. If the pair is being replaced, this may wait for the end; `watch` can stop the wait.
+    /// [`Pair::open`] with options: other limits, or the pair digest that the caller expects. If the pair is being replaced, the
+    /// call may wait for the end of the replacement; `watch` can stop the wait.
     ///
     /// # Errors
     /// The errors of [`Pair::open`]; [`Error::UnexpectedPair`] if the index has another pair digest than expected; any error of
@@ -184,7 +186,7 @@ impl<B: Source> Pair<B> {
     fn digest_of_payload(&self, chunk: u32) -> Option<&[u8; DIGEST_SIZE]> {
         let list = match self.index.payload_list() {
             Some(list) => list,
-            // What `form_list` has hashed in memory cannot have changed since.
+            // Payloads in memory cannot have changed since `check_payloads` hashed them.
             None if self.blob.in_memory().is_some() => return None,
             None => self.formed_list.get()?,
         };

@@ -169,7 +169,7 @@ impl<W: Write> PairBuilder<W> {
         target_sum: u64,
     ) -> Result<()> {
         let Some(entry) = self.entries.last_mut() else {
-            return Err(Error::InvalidArgument("a chunk before the first tensor".into()));
+            return Err(Error::InvalidArgument("a chunk was added before the first tensor was begun".into()));
         };
         self.records.push(ChunkMetadata {
             blob_offset: self.blob_size.into(),

@@ -8,8 +8,8 @@ use std::fs;
 use std::path::Path;
 use tempfile::TempDir;
 use tpde::{
-    Apply, Authenticity, Checkpoint, Encode, Error, InPlace, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, TensorInfo,
-    TensorMut, Verify, Work,
+    Apply, Authenticity, Checkpoint, Codec, Encode, EncodeOptions, Error, InPlace, MemoryCheckpoint, Pair, Result,
+    SafetensorsCheckpoint, TensorInfo, TensorMut, Verify, Work,
 };
 
 /// A folder with the checkpoint files `base` and `target`, of two tensors each, and the tensors.
@@ -121,6 +121,10 @@ fn in_place_refuses_what_it_cannot_honour() {
     is_argument(apply(Apply::new(&pair).tensors(|name| name == "b"), &mut bytes, "a"), "tensor a is not selected");
     is_argument(apply(Apply::new(&pair), &mut bytes, "c"), "no tensor c in the pair");
     assert!(bytes == files.base[0].bytes, "nothing was written");
+    write_file(&files.path("grown"), &[tensor("a", "BF16", &[65, 256], 1)]);
+    let zstd = EncodeOptions::default().codec(Codec::Zstd);
+    let (grown, _) = Encode::new(&files.open("grown")).base(&base).options(zstd).to_memory().unwrap();
+    is_argument(apply(Apply::new(&grown), &mut bytes, "a"), "tensor a changes its number of rows, which cannot be done in place");
     let report = apply(Apply::new(&pair).tensors(|name| name == "a"), &mut bytes, "a").unwrap();
     assert!(report.tensors == 1 && report.digests_checked && bytes == files.target[0].bytes);
     // Without digests, the sums still detect a wrong base.

@@ -45,7 +45,7 @@ static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
 pub struct Apply<'a, B> {
     pair: &'a Pair<B>,
     base: Option<&'a dyn Checkpoint>,
-    /// Numbers of the selected tensors in the index, ascending.
+    /// Indexes of the selected tensors in the pair's index, ascending.
     selected: Vec<usize>,
     /// Whether the caller has called [`Apply::tensors`].
     is_selection: bool,
@@ -84,13 +84,13 @@ impl<'a, B: Source> Apply<'a, B> {
         self
     }
 
-    /// Sets whether BLAKE3 digests of tensors are compared. The default is `true`. Digests of payloads, which pairs of format 1.2 have,
-    /// are always compared.
+    /// Sets whether BLAKE3 digests of tensors are compared. The default is `true`. It has no effect on the comparison of payloads
+    /// with their digests, which pairs of format 1.2 have.
     ///
-    /// Without digests of tensors, decoding is about three times as fast, and each chunk's CRC and sums still detect damage. They do
-    /// not detect forgery: both are linear, so a blob of format 1.0 or 1.1 can be changed to give other weights with the same index
-    /// and pair digest. In format 1.2, digests of payloads detect that if all payloads are read or the index stores their digests;
-    /// [`ApplyReport::payload_digests`] says which were compared.
+    /// Without digests of tensors, decoding is about three times as fast, and each chunk's CRC and sums still detect damage. They
+    /// do not detect forgery: both are linear, so a blob of format 1.0 or 1.1 can be changed to give other weights with the same
+    /// index and pair digest. In format 1.2, digests of payloads detect forgery if all payloads are read or the index stores their
+    /// digests; [`ApplyReport::payload_digests`] says which were compared.
     pub fn digests(mut self, on: bool) -> Self {
         self.digests = on;
         self
@@ -127,8 +127,8 @@ impl<'a, B: Source> Apply<'a, B> {
         self.selected.iter().map(|&i| self.pair.index().tensor(i))
     }
 
-    /// Writes the target's files at `path`. If the pair describes a single unnamed file, `path` becomes a file; otherwise it
-    /// becomes a folder. If the pair describes no files, or if tensors are selected, `path` becomes one safetensors file.
+    /// Writes the target's files at `path`. If the target was one safetensors file, `path` becomes a file; if it was a folder, a
+    /// folder. If the pair describes no files, or if tensors are selected, `path` becomes one safetensors file with a new header.
     ///
     /// Nothing appears at `path` until everything is written, compared with the digests and synced. A new folder appears
     /// complete, in one step. In an existing folder the files are replaced one by one. Until the last one is replaced, the folder
@@ -200,8 +200,8 @@ impl<'a, B: Source> Apply<'a, B> {
     /// The bytes of a range of elements of a tensor. Decodes only the chunks that overlap the range. The tensor need not be
     /// selected.
     ///
-    /// CRC and sums of the chunks are checked, and the digests of their payloads if the index stores them. Digests of tensors are not
-    /// compared, because such a digest covers the whole tensor.
+    /// CRC and sums of the chunks are checked, and the digests of their payloads if the index stores them. Digests of tensors are
+    /// not compared, because such a digest covers the whole tensor.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the pair has no such tensor or the tensor no such range; otherwise the errors of
@@ -213,8 +213,7 @@ impl<'a, B: Source> Apply<'a, B> {
     /// The elements of a tensor whose bits differ between base and target, in ascending order, with their new values. An element
     /// that the base lacks is compared with zero. For a packed dtype the unit is a byte. The tensor need not be selected.
     ///
-    /// Only the changed chunks are decoded. They are checked as in [`Apply::range`]. Memory: the size of the
-    /// result.
+    /// Only the changed chunks are decoded. They are checked as in [`Apply::range`]. Memory: the size of the result.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the pair has no such tensor; otherwise the errors of [`Apply::to_buffers`].
@@ -225,8 +224,8 @@ impl<'a, B: Source> Apply<'a, B> {
     /// Changes the tensors in memory from base to target. They may come in any order, and other tensors of the pair are skipped.
     /// The tensors themselves are the base, so no other base may be set.
     ///
-    /// Only [`InPlace::AllChecked`] compares digests of tensors; [`InPlace`] says what that means for a forged blob. In that mode a watcher
-    /// cannot stop the work once writing has begun.
+    /// Only [`InPlace::AllChecked`] compares digests of tensors; [`InPlace`] says what that means for a forged blob. In mode
+    /// `AllChecked`, a watcher cannot stop the work once writing has begun.
     ///
     /// # Errors
     /// - [`Error::WrongBase`], [`Error::AlreadyApplied`], [`Error::Changed`], [`Error::Invalid`] or [`Error::Io`]: the tensors are
@@ -283,10 +282,11 @@ impl<'a, B: Source> Apply<'a, B> {
     /// Cost: reads the headers of all files, or composes one, and holds them in memory.
     ///
     /// # Errors
-    /// - [`Error::Invalid`] if the pair's files do not match its tensors, or if the target shares the content of a base file that
-    ///   is missing (also if no base is set).
-    /// - [`Error::NotWritable`] if no reader would accept the composed file: because a tensor is named `__metadata__`, or because
-    ///   the header is larger than 100,000,000 bytes.
+    /// - [`Error::Invalid`] if the pair's files do not match its tensors, or if the pair takes a header or the shard index from the
+    ///   base, and no base is set or the base lacks the file.
+    /// - [`Error::NotWritable`] if the target is to be one file with a new header (no files in the pair, or a selection), and no
+    ///   reader would accept it: for instance because a tensor is named `__metadata__`, or because the header is larger than
+    ///   100,000,000 bytes.
     pub fn check_writable(&self) -> Result<()> {
         let chosen = self.is_selection.then(|| self.selected().collect::<Vec<_>>());
         outputs(self.pair.index(), self.base_files(), chosen.as_deref()).map(|_| ())
@@ -295,7 +295,7 @@ impl<'a, B: Source> Apply<'a, B> {
     /// The `__metadata__` of all files of the target, merged. If files have different values for a key, the first file's is used.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the target shares the header of a base file that is missing (also if no base is set), or if a header
+    /// [`Error::Invalid`] if the pair takes a header from the base, and no base is set or the base lacks the file; also if a header
     /// is damaged.
     pub fn metadata(&self) -> Result<BTreeMap<String, String>> {
         target_metadata(self.pair.index(), self.base_files())

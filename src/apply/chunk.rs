@@ -80,7 +80,7 @@ pub(super) struct Hashes {
     pub target: [u8; 32],
 }
 
-/// The number of a tensor's base tensor in `base`, after checking dtype and shape; `None` if the tensor has no base tensor.
+/// The position of a tensor's base tensor in `base`, after checking dtype and shape; `None` if the tensor has no base tensor.
 pub(crate) fn find_base(tensor: &Tensor<'_>, base: &dyn Checkpoint) -> Result<Option<usize>> {
     let Some(shape) = tensor.base_shape() else { return Ok(None) };
     let broken = |found: &dyn std::fmt::Display| {

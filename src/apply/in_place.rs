@@ -18,10 +18,10 @@ use std::sync::{Mutex, PoisonError};
 
 /// The checks that an application in place makes before it writes.
 ///
-/// Only digests detect a forged blob, because CRC and chunk sums are linear. If the pair digest covers the payloads (format 1.2), both
-/// modes compare digests of payloads before they write: if the index does not store them, all payloads of the pair are hashed
-/// first, and each again when it is decoded. The descriptions of the modes hold for the CPU. On a CUDA device neither mode compares
-/// digests; see module `cuda`.
+/// Only digests detect a forged blob, because CRC and chunk sums are linear. If the pair digest covers the payloads (format 1.2),
+/// both modes compare digests of payloads before they write: if the index does not store them, all payloads of the pair are
+/// hashed first, and each again when it is decoded. The descriptions of the modes hold for the CPU. On a CUDA device neither mode
+/// compares digests; see module `cuda`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum InPlace {
@@ -79,7 +79,7 @@ impl Checkpoint for Snapshot<'_> {
 pub(super) struct InPlaceRun<'a, B> {
     pub pair: &'a Pair<B>,
     pub mode: InPlace,
-    /// Whether [`InPlace::AllChecked`] compares digests.
+    /// Whether [`InPlace::AllChecked`] compares digests of tensors.
     pub digests: bool,
     /// Maximum size, in bytes, of the payloads that [`InPlace::AllChecked`] keeps.
     pub max_kept_bytes: u64,
@@ -162,7 +162,7 @@ impl<B: Source> InPlaceRun<'_, B> {
             }
             if tensor.base_kind == BaseKind::Prefix {
                 return Err(Error::InvalidArgument(format!(
-                    "tensor {name} changes its number of rows, which cannot be done in tensor_index"
+                    "tensor {name} changes its number of rows, which cannot be done in place"
                 )));
             }
             if memory.bytes.len() as u64 != tensor.bytes() {

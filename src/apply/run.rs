@@ -22,7 +22,7 @@ use std::sync::{Mutex, PoisonError};
 
 /// Receives rebuilt bytes. Calls come from any thread; their byte ranges never overlap.
 pub trait Sink: Sync {
-    /// Stores `bytes` at byte `offset` of the tensor with number `tensor_index` in the index.
+    /// Stores `bytes` at byte `offset` of the tensor with index `tensor_index` in the pair's index.
     ///
     /// # Errors
     /// Any error that prevents the sink from storing the bytes. It ends the application.
@@ -49,14 +49,14 @@ pub(crate) struct Run<'a, B> {
     /// Source of the payloads that the CPU decodes: the pair, or the payloads kept from an earlier pass.
     pub chunks: &'a dyn Chunks,
     pub base: &'a dyn Checkpoint,
-    /// Numbers of the selected tensors in the index, ascending.
+    /// Indexes of the selected tensors in the pair's index, ascending.
     pub selected: Vec<usize>,
     /// Whether the base has exactly the selected tensors, in the same order. Base tensors are then found by position, not by name.
     pub in_order: bool,
     pub digests: bool,
     pub progress: Progress<'a>,
     pub accelerator: Option<&'a dyn Accelerator>,
-    /// Cached hashes of complete base tensors, by tensor number. Several target tensors may share a base tensor.
+    /// Cached hashes of complete base tensors, by position in the base. Several target tensors may share a base tensor.
     whole_bases: Mutex<BTreeMap<usize, Hash>>,
 }
 
@@ -105,7 +105,11 @@ impl<'a, B: Source> Run<'a, B> {
     pub fn to_buffers(&self, outputs: &mut [&mut [u8]]) -> Result<ApplyReport> {
         let lengths: Vec<_> = self.selected().map(|tensor| (tensor.name, tensor.bytes())).collect();
         if outputs.len() != lengths.len() {
-            return Err(Error::InvalidArgument(format!("{} buffers for {} tensors", outputs.len(), lengths.len())));
+            return Err(Error::InvalidArgument(format!(
+                "expected {} buffers, one per tensor, found {}",
+                lengths.len(),
+                outputs.len()
+            )));
         }
         for (output, (name, bytes)) in outputs.iter().zip(lengths) {
             if output.len() as u64 != bytes {
@@ -167,7 +171,7 @@ impl<'a, B: Source> Run<'a, B> {
         })
     }
 
-    /// For each selected tensor, the number of its base tensor.
+    /// For each selected tensor, the position of its base tensor in the base.
     fn bases(&self) -> Result<Vec<Option<usize>>> {
         if self.in_order {
             return Ok((0..self.selected.len()).map(Some).collect());

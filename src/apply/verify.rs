@@ -160,7 +160,7 @@ impl<'a, B: Source> Verify<'a, B> {
             }
             Base::Available(base) => (Some(base), apply().base(base).verify()?),
         };
-        // A pair of which no tensor has a base says nothing of the base that it is given.
+        // If no tensor of the pair has a base, nothing of the supplied base was compared.
         let needs_base = index.tensors().any(|tensor| tensor.base_kind != BaseKind::None);
         checked.base_checked = base.is_some() && needs_base;
         if let Some(target) = self.target {

@@ -30,8 +30,8 @@ use std::path::{Path, PathBuf};
 ///
 /// The bytes of a pair depend only on base, target, options and the version of zstd, not on threads, time or machine.
 ///
-/// Besides the pair's index, [`Encode::to_path`] needs memory for buffers of each thread, one batch of payloads and up to 64 MiB
-/// of held payloads, whatever the size of the checkpoints.
+/// Besides the pair's index, [`Encode::to_path`] needs memory for buffers of each thread, one batch of payloads, and up to 64 MiB
+/// of payloads of one tensor until its codec is chosen, whatever the size of the checkpoints.
 #[must_use = "nothing is encoded before `to_path` or `to_memory` is called"]
 pub struct Encode<'a> {
     target: &'a dyn Checkpoint,
@@ -91,8 +91,8 @@ impl<'a> Encode<'a> {
     }
 
     /// Writes the files of a pair, `NAME.tpde-index` and `NAME.tpde-blob`. `path` is one of these paths, or their common stem
-    /// without extension. Both files are written under temporary names. The blob is renamed first. Renaming the index commits
-    /// the pair.
+    /// without extension. Both files are written without their names. The blob gets its name first; when the index gets its
+    /// name, the pair is complete.
     ///
     /// # Errors
     /// - [`Error::Io`] from the checkpoints or the files of the pair; if the pair exists and [`overwrite`](Encode::overwrite) is
@@ -106,8 +106,8 @@ impl<'a> Encode<'a> {
     ///   files and cannot be written as one safetensors file.
     /// - Any error of the watcher.
     ///
-    /// If an error occurs before the first rename, an existing pair is unchanged. If the second rename fails, the old index remains
-    /// with the new blob, and readers refuse this combination.
+    /// If an error occurs before the blob gets its name, an existing pair is unchanged. If the index cannot get its name, the old
+    /// index remains with the new blob, and readers refuse this combination.
     pub fn to_path(&self, path: impl AsRef<Path>) -> Result<EncodeReport> {
         let files = self.files()?;
         if SafetensorsCheckpoint::of(self.target).is_none() {

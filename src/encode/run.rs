@@ -150,10 +150,13 @@ pub(super) fn encode_holding<W: Write>(
 
 fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options: &EncodeOptions) -> Result<()> {
     if !options.chunk_lanes.is_power_of_two() || options.chunk_lanes < 1 << MIN_CHUNK_LANES_LOG2 {
-        return Err(Error::InvalidArgument(format!("{} lanes a chunk: not a power of two of at least 4096", options.chunk_lanes)));
+        return Err(Error::InvalidArgument(format!(
+            "{} lanes per chunk: expected a power of two of at least 4096",
+            options.chunk_lanes
+        )));
     }
     if options.layout.is_some() && options.codec != CodecChoice::Only(Codec::Zstd) {
-        return Err(Error::InvalidArgument("layouts are for codec zstd".into()));
+        return Err(Error::InvalidArgument("a layout requires codec zstd".into()));
     }
     if options.payload_digests && options.format == FormatVersion::V1_1 {
         return Err(Error::InvalidArgument("payload digests need format 1.2".into()));

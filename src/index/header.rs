@@ -49,7 +49,7 @@ pub(super) fn parse(bytes: &[u8], found: u64, limits: &Limits) -> Result<IndexHe
     Ok(header)
 }
 
-/// Checks that each known feature bit comes with what it stands for, and that reserved bytes are zero.
+/// Checks that the header has the fields that its feature bits require, and that reserved bytes are zero.
 fn check_features(header: &IndexHeader) -> Result<()> {
     let has_digests = header.has(FEATURE_DIGESTS);
     let bits = format_args!("{:#x}", header.required_features);

@@ -190,12 +190,13 @@ impl ValidatedIndex {
         self.payloads
     }
 
-    /// The root: a 32-byte hash over the hashes of all base tensors.
+    /// The base root: a 32-byte hash over the hashes of all base tensors, or over their digests if the header has a payload root.
     pub fn base_root(&self) -> &[u8] {
         &header::stored(&self.bytes, &self.header, Section::Digests)[..32]
     }
 
-    /// The root: a 32-byte hash over the hashes of all target tensors.
+    /// The target root: a 32-byte hash over the hashes of all target tensors, or over their digests if the header has a payload
+    /// root.
     pub fn target_root(&self) -> &[u8] {
         &header::stored(&self.bytes, &self.header, Section::Digests)[32..64]
     }

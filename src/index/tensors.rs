@@ -170,7 +170,7 @@ impl TableParser {
         self.name = Some(start);
         if start > 0 {
             let before = &self.table.names[self.previous..self.base_name_of_last()];
-            Rule::TensorNameOrder.check(before < name, "a name above the one before", "one that is not")?;
+            Rule::TensorNameOrder.check(before < name, "a name greater than the previous one", "one that is not")?;
         }
         let base_start = self.table.names.len();
         let base_name = take_name(names, entry.base_name_size, Rule::TensorBaseName)?;
@@ -233,7 +233,7 @@ fn check_base_param(kind: BaseKind, param: u64, dtype: Dtype, shape: &[u64]) -> 
     let Some(&rows) = shape.first() else {
         return Err(Rule::TensorBaseParam.broken("a rank of at least 1", 0));
     };
-    Rule::TensorBaseParam.check(param != rows, "other rows than the target's", param)?;
+    Rule::TensorBaseParam.check(param != rows, "a number of rows other than the target's", param)?;
     let mut base = shape.to_vec();
     base[0] = param;
     Rule::TensorBaseParam.check(dtype.lanes(&base).is_some(), "a base of whole bytes, below 2^63 bits", param)
