@@ -58,7 +58,7 @@ pub struct Encode {
 }
 
 fn rename(text: &str) -> Result<(String, String), &'static str> {
-    text.split_once('=').map(|(target, base)| (target.to_owned(), base.to_owned())).ok_or("TARGET=BASE is wanted")
+    text.split_once('=').map(|(target, base)| (target.to_owned(), base.to_owned())).ok_or("expected TARGET=BASE")
 }
 
 /// Describes what was written.

@@ -168,16 +168,16 @@ fn hint(error: &Error) -> Option<&'static str> {
             "--force replaces what exists"
         }
         Error::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound && is_of_pair(path) => {
-            "a pair is named without its endings, or by either file; both must lie in one folder"
+            "a pair is named without its endings, or by either file; both files must be in one folder"
         }
         Error::Changed { .. } => "let the program that writes the file finish, then run the command again",
         Error::NotWritable { .. } => "the pair can still be applied to tensors in memory",
         Error::NoLibrary { .. } => "without --trust the processor expands payloads of codec zstd",
         Error::NoDevice(_) => "without --device the processor does the same work",
         Error::Invalid(invalid) => match invalid.rule {
-            Rule::BaseTensor => "a pair fits the one checkpoint that it was made from: give that as BASE",
+            Rule::BaseTensor => "a pair fits the one checkpoint that it was made from: pass that as BASE",
             Rule::BaseFile => {
-                "the pair takes this header from its base: give the very file, or rebuild the tensors under a new header with --tensor '*'"
+                "the pair takes this header from its base: pass that file, or rebuild the tensors under a new header with --tensor '*'"
             }
             Rule::HeaderPayloadRoot | Rule::PayloadDigest => {
                 "the payloads are not those that the pair was made with: fetch both files again, from a source that you trust"

@@ -72,7 +72,7 @@ impl CodecArgs {
     }
 }
 
-/// The pair that a verb reads may only be the one with this digest.
+/// Restricts a verb to the pair with this digest.
 #[derive(Args)]
 pub struct ExpectArgs {
     /// Pair digest that the pair must have: 64 hexadecimal digits, as inspect prints them. It is compared before anything of the
@@ -95,7 +95,7 @@ fn digest(text: &str) -> Result<[u8; 32], &'static str> {
         Some((digit(pair[0])? << 4 | digit(pair[1])?) as u8)
     });
     let bytes: Option<Vec<u8>> = digits.collect();
-    bytes.filter(|_| text.len() == 64).and_then(|bytes| bytes.try_into().ok()).ok_or("64 hexadecimal digits are expected")
+    bytes.filter(|_| text.len() == 64).and_then(|bytes| bytes.try_into().ok()).ok_or("expected 64 hexadecimal digits")
 }
 
 /// Splits one or two positional arguments into base and operand. A single argument is the operand.

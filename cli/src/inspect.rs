@@ -23,9 +23,9 @@ use tpde::{
 /// section.
 ///
 /// --explain adds the purpose of the bytes of both files, per tensor, and the reason for each tensor's codec. It reads every
-/// payload and checks its CRC-32, but decodes none. The sizes of other codecs are not part of a pair. With --base or --no-base,
-/// every tensor is rebuilt and encoded again with each codec, which takes as long as apply and encode together. Memory: 200 bytes
-/// per tensor more, or 600 with a base.
+/// payload and checks its CRC-32, but decodes none. A pair does not say how large a tensor would be in another codec. To find
+/// out, add --base or --no-base: every tensor that changes is rebuilt and encoded again with each codec, which takes as long as
+/// apply and encode together. Memory: 200 bytes per tensor more, or 600 with a base.
 #[derive(Args)]
 pub struct Inspect {
     /// Pair: its name, or the path of either file

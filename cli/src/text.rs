@@ -47,7 +47,7 @@ impl Deref for JsonPath {
     }
 }
 
-/// What was compared of the payloads.
+/// Describes which payloads were compared with digests.
 pub fn payload_digests(compared: PayloadDigests) -> &'static str {
     match compared {
         PayloadDigests::All => "all have the digest that the pair digest covers",

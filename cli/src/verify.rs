@@ -14,12 +14,12 @@ use tpde::{Authenticity, BaseKind, PayloadDigests, Result, Verification, VerifyR
 /// Check a pair, and whether it fits a base or a target
 ///
 /// Alone: every rule of the index, and the CRC-32 of every payload. For a pair of format 1.2, also the digest of all payloads,
-/// which is part of the pair digest: a forged payload is refused. For a pair of format 1.0 or 1.1, that finds damage, not
+/// which is part of the pair digest: a forged payload is refused. For a pair of format 1.0 or 1.1, the check finds damage, not
 /// forgery: a payload can be changed without changing its CRC-32 or the pair digest. With --base or --no-base: rebuilds every
 /// tensor without writing it and compares all digests; a forged payload is refused. Also plans the files as apply does: where
-/// both succeed, apply does too. What a stored shard index says is not checked. With a target: compares a checkpoint with the
-/// target's digests, and its files byte for byte; this does not check payloads. A pair that is sound but whose target cannot be
-/// written as files ends with exit code 1.
+/// both succeed, apply does too. The content of a stored shard index is not checked. With a target: compares a checkpoint with
+/// the target's digests, and its files byte for byte; this does not check payloads. A pair that is sound but whose target cannot
+/// be written as files ends with exit code 1.
 #[derive(Args)]
 pub struct Verify {
     /// Pair: its name, or the path of either file

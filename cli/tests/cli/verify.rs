@@ -65,7 +65,7 @@ fn another_pair_than_the_expected_one_is_refused_before_it_is_parsed() {
             assert_eq!(run.code, USAGE, "{malformed}");
         }
     }
-    // Not even the magic is looked at, and the blob may be missing.
+    // The digest is compared before the magic is checked and before the blob is opened.
     place.edit("pair.tpde-index", |index| index[0] = 0);
     std::fs::remove_file(place.path("pair.tpde-blob")).unwrap();
     for line in ["inspect pair", "verify pair", apply] {
