@@ -107,10 +107,10 @@ impl Pair {
             self.on_base(base.as_deref(), |base| {
                 let mut places = HashMap::new();
                 for (_, output) in outputs.iter_mut().enumerate().filter(|(i, _)| once.contains(i)) {
-                    let (name, range) = (output.name().to_owned(), output.range());
+                    let name = output.name().to_owned();
                     // SAFETY: `each_memory_once` has checked that outputs do not overlap. The loop above: none overlaps a base.
-                    if places.insert(name, unsafe { output.bytes_mut() }).is_some() {
-                        return Err(Error::InvalidArgument(format!("{range:?}: two outputs of one name")));
+                    if places.insert(name.clone(), unsafe { output.bytes_mut() }).is_some() {
+                        return Err(Error::InvalidArgument(format!("tensor {} has two outputs", Escaped(&name))));
                     }
                 }
                 let apply =
@@ -125,7 +125,7 @@ impl Pair {
         })
     }
 
-    /// Rebuilds the elements from `start` on that fill `output`, of the tensor with the output's name.
+    /// Rebuilds the elements `start..stop` of the tensor with the output's name into `output`.
     fn read_range(&self, py: Python<'_>, mut output: Memory, start: u64, stop: u64, base: Option<Vec<Memory>>) -> PyResult<()> {
         run(py, None, 0, |steering| {
             self.on_base(base.as_deref(), |base| {
@@ -135,10 +135,10 @@ impl Pair {
                 let out = unsafe { output.bytes_mut() };
                 if out.len() != bytes.len() {
                     return Err(Error::InvalidArgument(format!(
-                        "{} bytes for {} of tensor {}",
+                        "the buffer for tensor {} has {} bytes, expected {}",
+                        Escaped(&name),
                         out.len(),
-                        bytes.len(),
-                        Escaped(&name)
+                        bytes.len()
                     )));
                 }
                 out.copy_from_slice(&bytes);
@@ -234,7 +234,8 @@ pub fn each_memory_once(pair: &tpde::Pair<FileSource>, tensors: &[Memory]) -> Re
             return Err(Error::InvalidArgument(format!("tensor {name} is {dtype} {shape:?} here, and {expected} in the pair")));
         }
         if tensor.bytes() != given.range().len() as u64 {
-            return Err(Error::InvalidArgument(format!("tensor {name} has {} bytes, not {}", given.range().len(), tensor.bytes())));
+            let (found, expected) = (given.range().len(), tensor.bytes());
+            return Err(Error::InvalidArgument(format!("tensor {name} has {found} bytes, expected {expected}")));
         }
         found.push((i, given.range(), tensor));
     }

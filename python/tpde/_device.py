@@ -88,7 +88,7 @@ class Device:
     def refuse_capture(self, what: str) -> None:
         """Raises if the current stream is being captured, because a graph cannot wait for an outcome."""
         if self.is_capturing():
-            raise InvalidArgument(f"{what} waits for its outcome, which a CUDA graph that is being captured cannot")
+            raise InvalidArgument(f"{what} waits for its outcome, so it cannot run while the current stream is being captured")
 
 
 def on_stream(stream: torch.cuda.Stream, work: Callable[[], _Result]) -> _Result:
@@ -140,7 +140,7 @@ class _Application:
         #: State dicts of the last run: the target's and the base's.
         self.target: StateSnapshot | None = None
         self.base: StateSnapshot | None = None
-        #: Names of the tensors whose versions are raised after a run.
+        #: Names of the tensors whose autograd version counters are incremented after a run.
         self.versioned: list[str] = []
         #: Whether the target contained all tensors of the pair.
         self.is_complete = True
@@ -148,7 +148,7 @@ class _Application:
         self.results: list[tuple[str, list[int], torch.dtype]] | None = None
 
     def run(self, pair: DevicePair, progress: Progress) -> bool:
-        """Runs on the current stream and waits. True if tensors were changed. ``pair`` must be the pair that it was made from."""
+        """Runs on the current stream and waits. True if tensors were changed. ``pair`` must be the pair of this application."""
         device = pair._device
         stream = device.stream()
         handle = stream.cuda_stream
@@ -181,8 +181,8 @@ class DevicePair:
 
     Raises:
         UnexpectedPair: The pair does not have the digest ``expect``.
-        Invalid, Limit, SystemRefused: What is wrong with the pair's files.
-        DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with the device.
+        Invalid, Limit, SystemRefused: The pair is damaged, too large, or cannot be read.
+        DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The exceptions of this package. Classes differ in who can fix the problem."""
+"""The exceptions of this package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 class TpdeError(Exception):
     """The base class of all exceptions of this package, except Python's own for wrong argument types.
 
-    Attributes are keyword arguments of the constructor; those that a class does not list are ``None`` or missing.
+    Keyword arguments of the constructor become attributes. A listed attribute that was not passed is ``None`` if the class has
+    that default, otherwise it is missing.
     """
 
     def __init__(self, message: str, **attributes: Any) -> None:
@@ -121,10 +122,11 @@ class Limit(TpdeError, ValueError):
 
 
 class Poisoned(TpdeError, RuntimeError):
-    """An application chunk by chunk failed after it had started to write: the tensors are a mixture of base and target.
+    """An application in place failed after it had started to write. The tensors are a mixture of base and target, or unusable if
+    they were being overwritten from another base.
 
     Attributes: ``written``, the chunks that were written, as indexes into the index map, and ``total``, the number of chunks to
-    write. ``__cause__`` is the first failure.
+    write; ``[]`` and 0 if the tensors were being overwritten. ``__cause__`` is the first failure.
     """
 
     written: list[int]

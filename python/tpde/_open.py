@@ -185,8 +185,8 @@ class safe_open:
             needs none. Tensors must be contiguous, on the CPU or all on ``device``, and must not be written while a call reads
             them.
         digests: Whether :meth:`get_tensor` compares base and target with the digests of the pair. Without digests, and on a CUDA
-            device, CRC and sums still find damage, but a forged blob is not detected. On the CPU that is about three times as
-            fast.
+            device, CRC and sums still find damage, but a forged blob is not detected. On the CPU, decoding without digests is
+            about three times as fast.
         expect: As for :func:`tpde.apply`.
 
     Opening is cheap: only the index and the base's headers are read. In NumPy, BF16 and F8 arrays have the dtypes of ml_dtypes if

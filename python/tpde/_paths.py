@@ -241,7 +241,7 @@ def encode(
         payload_digests: Whether the digest of each payload is stored, 16 bytes per chunk. Readers of a part of the pair then
             compare digests too.
         replace: Whether an existing pair is replaced.
-        progress: ``True`` shows a tqdm bar. A tqdm bar is updated. A callable is called with bytes done and bytes in total.
+        progress: ``True`` shows a tqdm bar. An existing tqdm bar is updated. A callable is called with bytes done and bytes in total.
 
     Raises:
         AlreadyExists: The pair exists and ``replace`` is false.
@@ -314,11 +314,11 @@ def verify(
 ) -> VerifyReport:
     """Check a pair, and whether it fits a base and a target.
 
-    Without a base: checks every rule of the index, and the CRC-32 of every payload. From format 1.2 on, also compares the digest over
-    all payloads, which is part of the pair digest, so a forged payload is refused. For formats 1.0 and 1.1 that detects damage
-    (random damage passes with a probability of 2^-32), but not forgery. With ``base`` or ``no_base``: rebuilds every tensor without writing it and compares
-    all digests, which a forged payload does not pass; also plans the files as :func:`apply` does. With ``target``: compares a
-    checkpoint with the target's digests, and its files byte for byte, which says nothing about the payloads.
+    Without a base: checks every rule of the index, and the CRC-32 of every payload. From format 1.2 on, also compares the digest
+    over all payloads, which is part of the pair digest, so a forged payload is refused. For formats 1.0 and 1.1, the check detects
+    damage (random damage passes with a probability of 2^-32), but not forgery. With ``base`` or ``no_base``: rebuilds every tensor
+    without writing it and compares all digests, which a forged payload does not pass; also plans the files as :func:`apply` does.
+    With ``target``: compares a checkpoint with the target's digests, and its files byte for byte; this does not check payloads.
 
     A sound pair whose target cannot be written as files raises nothing: ``writable`` of the report is false then.
 
@@ -331,7 +331,7 @@ def verify(
         progress: As for :func:`encode`.
 
     Raises:
-        UnexpectedPair, Invalid, WrongBase, AlreadyApplied, BadCheckpoint, Limit, SystemRefused: What is wrong.
+        UnexpectedPair, Invalid, WrongBase, AlreadyApplied, BadCheckpoint, Limit, SystemRefused: As their names say.
         InvalidArgument: ``no_base`` is true, but a base is passed, or the pair needs one.
     """
     pair, base, target = path_of(pair), _path_or_none(base), _path_or_none(target)

@@ -196,10 +196,10 @@ def attach(
         progress: As for :func:`tpde.encode`, for reading the payloads.
 
     Raises:
-        UnexpectedPair, WrongBase, AlreadyApplied, Invalid, Limit, SystemRefused: What is wrong; the model is unchanged.
+        UnexpectedPair, WrongBase, AlreadyApplied, Invalid, Limit, SystemRefused: As their names say. The model is unchanged.
         NotContiguous, InvalidArgument: A tensor that cannot be read, is missing, or has another dtype or shape than in the pair; or
             a pair on another device.
-        DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with the device.
+        DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
     """
     if not callable(payloads) and payloads not in ("pinned", "device"):
         raise InvalidArgument(f"unknown payloads={payloads!r}: expected 'pinned' or 'device'")

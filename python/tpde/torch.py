@@ -2,13 +2,14 @@
 
 Tensors are on the CPU or on a CUDA device. On a device, kernels decode pairs on PyTorch's current stream, in memory of its
 allocator: besides the tensors, the compressed bytes and at most 64 MiB. Calls return when their outcome is known.
-:class:`DevicePair` keeps a pair ready that is used again.
+:class:`DevicePair` keeps a pair on the device for repeated use.
 
 What is checked: on every device, the CRC of each payload and the sums of each chunk. They find accidents. Random damage passes the
 CRC with a probability of 2^-32. Random changes of the result pass the target sum with a probability of about 2^-64, or 2^-32 at
-worst. They do not find forgery: a blob can be changed to give other weights under the same index and the same signed pair digest.
-Only digests detect that, and only the CPU compares them. If you do not trust the author of a pair, call :func:`tpde.verify` with
-``base`` before you use the pair on a CUDA device.
+worst. They do not find forgery: a blob can be changed to give other weights under the same index and pair digest, so an authentic
+pair digest does not help if only CRC and sums are checked. Only digests of payloads or tensors detect forgery, and only the CPU
+compares them. If you do not trust the author of a pair, call :func:`tpde.verify` with ``base`` before you use the pair on a CUDA
+device.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ def load_file(
             Tensors must be contiguous, on the CPU or all on ``device``. They are not changed, and must not be written during
             the call.
         digests: Whether base and target are compared with the digests of the pair, on the CPU. Without digests, and on a CUDA
-            device, CRC and sums still find damage, but a forged blob is not detected. On the CPU that is about three times as
-            fast.
+            device, CRC and sums still find damage, but a forged blob is not detected. On the CPU, decoding without digests is
+            about three times as fast.
         expect: As for :func:`tpde.apply`.
         progress: As for :func:`tpde.encode`.
 
     Raises:
         UnexpectedPair: The pair does not have the digest ``expect``.
-        WrongBase, AlreadyApplied, Invalid, Limit, BadCheckpoint, SystemRefused, OutOfMemory: What is wrong.
+        WrongBase, AlreadyApplied, Invalid, Limit, BadCheckpoint, SystemRefused, OutOfMemory: As their names say.
         NotContiguous, InvalidArgument: A base tensor that cannot be read.
         DeviceUnavailable, DeviceFailed: There is no such device, or it fails.
     """
@@ -94,7 +95,8 @@ def save_file(
 
     Args:
         tensors: The target: a state dict or a module. A module with layers of :mod:`tpde.nn` is refused, also as a base, because
-            its state dict lacks their weights. Pass a dict with ``layer.weight`` of each such layer, which rebuilds it.
+            its state dict lacks their weights. Pass a dict that also has ``layer.weight`` of each such layer: reading this
+            attribute rebuilds the weight.
         path: Name of the pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
         base: Path of a checkpoint, a state dict or a module; ``None`` for a pair that needs no base.
         codec, favor, chunk_lanes, layout, renamed, format, payload_digests, replace, progress: As for :func:`tpde.encode`.
@@ -129,8 +131,8 @@ def apply_(
     """Turn live base weights into target weights in place: parameters stay the same objects at the same addresses.
 
     Memory beyond the weights: a few buffers of one chunk per thread; on a CUDA device the compressed bytes and at most 64 MiB.
-    Tied weights are changed once. Autograd is informed: the versions of all tensors that change go up, also those of leaves that
-    require gradients. Tensors that the pair does not name are not changed.
+    Tied weights are changed once. Autograd is informed: the version counters of all tensors that change are incremented, also
+    those of leaves that require gradients. Tensors that the pair does not name are not changed.
 
     Args:
         tensors: The base: a dict of tensors, or a module, whose parameters and buffers are used. Contiguous (any storage offset;
@@ -141,10 +143,12 @@ def apply_(
             in one pass, and the base is not changed. For weights on a CUDA device, the base must be tensors on that device. If the
             call fails midway, the weights are unusable: :class:`Poisoned` has the reason as its ``__cause__``.
         mode: ``"all_checked"`` decodes and checks everything before it writes, and the writing is not interrupted: whatever is
-            raised, the weights are the base or the target. On the CPU this compares CRC, sums and all digests, on a CUDA device
-            CRC and sums but no digests. ``"chunk_by_chunk"`` checks CRC and sums of each chunk and writes it, in one pass. A
-            failure midway raises :class:`Poisoned`, an interruption has that as its ``__cause__``, and the weights are a
-            mixture. Without digests a forged blob is not detected: see :mod:`tpde.torch`.
+            raised, the weights are the base or the target. The exception is a blob that changes or cannot be read, or a device
+            that fails, while the weights are written. On the CPU this mode compares CRC, sums and all digests, on a CUDA device
+            CRC and sums but no digests. ``"chunk_by_chunk"`` checks CRC and sums of each chunk and writes it, in one pass. If it
+            fails midway, :class:`Poisoned` is raised. If it is interrupted midway, the exception of the interruption (such as
+            ``KeyboardInterrupt``) has a :class:`Poisoned` as its ``__cause__``. Either way the weights are a mixture. Without
+            digests a forged blob is not detected: see :mod:`tpde.torch`.
         strict: Whether every tensor of the pair must be among ``tensors``. A module with layers of :mod:`tpde.nn` is refused in
             either case, because it lacks their weights.
         expect: As for :func:`tpde.apply`.
@@ -155,12 +159,12 @@ def apply_(
         is among ``tensors``, which requires ``strict=False``. Nothing was written in the last two cases.
 
     Raises:
-        UnexpectedPair, WrongBase, Invalid, Limit, SystemRefused: What is wrong; nothing was written.
+        UnexpectedPair, WrongBase, Invalid, Limit, SystemRefused: As their names say. Nothing was written.
         Poisoned: See ``mode``.
         NotContiguous, InvalidArgument: A tensor cannot be changed in place, is missing, has another dtype or shape than in the
             pair, or shares memory with a tensor that has other values in the pair; or a CUDA graph is being captured, which cannot
             wait for the outcome. Nothing was written.
-        DeviceUnavailable, DeviceFailed, OutOfMemory: What is wrong with a device.
+        DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
     """
     return _state.apply_(
         tensors,
@@ -176,17 +180,17 @@ def apply_(
 
 
 def _raise_versions_of_written(tensors: Mapping[str, Any], entries: list[Entry]) -> list[str]:
-    """Raises the versions of all tensors in storages that the pair changes, for autograd. Returns their names."""
+    """Increments the autograd version counters of all tensors in storages that the pair changes. Returns the tensors' names."""
     storages = dict(zip(tensors, storages_of(list(tensors.values()))))
     changed = {storages[entry.name] for entry in entries if entry.changes or entry.base_kind == "none"} - {None}
-    # Tensors made in inference mode have no versions.
+    # Tensors made in inference mode have no version counters.
     names = [name for name, storage in storages.items() if storage in changed and not tensors[name].is_inference()]
     _raise_versions([tensors[name] for name in names])
     return names
 
 
 def _raise_versions(tensors: list[Any]) -> None:
-    """Raises the version of each tensor once."""
+    """Increments the autograd version counter of each tensor once."""
     tensors = list({id(tensor): tensor for tensor in tensors}.values())
     try:
         torch.autograd.graph.increment_version(tensors)
