@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from .conditioned import Payload, set_bytes
-from .data import (CONDITIONED, DIGESTS, DTYPES, GAPS, M64, NONE, ORDERED, PAYLOAD_LIST, PREFIX, RAW, SAME, VERBATIM, ZSTD, bytes_of,
+from .data import (CONDITIONED, DIGESTS, DTYPES, GAPS, M64, NONE, ORDERED, PAYLOAD_LIST, PREFIX, RAW, SAME, VERBATIM, ZSTD,
+    bytes_of,
                    chunk_sum, delta_of, lanes_of, moved, raw_name, up)
 from .zstd import encode, library, raw_payload
 
@@ -35,7 +36,8 @@ class Tensor:
     whole: bytes = None  # the target bytes of the tensor, if its parts tile it
 
     def dims(self):
-        return [self.shape, self.shape + (self.origin or []) + (self.extent or []), (self.origin or []) + (self.extent or [])][self.part]
+        return [self.shape, self.shape + (self.origin or []) + (self.extent or []),
+            (self.origin or []) + (self.extent or [])][self.part]
 
     def placed(self):
         """The bytes of the tensor in a file."""
@@ -109,7 +111,8 @@ class Draft:
 
     def __init__(self, model, edits=None):
         self.model, edits = model, dict(edits or {})
-        for step in (self.chunks, self.contents, self.payloads, self.records, self.listed, self.rooted, self.entries, self.tensors,
+        for step in (self.chunks, self.contents, self.payloads, self.records, self.listed, self.rooted, self.entries,
+            self.tensors,
                      self.file_entries, self.files, self.stored, self.sections, self.header, self.header_bytes,
                      self.index, self.blob_header, self.blob):
             step()
@@ -175,7 +178,8 @@ class Draft:
     def rooted(self):
         self.payload_root = blake3(b"".join(self.payload_list))
         if self.model.features & DIGESTS:
-            self.roots = {f"{side}_root": blake3(b"".join(d[f"{side}_digest"] for d in self.digests)) for side in ("base", "target")}
+            self.roots = {f"{side}_root": blake3(b"".join(d[f"{side}_digest"] for d in self.digests)) for side in ("base",
+                "target")}
 
     def entries(self):
         self.entry, self.dims, self.names, self.tables, first = [], [], [], [], 0
@@ -187,7 +191,8 @@ class Draft:
             self.entry.append({
                 "name_size": len(name), "base_name_size": len(base_name), "dtype": code,
                 "rank": len(t.shape), "base_kind": t.kind, "codec": t.codec, "chunk_lanes_log2": t.log2,
-                "part": t.part, "reserved": bytes(2), "tables_size": len(self.tables[-1]), "first_chunk": first, "chunk_count": count,
+                "part": t.part, "reserved": bytes(2), "tables_size": len(self.tables[-1]), "first_chunk": first,
+                "chunk_count": count,
                 "base_param": t.rows if t.kind == PREFIX else 0})
             self.dims.append(list(t.dims()))
             self.names.append(name + base_name)

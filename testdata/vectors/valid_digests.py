@@ -17,27 +17,33 @@ def small():
             "c": ("BF16", [3, 4], bytes_of(pattern(12, 2, 3), 2)), "e": ("I16", [0, 7], b"")}
     a, b, c, e = (row[2] for row in rows.values())
     return rows, [Tensor("a", "F32", [5], change(a, "F32", [1, -1], 2), a, codec=RAW),
-                  Tensor("b", "U8", [9000], change(b[:4096], "U8", [3], 1999) + b[4096:8192] + change(b[8192:], "U8", [5], 400), b),
+                  Tensor("b", "U8", [9000], change(b[:4096], "U8", [3], 1999) + b[4096:8192] + change(b[8192:], "U8", [5], 400),
+                  b),
                   Tensor("c", "BF16", [3, 4], c, c), Tensor("e", "I16", [0, 7], e, e),
                   Tensor("n", "I16", [6], bytes_of([0, 1, 2, 3, 0, 65535], 2), kind=NONE, codec=RAW)]
 
 
 def digest_vectors(out):
     def one(name, about, tensors, base=None, files=(), features=BOTH, **options):
-        out.valid(name, about, Model(tensors, list(files), **{"frame": by_hand, "minor": 2, "features": features} | options), base)
+        out.valid(name, about, Model(tensors, list(files), **{"frame": by_hand, "minor": 2, "features": features} | options),
+            base)
 
-    one("digests_empty_pair", "No tensors and no chunks: the payload root is that of no bytes, and so are both roots.", [], features=DIGESTS)
+    one("digests_empty_pair", "No tensors and no chunks: the payload root is that of no bytes, and so are both roots.", [],
+        features=DIGESTS)
     one("payload_list_empty_pair", "The same with a payload list, which is empty.", [])
     rows, tensors = small()
     base = out.base("valid/digests", safetensors(rows))
-    one("digests", "Feature digests alone: five tensors, one without lanes, one without changes, one without a base.", tensors, base,
+    one("digests", "Feature digests alone: five tensors, one without lanes, one without changes, one without a base.", tensors,
+        base,
         lone(tensors), DIGESTS)
     one("payload_list", "The same with a payload list.", tensors, base, lone(tensors))
     one("digests_tensors_only", "Feature digests alone, without files.", tensors, base, features=DIGESTS)
-    one("digests_of_minor_0", "Feature digests in a pair of minor version 0: a reader does not compare the two.", tensors, base, minor=0)
+    one("digests_of_minor_0", "Feature digests in a pair of minor version 0: a reader does not compare the two.", tensors, base,
+        minor=0)
     one("digests_of_minor_65535", "The highest minor version.", tensors, base, minor=65535)
     one("digests_optional_features", "All optional feature bits.", tensors, base, optional=2**64 - 1)
-    one("digests_compressed_sections", "The sections tensors and files are compressed.", tensors, base, lone(tensors), section_frame=by_runs)
+    one("digests_compressed_sections", "The sections tensors and files are compressed.", tensors, base, lone(tensors),
+        section_frame=by_runs)
     one("payload_list_of_zeros", "A tensor of three chunks without changes: an entry of zeros for each.",
         [Tensor("b", "U8", [9000], rows["b"][2], rows["b"][2])], base)
     one("digests_without_payloads", "The same without a list: the payload root is that of zeros.",
@@ -70,6 +76,7 @@ def digest_vectors(out):
     halves = tensors[:2], tensors[2:]
     files = [File(0, f"m-{i}.safetensors", head_of(half), [t.name for t in half]) for i, half in enumerate(halves)]
     text = json.dumps({"weight_map": {t.name: files[i].name for i, half in enumerate(halves) for t in half}}).encode()
-    one("payload_list_sharded", "Two shards and their index.", tensors, base, files + [File(VERBATIM, "m.safetensors.index.json", text)])
+    one("payload_list_sharded", "Two shards and their index.", tensors, base, files + [File(VERBATIM, "m.safetensors.index.json",
+        text)])
     based = tensors[:4]
     one("payload_list_header_of_base", "A lone file with the header of the base.", based, base, lone(based, kind=HEADER_OF_BASE))
