@@ -241,7 +241,8 @@ def encode(
         payload_digests: Whether the digest of each payload is stored, 16 bytes per chunk. Readers of a part of the pair then
             compare digests too.
         replace: Whether an existing pair is replaced.
-        progress: ``True`` shows a tqdm bar. An existing tqdm bar is updated. A callable is called with bytes done and bytes in total.
+        progress: ``True`` shows a tqdm bar. An existing tqdm bar is updated. A callable is called with bytes done and bytes in
+            total.
 
     Raises:
         AlreadyExists: The pair exists and ``replace`` is false.

@@ -12,7 +12,8 @@ use std::sync::{Mutex, PoisonError};
 type Read = (u32, [u8; DIGEST_SIZE]);
 
 /// The chunks that an application reads. If the index has a payload root without a payload list, and the application reads all
-/// payloads, each payload is hashed when it is read, and [`Compared::finish`] compares the list of the digests.
+/// payloads, each payload is hashed when it is read, and [`Compared::finish`] compares the list of the digests with
+/// the payload root.
 pub(super) struct Compared<'a> {
     chunks: &'a dyn Chunks,
     /// Whether all payloads of the pair are read.
@@ -43,7 +44,7 @@ impl<'a> Compared<'a> {
         }
     }
 
-    /// Call this after all chunks were read.
+    /// Compares the list of the digests, if they were collected. Call this after all chunks were read.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) with rule `header.payload_root` if the payloads are not those of the pair.
