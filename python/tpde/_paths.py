@@ -354,7 +354,7 @@ def inspect(pair: StrPath, *, expect: Digest | None = None) -> Inspection:
 
 def open_pair(pair: StrPath, base: StrPath | None = None, expect: Digest | None = None) -> _tpde.Pair:
     """Opens a pair, which must have the digest ``expect``, and the files of its base."""
-    return _tpde.Pair(path_of(pair), base, digest_of(expect))
+    return _tpde.Pair(path_of(pair), _path_or_none(base), digest_of(expect))
 
 
 def check_digest(pair: _tpde.Pair, expect: Digest | None) -> None:
