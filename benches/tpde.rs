@@ -42,6 +42,7 @@ fn large_index() -> Vec<u8> {
             base_name: None,
             dtype: Dtype::Bf16,
             shape: vec![chunks / tensors, lanes],
+            part: None,
             base_kind: BaseKind::Same,
             base_param: 0,
             codec: Codec::Raw,

@@ -101,8 +101,8 @@ fn subtree(pieces: &[[u8; 32]]) -> [u8; 32] {
     }
 }
 
-/// Root of a list of tensors: BLAKE3 of their concatenated hashes, with zeros for a missing hash. Pairs whose header has a payload
-/// root use digests of 16 bytes, others hashes of 32 bytes.
+/// Root of a list of tensors: BLAKE3 of their concatenated hashes, with zeros for a missing hash. Pairs whose header has a
+/// payload root use digests of 16 bytes, others hashes of 32 bytes.
 #[derive(Default)]
 pub(crate) struct Root(Hasher);
 

@@ -410,8 +410,8 @@ fn escape(text: &str, limit: usize) -> String {
     out
 }
 
-/// The text of `value`, with invisible characters escaped, cut to [`MESSAGE_CHARS`]. Formatting stops at that limit, so the cost is
-/// bounded even if the value is huge.
+/// The text of `value`, with invisible characters escaped, cut to [`MESSAGE_CHARS`]. Formatting stops at that limit, so the cost
+/// is bounded even if the value is huge.
 fn bounded(value: impl fmt::Display) -> String {
     struct Bounded {
         text: String,

@@ -8,7 +8,7 @@ pub use crate::encode::encode;
 pub use crate::error::{MESSAGE_CHARS, SHOWN_CHARS};
 pub use crate::format::*;
 pub use crate::sums::chunk_sum;
-pub use crate::writer::{FileSpec, Finished, PairBuilder, TensorSpec};
+pub use crate::writer::{FileSpec, Finished, PairBuilder, PartSpec, TensorSpec};
 
 use crate::index::{Tensor, ValidatedIndex};
 

@@ -29,6 +29,7 @@
 //! | to do | use |
 //! |---|---|
 //! | make a pair | [`Encode`], with [`EncodeOptions`] |
+//! | describe tensors in parts, for ranks that hold slices | [`EncodeOptions`]: `split`, `cuts`; [`Tensor::part`] |
 //! | open a pair | [`Pair::open`]; [`Pair::new`] for a [`ValidatedIndex`] and a blob from any [`Source`] |
 //! | rebuild the target, or a part of it | [`Apply`]: files, buffers, a range of a tensor, tensors changed in place |
 //! | check a pair, a base and a target | [`Verify`] |
@@ -61,6 +62,7 @@ mod checkpoint;
 mod codec;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod cut;
 mod digest;
 mod dispatch;
 mod encode;
@@ -73,6 +75,7 @@ mod lane;
 mod limits;
 mod publish;
 mod reader;
+mod rectangle;
 mod safetensors;
 mod source;
 mod sums;
@@ -92,16 +95,17 @@ pub use apply::{Accelerator, Apply, ApplyReport, Authenticity, Changes, InPlace,
 pub use checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 pub use codec::{Codec, Layout, PayloadParts};
 pub use encode::{
-    CodecChoice, Encode, EncodeOptions, EncodeReport, Explain, Explanation, Favor, TableSetReport, TensorExplanation, TensorReport,
-    WayReport,
+    CodecChoice, Encode, EncodeOptions, EncodeReport, Explain, Explanation, Favor, PartReport, Split, TableSetReport,
+    TensorExplanation, TensorReport, WayReport,
 };
 pub use error::{Error, Escaped, Invalid, Location, Result, Rule, UnknownName};
 pub use format::{BaseKind, FileKind, FormatVersion};
-pub use index::{Chunk, IndexParts, TargetFile, Tensor, ValidatedIndex};
+pub use index::{Chunk, IndexParts, Part, TargetFile, Tensor, ValidatedIndex};
 pub use lane::Dtype;
 pub use limits::{Limits, OpenOptions};
 pub use publish::Temporaries;
 pub use reader::{Pair, PairPaths, PayloadDigests, VerifyReport};
+pub use rectangle::Rectangle;
 pub use safetensors::SafetensorsCheckpoint;
 #[cfg(feature = "mmap")]
 pub use source::MappedSource;

@@ -80,8 +80,8 @@ impl Pair<FileSource> {
     /// pair, never a mixture.
     ///
     /// # Errors
-    /// The errors of [`ValidatedIndex::parse`] and [`Pair::new`]; [`Error::Io`]; [`Error::InvalidArgument`] if `path` does not end
-    /// in a name.
+    /// The errors of [`ValidatedIndex::parse`] and [`Pair::new`]; [`Error::Io`]; [`Error::InvalidArgument`] if `path` does not
+    /// end in a name.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_with(path, &OpenOptions::default(), &|_| {})
     }
@@ -165,11 +165,11 @@ impl<B: Source> Pair<B> {
         (self.index, self.blob)
     }
 
-    /// The payload of a chunk, after checking its CRC, its padding, and its digest if that is known. Empty for an unchanged chunk.
-    /// Borrowed if the blob is in memory or mapped, else read into `scratch`.
+    /// The payload of a chunk, after checking its CRC, its padding, and its digest if that is known. Empty for an unchanged
+    /// chunk. Borrowed if the blob is in memory or mapped, else read into `scratch`.
     ///
-    /// Digests of payloads are known if [`ValidatedIndex::has_payload_digests`] is true, or if [`ValidatedIndex::has_payload_root`]
-    /// is true and [`Pair::verify`] has succeeded on this value.
+    /// Digests of payloads are known if [`ValidatedIndex::has_payload_digests`] is true, or if
+    /// [`ValidatedIndex::has_payload_root`] is true and [`Pair::verify`] has succeeded on this value.
     ///
     /// # Errors
     /// [`Error::Invalid`] with the chunk if the payload is damaged; [`Error::InvalidArgument`] if the pair has no such chunk;
@@ -214,11 +214,11 @@ impl<B: Source> Pair<B> {
     /// ([`ValidatedIndex::has_payload_root`], format 1.2), also compares their digests, and later reads of payloads through this
     /// value compare them too. That takes 16 bytes of memory per chunk.
     ///
-    /// Together with the checks of opening the pair, this detects accidental damage of any stored byte. CRC-32 misses random damage
-    /// of a payload with probability 2^-32. Digests also detect forgery: a changed payload is refused unless the pair digest
-    /// changes too. Pairs of formats 1.0 and 1.1 have no digests of payloads. A payload of theirs can be changed so that its CRC
-    /// and the chunk sums stay the same. To prove that such payloads are authentic, rebuild the target and compare its digests, as
-    /// [`Apply::verify`](crate::Apply::verify) does. [`VerifyReport::payload_digests`] says what was compared.
+    /// Together with the checks of opening the pair, this detects accidental damage of any stored byte. CRC-32 misses random
+    /// damage of a payload with probability 2^-32. Digests also detect forgery: a changed payload is refused unless the pair
+    /// digest changes too. Pairs of formats 1.0 and 1.1 have no digests of payloads. A payload of theirs can be changed so that
+    /// its CRC and the chunk sums stay the same. To prove that such payloads are authentic, rebuild the target and compare its
+    /// digests, as [`Apply::verify`](crate::Apply::verify) does. [`VerifyReport::payload_digests`] says what was compared.
     ///
     /// # Errors
     /// [`Error::Invalid`] with the first damaged chunk, or with rule `header.payload_root` if payloads differ from those that the
@@ -337,7 +337,7 @@ pub enum PayloadDigests {
     All,
     /// Each payload that was read was compared. Others were not read.
     EachRead,
-    /// Not compared: the pair is of format 1.0 or 1.1; or it stores only the digest over all payloads, and not all were read; or a
-    /// device decoded the payloads.
+    /// Not compared: the pair is of format 1.0 or 1.1; or it stores only the digest over all payloads, and not all were read; or
+    /// a device decoded the payloads.
     NotCompared,
 }

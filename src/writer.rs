@@ -23,8 +23,11 @@ pub struct TensorSpec {
     pub base_name: Option<String>,
     /// Element type.
     pub dtype: Dtype,
-    /// Dimensions.
+    /// Dimensions. Of a part, its extents.
     pub shape: Vec<u64>,
+    /// For a part, the shape of its tensor and the origins of the part. The parts of a tensor are added one after another, each
+    /// preceding the next (section 8.4).
+    pub part: Option<PartSpec>,
     /// Source of the base lanes.
     pub base_kind: BaseKind,
     /// Number of rows of the base tensor for [`BaseKind::Prefix`], else 0.
@@ -35,6 +38,15 @@ pub struct TensorSpec {
     pub tables: Option<Arc<TableSet>>,
     /// log2 of the number of lanes per chunk.
     pub chunk_lanes_log2: u8,
+}
+
+/// The place of a part in its tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PartSpec {
+    /// Shape of the tensor.
+    pub whole: Vec<u64>,
+    /// First index of the part in each dimension.
+    pub origin: Vec<u64>,
 }
 
 /// A target file that readers can rebuild.
@@ -52,11 +64,19 @@ pub struct FileSpec {
     pub content: Vec<u8>,
 }
 
+/// An entry with a name, whose base name may not be known yet.
+struct Named {
+    entry: usize,
+    name: String,
+    base_name: String,
+    is_part: bool,
+}
+
 /// Builds a pair: writes payloads to `blob` as they arrive, and assembles the index at the end.
 ///
 /// For each tensor, in ascending order of name, call [`begin_tensor`](Self::begin_tensor), then [`chunk`](Self::chunk) for each
-/// chunk in order, then [`end_tensor`](Self::end_tensor). At the end, call [`finish`](Self::finish). Memory: 64 bytes per chunk and
-/// about 100 bytes per tensor.
+/// chunk in order, then [`end_tensor`](Self::end_tensor). At the end, call [`finish`](Self::finish). Memory: 64 bytes per chunk
+/// and about 100 bytes per tensor.
 pub struct PairBuilder<W> {
     blob: W,
     blob_path: PathBuf,
@@ -66,6 +86,8 @@ pub struct PairBuilder<W> {
     entries: Vec<TensorEntry>,
     dims: Vec<u64>,
     names: Vec<u8>,
+    /// The last entry with a name.
+    last_named: Option<Named>,
     /// Table sets, in the order of the first tensors that use them.
     sets: Vec<Arc<TableSet>>,
     /// Encoded tables of all tensors.
@@ -100,6 +122,7 @@ impl<W: Write> PairBuilder<W> {
             entries: Vec::new(),
             dims: Vec::new(),
             names: Vec::new(),
+            last_named: None,
             sets: Vec::new(),
             tables: Vec::new(),
             digests: Vec::new(),
@@ -111,28 +134,59 @@ impl<W: Write> PairBuilder<W> {
         })
     }
 
-    /// Begins the next tensor.
+    /// Begins the next tensor, or the next part of a tensor.
     pub fn begin_tensor(&mut self, tensor: &TensorSpec) {
         let base_name = tensor.base_name.as_deref().filter(|base| *base != tensor.name).unwrap_or_default();
+        let is_further =
+            self.last_named.as_ref().is_some_and(|last| last.is_part && tensor.part.is_some() && last.name == tensor.name);
+        let part = match (&tensor.part, is_further) {
+            (None, _) => PART_WHOLE,
+            (Some(_), false) => PART_FIRST,
+            (Some(_), true) => PART_FURTHER,
+        };
+        if !is_further {
+            self.end_names();
+            self.names.extend(tensor.name.as_bytes());
+            let (entry, name) = (self.entries.len(), tensor.name.clone());
+            self.last_named = Some(Named { entry, name, base_name: String::new(), is_part: tensor.part.is_some() });
+        }
+        // The base name is stated once for all parts. Parts of base kind `none` have none.
+        if let Some(last) = self.last_named.as_mut().filter(|_| !base_name.is_empty()) {
+            last.base_name = base_name.to_owned();
+        }
+        if let Some(PartSpec { whole, origin }) = &tensor.part {
+            self.dims.extend(whole.iter().filter(|_| !is_further));
+            self.dims.extend(origin);
+        }
         self.dims.extend(&tensor.shape);
-        self.names.extend(tensor.name.as_bytes());
-        self.names.extend(base_name.as_bytes());
         let tables_size = tensor.tables.as_ref().map_or(0, |set| self.put_tables(set));
         self.entries.push(TensorEntry {
-            name_size: tensor.name.len() as u32,
-            base_name_size: base_name.len() as u32,
+            name_size: if is_further { 0 } else { tensor.name.len() as u32 },
+            base_name_size: 0, // set by `end_names`
             dtype: tensor.dtype.code(),
             rank: tensor.shape.len() as u16,
             base_kind: tensor.base_kind.code(),
             codec: tensor.codec.code(),
             chunk_lanes_log2: tensor.chunk_lanes_log2,
-            part: 0,
+            part,
             reserved: [0; 2],
             tables_size,
             first_chunk: self.records.len() as u32,
             chunk_count: 0,
             base_param: tensor.base_param,
         });
+    }
+
+    /// Appends the base name of the last entry with a name. Further parts of the tensor may have stated it.
+    fn end_names(&mut self) {
+        if let Some(Named { entry, base_name, .. }) = self.last_named.take() {
+            self.names.extend(base_name.as_bytes());
+            self.entries[entry].base_name_size = base_name.len() as u32;
+        }
+    }
+
+    fn has_parts(&self) -> bool {
+        self.entries.iter().any(|entry| entry.part != PART_WHOLE)
     }
 
     /// Appends the tables of a tensor: the number of an earlier equal set, or else the set. Returns the number of bytes appended.
@@ -220,6 +274,13 @@ impl<W: Write> PairBuilder<W> {
     /// [`Error::Invalid`] if the calls did not describe a valid pair; [`Error::Limit`] if the pair exceeds the limits of readers.
     pub fn finish(mut self) -> Result<Finished<W>> {
         self.blob.flush().map_err(|e| Error::io("write", &self.blob_path, e))?;
+        self.end_names();
+        if self.has_parts() {
+            if self.form.version == FormatVersion::V1_1 {
+                return Err(Error::InvalidArgument("format 1.1 cannot store parts of tensors: they need format 1.2".into()));
+            }
+            self.form.payload_digests = true; // a reader of some parts can then compare their payloads
+        }
         let index = ValidatedIndex::parse(self.index_bytes()?, &Limits::default())?;
         let mut header = BlobHeader {
             magic: BLOB_MAGIC,
@@ -253,6 +314,9 @@ impl<W: Write> PairBuilder<W> {
         }
         if self.form.payload_digests {
             features |= FEATURE_PAYLOAD_LIST;
+        }
+        if self.has_parts() {
+            features |= FEATURE_PARTS;
         }
         features
     }
@@ -362,8 +426,8 @@ fn pad(bytes: &mut Vec<u8>) {
     bytes.resize(bytes.len().next_multiple_of(SECTION_ALIGN as usize), 0);
 }
 
-/// zstd level of the compressible sections. On real checkpoints, higher levels gain nothing and cost up to fifty times as much. That
-/// matters for small pairs, because this part of encoding is serial.
+/// zstd level of the compressible sections. On real checkpoints, higher levels gain nothing and cost up to fifty times as much.
+/// That matters for small pairs, because this part of encoding is serial.
 const TABLE_LEVEL: i32 = 6;
 
 /// Compresses a section, unless compression makes it larger. Returns its expanded size and its stored form.

@@ -368,7 +368,8 @@ proptest! {
         prop_assert!(one.blob() == two.blob());
     }
 
-    /// Chunks are small enough to be encoded in full. The sizes of table sets and tensor entries are only estimated by the choice.
+    /// Chunks are small enough to be encoded in full. The sizes of table sets and tensor entries are only estimated by the
+    /// choice.
     #[test]
     fn codec_auto_takes_the_smallest(case in case_of(any_base())) {
         let with = |codec| {
@@ -618,6 +619,7 @@ fn tensors_beyond_32_bits_are_located_and_decoded() {
                 base_name: None,
                 dtype,
                 shape,
+                part: None,
                 base_kind,
                 base_param: base_rows,
                 codec: Codec::Zstd,

@@ -11,7 +11,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use tpde::{
-    BaseKind, Checkpoint, EncodeOptions, Error, FileSource, FormatVersion, PairPaths, Result, SafetensorsCheckpoint, TensorReport,
+    BaseKind, Checkpoint, EncodeOptions, Error, FileSource, FormatVersion, PairPaths, Result, SafetensorsCheckpoint, Split,
+    TensorReport,
 };
 
 /// Maximum size of a rename map in bytes.
@@ -49,6 +50,11 @@ pub struct Encode {
     /// Store the digest of each payload, 16 bytes per chunk, so that readers of a part of the pair can compare them
     #[arg(long)]
     pub payload_digests: bool,
+    /// Cut tensors into parts, so that the ranks of a distributed job read their own: GLOB=DIM:N cuts dimension DIM into N parts
+    /// as torch.chunk does, PRESET:N cuts those of a model family (llama, qwen, mistral, gemma, mixtral, deepseek). The first
+    /// rule that matches a name applies; several are separated by commas
+    #[arg(long, value_name = "RULES", default_value = "", hide_default_value = true)]
+    pub split: Split,
     /// Pair a target tensor with a base tensor of another name; may be repeated
     #[arg(long, value_name = "TARGET=BASE", value_parser = rename)]
     pub rename: Vec<(String, String)>,
@@ -152,7 +158,12 @@ impl Encode {
     }
 
     fn options(&self, renamed: &BTreeMap<String, String>) -> EncodeOptions {
-        self.codec.options().renamed(renamed.clone()).format(self.format).payload_digests(self.payload_digests)
+        self.codec
+            .options()
+            .renamed(renamed.clone())
+            .format(self.format)
+            .payload_digests(self.payload_digests)
+            .split(self.split.clone())
     }
 
     fn renamed(&self) -> Result<BTreeMap<String, String>> {

@@ -13,7 +13,7 @@ use std::fmt;
 use std::path::PathBuf;
 use tpde::{
     BaseKind, Checkpoint, Codec, Escaped, Explain, Explanation, Favor, FileKind, FileSource, MemoryCheckpoint, Pair, PairPaths,
-    Result, TensorReport, ValidatedIndex,
+    PartReport, Result, TensorReport, ValidatedIndex,
 };
 
 /// Describe a pair
@@ -340,7 +340,7 @@ fn write_tensors(f: &mut fmt::Formatter<'_>, tensors: impl Iterator<Item = Tenso
         vec![
             Escaped(&tensor.name).to_string(),
             tensor.dtype.to_string(),
-            shape(&tensor.shape),
+            shape(&tensor.shape, tensor.part.as_ref()),
             tensor.base_kind.to_string(),
             tensor.codec.to_string(),
             text::share(tensor.changed, tensor.lanes),
@@ -388,9 +388,14 @@ fn write_chunks<'a>(f: &mut fmt::Formatter<'_>, chunks: impl Iterator<Item = Chu
 }
 
 /// The dims as text, cut to a maximum length like a name.
-fn shape(dims: &[u64]) -> String {
-    match dims {
-        [] => "scalar".into(),
-        dims => Escaped(&dims.iter().map(u64::to_string).collect::<Vec<_>>().join("×")).to_string(),
+fn shape(dims: &[u64], part: Option<&PartReport>) -> String {
+    let product = |dims: &[u64]| dims.iter().map(u64::to_string).collect::<Vec<_>>().join("×");
+    match (dims, part) {
+        ([], _) => "scalar".into(),
+        (dims, None) => Escaped(&product(dims)).to_string(),
+        (dims, Some(part)) => {
+            let origin = part.origin.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
+            Escaped(&format!("{} at {origin} of {}", product(dims), product(&part.whole))).to_string()
+        }
     }
 }

@@ -20,6 +20,7 @@ fn write_pair(path: &Path, tensors: impl Iterator<Item = (String, Vec<u64>)>) {
             base_name: None,
             dtype: Dtype::U8,
             shape,
+            part: None,
             base_kind: BaseKind::Same,
             base_param: 0,
             codec: Codec::Raw,

@@ -1,9 +1,9 @@
 //! A pair split into parts, which can be changed one by one and written again. The integration tests share this file.
 
-use super::sign::{chunk_bytes, repair_layout, repair_pair};
+use super::sign::{chunk_bytes, part_bytes, repair_layout, repair_pair};
 use binrw::{BinRead, BinWrite};
 use std::io::Cursor;
-use tpde::internals::{self, FileEntry, IndexHeader, Section, TableSet, TensorEntry};
+use tpde::internals::{self, FileEntry, IndexHeader, PART_FIRST, PART_FURTHER, Section, TableSet, TensorEntry};
 use tpde::{BaseKind, Dtype, TensorInfo, ValidatedIndex};
 
 #[derive(Debug, Clone)]
@@ -72,7 +72,7 @@ impl Parts {
             let entry = TensorEntry::read(&mut entries).expect("an entry");
             let own = tables.split_off(..entry.tables_size as usize).expect("tables");
             let base = bases.iter().find(|(info, _)| tensor.base_kind != BaseKind::None && info.name == tensor.base_name);
-            let mut lanes = base.map_or(Vec::new(), |(_, bytes)| bytes.as_ref().to_vec());
+            let mut lanes = base.map_or(Vec::new(), |(_, bytes)| part_bytes(bytes.as_ref(), &tensor));
             lanes.resize(tensor.bytes() as usize, 0);
             let chunks = tensor.chunks().map(|chunk| {
                 let record = &internals::records(valid)[chunk as usize];
@@ -88,8 +88,12 @@ impl Parts {
             });
             TensorPart {
                 entry,
-                dims: tensor.shape.to_vec(),
-                name: tensor.name.as_bytes().to_vec(),
+                dims: match (tensor.part, entry.part) {
+                    (Some(part), PART_FIRST) => [part.whole, part.origin, tensor.shape].concat(),
+                    (Some(part), _) => [part.origin, tensor.shape].concat(),
+                    (None, _) => tensor.shape.to_vec(),
+                },
+                name: if entry.name_size == 0 { Vec::new() } else { tensor.name.as_bytes().to_vec() },
                 base_name: if entry.base_name_size == 0 { Vec::new() } else { tensor.base_name.as_bytes().to_vec() },
                 tables: own.to_vec(),
                 digests: digests[64 + 32 * tensor.place..][..32].to_vec(),
@@ -114,7 +118,12 @@ impl Parts {
             let entry = &mut tensor.entry;
             entry.name_size = tensor.name.len() as u32;
             entry.base_name_size = tensor.base_name.len() as u32;
-            entry.rank = tensor.dims.len() as u16;
+            // A part has several lists of dims.
+            entry.rank = match entry.part {
+                PART_FIRST => tensor.dims.len() / 3,
+                PART_FURTHER => tensor.dims.len() / 2,
+                _ => tensor.dims.len(),
+            } as u16;
             entry.tables_size = tensor.tables.len() as u32;
             entry.first_chunk = next;
             entry.chunk_count = tensor.chunks.len() as u32;

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 use tpde::internals::{
-    self, BLOB_HEADER_SIZE, BLOB_MAGIC, ChunkDecoder, Encoded, EncodedChunk, FEATURE_DIGESTS, FEATURE_PAYLOAD_LIST,
+    self, BLOB_HEADER_SIZE, BLOB_MAGIC, ChunkDecoder, Encoded, EncodedChunk, FEATURE_DIGESTS, FEATURE_PARTS, FEATURE_PAYLOAD_LIST,
     INDEX_HEADER_CRC_SPAN, INDEX_HEADER_SIZE, INDEX_MAGIC, PAIR_DIGEST_SIZE, VERSION_MAJOR, chunk_sum,
 };
 use tpde::{BaseKind, Tensor, TensorInfo, ValidatedIndex};
@@ -97,7 +97,9 @@ pub fn repair_layout(index: &mut Vec<u8>) {
     put(index, 8, &VERSION_MAJOR.to_le_bytes());
     put(index, 12, &INDEX_HEADER_SIZE.to_le_bytes());
     let (has_digests, has_list) = features(index);
-    put(index, 16, &[u8::from(has_digests) | u8::from(has_list) << 1, 0, 0, 0, 0, 0, 0, 0]);
+    let has_parts = has_list && index[16] & FEATURE_PARTS as u8 != 0;
+    let bits = u8::from(has_digests) | u8::from(has_list) << 1 | u8::from(has_parts) << 2;
+    put(index, 16, &[bits, 0, 0, 0, 0, 0, 0, 0]);
     put(index, 60, &[0; 4]);
     if !has_digests {
         put(index, 208, &[0; 32]);
@@ -172,6 +174,28 @@ pub fn repair_blob_header(index: &[u8], blob: &mut [u8]) {
     put(blob, 60, &crc);
 }
 
+/// The bytes of an entry in those of its tensor.
+pub fn part_bytes(whole: &[u8], entry: &Tensor<'_>) -> Vec<u8> {
+    let Some(part) = entry.part else { return whole.to_vec() };
+    let mut bytes: Vec<(usize, u8)> = Vec::new();
+    for element in 0..entry.shape.iter().product() {
+        let (mut rest, mut number, mut stride): (u64, u64, u64) = (element, 0, 1);
+        for i in (0..entry.shape.len()).rev() {
+            number += (part.origin[i] + rest % entry.shape[i]) * stride;
+            rest /= entry.shape[i];
+            stride = stride.wrapping_mul(part.whole[i]);
+        }
+        // Elements of packed dtypes share bytes.
+        let range = number * entry.dtype.bits() / 8..((number + 1) * entry.dtype.bits()).div_ceil(8);
+        for at in range.map(|at| at as usize) {
+            if bytes.last().is_none_or(|(last, _)| *last != at) {
+                bytes.push((at, whole.get(at).copied().unwrap_or(0)));
+            }
+        }
+    }
+    bytes.into_iter().map(|(_, byte)| byte).collect()
+}
+
 /// Byte range of a chunk in its tensor.
 pub fn chunk_bytes(tensor: &Tensor<'_>, chunk: u32) -> Range<usize> {
     let (range, width) = (tensor.chunk_range(chunk), tensor.lane_bytes() as u64);
@@ -188,7 +212,7 @@ pub fn repair_sums<B: AsRef<[u8]>>(index: &ValidatedIndex, blob: &mut [u8], base
     let mut decoder = ChunkDecoder::new();
     for (i, tensor) in index.tensors().enumerate() {
         let base = bases.iter().find(|(info, _)| tensor.base_kind != BaseKind::None && info.name == tensor.base_name);
-        let base = base.map_or(&[][..], |(_, bytes)| bytes.as_ref());
+        let base = &base.map_or(Vec::new(), |(_, bytes)| part_bytes(bytes.as_ref(), &tensor))[..];
         let mut target = base.to_vec();
         target.resize(tensor.bytes() as usize, 0);
         for chunk in tensor.chunks() {

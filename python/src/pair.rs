@@ -31,6 +31,10 @@ impl Pair {
     fn open(py: Python<'_>, path: PathBuf, base: Option<PathBuf>, expect: Option<[u8; 32]>) -> PyResult<Self> {
         run(py, None, 0, |steering| {
             let pair = Arc::new(self::open(&path, expect, steering)?);
+            if pair.index().has_parts() {
+                let reason = "the pair describes tensors in parts: tpde.apply rebuilds its files, and tpde.verify checks it";
+                return Err(Error::InvalidArgument(reason.into()));
+            }
             Ok(Self { pair, base: base.as_deref().map(SafetensorsCheckpoint::open).transpose()? })
         })
     }
@@ -147,8 +151,8 @@ impl Pair {
         })
     }
 
-    /// Positions and values of the elements of a tensor that change. Positions are little-endian, of 4 bytes if all fit in 31 bits,
-    /// otherwise of 8.
+    /// Positions and values of the elements of a tensor that change. Positions are little-endian, of 4 bytes if all fit in 31
+    /// bits, otherwise of 8.
     fn changes<'py>(
         &self,
         py: Python<'py>,
@@ -195,8 +199,8 @@ impl Pair {
     }
 }
 
-/// Opens a pair, which must have the digest `expect` if there is one. If the pair is being published, the call waits; a signal can
-/// interrupt the wait.
+/// Opens a pair, which must have the digest `expect` if there is one. If the pair is being published, the call waits; a signal
+/// can interrupt the wait.
 pub fn open(path: &Path, expect: Option<[u8; 32]>, steering: &Steering) -> Result<tpde::Pair<FileSource>> {
     let options = expect.map_or_else(OpenOptions::default, |digest| OpenOptions::default().expect(digest));
     tpde::Pair::open_with(path, &options, steering)
@@ -221,8 +225,8 @@ impl Pair {
     }
 }
 
-/// Indices of the tensors to change so that each memory range is changed once. Tied weights are one range with several names; their
-/// targets must be equal. Dtypes and shapes must be those in the pair.
+/// Indices of the tensors to change so that each memory range is changed once. Tied weights are one range with several names;
+/// their targets must be equal. Dtypes and shapes must be those in the pair.
 pub fn each_memory_once(pair: &tpde::Pair<FileSource>, tensors: &[Memory]) -> Result<HashSet<usize>> {
     let mut found = Vec::new();
     for (i, given) in tensors.iter().enumerate() {

@@ -26,6 +26,7 @@ pub struct Options {
     renamed: BTreeMap<String, String>,
     format: Option<String>,
     payload_digests: bool,
+    split: Option<String>,
 }
 
 impl Options {
@@ -44,7 +45,8 @@ impl Options {
         let favor = favor.unwrap_or(defaults.favor);
         let format = format.unwrap_or(defaults.format);
         let options = defaults.codec(codec).layout(layout).chunk_lanes(chunk_lanes).favor(favor).renamed(self.renamed);
-        Ok(options.format(format).payload_digests(self.payload_digests))
+        let split = self.split.map(|rules| rules.parse()).transpose()?.unwrap_or_default();
+        Ok(options.format(format).payload_digests(self.payload_digests).split(split))
     }
 }
 

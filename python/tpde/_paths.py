@@ -63,6 +63,8 @@ class TensorReport:
     bytes: int
     #: Size of its payloads in bytes, with padding.
     payload_bytes: int
+    #: For a part of a tensor, its place: the shape of the tensor, ``"whole"``, and the first index in each dimension, ``"origin"``.
+    part: dict[str, list[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -175,9 +177,10 @@ def options(
     renamed: Mapping[str, str] | None,
     format: str | None,
     payload_digests: bool,
+    split: str | None,
 ) -> dict[str, Any]:
     """Encoding options for the Rust half."""
-    for what, name in {"codec": codec, "layout": layout, "favor": favor, "format version": format}.items():
+    for what, name in {"codec": codec, "layout": layout, "favor": favor, "format version": format, "split": split}.items():
         if name is not None and not isinstance(name, str):
             raise InvalidArgument(f"no {what} is named {name!r}")
     if chunk_lanes is not None and (not isinstance(chunk_lanes, int) or not 0 <= chunk_lanes < 1 << 64):
@@ -185,7 +188,7 @@ def options(
     if not isinstance(renamed, (Mapping, type(None))):
         raise InvalidArgument(f"renamed is a {type(renamed).__name__}: expected a dict of target names to base names")
     how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "favor": favor}
-    how |= {"format": format, "payload_digests": bool(payload_digests)}
+    how |= {"format": format, "payload_digests": bool(payload_digests), "split": split}
     return {**how, "renamed": {check_name(name): check_name(base) for name, base in (renamed or {}).items()}}
 
 
@@ -212,6 +215,7 @@ def encode(
     renamed: Mapping[str, str] | None = None,
     format: str | None = None,
     payload_digests: bool = False,
+    split: str | None = None,
     replace: bool = False,
     progress: Progress = None,
 ) -> EncodeReport:
@@ -240,6 +244,9 @@ def encode(
             does not cover payloads.
         payload_digests: Whether the digest of each payload is stored, 16 bytes per chunk. Readers of a part of the pair then
             compare digests too.
+        split: Rules that cut tensors into parts, so that the ranks of a distributed job read their own: ``"PATTERN=DIM:N"`` cuts a
+            dimension as ``torch.chunk`` does, ``"PRESET:N"`` cuts as tensor parallelism does for ``llama``, ``qwen``, ``mistral``,
+            ``gemma``, ``mixtral`` or ``deepseek``. Rules are separated by commas.
         replace: Whether an existing pair is replaced.
         progress: ``True`` shows a tqdm bar. An existing tqdm bar is updated. A callable is called with bytes done and bytes in
             total.
@@ -258,6 +265,7 @@ def encode(
         renamed=renamed,
         format=format,
         payload_digests=payload_digests,
+        split=split,
     )
     with progress_callback(progress, "encode") as callback:
         return report(EncodeReport, _tpde.encode(target, path, base=base, options=how, replace=replace, progress=callback))

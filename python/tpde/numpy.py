@@ -44,6 +44,7 @@ def save_file(
     renamed: Mapping[str, str] | None = None,
     format: str | None = None,
     payload_digests: bool = False,
+    split: str | None = None,
     replace: bool = False,
     progress: Progress = None,
 ) -> EncodeReport:
@@ -59,6 +60,7 @@ def save_file(
         renamed=renamed,
         format=format,
         payload_digests=payload_digests,
+        split=split,
     )
     return _state.save(tensors, path, base=base, options=how, replace=replace, progress=progress)
 

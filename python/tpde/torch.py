@@ -84,6 +84,7 @@ def save_file(
     renamed: Mapping[str, str] | None = None,
     format: str | None = None,
     payload_digests: bool = False,
+    split: str | None = None,
     replace: bool = False,
     progress: Progress = None,
 ) -> EncodeReport:
@@ -99,7 +100,7 @@ def save_file(
             attribute rebuilds the weight.
         path: Name of the pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
         base: Path of a checkpoint, a state dict or a module; ``None`` for a pair that needs no base.
-        codec, favor, chunk_lanes, layout, renamed, format, payload_digests, replace, progress: As for :func:`tpde.encode`.
+        codec, favor, chunk_lanes, layout, renamed, format, payload_digests, split, replace, progress: As for :func:`tpde.encode`.
 
     Raises:
         NotContiguous, InvalidArgument: A tensor that cannot be read, or a name that is not a string.
@@ -114,6 +115,7 @@ def save_file(
         renamed=renamed,
         format=format,
         payload_digests=payload_digests,
+        split=split,
     )
     return _state.save(tensors, path, base=base, options=how, replace=replace, progress=progress)
 

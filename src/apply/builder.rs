@@ -271,8 +271,11 @@ impl<'a, B: Source> Apply<'a, B> {
     }
 
     fn explain_with(&self, error: Error, find: impl Fn(&dyn Checkpoint, &Tensor<'_>) -> Option<usize>) -> Error {
-        let run = self.unchecked_run();
-        let bases: Vec<_> = run.selected().map(|tensor| find(run.base, &tensor)).collect();
+        let base = self.base.unwrap_or(&EMPTY);
+        let mut run = Run::with_parts(self.pair, base, &self.watcher, &find);
+        run.selected = self.selected.clone();
+        let number = |tensor: &Tensor<'_>, i: usize| if run.cut.is_some() { tensor.place } else { i };
+        let bases: Vec<_> = run.selected().map(|tensor| find(base, &tensor).map(|i| number(&tensor, i))).collect();
         run.explain(error, &bases)
     }
 
@@ -322,7 +325,8 @@ impl<'a, B: Source> Apply<'a, B> {
     }
 
     fn unchecked_run(&self) -> Run<'_, B> {
-        let mut run = Run::new(self.pair, self.base.unwrap_or(&EMPTY), &self.watcher);
+        let find = |base: &dyn Checkpoint, tensor: &Tensor<'_>| base.find(tensor.base_name);
+        let mut run = Run::with_parts(self.pair, self.base.unwrap_or(&EMPTY), &self.watcher, find);
         run.selected = self.selected.clone();
         run.digests = self.digests;
         run.accelerator = self.accelerator;

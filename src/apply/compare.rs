@@ -1,7 +1,8 @@
 //! Compares a checkpoint with the target of a pair, without decoding.
 
 use crate::batches::hash_tensor;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::cut::{Cut, Piece};
 use crate::digest::{Root, short};
 use crate::error::{Escaped, Result, Rule, hex};
 use crate::index::ValidatedIndex;
@@ -21,16 +22,25 @@ pub fn check_target(index: &ValidatedIndex, target: &dyn Checkpoint, progress: P
         let broken = |found: &dyn std::fmt::Display| {
             let expected = format!(
                 "the checkpoint to be the target of this pair, with {} {:?} of digest {expected}",
-                tensor.dtype, tensor.shape
+                tensor.dtype,
+                tensor.whole_shape()
             );
             Rule::TensorTargetDigest.broken(expected, found).in_tensor(tensor.name)
         };
         let tensor_index = target.find(tensor.name).ok_or_else(|| broken(&"no such tensor"))?;
         let info = &target.tensors()[tensor_index];
-        if info.dtype != tensor.dtype || info.shape != tensor.shape {
+        if info.dtype != tensor.dtype || info.shape != tensor.whole_shape() {
             return Err(broken(&format_args!("{} {:?}", info.dtype, info.shape)));
         }
-        let hash = hash_tensor(target, tensor_index, progress)?;
+        let hash = match tensor.runs() {
+            None => hash_tensor(target, tensor_index, progress)?,
+            Some(runs) => {
+                let mut part = Cut::new(target);
+                let info = TensorInfo { shape: tensor.shape.to_vec(), ..info.clone() };
+                part.push(info, Piece { tensor: tensor_index, runs: Some(runs) });
+                hash_tensor(&part, 0, progress)?
+            }
+        };
         let found = short(&hash);
         if found != tensor.digests.target_digest {
             return Err(broken(&format_args!("digest {}", hex(&found))));

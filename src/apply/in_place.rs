@@ -6,15 +6,17 @@ use super::payloads::Compared;
 use super::run::{ApplyReport, Run};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::cut::{Cut, Piece};
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
-use crate::index::Tensor;
+use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::Pair;
+use crate::rectangle::Runs;
 use crate::source::Source;
 use crate::sums::ChunkSum;
 use crate::watch::{NoProgress, Progress};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 /// The checks that an application in place makes before it writes.
 ///
@@ -27,18 +29,18 @@ use std::sync::{Mutex, PoisonError};
 pub enum InPlace {
     /// Decode and check everything in a first pass, then write in a second pass. If a check fails, the tensors are unchanged.
     ///
-    /// The bytes written are the bytes checked, even if the blob changes between the passes. Up to 256 MiB of payloads are kept in
-    /// memory. Other payloads are read again in the second pass and compared with the BLAKE3 digest from the first. A difference
-    /// is [`Error::Changed`], and a failed read is [`Error::Io`]; either is wrapped in [`Error::Poisoned`] if a tensor has already
-    /// changed. If all payloads are kept, the second pass does not read the blob and cannot fail in these ways.
+    /// The bytes written are the bytes checked, even if the blob changes between the passes. Up to 256 MiB of payloads are kept
+    /// in memory. Other payloads are read again in the second pass and compared with the BLAKE3 digest from the first. A
+    /// difference is [`Error::Changed`], and a failed read is [`Error::Io`]; either is wrapped in [`Error::Poisoned`] if a tensor
+    /// has already changed. If all payloads are kept, the second pass does not read the blob and cannot fail in these ways.
     ///
     /// The bytes of the tensors are not copied. The exclusive borrow prevents other Rust code from writing to them between the
     /// passes. If foreign code can reach the memory, the caller must prevent it from writing, because the second pass detects
     /// such a write only by chunk sums.
     #[default]
     AllChecked,
-    /// Check each chunk just before it is written, in one pass. An error after the first write leaves a mixture of base and target
-    /// and is reported as [`Error::Poisoned`].
+    /// Check each chunk just before it is written, in one pass. An error after the first write leaves a mixture of base and
+    /// target and is reported as [`Error::Poisoned`].
     ///
     /// Compares CRC and chunk sums but no digests of tensors. It detects a forged blob only from format 1.2 on.
     ChunkByChunk,
@@ -103,30 +105,66 @@ impl<B: Source> InPlaceRun<'_, B> {
             InPlace::ChunkByChunk => self.pair,
         };
         let index = self.pair.index();
-        let mut indexes = Vec::new();
-        for tensor in tensors.iter() {
-            indexes.extend(index.find(tensor.name).map(|tensor| tensor.place));
-        }
-        let jobs = tensors.iter_mut().zip(&indexes).flat_map(|(memory, &tensor_index)| {
-            let tensor = index.tensor(tensor_index);
+        let indexes: Vec<_> = tensors.iter().flat_map(|tensor| index.entries(tensor.name).map(|entry| entry.place)).collect();
+        // The chunks of a tensor are disjoint ranges of its memory. Those of a part are scattered over the memory of its tensor,
+        // so all parts of a tensor share that memory.
+        let (with_parts, whole): (Vec<_>, Vec<_>) = tensors.iter_mut().partition(|memory| has_parts(index, memory.name));
+        let with_parts: Vec<_> = with_parts.into_iter().map(|memory| (memory.name, RwLock::new(&mut *memory.bytes))).collect();
+        let whole = whole.into_iter().filter_map(|memory| Some((index.find(memory.name)?, &mut *memory.bytes)));
+        let jobs_of_whole = whole.flat_map(|(tensor, bytes)| {
             let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
-            tensor.chunks().zip(memory.bytes.chunks_mut(chunk_bytes)).map(move |(chunk, lanes)| (tensor, chunk, lanes))
+            let lanes = bytes.chunks_mut(chunk_bytes);
+            tensor.chunks().zip(lanes).map(move |(chunk, lanes)| Job { tensor, chunk, lanes: Lanes::Whole(lanes) })
+        });
+        let jobs_of_parts = with_parts.iter().flat_map(|(name, memory)| {
+            index.entries(name).flat_map(move |tensor| {
+                let runs = tensor.runs().map(Arc::new);
+                let job = move |chunk| Some(Job { tensor, chunk, lanes: Lanes::OfPart(memory, runs.clone()?) });
+                tensor.chunks().filter_map(job).collect::<Vec<_>>()
+            })
         });
         let workers = Pool::new(DecodeWorker::new);
         let written = Mutex::new(Vec::new());
         let changed = AtomicBool::new(false);
+        let note = |tensor: &Tensor<'_>, chunk: u32| {
+            written.lock().unwrap_or_else(PoisonError::into_inner).push(chunk);
+            if tensor.base_kind == BaseKind::None || chunks.encoded(chunk).num_deltas > 0 {
+                changed.store(true, Ordering::Relaxed);
+            }
+        };
         let outcome = in_batches(
-            jobs,
-            |(_, _, lanes)| lanes.len() as u64,
-            |(tensor, chunk, lanes)| {
-                workers.with(|worker| commit(chunks, tensor, *chunk, lanes, worker))?;
-                written.lock().unwrap_or_else(PoisonError::into_inner).push(*chunk);
-                if tensor.base_kind == BaseKind::None || chunks.encoded(*chunk).num_deltas > 0 {
-                    changed.store(true, Ordering::Relaxed);
+            jobs_of_whole.chain(jobs_of_parts),
+            Job::bytes,
+            |job| {
+                let (size, tensor, chunk) = (job.bytes(), job.tensor, job.chunk);
+                let decoded = match &mut job.lanes {
+                    Lanes::Whole(lanes) => {
+                        workers.with(|worker| commit(chunks, &tensor, chunk, lanes, worker))?;
+                        note(&tensor, chunk);
+                        None
+                    }
+                    Lanes::OfPart(memory, runs) => {
+                        let memory = memory.read().unwrap_or_else(PoisonError::into_inner);
+                        Some(workers.with(|worker| decode_part(chunks, &tensor, chunk, &memory, runs, worker))?)
+                    }
+                };
+                if self.mode == InPlace::ChunkByChunk {
+                    self.progress.done(size)?;
                 }
-                if self.mode == InPlace::ChunkByChunk { self.progress.done(lanes.len() as u64) } else { Ok(()) }
+                Ok(decoded)
             },
-            |_, ()| Ok(()),
+            |job, decoded| {
+                if let (Lanes::OfPart(memory, runs), Some(decoded)) = (&job.lanes, decoded) {
+                    let mut memory = memory.write().unwrap_or_else(PoisonError::into_inner);
+                    let offset = job.tensor.chunk_range(job.chunk).start * job.tensor.lane_bytes() as u64;
+                    runs.try_each(offset, decoded.len(), |at, range| {
+                        memory[at as usize..][..range.len()].copy_from_slice(&decoded[range]);
+                        Ok::<_, Error>(())
+                    })?;
+                    note(&job.tensor, job.chunk);
+                }
+                Ok(())
+            },
         );
         let mut written = written.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Err(source) = outcome {
@@ -165,12 +203,10 @@ impl<B: Source> InPlaceRun<'_, B> {
                     "tensor {name} changes its number of rows, which cannot be done in place"
                 )));
             }
-            if memory.bytes.len() as u64 != tensor.bytes() {
-                return Err(Error::InvalidArgument(format!(
-                    "tensor {name} has {} bytes in memory, expected {}",
-                    memory.bytes.len(),
-                    tensor.bytes()
-                )));
+            let whole = TensorInfo { name: String::new(), dtype: tensor.dtype, shape: tensor.whole_shape().to_vec() };
+            let (expected, found) = (whole.bytes(), memory.bytes.len());
+            if found as u64 != expected {
+                return Err(Error::InvalidArgument(format!("tensor {name} has {found} bytes in memory, expected {expected}")));
             }
         }
         Ok(())
@@ -178,21 +214,86 @@ impl<B: Source> InPlaceRun<'_, B> {
 
     /// Calls `work` with a run over `chunks` that uses the tensors in memory as its base.
     fn on_snapshot<R>(&self, tensors: &[TensorMut<'_>], chunks: &dyn Chunks, work: impl FnOnce(&Run<'_, B>) -> R) -> R {
-        let snapshot = tensors.iter().filter_map(|memory| Some((self.pair.index().find(memory.name)?, &*memory.bytes)));
+        let index = self.pair.index();
+        let snapshot = tensors.iter().filter_map(|memory| Some((index.find(memory.name)?, &*memory.bytes)));
         let (infos, data) = snapshot
             .map(|(tensor, bytes)| {
-                let info = TensorInfo { name: tensor.base_name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
-                (info, bytes)
+                let shape = tensor.whole_shape().to_vec();
+                (TensorInfo { name: tensor.base_name.to_owned(), dtype: tensor.dtype, shape }, bytes)
             })
             .unzip();
         let base = Snapshot { infos, data };
-        let mut run = Run::new(self.pair, &base, self.progress);
-        run.selected = tensors.iter().filter_map(|tensor| Some(self.pair.index().find(tensor.name)?.place)).collect();
+        let mut cut = Cut::new(&base);
+        let mut selected = Vec::new();
+        for (number, memory) in tensors.iter().enumerate() {
+            for tensor in index.entries(memory.name) {
+                let info = TensorInfo { shape: tensor.shape.to_vec(), ..base.infos[number].clone() };
+                cut.push(info, Piece { tensor: number, runs: tensor.runs() });
+                selected.push(tensor.place);
+            }
+        }
+        let mut run = Run::new(self.pair, &cut, self.progress);
+        run.selected = selected;
         run.digests = self.digests;
         run.chunks = chunks;
         run.in_order = true; // each tensor is its own base; two may have the same base name
         work(&run)
     }
+}
+
+/// Whether the pair has parts of the tensor of this name.
+fn has_parts(index: &ValidatedIndex, name: &str) -> bool {
+    index.find(name).is_some_and(|tensor| tensor.part.is_some())
+}
+
+/// A chunk to decode, and where its lanes are.
+struct Job<'a> {
+    tensor: Tensor<'a>,
+    chunk: u32,
+    lanes: Lanes<'a>,
+}
+
+enum Lanes<'a> {
+    /// The lanes of a chunk of a whole tensor.
+    Whole(&'a mut [u8]),
+    /// The memory of a tensor with parts, and the part's bytes in it.
+    OfPart(&'a RwLock<&'a mut [u8]>, Arc<Runs>),
+}
+
+impl Job<'_> {
+    fn bytes(&self) -> u64 {
+        let range = self.tensor.chunk_range(self.chunk);
+        (range.end - range.start) * self.tensor.lane_bytes() as u64
+    }
+}
+
+/// Decodes a chunk of a part. `memory` is that of the whole tensor.
+fn decode_part(
+    chunks: &dyn Chunks,
+    tensor: &Tensor<'_>,
+    chunk: u32,
+    memory: &[u8],
+    runs: &Runs,
+    worker: &mut DecodeWorker,
+) -> Result<Vec<u8>> {
+    let range = tensor.chunk_range(chunk);
+    let width = tensor.lane_bytes();
+    let mut decoded = vec![0; (range.end - range.start) as usize * width];
+    let fill = |first_lane: u64, block: &mut [u8], sum: &mut ChunkSum| {
+        if tensor.base_kind == BaseKind::None {
+            block.fill(0);
+        } else {
+            runs.try_each(first_lane * width as u64, block.len(), |at, range| {
+                let size = range.len();
+                block[range].copy_from_slice(&memory[at as usize..][..size]);
+                Ok::<_, Error>(())
+            })?;
+        }
+        sum.add(block);
+        Ok(())
+    };
+    decode(chunks, tensor, chunk, fill, worker, &mut decoded, false)?;
+    Ok(decoded)
 }
 
 /// Decodes a chunk into a buffer, checks it, and only then writes its lanes.

@@ -1,5 +1,5 @@
-//! Applies a pair to a base: to new memory or files, in place, or for a range of elements. Also checks a pair against a base and a
-//! target (spec sections 9 and 13).
+//! Applies a pair to a base: to new memory or files, in place, or for a range of elements. Also checks a pair against a base and
+//! a target (spec sections 9 and 13).
 
 #![forbid(unsafe_code)]
 
@@ -18,7 +18,6 @@ mod verify;
 
 pub use accelerator::{Accelerator, Work};
 pub use builder::Apply;
-pub(crate) use chunk::find_base;
 pub use in_place::{InPlace, TensorMut};
 pub use range::Changes;
 pub(crate) use rebuilt::Rebuilt;

@@ -1,6 +1,6 @@
 //! Parts of a tensor: a range of elements, and the changed elements.
 
-use super::chunk::{Chunks, DecodeWorker, base_lanes, decode, find_base};
+use super::chunk::{Chunks, DecodeWorker, base_lanes, decode};
 use super::run::Run;
 use crate::batches::{Pool, in_batches};
 use crate::error::{Error, Escaped, Result};
@@ -46,7 +46,7 @@ fn find<'a, B: Source>(run: &Run<'a, B>, name: &str) -> Result<Tensor<'a>> {
 pub(super) fn range<B: Source>(run: &Run<'_, B>, name: &str, elements: Range<u64>) -> Result<Vec<u8>> {
     let tensor = find(run, name)?;
     let (lanes, chunks) = tensor.locate(elements)?;
-    let base = find_base(&tensor, run.base)?;
+    let base = run.find_base(&tensor)?;
     let width = tensor.lane_bytes() as u64;
     let mut out = Vec::new();
     let mut worker = DecodeWorker::new();
@@ -54,7 +54,7 @@ pub(super) fn range<B: Source>(run: &Run<'_, B>, name: &str, elements: Range<u64
     for chunk in chunks {
         let range = tensor.chunk_range(chunk);
         let mut buffer = vec![0; ((range.end - range.start) * width) as usize];
-        let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, run.base, base, first, lanes, sum);
+        let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, run.base(), base, first, lanes, sum);
         decode(&compared, &tensor, chunk, fill, &mut worker, &mut buffer, false)?;
         let from = lanes.start.max(range.start) - range.start;
         let to = lanes.end.min(range.end) - range.start;
@@ -67,7 +67,7 @@ pub(super) fn range<B: Source>(run: &Run<'_, B>, name: &str, elements: Range<u64
 /// The elements whose bits differ between base and target, with their new values.
 pub(super) fn changes<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Changes> {
     let tensor = find(run, name)?;
-    let base = find_base(&tensor, run.base)?;
+    let base = run.find_base(&tensor)?;
     let width = tensor.lane_bytes() as u64;
     let element = tensor.element_bytes();
     let workers = Pool::new(DecodeWorker::new);
@@ -79,7 +79,7 @@ pub(super) fn changes<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Changes
         |&mut chunk| {
             let range = tensor.chunk_range(chunk);
             let size = ((range.end - range.start) * width) as usize;
-            let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, run.base, base, first, lanes, sum);
+            let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, run.base(), base, first, lanes, sum);
             let mut in_chunk = Changes::default();
             workers.with(|worker| {
                 worker.with_lanes(2 * size, |worker, lanes| -> Result<()> {

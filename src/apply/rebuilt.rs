@@ -99,7 +99,7 @@ impl<B: Source> Checkpoint for Rebuilt<'_, B> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::apply::find_base;
+    use crate::apply::chunk::find_base;
     use crate::{Dtype, Encode, EncodeOptions, MemoryCheckpoint};
 
     #[test]

@@ -4,11 +4,12 @@ use super::accelerator::{Accelerator, Work};
 use super::chunk::{Chunks, DecodeWorker, Hashes, base_lanes, decode, find_base};
 use super::payloads::Compared;
 use crate::batches::{Pool, hash_tensor, in_batches};
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::cut::{Cut, Piece};
 use crate::digest::{self, short};
 use crate::error::{Error, Escaped, Result, Rule, hex};
 use crate::format::BaseKind;
-use crate::index::Tensor;
+use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::{Pair, PayloadDigests, VerifyReport};
 use crate::source::Source;
 use crate::sums::ChunkSum;
@@ -48,10 +49,14 @@ pub(crate) struct Run<'a, B> {
     pub pair: &'a Pair<B>,
     /// Source of the payloads that the CPU decodes: the pair, or the payloads kept from an earlier pass.
     pub chunks: &'a dyn Chunks,
-    pub base: &'a dyn Checkpoint,
+    /// The base of the caller. Base lanes are read from [`Run::base`].
+    pub whole_base: &'a dyn Checkpoint,
+    /// For a pair with parts, the base with one tensor per entry of the pair.
+    pub cut: Option<Cut<'a>>,
     /// Indexes of the selected tensors in the pair's index, ascending.
     pub selected: Vec<usize>,
-    /// Whether the base has exactly the selected tensors, in the same order. Base tensors are then found by position, not by name.
+    /// Whether the base has exactly the selected tensors, in the same order. Base tensors are then found by position, not by
+    /// name.
     pub in_order: bool,
     pub digests: bool,
     pub progress: Progress<'a>,
@@ -86,7 +91,8 @@ impl<'a, B: Source> Run<'a, B> {
         Self {
             pair,
             chunks: pair,
-            base,
+            whole_base: base,
+            cut: None,
             selected,
             in_order: false,
             digests: true,
@@ -94,6 +100,28 @@ impl<'a, B: Source> Run<'a, B> {
             accelerator: None,
             whole_bases: Mutex::default(),
         }
+    }
+
+    /// [`Run::new`] for any pair: if it has parts, bases are found by `find` and cut.
+    pub fn with_parts(
+        pair: &'a Pair<B>,
+        base: &'a dyn Checkpoint,
+        progress: Progress<'a>,
+        find: impl Fn(&dyn Checkpoint, &Tensor<'_>) -> Option<usize>,
+    ) -> Self {
+        let cut = pair.index().has_parts().then(|| cut_base(pair.index(), base, find));
+        Self { cut, ..Self::new(pair, base, progress) }
+    }
+
+    /// The checkpoint that has the base tensors, with the numbers of [`Run::bases`].
+    pub fn base(&self) -> &dyn Checkpoint {
+        self.cut.as_ref().map_or(self.whole_base, |cut| cut)
+    }
+
+    /// The number of a tensor's base tensor in [`Run::base`], after checking dtype and shape.
+    pub fn find_base(&self, tensor: &Tensor<'_>) -> Result<Option<usize>> {
+        let found = find_base(tensor, self.whole_base)?;
+        Ok(found.map(|base_index| if self.cut.is_some() { tensor.place } else { base_index }))
     }
 
     /// The selected tensors.
@@ -171,12 +199,12 @@ impl<'a, B: Source> Run<'a, B> {
         })
     }
 
-    /// For each selected tensor, the position of its base tensor in the base.
-    fn bases(&self) -> Result<Vec<Option<usize>>> {
+    /// For each selected tensor, the position of its base tensor in [`Run::base`].
+    pub fn bases(&self) -> Result<Vec<Option<usize>>> {
         if self.in_order {
             return Ok((0..self.selected.len()).map(Some).collect());
         }
-        self.selected().map(|tensor| find_base(&tensor, self.base)).collect()
+        self.selected().map(|tensor| self.find_base(&tensor)).collect()
     }
 
     /// One job per chunk, without outputs.
@@ -203,7 +231,7 @@ impl<'a, B: Source> Run<'a, B> {
                 let range = job.byte_range();
                 let size = (range.end - range.start) as usize;
                 let Job { tensor, chunk, base, .. } = *job;
-                let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, self.base, base, first, lanes, sum);
+                let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, self.base(), base, first, lanes, sum);
                 let hashes = workers.with(|worker| {
                     if let Some(out) = &mut job.out {
                         return decode(&chunks, &tensor, chunk, fill, worker, out, self.digests);
@@ -239,8 +267,8 @@ impl<'a, B: Source> Run<'a, B> {
         }
     }
 
-    /// [`Run::run_jobs`] on a device. `store` receives each tensor after its chunks are hashed. The digests of a tensor are compared
-    /// when the next tensor arrives, or at the end.
+    /// [`Run::run_jobs`] on a device. `store` receives each tensor after its chunks are hashed. The digests of a tensor are
+    /// compared when the next tensor arrives, or at the end.
     fn run_on(
         &self,
         accelerator: &dyn Accelerator,
@@ -248,7 +276,7 @@ impl<'a, B: Source> Run<'a, B> {
         store: &mut dyn FnMut(usize, &[u8]) -> Result<()>,
     ) -> Result<ApplyReport> {
         let tensors: Vec<_> = self.selected.iter().copied().zip(bases.iter().copied()).collect();
-        let work = Work { index: self.pair.index(), blob: self.pair.blob(), base: self.base, tensors: &tensors };
+        let work = Work { index: self.pair.index(), blob: self.pair.blob(), base: self.base(), tensors: &tensors };
         let mut check = DigestCheck::new(self, bases);
         let outcome = accelerator.rebuild(&work, &mut |at, bytes| {
             if self.digests {
@@ -271,7 +299,7 @@ impl<'a, B: Source> Run<'a, B> {
         let hash = |scratch: &mut Vec<u8>, (i, lanes): (usize, &[u8])| {
             let offset = (i * chunk_bytes) as u64;
             let hash_base = |base_index| -> Result<[u8; 32]> {
-                let bytes = self.base.bytes(base_index, offset, lanes.len(), scratch)?;
+                let bytes = self.base().bytes(base_index, offset, lanes.len(), scratch)?;
                 Ok(digest::of_piece(bytes, offset, tensor.base_bytes()))
             };
             let base = base.map(hash_base).transpose()?;
@@ -292,7 +320,7 @@ impl<'a, B: Source> Run<'a, B> {
         if let Some(hash) = known().get(&base_index) {
             return Ok(*hash);
         }
-        let hash = hash_tensor(self.base, base_index, &NoProgress(self.progress))?;
+        let hash = hash_tensor(self.base(), base_index, &NoProgress(self.progress))?;
         known().insert(base_index, hash);
         Ok(hash)
     }
@@ -306,8 +334,8 @@ impl<'a, B: Source> Run<'a, B> {
         let mut wrong = None;
         let mut all_are_targets = true;
         for (tensor, base) in self.selected().zip(bases) {
-            // A tensor that needs no base has an entry only in an application in place. If the pair was already applied, its memory
-            // holds the target.
+            // A tensor that needs no base has an entry only in an application in place. If the pair was already applied, its
+            // memory holds the target.
             let Some(base_index) = *base else { continue };
             let found = match self.hash_base(base_index) {
                 Ok(hash) => short(&hash),
@@ -330,6 +358,31 @@ impl<'a, B: Source> Run<'a, B> {
             None => error,
         }
     }
+}
+
+/// The base with one tensor per entry of the index. Entries whose base `find` does not find have an empty tensor.
+fn cut_base<'a>(
+    index: &ValidatedIndex,
+    base: &'a dyn Checkpoint,
+    find: impl Fn(&dyn Checkpoint, &Tensor<'_>) -> Option<usize>,
+) -> Cut<'a> {
+    let mut cut = Cut::new(base);
+    for tensor in index.tensors() {
+        let fits = |&i: &usize| base.tensors()[i].dtype == tensor.dtype && base.tensors()[i].shape == tensor.whole_shape();
+        match find(base, &tensor).filter(|i| tensor.part.is_none() || fits(i)) {
+            Some(i) => {
+                let whole = &base.tensors()[i];
+                let shape = if tensor.part.is_some() { tensor.shape } else { &whole.shape[..] };
+                let info = TensorInfo { shape: shape.to_vec(), ..whole.clone() };
+                cut.push(info, Piece { tensor: i, runs: tensor.runs() });
+            }
+            None => {
+                let info = TensorInfo { name: tensor.base_name.to_owned(), dtype: tensor.dtype, shape: vec![0] };
+                cut.push(info, Piece { tensor: usize::MAX, runs: None });
+            }
+        }
+    }
+    cut
 }
 
 /// Combines the hashes of chunks into hashes of tensors, and compares them with the digests in the index.

@@ -3,6 +3,7 @@
 use super::run::{ApplyReport, Run, Sink};
 use crate::error::{Error, Result};
 use crate::publish::{Publication, check_apart};
+use crate::rectangle::Runs;
 use crate::safetensors::{Location, Locations, Output, SafetensorsCheckpoint, barrier, outputs};
 use crate::source::Source;
 use std::io::Write;
@@ -13,17 +14,24 @@ struct Files<'a> {
     paths: Vec<PathBuf>,
     publication: &'a Publication,
     locations: Locations,
+    /// Of each part, its bytes within its tensor.
+    runs: Vec<Option<Runs>>,
 }
 
 impl Sink for Files<'_> {
     fn write(&self, tensor_index: usize, offset: u64, bytes: &[u8]) -> Result<()> {
         let Some(Location { file, start }) = self.locations[tensor_index] else { return Ok(()) };
         let open = self.publication.file(file)?;
-        open.write_all_at(bytes, start + offset).map_err(|e| Error::io("write", &self.paths[file], e))
+        let written = match &self.runs[tensor_index] {
+            None => open.write_all_at(bytes, start + offset),
+            Some(runs) => runs.try_each(offset, bytes.len(), |at, range| open.write_all_at(&bytes[range], start + at)),
+        };
+        written.map_err(|e| Error::io("write", &self.paths[file], e))
     }
 }
 
-/// Writes and publishes the files of the target. With `is_selection`, writes one safetensors file of the selected tensors instead.
+/// Writes and publishes the files of the target. With `is_selection`, writes one safetensors file of the selected tensors
+/// instead.
 pub(super) fn write<B: Source>(
     run: &Run<'_, B>,
     base: Option<&SafetensorsCheckpoint>,
@@ -35,7 +43,7 @@ pub(super) fn write<B: Source>(
     let (outputs, locations) = outputs(run.pair.index(), base, selected.as_deref())?;
     let is_lone = matches!(&outputs[..], [lone] if lone.name.is_empty());
     let paths: Vec<_> = outputs.iter().map(|output| if is_lone { path.to_owned() } else { path.join(&output.name) }).collect();
-    let inputs: Vec<_> = run.base.paths().into_iter().chain(run.pair.paths()).collect();
+    let inputs: Vec<_> = run.whole_base.paths().into_iter().chain(run.pair.paths()).collect();
     check_apart(&[&[path.to_owned()], &paths[..]].concat(), &inputs)?;
     let mut publication =
         if is_lone { Publication::files(path, replace) } else { Publication::folder(path, barrier(path, &outputs)?, replace) };
@@ -59,5 +67,6 @@ fn stage<B: Source>(
         let file = publication.add(path)?;
         file.set_len(output.size()).and_then(|()| (&*file).write_all(&output.content)).map_err(|e| Error::io("write", path, e))?;
     }
-    run.to_sink(&Files { paths, publication, locations })
+    let runs = run.pair.index().tensors().map(|tensor| tensor.runs()).collect();
+    run.to_sink(&Files { paths, publication, locations, runs })
 }

@@ -60,8 +60,8 @@ pub struct Verification {
     pub checked: VerifyReport,
     /// Whether the check would have detected forged payloads.
     pub payload_authenticity: Authenticity,
-    /// Whether [`Apply::to_path`] can write the target as files, apart from errors of the file system. `None` if no reason against
-    /// it was found but no tensor was rebuilt.
+    /// Whether [`Apply::to_path`] can write the target as files, apart from errors of the file system. `None` if no reason
+    /// against it was found but no tensor was rebuilt.
     pub writable: Option<bool>,
     /// The reason why the target cannot be written.
     pub not_writable: Option<String>,
@@ -72,11 +72,11 @@ pub struct Verification {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Authenticity {
-    /// Payloads were compared with the digests that the pair digest covers, or rebuilt tensors with the target digests. So no payload
-    /// is forged, if the pair digest is authentic.
+    /// Payloads were compared with the digests that the pair digest covers, or rebuilt tensors with the target digests. So no
+    /// payload is forged, if the pair digest is authentic.
     Checked,
-    /// Only the CRC-32 of payloads was compared. A forged payload can preserve it. Pairs of formats 1.0 and 1.1 have no digests of
-    /// payloads.
+    /// Only the CRC-32 of payloads was compared. A forged payload can preserve it. Pairs of formats 1.0 and 1.1 have no digests
+    /// of payloads.
     NotChecked,
 }
 

@@ -2,10 +2,10 @@
 
 use super::assembly::Shares;
 use super::options::{EncodeOptions, Favor, Way};
-use super::plan::{Plan, plan};
+use super::plan::{Plan, plan, plan_from};
 use super::train::train;
 use super::ways::{Attempt, Worker};
-use crate::apply::{Rebuilt, Run, find_base};
+use crate::apply::{Rebuilt, Run};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::codec::{Codec, Difference, PayloadParts};
@@ -222,19 +222,31 @@ impl<'a, B: Source> Explain<'a, B> {
     /// Adds the sizes in each way to the tensors that change.
     fn compare(&self, base: &dyn Checkpoint, tensors: &mut [TensorExplanation]) -> Result<()> {
         let index = self.pair.index();
-        let bases: Vec<_> = index.tensors().map(|tensor| find_base(&tensor, base)).collect::<Result<_>>()?;
-        let compared = self.ways(base, &Rebuilt::new(self.pair, base, &bases), tensors);
-        compared.map_err(|e| Run::new(self.pair, base, &self.watcher).explain(e, &bases))?;
+        let run = Run::with_parts(self.pair, base, &self.watcher, |base, tensor| base.find(tensor.base_name));
+        let bases = run.bases()?;
+        let target = Rebuilt::new(self.pair, run.base(), &bases);
+        let options = self.options();
+        let plan = |i| match index.has_parts() {
+            true => plan_from(Some(run.base()), bases[i], &target, i, &options),
+            false => plan(Some(base), &target, i, &options),
+        };
+        let plans = (0..index.tensor_count()).map(plan).collect::<Result<_>>();
+        let compared = plans.and_then(|plans| self.ways(run.base(), &target, plans, &options, tensors));
+        compared.map_err(|e| run.explain(e, &bases))?;
         base.check_unchanged()
     }
 
-    fn ways(&self, base: &dyn Checkpoint, target: &dyn Checkpoint, tensors: &mut [TensorExplanation]) -> Result<()> {
+    fn ways(
+        &self,
+        base: &dyn Checkpoint,
+        target: &dyn Checkpoint,
+        mut plans: Vec<Plan>,
+        options: &EncodeOptions,
+        tensors: &mut [TensorExplanation],
+    ) -> Result<()> {
         let index = self.pair.index();
-        let options = self.options();
-        let plans = (0..index.tensor_count()).map(|i| plan(Some(base), target, i, &options));
-        let mut plans: Vec<Plan> = plans.collect::<Result<_>>()?;
         let workers = Pool::new(Worker::default);
-        train(Some(base), target, &options, &mut plans, &workers, &self.watcher)?;
+        train(Some(base), target, options, &mut plans, &workers, &self.watcher)?;
         let changed = index.tensors().filter(|tensor| changes(self.pair, tensor));
         in_batches(
             changed.flat_map(|tensor| tensor.chunks().map(move |chunk| (tensor, chunk))),
@@ -246,7 +258,7 @@ impl<'a, B: Source> Explain<'a, B> {
                     let plan = &plans[tensor.place];
                     let Worker { encoders, lanes, masks } = worker;
                     let (base, target) = lanes.read(Some(base), target, plan, offset, size as usize)?;
-                    let attempts = encoders.attempts(plan, &options, Difference::find(plan.dtype, base, target, masks))?;
+                    let attempts = encoders.attempts(plan, options, Difference::find(plan.dtype, base, target, masks))?;
                     let way = |attempt: Attempt| WayReport {
                         codec: attempt.way.codec,
                         from_base: attempt.way.from_base,

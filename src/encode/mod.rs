@@ -4,10 +4,12 @@
 
 mod assembly;
 mod builder;
+mod cuts;
 mod explain;
 mod options;
 mod plan;
 mod run;
+mod split;
 mod survey;
 mod train;
 mod ways;
@@ -15,4 +17,5 @@ mod ways;
 pub use builder::Encode;
 pub use explain::{Explain, Explanation, TableSetReport, TensorExplanation, WayReport};
 pub use options::{CodecChoice, EncodeOptions, Favor};
-pub use run::{EncodeReport, TensorReport, encode};
+pub use run::{EncodeReport, PartReport, TensorReport, encode};
+pub use split::Split;

@@ -1,7 +1,9 @@
 //! Encode options.
 
+use super::split::Split;
 use crate::codec::{Codec, Layout, Pace};
 use crate::format::{Form, FormatVersion, named, parsed_by_name};
+use crate::rectangle::Rectangle;
 use std::collections::BTreeMap;
 
 /// Options of [`Encode`](crate::Encode).
@@ -27,8 +29,16 @@ pub struct EncodeOptions {
     pub renamed: BTreeMap<String, String>,
     /// Version of the format. The default is 1.2.
     pub format: FormatVersion,
+    /// Tensors to describe in parts, each with codec, chunks and digests of its own: a map from the name in the target to
+    /// rectangles that do not overlap. So that readers can find them, cuts must nest: sorted by origin, each rectangle ends
+    /// before the next one begins, in the first dimension in which they differ. If the rectangles of a tensor do not cover it,
+    /// the pair has only those parts, and no files. Takes precedence over [`split`](Self#structfield.split). Needs format 1.2.
+    pub cuts: BTreeMap<String, Vec<Rectangle>>,
+    /// Rules that cut tensors into parts by name. A tensor whose base has another number of rows stays whole. Needs format 1.2.
+    pub split: Split,
     /// Whether the index stores the digest of each payload: 16 bytes per chunk. Readers of a part of the payloads then compare
-    /// digests too. The pair digest of format 1.2 covers all payloads without it. Needs format 1.2.
+    /// digests too. The pair digest of format 1.2 covers all payloads without it. Needs format 1.2. Pairs with parts always have
+    /// it.
     pub payload_digests: bool,
 }
 
@@ -42,6 +52,8 @@ impl Default for EncodeOptions {
             renamed: BTreeMap::new(),
             format: FormatVersion::default(),
             payload_digests: false,
+            cuts: BTreeMap::new(),
+            split: Split::default(),
         }
     }
 }
@@ -93,6 +105,20 @@ impl EncodeOptions {
     #[must_use]
     pub fn payload_digests(mut self, on: bool) -> Self {
         self.payload_digests = on;
+        self
+    }
+
+    /// Adds tensors and their rectangles to [`cuts`](Self#structfield.cuts).
+    #[must_use]
+    pub fn cuts(mut self, cuts: impl IntoIterator<Item = (impl Into<String>, Vec<Rectangle>)>) -> Self {
+        self.cuts.extend(cuts.into_iter().map(|(name, rectangles)| (name.into(), rectangles)));
+        self
+    }
+
+    /// Sets [`split`](Self#structfield.split).
+    #[must_use]
+    pub fn split(mut self, split: Split) -> Self {
+        self.split = split;
         self
     }
 

@@ -8,7 +8,7 @@ use crate::format::{BaseKind, FileEntry, MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_FILES,
 use crate::index::{self, FileNames};
 use crate::lane::Dtype;
 use crate::limits::Limits;
-use crate::writer::{FileSpec, TensorSpec};
+use crate::writer::{FileSpec, PartSpec, TensorSpec};
 use std::sync::{Arc, OnceLock};
 
 /// One target tensor with its base. The struct is small, because a model may have very many tensors.
@@ -24,6 +24,8 @@ pub(super) struct Plan {
     pub lanes: u64,
     /// Tables of codec `conditioned`: `[0]` for lanes coded from the base, `[1]` for lanes coded from zeros.
     pub tables: [Option<Arc<TableSet>>; 2],
+    /// For a part, its place in the tensor.
+    pub part: Option<Box<PartSpec>>,
     /// The way in which all chunks are coded, once chosen.
     pub way: OnceLock<Way>,
 }
@@ -71,6 +73,7 @@ impl Plan {
             base_name: base.map(|base| base.name.clone()),
             dtype,
             shape,
+            part: self.part.as_deref().cloned(),
             base_kind,
             base_param,
             codec: way.codec,
@@ -133,6 +136,19 @@ pub(super) fn plan(
     tensor_index: usize,
     options: &EncodeOptions,
 ) -> Result<Plan> {
+    let name = &target.tensors()[tensor_index].name;
+    let base_name = options.renamed.get(name).unwrap_or(name);
+    plan_from(base, base.and_then(|base| base.find(base_name)), target, tensor_index, options)
+}
+
+/// [`plan`] for a known number of the base tensor.
+pub(super) fn plan_from(
+    base: Option<&dyn Checkpoint>,
+    base_index: Option<usize>,
+    target: &dyn Checkpoint,
+    tensor_index: usize,
+    options: &EncodeOptions,
+) -> Result<Plan> {
     let TensorInfo { name, dtype, shape } = &target.tensors()[tensor_index];
     let impossible = || {
         Error::InvalidArgument(format!(
@@ -141,8 +157,7 @@ pub(super) fn plan(
         ))
     };
     let lanes = dtype.lanes(shape).ok_or_else(impossible)?;
-    let base_name = options.renamed.get(name).unwrap_or(name);
-    let candidate = base.and_then(|base| base.find(base_name).map(|i| (i as u32, &base.tensors()[i])));
+    let candidate = base.zip(base_index).map(|(base, i)| (i as u32, &base.tensors()[i]));
     let (base, base_kind) = match candidate {
         Some((i, base)) if base.dtype == *dtype && base.shape == *shape => (Some(i), BaseKind::Same),
         Some((i, base)) if base.dtype == *dtype && is_prefix(&base.shape, shape) => (Some(i), BaseKind::Prefix),
@@ -161,12 +176,13 @@ pub(super) fn plan(
         pace: options.favor.pace(options.chunk_lanes),
         lanes,
         tables: [None, None],
+        part: None,
         way,
     })
 }
 
 /// Whether the shapes differ in the first dimension and in no other.
-fn is_prefix(base: &[u64], target: &[u64]) -> bool {
+pub(super) fn is_prefix(base: &[u64], target: &[u64]) -> bool {
     matches!((base, target), ([b, base @ ..], [t, target @ ..]) if b != t && base == target)
 }
 

@@ -1,6 +1,7 @@
 //! Encodes the difference of two checkpoints as a pair.
 
 use super::assembly::{Assembly, Chunk, MAX_HELD_BYTES};
+use super::cuts::Entries;
 use super::options::{CodecChoice, EncodeOptions};
 use super::plan::{Plan, check_holdable, plan};
 use super::survey::Survey;
@@ -43,8 +44,11 @@ pub struct TensorReport {
     pub name: String,
     /// Element type.
     pub dtype: Dtype,
-    /// Dimensions.
+    /// Dimensions. Of a part, its extents.
     pub shape: Vec<u64>,
+    /// For a part of a tensor, its place.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub part: Option<PartReport>,
     /// Source of the base lanes.
     pub base_kind: BaseKind,
     /// Codec of the payloads.
@@ -61,6 +65,16 @@ pub struct TensorReport {
     pub payload_bytes: u64,
 }
 
+/// The place of a part in its tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct PartReport {
+    /// Shape of the tensor.
+    pub whole: Vec<u64>,
+    /// First index of the part in each dimension.
+    pub origin: Vec<u64>,
+}
+
 impl TensorReport {
     /// The report of a tensor, from its records in the index. Cost: one pass over them.
     pub fn new(index: &crate::index::ValidatedIndex, tensor: &crate::index::Tensor<'_>) -> Self {
@@ -70,6 +84,7 @@ impl TensorReport {
             name: tensor.name.to_owned(),
             dtype: tensor.dtype,
             shape: tensor.shape.to_vec(),
+            part: tensor.part.map(|part| PartReport { whole: part.whole.to_vec(), origin: part.origin.to_vec() }),
             base_kind: tensor.base_kind,
             codec: tensor.codec,
             chunks: tensor.chunk_count,
@@ -117,7 +132,21 @@ pub(super) fn encode_holding<W: Write>(
     progress: Progress<'_>,
 ) -> Result<(Finished<W>, EncodeReport)> {
     check_options(base, target, options)?;
-    let mut plans: Vec<Plan> = (0..target.tensors().len()).map(|i| plan(base, target, i, options)).collect::<Result<_>>()?;
+    let entries = Entries::new(base, target, options)?;
+    if entries.is_some() && options.format == FormatVersion::V1_1 {
+        return Err(Error::InvalidArgument("parts of tensors need format 1.2".into()));
+    }
+    // Without all of its tensors, a file cannot be rebuilt.
+    let files = if entries.as_ref().is_none_or(|entries| entries.is_complete) { files } else { Vec::new() };
+    let whole_base = base;
+    let (base, target) = match &entries {
+        Some(entries) => (entries.base.as_ref().map(|base| base as &dyn Checkpoint), &entries.target as &dyn Checkpoint),
+        None => (base, target),
+    };
+    let mut plans: Vec<Plan> = match &entries {
+        Some(entries) => entries.plans(options)?,
+        None => (0..target.tensors().len()).map(|i| plan(base, target, i, options)).collect::<Result<_>>()?,
+    };
     check_holdable(base, target, &plans, &files)?;
     let workers = Pool::new(Worker::default);
     train(base, target, options, &mut plans, &workers, progress)?;
@@ -144,7 +173,9 @@ pub(super) fn encode_holding<W: Write>(
     let finished = builder.finish()?;
     target.check_unchanged()?;
     base.map_or(Ok(()), |base| base.check_unchanged())?;
-    let report = report(&finished, base, &plans);
+    let cut_base = entries.as_ref().and_then(|entries| entries.base.as_ref());
+    let base_of = |i: u32| cut_base.map_or(i as usize, |base| base.tensor(i as usize));
+    let report = report(&finished, whole_base, plans.iter().filter_map(|plan| plan.base).map(base_of));
     Ok((finished, report))
 }
 
@@ -191,12 +222,13 @@ fn encode_chunk(
     Ok(Chunk { offset, size, attempts, base_sum, target_sum, base_hash, target_hash })
 }
 
-fn report<W>(finished: &Finished<W>, base: Option<&dyn Checkpoint>, plans: &[Plan]) -> EncodeReport {
+/// `in_use` gives the numbers of the base tensors that the target uses.
+fn report<W>(finished: &Finished<W>, base: Option<&dyn Checkpoint>, in_use: impl Iterator<Item = usize>) -> EncodeReport {
     use crate::format::Section;
     let index = &finished.index;
     let tensors: Vec<_> = index.tensors().map(|tensor| TensorReport::new(index, &tensor)).collect();
     let mut used = vec![false; base.map_or(0, |base| base.tensors().len())];
-    plans.iter().filter_map(|plan| plan.base).for_each(|base_index| used[base_index as usize] = true);
+    in_use.for_each(|base_index| used[base_index] = true);
     let base_tensors = base.map_or(&[][..], |base| base.tensors());
     EncodeReport {
         target_bytes: tensors.iter().map(|t| t.bytes).sum(),

@@ -35,8 +35,17 @@ pub const VERSION_MINOR: u16 = 2;
 pub const FEATURE_DIGESTS: u64 = 1 << 0;
 /// Required feature bit 1: section `sums` has the digest of each payload (section 7.2).
 pub const FEATURE_PAYLOAD_LIST: u64 = 1 << 1;
+/// Required feature bit 2: entries of the tensor table may describe parts of tensors (section 8.4).
+pub const FEATURE_PARTS: u64 = 1 << 2;
 /// Required feature bits that this crate knows.
-pub const KNOWN_REQUIRED_FEATURES: u64 = FEATURE_DIGESTS | FEATURE_PAYLOAD_LIST;
+pub const KNOWN_REQUIRED_FEATURES: u64 = FEATURE_DIGESTS | FEATURE_PAYLOAD_LIST | FEATURE_PARTS;
+
+/// Field `part` of an entry that describes a whole tensor.
+pub const PART_WHOLE: u8 = 0;
+/// Field `part` of an entry that describes the first part of a tensor.
+pub const PART_FIRST: u8 = 1;
+/// Field `part` of an entry that describes a further part of the tensor of the entry before.
+pub const PART_FURTHER: u8 = 2;
 
 /// Size of the index header, in bytes.
 pub const INDEX_HEADER_SIZE: u32 = 256;

@@ -52,8 +52,10 @@ pub(super) fn parse(bytes: &[u8], found: u64, limits: &Limits) -> Result<IndexHe
 /// Checks that the header has the fields that its feature bits require, and that reserved bytes are zero.
 fn check_features(header: &IndexHeader) -> Result<()> {
     let has_digests = header.has(FEATURE_DIGESTS);
-    let bits = format_args!("{:#x}", header.required_features);
-    Rule::HeaderRequiredFeatures.check(has_digests || !header.has(FEATURE_PAYLOAD_LIST), "bit 1 only with bit 0", bits)?;
+    let bits = format!("{:#x}", header.required_features);
+    Rule::HeaderRequiredFeatures.check(has_digests || !header.has(FEATURE_PAYLOAD_LIST), "bit 1 only with bit 0", &bits)?;
+    let has_list = header.has(FEATURE_PAYLOAD_LIST);
+    Rule::HeaderRequiredFeatures.check(has_list || !header.has(FEATURE_PARTS), "bit 2 only with bit 1", &bits)?;
     let has_root = header.payload_root != [0; 32];
     Rule::HeaderRequiredFeatures.check(has_root || !has_digests, "a payload root with bit 0", "zeros")?;
     let zeros = (has_digests || !has_root) && header.reserved_0 == 0 && header.reserved_1 == [0; 12];

@@ -14,17 +14,17 @@ mod tensors;
 mod view;
 
 pub use parts::IndexParts;
-pub use view::{Chunk, TargetFile, Tensor};
+pub use view::{Chunk, Part, TargetFile, Tensor};
 
 pub(crate) use files::{FileNames, is_file_name};
 pub(crate) use tables::MAX_TABLE_SETS;
 pub(crate) use tensors::check_holdable;
 
 use crate::codec::TableSet;
-use crate::error::{Error, Result, hex};
+use crate::error::{Error, Result, Rule, hex};
 use crate::format::{
-    ChunkMetadata, ChunkSums, DIGEST_SIZE, FEATURE_DIGESTS, FEATURE_PAYLOAD_LIST, INDEX_HEADER_SIZE, IndexHeader, PAIR_DIGEST_SIZE,
-    SECTION_ALIGN, Section,
+    ChunkMetadata, ChunkSums, DIGEST_SIZE, FEATURE_DIGESTS, FEATURE_PARTS, FEATURE_PAYLOAD_LIST, INDEX_HEADER_SIZE, IndexHeader,
+    PAIR_DIGEST_SIZE, SECTION_ALIGN, Section,
 };
 use crate::limits::{Limits, OpenOptions};
 use crate::source::{Buffer, FileSource, Source};
@@ -78,6 +78,8 @@ impl ValidatedIndex {
         header::check_padding(&bytes, &header)?;
         let mut tensors = tensors::TensorTable::parse(&header::expand(&bytes, &header, Section::Tensors)?, &header)?;
         let tables = tables::TableSets::parse(&header::expand(&bytes, &header, Section::Tables)?, &mut tensors)?;
+        let is_used = tensors.has_parts() || !header.has(FEATURE_PARTS);
+        Rule::HeaderRequiredFeatures.check(is_used, "bit 2 only with an entry that describes a part", "none")?;
         digests::check(&bytes, &header, &tensors)?;
         let files = files::FileTable::parse(&header::expand(&bytes, &header, Section::Files)?, &header)?;
         let mut index = Self { bytes, header, tensors, tables, files, digest, payloads: 0 };
@@ -86,8 +88,8 @@ impl ValidatedIndex {
         Ok(index)
     }
 
-    /// Reads an index file. Checks the header first, so an invalid file is refused before all of it is read, unless a pair digest is
-    /// expected.
+    /// Reads an index file. Checks the header first, so an invalid file is refused before all of it is read, unless a pair digest
+    /// is expected.
     ///
     /// # Errors
     /// The errors of [`ValidatedIndex::parse_with`], and [`Error::Io`](crate::Error::Io).
@@ -201,12 +203,12 @@ impl ValidatedIndex {
         &header::stored(&self.bytes, &self.header, Section::Digests)[32..64]
     }
 
-    /// Number of tensors.
+    /// Number of entries of the tensor table: whole tensors and parts of tensors.
     pub fn tensor_count(&self) -> usize {
         self.tensors.len()
     }
 
-    /// Tensor `i` in ascending order of name.
+    /// Entry `i` of the tensor table, in ascending order of name. Parts of a tensor are entries of their own.
     ///
     /// # Panics
     /// If `i` is not below [`ValidatedIndex::tensor_count`].
@@ -214,14 +216,36 @@ impl ValidatedIndex {
         self.tensors.view(i, &digests::of_tensors(&self.bytes, &self.header)[i], self.tables.all())
     }
 
-    /// All tensors, in ascending order of name.
+    /// All entries of the tensor table, in ascending order of name: whole tensors and parts of tensors.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
         (0..self.tensor_count()).map(|i| self.tensor(i))
     }
 
-    /// The tensor of this name. Cost: a binary search.
+    /// The tensor of this name. If the pair has parts of the tensor, the first part. Cost: a binary search.
     pub fn find(&self, name: &str) -> Option<Tensor<'_>> {
+        self.entries(name).next()
+    }
+
+    /// The entries of this name: a whole tensor, or its parts in ascending order of their origins. Parts are disjoint, and need
+    /// not cover the tensor. Cost: a binary search.
+    pub fn entries(&self, name: &str) -> impl ExactSizeIterator<Item = Tensor<'_>> {
         self.tensors.find(name).map(|i| self.tensor(i))
+    }
+
+    /// Whether the pair has parts of tensors.
+    pub fn has_parts(&self) -> bool {
+        self.header.has(FEATURE_PARTS)
+    }
+
+    /// Whether the entries of this name have all elements of the tensor.
+    pub fn is_tiled(&self, name: &str) -> bool {
+        let elements = |shape: &[u64]| shape.iter().product::<u64>();
+        let mut entries = self.entries(name).peekable();
+        match entries.peek().map(|tensor| (tensor.part.is_none(), elements(tensor.whole_shape()))) {
+            None => false,
+            Some((true, _)) => true,
+            Some((false, whole)) => entries.map(|part| elements(part.shape)).sum::<u64>() == whole,
+        }
     }
 
     /// The table sets of codec `conditioned`, which tensors share.

@@ -1,12 +1,14 @@
 //! Tensor table (spec section 8; section 13, step 4).
 
-use super::view::Tensor;
+use super::view::{Part, Tensor};
 use crate::codec::{Codec, TableSet};
 use crate::error::{Result, Rule};
 use crate::format::*;
 use crate::lane::Dtype;
+use crate::rectangle::{part_fault, precedes};
 use binrw::BinRead;
 use std::io::Cursor;
+use std::ops::Range;
 
 /// The table in a form for fast look-ups: rows of fixed size, which refer to a list of all dimensions and a string of all names.
 #[derive(Debug, Default)]
@@ -26,6 +28,8 @@ struct Row {
     base_name: u32,
     end: u32,
     first_dim: u32,
+    /// Of a part, index in `dims` of the shape of its tensor, and of its origins. `first_dim` is that of its extents.
+    part: Option<PartDims>,
     first_chunk: u32,
     chunk_count: u32,
     rank: u16,
@@ -35,6 +39,18 @@ struct Row {
     chunk_lanes_log2: u8,
     /// Size of the tensor's tables in bytes, until [`TensorTable::set_table_set`] replaces it with the number of their set.
     tables: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct PartDims {
+    whole: u32,
+    origin: u32,
+}
+
+/// Where the dims of an entry are in `dims`.
+struct EntryDims {
+    extent: u32,
+    part: Option<PartDims>,
 }
 
 impl TensorTable {
@@ -54,9 +70,17 @@ impl TensorTable {
         let mut next_entry = || TensorEntry::read(&mut cursor).map_err(|e| Rule::TensorsSize.broken("an entry", e));
 
         // The names follow all dimensions, so first compute the size of the dimensions.
+        let has_parts = header.has(FEATURE_PARTS);
+        let part_of = |i: usize| if has_parts { *entries.get(i * TensorEntry::SIZE + 17).unwrap_or(&0) } else { PART_WHOLE };
         let mut dims_size = 0u64;
-        for entry in entries.chunks_exact(TensorEntry::SIZE) {
-            dims_size += 8 * u64::from(u16::from_le_bytes([entry[10], entry[11]]));
+        let mut before = PART_WHOLE;
+        for (i, entry) in entries.chunks_exact(TensorEntry::SIZE).enumerate() {
+            let part = part_of(i);
+            let is_known = part <= PART_FURTHER && (part != PART_FURTHER || before != PART_WHOLE);
+            let expected = "0, 1, or 2 after a part of the same tensor";
+            Rule::TensorPart.check(is_known, expected, part).map_err(|e| e.in_tensor(&numbered(i)))?;
+            dims_size += 8 * dims_of(part) * u64::from(u16::from_le_bytes([entry[10], entry[11]]));
+            before = part;
         }
         too_small(entries_size + dims_size)?;
         let (dims, names) = rest.split_at(dims_size as usize);
@@ -69,9 +93,14 @@ impl TensorTable {
         parser.table.names.reserve_exact(names.len());
         let mut rest = names;
         for i in 0..count as usize {
-            let entry = next_entry()?;
-            parser.entry(&entry, &mut rest).map_err(|e| match parser.name {
-                Some(at) => e.in_tensor(&parser.table.names[at..]),
+            let mut entry = next_entry()?;
+            let part = part_of(i);
+            if has_parts {
+                entry.part = PART_WHOLE; // what is left of the field is reserved
+            }
+            let is_last = part_of(i + 1) != PART_FURTHER;
+            parser.entry(&entry, part, is_last, &mut rest).map_err(|e| match parser.name.clone() {
+                Some(name) => e.in_tensor(&parser.table.names[name]),
                 None => e.in_tensor(&numbered(i)),
             })?;
         }
@@ -107,17 +136,27 @@ impl TensorTable {
         &self.names[row.name as usize..row.base_name as usize]
     }
 
-    pub(super) fn find(&self, name: &str) -> Option<usize> {
+    /// The entries of this name: one whole tensor, or the parts of a tensor.
+    pub(super) fn find(&self, name: &str) -> Range<usize> {
         let (mut low, mut high) = (0, self.rows.len());
         while low < high {
             let middle = low.midpoint(high);
-            match self.name(middle).cmp(name) {
-                std::cmp::Ordering::Less => low = middle + 1,
-                std::cmp::Ordering::Greater => high = middle,
-                std::cmp::Ordering::Equal => return Some(middle),
-            }
+            if self.name(middle) < name { low = middle + 1 } else { high = middle }
         }
-        None
+        let has_name = |&i: &usize| self.rows[i].name == self.rows[low].name;
+        match self.rows.get(low) {
+            Some(_) if self.name(low) == name => low..(low..self.rows.len()).take_while(has_name).last().unwrap_or(low) + 1,
+            _ => low..low,
+        }
+    }
+
+    /// Whether an entry describes a part.
+    pub(super) fn has_parts(&self) -> bool {
+        self.rows.iter().any(|row| row.part.is_some())
+    }
+
+    fn dims(&self, first: u32, rank: u16) -> &[u64] {
+        &self.dims[first as usize..][..usize::from(rank)]
     }
 
     pub(super) fn view<'a>(&'a self, i: usize, digests: &'a TensorDigests, sets: &'a [TableSet]) -> Tensor<'a> {
@@ -129,7 +168,8 @@ impl TensorTable {
             name,
             base_name: if base_name.is_empty() { name } else { base_name },
             dtype: row.dtype,
-            shape: &self.dims[row.first_dim as usize..][..usize::from(row.rank)],
+            shape: self.dims(row.first_dim, row.rank),
+            part: row.part.map(|part| Part { whole: self.dims(part.whole, row.rank), origin: self.dims(part.origin, row.rank) }),
             base_kind: row.base_kind,
             base_param: row.base_param,
             codec: row.codec,
@@ -148,6 +188,15 @@ fn numbered(i: usize) -> String {
     format!("#{i}")
 }
 
+/// Number of lists of dims that an entry has.
+fn dims_of(part: u8) -> u64 {
+    match part {
+        PART_FIRST => 3,
+        PART_FURTHER => 2,
+        _ => 1,
+    }
+}
+
 /// State of the pass over the table: the rows so far, and totals of their fields.
 #[derive(Default)]
 struct TableParser {
@@ -156,55 +205,53 @@ struct TableParser {
     tables: u64,
     dims: usize,
     previous: usize,
-    /// Offset of the current entry's name in `table.names`; `None` until the name is read.
-    name: Option<usize>,
+    /// Range of the current entry's name in `table.names`; `None` until the name is read.
+    name: Option<Range<usize>>,
+    /// Whether a part of the current tensor has a base.
+    has_base: bool,
 }
 
 impl TableParser {
-    fn entry(&mut self, entry: &TensorEntry, names: &mut &[u8]) -> Result<()> {
-        self.name = None;
-        let name = take_name(names, entry.name_size, Rule::TensorName)?;
-        check_present(name, Rule::TensorName)?;
-        let start = self.table.names.len();
-        self.table.names.push_str(name);
-        self.name = Some(start);
-        if start > 0 {
-            let before = &self.table.names[self.previous..self.base_name_of_last()];
-            Rule::TensorNameOrder.check(before < name, "a name greater than the previous one", "one that is not")?;
-        }
-        let base_start = self.table.names.len();
-        let base_name = take_name(names, entry.base_name_size, Rule::TensorBaseName)?;
-        Rule::TensorBaseName.check(base_name != name, "a name of its own or none", "the tensor's name")?;
-
+    /// Checks an entry. `is_last` says whether the next entry belongs to another tensor.
+    fn entry(&mut self, entry: &TensorEntry, part: u8, is_last: bool, names: &mut &[u8]) -> Result<()> {
+        let (name, base_name) = match part {
+            PART_FURTHER => self.further_names(entry)?,
+            _ => self.names(entry, names)?,
+        };
         let dtype = Dtype::from_code(entry.dtype).ok_or_else(|| Rule::TensorDtype.broken("a known code", entry.dtype))?;
+        if let Some(before) = self.table.rows.last().filter(|_| part == PART_FURTHER) {
+            Rule::TensorDtype.check(dtype == before.dtype, format_args!("that of the first part, {}", before.dtype), dtype)?;
+            Rule::TensorRank.check_eq(before.rank, entry.rank)?;
+        }
         check_rank(entry.rank.into())?;
-        let shape = &self.table.dims[self.dims..][..usize::from(entry.rank)];
-        let lanes = dtype.lanes(shape).ok_or_else(|| {
-            Rule::TensorShape.broken(format_args!("whole bytes, below 2^63 bits, of {dtype}"), format_args!("{shape:?}"))
-        })?;
+        Rule::TensorRank.check(part == PART_WHOLE || entry.rank > 0, "at least 1 of a tensor with parts", entry.rank)?;
+        let (dims, lanes) = self.shape(dtype, part, entry.rank)?;
         let kind =
             BaseKind::from_code(entry.base_kind).ok_or_else(|| Rule::TensorBaseKind.broken("a known code", entry.base_kind))?;
-        let base_allowed = kind != BaseKind::None || base_name.is_empty();
+        let is_kind_of_part = matches!(kind, BaseKind::None | BaseKind::Same);
+        Rule::TensorBaseKind.check(part == PART_WHOLE || is_kind_of_part, "none or same for a part", kind)?;
+        self.has_base = kind != BaseKind::None || self.has_base && part == PART_FURTHER;
+        let base_allowed = self.has_base || !is_last || base_name.is_empty();
         Rule::TensorBaseName.check(base_allowed, "no base name without a base", "one")?;
         let codec = Codec::from_code(entry.codec).ok_or_else(|| Rule::TensorCodec.broken("a known id", entry.codec))?;
         let log2 = entry.chunk_lanes_log2;
         let in_range = (MIN_CHUNK_LANES_LOG2..32).contains(&log2) && (dtype.lane_bytes() as u64) << log2 <= MAX_CHUNK_BYTES;
         Rule::TensorChunkLanes.check(in_range, format_args!("12 or more, and at most {MAX_CHUNK_BYTES} bytes"), log2)?;
-        Rule::TensorReserved.check(entry.part == 0 && entry.reserved == [0; 2], "zeros", "other bytes")?;
+        Rule::TensorReserved.check(entry.part == PART_WHOLE && entry.reserved == [0; 2], "zeros", "other bytes")?;
         let tables_allowed = codec == Codec::Conditioned || entry.tables_size == 0;
         Rule::TensorTablesSize.check(tables_allowed, format_args!("0 for codec {codec}"), entry.tables_size)?;
         Rule::TensorFirstChunk.check_eq(self.chunks, u64::from(entry.first_chunk))?;
         Rule::TensorChunkCount.check_eq(lanes.div_ceil(1 << log2), u64::from(entry.chunk_count))?;
-        check_base_param(kind, entry.base_param, dtype, shape)?;
+        check_base_param(kind, entry.base_param, dtype, self.table.dims(dims.extent, entry.rank))?;
 
-        self.table.names.push_str(base_name);
         self.table.rows.push(Row {
             lanes,
             base_param: entry.base_param,
-            name: start as u32,
-            base_name: base_start as u32,
-            end: self.table.names.len() as u32,
-            first_dim: self.dims as u32,
+            name: name.start as u32,
+            base_name: base_name.start as u32,
+            end: base_name.end as u32,
+            first_dim: dims.extent,
+            part: dims.part,
             first_chunk: entry.first_chunk,
             chunk_count: entry.chunk_count,
             rank: entry.rank,
@@ -214,11 +261,75 @@ impl TableParser {
             chunk_lanes_log2: log2,
             tables: entry.tables_size,
         });
-        self.previous = start;
         self.chunks += u64::from(entry.chunk_count);
         self.tables += u64::from(entry.tables_size);
-        self.dims += usize::from(entry.rank);
+        self.dims += usize::from(entry.rank) * dims_of(part) as usize;
         Ok(())
+    }
+
+    /// Checks the shape of an entry, or the extents, origins and order of a part. Returns where they are, and the number of
+    /// lanes.
+    fn shape(&self, dtype: Dtype, part: u8, rank: u16) -> Result<(EntryDims, u64)> {
+        let first = self.dims as u32;
+        let table = &self.table;
+        let lanes_of = |shape: &[u64]| {
+            dtype.lanes(shape).ok_or_else(|| {
+                Rule::TensorShape.broken(format_args!("whole bytes, below 2^63 bits, of {dtype}"), format_args!("{shape:?}"))
+            })
+        };
+        if part != PART_FURTHER {
+            let lanes = lanes_of(table.dims(first, rank))?;
+            if part == PART_WHOLE {
+                return Ok((EntryDims { extent: first, part: None }, lanes));
+            }
+        }
+        let before = table.rows.last().filter(|_| part == PART_FURTHER);
+        let whole = before.and_then(|row| row.part).map_or(first, |part| part.whole);
+        let origin = if part == PART_FURTHER { first } else { first + u32::from(rank) };
+        let extent = origin + u32::from(rank);
+        let (shape, origins, extents) = (table.dims(whole, rank), table.dims(origin, rank), table.dims(extent, rank));
+        if let Some(fault) = part_fault(dtype.bits(), shape, origins, extents) {
+            let expected = format_args!("a part of {shape:?}");
+            return Err(Rule::TensorPart.broken(expected, format_args!("{fault}: {origins:?} + {extents:?}")));
+        }
+        if let Some((row, part)) = before.and_then(|row| Some((row, row.part?))) {
+            let last = (table.dims(part.origin, rank), table.dims(row.first_dim, rank));
+            let expected = format_args!("a part after {:?} + {:?}", last.0, last.1);
+            let found = format_args!("{origins:?} + {extents:?}");
+            Rule::TensorPartOrder.check(precedes(last, (origins, extents)), expected, found)?;
+        }
+        Ok((EntryDims { extent, part: Some(PartDims { whole, origin }) }, lanes_of(extents)?))
+    }
+
+    /// The names of a further part: those of the entry before. Only their sizes are stated, as 0.
+    fn further_names(&mut self, entry: &TensorEntry) -> Result<(Range<usize>, Range<usize>)> {
+        let before = self.table.rows.last();
+        let (start, middle, end) = before.map_or((0, 0, 0), |row| (row.name as usize, row.base_name as usize, row.end as usize));
+        self.name = Some(start..middle);
+        Rule::TensorName.check(entry.name_size == 0, "a name of 0 bytes for a further part", entry.name_size)?;
+        Rule::TensorBaseName.check(entry.base_name_size == 0, "a base name of 0 bytes for a further part", entry.base_name_size)?;
+        Ok((start..middle, middle..end))
+    }
+
+    /// Takes and checks the name and the base name of an entry.
+    fn names(&mut self, entry: &TensorEntry, names: &mut &[u8]) -> Result<(Range<usize>, Range<usize>)> {
+        self.name = None;
+        let name = take_name(names, entry.name_size, Rule::TensorName)?;
+        check_present(name, Rule::TensorName)?;
+        let start = self.table.names.len();
+        self.table.names.push_str(name);
+        self.name = Some(start..self.table.names.len());
+        if start > 0 {
+            let before = &self.table.names[self.previous..self.base_name_of_last()];
+            Rule::TensorNameOrder.check(before < name, "a name greater than the previous one", "one that is not")?;
+        }
+        let base_start = self.table.names.len();
+        let base_name = take_name(names, entry.base_name_size, Rule::TensorBaseName)?;
+        Rule::TensorBaseName.check(base_name != name, "a name of its own or none", "the tensor's name")?;
+
+        self.table.names.push_str(base_name);
+        self.previous = start;
+        Ok((start..base_start, base_start..self.table.names.len()))
     }
 
     fn base_name_of_last(&self) -> usize {

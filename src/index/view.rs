@@ -4,9 +4,20 @@ use crate::codec::{Codec, TableSet};
 use crate::error::{Error, Result};
 use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, FileKind, TensorDigests};
 use crate::lane::Dtype;
+use crate::rectangle::{Rectangle, Runs};
 use std::ops::Range;
 
-/// One tensor of a pair.
+/// The place of a part in its tensor. Its extents are [`Tensor::shape`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Part<'a> {
+    /// Shape of the tensor.
+    pub whole: &'a [u64],
+    /// First index of the part in each dimension.
+    pub origin: &'a [u64],
+}
+
+/// One entry of a pair: a tensor, or a part of a tensor.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Tensor<'a> {
@@ -18,8 +29,10 @@ pub struct Tensor<'a> {
     pub base_name: &'a str,
     /// Element type.
     pub dtype: Dtype,
-    /// Dimensions; empty for a scalar.
+    /// Dimensions; empty for a scalar. Of a part, its extents.
     pub shape: &'a [u64],
+    /// Set if this is a part of a tensor. Lanes, chunks, codec and digests are then those of the part.
+    pub part: Option<Part<'a>>,
     /// Source of the base lanes.
     pub base_kind: BaseKind,
     /// Number of rows of the base tensor for [`BaseKind::Prefix`], else 0.
@@ -67,11 +80,28 @@ impl<'a> Tensor<'a> {
         start..(start + self.chunk_lanes).min(self.lanes)
     }
 
-    /// Shape that the base tensor must have; `None` if the tensor has no base.
+    /// Shape of the tensor: of a part, the shape of the whole tensor.
+    pub fn whole_shape(&self) -> &'a [u64] {
+        self.part.map_or(self.shape, |part| part.whole)
+    }
+
+    /// The elements of the tensor that this entry describes.
+    pub fn rectangle(&self) -> Rectangle {
+        let whole = || vec![0; self.shape.len()];
+        Rectangle::new(self.part.map_or_else(whole, |part| part.origin.to_vec()), self.shape)
+    }
+
+    /// The bytes of a part within the bytes of its tensor; `None` for a whole tensor.
+    pub(crate) fn runs(&self) -> Option<Runs> {
+        self.part.map(|part| Runs::new(self.dtype.bits(), part.whole, part.origin, self.shape))
+    }
+
+    /// Shape that the base tensor must have; `None` if the tensor has no base. The base of a part is the same rectangle of a
+    /// tensor of the whole shape.
     pub fn base_shape(&self) -> Option<Vec<u64>> {
         match self.base_kind {
             BaseKind::None => None,
-            BaseKind::Same => Some(self.shape.to_vec()),
+            BaseKind::Same => Some(self.whole_shape().to_vec()),
             BaseKind::Prefix => {
                 let mut shape = self.shape.to_vec();
                 shape[0] = self.base_param;
@@ -80,8 +110,11 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// Number of lanes of the base tensor; 0 if the tensor has no base.
+    /// Number of lanes of the base tensor, or of the part's rectangle of it; 0 if the tensor has no base.
     pub fn base_lanes(&self) -> u64 {
+        if self.part.is_some() {
+            return if self.base_kind == BaseKind::None { 0 } else { self.lanes };
+        }
         // The table parser has checked that this shape is valid.
         self.base_shape().and_then(|shape| self.dtype.lanes(&shape)).unwrap_or(0)
     }

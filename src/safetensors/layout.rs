@@ -62,8 +62,8 @@ pub(crate) fn check_target_files(index: &ValidatedIndex, target: &SafetensorsChe
 /// The `__metadata__` of a pair's target files, merged. If files have different values for a key, the first file's is used.
 ///
 /// # Errors
-/// [`Rule::BaseFile`] if the pair takes a header from the base and there is no base or it lacks the file; [`Rule::FileTensors`] for
-/// a malformed header.
+/// [`Rule::BaseFile`] if the pair takes a header from the base and there is no base or it lacks the file; [`Rule::FileTensors`]
+/// for a malformed header.
 pub(crate) fn target_metadata(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<BTreeMap<String, String>> {
     let mut all = BTreeMap::new();
     for file in index.files().filter(|file| file.kind.has_tensors()) {
@@ -102,12 +102,17 @@ fn plan(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<
             for FileTensor { info, offset } in &header.tensors {
                 let name = Escaped(&info.name);
                 let tensor = index.find(&info.name).ok_or_else(|| at(&format_args!("tensor {name}, which is not in it")))?;
-                if tensor.dtype != info.dtype || tensor.shape != info.shape {
-                    return Err(at(&format_args!("tensor {name} of {} {:?}", info.dtype, info.shape)));
+                if tensor.dtype != info.dtype || tensor.whole_shape() != info.shape {
+                    return Err(at(&format_args!("tensor {name} of {} {:?}", info.dtype, info.shape)).in_tensor(&info.name));
                 }
-                if locations[tensor.place].replace(Location { file: outputs.len(), start: header.content_size + offset }).is_some()
-                {
-                    return Err(at(&format_args!("tensor {name} twice")));
+                if !index.is_tiled(&info.name) {
+                    return Err(at(&format_args!("tensor {name}, of which the pair has only some parts")).in_tensor(&info.name));
+                }
+                let location = Location { file: outputs.len(), start: header.content_size + offset };
+                for entry in index.entries(&info.name) {
+                    if locations[entry.place].replace(location).is_some() {
+                        return Err(at(&format_args!("tensor {name} twice")));
+                    }
                 }
             }
         }
@@ -156,17 +161,27 @@ pub(crate) fn outputs(
     base: Option<&SafetensorsCheckpoint>,
     selected: Option<&[Tensor<'_>]>,
 ) -> Result<(Vec<Output>, Locations)> {
-    let info = |tensor: &Tensor<'_>| TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
-    let tensors = match selected {
+    let info = |tensor: &Tensor<'_>| TensorInfo {
+        name: tensor.name.to_owned(),
+        dtype: tensor.dtype,
+        shape: tensor.whole_shape().to_vec(),
+    };
+    let mut tensors: Vec<_> = match selected {
         Some(selected) => selected.iter().map(info).collect(),
         None if index.files().len() == 0 => index.tensors().map(|tensor| info(&tensor)).collect(),
         None => return plan(index, base),
     };
+    // All parts of a tensor are selected or none.
+    tensors.dedup_by(|a, b| a.name == b.name);
+    if let Some(info) = tensors.iter().find(|info| !index.is_tiled(&info.name)) {
+        let reason = format!("the pair has only some parts of tensor {}", Escaped(&info.name));
+        return Err(Error::NotWritable { reason });
+    }
     let (output, tensors) = compose(tensors)?;
     let mut locations: Locations = vec![None; index.tensor_count()];
     for FileTensor { info, offset } in tensors {
-        if let Some(tensor) = index.find(&info.name) {
-            locations[tensor.place] = Some(Location { file: 0, start: output.content.len() as u64 + offset });
+        for entry in index.entries(&info.name) {
+            locations[entry.place] = Some(Location { file: 0, start: output.content.len() as u64 + offset });
         }
     }
     Ok((vec![output], locations))

@@ -39,10 +39,9 @@ pub fn read(path: &Path) -> Vec<u8> {
     std::fs::read(folder().join(path)).unwrap()
 }
 
-/// The vectors of all versions, except those with parts, which this crate does not read yet.
+/// The vectors of all versions.
 pub fn vectors() -> Vec<Vector> {
-    let all = VERSIONS.iter().flat_map(|(version, _)| vectors_of(version));
-    all.filter(|vector| !vector.name.starts_with("parts_")).collect()
+    VERSIONS.iter().flat_map(|(version, _)| vectors_of(version)).collect()
 }
 
 /// The vectors in the folder of a version.

@@ -4,7 +4,8 @@ use crate::common::forge::forge;
 use crate::common::place::*;
 use crate::common::*;
 
-/// The payload was changed so that its CRC and sums stay the same: the output of `verify` must not claim that forgery was excluded.
+/// The payload was changed so that its CRC and sums stay the same: the output of `verify` must not claim that forgery was
+/// excluded.
 #[test]
 fn verify_says_whether_it_excludes_a_forged_payload() {
     let place = Place::new();
@@ -152,4 +153,33 @@ fn a_target_is_compared_with_its_header() {
     place.edit("target.safetensors", |bytes| bytes[9] = b' ');
     let error = place.fails("verify pair --target target.safetensors", DATA, "lone safetensors file of the target");
     assert_eq!(error["rule"], "file.content_digest");
+}
+
+#[test]
+fn split_cuts_tensors_into_parts_that_apply_puts_together() {
+    let place = Place::new();
+    let base = [
+        tensor("a.o_proj.weight", "BF16", &[12, 40], 1),
+        tensor("a.q_proj.weight", "BF16", &[30, 8], 2),
+        tensor("b", "F32", &[9], 3),
+    ];
+    let target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 5)).collect();
+    write_file(&place.path("base.safetensors"), &base);
+    write_file(&place.path("target.safetensors"), &target);
+    let report = place.json("encode base.safetensors target.safetensors -o pair --split b=0:2,mistral:4");
+    let rows = report["tensors"].as_array().unwrap();
+    assert_eq!(rows.len(), 4 + 4 + 2);
+    assert_eq!(
+        (&rows[1]["shape"], &rows[1]["part"]["origin"], &rows[1]["part"]["whole"]),
+        (&[12, 10].into(), &[0, 10].into(), &[12, 40].into())
+    );
+    assert!(place.ok("inspect pair").out.contains("12×10 at 0,10 of 12×40"));
+    place.ok("verify pair --base base.safetensors --target target.safetensors");
+    place.ok("apply base.safetensors pair -o out.safetensors");
+    place.assert_same("out.safetensors", "target.safetensors");
+    let encode = "encode base.safetensors target.safetensors -o other";
+    for (rules, what) in [("gpt:2", "PATTERN=DIM:N"), ("b=1:2", "no such dimension"), ("b=0:2 --format 1.1", "need format 1.2")] {
+        assert_eq!(place.tpde(&format!("{encode} --split {rules}")).code, USAGE, "{rules}");
+        assert!(place.tpde(&format!("{encode} --split {rules}")).err.contains(what), "{rules}");
+    }
 }

@@ -30,6 +30,7 @@ fn pair_of(cases: &[Hostile]) -> Pair<Vec<u8>> {
             base_name: None,
             dtype: case.dtype,
             shape: vec![case.lanes as u64],
+            part: None,
             base_kind: if whole { BaseKind::Same } else { BaseKind::Prefix },
             base_param: if whole { 0 } else { (case.base.len() / width) as u64 },
             codec: case.codec,

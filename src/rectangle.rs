@@ -1,0 +1,238 @@
+//! Rectangles of tensors: the parts of spec section 8.4.
+
+#![forbid(unsafe_code)]
+
+/// A rectangle of a tensor: the elements whose index in each dimension is in `origin .. origin + extent`. A pair may describe a
+/// tensor in parts, each of which is a rectangle.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Rectangle {
+    /// First index in each dimension.
+    pub origin: Vec<u64>,
+    /// Number of indexes in each dimension.
+    pub extent: Vec<u64>,
+}
+
+impl Rectangle {
+    /// A rectangle from its first index and its number of indexes in each dimension.
+    pub fn new(origin: impl Into<Vec<u64>>, extent: impl Into<Vec<u64>>) -> Self {
+        Self { origin: origin.into(), extent: extent.into() }
+    }
+
+    /// The rectangle of all elements of a tensor.
+    pub fn whole(shape: &[u64]) -> Self {
+        Self { origin: vec![0; shape.len()], extent: shape.to_vec() }
+    }
+}
+
+/// The reason why a rectangle is not a part of a tensor of this shape, whose elements have `bits` bits.
+pub(crate) fn part_fault(bits: u64, shape: &[u64], origin: &[u64], extent: &[u64]) -> Option<&'static str> {
+    if origin.len() != shape.len() || extent.len() != shape.len() {
+        return Some("another number of dimensions than the tensor has");
+    }
+    for ((&dim, &origin), &extent) in shape.iter().zip(origin).zip(extent) {
+        if extent == 0 {
+            return Some("an extent of 0");
+        }
+        if origin.checked_add(extent).is_none_or(|end| end > dim) {
+            return Some("an end beyond the tensor");
+        }
+    }
+    let Some(last) = cut_dim(shape, extent) else { return Some("the whole tensor") };
+    // The shape has fewer than 2^63 bits, so this product does not overflow.
+    let inner = bits * shape[last + 1..].iter().product::<u64>();
+    let is_whole_bytes = [shape[last], origin[last], extent[last]].iter().all(|n| (n % 8 * (inner % 8)).is_multiple_of(8));
+    (!is_whole_bytes).then_some("a run that is not of whole bytes")
+}
+
+/// The last dimension that the extents do not span.
+fn cut_dim(shape: &[u64], extent: &[u64]) -> Option<usize> {
+    shape.iter().zip(extent).rposition(|(dim, extent)| extent < dim)
+}
+
+/// The order of parts: whether part `a` ends before part `b` begins, in the first dimension in which they differ. Parts of which
+/// each precedes the next are disjoint.
+pub(crate) fn precedes(a: (&[u64], &[u64]), b: (&[u64], &[u64])) -> bool {
+    for i in 0..a.0.len() {
+        if (a.0[i], a.1[i]) != (b.0[i], b.1[i]) {
+            return a.0[i] + a.1[i] <= b.0[i];
+        }
+    }
+    false
+}
+
+/// The bytes of a rectangle within the bytes of its tensor: runs of equal length.
+#[derive(Debug, Clone)]
+pub(crate) struct Runs {
+    /// Offset of the first run in the tensor.
+    start: u64,
+    /// Length of a run.
+    run: u64,
+    /// Number of runs and distance between them, for each dimension that is not part of a run, from the outermost.
+    dims: Vec<(u64, u64)>,
+}
+
+impl Runs {
+    /// The runs of a rectangle that has no [`part_fault`], or that is the whole tensor. All results are in bytes.
+    pub fn new(bits: u64, shape: &[u64], origin: &[u64], extent: &[u64]) -> Self {
+        let Some(last) = cut_dim(shape, extent) else {
+            let bytes = if shape.contains(&0) { 0 } else { bits * shape.iter().product::<u64>() / 8 };
+            return Self { start: 0, run: bytes, dims: Vec::new() };
+        };
+        let mut stride = bits * shape[last + 1..].iter().product::<u64>();
+        let mut start = origin[last] * stride;
+        let run = extent[last] * stride / 8;
+        let mut dims: Vec<(u64, u64)> = Vec::new();
+        for i in (0..last).rev() {
+            stride *= shape[i + 1];
+            start += origin[i] * stride;
+            match dims.last_mut() {
+                // This dimension continues where the one within it ends.
+                Some((count, distance)) if *count * *distance == stride / 8 => *count *= extent[i],
+                _ if extent[i] > 1 => dims.push((extent[i], stride / 8)),
+                _ => {}
+            }
+        }
+        dims.reverse();
+        Self { start: start / 8, run, dims }
+    }
+
+    /// Size of the rectangle.
+    pub fn bytes(&self) -> u64 {
+        self.run * self.dims.iter().map(|(count, _)| count).product::<u64>()
+    }
+
+    /// Offset in the tensor of byte `offset` of the rectangle.
+    fn at(&self, offset: u64) -> u64 {
+        let mut number = offset / self.run;
+        let mut at = self.start + offset % self.run;
+        for (count, distance) in self.dims.iter().rev() {
+            at += number % count * distance;
+            number /= count;
+        }
+        at
+    }
+
+    /// Calls `each` with the offset in the tensor, and the range within the `size` bytes, of each run of the bytes from byte
+    /// `offset` of the rectangle on.
+    pub fn try_each<E>(
+        &self,
+        offset: u64,
+        size: usize,
+        mut each: impl FnMut(u64, std::ops::Range<usize>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut done = 0;
+        while done < size {
+            let offset = offset + done as u64;
+            let end = size.min(done.saturating_add((self.run - offset % self.run) as usize));
+            each(self.at(offset), done..end)?;
+            done = end;
+        }
+        Ok(())
+    }
+
+    /// Offset in the tensor of `size` bytes of the rectangle, if they are contiguous there.
+    pub fn contiguous(&self, offset: u64, size: usize) -> Option<u64> {
+        if size == 0 || self.run == 0 {
+            return Some(self.start);
+        }
+        (offset % self.run + size as u64 <= self.run).then(|| self.at(offset))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A shape and a rectangle of it.
+    fn rectangles() -> impl Strategy<Value = (Vec<u64>, Vec<u64>, Vec<u64>)> {
+        prop::collection::vec((1u64..7, any::<u64>(), any::<u64>()), 1..5).prop_map(|dims| {
+            let cut = |(dim, a, b): (u64, u64, u64)| {
+                let origin = a % dim;
+                (dim, origin, 1 + b % (dim - origin))
+            };
+            let dims: Vec<_> = dims.into_iter().map(cut).collect();
+            (dims.iter().map(|d| d.0).collect(), dims.iter().map(|d| d.1).collect(), dims.iter().map(|d| d.2).collect())
+        })
+    }
+
+    /// The index in the tensor of each element of a rectangle, in row-major order, from the definition.
+    fn elements(shape: &[u64], origin: &[u64], extent: &[u64]) -> Vec<u64> {
+        (0..shape.iter().product())
+            .filter(|element| {
+                let mut rest = *element;
+                let mut is_inside = true;
+                for i in (0..shape.len()).rev() {
+                    let index = rest % shape[i];
+                    is_inside &= (origin[i]..origin[i] + extent[i]).contains(&index);
+                    rest /= shape[i];
+                }
+                is_inside
+            })
+            .collect()
+    }
+
+    proptest! {
+        #[test]
+        fn runs_are_the_elements_of_a_rectangle((shape, origin, extent) in rectangles(), from in any::<u64>(), to in any::<u64>()) {
+            let expected = elements(&shape, &origin, &extent);
+            let runs = Runs::new(16, &shape, &origin, &extent);
+            prop_assert_eq!(runs.bytes(), 2 * expected.len() as u64);
+            let from = from % (runs.bytes() + 1);
+            let size = (to % (runs.bytes() - from + 1)) as usize;
+            let mut found = Vec::new();
+            runs.try_each(from, size, |at, range| -> Result<(), ()> {
+                prop_assert_eq_ok(found.len(), range.start);
+                found.extend(at..at + range.len() as u64);
+                Ok(())
+            }).unwrap();
+            let bytes: Vec<u64> = expected.iter().flat_map(|element| [2 * element, 2 * element + 1]).collect();
+            prop_assert_eq!(&found[..], &bytes[from as usize..][..size]);
+            let is_contiguous = found.windows(2).all(|pair| pair[0] + 1 == pair[1]);
+            match runs.contiguous(from, size) {
+                Some(at) if size > 0 => prop_assert!(is_contiguous && at == found[0]),
+                Some(_) => {}
+                // Runs may touch where the rectangle ends at the end of a row and goes on at the beginning of the next.
+                None => prop_assert!(size > 0),
+            }
+        }
+
+        #[test]
+        fn a_part_that_precedes_another_shares_no_element_with_it((shape, a, b) in rectangles(), other in any::<[u64; 8]>()) {
+            let dims = || shape.iter().enumerate();
+            let origin: Vec<u64> = dims().map(|(i, dim)| other[i] % dim).collect();
+            let extent: Vec<u64> = dims().map(|(i, dim)| 1 + other[i + 4] % (dim - origin[i])).collect();
+            if precedes((&a, &b), (&origin, &extent)) {
+                let (one, two) = (elements(&shape, &a, &b), elements(&shape, &origin, &extent));
+                prop_assert!(one.iter().all(|element| !two.contains(element)));
+                prop_assert!(!precedes((&origin, &extent), (&a, &b)));
+            }
+        }
+    }
+
+    fn prop_assert_eq_ok(a: usize, b: usize) {
+        assert_eq!(a, b);
+    }
+
+    #[test]
+    fn parts_of_packed_dtypes_have_whole_bytes() {
+        // Elements of 4 bits.
+        assert_eq!(part_fault(4, &[4, 6], &[0, 0], &[4, 2]), None);
+        assert!(part_fault(4, &[4, 6], &[0, 1], &[4, 2]).is_some());
+        assert!(part_fault(4, &[4, 6], &[0, 0], &[4, 3]).is_some());
+        assert!(part_fault(4, &[4, 5], &[0, 0], &[4, 2]).is_some());
+        assert_eq!(part_fault(4, &[4, 3, 2], &[1, 0, 0], &[2, 3, 2]), None);
+        assert_eq!(part_fault(6, &[4, 4], &[1, 0], &[1, 4]), None);
+        assert!(part_fault(6, &[4, 2], &[1, 0], &[1, 2]).is_some());
+    }
+
+    #[test]
+    fn a_rectangle_beyond_its_tensor_or_without_elements_is_no_part() {
+        for (origin, extent) in [([0, 0], [2, 0]), ([1, 0], [2, 3]), ([u64::MAX, 0], [2, 3]), ([2, 0], [1, 3]), ([0, 0], [2, 3])] {
+            assert!(part_fault(16, &[2, 3], &origin, &extent).is_some(), "{origin:?} {extent:?}");
+        }
+        assert!(part_fault(16, &[2, 3], &[0], &[1]).is_some());
+        assert_eq!(part_fault(16, &[2, 3], &[1, 1], &[1, 2]), None);
+    }
+}
