@@ -57,6 +57,12 @@ pub trait Checkpoint: Sync {
         Ok(out)
     }
 
+    /// Whether the checkpoint has `size` bytes of a tensor from byte `offset` on. A checkpoint that holds slices of tensors lacks
+    /// the others.
+    fn holds(&self, _tensor_index: usize, _offset: u64, _size: usize) -> bool {
+        true
+    }
+
     /// Returns the files and folders from which this checkpoint is read; empty if it is in memory. Outputs must not overlap them.
     fn paths(&self) -> Vec<PathBuf> {
         Vec::new()

@@ -73,6 +73,13 @@ impl Checkpoint for Cut<'_> {
         self.of.in_place(piece.tensor, at, size)
     }
 
+    fn holds(&self, tensor_index: usize, offset: u64, size: usize) -> bool {
+        let Some(piece) = self.pieces.get(tensor_index) else { return false };
+        let holds = |at: u64, size: usize| self.of.holds(piece.tensor, at, size);
+        let each = |runs: &Runs| runs.try_each(offset, size, |at, range| if holds(at, range.len()) { Ok(()) } else { Err(()) });
+        piece.runs.as_ref().map_or_else(|| holds(offset, size), |runs| each(runs).is_ok())
+    }
+
     fn paths(&self) -> Vec<PathBuf> {
         self.of.paths()
     }

@@ -85,6 +85,16 @@ pub enum Error {
         /// The first failure.
         source: Box<Error>,
     },
+    /// A slice has only some lanes of a chunk that is needed. Nothing was decoded.
+    #[error("tensor {}, chunk {chunk}: {}", Escaped(tensor), Text(reason))]
+    NotHeld {
+        /// Name of the tensor.
+        tensor: String,
+        /// Index of the chunk in the index map.
+        chunk: u32,
+        /// The lanes that are needed, and the part with which the pair would fit.
+        reason: String,
+    },
     /// The requested device, or a working driver for it, is missing.
     #[error("no CUDA device: {}", Text(_0))]
     NoDevice(String),

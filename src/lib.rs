@@ -34,6 +34,7 @@
 //! | rebuild the target, or a part of it | [`Apply`]: files, buffers, a range of a tensor, tensors changed in place |
 //! | check a pair, a base and a target | [`Verify`] |
 //! | see what the bytes of a pair are used for | [`Explain`], [`ValidatedIndex`] |
+//! | rebuild or change slices of tensors, from slices of a base | [`Apply::to_slices`], [`Apply::in_place_slices`], [`SliceCheckpoint`] |
 //! | read checkpoints | [`SafetensorsCheckpoint`] for files and sharded folders, [`MemoryCheckpoint`] for memory, or your own [`Checkpoint`] |
 //! | decode on a CUDA device | [`Apply::on`]; module `cuda` for tensors in device memory |
 //! | show progress, or stop the work | `progress` and `watch` of each builder, [`Watch`] |
@@ -77,6 +78,7 @@ mod publish;
 mod reader;
 mod rectangle;
 mod safetensors;
+mod slice;
 mod source;
 mod sums;
 mod watch;
@@ -107,6 +109,7 @@ pub use publish::Temporaries;
 pub use reader::{Pair, PairPaths, PayloadDigests, VerifyReport};
 pub use rectangle::Rectangle;
 pub use safetensors::SafetensorsCheckpoint;
+pub use slice::{Slice, SliceCheckpoint, SliceMut};
 #[cfg(feature = "mmap")]
 pub use source::MappedSource;
 pub use source::{Buffer, FileSource, Source};

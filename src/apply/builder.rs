@@ -5,6 +5,7 @@ use super::in_place::{InPlace, InPlaceRun, TensorMut};
 use super::kept::KEPT_PAYLOADS;
 use super::range::{self, Changes};
 use super::run::{ApplyReport, Run, Sink};
+use super::slices;
 use super::to_path;
 use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 use crate::error::{Error, Escaped, Result};
@@ -12,6 +13,7 @@ use crate::format::BaseKind;
 use crate::index::Tensor;
 use crate::reader::{Pair, VerifyReport};
 use crate::safetensors::{SafetensorsCheckpoint, outputs, target_metadata};
+use crate::slice::SliceMut;
 use crate::source::Source;
 use crate::watch::{Watch, Watcher};
 use std::collections::BTreeMap;
@@ -89,8 +91,8 @@ impl<'a, B: Source> Apply<'a, B> {
     ///
     /// Without digests of tensors, decoding is about three times as fast, and each chunk's CRC and sums still detect damage. They
     /// do not detect forgery: both are linear, so a blob of format 1.0 or 1.1 can be changed to give other weights with the same
-    /// index and pair digest. In format 1.2, digests of payloads detect forgery if all payloads are read or the index stores their
-    /// digests; [`ApplyReport::payload_digests`] says which were compared.
+    /// index and pair digest. In format 1.2, digests of payloads detect forgery if all payloads are read or the index stores
+    /// their digests; [`ApplyReport::payload_digests`] says which were compared.
     pub fn digests(mut self, on: bool) -> Self {
         self.digests = on;
         self
@@ -254,6 +256,40 @@ impl<'a, B: Source> Apply<'a, B> {
         run.run(&mut tensors)
     }
 
+    /// Rebuilds slices: rectangles of tensors, in memory that may have gaps between rows. Decodes only the chunks that have
+    /// elements of the slices. The tensors need not be selected, and several slices may be of one tensor.
+    ///
+    /// The base may hold only slices of its tensors ([`SliceCheckpoint`](crate::SliceCheckpoint)), if they have the base lanes of
+    /// these chunks. Chunks are checked as in [`Apply::range`].
+    ///
+    /// # Errors
+    /// - Nothing is decoded: [`Error::InvalidArgument`] if the pair has no such tensor, or if a slice is not within its tensor or has
+    ///   another size; [`Error::NotHeld`] if the base lacks lanes of a chunk.
+    /// - Discard the slices: the errors of [`Apply::to_buffers`]; [`Error::InvalidArgument`] if the pair has only some elements of a
+    ///   slice.
+    pub fn to_slices<'t>(&self, slices: impl IntoIterator<Item = SliceMut<'t>>) -> Result<ApplyReport> {
+        let mut slices: Vec<_> = slices.into_iter().collect();
+        let entries = slices.iter().flat_map(|slice| self.pair.index().entries(slice.name));
+        let run = self.run_for(entries.collect::<Vec<_>>())?;
+        slices::rebuild(&run, &mut slices)
+    }
+
+    /// Changes slices of tensors in memory from base to target, at most one per tensor. The slices themselves are the base, so no
+    /// other base may be set. Elements that the pair does not have stay as they are, and so do bytes between rows.
+    ///
+    /// Each chunk with elements of a slice must be within it. A pair in which the slice is a part of its tensor fulfils that.
+    /// [`InPlace::AllChecked`] compares the digests of tensors and parts that are held completely.
+    ///
+    /// # Errors
+    /// As for [`Apply::in_place`]; [`Error::NotHeld`], before any work, if a slice has only some lanes of a chunk.
+    pub fn in_place_slices<'t>(&self, slices: impl IntoIterator<Item = SliceMut<'t>>, mode: InPlace) -> Result<ApplyReport> {
+        if self.base.is_some() {
+            return Err(Error::InvalidArgument("an application in place takes no base: the tensors are the base".into()));
+        }
+        let mut slices: Vec<_> = slices.into_iter().collect();
+        slices::in_place(self.pair, &mut slices, mode, self.digests, &self.watcher)
+    }
+
     /// Finds the cause of an error that another decoder reported, such as module `cuda`. If the error is about the sum of a base
     /// chunk, the base is compared with its digests, and the error may become [`Error::WrongBase`] or [`Error::AlreadyApplied`].
     /// Other errors are returned unchanged.
@@ -298,8 +334,8 @@ impl<'a, B: Source> Apply<'a, B> {
     /// The `__metadata__` of all files of the target, merged. If files have different values for a key, the first file's is used.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the pair takes a header from the base, and no base is set or the base lacks the file; also if a header
-    /// is damaged.
+    /// [`Error::Invalid`] if the pair takes a header from the base, and no base is set or the base lacks the file; also if a
+    /// header is damaged.
     pub fn metadata(&self) -> Result<BTreeMap<String, String>> {
         target_metadata(self.pair.index(), self.base_files())
     }

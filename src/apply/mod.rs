@@ -13,6 +13,7 @@ mod payloads;
 mod range;
 mod rebuilt;
 mod run;
+mod slices;
 mod to_path;
 mod verify;
 
