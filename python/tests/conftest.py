@@ -80,13 +80,14 @@ class Made:
         write_safetensors(self.target, self.target_bytes, {"format": "pt", "step": "20"})
         self.report = tpde.encode(self.target, self.pair, base=self.base, chunk_lanes=CHUNK)
 
-    def damaged(self, name: str) -> Path:
-        """The pair with one bit of a payload of this tensor flipped."""
+    def damaged(self, name: str, pair: Path | None = None) -> Path:
+        """A copy of ``pair``, or of the pair, with one bit of a payload of this tensor flipped."""
+        pair = pair or self.pair
         copy = self.folder / "damaged"
-        index = self.pair.with_suffix(".tpde-index").read_bytes()
-        blob = bytearray(self.pair.with_suffix(".tpde-blob").read_bytes())
+        index = pair.with_suffix(".tpde-index").read_bytes()
+        blob = bytearray(pair.with_suffix(".tpde-blob").read_bytes())
         offset = 64  # payloads follow the blob's header in the order of the tensors
-        for tensor in tpde.inspect(self.pair).tensors:
+        for tensor in tpde.inspect(pair).tensors:
             if tensor.name == name:
                 break
             offset += tensor.payload_bytes

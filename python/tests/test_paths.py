@@ -109,12 +109,19 @@ def test_verify_says_whether_it_excludes_forgery_and_whether_files_can_be_writte
     def found(report: tpde.VerifyReport) -> tuple[str, bool | None, str | None]:
         return report.payload_authenticity, report.writable, report.not_writable
 
-    assert found(tpde.verify(made.pair)) == ("not_checked", None, None)
-    assert found(tpde.verify(made.pair, target=made.target)) == ("not_checked", None, None)
+    assert found(tpde.verify(made.pair)) == ("checked", None, None)
+    assert found(tpde.verify(made.pair, target=made.target)) == ("checked", None, None)
     assert found(tpde.verify(made.pair, base=made.base)) == ("checked", True, None)
 
+    # Format 1.1 has no payload digests: only a rebuilt target excludes forgery.
+    old = tmp_path / "old"
+    tpde.encode(made.target, old, base=made.base, format="1.1")
+    assert found(tpde.verify(old)) == ("not_checked", None, None)
+    assert found(tpde.verify(old, target=made.target)) == ("not_checked", None, None)
+    assert found(tpde.verify(old, base=made.base)) == ("checked", True, None)
+
     tpde.encode(made.target, tmp_path / "anchor")
-    assert found(tpde.verify(tmp_path / "anchor")) == ("not_checked", None, None)
+    assert found(tpde.verify(tmp_path / "anchor")) == ("checked", None, None)
     anchor = tpde.verify(tmp_path / "anchor", no_base=True)
     assert found(anchor) == ("checked", True, None) and anchor.target_checked and not anchor.base_checked
     with pytest.raises(tpde.InvalidArgument, match="needs a base"):

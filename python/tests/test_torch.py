@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tpde
-from conftest import SHAPES, Made
+from conftest import CHUNK, SHAPES, Made
 
 torch = pytest.importorskip("torch")
 
@@ -377,11 +377,19 @@ class TestApply:
         assert before.items() <= raw_of(tensors).items()
         assert versions.items() <= {name: tensor._version for name, tensor in tensors.items()}.items()
 
-    def test_chunk_by_chunk_tells_what_it_has_written(self, made: Made) -> None:
+    def test_chunk_by_chunk_compares_payload_digests_before_it_writes(self, made: Made) -> None:
+        tensors = tensors_of(made.base_bytes)
+        with pytest.raises(tpde.Invalid):
+            tpde.torch.apply_(tensors, made.damaged("layers.1.mlp.weight"), mode="chunk_by_chunk")
+        assert raw_of(tensors).items() <= made.base_bytes.items()
+
+    def test_chunk_by_chunk_tells_what_it_has_written(self, made: Made, tmp_path: Path) -> None:
         tensors = tensors_of(made.base_bytes)
         version = tensors["embed.weight"]._version
+        # Format 1.1 has no payload digests, so a damaged payload is found when it is decoded.
+        tpde.encode(made.target, tmp_path / "old", base=made.base, chunk_lanes=CHUNK, format="1.1")
         with pytest.raises(tpde.Poisoned) as caught:
-            tpde.torch.apply_(tensors, made.damaged("layers.1.mlp.weight"), mode="chunk_by_chunk")
+            tpde.torch.apply_(tensors, made.damaged("layers.1.mlp.weight", tmp_path / "old"), mode="chunk_by_chunk")
         assert isinstance(caught.value.__cause__, tpde.Invalid) and 0 < len(caught.value.written) < caught.value.total
         assert tensors["embed.weight"]._version > version
         for name, tensor in tensors.items():  # each chunk is entirely base or entirely target
