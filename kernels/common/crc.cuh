@@ -97,12 +97,14 @@ template <int THREADS> __device__ u32 block_crc32(const Chunk& chunk, u32* parti
     return ~crc;
 }
 
-// All threads: checks the CRC and the padding of the payload. Returns the same errors in every thread.
+// All threads: checks the CRC and the padding of the payload, and whether its digest differed. Returns the same errors in
+// every thread.
 template <int THREADS> __device__ __noinline__ u32 check_payload(const Launch& launch, const Chunk& chunk, u32* shared) {
     if (launch.flags & TPDE_FLAG_NO_CRC) return 0;
     u32 errors = block_crc32<THREADS>(chunk, shared) != chunk.crc32 ? error(TPDE_STATUS_PAYLOAD_CRC32) : 0;
     for (u32 at = chunk.size; at < padded(chunk.size); at++) {
         if (chunk.payload[at] != 0) errors |= error(TPDE_STATUS_PAYLOAD_PADDING);
     }
+    if (launch.digests && ((const u32*)launch.digests)[chunk.number] != TPDE_STATUS_OK) errors |= error(TPDE_STATUS_PAYLOAD_DIGEST);
     return errors;
 }

@@ -139,6 +139,7 @@ struct Launch {
     u32 flags;
     u32 scratch_slots;      // IN_PLACE: number of slots; DRY, COMMIT: 1 + chunks of all launches; 0: no scratch memory
     u32 scratch_slot_bytes; // IN_PLACE: size of a slot; DRY, COMMIT: size of the memory for changes; a multiple of 256
+    u64 digests;       // const u32*: status words of tpde_digests; payloads with another word than 0 are refused; 0: none
 };
 TPDE_OFFSET(Launch, chunks, 0);
 TPDE_OFFSET(Launch, sums, 8);
@@ -156,7 +157,8 @@ TPDE_OFFSET(Launch, mode, 88);
 TPDE_OFFSET(Launch, flags, 92);
 TPDE_OFFSET(Launch, scratch_slots, 96);
 TPDE_OFFSET(Launch, scratch_slot_bytes, 100);
-TPDE_SIZE(Launch, 104);
+TPDE_OFFSET(Launch, digests, 104);
+TPDE_SIZE(Launch, 112);
 
 // ---- Status words ----
 
@@ -174,6 +176,8 @@ enum : u32 {
     TPDE_STATUS_PAYLOAD_POSITIONS = 8,
     TPDE_STATUS_PAYLOAD_DELTAS = 9,
     TPDE_STATUS_CHUNK_TARGET_SUM = 10,
+    TPDE_STATUS_PAYLOAD_DIGEST = 11,
+    TPDE_STATUS_HEADER_PAYLOAD_ROOT = 12,
     TPDE_STATUS_NOT_RUN = 0xFFFFFFFFu,
 };
 
@@ -203,4 +207,4 @@ enum : u32 {
 #define TPDE_CLASS_COUNT_MAX 15
 #define TPDE_TOKEN_COUNT_MAX 180
 
-#define TPDE_LAYOUT_WORDS 62 // number of words that tpde_layout writes
+#define TPDE_LAYOUT_WORDS 63 // number of words that tpde_layout writes

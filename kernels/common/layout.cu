@@ -24,12 +24,12 @@ extern "C" __global__ void tpde_layout(u32* out) {
     OFFSET(Launch, chunks), OFFSET(Launch, sums), OFFSET(Launch, chunk_tensors), OFFSET(Launch, tensors), OFFSET(Launch, tables);
     OFFSET(Launch, blob), OFFSET(Launch, statuses), OFFSET(Launch, flag), OFFSET(Launch, order), OFFSET(Launch, scratch);
     OFFSET(Launch, first), OFFSET(Launch, count), OFFSET(Launch, mode), OFFSET(Launch, flags), OFFSET(Launch, scratch_slots);
-    OFFSET(Launch, scratch_slot_bytes);
+    OFFSET(Launch, scratch_slot_bytes), OFFSET(Launch, digests);
     *out++ = TPDE_RAW_THREADS, *out++ = TPDE_RAW_SHARED, *out++ = TPDE_CONDITIONED_THREADS, *out++ = TPDE_CONDITIONED_SHARED;
     *out++ = TPDE_WITHOUT_BASE_THREADS, *out++ = TPDE_WITHOUT_BASE_SHARED;
     *out++ = TPDE_CONDITIONED_TABLES(TPDE_CLASS_COUNT_MAX, TPDE_CLASS_COUNT_MAX * TPDE_TOKEN_COUNT_MAX);
-    *out++ = (u32)TPDE_SCRATCH_HEAD(100), *out++ = TPDE_STATUS_CHUNK_TARGET_SUM, *out++ = TPDE_STATUS_NOT_RUN;
+    *out++ = (u32)TPDE_SCRATCH_HEAD(100), *out++ = TPDE_STATUS_HEADER_PAYLOAD_ROOT, *out++ = TPDE_STATUS_NOT_RUN;
     *out++ = TPDE_MODE_COMMIT, *out++ = TPDE_FLAG_NO_CRC, *out++ = TPDE_NO_TABLES;
-    static_assert(TPDE_LAYOUT_WORDS == 7 + 3 + 10 + 12 + 17 + 13, "the words of the report");
+    static_assert(TPDE_LAYOUT_WORDS == 7 + 3 + 10 + 12 + 18 + 13, "the words of the report");
     if (out - first != TPDE_LAYOUT_WORDS) *first = 0;
 }

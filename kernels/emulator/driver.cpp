@@ -18,11 +18,13 @@
 #include <unistd.h>
 #include <vector>
 #include "common/format.cuh"
+#include "digest/digests.cuh"
 #include "zstd/frames.cuh"
 
 extern "C" void tpde_raw(Launch);
 extern "C" void tpde_conditioned(Launch);
 extern "C" void tpde_without_base(Launch);
+extern "C" void tpde_digests(Digests);
 extern "C" void tpde_frames_check(Frames);
 extern "C" void tpde_frames_expand(Frames);
 extern "C" void tpde_layout(u32*);
@@ -363,6 +365,7 @@ const KernelEntry KERNELS[] = {
     {"tpde_raw", [](const void* p) { tpde_raw(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_conditioned", [](const void* p) { tpde_conditioned(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_without_base", [](const void* p) { tpde_without_base(*(const Launch*)p); }, sizeof(Launch)},
+    {"tpde_digests", [](const void* p) { tpde_digests(*(const Digests*)p); }, sizeof(Digests)},
     {"tpde_frames_check", [](const void* p) { tpde_frames_check(*(const Frames*)p); }, sizeof(Frames)},
     {"tpde_frames_expand", [](const void* p) { tpde_frames_expand(*(const Frames*)p); }, sizeof(Frames)},
     {"tpde_layout", [](const void* p) { tpde_layout(*(u32* const*)p); }, 8},
@@ -502,6 +505,12 @@ EXPORTED u32 cuCtxGetCurrent(Context** context) { return *context = context_now(
 // ---- Streams and events ----
 
 EXPORTED u32 cuStreamCreate(Stream** stream, u32) {
+    LOCKED;
+    MAY_BE_REFUSED;
+    if (!context_now()) return INVALID_CONTEXT;
+    return *stream = new_stream(context_now()), SUCCESS;
+}
+EXPORTED u32 cuStreamCreateWithPriority(Stream** stream, u32, int) {
     LOCKED;
     MAY_BE_REFUSED;
     if (!context_now()) return INVALID_CONTEXT;

@@ -14,10 +14,12 @@
 #include <unistd.h>
 #include <vector>
 #include "common/format.cuh"
+#include "digest/digests.cuh"
 
 extern "C" void tpde_raw(Launch);
 extern "C" void tpde_conditioned(Launch);
 extern "C" void tpde_without_base(Launch);
+extern "C" void tpde_digests(Digests);
 extern "C" const char* __asan_default_options() { return "detect_leaks=0:detect_stack_use_after_return=0:print_legend=0"; }
 extern "C" const char* __ubsan_default_options() { return "print_stacktrace=1"; }
 extern "C" const char* __tsan_default_options() { return "report_thread_leaks=0:exitcode=66:halt_on_error=1:report_signal_unsafe=0:history_size=4"; }
@@ -37,7 +39,7 @@ struct ChunkCase {
     ChunkMetadata record;
     ChunkSums sums;
     u32 statuses; // bit mask of the correct status words
-    Bytes payload, base, target;
+    Bytes payload, digest, base, target;
 
     u32 width() const { return 1u << tensor.lane_log2; }
     u32 lanes() const { return (u32)std::min(tensor.lanes - record.output_offset, (u64)1 << tensor.chunk_lanes_log2); }
@@ -98,6 +100,7 @@ std::vector<Case> read_cases(const char* path) {
             chunk.sums = reader.number<ChunkSums>();
             chunk.statuses = reader.number<u32>();
             chunk.payload = reader.list<u8>();
+            chunk.digest = reader.list<u8>();
             chunk.base = reader.list<u8>();
             chunk.target = reader.list<u8>();
         }
@@ -275,6 +278,89 @@ template <class T> Bytes bytes_of(const std::vector<T>& values) {
     return values.empty() ? Bytes() : Bytes((const u8*)values.data(), (const u8*)(values.data() + values.size()));
 }
 
+// Distributes the leaves of payloads to warps, as plan/digests.rs does.
+struct DigestPlan {
+    std::vector<DigestPiece> pieces;
+    std::vector<u32> warps;
+    u32 nodes = 0;
+
+    DigestPlan(const Case& one, u64 seed) {
+        std::vector<DigestPiece> open;
+        u32 used = 0;
+        auto close = [&] {
+            if (open.empty()) return;
+            warps.push_back((u32)pieces.size());
+            pieces.insert(pieces.end(), open.begin(), open.end());
+            open.clear();
+            used = 0;
+        };
+        for (u32 i = 0; i < one.chunks.size(); i++) {
+            u32 leaves = (one.chunks[i].record.compressed_size + 1023) / 1024, count = (leaves + 31) / 32;
+            for (u32 first = 0; first < leaves; first += 32) {
+                u32 in_piece = std::min(leaves - first, 32u);
+                if (used + in_piece > 32 || seed % 3 == 0) close();
+                open.push_back({i, first, (u8)used, (u8)in_piece, 0, count > 1 ? nodes : 0xFFFFFFFF});
+                used += in_piece;
+            }
+            if (count > 1) nodes += 1 + count;
+        }
+        close();
+        warps.push_back((u32)pieces.size());
+    }
+};
+
+// Hashes all payloads twice: with their digests, of which one may be wrong, and without. `records` has their addresses.
+void run_digests(const Case& one, const Buffer& records, u64 seed) {
+    u32 count = (u32)one.chunks.size();
+    DigestPlan plan(one, seed);
+    Bytes digests;
+    for (const ChunkCase& chunk : one.chunks) {
+        if (chunk.digest.size() != (chunk.record.compressed_size ? 16u : 0u)) wrong("a digest of %zu bytes", chunk.digest.size());
+        digests.insert(digests.end(), chunk.digest.begin(), chunk.digest.end());
+        digests.resize(digests.size() + 16 - chunk.digest.size());
+    }
+    Buffer pieces("the pieces", bytes_of(plan.pieces), sizeof(DigestPiece) * plan.pieces.size(), 0);
+    Buffer warps("the warps", bytes_of(plan.warps), 4 * plan.warps.size(), 0);
+    Buffer nodes("the nodes", Bytes(32 * plan.nodes), 32 * plan.nodes, 0);
+    Bytes changed = digests;
+    u32 bad = (u32)(seed / 8 % (count + 1));
+    if (bad < count) changed[16 * bad + seed / 64 % 16] ^= 1 << seed % 8;
+    Buffer expected("the digests", changed, 16 * count, 0), found("the list", Bytes(16 * count), 16 * count, 0);
+    Digests parameter = {};
+    parameter.chunks = (u64)records.data;
+    parameter.pieces = (u64)pieces.data;
+    parameter.warps = (u64)warps.data;
+    parameter.nodes = (u64)nodes.data;
+    parameter.count = (u32)plan.warps.size() - 1;
+    auto kernel = [](const void* digests) { tpde_digests(*(const Digests*)digests); };
+    auto launch = [&](u32 first, u32 warps) {
+        parameter.first = first;
+        parameter.count = warps;
+        emulator::launch({warps + 1, TPDE_DIGESTS_THREADS, 0, seed}, kernel, &parameter);
+    };
+    for (bool compares : {true, false}) {
+        Buffer statuses("the status words", Bytes(4 * count, 0xFF), 4 * count, 0), flag("the flag", Bytes(4), 4, 0);
+        parameter.expected = compares ? (u64)expected.data : 0;
+        parameter.found = compares ? 0 : (u64)found.data;
+        parameter.statuses = (u64)statuses.data;
+        parameter.flag = seed % 5 ? (u64)flag.data : 0;
+        u32 all = (u32)plan.warps.size() - 1, half = seed % 4 ? all : all / 2;
+        launch(0, half);
+        launch(half, all - half);
+        for (u32 i = 0; i < count; i++) {
+            bool exists = one.chunks[i].record.compressed_size > 0, is_bad = compares && i == bad;
+            u32 status = ((const u32*)statuses.data)[i], right = !exists ? TPDE_STATUS_NOT_RUN : is_bad ? (u32)TPDE_STATUS_PAYLOAD_DIGEST : (u32)TPDE_STATUS_OK;
+            if (status != right) wrong("status %u of the digest of payload %u, expected %u", status, i, right);
+        }
+        bool fails = compares && bad < count && one.chunks[bad].record.compressed_size > 0;
+        if (*(const u32*)flag.data != (fails && parameter.flag ? 1 : 0)) wrong("the flag is %u after digests", *(const u32*)flag.data);
+        if (!statuses.has_canaries() || !flag.has_canaries()) wrong("written outside of status words or flag");
+    }
+    if (memcmp(found.data, digests.data(), digests.size()) != 0) wrong("the list of digests differs");
+    if (!pieces.is_untouched() || !warps.is_untouched() || !expected.is_untouched() || !records.is_untouched()) wrong("an argument was written");
+    if (!nodes.has_canaries() || !found.has_canaries()) wrong("written outside of nodes or list");
+}
+
 // Runs all chunks of a case in one launch. Each chunk has its own buffers, so that an access to another chunk's data is
 // detected.
 void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
@@ -331,6 +417,8 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
     const u32 slot_bytes = is_checked ? (exact ? all_lists : seed % 3 ? 1 << 20 : 2048) : exact ? most : seed % 5 ? 32768 : 512;
     Bytes zeros(TPDE_SCRATCH_HEAD(slots));
     Buffer scratch("the scratch memory", zeros, zeros.size() + (is_checked ? 1 : slots) * slot_bytes, 0);
+
+    if (mode == OUT_OF_PLACE && count > 0) run_digests(one, uploads[0], seed);
 
     Launch launch = {};
     launch.chunks = (u64)uploads[0].data;

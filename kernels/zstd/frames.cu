@@ -325,12 +325,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) tpde_frames_check(const __
     if (job >= frames.count) return;
     u32 chunk_index = ((const u32*)frames.order)[job];
     ChunkMetadata record = ((const ChunkMetadata*)frames.stored)[chunk_index];
-    Launch no_flags = {};
+    Launch launch = {};
+    launch.digests = frames.digests;
     Chunk chunk = {};
+    chunk.number = chunk_index;
     chunk.payload = (const u8*)(frames.blob + record.blob_offset);
     chunk.size = record.compressed_size;
     chunk.crc32 = record.crc32;
-    u32 errors = check_payload<THREADS>(no_flags, chunk, shared.crc);
+    u32 errors = check_payload<THREADS>(launch, chunk, shared.crc);
     if (threadIdx.x != 0) return;
     ((u32*)frames.statuses)[chunk_index] = errors ? __ffs((i32)errors) - 1 : 0;
     ((u64*)frames.frames)[job] = errors ? frames.substitute : (u64)chunk.payload;

@@ -20,7 +20,8 @@ struct Frames {
     u64 outcomes;      // const u32*: status words of nvCOMP, 0 for success
     u64 substitute;    // address of a valid frame that replaces damaged ones
     u32 substitute_bytes;
-    u32 count; // number of chunks, one block each
+    u32 count;         // number of chunks, one block each
+    u64 digests;       // as `Launch::digests`
 };
 TPDE_OFFSET(Frames, stored, 0);
 TPDE_OFFSET(Frames, expanded, 8);
@@ -38,7 +39,8 @@ TPDE_OFFSET(Frames, outcomes, 96);
 TPDE_OFFSET(Frames, substitute, 104);
 TPDE_OFFSET(Frames, substitute_bytes, 112);
 TPDE_OFFSET(Frames, count, 116);
-TPDE_SIZE(Frames, 120);
+TPDE_OFFSET(Frames, digests, 120);
+TPDE_SIZE(Frames, 128);
 
 // Further status words, in addition to those of format.cuh.
 enum : u32 {

@@ -43,6 +43,7 @@ pub(super) struct Launch {
     pub flags: u32,
     pub scratch_slots: u32,
     pub scratch_slot_bytes: u32,
+    pub digests: u64,
 }
 
 /// Modes of a launch.
@@ -61,6 +62,9 @@ pub(super) const STATUS_NOT_RUN: u32 = u32::MAX;
 
 /// Threads per block of the kernels in `zstd/frames.cu`.
 pub(super) const FRAMES_THREADS: u32 = 256;
+
+/// Threads per block of `tpde_digests`.
+pub(super) const DIGESTS_THREADS: u32 = 32;
 
 pub(super) const RAW_THREADS: u32 = defined("TPDE_RAW_THREADS");
 pub(super) const RAW_SHARED: u32 = defined("TPDE_RAW_SHARED");
@@ -82,7 +86,7 @@ pub(super) const CONDITIONED_TABLES_MAX: u32 = {
 };
 
 /// Status words and their rules.
-const RULES: [(u32, Rule); 10] = [
+const RULES: [(u32, Rule); 12] = [
     (1, Rule::PayloadCrc32),
     (2, Rule::PayloadPadding),
     (3, Rule::PayloadSize),
@@ -93,6 +97,8 @@ const RULES: [(u32, Rule); 10] = [
     (8, Rule::PayloadPositions),
     (9, Rule::PayloadDeltas),
     (10, Rule::ChunkTargetSum),
+    (11, Rule::PayloadDigest),
+    (12, Rule::HeaderPayloadRoot),
 ];
 
 /// Further status words of the frame kernels, in `frames.cuh`.
@@ -101,6 +107,15 @@ pub(super) const FRAME_RULES: [(u32, Rule); 2] = [(16, Rule::PayloadFrame), (17,
 /// Returns the rule of a status word.
 pub(super) fn rule(status: u32) -> Option<Rule> {
     RULES.iter().chain(&FRAME_RULES).find(|(code, _)| *code == status).map(|(_, rule)| *rule)
+}
+
+/// Returns the status word of a rule that decoding kernels report.
+pub(super) const fn status_of(rule: Rule) -> u32 {
+    let mut i = 0;
+    while RULES[i].1 as u32 != rule as u32 {
+        i += 1;
+    }
+    RULES[i].0
 }
 
 /// `TPDE_SCRATCH_HEAD`: size of the head of the scratch memory in bytes.
@@ -222,7 +237,7 @@ mod tests {
             }
             Launch {
                 chunks, sums, chunk_tensors, tensors, tables, blob, statuses, flag, order, scratch, first, count, mode, flags,
-                scratch_slots, scratch_slot_bytes,
+                scratch_slots, scratch_slot_bytes, digests,
             }
         };
         assert_eq!(BTreeMap::from(ours), layouts(FORMAT));

@@ -7,7 +7,7 @@ use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::{Allocation, DeviceSlice};
 use crate::codec::{Codec, TableSet};
 use crate::error::{Error, Result};
-use crate::format::{BaseKind, ChunkMetadata, ChunkSums, PAYLOAD_ALIGN, TensorDigests};
+use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, PAYLOAD_ALIGN, TensorDigests};
 use crate::index::{Tensor, ValidatedIndex};
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
@@ -29,11 +29,29 @@ pub(super) struct Uploaded {
     pub sums: u64,
     pub chunk_tensors: u64,
     pub tables: u64,
+    pub payload_list: u64,
+    pub payload_root: u64,
     /// Size of the shared memory for the largest table set, in bytes.
     pub table_bytes: u32,
     pub records: Vec<ChunkMetadata>,
     pub tensors: Vec<TensorOnDevice>,
     pub blob_size: u64,
+    pub payload_digests: PayloadDigestSource,
+    /// The payload list on the host. Empty if the index has none.
+    pub host_list: Vec<[u8; DIGEST_SIZE]>,
+}
+
+/// Digests of payloads in an index.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PayloadDigestSource {
+    None,
+    /// The payload list: the digest of each payload.
+    List,
+    /// Only the hash of the payload list.
+    Root {
+        /// Number of payloads of the pair.
+        payload_count: u32,
+    },
 }
 
 /// The host's data of a tensor.
@@ -67,8 +85,8 @@ impl TensorOnDevice {
 }
 
 impl DeviceIndex {
-    /// Uploads the records, sums, tensors and tables of an index. One upload per pair is enough. Memory: 52 bytes per chunk on
-    /// the device, 32 bytes per chunk on the host. The first index with chunks without a base compiles their kernel, unless the
+    /// Uploads the records, sums, tensors, tables and payload digests of an index. One upload per pair is enough. Memory: 52 bytes
+    /// per chunk on the device, 32 bytes per chunk on the host, and 16 bytes more on both with a payload list. The first index with chunks without a base compiles their kernel, unless the
     /// driver's cache has it.
     ///
     /// The copies are queued. Every application of this index waits for them.
@@ -93,11 +111,23 @@ impl DeviceIndex {
         let (sets, tables) = tables_of(index.table_sets())?;
         let chunk_tensors: Vec<u32> =
             index.tensors().flat_map(|t| std::iter::repeat_n(t.place as u32, t.chunk_count as usize)).collect();
-        let parts: [&[u8]; 4] = [index.records().as_bytes(), index.sums().as_bytes(), chunk_tensors.as_bytes(), tables.as_bytes()];
+        let list = index.payload_list().unwrap_or(&[]);
+        let root = if index.has_payload_root() { &index.header().payload_root[..] } else { &[] };
+        let parts: [&[u8]; 6] = [
+            index.records().as_bytes(),
+            index.sums().as_bytes(),
+            chunk_tensors.as_bytes(),
+            tables.as_bytes(),
+            list.as_flattened(),
+            root,
+        ];
         let (starts, size) = offsets(parts.map(|part| part.len() as u64));
 
         let inner = &device.inner;
         let tensors = all_on_device(index, &sets);
+        if index.has_payload_root() {
+            inner.kernels.digests(&inner.context)?;
+        }
         if tensors.iter().any(|tensor| tensor.codec == Codec::Conditioned && tensor.device.base_lanes < tensor.device.lanes) {
             // The kernel is compiled here, because a launch must be quick and may be captured.
             inner.kernels.without_base(&inner.context)?;
@@ -107,7 +137,7 @@ impl DeviceIndex {
             Some(memory) => memory.reserve(size, inner)?,
             None => DeviceSlice::owned(Allocation::new(inner, &cx, size)?, size),
         };
-        let [chunks, sums, chunk_tensors, tables] = starts.map(|start| memory.address() + start);
+        let [chunks, sums, chunk_tensors, tables, payload_list, payload_root] = starts.map(|start| memory.address() + start);
         let queueing = inner.queueing(&cx, inner.copy.raw());
         {
             let mut ring = inner.ring.lock().unwrap_or_else(PoisonError::into_inner);
@@ -125,10 +155,18 @@ impl DeviceIndex {
             sums,
             chunk_tensors,
             tables,
+            payload_list,
+            payload_root,
             table_bytes: table_bytes(index.table_sets()),
             records: index.records().to_vec(),
             tensors,
             blob_size: index.header().blob_size,
+            payload_digests: match (list.is_empty(), root.is_empty()) {
+                (false, _) => PayloadDigestSource::List,
+                (true, false) => PayloadDigestSource::Root { payload_count: index.payload_count() },
+                (true, true) => PayloadDigestSource::None,
+            },
+            host_list: list.to_vec(),
         };
         Ok(Self { uploaded: Arc::new(uploaded), trusted: None })
     }
@@ -154,7 +192,9 @@ impl DeviceIndex {
     pub fn bytes_of(index: &ValidatedIndex) -> Result<u64> {
         let (_, tables) = tables_of(index.table_sets())?;
         let chunks = index.records().len() as u64;
-        Ok(offsets([32 * chunks, 16 * chunks, 4 * chunks, 4 * tables.len() as u64]).1)
+        let list_bytes = index.payload_list().map_or(0, |list| 16 * list.len() as u64);
+        let root_bytes = if index.has_payload_root() { 32 } else { 0 };
+        Ok(offsets([32 * chunks, 16 * chunks, 4 * chunks, 4 * tables.len() as u64, list_bytes, root_bytes]).1)
     }
 
     /// Returns the range of the blob with the payloads of a tensor and their padding. Empty if the tensor has no payloads.
@@ -222,8 +262,9 @@ pub(super) fn tensor_at(tensors: &[TensorOnDevice], tensor_index: usize) -> Resu
         .ok_or_else(|| Error::InvalidArgument(format!("tensor {tensor_index} of a pair of {} tensors", tensors.len())))
 }
 
-/// Returns the offsets of the records, sums, tensor indexes and tables with these sizes, and the total size.
-fn offsets(sizes: [u64; 4]) -> ([u64; 4], u64) {
+/// Returns the offsets of the records, sums, tensor indexes, tables, payload list and payload root with these sizes, and the total
+/// size.
+fn offsets(sizes: [u64; 6]) -> ([u64; 6], u64) {
     let mut layout = MemoryLayout::default();
     (layout.add_all(sizes), layout.bytes())
 }

@@ -38,6 +38,7 @@ struct Parameter {
     substitute: u64,
     substitute_bytes: u32,
     count: u32,
+    digests: u64,
 }
 
 /// The frames of an application.
@@ -155,7 +156,7 @@ impl Frames {
     }
 
     /// Queues check, expansion and conversion to payloads. The addresses are those of the launch: records as stored, blob, tensor
-    /// table, and order from the first frame on.
+    /// table, order from the first frame on, and status words of payload digests, or 0.
     ///
     /// # Safety
     /// The addresses hold the data of the index, and remain valid until the stream has completed.
@@ -167,8 +168,9 @@ impl Frames {
         blob: u64,
         tensors: u64,
         order: u64,
+        digests: u64,
     ) -> Result<()> {
-        let parameter = Parameter { stored, blob, tensors, order, ..self.parameter };
+        let parameter = Parameter { stored, blob, tensors, order, digests, ..self.parameter };
         let FrameKernels { check, expand } = self.trusted.kernels;
         // SAFETY: promised by the caller. The index has checked the sizes of contents and payloads, and their memory was
         // allocated. `trust` promised frames of a trusted writer, and `tpde_frames_check` replaces damaged frames.
@@ -210,6 +212,7 @@ mod tests {
             substitute,
             substitute_bytes,
             count,
+            digests,
         ];
         let theirs = TEXT.lines().filter_map(|line| {
             let (field, at) = line.strip_prefix("TPDE_OFFSET(Frames, ")?.strip_suffix(");")?.split_once(", ")?;

@@ -1,5 +1,6 @@
 //! Queues an application: copies of payloads, and launches of kernels.
 
+use super::digests::PayloadDigests;
 use super::prepared::Prepared;
 use crate::apply::InPlace;
 use crate::codec::{Encoded, Expander};
@@ -7,7 +8,7 @@ use crate::cuda::abi::{self, FLAG_NO_CRC, Launch, mode};
 use crate::cuda::plan::payloads::{Mode, Payloads};
 use crate::cuda::plan::schedule::{Group, Slice, Staged};
 use crate::cuda::runtime::copies;
-use crate::cuda::runtime::driver::{Entered, RawEvent, RawStream};
+use crate::cuda::runtime::driver::{Entered, OwnStream, RawEvent, RawStream};
 use crate::cuda::runtime::memory::PinnedBuffer;
 use crate::cuda::runtime::staging::{SLOT_BYTES, fill_in_parallel};
 use crate::error::{Error, Result};
@@ -24,6 +25,8 @@ pub(super) struct Launcher<'a> {
     pub stream: RawStream,
     /// Address of the staging memory. `None` if the payloads are on the device.
     pub staging: Option<u64>,
+    /// Whether all work is on one stream.
+    pub in_order: bool,
 }
 
 impl Launcher<'_> {
@@ -48,7 +51,9 @@ impl Launcher<'_> {
     }
 
     fn run_slices(&self, payloads: &Payloads<'_>, blob: u64, host_error: &mut Option<Error>) -> Result<()> {
-        for (n, slice) in self.prepared.schedule.slices.iter().enumerate() {
+        let slices = &self.prepared.schedule.slices;
+        let hashes_all_first = self.compares_first() && self.prepared.digests.as_ref().is_some_and(PayloadDigests::needs_all);
+        for (n, slice) in slices.iter().enumerate() {
             let side = self.side(n);
             match payloads {
                 Payloads::Device(_) | Payloads::Part { .. } => {}
@@ -57,12 +62,58 @@ impl Launcher<'_> {
                 Payloads::Kept(source) => self.send(self.pieces(slice), side, &**source, host_error)?,
             }
             if host_error.is_some() {
-                break;
+                return Ok(());
             }
-            self.expand_frames(slice, side, blob)?;
-            self.launch(slice, side, blob, self.first_mode())?;
+            self.hash(n, side, blob)?;
+            if !hashes_all_first {
+                self.expand_frames(slice, side, blob)?;
+                self.launch(slice, side, blob, self.first_mode())?;
+            }
         }
-        Ok(())
+        if hashes_all_first {
+            self.join()?;
+            self.compare_list()?;
+            self.fork()?;
+            for (n, slice) in slices.iter().enumerate() {
+                self.expand_frames(slice, self.side(n), blob)?;
+                self.launch(slice, self.side(n), blob, self.first_mode())?;
+            }
+            return Ok(());
+        }
+        self.compare_list()
+    }
+
+    /// Returns whether a payload is decoded only after the comparison of its digest.
+    fn compares_first(&self) -> bool {
+        self.in_order || self.beside().is_none()
+    }
+
+    /// Returns the stream for payload digests that are compared while payloads are decoded.
+    fn beside(&self) -> Option<RawStream> {
+        self.prepared.digests.as_ref()?.beside.as_ref().map(OwnStream::raw).filter(|_| !self.in_order)
+    }
+
+    /// Returns the address of the flag that a wrong digest sets: if it is set, nothing is stored in place.
+    fn digest_flag(&self) -> u64 {
+        if self.prepared.mode == Mode::InPlace(InPlace::AllChecked) { self.prepared.flag } else { 0 }
+    }
+
+    /// Queues the payload digests of slice `n`, whose payloads are in the order of `side`.
+    fn hash(&self, n: usize, side: RawStream, blob: u64) -> Result<()> {
+        let Some(digests) = &self.prepared.digests else { return Ok(()) };
+        let stream = self.beside().unwrap_or(side);
+        if stream != side {
+            self.after(side, stream)?;
+        }
+        // SAFETY: the records come from a validated index, and payloads are where the records say. All of it is held until the
+        // stream has completed.
+        unsafe { digests.hash(self.cx, stream, n, self.prepared.records, blob, self.digest_flag()) }
+    }
+
+    /// Queues the comparison of the payload list with the payload root, if the index has only the root.
+    fn compare_list(&self) -> Result<()> {
+        let Some(digests) = &self.prepared.digests else { return Ok(()) };
+        digests.compare_list(self.cx, self.beside().unwrap_or(self.stream), self.digest_flag())
     }
 
     /// Queues the expansion of the frames of a slice by nvCOMP.
@@ -73,7 +124,7 @@ impl Launcher<'_> {
         let order = order + 4 * run.order.start as u64;
         // SAFETY: records and tensors come from a validated index, payloads are where the records say, and the frames were
         // prepared for this run. All of it is held until the stream has completed.
-        unsafe { frames.expand(self.cx, stream, records, blob, tensors, order) }
+        unsafe { frames.expand(self.cx, stream, records, blob, tensors, order, self.refused()) }
     }
 
     /// Queues the pass that stores the changes. A dry pass over all chunks has been queued before.
@@ -103,9 +154,10 @@ impl Launcher<'_> {
         self.prepared.sides.iter().try_for_each(|side| event.hold(self.cx, side.raw()))
     }
 
-    /// Makes the stream wait for the side streams.
+    /// Makes the stream wait for the side streams, and for payload digests.
     fn join(&self) -> Result<()> {
-        self.prepared.sides.iter().try_for_each(|side| self.after(side.raw(), self.stream))
+        self.prepared.sides.iter().try_for_each(|side| self.after(side.raw(), self.stream))?;
+        self.beside().map_or(Ok(()), |beside| self.after(beside, self.stream))
     }
 
     /// Makes the stream wait for all other streams with queued work. Called after an error.
@@ -117,10 +169,14 @@ impl Launcher<'_> {
     /// Queues all work on one stream, for graphs. Otherwise as [`Launcher::run`].
     pub fn run_in_order(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<()> {
         let blob = self.blob(payloads);
-        for slice in &self.prepared.schedule.slices {
+        for (n, slice) in self.prepared.schedule.slices.iter().enumerate() {
             if let Payloads::Pinned(pinned) = payloads {
                 self.copy_on(self.pieces(slice), pinned, self.stream)?;
             }
+            self.hash(n, self.stream, blob)?;
+        }
+        self.compare_list()?;
+        for slice in &self.prepared.schedule.slices {
             self.launch(slice, self.stream, blob, self.first_mode())?;
         }
         if self.prepared.mode == Mode::InPlace(InPlace::AllChecked) {
@@ -128,6 +184,11 @@ impl Launcher<'_> {
             slices.try_for_each(|slice| self.launch(slice, self.stream, blob, mode::COMMIT))?;
         }
         self.copy_statuses_back(statuses)
+    }
+
+    /// Returns the address of the digests' status words, for kernels that decode only compared payloads; otherwise 0.
+    fn refused(&self) -> u64 {
+        self.prepared.digests.as_ref().filter(|_| self.compares_first()).map_or(0, PayloadDigests::statuses)
     }
 
     fn first_mode(&self) -> u32 {
@@ -140,13 +201,15 @@ impl Launcher<'_> {
 
     fn copy_statuses_back(&self, statuses: &PinnedBuffer) -> Result<()> {
         let bytes = 4 * self.prepared.schedule.span.len();
-        // SAFETY: the status words belong to the application. The pinned memory is long enough, and nobody reads it before the
-        // event that follows. Both are held until then.
-        unsafe { copies::copy_out(self.cx, statuses.as_ptr(), self.prepared.first_status(), bytes, self.stream)? };
-        let Some(frames) = &self.prepared.frames else { return Ok(()) };
-        let first = frames.statuses().wrapping_add(4 * u64::from(self.prepared.schedule.span.start));
-        // SAFETY: as above; the pinned memory is long enough for both.
-        unsafe { copies::copy_out(self.cx, statuses.as_ptr().add(bytes), first, bytes, self.stream) }
+        let first = u64::from(self.prepared.schedule.span.start);
+        let frames = self.prepared.frames.as_ref().map(|frames| frames.statuses().wrapping_add(4 * first));
+        let digests = self.prepared.digests.as_ref().map(|digests| digests.first_status);
+        for (n, from) in [Some(self.prepared.first_status()), frames, digests].into_iter().flatten().enumerate() {
+            // SAFETY: the status words belong to the application. The pinned memory is long enough for all of them, and nobody
+            // reads it before the event that follows. Both are held until then.
+            unsafe { copies::copy_out(self.cx, statuses.as_ptr().add(n * bytes), from, bytes, self.stream)? };
+        }
+        Ok(())
     }
 
     fn launch(&self, slice: &Slice, stream: RawStream, blob: u64, mode: u32) -> Result<()> {
@@ -174,6 +237,7 @@ impl Launcher<'_> {
                 flags: if matches!(run.group, Group::Expanded | Group::Frames) { FLAG_NO_CRC } else { 0 },
                 scratch_slots: scratch.map_or(0, |s| s.slots),
                 scratch_slot_bytes: scratch.map_or(0, |s| s.slot_bytes),
+                digests: self.refused(),
             };
             let kernel = match run.group {
                 Group::Conditioned => {

@@ -1,5 +1,6 @@
 //! Applications: prepared once, then launched on a caller's stream any number of times.
 
+mod digests;
 mod frames;
 mod launch;
 pub(super) mod outcome;
@@ -34,7 +35,8 @@ struct Unwinding<'a>(&'a Launcher<'a>);
 impl Drop for Unwinding<'_> {
     fn drop(&mut self) {
         let Launcher { prepared, cx, stream, .. } = *self.0;
-        let sides = prepared.sides.iter().map(OwnStream::raw);
+        let beside = prepared.digests.as_ref().and_then(|digests| digests.beside.as_ref());
+        let sides = prepared.sides.iter().chain(beside).map(OwnStream::raw);
         [prepared.index.device().inner.copy.raw(), stream].into_iter().chain(sides).for_each(|stream| driver::drain(cx, stream));
         _ = prepared.reset(cx, stream);
         driver::drain(cx, stream);
@@ -136,7 +138,7 @@ impl<'a> Application<'a> {
         }
         prepared.ready.hold(&cx, raw)?;
 
-        let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address) };
+        let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address), in_order: false };
         let (done, end) = (Arc::new(RawEvent::new(&cx, false)?), RawEvent::new(&cx, false)?);
         let unwinding = Unwinding(&launcher);
         let queued = self.send_table(&cx, last_launch.table.as_ref(), raw).and_then(|()| launcher.run(&self.payloads, &statuses));
@@ -203,7 +205,7 @@ impl<'a> Application<'a> {
         // A captured stream cannot wait for work outside of the capture, so the host waits. `prepare` queued this copy, which is
         // short.
         prepared.ready.wait(&cx)?;
-        let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address) };
+        let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address), in_order: true };
         let queued = prepared.reset(&cx, raw).and_then(|()| launcher.run_in_order(&self.payloads, &statuses));
         let captured = Captured::new(prepared.clone(), statuses, staging, self.pinned_payloads());
         match queued {

@@ -114,8 +114,27 @@ fn statuses<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterato
         let status = words.word(at);
         // An error of a frame takes precedence, because it made `tpde_raw` refuse the payload.
         let frame_status = if prepared.frames.is_some() { words.word(span.len() + at) } else { STATUS_OK };
-        (chunk, if status == STATUS_NOT_RUN || frame_status == STATUS_OK { status } else { frame_status })
+        let status = if status == STATUS_NOT_RUN || frame_status == STATUS_OK { status } else { frame_status };
+        (chunk, with_digest(status, digest_status(prepared, words, chunk)))
     })
+}
+
+/// Returns the status word of a payload's digest, or `STATUS_OK` if the device does not compare it.
+fn digest_status(prepared: &Prepared, words: &PinnedBuffer, chunk: u32) -> u32 {
+    let Some(digests) = prepared.digests.as_ref().filter(|_| prepared.has_payload_on_device(chunk)) else { return STATUS_OK };
+    let span = &prepared.schedule.span;
+    words.word(digests.status_words_at / 4 + (chunk - span.start) as usize)
+}
+
+/// Combines the status word of a chunk with that of its payload's digest. The digest is checked after the CRC and before everything
+/// else (spec section 13, step 10).
+fn with_digest(status: u32, digest_status: u32) -> u32 {
+    match digest_status {
+        STATUS_OK => status,
+        STATUS_NOT_RUN if status != STATUS_OK => status,
+        _ if status == const { abi::status_of(Rule::PayloadCrc32) } => status,
+        _ => digest_status,
+    }
 }
 
 fn bad_chunks<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterator<Item = BadChunk> + 'a {
@@ -127,7 +146,8 @@ fn check_statuses(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<
     // Fast path: all chunks are correct.
     if host_error.is_none()
         && const { STATUS_OK == 0 }
-        && words[..prepared.status_bytes()].iter().fold(0, |any, byte| any | byte) == 0
+        && words[..prepared.digests.as_ref().map_or(prepared.status_bytes(), |digests| digests.status_words_at)].iter().fold(0, |any, byte| any | byte) == 0
+        && prepared.digests.as_ref().is_none_or(|digests| digests.are_all_right(&words[digests.status_words_at..]))
     {
         return Ok(());
     }
@@ -168,6 +188,8 @@ fn error(prepared: &Prepared, chunk: u32, status: u32) -> Error {
     let record = &prepared.index.uploaded.records[chunk as usize];
     let expected = match rule {
         Rule::PayloadCrc32 => format!("{:08x}", record.crc32.get()),
+        Rule::PayloadDigest => "the digest in the payload list".into(),
+        Rule::HeaderPayloadRoot => "the hash of the payload list".into(),
         Rule::PayloadPadding => "zeros after the payload".into(),
         Rule::PayloadSize => format!("parts that fill {} bytes", record.compressed_size.get()),
         Rule::PayloadFrame => format!("one zstd frame that expands to {} bytes", record.uncompressed_size.get()),
@@ -180,6 +202,9 @@ fn error(prepared: &Prepared, chunk: u32, status: u32) -> Error {
         Rule::ChunkBaseSum => "the sum over the base lanes".into(),
         _ => "the sum over the target lanes".into(),
     };
+    if rule == Rule::HeaderPayloadRoot {
+        return rule.broken(expected, "another hash, on the device");
+    }
     let tensor = prepared.bindings.iter().filter_map(|binding| prepared.index.tensor(binding.tensor).ok());
     let name = tensor.clone().find(|tensor| tensor.chunks().contains(&chunk)).map_or("", |tensor| &tensor.name);
     rule.broken(expected, "a mismatch, on the device").in_chunk(chunk).in_tensor(name)

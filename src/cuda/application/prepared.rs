@@ -1,7 +1,9 @@
 //! The memory of an application, and state shared by its launches.
 
+use super::digests::PayloadDigests;
 use super::frames::Frames;
 use crate::apply::InPlace;
+use crate::codec::Codec;
 use crate::cuda::abi::{self, DeviceTensor, STATUS_NOT_RUN};
 use crate::cuda::index::DeviceIndex;
 use crate::cuda::plan::binding::Binding;
@@ -27,8 +29,10 @@ pub(super) struct Prepared {
     pub bindings: Vec<Binding>,
     pub scratch: Option<Scratch>,
     pub frames: Option<Frames>,
-    /// Tensor table, launch order ([`Schedule::order`]), records with staging offsets ([`Schedule::records`]), status words, flag
-    /// and scratch memory, one after the other. Memory of the caller also has the staging memory at its end.
+    pub digests: Option<PayloadDigests>,
+    /// Tensor table, launch order ([`Schedule::order`]), records with staging offsets ([`Schedule::records`]), pieces of payload
+    /// digests, status words, nodes and list of payload digests, flag and scratch memory, one after the other. Memory of the caller
+    /// also has the staging memory at its end.
     _memory: DeviceSlice,
     /// Whether all memory belongs to the caller.
     pub in_caller_memory: bool,
@@ -81,10 +85,15 @@ impl Prepared {
             Mode::InPlace(InPlace::ChunkByChunk) if !in_caller_memory => Some(device.scratch(&cx)?),
             _ => scratch.map(|scratch| scratch.at(at(offsets.scratch))),
         };
-        let parts: [(u64, &[u8]); 3] = [
+        let digest_plan = plan.digests.as_ref();
+        let list_record = digest_plan.and_then(PayloadDigests::list_record);
+        let parts: [(u64, &[u8]); 6] = [
             (offsets.table, table.as_bytes()),
             (offsets.order, schedule.order.as_bytes()),
             (offsets.records, schedule.records.as_bytes()),
+            (offsets.pieces, digest_plan.map_or(&[], |digests| digests.pieces.as_bytes())),
+            (offsets.warps, digest_plan.map_or(&[], |digests| digests.warps.as_bytes())),
+            (offsets.list_record, list_record.as_ref().map_or(&[], IntoBytes::as_bytes)),
         ];
         let pinned = PinnedBuffer::with_parts(device, &cx, offsets.copied, &parts)?;
         let frames = Frames::new(index, schedule, device, &cx)?;
@@ -99,6 +108,10 @@ impl Prepared {
         unsafe {
             copies::copy_in(&cx, at(0), pinned.as_ptr(), offsets.copied as usize, copy)?;
             copies::fill(&cx, at(offsets.statuses), STATUS_NOT_RUN, schedule.span.len(), copy)?;
+            if digest_plan.is_some() {
+                copies::fill(&cx, at(offsets.digest_statuses), STATUS_NOT_RUN, schedule.span.len(), copy)?;
+                copies::fill(&cx, at(offsets.nodes), 0, (offsets.flag - offsets.nodes) as usize / 4, copy)?;
+            }
             copies::fill(&cx, at(offsets.flag), 0, 1, copy)?;
             copies::fill(&cx, at(offsets.scratch), 0, own_head as usize / 4, copy)?;
         }
@@ -114,11 +127,27 @@ impl Prepared {
         let (tensors, order) = (from_zero(offsets.table, first, size_of::<DeviceTensor>()), at(offsets.order));
         let (statuses, flag) = (from_zero(offsets.statuses, first_chunk, 4), at(offsets.flag));
         let staging = if in_caller_memory { Some(memory.slice(offsets.staging, schedule.staged_bytes)?) } else { None };
+        let mut digests = digest_plan
+            .map(|digests| {
+                let words_at = 4 * schedule.span.len() * (1 + usize::from(frames.is_some()));
+                PayloadDigests::new(index, digests, &offsets, memory.address(), schedule.span.clone(), words_at)
+            })
+            .transpose()?;
         // Taken last, so that an earlier error leaks no stream.
         let sides = match schedule.slices.len() {
             0 | 1 => Vec::new(),
             slices => (0..slices.min(SIDES)).map(|_| device.pools.stream(&cx)).collect::<Result<_>>()?,
         };
+        // Chunks that are written one by one, and frames for nvCOMP, must be compared before they are decoded.
+        if let Some(digests) = digests.as_mut().filter(|_| mode != Mode::InPlace(InPlace::ChunkByChunk) && frames.is_none()) {
+            match device.pools.urgent_stream(&cx) {
+                Ok(stream) => digests.beside = Some(stream),
+                Err(e) => {
+                    Vec::from(sides).into_iter().for_each(|side| device.pools.take_back(&cx, side));
+                    return Err(e);
+                }
+            }
+        }
         drop(cx);
         let ApplyPlan { index, bindings, schedule, .. } = plan;
         let last_launch = Mutex::new(LastLaunch { spare: staging, ..LastLaunch::default() });
@@ -129,6 +158,7 @@ impl Prepared {
             bindings,
             scratch,
             frames,
+            digests,
             _memory: memory,
             in_caller_memory,
             tensors,
@@ -147,10 +177,16 @@ impl Prepared {
         self.statuses.wrapping_add(4 * u64::from(self.schedule.span.start))
     }
 
-    /// Returns the size of the status words that are copied back, in bytes: the words of the decoding kernels, then the words of
-    /// the frame kernels.
+    /// Returns the size of the status words that are copied back, in bytes: the words of the decoding kernels, of the frame kernels,
+    /// and of payload digests.
     pub fn status_bytes(&self) -> usize {
-        4 * self.schedule.span.len() * if self.frames.is_some() { 2 } else { 1 }
+        4 * self.schedule.span.len() * (1 + usize::from(self.frames.is_some()) + usize::from(self.digests.is_some()))
+    }
+
+    /// Returns whether a chunk has a payload that is in device memory as stored, and not expanded by the host.
+    pub fn has_payload_on_device(&self, chunk: u32) -> bool {
+        let is_expanded = self.index.chunk_tensor(chunk).is_ok_and(|tensor| tensor.codec == Codec::Zstd) && self.frames.is_none();
+        self.index.uploaded.records[chunk as usize].compressed_size.get() > 0 && !is_expanded
     }
 
     /// Resets status words, flag and scratch memory for the next launch.
@@ -158,6 +194,9 @@ impl Prepared {
         // SAFETY: within the memory of this application, which is held until the stream has completed.
         unsafe {
             copies::fill(cx, self.first_status(), STATUS_NOT_RUN, self.schedule.span.len(), stream)?;
+            if let Some(digests) = &self.digests {
+                digests.reset(cx, stream)?;
+            }
             if self.mode == Mode::InPlace(InPlace::AllChecked) {
                 copies::fill(cx, self.flag, 0, 1, stream)?;
                 if let Some(scratch) = self.scratch {
@@ -176,6 +215,9 @@ impl Drop for Prepared {
         let _relaxed = driver::Relaxed::new();
         if let Ok(cx) = device.context.enter() {
             self.sides.drain(..).for_each(|side| device.pools.take_back(&cx, side));
+            if let Some(beside) = self.digests.as_mut().and_then(|digests| digests.beside.take()) {
+                device.pools.take_back_urgent(&cx, beside);
+            }
         }
     }
 }

@@ -1,10 +1,12 @@
 //! Plans of applications: tensors, order of the chunks, and memory.
 
 pub(super) mod binding;
+pub(super) mod digests;
 pub(super) mod payloads;
 pub(super) mod schedule;
 
 use self::binding::Binding;
+use self::digests::{DigestPiece, DigestPlan};
 use self::payloads::{Mode, Payloads};
 use self::schedule::Schedule;
 use super::abi::{self, DeviceTensor};
@@ -33,6 +35,7 @@ pub struct ApplyPlan<'a> {
     pub(super) mode: Mode,
     pub(super) schedule: Schedule,
     pub(super) payloads: Payloads<'a>,
+    pub(super) digests: Option<DigestPlan>,
     max_scratch_bytes: u64,
 }
 
@@ -41,9 +44,15 @@ pub(super) struct Offsets {
     pub table: u64,
     pub order: u64,
     pub records: u64,
+    pub pieces: u64,
+    pub warps: u64,
+    pub list_record: u64,
     /// End of the parts that are copied from the host.
     pub copied: u64,
     pub statuses: u64,
+    pub digest_statuses: u64,
+    pub nodes: u64,
+    pub list: u64,
     pub flag: u64,
     pub scratch: u64,
     pub staging: u64,
@@ -101,7 +110,8 @@ impl<'a> ApplyPlan<'a> {
             None => Some(slice_bytes),
         };
         let schedule = Schedule::new(index, &bindings, slice_bytes)?;
-        Ok(Self { index: index.clone(), bindings, mode, schedule, payloads, max_scratch_bytes: MAX_SCRATCH_BYTES })
+        let digests = DigestPlan::new(index, &schedule);
+        Ok(Self { index: index.clone(), bindings, mode, schedule, payloads, digests, max_scratch_bytes: MAX_SCRATCH_BYTES })
     }
 
     /// Returns the size of the device memory for [`Application::prepare_in`](super::Application::prepare_in), in bytes: 8 per
@@ -109,6 +119,14 @@ impl<'a> ApplyPlan<'a> {
     /// MiB.
     pub fn bytes(&self) -> u64 {
         self.offsets(self.scratch(true), self.schedule.staged_bytes).bytes
+    }
+
+    /// Sets whether the application compares payload digests, if the index has them. The default is true. A caller that launches an
+    /// application repeatedly, with payloads that stay in device memory, may compare them in the first launch only.
+    #[must_use]
+    pub fn payload_digests(mut self, compared: bool) -> Self {
+        self.digests = if compared { DigestPlan::new(&self.index, &self.schedule) } else { None };
+        self
     }
 
     /// Limits the memory for lists of changes. Chunks whose list does not fit are decoded twice.
@@ -155,12 +173,36 @@ impl<'a> ApplyPlan<'a> {
         let table = layout.add((size_of::<DeviceTensor>() * tensors) as u64);
         let order = layout.add(4 * schedule.order.len() as u64);
         let records = layout.add((size_of::<ChunkMetadata>() * schedule.records.len()) as u64);
+        let digests = self.digests.as_ref();
+        let pieces = layout.add(digests.map_or(0, |digests| size_of_val::<[DigestPiece]>(&digests.pieces) as u64));
+        let warps = layout.add(digests.map_or(0, |digests| size_of_val::<[u32]>(&digests.warps) as u64));
+        let list_bytes = digests.and_then(|digests| digests.list.as_ref()).map_or(0, |(bytes, _)| u64::from(*bytes));
+        let list_record = layout.add(if list_bytes > 0 { size_of::<ChunkMetadata>() as u64 } else { 0 });
         let copied = layout.bytes();
         let statuses = layout.add(4 * schedule.span.len() as u64);
+        let digest_statuses = layout.add(if digests.is_some() { 4 * schedule.span.len() as u64 } else { 0 });
+        let nodes = layout.add(digests.map_or(0, |digests| 32 * u64::from(digests.nodes)));
+        let list = layout.add(list_bytes);
         let flag = layout.add(4);
         let scratch = layout.add(scratch.map_or(0, |scratch| scratch.bytes));
         let staging = layout.add(staged_bytes);
-        Offsets { table, order, records, copied, statuses, flag, scratch, staging, bytes: layout.bytes() }
+        Offsets {
+            table,
+            order,
+            records,
+            pieces,
+            warps,
+            list_record,
+            copied,
+            statuses,
+            digest_statuses,
+            nodes,
+            list,
+            flag,
+            scratch,
+            staging,
+            bytes: layout.bytes(),
+        }
     }
 }
 

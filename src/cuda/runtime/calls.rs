@@ -121,6 +121,7 @@ calls! {
     );
     cuModuleUnload(module: CUmodule);
     cuStreamCreate(stream: *mut CUstream, flags: c_uint);
+    cuStreamCreateWithPriority(stream: *mut CUstream, flags: c_uint, priority: c_int);
     cuStreamDestroy_v2(stream: CUstream);
     cuStreamQuery(stream: CUstream);
     cuStreamGetCaptureInfo_v2(

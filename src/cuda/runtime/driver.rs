@@ -192,6 +192,15 @@ impl OwnStream {
         Ok(Self(raw))
     }
 
+    /// Creates a stream whose blocks start before those of other streams.
+    pub fn urgent(_: &Entered<'_>) -> Result<Self> {
+        let mut raw = ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: `raw` is valid for a stream. The driver clamps the priority to its range.
+        check(unsafe { calls::cuStreamCreateWithPriority(&mut raw, flags, c_int::MIN) }, "make a stream")?;
+        Ok(Self(raw))
+    }
+
     pub fn raw(&self) -> RawStream {
         self.0
     }

@@ -9,6 +9,7 @@ const RAW_PTX: &str = include_str!("../../../kernels/ptx/raw.ptx");
 const CONDITIONED_PTX: &str = include_str!("../../../kernels/ptx/conditioned.ptx");
 const WITHOUT_BASE_PTX: &str = include_str!("../../../kernels/ptx/without_base.ptx");
 const FRAMES_PTX: &str = include_str!("../../../kernels/ptx/frames.ptx");
+const DIGESTS_PTX: &str = include_str!("../../../kernels/ptx/digests.ptx");
 const LAYOUT_PTX: &str = include_str!("../../../kernels/ptx/layout.ptx");
 
 /// All kernels. Kernels that only some pairs need are compiled at their first use.
@@ -20,6 +21,7 @@ pub(in crate::cuda) struct Kernels {
     pub layout: Kernel,
     without_base: Mutex<Option<Kernel>>,
     frames: Mutex<Option<FrameKernels>>,
+    digests: Mutex<Option<Kernel>>,
     modules: Mutex<Vec<Module>>,
 }
 
@@ -42,8 +44,8 @@ impl Kernels {
         let shared = abi::CONDITIONED_SHARED + abi::CONDITIONED_TABLES_MAX;
         let conditioned = load(CONDITIONED_PTX, "tpde_conditioned", abi::CONDITIONED_THREADS, shared)?;
         let layout = load(LAYOUT_PTX, "tpde_layout", 1, 0)?;
-        let (without_base, frames) = Default::default();
-        Ok(Self { raw, conditioned, layout, without_base, frames, modules: Mutex::new(modules) })
+        let (without_base, frames, digests) = Default::default();
+        Ok(Self { raw, conditioned, layout, without_base, frames, digests, modules: Mutex::new(modules) })
     }
 
     /// Returns the kernel for chunks without a base.
@@ -59,6 +61,11 @@ impl Kernels {
             let load = |name| self.load_more(cx, FRAMES_PTX, name, abi::FRAMES_THREADS, 0);
             Ok(FrameKernels { check: load("tpde_frames_check")?, expand: load("tpde_frames_expand")? })
         })
+    }
+
+    /// Returns the kernel for payload digests.
+    pub fn digests(&self, context: &Context) -> Result<Kernel> {
+        load_once(&self.digests, context, |cx| self.load_more(cx, DIGESTS_PTX, "tpde_digests", abi::DIGESTS_THREADS, 0))
     }
 
     fn load_more(&self, cx: &Entered<'_>, ptx: &str, name: &str, threads: u32, shared: u32) -> Result<Kernel> {

@@ -27,6 +27,7 @@ pub(in crate::cuda) struct Pools {
     pub reaper: OwnStream,
     pinned: Mutex<Vec<Block>>,
     streams: Mutex<Vec<OwnStream>>,
+    urgent_streams: Mutex<Vec<OwnStream>>,
 }
 
 #[derive(Debug)]
@@ -58,6 +59,7 @@ impl Pools {
             reaper: OwnStream::new(cx)?,
             pinned: Mutex::default(),
             streams: Mutex::default(),
+            urgent_streams: Mutex::default(),
         })
     }
 
@@ -67,11 +69,20 @@ impl Pools {
         kept.map_or_else(|| OwnStream::new(cx), Ok)
     }
 
+    /// Returns an idle stream of high priority, or creates one, which is slow.
+    pub fn urgent_stream(&self, cx: &Entered<'_>) -> Result<OwnStream> {
+        let kept = self.urgent_streams.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        kept.map_or_else(|| OwnStream::urgent(cx), Ok)
+    }
+
     /// Returns a stream to the pool.
-    pub fn take_back(&self, cx: &Entered<'_>, mut stream: OwnStream) {
-        let is_idle = stream.is_idle(cx);
-        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
-        if is_idle && streams.len() < STREAMS { streams.push(stream) } else { stream.destroy(cx) }
+    pub fn take_back(&self, cx: &Entered<'_>, stream: OwnStream) {
+        keep(&self.streams, cx, stream);
+    }
+
+    /// Returns a stream of high priority to the pool.
+    pub fn take_back_urgent(&self, cx: &Entered<'_>, stream: OwnStream) {
+        keep(&self.urgent_streams, cx, stream);
     }
 
     pub fn allocate(&self, cx: &Entered<'_>, bytes: u64) -> Result<u64> {
@@ -155,10 +166,18 @@ impl Pools {
                 calls::cuMemPoolDestroy(pool.0);
             }
         }
-        self.streams.get_mut().unwrap_or_else(PoisonError::into_inner).iter_mut().for_each(|stream| stream.destroy(cx));
+        for streams in [&mut self.streams, &mut self.urgent_streams] {
+            streams.get_mut().unwrap_or_else(PoisonError::into_inner).iter_mut().for_each(|stream| stream.destroy(cx));
+        }
         self.alloc.destroy(cx);
         self.reaper.destroy(cx);
     }
+}
+
+fn keep(streams: &Mutex<Vec<OwnStream>>, cx: &Entered<'_>, mut stream: OwnStream) {
+    let is_idle = stream.is_idle(cx);
+    let mut streams = streams.lock().unwrap_or_else(PoisonError::into_inner);
+    if is_idle && streams.len() < STREAMS { streams.push(stream) } else { stream.destroy(cx) }
 }
 
 fn make_pool(cx: &Entered<'_>) -> Result<Pool> {

@@ -23,13 +23,13 @@ fn the_device_agrees_with_every_size_offset_and_constant() {
         DeviceTensor { base, output, lanes, base_lanes, first_chunk, tables, dtype, codec, lane_log2, chunk_lanes_log2, reserved }
         Launch {
             chunks, sums, chunk_tensors, tensors, tables, blob, statuses, flag, order, scratch, first, count, mode, flags,
-            scratch_slots, scratch_slot_bytes,
+            scratch_slots, scratch_slot_bytes, digests,
         }
     };
     expected.extend([abi::RAW_THREADS, abi::RAW_SHARED, abi::CONDITIONED_THREADS, abi::CONDITIONED_SHARED]);
     expected.extend([abi::WITHOUT_BASE_THREADS, abi::WITHOUT_BASE_SHARED]);
     expected.push(abi::CONDITIONED_TABLES_MAX);
-    expected.extend([abi::scratch_head(100) as u32, 10, abi::STATUS_NOT_RUN]);
+    expected.extend([abi::scratch_head(100) as u32, 12, abi::STATUS_NOT_RUN]);
     expected.extend([mode::COMMIT, abi::FLAG_NO_CRC, abi::NO_TABLES]);
     assert_eq!(device.layout_report(expected.len()).unwrap(), expected);
     eprintln!("layout: {} words agree", expected.len());

@@ -1,0 +1,153 @@
+//! Payload digests of an application: the kernel that compares them beside the decoding kernels.
+
+use crate::cuda::abi::{STATUS_NOT_RUN, STATUS_OK};
+use crate::cuda::index::DeviceIndex;
+use crate::cuda::plan::Offsets;
+use crate::cuda::plan::digests::DigestPlan;
+use crate::cuda::runtime::copies;
+use crate::cuda::runtime::driver::{Entered, Kernel, OwnStream, RawStream};
+use crate::error::Result;
+use crate::format::ChunkMetadata;
+use std::ops::Range;
+
+/// The payload list is the only payload: its hash is the payload root.
+const OF_LIST: u32 = 1;
+
+/// The parameter of `tpde_digests`: `Digests` of `kernels/digest/digests.cuh`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+struct Parameter {
+    chunks: u64,
+    blob: u64,
+    pieces: u64,
+    warps: u64,
+    nodes: u64,
+    expected: u64,
+    found: u64,
+    root: u64,
+    statuses: u64,
+    flag: u64,
+    first: u32,
+    count: u32,
+    flags: u32,
+    records: u32,
+}
+
+/// The digests of an application that are compared on the device.
+#[derive(Debug)]
+pub(super) struct PayloadDigests {
+    kernel: Kernel,
+    parameter: Parameter,
+    /// Range of warps for each slice.
+    slices: Vec<Range<u32>>,
+    /// The launch that hashes the payload list, if the list is formed on the device.
+    list: Option<Parameter>,
+    /// Stream beside the decoding kernels. `None` if payloads must be compared before they are decoded.
+    pub beside: Option<OwnStream>,
+    /// Address of the status word of the first chunk of the span.
+    pub first_status: u64,
+    /// Offset of the status words among all status words of the application, in bytes.
+    pub status_words_at: usize,
+    span: Range<u32>,
+    /// Number of payloads.
+    payloads: usize,
+}
+
+impl PayloadDigests {
+    /// `at_zero` is the address of the application's memory, whose parts have been filled. `status_words_at` is the offset of the
+    /// status words among all that are copied back, in bytes.
+    pub fn new(
+        index: &DeviceIndex,
+        plan: &DigestPlan,
+        offsets: &Offsets,
+        at_zero: u64,
+        span: Range<u32>,
+        status_words_at: usize,
+    ) -> Result<Self> {
+        let device = &index.device().inner;
+        let kernel = device.kernels.digests(&device.context)?;
+        let at = |offset: u64| at_zero + offset;
+        // Kernels use chunk indexes of the whole pair, so these are the addresses that element 0 would have.
+        let from_zero = |offset: u64, bytes: u64| at(offset).wrapping_sub(u64::from(span.start) * bytes);
+        let parameter = Parameter {
+            pieces: at(offsets.pieces),
+            warps: at(offsets.warps),
+            nodes: at(offsets.nodes),
+            expected: if plan.list.is_some() { 0 } else { index.uploaded.payload_list },
+            found: from_zero(offsets.list, 16),
+            statuses: from_zero(offsets.digest_statuses, 4),
+            ..Parameter::default()
+        };
+        let list = plan.list.as_ref().map(|(_, warps)| Parameter {
+            chunks: at(offsets.list_record),
+            blob: at(offsets.list),
+            root: index.uploaded.payload_root,
+            statuses: at(offsets.digest_statuses),
+            first: warps.start,
+            count: warps.len() as u32,
+            flags: OF_LIST,
+            records: span.len() as u32,
+            ..parameter
+        });
+        let first_status = at(offsets.digest_statuses);
+        let slices = plan.slices.clone();
+        Ok(Self { kernel, parameter, slices, list, beside: None, first_status, status_words_at, span, payloads: plan.payloads })
+    }
+
+    /// The record of the payload list as a payload.
+    pub fn list_record(plan: &DigestPlan) -> Option<ChunkMetadata> {
+        let (bytes, _) = plan.list.as_ref()?;
+        Some(ChunkMetadata {
+            blob_offset: 0.into(),
+            compressed_size: (*bytes).into(),
+            uncompressed_size: 0.into(),
+            num_deltas: 0.into(),
+            crc32: 0.into(),
+            output_offset: 0.into(),
+        })
+    }
+
+    /// Returns whether all payloads must be hashed before the first digest is compared.
+    pub fn needs_all(&self) -> bool {
+        self.list.is_some()
+    }
+
+    /// Returns whether the status words of all payloads are `STATUS_OK`. `words` has the words of the span.
+    pub fn are_all_right(&self, words: &[u8]) -> bool {
+        words.chunks_exact(4).filter(|word| **word == STATUS_OK.to_ne_bytes()).count() == self.payloads
+    }
+
+    /// Returns the address that the status word of chunk 0 would have.
+    pub fn statuses(&self) -> u64 {
+        self.parameter.statuses
+    }
+
+    /// Queues the digests of slice `n`. `flag` is the address of the flag to set if a digest differs, or 0.
+    ///
+    /// # Safety
+    /// `records` and `blob` are those of the launch, and remain valid until the stream has completed.
+    pub unsafe fn hash(&self, cx: &Entered<'_>, stream: RawStream, n: usize, records: u64, blob: u64, flag: u64) -> Result<()> {
+        let warps = &self.slices[n];
+        if warps.is_empty() {
+            return Ok(());
+        }
+        let parameter =
+            Parameter { chunks: records, blob, flag, first: warps.start, count: warps.len() as u32, ..self.parameter };
+        // SAFETY: the pieces cover the payloads, whose sizes a validated index has. The rest is promised by the caller.
+        unsafe { self.kernel.launch(cx, stream, parameter.count, &parameter) }
+    }
+
+    /// Queues the comparison of the payload list with the payload root, if the list is formed on the device.
+    pub fn compare_list(&self, cx: &Entered<'_>, stream: RawStream, flag: u64) -> Result<()> {
+        let Some(list) = &self.list else { return Ok(()) };
+        let parameter = Parameter { flag, ..*list };
+        // SAFETY: list, record and pieces are in the memory of the application, which is held until the stream has completed.
+        unsafe { self.kernel.launch(cx, stream, parameter.count, &parameter) }
+    }
+
+    /// Resets the status words for the next launch.
+    pub fn reset(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
+        // SAFETY: within the memory of the application, which is held until the stream has completed.
+        unsafe { copies::fill(cx, self.first_status, STATUS_NOT_RUN, self.span.len(), stream) }
+    }
+}
