@@ -106,7 +106,7 @@ fn memory_has_the_selected_tensors_in_their_order() {
 fn in_place_refuses_what_it_cannot_honour() {
     struct NoDevice;
     impl tpde::Accelerator for NoDevice {
-        fn rebuild(&self, _: &Work<'_>, _: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
+        fn rebuild(&self, _: &Work<'_>, _: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<tpde::PayloadDigests> {
             panic!("the device was used")
         }
     }

@@ -107,8 +107,9 @@ fn changes_are_listed_for_each_lane_of_all_chunks() {
 struct Known<'a>(&'a [(TensorInfo, Vec<u8>)]);
 
 impl Accelerator for Known<'_> {
-    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
-        work.tensors.iter().enumerate().try_for_each(|(at, (place, _))| done(at, &self.0[*place].1))
+    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<PayloadDigests> {
+        work.tensors.iter().enumerate().try_for_each(|(at, (place, _))| done(at, &self.0[*place].1))?;
+        Ok(PayloadDigests::NotCompared)
     }
 }
 

@@ -72,7 +72,7 @@ __device__ __forceinline__ void begin(u32 (&cv)[8]) {
 // Loads up to 64 bytes of a payload. Bytes past `size` are zero. Reads stay inside the payload and its padding.
 __device__ __forceinline__ void load_block(const u8* from, u32 size, u32 (&m)[16]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (u32 i = 0; i < 4; i++) {
         uint4 piece = 16 * i < size ? __ldg((const uint4*)from + i) : uint4{0, 0, 0, 0};
         m[4 * i] = piece.x, m[4 * i + 1] = piece.y, m[4 * i + 2] = piece.z, m[4 * i + 3] = piece.w;
     }

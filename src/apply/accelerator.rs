@@ -3,17 +3,19 @@
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
 use crate::index::ValidatedIndex;
+use crate::reader::PayloadDigests;
 use crate::source::Source;
 
 /// A decoder that runs on a device instead of the CPU. [`Apply::on`](crate::Apply::on) selects it.
 pub trait Accelerator: Sync {
     /// Rebuilds the tensors of `work` in new memory, and calls `done` with each complete tensor, in the order of `work.tensors`.
-    /// The first argument of `done` is the tensor's position in that list. CRC and sums are checked; digests are not.
+    /// The first argument of `done` is the tensor's position in that list. CRC and sums are checked; digests of tensors are not.
+    /// Returns which payloads were compared with the digests that the pair digest covers.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) for a damaged chunk, with the chunk's index; any error of `done`; errors of the
     /// device.
-    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()>;
+    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<PayloadDigests>;
 }
 
 /// The input of an [`Accelerator`].

@@ -287,8 +287,8 @@ impl<'a, B: Source> Run<'a, B> {
             store(at, bytes)?;
             self.progress.done(bytes.len() as u64)
         });
-        outcome.and_then(|()| check.finish()).map_err(|e| self.explain(e, bases))?;
-        Ok(self.report(PayloadDigests::NotCompared))
+        let compared = outcome.and_then(|compared| check.finish().map(|()| compared)).map_err(|e| self.explain(e, bases))?;
+        Ok(self.report(compared))
     }
 
     /// The hashes of a rebuilt tensor's chunks, and of the base chunks.

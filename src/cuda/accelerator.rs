@@ -1,7 +1,7 @@
 //! Decodes on a device instead of the processor: [`Apply::on`](crate::Apply::on).
 
 use super::application::Application;
-use super::index::DeviceIndex;
+use super::index::{DeviceIndex, PayloadDigestSource};
 use super::nvcomp::Nvcomp;
 use super::plan::ApplyPlan;
 use super::plan::binding::Binding;
@@ -11,6 +11,7 @@ use super::runtime::memory::DeviceSlice;
 use crate::apply::{Accelerator, Work};
 use crate::error::Result;
 use crate::index::Tensor;
+use crate::reader::PayloadDigests;
 use rayon::prelude::*;
 
 /// Maximum size of the bases and outputs of a batch, in bytes. A larger tensor is a batch of its own.
@@ -24,7 +25,7 @@ impl Accelerator for Device {
     /// Processes tensors in batches: reads the bases into pinned memory, copies them to the device, decodes out of place, and
     /// copies the outputs back. Device memory: bases and outputs of one batch (2 GiB, or one larger tensor), and the payloads of
     /// the batch.
-    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
+    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<PayloadDigests> {
         rebuild_with(self, &DeviceIndex::upload(self, work.index)?, work, done)
     }
 }
@@ -39,7 +40,7 @@ pub struct NvcompDevice {
 }
 
 impl Accelerator for NvcompDevice {
-    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
+    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<PayloadDigests> {
         let index = DeviceIndex::upload(&self.device, work.index)?.trust(&self.nvcomp)?;
         rebuild_with(&self.device, &index, work, done)
     }
@@ -50,7 +51,8 @@ fn rebuild_with(
     index: &DeviceIndex,
     work: &Work<'_>,
     done: &mut dyn FnMut(usize, &[u8]) -> Result<()>,
-) -> Result<()> {
+) -> Result<PayloadDigests> {
+    let (mut compared, mut payloads) = (PayloadDigests::All, 0);
     let stream = device.stream()?;
     let padded_bytes = |&(tensor_index, _): &(usize, Option<usize>)| {
         let tensor = work.index.tensor(tensor_index);
@@ -83,6 +85,10 @@ fn rebuild_with(
             (base_at, at) = (base_at + base, at + target);
         }
         let plan = ApplyPlan::new(index, &bindings, Mode::OutOfPlace, Payloads::Host(work.blob))?;
+        payloads += plan.schedule.payload_count(index);
+        if plan.compared() == PayloadDigests::NotCompared {
+            compared = PayloadDigests::NotCompared;
+        }
         Application::prepare(plan)?.launch(&stream)?.wait()?;
         for (i, binding) in bindings.iter().enumerate() {
             let mut target = device.pinned(binding.output.bytes() as usize)?;
@@ -91,7 +97,11 @@ fn rebuild_with(
         }
         first = end;
     }
-    Ok(())
+    Ok(match compared {
+        PayloadDigests::All if payloads < index.uploaded.payload_count as usize => PayloadDigests::EachRead,
+        _ if index.uploaded.payload_digests == PayloadDigestSource::None => PayloadDigests::NotCompared,
+        _ => compared,
+    })
 }
 
 /// Copies a tensor of the base to the device.

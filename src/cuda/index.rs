@@ -37,6 +37,8 @@ pub(super) struct Uploaded {
     pub tensors: Vec<TensorOnDevice>,
     pub blob_size: u64,
     pub payload_digests: PayloadDigestSource,
+    /// Number of payloads of the pair.
+    pub payload_count: u32,
     /// The payload list on the host. Empty if the index has none.
     pub host_list: Vec<[u8; DIGEST_SIZE]>,
 }
@@ -48,10 +50,7 @@ pub(super) enum PayloadDigestSource {
     /// The payload list: the digest of each payload.
     List,
     /// Only the hash of the payload list.
-    Root {
-        /// Number of payloads of the pair.
-        payload_count: u32,
-    },
+    Root,
 }
 
 /// The host's data of a tensor.
@@ -163,9 +162,10 @@ impl DeviceIndex {
             blob_size: index.header().blob_size,
             payload_digests: match (list.is_empty(), root.is_empty()) {
                 (false, _) => PayloadDigestSource::List,
-                (true, false) => PayloadDigestSource::Root { payload_count: index.payload_count() },
+                (true, false) => PayloadDigestSource::Root,
                 (true, true) => PayloadDigestSource::None,
             },
+            payload_count: index.payload_count(),
             host_list: list.to_vec(),
         };
         Ok(Self { uploaded: Arc::new(uploaded), trusted: None })
@@ -232,6 +232,12 @@ impl DeviceIndex {
 
     pub(super) fn tensor(&self, tensor_index: usize) -> Result<&TensorOnDevice> {
         tensor_at(&self.uploaded.tensors, tensor_index)
+    }
+
+    /// Returns the memory of the payload list, of `bytes` bytes.
+    #[cfg(test)]
+    pub(super) fn payload_list_for_test(&self, bytes: u64) -> DeviceSlice {
+        self.uploaded.memory.slice(self.uploaded.payload_list - self.uploaded.memory.address(), bytes).unwrap()
     }
 
     /// Returns the tensor of a chunk.

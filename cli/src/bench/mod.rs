@@ -23,7 +23,7 @@ use serde::Serialize;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Instant;
-use tpde::{Checkpoint, MemoryCheckpoint, SafetensorsCheckpoint, TensorInfo};
+use tpde::{Checkpoint, EncodeOptions, MemoryCheckpoint, SafetensorsCheckpoint, TensorInfo};
 
 /// Compare speed and ratio with XOR and zstd, in memory
 ///
@@ -51,6 +51,9 @@ pub struct Bench {
     /// size]
     #[arg(long, value_name = "N")]
     slice_bytes: Option<u64>,
+    /// Store the digest of each payload in the index, as `tpde encode --payload-digests` does
+    #[arg(long)]
+    payload_digests: bool,
     #[command(flatten)]
     codec: CodecArgs,
     #[command(flatten)]
@@ -150,6 +153,10 @@ impl Loaded {
 }
 
 impl Bench {
+    fn options(&self) -> EncodeOptions {
+        self.codec.options().payload_digests(self.payload_digests)
+    }
+
     pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
         self.bench(common).with_context(|| format!("bench {} {}", text::path(&self.base), text::path(&self.target)))
     }
@@ -164,7 +171,7 @@ impl Bench {
         memory::check(memory_needed(&base, &target))?;
         let (base, target) = (Loaded::read(&base)?, Loaded::read(&target)?);
         let (base_checkpoint, target_checkpoint) = (base.checkpoint()?, target.checkpoint()?);
-        let ours = Ours::new(&base_checkpoint, &target_checkpoint, self.codec.options())?;
+        let ours = Ours::new(&base_checkpoint, &target_checkpoint, self.options())?;
         let peer = |planes, level| Peer::new(ours.pair().index(), &base_checkpoint, &target.data, planes, level);
         let (xor, planes) = (peer(false, 1)?, peer(true, 3)?);
         let mut contenders: [Box<dyn Contender>; 3] = [Box::new(ours), Box::new(xor), Box::new(planes)];
@@ -229,7 +236,7 @@ impl Bench {
         let (base, target) = self.open()?;
         let nvcomp = self.device.trust.then(tpde::cuda::Nvcomp::load).transpose()?;
         let settings = gpu::Settings { runs: self.runs, slice_bytes: self.slice_bytes, nvcomp };
-        gpu::bench(&device, &base, &target, &self.codec.options(), settings).map(Report::Gpu)
+        gpu::bench(&device, &base, &target, &self.options(), settings).map(Report::Gpu)
     }
 
     #[cfg(not(feature = "cuda"))]

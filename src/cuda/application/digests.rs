@@ -35,7 +35,7 @@ struct Parameter {
 
 /// The digests of an application that are compared on the device.
 #[derive(Debug)]
-pub(super) struct PayloadDigests {
+pub(super) struct DeviceDigests {
     kernel: Kernel,
     parameter: Parameter,
     /// Range of warps for each slice.
@@ -53,7 +53,7 @@ pub(super) struct PayloadDigests {
     payloads: usize,
 }
 
-impl PayloadDigests {
+impl DeviceDigests {
     /// `at_zero` is the address of the application's memory, whose parts have been filled. `status_words_at` is the offset of the
     /// status words among all that are copied back, in bytes.
     pub fn new(
@@ -131,8 +131,7 @@ impl PayloadDigests {
         if warps.is_empty() {
             return Ok(());
         }
-        let parameter =
-            Parameter { chunks: records, blob, flag, first: warps.start, count: warps.len() as u32, ..self.parameter };
+        let parameter = Parameter { chunks: records, blob, flag, first: warps.start, count: warps.len() as u32, ..self.parameter };
         // SAFETY: the pieces cover the payloads, whose sizes a validated index has. The rest is promised by the caller.
         unsafe { self.kernel.launch(cx, stream, parameter.count, &parameter) }
     }

@@ -1,6 +1,6 @@
 //! Queues an application: copies of payloads, and launches of kernels.
 
-use super::digests::PayloadDigests;
+use super::digests::DeviceDigests;
 use super::prepared::Prepared;
 use crate::apply::InPlace;
 use crate::codec::{Encoded, Expander};
@@ -52,7 +52,7 @@ impl Launcher<'_> {
 
     fn run_slices(&self, payloads: &Payloads<'_>, blob: u64, host_error: &mut Option<Error>) -> Result<()> {
         let slices = &self.prepared.schedule.slices;
-        let hashes_all_first = self.compares_first() && self.prepared.digests.as_ref().is_some_and(PayloadDigests::needs_all);
+        let hashes_all_first = self.compares_first() && self.prepared.digests.as_ref().is_some_and(DeviceDigests::needs_all);
         for (n, slice) in slices.iter().enumerate() {
             let side = self.side(n);
             match payloads {
@@ -188,7 +188,7 @@ impl Launcher<'_> {
 
     /// Returns the address of the digests' status words, for kernels that decode only compared payloads; otherwise 0.
     fn refused(&self) -> u64 {
-        self.prepared.digests.as_ref().filter(|_| self.compares_first()).map_or(0, PayloadDigests::statuses)
+        self.prepared.digests.as_ref().filter(|_| self.compares_first()).map_or(0, DeviceDigests::statuses)
     }
 
     fn first_mode(&self) -> u32 {
@@ -331,7 +331,8 @@ impl Launcher<'_> {
             let record = &index.uploaded.records[staged.chunk as usize];
             let tensor = index.tensor(staged.tensor as usize)?;
             let at = |e: Error| e.in_chunk(staged.chunk).in_tensor(&tensor.name);
-            let payload = checked_payload(source, record, None, staged.chunk, scratch).map_err(at)?;
+            let digest = index.uploaded.host_list.get(staged.chunk as usize);
+            let payload = checked_payload(source, record, digest, staged.chunk, scratch).map_err(at)?;
             let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
             let lanes = tensor.chunk_lanes(staged.chunk) as usize;
             let raw = expander.expand(encoded, payload, lanes, 1 << tensor.device.lane_log2).map_err(at)?;

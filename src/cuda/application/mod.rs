@@ -18,6 +18,7 @@ use super::runtime::driver::{self, Entered, OwnStream, RawEvent, RawStream};
 use super::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use super::runtime::stream::Stream;
 use crate::error::{Error, Result};
+use crate::reader::PayloadDigests;
 use std::sync::{Arc, PoisonError};
 use zerocopy::IntoBytes;
 
@@ -95,6 +96,12 @@ impl<'a> Application<'a> {
         Ok(true)
     }
 
+    /// Returns which payloads a launch compares with the digests that the pair digest covers. A wrong digest is an error like any
+    /// other: out of place, discard the output; in place nothing is written, or not the chunk.
+    pub fn payload_digests(&self) -> PayloadDigests {
+        self.prepared.compared
+    }
+
     /// Returns whether the processor reads or expands payloads during a launch.
     pub fn reads_on_host(&self) -> bool {
         matches!(self.payloads, Payloads::Host(_) | Payloads::Kept(_)) || self.prepared.schedule.has_expanded
@@ -138,7 +145,8 @@ impl<'a> Application<'a> {
         }
         prepared.ready.hold(&cx, raw)?;
 
-        let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address), in_order: false };
+        let launcher =
+            Launcher { prepared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address), in_order: false };
         let (done, end) = (Arc::new(RawEvent::new(&cx, false)?), RawEvent::new(&cx, false)?);
         let unwinding = Unwinding(&launcher);
         let queued = self.send_table(&cx, last_launch.table.as_ref(), raw).and_then(|()| launcher.run(&self.payloads, &statuses));
@@ -205,7 +213,8 @@ impl<'a> Application<'a> {
         // A captured stream cannot wait for work outside of the capture, so the host waits. `prepare` queued this copy, which is
         // short.
         prepared.ready.wait(&cx)?;
-        let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address), in_order: true };
+        let launcher =
+            Launcher { prepared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address), in_order: true };
         let queued = prepared.reset(&cx, raw).and_then(|()| launcher.run_in_order(&self.payloads, &statuses));
         let captured = Captured::new(prepared.clone(), statuses, staging, self.pinned_payloads());
         match queued {

@@ -10,6 +10,10 @@ use crate::error::{Error, Result, Rule};
 use crate::format::BaseKind;
 use std::sync::Arc;
 
+const PAYLOAD_CRC32: u32 = abi::status_of(Rule::PayloadCrc32);
+const PAYLOAD_DIGEST: u32 = abi::status_of(Rule::PayloadDigest);
+const PAYLOAD_ROOT: u32 = abi::status_of(Rule::HeaderPayloadRoot);
+
 /// A queued launch. Dropping it does not cancel the launch.
 #[derive(Debug)]
 #[must_use = "only `wait` tells whether the data is correct"]
@@ -126,15 +130,16 @@ fn digest_status(prepared: &Prepared, words: &PinnedBuffer, chunk: u32) -> u32 {
     words.word(digests.status_words_at / 4 + (chunk - span.start) as usize)
 }
 
-/// Combines the status word of a chunk with that of its payload's digest. The digest is checked after the CRC and before everything
-/// else (spec section 13, step 10).
+/// Combines the status word of a chunk with that of its payload's digest, in the order of spec section 13: the digest of a payload
+/// is checked after its CRC, and the payload root after all chunks.
 fn with_digest(status: u32, digest_status: u32) -> u32 {
-    match digest_status {
-        STATUS_OK => status,
-        STATUS_NOT_RUN if status != STATUS_OK => status,
-        _ if status == const { abi::status_of(Rule::PayloadCrc32) } => status,
-        _ => digest_status,
-    }
+    let is_checked_before = match digest_status {
+        STATUS_OK => true,
+        STATUS_NOT_RUN => status != STATUS_OK,
+        PAYLOAD_ROOT => ![STATUS_OK, STATUS_NOT_RUN, PAYLOAD_DIGEST].contains(&status),
+        _ => status == PAYLOAD_CRC32,
+    };
+    if is_checked_before { status } else { digest_status }
 }
 
 fn bad_chunks<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterator<Item = BadChunk> + 'a {
@@ -146,13 +151,18 @@ fn check_statuses(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<
     // Fast path: all chunks are correct.
     if host_error.is_none()
         && const { STATUS_OK == 0 }
-        && words[..prepared.digests.as_ref().map_or(prepared.status_bytes(), |digests| digests.status_words_at)].iter().fold(0, |any, byte| any | byte) == 0
+        && words[..prepared.digests.as_ref().map_or(prepared.status_bytes(), |digests| digests.status_words_at)]
+            .iter()
+            .fold(0, |any, byte| any | byte)
+            == 0
         && prepared.digests.as_ref().is_none_or(|digests| digests.are_all_right(&words[digests.status_words_at..]))
     {
         return Ok(());
     }
     // An error found by a kernel takes precedence over chunks that were not decoded because of the host.
-    let first_invalid = statuses(prepared, words).find(|(_, status)| *status != STATUS_OK && *status != STATUS_NOT_RUN);
+    let is_invalid = |status: u32| status != STATUS_OK && status != STATUS_NOT_RUN;
+    let of_chunk = statuses(prepared, words).find(|&(_, status)| is_invalid(status) && status != PAYLOAD_ROOT);
+    let first_invalid = of_chunk.or_else(|| statuses(prepared, words).find(|&(_, status)| is_invalid(status)));
     let first = match (first_invalid, host_error) {
         (Some((chunk, status)), _) => error(prepared, chunk, status),
         (None, Some(error)) => error,

@@ -1,6 +1,6 @@
 //! The memory of an application, and state shared by its launches.
 
-use super::digests::PayloadDigests;
+use super::digests::DeviceDigests;
 use super::frames::Frames;
 use crate::apply::InPlace;
 use crate::codec::Codec;
@@ -16,6 +16,7 @@ use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use crate::cuda::runtime::scratch::Scratch;
 use crate::error::{Error, Result};
 use crate::format::ChunkMetadata;
+use crate::reader::PayloadDigests;
 use std::sync::{Arc, Mutex};
 use zerocopy::IntoBytes;
 
@@ -29,7 +30,8 @@ pub(super) struct Prepared {
     pub bindings: Vec<Binding>,
     pub scratch: Option<Scratch>,
     pub frames: Option<Frames>,
-    pub digests: Option<PayloadDigests>,
+    pub digests: Option<DeviceDigests>,
+    pub compared: PayloadDigests,
     /// Tensor table, launch order ([`Schedule::order`]), records with staging offsets ([`Schedule::records`]), pieces of payload
     /// digests, status words, nodes and list of payload digests, flag and scratch memory, one after the other. Memory of the caller
     /// also has the staging memory at its end.
@@ -86,7 +88,7 @@ impl Prepared {
             _ => scratch.map(|scratch| scratch.at(at(offsets.scratch))),
         };
         let digest_plan = plan.digests.as_ref();
-        let list_record = digest_plan.and_then(PayloadDigests::list_record);
+        let list_record = digest_plan.and_then(DeviceDigests::list_record);
         let parts: [(u64, &[u8]); 6] = [
             (offsets.table, table.as_bytes()),
             (offsets.order, schedule.order.as_bytes()),
@@ -130,7 +132,7 @@ impl Prepared {
         let mut digests = digest_plan
             .map(|digests| {
                 let words_at = 4 * schedule.span.len() * (1 + usize::from(frames.is_some()));
-                PayloadDigests::new(index, digests, &offsets, memory.address(), schedule.span.clone(), words_at)
+                DeviceDigests::new(index, digests, &offsets, memory.address(), schedule.span.clone(), words_at)
             })
             .transpose()?;
         // Taken last, so that an earlier error leaks no stream.
@@ -149,7 +151,7 @@ impl Prepared {
             }
         }
         drop(cx);
-        let ApplyPlan { index, bindings, schedule, .. } = plan;
+        let ApplyPlan { index, bindings, schedule, compared, .. } = plan;
         let last_launch = Mutex::new(LastLaunch { spare: staging, ..LastLaunch::default() });
         Ok(Self {
             index,
@@ -159,6 +161,7 @@ impl Prepared {
             scratch,
             frames,
             digests,
+            compared,
             _memory: memory,
             in_caller_memory,
             tensors,

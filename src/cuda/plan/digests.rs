@@ -64,9 +64,9 @@ impl DigestPlan {
         match index.uploaded.payload_digests {
             PayloadDigestSource::None => return None,
             PayloadDigestSource::List => {}
-            PayloadDigestSource::Root { payload_count } => {
+            PayloadDigestSource::Root => {
                 let list_bytes = u32::try_from(16 * records.len() as u64).ok()?;
-                if plan.payloads != payload_count as usize || payload_count == 0 {
+                if plan.payloads != index.uploaded.payload_count as usize {
                     return None;
                 }
                 let first = plan.warps.len() as u32;

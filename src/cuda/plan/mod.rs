@@ -10,7 +10,7 @@ use self::digests::{DigestPiece, DigestPlan};
 use self::payloads::{Mode, Payloads};
 use self::schedule::Schedule;
 use super::abi::{self, DeviceTensor};
-use super::index::DeviceIndex;
+use super::index::{DeviceIndex, PayloadDigestSource};
 use super::runtime::inner::Inner;
 use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::DeviceSlice;
@@ -19,6 +19,7 @@ use crate::apply::InPlace;
 use crate::codec::Codec;
 use crate::error::{Error, Result};
 use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
+use crate::reader::PayloadDigests;
 use std::sync::Arc;
 
 /// Maximum number of slices that are decoded concurrently. Each has a side stream.
@@ -36,6 +37,7 @@ pub struct ApplyPlan<'a> {
     pub(super) schedule: Schedule,
     pub(super) payloads: Payloads<'a>,
     pub(super) digests: Option<DigestPlan>,
+    pub(super) compared: PayloadDigests,
     max_scratch_bytes: u64,
 }
 
@@ -110,8 +112,17 @@ impl<'a> ApplyPlan<'a> {
             None => Some(slice_bytes),
         };
         let schedule = Schedule::new(index, &bindings, slice_bytes)?;
-        let digests = DigestPlan::new(index, &schedule);
-        Ok(Self { index: index.clone(), bindings, mode, schedule, payloads, digests, max_scratch_bytes: MAX_SCRATCH_BYTES })
+        let plan = Self {
+            index: index.clone(),
+            bindings,
+            mode,
+            schedule,
+            payloads,
+            digests: None,
+            compared: PayloadDigests::NotCompared,
+            max_scratch_bytes: MAX_SCRATCH_BYTES,
+        };
+        Ok(plan.payload_digests(true))
     }
 
     /// Returns the size of the device memory for [`Application::prepare_in`](super::Application::prepare_in), in bytes: 8 per
@@ -126,7 +137,19 @@ impl<'a> ApplyPlan<'a> {
     #[must_use]
     pub fn payload_digests(mut self, compared: bool) -> Self {
         self.digests = if compared { DigestPlan::new(&self.index, &self.schedule) } else { None };
+        let reads_all = self.schedule.payload_count(&self.index) == self.index.uploaded.payload_count as usize;
+        self.compared = match self.index.uploaded.payload_digests {
+            PayloadDigestSource::List if compared && reads_all => PayloadDigests::All,
+            PayloadDigestSource::List if compared => PayloadDigests::EachRead,
+            PayloadDigestSource::Root if self.digests.is_some() => PayloadDigests::All,
+            _ => PayloadDigests::NotCompared,
+        };
         self
+    }
+
+    /// Returns which payloads a launch compares with the digests that the pair digest covers.
+    pub fn compared(&self) -> PayloadDigests {
+        self.compared
     }
 
     /// Limits the memory for lists of changes. Chunks whose list does not fit are decoded twice.

@@ -125,6 +125,11 @@ impl Schedule {
         Ok(schedule)
     }
 
+    /// Returns the number of chunks with a payload.
+    pub fn payload_count(&self, index: &DeviceIndex) -> usize {
+        self.order.iter().filter(|&&chunk| index.uploaded.records[chunk as usize].compressed_size.get() > 0).count()
+    }
+
     /// Divides the chunks into slices, and assigns a staging offset to each payload.
     fn stage(&mut self, index: &DeviceIndex, jobs: &[Job], slice_bytes: u64) -> Result<()> {
         let mut first = 0;

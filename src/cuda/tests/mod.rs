@@ -5,6 +5,7 @@ mod abi;
 mod again;
 mod asynchronous;
 mod cases;
+mod digests;
 mod emulated;
 mod frames;
 mod generated;

@@ -28,7 +28,12 @@ pub struct Sample {
 impl Sample {
     pub fn new(codec: Codec) -> Self {
         let (base, target) = lanes(&mut Random(3), Dtype::Bf16, 30_000, 20);
-        let options = EncodeOptions { codec: codec.into(), chunk_lanes: CHUNK_LANES as u64, ..EncodeOptions::default() };
+        let options = EncodeOptions {
+            codec: codec.into(),
+            chunk_lanes: CHUNK_LANES as u64,
+            payload_digests: true,
+            ..EncodeOptions::default()
+        };
         let pair = Encode::new(&checkpoint(&target)).base(&checkpoint(&base)).options(options).to_memory().unwrap().0;
         Self { base, target, pair }
     }
