@@ -39,6 +39,8 @@ pub(super) struct Uploaded {
     pub payload_digests: PayloadDigestSource,
     /// Number of payloads of the pair.
     pub payload_count: u32,
+    /// The payload root. Zeros if the index has none.
+    pub host_root: [u8; 32],
     /// The payload list on the host. Empty if the index has none.
     pub host_list: Vec<[u8; DIGEST_SIZE]>,
 }
@@ -166,6 +168,7 @@ impl DeviceIndex {
                 (true, true) => PayloadDigestSource::None,
             },
             payload_count: index.payload_count(),
+            host_root: index.header().payload_root,
             host_list: list.to_vec(),
         };
         Ok(Self { uploaded: Arc::new(uploaded), trusted: None })

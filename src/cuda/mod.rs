@@ -6,16 +6,17 @@
 //!
 //! # What is checked
 //!
-//! Kernels compare the CRC of each payload, and the base sum and target sum of each chunk. They compare no digests, in any
-//! [`Mode`].
+//! Kernels compare the CRC of each payload, and the base sum and target sum of each chunk. From format 1.2 on they also compare
+//! digests of payloads, in every [`Mode`], if the index has the digest of each payload or the application reads all payloads:
+//! [`Application::payload_digests`]. They compare no digests of tensors.
 //!
-//! These checks find accidents. The CRC misses random damage of a payload with probability 2^-32. The target sum misses random
+//! CRC and sums find accidents. The CRC misses random damage of a payload with probability 2^-32. The target sum misses random
 //! changes of the result with probability about 2^-64. The worst case is 2^-32, if only top bits differ.
 //!
-//! They do not find forgery. CRC and sums are linear, so an attacker can change a blob to give other weights under the same index
-//! and pair digest. Authenticating the pair digest does not help. For payloads of an untrusted author use
-//! [`Apply::on`](crate::Apply::on), which hashes the result of the device and compares the digests. Alternatively, call
-//! [`Apply::verify`](crate::Apply::verify) first.
+//! They do not find forgery. CRC and sums are linear, so an attacker can change a blob to give other weights under the same CRC and
+//! sums. Digests of payloads find forgery if the pair digest is authentic. Where they are not compared, use
+//! [`Apply::on`](crate::Apply::on) for payloads of an untrusted author. It hashes the result of the device and compares the
+//! digests of tensors. Alternatively, call [`Apply::verify`](crate::Apply::verify) first.
 //!
 //! ```no_run
 //! use tpde::cuda::{Application, ApplyPlan, Binding, Device, DeviceIndex, Mode, Payloads};

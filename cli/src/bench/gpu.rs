@@ -237,15 +237,16 @@ impl Bed<'_> {
         let mut rows = vec![payloads_alone];
         for (name, mode) in modes {
             let bindings = self.bindings(pair.index(), &index, mode)?;
-            let mut measure = |what: &str, index: &DeviceIndex, from, payloads: &Payloads<'_>, clock, digests| -> anyhow::Result<()> {
-                let plan = match self.settings.slice_bytes {
-                    Some(bytes) => ApplyPlan::in_slices(index, &bindings, mode, payloads.clone(), bytes)?,
-                    None => ApplyPlan::new(index, &bindings, mode, payloads.clone())?,
+            let mut measure =
+                |what: &str, index: &DeviceIndex, from, payloads: &Payloads<'_>, clock, digests| -> anyhow::Result<()> {
+                    let plan = match self.settings.slice_bytes {
+                        Some(bytes) => ApplyPlan::in_slices(index, &bindings, mode, payloads.clone(), bytes)?,
+                        None => ApplyPlan::new(index, &bindings, mode, payloads.clone())?,
+                    };
+                    let application = Application::prepare(plan.payload_digests(digests))?;
+                    rows.push(self.timed(what, from, clock, || self.launch(&application, mode, clock))?);
+                    self.compare(codec)
                 };
-                let application = Application::prepare(plan.payload_digests(digests))?;
-                rows.push(self.timed(what, from, clock, || self.launch(&application, mode, clock))?);
-                self.compare(codec)
-            };
             let on_device_or_pinned =
                 [("device memory", &on_device, DEVICE), ("pinned memory", &pinned, DEVICE), ("pinned memory", &pinned, WALL)];
             if !has_zstd {

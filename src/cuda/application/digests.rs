@@ -4,10 +4,14 @@ use crate::cuda::abi::{STATUS_NOT_RUN, STATUS_OK};
 use crate::cuda::index::DeviceIndex;
 use crate::cuda::plan::Offsets;
 use crate::cuda::plan::digests::DigestPlan;
+use crate::cuda::plan::payloads::Payloads;
 use crate::cuda::runtime::copies;
 use crate::cuda::runtime::driver::{Entered, Kernel, OwnStream, RawStream};
-use crate::error::Result;
-use crate::format::ChunkMetadata;
+use crate::digest;
+use crate::error::{Error, Result, Rule, hex};
+use crate::format::{ChunkMetadata, DIGEST_SIZE};
+use crate::source::Source;
+use rayon::prelude::*;
 use std::ops::Range;
 
 /// The payload list is the only payload: its hash is the payload root.
@@ -73,7 +77,11 @@ impl DeviceDigests {
             pieces: at(offsets.pieces),
             warps: at(offsets.warps),
             nodes: at(offsets.nodes),
-            expected: if plan.list.is_some() { 0 } else { index.uploaded.payload_list },
+            expected: match (plan.is_formed_by_host, plan.list.is_some()) {
+                (true, _) => at(offsets.host_list),
+                (false, true) => 0,
+                (false, false) => index.uploaded.payload_list,
+            },
             found: from_zero(offsets.list, 16),
             statuses: from_zero(offsets.digest_statuses, 4),
             ..Parameter::default()
@@ -92,6 +100,31 @@ impl DeviceDigests {
         let first_status = at(offsets.digest_statuses);
         let slices = plan.slices.clone();
         Ok(Self { kernel, parameter, slices, list, beside: None, first_status, status_words_at, span, payloads: plan.payloads })
+    }
+
+    /// Reads all payloads on the host, and returns the payload list after comparing it with the payload root.
+    pub fn form_list(index: &DeviceIndex, payloads: &Payloads<'_>) -> Result<Vec<[u8; DIGEST_SIZE]>> {
+        let pinned;
+        let source: &dyn Source = match payloads {
+            Payloads::Host(source) => *source,
+            Payloads::Kept(source) => &**source,
+            Payloads::Pinned(buffer) => {
+                pinned = &buffer[..];
+                &pinned
+            }
+            Payloads::Device(_) | Payloads::Part { .. } => {
+                return Err(Error::InvalidArgument("payloads of codec zstd in device memory".into()));
+            }
+        };
+        let records = index.uploaded.records.par_iter();
+        let list = records.map_init(Vec::new, |scratch, record| {
+            let payload = source.bytes(record.blob_offset.get(), record.compressed_size.get() as usize, scratch)?;
+            Ok(digest::of_payload(payload))
+        });
+        let list = list.collect::<Result<Vec<_>>>()?;
+        let (expected, found) = (index.uploaded.host_root, digest::payload_root(&list));
+        Rule::HeaderPayloadRoot.check(expected == found, hex(&expected), hex(&found))?;
+        Ok(list)
     }
 
     /// The record of the payload list as a payload.
@@ -148,5 +181,37 @@ impl DeviceDigests {
     pub fn reset(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: within the memory of the application, which is held until the stream has completed.
         unsafe { copies::fill(cx, self.first_status, STATUS_NOT_RUN, self.span.len(), stream) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::plan::digests::DigestPiece;
+    use std::collections::BTreeMap;
+    use std::mem::offset_of;
+
+    const TEXT: &str = include_str!("../../../kernels/digest/digests.cuh");
+
+    #[test]
+    fn structs_are_those_of_the_kernel() {
+        macro_rules! ours {
+            ($name:literal $type:ident { $($field:ident),+ $(,)? }) => {
+                [$((concat!($name, ", ", stringify!($field)), offset_of!($type, $field))),+]
+            };
+        }
+        let ours = ours!("Digests" Parameter {
+            chunks, blob, pieces, warps, nodes, expected, found, root, statuses, flag, first, count, flags, records,
+        });
+        let pieces = ours!("DigestPiece" DigestPiece { chunk, first_leaf, thread, leaves, reserved, nodes });
+        let theirs = TEXT.lines().filter_map(|line| {
+            let (field, at) = line.strip_prefix("TPDE_OFFSET(")?.strip_suffix(");")?.rsplit_once(", ")?;
+            Some((field, at.parse().unwrap()))
+        });
+        assert_eq!(ours.into_iter().chain(pieces).collect::<BTreeMap<_, _>>(), theirs.collect());
+        assert!(TEXT.contains(&format!("TPDE_SIZE(Digests, {});", size_of::<Parameter>())));
+        assert!(TEXT.contains(&format!("TPDE_SIZE(DigestPiece, {});", size_of::<DigestPiece>())));
+        assert!(TEXT.contains(&format!("TPDE_DIGESTS_OF_LIST = {OF_LIST},\n")));
+        assert!(TEXT.contains(&format!("#define TPDE_DIGESTS_THREADS {}\n", crate::cuda::abi::DIGESTS_THREADS)));
     }
 }

@@ -331,7 +331,7 @@ impl Launcher<'_> {
             let record = &index.uploaded.records[staged.chunk as usize];
             let tensor = index.tensor(staged.tensor as usize)?;
             let at = |e: Error| e.in_chunk(staged.chunk).in_tensor(&tensor.name);
-            let digest = index.uploaded.host_list.get(staged.chunk as usize);
+            let digest = self.prepared.digest_on_host(staged.chunk);
             let payload = checked_payload(source, record, digest, staged.chunk, scratch).map_err(at)?;
             let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
             let lanes = tensor.chunk_lanes(staged.chunk) as usize;

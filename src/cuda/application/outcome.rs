@@ -219,3 +219,35 @@ fn error(prepared: &Prepared, chunk: u32, status: u32) -> Error {
     let name = tensor.clone().find(|tensor| tensor.chunks().contains(&chunk)).map_or("", |tensor| &tensor.name);
     rule.broken(expected, "a mismatch, on the device").in_chunk(chunk).in_tensor(name)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rules_are_reported_in_the_order_of_the_specification() {
+        const SIZE: u32 = abi::status_of(Rule::PayloadSize);
+        let (ok, not_run) = (STATUS_OK, STATUS_NOT_RUN);
+        for (status, digest_status, expected) in [
+            (ok, ok, ok),
+            (SIZE, ok, SIZE),
+            (not_run, ok, not_run),
+            // The digest comes after the CRC and before all else.
+            (PAYLOAD_CRC32, PAYLOAD_DIGEST, PAYLOAD_CRC32),
+            (SIZE, PAYLOAD_DIGEST, PAYLOAD_DIGEST),
+            (ok, PAYLOAD_DIGEST, PAYLOAD_DIGEST),
+            (not_run, PAYLOAD_DIGEST, PAYLOAD_DIGEST),
+            // The payload root comes last.
+            (PAYLOAD_CRC32, PAYLOAD_ROOT, PAYLOAD_CRC32),
+            (SIZE, PAYLOAD_ROOT, SIZE),
+            (ok, PAYLOAD_ROOT, PAYLOAD_ROOT),
+            (PAYLOAD_DIGEST, PAYLOAD_ROOT, PAYLOAD_ROOT),
+            (not_run, PAYLOAD_ROOT, PAYLOAD_ROOT),
+            // A payload that was not hashed is not correct.
+            (ok, not_run, not_run),
+            (SIZE, not_run, SIZE),
+        ] {
+            assert_eq!(with_digest(status, digest_status), expected, "{status} {digest_status}");
+        }
+    }
+}

@@ -15,7 +15,7 @@ use crate::cuda::runtime::driver::{self, Entered, OwnStream, RawEvent, RawStream
 use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use crate::cuda::runtime::scratch::Scratch;
 use crate::error::{Error, Result};
-use crate::format::ChunkMetadata;
+use crate::format::{ChunkMetadata, DIGEST_SIZE};
 use crate::reader::PayloadDigests;
 use std::sync::{Arc, Mutex};
 use zerocopy::IntoBytes;
@@ -31,6 +31,8 @@ pub(super) struct Prepared {
     pub scratch: Option<Scratch>,
     pub frames: Option<Frames>,
     pub digests: Option<DeviceDigests>,
+    /// The payload list, if the host has formed it.
+    host_list: Vec<[u8; DIGEST_SIZE]>,
     pub compared: PayloadDigests,
     /// Tensor table, launch order ([`Schedule::order`]), records with staging offsets ([`Schedule::records`]), pieces of payload
     /// digests, status words, nodes and list of payload digests, flag and scratch memory, one after the other. Memory of the caller
@@ -89,13 +91,18 @@ impl Prepared {
         };
         let digest_plan = plan.digests.as_ref();
         let list_record = digest_plan.and_then(DeviceDigests::list_record);
-        let parts: [(u64, &[u8]); 6] = [
+        let host_list = match digest_plan {
+            Some(digests) if digests.is_formed_by_host => DeviceDigests::form_list(index, &plan.payloads)?,
+            _ => Vec::new(),
+        };
+        let parts: [(u64, &[u8]); 7] = [
             (offsets.table, table.as_bytes()),
             (offsets.order, schedule.order.as_bytes()),
             (offsets.records, schedule.records.as_bytes()),
             (offsets.pieces, digest_plan.map_or(&[], |digests| digests.pieces.as_bytes())),
             (offsets.warps, digest_plan.map_or(&[], |digests| digests.warps.as_bytes())),
             (offsets.list_record, list_record.as_ref().map_or(&[], IntoBytes::as_bytes)),
+            (offsets.host_list, host_list.as_flattened()),
         ];
         let pinned = PinnedBuffer::with_parts(device, &cx, offsets.copied, &parts)?;
         let frames = Frames::new(index, schedule, device, &cx)?;
@@ -161,6 +168,7 @@ impl Prepared {
             scratch,
             frames,
             digests,
+            host_list,
             compared,
             _memory: memory,
             in_caller_memory,
@@ -184,6 +192,15 @@ impl Prepared {
     /// and of payload digests.
     pub fn status_bytes(&self) -> usize {
         4 * self.schedule.span.len() * (1 + usize::from(self.frames.is_some()) + usize::from(self.digests.is_some()))
+    }
+
+    /// Returns the digest of a payload that the host expands, if it is known and to be compared.
+    pub fn digest_on_host(&self, chunk: u32) -> Option<&[u8; DIGEST_SIZE]> {
+        if self.compared == PayloadDigests::NotCompared {
+            return None;
+        }
+        let list = if self.host_list.is_empty() { &self.index.uploaded.host_list } else { &self.host_list };
+        list.get(chunk as usize)
     }
 
     /// Returns whether a chunk has a payload that is in device memory as stored, and not expanded by the host.

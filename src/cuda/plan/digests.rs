@@ -36,14 +36,17 @@ pub(in crate::cuda) struct DigestPlan {
     pub slices: Vec<Range<u32>>,
     /// Size of the payload list in bytes, and the warps that hash it, if the list is formed on the device.
     pub list: Option<(u32, Range<u32>)>,
+    /// Whether the host forms the payload list from the payloads when the application is prepared. It must, if it expands some of the
+    /// payloads and the index has only the root.
+    pub is_formed_by_host: bool,
     /// Pieces of the warp that is not yet complete, and the number of its threads in use.
     open: Vec<DigestPiece>,
     used: u32,
 }
 
 impl DigestPlan {
-    /// Plans the digests of a schedule. Returns `None` if the index has no digests that this application can compare: either it has
-    /// none, or it has only the digest over all payloads and the application does not read all of them on the device.
+    /// Plans the digests of a schedule. Returns `None` if the device has none to compare: the index has none, or only the digest over
+    /// all payloads and the application does not read all of them, or the host expands all payloads.
     pub fn new(index: &DeviceIndex, schedule: &Schedule) -> Option<Self> {
         let records = &index.uploaded.records;
         let mut plan = Self::default();
@@ -66,8 +69,13 @@ impl DigestPlan {
             PayloadDigestSource::List => {}
             PayloadDigestSource::Root => {
                 let list_bytes = u32::try_from(16 * records.len() as u64).ok()?;
-                if plan.payloads != index.uploaded.payload_count as usize {
+                if schedule.payload_count(index) != index.uploaded.payload_count as usize {
                     return None;
+                }
+                if schedule.has_expanded {
+                    plan.is_formed_by_host = true;
+                    plan.warps.push(plan.pieces.len() as u32);
+                    return Some(plan);
                 }
                 let first = plan.warps.len() as u32;
                 plan.add(0, list_bytes);

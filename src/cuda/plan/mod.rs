@@ -49,6 +49,7 @@ pub(super) struct Offsets {
     pub pieces: u64,
     pub warps: u64,
     pub list_record: u64,
+    pub host_list: u64,
     /// End of the parts that are copied from the host.
     pub copied: u64,
     pub statuses: u64,
@@ -201,6 +202,8 @@ impl<'a> ApplyPlan<'a> {
         let warps = layout.add(digests.map_or(0, |digests| size_of_val::<[u32]>(&digests.warps) as u64));
         let list_bytes = digests.and_then(|digests| digests.list.as_ref()).map_or(0, |(bytes, _)| u64::from(*bytes));
         let list_record = layout.add(if list_bytes > 0 { size_of::<ChunkMetadata>() as u64 } else { 0 });
+        let is_formed_by_host = digests.is_some_and(|digests| digests.is_formed_by_host);
+        let host_list = layout.add(if is_formed_by_host { 16 * self.index.uploaded.records.len() as u64 } else { 0 });
         let copied = layout.bytes();
         let statuses = layout.add(4 * schedule.span.len() as u64);
         let digest_statuses = layout.add(if digests.is_some() { 4 * schedule.span.len() as u64 } else { 0 });
@@ -216,6 +219,7 @@ impl<'a> ApplyPlan<'a> {
             pieces,
             warps,
             list_record,
+            host_list,
             copied,
             statuses,
             digest_statuses,

@@ -10,8 +10,7 @@ use crate::source::Source;
 use std::fmt;
 use std::sync::Arc;
 
-/// Destination of an application: out of place or in place. Every mode checks CRC and sums on the device, but no digests: see the
-/// [module](crate::cuda#what-is-checked).
+/// Destination of an application: out of place or in place. Every mode makes the same [checks](crate::cuda#what-is-checked).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Mode {
