@@ -8,8 +8,8 @@ use common::*;
 use std::fs;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use tpde::{
-    Accelerator, Apply, Checkpoint, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Error, MemoryCheckpoint, Pair, Result, Rule,
-    SafetensorsCheckpoint, Sink, TensorInfo, Work,
+    Accelerator, Apply, Checkpoint, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Error, MemoryCheckpoint, Pair,
+    PayloadDigests, Result, Rule, SafetensorsCheckpoint, Sink, TensorInfo, Work,
 };
 
 /// Tensors in memory, with one byte that cannot be read.
@@ -57,7 +57,7 @@ struct Copies<'a> {
 }
 
 impl Accelerator for Copies<'_> {
-    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
+    fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<PayloadDigests> {
         for (at, &(place, base)) in work.tensors.iter().enumerate() {
             if let (Some(base), true) = (base, self.reads_bases) {
                 let mut bytes = vec![0; work.base.tensors()[base].bytes() as usize];
@@ -65,7 +65,7 @@ impl Accelerator for Copies<'_> {
             }
             done(at, &self.targets[place].1)?;
         }
-        Ok(())
+        Ok(PayloadDigests::NotCompared)
     }
 }
 

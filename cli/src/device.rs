@@ -81,7 +81,7 @@ pub enum NoCuda {}
 
 #[cfg(not(feature = "cuda"))]
 impl Accelerator for NoCuda {
-    fn rebuild(&self, _: &tpde::Work<'_>, _: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
+    fn rebuild(&self, _: &tpde::Work<'_>, _: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<tpde::PayloadDigests> {
         match *self {}
     }
 }

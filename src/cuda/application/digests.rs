@@ -1,11 +1,9 @@
 //! Payload digests of an application: the kernel that compares them beside the decoding kernels.
 
-use crate::cuda::abi::{STATUS_NOT_RUN, STATUS_OK};
 use crate::cuda::index::DeviceIndex;
 use crate::cuda::plan::Offsets;
 use crate::cuda::plan::digests::DigestPlan;
 use crate::cuda::plan::payloads::Payloads;
-use crate::cuda::runtime::copies;
 use crate::cuda::runtime::driver::{Entered, Kernel, OwnStream, RawStream};
 use crate::digest;
 use crate::error::{Error, Result, Rule, hex};
@@ -48,26 +46,13 @@ pub(super) struct DeviceDigests {
     list: Option<Parameter>,
     /// Stream beside the decoding kernels. `None` if payloads must be compared before they are decoded.
     pub beside: Option<OwnStream>,
-    /// Address of the status word of the first chunk of the span.
-    pub first_status: u64,
-    /// Offset of the status words among all status words of the application, in bytes.
-    pub status_words_at: usize,
-    span: Range<u32>,
     /// Number of payloads.
-    payloads: usize,
+    pub payloads: usize,
 }
 
 impl DeviceDigests {
-    /// `at_zero` is the address of the application's memory, whose parts have been filled. `status_words_at` is the offset of the
-    /// status words among all that are copied back, in bytes.
-    pub fn new(
-        index: &DeviceIndex,
-        plan: &DigestPlan,
-        offsets: &Offsets,
-        at_zero: u64,
-        span: Range<u32>,
-        status_words_at: usize,
-    ) -> Result<Self> {
+    /// `at_zero` is the address of the application's memory, whose parts have been filled.
+    pub fn new(index: &DeviceIndex, plan: &DigestPlan, offsets: &Offsets, at_zero: u64, span: Range<u32>) -> Result<Self> {
         let device = &index.device().inner;
         let kernel = device.kernels.digests(&device.context)?;
         let at = |offset: u64| at_zero + offset;
@@ -97,9 +82,8 @@ impl DeviceDigests {
             records: span.len() as u32,
             ..parameter
         });
-        let first_status = at(offsets.digest_statuses);
         let slices = plan.slices.clone();
-        Ok(Self { kernel, parameter, slices, list, beside: None, first_status, status_words_at, span, payloads: plan.payloads })
+        Ok(Self { kernel, parameter, slices, list, beside: None, payloads: plan.payloads })
     }
 
     /// Reads all payloads on the host, and returns the payload list after comparing it with the payload root.
@@ -145,11 +129,6 @@ impl DeviceDigests {
         self.list.is_some()
     }
 
-    /// Returns whether the status words of all payloads are `STATUS_OK`. `words` has the words of the span.
-    pub fn are_all_right(&self, words: &[u8]) -> bool {
-        words.chunks_exact(4).filter(|word| **word == STATUS_OK.to_ne_bytes()).count() == self.payloads
-    }
-
     /// Returns the address that the status word of chunk 0 would have.
     pub fn statuses(&self) -> u64 {
         self.parameter.statuses
@@ -175,12 +154,6 @@ impl DeviceDigests {
         let parameter = Parameter { flag, ..*list };
         // SAFETY: list, record and pieces are in the memory of the application, which is held until the stream has completed.
         unsafe { self.kernel.launch(cx, stream, parameter.count, &parameter) }
-    }
-
-    /// Resets the status words for the next launch.
-    pub fn reset(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
-        // SAFETY: within the memory of the application, which is held until the stream has completed.
-        unsafe { copies::fill(cx, self.first_status, STATUS_NOT_RUN, self.span.len(), stream) }
     }
 }
 

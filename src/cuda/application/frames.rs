@@ -150,13 +150,19 @@ impl Frames {
         (self.parameter.expanded, self.parameter.payloads)
     }
 
+    /// Makes the kernels replace payloads with a wrong digest. `statuses` is the address that the digest's status word of chunk 0
+    /// would have.
+    pub fn set_digests(&mut self, statuses: u64) {
+        self.parameter.digests = statuses;
+    }
+
     /// Returns the address that the status word of chunk 0 would have.
     pub fn statuses(&self) -> u64 {
         self.parameter.statuses
     }
 
     /// Queues check, expansion and conversion to payloads. The addresses are those of the launch: records as stored, blob, tensor
-    /// table, order from the first frame on, and status words of payload digests, or 0.
+    /// table, and order from the first frame on.
     ///
     /// # Safety
     /// The addresses hold the data of the index, and remain valid until the stream has completed.
@@ -168,9 +174,8 @@ impl Frames {
         blob: u64,
         tensors: u64,
         order: u64,
-        digests: u64,
     ) -> Result<()> {
-        let parameter = Parameter { stored, blob, tensors, order, digests, ..self.parameter };
+        let parameter = Parameter { stored, blob, tensors, order, ..self.parameter };
         let FrameKernels { check, expand } = self.trusted.kernels;
         // SAFETY: promised by the caller. The index has checked the sizes of contents and payloads, and their memory was
         // allocated. `trust` promised frames of a trusted writer, and `tpde_frames_check` replaces damaged frames.

@@ -64,10 +64,18 @@ impl Launcher<'_> {
             if host_error.is_some() {
                 return Ok(());
             }
-            self.hash(n, side, blob)?;
+            if self.compares_first() {
+                self.hash(n, side, blob)?;
+            }
+            // Recorded before the slice is decoded. But decoding is queued first, so it need not wait for the calls.
+            let staged = self.beside().map(|beside| self.mark(side).map(|mark| (beside, mark))).transpose()?;
             if !hashes_all_first {
                 self.expand_frames(slice, side, blob)?;
                 self.launch(slice, side, blob, self.first_mode())?;
+            }
+            if let Some((beside, mark)) = staged {
+                mark.hold(self.cx, beside)?;
+                self.hash(n, beside, blob)?;
             }
         }
         if hashes_all_first {
@@ -98,13 +106,9 @@ impl Launcher<'_> {
         if self.prepared.mode == Mode::InPlace(InPlace::AllChecked) { self.prepared.flag } else { 0 }
     }
 
-    /// Queues the payload digests of slice `n`, whose payloads are in the order of `side`.
-    fn hash(&self, n: usize, side: RawStream, blob: u64) -> Result<()> {
+    /// Queues the payload digests of slice `n`, whose payloads are in the order of the stream.
+    fn hash(&self, n: usize, stream: RawStream, blob: u64) -> Result<()> {
         let Some(digests) = &self.prepared.digests else { return Ok(()) };
-        let stream = self.beside().unwrap_or(side);
-        if stream != side {
-            self.after(side, stream)?;
-        }
         // SAFETY: the records come from a validated index, and payloads are where the records say. All of it is held until the
         // stream has completed.
         unsafe { digests.hash(self.cx, stream, n, self.prepared.records, blob, self.digest_flag()) }
@@ -124,7 +128,7 @@ impl Launcher<'_> {
         let order = order + 4 * run.order.start as u64;
         // SAFETY: records and tensors come from a validated index, payloads are where the records say, and the frames were
         // prepared for this run. All of it is held until the stream has completed.
-        unsafe { frames.expand(self.cx, stream, records, blob, tensors, order, self.refused()) }
+        unsafe { frames.expand(self.cx, stream, records, blob, tensors, order) }
     }
 
     /// Queues the pass that stores the changes. A dry pass over all chunks has been queued before.
@@ -201,15 +205,15 @@ impl Launcher<'_> {
 
     fn copy_statuses_back(&self, statuses: &PinnedBuffer) -> Result<()> {
         let bytes = 4 * self.prepared.schedule.span.len();
-        let first = u64::from(self.prepared.schedule.span.start);
-        let frames = self.prepared.frames.as_ref().map(|frames| frames.statuses().wrapping_add(4 * first));
-        let digests = self.prepared.digests.as_ref().map(|digests| digests.first_status);
-        for (n, from) in [Some(self.prepared.first_status()), frames, digests].into_iter().flatten().enumerate() {
-            // SAFETY: the status words belong to the application. The pinned memory is long enough for all of them, and nobody
-            // reads it before the event that follows. Both are held until then.
-            unsafe { copies::copy_out(self.cx, statuses.as_ptr().add(n * bytes), from, bytes, self.stream)? };
-        }
-        Ok(())
+        // The words of payload digests follow those of the decoding kernels.
+        let own = if self.prepared.digests.is_some() { 2 * bytes } else { bytes };
+        // SAFETY: the status words belong to the application. The pinned memory is long enough, and nobody reads it before the
+        // event that follows. Both are held until then.
+        unsafe { copies::copy_out(self.cx, statuses.as_ptr(), self.prepared.first_status(), own, self.stream)? };
+        let Some(frames) = &self.prepared.frames else { return Ok(()) };
+        let first = frames.statuses().wrapping_add(4 * u64::from(self.prepared.schedule.span.start));
+        // SAFETY: as above; the pinned memory is long enough for all words.
+        unsafe { copies::copy_out(self.cx, statuses.as_ptr().add(own), first, bytes, self.stream) }
     }
 
     fn launch(&self, slice: &Slice, stream: RawStream, blob: u64, mode: u32) -> Result<()> {
@@ -285,9 +289,14 @@ impl Launcher<'_> {
 
     /// Makes `stream` wait for the work queued on `other`.
     pub fn after(&self, other: RawStream, stream: RawStream) -> Result<()> {
+        self.mark(other)?.hold(self.cx, stream)
+    }
+
+    /// Records an event behind the work queued on a stream.
+    fn mark(&self, stream: RawStream) -> Result<RawEvent> {
         let event = RawEvent::new(self.cx, false)?;
-        event.record(self.cx, other)?;
-        event.hold(self.cx, stream)
+        event.record(self.cx, stream)?;
+        Ok(event)
     }
 
     /// Queues the copies of payloads through the ring.

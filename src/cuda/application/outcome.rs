@@ -117,7 +117,8 @@ fn statuses<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterato
         let at = (chunk - span.start) as usize;
         let status = words.word(at);
         // An error of a frame takes precedence, because it made `tpde_raw` refuse the payload.
-        let frame_status = if prepared.frames.is_some() { words.word(span.len() + at) } else { STATUS_OK };
+        let before_frames = span.len() * if prepared.digests.is_some() { 2 } else { 1 };
+        let frame_status = if prepared.frames.is_some() { words.word(before_frames + at) } else { STATUS_OK };
         let status = if status == STATUS_NOT_RUN || frame_status == STATUS_OK { status } else { frame_status };
         (chunk, with_digest(status, digest_status(prepared, words, chunk)))
     })
@@ -125,9 +126,11 @@ fn statuses<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterato
 
 /// Returns the status word of a payload's digest, or `STATUS_OK` if the device does not compare it.
 fn digest_status(prepared: &Prepared, words: &PinnedBuffer, chunk: u32) -> u32 {
-    let Some(digests) = prepared.digests.as_ref().filter(|_| prepared.has_payload_on_device(chunk)) else { return STATUS_OK };
+    if prepared.digests.is_none() || !prepared.has_payload_on_device(chunk) {
+        return STATUS_OK;
+    }
     let span = &prepared.schedule.span;
-    words.word(digests.status_words_at / 4 + (chunk - span.start) as usize)
+    words.word(span.len() + (chunk - span.start) as usize)
 }
 
 /// Combines the status word of a chunk with that of its payload's digest, in the order of spec section 13: the digest of a payload
@@ -147,16 +150,18 @@ fn bad_chunks<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Itera
     bad.map(|(chunk, status)| BadChunk { chunk, rule: abi::rule(status) })
 }
 
+/// Returns whether all status words of chunks, frames and digests are `STATUS_OK`: the fast path of [`check_statuses`].
+fn are_all_right(prepared: &Prepared, words: &PinnedBuffer) -> bool {
+    let count = prepared.schedule.span.len();
+    let of_digests = if prepared.digests.is_some() { count..2 * count } else { 0..0 };
+    let is_ok = |at: usize| words.word(at) == STATUS_OK;
+    let mut others = (0..prepared.status_bytes() / 4).filter(|at| !of_digests.contains(at));
+    others.all(is_ok)
+        && prepared.digests.as_ref().is_none_or(|digests| of_digests.filter(|&at| is_ok(at)).count() == digests.payloads)
+}
+
 fn check_statuses(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<Error>) -> Result<()> {
-    // Fast path: all chunks are correct.
-    if host_error.is_none()
-        && const { STATUS_OK == 0 }
-        && words[..prepared.digests.as_ref().map_or(prepared.status_bytes(), |digests| digests.status_words_at)]
-            .iter()
-            .fold(0, |any, byte| any | byte)
-            == 0
-        && prepared.digests.as_ref().is_none_or(|digests| digests.are_all_right(&words[digests.status_words_at..]))
-    {
+    if host_error.is_none() && are_all_right(prepared, words) {
         return Ok(());
     }
     // An error found by a kernel takes precedence over chunks that were not decoded because of the host.

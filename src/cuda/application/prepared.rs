@@ -105,7 +105,7 @@ impl Prepared {
             (offsets.host_list, host_list.as_flattened()),
         ];
         let pinned = PinnedBuffer::with_parts(device, &cx, offsets.copied, &parts)?;
-        let frames = Frames::new(index, schedule, device, &cx)?;
+        let mut frames = Frames::new(index, schedule, device, &cx)?;
         if in_caller_memory && frames.is_some() {
             return Err(Error::InvalidArgument("nvCOMP takes memory of its own: it cannot be used with the caller's".into()));
         }
@@ -116,9 +116,9 @@ impl Prepared {
         // memory are held until the copy has completed, also after an error.
         unsafe {
             copies::copy_in(&cx, at(0), pinned.as_ptr(), offsets.copied as usize, copy)?;
-            copies::fill(&cx, at(offsets.statuses), STATUS_NOT_RUN, schedule.span.len(), copy)?;
+            let status_words = schedule.span.len() * if digest_plan.is_some() { 2 } else { 1 };
+            copies::fill(&cx, at(offsets.statuses), STATUS_NOT_RUN, status_words, copy)?;
             if digest_plan.is_some() {
-                copies::fill(&cx, at(offsets.digest_statuses), STATUS_NOT_RUN, schedule.span.len(), copy)?;
                 copies::fill(&cx, at(offsets.nodes), 0, (offsets.flag - offsets.nodes) as usize / 4, copy)?;
             }
             copies::fill(&cx, at(offsets.flag), 0, 1, copy)?;
@@ -137,11 +137,11 @@ impl Prepared {
         let (statuses, flag) = (from_zero(offsets.statuses, first_chunk, 4), at(offsets.flag));
         let staging = if in_caller_memory { Some(memory.slice(offsets.staging, schedule.staged_bytes)?) } else { None };
         let mut digests = digest_plan
-            .map(|digests| {
-                let words_at = 4 * schedule.span.len() * (1 + usize::from(frames.is_some()));
-                DeviceDigests::new(index, digests, &offsets, memory.address(), schedule.span.clone(), words_at)
-            })
+            .map(|digests| DeviceDigests::new(index, digests, &offsets, memory.address(), schedule.span.clone()))
             .transpose()?;
+        if let (Some(frames), Some(digests)) = (&mut frames, &digests) {
+            frames.set_digests(digests.statuses());
+        }
         // Taken last, so that an earlier error leaks no stream.
         let sides = match schedule.slices.len() {
             0 | 1 => Vec::new(),
@@ -152,7 +152,7 @@ impl Prepared {
             match device.pools.urgent_stream(&cx) {
                 Ok(stream) => digests.beside = Some(stream),
                 Err(e) => {
-                    Vec::from(sides).into_iter().for_each(|side| device.pools.take_back(&cx, side));
+                    sides.into_iter().for_each(|side| device.pools.take_back(&cx, side));
                     return Err(e);
                 }
             }
@@ -188,8 +188,8 @@ impl Prepared {
         self.statuses.wrapping_add(4 * u64::from(self.schedule.span.start))
     }
 
-    /// Returns the size of the status words that are copied back, in bytes: the words of the decoding kernels, of the frame kernels,
-    /// and of payload digests.
+    /// Returns the size of the status words that are copied back, in bytes: the words of the decoding kernels, of payload
+    /// digests, and of the frame kernels.
     pub fn status_bytes(&self) -> usize {
         4 * self.schedule.span.len() * (1 + usize::from(self.frames.is_some()) + usize::from(self.digests.is_some()))
     }
@@ -213,10 +213,8 @@ impl Prepared {
     pub fn reset(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: within the memory of this application, which is held until the stream has completed.
         unsafe {
-            copies::fill(cx, self.first_status(), STATUS_NOT_RUN, self.schedule.span.len(), stream)?;
-            if let Some(digests) = &self.digests {
-                digests.reset(cx, stream)?;
-            }
+            let words = self.schedule.span.len() * if self.digests.is_some() { 2 } else { 1 };
+            copies::fill(cx, self.first_status(), STATUS_NOT_RUN, words, stream)?;
             if self.mode == Mode::InPlace(InPlace::AllChecked) {
                 copies::fill(cx, self.flag, 0, 1, stream)?;
                 if let Some(scratch) = self.scratch {

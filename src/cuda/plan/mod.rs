@@ -205,8 +205,10 @@ impl<'a> ApplyPlan<'a> {
         let is_formed_by_host = digests.is_some_and(|digests| digests.is_formed_by_host);
         let host_list = layout.add(if is_formed_by_host { 16 * self.index.uploaded.records.len() as u64 } else { 0 });
         let copied = layout.bytes();
-        let statuses = layout.add(4 * schedule.span.len() as u64);
-        let digest_statuses = layout.add(if digests.is_some() { 4 * schedule.span.len() as u64 } else { 0 });
+        // One part, so one fill and one copy suffice for both.
+        let status_bytes = 4 * schedule.span.len() as u64;
+        let statuses = layout.add(status_bytes * if digests.is_some() { 2 } else { 1 });
+        let digest_statuses = statuses + status_bytes;
         let nodes = layout.add(digests.map_or(0, |digests| 32 * u64::from(digests.nodes)));
         let list = layout.add(list_bytes);
         let flag = layout.add(4);
