@@ -61,6 +61,7 @@ fn pair_of(cases: &[(Case, Vec<u8>)], form: Form, forged: Option<usize>) -> Pair
             base_name: None,
             dtype: case.dtype,
             shape: vec![case.lanes as u64],
+            part: None,
             base_kind: BaseKind::Same,
             base_param: 0,
             codec: case.codec,
