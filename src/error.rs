@@ -65,6 +65,9 @@ pub enum Error {
         /// The property that readers would refuse.
         reason: String,
     },
+    /// Pairs cannot be merged, because two of them contradict each other.
+    #[error(transparent)]
+    NotMergeable(#[from] Box<NotMergeable>),
     /// A value in a file exceeds the reader's limits.
     #[error("{what} is {found}, above the reader's limit of {limit}")]
     Limit {
@@ -144,6 +147,65 @@ impl UnknownName {
 impl From<UnknownName> for Error {
     fn from(error: UnknownName) -> Self {
         Self::InvalidArgument(error.to_string())
+    }
+}
+
+/// A contradiction between two pairs that are to be merged.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NotMergeable {
+    /// The kind of contradiction.
+    pub conflict: Conflict,
+    /// Name of the tensor, base tensor or file. Empty for a lone safetensors file.
+    pub name: String,
+    /// The two pairs: their paths, or their numbers from 1.
+    pub pairs: [String; 2],
+    /// The property of the tensor, base tensor or file in each of these pairs.
+    pub found: [String; 2],
+}
+
+impl fmt::Display for NotMergeable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { conflict, name, pairs: [first, second], found: [in_first, in_second] } = self;
+        let name = Escaped(name);
+        write!(f, "the pairs cannot be merged: ")?;
+        match conflict {
+            Conflict::Tensor => write!(f, "tensor {name} is in two pairs"),
+            Conflict::Type => write!(f, "tensor {name} has two types"),
+            Conflict::Base => write!(f, "base tensor {name} differs"),
+            Conflict::File if self.name.is_empty() => write!(f, "the files differ"),
+            Conflict::File => write!(f, "file {name} differs"),
+        }?;
+        let (first, second) = (Escaped(first), Escaped(second));
+        write!(f, ": {} in {first}, {} in {second}", Text(in_first), Text(in_second))
+    }
+}
+
+impl std::error::Error for NotMergeable {}
+
+/// The kind of a [`NotMergeable`] contradiction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Conflict {
+    /// Both pairs have the tensor, with the same dtype and shape.
+    Tensor,
+    /// The pairs state different dtypes or shapes for the tensor.
+    Type,
+    /// The pairs state different digests, dtypes or shapes for the base tensor: they were made from different bases.
+    Base,
+    /// The files of the pairs cannot be those of one target.
+    File,
+}
+
+impl Conflict {
+    /// Returns the name, as in JSON.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Conflict::Tensor => "tensor",
+            Conflict::Type => "type",
+            Conflict::Base => "base",
+            Conflict::File => "file",
+        }
     }
 }
 

@@ -33,6 +33,7 @@
 //! | open a pair | [`Pair::open`]; [`Pair::new`] for a [`ValidatedIndex`] and a blob from any [`Source`] |
 //! | rebuild the target, or a part of it | [`Apply`]: files, buffers, a range of a tensor, tensors changed in place |
 //! | check a pair, a base and a target | [`Verify`] |
+//! | make one pair of several, or of some tensors of one | [`Merge`] |
 //! | see what the bytes of a pair are used for | [`Explain`], [`ValidatedIndex`] |
 //! | rebuild or change slices of tensors, from slices of a base | [`Apply::to_slices`], [`Apply::in_place_slices`], [`SliceCheckpoint`] |
 //! | read checkpoints | [`SafetensorsCheckpoint`] for files and sharded folders, [`MemoryCheckpoint`] for memory, or your own [`Checkpoint`] |
@@ -74,6 +75,8 @@ mod index;
 pub mod internals;
 mod lane;
 mod limits;
+mod merge;
+mod pair_files;
 mod publish;
 mod reader;
 mod rectangle;
@@ -100,11 +103,12 @@ pub use encode::{
     CodecChoice, Encode, EncodeOptions, EncodeReport, Explain, Explanation, Favor, PartReport, Split, TableSetReport,
     TensorExplanation, TensorReport, WayReport,
 };
-pub use error::{Error, Escaped, Invalid, Location, Result, Rule, UnknownName};
+pub use error::{Conflict, Error, Escaped, Invalid, Location, NotMergeable, Result, Rule, UnknownName};
 pub use format::{BaseKind, FileKind, FormatVersion};
 pub use index::{Chunk, IndexParts, Part, TargetFile, Tensor, ValidatedIndex};
 pub use lane::Dtype;
 pub use limits::{Limits, OpenOptions};
+pub use merge::{Merge, MergeReport};
 pub use publish::Temporaries;
 pub use reader::{Pair, PairPaths, PayloadDigests, VerifyReport};
 pub use rectangle::Rectangle;

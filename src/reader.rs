@@ -183,7 +183,7 @@ impl<B: Source> Pair<B> {
     }
 
     /// The digest that a read of a payload compares; `None` if it is not known.
-    fn digest_of_payload(&self, chunk: u32) -> Option<&[u8; DIGEST_SIZE]> {
+    pub(crate) fn digest_of_payload(&self, chunk: u32) -> Option<&[u8; DIGEST_SIZE]> {
         let list = match self.index.payload_list() {
             Some(list) => list,
             // Payloads in memory cannot have changed since `check_payloads` hashed them.
@@ -274,7 +274,7 @@ impl<B: Source> Pair<B> {
     }
 
     /// If `error` names a chunk, adds the name of the chunk's tensor.
-    fn name_tensor(&self, error: Error) -> Error {
+    pub(crate) fn name_tensor(&self, error: Error) -> Error {
         let chunk = match &error {
             Error::Invalid(invalid) => invalid.at.chunk,
             _ => None,

@@ -9,6 +9,7 @@ use crate::lane::Dtype;
 use crate::limits::Limits;
 use binrw::BinWrite;
 use blake3::Hash;
+use std::collections::HashMap;
 use std::io::{Cursor, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -58,8 +59,8 @@ pub struct FileSpec {
     pub kind: FileKind,
     /// Size of the content in bytes.
     pub content_size: u64,
-    /// BLAKE3 of the content.
-    pub content_hash: Hash,
+    /// BLAKE3-128 of the content.
+    pub content_digest: [u8; DIGEST_SIZE],
     /// The content if `kind` stores it, else empty.
     pub content: Vec<u8>,
 }
@@ -88,8 +89,10 @@ pub struct PairBuilder<W> {
     names: Vec<u8>,
     /// The last entry with a name.
     last_named: Option<Named>,
-    /// Table sets, in the order of the first tensors that use them.
-    sets: Vec<Arc<TableSet>>,
+    /// Number of each table set, from 1, in the order of the first tensors that use them.
+    sets: HashMap<Arc<TableSet>, u32>,
+    /// Numbers of the sets by address, because hashing a set takes longer. The map keeps the sets, so no address is reused.
+    set_addresses: HashMap<usize, (Arc<TableSet>, u32)>,
     /// Encoded tables of all tensors.
     tables: Vec<u8>,
     digests: Vec<TensorDigests>,
@@ -123,7 +126,8 @@ impl<W: Write> PairBuilder<W> {
             dims: Vec::new(),
             names: Vec::new(),
             last_named: None,
-            sets: Vec::new(),
+            sets: HashMap::new(),
+            set_addresses: HashMap::new(),
             tables: Vec::new(),
             digests: Vec::new(),
             base_root: digest::Root::default(),
@@ -192,12 +196,17 @@ impl<W: Write> PairBuilder<W> {
     /// Appends the tables of a tensor: the number of an earlier equal set, or else the set. Returns the number of bytes appended.
     fn put_tables(&mut self, set: &Arc<TableSet>) -> u32 {
         let before = self.tables.len();
-        if let Some(known) = self.sets.iter().position(|known| Arc::ptr_eq(known, set) || known == set) {
-            self.tables.extend((known as u16 + 1).to_le_bytes());
-        } else {
-            self.sets.push(Arc::clone(set));
+        let next = self.sets.len() as u32 + 1;
+        let address = Arc::as_ptr(set).addr();
+        let &mut (_, number) = self
+            .set_addresses
+            .entry(address)
+            .or_insert_with(|| (Arc::clone(set), *self.sets.entry(Arc::clone(set)).or_insert(next)));
+        if self.sets.len() as u32 == next {
             self.tables.extend([0; 2]);
             self.tables.extend(set.to_bytes());
+        } else {
+            self.tables.extend((number as u16).to_le_bytes());
         }
         (self.tables.len() - before) as u32
     }
@@ -260,6 +269,20 @@ impl<W: Write> PairBuilder<W> {
                 self.target_root.add(&target_digest);
             }
         }
+    }
+
+    /// Ends the current tensor, whose digests come from another pair.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for format 1.1, whose roots are formed from hashes of tensors.
+    pub fn end_copied_tensor(&mut self, digests: &TensorDigests) -> Result<()> {
+        if self.form.version == FormatVersion::V1_1 {
+            return Err(Error::InvalidArgument("roots of format 1.1 cannot be formed from digests: they need format 1.2".into()));
+        }
+        self.digests.push(*digests);
+        self.base_root.add(&digests.base_digest);
+        self.target_root.add(&digests.target_digest);
+        Ok(())
     }
 
     /// Adds a target file. Files must be added in ascending order of name.
@@ -385,7 +408,7 @@ impl<W: Write> PairBuilder<W> {
             reserved_0: 0,
             name_size: file.name.len() as u32,
             content_size: file.content_size,
-            content_digest: digest::short(&file.content_hash),
+            content_digest: file.content_digest,
             reserved_1: 0,
         });
         let mut bytes = table_bytes(&entries.collect::<Vec<_>>())?;

@@ -155,7 +155,7 @@ impl Case {
                 name: name.into(),
                 kind,
                 content_size: content.len() as u64,
-                content_hash: blake3::hash(&content),
+                content_digest: blake3::hash(&content).as_bytes()[..16].try_into().unwrap(),
                 content: if same && self.of_base { Vec::new() } else { content },
             }
         };

@@ -3,13 +3,12 @@
 use super::options::EncodeOptions;
 use super::run::{EncodeReport, encode};
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result};
-use crate::publish::{Publication, check_apart};
-use crate::reader::{Pair, PairPaths, check_pair_name};
+use crate::error::Result;
+use crate::pair_files::NewPair;
+use crate::reader::Pair;
 use crate::safetensors::{SafetensorsCheckpoint, check_composable};
 use crate::watch::{Watch, Watcher};
 use crate::writer::{FileSpec, PairBuilder};
-use std::io::{BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 /// Encodes a target checkpoint as a pair: its difference from a base.
@@ -113,22 +112,12 @@ impl<'a> Encode<'a> {
         if SafetensorsCheckpoint::of(self.target).is_none() {
             check_composable(self.target.tensors())?;
         }
-        let path = path.as_ref();
-        check_pair_name(path)?;
-        let paths = PairPaths::new(path);
         let checkpoints = self.base.iter().flat_map(|base| base.paths()).chain(self.target.paths());
         let inputs: Vec<_> = checkpoints.chain(self.inputs.iter().cloned()).collect();
-        check_apart(&[paths.index.clone(), paths.blob.clone()], &inputs)?;
-        let mut publication = Publication::files(&paths.index, self.overwrite);
-        let blob = BufWriter::with_capacity(1 << 20, publication.add(&paths.blob)?);
-        let mut index = publication.add(&paths.index)?;
-        let builder = PairBuilder::new(blob, paths.blob.clone(), self.options.form())?;
-        let (mut finished, report) = encode(self.base, self.target, files, &self.options, builder, &self.watcher)?;
-        let blob = &mut finished.blob;
-        let written = blob.seek(SeekFrom::Start(0)).and_then(|_| blob.write_all(&finished.blob_header)).and_then(|()| blob.flush());
-        written.map_err(|e| Error::io("write", &paths.blob, e))?;
-        index.write_all(finished.index.as_bytes()).map_err(|e| Error::io("write", &paths.index, e))?;
-        publication.commit(&self.watcher)?;
+        let (pair, blob) = NewPair::create(path.as_ref(), &inputs, self.overwrite)?;
+        let builder = PairBuilder::new(blob, pair.paths.blob.clone(), self.options.form())?;
+        let (finished, report) = encode(self.base, self.target, files, &self.options, builder, &self.watcher)?;
+        pair.publish(finished, &self.watcher)?;
         Ok(report)
     }
 

@@ -235,15 +235,16 @@ impl SafetensorsCheckpoint {
             };
             let (kind, content) =
                 if same { (FileKind::SafetensorsOfBase, Vec::new()) } else { (FileKind::Safetensors, file.content()?) };
-            specs.push(FileSpec { name: file.name.clone(), kind, content_size: file.content_size, content_hash, content });
+            let content_digest = digest::short(&content_hash);
+            specs.push(FileSpec { name: file.name.clone(), kind, content_size: file.content_size, content_digest, content });
         }
         if let Some(ShardIndex { name, content, .. }) = &self.shard_index {
             let of_base = base.and_then(|base| base.shard_index.as_ref());
             let same = of_base.is_some_and(|other| other.name == *name && other.content == *content);
             let kind = if same { FileKind::VerbatimOfBase } else { FileKind::Verbatim };
-            let (content_size, content_hash) = (content.len() as u64, digest::of(content));
+            let (content_size, content_digest) = (content.len() as u64, digest::short(&digest::of(content)));
             let content = if same { Vec::new() } else { content.clone() };
-            specs.push(FileSpec { name: name.clone(), kind, content_size, content_hash, content });
+            specs.push(FileSpec { name: name.clone(), kind, content_size, content_digest, content });
         }
         specs.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(specs)

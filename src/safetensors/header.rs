@@ -33,6 +33,12 @@ pub(super) struct Header {
     pub metadata: BTreeMap<String, String>,
 }
 
+/// Returns the names of the tensors in a safetensors file, from the length field and the header of the file. The error is the
+/// reason why the header is invalid.
+pub(crate) fn tensor_names(content: &[u8]) -> Result<Vec<String>, String> {
+    Ok(Header::parse(content)?.tensors.into_iter().map(|tensor| tensor.info.name).collect())
+}
+
 /// A tensor in a file.
 #[derive(Debug)]
 pub(super) struct FileTensor {

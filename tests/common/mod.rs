@@ -67,6 +67,7 @@ pub fn tuned(tensor: &Tensor, every: usize) -> Tensor {
 }
 
 /// The same tensor under another name.
+#[allow(dead_code, reason = "not all tests rename tensors")]
 pub fn named(tensor: &Tensor, name: &str) -> Tensor {
     Tensor { name: name.into(), ..tensor.clone() }
 }

@@ -41,7 +41,7 @@ pub(crate) const fn tokens_within(bits: u32) -> usize {
 }
 
 /// Table set: the token frequencies of up to 15 classes. Several tensors can share a set.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct TableSet {
     /// Number of tokens per class.
     counts: Vec<u8>,
