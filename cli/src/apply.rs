@@ -2,17 +2,17 @@
 
 use super::common::Common;
 use super::device::DeviceArgs;
-use super::inputs::{ExpectArgs, open, operands};
+use super::inputs::{ExpectArgs, glob, matchers, open, operands};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
-use globset::{Glob, GlobSet};
+use globset::Glob;
 use serde::Serialize;
 use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use tpde::{BaseKind, Error, Escaped, Pair, PayloadDigests, Result, Source};
+use tpde::{BaseKind, Error, PayloadDigests, Result};
 
 /// Rebuild the target from a base and a pair
 ///
@@ -46,11 +46,6 @@ pub struct Apply {
     pub device: DeviceArgs,
 }
 
-/// Parses a pattern. The error does not quote the pattern, because clap's message about the argument already does.
-fn glob(text: &str) -> Result<Glob, String> {
-    Glob::new(text).map_err(|e| e.kind().to_string())
-}
-
 /// Describes what was rebuilt.
 #[derive(Serialize)]
 pub struct Report {
@@ -74,7 +69,7 @@ impl Apply {
     fn apply(&self, common: &Common) -> Result<Report> {
         let (base, path) = operands(&self.first, self.second.as_deref());
         let pair = self.expect.open(path)?;
-        let globs = self.globs(&pair)?;
+        let globs = matchers(&self.tensor, &pair)?;
         let is_wanted = |name: &str| globs.iter().any(|glob| glob.is_match(name));
 
         if !globs.is_empty() || pair.index().files().all(|file| file.name.is_empty()) {
@@ -109,22 +104,6 @@ impl Apply {
             gb_per_second: text::speed(report.bytes, seconds),
             threads: rayon::current_num_threads(),
         })
-    }
-
-    /// Compiles the patterns. Each must match a tensor, so that a mistyped pattern is an error.
-    fn globs<B: Source>(&self, pair: &Pair<B>) -> Result<Vec<GlobSet>> {
-        let compiled = self.tensor.iter().map(|glob| {
-            // `Glob::compile_matcher` would panic on a pattern that is too large or nested too deeply.
-            let matcher = GlobSet::builder()
-                .add(glob.clone())
-                .build()
-                .map_err(|e| Error::InvalidArgument(format!("pattern {} is too large: {}", Escaped(glob.glob()), e.kind())))?;
-            if pair.index().tensors().any(|tensor| matcher.is_match(tensor.name)) {
-                return Ok(matcher);
-            }
-            Err(Error::InvalidArgument(format!("no tensor of the pair matches {}", Escaped(glob.glob()))))
-        });
-        compiled.collect()
     }
 }
 

@@ -7,7 +7,7 @@ use serde::Serialize;
 use std::ffi::OsString;
 use std::io::{self, Write};
 use std::process::ExitCode;
-use tpde::{Error, Escaped, Location, Rule};
+use tpde::{Conflict, Error, Escaped, Location, Rule};
 
 /// Exit code for wrong data.
 const DATA: u8 = 1;
@@ -54,6 +54,7 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
     match ours {
         Some(Error::Invalid(invalid)) => at = invalid.at.clone(),
         Some(Error::WrongBase { tensor, .. }) => at.tensor = Some(tensor.clone()),
+        Some(Error::NotMergeable(refused)) if refused.conflict != Conflict::File => at.tensor = Some(refused.name.clone()),
         _ => {}
     }
     let message = message(error);
@@ -81,6 +82,7 @@ fn kind_and_code(ours: Option<&Error>, is_io: bool) -> (&'static str, u8) {
         Some(Error::BadCheckpoint { .. }) => ("bad_checkpoint", DATA),
         Some(Error::Changed { .. }) => ("changed", SYSTEM),
         Some(Error::NotWritable { .. }) => ("not_writable", DATA),
+        Some(Error::NotMergeable(_)) => ("not_mergeable", DATA),
         Some(Error::Limit { .. }) => ("limit", DATA),
         Some(Error::InvalidArgument(_)) => ("invalid_argument", USAGE),
         Some(Error::NoDevice(_)) => ("no_device", DEVICE),
@@ -171,6 +173,12 @@ fn hint(error: &Error) -> Option<&'static str> {
             "a pair is named without its endings, or by either file; both files must be in one folder"
         }
         Error::Changed { .. } => "let the program that writes the file finish, then run the command again",
+        Error::NotMergeable(refused) => match refused.conflict {
+            Conflict::Tensor | Conflict::Type => "tpde subset makes a pair without the tensor",
+            Conflict::Base => "the pairs of a merge must all be made from one base",
+            Conflict::File => "--no-files merges the tensors without the files",
+            _ => return None,
+        },
         Error::NotWritable { .. } => "the pair can still be applied to tensors in memory",
         Error::NoLibrary { .. } => "without --trust the processor expands payloads of codec zstd",
         Error::NoDevice(_) => "without --device the processor does the same work",

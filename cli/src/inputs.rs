@@ -3,11 +3,12 @@
 use super::text;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
+use globset::{Glob, GlobSet};
 use std::path::Path;
 use std::str::FromStr;
 use tpde::{
-    Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Favor, FileSource, Layout, OpenOptions, Pair, Result,
-    SafetensorsCheckpoint, UnknownName,
+    Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Escaped, Favor, FileSource, Layout, OpenOptions, Pair, Result,
+    SafetensorsCheckpoint, Source, UnknownName,
 };
 
 /// Coding of payloads.
@@ -119,4 +120,25 @@ pub fn open(path: &Path) -> Result<SafetensorsCheckpoint> {
     let checkpoint = SafetensorsCheckpoint::open(path)?;
     tracing::info!(path = text::path(path), tensors = checkpoint.tensors().len(), bytes = checkpoint.file_bytes(), "checkpoint");
     Ok(checkpoint)
+}
+
+/// Parses a pattern. The error does not quote the pattern, because clap's message about the argument already does.
+pub fn glob(text: &str) -> Result<Glob, String> {
+    Glob::new(text).map_err(|e| e.kind().to_string())
+}
+
+/// Compiles patterns for names of tensors. Each must match a tensor of the pair, so that a mistyped pattern is an error.
+pub fn matchers<B: Source>(globs: &[Glob], pair: &Pair<B>) -> Result<Vec<GlobSet>> {
+    let compiled = globs.iter().map(|glob| {
+        // `Glob::compile_matcher` would panic on a pattern that is too large or nested too deeply.
+        let matcher = GlobSet::builder()
+            .add(glob.clone())
+            .build()
+            .map_err(|e| Error::InvalidArgument(format!("pattern {} is too large: {}", Escaped(glob.glob()), e.kind())))?;
+        if pair.index().tensors().any(|tensor| matcher.is_match(tensor.name)) {
+            return Ok(matcher);
+        }
+        Err(Error::InvalidArgument(format!("no tensor of the pair matches {}", Escaped(glob.glob()))))
+    });
+    compiled.collect()
 }

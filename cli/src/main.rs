@@ -15,7 +15,9 @@ mod failure;
 mod inputs;
 mod inspect;
 mod man;
+mod merge;
 mod signals;
+mod subset;
 mod text;
 mod verify;
 
@@ -32,7 +34,8 @@ use tracing::Level;
 /// A pair of files, NAME.tpde-index and NAME.tpde-blob, holds what turns a base checkpoint into a target, bit for bit.
 /// Checkpoints are .safetensors files, or folders of them.
 ///
-/// Exit codes: 0 done; 1 the data is wrong (damage, another base, applied already, no checkpoint, above a limit, not writable);
+/// Exit codes: 0 done; 1 the data is wrong (damage, another base, applied already, no checkpoint, above a limit, not writable,
+/// not mergeable);
 /// 2 usage; 3 the system refused (files, disk, an input that changed); 4 no such device. A signal ends tpde by that signal, and
 /// leaves no temporary files.
 #[derive(Parser)]
@@ -50,6 +53,8 @@ enum Verb {
     Apply(apply::Apply),
     Verify(verify::Verify),
     Inspect(inspect::Inspect),
+    Merge(merge::Merge),
+    Subset(subset::Subset),
     Bench(bench::Bench),
     Demo(demo::Demo),
     Completions(completions::Completions),
@@ -117,6 +122,8 @@ impl Cli {
                     return Ok(refused.map_or(ExitCode::SUCCESS, |reason| failure::refused(&reason)));
                 }
                 Verb::Inspect(verb) => common.show("inspect", verb.run(common)?),
+                Verb::Merge(verb) => common.show("merge", verb.run(common)?),
+                Verb::Subset(verb) => common.show("subset", verb.run(common)?),
                 Verb::Bench(verb) => common.show("bench", verb.run(common)?),
                 Verb::Demo(verb) => common.show("demo", verb.run(common)?),
                 Verb::Completions(verb) => common.show("completions", verb.run(Self::command())),

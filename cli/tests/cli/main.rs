@@ -7,6 +7,7 @@ mod common;
 mod device;
 mod explain;
 mod inputs;
+mod merge;
 mod outputs;
 mod printing;
 mod round_trips;

@@ -22,6 +22,11 @@ fn bad_usage_ends_with_2() {
         "apply pair -o x",
         "verify",
         "inspect pair --tensors --chunks",
+        "merge -o x",
+        "merge pair",
+        "subset pair -o x",
+        "subset pair pair --tensor a -o x",
+        "subset pair --tensor [ -o x",
         "inspect pair --explain --chunks",
         "inspect pair --base base.safetensors",
         "inspect pair --no-base",
@@ -116,7 +121,7 @@ fn help_is_text_and_a_value_of_json_is_an_error_in_json() {
 #[test]
 fn help_completions_and_manual_pages_are_there() {
     let place = Place::new();
-    let verbs = ["encode", "apply", "verify", "inspect", "bench", "demo", "completions", "man"];
+    let verbs = ["encode", "apply", "verify", "inspect", "merge", "subset", "bench", "demo", "completions", "man"];
     let all = place.ok("--help").out;
     for verb in verbs {
         assert!(all.contains(verb));

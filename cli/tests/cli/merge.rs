@@ -1,0 +1,68 @@
+//! Merging pairs, and making a pair of some tensors of one.
+
+use crate::common::place::*;
+use crate::common::*;
+
+/// Two pairs, `a` and `b`, of the halves of the model, from one base.
+fn halves() -> Place {
+    let place = Place::with_pair();
+    let base = model();
+    let target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 9)).collect();
+    write_file(&place.path("a.safetensors"), &target[..2]);
+    write_file(&place.path("b.safetensors"), &target[2..]);
+    write_file(&place.path("whole.safetensors"), &target);
+    for half in ["a", "b"] {
+        place.ok(&format!("encode base.safetensors {half}.safetensors -o {half}"));
+    }
+    place
+}
+
+#[test]
+fn merged_pairs_rebuild_the_whole_target() {
+    let place = halves();
+    let report = place.json("merge a b.tpde-blob -o both --no-files");
+    assert_eq!((&report["pairs"], &report["tensors"], &report["files"]), (&2.into(), &(model().len() as u64).into(), &0.into()));
+    assert_eq!(report["blob_bytes"].as_u64().unwrap(), place.read("both.tpde-blob").len() as u64);
+    assert_eq!(report["index"].as_str().unwrap(), "both.tpde-index");
+    place.json("verify both --base base.safetensors --target whole.safetensors");
+    let text = place.ok("merge a b -o both --no-files --force").out;
+    assert!(text.contains("wrote both.tpde-index and both.tpde-blob") && text.contains("2 pairs"), "{text}");
+
+    // The halves of the merged pair are the pairs again, apart from their files.
+    let subset = place.json("subset both --tensor embed* --tensor *norm* -o part");
+    let mut names: Vec<_> = model().into_iter().map(|tensor| tensor.name).collect();
+    names.retain(|name| name.starts_with("embed") || name.contains("norm"));
+    names.sort_unstable();
+    assert!(!names.is_empty() && names.len() < model().len());
+    assert_eq!(subset["tensors"], names.len());
+    let inspected = place.json("inspect part --tensors");
+    let mut found: Vec<_> =
+        inspected["tensors"].as_array().unwrap().iter().map(|tensor| tensor["name"].as_str().unwrap()).collect();
+    found.sort_unstable();
+    assert_eq!(found, names);
+    place.ok("apply base.safetensors part -o part.safetensors");
+}
+
+#[test]
+fn what_cannot_be_merged_is_refused_with_a_hint() {
+    let place = halves();
+    let hint = |line: &str, code: i32, message: &str, hint: &str| {
+        let error = place.fails(line, code, message);
+        assert!(error["hint"].as_str().unwrap_or_default().contains(hint), "{error}");
+        error
+    };
+    let error = hint("merge a b -o x", DATA, "the files differ: a lone safetensors file", "--no-files");
+    assert_eq!((&error["kind"], &error["tensor"]), (&"not_mergeable".into(), &serde_json::Value::Null));
+    assert!(error["message"].as_str().unwrap().contains("in a, ") && error["message"].as_str().unwrap().ends_with("in b"));
+    let error = hint("merge a a -o x --no-files", DATA, "is in two pairs", "tpde subset");
+    assert_eq!(error["tensor"], model()[0].name.as_str());
+    hint("merge a b -o a --no-files -f", USAGE, "is the same as input", "");
+    hint("merge a b -o pair --no-files", SYSTEM, "exists", "--force");
+    place.fails("subset a --tensor nothing* -o x", USAGE, "no tensor of the pair matches nothing*");
+    place.fails("subset a --tensor * -o x --expect 00", USAGE, "64 hexadecimal digits");
+    place.fails(&format!("subset a --tensor * -o x --expect {}", "00".repeat(32)), DATA, "digest");
+    place.edit("b.tpde-blob", |blob| *blob.get_mut(70).unwrap() ^= 1);
+    let error = place.fails("merge a b -o x --no-files", DATA, "payload.crc32");
+    assert_eq!(error["kind"], "invalid");
+    assert!(!place.path("x.tpde-index").exists() && !place.path("x.tpde-blob").exists());
+}
