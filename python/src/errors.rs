@@ -68,6 +68,13 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             with.set_item("reason", reason)?;
             "NotWritable"
         }
+        Error::NotMergeable(refused) => {
+            with.set_item("conflict", refused.conflict.name())?;
+            with.set_item("name", &refused.name)?;
+            with.set_item("pairs", (&refused.pairs[0], &refused.pairs[1]))?;
+            with.set_item("found", (&refused.found[0], &refused.found[1]))?;
+            "NotMergeable"
+        }
         Error::Limit { what, limit, found } => {
             with.set_item("what", what)?;
             with.set_item("limit", limit)?;

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 use tpde::{
     Apply, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, EncodeReport, Favor, FormatVersion, Layout, MemoryCheckpoint,
-    PairPaths, Result, SafetensorsCheckpoint, TensorReport, Verify,
+    Merge, PairPaths, Result, SafetensorsCheckpoint, TensorReport, Verify,
 };
 
 /// Path of a pair, and the pair digest that the caller expects.
@@ -181,6 +181,37 @@ pub fn verify(
         verify = verify.target(target);
     }
     run(py, progress, verify.progress_bytes(), |steering| Ok(json!(verify.watch(steering).run()?).to_string()))
+}
+
+/// Merges pairs. With `wanted`, only the tensors of these names.
+#[pyfunction]
+#[pyo3(signature = (pairs, path, *, wanted, files, payload_digests, replace, progress))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
+pub fn merge(
+    py: Python<'_>,
+    pairs: Vec<PairName>,
+    path: PathBuf,
+    wanted: Option<HashSet<String>>,
+    files: bool,
+    payload_digests: bool,
+    replace: bool,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<String> {
+    let pairs: Vec<_> = run(py, None, 0, |steering| pairs.iter().map(|pair| open(&pair.0, pair.1, steering)).collect())?;
+    let merge = || {
+        let merge = Merge::new(&pairs).files(files).payload_digests(payload_digests).overwrite(replace);
+        match &wanted {
+            Some(wanted) => merge.tensors(|name| wanted.contains(name)),
+            None => merge,
+        }
+    };
+    run(py, progress, merge().progress_bytes(), |steering| {
+        let mut report = json!(merge().watch(steering).to_path(&path)?);
+        let paths = PairPaths::new(&path);
+        report["index"] = paths.index.to_string_lossy().into();
+        report["blob"] = paths.blob.to_string_lossy().into();
+        Ok(report.to_string())
+    })
 }
 
 #[pyfunction]

@@ -41,6 +41,7 @@ from ._errors import (
     Limit,
     NotContiguous,
     NotFound,
+    NotMergeable,
     NotWritable,
     OutOfMemory,
     OutOfRange,
@@ -50,6 +51,7 @@ from ._errors import (
     UnexpectedPair,
     WrongBase,
 )
+from ._merge import MergeReport, merge, subset
 from ._open import Slice, safe_open
 from ._paths import ApplyReport, EncodeReport, Inspection, TensorReport, VerifyReport, apply, encode, inspect, verify
 from ._tpde import __version__
@@ -68,8 +70,10 @@ __all__ = [
     "Invalid",
     "InvalidArgument",
     "Limit",
+    "MergeReport",
     "NotContiguous",
     "NotFound",
+    "NotMergeable",
     "NotWritable",
     "OutOfMemory",
     "OutOfRange",
@@ -85,9 +89,11 @@ __all__ = [
     "apply",
     "encode",
     "inspect",
+    "merge",
     "nn",
     "numpy",
     "safe_open",
+    "subset",
     "torch",
     "verify",
 ]

@@ -113,6 +113,20 @@ class NotWritable(TpdeError, ValueError):
     reason: str
 
 
+class NotMergeable(TpdeError, ValueError):
+    """Pairs cannot be merged, because two of them contradict each other.
+
+    Attributes: ``conflict`` (``"tensor"`` if both have the tensor, ``"type"`` if its dtypes or shapes differ, ``"base"`` if the pairs
+    have different bases, or ``"file"``), ``name`` of the tensor, base tensor or file, ``pairs``, the two paths, and ``found``, the
+    property in each pair.
+    """
+
+    conflict: str
+    name: str
+    pairs: tuple[str, str]
+    found: tuple[str, str]
+
+
 class Limit(TpdeError, ValueError):
     """A value in a file exceeds the reader's limits. Attributes: ``what``, ``limit``, ``found``."""
 

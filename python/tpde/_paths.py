@@ -306,7 +306,7 @@ def apply(
     """
     pair, path, base = path_of(pair), path_of(path), _path_or_none(base)
     digest = digest_of(expect)
-    wanted = None if tensors is None else _matching(pair, digest, tensors)
+    wanted = None if tensors is None else matching(pair, digest, tensors)
     with progress_callback(progress, "apply") as callback:
         text = _tpde.apply((pair, digest), path, base=base, wanted=wanted, replace=replace, progress=callback)
     return report(ApplyReport, text)
@@ -389,7 +389,8 @@ def digest_of(expect: Digest | None) -> bytes | None:
     return digest
 
 
-def _matching(pair: StrPath, digest: bytes | None, tensors: str | Iterable[str] | Callable[[str], bool]) -> set[str]:
+def matching(pair: StrPath, digest: bytes | None, tensors: str | Iterable[str] | Callable[[str], bool]) -> set[str]:
+    """Names of the tensors of a pair that match a pattern, one of several patterns, or a function of the name."""
     names = [tensor.name for tensor in inspect(pair, expect=digest).tensors]
     if callable(tensors):
         return {name for name in names if tensors(name)}

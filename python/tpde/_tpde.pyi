@@ -30,6 +30,16 @@ def apply(
     pair: _PairName, path: _Path, *, base: _Path | None, wanted: set[str] | None, replace: bool, progress: _Progress | None
 ) -> str: ...
 def verify(pair: _PairName, *, base: _Path | None, target: _Path | None, no_base: bool, progress: _Progress | None) -> str: ...
+def merge(
+    pairs: list[_PairName],
+    path: _Path,
+    *,
+    wanted: set[str] | None,
+    files: bool,
+    payload_digests: bool,
+    replace: bool,
+    progress: _Progress | None,
+) -> str: ...
 def inspect(pair: _PairName) -> str: ...
 def _panic() -> None: ...
 

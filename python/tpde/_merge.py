@@ -1,0 +1,122 @@
+"""Makes one pair of several, or of some tensors of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from . import _tpde
+from ._errors import InvalidArgument
+from ._paths import Digest, StrPath, digest_of, is_path, matching, path_of, report
+from ._progress import Progress, progress_callback
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """Results of :func:`merge` and :func:`subset`: the new pair."""
+
+    index: str
+    blob: str
+    tensors: int
+    chunks: int
+    #: Number of different table sets of codec conditioned.
+    table_sets: int
+    #: Number of target files that the pair describes; 0 if it describes only tensors.
+    files: int
+    #: Size of all target tensors in bytes.
+    target_bytes: int
+    #: Size of the copied payloads in bytes, without padding.
+    payload_bytes: int
+    index_bytes: int
+    blob_bytes: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of index and blob in bytes."""
+        return self.index_bytes + self.blob_bytes
+
+
+def merge(
+    pairs: Iterable[StrPath],
+    path: StrPath,
+    *,
+    files: bool = True,
+    payload_digests: bool = False,
+    replace: bool = False,
+    progress: Progress = None,
+) -> MergeReport:
+    """Make the pair ``path`` of several pairs, which must have different tensors and one base.
+
+    Payloads are checked and copied, and not decoded. No base is needed. The result has format 1.2. Payloads of formats 1.0 and 1.1
+    have no digests: a forged payload of such a pair is copied, and the new pair digest covers it. :func:`verify` with ``base``
+    detects that, before or after.
+
+    Args:
+        pairs: Names of the pairs, or either file of each.
+        path: Name of the new pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
+        files: Whether the new pair describes the files of all pairs. Without files, the target is rebuilt as tensors, or as one
+            safetensors file.
+        payload_digests: Whether the index stores the digest of each payload even if no index of ``pairs`` does.
+        replace: Whether an existing pair is replaced.
+        progress: As for :func:`encode`.
+
+    Raises:
+        NotMergeable: Two pairs have the same tensor, different bases, or files that cannot be those of one target.
+        Invalid: A pair is damaged, or its payloads are not those that its digest covers.
+        InvalidArgument: A file of the new pair is a file of ``pairs``.
+        AlreadyExists, Limit, SystemRefused: As their names say. Nothing is written then.
+    """
+    if is_path(pairs):
+        raise InvalidArgument(f"pairs is the path {pairs!r}: expected several")
+    names, path = [(path_of(pair), None) for pair in pairs], path_of(path)
+    with progress_callback(progress, "merge") as callback:
+        text = _tpde.merge(
+            names, path, wanted=None, files=files, payload_digests=payload_digests, replace=replace, progress=callback
+        )
+    return report(MergeReport, text)
+
+
+def subset(
+    pair: StrPath,
+    path: StrPath,
+    *,
+    tensors: str | Iterable[str] | Callable[[str], bool],
+    files: bool = True,
+    payload_digests: bool = False,
+    replace: bool = False,
+    expect: Digest | None = None,
+    progress: Progress = None,
+) -> MergeReport:
+    """Make the pair ``path`` of some tensors of ``pair``, as :func:`merge` does.
+
+    The new pair describes those files of ``pair`` of which it has all tensors, if its tensors are in no other file and ``pair``
+    stores the headers of these files; otherwise no files.
+
+    Args:
+        pair: Name of the pair, or either file.
+        path: Name of the new pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
+        tensors: The tensors to keep: a pattern with ``*``, several patterns, or a function of the name.
+        files: Whether the new pair describes files.
+        payload_digests: Whether the index stores the digest of each payload even if ``pair`` does not.
+        replace: Whether an existing pair is replaced.
+        expect: As for :func:`apply`.
+        progress: As for :func:`encode`.
+
+    Raises:
+        UnexpectedPair, Invalid: The pair is another one, or damaged, or its payloads are not those that its digest covers.
+        InvalidArgument: A pattern matches no tensor, or a file of the new pair is a file of ``pair``.
+        AlreadyExists, Limit, SystemRefused: As their names say. Nothing is written then.
+    """
+    pair, path, digest = path_of(pair), path_of(path), digest_of(expect)
+    wanted = matching(pair, digest, tensors)
+    with progress_callback(progress, "subset") as callback:
+        text = _tpde.merge(
+            [(pair, digest)],
+            path,
+            wanted=wanted,
+            files=files,
+            payload_digests=payload_digests,
+            replace=replace,
+            progress=callback,
+        )
+    return report(MergeReport, text)
