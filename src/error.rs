@@ -172,6 +172,7 @@ impl fmt::Display for NotMergeable {
         match conflict {
             Conflict::Tensor => write!(f, "tensor {name} is in two pairs"),
             Conflict::Type => write!(f, "tensor {name} has two types"),
+            Conflict::Cuts => write!(f, "tensor {name} has parts that do not nest"),
             Conflict::Base => write!(f, "base tensor {name} differs"),
             Conflict::File if self.name.is_empty() => write!(f, "the files differ"),
             Conflict::File => write!(f, "file {name} differs"),
@@ -187,11 +188,14 @@ impl std::error::Error for NotMergeable {}
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Conflict {
-    /// Both pairs have the tensor, with the same dtype and shape.
+    /// Both pairs have the tensor, or have parts of it that overlap.
     Tensor,
     /// The pairs state different dtypes or shapes for the tensor.
     Type,
-    /// The pairs state different digests, dtypes or shapes for the base tensor: they were made from different bases.
+    /// Parts of the tensor are disjoint, but are not in the order that the format requires (section 8.4).
+    Cuts,
+    /// The pairs state different digests, dtypes or shapes for the base tensor: they were made from different bases. Or they use
+    /// different base tensors for parts of one tensor.
     Base,
     /// The files of the pairs cannot be those of one target.
     File,
@@ -203,6 +207,7 @@ impl Conflict {
         match self {
             Conflict::Tensor => "tensor",
             Conflict::Type => "type",
+            Conflict::Cuts => "cuts",
             Conflict::Base => "base",
             Conflict::File => "file",
         }

@@ -4,7 +4,7 @@
 
 /// A rectangle of a tensor: the elements whose index in each dimension is in `origin .. origin + extent`. A pair may describe a
 /// tensor in parts, each of which is a rectangle.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub struct Rectangle {
     /// First index in each dimension.

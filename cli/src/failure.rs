@@ -174,7 +174,7 @@ fn hint(error: &Error) -> Option<&'static str> {
         }
         Error::Changed { .. } => "let the program that writes the file finish, then run the command again",
         Error::NotMergeable(refused) => match refused.conflict {
-            Conflict::Tensor | Conflict::Type => "tpde subset makes a pair without the tensor",
+            Conflict::Tensor | Conflict::Type | Conflict::Cuts => "tpde subset makes a pair without the tensor",
             Conflict::Base => "the pairs of a merge must all be made from one base",
             Conflict::File => "--no-files merges the tensors without the files",
             _ => return None,

@@ -116,7 +116,7 @@ class NotWritable(TpdeError, ValueError):
 class NotMergeable(TpdeError, ValueError):
     """Pairs cannot be merged, because two of them contradict each other.
 
-    Attributes: ``conflict`` (``"tensor"`` if both have the tensor, ``"type"`` if its dtypes or shapes differ, ``"base"`` if the pairs
+    Attributes: ``conflict`` (``"tensor"`` if both have the tensor, ``"type"`` if its dtypes or shapes differ, ``"cuts"`` if its parts do not nest, ``"base"`` if the pairs
     have different bases, or ``"file"``), ``name`` of the tensor, base tensor or file, ``pairs``, the two paths, and ``found``, the
     property in each pair.
     """

@@ -5,6 +5,7 @@ use super::input::Input;
 use super::plan::Plan;
 use crate::error::Result;
 use crate::format::{Form, FormatVersion};
+use crate::index::Tensor;
 use crate::pair_files::NewPair;
 use crate::reader::Pair;
 use crate::source::Source;
@@ -33,7 +34,8 @@ use std::path::Path;
 /// # }
 /// ```
 ///
-/// The result has format 1.2, whatever the versions of the inputs. It stores the digest of each payload if an input does.
+/// The result has format 1.2, for inputs of any version. It stores the digest of each payload if an input does, or if it has parts
+/// of tensors.
 /// Its bytes depend only on the inputs and the version of zstd, not on threads, time or machine.
 ///
 /// Every payload is checked before it is copied: its CRC-32, and its digest where the pair digest of its input covers payloads
@@ -58,7 +60,7 @@ pub struct Merge<'a, B> {
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct MergeReport {
-    /// Number of tensors.
+    /// Number of entries of the tensor table: whole tensors and parts of tensors.
     pub tensors: u64,
     /// Number of chunks.
     pub chunks: u64,
@@ -87,10 +89,16 @@ impl<'a, B: Source> Merge<'a, B> {
     ///
     /// Files are kept if the wanted tensors of each input are all the tensors of some of its files, and the input stores the
     /// headers of these files. Otherwise the result describes no files. A shard index is kept only with all files of its input.
-    pub fn tensors(mut self, is_wanted: impl Fn(&str) -> bool) -> Self {
+    pub fn tensors(self, is_wanted: impl Fn(&str) -> bool) -> Self {
+        self.entries(|tensor| is_wanted(tensor.name))
+    }
+
+    /// Narrows the selection to the entries that satisfy `is_wanted`: whole tensors and parts of tensors. Otherwise like
+    /// [`Merge::tensors`].
+    pub fn entries(mut self, is_wanted: impl Fn(&Tensor<'_>) -> bool) -> Self {
         for input in &mut self.inputs {
             let index = input.index();
-            input.kept.retain(|&i| is_wanted(index.tensor(i as usize).name));
+            input.kept.retain(|&i| is_wanted(&index.tensor(i as usize)));
         }
         self.is_selection = true;
         self

@@ -81,9 +81,18 @@ fn of_part<'a, B: Source>(input: &Input<'a, B>) -> Vec<TargetFile<'a>> {
     if is_cover { files } else { Vec::new() }
 }
 
-/// Returns the indexes of the tensors that a header lists; `None` if it is malformed or lists a tensor that the pair lacks.
+/// Returns the indexes of the entries of the tensors that a header lists; `None` if it is malformed or lists a tensor that the pair
+/// lacks.
 fn tensors_of(index: &ValidatedIndex, content: &[u8]) -> Option<Vec<usize>> {
-    tensor_names(content).ok()?.iter().map(|name| Some(index.find(name)?.place)).collect()
+    let mut all = Vec::new();
+    for name in tensor_names(content).ok()? {
+        let before = all.len();
+        all.extend(index.entries(&name).map(|tensor| tensor.place));
+        if all.len() == before {
+            return None;
+        }
+    }
+    Some(all)
 }
 
 /// Returns the properties in which two entries of the same file must agree.

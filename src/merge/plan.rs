@@ -3,25 +3,26 @@
 use super::files;
 use super::input::{Input, conflict};
 use crate::codec::TableSet;
-use crate::error::{Conflict, Error, Result, hex};
+use crate::error::{Conflict, Error, Escaped, Result, hex};
 use crate::format::{BaseKind, MAX_CHUNKS, MAX_TENSORS};
 use crate::index::{MAX_TABLE_SETS, Tensor};
+use crate::rectangle::{Rectangle, precedes};
 use crate::source::Source;
-use crate::writer::{FileSpec, TensorSpec};
+use crate::writer::{FileSpec, PartSpec, TensorSpec};
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-/// A tensor of the result: a tensor of an input.
+/// An entry of the result, which is an entry of an input: a tensor or a part of a tensor.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Entry {
     pub input: u32,
-    /// Index of the tensor in its pair.
+    /// Index of the entry in its pair.
     pub tensor: u32,
 }
 
 /// The tensors and files of the result.
 pub(super) struct Plan {
-    /// Tensors in ascending order of name.
+    /// Entries in ascending order of name, then of origin.
     pub entries: Vec<Entry>,
     pub files: Vec<FileSpec>,
     /// Used table sets, by input and index in its pair.
@@ -54,9 +55,11 @@ impl Plan {
         let set = inputs[entry.input as usize].index().table_set(entry.tensor as usize);
         TensorSpec {
             name: tensor.name.to_owned(),
-            base_name: Some(tensor.base_name.to_owned()),
+            // A part without a base may be the only kept part of its tensor. A base name is then not allowed.
+            base_name: (tensor.base_kind != BaseKind::None).then(|| tensor.base_name.to_owned()),
             dtype: tensor.dtype,
             shape: tensor.shape.to_vec(),
+            part: tensor.part.map(|part| PartSpec { whole: part.whole.to_vec(), origin: part.origin.to_vec() }),
             base_kind: tensor.base_kind,
             base_param: tensor.base_param,
             codec: tensor.codec,
@@ -75,7 +78,7 @@ fn bounded(what: &'static str, limit: u64, found: u64) -> Result<()> {
     if found > limit { Err(Error::Limit { what, limit, found }) } else { Ok(()) }
 }
 
-/// Returns the kept tensors of all inputs, in ascending order of name. No two may have the same name.
+/// Returns the kept entries of all inputs, in ascending order of name and origin. No two may have the same element of a tensor.
 fn entries<B: Source>(inputs: &[Input<'_, B>]) -> Result<Vec<Entry>> {
     let of_input = |(i, input): (usize, &Input<'_, B>)| {
         let input_index = i as u32;
@@ -83,12 +86,15 @@ fn entries<B: Source>(inputs: &[Input<'_, B>]) -> Result<Vec<Entry>> {
     };
     let mut entries: Vec<Entry> = inputs.iter().enumerate().flat_map(of_input).collect();
     // Stable: for equal names, errors name the inputs in order. Fast, because the entries are sorted runs.
-    entries.sort_by(|a, b| tensor(inputs, *a).name.cmp(tensor(inputs, *b).name));
+    entries.sort_by(|a, b| {
+        let [a, b] = [tensor(inputs, *a), tensor(inputs, *b)];
+        a.name.cmp(b.name).then_with(|| a.part.map(|part| part.origin).cmp(&b.part.map(|part| part.origin)))
+    });
     for pair in entries.windows(2) {
         let [first, second] = [tensor(inputs, pair[0]), tensor(inputs, pair[1])];
-        if first.name == second.name {
-            let kind = if (first.dtype, first.shape) == (second.dtype, second.shape) { Conflict::Tensor } else { Conflict::Type };
-            let found = [first, second].map(|tensor| format!("{} {:?}", tensor.dtype, tensor.shape));
+        if first.name == second.name
+            && let Some((kind, found)) = contradiction(&first, &second)
+        {
             let inputs = [0, 1].map(|i| &inputs[pair[i].input as usize]);
             return Err(conflict(kind, first.name, inputs, found));
         }
@@ -96,25 +102,58 @@ fn entries<B: Source>(inputs: &[Input<'_, B>]) -> Result<Vec<Entry>> {
     Ok(entries)
 }
 
-/// Checks that all tensors that use a base tensor state the same dtype, shape and digest for it.
+/// Returns the reason why two consecutive entries of one tensor contradict each other, if they do.
+fn contradiction(first: &Tensor<'_>, second: &Tensor<'_>) -> Option<(Conflict, [String; 2])> {
+    let described = |tensor: &Tensor<'_>| {
+        let whole = format!("{} {:?}", tensor.dtype, tensor.whole_shape());
+        match tensor.part {
+            Some(part) => format!("{whole}, the part of {:?} from {:?} on", tensor.shape, part.origin),
+            None => whole,
+        }
+    };
+    let found = [described(first), described(second)];
+    if (first.dtype, first.whole_shape()) != (second.dtype, second.whole_shape()) {
+        return Some((Conflict::Type, found));
+    }
+    let (Some(a), Some(b)) = (first.part, second.part) else { return Some((Conflict::Tensor, found)) };
+    if precedes((a.origin, first.shape), (b.origin, second.shape)) {
+        return None;
+    }
+    let ends = |origin: &[u64], shape: &[u64]| origin.iter().zip(shape).map(|(origin, extent)| origin + extent).collect::<Vec<_>>();
+    let (a_ends, b_ends) = (ends(a.origin, first.shape), ends(b.origin, second.shape));
+    let overlap = (0..a.origin.len()).all(|i| a.origin[i] < b_ends[i] && b.origin[i] < a_ends[i]);
+    Some((if overlap { Conflict::Tensor } else { Conflict::Cuts }, found))
+}
+
+/// Checks that all entries that use a base tensor state the same dtype and shape for it, and the same digest for the same elements,
+/// and that all parts of a tensor have one base tensor.
 fn check_bases<B: Source>(inputs: &[Input<'_, B>], entries: &[Entry]) -> Result<()> {
     let mut bases: HashMap<&str, Entry> = HashMap::new();
-    for &entry in entries {
+    let mut digests: HashMap<(&str, Rectangle), Entry> = HashMap::new();
+    let mut last: Option<Entry> = None;
+    for &entry in entries.iter().filter(|entry| tensor(inputs, **entry).base_kind != BaseKind::None) {
         let second = tensor(inputs, entry);
-        if second.base_kind == BaseKind::None {
-            continue;
-        }
+        let refuse = |known: Entry, name: &str, found: &dyn Fn(Tensor<'_>) -> String| {
+            let pair = [known, entry].map(|entry| &inputs[entry.input as usize]);
+            Err(conflict(Conflict::Base, name, pair, [found(tensor(inputs, known)), found(second)]))
+        };
+        let base_type = |tensor: &Tensor<'_>| (tensor.dtype, tensor.base_shape());
         let known = *bases.entry(second.base_name).or_insert(entry);
-        let first = tensor(inputs, known);
-        let base = |tensor: &Tensor<'_>| (tensor.dtype, tensor.base_shape(), *tensor.base_digest());
-        if base(&first) != base(&second) {
-            let shown = |tensor: Tensor<'_>| {
-                let shape = tensor.base_shape().unwrap_or_default();
-                format!("{} {shape:?} with digest {}", tensor.dtype, hex(tensor.base_digest()))
-            };
-            let inputs = [known, entry].map(|entry| &inputs[entry.input as usize]);
-            return Err(conflict(Conflict::Base, second.base_name, inputs, [shown(first), shown(second)]));
+        if base_type(&tensor(inputs, known)) != base_type(&second) {
+            return refuse(known, second.base_name, &|tensor| {
+                format!("{} {:?}", tensor.dtype, tensor.base_shape().unwrap_or_default())
+            });
         }
+        let rectangle = if second.part.is_some() { second.rectangle() } else { Rectangle::default() };
+        let known = *digests.entry((second.base_name, rectangle)).or_insert(entry);
+        if tensor(inputs, known).base_digest() != second.base_digest() {
+            return refuse(known, second.base_name, &|tensor| format!("digest {}", hex(tensor.base_digest())));
+        }
+        let same_tensor = last.filter(|last| tensor(inputs, *last).name == second.name);
+        if let Some(known) = same_tensor.filter(|last| tensor(inputs, *last).base_name != second.base_name) {
+            return refuse(known, second.name, &|tensor| format!("base tensor {}", Escaped(tensor.base_name)));
+        }
+        last = Some(entry);
     }
     Ok(())
 }
@@ -152,6 +191,7 @@ mod tests {
                 base_name: None,
                 dtype: Dtype::U8,
                 shape: vec![0],
+                part: None,
                 base_kind: BaseKind::None,
                 base_param: 0,
                 codec: Codec::Conditioned,
