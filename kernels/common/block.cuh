@@ -8,12 +8,12 @@
 
 // A chunk and its part of the tensor. Positions and sizes within a chunk fit in 32 bits.
 struct Chunk {
-    const u8* base;    // first base lane of the chunk
+    const u8* base; // first base lane of the chunk
     u8* output;
     const u8* payload; // address is a multiple of 16
     u32 lanes;
-    u32 base_lanes;    // number of base lanes; lanes from this index on count as zero
-    u32 size;          // size of the payload in bytes, without padding
+    u32 base_lanes; // number of base lanes; lanes from this index on count as zero
+    u32 size;       // size of the payload in bytes, without padding
     u32 num_deltas;
     u32 crc32;
     u32 number;

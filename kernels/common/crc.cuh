@@ -58,7 +58,8 @@ template <int THREADS> __device__ u32 block_crc32(const Chunk& chunk, u32* parti
     u32 tables[CRC_LOOKUPS];
 #pragma unroll
     for (int i = 0; i < CRC_LOOKUPS; i++) tables[i] = CRC<THREADS>.rows[i][thread % WARP];
-    u32 rows = (words + ROWS_PER_STEP * THREADS - 1) / (ROWS_PER_STEP * THREADS) * ROWS_PER_STEP, zero_words = rows * THREADS - words;
+    u32 rows = (words + ROWS_PER_STEP * THREADS - 1) / (ROWS_PER_STEP * THREADS) * ROWS_PER_STEP,
+        zero_words = rows * THREADS - words;
     u32 sum = 0;
     const u32* payload = (const u32*)chunk.payload;
     u32 batch[ROWS_PER_STEP], prefetched[ROWS_PER_STEP];
@@ -66,7 +67,9 @@ template <int THREADS> __device__ u32 block_crc32(const Chunk& chunk, u32* parti
 #pragma unroll
         for (u32 i = 0; i < ROWS_PER_STEP; i++) {
             u32 word = (row + i) * THREADS + thread;
-            prefetched[i] = word >= zero_words && row < rows ? __ldg(payload + (word - zero_words)) ^ (word == zero_words ? ~0u : 0) : 0;
+            prefetched[i] = word >= zero_words && row < rows
+                                ? __ldg(payload + (word - zero_words)) ^ (word == zero_words ? ~0u : 0)
+                                : 0;
         }
     };
     load(0);
@@ -99,12 +102,14 @@ template <int THREADS> __device__ u32 block_crc32(const Chunk& chunk, u32* parti
 
 // All threads: checks the CRC and the padding of the payload, and whether its digest differed. Returns the same errors in
 // every thread.
-template <int THREADS> __device__ __noinline__ u32 check_payload(const Launch& launch, const Chunk& chunk, u32* shared) {
+template <int THREADS>
+__device__ __noinline__ u32 check_payload(const Launch& launch, const Chunk& chunk, u32* shared) {
     if (launch.flags & TPDE_FLAG_NO_CRC) return 0;
     u32 errors = block_crc32<THREADS>(chunk, shared) != chunk.crc32 ? error(TPDE_STATUS_PAYLOAD_CRC32) : 0;
     for (u32 at = chunk.size; at < padded(chunk.size); at++) {
         if (chunk.payload[at] != 0) errors |= error(TPDE_STATUS_PAYLOAD_PADDING);
     }
-    if (launch.digests && ((const u32*)launch.digests)[chunk.number] != TPDE_STATUS_OK) errors |= error(TPDE_STATUS_PAYLOAD_DIGEST);
+    if (launch.digests && ((const u32*)launch.digests)[chunk.number] != TPDE_STATUS_OK)
+        errors |= error(TPDE_STATUS_PAYLOAD_DIGEST);
     return errors;
 }

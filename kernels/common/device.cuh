@@ -26,7 +26,9 @@ template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u8(u32 at) {
 }
 template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u16(u32 at) {
     u32 value;
-    asm volatile("{.reg .u16 half; ld.shared.u16 half, [%1+%2]; cvt.u32.u16 %0, half;}" : "=r"(value) : "r"(at), "n"(OFFSET));
+    asm volatile("{.reg .u16 half; ld.shared.u16 half, [%1+%2]; cvt.u32.u16 %0, half;}"
+                 : "=r"(value)
+                 : "r"(at), "n"(OFFSET));
     return value;
 }
 template <u32 OFFSET = 0> __device__ __forceinline__ u32 shared_u32(u32 at) {
@@ -45,15 +47,22 @@ __device__ __forceinline__ void set_shared_u8(u32 at, u32 value) {
 __device__ __forceinline__ void set_shared_u16(u32 at, u32 value) {
     asm volatile("{.reg .u16 half; cvt.u16.u32 half, %1; st.shared.u16 [%0], half;}" ::"r"(at), "r"(value) : "memory");
 }
-__device__ __forceinline__ void set_shared_u32(u32 at, u32 value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory"); }
-__device__ __forceinline__ void set_shared_u64(u32 at, u64 value) { asm volatile("st.shared.u64 [%0], %1;" ::"r"(at), "l"(value) : "memory"); }
+__device__ __forceinline__ void set_shared_u32(u32 at, u32 value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
+}
+__device__ __forceinline__ void set_shared_u64(u32 at, u64 value) {
+    asm volatile("st.shared.u64 [%0], %1;" ::"r"(at), "l"(value) : "memory");
+}
 
 // Thread 0 of a warp adds `value` to a word and gets the previous value. Other threads must ignore the result. The
 // address depends on the thread. With a uniform address the compiler would first add up the values of the warp, which
 // costs instructions.
 __device__ __forceinline__ u32 first_adds_to_shared(u32 thread, u32 at, u32 value) {
     u32 before = 0;
-    asm volatile("{.reg .pred p; setp.eq.u32 p, %1, 0; @p atom.shared.add.u32 %0, [%2], %3;}" : "+r"(before) : "r"(thread), "r"(at + 4 * thread), "r"(value) : "memory");
+    asm volatile("{.reg .pred p; setp.eq.u32 p, %1, 0; @p atom.shared.add.u32 %0, [%2], %3;}"
+                 : "+r"(before)
+                 : "r"(thread), "r"(at + 4 * thread), "r"(value)
+                 : "memory");
     return before;
 }
 
@@ -62,7 +71,9 @@ __device__ __forceinline__ u32 first_adds_to_shared(u32 thread, u32 at, u32 valu
 // Loads data that is read once, without displacing reused data from the L1 cache.
 __device__ __forceinline__ uint4 load_once(const void* from) {
     uint4 piece;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
+                 : "l"(from));
     return piece;
 }
 
@@ -75,13 +86,18 @@ __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefe
 // instructions; a shuffle and a select take three.
 __device__ __forceinline__ u32 add_from_before(u32 x, u32 by) {
     u32 sum = x;
-    asm volatile("{.reg .pred p; .reg .u32 from; shfl.sync.up.b32 from|p, %1, %2, 0, 0xFFFFFFFF; @p add.u32 %0, %0, from;}" : "+r"(sum) : "r"(x), "r"(by));
+    asm volatile(
+        "{.reg .pred p; .reg .u32 from; shfl.sync.up.b32 from|p, %1, %2, 0, 0xFFFFFFFF; @p add.u32 %0, %0, from;}"
+        : "+r"(sum)
+        : "r"(x), "r"(by));
     return sum;
 }
 
 // Named barriers 1 to 15, each for two warps. The first warp arrives and continues. The second warp waits, and then
 // sees the writes that the first warp made before it arrived. All threads of a warp must call these functions.
-__device__ __forceinline__ void arrive_for(u32 barrier) { asm volatile("bar.arrive %0, 64;" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ void arrive_for(u32 barrier) {
+    asm volatile("bar.arrive %0, 64;" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void wait_at(u32 barrier) { asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory"); }
 
 // ---- Arithmetic ----

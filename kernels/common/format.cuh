@@ -69,12 +69,14 @@ TPDE_OFFSET(ConditionedHeader, center, 12);
 TPDE_SIZE(ConditionedHeader, 16);
 
 // Codes of dtypes and codecs. Kernels distinguish floats and signed integers. All other dtypes are unsigned lanes.
+// clang-format off: one row per group of dtypes
 enum : u16 {
     TPDE_BOOL = 0, TPDE_U8 = 1, TPDE_I8 = 2, TPDE_U16 = 3, TPDE_I16 = 4, TPDE_U32 = 5, TPDE_I32 = 6, TPDE_U64 = 7, TPDE_I64 = 8,
     TPDE_F16 = 16, TPDE_BF16 = 17, TPDE_F32 = 18, TPDE_F64 = 19, TPDE_C64 = 20,
     TPDE_F8_E4M3 = 32, TPDE_F8_E5M2 = 33, TPDE_F8_E4M3FNUZ = 34, TPDE_F8_E5M2FNUZ = 35, TPDE_F8_E8M0 = 36,
     TPDE_F4 = 48, TPDE_F6_E2M3 = 49, TPDE_F6_E3M2 = 50,
 };
+// clang-format on
 
 enum : u16 { TPDE_CODEC_RAW = 0, TPDE_CODEC_ZSTD = 1, TPDE_CODEC_CONDITIONED = 2 };
 
@@ -82,17 +84,17 @@ enum : u16 { TPDE_CODEC_RAW = 0, TPDE_CODEC_ZSTD = 1, TPDE_CODEC_CONDITIONED = 2
 
 // A tensor of the launch. `base` and `output` are aligned to the size of a lane.
 struct DeviceTensor {
-    u64 base;             // base lanes; not read at or past `base_lanes`
-    u64 output;           // `lanes` lanes; equal to `base` for an application in place
+    u64 base;   // base lanes; not read at or past `base_lanes`
+    u64 output; // `lanes` lanes; equal to `base` for an application in place
     u64 lanes;
-    u64 base_lanes;       // number of base lanes, at most `lanes`; further lanes count as zero. 0 for base kind `none`
-    u32 first_chunk;      // index of its first record
-    u32 tables;           // `conditioned`: offset of its table set in words of `Launch::tables`; or TPDE_NO_TABLES
+    u64 base_lanes;  // number of base lanes, at most `lanes`; further lanes count as zero. 0 for base kind `none`
+    u32 first_chunk; // index of its first record
+    u32 tables;      // `conditioned`: offset of its table set in words of `Launch::tables`; or TPDE_NO_TABLES
     u16 dtype;
-    u16 codec;            // kernels of other codecs skip the tensor. `zstd` has no decoding kernel, see kernels/README.md
-    u8 lane_log2;         // log2 of the bytes per lane, 0 to 3
+    u16 codec;    // kernels of other codecs skip the tensor. `zstd` has no decoding kernel, see kernels/README.md
+    u8 lane_log2; // log2 of the bytes per lane, 0 to 3
     u8 chunk_lanes_log2;
-    u16 reserved;         // 0
+    u16 reserved; // 0
 };
 TPDE_OFFSET(DeviceTensor, base, 0);
 TPDE_OFFSET(DeviceTensor, output, 8);
@@ -139,7 +141,7 @@ struct Launch {
     u32 flags;
     u32 scratch_slots;      // IN_PLACE: number of slots; DRY, COMMIT: 1 + chunks of all launches; 0: no scratch memory
     u32 scratch_slot_bytes; // IN_PLACE: size of a slot; DRY, COMMIT: size of the memory for changes; a multiple of 256
-    u64 digests;       // const u32*: status words of tpde_digests; payloads with another word than 0 are refused; 0: none
+    u64 digests; // const u32*: status words of tpde_digests; payloads with another word than 0 are refused; 0: none
 };
 TPDE_OFFSET(Launch, chunks, 0);
 TPDE_OFFSET(Launch, sums, 8);
@@ -202,8 +204,8 @@ enum : u32 {
 #define TPDE_LIST_LANES_AT(n) (((n) + 1) / 2 * 8)
 #define TPDE_LIST_BYTES(n, width) (TPDE_LIST_LANES_AT(n) + (n) * (width))
 
-#define TPDE_ROW_WORDS 1024          // words per row of the chunk sums
-#define TPDE_FREQUENCY_SUM_LOG2 12   // log2 of the sum of the frequencies of a class
+#define TPDE_ROW_WORDS 1024        // words per row of the chunk sums
+#define TPDE_FREQUENCY_SUM_LOG2 12 // log2 of the sum of the frequencies of a class
 #define TPDE_CLASS_COUNT_MAX 15
 #define TPDE_TOKEN_COUNT_MAX 180
 

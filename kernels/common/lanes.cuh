@@ -4,20 +4,32 @@
 #include "common/device.cuh"
 
 template <int W> struct LaneOf;
-template <> struct LaneOf<1> { typedef u8 type; };
-template <> struct LaneOf<2> { typedef u16 type; };
-template <> struct LaneOf<4> { typedef u32 type; };
-template <> struct LaneOf<8> { typedef u64 type; };
+template <> struct LaneOf<1> {
+    typedef u8 type;
+};
+template <> struct LaneOf<2> {
+    typedef u16 type;
+};
+template <> struct LaneOf<4> {
+    typedef u32 type;
+};
+template <> struct LaneOf<8> {
+    typedef u64 type;
+};
 
 // The register type for arithmetic on lanes of W bytes.
-template <int W> struct WideOf { typedef u32 type; };
-template <> struct WideOf<8> { typedef u64 type; };
+template <int W> struct WideOf {
+    typedef u32 type;
+};
+template <> struct WideOf<8> {
+    typedef u64 type;
+};
 
 // Order and contexts of the lanes of a dtype.
 struct Order {
-    u64 magnitude;     // mask of the order-preserving map, see move_lane()
-    u32 kind;          // CONTEXT_…
-    u32 shift, mask;   // exponent = lane >> shift & mask
+    u64 magnitude;   // mask of the order-preserving map, see move_lane()
+    u32 kind;        // CONTEXT_…
+    u32 shift, mask; // exponent = lane >> shift & mask
 };
 
 enum : u32 { CONTEXT_EXPONENT = 0, CONTEXT_SIGNED_BITS = 1, CONTEXT_BITS = 2 };
@@ -48,7 +60,8 @@ __device__ __forceinline__ i32 bit_count(u64 x) { return 64 - __clzll(x); }
 template <int W> __device__ __forceinline__ i32 context_of(typename WideOf<W>::type u, const Order& order) {
     if (order.kind == CONTEXT_EXPONENT) return (i32)((u32)(u >> order.shift) & order.mask);
     if (order.kind == CONTEXT_SIGNED_BITS && u >> (8 * W - 1) & 1) {
-        typename WideOf<W>::type all = W == 8 ? ~(typename WideOf<W>::type)0 : (typename WideOf<W>::type)((1ull << (8 * W % 64)) - 1);
+        typename WideOf<W>::type all =
+            W == 8 ? ~(typename WideOf<W>::type)0 : (typename WideOf<W>::type)((1ull << (8 * W % 64)) - 1);
         u = ~u & all;
     }
     return bit_count(u);
@@ -66,19 +79,22 @@ template <int W> __device__ __forceinline__ typename WideOf<W>::type sign_of(typ
 // so it is its own inverse. It differs from the map of the spec by a constant, which cancels in a difference.
 // move_lane_in leaves arbitrary bits above the lane.
 template <int W>
-__device__ __forceinline__ typename WideOf<W>::type move_lane_in(typename WideOf<W>::type base, typename WideOf<W>::type moved, typename WideOf<W>::type magnitude) {
+__device__ __forceinline__ typename WideOf<W>::type
+move_lane_in(typename WideOf<W>::type base, typename WideOf<W>::type moved, typename WideOf<W>::type magnitude) {
     typename WideOf<W>::type now = (base ^ (sign_of<W>(base) & magnitude)) + moved;
     return now ^ (sign_of<W>(now) & magnitude);
 }
 template <int W>
-__device__ __forceinline__ typename WideOf<W>::type move_lane(typename WideOf<W>::type base, typename WideOf<W>::type moved, typename WideOf<W>::type magnitude) {
+__device__ __forceinline__ typename WideOf<W>::type
+move_lane(typename WideOf<W>::type base, typename WideOf<W>::type moved, typename WideOf<W>::type magnitude) {
     typename WideOf<W>::type now = move_lane_in<W>(base, moved, magnitude);
     return W == 1 ? now & 0xFF : W == 2 ? now & 0xFFFF : now;
 }
 
 // Applies a delta in zigzag coding to the lane `base`.
 template <int W>
-__device__ __forceinline__ typename WideOf<W>::type apply_delta(typename WideOf<W>::type base, typename WideOf<W>::type delta, typename WideOf<W>::type magnitude) {
+__device__ __forceinline__ typename WideOf<W>::type
+apply_delta(typename WideOf<W>::type base, typename WideOf<W>::type delta, typename WideOf<W>::type magnitude) {
     typedef typename WideOf<W>::type T;
     return move_lane<W>(base, delta >> 1 ^ (T)0 - (delta & 1), magnitude);
 }

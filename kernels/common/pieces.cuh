@@ -17,13 +17,16 @@ template <int W> struct TileShape {
     static constexpr int PER_UNIT = UNIT / PIECE;
     static constexpr int BLOCKS = LANES / BLOCK_LANES;
     // Offset of a piece from the first unit of its thread, in lanes.
-    static __device__ constexpr int lane_of(int piece) { return 32 * UNIT * (piece / PER_UNIT) + piece % PER_UNIT * PIECE; }
+    static __device__ constexpr int lane_of(int piece) {
+        return 32 * UNIT * (piece / PER_UNIT) + piece % PER_UNIT * PIECE;
+    }
 };
 
 // Returns the number of leading tiles that are complete in both chunk and base, or 0 if base or output is not aligned
 // to 16 bytes. The remaining tiles are processed lane by lane. That touches the same memory sectors.
 template <int W> __device__ __forceinline__ u32 complete_tiles(const Chunk& chunk) {
-    return ((u64)chunk.base | (u64)chunk.output) % 16 == 0 ? min(chunk.base_lanes, chunk.lanes) / TileShape<W>::LANES : 0;
+    return ((u64)chunk.base | (u64)chunk.output) % 16 == 0 ? min(chunk.base_lanes, chunk.lanes) / TileShape<W>::LANES
+                                                           : 0;
 }
 
 // Loads the base lanes of a complete tile.
@@ -34,7 +37,8 @@ template <int W> __device__ __forceinline__ void load_tile(const Chunk& chunk, u
     for (int p = 0; p < Shape::PIECES; p++) pieces[p] = load_once(from + Shape::lane_of(p) * W);
 }
 
-template <int W> __device__ __forceinline__ void store_tile(const Chunk& chunk, u32 number, u32 thread, const uint4* pieces) {
+template <int W>
+__device__ __forceinline__ void store_tile(const Chunk& chunk, u32 number, u32 thread, const uint4* pieces) {
     typedef TileShape<W> Shape;
     u8* to = chunk.output + (u64)(number * Shape::LANES + thread * Shape::UNIT) * W;
 #pragma unroll

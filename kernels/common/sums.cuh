@@ -31,7 +31,8 @@ __device__ const SumWeights WEIGHTS alignas(16) = make_weights();
 __device__ __forceinline__ u64 row_weight(u32 at) { return WEIGHTS.p[at / TPDE_ROW_WORDS % TPDE_ROW_WORDS]; }
 
 // Returns the change of the sum when lane `at` changes, before multiplication by the row weight.
-template <int W> __device__ __forceinline__ u64 term_in_row(u32 at, typename WideOf<W>::type from, typename WideOf<W>::type to) {
+template <int W>
+__device__ __forceinline__ u64 term_in_row(u32 at, typename WideOf<W>::type from, typename WideOf<W>::type to) {
     u32 word = at * W / 4 % TPDE_ROW_WORDS;
     if constexpr (W == 8) {
         uint2 q = *(const uint2*)&WEIGHTS.q[word];
@@ -42,6 +43,7 @@ template <int W> __device__ __forceinline__ u64 term_in_row(u32 at, typename Wid
     }
 }
 
-template <int W> __device__ __forceinline__ u64 lane_term(u32 at, typename WideOf<W>::type from, typename WideOf<W>::type to) {
+template <int W>
+__device__ __forceinline__ u64 lane_term(u32 at, typename WideOf<W>::type from, typename WideOf<W>::type to) {
     return row_weight(at * W / 4) * term_in_row<W>(at, from, to);
 }

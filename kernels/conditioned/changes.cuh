@@ -14,7 +14,8 @@ enum : u32 {
 // A warp: appends the changes of its threads to the list of the chunk. Changes beyond the capacity of the list are
 // counted but not stored.
 template <int W>
-__device__ __forceinline__ void list_changes(Shared& shared, u32 thread, u32 before, bool changed, u32 position, typename WideOf<W>::type lane) {
+__device__ __forceinline__ void list_changes(Shared& shared, u32 thread, u32 before, bool changed, u32 position,
+                                             typename WideOf<W>::type lane) {
     u32 mask = __ballot_sync(ALL_LANES, changed);
     u32 first = first_adds_to_shared(thread, shared_address(&shared.listed), __popc(mask));
     u32 i = __shfl_sync(ALL_LANES, first, 0) + __popc(mask & before);
@@ -48,7 +49,8 @@ __device__ __forceinline__ Marker open_marker(const Chunk& chunk, const Parts& p
 }
 
 // A warp: sets the bits in `marks` of the lanes that have exceptions. The tile has the lanes `first..end`.
-__device__ __noinline__ Marker mark_exceptions(Marker marker, const Chunk& chunk, const Parts& parts, u32 first, u32 end, u32* marks) {
+__device__ __noinline__ Marker mark_exceptions(Marker marker, const Chunk& chunk, const Parts& parts, u32 first,
+                                               u32 end, u32* marks) {
     u32 thread = threadIdx.x % WARP, count, marked = 0;
     marks[thread] = 0;
     __syncwarp();
@@ -65,4 +67,6 @@ __device__ __noinline__ Marker mark_exceptions(Marker marker, const Chunk& chunk
 }
 
 // Returns whether a lane of a marked tile has an exception.
-__device__ __forceinline__ bool is_excepted(const Tile& tile, u32 lane) { return tile.excepted[lane / 32] >> lane % 32 & 1; }
+__device__ __forceinline__ bool is_excepted(const Tile& tile, u32 lane) {
+    return tile.excepted[lane / 32] >> lane % 32 & 1;
+}

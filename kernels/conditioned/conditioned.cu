@@ -4,7 +4,9 @@
 #include "conditioned/lists.cuh"
 
 // Returns whether the lanes of the chunk are floats without low bits.
-__device__ __forceinline__ bool is_plain(const Shared& shared) { return shared.classes.by_threshold && shared.parts.low_bits == 0; }
+__device__ __forceinline__ bool is_plain(const Shared& shared) {
+    return shared.classes.by_threshold && shared.parts.low_bits == 0;
+}
 
 template <int W, int EXTRA> __device__ __forceinline__ void decode_plain(u32 store, Sums& sums) {
     if (store == STORE_ALL) decode<W, TO_TILE, EXTRA>(store, sums);
@@ -29,10 +31,12 @@ struct WithBase {
     template <int W> static __device__ __forceinline__ u32 run(const Launch& launch, u32 tables, u32 dtype) {
         Shared& shared = shared_memory();
         const Chunk& chunk = shared.chunk;
-        u32 store_in_full = launch.mode == TPDE_MODE_OUT_OF_PLACE || chunk.base_lanes < chunk.lanes ? STORE_ALL : STORE_CHANGES;
+        u32 store_in_full =
+            launch.mode == TPDE_MODE_OUT_OF_PLACE || chunk.base_lanes < chunk.lanes ? STORE_ALL : STORE_CHANGES;
         u32 store = launch.mode == TPDE_MODE_DRY ? STORE_NONE : store_in_full;
         if (chunk.num_deltas == 0) return copy_unchanged<W>(launch, store);
-        bool lists = store_in_full == STORE_CHANGES && launch.scratch_slots != 0 && launch.mode != TPDE_MODE_OUT_OF_PLACE;
+        bool lists =
+            store_in_full == STORE_CHANGES && launch.scratch_slots != 0 && launch.mode != TPDE_MODE_OUT_OF_PLACE;
         if (lists && launch.mode == TPDE_MODE_COMMIT) {
             u32 list_offset = ((const u32*)launch.scratch)[1 + launch_index(launch)];
             if (list_offset != 0) {
@@ -61,4 +65,6 @@ struct WithBase {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3) tpde_conditioned(const __grid_constant__ Launch launch) { run_block<WithBase>(launch); }
+extern "C" __global__ void __launch_bounds__(THREADS, 3) tpde_conditioned(const __grid_constant__ Launch launch) {
+    run_block<WithBase>(launch);
+}

@@ -23,7 +23,8 @@ template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {
             if (!valid) sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
         if (valid) {
-            T delta = (T)unaligned<W>(shared.chunk.payload, shared.parts.deltas_at + W * i), base = load_lane<W>(shared.chunk, at);
+            T delta = (T)unaligned<W>(shared.chunk.payload, shared.parts.deltas_at + W * i),
+              base = load_lane<W>(shared.chunk, at);
             target = apply_delta<W>(base, delta, (T)shared.classes.order.magnitude);
             if (delta == 0) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
             if (shared.parts.low_bits != 0 && low_bits_of<W>(shared.chunk, shared.parts, at) != 0 &&
@@ -80,7 +81,9 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
     // map in shared memory has one element per entry instead of one per context.
     auto class_at = [&](u32 i) {
         u32 entry = W == 8 ? i % MAP : (u32)max((i32)(i % MAP) - parts.first_context, 0);
-        return i / MAP < 1u << parts.activity_bits && entry < 64 ? map_entry(chunk, parts, i / MAP, entry, classes, errors) : 0;
+        return i / MAP < 1u << parts.activity_bits && entry < 64
+                   ? map_entry(chunk, parts, i / MAP, entry, classes, errors)
+                   : 0;
     };
     u32 used = 0;
     // All entries are checked, including those that no context uses.
@@ -89,8 +92,10 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
     }
     atomicOr(&shared.used, used);
     __syncthreads();
-    Lookup lookup = make_lookup<THREADS>(launch, tables, shared.used, 8 * W, parts.low_bits, shared_address(&shared + 1), (u32*)shared.tiles, shared.extra);
-    for (u32 i = thread; i <= MAPS * MAP; i += THREADS) shared.maps[i] = class_entry(launch, tables, lookup, class_at(i));
+    Lookup lookup = make_lookup<THREADS>(launch, tables, shared.used, 8 * W, parts.low_bits,
+                                         shared_address(&shared + 1), (u32*)shared.tiles, shared.extra);
+    for (u32 i = thread; i <= MAPS * MAP; i += THREADS)
+        shared.maps[i] = class_entry(launch, tables, lookup, class_at(i));
     if (thread < WARP) errors |= find_streams(chunk, parts);
     __syncthreads();
     if (errors) atomicOr(&shared.totals.errors, errors);
@@ -102,7 +107,8 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
                 u32 none = 0;
                 return a < 1u << parts.activity_bits && map_entry(chunk, parts, a, entry, classes, none) != 0;
             };
-            u32 low = __ballot_sync(ALL_LANES, is_coded(thread)), high = __ballot_sync(ALL_LANES, is_coded(32 + thread));
+            u32 low = __ballot_sync(ALL_LANES, is_coded(thread)),
+                high = __ballot_sync(ALL_LANES, is_coded(32 + thread));
             u64 coded = low | (u64)high << 32;
             u32 count = bit_count(coded);
             holes |= (coded & (coded + 1)) != 0;
@@ -111,14 +117,17 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
             if (thread == 0) parts.thresholds[a] = (u32)threshold;
         }
         if (thread == 0) {
-            shared.classes = {parts.first_context, order, make_uint2(lookup.buckets, lookup.symbols), order.kind == CONTEXT_EXPONENT, holes};
+            shared.classes = {parts.first_context, order, make_uint2(lookup.buckets, lookup.symbols),
+                              order.kind == CONTEXT_EXPONENT, holes};
         }
     }
     __syncthreads();
     return shared.totals.errors;
 }
 
-template <int W> __device__ __noinline__ u64 copy(bool stored) { return copy_chunk<W, THREADS>(shared_memory().chunk, stored); }
+template <int W> __device__ __noinline__ u64 copy(bool stored) {
+    return copy_chunk<W, THREADS>(shared_memory().chunk, stored);
+}
 
 // Checks the base sum of a chunk without changes, and copies the chunk if `store` is STORE_ALL. IN_PLACE copies only
 // after the check.
@@ -140,7 +149,9 @@ template <typename Kernel> __device__ __forceinline__ void run_block(const Launc
     Shared& shared = shared_memory();
     Chunk chunk;
     DeviceTensor tensor;
-    if (!chunk_of_block(launch, TPDE_CODEC_CONDITIONED, chunk, tensor) || (chunk.base_lanes != 0) != Kernel::WITH_BASE || commit_is_off(launch)) return;
+    if (!chunk_of_block(launch, TPDE_CODEC_CONDITIONED, chunk, tensor) ||
+        (chunk.base_lanes != 0) != Kernel::WITH_BASE || commit_is_off(launch))
+        return;
     if (threadIdx.x == 0) shared.chunk = chunk;
     __syncthreads();
     u32 errors;

@@ -10,7 +10,8 @@ template <int W, int HOW> __device__ __forceinline__ u32 fast_tiles() {
     if (W == 8 || HOW == SLOWLY) return 0;
     if (HOW != LOW_BITS) return complete_tiles<W>(chunk);
     bool coded = true;
-    for (u32 a = 0; a < 1u << parts.activity_bits; a++) coded &= entry_of<W>(shared_memory(), a, 0).x != shared_memory().classes.none.x;
+    for (u32 a = 0; a < 1u << parts.activity_bits; a++)
+        coded &= entry_of<W>(shared_memory(), a, 0).x != shared_memory().classes.none.x;
     // Chunks without a base have no base lane to look up. Low bits are read one word at a time, plus one extra bit, so
     // 8 bytes after them must be readable.
     bool fast = coded && shared_memory().classes.by_threshold && parts.low_bits != 0 && parts.states == WARP &&
@@ -18,13 +19,15 @@ template <int W, int HOW> __device__ __forceinline__ u32 fast_tiles() {
     return fast ? chunk.lanes / TileShape<W>::LANES : 0;
 }
 
-template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u32 store, Sums& sums) {
+template <int W, int HOW, int EXTRA>
+__device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u32 store, Sums& sums) {
     typedef TileShape<W> Shape;
     Shared& shared = shared_memory();
     const Chunk& chunk = shared.chunk;
     const Parts& parts = shared.parts;
     u32 tiles = (chunk.lanes + Shape::LANES - 1) / Shape::LANES;
-    u32 begin = uniform(segment * tiles >> parts.segments_log2), end = uniform((segment + 1) * tiles >> parts.segments_log2);
+    u32 begin = uniform(segment * tiles >> parts.segments_log2),
+        end = uniform((segment + 1) * tiles >> parts.segments_log2);
     u32 fast = uniform(min(end, fast_tiles<W, HOW>()));
     Work work = {open_stream(chunk, parts, segment), ring, sums};
     work.shared_at = uniform(shared_address(&shared));
@@ -55,7 +58,8 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_segm
         StagedWords words;
         if (HOW == LOW_BITS && work.number < fast) {
             // All lanes are coded, so the queue is unused. Its memory holds the staged words.
-            static_assert(sizeof(Tile::queue) >= 2 * STAGED_BYTES - 1, "an aligned window fits, wherever the queue begins");
+            static_assert(sizeof(Tile::queue) >= 2 * STAGED_BYTES - 1,
+                          "an aligned window fits, wherever the queue begins");
             words.at = (shared_address(work.tile().queue) + STAGED_BYTES - 1) & ~(STAGED_BYTES - 1);
             words.open(work.stream);
         }
@@ -82,7 +86,8 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_segm
     }
     sums = work.sums;
     if (decodes_last) {
-        if (ring.count > 1 && shared_u32<TPDE_OFFSET_OF(StreamHandoff, bad)>(ring.handoff)) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
+        if (ring.count > 1 && shared_u32<TPDE_OFFSET_OF(StreamHandoff, bad)>(ring.handoff))
+            sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
         else sums.errors |= finish_stream(work.stream);
     }
 }
@@ -92,6 +97,7 @@ template <int W, int HOW, int EXTRA> __device__ __noinline__ void decode(u32 sto
     Ring ring = open_ring(log2);
     Sums own = {};
     u32 segment = uniform(threadIdx.x / WARP) & ((1u << log2) - 1);
-    for (u32 round = 0; round < rounds; round++, segment += WARPS) decode_segment<W, HOW, EXTRA>(segment, ring, store, own);
+    for (u32 round = 0; round < rounds; round++, segment += WARPS)
+        decode_segment<W, HOW, EXTRA>(segment, ring, store, own);
     sums = own;
 }

@@ -23,7 +23,8 @@ template <int W> __device__ u32 reserve_list(const Launch& launch, u32 changes) 
 // Returns the list of a chunk, in a slot (IN_PLACE) or at a reserved offset (DRY, COMMIT).
 template <int W> __device__ __forceinline__ ChangeList list_in(const Launch& launch, u32 slot, u32 changes) {
     u64 offset = launch.mode == TPDE_MODE_IN_PLACE ? (u64)slot * launch.scratch_slot_bytes : 256ull * (slot - 1);
-    return {(u8*)(launch.scratch + TPDE_SCRATCH_HEAD(launch.scratch_slots) + offset), changes, TPDE_LIST_LANES_AT(changes)};
+    return {(u8*)(launch.scratch + TPDE_SCRATCH_HEAD(launch.scratch_slots) + offset), changes,
+            TPDE_LIST_LANES_AT(changes)};
 }
 
 // Acquires memory for the changes of the chunk: a slot while the block decodes (IN_PLACE), or memory until the commit

@@ -23,7 +23,8 @@ template <int W> struct LowBits {
     // The low bits of consecutive rows are `count` words apart, at the same bit offset.
     __device__ __forceinline__ void next(u32* rows) {
 #pragma unroll
-        for (int i = 0; i < 4; i++, words += count) rows[i] = __funnelshift_r(__ldg(words), __ldg(words + 1), shift) & mask;
+        for (int i = 0; i < 4; i++, words += count)
+            rows[i] = __funnelshift_r(__ldg(words), __ldg(words + 1), shift) & mask;
     }
     __device__ __forceinline__ T lane(T value, u32 low) const {
         T delta = ((center - value) & high) << count % (8 * sizeof(T)) | low;
@@ -46,11 +47,14 @@ struct LowBytes {
         bytes += BLOCK_LANES;
     }
     // Both halves of the word hold the delta, so a shift rotates it. The upper half of the result is arbitrary.
-    __device__ __forceinline__ u32 lane(u32 value, u32 low) const { return permute_bytes(low, center - value, 0x4040) >> 1; }
+    __device__ __forceinline__ u32 lane(u32 value, u32 low) const {
+        return permute_bytes(low, center - value, 0x4040) >> 1;
+    }
 };
 
 // A warp: decodes the lanes of a tile into shared memory.
-template <int W, int EXTRA, typename Low> __device__ __forceinline__ void decode_blocks(Work& work, StagedWords& words, u32 activities) {
+template <int W, int EXTRA, typename Low>
+__device__ __forceinline__ void decode_blocks(Work& work, StagedWords& words, u32 activities) {
     typedef typename WideOf<W>::type T;
     typedef TileShape<W> Shape;
     Shared& shared = work.shared();
@@ -80,7 +84,8 @@ template <int W, int EXTRA, typename Low> __device__ __forceinline__ void decode
 
 // A warp: decodes the lanes of a tile without extra bits, which lanes of 2 bytes rarely have. If the tile has extra
 // bits, decodes it again with them. The next tile is then decoded with extra bits at once.
-template <int W, typename Low> __device__ __forceinline__ void decode_blocks_twice(Work& work, StagedWords& words, u32 activities) {
+template <int W, typename Low>
+__device__ __forceinline__ void decode_blocks_twice(Work& work, StagedWords& words, u32 activities) {
     Stream before = work.stream;
     u32 changed = work.sums.changed;
     if (!work.has_extra) {
@@ -106,7 +111,8 @@ template <int W> __device__ __forceinline__ void decode_without_base(Work& work,
     const Chunk& chunk = shared.chunk;
     Tile& tile = work.tile();
     u32 thread = work.thread;
-    u32 activities = activities_of_tile(chunk.payload + shared.parts.activities_at, work.bits, work.number, Shape::BLOCKS);
+    u32 activities =
+        activities_of_tile(chunk.payload + shared.parts.activities_at, work.bits, work.number, Shape::BLOCKS);
     if (work.receives) {
         receive_stream(work.ring, thread, work.stream);
         words.open(work.stream);
@@ -121,6 +127,7 @@ template <int W> __device__ __forceinline__ void decode_without_base(Work& work,
     uint4 pieces[Shape::PIECES];
     read_tile<W>(tile, thread, pieces);
     if (store != STORE_NONE) store_tile<W>(chunk, work.number, thread, pieces);
-    work.sums.target += row_weight(work.number * Shape::WORDS) * tile_sum<W>(shared.weights, work.number, thread, pieces);
+    work.sums.target +=
+        row_weight(work.number * Shape::WORDS) * tile_sum<W>(shared.weights, work.number, thread, pieces);
     __syncwarp();
 }

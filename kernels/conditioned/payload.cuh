@@ -23,10 +23,11 @@ struct Parts {
 template <int W> __device__ u32 parse_header(const Chunk& chunk, Parts& parts) {
     if (chunk.size < sizeof(ConditionedHeader)) return error(TPDE_STATUS_PAYLOAD_SIZE);
     ConditionedHeader header = *(const ConditionedHeader*)chunk.payload;
-    u32 blocks = (chunk.lanes + BLOCK_LANES - 1) / BLOCK_LANES, tiles = (chunk.lanes + TileShape<W>::LANES - 1) / TileShape<W>::LANES;
-    if (header.low_bits > 8 * W || header.states_log2 > 5 || header.segments_log2 > 5 || 1u << header.segments_log2 > tiles ||
-        header.activity_bits > 2 || header.context_count < 1 || header.context_count > 64 || header.reserved != 0 ||
-        header.exception_count > chunk.num_deltas) {
+    u32 blocks = (chunk.lanes + BLOCK_LANES - 1) / BLOCK_LANES,
+        tiles = (chunk.lanes + TileShape<W>::LANES - 1) / TileShape<W>::LANES;
+    if (header.low_bits > 8 * W || header.states_log2 > 5 || header.segments_log2 > 5 ||
+        1u << header.segments_log2 > tiles || header.activity_bits > 2 || header.context_count < 1 ||
+        header.context_count > 64 || header.reserved != 0 || header.exception_count > chunk.num_deltas) {
         return error(TPDE_STATUS_PAYLOAD_HEADER);
     }
     u32 center_bits = header.low_bits == 0 ? 0 : 8 * W - header.low_bits;
@@ -49,7 +50,8 @@ template <int W> __device__ u32 parse_header(const Chunk& chunk, Parts& parts) {
     parts.sizes_at = parts.low_at + (low_bits + 7) / 8;
     u32 end = parts.sizes_at + 4 * (parts.segments - 1);
     parts.streams_at = (end + 1) & ~1u;
-    if (parts.streams_at > chunk.size || (chunk.size - parts.streams_at) % 2 != 0) return error(TPDE_STATUS_PAYLOAD_SIZE);
+    if (parts.streams_at > chunk.size || (chunk.size - parts.streams_at) % 2 != 0)
+        return error(TPDE_STATUS_PAYLOAD_SIZE);
     bool clean = (activity_bits % 8 == 0 || chunk.payload[parts.positions_at - 1] >> activity_bits % 8 == 0) &&
                  (low_bits % 8 == 0 || chunk.payload[parts.sizes_at - 1] >> low_bits % 8 == 0) &&
                  (end == parts.streams_at || chunk.payload[end] == 0);
@@ -75,7 +77,8 @@ __device__ __forceinline__ u32 find_streams(const Chunk& chunk, Parts& parts) {
 }
 
 // All threads: returns the class of entry `at` of map `map`. Reports an error if the class exceeds `classes`.
-__device__ __forceinline__ u32 map_entry(const Chunk& chunk, const Parts& parts, u32 map, u32 at, u32 classes, u32& errors) {
+__device__ __forceinline__ u32 map_entry(const Chunk& chunk, const Parts& parts, u32 map, u32 at, u32 classes,
+                                         u32& errors) {
     u32 size = (parts.contexts + 1) / 2;
     if (at >= 2 * size) return 0;
     u32 number = chunk.payload[parts.maps_at + map * size + at / 2] >> (4 * (at % 2)) & 15;
@@ -104,11 +107,13 @@ __device__ __forceinline__ u32 activities_of_tile(const u8* activities, u32 acti
 
 // Returns the position of an exception, or past the last exception a position that no lane has.
 __device__ __forceinline__ u32 exception_position(const Chunk& chunk, const Parts& parts, u32 exception) {
-    return exception < parts.exceptions ? (u32)unaligned<4>(chunk.payload, parts.positions_at + 4 * exception) : 0xFFFFFFFFu;
+    return exception < parts.exceptions ? (u32)unaligned<4>(chunk.payload, parts.positions_at + 4 * exception)
+                                        : 0xFFFFFFFFu;
 }
 
 // Returns the low bits of lane `at`. Word indexes are clamped, because the last word may be past the payload.
-template <int W> __device__ __forceinline__ typename WideOf<W>::type low_bits_of(const Chunk& chunk, const Parts& parts, u32 at) {
+template <int W>
+__device__ __forceinline__ typename WideOf<W>::type low_bits_of(const Chunk& chunk, const Parts& parts, u32 at) {
     const u32* words = (const u32*)chunk.payload;
     u32 count = parts.low_bits, bit = at * count + 8 * (parts.low_at % 4), word = parts.low_at / 4 + bit / 32;
     u32 last = padded(chunk.size) / 4 - 1;

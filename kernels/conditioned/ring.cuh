@@ -5,7 +5,7 @@
 
 struct Ring {
     u32 member, count;
-    u32 handoff;    // shared-memory address of the StreamHandoff
+    u32 handoff; // shared-memory address of the StreamHandoff
     u32 own_barrier, next_barrier;
 };
 

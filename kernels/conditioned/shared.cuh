@@ -41,7 +41,8 @@ struct alignas(BUCKET_BYTES) Shared {
 };
 
 static_assert(CRC_SHARED <= sizeof(Tile) * WARPS, "the CRC uses the memory of the tiles as scratch");
-static_assert(sizeof(Shared) <= (MAP == 1 ? TPDE_WITHOUT_BASE_SHARED : TPDE_CONDITIONED_SHARED), "fits in dynamic shared memory");
+static_assert(sizeof(Shared) <= (MAP == 1 ? TPDE_WITHOUT_BASE_SHARED : TPDE_CONDITIONED_SHARED),
+              "fits in dynamic shared memory");
 
 // Returns the start of the dynamic shared memory. The tables follow the struct.
 __device__ __forceinline__ Shared& shared_memory() { return *(Shared*)dynamic_shared_memory(); }

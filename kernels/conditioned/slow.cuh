@@ -17,7 +17,9 @@ template <int W> __device__ __forceinline__ typename WideOf<W>::type high_mask(u
 }
 
 // Returns the delta of a coded lane, with zero low bits.
-template <int W> __device__ __forceinline__ typename WideOf<W>::type high_bits(typename WideOf<W>::type value, typename WideOf<W>::type mask) {
+template <int W>
+__device__ __forceinline__ typename WideOf<W>::type high_bits(typename WideOf<W>::type value,
+                                                              typename WideOf<W>::type mask) {
     typedef typename WideOf<W>::type T;
     return (((T)shared_memory().parts.center - value) & mask) << shared_memory().parts.low_bits % (8 * sizeof(T));
 }
@@ -46,31 +48,37 @@ template <int W> __device__ __forceinline__ u64 gather_tile(u32 number, Tile& ti
 
 // A warp: decodes a tile. `marked`: some lanes have exceptions. `receives`: the warp receives the stream before the first
 // step. `hands_over`: the warp hands the stream over after the last step.
-template <int W> __device__ __noinline__ Slow decode_slowly(Slow slow, u32 number, bool marked, u32 store, Ring ring, bool receives, bool hands_over) {
+template <int W>
+__device__ __noinline__ Slow decode_slowly(Slow slow, u32 number, bool marked, u32 store, Ring ring, bool receives,
+                                           bool hands_over) {
     typedef typename WideOf<W>::type T;
     typedef TileShape<W> Shape;
     Shared& shared = shared_memory();
     const Chunk& chunk = shared.chunk;
     const Parts& parts = shared.parts;
     Tile& tile = tile_of_warp();
-    u32 thread = threadIdx.x % WARP, before = (1u << thread) - 1, low_bits = parts.low_bits, states = uniform(parts.states);
+    u32 thread = threadIdx.x % WARP, before = (1u << thread) - 1, low_bits = parts.low_bits,
+        states = uniform(parts.states);
     T magnitude = (T)shared.classes.order.magnitude;
     u32 first = number * Shape::LANES, lanes = shared_address(tile.lanes), queue = shared_address(tile.queue);
     slow.base += gather_tile<W>(number, tile);
     u32 mask = thread < Shape::LANES / 32 ? tile.masks[thread] : 0;
-    u32 activities = activities_of_tile(chunk.payload + parts.activities_at, parts.activity_bits, number, Shape::BLOCKS);
+    u32 activities =
+        activities_of_tile(chunk.payload + parts.activities_at, parts.activity_bits, number, Shape::BLOCKS);
     u32 count = uniform(queue_rows<W>(mask, activity_of_row(parts.activity_bits, activities, thread), thread, tile));
     if (receives) receive_stream(ring, thread, slow.stream);
     DirectWords words;
 #pragma unroll 1
     for (u32 done = 0; done < count; done += states) {
-        u32 queued = thread < states ? shared_u16(queue + 2 * (done + thread)) : NO_ENTRY, offset = queued % (1u << QUEUE_MAP);
+        u32 queued = thread < states ? shared_u16(queue + 2 * (done + thread)) : NO_ENTRY,
+            offset = queued % (1u << QUEUE_MAP);
         bool is_lane = offset != TILE_BYTES;
         T base = shared_lane<W>(lanes + offset);
         Entry entry = is_lane ? class_of<W>(queued >> QUEUE_MAP, base) : shared.classes.none;
         T moved = decode_step<W, READS_EXTRA>(slow.stream, words, entry, before, low_bits != 0);
         if (low_bits != 0 && is_lane) {
-            moved = difference_of<W>(high_bits<W>(moved, high_mask<W>(low_bits)) | low_bits_of<W>(chunk, parts, first + offset / W));
+            moved = difference_of<W>(high_bits<W>(moved, high_mask<W>(low_bits)) |
+                                     low_bits_of<W>(chunk, parts, first + offset / W));
         }
         if (is_lane) set_shared_lane<W>(lanes + offset, move_lane<W>(base, moved, magnitude));
     }
@@ -81,7 +89,8 @@ template <int W> __device__ __noinline__ Slow decode_slowly(Slow slow, u32 numbe
         u32 tile_lane = 32 * i + thread, at = first + tile_lane;
         bool inside = at < chunk.lanes, coded = tile.masks[tile_lane / 32] >> tile_lane % 32 & 1;
         T lane = shared_lane<W>(lanes + tile_lane * W), base = inside ? load_lane<W>(chunk, at) : 0;
-        if (inside && !coded && low_bits != 0) lane = move_lane<W>(base, difference_of<W>(low_bits_of<W>(chunk, parts, at)), magnitude);
+        if (inside && !coded && low_bits != 0)
+            lane = move_lane<W>(base, difference_of<W>(low_bits_of<W>(chunk, parts, at)), magnitude);
         bool changed = inside && lane != base;
         if (changed) {
             slow.changed++;

@@ -7,12 +7,12 @@
 #include "conditioned/tables.cuh"
 
 struct Stream {
-    const u16* words;  // the payload
-    u32 at, end;       // indexes of the next word and of the end of the stream
-    u32 last;          // index of the last word, including the padding
+    const u16* words; // the payload
+    u32 at, end;      // indexes of the next word and of the end of the stream
+    u32 last;         // index of the last word, including the padding
     u32 state;
-    i32 worst;         // largest `y` so far, at least of all symbols with extra bits; 0 at the start
-    bool invalid;      // the stream is too short, or an initial state is too small
+    i32 worst;    // largest `y` so far, at least of all symbols with extra bits; 0 at the start
+    bool invalid; // the stream is too short, or an initial state is too small
 };
 
 __device__ __forceinline__ Stream open_stream(const Chunk& chunk, const Parts& parts, u32 segment) {
@@ -25,14 +25,17 @@ __device__ __forceinline__ Stream open_stream(const Chunk& chunk, const Parts& p
     stream.worst = 0;
     bool fits = stream.end - begin >= 2 * parts.states;
     stream.at = fits ? begin + 2 * parts.states : stream.end;
-    if (fits && lane < parts.states) stream.state = __ldg(stream.words + begin + 2 * lane) | (u32)__ldg(stream.words + begin + 2 * lane + 1) << 16;
+    if (fits && lane < parts.states)
+        stream.state = __ldg(stream.words + begin + 2 * lane) | (u32)__ldg(stream.words + begin + 2 * lane + 1) << 16;
     stream.invalid = !fits || __any_sync(ALL_LANES, stream.state < 1u << 16);
     return stream;
 }
 
 // Returns the word at index `at`, or an arbitrary word if `at` is past the payload. `Stream::at` grows by at most 160 per
 // step, so it does not overflow.
-__device__ __forceinline__ u32 word_at(const Stream& stream, u32 at) { return __ldg(stream.words + min(at, stream.last)); }
+__device__ __forceinline__ u32 word_at(const Stream& stream, u32 at) {
+    return __ldg(stream.words + min(at, stream.last));
+}
 
 #define STAGED_BYTES (4 * 4 * WARP)
 
@@ -45,8 +48,8 @@ struct DirectWords {
 // Source of words for `decode_step`: an aligned ring of STAGED_BYTES in shared memory per warp. In streams with many
 // words almost every direct load misses L1 and waits for L2.
 struct StagedWords {
-    u32 at;       // shared-memory address of the ring
-    u32 end;      // the ring holds words end - 2·UNIT to end, word n at index n % (2·UNIT)
+    u32 at;           // shared-memory address of the ring
+    u32 end;          // the ring holds words end - 2·UNIT to end, word n at index n % (2·UNIT)
     uint2 prefetched; // the UNIT words from `end` on, four per thread
     static constexpr u32 UNIT = 4 * WARP;
 
@@ -57,7 +60,8 @@ struct StagedWords {
     __device__ __forceinline__ void fill(const Stream& stream) {
         while (__any_sync(ALL_LANES, end < stream.at + UNIT)) {
             __syncwarp();
-            set_shared_u64(at + 2 * (end % (2 * UNIT)) + 8 * (threadIdx.x % WARP), prefetched.x | (u64)prefetched.y << 32);
+            set_shared_u64(at + 2 * (end % (2 * UNIT)) + 8 * (threadIdx.x % WARP),
+                           prefetched.x | (u64)prefetched.y << 32);
             end += UNIT;
             load(stream);
             __syncwarp();
@@ -68,7 +72,9 @@ struct StagedWords {
         load(stream);
         fill(stream);
     }
-    __device__ __forceinline__ u32 word(const Stream&, u32 index) const { return shared_u16(at | 2 * index % STAGED_BYTES); }
+    __device__ __forceinline__ u32 word(const Stream&, u32 index) const {
+        return shared_u16(at | 2 * index % STAGED_BYTES);
+    }
     // Called after extra bits were read, because they advance the stream.
     __device__ __forceinline__ void jumped(const Stream& stream) { fill(stream); }
 };
@@ -88,7 +94,8 @@ enum : int {
 // Decodes one step. Returns for each thread the difference of a lane with `entry`, or its value if the tables were made
 // for low bits.
 template <int W, int EXTRA, typename Words>
-__device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, Words& words, Entry entry, u32 before, bool with_low_bits) {
+__device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, Words& words, Entry entry, u32 before,
+                                                                bool with_low_bits) {
     typedef typename WideOf<W>::type T;
     u32 state = stream.state;
     u32 bucket = shared_u16(entry.x | state / 4 % BUCKET_BYTES & ~1u);
@@ -109,7 +116,8 @@ __device__ __forceinline__ typename WideOf<W>::type decode_step(Stream& stream, 
         stream.worst = max(stream.worst, (i32)symbol.y);
         // The threads that need a second word are known before the first word arrives: a state that receives a word has more
         // than 16 bits.
-        u32 extra = has_extra ? symbol.y & 63 : 0, low_count = W > 2 ? min(extra, 16) : extra, widened = first ? state << 16 : state;
+        u32 extra = has_extra ? symbol.y & 63 : 0, low_count = W > 2 ? min(extra, 16) : extra,
+            widened = first ? state << 16 : state;
         bool second = widened >> low_count < 1u << 16;
         u32 seconds = __ballot_sync(ALL_LANES, second);
         u32 second_word = word_at(stream, stream.at + __popc(seconds & before));
@@ -153,7 +161,8 @@ __device__ __forceinline__ u32 zero_frequency(Entry entry) {
 // A warp: performs a step in which all values are 0 and no state needs a word, without table look-ups. If changes are
 // rare, most steps are of this kind. For any other step it returns false and leaves the stream unchanged.
 __device__ __forceinline__ bool skip_step(Stream& stream, u32 frequency) {
-    u32 slot = stream.state % (1u << TPDE_FREQUENCY_SUM_LOG2), next = frequency * (stream.state >> TPDE_FREQUENCY_SUM_LOG2) + slot;
+    u32 slot = stream.state % (1u << TPDE_FREQUENCY_SUM_LOG2),
+        next = frequency * (stream.state >> TPDE_FREQUENCY_SUM_LOG2) + slot;
     if (!__all_sync(ALL_LANES, slot < frequency && next >= 1u << 16)) return false;
     stream.state = next;
     return true;

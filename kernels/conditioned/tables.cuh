@@ -24,7 +24,9 @@ __device__ __forceinline__ Symbol make_symbol(u32 packed, u32 tokens, bool with_
 }
 
 // Returns the number of tokens for values of `bits` bits.
-__device__ __forceinline__ u32 tokens_within(u32 bits) { return bits <= 6 ? 1u << bits : TOKEN_VALUES + 2 * (bits - 6); }
+__device__ __forceinline__ u32 tokens_within(u32 bits) {
+    return bits <= 6 ? 1u << bits : TOKEN_VALUES + 2 * (bits - 6);
+}
 
 // The 4,096 slots of a class form buckets of eight. Bits 8 and up of a bucket are the index of the symbol of its first
 // slot, counted from the first symbol of the class. Bit i, 1 to 7, is set if a new symbol begins at slot i.
@@ -32,7 +34,9 @@ __device__ __forceinline__ u32 tokens_within(u32 bits) { return bits <= 6 ? 1u <
 #define BUCKET_BYTES (2 * BUCKETS)
 
 // Returns the index of the symbol of the slot. The slot is in the low bits of the state.
-__device__ __forceinline__ u32 symbol_of(u32 bucket, u32 state) { return (bucket >> 8) + __popc(__funnelshift_l(0, bucket, not_and_or(state, 7, 24))); }
+__device__ __forceinline__ u32 symbol_of(u32 bucket, u32 state) {
+    return (bucket >> 8) + __popc(__funnelshift_l(0, bucket, not_and_or(state, 7, 24)));
+}
 
 // An expanded table set in shared memory: the buckets of class 0, whose slots all decode to value 0, then the buckets of
 // the other classes, then the symbols. The buckets of a class are aligned to their size.
@@ -77,7 +81,9 @@ __device__ __forceinline__ void make_buckets(const Symbol* symbols, u32 count, u
 // All threads: expands the classes in bit mask `used` of table set `tables` to shared-memory address `at`, a multiple of
 // BUCKET_BYTES. The expanded set takes TPDE_CONDITIONED_TABLES bytes. Lanes have `bits` bits, of which `low_bits` are low
 // bits. `work` has 512 bytes of scratch memory per warp. Sets `extra` if a symbol has extra bits. A barrier must follow.
-template <int THREADS> __device__ __noinline__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 low_bits, u32 at, u32* work, u32& extra) {
+template <int THREADS>
+__device__ __noinline__ Lookup make_lookup(const Launch& launch, u32 tables, u32 used, u32 bits, u32 low_bits, u32 at,
+                                           u32* work, u32& extra) {
     Lookup lookup = {class_count(launch, tables), at, 0};
     lookup.symbols = lookup.buckets + (lookup.classes + 1) * BUCKET_BYTES;
     u32* buckets = (u32*)shared_pointer(lookup.buckets);
@@ -88,12 +94,14 @@ template <int THREADS> __device__ __noinline__ Lookup make_lookup(const Launch& 
     const u32* set = (const u32*)launch.tables + tables;
     const u32* packed = set + lookup.classes + 2;
     u32 count = __ldg(set + lookup.classes + 1) - (lookup.classes + 2), tokens = tokens_within(bits - low_bits);
-    for (u32 i = threadIdx.x; i < count; i += THREADS) symbols[1 + i] = make_symbol(__ldg(packed + i), tokens, low_bits != 0);
+    for (u32 i = threadIdx.x; i < count; i += THREADS)
+        symbols[1 + i] = make_symbol(__ldg(packed + i), tokens, low_bits != 0);
     __syncthreads();
     for (u32 number = 1 + threadIdx.x / WARP; number <= lookup.classes; number += THREADS / WARP) {
         if (!(used >> number & 1)) continue;
         u32 begin = __ldg(set + number) - (lookup.classes + 1), end = __ldg(set + number + 1) - (lookup.classes + 1);
-        make_buckets(symbols + begin, end - begin, work + threadIdx.x / WARP * (BUCKETS * 8 / 32), buckets + number * (BUCKETS / 2), extra);
+        make_buckets(symbols + begin, end - begin, work + threadIdx.x / WARP * (BUCKETS * 8 / 32),
+                     buckets + number * (BUCKETS / 2), extra);
     }
     return lookup;
 }

@@ -81,15 +81,19 @@ template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4
 // A warp: computes the masks of the coded lanes of a complete tile. ACTIVE is false for chunks without activities, which
 // are the majority.
 template <int W, bool ACTIVE>
-__device__ __forceinline__ void mark_pieces(const Parts& parts, u32 bits, u32 activities, u32 thread, const uint4* pieces, Tile& tile) {
+__device__ __forceinline__ void mark_pieces(const Parts& parts, u32 bits, u32 activities, u32 thread,
+                                            const uint4* pieces, Tile& tile) {
     typedef TileShape<W> Shape;
     u32 threshold = parts.thresholds[0];
 #pragma unroll
     for (int n = 0; n < Shape::UNITS; n++) {
         u32 mask = 0;
-        if (ACTIVE) threshold = parts.thresholds[activities >> ((32 * n + thread) * Shape::UNIT / BLOCK_LANES * bits) & ((1u << bits) - 1)];
+        if (ACTIVE)
+            threshold = parts.thresholds[activities >> ((32 * n + thread) * Shape::UNIT / BLOCK_LANES * bits) &
+                                         ((1u << bits) - 1)];
 #pragma unroll
-        for (int i = 0; i < Shape::PER_UNIT; i++) mask |= lanes_below<W>(threshold, pieces[n * Shape::PER_UNIT + i]) << (i * Shape::PIECE);
+        for (int i = 0; i < Shape::PER_UNIT; i++)
+            mask |= lanes_below<W>(threshold, pieces[n * Shape::PER_UNIT + i]) << (i * Shape::PIECE);
         if (Shape::UNIT == 16) {
             ((u16*)tile.masks)[32 * n + thread] = (u16)mask;
         } else {
@@ -109,7 +113,8 @@ template <int W> __device__ __forceinline__ u32 queue_rows(u32 mask, u32 activit
     u32 end = __popc(mask);
 #pragma unroll
     for (u32 by = 1; by < WARP; by *= 2) end = add_from_before(end, by);
-    u32 count = __shfl_sync(ALL_LANES, end, WARP - 1), queue = shared_address(tile.queue), to = queue + 2 * (end - __popc(mask));
+    u32 count = __shfl_sync(ALL_LANES, end, WARP - 1), queue = shared_address(tile.queue),
+        to = queue + 2 * (end - __popc(mask));
     u32 first = 32 * W * thread | activity << QUEUE_MAP;
     if (count < Shape::LANES / 4) {
         for (; mask; mask &= mask - 1, to += 2) set_shared_u16(to, first + W * (__ffs((i32)mask) - 1));

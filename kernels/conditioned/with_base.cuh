@@ -4,8 +4,8 @@
 
 // The coded lanes of a tile.
 struct CodedLanes {
-    u32 blocks; // if `by_block`: bit mask of the coded rows of 32 lanes; the four rows of a block have equal bits
-    u32 count;  // if not `by_block`: number of lanes in the queue
+    u32 blocks;    // if `by_block`: bit mask of the coded rows of 32 lanes; the four rows of a block have equal bits
+    u32 count;     // if not `by_block`: number of lanes in the queue
     bool by_block; // every block is either entirely coded or not coded at all
 };
 
@@ -22,7 +22,9 @@ template <int W> __device__ __noinline__ u32 without_holes(u32 activity, u32 mas
 
 // A warp: finds the coded lanes of a complete tile, whose pieces are also in shared memory. Starts and ends with the
 // warp converged. `in_rows`: the caller can decode steps of whole rows of 32 lanes.
-template <int W> __device__ __forceinline__ CodedLanes find_coded(Shared& shared, u32 bits, u32 activities, u32 thread, bool in_rows, const uint4* pieces, Tile& tile) {
+template <int W>
+__device__ __forceinline__ CodedLanes find_coded(Shared& shared, u32 bits, u32 activities, u32 thread, bool in_rows,
+                                                 const uint4* pieces, Tile& tile) {
     constexpr u32 ROWS = TileShape<W>::LANES / 32;
     if (bits) mark_pieces<W, true>(shared.parts, bits, activities, thread, pieces, tile);
     else mark_pieces<W, false>(shared.parts, bits, activities, thread, pieces, tile);
@@ -36,7 +38,8 @@ template <int W> __device__ __forceinline__ CodedLanes find_coded(Shared& shared
 
 // A warp: decodes a complete tile, whose base lanes are in `pieces`. On return `pieces` holds the base lanes of the next
 // tile of the warp, if that tile is before tile `end`.
-template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, u32 store) {
+template <int W, int HOW, int EXTRA>
+__device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, u32 store) {
     typedef typename WideOf<W>::type T;
     typedef typename LaneOf<W>::type Lane;
     typedef TileShape<W> Shape;
@@ -44,16 +47,19 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_tile
     const Chunk& chunk = shared.chunk;
     Tile& tile = work.tile();
     u32 thread = work.thread, lanes = shared_address(tile.lanes), first = work.number * Shape::LANES;
-    u32 activities = activities_of_tile(chunk.payload + shared.parts.activities_at, work.bits, work.number, Shape::BLOCKS);
+    u32 activities =
+        activities_of_tile(chunk.payload + shared.parts.activities_at, work.bits, work.number, Shape::BLOCKS);
     u64 row = row_weight(work.number * Shape::WORDS);
     u64 base_sum = row * tile_sum<W>(shared.weights, work.number, thread, pieces);
     write_tile<W>(tile, thread, pieces);
-    CodedLanes coded = find_coded<W>(shared, work.bits, activities, thread, work.states == WARP && !work.marked, pieces, tile);
+    CodedLanes coded =
+        find_coded<W>(shared, work.bits, activities, thread, work.states == WARP && !work.marked, pieces, tile);
     // Loads the next tile while this tile is decoded.
     if (work.number + work.ring.count < end) load_tile<W>(chunk, work.number + work.ring.count, thread, pieces);
     // Prefetches the words of the stream for this tile and the next, because base lanes evict them from L1. If several
     // warps share a stream, each warp needs few words and no prefetch.
-    if (work.ring.count == 1 && thread < 5) prefetch(work.stream.words + min(work.stream.at + 64 * thread, work.stream.last));
+    if (work.ring.count == 1 && thread < 5)
+        prefetch(work.stream.words + min(work.stream.at + 64 * thread, work.stream.last));
     work.sums.base += base_sum;
     u64 gained = 0, lost = 0; // terms of the sum, before multiplication by the row weight
     DirectWords words;
@@ -82,7 +88,8 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_tile
         T bases[4];
         Entry entries[4];
         auto take_block = [&] {
-            u32 row = __ffs((i32)blocks) - 1, map = work.bits ? activities >> (row / 4 * work.bits) & ((1u << work.bits) - 1) : 0;
+            u32 row = __ffs((i32)blocks) - 1,
+                map = work.bits ? activities >> (row / 4 * work.bits) & ((1u << work.bits) - 1) : 0;
             at = (32 * row + thread) * W;
             blocks ^= 15u << row;
 #pragma unroll
@@ -91,7 +98,8 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_tile
             for (int i = 0; i < 4; i++) entries[i] = entry_of<W>(shared, map, (i32)((u32)(bases[i] >> shift) & mask));
         };
         auto decode_row = [&](int i) {
-            apply(true, at + 32 * W * i, bases[i], decode_step<W, EXTRA>(work.stream, words, entries[i], work.before, false));
+            apply(true, at + 32 * W * i, bases[i],
+                  decode_step<W, EXTRA>(work.stream, words, entries[i], work.before, false));
         };
         // Changes are so rare that many rows have no change.
         if (EXTRA == NO_EXTRA && chunk.num_deltas < chunk.lanes / 40) {
@@ -117,7 +125,8 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_tile
     } else {
         // Threads without a state read NO_ENTRY.
         bool is_state = thread < work.states;
-        u32 from = is_state ? shared_address(tile.queue) + 2 * thread : shared_address(&tile.no_entry), stride = is_state ? 2 * work.states : 0;
+        u32 from = is_state ? shared_address(tile.queue) + 2 * thread : shared_address(&tile.no_entry),
+            stride = is_state ? 2 * work.states : 0;
         u32 at;
         T base;
         Entry entry;
@@ -143,7 +152,8 @@ template <int W, int HOW, int EXTRA> __device__ __forceinline__ void decode_tile
             // The next warp receives the stream before this warp applies the lanes of the last step.
             if (work.hands_over && done >= count) hand_over_stream(work.ring, work.thread, work.stream);
             bool changed = apply(false, current_at, current_base, moved);
-            if (work.marked && changed && is_excepted(tile, current_at / W)) work.sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
+            if (work.marked && changed && is_excepted(tile, current_at / W))
+                work.sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
     }
     if constexpr (HOW == TO_TILE) {

@@ -23,4 +23,6 @@ struct WithoutBase {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) tpde_without_base(const __grid_constant__ Launch launch) { run_block<WithoutBase>(launch); }
+extern "C" __global__ void __launch_bounds__(THREADS, 4) tpde_without_base(const __grid_constant__ Launch launch) {
+    run_block<WithoutBase>(launch);
+}

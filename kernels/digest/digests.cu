@@ -14,7 +14,8 @@
 enum : u32 { CHUNK_START = 1, CHUNK_END = 2, PARENT = 4, ROOT = 8 };
 
 __host__ __device__ constexpr u32 initial_word(int i) {
-    constexpr u32 words[8] = {0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19};
+    constexpr u32 words[8] = {0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A,
+                              0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19};
     return words[i];
 }
 
@@ -163,7 +164,8 @@ __device__ __forceinline__ void finish(const Digests& digests, u32 chunk, const 
     if (difference && digests.flag) *(volatile u32*)digests.flag = 1;
 }
 
-extern "C" __global__ void __launch_bounds__(TPDE_DIGESTS_THREADS) tpde_digests(const __grid_constant__ Digests digests) {
+extern "C" __global__ void __launch_bounds__(TPDE_DIGESTS_THREADS)
+    tpde_digests(const __grid_constant__ Digests digests) {
     if (blockIdx.x >= digests.count) return;
     u32 thread = threadIdx.x, warp = digests.first + blockIdx.x;
     const u32* warps = (const u32*)digests.warps;

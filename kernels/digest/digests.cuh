@@ -22,11 +22,11 @@ TPDE_SIZE(DigestPiece, 16);
 
 // The parameter of `tpde_digests`, passed by value. Each block is a warp.
 struct Digests {
-    u64 chunks;   // const ChunkMetadata*: records of the stored payloads
-    u64 blob;     // address of `blob_offset` 0, a multiple of 16
-    u64 pieces;   // const DigestPiece*: by warp, then by thread
-    u64 warps;    // const u32*: first piece of each warp, then the number of pieces
-    u64 nodes;    // u32[8] each: for a payload of n > 1 pieces, a counter in the first word, then n nodes; counters are 0
+    u64 chunks; // const ChunkMetadata*: records of the stored payloads
+    u64 blob;   // address of `blob_offset` 0, a multiple of 16
+    u64 pieces; // const DigestPiece*: by warp, then by thread
+    u64 warps;  // const u32*: first piece of each warp, then the number of pieces
+    u64 nodes;  // u32[8] each: for a payload of n > 1 pieces, a counter in the first word, then n nodes; counters are 0
     u64 expected; // const u32*: digest of each payload, 4 words per record; 0: store digests in `found`
     u64 found;    // u32*: as `expected`
     u64 root;     // const u32*: TPDE_DIGESTS_OF_LIST: expected hash of the list, 8 words
@@ -35,7 +35,7 @@ struct Digests {
     u32 first;    // block b hashes the pieces of warp first + b
     u32 count;    // number of warps; further blocks of the grid do nothing
     u32 flags;
-    u32 records;  // TPDE_DIGESTS_OF_LIST: number of status words to set if the hash differs
+    u32 records; // TPDE_DIGESTS_OF_LIST: number of status words to set if the hash differs
 };
 TPDE_OFFSET(Digests, chunks, 0);
 TPDE_OFFSET(Digests, blob, 8);

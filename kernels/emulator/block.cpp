@@ -169,8 +169,10 @@ void acquire(void* at) {
 // ---- Warp operations and barriers ----
 
 const char* name_of(WarpOperation operation) {
-    const char* names[] = {"__syncwarp", "a ballot", "a shuffle", "__match_any_sync", "__match_all_sync", "a sum", "a minimum", "a maximum",
-        "a minimum", "a maximum", "an AND", "an OR", "an XOR", "__activemask", "a barrier", "an arrival at a barrier"};
+    const char* names[] = {"__syncwarp",       "a ballot",     "a shuffle", "__match_any_sync",
+                           "__match_all_sync", "a sum",        "a minimum", "a maximum",
+                           "a minimum",        "a maximum",    "an AND",    "an OR",
+                           "an XOR",           "__activemask", "a barrier", "an arrival at a barrier"};
     return names[(int)operation];
 }
 
@@ -193,9 +195,11 @@ void complete(Barrier& barrier) {
 void arrive(unsigned w, uint32_t lanes, const Wait& first) {
     Barrier& barrier = barriers[first.argument];
     bool wait = first.operation == WarpOperation::BARRIER;
-    if (barrier.warps >> w & 1) fail(first.location, "warp %u arrives at barrier %u twice before it completes", w, (unsigned)first.argument);
+    if (barrier.warps >> w & 1)
+        fail(first.location, "warp %u arrives at barrier %u twice before it completes", w, (unsigned)first.argument);
     if (barrier.warps && barrier.expected != first.count) {
-        fail(first.location, "barrier %u expects %u threads here, %u elsewhere", (unsigned)first.argument, first.count, barrier.expected);
+        fail(first.location, "barrier %u expects %u threads here, %u elsewhere", (unsigned)first.argument, first.count,
+             barrier.expected);
     }
     barrier.expected = first.count;
     barrier.arrived += first.count ? WARP : (unsigned)__builtin_popcount(lanes);
@@ -204,7 +208,8 @@ void arrive(unsigned w, uint32_t lanes, const Wait& first) {
     if (wait) barrier.waiting |= 1u << w;
     else free_lanes(warps[w], lanes);
     uint32_t expected = first.count ? first.count : live;
-    if (barrier.arrived > expected) fail(first.location, "%u threads at barrier %u of %u", barrier.arrived, (unsigned)first.argument, expected);
+    if (barrier.arrived > expected)
+        fail(first.location, "%u threads at barrier %u of %u", barrier.arrived, (unsigned)first.argument, expected);
     if (barrier.arrived == expected) complete(barrier);
 }
 
@@ -229,7 +234,9 @@ void finish(unsigned w, uint32_t lanes) {
     case WarpOperation::ACTIVE: for_each(lanes, [&](unsigned lane) { all[lane].result = lanes; }); break;
     case WarpOperation::SHUFFLE:
         // A shuffle from a lane outside of the mask gives an undefined value.
-        for_each(lanes, [&](unsigned lane) { all[lane].result = lanes >> all[lane].argument & 1 ? all[all[lane].argument].value : draw(); });
+        for_each(lanes, [&](unsigned lane) {
+            all[lane].result = lanes >> all[lane].argument & 1 ? all[all[lane].argument].value : draw();
+        });
         break;
     case WarpOperation::MATCH_ANY:
         for_each(lanes, [&](unsigned lane) {
@@ -247,8 +254,12 @@ void finish(unsigned w, uint32_t lanes) {
     case WarpOperation::ADD: fold([](uint64_t a, uint64_t b) { return a + b; }); break;
     case WarpOperation::MIN: fold([](uint64_t a, uint64_t b) { return std::min(a, b); }); break;
     case WarpOperation::MAX: fold([](uint64_t a, uint64_t b) { return std::max(a, b); }); break;
-    case WarpOperation::MIN_SIGNED: fold([](uint64_t a, uint64_t b) { return (uint64_t)std::min((int64_t)a, (int64_t)b); }); break;
-    case WarpOperation::MAX_SIGNED: fold([](uint64_t a, uint64_t b) { return (uint64_t)std::max((int64_t)a, (int64_t)b); }); break;
+    case WarpOperation::MIN_SIGNED:
+        fold([](uint64_t a, uint64_t b) { return (uint64_t)std::min((int64_t)a, (int64_t)b); });
+        break;
+    case WarpOperation::MAX_SIGNED:
+        fold([](uint64_t a, uint64_t b) { return (uint64_t)std::max((int64_t)a, (int64_t)b); });
+        break;
     case WarpOperation::AND: fold([](uint64_t a, uint64_t b) { return a & b; }); break;
     case WarpOperation::OR: fold([](uint64_t a, uint64_t b) { return a | b; }); break;
     case WarpOperation::XOR: fold([](uint64_t a, uint64_t b) { return a ^ b; }); break;
@@ -259,11 +270,11 @@ void finish(unsigned w, uint32_t lanes) {
 // Fails if lane `lane` waits for lane `other`, and `other` waits at a different operation.
 void compare(unsigned w, unsigned lane, unsigned other) {
     const Wait &a = waits[w * WARP + lane], &b = waits[w * WARP + other];
-    bool same = a.operation == b.operation && a.mask == b.mask && a.location.line == b.location.line && a.count == b.count &&
-                (a.operation < WarpOperation::BARRIER || a.argument == b.argument);
+    bool same = a.operation == b.operation && a.mask == b.mask && a.location.line == b.location.line &&
+                a.count == b.count && (a.operation < WarpOperation::BARRIER || a.argument == b.argument);
     if (same || !(b.mask >> lane & 1)) return;
-    fail(a.location, "%s with mask %08x; but lane %u of the warp is at %s:%d, at %s with mask %08x", name_of(a.operation), a.mask, other, b.location.file,
-        b.location.line, name_of(b.operation), b.mask);
+    fail(a.location, "%s with mask %08x; but lane %u of the warp is at %s:%d, at %s with mask %08x",
+         name_of(a.operation), a.mask, other, b.location.file, b.location.line, name_of(b.operation), b.mask);
 }
 
 // Completes the operation of a waiting thread once all its threads have arrived.
@@ -309,7 +320,8 @@ void wait_for_warp() {
 
 void prepare() {
     if (stacks) return;
-    stacks = (unsigned char*)mmap(nullptr, THREADS * (STACK + PAGE), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    stacks = (unsigned char*)mmap(nullptr, THREADS * (STACK + PAGE), PROT_READ | PROT_WRITE,
+                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stacks == MAP_FAILED) abort();
     for (unsigned i = 0; i < THREADS; i++) {
         // A guard page precedes each stack.
@@ -369,9 +381,11 @@ void run_block(unsigned shared) {
 
 } // namespace
 
-uint64_t run_warp_operation(WarpOperation operation, uint32_t mask, uint64_t value, uint64_t argument, SourceLocation location) {
+uint64_t run_warp_operation(WarpOperation operation, uint32_t mask, uint64_t value, uint64_t argument,
+                            SourceLocation location) {
     Thread& me = *current;
-    if (!(mask & bit_of(me))) fail(location, "%s with mask %08x, which lacks the calling thread", name_of(operation), mask);
+    if (!(mask & bit_of(me)))
+        fail(location, "%s with mask %08x, which lacks the calling thread", name_of(operation), mask);
     waits[me.number] = {value, argument, 0, mask, 0, location, operation};
     // Of the warp operations, only __syncwarp orders memory.
     if (operation == WarpOperation::SYNC) release(&warp_of(me));
@@ -383,7 +397,8 @@ uint64_t run_warp_operation(WarpOperation operation, uint32_t mask, uint64_t val
 uint32_t barrier(uint32_t id, uint32_t count, bool wait, uint32_t value, SourceLocation location) {
     Thread& me = *current;
     if (id >= BARRIERS || count % WARP || count > threads_now) fail(location, "barrier %u of %u threads", id, count);
-    waits[me.number] = {value, id, 0, ~0u, count, location, wait ? WarpOperation::BARRIER : WarpOperation::BARRIER_ARRIVE};
+    waits[me.number] = {
+        value, id, 0, ~0u, count, location, wait ? WarpOperation::BARRIER : WarpOperation::BARRIER_ARRIVE};
     release(&barriers[id]);
     wait_for_warp();
     if (!wait) return 0;
@@ -399,7 +414,8 @@ void pause(bool always) {
 
 void begin_copy(void* to, const void* from, uint32_t size, uint32_t zeros, SourceLocation location) {
     Thread& me = *current;
-    if ((size + zeros != 4 && size + zeros != 8 && size + zeros != 16) || (uintptr_t)to % (size + zeros) || (uintptr_t)from % (size + zeros)) {
+    if ((size + zeros != 4 && size + zeros != 8 && size + zeros != 16) || (uintptr_t)to % (size + zeros) ||
+        (uintptr_t)from % (size + zeros)) {
         fail(location, "a copy of %u and %u bytes from %p to %p", size, zeros, from, to);
     }
     me.copies.push_back({to, from, size, zeros});
@@ -422,7 +438,9 @@ bool next_copy(uint32_t pending, Copy& copy) {
 }
 
 void describe_thread() {
-    if (current) fprintf(stderr, "    block %u, thread %u: warp %u, lane %u\n", block_index.x, current->number, current->number / WARP, current->number % WARP);
+    if (current)
+        fprintf(stderr, "    block %u, thread %u: warp %u, lane %u\n", block_index.x, current->number,
+                current->number / WARP, current->number % WARP);
 }
 
 void fail(SourceLocation location, const char* format, ...) {
@@ -440,11 +458,15 @@ void fail(SourceLocation location, const char* format, ...) {
             auto ended = [](unsigned j) { return (warps[j / WARP].ended >> j % WARP & 1) != 0; };
             const Wait& wait = waits[i];
             auto same = [&](const Wait& other) {
-                return wait.operation == other.operation && wait.location.line == other.location.line && wait.mask == other.mask && wait.argument == other.argument;
+                return wait.operation == other.operation && wait.location.line == other.location.line &&
+                       wait.mask == other.mask && wait.argument == other.argument;
             };
-            for (next = i + 1; next < threads_now && ended(i) == ended(next) && (ended(i) || same(waits[next]));) next++;
+            for (next = i + 1; next < threads_now && ended(i) == ended(next) && (ended(i) || same(waits[next]));)
+                next++;
             if (ended(i)) fprintf(stderr, "    threads %u to %u have ended\n", i, next - 1);
-            else fprintf(stderr, "    threads %u to %u at %s:%d: %s, mask %08x\n", i, next - 1, wait.location.file, wait.location.line, name_of(wait.operation), wait.mask);
+            else
+                fprintf(stderr, "    threads %u to %u at %s:%d: %s, mask %08x\n", i, next - 1, wait.location.file,
+                        wait.location.line, name_of(wait.operation), wait.mask);
         }
     }
     abort();

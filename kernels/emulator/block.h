@@ -19,8 +19,22 @@ struct SourceLocation {
 
 // Operations of several threads of a warp together.
 enum class WarpOperation : uint8_t {
-    SYNC, BALLOT, SHUFFLE, MATCH_ANY, MATCH_ALL, ADD, MIN, MAX, MIN_SIGNED, MAX_SIGNED, AND, OR, XOR, ACTIVE,
-    BARRIER, BARRIER_ARRIVE,
+    SYNC,
+    BALLOT,
+    SHUFFLE,
+    MATCH_ANY,
+    MATCH_ALL,
+    ADD,
+    MIN,
+    MAX,
+    MIN_SIGNED,
+    MAX_SIGNED,
+    AND,
+    OR,
+    XOR,
+    ACTIVE,
+    BARRIER,
+    BARRIER_ARRIVE,
 };
 
 // Indexes of the running thread.
@@ -28,7 +42,8 @@ extern Index thread_index, block_index, block_size, grid_size;
 
 // Waits until all threads of `mask` have reached the same operation, and returns its result. `argument` is the source
 // lane of a shuffle, or the number of a barrier.
-uint64_t run_warp_operation(WarpOperation operation, uint32_t mask, uint64_t value, uint64_t argument, SourceLocation location);
+uint64_t run_warp_operation(WarpOperation operation, uint32_t mask, uint64_t value, uint64_t argument,
+                            SourceLocation location);
 
 // Arrives at a barrier of `threads` threads, a multiple of the warp size. 0 means all threads that have not ended.
 // Returns the sum of the values.

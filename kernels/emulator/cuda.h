@@ -28,12 +28,12 @@
 
 // ---- Vectors ----
 
-#define EMULATOR_VECTORS(name, type, two, four)                                                     \
-    struct alignas(two) name##2 { type x, y; };                                                     \
-    struct name##3 { type x, y, z; };                                                               \
-    struct alignas(four) name##4 { type x, y, z, w; };                                              \
-    inline name##2 make_##name##2(type x, type y) { return {x, y}; }                                \
-    inline name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; }                     \
+#define EMULATOR_VECTORS(name, type, two, four)                                                                        \
+    struct alignas(two) name##2 { type x, y; };                                                                        \
+    struct name##3 { type x, y, z; };                                                                                  \
+    struct alignas(four) name##4 { type x, y, z, w; };                                                                 \
+    inline name##2 make_##name##2(type x, type y) { return {x, y}; }                                                   \
+    inline name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; }                                        \
     inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
 EMULATOR_VECTORS(char, signed char, 2, 4)
 EMULATOR_VECTORS(uchar, unsigned char, 2, 4)
@@ -68,8 +68,13 @@ template <class T> T shuffle(uint32_t mask, T value, uint64_t from, SourceLocati
 
 } // namespace emulator
 
-inline void __syncwarp(unsigned mask = ~0u, EMULATOR_HERE) { emulator::run_warp_operation(emulator::WarpOperation::SYNC, mask, 0, 0, location); }
-inline unsigned __activemask(EMULATOR_HERE) { return 1u << emulator::lane(); (void)location; }
+inline void __syncwarp(unsigned mask = ~0u, EMULATOR_HERE) {
+    emulator::run_warp_operation(emulator::WarpOperation::SYNC, mask, 0, 0, location);
+}
+inline unsigned __activemask(EMULATOR_HERE) {
+    return 1u << emulator::lane();
+    (void)location;
+}
 inline unsigned __ballot_sync(unsigned mask, int yes, EMULATOR_HERE) {
     return (unsigned)emulator::run_warp_operation(emulator::WarpOperation::BALLOT, mask, yes != 0, 0, location);
 }
@@ -89,22 +94,26 @@ template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned by, int w
     return emulator::shuffle(mask, value, lane + by < end ? lane + by : lane, location);
 }
 template <class T> T __shfl_xor_sync(unsigned mask, T value, int by, int width = 32, EMULATOR_HERE) {
-    unsigned lane = emulator::lane(), other = lane ^ (unsigned)by, end = (lane & ~(unsigned)(width - 1)) + (unsigned)width;
+    unsigned lane = emulator::lane(), other = lane ^ (unsigned)by,
+             end = (lane & ~(unsigned)(width - 1)) + (unsigned)width;
     return emulator::shuffle(mask, value, other < end ? other : lane, location);
 }
 
 template <class T> unsigned __match_any_sync(unsigned mask, T value, EMULATOR_HERE) {
-    return (unsigned)emulator::run_warp_operation(emulator::WarpOperation::MATCH_ANY, mask, emulator::bits_of(value), 0, location);
+    return (unsigned)emulator::run_warp_operation(emulator::WarpOperation::MATCH_ANY, mask, emulator::bits_of(value), 0,
+                                                  location);
 }
 template <class T> unsigned __match_all_sync(unsigned mask, T value, int* all, EMULATOR_HERE) {
-    unsigned same = (unsigned)emulator::run_warp_operation(emulator::WarpOperation::MATCH_ALL, mask, emulator::bits_of(value), 0, location);
+    unsigned same = (unsigned)emulator::run_warp_operation(emulator::WarpOperation::MATCH_ALL, mask,
+                                                           emulator::bits_of(value), 0, location);
     *all = same != 0;
     return same;
 }
 
-#define EMULATOR_REDUCE(name, type, wide, what)                                                                          \
-    inline type name(unsigned mask, type value, EMULATOR_HERE) {                                                         \
-        return (type)emulator::run_warp_operation(emulator::WarpOperation::what, mask, (uint64_t)(wide)value, 0, location);                \
+#define EMULATOR_REDUCE(name, type, wide, what)                                                                        \
+    inline type name(unsigned mask, type value, EMULATOR_HERE) {                                                       \
+        return (type)emulator::run_warp_operation(emulator::WarpOperation::what, mask, (uint64_t)(wide)value, 0,       \
+                                                  location);                                                           \
     }
 EMULATOR_REDUCE(__reduce_add_sync, unsigned, unsigned, ADD)
 EMULATOR_REDUCE(__reduce_min_sync, unsigned, unsigned, MIN)
@@ -120,7 +129,9 @@ EMULATOR_REDUCE(__reduce_xor_sync, unsigned, unsigned, XOR)
 // ---- Operations of a block ----
 
 inline void __syncthreads(EMULATOR_HERE) { emulator::barrier(0, 0, true, 0, location); }
-inline int __syncthreads_count(int yes, EMULATOR_HERE) { return (int)emulator::barrier(0, 0, true, yes != 0, location); }
+inline int __syncthreads_count(int yes, EMULATOR_HERE) {
+    return (int)emulator::barrier(0, 0, true, yes != 0, location);
+}
 inline int __syncthreads_or(int yes, EMULATOR_HERE) { return __syncthreads_count(yes, location) != 0; }
 inline int __syncthreads_and(int yes, EMULATOR_HERE) { return __syncthreads_count(!yes, location) == 0; }
 
@@ -143,18 +154,36 @@ template <class T, class F> T update(T* at, F f) {
 }
 } // namespace emulator
 
-template <class T> T atomicAdd(T* at, emulator::Same<T> x) { return emulator::update(at, [x](T old) { return (T)(old + x); }); }
-template <class T> T atomicSub(T* at, emulator::Same<T> x) { return emulator::update(at, [x](T old) { return (T)(old - x); }); }
-template <class T> T atomicAnd(T* at, emulator::Same<T> x) { return emulator::update(at, [x](T old) { return old & x; }); }
-template <class T> T atomicOr(T* at, emulator::Same<T> x) { return emulator::update(at, [x](T old) { return old | x; }); }
-template <class T> T atomicXor(T* at, emulator::Same<T> x) { return emulator::update(at, [x](T old) { return old ^ x; }); }
-template <class T> T atomicMin(T* at, emulator::Same<T> x) { return emulator::update(at, [x](T old) { return x < old ? x : old; }); }
-template <class T> T atomicMax(T* at, emulator::Same<T> x) { return emulator::update(at, [x](T old) { return x > old ? x : old; }); }
-template <class T> T atomicExch(T* at, emulator::Same<T> x) { return emulator::update(at, [x](T) { return x; }); }
+template <class T> T atomicAdd(T* at, emulator::Same<T> x) {
+    return emulator::update(at, [x](T old) { return (T)(old + x); });
+}
+template <class T> T atomicSub(T* at, emulator::Same<T> x) {
+    return emulator::update(at, [x](T old) { return (T)(old - x); });
+}
+template <class T> T atomicAnd(T* at, emulator::Same<T> x) {
+    return emulator::update(at, [x](T old) { return old & x; });
+}
+template <class T> T atomicOr(T* at, emulator::Same<T> x) {
+    return emulator::update(at, [x](T old) { return old | x; });
+}
+template <class T> T atomicXor(T* at, emulator::Same<T> x) {
+    return emulator::update(at, [x](T old) { return old ^ x; });
+}
+template <class T> T atomicMin(T* at, emulator::Same<T> x) {
+    return emulator::update(at, [x](T old) { return x < old ? x : old; });
+}
+template <class T> T atomicMax(T* at, emulator::Same<T> x) {
+    return emulator::update(at, [x](T old) { return x > old ? x : old; });
+}
+template <class T> T atomicExch(T* at, emulator::Same<T> x) {
+    return emulator::update(at, [x](T) { return x; });
+}
 template <class T> T atomicCAS(T* at, emulator::Same<T> from, emulator::Same<T> to) {
     return emulator::update(at, [=](T old) { return old == from ? to : old; });
 }
-inline unsigned atomicInc(unsigned* at, unsigned most) { return emulator::update(at, [most](unsigned old) { return old >= most ? 0 : old + 1; }); }
+inline unsigned atomicInc(unsigned* at, unsigned most) {
+    return emulator::update(at, [most](unsigned old) { return old >= most ? 0 : old + 1; });
+}
 
 // ---- Loads and stores with cache hints. The sanitizer of undefined behaviour checks alignment ----
 
@@ -173,10 +202,13 @@ template <class T> void __stwt(T* to, emulator::Same<T> value) { *to = value; }
 
 namespace emulator {
 template <class T> const T& shared_at(int64_t at, SourceLocation location) {
-    if (at % (int64_t)sizeof(T)) fail(location, "address %#llx of shared memory for an access of %zu bytes", (long long)at, sizeof(T));
+    if (at % (int64_t)sizeof(T))
+        fail(location, "address %#llx of shared memory for an access of %zu bytes", (long long)at, sizeof(T));
     return *(const T*)(dynamic_memory + at);
 }
-template <class T> void set_shared(unsigned at, T value, SourceLocation location) { const_cast<T&>(shared_at<T>((int)at, location)) = value; }
+template <class T> void set_shared(unsigned at, T value, SourceLocation location) {
+    const_cast<T&>(shared_at<T>((int)at, location)) = value;
+}
 } // namespace emulator
 
 // ---- Integers ----
@@ -193,18 +225,26 @@ inline unsigned __brev(unsigned x) {
     x = (x >> 4 & 0x0F0F0F0F) | (x & 0x0F0F0F0F) << 4;
     return __builtin_bswap32(x);
 }
-inline unsigned long long __brevll(unsigned long long x) { return (unsigned long long)__brev((unsigned)x) << 32 | __brev((unsigned)(x >> 32)); }
+inline unsigned long long __brevll(unsigned long long x) {
+    return (unsigned long long)__brev((unsigned)x) << 32 | __brev((unsigned)(x >> 32));
+}
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
     return (unsigned)((((unsigned long long)high << 32 | low) << (by & 31)) >> 32);
 }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
     return (unsigned)(((unsigned long long)high << 32 | low) >> (by & 31));
 }
-inline unsigned __funnelshift_lc(unsigned low, unsigned high, unsigned by) { return by >= 32 ? low : __funnelshift_l(low, high, by); }
-inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned by) { return by >= 32 ? high : __funnelshift_r(low, high, by); }
+inline unsigned __funnelshift_lc(unsigned low, unsigned high, unsigned by) {
+    return by >= 32 ? low : __funnelshift_l(low, high, by);
+}
+inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned by) {
+    return by >= 32 ? high : __funnelshift_r(low, high, by);
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
 inline int __mulhi(int a, int b) { return (int)((long long)a * b >> 32); }
-inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned long long)((unsigned __int128)a * b >> 64); }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned long long)((unsigned __int128)a * b >> 64);
+}
 inline unsigned __umul24(unsigned a, unsigned b) { return (a & 0xFFFFFF) * (b & 0xFFFFFF); }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     unsigned long long bytes = (unsigned long long)high << 32 | low;
@@ -220,21 +260,26 @@ inline int __dp4a(int a, int b, int sum) {
     for (int i = 0; i < 4; i++) sum += (int)(signed char)(a >> 8 * i) * (signed char)(b >> 8 * i);
     return sum;
 }
-inline unsigned __dp2a_lo(unsigned a, unsigned b, unsigned sum) { return sum + (a & 65535) * (b & 255) + (a >> 16) * (b >> 8 & 255); }
-inline unsigned __dp2a_hi(unsigned a, unsigned b, unsigned sum) { return sum + (a & 65535) * (b >> 16 & 255) + (a >> 16) * (b >> 24); }
+inline unsigned __dp2a_lo(unsigned a, unsigned b, unsigned sum) {
+    return sum + (a & 65535) * (b & 255) + (a >> 16) * (b >> 8 & 255);
+}
+inline unsigned __dp2a_hi(unsigned a, unsigned b, unsigned sum) {
+    return sum + (a & 65535) * (b >> 16 & 255) + (a >> 16) * (b >> 24);
+}
 
 // Vectors of 4 bytes or 2 halves in a word.
-#define EMULATOR_PARTS(name, bits, expression)                                                       \
-    inline unsigned name(unsigned as, unsigned bs) {                                                 \
-        const unsigned ones = bits == 8 ? 0xFF : 0xFFFF;                                             \
-        unsigned result = 0;                                                                         \
-        for (int i = 0; i < 32; i += bits) {                                                         \
-            unsigned a = as >> i & ones, b = bs >> i & ones;                                         \
-            result |= (unsigned)((expression) & ones) << i;                                          \
-        }                                                                                            \
-        return result;                                                                               \
+#define EMULATOR_PARTS(name, bits, expression)                                                                         \
+    inline unsigned name(unsigned as, unsigned bs) {                                                                   \
+        const unsigned ones = bits == 8 ? 0xFF : 0xFFFF;                                                               \
+        unsigned result = 0;                                                                                           \
+        for (int i = 0; i < 32; i += bits) {                                                                           \
+            unsigned a = as >> i & ones, b = bs >> i & ones;                                                           \
+            result |= (unsigned)((expression) & ones) << i;                                                            \
+        }                                                                                                              \
+        return result;                                                                                                 \
     }
-#define EMULATOR_PARTS_OF_BOTH(name, expression) EMULATOR_PARTS(name##4, 8, expression) EMULATOR_PARTS(name##2, 16, expression)
+#define EMULATOR_PARTS_OF_BOTH(name, expression)                                                                       \
+    EMULATOR_PARTS(name##4, 8, expression) EMULATOR_PARTS(name##2, 16, expression)
 EMULATOR_PARTS_OF_BOTH(__vadd, a + b)
 EMULATOR_PARTS_OF_BOTH(__vsub, a - b)
 EMULATOR_PARTS_OF_BOTH(__vcmpeq, a == b ? ones : 0)

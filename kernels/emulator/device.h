@@ -7,12 +7,24 @@ inline void* dynamic_shared_memory() { return emulator::dynamic_memory; }
 inline u32 shared_address(const void* pointer) { return (u32)((const u8*)pointer - emulator::dynamic_memory); }
 inline void* shared_pointer(u32 at) { return emulator::dynamic_memory + (i32)at; }
 
-template <u32 OFFSET = 0> u32 shared_u8(u32 at, EMULATOR_HERE) { return emulator::shared_at<u8>((i64)(i32)at + OFFSET, location); }
-template <u32 OFFSET = 0> u32 shared_u16(u32 at, EMULATOR_HERE) { return emulator::shared_at<u16>((i64)(i32)at + OFFSET, location); }
-template <u32 OFFSET = 0> u32 shared_u32(u32 at, EMULATOR_HERE) { return emulator::shared_at<u32>((i64)(i32)at + OFFSET, location); }
-template <u32 OFFSET = 0> u64 shared_u64(u32 at, EMULATOR_HERE) { return emulator::shared_at<u64>((i64)(i32)at + OFFSET, location); }
-template <u32 OFFSET = 0> uint2 shared_u32x2(u32 at, EMULATOR_HERE) { return emulator::shared_at<uint2>((i64)(i32)at + OFFSET, location); }
-template <u32 OFFSET = 0> uint4 shared_u32x4(u32 at, EMULATOR_HERE) { return emulator::shared_at<uint4>((i64)(i32)at + OFFSET, location); }
+template <u32 OFFSET = 0> u32 shared_u8(u32 at, EMULATOR_HERE) {
+    return emulator::shared_at<u8>((i64)(i32)at + OFFSET, location);
+}
+template <u32 OFFSET = 0> u32 shared_u16(u32 at, EMULATOR_HERE) {
+    return emulator::shared_at<u16>((i64)(i32)at + OFFSET, location);
+}
+template <u32 OFFSET = 0> u32 shared_u32(u32 at, EMULATOR_HERE) {
+    return emulator::shared_at<u32>((i64)(i32)at + OFFSET, location);
+}
+template <u32 OFFSET = 0> u64 shared_u64(u32 at, EMULATOR_HERE) {
+    return emulator::shared_at<u64>((i64)(i32)at + OFFSET, location);
+}
+template <u32 OFFSET = 0> uint2 shared_u32x2(u32 at, EMULATOR_HERE) {
+    return emulator::shared_at<uint2>((i64)(i32)at + OFFSET, location);
+}
+template <u32 OFFSET = 0> uint4 shared_u32x4(u32 at, EMULATOR_HERE) {
+    return emulator::shared_at<uint4>((i64)(i32)at + OFFSET, location);
+}
 inline void set_shared_u8(u32 at, u32 value, EMULATOR_HERE) { emulator::set_shared(at, (u8)value, location); }
 inline void set_shared_u16(u32 at, u32 value, EMULATOR_HERE) { emulator::set_shared(at, (u16)value, location); }
 inline void set_shared_u32(u32 at, u32 value, EMULATOR_HERE) { emulator::set_shared(at, value, location); }
@@ -20,7 +32,9 @@ inline void set_shared_u64(u32 at, u64 value, EMULATOR_HERE) { emulator::set_sha
 inline void set_shared_u32x2(u32 at, uint2 value, EMULATOR_HERE) { emulator::set_shared(at, value, location); }
 inline void set_shared_u32x4(u32 at, uint4 value, EMULATOR_HERE) { emulator::set_shared(at, value, location); }
 
-inline u32 first_adds_to_shared(u32 thread, u32 at, u32 value) { return thread == 0 ? atomicAdd((u32*)shared_pointer(at), value) : 0; }
+inline u32 first_adds_to_shared(u32 thread, u32 at, u32 value) {
+    return thread == 0 ? atomicAdd((u32*)shared_pointer(at), value) : 0;
+}
 
 // ---- Asynchronous copies from global to shared memory. The bytes appear when a thread waits for the copy ----
 

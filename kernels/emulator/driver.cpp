@@ -32,8 +32,17 @@ extern "C" void tpde_layout(u32*);
 namespace {
 
 enum Result : u32 {
-    SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500,
-    NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_ISOLATION = 905, REFUSED = 999,
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    INVALID_DEVICE = 101,
+    INVALID_CONTEXT = 201,
+    INVALID_HANDLE = 400,
+    NOT_FOUND = 500,
+    NOT_READY = 600,
+    CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_ISOLATION = 905,
+    REFUSED = 999,
 };
 
 // ---- Queued operations ----
@@ -55,7 +64,7 @@ struct Operation {
     std::function<void()> run;
     MarkPointer waits_for; // the operation is ready once this mark is passed
     MarkPointer reaches;
-    bool spins; // runs until a call waits for it
+    bool spins;                  // runs until a call waits for it
     std::function<void()> begin; // runs when the operation is queued, at each launch of its graph
 };
 
@@ -192,7 +201,9 @@ bool run_any(bool all) {
 }
 
 void remove_destroyed_streams() {
-    streams.erase(std::remove_if(streams.begin(), streams.end(), [](auto& stream) { return stream->destroyed && stream->queue.empty(); }), streams.end());
+    streams.erase(std::remove_if(streams.begin(), streams.end(),
+                                 [](auto& stream) { return stream->destroyed && stream->queue.empty(); }),
+                  streams.end());
 }
 
 // Makes progress after an operation was queued.
@@ -298,7 +309,8 @@ u64 allocate(size_t bytes) {
 
 // Makes pages inaccessible until the process ends. Their addresses are not reused, so later accesses fault.
 void forbid(void* pages, size_t bytes) {
-    if (mmap(pages, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) abort();
+    if (mmap(pages, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED)
+        abort();
 }
 
 void release(u64 address) {
@@ -312,7 +324,8 @@ bool is_device_memory(u64 address, size_t bytes) {
     auto after = allocations.upper_bound(address);
     if (after == allocations.begin()) return false;
     auto allocation = std::prev(after);
-    return !allocation->second.is_freed && address - allocation->first <= allocation->second.bytes && bytes <= allocation->second.bytes - (address - allocation->first);
+    return !allocation->second.is_freed && address - allocation->first <= allocation->second.bytes &&
+           bytes <= allocation->second.bytes - (address - allocation->first);
 }
 
 bool is_pinned(const void* start, size_t bytes) {
@@ -324,7 +337,8 @@ bool is_pinned(const void* start, size_t bytes) {
 
 void report_fault(int, siginfo_t* info, void*) {
     char text[200];
-    int size = snprintf(text, sizeof text, "the stand-in of the driver: %s accessed %p, which is not allocated\n", running_operation, info->si_addr);
+    int size = snprintf(text, sizeof text, "the stand-in of the driver: %s accessed %p, which is not allocated\n",
+                        running_operation, info->si_addr);
     if (write(STDERR_FILENO, text, (size_t)size)) {}
     _exit(139);
 }
@@ -380,8 +394,10 @@ Context primary[DEVICES];
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 // Calls that may be refused begin with one of two macros: MAY_BE_REFUSED if the call queues, creates or waits, else
 // MAY_FAIL. Calls that release something end with DONE: they release it even if they are refused.
-#define MAY_BE_REFUSED if (is_refused(__func__, true)) return OUT_OF_MEMORY
-#define MAY_FAIL if (is_refused(__func__, false)) return REFUSED
+#define MAY_BE_REFUSED                                                                                                 \
+    if (is_refused(__func__, true)) return OUT_OF_MEMORY
+#define MAY_FAIL                                                                                                       \
+    if (is_refused(__func__, false)) return REFUSED
 #define DONE return is_refused(__func__, false) ? REFUSED : SUCCESS
 
 // ---- For tests ----
@@ -646,7 +662,8 @@ EXPORTED u32 cuStreamEndCapture(Stream* handle, Capture** graph) {
     return SUCCESS;
 }
 // One reference per object is enough: it moves to the graph. The graph shares it with its instances.
-EXPORTED u32 cuUserObjectCreate(std::shared_ptr<void>** object, void* value, void (*destroy)(void*), u32 references, u32) {
+EXPORTED u32 cuUserObjectCreate(std::shared_ptr<void>** object, void* value, void (*destroy)(void*), u32 references,
+                                u32) {
     LOCKED;
     MAY_BE_REFUSED;
     if (references != 1) return INVALID_VALUE;
@@ -664,7 +681,9 @@ EXPORTED u32 cuGraphRetainUserObject(Capture* graph, std::shared_ptr<void>* obje
     graph->objects.push_back(*object);
     return delete object, SUCCESS;
 }
-EXPORTED u32 cuGraphInstantiateWithFlags(Capture** ready, Capture* graph, unsigned long long) { return *ready = new Capture(*graph), SUCCESS; }
+EXPORTED u32 cuGraphInstantiateWithFlags(Capture** ready, Capture* graph, unsigned long long) {
+    return *ready = new Capture(*graph), SUCCESS;
+}
 EXPORTED u32 cuGraphDestroy(Capture* graph) { return delete graph, SUCCESS; }
 EXPORTED u32 cuGraphExecDestroy(Capture* ready) { return delete ready, SUCCESS; }
 EXPORTED u32 cuGraphLaunch(Capture* ready, Stream* handle) {
@@ -713,7 +732,9 @@ EXPORTED u32 cuMemAllocFromPoolAsync(u64* address, size_t bytes, void*, Stream* 
     // Inaccessible until the allocation has run on its stream.
     Allocation memory = allocations[*address];
     mprotect(memory.pages, memory.page_bytes - PAGE, PROT_NONE);
-    return queue(handle, {"an allocation", [memory] { mprotect(memory.pages, memory.page_bytes - PAGE, PROT_READ | PROT_WRITE); }, nullptr, nullptr, false});
+    return queue(handle, {"an allocation",
+                          [memory] { mprotect(memory.pages, memory.page_bytes - PAGE, PROT_READ | PROT_WRITE); },
+                          nullptr, nullptr, false});
 }
 EXPORTED u32 cuMemFreeAsync(u64 address, Stream* handle) {
     LOCKED;
@@ -751,11 +772,13 @@ EXPORTED u32 cuMemcpyHtoDAsync_v2(u64 to, const void* from, size_t bytes, Stream
             if (hash(from, bytes) != *content) fail("pinned memory was modified before its copy to the device had run");
             memcpy((void*)to, from, bytes);
         };
-        return queue(handle, {"a copy to the device", run, nullptr, nullptr, false, [=] { *content = hash(from, bytes); }});
+        return queue(handle,
+                     {"a copy to the device", run, nullptr, nullptr, false, [=] { *content = hash(from, bytes); }});
     }
     // Pageable memory is copied by the driver before the call returns.
     auto copy = std::make_shared<std::vector<u8>>((const u8*)from, (const u8*)from + bytes);
-    return queue(handle, {"a copy to the device", [=] { memcpy((void*)to, copy->data(), bytes); }, nullptr, nullptr, false});
+    return queue(handle,
+                 {"a copy to the device", [=] { memcpy((void*)to, copy->data(), bytes); }, nullptr, nullptr, false});
 }
 EXPORTED u32 cuMemcpyDtoHAsync_v2(void* to, u64 from, size_t bytes, Stream* handle) {
     LOCKED;
@@ -764,12 +787,15 @@ EXPORTED u32 cuMemcpyDtoHAsync_v2(void* to, u64 from, size_t bytes, Stream* hand
     if (is_pinned(to, bytes)) {
         // Until the copy has run, the memory must not be read or written.
         auto run = [=] {
-            if (std::any_of((u8*)to, (u8*)to + bytes, [](u8 byte) { return byte != PENDING_BYTE; })) fail("pinned memory was written before a copy to it had run");
+            if (std::any_of((u8*)to, (u8*)to + bytes, [](u8 byte) { return byte != PENDING_BYTE; }))
+                fail("pinned memory was written before a copy to it had run");
             memcpy(to, (const void*)from, bytes);
         };
-        return queue(handle, {"a copy to the host", run, nullptr, nullptr, false, [=] { memset(to, PENDING_BYTE, bytes); }});
+        return queue(handle,
+                     {"a copy to the host", run, nullptr, nullptr, false, [=] { memset(to, PENDING_BYTE, bytes); }});
     }
-    Result result = queue(handle, {"a copy to the host", [=] { memcpy(to, (const void*)from, bytes); }, nullptr, nullptr, false});
+    Result result =
+        queue(handle, {"a copy to the host", [=] { memcpy(to, (const void*)from, bytes); }, nullptr, nullptr, false});
     // A copy to pageable memory returns after it has completed.
     if (result == SUCCESS) wait_for_all(*stream_of(handle));
     return result;
@@ -777,8 +803,10 @@ EXPORTED u32 cuMemcpyDtoHAsync_v2(void* to, u64 from, size_t bytes, Stream* hand
 EXPORTED u32 cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, Stream* handle) {
     LOCKED;
     MAY_BE_REFUSED;
-    if (!is_device_memory(to, bytes) || !is_device_memory(from, bytes) || (to < from + bytes && from < to + bytes)) return INVALID_VALUE;
-    return queue(handle, {"a copy within the device", [=] { memcpy((void*)to, (const void*)from, bytes); }, nullptr, nullptr, false});
+    if (!is_device_memory(to, bytes) || !is_device_memory(from, bytes) || (to < from + bytes && from < to + bytes))
+        return INVALID_VALUE;
+    return queue(handle, {"a copy within the device", [=] { memcpy((void*)to, (const void*)from, bytes); }, nullptr,
+                          nullptr, false});
 }
 EXPORTED u32 cuMemsetD8Async(u64 to, u8 byte, size_t count, Stream* handle) {
     LOCKED;
@@ -810,8 +838,10 @@ EXPORTED u32 cuModuleUnload(Module* module) {
 EXPORTED u32 cuModuleGetFunction(Function** function, Module* module, const char* name) {
     LOCKED;
     MAY_FAIL;
-    auto kernel = std::find_if(std::begin(KERNELS), std::end(KERNELS), [&](const KernelEntry& kernel) { return !strcmp(kernel.name, name); });
-    if (kernel == std::end(KERNELS) || module->text.find(std::string(".entry ") + name + "(") == std::string::npos) return NOT_FOUND;
+    auto kernel = std::find_if(std::begin(KERNELS), std::end(KERNELS),
+                               [&](const KernelEntry& kernel) { return !strcmp(kernel.name, name); });
+    if (kernel == std::end(KERNELS) || module->text.find(std::string(".entry ") + name + "(") == std::string::npos)
+        return NOT_FOUND;
     module->functions.emplace_back(new Function{name, kernel->entry, kernel->parameter_bytes, 48 << 10});
     return *function = module->functions.back().get(), SUCCESS;
 }
@@ -826,15 +856,19 @@ EXPORTED u32 cuFuncGetAttribute(int* value, int, Function*) {
     MAY_FAIL;
     return *value = 64, SUCCESS;
 }
-EXPORTED u32 cuLaunchKernel(
-    Function* function, u32 x, u32 y, u32 z, u32 threads, u32 threads_y, u32 threads_z, u32 shared, Stream* handle, void** parameters, void**) {
+EXPORTED u32 cuLaunchKernel(Function* function, u32 x, u32 y, u32 z, u32 threads, u32 threads_y, u32 threads_z,
+                            u32 shared, Stream* handle, void** parameters, void**) {
     LOCKED;
     MAY_BE_REFUSED;
-    if (x == 0 || y != 1 || z != 1 || threads == 0 || threads > 1024 || threads_y != 1 || threads_z != 1 || shared > function->shared) return INVALID_VALUE;
+    if (x == 0 || y != 1 || z != 1 || threads == 0 || threads > 1024 || threads_y != 1 || threads_z != 1 ||
+        shared > function->shared)
+        return INVALID_VALUE;
     if (!function->entry) return queue(handle, {"a kernel that spins", nullptr, nullptr, nullptr, true});
-    auto copy = std::make_shared<std::vector<u8>>((const u8*)parameters[0], (const u8*)parameters[0] + function->parameter_bytes);
+    auto copy = std::make_shared<std::vector<u8>>((const u8*)parameters[0],
+                                                  (const u8*)parameters[0] + function->parameter_bytes);
     auto* entry = function->entry;
-    auto* kernel = std::find_if(std::begin(KERNELS), std::end(KERNELS), [&](const KernelEntry& kernel) { return kernel.entry == entry; });
+    auto* kernel = std::find_if(std::begin(KERNELS), std::end(KERNELS),
+                                [&](const KernelEntry& kernel) { return kernel.entry == entry; });
     auto run = [=] { emulator::launch({x, threads, shared, draw()}, entry, copy->data()); };
     return queue(handle, {kernel->name, run, nullptr, nullptr, false});
 }
@@ -853,9 +887,10 @@ EXPORTED int nvcompBatchedZstdDecompressGetTempSize(size_t count, size_t, Option
     if (is_refused(__func__, false)) return 11;
     return *bytes = 64 * count, 0;
 }
-EXPORTED int nvcompBatchedZstdDecompressAsync(
-    const void* const* frames, const size_t* frame_bytes, const size_t* content_capacities, size_t* content_bytes, size_t count, void* temporary, size_t temporary_bytes,
-    void* const* contents, Options, int* outcomes, Stream* stream) {
+EXPORTED int nvcompBatchedZstdDecompressAsync(const void* const* frames, const size_t* frame_bytes,
+                                              const size_t* content_capacities, size_t* content_bytes, size_t count,
+                                              void* temporary, size_t temporary_bytes, void* const* contents, Options,
+                                              int* outcomes, Stream* stream) {
     LOCKED;
     if (is_refused(__func__, true)) return 11;
     if (temporary_bytes < 64 * count || !expander) return 10;

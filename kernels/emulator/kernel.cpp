@@ -2,7 +2,7 @@
 #include "cuda.h"
 
 #define TEXT(x) #x
-#define FILE_OF(folder, name) TEXT(folder/name.cu)
+#define FILE_OF(folder, name) TEXT(folder / name.cu)
 namespace KERNEL {
 #include FILE_OF(FOLDER, KERNEL)
 }

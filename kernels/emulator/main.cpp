@@ -20,9 +20,13 @@ extern "C" void tpde_raw(Launch);
 extern "C" void tpde_conditioned(Launch);
 extern "C" void tpde_without_base(Launch);
 extern "C" void tpde_digests(Digests);
-extern "C" const char* __asan_default_options() { return "detect_leaks=0:detect_stack_use_after_return=0:print_legend=0"; }
+extern "C" const char* __asan_default_options() {
+    return "detect_leaks=0:detect_stack_use_after_return=0:print_legend=0";
+}
 extern "C" const char* __ubsan_default_options() { return "print_stacktrace=1"; }
-extern "C" const char* __tsan_default_options() { return "report_thread_leaks=0:exitcode=66:halt_on_error=1:report_signal_unsafe=0:history_size=4"; }
+extern "C" const char* __tsan_default_options() {
+    return "report_thread_leaks=0:exitcode=66:halt_on_error=1:report_signal_unsafe=0:history_size=4";
+}
 extern "C" void __sanitizer_set_death_callback(void (*)()) __attribute__((weak));
 extern "C" void* __asan_get_report_address() __attribute__((weak));
 extern "C" void __asan_poison_memory_region(const volatile void*, size_t) __attribute__((weak));
@@ -112,26 +116,39 @@ std::vector<Case> read_cases(const char* path) {
 // ---- Messages ----
 
 const char* status_name(u32 status) {
-    const char* names[] = {"ok", "payload.crc32", "payload.padding", "payload.size", "payload.header", "payload.classes", "chunk.base_sum",
-        "payload.stream", "payload.positions", "payload.deltas", "chunk.target_sum"};
-    return status < sizeof names / sizeof *names ? names[status] : status == TPDE_STATUS_NOT_RUN ? "not run" : "no status";
+    const char* names[] = {"ok",
+                           "payload.crc32",
+                           "payload.padding",
+                           "payload.size",
+                           "payload.header",
+                           "payload.classes",
+                           "chunk.base_sum",
+                           "payload.stream",
+                           "payload.positions",
+                           "payload.deltas",
+                           "chunk.target_sum"};
+    return status < sizeof names / sizeof *names ? names[status]
+           : status == TPDE_STATUS_NOT_RUN       ? "not run"
+                                                 : "no status";
 }
 
 std::string status_names(u32 mask) {
     std::string names;
     for (u32 status = 0; status < 32; status++) {
-        if (mask >> status & 1) names += (names.empty() ? "" : " or ") + std::to_string(status) + " " + status_name(status);
+        if (mask >> status & 1)
+            names += (names.empty() ? "" : " or ") + std::to_string(status) + " " + status_name(status);
     }
     return names;
 }
 
 enum Mode { OUT_OF_PLACE, LISTED, TWICE, CHECKED, MODES };
 const char* const MODE_NAMES[] = {"out", "listed", "twice", "checked"};
-const char* const MODE_TEXTS[] = {"out of place", "in place, scratch memory", "in place, no scratch memory", "in place, all checked"};
+const char* const MODE_TEXTS[] = {"out of place", "in place, scratch memory", "in place, no scratch memory",
+                                  "in place, all checked"};
 
 // Progress of a run, in memory that all processes share.
 struct Progress {
-    u32 next;     // index of the next case
+    u32 next; // index of the next case
     u32 failures;
     u64 runs, chunks, refused;
     char current[300];
@@ -165,7 +182,8 @@ public:
     // All existing buffers, for messages.
     static std::vector<const Buffer*> buffers;
 
-    Buffer(std::string name, const Bytes& bytes, size_t size, size_t shift) : shift(shift), size_(size), name(std::move(name)) {
+    Buffer(std::string name, const Bytes& bytes, size_t size, size_t shift)
+        : shift(shift), size_(size), name(std::move(name)) {
         if (posix_memalign((void**)&all, 64, shift + size + GUARD)) abort();
         data = all + shift;
         memset(all, 0xC5, shift);
@@ -210,7 +228,8 @@ void last_words() {
     emulator::describe_thread();
     if (const void* address = __asan_get_report_address ? __asan_get_report_address() : nullptr) {
         i64 in_shared = (i64)((u64)address - (u64)emulator::dynamic_memory);
-        if (in_shared >= 0 && in_shared < 228 << 10) fprintf(stderr, "    the address is byte %lld of the dynamic shared memory\n", in_shared);
+        if (in_shared >= 0 && in_shared < 228 << 10)
+            fprintf(stderr, "    the address is byte %lld of the dynamic shared memory\n", in_shared);
         for (const Buffer* buffer : Buffer::buffers) {
             if (buffer->describe(address)) break;
         }
@@ -244,8 +263,8 @@ void compare_lanes(const char* what, const u8* actual, const Bytes& expected, u3
         if (!count++) first = i;
     }
     if (!count) return;
-    wrong("%s: %zu of %zu lanes differ; lane %zu is %0*llx, expected %0*llx", what, count, expected.size() / width, first / width,
-        (int)(2 * width), lane(actual + first), (int)(2 * width), lane(&expected[first]));
+    wrong("%s: %zu of %zu lanes differ; lane %zu is %0*llx, expected %0*llx", what, count, expected.size() / width,
+          first / width, (int)(2 * width), lane(actual + first), (int)(2 * width), lane(&expected[first]));
 }
 
 // Returns the size of the shared memory for the largest table set of the case, as the host computes it.
@@ -270,8 +289,10 @@ void run(u32 codec, const Launch& launch, u32 table_bytes, u64 seed) {
         emulator::launch({blocks, TPDE_RAW_THREADS, TPDE_RAW_SHARED, seed}, raw, &launch);
         return;
     }
-    emulator::launch({blocks, TPDE_CONDITIONED_THREADS, TPDE_CONDITIONED_SHARED + table_bytes, seed}, conditioned, &launch);
-    emulator::launch({blocks, TPDE_WITHOUT_BASE_THREADS, TPDE_WITHOUT_BASE_SHARED + table_bytes, seed}, without_base, &launch);
+    emulator::launch({blocks, TPDE_CONDITIONED_THREADS, TPDE_CONDITIONED_SHARED + table_bytes, seed}, conditioned,
+                     &launch);
+    emulator::launch({blocks, TPDE_WITHOUT_BASE_THREADS, TPDE_WITHOUT_BASE_SHARED + table_bytes, seed}, without_base,
+                     &launch);
 }
 
 template <class T> Bytes bytes_of(const std::vector<T>& values) {
@@ -315,7 +336,8 @@ void run_digests(const Case& one, const Buffer& records, u64 seed) {
     DigestPlan plan(one, seed);
     Bytes digests;
     for (const ChunkCase& chunk : one.chunks) {
-        if (chunk.digest.size() != (chunk.record.compressed_size ? 16u : 0u)) wrong("a digest of %zu bytes", chunk.digest.size());
+        if (chunk.digest.size() != (chunk.record.compressed_size ? 16u : 0u))
+            wrong("a digest of %zu bytes", chunk.digest.size());
         digests.insert(digests.end(), chunk.digest.begin(), chunk.digest.end());
         digests.resize(digests.size() + 16 - chunk.digest.size());
     }
@@ -349,15 +371,19 @@ void run_digests(const Case& one, const Buffer& records, u64 seed) {
         launch(half, all - half);
         for (u32 i = 0; i < count; i++) {
             bool exists = one.chunks[i].record.compressed_size > 0, is_bad = compares && i == bad;
-            u32 status = ((const u32*)statuses.data)[i], right = !exists ? TPDE_STATUS_NOT_RUN : is_bad ? (u32)TPDE_STATUS_PAYLOAD_DIGEST : (u32)TPDE_STATUS_OK;
+            u32 status = ((const u32*)statuses.data)[i], right = !exists  ? TPDE_STATUS_NOT_RUN
+                                                                 : is_bad ? (u32)TPDE_STATUS_PAYLOAD_DIGEST
+                                                                          : (u32)TPDE_STATUS_OK;
             if (status != right) wrong("status %u of the digest of payload %u, expected %u", status, i, right);
         }
         bool fails = compares && bad < count && one.chunks[bad].record.compressed_size > 0;
-        if (*(const u32*)flag.data != (fails && parameter.flag ? 1 : 0)) wrong("the flag is %u after digests", *(const u32*)flag.data);
+        if (*(const u32*)flag.data != (fails && parameter.flag ? 1 : 0))
+            wrong("the flag is %u after digests", *(const u32*)flag.data);
         if (!statuses.has_canaries() || !flag.has_canaries()) wrong("written outside of status words or flag");
     }
     if (memcmp(found.data, digests.data(), digests.size()) != 0) wrong("the list of digests differs");
-    if (!pieces.is_untouched() || !warps.is_untouched() || !expected.is_untouched() || !records.is_untouched()) wrong("an argument was written");
+    if (!pieces.is_untouched() || !warps.is_untouched() || !expected.is_untouched() || !records.is_untouched())
+        wrong("an argument was written");
     if (!nodes.has_canaries() || !found.has_canaries()) wrong("written outside of nodes or list");
 }
 
@@ -376,9 +402,13 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
         u32 width = chunk.width();
         size_t size = (size_t)chunk.lanes() * width;
         std::string suffix = " of chunk " + std::to_string(i);
-        payloads.emplace_back(new Buffer("the payload" + suffix, chunk.payload, chunk.payload.size(), 16 * ((i + shift) % 8)));
+        payloads.emplace_back(
+            new Buffer("the payload" + suffix, chunk.payload, chunk.payload.size(), 16 * ((i + shift) % 8)));
         // Base and output are offset by whole lanes, by equal or different numbers of lanes.
-        u32 output_shift = shift ? (i * 5 + shift) % 17 : 0, base_shift = shift % 2 ? (output_shift + 16 / width * (i % 3)) % 24 : shift ? i % 17 : 0;
+        u32 output_shift = shift ? (i * 5 + shift) % 17 : 0,
+            base_shift = shift % 2 ? (output_shift + 16 / width * (i % 3)) % 24
+                         : shift   ? i % 17
+                                   : 0;
         if (in_place) {
             outputs.emplace_back(new Buffer("the lanes" + suffix, chunk.base, size, output_shift * width));
         } else {
@@ -397,9 +427,12 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
         order[i] = (i + seed) % count;
     }
     // Uploaded arrays, of exact size. They must not be written.
-    Buffer uploads[] = {{"the records", bytes_of(records), 32 * count, 0}, {"the sums", bytes_of(sums), 16 * count, 0},
-        {"the numbers of tensors", bytes_of(chunk_tensors), 4 * count, 0}, {"the tensors", bytes_of(tensors), 48 * count, 0},
-        {"the table sets", bytes_of(one.tables), 4 * one.tables.size(), 0}, {"the order", bytes_of(order), 4 * count, 0}};
+    Buffer uploads[] = {{"the records", bytes_of(records), 32 * count, 0},
+                        {"the sums", bytes_of(sums), 16 * count, 0},
+                        {"the numbers of tensors", bytes_of(chunk_tensors), 4 * count, 0},
+                        {"the tensors", bytes_of(tensors), 48 * count, 0},
+                        {"the table sets", bytes_of(one.tables), 4 * one.tables.size(), 0},
+                        {"the order", bytes_of(order), 4 * count, 0}};
     Buffer status_words("the status words", bytes_of(statuses), 4 * count, 0), flag("the flag", Bytes(4), 4, 0);
     // Scratch memory for the changes of all chunks between two launches: no memory, enough for nearly all lists, or enough
     // for few.
@@ -414,7 +447,12 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
     if (count) all_lists -= 256;
     const bool exact = (seed >> 6 ^ shift >> 4) & 1;
     const u32 slots = is_checked ? (seed % 4 ? (u32)count + 1 : 0) : 1 + seed % 3;
-    const u32 slot_bytes = is_checked ? (exact ? all_lists : seed % 3 ? 1 << 20 : 2048) : exact ? most : seed % 5 ? 32768 : 512;
+    const u32 slot_bytes = is_checked ? (exact      ? all_lists
+                                         : seed % 3 ? 1 << 20
+                                                    : 2048)
+                           : exact    ? most
+                           : seed % 5 ? 32768
+                                      : 512;
     Bytes zeros(TPDE_SCRATCH_HEAD(slots));
     Buffer scratch("the scratch memory", zeros, zeros.size() + (is_checked ? 1 : slots) * slot_bytes, 0);
 
@@ -440,7 +478,8 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
         launch.mode = launch_mode;
         // At random also runs the kernels of a codec without chunks. They must do nothing.
         for (u32 codec : {(u32)TPDE_CODEC_RAW, (u32)TPDE_CODEC_CONDITIONED}) {
-            bool any = std::any_of(one.chunks.begin(), one.chunks.end(), [&](const ChunkCase& chunk) { return chunk.tensor.codec == codec; });
+            bool any = std::any_of(one.chunks.begin(), one.chunks.end(),
+                                   [&](const ChunkCase& chunk) { return chunk.tensor.codec == codec; });
             if (!any && seed % 16 != 0) continue;
             // One launch, or two.
             for (u32 first = 0, next; first < count; first = next) {
@@ -452,15 +491,21 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
         }
     };
     auto status_of = [&](u32 i) { return ((const u32*)status_words.data)[i]; };
-    auto is_valid = [&] { return std::all_of(one.chunks.begin(), one.chunks.end(), [](const ChunkCase& c) { return c.statuses & 1; }); };
+    auto is_valid = [&] {
+        return std::all_of(one.chunks.begin(), one.chunks.end(), [](const ChunkCase& c) { return c.statuses & 1; });
+    };
     auto at = [&](u32 i) {
         const ChunkCase& chunk = one.chunks[i];
-        snprintf(progress->current, sizeof progress->current, "%s, %s (--mode %s --shift %u --seed %llu), chunk %u (codec %u, dtype %u, %u lanes of %u bytes, %u of them in the base)",
-            one.name.c_str(), MODE_TEXTS[mode], MODE_NAMES[mode], shift, (unsigned long long)seed, i, chunk.tensor.codec, chunk.tensor.dtype, chunk.lanes(), chunk.width(),
-            (u32)(chunk.base.size() / chunk.width()));
+        snprintf(progress->current, sizeof progress->current,
+                 "%s, %s (--mode %s --shift %u --seed %llu), chunk %u (codec %u, dtype %u, %u lanes of %u bytes, %u of "
+                 "them in the base)",
+                 one.name.c_str(), MODE_TEXTS[mode], MODE_NAMES[mode], shift, (unsigned long long)seed, i,
+                 chunk.tensor.codec, chunk.tensor.dtype, chunk.lanes(), chunk.width(),
+                 (u32)(chunk.base.size() / chunk.width()));
     };
     auto all = [&] {
-        snprintf(progress->current, sizeof progress->current, "%s, %s (--mode %s --shift %u --seed %llu)", one.name.c_str(), MODE_TEXTS[mode], MODE_NAMES[mode], shift, (unsigned long long)seed);
+        snprintf(progress->current, sizeof progress->current, "%s, %s (--mode %s --shift %u --seed %llu)",
+                 one.name.c_str(), MODE_TEXTS[mode], MODE_NAMES[mode], shift, (unsigned long long)seed);
     };
     all();
     if (mode == OUT_OF_PLACE) launch_all(TPDE_MODE_OUT_OF_PLACE);
@@ -472,7 +517,8 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
             if (!outputs[i]->is_untouched()) wrong("a dry launch has written to the tensor");
         }
         all();
-        if (*(const u32*)flag.data != (is_valid() ? 0 : 1)) wrong("the flag is %u after a dry launch", *(const u32*)flag.data);
+        if (*(const u32*)flag.data != (is_valid() ? 0 : 1))
+            wrong("the flag is %u after a dry launch", *(const u32*)flag.data);
         launch_all(TPDE_MODE_COMMIT);
     } else if (!flag.is_untouched()) {
         wrong("the flag was written");
@@ -481,20 +527,23 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
     for (const Buffer& upload : uploads) {
         if (!upload.is_untouched()) wrong("%s were written", upload.name.c_str());
     }
-    if (!is_checked && !std::all_of(scratch.data, scratch.data + zeros.size(), [](u8 byte) { return byte == 0; })) wrong("slots of the scratch memory were not returned");
+    if (!is_checked && !std::all_of(scratch.data, scratch.data + zeros.size(), [](u8 byte) { return byte == 0; }))
+        wrong("slots of the scratch memory were not returned");
     if (!scratch.has_canaries()) wrong("written outside of the scratch memory");
     for (u32 i = 0; i < count; i++) {
         const ChunkCase& chunk = one.chunks[i];
         at(i);
         u32 status = status_of(i);
         bool expected = status < 32 && chunk.statuses >> status & 1;
-        if (!expected) wrong("status %u %s, expected %s", status, status_name(status), status_names(chunk.statuses).c_str());
+        if (!expected)
+            wrong("status %u %s, expected %s", status, status_name(status), status_names(chunk.statuses).c_str());
         bool stored = mode == CHECKED ? *(const u32*)flag.data == 0 : status == 0;
         if (stored && !chunk.target.empty()) compare_lanes("target", outputs[i]->data, chunk.target, chunk.width());
         if (!stored && in_place && !outputs[i]->is_untouched()) wrong("written although refused");
         if (!in_place && !bases[i]->is_untouched()) wrong("the base was written");
         if (!payloads[i]->is_untouched()) wrong("the payload was written");
-        if (!outputs[i]->has_canaries() || (!in_place && !bases[i]->has_canaries())) wrong("written outside of the chunk");
+        if (!outputs[i]->has_canaries() || (!in_place && !bases[i]->has_canaries()))
+            wrong("written outside of the chunk");
         progress->refused += status != 0;
     }
     progress->runs++;
@@ -502,8 +551,9 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
 }
 
 bool is_chosen(const Case& one, const Options& options) {
-    return options.names.empty() ||
-           std::any_of(options.names.begin(), options.names.end(), [&](const char* name) { return one.name.find(name) != std::string::npos; });
+    return options.names.empty() || std::any_of(options.names.begin(), options.names.end(), [&](const char* name) {
+               return one.name.find(name) != std::string::npos;
+           });
 }
 
 // Runs the remaining cases. Stops early after too many failures.
@@ -517,7 +567,8 @@ void run_cases(const std::vector<Case>& cases, const Options& options) {
                 if (!(options.modes >> mode & 1)) continue;
                 current_failed = false;
                 alarm(60);
-                run_case(one, (Mode)mode, shift, options.here ? options.seed : options.seed + number * 64 + mode * 16 + shift);
+                run_case(one, (Mode)mode, shift,
+                         options.here ? options.seed : options.seed + number * 64 + mode * 16 + shift);
                 progress->failures += current_failed;
             }
         }
@@ -542,7 +593,8 @@ void forward_messages(FILE* from) {
         while (at > line && *at != '(') at--;
         // A return address is behind the call.
         char command[8192];
-        snprintf(command, sizeof command, "addr2line -sie '%s' 0x%llx 2>/dev/null", self, strstr(line, "#0 ") ? address : address - 1);
+        snprintf(command, sizeof command, "addr2line -sie '%s' 0x%llx 2>/dev/null", self,
+                 strstr(line, "#0 ") ? address : address - 1);
         // Inlined functions give several lines, innermost first.
         std::string places;
         char place[1024];
@@ -559,8 +611,10 @@ void forward_messages(FILE* from) {
 }
 
 const char USAGE[] =
-    "emulator [--mode out|listed|twice|checked]... [--shift N]... [--seed N] [--list] [--here] [--most N] FILE... [-- NAME...]\n"
-    "Runs the cases of the files, or those with a NAME in their names, in every mode, and compares statuses and lanes.\n"
+    "emulator [--mode out|listed|twice|checked]... [--shift N]... [--seed N] [--list] [--here] [--most N] FILE... [-- "
+    "NAME...]\n"
+    "Runs the cases of the files, or those with a NAME in their names, in every mode, and compares statuses and "
+    "lanes.\n"
     "  --shift   offset of tensors from an alignment of 64 bytes, in lanes (approximate); may be repeated\n"
     "  --seed    of the schedule of warps and threads, and of the initial content of shared memory\n"
     "  --here    exactly this seed and no child process, for a debugger\n"
@@ -655,7 +709,8 @@ int main(int count, char** words) {
         printf("no case matches the given names\n");
         return 2;
     }
-    printf("%llu runs of %llu chunks, %llu of them refused; %u wrong%s\n", (unsigned long long)progress->runs, (unsigned long long)progress->chunks,
-        (unsigned long long)progress->refused, progress->failures, progress->failures >= options.most ? ", the rest not run" : "");
+    printf("%llu runs of %llu chunks, %llu of them refused; %u wrong%s\n", (unsigned long long)progress->runs,
+           (unsigned long long)progress->chunks, (unsigned long long)progress->refused, progress->failures,
+           progress->failures >= options.most ? ", the rest not run" : "");
     return progress->failures != 0;
 }

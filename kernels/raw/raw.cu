@@ -12,10 +12,12 @@ struct RawShared {
 
 // All threads: applies the changes. If positions ascend strictly, no two threads change the same lane. If not, threads may
 // race for a lane, but the chunk gets an error. In place, nothing is stored before all positions are checked.
-template <int W> __device__ __forceinline__ void apply_changes(const Chunk& chunk, u64 magnitude, bool stored, u64& sum, u32& errors) {
+template <int W>
+__device__ __forceinline__ void apply_changes(const Chunk& chunk, u64 magnitude, bool stored, u64& sum, u32& errors) {
     typedef typename WideOf<W>::type T;
     const u32* positions = (const u32*)chunk.payload;
-    const typename LaneOf<W>::type* deltas = (const typename LaneOf<W>::type*)(chunk.payload + (4 * chunk.num_deltas + W - 1) / W * W);
+    const typename LaneOf<W>::type* deltas =
+        (const typename LaneOf<W>::type*)(chunk.payload + (4 * chunk.num_deltas + W - 1) / W * W);
     for (u32 i = threadIdx.x; i < chunk.num_deltas; i += THREADS) {
         u32 at = positions[i];
         T delta = deltas[i];
@@ -40,7 +42,8 @@ template <int W> __device__ __forceinline__ u32 check_size(const Chunk& chunk) {
 
 template <int W> __device__ __noinline__ u32 run(const Launch& launch, u64 magnitude, RawShared& shared) {
     const Chunk& chunk = shared.chunk;
-    bool stores_all = launch.mode == TPDE_MODE_OUT_OF_PLACE || chunk.base_lanes < chunk.lanes, checked_first = launch.mode == TPDE_MODE_IN_PLACE;
+    bool stores_all = launch.mode == TPDE_MODE_OUT_OF_PLACE || chunk.base_lanes < chunk.lanes,
+         checked_first = launch.mode == TPDE_MODE_IN_PLACE;
     bool stored = launch.mode == TPDE_MODE_OUT_OF_PLACE || launch.mode == TPDE_MODE_COMMIT;
     if (chunk.num_deltas != 0) {
         u32 errors = check_payload<THREADS>(launch, chunk, shared.crc);

@@ -104,7 +104,8 @@ struct Escapes {
 
 // All threads: finds the `count` escapes that begin at `at`, and moves `at` past them. Returns false if the content is
 // too short.
-template <int W> __device__ bool parse_escapes(const Content& content, u64& at, u32 count, Escapes& escapes, u32* warps) {
+template <int W>
+__device__ bool parse_escapes(const Content& content, u64& at, u32 count, Escapes& escapes, u32* warps) {
     if (at + count > content.size) return false;
     escapes = {content.bytes + at, content.bytes + at + count, count, 0, 0, 0};
     u32 wide = 0;
@@ -116,7 +117,9 @@ template <int W> __device__ bool parse_escapes(const Content& content, u64& at, 
 }
 
 // All threads: converts the nibbles of the next tile to values. A nibble of 15 consumes an escape.
-template <int W> __device__ void unescape(const u32 (&nibbles)[ITEMS], Wide<W> (&values)[ITEMS], Escapes& escapes, u32& errors, u32* warps) {
+template <int W>
+__device__ void unescape(const u32 (&nibbles)[ITEMS], Wide<W> (&values)[ITEMS], Escapes& escapes, u32& errors,
+                         u32* warps) {
     u32 full = 0, wide = 0, all, all_wide;
     for (u32 i = 0; i < ITEMS; i++) full += nibbles[i] == FULL_NIBBLE;
     u32 escape = escapes.done + sum_before(full, all, warps);
@@ -141,7 +144,8 @@ template <int W> __device__ void unescape(const u32 (&nibbles)[ITEMS], Wide<W> (
 }
 
 // All threads: writes the changed lanes of a tile. `count` is the number of changed lanes in previous tiles.
-template <int W> __device__ void put_changed(const Content& content, u32 first, const Wide<W> (&values)[ITEMS], u32& count, u32* warps) {
+template <int W>
+__device__ void put_changed(const Content& content, u32 first, const Wide<W> (&values)[ITEMS], u32& count, u32* warps) {
     u32 changed = 0, all;
     for (u32 i = 0; i < ITEMS; i++) changed += values[i] != 0;
     u32 index = count + sum_before(changed, all, warps);
@@ -243,7 +247,9 @@ template <int W> __device__ u32 expand_nibble_gaps(const Content& content, u32* 
     if (count != long_gaps || !ends(bytes, size)) return error(TPDE_STATUS_PAYLOAD_SIZE);
     __syncthreads();
 
-    u32 gaps_done = 0, short_done = 0, long_done = 0; // previous tiles: number of long gaps, sum of the nibbles, sum of the long gaps beyond their nibbles
+    u32 gaps_done = 0, short_done = 0,
+        long_done =
+            0; // previous tiles: number of long gaps, sum of the nibbles, sum of the long gaps beyond their nibbles
 #pragma unroll 1
     for (u32 tile = 0; tile < n; tile += TILE) {
         u32 first = tile + threadIdx.x * ITEMS, own_gaps = 0, own_short = 0, all_gaps, all_short;
@@ -255,7 +261,8 @@ template <int W> __device__ u32 expand_nibble_gaps(const Content& content, u32* 
             own_gaps += token % 16 == FULL_NIBBLE;
             own_short += token % 16;
         }
-        u32 gaps = gaps_done + sum_before(own_gaps, all_gaps, warps), sum = short_done + sum_before(own_short, all_short, warps);
+        u32 gaps = gaps_done + sum_before(own_gaps, all_gaps, warps),
+            sum = short_done + sum_before(own_short, all_short, warps);
         for (u32 i = 0; i < ITEMS; i++) {
             u32 gap = first + i < n ? tokens[first + i] % 16 : 0;
             gaps += gap == FULL_NIBBLE;
@@ -286,10 +293,12 @@ template <int W> __device__ u32 expand_nibble_planes(const Content& content, u32
     u64 at = 1 + (u64)size;
     if (at > content.size) return error(TPDE_STATUS_PAYLOAD_SIZE);
 #pragma unroll 1
-    for (u32 i = threadIdx.x; i < size; i += THREADS) full += (tokens[i] % 16 == FULL_NIBBLE) + (tokens[i] >> 4 == FULL_NIBBLE);
+    for (u32 i = threadIdx.x; i < size; i += THREADS)
+        full += (tokens[i] % 16 == FULL_NIBBLE) + (tokens[i] >> 4 == FULL_NIBBLE);
     full = sum_of_block(full, warps);
     Escapes escapes;
-    if (!parse_escapes<W>(content, at, full, escapes, warps) || at != content.size) return error(TPDE_STATUS_PAYLOAD_SIZE);
+    if (!parse_escapes<W>(content, at, full, escapes, warps) || at != content.size)
+        return error(TPDE_STATUS_PAYLOAD_SIZE);
 #pragma unroll 1
     for (u32 tile = 0; tile < 2 * size; tile += TILE) {
         u32 first = tile + threadIdx.x * ITEMS;
@@ -356,7 +365,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) tpde_frames_expand(const _
     content.payload = (u8*)(frames.payloads + record.blob_offset);
     u32 errors = 0;
     if (*status == 0) {
-        bool complete = ((const u32*)frames.outcomes)[job] == 0 && ((const u64*)frames.content_bytes)[job] == content.size;
+        bool complete =
+            ((const u32*)frames.outcomes)[job] == 0 && ((const u64*)frames.content_bytes)[job] == content.size;
         if (!complete) {
             errors = error(TPDE_STATUS_PAYLOAD_FRAME);
         } else {

@@ -20,8 +20,8 @@ struct Frames {
     u64 outcomes;      // const u32*: status words of nvCOMP, 0 for success
     u64 substitute;    // address of a valid frame that replaces damaged ones
     u32 substitute_bytes;
-    u32 count;         // number of chunks, one block each
-    u64 digests;       // as `Launch::digests`
+    u32 count;   // number of chunks, one block each
+    u64 digests; // as `Launch::digests`
 };
 TPDE_OFFSET(Frames, stored, 0);
 TPDE_OFFSET(Frames, expanded, 8);
