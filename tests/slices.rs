@@ -192,6 +192,25 @@ fn a_slice_that_cuts_a_chunk_is_refused_and_the_error_names_the_entry() {
 }
 
 #[test]
+fn a_slice_that_the_pair_does_not_cover_is_refused_before_anything_is_written() {
+    let base = tensor("w", "BF16", &[100, 100], 1);
+    let target = tuned(&base, 3);
+    // Rows 60 to 99 are in no part.
+    let pair = pair(&base, &target, vec![Rectangle::new([0, 0], [30, 100]), Rectangle::new([30, 0], [30, 100])]);
+    let part = Rectangle::new([0, 0], [61, 100]);
+    let before = held(&base, &part, 0).0;
+    for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
+        let mut bytes = before.clone();
+        let error = Apply::new(&pair).in_place_slices([SliceMut::new("w", part.clone(), &mut bytes)], mode).unwrap_err();
+        assert!(matches!(&error, Error::InvalidArgument(text) if text.contains("12000 of 12200 bytes")), "{error}");
+        assert!(bytes == before, "{mode:?}");
+    }
+    let mut out = vec![GAP; before.len()];
+    Apply::new(&pair).base(&memory(&base)).to_slices([SliceMut::new("w", part, &mut out)]).unwrap_err();
+    assert!(out.iter().all(|&byte| byte == GAP));
+}
+
+#[test]
 fn slices_that_make_no_sense_are_refused() {
     let base = tensor("w", "BF16", &[10, 10], 1);
     let target = tuned(&base, 3);

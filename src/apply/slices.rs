@@ -82,7 +82,8 @@ impl Touched<'_> {
     }
 }
 
-/// The layouts of slices, and the entries and chunks that they touch, in the order of the pair.
+/// The layouts of slices, and the entries and chunks that they touch, in the order of the pair. The pair has all elements of each
+/// slice.
 fn touched<'a, B: Source>(pair: &'a Pair<B>, slices: &[SliceMut<'_>]) -> Result<(Vec<SliceLayout>, Vec<Touched<'a>>)> {
     let index = pair.index();
     let mut layouts = Vec::with_capacity(slices.len());
@@ -92,11 +93,14 @@ fn touched<'a, B: Source>(pair: &'a Pair<B>, slices: &[SliceMut<'_>]) -> Result<
         let first = index.find(slice.name).ok_or_else(missing)?;
         let size = slice.bytes.len() as u64;
         let layout = SliceLayout::new(slice.name, first.dtype, first.whole_shape(), &slice.rectangle, slice.pitch, size)?;
+        let mut covered = 0;
         for entry in index.entries(slice.name) {
             let mut touched = Touched { slice: number, entry, runs: entry.runs(), chunks: Vec::new() };
             for chunk in entry.chunks() {
                 let (offset, size) = touched.bytes_of(chunk);
-                if touched.try_each(&layout, offset, size, |_, _| Ok(()))? > 0 {
+                let held = touched.try_each(&layout, offset, size, |_, _| Ok(()))?;
+                covered += held as u64;
+                if held > 0 {
                     touched.chunks.push(chunk);
                 }
             }
@@ -104,6 +108,7 @@ fn touched<'a, B: Source>(pair: &'a Pair<B>, slices: &[SliceMut<'_>]) -> Result<
                 all.push(touched);
             }
         }
+        check_covered(slice, &first, covered)?;
         layouts.push(layout);
     }
     Ok((layouts, all))
@@ -129,7 +134,6 @@ pub(super) fn rebuild<B: Source>(run: &Run<'_, B>, slices: &mut [SliceMut<'_>]) 
     }
     let compared = run.compared(touched.iter().flat_map(|touched| touched.chunks.iter().copied()));
     let workers = Pool::new(DecodeWorker::new);
-    let mut written = vec![0; slices.len()];
     in_batches(
         touched
             .iter()
@@ -147,16 +151,13 @@ pub(super) fn rebuild<B: Source>(run: &Run<'_, B>, slices: &mut [SliceMut<'_>]) 
         |(Job { touched, chunk }, _), decoded| {
             let (offset, size) = touched.bytes_of(chunk);
             let out = &mut *slices[touched.slice].bytes;
-            written[touched.slice] += touched.try_each(&layouts[touched.slice], offset, size, |at, range| {
+            touched.try_each(&layouts[touched.slice], offset, size, |at, range| {
                 out[at..at + range.len()].copy_from_slice(&decoded[range]);
                 Ok(())
             })?;
             Ok(())
         },
     )?;
-    for (slice, written) in slices.iter().zip(written) {
-        check_covered(run.pair, slice, written)?;
-    }
     Ok(ApplyReport {
         tensors: slices.len() as u64,
         bytes: slices.iter().map(|slice| slice.bytes.len() as u64).sum(),
@@ -165,15 +166,15 @@ pub(super) fn rebuild<B: Source>(run: &Run<'_, B>, slices: &mut [SliceMut<'_>]) 
     })
 }
 
-/// Checks that the pair has all elements of a slice.
-fn check_covered<B: Source>(pair: &Pair<B>, slice: &SliceMut<'_>, written: usize) -> Result<()> {
-    let Some(tensor) = pair.index().find(slice.name) else { return Ok(()) };
+/// Checks that the pair has all elements of a slice. Entries do not overlap, so their sizes can be added. `covered` is in bytes.
+fn check_covered(slice: &SliceMut<'_>, tensor: &Tensor<'_>, covered: u64) -> Result<()> {
+    // The layout has checked that the slice lies within the tensor, so the product does not overflow.
     let bits = slice.rectangle.extent.iter().product::<u64>() * tensor.dtype.bits();
-    if written as u64 * 8 == bits {
+    if covered * 8 == bits {
         return Ok(());
     }
     let name = Escaped(slice.name);
-    Err(Error::InvalidArgument(format!("the pair has {written} of {} bytes of the slice of tensor {name}", bits / 8)))
+    Err(Error::InvalidArgument(format!("the pair has {covered} of {} bytes of the slice of tensor {name}", bits / 8)))
 }
 
 /// Changes slices from base to target. The slices are the base.
