@@ -95,6 +95,11 @@ impl SliceLayout {
         if let Some(fault) = part_fault(dtype.bits(), shape, origin, extent).filter(|_| !is_whole) {
             return Err(refused(fault));
         }
+        if shape.contains(&0) {
+            // The other dimensions may be so large that their product overflows.
+            let empty = Self { outer: Vec::new(), row: 0, held: 0..0, pitch: 0 };
+            return if size == 0 { Ok(empty) } else { Err(refused(&format!("memory of {size} bytes, expected 0"))) };
+        }
         // Without gaps between rows, trailing dimensions that are held completely belong to the row.
         let cut = shape.iter().zip(extent).rposition(|(dim, extent)| dim != extent);
         let last = if pitch.is_some() { shape.len().checked_sub(1) } else { cut };

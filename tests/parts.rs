@@ -7,7 +7,7 @@ use common::{Tensor as Data, tensor, tuned, write_file};
 use proptest::prelude::*;
 use tpde::{
     Apply, Checkpoint, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Error, Explain, FormatVersion, InPlace, MemoryCheckpoint,
-    Pair, PayloadDigests, Rectangle, SafetensorsCheckpoint, Split, Tensor, TensorInfo, TensorMut, Verify,
+    Pair, PayloadDigests, Rectangle, SafetensorsCheckpoint, SliceMut, Split, Tensor, TensorInfo, TensorMut, Verify,
 };
 
 /// Cuts a rectangle again and again, as the numbers say. The results nest.
@@ -174,7 +174,7 @@ fn files_are_rebuilt_from_parts() {
 }
 
 #[test]
-fn a_pair_of_some_parts_has_no_files_and_leaves_the_rest_alone() {
+fn a_pair_of_some_parts_has_no_files_and_changes_only_slices() {
     let place = tempfile::tempdir().unwrap();
     let path = |name: &str| place.path().join(name);
     let base = [tensor("w", "BF16", &[40, 30], 1)];
@@ -193,7 +193,13 @@ fn a_pair_of_some_parts_has_no_files_and_leaves_the_rest_alone() {
     assert!(matches!(&refused, Err(Error::NotWritable { reason }) if reason.contains("only some parts")), "{refused:?}");
     for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
         let mut bytes = base[0].bytes.clone();
-        Apply::new(&pair).in_place([TensorMut { name: "w", bytes: &mut bytes }], mode).unwrap();
+        let refused = Apply::new(&pair).in_place([TensorMut { name: "w", bytes: &mut bytes }], mode);
+        assert!(matches!(&refused, Err(Error::InvalidArgument(text)) if text.contains("only some parts")), "{refused:?}");
+        assert!(bytes == base[0].bytes);
+        // The part as a slice of the whole tensor's memory.
+        let first = 2 * (30 * 10 + 5);
+        let slice = SliceMut::new("w", part.clone(), &mut bytes[first..first + 19 * 60 + 14]).pitch(60);
+        Apply::new(&pair).in_place_slices([slice], mode).unwrap();
         let mut expected = base[0].bytes.clone();
         for row in 10..30 {
             let range = 2 * (30 * row + 5)..2 * (30 * row + 12);

@@ -8,6 +8,7 @@ use common::{Tensor as Data, tensor, tuned};
 use proptest::prelude::*;
 use tpde::{
     Apply, Encode, EncodeOptions, Error, InPlace, MemoryCheckpoint, Pair, Rectangle, Slice, SliceCheckpoint, SliceMut, TensorInfo,
+    TensorMut,
 };
 
 const GAP: u8 = 0xE7;
@@ -208,6 +209,21 @@ fn a_slice_that_the_pair_does_not_cover_is_refused_before_anything_is_written() 
     let mut out = vec![GAP; before.len()];
     Apply::new(&pair).base(&memory(&base)).to_slices([SliceMut::new("w", part, &mut out)]).unwrap_err();
     assert!(out.iter().all(|&byte| byte == GAP));
+}
+
+#[test]
+fn a_slice_of_an_empty_tensor_may_have_huge_dimensions() {
+    let shape = [1 << 40, 1 << 40, 0];
+    let info = TensorInfo { name: "w".into(), dtype: "BF16".parse().unwrap(), shape: shape.to_vec() };
+    let base = MemoryCheckpoint::new([(info.clone(), &[][..])]).unwrap();
+    let pair = Encode::new(&base).base(&base).to_memory().unwrap().0;
+    let whole = Rectangle::whole(&shape);
+    Apply::new(&pair).in_place_slices([SliceMut::new("w", whole.clone(), &mut [])], InPlace::AllChecked).unwrap();
+    Apply::new(&pair).in_place([TensorMut { name: "w", bytes: &mut [] }], InPlace::AllChecked).unwrap();
+    let slices = SliceCheckpoint::new([Slice::new(info, whole.clone(), &[])]).unwrap();
+    Apply::new(&pair).base(&slices).to_slices([SliceMut::new("w", whole.clone(), &mut [])]).unwrap();
+    let refused = Apply::new(&pair).base(&slices).to_slices([SliceMut::new("w", whole, &mut [0])]);
+    assert!(matches!(refused, Err(Error::InvalidArgument(_))), "{refused:?}");
 }
 
 #[test]

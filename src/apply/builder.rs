@@ -234,8 +234,8 @@ impl<'a, B: Source> Apply<'a, B> {
     ///   unchanged.
     /// - [`Error::Poisoned`]: some tensors have changed. Possible with [`InPlace::ChunkByChunk`], and with
     ///   [`InPlace::AllChecked`] only if the blob changes or fails between the two passes.
-    /// - [`Error::InvalidArgument`] for a tensor that is not selected, occurs twice, has another length, or changes its number of
-    ///   rows; also if a base or a device is set.
+    /// - [`Error::InvalidArgument`] for a tensor that is not selected, occurs twice, has another length, changes its number of
+    ///   rows, or of which the pair has only some parts; also if a base or a device is set.
     pub fn in_place<'t>(&self, tensors: impl IntoIterator<Item = TensorMut<'t>>, mode: InPlace) -> Result<ApplyReport> {
         if self.base.is_some() {
             return Err(Error::InvalidArgument("an application in place takes no base: the tensors are the base".into()));
@@ -264,9 +264,8 @@ impl<'a, B: Source> Apply<'a, B> {
     ///
     /// # Errors
     /// - Nothing is decoded: [`Error::InvalidArgument`] if the pair has no such tensor, or if a slice is not within its tensor or has
-    ///   another size; [`Error::NotHeld`] if the base lacks lanes of a chunk.
-    /// - Discard the slices: the errors of [`Apply::to_buffers`]; [`Error::InvalidArgument`] if the pair has only some elements of a
-    ///   slice.
+    ///   another size, or if the pair has only some elements of a slice; [`Error::NotHeld`] if the base lacks lanes of a chunk.
+    /// - Discard the slices: the errors of [`Apply::to_buffers`].
     pub fn to_slices<'t>(&self, slices: impl IntoIterator<Item = SliceMut<'t>>) -> Result<ApplyReport> {
         let mut slices: Vec<_> = slices.into_iter().collect();
         let entries = slices.iter().flat_map(|slice| self.pair.index().entries(slice.name));
@@ -275,7 +274,7 @@ impl<'a, B: Source> Apply<'a, B> {
     }
 
     /// Changes slices of tensors in memory from base to target, at most one per tensor. The slices themselves are the base, so no
-    /// other base may be set. Elements that the pair does not have stay as they are, and so do bytes between rows.
+    /// other base may be set. The pair must have all elements of each slice. Bytes between rows stay as they are.
     ///
     /// Each chunk with elements of a slice must be within it. A pair in which the slice is a part of its tensor fulfils that.
     /// [`InPlace::AllChecked`] compares the digests of tensors and parts that are held completely.

@@ -203,6 +203,11 @@ impl<B: Source> InPlaceRun<'_, B> {
                     "tensor {name} changes its number of rows, which cannot be done in place"
                 )));
             }
+            if !self.pair.index().is_tiled(memory.name) {
+                return Err(Error::InvalidArgument(format!(
+                    "the pair has only some parts of tensor {name}: apply it to slices of the tensor"
+                )));
+            }
             let whole = TensorInfo { name: String::new(), dtype: tensor.dtype, shape: tensor.whole_shape().to_vec() };
             let (expected, found) = (whole.bytes(), memory.bytes.len());
             if found as u64 != expected {

@@ -168,8 +168,9 @@ pub(super) fn rebuild<B: Source>(run: &Run<'_, B>, slices: &mut [SliceMut<'_>]) 
 
 /// Checks that the pair has all elements of a slice. Entries do not overlap, so their sizes can be added. `covered` is in bytes.
 fn check_covered(slice: &SliceMut<'_>, tensor: &Tensor<'_>, covered: u64) -> Result<()> {
-    // The layout has checked that the slice lies within the tensor, so the product does not overflow.
-    let bits = slice.rectangle.extent.iter().product::<u64>() * tensor.dtype.bits();
+    // The slice lies within the tensor, so the product does not overflow unless a dimension is 0.
+    let extent = &slice.rectangle.extent;
+    let bits = if extent.contains(&0) { 0 } else { extent.iter().product::<u64>() * tensor.dtype.bits() };
     if covered * 8 == bits {
         return Ok(());
     }

@@ -239,12 +239,13 @@ impl ValidatedIndex {
 
     /// Whether the entries of this name have all elements of the tensor.
     pub fn is_tiled(&self, name: &str) -> bool {
+        // No dimension of a part is 0, so the products do not overflow: the number of bits of the tensor fits in 63 bits.
         let elements = |shape: &[u64]| shape.iter().product::<u64>();
         let mut entries = self.entries(name).peekable();
-        match entries.peek().map(|tensor| (tensor.part.is_none(), elements(tensor.whole_shape()))) {
+        match entries.peek().map(|tensor| (tensor.part.is_some(), tensor.whole_shape())) {
             None => false,
-            Some((true, _)) => true,
-            Some((false, whole)) => entries.map(|part| elements(part.shape)).sum::<u64>() == whole,
+            Some((false, _)) => true,
+            Some((true, whole)) => entries.map(|part| elements(part.shape)).sum::<u64>() == elements(whole),
         }
     }
 
