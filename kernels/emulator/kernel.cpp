@@ -2,7 +2,9 @@
 #include "cuda.h"
 
 #define TEXT(x) #x
-#define FILE_OF(folder, name) TEXT(folder / name.cu)
+// clang-format off: the text of a path has no spaces
+#define FILE_OF(folder, name) TEXT(folder/name.cu)
+// clang-format on
 namespace KERNEL {
 #include FILE_OF(FOLDER, KERNEL)
 }

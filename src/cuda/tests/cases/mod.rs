@@ -143,6 +143,7 @@ fn kind(rule: Rule) -> u8 {
         Rule::PayloadStream | Rule::PayloadPositions | Rule::PayloadDeltas | Rule::ChunkTargetSum => 3,
         Rule::ChunkBaseSum => 4,
         Rule::PayloadFrame | Rule::PayloadLayout => 5,
+        Rule::PayloadDigest | Rule::HeaderPayloadRoot => 6,
         _ => panic!("no rule of a chunk: {rule:?}"),
     }
 }
