@@ -107,6 +107,13 @@ impl<'a> Encode<'a> {
     ///
     /// If an error occurs before the blob gets its name, an existing pair is unchanged. If the index cannot get its name, the old
     /// index remains with the new blob, and readers refuse this combination.
+    ///
+    /// [`Error::Io`]: crate::Error::Io
+    /// [`Error::Changed`]: crate::Error::Changed
+    /// [`Error::InvalidArgument`]: crate::Error::InvalidArgument
+    /// [`Error::Invalid`]: crate::Error::Invalid
+    /// [`Error::Limit`]: crate::Error::Limit
+    /// [`Error::NotWritable`]: crate::Error::NotWritable
     pub fn to_path(&self, path: impl AsRef<Path>) -> Result<EncodeReport> {
         let files = self.files()?;
         if SafetensorsCheckpoint::of(self.target).is_none() {
