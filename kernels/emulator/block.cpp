@@ -267,7 +267,7 @@ void finish(unsigned w, uint32_t lanes) {
     free_lanes(warps[w], lanes);
 }
 
-// Fails if lane `lane` waits for lane `other`, and `other` waits at a different operation.
+// `lane` waits for `other`. Fails if `other` waits for `lane` too, but at a different operation.
 void compare(unsigned w, unsigned lane, unsigned other) {
     const Wait &a = waits[w * WARP + lane], &b = waits[w * WARP + other];
     bool same = a.operation == b.operation && a.mask == b.mask && a.location.line == b.location.line &&

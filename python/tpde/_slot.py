@@ -5,8 +5,8 @@ bytecodes. The rest of the code relies on these invariants:
 
 1. A slot is *empty*, *filling*, *ready(weight, generation)* or *failed(error)*. Each transition is one method, and one assignment:
 
-       any ─ begin ─▶ filling ─ publish ─▶ ready ─ clear ─▶ empty
-                                           ready ─ fail ─▶ failed
+       any ─ begin ─▶ filling ─ publish ─▶ ready ─ fail ─▶ failed
+       any ─ clear ─▶ empty
 
 2. The content of the memory is valid only in state *ready*. ``begin`` is called before the first write to the memory,
    ``publish`` after the last call that can raise. An interruption between both leaves *filling*, which is treated like *empty*.

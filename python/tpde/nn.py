@@ -124,7 +124,7 @@ class Attached:
         an error of the last replay of a graph.
 
         Raises:
-            Invalid: With tensor and chunk. Outputs since then are not those of the target.
+            Invalid: A weight could not be rebuilt. Outputs computed with it before the error are not those of the target.
         """
         for device, prefetchers in self._prefetchers().items():
             torch.cuda.synchronize(device)
@@ -230,7 +230,8 @@ def attach(
                 dense.update(dict.fromkeys(names, tensor.detach().to(where)))
     stored_bytes = {weight.handle: opened.stored(weight) for weight in weights.values()}
     rebuilt = [name for name in dense if (entry := opened.entries.get(name)) and (entry.changes or not entry.is_same)]
-    # Nothing was changed up to here, and programs cannot find weights that may still be refused.
+    # The model is unchanged up to here. Weights are registered only when none can be refused any more, so no compiled program
+    # finds a weight of a failed call.
     for rebuilt_weight in weights.values():
         rebuilt_weight.register()
     parameters: dict[int, nn.Parameter] = {}
@@ -310,14 +311,14 @@ class _OpenedPair:
         self._on_device: dict[torch.device, DevicePair] = {}
         missing = [name for name in self.entries if name not in model.tensors]
         if missing:
-            raise InvalidArgument(f"the pair changes tensor {missing[0]!r}, which is not in the model")
+            raise InvalidArgument(f"tensor {missing[0]!r} of the pair is not in the model")
 
     def entry(self, names: list[str]) -> Entry | None:
         """The pair's entry for the tensor with these names."""
         entries = [self.entries[name] for name in names if name in self.entries]
         for other in entries[1:]:
             if not self.pair.is_same(entries[0].name, other.name):
-                raise InvalidArgument(f"tensors {entries[0].name!r} and {other.name!r} are one, but not in the pair")
+                raise InvalidArgument(f"{entries[0].name!r} and {other.name!r} are one tensor in the model, but differ in the pair")
         if not entries:
             return None
         entry, tensor = entries[0], self.model.tensors[names[0]]

@@ -198,7 +198,7 @@ proptest! {
         }
     }
 
-    /// A payload of codec `zstd` and its conversion to `raw` for a device decode to the same lanes.
+    /// A payload of codec `zstd` that is expanded for a device is, byte for byte, the payload of codec `raw`.
     #[cfg(feature = "cuda")]
     #[test]
     fn expanded_payloads_are_those_of_codec_raw((dtype, base, target) in lanes()) {

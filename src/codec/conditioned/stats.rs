@@ -35,7 +35,8 @@ fn sampled(blocks: usize, stride: usize) -> impl Iterator<Item = usize> {
     (0..blocks.div_ceil(stride)).map(block).filter(move |&block| block < blocks)
 }
 
-/// Rule that turns deltas into values: the low bits are stored uncoded, and the value is `center` minus the high bits.
+/// Rule that turns deltas into values. Without low bits, the value is the delta. Otherwise the low bits are stored uncoded, and
+/// the value is `center` minus the high bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Split {
     /// Number of low bits of each delta that are stored uncoded.
@@ -118,7 +119,7 @@ impl Stats {
             levels_of(&scores, false)
         };
         let mut stats = Self { first, lanes: vec![[(0, NO_ROW); CONTEXTS]; LEVELS], counts: Vec::new(), tokens, levels };
-        // If changes are sampled, unchanged lanes are counted in the same blocks. Otherwise the rate of change would be wrong.
+        // Lanes are counted only in blocks in which changes are counted too, so that the rate of change is that of the same blocks.
         let change_stride = stride(count, CHANGES);
         let lane_stride = stride(lanes, LANES).max(change_stride);
         // Adjacent lanes often have the same context. Four sets of counters avoid that an increment waits for the previous one.

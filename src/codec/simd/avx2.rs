@@ -72,7 +72,7 @@ fn look_up_classes(indexes: &[u8; HALF], map: &[u8; HALF]) -> (u64, [u8; HALF]) 
     (mask, classes)
 }
 
-/// See [`super::Platform::differ`]; whole masks only.
+/// See [`super::Platform::differ`]. The lanes fill all masks, 64 lanes each. The masks must be zero before the call.
 #[target_feature(enable = "avx2,bmi2")]
 pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]) {
     let load = |bytes: &[u8; 32]| {

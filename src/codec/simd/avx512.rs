@@ -62,7 +62,7 @@ fn load(bytes: &[u8; 64]) -> __m512i {
     unsafe { _mm512_loadu_epi8(bytes.as_ptr().cast()) }
 }
 
-/// See [`super::Platform::differ`]; whole masks only.
+/// See [`super::Platform::differ`]. The lanes fill all masks, 64 lanes each. The masks must be zero before the call.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]) {
     let vectors = base.as_chunks().0.iter().zip(target.as_chunks().0).map(|(base, target)| (load(base), load(target)));

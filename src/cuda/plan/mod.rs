@@ -72,7 +72,9 @@ impl<'a> ApplyPlan<'a> {
     /// - a tensor does not exist, or is bound twice to different memory,
     /// - a length or an alignment is wrong,
     /// - memory overlaps, or an output of an application out of place overlaps a base,
-    /// - payloads of codec `zstd` are in device memory.
+    /// - memory or payloads are on another device,
+    /// - the blob has another size, or a part of it lacks payloads of these tensors,
+    /// - payloads of codec `zstd` are in device memory, and the pair is not trusted.
     pub fn new(index: &DeviceIndex, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>) -> Result<Self> {
         let (mut chunks, mut bytes) = (0, 0);
         for binding in tensors {
@@ -127,8 +129,9 @@ impl<'a> ApplyPlan<'a> {
     }
 
     /// Returns the size of the device memory for [`Application::prepare_in`](super::Application::prepare_in), in bytes: 8 per
-    /// chunk for order and status, 48 per tensor, the payloads if they are copied, and in place the lists of changes, up to 48
-    /// MiB.
+    /// chunk for order and status, 48 per tensor, the payloads if they are copied, and in place the lists of changes, up to
+    /// `max_scratch_bytes`. Comparing payload digests adds 4 per chunk, 16 per chunk of the pair if the index has only the
+    /// root, and 16 to 70 per 32 KiB of a payload.
     pub fn bytes(&self) -> u64 {
         self.offsets(self.scratch(true), self.schedule.staged_bytes).bytes
     }
@@ -161,8 +164,9 @@ impl<'a> ApplyPlan<'a> {
 
     /// Returns the scratch memory of this application, without an address.
     /// - [`InPlace::AllChecked`]: memory for all changes, within the limit. Chunks whose list does not fit are decoded twice.
-    /// - [`InPlace::ChunkByChunk`]: only in the caller's memory; otherwise the device has scratch memory. One slot per concurrent
-    ///   block, sized for the largest list. If that exceeds the limit, slots are smaller: decoding some chunks twice costs less
+    /// - [`InPlace::ChunkByChunk`]: slots, if the application is prepared in memory of the caller; otherwise `None`, because it
+    ///   uses the scratch memory of the device. There is one slot per concurrent block, sized for the largest list. If that exceeds
+    ///   the limit, slots are smaller: decoding some chunks twice costs less
     ///   than blocks that wait for a slot.
     pub(super) fn scratch(&self, in_caller_memory: bool) -> Option<Scratch> {
         let (mut chunks, mut largest, mut total) = (0, 0, 0);

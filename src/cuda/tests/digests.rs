@@ -93,7 +93,8 @@ fn a_payload_with_another_digest_is_refused() {
     let device = super::device();
     let cases = cases();
     let base = base_of(&cases);
-    // The host expands payloads of codec `zstd`. Then it also forms the list, if the index has only the root.
+    // If the index has only the root, the host forms the payload list where it expands payloads of codec `zstd`; otherwise the
+    // device does. The set without `zstd` tests the device.
     let without_zstd: Vec<_> = cases.iter().filter(|(case, _)| case.codec != Codec::Zstd).cloned().collect();
     let base_without_zstd = base_of(&without_zstd);
     let all = (&cases, &base);
@@ -107,7 +108,7 @@ fn a_payload_with_another_digest_is_refused() {
                 for &route in routes(pair.index()) {
                     let told = format!("{form:?}, forged {forged:?}, {mode:?}, {route:?}");
                     let mut laid = Laid::new(device, pair.index(), base, mode != Mode::OutOfPlace, forged.unwrap_or(0));
-                    // Small slices, so that each payload has its own, and one slice.
+                    // From the host, slices so small that each payload has its own; otherwise one slice for all.
                     let slice = if route == Route::Host { 1 } else { 1 << 30 };
                     let plan = ApplyPlan::in_slices(&index, &laid.bindings, mode, payloads(device, &pair, route), slice).unwrap();
                     assert_eq!(plan.compared(), PayloadDigests::All, "{told}");
@@ -128,7 +129,7 @@ fn a_payload_with_another_digest_is_refused() {
                     let is_one_by_one = mode == Mode::InPlace(InPlace::ChunkByChunk);
                     let error = match error {
                         Error::Poisoned { written, total, source } if is_one_by_one && form.payload_digests => {
-                            // A source is read up to the forged payload, if the host expands it.
+                            // If the host expands the forged payload, it reads no further, so not all other chunks are written.
                             assert!(!written.contains(&(forged as u32)) && total as usize == cases.len(), "{told}: {written:?}");
                             for (n, found) in laid.outputs(device) {
                                 let (case, target) = &cases[n];
@@ -164,7 +165,7 @@ fn launches_after_a_forged_payload_start_anew() {
     let base = base_of(&cases);
     let good = pair_of(&cases, WITH_LIST, None);
     let index = DeviceIndex::upload(device, good.index()).unwrap();
-    // A CRC that the damaged payload has too takes a search, so the digests on the device are damaged instead.
+    // Damaging a payload without changing its CRC takes a search. So the digests on the device are damaged instead.
     let list = good.index().records().len() * 16;
     let on_device = index.payload_list_for_test(list as u64);
     let mut bytes = vec![0; list];

@@ -25,7 +25,7 @@ pub struct Shape {
 impl Shape {
     /// Returns a random shape of up to `most` lanes.
     pub fn any(random: &mut Random, most: usize) -> Self {
-        // Packed dtypes need multiples of two or three elements. Their lanes are like lanes of U8. Lanes of C64 are like lanes of
+        // Packed dtypes need multiples of two (F4) or four (F6) elements. Their lanes are like lanes of U8. Lanes of C64 are like lanes of
         // F32.
         let dtypes: Vec<_> =
             Dtype::ALL.iter().filter(|dtype| dtype.bits() != 6 && dtype.bits() != 4 && **dtype != Dtype::C64).collect();
@@ -103,8 +103,9 @@ pub fn case_of(shape: Shape) -> Case {
 }
 
 /// Returns a chunk of `tiles` complete tiles and a partial tile. Every block is either entirely coded or not coded, so steps are
-/// rows of lanes. One lane in `rarity` changes. If `rarity` is more than 2, values have no extra bits. With low bits the chunk
-/// has no base, all lanes are coded, and one lane in 8 · `rarity` has extra bits. So some tiles have no extra bits.
+/// rows of lanes. Without low bits, one lane in `rarity` changes, and values have no extra bits if `rarity` is more than 2. With
+/// low bits, the chunk has no base and all lanes are coded. Then, if `rarity` is more than 2, about one lane in 8 · `rarity` has
+/// extra bits, so some tiles have none.
 pub fn rows_of(
     random: &mut Random,
     dtype: Dtype,
