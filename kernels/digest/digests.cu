@@ -205,7 +205,9 @@ extern "C" __global__ void __launch_bounds__(TPDE_DIGESTS_THREADS)
     for (u32 rest = __ballot_sync(ALL_LANES, is_last); rest; rest &= rest - 1) {
         u32 from = __ffs((i32)rest) - 1, nodes = __shfl_sync(ALL_LANES, piece.nodes, from);
         u32 node_count = __shfl_sync(ALL_LANES, pieces, from), chunk = __shfl_sync(ALL_LANES, piece.chunk, from);
+        // Votes and shuffles do not order memory. The barrier does, after the fence of the thread that counted.
         __threadfence();
+        __syncwarp();
         combine_nodes((u32*)digests.nodes + 8 * (u64)(nodes + 1), node_count, cv);
         if (thread == 0) finish(digests, chunk, cv);
     }
