@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -68,7 +69,8 @@ def merge(
     """
     if is_path(pairs):
         raise InvalidArgument(f"pairs is the path {pairs!r}: expected several")
-    names, path = [(path_of(pair), None) for pair in pairs], path_of(path)
+    names: list[tuple[str | os.PathLike[str], bytes | None]] = [(path_of(pair), None) for pair in pairs]
+    path = path_of(path)
     with progress_callback(progress, "merge") as callback:
         text = _tpde.merge(
             names, path, wanted=None, files=files, payload_digests=payload_digests, replace=replace, progress=callback

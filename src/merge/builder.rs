@@ -20,23 +20,22 @@ use std::path::Path;
 /// ```
 /// # use tpde::{Dtype, Encode, Merge, MemoryCheckpoint, TensorInfo};
 /// # fn main() -> tpde::Result<()> {
-/// let pair = |name: &str, bytes: &[u8]| {
+/// let pair = |name: &str, bytes: &[u8]| -> tpde::Result<_> {
 ///     let info = TensorInfo { name: name.into(), dtype: Dtype::U8, shape: vec![bytes.len() as u64] };
 ///     Ok(Encode::new(&MemoryCheckpoint::new([(info, bytes)])?).to_memory()?.0)
 /// };
-/// let shards: [tpde::Pair<_>; 2] = [pair("a", &[1, 2])?, pair("b", &[3])?];
+/// let shards = [pair("a", &[1, 2])?, pair("b", &[3])?];
 /// let (whole, _) = Merge::new(&shards).to_memory()?;
 /// assert_eq!(whole.index().tensor_count(), 2);
 ///
 /// let (subset, _) = Merge::new([&whole]).tensors(|name| name == "b").to_memory()?;
 /// assert_eq!(subset.index().tensor(0).name, "b");
-/// # tpde::Result::Ok(())
+/// # Ok(())
 /// # }
 /// ```
 ///
 /// The result has format 1.2, for inputs of any version. It stores the digest of each payload if an input does, or if it has parts
-/// of tensors.
-/// Its bytes depend only on the inputs and the version of zstd, not on threads, time or machine.
+/// of tensors. Its bytes depend only on the inputs and the version of zstd, not on threads, time or machine.
 ///
 /// Every payload is checked before it is copied: its CRC-32, and its digest where the pair digest of its input covers payloads
 /// (format 1.2). If only some tensors of such an input are kept, and it does not store the digests, all of its payloads are read.
