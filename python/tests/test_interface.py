@@ -27,6 +27,8 @@ POSITIONAL = {
     tpde.apply: ["pair", "path"],
     tpde.verify: ["pair"],
     tpde.inspect: ["pair"],
+    tpde.merge: ["pairs", "path"],
+    tpde.subset: ["pair", "path"],
     tpde.safe_open: ["pair", "framework", "device"],
     tpde.torch.load_file: ["pair", "device"],
     tpde.torch.save_file: ["tensors", "path"],

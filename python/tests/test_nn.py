@@ -353,5 +353,5 @@ class TestRefused:
         target = target_of(base)
         target["twin.weight"] = target["twin.weight"] + 1
         tpde.torch.save_file(target, tmp_path / "p", base=base)
-        with pytest.raises(tpde.InvalidArgument, match="one, but not in the pair"):
+        with pytest.raises(tpde.InvalidArgument, match="one tensor in the model, but differ in the pair"):
             tpde.nn.attach(base, tmp_path / "p")
