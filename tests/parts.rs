@@ -189,6 +189,9 @@ fn a_pair_of_some_parts_has_no_files_and_changes_only_slices() {
     assert_eq!(pair.index().files().len(), 0);
     assert!(!pair.index().is_tiled("w"));
     let base_file = open("base");
+    let range = Apply::new(&pair).base(&base_file).range("w", 0..2);
+    assert!(matches!(&range, Err(Error::InvalidArgument(text)) if text.contains("parts of tensor w")), "{range:?}");
+    assert!(matches!(Apply::new(&pair).base(&base_file).changes("w"), Err(Error::InvalidArgument(_))));
     let refused = Apply::new(&pair).base(&base_file).to_path(path("out"));
     assert!(matches!(&refused, Err(Error::NotWritable { reason }) if reason.contains("only some parts")), "{refused:?}");
     for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {

@@ -206,10 +206,10 @@ impl<'a, B: Source> Apply<'a, B> {
     /// not compared, because such a digest covers the whole tensor.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the pair has no such tensor or the tensor no such range; otherwise the errors of
-    /// [`Apply::to_buffers`].
+    /// [`Error::InvalidArgument`] if the pair has no such tensor, the tensor no such range, or the pair parts of the tensor, for which
+    /// there is [`Apply::to_slices`]; otherwise the errors of [`Apply::to_buffers`].
     pub fn range(&self, name: &str, elements: Range<u64>) -> Result<Vec<u8>> {
-        range::range(&self.run_for(self.pair.index().find(name))?, name, elements)
+        range::range(&self.run_for(self.whole(name)?)?, name, elements)
     }
 
     /// The elements of a tensor whose bits differ between base and target, in ascending order, with their new values. An element
@@ -218,9 +218,22 @@ impl<'a, B: Source> Apply<'a, B> {
     /// Only the changed chunks are decoded. They are checked as in [`Apply::range`]. Memory: the size of the result.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the pair has no such tensor; otherwise the errors of [`Apply::to_buffers`].
+    /// [`Error::InvalidArgument`] if the pair has no such tensor, or has parts of it; otherwise the errors of
+    /// [`Apply::to_buffers`].
     pub fn changes(&self, name: &str) -> Result<Changes> {
-        range::changes(&self.run_for(self.pair.index().find(name))?, name)
+        range::changes(&self.run_for(self.whole(name)?)?, name)
+    }
+
+    /// The tensor of this name, if the pair has it. Refuses a tensor of which the pair has parts.
+    fn whole(&self, name: &str) -> Result<Option<Tensor<'_>>> {
+        let tensor = self.pair.index().find(name);
+        if tensor.is_some_and(|tensor| tensor.part.is_some()) {
+            let name = Escaped(name);
+            return Err(Error::InvalidArgument(format!(
+                "the pair has parts of tensor {name}: rebuild them as slices of the tensor"
+            )));
+        }
+        Ok(tensor)
     }
 
     /// Changes the tensors in memory from base to target. They may come in any order, and other tensors of the pair are skipped.
