@@ -2,7 +2,10 @@
 
 use crate::memory::within;
 use crate::{LIMITS, MOST_BYTES, base_tensors, repair_sums};
-use tpde::{Apply, BaseKind, Checkpoint, Error, Explain, InPlace, MemoryCheckpoint, Pair, Result, TensorMut, ValidatedIndex};
+use tpde::{
+    Apply, BaseKind, Checkpoint, Error, Explain, InPlace, MemoryCheckpoint, Pair, Result, Tensor, TensorInfo, TensorMut,
+    ValidatedIndex,
+};
 
 /// Maximum bytes allocated to open an index within [`LIMITS`]: a small multiple of its expanded sections.
 const OPENING: usize = 1 << 20;
@@ -17,6 +20,14 @@ pub fn open(index: Vec<u8>, mut blob: Vec<u8>, sums: bool) -> Option<Pair<Vec<u8
     let index = index.inspect_err(|e| assert!(matches!(e, Error::Invalid(_) | Error::Limit { .. }), "{e}")).ok()?;
     let (base_bytes, target_bytes) = index.tensor_bytes();
     if base_bytes.max(target_bytes).max(index.blob_size()) > MOST_BYTES {
+        return None;
+    }
+    // A small part may belong to a base tensor that fits in no memory.
+    let is_small = |tensor: Tensor<'_>| {
+        let whole = |shape| TensorInfo { name: String::new(), dtype: tensor.dtype, shape }.bytes();
+        tensor.base_shape().is_none_or(|shape| whole(shape) <= MOST_BYTES)
+    };
+    if !index.tensors().all(is_small) {
         return None;
     }
     if !sums {
