@@ -42,7 +42,7 @@ gpu *arguments:
 golden:
     python3 testdata/make_vectors.py
     python3 testdata/spec_tables.py
-    git status --short testdata/v1 testdata/v1.2 spec
+    git status --short testdata/v1 testdata/v1.2 testdata/v1.3 spec
 
 # All that continuous integration runs
 ci:

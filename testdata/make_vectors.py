@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Writes the test vectors of TPDE, from spec/tpde-format.md and spec/codecs.md alone.
+"""Writes the test vectors of TPDE, from spec/tpde-format.md, spec/codecs.md and spec/draft-1.3.md alone.
 
-    python3 testdata/make_vectors.py               # write testdata/v1 and testdata/v1.2
+    python3 testdata/make_vectors.py               # write testdata/v1, testdata/v1.2 and testdata/v1.3
     python3 testdata/make_vectors.py --check       # compare with the committed files, write nothing
     python3 testdata/make_vectors.py --publish v1  # add the files of v1 that are not in its list of published files yet
 
 Published vectors never change: add new ones, do not edit old ones. published.txt has the BLAKE3 digests of the files of v1, as b3sum
-writes and checks them; a test of the crate compares them. The vectors of v1.2 are not published yet. Their list will be
-published-1.2.txt.
+writes and checks them; a test of the crate compares them. The vectors of v1.2 and v1.3 are not published yet. Their lists will be
+published-1.2.txt and published-1.3.txt.
 
 The vectors and what makes them are in the folder `vectors`. Their numbers follow two patterns. Lane i of a base is the top bits of
 (i mod 1021) * 9E3779B97F4A7C15 + seed * D1B54A32D192ED03 (mod 2^64), so it repeats with the prime
@@ -31,10 +31,12 @@ from vectors.checkpoints import checkpoint_vectors  # noqa: E402
 from vectors.frames import frame_vectors  # noqa: E402
 from vectors.invalid import invalid_vectors  # noqa: E402
 from vectors.invalid_conditioned import invalid_conditioned_vectors  # noqa: E402
+from vectors.invalid_derived import invalid_derived_vectors  # noqa: E402
 from vectors.invalid_digests import invalid_digest_vectors  # noqa: E402
 from vectors.invalid_parts import invalid_part_vectors  # noqa: E402
 from vectors.valid import valid_vectors  # noqa: E402
 from vectors.valid_conditioned import valid_conditioned_vectors  # noqa: E402
+from vectors.valid_derived import derived_vectors  # noqa: E402
 from vectors.valid_digests import digest_vectors  # noqa: E402
 from vectors.valid_parts import part_vectors  # noqa: E402
 
@@ -51,6 +53,7 @@ FOLDERS = {  # folder: list of its published files, what makes its vectors
         ],
     ),
     "v1.2": ("published-1.2.txt", [digest_vectors, part_vectors, invalid_digest_vectors, invalid_part_vectors]),
+    "v1.3": ("published-1.3.txt", [derived_vectors, invalid_derived_vectors]),
 }
 
 

@@ -1,7 +1,7 @@
 """Reads a TPDE pair and prints the hashes of its tensors, or reads all vectors and compares them with their manifest.
 
 python3 testdata/reader PAIR_STEM [--base FILE_OR_FOLDER] [--json]
-python3 testdata/reader --manifest testdata/v1/manifest.json testdata/v1.2/manifest.json
+python3 testdata/reader --manifest testdata/v1*/manifest.json
 """
 
 import argparse

@@ -12,8 +12,12 @@ from blake3 import blake3
 
 from .codec import CODECS
 from .common import Parts, Refused, align, at, expand, need
+from .derived import check_blocks, derivation
 from .layout import (
     AS_BASE,
+    CAST,
+    DEQUANTISED,
+    DERIVED,
     DIGESTS,
     DTYPES,
     FIRST,
@@ -54,9 +58,12 @@ class Tensor:
     base_name: str
     shape: list  # of the whole tensor
     base_shape: list  # None for base kind `none`
+    base_dtype: str
     lanes: int
     origin: list = None  # of a part
     extent: list = None
+    derivation: object = None  # of a derived base
+    scales_name: str = ""  # of base kind `dequantised`
     tables: object = None  # in the codec's form
 
     @property
@@ -83,6 +90,8 @@ def open_index(data):
     read_tables(tables, tensors)
     if header.required_features & PARTS:
         need(any(tensor.entry.part != WHOLE for tensor in tensors), "header.required_features", "bit 2 without parts")
+    if header.required_features & DERIVED:
+        need(any(tensor.derivation for tensor in tensors), "header.required_features", "bit 4 without a derived base")
     payload_list = None
     if header.required_features & PAYLOAD_LIST:
         listed = sums[16 * header.chunk_count :]
@@ -120,7 +129,7 @@ def read_header(data):
     need(header.header_size == 256, "header.header_size")
     need(zlib.crc32(data[:252]) == header.header_crc32, "header.crc32")
     features = header.required_features
-    need(features & ~(DIGESTS | PAYLOAD_LIST | PARTS) == 0, "header.required_features", "unknown")
+    need(features & ~(DIGESTS | PAYLOAD_LIST | PARTS | DERIVED) == 0, "header.required_features", "unknown")
     need(not features & PAYLOAD_LIST or features & DIGESTS, "header.required_features", "bit 1 without bit 0")
     need(not features & PARTS or features & PAYLOAD_LIST, "header.required_features", "bit 2 without bit 1")
     need(not features & DIGESTS or any(header.payload_root), "header.required_features", "no payload root")
@@ -160,6 +169,7 @@ def read_tensors(section, header, tables_size):
     names_at = 40 * header.tensor_count
     need(names_at <= len(section), "tensors.size")
     entries, with_parts = TensorEntry.rows(section, header.tensor_count), header.required_features & PARTS
+    kinds = (NONE, SAME, PREFIX, CAST, DEQUANTISED) if header.required_features & DERIVED else (NONE, SAME, PREFIX)
     for e, before in zip(entries, [None, *entries]):
         need(not with_parts or e.part in (WHOLE, FIRST, FURTHER), "tensor.part", "unknown")
         need(not with_parts or e.part != FURTHER or (before and before.part != WHOLE), "tensor.part", "without a first part")
@@ -180,7 +190,7 @@ def read_tensors(section, header, tables_size):
             if not with_parts or e.part != FURTHER:
                 need(before is None or before.name.encode() < name.encode(), "tensor.name_order")
             last = i + 1 == len(entries) or entries[i + 1].part != FURTHER
-            tensors.append(read_tensor(e, name, names, dims, chunks, tensors, with_parts, last))
+            tensors.append(read_tensor(e, name, names, dims, chunks, tensors, with_parts, last, kinds))
         chunks += e.chunk_count
     names.finish()
     need(sum(e.tables_size for e in entries) == tables_size, "tensor.tables_size")
@@ -188,8 +198,9 @@ def read_tensors(section, header, tables_size):
     return tensors
 
 
-def read_tensor(e, name, names, dims, chunks_before, tensors, with_parts, last):
-    """The tensor or part of entry `e`. `tensors` are those before; `last` says that no further part follows."""
+def read_tensor(e, name, names, dims, chunks_before, tensors, with_parts, last, kinds):
+    """The tensor or part of entry `e`. `tensors` are those before; `last` says that no further part follows; `kinds` are the base
+    kinds that the features allow."""
     part = e.part if with_parts else WHOLE
     before = tensors[-1] if part == FURTHER else None
     need(e.base_name_size <= (0 if before else 4096), "tensor.base_name", "size")
@@ -208,7 +219,10 @@ def read_tensor(e, name, names, dims, chunks_before, tensors, with_parts, last):
         check_part(shape, origin, extent, bits)
     if before is not None:
         need(precedes((before.origin, before.extent), (origin, extent)), "tensor.part_order")
-    need(e.base_kind in ((NONE, SAME, PREFIX) if part == WHOLE else (NONE, SAME)), "tensor.base_kind")
+    need(e.base_kind in kinds and (part == WHOLE or e.base_kind != PREFIX), "tensor.base_kind")
+    parts = [] if e.base_kind == NONE else takewhile(lambda t: t.name == name, reversed(tensors))
+    other = next((t for t in parts if t.entry.base_kind != NONE), None)  # a part before this one that has a base
+    need(other is None or e.base_kind == other.entry.base_kind, "tensor.base_kind", "differs from that of another part")
     if part == WHOLE:
         need(e.base_kind != NONE or e.base_name_size == 0, "tensor.base_name", "without a base")
     elif last:
@@ -222,14 +236,34 @@ def read_tensor(e, name, names, dims, chunks_before, tensors, with_parts, last):
     need(e.first_chunk == chunks_before, "tensor.first_chunk")
     lanes = prod(shape if part == WHOLE else extent) * bits // (8 * lane_bytes)
     need(e.chunk_count == -(-lanes // (1 << e.chunk_lanes_log2)), "tensor.chunk_count")
-    base_shape = None if e.base_kind == NONE else shape
+    tensor = Tensor(e, name, base_name or name, shape, shape, DTYPES[e.dtype].name, lanes, origin, extent)
     if e.base_kind == PREFIX:
         need(shape and shape[0] != e.base_param, "tensor.base_param")
-        base_shape = [e.base_param, *shape[1:]]
-        need(shape_fits(base_shape, bits), "tensor.base_param")
+        tensor.base_shape = [e.base_param, *shape[1:]]
+        need(shape_fits(tensor.base_shape, bits), "tensor.base_param")
+    elif e.base_kind in (CAST, DEQUANTISED):
+        read_derivation(tensor, names, other)
     else:
         need(e.base_param == 0, "tensor.base_param")
-    return Tensor(e, name, base_name or name, shape, base_shape, lanes, origin, extent)
+        tensor.base_shape = None if e.base_kind == NONE else shape
+    return tensor
+
+
+def read_derivation(tensor, names, other):
+    """The base parameter and the scales name of a derived base. `other` is a part before it that has a base."""
+    found = tensor.derivation = derivation(tensor.entry, tensor.shape)
+    tensor.base_dtype, tensor.base_shape = found.base_dtype, found.base_shape
+    if other:
+        stated = other.derivation
+        need((found.base_dtype, found.form) == (stated.base_dtype, stated.form), "tensor.base_param", "differs between parts")
+    if tensor.entry.base_kind == CAST:
+        return
+    if tensor.origin is not None:
+        check_blocks(found.block, tensor.shape, tensor.origin, tensor.extent)
+    need(1 <= found.scales_name_size <= 4096, "tensor.scales_name", "size")
+    tensor.scales_name = read_name(names.take(found.scales_name_size), "tensor.scales_name")
+    need(tensor.scales_name != tensor.base_name, "tensor.scales_name", "equals the name of the base tensor")
+    need(not other or tensor.scales_name == other.scales_name, "tensor.scales_name", "differs between parts")
 
 
 def read_tables(section, tensors):

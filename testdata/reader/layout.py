@@ -56,8 +56,8 @@ BlobHeader = table(
 """,
 )
 
-DIGESTS, PAYLOAD_LIST, PARTS = 1, 2, 4  # bits of required_features
-NONE, SAME, PREFIX = 0, 1, 2  # base kinds
+DIGESTS, PAYLOAD_LIST, PARTS, DERIVED = 1, 2, 4, 16  # bits of required_features
+NONE, SAME, PREFIX, CAST, DEQUANTISED = range(5)  # base kinds; the last two with feature `derived`
 WHOLE, FIRST, FURTHER = 0, 1, 2  # field `part` of an entry of the tensor table
 SAFETENSORS, HEADER_OF_BASE, VERBATIM, AS_BASE = 0, 1, 2, 3  # kinds of files
 

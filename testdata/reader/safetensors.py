@@ -8,6 +8,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from .common import Refused, at, need
+from .derived import formed
 from .index import SHARD, SHARD_INDEX, is_file_name
 from .layout import DTYPES, HEADER_OF_BASE, NONE, SAFETENSORS
 from .parts import cut, join
@@ -60,12 +61,22 @@ class Base:
         return [entry.name for entry in entries]
 
     def bytes_of(self, tensor):
-        """The bytes of the base tensor, or of its part; none for base kind `none`."""
+        """The base lanes as bytes: of the base tensor, of its part, or formed; none for base kind `none`."""
         if tensor.entry.base_kind == NONE:
             return b""
-        dtype, shape, data = self.tensors.get(tensor.base_name, (None, None, None))
-        need((dtype, shape) == (tensor.dtype.name, tensor.base_shape), "base.tensor")
+        data = self.tensor(tensor.base_name, tensor.base_dtype, tensor.base_shape)
+        if tensor.derivation:
+            kind, scales = tensor.derivation, b""
+            if tensor.scales_name:
+                scales = self.tensor(tensor.scales_name, kind.scales_dtype, kind.scales_shape)
+            data = formed(tensor, data, scales)
         return cut(data, tensor)
+
+    def tensor(self, name, dtype, shape):
+        """The bytes of a tensor of the base, which must have this dtype and this shape."""
+        found_dtype, found_shape, data = self.tensors.get(name, (None, None, None))
+        need((found_dtype, found_shape) == (dtype, shape), "base.tensor", name)
+        return data
 
 
 # Section 10.3. Python's parser accepts more than JSON, and numbers that the profile excludes.

@@ -5,6 +5,9 @@
     conditioned   codec 2: an encoder
     pair          tensors and pairs to be, and the writer that makes their bytes
     cases         what the vectors are collected in, and the edits that break a pair
+    parts         parts of tensors, of version 1.2
+    derived       derived bases, of the draft of version 1.3
 
-and then the vectors: valid, invalid, valid_conditioned, invalid_conditioned, checkpoints, frames.
+and then the vectors: valid, invalid, valid_conditioned, invalid_conditioned, checkpoints, frames, and those of digests, parts and
+derived bases.
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from .conditioned import Payload, set_bytes
-from .data import (CONDITIONED, DIGESTS, DTYPES, GAPS, M64, NONE, ORDERED, PAYLOAD_LIST, PREFIX, RAW, SAME, VERBATIM, ZSTD,
+from .data import (CAST, CONDITIONED, DEQUANTISED, DIGESTS, DTYPES, GAPS, M64, NONE, ORDERED, PAYLOAD_LIST, PREFIX, RAW, SAME, VERBATIM, ZSTD,
     bytes_of,
                    chunk_sum, delta_of, lanes_of, moved, raw_name, up)
 from .zstd import encode, library, raw_payload
@@ -34,10 +34,19 @@ class Tensor:
     origin: list = None
     extent: list = None
     whole: bytes = None  # the target bytes of the tensor, if its parts tile it
+    # Of a derived base, whose formed lanes are `base`.
+    base_dtype: str = None
+    form: int = 0
+    scales_name: object = ""
 
     def dims(self):
         return [self.shape, self.shape + (self.origin or []) + (self.extent or []),
             (self.origin or []) + (self.extent or [])][self.part]
+
+    def base_param(self):
+        if self.kind in (CAST, DEQUANTISED):
+            return DTYPES[self.base_dtype][0] | self.form << 16 | len(raw_name(self.scales_name)) << 32
+        return self.rows if self.kind == PREFIX else 0
 
     def placed(self):
         """The bytes of the tensor in a file."""
@@ -193,9 +202,9 @@ class Draft:
                 "rank": len(t.shape), "base_kind": t.kind, "codec": t.codec, "chunk_lanes_log2": t.log2,
                 "part": t.part, "reserved": bytes(2), "tables_size": len(self.tables[-1]), "first_chunk": first,
                 "chunk_count": count,
-                "base_param": t.rows if t.kind == PREFIX else 0})
+                "base_param": t.base_param()})
             self.dims.append(list(t.dims()))
-            self.names.append(name + base_name)
+            self.names.append(name + base_name + raw_name(t.scales_name))
             first += count
 
     def tensors(self):
