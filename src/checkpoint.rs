@@ -4,6 +4,7 @@
 
 use crate::error::{Error, Escaped, Result};
 use crate::lane::Dtype;
+use crate::rectangle::Rectangle;
 use std::any::Any;
 use std::path::PathBuf;
 
@@ -57,8 +58,14 @@ pub trait Checkpoint: Sync {
         Ok(out)
     }
 
-    /// Whether the checkpoint has `size` bytes of a tensor from byte `offset` on. A checkpoint that holds slices of tensors lacks
-    /// the others.
+    /// The rectangles of a tensor that the checkpoint has. They have no elements in common. A checkpoint that holds slices of tensors
+    /// overrides this method and [`Checkpoint::holds`].
+    fn held(&self, tensor_index: usize) -> Vec<Rectangle> {
+        self.tensors().get(tensor_index).map(|tensor| Rectangle::whole(&tensor.shape)).into_iter().collect()
+    }
+
+    /// Whether the checkpoint has `size` bytes of a tensor from byte `offset` on: whether they belong to rectangles of
+    /// [`Checkpoint::held`].
     fn holds(&self, _tensor_index: usize, _offset: u64, _size: usize) -> bool {
         true
     }

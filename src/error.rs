@@ -1,5 +1,6 @@
 //! Errors, with the expected value, the value found, and the location.
 
+use crate::rectangle::Rectangle;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -88,16 +89,19 @@ pub enum Error {
         /// The first failure.
         source: Box<Error>,
     },
-    /// A slice has only some lanes of a chunk that is needed. Nothing was decoded.
+    /// Slices have only some lanes of a chunk that is needed. Nothing was decoded.
     #[error("tensor {}, chunk {chunk}: {}", Escaped(tensor), Text(reason))]
     NotHeld {
         /// Name of the tensor.
         tensor: String,
         /// Index of the chunk in the index map.
         chunk: u32,
-        /// The lanes that are needed, and the part with which the pair would fit.
+        /// The lanes that are needed, and the parts with which a pair would fit.
         reason: String,
     },
+    /// A checkpoint has only some elements of a part to be encoded. Nothing was encoded.
+    #[error(transparent)]
+    PartNotHeld(#[from] Box<PartNotHeld>),
     /// The requested device, or a working driver for it, is missing.
     #[error("no CUDA device: {}", Text(_0))]
     NoDevice(String),
@@ -147,6 +151,46 @@ impl UnknownName {
 impl From<UnknownName> for Error {
     fn from(error: UnknownName) -> Self {
         Self::InvalidArgument(error.to_string())
+    }
+}
+
+/// A part to be encoded of which a checkpoint has only some elements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PartNotHeld {
+    /// The checkpoint that lacks elements: `target` or `base`.
+    pub checkpoint: &'static str,
+    /// Name of the tensor in the target.
+    pub tensor: String,
+    /// The part. All of the tensor if the tensor is not cut.
+    pub part: Rectangle,
+    /// The rectangles of the part that the checkpoint has. The tensor can be encoded if it is cut at them.
+    pub held: Vec<Rectangle>,
+}
+
+impl fmt::Display for PartNotHeld {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { checkpoint, tensor, part, held } = self;
+        let tensor = Escaped(tensor);
+        if held.is_empty() {
+            return write!(f, "tensor {tensor}: the {checkpoint} has no element of {part}");
+        }
+        let held = bounded(format_args!("{}", List(held)));
+        write!(f, "tensor {tensor}: the {checkpoint} has of {part} only {held}. Cut the tensor there")
+    }
+}
+
+impl std::error::Error for PartNotHeld {}
+
+/// Displays the values of a list, separated by commas.
+pub(crate) struct List<'a, T>(pub &'a [T]);
+
+impl<T: fmt::Display> fmt::Display for List<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, value) in self.0.iter().enumerate() {
+            write!(f, "{}{value}", if i > 0 { ", " } else { "" })?;
+        }
+        Ok(())
     }
 }
 

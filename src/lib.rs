@@ -35,6 +35,7 @@
 //! | check a pair, a base and a target | [`Verify`] |
 //! | make one pair of several, or of some tensors of one | [`Merge`] |
 //! | see what the bytes of a pair are used for | [`Explain`], [`ValidatedIndex`] |
+//! | encode the slices that a rank holds | [`Encode`] with a [`SliceCheckpoint`]; [`Rectangle::shard`], [`Rectangle::intersection`] |
 //! | rebuild or change slices of tensors, from slices of a base | [`Apply::to_slices`], [`Apply::in_place_slices`], [`SliceCheckpoint`] |
 //! | read checkpoints | [`SafetensorsCheckpoint`] for files and sharded folders, [`MemoryCheckpoint`] for memory, or your own [`Checkpoint`] |
 //! | decode on a CUDA device | [`Apply::on`]; module `cuda` for tensors in device memory |
@@ -103,7 +104,7 @@ pub use encode::{
     CodecChoice, Encode, EncodeOptions, EncodeReport, Explain, Explanation, Favor, PartReport, Split, TableSetReport,
     TensorExplanation, TensorReport, WayReport,
 };
-pub use error::{Conflict, Error, Escaped, Invalid, Location, NotMergeable, Result, Rule, UnknownName};
+pub use error::{Conflict, Error, Escaped, Invalid, Location, NotMergeable, PartNotHeld, Result, Rule, UnknownName};
 pub use format::{BaseKind, FileKind, FormatVersion};
 pub use index::{Chunk, IndexParts, Part, TargetFile, Tensor, ValidatedIndex};
 pub use lane::Dtype;

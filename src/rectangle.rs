@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+use std::fmt;
+
 /// A rectangle of a tensor: the elements whose index in each dimension is in `origin .. origin + extent`. A pair may describe a
 /// tensor in parts, each of which is a rectangle.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
@@ -23,6 +25,87 @@ impl Rectangle {
     pub fn whole(shape: &[u64]) -> Self {
         Self { origin: vec![0; shape.len()], extent: shape.to_vec() }
     }
+
+    /// The part of this rectangle that rank `rank` of `ranks` holds if dimension `dim` is sharded as by `torch.chunk`: ranks have
+    /// ⌈length / ranks⌉ indexes each, until none are left. The last rectangles may be empty. `None` if there is no such dimension or
+    /// rank.
+    ///
+    /// ```
+    /// # use tpde::Rectangle;
+    /// let rows = |rank| Some(Rectangle::whole(&[5, 8]).shard(0, 4, rank)?.extent[0]);
+    /// assert_eq!([0, 1, 2, 3, 4].map(rows), [Some(2), Some(2), Some(1), Some(0), None]);
+    /// ```
+    #[must_use]
+    pub fn shard(&self, dim: usize, ranks: u64, rank: u64) -> Option<Self> {
+        let &length = self.extent.get(dim).filter(|_| rank < ranks)?;
+        let size = length.div_ceil(ranks);
+        let first = rank.saturating_mul(size).min(length);
+        let mut shard = self.clone();
+        *shard.origin.get_mut(dim)? = self.origin.get(dim)?.saturating_add(first);
+        shard.extent[dim] = size.min(length - first);
+        Some(shard)
+    }
+
+    /// The elements that both rectangles have. `None` if they have none in common, or if their numbers of dimensions differ.
+    ///
+    /// ```
+    /// # use tpde::Rectangle;
+    /// let rows = Rectangle::new([2, 0], [4, 8]);
+    /// let columns = Rectangle::new([0, 4], [8, 2]);
+    /// assert_eq!(rows.intersection(&columns), Some(Rectangle::new([2, 4], [4, 2])));
+    /// assert_eq!(rows.intersection(&Rectangle::new([6, 0], [2, 8])), None);
+    /// ```
+    pub fn intersection(&self, other: &Self) -> Option<Self> {
+        self.dims().filter(|_| self.dims() == other.dims())?;
+        let origin: Vec<u64> = self.origin.iter().zip(&other.origin).map(|(&a, &b)| a.max(b)).collect();
+        let ends = self.ends().zip(other.ends()).map(|(a, b)| a.min(b));
+        let extent = ends.zip(&origin).map(|(end, &origin)| end.checked_sub(origin).filter(|&extent| extent > 0));
+        let extent: Vec<u64> = extent.collect::<Option<_>>()?;
+        Some(Self { origin, extent })
+    }
+
+    /// Number of elements. Rectangles of tensors have fewer than 2^64.
+    pub(crate) fn elements(&self) -> u64 {
+        // The other extents may be so large that their product overflows.
+        if self.extent.contains(&0) { 0 } else { self.extent.iter().fold(1, |n, &extent| n.saturating_mul(extent)) }
+    }
+
+    /// Whether the rectangle lies in a tensor of this shape.
+    pub(crate) fn is_within(&self, shape: &[u64]) -> bool {
+        self.dims() == Some(shape.len()) && self.ends().zip(shape).all(|(end, dim)| end <= *dim)
+    }
+
+    /// Number of dimensions, if both lists have it.
+    fn dims(&self) -> Option<usize> {
+        (self.origin.len() == self.extent.len()).then_some(self.extent.len())
+    }
+
+    fn ends(&self) -> impl Iterator<Item = u64> {
+        self.origin.iter().zip(&self.extent).map(|(origin, extent)| origin.saturating_add(*extent))
+    }
+}
+
+/// Origin and extent, as in `[4, 0] + [4, 8]`.
+impl fmt::Display for Rectangle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} + {:?}", self.origin, self.extent)
+    }
+}
+
+/// Two rectangles of one tensor that have elements in common, if there are such. Time: n log n if the rectangles nest, else up to
+/// quadratic.
+pub(crate) fn overlap<'a>(rectangles: impl IntoIterator<Item = &'a Rectangle>) -> Option<[&'a Rectangle; 2]> {
+    let mut sorted: Vec<_> = rectangles.into_iter().collect();
+    sorted.sort_by(|a, b| a.origin.cmp(&b.origin));
+    if sorted.windows(2).all(|pair| precedes((&pair[0].origin, &pair[0].extent), (&pair[1].origin, &pair[1].extent))) {
+        return None;
+    }
+    sorted.iter().enumerate().find_map(|(i, &a)| {
+        // Later rectangles begin even further down the first dimension.
+        let end = a.ends().next();
+        let near = sorted[i + 1..].iter().take_while(|b| b.origin.first().copied() < end || end.is_none());
+        near.copied().find(|b| a.intersection(b).is_some()).map(|b| [a, b])
+    })
 }
 
 /// The reason why a rectangle is not a part of a tensor of this shape, whose elements have `bits` bits.
@@ -102,8 +185,8 @@ impl Runs {
         self.run * self.dims.iter().map(|(count, _)| count).product::<u64>()
     }
 
-    /// Offset in the tensor of byte `offset` of the rectangle.
-    fn at(&self, offset: u64) -> u64 {
+    /// Offset in the tensor of byte `offset` of the rectangle. It ascends with `offset`.
+    pub fn at(&self, offset: u64) -> u64 {
         let mut number = offset / self.run;
         let mut at = self.start + offset % self.run;
         for (count, distance) in self.dims.iter().rev() {
@@ -111,6 +194,16 @@ impl Runs {
             number /= count;
         }
         at
+    }
+
+    /// Number of bytes of the rectangle before byte `offset` of the tensor.
+    pub fn before(&self, offset: u64) -> u64 {
+        let (mut low, mut high) = (0, self.bytes());
+        while low < high {
+            let middle = low.midpoint(high);
+            if self.at(middle) < offset { low = middle + 1 } else { high = middle }
+        }
+        low
     }
 
     /// Calls `each` with the offset in the tensor, and the range within the `size` bytes, of each run of the bytes from byte
@@ -179,6 +272,10 @@ mod tests {
             let expected = elements(&shape, &origin, &extent);
             let runs = Runs::new(16, &shape, &origin, &extent);
             prop_assert_eq!(runs.bytes(), 2 * expected.len() as u64);
+            for element in 0..=shape.iter().product() {
+                let before = expected.iter().filter(|&&other| other < element).count();
+                prop_assert_eq!(runs.before(2 * element), 2 * before as u64);
+            }
             let from = from % (runs.bytes() + 1);
             let size = (to % (runs.bytes() - from + 1)) as usize;
             let mut found = Vec::new();
@@ -209,6 +306,56 @@ mod tests {
                 prop_assert!(!precedes((&origin, &extent), (&a, &b)));
             }
         }
+    }
+
+    proptest! {
+        #[test]
+        fn overlap_and_intersection_are_those_of_sets(
+            (shape, a, b) in rectangles(),
+            others in prop::collection::vec(any::<[u64; 8]>(), 0..6),
+        ) {
+            let mut all = vec![Rectangle::new(a, b)];
+            for other in others {
+                let origin: Vec<u64> = shape.iter().zip(other).map(|(dim, n)| n % dim).collect();
+                let room = shape.iter().zip(&origin).zip(&other[4..]);
+                all.push(Rectangle::new(origin.clone(), room.map(|((dim, from), n)| 1 + n % (dim - from)).collect::<Vec<_>>()));
+            }
+            let elements = |part: &Rectangle| elements(&shape, &part.origin, &part.extent);
+            let common = |a: &Rectangle, b: &Rectangle| {
+                let of_b = elements(b);
+                elements(a).into_iter().filter(|element| of_b.contains(element)).collect::<Vec<_>>()
+            };
+            let mut any = false;
+            for (i, a) in all.iter().enumerate() {
+                prop_assert_eq!(a.elements(), elements(a).len() as u64);
+                for b in &all[i + 1..] {
+                    prop_assert_eq!(a.intersection(b).map_or(Vec::new(), |both| elements(&both)), common(a, b));
+                    any |= !common(a, b).is_empty();
+                }
+            }
+            let found = overlap(&all);
+            prop_assert_eq!(found.is_some(), any);
+            prop_assert!(found.is_none_or(|[a, b]| !common(a, b).is_empty()));
+        }
+    }
+
+    #[test]
+    fn rectangles_of_scalars_and_empty_tensors() {
+        let scalar = Rectangle::whole(&[]);
+        assert_eq!(scalar.intersection(&scalar), Some(scalar.clone()));
+        assert!(overlap([&scalar, &scalar]).is_some());
+        let empty = Rectangle::whole(&[1 << 40, 1 << 40, 0]);
+        assert_eq!((empty.elements(), empty.intersection(&empty)), (0, None));
+        assert!(overlap([&empty, &empty]).is_none());
+        assert_eq!(scalar.intersection(&empty), None);
+        let beyond = Rectangle::new([u64::MAX], [2]);
+        assert_eq!(beyond.intersection(&Rectangle::new([0], [u64::MAX])), None);
+        let four = Rectangle::new([2], [4]);
+        for (dim, ranks, rank) in [(1, 2, 0), (0, 0, 0), (0, 2, 2), (0, 2, u64::MAX)] {
+            assert_eq!(four.shard(dim, ranks, rank), None, "{dim} {ranks} {rank}");
+        }
+        assert_eq!(four.shard(0, u64::MAX, 3), Some(Rectangle::new([5], [1])));
+        assert_eq!(four.shard(0, u64::MAX, u64::MAX - 1), Some(Rectangle::new([6], [0])));
     }
 
     fn prop_assert_eq_ok(a: usize, b: usize) {

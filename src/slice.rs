@@ -5,7 +5,7 @@
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::error::{Error, Escaped, Result};
 use crate::lane::Dtype;
-use crate::rectangle::{Rectangle, part_fault};
+use crate::rectangle::{Rectangle, overlap, part_fault};
 use std::ops::Range;
 
 /// Memory for a rectangle of a tensor, to be rebuilt or to be changed in place.
@@ -39,7 +39,7 @@ impl<'a> SliceMut<'a> {
     }
 }
 
-/// Memory that holds a rectangle of a base tensor, with rows as in [`SliceMut`].
+/// Memory that holds a rectangle of a tensor, with rows as in [`SliceMut`].
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Slice<'a> {
@@ -91,13 +91,14 @@ impl SliceLayout {
             let name = Escaped(name);
             Error::InvalidArgument(format!("slice {origin:?} + {extent:?} of tensor {name} of {shape:?}: {reason}"))
         };
-        let is_whole = origin.iter().all(|&origin| origin == 0) && extent == shape && origin.len() == shape.len();
-        if let Some(fault) = part_fault(dtype.bits(), shape, origin, extent).filter(|_| !is_whole) {
+        let is_whole = *slice == Rectangle::whole(shape);
+        let is_empty = extent.contains(&0) && slice.is_within(shape);
+        if let Some(fault) = part_fault(dtype.bits(), shape, origin, extent).filter(|_| !is_whole && !is_empty) {
             return Err(refused(fault));
         }
-        if shape.contains(&0) {
-            // The other dimensions may be so large that their product overflows.
-            let empty = Self { outer: Vec::new(), row: 0, held: 0..0, pitch: 0 };
+        if is_empty {
+            // No row has bytes. The other dimensions may be so large that their product overflows.
+            let empty = Self { outer: Vec::new(), row: u64::MAX, held: 0..0, pitch: 0 };
             return if size == 0 { Ok(empty) } else { Err(refused(&format!("memory of {size} bytes, expected 0"))) };
         }
         // Without gaps between rows, trailing dimensions that are held completely belong to the row.
@@ -153,6 +154,15 @@ impl SliceLayout {
         Ok(held)
     }
 
+    /// The offset in the memory of `size` bytes from byte `offset` of the tensor on, if one row has them.
+    fn contiguous(&self, offset: u64, size: usize) -> Option<usize> {
+        let (row, from) = (offset / self.row, offset % self.row);
+        let end = from.checked_add(size as u64)?;
+        let is_held = self.held.start <= from && end <= self.held.end;
+        let number = self.row_in_memory(row).filter(|_| is_held)?;
+        Some((number * self.pitch + (from - self.held.start)) as usize)
+    }
+
     /// The number of a row of the tensor among those that are held.
     fn row_in_memory(&self, mut row: u64) -> Option<u64> {
         let (mut number, mut rows) = (0, 1);
@@ -162,42 +172,75 @@ impl SliceLayout {
             rows *= extent;
             row /= length;
         }
-        Some(number)
+        // Rows past the end of the tensor are in no slice.
+        (row == 0).then_some(number)
     }
 }
 
-/// A checkpoint of which only rectangles of the tensors are held, in memory. For a rank of a distributed job: [`Apply`] reads
-/// only the base lanes of the chunks that it decodes.
+/// A checkpoint of which only rectangles of the tensors are held, in memory: what a rank of a distributed job has.
+///
+/// [`Apply`] reads only the base lanes of the chunks that it decodes. [`Encode`] describes only the parts that are held.
 ///
 /// [`Apply`]: crate::Apply
+/// [`Encode`]: crate::Encode
 #[derive(Debug, Default)]
 pub struct SliceCheckpoint<'a> {
     infos: Vec<TensorInfo>,
-    slices: Vec<(SliceLayout, &'a [u8])>,
+    /// The slices of each tensor.
+    held: Vec<Vec<Held<'a>>>,
+}
+
+/// A slice of a [`SliceCheckpoint`].
+#[derive(Debug)]
+struct Held<'a> {
+    rectangle: Rectangle,
+    layout: SliceLayout,
+    bytes: &'a [u8],
 }
 
 impl<'a> SliceCheckpoint<'a> {
-    /// A checkpoint of these slices, at most one per tensor.
+    /// A checkpoint of these slices. Several slices may be of one tensor, and a slice may be empty.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if two slices are of one tensor, or if a slice is not within its tensor or has another size.
+    /// [`Error::InvalidArgument`] if slices of one tensor have elements in common, or state different dtypes or shapes, or if a
+    /// slice is not within its tensor or has another size.
     pub fn new(slices: impl IntoIterator<Item = Slice<'a>>) -> Result<Self> {
         let mut slices: Vec<_> = slices.into_iter().collect();
         slices.sort_by(|a, b| a.tensor.name.cmp(&b.tensor.name));
         let mut checkpoint = Self::default();
         for Slice { tensor, rectangle, bytes, pitch } in slices {
-            if checkpoint.infos.last().is_some_and(|last| last.name == tensor.name) {
-                return Err(Error::InvalidArgument(format!("two slices are of tensor {}", Escaped(&tensor.name))));
-            }
             let TensorInfo { name, dtype, shape } = &tensor;
             let is_possible = dtype.lanes(shape).is_some();
             let impossible = || Error::InvalidArgument(format!("tensor {} has an impossible shape {shape:?}", Escaped(name)));
             is_possible.then_some(()).ok_or_else(impossible)?;
             let layout = SliceLayout::new(name, *dtype, shape, &rectangle, pitch, bytes.len() as u64)?;
-            checkpoint.infos.push(tensor);
-            checkpoint.slices.push((layout, bytes));
+            let held = Held { rectangle, layout, bytes };
+            match (checkpoint.infos.last(), checkpoint.held.last_mut()) {
+                (Some(last), Some(others)) if last.name == *name => {
+                    if (last.dtype, &last.shape) != (*dtype, shape) {
+                        let found = format!("{} {:?} and {dtype} {shape:?}", last.dtype, last.shape);
+                        return Err(Error::InvalidArgument(format!("slices are of tensor {} of {found}", Escaped(name))));
+                    }
+                    others.push(held);
+                }
+                _ => {
+                    checkpoint.held.push(vec![held]);
+                    checkpoint.infos.push(tensor);
+                }
+            }
+        }
+        for (info, held) in checkpoint.infos.iter().zip(&checkpoint.held) {
+            check_disjoint(&info.name, held.iter().map(|held| &held.rectangle))?;
         }
         Ok(checkpoint)
+    }
+}
+
+/// Checks that slices of a tensor have no elements in common.
+pub(crate) fn check_disjoint<'a>(name: &str, slices: impl IntoIterator<Item = &'a Rectangle>) -> Result<()> {
+    match overlap(slices) {
+        Some([a, b]) => Err(Error::InvalidArgument(format!("slices {a} and {b} of tensor {} overlap", Escaped(name)))),
+        None => Ok(()),
     }
 }
 
@@ -208,21 +251,33 @@ impl Checkpoint for SliceCheckpoint<'_> {
 
     fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
         let size = out.len();
-        let missing = || {
-            let reason = format!("tensor {tensor_index}: not all of {size} bytes from byte {offset} on are held");
-            Error::InvalidArgument(reason)
-        };
-        let (layout, bytes) = self.slices.get(tensor_index).ok_or_else(missing)?;
-        let held = layout.try_each(offset, size, |at, range| {
-            let count = range.len();
-            out[range].copy_from_slice(&bytes[at..at + count]);
-            Ok(())
-        })?;
-        if held == size { Ok(()) } else { Err(missing()) }
+        let mut read = 0;
+        for Held { layout, bytes, .. } in self.held.get(tensor_index).into_iter().flatten() {
+            read += layout.try_each(offset, size, |at, range| {
+                let count = range.len();
+                out[range].copy_from_slice(&bytes[at..at + count]);
+                Ok(())
+            })?;
+            if read == size {
+                return Ok(());
+            }
+        }
+        let reason = format!("tensor {tensor_index}: not all of {size} bytes from byte {offset} on are held");
+        if read == size { Ok(()) } else { Err(Error::InvalidArgument(reason)) }
+    }
+
+    fn in_place(&self, tensor_index: usize, offset: u64, size: usize) -> Option<&[u8]> {
+        let at = |held: &Held<'_>| held.layout.contiguous(offset, size);
+        self.held.get(tensor_index)?.iter().find_map(|held| held.bytes.get(at(held)?..)?.get(..size))
+    }
+
+    fn held(&self, tensor_index: usize) -> Vec<Rectangle> {
+        self.held.get(tensor_index).into_iter().flatten().map(|held| held.rectangle.clone()).collect()
     }
 
     fn holds(&self, tensor_index: usize, offset: u64, size: usize) -> bool {
-        let held = self.slices.get(tensor_index).map(|(layout, _)| layout.try_each(offset, size, |_, _| Ok(())));
-        matches!(held, Some(Ok(held)) if held == size)
+        let held = self.held.get(tensor_index).into_iter().flatten();
+        let bytes: Result<usize> = held.map(|held| held.layout.try_each(offset, size, |_, _| Ok(()))).sum();
+        bytes.is_ok_and(|bytes| bytes == size)
     }
 }

@@ -3,61 +3,18 @@
 #[allow(dead_code, reason = "not all helpers are wanted")]
 mod common;
 
-use common::{Tensor as Data, tensor, tuned, write_file};
+use common::slices::{Held, cut, memory, whole};
+use common::{Tensor as Data, Xorshift, tensor, tuned, write_file};
 use proptest::prelude::*;
 use tpde::{
-    Apply, Checkpoint, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Error, Explain, FormatVersion, InPlace, MemoryCheckpoint,
-    Pair, PayloadDigests, Rectangle, SafetensorsCheckpoint, SliceMut, Split, Tensor, TensorInfo, TensorMut, Verify,
+    Apply, Checkpoint, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Error, Explain, FormatVersion, InPlace, Limits,
+    MemoryCheckpoint, Pair, PayloadDigests, Rectangle, SafetensorsCheckpoint, SliceMut, Split, Tensor, TensorInfo, TensorMut,
+    ValidatedIndex, Verify,
 };
 
-/// Cuts a rectangle again and again, as the numbers say. The results nest.
-fn cut(rectangle: &Rectangle, numbers: &mut impl Iterator<Item = u64>, depth: u32, dim: usize) -> Vec<Rectangle> {
-    let last = rectangle.extent.len();
-    if depth == 0 || dim == last {
-        return vec![rectangle.clone()];
-    }
-    let mut number = || numbers.next().unwrap_or(0);
-    let length = rectangle.extent[dim];
-    let ends: std::collections::BTreeSet<u64> = (0..number() % 4).map(|_| 1 + number() % length).chain([length]).collect();
-    let mut from = 0;
-    let mut parts = Vec::new();
-    for end in ends {
-        let mut slab = rectangle.clone();
-        (slab.origin[dim], slab.extent[dim]) = (rectangle.origin[dim] + from, end - from);
-        // Each slab is cut by itself, in this dimension's successors.
-        parts.extend(cut(&slab, numbers, depth - 1, dim + 1));
-        from = end;
-    }
-    parts
-}
-
-/// The bytes of a rectangle, element by element.
+/// The bytes of a rectangle.
 fn bytes_of(data: &Data, part: &Rectangle) -> Vec<u8> {
-    let width = common::width(data.dtype);
-    let mut bytes = Vec::new();
-    for element in 0..part.extent.iter().product() {
-        let (mut rest, mut number, mut stride): (u64, u64, u64) = (element, 0, 1);
-        for i in (0..part.extent.len()).rev() {
-            number += (part.origin[i] + rest % part.extent[i]) * stride;
-            rest /= part.extent[i];
-            stride *= data.shape[i] as u64;
-        }
-        bytes.extend(&data.bytes[number as usize * width..][..width]);
-    }
-    bytes
-}
-
-fn memory(tensors: &[Data]) -> MemoryCheckpoint<'_> {
-    let info = |data: &Data| TensorInfo {
-        name: data.name.clone(),
-        dtype: data.dtype.parse().unwrap(),
-        shape: data.shape.iter().map(|&dim| dim as u64).collect(),
-    };
-    MemoryCheckpoint::new(tensors.iter().map(|data| (info(data), &data.bytes[..]))).unwrap()
-}
-
-fn whole(data: &Data) -> Rectangle {
-    Rectangle::whole(&data.shape.iter().map(|&dim| dim as u64).collect::<Vec<_>>())
+    Held::new(data, part, 0).bytes
 }
 
 /// Applies a pair in every way, and compares the results with the target.
@@ -76,6 +33,25 @@ fn check(pair: &Pair<Vec<u8>>, base: &[Data], target: &[Data]) {
         assert_eq!(info.bytes(), bytes.len() as u64);
     }
     Verify::new(pair).base(&base_memory).target(&target_memory).run().unwrap();
+    let mut random = Xorshift(1 + target.iter().map(|data| data.bytes.len() as u64).sum::<u64>());
+    for data in target {
+        let width = common::width(data.dtype);
+        let count = (data.bytes.len() / width) as u64;
+        for _ in 0..4 {
+            let from = random.next() % (count + 1);
+            let to = from + random.next() % (count - from + 1);
+            let found = apply().range(&data.name, from..to).unwrap();
+            assert!(found == data.bytes[from as usize * width..to as usize * width], "{} {from}..{to}", data.name);
+        }
+        assert!(apply().range(&data.name, 0..count + 1).is_err());
+        let zeros = vec![0; data.bytes.len()];
+        let old = base.iter().find(|base| base.name == data.name).map_or(&zeros, |base| &base.bytes);
+        let (old, new) = (old.chunks(width), data.bytes.chunks(width));
+        let expected: Vec<_> = (0u64..).zip(old.zip(new)).filter(|(_, (old, new))| old != new).collect();
+        let changes = apply().changes(&data.name).unwrap();
+        assert!(changes.positions.iter().eq(expected.iter().map(|(position, _)| position)), "{}", data.name);
+        assert!(changes.values.chunks(width).eq(expected.iter().map(|(_, (_, new))| *new)), "{}", data.name);
+    }
     for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
         // Memory of tensors without a base may hold anything.
         let mut held: Vec<_> = target
@@ -189,9 +165,13 @@ fn a_pair_of_some_parts_has_no_files_and_changes_only_slices() {
     assert_eq!(pair.index().files().len(), 0);
     assert!(!pair.index().is_tiled("w"));
     let base_file = open("base");
-    let range = Apply::new(&pair).base(&base_file).range("w", 0..2);
-    assert!(matches!(&range, Err(Error::InvalidArgument(text)) if text.contains("parts of tensor w")), "{range:?}");
-    assert!(matches!(Apply::new(&pair).base(&base_file).changes("w"), Err(Error::InvalidArgument(_))));
+    let apply = || Apply::new(&pair).base(&base_file);
+    // Row 10 has elements 5 to 11 of the part.
+    assert!(apply().range("w", 305..312).unwrap() == target[0].bytes[610..624]);
+    let refused = apply().range("w", 304..312);
+    assert!(matches!(&refused, Err(Error::InvalidArgument(text)) if text.contains("14 of 16 bytes")), "{refused:?}");
+    let refused = apply().changes("w");
+    assert!(matches!(&refused, Err(Error::InvalidArgument(text)) if text.contains("only some parts of tensor w")), "{refused:?}");
     let refused = Apply::new(&pair).base(&base_file).to_path(path("out"));
     assert!(matches!(&refused, Err(Error::NotWritable { reason }) if reason.contains("only some parts")), "{refused:?}");
     for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
@@ -210,6 +190,36 @@ fn a_pair_of_some_parts_has_no_files_and_changes_only_slices() {
         }
         assert!(bytes == expected, "{mode:?}");
         assert_eq!(bytes_of(&Data { bytes, ..base[0].clone() }, &part), bytes_of(&target[0], &part));
+    }
+}
+
+/// A range reads the payloads of the parts that it meets, and no others.
+#[test]
+fn a_range_decodes_only_chunks_of_the_parts_that_it_meets() {
+    let base = [tensor("w", "BF16", &[60, 400], 1)];
+    let target = [tuned(&base[0], 3)];
+    let (base, expected) = (memory(&base), &target[0].bytes);
+    // Four parts of 6,000 elements, in two chunks each.
+    let options = EncodeOptions::default().codec(Codec::Raw).chunk_lanes(4096).split("w=1:4".parse().unwrap());
+    let pair = Encode::new(&memory(&target)).base(&base).options(options).to_memory().unwrap().0;
+    let range = |pair: &Pair<Vec<u8>>, from: usize, to: usize| {
+        let bytes = Apply::new(pair).base(&base).range("w", from as u64..to as u64);
+        bytes.inspect(|bytes| assert!(*bytes == expected[2 * from..2 * to]))
+    };
+    for (part, damaged) in pair.index().tensors().flat_map(|entry| entry.chunks()).enumerate() {
+        let mut blob = pair.blob().clone();
+        blob[pair.index().chunk(damaged).blob_offset as usize] ^= 1;
+        let damaged =
+            Pair::new(ValidatedIndex::parse(pair.index().as_bytes().to_vec(), &Limits::default()).unwrap(), blob).unwrap();
+        let (column, is_first) = (part / 2, part % 2 == 0);
+        for other in 0..4 {
+            // Row 0 is in the first chunk of a part, row 59 in the second.
+            for (row, meets) in [(0, is_first), (59, !is_first)] {
+                let from = 400 * row + 100 * other;
+                assert_eq!(range(&damaged, from, from + 100).is_err(), other == column && meets, "part {part}, column {other}");
+            }
+        }
+        assert!(range(&damaged, 0, 60 * 400).is_err());
     }
 }
 

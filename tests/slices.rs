@@ -4,62 +4,14 @@
 #[allow(dead_code, reason = "not all helpers are wanted")]
 mod common;
 
+use common::slices::{GAP, Held, cut, info, memory, whole};
 use common::{Tensor as Data, tensor, tuned};
 use proptest::prelude::*;
+use std::slice::from_ref;
 use tpde::{
-    Apply, Encode, EncodeOptions, Error, InPlace, MemoryCheckpoint, Pair, Rectangle, Slice, SliceCheckpoint, SliceMut, TensorInfo,
-    TensorMut,
+    Apply, Checkpoint, Encode, EncodeOptions, Error, InPlace, MemoryCheckpoint, Pair, Rectangle, Slice, SliceCheckpoint, SliceMut,
+    TensorInfo, TensorMut,
 };
-
-const GAP: u8 = 0xE7;
-
-fn info(data: &Data) -> TensorInfo {
-    let shape = data.shape.iter().map(|&dim| dim as u64).collect();
-    TensorInfo { name: data.name.clone(), dtype: data.dtype.parse().unwrap(), shape }
-}
-
-fn memory(data: &Data) -> MemoryCheckpoint<'_> {
-    MemoryCheckpoint::new([(info(data), &data.bytes[..])]).unwrap()
-}
-
-/// A rectangle in memory, element by element, with gaps of `gap` bytes between rows. Returns the memory and the pitch.
-fn held(data: &Data, part: &Rectangle, gap: usize) -> (Vec<u8>, u64) {
-    let width = common::width(data.dtype);
-    let last = *part.extent.last().unwrap();
-    let mut bytes = Vec::new();
-    for element in 0..part.extent.iter().product::<u64>() {
-        if element > 0 && element % last == 0 {
-            bytes.extend(vec![GAP; gap]);
-        }
-        let (mut rest, mut number, mut stride): (u64, u64, u64) = (element, 0, 1);
-        for i in (0..part.extent.len()).rev() {
-            number += (part.origin[i] + rest % part.extent[i]) * stride;
-            rest /= part.extent[i];
-            stride *= data.shape[i] as u64;
-        }
-        bytes.extend(&data.bytes[number as usize * width..][..width]);
-    }
-    (bytes, last * width as u64 + gap as u64)
-}
-
-/// Memory of the same layout with other content.
-fn filled(held: &[u8], target: &Data, part: &Rectangle, gap: usize) -> Vec<u8> {
-    let mut zeros = target.clone();
-    zeros.bytes.fill(0);
-    let bytes = self::held(&zeros, part, gap).0;
-    assert_eq!(bytes.len(), held.len());
-    bytes
-}
-
-fn slice<'a>(name: &'a str, part: &Rectangle, bytes: &'a mut [u8], gap: usize, pitch: u64) -> SliceMut<'a> {
-    let slice = SliceMut::new(name, part.clone(), bytes);
-    if gap > 0 { slice.pitch(pitch) } else { slice }
-}
-
-fn base_slice<'a>(data: &Data, part: &Rectangle, bytes: &'a [u8], gap: usize, pitch: u64) -> Slice<'a> {
-    let slice = Slice::new(info(data), part.clone(), bytes);
-    if gap > 0 { slice.pitch(pitch) } else { slice }
-}
 
 /// A rectangle of a shape, as the numbers say.
 fn rectangle(shape: &[usize], numbers: &[u64]) -> Rectangle {
@@ -71,7 +23,7 @@ fn rectangle(shape: &[usize], numbers: &[u64]) -> Rectangle {
 fn pair(base: &Data, target: &Data, cuts: Vec<Rectangle>) -> Pair<Vec<u8>> {
     let options = EncodeOptions::default().chunk_lanes(4096);
     let options = if cuts.is_empty() { options } else { options.cuts([(target.name.clone(), cuts)]) };
-    Encode::new(&memory(target)).base(&memory(base)).options(options).to_memory().unwrap().0
+    Encode::new(&memory(from_ref(target))).base(&memory(from_ref(base))).options(options).to_memory().unwrap().0
 }
 
 /// Cuts of a dimension into parts of at most `size`.
@@ -101,28 +53,68 @@ proptest! {
         let target = tuned(&base, 7);
         let pair = pair(&base, &target, cuts(&shape, dim.index(shape.len()), size));
         let part = rectangle(&shape, &numbers);
-        let (expected, pitch) = held(&target, &part, gap);
-        let mut out = filled(&expected, &target, &part, gap);
-        let whole = memory(&base);
-        Apply::new(&pair).base(&whole).to_slices([slice("w", &part, &mut out, gap, pitch)]).unwrap();
-        prop_assert!(out == expected, "from a whole base");
+        let expected = Held::new(&target, &part, gap).bytes;
+        let mut out = Held::zeros(&target, &part, gap);
+        let whole = memory(from_ref(&base));
+        Apply::new(&pair).base(&whole).to_slices([out.slice_mut("w")]).unwrap();
+        prop_assert!(out.bytes == expected, "from a whole base");
 
         // From the base lanes of the chunks that the slice touches, if a slice of the base holds them.
-        let (base_bytes, base_pitch) = held(&base, &part, gap);
-        let slices = SliceCheckpoint::new([base_slice(&base, &part, &base_bytes, gap, base_pitch)]).unwrap();
-        let mut out = filled(&expected, &target, &part, gap);
-        let before = out.clone();
-        let outcome = Apply::new(&pair).base(&slices).to_slices([slice("w", &part, &mut out, gap, pitch)]);
-        match outcome {
-            Ok(_) => prop_assert!(out == expected, "from a slice of the base"),
-            Err(Error::NotHeld { .. }) => prop_assert!(out == before),
+        let old = Held::new(&base, &part, gap);
+        let slices = SliceCheckpoint::new([old.slice(info(&base))]).unwrap();
+        let mut out = Held::zeros(&target, &part, gap);
+        let before = out.bytes.clone();
+        match Apply::new(&pair).base(&slices).to_slices([out.slice_mut("w")]) {
+            Ok(_) => prop_assert!(out.bytes == expected, "from a slice of the base"),
+            Err(Error::NotHeld { .. }) => prop_assert!(out.bytes == before),
             Err(other) => panic!("{other}"),
         }
         for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
-            let mut held = base_bytes.clone();
-            match Apply::new(&pair).in_place_slices([slice("w", &part, &mut held, gap, base_pitch)], mode) {
-                Ok(_) => prop_assert!(held == expected, "{:?}", mode),
-                Err(Error::NotHeld { .. }) => prop_assert!(held == base_bytes, "{:?}", mode),
+            let mut held = old.clone();
+            match Apply::new(&pair).in_place_slices([held.slice_mut("w")], mode) {
+                Ok(_) => prop_assert!(held.bytes == expected, "{:?}", mode),
+                Err(Error::NotHeld { .. }) => prop_assert!(held.bytes == old.bytes, "{:?}", mode),
+                Err(other) => panic!("{other}"),
+            }
+        }
+    }
+
+    /// Slices that together hold a tensor, or nearly, with the pair cut elsewhere.
+    #[test]
+    fn several_slices_of_one_tensor_are_rebuilt_together(
+        shape in prop::collection::vec(1usize..70, 1..4),
+        numbers in prop::collection::vec(any::<u64>(), 40),
+        (dim, size) in (any::<prop::sample::Index>(), 1u64..100),
+        gap in prop::sample::select(vec![0, 6]),
+        is_missing in any::<prop::sample::Index>(),
+        seed in any::<u64>(),
+    ) {
+        let base = tensor("w", "BF16", &shape, seed);
+        let target = tuned(&base, 5);
+        let pair = pair(&base, &target, cuts(&shape, dim.index(shape.len()), size));
+        let parts = cut(&whole(&base), &mut numbers.into_iter(), 3, 0);
+        let all = |data: &Data| parts.iter().map(|part| Held::new(data, part, gap)).collect::<Vec<_>>();
+        let (old, expected) = (all(&base), all(&target));
+        let is_equal = |held: &[Held], expected: &[Held]| held.iter().zip(expected).all(|(a, b)| a.bytes == b.bytes);
+        let slices = SliceCheckpoint::new(old.iter().map(|held| held.slice(info(&base)))).unwrap();
+        let mut out: Vec<_> = parts.iter().map(|part| Held::zeros(&target, part, gap)).collect();
+        let report = Apply::new(&pair).base(&slices).to_slices(out.iter_mut().rev().map(|held| held.slice_mut("w"))).unwrap();
+        prop_assert!(is_equal(&out, &expected));
+        prop_assert_eq!((report.tensors, report.bytes), (1, out.iter().map(|held| held.bytes.len() as u64).sum()));
+        for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
+            let mut held = old.clone();
+            let report = Apply::new(&pair).in_place_slices(held.iter_mut().map(|held| held.slice_mut("w")), mode).unwrap();
+            prop_assert!(is_equal(&held, &expected), "{:?}", mode);
+            prop_assert_eq!(report.digests_checked, mode == InPlace::AllChecked);
+
+            let mut held = old.clone();
+            held.remove(is_missing.index(parts.len()));
+            let before = held.clone();
+            let mut without = expected.clone();
+            without.remove(is_missing.index(parts.len()));
+            match Apply::new(&pair).in_place_slices(held.iter_mut().map(|held| held.slice_mut("w")), mode) {
+                Ok(_) => prop_assert!(is_equal(&held, &without), "{:?}", mode),
+                Err(Error::NotHeld { .. }) => prop_assert!(is_equal(&held, &before), "{:?}", mode),
                 Err(other) => panic!("{other}"),
             }
         }
@@ -143,25 +135,25 @@ proptest! {
         let parts = cuts(&shape, dim, (shape[dim] as u64).div_ceil(ranks));
         let pair = pair(&base, &target, parts.clone());
         for part in &parts {
-            let ((expected, pitch), (old, _)) = (held(&target, part, gap), held(&base, part, gap));
-            let slices = SliceCheckpoint::new([base_slice(&base, part, &old, gap, pitch)]).unwrap();
-            let mut out = filled(&expected, &target, part, gap);
-            Apply::new(&pair).base(&slices).to_slices([slice("w", part, &mut out, gap, pitch)]).unwrap();
-            prop_assert!(out == expected);
+            let (expected, old) = (Held::new(&target, part, gap).bytes, Held::new(&base, part, gap));
+            let slices = SliceCheckpoint::new([old.slice(info(&base))]).unwrap();
+            let mut out = Held::zeros(&target, part, gap);
+            Apply::new(&pair).base(&slices).to_slices([out.slice_mut("w")]).unwrap();
+            prop_assert!(out.bytes == expected);
             for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
-                let mut bytes = old.clone();
-                let report = Apply::new(&pair).in_place_slices([slice("w", part, &mut bytes, gap, pitch)], mode).unwrap();
-                prop_assert!(bytes == expected);
+                let mut held = old.clone();
+                let report = Apply::new(&pair).in_place_slices([held.slice_mut("w")], mode).unwrap();
+                prop_assert!(held.bytes == expected);
                 prop_assert_eq!(report.digests_checked, mode == InPlace::AllChecked);
             }
             // A rank whose memory is not its base changes nothing.
             let mut wrong = old.clone();
-            wrong[0] ^= 2;
-            let before = wrong.clone();
-            let outcome = Apply::new(&pair).in_place_slices([slice("w", part, &mut wrong, gap, pitch)], InPlace::AllChecked);
+            wrong.bytes[0] ^= 2;
+            let before = wrong.bytes.clone();
+            let outcome = Apply::new(&pair).in_place_slices([wrong.slice_mut("w")], InPlace::AllChecked);
             if let Err(error) = outcome {
                 prop_assert!(matches!(error, Error::WrongBase { .. } | Error::AlreadyApplied), "{}", error);
-                prop_assert!(wrong == before);
+                prop_assert!(wrong.bytes == before);
             }
         }
     }
@@ -173,7 +165,7 @@ fn a_slice_that_cuts_a_chunk_is_refused_and_the_error_names_the_entry() {
     let target = tuned(&base, 3);
     let pair = pair(&base, &target, Vec::new());
     let part = Rectangle::new([0, 0], [50, 100]);
-    let mut bytes = held(&base, &part, 0).0;
+    let mut bytes = Held::new(&base, &part, 0).bytes;
     let before = bytes.clone();
     let refused = Apply::new(&pair).in_place_slices([SliceMut::new("w", part.clone(), &mut bytes)], InPlace::ChunkByChunk);
     let Err(Error::NotHeld { tensor, chunk, reason }) = refused else { panic!("{refused:?}") };
@@ -187,9 +179,9 @@ fn a_slice_that_cuts_a_chunk_is_refused_and_the_error_names_the_entry() {
     assert!(out.iter().all(|&byte| byte == 0));
     // The first 40 rows are within the first chunk.
     let part = Rectangle::new([0, 0], [40, 100]);
-    let mut out = held(&base, &part, 0).0;
+    let mut out = Held::new(&base, &part, 0).bytes;
     Apply::new(&pair).base(&slices).to_slices([SliceMut::new("w", part.clone(), &mut out)]).unwrap();
-    assert!(out == held(&target, &part, 0).0);
+    assert!(out == Held::new(&target, &part, 0).bytes);
 }
 
 #[test]
@@ -199,7 +191,7 @@ fn a_slice_that_the_pair_does_not_cover_is_refused_before_anything_is_written() 
     // Rows 60 to 99 are in no part.
     let pair = pair(&base, &target, vec![Rectangle::new([0, 0], [30, 100]), Rectangle::new([30, 0], [30, 100])]);
     let part = Rectangle::new([0, 0], [61, 100]);
-    let before = held(&base, &part, 0).0;
+    let before = Held::new(&base, &part, 0).bytes;
     for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
         let mut bytes = before.clone();
         let error = Apply::new(&pair).in_place_slices([SliceMut::new("w", part.clone(), &mut bytes)], mode).unwrap_err();
@@ -207,7 +199,7 @@ fn a_slice_that_the_pair_does_not_cover_is_refused_before_anything_is_written() 
         assert!(bytes == before, "{mode:?}");
     }
     let mut out = vec![GAP; before.len()];
-    Apply::new(&pair).base(&memory(&base)).to_slices([SliceMut::new("w", part, &mut out)]).unwrap_err();
+    Apply::new(&pair).base(&memory(from_ref(&base))).to_slices([SliceMut::new("w", part, &mut out)]).unwrap_err();
     assert!(out.iter().all(|&byte| byte == GAP));
 }
 
@@ -231,7 +223,7 @@ fn slices_that_make_no_sense_are_refused() {
     let base = tensor("w", "BF16", &[10, 10], 1);
     let target = tuned(&base, 3);
     let pair = pair(&base, &target, cuts(&[10, 10], 0, 5)[..1].to_vec());
-    let whole = memory(&base);
+    let whole = memory(from_ref(&base));
     let refused = |part: Rectangle, size: usize, pitch: Option<u64>, what: &str| {
         let mut out = vec![0; size];
         let slice = SliceMut::new("w", part, &mut out);
@@ -248,7 +240,65 @@ fn slices_that_make_no_sense_are_refused() {
     let mut out = vec![0; 20];
     let missing = Apply::new(&pair).base(&whole).to_slices([SliceMut::new("v", Rectangle::new([0, 0], [1, 10]), &mut out)]);
     assert!(matches!(missing, Err(Error::InvalidArgument(_))));
-    let bytes = vec![0; 20];
-    let slice = || Slice::new(info(&base), Rectangle::new([0, 0], [1, 10]), &bytes);
-    assert!(SliceCheckpoint::new([slice(), slice()]).is_err());
+}
+
+/// Slices of one tensor are disjoint, and of one dtype and shape.
+#[test]
+fn slices_of_one_tensor_that_contradict_each_other_are_refused() {
+    let base = tensor("w", "BF16", &[10, 10], 1);
+    let pair = pair(&base, &tuned(&base, 3), Vec::new());
+    let bytes = [0; 60];
+    let slice = |origin: [u64; 2], shape: &[u64]| {
+        let info = TensorInfo { shape: shape.to_vec(), ..info(&base) };
+        Slice::new(info, Rectangle::new(origin, [6, 5]), &bytes)
+    };
+    let refused = |slices: [Slice<'_>; 2], what: &str| {
+        let error = SliceCheckpoint::new(slices).unwrap_err();
+        assert!(matches!(&error, Error::InvalidArgument(text) if text.contains(what)), "{error}");
+    };
+    SliceCheckpoint::new([slice([0, 0], &[10, 10]), slice([0, 5], &[10, 10])]).unwrap();
+    refused([slice([4, 3], &[10, 10]), slice([0, 0], &[10, 10])], "slices [0, 0] + [6, 5] and [4, 3] + [6, 5] of tensor w overlap");
+    refused([slice([0, 0], &[10, 10]), slice([0, 5], &[10, 11])], "BF16 [10, 10] and BF16 [10, 11]");
+    let (mut one, mut other) = (bytes, bytes);
+    let whole = memory(from_ref(&base));
+    for is_in_place in [false, true] {
+        let slice = |origin: [u64; 2], bytes| SliceMut::new("w", Rectangle::new(origin, [6, 5]), bytes);
+        let slices = [slice([0, 0], &mut one[..]), slice([4, 4], &mut other[..])];
+        let outcome = match is_in_place {
+            true => Apply::new(&pair).in_place_slices(slices, InPlace::ChunkByChunk),
+            false => Apply::new(&pair).base(&whole).to_slices(slices),
+        };
+        assert!(matches!(&outcome, Err(Error::InvalidArgument(text)) if text.contains("overlap")), "{outcome:?}");
+    }
+    assert_eq!((one, other), (bytes, bytes));
+}
+
+/// A rank of a sharded tensor may have no rows.
+#[test]
+fn empty_slices_change_nothing() {
+    let base = tensor("w", "BF16", &[10, 10], 1);
+    let pair = pair(&base, &tuned(&base, 3), Vec::new());
+    let shard = whole(&base).shard(0, 11, 10).unwrap();
+    assert_eq!(shard, Rectangle::new([10, 0], [0, 10]));
+    let slices = SliceCheckpoint::new([Slice::new(info(&base), shard.clone(), &[])]).unwrap();
+    assert!(!slices.holds(0, 0, 2) && slices.holds(0, 0, 0));
+    assert!(slices.read(0, 0, &mut [0; 2]).is_err());
+    Apply::new(&pair).base(&slices).to_slices([SliceMut::new("w", shard.clone(), &mut [])]).unwrap();
+    Apply::new(&pair).in_place_slices([SliceMut::new("w", shard, &mut [])], InPlace::AllChecked).unwrap();
+    let beyond = Slice::new(info(&base), Rectangle::new([11, 0], [0, 10]), &[]);
+    assert!(SliceCheckpoint::new([beyond]).is_err());
+}
+
+#[test]
+fn bytes_past_the_end_of_a_tensor_are_in_no_slice() {
+    let base = tensor("w", "BF16", &[4, 3], 1);
+    for part in [whole(&base), Rectangle::new([0, 1], [4, 2]), Rectangle::new([2, 0], [2, 3])] {
+        let held = Held::new(&base, &part, 2);
+        let slices = SliceCheckpoint::new([held.slice(info(&base))]).unwrap();
+        for offset in 23..80 {
+            assert!(slices.read(0, offset, &mut [0; 2]).is_err(), "{part} {offset}");
+            assert!(!slices.holds(0, offset, 2) && slices.in_place(0, offset, 2).is_none(), "{part} {offset}");
+        }
+        assert_eq!(slices.in_place(0, 20, 4), Some(&base.bytes[20..]));
+    }
 }

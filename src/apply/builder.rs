@@ -199,41 +199,30 @@ impl<'a, B: Source> Apply<'a, B> {
         self.run()?.verify()
     }
 
-    /// The bytes of a range of elements of a tensor. Decodes only the chunks that overlap the range. The tensor need not be
-    /// selected.
+    /// The bytes of a range of elements of a tensor. Decodes only the chunks that have bytes of the range, also where the pair has
+    /// the tensor in parts. The tensor need not be selected.
     ///
     /// CRC and sums of the chunks are checked, and the digests of their payloads if the index stores them. Digests of tensors are
     /// not compared, because such a digest covers the whole tensor.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the pair has no such tensor, the tensor no such range, or the pair parts of the tensor, for which
-    /// there is [`Apply::to_slices`]; otherwise the errors of [`Apply::to_buffers`].
+    /// [`Error::InvalidArgument`] if the pair has no such tensor, the tensor no such range, or the pair only some elements of the
+    /// range; [`Error::Io`] if the memory cannot be allocated; otherwise the errors of [`Apply::to_buffers`].
     pub fn range(&self, name: &str, elements: Range<u64>) -> Result<Vec<u8>> {
-        range::range(&self.run_for(self.whole(name)?)?, name, elements)
+        range::range(&self.run_for(self.pair.index().entries(name))?, name, elements)
     }
 
     /// The elements of a tensor whose bits differ between base and target, in ascending order, with their new values. An element
     /// that the base lacks is compared with zero. For a packed dtype the unit is a byte. The tensor need not be selected.
     ///
-    /// Only the changed chunks are decoded. They are checked as in [`Apply::range`]. Memory: the size of the result.
+    /// Only the changed chunks are decoded. They are checked as in [`Apply::range`]. Memory: the size of the result, and about twice
+    /// that while changes of parts are sorted.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the pair has no such tensor, or has parts of it; otherwise the errors of
+    /// [`Error::InvalidArgument`] if the pair has no such tensor, or only some parts of it; otherwise the errors of
     /// [`Apply::to_buffers`].
     pub fn changes(&self, name: &str) -> Result<Changes> {
-        range::changes(&self.run_for(self.whole(name)?)?, name)
-    }
-
-    /// The tensor of this name, if the pair has it. Refuses a tensor of which the pair has parts.
-    fn whole(&self, name: &str) -> Result<Option<Tensor<'_>>> {
-        let tensor = self.pair.index().find(name);
-        if tensor.is_some_and(|tensor| tensor.part.is_some()) {
-            let name = Escaped(name);
-            return Err(Error::InvalidArgument(format!(
-                "the pair has parts of tensor {name}: rebuild them as slices of the tensor"
-            )));
-        }
-        Ok(tensor)
+        range::changes(&self.run_for(self.pair.index().entries(name))?, name)
     }
 
     /// Changes the tensors in memory from base to target. They may come in any order, and other tensors of the pair are skipped.
@@ -270,14 +259,14 @@ impl<'a, B: Source> Apply<'a, B> {
     }
 
     /// Rebuilds slices: rectangles of tensors, in memory that may have gaps between rows. Decodes only the chunks that have
-    /// elements of the slices. The tensors need not be selected, and several slices may be of one tensor.
+    /// elements of the slices. The tensors need not be selected. Several slices may be of one tensor, without common elements.
     ///
     /// The base may hold only slices of its tensors ([`SliceCheckpoint`](crate::SliceCheckpoint)), if they have the base lanes of
     /// these chunks. Chunks are checked as in [`Apply::range`].
     ///
     /// # Errors
-    /// - Nothing is decoded: [`Error::InvalidArgument`] if the pair has no such tensor, or if a slice is not within its tensor or has
-    ///   another size, or if the pair has only some elements of a slice; [`Error::NotHeld`] if the base lacks lanes of a chunk.
+    /// - Nothing is decoded: [`Error::InvalidArgument`] if the pair has no such tensor, if a slice is not within its tensor or has
+    ///   another size, if slices overlap, or if the pair has only some elements of a slice; [`Error::NotHeld`] if the base lacks lanes of a chunk.
     /// - Discard the slices: the errors of [`Apply::to_buffers`].
     pub fn to_slices<'t>(&self, slices: impl IntoIterator<Item = SliceMut<'t>>) -> Result<ApplyReport> {
         let mut slices: Vec<_> = slices.into_iter().collect();
@@ -286,14 +275,16 @@ impl<'a, B: Source> Apply<'a, B> {
         slices::rebuild(&run, &mut slices)
     }
 
-    /// Changes slices of tensors in memory from base to target, at most one per tensor. The slices themselves are the base, so no
-    /// other base may be set. The pair must have all elements of each slice. Bytes between rows stay as they are.
+    /// Changes slices of tensors in memory from base to target. Several slices may be of one tensor, without common elements. The
+    /// slices themselves are the base, so no other base may be set. The pair must have all elements of each slice. Bytes between
+    /// rows stay as they are.
     ///
-    /// Each chunk with elements of a slice must be within it. A pair in which the slice is a part of its tensor fulfils that.
+    /// The slices must have all elements of each chunk of which they have some. A pair in which each slice is a part of its tensor,
+    /// or is cut into parts, fulfils that.
     /// [`InPlace::AllChecked`] compares the digests of tensors and parts that are held completely.
     ///
     /// # Errors
-    /// As for [`Apply::in_place`]; [`Error::NotHeld`], before any work, if a slice has only some lanes of a chunk.
+    /// As for [`Apply::in_place`]; [`Error::NotHeld`], before any work, if the slices of a tensor have only some lanes of a chunk.
     pub fn in_place_slices<'t>(&self, slices: impl IntoIterator<Item = SliceMut<'t>>, mode: InPlace) -> Result<ApplyReport> {
         if self.base.is_some() {
             return Err(Error::InvalidArgument("an application in place takes no base: the tensors are the base".into()));

@@ -5,6 +5,7 @@ use super::run::Run;
 use crate::batches::{Pool, in_batches};
 use crate::error::{Error, Escaped, Result};
 use crate::index::Tensor;
+use crate::rectangle::Runs;
 use crate::source::Source;
 use crate::sums::ChunkSum;
 use std::ops::Range;
@@ -20,45 +21,133 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// Adds the elements that differ between `old` and `new`. `first` is the position of their first element in the tensor.
-    fn collect(&mut self, first: u64, old: &[u8], new: &[u8], element: usize) {
+    /// Adds the elements that differ between `old` and `new`. `position` gives the position in the tensor of the n-th element.
+    fn collect(&mut self, position: impl Fn(u64) -> u64, old: &[u8], new: &[u8], element: usize) {
         const BLOCK: usize = 1024;
         for (block, (old, new)) in old.chunks(BLOCK).zip(new.chunks(BLOCK)).enumerate() {
             if old == new {
                 continue;
             }
-            let first = first + (block * BLOCK / element) as u64;
+            let first = (block * BLOCK / element) as u64;
             for (i, (old, new)) in old.chunks(element).zip(new.chunks(element)).enumerate() {
                 if old != new {
-                    self.positions.push(first + i as u64);
+                    self.positions.push(position(first + i as u64));
                     self.values.extend_from_slice(new);
                 }
             }
         }
     }
+
+    /// Sorts by position. Fast if there are a few ascending runs.
+    fn sort(&mut self, element: usize) {
+        if self.positions.is_sorted() {
+            return;
+        }
+        let mut order: Vec<usize> = (0..self.positions.len()).collect();
+        order.sort_by_key(|&i| self.positions[i]);
+        let (positions, values) = (&self.positions, &self.values);
+        *self = Self {
+            positions: order.iter().map(|&i| positions[i]).collect(),
+            values: order.iter().flat_map(|&i| &values[i * element..][..element]).copied().collect(),
+        };
+    }
 }
 
-fn find<'a, B: Source>(run: &Run<'a, B>, name: &str) -> Result<Tensor<'a>> {
-    run.pair.index().find(name).ok_or_else(|| Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(name))))
+/// One chunk to decode.
+#[derive(Clone, Copy)]
+struct Job<'t, 'a> {
+    entry: &'t Entry<'a>,
+    chunk: u32,
 }
 
-/// The bytes of a range of elements. Decodes only the chunks that overlap the range.
+/// An entry of the pair: the tensor, or a part of it.
+struct Entry<'a> {
+    tensor: Tensor<'a>,
+    base: Option<usize>,
+    /// The bytes of a part within its tensor.
+    runs: Option<Runs>,
+}
+
+impl<'a> Entry<'a> {
+    /// The entries of a tensor.
+    fn all<B: Source>(run: &Run<'a, B>, name: &str) -> Result<Vec<Self>> {
+        let entries = run.pair.index().entries(name);
+        let entries: Vec<_> =
+            entries.map(|tensor| Ok(Self { tensor, base: run.find_base(&tensor)?, runs: tensor.runs() })).collect::<Result<_>>()?;
+        match entries.is_empty() {
+            true => Err(Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(name)))),
+            false => Ok(entries),
+        }
+    }
+
+    /// Fills `lanes` with base lanes.
+    fn fill<B: Source>(&self, run: &Run<'_, B>, first: u64, lanes: &mut [u8], sum: &mut ChunkSum) -> Result<()> {
+        base_lanes(&self.tensor, run.base(), self.base, first, lanes, sum)
+    }
+
+    /// Of bytes of the tensor, those that the entry has.
+    fn bytes_in(&self, bytes: &Range<u64>) -> Range<u64> {
+        match &self.runs {
+            Some(runs) => runs.before(bytes.start)..runs.before(bytes.end),
+            None => bytes.clone(),
+        }
+    }
+
+    /// The chunks that contain a range of bytes of the entry.
+    fn chunks_of(&self, bytes: &Range<u64>) -> Range<u32> {
+        let width = self.tensor.lane_bytes() as u64;
+        self.tensor.chunks_of(&(bytes.start / width..bytes.end / width))
+    }
+}
+
+impl Job<'_, '_> {
+    /// The bytes of the chunk in its entry.
+    fn bytes(&self) -> Range<u64> {
+        let (lanes, width) = (self.entry.tensor.chunk_range(self.chunk), self.entry.tensor.lane_bytes() as u64);
+        lanes.start * width..lanes.end * width
+    }
+
+    fn size(&self) -> usize {
+        (self.bytes().end - self.bytes().start) as usize
+    }
+}
+
+/// The bytes of a range of elements. Decodes only the chunks that have bytes of the range.
 pub(super) fn range<B: Source>(run: &Run<'_, B>, name: &str, elements: Range<u64>) -> Result<Vec<u8>> {
-    let tensor = find(run, name)?;
-    let (lanes, chunks) = tensor.locate(elements)?;
-    let base = run.find_base(&tensor)?;
-    let width = tensor.lane_bytes() as u64;
+    let entries = Entry::all(run, name)?;
+    let (lanes, width) = (entries[0].tensor.lanes_of_whole(elements)?, entries[0].tensor.lane_bytes() as u64);
+    let wanted = lanes.start * width..lanes.end * width;
+    let of_entries: Vec<_> = entries.iter().map(|entry| (entry, entry.bytes_in(&wanted))).collect();
+    let (covered, size) = (of_entries.iter().map(|(_, bytes)| bytes.end - bytes.start).sum::<u64>(), wanted.end - wanted.start);
+    if covered < size {
+        let name = Escaped(name);
+        return Err(Error::InvalidArgument(format!(
+            "the pair has parts with {covered} of {size} bytes of the range of tensor {name}"
+        )));
+    }
     let mut out = Vec::new();
+    let size = usize::try_from(size).ok().filter(|&size| out.try_reserve_exact(size).is_ok());
+    out.resize(size.ok_or_else(|| Error::io("allocate", name.as_ref(), std::io::ErrorKind::OutOfMemory.into()))?, 0);
+    let compared = run.compared(of_entries.iter().flat_map(|(entry, bytes)| entry.chunks_of(bytes)));
     let mut worker = DecodeWorker::new();
-    let compared = run.compared(chunks.clone());
-    for chunk in chunks {
-        let range = tensor.chunk_range(chunk);
-        let mut buffer = vec![0; ((range.end - range.start) * width) as usize];
-        let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, run.base(), base, first, lanes, sum);
-        decode(&compared, &tensor, chunk, fill, &mut worker, &mut buffer, false)?;
-        let from = lanes.start.max(range.start) - range.start;
-        let to = lanes.end.min(range.end) - range.start;
-        out.extend_from_slice(&buffer[(from * width) as usize..(to * width) as usize]);
+    for (entry, bytes) in of_entries {
+        for chunk in entry.chunks_of(&bytes) {
+            let job = Job { entry, chunk };
+            let in_chunk = job.bytes();
+            let mut decoded = vec![0; job.size()];
+            let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| entry.fill(run, first, lanes, sum);
+            decode(&compared, &entry.tensor, chunk, fill, &mut worker, &mut decoded, false)?;
+            let (from, to) = (bytes.start.max(in_chunk.start), bytes.end.min(in_chunk.end));
+            let decoded = &decoded[(from - in_chunk.start) as usize..(to - in_chunk.start) as usize];
+            let mut copy = |at: u64, range: Range<usize>| -> Result<()> {
+                out[(at - wanted.start) as usize..][..range.len()].copy_from_slice(&decoded[range]);
+                Ok(())
+            };
+            match &entry.runs {
+                Some(runs) => runs.try_each(from, decoded.len(), copy)?,
+                None => copy(from, 0..decoded.len())?,
+            }
+        }
     }
     compared.finish()?;
     Ok(out)
@@ -66,27 +155,36 @@ pub(super) fn range<B: Source>(run: &Run<'_, B>, name: &str, elements: Range<u64
 
 /// The elements whose bits differ between base and target, with their new values.
 pub(super) fn changes<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Changes> {
-    let tensor = find(run, name)?;
-    let base = run.find_base(&tensor)?;
-    let width = tensor.lane_bytes() as u64;
-    let element = tensor.element_bytes();
+    let entries = Entry::all(run, name)?;
+    if !run.pair.index().is_tiled(name) {
+        let name = Escaped(name);
+        return Err(Error::InvalidArgument(format!(
+            "the pair has only some parts of tensor {name}: its other changes are unknown"
+        )));
+    }
+    let element = entries[0].tensor.element_bytes();
     let workers = Pool::new(DecodeWorker::new);
     let mut changes = Changes::default();
-    let compared = run.compared(tensor.chunks());
+    let compared = run.compared(entries.iter().flat_map(|entry| entry.tensor.chunks()));
+    let jobs = entries.iter().flat_map(|entry| entry.tensor.chunks().map(move |chunk| Job { entry, chunk }));
     in_batches(
-        tensor.chunks().filter(|&chunk| compared.encoded(chunk).num_deltas > 0),
-        |&chunk| (tensor.chunk_range(chunk).end - tensor.chunk_range(chunk).start) * width,
-        |&mut chunk| {
-            let range = tensor.chunk_range(chunk);
-            let size = ((range.end - range.start) * width) as usize;
-            let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, run.base(), base, first, lanes, sum);
+        jobs.filter(|job| compared.encoded(job.chunk).num_deltas > 0),
+        |job| job.size() as u64,
+        |&mut job| {
+            let Job { entry, chunk } = job;
+            let (size, start) = (job.size(), job.bytes().start);
+            let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| entry.fill(run, first, lanes, sum);
+            let position = |n: u64| {
+                let at = start + n * element as u64;
+                entry.runs.as_ref().map_or(at, |runs| runs.at(at)) / element as u64
+            };
             let mut in_chunk = Changes::default();
             workers.with(|worker| {
                 worker.with_lanes(2 * size, |worker, lanes| -> Result<()> {
                     let (new, old) = lanes.split_at_mut(size);
-                    decode(&compared, &tensor, chunk, fill, worker, new, false)?;
-                    fill(range.start, old, &mut ChunkSum::default())?;
-                    in_chunk.collect(range.start * width / element as u64, old, new, element);
+                    decode(&compared, &entry.tensor, chunk, fill, worker, new, false)?;
+                    fill(entry.tensor.chunk_range(chunk).start, old, &mut ChunkSum::default())?;
+                    in_chunk.collect(position, old, new, element);
                     Ok(())
                 })
             })?;
@@ -100,5 +198,6 @@ pub(super) fn changes<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Changes
         },
     )?;
     compared.finish()?;
+    changes.sort(element);
     Ok(changes)
 }

@@ -8,33 +8,41 @@ use super::run::{ApplyReport, Run};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::{Cut, Piece};
-use crate::error::{Error, Escaped, Result};
+use crate::error::{Error, Escaped, List, Result};
 use crate::format::BaseKind;
 use crate::index::Tensor;
 use crate::reader::Pair;
-use crate::rectangle::{Rectangle, Runs};
-use crate::slice::{Slice, SliceCheckpoint, SliceLayout, SliceMut};
+use crate::rectangle::Runs;
+use crate::slice::{Slice, SliceCheckpoint, SliceLayout, SliceMut, check_disjoint};
 use crate::source::Source;
 use crate::sums::ChunkSum;
 use crate::watch::{NoProgress, Progress};
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError, RwLock};
+use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard};
 
-/// An entry of the pair that has elements of a slice.
+/// An entry of the pair that has elements of slices.
 struct Touched<'a> {
-    /// Position of the slice.
-    slice: usize,
+    /// Position of the tensor among those with slices, in order of name.
+    tensor: usize,
     entry: Tensor<'a>,
     /// The bytes of a part within its tensor.
     runs: Option<Runs>,
-    /// The chunks with elements of the slice.
-    chunks: Vec<u32>,
+    /// The chunks with elements of slices.
+    chunks: Vec<TouchedChunk>,
+}
+
+struct TouchedChunk {
+    chunk: u32,
+    /// Positions of the slices that have elements of the chunk.
+    slices: Vec<usize>,
+    /// How many bytes of the chunk the slices have.
+    held: usize,
 }
 
 /// One chunk to decode.
 struct Job<'t, 'a> {
     touched: &'t Touched<'a>,
-    chunk: u32,
+    chunk: &'t TouchedChunk,
 }
 
 impl Touched<'_> {
@@ -62,17 +70,17 @@ impl Touched<'_> {
         Ok(held)
     }
 
-    /// The error for a chunk of which `what` lacks lanes. `slice` is the part with which the pair would fit.
-    fn not_held(&self, chunk: u32, what: &'static str, slice: &SliceMut<'_>) -> Error {
-        let (entry, lanes) = (self.entry.rectangle(), self.entry.chunk_range(chunk));
-        let Rectangle { origin, extent } = &slice.rectangle;
+    /// The error for a chunk of which `what` lacks lanes.
+    fn not_held(&self, chunk: &TouchedChunk, what: &'static str, slices: &[SliceMut<'_>]) -> Error {
+        let (entry, lanes) = (self.entry.rectangle(), self.entry.chunk_range(chunk.chunk));
+        let parts: Vec<_> = chunk.slices.iter().map(|&slice| &slices[slice].rectangle).collect();
+        let (part, parts) = (if parts.len() > 1 { "parts" } else { "part" }, List(&parts));
         Error::NotHeld {
             tensor: self.entry.name.to_owned(),
-            chunk,
+            chunk: chunk.chunk,
             reason: format!(
-                "{what} lacks some of the lanes {}..{} of {:?} + {:?}. A pair fits in which the tensor is cut at the part {origin:?} + \
-                 {extent:?}",
-                lanes.start, lanes.end, entry.origin, entry.extent
+                "{what} lacks some of the lanes {}..{} of {entry}. A pair fits in which the tensor is cut at the {part} {parts}",
+                lanes.start, lanes.end
             ),
         }
     }
@@ -82,84 +90,121 @@ impl Touched<'_> {
     }
 }
 
-/// The layouts of slices, and the entries and chunks that they touch, in the order of the pair. The pair has all elements of each
-/// slice.
-fn touched<'a, B: Source>(pair: &'a Pair<B>, slices: &[SliceMut<'_>]) -> Result<(Vec<SliceLayout>, Vec<Touched<'a>>)> {
-    let index = pair.index();
-    let mut layouts = Vec::with_capacity(slices.len());
-    let mut all = Vec::new();
-    for (number, slice) in slices.iter().enumerate() {
-        let missing = || Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(slice.name)));
-        let first = index.find(slice.name).ok_or_else(missing)?;
-        let size = slice.bytes.len() as u64;
-        let layout = SliceLayout::new(slice.name, first.dtype, first.whole_shape(), &slice.rectangle, slice.pitch, size)?;
-        let mut covered = 0;
-        for entry in index.entries(slice.name) {
-            let mut touched = Touched { slice: number, entry, runs: entry.runs(), chunks: Vec::new() };
+/// Slices, sorted by name, with their layouts, and the entries and chunks that they touch, in the order of the pair.
+struct Plan<'a> {
+    layouts: Vec<SliceLayout>,
+    touched: Vec<Touched<'a>>,
+    /// Number of tensors with slices.
+    tensors: usize,
+}
+
+impl<'a> Plan<'a> {
+    /// Sorts and checks the slices. The pair has all elements of each slice.
+    fn new<B: Source>(pair: &'a Pair<B>, slices: &mut [SliceMut<'_>]) -> Result<Self> {
+        slices.sort_by(|a, b| a.name.cmp(b.name));
+        let mut plan = Self { layouts: Vec::with_capacity(slices.len()), touched: Vec::new(), tensors: 0 };
+        for slices in slices.chunk_by(|a, b| a.name == b.name) {
+            plan.add(pair, slices)?;
+        }
+        Ok(plan)
+    }
+
+    /// Adds the slices of a tensor.
+    fn add<B: Source>(&mut self, pair: &'a Pair<B>, slices: &[SliceMut<'_>]) -> Result<()> {
+        let (index, name) = (pair.index(), slices[0].name);
+        let missing = || Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(name)));
+        let tensor = index.find(name).ok_or_else(missing)?;
+        let first = self.layouts.len();
+        for slice in slices {
+            let size = slice.bytes.len() as u64;
+            self.layouts.push(SliceLayout::new(name, tensor.dtype, tensor.whole_shape(), &slice.rectangle, slice.pitch, size)?);
+        }
+        check_disjoint(name, slices.iter().map(|slice| &slice.rectangle))?;
+        let mut covered = vec![0; slices.len()];
+        for entry in index.entries(name) {
+            let mut touched = Touched { tensor: self.tensors, entry, runs: entry.runs(), chunks: Vec::new() };
             for chunk in entry.chunks() {
                 let (offset, size) = touched.bytes_of(chunk);
-                let held = touched.try_each(&layout, offset, size, |_, _| Ok(()))?;
-                covered += held as u64;
-                if held > 0 {
-                    touched.chunks.push(chunk);
+                let mut of_chunk = TouchedChunk { chunk, slices: Vec::new(), held: 0 };
+                for (i, covered) in covered.iter_mut().enumerate() {
+                    let held = touched.try_each(&self.layouts[first + i], offset, size, |_, _| Ok(()))?;
+                    if held > 0 {
+                        *covered += held as u64;
+                        of_chunk.held += held;
+                        of_chunk.slices.push(first + i);
+                    }
+                }
+                if of_chunk.held > 0 {
+                    touched.chunks.push(of_chunk);
                 }
             }
             if !touched.chunks.is_empty() {
-                all.push(touched);
+                self.touched.push(touched);
             }
         }
-        check_covered(slice, &first, covered)?;
-        layouts.push(layout);
+        self.tensors += 1;
+        slices.iter().zip(covered).try_for_each(|(slice, covered)| check_covered(slice, &tensor, covered))
     }
-    Ok((layouts, all))
+
+    fn jobs(&self) -> impl Iterator<Item = Job<'_, 'a>> {
+        self.touched.iter().flat_map(|touched| touched.chunks.iter().map(move |chunk| Job { touched, chunk }))
+    }
+
+    /// Indexes of the touched chunks in the index map.
+    fn chunks(&self) -> impl Iterator<Item = u32> {
+        self.jobs().map(|job| job.chunk.chunk)
+    }
 }
 
-fn jobs<'t, 'a>(touched: &'t [Touched<'a>]) -> impl Iterator<Item = Job<'t, 'a>> {
-    touched.iter().flat_map(|touched| touched.chunks.iter().map(move |&chunk| Job { touched, chunk }))
+impl Job<'_, '_> {
+    /// Offset and size of the chunk in bytes of its entry.
+    fn bytes(&self) -> (u64, usize) {
+        self.touched.bytes_of(self.chunk.chunk)
+    }
 }
 
 /// Rebuilds slices in memory whose content is ignored.
 pub(super) fn rebuild<B: Source>(run: &Run<'_, B>, slices: &mut [SliceMut<'_>]) -> Result<ApplyReport> {
-    let (layouts, touched) = touched(run.pair, slices)?;
-    let bases: Vec<_> = touched.iter().map(|touched| run.find_base(&touched.entry)).collect::<Result<_>>()?;
-    for (touched, base) in touched.iter().zip(&bases) {
+    let plan = Plan::new(run.pair, slices)?;
+    let bases: Vec<_> = plan.touched.iter().map(|touched| run.find_base(&touched.entry)).collect::<Result<_>>()?;
+    for (touched, base) in plan.touched.iter().zip(&bases) {
         let Some(base) = *base else { continue };
-        for &chunk in &touched.chunks {
-            let (offset, size) = touched.bytes_of(chunk);
+        for chunk in &touched.chunks {
+            let (offset, size) = touched.bytes_of(chunk.chunk);
             let size = touched.entry.base_bytes().saturating_sub(offset).min(size as u64) as usize;
             if size > 0 && !run.base().holds(base, offset, size) {
-                return Err(touched.not_held(chunk, "the base", &slices[touched.slice]));
+                return Err(touched.not_held(chunk, "the base", slices));
             }
         }
     }
-    let compared = run.compared(touched.iter().flat_map(|touched| touched.chunks.iter().copied()));
+    let compared = run.compared(plan.chunks());
     let workers = Pool::new(DecodeWorker::new);
+    let of_entries = plan.touched.iter().zip(bases);
     in_batches(
-        touched
-            .iter()
-            .zip(bases)
-            .flat_map(|(touched, base)| touched.chunks.iter().map(move |&chunk| (Job { touched, chunk }, base))),
-        |(job, _)| job.touched.bytes_of(job.chunk).1 as u64,
+        of_entries.flat_map(|(touched, base)| touched.chunks.iter().map(move |chunk| (Job { touched, chunk }, base))),
+        |(job, _)| job.bytes().1 as u64,
         |(job, base)| {
-            let (size, entry) = (job.touched.bytes_of(job.chunk).1, &job.touched.entry);
+            let (size, entry) = (job.bytes().1, &job.touched.entry);
             let mut decoded = vec![0; size];
             let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(entry, run.base(), *base, first, lanes, sum);
-            workers.with(|worker| decode(&compared, entry, job.chunk, fill, worker, &mut decoded, false))?;
+            workers.with(|worker| decode(&compared, entry, job.chunk.chunk, fill, worker, &mut decoded, false))?;
             run.progress.done(size as u64)?;
             Ok(decoded)
         },
-        |(Job { touched, chunk }, _), decoded| {
-            let (offset, size) = touched.bytes_of(chunk);
-            let out = &mut *slices[touched.slice].bytes;
-            touched.try_each(&layouts[touched.slice], offset, size, |at, range| {
-                out[at..at + range.len()].copy_from_slice(&decoded[range]);
-                Ok(())
-            })?;
+        |(job, _), decoded| {
+            let (offset, size) = job.bytes();
+            for &slice in &job.chunk.slices {
+                let out = &mut *slices[slice].bytes;
+                job.touched.try_each(&plan.layouts[slice], offset, size, |at, range| {
+                    out[at..at + range.len()].copy_from_slice(&decoded[range]);
+                    Ok(())
+                })?;
+            }
             Ok(())
         },
     )?;
     Ok(ApplyReport {
-        tensors: slices.len() as u64,
+        tensors: plan.tensors as u64,
         bytes: slices.iter().map(|slice| slice.bytes.len() as u64).sum(),
         digests_checked: false,
         payload_digests: compared.finish()?,
@@ -186,74 +231,70 @@ pub(super) fn in_place<B: Source>(
     digests: bool,
     progress: Progress<'_>,
 ) -> Result<ApplyReport> {
-    slices.sort_by(|a, b| a.name.cmp(b.name));
-    if let Some(twice) = slices.windows(2).find(|pair| pair[0].name == pair[1].name) {
-        return Err(Error::InvalidArgument(format!("two slices are of tensor {}", Escaped(twice[0].name))));
-    }
-    let (layouts, touched) = touched(pair, slices)?;
-    for touched in &touched {
+    let plan = Plan::new(pair, slices)?;
+    for touched in &plan.touched {
         if touched.entry.base_kind == BaseKind::Prefix {
             let name = Escaped(touched.entry.name);
             return Err(Error::InvalidArgument(format!("tensor {name} changes its number of rows, which cannot be done in place")));
         }
-        for &chunk in &touched.chunks {
-            let (offset, size) = touched.bytes_of(chunk);
-            if touched.try_each(&layouts[touched.slice], offset, size, |_, _| Ok(()))? < size {
-                return Err(touched.not_held(chunk, "the slice", &slices[touched.slice]));
-            }
+        let is_cut = |chunk: &&TouchedChunk| chunk.held < touched.bytes_of(chunk.chunk).1;
+        if let Some(chunk) = touched.chunks.iter().find(is_cut) {
+            let what = if chunk.slices.len() > 1 { "the memory of the slices" } else { "the slice" };
+            return Err(touched.not_held(chunk, what, slices));
         }
     }
     pair.authenticate(&NoProgress(progress))?;
     let kept = Kept::new(pair, KEPT_PAYLOADS);
     let chunks: &dyn Chunks = if mode == InPlace::AllChecked { &kept } else { pair };
     if mode == InPlace::AllChecked {
-        check(pair, chunks, slices, &touched, digests, progress)?;
+        check(pair, chunks, slices, &plan, digests, progress)?;
     }
     let memory: Vec<_> = slices.iter_mut().map(|slice| RwLock::new(&mut *slice.bytes)).collect();
     let workers = Pool::new(DecodeWorker::new);
     let written = Mutex::new(Vec::new());
     let outcome = in_batches(
-        jobs(&touched),
-        |job| job.touched.bytes_of(job.chunk).1 as u64,
+        plan.jobs(),
+        |job| job.bytes().1 as u64,
         |job| {
-            let Job { touched, chunk } = *job;
-            let held = memory[touched.slice].read().unwrap_or_else(PoisonError::into_inner);
-            let decoded = workers.with(|worker| decode_held(chunks, touched, &layouts[touched.slice], chunk, &held, worker))?;
+            let held: Vec<_> =
+                job.chunk.slices.iter().map(|&slice| memory[slice].read().unwrap_or_else(PoisonError::into_inner)).collect();
+            let decoded = workers.with(|worker| decode_held(chunks, job, &plan.layouts, &held, worker))?;
             if mode == InPlace::ChunkByChunk {
                 progress.done(decoded.len() as u64)?;
             }
             Ok(decoded)
         },
-        |Job { touched, chunk }, decoded| {
-            let mut held = memory[touched.slice].write().unwrap_or_else(PoisonError::into_inner);
-            touched.try_each(&layouts[touched.slice], touched.bytes_of(chunk).0, decoded.len(), |at, range| {
-                held[at..at + range.len()].copy_from_slice(&decoded[range]);
-                Ok(())
-            })?;
-            written.lock().unwrap_or_else(PoisonError::into_inner).push(chunk);
+        |job, decoded| {
+            for &slice in &job.chunk.slices {
+                let mut held = memory[slice].write().unwrap_or_else(PoisonError::into_inner);
+                job.touched.try_each(&plan.layouts[slice], job.bytes().0, decoded.len(), |at, range| {
+                    held[at..at + range.len()].copy_from_slice(&decoded[range]);
+                    Ok(())
+                })?;
+            }
+            written.lock().unwrap_or_else(PoisonError::into_inner).push(job.chunk.chunk);
             Ok(())
         },
     );
     let mut written = written.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let all = || touched.iter().flat_map(|touched| touched.chunks.iter().copied());
     if let Err(source) = outcome {
         let changes = |&chunk: &u32| {
-            let owner = touched.iter().find(|touched| touched.entry.chunks().contains(&chunk));
+            let owner = plan.touched.iter().find(|touched| touched.entry.chunks().contains(&chunk));
             let has_base = owner.is_none_or(|touched| touched.entry.base_kind != BaseKind::None);
             !has_base || pair.index().records()[chunk as usize].num_deltas.get() > 0
         };
         let is_changed = written.iter().any(changes);
         written.sort_unstable();
         return match is_changed {
-            true => Err(Error::Poisoned { written, total: all().count() as u32, source: Box::new(source) }),
+            true => Err(Error::Poisoned { written, total: plan.chunks().count() as u32, source: Box::new(source) }),
             false => Err(source),
         };
     }
     Ok(ApplyReport {
-        tensors: slices.len() as u64,
+        tensors: plan.tensors as u64,
         bytes: slices.iter().map(|slice| slice.bytes.len() as u64).sum(),
-        digests_checked: mode == InPlace::AllChecked && digests && touched.iter().all(Touched::is_complete),
-        payload_digests: Compared::new(pair, all()).finish()?,
+        digests_checked: mode == InPlace::AllChecked && digests && plan.touched.iter().all(Touched::is_complete),
+        payload_digests: Compared::new(pair, plan.chunks()).finish()?,
     })
 }
 
@@ -262,7 +303,7 @@ fn check<B: Source>(
     pair: &Pair<B>,
     chunks: &dyn Chunks,
     slices: &[SliceMut<'_>],
-    touched: &[Touched<'_>],
+    plan: &Plan<'_>,
     digests: bool,
     progress: Progress<'_>,
 ) -> Result<()> {
@@ -275,7 +316,7 @@ fn check<B: Source>(
         .iter()
         .filter_map(|slice| Some(Slice { pitch: slice.pitch, ..Slice::new(info(slice)?, slice.rectangle.clone(), &*slice.bytes) }));
     let base = SliceCheckpoint::new(held)?;
-    let (complete, partial): (Vec<_>, Vec<_>) = touched.iter().partition(|touched| touched.is_complete());
+    let (complete, partial): (Vec<_>, Vec<_>) = plan.touched.iter().partition(|touched| touched.is_complete());
     let cut = cut_held(&base, &complete);
     let mut run = Run::new(pair, &cut, progress);
     run.selected = complete.iter().map(|touched| touched.entry.place).collect();
@@ -284,7 +325,7 @@ fn check<B: Source>(
 
     let cut = cut_held(&base, &partial);
     let workers = Pool::new(DecodeWorker::new);
-    let jobs = partial.iter().enumerate().flat_map(|(at, touched)| touched.chunks.iter().map(move |&chunk| (at, chunk)));
+    let jobs = partial.iter().enumerate().flat_map(|(at, touched)| touched.chunks.iter().map(move |chunk| (at, chunk.chunk)));
     in_batches(
         jobs,
         |&(at, chunk)| partial[at].bytes_of(chunk).1 as u64,
@@ -303,36 +344,38 @@ fn check<B: Source>(
 fn cut_held<'a>(base: &'a SliceCheckpoint<'_>, touched: &[&Touched<'_>]) -> Cut<'a> {
     let mut cut = Cut::new(base);
     for touched in touched {
-        let info = TensorInfo { shape: touched.entry.shape.to_vec(), ..base.tensors()[touched.slice].clone() };
-        cut.push(info, Piece { tensor: touched.slice, runs: touched.runs.clone() });
+        let info = TensorInfo { shape: touched.entry.shape.to_vec(), ..base.tensors()[touched.tensor].clone() };
+        cut.push(info, Piece { tensor: touched.tensor, runs: touched.runs.clone() });
     }
     cut
 }
 
-/// Decodes a chunk whose base lanes are in the memory of a slice.
+/// Decodes a chunk whose base lanes are in the memory of slices. `held` has the memory of each slice of the chunk.
 fn decode_held(
     chunks: &dyn Chunks,
-    touched: &Touched<'_>,
-    layout: &SliceLayout,
-    chunk: u32,
-    held: &[u8],
+    job: &Job<'_, '_>,
+    layouts: &[SliceLayout],
+    held: &[RwLockReadGuard<'_, &mut [u8]>],
     worker: &mut DecodeWorker,
 ) -> Result<Vec<u8>> {
+    let Job { touched, chunk } = job;
     let entry = &touched.entry;
-    let mut decoded = vec![0; touched.bytes_of(chunk).1];
+    let mut decoded = vec![0; job.bytes().1];
     let fill = |first_lane: u64, block: &mut [u8], sum: &mut ChunkSum| {
         if entry.base_kind == BaseKind::None {
             block.fill(0);
         } else {
-            touched.try_each(layout, first_lane * entry.lane_bytes() as u64, block.len(), |at, range| {
-                let size = range.len();
-                block[range].copy_from_slice(&held[at..at + size]);
-                Ok(())
-            })?;
+            for (&slice, held) in chunk.slices.iter().zip(held) {
+                touched.try_each(&layouts[slice], first_lane * entry.lane_bytes() as u64, block.len(), |at, range| {
+                    let size = range.len();
+                    block[range].copy_from_slice(&held[at..at + size]);
+                    Ok(())
+                })?;
+            }
         }
         sum.add(block);
         Ok(())
     };
-    decode(chunks, entry, chunk, fill, worker, &mut decoded, false)?;
+    decode(chunks, entry, chunk.chunk, fill, worker, &mut decoded, false)?;
     Ok(decoded)
 }

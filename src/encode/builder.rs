@@ -44,6 +44,12 @@ pub struct Encode<'a> {
 impl<'a> Encode<'a> {
     /// Encodes all tensors of `target`, with the default options and without a base.
     ///
+    /// If `target` holds only slices of tensors ([`SliceCheckpoint`](crate::SliceCheckpoint)), the pair gets the parts that it holds:
+    /// of all parts that the options [`split`](EncodeOptions#structfield.split) and [`cuts`](EncodeOptions#structfield.cuts) name,
+    /// those of which it has all elements. Parts of which it has no element are left out. With the same options on each rank of a
+    /// job, [`Merge`](crate::Merge) makes one pair of the ranks' pairs. No element may be in two of them: of a tensor that several
+    /// ranks hold, one rank alone encodes each part.
+    ///
     /// If `target` is a [`SafetensorsCheckpoint`], the pair also describes its files, and readers rebuild them byte for byte. Any
     /// other target is rebuilt as one safetensors file with a new header.
     pub fn new(target: &'a dyn Checkpoint) -> Self {
@@ -51,7 +57,8 @@ impl<'a> Encode<'a> {
         Self { target, base: None, options, inputs: Vec::new(), overwrite: false, watcher: Watcher::Nobody }
     }
 
-    /// Sets the base: the checkpoint that readers of the pair already have.
+    /// Sets the base: the checkpoint that readers of the pair already have. It may hold only slices of tensors, if they have all
+    /// elements of the parts to encode.
     pub fn base(mut self, base: &'a dyn Checkpoint) -> Self {
         self.base = Some(base);
         self
@@ -100,6 +107,8 @@ impl<'a> Encode<'a> {
     ///   [`FileSource::check_unchanged`](crate::FileSource::check_unchanged) says which changes are detected.
     /// - [`Error::InvalidArgument`] for invalid options; also if a file of the pair is, or is inside, a file or folder of the
     ///   checkpoints, or is one of [`inputs`](Encode::inputs).
+    /// - [`Error::PartNotHeld`], before any lane is read, if target or base have only some elements of a part. The error says
+    ///   where to cut the tensor.
     /// - Before any lane is read: [`Error::Invalid`] with the tensor or file if the format does not allow its name or shape;
     ///   [`Error::Limit`] if the number or the total size of entries is too large; [`Error::NotWritable`] if the target has no
     ///   files and cannot be written as one safetensors file.
@@ -113,6 +122,7 @@ impl<'a> Encode<'a> {
     /// [`Error::InvalidArgument`]: crate::Error::InvalidArgument
     /// [`Error::Invalid`]: crate::Error::Invalid
     /// [`Error::Limit`]: crate::Error::Limit
+    /// [`Error::PartNotHeld`]: crate::Error::PartNotHeld
     /// [`Error::NotWritable`]: crate::Error::NotWritable
     pub fn to_path(&self, path: impl AsRef<Path>) -> Result<EncodeReport> {
         let files = self.files()?;

@@ -1,10 +1,10 @@
 //! The entries of a pair with parts: which rectangles of which tensors.
 
 use super::options::EncodeOptions;
-use super::plan::{Plan, is_prefix, plan_from};
+use super::plan::{Plan, is_prefix, lanes, plan_from};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::{Cut, Piece};
-use crate::error::{Error, Escaped, Result};
+use crate::error::{Error, Escaped, PartNotHeld, Result};
 use crate::rectangle::{Rectangle, Runs, part_fault, precedes};
 use crate::writer::PartSpec;
 
@@ -20,21 +20,19 @@ pub(super) struct Entries<'a> {
 }
 
 impl<'a> Entries<'a> {
-    /// The entries of a pair; `None` if no tensor is cut.
+    /// The entries of a pair; `None` if they are all tensors of the target, and none is cut.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for rectangles that are no parts of their tensors or do not nest, and for rules that cannot be
-    /// followed.
+    /// [`Error::PartNotHeld`] for a part of which target or base have only some elements. [`Error::InvalidArgument`] for rectangles
+    /// that are no parts of their tensors or do not nest, and for rules that cannot be followed.
     pub fn new(base: Option<&'a dyn Checkpoint>, target: &'a dyn Checkpoint, options: &EncodeOptions) -> Result<Option<Self>> {
-        if options.cuts.is_empty() && options.split.is_empty() {
-            return Ok(None);
-        }
         if let Some(name) = options.cuts.keys().find(|name| target.find(name).is_none()) {
             return Err(Error::InvalidArgument(format!("the target has no tensor {} to cut", Escaped(name))));
         }
         let mut entries =
             Self { target: Cut::new(target), base: base.map(Cut::new), bases: Vec::new(), parts: Vec::new(), is_complete: true };
         for (number, info) in target.tensors().iter().enumerate() {
+            lanes(info)?;
             let base_name = options.renamed.get(&info.name).unwrap_or(&info.name);
             let found = base.and_then(|base| Some((base, base.find(base_name)?)));
             let resized = found.is_some_and(|(base, i)| {
@@ -46,33 +44,56 @@ impl<'a> Entries<'a> {
                 None if resized => Vec::new(),
                 None => options.split.parts(info)?,
             };
-            if parts.is_empty() {
-                entries.push(number, info, found, None);
-            }
-            let elements = |extent: &[u64]| extent.iter().product::<u64>();
-            let covered = parts.iter().map(|part| elements(&part.extent)).sum::<u64>();
-            entries.is_complete &= parts.is_empty() || covered == elements(&info.shape);
+            let whole = Rectangle::whole(&info.shape);
+            let parts = if parts.is_empty() { vec![whole.clone()] } else { parts };
+            let mut covered = 0;
             for part in parts {
-                entries.push(number, info, found, Some(part));
+                if !holds_part(target, number, "target", info, &part)? {
+                    continue;
+                }
+                covered += part.elements();
+                entries.push(number, info, found, (part != whole).then_some(part))?;
             }
+            entries.is_complete &= covered == whole.elements();
         }
-        Ok(entries.parts.iter().any(Option::is_some).then_some(entries))
+        let is_cut = entries.has_parts() || entries.parts.len() < target.tensors().len();
+        Ok(is_cut.then_some(entries))
     }
 
-    fn push(&mut self, number: usize, info: &TensorInfo, found: Option<(&dyn Checkpoint, usize)>, part: Option<Rectangle>) {
+    /// Whether an entry is a part of a tensor.
+    pub fn has_parts(&self) -> bool {
+        self.parts.iter().any(Option::is_some)
+    }
+
+    fn push(
+        &mut self,
+        number: usize,
+        info: &TensorInfo,
+        found: Option<(&dyn Checkpoint, usize)>,
+        part: Option<Rectangle>,
+    ) -> Result<()> {
         let runs = |part: &Rectangle| Runs::new(info.dtype.bits(), &info.shape, &part.origin, &part.extent);
         let shape = part.as_ref().map_or(&info.shape, |part| &part.extent);
         let cut = TensorInfo { shape: shape.clone(), ..info.clone() };
         self.target.push(cut, Piece { tensor: number, runs: part.as_ref().map(runs) });
-        let base = found.map(|(base, i)| (i, &base.tensors()[i]));
-        // The base of a part is the same rectangle of a tensor of the same dtype and shape.
-        let base = base.filter(|(_, base)| part.is_none() || (base.dtype, &base.shape) == (info.dtype, &info.shape));
-        self.bases.push(base.zip(self.base.as_mut()).map(|((i, base), cut)| {
-            let shape = part.as_ref().map_or(&base.shape, |part| &part.extent);
-            cut.push(TensorInfo { shape: shape.clone(), ..base.clone() }, Piece { tensor: i, runs: part.as_ref().map(runs) });
-            cut.tensors().len() - 1
-        }));
+        // The base of a part is the same rectangle of a tensor of the same dtype and shape. The base of a tensor may have other
+        // rows.
+        let is_base = |base: &TensorInfo| {
+            base.dtype == info.dtype && (base.shape == info.shape || part.is_none() && is_prefix(&base.shape, &info.shape))
+        };
+        let mut entry_base = None;
+        if let (Some((base, i)), Some(cut)) = (found.filter(|(base, i)| is_base(&base.tensors()[*i])), self.base.as_mut()) {
+            let base_info = &base.tensors()[i];
+            let needed = part.clone().unwrap_or_else(|| Rectangle::whole(&base_info.shape));
+            if !holds_part(base, i, "base", info, &needed)? {
+                return Err(not_held("base", info, &needed, Vec::new()));
+            }
+            cut.push(TensorInfo { shape: needed.extent, ..base_info.clone() }, Piece { tensor: i, runs: part.as_ref().map(runs) });
+            entry_base = Some(cut.tensors().len() - 1);
+        }
+        self.bases.push(entry_base);
         self.parts.push(part.map(|part| PartSpec { whole: info.shape.clone(), origin: part.origin }));
+        Ok(())
     }
 
     /// The plans of all entries.
@@ -86,10 +107,32 @@ impl<'a> Entries<'a> {
     }
 }
 
+/// Whether a checkpoint has all elements of a part of a tensor, or none.
+///
+/// # Errors
+/// [`Error::PartNotHeld`] if it has only some.
+fn holds_part(
+    checkpoint: &dyn Checkpoint,
+    tensor_index: usize,
+    what: &'static str,
+    info: &TensorInfo,
+    part: &Rectangle,
+) -> Result<bool> {
+    let held: Vec<_> = checkpoint.held(tensor_index).iter().filter_map(|held| held.intersection(part)).collect();
+    match held.iter().fold(0, |n, held| held.elements().saturating_add(n)) {
+        count if count == part.elements() => Ok(true),
+        0 => Ok(false),
+        _ => Err(not_held(what, info, part, held)),
+    }
+}
+
+fn not_held(checkpoint: &'static str, info: &TensorInfo, part: &Rectangle, held: Vec<Rectangle>) -> Error {
+    Error::PartNotHeld(Box::new(PartNotHeld { checkpoint, tensor: info.name.clone(), part: part.clone(), held }))
+}
+
 /// The rectangles of a tensor, sorted. Empty if the only one is the whole tensor.
 fn checked(info: &TensorInfo, rectangles: &[Rectangle]) -> Result<Vec<Rectangle>> {
     let name = Escaped(&info.name);
-    let shown = |part: &Rectangle| format!("{:?} + {:?}", part.origin, part.extent);
     if rectangles == [Rectangle::whole(&info.shape)] {
         return Ok(Vec::new());
     }
@@ -99,18 +142,15 @@ fn checked(info: &TensorInfo, rectangles: &[Rectangle]) -> Result<Vec<Rectangle>
     for part in rectangles {
         if let Some(fault) = part_fault(info.dtype.bits(), &info.shape, &part.origin, &part.extent) {
             let shape = &info.shape;
-            return Err(Error::InvalidArgument(format!("{} is no part of tensor {name} of {shape:?}: {fault}", shown(part))));
+            return Err(Error::InvalidArgument(format!("{part} is no part of tensor {name} of {shape:?}: {fault}")));
         }
     }
     let mut sorted = rectangles.to_vec();
     sorted.sort_by(|a, b| a.origin.cmp(&b.origin));
     for pair in sorted.windows(2) {
         if !precedes((&pair[0].origin, &pair[0].extent), (&pair[1].origin, &pair[1].extent)) {
-            return Err(Error::InvalidArgument(format!(
-                "the cuts of tensor {name} do not nest: {} and {}",
-                shown(&pair[0]),
-                shown(&pair[1])
-            )));
+            let [a, b] = [&pair[0], &pair[1]];
+            return Err(Error::InvalidArgument(format!("the cuts of tensor {name} do not nest: {a} and {b}")));
         }
     }
     Ok(sorted)

@@ -130,6 +130,21 @@ fn file_table_bytes(files: &[FileSpec]) -> u64 {
     files.iter().map(|file| (FileEntry::SIZE + file.name.len() + file.content.len()) as u64).sum()
 }
 
+/// The number of lanes of a tensor.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if no tensor can have its shape.
+pub(super) fn lanes(info: &TensorInfo) -> Result<u64> {
+    let TensorInfo { name, dtype, shape } = info;
+    let impossible = || {
+        Error::InvalidArgument(format!(
+            "tensor {} of {dtype} {shape:?}: expected fewer than 2^63 bits, in whole bytes",
+            Escaped(name)
+        ))
+    };
+    dtype.lanes(shape).ok_or_else(impossible)
+}
+
 pub(super) fn plan(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
@@ -149,14 +164,9 @@ pub(super) fn plan_from(
     tensor_index: usize,
     options: &EncodeOptions,
 ) -> Result<Plan> {
-    let TensorInfo { name, dtype, shape } = &target.tensors()[tensor_index];
-    let impossible = || {
-        Error::InvalidArgument(format!(
-            "tensor {} of {dtype} {shape:?}: expected fewer than 2^63 bits, in whole bytes",
-            Escaped(name)
-        ))
-    };
-    let lanes = dtype.lanes(shape).ok_or_else(impossible)?;
+    let info = &target.tensors()[tensor_index];
+    let lanes = lanes(info)?;
+    let TensorInfo { dtype, shape, .. } = info;
     let candidate = base.zip(base_index).map(|(base, i)| (i as u32, &base.tensors()[i]));
     let (base, base_kind) = match candidate {
         Some((i, base)) if base.dtype == *dtype && base.shape == *shape => (Some(i), BaseKind::Same),

@@ -133,7 +133,7 @@ pub(super) fn encode_holding<W: Write>(
 ) -> Result<(Finished<W>, EncodeReport)> {
     check_options(base, target, options)?;
     let entries = Entries::new(base, target, options)?;
-    if entries.is_some() && options.format == FormatVersion::V1_1 {
+    if entries.as_ref().is_some_and(Entries::has_parts) && options.format == FormatVersion::V1_1 {
         return Err(Error::InvalidArgument("parts of tensors need format 1.2".into()));
     }
     // Without all of its tensors, a file cannot be rebuilt.

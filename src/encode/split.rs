@@ -111,20 +111,16 @@ impl Split {
         let Some(&length) = shape.get(rule.dim) else {
             return if rule.is_exact { Err(fault("it has no such dimension")) } else { Ok(Vec::new()) };
         };
-        let size = length.div_ceil(rule.parts);
-        if shape.contains(&0) || size == length {
+        if shape.contains(&0) || length.div_ceil(rule.parts) == length {
             return Ok(Vec::new());
         }
-        let part = |first: u64| {
-            let mut part = Rectangle::whole(shape);
-            part.origin[rule.dim] = first;
-            part.extent[rule.dim] = size.min(length - first);
-            match part_fault(dtype.bits(), shape, &part.origin, &part.extent) {
-                Some(reason) => Err(fault(reason)),
-                None => Ok(part),
-            }
+        let part = |part: Rectangle| match part_fault(dtype.bits(), shape, &part.origin, &part.extent) {
+            Some(reason) => Err(fault(reason)),
+            None => Ok(part),
         };
-        (0..length.div_ceil(size)).map(|i| part(i * size)).collect()
+        let whole = Rectangle::whole(shape);
+        let shards = (0..rule.parts).map_while(|i| whole.shard(rule.dim, rule.parts, i));
+        shards.take_while(|shard| shard.extent[rule.dim] > 0).map(part).collect()
     }
 }
 

@@ -134,32 +134,48 @@ impl<'a> Tensor<'a> {
         &self.digests.target_digest
     }
 
-    /// The lanes of a range of elements, and the chunks that contain these lanes.
+    /// The lanes of a range of elements, and the chunks that contain these lanes. Of a part, elements and lanes are its own.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the range is not inside the tensor, or splits a byte of a packed dtype.
     pub fn locate(&self, elements: Range<u64>) -> Result<(Range<u64>, Range<u32>)> {
+        let lanes = self.lanes_of(elements, self.lanes)?;
+        let chunks = self.chunks_of(&lanes);
+        Ok((lanes, chunks))
+    }
+
+    /// The lanes of a range of elements of the whole tensor.
+    ///
+    /// # Errors
+    /// As for [`Tensor::locate`].
+    pub(crate) fn lanes_of_whole(&self, elements: Range<u64>) -> Result<Range<u64>> {
+        // The table parser has checked that this shape is valid.
+        self.lanes_of(elements, self.dtype.lanes(self.whole_shape()).unwrap_or(0))
+    }
+
+    /// The lanes of a range of elements, of a tensor of `count` lanes.
+    fn lanes_of(&self, elements: Range<u64>, count: u64) -> Result<Range<u64>> {
         let lane_bits = self.lane_bytes() as u64 * 8;
         let bits = |e: u64| e.checked_mul(self.dtype.bits()).filter(|b| b % lane_bits == 0).map(|b| b / lane_bits);
-        let lanes = match (bits(elements.start), bits(elements.end)) {
-            (Some(start), Some(end)) if start <= end && end <= self.lanes => start..end,
-            _ => {
-                return Err(Error::InvalidArgument(format!(
-                    "elements {}..{} of tensor {}: expected a range of its {} elements that begins and ends on a byte",
-                    elements.start,
-                    elements.end,
-                    crate::error::Escaped(self.name),
-                    self.lanes * lane_bits / self.dtype.bits()
-                )));
-            }
-        };
-        let chunks = if lanes.is_empty() {
-            self.first_chunk..self.first_chunk
-        } else {
-            let first = self.first_chunk + (lanes.start / self.chunk_lanes) as u32;
-            first..self.first_chunk + ((lanes.end - 1) / self.chunk_lanes) as u32 + 1
-        };
-        Ok((lanes, chunks))
+        match (bits(elements.start), bits(elements.end)) {
+            (Some(start), Some(end)) if start <= end && end <= count => Ok(start..end),
+            _ => Err(Error::InvalidArgument(format!(
+                "elements {}..{} of tensor {}: expected a range of its {} elements that begins and ends on a byte",
+                elements.start,
+                elements.end,
+                crate::error::Escaped(self.name),
+                count * lane_bits / self.dtype.bits()
+            ))),
+        }
+    }
+
+    /// The chunks that contain a range of lanes.
+    pub(crate) fn chunks_of(&self, lanes: &Range<u64>) -> Range<u32> {
+        if lanes.is_empty() {
+            return self.first_chunk..self.first_chunk;
+        }
+        let first = self.first_chunk + (lanes.start / self.chunk_lanes) as u32;
+        first..self.first_chunk + ((lanes.end - 1) / self.chunk_lanes) as u32 + 1
     }
 }
 

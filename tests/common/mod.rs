@@ -7,6 +7,8 @@ pub mod forge;
 pub mod inputs;
 #[allow(dead_code, reason = "not all tests look at the vectors")]
 pub mod manifest;
+#[allow(dead_code, reason = "not all tests hold slices")]
+pub mod slices;
 
 use serde_json::{Map, Value, json};
 use std::fs;
