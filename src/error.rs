@@ -66,7 +66,7 @@ pub enum Error {
         /// The property that readers would refuse.
         reason: String,
     },
-    /// Pairs cannot be merged, because two of them contradict each other.
+    /// Two pairs contradict each other, so they cannot be merged.
     #[error(transparent)]
     NotMergeable(#[from] Box<NotMergeable>),
     /// A value in a file exceeds the reader's limits.

@@ -12,10 +12,10 @@ use std::io::{BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The blob of a new pair, under a temporary name.
+/// The blob of a new pair, written without its name.
 pub(crate) type NewBlob = BufWriter<Arc<File>>;
 
-/// The files of a new pair, under temporary names. They are removed on drop.
+/// The files of a new pair, written without their names. They are removed on drop, unless they were published.
 pub(crate) struct NewPair {
     pub paths: PairPaths,
     publication: Publication,
@@ -38,8 +38,8 @@ impl NewPair {
         Ok((Self { paths, publication, index }, blob))
     }
 
-    /// Writes the index and the header of the blob, and publishes both files. The blob is renamed first. Renaming the index
-    /// commits the pair.
+    /// Writes the index and the header of the blob, and publishes both files. The blob gets its name first. When the index gets
+    /// its name, the pair is complete.
     ///
     /// # Errors
     /// [`Error::Io`]; [`Error::Cancelled`] from `progress`.

@@ -144,7 +144,7 @@ impl Steps<'_> {
 }
 
 /// A synthetic checkpoint, and a fine-tuned version of it. Weights are nearly normally distributed. The tuning changes about 2 %
-/// of them by one or two units in the last place, as reinforcement learning does.
+/// of the weights by one or two units in the last place, as reinforcement learning does.
 fn tensors() -> (Tensors, Tensors) {
     let mut random = Xorshift(0x7470_6465);
     let shapes: [(&str, Dtype, &[u64]); 7] = [

@@ -198,8 +198,8 @@ void arrive(unsigned w, uint32_t lanes, const Wait& first) {
     if (barrier.warps >> w & 1)
         fail(first.location, "warp %u arrives at barrier %u twice before it completes", w, (unsigned)first.argument);
     if (barrier.warps && barrier.expected != first.count) {
-        fail(first.location, "barrier %u expects %u threads here, %u elsewhere", (unsigned)first.argument, first.count,
-             barrier.expected);
+        fail(first.location, "barrier %u: this call expects %u threads, an earlier call expects %u",
+             (unsigned)first.argument, first.count, barrier.expected);
     }
     barrier.expected = first.count;
     barrier.arrived += first.count ? WARP : (unsigned)__builtin_popcount(lanes);
@@ -209,7 +209,8 @@ void arrive(unsigned w, uint32_t lanes, const Wait& first) {
     else free_lanes(warps[w], lanes);
     uint32_t expected = first.count ? first.count : live;
     if (barrier.arrived > expected)
-        fail(first.location, "%u threads at barrier %u of %u", barrier.arrived, (unsigned)first.argument, expected);
+        fail(first.location, "barrier %u expects %u threads, but %u have arrived", (unsigned)first.argument, expected,
+             barrier.arrived);
     if (barrier.arrived == expected) complete(barrier);
 }
 
@@ -396,7 +397,7 @@ uint64_t run_warp_operation(WarpOperation operation, uint32_t mask, uint64_t val
 
 uint32_t barrier(uint32_t id, uint32_t count, bool wait, uint32_t value, SourceLocation location) {
     Thread& me = *current;
-    if (id >= BARRIERS || count % WARP || count > threads_now) fail(location, "barrier %u of %u threads", id, count);
+    if (id >= BARRIERS || count % WARP || count > threads_now) fail(location, "invalid barrier: id %u, %u threads", id, count);
     waits[me.number] = {
         value, id, 0, ~0u, count, location, wait ? WarpOperation::BARRIER : WarpOperation::BARRIER_ARRIVE};
     release(&barriers[id]);
@@ -416,7 +417,7 @@ void begin_copy(void* to, const void* from, uint32_t size, uint32_t zeros, Sourc
     Thread& me = *current;
     if ((size + zeros != 4 && size + zeros != 8 && size + zeros != 16) || (uintptr_t)to % (size + zeros) ||
         (uintptr_t)from % (size + zeros)) {
-        fail(location, "a copy of %u and %u bytes from %p to %p", size, zeros, from, to);
+        fail(location, "invalid copy of %u bytes and %u zeros from %p to %p", size, zeros, from, to);
     }
     me.copies.push_back({to, from, size, zeros});
     me.uncommitted++;

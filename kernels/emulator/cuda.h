@@ -185,7 +185,7 @@ inline unsigned atomicInc(unsigned* at, unsigned most) {
     return emulator::update(at, [most](unsigned old) { return old >= most ? 0 : old + 1; });
 }
 
-// ---- Loads and stores with cache hints. The sanitizer of undefined behaviour checks alignment ----
+// ---- Loads and stores with cache hints. UndefinedBehaviorSanitizer checks their alignment ----
 
 template <class T> T __ldg(const T* from) { return *from; }
 template <class T> T __ldca(const T* from) { return *from; }
@@ -203,7 +203,7 @@ template <class T> void __stwt(T* to, emulator::Same<T> value) { *to = value; }
 namespace emulator {
 template <class T> const T& shared_at(int64_t at, SourceLocation location) {
     if (at % (int64_t)sizeof(T))
-        fail(location, "address %#llx of shared memory for an access of %zu bytes", (long long)at, sizeof(T));
+        fail(location, "misaligned address %#llx of shared memory: the access has %zu bytes", (long long)at, sizeof(T));
     return *(const T*)(dynamic_memory + at);
 }
 template <class T> void set_shared(unsigned at, T value, SourceLocation location) {

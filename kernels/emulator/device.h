@@ -45,7 +45,7 @@ template <int SIZE> inline void copy_async(u32 to, const void* from, EMULATOR_HE
 // Copies `size` bytes and fills the rest with zeros.
 template <int SIZE> inline void copy_async(u32 to, const void* from, u32 size, EMULATOR_HERE) {
     memset(shared_pointer(to), 0x5C, SIZE);
-    if (size > SIZE) emulator::fail(location, "a copy of %u of %d bytes", size, SIZE);
+    if (size > SIZE) emulator::fail(location, "invalid copy: %u bytes, at most %d allowed", size, SIZE);
     emulator::begin_copy(shared_pointer(to), from, size, SIZE - size, location);
 }
 inline void commit_copies() { emulator::commit_copies(); }

@@ -114,7 +114,7 @@ class NotWritable(TpdeError, ValueError):
 
 
 class NotMergeable(TpdeError, ValueError):
-    """Pairs cannot be merged, because two of them contradict each other.
+    """Two pairs contradict each other, so they cannot be merged.
 
     Attributes: ``conflict`` (``"tensor"`` if both have the tensor, ``"type"`` if its dtypes or shapes differ, ``"cuts"`` if its parts do not nest, ``"base"`` if the pairs
     have different bases, or ``"file"``), ``name`` of the tensor, base tensor or file, ``pairs``, the two paths, and ``found``, the
