@@ -54,3 +54,23 @@ impl Watch for Watcher<'_> {
         }
     }
 }
+
+/// Defines the methods `progress` and `watch` of a builder that has a field `watcher: Watcher<'a>`. `$total` says in the
+/// documentation how many bytes will be reported.
+macro_rules! progress_methods {
+    ($total:literal) => {
+        /// Calls `report`, from any thread, with the number of bytes done since the previous call. The total is
+        #[doc = concat!($total, ".")]
+        pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
+            self.watcher = $crate::watch::Watcher::Closure(Box::new(report));
+            self
+        }
+
+        /// Like [`progress`](Self::progress), with a watcher that can also stop the work.
+        pub fn watch(mut self, watch: &'a dyn $crate::watch::Watch) -> Self {
+            self.watcher = $crate::watch::Watcher::Borrowed(watch);
+            self
+        }
+    };
+}
+pub(crate) use progress_methods;

@@ -15,7 +15,7 @@ use crate::reader::{Pair, VerifyReport};
 use crate::safetensors::{SafetensorsCheckpoint, outputs, target_metadata};
 use crate::slice::SliceMut;
 use crate::source::Source;
-use crate::watch::{Watch, Watcher};
+use crate::watch::{Watcher, progress_methods};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
@@ -111,18 +111,7 @@ impl<'a, B: Source> Apply<'a, B> {
         self
     }
 
-    /// Calls `report`, from any thread, with the number of bytes done since the previous call. The total is the size of the
-    /// selected tensors.
-    pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
-        self.watcher = Watcher::Closure(Box::new(report));
-        self
-    }
-
-    /// Like [`Apply::progress`], with a watcher that can also stop the work.
-    pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
-        self.watcher = Watcher::Borrowed(watch);
-        self
-    }
+    progress_methods!("the size of the selected tensors");
 
     /// The selected tensors in ascending order of name. [`Apply::to_buffers`] expects its buffers in this order.
     pub fn selected(&self) -> impl Iterator<Item = Tensor<'a>> + '_ {

@@ -9,7 +9,7 @@ use crate::format::BaseKind;
 use crate::reader::{Pair, PayloadDigests, VerifyReport};
 use crate::safetensors::{SafetensorsCheckpoint, check_target_files, outputs};
 use crate::source::Source;
-use crate::watch::{Watch, Watcher};
+use crate::watch::{Watcher, progress_methods};
 use serde::Serialize;
 
 /// Checks a pair, and optionally whether it matches a base and a target.
@@ -110,18 +110,7 @@ impl<'a, B: Source> Verify<'a, B> {
         self
     }
 
-    /// Calls `report`, from any thread, with the number of bytes done since the previous call. The total is
-    /// [`progress_bytes`](Verify::progress_bytes).
-    pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
-        self.watcher = Watcher::Closure(Box::new(report));
-        self
-    }
-
-    /// Like [`Verify::progress`], with a watcher that can also stop the work.
-    pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
-        self.watcher = Watcher::Borrowed(watch);
-        self
-    }
+    progress_methods!("[`progress_bytes`](Self::progress_bytes)");
 
     /// Total number of bytes that will be reported as progress.
     pub fn progress_bytes(&self) -> u64 {

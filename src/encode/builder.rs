@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::pair_files::NewPair;
 use crate::reader::Pair;
 use crate::safetensors::{SafetensorsCheckpoint, check_composable};
-use crate::watch::{Watch, Watcher};
+use crate::watch::{Watcher, progress_methods};
 use crate::writer::{FileSpec, PairBuilder};
 use std::path::{Path, PathBuf};
 
@@ -83,18 +83,7 @@ impl<'a> Encode<'a> {
         self
     }
 
-    /// Calls `report`, from any thread, with the number of bytes done since the previous call. The total is the size of the
-    /// target's tensors.
-    pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
-        self.watcher = Watcher::Closure(Box::new(report));
-        self
-    }
-
-    /// Like [`Encode::progress`], with a watcher that can also stop the work.
-    pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
-        self.watcher = Watcher::Borrowed(watch);
-        self
-    }
+    progress_methods!("the size of the target's tensors");
 
     /// Writes the files of a pair, `NAME.tpde-index` and `NAME.tpde-blob`. `path` is one of these paths, or their common stem
     /// without extension. Both files are written without their names. The blob gets its name first; when the index gets its

@@ -14,7 +14,7 @@ use crate::format::{BLOB_HEADER_SIZE, BaseKind, MAX_CHUNK_BYTES, PAYLOAD_ALIGN};
 use crate::index::{IndexParts, Tensor};
 use crate::reader::Pair;
 use crate::source::Source;
-use crate::watch::{Watch, Watcher};
+use crate::watch::{Watch, Watcher, progress_methods};
 use serde::Serialize;
 
 /// Explains the size of a pair.
@@ -129,18 +129,7 @@ impl<'a, B: Source> Explain<'a, B> {
         self
     }
 
-    /// Calls `report`, from any thread, with the number of bytes done since the previous call. The total is
-    /// [`progress_bytes`](Explain::progress_bytes).
-    pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
-        self.watcher = Watcher::Closure(Box::new(report));
-        self
-    }
-
-    /// Like [`Explain::progress`], with a watcher that can also stop the work.
-    pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
-        self.watcher = Watcher::Borrowed(watch);
-        self
-    }
+    progress_methods!("[`progress_bytes`](Self::progress_bytes)");
 
     /// Total number of bytes that will be reported as progress.
     pub fn progress_bytes(&self) -> u64 {

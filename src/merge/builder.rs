@@ -9,7 +9,7 @@ use crate::index::Tensor;
 use crate::pair_files::NewPair;
 use crate::reader::Pair;
 use crate::source::Source;
-use crate::watch::{Watch, Watcher};
+use crate::watch::{Watcher, progress_methods};
 use crate::writer::{Finished, PairBuilder};
 use serde::Serialize;
 use std::io::Write;
@@ -122,18 +122,7 @@ impl<'a, B: Source> Merge<'a, B> {
         self
     }
 
-    /// Calls `report`, from any thread, with the number of bytes done since the previous call. The total is
-    /// [`Merge::progress_bytes`].
-    pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
-        self.watcher = Watcher::Closure(Box::new(report));
-        self
-    }
-
-    /// Like [`Merge::progress`], with a watcher that can also stop the work.
-    pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
-        self.watcher = Watcher::Borrowed(watch);
-        self
-    }
+    progress_methods!("[`progress_bytes`](Self::progress_bytes)");
 
     /// Returns the number of bytes of payloads to read.
     pub fn progress_bytes(&self) -> u64 {
