@@ -288,10 +288,12 @@ impl fmt::Display for Invalid {
 
 impl std::error::Error for Invalid {}
 
-/// Location of an error in a pair. Absent parts are not printed.
+/// Location of an error. Absent parts are not printed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Location {
+    /// The pair, if it is one of the inputs of a merge: its path, or `pair` and its number from 1.
+    pub pair: Option<String>,
     /// Name of the tensor.
     pub tensor: Option<String>,
     /// Index of the chunk in the index map.
@@ -300,6 +302,9 @@ pub struct Location {
 
 impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(pair) = &self.pair {
+            write!(f, "{}, ", Escaped(pair))?;
+        }
         if let Some(tensor) = &self.tensor {
             write!(f, "tensor {}, ", Escaped(tensor))?;
         }
@@ -453,6 +458,14 @@ impl Error {
         Error::BadCheckpoint { path: path.to_owned(), reason: bounded(reason) }
     }
 
+    /// Adds the pair, one of the inputs of a merge, to the location of an [`Error::Invalid`]. Other errors are unchanged.
+    pub(crate) fn in_pair(mut self, pair: &str) -> Self {
+        if let Error::Invalid(invalid) = &mut self {
+            invalid.at.pair.get_or_insert_with(|| pair.to_owned());
+        }
+        self
+    }
+
     /// Adds the tensor's name to the location of an [`Error::Invalid`], unless it has one. Other errors are unchanged.
     pub(crate) fn in_tensor(mut self, name: &str) -> Self {
         if let Error::Invalid(invalid) = &mut self {
@@ -603,14 +616,14 @@ mod tests {
             Error::Device { action: "work", reason: long.clone() },
             Error::Invalid(Box::new(Invalid {
                 rule: Rule::TensorName,
-                at: Location { tensor: Some(long.clone()), chunk: None },
+                at: Location { pair: Some(long.clone()), tensor: Some(long.clone()), chunk: None },
                 expected: long.clone(),
                 found: long,
             })),
         ];
         for error in errors {
             let message = error.to_string();
-            assert!(message.chars().count() < 2 * MESSAGE_CHARS + 2 * SHOWN_CHARS, "{message}");
+            assert!(message.chars().count() < 2 * MESSAGE_CHARS + 3 * SHOWN_CHARS, "{message}");
             assert!(!message.chars().any(char::is_control), "{message}");
         }
     }

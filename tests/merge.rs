@@ -273,12 +273,14 @@ fn a_damaged_payload_is_not_copied() {
         let pair = opened(&index, &blob);
         let second = records(pair.index())[1].blob_offset.get() as usize;
         blob[second] ^= 1;
-        let pair = opened(&index, &blob);
+        let (pair, sound) = (opened(&index, &blob), pair_of("a", Dtype::U8, &[9], None));
         for is_subset in [false, true] {
-            let merge = Merge::new([&pair]);
+            let merge = Merge::new([&sound, &pair]);
             let merge = if is_subset { merge.tensors(|name| name == "w") } else { merge };
             let Err(Error::Invalid(error)) = merge.to_memory() else { panic!("a damaged payload was copied") };
-            assert_eq!((error.rule, error.at.tensor.as_deref(), error.at.chunk), (Rule::PayloadCrc32, Some("w"), Some(1)));
+            let at = (error.at.pair.as_deref(), error.at.tensor.as_deref(), error.at.chunk);
+            assert_eq!((error.rule, at), (Rule::PayloadCrc32, (Some("pair 2"), Some("w"), Some(1))));
+            assert!(error.to_string().starts_with("pair 2, tensor w, chunk 1, payload.crc32: expected"), "{error}");
         }
     }
 }
@@ -299,14 +301,18 @@ fn a_payload_that_the_pair_digest_does_not_cover_is_not_copied() {
         let multiple = (1 | 0xEDB8_8320_u64 << 1).to_le_bytes();
         payload.iter_mut().zip(multiple).for_each(|(byte, change)| *byte ^= change);
         assert_eq!(crc32fast::hash(payload), crc);
-        let pair = opened(&index, &blob);
+        let (pair, sound) = (opened(&index, &blob), pair_of("a", Dtype::U8, &[9], None));
         // A subset is refused even if it lacks the forged payload, unless digests are stored.
         for kept in ["wx", "w", "x"] {
-            let merge = Merge::new([&pair]);
+            let merge = Merge::new([&sound, &pair]);
             let merge = if kept == "wx" { merge } else { merge.tensors(|name| name == kept) };
-            let found = merge.to_memory().map_err(|error| error.rule()).err();
+            let found = match merge.to_memory() {
+                Ok(_) => None,
+                Err(Error::Invalid(error)) => Some((error.rule, error.at.pair)),
+                Err(error) => panic!("{error}"),
+            };
             let expected = if digests && kept == "x" { None } else { rule };
-            assert_eq!(found, expected.map(Some), "{version} {digests} {kept}");
+            assert_eq!(found, expected.map(|rule| (rule, Some("pair 2".to_owned()))), "{version} {digests} {kept}");
         }
         // All payloads of such an input are read, and those of the subset a second time.
         if rule.is_none() {
@@ -503,8 +509,10 @@ fn files_that_contradict_each_other_are_refused_unless_they_are_left_out() {
         let (merged, report) = Merge::new(pairs).files(false).to_memory().unwrap();
         assert_eq!((merged.index().files().len(), report.files), (0, 0));
     }
-    let error = Merge::new([&c, &e]).to_memory().unwrap_err();
-    assert_eq!(error.rule(), Some(Rule::FileName), "{error}");
+    let Err(Error::Invalid(error)) = Merge::new([&c, &e]).to_memory() else { panic!("two names differ by case alone") };
+    // Names ascend, so that of the first pair comes second.
+    let label = folder.join("in c").display().to_string();
+    assert_eq!((error.rule, error.at.pair), (Rule::FileName, Some(label)));
     // A pair without tensors and files fits every other one.
     Merge::new([&empty]).files(false).to_path(folder.join("nothing")).unwrap();
     let nothing = Pair::open(folder.join("nothing")).unwrap();

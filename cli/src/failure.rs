@@ -36,6 +36,8 @@ struct Failure {
     kind: &'static str,
     /// Id of the violated rule of the specification.
     rule: Option<&'static str>,
+    /// The pair, if it is one of several inputs.
+    pair: Option<String>,
     tensor: Option<String>,
     chunk: Option<u32>,
     message: String,
@@ -66,7 +68,7 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
     }
     if json {
         let rule = ours.and_then(Error::rule).map(Rule::id);
-        print(Failure { kind, rule, tensor: at.tensor, chunk: at.chunk, message, hint });
+        print(Failure { kind, rule, pair: at.pair, tensor: at.tensor, chunk: at.chunk, message, hint });
     }
     ExitCode::from(code)
 }
@@ -109,7 +111,7 @@ pub fn usage(mut error: clap::Error) -> ExitCode {
     }
     if is_error && asks_for_json(std::env::args_os().skip(1)) {
         let message = usage_message(&error);
-        print(Failure { kind: "usage", rule: None, tensor: None, chunk: None, message, hint: None });
+        print(Failure { kind: "usage", rule: None, pair: None, tensor: None, chunk: None, message, hint: None });
     }
     ExitCode::from(if is_error { USAGE } else { 0 })
 }

@@ -61,9 +61,10 @@ impl Merge {
         self.merge(common).with_context(|| format!("merge {}", text::path(&self.output.output)))
     }
 
-    fn merge(&self, common: &Common) -> Result<Report> {
-        let pairs = self.pairs.iter().map(Pair::open).collect::<Result<Vec<_>>>()?;
-        self.output.write(tpde::Merge::new(&pairs), "merge", pairs.len(), common)
+    fn merge(&self, common: &Common) -> anyhow::Result<Report> {
+        let open = |pair: &PathBuf| Pair::open(pair).with_context(|| format!("open {}", text::path(pair)));
+        let pairs = self.pairs.iter().map(open).collect::<anyhow::Result<Vec<_>>>()?;
+        Ok(self.output.write(tpde::Merge::new(&pairs), "merge", pairs.len(), common)?)
     }
 }
 

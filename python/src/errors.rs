@@ -37,6 +37,7 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         Error::Invalid(invalid) => {
             with.set_item("rule", invalid.rule.id())?;
             with.set_item("section", invalid.rule.section())?;
+            with.set_item("pair", &invalid.at.pair)?;
             with.set_item("tensor", &invalid.at.tensor)?;
             with.set_item("chunk", invalid.at.chunk)?;
             with.set_item("expected", &invalid.expected)?;

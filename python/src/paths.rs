@@ -8,8 +8,8 @@ use serde_json::json;
 use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 use tpde::{
-    Apply, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, EncodeReport, Favor, FormatVersion, Layout, MemoryCheckpoint,
-    Merge, PairPaths, Result, SafetensorsCheckpoint, TensorReport, Verify,
+    Apply, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, EncodeReport, Error, Favor, FormatVersion, Layout,
+    MemoryCheckpoint, Merge, PairPaths, Result, SafetensorsCheckpoint, TensorReport, Verify,
 };
 
 /// Path of a pair, and the pair digest that the caller expects.
@@ -197,7 +197,17 @@ pub fn merge(
     replace: bool,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
-    let pairs: Vec<_> = run(py, None, 0, |steering| pairs.iter().map(|pair| open(&pair.0, pair.1, steering)).collect())?;
+    let pairs: Vec<_> = run(py, None, 0, |steering| {
+        let open = |pair: &PairName| {
+            open(&pair.0, pair.1, steering).map_err(|mut error| {
+                if let Error::Invalid(invalid) = &mut error {
+                    invalid.at.pair = Some(pair.0.display().to_string());
+                }
+                error
+            })
+        };
+        pairs.iter().map(open).collect()
+    })?;
     let merge = || {
         let merge = Merge::new(&pairs).files(files).payload_digests(payload_digests).overwrite(replace);
         match &wanted {

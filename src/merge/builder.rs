@@ -138,7 +138,8 @@ impl<'a, B: Source> Merge<'a, B> {
     /// - Before any payload is read: [`Error::NotMergeable`](crate::Error::NotMergeable) if two inputs contradict each other;
     ///   [`Error::Limit`](crate::Error::Limit) if the result would have more than 65,535 table sets or too many tensors or chunks;
     ///   [`Error::Invalid`](crate::Error::Invalid) with rule `file.name` if one pair cannot have the files of all inputs.
-    /// - [`Error::Invalid`](crate::Error::Invalid) if a payload is damaged, or is not covered by the pair digest of its input.
+    /// - [`Error::Invalid`](crate::Error::Invalid) if a payload is damaged, or is not covered by the pair digest of its input. The
+    ///   location names the input.
     /// - [`Error::InvalidArgument`](crate::Error::InvalidArgument) if a file of the pair is a file of an input.
     /// - [`Error::Io`](crate::Error::Io) from the inputs or the files of the pair; also if the pair exists and
     ///   [`overwrite`](Merge::overwrite) is not set.

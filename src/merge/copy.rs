@@ -27,8 +27,8 @@ struct Job {
 /// Memory: the payloads of one batch, and 16 bytes per chunk of inputs with a payload root and no payload list.
 ///
 /// # Errors
-/// `Error::Invalid` for a damaged payload, or with rule `header.payload_root` for payloads that the pair digest of an input does
-/// not cover; `Error::Io`; any error of `progress`.
+/// `Error::Invalid` with the input, for a damaged payload, or with rule `header.payload_root` for payloads that the pair digest of
+/// the input does not cover; `Error::Io`; any error of `progress`.
 pub(super) fn copy<B: Source, W: Write>(
     inputs: &[Input<'_, B>],
     plan: &Plan,
@@ -36,7 +36,7 @@ pub(super) fn copy<B: Source, W: Write>(
     progress: Progress<'_>,
 ) -> Result<()> {
     for input in inputs.iter().filter(|input| input.must_authenticate()) {
-        input.pair.authenticate(progress)?;
+        input.pair.authenticate(progress).map_err(|e| e.in_pair(&input.label))?;
     }
     let mut copier = Copier { inputs, plan, builder, begun: 0, lists: inputs.iter().map(empty_list).collect() };
     let (scratch, payloads) = (Pool::new(Vec::new), Buffers::default());
@@ -106,8 +106,8 @@ fn read<B: Source>(
     scratch: &mut Vec<u8>,
     copy: &mut Vec<u8>,
 ) -> Result<[u8; DIGEST_SIZE]> {
-    let pair = inputs[entry.input as usize].pair;
-    let payload = pair.payload(chunk, scratch).map_err(|e| pair.name_tensor(e))?;
+    let Input { pair, label, .. } = &inputs[entry.input as usize];
+    let payload = pair.payload(chunk, scratch).map_err(|e| pair.name_tensor(e).in_pair(label))?;
     // If the digest is known, `payload` has compared it.
     let digest = pair.digest_of_payload(chunk).copied().unwrap_or_else(|| digest::of_payload(payload));
     copy.clear();
@@ -162,6 +162,6 @@ impl<B: Source, W: Write> Copier<'_, B, W> {
     /// Compares the payload lists with the payload roots of their pairs.
     fn check_lists(&self) -> Result<()> {
         let mut formed = self.inputs.iter().zip(&self.lists).filter(|(_, list)| !list.is_empty());
-        formed.try_for_each(|(input, list)| input.index().check_payload_list(list))
+        formed.try_for_each(|(input, list)| input.index().check_payload_list(list).map_err(|e| e.in_pair(&input.label)))
     }
 }

@@ -50,8 +50,8 @@ pub(super) fn merged<B: Source>(inputs: &[Input<'_, B>], is_selection: bool) -> 
         return Err(conflict(Conflict::File, "", [lone_input, other], [described(lone), described(file)]));
     }
     let mut names = FileNames::default();
-    for (_, file) in merged.values() {
-        names.add(file.name.as_bytes(), file.kind, merged.len())?;
+    for (input, file) in merged.values() {
+        names.add(file.name.as_bytes(), file.kind, merged.len()).map_err(|e| e.in_pair(&input.label))?;
     }
     Ok(merged.values().map(|(_, file)| spec(file)).collect())
 }

@@ -63,6 +63,8 @@ fn what_cannot_be_merged_is_refused_with_a_hint() {
     place.fails(&format!("subset a --tensor * -o x --expect {}", "00".repeat(32)), DATA, "digest");
     place.edit("b.tpde-blob", |blob| *blob.get_mut(70).unwrap() ^= 1);
     let error = place.fails("merge a b -o x --no-files", DATA, "payload.crc32");
-    assert_eq!(error["kind"], "invalid");
+    assert_eq!((&error["kind"], &error["pair"]), (&"invalid".into(), &"b".into()));
+    place.edit("a.tpde-index", |index| *index.last_mut().unwrap() ^= 1);
+    place.fails("merge b a -o x --no-files", DATA, "open a: index.digest");
     assert!(!place.path("x.tpde-index").exists() && !place.path("x.tpde-blob").exists());
 }
