@@ -34,10 +34,9 @@ use tracing::Level;
 /// A pair of files, NAME.tpde-index and NAME.tpde-blob, holds what turns a base checkpoint into a target, bit for bit.
 /// Checkpoints are .safetensors files, or folders of them.
 ///
-/// Exit codes: 0 done; 1 the data is wrong (damage, another base, applied already, no checkpoint, above a limit, not writable,
-/// not mergeable);
-/// 2 usage; 3 the system refused (files, disk, an input that changed); 4 no such device. A signal ends tpde by that signal, and
-/// leaves no temporary files.
+/// Exit codes: 0 done; 1 the data is wrong (damaged, wrong base, already applied, not a checkpoint, above a limit, not writable,
+/// not mergeable); 2 the arguments are wrong; 3 a system error (files, disk, an input that changed); 4 no such device. A signal
+/// ends tpde by that signal, and leaves no temporary files.
 #[derive(Parser)]
 #[command(name = "tpde", version, max_term_width = 110, arg_required_else_help = true)]
 struct Cli {
