@@ -133,6 +133,10 @@ def invalid_derived_vectors(out):
     bad("scales_name_before_base_name", "Scales name and base name have changed places: the base has other shapes under them.", "base.tensor",
         "decode", where="x", entries=lambda d: d.names.__setitem__(2, b"xx_scalesx_blocks"))
 
+    # The order of checks.
+    stated("after_codec", "A codec that is unknown, and a base parameter of 0: the codec is looked at before.", 0, 0, "tensor.codec", codec=9)
+    stated("before_scales_name", "A form that is unknown, and no scales name: the form is looked at before.", 1, param("F8_E4M3", 4, 0))
+
     # Parts.
     def cut(name, about, rule, source, shape, rectangles, each=None, base_name="", entries=None, features=WITH_PARTS, **options):
         tensors = parts("t", "BF16", shape, source.formed, source.formed, rectangles, each, codec=RAW, base_name=base_name,
@@ -164,6 +168,10 @@ def invalid_derived_vectors(out):
     cut("scales_names", "Parts with two scales names.", scales, wide, [130, 130], along(0, [130, 130], [128, 2]), {1: {"scales_name": "r"}})
     cut("scales_name_stated_once", "A further part without a scales name.", scales, wide, [130, 130], along(0, [130, 130], [128, 2]),
         {1: {"scales_name": ""}})
+    cut("blocks_before_scales_name", "A block that is cut, and no scales name: the block is looked at before.", "tensor.part", wide, [130, 130],
+        along(0, [130, 130], [100, 30]), scales_name="")
+    cut("base_dtype_before_blocks", "Two base dtypes, and a block that is cut: the base dtype is looked at before.", "tensor.base_param", wide,
+        [130, 130], [([0, 0], [128, 130]), ([129, 0], [1, 130])], {1: {"base_dtype": "F8_E5M2"}})
     for name, about, source, shape, rectangles in [
             ("rows", "A block of FP8 cut after 100 rows.", wide, [130, 130], along(0, [130, 130], [100, 30])),
             ("columns", "A block of FP8 cut after 64 columns.", wide, [130, 130], along(1, [130, 130], [64, 66])),
