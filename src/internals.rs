@@ -6,6 +6,7 @@ pub use crate::codec::fuzzing;
 pub use crate::codec::{ChunkDecoder, ChunkEncoder, Coding, Encoded, EncodedChunk, Pace, TableSet};
 pub use crate::encode::encode;
 pub use crate::error::{MESSAGE_CHARS, SHOWN_CHARS};
+pub use crate::floats::{cast_lanes, scale_lanes, scale_nibbles};
 pub use crate::format::*;
 pub use crate::sums::chunk_sum;
 pub use crate::writer::{FileSpec, Finished, PairBuilder, PartSpec, TensorSpec};

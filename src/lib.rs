@@ -70,6 +70,7 @@ mod digest;
 mod dispatch;
 mod encode;
 mod error;
+mod floats;
 mod format;
 mod index;
 #[doc(hidden)]
