@@ -179,7 +179,27 @@ impl SliceLayout {
 
 /// A checkpoint of which only rectangles of the tensors are held, in memory: what a rank of a distributed job has.
 ///
-/// [`Apply`] reads only the base lanes of the chunks that it decodes. [`Encode`] describes only the parts that are held.
+/// [`Apply`] reads only the base lanes of the chunks that it decodes. [`Encode`] describes only the parts that are held:
+///
+/// ```
+/// # use tpde::{Dtype, Encode, EncodeOptions, Merge, Rectangle, Slice, SliceCheckpoint, TensorInfo};
+/// # fn main() -> tpde::Result<()> {
+/// let info = TensorInfo { name: "w".into(), dtype: Dtype::U8, shape: vec![3, 4] };
+/// let (base, target) = ([1; 12], [2; 12]);
+/// // Two ranks hold two rows and one, and share one list of parts: the halves of their rows.
+/// let cuts: Vec<_> = [0, 2].map(|row| [0, 2].map(|column| Rectangle::new([row, column], [2 - row / 2, 2]))).concat();
+/// let mut pairs = Vec::new();
+/// for (rank, bytes) in [(0, 0..8), (1, 8..12)] {
+///     let rows = Rectangle::whole(&info.shape).shard(0, 2, rank).expect("dimension 0 of rank 0 or 1");
+///     let slice = |bytes| SliceCheckpoint::new([Slice::new(info.clone(), rows.clone(), bytes)]);
+///     let options = EncodeOptions::default().cuts([("w", cuts.clone())]);
+///     let (base, target) = (slice(&base[bytes.clone()])?, slice(&target[bytes])?);
+///     pairs.push(Encode::new(&target).base(&base).options(options).to_memory()?.0);
+/// }
+/// assert_eq!(Merge::new(&pairs).to_memory()?.0.index().tensor_count(), 4);
+/// # Ok(())
+/// # }
+/// ```
 ///
 /// [`Apply`]: crate::Apply
 /// [`Encode`]: crate::Encode

@@ -48,7 +48,7 @@ impl<'a> Encode<'a> {
     /// of all parts that the options [`split`](EncodeOptions#structfield.split) and [`cuts`](EncodeOptions#structfield.cuts) name,
     /// those of which it has all elements. Parts of which it has no element are left out. With the same options on each rank of a
     /// job, [`Merge`](crate::Merge) makes one pair of the ranks' pairs. No element may be in two of them: of a tensor that several
-    /// ranks hold, one rank alone encodes each part.
+    /// ranks hold, one rank alone encodes each part. A rank that has nothing of a tensor in `cuts` gives an empty slice of it.
     ///
     /// If `target` is a [`SafetensorsCheckpoint`], the pair also describes its files, and readers rebuild them byte for byte. Any
     /// other target is rebuilt as one safetensors file with a new header.
