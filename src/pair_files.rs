@@ -12,6 +12,9 @@ use std::io::{BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// Capacity of the buffer in front of the blob. Larger payloads are written without a copy.
+const WRITE_BUFFER: usize = 256 << 10;
+
 /// The blob of a new pair, written without its name.
 pub(crate) type NewBlob = BufWriter<Arc<File>>;
 
@@ -33,7 +36,7 @@ impl NewPair {
         let paths = PairPaths::new(path);
         check_apart(&[paths.index.clone(), paths.blob.clone()], inputs)?;
         let mut publication = Publication::files(&paths.index, overwrite);
-        let blob = BufWriter::with_capacity(1 << 20, publication.add(&paths.blob)?);
+        let blob = BufWriter::with_capacity(WRITE_BUFFER, publication.add(&paths.blob)?);
         let index = publication.add(&paths.index)?;
         Ok((Self { paths, publication, index }, blob))
     }

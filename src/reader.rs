@@ -294,9 +294,23 @@ pub(crate) fn checked_payload<'a>(
     chunk: u32,
     scratch: &'a mut Vec<u8>,
 ) -> Result<&'a [u8]> {
-    let size = record.compressed_size.get() as usize;
-    let stored = size.next_multiple_of(PAYLOAD_ALIGN as usize);
-    let (payload, padding) = blob.bytes(record.blob_offset.get(), stored, scratch)?.split_at(size);
+    let stored = blob.bytes(record.blob_offset.get(), stored_size(record), scratch)?;
+    check_payload(stored, record, digest, chunk)
+}
+
+/// Size in bytes that a payload takes in the blob, with padding.
+pub(crate) fn stored_size(record: &ChunkMetadata) -> usize {
+    (record.compressed_size.get() as usize).next_multiple_of(PAYLOAD_ALIGN as usize)
+}
+
+/// [`checked_payload`] for bytes that were read before. `stored` has the payload and its padding.
+pub(crate) fn check_payload<'a>(
+    stored: &'a [u8],
+    record: &ChunkMetadata,
+    digest: Option<&[u8; DIGEST_SIZE]>,
+    chunk: u32,
+) -> Result<&'a [u8]> {
+    let (payload, padding) = stored.split_at(record.compressed_size.get() as usize);
     let (expected, found) = (record.crc32.get(), crc32fast::hash(payload));
     let at = |e: Error| e.in_chunk(chunk);
     Rule::PayloadCrc32.check(expected == found, format_args!("{expected:08x}"), format_args!("{found:08x}")).map_err(at)?;

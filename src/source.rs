@@ -41,7 +41,7 @@ pub trait Source: Sync {
     }
 }
 
-fn slice(bytes: &[u8], offset: u64, size: usize) -> Result<&[u8]> {
+pub(crate) fn slice(bytes: &[u8], offset: u64, size: usize) -> Result<&[u8]> {
     let range = usize::try_from(offset).ok().and_then(|start| Some(start..start.checked_add(size)?));
     range
         .and_then(|range| bytes.get(range))

@@ -254,6 +254,35 @@ impl<W: Write> PairBuilder<W> {
         Ok(())
     }
 
+    /// Adds the next chunks of the current tensor: consecutive chunks of a tensor of another pair that has the same lanes per chunk.
+    /// `stored` has their payloads with padding, `digests` the digests of the payloads. Format 1.1 ignores the digests.
+    ///
+    /// # Errors
+    /// As for [`PairBuilder::chunk`].
+    pub fn copied_chunks(
+        &mut self,
+        stored: &[u8],
+        records: &[ChunkMetadata],
+        sums: &[ChunkSums],
+        digests: &[[u8; DIGEST_SIZE]],
+    ) -> Result<()> {
+        let (Some(entry), Some(first)) = (self.entries.last_mut(), records.first()) else {
+            return Err(Error::InvalidArgument("chunks are added to no tensor, or there are none".into()));
+        };
+        let (from, to) = (first.blob_offset.get(), self.blob_size);
+        let moved =
+            |record: &ChunkMetadata| ChunkMetadata { blob_offset: (record.blob_offset.get() - from + to).into(), ..*record };
+        self.records.extend(records.iter().map(moved));
+        self.sums.extend(sums);
+        if self.form.version == FormatVersion::V1_2 {
+            self.payloads.extend(digests);
+        }
+        entry.chunk_count += records.len() as u32;
+        self.blob.write_all(stored).map_err(|e| Error::io("write", &self.blob_path, e))?;
+        self.blob_size += stored.len() as u64;
+        Ok(())
+    }
+
     /// Ends the current tensor. `base` is the BLAKE3 hash of the base tensor, if any; `target` is that of the target tensor.
     pub fn end_tensor(&mut self, base: Option<Hash>, target: Hash) {
         let base_digest = base.as_ref().map_or([0; DIGEST_SIZE], digest::short);

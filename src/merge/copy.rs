@@ -2,29 +2,47 @@
 
 use super::input::Input;
 use super::plan::{Entry, Plan, tensor};
-use crate::batches::{Pool, in_batches};
-use crate::codec::Encoded;
+use crate::batches::in_batches;
 use crate::digest;
 use crate::error::Result;
-use crate::format::DIGEST_SIZE;
-use crate::source::Source;
+use crate::format::{ChunkMetadata, DIGEST_SIZE};
+use crate::reader::{check_payload, stored_size};
+use crate::source::{Source, slice};
 use crate::watch::Progress;
 use crate::writer::PairBuilder;
+use std::borrow::Cow;
 use std::io::Write;
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// A chunk to copy.
-#[derive(Clone, Copy)]
+/// Size in bytes up to which payloads are read and written together. Larger blocks are not faster.
+const BLOCK: usize = 1 << 20;
+
+/// Consecutive chunks of a tensor, to be copied together.
 struct Job {
-    /// Index of its tensor in [`Plan::entries`].
+    /// Index of the tensor in [`Plan::entries`].
     entry: usize,
-    /// Index of the chunk in its pair.
-    chunk: u32,
+    /// Indexes of the chunks in the pair of the tensor.
+    chunks: Range<u32>,
+}
+
+impl Job {
+    fn chunks(&self) -> Range<usize> {
+        self.chunks.start as usize..self.chunks.end as usize
+    }
+}
+
+/// What is copied of a [`Job`].
+struct Copied<'a> {
+    /// The payloads with padding, checked.
+    stored: Cow<'a, [u8]>,
+    digests: Vec<[u8; DIGEST_SIZE]>,
 }
 
 /// Copies all chunks of the plan to `builder`, in order. Checks each payload before it is copied.
 ///
-/// Memory: the payloads of one batch, and 16 bytes per chunk of inputs with a payload root and no payload list.
+/// Memory: the payloads of one batch, up to [`Buffers::MAX`] bytes of free buffers, and 16 bytes per chunk of inputs with a payload
+/// root and no payload list.
 ///
 /// # Errors
 /// `Error::Invalid` with the input, for a damaged payload, or with rule `header.payload_root` for payloads that the pair digest of
@@ -39,25 +57,26 @@ pub(super) fn copy<B: Source, W: Write>(
         input.pair.authenticate(progress).map_err(|e| e.in_pair(&input.label))?;
     }
     let mut copier = Copier { inputs, plan, builder, begun: 0, lists: inputs.iter().map(empty_list).collect() };
-    let (scratch, payloads) = (Pool::new(Vec::new), Buffers::default());
-    let jobs = plan
-        .entries
-        .iter()
-        .enumerate()
-        .flat_map(|(entry, &source)| tensor(inputs, source).chunks().map(move |chunk| Job { entry, chunk }));
+    let buffers = Buffers::default();
+    let jobs = plan.entries.iter().enumerate().flat_map(|(entry, &source)| {
+        let records = inputs[source.input as usize].index().records();
+        blocks(records, tensor(inputs, source).chunks()).map(move |chunks| Job { entry, chunks })
+    });
+    let input = |job: &Job| &inputs[plan.entries[job.entry].input as usize];
     in_batches(
         jobs,
-        |job| payload_size(inputs, plan, job),
+        |job| input(job).index().records()[job.chunks()].iter().map(|record| stored_size(record) as u64).sum(),
         |job| {
-            let mut payload = payloads.take();
-            let entry = plan.entries[job.entry];
-            let read = scratch.with(|scratch| read(inputs, entry, job.chunk, scratch, &mut payload));
-            progress.done(payload_size(inputs, plan, job))?;
-            read.map(|digest| (payload, digest))
+            let copied = read(input(job), job, buffers.take())?;
+            let records = &input(job).index().records()[job.chunks()];
+            progress.done(records.iter().map(|record| u64::from(record.compressed_size.get())).sum())?;
+            Ok(copied)
         },
-        |job, (payload, digest)| {
-            copier.add(job, &payload, digest)?;
-            payloads.put(payload);
+        |job, Copied { stored, digests }| {
+            copier.add(&job, &stored, &digests)?;
+            if let Cow::Owned(buffer) = stored {
+                buffers.put(buffer);
+            }
             Ok(())
         },
     )?;
@@ -65,30 +84,45 @@ pub(super) fn copy<B: Source, W: Write>(
     copier.check_lists()
 }
 
-/// Buffers for payloads. They are reused, because new memory of the size of a large payload costs more than copying the payload.
+/// Divides the chunks of a tensor into blocks of at most [`BLOCK`] bytes of payloads, or of one chunk.
+fn blocks(records: &[ChunkMetadata], chunks: Range<u32>) -> impl Iterator<Item = Range<u32>> {
+    let mut first = chunks.start;
+    std::iter::from_fn(move || {
+        let start = first;
+        let mut size = 0;
+        while first < chunks.end {
+            size += stored_size(&records[first as usize]);
+            if first > start && size > BLOCK {
+                break;
+            }
+            first += 1;
+        }
+        (first > start).then_some(start..first)
+    })
+}
+
+/// Free buffers for payloads. They are reused, because new memory of the size of a block costs more than copying the block.
 #[derive(Default)]
-struct Buffers(Mutex<Vec<Vec<u8>>>);
+struct Buffers(Mutex<(Vec<Vec<u8>>, usize)>);
 
 impl Buffers {
-    /// Maximum number of kept buffers, which bounds their memory. A batch of large payloads has no more.
-    const MAX: usize = 16;
+    /// Maximum total size of the free buffers in bytes: more than a batch.
+    const MAX: usize = 64 << 20;
 
     fn take(&self) -> Vec<u8> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+        let (free, size) = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let buffer = free.pop().unwrap_or_default();
+        *size -= buffer.capacity();
+        buffer
     }
 
     fn put(&self, buffer: Vec<u8>) {
-        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if kept.len() < Self::MAX {
-            kept.push(buffer);
+        let (free, size) = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if *size + buffer.capacity() <= Self::MAX {
+            *size += buffer.capacity();
+            free.push(buffer);
         }
     }
-}
-
-/// Returns the size of the payload of a chunk, in bytes.
-fn payload_size<B: Source>(inputs: &[Input<'_, B>], plan: &Plan, job: &Job) -> u64 {
-    let input = &inputs[plan.entries[job.entry].input as usize];
-    input.index().records()[job.chunk as usize].compressed_size.get().into()
 }
 
 /// Returns a payload list to fill in, if the payloads of an input are not yet compared with its payload root. All of them are
@@ -98,21 +132,29 @@ fn empty_list<B: Source>(input: &Input<'_, B>) -> Vec<[u8; DIGEST_SIZE]> {
     vec![[0; DIGEST_SIZE]; if is_formed { input.index().chunk_count() as usize } else { 0 }]
 }
 
-/// Reads and checks a payload, and copies it to `copy`. Returns its digest.
-fn read<B: Source>(
-    inputs: &[Input<'_, B>],
-    entry: Entry,
-    chunk: u32,
-    scratch: &mut Vec<u8>,
-    copy: &mut Vec<u8>,
-) -> Result<[u8; DIGEST_SIZE]> {
-    let Input { pair, label, .. } = &inputs[entry.input as usize];
-    let payload = pair.payload(chunk, scratch).map_err(|e| pair.name_tensor(e).in_pair(label))?;
-    // If the digest is known, `payload` has compared it.
-    let digest = pair.digest_of_payload(chunk).copied().unwrap_or_else(|| digest::of_payload(payload));
-    copy.clear();
-    copy.extend_from_slice(payload);
-    Ok(digest)
+/// Reads and checks the payloads of a job.
+fn read<'a, B: Source>(input: &Input<'a, B>, job: &Job, mut buffer: Vec<u8>) -> Result<Copied<'a>> {
+    let (pair, records) = (input.pair, &input.index().records()[job.chunks()]);
+    let offset = records.first().map_or(0, |record| record.blob_offset.get());
+    let size = records.iter().map(stored_size).sum();
+    let stored = match pair.blob().in_memory() {
+        Some(blob) => Cow::Borrowed(slice(blob, offset, size)?),
+        None => {
+            buffer.resize(size, 0);
+            pair.blob().read(offset, &mut buffer)?;
+            Cow::Owned(buffer)
+        }
+    };
+    let mut rest = &stored[..];
+    let mut digests = Vec::with_capacity(records.len());
+    for (chunk, record) in job.chunks.clone().zip(records) {
+        let payload;
+        (payload, rest) = rest.split_at(stored_size(record));
+        let known = pair.digest_of_payload(chunk);
+        let payload = check_payload(payload, record, known, chunk).map_err(|e| pair.name_tensor(e).in_pair(&input.label))?;
+        digests.push(known.copied().unwrap_or_else(|| digest::of_payload(payload)));
+    }
+    Ok(Copied { stored, digests })
 }
 
 /// Passes tensors and chunks to the builder, in order.
@@ -127,15 +169,14 @@ struct Copier<'a, B, W> {
 }
 
 impl<B: Source, W: Write> Copier<'_, B, W> {
-    fn add(&mut self, job: Job, payload: &[u8], digest: [u8; DIGEST_SIZE]) -> Result<()> {
+    fn add(&mut self, job: &Job, stored: &[u8], digests: &[[u8; DIGEST_SIZE]]) -> Result<()> {
         self.begin(job.entry + 1)?;
         let Entry { input, .. } = self.plan.entries[job.entry];
-        if let Some(listed) = self.lists[input as usize].get_mut(job.chunk as usize) {
-            *listed = digest;
+        if let Some(listed) = self.lists[input as usize].get_mut(job.chunks()) {
+            listed.copy_from_slice(digests);
         }
-        let chunk = self.inputs[input as usize].index().chunk(job.chunk);
-        let encoded = Encoded { uncompressed_size: chunk.uncompressed_size, num_deltas: chunk.num_deltas };
-        self.builder.hashed_chunk(payload, digest, encoded, chunk.base_sum, chunk.target_sum)
+        let index = self.inputs[input as usize].index();
+        self.builder.copied_chunks(stored, &index.records()[job.chunks()], &index.sums()[job.chunks()], digests)
     }
 
     /// Begins tensors until `count` have begun. Ends the tensor before each.
