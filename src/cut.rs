@@ -5,7 +5,13 @@
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::error::{Error, Result};
 use crate::rectangle::Runs;
+use std::ops::Range;
 use std::path::PathBuf;
+
+/// Maximum distance in bytes of runs that are read together. Reading a page costs less than a call.
+const MAX_GAP: u64 = 4096;
+/// Maximum number of bytes that are read together.
+const MAX_SPAN: u64 = 64 << 10;
 
 /// A tensor of a [`Cut`].
 pub(crate) struct Piece {
@@ -39,6 +45,23 @@ impl<'a> Cut<'a> {
     }
 }
 
+impl Cut<'_> {
+    /// Reads runs of a tensor into their ranges of `out`, together with the bytes between them if the checkpoint holds those.
+    fn read_near(&self, tensor: usize, runs: &[(u64, Range<usize>)], out: &mut [u8], scratch: &mut Vec<u8>) -> Result<()> {
+        if let [(start, _), .., (last, bytes)] = runs {
+            let size = (last - start) as usize + bytes.len();
+            if self.of.holds(tensor, *start, size) {
+                let span = self.of.bytes(tensor, *start, size, scratch)?;
+                for (at, range) in runs {
+                    out[range.clone()].copy_from_slice(&span[(at - start) as usize..][..range.len()]);
+                }
+                return Ok(());
+            }
+        }
+        runs.iter().try_for_each(|(at, range)| self.of.read(tensor, *at, &mut out[range.clone()]))
+    }
+}
+
 impl Checkpoint for Cut<'_> {
     fn tensors(&self) -> &[TensorInfo] {
         &self.infos
@@ -51,17 +74,20 @@ impl Checkpoint for Cut<'_> {
             let reason = format!("piece {tensor_index} does not have {} bytes from byte {offset} on", out.len());
             return Err(Error::InvalidArgument(reason));
         }
-        let size = out.len();
-        runs.try_each(offset, size, |at, range| {
-            let out = &mut out[range];
-            match self.of.in_place(piece.tensor, at, out.len()) {
-                Some(bytes) => {
-                    out.copy_from_slice(bytes);
-                    Ok(())
-                }
-                None => self.of.read(piece.tensor, at, out),
+        let mut scratch = Vec::new();
+        let mut near: Vec<(u64, Range<usize>)> = Vec::new();
+        runs.try_each(offset, out.len(), |at, range| -> Result<()> {
+            let is_near = |(start, _): &(u64, Range<usize>), (last, bytes): &(u64, Range<usize>)| {
+                at - (last + bytes.len() as u64) <= MAX_GAP && at + range.len() as u64 - start <= MAX_SPAN
+            };
+            if !near.first().zip(near.last()).is_none_or(|(first, last)| is_near(first, last)) {
+                self.read_near(piece.tensor, &near, out, &mut scratch)?;
+                near.clear();
             }
-        })
+            near.push((at, range));
+            Ok(())
+        })?;
+        self.read_near(piece.tensor, &near, out, &mut scratch)
     }
 
     fn in_place(&self, tensor_index: usize, offset: u64, size: usize) -> Option<&[u8]> {

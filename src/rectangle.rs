@@ -185,6 +185,16 @@ impl Runs {
         self.run * self.dims.iter().map(|(count, _)| count).product::<u64>()
     }
 
+    /// Length of a run in bytes.
+    pub fn len(&self) -> u64 {
+        self.run
+    }
+
+    /// Whether there are several runs.
+    pub fn is_scattered(&self) -> bool {
+        !self.dims.is_empty()
+    }
+
     /// Offset in the tensor of byte `offset` of the rectangle. It ascends with `offset`.
     pub fn at(&self, offset: u64) -> u64 {
         let mut number = offset / self.run;

@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod accelerator;
+mod bands;
 mod builder;
 mod chunk;
 mod compare;

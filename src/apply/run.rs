@@ -207,11 +207,25 @@ impl<'a, B: Source> Run<'a, B> {
         self.selected().map(|tensor| self.find_base(&tensor)).collect()
     }
 
-    /// One job per chunk, without outputs.
+    /// One job per chunk, without outputs. The chunks of the parts of a tensor are in the order of their first bytes in the tensor,
+    /// so that neighbouring columns are rebuilt, and written, together.
     fn jobs<'j>(&'j self, bases: &'j [Option<usize>]) -> impl Iterator<Item = Job<'j>> {
-        self.selected.iter().zip(bases).enumerate().flat_map(|(at, (&tensor_index, &base))| {
-            let tensor = self.pair.index().tensor(tensor_index);
-            tensor.chunks().map(move |chunk| Job { at, tensor, base, chunk, out: None })
+        let index = self.pair.index();
+        let tensors =
+            self.selected.chunk_by(|&a, &b| index.tensor(a).part.is_some() && index.tensor(a).name == index.tensor(b).name);
+        let mut next = 0;
+        tensors.flat_map(move |parts| {
+            let first = next;
+            next += parts.len();
+            let job = |at: usize, chunk| Job { at, tensor: index.tensor(self.selected[at]), base: bases[at], chunk, out: None };
+            let chunks = |at: usize| index.tensor(self.selected[at]).chunks().map(move |chunk| (at, chunk));
+            let mut order: Vec<(usize, u32)> = (first..next).flat_map(chunks).collect();
+            if parts.len() > 1 {
+                let runs: Vec<_> = parts.iter().map(|&i| index.tensor(i).runs()).collect();
+                let position = |at: usize, chunk| runs[at - first].as_ref().map(|runs| runs.at(job(at, chunk).byte_range().start));
+                order.sort_by_cached_key(|&(at, chunk)| position(at, chunk));
+            }
+            order.into_iter().map(move |(at, chunk)| job(at, chunk))
         })
     }
 
@@ -268,7 +282,7 @@ impl<'a, B: Source> Run<'a, B> {
     }
 
     /// [`Run::run_jobs`] on a device. `store` receives each tensor after its chunks are hashed. The digests of a tensor are
-    /// compared when the next tensor arrives, or at the end.
+    /// compared when its last chunk is hashed, or at the end.
     fn run_on(
         &self,
         accelerator: &dyn Accelerator,
@@ -389,10 +403,11 @@ fn cut_base<'a>(
 struct DigestCheck<'a, 'b, B> {
     run: &'b Run<'a, B>,
     bases: &'b [Option<usize>],
-    /// Number of selected tensors that are complete.
+    /// Number of selected tensors that are complete, and come before all that are not.
     ended: usize,
-    base: Vec<[u8; 32]>,
-    target: Vec<[u8; 32]>,
+    /// Hashes of the chunks of the tensors after those, by position among the selected tensors. The chunks of each tensor come in
+    /// order; those of the parts of one tensor may be mixed.
+    chunks: BTreeMap<usize, Vec<Hashes>>,
     base_root: digest::Root,
     target_root: digest::Root,
 }
@@ -400,25 +415,34 @@ struct DigestCheck<'a, 'b, B> {
 impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
     fn new(run: &'b Run<'a, B>, bases: &'b [Option<usize>]) -> Self {
         let (base_root, target_root) = (digest::Root::default(), digest::Root::default());
-        Self { run, bases, ended: 0, base: Vec::new(), target: Vec::new(), base_root, target_root }
+        Self { run, bases, ended: 0, chunks: BTreeMap::new(), base_root, target_root }
     }
 
-    /// Adds the hashes of the next chunk, which belongs to selected tensor `at`.
+    /// Adds the hashes of the next chunk of selected tensor `at`.
     fn add(&mut self, at: usize, hashes: Option<Hashes>) -> Result<()> {
         let Some(hashes) = hashes else { return Ok(()) };
-        while self.ended < at {
+        self.chunks.entry(at).or_default().push(hashes);
+        self.end_complete()
+    }
+
+    /// Compares the digests of the next tensors, as long as all of their chunks have been added.
+    fn end_complete(&mut self) -> Result<()> {
+        while let Some(&tensor_index) = self.run.selected.get(self.ended) {
+            let added = self.chunks.get(&self.ended).map_or(0, Vec::len);
+            if added < self.run.pair.index().tensor(tensor_index).chunk_count as usize {
+                break;
+            }
             self.end_tensor()?;
         }
-        self.base.extend(hashes.base);
-        self.target.push(hashes.target);
         Ok(())
     }
 
     fn end_tensor(&mut self) -> Result<()> {
         let tensor = self.run.pair.index().tensor(self.run.selected[self.ended]);
+        let chunks = self.chunks.remove(&self.ended).unwrap_or_default();
         let base_hash = match tensor.base_kind {
             BaseKind::None => None,
-            BaseKind::Same => Some(digest::combine(&self.base)),
+            BaseKind::Same => Some(digest::combine(&chunks.iter().filter_map(|hashes| hashes.base).collect::<Vec<_>>())),
             BaseKind::Prefix => self.bases[self.ended].map(|base_index| self.run.hash_base(base_index)).transpose()?,
         };
         if let Some(found) = base_hash.as_ref().map(short).filter(|found| *found != tensor.digests.base_digest) {
@@ -426,13 +450,11 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
             let expected = hex(&tensor.digests.base_digest);
             return Err(Error::WrongBase { tensor: tensor.base_name.to_owned(), expected, found: hex(&found) });
         }
-        let target_hash = digest::combine(&self.target);
+        let target_hash = digest::combine(&chunks.iter().map(|hashes| hashes.target).collect::<Vec<_>>());
         let (expected, found) = (&tensor.digests.target_digest, short(&target_hash));
         Rule::TensorTargetDigest.check(*expected == found, hex(expected), hex(&found)).map_err(|e| e.in_tensor(tensor.name))?;
         self.base_root.add_hash(base_hash.as_ref());
         self.target_root.add_hash(Some(&target_hash));
-        self.base.clear();
-        self.target.clear();
         self.ended += 1;
         Ok(())
     }

@@ -1,7 +1,9 @@
 //! Writes a target as safetensors files.
 
+use super::bands::{Bands, Target, are_short};
 use super::run::{ApplyReport, Run, Sink};
 use crate::error::{Error, Result};
+use crate::index::{Tensor, ValidatedIndex};
 use crate::publish::{Publication, check_apart};
 use crate::rectangle::Runs;
 use crate::safetensors::{Location, Locations, Output, SafetensorsCheckpoint, barrier, outputs};
@@ -16,6 +18,9 @@ struct Files<'a> {
     locations: Locations,
     /// Of each part, its bytes within its tensor.
     runs: Vec<Option<Runs>>,
+    /// Of each part that is gathered, the size of its tensor in bytes. All parts of a tensor are gathered or none.
+    gathered: Vec<Option<u64>>,
+    bands: Bands,
 }
 
 impl Sink for Files<'_> {
@@ -24,6 +29,9 @@ impl Sink for Files<'_> {
         let open = self.publication.file(file)?;
         let written = match &self.runs[tensor_index] {
             None => open.write_all_at(bytes, start + offset),
+            Some(runs) if let Some(size) = self.gathered[tensor_index] => {
+                self.bands.put(Target { file, start, size }, runs, offset, bytes, |bytes, at| open.write_all_at(bytes, at))
+            }
             Some(runs) => runs.try_each(offset, bytes.len(), |at, range| open.write_all_at(&bytes[range], start + at)),
         };
         written.map_err(|e| Error::io("write", &self.paths[file], e))
@@ -67,6 +75,19 @@ fn stage<B: Source>(
         let file = publication.add(path)?;
         file.set_len(output.size()).and_then(|()| (&*file).write_all(&output.content)).map_err(|e| Error::io("write", path, e))?;
     }
-    let runs = run.pair.index().tensors().map(|tensor| tensor.runs()).collect();
-    run.to_sink(&Files { paths, publication, locations, runs })
+    let runs: Vec<_> = run.pair.index().tensors().map(|tensor| tensor.runs()).collect();
+    let gathered = gathered(run.pair.index(), &runs);
+    run.to_sink(&Files { paths, publication, locations, runs, gathered, bands: Bands::default() })
+}
+
+/// For each entry, the size of its tensor if the tensor has a part of short runs.
+fn gathered(index: &ValidatedIndex, runs: &[Option<Runs>]) -> Vec<Option<u64>> {
+    let entries: Vec<_> = index.tensors().collect();
+    let tensors = entries.chunk_by(|a, b| a.name == b.name);
+    let of_tensor = |parts: &[Tensor<'_>]| {
+        let is_short = parts.iter().any(|part| runs[part.place].as_ref().is_some_and(are_short));
+        let size = is_short.then(|| parts.iter().map(Tensor::bytes).sum());
+        vec![size; parts.len()]
+    };
+    tensors.flat_map(of_tensor).collect()
 }
