@@ -102,6 +102,14 @@ pub enum Error {
     /// A checkpoint has only some elements of a part to be encoded. Nothing was encoded.
     #[error(transparent)]
     PartNotHeld(#[from] Box<PartNotHeld>),
+    /// The pair has only some parts of a tensor, and lacks elements that are needed. Nothing was decoded.
+    #[error("the pair lacks the elements {missing} of tensor {}", Escaped(tensor))]
+    Incomplete {
+        /// Name of the tensor.
+        tensor: String,
+        /// The first elements that the pair lacks.
+        missing: Rectangle,
+    },
     /// The requested device, or a working driver for it, is missing.
     #[error("no CUDA device: {}", Text(_0))]
     NoDevice(String),

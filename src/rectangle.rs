@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use std::fmt;
+use std::ops::Range;
 
 /// A rectangle of a tensor: the elements whose index in each dimension is in `origin .. origin + extent`. A pair may describe a
 /// tensor in parts, each of which is a rectangle.
@@ -83,12 +84,23 @@ impl Rectangle {
     fn ends(&self) -> impl Iterator<Item = u64> {
         self.origin.iter().zip(&self.extent).map(|(origin, extent)| origin.saturating_add(*extent))
     }
+
+    /// This rectangle with other indexes in one dimension.
+    fn with(&self, dim: usize, indexes: Range<u64>) -> Self {
+        let mut other = self.clone();
+        (other.origin[dim], other.extent[dim]) = (indexes.start, indexes.end - indexes.start);
+        other
+    }
 }
 
-/// Origin and extent, as in `[4, 0] + [4, 8]`.
+/// As an index: `[4:8, 0:8]`.
 impl fmt::Display for Rectangle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} + {:?}", self.origin, self.extent)
+        write!(f, "[")?;
+        for (dim, (origin, end)) in self.origin.iter().zip(self.ends()).enumerate() {
+            write!(f, "{}{origin}:{end}", if dim > 0 { ", " } else { "" })?;
+        }
+        write!(f, "]")
     }
 }
 
@@ -142,6 +154,34 @@ pub(crate) fn precedes(a: (&[u64], &[u64]), b: (&[u64], &[u64])) -> bool {
         }
     }
     false
+}
+
+/// The first elements of `within` that no part has. `parts` are rectangles in the order of parts.
+pub(crate) fn first_gap(parts: &[Rectangle], within: &Rectangle) -> Option<Rectangle> {
+    if within.extent.contains(&0) { None } else { gap_from(parts, within, 0) }
+}
+
+/// [`first_gap`] for parts that span `within` in the dimensions before `dim`.
+fn gap_from(parts: &[Rectangle], within: &Rectangle, dim: usize) -> Option<Rectangle> {
+    let Some((&start, end)) = within.origin.get(dim).zip(within.ends().nth(dim)) else {
+        return parts.is_empty().then(|| within.clone());
+    };
+    let mut next = start;
+    // Parts that differ in this dimension have no index of it in common.
+    for group in parts.chunk_by(|a, b| (a.origin[dim], a.extent[dim]) == (b.origin[dim], b.extent[dim])) {
+        let (first, last) = (group[0].origin[dim], (group[0].origin[dim] + group[0].extent[dim]).min(end));
+        if last <= next {
+            continue;
+        }
+        if first > next {
+            return Some(within.with(dim, next..first.min(end)));
+        }
+        if let Some(gap) = gap_from(group, &within.with(dim, next..last), dim + 1) {
+            return Some(gap);
+        }
+        next = last;
+    }
+    (next < end).then(|| within.with(dim, next..end))
 }
 
 /// The bytes of a rectangle within the bytes of its tensor: runs of equal length.
@@ -218,12 +258,7 @@ impl Runs {
 
     /// Calls `each` with the offset in the tensor, and the range within the `size` bytes, of each run of the bytes from byte
     /// `offset` of the rectangle on.
-    pub fn try_each<E>(
-        &self,
-        offset: u64,
-        size: usize,
-        mut each: impl FnMut(u64, std::ops::Range<usize>) -> Result<(), E>,
-    ) -> Result<(), E> {
+    pub fn try_each<E>(&self, offset: u64, size: usize, mut each: impl FnMut(u64, Range<usize>) -> Result<(), E>) -> Result<(), E> {
         let mut done = 0;
         while done < size {
             let offset = offset + done as u64;
@@ -366,6 +401,46 @@ mod tests {
         }
         assert_eq!(four.shard(0, u64::MAX, 3), Some(Rectangle::new([5], [1])));
         assert_eq!(four.shard(0, u64::MAX, u64::MAX - 1), Some(Rectangle::new([6], [0])));
+    }
+
+    /// Cuts a rectangle in each dimension, as parts may be cut. Drops some of the pieces.
+    fn cut(whole: &Rectangle, numbers: &mut impl Iterator<Item = u64>, dim: usize, parts: &mut Vec<Rectangle>) {
+        if dim == whole.extent.len() {
+            if numbers.next().unwrap() % 4 > 0 {
+                parts.push(whole.clone());
+            }
+            return;
+        }
+        let (first, extent) = (whole.origin[dim], whole.extent[dim]);
+        let middle = first + numbers.next().unwrap() % extent;
+        for indexes in [first..middle, middle..first + extent].into_iter().filter(|indexes| !indexes.is_empty()) {
+            cut(&whole.with(dim, indexes), numbers, dim + 1, parts);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_first_gap_has_elements_of_no_part((shape, a, b) in rectangles(), numbers in prop::collection::vec(any::<u64>(), 64)) {
+            let mut parts = Vec::new();
+            cut(&Rectangle::whole(&shape), &mut numbers.into_iter().cycle(), 0, &mut parts);
+            let within = Rectangle::new(a, b);
+            let elements = |part: &Rectangle| elements(&shape, &part.origin, &part.extent);
+            let held: Vec<u64> = parts.iter().flat_map(elements).collect();
+            let missing: Vec<u64> = elements(&within).into_iter().filter(|element| !held.contains(element)).collect();
+            match first_gap(&parts, &within) {
+                None => prop_assert!(missing.is_empty()),
+                Some(gap) => {
+                    let of_gap = elements(&gap);
+                    prop_assert!(of_gap.contains(&missing[0]) && of_gap.iter().all(|element| missing.contains(element)));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_rectangle_is_shown_as_an_index() {
+        assert_eq!(Rectangle::new([0, 64], [512, 1]).to_string(), "[0:512, 64:65]");
+        assert_eq!(Rectangle::new([], []).to_string(), "[]");
     }
 
     fn prop_assert_eq_ok(a: usize, b: usize) {

@@ -89,7 +89,7 @@ impl SliceLayout {
         let (origin, extent) = (&slice.origin[..], &slice.extent[..]);
         let refused = |reason: &str| {
             let name = Escaped(name);
-            Error::InvalidArgument(format!("slice {origin:?} + {extent:?} of tensor {name} of {shape:?}: {reason}"))
+            Error::InvalidArgument(format!("slice {slice} of tensor {name} of {shape:?}: {reason}"))
         };
         let is_whole = *slice == Rectangle::whole(shape);
         let is_empty = extent.contains(&0) && slice.is_within(shape);

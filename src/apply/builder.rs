@@ -208,8 +208,8 @@ impl<'a, B: Source> Apply<'a, B> {
     /// that while changes of parts are sorted.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the pair has no such tensor, or only some parts of it; otherwise the errors of
-    /// [`Apply::to_buffers`].
+    /// [`Error::InvalidArgument`] if the pair has no such tensor; [`Error::Incomplete`] if it has only some parts of the tensor;
+    /// otherwise the errors of [`Apply::to_buffers`].
     pub fn changes(&self, name: &str) -> Result<Changes> {
         range::changes(&self.run_for(self.pair.index().entries(name))?, name)
     }
@@ -225,8 +225,9 @@ impl<'a, B: Source> Apply<'a, B> {
     ///   unchanged.
     /// - [`Error::Poisoned`]: some tensors have changed. Possible with [`InPlace::ChunkByChunk`], and with
     ///   [`InPlace::AllChecked`] only if the blob changes or fails between the two passes.
-    /// - [`Error::InvalidArgument`] for a tensor that is not selected, occurs twice, has another length, changes its number of
-    ///   rows, or of which the pair has only some parts; also if a base or a device is set.
+    /// - [`Error::Incomplete`] for a tensor of which the pair has only some parts: [`Apply::in_place_slices`] changes those.
+    /// - [`Error::InvalidArgument`] for a tensor that is not selected, occurs twice, has another length, or changes its number of
+    ///   rows; also if a base or a device is set.
     pub fn in_place<'t>(&self, tensors: impl IntoIterator<Item = TensorMut<'t>>, mode: InPlace) -> Result<ApplyReport> {
         if self.base.is_some() {
             return Err(Error::InvalidArgument("an application in place takes no base: the tensors are the base".into()));
@@ -251,17 +252,19 @@ impl<'a, B: Source> Apply<'a, B> {
     /// elements of the slices. The tensors need not be selected. Several slices may be of one tensor, without common elements.
     ///
     /// The base may hold only slices of its tensors ([`SliceCheckpoint`](crate::SliceCheckpoint)), if they have the base lanes of
-    /// these chunks. Chunks are checked as in [`Apply::range`].
+    /// these chunks. Chunks are checked as in [`Apply::range`]. Tensors and parts of which all chunks are decoded are also compared
+    /// with their digests, unless [`Apply::digests`] is off.
     ///
     /// # Errors
     /// - Nothing is decoded: [`Error::InvalidArgument`] if the pair has no such tensor, if a slice is not within its tensor or has
-    ///   another size, if slices overlap, or if the pair has only some elements of a slice; [`Error::NotHeld`] if the base lacks lanes of a chunk.
+    ///   another size, or if slices overlap; [`Error::Incomplete`] if the pair has only some elements of a slice;
+    ///   [`Error::NotHeld`] if the base lacks lanes of a chunk.
     /// - Discard the slices: the errors of [`Apply::to_buffers`].
     pub fn to_slices<'t>(&self, slices: impl IntoIterator<Item = SliceMut<'t>>) -> Result<ApplyReport> {
         let mut slices: Vec<_> = slices.into_iter().collect();
         let entries = slices.iter().flat_map(|slice| self.pair.index().entries(slice.name));
         let run = self.run_for(entries.collect::<Vec<_>>())?;
-        slices::rebuild(&run, &mut slices)
+        slices::rebuild(run, &mut slices)
     }
 
     /// Changes slices of tensors in memory from base to target. Several slices may be of one tensor, without common elements. The
@@ -273,7 +276,8 @@ impl<'a, B: Source> Apply<'a, B> {
     /// [`InPlace::AllChecked`] compares the digests of tensors and parts that are held completely.
     ///
     /// # Errors
-    /// As for [`Apply::in_place`]; [`Error::NotHeld`], before any work, if the slices of a tensor have only some lanes of a chunk.
+    /// As for [`Apply::in_place`]. Before any work: [`Error::Incomplete`] if the pair has only some elements of a slice;
+    /// [`Error::NotHeld`] if the slices of a tensor have only some lanes of a chunk.
     pub fn in_place_slices<'t>(&self, slices: impl IntoIterator<Item = SliceMut<'t>>, mode: InPlace) -> Result<ApplyReport> {
         if self.base.is_some() {
             return Err(Error::InvalidArgument("an application in place takes no base: the tensors are the base".into()));

@@ -11,7 +11,7 @@ use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
 use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::Pair;
-use crate::rectangle::Runs;
+use crate::rectangle::{Rectangle, Runs};
 use crate::source::Source;
 use crate::sums::ChunkSum;
 use crate::watch::{NoProgress, Progress};
@@ -203,11 +203,7 @@ impl<B: Source> InPlaceRun<'_, B> {
                     "tensor {name} changes its number of rows, which cannot be done in place"
                 )));
             }
-            if !self.pair.index().is_tiled(memory.name) {
-                return Err(Error::InvalidArgument(format!(
-                    "the pair has only some parts of tensor {name}: apply it to slices of the tensor"
-                )));
-            }
+            self.pair.index().check_has(memory.name, &Rectangle::whole(tensor.whole_shape()))?;
             let whole = TensorInfo { name: String::new(), dtype: tensor.dtype, shape: tensor.whole_shape().to_vec() };
             let (expected, found) = (whole.bytes(), memory.bytes.len());
             if found as u64 != expected {

@@ -5,7 +5,7 @@ use super::run::Run;
 use crate::batches::{Pool, in_batches};
 use crate::error::{Error, Escaped, Result};
 use crate::index::Tensor;
-use crate::rectangle::Runs;
+use crate::rectangle::{Rectangle, Runs};
 use crate::source::Source;
 use crate::sums::ChunkSum;
 use std::ops::Range;
@@ -156,12 +156,7 @@ pub(super) fn range<B: Source>(run: &Run<'_, B>, name: &str, elements: Range<u64
 /// The elements whose bits differ between base and target, with their new values.
 pub(super) fn changes<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Changes> {
     let entries = Entry::all(run, name)?;
-    if !run.pair.index().is_tiled(name) {
-        let name = Escaped(name);
-        return Err(Error::InvalidArgument(format!(
-            "the pair has only some parts of tensor {name}: its other changes are unknown"
-        )));
-    }
+    run.pair.index().check_has(name, &Rectangle::whole(entries[0].tensor.whole_shape()))?;
     let element = entries[0].tensor.element_bytes();
     let workers = Pool::new(DecodeWorker::new);
     let mut changes = Changes::default();

@@ -400,7 +400,7 @@ fn cut_base<'a>(
 }
 
 /// Combines the hashes of chunks into hashes of tensors, and compares them with the digests in the index.
-struct DigestCheck<'a, 'b, B> {
+pub(super) struct DigestCheck<'a, 'b, B> {
     run: &'b Run<'a, B>,
     bases: &'b [Option<usize>],
     /// Number of selected tensors that are complete, and come before all that are not.
@@ -413,13 +413,13 @@ struct DigestCheck<'a, 'b, B> {
 }
 
 impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
-    fn new(run: &'b Run<'a, B>, bases: &'b [Option<usize>]) -> Self {
+    pub fn new(run: &'b Run<'a, B>, bases: &'b [Option<usize>]) -> Self {
         let (base_root, target_root) = (digest::Root::default(), digest::Root::default());
         Self { run, bases, ended: 0, chunks: BTreeMap::new(), base_root, target_root }
     }
 
     /// Adds the hashes of the next chunk of selected tensor `at`.
-    fn add(&mut self, at: usize, hashes: Option<Hashes>) -> Result<()> {
+    pub fn add(&mut self, at: usize, hashes: Option<Hashes>) -> Result<()> {
         let Some(hashes) = hashes else { return Ok(()) };
         self.chunks.entry(at).or_default().push(hashes);
         self.end_complete()
@@ -459,7 +459,7 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
         Ok(())
     }
 
-    fn finish(mut self) -> Result<()> {
+    pub fn finish(mut self) -> Result<()> {
         if !self.run.digests {
             return Ok(());
         }
@@ -469,7 +469,8 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
         }
         let index = self.run.pair.index();
         // Roots over stored digests were compared when the index was parsed.
-        if count == index.tensor_count() && !index.has_payload_root() {
+        let is_all = self.run.selected.iter().copied().eq(0..index.tensor_count());
+        if is_all && !index.has_payload_root() {
             let root = self.base_root.finish();
             Rule::DigestBaseRoot.check(root == index.base_root(), hex(index.base_root()), hex(&root))?;
             let root = self.target_root.finish();

@@ -4,7 +4,7 @@ use super::chunk::{Chunks, DecodeWorker, base_lanes, decode};
 use super::in_place::InPlace;
 use super::kept::{KEPT_PAYLOADS, Kept};
 use super::payloads::Compared;
-use super::run::{ApplyReport, Run};
+use super::run::{ApplyReport, DigestCheck, Run};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::{Cut, Piece};
@@ -120,18 +120,17 @@ impl<'a> Plan<'a> {
             self.layouts.push(SliceLayout::new(name, tensor.dtype, tensor.whole_shape(), &slice.rectangle, slice.pitch, size)?);
         }
         check_disjoint(name, slices.iter().map(|slice| &slice.rectangle))?;
-        let mut covered = vec![0; slices.len()];
+        slices.iter().try_for_each(|slice| index.check_has(name, &slice.rectangle))?;
         for entry in index.entries(name) {
             let mut touched = Touched { tensor: self.tensors, entry, runs: entry.runs(), chunks: Vec::new() };
             for chunk in entry.chunks() {
                 let (offset, size) = touched.bytes_of(chunk);
                 let mut of_chunk = TouchedChunk { chunk, slices: Vec::new(), held: 0 };
-                for (i, covered) in covered.iter_mut().enumerate() {
-                    let held = touched.try_each(&self.layouts[first + i], offset, size, |_, _| Ok(()))?;
+                for slice in first..self.layouts.len() {
+                    let held = touched.try_each(&self.layouts[slice], offset, size, |_, _| Ok(()))?;
                     if held > 0 {
-                        *covered += held as u64;
                         of_chunk.held += held;
-                        of_chunk.slices.push(first + i);
+                        of_chunk.slices.push(slice);
                     }
                 }
                 if of_chunk.held > 0 {
@@ -143,7 +142,7 @@ impl<'a> Plan<'a> {
             }
         }
         self.tensors += 1;
-        slices.iter().zip(covered).try_for_each(|(slice, covered)| check_covered(slice, &tensor, covered))
+        Ok(())
     }
 
     fn jobs(&self) -> impl Iterator<Item = Job<'_, 'a>> {
@@ -163,8 +162,8 @@ impl Job<'_, '_> {
     }
 }
 
-/// Rebuilds slices in memory whose content is ignored.
-pub(super) fn rebuild<B: Source>(run: &Run<'_, B>, slices: &mut [SliceMut<'_>]) -> Result<ApplyReport> {
+/// Rebuilds slices in memory whose content is ignored. Entries of which all chunks are decoded are compared with their digests.
+pub(super) fn rebuild<B: Source>(mut run: Run<'_, B>, slices: &mut [SliceMut<'_>]) -> Result<ApplyReport> {
     let plan = Plan::new(run.pair, slices)?;
     let bases: Vec<_> = plan.touched.iter().map(|touched| run.find_base(&touched.entry)).collect::<Result<_>>()?;
     for (touched, base) in plan.touched.iter().zip(&bases) {
@@ -177,21 +176,39 @@ pub(super) fn rebuild<B: Source>(run: &Run<'_, B>, slices: &mut [SliceMut<'_>]) 
             }
         }
     }
+    let (mut jobs, mut bases_of_complete) = (Vec::new(), Vec::new());
+    run.selected.clear();
+    for (touched, base) in plan.touched.iter().zip(bases) {
+        // The digest of a base with other rows covers all of its rows.
+        let base_bytes = touched.entry.base_bytes() as usize;
+        let is_held = || base.is_none_or(|base| run.base().holds(base, 0, base_bytes));
+        let is_hashable = touched.is_complete() && (touched.entry.base_kind != BaseKind::Prefix || is_held());
+        let complete = is_hashable.then_some(run.selected.len());
+        if complete.is_some() {
+            run.selected.push(touched.entry.place);
+            bases_of_complete.push(base);
+        }
+        jobs.extend(touched.chunks.iter().map(|chunk| (Job { touched, chunk }, base, complete)));
+    }
     let compared = run.compared(plan.chunks());
+    let mut check = DigestCheck::new(&run, &bases_of_complete);
     let workers = Pool::new(DecodeWorker::new);
-    let of_entries = plan.touched.iter().zip(bases);
-    in_batches(
-        of_entries.flat_map(|(touched, base)| touched.chunks.iter().map(move |chunk| (Job { touched, chunk }, base))),
-        |(job, _)| job.bytes().1 as u64,
-        |(job, base)| {
+    let outcome = in_batches(
+        jobs,
+        |(job, ..)| job.bytes().1 as u64,
+        |(job, base, complete)| {
             let (size, entry) = (job.bytes().1, &job.touched.entry);
+            let is_hashed = run.digests && complete.is_some();
             let mut decoded = vec![0; size];
             let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(entry, run.base(), *base, first, lanes, sum);
-            workers.with(|worker| decode(&compared, entry, job.chunk.chunk, fill, worker, &mut decoded, false))?;
+            let hashes = workers.with(|worker| decode(&compared, entry, job.chunk.chunk, fill, worker, &mut decoded, is_hashed))?;
             run.progress.done(size as u64)?;
-            Ok(decoded)
+            Ok((decoded, hashes))
         },
-        |(job, _), decoded| {
+        |(job, _, complete), (decoded, hashes)| {
+            if let Some(at) = complete {
+                check.add(at, hashes)?;
+            }
             let (offset, size) = job.bytes();
             for &slice in &job.chunk.slices {
                 let out = &mut *slices[slice].bytes;
@@ -202,25 +219,14 @@ pub(super) fn rebuild<B: Source>(run: &Run<'_, B>, slices: &mut [SliceMut<'_>]) 
             }
             Ok(())
         },
-    )?;
+    );
+    outcome.and_then(|()| check.finish()).map_err(|e| compared.explain(run.explain(e, &bases_of_complete)))?;
     Ok(ApplyReport {
         tensors: plan.tensors as u64,
         bytes: slices.iter().map(|slice| slice.bytes.len() as u64).sum(),
-        digests_checked: false,
+        digests_checked: run.digests && run.selected.len() == plan.touched.len(),
         payload_digests: compared.finish()?,
     })
-}
-
-/// Checks that the pair has all elements of a slice. Entries do not overlap, so their sizes can be added. `covered` is in bytes.
-fn check_covered(slice: &SliceMut<'_>, tensor: &Tensor<'_>, covered: u64) -> Result<()> {
-    // The slice lies within the tensor, so the product does not overflow unless a dimension is 0.
-    let extent = &slice.rectangle.extent;
-    let bits = if extent.contains(&0) { 0 } else { extent.iter().product::<u64>() * tensor.dtype.bits() };
-    if covered * 8 == bits {
-        return Ok(());
-    }
-    let name = Escaped(slice.name);
-    Err(Error::InvalidArgument(format!("the pair has {covered} of {} bytes of the slice of tensor {name}", bits / 8)))
 }
 
 /// Changes slices from base to target. The slices are the base.

@@ -27,6 +27,7 @@ use crate::format::{
     PAIR_DIGEST_SIZE, SECTION_ALIGN, Section,
 };
 use crate::limits::{Limits, OpenOptions};
+use crate::rectangle::{Rectangle, first_gap};
 use crate::source::{Buffer, FileSource, Source};
 use zerocopy::FromBytes;
 
@@ -239,14 +240,20 @@ impl ValidatedIndex {
 
     /// Whether the entries of this name have all elements of the tensor.
     pub fn is_tiled(&self, name: &str) -> bool {
-        // No dimension of a part is 0, so the products do not overflow: the number of bits of the tensor fits in 63 bits.
-        let elements = |shape: &[u64]| shape.iter().product::<u64>();
-        let mut entries = self.entries(name).peekable();
-        match entries.peek().map(|tensor| (tensor.part.is_some(), tensor.whole_shape())) {
-            None => false,
-            Some((false, _)) => true,
-            Some((true, whole)) => entries.map(|part| elements(part.shape)).sum::<u64>() == elements(whole),
-        }
+        self.find(name).is_some_and(|tensor| self.first_gap(name, &Rectangle::whole(tensor.whole_shape())).is_none())
+    }
+
+    /// The first elements of a rectangle of a tensor that the pair lacks; `None` if it has all of them. The rectangle must be
+    /// within the tensor.
+    pub(crate) fn first_gap(&self, name: &str, within: &Rectangle) -> Option<Rectangle> {
+        let parts: Vec<_> = self.entries(name).map(|entry| entry.rectangle()).collect();
+        first_gap(&parts, within)
+    }
+
+    /// Checks that the pair has all elements of a rectangle of a tensor. The rectangle must be within the tensor.
+    pub(crate) fn check_has(&self, name: &str, within: &Rectangle) -> Result<()> {
+        let incomplete = |missing| Err(Error::Incomplete { tensor: name.to_owned(), missing });
+        self.first_gap(name, within).map_or(Ok(()), incomplete)
     }
 
     /// The table sets of codec `conditioned`, which tensors share.

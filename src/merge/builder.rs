@@ -2,12 +2,14 @@
 
 use super::copy::copy;
 use super::input::Input;
+use super::parts;
 use super::plan::Plan;
 use crate::error::Result;
 use crate::format::{Form, FormatVersion};
 use crate::index::Tensor;
 use crate::pair_files::NewPair;
 use crate::reader::Pair;
+use crate::rectangle::Rectangle;
 use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
 use crate::writer::{Finished, PairBuilder};
@@ -101,6 +103,18 @@ impl<'a, B: Source> Merge<'a, B> {
         }
         self.is_selection = true;
         self
+    }
+
+    /// Narrows the selection of some tensors, which are named, to their parts within rectangles. Other tensors are not affected.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if no pair has a tensor of that name, or a part within one of its
+    /// rectangles; if a rectangle is not within its tensor; or if it has only some elements of a part, because payloads are copied
+    /// whole.
+    pub fn parts(mut self, parts: impl IntoIterator<Item = (String, Vec<Rectangle>)>) -> Result<Self> {
+        parts::narrow(&mut self.inputs, &parts.into_iter().collect())?;
+        self.is_selection = true;
+        Ok(self)
     }
 
     /// Sets whether the result describes the files of the inputs. The default is `true`. Without files, the target is rebuilt as

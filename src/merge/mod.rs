@@ -6,6 +6,7 @@ mod builder;
 mod copy;
 mod files;
 mod input;
+mod parts;
 mod plan;
 
 pub use builder::{Merge, MergeReport};

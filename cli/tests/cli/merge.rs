@@ -43,6 +43,59 @@ fn merged_pairs_rebuild_the_whole_target() {
     place.ok("apply base.safetensors part -o part.safetensors");
 }
 
+/// Name, origin and shape of the entries of a pair. The origin of a whole tensor is null.
+fn entries(place: &Place, pair: &str) -> Vec<String> {
+    let inspected = place.json(&format!("inspect {pair} --tensors"));
+    let entry = |tensor: &serde_json::Value| {
+        format!("{} {} {}", tensor["name"].as_str().unwrap(), tensor["part"]["origin"], tensor["shape"])
+    };
+    let mut entries: Vec<_> = inspected["tensors"].as_array().unwrap().iter().map(entry).collect();
+    entries.sort_unstable();
+    entries
+}
+
+#[test]
+fn a_subset_has_the_parts_within_a_rectangle() {
+    let place = Place::with_pair();
+    place.ok("encode base.safetensors target.safetensors -o cut --split embed.weight=0:4,layers.*.weight=1:2");
+    let subset = |line: &str| {
+        place.ok(&format!("subset cut -o rank -f {line}"));
+        entries(&place, "rank")
+    };
+    let half = "layers.0.weight [0,32] [64,32]";
+    assert_eq!(subset("--part layers.0.weight=[:,32:64]"), [half]);
+    assert_eq!(subset("--part layers.0.weight=[0:64,32:]"), [half]);
+    assert_eq!(subset("--part embed.*=[24:72]"), ["embed.weight [24,0] [24,64]", "embed.weight [48,0] [24,64]"]);
+    assert_eq!(subset("--part embed.*=[:24] --part embed.weight=[:48]").len(), 2);
+    // A tensor has the parts within one of its rectangles, also if its name matches --tensor.
+    let found = subset("--tensor *norm --tensor layers.* --part layers.*.weight=[:,:32] --part layers.1.*=[:] --part embed*=[:24]");
+    let expected = [
+        "embed.weight [0,0] [24,64]",
+        "layers.0.norm null [64]",
+        "layers.0.weight [0,0] [64,32]",
+        "layers.1.norm null [64]",
+        "layers.1.weight [0,0] [64,32]",
+        "layers.1.weight [0,32] [64,32]",
+    ];
+    assert_eq!(found, expected);
+    place.ok("merge rank -o again");
+    assert_eq!(subset("--part layers.0.weight=[:] --tensor *norm").len(), 4);
+    place.json("verify rank --base base.safetensors");
+
+    place.fails("subset cut -o x --part layers.2.*=[:]", USAGE, "no tensor of the pair matches layers.2.*");
+    let refused = |part: &str, message: &str| _ = place.fails(&format!("subset cut -o x --part {part}"), USAGE, message);
+    refused("embed.weight=[0:25]", "[0:25, 0:64] of tensor embed.weight of [96, 64]: only some elements of [24:48, 0:64], which");
+    refused("embed.weight=[0:24,0:63]", "only some elements of [0:24, 0:64], which the pair stores as one");
+    refused("layers.0.norm=[0:32]", "only some elements of [0:64], which the pair stores as one");
+    refused("embed.weight=[24:97]", "[24:97, 0:64] of tensor embed.weight of [96, 64]: an end beyond the tensor");
+    refused("embed.weight=[97:]", "an extent of 0");
+    refused("embed.weight=[:,:,:]", "tensor embed.weight of [96, 64] has no 3 dimensions");
+    refused("step=[:]", "tensor step of [] has no 1 dimensions");
+    place.ok("subset cut -o half -f --part embed.weight=[:48]");
+    place.fails("subset half -o x --part embed.weight=[48:]", USAGE, "no part of the pair is within [48:96, 0:64] of tensor embed");
+    assert!(!place.path("x.tpde-index").exists());
+}
+
 #[test]
 fn what_cannot_be_merged_is_refused_with_a_hint() {
     let place = halves();
