@@ -1,7 +1,7 @@
 //! Converts errors of the library to the exceptions of `tpde/_errors.py`.
 
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PySlice, PyTuple};
 use tpde::Error;
 
 /// An instance of the exception class `class`, with this message and these attributes.
@@ -88,6 +88,22 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             let poisoned = exception(py, "Poisoned", &error.to_string(), &with);
             poisoned.set_cause(py, Some(to_python(py, source)));
             return Ok(poisoned);
+        }
+        Error::NotHeld { tensor, chunk, .. } => {
+            with.set_item("tensor", tensor)?;
+            with.set_item("chunk", chunk)?;
+            "NotHeld"
+        }
+        Error::PartNotHeld(refused) => {
+            with.set_item("tensor", &refused.tensor)?;
+            "NotHeld"
+        }
+        Error::Incomplete { tensor, missing } => {
+            let ends = missing.origin.iter().zip(&missing.extent).map(|(origin, extent)| origin + extent);
+            let ranges = missing.origin.iter().zip(ends).map(|(origin, end)| PySlice::new(py, *origin as isize, end as isize, 1));
+            with.set_item("tensor", tensor)?;
+            with.set_item("missing", PyTuple::new(py, ranges)?)?;
+            "Incomplete"
         }
         Error::NoDevice(_) => {
             with.set_item("device", "cuda")?;

@@ -1,13 +1,14 @@
 //! Tensors in memory that Python owns.
 
 use pyo3::prelude::*;
+use std::collections::BTreeMap;
 use tpde::cuda::DeviceSlice;
-use tpde::{Dtype, MemoryCheckpoint, Result, TensorInfo};
+use tpde::{Checkpoint, Dtype, MemoryCheckpoint, Rectangle, Result, Slice, SliceCheckpoint, SliceMut, TensorInfo};
 
 /// A tensor: name, dtype, dims, address, size in bytes, and an object that keeps the memory in place.
 ///
-/// Only `tpde/_memory.py` and `tpde/_torch_memory.py` make this tuple. They have checked that the tensor is contiguous, and that it
-/// is in host memory, or on the device for device functions. Device functions make no host slices from it.
+/// Only the modules `_memory.py` in `tpde/` make this tuple. They have checked that the tensor is contiguous, or has the rows of
+/// [`SliceMemory`], and that it is in host memory, or on the device for device functions. Device functions make no host slices from it.
 /// The address stays valid while the object is held, unless the owner's memory is freed by other means. The caller of the public
 /// function promises that nothing else writes the memory during the call, and that nothing else reads memory being written.
 #[derive(FromPyObject)]
@@ -77,6 +78,39 @@ impl Memory {
     }
 }
 
+/// Memory that holds a rectangle of a tensor: the shape of the whole tensor in [`Memory`], the address and the size from the first
+/// row to the last, the first index and the number of indexes in each dimension, and the distance between rows in bytes.
+#[derive(FromPyObject)]
+pub struct SliceMemory(pub Memory, Vec<u64>, Vec<u64>, Option<u64>);
+
+impl SliceMemory {
+    /// Size of the elements in bytes, without what is between rows.
+    pub fn size(&self) -> u64 {
+        let bits = self.0.dtype().map_or(0, Dtype::bits);
+        self.2.iter().fold(bits, |n, &extent| n.saturating_mul(extent)) / 8
+    }
+
+    fn rectangle(&self) -> Rectangle {
+        Rectangle::new(&self.1[..], &self.2[..])
+    }
+
+    pub fn slice(&self) -> Result<Slice<'_>> {
+        let slice = Slice::new(info(&self.0)?, self.rectangle(), self.0.bytes());
+        Ok(if let Some(pitch) = self.3 { slice.pitch(pitch) } else { slice })
+    }
+
+    /// The slice of the tensor of this name, for writing.
+    ///
+    /// # Safety
+    /// As for [`Memory::bytes_mut`].
+    pub unsafe fn slice_mut<'a>(&'a mut self, name: &'a str) -> SliceMut<'a> {
+        let rectangle = self.rectangle();
+        // SAFETY: promised by the caller.
+        let slice = SliceMut::new(name, rectangle, unsafe { self.0.bytes_mut() });
+        if let Some(pitch) = self.3 { slice.pitch(pitch) } else { slice }
+    }
+}
+
 /// Parses the name of a dtype.
 pub fn dtype(name: &str) -> Result<Dtype> {
     Ok(name.parse()?)
@@ -87,8 +121,49 @@ pub fn info(tensor: &Memory) -> Result<TensorInfo> {
     Ok(TensorInfo { name: tensor.name().to_owned(), dtype: tensor.dtype()?, shape: tensor.shape().to_vec() })
 }
 
-/// A checkpoint of these tensors, which reads their memory.
-pub fn checkpoint(tensors: &[Memory]) -> Result<MemoryCheckpoint<'_>> {
-    let infos = tensors.iter().map(|tensor| Ok((info(tensor)?, tensor.bytes())));
-    MemoryCheckpoint::new(infos.collect::<Result<Vec<_>>>()?)
+/// Tensors of a call: whole ones, or slices of tensors. An empty list is either.
+#[derive(FromPyObject)]
+pub enum Tensors {
+    Whole(Vec<Memory>),
+    Slices(Vec<SliceMemory>),
+}
+
+impl Tensors {
+    /// A checkpoint of these tensors, which reads their memory.
+    pub fn checkpoint(&self) -> Result<Box<dyn Checkpoint + '_>> {
+        Ok(match self {
+            Self::Whole(tensors) => {
+                let infos = tensors.iter().map(|tensor| Ok((info(tensor)?, tensor.bytes())));
+                Box::new(MemoryCheckpoint::new(infos.collect::<Result<Vec<_>>>()?)?)
+            }
+            Self::Slices(slices) => {
+                Box::new(SliceCheckpoint::new(slices.iter().map(SliceMemory::slice).collect::<Result<Vec<_>>>()?)?)
+            }
+        })
+    }
+
+    /// The rectangles of slices, by name of the tensor.
+    pub fn rectangles(&self) -> BTreeMap<String, Vec<Rectangle>> {
+        let mut rectangles: BTreeMap<_, Vec<_>> = BTreeMap::new();
+        if let Self::Slices(slices) = self {
+            slices.iter().for_each(|slice| rectangles.entry(slice.0.name().to_owned()).or_default().push(slice.rectangle()));
+        }
+        rectangles
+    }
+
+    /// Size of the elements in bytes.
+    pub fn size(&self) -> u64 {
+        match self {
+            Self::Whole(tensors) => tensors.iter().map(|tensor| tensor.range().len() as u64).sum(),
+            Self::Slices(slices) => slices.iter().map(SliceMemory::size).sum(),
+        }
+    }
+
+    /// The memory of each tensor or slice.
+    pub fn memories(&self) -> Vec<&Memory> {
+        match self {
+            Self::Whole(tensors) => tensors.iter().collect(),
+            Self::Slices(slices) => slices.iter().map(|slice| &slice.0).collect(),
+        }
+    }
 }

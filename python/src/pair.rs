@@ -1,7 +1,7 @@
 //! An open pair whose tensors are read from and written to memory.
 
 use crate::errors;
-use crate::memory::{self, Memory};
+use crate::memory::{self, Memory, SliceMemory, Tensors};
 use crate::run::{Steering, run};
 use pyo3::prelude::*;
 use pyo3::types::PyByteArray;
@@ -9,8 +9,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tpde::{
-    Apply, BaseKind, Checkpoint, Error, Escaped, FileSource, InPlace, MemoryCheckpoint, OpenOptions, Result, SafetensorsCheckpoint,
-    Tensor, TensorMut,
+    Apply, ApplyReport, BaseKind, Checkpoint, Error, Escaped, FileSource, InPlace, MemoryCheckpoint, OpenOptions, Rectangle,
+    Result, SafetensorsCheckpoint, SliceMut, Tensor, TensorMut,
 };
 
 /// An open pair, with the files of its base if it was opened with them.
@@ -31,23 +31,28 @@ impl Pair {
     fn open(py: Python<'_>, path: PathBuf, base: Option<PathBuf>, expect: Option<[u8; 32]>) -> PyResult<Self> {
         run(py, None, 0, |steering| {
             let pair = Arc::new(self::open(&path, expect, steering)?);
-            if pair.index().has_parts() {
-                let reason = "the pair describes tensors in parts: tpde.apply rebuilds its files, and tpde.verify checks it";
-                return Err(Error::InvalidArgument(reason.into()));
-            }
             Ok(Self { pair, base: base.as_deref().map(SafetensorsCheckpoint::open).transpose()? })
         })
     }
 
-    /// All tensors, names ascending.
+    /// All tensors, names ascending. If the pair has parts of a tensor, the tensor has the kind of base of its parts, or `mixed`.
     fn tensors(&self) -> Vec<Described> {
         let index = self.pair.index();
-        let describe = |tensor: Tensor<'_>| {
-            let changes = tensor.chunks().any(|chunk| index.chunk(chunk).num_deltas > 0);
-            let name = tensor.name.to_owned();
-            (name, tensor.dtype.name(), tensor.shape.to_vec(), tensor.base_kind.name(), tensor.base_name.to_owned(), changes)
+        let describe = |parts: &[Tensor<'_>]| {
+            let first = parts[0];
+            let changes = |tensor: &Tensor<'_>| tensor.chunks().any(|chunk| index.chunk(chunk).num_deltas > 0);
+            let is_mixed = parts.iter().any(|part| part.base_kind != first.base_kind);
+            let kind = if is_mixed { "mixed" } else { first.base_kind.name() };
+            let (name, base_name) = (first.name.to_owned(), first.base_name.to_owned());
+            (name, first.dtype.name(), first.whole_shape().to_vec(), kind, base_name, parts.iter().any(changes))
         };
-        index.tensors().map(describe).collect()
+        let entries: Vec<_> = index.tensors().collect();
+        entries.chunk_by(|a, b| a.name == b.name).map(describe).collect()
+    }
+
+    /// Whether the pair has parts of tensors.
+    fn has_parts(&self) -> bool {
+        self.pair.index().has_parts()
     }
 
     /// Size of the blob in bytes.
@@ -58,8 +63,9 @@ impl Pair {
     /// Total size of a tensor's payloads in bytes.
     fn payload_bytes(&self, py: Python<'_>, name: &str) -> PyResult<u64> {
         let index = self.pair.index();
-        let tensor = index.find(name).ok_or_else(|| errors::to_python(py, &unknown(name)))?;
-        Ok(tensor.chunks().map(|chunk| u64::from(index.chunk(chunk).compressed_size)).sum())
+        let entries = entries(&self.pair, name).map_err(|error| errors::to_python(py, &error))?;
+        let chunks = entries.iter().flat_map(|entry| entry.chunks());
+        Ok(chunks.map(|chunk| u64::from(index.chunk(chunk).compressed_size)).sum())
     }
 
     /// The pair digest.
@@ -67,14 +73,14 @@ impl Pair {
         *self.pair.index().pair_digest()
     }
 
-    /// Whether two names are of equal tensors: same dtype, shape and kind of base, and equal contents in base and target.
+    /// Whether two names are of equal tensors: same dtype, shape, parts and kinds of base, and equal contents in base and target.
     fn is_same(&self, py: Python<'_>, a: &str, b: &str) -> PyResult<bool> {
-        let find = |name| self.pair.index().find(name).ok_or_else(|| errors::to_python(py, &unknown(name)));
+        let find = |name| entries(&self.pair, name).map_err(|error| errors::to_python(py, &error));
         let (a, b) = (find(a)?, find(b)?);
-        Ok((a.base_digest(), a.target_digest()) == (b.base_digest(), b.target_digest())
-            && a.base_kind == b.base_kind
-            && a.dtype == b.dtype
-            && a.shape == b.shape)
+        let is_same = |(a, b): (&Tensor<'_>, &Tensor<'_>)| {
+            (a.dtype, a.base_kind, a.base_digest()) == (b.dtype, b.base_kind, b.base_digest()) && has_same_target(a, b)
+        };
+        Ok(a.len() == b.len() && a.iter().zip(&b).all(is_same))
     }
 
     /// Whether the pair describes files, not only tensors.
@@ -93,60 +99,58 @@ impl Pair {
         &self,
         py: Python<'_>,
         mut outputs: Vec<Memory>,
-        base: Option<Vec<Memory>>,
+        base: Option<Tensors>,
         digests: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let once = each_memory_once(&self.pair, &outputs).map_err(|error| errors::to_python(py, &error))?;
         let total = once.iter().map(|&i| outputs[i].range().len() as u64).sum();
         run(py, progress, total, |steering| {
-            for base in base.iter().flatten() {
-                let of_base = base.range();
-                let meets = |o: &&Memory| o.range().start < of_base.end && of_base.start < o.range().end && !of_base.is_empty();
-                if let Some(output) = outputs.iter().find(meets) {
-                    let (name, base) = (Escaped(output.name()), Escaped(base.name()));
-                    return Err(Error::InvalidArgument(format!("tensor {name} shares memory with the base {base}")));
-                }
-            }
-            self.on_base(base.as_deref(), |base| {
+            check_apart_from_base(outputs.iter(), base.as_ref())?;
+            self.on_base(base.as_ref(), |base| {
                 let mut places = HashMap::new();
                 for (_, output) in outputs.iter_mut().enumerate().filter(|(i, _)| once.contains(i)) {
-                    let name = output.name().to_owned();
-                    // SAFETY: `each_memory_once` has checked that outputs do not overlap. The loop above: none overlaps a base.
-                    if places.insert(name.clone(), unsafe { output.bytes_mut() }).is_some() {
-                        return Err(Error::InvalidArgument(format!("tensor {} has two outputs", Escaped(&name))));
+                    let found = self.pair.index().find(output.name()).ok_or_else(|| unknown(output.name()))?;
+                    // SAFETY: `each_memory_once` has checked that outputs do not overlap, `check_apart_from_base` that none overlaps
+                    // a base.
+                    if places.insert(found.name, unsafe { output.bytes_mut() }).is_some() {
+                        return Err(Error::InvalidArgument(format!("tensor {} has two outputs", Escaped(found.name))));
                     }
                 }
                 let apply =
                     Apply::new(&self.pair).base(base).tensors(|name| places.contains_key(name)).digests(digests).watch(steering);
+                if self.pair.index().has_parts() {
+                    let slices = places.into_iter().filter_map(|(name, bytes)| {
+                        let whole = Rectangle::whole(self.pair.index().find(name)?.whole_shape());
+                        Some(SliceMut::new(name, whole, bytes))
+                    });
+                    return apply.to_slices(slices).map(|_| ());
+                }
                 let names: Vec<_> = apply.selected().map(|tensor| tensor.name).collect();
                 let mut buffers: Vec<_> = names.iter().filter_map(|name| places.remove(*name)).collect();
-                if let Some(name) = places.keys().next() {
-                    return Err(unknown(name));
-                }
                 apply.to_buffers(&mut buffers).map(|_| ())
             })
         })
     }
 
-    /// Rebuilds the elements `start..stop` of the tensor with the output's name into `output`.
-    fn read_range(&self, py: Python<'_>, mut output: Memory, start: u64, stop: u64, base: Option<Vec<Memory>>) -> PyResult<()> {
-        run(py, None, 0, |steering| {
-            self.on_base(base.as_deref(), |base| {
-                let bytes = Apply::new(&self.pair).base(base).watch(steering).range(output.name(), start..stop)?;
-                let name = output.name().to_owned();
-                // SAFETY: the output is a new tensor: nothing else has its address.
-                let out = unsafe { output.bytes_mut() };
-                if out.len() != bytes.len() {
-                    return Err(Error::InvalidArgument(format!(
-                        "the buffer for tensor {} has {} bytes, expected {}",
-                        Escaped(&name),
-                        out.len(),
-                        bytes.len()
-                    )));
-                }
-                out.copy_from_slice(&bytes);
-                Ok(())
+    /// Rebuilds slices of tensors.
+    #[pyo3(signature = (slices, *, base, digests, progress))]
+    fn read_slices(
+        &self,
+        py: Python<'_>,
+        mut slices: Vec<SliceMemory>,
+        base: Option<Tensors>,
+        digests: bool,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let total = slices.iter().map(SliceMemory::size).sum();
+        run(py, progress, total, |steering| {
+            check_apart(&slices)?;
+            check_apart_from_base(slices.iter().map(|slice| &slice.0), base.as_ref())?;
+            self.on_base(base.as_ref(), |base| {
+                // SAFETY: `check_apart` and `check_apart_from_base` have checked that no other slice has this memory.
+                let slices = unsafe { self.slices(&mut slices)? };
+                Apply::new(&self.pair).base(base).digests(digests).watch(steering).to_slices(slices).map(|_| ())
             })
         })
     }
@@ -157,13 +161,14 @@ impl Pair {
         &self,
         py: Python<'py>,
         name: &str,
-        base: Option<Vec<Memory>>,
+        base: Option<Tensors>,
     ) -> PyResult<(Bound<'py, PyByteArray>, Bound<'py, PyByteArray>, usize)> {
         let (positions, values, size) = run(py, None, 0, |steering| {
-            self.on_base(base.as_deref(), |base| {
-                let tensor = self.pair.index().find(name).ok_or_else(|| unknown(name))?;
+            self.on_base(base.as_ref(), |base| {
+                let entries = entries(&self.pair, name)?;
                 let changes = Apply::new(&self.pair).base(base).watch(steering).changes(name)?;
-                let size = if tensor.lanes <= i32::MAX as u64 { 4 } else { 8 };
+                let lanes: u64 = entries.iter().map(|entry| entry.lanes).sum();
+                let size = if lanes <= i32::MAX as u64 { 4 } else { 8 };
                 let positions: Vec<u8> = changes.positions.iter().flat_map(|p| p.to_le_bytes().into_iter().take(size)).collect();
                 Ok((positions, changes.values, size))
             })
@@ -190,12 +195,74 @@ impl Pair {
                 // SAFETY: `each_memory_once` has checked that these tensors do not overlap.
                 given.push(TensorMut { name: found.name, bytes: unsafe { tensor.bytes_mut() } });
             }
-            match Apply::new(&self.pair).watch(steering).in_place(given, mode) {
-                Ok(_) => Ok(true),
-                Err(Error::AlreadyApplied) => Ok(false),
-                Err(error) => Err(error),
-            }
+            applied(Apply::new(&self.pair).watch(steering).in_place(given, mode))
         })
+    }
+
+    /// Changes slices of tensors in place. False if they already were the target.
+    #[pyo3(signature = (slices, *, checked, progress))]
+    fn apply_slices_in_place(
+        &self,
+        py: Python<'_>,
+        mut slices: Vec<SliceMemory>,
+        checked: bool,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<bool> {
+        let total = slices.iter().map(SliceMemory::size).sum();
+        let mode = if checked { InPlace::AllChecked } else { InPlace::ChunkByChunk };
+        run(py, progress, total, |steering| {
+            check_apart(&slices)?;
+            // SAFETY: `check_apart` has checked that no other slice has this memory.
+            let slices = unsafe { self.slices(&mut slices)? };
+            applied(Apply::new(&self.pair).watch(steering).in_place_slices(slices, mode))
+        })
+    }
+}
+
+/// Whether an application in place changed anything.
+fn applied(outcome: Result<ApplyReport>) -> Result<bool> {
+    match outcome {
+        Ok(_) => Ok(true),
+        Err(Error::AlreadyApplied) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// The entries of a tensor, at least one.
+fn entries<'a>(pair: &'a tpde::Pair<FileSource>, name: &str) -> Result<Vec<Tensor<'a>>> {
+    let entries: Vec<_> = pair.index().entries(name).collect();
+    if entries.is_empty() { Err(unknown(name)) } else { Ok(entries) }
+}
+
+/// Whether two entries are the same rectangle, with the same content in the target.
+fn has_same_target(a: &Tensor<'_>, b: &Tensor<'_>) -> bool {
+    (a.whole_shape(), a.rectangle(), a.target_digest()) == (b.whole_shape(), b.rectangle(), b.target_digest())
+}
+
+/// Checks that outputs share no memory with the base.
+fn check_apart_from_base<'a>(outputs: impl Iterator<Item = &'a Memory> + Clone, base: Option<&Tensors>) -> Result<()> {
+    for base in base.iter().flat_map(|base| base.memories()) {
+        let of_base = base.range();
+        let meets = |o: &&Memory| o.range().start < of_base.end && of_base.start < o.range().end && !of_base.is_empty();
+        if let Some(output) = outputs.clone().find(meets) {
+            let (name, base) = (Escaped(output.name()), Escaped(base.name()));
+            return Err(Error::InvalidArgument(format!("tensor {name} shares memory with the base {base}")));
+        }
+    }
+    Ok(())
+}
+
+/// Checks that slices share no memory, also not between their rows.
+fn check_apart(slices: &[SliceMemory]) -> Result<()> {
+    let mut memories: Vec<_> = slices.iter().map(|slice| &slice.0).filter(|memory| !memory.range().is_empty()).collect();
+    memories.sort_by_key(|memory| memory.range().start);
+    match memories.windows(2).find(|pair| pair[1].range().start < pair[0].range().end) {
+        Some(pair) => {
+            let [a, b] = [Escaped(pair[0].name()), Escaped(pair[1].name())];
+            let reason = "share memory, or rows of one are between rows of the other: apply them in separate calls";
+            Err(Error::InvalidArgument(format!("slices of tensors {a} and {b} {reason}")))
+        }
+        None => Ok(()),
     }
 }
 
@@ -216,13 +283,38 @@ impl Pair {
         self.pair.clone()
     }
 
-    fn on_base<R>(&self, base: Option<&[Memory]>, work: impl FnOnce(&dyn Checkpoint) -> Result<R>) -> Result<R> {
+    /// Slices for writing. Dtypes and shapes must be those in the pair.
+    ///
+    /// # Safety
+    /// No other slice of the same memory may exist.
+    unsafe fn slices<'a>(&'a self, slices: &'a mut [SliceMemory]) -> Result<Vec<SliceMut<'a>>> {
+        let mut mutable = Vec::with_capacity(slices.len());
+        for slice in slices {
+            let found = self.pair.index().find(slice.0.name()).ok_or_else(|| unknown(slice.0.name()))?;
+            check_type(&slice.0, &found)?;
+            // SAFETY: promised by the caller.
+            mutable.push(unsafe { slice.slice_mut(found.name) });
+        }
+        Ok(mutable)
+    }
+
+    fn on_base<R>(&self, base: Option<&Tensors>, work: impl FnOnce(&dyn Checkpoint) -> Result<R>) -> Result<R> {
         match (base, &self.base) {
-            (Some(tensors), _) => work(&memory::checkpoint(tensors)?),
+            (Some(tensors), _) => work(&*tensors.checkpoint()?),
             (None, Some(files)) => work(files),
             (None, None) => work(&MemoryCheckpoint::default()),
         }
     }
+}
+
+/// Checks that dtype and shape of a tensor are those in the pair.
+fn check_type(given: &Memory, tensor: &Tensor<'_>) -> Result<()> {
+    let (dtype, shape) = (given.dtype()?, given.shape());
+    if tensor.dtype == dtype && tensor.whole_shape() == shape {
+        return Ok(());
+    }
+    let (name, expected) = (Escaped(given.name()), format!("{} {:?}", tensor.dtype, tensor.whole_shape()));
+    Err(Error::InvalidArgument(format!("tensor {name} is {dtype} {shape:?} here, and {expected} in the pair")))
 }
 
 /// Indices of the tensors to change so that each memory range is changed once. Tied weights are one range with several names;
@@ -230,34 +322,33 @@ impl Pair {
 pub fn each_memory_once(pair: &tpde::Pair<FileSource>, tensors: &[Memory]) -> Result<HashSet<usize>> {
     let mut found = Vec::new();
     for (i, given) in tensors.iter().enumerate() {
-        let name = Escaped(given.name());
-        let tensor = pair.index().find(given.name()).ok_or_else(|| unknown(given.name()))?;
-        if tensor.dtype != given.dtype()? || tensor.shape != given.shape() {
-            let (dtype, shape) = (given.dtype()?, given.shape());
-            let expected = format!("{} {:?}", tensor.dtype, tensor.shape);
-            return Err(Error::InvalidArgument(format!("tensor {name} is {dtype} {shape:?} here, and {expected} in the pair")));
+        let entries = entries(pair, given.name())?;
+        check_type(given, &entries[0])?;
+        let (found_bytes, expected) = (given.range().len() as u64, memory::info(given)?.bytes());
+        if found_bytes != expected {
+            let name = Escaped(given.name());
+            return Err(Error::InvalidArgument(format!("tensor {name} has {found_bytes} bytes, expected {expected}")));
         }
-        if tensor.bytes() != given.range().len() as u64 {
-            let (found, expected) = (given.range().len(), tensor.bytes());
-            return Err(Error::InvalidArgument(format!("tensor {name} has {found} bytes, expected {expected}")));
-        }
-        found.push((i, given.range(), tensor));
+        found.push((i, given.range(), entries));
     }
     // Among tied tensors, one with a base comes first, because only its base can be checked.
-    found.sort_by_key(|(_, range, tensor)| (range.start, range.end, tensor.base_kind == BaseKind::None));
+    let has_no_base = |entries: &[Tensor<'_>]| entries.iter().all(|entry| entry.base_kind == BaseKind::None);
+    found.sort_by_key(|(_, range, entries)| (range.start, range.end, has_no_base(entries)));
     let mut once = HashSet::new();
-    let mut before: Option<&(usize, std::ops::Range<usize>, Tensor<'_>)> = None;
-    for entry in &found {
-        let (i, range, tensor) = entry;
+    let mut before: Option<&(usize, std::ops::Range<usize>, Vec<Tensor<'_>>)> = None;
+    for tensor in &found {
+        let (i, range, entries) = tensor;
         if range.is_empty() {
             once.insert(*i);
             continue;
         }
         match before.filter(|(_, other, _)| range.start < other.end) {
             Some((_, other, first)) if other == range => {
-                let same_base = tensor.base_kind == BaseKind::None || tensor.base_digest() == first.base_digest();
-                if !same_base || tensor.target_digest() != first.target_digest() {
-                    let (a, b) = (Escaped(first.name), Escaped(tensor.name));
+                let is_same = |(a, b): (&Tensor<'_>, &Tensor<'_>)| {
+                    (b.base_kind == BaseKind::None || a.base_digest() == b.base_digest()) && has_same_target(a, b)
+                };
+                if first.len() != entries.len() || !first.iter().zip(entries).all(is_same) {
+                    let (a, b) = (Escaped(first[0].name), Escaped(entries[0].name));
                     return Err(Error::InvalidArgument(format!(
                         "tensors {a} and {b} share memory, but not their values in the pair"
                     )));
@@ -265,13 +356,13 @@ pub fn each_memory_once(pair: &tpde::Pair<FileSource>, tensors: &[Memory]) -> Re
                 continue;
             }
             Some((_, _, first)) => {
-                let (a, b) = (Escaped(first.name), Escaped(tensor.name));
+                let (a, b) = (Escaped(first[0].name), Escaped(entries[0].name));
                 return Err(Error::InvalidArgument(format!("tensors {a} and {b} share a part of their memory")));
             }
             None => {}
         }
         once.insert(*i);
-        before = Some(entry);
+        before = Some(tensor);
     }
     Ok(once)
 }

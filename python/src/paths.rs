@@ -1,6 +1,7 @@
 //! Functions that work on paths.
 
-use crate::memory::{self, Memory};
+use crate::errors;
+use crate::memory::Tensors;
 use crate::pair::open;
 use crate::run::run;
 use pyo3::prelude::*;
@@ -9,7 +10,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 use tpde::{
     Apply, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, EncodeReport, Error, Favor, FormatVersion, Layout,
-    MemoryCheckpoint, Merge, PairPaths, Result, SafetensorsCheckpoint, TensorReport, Verify,
+    MemoryCheckpoint, Merge, PairPaths, Rectangle, Result, SafetensorsCheckpoint, TensorReport, Verify,
 };
 
 /// Path of a pair, and the pair digest that the caller expects.
@@ -99,7 +100,7 @@ pub fn encode(
 /// A checkpoint as passed from Python: a path, or tensors in memory.
 #[derive(FromPyObject)]
 pub enum Source {
-    Memory(Vec<Memory>),
+    Memory(Tensors),
     Path(PathBuf),
 }
 
@@ -107,20 +108,24 @@ pub enum Source {
 #[pyo3(signature = (target, path, *, base, options, replace, progress))]
 pub fn encode_memory(
     py: Python<'_>,
-    target: Vec<Memory>,
+    target: Tensors,
     path: PathBuf,
     base: Option<Source>,
     options: Options,
     replace: bool,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
-    let total = target.iter().map(|tensor| tensor.bytes().len() as u64).sum();
-    run(py, progress, total, |steering| {
-        let target = memory::checkpoint(&target)?;
-        let encode = Encode::new(&target).options(options.parse()?).overwrite(replace).watch(steering);
+    run(py, progress, target.size(), |steering| {
+        let mut options = options.parse()?;
+        if options.split.is_empty() {
+            // Without rules, tensors are cut at the slices.
+            options = options.cuts(target.rectangles());
+        }
+        let target = target.checkpoint()?;
+        let encode = Encode::new(&*target).options(options).overwrite(replace).watch(steering);
         let report = match &base {
             None => encode.to_path(&path),
-            Some(Source::Memory(tensors)) => encode.base(&memory::checkpoint(tensors)?).to_path(&path),
+            Some(Source::Memory(tensors)) => encode.base(&*tensors.checkpoint()?).to_path(&path),
             Some(Source::Path(base)) => encode.base(&SafetensorsCheckpoint::open(base)?).to_path(&path),
         };
         Ok(encode_report(&report?, &path, &[]))
@@ -183,15 +188,19 @@ pub fn verify(
     run(py, progress, verify.progress_bytes(), |steering| Ok(json!(verify.watch(steering).run()?).to_string()))
 }
 
-/// Merges pairs. With `wanted`, only the tensors of these names.
+/// Rectangles by name of their tensor: first index and number of indexes in each dimension.
+type Parts = BTreeMap<String, Vec<(Vec<u64>, Vec<u64>)>>;
+
+/// Merges pairs. With `wanted`, only the tensors of these names. Of the tensors in `parts`, only the parts within these rectangles.
 #[pyfunction]
-#[pyo3(signature = (pairs, path, *, wanted, files, payload_digests, replace, progress))]
+#[pyo3(signature = (pairs, path, *, wanted, parts, files, payload_digests, replace, progress))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
 pub fn merge(
     py: Python<'_>,
     pairs: Vec<PairName>,
     path: PathBuf,
     wanted: Option<HashSet<String>>,
+    parts: Parts,
     files: bool,
     payload_digests: bool,
     replace: bool,
@@ -210,13 +219,17 @@ pub fn merge(
     })?;
     let merge = || {
         let merge = Merge::new(&pairs).files(files).payload_digests(payload_digests).overwrite(replace);
-        match &wanted {
+        let merge = match &wanted {
             Some(wanted) => merge.tensors(|name| wanted.contains(name)),
             None => merge,
-        }
+        };
+        let rectangle = |(origin, extent): &(Vec<u64>, Vec<u64>)| Rectangle::new(&origin[..], &extent[..]);
+        let rectangles = |(name, parts): (&String, &Vec<_>)| (name.clone(), parts.iter().map(rectangle).collect());
+        if parts.is_empty() { Ok(merge) } else { merge.parts(parts.iter().map(rectangles)) }
     };
-    run(py, progress, merge().progress_bytes(), |steering| {
-        let mut report = json!(merge().watch(steering).to_path(&path)?);
+    let total = merge().map_err(|error| errors::to_python(py, &error))?.progress_bytes();
+    run(py, progress, total, |steering| {
+        let mut report = json!(merge()?.watch(steering).to_path(&path)?);
         let paths = PairPaths::new(&path);
         report["index"] = paths.index.to_string_lossy().into();
         report["blob"] = paths.blob.to_string_lossy().into();

@@ -33,12 +33,14 @@ POSITIONAL = {
     tpde.torch.load_file: ["pair", "device"],
     tpde.torch.save_file: ["tensors", "path"],
     tpde.torch.apply_: ["tensors", "pair"],
+    tpde.torch.apply_slices_: ["slices", "pair"],
     tpde.torch.iter_weights: ["pair"],
     tpde.torch.iter_patches: ["pair"],
     tpde.torch.DevicePair: ["pair", "device"],
     tpde.numpy.load_file: ["pair"],
     tpde.numpy.save_file: ["tensors", "path"],
     tpde.numpy.apply_: ["tensors", "pair"],
+    tpde.numpy.apply_slices_: ["slices", "pair"],
     tpde.nn.attach: ["model", "pair"],
 }
 #: Options shared by several functions. Each function lists its options in this order.
@@ -47,7 +49,7 @@ OPTIONS = ["base", "codec", "favor", "chunk_lanes", "layout", "renamed", "mode",
 
 def public() -> dict[str, Any]:
     """The public callables of the package, except exceptions, reports and types that only functions create."""
-    returned = (tpde.Slice, tpde.torch.CheckpointWeightPatch, tpde.nn.Attached, tpde.nn.JITCompressedLinear)
+    returned = (tpde.SafeSlice, tpde.torch.CheckpointWeightPatch, tpde.nn.Attached, tpde.nn.JITCompressedLinear)
     found = {}
     for module in (tpde, tpde.torch, tpde.numpy, tpde.nn):
         for name in module.__all__:

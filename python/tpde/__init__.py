@@ -35,12 +35,14 @@ from ._errors import (
     Changed,
     DeviceFailed,
     DeviceUnavailable,
+    Incomplete,
     Internal,
     Invalid,
     InvalidArgument,
     Limit,
     NotContiguous,
     NotFound,
+    NotHeld,
     NotMergeable,
     NotWritable,
     OutOfMemory,
@@ -49,11 +51,13 @@ from ._errors import (
     SystemRefused,
     TpdeError,
     UnexpectedPair,
+    Unsupported,
     WrongBase,
 )
 from ._merge import MergeReport, merge, subset
-from ._open import Slice, safe_open
+from ._open import SafeSlice, safe_open
 from ._paths import ApplyReport, EncodeReport, Inspection, TensorReport, VerifyReport, apply, encode, inspect, verify
+from ._slices import Slice
 from ._tpde import __version__
 
 __all__ = [
@@ -65,6 +69,7 @@ __all__ = [
     "DeviceFailed",
     "DeviceUnavailable",
     "EncodeReport",
+    "Incomplete",
     "Inspection",
     "Internal",
     "Invalid",
@@ -73,16 +78,19 @@ __all__ = [
     "MergeReport",
     "NotContiguous",
     "NotFound",
+    "NotHeld",
     "NotMergeable",
     "NotWritable",
     "OutOfMemory",
     "OutOfRange",
     "Poisoned",
+    "SafeSlice",
     "Slice",
     "SystemRefused",
     "TensorReport",
     "TpdeError",
     "UnexpectedPair",
+    "Unsupported",
     "VerifyReport",
     "WrongBase",
     "__version__",

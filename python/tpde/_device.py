@@ -16,7 +16,7 @@ import torch
 
 from . import _tpde
 from ._entry import Entry
-from ._errors import AlreadyApplied, DeviceUnavailable, InvalidArgument, OutOfMemory
+from ._errors import AlreadyApplied, DeviceUnavailable, InvalidArgument, OutOfMemory, Unsupported
 from ._paths import Digest, StrPath, open_pair, path_of
 from ._progress import Progress, progress_callback
 from ._tensor import Memory
@@ -183,6 +183,7 @@ class DevicePair:
         UnexpectedPair: The pair does not have the digest ``expect``.
         Invalid, Limit, SystemRefused: The pair is damaged, too large, or cannot be read.
         DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
+        Unsupported: The pair describes tensors in parts.
     """
 
     def __init__(
@@ -206,6 +207,10 @@ class DevicePair:
         return opened
 
     def _open(self, path: StrPath, pair: _tpde.Pair, device: Any, payloads: Payloads, progress: Progress) -> None:
+        if pair.has_parts():
+            raise Unsupported(
+                "the pair describes tensors in parts, which are not rebuilt on a CUDA device yet: rebuild them on the CPU"
+            )
         self._device = Device.of(device)
         self._device.refuse_capture("making a pair ready")
         self._path = path_of(path)

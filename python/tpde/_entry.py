@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """A tensor of a pair."""
+    """A tensor of a pair. If the pair has parts of it, all of them."""
 
     name: str
     dtype: str
     shape: list[int]
+    #: ``"none"``, ``"same"`` or ``"prefix"``; ``"mixed"`` if some parts have a base.
     base_kind: str
     base_name: str
     changes: bool

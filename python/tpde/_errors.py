@@ -154,9 +154,32 @@ class InvalidArgument(TpdeError, ValueError):
 
 
 class NotContiguous(InvalidArgument):
-    """A tensor is not contiguous; ``tensor.contiguous()`` makes a contiguous copy. Attribute: ``tensor``."""
+    """A tensor is not contiguous, or a slice has no rows of contiguous elements at equal distances. ``tensor.contiguous()`` makes a
+    contiguous copy. Attribute: ``tensor``."""
 
     tensor: str
+
+
+class NotHeld(InvalidArgument):
+    """Slices have only some elements of a chunk that is needed, or of a part to be encoded. Nothing was decoded or encoded.
+
+    Attributes: ``tensor``, and ``chunk`` (index in the index map), which is ``None`` for a part.
+    """
+
+    tensor: str
+    chunk: int | None = None
+
+
+class Incomplete(InvalidArgument):
+    """The pair has only some parts of a tensor, and lacks elements that are needed. Nothing was decoded. Attributes: ``tensor``,
+    ``missing``, the first elements that the pair lacks, as a tuple of slices."""
+
+    tensor: str
+    missing: tuple[slice, ...]
+
+
+class Unsupported(TpdeError, NotImplementedError):
+    """This kind of tensor or device does not have the function yet."""
 
 
 class OutOfRange(InvalidArgument, IndexError):

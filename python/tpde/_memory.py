@@ -23,22 +23,38 @@ def is_torch(value: Any) -> bool:
 
 
 def describe(
-    name: str, value: Any, expected: tuple[str, list[int]] | None = None, *, writable: bool = False, device: Any = "cpu"
+    name: str,
+    value: Any,
+    expected: tuple[str, list[int]] | None = None,
+    *,
+    writable: bool = False,
+    device: Any = "cpu",
+    has_rows: bool = False,
 ) -> Memory:
     """Checks an array or tensor on this device and describes its memory. ``expected`` is the dtype and shape in the pair. It
-    distinguishes unsigned integers from elements of a dtype that the library lacks and represents as such integers."""
+    distinguishes unsigned integers from elements of a dtype that the library lacks and represents as such integers. If it
+    ``has_rows``, it need not be contiguous: the size is then that from the first row to the last."""
     try:
         if is_torch(value):
             from . import _torch_memory
 
-            return _torch_memory.describe(name, value, expected, device)
+            return _torch_memory.describe(name, value, expected, device, has_rows=has_rows)
         if str(device) != "cpu":
             raise InvalidArgument(f"tensor {name!r} is an array on the CPU, others are on {device}")
-        return describe_array(name, value, expected, writable=writable)
+        return describe_array(name, value, expected, writable=writable, has_rows=has_rows)
     except TpdeError:
         raise
     except Exception as error:  # nested tensors, lazy tensors and subclasses raise different ones
         raise InvalidArgument(f"tensor {name!r} is a {type(value).__name__} that cannot be read: {error}") from error
+
+
+def strides_of(value: Any) -> tuple[int, ...]:
+    """Strides of an array or tensor in bytes."""
+    if is_torch(value):
+        from . import _torch_memory
+
+        return _torch_memory.byte_strides(value)
+    return tuple(value.strides)
 
 
 def device_of(values: Iterable[Any]) -> Any:

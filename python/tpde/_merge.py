@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from . import _tpde
 from ._errors import InvalidArgument
-from ._paths import Digest, StrPath, digest_of, is_path, matching, path_of, report
+from ._index import rectangle
+from ._paths import Digest, StrPath, digest_of, inspect, is_path, matching, path_of, report
 from ._progress import Progress, progress_callback
 
 
@@ -73,7 +75,7 @@ def merge(
     path = path_of(path)
     with progress_callback(progress, "merge") as callback:
         text = _tpde.merge(
-            names, path, wanted=None, files=files, payload_digests=payload_digests, replace=replace, progress=callback
+            names, path, wanted=None, parts={}, files=files, payload_digests=payload_digests, replace=replace, progress=callback
         )
     return report(MergeReport, text)
 
@@ -82,14 +84,19 @@ def subset(
     pair: StrPath,
     path: StrPath,
     *,
-    tensors: str | Iterable[str] | Callable[[str], bool],
+    tensors: str | Iterable[str] | Callable[[str], bool] | None = None,
+    parts: Mapping[str, Any] | None = None,
     files: bool = True,
     payload_digests: bool = False,
     replace: bool = False,
     expect: Digest | None = None,
     progress: Progress = None,
 ) -> MergeReport:
-    """Make the pair ``path`` of some tensors of ``pair``, as :func:`merge` does.
+    """Make the pair ``path`` of some tensors of ``pair``, or of some of their parts, as :func:`merge` does.
+
+    ::
+
+        tpde.subset("step100", "rank3", tensors="*norm*", parts={"*.o_proj.weight": np.s_[:, 1536:2048]})
 
     The new pair describes those files of ``pair`` of which it has all tensors, if its tensors are in no other file and ``pair``
     stores the headers of these files; otherwise no files.
@@ -98,6 +105,9 @@ def subset(
         pair: Name of the pair, or either file.
         path: Name of the new pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
         tensors: The tensors to keep: a pattern with ``*``, several patterns, or a function of the name.
+        parts: Rectangles by pattern. Of the tensors whose names match, only the parts within a rectangle are kept. A rectangle is an
+            index as NumPy has it, such as ``np.s_[0:512, :]``; a list has several. Payloads are copied whole, so a part that is
+            only partly within the rectangles is an error.
         files: Whether the new pair describes files.
         payload_digests: Whether the index stores the digest of each payload even if ``pair`` does not.
         replace: Whether an existing pair is replaced.
@@ -106,19 +116,39 @@ def subset(
 
     Raises:
         UnexpectedPair, Invalid: The pair is another one, or damaged, or its payloads are not those that its digest covers.
-        InvalidArgument: A pattern matches no tensor, or a file of the new pair is a file of ``pair``.
+        InvalidArgument: A pattern matches no tensor; a rectangle is not within its tensor, has only some elements of a part, or has no
+            part; or a file of the new pair is a file of ``pair``.
         AlreadyExists, Limit, SystemRefused: As their names say. Nothing is written then.
     """
     pair, path, digest = path_of(pair), path_of(path), digest_of(expect)
-    wanted = matching(pair, digest, tensors)
+    if tensors is None and not parts:
+        raise InvalidArgument("neither tensors nor parts: expected what the new pair has")
+    wanted = set() if tensors is None else matching(pair, digest, tensors)
+    rectangles = _rectangles(pair, digest, parts or {})
     with progress_callback(progress, "subset") as callback:
         text = _tpde.merge(
             [(pair, digest)],
             path,
-            wanted=wanted,
+            wanted=wanted | rectangles.keys(),
+            parts=rectangles,
             files=files,
             payload_digests=payload_digests,
             replace=replace,
             progress=callback,
         )
     return report(MergeReport, text)
+
+
+def _rectangles(pair: StrPath, digest: bytes | None, parts: Mapping[str, Any]) -> dict[str, list[tuple[list[int], list[int]]]]:
+    """Origin and extent of rectangles, by name of the tensor."""
+    if not isinstance(parts, Mapping):
+        raise InvalidArgument(f"parts is a {type(parts).__name__}: expected a dict of patterns to rectangles")
+    if not parts:
+        return {}
+    shapes = {one.name: one.part["whole"] if one.part else [*one.shape] for one in inspect(pair, expect=digest).tensors}
+    rectangles: dict[str, list[tuple[list[int], list[int]]]] = {}
+    for pattern, indices in parts.items():
+        for name in sorted(matching(pair, digest, [pattern])):
+            found = [rectangle(name, index, shapes[name]) for index in (indices if isinstance(indices, list) else [indices])]
+            rectangles.setdefault(name, []).extend((one.origin, one.extent) for one in found)
+    return rectangles

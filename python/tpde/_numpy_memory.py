@@ -7,13 +7,15 @@ from typing import Any
 
 from ._dtypes import ML_DTYPES, NUMPY, VIEWS, byte_shape, is_packed
 from ._errors import InvalidArgument, NotContiguous
-from ._tensor import Memory, as_expected, no_memory
+from ._tensor import Memory, as_expected, no_memory, pitch_and_size
 
 _NAMES = {numpy: name for name, numpy in (NUMPY | ML_DTYPES).items()}
 
 
-def describe_array(name: str, value: Any, expected: tuple[str, list[int]] | None, *, writable: bool) -> Memory:
-    """Checks an array and describes its memory."""
+def describe_array(
+    name: str, value: Any, expected: tuple[str, list[int]] | None, *, writable: bool, has_rows: bool = False
+) -> Memory:
+    """Checks an array and describes its memory. An array that ``has_rows`` need not be contiguous."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray):
         raise InvalidArgument(f"tensor {name!r} is a {type(value).__name__}, neither a NumPy array nor a PyTorch tensor")
@@ -24,14 +26,18 @@ def describe_array(name: str, value: Any, expected: tuple[str, list[int]] | None
     dtype = _NAMES.get(value.dtype.name)
     if dtype is None or not (value.dtype.isnative or value.dtype.itemsize == 1) or sys.byteorder != "little":
         raise InvalidArgument(f"tensor {name!r} has dtype {value.dtype.str} ({value.dtype.name}), which cannot be in a checkpoint")
-    if not value.flags.c_contiguous:
+    if has_rows:
+        size = pitch_and_size(name, value.shape, value.strides, value.itemsize)[1]
+    elif value.flags.c_contiguous:
+        size = value.nbytes
+    else:
         raise NotContiguous(f"tensor {name!r} is not contiguous (shape {value.shape}, strides {value.strides})", tensor=name)
     if writable and not value.flags.writeable:
         raise InvalidArgument(f"tensor {name!r} is read-only")
     dtype, shape = as_expected(name, dtype, list(value.shape), expected)
     # The memoryview exports the buffer, so NumPy refuses to resize the array while it exists.
-    owner = (value, memoryview(value.reshape(-1).view(numpy.uint8)) if value.nbytes else None)
-    return name, dtype, shape, value.ctypes.data, value.nbytes, owner
+    owner = (value, memoryview(value.view(f"u{value.itemsize}")) if size else None)
+    return name, dtype, shape, value.ctypes.data, size, owner
 
 
 class NumPyAllocator:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ._dtypes import is_packed
 from ._entry import Entry
-from ._errors import DeviceUnavailable, InvalidArgument, OutOfRange
+from ._errors import DeviceUnavailable, InvalidArgument
+from ._index import complete, selected
 from ._memory import describe_each, device_of
 from ._numpy_memory import NumPyAllocator
 from ._paths import Digest, StrPath, check_digest, check_name, is_path, open_pair, path_of
@@ -101,13 +102,16 @@ class Reader:
         """Copies a rebuilt tensor to the requested device."""
         return tensor if self.device is None else tensor.to(self.device)
 
-    def read_range(self, entry: Entry, start: int, stop: int, shape: list[int]) -> Any:
-        """The elements from ``start`` to ``stop``, in this shape. On the CPU, only the chunks that hold them are decoded."""
+    def read_rectangle(self, entry: Entry, origin: list[int], extent: list[int], shape: list[int], *, digests: bool) -> Any:
+        """The elements of a rectangle, in this shape. On the CPU, only the chunks that hold them are decoded."""
+        if 0 in shape:
+            return self._to_device(self.allocator.empty(entry.name, entry.dtype, shape)[0])
         if self.on_device is not None:
-            return self.read([entry.name])[entry.name].view(-1)[start:stop].clone().view(shape)
+            ends = map(int.__add__, origin, extent)
+            return self.read([entry.name])[entry.name][tuple(map(slice, origin, ends))].reshape(shape).clone()
         tensor, memory = self.allocator.empty(entry.name, entry.dtype, shape)
-        if stop > start:
-            self.pair.read_range(memory, start, stop, self.base_of([entry]))
+        whole = (entry.name, entry.dtype, entry.shape, *memory[3:])
+        self.pair.read_slices([(whole, origin, extent, None)], base=self.base_of([entry]), digests=digests, progress=None)
         return self._to_device(tensor)
 
 
@@ -244,22 +248,24 @@ class safe_open:
 
         Raises:
             WrongBase, AlreadyApplied, Invalid: This tensor's base is not what the pair was made from, or the pair is damaged.
+            Incomplete: The pair has only some parts of the tensor.
             InvalidArgument: There is no such tensor.
         """
         return self._opened().read([name], digests=self._digests)[name]
 
-    def get_slice(self, name: str) -> Slice:
+    def get_slice(self, name: str) -> SafeSlice:
         """A lazy view of a tensor. Indexing rebuilds the requested part."""
         reader = self._opened()
-        return Slice(reader, reader.entry(name))
+        return SafeSlice(reader, reader.entry(name), digests=self._digests)
 
 
-class Slice:
+class SafeSlice:
     """A lazy view of a tensor. Indexing rebuilds a part of it: ``open.get_slice("w")[10:20, :64]``."""
 
-    def __init__(self, reader: Reader, entry: Entry) -> None:
+    def __init__(self, reader: Reader, entry: Entry, *, digests: bool) -> None:
         self._reader = reader
         self._entry = entry
+        self._digests = digests
 
     def get_shape(self) -> list[int]:
         """Dims of the whole tensor."""
@@ -272,11 +278,12 @@ class Slice:
     def __getitem__(self, index: Any) -> Any:
         """The elements that ``index`` selects: integers, slices with a positive step, and one ``...``.
 
-        Decodes only the chunks from the first selected row to the last, checked by CRC and sums. Digests would need the whole
-        tensor, so a forged blob is not detected.
+        Decodes only the chunks with elements from the first to the last index of each dim, checked by CRC and sums. Digests are
+        compared only if all chunks of a tensor, or of a part that the pair has, are decoded. Otherwise a forged blob is not detected.
 
         Raises:
             OutOfRange: An index beyond the tensor. InvalidArgument: Anything else as index, or a packed dtype.
+            Incomplete: The pair has only some parts of the tensor, and lacks elements.
             WrongBase, Invalid: The base's chunks are not what the pair was made from, or the pair is damaged.
         """
         shape = self._entry.shape
@@ -284,61 +291,15 @@ class Slice:
             raise InvalidArgument(
                 f"tensor {self._entry.name!r} of {self._entry.dtype} has elements of less than a byte: get_tensor reads it"
             )
-        wanted = [_range(one, dim) for one, dim in zip(_complete(index, len(shape)), shape)]
-        result = [len(wanted_range) for wanted_range, is_one in wanted if not is_one]
-        ranges = [wanted_range for wanted_range, _ in wanted]
-        if not all(ranges):
-            return self._reader.read_range(self._entry, 0, 0, result)
-        # Leading dims with a single index keep the elements contiguous. The first dim with several indexes starts a block of rows.
-        lead = 0
-        while lead < len(shape) and len(ranges[lead]) == 1:
-            lead += 1
-        strides = [1] * (len(shape) + 1)
-        for dim in reversed(range(len(shape))):
-            strides[dim] = strides[dim + 1] * shape[dim]
-        start = sum(ranges[dim][0] * strides[dim + 1] for dim in range(lead))
-        if lead == len(shape):
-            return self._reader.read_range(self._entry, start, start + 1, result)
-        rows = ranges[lead][-1] - ranges[lead][0] + 1
-        start += ranges[lead][0] * strides[lead + 1]
-        is_block = ranges[lead].step == 1 and all(len(r) == d for r, d in zip(ranges[lead + 1 :], shape[lead + 1 :]))
-        dims = result if is_block else [rows, *shape[lead + 1 :]]
-        block = self._reader.read_range(self._entry, start, start + rows * strides[lead + 1], dims)
-        if is_block:
+        wanted = [selected(one, dim) for one, dim in zip(complete(index, len(shape)), shape)]
+        result = [len(positions) for positions, is_one in wanted if not is_one]
+        ranges = [positions for positions, _ in wanted]
+        if 0 in result:
+            return self._reader.read_rectangle(self._entry, [], [], result, digests=self._digests)
+        origin, extent = [positions[0] for positions in ranges], [positions[-1] - positions[0] + 1 for positions in ranges]
+        has_steps = any(len(positions) < length for positions, length in zip(ranges, extent))
+        block = self._reader.read_rectangle(self._entry, origin, extent, extent if has_steps else result, digests=self._digests)
+        if not has_steps:
             return block
-        inner = tuple(slice(r.start, r.stop, r.step) for r in ranges[lead + 1 :])
-        return self._reader.allocator.contiguous(block[(slice(0, rows, ranges[lead].step), *inner)], result)
-
-
-def _complete(index: Any, rank: int) -> list[Any]:
-    """Completes an index to one entry per dim: ``...`` and missing entries become full slices."""
-    indices = list(index) if isinstance(index, tuple) else [index]
-    dots = [i for i, one in enumerate(indices) if one is Ellipsis]
-    if len(dots) > 1:
-        raise InvalidArgument("an index has at most one '...'")
-    missing = rank - (len(indices) - len(dots))
-    if missing < 0:
-        raise OutOfRange(f"{len(indices)} indices for {rank} dims")
-    at = dots[0] if dots else len(indices)
-    return [*indices[:at], *[slice(None)] * missing, *indices[at + 1 :]]
-
-
-def _range(index: Any, dim: int) -> tuple[range, bool]:
-    """The positions in a dim that an index selects, and whether it is a single integer."""
-    if isinstance(index, slice):
-        try:
-            selected = range(*index.indices(dim))
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"bad slice {index}: {error}") from error
-        if selected.step < 0:
-            raise InvalidArgument("slices with a negative step cannot be read")
-        return range(selected.start, max(selected.start, selected.stop), selected.step), False
-    if isinstance(index, bool) or not hasattr(index, "__index__"):
-        raise InvalidArgument(f"a {type(index).__name__} as index: integers, slices and '...' can be read")
-    try:
-        at = index.__index__()
-    except TypeError as error:  # an array or tensor of several elements
-        raise InvalidArgument(f"a {type(index).__name__} as index: integers, slices and '...' can be read") from error
-    if not -dim <= at < dim:
-        raise OutOfRange(f"index {at} is beyond a dim of {dim}")
-    return range(at % dim, at % dim + 1), True
+        every = tuple(slice(None, None, positions.step) for positions in ranges)
+        return self._reader.allocator.contiguous(block[every], result)

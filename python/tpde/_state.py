@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from . import _tpde
 from ._entry import Entry
-from ._errors import AlreadyApplied, InvalidArgument, Poisoned, TpdeError
+from ._errors import AlreadyApplied, InvalidArgument, Poisoned, TpdeError, Unsupported
 from ._memory import describe_all, describe_each, device_of
 from ._open import Reader, bases, state_of
 from ._paths import Digest, EncodeReport, StrPath, check_digest, is_path, open_pair, path_of, report
 from ._progress import Progress, progress_callback
+from ._slices import Slice, checked, describe_saved, describe_slices, is_slices
 from ._tensor import Memory
 
 Outcome = Literal["applied", "already_applied", "nothing"]
@@ -36,11 +37,16 @@ def load(
 def save(tensors: Any, path: StrPath, *, base: Any, options: dict[str, Any], replace: bool, progress: Progress) -> EncodeReport:
     """Writes the difference of two state dicts as a pair."""
     if base is not None:
-        base = path_of(base) if is_path(base) else describe_all(saved_of(base))
+        base = path_of(base) if is_path(base) else _described(base)
     with progress_callback(progress, "encode") as callback:
-        target = describe_all(saved_of(tensors))
+        target = _described(tensors)
         text = _tpde.encode_memory(target, path_of(path), base=base, options=options, replace=replace, progress=callback)
     return report(EncodeReport, text)
+
+
+def _described(value: Any) -> list[Any]:
+    """The memory of a state dict, a module, or slices."""
+    return describe_saved(value) if is_slices(value) else describe_all(saved_of(value))
 
 
 def saved_of(value: Any) -> Mapping[str, Any]:
@@ -82,8 +88,7 @@ def apply_(
     ``on_written(tensors, entries)`` is called when tensors of these entries have, or may have, been written. It returns the names
     of the tensors that it has informed autograd of. When the same tensors are written again, ``on_rewritten`` gets these tensors.
     """
-    if mode not in ("all_checked", "chunk_by_chunk"):
-        raise InvalidArgument(f"unknown mode {mode!r}: expected 'all_checked' or 'chunk_by_chunk'")
+    check_mode(mode)
     if not strict:
         refuse_rebuilt(target)
     tensors = dict(state_of(target))  # a copy, because another thread may change the caller's dict
@@ -154,7 +159,7 @@ def _apply_again(
                 raise AlreadyApplied("already applied: the base is the target of this pair")
         except TpdeError as error:
             if overwrites and not isinstance(error, InvalidArgument):
-                raise _unusable(error) from error
+                raise unusable(error) from error
             raise
     except BaseException as error:
         if isinstance(error, Poisoned) or not isinstance(error, TpdeError):
@@ -166,7 +171,75 @@ def _apply_again(
     return "applied" if applied else "already_applied"
 
 
-def _unusable(error: TpdeError) -> Poisoned:
+def apply_slices(
+    slices: Iterable[Slice],
+    pair: Any,
+    *,
+    base: Any,
+    mode: Mode,
+    expect: Digest | None,
+    progress: Progress,
+    on_written: Callable[[list[Any]], None],
+) -> Outcome:
+    """Changes slices in place, or overwrites them from ``base``. ``on_written`` is called with the arrays or tensors if they have, or
+    may have, been written."""
+    check_mode(mode)
+    slices = checked(slices)
+    if getattr(pair, "_pair", None) is not None:
+        raise Unsupported("slices of tensors are not rebuilt on a CUDA device yet: expected the name of a pair, found a DevicePair")
+    opened = open_pair(pair, path_of(base) if is_path(base) else None, expect)
+    entries = {entry.name: entry for entry in map(Entry._make, opened.tensors())}
+    memories = describe_slices(slices, entries, writable=True)
+    if not memories:
+        return "nothing"
+    tensors = [one.tensor for one in slices]
+    try:
+        with progress_callback(progress, "apply") as callback:
+            if base is None:
+                applied = opened.apply_slices_in_place(memories, checked=mode == "all_checked", progress=callback)
+            else:
+                applied = True
+                read_from = _base_of_slices([entries[one.name] for one in slices], base)
+                opened.read_slices(memories, base=read_from, digests=mode == "all_checked", progress=callback)
+    except InvalidArgument:
+        raise
+    except TpdeError as error:
+        if base is None and not isinstance(error, Poisoned):
+            raise
+        on_written(tensors)
+        if base is None:
+            raise
+        raise unusable(error) from error
+    except BaseException:
+        on_written(tensors)
+        raise
+    if applied:
+        on_written(tensors)
+    return "applied" if applied else "already_applied"
+
+
+def _base_of_slices(entries: list[Entry], base: Any) -> list[Any] | None:
+    """The base tensors of these entries, or the slices of base tensors that the caller holds; ``None`` if the base is files."""
+    if is_path(base):
+        return None
+    if not is_slices(base):
+        return bases(entries, state_of(base), "cpu")
+    slices = checked(base)
+    by_base_name = {entry.base_name: entry for entry in entries if entry.base_kind != "none"}
+    for entry in by_base_name.values():
+        if entry.base_kind == "prefix":
+            raise InvalidArgument(f"tensor {entry.name!r} changes its number of rows: its base must be a whole tensor")
+    return describe_slices([one for one in slices if one.name in by_base_name], by_base_name)
+
+
+def check_mode(mode: Any) -> None:
+    """Raises for an unknown mode."""
+    if mode not in ("all_checked", "chunk_by_chunk"):
+        raise InvalidArgument(f"unknown mode {mode!r}: expected 'all_checked' or 'chunk_by_chunk'")
+
+
+def unusable(error: TpdeError) -> Poisoned:
+    """The error for tensors that were being overwritten when ``error`` was raised."""
     return Poisoned(f"the tensors are now neither unchanged nor the target: {error}", written=[], total=0)
 
 
@@ -206,5 +279,5 @@ def _overwrite(
     except InvalidArgument:
         raise
     except TpdeError as error:
-        raise _unusable(error) from error
+        raise unusable(error) from error
     return None

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ._dtypes import VIEWS, byte_shape, is_packed, size
-from ._errors import OutOfMemory
+from ._errors import NotContiguous, OutOfMemory
 
 #: Name, dtype, dims, address, size in bytes, and an owner that keeps the memory in place.
 Memory = tuple[str, str, list[int], int, int, Any]
+#: Memory that holds a rectangle of a tensor: the tensor with the address and the size of the rows, first index and number of indexes
+#: in each dim, and the distance between rows in bytes, ``None`` if rows are contiguous.
+SliceMemory = tuple[Memory, list[int], list[int], "int | None"]
 
 
 def as_expected(name: str, dtype: str, shape: list[int], expected: tuple[str, list[int]] | None) -> tuple[str, list[int]]:
@@ -27,3 +30,29 @@ def no_memory(name: str, dtype: str, shape: list[int]) -> OutOfMemory:
     """The error for a failed allocation."""
     needed = size(dtype, shape)
     return OutOfMemory(f"no memory for tensor {name!r} of {dtype} {shape}, {needed} bytes", tensor=name, bytes=needed)
+
+
+def pitch_and_size(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int | None, int]:
+    """Distance between the beginnings of rows, ``None`` if the tensor is contiguous, and size from the first row to the last; in bytes,
+    as the strides. A row is what the tensor has of its last dim.
+
+    Raises:
+        NotContiguous: Elements of a row are not contiguous, or rows are not at equal distances in ascending order.
+    """
+    if 0 in shape:
+        return None, 0
+    row = itemsize * (shape[-1] if shape else 1)
+    pitch, rows = row, 1
+    is_regular = not shape or shape[-1] == 1 or strides[-1] == itemsize
+    for dim, stride in reversed(list(zip(shape[:-1], strides))):
+        if dim > 1:
+            pitch = stride if rows == 1 else pitch
+            is_regular &= stride == pitch * rows
+            rows *= dim
+    if not is_regular or pitch < row:
+        raise NotContiguous(
+            f"slice of tensor {name!r} has shape {shape} and strides of {strides} bytes: expected contiguous rows at equal distances of "
+            f"at least {row} bytes",
+            tensor=name,
+        )
+    return None if pitch == row else pitch, (rows - 1) * pitch + row

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._dtypes import BITS, TORCH, byte_shape, is_packed
 from ._errors import DeviceUnavailable, InvalidArgument, NotContiguous
-from ._tensor import Memory, as_expected, no_memory
+from ._tensor import Memory, as_expected, no_memory, pitch_and_size
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH.items() if hasattr(torch, own)}
 if hasattr(torch, "float4_e2m1fn_x2"):
@@ -47,8 +47,15 @@ def check_device(device: Any) -> torch.device:
     raise DeviceUnavailable(f"tensors on {parsed} cannot be read or written: {why}", device=str(parsed))
 
 
-def describe(name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | None = None, device: Any = "cpu") -> Memory:
-    """Checks a tensor on this device and describes its memory."""
+def describe(
+    name: str,
+    tensor: torch.Tensor,
+    expected: tuple[str, list[int]] | None = None,
+    device: Any = "cpu",
+    *,
+    has_rows: bool = False,
+) -> Memory:
+    """Checks a tensor on this device and describes its memory. A tensor that ``has_rows`` need not be contiguous."""
     without_memory = f"tensor {name!r} is a {type(tensor).__name__} on {tensor.device} without memory of its own"
     if tensor.device.type == "meta" or is_traceable_wrapper_subclass(tensor):
         raise InvalidArgument(without_memory)
@@ -67,7 +74,11 @@ def describe(name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | 
     dtype = _NAMES.get(tensor.dtype)
     if dtype is None:
         raise InvalidArgument(f"tensor {name!r} has dtype {tensor.dtype}, which cannot be in a checkpoint")
-    if not tensor.is_contiguous():
+    if has_rows:
+        bytes = pitch_and_size(name, tuple(tensor.shape), byte_strides(tensor), tensor.element_size())[1]
+    elif tensor.is_contiguous():
+        bytes = tensor.numel() * tensor.element_size()
+    else:
         layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
         raise NotContiguous(f"tensor {name!r} is not contiguous ({layout})", tensor=name)
     if tensor.is_conj() or tensor.is_neg():
@@ -76,7 +87,6 @@ def describe(name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | 
     if dtype == "F4":  # an element of PyTorch's dtype is two elements
         shape = [*shape[:-1], 2 * shape[-1]] if shape else [2]
     dtype, shape = as_expected(name, dtype, shape, expected)
-    bytes = tensor.numel() * tensor.element_size()
     try:
         storage = tensor.untyped_storage()
         # The storage of a fake tensor is on another device. The storage of a sharded tensor may have been freed by its library.
@@ -88,6 +98,11 @@ def describe(name: str, tensor: torch.Tensor, expected: tuple[str, list[int]] | 
         raise InvalidArgument(without_memory) from error
     # Keeps the storage alive too, because `tensor.data = other` would free it.
     return name, dtype, shape, address, bytes, (tensor, storage)
+
+
+def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a tensor in bytes."""
+    return tuple(stride * tensor.element_size() for stride in tensor.stride())
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

@@ -6,18 +6,19 @@ the same bits. F4 and F6 are ``uint8``. Arrays that are read or changed in place
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import _state
 from ._paths import Digest, EncodeReport, StrPath, options
 from ._progress import Progress
+from ._slices import Slice
 from ._state import Mode, Outcome
 
 if TYPE_CHECKING:
     import numpy
 
-__all__ = ["apply_", "load_file", "save_file"]
+__all__ = ["apply_", "apply_slices_", "load_file", "save_file"]
 
 
 def load_file(
@@ -33,10 +34,10 @@ def load_file(
 
 
 def save_file(
-    tensors: Mapping[str, numpy.ndarray[Any, Any]],
+    tensors: Mapping[str, numpy.ndarray[Any, Any]] | Iterable[Slice],
     path: StrPath,
     *,
-    base: StrPath | Mapping[str, numpy.ndarray[Any, Any]] | None = None,
+    base: StrPath | Mapping[str, numpy.ndarray[Any, Any]] | Iterable[Slice] | None = None,
     codec: str | None = None,
     favor: str | None = None,
     chunk_lanes: int | None = None,
@@ -85,3 +86,17 @@ def apply_(
         on_written=lambda *_: [],
         on_rewritten=lambda _: None,
     )
+
+
+def apply_slices_(
+    slices: Iterable[Slice],
+    pair: StrPath,
+    *,
+    base: StrPath | Mapping[str, numpy.ndarray[Any, Any]] | Iterable[Slice] | None = None,
+    mode: Mode = "all_checked",
+    expect: Digest | None = None,
+    progress: Progress = None,
+) -> Outcome:
+    """Turn slices of base arrays into slices of target arrays in place. As :func:`tpde.torch.apply_slices_`; read-only arrays are
+    refused."""
+    return _state.apply_slices(slices, pair, base=base, mode=mode, expect=expect, progress=progress, on_written=lambda _: None)

@@ -14,7 +14,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
 
 import torch
@@ -26,13 +26,23 @@ from ._errors import InvalidArgument
 from ._open import Reader
 from ._paths import Digest, EncodeReport, StrPath, options
 from ._progress import Progress
+from ._slices import Slice
 from ._state import Mode, Outcome
 from ._torch_memory import dtype_of, storages_of, values_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["CheckpointWeightPatch", "DevicePair", "apply_", "iter_patches", "iter_weights", "load_file", "save_file"]
+__all__ = [
+    "CheckpointWeightPatch",
+    "DevicePair",
+    "apply_",
+    "apply_slices_",
+    "iter_patches",
+    "iter_weights",
+    "load_file",
+    "save_file",
+]
 
 State = Mapping[str, torch.Tensor]
 Base = Union[StrPath, State, "nn.Module", None]
@@ -67,16 +77,18 @@ def load_file(
         UnexpectedPair: The pair does not have the digest ``expect``.
         WrongBase, AlreadyApplied, Invalid, Limit, BadCheckpoint, SystemRefused, OutOfMemory: As their names say.
         NotContiguous, InvalidArgument: A base tensor that cannot be read.
+        Incomplete: The pair has only some parts of a tensor.
         DeviceUnavailable, DeviceFailed: There is no such device, or it fails.
+        Unsupported: The pair has parts of tensors, and tensors would be decoded on a device.
     """
     return _state.load(pair, base=base, framework="pt", device=device, digests=digests, expect=expect, progress=progress)
 
 
 def save_file(
-    tensors: State | nn.Module,
+    tensors: State | nn.Module | Iterable[Slice],
     path: StrPath,
     *,
-    base: Base = None,
+    base: Base | Iterable[Slice] = None,
     codec: str | None = None,
     favor: str | None = None,
     chunk_lanes: int | None = None,
@@ -97,14 +109,17 @@ def save_file(
     Args:
         tensors: The target: a state dict or a module. A module with layers of :mod:`tpde.nn` is refused, also as a base, because
             its state dict lacks their weights. Pass a dict that also has ``layer.weight`` of each such layer: reading this
-            attribute rebuilds the weight.
+            attribute rebuilds the weight. Or the slices that a rank of a distributed job holds, with ``shape``: the pair then has
+            these as parts, or with ``split`` the parts that the rank holds. :func:`tpde.merge` makes one pair of those of all ranks.
         path: Name of the pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
-        base: Path of a checkpoint, a state dict or a module; ``None`` for a pair that needs no base.
+        base: Path of a checkpoint, a state dict, a module, or the slices of the base that the rank holds; ``None`` for a pair that
+            needs no base.
         codec, favor, chunk_lanes, layout, renamed, format, payload_digests, split, replace, progress: As for :func:`tpde.encode`.
 
     Raises:
         NotContiguous, InvalidArgument: A tensor that cannot be read, or a name that is not a string.
-        DeviceUnavailable: A tensor on another device than the CPU.
+        NotHeld: The slices have only some elements of a part.
+        DeviceUnavailable, Unsupported: A tensor, or a slice, on another device than the CPU.
         AlreadyExists, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
     how = options(
@@ -166,6 +181,8 @@ def apply_(
         NotContiguous, InvalidArgument: A tensor cannot be changed in place, is missing, has another dtype or shape than in the
             pair, or shares memory with a tensor that has other values in the pair; or a CUDA graph is being captured, which cannot
             wait for the outcome. Nothing was written.
+        Incomplete: The pair has only some parts of a tensor. Nothing was written.
+        Unsupported: The pair has parts of tensors, and ``tensors`` are on a CUDA device.
         DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
     """
     return _state.apply_(
@@ -179,6 +196,54 @@ def apply_(
         on_written=_raise_versions_of_written,
         on_rewritten=_raise_versions,
     )
+
+
+def apply_slices_(
+    slices: Iterable[Slice],
+    pair: StrPath,
+    *,
+    base: Base | Iterable[Slice] = None,
+    mode: Mode = "all_checked",
+    expect: Digest | None = None,
+    progress: Progress = None,
+) -> Outcome:
+    """Turn slices of live base weights into slices of target weights in place, for a rank of a distributed job.
+
+    Only the chunks with elements of the slices are decoded. A pair whose tensors are cut where the ranks cut them, by
+    ``encode(split=...)``, gives each rank its own chunks. A parameter that is fused of several tensors is several slices, each with a
+    view of the parameter. Autograd is informed, as by :func:`apply_`.
+
+    Args:
+        slices: The slices, on the CPU. They share no memory. Nothing else may read or write them during the call.
+        pair: Name of the pair, or either file.
+        base: The base, if ``slices`` hold something else: a path, a dict of whole tensors, a module, or the slices of the base that
+            the rank holds, with the names of the base's tensors. The slices are then overwritten in one pass. If the call fails
+            midway, they are unusable: :class:`Poisoned` has the reason as its ``__cause__``.
+        mode: As for :func:`apply_`. ``"all_checked"`` compares the digests of those tensors and parts of which the slices have all
+            elements. Of others it compares CRC and sums, and the digests of payloads, which every pair with parts has.
+        expect, progress: As for :func:`apply_`.
+
+    Returns:
+        ``"applied"``; ``"already_applied"`` if the slices are the target's already; or ``"nothing"`` if they have no elements.
+
+    Raises:
+        UnexpectedPair, WrongBase, Invalid, Limit, SystemRefused: As their names say. Nothing was written.
+        NotHeld: In place, the slices have only some elements of a chunk; or the base has. Encode the pair with these slices as parts.
+            Nothing was written.
+        Incomplete: The pair lacks elements of a slice. Nothing was written.
+        NotContiguous, InvalidArgument: A slice is not within its tensor, has another dtype or shape, has no regular rows, is read-only,
+            or shares memory with another one. Nothing was written.
+        Unsupported: Slices on a CUDA device, or a :class:`DevicePair`.
+        Poisoned: See ``mode`` of :func:`apply_`, and ``base``.
+    """
+    return _state.apply_slices(
+        slices, pair, base=base, mode=mode, expect=expect, progress=progress, on_written=_raise_versions_of_slices
+    )
+
+
+def _raise_versions_of_slices(tensors: list[Any]) -> None:
+    """Increments the version counters of views, which are those of their parameters."""
+    _raise_versions([tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_inference()])
 
 
 def _raise_versions_of_written(tensors: Mapping[str, Any], entries: list[Entry]) -> list[str]:
@@ -252,7 +317,7 @@ def iter_patches(
 ) -> Iterator[CheckpointWeightPatch]:
     """The changes of the pair, tensor by tensor, as patches of new values at flat indices.
 
-    A patch is dense (``indices`` is ``None``) for tensors without a base of their shape, for dtypes that are not floating-point,
+    A patch is dense (``indices`` is ``None``) for tensors, or tensors with parts, without a base of their shape, for dtypes that are not floating-point,
     and for new values that are NaN, because vLLM reads NaN as 'unchanged'. vLLM loads dense and sparse patches in separate calls:
     ``kind`` selects. Tensors that do not change have no patch.
 
