@@ -5,6 +5,7 @@
 mod common;
 
 mod device;
+mod documents;
 mod explain;
 mod inputs;
 mod merge;
