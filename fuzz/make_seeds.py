@@ -236,6 +236,7 @@ def main():
     (SEEDS / "conditioned_paths").symlink_to("decode_conditioned")
     for i, pattern in enumerate([bytes(40), bytes(range(160)), b"\xa5\x01\x7f" * 80]):
         save("roundtrip", f"pattern_{i}", pattern)
+        save("merge_pairs", f"pattern_{i}", pattern)
     print(f"{sum(path.is_file() for path in SEEDS.glob('*/*'))} seeds for {len(list(SEEDS.iterdir()))} targets")
 
 

@@ -8,6 +8,9 @@ use tpde::internals::fuzzing::model::{self, Shape};
 use tpde::internals::{ChunkEncoder, Coding};
 use tpde::{Codec, Layout};
 
+/// Least number that [`Mutation::Part`] never sets. Tensors of the seeds have smaller dims.
+const MOST_DIM: u64 = 128;
+
 /// A seed, and the changes to it.
 #[derive(Arbitrary, Debug)]
 pub struct Program {
@@ -93,6 +96,12 @@ enum Mutation {
     Dim(Place, Number),
     AddDim(Place, u8),
     RemoveDim(Place),
+    /// An origin or an extent of a part, with values that may lie in the tensor.
+    Part(Place, bool, Number),
+    /// Two dimensions of a part change places.
+    TurnPart(Place, u8),
+    /// The cut between a part and the one before it moves along a dimension.
+    MoveCut(Place, i8),
     Name(Place, Edit),
     BaseName(Place, Edit),
     Digest(Place, u8, u8),
@@ -217,6 +226,28 @@ impl Mutation {
             Mutation::AddDim(place, size) => pick(&mut parts.tensors, place.0)?.dims.push((*size).into()),
             Mutation::RemoveDim(place) => {
                 pick(&mut parts.tensors, place.0)?.dims.pop()?;
+            }
+            Mutation::Part(place, is_extent, number) => {
+                let (origins, extents) = pick(&mut parts.tensors, place.0)?.rectangle()?;
+                let dim = pick(if *is_extent { extents } else { origins }, place.1)?;
+                *dim = number.change(*dim) % MOST_DIM;
+            }
+            Mutation::TurnPart(place, other) => {
+                let (origins, extents) = pick(&mut parts.tensors, place.0)?.rectangle()?;
+                let [a, b] = [place.1, *other].map(|dim| usize::from(dim).checked_rem(origins.len()));
+                origins.swap(a?, b?);
+                extents.swap(a?, b?);
+            }
+            Mutation::MoveCut(place, step) => {
+                let number = usize::from(place.0).checked_rem(parts.tensors.len())?;
+                let (before, after) = parts.tensors.split_at_mut(number);
+                let (_, before) = before.last_mut()?.rectangle()?;
+                let (origins, extents) = after.first_mut()?.rectangle()?;
+                let (before, origin, extent) = (pick(before, place.1)?, pick(origins, place.1)?, pick(extents, place.1)?);
+                let step = i64::from(*step);
+                *before = before.wrapping_add_signed(step);
+                *origin = origin.wrapping_add_signed(step);
+                *extent = extent.wrapping_add_signed(-step);
             }
             Mutation::Name(place, edit) => edit.apply(&mut pick(&mut parts.tensors, place.0)?.name),
             Mutation::BaseName(place, edit) => edit.apply(&mut pick(&mut parts.tensors, place.0)?.base_name),

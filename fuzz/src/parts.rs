@@ -32,6 +32,18 @@ impl TensorPart {
     pub fn dtype(&self) -> Option<Dtype> {
         Dtype::from_code(self.entry.dtype)
     }
+
+    /// Origins and extents of a part; `None` for a whole tensor.
+    pub fn rectangle(&mut self) -> Option<(&mut [u64], &mut [u64])> {
+        let lists = match self.entry.part {
+            PART_FIRST => 3,
+            PART_FURTHER => 2,
+            _ => return None,
+        };
+        let rank = self.dims.len() / lists;
+        let (_, origins_and_extents) = self.dims.split_at_mut_checked((lists - 2) * rank)?;
+        origins_and_extents.split_at_mut_checked(rank)
+    }
 }
 
 #[derive(Debug, Clone)]
