@@ -6,10 +6,69 @@
 #define WARP 32
 #define ALL_LANES 0xFFFFFFFFu
 
+// Kernels are compiled twice: for tensors without gaps, and with TPDE_STRIDED for tensors in rows with gaps between them.
+#ifdef TPDE_STRIDED
+#define TPDE_ENTRY(name) name##_strided
+#define TPDE_TENSOR_CODEC(codec) (codec | TPDE_STRIDED_TENSOR)
+
+// Longer than a chunk, and a multiple of 16.
+#define LONG_ROW (1u << 24)
+
+// The rows of a chunk. Sizes are in bytes.
+struct Rows {
+    u64 gap;        // between the end of a row and the beginning of the next
+    u32 row;        // size of a row, at most LONG_ROW
+    u32 first;      // column of the first byte of the chunk
+    u32 reciprocal; // (2^32 - 1) / row
+};
+#else
+#define TPDE_ENTRY(name) name
+#define TPDE_TENSOR_CODEC(codec) codec
+#endif
+
+// The bytes of a chunk in base or output.
+struct Bytes {
+    u8* start; // first byte of the chunk
+#ifdef TPDE_STRIDED
+    Rows rows;
+
+    // Finds the chunk of `size` bytes from byte `offset` of its tensor on. Rows that are longer than a chunk are shortened
+    // at their beginning, which the chunk does not have.
+    __device__ __forceinline__ void open(u64 tensor, u64 row, u64 pitch, u64 offset, u32 size) {
+        u64 number = offset / row, left = row - offset % row;
+        start = (u8*)tensor + offset + number * (pitch - row);
+        u32 shortened = (u32)(row < LONG_ROW ? row : LONG_ROW);
+        rows = {pitch - row, shortened, shortened - (u32)left, ~0u / shortened};
+        if (left >= size) rows = {0, LONG_ROW, 0, ~0u / LONG_ROW}; // no row ends within the chunk
+    }
+    // Returns the address of byte `at`. The reciprocal gives the number of the row, or one less.
+    __device__ __forceinline__ u8* byte(u32 at) const {
+        u32 column = rows.first + at, number = __umulhi(column, rows.reciprocal);
+        number += column - number * rows.row >= rows.row;
+        return start + at + number * rows.gap;
+    }
+    template <int W> __device__ __forceinline__ typename LaneOf<W>::type* lane(u32 at) const {
+        return (typename LaneOf<W>::type*)byte(at * W);
+    }
+    // Returns the bytes from byte `by` on.
+    __device__ __forceinline__ Bytes skip(u64 by) const {
+        return {start + by, {rows.gap, rows.row, rows.first + (u32)by, rows.reciprocal}};
+    }
+    // Returns a multiple of 16 if every 16 bytes from a multiple of 16 on are aligned to 16 and have no gap.
+    __device__ __forceinline__ u64 alignment() const { return (u64)start | rows.gap | rows.row | rows.first; }
+#else
+    __device__ __forceinline__ u8* byte(u32 at) const { return start + at; }
+    template <int W> __device__ __forceinline__ typename LaneOf<W>::type* lane(u32 at) const {
+        return (typename LaneOf<W>::type*)start + at;
+    }
+    __device__ __forceinline__ Bytes skip(u64 by) const { return {start + by}; }
+    __device__ __forceinline__ u64 alignment() const { return (u64)start; }
+#endif
+};
+
 // A chunk and its part of the tensor. Positions and sizes within a chunk fit in 32 bits.
 struct Chunk {
-    const u8* base; // first base lane of the chunk
-    u8* output;
+    Bytes base, output;
     const u8* payload; // address is a multiple of 16
     u32 lanes;
     u32 base_lanes; // number of base lanes; lanes from this index on count as zero
@@ -27,15 +86,22 @@ __device__ __forceinline__ bool chunk_of_block(const Launch& launch, u16 codec, 
     if (blockIdx.x >= launch.count) return false;
     chunk.number = launch.order ? ((const u32*)launch.order)[launch_index(launch)] : launch_index(launch);
     tensor = ((const DeviceTensor*)launch.tensors)[((const u32*)launch.chunk_tensors)[chunk.number]];
-    if (tensor.codec != codec) return false;
+    if (tensor.codec != TPDE_TENSOR_CODEC(codec)) return false;
     ChunkMetadata record = ((const ChunkMetadata*)launch.chunks)[chunk.number];
     ChunkSums sums = ((const ChunkSums*)launch.sums)[chunk.number];
     u64 first = record.output_offset, left = tensor.lanes - first, size = 1ull << tensor.chunk_lanes_log2;
     u64 base_left = tensor.base_lanes > first ? tensor.base_lanes - first : 0;
     chunk.lanes = (u32)(left < size ? left : size);
     chunk.base_lanes = (u32)(base_left < chunk.lanes ? base_left : chunk.lanes);
-    chunk.base = (const u8*)tensor.base + (first << tensor.lane_log2);
-    chunk.output = (u8*)tensor.output + (first << tensor.lane_log2);
+#ifdef TPDE_STRIDED
+    TensorRows rows = ((const TensorRows*)launch.rows)[((const u32*)launch.chunk_tensors)[chunk.number]];
+    u64 offset = first << tensor.lane_log2;
+    chunk.base.open(tensor.base, rows.base_row, rows.base_pitch, offset, chunk.lanes << tensor.lane_log2);
+    chunk.output.open(tensor.output, rows.output_row, rows.output_pitch, offset, chunk.lanes << tensor.lane_log2);
+#else
+    chunk.base.start = (u8*)tensor.base + (first << tensor.lane_log2);
+    chunk.output.start = (u8*)tensor.output + (first << tensor.lane_log2);
+#endif
     chunk.payload = (const u8*)(launch.blob + record.blob_offset);
     chunk.size = record.compressed_size;
     chunk.num_deltas = record.num_deltas;
@@ -93,11 +159,11 @@ template <int SIZE> __device__ __forceinline__ u64 unaligned(const u8* payload, 
 // ---- Lanes in global memory ----
 
 template <int W> __device__ __forceinline__ typename WideOf<W>::type load_lane(const Chunk& chunk, u32 at) {
-    return at < chunk.base_lanes ? ((const typename LaneOf<W>::type*)chunk.base)[at] : 0;
+    return at < chunk.base_lanes ? *chunk.base.lane<W>(at) : 0;
 }
 
 template <int W> __device__ __forceinline__ void store_lane(const Chunk& chunk, u32 at, typename WideOf<W>::type lane) {
-    ((typename LaneOf<W>::type*)chunk.output)[at] = (typename LaneOf<W>::type)lane;
+    *chunk.output.lane<W>(at) = (typename LaneOf<W>::type)lane;
 }
 
 // ---- Totals of the block ----

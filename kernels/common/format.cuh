@@ -91,7 +91,8 @@ struct DeviceTensor {
     u32 first_chunk; // index of its first record
     u32 tables;      // `conditioned`: offset of its table set in words of `Launch::tables`; or TPDE_NO_TABLES
     u16 dtype;
-    u16 codec;    // kernels of other codecs skip the tensor. `zstd` has no decoding kernel, see kernels/README.md
+    u16 codec;    // kernels of other codecs skip the tensor. `zstd` has no decoding kernel, see kernels/README.md.
+                  // With TPDE_STRIDED_TENSOR, only kernels for strided tensors decode it
     u8 lane_log2; // log2 of the bytes per lane, 0 to 3
     u8 chunk_lanes_log2;
     u16 reserved; // 0
@@ -110,6 +111,23 @@ TPDE_OFFSET(DeviceTensor, reserved, 46);
 TPDE_SIZE(DeviceTensor, 48);
 
 #define TPDE_NO_TABLES 0xFFFFFFFFu
+#define TPDE_STRIDED_TENSOR                                                                                            \
+    0x8000u // bit of `DeviceTensor::codec`: base, output or both are rows with gaps between them
+
+// Rows of a strided tensor, in bytes. All are multiples of the size of a lane, and a pitch is at least the size of its row.
+// Memory without gaps is one row of TPDE_ENDLESS_ROW bytes.
+struct TensorRows {
+    u64 base_row;   // bytes of base lanes per row
+    u64 base_pitch; // distance between the beginnings of rows
+    u64 output_row, output_pitch;
+};
+TPDE_OFFSET(TensorRows, base_row, 0);
+TPDE_OFFSET(TensorRows, base_pitch, 8);
+TPDE_OFFSET(TensorRows, output_row, 16);
+TPDE_OFFSET(TensorRows, output_pitch, 24);
+TPDE_SIZE(TensorRows, 32);
+
+#define TPDE_ENDLESS_ROW (1ull << 62) // longer than any tensor
 
 // Modes of a launch: which lanes it stores, and when.
 enum : u32 {
@@ -142,6 +160,7 @@ struct Launch {
     u32 scratch_slots;      // IN_PLACE: number of slots; DRY, COMMIT: 1 + chunks of all launches; 0: no scratch memory
     u32 scratch_slot_bytes; // IN_PLACE: size of a slot; DRY, COMMIT: size of the memory for changes; a multiple of 256
     u64 digests; // const u32*: status words of tpde_digests; payloads with another word than 0 are refused; 0: none
+    u64 rows;    // const TensorRows*: one per tensor; kernels for strided tensors read it, others do not
 };
 TPDE_OFFSET(Launch, chunks, 0);
 TPDE_OFFSET(Launch, sums, 8);
@@ -160,7 +179,8 @@ TPDE_OFFSET(Launch, flags, 92);
 TPDE_OFFSET(Launch, scratch_slots, 96);
 TPDE_OFFSET(Launch, scratch_slot_bytes, 100);
 TPDE_OFFSET(Launch, digests, 104);
-TPDE_SIZE(Launch, 112);
+TPDE_OFFSET(Launch, rows, 112);
+TPDE_SIZE(Launch, 120);
 
 // ---- Status words ----
 
@@ -209,4 +229,4 @@ enum : u32 {
 #define TPDE_CLASS_COUNT_MAX 15
 #define TPDE_TOKEN_COUNT_MAX 180
 
-#define TPDE_LAYOUT_WORDS 63 // number of words that tpde_layout writes
+#define TPDE_LAYOUT_WORDS 70 // number of words that tpde_layout writes

@@ -22,27 +22,28 @@ template <int W> struct TileShape {
     }
 };
 
-// Returns the number of leading tiles that are complete in both chunk and base, or 0 if base or output is not aligned
-// to 16 bytes. The remaining tiles are processed lane by lane. That touches the same memory sectors.
+// Returns the number of leading tiles that are complete in both chunk and base, or 0 if base or output, or their
+// rows, are not aligned to 16 bytes. The remaining tiles are processed lane by lane. That touches the same memory sectors.
 template <int W> __device__ __forceinline__ u32 complete_tiles(const Chunk& chunk) {
-    return ((u64)chunk.base | (u64)chunk.output) % 16 == 0 ? min(chunk.base_lanes, chunk.lanes) / TileShape<W>::LANES
-                                                           : 0;
+    return (chunk.base.alignment() | chunk.output.alignment()) % 16 == 0
+               ? min(chunk.base_lanes, chunk.lanes) / TileShape<W>::LANES
+               : 0;
 }
 
 // Loads the base lanes of a complete tile.
 template <int W> __device__ __forceinline__ void load_tile(const Chunk& chunk, u32 number, u32 thread, uint4* pieces) {
     typedef TileShape<W> Shape;
-    const u8* from = chunk.base + (u64)(number * Shape::LANES + thread * Shape::UNIT) * W;
+    Bytes from = chunk.base.skip((u64)(number * Shape::LANES + thread * Shape::UNIT) * W);
 #pragma unroll
-    for (int p = 0; p < Shape::PIECES; p++) pieces[p] = load_once(from + Shape::lane_of(p) * W);
+    for (int p = 0; p < Shape::PIECES; p++) pieces[p] = load_once(from.byte(Shape::lane_of(p) * W));
 }
 
 template <int W>
 __device__ __forceinline__ void store_tile(const Chunk& chunk, u32 number, u32 thread, const uint4* pieces) {
     typedef TileShape<W> Shape;
-    u8* to = chunk.output + (u64)(number * Shape::LANES + thread * Shape::UNIT) * W;
+    Bytes to = chunk.output.skip((u64)(number * Shape::LANES + thread * Shape::UNIT) * W);
 #pragma unroll
-    for (int p = 0; p < Shape::PIECES; p++) __stcs((uint4*)(to + Shape::lane_of(p) * W), pieces[p]);
+    for (int p = 0; p < Shape::PIECES; p++) __stcs((uint4*)to.byte(Shape::lane_of(p) * W), pieces[p]);
 }
 
 // Returns the contribution of a thread's pieces to the chunk sum, before multiplication by the row weight. `q` points to

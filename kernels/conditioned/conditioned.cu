@@ -65,6 +65,7 @@ struct WithBase {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3) tpde_conditioned(const __grid_constant__ Launch launch) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
+    TPDE_ENTRY(tpde_conditioned)(const __grid_constant__ Launch launch) {
     run_block<WithBase>(launch);
 }

@@ -15,7 +15,7 @@ template <int W, int HOW> __device__ __forceinline__ u32 fast_tiles() {
     // Chunks without a base have no base lane to look up. Low bits are read one word at a time, plus one extra bit, so
     // 8 bytes after them must be readable.
     bool fast = coded && shared_memory().classes.by_threshold && parts.low_bits != 0 && parts.states == WARP &&
-                (u64)chunk.output % 16 == 0 && parts.sizes_at + 8 <= padded(chunk.size) && parts.exceptions == 0;
+                chunk.output.alignment() % 16 == 0 && parts.sizes_at + 8 <= padded(chunk.size) && parts.exceptions == 0;
     return fast ? chunk.lanes / TileShape<W>::LANES : 0;
 }
 

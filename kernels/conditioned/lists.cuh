@@ -48,7 +48,7 @@ template <int W> __device__ __noinline__ void carry_out() {
     typedef typename LaneOf<W>::type Lane;
     constexpr int LOADS_IN_FLIGHT = 8;
     ChangeList list = shared_memory().list;
-    u8* output = shared_memory().chunk.output;
+    Bytes output = shared_memory().chunk.output;
     for (u32 first = threadIdx.x; first < list.capacity; first += LOADS_IN_FLIGHT * THREADS) {
         u32 positions[LOADS_IN_FLIGHT];
         Lane lanes[LOADS_IN_FLIGHT];
@@ -60,7 +60,7 @@ template <int W> __device__ __noinline__ void carry_out() {
         }
 #pragma unroll
         for (int k = 0; k < LOADS_IN_FLIGHT; k++) {
-            if (first + k * THREADS < list.capacity) *(Lane*)(output + positions[k]) = lanes[k];
+            if (first + k * THREADS < list.capacity) *(Lane*)output.byte(positions[k]) = lanes[k];
         }
     }
 }

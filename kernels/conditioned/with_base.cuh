@@ -78,7 +78,7 @@ __device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, 
             gained += (u64)q * (u32)(target << by);
             lost += (u64)q * (u32)(base << by);
             if (HOW == TO_LIST) list_changes<W>(shared, thread, work.before, changed, position, target);
-            else if (changed && store == STORE_CHANGES) *(Lane*)(chunk.output + position) = (Lane)target;
+            else if (changed && store == STORE_CHANGES) *(Lane*)chunk.output.byte(position) = (Lane)target;
         }
         return changed;
     };

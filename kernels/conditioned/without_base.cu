@@ -23,6 +23,7 @@ struct WithoutBase {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) tpde_without_base(const __grid_constant__ Launch launch) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+    TPDE_ENTRY(tpde_without_base)(const __grid_constant__ Launch launch) {
     run_block<WithoutBase>(launch);
 }

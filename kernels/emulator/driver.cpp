@@ -24,6 +24,9 @@
 extern "C" void tpde_raw(Launch);
 extern "C" void tpde_conditioned(Launch);
 extern "C" void tpde_without_base(Launch);
+extern "C" void tpde_raw_strided(Launch);
+extern "C" void tpde_conditioned_strided(Launch);
+extern "C" void tpde_without_base_strided(Launch);
 extern "C" void tpde_digests(Digests);
 extern "C" void tpde_frames_check(Frames);
 extern "C" void tpde_frames_expand(Frames);
@@ -379,6 +382,9 @@ const KernelEntry KERNELS[] = {
     {"tpde_raw", [](const void* p) { tpde_raw(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_conditioned", [](const void* p) { tpde_conditioned(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_without_base", [](const void* p) { tpde_without_base(*(const Launch*)p); }, sizeof(Launch)},
+    {"tpde_raw_strided", [](const void* p) { tpde_raw_strided(*(const Launch*)p); }, sizeof(Launch)},
+    {"tpde_conditioned_strided", [](const void* p) { tpde_conditioned_strided(*(const Launch*)p); }, sizeof(Launch)},
+    {"tpde_without_base_strided", [](const void* p) { tpde_without_base_strided(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_digests", [](const void* p) { tpde_digests(*(const Digests*)p); }, sizeof(Digests)},
     {"tpde_frames_check", [](const void* p) { tpde_frames_check(*(const Frames*)p); }, sizeof(Frames)},
     {"tpde_frames_expand", [](const void* p) { tpde_frames_expand(*(const Frames*)p); }, sizeof(Frames)},

@@ -19,6 +19,9 @@
 extern "C" void tpde_raw(Launch);
 extern "C" void tpde_conditioned(Launch);
 extern "C" void tpde_without_base(Launch);
+extern "C" void tpde_raw_strided(Launch);
+extern "C" void tpde_conditioned_strided(Launch);
+extern "C" void tpde_without_base_strided(Launch);
 extern "C" void tpde_digests(Digests);
 extern "C" const char* __asan_default_options() {
     return "detect_leaks=0:detect_stack_use_after_return=0:print_legend=0";
@@ -151,7 +154,7 @@ struct Progress {
     u32 next; // index of the next case
     u32 failures;
     u64 runs, chunks, refused;
-    char current[300];
+    char current[500];
 };
 Progress* progress;
 bool current_failed;
@@ -169,11 +172,24 @@ __attribute__((format(printf, 1, 2))) void wrong(const char* format, ...) {
 
 // ---- Memory of a launch ----
 
-// A buffer between canaries. For the address sanitizer the memory on both sides is poisoned. The data begins `shift` bytes
-// past a multiple of 64.
+// Rows of a chunk in memory, in bytes. The first byte of the chunk is in column `first`.
+struct Rows {
+    u64 row = TPDE_ENDLESS_ROW, pitch = TPDE_ENDLESS_ROW, first = 0;
+
+    bool has_gaps() const { return row != pitch; }
+    u64 at(u64 byte) const { return byte + (first + byte) / row * (pitch - row); }
+    // Calls `each` with the beginning and the end of each gap before byte `size`.
+    template <class F> void each_gap(u64 size, F each) const {
+        for (u64 byte = row - first; has_gaps() && byte < size; byte += row) each(at(byte) - (pitch - row), at(byte));
+    }
+};
+
+// A buffer between canaries, which are also in the gaps between rows. For the address sanitizer the memory on both sides
+// and in the gaps is poisoned. The data begins `shift` bytes past a multiple of 64.
 class Buffer {
     u8* all;
-    size_t shift, size_;
+    size_t shift, content_size, size_;
+    Rows rows;
     Bytes before;
 
 public:
@@ -182,20 +198,27 @@ public:
     // All existing buffers, for messages.
     static std::vector<const Buffer*> buffers;
 
-    Buffer(std::string name, const Bytes& bytes, size_t size, size_t shift)
-        : shift(shift), size_(size), name(std::move(name)) {
-        if (posix_memalign((void**)&all, 64, shift + size + GUARD)) abort();
+    Buffer(std::string name, const Bytes& bytes, size_t size, size_t shift, Rows rows = {})
+        : shift(shift), content_size(size), size_(size ? rows.at(size - 1) + 1 : 0), rows(rows), name(std::move(name)) {
+        if (posix_memalign((void**)&all, 64, shift + size_ + GUARD)) abort();
         data = all + shift;
         memset(all, 0xC5, shift);
-        memset(data + size, 0xC5, GUARD);
-        memset(data, 0xA5, size);
-        if (!bytes.empty()) memcpy(data, bytes.data(), std::min(bytes.size(), size));
-        if (__asan_poison_memory_region) {
-            // The sanitizer has a granularity of 8 bytes, so up to 7 bytes before the data stay accessible.
-            __asan_poison_memory_region(all, shift / 8 * 8);
-            __asan_poison_memory_region(data + size, GUARD);
+        memset(data + size_, 0xC5, GUARD);
+        memset(data, 0xA5, size_);
+        if (rows.has_gaps()) {
+            for (size_t i = 0; i < std::min(bytes.size(), size); i++) data[rows.at(i)] = bytes[i];
+        } else if (!bytes.empty()) {
+            memcpy(data, bytes.data(), std::min(bytes.size(), size));
         }
-        before.assign(data, data + size);
+        rows.each_gap(size, [&](u64 begin, u64 end) { memset(data + begin, 0xC5, end - begin); });
+        before.assign(data, data + size_);
+        if (__asan_poison_memory_region) {
+            // The sanitizer has a granularity of 8 bytes, so up to 7 bytes before the data stay accessible, and so does the
+            // end of a gap.
+            __asan_poison_memory_region(all, shift / 8 * 8);
+            __asan_poison_memory_region(data + size_, GUARD);
+            rows.each_gap(size, [&](u64 begin, u64 end) { __asan_poison_memory_region(data + begin, end - begin); });
+        }
         buffers.push_back(this);
     }
     Buffer(const Buffer&) = delete;
@@ -204,11 +227,26 @@ public:
         free(all);
     }
 
-    bool is_untouched() const { return before.empty() || memcmp(before.data(), data, before.size()) == 0; }
+    // Compares byte by byte: the gaps are poisoned for functions of the C library.
+    bool is_untouched() const {
+        for (size_t i = 0; i < before.size(); i++) {
+            if (data[i] != before[i]) return false;
+        }
+        return true;
+    }
     bool has_canaries() {
         if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(all, shift + size_ + GUARD);
         auto is_canary = [](u8 byte) { return byte == 0xC5; };
-        return std::all_of(all, data, is_canary) && std::all_of(data + size_, data + size_ + GUARD, is_canary);
+        bool whole = std::all_of(all, data, is_canary) && std::all_of(data + size_, data + size_ + GUARD, is_canary);
+        rows.each_gap(content_size,
+                      [&](u64 begin, u64 end) { whole = whole && std::all_of(data + begin, data + end, is_canary); });
+        return whole;
+    }
+    // Returns the bytes without the gaps.
+    Bytes content() const {
+        Bytes bytes(content_size);
+        for (size_t i = 0; i < content_size; i++) bytes[i] = data[rows.at(i)];
+        return bytes;
     }
 
     // Prints the position of an address in or near the buffer. Returns false if the address is elsewhere.
@@ -244,7 +282,7 @@ void report_timeout(int) {
 
 struct Options {
     std::vector<const char*> names;
-    std::vector<u32> shifts = {0};
+    std::vector<u32> shifts = {0}, rows = {0};
     u32 modes = (1 << MODES) - 1;
     u64 seed = 1;
     bool here = false, list = false;
@@ -279,11 +317,16 @@ u32 bytes_of_tables(const Case& one) {
     return bytes;
 }
 
-// Runs all kernels of a codec. Each kernel skips the chunks of the others.
-void run(u32 codec, const Launch& launch, u32 table_bytes, u64 seed) {
-    auto raw = [](const void* launch) { tpde_raw(*(const Launch*)launch); };
-    auto conditioned = [](const void* launch) { tpde_conditioned(*(const Launch*)launch); };
-    auto without_base = [](const void* launch) { tpde_without_base(*(const Launch*)launch); };
+// Runs all kernels of a codec, for strided tensors or for others. Each kernel skips the chunks of the others.
+void run(u32 codec, bool strided, const Launch& launch, u32 table_bytes, u64 seed) {
+    typedef void (*Kernel)(const void*);
+    auto kernel = [strided](Kernel plain, Kernel with_rows) { return strided ? with_rows : plain; };
+    Kernel raw = kernel([](const void* launch) { tpde_raw(*(const Launch*)launch); },
+                        [](const void* launch) { tpde_raw_strided(*(const Launch*)launch); });
+    Kernel conditioned = kernel([](const void* launch) { tpde_conditioned(*(const Launch*)launch); },
+                                [](const void* launch) { tpde_conditioned_strided(*(const Launch*)launch); });
+    Kernel without_base = kernel([](const void* launch) { tpde_without_base(*(const Launch*)launch); },
+                                 [](const void* launch) { tpde_without_base_strided(*(const Launch*)launch); });
     u32 blocks = launch.count + 1;
     if (codec != TPDE_CODEC_CONDITIONED) {
         emulator::launch({blocks, TPDE_RAW_THREADS, TPDE_RAW_SHARED, seed}, raw, &launch);
@@ -293,6 +336,30 @@ void run(u32 codec, const Launch& launch, u32 table_bytes, u64 seed) {
                      &launch);
     emulator::launch({blocks, TPDE_WITHOUT_BASE_THREADS, TPDE_WITHOUT_BASE_SHARED + table_bytes, seed}, without_base,
                      &launch);
+}
+
+u64 mix(u64 x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+    return x ^ x >> 31;
+}
+
+// Chooses rows for a chunk of `size` bytes that begins at byte `offset` of its tensor.
+Rows choose_rows(u64 random, u64 offset, u64 size, u32 width) {
+    u64 lanes = 1 + random / 8 % 40, gap = 1 + random / 512 % 9, row, pitch;
+    bool is_aligned = random / 4096 % 2;
+    switch (random % 8) {
+    case 0: row = width; break;         // one lane
+    case 1: row = width * lanes; break; // of any length
+    case 2: row = 16 * lanes; break;    // of whole pieces, with gaps of any length
+    case 3: row = offset + size; break; // the chunk ends with its row
+    case 4:
+    case 5: row = 16 * lanes, is_aligned = true; break;                     // the fast path
+    case 6: row = offset + (size + 31) / 32 * 16, is_aligned = true; break; // one end in the chunk
+    default: return {};
+    }
+    pitch = row + (is_aligned ? 16 : width) * gap;
+    return {row, pitch, offset % row};
 }
 
 template <class T> Bytes bytes_of(const std::vector<T>& values) {
@@ -389,11 +456,14 @@ void run_digests(const Case& one, const Buffer& records, u64 seed) {
 
 // Runs all chunks of a case in one launch. Each chunk has its own buffers, so that an access to another chunk's data is
 // detected.
-void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
+// `rows`: not 0 for strided tensors.
+void run_case(const Case& one, Mode mode, u32 shift, u32 rows, u64 seed) {
     u32 count = (u32)one.chunks.size();
     bool in_place = mode != OUT_OF_PLACE;
     std::vector<std::unique_ptr<Buffer>> payloads, bases, outputs;
     std::vector<DeviceTensor> tensors(count);
+    std::vector<TensorRows> tensor_rows(count);
+    std::vector<Rows> base_rows(count), output_rows(count);
     std::vector<ChunkMetadata> records(count);
     std::vector<ChunkSums> sums(count);
     std::vector<u32> chunk_tensors(count), order(count), statuses(count, TPDE_STATUS_NOT_RUN);
@@ -409,18 +479,35 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
             base_shift = shift % 2 ? (output_shift + 16 / width * (i % 3)) % 24
                          : shift   ? i % 17
                                    : 0;
-        if (in_place) {
-            outputs.emplace_back(new Buffer("the lanes" + suffix, chunk.base, size, output_shift * width));
-        } else {
-            bases.emplace_back(new Buffer("the base" + suffix, chunk.base, chunk.base.size(), base_shift * width));
-            outputs.emplace_back(new Buffer("the output" + suffix, {}, size, output_shift * width));
-        }
-        // Only the chunk has memory. The address of the tensor plus the offset in the record is the address of the chunk.
-        u64 before = chunk.record.output_offset * width;
         DeviceTensor& tensor = tensors[count - 1 - i] = chunk.tensor;
-        tensor.base = (u64)(in_place ? outputs[i] : bases[i])->data - before;
-        tensor.output = (u64)outputs[i]->data - before;
         records[i] = chunk.record;
+        u64 random = mix(rows * 0x9E3779B97F4A7C15ull + seed * 64 + i), before = chunk.record.output_offset * width;
+        if (rows) {
+            // Some chunks are more than 2^32 bytes behind the beginning of their tensor.
+            u64 lanes_before = random >> 60 < 4 ? 1ull << 34 : 0;
+            records[i].output_offset += lanes_before;
+            tensor.lanes += lanes_before;
+            tensor.base_lanes += tensor.base_lanes ? lanes_before : 0;
+            before += lanes_before * width;
+            output_rows[i] = choose_rows(random, before, size, width);
+            base_rows[i] = in_place ? output_rows[i] : choose_rows(random >> 20, before, size, width);
+            if (base_rows[i].has_gaps() || output_rows[i].has_gaps()) tensor.codec |= TPDE_STRIDED_TENSOR;
+        }
+        if (in_place) {
+            outputs.emplace_back(
+                new Buffer("the lanes" + suffix, chunk.base, size, output_shift * width, output_rows[i]));
+        } else {
+            bases.emplace_back(
+                new Buffer("the base" + suffix, chunk.base, chunk.base.size(), base_shift * width, base_rows[i]));
+            outputs.emplace_back(new Buffer("the output" + suffix, {}, size, output_shift * width, output_rows[i]));
+        }
+        // Only the chunk has memory. The address of the tensor plus the offset of the chunk is the address of the chunk.
+        auto tensor_of = [before](const Buffer& buffer, const Rows& rows) {
+            return (u64)buffer.data - before - before / rows.row * (rows.pitch - rows.row);
+        };
+        tensor.base = tensor_of(*(in_place ? outputs[i] : bases[i]), base_rows[i]);
+        tensor.output = tensor_of(*outputs[i], output_rows[i]);
+        tensor_rows[count - 1 - i] = {base_rows[i].row, base_rows[i].pitch, output_rows[i].row, output_rows[i].pitch};
         records[i].blob_offset = (u64)payloads[i]->data;
         sums[i] = chunk.sums;
         chunk_tensors[i] = count - 1 - i;
@@ -432,7 +519,8 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
                         {"the numbers of tensors", bytes_of(chunk_tensors), 4 * count, 0},
                         {"the tensors", bytes_of(tensors), 48 * count, 0},
                         {"the table sets", bytes_of(one.tables), 4 * one.tables.size(), 0},
-                        {"the order", bytes_of(order), 4 * count, 0}};
+                        {"the order", bytes_of(order), 4 * count, 0},
+                        {"the rows", bytes_of(tensor_rows), sizeof(TensorRows) * count, 0}};
     Buffer status_words("the status words", bytes_of(statuses), 4 * count, 0), flag("the flag", Bytes(4), 4, 0);
     // Scratch memory for the changes of all chunks between two launches: no memory, enough for nearly all lists, or enough
     // for few.
@@ -467,6 +555,7 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
     launch.statuses = (u64)status_words.data;
     launch.flag = (u64)flag.data;
     launch.order = shift % 2 ? (u64)uploads[5].data : 0;
+    launch.rows = rows ? (u64)uploads[6].data : 0;
     launch.count = count;
     launch.flags = one.flags;
     if (mode == LISTED || is_checked) {
@@ -477,16 +566,18 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
     auto launch_all = [&](u32 launch_mode) {
         launch.mode = launch_mode;
         // At random also runs the kernels of a codec without chunks. They must do nothing.
-        for (u32 codec : {(u32)TPDE_CODEC_RAW, (u32)TPDE_CODEC_CONDITIONED}) {
-            bool any = std::any_of(one.chunks.begin(), one.chunks.end(),
-                                   [&](const ChunkCase& chunk) { return chunk.tensor.codec == codec; });
+        for (u32 kernels : {TPDE_CODEC_RAW | 0u, TPDE_CODEC_CONDITIONED | 0u, TPDE_CODEC_RAW | TPDE_STRIDED_TENSOR,
+                            TPDE_CODEC_CONDITIONED | TPDE_STRIDED_TENSOR}) {
+            u32 codec = kernels & ~TPDE_STRIDED_TENSOR;
+            bool any = std::any_of(tensors.begin(), tensors.end(),
+                                   [&](const DeviceTensor& tensor) { return tensor.codec == kernels; });
             if (!any && seed % 16 != 0) continue;
             // One launch, or two.
             for (u32 first = 0, next; first < count; first = next) {
                 next = seed % 8 == 1 && first == 0 && count > 1 ? count / 2 : count;
                 launch.first = first;
                 launch.count = next - first;
-                run(codec, launch, bytes_of_tables(one), seed + launch_mode);
+                run(codec, kernels != codec, launch, bytes_of_tables(one), seed + launch_mode);
             }
         }
     };
@@ -497,15 +588,16 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
     auto at = [&](u32 i) {
         const ChunkCase& chunk = one.chunks[i];
         snprintf(progress->current, sizeof progress->current,
-                 "%s, %s (--mode %s --shift %u --seed %llu), chunk %u (codec %u, dtype %u, %u lanes of %u bytes, %u of "
-                 "them in the base)",
-                 one.name.c_str(), MODE_TEXTS[mode], MODE_NAMES[mode], shift, (unsigned long long)seed, i,
+                 "%s, %s (--mode %s --shift %u --rows %u --seed %llu), chunk %u (codec %u, dtype %u, %u lanes of %u "
+                 "bytes, %u of them in the base; rows of %lld bytes, pitch %lld, in the base %lld and %lld)",
+                 one.name.c_str(), MODE_TEXTS[mode], MODE_NAMES[mode], shift, rows, (unsigned long long)seed, i,
                  chunk.tensor.codec, chunk.tensor.dtype, chunk.lanes(), chunk.width(),
-                 (u32)(chunk.base.size() / chunk.width()));
+                 (u32)(chunk.base.size() / chunk.width()), output_rows[i].row, output_rows[i].pitch, base_rows[i].row,
+                 base_rows[i].pitch);
     };
     auto all = [&] {
-        snprintf(progress->current, sizeof progress->current, "%s, %s (--mode %s --shift %u --seed %llu)",
-                 one.name.c_str(), MODE_TEXTS[mode], MODE_NAMES[mode], shift, (unsigned long long)seed);
+        snprintf(progress->current, sizeof progress->current, "%s, %s (--mode %s --shift %u --rows %u --seed %llu)",
+                 one.name.c_str(), MODE_TEXTS[mode], MODE_NAMES[mode], shift, rows, (unsigned long long)seed);
     };
     all();
     if (mode == OUT_OF_PLACE) launch_all(TPDE_MODE_OUT_OF_PLACE);
@@ -538,7 +630,8 @@ void run_case(const Case& one, Mode mode, u32 shift, u64 seed) {
         if (!expected)
             wrong("status %u %s, expected %s", status, status_name(status), status_names(chunk.statuses).c_str());
         bool stored = mode == CHECKED ? *(const u32*)flag.data == 0 : status == 0;
-        if (stored && !chunk.target.empty()) compare_lanes("target", outputs[i]->data, chunk.target, chunk.width());
+        if (stored && !chunk.target.empty())
+            compare_lanes("target", outputs[i]->content().data(), chunk.target, chunk.width());
         if (!stored && in_place && !outputs[i]->is_untouched()) wrong("written although refused");
         if (!in_place && !bases[i]->is_untouched()) wrong("the base was written");
         if (!payloads[i]->is_untouched()) wrong("the payload was written");
@@ -562,14 +655,16 @@ void run_cases(const std::vector<Case>& cases, const Options& options) {
         u32 number = progress->next++;
         const Case& one = cases[number];
         if (!is_chosen(one, options)) continue;
-        for (u32 shift : options.shifts) {
-            for (u32 mode = 0; mode < MODES; mode++) {
-                if (!(options.modes >> mode & 1)) continue;
-                current_failed = false;
-                alarm(60);
-                run_case(one, (Mode)mode, shift,
-                         options.here ? options.seed : options.seed + number * 64 + mode * 16 + shift);
-                progress->failures += current_failed;
+        for (u32 rows : options.rows) {
+            for (u32 shift : options.shifts) {
+                for (u32 mode = 0; mode < MODES; mode++) {
+                    if (!(options.modes >> mode & 1)) continue;
+                    current_failed = false;
+                    alarm(60);
+                    u64 seed = options.seed + number * 64 + mode * 16 + shift;
+                    run_case(one, (Mode)mode, shift, rows, options.here ? options.seed : seed);
+                    progress->failures += current_failed;
+                }
             }
         }
     }
@@ -611,11 +706,14 @@ void forward_messages(FILE* from) {
 }
 
 const char USAGE[] =
-    "emulator [--mode out|listed|twice|checked]... [--shift N]... [--seed N] [--list] [--here] [--most N] FILE... [-- "
-    "NAME...]\n"
+    "emulator [--mode out|listed|twice|checked]... [--shift N]... [--rows N]... [--seed N] [--list] [--here] [--most "
+    "N] "
+    "FILE... [-- NAME...]\n"
     "Runs the cases of the files, or those with a NAME in their names, in every mode, and compares statuses and "
     "lanes.\n"
     "  --shift   offset of tensors from an alignment of 64 bytes, in lanes (approximate); may be repeated\n"
+    "  --rows    0: tensors without gaps; other numbers: tensors in rows with gaps, chosen by the number; may be "
+    "repeated\n"
     "  --seed    of the schedule of warps and threads, and of the initial content of shared memory\n"
     "  --here    exactly this seed and no child process, for a debugger\n"
     "  --most    stop after this many failures (20)\n";
@@ -626,7 +724,7 @@ Options parse(int count, char** words, std::vector<const char*>& files) {
         fputs(USAGE, stderr);
         exit(2);
     };
-    bool names = false, first_shift = true, first_mode = true;
+    bool names = false, first_shift = true, first_rows = true, first_mode = true;
     for (int i = 1; i < count; i++) {
         std::string word = words[i];
         auto value = [&]() -> const char* {
@@ -643,6 +741,10 @@ Options parse(int count, char** words, std::vector<const char*>& files) {
             if (first_shift) options.shifts.clear();
             first_shift = false;
             options.shifts.push_back((u32)atoi(value()));
+        } else if (word == "--rows") {
+            if (first_rows) options.rows.clear();
+            first_rows = false;
+            options.rows.push_back((u32)atoi(value()));
         } else if (word == "--mode") {
             std::string mode = value();
             auto mode_name = std::find(MODE_NAMES, MODE_NAMES + MODES, mode);

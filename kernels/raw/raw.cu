@@ -68,7 +68,7 @@ template <int W> __device__ __noinline__ u32 run(const Launch& launch, u64 magni
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) tpde_raw(const __grid_constant__ Launch launch) {
+extern "C" __global__ void __launch_bounds__(THREADS) TPDE_ENTRY(tpde_raw)(const __grid_constant__ Launch launch) {
     __shared__ RawShared shared;
     Chunk chunk;
     DeviceTensor tensor;

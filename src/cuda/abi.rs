@@ -23,6 +23,22 @@ pub(super) struct DeviceTensor {
     pub reserved: u16,
 }
 
+/// Rows of a strided tensor of a launch: `TensorRows` of `format.cuh`.
+#[derive(Debug, Clone, Copy, Immutable, IntoBytes)]
+#[repr(C)]
+pub(super) struct TensorRows {
+    pub base_row: u64,
+    pub base_pitch: u64,
+    pub output_row: u64,
+    pub output_pitch: u64,
+}
+
+/// Bit of [`DeviceTensor::codec`]: only the kernels for strided tensors decode the tensor.
+pub(super) const STRIDED_TENSOR: u16 = 0x8000;
+
+/// Size of the row, and its pitch, of memory without gaps.
+pub(super) const ENDLESS_ROW: u64 = 1 << 62;
+
 /// The parameter of a decoding kernel: `Launch` of `format.cuh`.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
@@ -44,6 +60,7 @@ pub(super) struct Launch {
     pub scratch_slots: u32,
     pub scratch_slot_bytes: u32,
     pub digests: u64,
+    pub rows: u64,
 }
 
 /// Modes of a launch.
@@ -235,9 +252,10 @@ mod tests {
             DeviceTensor {
                 base, output, lanes, base_lanes, first_chunk, tables, dtype, codec, lane_log2, chunk_lanes_log2, reserved,
             }
+            TensorRows { base_row, base_pitch, output_row, output_pitch }
             Launch {
                 chunks, sums, chunk_tensors, tensors, tables, blob, statuses, flag, order, scratch, first, count, mode, flags,
-                scratch_slots, scratch_slot_bytes, digests,
+                scratch_slots, scratch_slot_bytes, digests, rows,
             }
         };
         assert_eq!(BTreeMap::from(ours), layouts(FORMAT));
@@ -251,8 +269,8 @@ mod tests {
             layouts.iter().filter(|(key, _)| is_its(key)).map(|(key, at)| (key.clone(), *at)).collect()
         };
         // Structs that only the host passes to kernels are not in the specification.
-        let shared: Vec<_> =
-            kernels.keys().filter(|key| !key.contains('.') && !["DeviceTensor", "Launch"].contains(&&***key)).collect();
+        let of_launches = ["DeviceTensor", "TensorRows", "Launch"];
+        let shared: Vec<_> = kernels.keys().filter(|key| !key.contains('.') && !of_launches.contains(&&***key)).collect();
         assert_eq!(shared, ["ChunkMetadata", "ChunkSums", "ConditionedHeader"]);
         for name in shared {
             assert_eq!(of(&kernels, name), of(&spec, name), "{name}");
@@ -297,6 +315,8 @@ mod tests {
         assert_eq!(ours, theirs);
         assert!(FORMAT.contains("#define TPDE_NO_TABLES 0xFFFFFFFFu"));
         assert_eq!(NO_TABLES, 0xFFFF_FFFF);
+        assert!(FORMAT.contains("#define TPDE_STRIDED_TENSOR 0x8000u") && FORMAT.contains("#define TPDE_ENDLESS_ROW (1ull << 62)"));
+        assert_eq!((STRIDED_TENSOR, ENDLESS_ROW), (0x8000, 1 << 62));
         assert!(FORMAT.contains("((((u64)(slots) * 4) + 255) / 256 * 256)"));
         assert!(FORMAT.contains("#define TPDE_LIST_LANES_AT(n) (((n) + 1) / 2 * 8)\n"));
         assert!(FORMAT.contains("#define TPDE_LIST_BYTES(n, width) (TPDE_LIST_LANES_AT(n) + (n) * (width))\n"));

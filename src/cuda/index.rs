@@ -3,12 +3,15 @@
 use super::abi::{self, DeviceTensor, NO_TABLES};
 use super::nvcomp::{Nvcomp, Trusted};
 use super::runtime::device::Device;
+use super::runtime::kernels::Decoder;
 use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::{Allocation, DeviceSlice};
 use crate::codec::{Codec, TableSet};
 use crate::error::{Error, Result};
 use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, PAYLOAD_ALIGN, TensorDigests};
 use crate::index::{Tensor, ValidatedIndex};
+use crate::lane::Dtype;
+use crate::rectangle::Rectangle;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 use zerocopy::IntoBytes;
@@ -59,6 +62,14 @@ pub(super) enum PayloadDigestSource {
 #[derive(Debug, Clone)]
 pub(super) struct TensorOnDevice {
     pub name: String,
+    pub base_name: String,
+    pub dtype: Dtype,
+    /// Shape of the tensor: of a part, the shape of the whole tensor.
+    pub whole_shape: Vec<u64>,
+    /// The elements of the entry.
+    pub rectangle: Rectangle,
+    /// Shape of the whole base tensor, if there is one.
+    pub base_shape: Option<Vec<u64>>,
     pub base_kind: BaseKind,
     pub codec: Codec,
     pub bytes: u64,
@@ -72,6 +83,10 @@ pub(super) struct TensorOnDevice {
 impl TensorOnDevice {
     pub fn chunks(&self) -> Range<u32> {
         self.device.first_chunk..self.device.first_chunk + self.chunk_count
+    }
+
+    pub fn is_whole(&self) -> bool {
+        self.rectangle.extent == self.whole_shape
     }
 
     /// Returns the index of the first lane of a chunk in its tensor.
@@ -131,7 +146,7 @@ impl DeviceIndex {
         }
         if tensors.iter().any(|tensor| tensor.codec == Codec::Conditioned && tensor.device.base_lanes < tensor.device.lanes) {
             // The kernel is compiled here, because a launch must be quick and may be captured.
-            inner.kernels.without_base(&inner.context)?;
+            inner.kernels.decoder(&inner.context, Decoder::WithoutBase, false)?;
         }
         let cx = inner.context.enter()?;
         let memory = match memory {
@@ -223,14 +238,28 @@ impl DeviceIndex {
         &self.uploaded.device
     }
 
-    /// Number of tensors of the pair.
+    /// Number of entries of the pair: tensors and parts of tensors.
     pub fn tensor_count(&self) -> usize {
         self.uploaded.tensors.len()
     }
 
-    /// Returns the index of the tensor with this name.
+    /// Returns the index of the tensor with this name. `None` if the pair lacks it, or has it in parts: see
+    /// [`DeviceIndex::entries`] and [`DeviceIndex::find_part`]. Cost: a binary search.
     pub fn find(&self, name: &str) -> Option<usize> {
-        self.uploaded.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()
+        self.entries(name).next().filter(|&i| self.uploaded.tensors[i].is_whole())
+    }
+
+    /// Returns the indexes of the entries with this name: of the tensor, or of its parts in ascending order of their origins.
+    /// Cost: a binary search.
+    pub fn entries(&self, name: &str) -> Range<usize> {
+        let tensors = &self.uploaded.tensors;
+        let start = tensors.partition_point(|tensor| tensor.name.as_str() < name);
+        start..start + tensors[start..].partition_point(|tensor| tensor.name == name)
+    }
+
+    /// Returns the index of the entry that has exactly these elements of a tensor.
+    pub fn find_part(&self, name: &str, rectangle: &Rectangle) -> Option<usize> {
+        self.entries(name).find(|&i| self.uploaded.tensors[i].rectangle == *rectangle)
     }
 
     pub(super) fn tensor(&self, tensor_index: usize) -> Result<&TensorOnDevice> {
@@ -324,6 +353,11 @@ fn on_device(tensor: &Tensor<'_>, table_set: Option<usize>, starts: &[u32]) -> T
     let codec = if tensor.codec == Codec::Zstd { Codec::Raw } else { tensor.codec };
     TensorOnDevice {
         name: tensor.name.to_owned(),
+        base_name: tensor.base_name.to_owned(),
+        dtype: tensor.dtype,
+        whole_shape: tensor.whole_shape().to_vec(),
+        rectangle: tensor.rectangle(),
+        base_shape: tensor.base_shape(),
         base_kind: tensor.base_kind,
         codec: tensor.codec,
         bytes: tensor.bytes(),

@@ -49,6 +49,7 @@ mod index;
 mod nvcomp;
 mod plan;
 mod runtime;
+mod slices;
 #[cfg(test)]
 mod tests;
 
@@ -58,9 +59,10 @@ pub use application::outcome::{BadChunk, Captured, Pending};
 pub use index::DeviceIndex;
 pub use nvcomp::Nvcomp;
 pub use plan::ApplyPlan;
-pub use plan::binding::Binding;
+pub use plan::binding::{Binding, Rows};
 pub use plan::payloads::{Mode, Payloads};
 pub use runtime::device::{Device, FirstCall};
 pub use runtime::graph::Graph;
 pub use runtime::memory::{DeviceSlice, PinnedBuffer};
 pub use runtime::stream::{Event, Stream};
+pub use slices::TensorSlice;

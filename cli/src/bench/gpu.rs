@@ -292,7 +292,10 @@ impl Bed<'_> {
                 (Mode::OutOfPlace, BaseKind::Same) => Some(self.base_memory.slice(at, tensor.bytes())?),
                 _ => None,
             };
-            ensure!(index.find(tensor.name) == Some(tensor.place), "the index on the device is not the index of the pair");
+            ensure!(
+                index.find_part(tensor.name, &tensor.rectangle()) == Some(tensor.place),
+                "the index on the device is not the index of the pair"
+            );
             bindings.push(match mode {
                 Mode::OutOfPlace => Binding::out_of_place(tensor.place, base, output),
                 _ => Binding::in_place(tensor.place, output),

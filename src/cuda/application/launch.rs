@@ -9,6 +9,7 @@ use crate::cuda::plan::payloads::{Mode, Payloads};
 use crate::cuda::plan::schedule::{Group, Slice, Staged};
 use crate::cuda::runtime::copies;
 use crate::cuda::runtime::driver::{Entered, OwnStream, RawEvent, RawStream};
+use crate::cuda::runtime::kernels::Decoder;
 use crate::cuda::runtime::memory::PinnedBuffer;
 use crate::cuda::runtime::staging::{SLOT_BYTES, fill_in_parallel};
 use crate::error::{Error, Result};
@@ -242,20 +243,20 @@ impl Launcher<'_> {
                 scratch_slots: scratch.map_or(0, |s| s.slots),
                 scratch_slot_bytes: scratch.map_or(0, |s| s.slot_bytes),
                 digests: self.refused(),
+                rows: self.prepared.rows,
             };
-            let kernel = match run.group {
-                Group::Conditioned => {
-                    device.kernels.conditioned.with_shared(abi::CONDITIONED_SHARED + self.prepared.index.uploaded.table_bytes)
-                }
-                Group::WithoutBase => device
-                    .kernels
-                    .without_base(&device.context)?
-                    .with_shared(abi::WITHOUT_BASE_SHARED + self.prepared.index.uploaded.table_bytes),
-                Group::Raw | Group::Expanded | Group::Frames => device.kernels.raw,
+            let shared = match run.group.decoder() {
+                Decoder::Conditioned => abi::CONDITIONED_SHARED + index.uploaded.table_bytes,
+                Decoder::WithoutBase => abi::WITHOUT_BASE_SHARED + index.uploaded.table_bytes,
+                Decoder::Raw => abi::RAW_SHARED,
             };
-            // SAFETY: records, sums, tensors and tables come from a validated index and are on the device. Memory lengths were
-            // compared with them; payloads are where the records say. All of it is held until the stream has completed.
-            unsafe { kernel.launch(self.cx, stream, launch.count, &launch)? };
+            for is_strided in [false, true].into_iter().filter(|&is_strided| run.has[usize::from(is_strided)]) {
+                let kernel = device.kernels.decoder(&device.context, run.group.decoder(), is_strided)?.with_shared(shared);
+                // SAFETY: records, sums, tensors, rows and tables come from a validated index and are on the device. Memory
+                // lengths were compared with them; payloads are where the records say. All of it is held until the stream has
+                // completed.
+                unsafe { kernel.launch(self.cx, stream, launch.count, &launch)? };
+            }
         }
         Ok(())
     }

@@ -20,7 +20,6 @@ use super::runtime::stream::Stream;
 use crate::error::{Error, Result};
 use crate::reader::PayloadDigests;
 use std::sync::{Arc, PoisonError};
-use zerocopy::IntoBytes;
 
 /// An application of a pair that is ready to be launched.
 #[derive(Debug)]
@@ -47,8 +46,9 @@ impl Drop for Unwinding<'_> {
 impl<'a> Application<'a> {
     /// Prepares a planned application in memory of this crate.
     ///
-    /// Cost: a few allocations and one small copy. The call waits for no stream. Device memory: 8 bytes per chunk and 48 bytes
-    /// per tensor. [`InPlace::AllChecked`](crate::InPlace::AllChecked) adds the lists of changes, up to 48 MiB.
+    /// Cost: a few allocations and one small copy. The call waits for no stream. Device memory: 8 bytes per chunk, and 48 bytes
+    /// per tensor, or 80 if some have gaps between rows. The first application of a device with such tensors compiles their
+    /// kernels. [`InPlace::AllChecked`](crate::InPlace::AllChecked) adds the lists of changes, up to 48 MiB.
     /// [`InPlace::ChunkByChunk`](crate::InPlace::ChunkByChunk) adds scratch memory once per device.
     ///
     /// # Errors
@@ -71,7 +71,8 @@ impl<'a> Application<'a> {
     }
 
     /// Binds the same tensors to other memory, for later launches. Returns false and changes nothing if the set of tensors that
-    /// share memory differs. That requires a new application.
+    /// share memory differs, or if a tensor has gaps between rows that had none before, or the reverse. That requires a new
+    /// application.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] as [`ApplyPlan::new`], or if a [`Pending`] or [`Captured`] of an earlier launch still exists.
@@ -82,15 +83,15 @@ impl<'a> Application<'a> {
         let prepared = Arc::get_mut(&mut self.prepared).ok_or_else(busy)?;
         check_devices(&prepared.index.device().inner, tensors)?;
         let bindings = binding::check(&prepared.index.uploaded.tensors, tensors, prepared.mode != Mode::OutOfPlace)?;
-        let tensor_indexes = |bindings: &[Binding]| bindings.iter().map(|binding| binding.tensor).collect::<Vec<_>>();
-        if tensor_indexes(&bindings) != tensor_indexes(&prepared.bindings) {
+        let kernels_of = |bindings: &[Binding]| bindings.iter().map(|one| (one.tensor, one.is_strided())).collect::<Vec<_>>();
+        if kernels_of(&bindings) != kernels_of(&prepared.bindings) {
             return Ok(false);
         }
         let table = tensor_table(&prepared.index, &bindings, prepared.mode)?;
         let device = &prepared.index.device().inner;
         let cx = device.context.enter()?;
-        let mut pinned = PinnedBuffer::new(device, &cx, size_of_val(&table[..]))?;
-        pinned.copy_from_slice(table.as_bytes());
+        let mut pinned = PinnedBuffer::new(device, &cx, table.len())?;
+        pinned.copy_from_slice(&table);
         prepared.last_launch.get_mut().unwrap_or_else(PoisonError::into_inner).table = Some(pinned);
         prepared.bindings = bindings;
         Ok(true)

@@ -4,7 +4,7 @@ use super::digests::DeviceDigests;
 use super::frames::Frames;
 use crate::apply::InPlace;
 use crate::codec::Codec;
-use crate::cuda::abi::{self, DeviceTensor, STATUS_NOT_RUN};
+use crate::cuda::abi::{self, DeviceTensor, STATUS_NOT_RUN, TensorRows};
 use crate::cuda::index::DeviceIndex;
 use crate::cuda::plan::binding::Binding;
 use crate::cuda::plan::payloads::Mode;
@@ -41,6 +41,8 @@ pub(super) struct Prepared {
     /// Whether all memory belongs to the caller.
     pub in_caller_memory: bool,
     pub tensors: u64,
+    /// Rows of the tensors, if some are strided, else 0.
+    pub rows: u64,
     pub order: u64,
     pub records: u64,
     pub statuses: u64,
@@ -77,6 +79,10 @@ impl Prepared {
         let first = tensor_range(bindings).start;
         let table = tensor_table(index, bindings, mode)?;
 
+        for run in schedule.slices.iter().flat_map(|slice| &slice.runs).filter(|run| run.has[1]) {
+            // The kernel is compiled here, because a launch must be quick and may be captured.
+            device.kernels.decoder(&device.context, run.group.decoder(), true)?;
+        }
         let _relaxed = driver::Relaxed::new()?;
         let cx = device.context.enter()?;
         let memory = match caller_memory {
@@ -96,7 +102,7 @@ impl Prepared {
             _ => Vec::new(),
         };
         let parts: [(u64, &[u8]); 7] = [
-            (offsets.table, table.as_bytes()),
+            (offsets.table, &table),
             (offsets.order, schedule.order.as_bytes()),
             (offsets.records, schedule.records.as_bytes()),
             (offsets.pieces, digest_plan.map_or(&[], |digests| digests.pieces.as_bytes())),
@@ -134,6 +140,11 @@ impl Prepared {
             false => from_zero(offsets.records, first_chunk, size_of::<ChunkMetadata>()),
         };
         let (tensors, order) = (from_zero(offsets.table, first, size_of::<DeviceTensor>()), at(offsets.order));
+        let tensor_bytes = (size_of::<DeviceTensor>() * tensor_range(bindings).len()) as u64;
+        let rows = match bindings.iter().any(Binding::is_strided) {
+            true => from_zero(offsets.table + tensor_bytes, first, size_of::<TensorRows>()),
+            false => 0,
+        };
         let (statuses, flag) = (from_zero(offsets.statuses, first_chunk, 4), at(offsets.flag));
         let staging = if in_caller_memory { Some(memory.slice(offsets.staging, schedule.staged_bytes)?) } else { None };
         let mut digests = digest_plan
@@ -173,6 +184,7 @@ impl Prepared {
             _memory: memory,
             in_caller_memory,
             tensors,
+            rows,
             order,
             records,
             statuses,

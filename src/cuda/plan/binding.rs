@@ -1,67 +1,116 @@
 //! Bindings of tensors to memory, and the checks of lengths, alignment and overlaps.
 
+use super::overlap::Span;
 use crate::cuda::index::{TensorOnDevice, tensor_at};
 use crate::cuda::runtime::memory::DeviceSlice;
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
 
-/// A tensor of an application and its memory. Addresses are aligned to the lanes of the tensor.
+/// Rows of equal length, whose beginnings have equal distances. The bytes between rows are neither read nor written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Rows {
+    /// Size of a row in bytes.
+    pub bytes: u64,
+    /// Distance between the beginnings of rows in bytes.
+    pub pitch: u64,
+}
+
+impl Rows {
+    /// Rows of `bytes` bytes, `pitch` bytes apart.
+    pub fn new(bytes: u64, pitch: u64) -> Self {
+        Self { bytes, pitch }
+    }
+}
+
+/// An entry of a pair, which is a tensor or a part of one, and its memory. Addresses are aligned to the lanes of the tensor.
+///
+/// [`TensorSlice`](crate::cuda::TensorSlice) makes bindings for slices of tensors.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Binding {
-    /// Index of the tensor in the pair; see [`DeviceIndex::find`](crate::cuda::DeviceIndex::find).
+    /// Index of the entry in the pair; see [`DeviceIndex::find`](crate::cuda::DeviceIndex::find).
     pub tensor: usize,
     /// The base tensor. `None` in place, and for base kinds without a base.
     pub base: Option<DeviceSlice>,
     /// The memory of the target. In place it holds the base before the application.
     pub output: DeviceSlice,
+    /// Rows of the base, if it has gaps. The memory then reaches from the first byte of the first row to the last byte of the
+    /// last row. Rows and pitch are multiples of the size of a lane.
+    pub base_rows: Option<Rows>,
+    /// Rows of the output, as for the base.
+    pub output_rows: Option<Rows>,
 }
 
 impl Binding {
     /// Binds a tensor that is rebuilt from `base` in `output`.
     pub fn out_of_place(tensor: usize, base: Option<DeviceSlice>, output: DeviceSlice) -> Self {
-        Self { tensor, base, output }
+        Self { tensor, base, output, base_rows: None, output_rows: None }
     }
 
     /// Binds a tensor that is changed in place.
     pub fn in_place(tensor: usize, memory: DeviceSlice) -> Self {
-        Self { tensor, base: None, output: memory }
+        Self::out_of_place(tensor, None, memory)
+    }
+
+    /// Sets [`base_rows`](Self#structfield.base_rows).
+    #[must_use]
+    pub fn base_rows(mut self, rows: Rows) -> Self {
+        self.base_rows = Some(rows);
+        self
+    }
+
+    /// Sets [`output_rows`](Self#structfield.output_rows).
+    #[must_use]
+    pub fn output_rows(mut self, rows: Rows) -> Self {
+        self.output_rows = Some(rows);
+        self
+    }
+
+    /// Whether base or output has gaps, after [`check`].
+    pub(in crate::cuda) fn is_strided(&self) -> bool {
+        self.base_rows.is_some() || self.output_rows.is_some()
+    }
+
+    fn span(&self) -> Span {
+        Span::new(&self.output, self.output_rows)
     }
 }
 
-/// Checks lengths, alignment and overlaps, and returns the bindings sorted by tensor. Two bindings may share memory only if they
-/// are the same tensor, or equal tensors under several names. Then only one binding is returned and decoded.
+/// Checks lengths, alignment and overlaps, and returns the bindings sorted by tensor. Rows without gaps between them are left out.
+/// Two bindings may share memory only if they are the same tensor, or equal tensors under several names. Then only one binding is
+/// returned and decoded.
 pub(in crate::cuda) fn check(tensors: &[TensorOnDevice], bindings: &[Binding], in_place: bool) -> Result<Vec<Binding>> {
     let mut bindings = bindings.to_vec();
     bindings.sort_by_key(|binding| binding.tensor);
-    for binding in &bindings {
+    for binding in &mut bindings {
         check_lengths(tensor_at(tensors, binding.tensor)?, binding, in_place)?;
     }
-    // Empty outputs overlap nothing. They are excluded from the comparison of neighbours, because an empty output could be
-    // between two outputs that overlap.
+    // Empty outputs overlap nothing.
     let (empty, mut occupied): (Vec<_>, Vec<_>) = bindings.into_iter().partition(|binding| binding.output.bytes() == 0);
     // Sorted by address. Among equal outputs the first tensor comes first.
     occupied.sort_by_key(|binding| (binding.output.address(), std::cmp::Reverse(binding.output.bytes()), binding.tensor));
     let mut kept: Vec<Binding> = Vec::with_capacity(occupied.len() + empty.len());
+    // Outputs that end behind the beginning of the next one. There are several if their rows interleave.
+    let mut open: Vec<usize> = Vec::new();
     for binding in occupied {
         let tensor = tensor_at(tensors, binding.tensor)?;
-        let overlapping = |before: &&Binding| before.output.address() + before.output.bytes() > binding.output.address();
-        if let Some(before) = kept.last().filter(overlapping) {
-            let other = tensor_at(tensors, before.tensor)?;
-            let same_memory = (before.output.address(), before.output.bytes())
-                == (binding.output.address(), binding.output.bytes())
-                && base_of(before) == base_of(&binding);
-            if same_memory && before.tensor == binding.tensor {
-                continue;
-            }
-            let same_tensor = tensor.digests == other.digests && tensor.device.dtype == other.device.dtype;
-            if same_memory && same_tensor && tensor.base_kind == other.base_kind {
-                continue;
-            }
-            let (name, other) = (Escaped(&tensor.name), Escaped(&other.name));
-            return Err(Error::InvalidArgument(format!("the memory for tensor {name} overlaps that for tensor {other}")));
+        let span = binding.span();
+        open.retain(|&i| kept[i].span().end() > span.start());
+        let Some(&i) = open.iter().find(|&&i| kept[i].span().overlaps(&span)) else {
+            open.push(kept.len());
+            kept.push(binding);
+            continue;
+        };
+        let before = &kept[i];
+        let other = tensor_at(tensors, before.tensor)?;
+        let same_memory = memory_of(before) == memory_of(&binding);
+        let same_tensor = tensor.digests == other.digests && tensor.device.dtype == other.device.dtype;
+        if same_memory && (before.tensor == binding.tensor || same_tensor && tensor.base_kind == other.base_kind) {
+            continue;
         }
-        kept.push(binding);
+        let (name, other) = (Escaped(&tensor.name), Escaped(&other.name));
+        return Err(Error::InvalidArgument(format!("the memory for tensor {name} overlaps that for tensor {other}")));
     }
     if !in_place {
         check_bases(tensors, &kept, &empty)?;
@@ -76,38 +125,61 @@ pub(in crate::cuda) fn check(tensors: &[TensorOnDevice], bindings: &[Binding], i
     Ok(kept)
 }
 
-fn base_of(binding: &Binding) -> Option<u64> {
-    binding.base.as_ref().map(DeviceSlice::address)
+/// Address, size and rows of base and output.
+fn memory_of(binding: &Binding) -> [Option<(u64, u64, Option<Rows>)>; 2] {
+    let memory = |slice: &DeviceSlice, rows| (slice.address(), slice.bytes(), rows);
+    [binding.base.as_ref().map(|base| memory(base, binding.base_rows)), Some(memory(&binding.output, binding.output_rows))]
 }
 
-fn check_lengths(tensor: &TensorOnDevice, binding: &Binding, in_place: bool) -> Result<()> {
+/// Checks memory for a tensor, and removes rows without gaps between them.
+fn check_memory(tensor: &TensorOnDevice, what: &str, memory: &DeviceSlice, rows: &mut Option<Rows>, bytes: u64) -> Result<()> {
     let name = Escaped(&tensor.name);
     let lane = 1u64 << tensor.device.lane_log2;
-    let fits = |what: &str, slice: &DeviceSlice, bytes: u64| {
-        if slice.bytes() != bytes {
-            return Err(Error::InvalidArgument(format!("{what} of tensor {name} has {} bytes, expected {bytes}", slice.bytes())));
-        }
-        if bytes > 0 && !slice.address().is_multiple_of(lane) {
+    let mut expected = bytes;
+    if let Some(Rows { bytes: row, pitch }) = rows.filter(|_| bytes > 0) {
+        if row == 0 || !bytes.is_multiple_of(row) || pitch < row || !row.is_multiple_of(lane) || !pitch.is_multiple_of(lane) {
             return Err(Error::InvalidArgument(format!(
-                "{what} of tensor {name} at {:#x} is not aligned to {lane} bytes",
-                slice.address()
+                "{what} of tensor {name}: rows of {row} bytes with a pitch of {pitch}, expected rows that divide {bytes} bytes, a \
+                 pitch of at least a row, and multiples of {lane}"
             )));
         }
-        slice.end().map(|_| ())
-    };
-    fits("the memory", &binding.output, tensor.bytes)?;
+        let gaps = (bytes / row - 1).checked_mul(pitch - row);
+        let too_far = || Error::InvalidArgument(format!("{what} of tensor {name}: rows with a pitch of {pitch} bytes"));
+        expected = gaps.and_then(|gaps| gaps.checked_add(bytes)).ok_or_else(too_far)?;
+    }
+    if memory.bytes() != expected {
+        return Err(Error::InvalidArgument(format!("{what} of tensor {name} has {} bytes, expected {expected}", memory.bytes())));
+    }
+    if bytes > 0 && !memory.address().is_multiple_of(lane) {
+        return Err(Error::InvalidArgument(format!(
+            "{what} of tensor {name} at {:#x} is not aligned to {lane} bytes",
+            memory.address()
+        )));
+    }
+    // A single row has no gap either.
+    *rows = rows.filter(|_| expected > bytes);
+    memory.end().map(|_| ())
+}
+
+fn check_lengths(tensor: &TensorOnDevice, binding: &mut Binding, in_place: bool) -> Result<()> {
+    let name = Escaped(&tensor.name);
+    check_memory(tensor, "the memory", &binding.output, &mut binding.output_rows, tensor.bytes)?;
     if in_place {
         if binding.base.is_some() {
             return Err(Error::InvalidArgument(format!("tensor {name} is changed in place, so its binding cannot have a base")));
         }
+        binding.base_rows = None;
         if tensor.base_kind == BaseKind::Prefix {
             return Err(Error::InvalidArgument(format!("tensor {name} changes its number of rows, which cannot be done in place")));
         }
         return Ok(());
     }
     match (&binding.base, tensor.base_kind) {
-        (_, BaseKind::None) => Ok(()),
-        (Some(base), _) => fits("the base", base, tensor.base_bytes),
+        (_, BaseKind::None) => {
+            binding.base_rows = None;
+            Ok(())
+        }
+        (Some(base), _) => check_memory(tensor, "the base", base, &mut binding.base_rows, tensor.base_bytes),
         (None, _) if tensor.base_bytes == 0 => Ok(()),
         (None, _) => Err(Error::InvalidArgument(format!("the binding of tensor {name} has no base"))),
     }
@@ -116,20 +188,26 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &Binding, in_place: bool) -> 
 /// Checks that no output overlaps a base, out of place: blocks read bases while other blocks write outputs. `outputs` are sorted
 /// by address, disjoint and not empty.
 fn check_bases(tensors: &[TensorOnDevice], outputs: &[Binding], empty: &[Binding]) -> Result<()> {
+    let spans: Vec<_> = outputs.iter().map(Binding::span).collect();
+    // The largest end of each output and those before it.
+    let ends: Vec<_> = spans
+        .iter()
+        .scan(0, |end: &mut u64, span| {
+            *end = span.end().max(*end);
+            Some(*end)
+        })
+        .collect();
     for binding in outputs.iter().chain(empty) {
         let Some(base) = binding.base.as_ref().filter(|base| base.bytes() > 0) else { continue };
         if tensor_at(tensors, binding.tensor)?.base_kind == BaseKind::None {
             continue;
         }
-        // Only the last output that begins before the end of the base can overlap it.
-        let end = base.end()?;
-        let before = outputs.partition_point(|other| other.output.address() < end);
-        let overlapping = outputs[..before].last();
-        let Some(other) = overlapping.filter(|other| other.output.address() + other.output.bytes() > base.address()) else {
-            continue;
-        };
+        let base = Span::new(base, binding.base_rows);
+        let first = ends.partition_point(|&end| end <= base.start());
+        let after = spans.partition_point(|span| span.start() < base.end());
+        let Some(i) = (first..after).find(|&i| spans[i].overlaps(&base)) else { continue };
         let name = Escaped(&tensor_at(tensors, binding.tensor)?.name);
-        let other = Escaped(&tensor_at(tensors, other.tensor)?.name);
+        let other = Escaped(&tensor_at(tensors, outputs[i].tensor)?.name);
         return Err(Error::InvalidArgument(format!(
             "the memory for tensor {other} overlaps the base of tensor {name}, but the application is out of place"
         )));

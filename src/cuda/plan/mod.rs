@@ -2,14 +2,15 @@
 
 pub(super) mod binding;
 pub(super) mod digests;
+mod overlap;
 pub(super) mod payloads;
 pub(super) mod schedule;
 
-use self::binding::Binding;
+use self::binding::{Binding, Rows};
 use self::digests::{DigestPiece, DigestPlan};
 use self::payloads::{Mode, Payloads};
 use self::schedule::Schedule;
-use super::abi::{self, DeviceTensor};
+use super::abi::{self, DeviceTensor, ENDLESS_ROW, STRIDED_TENSOR, TensorRows};
 use super::index::{DeviceIndex, PayloadDigestSource};
 use super::runtime::inner::Inner;
 use super::runtime::layout::MemoryLayout;
@@ -21,6 +22,7 @@ use crate::error::{Error, Result};
 use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use crate::reader::PayloadDigests;
 use std::sync::Arc;
+use zerocopy::IntoBytes;
 
 /// Maximum number of slices that are decoded concurrently. Each has a side stream.
 pub(super) const SIDES: usize = 8;
@@ -129,7 +131,7 @@ impl<'a> ApplyPlan<'a> {
     }
 
     /// Returns the size of the device memory for [`Application::prepare_in`](super::Application::prepare_in), in bytes: 8 per
-    /// chunk for order and status, 48 per tensor, the payloads if they are copied, and in place the lists of changes, up to
+    /// chunk for order and status, 48 per tensor, or 80 if some have gaps between rows, the payloads if they are copied, and in place the lists of changes, up to
     /// `max_scratch_bytes`. Comparing payload digests adds 4 per chunk, 16 per chunk of the pair if the index has only the
     /// root, and 16 to 70 per 32 KiB of a payload.
     pub fn bytes(&self) -> u64 {
@@ -197,8 +199,7 @@ impl<'a> ApplyPlan<'a> {
     pub(super) fn offsets(&self, scratch: Option<Scratch>, staged_bytes: u64) -> Offsets {
         let schedule = &self.schedule;
         let mut layout = MemoryLayout::default();
-        let tensors = tensor_range(&self.bindings).len();
-        let table = layout.add((size_of::<DeviceTensor>() * tensors) as u64);
+        let table = layout.add(table_bytes(&self.bindings));
         let order = layout.add(4 * schedule.order.len() as u64);
         let records = layout.add((size_of::<ChunkMetadata>() * schedule.records.len()) as u64);
         let digests = self.digests.as_ref();
@@ -253,18 +254,35 @@ pub(super) fn tensor_range(bindings: &[Binding]) -> std::ops::Range<usize> {
     }
 }
 
-/// Returns the application's tensor table, as kernels read it.
-pub(super) fn tensor_table(index: &DeviceIndex, bindings: &[Binding], mode: Mode) -> Result<Vec<DeviceTensor>> {
+/// Size of the application's tensor table in bytes.
+fn table_bytes(bindings: &[Binding]) -> u64 {
+    let rows = if bindings.iter().any(Binding::is_strided) { size_of::<TensorRows>() } else { 0 };
+    (tensor_range(bindings).len() * (size_of::<DeviceTensor>() + rows)) as u64
+}
+
+/// Returns the application's tensor table, as kernels read it: the tensors, and behind them their rows if some are strided.
+pub(super) fn tensor_table(index: &DeviceIndex, bindings: &[Binding], mode: Mode) -> Result<Vec<u8>> {
     let range = tensor_range(bindings);
     let mut table = vec![DeviceTensor::default(); range.len()];
+    let without_gaps = Rows { bytes: ENDLESS_ROW, pitch: ENDLESS_ROW };
+    let rows_of = |base: Option<Rows>, output: Option<Rows>| {
+        let (base, output) = (base.unwrap_or(without_gaps), output.unwrap_or(without_gaps));
+        TensorRows { base_row: base.bytes, base_pitch: base.pitch, output_row: output.bytes, output_pitch: output.pitch }
+    };
+    let mut rows = vec![rows_of(None, None); range.len()];
     for binding in bindings {
         let tensor = &index.tensor(binding.tensor)?.device;
         let output = binding.output.address();
-        let base = match mode {
-            Mode::OutOfPlace => binding.base.as_ref().map_or(0, DeviceSlice::address),
-            Mode::InPlace(_) => output,
+        let (base, base_rows) = match mode {
+            Mode::OutOfPlace => (binding.base.as_ref().map_or(0, DeviceSlice::address), binding.base_rows),
+            Mode::InPlace(_) => (output, binding.output_rows),
         };
-        table[binding.tensor - range.start] = DeviceTensor { base, output, ..*tensor };
+        let codec = if binding.is_strided() { tensor.codec | STRIDED_TENSOR } else { tensor.codec };
+        table[binding.tensor - range.start] = DeviceTensor { base, output, codec, ..*tensor };
+        rows[binding.tensor - range.start] = rows_of(base_rows, binding.output_rows);
     }
-    Ok(table)
+    let mut bytes = table.as_bytes().to_vec();
+    bytes.extend_from_slice(rows.as_bytes());
+    bytes.truncate(table_bytes(bindings) as usize);
+    Ok(bytes)
 }

@@ -3,6 +3,7 @@
 use super::binding::Binding;
 use crate::codec::{Codec, raw_size};
 use crate::cuda::index::{DeviceIndex, TensorOnDevice};
+use crate::cuda::runtime::kernels::Decoder;
 use crate::error::{Error, Escaped, Result};
 use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use std::cmp::Reverse;
@@ -23,19 +24,33 @@ pub(in crate::cuda) enum Group {
     Frames,
 }
 
+impl Group {
+    pub fn decoder(self) -> Decoder {
+        match self {
+            Self::Conditioned => Decoder::Conditioned,
+            Self::WithoutBase => Decoder::WithoutBase,
+            Self::Raw | Self::Expanded | Self::Frames => Decoder::Raw,
+        }
+    }
+}
+
 /// A chunk to schedule.
 #[derive(Debug, Clone, Copy)]
 struct Job {
     chunk: u32,
     tensor: u32,
     group: Group,
+    is_strided: bool,
 }
 
-/// Chunks of one launch: a range of [`Schedule::order`].
+/// Chunks of one group: a range of [`Schedule::order`].
 #[derive(Debug, Clone)]
 pub(in crate::cuda) struct Run {
     pub group: Group,
     pub order: Range<usize>,
+    /// Whether it has chunks of tensors without gaps, and of strided tensors. They have kernels of their own. Only a run of
+    /// [`Group::Frames`] may have both.
+    pub has: [bool; 2],
 }
 
 /// Chunks whose payloads are copied together, before their launches.
@@ -108,9 +123,11 @@ impl Schedule {
                     "tensor {name} has codec zstd, which the processor expands: pass the blob in host memory"
                 )));
             }
+            let is_strided = binding.is_strided();
             jobs.extend(tensor.chunks().map(|chunk| {
                 let has_no_base = group == Group::Conditioned && tensor.first_lane(chunk) >= tensor.device.base_lanes;
-                Job { chunk, tensor: binding.tensor as u32, group: if has_no_base { Group::WithoutBase } else { group } }
+                let group = if has_no_base { Group::WithoutBase } else { group };
+                Job { chunk, tensor: binding.tensor as u32, group, is_strided }
             }));
         }
         if let (Some(first), Some(last)) = (jobs.first(), jobs.last()) {
@@ -134,7 +151,7 @@ impl Schedule {
     fn stage(&mut self, index: &DeviceIndex, jobs: &[Job], slice_bytes: u64) -> Result<()> {
         let mut first = 0;
         let (mut slice_start, mut first_staged) = (0, 0);
-        for (i, &Job { chunk, tensor, group }) in jobs.iter().enumerate() {
+        for (i, &Job { chunk, tensor, group, .. }) in jobs.iter().enumerate() {
             let record = &index.uploaded.records[chunk as usize];
             let lane_bytes = 1usize << index.tensor(tensor as usize)?.device.lane_log2;
             let bytes = match group {
@@ -172,19 +189,23 @@ impl Schedule {
 
     fn add_slice(&mut self, index: &DeviceIndex, jobs: &[Job], staged: Range<usize>) -> Result<()> {
         let mut sorted = Vec::with_capacity(jobs.len());
-        for &Job { chunk, tensor, group } in jobs {
+        for &Job { chunk, tensor, group, is_strided } in jobs {
             let tensor = index.tensor(tensor as usize)?;
             let bytes = tensor.chunk_lanes(chunk) << tensor.device.lane_log2;
             let size = u64::from(index.uploaded.records[chunk as usize].compressed_size.get());
-            sorted.push((rank(group, bytes, size), chunk));
+            sorted.push((rank(group, is_strided, bytes, size), chunk, is_strided));
         }
         sorted.sort_unstable();
         let mut runs: Vec<Run> = Vec::new();
-        for &((group, ..), chunk) in &sorted {
+        let mut last = None;
+        for &((group, is_apart, ..), chunk, is_strided) in &sorted {
             let at = self.order.len();
-            match runs.last_mut() {
-                Some(run) if run.group == group => run.order.end = at + 1,
-                _ => runs.push(Run { group, order: at..at + 1 }),
+            if last.replace((group, is_apart)) != Some((group, is_apart)) {
+                runs.push(Run { group, order: at..at, has: [false; 2] });
+            }
+            if let Some(run) = runs.last_mut() {
+                run.order.end = at + 1;
+                run.has[usize::from(is_strided)] = true;
             }
             self.order.push(chunk);
         }
@@ -196,11 +217,11 @@ impl Schedule {
 }
 
 /// Returns the sort key of a chunk with `bytes` bytes of lanes and a payload of `size` bytes. The order is by kernel, then chunks
-/// with a frame before chunks without, because nvCOMP expands a prefix, then descending cost. On an H200 one payload byte of
+/// of strided tensors, except where nvCOMP expands all frames of a run together, then chunks with a frame before chunks without, because nvCOMP expands a prefix, then descending cost. On an H200 one payload byte of
 /// codec `conditioned` costs about as much as 30 base bytes.
-fn rank(group: Group, bytes: u64, size: u64) -> (Group, bool, Reverse<u64>) {
+fn rank(group: Group, is_strided: bool, bytes: u64, size: u64) -> (Group, bool, bool, Reverse<u64>) {
     let estimated_cost = bytes + if matches!(group, Group::Conditioned | Group::WithoutBase) { 30 * size } else { size };
-    (group, group == Group::Frames && size == 0, Reverse(estimated_cost))
+    (group, is_strided && group != Group::Frames, group == Group::Frames && size == 0, Reverse(estimated_cost))
 }
 
 fn group_of(tensor: &TensorOnDevice, trusted: bool) -> Group {
@@ -226,7 +247,7 @@ mod tests {
             (Group::Frames, 1 << 20, 9),
             (Group::Conditioned, 1 << 20, 9),
         ];
-        chunks.sort_by_key(|&(group, bytes, size)| rank(group, bytes, size));
+        chunks.sort_by_key(|&(group, bytes, size)| rank(group, false, bytes, size));
         let expected = [
             (Group::Conditioned, 1 << 20, 9),
             (Group::Conditioned, 1 << 20, 0),

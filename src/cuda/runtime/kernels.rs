@@ -8,6 +8,9 @@ use std::sync::{Mutex, PoisonError};
 const RAW_PTX: &str = include_str!("../../../kernels/ptx/raw.ptx");
 const CONDITIONED_PTX: &str = include_str!("../../../kernels/ptx/conditioned.ptx");
 const WITHOUT_BASE_PTX: &str = include_str!("../../../kernels/ptx/without_base.ptx");
+const RAW_STRIDED_PTX: &str = include_str!("../../../kernels/ptx/raw_strided.ptx");
+const CONDITIONED_STRIDED_PTX: &str = include_str!("../../../kernels/ptx/conditioned_strided.ptx");
+const WITHOUT_BASE_STRIDED_PTX: &str = include_str!("../../../kernels/ptx/without_base_strided.ptx");
 const FRAMES_PTX: &str = include_str!("../../../kernels/ptx/frames.ptx");
 const DIGESTS_PTX: &str = include_str!("../../../kernels/ptx/digests.ptx");
 const LAYOUT_PTX: &str = include_str!("../../../kernels/ptx/layout.ptx");
@@ -15,14 +18,24 @@ const LAYOUT_PTX: &str = include_str!("../../../kernels/ptx/layout.ptx");
 /// All kernels. Kernels that only some pairs need are compiled at their first use.
 #[derive(Debug)]
 pub(in crate::cuda) struct Kernels {
-    pub raw: Kernel,
-    pub conditioned: Kernel,
+    raw: Kernel,
+    conditioned: Kernel,
     /// `tpde_layout`, which reports struct layouts for a test.
     pub layout: Kernel,
     without_base: Mutex<Option<Kernel>>,
+    /// In the order of [`Decoder`].
+    strided: [Mutex<Option<Kernel>>; 3],
     frames: Mutex<Option<FrameKernels>>,
     digests: Mutex<Option<Kernel>>,
     modules: Mutex<Vec<Module>>,
+}
+
+/// A decoding kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::cuda) enum Decoder {
+    Raw,
+    Conditioned,
+    WithoutBase,
 }
 
 /// `tpde_frames_check` and `tpde_frames_expand`.
@@ -44,15 +57,31 @@ impl Kernels {
         let shared = abi::CONDITIONED_SHARED + abi::CONDITIONED_TABLES_MAX;
         let conditioned = load(CONDITIONED_PTX, "tpde_conditioned", abi::CONDITIONED_THREADS, shared)?;
         let layout = load(LAYOUT_PTX, "tpde_layout", 1, 0)?;
-        let (without_base, frames, digests) = Default::default();
-        Ok(Self { raw, conditioned, layout, without_base, frames, digests, modules: Mutex::new(modules) })
+        let (without_base, strided, frames, digests) = Default::default();
+        Ok(Self { raw, conditioned, layout, without_base, strided, frames, digests, modules: Mutex::new(modules) })
     }
 
-    /// Returns the kernel for chunks without a base.
-    pub fn without_base(&self, context: &Context) -> Result<Kernel> {
-        let shared = abi::WITHOUT_BASE_SHARED + abi::CONDITIONED_TABLES_MAX;
-        let load = |cx: &Entered<'_>| self.load_more(cx, WITHOUT_BASE_PTX, "tpde_without_base", abi::WITHOUT_BASE_THREADS, shared);
-        load_once(&self.without_base, context, load)
+    /// Returns a decoding kernel, for strided tensors or for others.
+    pub fn decoder(&self, context: &Context, decoder: Decoder, is_strided: bool) -> Result<Kernel> {
+        let (ptx, name, threads, shared) = match decoder {
+            Decoder::Raw if !is_strided => return Ok(self.raw),
+            Decoder::Raw => (RAW_STRIDED_PTX, "tpde_raw_strided", abi::RAW_THREADS, abi::RAW_SHARED),
+            Decoder::Conditioned if !is_strided => return Ok(self.conditioned),
+            Decoder::Conditioned => {
+                let shared = abi::CONDITIONED_SHARED + abi::CONDITIONED_TABLES_MAX;
+                (CONDITIONED_STRIDED_PTX, "tpde_conditioned_strided", abi::CONDITIONED_THREADS, shared)
+            }
+            Decoder::WithoutBase => {
+                let shared = abi::WITHOUT_BASE_SHARED + abi::CONDITIONED_TABLES_MAX;
+                let (ptx, name) = match is_strided {
+                    false => (WITHOUT_BASE_PTX, "tpde_without_base"),
+                    true => (WITHOUT_BASE_STRIDED_PTX, "tpde_without_base_strided"),
+                };
+                (ptx, name, abi::WITHOUT_BASE_THREADS, shared)
+            }
+        };
+        let cell = if is_strided { &self.strided[decoder as usize] } else { &self.without_base };
+        load_once(cell, context, |cx| self.load_more(cx, ptx, name, threads, shared))
     }
 
     /// Returns the kernels before and after nvCOMP.

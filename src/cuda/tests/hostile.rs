@@ -57,7 +57,15 @@ fn pair_of(cases: &[Hostile]) -> Pair<Vec<u8>> {
 }
 
 /// Runs a batch in a mode, and compares every verdict and every output. Differences are appended to `wrong`.
-fn compare(device: &Device, cases: &[Hostile], mode: Mode, route: Route, skew: usize, wrong: &mut Vec<String>) -> usize {
+fn compare(
+    device: &Device,
+    cases: &[Hostile],
+    mode: Mode,
+    route: Route,
+    skew: usize,
+    has_gaps: bool,
+    wrong: &mut Vec<String>,
+) -> usize {
     let pair = pair_of(cases);
     let infos = cases.iter().enumerate().map(|(n, Hostile { case, .. })| {
         let rows = case.base.len() / case.dtype.lane_bytes();
@@ -66,7 +74,7 @@ fn compare(device: &Device, cases: &[Hostile], mode: Mode, route: Route, skew: u
     let base = MemoryCheckpoint::new(infos).unwrap();
     let index = DeviceIndex::upload(device, pair.index()).unwrap();
     let in_place = mode != Mode::OutOfPlace;
-    let mut laid = Laid::new(device, pair.index(), &base, in_place, skew);
+    let mut laid = Laid::in_rows(device, pair.index(), &base, in_place, skew, has_gaps);
     let stream = device.stream().unwrap();
     let application = prepare_in_slices(&index, &laid.bindings, mode, payloads(device, &pair, route), 64 << 10).unwrap();
     let pending = application.launch(&stream).unwrap();
@@ -96,21 +104,21 @@ fn compare(device: &Device, cases: &[Hostile], mode: Mode, route: Route, skew: u
     refused
 }
 
-fn run(name: &str, make: fn(&mut Random, usize) -> Hostile, batches: usize) {
+fn run(name: &str, make: fn(&mut Random, usize) -> Hostile, batches: usize, has_gaps: bool) {
     let device = super::device();
     let (batches, batch_cases) = if stand_in::is_used() { (batches.min(3), BATCH / 20) } else { (batches, BATCH) };
     let (mut total, mut refused, mut wrong) = (0, 0, Vec::new());
     for batch in 0..batches {
-        let random = &mut Random(0x7E57 + batch as u64);
+        let random = &mut Random(0x7E57 + batch as u64 + if has_gaps { 1 << 32 } else { 0 });
         let cases: Vec<_> = (0..batch_cases).map(|n| make(random, [300, 3000, 9000][n % 3])).collect();
         let route = [Route::Device, Route::Pinned, Route::Host][batch % 3];
         let wrong = &mut wrong;
-        refused += compare(device, &cases, Mode::OutOfPlace, route, batch, wrong);
+        refused += compare(device, &cases, Mode::OutOfPlace, route, batch, has_gaps, wrong);
         // Modes in place share the decoder, so they get the same cases.
-        compare(device, &cases, Mode::InPlace(InPlace::ChunkByChunk), route, batch + 1, wrong);
-        compare(device, &cases, Mode::InPlace(InPlace::AllChecked), route, batch + 2, wrong);
+        compare(device, &cases, Mode::InPlace(InPlace::ChunkByChunk), route, batch + 1, has_gaps, wrong);
+        compare(device, &cases, Mode::InPlace(InPlace::AllChecked), route, batch + 2, has_gaps, wrong);
         let right: Vec<_> = cases.into_iter().filter(|case| case.expected.is_ok()).collect();
-        compare(device, &right, Mode::InPlace(InPlace::AllChecked), route, batch, wrong);
+        compare(device, &right, Mode::InPlace(InPlace::AllChecked), route, batch, has_gaps, wrong);
         total += batch_cases;
     }
     assert!(
@@ -126,13 +134,21 @@ fn run(name: &str, make: fn(&mut Random, usize) -> Hostile, batches: usize) {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn hostile_payloads_of_codec_conditioned() {
-    run("hostile payloads of codec conditioned", conditioned, 6);
+    run("hostile payloads of codec conditioned", conditioned, 6, false);
 }
 
 #[test]
 #[ignore = "needs a CUDA device"]
 fn hostile_payloads_of_codec_raw() {
-    run("hostile payloads of codec raw", raw, 2);
+    run("hostile payloads of codec raw", raw, 2, false);
+}
+
+/// On a device, 12,000 and 4,000 cases.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn hostile_payloads_for_rows_with_gaps() {
+    run("hostile payloads of codec conditioned for rows with gaps", conditioned, 6, true);
+    run("hostile payloads of codec raw for rows with gaps", raw, 2, true);
 }
 
 /// The index accepts the cases, and the processor refuses many. Otherwise they would test little.

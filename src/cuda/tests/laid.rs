@@ -1,11 +1,11 @@
 //! Tensors on a device, between canaries, compared with the expected content afterwards.
 
-use super::super::{Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, Mode, Payloads};
+use super::super::{Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, Mode, Payloads, Rows};
 use crate::checkpoint::Checkpoint;
 use crate::codec::Codec;
 use crate::error::Result;
 use crate::format::BaseKind;
-use crate::index::ValidatedIndex;
+use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::Pair;
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,31 +22,86 @@ pub enum Route {
     Device,
 }
 
+/// Memory of a tensor in the image.
+#[derive(Clone)]
+struct Place {
+    start: usize,
+    bytes: usize,
+    /// Equal rows, and the distance between their beginnings.
+    row: usize,
+    pitch: usize,
+}
+
+impl Place {
+    /// The rows, as ranges of the image.
+    fn rows(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let Self { start, bytes, row, pitch } = *self;
+        (0..bytes / row.max(1)).map(move |n| start + n * pitch..start + n * pitch + row)
+    }
+
+    fn content(&self, image: &[u8]) -> Vec<u8> {
+        self.rows().flat_map(|row| image[row].iter().copied()).collect()
+    }
+}
+
 /// Tensors of a pair on a device.
 pub struct Laid {
     pub bindings: Vec<Binding>,
     image: Vec<u8>,
-    outputs: Vec<Range<usize>>,
+    outputs: Vec<Place>,
     memory: DeviceSlice,
+}
+
+/// The base lanes of an entry of a pair, from the checkpoint with its base tensor.
+pub fn base_of(tensor: &Tensor<'_>, base: &dyn Checkpoint) -> Vec<u8> {
+    let mut bytes = vec![0; tensor.base_bytes() as usize];
+    if tensor.base_kind != BaseKind::None {
+        let place = base.find(tensor.base_name).unwrap();
+        match tensor.runs() {
+            None => base.read(place, 0, &mut bytes).unwrap(),
+            Some(runs) => runs.try_each(0, bytes.len(), |at, range| base.read(place, at, &mut bytes[range])).unwrap(),
+        }
+    }
+    bytes
 }
 
 impl Laid {
     /// Copies all tensors of a pair to the device. `skew` is their offset from an alignment of 16 bytes, in lanes. In place,
     /// tensors that change their number of rows are left out.
     pub fn new(device: &Device, index: &ValidatedIndex, base: &dyn Checkpoint, in_place: bool, skew: usize) -> Self {
+        Self::in_rows(device, index, base, in_place, skew, false)
+    }
+
+    /// [`Laid::new`], where `has_gaps` with gaps between the rows of most bases and outputs.
+    pub fn in_rows(
+        device: &Device,
+        index: &ValidatedIndex,
+        base: &dyn Checkpoint,
+        in_place: bool,
+        skew: usize,
+        has_gaps: bool,
+    ) -> Self {
         let mut image = Vec::new();
         let mut places = Vec::new();
         let mut put = |bytes: &[u8], lane: usize, n: usize| {
             image.resize((image.len() + 64).next_multiple_of(16) + (skew + n) % 17 * lane, CANARY);
-            let start = image.len();
-            image.extend_from_slice(bytes);
-            start..image.len()
+            let (mut row, mut pitch) = (bytes.len(), bytes.len());
+            if has_gaps && (skew + n) % 5 != 4 && !bytes.is_empty() {
+                // The shortest rows from a length on that divide the tensor.
+                let lanes = bytes.len() / lane;
+                let shortest = [1, 3, 64, 1000][(skew + n) % 4];
+                row = (shortest..lanes).find(|row| lanes.is_multiple_of(*row)).unwrap_or(1) * lane;
+                pitch = row + [lane, 16, 3 * lane, 48][(skew + n / 4) % 4];
+            }
+            let place = Place { start: image.len(), bytes: bytes.len(), row, pitch };
+            for row in bytes.chunks(row.max(1)) {
+                image.resize(place.start + (image.len() - place.start).next_multiple_of(pitch.max(1)), CANARY);
+                image.extend_from_slice(row);
+            }
+            place
         };
         for (n, tensor) in index.tensors().enumerate() {
-            let mut old = vec![0; tensor.base_bytes() as usize];
-            if tensor.base_kind != BaseKind::None {
-                base.read(base.find(tensor.base_name).unwrap(), 0, &mut old).unwrap();
-            }
+            let old = base_of(&tensor, base);
             let poison = vec![POISON; tensor.bytes() as usize];
             let lane = tensor.lane_bytes();
             match tensor.base_kind {
@@ -62,11 +117,15 @@ impl Laid {
         image.resize(image.len() + 300, CANARY);
         let memory = device.alloc(image.len() as u64).unwrap();
         device.write(&memory, &image).unwrap();
-        let slice = |range: Range<usize>| memory.slice(range.start as u64, range.len() as u64).unwrap();
-        let bindings = places.iter().map(|(tensor, base, output)| Binding {
-            tensor: *tensor,
-            base: base.clone().map(slice),
-            output: slice(output.clone()),
+        let memory_of = |place: &Place| {
+            let end = place.rows().last().map_or(place.start, |row| row.end);
+            let slice = memory.slice(place.start as u64, (end - place.start) as u64).unwrap();
+            (slice, Some(Rows::new(place.row as u64, place.pitch as u64)).filter(|_| has_gaps))
+        };
+        let bindings = places.iter().map(|(tensor, base, output)| {
+            let (base, base_rows) = base.as_ref().map(memory_of).unzip();
+            let (output, output_rows) = memory_of(output);
+            Binding { tensor: *tensor, base, output, base_rows: base_rows.flatten(), output_rows }
         });
         let bindings = bindings.collect();
         Self { bindings, image, outputs: places.into_iter().map(|(.., output)| output).collect(), memory }
@@ -76,13 +135,13 @@ impl Laid {
     pub fn outputs(&mut self, device: &Device) -> Vec<(usize, Vec<u8>)> {
         let mut now = vec![0; self.image.len()];
         device.read(&self.memory, &mut now).unwrap();
-        for output in &self.outputs {
-            self.image[output.clone()].copy_from_slice(&now[output.clone()]);
+        for row in self.outputs.iter().flat_map(Place::rows) {
+            self.image[row.clone()].copy_from_slice(&now[row]);
         }
         if let Some(at) = (0..now.len()).find(|&i| now[i] != self.image[i]) {
             panic!("byte {at}, which is part of no output, has changed to {:#x}", now[at]);
         }
-        self.bindings.iter().zip(&self.outputs).map(|(binding, output)| (binding.tensor, now[output.clone()].to_vec())).collect()
+        self.bindings.iter().zip(&self.outputs).map(|(binding, output)| (binding.tensor, output.content(&now))).collect()
     }
 
     /// Changes a bit near the end of the base of a tensor.
@@ -160,7 +219,8 @@ pub fn apply(
     route: Route,
     skew: usize,
 ) -> (Result<()>, Vec<(usize, Vec<u8>)>) {
-    let mut laid = Laid::new(device, pair.index(), base, mode != Mode::OutOfPlace, skew);
+    // Every third case has gaps between rows.
+    let mut laid = Laid::in_rows(device, pair.index(), base, mode != Mode::OutOfPlace, skew, skew % 3 == 2);
     let stream = device.stream().unwrap();
     // Every other case has several slices.
     let slice = if skew.is_multiple_of(2) { 4096 } else { 1 << 20 };

@@ -14,6 +14,7 @@ mod hostile;
 mod laid;
 mod pairs;
 mod refused;
+mod slices;
 mod stand_in;
 mod vectors;
 

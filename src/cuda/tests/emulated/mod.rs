@@ -7,6 +7,7 @@ use self::emulator::{Cases, Chunk};
 use super::cases::shapes::{Shape, case_of, rows_of};
 use super::cases::writer::tile;
 use super::cases::{Case, Random, faults, hostile, is_same_kind, random_lanes};
+use super::laid::base_of;
 use super::vectors;
 use crate::codec::{Codec, Encoded, Expander};
 use crate::format::BaseKind;
@@ -17,12 +18,15 @@ use crate::{Checkpoint, Pair, SafetensorsCheckpoint};
 /// different.
 const SHIFTS: [&str; 6] = ["--shift", "0", "--shift", "1", "--shift", "6"];
 
+/// Tensors in rows with gaps between them, aligned and not.
+const ROWS: [&str; 6] = ["--rows", "1", "--shift", "0", "--shift", "3"];
+
 /// Returns the chunks of a pair that reach a kernel: as stored, and expanded for codec `zstd`.
 fn chunks_of(pair: &Pair<Vec<u8>>, checkpoint: Option<&SafetensorsCheckpoint>) -> Option<[Vec<Chunk>; 2]> {
     let (mut stored, mut expanded) = (Vec::new(), Vec::new());
     for tensor in pair.index().tensors() {
         let width = tensor.lane_bytes();
-        let mut base = vec![0; tensor.base_bytes() as usize];
+        let mut base = Vec::new();
         if tensor.base_kind != BaseKind::None {
             // A base of another shape is checked by the host.
             let checkpoint = checkpoint?;
@@ -30,7 +34,7 @@ fn chunks_of(pair: &Pair<Vec<u8>>, checkpoint: Option<&SafetensorsCheckpoint>) -
             if checkpoint.tensors()[place].shape != tensor.base_shape()? || checkpoint.tensors()[place].dtype != tensor.dtype {
                 return None;
             }
-            checkpoint.read(place, 0, &mut base).unwrap();
+            base = base_of(&tensor, checkpoint);
         }
         for number in tensor.chunks() {
             let (record, sums) = (&pair.index().records()[number as usize], &pair.index().sums()[number as usize]);
@@ -98,6 +102,7 @@ fn vectors() {
     }
     assert!(right > 200 && wrong > 50, "{right} right, {wrong} wrong");
     cases.run("vectors", &SHIFTS);
+    cases.run("vectors", &ROWS);
 }
 
 #[test]
@@ -110,6 +115,7 @@ fn one_fault_at_a_time() {
     }
     // Both shifts give equal alignment, but different scratch memory.
     cases.run("faults", &["--shift", "0", "--shift", "16"]);
+    cases.run("faults", &["--rows", "1", "--shift", "0"]);
 }
 
 /// Payloads of the encoder for every dtype and several rates of change.
@@ -145,6 +151,7 @@ fn generated() {
         cases.add(&format!("generated/{dtype} without a base"), false, &[zeros, none]);
     }
     cases.run("generated", &["--shift", "0", "--shift", "3"]);
+    cases.run("generated", &ROWS);
 }
 
 /// Every number of states with every number of segments, and choices that the encoder never makes.
@@ -170,6 +177,7 @@ fn every_shape() {
         }
     }
     cases.run("shapes", &["--shift", "2"]);
+    cases.run("shapes", &["--rows", "1", "--shift", "0"]);
 }
 
 /// Returns tiles that are decoded row by row, and segments that several warps share, with few and with many tiles.
@@ -211,6 +219,7 @@ fn rows_of_lanes() {
     let mut cases = Cases::default();
     rows_and_turns().iter().for_each(|(name, chunk)| cases.add(name, false, std::slice::from_ref(chunk)));
     cases.run("rows", &["--shift", "0"]);
+    cases.run("rows", &ROWS);
 }
 
 /// Payloads that are truncated at every byte, and payloads with one flipped bit, for a third of the bits. CRCs are correct. Reads
@@ -241,6 +250,7 @@ fn every_cut_and_many_flipped_bits() {
         }
     }
     cases.run("cuts", &["--shift", "0", "--mode", "out", "--mode", "listed"]);
+    cases.run("cuts", &["--rows", "1", "--shift", "0", "--mode", "out", "--mode", "listed"]);
 }
 
 /// Threads share memory only where barriers order their accesses.
@@ -261,7 +271,7 @@ fn no_races() {
             cases.add(&format!("races/{dtype} 1 in {rarity}"), false, &chunks);
         }
     }
-    cases.find_races("races", &["--shift", "0", "--shift", "3"]);
+    cases.find_races("races", &["--shift", "0", "--shift", "3", "--rows", "0", "--rows", "1"]);
 }
 
 fn strangers(name: &str, make: fn(&mut Random, usize) -> hostile::Hostile, count: usize) {
@@ -277,6 +287,7 @@ fn strangers(name: &str, make: fn(&mut Random, usize) -> hostile::Hostile, count
     }
     assert!(refused > count / 3, "{refused} of {count}");
     cases.run(name, &["--shift", "1"]);
+    cases.run(name, &ROWS);
 }
 
 #[test]

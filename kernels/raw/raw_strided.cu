@@ -1,0 +1,3 @@
+// `tpde_raw` for strided tensors.
+#define TPDE_STRIDED
+#include "raw/raw.cu"

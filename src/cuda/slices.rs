@@ -1,0 +1,264 @@
+//! Slices of tensors on a device: what a rank of a distributed job holds, bound to the entries of a pair.
+
+use super::index::{DeviceIndex, TensorOnDevice};
+use super::plan::binding::{Binding, Rows};
+use super::runtime::memory::DeviceSlice;
+use crate::error::{Error, Escaped, Result};
+use crate::format::BaseKind;
+use crate::lane::Dtype;
+use crate::rectangle::Rectangle;
+use crate::slice::{SliceLayout, check_covered};
+
+/// Device memory that holds a rectangle of a tensor: the counterpart of [`SliceMut`](crate::SliceMut) and
+/// [`Slice`](crate::Slice), for memory of this crate or of another library.
+///
+/// The elements of the rectangle are in row-major order. A *row* is what the rectangle has of the last dimension. Rows follow
+/// each other without gaps, or begin at multiples of a pitch. The bytes between rows are neither read nor written.
+///
+/// A device decodes whole entries of a pair. So a slice is one entry, or several parts tile it.
+///
+/// ```no_run
+/// use tpde::cuda::{ApplyPlan, Device, DeviceIndex, DeviceSlice, Mode, Payloads, TensorSlice};
+/// use tpde::{InPlace, Pair, Rectangle};
+///
+/// # fn main() -> tpde::Result<()> {
+/// # let (device, pair) = (Device::open(0)?, Pair::open("step-2")?);
+/// let index = DeviceIndex::upload(&device, pair.index())?;
+/// // The second half of the columns of a matrix [4096, 11008] of BF16, in the middle of memory with 16,384 bytes per row.
+/// # let (pointer, bytes) = (0x7f00_0000_0000, 4095 * 16_384 + 2 * 5504);
+/// let memory = unsafe { DeviceSlice::from_raw(pointer, bytes) };
+/// let part = Rectangle::new([0, 5504], [4096, 5504]);
+/// let slices = [TensorSlice::new("layers.0.mlp.down_proj.weight", part, memory).pitch(16_384)];
+/// let tensors = TensorSlice::in_place(&index, &slices)?;
+/// let plan = ApplyPlan::new(&index, &tensors, Mode::InPlace(InPlace::AllChecked), Payloads::Host(pair.blob()))?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct TensorSlice<'a> {
+    /// Name of the tensor: in the target, or in the base for a slice of the base.
+    pub name: &'a str,
+    /// The elements that the memory holds.
+    pub rectangle: Rectangle,
+    /// The memory, from the first byte of the first row to the last byte of the last row.
+    pub memory: DeviceSlice,
+    /// Distance between the beginnings of rows in bytes; `None` if rows have no gaps between them.
+    pub pitch: Option<u64>,
+}
+
+impl<'a> TensorSlice<'a> {
+    /// Memory whose rows have no gaps between them.
+    pub fn new(name: &'a str, rectangle: Rectangle, memory: DeviceSlice) -> Self {
+        Self { name, rectangle, memory, pitch: None }
+    }
+
+    /// Sets [`pitch`](Self#structfield.pitch).
+    #[must_use]
+    pub fn pitch(mut self, bytes: u64) -> Self {
+        self.pitch = Some(bytes);
+        self
+    }
+
+    /// Binds the entries of which slices consist, to be changed in place: a binding per tensor, or per part.
+    ///
+    /// # Errors
+    /// - [`Error::InvalidArgument`] if the pair lacks a tensor or elements of a slice, if a slice is not within its tensor, or if
+    ///   its memory has another size.
+    /// - [`Error::NotHeld`] if a slice has only some elements of a part. The reason names the part with which the pair would fit.
+    pub fn in_place(index: &DeviceIndex, slices: &[Self]) -> Result<Vec<Binding>> {
+        bind(index, slices, None)
+    }
+
+    /// Binds the entries of which slices consist, to be rebuilt from slices of the base. A slice of the base has the name of the
+    /// base tensor, and may hold more than is needed.
+    ///
+    /// # Errors
+    /// As [`TensorSlice::in_place`]; [`Error::InvalidArgument`] if the base lacks a tensor, and [`Error::NotHeld`] if it lacks
+    /// elements of a part.
+    pub fn out_of_place(index: &DeviceIndex, slices: &[Self], base: &[Self]) -> Result<Vec<Binding>> {
+        bind(index, slices, Some(base))
+    }
+
+    /// Checks the slice of a tensor of this dtype and shape.
+    fn check(&self, dtype: Dtype, shape: &[u64]) -> Result<()> {
+        SliceLayout::new(self.name, dtype, shape, &self.rectangle, self.pitch, self.memory.bytes()).map(|_| ())
+    }
+
+    /// Returns the memory of a rectangle within the slice, and its rows. The slice was checked.
+    fn memory_of(&self, dtype: Dtype, rectangle: &Rectangle) -> Result<(DeviceSlice, Option<Rows>)> {
+        let refused = || {
+            let (name, slice) = (Escaped(self.name), &self.rectangle);
+            Error::InvalidArgument(format!("part {rectangle} of tensor {name} has no rows at one distance in slice {slice}"))
+        };
+        // All in bits. The memory has fewer than 2^64 bytes, so nothing overflows.
+        let (mut distance, mut start) = (u128::from(dtype.bits()), 0);
+        let (mut run, mut rows): (_, Option<(u128, u128)>) = (distance, None);
+        for i in (0..rectangle.extent.len()).rev() {
+            let (held, wanted) = (u128::from(self.rectangle.extent[i]), u128::from(rectangle.extent[i]));
+            start += u128::from(rectangle.origin[i] - self.rectangle.origin[i]) * distance;
+            match &mut rows {
+                _ if wanted == 1 => {}
+                None if distance == run => run *= wanted,
+                None => rows = Some((wanted, distance)),
+                // This dimension continues where the one within it ends.
+                Some((count, pitch)) if distance == *count * *pitch => *count *= wanted,
+                Some(_) => return Err(refused()),
+            }
+            let is_row = i + 1 == rectangle.extent.len();
+            distance = self.pitch.filter(|_| is_row).map_or(distance * held, |pitch| u128::from(pitch) * 8);
+        }
+        let (count, pitch) = rows.unwrap_or((1, run));
+        let bytes = |bits: u128| u64::try_from(bits / 8).ok().filter(|_| bits.is_multiple_of(8)).ok_or_else(refused);
+        let memory = self.memory.slice(bytes(start)?, bytes((count - 1) * pitch + run)?)?;
+        Ok((memory, if rows.is_some() { Some(Rows::new(bytes(run)?, bytes(pitch)?)) } else { None }))
+    }
+}
+
+fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSlice<'_>]>) -> Result<Vec<Binding>> {
+    let mut bindings = Vec::with_capacity(slices.len());
+    for slice in slices {
+        let entries = index.entries(slice.name);
+        if entries.is_empty() {
+            return Err(Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(slice.name))));
+        }
+        let first = index.tensor(entries.start)?;
+        slice.check(first.dtype, &first.whole_shape)?;
+        let mut covered = 0;
+        for i in entries {
+            let tensor = index.tensor(i)?;
+            if !overlap(&slice.rectangle, &tensor.rectangle) {
+                continue;
+            }
+            if !contains(&slice.rectangle, &tensor.rectangle) {
+                return Err(not_held(tensor, "the slice", slice));
+            }
+            covered += tensor.bytes;
+            let (output, output_rows) = slice.memory_of(tensor.dtype, &tensor.rectangle)?;
+            let mut binding = Binding { output_rows, ..Binding::in_place(i, output) };
+            if let Some(base) = base.filter(|_| tensor.base_kind != BaseKind::None && tensor.base_bytes > 0) {
+                let (memory, rows) = base_of(tensor, base, slice)?;
+                (binding.base, binding.base_rows) = (Some(memory), rows);
+            }
+            bindings.push(binding);
+        }
+        check_covered(slice.name, first.dtype, &slice.rectangle, covered)?;
+    }
+    Ok(bindings)
+}
+
+/// Returns the memory of the base of an entry.
+fn base_of(tensor: &TensorOnDevice, slices: &[TensorSlice<'_>], output: &TensorSlice<'_>) -> Result<(DeviceSlice, Option<Rows>)> {
+    let missing = || Error::InvalidArgument(format!("no slice of the base tensor {}", Escaped(&tensor.base_name)));
+    let shape = tensor.base_shape.as_deref().ok_or_else(missing)?;
+    let rectangle = if tensor.is_whole() { Rectangle::whole(shape) } else { tensor.rectangle.clone() };
+    let mut of_tensor = slices.iter().filter(|slice| slice.name == tensor.base_name).peekable();
+    of_tensor.peek().ok_or_else(missing)?;
+    for slice in of_tensor {
+        slice.check(tensor.dtype, shape)?;
+        if contains(&slice.rectangle, &rectangle) {
+            return slice.memory_of(tensor.dtype, &rectangle);
+        }
+    }
+    Err(not_held(tensor, "the base", output))
+}
+
+/// The error for an entry of which `what` lacks elements.
+fn not_held(tensor: &TensorOnDevice, what: &str, slice: &TensorSlice<'_>) -> Error {
+    Error::NotHeld {
+        tensor: tensor.name.clone(),
+        chunk: tensor.device.first_chunk,
+        reason: format!(
+            "{what} lacks some of {}, and a device decodes whole parts. A pair fits in which the tensor is cut at the part {}",
+            tensor.rectangle, slice.rectangle
+        ),
+    }
+}
+
+/// Whether two rectangles of a tensor share elements.
+fn overlap(a: &Rectangle, b: &Rectangle) -> bool {
+    let is_empty = a.extent.contains(&0) || b.extent.contains(&0);
+    !is_empty && (0..a.origin.len()).all(|i| a.origin[i] < b.origin[i] + b.extent[i] && b.origin[i] < a.origin[i] + a.extent[i])
+}
+
+/// Whether a rectangle of a tensor has all elements of another.
+fn contains(outer: &Rectangle, inner: &Rectangle) -> bool {
+    let end = |rectangle: &Rectangle, i: usize| rectangle.origin[i] + rectangle.extent[i];
+    (0..inner.origin.len()).all(|i| outer.origin[i] <= inner.origin[i] && end(inner, i) <= end(outer, i))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rectangle::Runs;
+    use proptest::prelude::*;
+
+    /// A shape, and of each dimension the range of a slice and a range within it.
+    fn slices() -> impl Strategy<Value = (Vec<u64>, Rectangle, Rectangle)> {
+        let within = |length: u64, a: u64, b: u64| {
+            let origin = a % length;
+            (origin, 1 + b % (length - origin))
+        };
+        prop::collection::vec((1u64..6, any::<[u64; 4]>()), 1..5).prop_map(move |dims| {
+            let mut shape = Vec::new();
+            let [mut slice, mut part] = [(); 2].map(|()| Rectangle::new([], []));
+            for (dim, [a, b, c, d]) in dims {
+                let (origin, extent) = within(dim, a, b);
+                let (inner, inner_extent) = within(extent, c, d);
+                shape.push(dim);
+                slice.origin.push(origin);
+                slice.extent.push(extent);
+                part.origin.push(origin + inner);
+                part.extent.push(inner_extent);
+            }
+            (shape, slice, part)
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 3000, ..ProptestConfig::default() })]
+        /// The bytes of a part, found through the layout of slices that the processor uses.
+        #[test]
+        fn rows_of_a_part_are_its_bytes_in_the_slice((shape, rectangle, part) in slices(), gap in 0u64..3) {
+            let width = rectangle.extent.last().unwrap() * 2;
+            let rows: u64 = rectangle.extent.iter().rev().skip(1).product();
+            let pitch = (gap > 0).then_some(width + 2 * gap);
+            let size = (rows - 1) * pitch.unwrap_or(width) + width;
+            // SAFETY: nothing is done with the memory.
+            let memory = unsafe { DeviceSlice::from_raw(1 << 40, size) };
+            let slice = TensorSlice { name: "t", rectangle: rectangle.clone(), memory, pitch };
+            slice.check(Dtype::Bf16, &shape).unwrap();
+
+            let layout = SliceLayout::new("t", Dtype::Bf16, &shape, &rectangle, pitch, size).unwrap();
+            let runs = Runs::new(16, &shape, &part.origin, &part.extent);
+            let mut expected = Vec::new();
+            runs.try_each(0, runs.bytes() as usize, |at, run| layout.try_each(at, run.len(), |place, range| {
+                expected.extend(place as u64..(place + range.len()) as u64);
+                Ok(())
+            }).map(|_| ())).unwrap();
+            match slice.memory_of(Dtype::Bf16, &part) {
+                Ok((memory, rows)) => {
+                    let (start, end) = (memory.address() - (1 << 40), memory.end().unwrap() - (1 << 40));
+                    let rows = rows.unwrap_or(Rows::new(memory.bytes(), memory.bytes()));
+                    let found: Vec<u64> =
+                        (start..end).step_by(rows.pitch as usize).flat_map(|row| row..row + rows.bytes).collect();
+                    prop_assert_eq!(found, expected);
+                }
+                // With three dimensions, parts can be at two distances.
+                Err(_) => prop_assert!(shape.len() > 2),
+            }
+        }
+    }
+
+    #[test]
+    fn packed_elements_have_rows_of_whole_bytes() {
+        // SAFETY: nothing is done with the memory.
+        let memory = unsafe { DeviceSlice::from_raw(0, 12) };
+        let slice = TensorSlice::new("t", Rectangle::whole(&[4, 6]), memory);
+        let (memory, rows) = slice.memory_of(Dtype::F4, &Rectangle::new([0, 2], [4, 2])).unwrap();
+        assert_eq!((memory.address(), memory.bytes(), rows), (1, 10, Some(Rows::new(1, 3))));
+        let (memory, rows) = slice.memory_of(Dtype::F4, &Rectangle::new([1, 0], [2, 6])).unwrap();
+        assert_eq!((memory.address(), memory.bytes(), rows), (3, 6, None));
+        slice.memory_of(Dtype::F4, &Rectangle::new([0, 1], [4, 2])).unwrap_err();
+    }
+}
