@@ -177,18 +177,6 @@ impl SliceLayout {
     }
 }
 
-/// Checks that a pair has all elements of a slice. Entries do not overlap, so their sizes can be added. `covered` is in bytes.
-pub(crate) fn check_covered(name: &str, dtype: Dtype, slice: &Rectangle, covered: u64) -> Result<()> {
-    // The slice lies within the tensor, so the product does not overflow unless a dimension is 0.
-    let extent = &slice.extent;
-    let bits = if extent.contains(&0) { 0 } else { extent.iter().product::<u64>() * dtype.bits() };
-    if covered * 8 == bits {
-        return Ok(());
-    }
-    let name = Escaped(name);
-    Err(Error::InvalidArgument(format!("the pair has {covered} of {} bytes of the slice of tensor {name}", bits / 8)))
-}
-
 /// A checkpoint of which only rectangles of the tensors are held, in memory: what a rank of a distributed job has.
 ///
 /// [`Apply`] reads only the base lanes of the chunks that it decodes. [`Encode`] describes only the parts that are held:

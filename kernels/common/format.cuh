@@ -111,8 +111,8 @@ TPDE_OFFSET(DeviceTensor, reserved, 46);
 TPDE_SIZE(DeviceTensor, 48);
 
 #define TPDE_NO_TABLES 0xFFFFFFFFu
-#define TPDE_STRIDED_TENSOR                                                                                            \
-    0x8000u // bit of `DeviceTensor::codec`: base, output or both are rows with gaps between them
+// Bit of `DeviceTensor::codec`: base, output or both are rows with gaps between them.
+#define TPDE_STRIDED_TENSOR 0x8000u
 
 // Rows of a strided tensor, in bytes. All are multiples of the size of a lane, and a pitch is at least the size of its row.
 // Memory without gaps is one row of TPDE_ENDLESS_ROW bytes.

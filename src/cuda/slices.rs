@@ -1,13 +1,14 @@
 //! Slices of tensors on a device: what a rank of a distributed job holds, bound to the entries of a pair.
 
 use super::index::{DeviceIndex, TensorOnDevice};
-use super::plan::binding::{Binding, Rows};
+use super::plan::binding::Binding;
+use super::plan::rows::Rows;
 use super::runtime::memory::DeviceSlice;
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
 use crate::lane::Dtype;
-use crate::rectangle::Rectangle;
-use crate::slice::{SliceLayout, check_covered};
+use crate::rectangle::{Rectangle, first_gap};
+use crate::slice::SliceLayout;
 
 /// Device memory that holds a rectangle of a tensor: the counterpart of [`SliceMut`](crate::SliceMut) and
 /// [`Slice`](crate::Slice), for memory of this crate or of another library.
@@ -63,8 +64,8 @@ impl<'a> TensorSlice<'a> {
     /// Binds the entries of which slices consist, to be changed in place: a binding per tensor, or per part.
     ///
     /// # Errors
-    /// - [`Error::InvalidArgument`] if the pair lacks a tensor or elements of a slice, if a slice is not within its tensor, or if
-    ///   its memory has another size.
+    /// - [`Error::InvalidArgument`] if the pair lacks a tensor, if a slice is not within its tensor, or if its memory has another
+    ///   size; [`Error::Incomplete`] if the pair lacks elements of a slice.
     /// - [`Error::NotHeld`] if a slice has only some elements of a part. The reason names the part with which the pair would fit.
     pub fn in_place(index: &DeviceIndex, slices: &[Self]) -> Result<Vec<Binding>> {
         bind(index, slices, None)
@@ -124,16 +125,17 @@ fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSl
         }
         let first = index.tensor(entries.start)?;
         slice.check(first.dtype, &first.whole_shape)?;
-        let mut covered = 0;
+        let parts: Vec<_> = index.uploaded.tensors[entries.clone()].iter().map(|tensor| tensor.rectangle.clone()).collect();
+        if let Some(missing) = first_gap(&parts, &slice.rectangle) {
+            return Err(Error::Incomplete { tensor: slice.name.to_owned(), missing });
+        }
         for i in entries {
             let tensor = index.tensor(i)?;
-            if !overlap(&slice.rectangle, &tensor.rectangle) {
-                continue;
+            match slice.rectangle.intersection(&tensor.rectangle) {
+                None => continue,
+                Some(common) if common != tensor.rectangle => return Err(not_held(tensor, "the slice", slice)),
+                Some(_) => {}
             }
-            if !contains(&slice.rectangle, &tensor.rectangle) {
-                return Err(not_held(tensor, "the slice", slice));
-            }
-            covered += tensor.bytes;
             let (output, output_rows) = slice.memory_of(tensor.dtype, &tensor.rectangle)?;
             let mut binding = Binding { output_rows, ..Binding::in_place(i, output) };
             if let Some(base) = base.filter(|_| tensor.base_kind != BaseKind::None && tensor.base_bytes > 0) {
@@ -142,7 +144,6 @@ fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSl
             }
             bindings.push(binding);
         }
-        check_covered(slice.name, first.dtype, &slice.rectangle, covered)?;
     }
     Ok(bindings)
 }
@@ -156,7 +157,7 @@ fn base_of(tensor: &TensorOnDevice, slices: &[TensorSlice<'_>], output: &TensorS
     of_tensor.peek().ok_or_else(missing)?;
     for slice in of_tensor {
         slice.check(tensor.dtype, shape)?;
-        if contains(&slice.rectangle, &rectangle) {
+        if slice.rectangle.intersection(&rectangle).is_some_and(|common| common == rectangle) {
             return slice.memory_of(tensor.dtype, &rectangle);
         }
     }
@@ -173,18 +174,6 @@ fn not_held(tensor: &TensorOnDevice, what: &str, slice: &TensorSlice<'_>) -> Err
             tensor.rectangle, slice.rectangle
         ),
     }
-}
-
-/// Whether two rectangles of a tensor share elements.
-fn overlap(a: &Rectangle, b: &Rectangle) -> bool {
-    let is_empty = a.extent.contains(&0) || b.extent.contains(&0);
-    !is_empty && (0..a.origin.len()).all(|i| a.origin[i] < b.origin[i] + b.extent[i] && b.origin[i] < a.origin[i] + a.extent[i])
-}
-
-/// Whether a rectangle of a tensor has all elements of another.
-fn contains(outer: &Rectangle, inner: &Rectangle) -> bool {
-    let end = |rectangle: &Rectangle, i: usize| rectangle.origin[i] + rectangle.extent[i];
-    (0..inner.origin.len()).all(|i| outer.origin[i] <= inner.origin[i] && end(inner, i) <= end(outer, i))
 }
 
 #[cfg(test)]

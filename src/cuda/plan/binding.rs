@@ -1,27 +1,10 @@
 //! Bindings of tensors to memory, and the checks of lengths, alignment and overlaps.
 
-use super::overlap::Span;
+use super::rows::{Rows, Span};
 use crate::cuda::index::{TensorOnDevice, tensor_at};
 use crate::cuda::runtime::memory::DeviceSlice;
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
-
-/// Rows of equal length, whose beginnings have equal distances. The bytes between rows are neither read nor written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Rows {
-    /// Size of a row in bytes.
-    pub bytes: u64,
-    /// Distance between the beginnings of rows in bytes.
-    pub pitch: u64,
-}
-
-impl Rows {
-    /// Rows of `bytes` bytes, `pitch` bytes apart.
-    pub fn new(bytes: u64, pitch: u64) -> Self {
-        Self { bytes, pitch }
-    }
-}
 
 /// An entry of a pair, which is a tensor or a part of one, and its memory. Addresses are aligned to the lanes of the tensor.
 ///

@@ -2,13 +2,14 @@
 
 pub(super) mod binding;
 pub(super) mod digests;
-mod overlap;
 pub(super) mod payloads;
+pub(super) mod rows;
 pub(super) mod schedule;
 
-use self::binding::{Binding, Rows};
+use self::binding::Binding;
 use self::digests::{DigestPiece, DigestPlan};
 use self::payloads::{Mode, Payloads};
+use self::rows::Rows;
 use self::schedule::Schedule;
 use super::abi::{self, DeviceTensor, ENDLESS_ROW, STRIDED_TENSOR, TensorRows};
 use super::index::{DeviceIndex, PayloadDigestSource};

@@ -1,8 +1,24 @@
-//! Whether memory in rows overlaps other memory.
+//! Memory in rows with gaps between them, and whether it overlaps other memory.
 
-use super::binding::Rows;
 use crate::cuda::runtime::memory::DeviceSlice;
 use std::ops::Range;
+
+/// Rows of equal length, whose beginnings have equal distances. The bytes between rows are neither read nor written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Rows {
+    /// Size of a row in bytes.
+    pub bytes: u64,
+    /// Distance between the beginnings of rows in bytes.
+    pub pitch: u64,
+}
+
+impl Rows {
+    /// Rows of `bytes` bytes, `pitch` bytes apart.
+    pub fn new(bytes: u64, pitch: u64) -> Self {
+        Self { bytes, pitch }
+    }
+}
 
 /// Rows in memory. Memory without gaps is one row.
 #[derive(Debug, Clone, Copy)]
