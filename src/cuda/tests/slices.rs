@@ -325,7 +325,7 @@ fn slices_that_do_not_fit_are_refused() {
     let Error::NotHeld { tensor, chunk, reason } = &cut_elsewhere else { panic!("{cut_elsewhere}") };
     let first = pair.index().entries(q).next().unwrap().first_chunk;
     assert_eq!((tensor.as_str(), *chunk), (q, first));
-    assert!(reason.contains("cut at the part [0, 0] + [192, 96]") && reason.contains("[0, 0] + [96, 192]"), "{reason}");
+    assert!(reason.contains("cut at the part [0:192, 0:96]") && reason.contains("[0:96, 0:192]"), "{reason}");
     let base = [of(q, half(0, 1))];
     let without_base = TensorSlice::out_of_place(&index, &[of(q, half(0, 0))], &base).unwrap_err();
     assert!(matches!(without_base, Error::NotHeld { .. }), "{without_base}");
