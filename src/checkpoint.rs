@@ -3,9 +3,9 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Escaped, Result};
+use crate::format::DIGEST_SIZE;
 use crate::lane::Dtype;
-use crate::rectangle::Rectangle;
-use std::any::Any;
+use crate::rectangle::{Rectangle, Runs};
 use std::path::PathBuf;
 
 /// Name, dtype and shape of a tensor.
@@ -75,10 +75,24 @@ pub trait Checkpoint: Sync {
         Vec::new()
     }
 
-    /// Returns `self` if this is a `SafetensorsCheckpoint`. A pair then describes its files too.
+    /// Fills `out` with bytes of a rectangle of a tensor, from byte `offset` of the rectangle on, if the checkpoint stores that
+    /// rectangle apart from the rest of the tensor. Returns whether it does.
     #[doc(hidden)]
-    fn files(&self) -> Option<&dyn Any> {
+    fn read_part(&self, _tensor_index: usize, _runs: &Runs, _offset: u64, _out: &mut [u8]) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Returns the files of the checkpoint, if it has files. A pair of this target then describes them too.
+    #[doc(hidden)]
+    fn files(&self) -> Option<&dyn CheckpointFiles> {
         None
+    }
+
+    /// Compares digests of bytes that were read from this checkpoint with those that the checkpoint must have. Encoding calls this
+    /// after its last read.
+    #[doc(hidden)]
+    fn check_digests(&self, _read: &mut dyn Iterator<Item = ReadDigest<'_>>) -> Result<()> {
+        Ok(())
     }
 
     /// Checks that the checkpoint has not changed since it was opened. Encoding calls this after its last read.
@@ -93,6 +107,30 @@ pub trait Checkpoint: Sync {
     fn find(&self, name: &str) -> Option<usize> {
         self.tensors().binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()
     }
+}
+
+/// The files of a checkpoint, as a pair describes them (spec section 10.1). A lone file has an empty name.
+#[doc(hidden)]
+pub trait CheckpointFiles {
+    /// Names in ascending order, and whether the file has tensors. Empty for a checkpoint without files.
+    fn names(&self) -> Vec<(String, bool)>;
+
+    /// Size and BLAKE3-128 digest of the content of a file; `None` if there is no such file.
+    fn digest(&self, name: &str, has_tensors: bool) -> Result<Option<(u64, [u8; DIGEST_SIZE])>>;
+
+    /// The content of a file: length field and header if `has_tensors`, else the whole shard index. `None` if there is no such file.
+    fn content(&self, name: &str, has_tensors: bool) -> Result<Option<Vec<u8>>>;
+}
+
+/// The digest of a tensor, or of a rectangle of it, formed from bytes that were read.
+#[doc(hidden)]
+pub struct ReadDigest<'a> {
+    /// Index of the tensor in the checkpoint.
+    pub tensor_index: usize,
+    /// The bytes of the rectangle; `None` for the whole tensor.
+    pub runs: Option<Runs>,
+    /// BLAKE3-128.
+    pub digest: &'a [u8; DIGEST_SIZE],
 }
 
 /// A checkpoint in memory, row-major and little-endian as in safetensors.

@@ -45,21 +45,47 @@ impl<'a> Cut<'a> {
     }
 }
 
-impl Cut<'_> {
-    /// Reads runs of a tensor into their ranges of `out`, together with the bytes between them if the checkpoint holds those.
-    fn read_near(&self, tensor: usize, runs: &[(u64, Range<usize>)], out: &mut [u8], scratch: &mut Vec<u8>) -> Result<()> {
-        if let [(start, _), .., (last, bytes)] = runs {
-            let size = (last - start) as usize + bytes.len();
-            if self.of.holds(tensor, *start, size) {
-                let span = self.of.bytes(tensor, *start, size, scratch)?;
-                for (at, range) in runs {
-                    out[range.clone()].copy_from_slice(&span[(at - start) as usize..][..range.len()]);
-                }
-                return Ok(());
-            }
-        }
-        runs.iter().try_for_each(|(at, range)| self.of.read(tensor, *at, &mut out[range.clone()]))
+/// Fills `out` with bytes of a rectangle of a tensor, from byte `offset` of the rectangle on. The rectangle must have these bytes.
+/// Runs that are near each other are read together, with the bytes between them if the checkpoint holds those.
+pub(crate) fn read_runs(of: &dyn Checkpoint, tensor: usize, runs: &Runs, offset: u64, out: &mut [u8]) -> Result<()> {
+    if of.read_part(tensor, runs, offset, out)? {
+        return Ok(());
     }
+    let mut scratch = Vec::new();
+    let mut near: Vec<(u64, Range<usize>)> = Vec::new();
+    runs.try_each(offset, out.len(), |at, range| -> Result<()> {
+        let is_near = |(start, _): &(u64, Range<usize>), (last, bytes): &(u64, Range<usize>)| {
+            at - (last + bytes.len() as u64) <= MAX_GAP && at + range.len() as u64 - start <= MAX_SPAN
+        };
+        if !near.first().zip(near.last()).is_none_or(|(first, last)| is_near(first, last)) {
+            read_near(of, tensor, &near, out, &mut scratch)?;
+            near.clear();
+        }
+        near.push((at, range));
+        Ok(())
+    })?;
+    read_near(of, tensor, &near, out, &mut scratch)
+}
+
+/// Reads runs of a tensor into their ranges of `out`, together with the bytes between them if the checkpoint holds those.
+fn read_near(
+    of: &dyn Checkpoint,
+    tensor: usize,
+    runs: &[(u64, Range<usize>)],
+    out: &mut [u8],
+    scratch: &mut Vec<u8>,
+) -> Result<()> {
+    if let [(start, _), .., (last, bytes)] = runs {
+        let size = (last - start) as usize + bytes.len();
+        if of.holds(tensor, *start, size) {
+            let span = of.bytes(tensor, *start, size, scratch)?;
+            for (at, range) in runs {
+                out[range.clone()].copy_from_slice(&span[(at - start) as usize..][..range.len()]);
+            }
+            return Ok(());
+        }
+    }
+    runs.iter().try_for_each(|(at, range)| of.read(tensor, *at, &mut out[range.clone()]))
 }
 
 impl Checkpoint for Cut<'_> {
@@ -74,20 +100,7 @@ impl Checkpoint for Cut<'_> {
             let reason = format!("piece {tensor_index} does not have {} bytes from byte {offset} on", out.len());
             return Err(Error::InvalidArgument(reason));
         }
-        let mut scratch = Vec::new();
-        let mut near: Vec<(u64, Range<usize>)> = Vec::new();
-        runs.try_each(offset, out.len(), |at, range| -> Result<()> {
-            let is_near = |(start, _): &(u64, Range<usize>), (last, bytes): &(u64, Range<usize>)| {
-                at - (last + bytes.len() as u64) <= MAX_GAP && at + range.len() as u64 - start <= MAX_SPAN
-            };
-            if !near.first().zip(near.last()).is_none_or(|(first, last)| is_near(first, last)) {
-                self.read_near(piece.tensor, &near, out, &mut scratch)?;
-                near.clear();
-            }
-            near.push((at, range));
-            Ok(())
-        })?;
-        self.read_near(piece.tensor, &near, out, &mut scratch)
+        read_runs(self.of, piece.tensor, runs, offset, out)
     }
 
     fn in_place(&self, tensor_index: usize, offset: u64, size: usize) -> Option<&[u8]> {

@@ -79,6 +79,16 @@ pub enum Error {
         /// The value in the file.
         found: u64,
     },
+    /// A step of a chain does not fit the version before it, or its pair is damaged.
+    #[error("step {number} of the chain, {}: {source}", Escaped(pair))]
+    Step {
+        /// Number of the step, from 1.
+        number: usize,
+        /// The pair: its path, or its number.
+        pair: String,
+        /// The error of this step.
+        source: Box<Error>,
+    },
     /// An application in place failed after it had changed a tensor.
     #[error("application in place failed after {} of {total} chunks were written; the tensors are now a mixture of base and target: {source}", written.len())]
     Poisoned {
@@ -453,7 +463,7 @@ impl Error {
     pub fn rule(&self) -> Option<Rule> {
         match self {
             Error::Invalid(invalid) => Some(invalid.rule),
-            Error::Poisoned { source, .. } => source.rule(),
+            Error::Poisoned { source, .. } | Error::Step { source, .. } => source.rule(),
             _ => None,
         }
     }

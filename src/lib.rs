@@ -34,6 +34,7 @@
 //! | rebuild the target, or a part of it | [`Apply`]: files, buffers, a range of a tensor, tensors changed in place |
 //! | check a pair, a base and a target | [`Verify`] |
 //! | make one pair of several, or of some tensors of one | [`Merge`] |
+//! | apply several pairs in a row, make one pair of them, or the pair that leads back | [`Chain`], [`Encode::fold`], [`Encode::revert`] |
 //! | see what the bytes of a pair are used for | [`Explain`], [`ValidatedIndex`] |
 //! | encode the slices that a rank holds | [`Encode`] with a [`SliceCheckpoint`]; [`Rectangle::shard`], [`Rectangle::intersection`] |
 //! | rebuild or change slices of tensors, from slices of a base | [`Apply::to_slices`], [`Apply::in_place_slices`], [`SliceCheckpoint`] |
@@ -61,6 +62,7 @@
 mod apply;
 mod base;
 mod batches;
+mod chain;
 mod checkpoint;
 mod codec;
 #[cfg(feature = "cuda")]
@@ -99,6 +101,7 @@ struct Readme;
 struct Cuda;
 
 pub use apply::{Accelerator, Apply, ApplyReport, Authenticity, Changes, InPlace, Sink, TensorMut, Verification, Verify, Work};
+pub use chain::Chain;
 pub use checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 pub use codec::{Codec, Layout, PayloadParts};
 pub use encode::{

@@ -155,6 +155,12 @@ impl<B: Source> Pair<B> {
         self.paths.iter().flat_map(|paths| [paths.index.clone(), paths.blob.clone()]).collect()
     }
 
+    /// Name of the pair in errors: its path, or `number`.
+    pub(crate) fn label(&self, number: usize) -> String {
+        let path = self.paths.as_ref().map(|paths| paths.index.with_extension("").display().to_string());
+        path.unwrap_or_else(|| format!("pair {number}"))
+    }
+
     /// The blob.
     pub fn blob(&self) -> &B {
         &self.blob

@@ -2,7 +2,7 @@
 
 use super::common::Common;
 use super::device::DeviceArgs;
-use super::inputs::{ExpectArgs, glob, matchers, open, operands};
+use super::inputs::{ChainArgs, glob, last_of, matchers};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -14,23 +14,19 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 use tpde::{BaseKind, Error, PayloadDigests, Result};
 
-/// Rebuild the target from a base and a pair
+/// Rebuild the target from a base and a pair, or a chain of pairs
 ///
 /// Writes the files of the target bit for bit: one file, or a folder of shards with its index. No file appears before all files
 /// are written and compared with the digests of the pair.
+///
+/// Several pairs are applied one after the other, in one pass and without files in between: each is made from the target of the
+/// one before.
 #[derive(Args)]
 #[command(visible_alias = "patch")]
-#[command(override_usage = "tpde apply [OPTIONS] BASE PAIR -o OUT\n       tpde apply [OPTIONS] --no-base PAIR -o OUT")]
+#[command(override_usage = "tpde apply [OPTIONS] BASE PAIR... -o OUT\n       tpde apply [OPTIONS] --no-base PAIR... -o OUT")]
 pub struct Apply {
-    /// Base checkpoint of the pair
-    #[arg(value_name = "BASE")]
-    pub first: PathBuf,
-    /// Pair: its name, or the path of either file
-    #[arg(value_name = "PAIR", required_unless_present = "no_base")]
-    pub second: Option<PathBuf>,
-    /// The pair needs no base
-    #[arg(long, conflicts_with = "second")]
-    pub no_base: bool,
+    #[command(flatten)]
+    pub chain: ChainArgs,
     /// File or folder to write
     #[arg(short, long, value_name = "OUT")]
     pub output: PathBuf,
@@ -41,8 +37,6 @@ pub struct Apply {
     #[arg(long, value_name = "GLOB", value_parser = glob)]
     pub tensor: Vec<Glob>,
     #[command(flatten)]
-    pub expect: ExpectArgs,
-    #[command(flatten)]
     pub device: DeviceArgs,
 }
 
@@ -50,6 +44,8 @@ pub struct Apply {
 #[derive(Serialize)]
 pub struct Report {
     output: JsonPath,
+    /// Number of pairs that were applied.
+    pairs: usize,
     tensors: u64,
     target_bytes: u64,
     digests_checked: bool,
@@ -67,22 +63,22 @@ impl Apply {
     }
 
     fn apply(&self, common: &Common) -> Result<Report> {
-        let (base, path) = operands(&self.first, self.second.as_deref());
-        let pair = self.expect.open(path)?;
-        let globs = matchers(&self.tensor, &pair)?;
+        let opened = self.chain.open()?;
+        let (pair, chain) = last_of(opened.base(), &opened.pairs)?;
+        let globs = matchers(&self.tensor, pair)?;
         let is_wanted = |name: &str| globs.iter().any(|glob| glob.is_match(name));
 
         if !globs.is_empty() || pair.index().files().all(|file| file.name.is_empty()) {
             check_names_file(&self.output)?;
         }
-        let base = base.map(open).transpose()?;
+        self.device.check_pairs(opened.pairs.len())?;
         let device = self.device.open()?;
-        let mut apply = tpde::Apply::new(&pair).overwrite(self.force);
+        let mut apply = tpde::Apply::new(pair).overwrite(self.force);
         if !globs.is_empty() {
             apply = apply.tensors(is_wanted);
         }
-        if let Some(base) = &base {
-            apply = apply.base(base);
+        if !self.chain.no_base || opened.pairs.len() > 1 {
+            apply = apply.base(&chain);
         }
         if let Some(device) = &device {
             apply = apply.on(&**device);
@@ -95,6 +91,7 @@ impl Apply {
         bar.finish_and_clear();
         Ok(Report {
             output: JsonPath(self.output.clone()),
+            pairs: opened.pairs.len(),
             tensors: report.tensors,
             target_bytes: report.bytes,
             digests_checked: report.digests_checked,
@@ -121,6 +118,7 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{BOLD}rebuilt {}{BOLD:#}", text::path(&self.output))?;
         let checked = match (self.digests_checked, self.needs_base) {
+            (true, true) if self.pairs > 1 => "target has the digests of the last pair",
             (true, true) => "base and target have the digests of the pair",
             (true, false) => "target has the digests of the pair; no base is needed",
             (false, _) => "digests not compared",

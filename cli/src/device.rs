@@ -46,6 +46,16 @@ impl DeviceArgs {
         Ok(())
     }
 
+    /// Refuses a device for several pairs.
+    pub fn check_pairs(&self, count: usize) -> Result<()> {
+        if count > 1 && self.device != DeviceName::Cpu {
+            return Err(Error::InvalidArgument(format!(
+                "{count} pairs are applied on the processor: fold them first, or leave out --device"
+            )));
+        }
+        Ok(())
+    }
+
     /// Opens the device; `None` for the CPU.
     pub fn open(&self) -> Result<Option<Box<dyn Accelerator>>> {
         self.check()?;

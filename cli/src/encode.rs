@@ -11,8 +11,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use tpde::{
-    BaseKind, Checkpoint, EncodeOptions, Error, FileSource, FormatVersion, PairPaths, Result, SafetensorsCheckpoint, Split,
-    TensorReport,
+    BaseKind, Checkpoint, EncodeOptions, EncodeReport, Error, FileSource, FormatVersion, PairPaths, Result, Split, TensorReport,
 };
 
 /// Maximum size of a rename map in bytes.
@@ -36,6 +35,19 @@ pub struct Encode {
     /// Make a pair that needs no base
     #[arg(long, conflicts_with = "second")]
     pub no_base: bool,
+    #[command(flatten)]
+    pub made: PairArgs,
+    /// Pair a target tensor with a base tensor of another name; may be repeated
+    #[arg(long, value_name = "TARGET=BASE", value_parser = rename)]
+    pub rename: Vec<(String, String)>,
+    /// JSON file that maps names of target tensors to names of base tensors: {"target name": "base name", ...}
+    #[arg(long, value_name = "FILE.json")]
+    pub rename_map: Option<PathBuf>,
+}
+
+/// The pair to make: its name and its coding.
+#[derive(Args)]
+pub struct PairArgs {
     /// Name of the pair: OUT.tpde-index and OUT.tpde-blob
     #[arg(short, long, value_name = "OUT")]
     pub output: PathBuf,
@@ -55,12 +67,30 @@ pub struct Encode {
     /// rule that matches a name applies; several are separated by commas
     #[arg(long, value_name = "RULES", default_value = "", hide_default_value = true)]
     pub split: Split,
-    /// Pair a target tensor with a base tensor of another name; may be repeated
-    #[arg(long, value_name = "TARGET=BASE", value_parser = rename)]
-    pub rename: Vec<(String, String)>,
-    /// JSON file that maps names of target tensors to names of base tensors: {"target name": "base name", ...}
-    #[arg(long, value_name = "FILE.json")]
-    pub rename_map: Option<PathBuf>,
+}
+
+impl PairArgs {
+    pub fn options(&self) -> EncodeOptions {
+        let options = self.codec.options().format(self.format).payload_digests(self.payload_digests);
+        options.split(self.split.clone())
+    }
+
+    /// Runs an encoding, whose target has `target` as its tensors, and returns what a report needs.
+    pub fn write(&self, encode: tpde::Encode<'_>, verb: &'static str, target: &dyn Checkpoint, common: &Common) -> Result<Written> {
+        let bar = common.bar(verb, target.tensors().iter().map(|tensor| tensor.bytes()).sum());
+        let start = Instant::now();
+        let report = encode.overwrite(self.force).progress(|bytes| bar.inc(bytes)).to_path(&self.output)?;
+        let seconds = start.elapsed().as_secs_f64();
+        bar.finish_and_clear();
+        Ok(Written { paths: PairPaths::new(&self.output), report, seconds })
+    }
+}
+
+/// A pair that was written.
+pub struct Written {
+    paths: PairPaths,
+    report: EncodeReport,
+    seconds: f64,
 }
 
 fn rename(text: &str) -> Result<(String, String), &'static str> {
@@ -100,29 +130,38 @@ pub struct Report {
 
 impl Encode {
     pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
-        self.encode(common).with_context(|| format!("encode {}", text::path(&self.output)))
+        self.encode(common).with_context(|| format!("encode {}", text::path(&self.made.output)))
     }
 
     fn encode(&self, common: &Common) -> Result<Report> {
         let (base, target) = operands(&self.first, self.second.as_deref());
-        let paths = PairPaths::new(&self.output);
         let renamed = self.renamed()?;
-
         let base = base.map(open).transpose()?;
         let target = open(target)?;
-        let bar = common.bar("encode", target.tensors().iter().map(|tensor| tensor.bytes()).sum());
-        let start = Instant::now();
-        let mut encode = tpde::Encode::new(&target).options(self.options(&renamed)).inputs(&self.rename_map).overwrite(self.force);
+        let options = self.made.options().renamed(renamed.clone());
+        let mut encode = tpde::Encode::new(&target).options(options).inputs(&self.rename_map);
         if let Some(base) = &base {
             encode = encode.base(base);
         }
-        let report = encode.progress(|bytes| bar.inc(bytes)).to_path(&self.output)?;
-        let seconds = start.elapsed().as_secs_f64();
-        bar.finish_and_clear();
+        let written = self.made.write(encode, "encode", &target, common)?;
+        let base = base.as_ref().map(|base| base as &dyn Checkpoint);
+        Ok(Report { not_included: target.not_included().to_vec(), ..Report::new(written, base, &renamed) })
+    }
 
+    fn renamed(&self) -> Result<BTreeMap<String, String>> {
+        let mut renamed = self.rename_map.as_deref().map(read_map).transpose()?.unwrap_or_default();
+        renamed.extend(self.rename.iter().cloned());
+        Ok(renamed)
+    }
+}
+
+impl Report {
+    /// The report of a pair that was written. `renamed` maps names of target tensors to names of base tensors.
+    pub fn new(written: Written, base: Option<&dyn Checkpoint>, renamed: &BTreeMap<String, String>) -> Self {
+        let Written { paths, report, seconds } = written;
         let in_base = |name: &str| {
             let name = renamed.get(name).map_or(name, String::as_str);
-            base.as_ref().is_some_and(|base: &SafetensorsCheckpoint| base.find(name).is_some())
+            base.is_some_and(|base| base.find(name).is_some())
         };
         let names = |wanted: &dyn Fn(&TensorReport) -> bool| -> Vec<String> {
             report.tensors.iter().filter(|tensor| wanted(tensor)).map(|tensor| tensor.name.clone()).collect()
@@ -132,7 +171,7 @@ impl Encode {
         let base_of = |name: &String| renamed.get(name).unwrap_or(name).clone();
         let paired: BTreeSet<_> = retyped.iter().map(base_of).collect();
         let stored_bytes = report.index_bytes + report.blob_bytes;
-        Ok(Report {
+        Self {
             index: JsonPath(paths.index),
             blob: JsonPath(paths.blob),
             has_base,
@@ -152,24 +191,9 @@ impl Encode {
             resized: names(&|tensor| tensor.base_kind == BaseKind::Prefix),
             removed: report.removed.iter().filter(|name| !paired.contains(*name)).cloned().collect(),
             retyped,
-            not_included: target.not_included().to_vec(),
+            not_included: Vec::new(),
             tensors: report.tensors,
-        })
-    }
-
-    fn options(&self, renamed: &BTreeMap<String, String>) -> EncodeOptions {
-        self.codec
-            .options()
-            .renamed(renamed.clone())
-            .format(self.format)
-            .payload_digests(self.payload_digests)
-            .split(self.split.clone())
-    }
-
-    fn renamed(&self) -> Result<BTreeMap<String, String>> {
-        let mut renamed = self.rename_map.as_deref().map(read_map).transpose()?.unwrap_or_default();
-        renamed.extend(self.rename.iter().cloned());
-        Ok(renamed)
+        }
     }
 }
 

@@ -40,6 +40,8 @@ struct Failure {
     pair: Option<String>,
     tensor: Option<String>,
     chunk: Option<u32>,
+    /// Number of the step of a chain, from 1.
+    step: Option<usize>,
     message: String,
     hint: Option<&'static str>,
 }
@@ -53,14 +55,18 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
     }
     let (kind, code) = kind_and_code(ours, theirs.is_some());
     let mut at = Location::default();
-    match ours {
+    match ours.map(cause) {
         Some(Error::Invalid(invalid)) => at = invalid.at.clone(),
         Some(Error::WrongBase { tensor, .. }) => at.tensor = Some(tensor.clone()),
         Some(Error::NotMergeable(refused)) if refused.conflict != Conflict::File => at.tensor = Some(refused.name.clone()),
         _ => {}
     }
+    let mut step = None;
+    if let Some(Error::Step { number, pair, .. }) = ours {
+        (step, at.pair) = (Some(*number), Some(pair.clone()));
+    }
     let message = message(error);
-    let hint = ours.and_then(hint);
+    let hint = ours.map(cause).and_then(hint);
     // If stderr is closed too, only the exit code reports the error.
     let _ = writeln!(anstream::stderr(), "{BAD}error:{BAD:#} {message}");
     if let Some(hint) = hint {
@@ -68,14 +74,22 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
     }
     if json {
         let rule = ours.and_then(Error::rule).map(Rule::id);
-        print(Failure { kind, rule, pair: at.pair, tensor: at.tensor, chunk: at.chunk, message, hint });
+        print(Failure { kind, rule, pair: at.pair, tensor: at.tensor, chunk: at.chunk, step, message, hint });
     }
     ExitCode::from(code)
 }
 
+/// The error of a step of a chain; other errors as they are.
+fn cause(error: &Error) -> &Error {
+    match error {
+        Error::Step { source, .. } => source,
+        _ => error,
+    }
+}
+
 /// Kind of the error in JSON, and exit code. Both are listed in docs/command-line.md.
 fn kind_and_code(ours: Option<&Error>, is_io: bool) -> (&'static str, u8) {
-    match ours {
+    match ours.map(cause) {
         Some(Error::Io { .. }) => ("io", SYSTEM),
         Some(Error::Invalid(_)) => ("invalid", DATA),
         Some(Error::UnexpectedPair { .. }) => ("unexpected_pair", DATA),
@@ -111,7 +125,7 @@ pub fn usage(mut error: clap::Error) -> ExitCode {
     }
     if is_error && asks_for_json(std::env::args_os().skip(1)) {
         let message = usage_message(&error);
-        print(Failure { kind: "usage", rule: None, pair: None, tensor: None, chunk: None, message, hint: None });
+        print(Failure { kind: "usage", rule: None, pair: None, tensor: None, chunk: None, step: None, message, hint: None });
     }
     ExitCode::from(if is_error { USAGE } else { 0 })
 }

@@ -4,11 +4,11 @@ use super::text;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use globset::{Glob, GlobSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use tpde::{
-    Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Escaped, Favor, FileSource, Layout, OpenOptions, Pair, Result,
-    SafetensorsCheckpoint, Source, UnknownName,
+    Chain, Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Escaped, Favor, FileSource, Layout, MemoryCheckpoint, OpenOptions,
+    Pair, Result, SafetensorsCheckpoint, Source, UnknownName,
 };
 
 /// Coding of payloads.
@@ -77,16 +77,78 @@ impl CodecArgs {
 #[derive(Args)]
 pub struct ExpectArgs {
     /// Pair digest that the pair must have: 64 hexadecimal digits, as inspect prints them. It is compared before anything of the
-    /// pair is parsed
+    /// pair is parsed. Of several pairs, the digest of the last one: what is rebuilt must have the digests that it states
     #[arg(long, value_name = "DIGEST", value_parser = digest)]
     expect: Option<[u8; 32]>,
 }
 
 impl ExpectArgs {
+    /// Opens pairs that are applied one after the other. The last one must have the digest.
+    pub fn open_chain<'a>(&self, paths: impl IntoIterator<Item = &'a Path>) -> Result<Vec<Pair<FileSource>>> {
+        let paths: Vec<_> = paths.into_iter().collect();
+        let Some((last, earlier)) = paths.split_last() else { return Ok(Vec::new()) };
+        let last = self.open(last)?;
+        earlier.iter().map(Pair::open).chain([Ok(last)]).collect()
+    }
+
     /// Opens the pair at `path`.
     pub fn open(&self, path: &Path) -> Result<Pair<FileSource>> {
         let options = self.expect.map_or_else(OpenOptions::default, |digest| OpenOptions::default().expect(digest));
         Pair::open_with(path, &options, &|_| {})
+    }
+}
+
+/// A base and pairs that are applied one after the other.
+#[derive(Args)]
+pub struct ChainArgs {
+    /// Base checkpoint of the first pair
+    #[arg(value_name = "BASE", required = true)]
+    first: PathBuf,
+    /// Pairs, in the order in which they are applied: their names, or the path of either file of each
+    #[arg(value_name = "PAIR", required_unless_present = "no_base")]
+    rest: Vec<PathBuf>,
+    /// The first pair needs no base
+    #[arg(long)]
+    pub no_base: bool,
+    #[command(flatten)]
+    expect: ExpectArgs,
+}
+
+/// The opened operands of a verb that takes a base and pairs.
+pub struct OpenedChain {
+    pub pairs: Vec<Pair<FileSource>>,
+    base: Option<SafetensorsCheckpoint>,
+}
+
+/// A base without tensors.
+pub static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
+
+impl OpenedChain {
+    /// The base; without tensors if the first pair needs none.
+    pub fn base(&self) -> &dyn Checkpoint {
+        self.base.as_ref().map_or(&EMPTY, |base| base)
+    }
+}
+
+/// The last pair and its base, after checking that the pairs fit. The base of one pair is checked when the pair is applied.
+pub fn last_of<'a>(
+    base: &'a dyn Checkpoint,
+    pairs: &'a [Pair<FileSource>],
+) -> Result<(&'a Pair<FileSource>, Chain<'a, FileSource>)> {
+    let last = pairs.last().ok_or_else(|| Error::InvalidArgument("no pair is given".into()))?;
+    let chain = if pairs.len() > 1 { Chain::new(base, pairs)?.without_last() } else { Chain::new(base, [])? };
+    Ok((last, chain))
+}
+
+impl ChainArgs {
+    /// Opens the pairs, then the base. `--expect` is about the last pair.
+    pub fn open(&self) -> Result<OpenedChain> {
+        let (base, pairs) = match self.no_base {
+            true => (None, std::iter::once(&self.first).chain(&self.rest).collect::<Vec<_>>()),
+            false => (Some(&self.first), self.rest.iter().collect()),
+        };
+        let pairs = self.expect.open_chain(pairs.into_iter().map(PathBuf::as_path))?;
+        Ok(OpenedChain { pairs, base: base.map(|base| open(base)).transpose()? })
     }
 }
 

@@ -12,6 +12,7 @@ mod device;
 mod encode;
 mod explain;
 mod failure;
+mod fold;
 mod inputs;
 mod inspect;
 mod man;
@@ -52,6 +53,8 @@ enum Verb {
     Apply(apply::Apply),
     Verify(verify::Verify),
     Inspect(inspect::Inspect),
+    Fold(fold::Fold),
+    Revert(fold::Revert),
     Merge(merge::Merge),
     Subset(subset::Subset),
     Bench(bench::Bench),
@@ -121,6 +124,8 @@ impl Cli {
                     return Ok(refused.map_or(ExitCode::SUCCESS, |reason| failure::refused(&reason)));
                 }
                 Verb::Inspect(verb) => common.show("inspect", verb.run(common)?),
+                Verb::Fold(verb) => common.show("fold", verb.run(common)?),
+                Verb::Revert(verb) => common.show("revert", verb.run(common)?),
                 Verb::Merge(verb) => common.show("merge", verb.run(common)?),
                 Verb::Subset(verb) => common.show("subset", verb.run(common)?),
                 Verb::Bench(verb) => common.show("bench", verb.run(common)?),

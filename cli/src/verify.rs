@@ -2,14 +2,14 @@
 
 use super::common::Common;
 use super::device::DeviceArgs;
-use super::inputs::{ExpectArgs, open};
+use super::inputs::{EMPTY, ExpectArgs, last_of, open};
 use super::text::{self, BAD, GOOD, JsonPath};
 use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
 use std::fmt;
-use std::path::PathBuf;
-use tpde::{Authenticity, BaseKind, PayloadDigests, Result, Verification, VerifyReport};
+use std::path::{Path, PathBuf};
+use tpde::{Authenticity, BaseKind, Checkpoint, Error, PayloadDigests, Result, Verification, VerifyReport};
 
 /// Check a pair, and whether it fits a base or a target
 ///
@@ -19,19 +19,20 @@ use tpde::{Authenticity, BaseKind, PayloadDigests, Result, Verification, VerifyR
 /// tensor without writing it and compares all digests; a forged payload is refused. Also plans the files as apply does: where
 /// both succeed, apply does too. The content of a stored shard index is not checked. With a target: compares a checkpoint with
 /// the target's digests, and its files byte for byte; this does not check payloads. A pair that is sound but whose target cannot
-/// be written as files ends with exit code 1.
+/// be written as files ends with exit code 1. Several pairs are verified as apply applies them, one after the other.
 #[derive(Args)]
 pub struct Verify {
-    /// Pair: its name, or the path of either file
-    #[arg(value_name = "PAIR")]
-    pub pair: PathBuf,
-    /// A checkpoint that should be the base
+    /// Pair: its name, or the path of either file. Several pairs are a chain, in the order in which they are applied, and need
+    /// --base or --no-base
+    #[arg(value_name = "PAIR", required = true)]
+    pub pairs: Vec<PathBuf>,
+    /// A checkpoint that should be the base, of several pairs that of the first
     #[arg(long, value_name = "BASE")]
     pub base: Option<PathBuf>,
     /// The pair needs no base: rebuild its tensors without one
     #[arg(long, conflicts_with = "base")]
     pub no_base: bool,
-    /// A checkpoint that should be the target
+    /// A checkpoint that should be the target, of several pairs that of the last
     #[arg(long, value_name = "TARGET")]
     pub target: Option<PathBuf>,
     #[command(flatten)]
@@ -44,6 +45,8 @@ pub struct Verify {
 #[derive(Serialize)]
 pub struct Report {
     pair: JsonPath,
+    /// Number of pairs, of which `pair` is the last.
+    pairs: usize,
     #[serde(skip)]
     needs_base: bool,
     #[serde(flatten)]
@@ -52,17 +55,27 @@ pub struct Report {
 
 impl Verify {
     pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
-        self.verify(common).with_context(|| format!("verify {}", text::path(&self.pair)))
+        self.verify(common).with_context(|| format!("verify {}", text::path(self.last())))
+    }
+
+    /// The pair whose target is verified.
+    fn last(&self) -> &Path {
+        self.pairs.last().map_or(Path::new(""), PathBuf::as_path)
     }
 
     fn verify(&self, common: &Common) -> Result<Report> {
-        let pair = self.expect.open(&self.pair)?;
+        let pairs = self.expect.open_chain(self.pairs.iter().map(PathBuf::as_path))?;
+        if pairs.len() > 1 && self.base.is_none() && !self.no_base {
+            return Err(Error::InvalidArgument("several pairs are verified as a chain, which needs --base or --no-base".into()));
+        }
+        self.device.check_pairs(pairs.len())?;
         let device = self.device.open()?;
         let base = self.base.as_deref().map(open).transpose()?;
         let target = self.target.as_deref().map(open).transpose()?;
-        let mut verify = tpde::Verify::new(&pair);
-        if let Some(base) = &base {
-            verify = verify.base(base);
+        let (pair, chain) = last_of(base.as_ref().map_or(&EMPTY, |base| base as &dyn Checkpoint), &pairs)?;
+        let mut verify = tpde::Verify::new(pair);
+        if base.is_some() || pairs.len() > 1 {
+            verify = verify.base(&chain);
         } else if self.no_base {
             verify = verify.without_base();
         }
@@ -76,7 +89,7 @@ impl Verify {
         let found = verify.progress(|bytes| bar.inc(bytes)).run()?;
         bar.finish_and_clear();
         let needs_base = pair.index().tensors().any(|tensor| tensor.base_kind != BaseKind::None);
-        Ok(Report { pair: JsonPath(self.pair.clone()), needs_base, found })
+        Ok(Report { pair: JsonPath(self.last().to_owned()), pairs: pairs.len(), needs_base, found })
     }
 }
 

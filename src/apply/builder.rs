@@ -7,12 +7,12 @@ use super::range::{self, Changes};
 use super::run::{ApplyReport, Run, Sink};
 use super::slices;
 use super::to_path;
-use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
+use crate::checkpoint::{Checkpoint, CheckpointFiles, MemoryCheckpoint, TensorInfo};
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
 use crate::index::Tensor;
 use crate::reader::{Pair, VerifyReport};
-use crate::safetensors::{SafetensorsCheckpoint, outputs, target_metadata};
+use crate::safetensors::{outputs, target_metadata};
 use crate::slice::SliceMut;
 use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
@@ -336,8 +336,8 @@ impl<'a, B: Source> Apply<'a, B> {
         target_metadata(self.pair.index(), self.base_files())
     }
 
-    fn base_files(&self) -> Option<&'a SafetensorsCheckpoint> {
-        self.base.and_then(SafetensorsCheckpoint::of)
+    fn base_files(&self) -> Option<&'a dyn CheckpointFiles> {
+        self.base.and_then(|base| base.files())
     }
 
     fn run(&self) -> Result<Run<'_, B>> {

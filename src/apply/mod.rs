@@ -20,9 +20,10 @@ mod verify;
 
 pub use accelerator::{Accelerator, Work};
 pub use builder::Apply;
+pub(crate) use chunk::find_base;
 pub use in_place::{InPlace, TensorMut};
 pub use range::Changes;
-pub(crate) use rebuilt::Rebuilt;
+pub(crate) use rebuilt::{Rebuilder, Rebuilt};
 pub(crate) use run::Run;
 pub use run::{ApplyReport, Sink};
 pub use verify::{Authenticity, Verification, Verify};

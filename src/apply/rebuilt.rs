@@ -1,6 +1,7 @@
-//! The target of a pair as a checkpoint that rebuilds chunks when they are read.
+//! Rebuilds ranges of tensors when they are read; the target of a pair as a checkpoint.
 
-use super::chunk::{DecodeWorker, base_lanes, decode};
+use super::chunk::{DecodeWorker, decode};
+use crate::base::PaddedBase;
 use crate::batches::Pool;
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::error::{Error, Result};
@@ -11,16 +12,137 @@ use crate::sums::ChunkSum;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The target of a pair. Rebuilding a chunk checks its CRC and sums, but no digests.
-pub(crate) struct Rebuilt<'a, B> {
+/// Fills a buffer with base lanes of an entry, from a byte of the entry on. Returns the chunk sum of these lanes if it is known.
+pub(crate) type FillBase<'a> = &'a dyn Fn(&Tensor<'_>, u64, &mut [u8]) -> Result<Option<u64>>;
+
+/// A chunk of the cache.
+struct Kept {
+    chunk: u32,
+    /// Size of the chunk in bytes.
+    size: u64,
+    /// Empty until a thread has rebuilt the chunk. Other threads wait for that thread.
+    bytes: Arc<Mutex<Vec<u8>>>,
+}
+
+/// Maximum number of chunks that are kept, because every read searches them.
+const MAX_KEPT: usize = 256;
+
+/// Rebuilds ranges of the entries of a pair. Every rebuilt chunk has passed the checks of its CRC and sums; digests of tensors are
+/// not compared.
+///
+/// A range that is a whole chunk is rebuilt in the buffer of the caller. Of other ranges, the last chunks are kept: two per thread,
+/// and more up to `kept_bytes`.
+pub(crate) struct Rebuilder<'a, B> {
     pair: &'a Pair<B>,
+    kept_bytes: u64,
+    /// The chunks that were read last, the most recent first.
+    recent: Mutex<VecDeque<Kept>>,
+    workers: Pool<DecodeWorker>,
+}
+
+impl<'a, B: Source> Rebuilder<'a, B> {
+    pub fn new(pair: &'a Pair<B>) -> Self {
+        Self { pair, kept_bytes: 0, recent: Mutex::default(), workers: Pool::new(DecodeWorker::new) }
+    }
+
+    /// Sets how many bytes of chunks are kept, at least.
+    pub fn keep(&mut self, bytes: u64) {
+        self.kept_bytes = bytes;
+    }
+
+    /// Fills `out` with the bytes of an entry from byte `offset` on. If they are a whole chunk, returns its target sum, which has
+    /// been compared.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the entry does not have these bytes; [`Error::Invalid`] with the chunk; the errors of `base`.
+    pub fn read(&self, entry: usize, offset: u64, mut out: &mut [u8], base: FillBase<'_>) -> Result<Option<u64>> {
+        let index = self.pair.index();
+        let end = offset.checked_add(out.len() as u64);
+        if entry >= index.tensor_count() || end.is_none_or(|end| end > index.tensor(entry).bytes()) {
+            return Err(Error::InvalidArgument(format!("tensor {entry} does not have {} bytes from byte {offset} on", out.len())));
+        }
+        let tensor = index.tensor(entry);
+        let chunk_bytes = tensor.chunk_lanes * tensor.lane_bytes() as u64;
+        let mut offset = offset;
+        let is_one_chunk = offset.is_multiple_of(chunk_bytes) && out.len() as u64 <= chunk_bytes;
+        let mut known = None;
+        while !out.is_empty() {
+            let (number, within) = (offset / chunk_bytes, offset % chunk_bytes);
+            let size = chunk_bytes.min(tensor.bytes() - number * chunk_bytes);
+            let (part, rest) = out.split_at_mut((size - within).min(out.len() as u64) as usize);
+            let chunk = tensor.first_chunk + number as u32;
+            if part.len() as u64 == size {
+                if !self.copy_kept(chunk, part) {
+                    self.rebuild(&tensor, chunk, part, base)?;
+                }
+                known = is_one_chunk.then(|| index.sums()[chunk as usize].target_sum.get());
+            } else {
+                let cached = self.kept(chunk, size);
+                let mut bytes = cached.lock().unwrap_or_else(PoisonError::into_inner);
+                if bytes.is_empty() {
+                    let mut rebuilt = vec![0; size as usize];
+                    self.rebuild(&tensor, chunk, &mut rebuilt, base)?;
+                    *bytes = rebuilt;
+                }
+                part.copy_from_slice(&bytes[within as usize..][..part.len()]);
+            }
+            offset += part.len() as u64;
+            out = rest;
+        }
+        Ok(known)
+    }
+
+    fn rebuild(&self, tensor: &Tensor<'_>, chunk: u32, out: &mut [u8], base: FillBase<'_>) -> Result<()> {
+        let first_lane = tensor.chunk_range(chunk).start;
+        let known = base(tensor, first_lane * tensor.lane_bytes() as u64, out)?;
+        let fill = |lane, lanes: &mut [u8], sum: &mut ChunkSum| {
+            match known {
+                // The first block stands for all blocks.
+                Some(known) => sum.add_known(lanes.len(), if lane == first_lane { known } else { 0 }),
+                None => sum.add(lanes),
+            }
+            Ok(())
+        };
+        self.workers.with(|worker| decode(self.pair, tensor, chunk, fill, worker, out, false)).map(drop)
+    }
+
+    /// The place of a chunk in the cache.
+    fn kept(&self, chunk: u32, size: u64) -> Arc<Mutex<Vec<u8>>> {
+        let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = recent.iter().position(|kept| kept.chunk == chunk).and_then(|i| recent.remove(i));
+        let kept = known.unwrap_or_else(|| Kept { chunk, size, bytes: Arc::default() });
+        let bytes = kept.bytes.clone();
+        recent.push_front(kept);
+        let mut total = 0;
+        let fits = |kept: &&Kept| {
+            total += kept.size;
+            total <= self.kept_bytes
+        };
+        let count = recent.iter().take(MAX_KEPT).take_while(fits).count();
+        recent.truncate(count.max(2 * rayon::current_num_threads() + 2));
+        bytes
+    }
+
+    /// Copies a chunk from the cache, if it is there.
+    fn copy_kept(&self, chunk: u32, out: &mut [u8]) -> bool {
+        let find = |recent: &VecDeque<Kept>| recent.iter().find(|kept| kept.chunk == chunk).map(|kept| kept.bytes.clone());
+        let Some(kept) = find(&self.recent.lock().unwrap_or_else(PoisonError::into_inner)) else { return false };
+        let bytes = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_rebuilt = bytes.len() == out.len();
+        if is_rebuilt {
+            out.copy_from_slice(&bytes);
+        }
+        is_rebuilt
+    }
+}
+
+/// The target of a pair, with one tensor per entry of the pair.
+pub(crate) struct Rebuilt<'a, B> {
+    rebuilder: Rebuilder<'a, B>,
     base: &'a dyn Checkpoint,
-    /// For each tensor, the position of its base tensor in `base`. Dtypes and shapes have been checked.
+    /// For each entry, the position of its base tensor in `base`. Dtypes and shapes have been checked.
     bases: &'a [Option<usize>],
     tensors: Vec<TensorInfo>,
-    /// Cache of the last rebuilt chunks, for reads of less than a chunk. At most the number of threads plus one.
-    recent: Mutex<VecDeque<(u32, Arc<Vec<u8>>)>>,
-    workers: Pool<DecodeWorker>,
 }
 
 impl<'a, B: Source> Rebuilt<'a, B> {
@@ -28,32 +150,7 @@ impl<'a, B: Source> Rebuilt<'a, B> {
     pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint, bases: &'a [Option<usize>]) -> Self {
         let info =
             |tensor: Tensor<'_>| TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
-        let tensors = pair.index().tensors().map(info).collect();
-        Self { pair, base, bases, tensors, recent: Mutex::default(), workers: Pool::new(DecodeWorker::new) }
-    }
-
-    fn base_lanes(&self, tensor: &Tensor<'_>, first: u64, lanes: &mut [u8], sum: &mut ChunkSum) -> Result<()> {
-        base_lanes(tensor, self.base, self.bases[tensor.place], first, lanes, sum)
-    }
-
-    fn rebuild(&self, tensor: &Tensor<'_>, chunk: u32, out: &mut [u8]) -> Result<()> {
-        let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| self.base_lanes(tensor, first, lanes, sum);
-        self.workers.with(|worker| decode(self.pair, tensor, chunk, fill, worker, out, false)).map(|_| ())
-    }
-
-    /// A complete chunk of `size` bytes, from the cache or rebuilt.
-    fn chunk(&self, tensor: &Tensor<'_>, chunk: u32, size: usize) -> Result<Arc<Vec<u8>>> {
-        let recent = || self.recent.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, bytes)) = recent().iter().find(|(known, _)| *known == chunk) {
-            return Ok(bytes.clone());
-        }
-        let mut bytes = vec![0; size];
-        self.rebuild(tensor, chunk, &mut bytes)?;
-        let bytes = Arc::new(bytes);
-        let mut recent = recent();
-        recent.truncate(rayon::current_num_threads());
-        recent.push_front((chunk, bytes.clone()));
-        Ok(bytes)
+        Self { rebuilder: Rebuilder::new(pair), base, bases, tensors: pair.index().tensors().map(info).collect() }
     }
 }
 
@@ -62,37 +159,11 @@ impl<B: Source> Checkpoint for Rebuilt<'_, B> {
         &self.tensors
     }
 
-    fn read(&self, tensor_index: usize, offset: u64, mut out: &mut [u8]) -> Result<()> {
-        let index = self.pair.index();
-        let end = offset.checked_add(out.len() as u64);
-        if tensor_index >= index.tensor_count() || end.is_none_or(|end| end > index.tensor(tensor_index).bytes()) {
-            return Err(Error::InvalidArgument(format!(
-                "tensor {tensor_index} does not have {} bytes from byte {offset} on",
-                out.len()
-            )));
-        }
-        let tensor = index.tensor(tensor_index);
-        let width = tensor.lane_bytes() as u64;
-        let chunk_bytes = tensor.chunk_lanes * width;
-        let mut offset = offset;
-        while !out.is_empty() {
-            let (number, within) = (offset / chunk_bytes, offset % chunk_bytes);
-            let size = chunk_bytes.min(tensor.bytes() - number * chunk_bytes);
-            let (part, rest) = out.split_at_mut((size - within).min(out.len() as u64) as usize);
-            let chunk = tensor.first_chunk + number as u32;
-            let unchanged = index.records()[chunk as usize].num_deltas.get() == 0;
-            if part.len() as u64 == size {
-                self.rebuild(&tensor, chunk, part)?;
-            } else if unchanged && offset.is_multiple_of(width) && (part.len() as u64).is_multiple_of(width) {
-                self.base_lanes(&tensor, offset / width, part, &mut ChunkSum::default())?;
-            } else {
-                let bytes = self.chunk(&tensor, chunk, size as usize)?;
-                part.copy_from_slice(&bytes[within as usize..][..part.len()]);
-            }
-            offset += part.len() as u64;
-            out = rest;
-        }
-        Ok(())
+    fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        let base = |tensor: &Tensor<'_>, offset, lanes: &mut [u8]| {
+            PaddedBase::new(Some(self.base), self.bases[tensor.place]).read(offset, lanes).map(|()| None)
+        };
+        self.rebuilder.read(tensor_index, offset, out, &base).map(drop)
     }
 }
 

@@ -342,7 +342,8 @@ impl<'a, B: Source> Run<'a, B> {
     /// Finds the cause of an error about a chunk's base sum: hashes the base tensors, and returns [`Error::WrongBase`] or
     /// [`Error::AlreadyApplied`] if their digests show that. Other errors are returned unchanged.
     pub fn explain(&self, error: Error, bases: &[Option<usize>]) -> Error {
-        if error.rule() != Some(Rule::ChunkBaseSum) {
+        // An error about a chunk of an earlier step of a chain is not about this pair.
+        if !matches!(&error, Error::Invalid(invalid) if invalid.rule == Rule::ChunkBaseSum) {
             return error;
         }
         let mut wrong = None;

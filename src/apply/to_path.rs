@@ -2,11 +2,12 @@
 
 use super::bands::{Bands, Target, are_short};
 use super::run::{ApplyReport, Run, Sink};
+use crate::checkpoint::CheckpointFiles;
 use crate::error::{Error, Result};
 use crate::index::{Tensor, ValidatedIndex};
 use crate::publish::{Publication, check_apart};
 use crate::rectangle::Runs;
-use crate::safetensors::{Location, Locations, Output, SafetensorsCheckpoint, barrier, outputs};
+use crate::safetensors::{Location, Locations, Output, barrier, outputs};
 use crate::source::Source;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
@@ -42,7 +43,7 @@ impl Sink for Files<'_> {
 /// instead.
 pub(super) fn write<B: Source>(
     run: &Run<'_, B>,
-    base: Option<&SafetensorsCheckpoint>,
+    base: Option<&dyn CheckpointFiles>,
     is_selection: bool,
     path: &Path,
     replace: bool,

@@ -7,7 +7,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result, Rule};
 use crate::format::BaseKind;
 use crate::reader::{Pair, PayloadDigests, VerifyReport};
-use crate::safetensors::{SafetensorsCheckpoint, check_target_files, outputs};
+use crate::safetensors::{check_target_files, outputs};
 use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
 use serde::Serialize;
@@ -154,14 +154,14 @@ impl<'a, B: Source> Verify<'a, B> {
         checked.base_checked = base.is_some() && needs_base;
         if let Some(target) = self.target {
             check_target(index, target, &self.watcher)?;
-            if let Some(files) = SafetensorsCheckpoint::of(target) {
+            if let Some(files) = target.files() {
                 check_target_files(index, files)?;
             }
             checked.target_checked = true;
         }
         let is_covered = checked.payload_digests == PayloadDigests::All;
         let is_rebuilt = !matches!(self.base, Base::Unavailable);
-        let not_writable = match outputs(index, base.and_then(SafetensorsCheckpoint::of), None) {
+        let not_writable = match outputs(index, base.and_then(|base| base.files()), None) {
             Ok(_) => None,
             // The pair shares a header with the base, which is not available here. That says nothing about writing.
             Err(e) if !is_rebuilt && e.rule() == Some(Rule::BaseFile) => None,

@@ -2,13 +2,17 @@
 
 use super::options::EncodeOptions;
 use super::run::{EncodeReport, encode};
+use crate::chain::Chain;
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
 use crate::pair_files::NewPair;
 use crate::reader::Pair;
-use crate::safetensors::{SafetensorsCheckpoint, check_composable};
+use crate::rectangle::Rectangle;
+use crate::safetensors::{check_composable, file_specs};
+use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
 use crate::writer::{FileSpec, PairBuilder};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// Encodes a target checkpoint as a pair: its difference from a base.
@@ -36,6 +40,8 @@ pub struct Encode<'a> {
     target: &'a dyn Checkpoint,
     base: Option<&'a dyn Checkpoint>,
     options: EncodeOptions,
+    /// Renamed tensors and cuts of a chain. They apply where the options do not say otherwise.
+    of_chain: (BTreeMap<String, String>, BTreeMap<String, Vec<Rectangle>>),
     inputs: Vec<PathBuf>,
     overwrite: bool,
     watcher: Watcher<'a>,
@@ -50,11 +56,40 @@ impl<'a> Encode<'a> {
     /// job, [`Merge`](crate::Merge) makes one pair of the ranks' pairs. No element may be in two of them: of a tensor that several
     /// ranks hold, one rank alone encodes each part. A rank that has nothing of a tensor in `cuts` gives an empty slice of it.
     ///
-    /// If `target` is a [`SafetensorsCheckpoint`], the pair also describes its files, and readers rebuild them byte for byte. Any
-    /// other target is rebuilt as one safetensors file with a new header.
+    /// If `target` is a [`SafetensorsCheckpoint`](crate::SafetensorsCheckpoint), the pair also describes its files, and readers
+    /// rebuild them byte for byte. The files of a [`Chain`] are those of its last pair. Any other target is rebuilt as one safetensors
+    /// file with a new header.
     pub fn new(target: &'a dyn Checkpoint) -> Self {
-        let options = EncodeOptions::default();
-        Self { target, base: None, options, inputs: Vec::new(), overwrite: false, watcher: Watcher::Nobody }
+        Self {
+            target,
+            base: None,
+            options: EncodeOptions::default(),
+            of_chain: Default::default(),
+            inputs: Vec::new(),
+            overwrite: false,
+            watcher: Watcher::Nobody,
+        }
+    }
+
+    /// Folds a chain: encodes one pair from its base to its last target, without writing that target. With the same options the pair
+    /// has the same bytes as one that is encoded from the two checkpoints.
+    ///
+    /// Tensors that the pairs rename are paired with their base tensors. Unless the options have cuts or a split, tensors are cut as
+    /// in the last pair; one that the last pair describes completely, and whose base has another shape, is left whole.
+    ///
+    /// Cost: that of encoding, and of rebuilding each chunk once through all steps, and once more if training samples it and the
+    /// target is larger than 64 MiB. The digests of all tensors are compared with those of the last pair before anything is published; if the new pair is cut in another way
+    /// than the last pair, tensors are read once more for that.
+    ///
+    /// # Errors
+    /// Those of [`Encode::to_path`]; [`Error::Step`](crate::Error::Step) for a step that is damaged or that does not fit.
+    pub fn fold<B: Source>(chain: &'a Chain<'a, B>) -> Self {
+        Self { base: Some(chain.base()), of_chain: (chain.renamed(), chain.cuts()), ..Self::new(chain) }
+    }
+
+    /// Encodes the pair that leads back: from the last target of a chain to its base. Otherwise like [`Encode::fold`].
+    pub fn revert<B: Source>(chain: &'a Chain<'a, B>) -> Self {
+        Self { base: Some(chain), of_chain: (chain.renamed_back(), chain.cuts_back()), ..Self::new(chain.base()) }
     }
 
     /// Sets the base: the checkpoint that readers of the pair already have. It may hold only slices of tensors, if they have all
@@ -115,14 +150,14 @@ impl<'a> Encode<'a> {
     /// [`Error::NotWritable`]: crate::Error::NotWritable
     pub fn to_path(&self, path: impl AsRef<Path>) -> Result<EncodeReport> {
         let files = self.files()?;
-        if SafetensorsCheckpoint::of(self.target).is_none() {
+        if files.is_empty() {
             check_composable(self.target.tensors())?;
         }
         let checkpoints = self.base.iter().flat_map(|base| base.paths()).chain(self.target.paths());
         let inputs: Vec<_> = checkpoints.chain(self.inputs.iter().cloned()).collect();
         let (pair, blob) = NewPair::create(path.as_ref(), &inputs, self.overwrite)?;
         let builder = PairBuilder::new(blob, pair.paths.blob.clone(), self.options.form())?;
-        let (finished, report) = encode(self.base, self.target, files, &self.options, builder, &self.watcher)?;
+        let (finished, report) = encode(self.base, self.target, files, &self.effective_options(), builder, &self.watcher)?;
         pair.publish(finished, &self.watcher)?;
         Ok(report)
     }
@@ -142,13 +177,26 @@ impl<'a> Encode<'a> {
     pub fn to_memory_in(&self, mut blob: Vec<u8>) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
         blob.clear();
         let builder = PairBuilder::new(blob, "memory".into(), self.options.form())?;
-        let (finished, report) = encode(self.base, self.target, self.files()?, &self.options, builder, &self.watcher)?;
+        let (finished, report) = encode(self.base, self.target, self.files()?, &self.effective_options(), builder, &self.watcher)?;
         Ok((finished.into_pair()?, report))
+    }
+
+    /// The options, with the renamed tensors and cuts of a chain.
+    fn effective_options(&self) -> EncodeOptions {
+        let mut options = self.options.clone();
+        let (renamed, cuts) = &self.of_chain;
+        for (name, base_name) in renamed {
+            options.renamed.entry(name.clone()).or_insert_with(|| base_name.clone());
+        }
+        if options.cuts.is_empty() && options.split.is_empty() {
+            options.cuts.clone_from(cuts);
+        }
+        options
     }
 
     /// The files of the target.
     fn files(&self) -> Result<Vec<FileSpec>> {
-        let base = self.base.and_then(SafetensorsCheckpoint::of);
-        SafetensorsCheckpoint::of(self.target).map_or(Ok(Vec::new()), |target| target.file_specs(base))
+        let base = self.base.and_then(|base| base.files());
+        self.target.files().map_or(Ok(Vec::new()), |target| file_specs(target, base))
     }
 }

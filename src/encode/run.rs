@@ -8,7 +8,7 @@ use super::survey::Survey;
 use super::train::train;
 use super::ways::{Attempt, Worker};
 use crate::batches::{Pool, in_batches};
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, ReadDigest};
 use crate::codec::Codec;
 use crate::error::{Error, Escaped, Result};
 use crate::format::{BaseKind, FormatVersion, MIN_CHUNK_LANES_LOG2};
@@ -138,7 +138,7 @@ pub(super) fn encode_holding<W: Write>(
     }
     // Without all of its tensors, a file cannot be rebuilt.
     let files = if entries.as_ref().is_none_or(|entries| entries.is_complete) { files } else { Vec::new() };
-    let whole_base = base;
+    let (whole_base, whole_target) = (base, target);
     let (base, target) = match &entries {
         Some(entries) => (entries.base.as_ref().map(|base| base as &dyn Checkpoint), &entries.target as &dyn Checkpoint),
         None => (base, target),
@@ -173,10 +173,26 @@ pub(super) fn encode_holding<W: Write>(
     let finished = builder.finish()?;
     target.check_unchanged()?;
     base.map_or(Ok(()), |base| base.check_unchanged())?;
+    check_digests(&finished, whole_base, whole_target)?;
     let cut_base = entries.as_ref().and_then(|entries| entries.base.as_ref());
     let base_of = |i: u32| cut_base.map_or(i as usize, |base| base.tensor(i as usize));
     let report = report(&finished, whole_base, plans.iter().filter_map(|plan| plan.base).map(base_of));
     Ok((finished, report))
+}
+
+/// Lets base and target compare the digests of the tensors that were read.
+fn check_digests<W>(finished: &Finished<W>, base: Option<&dyn Checkpoint>, target: &dyn Checkpoint) -> Result<()> {
+    let entries = || finished.index.tensors();
+    target.check_digests(&mut entries().filter_map(|tensor| {
+        let tensor_index = target.find(tensor.name)?;
+        Some(ReadDigest { tensor_index, runs: tensor.runs(), digest: tensor.target_digest() })
+    }))?;
+    let Some(base) = base else { return Ok(()) };
+    let with_base = entries().filter(|tensor| tensor.base_kind != BaseKind::None);
+    base.check_digests(&mut with_base.filter_map(|tensor| {
+        let tensor_index = base.find(tensor.base_name)?;
+        Some(ReadDigest { tensor_index, runs: tensor.runs(), digest: tensor.base_digest() })
+    }))
 }
 
 fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options: &EncodeOptions) -> Result<()> {

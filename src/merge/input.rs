@@ -17,9 +17,7 @@ pub(super) struct Input<'a, B> {
 impl<'a, B: Source> Input<'a, B> {
     /// Creates the input with this number, from 1, which keeps all tensors of `pair`.
     pub fn new(pair: &'a Pair<B>, number: usize) -> Self {
-        let path = pair.paths().first().map(|index| index.with_extension("").display().to_string());
-        let label = path.unwrap_or_else(|| format!("pair {number}"));
-        Self { pair, kept: (0..pair.index().tensor_count() as u32).collect(), label }
+        Self { pair, kept: (0..pair.index().tensor_count() as u32).collect(), label: pair.label(number) }
     }
 
     pub fn index(&self) -> &'a ValidatedIndex {

@@ -1,14 +1,13 @@
 //! Checkpoints in safetensors files and sharded folders.
 
 use super::header::{self, FileTensor, Header};
-use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::checkpoint::{Checkpoint, CheckpointFiles, TensorInfo};
 use crate::digest;
 use crate::error::{Error, Escaped, Result};
-use crate::format::FileKind;
+use crate::format::{DIGEST_SIZE, FileKind};
 use crate::index::is_file_name;
 use crate::source::{FileSource, OpenFiles, Source};
 use crate::writer::FileSpec;
-use std::any::Any;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -197,58 +196,35 @@ impl SafetensorsCheckpoint {
             + self.shard_index.as_ref().map_or(0, |index| index.content.len() as u64)
     }
 
-    /// Names of the files of the checkpoint. A single file has an empty name.
-    pub(super) fn file_names(&self) -> impl Iterator<Item = &str> {
-        let shards = self.files.iter().map(|file| &*file.name);
-        shards.chain(self.shard_index.iter().map(|index| &*index.name))
-    }
-
     /// The safetensors file of this name.
     fn shard(&self, name: &str) -> Option<&Shard> {
         self.files.binary_search_by(|file| file.name.as_str().cmp(name)).ok().map(|i| &self.files[i])
     }
 
-    /// The content of a file as a pair describes it: length field and header if `has_tensors`, else the whole shard index. `None`
-    /// if there is no such file.
-    pub(super) fn content(&self, name: &str, has_tensors: bool) -> Result<Option<Vec<u8>>> {
-        if has_tensors {
-            return self.shard(name).map(Shard::content).transpose();
-        }
-        Ok(self.shard_index.as_ref().filter(|index| index.name == name).map(|index| index.content.clone()))
+    /// The shard index, if it has this name.
+    fn shard_index(&self, name: &str) -> Option<&ShardIndex> {
+        self.shard_index.as_ref().filter(|index| index.name == name)
     }
+}
 
-    /// Downcasts `checkpoint`; `None` if it has another type.
-    pub(crate) fn of(checkpoint: &dyn Checkpoint) -> Option<&Self> {
-        checkpoint.files()?.downcast_ref()
-    }
-
-    /// The files of this checkpoint as a pair describes them. If the base has a file with the same name and content, the content is
-    /// neither stored nor held in memory.
-    pub(crate) fn file_specs(&self, base: Option<&Self>) -> Result<Vec<FileSpec>> {
-        let mut specs = Vec::new();
-        for file in &self.files {
-            let content_hash = file.content_hash()?;
-            let of_base = base.and_then(|base| base.shard(&file.name));
-            let same = match of_base {
-                Some(other) => other.content_size == file.content_size && other.content_hash()? == content_hash,
-                None => false,
-            };
-            let (kind, content) =
-                if same { (FileKind::SafetensorsOfBase, Vec::new()) } else { (FileKind::Safetensors, file.content()?) };
-            let content_digest = digest::short(&content_hash);
-            specs.push(FileSpec { name: file.name.clone(), kind, content_size: file.content_size, content_digest, content });
-        }
-        if let Some(ShardIndex { name, content, .. }) = &self.shard_index {
-            let of_base = base.and_then(|base| base.shard_index.as_ref());
-            let same = of_base.is_some_and(|other| other.name == *name && other.content == *content);
-            let kind = if same { FileKind::VerbatimOfBase } else { FileKind::Verbatim };
-            let (content_size, content_digest) = (content.len() as u64, digest::short(&digest::of(content)));
-            let content = if same { Vec::new() } else { content.clone() };
-            specs.push(FileSpec { name: name.clone(), kind, content_size, content_digest, content });
-        }
-        specs.sort_by(|a, b| a.name.cmp(&b.name));
-        Ok(specs)
-    }
+/// The files of `target` as a pair describes them. If the base has a file with the same name and content, the content is neither
+/// stored nor held in memory.
+pub(crate) fn file_specs(target: &dyn CheckpointFiles, base: Option<&dyn CheckpointFiles>) -> Result<Vec<FileSpec>> {
+    let spec = |(name, has_tensors): (String, bool)| {
+        let missing = || Error::InvalidArgument(format!("the target has no file {}", Escaped(&name)));
+        let (content_size, content_digest) = target.digest(&name, has_tensors)?.ok_or_else(missing)?;
+        let of_base = base.map_or(Ok(None), |base| base.digest(&name, has_tensors))?;
+        let is_of_base = of_base == Some((content_size, content_digest));
+        let kind = match (has_tensors, is_of_base) {
+            (true, false) => FileKind::Safetensors,
+            (true, true) => FileKind::SafetensorsOfBase,
+            (false, false) => FileKind::Verbatim,
+            (false, true) => FileKind::VerbatimOfBase,
+        };
+        let content = if is_of_base { Vec::new() } else { target.content(&name, has_tensors)?.ok_or_else(missing)? };
+        Ok(FileSpec { name, kind, content_size, content_digest, content })
+    };
+    target.names().into_iter().map(spec).collect()
 }
 
 fn check_name(folder: &Path, name: &str, kind: FileKind) -> Result<()> {
@@ -279,12 +255,37 @@ impl Checkpoint for SafetensorsCheckpoint {
         [self.path.clone()].into_iter().chain(files).chain(shard_index).collect()
     }
 
-    fn files(&self) -> Option<&dyn Any> {
+    fn files(&self) -> Option<&dyn CheckpointFiles> {
         Some(self)
     }
 
     fn check_unchanged(&self) -> Result<()> {
         let mut sources = self.files.iter().map(|file| &file.source).chain(self.shard_index.iter().map(|index| &index.source));
         sources.try_for_each(FileSource::check_unchanged)
+    }
+}
+
+impl CheckpointFiles for SafetensorsCheckpoint {
+    fn names(&self) -> Vec<(String, bool)> {
+        let shards = self.files.iter().map(|file| (file.name.clone(), true));
+        let mut names: Vec<_> = shards.chain(self.shard_index.iter().map(|index| (index.name.clone(), false))).collect();
+        names.sort_unstable();
+        names
+    }
+
+    fn digest(&self, name: &str, has_tensors: bool) -> Result<Option<(u64, [u8; DIGEST_SIZE])>> {
+        if has_tensors {
+            let digest = |file: &Shard| Ok((file.content_size, digest::short(&file.content_hash()?)));
+            return self.shard(name).map(digest).transpose();
+        }
+        let digest = |index: &ShardIndex| (index.content.len() as u64, digest::short(&digest::of(&index.content)));
+        Ok(self.shard_index(name).map(digest))
+    }
+
+    fn content(&self, name: &str, has_tensors: bool) -> Result<Option<Vec<u8>>> {
+        if has_tensors {
+            return self.shard(name).map(Shard::content).transpose();
+        }
+        Ok(self.shard_index(name).map(|index| index.content.clone()))
     }
 }

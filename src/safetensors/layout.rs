@@ -1,8 +1,7 @@
 //! The layout of a target's files: the content of each file, and the location of each tensor.
 
-use super::checkpoint::SafetensorsCheckpoint;
 use super::header::{FileTensor, Header};
-use crate::checkpoint::TensorInfo;
+use crate::checkpoint::{CheckpointFiles, TensorInfo};
 use crate::digest;
 use crate::error::{Error, Escaped, Result, Rule, hex};
 use crate::index::{TargetFile, Tensor, ValidatedIndex};
@@ -41,11 +40,11 @@ pub(crate) type Locations = Vec<Option<Location>>;
 ///
 /// # Errors
 /// [`Rule::FileContentDigest`] for the first file that is missing or differs, or for a file that the pair lacks; [`Error::Io`].
-pub(crate) fn check_target_files(index: &ValidatedIndex, target: &SafetensorsCheckpoint) -> Result<()> {
+pub(crate) fn check_target_files(index: &ValidatedIndex, target: &dyn CheckpointFiles) -> Result<()> {
     if index.files().len() == 0 {
         return Ok(());
     }
-    let mut unmatched = target.file_names().collect::<BTreeSet<_>>();
+    let mut unmatched: BTreeSet<_> = target.names().into_iter().map(|(name, _)| name).collect();
     for file in index.files() {
         content_of(Some(target), "target", Rule::FileContentDigest, &file)?;
         unmatched.remove(file.name);
@@ -64,7 +63,7 @@ pub(crate) fn check_target_files(index: &ValidatedIndex, target: &SafetensorsChe
 /// # Errors
 /// [`Rule::BaseFile`] if the pair takes a header from the base and there is no base or it lacks the file; [`Rule::FileTensors`]
 /// for a malformed header.
-pub(crate) fn target_metadata(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<BTreeMap<String, String>> {
+pub(crate) fn target_metadata(index: &ValidatedIndex, base: Option<&dyn CheckpointFiles>) -> Result<BTreeMap<String, String>> {
     let mut all = BTreeMap::new();
     for file in index.files().filter(|file| file.kind.has_tensors()) {
         let of_base;
@@ -84,7 +83,7 @@ pub(crate) fn target_metadata(index: &ValidatedIndex, base: Option<&SafetensorsC
 }
 
 /// The files of the pair and the locations of its tensors, after checking that file headers and tensors agree.
-fn plan(index: &ValidatedIndex, base: Option<&SafetensorsCheckpoint>) -> Result<(Vec<Output>, Locations)> {
+fn plan(index: &ValidatedIndex, base: Option<&dyn CheckpointFiles>) -> Result<(Vec<Output>, Locations)> {
     let mut locations: Locations = vec![None; index.tensor_count()];
     let mut outputs = Vec::new();
     for file in index.files() {
@@ -131,7 +130,7 @@ fn display_name(name: &str) -> &str {
 }
 
 /// The content of a checkpoint's file, after comparing it with the pair's entry. A difference is a violation of `rule`.
-fn content_of(checkpoint: Option<&SafetensorsCheckpoint>, whose: &str, rule: Rule, file: &TargetFile<'_>) -> Result<Vec<u8>> {
+fn content_of(checkpoint: Option<&dyn CheckpointFiles>, whose: &str, rule: Rule, file: &TargetFile<'_>) -> Result<Vec<u8>> {
     let TargetFile { name, kind, content_size: size, content_digest: digest, .. } = file;
     let broken = |found: &dyn std::fmt::Display| {
         rule.broken(format_args!("{} of the {whose}, of which {size} bytes hash to {}", display_name(name), hex(digest)), found)
@@ -158,7 +157,7 @@ fn content_of(checkpoint: Option<&SafetensorsCheckpoint>, whose: &str, rule: Rul
 ///   `__metadata__`, because the header is larger than 100,000,000 bytes, or because the tensors have more than 2^64 bytes.
 pub(crate) fn outputs(
     index: &ValidatedIndex,
-    base: Option<&SafetensorsCheckpoint>,
+    base: Option<&dyn CheckpointFiles>,
     selected: Option<&[Tensor<'_>]>,
 ) -> Result<(Vec<Output>, Locations)> {
     let info = |tensor: &Tensor<'_>| TensorInfo {

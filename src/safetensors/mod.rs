@@ -12,5 +12,6 @@ mod layout;
 
 pub(crate) use barrier::barrier;
 pub use checkpoint::SafetensorsCheckpoint;
+pub(crate) use checkpoint::file_specs;
 pub(crate) use header::tensor_names;
 pub(crate) use layout::{Location, Locations, Output, check_composable, check_target_files, outputs, target_metadata};

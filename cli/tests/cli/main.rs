@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod chains;
 mod device;
 mod documents;
 mod explain;

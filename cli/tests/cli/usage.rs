@@ -126,7 +126,8 @@ fn help_is_text_and_a_value_of_json_is_an_error_in_json() {
 #[test]
 fn help_completions_and_manual_pages_are_there() {
     let place = Place::new();
-    let verbs = ["encode", "apply", "verify", "inspect", "merge", "subset", "bench", "demo", "completions", "man"];
+    let verbs =
+        ["encode", "apply", "verify", "inspect", "fold", "revert", "merge", "subset", "bench", "demo", "completions", "man"];
     let all = place.ok("--help").out;
     for verb in verbs {
         assert!(all.contains(verb));

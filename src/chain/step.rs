@@ -1,0 +1,148 @@
+//! One step of a chain: a pair, and where each of its entries finds its base lanes in the version before.
+
+use crate::apply::{Rebuilder, find_base};
+use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::error::{Error, Escaped, Result, Rule, hex};
+use crate::format::DIGEST_SIZE;
+use crate::index::{Part, Tensor};
+use crate::reader::Pair;
+use crate::rectangle::Runs;
+use crate::source::Source;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Mutex;
+
+/// The source of an entry's base lanes.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum BaseLanes {
+    /// The lanes are zeros.
+    Zeros,
+    /// An entry of the step before, which describes the same rectangle.
+    Entry(usize),
+    /// A tensor of the version before, or the entry's rectangle of it.
+    Tensor(usize),
+}
+
+/// A step of a chain.
+pub(super) struct Step<'a, B> {
+    pub pair: &'a Pair<B>,
+    /// Name of the pair in errors.
+    pub label: String,
+    pub rebuilder: Rebuilder<'a, B>,
+    /// The tensors of the version that this step gives, in ascending order of name.
+    pub tensors: Vec<TensorInfo>,
+    /// For each entry, the source of its base lanes.
+    pub bases: Vec<BaseLanes>,
+    /// For each tensor, its first entry. One more number ends the last tensor's entries.
+    first_entries: Vec<usize>,
+    /// For each entry, its bytes in the tensor; `None` for a whole tensor.
+    runs: Vec<Option<Runs>>,
+    /// For each entry, the largest end of the bytes of this and of earlier parts of the tensor.
+    ends: Vec<u64>,
+    /// Digests of the base tensors of entries that were found to have another base, by entry.
+    pub wrong_bases: Mutex<HashMap<usize, [u8; DIGEST_SIZE]>>,
+}
+
+impl<'a, B: Source> Step<'a, B> {
+    /// The step after `before`, whose last step is `previous`; the first step has no previous one.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] with rule `base.tensor` if the version before lacks a base tensor, or elements of it;
+    /// [`Error::WrongBase`] or [`Error::AlreadyApplied`] if the digests in the indexes show that.
+    pub fn new(pair: &'a Pair<B>, number: usize, before: &dyn Checkpoint, previous: Option<&Self>) -> Result<Self> {
+        let index = pair.index();
+        let mut step = Self {
+            pair,
+            label: pair.label(number),
+            rebuilder: Rebuilder::new(pair),
+            tensors: Vec::new(),
+            bases: Vec::with_capacity(index.tensor_count()),
+            first_entries: Vec::new(),
+            runs: index.tensors().map(|tensor| tensor.runs()).collect(),
+            ends: Vec::with_capacity(index.tensor_count()),
+            wrong_bases: Mutex::default(),
+        };
+        let mut wrong = None;
+        let mut is_applied = true;
+        for tensor in index.tensors() {
+            let is_further = step.tensors.last().is_some_and(|last| last.name == tensor.name);
+            if !is_further {
+                let shape = tensor.whole_shape().to_vec();
+                step.tensors.push(TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape });
+                step.first_entries.push(tensor.place);
+            }
+            let end = step.runs[tensor.place].as_ref().map_or(0, Runs::end);
+            step.ends.push(step.ends.last().filter(|_| is_further).map_or(end, |before| end.max(*before)));
+            let lanes = find_base_lanes(&tensor, before, previous)?;
+            step.bases.push(lanes);
+            let (BaseLanes::Entry(entry), Some(previous)) = (lanes, previous) else { continue };
+            let found = previous.pair.index().tensor(entry).target_digest();
+            is_applied &= found == tensor.target_digest();
+            if found != tensor.base_digest() {
+                wrong.get_or_insert_with(|| wrong_base(&tensor, found));
+            }
+        }
+        step.first_entries.push(index.tensor_count());
+        match wrong {
+            Some(_) if is_applied => Err(Error::AlreadyApplied),
+            Some(wrong) => Err(wrong),
+            None => Ok(step),
+        }
+    }
+
+    /// The entries of a tensor.
+    pub fn entries(&self, tensor_index: usize) -> Range<usize> {
+        self.first_entries[tensor_index]..self.first_entries[tensor_index + 1]
+    }
+
+    /// The bytes of an entry in its tensor; `None` for a whole tensor.
+    pub fn runs(&self, entry: usize) -> Option<&Runs> {
+        self.runs[entry].as_ref()
+    }
+
+    /// The entry that has exactly these bytes of a tensor; `None` means all bytes.
+    pub fn entry_of(&self, tensor_index: usize, runs: Option<&Runs>) -> Option<usize> {
+        let entries = self.entries(tensor_index);
+        let start = runs.map_or(0, Runs::start);
+        let starts = &self.runs[entries.clone()];
+        let entry = entries.start + starts.partition_point(|part| part.as_ref().map_or(0, Runs::start) < start);
+        (entry < entries.end && self.runs(entry) == runs).then_some(entry)
+    }
+
+    /// The parts of a tensor that may have bytes of `bytes`.
+    pub fn parts_near(&self, tensor_index: usize, bytes: &Range<u64>) -> Range<usize> {
+        let entries = self.entries(tensor_index);
+        let first = self.ends[entries.clone()].partition_point(|end| *end <= bytes.start);
+        let starts = &self.runs[entries.clone()];
+        let end = starts.partition_point(|part| part.as_ref().map_or(0, Runs::start) < bytes.end);
+        entries.start + first.min(end)..entries.start + end
+    }
+}
+
+/// The error for an entry whose base has the digest `found`.
+pub(super) fn wrong_base(tensor: &Tensor<'_>, found: &[u8; DIGEST_SIZE]) -> Error {
+    let (expected, found) = (hex(tensor.base_digest()), hex(found));
+    Error::WrongBase { tensor: tensor.base_name.to_owned(), expected, found }
+}
+
+fn find_base_lanes<B: Source>(tensor: &Tensor<'_>, before: &dyn Checkpoint, previous: Option<&Step<'_, B>>) -> Result<BaseLanes> {
+    let Some(tensor_index) = find_base(tensor, before)? else { return Ok(BaseLanes::Zeros) };
+    let Some(previous) = previous else { return Ok(BaseLanes::Tensor(tensor_index)) };
+    if let Some(entry) = previous.entry_of(tensor_index, tensor.runs().as_ref()) {
+        return Ok(BaseLanes::Entry(entry));
+    }
+    if !previous.pair.index().is_tiled(tensor.base_name) {
+        let expected = format_args!("{} of base tensor {}", shown(tensor), Escaped(tensor.base_name));
+        let parts = previous.entries(tensor_index).len();
+        return Err(Rule::BaseTensor
+            .broken(expected, format_args!("{parts} other parts, which do not cover it"))
+            .in_tensor(tensor.name));
+    }
+    Ok(BaseLanes::Tensor(tensor_index))
+}
+
+/// The elements of an entry.
+fn shown(tensor: &Tensor<'_>) -> String {
+    let part = |part: Part<'_>| format!("part {:?} + {:?}", part.origin, tensor.shape);
+    tensor.part.map_or_else(|| "all elements".to_owned(), part)
+}
