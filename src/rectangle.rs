@@ -424,7 +424,7 @@ mod tests {
     /// Cuts a rectangle in each dimension, as parts may be cut. Drops some of the pieces.
     fn cut(whole: &Rectangle, numbers: &mut impl Iterator<Item = u64>, dim: usize, parts: &mut Vec<Rectangle>) {
         if dim == whole.extent.len() {
-            if numbers.next().unwrap() % 4 > 0 {
+            if !numbers.next().unwrap().is_multiple_of(4) {
                 parts.push(whole.clone());
             }
             return;
