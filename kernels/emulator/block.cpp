@@ -397,7 +397,8 @@ uint64_t run_warp_operation(WarpOperation operation, uint32_t mask, uint64_t val
 
 uint32_t barrier(uint32_t id, uint32_t count, bool wait, uint32_t value, SourceLocation location) {
     Thread& me = *current;
-    if (id >= BARRIERS || count % WARP || count > threads_now) fail(location, "invalid barrier: id %u, %u threads", id, count);
+    if (id >= BARRIERS || count % WARP || count > threads_now)
+        fail(location, "invalid barrier: id %u, %u threads", id, count);
     waits[me.number] = {
         value, id, 0, ~0u, count, location, wait ? WarpOperation::BARRIER : WarpOperation::BARRIER_ARRIVE};
     release(&barriers[id]);
