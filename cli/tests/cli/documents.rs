@@ -119,6 +119,15 @@ fn place() -> Place {
     write_file(&place.path("base.safetensors"), &base);
     write_file(&place.path("finetune.safetensors"), &target);
     place.ok("encode base.safetensors finetune.safetensors -o rl20 --codec conditioned");
+    let mut version = base.to_vec();
+    write_file(&place.path("before.safetensors"), &version);
+    for step in 1..4 {
+        version = version.iter().map(|tensor| tuned(tensor, 50 + step)).collect();
+        write_file(&place.path("after.safetensors"), &version);
+        place.ok(&format!("encode before.safetensors after.safetensors -o step-{step}"));
+        fs::rename(place.path("after.safetensors"), place.path("before.safetensors")).unwrap();
+    }
+    fs::remove_file(place.path("before.safetensors")).unwrap();
     for (name, ranks) in [("shard", 2), ("rank", 4)] {
         for rank in 0..ranks {
             let pair = if name == "shard" { format!("{name}-{rank}") } else { format!("{name}{rank}") };
@@ -201,7 +210,8 @@ fn a_wrong_command_in_a_document_is_found() {
 #[test]
 fn verbs_and_options_in_the_text_of_documents_exist() {
     let place = Place::new();
-    let verbs = ["encode", "apply", "verify", "inspect", "merge", "subset", "bench", "demo", "completions", "man"];
+    let verbs =
+        ["encode", "apply", "verify", "inspect", "fold", "revert", "merge", "subset", "bench", "demo", "completions", "man"];
     let help = |verb: &str| -> BTreeSet<String> {
         let text = place.ok(&format!("{verb} --help")).out;
         let words = text.split(|c: char| !(c.is_alphanumeric() || c == '-')).map(String::from);
