@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Send a training step from four trainer ranks to two ranks that serve the model, all of them with tensor parallelism.
+"""Send a training step from four trainer ranks to two ranks that serve the model. Both sides use tensor parallelism.
 
 Each trainer holds a quarter of the rows or columns of every tensor, before and after the step, and encodes the difference of that.
 The four pairs are merged without decoding. Each receiver holds a half of every tensor. Query, key and value rows are fused in one

@@ -22,7 +22,7 @@ TYPES = {
     "F8_E4M3": (torch.float8_e4m3fn, np.dtype(np.uint8)),
     "F8_E5M2": (torch.float8_e5m2, np.dtype(np.uint8)),
 }
-#: For each cast, how many lanes are NaN in our source, and for how many of them PyTorch has another NaN.
+#: For each cast: the number of NaN lanes in the source, and the number for which PyTorch gives another NaN.
 CASTS = {
     ("BF16", "F32"): (254, 126),  # PyTorch leaves signalling NaNs as they are
     ("F16", "F32"): (2046, 0),

@@ -174,7 +174,7 @@ def test_a_rank_rebuilds_its_slices_from_a_base(cut: Cut) -> None:
             held, slices = cut.shards(rank, zeros)
             assert tpde.numpy.apply_slices_(slices, cut.pair, base=base) == "applied"
             assert same(held, expected)
-    # Slices that are not parts of the pair, from a whole base; two of them of one tensor.
+    # Slices that are not parts of the pair, from a whole base. Two slices belong to one tensor.
     out = np.zeros((2, 100, 96), np.float32)
     halves = [tpde.Slice("q", np.s_[100:200], out[1]), tpde.Slice("q", np.s_[:100], out[0])]
     assert tpde.numpy.apply_slices_(halves, cut.pair, base=cut.base) == "applied"

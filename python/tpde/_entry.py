@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """A tensor of a pair. If the pair has parts of it, all of them."""
+    """A tensor of a pair, with all parts that the pair has of it."""
 
     name: str
     dtype: str
