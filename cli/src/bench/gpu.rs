@@ -4,12 +4,14 @@
 //! median of several runs. The result of each run is compared with the target. The copies are timed in the same process.
 
 use super::median::median;
+use super::placed::{PIECE, Placed, pieces};
 use crate::signals::TemporaryFolder;
 use crate::text::{self, BOLD};
 use anyhow::ensure;
 use rayon::prelude::*;
 use serde::Serialize;
 use std::fmt;
+use std::iter;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -61,6 +63,8 @@ pub struct Row {
 pub struct Settings {
     pub runs: u32,
     pub slice_bytes: Option<u64>,
+    /// Whether matrices are also rebuilt in memory with gaps between their rows.
+    pub gaps: bool,
     /// Set if nvCOMP may expand frames; otherwise only the CPU does.
     pub nvcomp: Option<Nvcomp>,
 }
@@ -72,11 +76,17 @@ struct Bed<'a> {
     settings: Settings,
     target: &'a dyn Checkpoint,
     target_bytes: u64,
-    /// Base tensors at the offsets of their target tensors, if sizes are equal.
-    base_memory: DeviceSlice,
+    memory: Memory,
+    /// The same with gaps between the rows of matrices.
+    with_gaps: Option<Memory>,
+}
+
+/// Device memory of a base and of an output, with the same layout.
+struct Memory {
+    placed: Placed,
+    /// Base tensors at the places of their target tensors.
+    base: DeviceSlice,
     output: DeviceSlice,
-    /// Offset of each target tensor in `base_memory` and `output`.
-    places: Vec<u64>,
 }
 
 /// A row ends after this many seconds, but not before `LEAST_RUNS` runs.
@@ -85,12 +95,10 @@ const LEAST_RUNS: usize = 3;
 /// Names of the clocks: events on the stream, and the host's clock.
 const DEVICE: &str = "device";
 const WALL: &str = "wall";
-/// Alignment of tensors in bytes, the same as of allocations.
-const ALIGN: u64 = 256;
-/// Maximum bytes of a tensor that are in host memory at once.
-const PIECE: usize = 64 << 20;
 /// Bytes of a piece that one thread processes at a time.
 const PART: usize = 1 << 20;
+/// Fills memory that nothing may write, or that nothing has written yet.
+const GAP: u8 = 0xA5;
 /// Maximum size in bytes of the pinned memory from which the target is copied. A larger target is copied in several pieces.
 const PINNED: u64 = 1 << 30;
 
@@ -101,26 +109,19 @@ pub fn bench(
     options: &EncodeOptions,
     settings: Settings,
 ) -> anyhow::Result<Report> {
-    let mut end = 0;
-    let places: Vec<u64> = target
-        .tensors()
-        .iter()
-        .map(|info| {
-            let at = end;
-            end += info.bytes().next_multiple_of(ALIGN);
-            at
-        })
-        .collect();
-    ensure!(end > 0, "the target has no bytes");
+    let target_bytes = target.tensors().iter().map(|info| info.bytes()).sum();
+    ensure!(target_bytes > 0, "the target has no bytes");
+    let memory = |placed: Placed| -> anyhow::Result<Memory> {
+        Ok(Memory { base: device.alloc(placed.bytes)?, output: device.alloc(placed.bytes)?, placed })
+    };
     let bed = Bed {
         device,
         stream: device.stream()?,
-        settings,
         target,
-        target_bytes: target.tensors().iter().map(|info| info.bytes()).sum(),
-        base_memory: device.alloc(end)?,
-        output: device.alloc(end)?,
-        places,
+        target_bytes,
+        memory: memory(Placed::dense(target.tensors()))?,
+        with_gaps: settings.gaps.then(|| memory(Placed::with_gaps(target.tensors()))).transpose()?,
+        settings,
     };
     bed.load(base)?;
     let dense = bed.dense()?;
@@ -159,43 +160,49 @@ impl Bed<'_> {
     /// Copies base tensors to the device, for target tensors with a base of the same name.
     fn load(&self, base: &dyn Checkpoint) -> anyhow::Result<()> {
         let mut piece = self.device.pinned(PIECE)?;
-        for (info, &at) in self.target.tensors().iter().zip(&self.places) {
-            let memory = self.base_memory.slice(at, info.bytes())?;
-            let Some(place) = base.find(&info.name) else {
-                self.stream.fill(&memory, 0)?;
-                continue;
-            };
+        for memory in self.memories() {
+            self.stream.fill(&memory.base, GAP)?;
+        }
+        self.stream.record()?.wait()?;
+        for (number, info) in self.target.tensors().iter().enumerate() {
+            let Some(place) = base.find(&info.name) else { continue };
             let same = base.tensors()[place] == *info;
             ensure!(same, "a base tensor has another dtype or shape than its target tensor: only bench on the CPU supports this");
             for (offset, size) in pieces(info.bytes()) {
                 let piece = &mut piece[..size];
                 let read = |(i, part): (usize, &mut [u8])| base.read(place, offset + (i * PART) as u64, part);
                 piece.par_chunks_mut(PART).enumerate().try_for_each(read)?;
-                self.device.write(&memory.slice(offset, size as u64)?, piece)?;
+                for memory in self.memories() {
+                    memory.placed.write(self.device, &memory.base, number, offset, piece, GAP)?;
+                }
             }
         }
         Ok(self.stream.record()?.wait()?)
+    }
+
+    fn memories(&self) -> impl Iterator<Item = &Memory> {
+        iter::once(&self.memory).chain(&self.with_gaps)
     }
 
     /// Times a copy of the uncompressed target, from pinned memory and within the device.
     fn dense(&self) -> anyhow::Result<Vec<Row>> {
         let within = self.timed("copy", "device memory", DEVICE, || {
             let start = self.stream.record()?;
-            self.stream.copy(&self.output, &self.base_memory)?;
+            self.stream.copy(&self.memory.output, &self.memory.base)?;
             let end = self.stream.record()?;
             end.wait()?;
             Ok(end.since(&start)?)
         })?;
-        let bytes = self.output.bytes();
+        let bytes = self.memory.output.bytes();
         // All pieces have the same size. The last one may overlap the one before.
         let step = bytes.div_ceil(bytes.div_ceil(PINNED).max(1));
         let mut pinned = self.device.pinned(step as usize)?;
-        self.device.read(&self.base_memory.slice(0, step)?, &mut pinned)?;
+        self.device.read(&self.memory.base.slice(0, step)?, &mut pinned)?;
         let pinned = Arc::new(pinned);
         let to_device = self.timed("copy", "pinned memory", WALL, || {
             let start = Instant::now();
             for at in (0..bytes).step_by(step as usize) {
-                self.stream.copy_in(&self.output.slice(at.min(bytes - step), step)?, &pinned)?;
+                self.stream.copy_in(&self.memory.output.slice(at.min(bytes - step), step)?, &pinned)?;
             }
             self.stream.record()?.wait()?;
             Ok(start.elapsed().as_secs_f64())
@@ -236,7 +243,7 @@ impl Bed<'_> {
         std::fs::write(files.path().join("pair.tpde-blob"), pair.blob())?;
         let mut rows = vec![payloads_alone];
         for (name, mode) in modes {
-            let bindings = self.bindings(pair.index(), &index, mode)?;
+            let bindings = self.bindings(&self.memory, pair.index(), &index, mode)?;
             let mut measure =
                 |what: &str, index: &DeviceIndex, from, payloads: &Payloads<'_>, clock, digests| -> anyhow::Result<()> {
                     let plan = match self.settings.slice_bytes {
@@ -244,8 +251,8 @@ impl Bed<'_> {
                         None => ApplyPlan::new(index, &bindings, mode, payloads.clone())?,
                     };
                     let application = Application::prepare(plan.payload_digests(digests))?;
-                    rows.push(self.timed(what, from, clock, || self.launch(&application, mode, clock))?);
-                    self.compare(codec)
+                    rows.push(self.timed(what, from, clock, || self.launch(&self.memory, &application, mode, clock))?);
+                    self.compare(&self.memory, codec)
                 };
             let on_device_or_pinned =
                 [("device memory", &on_device, DEVICE), ("pinned memory", &pinned, DEVICE), ("pinned memory", &pinned, WALL)];
@@ -268,8 +275,16 @@ impl Bed<'_> {
             }
         }
         for (name, mode) in modes {
+            let Some(memory) = self.with_gaps.as_ref().filter(|_| !has_zstd) else { continue };
+            let bindings = self.bindings(memory, pair.index(), &index, mode)?;
+            let application = Application::prepare(ApplyPlan::new(&index, &bindings, mode, on_device.clone())?)?;
+            let what = format!("{name}, rows with gaps");
+            rows.push(self.timed(&what, "device memory", DEVICE, || self.launch(memory, &application, mode, DEVICE))?);
+            self.compare(memory, codec)?;
+        }
+        for (name, mode) in modes {
             rows.push(self.timed(name, "files, opened anew", WALL, || self.open_and_launch(&files.path().join("pair"), mode))?);
-            self.compare(codec)?;
+            self.compare(&self.memory, codec)?;
         }
         let stored_bytes = pair.index().size() + pair.index().blob_size();
         Ok(OfPair {
@@ -284,43 +299,52 @@ impl Bed<'_> {
 
     /// Binds tensors. Out of place, bases are in the base's memory, and targets in the output's. In place, both are in the
     /// output's memory.
-    fn bindings(&self, pair: &ValidatedIndex, index: &DeviceIndex, mode: Mode) -> anyhow::Result<Vec<Binding>> {
+    fn bindings(&self, memory: &Memory, pair: &ValidatedIndex, index: &DeviceIndex, mode: Mode) -> anyhow::Result<Vec<Binding>> {
         let mut bindings = Vec::new();
-        for (tensor, &at) in pair.tensors().zip(&self.places) {
-            let output = self.output.slice(at, tensor.bytes())?;
+        for (number, tensor) in pair.tensors().enumerate() {
+            let output = memory.placed.tensor(&memory.output, number)?;
             let base = match (mode, tensor.base_kind) {
-                (Mode::OutOfPlace, BaseKind::Same) => Some(self.base_memory.slice(at, tensor.bytes())?),
+                (Mode::OutOfPlace, BaseKind::Same) => Some(memory.placed.tensor(&memory.base, number)?),
                 _ => None,
             };
             ensure!(
                 index.find_part(tensor.name, &tensor.rectangle()) == Some(tensor.place),
                 "the index on the device is not the index of the pair"
             );
-            bindings.push(match mode {
+            let has_base = base.is_some();
+            let mut binding = match mode {
                 Mode::OutOfPlace => Binding::out_of_place(tensor.place, base, output),
                 _ => Binding::in_place(tensor.place, output),
-            });
+            };
+            if let Some(rows) = memory.placed.rows(number) {
+                binding = binding.output_rows(rows);
+                if has_base {
+                    binding = binding.base_rows(rows);
+                }
+            }
+            bindings.push(binding);
         }
         Ok(bindings)
     }
 
     /// In place: copies the base to the output again. Out of place: fills the output with a constant.
-    fn restore(&self, mode: Mode) -> anyhow::Result<()> {
+    fn restore(&self, memory: &Memory, mode: Mode) -> anyhow::Result<()> {
         match mode {
-            Mode::OutOfPlace => self.stream.fill(&self.output, 0xA5)?,
-            _ => self.stream.copy(&self.output, &self.base_memory)?,
+            Mode::OutOfPlace => self.stream.fill(&memory.output, GAP)?,
+            _ => self.stream.copy(&memory.output, &memory.base)?,
         }
         Ok(self.stream.record()?.wait()?)
     }
 
-    /// Compares the output with the target.
-    fn compare(&self, codec: Codec) -> anyhow::Result<()> {
+    /// Compares the output with the target, and gaps between rows with what they were filled with.
+    fn compare(&self, memory: &Memory, codec: Codec) -> anyhow::Result<()> {
         let mut found = self.device.pinned(PIECE)?;
-        for (place, (info, &at)) in self.target.tensors().iter().zip(&self.places).enumerate() {
+        for (number, info) in self.target.tensors().iter().enumerate() {
             for (offset, size) in pieces(info.bytes()) {
-                self.device.read(&self.output.slice(at + offset, size as u64)?, &mut found[..size])?;
+                let unchanged = memory.placed.read(self.device, &memory.output, number, offset, &mut found[..size], GAP)?;
+                ensure!(unchanged, "tensor {}: codec {codec} changed a gap between rows", info.name);
                 let check = |scratch: &mut Vec<u8>, (i, found): (usize, &[u8])| -> anyhow::Result<()> {
-                    let target = self.target.bytes(place, offset + (i * PART) as u64, found.len(), scratch)?;
+                    let target = self.target.bytes(number, offset + (i * PART) as u64, found.len(), scratch)?;
                     ensure!(found == target, "tensor {} was not rebuilt from codec {codec}", info.name);
                     Ok(())
                 };
@@ -331,8 +355,8 @@ impl Bed<'_> {
     }
 
     /// Seconds from the launch of an application to its end.
-    fn launch(&self, application: &Application<'_>, mode: Mode, clock: &str) -> anyhow::Result<f64> {
-        self.restore(mode)?;
+    fn launch(&self, memory: &Memory, application: &Application<'_>, mode: Mode, clock: &str) -> anyhow::Result<f64> {
+        self.restore(memory, mode)?;
         if clock == WALL {
             let start = Instant::now();
             application.launch(&self.stream)?.wait()?;
@@ -349,12 +373,12 @@ impl Bed<'_> {
     /// Seconds to do everything from a path: open the pair, upload its index, and launch. The files are in the page cache, and
     /// payloads are copied in slices.
     fn open_and_launch(&self, path: &Path, mode: Mode) -> anyhow::Result<f64> {
-        self.restore(mode)?;
+        self.restore(&self.memory, mode)?;
         let start = Instant::now();
         let pair = Pair::open(path)?;
         let index = DeviceIndex::upload(self.device, pair.index())?;
         let payloads = Payloads::Host(pair.blob());
-        let plan = ApplyPlan::new(&index, &self.bindings(pair.index(), &index, mode)?, mode, payloads)?;
+        let plan = ApplyPlan::new(&index, &self.bindings(&self.memory, pair.index(), &index, mode)?, mode, payloads)?;
         Application::prepare(plan)?.launch(&self.stream)?.wait()?;
         Ok(start.elapsed().as_secs_f64())
     }
@@ -380,11 +404,6 @@ impl Bed<'_> {
         let gb_per_second = text::speed(self.target_bytes, seconds);
         Ok(Row { what: what.to_owned(), from, clock, seconds, gb_per_second, all_seconds })
     }
-}
-
-/// Offset and size of each piece of `bytes` bytes that is in host memory at one time.
-fn pieces(bytes: u64) -> impl Iterator<Item = (u64, usize)> {
-    (0..bytes).step_by(PIECE).map(move |at| (at, (bytes - at).min(PIECE as u64) as usize))
 }
 
 impl fmt::Display for Report {

@@ -8,6 +8,8 @@ mod contenders;
 mod gpu;
 mod median;
 mod memory;
+#[cfg(feature = "cuda")]
+mod placed;
 mod repeated;
 
 use super::common::Common;
@@ -51,6 +53,10 @@ pub struct Bench {
     /// size]
     #[arg(long, value_name = "N")]
     slice_bytes: Option<u64>,
+    /// Also measure matrices whose rows have gaps between them, as slices of columns have: each row is followed by a gap of its
+    /// size. Needs device memory for four more copies of the target
+    #[arg(long)]
+    gaps: bool,
     /// Store the digest of each payload in the index, as `tpde encode --payload-digests` does
     #[arg(long)]
     payload_digests: bool,
@@ -235,7 +241,7 @@ impl Bench {
     fn bench_cuda(&self, device: tpde::cuda::Device) -> anyhow::Result<Report> {
         let (base, target) = self.open()?;
         let nvcomp = self.device.trust.then(tpde::cuda::Nvcomp::load).transpose()?;
-        let settings = gpu::Settings { runs: self.runs, slice_bytes: self.slice_bytes, nvcomp };
+        let settings = gpu::Settings { runs: self.runs, slice_bytes: self.slice_bytes, gaps: self.gaps, nvcomp };
         gpu::bench(&device, &base, &target, &self.options(), settings).map(Report::Gpu)
     }
 
