@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Makes checkpoints for benches on a device, from a seed; needs PyTorch, and makes them on a GPU where there is one.
+"""Makes checkpoints for benches from a seed. Needs NumPy for `drawn`, else PyTorch, which uses a GPU where there is one.
 
     python3 scripts/make_bench_data.py layers OUT
     python3 scripts/make_bench_data.py model OUT [--layers 32 --vocabulary 128256]
+    python3 scripts/make_bench_data.py drawn OUT --like BASE TARGET [--layers 32 --vocabulary 128256]
 
 layers  OUT/layer.base and OUT/layer.target, one F32 tensor of 1024×4096, a tenth of it moved by N(0, 0.01); and
         OUT/large.base and OUT/large.target, the same of 16384×4096.
@@ -25,6 +26,22 @@ RATE, GRADIENTS, BETAS, EPSILON = 7e-7, 8, (0.9, 0.999), 1e-8
 WIDTH, INNER, KEYS = 4096, 14336, 8 * 128
 PIECE = 64 << 20  # bytes that are written at once
 THREADS = 16
+DRAWN = 4 << 20  # lanes that are drawn at once, from a generator of their own
+# Real tensors for `drawn`, by a part of the name that they are for.
+LIKE = {
+    "embed_tokens": "embeddings.word_embeddings.weight",
+    "lm_head": "embeddings.word_embeddings.weight",
+    "model.norm": "embeddings.LayerNorm.weight",
+    "input_layernorm": "encoder.layer.{}.attention.output.LayerNorm.weight",
+    "post_attention_layernorm": "encoder.layer.{}.output.LayerNorm.weight",
+    "q_proj": "encoder.layer.{}.attention.self.query.weight",
+    "k_proj": "encoder.layer.{}.attention.self.key.weight",
+    "v_proj": "encoder.layer.{}.attention.self.value.weight",
+    "o_proj": "encoder.layer.{}.attention.output.dense.weight",
+    "gate_proj": "encoder.layer.{}.intermediate.dense.weight",
+    "up_proj": "encoder.layer.{}.intermediate.dense.weight",
+    "down_proj": "encoder.layer.{}.output.dense.weight",
+}
 
 
 class Output:
@@ -118,17 +135,63 @@ def make_model(out, pool, layers, vocabulary):
                 file.write(name, data.cpu().numpy(), 2 * first * math.prod(shape[1:]))
 
 
+def read_bf16(path):
+    """The tensors of a safetensors file in BF16, as arrays of lanes."""
+    import numpy
+
+    with open(path, "rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    lanes = {}
+    for name, tensor in header.items():
+        if name != "__metadata__" and tensor["dtype"] == "BF16":
+            first, end = tensor["data_offsets"]
+            lanes[name] = numpy.fromfile(path, "<u2", (end - first) // 2, offset=8 + size + first)
+    return lanes
+
+
+def make_drawn(out, pool, layers, vocabulary, like):
+    import numpy
+
+    real = [read_bf16(path) for path in like]
+    real_layers = sum(name.endswith("self.query.weight") for name in real[0])
+    tensors = dict(shapes(layers, vocabulary))
+    sizes = {name: ("BF16", shape, 2 * math.prod(shape)) for name, shape in tensors.items()}
+    outputs = [Output(out / f"drawn.{which}.safetensors", sizes, pool) for which in ("base", "target")]
+
+    def draw(number, name, pairs, first, count):
+        """Lanes of a tensor in both files. `pairs` has the real lanes: base and target."""
+        random = numpy.random.Generator(numpy.random.PCG64([SEED, number, first]))
+        drawn = pairs[random.integers(0, len(pairs), count, dtype=numpy.uint32)].view("<u2")
+        for which, file in enumerate(outputs):
+            at = file.start + file.places[name] + 2 * first
+            write_all(file.file, memoryview(numpy.ascontiguousarray(drawn[which::2])).cast("B"), at)
+
+    for number, (name, shape) in enumerate(tensors.items()):
+        part = next(part for part in LIKE if part in name)
+        layer = int(name.split(".")[2]) % real_layers if "layers." in name else 0
+        pairs = numpy.stack([lanes[LIKE[part].format(layer)] for lanes in real], axis=1).view("<u4").ravel()
+        lanes = math.prod(shape)
+        draws = [(number, name, pairs, first, min(DRAWN, lanes - first)) for first in range(0, lanes, DRAWN)]
+        list(pool.map(lambda draw_of: draw(*draw_of), draws))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["layers", "model"])
+    parser.add_argument("what", choices=["layers", "model", "drawn"])
     parser.add_argument("out", type=Path)
+    parser.add_argument("--like", type=Path, nargs=2, metavar=("BASE", "TARGET"))
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--vocabulary", type=int, default=128256)
     arguments = parser.parse_args()
+    if (arguments.what == "drawn") != bool(arguments.like):
+        parser.error("drawn, and nothing else, needs --like")
     arguments.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(THREADS) as pool:
         if arguments.what == "layers":
             make_layers(arguments.out, pool)
+        elif arguments.what == "drawn":
+            make_drawn(arguments.out, pool, arguments.layers, arguments.vocabulary, arguments.like)
         else:
             make_model(arguments.out, pool, arguments.layers, arguments.vocabulary)
 
