@@ -11,7 +11,8 @@ A *base* checkpoint and a *pair* of files, ``NAME.tpde-index`` and ``NAME.tpde-b
         weight = target.get_tensor("layer.weight")
 
 :mod:`tpde.torch` works on state dicts and live modules, :mod:`tpde.numpy` on dicts of arrays; each is imported on first use.
-:mod:`tpde.nn` has layers that rebuild their weights just in time. All errors are :class:`TpdeError`. During a call, other Python
+:mod:`tpde.nn` has layers that rebuild their weights just in time, :mod:`tpde.slices` finds the slices in the parameters of an
+inference engine. All errors are :class:`TpdeError`. During a call, other Python
 threads run, Ctrl-C ends the call, and all processors are used (the environment variable ``RAYON_NUM_THREADS`` sets the number of
 threads). Warnings go to the logger ``tpde`` of :mod:`logging`, for example while a call waits for a lock that another process
 holds on the output folder.
@@ -44,10 +45,12 @@ from ._errors import (
     NotFound,
     NotHeld,
     NotMergeable,
+    NotRecorded,
     NotWritable,
     OutOfMemory,
     OutOfRange,
     Poisoned,
+    Repacked,
     SystemRefused,
     TpdeError,
     UnexpectedPair,
@@ -80,10 +83,12 @@ __all__ = [
     "NotFound",
     "NotHeld",
     "NotMergeable",
+    "NotRecorded",
     "NotWritable",
     "OutOfMemory",
     "OutOfRange",
     "Poisoned",
+    "Repacked",
     "SafeSlice",
     "Slice",
     "SystemRefused",
@@ -101,6 +106,7 @@ __all__ = [
     "nn",
     "numpy",
     "safe_open",
+    "slices",
     "subset",
     "torch",
     "verify",
@@ -109,7 +115,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # These modules need packages that may be missing or are slow to import.
-    if name in ("nn", "numpy", "torch"):
+    if name in ("nn", "numpy", "slices", "torch"):
         import importlib
 
         return importlib.import_module(f"tpde.{name}")

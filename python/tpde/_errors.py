@@ -92,6 +92,16 @@ class WrongBase(TpdeError, ValueError):
     found: str
 
 
+class Repacked(WrongBase):
+    """The memory of some modules does not hold the base, and that of others does: a kernel may have changed the layout of their
+    weights after they were loaded. Nothing was written.
+
+    Attributes: those of :class:`WrongBase`, and ``modules``, the names of these modules.
+    """
+
+    modules: list[str]
+
+
 class AlreadyApplied(TpdeError, ValueError):
     """The base already is the target of the pair."""
 
@@ -168,6 +178,19 @@ class NotHeld(InvalidArgument):
 
     tensor: str
     chunk: int | None = None
+
+
+class NotRecorded(InvalidArgument):
+    """A weight loader does what a map of slices cannot express. Nothing was written.
+
+    Attributes: ``operation``, its name in PyTorch, ``tensor``, ``parameter``, and ``where``, file, line and function of the loader;
+    ``None`` where they do not apply.
+    """
+
+    operation: str | None = None
+    tensor: str | None = None
+    parameter: str | None = None
+    where: str | None = None
 
 
 class Incomplete(InvalidArgument):

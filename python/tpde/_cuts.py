@@ -1,0 +1,51 @@
+"""Cuts tensors where receivers hold them, so that every receiver has all elements of the parts that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise, product
+from typing import Any
+
+from ._errors import InvalidArgument
+from ._slices import Slice
+
+#: Rectangles of tensors, by name: first index and index behind the last one, per dim.
+Rectangles = Mapping[str, Iterable[tuple[slice, ...]]]
+
+
+def cut(tensors: Mapping[str, Any], rectangles: Iterable[Rectangles]) -> list[Slice]:
+    """Slices that tile whole tensors. Each rectangle of each receiver is made of some of them.
+
+    The slices form a grid: a tensor is cut at each begin and end of a rectangle, and between experts if their matrices are cut. Tensors without rectangles are one slice.
+
+    Raises:
+        InvalidArgument: A rectangle is of no tensor, or not within it.
+    """
+    bounds: dict[str, list[set[int]]] = {name: [{0, size} for size in tensor.shape] for name, tensor in tensors.items()}
+    for receiver in rectangles:
+        for name, indices in receiver.items():
+            if name not in bounds:
+                raise InvalidArgument(f"a receiver has slices of tensor {name!r}, which is missing")
+            for index in indices:
+                _check(name, index, tuple(tensors[name].shape))
+                for dim, one in enumerate(index):
+                    bounds[name][dim] |= {one.start, one.stop}
+    return [one for name, tensor in tensors.items() for one in _tiles(name, tensor, [sorted(dim) for dim in bounds[name]])]
+
+
+def _check(name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> None:
+    is_within = len(index) == len(shape) and all(0 <= one.start <= one.stop <= size for one, size in zip(index, shape))
+    if not is_within:
+        raise InvalidArgument(f"a receiver has the slice {index} of tensor {name!r} of shape {[*shape]}, which is not within it")
+
+
+def _tiles(name: str, tensor: Any, bounds: list[list[int]]) -> list[Slice]:
+    shape = tuple(tensor.shape)
+    if 0 in shape or not shape:
+        return [Slice(name, ..., tensor, shape)]
+    # Rows of a slice are at equal distances. So the dims before one that is cut are cut at each index, unless that one is the last.
+    # This keeps the grid, whose parts nest as the format wants it.
+    last_cut = max((dim for dim in range(1, len(shape) - 1) if len(bounds[dim]) > 2), default=0)
+    cells = product(*(pairwise(range(shape[dim] + 1) if dim < last_cut else one) for dim, one in enumerate(bounds)))
+    indices = [tuple(slice(start, stop) for start, stop in cell) for cell in cells]
+    return [Slice(name, index, tensor[index], shape) for index in indices]

@@ -1,0 +1,316 @@
+"""The slices that a weight loader makes of a checkpoint, and pairs applied to them.
+
+An inference engine loads a checkpoint by a function that takes pairs of name and tensor, and copies slices of these tensors to its
+parameters: rows of a rank, several tensors fused in one parameter, experts stacked. :func:`record` runs such a function once,
+without data, and finds all of these slices. :func:`apply_` then changes the live parameters by a pair, in place::
+
+    weights = tpde.slices.record(model.load_weights, "step100", model)
+    weights.check()
+    tpde.slices.apply_(weights, "step100")
+
+What no map of slices can express is refused by name. See :func:`record`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import _errors, _map
+from ._cuts import Rectangles, cut
+from ._dtypes import byte_shape, is_packed
+from ._kept import Kept, keep
+from ._map import Elements, Piece, module_of
+from ._paths import Digest, StrPath, inspect
+from ._progress import Progress
+from ._recorder import Refusal
+from ._recorder import record as _record
+from ._slices import Slice
+from ._state import Outcome
+from ._torch_memory import dtype_of
+from .torch import apply_slices_
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Elements", "Kept", "Map", "Piece", "Refusal", "Report", "apply_", "cut", "record"]
+
+State = Mapping[str, torch.Tensor]
+#: A function that loads weights, as engines have it.
+Loader = Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Map:
+    """Where the elements of a checkpoint's tensors are in the parameters of a rank. :func:`record` makes it."""
+
+    #: Rectangles of tensors, and their places in parameters.
+    pieces: list[Piece] = field(repr=False)
+    #: What the loader does and a map cannot express. Parameters named there are not patched.
+    refusals: list[Refusal]
+    #: Elements of parameters that the loader writes, but not from a checkpoint, such as the padding of a vocabulary.
+    constants: list[Elements]
+    #: Elements of parameters that the loader does not write.
+    missing: list[Elements]
+    #: Tensors of the checkpoint that are copied to no parameter.
+    unused: list[str]
+    #: Further names of a parameter, by its first name: tied weights are recorded once.
+    tied: dict[str, list[str]]
+    #: Tensors that each parameter has elements of, also of parameters that are refused.
+    tensors_of: dict[str, list[str]] = field(repr=False)
+    _shapes: dict[str, tuple[int, ...]] = field(repr=False)
+    _layouts: dict[str, _map.Layout] = field(repr=False)
+    _owner: Any = field(repr=False)
+
+    @property
+    def refused(self) -> list[str]:
+        """Names of the parameters that are not patched."""
+        return sorted({one.parameter for one in self.refusals if one.parameter is not None})
+
+    def check(self, *, missing: str | Iterable[str] = (), refused: bool = False) -> None:
+        """Raise unless every element of every parameter is written once.
+
+        Args:
+            missing: Patterns of parameters that need not be in the checkpoint, such as ``"*lora*"``.
+            refused: Whether parameters may be refused, because :class:`Kept` keeps their base.
+
+        Raises:
+            NotRecorded: A parameter lacks elements, or is refused.
+        """
+        patterns = [missing] if isinstance(missing, str) else list(missing)
+        lacking = [one for one in self.missing if not any(fnmatchcase(one.parameter, pattern) for pattern in patterns)]
+        if lacking:
+            more = f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            raise _errors.NotRecorded(f"the loader does not write {lacking[0]}{more}", parameter=lacking[0].parameter)
+        if self.refusals and not refused:
+            first = self.refusals[0]
+            more = f" ({len(self.refusals) - 1} more)" if len(self.refusals) > 1 else ""
+            raise _errors.NotRecorded(
+                f"{first}{more}",
+                operation=first.operation,
+                tensor=first.tensors[0] if first.tensors else None,
+                parameter=first.parameter,
+                where=first.where,
+            )
+
+    def bind(self, parameters: State | nn.Module) -> Map:
+        """The same map of other parameters, such as those of the live model if the loader was recorded on another one.
+
+        Raises:
+            InvalidArgument: A parameter is missing, or has another shape, dtype or layout.
+        """
+        bound = replace(self, _owner=parameters)
+        bound._live()
+        return bound
+
+    def slices(self, *, without: Iterable[str] = ()) -> list[Slice]:
+        """The slices of the live parameters, as :func:`tpde.torch.apply_slices_` takes them.
+
+        Args:
+            without: Names of modules whose parameters are left out.
+
+        Raises:
+            InvalidArgument: A parameter is missing, or has another shape, dtype or layout than it had.
+        """
+        live, excluded = self._live(), frozenset(without)
+        return [
+            Slice(one.tensor, one.index, one.memory(live[one.parameter]), self._shapes[one.tensor])
+            for one in self.pieces
+            if module_of(one.parameter) not in excluded
+        ]
+
+    def rectangles(self, kept: Kept | None = None) -> Rectangles:
+        """The elements of each tensor that the rank holds, as :func:`cut` takes them."""
+        second = kept.modules if kept is not None else []
+        found: dict[str, dict[tuple[tuple[int, int], ...], tuple[slice, ...]]] = {}
+        indices = [(one.tensor, one.index) for one in self.pieces if module_of(one.parameter) not in second]
+        for name, index in [*indices, *((one.name, one.index) for one in (kept.slices if kept is not None else []))]:
+            found.setdefault(name, {})[tuple((one.start, one.stop) for one in index)] = index
+        return {name: list(by_bounds.values()) for name, by_bounds in found.items()}
+
+    def keep(self, base: State | Iterable[tuple[str, torch.Tensor]], modules: Iterable[str] = (), *, pinned: bool = False) -> Kept:
+        """Keep the base of modules that cannot be patched, in memory of its own, for the engine's own reload.
+
+        Args:
+            base: The base's tensors, or pairs of name and tensor, of which one at a time is needed.
+            modules: Names of modules whose weights a kernel has repacked, as :class:`tpde.Repacked` has them. Modules with refused
+                parameters are kept in any case.
+            pinned: Whether the memory is pinned, which makes copies to a device faster.
+
+        Raises:
+            InvalidArgument: A module or a tensor of the base is missing, or has another shape or dtype.
+        """
+        return keep(self, base, modules, pinned=pinned)
+
+    def _live(self) -> dict[str, torch.Tensor]:
+        live = _map.parameters_of(self._owner)
+        for name, layout in self._layouts.items():
+            if name not in live:
+                raise _errors.InvalidArgument(f"parameter {name!r} is missing")
+            if _map.Layout.of(live[name]) != layout:
+                raise _errors.InvalidArgument(f"parameter {name!r} is {_map.Layout.of(live[name])}: expected {layout}, as recorded")
+        return live
+
+
+def record(load_weights: Loader, tensors: StrPath | State, parameters: State | nn.Module) -> Map:
+    """Run a weight loader without data, and return what it copies where.
+
+    The loader gets tensors on the device ``meta``. Views of them are followed: slices, ``narrow``, ``chunk``, ``split``, ``view``,
+    ``reshape``, transposes, ``squeeze``, and copies without a cast. Copies to parameters are recorded and not done, so the model may
+    be live. Only what the calling thread does is seen. A copy in another thread fails, because the tensors have no data.
+
+    Refused, by operation, tensor, parameter and line of the loader: arithmetic, casts, expanded and concatenated tensors, advanced
+    indices, transposed parameters, steps, tensors with elements of less than a byte. A refused parameter is listed in
+    ``refusals`` of the map. It can take the second way, see :class:`Kept`.
+
+    Args:
+        load_weights: Called with an iterator of pairs of name and tensor.
+        tensors: The checkpoint's tensors, for their names, shapes and dtypes: a pair with its path, or a dict, for example of
+            tensors on the device ``meta``.
+        parameters: The parameters that are loaded: a dict, or a module, of which parameters and persistent buffers count. They may
+            be on any device, also on ``meta``. They are not written.
+
+    Raises:
+        NotRecorded: The loader fails without data, two tensors are copied to the same elements of a parameter, or the loader replaces
+            the memory of a parameter.
+    """
+    live = _map.parameters_of(parameters)
+    if isinstance(tensors, Mapping):
+        offered = {name: (tensor, False) for name, tensor in tensors.items()}
+    else:
+        offered = _tensors_of_pair(tensors)
+    recording = _record(load_weights, offered, live, lambda: _map.parameters_of(parameters))
+    return Map(
+        **_map.build(recording, {name: tuple(one.shape) for name, (one, _) in offered.items()}, offered),
+        _owner=parameters,
+    )
+
+
+def _tensors_of_pair(pair: Any) -> dict[str, tuple[torch.Tensor, bool]]:
+    """Tensors on the device ``meta``, and whether their elements are smaller than a byte."""
+    tensors = {}
+    for one in inspect(pair).tensors:
+        shape = one.part["whole"] if one.part else [*one.shape]
+        dims = byte_shape(one.dtype, shape) if is_packed(one.dtype) else shape
+        dtype = torch.uint8 if is_packed(one.dtype) else dtype_of(one.dtype)
+        tensors[one.name] = torch.empty(dims, dtype=dtype, device="meta"), is_packed(one.dtype)
+    return tensors
+
+
+@dataclass(frozen=True)
+class Report:
+    """Results of :func:`apply_`."""
+
+    #: As :func:`tpde.torch.apply_slices_` returns it.
+    outcome: Outcome
+    #: Number of parameters that were patched in place.
+    patched: int
+    #: Modules that were loaded again.
+    reloaded: list[str]
+
+
+def apply_(
+    weights: Map,
+    pair: StrPath,
+    *,
+    kept: Kept | None = None,
+    reload: Loader | None = None,
+    strict: bool = True,
+    expect: Digest | None = None,
+    progress: Progress = None,
+) -> Report:
+    """Turn live base weights into target weights in place, by the map of their loader.
+
+    All is checked before the first write, also what is kept. Modules of ``kept`` take the second way: their kept base becomes the
+    target, and ``reload`` loads them, module by module. Parameters and elements that the loader does not write are not changed.
+
+    Args:
+        weights: The map. Nothing else may read or write its parameters during the call.
+        pair: Name of the pair, or either file. It has all elements of the map's rectangles, and its tensors are cut at them, or
+            finer: see :func:`tpde.torch.apply_slices_`.
+        kept: The base of modules that cannot be patched.
+        reload: The engine's loader for these modules. It gets name and tensor of all tensors of a module. Elements of other ranks are
+            zero.
+        strict: Whether the pair must have every tensor of the map.
+        expect, progress: As for :func:`tpde.torch.apply_slices_`.
+
+    Raises:
+        Repacked: Some modules do not hold the base, and others do. ``modules`` has their names, for :meth:`Map.keep`.
+        WrongBase: The weights are not the base.
+        NotRecorded: A parameter is refused, and ``kept`` does not have its module.
+        Poisoned: ``reload`` failed. All other weights are the target's. :meth:`Kept.reload` repeats the loading.
+        InvalidArgument, and others: As for :func:`tpde.torch.apply_slices_`. Nothing was written then.
+    """
+    second = kept.modules if kept is not None else []
+    weights_refused = [one for one in weights.refusals if one.parameter and module_of(one.parameter) not in second]
+    if weights_refused:
+        raise _errors.NotRecorded(
+            f"{weights_refused[0]}. Map.keep keeps the base of its module",
+            operation=weights_refused[0].operation,
+            parameter=weights_refused[0].parameter,
+            where=weights_refused[0].where,
+        )
+    if kept is not None and reload is None:
+        raise _errors.InvalidArgument("kept modules need the engine's loader: expected reload")
+    slices, of_kept = weights.slices(without=second), kept.slices if kept is not None else []
+    if not strict:
+        names = {one.name for one in inspect(pair, expect=expect).tensors}
+        slices, of_kept = ([one for one in some if one.name in names] for some in (slices, of_kept))
+    first, copies = _map.without_copies(slices)
+    has_base = {one.name for one in inspect(pair, expect=expect).tensors if one.base_kind != "none"} if copies else set()
+    for one, other in copies:
+        if one.name in has_base and not _map.same_bits(one.tensor, other.tensor):
+            raise _errors.WrongBase(
+                f"tensor {one.name!r} is loaded to two places, which differ",
+                tensor=one.name,
+                expected="equal copies",
+                found="others",
+            )
+    try:
+        outcome = apply_slices_([*first, *of_kept], pair, expect=expect, progress=progress)
+    except _errors.WrongBase as error:
+        raise _explained(error, weights, second, pair, expect) from error
+    if outcome == "applied":
+        for one, other in copies:
+            other.tensor.copy_(one.tensor)
+    reloaded: list[str] = []
+    if kept is not None and reload is not None and (outcome == "applied" or kept.is_pending):
+        kept.is_pending = True
+        reloaded = kept.reload(reload)
+    patched = {one.parameter for one in weights.pieces if module_of(one.parameter) not in second}
+    return Report(outcome, len(patched) if outcome == "applied" else 0, reloaded)
+
+
+def _explained(error: _errors.WrongBase, weights: Map, without: list[str], pair: Any, expect: Digest | None) -> _errors.WrongBase:
+    """Compares each module with the base alone, and names those that do not hold it. Writes nothing."""
+    live, failed, held = weights._live(), [], 0
+    by_module: dict[str, list[Slice]] = {}
+    for one in weights.pieces:
+        if module_of(one.parameter) not in without:
+            memory = one.memory(live[one.parameter])
+            by_module.setdefault(module_of(one.parameter), []).append(Slice(one.tensor, one.index, memory))
+    for module, slices in by_module.items():
+        first, _ = _map.without_copies(slices)
+        scratch = [replace(one, tensor=torch.empty_like(one.tensor, memory_format=torch.contiguous_format)) for one in first]
+        try:
+            apply_slices_(scratch, pair, base=first, mode="chunk_by_chunk", expect=expect)
+            held += 1
+        except _errors.Poisoned as poisoned:
+            if not isinstance(poisoned.__cause__, (_errors.WrongBase, _errors.AlreadyApplied)):
+                raise
+            failed.append(module)
+    if not failed or not held:
+        return error
+    more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+    return _errors.Repacked(
+        f"modules do not hold the base: {failed[0]!r}{more}. {held} others hold it, so a kernel may have repacked the weights after "
+        "loading. Map.keep keeps the base of such modules",
+        modules=failed,
+        tensor=error.tensor,
+        expected=error.expected,
+        found=error.found,
+    )
