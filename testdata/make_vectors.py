@@ -34,6 +34,7 @@ from vectors.invalid_conditioned import invalid_conditioned_vectors  # noqa: E40
 from vectors.invalid_derived import invalid_derived_vectors  # noqa: E402
 from vectors.invalid_digests import invalid_digest_vectors  # noqa: E402
 from vectors.invalid_parts import invalid_part_vectors  # noqa: E402
+from vectors.readings import reading_vectors  # noqa: E402
 from vectors.valid import valid_vectors  # noqa: E402
 from vectors.valid_conditioned import valid_conditioned_vectors  # noqa: E402
 from vectors.valid_derived import derived_vectors  # noqa: E402
@@ -52,7 +53,7 @@ FOLDERS = {  # folder: list of its published files, what makes its vectors
             frame_vectors,
         ],
     ),
-    "v1.2": ("published-1.2.txt", [digest_vectors, part_vectors, invalid_digest_vectors, invalid_part_vectors]),
+    "v1.2": ("published-1.2.txt", [digest_vectors, part_vectors, invalid_digest_vectors, invalid_part_vectors, reading_vectors]),
     "v1.3": ("published-1.3.txt", [derived_vectors, invalid_derived_vectors]),
 }
 

@@ -111,7 +111,11 @@ impl SafetensorsCheckpoint {
             let name = entry.map_err(|e| Error::io("list", path, e))?.file_name();
             names.insert(name.to_string_lossy().into_owned());
         }
-        let with_ending = |ending: &'static str| names.iter().filter(move |name| name.ends_with(ending) && !name.starts_with('.'));
+        // A folder is no file of the checkpoint, whatever its name ends with.
+        let is_file = |name: &str| !path.join(name).is_dir();
+        let with_ending = |ending: &'static str| {
+            names.iter().filter(move |name| name.ends_with(ending) && !name.starts_with('.') && is_file(name))
+        };
         let mut indexes = with_ending(SHARD_INDEX);
         let shard_index = indexes.next().cloned();
         if let (Some(one), Some(other)) = (&shard_index, indexes.next()) {
@@ -138,7 +142,7 @@ impl SafetensorsCheckpoint {
         let mut files = Vec::new();
         for &name in &shards {
             check_name(path, name, FileKind::Safetensors)?;
-            if !names.contains(name) {
+            if !names.contains(name) || !is_file(name) {
                 return Err(bad(&format_args!("the shard index names {}, which is missing", Escaped(name))));
             }
             files.push((path.join(name), name.clone()));

@@ -34,11 +34,12 @@ class Base:
             self.add_folder(Path(path))
 
     def add_folder(self, folder):
-        names = sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
+        names = sorted(file.name for file in folder.iterdir() if not file.name.startswith(".") and file.is_file())
         indexes = [name for name in names if name.endswith(SHARD_INDEX)]
         need(len(indexes) <= 1, "base.file", "two shard indexes")
         shards, placed = [name for name in names if name.endswith(SHARD)], {}
         for name in indexes:
+            need(is_file_name(name.encode(), SHARD_INDEX), "base.file", "name of the shard index")
             self.shard_indexes[name] = (folder / name).read_bytes()
             placed = read_weight_map(self.shard_indexes[name])
             shards = sorted(set(placed.values()))
