@@ -65,7 +65,7 @@
 #define TPDE_CONDITIONED_STATE_MIN UINT32_C(0x00010000)
 #define TPDE_CONDITIONED_SET_COUNT_MAX 65535
 
-/* Default limits of section 13.4, in expanded bytes. */
+/* Section 13.4: the most that a limit should be by default, on the length of the index and on the expanded size of a section. */
 #define TPDE_LIMIT_INDEX_SIZE UINT64_C(0x40000000)
 #define TPDE_LIMIT_SECTION_SIZE UINT64_C(0x10000000)
 
@@ -208,7 +208,7 @@ TPDE_SIZE(TensorDigests, 32);
 /* Section tensors: the entries, then all dims, then all names, section 8. The dims of an entry are its shape; with
  * TPDE_PART_FIRST its shape, origins and extents; with TPDE_PART_FURTHER its origins and extents, section 8.4. */
 struct TensorEntry {
-    uint32_t name_size;
+    uint32_t name_size; /* 0 with TPDE_PART_FURTHER, as is base_name_size */
     uint32_t base_name_size;
     uint16_t dtype;
     uint16_t rank;
@@ -275,7 +275,7 @@ TPDE_OFFSET(BlobHeader, reserved, 56);
 TPDE_OFFSET(BlobHeader, header_crc32, 60);
 TPDE_SIZE(BlobHeader, TPDE_BLOB_HEADER_SIZE);
 
-/* Codec conditioned: the first bytes of a payload, section 4.4 of codecs.md, which names the parts that follow. */
+/* Codec conditioned: the first bytes of a payload, section 4.4 of codecs.md, which names the pieces that follow. */
 struct ConditionedHeader {
     uint8_t low_bits; /* stored as they are, of each lane's delta */
     uint8_t states_log2; /* of a stream */

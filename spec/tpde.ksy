@@ -229,8 +229,10 @@ types:
     seq:
       - id: name_size
         type: u4
+        doc: 0 for a further part
       - id: base_name_size
         type: u4
+        doc: 0 if the base tensor has the same name, if there is none, and for a further part
       - id: dtype
         type: u2
         enum: dtypes

@@ -8,6 +8,6 @@
     parts         parts of tensors, of version 1.2
     derived       derived bases, of the draft of version 1.3
 
-and then the vectors: valid, invalid, valid_conditioned, invalid_conditioned, checkpoints, frames, and those of digests, parts and
-derived bases.
+and then the vectors: valid, invalid, valid_conditioned, invalid_conditioned, checkpoints, frames, those of digests, parts and
+derived bases, and readings: passages that readers could understand in two ways.
 """
