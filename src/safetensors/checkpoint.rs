@@ -94,7 +94,7 @@ impl Shard {
 
 impl SafetensorsCheckpoint {
     /// Opens a `.safetensors` file or a folder. If a folder has a `*.safetensors.index.json`, its shards are the files named there;
-    /// otherwise all its `.safetensors` files. Hidden files are ignored.
+    /// otherwise all its `.safetensors` files. Hidden files and sub-folders are ignored.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read; [`Error::BadCheckpoint`] if `path` is not a valid checkpoint; [`Error::Changed`] if
