@@ -19,6 +19,7 @@
 #include <vector>
 #include "common/format.cuh"
 #include "digest/digests.cuh"
+#include "encode/arguments.cuh"
 #include "zstd/frames.cuh"
 
 extern "C" void tpde_raw(Launch);
@@ -30,6 +31,14 @@ extern "C" void tpde_without_base_strided(Launch);
 extern "C" void tpde_digests(Digests);
 extern "C" void tpde_frames_check(Frames);
 extern "C" void tpde_frames_expand(Frames);
+extern "C" void tpde_encode_survey(Encode);
+extern "C" void tpde_encode_sample(Encode);
+extern "C" void tpde_encode_groups(Encode);
+extern "C" void tpde_encode_choose(Encode);
+extern "C" void tpde_encode_count(Encode);
+extern "C" void tpde_encode_streams(Encode);
+extern "C" void tpde_encode_gather(Encode);
+extern "C" void tpde_encode_crc(Encode);
 extern "C" void tpde_layout(u32*);
 
 namespace {
@@ -388,6 +397,14 @@ const KernelEntry KERNELS[] = {
     {"tpde_digests", [](const void* p) { tpde_digests(*(const Digests*)p); }, sizeof(Digests)},
     {"tpde_frames_check", [](const void* p) { tpde_frames_check(*(const Frames*)p); }, sizeof(Frames)},
     {"tpde_frames_expand", [](const void* p) { tpde_frames_expand(*(const Frames*)p); }, sizeof(Frames)},
+    {"tpde_encode_survey", [](const void* p) { tpde_encode_survey(*(const Encode*)p); }, sizeof(Encode)},
+    {"tpde_encode_sample", [](const void* p) { tpde_encode_sample(*(const Encode*)p); }, sizeof(Encode)},
+    {"tpde_encode_groups", [](const void* p) { tpde_encode_groups(*(const Encode*)p); }, sizeof(Encode)},
+    {"tpde_encode_choose", [](const void* p) { tpde_encode_choose(*(const Encode*)p); }, sizeof(Encode)},
+    {"tpde_encode_count", [](const void* p) { tpde_encode_count(*(const Encode*)p); }, sizeof(Encode)},
+    {"tpde_encode_streams", [](const void* p) { tpde_encode_streams(*(const Encode*)p); }, sizeof(Encode)},
+    {"tpde_encode_gather", [](const void* p) { tpde_encode_gather(*(const Encode*)p); }, sizeof(Encode)},
+    {"tpde_encode_crc", [](const void* p) { tpde_encode_crc(*(const Encode*)p); }, sizeof(Encode)},
     {"tpde_layout", [](const void* p) { tpde_layout(*(u32* const*)p); }, 8},
     {"spin", nullptr, 8},
 };

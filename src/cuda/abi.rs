@@ -1,7 +1,7 @@
 //! The Rust side of `kernels/common/format.cuh`: structs of a launch, modes and status words.
 
 use crate::error::Rule;
-use zerocopy::{Immutable, IntoBytes};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// The source of the header. Its numeric constants are parsed from it at compile time.
 pub(super) const FORMAT: &str = include_str!("../../kernels/common/format.cuh");
@@ -90,6 +90,92 @@ pub(super) const CONDITIONED_SHARED: u32 = defined("TPDE_CONDITIONED_SHARED");
 pub(super) const WITHOUT_BASE_THREADS: u32 = defined("TPDE_WITHOUT_BASE_THREADS");
 pub(super) const WITHOUT_BASE_SHARED: u32 = defined("TPDE_WITHOUT_BASE_SHARED");
 
+/// The source of the header of the encoder's arguments.
+const ENCODE: &str = include_str!("../../kernels/encode/arguments.cuh");
+pub(super) const ENCODE_THREADS: u32 = defined_in(ENCODE, "TPDE_ENCODE_THREADS");
+pub(super) const ENCODE_STREAM_THREADS: u32 = defined_in(ENCODE, "TPDE_ENCODE_STREAM_THREADS");
+pub(super) const ENCODE_PART: u32 = defined_in(ENCODE, "TPDE_ENCODE_PART");
+pub(super) const ENCODE_SPARE: u32 = defined_in(ENCODE, "TPDE_ENCODE_SPARE");
+pub(super) const ENCODE_MAGNITUDES: u32 = defined_in(ENCODE, "TPDE_ENCODE_MAGNITUDES");
+pub(super) const ENCODE_GROUPS: u32 = defined_in(ENCODE, "TPDE_ENCODE_GROUPS");
+pub(super) const ENCODE_SCRATCH: u32 = defined_in(ENCODE, "TPDE_ENCODE_SCRATCH");
+
+/// A chunk to encode: `EncodeChunk` of `arguments.cuh`.
+#[derive(Debug, Clone, Copy, Default, Immutable, IntoBytes)]
+#[repr(C)]
+pub(super) struct EncodeChunk {
+    pub base: u64,
+    pub target: u64,
+    pub masks: u64,
+    pub levels: u64,
+    pub tiles: u64,
+    pub words: u64,
+    pub payload: u64,
+    pub state: u64,
+    pub lanes: u32,
+    pub base_lanes: u32,
+    pub first_part: u32,
+    pub first_segment: u32,
+    pub words_scale: u32,
+    pub tables: u32,
+    pub lane_cost: u32,
+    pub payload_size: u32,
+    pub dtype: u16,
+    pub lane_log2: u8,
+    pub low_bits: u8,
+    pub form: u8,
+    pub states_log2: u8,
+    pub segments_log2: u8,
+    pub reserved: u8,
+}
+
+/// Forms of a payload.
+pub(super) mod form {
+    pub const NONE: u8 = 0;
+    pub const CODED: u8 = 1;
+    pub const LISTED: u8 = 2;
+    pub const PLAIN: u8 = 3;
+    pub const RAW: u8 = 4;
+}
+
+/// What the kernels find out about a chunk: `EncodeState` of `arguments.cuh`.
+#[derive(Debug, Clone, Copy, FromBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub(super) struct EncodeState {
+    pub base_sum: u64,
+    pub target_sum: u64,
+    pub cost: u64,
+    pub changed: u32,
+    pub largest: u32,
+    pub center: u32,
+    pub coded: u32,
+    pub exceptions: u32,
+    pub overflow: u32,
+    pub crc32: u32,
+    pub first_context: u16,
+    pub context_count: u8,
+    pub activity_bits: u8,
+    pub stream_words: [u32; 32],
+    pub stream_at: [u32; 32],
+    pub classes: [[u8; 64]; 4],
+}
+
+/// The parameter of the encoder's kernels: `Encode` of `arguments.cuh`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub(super) struct Encode {
+    pub chunks: u64,
+    pub tables: u64,
+    pub scratch: u64,
+    pub groups: u64,
+    pub rows: u64,
+    pub found: u64,
+    pub count: u32,
+    pub parts: u32,
+    pub tokens: u32,
+    pub reserved: u32,
+}
+
 /// `TPDE_CONDITIONED_TABLES`: size of the shared memory for a table set in bytes, in addition to [`CONDITIONED_SHARED`] or
 /// [`WITHOUT_BASE_SHARED`].
 pub(super) const fn conditioned_tables(classes: u32, symbols: u32) -> u32 {
@@ -148,9 +234,14 @@ pub(super) fn list_bytes(changes: u64, lane_log2: u8) -> u64 {
 /// Granularity of the size of a list of changes, in bytes.
 pub(super) const LIST_STEP: u64 = 256;
 
-/// Parses the number in `#define NAME number` of `format.cuh`, at compile time.
+/// [`defined_in`] for `format.cuh`.
 const fn defined(name: &str) -> u32 {
-    let (text, name) = (FORMAT.as_bytes(), name.as_bytes());
+    defined_in(FORMAT, name)
+}
+
+/// Parses the number in `#define NAME number` of a header, at compile time.
+const fn defined_in(text: &str, name: &str) -> u32 {
+    let (text, name) = (text.as_bytes(), name.as_bytes());
     let define = b"#define ";
     let mut at = 0;
     while at + define.len() + name.len() < text.len() {
@@ -169,7 +260,7 @@ const fn defined(name: &str) -> u32 {
         }
         at += 1;
     }
-    panic!("format.cuh does not define this")
+    panic!("the header does not define this")
 }
 
 const fn is_at(text: &[u8], at: usize, part: &[u8]) -> bool {
@@ -259,6 +350,32 @@ mod tests {
             }
         };
         assert_eq!(BTreeMap::from(ours), layouts(FORMAT));
+    }
+
+    #[test]
+    fn structs_of_the_encoder_are_those_of_its_kernels() {
+        let mut ours = BTreeMap::from(ours! {
+            EncodeChunk {
+                base, target, masks, levels, tiles, words, payload, state, lanes, base_lanes, first_part, first_segment,
+                words_scale, tables, lane_cost, payload_size, dtype, lane_log2, low_bits, form, states_log2, segments_log2,
+                reserved,
+            }
+            EncodeState {
+                base_sum, target_sum, cost, changed, largest, center, coded, exceptions, overflow, crc32, first_context,
+                context_count, activity_bits, stream_words, stream_at, classes,
+            }
+            Encode { chunks, tables, scratch, groups, rows, found, count, parts, tokens, reserved }
+        });
+        let entries = 16 << 8;
+        ours.insert("EncodeTables.entries".into(), 0);
+        ours.insert("EncodeTables.costs".into(), 8 * entries);
+        ours.insert("EncodeTables".into(), 8 * entries + 4 * 16 * define(FORMAT, "TPDE_TOKEN_COUNT_MAX") as usize);
+        assert_eq!(ours, layouts(ENCODE));
+        let forms =
+            [("NONE", form::NONE), ("CODED", form::CODED), ("LISTED", form::LISTED), ("PLAIN", form::PLAIN), ("RAW", form::RAW)];
+        let forms = forms.map(|(name, code)| (format!("FORM_{name}"), u32::from(code)));
+        assert_eq!(BTreeMap::from(forms), constants(ENCODE));
+        assert_eq!(ENCODE_GROUPS, 32 * ENCODE_MAGNITUDES);
     }
 
     #[test]

@@ -45,6 +45,7 @@
 mod abi;
 mod accelerator;
 mod application;
+mod encode;
 mod index;
 mod nvcomp;
 mod plan;
@@ -56,6 +57,7 @@ mod tests;
 pub use accelerator::NvcompDevice;
 pub use application::Application;
 pub use application::outcome::{BadChunk, Captured, Pending};
+pub use encode::{DeviceCheckpoint, Encode};
 pub use index::DeviceIndex;
 pub use nvcomp::Nvcomp;
 pub use plan::ApplyPlan;

@@ -19,3 +19,11 @@ pub use explain::{Explain, Explanation, TableSetReport, TensorExplanation, WayRe
 pub use options::{CodecChoice, EncodeOptions, Favor};
 pub use run::{EncodeReport, PartReport, TensorReport, encode};
 pub use split::Split;
+
+/// What the encoder on a device shares with this one.
+#[cfg(feature = "cuda")]
+pub(crate) mod shared {
+    pub(crate) use super::plan::{Plan, check_holdable, low_bits, plan};
+    pub(crate) use super::run::{check_options, report};
+    pub(crate) use super::train::{Group, PIECE, Pieces, group, train_with};
+}

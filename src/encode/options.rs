@@ -123,7 +123,7 @@ impl EncodeOptions {
     }
 
     /// The form of the pair.
-    pub(super) fn form(&self) -> Form {
+    pub(crate) fn form(&self) -> Form {
         Form { version: self.format, payload_digests: self.payload_digests }
     }
 }
@@ -256,7 +256,7 @@ impl CodecChoice {
 
 /// A way to code a tensor: from its base or from zeros, with one codec for all its chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Way {
+pub(crate) struct Way {
     pub from_base: bool,
     pub codec: Codec,
 }

@@ -12,7 +12,7 @@ use crate::writer::{FileSpec, PartSpec, TensorSpec};
 use std::sync::{Arc, OnceLock};
 
 /// One target tensor with its base. The struct is small, because a model may have very many tensors.
-pub(super) struct Plan {
+pub(crate) struct Plan {
     /// Index of the tensor in the target.
     pub target: u32,
     /// Index of the base tensor in the base.
@@ -85,12 +85,12 @@ impl Plan {
 
 /// Number of bits of each delta that codec `conditioned` stores uncoded: mantissa and sign if the lanes are floats coded from
 /// zeros, otherwise 0.
-pub(super) fn low_bits(dtype: Dtype, from_base: bool) -> u32 {
+pub(crate) fn low_bits(dtype: Dtype, from_base: bool) -> u32 {
     if from_base { 0 } else { dtype.mantissa_bits().map_or(0, |bits| bits + 1) }
 }
 
 /// Returns an error for tensors and files that the format cannot hold. Called before any lane is read.
-pub(super) fn check_holdable(
+pub(crate) fn check_holdable(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
     plans: &[Plan],
@@ -145,7 +145,7 @@ pub(super) fn lanes(info: &TensorInfo) -> Result<u64> {
     dtype.lanes(shape).ok_or_else(impossible)
 }
 
-pub(super) fn plan(
+pub(crate) fn plan(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
     tensor_index: usize,

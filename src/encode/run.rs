@@ -195,7 +195,7 @@ fn check_digests<W>(finished: &Finished<W>, base: Option<&dyn Checkpoint>, targe
     }))
 }
 
-fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options: &EncodeOptions) -> Result<()> {
+pub(crate) fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options: &EncodeOptions) -> Result<()> {
     if !options.chunk_lanes.is_power_of_two() || options.chunk_lanes < 1 << MIN_CHUNK_LANES_LOG2 {
         return Err(Error::InvalidArgument(format!(
             "{} lanes per chunk: expected a power of two of at least 4096",
@@ -239,7 +239,7 @@ fn encode_chunk(
 }
 
 /// `in_use` gives the numbers of the base tensors that the target uses.
-fn report<W>(finished: &Finished<W>, base: Option<&dyn Checkpoint>, in_use: impl Iterator<Item = usize>) -> EncodeReport {
+pub(crate) fn report<W>(finished: &Finished<W>, base: Option<&dyn Checkpoint>, in_use: impl Iterator<Item = usize>) -> EncodeReport {
     use crate::format::Section;
     let index = &finished.index;
     let tensors: Vec<_> = index.tensors().map(|tensor| TensorReport::new(index, &tensor)).collect();

@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Number of lanes per piece. A piece is the unit of sampling.
-const PIECE: u64 = 1 << 14;
+pub(crate) const PIECE: u64 = 1 << 14;
 /// Range for the number of pieces that the first round samples per group. Within it, the number is a tenth of the group's pieces.
 const PIECES: std::ops::RangeInclusive<u64> = 128..=512;
 /// Later rounds sample a group until its samples have this many changes, or until all its pieces are sampled.
@@ -23,10 +23,10 @@ const CHANGES: u64 = 1 << 11;
 
 /// The tensors that share tables.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Group {
-    dtype: Dtype,
+pub(crate) struct Group {
+    pub dtype: Dtype,
     /// `true` if the lanes are coded from a base, `false` if from zeros.
-    from_base: bool,
+    pub from_base: bool,
 }
 
 /// The samples of a group.
@@ -49,7 +49,7 @@ fn stride(all: u64, favor: Favor) -> u64 {
     }
 }
 
-fn group(plan: &Plan) -> Group {
+pub(crate) fn group(plan: &Plan) -> Group {
     Group { dtype: plan.dtype, from_base: plan.base_kind != BaseKind::None }
 }
 
@@ -62,6 +62,36 @@ pub(super) fn train(
     plans: &mut [Plan],
     workers: &Pool<Worker>,
     progress: Progress<'_>,
+) -> Result<()> {
+    train_with(options, plans, |pieces, add| {
+        in_batches(
+            pieces,
+            |(plan, _)| PIECE * plan.width(),
+            |&mut (plan, k)| {
+                progress.done(0)?;
+                workers.with(|worker| sample(base, target, options, plan, k, worker))
+            },
+            |(plan, _), (from_base, from_zeros)| {
+                for (from_base, sample) in [(true, from_base), (false, from_zeros)] {
+                    if let Some(sample) = sample {
+                        add(Group { dtype: plan.dtype, from_base }, &sample);
+                    }
+                }
+                Ok(())
+            },
+        )
+    })
+}
+
+/// Pieces to sample: a plan, and the number of the piece in its tensor.
+pub(crate) type Pieces<'a, 'p> = &'a mut dyn Iterator<Item = (&'p Plan, u64)>;
+
+/// [`train`], for any way to sample pieces. `sample` is called once per round, and passes the samples to its second argument, in
+/// any order.
+pub(crate) fn train_with(
+    options: &EncodeOptions,
+    plans: &mut [Plan],
+    mut sample: impl for<'a, 'p> FnMut(Pieces<'a, 'p>, &mut dyn FnMut(Group, &conditioned::Sample)) -> Result<()>,
 ) -> Result<()> {
     if !options.codec.has_tables() {
         return Ok(());
@@ -83,7 +113,7 @@ pub(super) fn train(
         let strides: BTreeMap<Group, u64> =
             groups.iter().filter(|(_, sampled)| is_sampled(sampled)).map(|(group, sampled)| (*group, sampled.stride)).collect();
         let mut numbers = BTreeMap::<Group, u64>::new();
-        let pieces_of_round = plans.iter().filter(|plan| strides.contains_key(&group(plan))).flat_map(|plan| {
+        let mut pieces_of_round = plans.iter().filter(|plan| strides.contains_key(&group(plan))).flat_map(|plan| {
             let number = numbers.entry(group(plan)).or_default();
             let (first, stride) = (*number, strides[&group(plan)]);
             *number += pieces(plan);
@@ -92,23 +122,11 @@ pub(super) fn train(
             let turn = move |n: u64| (n + conditioned::sample_offset(n / stride, stride)) % stride;
             (0..pieces(plan)).filter(move |k| round.contains(&turn(first + k))).map(move |k| (plan, k))
         });
-        in_batches(
-            pieces_of_round,
-            |(plan, _)| PIECE * plan.width(),
-            |&mut (plan, k)| {
-                progress.done(0)?;
-                workers.with(|worker| sample(base, target, options, plan, k, worker))
-            },
-            |(plan, _), (from_base, from_zeros)| {
-                for (from_base, sample) in [(true, from_base), (false, from_zeros)] {
-                    let Some(sample) = sample else { continue };
-                    let sampled = groups.entry(Group { dtype: plan.dtype, from_base }).or_default();
-                    sampled.changes += sample.changed();
-                    sampled.trainer.add(&sample);
-                }
-                Ok(())
-            },
-        )?;
+        sample(&mut pieces_of_round, &mut |group, sample| {
+            let sampled = groups.entry(group).or_default();
+            sampled.changes += sample.changed();
+            sampled.trainer.add(sample);
+        })?;
         round = round.end..(2 * round.end).max(1);
     }
     let sets: BTreeMap<_, _> = groups

@@ -48,6 +48,12 @@ impl Costs {
         Self(costs)
     }
 
+    /// Returns the costs of each token, per class from class 1 on.
+    #[cfg(feature = "cuda")]
+    pub fn rows(&self) -> &[[u32; MAX_CLASSES]] {
+        &self.0
+    }
+
     /// Returns the total cost of a histogram of tokens, per class from class 1 on.
     pub fn of(&self, histogram: &[u32]) -> [u64; MAX_CLASSES] {
         let mut sums = [0; MAX_CLASSES];

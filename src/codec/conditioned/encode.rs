@@ -76,6 +76,29 @@ impl Model {
     }
 }
 
+/// What an encoder on a device reads of a table set.
+#[cfg(feature = "cuda")]
+pub(crate) struct ModelTables {
+    /// Entries of [`EncodeTable`].
+    pub entries: Vec<u64>,
+    /// Costs of each token, per class from class 1 on.
+    pub costs: Vec<[u32; super::tables::MAX_CLASSES]>,
+}
+
+#[cfg(feature = "cuda")]
+impl ModelTables {
+    /// For chunks of lanes of `width` bytes with `low_bits` low bits.
+    pub fn new(set: &TableSet, low_bits: u32, width: usize) -> Self {
+        let model = Model::new(set, missing_cost(low_bits, width));
+        Self { entries: model.divisors.entries().to_vec(), costs: model.costs.rows().to_vec() }
+    }
+}
+
+/// Cost of a value without a token: that of an exception, if exceptions are possible.
+fn missing_cost(low_bits: u32, width: usize) -> u64 {
+    if low_bits == 0 { exception_cost(width) } else { IMPOSSIBLE }
+}
+
 /// Activities and maps for a chunk, with their estimated cost.
 struct Choice {
     activity_bits: u8,
@@ -153,7 +176,7 @@ impl Encoder {
         payload: &mut Vec<u8>,
     ) -> bool {
         let Difference { dtype, base, target, masks, changed } = difference;
-        let missing = if low_bits == 0 { exception_cost(L::BYTES) } else { IMPOSSIBLE };
+        let missing = missing_cost(low_bits, L::BYTES);
         let model = match &mut self.model {
             Some(model) if model.set == *tables && model.missing == missing => model,
             model => model.insert(Model::new(tables, missing)),
@@ -172,9 +195,7 @@ impl Encoder {
         let classifier = Classifier { dtype, maps: &choice.maps, states: STEP };
         self.coded.find::<L>(self.platform, classifier, &levels, base, None);
         let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
-        // Part of the cost is decoding time. It is subtracted, because it adds nothing to the size of the payload.
-        let time = if low_bits == 0 { coded as u64 * pace.lane } else { 0 };
-        let (states, segments) = shape(coded, choice.cost.saturating_sub(time) / BIT / 8, tiles, pace);
+        let (states, segments) = shape(coded, size_of_cost(choice.cost, coded, low_bits, pace), tiles, pace);
         if states != STEP {
             // The number of states depends on the number of coded lanes.
             self.coded.shorten_steps::<L>(STEP, states);
@@ -234,13 +255,23 @@ impl Encoder {
 
 /// Returns the size in bytes of a payload that lists all changes of a chunk as exceptions.
 fn listed_size(difference: Difference<'_>) -> usize {
-    difference.changed * exception_bytes(difference.dtype.lane_bytes())
+    listed_bytes(difference.changed, difference.dtype.lane_bytes())
+}
+
+/// Returns the size in bytes of `changed` exceptions, for lanes of `width` bytes.
+pub(crate) fn listed_bytes(changed: usize, width: usize) -> usize {
+    changed * exception_bytes(width)
 }
 
 /// Returns the size in bytes of a payload without coded lanes: header, map, deltas or exceptions, padding to an even size, and
 /// one state.
 pub(crate) fn uncoded_size(difference: Difference<'_>) -> usize {
-    let stored = listed_size(difference).min(difference.base.len());
+    uncoded_bytes(difference.changed, difference.dtype.lane_bytes(), difference.base.len())
+}
+
+/// [`uncoded_size`] of a chunk of `size` bytes in which `changed` lanes of `width` bytes change.
+pub(crate) fn uncoded_bytes(changed: usize, width: usize, size: usize) -> usize {
+    let stored = listed_bytes(changed, width).min(size);
     (size_of::<ConditionedHeader>() + 1 + stored).next_multiple_of(2) + size_of_val(&RANS_LOWER_BOUND)
 }
 
@@ -483,9 +514,16 @@ fn tails(fits: &[Fit; CONTEXTS], holes: bool) -> [Tail; CONTEXTS + 1] {
     tails
 }
 
+/// Returns the size in bytes of a payload whose choice has this cost. Part of the cost is decoding time. It is subtracted, because
+/// it adds nothing to the size of the payload.
+pub(crate) fn size_of_cost(cost: u64, coded: usize, low_bits: u32, pace: Pace) -> u64 {
+    let time = if low_bits == 0 { coded as u64 * pace.lane } else { 0 };
+    cost.saturating_sub(time) / BIT / 8
+}
+
 /// Returns the number of states per stream and the number of segments, for a chunk of `tiles` tiles with `coded` coded lanes and
 /// a payload of about `size` bytes. Streams have at most `pace.steps` steps, unless states would have too little payload.
-fn shape(coded: usize, size: u64, tiles: usize, pace: Pace) -> (usize, usize) {
+pub(crate) fn shape(coded: usize, size: u64, tiles: usize, pace: Pace) -> (usize, usize) {
     let Pace { steps: max_steps, state, .. } = pace;
     // On average, half of a tile's last step is unused.
     let steps = coded.div_ceil(STEP) + tiles / 2;

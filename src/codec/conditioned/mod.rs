@@ -25,13 +25,17 @@ pub(crate) use decode::{ConditionedChunk, Decoder};
 pub(crate) use encode::Encoder;
 pub use encode::Pace;
 pub(crate) use encode::uncoded_size;
+#[cfg(feature = "cuda")]
+pub(crate) use encode::{ModelTables, listed_bytes, shape, size_of_cost, uncoded_bytes};
 pub(crate) use parts::parts;
 pub(crate) use stats::sample_offset;
 pub use tables::TableSet;
 #[cfg(fuzzing)]
 pub(crate) use tables::check_lookup;
 #[cfg(all(test, feature = "cuda"))]
-pub(crate) use tables::{token_of, tokens_within};
+pub(crate) use tables::token_of;
+#[cfg(feature = "cuda")]
+pub(crate) use tables::tokens_within;
 pub(crate) use train::{Sample, Trainer};
 
 #[cfg(test)]

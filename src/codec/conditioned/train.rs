@@ -69,6 +69,14 @@ impl Sample {
         sample
     }
 
+    /// Returns a sample in which `changed` lanes change, from the token counts of its groups of contexts: rate of change and mean
+    /// magnitude as in [`Group`], and the number of lanes by token.
+    #[cfg(feature = "cuda")]
+    pub fn from_counts(changed: u64, groups: impl IntoIterator<Item = (u8, u16, Vec<u32>)>) -> Self {
+        let groups = groups.into_iter().map(|(rate, magnitude, counts)| (Group { rate, magnitude }, Row { counts }));
+        Self { groups: groups.collect(), changed, cost: 0 }
+    }
+
     /// Returns the number of lanes that change.
     pub fn changed(&self) -> u64 {
         self.changed

@@ -138,6 +138,12 @@ impl EncodeTable {
         self.entries[Self::at(class, token)] = u64::from(start | (count - 1) << 12) | reciprocal << 32;
     }
 
+    /// Returns the entries of all tokens, at index `class << 8 | token`.
+    #[cfg(feature = "cuda")]
+    pub fn entries(&self) -> &[u64] {
+        &self.entries
+    }
+
     /// Returns whether a class has a token.
     #[inline(always)]
     pub fn has(&self, class: u8, token: u8) -> bool {

@@ -321,7 +321,7 @@ impl Drop for Relaxed {
 }
 
 /// A module of compiled kernels.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(in crate::cuda) struct Module(sys::CUmodule);
 
 // SAFETY: modules may be used by any thread.
@@ -330,6 +330,44 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 impl Module {
+    /// Compiles PTX for the device.
+    pub fn load(_: &Entered<'_>, ptx: &str) -> Result<Self> {
+        let image = CString::new(ptx).map_err(|_| Error::InvalidArgument("PTX with a NUL".into()))?;
+        let mut log = [0u8; 2048];
+        let mut options = [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+        let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
+        let mut module = ptr::null_mut();
+        // SAFETY: the image is a terminated string, there are as many values as options, and the log has the passed length.
+        let code =
+            unsafe { calls::cuModuleLoadDataEx(&mut module, image.as_ptr().cast(), 2, options.as_mut_ptr(), values.as_mut_ptr()) };
+        check(code, "compile the kernels for this device").map_err(|e| match (e, CStr::from_bytes_until_nul(&log)) {
+            (Error::Device { action, reason }, Ok(log)) => {
+                Error::Device { action, reason: format!("{reason} {}", log.to_string_lossy()).trim_end().to_owned() }
+            }
+            (e, _) => e,
+        })?;
+        Ok(Self(module))
+    }
+
+    /// Prepares a kernel of the module for launches. It is valid until the module is [unloaded](Module::unload).
+    pub fn kernel(&self, _: &Entered<'_>, name: &str, threads: u32, shared: u32) -> Result<Kernel> {
+        let name = CString::new(name).map_err(|_| Error::InvalidArgument("a kernel's name with a NUL".into()))?;
+        let mut function = ptr::null_mut();
+        // SAFETY: the module is loaded, and the name is terminated.
+        check(unsafe { calls::cuModuleGetFunction(&mut function, self.0, name.as_ptr()) }, "find a kernel")?;
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        if shared > 0 {
+            // SAFETY: the function belongs to the module.
+            check(unsafe { calls::cuFuncSetAttribute(function, attribute, shared as c_int) }, "set the shared memory of a kernel")?;
+        }
+        let mut registers = 0;
+        // This query loads the function, which would otherwise happen at its first launch.
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
+        // SAFETY: the function belongs to the module, and `registers` is valid for an int.
+        check(unsafe { calls::cuFuncGetAttribute(&mut registers, attribute, function) }, "load a kernel")?;
+        Ok(Kernel { function, threads, shared })
+    }
+
     /// Unloads the module.
     ///
     /// # Safety
@@ -357,37 +395,9 @@ impl Kernel {
     /// Compiles a kernel for the device and prepares it for launches.
     ///
     /// The kernel is valid until the owner of the module [unloads](Module::unload) it.
-    pub fn load(_: &Entered<'_>, ptx: &str, name: &str, threads: u32, shared: u32) -> Result<(Self, Module)> {
-        let image = CString::new(ptx).map_err(|_| Error::InvalidArgument("PTX with a NUL".into()))?;
-        let mut log = [0u8; 2048];
-        let mut options = [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
-        let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
-        let mut module = ptr::null_mut();
-        // SAFETY: the image is a terminated string, there are as many values as options, and the log has the passed length.
-        let code =
-            unsafe { calls::cuModuleLoadDataEx(&mut module, image.as_ptr().cast(), 2, options.as_mut_ptr(), values.as_mut_ptr()) };
-        check(code, "compile the kernels for this device").map_err(|e| match (e, CStr::from_bytes_until_nul(&log)) {
-            (Error::Device { action, reason }, Ok(log)) => {
-                Error::Device { action, reason: format!("{reason} {}", log.to_string_lossy()).trim_end().to_owned() }
-            }
-            (e, _) => e,
-        })?;
-        let module = Module(module);
-        let name = CString::new(name).map_err(|_| Error::InvalidArgument("a kernel's name with a NUL".into()))?;
-        let mut function = ptr::null_mut();
-        // SAFETY: the module was just loaded, and the name is terminated.
-        check(unsafe { calls::cuModuleGetFunction(&mut function, module.0, name.as_ptr()) }, "find a kernel")?;
-        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        if shared > 0 {
-            // SAFETY: the function belongs to the module.
-            check(unsafe { calls::cuFuncSetAttribute(function, attribute, shared as c_int) }, "set the shared memory of a kernel")?;
-        }
-        let mut registers = 0;
-        // This query loads the function, which would otherwise happen at its first launch.
-        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
-        // SAFETY: the function belongs to the module, and `registers` is valid for an int.
-        check(unsafe { calls::cuFuncGetAttribute(&mut registers, attribute, function) }, "load a kernel")?;
-        Ok((Self { function, threads, shared }, module))
+    pub fn load(cx: &Entered<'_>, ptx: &str, name: &str, threads: u32, shared: u32) -> Result<(Self, Module)> {
+        let module = Module::load(cx, ptx)?;
+        Ok((module.kernel(cx, name, threads, shared)?, module))
     }
 
     /// Returns the kernel with `shared` bytes of dynamic shared memory. [`Kernel::load`] sets the maximum.

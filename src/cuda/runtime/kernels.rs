@@ -13,6 +13,8 @@ const CONDITIONED_STRIDED_PTX: &str = include_str!("../../../kernels/ptx/conditi
 const WITHOUT_BASE_STRIDED_PTX: &str = include_str!("../../../kernels/ptx/without_base_strided.ptx");
 const FRAMES_PTX: &str = include_str!("../../../kernels/ptx/frames.ptx");
 const DIGESTS_PTX: &str = include_str!("../../../kernels/ptx/digests.ptx");
+const ENCODE_PLAN_PTX: &str = include_str!("../../../kernels/ptx/encode_plan.ptx");
+const ENCODE_WRITE_PTX: &str = include_str!("../../../kernels/ptx/encode_write.ptx");
 const LAYOUT_PTX: &str = include_str!("../../../kernels/ptx/layout.ptx");
 
 /// All kernels. Kernels that only some pairs need are compiled at their first use.
@@ -27,6 +29,7 @@ pub(in crate::cuda) struct Kernels {
     strided: [Mutex<Option<Kernel>>; 3],
     frames: Mutex<Option<FrameKernels>>,
     digests: Mutex<Option<Kernel>>,
+    encoder: Mutex<Option<EncodeKernels>>,
     modules: Mutex<Vec<Module>>,
 }
 
@@ -45,6 +48,19 @@ pub(in crate::cuda) struct FrameKernels {
     pub expand: Kernel,
 }
 
+/// The kernels of an encoder, `tpde_encode_…`.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct EncodeKernels {
+    pub survey: Kernel,
+    pub sample: Kernel,
+    pub groups: Kernel,
+    pub choose: Kernel,
+    pub count: Kernel,
+    pub streams: Kernel,
+    pub gather: Kernel,
+    pub crc: Kernel,
+}
+
 impl Kernels {
     pub fn load(cx: &Entered<'_>) -> Result<Self> {
         let mut modules = Vec::new();
@@ -57,8 +73,8 @@ impl Kernels {
         let shared = abi::CONDITIONED_SHARED + abi::CONDITIONED_TABLES_MAX;
         let conditioned = load(CONDITIONED_PTX, "tpde_conditioned", abi::CONDITIONED_THREADS, shared)?;
         let layout = load(LAYOUT_PTX, "tpde_layout", 1, 0)?;
-        let (without_base, strided, frames, digests) = Default::default();
-        Ok(Self { raw, conditioned, layout, without_base, strided, frames, digests, modules: Mutex::new(modules) })
+        let (without_base, strided, frames, digests, encoder) = Default::default();
+        Ok(Self { raw, conditioned, layout, without_base, strided, frames, digests, encoder, modules: Mutex::new(modules) })
     }
 
     /// Returns a decoding kernel, for strided tensors or for others.
@@ -95,6 +111,31 @@ impl Kernels {
     /// Returns the kernel for payload digests.
     pub fn digests(&self, context: &Context) -> Result<Kernel> {
         load_once(&self.digests, context, |cx| self.load_more(cx, DIGESTS_PTX, "tpde_digests", abi::DIGESTS_THREADS, 0))
+    }
+
+    /// Returns the kernels of an encoder.
+    pub fn encoder(&self, context: &Context) -> Result<EncodeKernels> {
+        load_once(&self.encoder, context, |cx| {
+            let plan = self.keep(Module::load(cx, ENCODE_PLAN_PTX)?);
+            let write = self.keep(Module::load(cx, ENCODE_WRITE_PTX)?);
+            let load = |module: &Module, name| module.kernel(cx, name, abi::ENCODE_THREADS, 0);
+            Ok(EncodeKernels {
+                survey: load(&plan, "tpde_encode_survey")?,
+                sample: load(&plan, "tpde_encode_sample")?,
+                groups: load(&plan, "tpde_encode_groups")?,
+                choose: load(&plan, "tpde_encode_choose")?,
+                count: load(&write, "tpde_encode_count")?,
+                streams: write.kernel(cx, "tpde_encode_streams", abi::ENCODE_STREAM_THREADS, 0)?,
+                gather: load(&write, "tpde_encode_gather")?,
+                crc: load(&write, "tpde_encode_crc")?,
+            })
+        })
+    }
+
+    /// Keeps a module until all are unloaded.
+    fn keep(&self, module: Module) -> Module {
+        self.modules.lock().unwrap_or_else(PoisonError::into_inner).push(module.clone());
+        module
     }
 
     fn load_more(&self, cx: &Entered<'_>, ptx: &str, name: &str, threads: u32, shared: u32) -> Result<Kernel> {

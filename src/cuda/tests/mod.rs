@@ -6,6 +6,7 @@ mod again;
 mod asynchronous;
 mod cases;
 mod digests;
+mod encode;
 mod emulated;
 mod frames;
 mod generated;

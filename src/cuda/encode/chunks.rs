@@ -1,0 +1,240 @@
+//! Chunks on the device: their lanes, and what the kernels find out about them.
+
+use super::session::{Drained, Session};
+use super::tensors::DeviceCheckpoint;
+use crate::codec::conditioned::{ModelTables, shape, size_of_cost};
+use crate::codec::{Codec, TableSet};
+use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
+use crate::cuda::runtime::memory::DeviceSlice;
+use crate::encode::shared::{Plan, low_bits};
+use crate::error::Result;
+use crate::format::BaseKind;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// Lanes per block, for which the kernels keep a level of activity.
+const BLOCK: u64 = 128;
+/// Alignment of the memory of a chunk, in bytes.
+const ALIGN: u64 = 16;
+
+/// Sizes of device memory. Tests make them small, so that small checkpoints need several rounds.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct Limits {
+    /// Maximum size of the chunks that are surveyed together, in bytes of lanes.
+    pub lanes: u64,
+    /// Maximum size of the streams, and of the payloads without streams, that are written together, in bytes. A chunk may need
+    /// more.
+    pub payloads: u64,
+    /// Room for streams in 256ths of their estimated size.
+    pub room: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { lanes: 1 << 30, payloads: 96 << 20, room: 320 }
+    }
+}
+
+/// Base and target.
+pub(super) struct Source<'a> {
+    pub base: Option<&'a DeviceCheckpoint>,
+    pub target: &'a DeviceCheckpoint,
+}
+
+impl Source<'_> {
+    /// Returns up to `lanes` lanes of a tensor, from lane `first` on.
+    pub fn chunk(&self, plan: &Plan, first: u64, lanes: u64) -> EncodeChunk {
+        let width = plan.width();
+        let base = self.base.zip(plan.base).map(|(base, i)| &base.memory()[i as usize]);
+        let base_lanes = base.map_or(0, |base| base.bytes() / width);
+        let lanes = lanes.min(plan.lanes - first);
+        EncodeChunk {
+            base: base.map_or(0, |base| base.address() + first * width),
+            target: self.target.memory()[plan.target as usize].address() + first * width,
+            lanes: lanes as u32,
+            base_lanes: base_lanes.saturating_sub(first).min(lanes) as u32,
+            tables: abi::NO_TABLES,
+            lane_cost: plan.pace.lane as u32,
+            dtype: plan.dtype.code(),
+            lane_log2: width.ilog2() as u8,
+            low_bits: low_bits(plan.dtype, plan.base_kind != BaseKind::None) as u8,
+            ..EncodeChunk::default()
+        }
+    }
+}
+
+/// Memory for what the kernels find out about chunks.
+pub(super) struct SurveyMemory {
+    /// Size of masks, levels and tiles, in bytes.
+    pub bytes: u64,
+    /// Size of the states, in bytes.
+    pub states: u64,
+    /// Number of parts of all chunks.
+    pub parts: u32,
+}
+
+/// Sets `first_part` of chunks, and their places in the memory: offsets, until [`SurveyMemory::place`] makes them addresses.
+pub(super) fn survey_memory(chunks: &mut [EncodeChunk]) -> SurveyMemory {
+    let (mut at, mut parts) = (0, 0);
+    let mut take = |bytes: u64| {
+        let start = at;
+        at = (at + bytes).next_multiple_of(ALIGN);
+        start
+    };
+    for chunk in chunks.iter_mut() {
+        let blocks = u64::from(chunk.lanes).div_ceil(BLOCK);
+        (chunk.masks, chunk.levels) = (take(blocks * BLOCK / 8), take(2 * blocks));
+        chunk.tiles = take(2 * u64::from(tiles_of(chunk)));
+        chunk.first_part = parts;
+        parts += chunk.lanes.div_ceil(abi::ENCODE_PART);
+    }
+    SurveyMemory { bytes: at, states: (chunks.len() * size_of::<EncodeState>()) as u64, parts }
+}
+
+impl SurveyMemory {
+    pub fn place(&self, chunks: &mut [EncodeChunk], memory: &DeviceSlice, states: &DeviceSlice) {
+        for (i, chunk) in (0..).zip(chunks) {
+            for offset in [&mut chunk.masks, &mut chunk.levels, &mut chunk.tiles] {
+                *offset += memory.address();
+            }
+            chunk.state = states.address() + i * size_of::<EncodeState>() as u64;
+        }
+    }
+}
+
+/// Returns the number of tiles of a chunk.
+pub(super) fn tiles_of(chunk: &EncodeChunk) -> u32 {
+    let tile = if chunk.lane_log2 <= 1 { 1024 } else { 2048 >> chunk.lane_log2 };
+    chunk.lanes.div_ceil(tile)
+}
+
+/// The table sets on the device.
+pub(super) struct Tables {
+    /// Index of each set, by its address.
+    places: HashMap<usize, u32>,
+    memory: DeviceSlice,
+}
+
+impl Tables {
+    /// Uploads the sets of all plans.
+    pub fn upload(session: &Session<'_>, plans: &[Plan]) -> Result<Self> {
+        let mut places = HashMap::new();
+        let mut words = Vec::<u32>::new();
+        for plan in plans {
+            let Some(set) = tables_of(plan) else { continue };
+            let next = places.len() as u32;
+            if *places.entry(Arc::as_ptr(set).addr()).or_insert(next) < next {
+                continue;
+            }
+            let width = plan.width() as usize;
+            let model = ModelTables::new(set, low_bits(plan.dtype, plan.base_kind != BaseKind::None), width);
+            words.extend(model.entries.iter().flat_map(|entry| [*entry as u32, (*entry >> 32) as u32]));
+            words.extend(model.costs.iter().flat_map(|costs| costs.iter().copied().chain([0])));
+        }
+        Ok(Self { places, memory: session.upload(&words)? })
+    }
+
+    fn place(&self, plan: &Plan) -> u32 {
+        tables_of(plan).and_then(|set| self.places.get(&Arc::as_ptr(set).addr()).copied()).unwrap_or(abi::NO_TABLES)
+    }
+
+    pub fn address(&self) -> u64 {
+        self.memory.address()
+    }
+}
+
+/// The tables that a plan's chunks are coded with.
+fn tables_of(plan: &Plan) -> Option<&Arc<TableSet>> {
+    plan.way.get().filter(|way| way.codec == Codec::Conditioned).and_then(|way| plan.tables_of(*way))
+}
+
+/// A chunk, and what is known about it.
+pub(super) struct Chunk<'a> {
+    pub plan: &'a Plan,
+    /// Number of the chunk in its tensor.
+    pub number: u64,
+    pub device: EncodeChunk,
+    pub state: EncodeState,
+}
+
+/// Chunks that are surveyed together, with the memory of the results.
+pub(super) struct Wave<'a> {
+    pub chunks: Vec<Chunk<'a>>,
+    pub states: DeviceSlice,
+    _memory: DeviceSlice,
+}
+
+impl<'a> Wave<'a> {
+    /// Surveys chunks, chooses their maps, and counts their coded lanes. Sets the form of each payload that follows from these
+    /// counts.
+    pub fn new(session: &Session<'_>, source: &Source<'_>, tables: &Tables, jobs: &[(&'a Plan, u64)]) -> Result<Self> {
+        let mut chunks: Vec<_> = jobs
+            .iter()
+            .map(|&(plan, number)| {
+                let lanes = 1 << plan.chunk_lanes_log2;
+                EncodeChunk { tables: tables.place(plan), ..source.chunk(plan, number * lanes, lanes) }
+            })
+            .collect();
+        let memory = survey_memory(&mut chunks);
+        let (survey, states) = (session.alloc(memory.bytes)?, session.alloc(memory.states)?);
+        memory.place(&mut chunks, &survey, &states);
+        let slots = (chunks.len() as u32).min(2 * session.device.multiprocessors);
+        let scratch = session.alloc(u64::from(slots) * u64::from(abi::ENCODE_SCRATCH))?;
+        let uploaded = session.upload(&chunks)?;
+        let _drained = Drained(session);
+        session.clear(&states)?;
+        let parameter = abi::Encode {
+            chunks: uploaded.address(),
+            tables: tables.address(),
+            scratch: scratch.address(),
+            count: chunks.len() as u32,
+            parts: memory.parts,
+            ..abi::Encode::default()
+        };
+        session.launch(session.kernels.survey, memory.parts, &parameter)?;
+        if chunks.iter().any(|chunk| chunk.tables != abi::NO_TABLES) {
+            session.launch(session.kernels.choose, slots, &parameter)?;
+            session.launch(session.kernels.count, memory.parts, &parameter)?;
+        }
+        let found = session.read::<EncodeState>(&states, chunks.len())?;
+        let chunks = jobs.iter().zip(chunks).zip(found).map(|((&(plan, number), device), state)| {
+            let mut chunk = Chunk { plan, number, device, state };
+            chunk.choose_form();
+            chunk
+        });
+        Ok(Self { chunks: chunks.collect(), states, _memory: survey })
+    }
+}
+
+impl Chunk<'_> {
+    /// Chooses the form of the payload, and its states and segments, as the encoder of the processor does.
+    fn choose_form(&mut self) {
+        let uncoded = self.uncoded();
+        let Self { plan, device, state, .. } = self;
+        let codec = plan.way.get().map_or(Codec::Raw, |way| way.codec);
+        device.form = match codec {
+            _ if state.changed == 0 => form::NONE,
+            Codec::Raw => form::RAW,
+            // Exceptions replace no low bits.
+            _ if device.tables == abi::NO_TABLES || (device.low_bits != 0 && state.exceptions != 0) => uncoded,
+            _ => {
+                let coded = state.coded as usize;
+                let size = size_of_cost(state.cost, coded, device.low_bits.into(), plan.pace);
+                let (states, segments) = shape(coded, size, tiles_of(device) as usize, plan.pace);
+                (device.states_log2, device.segments_log2) = (states.ilog2() as u8, segments.ilog2() as u8);
+                form::CODED
+            }
+        };
+    }
+
+    /// The form of a payload without coded lanes.
+    pub fn uncoded(&self) -> u8 {
+        let listed = crate::codec::conditioned::listed_bytes(self.state.changed as usize, self.plan.width() as usize);
+        if (listed as u64) < self.bytes() { form::LISTED } else { form::PLAIN }
+    }
+
+    /// Size of the lanes in bytes.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.device.lanes) << self.device.lane_log2
+    }
+}

@@ -1,0 +1,186 @@
+//! Encodes all tensors, and assembles the pair in their order.
+
+use super::chunks::{Chunk, Source, Tables, Wave};
+use super::payloads::{self, Payloads};
+use super::session::{Drained, Session};
+use super::{Encode, digests, train, unsupported};
+use crate::checkpoint::Checkpoint;
+use crate::codec::Codec;
+use crate::cuda::abi::form;
+use crate::digest;
+use crate::encode::shared::{Plan, check_holdable, check_options, plan, report};
+use crate::encode::{CodecChoice, EncodeReport};
+use crate::error::{Error, Result};
+use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, FormatVersion, PAYLOAD_ALIGN, TensorDigests};
+use crate::watch::{NoProgress, Progress, Watch};
+use crate::writer::{Finished, PairBuilder};
+use rayon::prelude::*;
+use std::io::Write;
+
+/// Encodes into `builder`.
+pub(super) fn encode<W: Write>(job: &Encode<'_>, builder: PairBuilder<W>) -> Result<(Finished<W>, EncodeReport)> {
+    let (base, target, options) = (job.base, job.target, &job.options);
+    let base_checkpoint = base.map(|base| base as &dyn Checkpoint);
+    check_options(base_checkpoint, target, options)?;
+    check_supported(job)?;
+    let mut plans: Vec<Plan> =
+        (0..target.tensors().len()).map(|i| plan(base_checkpoint, target, i, options)).collect::<Result<_>>()?;
+    check_holdable(base_checkpoint, target, &plans, &[])?;
+
+    let device = &target.device().inner;
+    let cx = device.context.enter()?;
+    let source = Source { base, target };
+    let (finished, used) = {
+        let session = Session::new(target, &cx, job.after)?;
+        let _drained = Drained(&session);
+        train::train(&session, &source, options, &mut plans, &job.watcher)?;
+        let tables = Tables::upload(&session, &plans)?;
+        let mut assembly = Assembly::new(job, &plans, builder);
+        let jobs: Vec<_> = plans.iter().enumerate().flat_map(|(i, plan)| chunks_of(i, plan)).collect();
+        let mut rest = &jobs[..];
+        while !rest.is_empty() {
+            let mut bytes = 0;
+            let count = rest.iter().take_while(|(_, plan, _)| {
+                let before = bytes;
+                bytes += plan.width() << plan.chunk_lanes_log2;
+                before == 0 || bytes <= job.limits.lanes
+            });
+            let (now, after) = rest.split_at(count.count());
+            rest = after;
+            let chunks: Vec<_> = now.iter().map(|&(_, plan, number)| (plan, number)).collect();
+            let mut wave = Wave::new(&session, &source, &tables, &chunks)?;
+            payloads::write(&session, &tables, job.limits, &mut wave, |wave, payloads| assembly.add(now, wave, &payloads))?;
+        }
+        (assembly.finish()?, plans.iter().filter_map(|plan| plan.base.map(|i| i as usize)).collect::<Vec<_>>())
+    };
+    let report = report(&finished, base_checkpoint, used.into_iter());
+    Ok((finished, report))
+}
+
+/// The chunks of a tensor.
+fn chunks_of(i: usize, plan: &Plan) -> impl Iterator<Item = (usize, &Plan, u64)> {
+    (0..plan.lanes.div_ceil(1 << plan.chunk_lanes_log2)).map(move |number| (i, plan, number))
+}
+
+fn check_supported(job: &Encode<'_>) -> Result<()> {
+    let options = &job.options;
+    if !matches!(options.codec, CodecChoice::Only(Codec::Conditioned | Codec::Raw)) {
+        return Err(unsupported(&format!("expected codec conditioned or raw for all tensors, found {}", options.codec.name())));
+    }
+    if options.format != FormatVersion::V1_2 {
+        return Err(unsupported("expected format 1.2"));
+    }
+    if !options.cuts.is_empty() || !options.split.is_empty() {
+        return Err(unsupported("tensors cannot be cut into parts"));
+    }
+    match job.base {
+        Some(base) if !std::sync::Arc::ptr_eq(&base.device().inner, &job.target.device().inner) => {
+            Err(Error::InvalidArgument("base and target are on two devices".into()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Passes tensors and chunks to the builder in order.
+struct Assembly<'a, W> {
+    job: &'a Encode<'a>,
+    plans: &'a [Plan],
+    builder: PairBuilder<W>,
+    /// Number of tensors that have begun. All but the last have ended.
+    begun: usize,
+    base_digests: digests::Known,
+    target_digests: digests::Known,
+}
+
+impl<'a, W: Write> Assembly<'a, W> {
+    fn new(job: &'a Encode<'a>, plans: &'a [Plan], builder: PairBuilder<W>) -> Self {
+        let (base_digests, target_digests) = (job.base_digests.clone(), job.target_digests.clone());
+        Self { job, plans, builder, begun: 0, base_digests, target_digests }
+    }
+
+    /// Adds payloads. `jobs` are those of the wave: index of the plan, plan, number of the chunk.
+    fn add(&mut self, jobs: &[(usize, &Plan, u64)], wave: &Wave<'_>, payloads: &Payloads) -> Result<()> {
+        let chunks = &wave.chunks[payloads.chunks.clone()];
+        let stored_of = |chunk: &Chunk<'_>| {
+            let start = chunk.device.payload as usize;
+            &payloads.stored[start..][..chunk.device.payload_size as usize]
+        };
+        let digests: Vec<_> = chunks.par_iter().map(|chunk| digest::of_payload(stored_of(chunk))).collect();
+        let mut first = 0;
+        while first < chunks.len() {
+            let tensor = jobs[payloads.chunks.start + first].0;
+            let same = |i: &usize| jobs[payloads.chunks.start + i].0 == tensor;
+            let end = first + (first..chunks.len()).take_while(same).count();
+            self.begin_until(tensor + 1)?;
+            let of_tensor = &chunks[first..end];
+            let start = of_tensor.first().map_or(0, |chunk| chunk.device.payload);
+            let stop = of_tensor.last().map_or(0, |chunk| chunk.device.payload + padded(chunk));
+            let records: Vec<_> = of_tensor.iter().map(record).collect();
+            let sums: Vec<_> = of_tensor.iter().map(sums).collect();
+            self.builder.copied_chunks(&payloads.stored[start as usize..stop as usize], &records, &sums, &digests[first..end])?;
+            let bytes = of_tensor.iter().map(Chunk::bytes).sum();
+            self.job.watcher.done(bytes)?;
+            first = end;
+        }
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<Finished<W>> {
+        self.begin_until(self.plans.len())?;
+        self.end_tensor()?;
+        self.builder.finish()
+    }
+
+    fn begin_until(&mut self, count: usize) -> Result<()> {
+        while self.begun < count {
+            self.end_tensor()?;
+            let plan = &self.plans[self.begun];
+            let Some(&way) = plan.way.get() else { return Err(unsupported("a tensor without a codec")) };
+            let base = self.job.base.map(|base| base as &dyn Checkpoint);
+            self.builder.begin_tensor(&plan.spec(way, true, base, self.job.target));
+            self.begun += 1;
+        }
+        Ok(())
+    }
+
+    /// Ends the last tensor, if one has begun.
+    fn end_tensor(&mut self) -> Result<()> {
+        let Some(plan) = self.begun.checked_sub(1).map(|last| &self.plans[last]) else { return Ok(()) };
+        let progress: Progress<'_> = &NoProgress(&self.job.watcher);
+        let base_digest = match (self.job.base, plan.base) {
+            (Some(base), Some(i)) if plan.base_kind != BaseKind::None => {
+                digests::of_tensor(base, i as usize, &mut self.base_digests, progress)?
+            }
+            _ => [0; DIGEST_SIZE],
+        };
+        let target_digest = digests::of_tensor(self.job.target, plan.target as usize, &mut self.target_digests, progress)?;
+        self.builder.end_copied_tensor(&TensorDigests { base_digest, target_digest })
+    }
+}
+
+fn padded(chunk: &Chunk<'_>) -> u64 {
+    u64::from(chunk.device.payload_size).next_multiple_of(PAYLOAD_ALIGN)
+}
+
+/// The record of a chunk. Its offset is that of its payload among those that are written together.
+fn record(chunk: &Chunk<'_>) -> ChunkMetadata {
+    let Chunk { device, state, plan, number, .. } = chunk;
+    let uncompressed_size = match device.form {
+        form::NONE => 0,
+        form::RAW => device.payload_size,
+        _ => chunk.bytes() as u32,
+    };
+    ChunkMetadata {
+        blob_offset: device.payload.into(),
+        compressed_size: device.payload_size.into(),
+        uncompressed_size: uncompressed_size.into(),
+        num_deltas: state.changed.into(),
+        crc32: state.crc32.into(),
+        output_offset: (number << plan.chunk_lanes_log2).into(),
+    }
+}
+
+/// The sums of a chunk. Without a base, the base lanes are zeros, whose sum is 0.
+fn sums(chunk: &Chunk<'_>) -> ChunkSums {
+    ChunkSums { base_sum: chunk.state.base_sum.into(), target_sum: chunk.state.target_sum.into() }
+}

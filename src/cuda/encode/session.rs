@@ -1,0 +1,124 @@
+//! An encoding in progress: its stream, its memory, and what it queues.
+
+use super::tensors::DeviceCheckpoint;
+use crate::cuda::abi;
+use crate::cuda::runtime::copies;
+use crate::cuda::runtime::driver::{self, Entered, Kernel, OwnStream, RawEvent};
+use crate::cuda::runtime::inner::Inner;
+use crate::cuda::runtime::kernels::EncodeKernels;
+use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
+use crate::cuda::runtime::stream::Stream;
+use crate::error::Result;
+use std::sync::Arc;
+use zerocopy::{FromZeros, Immutable, IntoBytes};
+
+/// A stream of the encoder. The host waits for its work before memory is freed or returned to the caller, also after an error.
+pub(super) struct Session<'a> {
+    pub device: &'a Arc<Inner>,
+    cx: &'a Entered<'a>,
+    pub kernels: EncodeKernels,
+    stream: Option<OwnStream>,
+}
+
+impl<'a> Session<'a> {
+    /// Begins after the work that is queued on `after`.
+    pub fn new(target: &'a DeviceCheckpoint, cx: &'a Entered<'a>, after: Option<&Stream>) -> Result<Self> {
+        let device = &target.device().inner;
+        let kernels = device.kernels.encoder(&device.context)?;
+        let session = Self { device, cx, kernels, stream: Some(device.pools.stream(cx)?) };
+        if let Some(after) = after {
+            let event = RawEvent::new(cx, false)?;
+            event.record(cx, after.raw())?;
+            event.hold(cx, session.raw())?;
+        }
+        Ok(session)
+    }
+
+    fn raw(&self) -> driver::RawStream {
+        self.stream.as_ref().map_or(std::ptr::null_mut(), OwnStream::raw)
+    }
+
+    /// Allocates device memory. Its content is undefined.
+    pub fn alloc(&self, bytes: u64) -> Result<DeviceSlice> {
+        Ok(DeviceSlice::owned(Allocation::new(self.device, self.cx, bytes)?, bytes))
+    }
+
+    /// Allocates pinned memory.
+    pub fn pinned(&self, bytes: u64) -> Result<PinnedBuffer> {
+        PinnedBuffer::new(self.device, self.cx, bytes as usize)
+    }
+
+    /// Allocates memory with a copy of `content`.
+    pub fn upload<T: Immutable + IntoBytes>(&self, content: &[T]) -> Result<DeviceSlice> {
+        let memory = self.alloc(size_of_val(content) as u64)?;
+        self.write(&memory, content)?;
+        Ok(memory)
+    }
+
+    /// Queues a copy to the beginning of device memory.
+    pub fn write<T: Immutable + IntoBytes>(&self, to: &DeviceSlice, content: &[T]) -> Result<()> {
+        let bytes = content.as_bytes();
+        let to = to.slice(0, bytes.len() as u64)?;
+        // SAFETY: the memory has room for the bytes. The driver copies pageable memory before it returns.
+        unsafe { copies::copy_in(self.cx, to.address(), bytes.as_ptr(), bytes.len(), self.raw()) }
+    }
+
+    /// Queues a fill with zeros. The size is a multiple of four.
+    pub fn clear(&self, memory: &DeviceSlice) -> Result<()> {
+        // SAFETY: the memory is ours until the session has waited for the stream.
+        unsafe { copies::fill(self.cx, memory.address(), 0, memory.bytes() as usize / 4, self.raw()) }
+    }
+
+    /// Copies from the beginning of device memory, and waits for all queued work.
+    pub fn read<T: Clone + FromZeros + zerocopy::FromBytes + Immutable + zerocopy::KnownLayout>(
+        &self,
+        from: &DeviceSlice,
+        count: usize,
+    ) -> Result<Vec<T>> {
+        let mut pinned = self.pinned((count * size_of::<T>()) as u64)?;
+        self.read_into(from, &mut pinned)?;
+        Ok(pinned.chunks_exact(size_of::<T>()).filter_map(|bytes| T::read_from_bytes(bytes).ok()).collect())
+    }
+
+    /// [`Session::read`], into pinned memory.
+    pub fn read_into(&self, from: &DeviceSlice, to: &mut PinnedBuffer) -> Result<()> {
+        let from = from.slice(0, to.len() as u64)?;
+        // SAFETY: both have this size, and nobody uses the pinned memory before the wait, also after an error.
+        let queued = unsafe { copies::copy_out(self.cx, to.as_ptr(), from.address(), to.len(), self.raw()) };
+        self.wait().and(queued)
+    }
+
+    /// Waits for all queued work.
+    pub fn wait(&self) -> Result<()> {
+        self.device.wait_for(self.cx, self.raw())
+    }
+
+    /// Queues a launch, unless there is no work.
+    pub fn launch(&self, kernel: Kernel, blocks: u32, parameter: &abi::Encode) -> Result<()> {
+        if blocks == 0 {
+            return Ok(());
+        }
+        // SAFETY: the parameter is that of the encoder's kernels. The memory that it refers to is ours or the caller's, as large as
+        // the kernels expect, and neither is freed before the session has waited for the stream.
+        unsafe { kernel.launch(self.cx, self.raw(), blocks, parameter) }
+    }
+}
+
+/// Waits for the work of a session when it is dropped. Declare it after the memory that the work uses.
+pub(super) struct Drained<'a>(pub &'a Session<'a>);
+
+impl Drop for Drained<'_> {
+    fn drop(&mut self) {
+        if !self.0.stream.as_ref().is_none_or(|stream| stream.is_idle(self.0.cx)) {
+            driver::drain(self.0.cx, self.0.raw());
+        }
+    }
+}
+
+impl Drop for Session<'_> {
+    fn drop(&mut self) {
+        if let Some(stream) = self.stream.take() {
+            self.device.pools.take_back(self.cx, stream);
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! Samples for the tables of codec `conditioned`. The device counts tokens; the host makes tables from the counts.
+
+use super::chunks::{Source, survey_memory};
+use super::session::{Drained, Session};
+use crate::codec::conditioned::{Sample, tokens_within};
+use crate::cuda::abi;
+use crate::encode::shared::{Group, PIECE, Pieces, Plan, group, low_bits, train_with};
+use crate::encode::EncodeOptions;
+use crate::error::Result;
+use crate::watch::Progress;
+use std::collections::BTreeMap;
+
+/// Maximum number of pieces per launch.
+const PIECES: usize = 2048;
+
+/// Sets the tables of every plan, as the encoder of the processor does.
+pub(super) fn train(
+    session: &Session<'_>,
+    source: &Source<'_>,
+    options: &EncodeOptions,
+    plans: &mut [Plan],
+    progress: Progress<'_>,
+) -> Result<()> {
+    train_with(options, plans, |pieces: Pieces<'_, '_>, add| {
+        let mut groups = BTreeMap::<Group, Vec<(&Plan, u64)>>::new();
+        for (plan, piece) in pieces {
+            let pieces = groups.entry(group(plan)).or_default();
+            pieces.push((plan, piece));
+            if pieces.len() == PIECES {
+                add(group(plan), &sample(session, source, group(plan), pieces, progress)?);
+                pieces.clear();
+            }
+        }
+        for (group, pieces) in groups.into_iter().filter(|(_, pieces)| !pieces.is_empty()) {
+            add(group, &sample(session, source, group, &pieces, progress)?);
+        }
+        Ok(())
+    })
+}
+
+/// Returns the sample of some pieces of a group's tensors.
+fn sample(session: &Session<'_>, source: &Source<'_>, of: Group, pieces: &[(&Plan, u64)], progress: Progress<'_>) -> Result<Sample> {
+    progress.done(0)?;
+    let low_bits = low_bits(of.dtype, of.from_base);
+    let tokens = tokens_within(8 * of.dtype.lane_bytes() as u32 - low_bits) as u32;
+    let mut chunks: Vec<_> = pieces.iter().map(|(plan, piece)| source.chunk(plan, piece * PIECE, PIECE)).collect();
+    let memory = survey_memory(&mut chunks);
+
+    let slots = (chunks.len() as u32).min(2 * session.device.multiprocessors);
+    let row = 1 + u64::from(tokens);
+    let counts = u64::from(abi::ENCODE_GROUPS) * u64::from(tokens) * 8;
+    let (survey, states) = (session.alloc(memory.bytes)?, session.alloc(memory.states)?);
+    let scratch = session.alloc(u64::from(slots) * u64::from(abi::ENCODE_SCRATCH))?;
+    let (counters, found) = (session.alloc(counts)?, session.alloc(4)?);
+    let rows = session.alloc(u64::from(abi::ENCODE_GROUPS) * row * 8)?;
+    memory.place(&mut chunks, &survey, &states);
+    let uploaded = session.upload(&chunks)?;
+    let _drained = Drained(session);
+    session.clear(&states)?;
+    session.clear(&counters)?;
+    session.clear(&found)?;
+    let parameter = abi::Encode {
+        chunks: uploaded.address(),
+        scratch: scratch.address(),
+        groups: counters.address(),
+        rows: rows.address(),
+        found: found.address(),
+        count: chunks.len() as u32,
+        parts: memory.parts,
+        tokens,
+        ..abi::Encode::default()
+    };
+    session.launch(session.kernels.survey, memory.parts, &parameter)?;
+    session.launch(session.kernels.sample, slots, &parameter)?;
+    let warps = abi::ENCODE_THREADS / 32;
+    session.launch(session.kernels.groups, abi::ENCODE_GROUPS.div_ceil(warps), &parameter)?;
+
+    let changed = session.read::<abi::EncodeState>(&states, chunks.len())?.iter().map(|state| u64::from(state.changed)).sum();
+    let found = session.read::<u32>(&found, 1)?.first().copied().unwrap_or(0) as usize;
+    let rows = session.read::<u64>(&rows, found * row as usize)?;
+    let groups = rows.chunks_exact(row as usize).map(|row| {
+        let (number, counts) = (row[0] as u32, &row[1..]);
+        let used = counts.iter().rposition(|&n| n != 0).map_or(1, |last| last + 1);
+        // Counts saturate, as those of the processor do.
+        let counts = counts[..used].iter().map(|&n| u32::try_from(n).unwrap_or(u32::MAX)).collect();
+        ((number / abi::ENCODE_MAGNITUDES) as u8, (number % abi::ENCODE_MAGNITUDES) as u16, counts)
+    });
+    Ok(Sample::from_counts(changed, groups))
+}

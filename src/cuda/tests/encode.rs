@@ -1,0 +1,347 @@
+//! Pairs that a device encodes have the bytes of those that the processor encodes.
+
+use super::super::encode::Limits;
+use super::super::{DeviceCheckpoint, Encode};
+use super::cases::{Random, random_lanes};
+use super::stand_in;
+use crate::encode::Favor;
+use crate::lane::Dtype;
+use crate::{Checkpoint, Codec, EncodeOptions, Error, FormatVersion, MemoryCheckpoint, Pair, SafetensorsCheckpoint, TensorInfo};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Tensors of base and target, by name.
+#[derive(Default)]
+struct Tensors {
+    base: Vec<(TensorInfo, Vec<u8>)>,
+    target: Vec<(TensorInfo, Vec<u8>)>,
+}
+
+impl Tensors {
+    /// Adds a tensor of `lanes` lanes, of which the base has the first `base_lanes`.
+    fn add(&mut self, dtype: Dtype, base_lanes: Option<usize>, base: Vec<u8>, target: Vec<u8>) {
+        let width = dtype.lane_bytes();
+        let name = format!("t{:04}", self.target.len());
+        let info = |lanes: usize| {
+            // Elements of packed dtypes are smaller than lanes, those of C64 larger.
+            let elements = lanes as u64 * 8 * width as u64 / dtype.bits();
+            TensorInfo { name: name.clone(), dtype, shape: vec![elements] }
+        };
+        if let Some(lanes) = base_lanes {
+            let mut base = base;
+            base.resize(lanes * width, 0x3C);
+            self.base.push((info(lanes), base));
+        }
+        self.target.push((info(target.len() / width), target));
+    }
+
+    fn checkpoint(tensors: &[(TensorInfo, Vec<u8>)]) -> MemoryCheckpoint<'_> {
+        MemoryCheckpoint::new(tensors.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).unwrap()
+    }
+
+    /// Encodes on both sides, and compares the pairs.
+    fn check(&self, options: &EncodeOptions, limits: Limits, what: &str) {
+        let (base, target) = (Self::checkpoint(&self.base), Self::checkpoint(&self.target));
+        let (expected, report) = crate::Encode::new(&target).base(&base).options(options.clone()).to_memory().unwrap();
+        let device = super::device();
+        let (base, target) = (DeviceCheckpoint::upload(device, &base).unwrap(), DeviceCheckpoint::upload(device, &target).unwrap());
+        let encode = Encode::new(&target).base(&base).options(options.clone()).limits(limits);
+        let (found, found_report) = encode.to_memory().unwrap_or_else(|e| panic!("{what}: {e}"));
+        compare(&expected, &found, what);
+        assert_eq!(format!("{found_report:?}"), format!("{report:?}"), "{what}");
+    }
+}
+
+/// Compares pairs, and names the first chunk that differs.
+fn compare(expected: &Pair<Vec<u8>>, found: &Pair<Vec<u8>>, what: &str) {
+    for (a, b) in expected.index().tensors().zip(found.index().tensors()) {
+        assert!(a.tables == b.tables, "{what}: tables of {} {}:\n{:?}\n{:?}", a.name, a.dtype, a.tables, b.tables);
+        for chunk in a.chunks() {
+            let i = chunk as usize;
+            let of = |pair: &Pair<Vec<u8>>| {
+                let record = pair.index().records()[i];
+                let start = record.blob_offset.get() as usize;
+                (record.num_deltas.get(), pair.blob()[start..][..record.compressed_size.get() as usize].to_vec())
+            };
+            let ((changed, expected_payload), (_, payload)) = (of(expected), of(found));
+            let first = expected_payload.iter().zip(&payload).position(|(a, b)| a != b);
+            assert!(
+                expected_payload == payload,
+                "{what}: chunk {i} of {} {}, {changed} changes: {} bytes, found {}, first difference at {first:?}\n{:?}\n{:?}",
+                a.name,
+                a.dtype,
+                expected_payload.len(),
+                payload.len(),
+                &expected_payload[..expected_payload.len().min(64)],
+                &payload[..payload.len().min(64)],
+            );
+            let sums = |pair: &Pair<Vec<u8>>| pair.index().sums()[i];
+            assert_eq!((sums(expected).base_sum, sums(expected).target_sum), (sums(found).base_sum, sums(found).target_sum), "{what}");
+        }
+    }
+    assert!(expected.blob() == found.blob(), "{what}: blobs differ");
+    assert!(expected.index().as_bytes() == found.index().as_bytes(), "{what}: indexes differ");
+}
+
+/// Tensors of a dtype, of several sizes and rates of change, with every kind of base.
+fn tensors_of(dtype: Dtype, seed: u64, sizes: &[usize], rarities: &[usize]) -> Tensors {
+    let random = &mut Random(seed);
+    let mut tensors = Tensors::default();
+    for &lanes in sizes {
+        // Packed dtypes have whole bytes only if lanes come in threes.
+        let lanes = if matches!(dtype, Dtype::F6E2m3 | Dtype::F6E3m2) { lanes / 3 * 3 } else { lanes / 2 * 2 };
+        for &rarity in rarities {
+            let (base, target) = random_lanes(random, dtype, lanes, rarity);
+            tensors.add(dtype, Some(lanes), base, target);
+        }
+        let (base, target) = random_lanes(random, dtype, lanes, 7);
+        let shorter = lanes / 12 * 6;
+        tensors.add(dtype, Some(shorter), base[..shorter * dtype.lane_bytes()].to_vec(), target);
+    }
+    tensors
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn pairs_have_the_bytes_of_the_processor() {
+    let (sizes, rarities): (&[usize], &[usize]) = match stand_in::is_used() {
+        true => (&[0, 6, 600, 9000], &[1, 40]),
+        false => (&[0, 6, 126, 132, 600, 4098, 9000, 70_002, 200_010], &[1, 3, 9, 300, 1 << 40]),
+    };
+    for &dtype in Dtype::ALL {
+        let tensors = tensors_of(dtype, u64::from(dtype.code()), sizes, rarities);
+        for codec in [Codec::Conditioned, Codec::Raw] {
+            let options = EncodeOptions::default().codec(codec).chunk_lanes(1 << 13);
+            tensors.check(&options, Limits::default(), &format!("{dtype}, {codec}"));
+        }
+        // Without a base: coded from zeros.
+        let mut without = tensors_of(dtype, u64::from(dtype.code()) + 100, &sizes[sizes.len().min(4) - 1..], &[1]);
+        without.base.clear();
+        without.check(&EncodeOptions::default().codec(Codec::Conditioned), Limits::default(), &format!("{dtype}, no base"));
+    }
+}
+
+/// Weights with few exponents, as models have them, and small changes.
+fn weights(random: &mut Random, lanes: usize, rarity: usize) -> (Vec<u8>, Vec<u8>) {
+    let mut base = Vec::with_capacity(2 * lanes);
+    let mut target = Vec::with_capacity(2 * lanes);
+    for _ in 0..lanes {
+        let magnitude = 0x3C00u32.saturating_sub((random.bits().leading_zeros() << 7) + random.below(128) as u32) as u16;
+        let lane = magnitude | (random.bits() as u16 & 0x8000);
+        // Small weights change more often.
+        let change = random.once_in(rarity) && random.below(0x3C00) > usize::from(magnitude) - 0x3000;
+        base.extend(lane.to_le_bytes());
+        target.extend((if change { lane + 1 + random.below(3) as u16 } else { lane }).to_le_bytes());
+    }
+    (base, target)
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn weights_with_every_favor_and_little_memory() {
+    let random = &mut Random(7);
+    let lanes = if stand_in::is_used() { 40_000 } else { 3_000_000 };
+    let mut tensors = Tensors::default();
+    for rarity in [1, 20, 400] {
+        let (base, target) = weights(random, lanes, rarity);
+        tensors.add(Dtype::Bf16, Some(lanes), base, target);
+    }
+    let small = Limits { lanes: 1 << 15, payloads: 1 << 13, ..Limits::default() };
+    for favor in [Favor::Ratio, Favor::Speed, Favor::Size] {
+        let options = EncodeOptions::default().codec(Codec::Conditioned).favor(favor);
+        tensors.check(&options, Limits::default(), &format!("{favor}"));
+        tensors.check(&options.chunk_lanes(1 << 14), small, &format!("{favor}, little memory"));
+    }
+    // All streams overflow their first room.
+    let options = EncodeOptions::default().codec(Codec::Conditioned);
+    tensors.check(&options, Limits { room: 1, ..Limits::default() }, "no room");
+}
+
+/// Many small checkpoints with random sizes, dtypes, rates and options.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn generated_checkpoints() {
+    let count = if stand_in::is_used() { 6 } else { 400 };
+    for seed in 0..count {
+        let random = &mut Random(seed + 1000);
+        let mut tensors = Tensors::default();
+        for _ in 0..1 + random.below(8) {
+            let dtype = Dtype::ALL[random.below(Dtype::ALL.len())];
+            let most = [100, 3000, 20_000, 150_000][random.below(if stand_in::is_used() { 2 } else { 4 })];
+            let lanes = 1 + random.below(most);
+            let lanes = if dtype.bits() % 8 == 0 && dtype != Dtype::C64 { lanes } else { 6 * lanes };
+            let rarity = [1, 2, 17, 200, 4000][random.below(5)];
+            let (base, target) = random_lanes(random, dtype, lanes, rarity);
+            let base_lanes = match random.below(4) {
+                0 => None,
+                1 => Some(6 * random.below(lanes / 6 + 1)),
+                _ => Some(lanes),
+            };
+            tensors.add(dtype, base_lanes, base, target);
+        }
+        let favor = [Favor::Ratio, Favor::Speed, Favor::Size][random.below(3)];
+        let codec = if random.once_in(5) { Codec::Raw } else { Codec::Conditioned };
+        let options = EncodeOptions::default().codec(codec).favor(favor).chunk_lanes(1 << (12 + random.below(5)));
+        let (lanes, payloads) = (1 << (14 + random.below(8)), 1 << (10 + random.below(10)));
+        let limits = Limits { lanes, payloads, room: 1 + random.bits() % 400 };
+        tensors.check(&options, limits, &format!("seed {seed}"));
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn digests_that_are_known_are_stored() {
+    let (base, target) = random_lanes(&mut Random(3), Dtype::Bf16, 1000, 9);
+    let mut tensors = Tensors::default();
+    tensors.add(Dtype::Bf16, Some(1000), base, target);
+    let device = super::device();
+    let [base, target] = [&tensors.base, &tensors.target].map(|t| DeviceCheckpoint::upload(device, &Tensors::checkpoint(t)).unwrap());
+    let options = EncodeOptions::default().codec(Codec::Raw);
+    let encode = Encode::new(&target).base(&base).options(options);
+    let known = |byte| [("t0000".to_owned(), [byte; 16])];
+    let (pair, _) = encode.base_digests(known(1)).target_digests(known(2)).to_memory().unwrap();
+    let digests = pair.index().tensors().next().map(|tensor| (*tensor.base_digest(), *tensor.target_digest()));
+    assert_eq!(digests, Some(([1; 16], [2; 16])));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn what_a_device_cannot_encode_is_refused() {
+    let device = super::device();
+    let info = TensorInfo { name: "t".into(), dtype: Dtype::Bf16, shape: vec![8] };
+    let target = DeviceCheckpoint::new(device, [(info.clone(), device.alloc(16).unwrap())]).unwrap();
+    let options = EncodeOptions::default;
+    for options in [
+        options(),
+        options().codec(Codec::Zstd),
+        options().codec(Codec::Raw).format(FormatVersion::V1_1),
+        options().codec(Codec::Raw).split("t=0:2".parse().unwrap()),
+        options().codec(Codec::Raw).chunk_lanes(5000),
+    ] {
+        let error = Encode::new(&target).options(options).to_memory().unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+    }
+    for bytes in [14, 18] {
+        let memory = device.alloc(bytes).unwrap();
+        assert!(matches!(DeviceCheckpoint::new(device, [(info.clone(), memory)]), Err(Error::InvalidArgument(_))));
+    }
+    let odd = device.alloc(32).unwrap().slice(1, 16).unwrap();
+    assert!(matches!(DeviceCheckpoint::new(device, [(info, odd)]), Err(Error::InvalidArgument(_))));
+}
+
+/// Whichever call of the driver fails: a typed error, and the device encodes afterwards.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_refused_call_ends_the_encoding_and_nothing_else() {
+    if !stand_in::is_used() {
+        eprintln!("SKIPPED refused calls: they need the stand-in");
+        return;
+    }
+    let (base, target) = random_lanes(&mut Random(5), Dtype::Bf16, 5000, 9);
+    let mut tensors = Tensors::default();
+    tensors.add(Dtype::Bf16, Some(5000), base, target);
+    let device = super::device();
+    let [base, target] = [&tensors.base, &tensors.target].map(|t| DeviceCheckpoint::upload(device, &Tensors::checkpoint(t)).unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let encode = || {
+        let options = EncodeOptions::default().codec(Codec::Conditioned);
+        Encode::new(&target).base(&base).options(options).overwrite(true).to_path(folder.path().join("pair"))
+    };
+    encode().unwrap();
+    let expected = std::fs::read(folder.path().join("pair.tpde-blob")).unwrap();
+    let mut calls = 0;
+    loop {
+        std::fs::remove_file(folder.path().join("pair.tpde-index")).unwrap();
+        std::fs::remove_file(folder.path().join("pair.tpde-blob")).unwrap();
+        stand_in::refuse(Some((stand_in::Refusal::Queueing, calls)));
+        let result = encode();
+        if !stand_in::refuse(None) {
+            result.unwrap();
+            break;
+        }
+        assert!(matches!(result, Err(Error::Device { .. })), "call {calls}: {result:?}");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "call {calls}: something was published");
+        encode().unwrap();
+        assert!(std::fs::read(folder.path().join("pair.tpde-blob")).unwrap() == expected, "after call {calls}");
+        calls += 1;
+    }
+    assert!(calls > 20, "{calls} calls were refused");
+}
+
+/// Real checkpoints, if `TPDE_PAIRS` names a folder with them, and every tensor repeated 24 times. Prints times.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn real_pairs_have_the_bytes_of_the_processor() {
+    let Some(folder) = std::env::var_os("TPDE_PAIRS").map(PathBuf::from) else {
+        eprintln!("SKIPPED encoding of real pairs: TPDE_PAIRS names no folder");
+        return;
+    };
+    for (base_name, target_name) in [("base", "rl20"), ("rl20", "rl21"), ("rl20", "rl30"), ("base", "sft")] {
+        let open = |name: &str| SafetensorsCheckpoint::open(folder.join(format!("{name}.safetensors"))).ok();
+        let (Some(base), Some(target)) = (open(base_name), open(target_name)) else { continue };
+        for repeat in if target_name == "rl20" || target_name == "sft" { &[1, 24][..] } else { &[1] } {
+            for favor in if *repeat == 1 { &[Favor::Ratio, Favor::Speed, Favor::Size][..] } else { &[Favor::Ratio, Favor::Speed] } {
+                let tensors = Tensors { base: repeated(&base, *repeat), target: repeated(&target, *repeat) };
+                let options = EncodeOptions::default().codec(Codec::Conditioned).favor(*favor);
+                tensors.time(&options, &format!("{base_name} -> {target_name} x{repeat}, {favor}"));
+            }
+        }
+    }
+}
+
+/// The tensors of a checkpoint, repeated along the first dimension.
+fn repeated(checkpoint: &SafetensorsCheckpoint, times: usize) -> Vec<(TensorInfo, Vec<u8>)> {
+    let tensor = |(i, info): (usize, &TensorInfo)| {
+        let mut bytes = vec![0; info.bytes() as usize];
+        checkpoint.read(i, 0, &mut bytes).unwrap();
+        let mut info = info.clone();
+        match info.shape.first_mut() {
+            Some(rows) => *rows *= times as u64,
+            None => info.shape.push(times as u64),
+        }
+        (info, bytes.repeat(times))
+    };
+    checkpoint.tensors().iter().enumerate().map(tensor).collect()
+}
+
+impl Tensors {
+    /// Compares the pairs of both sides, and prints the time of the device with digests that are known: the median of several.
+    fn time(&self, options: &EncodeOptions, what: &str) {
+        let (base, target) = (Self::checkpoint(&self.base), Self::checkpoint(&self.target));
+        let start = Instant::now();
+        let (expected, report) = crate::Encode::new(&target).base(&base).options(options.clone()).to_memory().unwrap();
+        let on_processor = start.elapsed();
+        let device = super::device();
+        let (base, target) = (DeviceCheckpoint::upload(device, &base).unwrap(), DeviceCheckpoint::upload(device, &target).unwrap());
+        let digests = |is_base: bool| -> Vec<_> {
+            let digest = |tensor: crate::Tensor<'_>| match is_base {
+                true => (tensor.base_name.to_owned(), *tensor.base_digest()),
+                false => (tensor.name.to_owned(), *tensor.target_digest()),
+            };
+            expected.index().tensors().map(digest).collect()
+        };
+        let encode = Encode::new(&target).base(&base).options(options.clone());
+        let encode = encode.base_digests(digests(true)).target_digests(digests(false));
+        let mut times: Vec<Duration> = Vec::new();
+        for _ in 0..9 {
+            let start = Instant::now();
+            let (found, _) = encode.to_memory().unwrap_or_else(|e| panic!("{what}: {e}"));
+            times.push(start.elapsed());
+            if times.len() == 1 {
+                compare(&expected, &found, what);
+            }
+        }
+        times.sort();
+        let median = times[times.len() / 2];
+        let stored = report.index_bytes + report.blob_bytes;
+        let speed = |time: Duration| report.target_bytes as f64 / time.as_secs_f64() / 1e9;
+        eprintln!(
+            "encode {what}: {:.1} : 1, device {:.2} ms, {:.1} GB/s without digests; processor {:.1} ms, {:.2} GB/s with them",
+            report.target_bytes as f64 / stored as f64,
+            1e3 * median.as_secs_f64(),
+            speed(median),
+            1e3 * on_processor.as_secs_f64(),
+            speed(on_processor),
+        );
+    }
+}
