@@ -5,9 +5,9 @@
 // A chunk to encode. The host fills in fields as it learns them: `form`, `states_log2` to `words_scale` after
 // `tpde_encode_count`, `payload` and `payload_size` after `tpde_encode_streams`.
 struct EncodeChunk {
-    u64 base;    // address of the first base lane; unused if `base_lanes` is 0
-    u64 target;  // address of the first target lane
-    u64 masks;   // u8[]: bit i of byte n is lane 8n + i: the changed lanes, after `tpde_encode_count` the exceptions. Whole blocks
+    u64 base;   // address of the first base lane; unused if `base_lanes` is 0
+    u64 target; // address of the first target lane
+    u64 masks; // u8[]: bit i of byte n is lane 8n + i: the changed lanes, after `tpde_encode_count` the exceptions. Whole blocks
     u64 levels;  // u16[]: level of activity of each block
     u64 tiles;   // u16[]: number of coded lanes of each tile
     u64 words;   // u16*: memory of the streams
@@ -141,4 +141,4 @@ TPDE_SIZE(Encode, 64);
 #define TPDE_ENCODE_SPARE 128          // words that each segment has room for, besides those per coded lane
 #define TPDE_ENCODE_MAGNITUDES 517     // number of mean magnitudes that groups of contexts can have
 #define TPDE_ENCODE_GROUPS 16544       // 32 rates of change, with TPDE_ENCODE_MAGNITUDES each
-#define TPDE_ENCODE_SCRATCH 876544    // bytes of scratch memory per block
+#define TPDE_ENCODE_SCRATCH 876544     // bytes of scratch memory per block

@@ -17,7 +17,9 @@
 
 __device__ __forceinline__ u32 first_group(u32 option) { return (1u << option) - 1; }
 __device__ __forceinline__ u32 first_level(u32 group) { return group < 2 ? 0 : group == 2 ? 1 : group - 3; }
-__device__ __forceinline__ u32 end_level(u32 group) { return group == 0 || group == 2 ? LEVELS : group == 1 ? 1 : group - 2; }
+__device__ __forceinline__ u32 end_level(u32 group) {
+    return group == 0 || group == 2 ? LEVELS : group == 1 ? 1 : group - 2;
+}
 
 // Cost of the lanes that share a context and a group of levels.
 struct Fit {
@@ -27,8 +29,12 @@ struct Fit {
 
     __device__ __forceinline__ bool occurs() const { return class_number != 0 || coded != 0; }
     // Class and cost of an entry that precedes a coded entry.
-    __device__ __forceinline__ u32 class_between(bool holes) const { return holes && uncoded <= coded ? 0 : class_number; }
-    __device__ __forceinline__ u64 cost_between(bool holes) const { return holes && uncoded <= coded ? uncoded : coded; }
+    __device__ __forceinline__ u32 class_between(bool holes) const {
+        return holes && uncoded <= coded ? 0 : class_number;
+    }
+    __device__ __forceinline__ u64 cost_between(bool holes) const {
+        return holes && uncoded <= coded ? uncoded : coded;
+    }
 };
 
 // Cost of all contexts from a given context on.
@@ -74,7 +80,8 @@ struct ChooseShared {
 };
 
 // Returns the fit of lanes with these costs per class. `rest` is the cost of extra bits and time.
-__device__ __forceinline__ Fit fit_of(const EncodeTables& tables, u32 low_bits, const u64* costs, u64 rest, u64 uncoded) {
+__device__ __forceinline__ Fit fit_of(const EncodeTables& tables, u32 low_bits, const u64* costs, u64 rest,
+                                      u64 uncoded) {
     Fit fit = {uncoded, NEVER, 0, 0};
     for (u32 k = 0; k < CLASSES; k++) {
         if (costs[k] + rest < fit.coded && (low_bits != 0 || tables.entries[(k + 1) << 8] != 0)) {
@@ -86,7 +93,8 @@ __device__ __forceinline__ Fit fit_of(const EncodeTables& tables, u32 low_bits, 
 }
 
 // All threads: the costs of each row of counts.
-__device__ __forceinline__ void sum_rows(const EncodeTables& tables, const Stats& stats, ChooseScratch& scratch, const StatsShared& shared) {
+__device__ __forceinline__ void sum_rows(const EncodeTables& tables, const Stats& stats, ChooseScratch& scratch,
+                                         const StatsShared& shared) {
     // 16 threads per row, one per class. The last one counts.
     u32 k = threadIdx.x % 16;
     for (u32 row = threadIdx.x / 16; row < ROWS; row += THREADS / 16) {
@@ -106,10 +114,11 @@ __device__ __forceinline__ void sum_rows(const EncodeTables& tables, const Stats
 }
 
 // All threads: the fits of all groups and contexts.
-__device__ __forceinline__ void fit_contexts(const EncodeChunk& chunk, const EncodeTables& tables, ChooseScratch& scratch,
-                                             ChooseShared& shared) {
+__device__ __forceinline__ void fit_contexts(const EncodeChunk& chunk, const EncodeTables& tables,
+                                             ChooseScratch& scratch, ChooseShared& shared) {
     u32 exception_cost = (u32)(8 * (4 + (1u << chunk.lane_log2)) * BIT);
-    for (u32 i = threadIdx.x; i < GROUPS * CONTEXTS / 32; i += THREADS) shared.present[i / (CONTEXTS / 32)][i % (CONTEXTS / 32)] = 0;
+    for (u32 i = threadIdx.x; i < GROUPS * CONTEXTS / 32; i += THREADS)
+        shared.present[i / (CONTEXTS / 32)][i % (CONTEXTS / 32)] = 0;
     if (threadIdx.x < OPTIONS) {
         shared.lowest[threadIdx.x] = CONTEXTS;
         shared.last[threadIdx.x] = shared.seen[threadIdx.x] = 0;
@@ -170,7 +179,8 @@ __device__ __forceinline__ void fit_contexts(const EncodeChunk& chunk, const Enc
             Fit fit = scratch.fits.own[group][context];
             u64 coded = fit.cost_between(holes) + after.cost, uncoded = fit.uncoded + after.uncoded;
             bool is_coded = coded < uncoded;
-            after = {is_coded ? coded : uncoded, uncoded, fit.coded + after.all, is_coded ? max(after.end, context + 1) : 0, 0};
+            after = {is_coded ? coded : uncoded, uncoded, fit.coded + after.all,
+                     is_coded ? max(after.end, context + 1) : 0, 0};
             tails[context] = after;
         }
     }
@@ -184,7 +194,8 @@ __device__ __forceinline__ void fit_contexts(const EncodeChunk& chunk, const Enc
         }
         const u64* sums = scratch.fits.sums[group][context];
         Fit fit = {};
-        if (below) fit = fit_of(tables, chunk.low_bits, sums, sums[CLASSES], chunk.low_bits == 0 ? sums[CLASSES + 1] : NEVER);
+        if (below)
+            fit = fit_of(tables, chunk.low_bits, sums, sums[CLASSES], chunk.low_bits == 0 ? sums[CLASSES + 1] : NEVER);
         scratch.fits.shared[group][context] = fit;
     }
     __syncthreads();
@@ -197,7 +208,8 @@ struct MapEnd {
     bool in_rows;
 };
 
-__device__ __forceinline__ MapEnd map_end(const ChooseScratch& scratch, u32 group, bool holes, u32 first, u32 last_end) {
+__device__ __forceinline__ MapEnd map_end(const ChooseScratch& scratch, u32 group, bool holes, u32 first,
+                                          u32 last_end) {
     Fit fit = scratch.fits.shared[group][first];
     Tail tail = scratch.fits.tails[2 * group + holes][first + 1];
     u64 coded = fit.cost_between(holes) + tail.cost, uncoded = fit.uncoded + tail.uncoded, all = fit.coded + tail.all;
@@ -210,8 +222,8 @@ __device__ __forceinline__ MapEnd map_end(const ChooseScratch& scratch, u32 grou
 __device__ __forceinline__ u32 last_end_of(u32 seen) { return min(CONTEXTS, seen == 0 ? 1 : seen + UNSEEN); }
 
 // Cost of the maps of an option, if their first context is `first`; ~0 if they are too long. Sets the number of entries.
-__device__ __forceinline__ u64 maps_cost(const ChooseScratch& scratch, const ChooseShared& shared, u32 option, bool holes, u32 first,
-                                         u32& count) {
+__device__ __forceinline__ u64 maps_cost(const ChooseScratch& scratch, const ChooseShared& shared, u32 option,
+                                         bool holes, u32 first, u32& count) {
     u64 cost = 0;
     u32 maps = 1u << option, last_end = last_end_of(shared.seen[option]);
     count = 1;
@@ -236,13 +248,15 @@ __device__ __forceinline__ void choose_maps(const Stats& stats, const ChooseScra
         u32 maps = 1u << option, first = threadIdx.x, present = 0;
         for (u32 m = 0; m < maps; m++) present |= shared.present[first_group(option) + m][first / 32];
         u32 lowest = shared.lowest[option];
-        bool candidate = first <= shared.last[option] && (first == lowest || (first > lowest && (present >> first % 32 & 1)));
+        bool candidate =
+            first <= shared.last[option] && (first == lowest || (first > lowest && (present >> first % 32 & 1)));
         for (u32 holes = 0; holes < 2; holes++) {
             Best best = {~0ull, first, option};
             u32 count;
             if (candidate) best.cost = maps_cost(scratch, shared, option, holes, first, count);
             for (u32 by = 16; by; by /= 2) {
-                Best other = {__shfl_xor_sync(ALL_LANES, best.cost, (i32)by), __shfl_xor_sync(ALL_LANES, best.first, (i32)by), option};
+                Best other = {__shfl_xor_sync(ALL_LANES, best.cost, (i32)by),
+                              __shfl_xor_sync(ALL_LANES, best.first, (i32)by), option};
                 if (is_less(other, best)) best = other;
             }
             if (threadIdx.x % WARP == 0) shared.best[threadIdx.x / WARP] = best;
@@ -265,7 +279,8 @@ __device__ __forceinline__ void choose_maps(const Stats& stats, const ChooseScra
 }
 
 // One thread per map: writes the classes of its entries.
-__device__ __forceinline__ void make_map(const ChooseScratch& scratch, const ChooseShared& shared, const Best& chosen, u32 m, u8* classes) {
+__device__ __forceinline__ void make_map(const ChooseScratch& scratch, const ChooseShared& shared, const Best& chosen,
+                                         u32 m, u8* classes) {
     u32 group = first_group(chosen.option) + m, first = chosen.first;
     bool holes = shared.holes;
     MapEnd map = map_end(scratch, group, holes, first, last_end_of(shared.seen[chosen.option]));

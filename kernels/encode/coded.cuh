@@ -29,7 +29,8 @@ struct Classes {
 
 // All threads: copies the maps to shared memory. Ends with a barrier.
 template <u32 COUNT>
-__device__ __forceinline__ Classes open_classes(const EncodeChunk& chunk, const EncodeState& state, CodedShared& shared) {
+__device__ __forceinline__ Classes open_classes(const EncodeChunk& chunk, const EncodeState& state,
+                                                CodedShared& shared) {
     for (u32 i = threadIdx.x; i < MAPS * MAP_ENTRIES; i += COUNT)
         shared.classes[i / MAP_ENTRIES][i % MAP_ENTRIES] = state.classes[i / MAP_ENTRIES][i % MAP_ENTRIES];
     __syncthreads();
@@ -38,8 +39,8 @@ __device__ __forceinline__ Classes open_classes(const EncodeChunk& chunk, const 
 
 // All threads: counts the coded lanes of each tile of a part, and turns masks of changed lanes into masks of exceptions.
 template <int W>
-__device__ __forceinline__ void count_part(const EncodeChunk& chunk, EncodeState& state, const EncodeTables& tables, u32 part,
-                                           CodedShared& shared) {
+__device__ __forceinline__ void count_part(const EncodeChunk& chunk, EncodeState& state, const EncodeTables& tables,
+                                           u32 part, CodedShared& shared) {
     typedef typename WideOf<W>::type T;
     constexpr u32 TILE = tile_lanes<W>();
     Classes classes = open_classes<THREADS>(chunk, state, shared);

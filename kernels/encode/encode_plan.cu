@@ -48,8 +48,8 @@ __device__ __forceinline__ u32 magnitude_of(u32 token) {
 }
 
 // A warp: adds the counts of a context, in a range of levels, to its group.
-__device__ __forceinline__ void add_to_group(const Encode& encode, const StatsScratch& scratch, const StatsShared& shared,
-                                             u32 context, u32 first, u32 end) {
+__device__ __forceinline__ void add_to_group(const Encode& encode, const StatsScratch& scratch,
+                                             const StatsShared& shared, u32 context, u32 first, u32 end) {
     u32 thread = threadIdx.x % WARP, lanes = 0, rows = 0;
     for (u32 level = first; level < end; level++) {
         lanes += shared.lanes[level * CONTEXTS + context];

@@ -16,7 +16,8 @@ __device__ __forceinline__ void put(u8* to, u64 value, u32 bytes) {
 
 // All threads: lists positions and deltas of the lanes that masks select. `mask_of(block)` returns the mask of a block.
 template <int W, typename F>
-__device__ __forceinline__ void put_lanes(const EncodeChunk& chunk, u8* positions, u8* deltas, GatherShared& shared, F mask_of) {
+__device__ __forceinline__ void put_lanes(const EncodeChunk& chunk, u8* positions, u8* deltas, GatherShared& shared,
+                                          F mask_of) {
     typedef typename WideOf<W>::type T;
     Source base = base_of(chunk), target = target_of(chunk);
     T magnitude = (T)order_of(chunk.dtype).magnitude;
@@ -79,12 +80,13 @@ __device__ __forceinline__ void end_uncoded(u8* payload, u32 at) {
 
 // All threads: a payload of codec `conditioned` with tables.
 template <int W>
-__device__ __forceinline__ void put_coded(const EncodeChunk& chunk, const EncodeState& state, u8* payload, GatherShared& shared) {
+__device__ __forceinline__ void put_coded(const EncodeChunk& chunk, const EncodeState& state, u8* payload,
+                                          GatherShared& shared) {
     typedef typename WideOf<W>::type T;
     u32 count = state.context_count, bits = state.activity_bits, maps = 1u << bits, exceptions = state.exceptions;
     if (threadIdx.x == 0) {
-        put_header(payload, {chunk.low_bits, chunk.states_log2, chunk.segments_log2, (u8)bits, state.first_context, (u8)count, 0,
-                             exceptions, state.center});
+        put_header(payload, {chunk.low_bits, chunk.states_log2, chunk.segments_log2, (u8)bits, state.first_context,
+                             (u8)count, 0, exceptions, state.center});
     }
     u32 at = HEADER_BYTES, map_bytes = (count + 1) / 2;
     for (u32 i = threadIdx.x; i < maps * map_bytes; i += THREADS) {
@@ -107,7 +109,8 @@ __device__ __forceinline__ void put_coded(const EncodeChunk& chunk, const Encode
     at += activity_bytes;
 
     if (exceptions != 0) {
-        put_lanes<W>(chunk, payload + at, payload + at + 4 * exceptions, shared, [&](u32 block) { return block_mask(chunk, block); });
+        put_lanes<W>(chunk, payload + at, payload + at + 4 * exceptions, shared,
+                     [&](u32 block) { return block_mask(chunk, block); });
     }
     at += (4 + W) * exceptions;
 
@@ -119,7 +122,8 @@ __device__ __forceinline__ void put_coded(const EncodeChunk& chunk, const Encode
             // The lanes that share this byte.
             u64 bit = (u64)i * 8;
             u32 byte = 0;
-            for (u32 lane = (u32)(bit / chunk.low_bits); lane < chunk.lanes && (u64)lane * chunk.low_bits < bit + 8; lane++) {
+            for (u32 lane = (u32)(bit / chunk.low_bits); lane < chunk.lanes && (u64)lane * chunk.low_bits < bit + 8;
+                 lane++) {
                 T delta = delta_of<W>(base.lane<W>(lane), target.lane<W>(lane), magnitude) & low;
                 u64 first = (u64)lane * chunk.low_bits;
                 byte |= first >= bit ? (u32)delta << (first - bit) : (u32)(delta >> (bit - first));
@@ -146,11 +150,13 @@ __device__ __forceinline__ void put_coded(const EncodeChunk& chunk, const Encode
 }
 
 // All threads: writes the payload of a chunk, and its padding.
-template <int W> __device__ __forceinline__ void gather(const EncodeChunk& chunk, const EncodeState& state, GatherShared& shared) {
+template <int W>
+__device__ __forceinline__ void gather(const EncodeChunk& chunk, const EncodeState& state, GatherShared& shared) {
     typedef typename WideOf<W>::type T;
     u8* payload = (u8*)chunk.payload;
     u32 thread = threadIdx.x, changed = state.changed;
-    if (thread < 16 && chunk.payload_size + thread < padded(chunk.payload_size)) payload[chunk.payload_size + thread] = 0;
+    if (thread < 16 && chunk.payload_size + thread < padded(chunk.payload_size))
+        payload[chunk.payload_size + thread] = 0;
     ConditionedHeader header = {};
     header.context_count = 1;
     switch (chunk.form) {
@@ -159,7 +165,8 @@ template <int W> __device__ __forceinline__ void gather(const EncodeChunk& chunk
         header.exception_count = changed;
         if (thread == 0) put_header(payload, header), payload[HEADER_BYTES] = 0;
         u8* positions = payload + HEADER_BYTES + 1;
-        put_lanes<W>(chunk, positions, positions + 4 * changed, shared, [&](u32 block) { return compare_block<W>(chunk, block); });
+        put_lanes<W>(chunk, positions, positions + 4 * changed, shared,
+                     [&](u32 block) { return compare_block<W>(chunk, block); });
         end_uncoded(payload, HEADER_BYTES + 1 + (4 + W) * changed);
         return;
     }

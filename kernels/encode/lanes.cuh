@@ -10,7 +10,7 @@
 #define EXTRA_BIAS 27
 
 #define MAP_ENTRIES 64 // maximum number of entries of a map
-#define BIT 256ull // cost units per bit
+#define BIT 256ull     // cost units per bit
 
 // Number of lanes of a tile.
 template <int W> __device__ constexpr u32 tile_lanes() { return W <= 2 ? 1024 : 2048 / W; }
@@ -25,7 +25,9 @@ struct Source {
     }
 };
 
-__device__ __forceinline__ Source base_of(const EncodeChunk& chunk) { return {(const u8*)chunk.base, chunk.base_lanes}; }
+__device__ __forceinline__ Source base_of(const EncodeChunk& chunk) {
+    return {(const u8*)chunk.base, chunk.base_lanes};
+}
 __device__ __forceinline__ Source target_of(const EncodeChunk& chunk) { return {(const u8*)chunk.target, chunk.lanes}; }
 
 // Loads eight lanes, from a multiple of eight on.
@@ -112,7 +114,9 @@ __device__ __forceinline__ uint4 block_mask(const EncodeChunk& chunk, u32 block)
     return ((const uint4*)chunk.masks)[block];
 }
 
-__device__ __forceinline__ u32 blocks_of(const EncodeChunk& chunk) { return (chunk.lanes + BLOCK_LANES - 1) / BLOCK_LANES; }
+__device__ __forceinline__ u32 blocks_of(const EncodeChunk& chunk) {
+    return (chunk.lanes + BLOCK_LANES - 1) / BLOCK_LANES;
+}
 __device__ __forceinline__ u32 parts_of(const EncodeChunk& chunk) {
     return (chunk.lanes + TPDE_ENCODE_PART - 1) / TPDE_ENCODE_PART;
 }

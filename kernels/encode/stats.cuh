@@ -27,9 +27,9 @@ struct StatsScratch {
 };
 
 struct StatsShared {
-    u32 lanes[ROWS];       // number of lanes by level and context
-    u32 rows[ROWS / 32];   // bit mask of the levels and contexts that have counts
-    u32 bins[2048];        // histogram of high bits, then of scores
+    u32 lanes[ROWS];     // number of lanes by level and context
+    u32 rows[ROWS / 32]; // bit mask of the levels and contexts that have counts
+    u32 bins[2048];      // histogram of high bits, then of scores
     u32 center, low, middle;
 };
 
@@ -51,7 +51,8 @@ template <int W, typename F> __device__ __forceinline__ void each_lane(const Enc
 }
 
 // All threads: chooses the center of the values from a sample.
-template <int W> __device__ __forceinline__ void find_center(const EncodeChunk& chunk, Stats& stats, StatsShared& shared) {
+template <int W>
+__device__ __forceinline__ void find_center(const EncodeChunk& chunk, Stats& stats, StatsShared& shared) {
     typedef typename WideOf<W>::type T;
     u32 bins = 1u << min(8 * W - stats.split.low_bits, 11), stride = stride_of(chunk.lanes, SAMPLE_LANES);
     for (u32 i = threadIdx.x; i < bins; i += THREADS) shared.bins[i] = 0;
@@ -76,7 +77,8 @@ template <int W> __device__ __forceinline__ void find_center(const EncodeChunk& 
 }
 
 // All threads: sets the level of each block.
-template <int W> __device__ __forceinline__ void find_levels(const EncodeChunk& chunk, const Stats& stats, StatsShared& shared) {
+template <int W>
+__device__ __forceinline__ void find_levels(const EncodeChunk& chunk, const Stats& stats, StatsShared& shared) {
     typedef typename WideOf<W>::type T;
     bool zero_apart = stats.split.low_bits == 0;
     u16* levels = (u16*)chunk.levels;

@@ -47,8 +47,8 @@ struct Stream {
 // A warp: lists the coded lanes of a tile, and returns their number. Lanes whose class lacks the token of their value have
 // value 0: they are exceptions.
 template <int W>
-__device__ __forceinline__ u32 list_tile(const EncodeChunk& chunk, const Classes& classes, const EncodeTables& tables, Split split,
-                                         u32 tile, Queue& queue) {
+__device__ __forceinline__ u32 list_tile(const EncodeChunk& chunk, const Classes& classes, const EncodeTables& tables,
+                                         Split split, u32 tile, Queue& queue) {
     typedef typename WideOf<W>::type T;
     constexpr u32 TILE = tile_lanes<W>();
     Source base = base_of(chunk), target = target_of(chunk);
@@ -91,7 +91,8 @@ __device__ __forceinline__ u32 list_tile(const EncodeChunk& chunk, const Classes
 
 // A warp: encodes the steps of a tile, from the last to the first.
 template <int W>
-__device__ __forceinline__ void encode_tile(const EncodeTables& tables, const Queue& queue, u32 count, u32 states_log2, Stream& stream) {
+__device__ __forceinline__ void encode_tile(const EncodeTables& tables, const Queue& queue, u32 count, u32 states_log2,
+                                            Stream& stream) {
     typedef typename WideOf<W>::type T;
     u32 thread = threadIdx.x % WARP, states = 1u << states_log2;
     const typename LaneOf<W>::type* values = (const typename LaneOf<W>::type*)queue.values;
@@ -134,8 +135,8 @@ __device__ __forceinline__ void encode_tile(const EncodeTables& tables, const Qu
 
 // All threads: encodes a segment of a chunk.
 template <int W>
-__device__ __forceinline__ void encode_segment(const EncodeChunk& chunk, EncodeState& state, const EncodeTables& tables, u32 segment,
-                                               StreamShared& shared) {
+__device__ __forceinline__ void encode_segment(const EncodeChunk& chunk, EncodeState& state, const EncodeTables& tables,
+                                               u32 segment, StreamShared& shared) {
     constexpr u32 TILE = tile_lanes<W>();
     u32 warp = uniform(threadIdx.x / WARP), thread = threadIdx.x % WARP;
     u32 tiles = (chunk.lanes + TILE - 1) / TILE, segments = 1u << chunk.segments_log2;

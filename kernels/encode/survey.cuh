@@ -9,7 +9,8 @@ template <int W> __device__ __forceinline__ u64 octet_sum(u32 at, const typename
 #pragma unroll
     for (int i = 0; i < 2 * W; i++) {
         u32 word;
-        if constexpr (W == 1) word = lanes[4 * i] | lanes[4 * i + 1] << 8 | lanes[4 * i + 2] << 16 | lanes[4 * i + 3] << 24;
+        if constexpr (W == 1)
+            word = lanes[4 * i] | lanes[4 * i + 1] << 8 | lanes[4 * i + 2] << 16 | lanes[4 * i + 3] << 24;
         else if constexpr (W == 2) word = lanes[2 * i] | lanes[2 * i + 1] << 16;
         else if constexpr (W == 4) word = lanes[i];
         else word = (u32)(lanes[i / 2] >> 32 * (i % 2));

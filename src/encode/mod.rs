@@ -20,10 +20,10 @@ pub use options::{CodecChoice, EncodeOptions, Favor};
 pub use run::{EncodeReport, PartReport, TensorReport, encode};
 pub use split::Split;
 
-/// What the encoder on a device shares with this one.
+// The encoder on a device shares these.
 #[cfg(feature = "cuda")]
-pub(crate) mod shared {
-    pub(crate) use super::plan::{Plan, check_holdable, low_bits, plan};
-    pub(crate) use super::run::{check_options, report};
-    pub(crate) use super::train::{Group, PIECE, Pieces, group, train_with};
-}
+pub(crate) use plan::{Plan, check_holdable, low_bits, plan};
+#[cfg(feature = "cuda")]
+pub(crate) use run::{check_options, report};
+#[cfg(feature = "cuda")]
+pub(crate) use train::{Group, PIECE, Pieces, group, train_with};

@@ -239,7 +239,11 @@ fn encode_chunk(
 }
 
 /// `in_use` gives the numbers of the base tensors that the target uses.
-pub(crate) fn report<W>(finished: &Finished<W>, base: Option<&dyn Checkpoint>, in_use: impl Iterator<Item = usize>) -> EncodeReport {
+pub(crate) fn report<W>(
+    finished: &Finished<W>,
+    base: Option<&dyn Checkpoint>,
+    in_use: impl Iterator<Item = usize>,
+) -> EncodeReport {
     use crate::format::Section;
     let index = &finished.index;
     let tensors: Vec<_> = index.tensors().map(|tensor| TensorReport::new(index, &tensor)).collect();

@@ -6,7 +6,7 @@ use crate::codec::conditioned::{ModelTables, shape, size_of_cost};
 use crate::codec::{Codec, TableSet};
 use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
 use crate::cuda::runtime::memory::DeviceSlice;
-use crate::encode::shared::{Plan, low_bits};
+use crate::encode::{Plan, low_bits};
 use crate::error::Result;
 use crate::format::BaseKind;
 use std::collections::HashMap;

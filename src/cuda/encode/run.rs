@@ -1,25 +1,44 @@
 //! Encodes all tensors, and assembles the pair in their order.
 
-use super::chunks::{Chunk, Source, Tables, Wave};
+use super::chunks::{Chunk, Limits, Source, Tables, Wave};
 use super::payloads::{self, Payloads};
 use super::session::{Drained, Session};
-use super::{Encode, digests, train, unsupported};
+use super::tensors::DeviceCheckpoint;
+use super::{digests, train};
 use crate::checkpoint::Checkpoint;
 use crate::codec::Codec;
 use crate::cuda::abi::form;
+use crate::cuda::runtime::stream::Stream;
 use crate::digest;
-use crate::encode::shared::{Plan, check_holdable, check_options, plan, report};
-use crate::encode::{CodecChoice, EncodeReport};
+use crate::encode::{CodecChoice, EncodeOptions, EncodeReport};
+use crate::encode::{Plan, check_holdable, check_options, plan, report};
 use crate::error::{Error, Result};
 use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, FormatVersion, PAYLOAD_ALIGN, TensorDigests};
-use crate::watch::{NoProgress, Progress, Watch};
+use crate::watch::{NoProgress, Progress};
 use crate::writer::{Finished, PairBuilder};
 use rayon::prelude::*;
 use std::io::Write;
 
+/// What to encode, and how. See the methods of the builder.
+pub(super) struct Job<'a> {
+    pub target: &'a DeviceCheckpoint,
+    pub base: Option<&'a DeviceCheckpoint>,
+    pub options: &'a EncodeOptions,
+    pub base_digests: &'a digests::Known,
+    pub target_digests: &'a digests::Known,
+    pub after: Option<&'a Stream>,
+    pub limits: Limits,
+    pub watcher: Progress<'a>,
+}
+
+/// The error for an option that the encoder on a device lacks.
+fn unsupported(what: &str) -> Error {
+    Error::InvalidArgument(format!("encoding on a device: {what}"))
+}
+
 /// Encodes into `builder`.
-pub(super) fn encode<W: Write>(job: &Encode<'_>, builder: PairBuilder<W>) -> Result<(Finished<W>, EncodeReport)> {
-    let (base, target, options) = (job.base, job.target, &job.options);
+pub(super) fn encode<W: Write>(job: &Job<'_>, builder: PairBuilder<W>) -> Result<(Finished<W>, EncodeReport)> {
+    let (base, target, options) = (job.base, job.target, job.options);
     let base_checkpoint = base.map(|base| base as &dyn Checkpoint);
     check_options(base_checkpoint, target, options)?;
     check_supported(job)?;
@@ -33,7 +52,7 @@ pub(super) fn encode<W: Write>(job: &Encode<'_>, builder: PairBuilder<W>) -> Res
     let (finished, used) = {
         let session = Session::new(target, &cx, job.after)?;
         let _drained = Drained(&session);
-        train::train(&session, &source, options, &mut plans, &job.watcher)?;
+        train::train(&session, &source, options, &mut plans, job.watcher)?;
         let tables = Tables::upload(&session, &plans)?;
         let mut assembly = Assembly::new(job, &plans, builder);
         let jobs: Vec<_> = plans.iter().enumerate().flat_map(|(i, plan)| chunks_of(i, plan)).collect();
@@ -62,8 +81,8 @@ fn chunks_of(i: usize, plan: &Plan) -> impl Iterator<Item = (usize, &Plan, u64)>
     (0..plan.lanes.div_ceil(1 << plan.chunk_lanes_log2)).map(move |number| (i, plan, number))
 }
 
-fn check_supported(job: &Encode<'_>) -> Result<()> {
-    let options = &job.options;
+fn check_supported(job: &Job<'_>) -> Result<()> {
+    let options = job.options;
     if !matches!(options.codec, CodecChoice::Only(Codec::Conditioned | Codec::Raw)) {
         return Err(unsupported(&format!("expected codec conditioned or raw for all tensors, found {}", options.codec.name())));
     }
@@ -83,7 +102,7 @@ fn check_supported(job: &Encode<'_>) -> Result<()> {
 
 /// Passes tensors and chunks to the builder in order.
 struct Assembly<'a, W> {
-    job: &'a Encode<'a>,
+    job: &'a Job<'a>,
     plans: &'a [Plan],
     builder: PairBuilder<W>,
     /// Number of tensors that have begun. All but the last have ended.
@@ -93,7 +112,7 @@ struct Assembly<'a, W> {
 }
 
 impl<'a, W: Write> Assembly<'a, W> {
-    fn new(job: &'a Encode<'a>, plans: &'a [Plan], builder: PairBuilder<W>) -> Self {
+    fn new(job: &'a Job<'a>, plans: &'a [Plan], builder: PairBuilder<W>) -> Self {
         let (base_digests, target_digests) = (job.base_digests.clone(), job.target_digests.clone());
         Self { job, plans, builder, begun: 0, base_digests, target_digests }
     }
@@ -146,7 +165,7 @@ impl<'a, W: Write> Assembly<'a, W> {
     /// Ends the last tensor, if one has begun.
     fn end_tensor(&mut self) -> Result<()> {
         let Some(plan) = self.begun.checked_sub(1).map(|last| &self.plans[last]) else { return Ok(()) };
-        let progress: Progress<'_> = &NoProgress(&self.job.watcher);
+        let progress: Progress<'_> = &NoProgress(self.job.watcher);
         let base_digest = match (self.job.base, plan.base) {
             (Some(base), Some(i)) if plan.base_kind != BaseKind::None => {
                 digests::of_tensor(base, i as usize, &mut self.base_digests, progress)?

@@ -4,8 +4,7 @@ use super::chunks::{Source, survey_memory};
 use super::session::{Drained, Session};
 use crate::codec::conditioned::{Sample, tokens_within};
 use crate::cuda::abi;
-use crate::encode::shared::{Group, PIECE, Pieces, Plan, group, low_bits, train_with};
-use crate::encode::EncodeOptions;
+use crate::encode::{EncodeOptions, Group, PIECE, Pieces, Plan, group, low_bits, train_with};
 use crate::error::Result;
 use crate::watch::Progress;
 use std::collections::BTreeMap;
@@ -39,7 +38,13 @@ pub(super) fn train(
 }
 
 /// Returns the sample of some pieces of a group's tensors.
-fn sample(session: &Session<'_>, source: &Source<'_>, of: Group, pieces: &[(&Plan, u64)], progress: Progress<'_>) -> Result<Sample> {
+fn sample(
+    session: &Session<'_>,
+    source: &Source<'_>,
+    of: Group,
+    pieces: &[(&Plan, u64)],
+    progress: Progress<'_>,
+) -> Result<Sample> {
     progress.done(0)?;
     let low_bits = low_bits(of.dtype, of.from_base);
     let tokens = tokens_within(8 * of.dtype.lane_bytes() as u32 - low_bits) as u32;

@@ -76,7 +76,11 @@ fn compare(expected: &Pair<Vec<u8>>, found: &Pair<Vec<u8>>, what: &str) {
                 &payload[..payload.len().min(64)],
             );
             let sums = |pair: &Pair<Vec<u8>>| pair.index().sums()[i];
-            assert_eq!((sums(expected).base_sum, sums(expected).target_sum), (sums(found).base_sum, sums(found).target_sum), "{what}");
+            assert_eq!(
+                (sums(expected).base_sum, sums(expected).target_sum),
+                (sums(found).base_sum, sums(found).target_sum),
+                "{what}"
+            );
         }
     }
     assert!(expected.blob() == found.blob(), "{what}: blobs differ");
@@ -169,7 +173,7 @@ fn generated_checkpoints() {
             let dtype = Dtype::ALL[random.below(Dtype::ALL.len())];
             let most = [100, 3000, 20_000, 150_000][random.below(if stand_in::is_used() { 2 } else { 4 })];
             let lanes = 1 + random.below(most);
-            let lanes = if dtype.bits() % 8 == 0 && dtype != Dtype::C64 { lanes } else { 6 * lanes };
+            let lanes = if dtype.bits().is_multiple_of(8) && dtype != Dtype::C64 { lanes } else { 6 * lanes };
             let rarity = [1, 2, 17, 200, 4000][random.below(5)];
             let (base, target) = random_lanes(random, dtype, lanes, rarity);
             let base_lanes = match random.below(4) {
@@ -195,7 +199,8 @@ fn digests_that_are_known_are_stored() {
     let mut tensors = Tensors::default();
     tensors.add(Dtype::Bf16, Some(1000), base, target);
     let device = super::device();
-    let [base, target] = [&tensors.base, &tensors.target].map(|t| DeviceCheckpoint::upload(device, &Tensors::checkpoint(t)).unwrap());
+    let [base, target] =
+        [&tensors.base, &tensors.target].map(|t| DeviceCheckpoint::upload(device, &Tensors::checkpoint(t)).unwrap());
     let options = EncodeOptions::default().codec(Codec::Raw);
     let encode = Encode::new(&target).base(&base).options(options);
     let known = |byte| [("t0000".to_owned(), [byte; 16])];
@@ -241,7 +246,8 @@ fn a_refused_call_ends_the_encoding_and_nothing_else() {
     let mut tensors = Tensors::default();
     tensors.add(Dtype::Bf16, Some(5000), base, target);
     let device = super::device();
-    let [base, target] = [&tensors.base, &tensors.target].map(|t| DeviceCheckpoint::upload(device, &Tensors::checkpoint(t)).unwrap());
+    let [base, target] =
+        [&tensors.base, &tensors.target].map(|t| DeviceCheckpoint::upload(device, &Tensors::checkpoint(t)).unwrap());
     let folder = tempfile::tempdir().unwrap();
     let encode = || {
         let options = EncodeOptions::default().codec(Codec::Conditioned);
@@ -249,7 +255,7 @@ fn a_refused_call_ends_the_encoding_and_nothing_else() {
     };
     encode().unwrap();
     let expected = std::fs::read(folder.path().join("pair.tpde-blob")).unwrap();
-    let mut calls = 0;
+    let (mut calls, mut errors) = (0, 0);
     loop {
         std::fs::remove_file(folder.path().join("pair.tpde-index")).unwrap();
         std::fs::remove_file(folder.path().join("pair.tpde-blob")).unwrap();
@@ -259,13 +265,20 @@ fn a_refused_call_ends_the_encoding_and_nothing_else() {
             result.unwrap();
             break;
         }
-        assert!(matches!(result, Err(Error::Device { .. })), "call {calls}: {result:?}");
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "call {calls}: something was published");
-        encode().unwrap();
+        match result {
+            Err(Error::Device { .. }) => {
+                assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "call {calls}: something was published");
+                errors += 1;
+                encode().unwrap();
+            }
+            // Memory is returned to its pool without an error.
+            Ok(_) => {}
+            Err(e) => panic!("call {calls}: {e}"),
+        }
         assert!(std::fs::read(folder.path().join("pair.tpde-blob")).unwrap() == expected, "after call {calls}");
         calls += 1;
     }
-    assert!(calls > 20, "{calls} calls were refused");
+    assert!(errors > 30, "{errors} errors of {calls} refused calls");
 }
 
 /// Real checkpoints, if `TPDE_PAIRS` names a folder with them, and every tensor repeated 24 times. Prints times.
@@ -279,7 +292,8 @@ fn real_pairs_have_the_bytes_of_the_processor() {
     for (base_name, target_name) in [("base", "rl20"), ("rl20", "rl21"), ("rl20", "rl30"), ("base", "sft")] {
         let open = |name: &str| SafetensorsCheckpoint::open(folder.join(format!("{name}.safetensors"))).ok();
         let (Some(base), Some(target)) = (open(base_name), open(target_name)) else { continue };
-        for repeat in if target_name == "rl20" || target_name == "sft" { &[1, 24][..] } else { &[1] } {
+        let large = matches!(target_name, "rl20" | "sft") && !stand_in::is_used();
+        for repeat in if large { &[1, 24][..] } else { &[1] } {
             for favor in if *repeat == 1 { &[Favor::Ratio, Favor::Speed, Favor::Size][..] } else { &[Favor::Ratio, Favor::Speed] } {
                 let tensors = Tensors { base: repeated(&base, *repeat), target: repeated(&target, *repeat) };
                 let options = EncodeOptions::default().codec(Codec::Conditioned).favor(*favor);
@@ -323,7 +337,7 @@ impl Tensors {
         let encode = Encode::new(&target).base(&base).options(options.clone());
         let encode = encode.base_digests(digests(true)).target_digests(digests(false));
         let mut times: Vec<Duration> = Vec::new();
-        for _ in 0..9 {
+        for _ in 0..if stand_in::is_used() { 1 } else { 9 } {
             let start = Instant::now();
             let (found, _) = encode.to_memory().unwrap_or_else(|e| panic!("{what}: {e}"));
             times.push(start.elapsed());

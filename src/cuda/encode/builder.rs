@@ -1,0 +1,160 @@
+//! The builder that encodes a pair on a device.
+
+use super::chunks::Limits;
+use super::digests::Known;
+use super::run::{Job, encode};
+use super::tensors::DeviceCheckpoint;
+use crate::checkpoint::Checkpoint;
+use crate::cuda::runtime::stream::Stream;
+use crate::encode::{EncodeOptions, EncodeReport};
+use crate::error::Result;
+use crate::format::DIGEST_SIZE;
+use crate::pair_files::NewPair;
+use crate::reader::Pair;
+use crate::safetensors::check_composable;
+use crate::watch::{Watcher, progress_methods};
+use crate::writer::PairBuilder;
+use std::path::{Path, PathBuf};
+
+/// Encodes a target checkpoint in device memory as a pair: its difference from a base in device memory.
+///
+/// The pair has the bytes that [`crate::Encode`] makes of the same tensors with the same options. The codec must be `conditioned`
+/// or `raw` for all tensors, and the format 1.2.
+///
+/// Device memory: the compressed bytes, and up to 512 MiB, whatever the size of the checkpoints. Calls wait until the pair is
+/// complete. After an error, nothing is published, and the device does no more work for the call.
+///
+/// ```no_run
+/// use tpde::cuda::{Device, DeviceCheckpoint, Encode};
+/// use tpde::{Codec, Dtype, EncodeOptions, TensorInfo};
+///
+/// # fn main() -> tpde::Result<()> {
+/// let device = Device::open(0)?;
+/// let info = TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![1024, 1024] };
+/// let (old, new) = (device.alloc(info.bytes())?, device.alloc(info.bytes())?);
+/// // Fill both.
+/// let base = DeviceCheckpoint::new(&device, [(info.clone(), old)])?;
+/// let target = DeviceCheckpoint::new(&device, [(info, new)])?;
+/// let options = EncodeOptions::default().codec(Codec::Conditioned);
+/// let (pair, report) = Encode::new(&target).base(&base).options(options).to_memory()?;
+/// # Ok(())
+/// # }
+/// ```
+#[must_use = "nothing is encoded before `to_path` or `to_memory` is called"]
+pub struct Encode<'a> {
+    target: &'a DeviceCheckpoint,
+    base: Option<&'a DeviceCheckpoint>,
+    options: EncodeOptions,
+    base_digests: Known,
+    target_digests: Known,
+    after: Option<&'a Stream>,
+    inputs: Vec<PathBuf>,
+    overwrite: bool,
+    limits: Limits,
+    watcher: Watcher<'a>,
+}
+
+impl<'a> Encode<'a> {
+    /// Encodes all tensors of `target`, with the default options and without a base.
+    pub fn new(target: &'a DeviceCheckpoint) -> Self {
+        Self {
+            target,
+            base: None,
+            options: EncodeOptions::default(),
+            base_digests: Default::default(),
+            target_digests: Default::default(),
+            after: None,
+            inputs: Vec::new(),
+            overwrite: false,
+            limits: Limits::default(),
+            watcher: Watcher::Nobody,
+        }
+    }
+
+    /// Sets the base, which is on the same device.
+    pub fn base(mut self, base: &'a DeviceCheckpoint) -> Self {
+        self.base = Some(base);
+        self
+    }
+
+    /// Sets the options.
+    pub fn options(mut self, options: EncodeOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Work on the tensors that is queued on this stream so far completes before they are read. Without this call, all work on
+    /// them must have completed.
+    pub fn after(mut self, stream: &'a Stream) -> Self {
+        self.after = Some(stream);
+        self
+    }
+
+    /// Adds digests of base tensors that are known, by name: BLAKE3-128 of the bytes of a tensor. In a chain of pairs, they are the
+    /// target digests of the previous pair. The digests of other tensors are computed. They are stored in the pair as they are: with
+    /// a wrong digest, readers that compare it refuse the base.
+    pub fn base_digests(mut self, digests: impl IntoIterator<Item = (String, [u8; DIGEST_SIZE])>) -> Self {
+        self.base_digests.extend(digests);
+        self
+    }
+
+    /// As [`Encode::base_digests`], for target tensors.
+    pub fn target_digests(mut self, digests: impl IntoIterator<Item = (String, [u8; DIGEST_SIZE])>) -> Self {
+        self.target_digests.extend(digests);
+        self
+    }
+
+    /// Replaces an existing pair.
+    pub fn overwrite(mut self, overwrite: bool) -> Self {
+        self.overwrite = overwrite;
+        self
+    }
+
+    /// Adds files and folders that the pair must not overlap.
+    pub fn inputs(mut self, paths: impl IntoIterator<Item = impl Into<PathBuf>>) -> Self {
+        self.inputs.extend(paths.into_iter().map(Into::into));
+        self
+    }
+
+    progress_methods!("The total is the size of the target tensors.");
+
+    /// Encodes the pair into files, as [`crate::Encode::to_path`] does.
+    ///
+    /// # Errors
+    /// - [`Error::InvalidArgument`](crate::Error::InvalidArgument) for options that a device does not support, or that are invalid, and if base and target are on
+    ///   two devices.
+    /// - [`Error::Device`](crate::Error::Device) if the driver fails, or if there is too little memory.
+    /// - The errors of [`crate::Encode::to_path`] about names, shapes, numbers of tensors, and the files of the pair.
+    /// - Any error of the watcher.
+    pub fn to_path(&self, path: impl AsRef<Path>) -> Result<EncodeReport> {
+        check_composable(self.target.tensors())?;
+        let (pair, blob) = NewPair::create(path.as_ref(), &self.inputs, self.overwrite)?;
+        let builder = PairBuilder::new(blob, pair.paths.blob.clone(), self.options.form())?;
+        let (finished, report) = encode(&self.job(), builder)?;
+        pair.publish(finished, &self.watcher)?;
+        Ok(report)
+    }
+
+    /// Encodes the pair in memory.
+    ///
+    /// # Errors
+    /// The errors of [`Encode::to_path`], except those about files of the pair.
+    pub fn to_memory(&self) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
+        let builder = PairBuilder::new(Vec::new(), "memory".into(), self.options.form())?;
+        let (finished, report) = encode(&self.job(), builder)?;
+        Ok((finished.into_pair()?, report))
+    }
+
+    fn job(&self) -> Job<'_> {
+        let Self { target, base, options, base_digests, target_digests, after, limits, watcher, .. } = self;
+        let (base, after, limits) = (*base, *after, *limits);
+        Job { target, base, options, base_digests, target_digests, after, limits, watcher }
+    }
+
+    /// Sets limits of memory, for tests.
+    #[cfg(test)]
+    pub(in crate::cuda) fn limits(mut self, limits: Limits) -> Self {
+        self.limits = limits;
+        self
+    }
+}
