@@ -41,6 +41,13 @@ template <u32 OFFSET = 0> __device__ __forceinline__ uint2 shared_u32x2(u32 at) 
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2+%3];" : "=r"(value.x), "=r"(value.y) : "r"(at), "n"(OFFSET));
     return value;
 }
+template <u32 OFFSET = 0> __device__ __forceinline__ uint4 shared_u32x4(u32 at) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4+%5];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(at), "n"(OFFSET));
+    return value;
+}
 __device__ __forceinline__ void set_shared_u8(u32 at, u32 value) {
     asm volatile("{.reg .u16 half; cvt.u16.u32 half, %1; st.shared.u8 [%0], half;}" ::"r"(at), "r"(value) : "memory");
 }
@@ -64,6 +71,25 @@ __device__ __forceinline__ u32 first_adds_to_shared(u32 thread, u32 at, u32 valu
                  : "r"(thread), "r"(at + 4 * thread), "r"(value)
                  : "memory");
     return before;
+}
+
+// ---- Asynchronous copies from global to shared memory ----
+
+// Copies `size` of SIZE bytes (4, 8 or 16) and fills the rest with zeros. Both addresses are multiples of SIZE. Only
+// `size` bytes are read.
+template <int SIZE> __device__ __forceinline__ void copy_async(u32 to, const void* from, u32 size) {
+    if constexpr (SIZE == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(SIZE), "r"(size)
+                     : "memory");
+    }
+}
+// Ends a group of copies of this thread.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all groups of this thread but the last PENDING.
+template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // ---- Global memory ----

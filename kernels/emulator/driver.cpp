@@ -20,6 +20,7 @@
 #include "common/format.cuh"
 #include "digest/digests.cuh"
 #include "encode/arguments.cuh"
+#include "digest/hash.cuh"
 #include "zstd/frames.cuh"
 
 extern "C" void tpde_raw(Launch);
@@ -29,6 +30,7 @@ extern "C" void tpde_raw_strided(Launch);
 extern "C" void tpde_conditioned_strided(Launch);
 extern "C" void tpde_without_base_strided(Launch);
 extern "C" void tpde_digests(Digests);
+extern "C" void tpde_hash(Hashes);
 extern "C" void tpde_frames_check(Frames);
 extern "C" void tpde_frames_expand(Frames);
 extern "C" void tpde_encode_survey(Encode);
@@ -395,6 +397,7 @@ const KernelEntry KERNELS[] = {
     {"tpde_conditioned_strided", [](const void* p) { tpde_conditioned_strided(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_without_base_strided", [](const void* p) { tpde_without_base_strided(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_digests", [](const void* p) { tpde_digests(*(const Digests*)p); }, sizeof(Digests)},
+    {"tpde_hash", [](const void* p) { tpde_hash(*(const Hashes*)p); }, sizeof(Hashes)},
     {"tpde_frames_check", [](const void* p) { tpde_frames_check(*(const Frames*)p); }, sizeof(Frames)},
     {"tpde_frames_expand", [](const void* p) { tpde_frames_expand(*(const Frames*)p); }, sizeof(Frames)},
     {"tpde_encode_survey", [](const void* p) { tpde_encode_survey(*(const Encode*)p); }, sizeof(Encode)},

@@ -15,6 +15,7 @@
 #include <vector>
 #include "common/format.cuh"
 #include "digest/digests.cuh"
+#include "digest/hash.cuh"
 
 extern "C" void tpde_raw(Launch);
 extern "C" void tpde_conditioned(Launch);
@@ -23,6 +24,7 @@ extern "C" void tpde_raw_strided(Launch);
 extern "C" void tpde_conditioned_strided(Launch);
 extern "C" void tpde_without_base_strided(Launch);
 extern "C" void tpde_digests(Digests);
+extern "C" void tpde_hash(Hashes);
 extern "C" const char* __asan_default_options() {
     return "detect_leaks=0:detect_stack_use_after_return=0:print_legend=0";
 }
@@ -52,11 +54,18 @@ struct ChunkCase {
     u32 lanes() const { return (u32)std::min(tensor.lanes - record.output_offset, (u64)1 << tensor.chunk_lanes_log2); }
 };
 
+// A range of memory to be hashed. `row` is 0 without gaps.
+struct RangeCase {
+    Bytes bytes, hash;
+    u32 row, gap, shift;
+};
+
 struct Case {
     std::string name;
     u32 flags;
     std::vector<u32> tables;
     std::vector<ChunkCase> chunks;
+    std::vector<RangeCase> ranges;
 };
 
 struct Reader {
@@ -110,6 +119,14 @@ std::vector<Case> read_cases(const char* path) {
             chunk.digest = reader.list<u8>();
             chunk.base = reader.list<u8>();
             chunk.target = reader.list<u8>();
+        }
+        one.ranges.resize(reader.number<u32>());
+        for (RangeCase& range : one.ranges) {
+            range.bytes = reader.list<u8>();
+            range.hash = reader.list<u8>();
+            range.row = reader.number<u32>();
+            range.gap = reader.number<u32>();
+            range.shift = reader.number<u32>();
         }
         cases.push_back(std::move(one));
     }
@@ -454,6 +471,88 @@ void run_digests(const Case& one, const Buffer& records, u64 seed) {
     if (!nodes.has_canaries() || !found.has_canaries()) wrong("written outside of nodes or list");
 }
 
+// Hashes all ranges twice: the second launch finds the nodes as the first one left them. Some ranges are in several parts.
+void run_hashes(const Case& one, u64 seed) {
+    constexpr u64 PIECE = 32 << 10;
+    u32 count = (u32)one.ranges.size();
+    std::vector<std::unique_ptr<Buffer>> memory;
+    std::vector<HashRange> entries;
+    Bytes hashes, digests;
+    u32 nodes = 0;
+    for (u32 i = 0; i < count; i++) {
+        const RangeCase& range = one.ranges[i];
+        if (range.hash.size() != 32) wrong("a hash of %zu bytes", range.hash.size());
+        hashes.insert(hashes.end(), range.hash.begin(), range.hash.end());
+        digests.insert(digests.end(), range.hash.begin(), range.hash.begin() + 16);
+        Rows rows;
+        if (range.row) rows = {range.row, (u64)range.row + range.gap, 0};
+        std::string name = "range " + std::to_string(i);
+        memory.emplace_back(new Buffer(name, range.bytes, range.bytes.size(), range.shift, rows));
+        u32 pieces = std::max<u32>(1, (u32)((range.bytes.size() + PIECE - 1) / PIECE));
+        HashRange entry = {(u64)memory[i]->data, range.bytes.size(), rows.row, rows.pitch, 0, 0, nodes, i};
+        for (u32 level = pieces; level > 1; level = (level + 31) / 32) nodes += 33 * ((level + 31) / 32);
+        for (u32 first = 0, next; first < pieces; first = next) {
+            next = mix(seed + i + first) % 3 ? pieces : first + 1 + (u32)(mix(seed - first) % (pieces - first));
+            entry.first_piece = first;
+            entry.first_warp = next - first; // replaced by the sum of those before
+            entries.push_back(entry);
+        }
+    }
+    for (size_t i = entries.size(); i > 1; i--) std::swap(entries[i - 1], entries[mix(seed * 7 + i) % i]);
+    u32 warps = 0;
+    for (HashRange& entry : entries) {
+        u32 own = entry.first_warp;
+        entry.first_warp = warps;
+        warps += own;
+    }
+    u32 bad = (u32)(seed / 8 % (count + 1));
+    if (bad < count) digests[16 * bad + seed / 64 % 16] ^= 1 << seed % 8;
+    Buffer ranges("the ranges", bytes_of(entries), sizeof(HashRange) * entries.size(), 0);
+    Buffer expected("the digests", digests, digests.size(), 0);
+    Buffer node_memory("the nodes", Bytes(32 * (size_t)nodes), 32 * (size_t)nodes, 0);
+    for (u32 launch_number = 0; launch_number < 2; launch_number++) {
+        Buffer found("the hashes", Bytes(hashes.size()), hashes.size(), 0), flag("the flag", Bytes(4), 4, 0);
+        Buffer statuses("the status words", Bytes(4 * count, 0xFF), 4 * count, 0);
+        bool compares = launch_number == 0 || seed % 2, stores = launch_number == 1 || seed % 3;
+        Hashes parameter = {};
+        parameter.ranges = (u64)ranges.data;
+        parameter.nodes = (u64)node_memory.data;
+        parameter.hashes = stores ? (u64)found.data : 0;
+        parameter.expected = compares ? (u64)expected.data : 0;
+        parameter.statuses = (u64)statuses.data;
+        parameter.flag = seed % 5 ? (u64)flag.data : 0;
+        parameter.count = (u32)entries.size();
+        auto kernel = [](const void* hashes) { tpde_hash(*(const Hashes*)hashes); };
+        // One launch, or two.
+        u32 half = seed % 4 ? warps : warps / 2;
+        for (u32 first : {0u, half}) {
+            parameter.first = first;
+            parameter.warps = first ? warps - half : half;
+            emulator::launch({parameter.warps + 1, TPDE_HASH_THREADS, TPDE_HASH_SHARED, seed + launch_number}, kernel,
+                             &parameter);
+            if (half == warps) break;
+        }
+        for (u32 i = 0; i < count; i++) {
+            size_t size = one.ranges[i].bytes.size();
+            u32 status = ((const u32*)statuses.data)[i],
+                right = !compares ? TPDE_STATUS_NOT_RUN : (u32)(i == bad ? TPDE_HASH_DIFFERS : TPDE_HASH_EQUAL);
+            if (status != right) wrong("status %u of range %u of %zu bytes, expected %u", status, i, size, right);
+            if (stores && memcmp(found.data + 32 * i, &hashes[32 * i], 32) != 0)
+                wrong("the hash of range %u of %zu bytes differs", i, size);
+        }
+        if (*(const u32*)flag.data != (compares && bad < count && parameter.flag ? 1 : 0))
+            wrong("the flag is %u after hashes", *(const u32*)flag.data);
+        if (!stores && !found.is_untouched()) wrong("hashes were stored");
+        if (!statuses.has_canaries() || !flag.has_canaries() || !found.has_canaries())
+            wrong("written outside of hashes, status words or flag");
+    }
+    for (auto& range : memory) {
+        if (!range->is_untouched() || !range->has_canaries()) wrong("%s was written", range->name.c_str());
+    }
+    if (!ranges.is_untouched() || !expected.is_untouched() || !node_memory.has_canaries())
+        wrong("an argument was written");
+}
+
 // Runs all chunks of a case in one launch. Each chunk has its own buffers, so that an access to another chunk's data is
 // detected.
 // `rows`: not 0 for strided tensors.
@@ -545,6 +644,11 @@ void run_case(const Case& one, Mode mode, u32 shift, u32 rows, u64 seed) {
     Buffer scratch("the scratch memory", zeros, zeros.size() + (is_checked ? 1 : slots) * slot_bytes, 0);
 
     if (mode == OUT_OF_PLACE && count > 0) run_digests(one, uploads[0], seed);
+    if (mode == OUT_OF_PLACE && !one.ranges.empty()) {
+        snprintf(progress->current, sizeof progress->current, "%s (--seed %llu)", one.name.c_str(),
+                 (unsigned long long)seed);
+        run_hashes(one, seed);
+    }
 
     Launch launch = {};
     launch.chunks = (u64)uploads[0].data;

@@ -83,6 +83,10 @@ pub(super) const FRAMES_THREADS: u32 = 256;
 /// Threads per block of `tpde_digests`.
 pub(super) const DIGESTS_THREADS: u32 = 32;
 
+/// Threads and shared memory per block of `tpde_hash`.
+pub(super) const HASH_THREADS: u32 = 32;
+pub(super) const HASH_SHARED: u32 = 9216;
+
 pub(super) const RAW_THREADS: u32 = defined("TPDE_RAW_THREADS");
 pub(super) const RAW_SHARED: u32 = defined("TPDE_RAW_SHARED");
 pub(super) const CONDITIONED_THREADS: u32 = defined("TPDE_CONDITIONED_THREADS");

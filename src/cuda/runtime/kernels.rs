@@ -15,6 +15,7 @@ const FRAMES_PTX: &str = include_str!("../../../kernels/ptx/frames.ptx");
 const DIGESTS_PTX: &str = include_str!("../../../kernels/ptx/digests.ptx");
 const ENCODE_PLAN_PTX: &str = include_str!("../../../kernels/ptx/encode_plan.ptx");
 const ENCODE_WRITE_PTX: &str = include_str!("../../../kernels/ptx/encode_write.ptx");
+const HASH_PTX: &str = include_str!("../../../kernels/ptx/hash.ptx");
 const LAYOUT_PTX: &str = include_str!("../../../kernels/ptx/layout.ptx");
 
 /// All kernels. Kernels that only some pairs need are compiled at their first use.
@@ -30,6 +31,7 @@ pub(in crate::cuda) struct Kernels {
     frames: Mutex<Option<FrameKernels>>,
     digests: Mutex<Option<Kernel>>,
     encoder: Mutex<Option<EncodeKernels>>,
+    hash: Mutex<Option<Kernel>>,
     modules: Mutex<Vec<Module>>,
 }
 
@@ -136,6 +138,11 @@ impl Kernels {
     fn keep(&self, module: Module) -> Module {
         self.modules.lock().unwrap_or_else(PoisonError::into_inner).push(module.clone());
         module
+    }
+
+    /// Returns the kernel for hashes of memory.
+    pub fn hash(&self, context: &Context) -> Result<Kernel> {
+        load_once(&self.hash, context, |cx| self.load_more(cx, HASH_PTX, "tpde_hash", abi::HASH_THREADS, abi::HASH_SHARED))
     }
 
     fn load_more(&self, cx: &Entered<'_>, ptx: &str, name: &str, threads: u32, shared: u32) -> Result<Kernel> {

@@ -30,6 +30,18 @@ impl Chunk {
     }
 }
 
+/// A range of memory to be hashed.
+#[derive(Clone)]
+pub struct Hashed {
+    pub bytes: Vec<u8>,
+    /// Size of a row in bytes, 0 without gaps.
+    pub row: usize,
+    /// Bytes between two rows.
+    pub gap: usize,
+    /// Offset from a multiple of 64 bytes.
+    pub shift: usize,
+}
+
 /// Cases for the emulator, in the format of `kernels/emulator/README.md`.
 #[derive(Default)]
 pub struct Cases {
@@ -91,6 +103,22 @@ impl Cases {
             self.list(if case.payload.is_empty() { &[] } else { &digest.as_bytes()[..16] });
             self.list(&case.base);
             self.list(expected.as_deref().unwrap_or(&[]));
+        }
+        self.number(0);
+        self.count += 1;
+    }
+
+    /// Adds launches that hash ranges of memory.
+    pub fn add_ranges(&mut self, name: &str, ranges: &[Hashed]) {
+        self.list(name.as_bytes());
+        self.number(0);
+        self.list::<u32>(&[]);
+        self.number(0);
+        self.number(ranges.len());
+        for Hashed { bytes, row, gap, shift } in ranges {
+            self.list(bytes);
+            self.list(blake3::hash(bytes).as_bytes());
+            [row, gap, shift].into_iter().for_each(|&number| self.number(number));
         }
         self.count += 1;
     }

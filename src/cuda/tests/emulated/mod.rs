@@ -3,7 +3,7 @@
 
 pub mod emulator;
 
-use self::emulator::{Cases, Chunk};
+use self::emulator::{Cases, Chunk, Hashed};
 use super::cases::shapes::{Shape, case_of, rows_of};
 use super::cases::writer::tile;
 use super::cases::{Case, Random, faults, hostile, is_same_kind, random_lanes};
@@ -253,6 +253,45 @@ fn every_cut_and_many_flipped_bits() {
     cases.run("cuts", &["--rows", "1", "--shift", "0", "--mode", "out", "--mode", "listed"]);
 }
 
+/// Returns ranges of every length at a boundary of BLAKE3, aligned and not, with and without gaps.
+fn hashed_ranges() -> Vec<Vec<Hashed>> {
+    let random = &mut Random(3);
+    let mut bytes = |size: usize| (0..size).map(|_| random.bits() as u8).collect::<Vec<u8>>();
+    let boundaries = [0, 64, 128, 1024, 2048, 3072, 31 << 10, 32 << 10, 33 << 10, 64 << 10, 96 << 10];
+    let sizes = boundaries.into_iter().flat_map(|at: usize| at.saturating_sub(1)..=at + 1);
+    let sizes = sizes.chain([4, 63, 100, 1500, 5000, 40_000, 70_000, 200_004]);
+    let whole: Vec<_> = sizes.map(|size| Hashed { bytes: bytes(size), row: 0, gap: 0, shift: 0 }).collect();
+    let shifted = |by: &[usize]| {
+        let moved = |(range, &shift): (&Hashed, &usize)| Hashed { shift, ..range.clone() };
+        whole.iter().zip(by.iter().cycle()).map(moved).collect::<Vec<_>>()
+    };
+    let mut cases = vec![whole.clone(), shifted(&[16, 48, 4, 8]), shifted(&[1, 2, 3, 12, 63])];
+    let mut strided = Vec::new();
+    for (row, gap) in [(1, 1), (3, 2), (4, 4), (16, 16), (48, 4), (64, 1), (1000, 24), (4096, 16), (40_000, 8), (100_002, 2)] {
+        for rows in [1, 2, 33, 1 + 70_000 / row] {
+            if rows * row <= 300_000 {
+                strided.push(Hashed { bytes: bytes(rows * row), row, gap, shift: 16 * (rows % 2) + rows % 3 % 2 * row % 16 });
+            }
+        }
+    }
+    cases.push(strided);
+    // More than 32 pieces, and a level of nodes above them.
+    cases.extend([32 << 15, (32 << 15) + 1, (33 << 15) + 5000, 65 << 15].map(|size: usize| {
+        vec![Hashed { bytes: bytes(size), row: 0, gap: 0, shift: 4 * (size % 2) }]
+    }));
+    cases
+}
+
+#[test]
+#[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
+fn hashes_of_memory() {
+    let mut cases = Cases::default();
+    for (n, ranges) in hashed_ranges().iter().enumerate() {
+        cases.add_ranges(&format!("hash/{n}"), ranges);
+    }
+    cases.run("hashes", &["--mode", "out", "--shift", "0", "--shift", "3", "--shift", "10"]);
+}
+
 /// Threads share memory only where barriers order their accesses.
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
@@ -270,6 +309,9 @@ fn no_races() {
             let chunks: Vec<_> = [1, 127, 4097].into_iter().map(chunk).collect();
             cases.add(&format!("races/{dtype} 1 in {rarity}"), false, &chunks);
         }
+    }
+    for (n, ranges) in hashed_ranges().iter().enumerate().filter(|(n, _)| *n != 4 && *n < 6) {
+        cases.add_ranges(&format!("races/hash {n}"), ranges);
     }
     cases.find_races("races", &["--shift", "0", "--shift", "3", "--rows", "0", "--rows", "1"]);
 }
