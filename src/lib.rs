@@ -100,7 +100,9 @@ struct Readme;
 #[doc = include_str!("../docs/cuda.md")]
 struct Cuda;
 
-pub use apply::{Accelerator, Apply, ApplyReport, Authenticity, Changes, InPlace, Sink, TensorMut, Verification, Verify, Work};
+pub use apply::{
+    Accelerator, Apply, ApplyReport, Authenticity, Changes, InPlace, Sink, TensorHashes, TensorMut, Verification, Verify, Work,
+};
 pub use chain::Chain;
 pub use checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 pub use codec::{Codec, Layout, PayloadParts};

@@ -27,8 +27,8 @@ TPDE_SIZE(HashRange, 48);
 // The parameter of `tpde_hash`, passed by value. Each block is a warp.
 struct Hashes {
     u64 ranges; // const HashRange*: ascending by `first_warp`, the first at most `first`
-    u64 nodes;  // u32[8] each, see below. Zeros before the first launch; a launch of all pieces leaves the counters zero
-    u64 hashes; // u32*: 8 words per range; 0: hashes are not stored
+    u64 nodes; // u32[8] each, see below. Zeros before the first launch; a launch of all pieces leaves the counters zero
+    u64 hashes;   // u32*: 8 words per range; 0: hashes are not stored
     u64 expected; // const u32*: the first 4 words of the hash of each range; 0: hashes are not compared
     u64 statuses; // u32*: one per range: TPDE_HASH_EQUAL or TPDE_HASH_DIFFERS; 0: not stored
     u64 flag;     // u32*: set to 1 if a hash differs; 0: no flag

@@ -171,7 +171,8 @@ impl DevicePair {
             let bindings = bindings(&self.pair, &self.index, tensors, &base, Mode::OutOfPlace)?;
             // SAFETY: the plan holds the owner of the memory, and the Python half records the tensor with the streams that use it.
             let payloads = Payloads::Part { at: start, memory: unsafe { part.device_slice() } };
-            ApplyPlan::new(&self.index, &bindings, Mode::OutOfPlace, payloads)
+            // A layer rebuilds its weights in every pass. Hashing them each time would cost more than decoding them.
+            Ok(ApplyPlan::new(&self.index, &bindings, Mode::OutOfPlace, payloads)?.digests(false))
         };
         let planned = plan().map_err(|e| errors::to_python(py, &e))?;
         Ok(Plan { planned: Mutex::new(Some((planned, Owners(base.into_iter().chain([output, part]).collect())))) })

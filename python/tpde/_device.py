@@ -168,8 +168,8 @@ class DevicePair:
     """A pair that is ready on a CUDA device, for pairs that are used there more than once.
 
     :func:`tpde.torch.apply_`, :func:`tpde.torch.load_file` and :func:`tpde.nn.attach` take it instead of a path. Its index is
-    uploaded once, 52 bytes per chunk. CRC and sums are compared, but no digests; :mod:`tpde.torch` says what that means for a
-    forged blob. The plan and the memory of the last call are kept, so a call with the same tensors starts at once.
+    uploaded once, 52 bytes per chunk. CRC, sums and digests of targets are compared. The plan and the memory of the last
+    call are kept, so a call with the same tensors starts at once.
 
     Args:
         pair: Name of the pair, or either file.

@@ -188,9 +188,9 @@ class safe_open:
         base: The checkpoint that the pair was made from: a path, or a dict of NumPy or PyTorch tensors. ``None`` if the pair
             needs none. Tensors must be contiguous, on the CPU or all on ``device``, and must not be written while a call reads
             them.
-        digests: Whether :meth:`get_tensor` compares base and target with the digests of the pair. Without digests, and on a CUDA
-            device, CRC and sums still find damage, but a forged blob is not detected. On the CPU, decoding without digests is
-            about three times as fast.
+        digests: Whether :meth:`get_tensor` compares base and target with the digests of the pair, on the CPU. Without digests, CRC
+            and sums still find damage, but a forged blob is not detected; decoding is about three times as fast. A CUDA device
+            always compares the target.
         expect: As for :func:`tpde.apply`.
 
     Opening is cheap: only the index and the base's headers are read. In NumPy, BF16 and F8 arrays have the dtypes of ml_dtypes if

@@ -1,15 +1,16 @@
 """Pairs and PyTorch: state dicts, live parameters, and streams of weights for inference engines.
 
 Tensors are on the CPU or on a CUDA device. On a device, kernels decode pairs on PyTorch's current stream, in memory of its
-allocator: besides the tensors, the compressed bytes and at most 64 MiB. Calls return when their outcome is known.
+allocator: besides the tensors, the compressed bytes and at most 64 MiB, and 128 MiB more where ``apply_`` checks everything before
+it writes. Calls return when their outcome is known.
 :class:`DevicePair` keeps a pair on the device for repeated use.
 
 What is checked: on every device, the CRC of each payload and the sums of each chunk. They find accidents. Random damage passes the
 CRC with a probability of 2^-32. Random changes of the result pass the target sum with a probability of about 2^-64, or 2^-32 at
 worst. They do not find forgery: a blob can be changed to give other weights under the same index and pair digest, so an authentic
-pair digest does not help if only CRC and sums are checked. Only digests of payloads or tensors detect forgery, and only the CPU
-compares them. If you do not trust the author of a pair, call :func:`tpde.verify` with ``base`` before you use the pair on a CUDA
-device.
+pair digest does not help if only CRC and sums are checked. Only digests of payloads or tensors detect forgery. The CPU compares
+those of bases and targets, a device those of targets. Layers of :mod:`tpde.nn` compare none for the weights that they rebuild: if
+you do not trust the author of a pair, call :func:`tpde.verify` with ``base`` before.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ def load_file(
         base: The checkpoint that the pair was made from: a path, a state dict or a module. ``None`` if the pair needs none.
             Tensors must be contiguous, on the CPU or all on ``device``. They are not changed, and must not be written during
             the call.
-        digests: Whether base and target are compared with the digests of the pair, on the CPU. Without digests, and on a CUDA
-            device, CRC and sums still find damage, but a forged blob is not detected. On the CPU, decoding without digests is
-            about three times as fast.
+        digests: Whether base and target are compared with the digests of the pair, on the CPU. Without digests, CRC and sums still
+            find damage, but a forged blob is not detected; decoding is about three times as fast. A CUDA device always compares
+            the target.
         expect: As for :func:`tpde.apply`.
         progress: As for :func:`tpde.encode`.
 
@@ -162,8 +163,8 @@ def apply_(
         mode: ``"all_checked"`` decodes and checks everything before it writes, and the writing is not interrupted: whatever is
             raised, the weights are the base or the target. The exception is a blob that changes or cannot be read, or a device
             that fails, while the weights are written. On the CPU this mode compares CRC, sums and all digests, on a CUDA device
-            CRC and sums but no digests. ``"chunk_by_chunk"`` checks CRC and sums of each chunk and writes it, in one pass. If it
-            fails midway, :class:`Poisoned` is raised. If it is interrupted midway, the exception of the interruption (such as
+            CRC, sums and digests of targets. ``"chunk_by_chunk"`` checks CRC and sums of each chunk and writes it, in one pass;
+            on a CUDA device it then compares digests of targets. If it fails midway, :class:`Poisoned` is raised. If it is interrupted midway, the exception of the interruption (such as
             ``KeyboardInterrupt``) has a :class:`Poisoned` as its ``__cause__``. Either way the weights are a mixture. Without
             digests a forged blob is not detected: see :mod:`tpde.torch`.
         strict: Whether every tensor of the pair must be among ``tensors``. A module with layers of :mod:`tpde.nn` is refused in

@@ -104,8 +104,8 @@ impl<'a, B: Source> Apply<'a, B> {
         self
     }
 
-    /// Decodes on a device, with the same result. The CPU still computes digests, if they are compared, and does all the work of
-    /// [`Apply::range`] and [`Apply::changes`].
+    /// Decodes on a device, with the same result. The device also hashes bases and targets, if digests are compared. The CPU does all
+    /// the work of [`Apply::range`] and [`Apply::changes`].
     pub fn on(mut self, device: &'a dyn Accelerator) -> Self {
         self.accelerator = Some(device);
         self

@@ -18,7 +18,7 @@ mod slices;
 mod to_path;
 mod verify;
 
-pub use accelerator::{Accelerator, Work};
+pub use accelerator::{Accelerator, TensorHashes, Work};
 pub use builder::Apply;
 pub(crate) use chunk::find_base;
 pub use in_place::{InPlace, TensorMut};

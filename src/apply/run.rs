@@ -1,6 +1,6 @@
 //! One application of a pair: rebuilds selected tensors from a base (spec section 13, steps 8 to 12).
 
-use super::accelerator::{Accelerator, Work};
+use super::accelerator::{Accelerator, TensorHashes, Work};
 use super::chunk::{Chunks, DecodeWorker, Hashes, base_lanes, decode, find_base};
 use super::payloads::Compared;
 use crate::batches::{Pool, hash_tensor, in_batches};
@@ -281,8 +281,8 @@ impl<'a, B: Source> Run<'a, B> {
         }
     }
 
-    /// [`Run::run_jobs`] on a device. `store` receives each tensor after its chunks are hashed. The digests of a tensor are
-    /// compared when its last chunk is hashed, or at the end.
+    /// [`Run::run_jobs`] on a device. `store` receives each tensor after it is hashed, on the device or here. The digests of a
+    /// tensor are compared when it is hashed, or at the end.
     fn run_on(
         &self,
         accelerator: &dyn Accelerator,
@@ -290,12 +290,20 @@ impl<'a, B: Source> Run<'a, B> {
         store: &mut dyn FnMut(usize, &[u8]) -> Result<()>,
     ) -> Result<ApplyReport> {
         let tensors: Vec<_> = self.selected.iter().copied().zip(bases.iter().copied()).collect();
-        let work = Work { index: self.pair.index(), blob: self.pair.blob(), base: self.base(), tensors: &tensors };
+        let of_device = Mutex::new(None);
+        let hashed = |hashes: TensorHashes| *of_device.lock().unwrap_or_else(PoisonError::into_inner) = Some(hashes);
+        let hashed: Option<&(dyn Fn(TensorHashes) + Sync)> = if self.digests { Some(&hashed) } else { None };
+        let work = Work { index: self.pair.index(), blob: self.pair.blob(), base: self.base(), tensors: &tensors, hashed };
         let mut check = DigestCheck::new(self, bases);
         let outcome = accelerator.rebuild(&work, &mut |at, bytes| {
-            if self.digests {
-                for hashes in self.hash_chunks(at, bases[at], bytes)? {
-                    check.add(at, Some(hashes))?;
+            let of_device = of_device.lock().unwrap_or_else(PoisonError::into_inner).take();
+            match of_device {
+                _ if !self.digests => {}
+                Some(TensorHashes { base, target }) => check.add_whole(at, Hashes { base, target })?,
+                None => {
+                    for hashes in self.hash_chunks(at, bases[at], bytes)? {
+                        check.add(at, Some(hashes))?;
+                    }
                 }
             }
             store(at, bytes)?;
@@ -409,6 +417,8 @@ pub(super) struct DigestCheck<'a, 'b, B> {
     /// Hashes of the chunks of the tensors after those, by position among the selected tensors. The chunks of each tensor come in
     /// order; those of the parts of one tensor may be mixed.
     chunks: BTreeMap<usize, Vec<Hashes>>,
+    /// Whether the hashes are those of tensors instead of chunks.
+    of_tensors: bool,
     base_root: digest::Root,
     target_root: digest::Root,
 }
@@ -416,7 +426,7 @@ pub(super) struct DigestCheck<'a, 'b, B> {
 impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
     pub fn new(run: &'b Run<'a, B>, bases: &'b [Option<usize>]) -> Self {
         let (base_root, target_root) = (digest::Root::default(), digest::Root::default());
-        Self { run, bases, ended: 0, chunks: BTreeMap::new(), base_root, target_root }
+        Self { run, bases, ended: 0, chunks: BTreeMap::new(), of_tensors: false, base_root, target_root }
     }
 
     /// Adds the hashes of the next chunk of selected tensor `at`.
@@ -426,11 +436,18 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
         self.end_complete()
     }
 
+    /// Adds the hashes of selected tensor `at`. Then no hashes of chunks may be added.
+    pub fn add_whole(&mut self, at: usize, hashes: Hashes) -> Result<()> {
+        self.of_tensors = true;
+        self.add(at, Some(hashes))
+    }
+
     /// Compares the digests of the next tensors, as long as all of their chunks have been added.
     fn end_complete(&mut self) -> Result<()> {
         while let Some(&tensor_index) = self.run.selected.get(self.ended) {
             let added = self.chunks.get(&self.ended).map_or(0, Vec::len);
-            if added < self.run.pair.index().tensor(tensor_index).chunk_count as usize {
+            let expected = if self.of_tensors { 1 } else { self.run.pair.index().tensor(tensor_index).chunk_count as usize };
+            if added < expected {
                 break;
             }
             self.end_tensor()?;

@@ -1,16 +1,18 @@
 //! Decodes on a device instead of the processor: [`Apply::on`](crate::Apply::on).
 
 use super::application::Application;
+use super::hashes::Hashes;
 use super::index::{DeviceIndex, PayloadDigestSource};
 use super::nvcomp::Nvcomp;
 use super::plan::ApplyPlan;
 use super::plan::binding::Binding;
 use super::plan::payloads::{Mode, Payloads};
+use super::rows::Rows;
 use super::runtime::device::Device;
 use super::runtime::memory::DeviceSlice;
-use crate::apply::{Accelerator, Work};
+use crate::apply::{Accelerator, TensorHashes, Work};
 use crate::error::Result;
-use crate::format::DIGEST_SIZE;
+use crate::format::{BaseKind, DIGEST_SIZE};
 use crate::index::Tensor;
 use crate::reader::PayloadDigests;
 use rayon::prelude::*;
@@ -94,10 +96,19 @@ fn rebuild_with(
         if plan.compared() == PayloadDigests::NotCompared {
             compared = PayloadDigests::NotCompared;
         }
-        Application::prepare(plan)?.launch(&stream)?.wait()?;
+        // Outputs are hashed below, where bases are.
+        Application::prepare(plan.digests(false))?.launch(&stream)?.wait()?;
+        let mut hashes = match work.hashed {
+            Some(_) => Hashes::queue(&stream, &hashed_memory(work, &bindings))?.wait()?.into_iter(),
+            None => Vec::new().into_iter(),
+        };
         for (i, binding) in bindings.iter().enumerate() {
             let mut target = device.pinned(binding.output.bytes() as usize)?;
             device.read(&binding.output, &mut target)?;
+            if let (Some(hashed), Some(target)) = (work.hashed, hashes.next()) {
+                let base = if has_hashed_base(work, binding) { hashes.next() } else { None };
+                hashed(TensorHashes { base, target });
+            }
             done(first + i, &target)?;
         }
         first = end;
@@ -107,6 +118,20 @@ fn rebuild_with(
         _ if index.uploaded.payload_digests == PayloadDigestSource::None => PayloadDigests::NotCompared,
         _ => compared,
     })
+}
+
+/// Returns the memory to be hashed: for each tensor its target, then its base if that has a hash of its own.
+fn hashed_memory(work: &Work<'_>, bindings: &[Binding]) -> Vec<(DeviceSlice, Option<Rows>)> {
+    let of_binding = |binding: &Binding| {
+        let base = binding.base.clone().filter(|_| has_hashed_base(work, binding));
+        [Some(binding.output.clone()), base].into_iter().flatten().map(|memory| (memory, None))
+    };
+    bindings.iter().flat_map(of_binding).collect()
+}
+
+/// Bases of kind `prefix` are hashed by the CPU, once for all tensors that share one.
+fn has_hashed_base(work: &Work<'_>, binding: &Binding) -> bool {
+    binding.base.is_some() && work.index.tensor(binding.tensor).base_kind == BaseKind::Same
 }
 
 /// Copies a tensor of the base to the device.

@@ -1,7 +1,7 @@
 //! BLAKE3 of device memory: the kernel `tpde_hash`.
 
 use super::abi::ENDLESS_ROW;
-use super::plan::rows::Rows;
+use super::rows::Rows;
 use super::runtime::copies;
 use super::runtime::driver::{self, Entered, Kernel, RawEvent, RawStream};
 use super::runtime::inner::Inner;

@@ -8,15 +8,16 @@
 //!
 //! Kernels compare the CRC of each payload, and the base sum and target sum of each chunk. From format 1.2 on they also compare
 //! digests of payloads, in every [`Mode`], if the index has the digest of each payload or the application reads all payloads:
-//! [`Application::payload_digests`]. They compare no digests of tensors.
+//! [`Application::payload_digests`]. Unless [`ApplyPlan::digests`] is off, they compare the digest of each target too; in place,
+//! with everything checked, before anything is written. They compare no digests of bases, which the base sums and the digest of
+//! the target cover: another base gives another target. Only [`Apply::on`](crate::Apply::on) compares both.
 //!
 //! CRC and sums find accidents. The CRC misses random damage of a payload with probability 2^-32. The target sum misses random
 //! changes of the result with probability about 2^-64. The worst case is 2^-32, if only top bits differ.
 //!
 //! They do not find forgery. CRC and sums are linear, so an attacker can change a blob to give other weights under the same CRC and
-//! sums. Digests of payloads find forgery if the pair digest is authentic. Where they are not compared, use
-//! [`Apply::on`](crate::Apply::on) for payloads of an untrusted author. It hashes the result of the device and compares the
-//! digests of tensors. Alternatively, call [`Apply::verify`](crate::Apply::verify) first.
+//! sums. Digests of payloads and of targets find forgery if the pair digest is authentic. In place, chunk by chunk, digests of
+//! targets are compared only after the chunks are written.
 //!
 //! ```no_run
 //! use tpde::cuda::{Application, ApplyPlan, Binding, Device, DeviceIndex, Mode, Payloads};
@@ -50,6 +51,7 @@ mod hashes;
 mod index;
 mod nvcomp;
 mod plan;
+mod rows;
 mod runtime;
 mod slices;
 #[cfg(test)]
@@ -65,7 +67,7 @@ pub use nvcomp::Nvcomp;
 pub use plan::ApplyPlan;
 pub use plan::binding::Binding;
 pub use plan::payloads::{Mode, Payloads};
-pub use plan::rows::Rows;
+pub use rows::Rows;
 pub use runtime::device::{Device, FirstCall};
 pub use runtime::graph::Graph;
 pub use runtime::memory::{DeviceSlice, PinnedBuffer};

@@ -2,7 +2,7 @@
 
 use super::index::{DeviceIndex, TensorOnDevice};
 use super::plan::binding::Binding;
-use super::plan::rows::Rows;
+use super::rows::Rows;
 use super::runtime::memory::DeviceSlice;
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;

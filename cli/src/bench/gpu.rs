@@ -15,7 +15,9 @@ use std::iter;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
-use tpde::cuda::{Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, FirstCall, Mode, Nvcomp, Payloads, Stream};
+use tpde::cuda::{
+    Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, FirstCall, Hashes, Mode, Nvcomp, Payloads, Stream,
+};
 use tpde::{BaseKind, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, InPlace, Pair, ValidatedIndex};
 
 /// Results of all measurements.
@@ -30,7 +32,7 @@ pub struct Report {
     pub changed: u64,
     pub threads: usize,
     pub runs: u32,
-    /// Times to copy the uncompressed target.
+    /// Times to copy the uncompressed target, and to hash it.
     pub dense: Vec<Row>,
     pub pairs: Vec<OfPair>,
 }
@@ -44,6 +46,20 @@ pub struct OfPair {
     pub chunks: u32,
     pub encode_seconds: f64,
     pub rows: Vec<Row>,
+}
+
+/// The digests that an application compares.
+#[derive(Clone, Copy)]
+struct Compared {
+    payloads: bool,
+    targets: bool,
+}
+
+impl Compared {
+    const NOTHING: Self = Self { payloads: false, targets: false };
+    const PAYLOADS: Self = Self { payloads: true, targets: false };
+    const TARGETS: Self = Self { payloads: false, targets: true };
+    const ALL: Self = Self { payloads: true, targets: true };
 }
 
 /// Time of one way to get the target.
@@ -184,7 +200,7 @@ impl Bed<'_> {
         iter::once(&self.memory).chain(&self.with_gaps)
     }
 
-    /// Times a copy of the uncompressed target, from pinned memory and within the device.
+    /// Times a copy of the uncompressed target, from pinned memory and within the device, and the hashes of all tensors.
     fn dense(&self) -> anyhow::Result<Vec<Row>> {
         let within = self.timed("copy", "device memory", DEVICE, || {
             let start = self.stream.record()?;
@@ -207,7 +223,17 @@ impl Bed<'_> {
             self.stream.record()?.wait()?;
             Ok(start.elapsed().as_secs_f64())
         })?;
-        Ok(vec![within, to_device])
+        let memory = |number| Ok((self.memory.placed.tensor(&self.memory.output, number)?, None));
+        let tensors = (0..self.target.tensors().len()).map(memory).collect::<tpde::Result<Vec<_>>>()?;
+        let hashes = self.timed("BLAKE3 of all tensors", "device memory", DEVICE, || {
+            let start = self.stream.record()?;
+            let hashes = Hashes::queue(&self.stream, &tensors)?;
+            let end = self.stream.record()?;
+            hashes.wait()?;
+            end.wait()?;
+            Ok(end.since(&start)?)
+        })?;
+        Ok(vec![within, to_device, hashes])
     }
 
     fn pair(&self, codec: Codec, pair: Pair<Vec<u8>>, encode_seconds: f64) -> anyhow::Result<OfPair> {
@@ -245,12 +271,12 @@ impl Bed<'_> {
         for (name, mode) in modes {
             let bindings = self.bindings(&self.memory, pair.index(), &index, mode)?;
             let mut measure =
-                |what: &str, index: &DeviceIndex, from, payloads: &Payloads<'_>, clock, digests| -> anyhow::Result<()> {
+                |what: &str, index: &DeviceIndex, from, payloads: &Payloads<'_>, clock, compared: Compared| -> anyhow::Result<()> {
                     let plan = match self.settings.slice_bytes {
                         Some(bytes) => ApplyPlan::in_slices(index, &bindings, mode, payloads.clone(), bytes)?,
                         None => ApplyPlan::new(index, &bindings, mode, payloads.clone())?,
                     };
-                    let application = Application::prepare(plan.payload_digests(digests))?;
+                    let application = Application::prepare(plan.payload_digests(compared.payloads).digests(compared.targets))?;
                     rows.push(self.timed(what, from, clock, || self.launch(&self.memory, &application, mode, clock))?);
                     self.compare(&self.memory, codec)
                 };
@@ -258,26 +284,31 @@ impl Bed<'_> {
                 [("device memory", &on_device, DEVICE), ("pinned memory", &pinned, DEVICE), ("pinned memory", &pinned, WALL)];
             if !has_zstd {
                 for (from, payloads, clock) in on_device_or_pinned {
-                    measure(name, &index, from, payloads, clock, true)?;
+                    measure(name, &index, from, payloads, clock, Compared::PAYLOADS)?;
                 }
                 if pair.index().has_payload_root() {
-                    measure(&format!("{name}, payload digests not compared"), &index, "device memory", &on_device, DEVICE, false)?;
+                    let what = format!("{name}, payload digests not compared");
+                    measure(&what, &index, "device memory", &on_device, DEVICE, Compared::NOTHING)?;
+                }
+                for (digests, compared) in [("digests of targets", Compared::TARGETS), ("all digests", Compared::ALL)] {
+                    measure(&format!("{name}, {digests}"), &index, "device memory", &on_device, DEVICE, compared)?;
                 }
             }
-            measure(name, &index, "host memory", &host, WALL, true)?;
+            measure(name, &index, "host memory", &host, WALL, Compared::PAYLOADS)?;
             if has_zstd && rayon::current_num_threads() > 1 {
-                one_thread.install(|| measure(&format!("{name}, one thread"), &index, "host memory", &host, WALL, true))?;
+                let what = format!("{name}, one thread");
+                one_thread.install(|| measure(&what, &index, "host memory", &host, WALL, Compared::PAYLOADS))?;
             }
             if let Some(trusted) = &trusted {
                 for (from, payloads, clock) in on_device_or_pinned {
-                    measure(&format!("{name}, nvCOMP"), trusted, from, payloads, clock, true)?;
+                    measure(&format!("{name}, nvCOMP"), trusted, from, payloads, clock, Compared::PAYLOADS)?;
                 }
             }
         }
         for (name, mode) in modes {
             let Some(memory) = self.with_gaps.as_ref().filter(|_| !has_zstd) else { continue };
             let bindings = self.bindings(memory, pair.index(), &index, mode)?;
-            let application = Application::prepare(ApplyPlan::new(&index, &bindings, mode, on_device.clone())?)?;
+            let application = Application::prepare(ApplyPlan::new(&index, &bindings, mode, on_device.clone())?.digests(false))?;
             let what = format!("{name}, rows with gaps");
             rows.push(self.timed(&what, "device memory", DEVICE, || self.launch(memory, &application, mode, DEVICE))?);
             self.compare(memory, codec)?;
@@ -379,7 +410,7 @@ impl Bed<'_> {
         let index = DeviceIndex::upload(self.device, pair.index())?;
         let payloads = Payloads::Host(pair.blob());
         let plan = ApplyPlan::new(&index, &self.bindings(&self.memory, pair.index(), &index, mode)?, mode, payloads)?;
-        Application::prepare(plan)?.launch(&self.stream)?.wait()?;
+        Application::prepare(plan.digests(false))?.launch(&self.stream)?.wait()?;
         Ok(start.elapsed().as_secs_f64())
     }
 

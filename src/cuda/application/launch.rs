@@ -2,11 +2,12 @@
 
 use super::digests::DeviceDigests;
 use super::prepared::Prepared;
+use super::targets::Table;
 use crate::apply::InPlace;
 use crate::codec::{Encoded, Expander};
 use crate::cuda::abi::{self, FLAG_NO_CRC, Launch, mode};
 use crate::cuda::plan::payloads::{Mode, Payloads};
-use crate::cuda::plan::schedule::{Group, Slice, Staged};
+use crate::cuda::plan::schedule::{Group, Run, Slice, Staged};
 use crate::cuda::runtime::copies;
 use crate::cuda::runtime::driver::{Entered, OwnStream, RawEvent, RawStream};
 use crate::cuda::runtime::kernels::Decoder;
@@ -41,6 +42,9 @@ impl Launcher<'_> {
         // Also after an error, the stream must wait for the side streams.
         self.join()?;
         queued?;
+        if host_error.is_none() {
+            self.compare_targets(blob)?;
+        }
         if host_error.is_none() && self.prepared.mode == Mode::InPlace(InPlace::AllChecked) {
             self.fork()?;
             let queued = self.commit(blob);
@@ -132,6 +136,20 @@ impl Launcher<'_> {
         unsafe { frames.expand(self.cx, stream, records, blob, tensors, order) }
     }
 
+    /// Queues the comparison of the targets with their digests: where they are, or, if everything is checked before it is stored,
+    /// in scratch memory, batch by batch.
+    fn compare_targets(&self, blob: u64) -> Result<()> {
+        let Prepared { targets: Some(targets), target_plan: Some(plan), .. } = self.prepared else { return Ok(()) };
+        for batch in &plan.batches {
+            self.launch_runs(&batch.runs, targets.table_of(batch), self.stream, blob, mode::OUT_OF_PLACE)?;
+            // SAFETY: the memory of the application, and of its outputs, is held until the stream has completed.
+            unsafe { targets.compare(self.cx, self.stream, &batch.hashes, self.digest_flag())? };
+        }
+        let Some(stored) = &plan.stored else { return Ok(()) };
+        // SAFETY: as above.
+        unsafe { targets.compare(self.cx, self.stream, stored, 0) }
+    }
+
     /// Queues the pass that stores the changes. A dry pass over all chunks has been queued before.
     fn commit(&self, blob: u64) -> Result<()> {
         let mut slices = self.prepared.schedule.slices.iter().enumerate();
@@ -184,6 +202,7 @@ impl Launcher<'_> {
         for slice in &self.prepared.schedule.slices {
             self.launch(slice, self.stream, blob, self.first_mode())?;
         }
+        self.compare_targets(blob)?;
         if self.prepared.mode == Mode::InPlace(InPlace::AllChecked) {
             let mut slices = self.prepared.schedule.slices.iter();
             slices.try_for_each(|slice| self.launch(slice, self.stream, blob, mode::COMMIT))?;
@@ -206,8 +225,8 @@ impl Launcher<'_> {
 
     fn copy_statuses_back(&self, statuses: &PinnedBuffer) -> Result<()> {
         let bytes = 4 * self.prepared.schedule.span.len();
-        // The words of payload digests follow those of the decoding kernels.
-        let own = if self.prepared.digests.is_some() { 2 * bytes } else { bytes };
+        // The words of payload digests follow those of the decoding kernels, and then those of targets.
+        let own = 4 * self.prepared.own_status_words();
         // SAFETY: the status words belong to the application. The pinned memory is long enough, and nobody reads it before the
         // event that follows. Both are held until then.
         unsafe { copies::copy_out(self.cx, statuses.as_ptr(), self.prepared.first_status(), own, self.stream)? };
@@ -218,9 +237,14 @@ impl Launcher<'_> {
     }
 
     fn launch(&self, slice: &Slice, stream: RawStream, blob: u64, mode: u32) -> Result<()> {
+        let Prepared { tensors, rows, order, .. } = *self.prepared;
+        self.launch_runs(&slice.runs, Table { tensors, rows, order }, stream, blob, mode)
+    }
+
+    fn launch_runs(&self, runs: &[Run], table: Table, stream: RawStream, blob: u64, mode: u32) -> Result<()> {
         let Prepared { index, scratch, .. } = self.prepared;
         let device = &index.device().inner;
-        for run in &slice.runs {
+        for run in runs {
             let (records, blob) = match &self.prepared.frames {
                 Some(frames) if run.group == Group::Frames => frames.payloads(),
                 _ => (self.prepared.records, blob),
@@ -229,12 +253,12 @@ impl Launcher<'_> {
                 chunks: records,
                 sums: index.uploaded.sums,
                 chunk_tensors: index.uploaded.chunk_tensors,
-                tensors: self.prepared.tensors,
+                tensors: table.tensors,
                 tables: index.uploaded.tables,
                 blob,
                 statuses: self.prepared.statuses,
                 flag: self.prepared.flag,
-                order: self.prepared.order,
+                order: table.order,
                 scratch: scratch.map_or(0, |s| s.address),
                 first: run.order.start as u32,
                 count: run.order.len() as u32,
@@ -243,7 +267,7 @@ impl Launcher<'_> {
                 scratch_slots: scratch.map_or(0, |s| s.slots),
                 scratch_slot_bytes: scratch.map_or(0, |s| s.slot_bytes),
                 digests: self.refused(),
-                rows: self.prepared.rows,
+                rows: table.rows,
             };
             let shared = match run.group.decoder() {
                 Decoder::Conditioned => abi::CONDITIONED_SHARED + index.uploaded.table_bytes,

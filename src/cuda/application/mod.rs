@@ -5,6 +5,7 @@ mod frames;
 mod launch;
 pub(super) mod outcome;
 mod prepared;
+mod targets;
 
 use self::launch::Launcher;
 use self::outcome::{Captured, Pending};
@@ -12,6 +13,7 @@ use self::prepared::{LastLaunch, Prepared};
 use super::abi::{DeviceTensor, STATUS_OK};
 use super::plan::binding::{self, Binding};
 use super::plan::payloads::{Mode, Payloads};
+use super::plan::targets::Targets;
 use super::plan::{ApplyPlan, check_devices, tensor_range, tensor_table};
 use super::runtime::copies;
 use super::runtime::driver::{self, Entered, OwnStream, RawEvent, RawStream};
@@ -87,13 +89,22 @@ impl<'a> Application<'a> {
         if kernels_of(&bindings) != kernels_of(&prepared.bindings) {
             return Ok(false);
         }
-        let table = tensor_table(&prepared.index, &bindings, prepared.mode)?;
+        let mut table = tensor_table(&prepared.index, &bindings, prepared.mode)?;
+        let target_plan = match &prepared.targets {
+            Some(on_device) => {
+                let targets = Targets::new(&prepared.index, &bindings, &prepared.schedule, prepared.mode)?;
+                table.extend(targets.table(on_device.scratch));
+                Some(targets)
+            }
+            None => None,
+        };
         let device = &prepared.index.device().inner;
         let cx = device.context.enter()?;
         let mut pinned = PinnedBuffer::new(device, &cx, table.len())?;
         pinned.copy_from_slice(&table);
         prepared.last_launch.get_mut().unwrap_or_else(PoisonError::into_inner).table = Some(pinned);
         prepared.bindings = bindings;
+        prepared.target_plan = target_plan;
         Ok(true)
     }
 

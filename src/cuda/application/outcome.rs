@@ -3,10 +3,11 @@
 use super::prepared::Prepared;
 use crate::apply::InPlace;
 use crate::cuda::abi::{self, STATUS_NOT_RUN, STATUS_OK};
+use crate::cuda::hashes::DIFFERS;
 use crate::cuda::plan::payloads::Mode;
 use crate::cuda::runtime::driver::RawEvent;
 use crate::cuda::runtime::memory::{DeviceSlice, PinnedBuffer};
-use crate::error::{Error, Result, Rule};
+use crate::error::{Error, Result, Rule, hex};
 use crate::format::BaseKind;
 use std::sync::Arc;
 
@@ -117,8 +118,7 @@ fn statuses<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterato
         let at = (chunk - span.start) as usize;
         let status = words.word(at);
         // An error of a frame takes precedence, because it made `tpde_raw` refuse the payload.
-        let before_frames = span.len() * if prepared.digests.is_some() { 2 } else { 1 };
-        let frame_status = if prepared.frames.is_some() { words.word(before_frames + at) } else { STATUS_OK };
+        let frame_status = if prepared.frames.is_some() { words.word(prepared.own_status_words() + at) } else { STATUS_OK };
         let status = if status == STATUS_NOT_RUN || frame_status == STATUS_OK { status } else { frame_status };
         (chunk, with_digest(status, digest_status(prepared, words, chunk)))
     })
@@ -173,7 +173,10 @@ fn check_statuses(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<
         (None, Some(error)) => error,
         (None, None) => match statuses(prepared, words).find(|(_, status)| *status != STATUS_OK) {
             Some((chunk, status)) => error(prepared, chunk, status),
-            None => return Ok(()),
+            None => match target_error(prepared, words)? {
+                Some(error) => error,
+                None => return Ok(()),
+            },
         },
     };
     if prepared.mode != Mode::InPlace(InPlace::ChunkByChunk) {
@@ -190,6 +193,21 @@ fn check_statuses(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<
         return Err(first);
     }
     Err(Error::Poisoned { written, total: statuses(prepared, words).count() as u32, source: Box::new(first) })
+}
+
+/// Returns the error of the first target that does not have its digest.
+fn target_error(prepared: &Prepared, words: &PinnedBuffer) -> Result<Option<Error>> {
+    let first = prepared.target_statuses();
+    let mut targets = prepared.bindings.iter().zip(first..prepared.own_status_words());
+    let Some((binding, at)) = targets.find(|&(_, at)| words.word(at) != STATUS_OK) else { return Ok(None) };
+    let tensor = prepared.index.tensor(binding.tensor)?;
+    Ok(Some(match words.word(at) {
+        DIFFERS => {
+            let expected = hex(&tensor.digests.target_digest);
+            Rule::TensorTargetDigest.broken(expected, "another digest, on the device").in_tensor(&tensor.name)
+        }
+        _ => Error::Device { action: "hash on the device", reason: format!("the kernel did not hash tensor {}", tensor.name) },
+    }))
 }
 
 fn error(prepared: &Prepared, chunk: u32, status: u32) -> Error {

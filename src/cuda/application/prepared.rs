@@ -2,6 +2,7 @@
 
 use super::digests::DeviceDigests;
 use super::frames::Frames;
+use super::targets::DeviceTargets;
 use crate::apply::InPlace;
 use crate::codec::Codec;
 use crate::cuda::abi::{self, DeviceTensor, STATUS_NOT_RUN, TensorRows};
@@ -9,7 +10,8 @@ use crate::cuda::index::DeviceIndex;
 use crate::cuda::plan::binding::Binding;
 use crate::cuda::plan::payloads::Mode;
 use crate::cuda::plan::schedule::Schedule;
-use crate::cuda::plan::{ApplyPlan, SIDES, tensor_range, tensor_table};
+use crate::cuda::plan::targets::Targets;
+use crate::cuda::plan::{ApplyPlan, SIDES, table_bytes, tensor_range, tensor_table};
 use crate::cuda::runtime::copies;
 use crate::cuda::runtime::driver::{self, Entered, OwnStream, RawEvent, RawStream};
 use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
@@ -31,6 +33,9 @@ pub(super) struct Prepared {
     pub scratch: Option<Scratch>,
     pub frames: Option<Frames>,
     pub digests: Option<DeviceDigests>,
+    pub targets: Option<DeviceTargets>,
+    /// The plan of `targets`.
+    pub target_plan: Option<Targets>,
     /// The payload list, if the host has formed it.
     host_list: Vec<[u8; DIGEST_SIZE]>,
     pub compared: PayloadDigests,
@@ -77,7 +82,8 @@ impl Prepared {
         let caller_memory = caller_memory.map(|memory| memory.reserve(offsets.bytes, device)).transpose()?;
         let ApplyPlan { ref index, ref bindings, mode, ref schedule, .. } = plan;
         let first = tensor_range(bindings).start;
-        let table = tensor_table(index, bindings, mode)?;
+        let mut table = tensor_table(index, bindings, mode)?;
+        let hash = plan.targets().map(|_| device.kernels.hash(&device.context)).transpose()?;
 
         for run in schedule.slices.iter().flat_map(|slice| &slice.runs).filter(|run| run.has[1]) {
             // The kernel is compiled here, because a launch must be quick and may be captured.
@@ -90,6 +96,9 @@ impl Prepared {
             None => DeviceSlice::owned(Allocation::new(device, &cx, offsets.bytes)?, offsets.bytes),
         };
         let at = |offset: u64| memory.address() + offset;
+        if let Some(targets) = plan.targets() {
+            table.extend(targets.table(at(offsets.target_scratch)));
+        }
         let own_head = scratch.map_or(0, |scratch| abi::scratch_head(scratch.slots));
         let scratch = match mode {
             Mode::InPlace(InPlace::ChunkByChunk) if !in_caller_memory => Some(device.scratch(&cx)?),
@@ -101,7 +110,7 @@ impl Prepared {
             Some(digests) if digests.is_formed_by_host => DeviceDigests::form_list(index, &plan.payloads)?,
             _ => Vec::new(),
         };
-        let parts: [(u64, &[u8]); 7] = [
+        let parts: [(u64, &[u8]); 9] = [
             (offsets.table, &table),
             (offsets.order, schedule.order.as_bytes()),
             (offsets.records, schedule.records.as_bytes()),
@@ -109,6 +118,8 @@ impl Prepared {
             (offsets.warps, digest_plan.map_or(&[], |digests| digests.warps.as_bytes())),
             (offsets.list_record, list_record.as_ref().map_or(&[], IntoBytes::as_bytes)),
             (offsets.host_list, host_list.as_flattened()),
+            (offsets.target_order, plan.targets().map_or(&[], |targets| targets.order.as_bytes())),
+            (offsets.target_digests, plan.targets().map_or(&[], |targets| targets.expected.as_flattened())),
         ];
         let pinned = PinnedBuffer::with_parts(device, &cx, offsets.copied, &parts)?;
         let mut frames = Frames::new(index, schedule, device, &cx)?;
@@ -122,11 +133,10 @@ impl Prepared {
         // memory are held until the copy has completed, also after an error.
         unsafe {
             copies::copy_in(&cx, at(0), pinned.as_ptr(), offsets.copied as usize, copy)?;
-            let status_words = schedule.span.len() * if digest_plan.is_some() { 2 } else { 1 };
+            let status_words = schedule.span.len() * if digest_plan.is_some() { 2 } else { 1 }
+                + plan.targets().map_or(0, |targets| targets.plan.len() as usize);
             copies::fill(&cx, at(offsets.statuses), STATUS_NOT_RUN, status_words, copy)?;
-            if digest_plan.is_some() {
-                copies::fill(&cx, at(offsets.nodes), 0, (offsets.flag - offsets.nodes) as usize / 4, copy)?;
-            }
+            copies::fill(&cx, at(offsets.nodes), 0, (offsets.flag - offsets.nodes) as usize / 4, copy)?;
             copies::fill(&cx, at(offsets.flag), 0, 1, copy)?;
             copies::fill(&cx, at(offsets.scratch), 0, own_head as usize / 4, copy)?;
         }
@@ -153,6 +163,10 @@ impl Prepared {
         if let (Some(frames), Some(digests)) = (&mut frames, &digests) {
             frames.set_digests(digests.statuses());
         }
+        let table_at = at(offsets.table) + table_bytes(bindings);
+        let targets = hash.zip(plan.targets()).map(|(hash, targets)| {
+            DeviceTargets::new(hash, targets, table_at, &offsets, memory.address(), bindings.iter().any(Binding::is_strided))
+        });
         // Taken last, so that an earlier error leaks no stream.
         let sides = match schedule.slices.len() {
             0 | 1 => Vec::new(),
@@ -169,7 +183,9 @@ impl Prepared {
             }
         }
         drop(cx);
-        let ApplyPlan { index, bindings, schedule, compared, .. } = plan;
+        let ApplyPlan { ref index, ref bindings, compared, .. } = plan;
+        let (index, bindings) = (index.clone(), bindings.clone());
+        let (schedule, target_plan) = plan.into_schedule_and_targets();
         let last_launch = Mutex::new(LastLaunch { spare: staging, ..LastLaunch::default() });
         Ok(Self {
             index,
@@ -179,6 +195,8 @@ impl Prepared {
             scratch,
             frames,
             digests,
+            targets,
+            target_plan,
             host_list,
             compared,
             _memory: memory,
@@ -201,9 +219,19 @@ impl Prepared {
     }
 
     /// Returns the size of the status words that are copied back, in bytes: the words of the decoding kernels, of payload
-    /// digests, and of the frame kernels.
+    /// digests, of targets, and of the frame kernels.
     pub fn status_bytes(&self) -> usize {
-        4 * self.schedule.span.len() * (1 + usize::from(self.frames.is_some()) + usize::from(self.digests.is_some()))
+        4 * (self.own_status_words() + if self.frames.is_some() { self.schedule.span.len() } else { 0 })
+    }
+
+    /// Returns the number of status words in the memory of this application: those of chunks, payload digests and targets.
+    pub fn own_status_words(&self) -> usize {
+        self.target_statuses() + self.bindings.iter().filter(|_| self.targets.is_some()).count()
+    }
+
+    /// Returns the index of the first status word of the targets, which are in the order of the bindings.
+    pub fn target_statuses(&self) -> usize {
+        self.schedule.span.len() * (1 + usize::from(self.digests.is_some()))
     }
 
     /// Returns the digest of a payload that the host expands, if it is known and to be compared.
@@ -221,12 +249,15 @@ impl Prepared {
         self.index.uploaded.records[chunk as usize].compressed_size.get() > 0 && !is_expanded
     }
 
-    /// Resets status words, flag and scratch memory for the next launch.
+    /// Resets status words, nodes of targets, flag and scratch memory for the next launch.
     pub fn reset(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: within the memory of this application, which is held until the stream has completed.
         unsafe {
-            let words = self.schedule.span.len() * if self.digests.is_some() { 2 } else { 1 };
-            copies::fill(cx, self.first_status(), STATUS_NOT_RUN, words, stream)?;
+            copies::fill(cx, self.first_status(), STATUS_NOT_RUN, self.own_status_words(), stream)?;
+            if let (Some(targets), Some(plan)) = (&self.targets, &self.target_plan) {
+                // After an error some parts may have been hashed without the others.
+                copies::fill(cx, targets.nodes(), 0, plan.plan.node_bytes() as usize / 4, stream)?;
+            }
             if self.mode == Mode::InPlace(InPlace::AllChecked) {
                 copies::fill(cx, self.flag, 0, 1, stream)?;
                 if let Some(scratch) = self.scratch {

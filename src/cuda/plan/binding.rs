@@ -1,7 +1,7 @@
 //! Bindings of tensors to memory, and the checks of lengths, alignment and overlaps.
 
-use super::rows::{Rows, Span};
 use crate::cuda::index::{TensorOnDevice, tensor_at};
+use crate::cuda::rows::{Rows, Span};
 use crate::cuda::runtime::memory::DeviceSlice;
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;

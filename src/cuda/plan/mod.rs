@@ -3,16 +3,17 @@
 pub(super) mod binding;
 pub(super) mod digests;
 pub(super) mod payloads;
-pub(super) mod rows;
 pub(super) mod schedule;
+pub(super) mod targets;
 
 use self::binding::Binding;
 use self::digests::{DigestPiece, DigestPlan};
 use self::payloads::{Mode, Payloads};
-use self::rows::Rows;
 use self::schedule::Schedule;
-use super::abi::{self, DeviceTensor, ENDLESS_ROW, STRIDED_TENSOR, TensorRows};
+use self::targets::Targets;
+use super::abi::{self, DeviceTensor, STRIDED_TENSOR, TensorRows};
 use super::index::{DeviceIndex, PayloadDigestSource};
+use super::rows::tensor_rows;
 use super::runtime::inner::Inner;
 use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::DeviceSlice;
@@ -41,6 +42,8 @@ pub struct ApplyPlan<'a> {
     pub(super) payloads: Payloads<'a>,
     pub(super) digests: Option<DigestPlan>,
     pub(super) compared: PayloadDigests,
+    targets: Targets,
+    compares_targets: bool,
     max_scratch_bytes: u64,
 }
 
@@ -53,14 +56,19 @@ pub(super) struct Offsets {
     pub warps: u64,
     pub list_record: u64,
     pub host_list: u64,
+    pub target_order: u64,
+    pub target_digests: u64,
     /// End of the parts that are copied from the host.
     pub copied: u64,
     pub statuses: u64,
     pub digest_statuses: u64,
+    pub target_statuses: u64,
     pub nodes: u64,
+    pub target_nodes: u64,
     pub list: u64,
     pub flag: u64,
     pub scratch: u64,
+    pub target_scratch: u64,
     pub staging: u64,
     /// Size of all parts, in bytes.
     pub bytes: u64,
@@ -118,6 +126,7 @@ impl<'a> ApplyPlan<'a> {
             None => Some(slice_bytes),
         };
         let schedule = Schedule::new(index, &bindings, slice_bytes)?;
+        let targets = Targets::new(index, &bindings, &schedule, mode)?;
         let plan = Self {
             index: index.clone(),
             bindings,
@@ -126,6 +135,8 @@ impl<'a> ApplyPlan<'a> {
             payloads,
             digests: None,
             compared: PayloadDigests::NotCompared,
+            targets,
+            compares_targets: true,
             max_scratch_bytes: MAX_SCRATCH_BYTES,
         };
         Ok(plan.payload_digests(true))
@@ -134,7 +145,8 @@ impl<'a> ApplyPlan<'a> {
     /// Returns the size of the device memory for [`Application::prepare_in`](super::Application::prepare_in), in bytes: 8 per
     /// chunk for order and status, 48 per tensor, or 80 if some have gaps between rows, the payloads if they are copied, and in place the lists of changes, up to
     /// `max_scratch_bytes`. Comparing payload digests adds 4 per chunk, 16 per chunk of the pair if the index has only the
-    /// root, and 16 to 70 per 32 KiB of a payload.
+    /// root, and 16 to 70 per 32 KiB of a payload. Comparing digests of tensors adds 68 per tensor and 34 per 32 KiB of the
+    /// targets. With [`InPlace::AllChecked`] it also adds the targets, up to 128 MiB, or one chunk if that is larger.
     pub fn bytes(&self) -> u64 {
         self.offsets(self.scratch(true), self.schedule.staged_bytes).bytes
     }
@@ -152,6 +164,28 @@ impl<'a> ApplyPlan<'a> {
             _ => PayloadDigests::NotCompared,
         };
         self
+    }
+
+    /// Sets whether the application compares the targets with their digests in the index, on the device. The default is true. A
+    /// target with another digest is an error like any other. Digests of bases are not compared.
+    ///
+    /// | mode | compared | cost |
+    /// |---|---|---|
+    /// | out of place | after all tensors are written | a hash of the targets |
+    /// | [`InPlace::AllChecked`] | before anything is written: the targets are rebuilt in scratch memory first, 128 MiB at a time | a hash of the targets, and decoding once more |
+    /// | [`InPlace::ChunkByChunk`] | after all chunks are written; a wrong digest is [`Error::Poisoned`] | a hash of the targets |
+    #[must_use]
+    pub fn digests(self, compared: bool) -> Self {
+        Self { compares_targets: compared, ..self }
+    }
+
+    /// Returns the targets, if their digests are compared.
+    pub(super) fn targets(&self) -> Option<&Targets> {
+        Some(&self.targets).filter(|_| self.compares_targets)
+    }
+
+    pub(super) fn into_schedule_and_targets(self) -> (Schedule, Option<Targets>) {
+        (self.schedule, Some(self.targets).filter(|_| self.compares_targets))
     }
 
     /// Returns which payloads a launch compares with the digests that the pair digest covers.
@@ -200,7 +234,8 @@ impl<'a> ApplyPlan<'a> {
     pub(super) fn offsets(&self, scratch: Option<Scratch>, staged_bytes: u64) -> Offsets {
         let schedule = &self.schedule;
         let mut layout = MemoryLayout::default();
-        let table = layout.add(table_bytes(&self.bindings));
+        let targets = self.targets();
+        let table = layout.add(table_bytes(&self.bindings) + targets.map_or(0, |targets| targets.offsets()[2]));
         let order = layout.add(4 * schedule.order.len() as u64);
         let records = layout.add((size_of::<ChunkMetadata>() * schedule.records.len()) as u64);
         let digests = self.digests.as_ref();
@@ -210,15 +245,20 @@ impl<'a> ApplyPlan<'a> {
         let list_record = layout.add(if list_bytes > 0 { size_of::<ChunkMetadata>() as u64 } else { 0 });
         let is_formed_by_host = digests.is_some_and(|digests| digests.is_formed_by_host);
         let host_list = layout.add(if is_formed_by_host { 16 * self.index.uploaded.records.len() as u64 } else { 0 });
+        let target_order = layout.add(targets.map_or(0, |targets| 4 * targets.order.len() as u64));
+        let target_digests = layout.add(targets.map_or(0, |targets| 16 * targets.expected.len() as u64));
         let copied = layout.bytes();
         // One part, so one fill and one copy suffice for both.
         let status_bytes = 4 * schedule.span.len() as u64;
-        let statuses = layout.add(status_bytes * if digests.is_some() { 2 } else { 1 });
+        let chunk_status_bytes = status_bytes * if digests.is_some() { 2 } else { 1 };
+        let statuses = layout.add(chunk_status_bytes + targets.map_or(0, |targets| 4 * u64::from(targets.plan.len())));
         let digest_statuses = statuses + status_bytes;
         let nodes = layout.add(digests.map_or(0, |digests| 32 * u64::from(digests.nodes)));
+        let target_nodes = layout.add(targets.map_or(0, |targets| targets.plan.node_bytes()));
         let list = layout.add(list_bytes);
         let flag = layout.add(4);
         let scratch = layout.add(scratch.map_or(0, |scratch| scratch.bytes));
+        let target_scratch = layout.add(targets.map_or(0, |targets| targets.scratch_bytes));
         let staging = layout.add(staged_bytes);
         Offsets {
             table,
@@ -228,13 +268,18 @@ impl<'a> ApplyPlan<'a> {
             warps,
             list_record,
             host_list,
+            target_order,
+            target_digests,
             copied,
             statuses,
             digest_statuses,
+            target_statuses: statuses + chunk_status_bytes,
             nodes,
+            target_nodes,
             list,
             flag,
             scratch,
+            target_scratch,
             staging,
             bytes: layout.bytes(),
         }
@@ -256,7 +301,7 @@ pub(super) fn tensor_range(bindings: &[Binding]) -> std::ops::Range<usize> {
 }
 
 /// Size of the application's tensor table in bytes.
-fn table_bytes(bindings: &[Binding]) -> u64 {
+pub(super) fn table_bytes(bindings: &[Binding]) -> u64 {
     let rows = if bindings.iter().any(Binding::is_strided) { size_of::<TensorRows>() } else { 0 };
     (tensor_range(bindings).len() * (size_of::<DeviceTensor>() + rows)) as u64
 }
@@ -265,12 +310,7 @@ fn table_bytes(bindings: &[Binding]) -> u64 {
 pub(super) fn tensor_table(index: &DeviceIndex, bindings: &[Binding], mode: Mode) -> Result<Vec<u8>> {
     let range = tensor_range(bindings);
     let mut table = vec![DeviceTensor::default(); range.len()];
-    let without_gaps = Rows { bytes: ENDLESS_ROW, pitch: ENDLESS_ROW };
-    let rows_of = |base: Option<Rows>, output: Option<Rows>| {
-        let (base, output) = (base.unwrap_or(without_gaps), output.unwrap_or(without_gaps));
-        TensorRows { base_row: base.bytes, base_pitch: base.pitch, output_row: output.bytes, output_pitch: output.pitch }
-    };
-    let mut rows = vec![rows_of(None, None); range.len()];
+    let mut rows = vec![tensor_rows(None, None); range.len()];
     for binding in bindings {
         let tensor = &index.tensor(binding.tensor)?.device;
         let output = binding.output.address();
@@ -280,7 +320,7 @@ pub(super) fn tensor_table(index: &DeviceIndex, bindings: &[Binding], mode: Mode
         };
         let codec = if binding.is_strided() { tensor.codec | STRIDED_TENSOR } else { tensor.codec };
         table[binding.tensor - range.start] = DeviceTensor { base, output, codec, ..*tensor };
-        rows[binding.tensor - range.start] = rows_of(base_rows, binding.output_rows);
+        rows[binding.tensor - range.start] = tensor_rows(base_rows, binding.output_rows);
     }
     let mut bytes = table.as_bytes().to_vec();
     bytes.extend_from_slice(rows.as_bytes());

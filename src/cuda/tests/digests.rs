@@ -54,6 +54,11 @@ fn name(n: usize) -> String {
 /// A pair of the cases. The digest of payload `forged` is that of other bytes. It stands for a forged payload, whose CRC and sums
 /// are correct.
 fn pair_of(cases: &[(Case, Vec<u8>)], form: Form, forged: Option<usize>) -> Pair<Vec<u8>> {
+    pair_with(cases, form, forged, None)
+}
+
+/// [`pair_of`], where the target digest of tensor `other` is that of other bytes. It stands for forged payloads and sums.
+fn pair_with(cases: &[(Case, Vec<u8>)], form: Form, forged: Option<usize>, other: Option<usize>) -> Pair<Vec<u8>> {
     let mut builder = PairBuilder::new(Vec::new(), "memory".into(), form).unwrap();
     for (n, (case, target)) in cases.iter().enumerate() {
         builder.begin_tensor(&TensorSpec {
@@ -74,7 +79,12 @@ fn pair_of(cases: &[(Case, Vec<u8>)], form: Form, forged: Option<usize>) -> Pair
         }
         let encoded = Encoded { uncompressed_size: case.uncompressed_size, num_deltas: case.num_deltas };
         builder.hashed_chunk(&case.payload, digest, encoded, case.base_sum, case.target_sum).unwrap();
-        builder.end_tensor(Some(blake3::hash(&case.base)), blake3::hash(target));
+        let mut target = target.clone();
+        if other == Some(n) {
+            let at = n * 7919 % target.len();
+            target[at] ^= 1 << (n % 8);
+        }
+        builder.end_tensor(Some(blake3::hash(&case.base)), blake3::hash(&target));
     }
     builder.finish().unwrap().into_pair().unwrap()
 }
@@ -155,6 +165,63 @@ fn a_payload_with_another_digest_is_refused() {
         }
     }
     eprintln!("{refused} applications of forged payloads refused");
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_target_with_another_digest_is_refused() {
+    let device = super::device();
+    let mut cases = cases();
+    // Several chunks per piece are not possible here, but a tensor of many pieces, and of several batches with the next one.
+    let (base, target) = random_lanes(&mut Random(8), Dtype::F32, 200_000, 50);
+    cases.push((Case::encoded(Codec::Conditioned, Dtype::F32, 0, base, &target), target));
+    let base = base_of(&cases);
+    let mut refused = 0;
+    for other in (0..cases.len()).map(Some).chain([None]) {
+        let pair = pair_with(&cases, WITH_LIST, None, other);
+        let index = DeviceIndex::upload(device, pair.index()).unwrap();
+        for mode in MODES {
+            for &route in routes(pair.index()) {
+                let told = format!("other target {other:?}, {mode:?}, {route:?}");
+                let mut laid = Laid::in_rows(device, pair.index(), &base, mode != Mode::OutOfPlace, 3, route == Route::Host);
+                let plan = || ApplyPlan::new(&index, &laid.bindings, mode, payloads(device, &pair, route)).unwrap();
+                let stream = device.stream().unwrap();
+                let application = Application::prepare(plan()).unwrap();
+                let outcome = application.launch(&stream).unwrap().wait();
+                let Some(other) = other else {
+                    outcome.unwrap_or_else(|e| panic!("{told}: {e}"));
+                    for (n, found) in laid.outputs(device) {
+                        assert!(found == cases[n].1, "{told}, tensor {n}");
+                    }
+                    continue;
+                };
+                refused += 1;
+                let error = match outcome.unwrap_err() {
+                    Error::Poisoned { written, total, source } if mode == Mode::InPlace(InPlace::ChunkByChunk) => {
+                        assert!(written.len() == cases.len() && total as usize == cases.len(), "{told}: {written:?}");
+                        *source
+                    }
+                    error => {
+                        assert!(mode != Mode::InPlace(InPlace::ChunkByChunk), "{told}: {error}");
+                        assert!(mode == Mode::OutOfPlace || laid.is_untouched(device), "{told}");
+                        error
+                    }
+                };
+                let Error::Invalid(invalid) = error else { panic!("{told}: {error}") };
+                assert_eq!((invalid.rule, invalid.at.tensor), (Rule::TensorTargetDigest, Some(name(other))), "{told}");
+                // Without digests of targets, the same pair is accepted.
+                let application = Application::prepare(plan().digests(false)).unwrap();
+                if mode == Mode::InPlace(InPlace::ChunkByChunk) {
+                    laid.restore(device);
+                }
+                application.launch(&stream).unwrap().wait().unwrap_or_else(|e| panic!("{told}: {e}"));
+                for (n, found) in laid.outputs(device) {
+                    assert!(found == cases[n].1, "{told}, tensor {n}");
+                }
+            }
+        }
+    }
+    eprintln!("{refused} applications with other targets refused");
 }
 
 #[test]

@@ -11,6 +11,7 @@ mod encode;
 mod frames;
 mod generated;
 mod given;
+mod hashes;
 mod hostile;
 mod laid;
 mod pairs;

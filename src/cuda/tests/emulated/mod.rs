@@ -276,9 +276,10 @@ fn hashed_ranges() -> Vec<Vec<Hashed>> {
     }
     cases.push(strided);
     // More than 32 pieces, and a level of nodes above them.
-    cases.extend([32 << 15, (32 << 15) + 1, (33 << 15) + 5000, 65 << 15].map(|size: usize| {
-        vec![Hashed { bytes: bytes(size), row: 0, gap: 0, shift: 4 * (size % 2) }]
-    }));
+    cases.extend(
+        [32 << 15, (32 << 15) + 1, (33 << 15) + 5000, 65 << 15]
+            .map(|size: usize| vec![Hashed { bytes: bytes(size), row: 0, gap: 0, shift: 4 * (size % 2) }]),
+    );
     cases
 }
 

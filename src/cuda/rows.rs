@@ -1,6 +1,7 @@
 //! Memory in rows with gaps between them, and whether it overlaps other memory.
 
-use crate::cuda::runtime::memory::DeviceSlice;
+use super::abi::{ENDLESS_ROW, TensorRows};
+use super::runtime::memory::DeviceSlice;
 use std::ops::Range;
 
 /// Rows of equal length, whose beginnings have equal distances. The bytes between rows are neither read nor written.
@@ -18,6 +19,13 @@ impl Rows {
     pub fn new(bytes: u64, pitch: u64) -> Self {
         Self { bytes, pitch }
     }
+}
+
+/// Returns the rows of a strided tensor. Memory without gaps is one row.
+pub(super) fn tensor_rows(base: Option<Rows>, output: Option<Rows>) -> TensorRows {
+    let without_gaps = Rows { bytes: ENDLESS_ROW, pitch: ENDLESS_ROW };
+    let (base, output) = (base.unwrap_or(without_gaps), output.unwrap_or(without_gaps));
+    TensorRows { base_row: base.bytes, base_pitch: base.pitch, output_row: output.bytes, output_pitch: output.pitch }
 }
 
 /// Rows in memory. Memory without gaps is one row.
