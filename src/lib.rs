@@ -120,7 +120,7 @@ pub use publish::Temporaries;
 pub use reader::{Pair, PairPaths, PayloadDigests, VerifyReport};
 pub use rectangle::Rectangle;
 pub use safetensors::SafetensorsCheckpoint;
-pub use slice::{Slice, SliceCheckpoint, SliceMut};
+pub use slice::{FusedSlices, Slice, SliceCheckpoint, SliceMut};
 #[cfg(feature = "mmap")]
 pub use source::MappedSource;
 pub use source::{Buffer, FileSource, Source};

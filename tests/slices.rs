@@ -5,12 +5,12 @@
 mod common;
 
 use common::slices::{GAP, Held, cut, info, memory, whole};
-use common::{Tensor as Data, tensor, tuned};
+use common::{Tensor as Data, slices, tensor, tuned, width};
 use proptest::prelude::*;
 use std::slice::from_ref;
 use tpde::{
-    Apply, Checkpoint, Encode, EncodeOptions, Error, InPlace, MemoryCheckpoint, Pair, Rectangle, Slice, SliceCheckpoint, SliceMut,
-    TensorInfo, TensorMut,
+    Apply, Checkpoint, Encode, EncodeOptions, Error, FusedSlices, InPlace, MemoryCheckpoint, Pair, Rectangle, Slice,
+    SliceCheckpoint, SliceMut, TensorInfo, TensorMut,
 };
 
 /// A rectangle of a shape, as the numbers say.
@@ -309,5 +309,76 @@ fn bytes_past_the_end_of_a_tensor_are_in_no_slice() {
             assert!(!slices.holds(0, offset, 2) && slices.in_place(0, offset, 2).is_none(), "{part} {offset}");
         }
         assert_eq!(slices.in_place(0, 20, 4), Some(&base.bytes[20..]));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(256) })]
+
+    /// Slices anywhere in one memory, with any pitches. The expected outcome is found byte by byte.
+    #[test]
+    fn slices_in_one_memory_may_interleave_and_share_no_byte(
+        dtype in prop::sample::select(vec!["U8", "BF16"]),
+        common in prop::option::weighted(0.7, 8u64..60),
+        places in prop::collection::vec((1usize..12, 1u64..14, 0u64..40, 0usize..80), 2..4),
+        seed in any::<u64>(),
+    ) {
+        let width = width(dtype);
+        let names = ["a", "b", "c"];
+        let base: Vec<_> = places.iter().zip(names).map(|(&(rows, columns, ..), name)| tensor(name, dtype, &[rows, columns as usize], seed)).collect();
+        let target: Vec<_> = base.iter().map(|base| tuned(base, 3)).collect();
+        let (pair, _) = Encode::new(&memory(&target)).base(&memory(&base)).to_memory().unwrap();
+
+        let mut owners: Vec<Vec<usize>> = Vec::new();
+        let [mut before, mut after] = [Vec::new(), Vec::new()];
+        let mut ranges = Vec::new();
+        for (i, &(rows, columns, gap, start)) in places.iter().enumerate() {
+            let row = columns as usize * width;
+            let pitch = common.map_or(row + gap as usize, |pitch| row.max(pitch as usize));
+            let end = start + (rows - 1) * pitch + row;
+            owners.resize(owners.len().max(end + 7), Vec::new());
+            before.resize(owners.len(), GAP);
+            after.resize(owners.len(), GAP);
+            for (n, bytes) in base[i].bytes.chunks(row).enumerate() {
+                let at = start + n * pitch;
+                owners[at..at + row].iter_mut().for_each(|owners| owners.push(i));
+                before[at..at + row].copy_from_slice(bytes);
+                after[at..at + row].copy_from_slice(&target[i].bytes[n * row..][..row]);
+            }
+            ranges.push((start..end, (pitch > row).then_some(pitch as u64)));
+        }
+        let overlaps = owners.iter().any(|owners| owners.len() > 1);
+
+        let whole = memory(&base);
+        for mode in [None, Some(InPlace::AllChecked), Some(InPlace::ChunkByChunk)] {
+            let mut held = before.clone();
+            let slices = base.iter().zip(&ranges).fold(FusedSlices::new(&mut held), |fused, (base, (range, pitch))| {
+                fused.slice(&base.name, slices::whole(base), range.clone(), *pitch)
+            });
+            let outcome = match mode {
+                Some(mode) => Apply::new(&pair).in_place_slices([slices], mode),
+                None => Apply::new(&pair).base(&whole).to_slices([slices]),
+            };
+            match outcome {
+                Ok(_) => prop_assert!(!overlaps && held == after, "{mode:?}"),
+                Err(Error::InvalidArgument(why)) => {
+                    prop_assert!(overlaps && why.contains("share memory"), "{why}");
+                    prop_assert!(held == before);
+                }
+                Err(other) => panic!("{other}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_slice_outside_of_its_memory_is_refused() {
+    let base = tensor("w", "U8", &[2, 3], 1);
+    let pair = pair(&base, &tuned(&base, 1), Vec::new());
+    for range in [1..7, 5..11, 7..13, 9..3] {
+        let mut bytes = [0; 6];
+        let fused = FusedSlices::new(&mut bytes).slice("w", whole(&base), range.clone(), None);
+        let error = Apply::new(&pair).in_place_slices([fused], InPlace::ChunkByChunk).unwrap_err();
+        assert!(error.to_string().contains("of a memory of 6 bytes"), "{range:?}: {error}");
     }
 }

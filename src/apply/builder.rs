@@ -13,7 +13,7 @@ use crate::format::BaseKind;
 use crate::index::Tensor;
 use crate::reader::{Pair, VerifyReport};
 use crate::safetensors::{outputs, target_metadata};
-use crate::slice::SliceMut;
+use crate::slice::{FusedSlices, Memories};
 use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
 use std::collections::BTreeMap;
@@ -249,7 +249,8 @@ impl<'a, B: Source> Apply<'a, B> {
     }
 
     /// Rebuilds slices: rectangles of tensors, in memory that may have gaps between rows. Decodes only the chunks that have
-    /// elements of the slices. The tensors need not be selected. Several slices may be of one tensor, without common elements.
+    /// elements of the slices. The tensors need not be selected. Several slices may be of one tensor, without common elements. Slices
+    /// whose rows interleave in one memory are a [`FusedSlices`].
     ///
     /// The base may hold only slices of its tensors ([`SliceCheckpoint`](crate::SliceCheckpoint)), if they have the base lanes of
     /// these chunks. Chunks are checked as in [`Apply::range`]. Tensors and parts of which all chunks are decoded are also compared
@@ -260,14 +261,14 @@ impl<'a, B: Source> Apply<'a, B> {
     ///   another size, or if slices overlap; [`Error::Incomplete`] if the pair has only some elements of a slice;
     ///   [`Error::NotHeld`] if the base lacks lanes of a chunk.
     /// - Discard the slices: the errors of [`Apply::to_buffers`].
-    pub fn to_slices<'t>(&self, slices: impl IntoIterator<Item = SliceMut<'t>>) -> Result<ApplyReport> {
-        let mut slices: Vec<_> = slices.into_iter().collect();
-        let entries = slices.iter().flat_map(|slice| self.pair.index().entries(slice.name));
+    pub fn to_slices<'t>(&self, slices: impl IntoIterator<Item = impl Into<FusedSlices<'t>>>) -> Result<ApplyReport> {
+        let held = Memories::new(slices)?;
+        let entries = held.slices.iter().flat_map(|slice| self.pair.index().entries(slice.name));
         let run = self.run_for(entries.collect::<Vec<_>>())?;
-        slices::rebuild(run, &mut slices)
+        slices::rebuild(run, held)
     }
 
-    /// Changes slices of tensors in memory from base to target. Several slices may be of one tensor, without common elements. The
+    /// Changes slices of tensors ([`SliceMut`](crate::SliceMut), or several in one memory, [`FusedSlices`]) from base to target. Several slices may be of one tensor, without common elements. The
     /// slices themselves are the base, so no other base may be set. The pair must have all elements of each slice. Bytes between
     /// rows stay as they are.
     ///
@@ -278,19 +279,23 @@ impl<'a, B: Source> Apply<'a, B> {
     /// # Errors
     /// As for [`Apply::in_place`]. Before any work: [`Error::Incomplete`] if the pair has only some elements of a slice;
     /// [`Error::NotHeld`] if the slices of a tensor have only some lanes of a chunk.
-    pub fn in_place_slices<'t>(&self, slices: impl IntoIterator<Item = SliceMut<'t>>, mode: InPlace) -> Result<ApplyReport> {
+    pub fn in_place_slices<'t>(
+        &self,
+        slices: impl IntoIterator<Item = impl Into<FusedSlices<'t>>>,
+        mode: InPlace,
+    ) -> Result<ApplyReport> {
         if self.base.is_some() {
             return Err(Error::InvalidArgument("an application in place takes no base: the tensors are the base".into()));
         }
-        let mut slices: Vec<_> = slices.into_iter().collect();
-        slices::in_place(self.pair, &mut slices, mode, self.digests, &self.watcher)
+        slices::in_place(self.pair, Memories::new(slices)?, mode, self.digests, &self.watcher)
     }
 
     /// Finds the cause of an error that another decoder reported, such as module `cuda`. If the error is about the sum of a base
     /// chunk, the base is compared with its digests, and the error may become [`Error::WrongBase`] or [`Error::AlreadyApplied`].
     /// Other errors are returned unchanged.
     ///
-    /// Cost for an error about a base sum: one read and one hash of the selected tensors of the base.
+    /// Tensors and parts of which the base holds only some elements are not compared. Cost for an error about a base sum: one read and
+    /// one hash of the selected tensors of the base.
     #[must_use]
     pub fn explain(&self, error: Error) -> Error {
         self.explain_with(error, |base, tensor| base.find(tensor.base_name).filter(|_| tensor.base_kind != BaseKind::None))
@@ -307,7 +312,13 @@ impl<'a, B: Source> Apply<'a, B> {
         let mut run = Run::with_parts(self.pair, base, &self.watcher, &find);
         run.selected = self.selected.clone();
         let number = |tensor: &Tensor<'_>, i: usize| if run.cut.is_some() { tensor.place } else { i };
-        let bases: Vec<_> = run.selected().map(|tensor| find(base, &tensor).map(|i| number(&tensor, i))).collect();
+        // Of an entry that the base holds only in part, nothing can be told from digests.
+        let is_held = |i: &usize| {
+            let bytes = run.base().tensors().get(*i).map_or(0, TensorInfo::bytes);
+            run.base().holds(*i, 0, bytes as usize)
+        };
+        let of = |tensor: &Tensor<'_>| find(base, tensor).map(|i| number(tensor, i)).filter(is_held);
+        let bases: Vec<_> = run.selected().map(|tensor| of(&tensor)).collect();
         run.explain(error, &bases)
     }
 

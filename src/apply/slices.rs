@@ -13,12 +13,13 @@ use crate::format::BaseKind;
 use crate::index::Tensor;
 use crate::reader::Pair;
 use crate::rectangle::Runs;
-use crate::slice::{Slice, SliceCheckpoint, SliceLayout, SliceMut, check_disjoint};
+use crate::slice::{Held, Memories, Slice, SliceCheckpoint, SliceLayout, check_disjoint};
 use crate::source::Source;
 use crate::sums::ChunkSum;
 use crate::watch::{NoProgress, Progress};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Mutex, PoisonError, RwLock};
 
 /// An entry of the pair that has elements of slices.
 struct Touched<'a> {
@@ -71,7 +72,7 @@ impl Touched<'_> {
     }
 
     /// The error for a chunk of which `what` lacks lanes.
-    fn not_held(&self, chunk: &TouchedChunk, what: &'static str, slices: &[SliceMut<'_>]) -> Error {
+    fn not_held(&self, chunk: &TouchedChunk, what: &'static str, slices: &[Held<'_>]) -> Error {
         let (entry, lanes) = (self.entry.rectangle(), self.entry.chunk_range(chunk.chunk));
         let parts: Vec<_> = chunk.slices.iter().map(|&slice| &slices[slice].rectangle).collect();
         let (part, parts) = (if parts.len() > 1 { "parts" } else { "part" }, List(&parts));
@@ -90,7 +91,7 @@ impl Touched<'_> {
     }
 }
 
-/// Slices, sorted by name, with their layouts, and the entries and chunks that they touch, in the order of the pair.
+/// The layouts of slices, and the entries and chunks that they touch, in the order of the pair.
 struct Plan<'a> {
     layouts: Vec<SliceLayout>,
     touched: Vec<Touched<'a>>,
@@ -99,24 +100,24 @@ struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    /// Sorts and checks the slices. The pair has all elements of each slice.
-    fn new<B: Source>(pair: &'a Pair<B>, slices: &mut [SliceMut<'_>]) -> Result<Self> {
-        slices.sort_by(|a, b| a.name.cmp(b.name));
-        let mut plan = Self { layouts: Vec::with_capacity(slices.len()), touched: Vec::new(), tensors: 0 };
-        for slices in slices.chunk_by(|a, b| a.name == b.name) {
+    /// Checks the slices. The pair has all elements of each slice.
+    fn new<B: Source>(pair: &'a Pair<B>, held: &Memories<'_>) -> Result<Self> {
+        let mut plan = Self { layouts: Vec::with_capacity(held.slices.len()), touched: Vec::new(), tensors: 0 };
+        for slices in held.slices.chunk_by(|a, b| a.name == b.name) {
             plan.add(pair, slices)?;
         }
+        held.check_apart(&plan.layouts)?;
         Ok(plan)
     }
 
     /// Adds the slices of a tensor.
-    fn add<B: Source>(&mut self, pair: &'a Pair<B>, slices: &[SliceMut<'_>]) -> Result<()> {
+    fn add<B: Source>(&mut self, pair: &'a Pair<B>, slices: &[Held<'_>]) -> Result<()> {
         let (index, name) = (pair.index(), slices[0].name);
         let missing = || Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(name)));
         let tensor = index.find(name).ok_or_else(missing)?;
         let first = self.layouts.len();
         for slice in slices {
-            let size = slice.bytes.len() as u64;
+            let size = slice.range.len() as u64;
             self.layouts.push(SliceLayout::new(name, tensor.dtype, tensor.whole_shape(), &slice.rectangle, slice.pitch, size)?);
         }
         check_disjoint(name, slices.iter().map(|slice| &slice.rectangle))?;
@@ -163,8 +164,8 @@ impl Job<'_, '_> {
 }
 
 /// Rebuilds slices in memory whose content is ignored. Entries of which all chunks are decoded are compared with their digests.
-pub(super) fn rebuild<B: Source>(mut run: Run<'_, B>, slices: &mut [SliceMut<'_>]) -> Result<ApplyReport> {
-    let plan = Plan::new(run.pair, slices)?;
+pub(super) fn rebuild<B: Source>(mut run: Run<'_, B>, mut held: Memories<'_>) -> Result<ApplyReport> {
+    let plan = Plan::new(run.pair, &held)?;
     let bases: Vec<_> = plan.touched.iter().map(|touched| run.find_base(&touched.entry)).collect::<Result<_>>()?;
     for (touched, base) in plan.touched.iter().zip(&bases) {
         let Some(base) = *base else { continue };
@@ -172,7 +173,7 @@ pub(super) fn rebuild<B: Source>(mut run: Run<'_, B>, slices: &mut [SliceMut<'_>
             let (offset, size) = touched.bytes_of(chunk.chunk);
             let size = touched.entry.base_bytes().saturating_sub(offset).min(size as u64) as usize;
             if size > 0 && !run.base().holds(base, offset, size) {
-                return Err(touched.not_held(chunk, "the base", slices));
+                return Err(touched.not_held(chunk, "the base", &held.slices));
             }
         }
     }
@@ -211,7 +212,8 @@ pub(super) fn rebuild<B: Source>(mut run: Run<'_, B>, slices: &mut [SliceMut<'_>
             }
             let (offset, size) = job.bytes();
             for &slice in &job.chunk.slices {
-                let out = &mut *slices[slice].bytes;
+                let Held { memory, range: within, .. } = &held.slices[slice];
+                let out = &mut held.bytes[*memory][within.clone()];
                 job.touched.try_each(&plan.layouts[slice], offset, size, |at, range| {
                     out[at..at + range.len()].copy_from_slice(&decoded[range]);
                     Ok(())
@@ -223,7 +225,7 @@ pub(super) fn rebuild<B: Source>(mut run: Run<'_, B>, slices: &mut [SliceMut<'_>
     outcome.and_then(|()| check.finish()).map_err(|e| compared.explain(run.explain(e, &bases_of_complete)))?;
     Ok(ApplyReport {
         tensors: plan.tensors as u64,
-        bytes: slices.iter().map(|slice| slice.bytes.len() as u64).sum(),
+        bytes: held.slices.iter().map(|slice| slice.range.len() as u64).sum(),
         digests_checked: run.digests && run.selected.len() == plan.touched.len(),
         payload_digests: compared.finish()?,
     })
@@ -232,12 +234,12 @@ pub(super) fn rebuild<B: Source>(mut run: Run<'_, B>, slices: &mut [SliceMut<'_>
 /// Changes slices from base to target. The slices are the base.
 pub(super) fn in_place<B: Source>(
     pair: &Pair<B>,
-    slices: &mut [SliceMut<'_>],
+    mut held: Memories<'_>,
     mode: InPlace,
     digests: bool,
     progress: Progress<'_>,
 ) -> Result<ApplyReport> {
-    let plan = Plan::new(pair, slices)?;
+    let plan = Plan::new(pair, &held)?;
     for touched in &plan.touched {
         if touched.entry.base_kind == BaseKind::Prefix {
             let name = Escaped(touched.entry.name);
@@ -246,25 +248,29 @@ pub(super) fn in_place<B: Source>(
         let is_cut = |chunk: &&TouchedChunk| chunk.held < touched.bytes_of(chunk.chunk).1;
         if let Some(chunk) = touched.chunks.iter().find(is_cut) {
             let what = if chunk.slices.len() > 1 { "the memory of the slices" } else { "the slice" };
-            return Err(touched.not_held(chunk, what, slices));
+            return Err(touched.not_held(chunk, what, &held.slices));
         }
     }
     pair.authenticate(&NoProgress(progress))?;
     let kept = Kept::new(pair, KEPT_PAYLOADS);
     let chunks: &dyn Chunks = if mode == InPlace::AllChecked { &kept } else { pair };
     if mode == InPlace::AllChecked {
-        check(pair, chunks, slices, &plan, digests, progress)?;
+        check(pair, chunks, &held, &plan, digests, progress)?;
     }
-    let memory: Vec<_> = slices.iter_mut().map(|slice| RwLock::new(&mut *slice.bytes)).collect();
+    let memory: Vec<_> = held.bytes.iter_mut().map(|bytes| RwLock::new(&mut **bytes)).collect();
     let workers = Pool::new(DecodeWorker::new);
     let written = Mutex::new(Vec::new());
     let outcome = in_batches(
         plan.jobs(),
         |job| job.bytes().1 as u64,
         |job| {
-            let held: Vec<_> =
-                job.chunk.slices.iter().map(|&slice| memory[slice].read().unwrap_or_else(PoisonError::into_inner)).collect();
-            let decoded = workers.with(|worker| decode_held(chunks, job, &plan.layouts, &held, worker))?;
+            let slices = job.chunk.slices.iter().map(|&slice| &held.slices[slice]);
+            // Each memory is locked once: a second lock of one thread could wait for a writer that waits for the first.
+            let memories: BTreeSet<_> = slices.clone().map(|slice| slice.memory).collect();
+            let lock = |number: usize| (number, memory[number].read().unwrap_or_else(PoisonError::into_inner));
+            let locked: BTreeMap<_, _> = memories.into_iter().map(lock).collect();
+            let bytes: Vec<_> = slices.map(|slice| &locked[&slice.memory][slice.range.clone()]).collect();
+            let decoded = workers.with(|worker| decode_held(chunks, job, &plan.layouts, &bytes, worker))?;
             if mode == InPlace::ChunkByChunk {
                 progress.done(decoded.len() as u64)?;
             }
@@ -272,9 +278,11 @@ pub(super) fn in_place<B: Source>(
         },
         |job, decoded| {
             for &slice in &job.chunk.slices {
-                let mut held = memory[slice].write().unwrap_or_else(PoisonError::into_inner);
+                let Held { memory: number, range: within, .. } = &held.slices[slice];
+                let mut locked = memory[*number].write().unwrap_or_else(PoisonError::into_inner);
+                let out = &mut locked[within.clone()];
                 job.touched.try_each(&plan.layouts[slice], job.bytes().0, decoded.len(), |at, range| {
-                    held[at..at + range.len()].copy_from_slice(&decoded[range]);
+                    out[at..at + range.len()].copy_from_slice(&decoded[range]);
                     Ok(())
                 })?;
             }
@@ -298,7 +306,7 @@ pub(super) fn in_place<B: Source>(
     }
     Ok(ApplyReport {
         tensors: plan.tensors as u64,
-        bytes: slices.iter().map(|slice| slice.bytes.len() as u64).sum(),
+        bytes: held.slices.iter().map(|slice| slice.range.len() as u64).sum(),
         digests_checked: mode == InPlace::AllChecked && digests && plan.touched.iter().all(Touched::is_complete),
         payload_digests: Compared::new(pair, plan.chunks()).finish()?,
     })
@@ -308,20 +316,20 @@ pub(super) fn in_place<B: Source>(
 fn check<B: Source>(
     pair: &Pair<B>,
     chunks: &dyn Chunks,
-    slices: &[SliceMut<'_>],
+    held: &Memories<'_>,
     plan: &Plan<'_>,
     digests: bool,
     progress: Progress<'_>,
 ) -> Result<()> {
-    let info = |slice: &SliceMut<'_>| {
+    let info = |slice: &Held<'_>| {
         let tensor = pair.index().find(slice.name)?;
         let shape = tensor.whole_shape().to_vec();
         Some(TensorInfo { name: slice.name.to_owned(), dtype: tensor.dtype, shape })
     };
-    let held = slices
-        .iter()
-        .filter_map(|slice| Some(Slice { pitch: slice.pitch, ..Slice::new(info(slice)?, slice.rectangle.clone(), &*slice.bytes) }));
-    let base = SliceCheckpoint::new(held)?;
+    let slices = held.slices.iter().filter_map(|slice| {
+        Some(Slice { pitch: slice.pitch, ..Slice::new(info(slice)?, slice.rectangle.clone(), held.of(slice)) })
+    });
+    let base = SliceCheckpoint::new(slices)?;
     let (complete, partial): (Vec<_>, Vec<_>) = plan.touched.iter().partition(|touched| touched.is_complete());
     let cut = cut_held(&base, &complete);
     let mut run = Run::new(pair, &cut, progress);
@@ -361,7 +369,7 @@ fn decode_held(
     chunks: &dyn Chunks,
     job: &Job<'_, '_>,
     layouts: &[SliceLayout],
-    held: &[RwLockReadGuard<'_, &mut [u8]>],
+    held: &[&[u8]],
     worker: &mut DecodeWorker,
 ) -> Result<Vec<u8>> {
     let Job { touched, chunk } = job;

@@ -1,10 +1,11 @@
 //! Bindings of tensors to memory, and the checks of lengths, alignment and overlaps.
 
 use crate::cuda::index::{TensorOnDevice, tensor_at};
-use crate::cuda::rows::{Rows, Span};
+use crate::cuda::rows::Rows;
 use crate::cuda::runtime::memory::DeviceSlice;
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
+use crate::slice::Span;
 
 /// An entry of a pair, which is a tensor or a part of one, and its memory. Addresses are aligned to the lanes of the tensor.
 ///
@@ -56,8 +57,13 @@ impl Binding {
     }
 
     fn span(&self) -> Span {
-        Span::new(&self.output, self.output_rows)
+        span_of(&self.output, self.output_rows)
     }
+}
+
+/// The rows of memory that is not empty, and begins and ends with a row.
+fn span_of(memory: &DeviceSlice, rows: Option<Rows>) -> Span {
+    Span::new(memory.address(), memory.bytes(), rows.map(|rows| (rows.bytes, rows.pitch)))
 }
 
 /// Checks lengths, alignment and overlaps, and returns the bindings sorted by tensor. Rows without gaps between them are left out.
@@ -185,7 +191,7 @@ fn check_bases(tensors: &[TensorOnDevice], outputs: &[Binding], empty: &[Binding
         if tensor_at(tensors, binding.tensor)?.base_kind == BaseKind::None {
             continue;
         }
-        let base = Span::new(base, binding.base_rows);
+        let base = span_of(base, binding.base_rows);
         let first = ends.partition_point(|&end| end <= base.start());
         let after = spans.partition_point(|span| span.start() < base.end());
         let Some(i) = (first..after).find(|&i| spans[i].overlaps(&base)) else { continue };

@@ -1,0 +1,15 @@
+//! Rectangles of tensors in memory, with rows at a distance from each other: the slices that ranks of a distributed job hold.
+
+#![forbid(unsafe_code)]
+
+mod checkpoint;
+mod layout;
+mod memory;
+mod span;
+
+pub use checkpoint::SliceCheckpoint;
+pub(crate) use checkpoint::check_disjoint;
+pub(crate) use layout::SliceLayout;
+pub use memory::{FusedSlices, Slice, SliceMut};
+pub(crate) use memory::{Held, Memories};
+pub(crate) use span::Span;
