@@ -9,6 +9,8 @@ use crate::format::BaseKind;
 use crate::lane::Dtype;
 use crate::rectangle::{Rectangle, first_gap};
 use crate::slice::SliceLayout;
+use std::collections::HashMap;
+use std::fmt;
 
 /// Device memory that holds a rectangle of a tensor: the counterpart of [`SliceMut`](crate::SliceMut) and
 /// [`Slice`](crate::Slice), for memory of this crate or of another library.
@@ -16,7 +18,8 @@ use crate::slice::SliceLayout;
 /// The elements of the rectangle are in row-major order. A *row* is what the rectangle has of the last dimension. Rows follow
 /// each other without gaps, or begin at multiples of a pitch. The bytes between rows are neither read nor written.
 ///
-/// A device decodes whole entries of a pair. So a slice is one entry, or several parts tile it.
+/// A device decodes whole entries of a pair. So a slice is one entry, or several parts tile it. The rows of each entry must be at one
+/// distance: an entry that has only some indexes of two or more inner dimensions of the slice is refused.
 ///
 /// ```no_run
 /// use tpde::cuda::{ApplyPlan, Device, DeviceIndex, DeviceSlice, Mode, Payloads, TensorSlice};
@@ -88,9 +91,9 @@ impl<'a> TensorSlice<'a> {
 
     /// Returns the memory of a rectangle within the slice, and its rows. The slice was checked.
     fn memory_of(&self, dtype: Dtype, rectangle: &Rectangle) -> Result<(DeviceSlice, Option<Rows>)> {
-        let refused = || {
+        let refused = |why: &dyn fmt::Display| {
             let (name, slice) = (Escaped(self.name), &self.rectangle);
-            Error::InvalidArgument(format!("part {rectangle} of tensor {name} has no rows at one distance in slice {slice}"))
+            Error::InvalidArgument(format!("part {rectangle} of tensor {name} in slice {slice}: {why}"))
         };
         // All in bits. The memory has fewer than 2^64 bytes, so nothing overflows.
         let (mut distance, mut start) = (u128::from(dtype.bits()), 0);
@@ -104,13 +107,20 @@ impl<'a> TensorSlice<'a> {
                 None => rows = Some((wanted, distance)),
                 // This dimension continues where the one within it ends.
                 Some((count, pitch)) if distance == *count * *pitch => *count *= wanted,
-                Some(_) => return Err(refused()),
+                Some(_) => {
+                    let dims = if i == 0 { "dimension 0".to_owned() } else { format!("dimensions 0 to {i}") };
+                    return Err(refused(&format_args!(
+                        "its rows are at two distances, and a device has one per part. A pair fits in which the tensor is cut at each \
+                         index of {dims}"
+                    )));
+                }
             }
             let is_row = i + 1 == rectangle.extent.len();
             distance = self.pitch.filter(|_| is_row).map_or(distance * held, |pitch| u128::from(pitch) * 8);
         }
         let (count, pitch) = rows.unwrap_or((1, run));
-        let bytes = |bits: u128| u64::try_from(bits / 8).ok().filter(|_| bits.is_multiple_of(8)).ok_or_else(refused);
+        let odd = || refused(&"its rows are not of whole bytes");
+        let bytes = |bits: u128| u64::try_from(bits / 8).ok().filter(|_| bits.is_multiple_of(8)).ok_or_else(odd);
         let memory = self.memory.slice(bytes(start)?, bytes((count - 1) * pitch + run)?)?;
         Ok((memory, if rows.is_some() { Some(Rows::new(bytes(run)?, bytes(pitch)?)) } else { None }))
     }
@@ -118,6 +128,8 @@ impl<'a> TensorSlice<'a> {
 
 fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSlice<'_>]>) -> Result<Vec<Binding>> {
     let mut bindings = Vec::with_capacity(slices.len());
+    let mut bases: HashMap<_, Vec<_>> = HashMap::new();
+    base.unwrap_or_default().iter().for_each(|slice| bases.entry(slice.name).or_default().push(slice));
     for slice in slices {
         let entries = index.entries(slice.name);
         if entries.is_empty() {
@@ -138,8 +150,8 @@ fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSl
             }
             let (output, output_rows) = slice.memory_of(tensor.dtype, &tensor.rectangle)?;
             let mut binding = Binding { output_rows, ..Binding::in_place(i, output) };
-            if let Some(base) = base.filter(|_| tensor.base_kind != BaseKind::None && tensor.base_bytes > 0) {
-                let (memory, rows) = base_of(tensor, base, slice)?;
+            if base.is_some() && tensor.base_kind != BaseKind::None && tensor.base_bytes > 0 {
+                let (memory, rows) = base_of(tensor, bases.get(tensor.base_name.as_str()), slice)?;
                 (binding.base, binding.base_rows) = (Some(memory), rows);
             }
             bindings.push(binding);
@@ -149,13 +161,15 @@ fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSl
 }
 
 /// Returns the memory of the base of an entry.
-fn base_of(tensor: &TensorOnDevice, slices: &[TensorSlice<'_>], output: &TensorSlice<'_>) -> Result<(DeviceSlice, Option<Rows>)> {
+fn base_of(
+    tensor: &TensorOnDevice,
+    slices: Option<&Vec<&TensorSlice<'_>>>,
+    output: &TensorSlice<'_>,
+) -> Result<(DeviceSlice, Option<Rows>)> {
     let missing = || Error::InvalidArgument(format!("no slice of the base tensor {}", Escaped(&tensor.base_name)));
     let shape = tensor.base_shape.as_deref().ok_or_else(missing)?;
     let rectangle = if tensor.is_whole() { Rectangle::whole(shape) } else { tensor.rectangle.clone() };
-    let mut of_tensor = slices.iter().filter(|slice| slice.name == tensor.base_name).peekable();
-    of_tensor.peek().ok_or_else(missing)?;
-    for slice in of_tensor {
+    for slice in slices.ok_or_else(missing)? {
         slice.check(tensor.dtype, shape)?;
         if slice.rectangle.intersection(&rectangle).is_some_and(|common| common == rectangle) {
             return slice.memory_of(tensor.dtype, &rectangle);
@@ -233,8 +247,15 @@ mod tests {
                         (start..end).step_by(rows.pitch as usize).flat_map(|row| row..row + rows.bytes).collect();
                     prop_assert_eq!(found, expected);
                 }
-                // With three dimensions, parts can be at two distances.
-                Err(_) => prop_assert!(shape.len() > 2),
+                // With three dimensions, parts can be at two distances. Parts of one index are at one, as the error says.
+                Err(error) => {
+                    let dims = (1..shape.len()).map(|i| (i, format!("dimensions 0 to {i}"))).chain([(0, "dimension 0".into())]);
+                    let (last, _) = dims.filter(|(_, text)| error.to_string().ends_with(text.as_str())).next().unwrap();
+                    prop_assert!(shape.len() > 2 && last + 2 < shape.len());
+                    let mut cut = part.clone();
+                    cut.extent[..=last].fill(1);
+                    prop_assert!(slice.memory_of(Dtype::Bf16, &cut).is_ok());
+                }
             }
         }
     }

@@ -1,6 +1,8 @@
 //! Slices of tensors on a device: what the ranks of a distributed job hold.
 
-use super::super::{Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, Mode, Payloads, Rows, TensorSlice};
+use super::super::{
+    Application, ApplyPlan, Binding, Device, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, Payloads, Rows, TensorSlice,
+};
 use super::generated::{Random, lanes};
 use super::laid::{Route, payloads};
 use super::stand_in;
@@ -11,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::lane::Dtype;
 use crate::reader::{Pair, PayloadDigests};
 use crate::rectangle::Rectangle;
-use crate::{Codec, CodecChoice, Encode, EncodeOptions};
+use crate::{Apply, Codec, CodecChoice, Encode, EncodeOptions};
 
 const HIDDEN: usize = 192;
 const CANARY: u8 = 0xC5;
@@ -401,4 +403,136 @@ fn slices_are_bound_anew() {
         assert_eq!(first_difference(&read(device, memory), &held.after), None);
     }
     assert_eq!(first_difference(&read(device, &memories[2]), &held[2].before), None);
+}
+
+/// Columns of one storage, with random pitches, as a target, and as a base beside it.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn columns_of_one_storage_are_slices_if_they_share_no_byte() {
+    let device = super::device();
+    let random = &mut Random(23);
+    let mut found = [0; 2];
+    for _ in 0..if stand_in::is_used() { 30 } else { 200 } {
+        let below = |random: &mut Random, n: u64| random.bits() % n;
+        let tensors: Vec<_> = ["a", "b", "c"]
+            .into_iter()
+            .map(|name| {
+                let (rows, columns) = (1 + below(random, 40), 1 + below(random, 30));
+                let (base, target) = lanes(random, Dtype::Bf16, (rows * columns) as usize, 5);
+                let info = TensorInfo { name: name.into(), dtype: Dtype::Bf16, shape: vec![rows, columns] };
+                (info, base, target)
+            })
+            .collect();
+        let checkpoint = |bytes: fn(&(TensorInfo, Vec<u8>, Vec<u8>)) -> &[u8]| {
+            MemoryCheckpoint::new(tensors.iter().map(|tensor| (tensor.0.clone(), bytes(tensor)))).unwrap()
+        };
+        let options = EncodeOptions { codec: Codec::Conditioned.into(), ..EncodeOptions::default() };
+        let (base, target) = (checkpoint(|tensor| &tensor.1), checkpoint(|tensor| &tensor.2));
+        let (pair, _) = Encode::new(&target).base(&base).options(options).to_memory().unwrap();
+        let index = DeviceIndex::upload(device, pair.index()).unwrap();
+
+        let pitch = 60 + 2 * below(random, 40) as usize;
+        let mut images = [vec![CANARY; 8000], vec![CANARY; 8000]];
+        let mut owners = vec![0; 8000];
+        let places: Vec<_> = tensors
+            .iter()
+            .map(|(info, base, target)| {
+                let row = 2 * info.shape[1] as usize;
+                let pitch = if below(random, 4) == 0 { row + 2 * below(random, 30) as usize } else { pitch };
+                let start = 2 * below(random, 90) as usize;
+                for (n, (old, new)) in base.chunks(row).zip(target.chunks(row)).enumerate() {
+                    let at = start + n * pitch..start + n * pitch + row;
+                    images[0][at.clone()].copy_from_slice(old);
+                    images[1][at.clone()].copy_from_slice(new);
+                    owners[at].iter_mut().for_each(|owners| *owners += 1);
+                }
+                (start as u64, ((info.shape[0] as usize - 1) * pitch + row) as u64, pitch as u64)
+            })
+            .collect();
+        let is_apart = owners.iter().all(|&owners| owners < 2);
+        let memory = written(device, &images[0]);
+        let slices: Vec<_> = tensors
+            .iter()
+            .zip(&places)
+            .map(|((info, ..), &(start, size, pitch))| {
+                let whole = Rectangle::whole(&info.shape);
+                TensorSlice::new(&info.name, whole, memory.slice(start, size).unwrap()).pitch(pitch)
+            })
+            .collect();
+        let mode = [Mode::InPlace(InPlace::AllChecked), Mode::InPlace(InPlace::ChunkByChunk)][found[0] % 2];
+        let outcome = launch(device, &index, &TensorSlice::in_place(&index, &slices).unwrap(), mode, Payloads::Host(pair.blob()));
+        if is_apart {
+            outcome.unwrap();
+        } else {
+            let error = outcome.unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument(_)) && error.to_string().contains("overlaps"), "{error}");
+        }
+        assert_eq!(first_difference(&read(device, &memory), &images[usize::from(is_apart)]), None, "{places:?}");
+        found[usize::from(is_apart)] += 1;
+    }
+    assert!(found.iter().all(|&n| n > 2), "{found:?}");
+}
+
+/// What the processor says about the failure of a launch, from slices on the device.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_failed_launch_on_slices_is_explained() {
+    let device = super::device();
+    let model = Model::new(1);
+    let pair = model.pair(Codec::Conditioned.into(), 2);
+    let index = DeviceIndex::upload(device, pair.index()).unwrap();
+    let mode = Mode::InPlace(InPlace::AllChecked);
+    let explained = |held: &Memory, image: &[u8]| {
+        let memory = written(device, image);
+        let slices = held.on(&memory);
+        let tensors = TensorSlice::in_place(&index, &slices).unwrap();
+        let error = launch(device, &index, &tensors, mode, Payloads::Host(pair.blob())).unwrap_err();
+        let typed = slices.into_iter().map(|slice| (Dtype::Bf16, model.weight(slice.name).info.shape.clone(), slice));
+        let base = DeviceCheckpoint::new(device, typed).unwrap();
+        assert_eq!(first_difference(&read(device, &memory), image), None);
+        Apply::new(&pair).base(&base).explain_in_place(error)
+    };
+    for (rank, padding) in [(0, 5), (1, 0)] {
+        let held = Memory::of_rank(&model, rank, 2, padding);
+        let applied = explained(&held, &held.after);
+        assert!(matches!(applied, Error::AlreadyApplied), "{applied}");
+        let mut wrong = held.before.clone();
+        let (_, _, at, ..) = held.slices.iter().find(|(name, ..)| name == "layers.0.o_proj").unwrap();
+        wrong[at + 1] ^= 4;
+        let error = explained(&held, &wrong);
+        assert!(matches!(&error, Error::WrongBase { tensor, .. } if tensor == "layers.0.o_proj"), "{error}");
+    }
+}
+
+/// A part with rows at two distances is refused. Parts of one index each are accepted, as the error says.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn rows_at_two_distances_are_refused_and_the_error_names_the_cut() {
+    let device = super::device();
+    let info = TensorInfo { name: "experts".into(), dtype: Dtype::Bf16, shape: vec![3, 40, 64] };
+    let (base, target) = lanes(&mut Random(3), Dtype::Bf16, 3 * 40 * 64, 5);
+    let pair = |cuts: Vec<Rectangle>| {
+        let checkpoint = |bytes| MemoryCheckpoint::new([(info.clone(), bytes)]).unwrap();
+        let options = EncodeOptions { codec: CodecChoice::Device, ..EncodeOptions::default() }.cuts([("experts", cuts)]);
+        Encode::new(&checkpoint(&target[..])).base(&checkpoint(&base[..])).options(options).to_memory().unwrap().0
+    };
+    let memory = written(device, &base);
+    // Parts of both inner dimensions, in memory that holds all.
+    let blocks = |experts: u64| {
+        let origins = (0..3).step_by(experts as usize).flat_map(|e| [0, 20].map(|row| [0, 32].map(|column| [e, row, column])));
+        origins.flatten().map(|origin| Rectangle::new(origin, [experts, 20, 32])).collect::<Vec<_>>()
+    };
+    let whole = [TensorSlice::new("experts", Rectangle::whole(&info.shape), memory.clone())];
+    let coarse = pair(blocks(3));
+    let index = DeviceIndex::upload(device, coarse.index()).unwrap();
+    let error = TensorSlice::in_place(&index, &whole).unwrap_err();
+    let expected = "its rows are at two distances, and a device has one per part. A pair fits in which the tensor is cut at each index \
+                    of dimension 0";
+    assert!(matches!(error, Error::InvalidArgument(_)) && error.to_string().ends_with(expected), "{error}");
+
+    let fine = pair(blocks(1));
+    let index = DeviceIndex::upload(device, fine.index()).unwrap();
+    let tensors = TensorSlice::in_place(&index, &whole).unwrap();
+    launch(device, &index, &tensors, Mode::InPlace(InPlace::AllChecked), Payloads::Host(fine.blob())).unwrap();
+    assert_eq!(first_difference(&read(device, &memory), &target), None);
 }
