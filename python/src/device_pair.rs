@@ -5,18 +5,19 @@
 //! time.
 
 use crate::device::Device;
-use crate::memory::Memory;
+use crate::memory::{Memory, SliceMemory, Tensors};
 use crate::pair::{self, Pair};
 use crate::rebuild::{Owners, Plan};
 use crate::run::{LOOK, Steering, run, tell};
-use crate::{errors, memory};
+use crate::errors;
 use pyo3::prelude::*;
 use std::collections::HashMap;
-use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
-use tpde::cuda::{self, Application, ApplyPlan, Binding, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer};
-use tpde::{Apply, BaseKind, Checkpoint, Error, Escaped, FileSource, InPlace, Result, Source, TensorInfo};
+use tpde::cuda::{
+    Application, ApplyPlan, Binding, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer, TensorSlice,
+};
+use tpde::{Apply, BaseKind, Error, Escaped, FileSource, InPlace, Result, Source};
 
 /// Size in bytes of one read of the blob, and of its copy to the device.
 const PIECE: usize = 16 << 20;
@@ -123,9 +124,21 @@ impl DevicePair {
     /// Byte range of a tensor's payloads in the blob, as (start, end). `None` if the CPU has to expand them.
     fn payloads(&self, py: Python<'_>, name: &str) -> PyResult<Option<(u64, u64)>> {
         let find = || -> Result<_> {
-            let place = self.place(name)?;
-            let Range { start, end } = self.index.payloads_of(place)?;
-            Ok(self.index.is_decoded_alone(place)?.then_some((start, end)))
+            let entries = self.index.entries(name);
+            if entries.is_empty() {
+                return Err(pair::unknown(name));
+            }
+            let mut range: Option<(u64, u64)> = None;
+            for entry in entries {
+                if !self.index.is_decoded_alone(entry)? {
+                    return Ok(None);
+                }
+                let of_entry = self.index.payloads_of(entry)?;
+                if !of_entry.is_empty() {
+                    range = Some(range.map_or((of_entry.start, of_entry.end), |(start, _)| (start, of_entry.end)));
+                }
+            }
+            Ok(Some(range.unwrap_or_default()))
         };
         find().map_err(|e| errors::to_python(py, &e))
     }
@@ -141,34 +154,34 @@ impl DevicePair {
         })
     }
 
-    /// Plans how tensors are rebuilt from `base`, or changed in place. Lists of changes take at most `scratch_most` bytes.
-    fn plan_all(
-        &self,
-        py: Python<'_>,
-        tensors: Vec<Memory>,
-        base: Vec<Memory>,
-        mode: &str,
-        scratch_most: u64,
-    ) -> PyResult<PlanOfAll> {
-        let unowned = |memories: &[Memory]| memories.iter().map(|memory| memory.unowned(py)).collect::<Vec<_>>();
-        let (tensors, base) = (unowned(&tensors), unowned(&base));
+    /// Plans how tensors, or slices of tensors, are rebuilt from `base`, or changed in place. Lists of changes take at most `scratch_most` bytes.
+    fn plan_all(&self, py: Python<'_>, tensors: Tensors, base: Tensors, mode: &str, scratch_most: u64) -> PyResult<PlanOfAll> {
+        let is_whole = matches!(tensors, Tensors::Whole(_));
+        let (tensors, base) = (tensors.unowned(py), base.unowned(py));
         let plan = || {
-            let mode = self::mode(mode)?;
-            let bindings = bindings(&self.pair, &self.index, &tensors, &base, mode)?;
-            let plan = ApplyPlan::new(&self.index, &bindings, mode, self.stored())?;
-            Ok((plan.max_scratch_bytes(scratch_most), mode))
+            let (pair, index) = (self.pair.clone(), self.index.clone());
+            let bound = Bound { pair, index, mode: self::mode(mode)?, is_whole, tensors, base };
+            let plan = ApplyPlan::new(&self.index, &bound.bindings()?, bound.mode, self.stored())?;
+            Ok((plan.max_scratch_bytes(scratch_most), bound))
         };
-        let (planned, mode) = py.detach(plan).map_err(|e| errors::to_python(py, &e))?;
-        let (pair, index) = (self.pair.clone(), self.index.clone());
-        Ok(PlanOfAll { bytes: planned.bytes(), made: Mutex::new(Some((planned, Bound { pair, index, mode, tensors, base }))) })
+        let (planned, bound) = py.detach(plan).map_err(|e| errors::to_python(py, &e))?;
+        Ok(PlanOfAll { bytes: planned.bytes(), made: Mutex::new(Some((planned, bound))) })
     }
 
     /// Plans how a tensor is rebuilt from payloads that are on the device. `part` holds the bytes of the blob from `start` on.
     fn plan(&self, py: Python<'_>, output: Memory, base: Option<Memory>, start: u64, part: Memory) -> PyResult<Plan> {
         let base: Vec<_> = base.into_iter().collect();
+        let unowned = |memory: &Memory| SliceMemory::whole(memory.unowned(py));
+        let bound = Bound {
+            pair: self.pair.clone(),
+            index: self.index.clone(),
+            mode: Mode::OutOfPlace,
+            is_whole: true,
+            tensors: vec![unowned(&output)],
+            base: base.iter().map(unowned).collect(),
+        };
         let plan = || -> Result<_> {
-            let tensors = std::slice::from_ref(&output);
-            let bindings = bindings(&self.pair, &self.index, tensors, &base, Mode::OutOfPlace)?;
+            let bindings = bound.bindings()?;
             // SAFETY: the plan holds the owner of the memory, and the Python half records the tensor with the streams that use it.
             let payloads = Payloads::Part { at: start, memory: unsafe { part.device_slice() } };
             // A layer rebuilds its weights in every pass. Hashing them each time would cost more than decoding them.
@@ -180,10 +193,6 @@ impl DevicePair {
 }
 
 impl DevicePair {
-    fn place(&self, name: &str) -> Result<usize> {
-        self.index.find(name).ok_or_else(|| pair::unknown(name))
-    }
-
     fn stored(&self) -> Payloads<'static> {
         match &self.stored {
             Stored::File => Payloads::Kept(Arc::new(Blob(self.pair.clone()))),
@@ -210,85 +219,83 @@ impl Source for Blob {
     }
 }
 
-/// Binds tensors to their bases. Tensors that share memory are bound once.
-fn bindings(
-    pair: &tpde::Pair<FileSource>,
-    index: &DeviceIndex,
-    tensors: &[Memory],
-    base: &[Memory],
-    mode: Mode,
-) -> Result<Vec<Binding>> {
-    let once = pair::each_memory_once(pair, tensors)?;
-    let bases: HashMap<_, _> = base.iter().map(|base| (base.name(), base)).collect();
-    let mut bindings = Vec::with_capacity(once.len());
-    for (_, given) in tensors.iter().enumerate().filter(|(i, _)| once.contains(i)) {
-        let place = index.find(given.name()).ok_or_else(|| pair::unknown(given.name()))?;
-        let tensor = pair.index().tensor(place);
-        // SAFETY: `tpde/_torch_memory.py` has checked that this is a PyTorch tensor on this device, and the caller holds it until
-        // the streams that use it have finished.
-        let output = unsafe { given.device_slice() };
-        let wants_base = mode == Mode::OutOfPlace && tensor.base_kind != BaseKind::None;
-        let base = bases.get(tensor.base_name).filter(|_| wants_base);
-        if let Some(base) = base
-            && (base.dtype()? != tensor.dtype || base.shape().get(1..) != tensor.shape.get(1..))
-        {
-            let (name, dtype, shape) = (Escaped(base.name()), base.dtype()?, base.shape());
-            let target = format!("{} is {} {:?}", Escaped(tensor.name), tensor.dtype, tensor.shape);
-            return Err(Error::InvalidArgument(format!(
-                "base tensor {name} is {dtype} {shape:?}, but target tensor {target}: expected the same dtype and trailing dims"
-            )));
-        }
-        // SAFETY: as for the output.
-        let base = base.map(|base| unsafe { base.device_slice() });
-        bindings.push(Binding::out_of_place(place, base, output));
-    }
-    Ok(bindings)
-}
-
-/// Tensors on a device, as a checkpoint. Only read while no work that uses the tensors is queued.
-struct OnDevice<'a> {
-    device: &'a cuda::Device,
-    infos: Vec<TensorInfo>,
-    tensors: &'a [Memory],
-}
-
-impl<'a> OnDevice<'a> {
-    fn new(device: &'a cuda::Device, tensors: &'a [Memory]) -> Result<Self> {
-        Ok(Self { device, infos: tensors.iter().map(memory::info).collect::<Result<_>>()?, tensors })
-    }
-}
-
-impl Checkpoint for OnDevice<'_> {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.infos
-    }
-
-    fn read(&self, place: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        // SAFETY: as in `bindings`. `Device::read` waits for its copy, so the slice is not used after this call.
-        let slice = unsafe { self.tensors[place].device_slice() };
-        self.device.read(&slice.slice(offset, out.len() as u64)?, out)
-    }
-}
-
-/// The tensors that a pair is bound to.
+/// The tensors that a pair is bound to, or the slices of tensors.
 struct Bound {
     pair: Arc<tpde::Pair<FileSource>>,
     index: DeviceIndex,
     mode: Mode,
+    /// Whether these are whole tensors. Those that share memory are bound once.
+    is_whole: bool,
     /// Memory without its owners: the Python half makes sure that it is still valid when the application runs.
-    tensors: Vec<Memory>,
-    base: Vec<Memory>,
+    tensors: Vec<SliceMemory>,
+    base: Vec<SliceMemory>,
 }
 
 impl Bound {
+    /// Binds tensors to their bases.
+    fn bindings(&self) -> Result<Vec<Binding>> {
+        let index = self.pair.index();
+        let mut wanted = vec![true; self.tensors.len()];
+        if self.is_whole {
+            let once = pair::each_memory_once(&self.pair, self.tensors.iter().map(|tensor| &tensor.0))?;
+            wanted.iter_mut().enumerate().for_each(|(i, wanted)| *wanted = once.contains(&i));
+        } else {
+            for tensor in &self.tensors {
+                let name = tensor.0.name();
+                pair::check_type(&tensor.0, &index.find(name).ok_or_else(|| pair::unknown(name))?)?;
+            }
+        }
+        let tensors: Vec<_> = self.tensors.iter().zip(wanted).filter_map(|(tensor, wanted)| wanted.then_some(tensor)).collect();
+        // SAFETY: `tpde/_torch_memory.py` has checked that these are PyTorch tensors on this device, and the caller holds them until
+        // the streams that use them have finished.
+        let slices: Vec<_> = tensors.iter().map(|tensor| unsafe { tensor.on_device() }).collect();
+        if self.mode != Mode::OutOfPlace {
+            return TensorSlice::in_place(&self.index, &slices);
+        }
+        self.check_bases(&tensors)?;
+        // SAFETY: as above.
+        let base: Vec<_> = self.base.iter().map(|tensor| unsafe { tensor.on_device() }).collect();
+        TensorSlice::out_of_place(&self.index, &slices, &base)
+    }
+
+    /// Checks dtypes and trailing dims of the bases of tensors.
+    fn check_bases(&self, tensors: &[&SliceMemory]) -> Result<()> {
+        let bases: HashMap<_, _> = self.base.iter().map(|base| (base.0.name(), &base.0)).collect();
+        for tensor in tensors {
+            for entry in self.pair.index().entries(tensor.0.name()).filter(|entry| entry.base_kind != BaseKind::None) {
+                let Some(base) = bases.get(entry.base_name) else { continue };
+                if base.dtype()? != entry.dtype || base.shape().get(1..) != entry.whole_shape().get(1..) {
+                    let (name, dtype, shape) = (Escaped(base.name()), base.dtype()?, base.shape());
+                    let target = format!("{} is {} {:?}", Escaped(entry.name), entry.dtype, entry.whole_shape());
+                    return Err(Error::InvalidArgument(format!(
+                        "base tensor {name} is {dtype} {shape:?}, but target tensor {target}: expected the same dtype and trailing dims"
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Size of the elements in bytes.
+    fn size(&self) -> u64 {
+        self.tensors.iter().map(SliceMemory::size).sum()
+    }
+
     /// Replaces `error` by "wrong base" or "already applied" if that is its cause.
     fn explain(&self, error: Error, steering: &Steering) -> Error {
         let in_place = self.mode != Mode::OutOfPlace;
-        let lying = match OnDevice::new(self.index.device(), if in_place { &self.tensors } else { &self.base }) {
+        let held = if in_place { &self.tensors } else { &self.base };
+        let mut names = std::collections::HashSet::new();
+        let slices = held.iter().filter(|slice| !self.is_whole || names.insert(slice.0.name())).map(|slice| {
+            // SAFETY: as in `bindings`. Each read waits for its copy.
+            Ok((slice.0.dtype()?, slice.0.shape().to_vec(), unsafe { slice.on_device() }))
+        });
+        let slices: Result<Vec<_>> = slices.collect();
+        let lying = match slices.and_then(|slices| DeviceCheckpoint::new(self.index.device(), slices)) {
             Ok(lying) => lying,
             Err(error) => return error,
         };
-        let names: Vec<_> = self.tensors.iter().map(Memory::name).collect();
+        let names: Vec<_> = self.tensors.iter().map(|slice| slice.0.name()).collect();
         let apply = Apply::new(&self.pair).base(&lying).tensors(|name| names.contains(&name)).watch(steering);
         if in_place { apply.explain_in_place(error) } else { apply.explain(error) }
     }
@@ -335,25 +342,25 @@ impl Ready {
     fn move_to(&self, py: Python<'_>, tensors: Vec<usize>, base: Option<Vec<usize>>) -> PyResult<bool> {
         let mut work = self.work(py)?;
         let (application, bound) = &mut *work;
-        let stays = |memories: &[Memory], addresses: &[usize]| memories.iter().map(Memory::address).eq(addresses.iter().copied());
-        let base = base.unwrap_or_else(|| bound.base.iter().map(Memory::address).collect());
+        let address = |memory: &SliceMemory| memory.0.address();
+        let stays = |memories: &[SliceMemory], addresses: &[usize]| memories.iter().map(address).eq(addresses.iter().copied());
+        let base = base.unwrap_or_else(|| bound.base.iter().map(address).collect());
         if stays(&bound.tensors, &tensors) && stays(&bound.base, &base) {
             return Ok(true);
         }
         if (bound.tensors.len(), bound.base.len()) != (tensors.len(), base.len()) {
             return Ok(false);
         }
-        let exchange = |memories: &mut [Memory], addresses: &[usize]| -> Vec<usize> {
-            let exchange = |(memory, address): (&mut Memory, &usize)| {
-                let before = memory.address();
-                memory.move_to(*address);
+        let exchange = |memories: &mut [SliceMemory], addresses: &[usize]| -> Vec<usize> {
+            let exchange = |(memory, address): (&mut SliceMemory, &usize)| {
+                let before = memory.0.address();
+                memory.0.move_to(*address);
                 before
             };
             memories.iter_mut().zip(addresses).map(exchange).collect()
         };
         let before = (exchange(&mut bound.tensors, &tensors), exchange(&mut bound.base, &base));
-        let moved = bindings(&bound.pair, &bound.index, &bound.tensors, &bound.base, bound.mode)
-            .and_then(|bindings| application.rebind(&bindings));
+        let moved = bound.bindings().and_then(|bindings| application.rebind(&bindings));
         if !matches!(moved, Ok(true)) {
             exchange(&mut bound.tensors, &before.0);
             exchange(&mut bound.base, &before.1);
@@ -367,7 +374,7 @@ impl Ready {
         let begin = Instant::now();
         let work = self.work(py)?;
         let (application, bound) = &*work;
-        let total = bound.tensors.iter().map(|tensor| tensor.range().len() as u64).sum();
+        let total = bound.size();
         // SAFETY: the handle is of a PyTorch stream of this device. PyTorch never destroys its streams.
         let stream = unsafe { bound.index.device().borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
         // Reading and expanding payloads needs the threads of the pool. Queueing alone needs only this thread.

@@ -82,6 +82,13 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             with.set_item("found", found)?;
             "Limit"
         }
+        Error::Step { number, pair, source } => {
+            with.set_item("number", number)?;
+            with.set_item("pair", pair)?;
+            let step = exception(py, "Step", &error.to_string(), &with);
+            step.set_cause(py, Some(to_python(py, source)));
+            return Ok(step);
+        }
         Error::Poisoned { written, total, source } => {
             with.set_item("written", written)?;
             with.set_item("total", total)?;

@@ -2,8 +2,9 @@
 
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
-use tpde::cuda::DeviceSlice;
-use tpde::{Checkpoint, Dtype, MemoryCheckpoint, Rectangle, Result, Slice, SliceCheckpoint, SliceMut, TensorInfo};
+use std::ops::Range;
+use tpde::cuda::{DeviceSlice, TensorSlice};
+use tpde::{Checkpoint, Dtype, FusedSlices, MemoryCheckpoint, Rectangle, Result, Slice, SliceCheckpoint, TensorInfo};
 
 /// A tensor: name, dtype, dims, address, size in bytes, and an object that keeps the memory in place.
 ///
@@ -99,16 +100,54 @@ impl SliceMemory {
         Ok(if let Some(pitch) = self.3 { slice.pitch(pitch) } else { slice })
     }
 
-    /// The slice of the tensor of this name, for writing.
+    /// The memory on a device, as for [`Memory::device_slice`].
     ///
     /// # Safety
-    /// As for [`Memory::bytes_mut`].
-    pub unsafe fn slice_mut<'a>(&'a mut self, name: &'a str) -> SliceMut<'a> {
-        let rectangle = self.rectangle();
+    /// As for [`Memory::device_slice`].
+    pub unsafe fn on_device(&self) -> TensorSlice<'_> {
         // SAFETY: promised by the caller.
-        let slice = SliceMut::new(name, rectangle, unsafe { self.0.bytes_mut() });
+        let slice = TensorSlice::new(self.0.name(), self.rectangle(), unsafe { self.0.device_slice() });
         if let Some(pitch) = self.3 { slice.pitch(pitch) } else { slice }
     }
+
+    /// A whole tensor, as a slice.
+    pub fn whole(tensor: Memory) -> Self {
+        let shape = tensor.2.clone();
+        Self(tensor, vec![0; shape.len()], shape, None)
+    }
+}
+
+/// Slices for writing. Those whose rows interleave are in one memory.
+///
+/// # Safety
+/// No other slice of the memory from the first row to the last of any of these may exist.
+pub unsafe fn fused(slices: &[SliceMemory]) -> Vec<FusedSlices<'_>> {
+    let mut sorted: Vec<_> = slices.iter().collect();
+    sorted.sort_by_key(|slice| slice.0.address());
+    let mut all = Vec::new();
+    let mut rest = &sorted[..];
+    while let Some(first) = rest.first() {
+        let Range { start, mut end } = first.0.range();
+        let mut count = 1;
+        while let Some(next) = rest.get(count).filter(|next| next.0.address() < end) {
+            end = end.max(next.0.range().end);
+            count += 1;
+        }
+        let (together, further) = rest.split_at(count);
+        rest = further;
+        let bytes: &mut [u8] = if start == end || start == 0 {
+            &mut []
+        } else {
+            // SAFETY: the memory of each of these is valid while the owners are held. Each reaches into one before it, so they are parts
+            // of one allocation, without a gap. The caller promises that no other slice of it exists, and others in `all` begin behind it.
+            unsafe { std::slice::from_raw_parts_mut(start as *mut u8, end - start) }
+        };
+        all.push(together.iter().fold(FusedSlices::new(bytes), |memory, slice| {
+            let range = slice.0.range();
+            memory.slice(slice.0.name(), slice.rectangle(), range.start - start..range.end - start, slice.3)
+        }));
+    }
+    all
 }
 
 /// Parses the name of a dtype.
@@ -140,6 +179,17 @@ impl Tensors {
                 Box::new(SliceCheckpoint::new(slices.iter().map(SliceMemory::slice).collect::<Result<Vec<_>>>()?)?)
             }
         })
+    }
+
+    /// All tensors as slices, without their owners, which do not keep the memory alive.
+    pub fn unowned(&self, py: Python<'_>) -> Vec<SliceMemory> {
+        match self {
+            Self::Whole(tensors) => tensors.iter().map(|tensor| SliceMemory::whole(tensor.unowned(py))).collect(),
+            Self::Slices(slices) => {
+                let unowned = |slice: &SliceMemory| SliceMemory(slice.0.unowned(py), slice.1.clone(), slice.2.clone(), slice.3);
+                slices.iter().map(unowned).collect()
+            }
+        }
     }
 
     /// The rectangles of slices, by name of the tensor.

@@ -9,8 +9,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tpde::{
-    Apply, ApplyReport, BaseKind, Checkpoint, Error, Escaped, FileSource, InPlace, MemoryCheckpoint, OpenOptions, Rectangle,
-    Result, SafetensorsCheckpoint, SliceMut, Tensor, TensorMut,
+    Apply, ApplyReport, BaseKind, Checkpoint, Error, Escaped, FileSource, FusedSlices, InPlace, MemoryCheckpoint, OpenOptions,
+    Rectangle, Result, SafetensorsCheckpoint, SliceMut, Tensor, TensorMut,
 };
 
 /// An open pair, with the files of its base if it was opened with them.
@@ -48,11 +48,6 @@ impl Pair {
         };
         let entries: Vec<_> = index.tensors().collect();
         entries.chunk_by(|a, b| a.name == b.name).map(describe).collect()
-    }
-
-    /// Whether the pair has parts of tensors.
-    fn has_parts(&self) -> bool {
-        self.pair.index().has_parts()
     }
 
     /// Size of the blob in bytes.
@@ -138,18 +133,17 @@ impl Pair {
     fn read_slices(
         &self,
         py: Python<'_>,
-        mut slices: Vec<SliceMemory>,
+        slices: Vec<SliceMemory>,
         base: Option<Tensors>,
         digests: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let total = slices.iter().map(SliceMemory::size).sum();
         run(py, progress, total, |steering| {
-            check_apart(&slices)?;
             check_apart_from_base(slices.iter().map(|slice| &slice.0), base.as_ref())?;
             self.on_base(base.as_ref(), |base| {
-                // SAFETY: `check_apart` and `check_apart_from_base` have checked that no other slice has this memory.
-                let slices = unsafe { self.slices(&mut slices)? };
+                // SAFETY: `check_apart_from_base` has checked that the base has none of this memory.
+                let slices = unsafe { self.slices(&slices)? };
                 Apply::new(&self.pair).base(base).digests(digests).watch(steering).to_slices(slices).map(|_| ())
             })
         })
@@ -204,16 +198,15 @@ impl Pair {
     fn apply_slices_in_place(
         &self,
         py: Python<'_>,
-        mut slices: Vec<SliceMemory>,
+        slices: Vec<SliceMemory>,
         checked: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<bool> {
         let total = slices.iter().map(SliceMemory::size).sum();
         let mode = if checked { InPlace::AllChecked } else { InPlace::ChunkByChunk };
         run(py, progress, total, |steering| {
-            check_apart(&slices)?;
-            // SAFETY: `check_apart` has checked that no other slice has this memory.
-            let slices = unsafe { self.slices(&mut slices)? };
+            // SAFETY: there is no base, and the caller of the public function promises that nothing else uses the memory.
+            let slices = unsafe { self.slices(&slices)? };
             applied(Apply::new(&self.pair).watch(steering).in_place_slices(slices, mode))
         })
     }
@@ -239,31 +232,19 @@ fn has_same_target(a: &Tensor<'_>, b: &Tensor<'_>) -> bool {
     (a.whole_shape(), a.rectangle(), a.target_digest()) == (b.whole_shape(), b.rectangle(), b.target_digest())
 }
 
-/// Checks that outputs share no memory with the base.
+/// Checks that outputs share no memory with the base, also not between rows: the library writes outputs while it reads the base.
 fn check_apart_from_base<'a>(outputs: impl Iterator<Item = &'a Memory> + Clone, base: Option<&Tensors>) -> Result<()> {
     for base in base.iter().flat_map(|base| base.memories()) {
         let of_base = base.range();
         let meets = |o: &&Memory| o.range().start < of_base.end && of_base.start < o.range().end && !of_base.is_empty();
         if let Some(output) = outputs.clone().find(meets) {
             let (name, base) = (Escaped(output.name()), Escaped(base.name()));
-            return Err(Error::InvalidArgument(format!("tensor {name} shares memory with the base {base}")));
+            return Err(Error::InvalidArgument(format!(
+                "tensor {name} shares memory with the base {base}, or has rows between its rows: copy the base"
+            )));
         }
     }
     Ok(())
-}
-
-/// Checks that slices share no memory, also not between their rows.
-fn check_apart(slices: &[SliceMemory]) -> Result<()> {
-    let mut memories: Vec<_> = slices.iter().map(|slice| &slice.0).filter(|memory| !memory.range().is_empty()).collect();
-    memories.sort_by_key(|memory| memory.range().start);
-    match memories.windows(2).find(|pair| pair[1].range().start < pair[0].range().end) {
-        Some(pair) => {
-            let [a, b] = [Escaped(pair[0].name()), Escaped(pair[1].name())];
-            let reason = "share memory, or rows of one are between rows of the other: apply them in separate calls";
-            Err(Error::InvalidArgument(format!("slices of tensors {a} and {b} {reason}")))
-        }
-        None => Ok(()),
-    }
 }
 
 /// Opens a pair, which must have the digest `expect` if there is one. If the pair is being published, the call waits; a signal
@@ -286,16 +267,14 @@ impl Pair {
     /// Slices for writing. Dtypes and shapes must be those in the pair.
     ///
     /// # Safety
-    /// No other slice of the same memory may exist.
-    unsafe fn slices<'a>(&'a self, slices: &'a mut [SliceMemory]) -> Result<Vec<SliceMut<'a>>> {
-        let mut mutable = Vec::with_capacity(slices.len());
+    /// As for [`memory::fused`].
+    unsafe fn slices<'a>(&self, slices: &'a [SliceMemory]) -> Result<Vec<FusedSlices<'a>>> {
         for slice in slices {
-            let found = self.pair.index().find(slice.0.name()).ok_or_else(|| unknown(slice.0.name()))?;
-            check_type(&slice.0, &found)?;
-            // SAFETY: promised by the caller.
-            mutable.push(unsafe { slice.slice_mut(found.name) });
+            let name = slice.0.name();
+            check_type(&slice.0, &self.pair.index().find(name).ok_or_else(|| unknown(name))?)?;
         }
-        Ok(mutable)
+        // SAFETY: promised by the caller.
+        Ok(unsafe { memory::fused(slices) })
     }
 
     fn on_base<R>(&self, base: Option<&Tensors>, work: impl FnOnce(&dyn Checkpoint) -> Result<R>) -> Result<R> {
@@ -308,7 +287,7 @@ impl Pair {
 }
 
 /// Checks that dtype and shape of a tensor are those in the pair.
-fn check_type(given: &Memory, tensor: &Tensor<'_>) -> Result<()> {
+pub fn check_type(given: &Memory, tensor: &Tensor<'_>) -> Result<()> {
     let (dtype, shape) = (given.dtype()?, given.shape());
     if tensor.dtype == dtype && tensor.whole_shape() == shape {
         return Ok(());
@@ -319,9 +298,12 @@ fn check_type(given: &Memory, tensor: &Tensor<'_>) -> Result<()> {
 
 /// Indices of the tensors to change so that each memory range is changed once. Tied weights are one range with several names;
 /// their targets must be equal. Dtypes and shapes must be those in the pair.
-pub fn each_memory_once(pair: &tpde::Pair<FileSource>, tensors: &[Memory]) -> Result<HashSet<usize>> {
+pub fn each_memory_once<'a>(
+    pair: &tpde::Pair<FileSource>,
+    tensors: impl IntoIterator<Item = &'a Memory>,
+) -> Result<HashSet<usize>> {
     let mut found = Vec::new();
-    for (i, given) in tensors.iter().enumerate() {
+    for (i, given) in tensors.into_iter().enumerate() {
         let entries = entries(pair, given.name())?;
         check_type(given, &entries[0])?;
         let (found_bytes, expected) = (given.range().len() as u64, memory::info(given)?.bytes());

@@ -3,14 +3,14 @@
 use crate::errors;
 use crate::memory::Tensors;
 use crate::pair::open;
-use crate::run::run;
+use crate::run::{Steering, run};
 use pyo3::prelude::*;
 use serde_json::json;
 use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 use tpde::{
-    Apply, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, EncodeReport, Error, Favor, FormatVersion, Layout,
-    MemoryCheckpoint, Merge, PairPaths, Rectangle, Result, SafetensorsCheckpoint, TensorReport, Verify,
+    Apply, Chain, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, EncodeReport, Error, Favor, FileSource, FormatVersion,
+    Layout, MemoryCheckpoint, Merge, Pair, PairPaths, Rectangle, Result, SafetensorsCheckpoint, TensorReport, Verify,
 };
 
 /// Path of a pair, and the pair digest that the caller expects.
@@ -48,6 +48,35 @@ impl Options {
         let options = defaults.codec(codec).layout(layout).chunk_lanes(chunk_lanes).favor(favor).renamed(self.renamed);
         let split = self.split.map(|rules| rules.parse()).transpose()?.unwrap_or_default();
         Ok(options.format(format).payload_digests(self.payload_digests).split(split))
+    }
+}
+
+/// Opens several pairs. Errors about the bytes of one of them have its path.
+fn open_each(pairs: &[PairName], steering: &Steering) -> Result<Vec<Pair<FileSource>>> {
+    let open = |pair: &PairName| {
+        open(&pair.0, pair.1, steering).map_err(|mut error| {
+            if let Error::Invalid(invalid) = &mut error
+                && pairs.len() > 1
+            {
+                invalid.at.pair = Some(pair.0.display().to_string());
+            }
+            error
+        })
+    };
+    pairs.iter().map(open).collect()
+}
+
+/// A base that is opened; without tensors if there is none.
+struct Base(Option<SafetensorsCheckpoint>);
+
+impl Base {
+    fn open(path: Option<PathBuf>) -> Result<Self> {
+        Ok(Self(path.as_deref().map(SafetensorsCheckpoint::open).transpose()?))
+    }
+
+    fn checkpoint(&self) -> &dyn Checkpoint {
+        static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
+        self.0.as_ref().map_or(&EMPTY, |base| base)
     }
 }
 
@@ -132,31 +161,59 @@ pub fn encode_memory(
     })
 }
 
+/// Makes one pair of a chain of pairs: from the base to the last target, or back.
 #[pyfunction]
-#[pyo3(signature = (pair, path, *, base, wanted, replace, progress))]
+#[pyo3(signature = (pairs, path, *, base, is_back, options, replace, progress))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
+pub fn fold(
+    py: Python<'_>,
+    pairs: Vec<PairName>,
+    path: PathBuf,
+    base: Option<PathBuf>,
+    is_back: bool,
+    options: Options,
+    replace: bool,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<String> {
+    let (pairs, base, options, total) = run(py, None, 0, |steering| {
+        let (pairs, base, options) = (open_each(&pairs, steering)?, Base::open(base)?, options.parse()?);
+        let total = if is_back { bytes_of(base.checkpoint()) } else { bytes_of(&Chain::new(base.checkpoint(), &pairs)?) };
+        Ok((pairs, base, options, total))
+    })?;
+    run(py, progress, total, |steering| {
+        let chain = Chain::new(base.checkpoint(), &pairs)?;
+        let encode = if is_back { Encode::revert(&chain) } else { Encode::fold(&chain) };
+        let report = encode.options(options).overwrite(replace).watch(steering).to_path(&path)?;
+        Ok(encode_report(&report, &path, &[]))
+    })
+}
+
+/// Applies pairs, one after the other.
+#[pyfunction]
+#[pyo3(signature = (pairs, path, *, base, wanted, replace, progress))]
 pub fn apply(
     py: Python<'_>,
-    pair: PairName,
+    pairs: Vec<PairName>,
     path: PathBuf,
     base: Option<PathBuf>,
     wanted: Option<HashSet<String>>,
     replace: bool,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
-    let (pair, base) = run(py, None, 0, |steering| {
-        let pair = open(&pair.0, pair.1, steering)?;
-        Ok((pair, base.as_deref().map(SafetensorsCheckpoint::open).transpose()?))
-    })?;
+    let (pairs, base) = run(py, None, 0, |steering| Ok((open_each(&pairs, steering)?, Base::open(base)?)))?;
+    let last = pairs.last().ok_or_else(|| errors::to_python(py, &Error::InvalidArgument("no pair is given".into())))?;
     let is_wanted = |name: &str| wanted.as_ref().is_none_or(|wanted| wanted.contains(name));
-    let total = pair.index().tensors().filter(|tensor| is_wanted(tensor.name)).map(|tensor| tensor.bytes()).sum();
+    let total = last.index().tensors().filter(|tensor| is_wanted(tensor.name)).map(|tensor| tensor.bytes()).sum();
     run(py, progress, total, |steering| {
-        let mut apply = Apply::new(&pair).overwrite(replace).watch(steering);
+        let mut apply = Apply::new(last).overwrite(replace).watch(steering);
         if wanted.is_some() {
             apply = apply.tensors(is_wanted);
         }
-        let nothing = MemoryCheckpoint::EMPTY;
-        let base = base.as_ref().map_or(&nothing as &dyn Checkpoint, |base| base);
-        let report = apply.base(base).to_path(&path)?;
+        let report = if pairs.len() == 1 {
+            apply.base(base.checkpoint()).to_path(&path)?
+        } else {
+            apply.base(&Chain::new(base.checkpoint(), &pairs)?.without_last()).to_path(&path)?
+        };
         Ok(json!(report).to_string())
     })
 }
@@ -206,17 +263,7 @@ pub fn merge(
     replace: bool,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
-    let pairs: Vec<_> = run(py, None, 0, |steering| {
-        let open = |pair: &PairName| {
-            open(&pair.0, pair.1, steering).map_err(|mut error| {
-                if let Error::Invalid(invalid) = &mut error {
-                    invalid.at.pair = Some(pair.0.display().to_string());
-                }
-                error
-            })
-        };
-        pairs.iter().map(open).collect()
-    })?;
+    let pairs = run(py, None, 0, |steering| open_each(&pairs, steering))?;
     let merge = || {
         let merge = Merge::new(&pairs).files(files).payload_digests(payload_digests).overwrite(replace);
         let merge = match &wanted {

@@ -76,6 +76,8 @@ def test_code_of_a_document_runs(document: str, tmp_path: Path, monkeypatch: pyt
     for name, tensors in files.items():
         save_file(tensors, f"{name}.safetensors")
     tpde.encode("rl21.safetensors", "rl21", base="rl20.safetensors")
+    tpde.encode("rl20.safetensors", "step-1", base="base.safetensors")
+    tpde.encode("rl21.safetensors", "step-2", base="rl20.safetensors")
 
     model = model_of(base)
     object.__setattr__(model, "layers", [SimpleNamespace(qkv=SimpleNamespace(weight=rank(base, 3)))])  # not in the state dict

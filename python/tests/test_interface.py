@@ -28,6 +28,8 @@ POSITIONAL = {
     tpde.apply: ["pair", "path"],
     tpde.verify: ["pair"],
     tpde.inspect: ["pair"],
+    tpde.fold: ["pairs", "path"],
+    tpde.revert: ["pairs", "path"],
     tpde.merge: ["pairs", "path"],
     tpde.subset: ["pair", "path"],
     tpde.safe_open: ["pair", "framework", "device"],

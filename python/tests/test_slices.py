@@ -253,13 +253,14 @@ def test_slices_that_share_memory_are_refused(cut: Cut) -> None:
     refused(cut, overlap, tpde.InvalidArgument, "slices of tensors q and k share memory")
     wide = np.zeros((128, 192), np.float32)
     between = [tpde.Slice("v", np.s_[:], wide[:, :96]), tpde.Slice("k", np.s_[:], wide[:, 96:])]
-    refused(cut, between, tpde.InvalidArgument, "rows of one are between rows of the other: apply them in separate calls")
-    for one in between:
-        assert tpde.numpy.apply_slices_([one], cut.pair, base=cut.base) == "applied"
+    assert tpde.numpy.apply_slices_(between, cut.pair, base=cut.base) == "applied"
     assert wide.tobytes() == np.concatenate([cut.target["v"], cut.target["k"]], axis=1).tobytes()
     live = cut.base["q"].copy()
     slices = [tpde.Slice("q", np.s_[:128], live[:128])]
     refused(cut, slices, tpde.InvalidArgument, "tensor q shares memory with the base q", base={**cut.base, "q": live})
+    both = np.zeros((512, 192), np.float32)
+    beside = [tpde.Slice("q", ..., both[:, 96:])]
+    refused(cut, beside, tpde.InvalidArgument, "between its rows: copy the base", base=[tpde.Slice("q", ..., both[:, :96])])
 
 
 def test_slices_that_cut_chunks_need_a_base(cut: Cut) -> None:
@@ -420,18 +421,51 @@ def test_layers_are_rebuilt_from_parts(cut: Cut) -> None:
         assert layer.weight.numpy().tobytes() == cut.target[name].tobytes()
 
 
-def test_devices_refuse_parts_and_slices(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    import tpde._device
-    import tpde.torch
+@pytest.mark.parametrize("mode", ["all_checked", "chunk_by_chunk", "from a base"])
+def test_columns_of_one_array(tmp_path: Path, mode: Any) -> None:
+    """Random columns of one array. Whether they share a byte is found byte by byte."""
+    random = np.random.default_rng(11)
+    outcomes = [0, 0]
+    for trial in range(60):
+        shapes = {name: (int(random.integers(1, 30)), int(random.integers(1, 10))) for name in "abc"}
+        base = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        target = {name: array.copy() for name, array in base.items()}
+        for array in target.values():
+            array.view(np.uint32).reshape(-1)[:: int(random.integers(1, 9))] ^= 1
+        tpde.numpy.save_file(target, tmp_path / str(trial), base=base)
+        pitch = int(random.integers(30, 60))
+        before, after, owners = np.full(2000, 7, np.float32), np.full(2000, 7, np.float32), np.zeros(2000, int)
+        places = []
+        for name, (count, width) in shapes.items():
+            step = width + int(random.integers(0, 20)) if random.random() < 0.2 else pitch
+            start = int(random.integers(0, pitch))
+            at = (start + step * np.arange(count))[:, None] + np.arange(width)
+            before[at], after[at] = base[name], target[name]
+            owners[at] += 1
+            places.append((name, start, (count, width), (4 * step, 4)))
+        is_apart = bool((owners < 2).all())
+        outcomes[is_apart] += 1
+        memory = before.copy()
+        strided = np.lib.stride_tricks.as_strided
+        slices = [tpde.Slice(name, ..., strided(memory[start:], shape, strides)) for name, start, shape, strides in places]
+        options: dict[str, Any] = {"base": base} if mode == "from a base" else {"mode": mode}
+        if is_apart:
+            assert tpde.numpy.apply_slices_(slices, tmp_path / str(trial), **options) == "applied"
+        else:
+            with pytest.raises(tpde.InvalidArgument, match="share memory"):
+                tpde.numpy.apply_slices_(slices, tmp_path / str(trial), **options)
+        assert memory.tobytes() == (after if is_apart else before).tobytes(), places
+    assert min(outcomes) > 5, outcomes
 
-    monkeypatch.setattr(tpde._device.Device, "of", lambda _: None)
-    with pytest.raises(tpde.Unsupported, match="in parts, which are not rebuilt on a CUDA device yet") as caught:
-        tpde.torch.DevicePair(cut.pair)
-    assert isinstance(caught.value, NotImplementedError)
-    monkeypatch.setattr("tpde._slices.device_of", lambda _: torch.device("cuda", 0))
-    slices = [tpde.Slice("norm", ..., np.zeros(96, np.float32))]
-    with pytest.raises(
-        tpde.Unsupported, match="slices of tensors on cuda:0 cannot be read or changed yet: expected tensors on the CPU"
-    ):
-        tpde.torch.apply_slices_(slices, cut.pair)
+
+def test_views_with_rows_at_two_distances_are_several_slices(cut: Cut) -> None:
+    fused = np.zeros((4, 100, 64), np.float32)
+    fused[:, 30:70] = cut.base["stack"]
+    message = "expected contiguous rows at equal distances of at least 256 bytes: pass one slice per index of the first dim"
+    with pytest.raises(tpde.NotContiguous, match=message):
+        tpde.numpy.apply_slices_([tpde.Slice("stack", ..., fused[:, 30:70])], cut.pair)
+    slices = [tpde.Slice("stack", expert, fused[expert, 30:70]) for expert in range(4)]
+    assert tpde.numpy.apply_slices_(slices, cut.pair) == "applied"
+    expected = np.zeros_like(fused)
+    expected[:, 30:70] = cut.target["stack"]
+    assert fused.tobytes() == expected.tobytes()

@@ -51,12 +51,13 @@ from ._errors import (
     OutOfRange,
     Poisoned,
     Repacked,
+    Step,
     SystemRefused,
     TpdeError,
     UnexpectedPair,
-    Unsupported,
     WrongBase,
 )
+from ._chain import fold, revert
 from ._merge import MergeReport, merge, subset
 from ._open import SafeSlice, safe_open
 from ._paths import ApplyReport, EncodeReport, Inspection, TensorReport, VerifyReport, apply, encode, inspect, verify
@@ -91,20 +92,22 @@ __all__ = [
     "Repacked",
     "SafeSlice",
     "Slice",
+    "Step",
     "SystemRefused",
     "TensorReport",
     "TpdeError",
     "UnexpectedPair",
-    "Unsupported",
     "VerifyReport",
     "WrongBase",
     "__version__",
     "apply",
     "encode",
+    "fold",
     "inspect",
     "merge",
     "nn",
     "numpy",
+    "revert",
     "safe_open",
     "slices",
     "subset",

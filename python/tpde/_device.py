@@ -10,16 +10,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, Union
 
 import torch
 
 from . import _tpde
 from ._entry import Entry
-from ._errors import AlreadyApplied, DeviceUnavailable, InvalidArgument, OutOfMemory, Unsupported
+from ._errors import AlreadyApplied, DeviceUnavailable, InvalidArgument, OutOfMemory
 from ._paths import Digest, StrPath, open_pair, path_of
 from ._progress import Progress, progress_callback
-from ._tensor import Memory
+from ._tensor import Memory, SliceMemory
 from ._torch_memory import StateSnapshot, check_device
 
 #: Scratch memory in bytes for the changes of chunks. With it, all memory of a call besides payloads is at most 64 MiB after
@@ -116,8 +116,21 @@ def _address_and_bytes(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
-def _described(tensors: list[Memory]) -> list[tuple[str, str, list[int], int]]:
-    return [(name, dtype, shape, bytes) for name, dtype, shape, _, bytes, _ in tensors]
+#: Whole tensors, or slices of tensors.
+_Memories = Union[list[Memory], list[SliceMemory]]
+
+
+def _memories(tensors: _Memories) -> list[tuple[Memory, tuple[Any, ...]]]:
+    """The memory of each tensor, or of each slice with its place in the tensor."""
+    return [(one[0], one[1:]) if len(one) == 4 else (one, ()) for one in tensors]
+
+
+def _described(tensors: _Memories) -> list[tuple[Any, ...]]:
+    return [(name, dtype, shape, bytes, *place) for (name, dtype, shape, _, bytes, _), place in _memories(tensors)]
+
+
+def _addresses(tensors: _Memories) -> list[int]:
+    return [memory[3] for memory, _ in _memories(tensors)]
 
 
 def _same(snapshot: StateSnapshot | None, tensors: Mapping[str, Any] | None) -> bool:
@@ -125,9 +138,9 @@ def _same(snapshot: StateSnapshot | None, tensors: Mapping[str, Any] | None) -> 
 
 
 class _Application:
-    """A prepared application of a pair to tensors. It can be run again for the same tensors."""
+    """A prepared application of a pair to tensors or slices. It can be run again for the same ones."""
 
-    def __init__(self, pair: DevicePair, tensors: list[Memory], base: list[Memory], mode: str) -> None:
+    def __init__(self, pair: DevicePair, tensors: _Memories, base: _Memories, mode: str) -> None:
         self.mode = mode
         self.described = (_described(tensors), _described(base))
         device = pair._device
@@ -167,9 +180,9 @@ class _Application:
 class DevicePair:
     """A pair that is ready on a CUDA device, for pairs that are used there more than once.
 
-    :func:`tpde.torch.apply_`, :func:`tpde.torch.load_file` and :func:`tpde.nn.attach` take it instead of a path. Its index is
-    uploaded once, 52 bytes per chunk. CRC, sums and digests of targets are compared. The plan and the memory of the last
-    call are kept, so a call with the same tensors starts at once.
+    :func:`tpde.torch.apply_`, :func:`tpde.torch.apply_slices_`, :func:`tpde.torch.load_file` and :func:`tpde.nn.attach` take it
+    instead of a path. It may describe tensors in parts. Its index is uploaded once, 52 bytes per chunk. CRC, sums and digests of
+    targets are compared. The plan and the memory of the last call are kept, so a call with the same tensors starts at once.
 
     Args:
         pair: Name of the pair, or either file.
@@ -183,7 +196,6 @@ class DevicePair:
         UnexpectedPair: The pair does not have the digest ``expect``.
         Invalid, Limit, SystemRefused: The pair is damaged, too large, or cannot be read.
         DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
-        Unsupported: The pair describes tensors in parts.
     """
 
     def __init__(
@@ -207,10 +219,6 @@ class DevicePair:
         return opened
 
     def _open(self, path: StrPath, pair: _tpde.Pair, device: Any, payloads: Payloads, progress: Progress) -> None:
-        if pair.has_parts():
-            raise Unsupported(
-                "the pair describes tensors in parts, which are not rebuilt on a CUDA device yet: rebuild them on the CPU"
-            )
         self._device = Device.of(device)
         self._device.refuse_capture("making a pair ready")
         self._path = path_of(path)
@@ -247,22 +255,21 @@ class DevicePair:
             self._listed = list(map(Entry._make, self._pair.tensors()))
         return self._listed
 
-    def _apply(self, tensors: list[Memory], base: list[Memory], mode: str, progress: Progress) -> tuple[bool, _Application]:
-        """Changes tensors on the device, or rebuilds them from ``base``, and waits. Returns whether tensors were changed, and the
+    def _apply(self, tensors: _Memories, base: _Memories, mode: str, progress: Progress) -> tuple[bool, _Application]:
+        """Changes tensors or slices on the device, or rebuilds them from ``base``, and waits. Returns whether tensors were changed, and the
         application that ran."""
         self._device.refuse_capture("applying a pair")
         application = self._kept.pop("", None)
         if application is not None:
             is_alike = application.mode == mode and application.described == (_described(tensors), _described(base))
-            addresses = [memory[3] for memory in tensors], [memory[3] for memory in base]
-            if not is_alike or not application.raw.move_to(*addresses):
+            if not is_alike or not application.raw.move_to(_addresses(tensors), _addresses(base)):
                 application = None
         if application is None:
             application = _Application(self, tensors, base, mode)
         return application.run(self, progress), application
 
-    def _rebuild(self, outputs: list[Memory], base: list[Memory], progress: Progress) -> _Application:
-        """Rebuilds tensors from ``base``. Returns the application that ran."""
+    def _rebuild(self, outputs: _Memories, base: _Memories, progress: Progress) -> _Application:
+        """Rebuilds tensors or slices from ``base``. Returns the application that ran."""
         applied, application = self._apply(outputs, base, "out_of_place", progress)
         if not applied:
             raise AlreadyApplied("already applied: the base is the target of this pair")

@@ -106,6 +106,17 @@ class AlreadyApplied(TpdeError, ValueError):
     """The base already is the target of the pair."""
 
 
+class Step(TpdeError, ValueError):
+    """A pair of a chain does not fit the version before it, or is damaged. ``__cause__`` is the error: for example :class:`WrongBase`,
+    :class:`AlreadyApplied` or :class:`Invalid`.
+
+    Attributes: ``number`` of the pair in the chain, from 1, and ``pair``, its path.
+    """
+
+    number: int
+    pair: str
+
+
 class BadCheckpoint(TpdeError, ValueError):
     """A file or folder is not a readable checkpoint. Attributes: ``path``, ``reason``."""
 
@@ -199,10 +210,6 @@ class Incomplete(InvalidArgument):
 
     tensor: str
     missing: tuple[slice, ...]
-
-
-class Unsupported(TpdeError, NotImplementedError):
-    """This kind of tensor or device does not have the function yet."""
 
 
 class OutOfRange(InvalidArgument, IndexError):

@@ -36,7 +36,7 @@ def path_of(path: StrPath) -> str:
     return text
 
 
-def _path_or_none(path: StrPath | None) -> str | None:
+def path_or_none(path: StrPath | None) -> str | None:
     return None if path is None else path_of(path)
 
 
@@ -256,7 +256,7 @@ def encode(
         InvalidArgument: The output is, contains, or is inside an input, under any name or link; or an option has no such value.
         BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
-    target, path, base = path_of(target), path_of(path), _path_or_none(base)
+    target, path, base = path_of(target), path_of(path), path_or_none(base)
     how = options(
         codec=codec,
         favor=favor,
@@ -272,7 +272,7 @@ def encode(
 
 
 def apply(
-    pair: StrPath,
+    pair: StrPath | Iterable[StrPath],
     path: StrPath,
     *,
     base: StrPath | None = None,
@@ -286,29 +286,30 @@ def apply(
     Nothing appears at ``path`` before all of it is written and compared with the digests of the pair.
 
     Args:
-        pair: Name of the pair, or either file.
+        pair: Name of the pair, or either file. Or several pairs, which are applied one after the other: each is made from the target
+            of the one before. They are decoded in one pass, and nothing is written in between.
         path: The file to write, or the folder if the target is sharded.
-        base: The checkpoint that the pair was made from; ``None`` if the pair needs none.
+        base: The checkpoint that the pair, or the first of several, was made from; ``None`` if it needs none.
         tensors: Writes only these tensors, to one file with a header of its own: a pattern with ``*``, several patterns, or a
             function of the name.
         replace: Whether existing files are replaced.
         expect: The pair digest that the pair must have, as 64 hexadecimal digits or 32 bytes. It is compared before anything of the
-            pair is parsed.
+            pair is parsed. Of several pairs, the last one must have it: what is rebuilt has the digests that it states.
         progress: As for :func:`encode`.
 
     Raises:
         UnexpectedPair: The pair does not have the digest ``expect``.
+        Step: One of several pairs does not fit, or is damaged.
         WrongBase: ``base`` is not what the pair was made from.
         AlreadyApplied: ``base`` is the target already.
         Invalid: The pair is damaged.
         InvalidArgument: A file of the output is, contains, or is inside an input, under any name or link.
         AlreadyExists, BadCheckpoint, Limit, SystemRefused: As their names say. Nothing is written then.
     """
-    pair, path, base = path_of(pair), path_of(path), _path_or_none(base)
-    digest = digest_of(expect)
-    wanted = None if tensors is None else matching(pair, digest, tensors)
+    pairs, path, base = pair_names(pair, expect), path_of(path), path_or_none(base)
+    wanted = None if tensors is None else matching(*pairs[-1], tensors)
     with progress_callback(progress, "apply") as callback:
-        text = _tpde.apply((pair, digest), path, base=base, wanted=wanted, replace=replace, progress=callback)
+        text = _tpde.apply(pairs, path, base=base, wanted=wanted, replace=replace, progress=callback)
     return report(ApplyReport, text)
 
 
@@ -343,7 +344,7 @@ def verify(
         UnexpectedPair, Invalid, WrongBase, AlreadyApplied, BadCheckpoint, Limit, SystemRefused: As their names say.
         InvalidArgument: ``no_base`` is true, but a base is passed, or the pair needs one.
     """
-    pair, base, target = path_of(pair), _path_or_none(base), _path_or_none(target)
+    pair, base, target = path_of(pair), path_or_none(base), path_or_none(target)
     if no_base and base is not None:
         raise InvalidArgument("base and no_base exclude each other")
     with progress_callback(progress, "verify") as callback:
@@ -362,7 +363,15 @@ def inspect(pair: StrPath, *, expect: Digest | None = None) -> Inspection:
 
 def open_pair(pair: StrPath, base: StrPath | None = None, expect: Digest | None = None) -> _tpde.Pair:
     """Opens a pair, which must have the digest ``expect``, and the files of its base."""
-    return _tpde.Pair(path_of(pair), _path_or_none(base), digest_of(expect))
+    return _tpde.Pair(path_of(pair), path_or_none(base), digest_of(expect))
+
+
+def pair_names(pairs: StrPath | Iterable[StrPath], expect: Digest | None) -> list[tuple[str | os.PathLike[str], bytes | None]]:
+    """Paths of pairs that are applied one after the other, at least one. The last one must have the digest ``expect``."""
+    names = [path_of(pair) for pair in ([pairs] if is_path(pairs) else pairs)]  # type: ignore[union-attr,arg-type]
+    if not names:
+        raise InvalidArgument("no pair is given")
+    return [*((name, None) for name in names[:-1]), (names[-1], digest_of(expect))]
 
 
 def check_digest(pair: _tpde.Pair, expect: Digest | None) -> None:

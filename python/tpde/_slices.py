@@ -8,7 +8,7 @@ from typing import Any
 
 from ._dtypes import is_packed
 from ._entry import Entry
-from ._errors import InvalidArgument, Unsupported
+from ._errors import InvalidArgument
 from ._index import rectangle
 from ._memory import describe, device_of, strides_of
 from ._paths import check_name
@@ -31,7 +31,9 @@ class Slice:
         name: Name of the tensor in the pair.
         index: The elements, as NumPy has them: slices with step 1, integers, and at most one ``...``. Missing dims are whole.
         tensor: A NumPy array or a PyTorch tensor with the shape and dtype of these elements. Elements of its last dim are contiguous,
-            and rows are at equal distances, as in a view of columns. Memory between rows is neither read nor written.
+            and rows are at equal distances, as in a view of columns. Memory between rows is neither read nor written; it may hold rows
+            of other slices. A view with rows at two distances, as ``experts[:, :n]`` of three dims can have, is several slices, one
+            per index of its first dim.
         shape: Shape of the whole tensor. Needed to encode the slice. A pair that is applied has it.
     """
 
@@ -47,7 +49,7 @@ def is_slices(value: Any) -> bool:
 
 
 def checked(slices: Any) -> list[Slice]:
-    """A list of slices on the CPU."""
+    """A list of slices."""
     if not is_slices(slices):
         raise InvalidArgument(f"slices is a {type(slices).__name__}: expected several tpde.Slice")
     listed = list(slices)
@@ -55,14 +57,18 @@ def checked(slices: Any) -> list[Slice]:
         if not isinstance(one, Slice):
             raise InvalidArgument(f"slices has a {type(one).__name__}: expected tpde.Slice")
         check_name(one.name)
-    device = device_of(one.tensor for one in listed)
-    if device is not None:
-        raise Unsupported(f"slices of tensors on {device} cannot be read or changed yet: expected tensors on the CPU")
     return listed
 
 
-def describe_slices(slices: list[Slice], entries: Mapping[str, Entry], *, writable: bool = False) -> list[SliceMemory]:
-    """Checks slices of the tensors of ``entries`` and describes their memory. Leaves out those without elements."""
+def device_of_slices(slices: list[Slice]) -> Any:
+    """The CUDA device of the slices; ``None`` for the CPU."""
+    return device_of(one.tensor for one in slices)
+
+
+def describe_slices(
+    slices: list[Slice], entries: Mapping[str, Entry], *, writable: bool = False, device: Any = "cpu"
+) -> list[SliceMemory]:
+    """Checks slices of the tensors of ``entries`` and describes their memory, on this device. Leaves out those without elements."""
     described = []
     for one in slices:
         entry = entries.get(one.name)
@@ -70,7 +76,7 @@ def describe_slices(slices: list[Slice], entries: Mapping[str, Entry], *, writab
             raise InvalidArgument(f"no tensor {one.name!r} in the pair")
         if one.shape is not None and [*one.shape] != entry.shape:
             raise InvalidArgument(f"tensor {one.name!r} has shape {[*one.shape]} here, and {entry.shape} in the pair")
-        described.append(_describe(one, entry.shape, entry.dtype, writable=writable))
+        described.append(_describe(one, entry.shape, entry.dtype, writable=writable, device=device))
     return [memory for memory in described if 0 not in memory[2]]
 
 
@@ -84,13 +90,13 @@ def describe_saved(slices: Any) -> list[SliceMemory]:
     return [memory for memory in described if 0 not in memory[2]]
 
 
-def _describe(one: Slice, shape: list[int], dtype: str | None, *, writable: bool) -> SliceMemory:
+def _describe(one: Slice, shape: list[int], dtype: str | None, *, writable: bool, device: Any = "cpu") -> SliceMemory:
     """Describes the memory of a slice of a tensor of this shape and dtype. ``None`` is the dtype that the memory has."""
     wanted = rectangle(one.name, one.index, shape)
     tensor, dims = one.tensor, wanted.shape
     if len(getattr(tensor, "shape", ())) == len(dims) and not all(wanted.kept):
         tensor, dims = tensor[tuple(slice(None) if is_kept else None for is_kept in wanted.kept)], wanted.extent
-    memory = describe(one.name, tensor, None if dtype is None else (dtype, dims), writable=writable, has_rows=True)
+    memory = describe(one.name, tensor, None if dtype is None else (dtype, dims), writable=writable, device=device, has_rows=True)
     found = memory[1]
     if is_packed(found if dtype is None else dtype):
         raise InvalidArgument(f"tensor {one.name!r} of {dtype or found} has elements of less than a byte: expected whole tensors")

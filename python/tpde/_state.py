@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from . import _tpde
 from ._entry import Entry
-from ._errors import AlreadyApplied, InvalidArgument, Poisoned, TpdeError, Unsupported
+from ._errors import AlreadyApplied, InvalidArgument, Poisoned, TpdeError
 from ._memory import describe_all, describe_each, device_of
 from ._open import Reader, bases, state_of
 from ._paths import Digest, EncodeReport, StrPath, check_digest, is_path, open_pair, path_of, report
 from ._progress import Progress, progress_callback
-from ._slices import Slice, checked, describe_saved, describe_slices, is_slices
+from ._slices import Slice, checked, describe_saved, describe_slices, device_of_slices, is_slices
 from ._tensor import Memory
 
 Outcome = Literal["applied", "already_applied", "nothing"]
@@ -185,22 +185,32 @@ def apply_slices(
     may have, been written."""
     check_mode(mode)
     slices = checked(slices)
-    if getattr(pair, "_pair", None) is not None:
-        raise Unsupported("slices of tensors are not rebuilt on a CUDA device yet: expected the name of a pair, found a DevicePair")
-    opened = open_pair(pair, path_of(base) if is_path(base) else None, expect)
+    device_pair = pair if getattr(pair, "_pair", None) is not None else None
+    if device_pair is not None:
+        check_digest(device_pair._pair, expect)
+    opened = device_pair._pair if device_pair is not None else open_pair(pair, path_of(base) if is_path(base) else None, expect)
     entries = {entry.name: entry for entry in map(Entry._make, opened.tensors())}
-    memories = describe_slices(slices, entries, writable=True)
+    device = device_of_slices(slices)
+    memories = describe_slices(slices, entries, writable=True, device="cpu" if device is None else device)
     if not memories:
         return "nothing"
+    read_from = None
+    if base is not None:
+        read_from = _base_of_slices([entries[one.name] for one in slices], base, device)
+    on_device = None if device is None else _on(device, pair, opened)
+    if on_device is None and device_pair is not None:
+        raise InvalidArgument(f"the pair is on {device_pair.device}, the slices are on the CPU")
     tensors = [one.tensor for one in slices]
     try:
-        with progress_callback(progress, "apply") as callback:
-            if base is None:
-                applied = opened.apply_slices_in_place(memories, checked=mode == "all_checked", progress=callback)
-            else:
-                applied = True
-                read_from = _base_of_slices([entries[one.name] for one in slices], base)
-                opened.read_slices(memories, base=read_from, digests=mode == "all_checked", progress=callback)
+        if on_device is not None:
+            applied = _apply_on_device(on_device, memories, read_from, mode, progress, is_kept=on_device is pair)
+        else:
+            with progress_callback(progress, "apply") as callback:
+                if base is None:
+                    applied = opened.apply_slices_in_place(memories, checked=mode == "all_checked", progress=callback)
+                else:
+                    applied = True
+                    opened.read_slices(memories, base=read_from, digests=mode == "all_checked", progress=callback)
     except InvalidArgument:
         raise
     except TpdeError as error:
@@ -218,18 +228,34 @@ def apply_slices(
     return "applied" if applied else "already_applied"
 
 
-def _base_of_slices(entries: list[Entry], base: Any) -> list[Any] | None:
+def _apply_on_device(
+    pair: Any, slices: list[Any], base: list[Any] | None, mode: Mode, progress: Progress, *, is_kept: bool
+) -> bool:
+    """Changes slices on a device, or rebuilds them from ``base``, in one launch. False if they already were the target."""
+    if base is None:
+        applied, application = pair._apply(slices, [], mode, progress)
+    else:
+        applied, application = True, pair._rebuild(slices, base, progress)
+    if applied and is_kept:
+        pair._remember(application, None, None)
+    return bool(applied)
+
+
+def _base_of_slices(entries: list[Entry], base: Any, device: Any) -> list[Any] | None:
     """The base tensors of these entries, or the slices of base tensors that the caller holds; ``None`` if the base is files."""
     if is_path(base):
+        if device is not None:
+            raise InvalidArgument("the base of slices on a CUDA device must be on that device too, not in files")
         return None
+    where = "cpu" if device is None else device
     if not is_slices(base):
-        return bases(entries, state_of(base), "cpu")
+        return bases(entries, state_of(base), where)
     slices = checked(base)
     by_base_name = {entry.base_name: entry for entry in entries if entry.base_kind != "none"}
     for entry in by_base_name.values():
         if entry.base_kind == "prefix":
             raise InvalidArgument(f"tensor {entry.name!r} changes its number of rows: its base must be a whole tensor")
-    return describe_slices([one for one in slices if one.name in by_base_name], by_base_name)
+    return describe_slices([one for one in slices if one.name in by_base_name], by_base_name, device=where)
 
 
 def check_mode(mode: Any) -> None:

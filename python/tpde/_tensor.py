@@ -52,7 +52,7 @@ def pitch_and_size(name: str, shape: tuple[int, ...], strides: tuple[int, ...], 
     if not is_regular or pitch < row:
         raise NotContiguous(
             f"slice of tensor {name!r} has shape {shape} and strides of {strides} bytes: expected contiguous rows at equal distances of "
-            f"at least {row} bytes",
+            f"at least {row} bytes" + (": pass one slice per index of the first dim" if len(shape) > 2 else ""),
             tensor=name,
         )
     return None if pitch == row else pitch, (rows - 1) * pitch + row

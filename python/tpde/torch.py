@@ -80,7 +80,6 @@ def load_file(
         NotContiguous, InvalidArgument: A base tensor that cannot be read.
         Incomplete: The pair has only some parts of a tensor.
         DeviceUnavailable, DeviceFailed: There is no such device, or it fails.
-        Unsupported: The pair has parts of tensors, and tensors would be decoded on a device.
     """
     return _state.load(pair, base=base, framework="pt", device=device, digests=digests, expect=expect, progress=progress)
 
@@ -120,7 +119,7 @@ def save_file(
     Raises:
         NotContiguous, InvalidArgument: A tensor that cannot be read, or a name that is not a string.
         NotHeld: The slices have only some elements of a part.
-        DeviceUnavailable, Unsupported: A tensor, or a slice, on another device than the CPU.
+        DeviceUnavailable: A tensor, or a slice, on another device than the CPU.
         AlreadyExists, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
     how = options(
@@ -183,7 +182,6 @@ def apply_(
             pair, or shares memory with a tensor that has other values in the pair; or a CUDA graph is being captured, which cannot
             wait for the outcome. Nothing was written.
         Incomplete: The pair has only some parts of a tensor. Nothing was written.
-        Unsupported: The pair has parts of tensors, and ``tensors`` are on a CUDA device.
         DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
     """
     return _state.apply_(
@@ -201,7 +199,7 @@ def apply_(
 
 def apply_slices_(
     slices: Iterable[Slice],
-    pair: StrPath,
+    pair: Pair,
     *,
     base: Base | Iterable[Slice] = None,
     mode: Mode = "all_checked",
@@ -214,14 +212,20 @@ def apply_slices_(
     ``encode(split=...)``, gives each rank its own chunks. A parameter that is fused of several tensors is several slices, each with a
     view of the parameter. Autograd is informed, as by :func:`apply_`.
 
+    On a CUDA device, one launch changes all slices, on the current stream. A device decodes whole parts, so each part of which a slice
+    has elements must be within that slice.
+
     Args:
-        slices: The slices, on the CPU. They share no memory. Nothing else may read or write them during the call.
-        pair: Name of the pair, or either file.
+        slices: The slices, on the CPU or all on one CUDA device. No element belongs to two of them, but their rows may interleave, as in
+            views of columns of one parameter. Nothing else may read or write them during the call.
+        pair: Name of the pair, or either file; or a :class:`DevicePair`.
         base: The base, if ``slices`` hold something else: a path, a dict of whole tensors, a module, or the slices of the base that
-            the rank holds, with the names of the base's tensors. The slices are then overwritten in one pass. If the call fails
-            midway, they are unusable: :class:`Poisoned` has the reason as its ``__cause__``.
+            the rank holds, with the names of the base's tensors. For slices on a CUDA device, the base must be tensors or slices on
+            that device. It shares no memory with the slices, and on the CPU has no rows between theirs. The slices are then overwritten
+            in one pass. If the call fails midway, they are unusable: :class:`Poisoned` has the reason as its ``__cause__``.
         mode: As for :func:`apply_`. ``"all_checked"`` compares the digests of those tensors and parts of which the slices have all
-            elements. Of others it compares CRC and sums, and the digests of payloads, which every pair with parts has.
+            elements. Of others it compares CRC and sums, and the digests of payloads, which every pair with parts has. On a CUDA device
+            it compares CRC, sums and digests of payloads.
         expect, progress: As for :func:`apply_`.
 
     Returns:
@@ -229,12 +233,12 @@ def apply_slices_(
 
     Raises:
         UnexpectedPair, WrongBase, Invalid, Limit, SystemRefused: As their names say. Nothing was written.
-        NotHeld: In place, the slices have only some elements of a chunk; or the base has. Encode the pair with these slices as parts.
-            Nothing was written.
+        NotHeld: In place, the slices have only some elements of a chunk; or the base has. On a CUDA device, a slice or the base has only
+            some elements of a part. Encode the pair with these slices as parts. Nothing was written.
         Incomplete: The pair lacks elements of a slice. Nothing was written.
         NotContiguous, InvalidArgument: A slice is not within its tensor, has another dtype or shape, has no regular rows, is read-only,
-            or shares memory with another one. Nothing was written.
-        Unsupported: Slices on a CUDA device, or a :class:`DevicePair`.
+            or shares memory with another one; or a CUDA graph is being captured. Nothing was written.
+        DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
         Poisoned: See ``mode`` of :func:`apply_`, and ``base``.
     """
     return _state.apply_slices(

@@ -1,0 +1,146 @@
+"""A CUDA device for tests of slices: PyTorch's, or the stand-in for the driver (``kernels/emulator``) if TPDE_STAND_IN is set.
+
+On the stand-in, tensors are PyTorch's tensors of the CPU, in memory of the stand-in's device. The package is told that they are on a
+CUDA device. Kernels, plans, copies and checks of the Rust half are the real ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+import tpde
+import tpde.torch
+from tpde import _device, _open, _slices, _state, _torch_memory, _tpde
+
+IS_USED = "TPDE_STAND_IN" in os.environ
+DEVICE = torch.device("cuda", 0)
+
+
+class Driver:
+    """The functions of the stand-in that PyTorch would call."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+        self.context = ctypes.c_void_p()
+        self.ranges: list[tuple[int, int]] = []
+        self._call("cuInit", 0)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), 0)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self.library, name)(*arguments)
+        assert code == 0, (name, code)
+
+    def _in_context(self, name: str, *arguments: Any) -> None:
+        self._call("cuCtxPushCurrent_v2", self.context)
+        self._call(name, *arguments)
+        self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def allocate(self, bytes: int) -> int:
+        address = ctypes.c_uint64()
+        self._in_context("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(bytes, 1)))
+        self.ranges.append((address.value, address.value + max(bytes, 1)))
+        return address.value
+
+    def stream(self) -> int:
+        handle = ctypes.c_void_p()
+        self._in_context("cuStreamCreate", ctypes.byref(handle), 0)
+        return handle.value or 0
+
+    def has(self, value: Any) -> bool:
+        """Whether a tensor is in memory of the device."""
+        return isinstance(value, torch.Tensor) and any(start <= value.data_ptr() < end for start, end in self.ranges)
+
+    def empty(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+        bytes = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
+        memory = (ctypes.c_uint8 * max(bytes, 1)).from_address(self.allocate(bytes))
+        return torch.frombuffer(memory, dtype=torch.uint8)[:bytes].view(dtype).view(tuple(shape))
+
+
+class Block:
+    """Working memory, with the methods of a tensor that the package calls."""
+
+    def __init__(self, address: int, bytes: int) -> None:
+        self.data_ptr, self.numel = lambda: address, lambda: max(bytes, 1)
+
+    def record_stream(self, _: Any) -> None:
+        pass
+
+
+class Stream:
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream = handle
+
+
+class StandIn(_device.Device):
+    """The device of the stand-in."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.torch, self.queued, self.driver = DEVICE, 0.0, driver
+        self.raw, self._stream = _tpde.Device(0), Stream(driver.stream())
+
+    def stream(self) -> Any:
+        return self._stream
+
+    def memory(self, bytes: int, what: str) -> Any:
+        return Block(self.driver.allocate(bytes), bytes)
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+def install() -> Driver:
+    """Puts the stand-in in the place of PyTorch's device, for the rest of the process."""
+    driver = Driver()
+    device = StandIn(driver)
+    describe, describe_many = _torch_memory.describe, _torch_memory.describe_many
+    empty: Callable[..., Any] = _torch_memory.TorchAllocator.empty
+
+    def on_cpu(device: Any, tensors: Iterable[Any]) -> Any:
+        tensors = list(tensors)
+        for tensor in tensors:
+            if (torch.device(device).type == "cuda") != driver.has(tensor) and tensor.numel() > 0:
+                raise tpde.InvalidArgument(f"a tensor is not on {device}, others are on {device}")
+        return "cpu"
+
+    def described(name: str, tensor: Any, expected: Any = None, device: Any = "cpu", **how: Any) -> Any:
+        return describe(name, tensor, expected, on_cpu(device, [tensor]), **how)
+
+    def all_described(names: Any, tensors: Any, expected: Any, device: Any) -> Any:
+        return describe_many(names, tensors, expected, on_cpu(device, tensors))
+
+    def allocated(self: Any, name: str, dtype: str, shape: list[int]) -> Any:
+        if torch.device(self.device).type == "cpu":
+            return empty(self, name, dtype, shape)
+        tensor = driver.empty(shape, _torch_memory.dtype_of(dtype))
+        return tensor, (name, dtype, shape, tensor.data_ptr(), tensor.nbytes, tensor)
+
+    for module in (_open, _slices, _state):
+        vars(module)["device_of"] = lambda values: DEVICE if any(map(driver.has, values)) else None
+    vars(_torch_memory).update(describe=described, describe_many=all_described, check_device=torch.device)
+    _torch_memory.TorchAllocator.empty = allocated  # type: ignore[method-assign]
+    _device.Device.of = classmethod(lambda cls, _: device)  # type: ignore[assignment,method-assign]
+    return driver
+
+
+driver = install() if IS_USED else None
+
+
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor on the device."""
+    if driver is None:
+        return tensor.to(DEVICE, copy=True)
+    copy = driver.empty(tensor.shape, tensor.dtype)
+    copy.copy_(tensor)
+    return copy
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor on the device."""
+    if driver is None:
+        torch.cuda.synchronize()
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,163 @@
+"""Chains of pairs: applied one after the other, made into one pair, and made into the pair that leads back."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tpde
+import tpde.numpy
+from conftest import BYTES, SHAPES, make_tensors, write_safetensors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Chain:
+    """Four checkpoints, and the three pairs that lead from one to the next."""
+
+    def __init__(self, folder: Path) -> None:
+        random = np.random.default_rng(1)
+        tensors, _ = make_tensors()
+        self.files, self.pairs = [folder / f"{n}.safetensors" for n in range(4)], [folder / f"step-{n}" for n in range(1, 4)]
+        for n, file in enumerate(self.files):
+            write_safetensors(file, tensors, {"step": str(n)})
+            for name in tensors:
+                raw = np.frombuffer(tensors[name], np.uint8).copy()
+                lowest = raw[:: BYTES[SHAPES[name][0]]]
+                lowest ^= (random.random(len(lowest)) < 0.02).astype(np.uint8)
+                tensors[name] = raw.tobytes()
+        for pair, base, target in zip(self.pairs, self.files, self.files[1:]):
+            tpde.encode(target, pair, base=base, chunk_lanes=4096)
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    return Chain(tmp_path_factory.mktemp("chain"))
+
+
+def pair_bytes(pair: Path) -> tuple[bytes, bytes]:
+    return Path(f"{pair}.tpde-index").read_bytes(), Path(f"{pair}.tpde-blob").read_bytes()
+
+
+def test_pairs_are_applied_one_after_the_other(chain: Chain, tmp_path: Path) -> None:
+    done: list[tuple[int, int]] = []
+    report = tpde.apply(chain.pairs, tmp_path / "last", base=chain.files[0], progress=lambda *at: done.append(at))
+    assert (tmp_path / "last").read_bytes() == chain.files[3].read_bytes()
+    assert report.digests_checked and done[-1] == (report.bytes,) * 2
+    tpde.apply(iter(chain.pairs[1:]), tmp_path / "last", base=chain.files[1], replace=True)
+    tpde.apply(chain.pairs[:1], tmp_path / "second", base=chain.files[0], expect=tpde.inspect(chain.pairs[0]).pair_digest)
+    assert (tmp_path / "second").read_bytes() == chain.files[1].read_bytes()
+    tpde.apply(chain.pairs, tmp_path / "some", base=chain.files[0], tensors="layers.*")
+    # A chain whose first pair needs no base.
+    tpde.encode(chain.files[0], tmp_path / "anchor")
+    tpde.apply([tmp_path / "anchor", *chain.pairs], tmp_path / "last", replace=True)
+    assert (tmp_path / "last").read_bytes() == chain.files[3].read_bytes()
+
+
+@pytest.mark.parametrize("how", [{}, {"codec": "conditioned", "favor": "size"}, {"split": "embed.weight=0:3", "format": "1.2"}])
+def test_a_folded_pair_has_the_bytes_of_a_direct_one(chain: Chain, tmp_path: Path, how: dict[str, Any]) -> None:
+    done: list[tuple[int, int]] = []
+    report = tpde.fold(
+        chain.pairs, tmp_path / "all", base=chain.files[0], chunk_lanes=4096, progress=lambda *at: done.append(at), **how
+    )
+    direct = tpde.encode(chain.files[3], tmp_path / "direct", base=chain.files[0], chunk_lanes=4096, **how)
+    assert pair_bytes(tmp_path / "all") == pair_bytes(tmp_path / "direct")
+    assert report.tensors == direct.tensors and report.blob_bytes == direct.blob_bytes and report.index.endswith("all.tpde-index")
+    assert done[-1] == (report.target_bytes,) * 2
+
+
+def test_a_reverted_pair_leads_back(chain: Chain, tmp_path: Path) -> None:
+    digest = tpde.inspect(chain.pairs[2]).pair_digest
+    tpde.revert(chain.pairs, tmp_path / "back", base=chain.files[0], chunk_lanes=4096, payload_digests=True, expect=digest)
+    tpde.encode(chain.files[0], tmp_path / "direct", base=chain.files[3], chunk_lanes=4096, payload_digests=True)
+    assert pair_bytes(tmp_path / "back") == pair_bytes(tmp_path / "direct")
+    tpde.apply(tmp_path / "back", tmp_path / "first", base=chain.files[3])
+    assert (tmp_path / "first").read_bytes() == chain.files[0].read_bytes()
+    tpde.revert(chain.pairs[1], tmp_path / "one", base=chain.files[1])
+    tpde.apply([tmp_path / "one"], tmp_path / "second", base=chain.files[2])
+    assert (tmp_path / "second").read_bytes() == chain.files[1].read_bytes()
+
+
+def program() -> str | None:
+    """The program ``tpde`` of this checkout."""
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    built = [path for path in (target / "release" / "tpde", target / "debug" / "tpde") if path.exists()]
+    return os.environ.get("TPDE_PROGRAM") or (
+        str(max(built, key=lambda path: path.stat().st_mtime)) if built else shutil.which("tpde")
+    )
+
+
+@pytest.mark.skipif(program() is None, reason="SKIPPED: the program tpde is not built")
+def test_the_program_makes_the_same_bytes(chain: Chain, tmp_path: Path) -> None:
+    def tpde_program(verb: str, name: str, *options: str) -> None:
+        command = [str(program()), verb, str(chain.files[0]), *map(str, chain.pairs), "-o", str(tmp_path / name), *options]
+        subprocess.run(command, check=True, capture_output=True)
+
+    tpde_program("fold", "all-program", "--codec", "device", "--favor", "speed")
+    tpde.fold(chain.pairs, tmp_path / "all", base=chain.files[0], codec="device", favor="speed")
+    assert pair_bytes(tmp_path / "all") == pair_bytes(tmp_path / "all-program")
+    tpde_program("revert", "back-program")
+    tpde.revert(chain.pairs, tmp_path / "back", base=chain.files[0])
+    assert pair_bytes(tmp_path / "back") == pair_bytes(tmp_path / "back-program")
+    tpde_program("apply", "last-program.safetensors")
+    tpde.apply(chain.pairs, tmp_path / "last.safetensors", base=chain.files[0])
+    assert (tmp_path / "last.safetensors").read_bytes() == (tmp_path / "last-program.safetensors").read_bytes()
+
+
+def test_a_step_that_does_not_fit_is_named(chain: Chain, tmp_path: Path) -> None:
+    first, second, third = chain.pairs
+    base = chain.files[0]
+    for pairs in ([first, third], iter([first, third])):
+        with pytest.raises(tpde.Step, match=r"step 2 of the chain, .*step-3.*: wrong base") as caught:
+            tpde.apply(pairs, tmp_path / "never", base=base)
+    assert caught.value.number == 2 and Path(caught.value.pair).name.startswith("step-3")
+    assert isinstance(caught.value.__cause__, tpde.WrongBase)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), str(again), again.number) == (tpde.Step, str(caught.value), 2)
+    for make in (tpde.fold, tpde.revert):
+        with pytest.raises(tpde.Step) as applied:
+            make([first, first], tmp_path / "never", base=base)
+        assert isinstance(applied.value.__cause__, tpde.AlreadyApplied) and isinstance(applied.value, ValueError)
+        with pytest.raises(tpde.Step) as wrong:
+            make(chain.pairs, tmp_path / "never", base=chain.files[2])
+        assert wrong.value.number == 1 and isinstance(wrong.value.__cause__, tpde.WrongBase)
+        with pytest.raises(tpde.InvalidArgument, match="no pair is given"):
+            make([], tmp_path / "never", base=base)
+        with pytest.raises(tpde.UnexpectedPair):
+            make(chain.pairs, tmp_path / "never", base=base, expect="00" * 32)
+        with pytest.raises(tpde.InvalidArgument):
+            make(chain.pairs, second, base=base, replace=True)  # the output is an input
+        with pytest.raises(tpde.InvalidArgument, match="codec"):
+            make(chain.pairs, tmp_path / "never", base=base, codec="none")
+        with pytest.raises(tpde.AlreadyExists):
+            make(chain.pairs[1:], first, base=chain.files[1])
+    with pytest.raises(tpde.UnexpectedPair):
+        tpde.apply(chain.pairs, tmp_path / "never", base=base, expect=tpde.inspect(first).pair_digest)
+    with pytest.raises(tpde.InvalidArgument, match="no pair is given"):
+        tpde.apply([], tmp_path / "never", base=base)
+    assert not list(tmp_path.iterdir())
+
+
+def test_damage_of_one_pair_names_it(chain: Chain, tmp_path: Path) -> None:
+    for ending in ("tpde-index", "tpde-blob"):
+        shutil.copy(f"{chain.pairs[1]}.{ending}", tmp_path / f"bad.{ending}")
+    pairs = [chain.pairs[0], tmp_path / "bad", chain.pairs[2]]
+    blob = bytearray((tmp_path / "bad.tpde-blob").read_bytes())
+    blob[len(blob) // 2] ^= 1
+    (tmp_path / "bad.tpde-blob").write_bytes(blob)
+    with pytest.raises(tpde.Step) as caught:
+        tpde.fold(pairs, tmp_path / "never", base=chain.files[0])
+    assert caught.value.number == 2 and isinstance(caught.value.__cause__, tpde.Invalid)
+    index = bytearray((tmp_path / "bad.tpde-index").read_bytes())
+    index[-1] ^= 1
+    (tmp_path / "bad.tpde-index").write_bytes(index)
+    with pytest.raises(tpde.Invalid) as invalid:
+        tpde.apply(pairs, tmp_path / "never", base=chain.files[0])
+    assert invalid.value.pair is not None and invalid.value.pair.endswith("bad")

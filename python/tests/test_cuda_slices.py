@@ -1,0 +1,294 @@
+"""Parts and slices of tensors on a CUDA device, or on the stand-in for its driver (see `stand_in`, `test_stand_in`)."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tpde
+from test_slices import RANKS, SHAPES, SPLIT, Arrays, Cut, cut, rows  # noqa: F401 (a fixture)
+
+# If TPDE_GPU is set, a missing PyTorch fails here.
+torch = importlib.import_module("torch") if "TPDE_GPU" in os.environ else pytest.importorskip("torch")
+
+import tpde.nn  # noqa: E402 (needs torch)
+import tpde.torch  # noqa: E402
+from stand_in import DEVICE, IS_USED, raw, to_device  # noqa: E402
+
+has_device = IS_USED or "TPDE_GPU" in os.environ or torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(not has_device, reason="SKIPPED: PyTorch shows no CUDA device here")
+real = pytest.mark.skipif(IS_USED, reason="SKIPPED: the stand-in has no tensors of PyTorch")
+MODES = ["all_checked", "chunk_by_chunk"]
+KINDS = ["path", "file", "pinned", "device"]
+
+
+def of_kind(cut: Cut, kind: str) -> Any:  # noqa: F811
+    """The pair of ``cut``, as a path or ready on the device. Payloads that a device cannot expand are not kept there."""
+    if kind != "device":
+        return opened(cut.pair, kind)
+    pair = cut.pair.with_name("expanded by a device")
+    if not Path(f"{pair}.tpde-index").exists():
+        tpde.numpy.save_file(cut.target, pair, base=cut.base, split=SPLIT, chunk_lanes=4096, codec="device")
+    return opened(pair, kind)
+
+
+def opened(pair: Path, kind: str) -> Any:
+    return pair if kind == "path" else tpde.torch.DevicePair(pair, DEVICE, payloads=kind)  # type: ignore[arg-type]
+
+
+def moved(arrays: Arrays) -> dict[str, Any]:
+    return {name: to_device(torch.from_numpy(array.copy())) for name, array in arrays.items()}
+
+
+def shards(cut: Cut, rank: int, arrays: Arrays) -> tuple[dict[str, Any], list[tpde.Slice]]:  # noqa: F811
+    """As :meth:`Cut.shards`, on the device."""
+    held, on_cpu = cut.shards(rank, arrays)
+    tensors = moved(held)
+    qkv, wide = tensors["qkv"], tensors["wide"]
+    views = {"q": qkv[:128], "k": qkv[128:160], "v": qkv[160:], "o": wide[:, 10:138]}
+    views |= {"stack": tensors["expert"], "norm": tensors["norm"]}
+    return tensors, [tpde.Slice(one.name, one.index, views[one.name], one.shape) for one in on_cpu]
+
+
+def same(tensors: dict[str, Any], expected: Arrays) -> bool:
+    return tensors.keys() == expected.keys() and all(raw(tensors[name]) == expected[name].tobytes() for name in tensors)
+
+
+class TestSlices:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("mode", MODES)
+    def test_a_rank_changes_its_slices(self, cut: Cut, mode: Any, kind: str) -> None:  # noqa: F811
+        pair = of_kind(cut, kind)
+        for rank in range(RANKS):
+            for _ in range(2):  # the second time with the plan of the first
+                held, slices = shards(cut, rank, cut.base)
+                versions = held["qkv"]._version, held["wide"]._version
+                done: list[tuple[int, int]] = []
+                progress = lambda at, total: done.append((at, total))  # noqa: E731
+                assert tpde.torch.apply_slices_(iter(slices), pair, mode=mode, progress=progress) == "applied"
+                assert same(held, cut.shards(rank, cut.target)[0])
+                assert held["qkv"]._version > versions[0] and held["wide"]._version > versions[1]
+                assert done[-1] == (sum(one.tensor.nbytes for one in slices),) * 2
+        versions = held["qkv"]._version, held["wide"]._version
+        assert tpde.torch.apply_slices_(slices, pair) == "already_applied"
+        assert same(held, cut.shards(rank, cut.target)[0])
+        assert (held["qkv"]._version, held["wide"]._version) == versions
+
+    @pytest.mark.parametrize("kind", ["path", "device"])
+    def test_a_rank_rebuilds_its_slices_from_a_base(self, cut: Cut, kind: str) -> None:  # noqa: F811
+        pair, whole = of_kind(cut, kind), moved(cut.base)
+        for rank in range(RANKS):
+            _, of_base = shards(cut, rank, cut.base)
+            for base in (whole, of_base, iter(of_base), of_base):
+                held, slices = shards(cut, rank, {name: np.zeros_like(array) for name, array in cut.base.items()})
+                assert tpde.torch.apply_slices_(slices, pair, base=base) == "applied"
+                assert same(held, cut.shards(rank, cut.target)[0])
+        assert same(whole, cut.base)
+        with pytest.raises(tpde.Poisoned) as caught:
+            tpde.torch.apply_slices_(slices, pair, base=moved(cut.target))
+        assert isinstance(caught.value.__cause__, tpde.AlreadyApplied)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_whole_tensors_are_made_of_their_parts(self, cut: Cut, kind: str) -> None:  # noqa: F811
+        pair, base = of_kind(cut, kind), moved(cut.base)
+        for _ in range(2):
+            assert same(tpde.torch.load_file(pair, device="cuda:0", base=base), cut.target)
+        assert same(dict(tpde.torch.iter_weights(pair, base=base, device="cuda:0")), cut.target)
+        for mode in MODES:
+            live = moved(cut.base)
+            assert tpde.torch.apply_(live, pair, mode=mode) == "applied"  # type: ignore[arg-type]
+            assert same(live, cut.target)
+        assert tpde.torch.apply_(live, pair) == "already_applied"
+        out = moved({name: np.zeros_like(array) for name, array in cut.base.items()})
+        assert tpde.torch.apply_(out, pair, base=base) == "applied"
+        assert same(out, cut.target) and same(base, cut.base)
+        with tpde.safe_open(cut.pair, "pt", "cuda:0", base=base) as target:
+            assert raw(target.get_slice("o")[5:60, 100:300]) == cut.target["o"][5:60, 100:300].tobytes()
+
+    def test_tied_tensors_in_parts(self, cut: Cut, tmp_path: Path) -> None:  # noqa: F811
+        both = {"head": cut.target["q"], "embed": cut.target["q"]}
+        tpde.numpy.save_file(both, tmp_path / "tied", base={name: cut.base["q"] for name in both}, split="*=0:4")
+        live = to_device(torch.from_numpy(cut.base["q"].copy()))
+        assert tpde.torch.apply_(dict.fromkeys(both, live), tmp_path / "tied") == "applied"
+        assert raw(live) == cut.target["q"].tobytes()
+
+    def test_a_wrong_base_is_found(self, cut: Cut) -> None:  # noqa: F811
+        wrong = {name: array.copy() for name, array in cut.base.items()}
+        wrong["o"][50, 130] += 1
+        held, slices = shards(cut, 1, wrong)
+        with pytest.raises(tpde.WrongBase) as caught:
+            tpde.torch.apply_slices_(slices, cut.pair)
+        assert caught.value.tensor == "o" and same(held, cut.shards(1, wrong)[0])
+        with pytest.raises(tpde.WrongBase) as caught:
+            tpde.torch.load_file(cut.pair, device="cuda:0", base=moved(wrong))
+        assert caught.value.tensor == "o"
+        with pytest.raises(tpde.AlreadyApplied):
+            tpde.torch.load_file(cut.pair, device="cuda:0", base=moved(cut.target))
+        # A rank whose columns are right is not concerned.
+        held, slices = shards(cut, 2, wrong)
+        assert tpde.torch.apply_slices_(slices, cut.pair) == "applied"
+        assert same(held, cut.shards(2, cut.target)[0])
+
+    def test_a_damaged_payload_changes_nothing(self, cut: Cut, tmp_path: Path) -> None:  # noqa: F811
+        for ending in ("tpde-index", "tpde-blob"):
+            content = bytearray(Path(f"{cut.pair}.{ending}").read_bytes())
+            if ending == "tpde-blob":
+                content[len(content) // 2] ^= 1
+            (tmp_path / f"bad.{ending}").write_bytes(content)
+        errors = []
+        for rank in range(RANKS):
+            held, slices = shards(cut, rank, cut.base)
+            try:
+                assert tpde.torch.apply_slices_(slices, tmp_path / "bad") == "applied"
+                assert same(held, cut.shards(rank, cut.target)[0])
+            except tpde.Invalid as error:
+                errors.append(error.rule)
+                assert same(held, cut.shards(rank, cut.base)[0])
+        assert errors and all(rule.startswith("payload.") for rule in errors)
+
+    def test_slices_that_do_not_fit_are_refused(self, cut: Cut) -> None:  # noqa: F811
+        held, slices = shards(cut, 1, cut.base)
+        pair = opened(cut.pair, "file")
+
+        def refuse(wanted: list[tpde.Slice], error: type[Exception], message: str, **options: Any) -> Any:
+            with pytest.raises(error, match=message) as caught:
+                tpde.torch.apply_slices_(wanted, options.pop("pair", pair), **options)
+            assert same(held, cut.shards(1, cut.base)[0])
+            return caught.value
+
+        q, o = held["qkv"][:128], held["wide"][:, 10:138]
+        error = refuse(
+            [tpde.Slice("q", np.s_[130:230], q[:100])], tpde.NotHeld, "a device decodes whole parts. A pair fits in which"
+        )
+        assert error.tensor == "q" and isinstance(error.chunk, int)
+        other = [tpde.Slice("q", np.s_[:128], to_device(torch.zeros(128, 96)))]
+        refuse([slices[0]], tpde.NotHeld, "the base lacks some of", base=other)
+        refuse([slices[0]], tpde.InvalidArgument, "no slice of the base tensor q", base={})
+        refuse([tpde.Slice("q", np.s_[256:384], q)], tpde.Incomplete, "lacks the elements", pair=cut.half)
+        refuse([slices[0]], tpde.InvalidArgument, "on that device too, not in files", base=cut.base_file)
+        refuse([slices[0], tpde.Slice("k", rows(1, 32), held["qkv"][127:159])], tpde.InvalidArgument, "overlaps")
+        refuse([tpde.Slice("o", np.s_[:, 128:256], o[:, ::2])], tpde.NotContiguous, "strides")
+        refuse([tpde.Slice("q", np.s_[128:256], q.t())], tpde.InvalidArgument, r"\[96, 128\]|strides")
+        refuse([slices[0]], tpde.InvalidArgument, "overlaps the base", base=[slices[0]])
+        on_cpu = cut.shards(1, cut.base)[1]
+        with pytest.raises(tpde.InvalidArgument, match="the pair is on cuda:0, the slices are on the CPU"):
+            tpde.torch.apply_slices_(on_cpu, pair)
+        with pytest.raises(tpde.InvalidArgument, match="others are on"):
+            tpde.torch.apply_slices_([slices[0], on_cpu[1]], pair)
+        assert tpde.torch.apply_slices_([], pair) == "nothing"
+
+    def test_rows_at_two_distances(self, cut: Cut, tmp_path: Path) -> None:  # noqa: F811
+        whole = SHAPES["stack"]
+        fused = to_device(torch.zeros(4, 100, 64))
+        fused[:, 30:70] = to_device(torch.from_numpy(cut.base["stack"].copy()))
+        before = raw(fused)
+        with pytest.raises(tpde.NotContiguous, match="pass one slice per index of the first dim"):
+            tpde.torch.apply_slices_([tpde.Slice("stack", ..., fused[:, 30:70], whole)], cut.pair)
+        # Parts of both inner dims, in a slice with all of them: the error names the cut with which a pair fits.
+        blocks = [np.s_[:, y, x] for y in (slice(0, 20), slice(20, 40)) for x in (slice(0, 32), slice(32, 64))]
+        one = lambda arrays: [tpde.Slice("stack", at, np.ascontiguousarray(arrays["stack"][at]), whole) for at in blocks]  # noqa: E731
+        tpde.torch.save_file(one(cut.target), tmp_path / "blocks", base=one(cut.base))
+        held = to_device(torch.from_numpy(cut.base["stack"].copy()))
+        with pytest.raises(tpde.InvalidArgument, match="two distances.* cut at each index of dimension 0"):
+            tpde.torch.apply_slices_([tpde.Slice("stack", ..., held)], tmp_path / "blocks")
+        assert raw(fused) == before and raw(held) == cut.base["stack"].tobytes()
+        slices = [tpde.Slice("stack", expert, fused[expert, 30:70]) for expert in range(4)]
+        assert tpde.torch.apply_slices_(slices, cut.pair) == "applied"
+        expected = np.zeros((4, 100, 64), np.float32)
+        expected[:, 30:70] = cut.target["stack"]
+        assert raw(fused) == expected.tobytes()
+
+    def test_columns_of_one_parameter(self, tmp_path: Path) -> None:
+        """Random columns of one storage. Whether they share a byte is found byte by byte."""
+        random = np.random.default_rng(11)
+        outcomes = [0, 0]
+        for trial in range(24):
+            shapes = {name: (int(random.integers(1, 30)), int(random.integers(1, 10))) for name in "abc"}
+            base = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+            target = {name: array.copy() for name, array in base.items()}
+            for array in target.values():
+                array.view(np.uint32).reshape(-1)[:: int(random.integers(1, 9))] ^= 1
+            tpde.numpy.save_file(target, tmp_path / str(trial), base=base, codec="device")
+            pitch = int(random.integers(30, 60))
+            before, after, owners = np.full(2000, 7, np.float32), np.full(2000, 7, np.float32), np.zeros(2000, int)
+            places = {}
+            for name, (count, width) in shapes.items():
+                step = width + int(random.integers(0, 20)) if random.random() < 0.2 else pitch
+                start = int(random.integers(0, pitch))
+                at = (start + step * np.arange(count))[:, None] + np.arange(width)
+                before[at], after[at] = base[name], target[name]
+                owners[at] += 1
+                places[name] = (count, width), (step, 1), start
+            is_apart = bool((owners < 2).all())
+            outcomes[is_apart] += 1
+            for kind in ("path", "file"):
+                storage = to_device(torch.from_numpy(before.copy()))
+                slices = [tpde.Slice(name, ..., storage.as_strided(*place)) for name, place in places.items()]
+                if is_apart:
+                    assert tpde.torch.apply_slices_(slices, opened(tmp_path / str(trial), kind)) == "applied"
+                else:
+                    with pytest.raises(tpde.InvalidArgument, match="overlaps"):
+                        tpde.torch.apply_slices_(slices, opened(tmp_path / str(trial), kind))
+                assert raw(storage) == (after if is_apart else before).tobytes(), places
+        assert min(outcomes) > 2, outcomes
+
+    def test_a_base_between_rows_of_its_target(self, cut: Cut) -> None:  # noqa: F811
+        both = to_device(torch.zeros(512, 192))
+        both[:, :96] = to_device(torch.from_numpy(cut.base["q"].copy()))
+        slices, base = [tpde.Slice("q", ..., both[:, 96:])], [tpde.Slice("q", ..., both[:, :96])]
+        assert tpde.torch.apply_slices_(slices, cut.pair, base=base) == "applied"
+        assert raw(both) == np.concatenate([cut.base["q"], cut.target["q"]], axis=1).tobytes()
+
+    @real
+    def test_work_on_the_current_stream(self, cut: Cut) -> None:  # noqa: F811
+        pair = of_kind(cut, "device")
+        held, slices = shards(cut, 1, {name: np.zeros_like(array) for name, array in cut.base.items()})
+        base = {name: torch.from_numpy(array).pin_memory() for name, array in cut.shards(1, cut.base)[0].items()}
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                torch.cuda._sleep(50_000_000)
+                for name, tensor in held.items():
+                    tensor.copy_(base[name], non_blocking=True)
+                assert tpde.torch.apply_slices_(slices, pair) == "applied"
+                copies = {name: tensor.clone() for name, tensor in held.items()}
+                assert torch.cuda.current_stream() == stream
+            stream.synchronize()
+        assert same(copies, cut.shards(1, cut.target)[0])
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(tpde.InvalidArgument, match="captured"), torch.cuda.graph(graph):
+            tpde.torch.apply_slices_(slices, pair)
+
+    @real
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "int64"])
+    def test_dtypes(self, dtype: str, tmp_path: Path) -> None:
+        own = getattr(torch, dtype)
+        base = (torch.randn(64, 96) * 9).to(own)
+        target = base.clone()
+        target.view(torch.uint8).view(-1)[::64] ^= 1
+        tpde.torch.save_file({"w": target}, tmp_path / "p", base={"w": base}, split="w=1:2")
+        wide = torch.zeros(64, 100, dtype=own, device="cuda")
+        wide[:, 4:52] = base[:, 48:].cuda()
+        assert tpde.torch.apply_slices_([tpde.Slice("w", np.s_[:, 48:], wide[:, 4:52])], tmp_path / "p") == "applied"
+        assert raw(wide[:, 4:52]) == target[:, 48:].contiguous().view(torch.uint8).numpy().tobytes()
+        assert not wide[:, :4].cpu().view(torch.uint8).any() and not wide[:, 52:].cpu().contiguous().view(torch.uint8).any()
+
+    @real
+    @pytest.mark.parametrize("payloads", ["pinned", "device"])
+    def test_layers_are_rebuilt_from_parts(self, payloads: str, cut: Cut, tmp_path: Path) -> None:  # noqa: F811
+        names = ("k", "q", "v")
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(96, SHAPES[name][0], bias=False) for name in names})
+        arrays = {f"{name}.weight": cut.target[name] for name in names}
+        base = {f"{name}.weight": cut.base[name] for name in names}
+        tpde.numpy.save_file(arrays, tmp_path / "layers", base=base, split="*=0:4", codec="device")
+        model.load_state_dict({name: torch.from_numpy(array) for name, array in base.items()})
+        model.cuda()
+        pair = opened(tmp_path / "layers", "file")
+        tpde.nn.attach(model, pair, payloads=payloads)
+        for name in names:
+            assert raw(model[name].weight) == cut.target[name].tobytes()

@@ -1,0 +1,110 @@
+"""Makes one pair of a chain of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from . import _tpde
+from ._paths import Digest, EncodeReport, StrPath, options, pair_names, path_of, path_or_none, report
+from ._progress import Progress, progress_callback
+
+
+def fold(
+    pairs: StrPath | Iterable[StrPath],
+    path: StrPath,
+    *,
+    base: StrPath | None = None,
+    codec: str | None = None,
+    favor: str | None = None,
+    chunk_lanes: int | None = None,
+    layout: str | None = None,
+    format: str | None = None,
+    payload_digests: bool = False,
+    split: str | None = None,
+    replace: bool = False,
+    expect: Digest | None = None,
+    progress: Progress = None,
+) -> EncodeReport:
+    """Make the pair ``path`` of a chain of pairs: it leads from ``base`` to the target of the last one.
+
+    Each pair is made from the target of the one before. The result has the same bytes as a pair that :func:`encode` makes of the two
+    checkpoints with the same options. No checkpoint is written: each chunk is decoded through all pairs, in bounded memory. Renamed
+    tensors are followed. Without ``split``, tensors are cut into parts as in the last pair.
+
+    Args:
+        pairs: The pairs, in the order in which they are applied: their names, or either file of each. A single one is encoded anew.
+        path: Name of the new pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
+        base: The checkpoint that the first pair was made from; ``None`` if it needs none.
+        codec, favor, chunk_lanes, layout, format, payload_digests, split, replace, progress: As for :func:`encode`.
+        expect: The pair digest of the last pair, as for :func:`apply`.
+
+    Raises:
+        UnexpectedPair: The last pair does not have the digest ``expect``.
+        Step: A pair does not fit the version before it, or is damaged; ``__cause__`` says which.
+        AlreadyExists: The new pair exists and ``replace`` is false.
+        InvalidArgument: No pair is passed, the output is an input, under any name or link, or an option has no such value.
+        Invalid, Limit, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
+    """
+    how = options(
+        codec=codec,
+        favor=favor,
+        chunk_lanes=chunk_lanes,
+        layout=layout,
+        renamed=None,
+        format=format,
+        payload_digests=payload_digests,
+        split=split,
+    )
+    return _write("fold", pairs, path, base, how, expect, progress, replace=replace)
+
+
+def revert(
+    pairs: StrPath | Iterable[StrPath],
+    path: StrPath,
+    *,
+    base: StrPath | None = None,
+    codec: str | None = None,
+    favor: str | None = None,
+    chunk_lanes: int | None = None,
+    layout: str | None = None,
+    format: str | None = None,
+    payload_digests: bool = False,
+    split: str | None = None,
+    replace: bool = False,
+    expect: Digest | None = None,
+    progress: Progress = None,
+) -> EncodeReport:
+    """Make the pair ``path`` that leads back: from the target of a pair, or of the last of several, to ``base``.
+
+    Otherwise like :func:`fold`, with its arguments and exceptions. The new pair rebuilds the tensors of ``base`` and its files.
+    """
+    how = options(
+        codec=codec,
+        favor=favor,
+        chunk_lanes=chunk_lanes,
+        layout=layout,
+        renamed=None,
+        format=format,
+        payload_digests=payload_digests,
+        split=split,
+    )
+    return _write("revert", pairs, path, base, how, expect, progress, replace=replace)
+
+
+def _write(
+    verb: str,
+    pairs: StrPath | Iterable[StrPath],
+    path: StrPath,
+    base: StrPath | None,
+    how: dict[str, Any],
+    expect: Digest | None,
+    progress: Progress,
+    *,
+    replace: bool,
+) -> EncodeReport:
+    names, path, base = pair_names(pairs, expect), path_of(path), path_or_none(base)
+    with progress_callback(progress, verb) as callback:
+        is_back = verb == "revert"
+        text = _tpde.fold(names, path, base=base, is_back=is_back, options=how, replace=replace, progress=callback)
+    return report(EncodeReport, text)
