@@ -5,11 +5,11 @@
 //! time.
 
 use crate::device::Device;
+use crate::errors;
 use crate::memory::{Memory, SliceMemory, Tensors};
 use crate::pair::{self, Pair};
 use crate::rebuild::{Owners, Plan};
 use crate::run::{LOOK, Steering, run, tell};
-use crate::errors;
 use pyo3::prelude::*;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
