@@ -128,14 +128,16 @@ fn place() -> Place {
         fs::rename(place.path("after.safetensors"), place.path("before.safetensors")).unwrap();
     }
     fs::remove_file(place.path("before.safetensors")).unwrap();
-    for (name, ranks) in [("shard", 2), ("rank", 4)] {
+    // Each shard is a single file, each rank has a file of a folder.
+    for (name, ranks) in [("shard-", 2), ("rank", 4)] {
         for rank in 0..ranks {
-            let pair = if name == "shard" { format!("{name}-{rank}") } else { format!("{name}{rank}") };
+            let pair = format!("{name}{rank}");
             let share: Vec<_> = target.iter().skip(rank).step_by(ranks).cloned().collect();
             let folder = place.path("share");
             fs::create_dir(&folder).unwrap();
             write_file(&folder.join(format!("{pair}.safetensors")), &share);
-            place.ok(&format!("encode base.safetensors share -o {pair} --split llama:2"));
+            let input = if name == "shard-" { format!("share/{pair}.safetensors") } else { "share".into() };
+            place.ok(&format!("encode base.safetensors {input} -o {pair} --split llama:2"));
             fs::remove_dir_all(folder).unwrap();
         }
     }
