@@ -233,6 +233,7 @@ def main():
     save("safetensors_header", "shard_index", b"\x01" + json.dumps(index).encode())
     for i in range(0, 256, 4):
         save("mutated_pair", f"seed_{i}", struct.pack("<HB", i, 0))
+        save("open_index", f"seed_{i}", b"\xff" + struct.pack("<HB", i, 0))
     (SEEDS / "conditioned_paths").symlink_to("decode_conditioned")
     for i, pattern in enumerate([bytes(40), bytes(range(160)), b"\xa5\x01\x7f" * 80]):
         save("roundtrip", f"pattern_{i}", pattern)

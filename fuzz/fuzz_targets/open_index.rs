@@ -1,25 +1,51 @@
-//! Any bytes as an index: it is refused, or everything that the parsed index reports is consistent.
+//! Any bytes as an index, or a valid pair whose decoded fields are changed: the index is refused, or everything that it reports is
+//! consistent.
 
 #![no_main]
 
+use arbitrary::{Arbitrary, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use tpde::internals;
-use tpde::{BaseKind, Codec, TensorReport, ValidatedIndex};
+use tpde::{BaseKind, Codec, Tensor, TensorReport, ValidatedIndex};
+use tpde_fuzz::mutation::Program;
 use tpde_fuzz::{LIMITS, repair_digests, repair_layout};
+
+/// First byte of inputs that change the fields of a seed.
+const FIELDS: u8 = 0xFF;
 
 fuzz_target!(|data: &[u8]| {
     let Some((&repair, bytes)) = data.split_first() else { return };
     let mut bytes = bytes.to_vec();
-    if repair % 4 != 3 {
-        repair_layout(&mut bytes);
-    }
-    if repair % 16 != 15 {
-        repair_digests(&mut bytes);
+    if repair == FIELDS {
+        let Ok(program) = Program::arbitrary(&mut Unstructured::new(&bytes)) else { return };
+        bytes = program.run().0;
+    } else {
+        if repair % 4 != 3 {
+            repair_layout(&mut bytes);
+        }
+        if repair % 16 != 15 {
+            repair_digests(&mut bytes);
+        }
     }
     if let Ok(index) = ValidatedIndex::parse(bytes, &LIMITS) {
         check(&index);
     }
 });
+
+/// A part lies in its tensor, and no entry before it has one of its elements.
+fn check_part(index: &ValidatedIndex, tensor: &Tensor<'_>) {
+    let Some(part) = tensor.part else { return };
+    assert!(part.origin.len() == part.whole.len() && tensor.shape.len() == part.whole.len());
+    let ends = |part: &tpde::Part<'_>, shape: &[u64]| part.origin.iter().zip(shape).map(|(a, b)| a + b).collect::<Vec<_>>();
+    let end = ends(&part, tensor.shape);
+    assert!(end.iter().zip(part.whole).all(|(end, whole)| end <= whole));
+    for other in index.entries(tensor.name).take_while(|other| other.place < tensor.place) {
+        let before = other.part.expect("entries of one name are parts");
+        assert!(before.whole == part.whole && before.origin < part.origin && other.dtype == tensor.dtype);
+        let other_end = ends(&before, other.shape);
+        assert!((0..end.len()).any(|i| other_end[i] <= part.origin[i] || end[i] <= before.origin[i]));
+    }
+}
 
 fn check(index: &ValidatedIndex) {
     let (records, header) = (internals::records(index), internals::header(index));
@@ -33,6 +59,7 @@ fn check(index: &ValidatedIndex) {
         let mut entries = index.entries(tensor.name);
         assert!(entries.len() == 1 || tensor.part.is_some());
         assert!(entries.any(|entry| entry.place == tensor.place));
+        check_part(index, &tensor);
         assert!(!tensor.name.is_empty() && !tensor.base_name.is_empty());
         assert_eq!(tensor.lanes, tensor.dtype.lanes(tensor.shape).expect("a shape that fits"));
         assert!(tensor.bytes() < 1 << 60 && tensor.base_bytes() < 1 << 60);

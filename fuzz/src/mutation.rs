@@ -2,10 +2,12 @@
 
 use crate::parts::{ChunkPart, Parts, TensorPart};
 use crate::seeds::SEEDS;
-use crate::{count_changed, frame, repair_blob_header, repair_digests, tables};
+use crate::{MOST_BYTES, count_changed, frame, repair_blob_header, repair_digests, tables};
 use arbitrary::{Arbitrary, Unstructured};
 use tpde::internals::fuzzing::model::{self, Shape};
-use tpde::internals::{ChunkEncoder, Coding};
+use tpde::internals::{
+    ChunkEncoder, Coding, FEATURE_DIGESTS, FEATURE_PARTS, FEATURE_PAYLOAD_LIST, PART_FIRST, PART_FURTHER, PART_WHOLE, VERSION_MINOR,
+};
 use tpde::{Codec, Layout};
 
 /// Least number that [`Mutation::Part`] never sets. Tensors of the seeds have smaller dims.
@@ -102,6 +104,8 @@ enum Mutation {
     TurnPart(Place, u8),
     /// The cut between a part and the one before it moves along a dimension.
     MoveCut(Place, i8),
+    /// A tensor or a part is cut in two along a dimension. No lane of the two changes.
+    Cut(Place, u8),
     Name(Place, Edit),
     BaseName(Place, Edit),
     Digest(Place, u8, u8),
@@ -249,6 +253,30 @@ impl Mutation {
                 *origin = origin.wrapping_add_signed(step);
                 *extent = extent.wrapping_add_signed(-step);
             }
+            Mutation::Cut(place, at) => {
+                let number = usize::from(place.0).checked_rem(parts.tensors.len())?;
+                let sets = parts.tensors[..=number].iter().filter(|tensor| tensor.tables.len() > 2).count() as u16;
+                let first = &mut parts.tensors[number];
+                if first.entry.part == PART_WHOLE {
+                    first.dims = [&first.dims[..], &vec![0; first.dims.len()], &first.dims].concat();
+                    first.entry.part = PART_FIRST;
+                }
+                let mut second = first.further();
+                if second.tables.len() > 2 {
+                    second.tables = sets.to_le_bytes().to_vec(); // the set is stored with the first tensor that uses it
+                }
+                let extent = pick(first.rectangle()?.1, place.1)?;
+                let at = 1 + u64::from(*at).checked_rem(extent.checked_sub(1)?)?;
+                *extent = at;
+                let (origins, extents) = second.rectangle()?;
+                *pick(origins, place.1)? += at;
+                *pick(extents, place.1)? -= at;
+                first.unchanged();
+                second.unchanged();
+                parts.tensors.insert(number + 1, second);
+                parts.header.version_minor = VERSION_MINOR;
+                parts.header.required_features |= FEATURE_DIGESTS | FEATURE_PAYLOAD_LIST | FEATURE_PARTS;
+            }
             Mutation::Name(place, edit) => edit.apply(&mut pick(&mut parts.tensors, place.0)?.name),
             Mutation::BaseName(place, edit) => edit.apply(&mut pick(&mut parts.tensors, place.0)?.base_name),
             Mutation::Digest(place, at, flip) => *pick(&mut pick(&mut parts.tensors, place.0)?.digests, *at)? ^= flip,
@@ -335,6 +363,37 @@ impl Mutation {
                 parts.files.remove(which);
             }
         }
+        Some(())
+    }
+}
+
+impl TensorPart {
+    /// A copy of a part that can follow it.
+    fn further(&self) -> Self {
+        let mut copy = self.clone();
+        (copy.name, copy.base_name, copy.entry.part) = (Vec::new(), Vec::new(), PART_FURTHER);
+        if self.entry.part == PART_FIRST {
+            copy.dims.drain(..self.dims.len() / 3);
+        }
+        copy
+    }
+
+    /// Replaces the chunks by chunks in which no lane changes, of base lanes that are zero.
+    fn unchanged(&mut self) -> Option<()> {
+        let dtype = self.dtype()?;
+        let bytes = dtype.lanes(self.rectangle()?.1)? as usize * dtype.lane_bytes();
+        let chunk_bytes = dtype.lane_bytes() << (self.entry.chunk_lanes_log2 % 32);
+        let base = vec![0; bytes.min(MOST_BYTES as usize)];
+        let chunk = |base: &[u8]| ChunkPart {
+            uncompressed_size: 0,
+            compressed_size: 0,
+            num_deltas: 0,
+            output_offset: 0,
+            sums: vec![0; 16],
+            payload: Vec::new(),
+            base: base.to_vec(),
+        };
+        self.chunks = base.chunks(chunk_bytes).map(chunk).collect();
         Some(())
     }
 }
