@@ -6,6 +6,7 @@ mod common;
 use common::slices::{Held, cut, info, memory, whole};
 use common::{Tensor as Data, tensor, tuned};
 use proptest::prelude::*;
+use std::sync::atomic::{AtomicU64, Ordering};
 use tpde::{
     Apply, Checkpoint, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Error, Merge, Pair, PartNotHeld, Rectangle, Slice,
     SliceCheckpoint, TensorInfo, Verify,
@@ -122,6 +123,12 @@ fn a_part_that_is_held_only_partly_is_refused_and_the_error_says_where_to_cut() 
     let found: Vec<_> = pair.index().tensors().map(|entry| entry.rectangle()).collect();
     assert_eq!(found, [Rectangle::new([4, 0], [2, 6]), Rectangle::new([6, 0], [2, 6])]);
     assert_eq!((report.tensors.len(), report.target_bytes), (2, 48));
+    let done = AtomicU64::new(0);
+    let parts =
+        Encode::new(&target).base(&base).options(split("w=0:5")).progress(|bytes| _ = done.fetch_add(bytes, Ordering::Relaxed));
+    parts.to_memory().unwrap();
+    assert_eq!((done.load(Ordering::Relaxed), parts.progress_bytes().unwrap()), (48, 48));
+    assert_eq!(refused(Encode::new(&target).progress_bytes().map(|bytes| panic!("{bytes} bytes"))).held, whole.held);
     let elsewhere = encode(EncodeOptions::default().cuts([("w", vec![Rectangle::new([0, 0], [4, 6])])])).unwrap().0;
     assert_eq!(elsewhere.index().tensor_count(), 0);
 }

@@ -75,9 +75,9 @@ impl PairArgs {
         options.split(self.split.clone())
     }
 
-    /// Runs an encoding, whose target has `target` as its tensors, and returns what a report needs.
-    pub fn write(&self, encode: tpde::Encode<'_>, verb: &'static str, target: &dyn Checkpoint, common: &Common) -> Result<Written> {
-        let bar = common.bar(verb, target.tensors().iter().map(|tensor| tensor.bytes()).sum());
+    /// Runs an encoding and returns what a report needs.
+    pub fn write(&self, encode: tpde::Encode<'_>, verb: &'static str, common: &Common) -> Result<Written> {
+        let bar = common.bar(verb, encode.progress_bytes()?);
         let start = Instant::now();
         let report = encode.overwrite(self.force).progress(|bytes| bar.inc(bytes)).to_path(&self.output)?;
         let seconds = start.elapsed().as_secs_f64();
@@ -143,7 +143,7 @@ impl Encode {
         if let Some(base) = &base {
             encode = encode.base(base);
         }
-        let written = self.made.write(encode, "encode", &target, common)?;
+        let written = self.made.write(encode, "encode", common)?;
         let base = base.as_ref().map(|base| base as &dyn Checkpoint);
         Ok(Report { not_included: target.not_included().to_vec(), ..Report::new(written, base, &renamed) })
     }

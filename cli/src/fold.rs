@@ -45,7 +45,7 @@ impl Fold {
     fn fold(&self, common: &Common) -> Result<Report> {
         let opened = self.chain.open()?;
         let chain = Chain::new(opened.base(), &opened.pairs)?;
-        let written = self.made.write(Encode::fold(&chain).options(self.made.options()), "fold", &chain, common)?;
+        let written = self.made.write(Encode::fold(&chain).options(self.made.options()), "fold", common)?;
         let base = (!self.chain.no_base).then(|| opened.base());
         Ok(Report::new(written, base, &chain.renamed()))
     }
@@ -59,7 +59,7 @@ impl Revert {
     fn revert(&self, common: &Common) -> Result<Report> {
         let opened = self.chain.open()?;
         let chain = Chain::new(opened.base(), &opened.pairs)?;
-        let written = self.made.write(Encode::revert(&chain).options(self.made.options()), "revert", opened.base(), common)?;
+        let written = self.made.write(Encode::revert(&chain).options(self.made.options()), "revert", common)?;
         Ok(Report::new(written, Some(&chain as &dyn Checkpoint), &chain.renamed_back()))
     }
 }

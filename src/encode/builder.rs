@@ -1,7 +1,7 @@
 //! The builder that encodes a pair.
 
 use super::options::EncodeOptions;
-use super::run::{EncodeReport, encode};
+use super::run::{EncodeReport, encode, encoded_bytes};
 use crate::chain::Chain;
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
@@ -118,7 +118,18 @@ impl<'a> Encode<'a> {
         self
     }
 
-    progress_methods!("the size of the target's tensors");
+    progress_methods!("[`progress_bytes`](Self::progress_bytes)");
+
+    /// Returns the number of bytes of target tensors to encode. Of a target that holds only slices of tensors, that is the size of
+    /// the parts that it holds. No lane is read.
+    ///
+    /// # Errors
+    /// The errors of [`Encode::to_path`] about parts and cuts of tensors: [`Error::PartNotHeld`](crate::Error::PartNotHeld),
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument), and [`Error::Invalid`](crate::Error::Invalid) for a shape that the
+    /// format does not allow.
+    pub fn progress_bytes(&self) -> Result<u64> {
+        encoded_bytes(self.base, self.target, &self.effective_options())
+    }
 
     /// Writes the files of a pair, `NAME.tpde-index` and `NAME.tpde-blob`. `path` is one of these paths, or their common stem
     /// without extension. Both files are written without their names. The blob gets its name first; when the index gets its

@@ -121,6 +121,13 @@ pub fn encode<W: Write>(
     encode_holding(MAX_HELD_BYTES, base, target, files, options, builder, progress)
 }
 
+/// Size in bytes of the tensors and parts of tensors that [`encode`] encodes.
+pub fn encoded_bytes(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options: &EncodeOptions) -> Result<u64> {
+    let entries = Entries::new(base, target, options)?;
+    let target = entries.as_ref().map_or(target, |entries| &entries.target);
+    Ok(target.tensors().iter().fold(0, |sum, tensor| u64::saturating_add(sum, tensor.bytes())))
+}
+
 /// [`encode`] with a parameter for tests: a tensor's way is chosen once more than `max_held_bytes` bytes of payloads are held.
 pub(super) fn encode_holding<W: Write>(
     max_held_bytes: usize,
