@@ -20,13 +20,24 @@ pub(crate) fn in_batches<J: Send, R: Send>(
     jobs: impl IntoIterator<Item = J>,
     bytes: impl Fn(&J) -> u64,
     work: impl Fn(&mut J) -> Result<R> + Sync,
+    done: impl FnMut(J, R) -> Result<()>,
+) -> Result<()> {
+    in_batches_of(BATCH_BYTES, jobs, bytes, work, done)
+}
+
+/// [`in_batches`] with batches of at least `batch_bytes` bytes.
+pub(crate) fn in_batches_of<J: Send, R: Send>(
+    batch_bytes: u64,
+    jobs: impl IntoIterator<Item = J>,
+    bytes: impl Fn(&J) -> u64,
+    work: impl Fn(&mut J) -> Result<R> + Sync,
     mut done: impl FnMut(J, R) -> Result<()>,
 ) -> Result<()> {
     let mut jobs = jobs.into_iter().peekable();
     while jobs.peek().is_some() {
         let mut batch = Vec::new();
         let mut size = 0;
-        while let Some(job) = jobs.next_if(|_| size < BATCH_BYTES) {
+        while let Some(job) = jobs.next_if(|_| size < batch_bytes) {
             size += bytes(&job).max(64); // an empty job has a cost too
             batch.push(job);
         }

@@ -2,7 +2,7 @@
 
 use super::input::Input;
 use super::plan::{Entry, Plan, tensor};
-use crate::batches::in_batches;
+use crate::batches::in_batches_of;
 use crate::digest;
 use crate::error::Result;
 use crate::format::{ChunkMetadata, DIGEST_SIZE};
@@ -15,7 +15,8 @@ use std::io::Write;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// Size in bytes up to which payloads are read and written together. Larger blocks are not faster.
+/// Size in bytes up to which payloads are read and written together. Each thread reads a block at a time, so that the block is
+/// still in a cache when it is written. Larger blocks are not faster.
 const BLOCK: usize = 1 << 20;
 
 /// Consecutive chunks of a tensor, to be copied together.
@@ -63,7 +64,8 @@ pub(super) fn copy<B: Source, W: Write>(
         blocks(records, tensor(inputs, source).chunks()).map(move |chunks| Job { entry, chunks })
     });
     let input = |job: &Job| &inputs[plan.entries[job.entry].input as usize];
-    in_batches(
+    in_batches_of(
+        (BLOCK * rayon::current_num_threads()) as u64,
         jobs,
         |job| input(job).index().records()[job.chunks()].iter().map(|record| stored_size(record) as u64).sum(),
         |job| {
