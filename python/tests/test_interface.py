@@ -20,6 +20,7 @@ import safetensors.torch  # noqa: E402
 import tpde.nn  # noqa: E402 (needs torch)
 import tpde.numpy  # noqa: E402
 import tpde.slices  # noqa: E402
+import tpde.sync  # noqa: E402
 import tpde.torch  # noqa: E402
 
 #: Positional arguments of each function.
@@ -48,6 +49,9 @@ POSITIONAL = {
     tpde.slices.record: ["load_weights", "tensors", "parameters"],
     tpde.slices.cut: ["tensors", "rectangles"],
     tpde.slices.apply_: ["weights", "pair"],
+    tpde.sync.Folder: ["path"],
+    tpde.sync.Publisher: ["source", "channel"],
+    tpde.sync.Subscriber: ["weights", "channel", "name"],
 }
 #: Options shared by several functions. Each function lists its options in this order.
 OPTIONS = ["base", "codec", "favor", "chunk_lanes", "layout", "renamed", "mode", "strict", "digests", "replace", "progress"]
@@ -57,7 +61,7 @@ def public() -> dict[str, Any]:
     """The public callables of the package, except exceptions, reports and types that only functions create."""
     returned = (tpde.SafeSlice, tpde.torch.CheckpointWeightPatch, tpde.nn.Attached, tpde.nn.JITCompressedLinear)
     found = {}
-    for module in (tpde, tpde.torch, tpde.numpy, tpde.nn, tpde.slices):
+    for module in (tpde, tpde.torch, tpde.numpy, tpde.nn, tpde.slices, tpde.sync):
         for name in module.__all__:
             value = getattr(module, name)
             is_result = inspect.isclass(value) and (issubclass(value, Exception) or hasattr(value, "__dataclass_fields__"))

@@ -12,7 +12,7 @@ A *base* checkpoint and a *pair* of files, ``NAME.tpde-index`` and ``NAME.tpde-b
 
 :mod:`tpde.torch` works on state dicts and live modules, :mod:`tpde.numpy` on dicts of arrays; each is imported on first use.
 :mod:`tpde.nn` has layers that rebuild their weights just in time, :mod:`tpde.slices` finds the slices in the parameters of an
-inference engine. All errors are :class:`TpdeError`. During a call, other Python
+inference engine, and :mod:`tpde.sync` keeps them at the versions of a trainer. All errors are :class:`TpdeError`. During a call, other Python
 threads run, Ctrl-C ends the call, and all processors are used (the environment variable ``RAYON_NUM_THREADS`` sets the number of
 threads). Warnings go to the logger ``tpde`` of :mod:`logging`, for example while a call waits for a lock that another process
 holds on the output folder.
@@ -41,6 +41,7 @@ from ._errors import (
     Invalid,
     InvalidArgument,
     Limit,
+    NotAcknowledged,
     NotContiguous,
     NotFound,
     NotHeld,
@@ -80,6 +81,7 @@ __all__ = [
     "InvalidArgument",
     "Limit",
     "MergeReport",
+    "NotAcknowledged",
     "NotContiguous",
     "NotFound",
     "NotHeld",
@@ -111,6 +113,7 @@ __all__ = [
     "safe_open",
     "slices",
     "subset",
+    "sync",
     "torch",
     "verify",
 ]
@@ -118,7 +121,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # These modules need packages that may be missing or are slow to import.
-    if name in ("nn", "numpy", "slices", "torch"):
+    if name in ("nn", "numpy", "slices", "sync", "torch"):
         import importlib
 
         return importlib.import_module(f"tpde.{name}")

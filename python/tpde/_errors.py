@@ -204,6 +204,17 @@ class NotRecorded(InvalidArgument):
     where: str | None = None
 
 
+class NotAcknowledged(TpdeError, RuntimeError):
+    """Subscribers do not have the last version of a channel. Nothing was published.
+
+    Attributes: ``version``, ``failed``, errors by name of the subscriber, and ``waiting``, names of those that have not answered.
+    """
+
+    version: int
+    failed: dict[str, str]
+    waiting: list[str]
+
+
 class Incomplete(InvalidArgument):
     """The pair has only some parts of a tensor, and lacks elements that are needed. Nothing was decoded. Attributes: ``tensor``,
     ``missing``, the first elements that the pair lacks, as a tuple of slices."""
