@@ -375,7 +375,8 @@ proptest! {
 fn a_slice_outside_of_its_memory_is_refused() {
     let base = tensor("w", "U8", &[2, 3], 1);
     let pair = pair(&base, &tuned(&base, 1), Vec::new());
-    for range in [1..7, 5..11, 7..13, 9..3] {
+    for (start, end) in [(1, 7), (5, 11), (7, 13), (9, 3)] {
+        let range = start..end;
         let mut bytes = [0; 6];
         let fused = FusedSlices::new(&mut bytes).slice("w", whole(&base), range.clone(), None);
         let error = Apply::new(&pair).in_place_slices([fused], InPlace::ChunkByChunk).unwrap_err();

@@ -16,6 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 use tpde::cuda::{
     Application, ApplyPlan, Binding, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer, TensorSlice,
+    Application, ApplyPlan, Binding, DeviceIndex, DeviceSlice, DeviceSliceCheckpoint, Mode, Payloads, Pending, PinnedBuffer,
+    TensorSlice,
 };
 use tpde::{Apply, BaseKind, Error, Escaped, FileSource, InPlace, Result, Source};
 

@@ -249,8 +249,8 @@ mod tests {
                 }
                 // With three dimensions, parts can be at two distances. Parts of one index are at one, as the error says.
                 Err(error) => {
-                    let dims = (1..shape.len()).map(|i| (i, format!("dimensions 0 to {i}"))).chain([(0, "dimension 0".into())]);
-                    let (last, _) = dims.filter(|(_, text)| error.to_string().ends_with(text.as_str())).next().unwrap();
+                    let mut dims = (1..shape.len()).map(|i| (i, format!("dimensions 0 to {i}"))).chain([(0, "dimension 0".into())]);
+                    let (last, _) = dims.find(|(_, text)| error.to_string().ends_with(text.as_str())).unwrap();
                     prop_assert!(shape.len() > 2 && last + 2 < shape.len());
                     let mut cut = part.clone();
                     cut.extent[..=last].fill(1);

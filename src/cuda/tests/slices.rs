@@ -2,6 +2,7 @@
 
 use super::super::{
     Application, ApplyPlan, Binding, Device, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, Payloads, Rows, TensorSlice,
+    Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, DeviceSliceCheckpoint, Mode, Payloads, Rows, TensorSlice,
 };
 use super::generated::{Random, lanes};
 use super::laid::{Route, payloads};
@@ -423,11 +424,12 @@ fn columns_of_one_storage_are_slices_if_they_share_no_byte() {
                 (info, base, target)
             })
             .collect();
-        let checkpoint = |bytes: fn(&(TensorInfo, Vec<u8>, Vec<u8>)) -> &[u8]| {
-            MemoryCheckpoint::new(tensors.iter().map(|tensor| (tensor.0.clone(), bytes(tensor)))).unwrap()
+        let checkpoint = |is_base: bool| {
+            let tensors = tensors.iter().map(|(info, base, target)| (info.clone(), if is_base { &base[..] } else { &target[..] }));
+            MemoryCheckpoint::new(tensors).unwrap()
         };
         let options = EncodeOptions { codec: Codec::Conditioned.into(), ..EncodeOptions::default() };
-        let (base, target) = (checkpoint(|tensor| &tensor.1), checkpoint(|tensor| &tensor.2));
+        let (base, target) = (checkpoint(true), checkpoint(false));
         let (pair, _) = Encode::new(&target).base(&base).options(options).to_memory().unwrap();
         let index = DeviceIndex::upload(device, pair.index()).unwrap();
 
