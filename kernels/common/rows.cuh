@@ -47,5 +47,7 @@ struct alignas(16) StridedBytes {
     }
     // Returns a multiple of 16 if every 16 bytes from a multiple of 16 on are aligned to 16 and have no gap, and if gaps are
     // below 2^32.
-    __device__ __forceinline__ u64 alignment() const { return (u64)start | gap | row | (first - 1) | (u64)(gap >> 32 != 0); }
+    __device__ __forceinline__ u64 alignment() const {
+        return (u64)start | gap | row | (first - 1) | (u64)(gap >> 32 != 0);
+    }
 };
