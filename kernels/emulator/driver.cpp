@@ -19,8 +19,8 @@
 #include <vector>
 #include "common/format.cuh"
 #include "digest/digests.cuh"
-#include "encode/arguments.cuh"
 #include "digest/hash.cuh"
+#include "encode/arguments.cuh"
 #include "zstd/frames.cuh"
 
 extern "C" void tpde_raw(Launch);

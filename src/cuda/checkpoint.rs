@@ -16,14 +16,14 @@ const MAX_COPY: usize = 4 << 20;
 /// Tensors or slices of tensors on a device, read as a checkpoint: with [`Apply::explain`](crate::Apply::explain) it tells why a
 /// launch failed. Each read waits for its copies. Read it only while no queued work writes the memory.
 #[derive(Debug)]
-pub struct DeviceCheckpoint<'a> {
+pub struct DeviceSliceCheckpoint<'a> {
     device: &'a Device,
     infos: Vec<TensorInfo>,
     /// The slices of each tensor.
     held: Vec<Vec<Held>>,
 }
 
-/// A slice of a [`DeviceCheckpoint`].
+/// A slice of a [`DeviceSliceCheckpoint`].
 #[derive(Debug)]
 struct Held {
     rectangle: Rectangle,
@@ -31,7 +31,7 @@ struct Held {
     memory: DeviceSlice,
 }
 
-impl<'a> DeviceCheckpoint<'a> {
+impl<'a> DeviceSliceCheckpoint<'a> {
     /// A checkpoint of these slices, each of a tensor of this dtype and shape. Several slices may be of one tensor.
     ///
     /// # Errors
@@ -88,7 +88,7 @@ impl<'a> DeviceCheckpoint<'a> {
     }
 }
 
-impl Checkpoint for DeviceCheckpoint<'_> {
+impl Checkpoint for DeviceSliceCheckpoint<'_> {
     fn tensors(&self) -> &[TensorInfo] {
         &self.infos
     }

@@ -13,9 +13,9 @@ const CONDITIONED_STRIDED_PTX: &str = include_str!("../../../kernels/ptx/conditi
 const WITHOUT_BASE_STRIDED_PTX: &str = include_str!("../../../kernels/ptx/without_base_strided.ptx");
 const FRAMES_PTX: &str = include_str!("../../../kernels/ptx/frames.ptx");
 const DIGESTS_PTX: &str = include_str!("../../../kernels/ptx/digests.ptx");
+const HASH_PTX: &str = include_str!("../../../kernels/ptx/hash.ptx");
 const ENCODE_PLAN_PTX: &str = include_str!("../../../kernels/ptx/encode_plan.ptx");
 const ENCODE_WRITE_PTX: &str = include_str!("../../../kernels/ptx/encode_write.ptx");
-const HASH_PTX: &str = include_str!("../../../kernels/ptx/hash.ptx");
 const LAYOUT_PTX: &str = include_str!("../../../kernels/ptx/layout.ptx");
 
 /// All kernels. Kernels that only some pairs need are compiled at their first use.
@@ -30,8 +30,8 @@ pub(in crate::cuda) struct Kernels {
     strided: [Mutex<Option<Kernel>>; 3],
     frames: Mutex<Option<FrameKernels>>,
     digests: Mutex<Option<Kernel>>,
-    encoder: Mutex<Option<EncodeKernels>>,
     hash: Mutex<Option<Kernel>>,
+    encoder: Mutex<Option<EncodeKernels>>,
     modules: Mutex<Vec<Module>>,
 }
 
@@ -75,8 +75,8 @@ impl Kernels {
         let shared = abi::CONDITIONED_SHARED + abi::CONDITIONED_TABLES_MAX;
         let conditioned = load(CONDITIONED_PTX, "tpde_conditioned", abi::CONDITIONED_THREADS, shared)?;
         let layout = load(LAYOUT_PTX, "tpde_layout", 1, 0)?;
-        let (without_base, strided, frames, digests, encoder) = Default::default();
-        Ok(Self { raw, conditioned, layout, without_base, strided, frames, digests, encoder, modules: Mutex::new(modules) })
+        let (without_base, strided, frames, digests, hash, encoder) = Default::default();
+        Ok(Self { raw, conditioned, layout, without_base, strided, frames, digests, hash, encoder, modules: Mutex::new(modules) })
     }
 
     /// Returns a decoding kernel, for strided tensors or for others.
@@ -115,6 +115,11 @@ impl Kernels {
         load_once(&self.digests, context, |cx| self.load_more(cx, DIGESTS_PTX, "tpde_digests", abi::DIGESTS_THREADS, 0))
     }
 
+    /// Returns the kernel for hashes of memory.
+    pub fn hash(&self, context: &Context) -> Result<Kernel> {
+        load_once(&self.hash, context, |cx| self.load_more(cx, HASH_PTX, "tpde_hash", abi::HASH_THREADS, abi::HASH_SHARED))
+    }
+
     /// Returns the kernels of an encoder.
     pub fn encoder(&self, context: &Context) -> Result<EncodeKernels> {
         load_once(&self.encoder, context, |cx| {
@@ -138,11 +143,6 @@ impl Kernels {
     fn keep(&self, module: Module) -> Module {
         self.modules.lock().unwrap_or_else(PoisonError::into_inner).push(module.clone());
         module
-    }
-
-    /// Returns the kernel for hashes of memory.
-    pub fn hash(&self, context: &Context) -> Result<Kernel> {
-        load_once(&self.hash, context, |cx| self.load_more(cx, HASH_PTX, "tpde_hash", abi::HASH_THREADS, abi::HASH_SHARED))
     }
 
     fn load_more(&self, cx: &Entered<'_>, ptx: &str, name: &str, threads: u32, shared: u32) -> Result<Kernel> {
