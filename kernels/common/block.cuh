@@ -23,7 +23,6 @@ typedef StridedBytes Bytes;
 struct Bytes {
     u8* start; // first byte of the chunk
     __device__ __forceinline__ u8* byte(u32 at) const { return start + at; }
-    __device__ __forceinline__ u8* piece(u32 at) const { return start + at; }
     template <int W> __device__ __forceinline__ typename LaneOf<W>::type* lane(u32 at) const {
         return (typename LaneOf<W>::type*)start + at;
     }

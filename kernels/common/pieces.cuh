@@ -35,7 +35,7 @@ template <int W> __device__ __forceinline__ void load_tile(const Chunk& chunk, u
     typedef TileShape<W> Shape;
     Bytes from = chunk.base.skip((u64)(number * Shape::LANES + thread * Shape::UNIT) * W);
 #pragma unroll
-    for (int p = 0; p < Shape::PIECES; p++) pieces[p] = load_once(from.piece(Shape::lane_of(p) * W));
+    for (int p = 0; p < Shape::PIECES; p++) pieces[p] = load_once(from.byte(Shape::lane_of(p) * W));
 }
 
 template <int W>
@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_tile(const Chunk& chunk, u32 number, u32 t
     typedef TileShape<W> Shape;
     Bytes to = chunk.output.skip((u64)(number * Shape::LANES + thread * Shape::UNIT) * W);
 #pragma unroll
-    for (int p = 0; p < Shape::PIECES; p++) __stcs((uint4*)to.piece(Shape::lane_of(p) * W), pieces[p]);
+    for (int p = 0; p < Shape::PIECES; p++) __stcs((uint4*)to.byte(Shape::lane_of(p) * W), pieces[p]);
 }
 
 // Returns the contribution of a thread's pieces to the chunk sum, before multiplication by the row weight. `q` points to

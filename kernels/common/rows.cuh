@@ -33,11 +33,10 @@ struct alignas(16) StridedBytes {
         if (left >= size) set_rows(0, LONG_ROW, 0); // no row ends within the chunk
         else set_rows(pitch - row_bytes, shortened, shortened - (u32)left);
     }
-    __device__ __forceinline__ u32 row_of(u32 at) const { return __umulhi(first + at, factor) >> shift; }
     // Returns the address of byte `at`.
-    __device__ __forceinline__ u8* byte(u32 at) const { return start + at + row_of(at) * gap; }
-    // Returns the address of the 16 bytes from byte `at` on, if pieces are aligned. One product of 32 bits instead of 64.
-    __device__ __forceinline__ u8* piece(u32 at) const { return start + at + (u64)row_of(at) * (u32)gap; }
+    __device__ __forceinline__ u8* byte(u32 at) const {
+        return start + at + (__umulhi(first + at, factor) >> shift) * gap;
+    }
     template <int W> __device__ __forceinline__ typename LaneOf<W>::type* lane(u32 at) const {
         return (typename LaneOf<W>::type*)byte(at * W);
     }
@@ -45,9 +44,6 @@ struct alignas(16) StridedBytes {
     __device__ __forceinline__ StridedBytes skip(u64 by) const {
         return {start + by, gap, first + (u32)by, factor, shift, row};
     }
-    // Returns a multiple of 16 if every 16 bytes from a multiple of 16 on are aligned to 16 and have no gap, and if gaps are
-    // below 2^32.
-    __device__ __forceinline__ u64 alignment() const {
-        return (u64)start | gap | row | (first - 1) | (u64)(gap >> 32 != 0);
-    }
+    // Returns a multiple of 16 if every 16 bytes from a multiple of 16 on are aligned to 16 and have no gap.
+    __device__ __forceinline__ u64 alignment() const { return (u64)start | gap | row | (first - 1); }
 };

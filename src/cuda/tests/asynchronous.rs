@@ -121,7 +121,7 @@ fn calls_return_while_the_stream_is_busy() {
                 }
                 let payloads = payloads(device, &sample.pair, route);
                 let stream = device.stream().unwrap();
-                // A first run allocates pinned memory and scratch memory; the second run counts.
+                // A first run loads kernels, and allocates pinned memory and scratch memory; the second run counts.
                 for turn in 0..2 {
                     let mut laid = sample.laid(device, mode);
                     spin(device, spinning, &stream);
@@ -134,8 +134,10 @@ fn calls_return_while_the_stream_is_busy() {
                         assert!(took < LONG / 2, "{codec} {mode:?} {route:?}: {took:?}");
                         longest = longest.max(took);
                     }
-                    assert!(!pending.is_done().unwrap(), "{codec} {mode:?} {route:?}: done after {took:?}");
-                    assert!(laid.is_untouched(device));
+                    if turn == 1 || stand_in::is_used() {
+                        assert!(!pending.is_done().unwrap(), "{codec} {mode:?} {route:?}: done after {took:?}");
+                        assert!(laid.is_untouched(device));
+                    }
                     drop(application);
                     pending.wait().unwrap();
                     sample.assert_done(device, &mut laid);

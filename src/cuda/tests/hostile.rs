@@ -1,9 +1,9 @@
 //! Hostile payloads with correct CRCs. The device gives the same verdict as the processor, and writes only to the output.
 
-use super::super::{Device, DeviceIndex, Mode};
+use super::super::{Application, ApplyPlan, Device, DeviceIndex, Mode};
 use super::cases::hostile::{Hostile, conditioned, raw};
 use super::cases::{Random, is_same_kind};
-use super::laid::{Laid, Route, payloads, prepare_in_slices};
+use super::laid::{Laid, Route, payloads};
 use super::stand_in;
 use crate::apply::InPlace;
 use crate::checkpoint::{MemoryCheckpoint, TensorInfo};
@@ -76,7 +76,9 @@ fn compare(
     let in_place = mode != Mode::OutOfPlace;
     let mut laid = Laid::in_rows(device, pair.index(), &base, in_place, skew, has_gaps);
     let stream = device.stream().unwrap();
-    let application = prepare_in_slices(&index, &laid.bindings, mode, payloads(device, &pair, route), 64 << 10).unwrap();
+    // Every target digest of the pair is wrong: a payload is refused by the decoder, or not at all.
+    let plan = ApplyPlan::in_slices(&index, &laid.bindings, mode, payloads(device, &pair, route), 64 << 10).unwrap();
+    let application = Application::prepare(plan.digests(false)).unwrap();
     let pending = application.launch(&stream).unwrap();
     let bad = pending.bad_chunks().unwrap();
     assert_eq!(pending.wait().is_err(), !bad.is_empty());
