@@ -181,7 +181,7 @@ impl HashSlice {
 /// BLAKE3 hashes of ranges of device memory, queued on a stream.
 ///
 /// The hashes are those of the standard, for any length and alignment. An H200 hashes long ranges at the speed of its integer
-/// units. That needs starts, rows and pitches that are multiples of 4; others take about twice as long.
+/// units. That needs starts, rows and pitches that are multiples of 4; others take four times as long.
 #[derive(Debug)]
 #[must_use = "only `wait` returns the hashes"]
 pub struct Hashes {
