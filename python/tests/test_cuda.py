@@ -320,7 +320,8 @@ class TestMemory:
         target = {name: tensor.clone() for name, tensor in base.items()}
         for tensor in target.values():
             tensor.view(torch.int16).add_((torch.rand(tensor.shape) < 0.3).to(torch.int16))
-        report = tpde.torch.save_file(target, tmp_path / "p", base=base)
+        # Payloads of codec `zstd`, which `auto` may choose, are expanded before they are copied to the device.
+        report = tpde.torch.save_file(target, tmp_path / "p", base=base, codec="device")
         tpde.torch.apply_(moved(base), tmp_path / "p", mode=mode)  # warm-up: kernels and PyTorch's own memory stay
         tensors = moved(base)
         torch.cuda.synchronize()
@@ -342,7 +343,8 @@ class TestMemory:
             done.set()
             watcher.join()
         least[0] = min(least[0], torch.cuda.mem_get_info()[0])  # PyTorch does not return memory to the driver
-        allowed = report.stored_bytes + 64 * MIB
+        # All checked, targets are rebuilt in 128 MiB, and hashed there.
+        allowed = report.stored_bytes + (192 if mode == "all_checked" else 64) * MIB
         print(f"{mode}: {(free - least[0]) / MIB:.0f} MiB more, {report.stored_bytes / MIB:.0f} compressed")
         assert free - least[0] <= allowed
         assert torch.cuda.max_memory_allocated() - held <= allowed

@@ -8,6 +8,7 @@ use crate::cuda::runtime::driver::{Entered, Kernel, OwnStream, RawStream};
 use crate::digest;
 use crate::error::{Error, Result, Rule, hex};
 use crate::format::{ChunkMetadata, DIGEST_SIZE};
+use crate::reader::checked_payload;
 use crate::source::Source;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -86,7 +87,8 @@ impl DeviceDigests {
         Ok(Self { kernel, parameter, slices, list, beside: None, payloads: plan.payloads })
     }
 
-    /// Reads all payloads on the host, and returns the payload list after comparing it with the payload root.
+    /// Reads all payloads on the host, and returns the payload list after comparing it with the payload root. CRCs are compared
+    /// before: unlike the root, they tell which chunk is damaged.
     pub fn form_list(index: &DeviceIndex, payloads: &Payloads<'_>) -> Result<Vec<[u8; DIGEST_SIZE]>> {
         let pinned;
         let source: &dyn Source = match payloads {
@@ -100,12 +102,18 @@ impl DeviceDigests {
                 return Err(Error::InvalidArgument("payloads of codec zstd in device memory".into()));
             }
         };
-        let records = index.uploaded.records.par_iter();
-        let list = records.map_init(Vec::new, |scratch, record| {
-            let payload = source.bytes(record.blob_offset.get(), record.compressed_size.get() as usize, scratch)?;
-            Ok(digest::of_payload(payload))
+        let records = index.uploaded.records.par_iter().enumerate();
+        let list = records.map_init(Vec::new, |scratch, (chunk, record)| {
+            let payload = checked_payload(source, record, None, chunk as u32, scratch);
+            let in_tensor = |e: Error| match index.chunk_tensor(chunk as u32) {
+                Ok(tensor) => e.in_tensor(&tensor.name),
+                Err(_) => e,
+            };
+            payload.map(digest::of_payload).map_err(in_tensor)
         });
-        let list = list.collect::<Result<Vec<_>>>()?;
+        // The first error, whichever thread ends first.
+        let list: Vec<_> = list.collect();
+        let list = list.into_iter().collect::<Result<Vec<_>>>()?;
         let (expected, found) = (index.uploaded.host_root, digest::payload_root(&list));
         Rule::HeaderPayloadRoot.check(expected == found, hex(&expected), hex(&found))?;
         Ok(list)

@@ -1,6 +1,6 @@
 //! Payload digests: payloads that CRC and sums accept, but whose digest is not that of the pair.
 
-use super::super::{Application, ApplyPlan, DeviceIndex, Mode};
+use super::super::{Application, ApplyPlan, DeviceIndex, Mode, Payloads};
 use super::cases::{Case, Random, random_lanes};
 use super::generated;
 use super::laid::{Laid, Route, payloads, routes};
@@ -95,6 +95,31 @@ fn base_of(cases: &[(Case, Vec<u8>)]) -> MemoryCheckpoint<'_> {
         .enumerate()
         .map(|(n, (case, _))| (TensorInfo { name: name(n), dtype: case.dtype, shape: vec![case.lanes as u64] }, &case.base[..]));
     MemoryCheckpoint::new(infos).unwrap()
+}
+
+/// Where the host forms the payload list, it finds a damaged payload before the payload root differs, and names its tensor.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_damaged_payload_is_named_where_the_host_hashes_payloads() {
+    let device = super::device();
+    let cases = cases();
+    let base = base_of(&cases);
+    let pair = pair_of(&cases, WITH_ROOT, None);
+    let index = DeviceIndex::upload(device, pair.index()).unwrap();
+    let mut damaged = 0;
+    for (n, record) in pair.index().records().iter().enumerate().filter(|(_, record)| record.compressed_size.get() > 0) {
+        let mut blob = pair.blob().to_vec();
+        blob[(record.blob_offset.get() + u64::from(record.compressed_size.get())) as usize - 1] ^= 1;
+        for mode in [Mode::OutOfPlace, Mode::InPlace(InPlace::AllChecked), Mode::InPlace(InPlace::ChunkByChunk)] {
+            let laid = Laid::new(device, pair.index(), &base, mode != Mode::OutOfPlace, 1);
+            let plan = ApplyPlan::new(&index, &laid.bindings, mode, Payloads::Host(&blob)).unwrap();
+            let error = Application::prepare(plan).unwrap_err().to_string();
+            assert!(error.contains("payload.crc32") && error.contains(&format!("tensor {}", name(n))), "{error}");
+            assert!(laid.is_untouched(device));
+        }
+        damaged += 1;
+    }
+    assert_eq!(damaged, cases.len() - 1);
 }
 
 #[test]
