@@ -12,4 +12,5 @@ pub(crate) use checkpoint::check_disjoint;
 pub(crate) use layout::SliceLayout;
 pub use memory::{FusedSlices, Slice, SliceMut};
 pub(crate) use memory::{Held, Memories};
+#[cfg(feature = "cuda")]
 pub(crate) use span::Span;
