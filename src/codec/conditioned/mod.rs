@@ -2,8 +2,9 @@
 //!
 //! One file per section: `context` (4.1), `tables` (4.2 and 4.3), `payload` (4.4), `stream` (4.5), `decode` (4.4 to 4.6). The
 //! spec leaves an encoder's choices open. `train` makes tables from a sample of all tensors. `stats` counts the changes of a
-//! chunk. `encode` chooses the parameters of the chunk's payload and writes it. `values` computes the values of coded lanes.
+//! chunk, `choice` chooses the parameters of its payload, and `encode` writes it. `values` computes the values of coded lanes.
 
+mod choice;
 mod coded;
 mod context;
 mod cost;
@@ -20,13 +21,15 @@ mod tables;
 mod train;
 mod values;
 
+#[cfg(feature = "cuda")]
+pub(crate) use choice::ModelTables;
 pub(crate) use cost::BIT;
 pub(crate) use decode::{ConditionedChunk, Decoder};
 pub(crate) use encode::Encoder;
 pub use encode::Pace;
 pub(crate) use encode::uncoded_size;
 #[cfg(feature = "cuda")]
-pub(crate) use encode::{ModelTables, listed_bytes, shape, size_of_cost, uncoded_bytes};
+pub(crate) use encode::{listed_bytes, shape, size_of_cost, uncoded_bytes};
 pub(crate) use parts::parts;
 pub(crate) use stats::sample_offset;
 pub use tables::TableSet;
