@@ -32,7 +32,7 @@ fuzz_target!(|data: &[u8]| {
     }
 });
 
-/// A part lies in its tensor, and no entry before it has one of its elements.
+/// Checks that a part lies within its tensor and shares no element with an earlier part.
 fn check_part(index: &ValidatedIndex, tensor: &Tensor<'_>) {
     let Some(part) = tensor.part else { return };
     assert!(part.origin.len() == part.whole.len() && tensor.shape.len() == part.whole.len());
