@@ -51,7 +51,7 @@ impl Options {
     }
 }
 
-/// Opens several pairs. Errors about the bytes of one of them have its path.
+/// Opens several pairs. If the bytes of a pair are at fault, the error has the path of that pair.
 fn open_each(pairs: &[PairName], steering: &Steering) -> Result<Vec<Pair<FileSource>>> {
     let open = |pair: &PairName| {
         open(&pair.0, pair.1, steering).map_err(|mut error| {

@@ -1,7 +1,7 @@
-"""A CUDA device for tests of slices: PyTorch's, or the stand-in for the driver (``kernels/emulator``) if TPDE_STAND_IN is set.
+"""The CUDA device of tests of slices. It is PyTorch's device, or an emulated one if TPDE_STAND_IN is set.
 
-On the stand-in, tensors are PyTorch's tensors of the CPU, in memory of the stand-in's device. The package is told that they are on a
-CUDA device. Kernels, plans, copies and checks of the Rust half are the real ones.
+The emulated device replaces the driver (``kernels/emulator``). Its tensors are tensors of the CPU whose memory the driver has allocated.
+The package takes them for tensors on a CUDA device. All of the Rust half runs as on a device: kernels, plans, copies and checks.
 """
 
 from __future__ import annotations

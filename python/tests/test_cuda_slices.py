@@ -189,7 +189,7 @@ class TestSlices:
         before = raw(fused)
         with pytest.raises(tpde.NotContiguous, match="pass one slice per index of the first dim"):
             tpde.torch.apply_slices_([tpde.Slice("stack", ..., fused[:, 30:70], whole)], cut.pair)
-        # Parts of both inner dims, in a slice with all of them: the error names the cut with which a pair fits.
+        # The pair is cut along both inner dims, and the slice has all parts. The error says how the pair must be cut instead.
         blocks = [np.s_[:, y, x] for y in (slice(0, 20), slice(20, 40)) for x in (slice(0, 32), slice(32, 64))]
         one = lambda arrays: [tpde.Slice("stack", at, np.ascontiguousarray(arrays["stack"][at]), whole) for at in blocks]  # noqa: E731
         tpde.torch.save_file(one(cut.target), tmp_path / "blocks", base=one(cut.base))

@@ -49,7 +49,12 @@ POSITIONAL = {
     tpde.slices.record: ["load_weights", "tensors", "parameters"],
     tpde.slices.cut: ["tensors", "rectangles"],
     tpde.slices.apply_: ["weights", "pair"],
+    tpde.slices.check: ["weights", "pair"],
     tpde.sync.Folder: ["path"],
+    tpde.sync.Group: ["collective", "path"],
+    tpde.sync.TorchGroup: ["group", "device"],
+    tpde.sync.Communicator: ["communicator"],
+    tpde.sync.Source: ["tensors"],
     tpde.sync.Publisher: ["source", "channel"],
     tpde.sync.Subscriber: ["weights", "channel", "name"],
 }
@@ -58,8 +63,14 @@ OPTIONS = ["base", "codec", "favor", "chunk_lanes", "layout", "renamed", "mode",
 
 
 def public() -> dict[str, Any]:
-    """The public callables of the package, except exceptions, reports and types that only functions create."""
-    returned = (tpde.SafeSlice, tpde.torch.CheckpointWeightPatch, tpde.nn.Attached, tpde.nn.JITCompressedLinear)
+    """The public callables of the package, except exceptions, reports, protocols and types that only functions create."""
+    returned = (
+        tpde.sync.Collective,
+        tpde.SafeSlice,
+        tpde.torch.CheckpointWeightPatch,
+        tpde.nn.Attached,
+        tpde.nn.JITCompressedLinear,
+    )
     found = {}
     for module in (tpde, tpde.torch, tpde.numpy, tpde.nn, tpde.slices, tpde.sync):
         for name in module.__all__:

@@ -91,11 +91,11 @@ def test_subscribers_follow_version_by_version(tmp_path: Path) -> None:
     for version in (1, 2, 3):
         sync = trainer.publish()
         assert sync.version == version and sync.bytes > 0 and sync.changed is not None and 0.1 < sync.changed < 0.6
-        assert sync.favor == "ratio" and sync.milliseconds.keys() == {"wait", "snapshot", "encode", "commit"}
+        assert sync.favor == "ratio" and sync.milliseconds.keys() == {"wait", "snapshot", "encode", "check", "commit"}
         for engine in engines:
             (received,) = engine.subscriber.update()
             assert (received.version, received.bytes) == (version, sync.bytes)
-            assert received.milliseconds.keys() == {"apply", "answer"} and engine.update() == []
+            assert received.milliseconds.keys() == {"merge", "apply", "answer"} and engine.update() == []
             engine.check()
         assert trainer.publisher.wait() == []
 
@@ -105,7 +105,7 @@ def test_versions_never_run_ahead(tmp_path: Path) -> None:
     fast, slow = Engine(tmp_path, "fast", 0, 1, version=0), Engine(tmp_path, "slow", 0, 1, version=0)
     trainer.publish()
     assert fast.update() == [1]
-    with pytest.raises(tpde.NotAcknowledged, match="version 1 is not everywhere: slow has not answered") as caught:
+    with pytest.raises(tpde.NotAcknowledged, match="not all subscribers have version 1: slow has not answered") as caught:
         trainer.publish()
     assert (caught.value.version, caught.value.waiting, caught.value.failed) == (1, ["slow"], {})
     assert trainer.channel.versions() == [0, 1] and trainer.publisher.version == 1
@@ -165,7 +165,7 @@ def test_a_damaged_pair_is_refused_and_reported(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     engine = Engine(tmp_path, "rank0", 0, 1, version=0)
     trainer.publish()
-    blob = trainer.channel.pair(trainer.channel.version(1)["difference"]["pair"]).with_suffix(".tpde-blob")
+    blob = trainer.channel.pair(trainer.channel.version(1)["difference"]["pairs"][0]["pair"]).with_suffix(".tpde-blob")
     sound = blob.read_bytes()
     blob.write_bytes(sound[:70] + bytes([sound[70] ^ 1]) + sound[71:])
     with pytest.raises(tpde.Invalid):

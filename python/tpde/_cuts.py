@@ -16,21 +16,29 @@ Rectangles = Mapping[str, Iterable[tuple[slice, ...]]]
 def cut(tensors: Mapping[str, Any], rectangles: Iterable[Rectangles]) -> list[Slice]:
     """Slices that tile whole tensors. Each rectangle of each receiver is made of some of them.
 
-    The slices form a grid: a tensor is cut at each begin and end of a rectangle, and between experts if their matrices are cut. Tensors without rectangles are one slice.
+    The slices form a grid: a tensor is cut at each begin and end of a rectangle, and between experts if their matrices are cut.
+    Tensors without rectangles are one slice.
 
     Raises:
         InvalidArgument: A rectangle is of no tensor, or not within it.
     """
-    bounds: dict[str, list[set[int]]] = {name: [{0, size} for size in tensor.shape] for name, tensor in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    found = grid(shapes, rectangles)
+    return [Slice(name, index, tensors[name][index], shapes[name]) for name, indices in found.items() for index in indices]
+
+
+def grid(shapes: Mapping[str, tuple[int, ...]], rectangles: Iterable[Rectangles]) -> dict[str, list[Any]]:
+    """The indices of :func:`cut`, by name of the tensor."""
+    bounds: dict[str, list[set[int]]] = {name: [{0, size} for size in shape] for name, shape in shapes.items()}
     for receiver in rectangles:
         for name, indices in receiver.items():
             if name not in bounds:
                 raise InvalidArgument(f"a receiver has slices of tensor {name!r}, which is missing")
             for index in indices:
-                _check(name, index, tuple(tensors[name].shape))
+                _check(name, index, shapes[name])
                 for dim, one in enumerate(index):
                     bounds[name][dim] |= {one.start, one.stop}
-    return [one for name, tensor in tensors.items() for one in _tiles(name, tensor, [sorted(dim) for dim in bounds[name]])]
+    return {name: _tiles(shape, [sorted(dim) for dim in bounds[name]]) for name, shape in shapes.items()}
 
 
 def _check(name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> None:
@@ -39,13 +47,11 @@ def _check(name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> None:
         raise InvalidArgument(f"a receiver has the slice {index} of tensor {name!r} of shape {[*shape]}, which is not within it")
 
 
-def _tiles(name: str, tensor: Any, bounds: list[list[int]]) -> list[Slice]:
-    shape = tuple(tensor.shape)
+def _tiles(shape: tuple[int, ...], bounds: list[list[int]]) -> list[Any]:
     if 0 in shape or not shape:
-        return [Slice(name, ..., tensor, shape)]
+        return [...]
     # Rows of a slice are at equal distances. So the dims before one that is cut are cut at each index, unless that one is the last.
     # This keeps the grid, whose parts nest as the format wants it.
     last_cut = max((dim for dim in range(1, len(shape) - 1) if len(bounds[dim]) > 2), default=0)
     cells = product(*(pairwise(range(shape[dim] + 1) if dim < last_cut else one) for dim, one in enumerate(bounds)))
-    indices = [tuple(slice(start, stop) for start, stop in cell) for cell in cells]
-    return [Slice(name, index, tensor[index], shape) for index in indices]
+    return [tuple(slice(start, stop) for start, stop in cell) for cell in cells]

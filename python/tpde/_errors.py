@@ -215,6 +215,13 @@ class NotAcknowledged(TpdeError, RuntimeError):
     waiting: list[str]
 
 
+class Disconnected(TpdeError, ConnectionError):
+    """A rank of a channel's group has ended, or its transport failed. The channel cannot be used again; parameters are not changed by
+    this. Attribute: ``reason``."""
+
+    reason: str
+
+
 class Incomplete(InvalidArgument):
     """The pair has only some parts of a tensor, and lacks elements that are needed. Nothing was decoded. Attributes: ``tensor``,
     ``missing``, the first elements that the pair lacks, as a tuple of slices."""

@@ -2,10 +2,10 @@
 
 Every file is written once, complete, and is not changed afterwards. A version exists when its record does, which is written last::
 
-    versions/00000007.json          record: names, digests and layouts of the pairs
-    pairs/00000007-SESSION...       the difference from version 6, of this run of the publisher
-    pairs/00000007-whole-SESSION... the whole version, if a subscriber needs it
-    layouts/DIGEST.json             rectangles that a subscriber holds
+    versions/00000007.json            record: names, digests and layouts of the pairs
+    pairs/00000007-SESSION-0...       a bucket of the difference from version 6, of this run of the publisher
+    pairs/00000007-whole-SESSION-0... a bucket of the whole version, if a subscriber needs it
+    layouts/DIGEST.json               rectangles that a subscriber holds
     subscribers/NAME.SESSION.json   who receives, from which version on
     answers/NAME.SESSION/00000007.json
 """
@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -34,6 +35,11 @@ class Folder:
     Args:
         path: The folder. It is made if it does not exist.
     """
+
+    #: Whether subscribers take part in each call of the publisher. Those of a folder read it when they like.
+    is_live = False
+    #: Whether the publisher waits for the answer of this rank.
+    owes_answer = False
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -54,6 +60,10 @@ class Folder:
         """The record of a version."""
         return self._read(self.path / "versions" / f"{version:08}.json")
 
+    def begin(self, record: dict[str, Any]) -> None:
+        """Makes version 0, which subscribers load from a checkpoint."""
+        Folder.commit(self, 0, record)
+
     def commit(self, version: int, record: dict[str, Any]) -> None:
         """Makes a version visible, whose pairs are complete.
 
@@ -70,11 +80,38 @@ class Folder:
         plain = {tensor: [[[one.start, one.stop] for one in index] for index in indices] for tensor, indices in rectangles.items()}
         layout = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
         self._write(self.path / "layouts" / f"{layout}.json", plain)
-        self.drop(name)
         session = uuid4().hex
-        (self.path / "answers" / f"{name}.{session}").mkdir()
-        self._write(self.path / "subscribers" / f"{name}.{session}.json", {"version": version, "layout": layout})
+        self._add(name, session, version, layout)
         return session, layout
+
+    def _add(self, name: str, session: str, version: int, layout: str) -> None:
+        self.drop(name)
+        (self.path / "answers" / f"{name}.{session}").mkdir(exist_ok=True)
+        self._write(self.path / "subscribers" / f"{name}.{session}.json", {"version": version, "layout": layout})
+
+    def collect(self, *, fresh: bool) -> None:
+        """Brings joins and answers of subscribers here. Those of a folder are here."""
+
+    def serve(self, versions: list[int]) -> bool:
+        """Sends versions that subscribers have missed. False if they take them themselves."""
+        return False
+
+    def send(self, names: list[str]) -> None:
+        """Sends pairs ahead of the record that names them."""
+
+    def prepare(self, version: int) -> dict[str, str]:
+        """Errors of subscribers that have checked the pairs of a version before it is committed, by name."""
+        return {}
+
+    def abort(self) -> None:
+        """Withdraws the pairs of a version that is not published."""
+
+    def receive(self, on_pair: Callable[[str], None], checked: Callable[[int], str | None], dropped: Callable[[], None]) -> bool:
+        """Waits for a version. False if none can come."""
+        return False
+
+    def answered(self, version: int) -> None:
+        """Sends the answers up to this version."""
 
     def drop(self, name: str) -> None:
         """Removes a subscriber. The publisher does not wait for it any more."""

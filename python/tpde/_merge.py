@@ -72,6 +72,19 @@ def merge(
     if is_path(pairs):
         raise InvalidArgument(f"pairs is the path {pairs!r}: expected several")
     names: list[tuple[str | os.PathLike[str], bytes | None]] = [(path_of(pair), None) for pair in pairs]
+    return merge_expected(names, path, files=files, payload_digests=payload_digests, replace=replace, progress=progress)
+
+
+def merge_expected(
+    names: list[tuple[str | os.PathLike[str], bytes | None]],
+    path: StrPath,
+    *,
+    files: bool = True,
+    payload_digests: bool = False,
+    replace: bool = False,
+    progress: Progress = None,
+) -> MergeReport:
+    """Like :func:`merge`, of pairs that must have these digests."""
     path = path_of(path)
     with progress_callback(progress, "merge") as callback:
         text = _tpde.merge(

@@ -37,7 +37,7 @@ from .torch import apply_slices_
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Elements", "Kept", "Map", "Piece", "Refusal", "Report", "apply_", "cut", "record"]
+__all__ = ["Elements", "Kept", "Map", "Piece", "Refusal", "Report", "apply_", "check", "cut", "record"]
 
 State = Mapping[str, torch.Tensor]
 #: A function that loads weights, as engines have it.
@@ -285,6 +285,37 @@ def apply_(
     return Report(outcome, len(patched) if outcome == "applied" else 0, reloaded)
 
 
+def check(weights: Map, pair: StrPath, *, kept: Kept | None = None, expect: Digest | None = None) -> None:
+    """Decode a pair from live base weights, with all checks, and write nothing. Weights that are the target's already pass.
+
+    The pair may have only some tensors of the map. Memory: their slices.
+
+    Args:
+        weights, kept, expect: As for :func:`apply_`. The parameters may be read meanwhile.
+
+    Raises:
+        WrongBase: The weights are not the base.
+        UnexpectedPair, Invalid, Limit, SystemRefused, InvalidArgument, Incomplete: As for :func:`tpde.torch.apply_slices_`.
+    """
+    names = {one.name for one in inspect(pair, expect=expect).tensors}
+    slices = weights.slices(without=kept.modules if kept is not None else [])
+    first, _ = _map.without_copies([one for one in slices if one.name in names])
+    of_kept = [one for one in kept.slices if one.name in names] if kept is not None else []
+    try:
+        _decode_apart([*first, *of_kept], pair, expect)
+    except _errors.AlreadyApplied:
+        pass
+
+
+def _decode_apart(slices: list[Slice], pair: Any, expect: Digest | None) -> None:
+    """Decodes slices into other memory."""
+    scratch = [replace(one, tensor=torch.empty_like(one.tensor, memory_format=torch.contiguous_format)) for one in slices]
+    try:
+        apply_slices_(scratch, pair, base=slices, expect=expect)
+    except _errors.Poisoned as poisoned:  # the other memory
+        raise (poisoned.__cause__ or poisoned) from None
+
+
 def _explained(error: _errors.WrongBase, weights: Map, without: list[str], pair: Any, expect: Digest | None) -> _errors.WrongBase:
     """Compares each module with the base alone, and names those that do not hold it. Writes nothing."""
     live, failed, held = weights._live(), [], 0
@@ -295,13 +326,10 @@ def _explained(error: _errors.WrongBase, weights: Map, without: list[str], pair:
             by_module.setdefault(module_of(one.parameter), []).append(Slice(one.tensor, one.index, memory))
     for module, slices in by_module.items():
         first, _ = _map.without_copies(slices)
-        scratch = [replace(one, tensor=torch.empty_like(one.tensor, memory_format=torch.contiguous_format)) for one in first]
         try:
-            apply_slices_(scratch, pair, base=first, mode="chunk_by_chunk", expect=expect)
+            _decode_apart(first, pair, expect)
             held += 1
-        except _errors.Poisoned as poisoned:
-            if not isinstance(poisoned.__cause__, (_errors.WrongBase, _errors.AlreadyApplied)):
-                raise
+        except (_errors.WrongBase, _errors.AlreadyApplied):
             failed.append(module)
     if not failed or not held:
         return error

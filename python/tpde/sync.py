@@ -1,7 +1,8 @@
 """A trainer's weights in the live parameters of inference engines, version by version.
 
 A :class:`Publisher` encodes the difference of each version from the one before. A :class:`Subscriber` patches live parameters by it,
-as :func:`tpde.slices.apply_` does, and answers. A *channel* carries pairs and answers: :class:`Folder`::
+as :func:`tpde.slices.apply_` does, and answers. A *channel* carries pairs and answers: a :class:`Folder`, or a :class:`Group` of
+ranks that ``torch.distributed`` or an engine's communicator connects::
 
     publisher = tpde.sync.Publisher(trainer, tpde.sync.Folder("/shared/run"), dtype=torch.bfloat16)
     subscriber = tpde.sync.Subscriber(weights, tpde.sync.Folder("/shared/run"), "rank0", version=0)
@@ -18,31 +19,37 @@ Three rules hold, whichever process ends when:
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Union
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
 
 from . import _errors
+from ._collective import Collective, Communicator, TorchGroup
 from ._folder import Folder
+from ._group import Group
 from ._kept import Kept
-from ._paths import inspect
-from ._slices import Slice
-from .slices import Loader, Map, apply_, cut
+from ._merge import merge_expected
+from ._paths import digest_of, inspect
+from ._source import Snapshot, Source
+from .slices import Loader, Map, apply_, check
 from .torch import save_file
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Folder", "Publisher", "Subscriber", "Sync"]
+__all__ = ["Collective", "Communicator", "Folder", "Group", "Publisher", "Source", "Subscriber", "Sync", "TorchGroup"]
 
 State = Mapping[str, torch.Tensor]
-#: The trainer's weights: a module, or a function that returns tensors under the names of the checkpoint.
-Source = Union["nn.Module", Callable[[], State]]
 
 _log = logging.getLogger("tpde")
 
@@ -82,144 +89,285 @@ class Publisher:
     On a new channel, the weights at this moment are version 0, which subscribers load from a checkpoint. On a channel with
     versions, for example after the trainer was restarted, the next version is published whole.
 
+    A version is encoded in buckets of tensors. A group sends one bucket while the next one is encoded. All buckets of a version are
+    committed at once.
+
     Args:
-        source: The trainer's weights.
-        channel: Where versions go.
-        dtype: The rollout's dtype: floating-point tensors are cast to it. ``None`` keeps theirs.
+        source: The trainer's weights: a :class:`Source`, or its first argument.
+        channel: Where versions go; ``None`` for the ranks of a source with ``group`` other than the first.
+        dtype: As for :class:`Source`.
         favor: As for :func:`tpde.encode`.
-        timeout: Seconds to wait for answers.
+        timeout: Seconds to wait for answers. A group waits as long as its transport does.
+        bucket: Number of elements after which a bucket ends. It is finished by whole tensors.
     """
 
     def __init__(
         self,
-        source: Source,
-        channel: Folder,
+        source: Source | nn.Module | Callable[[], State],
+        channel: Folder | None,
         *,
         dtype: torch.dtype | None = None,
         favor: str | None = None,
         timeout: float = 60.0,
+        bucket: int = 1 << 27,
     ) -> None:
-        self._source, self._channel, self._dtype = source, channel, dtype
-        self._favor, self._timeout = favor, timeout
+        if isinstance(source, Source) and dtype is not None:
+            raise _errors.InvalidArgument("dtype is passed twice: expected that of the source only")
+        self._source = source if isinstance(source, Source) else Source(source, dtype=dtype)
+        if self._source.is_first != (channel is not None):
+            raise _errors.InvalidArgument("expected a channel for the first rank of the source, and None for the others")
+        self._channel = channel
+        self._favor, self._timeout, self._bucket = favor, timeout, bucket
         self._session = uuid4().hex
-        versions = channel.versions()
-        #: The weights of the last version; ``None`` if it is not known.
-        self._last: dict[str, torch.Tensor] | None = None
+        versions = self._source.share(channel.versions() if channel is not None else None)
+        #: The weights of the last version; ``None`` if they are not known.
+        self._last: Snapshot | None = None
         if not versions:
-            self._last = self._current()
-            channel.commit(0, {"bytes": 0, "changed": None, "favor": favor or "ratio", "difference": None, "whole": None})
+            self._last = self._source.snapshot()
+            if channel is not None:
+                channel.begin(self._record())
         #: The last version that was published.
-        self.version = versions[-1] if versions else 0
+        self.version: int = versions[-1] if versions else 0
 
-    def _current(self) -> dict[str, torch.Tensor]:
-        """A copy of the trainer's weights on the CPU, in the dtype of the rollout."""
-        tensors = self._source.state_dict() if hasattr(self._source, "state_dict") else self._source()
-        copies = {}
-        for name, tensor in tensors.items():
-            dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
-            copies[name] = tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
-        return copies
+    def _record(self) -> dict[str, Any]:
+        return {"bytes": 0, "changed": None, "favor": self._favor or "ratio", "difference": None, "whole": None}
 
     def publish(self) -> Sync:
         """Publish the source's weights as the next version, once all subscribers have the last one.
 
-        Subscribers answer later: :meth:`wait` waits for them.
+        Subscribers answer later: :meth:`wait` waits for them. Those of a group check the version before it is committed.
 
         Raises:
             NotAcknowledged: A subscriber failed, or did not answer in time. Nothing was published. ``Folder.drop`` removes it.
             InvalidArgument: Another publisher uses the channel.
+            Disconnected: A rank of the group has ended.
         """
         clock = _Clock()
-        behind = self.wait()
+        plan = self._agreed(self._plan)
         clock.end("wait")
-        target = self._current()
+        target = self._source.snapshot()
         clock.end("snapshot")
-        version, favor = self.version + 1, self._favor or "ratio"
-        layouts = sorted({one["layout"] for one in self._channel.subscribers().values()})
-        slices = cut(target, [self._channel.rectangles(layout) for layout in layouts])
-        record: dict[str, Any] = {"bytes": 0, "changed": None, "favor": favor, "difference": None, "whole": None}
-        if self._last is not None:
-            record["difference"] = self._encode(slices, version, layouts, record, whole=False)
-        if self._last is None or behind:
-            record["whole"] = self._encode(slices, version, layouts, record, whole=True)
-        clock.end("encode")
-        self._channel.commit(version, record)
+        version, record = self.version + 1, self._record()
+        try:
+            if self._last is not None:
+                record["difference"] = self._encode(target, version, plan["layouts"], record, whole=False)
+            if plan["is_whole"]:
+                record["whole"] = self._encode(target, version, plan["layouts"], record, whole=True)
+            clock.end("encode")
+            record = self._agreed(lambda: self._checked(version, record))
+        except BaseException:
+            if self._channel is not None:
+                with contextlib.suppress(_errors.Disconnected):
+                    self._channel.abort()
+            raise
+        clock.end("check")
+        if self._channel is not None:
+            self._channel.commit(version, record)
         self.version, self._last = version, target
         clock.end("commit")
-        sync = Sync(version, record["bytes"], record["changed"], favor, clock.milliseconds)
+        sync = Sync(version, record["bytes"], record["changed"], record["favor"], clock.milliseconds)
         _log.info("published %s", sync)
         return sync
 
+    def _agreed(self, work: Callable[[], Any]) -> Any:
+        """Runs something on the rank with the channel. All ranks of the trainer return its result, or raise."""
+        if self._channel is None:
+            plan = self._source.share()
+            if "error" in plan:
+                raise _errors.NotAcknowledged(plan["error"], version=self.version, failed={}, waiting=[])
+            return plan["result"]
+        try:
+            result = work()
+        except Exception as error:
+            self._source.share({"error": f"the rank with the channel failed: {type(error).__name__}: {error}"})
+            raise
+        self._source.share({"result": result})
+        return result
+
+    def _plan(self) -> dict[str, Any]:
+        """Waits for subscribers. Returns their layouts, and whether one needs a whole version."""
+        assert self._channel is not None
+        behind = self._wait(self._timeout, fresh=True)
+        names = sorted({one["layout"] for one in self._channel.subscribers().values()})
+        layouts = {name: _plain(self._channel.rectangles(name)) for name in names}
+        return {"layouts": layouts, "is_whole": self._last is None or bool(behind)}
+
+    def _checked(self, version: int, record: dict[str, Any]) -> dict[str, Any]:
+        assert self._channel is not None
+        failed = self._channel.prepare(version)
+        if failed:
+            raise self._not_acknowledged(version, failed, [])
+        return record
+
     def _encode(
-        self, slices: list[Slice], version: int, layouts: list[str], record: dict[str, Any], *, whole: bool
+        self, target: Snapshot, version: int, layouts: dict[str, Any], record: dict[str, Any], *, whole: bool
     ) -> dict[str, Any]:
-        """Writes a pair. Returns what its record says of it."""
-        name = f"{version:08}-whole-{self._session}" if whole else f"{version:08}-{self._session}"
-        path = self._channel.pair(name)
-        # An attempt that failed may have left the pair behind. No record names it yet.
-        report = save_file(slices, path, base=None if whole else self._last, favor=self._favor, replace=True)
-        record["bytes"] += report.stored_bytes
+        """Writes and sends the pairs of a version. Returns what its record says of them."""
+        rectangles = [_indices(plain) for plain in layouts.values()]
+        pairs, lanes, changed = [], 0, 0
+        for number, names in enumerate(self._buckets(target)):
+            name = f"{version:08}-{'whole-' if whole else ''}{self._session}-{number}"
+            report = self._bucket_pair(name, target, names, rectangles, whole=whole)
+            if self._channel is None:
+                continue
+            record["bytes"] += report.stored_bytes
+            lanes += sum(one.lanes for one in report.tensors)
+            changed += sum(one.changed for one in report.tensors)
+            pairs.append({"pair": name, "digest": report.pair_digest})
+            self._channel.send([name])
         if not whole:
-            lanes = sum(one.lanes for one in report.tensors)
-            record["changed"] = sum(one.changed for one in report.tensors) / max(lanes, 1)
-        return {"pair": name, "digest": inspect(path).pair_digest, "layouts": layouts}
+            record["changed"] = changed / max(lanes, 1)
+        return {"pairs": pairs, "layouts": list(layouts)}
+
+    def _buckets(self, target: Snapshot) -> Iterator[list[str]]:
+        """Names of the tensors of each bucket, which is the same for all ranks of the trainer."""
+        names: list[str] = []
+        elements = 0
+        for name, shape in target.shapes.items():
+            names.append(name)
+            elements += torch.Size(shape).numel()
+            if elements >= self._bucket:
+                yield names
+                names, elements = [], 0
+        if names:
+            yield names
+
+    def _bucket_pair(self, name: str, target: Snapshot, names: list[str], rectangles: Any, *, whole: bool) -> Any:
+        """Writes a pair of some tensors. All ranks encode what they hold, and the first one merges it. Returns a report."""
+        slices = target.slices(names, rectangles)
+        base = None if whole or self._last is None else self._last.of(slices)
+        if not self._source.is_sharded:
+            assert self._channel is not None
+            path = self._channel.pair(name)
+            # An attempt that failed may have left the pair behind. No record names it yet.
+            save_file(slices, path, base=base, favor=self._favor, replace=True)
+            return inspect(path)
+        with tempfile.TemporaryDirectory(prefix="tpde-") as folder:
+            own = Path(folder) / "own"
+            paths = self._gathered(own, lambda: save_file(slices, own, base=base, favor=self._favor) if slices else None)
+            if self._channel is None:
+                return None
+            path = self._channel.pair(name)
+            merge_expected([(one, None) for one in paths], path, replace=True)
+            return inspect(path)
+
+    def _gathered(self, own: Path, encode: Callable[[], Any]) -> list[Path]:
+        """Encodes a rank's part. The first rank gets those of all ranks."""
+        message, failure = b"", None
+        try:
+            if encode() is not None:
+                index, blob = (own.with_name(own.name + ending).read_bytes() for ending in (".tpde-index", ".tpde-blob"))
+                message = b"".join([b"\1", len(index).to_bytes(8, "little"), index, blob])
+        except Exception as error:
+            message, failure = b"\0" + f"{type(error).__name__}: {error}".encode(), error
+        received = self._source.gather(message)
+        if failure is not None:
+            raise failure
+        paths = []
+        for rank, text in enumerate(received):
+            if text[:1] == b"\0":
+                raise _errors.TpdeError(f"rank {rank} of the trainer failed: {text[1:].decode()}")
+            if text and self._channel is not None:
+                end = 9 + int.from_bytes(text[1:9], "little")
+                paths.append(own.with_name(f"rank{rank}"))
+                paths[-1].with_suffix(".tpde-index").write_bytes(text[9:end])
+                paths[-1].with_suffix(".tpde-blob").write_bytes(text[end:])
+        return paths
 
     def wait(self, timeout: float | None = None) -> list[str]:
-        """Wait until all subscribers that can have the last version have answered that they do.
+        """Wait until all subscribers that can have the last version have answered that they do. Ranks without the channel return.
 
         Returns:
             Names of the subscribers that need a whole version. The next version has it.
 
         Raises:
             NotAcknowledged: A subscriber failed, or did not answer in time.
+            Disconnected: A rank of the group has ended.
         """
-        end = time.monotonic() + (self._timeout if timeout is None else timeout)
-        pause = 0.001
+        return [] if self._channel is None else self._wait(self._timeout if timeout is None else timeout, fresh=False)
+
+    def _wait(self, timeout: float, *, fresh: bool) -> list[str]:
+        assert self._channel is not None
+        end = time.monotonic() + timeout
+        pause, is_served = 0.001, False
         while True:
+            self._channel.collect(fresh=fresh)
             waiting: list[str] = []
             failed: dict[str, str] = {}
             behind: list[str] = []
+            missed: set[int] = set()
             for name, one in self._channel.subscribers().items():
                 answer = one["answer"] or {"version": one["version"], "error": None}
                 if answer["error"] is not None:
                     failed[name] = answer["error"]
                 elif answer["version"] != self.version:
                     has = answer["version"]
-                    can = steps(self._channel, has, self.version, one["layout"]) if has < self.version else None
-                    (behind if can is None else waiting).append(name)
+                    path = steps(self._channel, has, self.version, one["layout"]) if has < self.version else None
+                    (behind if path is None else waiting).append(name)
+                    missed |= {version for version, _ in path or ()}
+                elif one["answer"] is not None and not self._is_of_record(answer):
+                    failed[name] = "it answered with digests of other pairs"
             if not failed and not waiting:
                 return behind
-            if failed or time.monotonic() >= end:
-                problems = [f"{name} failed: {error}" for name, error in failed.items()]
-                problems += [f"{name} has not answered" for name in waiting]
-                raise _errors.NotAcknowledged(
-                    f"version {self.version} is not everywhere: {'; '.join(problems)}",
-                    version=self.version,
-                    failed=failed,
-                    waiting=waiting,
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
+            if failed or is_served or (time.monotonic() >= end and not self._channel.is_live):
+                raise self._not_acknowledged(self.version, failed, waiting)
+            is_served = self._channel.serve(sorted(missed))
+            if not is_served:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.1)
+            fresh = False
+
+    def _is_of_record(self, answer: dict[str, Any]) -> bool:
+        assert self._channel is not None
+        record = self._channel.version(self.version)
+        return answer["digests"] in [_digests(stored) for stored in (record["difference"], record["whole"]) if stored is not None]
+
+    def _not_acknowledged(self, version: int, failed: dict[str, str], waiting: list[str]) -> _errors.NotAcknowledged:
+        problems = [f"{name} failed: {error}" for name, error in failed.items()]
+        problems += [f"{name} has not answered" for name in waiting]
+        return _errors.NotAcknowledged(
+            f"not all subscribers have version {version}: {'; '.join(problems)}", version=version, failed=failed, waiting=waiting
+        )
+
+
+def _plain(rectangles: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: [[[one.start, one.stop] for one in index] for index in indices] for name, indices in rectangles.items()}
+
+
+def _indices(plain: dict[str, Any]) -> dict[str, Any]:
+    return {name: [tuple(slice(*bounds) for bounds in index) for index in indices] for name, indices in plain.items()}
+
+
+def _digests(stored: dict[str, Any]) -> list[str]:
+    return [one["digest"] for one in stored["pairs"]]
 
 
 def steps(channel: Folder, start: int, stop: int, layout: str) -> list[tuple[int, bool]] | None:
     """The pairs that lead from one version to another, as versions and whether they are whole; ``None`` if there are none."""
+    known = {version: channel.version(version) for version in channel.versions() if start < version <= stop}
+
+    def has(version: int, kind: str) -> bool:
+        stored = known.get(version, {}).get(kind)
+        return stored is not None and layout in stored["layouts"]
+
     path: list[tuple[int, bool]] = []
     for version in range(stop, start, -1):
-        record = channel.version(version)
-        if record["difference"] is not None and layout in record["difference"]["layouts"]:
+        if has(version, "difference"):
             path.append((version, False))
-        elif record["whole"] is not None and layout in record["whole"]["layouts"]:
+        elif has(version, "whole"):
             return [(version, True), *reversed(path)]
         else:
             # Only a whole version behind this one helps.
-            later = [at for at, _ in reversed(path) if (whole := channel.version(at)["whole"]) and layout in whole["layouts"]]
+            later = [at for at, _ in reversed(path) if has(at, "whole")]
             return [(later[-1], True), *((at, False) for at in range(later[-1] + 1, stop + 1))] if later else None
     return list(reversed(path))
 
 
 class Subscriber:
     """Keeps live parameters at the published versions.
+
+    :meth:`update` does all at once. An engine that goes on generating calls :meth:`stage` in a thread, which only reads parameters, and
+    :meth:`commit` in a pause.
 
     Args:
         weights: The map of the parameters.
@@ -238,38 +386,185 @@ class Subscriber:
         #: The version that the parameters hold.
         self.version = version
         self._session, self._layout = channel.join(name, version, weights.rectangles(kept))
+        self._staged: list[tuple[int, bool]] = []
+        self._busy = threading.Lock()
+        self._checker = _Checker(weights, channel, kept)
 
     def update(self) -> list[Sync]:
-        """Bring the parameters to the last version, through all versions between. Returns at once if there is none.
+        """Bring the parameters to the last version, through all versions between, and answer.
 
-        Each version is checked completely before it is written, and answered. Nothing else may use the parameters meanwhile.
+        With a folder this returns at once if there is no version. With a group it waits until the publisher commits one; the list is
+        empty if that version was for other subscribers, or the channel was closed.
+
+        Each version is checked completely before it is written. Nothing else may use the parameters meanwhile.
 
         Raises:
             TpdeError: A version could not be applied. The publisher gets the error. The parameters are those of ``version``, except
                 after :class:`tpde.Poisoned`.
+            Disconnected: A rank of the group has ended. The parameters are those of ``version``.
+            InvalidArgument: Another thread updates this subscriber.
         """
-        done: list[Sync] = []
+        with self._alone():
+            self._stage(check_folder=False)
+            return self._commit()
+
+    def stage(self) -> list[int]:
+        """Receive and check what comes next, as :meth:`update`, and write nothing. Returns the versions that :meth:`commit` applies.
+
+        Parameters are only read, so the engine may generate meanwhile. Memory: the slices of one bucket.
+
+        Raises:
+            TpdeError: As for :meth:`update`.
+        """
+        with self._alone():
+            self._stage(check_folder=True)
+            return [version for version, _ in self._staged]
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the publisher waits for :meth:`commit`, also if it applies nothing."""
+        return self._channel.owes_answer
+
+    def commit(self) -> list[Sync]:
+        """Apply what :meth:`stage` has received, and answer. Nothing else may use the parameters meanwhile.
+
+        Raises:
+            TpdeError: As for :meth:`update`.
+        """
+        with self._alone():
+            return self._commit()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise _errors.InvalidArgument(f"subscriber {self._name} is updated by another thread: expected one update at a time")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _path(self) -> list[tuple[int, bool]]:
         versions = self._channel.versions()
-        path = steps(self._channel, self.version, versions[-1], self._layout) if versions else None
-        for version, whole in path or ():
-            done.append(self._apply(version, whole=whole))
-        return done
+        return (steps(self._channel, self.version, versions[-1], self._layout) or []) if versions else []
+
+    def _stage(self, *, check_folder: bool) -> None:
+        self._staged = self._path()
+        if not self._staged and self._channel.is_live:
+            self._checker.begin(self.version)
+            self._channel.receive(self._checker.add, self._checker.error, self._checker.drop)
+            self._staged = self._path()
+        elif self._staged and check_folder:
+            version, whole = self._staged[0]
+            for one in self._stored(version, whole=whole)["pairs"]:
+                check(self._weights, self._channel.pair(one["pair"]), kept=self._kept, expect=one["digest"])
+        for version, whole in self._staged if check_folder else ():
+            self._checker.merge(version, self._stored(version, whole=whole)["pairs"])
+
+    def _stored(self, version: int, *, whole: bool) -> dict[str, Any]:
+        stored: dict[str, Any] = self._channel.version(version)["whole" if whole else "difference"]
+        return stored
+
+    def _commit(self) -> list[Sync]:
+        staged, self._staged = self._staged, []
+        try:
+            return [self._apply(version, whole=whole) for version, whole in staged]
+        finally:
+            self._checker.forget()
+            self._channel.answered(self.version)
 
     def _apply(self, version: int, *, whole: bool) -> Sync:
-        clock, record = _Clock(), self._channel.version(version)
+        record = self._channel.version(version)
         stored = record["whole" if whole else "difference"]
-        pair, expect = self._channel.pair(stored["pair"]), stored["digest"]
+        clock, answer = _Clock(), {"error": None, "digests": _digests(stored)}
+        clock.milliseconds.update(self._checker.milliseconds(version))
         try:
+            pair, expect = self._checker.merge(version, stored["pairs"])
+            clock.end("merge")
             report = apply_(self._weights, pair, kept=self._kept, reload=self._reload, expect=expect)
         except BaseException as error:
             message = f"{type(error).__name__}: {error}"
-            self._channel.answer(self._name, self._session, version, {"error": message, "digest": expect})
+            self._channel.answer(self._name, self._session, version, {**answer, "error": message})
             raise
         self.version = version
         clock.end("apply")
-        self._channel.answer(self._name, self._session, version, {"error": None, "digest": expect})
+        self._channel.answer(self._name, self._session, version, answer)
         clock.end("answer")
         changed = None if whole else record["changed"]
         sync = Sync(version, record["bytes"], changed, record["favor"], clock.milliseconds, report.reloaded)
         _log.info("%s has applied %s", self._name, sync)
         return sync
+
+
+class _Checker:
+    """Checks the pairs of a version in a thread while others arrive, and merges them."""
+
+    def __init__(self, weights: Map, channel: Folder, kept: Kept | None) -> None:
+        self._weights, self._channel, self._kept = weights, channel, kept
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: list[Future[float]] = []
+        self._failure: Exception | None = None
+        self._version, self._checked = -1, (-1, 0.0)
+        self._merged: dict[tuple[str, ...], tuple[Path, str]] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def begin(self, version: int) -> None:
+        """What arrives follows this version."""
+        self._version, self._failure = version, None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "tpde-check")
+
+    def add(self, name: str) -> None:
+        """Checks a pair, unless it is the difference from a version that the parameters do not hold."""
+        assert self._thread is not None
+        if "-whole-" in name or int(name.partition("-")[0]) == self._version + 1:
+            self._pending.append(self._thread.submit(self._check, name))
+
+    def _check(self, name: str) -> float:
+        begin = time.perf_counter()
+        check(self._weights, self._channel.pair(name), kept=self._kept)
+        return 1e3 * (time.perf_counter() - begin)
+
+    def error(self, version: int) -> str | None:
+        """Waits for all checks. Returns the first error."""
+        pending, self._pending = self._pending, []
+        total = 0.0
+        for one in pending:
+            try:
+                total += one.result()
+            except Exception as error:
+                self._failure = self._failure or error
+        self._checked = version, total
+        return None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
+
+    def drop(self) -> None:
+        """Forgets a version that is not published. Raises if that is because a check failed here."""
+        for one in self._pending:
+            one.cancel()
+        self._pending.clear()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def milliseconds(self, version: int) -> dict[str, float]:
+        """Time of the checks, if this version was checked."""
+        return {"check": self._checked[1]} if self._checked[0] == version else {}
+
+    def merge(self, version: int, stored: list[dict[str, str]]) -> tuple[Path, str]:
+        """One pair of all buckets, which have the digests of the record, and the digest that it must have."""
+        if len(stored) == 1:
+            return self._channel.pair(stored[0]["pair"]), stored[0]["digest"]
+        digests = tuple(one["digest"] for one in stored)
+        if digests not in self._merged:
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="tpde-")
+            path = Path(self._folder.name) / f"{version:08}-{len(self._merged)}"
+            merge_expected([(self._channel.pair(one["pair"]), digest_of(one["digest"])) for one in stored], path)
+            self._merged[digests] = path, inspect(path).pair_digest
+        return self._merged[digests]
+
+    def forget(self) -> None:
+        """Deletes merged pairs."""
+        self._merged.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None

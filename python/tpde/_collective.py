@@ -1,0 +1,144 @@
+"""Bytes between the ranks of a group: what a channel needs of a transport. The transports are those of PyTorch and of engines."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from ._errors import Disconnected, InvalidArgument
+
+
+class Collective(Protocol):
+    """A group of ranks. Rank 0 is the publisher."""
+
+    rank: int
+    size: int
+    #: Where buffers are.
+    device: torch.device
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """Fills a U8 buffer of all ranks with that of rank 0."""
+
+    def all_gather(self, buffers: torch.Tensor, own: torch.Tensor) -> None:
+        """Fills ``buffers`` of all ranks, of shape ``[size, n]``, with the U8 buffers ``own`` of all ranks."""
+
+
+class TorchGroup:
+    """A group of ``torch.distributed``, with the backend gloo or nccl.
+
+    Args:
+        group: The group; ``None`` for the default one. Only the channel may use it meanwhile.
+        device: Where buffers are: the CPU for gloo, the rank's CUDA device for nccl.
+    """
+
+    def __init__(self, group: Any = None, device: str | torch.device = "cpu") -> None:
+        from torch import distributed
+
+        self._distributed, self._group, self.device = distributed, group, torch.device(device)
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        self._source = 0 if group is None else distributed.get_global_rank(group, 0)
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """As :class:`Collective` has it."""
+        self._distributed.broadcast(buffer, self._source, group=self._group)
+
+    def all_gather(self, buffers: torch.Tensor, own: torch.Tensor) -> None:
+        """As :class:`Collective` has it."""
+        self._distributed.all_gather(list(buffers.unbind(0)), own, group=self._group)
+
+
+class Communicator:
+    """A communicator of an inference engine, such as ``PyNcclCommunicator`` of vLLM.
+
+    Args:
+        communicator: An object with ``rank``, ``world_size``, ``device``, ``broadcast(tensor, src)`` and
+            ``all_gather(output, input)``. Work is queued on the current stream.
+    """
+
+    def __init__(self, communicator: Any) -> None:
+        lacking = [name for name in ("rank", "world_size", "device", "broadcast", "all_gather") if not hasattr(communicator, name)]
+        if lacking:
+            raise InvalidArgument(
+                f"a {type(communicator).__name__} has no {', '.join(lacking)}: expected a communicator like PyNccl's"
+            )
+        if getattr(communicator, "disabled", False):
+            raise InvalidArgument("the communicator is disabled: expected one with at least two ranks")
+        self._communicator, self.device = communicator, torch.device(communicator.device)
+        self.rank, self.size = int(communicator.rank), int(communicator.world_size)
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """As :class:`Collective` has it."""
+        self._communicator.broadcast(buffer, 0)
+
+    def all_gather(self, buffers: torch.Tensor, own: torch.Tensor) -> None:
+        """As :class:`Collective` has it."""
+        self._communicator.all_gather(buffers.view(-1), own)
+
+
+class Messages:
+    """Messages of any length over a group. A transport that fails once is not used again, because ranks may disagree on the order."""
+
+    def __init__(self, collective: Collective) -> None:
+        self.rank, self.size = collective.rank, collective.size
+        self._collective = collective
+        self._lost: str | None = None
+
+    def broadcast(self, message: bytes | None = None) -> bytes:
+        """Rank 0 passes a message, which all ranks get."""
+        with self._use():
+            length = self._integers([0 if message is None else len(message)])
+            self._collective.broadcast(length)
+            size = int(length.cpu().view(torch.int64)[0])
+            buffer = (
+                torch.empty(size, dtype=torch.uint8, device=self._collective.device) if message is None else self._bytes(message)
+            )
+            if size:
+                self._collective.broadcast(buffer)
+            return message if message is not None else buffer.cpu().numpy().tobytes()
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks."""
+        with self._use():
+            own = self._integers([len(message)])
+            every = torch.empty((self.size, own.numel()), dtype=torch.uint8, device=own.device)
+            self._collective.all_gather(every, own)
+            sizes = every.cpu().view(torch.int64).view(-1).tolist()
+            padded = max(sizes)
+            if not padded:
+                return [b""] * self.size
+            buffers = torch.empty((self.size, padded), dtype=torch.uint8, device=own.device)
+            self._collective.all_gather(buffers, self._bytes(message.ljust(padded, b"\0")))
+            return [row[:size].numpy().tobytes() for row, size in zip(buffers.cpu(), sizes)]
+
+    def _bytes(self, message: bytes) -> torch.Tensor:
+        if not message:
+            return torch.empty(0, dtype=torch.uint8, device=self._collective.device)
+        return torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._collective.device)
+
+    def _integers(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64).view(torch.uint8).to(self._collective.device)
+
+    def _use(self) -> _Use:
+        if self._lost is not None:
+            raise Disconnected(f"the channel is disconnected: {self._lost}", reason=self._lost)
+        return _Use(self)
+
+
+class _Use:
+    """Names failures of a transport."""
+
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+        self._device = messages._collective.device
+
+    def __enter__(self) -> None:
+        if self._device.type == "cuda":  # a thread begins on device 0
+            torch.cuda.set_device(self._device)
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if error is None:
+            return
+        self._messages._lost = f"{type(error).__name__}: {error}"
+        if isinstance(error, Exception):
+            raise Disconnected(f"the channel is disconnected: {self._messages._lost}", reason=self._messages._lost) from error

@@ -1,0 +1,223 @@
+"""A trainer's weights, whole or in shards, under the names of the checkpoint and in the rollout's dtype."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Union
+
+import torch
+
+from ._collective import Messages
+from ._cuts import Rectangles, grid
+from ._errors import InvalidArgument
+from ._index import rectangle
+from ._slices import Slice
+
+if TYPE_CHECKING:
+    from torch import nn
+
+State = Union[Mapping[str, torch.Tensor], Iterable[Slice]]
+
+#: Tensors with fewer elements are encoded whole, by the first rank. A part of a few elements costs more than it saves.
+SMALL = 1 << 16
+
+
+class Source:
+    """A trainer's weights. Copies are made per version, so the trainer may change its weights after ``publish``.
+
+    With ``group``, each rank of the trainer passes the elements that it holds and encodes them. All ranks make a
+    :class:`Publisher` and call ``publish``; the first one has the channel. Tensors with fewer than 65,536 elements are collected by the
+    first rank.
+
+    Args:
+        tensors: A module, or a function that returns a dict of tensors, for example after names and layouts were converted to those of
+            the checkpoint. With ``group``, tensors may be ``DTensor`` with placements ``Shard`` and ``Replicate``, as FSDP2 has them,
+            and the function may return slices with ``shape`` instead, as ranks of tensor parallelism hold them.
+        dtype: The rollout's dtype: floating-point tensors are cast to it. ``None`` keeps theirs.
+        device: Where the copies are: the CPU, or the device of the tensors if :func:`tpde.torch.save_file` takes such tensors.
+        group: The trainer's ranks, as :class:`Collective`; its first rank has the channel.
+    """
+
+    def __init__(
+        self,
+        tensors: nn.Module | Callable[[], State],
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        group: Any = None,
+    ) -> None:
+        self._tensors, self._dtype, self._device = tensors, dtype, torch.device(device)
+        self._messages = None if group is None else Messages(group)
+        #: Whether each rank passes what it holds.
+        self.is_sharded = self._messages is not None
+        #: Whether this rank has the channel.
+        self.is_first = self._messages is None or self._messages.rank == 0
+
+    def snapshot(self) -> Snapshot:
+        """Copies of the weights that this rank encodes.
+
+        Raises:
+            InvalidArgument: Ranks hold overlapping shards that are not equal, or no rank holds some elements, or a ``DTensor`` has
+                other placements.
+        """
+        state = self._tensors.state_dict() if hasattr(self._tensors, "state_dict") else self._tensors()
+        if self._messages is None:
+            if not isinstance(state, Mapping):
+                raise InvalidArgument("the source has slices: expected a dict of tensors, or a group of ranks")
+            own = {name: [(whole_of(tuple(tensor.shape)), tensor)] for name, tensor in state.items()}
+            return self._copied({name: tuple(tensor.shape) for name, tensor in state.items()}, own, [])
+        return self._of_ranks(list(_slices_of(state)))
+
+    def _of_ranks(self, slices: list[Slice]) -> Snapshot:
+        assert self._messages is not None
+        held = [(one.name, rectangle(one.name, one.index, [*(one.shape or ())]), one) for one in slices]
+        plain = [(name, [*(one.shape or ())], box.origin, box.extent, str(self._cast(one.tensor))) for name, box, one in held]
+        shapes, owners, shards = _owners([json.loads(text) for text in self._messages.gather(json.dumps(plain).encode())])
+        own: dict[str, list[tuple[Any, torch.Tensor]]] = {}
+        small: list[Any] = []
+        for name, box, one in held:
+            if owners.pop((name, (*box.origin,), (*box.extent,)), None) != self._messages.rank:
+                continue  # another rank has the same elements
+            tensor = one.tensor.detach().reshape(box.extent)
+            if math.prod(shapes[name]) < SMALL:
+                small.append((name, box.origin, box.extent, tensor.to("cpu", self._cast(tensor)).contiguous()))
+            elif 0 not in box.extent:
+                own.setdefault(name, []).append((_index(box.origin, box.extent), tensor))
+        wholes = self._collected(small, shapes)
+        for name, whole in wholes.items() if self.is_first else ():
+            own[name] = [(whole_of(shapes[name]), whole)]
+        large = {name: indices for name, indices in shards.items() if math.prod(shapes[name]) >= SMALL}
+        return self._copied(shapes, own, [large])
+
+    def _collected(self, small: list[Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """Small tensors, put together by the first rank."""
+        assert self._messages is not None
+        header = json.dumps([(name, origin, extent, str(tensor.dtype)) for name, origin, extent, tensor in small]).encode()
+        parts = [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for *_, tensor in small]
+        received = self._messages.gather(b"".join([len(header).to_bytes(8, "little"), header, *parts]))
+        wholes: dict[str, torch.Tensor] = {}
+        for message in received if self.is_first else ():
+            at = 8 + int.from_bytes(message[:8], "little")
+            for name, origin, extent, text in json.loads(message[8:at]):
+                dtype = getattr(torch, text.removeprefix("torch."))
+                size = math.prod(extent) * dtype.itemsize
+                part = torch.frombuffer(bytearray(message[at : at + size]), dtype=torch.uint8) if size else torch.empty(0)
+                at += size
+                whole = wholes.setdefault(name, torch.empty(shapes[name], dtype=dtype))
+                if size:
+                    whole[_index(origin, extent)] = part.view(dtype).view(extent)
+        return wholes
+
+    def _copied(self, shapes: Mapping[str, tuple[int, ...]], own: Any, cuts: list[Rectangles]) -> Snapshot:
+        copies = {
+            name: [(index, one.detach().to(self._device, self._cast(one), copy=True).contiguous()) for index, one in held]
+            for name, held in own.items()
+        }
+        return Snapshot(shapes, copies, cuts)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    def share(self, plan: Any = None) -> Any:
+        """The first rank passes a plan, which all ranks get."""
+        if self._messages is None:
+            return plan
+        return json.loads(self._messages.broadcast(json.dumps(plan).encode() if self.is_first else None))
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks."""
+        return [message] if self._messages is None else self._messages.gather(message)
+
+
+class Snapshot:
+    """Copies of the elements that a rank encodes."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], held: Any, cuts: list[Rectangles]) -> None:
+        #: Shapes of all tensors, also of those of other ranks.
+        self.shapes = dict(shapes)
+        self._held, self._cuts = held, cuts
+        self.bytes = {name: sum(one.numel() * one.element_size() for _, one in parts) for name, parts in held.items()}
+
+    def slices(self, names: Iterable[str], rectangles: Iterable[Rectangles]) -> list[Slice]:
+        """The elements of some tensors, cut where receivers and ranks of the trainer hold them."""
+        wanted = {name: self.shapes[name] for name in names}
+        cuts = [{name: one[name] for name in wanted if name in one} for one in [*rectangles, *self._cuts]]
+        return [
+            Slice(name, index, tensor[_within(index, origin)], self.shapes[name])
+            for name, indices in grid(wanted, cuts).items()
+            for origin, tensor in self._held.get(name, ())
+            for index in indices
+            if _is_within(index, origin)
+        ]
+
+    def of(self, slices: Iterable[Slice]) -> list[Slice]:
+        """The same elements as those slices, of this snapshot: the base of a difference."""
+        found = []
+        for one in slices:
+            for origin, tensor in self._held.get(one.name, ()):
+                if _is_within(one.index, origin):
+                    found.append(Slice(one.name, one.index, tensor[_within(one.index, origin)], self.shapes[one.name]))
+        return found
+
+
+def whole_of(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The index of all elements."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def _index(origin: Iterable[int], extent: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(origin, extent))
+
+
+def _is_within(index: Any, held: tuple[slice, ...]) -> bool:
+    return index is ... or all(own.start <= one.start and one.stop <= own.stop for one, own in zip(index, held))
+
+
+def _within(index: Any, held: tuple[slice, ...]) -> Any:
+    return index if index is ... else tuple(slice(one.start - own.start, one.stop - own.start) for one, own in zip(index, held))
+
+
+def _slices_of(state: State) -> Iterable[Slice]:
+    """The elements that a rank holds."""
+    if not isinstance(state, Mapping):
+        yield from state
+        return
+    sharded: Mapping[str, Any] = state
+    for name, tensor in sharded.items():
+        placements, shape = getattr(tensor, "placements", None), tuple(tensor.shape)
+        if placements is None:
+            yield Slice(name, whole_of(shape), tensor, shape)
+            continue
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        # A strided shard is a subclass in some releases: its elements are no rectangle.
+        if any(type(one) not in (Shard, Replicate) for one in placements):
+            raise InvalidArgument(f"tensor {name!r} has placements {placements}: expected Shard and Replicate")
+        extent, origin = compute_local_shape_and_global_offset(shape, tensor.device_mesh, placements)
+        yield Slice(name, _index(origin, extent), tensor.to_local(), shape)
+
+
+def _owners(ranks: list[Any]) -> tuple[dict[str, tuple[int, ...]], dict[Any, int], dict[str, list[tuple[slice, ...]]]]:
+    """Shapes of all tensors, the first rank that holds each rectangle, and the rectangles of each tensor."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, str] = {}
+    owners: dict[Any, int] = {}
+    shards: dict[str, list[tuple[slice, ...]]] = {}
+    for rank, held in enumerate(ranks):
+        for name, shape, origin, extent, dtype in held:
+            if shapes.setdefault(name, tuple(shape)) != tuple(shape) or dtypes.setdefault(name, dtype) != dtype:
+                raise InvalidArgument(
+                    f"rank {rank} has tensor {name!r} as {dtype} {shape}: expected {dtypes[name]} {[*shapes[name]]}, as other ranks"
+                )
+            if (name, tuple(origin), tuple(extent)) not in owners:
+                owners[name, tuple(origin), tuple(extent)] = rank
+                shards.setdefault(name, []).append(_index(origin, extent))
+    for name, indices in shards.items():
+        elements = sum(math.prod(one.stop - one.start for one in index) for index in indices)
+        if elements != math.prod(shapes[name]):
+            problem = "lack elements of" if elements < math.prod(shapes[name]) else "hold overlapping shards of"
+            raise InvalidArgument(f"the ranks {problem} tensor {name!r} of shape {[*shapes[name]]}")
+    return dict(sorted(shapes.items())), owners, shards
