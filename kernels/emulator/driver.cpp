@@ -834,6 +834,37 @@ EXPORTED u32 cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, Stream* handle
     return queue(handle, {"a copy within the device", [=] { memcpy((void*)to, (const void*)from, bytes); }, nullptr,
                           nullptr, false});
 }
+// `CUDA_MEMCPY2D` of the driver, for copies within the device.
+struct CopyOfRows {
+    size_t from_x, from_y;
+    u32 from_type;
+    const void* from_host;
+    u64 from;
+    void* from_array;
+    size_t from_pitch, to_x, to_y;
+    u32 to_type;
+    void* to_host;
+    u64 to;
+    void* to_array;
+    size_t to_pitch, bytes, count;
+};
+EXPORTED u32 cuMemcpy2DAsync_v2(const CopyOfRows* rows, Stream* handle) {
+    LOCKED;
+    MAY_BE_REFUSED;
+    const u32 DEVICE_MEMORY = 2;
+    CopyOfRows copy = *rows;
+    if (copy.from_type != DEVICE_MEMORY || copy.to_type != DEVICE_MEMORY || copy.from_x || copy.from_y || copy.to_x ||
+        copy.to_y || copy.from_pitch < copy.bytes || copy.to_pitch < copy.bytes || !copy.count)
+        return INVALID_VALUE;
+    if (!is_device_memory(copy.from, (copy.count - 1) * copy.from_pitch + copy.bytes) ||
+        !is_device_memory(copy.to, (copy.count - 1) * copy.to_pitch + copy.bytes))
+        return INVALID_VALUE;
+    auto run = [=] {
+        for (size_t n = 0; n < copy.count; n++)
+            memcpy((void*)(copy.to + n * copy.to_pitch), (const void*)(copy.from + n * copy.from_pitch), copy.bytes);
+    };
+    return queue(handle, {"a copy of rows within the device", run, nullptr, nullptr, false});
+}
 EXPORTED u32 cuMemsetD8Async(u64 to, u8 byte, size_t count, Stream* handle) {
     LOCKED;
     MAY_BE_REFUSED;

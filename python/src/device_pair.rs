@@ -15,8 +15,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 use tpde::cuda::{
-    Application, ApplyPlan, Binding, DeviceIndex, DeviceSlice, DeviceSliceCheckpoint, Mode, Payloads, Pending, PinnedBuffer,
-    TensorSlice,
+    Application, ApplyPlan, Binding, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer, TensorSlice,
 };
 use tpde::{Apply, BaseKind, Error, Escaped, FileSource, InPlace, Result, Source};
 
@@ -292,7 +291,7 @@ impl Bound {
             Ok((slice.0.dtype()?, slice.0.shape().to_vec(), unsafe { slice.on_device() }))
         });
         let slices: Result<Vec<_>> = slices.collect();
-        let lying = match slices.and_then(|slices| DeviceSliceCheckpoint::new(self.index.device(), slices)) {
+        let lying = match slices.and_then(|slices| DeviceCheckpoint::of_slices(self.index.device(), slices)) {
             Ok(lying) => lying,
             Err(error) => return error,
         };

@@ -90,7 +90,7 @@ impl<'a> TensorSlice<'a> {
     }
 
     /// Returns the memory of a rectangle within the slice, and its rows. The slice was checked.
-    fn memory_of(&self, dtype: Dtype, rectangle: &Rectangle) -> Result<(DeviceSlice, Option<Rows>)> {
+    pub(super) fn memory_of(&self, dtype: Dtype, rectangle: &Rectangle) -> Result<(DeviceSlice, Option<Rows>)> {
         let refused = |why: &dyn fmt::Display| {
             let (name, slice) = (Escaped(self.name), &self.rectangle);
             Error::InvalidArgument(format!("part {rectangle} of tensor {name} in slice {slice}: {why}"))

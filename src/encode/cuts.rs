@@ -1,22 +1,81 @@
 //! The entries of a pair with parts: which rectangles of which tensors.
 
 use super::options::EncodeOptions;
-use super::plan::{Plan, is_prefix, lanes, plan_from};
+use super::plan::{Plan, is_prefix, lanes, plan, plan_from};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::{Cut, Piece};
 use crate::error::{Error, Escaped, PartNotHeld, Result};
+use crate::format::FormatVersion;
 use crate::rectangle::{Rectangle, Runs, part_fault, precedes};
 use crate::writer::PartSpec;
 
+/// What an encoding reads of base and target: all tensors, or the entries of a pair with parts.
+pub(crate) struct Selection<'a> {
+    base: Option<&'a dyn Checkpoint>,
+    target: &'a dyn Checkpoint,
+    entries: Option<Entries<'a>>,
+}
+
+impl<'a> Selection<'a> {
+    /// Selects what the options and the slices of the target name.
+    ///
+    /// # Errors
+    /// Those of [`Entries::new`]; [`Error::InvalidArgument`] for parts in format 1.1.
+    pub fn new(base: Option<&'a dyn Checkpoint>, target: &'a dyn Checkpoint, options: &EncodeOptions) -> Result<Self> {
+        let entries = Entries::new(base, target, options)?;
+        if entries.as_ref().is_some_and(Entries::has_parts) && options.format == FormatVersion::V1_1 {
+            return Err(Error::InvalidArgument("parts of tensors need format 1.2".into()));
+        }
+        Ok(Self { base, target, entries })
+    }
+
+    /// The base, with one tensor per entry that has one if the pair has parts.
+    pub fn base(&self) -> Option<&dyn Checkpoint> {
+        match &self.entries {
+            Some(entries) => entries.base.as_ref().map(|base| base as &dyn Checkpoint),
+            None => self.base,
+        }
+    }
+
+    /// The target, with one tensor per entry.
+    pub fn target(&self) -> &dyn Checkpoint {
+        self.entries.as_ref().map_or(self.target, |entries| &entries.target)
+    }
+
+    /// The number, in the whole base, of a tensor of [`base`](Self::base).
+    pub fn base_tensor(&self, number: usize) -> usize {
+        self.entries.as_ref().and_then(|entries| entries.base.as_ref()).map_or(number, |base| base.tensor(number))
+    }
+
+    /// The number, in the whole target, of a tensor of [`target`](Self::target).
+    #[cfg(feature = "cuda")]
+    pub fn target_tensor(&self, number: usize) -> usize {
+        self.entries.as_ref().map_or(number, |entries| entries.target.tensor(number))
+    }
+
+    /// Whether all tensors are encoded completely. Without all of its tensors, a file cannot be rebuilt.
+    pub fn is_complete(&self) -> bool {
+        self.entries.as_ref().is_none_or(|entries| entries.is_complete)
+    }
+
+    /// The plans of all entries.
+    pub fn plans(&self, options: &EncodeOptions) -> Result<Vec<Plan>> {
+        match &self.entries {
+            Some(entries) => entries.plans(options),
+            None => (0..self.target.tensors().len()).map(|i| plan(self.base, self.target, i, options)).collect(),
+        }
+    }
+}
+
 /// Target and base as the encoder reads them: with one tensor per entry of the pair.
-pub(super) struct Entries<'a> {
-    pub target: Cut<'a>,
-    pub base: Option<Cut<'a>>,
+struct Entries<'a> {
+    target: Cut<'a>,
+    base: Option<Cut<'a>>,
     /// For each entry, the number of its base in `base`.
     bases: Vec<Option<usize>>,
     parts: Vec<Option<PartSpec>>,
     /// Whether all tensors are covered.
-    pub is_complete: bool,
+    is_complete: bool,
 }
 
 impl<'a> Entries<'a> {
@@ -25,7 +84,7 @@ impl<'a> Entries<'a> {
     /// # Errors
     /// [`Error::PartNotHeld`] for a part of which target or base have only some elements. [`Error::InvalidArgument`] for rectangles
     /// that are no parts of their tensors or do not nest, and for rules that cannot be followed.
-    pub fn new(base: Option<&'a dyn Checkpoint>, target: &'a dyn Checkpoint, options: &EncodeOptions) -> Result<Option<Self>> {
+    fn new(base: Option<&'a dyn Checkpoint>, target: &'a dyn Checkpoint, options: &EncodeOptions) -> Result<Option<Self>> {
         if let Some(name) = options.cuts.keys().find(|name| target.find(name).is_none()) {
             return Err(Error::InvalidArgument(format!("the target has no tensor {} to cut", Escaped(name))));
         }
@@ -61,7 +120,7 @@ impl<'a> Entries<'a> {
     }
 
     /// Whether an entry is a part of a tensor.
-    pub fn has_parts(&self) -> bool {
+    fn has_parts(&self) -> bool {
         self.parts.iter().any(Option::is_some)
     }
 
@@ -97,7 +156,7 @@ impl<'a> Entries<'a> {
     }
 
     /// The plans of all entries.
-    pub fn plans(&self, options: &EncodeOptions) -> Result<Vec<Plan>> {
+    fn plans(&self, options: &EncodeOptions) -> Result<Vec<Plan>> {
         let base = self.base.as_ref().map(|base| base as &dyn Checkpoint);
         let plan = |(i, part): (usize, &Option<PartSpec>)| {
             let plan = plan_from(base, self.bases[i], &self.target, i, options)?;

@@ -22,7 +22,9 @@ pub use split::Split;
 
 // The encoder on a device shares these.
 #[cfg(feature = "cuda")]
-pub(crate) use plan::{Plan, check_holdable, low_bits, plan};
+pub(crate) use cuts::Selection;
+#[cfg(feature = "cuda")]
+pub(crate) use plan::{Plan, check_holdable, low_bits};
 #[cfg(feature = "cuda")]
 pub(crate) use run::{check_options, report};
 #[cfg(feature = "cuda")]

@@ -1,9 +1,9 @@
 //! Encodes the difference of two checkpoints as a pair.
 
 use super::assembly::{Assembly, Chunk, MAX_HELD_BYTES};
-use super::cuts::Entries;
+use super::cuts::Selection;
 use super::options::{CodecChoice, EncodeOptions};
-use super::plan::{Plan, check_holdable, plan};
+use super::plan::{Plan, check_holdable};
 use super::survey::Survey;
 use super::train::train;
 use super::ways::{Attempt, Worker};
@@ -123,9 +123,8 @@ pub fn encode<W: Write>(
 
 /// Size in bytes of the tensors and parts of tensors that [`encode`] encodes.
 pub fn encoded_bytes(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options: &EncodeOptions) -> Result<u64> {
-    let entries = Entries::new(base, target, options)?;
-    let target = entries.as_ref().map_or(target, |entries| &entries.target);
-    Ok(target.tensors().iter().fold(0, |sum, tensor| u64::saturating_add(sum, tensor.bytes())))
+    let selection = Selection::new(base, target, options)?;
+    Ok(selection.target().tensors().iter().fold(0, |sum, tensor| u64::saturating_add(sum, tensor.bytes())))
 }
 
 /// [`encode`] with a parameter for tests: a tensor's way is chosen once more than `max_held_bytes` bytes of payloads are held.
@@ -139,21 +138,11 @@ pub(super) fn encode_holding<W: Write>(
     progress: Progress<'_>,
 ) -> Result<(Finished<W>, EncodeReport)> {
     check_options(base, target, options)?;
-    let entries = Entries::new(base, target, options)?;
-    if entries.as_ref().is_some_and(Entries::has_parts) && options.format == FormatVersion::V1_1 {
-        return Err(Error::InvalidArgument("parts of tensors need format 1.2".into()));
-    }
-    // Without all of its tensors, a file cannot be rebuilt.
-    let files = if entries.as_ref().is_none_or(|entries| entries.is_complete) { files } else { Vec::new() };
+    let selection = Selection::new(base, target, options)?;
+    let files = if selection.is_complete() { files } else { Vec::new() };
     let (whole_base, whole_target) = (base, target);
-    let (base, target) = match &entries {
-        Some(entries) => (entries.base.as_ref().map(|base| base as &dyn Checkpoint), &entries.target as &dyn Checkpoint),
-        None => (base, target),
-    };
-    let mut plans: Vec<Plan> = match &entries {
-        Some(entries) => entries.plans(options)?,
-        None => (0..target.tensors().len()).map(|i| plan(base, target, i, options)).collect::<Result<_>>()?,
-    };
+    let (base, target) = (selection.base(), selection.target());
+    let mut plans = selection.plans(options)?;
     check_holdable(base, target, &plans, &files)?;
     let workers = Pool::new(Worker::default);
     train(base, target, options, &mut plans, &workers, progress)?;
@@ -181,9 +170,8 @@ pub(super) fn encode_holding<W: Write>(
     target.check_unchanged()?;
     base.map_or(Ok(()), |base| base.check_unchanged())?;
     check_digests(&finished, whole_base, whole_target)?;
-    let cut_base = entries.as_ref().and_then(|entries| entries.base.as_ref());
-    let base_of = |i: u32| cut_base.map_or(i as usize, |base| base.tensor(i as usize));
-    let report = report(&finished, whole_base, plans.iter().filter_map(|plan| plan.base).map(base_of));
+    let bases = plans.iter().filter_map(|plan| plan.base).map(|i| selection.base_tensor(i as usize));
+    let report = report(&finished, whole_base, bases);
     Ok((finished, report))
 }
 

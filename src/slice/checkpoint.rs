@@ -1,10 +1,11 @@
 //! Slices as a checkpoint.
 
+use super::held::{HeldSlices, NewSlice};
 use super::layout::SliceLayout;
 use super::memory::Slice;
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::error::{Error, Escaped, Result};
-use crate::rectangle::{Rectangle, overlap};
+use crate::error::Result;
+use crate::rectangle::Rectangle;
 
 /// A checkpoint of which only rectangles of the tensors are held, in memory: what a rank of a distributed job has.
 ///
@@ -34,99 +35,51 @@ use crate::rectangle::{Rectangle, overlap};
 /// [`Encode`]: crate::Encode
 #[derive(Debug, Default)]
 pub struct SliceCheckpoint<'a> {
-    infos: Vec<TensorInfo>,
-    /// The slices of each tensor.
-    held: Vec<Vec<Held<'a>>>,
-}
-
-/// A slice of a [`SliceCheckpoint`].
-#[derive(Debug)]
-struct Held<'a> {
-    rectangle: Rectangle,
-    layout: SliceLayout,
-    bytes: &'a [u8],
+    slices: HeldSlices<&'a [u8]>,
 }
 
 impl<'a> SliceCheckpoint<'a> {
     /// A checkpoint of these slices. Several slices may be of one tensor, and a slice may be empty.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if slices of one tensor have elements in common, or state different dtypes or shapes, or if a
-    /// slice is not within its tensor or has another size.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if slices of one tensor have elements in common, or state different
+    /// dtypes or shapes, or if a slice is not within its tensor or has another size.
     pub fn new(slices: impl IntoIterator<Item = Slice<'a>>) -> Result<Self> {
-        let mut slices: Vec<_> = slices.into_iter().collect();
-        slices.sort_by(|a, b| a.tensor.name.cmp(&b.tensor.name));
-        let mut checkpoint = Self::default();
-        for Slice { tensor, rectangle, bytes, pitch } in slices {
-            let TensorInfo { name, dtype, shape } = &tensor;
-            let is_possible = dtype.lanes(shape).is_some();
-            let impossible = || Error::InvalidArgument(format!("tensor {} has an impossible shape {shape:?}", Escaped(name)));
-            is_possible.then_some(()).ok_or_else(impossible)?;
-            let layout = SliceLayout::new(name, *dtype, shape, &rectangle, pitch, bytes.len() as u64)?;
-            let held = Held { rectangle, layout, bytes };
-            match (checkpoint.infos.last(), checkpoint.held.last_mut()) {
-                (Some(last), Some(others)) if last.name == *name => {
-                    if (last.dtype, &last.shape) != (*dtype, shape) {
-                        let found = format!("{} {:?} and {dtype} {shape:?}", last.dtype, last.shape);
-                        return Err(Error::InvalidArgument(format!("slices are of tensor {} of {found}", Escaped(name))));
-                    }
-                    others.push(held);
-                }
-                _ => {
-                    checkpoint.held.push(vec![held]);
-                    checkpoint.infos.push(tensor);
-                }
-            }
-        }
-        for (info, held) in checkpoint.infos.iter().zip(&checkpoint.held) {
-            check_disjoint(&info.name, held.iter().map(|held| &held.rectangle))?;
-        }
-        Ok(checkpoint)
-    }
-}
-
-/// Checks that slices of a tensor have no elements in common.
-pub(crate) fn check_disjoint<'a>(name: &str, slices: impl IntoIterator<Item = &'a Rectangle>) -> Result<()> {
-    match overlap(slices) {
-        Some([a, b]) => Err(Error::InvalidArgument(format!("slices {a} and {b} of tensor {} overlap", Escaped(name)))),
-        None => Ok(()),
+        let slices = slices.into_iter().map(|Slice { tensor, rectangle, bytes, pitch }| NewSlice {
+            tensor,
+            rectangle,
+            pitch,
+            size: bytes.len() as u64,
+            memory: bytes,
+        });
+        Ok(Self { slices: HeldSlices::new(slices)? })
     }
 }
 
 impl Checkpoint for SliceCheckpoint<'_> {
     fn tensors(&self) -> &[TensorInfo] {
-        &self.infos
+        self.slices.tensors()
     }
 
     fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        let size = out.len();
-        let mut read = 0;
-        for Held { layout, bytes, .. } in self.held.get(tensor_index).into_iter().flatten() {
-            read += layout.try_each(offset, size, |at, range| {
-                let count = range.len();
-                out[range].copy_from_slice(&bytes[at..at + count]);
-                Ok(())
-            })?;
-            if read == size {
-                return Ok(());
+        self.slices.try_read(tensor_index, offset, out.len(), |bytes, runs| {
+            for (at, range) in runs {
+                out[range.clone()].copy_from_slice(&bytes[*at..][..range.len()]);
             }
-        }
-        let reason = format!("tensor {tensor_index}: not all of {size} bytes from byte {offset} on are held");
-        if read == size { Ok(()) } else { Err(Error::InvalidArgument(reason)) }
+            Ok(())
+        })
     }
 
     fn in_place(&self, tensor_index: usize, offset: u64, size: usize) -> Option<&[u8]> {
-        let at = |held: &Held<'_>| held.layout.contiguous(offset, size);
-        self.held.get(tensor_index)?.iter().find_map(|held| held.bytes.get(at(held)?..)?.get(..size))
+        let at = |layout: &SliceLayout| layout.contiguous(offset, size);
+        self.slices.of(tensor_index).iter().find_map(|held| held.memory.get(at(&held.layout)?..)?.get(..size))
     }
 
     fn held(&self, tensor_index: usize) -> Vec<Rectangle> {
-        self.held.get(tensor_index).into_iter().flatten().map(|held| held.rectangle.clone()).collect()
+        self.slices.rectangles(tensor_index)
     }
 
     fn holds(&self, tensor_index: usize, offset: u64, size: usize) -> bool {
-        let held = self.held.get(tensor_index).into_iter().flatten();
-        let bytes: Result<usize> = held.map(|held| held.layout.try_each(offset, size, |_, _| Ok(()))).sum();
-        bytes.is_ok_and(|bytes| bytes == size)
+        self.slices.holds(tensor_index, offset, size)
     }
 }

@@ -3,12 +3,15 @@
 #![forbid(unsafe_code)]
 
 mod checkpoint;
+mod held;
 mod layout;
 mod memory;
 mod span;
 
 pub use checkpoint::SliceCheckpoint;
-pub(crate) use checkpoint::check_disjoint;
+pub(crate) use held::check_disjoint;
+#[cfg(feature = "cuda")]
+pub(crate) use held::{HeldSlices, NewSlice};
 pub(crate) use layout::SliceLayout;
 pub use memory::{FusedSlices, Slice, SliceMut};
 pub(crate) use memory::{Held, Memories};

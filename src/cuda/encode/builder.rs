@@ -3,8 +3,8 @@
 use super::chunks::Limits;
 use super::digests::Known;
 use super::run::{Job, encode};
-use super::tensors::DeviceCheckpoint;
 use crate::checkpoint::Checkpoint;
+use crate::cuda::checkpoint::DeviceCheckpoint;
 use crate::cuda::runtime::stream::Stream;
 use crate::encode::{EncodeOptions, EncodeReport};
 use crate::error::Result;
@@ -19,9 +19,11 @@ use std::path::{Path, PathBuf};
 /// Encodes a target checkpoint in device memory as a pair: its difference from a base in device memory.
 ///
 /// The pair has the bytes that [`crate::Encode`] makes of the same tensors with the same options. The codec must be `conditioned`
-/// or `raw` for all tensors, and the format 1.2.
+/// or `raw` for all tensors. Each part that the pair describes must be in one slice of the target and in one of the base, with rows
+/// at one distance, as [`TensorSlice`](crate::cuda::TensorSlice) explains. Digests are hashed on the device.
 ///
-/// Device memory: the compressed bytes, and up to 512 MiB, whatever the size of the checkpoints. Calls wait until the pair is
+/// Device memory: the compressed bytes, and up to 512 MiB, whatever the size of the checkpoints. Rows with gaps, and lanes at addresses
+/// that are not multiples of their size, are copied before they are encoded: their bytes are read and written once more. Calls wait until the pair is
 /// complete. After an error, nothing is published, and the device does no more work for the call.
 ///
 /// ```no_run
@@ -91,7 +93,7 @@ impl<'a> Encode<'a> {
     }
 
     /// Adds digests of base tensors that are known, by name: BLAKE3-128 of the bytes of a tensor. In a chain of pairs, they are the
-    /// target digests of the previous pair. The digests of other tensors are computed. They are stored in the pair as they are: with
+    /// target digests of the previous pair. The digests of other tensors, and those of parts, are computed. They are stored in the pair as they are: with
     /// a wrong digest, readers that compare it refuse the base.
     pub fn base_digests(mut self, digests: impl IntoIterator<Item = (String, [u8; DIGEST_SIZE])>) -> Self {
         self.base_digests.extend(digests);
@@ -123,6 +125,7 @@ impl<'a> Encode<'a> {
     /// # Errors
     /// - [`Error::InvalidArgument`](crate::Error::InvalidArgument) for options that a device does not support, or that are invalid, and if base and target are on
     ///   two devices.
+    /// - [`Error::PartNotHeld`](crate::Error::PartNotHeld) if no slice has a whole part.
     /// - [`Error::Device`](crate::Error::Device) if the driver fails, or if there is too little memory.
     /// - The errors of [`crate::Encode::to_path`] about names, shapes, numbers of tensors, and the files of the pair.
     /// - Any error of the watcher.

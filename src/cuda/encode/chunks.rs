@@ -1,7 +1,7 @@
 //! Chunks on the device: their lanes, and what the kernels find out about them.
 
 use super::session::{Drained, Session};
-use super::tensors::DeviceCheckpoint;
+use super::source::Source;
 use crate::codec::conditioned::{ModelTables, shape, size_of_cost};
 use crate::codec::{Codec, TableSet};
 use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
@@ -27,39 +27,15 @@ pub(in crate::cuda) struct Limits {
     pub payloads: u64,
     /// Room for streams in 256ths of their estimated size.
     pub room: u64,
+    /// Maximum size of copies of lanes in rows, in bytes.
+    pub copies: u64,
+    /// Maximum size of the tensors that are hashed in one launch, in bytes. A tensor may have more.
+    pub hashed: u64,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { lanes: 1 << 30, payloads: 96 << 20, room: 320 }
-    }
-}
-
-/// Base and target.
-pub(super) struct Source<'a> {
-    pub base: Option<&'a DeviceCheckpoint>,
-    pub target: &'a DeviceCheckpoint,
-}
-
-impl Source<'_> {
-    /// Returns up to `lanes` lanes of a tensor, from lane `first` on.
-    pub fn chunk(&self, plan: &Plan, first: u64, lanes: u64) -> EncodeChunk {
-        let width = plan.width();
-        let base = self.base.zip(plan.base).map(|(base, i)| &base.memory()[i as usize]);
-        let base_lanes = base.map_or(0, |base| base.bytes() / width);
-        let lanes = lanes.min(plan.lanes - first);
-        EncodeChunk {
-            base: base.map_or(0, |base| base.address() + first * width),
-            target: self.target.memory()[plan.target as usize].address() + first * width,
-            lanes: lanes as u32,
-            base_lanes: base_lanes.saturating_sub(first).min(lanes) as u32,
-            tables: abi::NO_TABLES,
-            lane_cost: plan.pace.lane as u32,
-            dtype: plan.dtype.code(),
-            lane_log2: width.ilog2() as u8,
-            low_bits: low_bits(plan.dtype, plan.base_kind != BaseKind::None) as u8,
-            ..EncodeChunk::default()
-        }
+        Self { lanes: 1 << 30, payloads: 96 << 20, room: 320, copies: 128 << 20, hashed: 4 << 30 }
     }
 }
 
@@ -161,20 +137,19 @@ pub(super) struct Chunk<'a> {
 pub(super) struct Wave<'a> {
     pub chunks: Vec<Chunk<'a>>,
     pub states: DeviceSlice,
-    _memory: DeviceSlice,
+    _memory: (DeviceSlice, Option<DeviceSlice>),
 }
 
 impl<'a> Wave<'a> {
     /// Surveys chunks, chooses their maps, and counts their coded lanes. Sets the form of each payload that follows from these
     /// counts.
-    pub fn new(session: &Session<'_>, source: &Source<'_>, tables: &Tables, jobs: &[(&'a Plan, u64)]) -> Result<Self> {
-        let mut chunks: Vec<_> = jobs
-            .iter()
-            .map(|&(plan, number)| {
-                let lanes = 1 << plan.chunk_lanes_log2;
-                EncodeChunk { tables: tables.place(plan), ..source.chunk(plan, number * lanes, lanes) }
-            })
-            .collect();
+    pub fn new(session: &Session<'_>, source: &Source, tables: &Tables, jobs: &[(&'a Plan, u64)]) -> Result<Self> {
+        let of_jobs = jobs.iter().map(|&(plan, number)| (plan, number << plan.chunk_lanes_log2, 1 << plan.chunk_lanes_log2));
+        let (mut chunks, copies) = source.chunks(session, of_jobs)?;
+        let _copied = Drained(session);
+        for (chunk, (plan, _)) in chunks.iter_mut().zip(jobs) {
+            chunk.tables = tables.place(plan);
+        }
         let memory = survey_memory(&mut chunks);
         let (survey, states) = (session.alloc(memory.bytes)?, session.alloc(memory.states)?);
         memory.place(&mut chunks, &survey, &states);
@@ -202,7 +177,7 @@ impl<'a> Wave<'a> {
             chunk.choose_form();
             chunk
         });
-        Ok(Self { chunks: chunks.collect(), states, _memory: survey })
+        Ok(Self { chunks: chunks.collect(), states, _memory: (survey, copies) })
     }
 }
 

@@ -2,12 +2,12 @@
 //!
 //! | file | work |
 //! |---|---|
-//! | `tensors` | checkpoints in device memory |
+//! | `source` | base and target: the memory of each entry, and copies without gaps |
 //! | `session` | memory, launches and copies of an encoding |
 //! | `chunks` | chunks: surveyed, their maps chosen, their coded lanes counted |
 //! | `train` | samples for tables; the tables are made on the host |
 //! | `payloads` | streams and payloads |
-//! | `digests` | digests of tensors |
+//! | `digests` | digests of tensors, hashed on the device |
 //! | `run` | all of it, in the order of the pair |
 //! | `builder` | the builder `Encode` |
 
@@ -17,10 +17,9 @@ mod digests;
 mod payloads;
 mod run;
 mod session;
-mod tensors;
+mod source;
 mod train;
 
 pub use builder::Encode;
 #[cfg(test)]
 pub(in crate::cuda) use chunks::Limits;
-pub use tensors::DeviceCheckpoint;

@@ -1,20 +1,22 @@
 //! Encodes all tensors, and assembles the pair in their order.
 
-use super::chunks::{Chunk, Limits, Source, Tables, Wave};
+use super::chunks::{Chunk, Limits, Tables, Wave};
+use super::digests::{Digest, Digests, Known};
 use super::payloads::{self, Payloads};
 use super::session::{Drained, Session};
-use super::tensors::DeviceCheckpoint;
-use super::{digests, train};
+use super::source::Source;
+use super::train;
 use crate::checkpoint::Checkpoint;
 use crate::codec::Codec;
 use crate::cuda::abi::form;
+use crate::cuda::checkpoint::DeviceCheckpoint;
 use crate::cuda::runtime::stream::Stream;
 use crate::digest;
 use crate::encode::{CodecChoice, EncodeOptions, EncodeReport};
-use crate::encode::{Plan, check_holdable, check_options, plan, report};
+use crate::encode::{Plan, Selection, check_holdable, check_options, report};
 use crate::error::{Error, Result};
-use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, FormatVersion, PAYLOAD_ALIGN, TensorDigests};
-use crate::watch::{NoProgress, Progress};
+use crate::format::{ChunkMetadata, ChunkSums, DIGEST_SIZE, FormatVersion, PAYLOAD_ALIGN, TensorDigests};
+use crate::watch::Progress;
 use crate::writer::{Finished, PairBuilder};
 use rayon::prelude::*;
 use std::io::Write;
@@ -24,8 +26,8 @@ pub(super) struct Job<'a> {
     pub target: &'a DeviceCheckpoint,
     pub base: Option<&'a DeviceCheckpoint>,
     pub options: &'a EncodeOptions,
-    pub base_digests: &'a digests::Known,
-    pub target_digests: &'a digests::Known,
+    pub base_digests: &'a Known,
+    pub target_digests: &'a Known,
     pub after: Option<&'a Stream>,
     pub limits: Limits,
     pub watcher: Progress<'a>,
@@ -42,27 +44,30 @@ pub(super) fn encode<W: Write>(job: &Job<'_>, builder: PairBuilder<W>) -> Result
     let base_checkpoint = base.map(|base| base as &dyn Checkpoint);
     check_options(base_checkpoint, target, options)?;
     check_supported(job)?;
-    let mut plans: Vec<Plan> =
-        (0..target.tensors().len()).map(|i| plan(base_checkpoint, target, i, options)).collect::<Result<_>>()?;
-    check_holdable(base_checkpoint, target, &plans, &[])?;
+    let selection = Selection::new(base_checkpoint, target, options)?;
+    let mut plans = selection.plans(options)?;
+    check_holdable(selection.base(), selection.target(), &plans, &[])?;
+    let source = Source::new(base, target, &selection, &plans)?;
 
     let device = &target.device().inner;
     let cx = device.context.enter()?;
-    let source = Source { base, target };
-    let (finished, used) = {
+    let known = [job.base_digests, job.target_digests];
+    let finished = {
         let session = Session::new(target, &cx, job.after)?;
         let _drained = Drained(&session);
+        let digests = Digests::new(&session, job.limits.hashed, &source, &selection, &plans, known)?;
         train::train(&session, &source, options, &mut plans, job.watcher)?;
         let tables = Tables::upload(&session, &plans)?;
-        let mut assembly = Assembly::new(job, &plans, builder);
+        let mut assembly = Assembly { job, selection: &selection, source: &source, plans: &plans, builder, begun: 0, digests };
         let jobs: Vec<_> = plans.iter().enumerate().flat_map(|(i, plan)| chunks_of(i, plan)).collect();
         let mut rest = &jobs[..];
         while !rest.is_empty() {
-            let mut bytes = 0;
+            let (mut bytes, mut copied) = (0, 0);
             let count = rest.iter().take_while(|(_, plan, _)| {
-                let before = bytes;
+                let is_first = bytes == 0;
                 bytes += plan.width() << plan.chunk_lanes_log2;
-                before == 0 || bytes <= job.limits.lanes
+                copied += source.copied_per_lane(plan) << plan.chunk_lanes_log2;
+                is_first || (bytes <= job.limits.lanes && copied <= job.limits.copies)
             });
             let (now, after) = rest.split_at(count.count());
             rest = after;
@@ -70,9 +75,10 @@ pub(super) fn encode<W: Write>(job: &Job<'_>, builder: PairBuilder<W>) -> Result
             let mut wave = Wave::new(&session, &source, &tables, &chunks)?;
             payloads::write(&session, &tables, job.limits, &mut wave, |wave, payloads| assembly.add(now, wave, &payloads))?;
         }
-        (assembly.finish()?, plans.iter().filter_map(|plan| plan.base.map(|i| i as usize)).collect::<Vec<_>>())
+        assembly.finish()?
     };
-    let report = report(&finished, base_checkpoint, used.into_iter());
+    let bases = plans.iter().filter_map(|plan| plan.base).map(|i| selection.base_tensor(i as usize));
+    let report = report(&finished, base_checkpoint, bases);
     Ok((finished, report))
 }
 
@@ -86,11 +92,10 @@ fn check_supported(job: &Job<'_>) -> Result<()> {
     if !matches!(options.codec, CodecChoice::Only(Codec::Conditioned | Codec::Raw)) {
         return Err(unsupported(&format!("expected codec conditioned or raw for all tensors, found {}", options.codec.name())));
     }
-    if options.format != FormatVersion::V1_2 {
-        return Err(unsupported("expected format 1.2"));
-    }
-    if !options.cuts.is_empty() || !options.split.is_empty() {
-        return Err(unsupported("tensors cannot be cut into parts"));
+    if options.format == FormatVersion::V1_1 && !(job.base_digests.is_empty() && job.target_digests.is_empty()) {
+        return Err(unsupported(
+            "format 1.1 with known digests; its roots need whole hashes: leave the digests out, or use format 1.2",
+        ));
     }
     match job.base {
         Some(base) if !std::sync::Arc::ptr_eq(&base.device().inner, &job.target.device().inner) => {
@@ -103,20 +108,16 @@ fn check_supported(job: &Job<'_>) -> Result<()> {
 /// Passes tensors and chunks to the builder in order.
 struct Assembly<'a, W> {
     job: &'a Job<'a>,
+    selection: &'a Selection<'a>,
+    source: &'a Source,
     plans: &'a [Plan],
     builder: PairBuilder<W>,
     /// Number of tensors that have begun. All but the last have ended.
     begun: usize,
-    base_digests: digests::Known,
-    target_digests: digests::Known,
+    digests: Digests<'a>,
 }
 
-impl<'a, W: Write> Assembly<'a, W> {
-    fn new(job: &'a Job<'a>, plans: &'a [Plan], builder: PairBuilder<W>) -> Self {
-        let (base_digests, target_digests) = (job.base_digests.clone(), job.target_digests.clone());
-        Self { job, plans, builder, begun: 0, base_digests, target_digests }
-    }
-
+impl<W: Write> Assembly<'_, W> {
     /// Adds payloads. `jobs` are those of the wave: index of the plan, plan, number of the chunk.
     fn add(&mut self, jobs: &[(usize, &Plan, u64)], wave: &Wave<'_>, payloads: &Payloads) -> Result<()> {
         let chunks = &wave.chunks[payloads.chunks.clone()];
@@ -155,8 +156,7 @@ impl<'a, W: Write> Assembly<'a, W> {
             self.end_tensor()?;
             let plan = &self.plans[self.begun];
             let Some(&way) = plan.way.get() else { return Err(unsupported("a tensor without a codec")) };
-            let base = self.job.base.map(|base| base as &dyn Checkpoint);
-            self.builder.begin_tensor(&plan.spec(way, true, base, self.job.target));
+            self.builder.begin_tensor(&plan.spec(way, true, self.selection.base(), self.selection.target()));
             self.begun += 1;
         }
         Ok(())
@@ -165,15 +165,16 @@ impl<'a, W: Write> Assembly<'a, W> {
     /// Ends the last tensor, if one has begun.
     fn end_tensor(&mut self) -> Result<()> {
         let Some(plan) = self.begun.checked_sub(1).map(|last| &self.plans[last]) else { return Ok(()) };
-        let progress: Progress<'_> = &NoProgress(self.job.watcher);
-        let base_digest = match (self.job.base, plan.base) {
-            (Some(base), Some(i)) if plan.base_kind != BaseKind::None => {
-                digests::of_tensor(base, i as usize, &mut self.base_digests, progress)?
+        match self.digests.of(self.source, plan)? {
+            (None, Digest::Hashed(target)) => self.builder.end_tensor(None, target),
+            (Some(Digest::Hashed(base)), Digest::Hashed(target)) => self.builder.end_tensor(Some(base), target),
+            (base, target) => {
+                let base_digest = base.map_or([0; DIGEST_SIZE], |base| base.short());
+                let digests = TensorDigests { base_digest, target_digest: target.short() };
+                self.builder.end_copied_tensor(&digests)?;
             }
-            _ => [0; DIGEST_SIZE],
-        };
-        let target_digest = digests::of_tensor(self.job.target, plan.target as usize, &mut self.target_digests, progress)?;
-        self.builder.end_copied_tensor(&TensorDigests { base_digest, target_digest })
+        }
+        Ok(())
     }
 }
 

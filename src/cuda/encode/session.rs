@@ -1,9 +1,9 @@
 //! An encoding in progress: its stream, its memory, and what it queues.
 
-use super::tensors::DeviceCheckpoint;
 use crate::cuda::abi;
-use crate::cuda::runtime::copies;
-use crate::cuda::runtime::driver::{self, Entered, Kernel, OwnStream, RawEvent};
+use crate::cuda::checkpoint::DeviceCheckpoint;
+use crate::cuda::runtime::copies::{self, CopyRows};
+use crate::cuda::runtime::driver::{self, Entered, Kernel, OwnStream, RawEvent, RawStream};
 use crate::cuda::runtime::inner::Inner;
 use crate::cuda::runtime::kernels::EncodeKernels;
 use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
@@ -18,23 +18,36 @@ pub(super) struct Session<'a> {
     cx: &'a Entered<'a>,
     pub kernels: EncodeKernels,
     stream: Option<OwnStream>,
+    after: Option<&'a Stream>,
 }
 
 impl<'a> Session<'a> {
     /// Begins after the work that is queued on `after`.
-    pub fn new(target: &'a DeviceCheckpoint, cx: &'a Entered<'a>, after: Option<&Stream>) -> Result<Self> {
+    pub fn new(target: &'a DeviceCheckpoint, cx: &'a Entered<'a>, after: Option<&'a Stream>) -> Result<Self> {
         let device = &target.device().inner;
         let kernels = device.kernels.encoder(&device.context)?;
-        let session = Self { device, cx, kernels, stream: Some(device.pools.stream(cx)?) };
-        if let Some(after) = after {
-            let event = RawEvent::new(cx, false)?;
-            event.record(cx, after.raw())?;
-            event.hold(cx, session.raw())?;
-        }
+        let session = Self { device, cx, kernels, stream: Some(device.pools.stream(cx)?), after };
+        session.wait_for_caller(session.raw())?;
         Ok(session)
     }
 
-    fn raw(&self) -> driver::RawStream {
+    /// Makes a stream wait for the work of the caller.
+    fn wait_for_caller(&self, stream: RawStream) -> Result<()> {
+        let Some(after) = self.after else { return Ok(()) };
+        let event = RawEvent::new(self.cx, false)?;
+        event.record(self.cx, after.raw())?;
+        event.hold(self.cx, stream)
+    }
+
+    /// Returns a second stream, which also waits for the work of the caller.
+    pub fn second_stream(&self) -> Result<SecondStream<'_>> {
+        let own = self.device.pools.stream(self.cx)?;
+        let stream = SecondStream { session: self, stream: Stream::new(self.device, own.raw(), false), own: Some(own) };
+        self.wait_for_caller(stream.stream.raw())?;
+        Ok(stream)
+    }
+
+    fn raw(&self) -> RawStream {
         self.stream.as_ref().map_or(std::ptr::null_mut(), OwnStream::raw)
     }
 
@@ -61,6 +74,13 @@ impl<'a> Session<'a> {
         let to = to.slice(0, bytes.len() as u64)?;
         // SAFETY: the memory has room for the bytes. The driver copies pageable memory before it returns.
         unsafe { copies::copy_in(self.cx, to.address(), bytes.as_ptr(), bytes.len(), self.raw()) }
+    }
+
+    /// Queues a copy of rows to memory of the session.
+    pub fn copy_rows(&self, to: u64, rows: CopyRows) -> Result<()> {
+        // SAFETY: the rows are the caller's memory, checked with the checkpoint; `to` is ours until the session has waited for the
+        // stream, and as large.
+        unsafe { copies::copy_rows(self.cx, to, rows, self.raw()) }
     }
 
     /// Queues a fill with zeros. The size is a multiple of four.
@@ -119,6 +139,25 @@ impl Drop for Session<'_> {
     fn drop(&mut self) {
         if let Some(stream) = self.stream.take() {
             self.device.pools.take_back(self.cx, stream);
+        }
+    }
+}
+
+/// Another stream of a session. The host waits for its work when it is dropped.
+pub(super) struct SecondStream<'a> {
+    session: &'a Session<'a>,
+    pub stream: Stream,
+    own: Option<OwnStream>,
+}
+
+impl Drop for SecondStream<'_> {
+    fn drop(&mut self) {
+        let Session { device, cx, .. } = self.session;
+        if let Some(own) = self.own.take() {
+            if !own.is_idle(cx) {
+                driver::drain(cx, own.raw());
+            }
+            device.pools.take_back(cx, own);
         }
     }
 }

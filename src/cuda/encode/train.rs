@@ -1,7 +1,8 @@
 //! Samples for the tables of codec `conditioned`. The device counts tokens; the host makes tables from the counts.
 
-use super::chunks::{Source, survey_memory};
+use super::chunks::survey_memory;
 use super::session::{Drained, Session};
+use super::source::Source;
 use crate::codec::conditioned::{Sample, tokens_within};
 use crate::cuda::abi;
 use crate::encode::{EncodeOptions, Group, PIECE, Pieces, Plan, group, low_bits, train_with};
@@ -15,7 +16,7 @@ const PIECES: usize = 2048;
 /// Sets the tables of every plan, as the encoder of the processor does.
 pub(super) fn train(
     session: &Session<'_>,
-    source: &Source<'_>,
+    source: &Source,
     options: &EncodeOptions,
     plans: &mut [Plan],
     progress: Progress<'_>,
@@ -38,17 +39,12 @@ pub(super) fn train(
 }
 
 /// Returns the sample of some pieces of a group's tensors.
-fn sample(
-    session: &Session<'_>,
-    source: &Source<'_>,
-    of: Group,
-    pieces: &[(&Plan, u64)],
-    progress: Progress<'_>,
-) -> Result<Sample> {
+fn sample(session: &Session<'_>, source: &Source, of: Group, pieces: &[(&Plan, u64)], progress: Progress<'_>) -> Result<Sample> {
     progress.done(0)?;
     let low_bits = low_bits(of.dtype, of.from_base);
     let tokens = tokens_within(8 * of.dtype.lane_bytes() as u32 - low_bits) as u32;
-    let mut chunks: Vec<_> = pieces.iter().map(|(plan, piece)| source.chunk(plan, piece * PIECE, PIECE)).collect();
+    let (mut chunks, _copies) = source.chunks(session, pieces.iter().map(|&(plan, piece)| (plan, piece * PIECE, PIECE)))?;
+    let _copied = Drained(session);
     let memory = survey_memory(&mut chunks);
 
     let slots = (chunks.len() as u32).min(2 * session.device.multiprocessors);

@@ -3,6 +3,11 @@
 use super::calls;
 use super::driver::{Entered, RawStream, check};
 use crate::error::Result;
+use cudarc::driver::sys;
+use std::ptr;
+
+/// Maximum distance of rows that the driver copies in one call. Every device supports this one.
+const MAX_PITCH: u64 = i32::MAX as u64;
 
 /// Queues a copy from the host.
 ///
@@ -39,6 +44,54 @@ pub(in crate::cuda) unsafe fn copy_within(_: &Entered<'_>, to: u64, from: u64, b
     }
     // SAFETY: promised by the caller.
     check(unsafe { calls::cuMemcpyDtoDAsync_v2(to, from, bytes as usize, stream) }, "copy within the device")
+}
+
+/// Rows of equal length in device memory, to be copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::cuda) struct CopyRows {
+    /// Address of the first row.
+    pub from: u64,
+    /// Size of a row in bytes.
+    pub bytes: u64,
+    /// Distance between the beginnings of rows in bytes.
+    pub pitch: u64,
+    pub count: u64,
+}
+
+/// Queues a copy of rows within the device, to memory without gaps.
+///
+/// # Safety
+/// Both are device memory until the copy has completed, and do not overlap.
+pub(in crate::cuda) unsafe fn copy_rows(cx: &Entered<'_>, to: u64, rows: CopyRows, stream: RawStream) -> Result<()> {
+    let CopyRows { from, bytes, pitch, count } = rows;
+    if bytes == 0 || count == 0 {
+        return Ok(());
+    }
+    if count == 1 || pitch > MAX_PITCH {
+        // SAFETY: promised by the caller.
+        return (0..count).try_for_each(|n| unsafe { copy_within(cx, to + n * bytes, from + n * pitch, bytes, stream) });
+    }
+    let device = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE;
+    let copy = sys::CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: device,
+        srcHost: ptr::null(),
+        srcDevice: from,
+        srcArray: ptr::null_mut(),
+        srcPitch: pitch as usize,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: device,
+        dstHost: ptr::null_mut(),
+        dstDevice: to,
+        dstArray: ptr::null_mut(),
+        dstPitch: bytes as usize,
+        WidthInBytes: bytes as usize,
+        Height: count as usize,
+    };
+    // SAFETY: promised by the caller. The driver reads the description before it returns.
+    check(unsafe { calls::cuMemcpy2DAsync_v2(&copy, stream) }, "copy rows within the device")
 }
 
 /// Queues a fill with `count` copies of a word.

@@ -8,6 +8,7 @@ mod cases;
 mod digests;
 mod emulated;
 mod encode;
+mod encode_slices;
 mod frames;
 mod generated;
 mod given;

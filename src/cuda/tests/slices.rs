@@ -1,7 +1,7 @@
 //! Slices of tensors on a device: what the ranks of a distributed job hold.
 
 use super::super::{
-    Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, DeviceSliceCheckpoint, Mode, Payloads, Rows, TensorSlice,
+    Application, ApplyPlan, Binding, Device, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, Payloads, Rows, TensorSlice,
 };
 use super::generated::{Random, lanes};
 use super::laid::{Route, payloads};
@@ -489,7 +489,7 @@ fn a_failed_launch_on_slices_is_explained() {
         let tensors = TensorSlice::in_place(&index, &slices).unwrap();
         let error = launch(device, &index, &tensors, mode, Payloads::Host(pair.blob())).unwrap_err();
         let typed = slices.into_iter().map(|slice| (Dtype::Bf16, model.weight(slice.name).info.shape.clone(), slice));
-        let base = DeviceSliceCheckpoint::new(device, typed).unwrap();
+        let base = DeviceCheckpoint::of_slices(device, typed).unwrap();
         assert_eq!(first_difference(&read(device, &memory), image), None);
         Apply::new(&pair).base(&base).explain_in_place(error)
     };

@@ -1,0 +1,191 @@
+//! Base and target in device memory: the lanes of each entry of the pair.
+
+use super::session::{Drained, Session};
+use crate::cuda::abi::{self, EncodeChunk};
+use crate::cuda::checkpoint::DeviceCheckpoint;
+use crate::cuda::rows::Rows;
+use crate::cuda::runtime::copies::CopyRows;
+use crate::cuda::runtime::memory::DeviceSlice;
+use crate::encode::{Plan, Selection, low_bits};
+use crate::error::Result;
+use crate::format::BaseKind;
+use crate::rectangle::Rectangle;
+use std::ops::Range;
+
+/// Alignment of copies without gaps, in bytes.
+const ALIGN: u64 = 16;
+
+/// The lanes of a tensor, or of a part of a tensor.
+#[derive(Debug, Clone)]
+pub(super) struct Lanes {
+    pub memory: DeviceSlice,
+    pub rows: Option<Rows>,
+}
+
+impl Lanes {
+    /// Size without gaps in bytes.
+    fn bytes(&self) -> u64 {
+        match self.rows {
+            Some(Rows { bytes, pitch }) if self.memory.bytes() > 0 => ((self.memory.bytes() - bytes) / pitch + 1) * bytes,
+            _ => self.memory.bytes(),
+        }
+    }
+
+    /// Whether kernels need a copy of the lanes: they read lanes without gaps, at whole multiples of their size.
+    fn needs_copy(&self, width: u64) -> bool {
+        self.rows.is_some() || !self.memory.address().is_multiple_of(width)
+    }
+
+    /// The copies that put bytes `range` of the lanes, without gaps, at address `to`: at most three.
+    fn copies(&self, range: Range<u64>, to: u64) -> Vec<(u64, CopyRows)> {
+        let whole = self.memory.bytes().max(1);
+        let Rows { bytes: row, pitch } = self.rows.unwrap_or(Rows { bytes: whole, pitch: whole });
+        let mut copies = Vec::new();
+        let mut at = range.start;
+        while at < range.end {
+            let (number, offset) = (at / row, at % row);
+            let from = self.memory.address() + number * pitch + offset;
+            let (bytes, count) = match (range.end - at) / row {
+                rows if offset == 0 && rows > 0 => (row, rows),
+                _ => ((row - offset).min(range.end - at), 1),
+            };
+            copies.push((to + at - range.start, CopyRows { from, bytes, pitch, count }));
+            at += bytes * count;
+        }
+        copies
+    }
+}
+
+/// The lanes of all entries.
+pub(super) struct Source {
+    /// By number of the base of an entry.
+    base: Vec<Option<Lanes>>,
+    /// By number of the target of an entry.
+    target: Vec<Lanes>,
+}
+
+impl Source {
+    /// Finds the memory of all entries. The plans are those of the selection.
+    ///
+    /// # Errors
+    /// Those of [`DeviceCheckpoint::memory_of`].
+    pub fn new(
+        base: Option<&DeviceCheckpoint>,
+        target: &DeviceCheckpoint,
+        selection: &Selection<'_>,
+        plans: &[Plan],
+    ) -> Result<Self> {
+        let mut bases = vec![None; selection.base().map_or(0, |base| base.tensors().len())];
+        let mut targets = Vec::with_capacity(plans.len());
+        for plan in plans {
+            let shape = &selection.target().tensors()[plan.target as usize].shape;
+            let part = plan.part.as_ref().map(|part| Rectangle::new(part.origin.clone(), shape.clone()));
+            let lanes = |what, checkpoint: &DeviceCheckpoint, tensor_index, shape: &[u64]| -> Result<_> {
+                let rectangle = part.clone().unwrap_or_else(|| Rectangle::whole(shape));
+                let (memory, rows) = checkpoint.memory_of(what, tensor_index, &rectangle)?;
+                Ok(Lanes { memory, rows })
+            };
+            targets.push(lanes("target", target, selection.target_tensor(plan.target as usize), shape)?);
+            if let (Some(base), Some(i), Some(infos)) = (base, plan.base, selection.base()) {
+                let i = i as usize;
+                bases[i] = Some(lanes("base", base, selection.base_tensor(i), &infos.tensors()[i].shape)?);
+            }
+        }
+        Ok(Self { base: bases, target: targets })
+    }
+
+    /// The base lanes of an entry that is coded from a base.
+    pub fn base(&self, plan: &Plan) -> Option<&Lanes> {
+        let number = plan.base.filter(|_| plan.base_kind != BaseKind::None)?;
+        self.base.get(number as usize)?.as_ref()
+    }
+
+    /// The target lanes of an entry.
+    pub fn target(&self, plan: &Plan) -> &Lanes {
+        &self.target[plan.target as usize]
+    }
+
+    /// The bytes of memory that copies of the base and target lanes of a chunk need, per lane.
+    pub fn copied_per_lane(&self, plan: &Plan) -> u64 {
+        let lanes = self.base(plan).into_iter().chain([self.target(plan)]);
+        lanes.filter(|lanes| lanes.needs_copy(plan.width())).count() as u64 * plan.width()
+    }
+
+    /// Describes chunks: of each, up to this number of lanes of an entry, from this lane on. Queues copies of lanes that the kernels
+    /// cannot read where they are. The memory of the copies is needed as long as the chunks.
+    pub fn chunks<'p>(
+        &self,
+        session: &Session<'_>,
+        chunks: impl Iterator<Item = (&'p Plan, u64, u64)>,
+    ) -> Result<(Vec<EncodeChunk>, Option<DeviceSlice>)> {
+        let (mut described, mut copied, mut bytes) = (Vec::new(), Vec::new(), 0);
+        for (i, (plan, first, lanes)) in chunks.enumerate() {
+            let width = plan.width();
+            let lanes = lanes.min(plan.lanes - first);
+            let base = self.base(plan);
+            let base_lanes = base.map_or(0, |base| base.bytes() / width).saturating_sub(first).min(lanes);
+            let mut place = |source: &Lanes, lanes: u64, is_base| {
+                if source.needs_copy(width) && lanes > 0 {
+                    copied.push((i, source.clone(), first * width..(first + lanes) * width, bytes, is_base));
+                    bytes += (lanes * width).next_multiple_of(ALIGN);
+                }
+                source.memory.address().wrapping_add(first * width)
+            };
+            let target = place(self.target(plan), lanes, false);
+            described.push(EncodeChunk {
+                base: base.map_or(0, |base| place(base, base_lanes, true)),
+                target,
+                lanes: lanes as u32,
+                base_lanes: base_lanes as u32,
+                tables: abi::NO_TABLES,
+                lane_cost: plan.pace.lane as u32,
+                dtype: plan.dtype.code(),
+                lane_log2: width.ilog2() as u8,
+                low_bits: low_bits(plan.dtype, plan.base_kind != BaseKind::None) as u8,
+                ..EncodeChunk::default()
+            });
+        }
+        if copied.is_empty() {
+            return Ok((described, None));
+        }
+        let memory = session.alloc(bytes)?;
+        let queued = copied.into_iter().try_for_each(|(i, source, range, offset, is_base)| {
+            let to = memory.address() + offset;
+            *(if is_base { &mut described[i].base } else { &mut described[i].target }) = to;
+            source.copies(range, to).into_iter().try_for_each(|(to, rows)| session.copy_rows(to, rows))
+        });
+        if queued.is_err() {
+            // Before the memory is freed.
+            drop(Drained(session));
+        }
+        queued.map(|()| (described, Some(memory)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_are_those_of_the_bytes_of_rows() {
+        for (row, pitch, rows) in [(3u64, 7u64, 5u64), (4, 4, 3), (1, 9, 8), (10, 11, 1)] {
+            // SAFETY: nothing is done with the memory.
+            let memory = unsafe { DeviceSlice::from_raw(1000, (rows - 1) * pitch + row) };
+            let lanes = Lanes { memory, rows: Some(Rows::new(row, pitch)) };
+            assert_eq!(lanes.bytes(), row * rows);
+            for start in 0..=row * rows {
+                for end in start..=row * rows {
+                    let copies = lanes.copies(start..end, 50);
+                    assert!(copies.len() <= 3, "{copies:?}");
+                    let found = copies.iter().flat_map(|(to, copy)| {
+                        (0..copy.count).flat_map(move |n| {
+                            (0..copy.bytes).map(move |byte| (to + n * copy.bytes + byte, copy.from + n * copy.pitch + byte))
+                        })
+                    });
+                    let expected = (start..end).map(|at| (50 + at - start, 1000 + at / row * pitch + at % row));
+                    assert!(found.eq(expected), "{start}..{end} of {rows} rows of {row}, {pitch} apart");
+                }
+            }
+        }
+    }
+}
