@@ -1,0 +1,5 @@
+import sys
+from pathlib import Path
+
+# The made-up models of the package's tests.
+sys.path.insert(0, str(Path(__file__).parents[2] / "python" / "tests"))
