@@ -12,6 +12,7 @@ check:
     cargo clippy --all-targets --all-features -- -D warnings
     cargo clippy --all-targets --no-default-features -- -D warnings
     cargo clippy --package tpde-python --all-targets -- -D warnings
+    cargo clippy --package tpde-store --all-targets --all-features -- -D warnings
     RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --all-features
 
 # Every test: Rust, vectors, second reader, layouts, real checkpoints, Python package

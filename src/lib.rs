@@ -107,7 +107,7 @@ pub use chain::Chain;
 pub use checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 pub use codec::{Codec, Layout, PayloadParts};
 pub use encode::{
-    CodecChoice, Encode, EncodeOptions, EncodeReport, Explain, Explanation, Favor, PartReport, Split, TableSetReport,
+    CodecChoice, Encode, EncodeOptions, EncodeReport, Explain, Explanation, Favor, PartReport, Split, Streamed, TableSetReport,
     TensorExplanation, TensorReport, WayReport,
 };
 pub use error::{Conflict, Error, Escaped, Invalid, Location, NotMergeable, PartNotHeld, Result, Rule, UnknownName};

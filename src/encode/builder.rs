@@ -5,6 +5,8 @@ use super::run::{EncodeReport, encode, encoded_bytes};
 use crate::chain::Chain;
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
+use crate::format::BLOB_HEADER_SIZE;
+use crate::index::ValidatedIndex;
 use crate::pair_files::NewPair;
 use crate::reader::Pair;
 use crate::rectangle::Rectangle;
@@ -13,6 +15,7 @@ use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
 use crate::writer::{FileSpec, PairBuilder};
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// Encodes a target checkpoint as a pair: its difference from a base.
@@ -45,6 +48,20 @@ pub struct Encode<'a> {
     inputs: Vec<PathBuf>,
     overwrite: bool,
     watcher: Watcher<'a>,
+}
+
+/// A pair whose blob was written to a writer.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Streamed<W> {
+    /// The index. [`ValidatedIndex::as_bytes`] is the content of the index file.
+    pub index: ValidatedIndex,
+    /// The first bytes of the blob, which were written as zeros.
+    pub header: [u8; BLOB_HEADER_SIZE as usize],
+    /// The writer of the blob.
+    pub blob: W,
+    /// Sizes and counts.
+    pub report: EncodeReport,
 }
 
 impl<'a> Encode<'a> {
@@ -190,6 +207,22 @@ impl<'a> Encode<'a> {
         let builder = PairBuilder::new(blob, "memory".into(), self.options.form())?;
         let (finished, report) = encode(self.base, self.target, self.files()?, &self.effective_options(), builder, &self.watcher)?;
         Ok((finished.into_pair()?, report))
+    }
+
+    /// Encodes the pair and writes its blob to `blob`, from its first byte to its last. The first bytes are zeros instead of
+    /// [`Streamed::header`]: write that there when the call returns. So a blob can be sent while it is encoded.
+    ///
+    /// # Errors
+    /// The errors of [`Encode::to_path`], except those about files of the pair. [`Error::Io`](crate::Error::Io) if `blob` cannot be
+    /// written.
+    pub fn to_writer<W: Write>(&self, blob: W) -> Result<Streamed<W>> {
+        let files = self.files()?;
+        if files.is_empty() {
+            check_composable(self.target.tensors())?;
+        }
+        let builder = PairBuilder::new(blob, "the blob".into(), self.options.form())?;
+        let (finished, report) = encode(self.base, self.target, files, &self.effective_options(), builder, &self.watcher)?;
+        Ok(Streamed { index: finished.index, header: finished.blob_header, blob: finished.blob, report })
     }
 
     /// The options, with the renamed tensors and cuts of a chain.

@@ -14,7 +14,7 @@ mod survey;
 mod train;
 mod ways;
 
-pub use builder::Encode;
+pub use builder::{Encode, Streamed};
 pub use explain::{Explain, Explanation, TableSetReport, TensorExplanation, WayReport};
 pub use options::{CodecChoice, EncodeOptions, Favor};
 pub use run::{EncodeReport, PartReport, TensorReport, encode};

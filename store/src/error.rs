@@ -1,0 +1,118 @@
+//! Errors of stores.
+
+use crate::digest::Digest;
+use std::fmt::Display;
+use std::io;
+use std::path::{Path, PathBuf};
+use tpde::Escaped;
+
+/// The result type of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// The error type of this crate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An error of the library: a checkpoint, a pair, or a local file.
+    #[error(transparent)]
+    Tpde(#[from] tpde::Error),
+    /// A request failed, also after repetitions.
+    #[error("cannot {action} {}: {source}", Escaped(object))]
+    Request {
+        /// The attempted action: a verb, as in `read`.
+        action: &'static str,
+        /// The object, below the prefix of the store.
+        object: String,
+        /// The error of the object store.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// There is no store at the location.
+    #[error("{} is not a store: it has no store.json", Escaped(location))]
+    NotAStore {
+        /// The location.
+        location: String,
+    },
+    /// The location has a store already.
+    #[error("{} is a store already", Escaped(location))]
+    AlreadyAStore {
+        /// The location.
+        location: String,
+    },
+    /// A manifest has a schema that this version of the crate does not read.
+    #[error("{}: expected schema {expected}, found {}", Escaped(object), Escaped(found))]
+    Schema {
+        /// The manifest.
+        object: String,
+        /// The schema that is read.
+        expected: &'static str,
+        /// The schema of the manifest.
+        found: String,
+    },
+    /// A manifest is not valid.
+    #[error("{}: {}", Escaped(object), Escaped(reason))]
+    Manifest {
+        /// The manifest.
+        object: String,
+        /// The rule that it breaks: expected, found.
+        reason: String,
+    },
+    /// An object is missing or has other bytes than its name and its manifest state.
+    #[error("object {digest}: expected {expected}, found {found}")]
+    Damaged {
+        /// The BLAKE3 digest that names the object.
+        digest: Digest,
+        /// What the manifest states.
+        expected: String,
+        /// What the store has.
+        found: String,
+    },
+    /// There is no such branch or version.
+    #[error("there is no version {}", Escaped(version))]
+    NoVersion {
+        /// The version as `BRANCH@NUMBER`, or the branch.
+        version: String,
+    },
+    /// Another writer has created the version first. Nothing was overwritten. A new `put` continues from the new head.
+    #[error("another writer has created {version} first: put again, on top of it")]
+    Conflict {
+        /// The version.
+        version: String,
+    },
+    /// A version cannot be rebuilt from what the store has.
+    #[error("{version} cannot be rebuilt: {}", Escaped(reason))]
+    Unreachable {
+        /// The version.
+        version: String,
+        /// The link that is missing.
+        reason: String,
+    },
+    /// The base of a version is outside of the store and was not supplied.
+    #[error("{version} is not stored: supply it as a checkpoint (its source: {})", Escaped(hint))]
+    External {
+        /// The version that is needed.
+        version: String,
+        /// What its manifest says about its source.
+        hint: String,
+    },
+    /// A `put` took longer than half of the store's grace. Its objects may be collected, so it published nothing.
+    #[error("the upload took {seconds} s, more than half of the grace of {grace} s, so nothing was published: put again")]
+    TooSlow {
+        /// Duration of the upload.
+        seconds: u64,
+        /// The grace of the store.
+        grace: u64,
+    },
+    /// An argument of a call is wrong.
+    #[error("{}", Escaped(_0))]
+    InvalidArgument(String),
+}
+
+impl Error {
+    pub(crate) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
+        tpde::Error::Io { action, path: PathBuf::from(path), source }.into()
+    }
+
+    pub(crate) fn manifest(object: &str, reason: impl Display) -> Self {
+        Self::Manifest { object: object.to_owned(), reason: reason.to_string() }
+    }
+}

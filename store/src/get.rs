@@ -1,0 +1,168 @@
+//! `get`: rebuilds a version.
+
+use crate::catalog::Catalog;
+use crate::download::{Cache, to_file};
+use crate::error::{Error, Result};
+use crate::manifest::Version;
+use crate::prefix::{Prefix, resolve};
+use crate::put::state;
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use tpde::{Apply, Chain, Checkpoint, Escaped, FileSource, MemoryCheckpoint, Pair, SafetensorsCheckpoint};
+
+/// Options of [`Store::get`](crate::Store::get).
+#[derive(Default)]
+#[non_exhaustive]
+pub struct GetOptions<'a> {
+    /// Checkpoints that the caller has: versions, and where they are.
+    pub have: Vec<(String, PathBuf)>,
+    /// Selects tensors by name. The output is then one safetensors file of them. Only their chunks are read from the store.
+    pub tensors: Option<&'a dyn Fn(&str) -> bool>,
+    /// Folder for the pairs that are read. They stay there for later calls. By default a hidden folder beside the output, which is
+    /// removed when the output is complete and used again after an interruption.
+    pub cache: Option<PathBuf>,
+}
+
+impl<'a> GetOptions<'a> {
+    /// Adds to [`have`](Self#structfield.have).
+    #[must_use]
+    pub fn have(mut self, version: impl Into<String>, path: impl Into<PathBuf>) -> Self {
+        self.have.push((version.into(), path.into()));
+        self
+    }
+
+    /// Sets [`tensors`](Self#structfield.tensors).
+    #[must_use]
+    pub fn tensors(mut self, is_wanted: &'a dyn Fn(&str) -> bool) -> Self {
+        self.tensors = Some(is_wanted);
+        self
+    }
+
+    /// Sets [`cache`](Self#structfield.cache).
+    #[must_use]
+    pub fn cache(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.cache = Some(folder.into());
+        self
+    }
+}
+
+pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, options: &GetOptions<'_>) -> Result<Version> {
+    let output = output.as_ref();
+    let mut catalog = Catalog::new(&prefix.remote);
+    let have = resolve(&mut catalog, &options.have)?;
+    let version = catalog.find(version)?;
+    if output.symlink_metadata().is_ok() {
+        let source = std::io::Error::from(std::io::ErrorKind::AlreadyExists);
+        return Err(Error::io("create", output, source));
+    }
+    let route = catalog.route(&version, &have)?;
+    let own = own_cache(output, &version)?;
+    let folder = options.cache.as_deref().unwrap_or(&own);
+    fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+    let cache = Cache { remote: &prefix.remote, folder };
+
+    let mut pairs = Vec::new();
+    match options.tensors {
+        None => {
+            for pair in &route.pairs {
+                pairs.push(cache.whole(pair)?);
+            }
+        }
+        Some(is_wanted) => {
+            let mut bases: Option<HashSet<String>> = None;
+            for pair in route.pairs.iter().rev() {
+                let wanted = |name: &str| bases.as_ref().map_or_else(|| is_wanted(name), |bases| bases.contains(name));
+                let (opened, next) = cache.partial(pair, &wanted)?;
+                bases = Some(next.into_iter().collect());
+                pairs.push(opened);
+            }
+            pairs.reverse();
+        }
+    }
+    let base = route.have.map(SafetensorsCheckpoint::open).transpose()?;
+    rebuild(prefix, &version, base.as_ref(), &pairs, output, options.tensors)?;
+    if options.cache.is_none() {
+        // The output is complete. What stays of the cache is only in the way.
+        let _ = fs::remove_dir_all(&own);
+    }
+    Ok(version)
+}
+
+fn rebuild(
+    prefix: &Prefix,
+    version: &Version,
+    base: Option<&SafetensorsCheckpoint>,
+    pairs: &[Pair<FileSource>],
+    output: &Path,
+    tensors: Option<&dyn Fn(&str) -> bool>,
+) -> Result<()> {
+    let empty = MemoryCheckpoint::EMPTY;
+    let Some(last) = pairs.last() else {
+        return Err(Error::InvalidArgument(format!("{} is a checkpoint that the caller has", version.name())));
+    };
+    check_state(version, last)?;
+    let chain = Chain::new(base.map_or(&empty as &dyn Checkpoint, |base| base), pairs)?.without_last();
+    let apply = Apply::new(last).base(&chain);
+    if let Some(is_wanted) = tensors {
+        let apply = apply.tensors(is_wanted);
+        if apply.selected().next().is_none() {
+            return Err(Error::InvalidArgument(format!("no tensor of {} is selected", version.name())));
+        }
+        apply.to_path(output)?;
+        return Ok(());
+    }
+    let of_pair: Vec<_> = last.index().files().map(|file| file.name).collect();
+    if of_pair.iter().all(|name| name.is_empty()) {
+        apply.to_path(output)?;
+        return Ok(());
+    }
+    if let Some(file) = version.files.iter().find(|file| of_pair.contains(&file.name.as_str())) {
+        return Err(Error::manifest(&version.name(), format_args!("file {} is a file of the pair too", Escaped(&file.name))));
+    }
+    let parent = parent_of(output);
+    let staged = tempfile::Builder::new().prefix(".tpde-").suffix(".tmp").tempdir_in(parent);
+    let staged = staged.map_err(|e| Error::io("create a folder in", parent, e))?;
+    let folder = staged.path().join("checkpoint");
+    apply.to_path(&folder)?;
+    for file in &version.files {
+        // `Version::parse` has checked that the name leads to a place below the folder.
+        let path = folder.join(&file.name);
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, e))?;
+        }
+        // Fails for a name that the file system does not tell apart from another one.
+        File::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
+        to_file(&prefix.remote, &file.content, &path)?;
+        sync(&path)?;
+        sync(path.parent().unwrap_or(&folder))?;
+    }
+    sync(&folder)?;
+    fs::rename(&folder, output).map_err(|e| Error::io("create", output, e))?;
+    sync(parent)
+}
+
+/// Compares the digest of the tensors that a manifest and its pair state.
+pub(crate) fn check_state(version: &Version, pair: &Pair<FileSource>) -> Result<()> {
+    let found = state(pair.index());
+    if found == version.state {
+        return Ok(());
+    }
+    Err(Error::manifest(&version.name(), format_args!("expected a pair whose target has state {}, found {found}", version.state)))
+}
+
+fn sync(path: &Path) -> Result<()> {
+    File::open(path).and_then(|file| file.sync_all()).map_err(|e| Error::io("sync", path, e))
+}
+
+fn parent_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// The cache of a `get` that has none: the same after an interruption.
+fn own_cache(output: &Path, version: &Version) -> Result<PathBuf> {
+    let Some(name) = output.file_name() else {
+        return Err(Error::InvalidArgument(format!("{} names no file or folder", Escaped(&output.display().to_string()))));
+    };
+    Ok(parent_of(output).join(format!(".{}.{}.tpde-get", name.to_string_lossy(), version.id)))
+}

@@ -1,0 +1,53 @@
+//! Versions of neural-network checkpoints in a folder or an object store.
+//!
+//! A store is a prefix: a folder, or a prefix in S3, Google Cloud Storage or Azure (features `aws`, `gcp`, `azure`). Versions are
+//! pairs of the format TPDE, each the difference from the version before, and anchors. The document `docs/stores.md` of the
+//! repository describes layout, manifests and what happens after a failure.
+//!
+//! ```
+//! use tpde_store::{GetOptions, PutOptions, Store, StoreOptions};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let folder = tempfile::tempdir()?;
+//! # let at = |name: &str| folder.path().join(name);
+//! # for (name, byte) in [("step-1.safetensors", 1u8), ("step-2.safetensors", 2)] {
+//! #     let header = br#"{"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}"#;
+//! #     std::fs::write(at(name), [&(header.len() as u64).to_le_bytes()[..], header, &[7, byte]].concat())?;
+//! # }
+//! let store = Store::init(at("store").to_str().ok_or("a path in UTF-8")?, &StoreOptions::default())?;
+//! store.put(at("step-1.safetensors"), &PutOptions::default())?;
+//! store.put(at("step-2.safetensors"), &PutOptions::default().metadata([("step", "2")]))?;
+//!
+//! store.get("main@0", at("back.safetensors"), &GetOptions::default())?;
+//! assert_eq!(std::fs::read(at("back.safetensors"))?, std::fs::read(at("step-1.safetensors"))?);
+//! assert_eq!(store.log("main")?[0].metadata["step"], "2");
+//! # Ok(())
+//! # }
+//! ```
+
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+mod catalog;
+mod check;
+mod digest;
+mod download;
+mod error;
+mod get;
+#[doc(hidden)]
+pub mod internals;
+mod manifest;
+mod names;
+mod prefix;
+mod put;
+mod remote;
+mod store;
+mod upload;
+
+pub use check::{GcReport, VerifyReport};
+pub use digest::Digest;
+pub use error::{Error, Result};
+pub use get::GetOptions;
+pub use manifest::{Content, Reference, Segment, Stored, StoredFile, StoredPair, Version};
+pub use put::{Anchor, PutOptions};
+pub use store::{Store, StoreOptions, Usage};

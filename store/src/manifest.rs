@@ -1,0 +1,258 @@
+//! Manifests: what a store says about its versions. All that is read here may come from strangers.
+
+use crate::digest::Digest;
+use crate::error::{Error, Result};
+use crate::names::{MAX_NUMBER, check_branch, check_file};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Schema of `store.json`.
+pub(crate) const STORE_SCHEMA: &str = "tpde.store/1";
+/// Schema of the manifest of a version.
+pub(crate) const VERSION_SCHEMA: &str = "tpde.store.version/1";
+/// Maximum size of a manifest in bytes.
+pub(crate) const MAX_MANIFEST: u64 = 64 << 20;
+/// Maximum size of a segment in bytes.
+pub(crate) const MAX_SEGMENT: u64 = 1 << 30;
+
+/// What a store states about itself, in `store.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct StoreManifest {
+    pub schema: String,
+    /// Age, in seconds, below which an object is never collected.
+    pub grace: u64,
+    /// Number of versions after which the next one is stored whole; 0 for no such rule.
+    pub anchor_every: u64,
+    /// Size of a chain, in percent of its anchor, above which the next version is stored whole; 0 for no such rule.
+    pub anchor_percent: u64,
+}
+
+/// A version of a checkpoint, as its manifest describes it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct Version {
+    /// `tpde.store.version/1`.
+    pub schema: String,
+    /// The branch.
+    pub branch: String,
+    /// Number within the branch.
+    pub number: u64,
+    /// 32 random hexadecimal digits. They tell apart versions of one number of a branch that was deleted and created again.
+    pub id: String,
+    /// The version before.
+    pub parent: Option<Reference>,
+    /// Hash over the digests of all tensors: the target root of its pair (spec section 7).
+    pub state: Digest,
+    /// Number of tensors.
+    pub tensors: u64,
+    /// Size of all tensors in bytes.
+    pub tensor_bytes: u64,
+    /// How the tensors are stored.
+    pub content: Content,
+    /// Files beside the tensors, in ascending order of name.
+    pub files: Vec<StoredFile>,
+    /// Time of creation by the writer's clock, in seconds since 1970-01-01 UTC.
+    pub created: u64,
+    /// The user's own values.
+    pub metadata: BTreeMap<String, String>,
+}
+
+/// Names a version.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct Reference {
+    /// The branch.
+    pub branch: String,
+    /// Number within the branch.
+    pub number: u64,
+    /// [`Version::id`].
+    pub id: String,
+}
+
+/// How the tensors of a version are stored.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Content {
+    /// An anchor: a pair that needs no base.
+    Whole(StoredPair),
+    /// A pair whose base is the parent.
+    Difference(StoredPair),
+    /// An anchor that is not stored: readers supply the checkpoint.
+    External {
+        /// Where the checkpoint can be found, in the user's words.
+        hint: String,
+    },
+    /// The tensors of the parent.
+    Same,
+}
+
+/// A pair in a store.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct StoredPair {
+    /// The pair digest.
+    pub digest: Digest,
+    /// The index file.
+    pub index: Stored,
+    /// The blob.
+    pub blob: Stored,
+}
+
+impl StoredPair {
+    /// Size of both files in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.index.bytes.saturating_add(self.blob.bytes)
+    }
+}
+
+/// A file beside the tensors.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct StoredFile {
+    /// Path below the folder of the checkpoint, with `/` between names.
+    pub name: String,
+    /// The content.
+    pub content: Stored,
+}
+
+/// A file in a store: its bytes, cut into segments.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct Stored {
+    /// Size of the file in bytes.
+    pub bytes: u64,
+    /// The segments, in order.
+    pub segments: Vec<Segment>,
+}
+
+/// A segment of a file: one object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct Segment {
+    /// BLAKE3 of the bytes: the name of the object.
+    pub digest: Digest,
+    /// Size in bytes.
+    pub bytes: u64,
+}
+
+impl Version {
+    /// `BRANCH@NUMBER`.
+    pub fn name(&self) -> String {
+        format!("{}@{}", self.branch, self.number)
+    }
+
+    /// The reference to this version.
+    pub fn reference(&self) -> Reference {
+        Reference { branch: self.branch.clone(), number: self.number, id: self.id.clone() }
+    }
+
+    /// The pair, if the version has one.
+    pub fn pair(&self) -> Option<&StoredPair> {
+        match &self.content {
+            Content::Whole(pair) | Content::Difference(pair) => Some(pair),
+            Content::External { .. } | Content::Same => None,
+        }
+    }
+
+    /// All segments of the version.
+    pub(crate) fn segments(&self) -> impl Iterator<Item = &Segment> {
+        let pair = self.pair().into_iter().flat_map(|pair| pair.index.segments.iter().chain(&pair.blob.segments));
+        pair.chain(self.files.iter().flat_map(|file| &file.content.segments))
+    }
+
+    /// Reads the manifest of version `number` of `branch`, which is the object `object`.
+    ///
+    /// # Errors
+    /// [`Error::Schema`] for another schema; [`Error::Manifest`] for anything else that is wrong.
+    pub(crate) fn parse(bytes: &[u8], object: &str, branch: &str, number: u64) -> Result<Self> {
+        let version: Self = parse(bytes, object, VERSION_SCHEMA)?;
+        version.check(branch, number).map_err(|reason| Error::manifest(object, reason))?;
+        Ok(version)
+    }
+
+    fn check(&self, branch: &str, number: u64) -> Result<(), String> {
+        if (self.branch.as_str(), self.number) != (branch, number) {
+            return Err(format!("expected the manifest of {branch}@{number}, found that of {}", self.name()));
+        }
+        check_id(&self.id)?;
+        if let Some(parent) = &self.parent {
+            check_branch(&parent.branch)?;
+            check_id(&parent.id)?;
+            if parent.number > MAX_NUMBER {
+                return Err(format!("number of the parent: expected at most {MAX_NUMBER}, found {}", parent.number));
+            }
+            if parent.branch == branch && parent.number >= number {
+                return Err(format!("number of the parent: expected less than {number}, found {}", parent.number));
+            }
+        }
+        if self.parent.is_none() && matches!(self.content, Content::Difference(_) | Content::Same) {
+            return Err("the content needs a parent, and there is none".into());
+        }
+        if let Some(pair) = self.pair() {
+            pair.index.check().map_err(|reason| format!("index: {reason}"))?;
+            pair.blob.check().map_err(|reason| format!("blob: {reason}"))?;
+        }
+        for file in &self.files {
+            check_file(&file.name)?;
+            file.content.check().map_err(|reason| format!("file {}: {reason}", file.name))?;
+        }
+        // A file whose name is a folder of another file could not be written. In this order that file comes first.
+        for pair in self.files.windows(2) {
+            if pair[0].name >= pair[1].name {
+                return Err(format!("files: expected ascending names, found {} before {}", pair[0].name, pair[1].name));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Stored {
+    fn check(&self) -> Result<(), String> {
+        let mut sum = 0u64;
+        for segment in &self.segments {
+            if !(1..=MAX_SEGMENT).contains(&segment.bytes) {
+                return Err(format!("expected segments of 1 to {MAX_SEGMENT} bytes, found {}", segment.bytes));
+            }
+            sum = sum.saturating_add(segment.bytes);
+        }
+        if sum != self.bytes {
+            return Err(format!("expected segments of {} bytes, found {sum}", self.bytes));
+        }
+        Ok(())
+    }
+}
+
+impl StoreManifest {
+    pub fn parse(bytes: &[u8], object: &str) -> Result<Self> {
+        parse(bytes, object, STORE_SCHEMA)
+    }
+}
+
+fn check_id(id: &str) -> Result<(), String> {
+    let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    if id.len() == 32 && id.bytes().all(is_digit) {
+        return Ok(());
+    }
+    Err(format!("expected an id of 32 hexadecimal digits, found {id}"))
+}
+
+/// Compares the schema before anything else is parsed.
+fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8], object: &str, expected: &'static str) -> Result<T> {
+    #[derive(Deserialize)]
+    struct Head {
+        schema: String,
+    }
+    let head: Head = serde_json::from_slice(bytes).map_err(|e| Error::manifest(object, e))?;
+    if head.schema != expected {
+        return Err(Error::Schema { object: object.to_owned(), expected, found: head.schema });
+    }
+    serde_json::from_slice(bytes).map_err(|e| Error::manifest(object, e))
+}

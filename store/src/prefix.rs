@@ -1,0 +1,78 @@
+//! What all calls of a store share: the prefix, its rules, and the creation of manifests.
+
+use crate::catalog::{Catalog, Have};
+use crate::digest::Digest;
+use crate::error::{Error, Result};
+use crate::manifest::{Content, StoreManifest, VERSION_SCHEMA, Version};
+use crate::names::{self, MAX_NUMBER};
+use crate::remote::Remote;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::SystemTime;
+
+/// Size of the segments of new files, in bytes.
+pub(crate) const SEGMENT_BYTES: usize = 32 << 20;
+
+/// An opened store.
+pub(crate) struct Prefix {
+    pub remote: Remote,
+    pub rules: StoreManifest,
+    pub segment_bytes: usize,
+}
+
+impl Prefix {
+    /// Creates the manifest of a version.
+    pub fn publish(&self, version: &Version) -> Result<()> {
+        if version.number > MAX_NUMBER {
+            return Err(Error::InvalidArgument(format!("a branch has at most {MAX_NUMBER} versions")));
+        }
+        let object = names::manifest(&version.branch, version.number);
+        let bytes = json(version)?;
+        // What this crate writes, it must be able to read.
+        Version::parse(&bytes, &object, &version.branch, version.number)?;
+        match self.remote.create(&object, bytes)? {
+            true => Ok(()),
+            false => Err(Error::Conflict { version: version.name() }),
+        }
+    }
+}
+
+/// Splits versions and paths of checkpoints that the caller has, and finds the heads that are meant.
+pub(crate) fn resolve(catalog: &mut Catalog<'_>, have: &[(String, PathBuf)]) -> Result<Have> {
+    let found = have.iter().map(|(version, path)| {
+        let version = catalog.find(version)?;
+        Ok(((version.branch, version.number), path.clone()))
+    });
+    found.collect()
+}
+
+/// The members that every new version has.
+pub(crate) fn new_version(branch: &str, number: u64, parent: Option<&Version>) -> Version {
+    Version {
+        schema: VERSION_SCHEMA.into(),
+        branch: branch.to_owned(),
+        number,
+        id: new_id(),
+        parent: parent.map(Version::reference),
+        state: Digest([0; 32]),
+        tensors: 0,
+        tensor_bytes: 0,
+        content: Content::Same,
+        files: Vec::new(),
+        created: now(),
+        metadata: BTreeMap::new(),
+    }
+}
+
+pub(crate) fn json(value: &impl Serialize) -> Result<Vec<u8>> {
+    serde_json::to_vec_pretty(value).map_err(|e| Error::InvalidArgument(format!("the manifest cannot be written: {e}")))
+}
+
+pub(crate) fn new_id() -> String {
+    format!("{:032x}", rand::random::<u128>())
+}
+
+pub(crate) fn now() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs())
+}

@@ -1,0 +1,256 @@
+//! `put`: encodes a checkpoint as a version, and uploads it meanwhile.
+
+use crate::catalog::{Catalog, Route};
+use crate::digest::Digest;
+use crate::download::Cache;
+use crate::error::{Error, Result};
+use crate::manifest::{Content, Stored, StoredFile, StoredPair, Version};
+use crate::names;
+use crate::prefix::{Prefix, new_version, resolve};
+use crate::upload::{Upload, take};
+use std::collections::{BTreeMap, HashSet};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use tpde::{Chain, Checkpoint, Encode, EncodeOptions, FileSource, MemoryCheckpoint, SafetensorsCheckpoint, ValidatedIndex};
+
+/// How a version is stored.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Anchor {
+    /// As a difference from its parent, unless the store's rules ask for an anchor or there is no parent.
+    #[default]
+    ByRule,
+    /// Whole: it needs no other version.
+    Whole,
+    /// Not at all: only the digest of its tensors. Readers supply the checkpoint.
+    External {
+        /// Where the checkpoint can be found, such as a name on a hub.
+        hint: String,
+    },
+}
+
+/// Options of [`Store::put`](crate::Store::put).
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct PutOptions {
+    /// The branch. It is created if it does not exist. The default is `main`.
+    pub branch: String,
+    /// The version that is the base. By default the head of the branch. A version of another branch can be named only for the first
+    /// version of a branch.
+    pub parent: Option<String>,
+    /// How the version is stored.
+    pub anchor: Anchor,
+    /// Checkpoints that the caller has: versions, and where they are. A version that is not here is read from the store.
+    pub have: Vec<(String, PathBuf)>,
+    /// The user's own values.
+    pub metadata: BTreeMap<String, String>,
+    /// Options of the encoder.
+    pub encode: EncodeOptions,
+}
+
+impl Default for PutOptions {
+    fn default() -> Self {
+        Self {
+            branch: "main".into(),
+            parent: None,
+            anchor: Anchor::ByRule,
+            have: Vec::new(),
+            metadata: BTreeMap::new(),
+            encode: EncodeOptions::default(),
+        }
+    }
+}
+
+impl PutOptions {
+    /// Sets [`branch`](Self#structfield.branch).
+    #[must_use]
+    pub fn branch(mut self, name: impl Into<String>) -> Self {
+        self.branch = name.into();
+        self
+    }
+
+    /// Sets [`parent`](Self#structfield.parent).
+    #[must_use]
+    pub fn parent(mut self, version: impl Into<String>) -> Self {
+        self.parent = Some(version.into());
+        self
+    }
+
+    /// Sets [`anchor`](Self#structfield.anchor).
+    #[must_use]
+    pub fn anchor(mut self, anchor: Anchor) -> Self {
+        self.anchor = anchor;
+        self
+    }
+
+    /// Adds to [`have`](Self#structfield.have).
+    #[must_use]
+    pub fn have(mut self, version: impl Into<String>, path: impl Into<PathBuf>) -> Self {
+        self.have.push((version.into(), path.into()));
+        self
+    }
+
+    /// Sets [`metadata`](Self#structfield.metadata).
+    #[must_use]
+    pub fn metadata(mut self, values: impl IntoIterator<Item = (impl Into<String>, impl Into<String>)>) -> Self {
+        self.metadata = values.into_iter().map(|(key, value)| (key.into(), value.into())).collect();
+        self
+    }
+
+    /// Sets [`encode`](Self#structfield.encode).
+    #[must_use]
+    pub fn encode(mut self, options: EncodeOptions) -> Self {
+        self.encode = options;
+        self
+    }
+}
+
+pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOptions) -> Result<Version> {
+    let begin = Instant::now();
+    names::check_branch(&options.branch).map_err(Error::InvalidArgument)?;
+    let path = checkpoint.as_ref();
+    let target = SafetensorsCheckpoint::open(path)?;
+    let mut catalog = Catalog::new(&prefix.remote);
+    let head = catalog.branch(&options.branch)?.values().next_back().cloned();
+    let parent = match &options.parent {
+        Some(version) => Some(catalog.find(version)?),
+        None => head.clone(),
+    };
+    if let (Some(head), Some(parent)) = (&head, &parent)
+        && head.id != parent.id
+    {
+        let reason = format!("the parent of a new version of {} is its head {}, not {}", head.branch, head.name(), parent.name());
+        return Err(Error::InvalidArgument(reason));
+    }
+    let have = resolve(&mut catalog, &options.have)?;
+    let mut version = new_version(&options.branch, head.map_or(0, |head| head.number + 1), parent.as_ref());
+    version.metadata.clone_from(&options.metadata);
+    version.tensors = target.tensors().len() as u64;
+    version.tensor_bytes = target.tensors().iter().map(|tensor| tensor.bytes()).sum();
+
+    let known: HashSet<_> = parent.iter().flat_map(Version::segments).map(|segment| segment.digest).collect();
+    let encode = options.encode.clone().payload_digests(true); // readers of ranges compare them
+    let pair_files = match (&options.anchor, &parent) {
+        (Anchor::External { hint }, _) => {
+            // Encoded against itself, only to form its digests. Nothing of it is kept.
+            let pair = Encode::new(&target).base(&target).options(encode).to_memory()?.0;
+            version.state = state(pair.index());
+            version.content = Content::External { hint: hint.clone() };
+            file_names(pair.index())
+        }
+        (Anchor::ByRule, Some(parent)) if !needs_anchor(prefix, &mut catalog, parent)? => {
+            let route = catalog.route(parent, &have)?;
+            let base = Base::open(prefix, route)?;
+            let chain = base.chain()?;
+            let (index, pair) = upload_pair(prefix, Encode::new(&target).base(&chain).options(encode), &known)?;
+            version.state = state(&index);
+            version.content = Content::Difference(pair);
+            file_names(&index)
+        }
+        _ => {
+            let (index, pair) = upload_pair(prefix, Encode::new(&target).options(encode), &known)?;
+            version.state = state(&index);
+            version.content = Content::Whole(pair);
+            file_names(&index)
+        }
+    };
+    if path.is_dir() {
+        for (name, path) in files_below(path, &pair_files)? {
+            let file = File::open(&path).map_err(|e| Error::io("open", &path, e))?;
+            let content = Upload::new(&prefix.remote, prefix.segment_bytes, &known).all(file);
+            version.files.push(StoredFile { name, content: content.map_err(|e| Error::io("read", &path, e))?? });
+        }
+    }
+    let (seconds, grace) = (begin.elapsed().as_secs_f64(), prefix.rules.grace);
+    if seconds > grace as f64 / 2.0 {
+        return Err(Error::TooSlow { seconds: seconds as u64, grace });
+    }
+    prefix.publish(&version)?;
+    Ok(version)
+}
+
+/// Whether the store's rules ask for an anchor behind `parent`.
+fn needs_anchor(prefix: &Prefix, catalog: &mut Catalog<'_>, parent: &Version) -> Result<bool> {
+    let (count, bytes, anchor) = catalog.since_anchor(parent)?;
+    let is_long = prefix.rules.anchor_every > 0 && count + 1 >= prefix.rules.anchor_every;
+    let is_large =
+        prefix.rules.anchor_percent > 0 && u128::from(bytes) * 100 > u128::from(anchor) * u128::from(prefix.rules.anchor_percent);
+    Ok(is_long || is_large)
+}
+
+/// Encodes a pair, and uploads its blob meanwhile.
+fn upload_pair(prefix: &Prefix, encode: Encode<'_>, known: &HashSet<Digest>) -> Result<(ValidatedIndex, StoredPair)> {
+    let upload = Upload::new(&prefix.remote, prefix.segment_bytes, known);
+    let failure = upload.failure();
+    let streamed = encode.to_writer(upload).map_err(|e| take(&failure).unwrap_or(e.into()))?;
+    let blob: Stored = streamed.blob.finish(&streamed.header)?;
+    let index = Upload::new(&prefix.remote, prefix.segment_bytes, known).all(streamed.index.as_bytes());
+    let index = index.map_err(|e| Error::io("read", Path::new("the index"), e))??;
+    let digest = Digest(*streamed.index.pair_digest());
+    Ok((streamed.index, StoredPair { digest, index, blob }))
+}
+
+/// What a version is rebuilt from, opened: a checkpoint or nothing, and pairs in a temporary folder.
+pub(crate) struct Base {
+    checkpoint: Option<SafetensorsCheckpoint>,
+    pairs: Vec<tpde::Pair<FileSource>>,
+    /// Removed on drop.
+    _folder: tempfile::TempDir,
+}
+
+static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
+
+impl Base {
+    pub fn open(prefix: &Prefix, route: Route) -> Result<Self> {
+        let folder = tempfile::tempdir().map_err(|e| Error::io("create", &std::env::temp_dir(), e))?;
+        let cache = Cache { remote: &prefix.remote, folder: folder.path() };
+        let pairs = route.pairs.iter().map(|pair| cache.whole(pair)).collect::<Result<_>>()?;
+        Ok(Self { checkpoint: route.have.map(SafetensorsCheckpoint::open).transpose()?, pairs, _folder: folder })
+    }
+
+    /// The pair that gives the version itself.
+    pub fn last(&self) -> Option<&tpde::Pair<FileSource>> {
+        self.pairs.last()
+    }
+
+    pub fn chain(&self) -> Result<Chain<'_, FileSource>> {
+        let base = self.checkpoint.as_ref().map_or(&EMPTY as &dyn Checkpoint, |checkpoint| checkpoint);
+        Ok(Chain::new(base, &self.pairs)?)
+    }
+}
+
+/// The digest of the tensors of the target of a pair.
+pub(crate) fn state(index: &ValidatedIndex) -> Digest {
+    let mut digest = [0; 32];
+    digest.copy_from_slice(index.target_root());
+    Digest(digest)
+}
+
+fn file_names(index: &ValidatedIndex) -> HashSet<String> {
+    index.files().map(|file| file.name.to_owned()).collect()
+}
+
+/// The files below a folder that no pair describes, as names and paths, in ascending order of name. Follows links to files.
+fn files_below(folder: &Path, of_pair: &HashSet<String>) -> Result<Vec<(String, PathBuf)>> {
+    let mut files = Vec::new();
+    let mut open = vec![(folder.to_owned(), String::new())];
+    while let Some((path, prefix)) = open.pop() {
+        for entry in path.read_dir().map_err(|e| Error::io("list", &path, e))? {
+            let entry = entry.map_err(|e| Error::io("list", &path, e))?;
+            let kind = entry.file_type().map_err(|e| Error::io("look at", &entry.path(), e))?;
+            let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
+            if of_pair.contains(&name) {
+                continue;
+            }
+            names::check_file(&name).map_err(Error::InvalidArgument)?;
+            if kind.is_dir() {
+                open.push((entry.path(), format!("{name}/")));
+            } else if kind.is_file() || (kind.is_symlink() && entry.path().is_file()) {
+                files.push((name, entry.path()));
+            }
+        }
+    }
+    files.sort_unstable();
+    Ok(files)
+}

@@ -1,0 +1,271 @@
+//! The store: its calls.
+
+use crate::catalog::Catalog;
+use crate::check::{self, GcReport, VerifyReport};
+use crate::error::{Error, Result};
+use crate::get::{self, GetOptions};
+use crate::manifest::{Content, MAX_MANIFEST, STORE_SCHEMA, StoreManifest, Version};
+use crate::names::{self, STORE};
+use crate::prefix::{Prefix, SEGMENT_BYTES, json, new_id, now};
+use crate::put::{self, PutOptions};
+use crate::remote::Remote;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+/// Versions of checkpoints in a folder or an object store.
+///
+/// Calls block. They may come from any thread, also from one of another tokio runtime.
+pub struct Store(pub(crate) Prefix);
+
+/// What [`Store::init`] writes down for all later writers.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct StoreOptions {
+    /// Objects that are younger are never collected. A `put` must end within half of it. The default is a day; at least 2 s,
+    /// because clocks of object stores may count whole seconds.
+    pub grace: Duration,
+    /// Number of versions after which the next one is stored whole; 0 for no such rule. The default is 100.
+    pub anchor_every: u64,
+    /// Size of a chain, in percent of its anchor, above which the next version is stored whole; 0 for no such rule. The default is
+    /// 100.
+    pub anchor_percent: u64,
+}
+
+impl Default for StoreOptions {
+    fn default() -> Self {
+        Self { grace: Duration::from_secs(24 * 60 * 60), anchor_every: 100, anchor_percent: 100 }
+    }
+}
+
+impl StoreOptions {
+    /// Sets [`grace`](Self#structfield.grace).
+    #[must_use]
+    pub fn grace(mut self, grace: Duration) -> Self {
+        self.grace = grace;
+        self
+    }
+
+    /// Sets [`anchor_every`](Self#structfield.anchor_every).
+    #[must_use]
+    pub fn anchor_every(mut self, versions: u64) -> Self {
+        self.anchor_every = versions;
+        self
+    }
+
+    /// Sets [`anchor_percent`](Self#structfield.anchor_percent).
+    #[must_use]
+    pub fn anchor_percent(mut self, percent: u64) -> Self {
+        self.anchor_percent = percent;
+        self
+    }
+}
+
+/// Sizes of what a store's manifests name.
+#[derive(Debug, Clone, Default, Serialize)]
+#[non_exhaustive]
+pub struct Usage {
+    /// Number of versions.
+    pub versions: u64,
+    /// Size of the anchors in bytes.
+    pub anchor_bytes: u64,
+    /// Size of the pairs that need their parent, in bytes.
+    pub difference_bytes: u64,
+    /// Size of the files beside the tensors, each counted once, in bytes.
+    pub file_bytes: u64,
+    /// Size of all tensors of all versions in bytes.
+    pub tensor_bytes: u64,
+}
+
+impl Store {
+    /// Makes a store of a folder, which is created, or of a prefix of an object store.
+    ///
+    /// `location` is a path, or a URL: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, each with its feature.
+    /// Credentials come from the usual environment variables, such as `AWS_ACCESS_KEY_ID` and `AWS_ENDPOINT_URL`.
+    ///
+    /// # Errors
+    /// [`Error::AlreadyAStore`]; [`Error::Request`]; [`Error::InvalidArgument`] for a grace below 2 s.
+    pub fn init(location: &str, options: &StoreOptions) -> Result<Self> {
+        Self::init_at(Remote::open(location, true)?, options)
+    }
+
+    pub(crate) fn init_at(remote: Remote, options: &StoreOptions) -> Result<Self> {
+        if options.grace < Duration::from_secs(2) {
+            return Err(Error::InvalidArgument(format!("a grace of {:?}: expected at least 2 s", options.grace)));
+        }
+        let rules = StoreManifest {
+            schema: STORE_SCHEMA.into(),
+            grace: options.grace.as_secs(),
+            anchor_every: options.anchor_every,
+            anchor_percent: options.anchor_percent,
+        };
+        if remote.get(STORE.into(), None, MAX_MANIFEST).wait()??.is_some() || !remote.create(STORE, json(&rules)?)? {
+            return Err(Error::AlreadyAStore { location: remote.location().to_owned() });
+        }
+        Ok(Self(Prefix { remote, rules, segment_bytes: SEGMENT_BYTES }))
+    }
+
+    /// Opens a store. `location` is as for [`Store::init`].
+    ///
+    /// # Errors
+    /// [`Error::NotAStore`]; [`Error::Schema`] or [`Error::Manifest`] for its `store.json`; [`Error::Request`].
+    pub fn open(location: &str) -> Result<Self> {
+        Self::open_at(Remote::open(location, false)?)
+    }
+
+    pub(crate) fn open_at(remote: Remote) -> Result<Self> {
+        let found = remote.get(STORE.into(), None, MAX_MANIFEST).wait()??;
+        let bytes = found.ok_or_else(|| Error::NotAStore { location: remote.location().to_owned() })?;
+        Ok(Self(Prefix { rules: StoreManifest::parse(&bytes, STORE)?, remote, segment_bytes: SEGMENT_BYTES }))
+    }
+
+    /// The version that `version` names: `BRANCH@NUMBER`, or `BRANCH` for its head.
+    ///
+    /// # Errors
+    /// [`Error::NoVersion`]; [`Error::InvalidArgument`] for a name that cannot exist; the errors of reading the branch's manifests.
+    pub fn version(&self, version: &str) -> Result<Version> {
+        Catalog::new(&self.0.remote).find(version)
+    }
+
+    /// The versions of a branch, the newest first.
+    ///
+    /// # Errors
+    /// As for [`Store::version`].
+    pub fn log(&self, branch: &str) -> Result<Vec<Version>> {
+        names::check_branch(branch).map_err(Error::InvalidArgument)?;
+        let mut catalog = Catalog::new(&self.0.remote);
+        let versions = catalog.branch(branch)?;
+        if versions.is_empty() {
+            return Err(Error::NoVersion { version: branch.to_owned() });
+        }
+        Ok(versions.values().rev().cloned().collect())
+    }
+
+    /// The heads of all branches, in ascending order of name.
+    ///
+    /// # Errors
+    /// The errors of reading manifests.
+    pub fn branches(&self) -> Result<Vec<Version>> {
+        let mut catalog = Catalog::new(&self.0.remote);
+        Ok(catalog.all()?.values().filter_map(|branch| branch.values().next_back()).cloned().collect())
+    }
+
+    /// Creates a branch: its first version has the tensors and files of version `from`. Nothing is copied.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the branch exists; [`Error::Conflict`] if another writer creates it first; the errors of
+    /// [`Store::version`].
+    pub fn create_branch(&self, name: &str, from: &str) -> Result<Version> {
+        let invalid = |reason: String| Error::InvalidArgument(reason);
+        names::check_branch(name).map_err(invalid)?;
+        let mut catalog = Catalog::new(&self.0.remote);
+        let from = catalog.find(from)?;
+        if !catalog.branch(name)?.is_empty() {
+            return Err(invalid(format!("branch {name} exists")));
+        }
+        let version = Version {
+            branch: name.to_owned(),
+            number: 0,
+            id: new_id(),
+            parent: Some(from.reference()),
+            content: Content::Same,
+            created: now(),
+            metadata: BTreeMap::new(),
+            ..from
+        };
+        self.0.publish(&version)?;
+        Ok(version)
+    }
+
+    /// Stores a checkpoint, a `.safetensors` file or a folder, as the next version of a branch.
+    ///
+    /// The other files of a folder, and of the folders in it, are stored too. Links to files are followed, links to folders are
+    /// not. A file that the parent has is not uploaded again.
+    ///
+    /// The blob is uploaded while it is encoded. Disk: the pairs that lead to the parent, in a temporary folder, unless the parent is
+    /// one of [`PutOptions::have`]. Memory: that of encoding, and about ten segments of 32 MiB.
+    ///
+    /// # Errors
+    /// [`Error::Conflict`] if another writer has created the version first; [`Error::External`] if the parent must be supplied;
+    /// [`Error::TooSlow`]; [`Error::Unreachable`]; the errors of [`Encode::to_writer`](tpde::Encode::to_writer) and of requests. The branch is as it was. What
+    /// was uploaded is collected by [`Store::gc`].
+    pub fn put(&self, checkpoint: impl AsRef<Path>, options: &PutOptions) -> Result<Version> {
+        put::put(&self.0, checkpoint.as_ref(), options)
+    }
+
+    /// Rebuilds a version as `output`: a file, or a folder with all files of the checkpoint. `output` must not exist. It appears
+    /// when it is complete: all digests are compared, and all files are synced.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`], [`Error::Manifest`] or [`Error::Tpde`] if an object is damaged or a base is wrong; [`Error::External`] if
+    /// the base is not in the store and not in [`GetOptions::have`]; [`Error::Unreachable`]; [`Error::InvalidArgument`] if the
+    /// version itself is in `have`; the errors of requests. There is no output then.
+    pub fn get(&self, version: &str, output: impl AsRef<Path>, options: &GetOptions<'_>) -> Result<Version> {
+        get::get(&self.0, version, output.as_ref(), options)
+    }
+
+    /// Reads all objects of the versions of a branch, or of all branches, and compares their digests. With `rebuild`, also rebuilds
+    /// every version that needs nothing from outside, and compares the digests of its tensors. Nothing is written but temporary
+    /// files.
+    ///
+    /// # Errors
+    /// [`Error::NoVersion`]; the errors of requests, and of reading manifests. Faults of versions are in the report.
+    pub fn verify(&self, branch: Option<&str>, rebuild: bool) -> Result<VerifyReport> {
+        check::verify(&self.0, branch, rebuild)
+    }
+
+    /// Removes objects that no version uses and that are older than the store's grace, by the store's clock. So what a running `put`
+    /// has uploaded stays.
+    ///
+    /// # Errors
+    /// The errors of requests, and of reading any manifest: nothing is removed then, because what that manifest uses is not known.
+    pub fn gc(&self) -> Result<GcReport> {
+        check::gc(&self.0)
+    }
+
+    /// Sizes of what the manifests name.
+    ///
+    /// # Errors
+    /// The errors of reading manifests.
+    pub fn usage(&self) -> Result<Usage> {
+        let mut catalog = Catalog::new(&self.0.remote);
+        let mut usage = Usage::default();
+        let mut files = BTreeMap::new();
+        for version in catalog.all()?.values().flat_map(|branch| branch.values()) {
+            usage.versions += 1;
+            usage.tensor_bytes += version.tensor_bytes;
+            match &version.content {
+                Content::Whole(pair) => usage.anchor_bytes += pair.bytes(),
+                Content::Difference(pair) => usage.difference_bytes += pair.bytes(),
+                Content::External { .. } | Content::Same => {}
+            }
+            let segments = version.files.iter().flat_map(|file| &file.content.segments);
+            files.extend(segments.map(|segment| (segment.digest, segment.bytes)));
+        }
+        usage.file_bytes = files.values().sum();
+        Ok(usage)
+    }
+
+    /// The versions of a branch as they appear, from number `from` on. The iterator asks the store every `interval`, and has no
+    /// end. After an error it goes on with the next call.
+    pub fn watch(&self, branch: &str, from: u64, interval: Duration) -> impl Iterator<Item = Result<Version>> {
+        let mut next = from;
+        std::iter::from_fn(move || {
+            loop {
+                // Versions may have been cut out of the branch, so numbers are not tried one by one.
+                match Catalog::new(&self.0.remote)
+                    .branch(branch)
+                    .map(|versions| versions.range(next..).next().map(|(_, v)| v.clone()))
+                {
+                    Ok(Some(version)) => {
+                        next = version.number + 1;
+                        return Some(Ok(version));
+                    }
+                    Ok(None) => std::thread::sleep(interval),
+                    Err(error) => return Some(Err(error)),
+                }
+            }
+        })
+    }
+}

@@ -1,0 +1,134 @@
+//! Uploads of files as segments, while they are written.
+
+use crate::digest::Digest;
+use crate::error::{Error, Result};
+use crate::manifest::{Segment, Stored};
+use crate::names;
+use crate::remote::{IN_FLIGHT, Pending, Remote};
+use std::collections::{HashSet, VecDeque};
+use std::io::{self, Read, Write};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Cuts what is written to it into segments, and uploads each as soon as it is complete. The first segment waits for the end,
+/// because its beginning may still change.
+///
+/// Memory: `IN_FLIGHT` + 2 segments.
+pub(crate) struct Upload<'a> {
+    remote: &'a Remote,
+    segment_bytes: usize,
+    /// Objects that need not be uploaded, because a version that is the parent of this one uses them.
+    known: &'a HashSet<Digest>,
+    first: Option<Vec<u8>>,
+    current: Vec<u8>,
+    /// All segments but the first.
+    segments: Vec<Segment>,
+    pending: VecDeque<Pending<Result<()>>>,
+    failure: Failure,
+}
+
+/// The error of an upload, for a caller whose writer was consumed.
+pub(crate) type Failure = Arc<Mutex<Option<Error>>>;
+
+/// Takes the error of an upload.
+pub(crate) fn take(failure: &Failure) -> Option<Error> {
+    failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
+
+impl<'a> Upload<'a> {
+    pub fn new(remote: &'a Remote, segment_bytes: usize, known: &'a HashSet<Digest>) -> Self {
+        Self {
+            remote,
+            segment_bytes,
+            known,
+            first: None,
+            current: Vec::new(),
+            segments: Vec::new(),
+            pending: VecDeque::new(),
+            failure: Failure::default(),
+        }
+    }
+
+    pub fn failure(&self) -> Failure {
+        self.failure.clone()
+    }
+
+    fn end_segment(&mut self) -> Result<()> {
+        let bytes = std::mem::take(&mut self.current);
+        if self.first.is_none() {
+            self.first = Some(bytes);
+            return Ok(());
+        }
+        let segment = self.send(bytes)?;
+        self.segments.push(segment);
+        Ok(())
+    }
+
+    fn send(&mut self, bytes: Vec<u8>) -> Result<Segment> {
+        let segment = Segment { digest: Digest::of(&bytes), bytes: bytes.len() as u64 };
+        if self.known.contains(&segment.digest) {
+            return Ok(segment);
+        }
+        while self.pending.len() >= IN_FLIGHT {
+            self.wait_for_one()?;
+        }
+        self.pending.push_back(self.remote.put(names::object(&segment.digest), bytes));
+        Ok(segment)
+    }
+
+    fn wait_for_one(&mut self) -> Result<()> {
+        self.pending.pop_front().map_or(Ok(()), |pending| pending.wait()?)
+    }
+
+    /// Replaces the first bytes, and waits for all uploads.
+    pub fn finish(mut self, header: &[u8]) -> Result<Stored> {
+        if !self.current.is_empty() {
+            self.end_segment()?;
+        }
+        let mut segments = Vec::new();
+        if let Some(mut first) = self.first.take() {
+            first[..header.len()].copy_from_slice(header);
+            segments.push(self.send(first)?);
+        }
+        while !self.pending.is_empty() {
+            self.wait_for_one()?;
+        }
+        segments.append(&mut self.segments);
+        Ok(Stored { bytes: segments.iter().map(|segment| segment.bytes).sum(), segments })
+    }
+
+    /// Uploads all that a reader gives. The error of the reader is returned as it is.
+    pub fn all(mut self, mut source: impl Read) -> io::Result<Result<Stored>> {
+        io::copy(&mut source, &mut self).map(|_| ()).or_else(|e| match take(&self.failure) {
+            Some(failure) => {
+                *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(failure);
+                Ok(())
+            }
+            None => Err(e),
+        })?;
+        if let Some(failure) = take(&self.failure) {
+            return Ok(Err(failure));
+        }
+        Ok(self.finish(&[]))
+    }
+}
+
+impl Write for Upload<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let size = bytes.len().min(self.segment_bytes - self.current.len());
+        if self.current.is_empty() {
+            self.current.reserve_exact(size.max(self.segment_bytes.min(1 << 20)));
+        }
+        self.current.extend_from_slice(&bytes[..size]);
+        if self.current.len() == self.segment_bytes
+            && let Err(error) = self.end_segment()
+        {
+            *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            return Err(io::Error::other("the upload failed"));
+        }
+        Ok(size)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

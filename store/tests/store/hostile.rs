@@ -1,0 +1,188 @@
+//! Damaged objects, and manifests by strangers.
+
+use super::{Place, SEGMENT, init, never_whole, open};
+use crate::checkpoints::{Weights, tree};
+use futures_util::TryStreamExt;
+use object_store::memory::InMemory;
+use object_store::path::Path as ObjectPath;
+use object_store::{ObjectStore, ObjectStoreExt};
+use serde_json::{Value, json};
+use std::future::Future;
+use std::sync::Arc;
+use tpde_store::*;
+
+fn wait<T>(work: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(work)
+}
+
+fn names(memory: &Arc<InMemory>, below: &str) -> Vec<ObjectPath> {
+    let listed = wait(memory.list(Some(&ObjectPath::from(format!("a/prefix/{below}")))).try_collect::<Vec<_>>()).unwrap();
+    listed.into_iter().map(|meta| meta.location).collect()
+}
+
+fn read(memory: &Arc<InMemory>, name: &ObjectPath) -> Vec<u8> {
+    wait(async { memory.get(name).await.unwrap().bytes().await.unwrap().to_vec() })
+}
+
+fn write(memory: &Arc<InMemory>, name: &ObjectPath, bytes: Vec<u8>) {
+    wait(memory.put(name, bytes.into())).unwrap();
+}
+
+/// A store with two versions of a folder.
+fn folders(place: &Place) -> Arc<InMemory> {
+    let memory = Arc::new(InMemory::new());
+    let store = init(&memory, &never_whole());
+    let mut weights = Weights::new(4);
+    for _ in 0..2 {
+        weights.write_folder(&place.at("step"), "{}");
+        store.put(place.at("step"), &PutOptions::default()).unwrap();
+        weights.step(1);
+    }
+    memory
+}
+
+#[test]
+fn any_damaged_or_missing_object_is_an_error_and_nothing_is_published() {
+    let place = Place::new();
+    let memory = folders(&place);
+    let store = open(&memory);
+    for name in names(&memory, "objects") {
+        let right = read(&memory, &name);
+        let mut flipped = right.clone();
+        flipped[right.len() / 2] ^= 4;
+        let short = right[..right.len() - 1].to_vec();
+        for wrong in [Some(flipped), Some(short), None] {
+            match wrong {
+                Some(bytes) => write(&memory, &name, bytes),
+                None => wait(memory.delete(&name)).unwrap(),
+            }
+            // Without what an interrupted call has left.
+            let place = Place::new();
+            let error = store.get("main", place.at("out"), &GetOptions::default()).unwrap_err();
+            assert!(matches!(&error, Error::Damaged { digest, .. } if name.as_ref().ends_with(&digest.to_string())), "{error}");
+            assert!(!place.at("out").exists());
+            let report = store.verify(None, false).unwrap();
+            assert!(!report.faults.is_empty(), "{name}");
+            write(&memory, &name, right.clone());
+        }
+    }
+    assert!(store.verify(None, true).unwrap().faults.is_empty());
+    store.get("main", place.at("out"), &GetOptions::default()).unwrap();
+}
+
+/// Changes the manifest of the head, and returns what a reader says.
+fn changed(place: &Place, memory: &Arc<InMemory>, change: impl Fn(&mut Value)) -> Error {
+    let name = ObjectPath::from("a/prefix/branches/main/0000000001.json");
+    let right = read(memory, &name);
+    let mut manifest: Value = serde_json::from_slice(&right).unwrap();
+    change(&mut manifest);
+    write(memory, &name, manifest.to_string().into_bytes());
+    let before =
+        tree(place.0.path()).into_iter().map(|(name, _)| name).filter(|name| !name.starts_with(".out")).collect::<Vec<_>>();
+    let store = open(memory);
+    let error = store.get("main", place.at("out"), &GetOptions::default()).unwrap_err();
+    let after = tree(place.0.path()).into_iter().map(|(name, _)| name).filter(|name| !name.starts_with(".out")).collect::<Vec<_>>();
+    assert_eq!(before, after, "something was written");
+    if matches!(error, Error::Manifest { .. } | Error::Schema { .. })
+        && !error.to_string().contains("state")
+        && !error.to_string().contains("file of the pair")
+    {
+        store.gc().unwrap_err(); // what the manifest uses is not known
+    }
+    write(memory, &name, right);
+    error
+}
+
+#[test]
+fn manifests_that_break_a_rule_are_refused_with_the_rule() {
+    let place = Place::new();
+    let memory = folders(&place);
+    let id = "0123456789abcdef0123456789abcdef";
+    let cases: Vec<(&str, Box<dyn Fn(&mut Value)>)> = vec![
+        ("found tpde.store.version/2", Box::new(|m| m["schema"] = json!("tpde.store.version/2"))),
+        ("missing field `schema`", Box::new(|m| *m = json!({}))),
+        ("unknown field `extra`", Box::new(|m| m["extra"] = json!(1))),
+        ("expected the manifest of main@1, found that of main@2", Box::new(|m| m["number"] = json!(2))),
+        ("expected the manifest of main@1, found that of side@1", Box::new(|m| m["branch"] = json!("side"))),
+        ("expected an id", Box::new(|m| m["id"] = json!("../../x"))),
+        ("needs a parent", Box::new(|m| m["parent"] = json!(null))),
+        (
+            "number of the parent: expected less than 1, found 1",
+            Box::new(move |m| m["parent"] = json!({"branch": "main", "number": 1, "id": id})),
+        ),
+        ("expected a branch", Box::new(move |m| m["parent"]["branch"] = json!("../main"))),
+        ("its ancestor main@0 was deleted", Box::new(move |m| m["parent"]["id"] = json!(id))),
+        ("its ancestor side@4 was deleted", Box::new(move |m| m["parent"] = json!({"branch": "side", "number": 4, "id": id}))),
+        ("below the folder", Box::new(|m| m["files"][0]["name"] = json!("../outside"))),
+        ("below the folder", Box::new(|m| m["files"][0]["name"] = json!("/outside"))),
+        ("below the folder", Box::new(|m| m["files"][0]["name"] = json!("a/./b"))),
+        ("below the folder", Box::new(|m| m["files"][0]["name"] = json!("C:\\outside"))),
+        ("expected ascending names", Box::new(|m| m["files"][0]["name"] = json!("config.json"))),
+        ("is a file of the pair too", Box::new(|m| m["files"][3]["name"] = json!("model.safetensors.index.json"))),
+        ("expected segments of", Box::new(|m| m["files"][0]["content"]["bytes"] = json!(5))),
+        ("segments of 1 to", Box::new(|m| m["content"]["difference"]["blob"]["segments"][0]["bytes"] = json!(0))),
+        ("expected segments of", Box::new(|m| m["content"]["difference"]["blob"]["bytes"] = json!(u64::MAX))),
+        ("64 hexadecimal digits", Box::new(|m| m["state"] = json!("xyz"))),
+        ("expected a pair whose target has state", Box::new(|m| m["state"] = json!("0".repeat(64)))),
+        ("not the expected pair", Box::new(|m| m["content"]["difference"]["digest"] = json!("0".repeat(64)))),
+        ("no such object", Box::new(|m| m["content"]["difference"]["index"]["segments"][0]["digest"] = json!("0".repeat(64)))),
+    ];
+    for (expected, change) in cases {
+        let error = changed(&place, &memory, change);
+        assert!(error.to_string().contains(expected), "expected {expected:?}, found {error}");
+    }
+    open(&memory).get("main", place.at("out"), &GetOptions::default()).unwrap();
+}
+
+#[test]
+fn a_version_that_is_its_own_ancestor_is_refused() {
+    let place = Place::new();
+    let memory = folders(&place);
+    let store = open(&memory);
+    store.create_branch("side", "main").unwrap();
+    let name = |branch: &str| ObjectPath::from(format!("a/prefix/branches/{branch}.json"));
+    let side: Value = serde_json::from_slice(&read(&memory, &name("side/0000000000"))).unwrap();
+    let mut main: Value = serde_json::from_slice(&read(&memory, &name("main/0000000001"))).unwrap();
+    main["parent"] = json!({"branch": "side", "number": 0, "id": side["id"]});
+    write(&memory, &name("main/0000000001"), main.to_string().into_bytes());
+    for version in ["main", "side"] {
+        let error = store.get(version, place.at("out"), &GetOptions::default()).unwrap_err();
+        assert!(matches!(error, Error::Unreachable { .. }) && error.to_string().contains("its own ancestor"), "{error}");
+    }
+    assert_eq!(store.verify(None, false).unwrap().faults.len(), 2);
+    store.gc().unwrap();
+    let error = store.put(place.at("step"), &PutOptions::default()).unwrap_err();
+    assert!(matches!(error, Error::Unreachable { .. }), "{error}");
+}
+
+#[test]
+fn a_store_of_another_schema_is_refused() {
+    let memory = Arc::new(InMemory::new());
+    init(&memory, &never_whole());
+    write(&memory, &ObjectPath::from("a/prefix/store.json"), b"{\"schema\": \"tpde.store/9\"}".to_vec());
+    let error = internals::open(memory, SEGMENT).err().unwrap();
+    assert!(matches!(&error, Error::Schema { found, .. } if found == "tpde.store/9"), "{error}");
+}
+
+#[test]
+fn changed_bytes_of_manifests_are_refused_or_read_again_as_they_are_written() {
+    let place = Place::new();
+    let memory = folders(&place);
+    let mut random = crate::checkpoints::Random(11);
+    for name in [ObjectPath::from("a/prefix/store.json"), ObjectPath::from("a/prefix/branches/main/0000000001.json")] {
+        let right = String::from_utf8(read(&memory, &name)).unwrap().replace("\"number\": 1", "\"number\": 3").into_bytes();
+        internals::parse_manifests(&right);
+        for _ in 0..4000 {
+            let mut wrong = right.clone();
+            for _ in 0..1 + random.below(3) {
+                let at = random.below(wrong.len() as u64) as usize;
+                match random.below(3) {
+                    0 => wrong[at] ^= 1 << random.below(8),
+                    1 => drop(wrong.drain(at..(at + random.below(40) as usize).min(wrong.len()))),
+                    _ => wrong[at] = b"0\"{}[],:9e-/."[random.below(13) as usize],
+                }
+            }
+            internals::parse_manifests(&wrong);
+        }
+    }
+}
