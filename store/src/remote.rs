@@ -75,9 +75,11 @@ impl Remote {
         };
         if location.contains("://") && !location.starts_with("file://") {
             let url = url::Url::parse(location).map_err(|e| failed(e.into()))?;
-            // Clouds are configured by their usual environment variables.
+            // Only the clouds' own variables: without a prefix, `TOKEN` would be a setting too.
+            let is_cloud = |key: &str| ["AWS_", "GOOGLE_", "AZURE_"].iter().any(|prefix| key.starts_with(prefix));
             let variables =
                 std::env::vars_os().filter_map(|(key, value)| Some((key.into_string().ok()?, value.into_string().ok()?)));
+            let variables = variables.filter(|(key, _)| is_cloud(key));
             let (store, prefix) = object_store::parse_url_opts(&url, variables).map_err(|e| failed(e.into()))?;
             return Self::new(store.into(), prefix, location);
         }
