@@ -13,6 +13,8 @@ use tpde::{BaseKind, FileSource, OpenOptions, Pair, ValidatedIndex};
 
 /// Ranges with a smaller gap between them are read by one request.
 const GAP: u64 = 1 << 20;
+/// The bytes of a blob's header (spec section 11).
+const HEADER: Range<u64> = 0..64;
 /// Maximum size of an index that is read into memory.
 const MAX_INDEX: u64 = 16 << 30;
 
@@ -106,7 +108,7 @@ impl Cache<'_> {
         to_file(self.remote, &pair.index, &path)?;
         let bytes = FileSource::open(&path)?.read_all("size of the index", MAX_INDEX)?;
         let index = ValidatedIndex::parse_with(bytes, &OpenOptions::default().expect(pair.digest.0))?;
-        let mut ranges = vec![0..64];
+        let mut ranges = Vec::from([HEADER]);
         let mut bases = Vec::new();
         for tensor in index.tensors().filter(|tensor| is_wanted(tensor.name)) {
             for chunk in tensor.chunks().map(|chunk| index.chunk(chunk)).filter(|chunk| chunk.compressed_size > 0) {
@@ -172,12 +174,14 @@ mod tests {
     fn ranges_are_joined_over_small_gaps_and_cut_at_segments() {
         let segment = |bytes| Segment { digest: Digest([0; 32]), bytes };
         let stored = Stored { bytes: 10 << 20, segments: vec![segment(4 << 20), segment(4 << 20), segment(2 << 20)] };
-        let requests = |ranges: &[Range<u64>]| -> Vec<_> {
-            cut(&stored, ranges).into_iter().map(|(offset, _, range)| offset + range.start..offset + range.end).collect()
+        let requests = |ranges: &[(u64, u64)]| -> Vec<(u64, u64)> {
+            let ranges: Vec<_> = ranges.iter().map(|&(start, end)| start..end).collect();
+            cut(&stored, &ranges).into_iter().map(|(offset, _, range)| (offset + range.start, offset + range.end)).collect()
         };
-        assert_eq!(requests(&[0..64, 100..200]), [0..200]);
-        assert_eq!(requests(&[3 << 20..3 << 20, 2 << 20..3 << 20]), [2 << 20..3 << 20]);
-        assert_eq!(requests(&[(3 << 20)..(9 << 20)]), [3 << 20..4 << 20, 4 << 20..8 << 20, 8 << 20..9 << 20]);
-        assert_eq!(requests(&[5..6, (1 << 20) + 7..2 << 20]), [5..6, (1 << 20) + 7..2 << 20]);
+        const M: u64 = 1 << 20;
+        assert_eq!(requests(&[(0, 64), (100, 200)]), [(0, 200)]);
+        assert_eq!(requests(&[(3 * M, 3 * M), (2 * M, 3 * M)]), [(2 * M, 3 * M)]);
+        assert_eq!(requests(&[(3 * M, 9 * M)]), [(3 * M, 4 * M), (4 * M, 8 * M), (8 * M, 9 * M)]);
+        assert_eq!(requests(&[(5, 6), (M + 7, 2 * M)]), [(5, 6), (M + 7, 2 * M)]);
     }
 }

@@ -93,12 +93,15 @@ fn changed(place: &Place, memory: &Arc<InMemory>, change: impl Fn(&mut Value)) -
     error
 }
 
+/// A change of a manifest.
+type Change = Box<dyn Fn(&mut Value)>;
+
 #[test]
 fn manifests_that_break_a_rule_are_refused_with_the_rule() {
     let place = Place::new();
     let memory = folders(&place);
     let id = "0123456789abcdef0123456789abcdef";
-    let cases: Vec<(&str, Box<dyn Fn(&mut Value)>)> = vec![
+    let cases: Vec<(&str, Change)> = vec![
         ("found tpde.store.version/2", Box::new(|m| m["schema"] = json!("tpde.store.version/2"))),
         ("missing field `schema`", Box::new(|m| *m = json!({}))),
         ("unknown field `extra`", Box::new(|m| m["extra"] = json!(1))),
