@@ -180,18 +180,6 @@ def save_ours():
         save_conditioned("ours_" + name, plain, blob)
 
 
-def store_manifests():
-    """Manifests of each kind, for a store of docs/stores.md."""
-    stored = {"bytes": 3, "segments": [{"digest": "ab" * 32, "bytes": 2}, {"digest": "01" * 32, "bytes": 1}]}
-    pair = {"digest": "cd" * 32, "index": stored, "blob": stored}
-    version = {"schema": "tpde.store.version/1", "branch": "main", "number": 3, "id": "0f" * 16}
-    version |= {"parent": {"branch": "main", "number": 2, "id": "1e" * 16}, "state": "23" * 32, "tensors": 1, "tensor_bytes": 2}
-    version |= {"files": [{"name": "a/config.json", "content": stored}], "created": 5, "metadata": {"step": "4"}}
-    yield {"schema": "tpde.store/1", "grace": 2, "anchor_every": 0, "anchor_percent": 50}
-    for content in ({"whole": pair}, {"difference": pair}, {"external": {"hint": "hub/base"}}, "same"):
-        yield version | {"content": content}
-
-
 def main():
     shutil.rmtree(SEEDS, ignore_errors=True)
     for folder, vector in [(f, v) for f in VECTORS for v in json.loads((f / "manifest.json").read_text())["vectors"]]:
@@ -250,8 +238,6 @@ def main():
     for i, pattern in enumerate([bytes(40), bytes(range(160)), b"\xa5\x01\x7f" * 80]):
         save("roundtrip", f"pattern_{i}", pattern)
         save("merge_pairs", f"pattern_{i}", pattern)
-    for i, manifest in enumerate(store_manifests()):
-        save("store_manifest", f"manifest_{i}", json.dumps(manifest).encode())
     print(f"{sum(path.is_file() for path in SEEDS.glob('*/*'))} seeds for {len(list(SEEDS.iterdir()))} targets")
 
 
