@@ -266,6 +266,18 @@ impl<W: Write> PairBuilder<W> {
         sums: &[ChunkSums],
         digests: &[[u8; DIGEST_SIZE]],
     ) -> Result<()> {
+        self.placed_chunks(stored.len() as u64, records, sums, digests)?;
+        self.blob.write_all(stored).map_err(|e| Error::io("write", &self.blob_path, e))
+    }
+
+    /// [`PairBuilder::copied_chunks`] for payloads of `stored` bytes with padding that the caller writes to the blob.
+    pub(crate) fn placed_chunks(
+        &mut self,
+        stored: u64,
+        records: &[ChunkMetadata],
+        sums: &[ChunkSums],
+        digests: &[[u8; DIGEST_SIZE]],
+    ) -> Result<()> {
         let (Some(entry), Some(first)) = (self.entries.last_mut(), records.first()) else {
             return Err(Error::InvalidArgument("chunks are added to no tensor, or there are none".into()));
         };
@@ -278,9 +290,14 @@ impl<W: Write> PairBuilder<W> {
             self.payloads.extend(digests);
         }
         entry.chunk_count += records.len() as u32;
-        self.blob.write_all(stored).map_err(|e| Error::io("write", &self.blob_path, e))?;
-        self.blob_size += stored.len() as u64;
+        self.blob_size += stored;
         Ok(())
+    }
+
+    /// Returns the blob.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn blob(&mut self) -> &mut W {
+        &mut self.blob
     }
 
     /// Ends the current tensor. `base` is the BLAKE3 hash of the base tensor, if any; `target` is that of the target tensor.

@@ -40,6 +40,7 @@ extern "C" void tpde_encode_choose(Encode);
 extern "C" void tpde_encode_count(Encode);
 extern "C" void tpde_encode_streams(Encode);
 extern "C" void tpde_encode_gather(Encode);
+extern "C" void tpde_encode_copy(Encode);
 extern "C" void tpde_encode_crc(Encode);
 extern "C" void tpde_layout(u32*);
 
@@ -407,6 +408,7 @@ const KernelEntry KERNELS[] = {
     {"tpde_encode_count", [](const void* p) { tpde_encode_count(*(const Encode*)p); }, sizeof(Encode)},
     {"tpde_encode_streams", [](const void* p) { tpde_encode_streams(*(const Encode*)p); }, sizeof(Encode)},
     {"tpde_encode_gather", [](const void* p) { tpde_encode_gather(*(const Encode*)p); }, sizeof(Encode)},
+    {"tpde_encode_copy", [](const void* p) { tpde_encode_copy(*(const Encode*)p); }, sizeof(Encode)},
     {"tpde_encode_crc", [](const void* p) { tpde_encode_crc(*(const Encode*)p); }, sizeof(Encode)},
     {"tpde_layout", [](const void* p) { tpde_layout(*(u32* const*)p); }, 8},
     {"spin", nullptr, 8},

@@ -10,7 +10,7 @@ struct SurveyPart {
 };
 
 // A block per part.
-extern "C" __global__ void __launch_bounds__(THREADS) tpde_encode_survey(const __grid_constant__ Encode encode) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) tpde_encode_survey(const __grid_constant__ Encode encode) {
     if (blockIdx.x >= encode.parts) return;
     u32 number = chunk_of(encode, &EncodeChunk::first_part, blockIdx.x);
     EncodeChunk chunk = ((const EncodeChunk*)encode.chunks)[number];
@@ -21,21 +21,23 @@ struct ChooseChunk {
     const EncodeChunk& chunk;
     EncodeState& state;
     const EncodeTables& tables;
+    u32* counts;
     ChooseScratch& scratch;
     ChooseShared& shared;
-    template <int W> __device__ __forceinline__ void run() { choose<W>(chunk, state, tables, scratch, shared); }
+    template <int W> __device__ __forceinline__ void run() { choose<W>(chunk, state, tables, counts, scratch, shared); }
 };
 
 // Blocks take chunks in turn: there are as many blocks as there is scratch memory for.
-extern "C" __global__ void __launch_bounds__(THREADS) tpde_encode_choose(const __grid_constant__ Encode encode) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) tpde_encode_choose(const __grid_constant__ Encode encode) {
     __shared__ ChooseShared shared;
-    ChooseScratch& scratch = *(ChooseScratch*)(encode.scratch + (u64)blockIdx.x * TPDE_ENCODE_SCRATCH);
+    ChooseScratch& scratch = *(ChooseScratch*)(encode.scratch + (u64)blockIdx.x * encode.slot_bytes);
+    u32* counts = (u32*)(&scratch + 1);
     for (u32 number = blockIdx.x; number < encode.count; number += gridDim.x) {
         EncodeChunk chunk = ((const EncodeChunk*)encode.chunks)[number];
         EncodeState& state = state_of(chunk);
         if (state.changed == 0 || chunk.tables == TPDE_NO_TABLES) continue;
         const EncodeTables& tables = ((const EncodeTables*)encode.tables)[chunk.tables];
-        with_width(chunk.lane_log2, ChooseChunk{chunk, state, tables, scratch, shared});
+        with_width(chunk.lane_log2, ChooseChunk{chunk, state, tables, counts, scratch, shared});
     }
 }
 
@@ -48,8 +50,8 @@ __device__ __forceinline__ u32 magnitude_of(u32 token) {
 }
 
 // A warp: adds the counts of a context, in a range of levels, to its group.
-__device__ __forceinline__ void add_to_group(const Encode& encode, const StatsScratch& scratch,
-                                             const StatsShared& shared, u32 context, u32 first, u32 end) {
+__device__ __forceinline__ void add_to_group(const Encode& encode, const u32* counts, const StatsShared& shared,
+                                             u32 context, u32 first, u32 end) {
     u32 thread = threadIdx.x % WARP, lanes = 0, rows = 0;
     for (u32 level = first; level < end; level++) {
         lanes += shared.lanes[level * CONTEXTS + context];
@@ -61,7 +63,7 @@ __device__ __forceinline__ void add_to_group(const Encode& encode, const StatsSc
     auto count = [&](u32 token) {
         u32 sum = 0;
         for (u32 level = first; level < end; level++) {
-            if (rows >> level & 1) sum += scratch.counts[(level * CONTEXTS + context) * encode.tokens + token];
+            if (rows >> level & 1) sum += counts[(level * CONTEXTS + context) * encode.tokens + token];
         }
         return sum;
     };
@@ -88,30 +90,32 @@ struct SamplePiece {
     const Encode& encode;
     const EncodeChunk& chunk;
     EncodeState& state;
-    StatsScratch& scratch;
+    u32* counts;
     StatsShared& shared;
     template <int W> __device__ __forceinline__ void run() {
-        gather_stats<W>(chunk, state, scratch, shared);
+        Stats stats = gather_stats<W>(chunk, state, counts, shared);
         // If many lanes change, the encoder distinguishes blocks by activity. The sample does the same.
         bool by_level = 16 * state.changed >= chunk.lanes;
         u32 groups = by_level ? LEVELS : 1;
         for (u32 i = threadIdx.x / WARP; i < groups * CONTEXTS; i += WARPS) {
             u32 first = by_level ? i / CONTEXTS : 0, end = by_level ? first + 1 : LEVELS;
-            add_to_group(encode, scratch, shared, i % CONTEXTS, first, end);
+            add_to_group(encode, counts, shared, i % CONTEXTS, first, end);
         }
+        __syncthreads();
+        for (u32 i = threadIdx.x / WARP; i < shared.row_count; i += WARPS) clear_row(stats, counts, shared.row_list[i]);
         __syncthreads();
     }
 };
 
 // Blocks take pieces of tensors in turn. Pieces of tensors without changes are no samples, unless they have low bits.
-extern "C" __global__ void __launch_bounds__(THREADS) tpde_encode_sample(const __grid_constant__ Encode encode) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) tpde_encode_sample(const __grid_constant__ Encode encode) {
     __shared__ StatsShared shared;
-    StatsScratch& scratch = *(StatsScratch*)(encode.scratch + (u64)blockIdx.x * TPDE_ENCODE_SCRATCH);
+    u32* counts = (u32*)(encode.scratch + (u64)blockIdx.x * encode.slot_bytes + TPDE_ENCODE_CHOOSE_SCRATCH);
     for (u32 number = blockIdx.x; number < encode.count; number += gridDim.x) {
         EncodeChunk chunk = ((const EncodeChunk*)encode.chunks)[number];
         EncodeState& state = state_of(chunk);
         if (state.changed == 0 && chunk.low_bits == 0) continue;
-        with_width(chunk.lane_log2, SamplePiece{encode, chunk, state, scratch, shared});
+        with_width(chunk.lane_log2, SamplePiece{encode, chunk, state, counts, shared});
     }
 }
 

@@ -13,7 +13,7 @@ struct CountPart {
 };
 
 // A block per part.
-extern "C" __global__ void __launch_bounds__(THREADS) tpde_encode_count(const __grid_constant__ Encode encode) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) tpde_encode_count(const __grid_constant__ Encode encode) {
     __shared__ CodedShared shared;
     if (blockIdx.x >= encode.parts) return;
     u32 number = chunk_of(encode, &EncodeChunk::first_part, blockIdx.x);
@@ -28,21 +28,25 @@ struct StreamSegment {
     const EncodeChunk& chunk;
     EncodeState& state;
     const EncodeTables& tables;
-    u32 segment;
+    u32 segment, warps;
     StreamShared& shared;
-    template <int W> __device__ __forceinline__ void run() { encode_segment<W>(chunk, state, tables, segment, shared); }
+    template <int W> __device__ __forceinline__ void run() {
+        encode_segment<W>(chunk, state, tables, segment, warps, shared);
+    }
 };
 
-// A block per segment.
-extern "C" __global__ void __launch_bounds__(TPDE_ENCODE_STREAM_THREADS)
+// A block per segment, or with `alone` a warp.
+extern "C" __global__ void __launch_bounds__(TPDE_ENCODE_STREAM_THREADS, 6)
     tpde_encode_streams(const __grid_constant__ Encode encode) {
     __shared__ StreamShared shared;
-    if (blockIdx.x >= encode.parts) return;
-    u32 number = chunk_of(encode, &EncodeChunk::first_segment, blockIdx.x);
+    u32 segment = encode.alone ? blockIdx.x * STREAM_WARPS + uniform(threadIdx.x / WARP) : blockIdx.x;
+    if (segment >= encode.parts) return;
+    u32 number = chunk_of(encode, &EncodeChunk::first_segment, segment);
     EncodeChunk chunk = ((const EncodeChunk*)encode.chunks)[number];
     const EncodeTables& tables = ((const EncodeTables*)encode.tables)[chunk.tables];
+    u32 warps = encode.alone ? 1 : STREAM_WARPS;
     with_width(chunk.lane_log2,
-               StreamSegment{chunk, state_of(chunk), tables, blockIdx.x - chunk.first_segment, shared});
+               StreamSegment{chunk, state_of(chunk), tables, segment - chunk.first_segment, warps, shared});
 }
 
 struct GatherChunk {
@@ -59,6 +63,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) tpde_encode_gather(const _
     EncodeChunk chunk = ((const EncodeChunk*)encode.chunks)[blockIdx.x];
     if (chunk.form == TPDE_FORM_NONE) return;
     with_width(chunk.lane_log2, GatherChunk{chunk, state_of(chunk), shared});
+}
+
+// A block per segment: copies its stream to the payload.
+extern "C" __global__ void __launch_bounds__(THREADS) tpde_encode_copy(const __grid_constant__ Encode encode) {
+    if (blockIdx.x >= encode.parts) return;
+    u32 number = chunk_of(encode, &EncodeChunk::first_segment, blockIdx.x);
+    EncodeChunk chunk = ((const EncodeChunk*)encode.chunks)[number];
+    copy_stream(chunk, state_of(chunk), blockIdx.x - chunk.first_segment);
 }
 
 // A block per chunk: the CRC of its payload.

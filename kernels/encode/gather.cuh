@@ -136,17 +136,17 @@ __device__ __forceinline__ void put_coded(const EncodeChunk& chunk, const Encode
     u32 segments = 1u << chunk.segments_log2;
     if (threadIdx.x + 1 < segments) put(payload + at + 4 * threadIdx.x, state.stream_words[threadIdx.x], 4);
     at += 4 * (segments - 1);
-    if (at % 2) {
-        if (threadIdx.x == 0) payload[at] = 0;
-        at++;
-    }
-    for (u32 s = 0; s < segments; s++) {
-        const u16* from = (const u16*)chunk.words + state.stream_at[s];
-        u16* to = (u16*)(payload + at);
-        u32 words = state.stream_words[s];
-        for (u32 i = threadIdx.x; i < words; i += THREADS) to[i] = from[i];
-        at += 2 * words;
-    }
+    if (at % 2 && threadIdx.x == 0) payload[at] = 0;
+}
+
+// All threads: copies a stream to its place in the payload. Streams are at the end.
+__device__ __forceinline__ void copy_stream(const EncodeChunk& chunk, const EncodeState& state, u32 segment) {
+    u32 after = 0, words = state.stream_words[segment];
+    for (u32 s = segment; s < 1u << chunk.segments_log2; s++) after += state.stream_words[s];
+    const u16* from = (const u16*)chunk.words + state.stream_at[segment];
+    u16* to = (u16*)(chunk.payload + chunk.payload_size - 2 * after);
+#pragma unroll 4
+    for (u32 i = threadIdx.x; i < words; i += THREADS) to[i] = from[i];
 }
 
 // All threads: writes the payload of a chunk, and its padding.

@@ -10,6 +10,7 @@
 #define EXTRA_BIAS 27
 
 #define MAP_ENTRIES 64 // maximum number of entries of a map
+#define SPARSE 3       // up to this number of lanes of eight are handled one by one
 #define BIT 256ull     // cost units per bit
 
 // Number of lanes of a tile.
@@ -30,35 +31,64 @@ __device__ __forceinline__ Source base_of(const EncodeChunk& chunk) {
 }
 __device__ __forceinline__ Source target_of(const EncodeChunk& chunk) { return {(const u8*)chunk.target, chunk.lanes}; }
 
+// Eight lanes as they are in memory.
+template <int W> struct Packed {
+    u32 words[2 * W];
+};
+
 // Loads eight lanes, from a multiple of eight on.
-template <int W>
-__device__ __forceinline__ void load_octet(const Source& source, u32 first, typename WideOf<W>::type (&lanes)[OCTET]) {
-    typedef typename WideOf<W>::type T;
+template <int W> __device__ __forceinline__ Packed<W> load_packed(const Source& source, u32 first) {
+    Packed<W> packed;
     if ((u64)source.start % 16 == 0 && first + OCTET <= source.lanes) {
         const u8* from = source.start + (u64)first * W;
         if constexpr (W == 1) {
             uint2 piece = *(const uint2*)from;
-#pragma unroll
-            for (int i = 0; i < 4; i++) lanes[i] = piece.x >> 8 * i & 0xFF, lanes[4 + i] = piece.y >> 8 * i & 0xFF;
+            packed.words[0] = piece.x, packed.words[1] = piece.y;
         } else {
 #pragma unroll
             for (int p = 0; p < W / 2; p++) {
                 uint4 piece = load_once(from + 16 * p);
-                u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    if constexpr (W == 2) lanes[2 * i] = words[i] & 0xFFFF, lanes[2 * i + 1] = words[i] >> 16;
-                    if constexpr (W == 4) lanes[4 * p + i] = words[i];
-                    if constexpr (W == 8) {
-                        if (i % 2 == 0) lanes[2 * p + i / 2] = words[i] | (T)((u64)words[i + 1] << 32);
-                    }
-                }
+                packed.words[4 * p] = piece.x, packed.words[4 * p + 1] = piece.y;
+                packed.words[4 * p + 2] = piece.z, packed.words[4 * p + 3] = piece.w;
             }
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < OCTET; i++) lanes[i] = source.lane<W>(first + i);
+        for (int i = 0; i < 2 * W; i++) packed.words[i] = 0;
+#pragma unroll
+        for (int i = 0; i < OCTET; i++) {
+            typename WideOf<W>::type lane = source.lane<W>(first + i);
+            if constexpr (W == 8) packed.words[2 * i] = (u32)lane, packed.words[2 * i + 1] = (u32)(lane >> 32);
+            else packed.words[i * W / 4] |= lane << (8 * W * i) % 32;
+        }
     }
+    return packed;
+}
+
+template <int W>
+__device__ __forceinline__ void unpack(const Packed<W>& packed, typename WideOf<W>::type (&lanes)[OCTET]) {
+#pragma unroll
+    for (int i = 0; i < OCTET; i++) {
+        if constexpr (W == 1) lanes[i] = packed.words[i / 4] >> 8 * (i % 4) & 0xFF;
+        if constexpr (W == 2) lanes[i] = i % 2 == 0 ? packed.words[i / 2] & 0xFFFF : packed.words[i / 2] >> 16;
+        if constexpr (W == 4) lanes[i] = packed.words[i];
+        if constexpr (W == 8) lanes[i] = packed.words[2 * i] | (u64)packed.words[2 * i + 1] << 32;
+    }
+}
+
+template <int W>
+__device__ __forceinline__ void load_octet(const Source& source, u32 first, typename WideOf<W>::type (&lanes)[OCTET]) {
+    unpack<W>(load_packed<W>(source, first), lanes);
+}
+
+// Returns lanes[i], without local memory.
+template <typename T> __device__ __forceinline__ T pick(const T (&lanes)[OCTET], u32 i) {
+    T pairs[4], halves[2];
+#pragma unroll
+    for (int k = 0; k < 4; k++) pairs[k] = i & 1 ? lanes[2 * k + 1] : lanes[2 * k];
+#pragma unroll
+    for (int k = 0; k < 2; k++) halves[k] = i & 2 ? pairs[2 * k + 1] : pairs[2 * k];
+    return i & 4 ? halves[1] : halves[0];
 }
 
 // Returns the delta of a lane: the difference in the order-preserving map, in zigzag coding.

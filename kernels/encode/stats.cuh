@@ -5,7 +5,7 @@
 
 #define LEVELS 4
 #define CONTEXTS 256
-#define ROWS (LEVELS * CONTEXTS)
+#define ROWS TPDE_ENCODE_ROWS
 #define SAMPLE_LANES (1u << 14)
 #define SAMPLE_CHANGES (1u << 13)
 #define SCORE_MAX (15 * BLOCK_LANES)
@@ -21,16 +21,16 @@ __device__ __forceinline__ u32 sample_offset(u32 group, u32 stride) {
     return (u32)((u64)group * 0x9E3779B97F4A7C15ull >> 36) % stride;
 }
 
-// Scratch memory of a block. Costs are in 256ths of a bit.
-struct StatsScratch {
-    u32 counts[ROWS * TPDE_TOKEN_COUNT_MAX]; // token counts of the lanes with values, in rows of `tokens` entries
-};
 
 struct StatsShared {
     u32 lanes[ROWS];     // number of lanes by level and context
     u32 rows[ROWS / 32]; // bit mask of the levels and contexts that have counts
-    u32 bins[2048];      // histogram of high bits, then of scores
     u32 center, low, middle;
+    u32 row_count;
+    union {
+        u32 bins[2048];      // histogram of high bits, then of scores
+        u16 row_list[ROWS];  // the rows that have counts, in any order
+    };
 };
 
 // The statistics of a chunk, uniform in the block.
@@ -81,8 +81,9 @@ template <int W>
 __device__ __forceinline__ void find_levels(const EncodeChunk& chunk, const Stats& stats, StatsShared& shared) {
     typedef typename WideOf<W>::type T;
     bool zero_apart = stats.split.low_bits == 0;
+    u32 score_max = zero_apart ? BLOCK_LANES : SCORE_MAX;
     u16* levels = (u16*)chunk.levels;
-    for (u32 i = threadIdx.x; i <= SCORE_MAX; i += THREADS) shared.bins[i] = 0;
+    for (u32 i = threadIdx.x; i <= score_max; i += THREADS) shared.bins[i] = 0;
     __syncthreads();
     if (zero_apart) {
         for (u32 block = threadIdx.x; block < stats.blocks; block += THREADS) {
@@ -109,11 +110,11 @@ __device__ __forceinline__ void find_levels(const EncodeChunk& chunk, const Stat
     if (threadIdx.x < WARP) {
         // A warp finds the scores at one third and at two thirds of the sorted scores.
         u32 total = 0, before = 0;
-        for (u32 i = threadIdx.x; i <= SCORE_MAX; i += WARP) total += shared.bins[i];
+        for (u32 i = threadIdx.x; i <= score_max; i += WARP) total += shared.bins[i];
         total = __reduce_add_sync(ALL_LANES, total);
         u32 thirds[2] = {total / 3, (u32)((u64)total * 2 / 3)}, found[2] = {0, 0};
-        for (u32 first = 0; first <= SCORE_MAX; first += WARP) {
-            u32 i = first + threadIdx.x, own = i <= SCORE_MAX ? shared.bins[i] : 0, sum = own;
+        for (u32 first = 0; first <= score_max; first += WARP) {
+            u32 i = first + threadIdx.x, own = i <= score_max ? shared.bins[i] : 0, sum = own;
             for (u32 by = 1; by < WARP; by *= 2) sum = add_from_before(sum, by);
             sum += before;
             for (int k = 0; k < 2; k++) {
@@ -133,9 +134,10 @@ __device__ __forceinline__ void find_levels(const EncodeChunk& chunk, const Stat
     __syncthreads();
 }
 
-// All threads: gathers the statistics of a chunk with `changed` changed lanes. Begins and ends with a barrier.
+// All threads: gathers the statistics of a chunk with `changed` changed lanes. Begins and ends with a barrier. `counts` has
+// ROWS rows of `tokens` token counts, which are zero before and must be zero again after the chunk.
 template <int W>
-__device__ __forceinline__ Stats gather_stats(const EncodeChunk& chunk, const EncodeState& state, StatsScratch& scratch,
+__device__ __forceinline__ Stats gather_stats(const EncodeChunk& chunk, const EncodeState& state, u32* counts,
                                               StatsShared& shared) {
     typedef typename WideOf<W>::type T;
     Stats stats;
@@ -144,9 +146,10 @@ __device__ __forceinline__ Stats gather_stats(const EncodeChunk& chunk, const En
     stats.first = stats.order.mask >= CONTEXTS ? (u32)max((i32)state.largest - (CONTEXTS - 2), 0) : 0;
     stats.tokens = tokens_within(8 * W - chunk.low_bits);
     stats.blocks = blocks_of(chunk);
+    __syncthreads();
     for (u32 i = threadIdx.x; i < ROWS; i += THREADS) shared.lanes[i] = 0;
     for (u32 i = threadIdx.x; i < ROWS / 32; i += THREADS) shared.rows[i] = 0;
-    for (u32 i = threadIdx.x; i < ROWS * stats.tokens; i += THREADS) scratch.counts[i] = 0;
+    if (threadIdx.x == 0) shared.row_count = 0;
     __syncthreads();
     if (chunk.low_bits != 0) find_center<W>(chunk, stats, shared);
     find_levels<W>(chunk, stats, shared);
@@ -154,27 +157,52 @@ __device__ __forceinline__ Stats gather_stats(const EncodeChunk& chunk, const En
     u32 change_stride = stride_of(state.changed, SAMPLE_CHANGES),
         lane_stride = max(stride_of(chunk.lanes, SAMPLE_LANES), change_stride), every = lane_stride / change_stride;
     const u16* levels = (const u16*)chunk.levels;
-    for (u32 group = threadIdx.x / WARP; group * change_stride < stats.blocks; group += WARPS) {
+    auto count = [&](u32 row, T base, T target) {
+        u32 token = token_of(stats.split.value<W>(delta_of<W>(base, target, (T)stats.order.magnitude)));
+        atomicOr(&shared.rows[row / 32], 1u << row % 32);
+        atomicAdd(&counts[row * stats.tokens + token], change_stride);
+    };
+    // Lanes are counted only in blocks in which changes are counted too. A warp per block.
+    for (u32 sample = threadIdx.x / WARP; sample * lane_stride < stats.blocks; sample += WARPS) {
+        u32 group = sample * every + sample_offset(sample, every);
         u32 block = group * change_stride + sample_offset(group, change_stride);
         if (block >= stats.blocks) continue;
-        // Lanes are counted only in blocks in which changes are counted too.
-        bool with_lanes = group % every == sample_offset(group / every, every);
         uint4 mask = {~0u, ~0u, ~0u, ~0u};
         if (chunk.low_bits == 0) mask = block_mask(chunk, block);
-        if (!with_lanes && (mask.x | mask.y | mask.z | mask.w) == 0) continue;
         u32 level = levels[block], words[4] = {mask.x, mask.y, mask.z, mask.w};
         each_lane<W>(chunk, block, [&](u32 i, T base, T target) {
             u32 row = level * CONTEXTS + context_index<W>(base, stats.order, stats.first);
-            if (with_lanes) atomicAdd(&shared.lanes[row], lane_stride);
-            if (words[i] >> threadIdx.x % WARP & 1) {
-                u32 token = token_of(stats.split.value<W>(delta_of<W>(base, target, (T)stats.order.magnitude)));
-                atomicOr(&shared.rows[row / 32], 1u << row % 32);
-                atomicAdd(&scratch.counts[row * stats.tokens + token], change_stride);
-            }
+            atomicAdd(&shared.lanes[row], lane_stride);
+            if (words[i] >> threadIdx.x % WARP & 1) count(row, base, target);
         });
+    }
+    // The values of the other blocks: a thread per 32 lanes.
+    Source base = base_of(chunk), target = target_of(chunk);
+    for (u32 i = threadIdx.x; i / 4 * change_stride < stats.blocks; i += THREADS) {
+        u32 group = i / 4, block = group * change_stride + sample_offset(group, change_stride);
+        if (block >= stats.blocks || group % every == sample_offset(group / every, every)) continue;
+        u32 first = block * BLOCK_LANES + i % 4 * 32, mask = 0;
+        if (chunk.low_bits == 0) mask = ((const u32*)chunk.masks)[first / 32];
+        else if (first < chunk.lanes) mask = ~0u >> (32 - min(chunk.lanes - first, 32));
+        if (mask == 0) continue;
+        u32 level = levels[block];
+        for (; mask; mask &= mask - 1) {
+            u32 at = first + __ffs((i32)mask) - 1;
+            T from = base.lane<W>(at);
+            count(level * CONTEXTS + context_index<W>(from, stats.order, stats.first), from, target.lane<W>(at));
+        }
+    }
+    __syncthreads();
+    for (u32 row = threadIdx.x; row < ROWS; row += THREADS) {
+        if (shared.rows[row / 32] >> row % 32 & 1) shared.row_list[atomicAdd(&shared.row_count, 1)] = (u16)row;
     }
     __syncthreads();
     return stats;
+}
+
+// A warp: sets the counts of a row to zero.
+__device__ __forceinline__ void clear_row(const Stats& stats, u32* counts, u32 row) {
+    for (u32 token = threadIdx.x % WARP; token < stats.tokens; token += WARP) counts[row * stats.tokens + token] = 0;
 }
 
 __device__ __forceinline__ bool has_counts(const StatsShared& shared, u32 row) {

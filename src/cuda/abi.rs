@@ -102,7 +102,8 @@ pub(super) const ENCODE_PART: u32 = defined_in(ENCODE, "TPDE_ENCODE_PART");
 pub(super) const ENCODE_SPARE: u32 = defined_in(ENCODE, "TPDE_ENCODE_SPARE");
 pub(super) const ENCODE_MAGNITUDES: u32 = defined_in(ENCODE, "TPDE_ENCODE_MAGNITUDES");
 pub(super) const ENCODE_GROUPS: u32 = defined_in(ENCODE, "TPDE_ENCODE_GROUPS");
-pub(super) const ENCODE_SCRATCH: u32 = defined_in(ENCODE, "TPDE_ENCODE_SCRATCH");
+pub(super) const ENCODE_ROWS: u32 = defined_in(ENCODE, "TPDE_ENCODE_ROWS");
+pub(super) const ENCODE_CHOOSE_SCRATCH: u32 = defined_in(ENCODE, "TPDE_ENCODE_CHOOSE_SCRATCH");
 
 /// A chunk to encode: `EncodeChunk` of `arguments.cuh`.
 #[derive(Debug, Clone, Copy, Default, Immutable, IntoBytes)]
@@ -177,6 +178,8 @@ pub(super) struct Encode {
     pub count: u32,
     pub parts: u32,
     pub tokens: u32,
+    pub alone: u32,
+    pub slot_bytes: u32,
     pub reserved: u32,
 }
 
@@ -368,7 +371,7 @@ mod tests {
                 base_sum, target_sum, cost, changed, largest, center, coded, exceptions, overflow, crc32, first_context,
                 context_count, activity_bits, stream_words, stream_at, classes,
             }
-            Encode { chunks, tables, scratch, groups, rows, found, count, parts, tokens, reserved }
+            Encode { chunks, tables, scratch, groups, rows, found, count, parts, tokens, alone, slot_bytes, reserved }
         });
         let entries = 16 << 8;
         ours.insert("EncodeTables.entries".into(), 0);

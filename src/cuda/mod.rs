@@ -62,7 +62,7 @@ pub use accelerator::NvcompDevice;
 pub use application::Application;
 pub use application::outcome::{BadChunk, Captured, Pending};
 pub use checkpoint::DeviceCheckpoint;
-pub use encode::Encode;
+pub use encode::{Encode, Encoder};
 pub use hashes::Hashes;
 pub use index::DeviceIndex;
 pub use nvcomp::Nvcomp;

@@ -1,10 +1,13 @@
 //! The builder that encodes a pair on a device.
 
+use super::blob::PinnedBlob;
 use super::chunks::Limits;
 use super::digests::Known;
 use super::run::{Job, encode};
+use super::session::Encoder;
 use crate::checkpoint::Checkpoint;
 use crate::cuda::checkpoint::DeviceCheckpoint;
+use crate::cuda::runtime::memory::PinnedBuffer;
 use crate::cuda::runtime::stream::Stream;
 use crate::encode::{EncodeOptions, EncodeReport};
 use crate::error::Result;
@@ -52,6 +55,7 @@ pub struct Encode<'a> {
     after: Option<&'a Stream>,
     inputs: Vec<PathBuf>,
     overwrite: bool,
+    encoder: Option<&'a Encoder>,
     limits: Limits,
     watcher: Watcher<'a>,
 }
@@ -68,6 +72,7 @@ impl<'a> Encode<'a> {
             after: None,
             inputs: Vec::new(),
             overwrite: false,
+            encoder: None,
             limits: Limits::default(),
             watcher: Watcher::Nobody,
         }
@@ -89,6 +94,12 @@ impl<'a> Encode<'a> {
     /// them must have completed.
     pub fn after(mut self, stream: &'a Stream) -> Self {
         self.after = Some(stream);
+        self
+    }
+
+    /// Uses the memory of an encoder, and leaves it for the next encoding.
+    pub fn encoder(mut self, encoder: &'a Encoder) -> Self {
+        self.encoder = Some(encoder);
         self
     }
 
@@ -148,10 +159,21 @@ impl<'a> Encode<'a> {
         Ok((finished.into_pair()?, report))
     }
 
+    /// Encodes the pair in memory, with the blob in pinned memory: the device copies the payloads to their places. When the pair is
+    /// dropped, the next encoding can use this memory.
+    ///
+    /// # Errors
+    /// The errors of [`Encode::to_memory`].
+    pub fn to_pinned(&self) -> Result<(Pair<PinnedBuffer>, EncodeReport)> {
+        let blob = PinnedBlob::new(&self.target.device().inner);
+        let (finished, report) = encode(&self.job(), PairBuilder::new(blob, "memory".into(), self.options.form())?)?;
+        Ok((Pair::new(finished.index, finished.blob.finish(&finished.blob_header)?)?, report))
+    }
+
     fn job(&self) -> Job<'_> {
-        let Self { target, base, options, base_digests, target_digests, after, limits, watcher, .. } = self;
-        let (base, after, limits) = (*base, *after, *limits);
-        Job { target, base, options, base_digests, target_digests, after, limits, watcher }
+        let Self { target, base, options, base_digests, target_digests, after, encoder, limits, watcher, .. } = self;
+        let (base, after, encoder, limits) = (*base, *after, *encoder, *limits);
+        Job { target, base, options, base_digests, target_digests, after, encoder, limits, watcher }
     }
 
     /// Sets limits of memory, for tests.

@@ -2,7 +2,7 @@
 
 use super::session::{Drained, Session};
 use super::source::Source;
-use crate::codec::conditioned::{ModelTables, shape, size_of_cost};
+use crate::codec::conditioned::{ModelTables, shape, size_of_cost, tokens_within};
 use crate::codec::{Codec, TableSet};
 use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
 use crate::cuda::runtime::memory::DeviceSlice;
@@ -31,11 +31,13 @@ pub(in crate::cuda) struct Limits {
     pub copies: u64,
     /// Maximum size of the tensors that are hashed in one launch, in bytes. A tensor may have more.
     pub hashed: u64,
+    /// From this number of segments per multiprocessor on, one warp encodes a segment, otherwise several.
+    pub alone: u64,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { lanes: 1 << 30, payloads: 96 << 20, room: 320, copies: 128 << 20, hashed: 4 << 30 }
+        Self { lanes: 3 << 29, payloads: 192 << 20, room: 320, copies: 128 << 20, hashed: 4 << 30, alone: 16 }
     }
 }
 
@@ -82,6 +84,11 @@ impl SurveyMemory {
 pub(super) fn tiles_of(chunk: &EncodeChunk) -> u32 {
     let tile = if chunk.lane_log2 <= 1 { 1024 } else { 2048 >> chunk.lane_log2 };
     chunk.lanes.div_ceil(tile)
+}
+
+/// Returns the number of tokens of a chunk's values.
+pub(super) fn tokens_of(chunk: &EncodeChunk) -> u32 {
+    tokens_within((8 << chunk.lane_log2) - u32::from(chunk.low_bits)) as u32
 }
 
 /// The table sets on the device.
@@ -153,22 +160,23 @@ impl<'a> Wave<'a> {
         let memory = survey_memory(&mut chunks);
         let (survey, states) = (session.alloc(memory.bytes)?, session.alloc(memory.states)?);
         memory.place(&mut chunks, &survey, &states);
-        let slots = (chunks.len() as u32).min(2 * session.device.multiprocessors);
-        let scratch = session.alloc(u64::from(slots) * u64::from(abi::ENCODE_SCRATCH))?;
+        let tokens = chunks.iter().map(tokens_of).max().unwrap_or(0);
+        let scratch = session.scratch(chunks.len() as u32, tokens)?;
         let uploaded = session.upload(&chunks)?;
         let _drained = Drained(session);
         session.clear(&states)?;
         let parameter = abi::Encode {
             chunks: uploaded.address(),
             tables: tables.address(),
-            scratch: scratch.address(),
+            scratch: scratch.memory.address(),
+            slot_bytes: scratch.slot_bytes,
             count: chunks.len() as u32,
             parts: memory.parts,
             ..abi::Encode::default()
         };
         session.launch(session.kernels.survey, memory.parts, &parameter)?;
         if chunks.iter().any(|chunk| chunk.tables != abi::NO_TABLES) {
-            session.launch(session.kernels.choose, slots, &parameter)?;
+            session.launch(session.kernels.choose, scratch.slots, &parameter)?;
             session.launch(session.kernels.count, memory.parts, &parameter)?;
         }
         let found = session.read::<EncodeState>(&states, chunks.len())?;

@@ -6,11 +6,13 @@
 //! | `session` | memory, launches and copies of an encoding |
 //! | `chunks` | chunks: surveyed, their maps chosen, their coded lanes counted |
 //! | `train` | samples for tables; the tables are made on the host |
+//! | `blob` | the blob, in a file or in memory |
 //! | `payloads` | streams and payloads |
 //! | `digests` | digests of tensors, hashed on the device |
 //! | `run` | all of it, in the order of the pair |
 //! | `builder` | the builder `Encode` |
 
+mod blob;
 mod builder;
 mod chunks;
 mod digests;
@@ -23,3 +25,4 @@ mod train;
 pub use builder::Encode;
 #[cfg(test)]
 pub(in crate::cuda) use chunks::Limits;
+pub use session::Encoder;

@@ -1,5 +1,6 @@
 //! Streams and payloads of chunks.
 
+use super::blob::PinnedBlob;
 use super::chunks::{Chunk, Limits, Tables, Wave};
 use super::session::{Drained, Session};
 use crate::codec::conditioned::{size_of_cost, uncoded_bytes};
@@ -11,11 +12,21 @@ use crate::format::{ConditionedHeader, PAYLOAD_ALIGN};
 use std::mem::offset_of;
 use std::ops::Range;
 
-/// Payloads of consecutive chunks of a wave.
+/// Payloads of consecutive chunks of a wave, one after the other, each with padding.
 pub(super) struct Payloads {
     pub chunks: Range<usize>,
-    /// The payloads, one after the other, each with padding.
-    pub stored: PinnedBuffer,
+    /// `None` if they are in the reserved memory of the blob.
+    pub stored: Option<PinnedBuffer>,
+}
+
+/// What takes the payloads of a wave.
+pub(super) trait Sink {
+    /// Returns the blob if it is in pinned memory, and the size that is expected if `bytes` bytes of payloads follow for `lanes`
+    /// bytes of lanes.
+    fn pinned(&mut self, bytes: u64, lanes: u64) -> Option<(&mut PinnedBlob, usize)>;
+
+    /// Takes payloads in order.
+    fn add(&mut self, wave: &Wave<'_>, payloads: Payloads) -> Result<()>;
 }
 
 /// Returns the worst-case number of words per coded lane: one for the symbol, and one per 16 extra bits.
@@ -50,14 +61,14 @@ fn payload_size(chunk: &Chunk<'_>) -> u64 {
     }
 }
 
-/// Writes the payloads of a wave, some at a time, and passes them to `done` in order. Sets `payload_size` and the state of each
+/// Writes the payloads of a wave, some at a time, and passes them to `sink` in order. Sets `payload_size` and the state of each
 /// chunk.
 pub(super) fn write(
     session: &Session<'_>,
     tables: &Tables,
     limits: Limits,
     wave: &mut Wave<'_>,
-    mut done: impl FnMut(&Wave<'_>, Payloads) -> Result<()>,
+    sink: &mut dyn Sink,
 ) -> Result<()> {
     for chunk in wave.chunks.iter_mut().filter(|chunk| chunk.device.form == form::CODED) {
         let size = size_of_cost(chunk.state.cost, chunk.state.coded as usize, chunk.device.low_bits.into(), chunk.plan.pace);
@@ -76,14 +87,21 @@ pub(super) fn write(
             }
             (bytes, end) = (bytes + more, end + 1);
         }
-        let payloads = write_range(session, tables, wave, first..end)?;
-        done(wave, payloads)?;
+        let payloads = write_range(session, tables, limits, wave, first..end, sink)?;
+        sink.add(wave, payloads)?;
         first = end;
     }
     Ok(())
 }
 
-fn write_range(session: &Session<'_>, tables: &Tables, wave: &mut Wave<'_>, range: Range<usize>) -> Result<Payloads> {
+fn write_range(
+    session: &Session<'_>,
+    tables: &Tables,
+    limits: Limits,
+    wave: &mut Wave<'_>,
+    range: Range<usize>,
+    sink: &mut dyn Sink,
+) -> Result<Payloads> {
     let mut pending: Vec<usize> = range.clone().filter(|&i| wave.chunks[i].device.form == form::CODED).collect();
     // The memory of each round is needed until the payloads are gathered.
     let mut rounds = Vec::new();
@@ -99,6 +117,8 @@ fn write_range(session: &Session<'_>, tables: &Tables, wave: &mut Wave<'_>, rang
             (at, segments) = (at + room, segments + (1 << device.segments_log2));
             list.push(*device);
         }
+        // Many segments keep the device busy with a warp each. Few need several warps, to be encoded in less time.
+        let alone = u64::from(segments) >= limits.alone * u64::from(session.device.multiprocessors);
         let uploaded = session.upload(&list)?;
         let _drained = Drained(session);
         let parameter = abi::Encode {
@@ -106,9 +126,11 @@ fn write_range(session: &Session<'_>, tables: &Tables, wave: &mut Wave<'_>, rang
             tables: tables.address(),
             count: list.len() as u32,
             parts: segments,
+            alone: u32::from(alone),
             ..abi::Encode::default()
         };
-        session.launch(session.kernels.streams, segments, &parameter)?;
+        let blocks = if alone { segments.div_ceil(abi::ENCODE_STREAM_THREADS / 32) } else { segments };
+        session.launch(session.kernels.streams, blocks, &parameter)?;
         let found = read_states(session, wave, range.clone())?;
         for &i in &pending {
             wave.chunks[i].state = found[i - range.start];
@@ -138,26 +160,37 @@ fn write_range(session: &Session<'_>, tables: &Tables, wave: &mut Wave<'_>, rang
         chunk.device.payload = bytes;
         bytes += size.next_multiple_of(PAYLOAD_ALIGN);
     }
-    let mut stored = session.pinned(bytes)?;
+    let lanes = wave.chunks[range.clone()].iter().map(Chunk::bytes).sum();
+    let mut pinned = None;
+    let to = match sink.pinned(bytes, lanes) {
+        Some((blob, expected)) => blob.reserve(bytes as usize, expected)?,
+        None => &mut pinned.insert(session.pinned(bytes)?)[..],
+    };
     if bytes > 0 {
         let output = session.alloc(bytes)?;
+        let mut segments = 0;
         let list = wave.chunks[range.clone()].iter().map(|chunk| {
-            let device = chunk.device;
-            EncodeChunk { payload: output.address() + device.payload, ..device }
+            let device = EncodeChunk { payload: output.address() + chunk.device.payload, first_segment: segments, ..chunk.device };
+            if device.form == form::CODED {
+                segments += 1 << device.segments_log2;
+            }
+            device
         });
         let list: Vec<_> = list.collect();
         let uploaded = session.upload(&list)?;
         let _drained = Drained(session);
-        let parameter = abi::Encode { chunks: uploaded.address(), count: list.len() as u32, ..abi::Encode::default() };
+        let parameter =
+            abi::Encode { chunks: uploaded.address(), count: list.len() as u32, parts: segments, ..abi::Encode::default() };
         session.launch(session.kernels.gather, list.len() as u32, &parameter)?;
+        session.launch(session.kernels.copy, segments, &parameter)?;
         session.launch(session.kernels.crc, list.len() as u32, &parameter)?;
-        session.read_into(&output, &mut stored)?;
+        session.read_into(&output, to)?;
         let found = read_states(session, wave, range.clone())?;
         for (chunk, state) in wave.chunks[range.clone()].iter_mut().zip(found) {
             chunk.state = state;
         }
     }
-    Ok(Payloads { chunks: range, stored })
+    Ok(Payloads { chunks: range, stored: pinned })
 }
 
 /// Reads the states of some chunks.

@@ -1,9 +1,10 @@
 //! Encodes all tensors, and assembles the pair in their order.
 
+use super::blob::{Blob, PinnedBlob};
 use super::chunks::{Chunk, Limits, Tables, Wave};
 use super::digests::{Digest, Digests, Known};
-use super::payloads::{self, Payloads};
-use super::session::{Drained, Session};
+use super::payloads::{self, Payloads, Sink};
+use super::session::{Drained, Encoder, Memory, Session};
 use super::source::Source;
 use super::train;
 use crate::checkpoint::Checkpoint;
@@ -19,7 +20,6 @@ use crate::format::{ChunkMetadata, ChunkSums, DIGEST_SIZE, FormatVersion, PAYLOA
 use crate::watch::Progress;
 use crate::writer::{Finished, PairBuilder};
 use rayon::prelude::*;
-use std::io::Write;
 
 /// What to encode, and how. See the methods of the builder.
 pub(super) struct Job<'a> {
@@ -29,6 +29,7 @@ pub(super) struct Job<'a> {
     pub base_digests: &'a Known,
     pub target_digests: &'a Known,
     pub after: Option<&'a Stream>,
+    pub encoder: Option<&'a Encoder>,
     pub limits: Limits,
     pub watcher: Progress<'a>,
 }
@@ -39,7 +40,7 @@ fn unsupported(what: &str) -> Error {
 }
 
 /// Encodes into `builder`.
-pub(super) fn encode<W: Write>(job: &Job<'_>, builder: PairBuilder<W>) -> Result<(Finished<W>, EncodeReport)> {
+pub(super) fn encode<W: Blob>(job: &Job<'_>, builder: PairBuilder<W>) -> Result<(Finished<W>, EncodeReport)> {
     let (base, target, options) = (job.base, job.target, job.options);
     let base_checkpoint = base.map(|base| base as &dyn Checkpoint);
     check_options(base_checkpoint, target, options)?;
@@ -53,13 +54,16 @@ pub(super) fn encode<W: Write>(job: &Job<'_>, builder: PairBuilder<W>) -> Result
     let cx = device.context.enter()?;
     let known = [job.base_digests, job.target_digests];
     let finished = {
-        let session = Session::new(target, &cx, job.after)?;
+        let memory = job.encoder.map_or_else(Memory::default, |encoder| encoder.take(device));
+        let session = Session::new(target, &cx, job.after, memory)?;
         let _drained = Drained(&session);
         let digests = Digests::new(&session, job.limits.hashed, &source, &selection, &plans, known)?;
         train::train(&session, &source, options, &mut plans, job.watcher)?;
         let tables = Tables::upload(&session, &plans)?;
-        let mut assembly = Assembly { job, selection: &selection, source: &source, plans: &plans, builder, begun: 0, digests };
+        let mut assembly =
+            Assembly { job, selection: &selection, source: &source, plans: &plans, builder, begun: 0, added: 0, digests };
         let jobs: Vec<_> = plans.iter().enumerate().flat_map(|(i, plan)| chunks_of(i, plan)).collect();
+        let lanes = wave_bytes(jobs.iter().map(|(_, plan, _)| plan.width() << plan.chunk_lanes_log2).sum(), job.limits);
         let mut rest = &jobs[..];
         while !rest.is_empty() {
             let (mut bytes, mut copied) = (0, 0);
@@ -67,19 +71,49 @@ pub(super) fn encode<W: Write>(job: &Job<'_>, builder: PairBuilder<W>) -> Result
                 let is_first = bytes == 0;
                 bytes += plan.width() << plan.chunk_lanes_log2;
                 copied += source.copied_per_lane(plan) << plan.chunk_lanes_log2;
-                is_first || (bytes <= job.limits.lanes && copied <= job.limits.copies)
+                is_first || (bytes <= lanes && copied <= job.limits.copies)
             });
             let (now, after) = rest.split_at(count.count());
             rest = after;
             let chunks: Vec<_> = now.iter().map(|&(_, plan, number)| (plan, number)).collect();
             let mut wave = Wave::new(&session, &source, &tables, &chunks)?;
-            payloads::write(&session, &tables, job.limits, &mut wave, |wave, payloads| assembly.add(now, wave, &payloads))?;
+            payloads::write(&session, &tables, job.limits, &mut wave, &mut WaveSink { assembly: &mut assembly, jobs: now })?;
+        }
+        if let Some(encoder) = job.encoder {
+            encoder.give_back(device, session.take_memory()?);
         }
         assembly.finish()?
     };
     let bases = plans.iter().filter_map(|plan| plan.base).map(|i| selection.base_tensor(i as usize));
     let report = report(&finished, base_checkpoint, bases);
     Ok((finished, report))
+}
+
+/// Size of the lanes of a wave, for `total` bytes of lanes in all: waves have about the same size.
+fn wave_bytes(total: u64, limits: Limits) -> u64 {
+    total.div_ceil(total.div_ceil(limits.lanes.max(1)).max(1))
+}
+
+/// Takes the payloads of a wave with these jobs.
+struct WaveSink<'s, 'a, W> {
+    assembly: &'s mut Assembly<'a, W>,
+    jobs: &'s [(usize, &'s Plan, u64)],
+}
+
+impl<W: Blob> Sink for WaveSink<'_, '_, W> {
+    fn pinned(&mut self, bytes: u64, lanes: u64) -> Option<(&mut PinnedBlob, usize)> {
+        let Assembly { plans, builder, added, .. } = &mut *self.assembly;
+        let total: u64 = plans.iter().map(|plan| plan.lanes * plan.width()).sum();
+        let blob = builder.blob().pinned()?;
+        // The other payloads are expected to be as large in relation to their lanes, and an eighth more.
+        let now = blob.written() as u64 + bytes;
+        let expected = u128::from(now + now / 8) * u128::from(total) / u128::from((*added + lanes).max(1));
+        Some((blob, expected as usize))
+    }
+
+    fn add(&mut self, wave: &Wave<'_>, payloads: Payloads) -> Result<()> {
+        self.assembly.add(self.jobs, wave, &payloads)
+    }
 }
 
 /// The chunks of a tensor.
@@ -114,18 +148,21 @@ struct Assembly<'a, W> {
     builder: PairBuilder<W>,
     /// Number of tensors that have begun. All but the last have ended.
     begun: usize,
+    /// Size of the lanes of all chunks that were added.
+    added: u64,
     digests: Digests<'a>,
 }
 
-impl<W: Write> Assembly<'_, W> {
+impl<W: Blob> Assembly<'_, W> {
     /// Adds payloads. `jobs` are those of the wave: index of the plan, plan, number of the chunk.
     fn add(&mut self, jobs: &[(usize, &Plan, u64)], wave: &Wave<'_>, payloads: &Payloads) -> Result<()> {
         let chunks = &wave.chunks[payloads.chunks.clone()];
-        let stored_of = |chunk: &Chunk<'_>| {
-            let start = chunk.device.payload as usize;
-            &payloads.stored[start..][..chunk.device.payload_size as usize]
+        let digests: Vec<_> = {
+            let reserved = self.builder.blob().pinned().map_or(&[][..], |blob| blob.reserved());
+            let stored = payloads.stored.as_deref().unwrap_or(reserved);
+            let stored_of = |chunk: &Chunk<'_>| &stored[chunk.device.payload as usize..][..chunk.device.payload_size as usize];
+            chunks.par_iter().map(|chunk| digest::of_payload(stored_of(chunk))).collect()
         };
-        let digests: Vec<_> = chunks.par_iter().map(|chunk| digest::of_payload(stored_of(chunk))).collect();
         let mut first = 0;
         while first < chunks.len() {
             let tensor = jobs[payloads.chunks.start + first].0;
@@ -137,8 +174,19 @@ impl<W: Write> Assembly<'_, W> {
             let stop = of_tensor.last().map_or(0, |chunk| chunk.device.payload + padded(chunk));
             let records: Vec<_> = of_tensor.iter().map(record).collect();
             let sums: Vec<_> = of_tensor.iter().map(sums).collect();
-            self.builder.copied_chunks(&payloads.stored[start as usize..stop as usize], &records, &sums, &digests[first..end])?;
+            match &payloads.stored {
+                Some(stored) => {
+                    self.builder.copied_chunks(&stored[start as usize..stop as usize], &records, &sums, &digests[first..end])?;
+                }
+                None => {
+                    self.builder.placed_chunks(stop - start, &records, &sums, &digests[first..end])?;
+                    if let Some(blob) = self.builder.blob().pinned() {
+                        blob.commit((stop - start) as usize);
+                    }
+                }
+            }
             let bytes = of_tensor.iter().map(Chunk::bytes).sum();
+            self.added += bytes;
             self.job.watcher.done(bytes)?;
             first = end;
         }

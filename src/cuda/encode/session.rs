@@ -9,7 +9,8 @@ use crate::cuda::runtime::kernels::EncodeKernels;
 use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use crate::cuda::runtime::stream::Stream;
 use crate::error::Result;
-use std::sync::Arc;
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex, PoisonError};
 use zerocopy::{FromZeros, Immutable, IntoBytes};
 
 /// A stream of the encoder. The host waits for its work before memory is freed or returned to the caller, also after an error.
@@ -19,14 +20,61 @@ pub(super) struct Session<'a> {
     pub kernels: EncodeKernels,
     stream: Option<OwnStream>,
     after: Option<&'a Stream>,
+    memory: RefCell<Memory>,
+}
+
+/// Device memory that is used again and again. All of its users queue their work on one stream.
+#[derive(Debug, Default)]
+pub(in crate::cuda) struct Memory {
+    /// Allocations. Those without another reference are free.
+    kept: Vec<DeviceSlice>,
+    scratch: Option<Scratch>,
+}
+
+/// Scratch memory of the blocks of a kernel, in slots. The counts are zeros between launches.
+#[derive(Debug, Clone)]
+pub(super) struct Scratch {
+    pub memory: DeviceSlice,
+    pub slots: u32,
+    pub slot_bytes: u32,
+}
+
+/// Maximum size of the scratch memory.
+const SCRATCH_BYTES: u64 = 288 << 20;
+
+/// Memory of an encoder, which encodings use one after the other.
+///
+/// Without it, each encoding allocates device memory and clears it. Pass it with [`Encode::encoder`](super::Encode::encoder).
+/// Encodings at the same time do not share memory. It keeps the memory of the largest encoding: its compressed bytes, and up to 512
+/// MiB.
+#[derive(Debug, Default)]
+pub struct Encoder(Mutex<Vec<(Arc<Inner>, Memory)>>);
+
+impl Encoder {
+    /// Creates an encoder without memory.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    pub(super) fn take(&self, device: &Arc<Inner>) -> Memory {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = kept.iter().position(|(of, _)| Arc::ptr_eq(of, device));
+        at.map_or_else(Memory::default, |at| kept.swap_remove(at).1)
+    }
+
+    /// Keeps memory that no work uses any more.
+    pub(super) fn give_back(&self, device: &Arc<Inner>, memory: Memory) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push((device.clone(), memory));
+    }
 }
 
 impl<'a> Session<'a> {
     /// Begins after the work that is queued on `after`.
-    pub fn new(target: &'a DeviceCheckpoint, cx: &'a Entered<'a>, after: Option<&'a Stream>) -> Result<Self> {
+    pub fn new(target: &'a DeviceCheckpoint, cx: &'a Entered<'a>, after: Option<&'a Stream>, memory: Memory) -> Result<Self> {
         let device = &target.device().inner;
         let kernels = device.kernels.encoder(&device.context)?;
-        let session = Self { device, cx, kernels, stream: Some(device.pools.stream(cx)?), after };
+        let memory = RefCell::new(memory);
+        let session = Self { device, cx, kernels, stream: Some(device.pools.stream(cx)?), after, memory };
         session.wait_for_caller(session.raw())?;
         Ok(session)
     }
@@ -51,9 +99,42 @@ impl<'a> Session<'a> {
         self.stream.as_ref().map_or(std::ptr::null_mut(), OwnStream::raw)
     }
 
-    /// Allocates device memory. Its content is undefined.
+    /// Waits for all queued work, and returns the memory.
+    pub fn take_memory(&self) -> Result<Memory> {
+        self.wait()?;
+        Ok(self.memory.take())
+    }
+
+    /// Returns device memory. Its content is undefined. When it is dropped, later work of the session can use it.
     pub fn alloc(&self, bytes: u64) -> Result<DeviceSlice> {
-        Ok(DeviceSlice::owned(Allocation::new(self.device, self.cx, bytes)?, bytes))
+        let mut memory = self.memory.borrow_mut();
+        let fits = |slice: &&DeviceSlice| slice.bytes() >= bytes && slice.bytes() / 4 <= bytes.max(1 << 12) && !slice.is_shared();
+        if let Some(slice) = memory.kept.iter().filter(fits).min_by_key(|slice| slice.bytes()) {
+            return slice.slice(0, bytes);
+        }
+        // Sizes are rounded up, so that memory is used again for about the same size.
+        let step = (bytes.max(1 << 12).next_power_of_two() / 8).max(1 << 12);
+        let capacity = bytes.max(1).next_multiple_of(step);
+        let slice = DeviceSlice::owned(Allocation::new(self.device, self.cx, capacity)?, capacity);
+        memory.kept.push(slice.clone());
+        slice.slice(0, bytes)
+    }
+
+    /// Returns scratch memory for a kernel that has at most `blocks` blocks and counts up to `tokens` tokens.
+    pub fn scratch(&self, blocks: u32, tokens: u32) -> Result<Scratch> {
+        let slot_bytes = abi::ENCODE_CHOOSE_SCRATCH + 4 * abi::ENCODE_ROWS * tokens;
+        let slots = blocks.min(4 * self.device.multiprocessors).min((SCRATCH_BYTES / u64::from(slot_bytes)) as u32);
+        let mut memory = self.memory.borrow_mut();
+        match &memory.scratch {
+            Some(scratch) if scratch.slots >= slots && scratch.slot_bytes >= slot_bytes => {
+                return Ok(Scratch { slots, ..scratch.clone() });
+            }
+            _ => memory.scratch = None,
+        }
+        let bytes = u64::from(slots) * u64::from(slot_bytes);
+        let slice = DeviceSlice::owned(Allocation::new(self.device, self.cx, bytes)?, bytes);
+        self.clear(&slice)?;
+        Ok(memory.scratch.insert(Scratch { memory: slice, slots, slot_bytes }).clone())
     }
 
     /// Allocates pinned memory.
@@ -101,10 +182,10 @@ impl<'a> Session<'a> {
     }
 
     /// [`Session::read`], into pinned memory.
-    pub fn read_into(&self, from: &DeviceSlice, to: &mut PinnedBuffer) -> Result<()> {
+    pub fn read_into(&self, from: &DeviceSlice, to: &mut [u8]) -> Result<()> {
         let from = from.slice(0, to.len() as u64)?;
         // SAFETY: both have this size, and nobody uses the pinned memory before the wait, also after an error.
-        let queued = unsafe { copies::copy_out(self.cx, to.as_ptr(), from.address(), to.len(), self.raw()) };
+        let queued = unsafe { copies::copy_out(self.cx, to.as_mut_ptr(), from.address(), to.len(), self.raw()) };
         self.wait().and(queued)
     }
 

@@ -47,11 +47,10 @@ fn sample(session: &Session<'_>, source: &Source, of: Group, pieces: &[(&Plan, u
     let _copied = Drained(session);
     let memory = survey_memory(&mut chunks);
 
-    let slots = (chunks.len() as u32).min(2 * session.device.multiprocessors);
     let row = 1 + u64::from(tokens);
     let counts = u64::from(abi::ENCODE_GROUPS) * u64::from(tokens) * 8;
     let (survey, states) = (session.alloc(memory.bytes)?, session.alloc(memory.states)?);
-    let scratch = session.alloc(u64::from(slots) * u64::from(abi::ENCODE_SCRATCH))?;
+    let scratch = session.scratch(chunks.len() as u32, tokens)?;
     let (counters, found) = (session.alloc(counts)?, session.alloc(4)?);
     let rows = session.alloc(u64::from(abi::ENCODE_GROUPS) * row * 8)?;
     memory.place(&mut chunks, &survey, &states);
@@ -62,7 +61,8 @@ fn sample(session: &Session<'_>, source: &Source, of: Group, pieces: &[(&Plan, u
     session.clear(&found)?;
     let parameter = abi::Encode {
         chunks: uploaded.address(),
-        scratch: scratch.address(),
+        scratch: scratch.memory.address(),
+        slot_bytes: scratch.slot_bytes,
         groups: counters.address(),
         rows: rows.address(),
         found: found.address(),
@@ -72,7 +72,7 @@ fn sample(session: &Session<'_>, source: &Source, of: Group, pieces: &[(&Plan, u
         ..abi::Encode::default()
     };
     session.launch(session.kernels.survey, memory.parts, &parameter)?;
-    session.launch(session.kernels.sample, slots, &parameter)?;
+    session.launch(session.kernels.sample, scratch.slots, &parameter)?;
     let warps = abi::ENCODE_THREADS / 32;
     session.launch(session.kernels.groups, abi::ENCODE_GROUPS.div_ceil(warps), &parameter)?;
 

@@ -60,6 +60,7 @@ pub(in crate::cuda) struct EncodeKernels {
     pub count: Kernel,
     pub streams: Kernel,
     pub gather: Kernel,
+    pub copy: Kernel,
     pub crc: Kernel,
 }
 
@@ -134,6 +135,7 @@ impl Kernels {
                 count: load(&write, "tpde_encode_count")?,
                 streams: write.kernel(cx, "tpde_encode_streams", abi::ENCODE_STREAM_THREADS, 0)?,
                 gather: load(&write, "tpde_encode_gather")?,
+                copy: load(&write, "tpde_encode_copy")?,
                 crc: load(&write, "tpde_encode_crc")?,
             })
         })

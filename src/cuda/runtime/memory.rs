@@ -4,6 +4,7 @@ use super::driver::Entered;
 use super::inner::Inner;
 use super::layout::MEMORY_ALIGN;
 use crate::error::{Error, Result};
+use crate::source::{self, Source};
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -85,6 +86,11 @@ impl DeviceSlice {
         }
     }
 
+    /// Returns whether another slice refers to the same allocation.
+    pub(in crate::cuda) fn is_shared(&self) -> bool {
+        self.keep.as_ref().is_some_and(|allocation| Arc::strong_count(allocation) > 1)
+    }
+
     /// Checks that the memory belongs to this device. Another device would free it without waiting for this device.
     pub(in crate::cuda) fn check_device(&self, device: &Arc<Inner>) -> Result<()> {
         match &self.keep {
@@ -148,6 +154,11 @@ impl PinnedBuffer {
         same_device(&self.device, device)
     }
 
+    /// Shortens the buffer.
+    pub(in crate::cuda) fn truncate(&mut self, bytes: usize) {
+        self.bytes = self.bytes.min(bytes);
+    }
+
     /// Reads a word that the device may be writing.
     pub(in crate::cuda) fn word(&self, at: usize) -> u32 {
         assert!(4 * at + 4 <= self.bytes);
@@ -170,6 +181,24 @@ impl std::ops::DerefMut for PinnedBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above. A buffer that the device still reads is in an `Arc`, so no mutable reference to it exists.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
+    }
+}
+
+impl Source for PinnedBuffer {
+    fn size(&self) -> u64 {
+        self.len() as u64
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        (&**self).read(offset, out)
+    }
+
+    fn bytes<'a>(&'a self, offset: u64, size: usize, _: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        source::slice(self, offset, size)
+    }
+
+    fn in_memory(&self) -> Option<&[u8]> {
+        Some(self)
     }
 }
 
