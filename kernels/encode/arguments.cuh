@@ -112,17 +112,17 @@ TPDE_SIZE(EncodeTables, 44288);
 
 // The parameter of all kernels in encode/, passed by value.
 struct Encode {
-    u64 chunks;  // const EncodeChunk*
-    u64 tables;  // const EncodeTables*
-    u64 scratch; // per block of `tpde_encode_choose` and `tpde_encode_sample`: TPDE_ENCODE_CHOOSE_SCRATCH bytes, and
-                 // u32[TPDE_ENCODE_ROWS][tokens], zeros before and after a launch
-    u64 groups;  // u64[TPDE_ENCODE_GROUPS][tokens]: token counts of the groups of contexts of a sample
-    u64 rows;    // u64[1 + tokens] each: the groups that occur, with their index in `groups`
-    u64 found;   // u32*: number of rows
-    u32 count;   // number of chunks
-    u32 parts;   // number of parts, or of segments, of all chunks
-    u32 tokens;  // number of tokens of the dtype of a sample
-    u32 alone;  // a warp of `tpde_encode_streams` encodes a segment alone
+    u64 chunks;     // const EncodeChunk*
+    u64 tables;     // const EncodeTables*
+    u64 scratch;    // per block of `tpde_encode_choose` and `tpde_encode_sample`: TPDE_ENCODE_CHOOSE_SCRATCH bytes, and
+                    // u32[TPDE_ENCODE_ROWS][tokens], zeros before and after a launch
+    u64 groups;     // u64[TPDE_ENCODE_GROUPS][tokens]: token counts of the groups of contexts of a sample
+    u64 rows;       // u64[1 + tokens] each: the groups that occur, with their index in `groups`
+    u64 found;      // u32*: number of rows
+    u32 count;      // number of chunks
+    u32 parts;      // number of parts, or of segments, of all chunks
+    u32 tokens;     // number of tokens of the dtype of a sample
+    u32 alone;      // a warp of `tpde_encode_streams` encodes a segment alone
     u32 slot_bytes; // size of the scratch memory of a block
     u32 reserved;
 };
@@ -140,11 +140,11 @@ TPDE_OFFSET(Encode, slot_bytes, 64);
 TPDE_OFFSET(Encode, reserved, 68);
 TPDE_SIZE(Encode, 72);
 
-#define TPDE_ENCODE_THREADS 256        // threads per block of all kernels but `tpde_encode_streams`
-#define TPDE_ENCODE_STREAM_THREADS 128 // threads per block of `tpde_encode_streams`
-#define TPDE_ENCODE_PART 32768         // lanes per part, the work of a block
-#define TPDE_ENCODE_SPARE 128          // words that each segment has room for, besides those per coded lane
-#define TPDE_ENCODE_MAGNITUDES 517     // number of mean magnitudes that groups of contexts can have
-#define TPDE_ENCODE_GROUPS 16544       // 32 rates of change, with TPDE_ENCODE_MAGNITUDES each
-#define TPDE_ENCODE_ROWS 1024          // contexts of all levels
+#define TPDE_ENCODE_THREADS 256           // threads per block of all kernels but `tpde_encode_streams`
+#define TPDE_ENCODE_STREAM_THREADS 128    // threads per block of `tpde_encode_streams`
+#define TPDE_ENCODE_PART 32768            // lanes per part, the work of a block
+#define TPDE_ENCODE_SPARE 128             // words that each segment has room for, besides those per coded lane
+#define TPDE_ENCODE_MAGNITUDES 517        // number of mean magnitudes that groups of contexts can have
+#define TPDE_ENCODE_GROUPS 16544          // 32 rates of change, with TPDE_ENCODE_MAGNITUDES each
+#define TPDE_ENCODE_ROWS 1024             // contexts of all levels
 #define TPDE_ENCODE_CHOOSE_SCRATCH 339968 // see ChooseScratch

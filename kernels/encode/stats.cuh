@@ -21,15 +21,14 @@ __device__ __forceinline__ u32 sample_offset(u32 group, u32 stride) {
     return (u32)((u64)group * 0x9E3779B97F4A7C15ull >> 36) % stride;
 }
 
-
 struct StatsShared {
     u32 lanes[ROWS];     // number of lanes by level and context
     u32 rows[ROWS / 32]; // bit mask of the levels and contexts that have counts
     u32 center, low, middle;
     u32 row_count;
     union {
-        u32 bins[2048];      // histogram of high bits, then of scores
-        u16 row_list[ROWS];  // the rows that have counts, in any order
+        u32 bins[2048];     // histogram of high bits, then of scores
+        u16 row_list[ROWS]; // the rows that have counts, in any order
     };
 };
 

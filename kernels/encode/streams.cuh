@@ -73,7 +73,8 @@ __device__ __forceinline__ u32 list_tile(const EncodeChunk& chunk, const Classes
         unpack<W>(bases[round], from), unpack<W>(targets[round], to);
         u32 class_numbers[OCTET], mask = 0, changed = 0;
         if (inside) mask = classes.classify<W>(classes.map_of(at / BLOCK_LANES), from, class_numbers) & inside;
-        else for (int i = 0; i < OCTET; i++) class_numbers[i] = 0;
+        else
+            for (int i = 0; i < OCTET; i++) class_numbers[i] = 0;
         u32 own = __popc(mask), sum = own;
 #pragma unroll
         for (u32 by = 1; by < WARP; by *= 2) sum = add_from_before(sum, by);
