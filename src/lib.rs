@@ -101,7 +101,8 @@ struct Readme;
 struct Cuda;
 
 pub use apply::{
-    Accelerator, Apply, ApplyReport, Authenticity, Changes, InPlace, Sink, TensorHashes, TensorMut, Verification, Verify, Work,
+    Accelerator, Apply, ApplyReport, Authenticity, Changes, InPlace, Moves, Sink, TensorHashes, TensorMut, Verification, Verify,
+    Work,
 };
 pub use chain::Chain;
 pub use checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};

@@ -103,6 +103,49 @@ fn changes_are_listed_for_each_lane_of_all_chunks() {
     }
 }
 
+/// The place of a floating-point number among all numbers of its dtype, in the order of values.
+fn place(lane: &[u8]) -> i128 {
+    let bits = lane.iter().rev().fold(0i128, |bits, byte| bits << 8 | i128::from(*byte));
+    let negative = 1 << (8 * lane.len() - 1);
+    if bits & negative == 0 { bits } else { negative - 1 - bits }
+}
+
+#[test]
+fn moves_count_the_steps_of_each_lane() {
+    for name in ["one training step, F32", "one training step, F64", "one training step, BF16"] {
+        let input = input(name, 300);
+        let pair = pair_of(&input);
+        for ((info, target), (_, base)) in input.target.iter().zip(&input.base) {
+            let width = info.dtype.lane_bytes();
+            let (mut unchanged, mut up, mut down) = (0, [0; 64], [0; 64]);
+            for (base, target) in base.chunks(width).zip(target.chunks(width)) {
+                match place(target) - place(base) {
+                    0 => unchanged += 1,
+                    steps @ 1.. => up[steps.ilog2() as usize] += 1,
+                    steps => down[(-steps).ilog2() as usize] += 1,
+                }
+            }
+            let found = Apply::new(&pair).base(&input.base()).moves(&info.name).unwrap();
+            assert_eq!((found.unchanged, found.up, found.down), (unchanged, up, down), "{name}");
+            assert_eq!(found.changed(), up.iter().chain(&down).sum::<u64>());
+        }
+    }
+}
+
+#[test]
+fn moves_between_the_ends_of_an_order() {
+    // Distances wrap around: 255 is one step below 0.
+    let info = TensorInfo { name: "u".into(), dtype: Dtype::U8, shape: vec![6] };
+    let (base, target) = ([0u8, 255, 0, 5, 5, 9], [255u8, 0, 128, 8, 1, 9]);
+    let [base, target] = [&base, &target].map(|bytes| MemoryCheckpoint::new([(info.clone(), &bytes[..])]).unwrap());
+    let (pair, _) = Encode::new(&target).base(&base).to_memory().unwrap();
+    let found = Apply::new(&pair).base(&base).moves("u").unwrap();
+    let counts = |bins: &[u64; 64]| bins.iter().enumerate().filter(|(_, n)| **n != 0).map(|(i, n)| (i, *n)).collect::<Vec<_>>();
+    assert_eq!((found.unchanged, counts(&found.up), counts(&found.down)), (1, vec![(0, 1), (1, 1)], vec![(0, 1), (2, 1), (7, 1)]));
+    let error = Apply::new(&pair).base(&base).moves("v").unwrap_err();
+    assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+}
+
 /// An accelerator that returns known tensors, as a device would have rebuilt them.
 struct Known<'a>(&'a [(TensorInfo, Vec<u8>)]);
 

@@ -3,6 +3,7 @@
 use super::accelerator::Accelerator;
 use super::in_place::{InPlace, InPlaceRun, TensorMut};
 use super::kept::KEPT_PAYLOADS;
+use super::moves::Moves;
 use super::range::{self, Changes};
 use super::run::{ApplyReport, Run, Sink};
 use super::slices;
@@ -212,6 +213,17 @@ impl<'a, B: Source> Apply<'a, B> {
     /// otherwise the errors of [`Apply::to_buffers`].
     pub fn changes(&self, name: &str) -> Result<Changes> {
         range::changes(&self.run_for(self.pair.index().entries(name))?, name)
+    }
+
+    /// How far the lanes of a tensor move from base to target. A lane that the base lacks moves from zero. The tensor need not be
+    /// selected.
+    ///
+    /// Only the changed chunks are decoded. They are checked as in [`Apply::range`].
+    ///
+    /// # Errors
+    /// The errors of [`Apply::changes`].
+    pub fn moves(&self, name: &str) -> Result<Moves> {
+        range::moves(&self.run_for(self.pair.index().entries(name))?, name)
     }
 
     /// Changes the tensors in memory from base to target. They may come in any order, and other tensors of the pair are skipped.

@@ -1,10 +1,12 @@
 //! Parts of a tensor: a range of elements, and the changed elements.
 
 use super::chunk::{Chunks, DecodeWorker, base_lanes, decode};
+use super::moves::Moves;
 use super::run::Run;
 use crate::batches::{Pool, in_batches};
 use crate::error::{Error, Escaped, Result};
 use crate::index::Tensor;
+use crate::lane::with_lane;
 use crate::rectangle::{Rectangle, Runs};
 use crate::source::Source;
 use crate::sums::ChunkSum;
@@ -156,10 +158,49 @@ pub(super) fn range<B: Source>(run: &Run<'_, B>, name: &str, elements: Range<u64
 /// The elements whose bits differ between base and target, with their new values.
 pub(super) fn changes<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Changes> {
     let entries = Entry::all(run, name)?;
-    run.pair.index().check_has(name, &Rectangle::whole(entries[0].tensor.whole_shape()))?;
     let element = entries[0].tensor.element_bytes();
-    let workers = Pool::new(DecodeWorker::new);
     let mut changes = Changes::default();
+    let of_chunk = |job: Job<'_, '_>, old: &[u8], new: &[u8]| {
+        let start = job.bytes().start;
+        let position = |n: u64| {
+            let at = start + n * element as u64;
+            job.entry.runs.as_ref().map_or(at, |runs| runs.at(at)) / element as u64
+        };
+        let mut in_chunk = Changes::default();
+        in_chunk.collect(position, old, new, element);
+        in_chunk
+    };
+    changed_chunks(run, name, &entries, of_chunk, |in_chunk| {
+        changes.positions.extend(in_chunk.positions);
+        changes.values.extend(in_chunk.values);
+    })?;
+    changes.sort(element);
+    Ok(changes)
+}
+
+/// How far the lanes of a tensor move.
+pub(super) fn moves<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Moves> {
+    let entries = Entry::all(run, name)?;
+    let dtype = entries[0].tensor.dtype;
+    let mut moves = Moves::default();
+    let of_chunk = |_: Job<'_, '_>, old: &[u8], new: &[u8]| with_lane!(dtype.lane_bytes(), L => Moves::of::<L>(dtype, old, new));
+    changed_chunks(run, name, &entries, of_chunk, |in_chunk| moves.add(&in_chunk))?;
+    let lanes = entries.iter().map(|entry| entry.tensor.lanes).sum::<u64>();
+    moves.unchanged = lanes - moves.changed();
+    Ok(moves)
+}
+
+/// Decodes the changed chunks of a tensor's entries. Calls `of_chunk` with the base and the target lanes of each chunk, on any
+/// thread and in any order, and `add` with the results in the order of the chunks.
+fn changed_chunks<'t, 'a, B: Source, T: Send>(
+    run: &Run<'_, B>,
+    name: &str,
+    entries: &'t [Entry<'a>],
+    of_chunk: impl Fn(Job<'t, 'a>, &[u8], &[u8]) -> T + Sync,
+    mut add: impl FnMut(T),
+) -> Result<()> {
+    run.pair.index().check_has(name, &Rectangle::whole(entries[0].tensor.whole_shape()))?;
+    let workers = Pool::new(DecodeWorker::new);
     let compared = run.compared(entries.iter().flat_map(|entry| entry.tensor.chunks()));
     let jobs = entries.iter().flat_map(|entry| entry.tensor.chunks().map(move |chunk| Job { entry, chunk }));
     in_batches(
@@ -167,32 +208,24 @@ pub(super) fn changes<B: Source>(run: &Run<'_, B>, name: &str) -> Result<Changes
         |job| job.size() as u64,
         |&mut job| {
             let Job { entry, chunk } = job;
-            let (size, start) = (job.size(), job.bytes().start);
+            let size = job.size();
             let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| entry.fill(run, first, lanes, sum);
-            let position = |n: u64| {
-                let at = start + n * element as u64;
-                entry.runs.as_ref().map_or(at, |runs| runs.at(at)) / element as u64
-            };
-            let mut in_chunk = Changes::default();
-            workers.with(|worker| {
-                worker.with_lanes(2 * size, |worker, lanes| -> Result<()> {
+            let found = workers.with(|worker| {
+                worker.with_lanes(2 * size, |worker, lanes| -> Result<T> {
                     let (new, old) = lanes.split_at_mut(size);
                     decode(&compared, &entry.tensor, chunk, fill, worker, new, false)?;
                     fill(entry.tensor.chunk_range(chunk).start, old, &mut ChunkSum::default())?;
-                    in_chunk.collect(position, old, new, element);
-                    Ok(())
+                    Ok(of_chunk(job, old, new))
                 })
             })?;
             run.progress.done(size as u64)?;
-            Ok(in_chunk)
+            Ok(found)
         },
-        |_, in_chunk| {
-            changes.positions.extend(in_chunk.positions);
-            changes.values.extend(in_chunk.values);
+        |_, found| {
+            add(found);
             Ok(())
         },
     )?;
     compared.finish()?;
-    changes.sort(element);
-    Ok(changes)
+    Ok(())
 }
