@@ -2,7 +2,9 @@
 
 use super::common::Common;
 use super::explain::{self, Bytes, Explained};
+use super::html::{self, Fact, Figures};
 use super::inputs::{ExpectArgs, favors, open};
+use super::signals::TemporaryFolder;
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -10,10 +12,13 @@ use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 use std::cmp::Reverse;
 use std::fmt;
-use std::path::PathBuf;
+use std::fs::Permissions;
+use std::io::{self, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use tpde::{
-    BaseKind, Checkpoint, Codec, Escaped, Explain, Explanation, Favor, FileKind, FileSource, MemoryCheckpoint, Pair, PairPaths,
-    PartReport, Result, TensorReport, ValidatedIndex,
+    Apply, BaseKind, Checkpoint, Codec, Error, Escaped, Explain, Explanation, Favor, FileKind, FileSource, MemoryCheckpoint, Moves,
+    Pair, PairPaths, PartReport, Result, TensorReport, ValidatedIndex,
 };
 
 /// Describe a pair
@@ -26,6 +31,9 @@ use tpde::{
 /// payload and checks its CRC-32, but decodes none. A pair does not say how large a tensor would be in another codec. To find
 /// out, add --base or --no-base: every tensor that changes is rebuilt and encoded again with each codec, which takes as long as
 /// apply and encode together. Memory: 200 bytes per tensor more, or 600 with a base.
+///
+/// --html writes a page. With --base it decodes every chunk that changes, and checks it as apply does. Memory: 500 bytes more for
+/// each name of a tensor without its numbers.
 #[derive(Args)]
 pub struct Inspect {
     /// Pair: its name, or the path of either file
@@ -38,10 +46,18 @@ pub struct Inspect {
     #[arg(long)]
     pub chunks: bool,
     /// Explain the purpose of the bytes, and the codec of each tensor; reads all payloads
-    #[arg(long, conflicts_with = "chunks")]
+    #[arg(long, conflicts_with = "chunks", group = "reads")]
     pub explain: bool,
-    /// With --explain: the base checkpoint of the pair, to compare the codecs with and without a base
-    #[arg(long, value_name = "BASE", requires = "explain")]
+    /// Write a page with drawings to FILE: changes and sizes by layer, stored bytes, chunks, and with --base how far lanes move. The
+    /// page is one file of HTML, without scripts
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["chunks", "tensors", "explain"], group = "reads")]
+    pub html: Option<PathBuf>,
+    /// With --html: replace an existing file
+    #[arg(short, long, requires = "html")]
+    pub force: bool,
+    /// The base checkpoint of the pair. With --explain, the codecs are compared with and without it. With --html, the page shows how
+    /// far lanes move
+    #[arg(long, value_name = "BASE", requires = "reads")]
     pub base: Option<PathBuf>,
     /// With --explain: compare the codecs, for a pair without a base
     #[arg(long, requires = "explain", conflicts_with = "base")]
@@ -141,6 +157,9 @@ impl Inspect {
 
     fn inspect(&self, common: &Common) -> Result<Report> {
         let pair = self.expect.open(&self.pair)?;
+        if let Some(path) = &self.html {
+            self.write_page(&pair, path, common)?;
+        }
         if self.chunks {
             return Ok(Report { pair, summary: None, rows: Rows::Chunks, explanation: None });
         }
@@ -151,6 +170,41 @@ impl Inspect {
         places.sort_by_cached_key(|place| Reverse(payload_bytes(place))); // stable: names break ties
         let summary = (!self.tensors).then(|| summary(index, PairPaths::new(&self.pair)));
         Ok(Report { pair, summary, rows: Rows::Tensors(places), explanation })
+    }
+
+    fn write_page(&self, pair: &Pair<FileSource>, path: &Path, common: &Common) -> Result<()> {
+        let failed = |source| Error::Io { action: "create", path: path.to_owned(), source };
+        let exists = || io::Error::new(io::ErrorKind::AlreadyExists, "it exists (--force replaces it)");
+        if !self.force && path.symlink_metadata().is_ok() {
+            return Err(failed(exists()));
+        }
+        let moves = self.base.as_deref().map(|base| self.moves(pair, base, common)).transpose()?;
+        let summary = summary(pair.index(), PairPaths::new(&self.pair));
+        let name = summary.index.with_extension("").file_name().map(|name| Escaped(&name.to_string_lossy()).to_string());
+        let page = html::page(&name.unwrap_or_default(), &summary.facts(), &Figures::new(pair.index(), moves));
+        // The page appears under its name once it is complete.
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let folder = TemporaryFolder::create_in(parent, ".tpde-html-").map_err(failed)?;
+        let all = Permissions::from_mode(0o666); // less the umask
+        let mut file = tempfile::Builder::new().permissions(all).tempfile_in(folder.path()).map_err(failed)?;
+        file.write_all(page.as_bytes()).and_then(|()| file.as_file().sync_all()).map_err(failed)?;
+        let kept = if self.force { file.persist(path) } else { file.persist_noclobber(path) };
+        kept.map(drop).map_err(|e| failed(if e.error.kind() == io::ErrorKind::AlreadyExists { exists() } else { e.error }))
+    }
+
+    /// How far the lanes of all tensors move.
+    fn moves(&self, pair: &Pair<FileSource>, base: &Path, common: &Common) -> Result<Moves> {
+        let base = open(base)?;
+        let bar = common.bar("inspect", pair.index().tensor_bytes().1);
+        let apply = Apply::new(pair).base(&base).progress(|bytes| bar.inc(bytes));
+        let mut names: Vec<_> = pair.index().tensors().map(|tensor| tensor.name.to_owned()).collect();
+        names.dedup(); // the parts of a tensor follow one another
+        let mut all = Moves::default();
+        for name in names {
+            all.add(&apply.moves(&name)?);
+        }
+        bar.finish_and_clear();
+        Ok(all)
     }
 
     fn explanation(&self, pair: &Pair<FileSource>, common: &Common) -> Result<Explanation> {
@@ -298,6 +352,12 @@ impl fmt::Display for Report {
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{BOLD}{}{BOLD:#}, TPDE {}", text::path(&self.index.with_extension("")), self.version)?;
+        text::facts(f, &self.facts())
+    }
+}
+
+impl Summary {
+    fn facts(&self) -> [Fact; 7] {
         let files = match &self.files[..] {
             [] => "none, tensors only".to_owned(),
             [lone] if lone.name.is_empty() && lone.kind.is_stored() => "one safetensors file".to_owned(),
@@ -307,30 +367,24 @@ impl fmt::Display for Summary {
                 format!("{}: {}", text::count(files.len() as u64), text::some(&names))
             }
         };
-        text::facts(
-            f,
-            &[
-                ("ratio", text::times(self.ratio)),
-                (
-                    "size",
-                    format!(
-                        "{} for {} of tensors: index {}, blob {}",
-                        text::bytes(self.stored_bytes),
-                        text::bytes(self.target_bytes),
-                        text::bytes(self.index_bytes),
-                        text::bytes(self.blob_bytes)
-                    ),
+        [
+            ("ratio", text::times(self.ratio)),
+            (
+                "size",
+                format!(
+                    "{} for {} of tensors: index {}, blob {}",
+                    text::bytes(self.stored_bytes),
+                    text::bytes(self.target_bytes),
+                    text::bytes(self.index_bytes),
+                    text::bytes(self.blob_bytes)
                 ),
-                ("changed", format!("{} of {} lanes", text::share(self.changed, self.lanes), text::count(self.lanes))),
-                (
-                    "holds",
-                    format!("{}, {}", text::counted(self.tensors.into(), "tensor"), text::counted(self.chunks.into(), "chunk")),
-                ),
-                ("files", files),
-                ("base", if self.base_bytes == 0 { "none".into() } else { format!("{} of tensors", text::bytes(self.base_bytes)) }),
-                ("digest", self.pair_digest.clone()),
-            ],
-        )
+            ),
+            ("changed", format!("{} of {} lanes", text::share(self.changed, self.lanes), text::count(self.lanes))),
+            ("holds", format!("{}, {}", text::counted(self.tensors.into(), "tensor"), text::counted(self.chunks.into(), "chunk"))),
+            ("files", files),
+            ("base", if self.base_bytes == 0 { "none".into() } else { format!("{} of tensors", text::bytes(self.base_bytes)) }),
+            ("digest", self.pair_digest.clone()),
+        ]
     }
 }
 

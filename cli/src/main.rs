@@ -13,6 +13,7 @@ mod encode;
 mod explain;
 mod failure;
 mod fold;
+mod html;
 mod inputs;
 mod inspect;
 mod man;

@@ -69,8 +69,12 @@ pub struct TemporaryFolder(tempfile::TempDir);
 
 impl TemporaryFolder {
     pub fn create(prefix: &str) -> io::Result<Self> {
+        Self::create_in(&std::env::temp_dir(), prefix)
+    }
+
+    pub fn create_in(parent: &Path, prefix: &str) -> io::Result<Self> {
         let mut folder = folder(); // locked: a signal waits until the folder is recorded
-        let created = tempfile::Builder::new().prefix(prefix).tempdir()?;
+        let created = tempfile::Builder::new().prefix(prefix).tempdir_in(parent)?;
         *folder = Some(created.path().to_owned());
         Ok(Self(created))
     }

@@ -8,6 +8,7 @@ mod chains;
 mod device;
 mod documents;
 mod explain;
+mod html;
 mod inputs;
 mod merge;
 mod outputs;

@@ -1,0 +1,80 @@
+//! `tpde inspect --html`.
+
+use crate::common::place::*;
+use crate::common::*;
+use std::fs;
+
+/// The drawings of a page, and the number of their rectangles.
+fn drawings(page: &str) -> Vec<(String, usize)> {
+    let svg = |rest: &str| {
+        let text = format!("<svg{}</svg>", rest.split_once("</svg>").expect("a drawing ends").0);
+        let drawing = roxmltree::Document::parse(&text).unwrap_or_else(|e| panic!("{e} in {text}"));
+        let root = drawing.root_element();
+        let rectangles = drawing.descendants().filter(|node| node.has_tag_name("rect")).count();
+        match (root.attribute("aria-labelledby"), root.attribute("aria-hidden")) {
+            (Some(id), None) => {
+                assert_eq!(root.attribute("role"), Some("img"));
+                assert_eq!(page.matches(&format!("id=\"{id}\"")).count(), 1, "{id}");
+                (id.to_owned(), rectangles)
+            }
+            (None, Some("true")) => (String::new(), rectangles),
+            other => panic!("a drawing without a label: {other:?}"),
+        }
+    };
+    page.split("<svg").skip(1).map(svg).filter(|(id, _)| !id.is_empty()).collect()
+}
+
+fn names(page: &str) -> Vec<String> {
+    drawings(page).into_iter().map(|(id, _)| id).collect()
+}
+
+#[test]
+fn a_page_draws_what_a_pair_holds() {
+    let place = Place::with_pair();
+    place.ok("inspect pair --html page.html");
+    let page = fs::read_to_string(place.path("page.html")).unwrap();
+    assert_eq!(names(&page), ["changed", "bits", "stored", "chunks"]);
+    let report = place.json("inspect pair");
+    let chunks = report["summary"]["chunks"].as_u64().unwrap() as usize;
+    assert_eq!(drawings(&page).into_iter().find(|(id, _)| id == "chunks").unwrap().1, chunks);
+    assert!(page.contains(report["summary"]["pair_digest"].as_str().unwrap()));
+    for word in ["<script", "http://", "https://", "src=", "url("] {
+        assert!(!page.contains(word), "{word}");
+    }
+
+    // It is not replaced, unless --force is given. With a base, it shows how far lanes move.
+    let error = place.fails("inspect pair --html page.html --base base.safetensors", SYSTEM, "exists");
+    assert!(error["hint"].as_str().unwrap().contains("--force"));
+    assert!(fs::read_to_string(place.path("page.html")).unwrap() == page);
+    place.ok("inspect pair --html page.html --base base.safetensors --force");
+    let page = fs::read_to_string(place.path("page.html")).unwrap();
+    assert_eq!(names(&page), ["changed", "bits", "stored", "moves", "chunks"]);
+    assert!(page.contains("up by 1 step: ") && page.contains("down by 1 step: "));
+}
+
+#[test]
+fn names_from_a_pair_are_text() {
+    let place = Place::new();
+    let names = ["layers.0.<script>alert(1)</script>", "layers.1.\"onload=x", "a&amp;b'\u{1}\u{202e}", "0.1.2", ""];
+    let tensors: Vec<_> = names.iter().zip(0..).map(|(name, seed)| tensor(name, "BF16", &[40, 30], seed)).collect();
+    write_file(&place.path("base.safetensors"), &tensors);
+    write_file(&place.path("target.safetensors"), &tensors.iter().map(|t| tuned(t, 7)).collect::<Vec<_>>());
+    place.ok("encode base.safetensors target.safetensors -o pair");
+    place.ok("inspect pair --html page.html --base base.safetensors");
+    let page = fs::read_to_string(place.path("page.html")).unwrap();
+    assert_eq!(drawings(&page).len(), 5);
+    assert!(!page.contains("<script") && page.contains("layers.*.&lt;script&gt;alert(1)&lt;/script&gt;"));
+    assert!(page.contains("layers.*.&quot;onload=x") && page.contains("a&amp;amp;b"));
+    assert!(!page.contains(['\u{1}', '\u{202e}']));
+}
+
+#[test]
+fn a_page_that_cannot_be_written_leaves_nothing() {
+    let place = Place::with_pair();
+    let before = fs::read_dir(place.path(".")).unwrap().count();
+    place.fails("inspect pair --html missing/page.html", SYSTEM, "missing");
+    place.fails("inspect pair --html page.html --base target.safetensors", DATA, "already applied");
+    place.fails("inspect pair --html page.html --explain", USAGE, "--explain");
+    place.fails("inspect pair --base base.safetensors", USAGE, "--explain");
+    assert_eq!(fs::read_dir(place.path(".")).unwrap().count(), before);
+}
