@@ -78,7 +78,7 @@ fn legend(from: &str, to: &str) -> Markup {
 fn grids(grid: &Grid) -> Markup {
     let most = grid.rows.iter().flat_map(|(_, row)| row).filter_map(Sums::bits_per_change).fold(1.0, f64::max);
     let changed = |sums: &Sums| sums.share().map(|share| (on_log_scale(share) * f64::from(u8::from(share > 0.0)), percent(share)));
-    let bits = |sums: &Sums| sums.bits_per_change().map(|bits| (bits / most, format!("{} bits per change", number(bits))));
+    let bits = |sums: &Sums| sums.bits_per_change().map(|bits| ((bits / most).sqrt(), format!("{} bits per change", number(bits))));
     html! {
         @if !grid.rows.is_empty() {
             section {
@@ -89,7 +89,7 @@ fn grids(grid: &Grid) -> Markup {
             }
             section {
                 h2 id="bits" { "Stored bits per change" }
-                p { "Size of the payloads, divided by the number of lanes that change. Empty: nothing changes." }
+                p { "Size of the payloads, divided by the number of lanes that change, on a scale of square roots. Empty: nothing changes." }
                 (heat_map(grid, "bits", &bits))
                 (legend("0", &format!("{} bits", number(most))))
             }
@@ -191,6 +191,8 @@ fn histogram(moves: &Moves) -> Markup {
     let most = bars.iter().map(|bar| bar.0).max().unwrap_or(0).max(1);
     let height = |n: u64| if n == 0 { 0.0 } else { (FLOOR - 10.0) * (1.0 + (n as f64).ln()) / (1.0 + (most as f64).ln()) };
     let bar = WIDTH / bars.len() as f64;
+    // A label needs about 40 units.
+    let every = (40.0 / bar).ceil() as usize;
     let changed = moves.changed();
     html! {
         section {
@@ -208,7 +210,7 @@ fn histogram(moves: &Moves) -> Markup {
                         width=(number(0.84 * bar)) height=(number(height)) {
                         title { (label) ": " (text::counted(*n, "lane")) ", " (text::share(*n, changed)) " of the changes" }
                     }
-                    @if bars.len() <= 32 || i % 4 == 0 {
+                    @if i % every == 0 {
                         text.soft x=(number(x + bar / 2.0)) y=(FLOOR + 16.0) text-anchor="middle" { (short) }
                     }
                 }
