@@ -104,20 +104,19 @@ fn heat_map(grid: &Grid, id: &str, value: &dyn Fn(&Sums) -> Option<(f64, String)
     let cell = (WIDTH - NAMES) / count as f64;
     let every = count.div_ceil(16).max(1);
     html! {
-        div.wide {
-            svg viewBox=(format!("0 0 {WIDTH} {height}")) style="min-width: 40rem" role="img" aria-labelledby=(id) {
-                @for (i, layers) in grid.columns.iter().enumerate().step_by(every) {
-                    text.soft x=(number(NAMES + cell * i as f64)) y="12" { (layers.start) }
-                }
-                @for (r, (kind, row)) in grid.rows.iter().enumerate() {
-                    @let y = 20.0 + ROW * r as f64;
-                    text x=(number(NAMES - 8.0)) y=(number(y + 12.0)) text-anchor="end" { (shortened(kind, 46)) title { (kind) } }
-                    @for (c, sums) in row.iter().enumerate() {
-                        @if let Some((value, label)) = value(sums) {
-                            rect.value x=(number(NAMES + cell * c as f64)) y=(y) width=(number(cell * 0.94)) height=(ROW - 1.0)
-                                fill-opacity=(if value > 0.0 { shade(value) } else { "0.04".into() }) {
-                                title { (kind) ", " (layers_of(grid, c)) ": " (label) }
-                            }
+        @let view = format!("0 0 {WIDTH} {height}");
+        svg viewBox=(view) role="img" aria-labelledby=(id) {
+            @for (i, layers) in grid.columns.iter().enumerate().step_by(every) {
+                text.soft x=(number(NAMES + cell * i as f64)) y="12" { (layers.start) }
+            }
+            @for (r, (kind, row)) in grid.rows.iter().enumerate() {
+                @let y = 20.0 + ROW * r as f64;
+                text x=(number(NAMES - 8.0)) y=(number(y + 12.0)) text-anchor="end" { (shortened(kind, 46)) title { (kind) } }
+                @for (c, sums) in row.iter().enumerate() {
+                    @if let Some((value, label)) = value(sums) {
+                        rect.value x=(number(NAMES + cell * c as f64)) y=(y) width=(number(cell * 0.94)) height=(ROW - 1.0)
+                            fill-opacity=(if value > 0.0 { shade(value) } else { "0.04".into() }) {
+                            title { (kind) ", " (layers_of(grid, c)) ": " (label) }
                         }
                     }
                 }
