@@ -1,17 +1,20 @@
 //! `tpde encode`: writes the pair of two checkpoints.
 
 use super::common::Common;
+use super::device::{DeviceName, open_cuda};
 use super::inputs::{CodecArgs, jobs, named, open, operands};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
+use indicatif::ProgressBar;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use tpde::{
-    BaseKind, Checkpoint, EncodeOptions, EncodeReport, Error, FileSource, FormatVersion, PairPaths, Result, Split, TensorReport,
+    BaseKind, Checkpoint, EncodeOptions, EncodeReport, Error, FileSource, FormatVersion, PairPaths, Result, SafetensorsCheckpoint,
+    Split, TensorReport,
 };
 
 /// Maximum size of a rename map in bytes.
@@ -43,6 +46,9 @@ pub struct Encode {
     /// JSON file that maps names of target tensors to names of base tensors: {"target name": "base name", ...}
     #[arg(long, value_name = "FILE.json")]
     pub rename_map: Option<PathBuf>,
+    /// Encoding device: cpu, cuda or cuda:N. A CUDA device needs --codec conditioned or raw, and memory for both checkpoints
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    pub device: DeviceName,
 }
 
 /// The pair to make: its name and its coding.
@@ -77,9 +83,22 @@ impl PairArgs {
 
     /// Runs an encoding and returns what a report needs.
     pub fn write(&self, encode: tpde::Encode<'_>, verb: &'static str, common: &Common) -> Result<Written> {
-        let bar = common.bar(verb, encode.progress_bytes()?);
+        self.timed(encode.progress_bytes()?, verb, common, |bar| {
+            encode.overwrite(self.force).progress(|bytes| bar.inc(bytes)).to_path(&self.output)
+        })
+    }
+
+    /// Times an encoding that reports this number of bytes to the bar.
+    fn timed(
+        &self,
+        bytes: u64,
+        verb: &'static str,
+        common: &Common,
+        encode: impl FnOnce(&ProgressBar) -> Result<EncodeReport>,
+    ) -> Result<Written> {
+        let bar = common.bar(verb, bytes);
         let start = Instant::now();
-        let report = encode.overwrite(self.force).progress(|bytes| bar.inc(bytes)).to_path(&self.output)?;
+        let report = encode(&bar)?;
         let seconds = start.elapsed().as_secs_f64();
         bar.finish_and_clear();
         Ok(Written { paths: PairPaths::new(&self.output), report, seconds })
@@ -139,13 +158,57 @@ impl Encode {
         let base = base.map(open).transpose()?;
         let target = open(target)?;
         let options = self.made.options().renamed(renamed.clone());
-        let mut encode = tpde::Encode::new(&target).options(options).inputs(&self.rename_map);
-        if let Some(base) = &base {
-            encode = encode.base(base);
-        }
-        let written = self.made.write(encode, "encode", common)?;
+        let written = match self.device {
+            DeviceName::Cpu => {
+                let mut encode = tpde::Encode::new(&target).options(options).inputs(&self.rename_map);
+                if let Some(base) = &base {
+                    encode = encode.base(base);
+                }
+                self.made.write(encode, "encode", common)?
+            }
+            DeviceName::Cuda(ordinal) => self.encode_on(&open_cuda(ordinal)?, base.as_ref(), &target, options, common)?,
+        };
         let base = base.as_ref().map(|base| base as &dyn Checkpoint);
         Ok(Report { not_included: target.not_included().to_vec(), ..Report::new(written, base, &renamed) })
+    }
+
+    /// Copies both checkpoints to a device, and encodes there.
+    #[cfg(feature = "cuda")]
+    fn encode_on(
+        &self,
+        device: &tpde::cuda::Device,
+        base: Option<&SafetensorsCheckpoint>,
+        target: &SafetensorsCheckpoint,
+        options: EncodeOptions,
+        common: &Common,
+    ) -> Result<Written> {
+        use tpde::cuda::{self, DeviceCheckpoint};
+        cuda::Encode::check_options(&options)?;
+        let base = base.map(|base| base as &dyn Checkpoint);
+        let size = |checkpoint: &dyn Checkpoint| checkpoint.tensors().iter().map(|tensor| tensor.bytes()).sum::<u64>();
+        // The target is read, and then encoded.
+        let bytes = 2 * size(target) + base.map_or(0, size);
+        self.made.timed(bytes, "encode", common, |bar| {
+            let upload = |checkpoint| DeviceCheckpoint::upload_watched(device, checkpoint, &|bytes| bar.inc(bytes));
+            let (on_device, base_on_device) = (upload(target)?, base.map(upload).transpose()?);
+            let mut encode = cuda::Encode::new(&on_device).options(options).inputs(&self.rename_map).read_from(target, base);
+            if let Some(base) = &base_on_device {
+                encode = encode.base(base);
+            }
+            encode.overwrite(self.made.force).progress(|bytes| bar.inc(bytes)).to_path(&self.made.output)
+        })
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn encode_on(
+        &self,
+        device: &super::device::NoCuda,
+        _: Option<&SafetensorsCheckpoint>,
+        _: &SafetensorsCheckpoint,
+        _: EncodeOptions,
+        _: &Common,
+    ) -> Result<Written> {
+        match *device {}
     }
 
     fn renamed(&self) -> Result<BTreeMap<String, String>> {

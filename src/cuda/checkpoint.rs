@@ -2,17 +2,26 @@
 
 use super::rows::Rows;
 use super::runtime::device::Device;
-use super::runtime::memory::DeviceSlice;
+use super::runtime::memory::{DeviceSlice, PinnedBuffer};
+use super::runtime::stream::Event;
 use super::slices::TensorSlice;
-use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
+use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::error::{Error, Escaped, PartNotHeld, Result};
 use crate::lane::Dtype;
 use crate::rectangle::Rectangle;
 use crate::slice::{HeldSlices, NewSlice};
+use rayon::prelude::*;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Most bytes of one copy that also reads gaps between rows.
 const MAX_COPY: usize = 4 << 20;
+/// Size of a pinned slot in bytes.
+const SLOT: u64 = 64 << 20;
+/// Size of a read from a checkpoint in bytes.
+const PIECE: usize = 1 << 20;
+/// Alignment of uploaded tensors in device memory, in bytes.
+const ALIGN: u64 = 256;
 
 /// Tensors in device memory, or slices of tensors: little-endian as in safetensors, with rows as in [`TensorSlice`].
 ///
@@ -73,20 +82,74 @@ impl DeviceCheckpoint {
         Ok(Self { device: device.clone(), slices: HeldSlices::new(slices)? })
     }
 
-    /// Copies a checkpoint in host memory to the device.
+    /// Copies a checkpoint in host memory or in files to the device. All threads of the current rayon pool read into two pinned
+    /// slots of 64 MiB, each of which is copied while the other one is filled.
+    ///
+    /// Device memory: the size of the checkpoint.
     ///
     /// # Errors
-    /// [`Error::Device`] if there is not enough memory.
-    pub fn upload(device: &Device, checkpoint: &MemoryCheckpoint<'_>) -> Result<Self> {
-        let mut tensors = Vec::with_capacity(checkpoint.tensors().len());
-        for (i, info) in checkpoint.tensors().iter().enumerate() {
-            let memory = device.alloc(info.bytes())?;
-            if let Some(bytes) = checkpoint.in_place(i, 0, info.bytes() as usize) {
-                device.write(&memory, bytes)?;
-            }
-            tensors.push((info.clone(), memory));
+    /// [`Error::Device`] if there is not enough memory; the errors of [`Checkpoint::read`].
+    pub fn upload(device: &Device, checkpoint: &dyn Checkpoint) -> Result<Self> {
+        Self::upload_watched(device, checkpoint, &|_| {})
+    }
+
+    /// [`DeviceCheckpoint::upload`], which reports bytes that were read.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceCheckpoint::upload`].
+    pub fn upload_watched(device: &Device, checkpoint: &dyn Checkpoint, progress: &(dyn Fn(u64) + Sync)) -> Result<Self> {
+        let infos = checkpoint.tensors();
+        let mut starts = Vec::with_capacity(infos.len());
+        let mut end = 0u64;
+        for info in infos {
+            starts.push(end);
+            end = end.saturating_add(info.bytes()).saturating_add(ALIGN - 1) / ALIGN * ALIGN;
         }
-        Self::new(device, tensors)
+        let memory = device.alloc(end)?;
+        let stream = device.stream()?;
+        let slot_bytes = end.min(SLOT);
+        let mut slots: Vec<(Arc<PinnedBuffer>, Option<Event>)> = Vec::new();
+        let mut next = 0;
+        for (n, start) in (0..end).step_by(SLOT as usize).enumerate() {
+            let bytes = slot_bytes.min(end - start);
+            if slots.len() < 2 {
+                slots.push((Arc::new(device.pinned(bytes as usize)?), None));
+            }
+            let (slot, copied) = &mut slots[n % 2];
+            copied.take().map_or(Ok(()), |event| event.wait())?;
+            if slot.len() as u64 != bytes {
+                *slot = Arc::new(device.pinned(bytes as usize)?);
+            }
+            let unshared = || Error::InvalidArgument("a pinned slot is in use".into());
+            let mut rest = &mut Arc::get_mut(slot).ok_or_else(unshared)?[..];
+            let (mut at, mut pieces) = (start, Vec::new());
+            while next < infos.len() && starts[next] < start + bytes {
+                let (first, size) = (starts[next].max(at), infos[next].bytes());
+                let stop = (starts[next] + size).min(start + bytes);
+                let gap = rest.split_off_mut(..(first - at) as usize).map(|gap| gap.len());
+                debug_assert_eq!(gap, Some((first - at) as usize));
+                let own = rest.split_off_mut(..stop.saturating_sub(first) as usize).unwrap_or_default();
+                let offset = first - starts[next];
+                pieces.extend((offset..).step_by(PIECE).zip(own.chunks_mut(PIECE)).map(|(offset, piece)| (next, offset, piece)));
+                at = first.max(stop);
+                if starts[next] + size > start + bytes {
+                    break;
+                }
+                next += 1;
+            }
+            pieces.into_par_iter().try_for_each(|(tensor_index, offset, piece)| {
+                checkpoint.read(tensor_index, offset, piece)?;
+                progress(piece.len() as u64);
+                Ok::<_, Error>(())
+            })?;
+            stream.copy_in(&memory.slice(start, bytes)?, slot)?;
+            *copied = Some(stream.record()?);
+        }
+        for (_, copied) in slots {
+            copied.map_or(Ok(()), |event| event.wait())?;
+        }
+        let tensors = infos.iter().zip(starts).map(|(info, start)| Ok((info.clone(), memory.slice(start, info.bytes())?)));
+        Self::new(device, tensors.collect::<Result<Vec<_>>>()?)
     }
 
     /// Returns the device.

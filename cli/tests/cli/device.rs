@@ -9,9 +9,10 @@ fn a_device_that_is_not_there_is_said_so() {
         "apply base.safetensors pair -o out.safetensors --device cuda:999",
         "verify pair --base base.safetensors --device cuda:999",
         "bench base.safetensors target.safetensors --device cuda:999",
+        "encode base.safetensors target.safetensors -o out --codec raw --device cuda:999",
     ] {
         place.fails(command, DEVICE, "no CUDA device");
-        assert!(!place.path("out.safetensors").exists());
+        assert!(!place.path("out.safetensors").exists() && !place.path("out.tpde-index").exists());
     }
     place.ok("apply base.safetensors pair -o out.safetensors --device cpu");
     place.fails("verify pair --device tpu", USAGE, "cpu, cuda, cuda:N");
@@ -35,6 +36,40 @@ fn a_device_gives_the_same_files() {
     place.fails("verify pair --base target.safetensors --device cuda", DATA, "already applied");
 }
 
+/// A device encodes the same pairs as the CPU.
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_device_encodes_the_same_pairs() {
+    let place = Place::with_pair();
+    for (n, options) in [
+        "base.safetensors target.safetensors --codec conditioned",
+        "base.safetensors target.safetensors --codec conditioned --favor speed --payload-digests",
+        "base.safetensors target.safetensors --codec raw --format 1.1",
+        "--no-base target.safetensors --codec conditioned --favor size",
+    ]
+    .iter()
+    .enumerate()
+    {
+        place.ok(&format!("encode {options} -o cpu{n}"));
+        place.ok(&format!("encode {options} -o cuda{n} --device cuda"));
+        for ending in ["tpde-index", "tpde-blob"] {
+            place.assert_same(&format!("cuda{n}.{ending}"), &format!("cpu{n}.{ending}"));
+        }
+    }
+    place.ok("apply base.safetensors cuda0 -o rebuilt.safetensors");
+    place.assert_same("rebuilt.safetensors", "target.safetensors");
+    for (options, why) in [
+        ("", "expected codec conditioned or raw for all tensors, found auto"),
+        ("--codec device", "expected codec conditioned or raw for all tensors, found device"),
+        ("--codec zstd", "expected codec conditioned or raw for all tensors, found zstd"),
+    ] {
+        place.fails(&format!("encode base.safetensors target.safetensors -o no --device cuda {options}"), USAGE, why);
+        assert!(!place.path("no.tpde-index").exists() && !place.path("no.tpde-blob").exists());
+    }
+    place.fails("encode base.safetensors target.safetensors -o cuda0 --codec raw --device cuda", SYSTEM, "cuda0");
+}
+
 /// The same with a driver that has no device and runs the kernels on the CPU.
 #[cfg(feature = "cuda")]
 #[test]
@@ -46,10 +81,10 @@ fn the_stand_in_of_a_device_gives_the_same_files() {
     let built = std::process::Command::new(script).arg(&folder).arg("driver").output().unwrap();
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     let output = std::process::Command::new(&test)
-        .args(["--ignored", "--exact", "device::a_device_gives_the_same_files"])
+        .args(["--ignored", "--exact", "device::a_device_gives_the_same_files", "device::a_device_encodes_the_same_pairs"])
         .envs([("LD_LIBRARY_PATH", folder.join("driver")), ("TPDE_STAND_IN", "late".into())])
         .output()
         .unwrap();
     let told = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && told.contains("1 passed"), "{told}");
+    assert!(output.status.success() && told.contains("2 passed"), "{told}");
 }

@@ -3,7 +3,7 @@
 use super::blob::PinnedBlob;
 use super::chunks::Limits;
 use super::digests::Known;
-use super::run::{Job, encode};
+use super::run::{Job, check_codec, encode};
 use super::session::Encoder;
 use crate::checkpoint::Checkpoint;
 use crate::cuda::checkpoint::DeviceCheckpoint;
@@ -14,9 +14,9 @@ use crate::error::Result;
 use crate::format::DIGEST_SIZE;
 use crate::pair_files::NewPair;
 use crate::reader::Pair;
-use crate::safetensors::check_composable;
+use crate::safetensors::{check_composable, file_specs};
 use crate::watch::{Watcher, progress_methods};
-use crate::writer::PairBuilder;
+use crate::writer::{FileSpec, PairBuilder};
 use std::path::{Path, PathBuf};
 
 /// Encodes a target checkpoint in device memory as a pair: its difference from a base in device memory.
@@ -53,6 +53,7 @@ pub struct Encode<'a> {
     base_digests: Known,
     target_digests: Known,
     after: Option<&'a Stream>,
+    read_from: Option<(&'a dyn Checkpoint, Option<&'a dyn Checkpoint>)>,
     inputs: Vec<PathBuf>,
     overwrite: bool,
     encoder: Option<&'a Encoder>,
@@ -70,12 +71,21 @@ impl<'a> Encode<'a> {
             base_digests: Default::default(),
             target_digests: Default::default(),
             after: None,
+            read_from: None,
             inputs: Vec::new(),
             overwrite: false,
             encoder: None,
             limits: Limits::default(),
             watcher: Watcher::Nobody,
         }
+    }
+
+    /// Checks that a device can encode with these options, before checkpoints are copied to it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the codec is neither `conditioned` nor `raw` for all tensors.
+    pub fn check_options(options: &EncodeOptions) -> Result<()> {
+        check_codec(options)
     }
 
     /// Sets the base, which is on the same device.
@@ -117,6 +127,14 @@ impl<'a> Encode<'a> {
         self
     }
 
+    /// States from which target and base were copied to the device ([`DeviceCheckpoint::upload`]). As with [`crate::Encode`], the pair
+    /// then describes the files of the target, it must not overlap the files of either, and nothing is published if they have
+    /// changed.
+    pub fn read_from(mut self, target: &'a dyn Checkpoint, base: Option<&'a dyn Checkpoint>) -> Self {
+        self.read_from = Some((target, base));
+        self
+    }
+
     /// Replaces an existing pair.
     pub fn overwrite(mut self, overwrite: bool) -> Self {
         self.overwrite = overwrite;
@@ -141,10 +159,16 @@ impl<'a> Encode<'a> {
     /// - The errors of [`crate::Encode::to_path`] about names, shapes, numbers of tensors, and the files of the pair.
     /// - Any error of the watcher.
     pub fn to_path(&self, path: impl AsRef<Path>) -> Result<EncodeReport> {
-        check_composable(self.target.tensors())?;
-        let (pair, blob) = NewPair::create(path.as_ref(), &self.inputs, self.overwrite)?;
+        let files = self.files()?;
+        if files.is_empty() {
+            check_composable(self.target.tensors())?;
+        }
+        let read = self.checkpoints().flat_map(|checkpoint| checkpoint.paths());
+        let inputs: Vec<_> = read.chain(self.inputs.iter().cloned()).collect();
+        let (pair, blob) = NewPair::create(path.as_ref(), &inputs, self.overwrite)?;
         let builder = PairBuilder::new(blob, pair.paths.blob.clone(), self.options.form())?;
-        let (finished, report) = encode(&self.job(), builder)?;
+        let (finished, report) = encode(&self.job(), files, builder)?;
+        self.checkpoints().try_for_each(|checkpoint| checkpoint.check_unchanged())?;
         pair.publish(finished, &self.watcher)?;
         Ok(report)
     }
@@ -155,7 +179,8 @@ impl<'a> Encode<'a> {
     /// The errors of [`Encode::to_path`], except those about files of the pair.
     pub fn to_memory(&self) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
         let builder = PairBuilder::new(Vec::new(), "memory".into(), self.options.form())?;
-        let (finished, report) = encode(&self.job(), builder)?;
+        let (finished, report) = encode(&self.job(), self.files()?, builder)?;
+        self.checkpoints().try_for_each(|checkpoint| checkpoint.check_unchanged())?;
         Ok((finished.into_pair()?, report))
     }
 
@@ -166,8 +191,19 @@ impl<'a> Encode<'a> {
     /// The errors of [`Encode::to_memory`].
     pub fn to_pinned(&self) -> Result<(Pair<PinnedBuffer>, EncodeReport)> {
         let blob = PinnedBlob::new(&self.target.device().inner);
-        let (finished, report) = encode(&self.job(), PairBuilder::new(blob, "memory".into(), self.options.form())?)?;
+        let (finished, report) = encode(&self.job(), Vec::new(), PairBuilder::new(blob, "memory".into(), self.options.form())?)?;
         Ok((Pair::new(finished.index, finished.blob.finish(&finished.blob_header)?)?, report))
+    }
+
+    /// The checkpoints that were copied to the device.
+    fn checkpoints(&self) -> impl Iterator<Item = &'a dyn Checkpoint> {
+        self.read_from.into_iter().flat_map(|(target, base)| [Some(target), base].into_iter().flatten())
+    }
+
+    /// The files of the target.
+    fn files(&self) -> Result<Vec<FileSpec>> {
+        let Some((target, base)) = self.read_from else { return Ok(Vec::new()) };
+        target.files().map_or(Ok(Vec::new()), |target| file_specs(target, base.and_then(|base| base.files())))
     }
 
     fn job(&self) -> Job<'_> {

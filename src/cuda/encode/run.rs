@@ -18,7 +18,7 @@ use crate::encode::{Plan, Selection, check_holdable, check_options, report};
 use crate::error::{Error, Result};
 use crate::format::{ChunkMetadata, ChunkSums, DIGEST_SIZE, FormatVersion, PAYLOAD_ALIGN, TensorDigests};
 use crate::watch::Progress;
-use crate::writer::{Finished, PairBuilder};
+use crate::writer::{FileSpec, Finished, PairBuilder};
 use rayon::prelude::*;
 
 /// What to encode, and how. See the methods of the builder.
@@ -39,15 +39,20 @@ fn unsupported(what: &str) -> Error {
     Error::InvalidArgument(format!("encoding on a device: {what}"))
 }
 
-/// Encodes into `builder`.
-pub(super) fn encode<W: Blob>(job: &Job<'_>, builder: PairBuilder<W>) -> Result<(Finished<W>, EncodeReport)> {
+/// Encodes into `builder`. `files` describes the files that readers rebuild, if all tensors are encoded.
+pub(super) fn encode<W: Blob>(
+    job: &Job<'_>,
+    files: Vec<FileSpec>,
+    builder: PairBuilder<W>,
+) -> Result<(Finished<W>, EncodeReport)> {
     let (base, target, options) = (job.base, job.target, job.options);
     let base_checkpoint = base.map(|base| base as &dyn Checkpoint);
     check_options(base_checkpoint, target, options)?;
     check_supported(job)?;
     let selection = Selection::new(base_checkpoint, target, options)?;
     let mut plans = selection.plans(options)?;
-    check_holdable(selection.base(), selection.target(), &plans, &[])?;
+    let files = if selection.is_complete() { files } else { Vec::new() };
+    check_holdable(selection.base(), selection.target(), &plans, &files)?;
     let source = Source::new(base, target, &selection, &plans)?;
 
     let device = &target.device().inner;
@@ -82,7 +87,7 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, builder: PairBuilder<W>) -> Result<
         if let Some(encoder) = job.encoder {
             encoder.give_back(device, session.take_memory()?);
         }
-        assembly.finish()?
+        assembly.finish(files)?
     };
     let bases = plans.iter().filter_map(|plan| plan.base).map(|i| selection.base_tensor(i as usize));
     let report = report(&finished, base_checkpoint, bases);
@@ -121,11 +126,17 @@ fn chunks_of(i: usize, plan: &Plan) -> impl Iterator<Item = (usize, &Plan, u64)>
     (0..plan.lanes.div_ceil(1 << plan.chunk_lanes_log2)).map(move |number| (i, plan, number))
 }
 
+/// Checks that a device can encode with these options.
+pub(super) fn check_codec(options: &EncodeOptions) -> Result<()> {
+    if matches!(options.codec, CodecChoice::Only(Codec::Conditioned | Codec::Raw)) {
+        return Ok(());
+    }
+    Err(unsupported(&format!("expected codec conditioned or raw for all tensors, found {}", options.codec.name())))
+}
+
 fn check_supported(job: &Job<'_>) -> Result<()> {
     let options = job.options;
-    if !matches!(options.codec, CodecChoice::Only(Codec::Conditioned | Codec::Raw)) {
-        return Err(unsupported(&format!("expected codec conditioned or raw for all tensors, found {}", options.codec.name())));
-    }
+    check_codec(options)?;
     if options.format == FormatVersion::V1_1 && !(job.base_digests.is_empty() && job.target_digests.is_empty()) {
         return Err(unsupported(
             "format 1.1 with known digests; its roots need whole hashes: leave the digests out, or use format 1.2",
@@ -193,9 +204,10 @@ impl<W: Blob> Assembly<'_, W> {
         Ok(())
     }
 
-    fn finish(mut self) -> Result<Finished<W>> {
+    fn finish(mut self, files: Vec<FileSpec>) -> Result<Finished<W>> {
         self.begin_until(self.plans.len())?;
         self.end_tensor()?;
+        files.into_iter().for_each(|file| self.builder.file(file));
         self.builder.finish()
     }
 
