@@ -45,6 +45,7 @@ fn large_index() -> Vec<u8> {
             part: None,
             base_kind: BaseKind::Same,
             base_param: 0,
+            derived: None,
             codec: Codec::Raw,
             tables: None,
             chunk_lanes_log2: 12,

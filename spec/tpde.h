@@ -27,7 +27,7 @@
 #define TPDE_BLOB_MAGIC_U64 UINT64_C(0x0A1A0A0D42505489)
 
 #define TPDE_VERSION_MAJOR 1
-#define TPDE_VERSION_MINOR 2
+#define TPDE_VERSION_MINOR 3
 #define TPDE_INDEX_HEADER_SIZE 256
 #define TPDE_BLOB_HEADER_SIZE 64
 #define TPDE_PAIR_DIGEST_SIZE 32
@@ -40,6 +40,7 @@
 #define TPDE_FEATURE_DIGESTS UINT64_C(0x1)
 #define TPDE_FEATURE_PAYLOAD_LIST UINT64_C(0x2)
 #define TPDE_FEATURE_PARTS UINT64_C(0x4)
+#define TPDE_FEATURE_DERIVED UINT64_C(0x10)
 
 #define TPDE_CHUNK_COUNT_MAX UINT32_C(0x7FFFFFFF)
 #define TPDE_TENSOR_COUNT_MAX UINT32_C(0x01000000)
@@ -90,7 +91,10 @@ enum {
 /* Field part of a TensorEntry, section 8.4. */
 enum { TPDE_PART_WHOLE = 0, TPDE_PART_FIRST = 1, TPDE_PART_FURTHER = 2 };
 
-enum { TPDE_BASE_NONE = 0, TPDE_BASE_SAME = 1, TPDE_BASE_PREFIX = 2 };
+enum { TPDE_BASE_NONE = 0, TPDE_BASE_SAME = 1, TPDE_BASE_PREFIX = 2, TPDE_BASE_CAST = 3, TPDE_BASE_DEQUANTISED = 4 };
+
+/* Field form of a DerivedParam, section 8.5. */
+enum { TPDE_FORM_FP8_BLOCKS = 1, TPDE_FORM_MXFP4 = 2, TPDE_FORM_MXFP4_TRANSPOSED = 3 };
 
 enum { TPDE_CODEC_RAW = 0, TPDE_CODEC_ZSTD = 1, TPDE_CODEC_CONDITIONED = 2 };
 
@@ -220,7 +224,7 @@ struct TensorEntry {
     uint32_t tables_size;
     uint32_t first_chunk;
     uint32_t chunk_count;
-    uint64_t base_param;
+    uint64_t base_param; /* with TPDE_BASE_CAST and TPDE_BASE_DEQUANTISED a DerivedParam */
 };
 TPDE_OFFSET(TensorEntry, name_size, 0);
 TPDE_OFFSET(TensorEntry, base_name_size, 4);
@@ -236,6 +240,19 @@ TPDE_OFFSET(TensorEntry, first_chunk, 24);
 TPDE_OFFSET(TensorEntry, chunk_count, 28);
 TPDE_OFFSET(TensorEntry, base_param, 32);
 TPDE_SIZE(TensorEntry, 40);
+
+/* Field base_param of a derived base, section 8.5. */
+struct DerivedParam {
+    uint16_t base_dtype;
+    uint8_t form; /* 0 with TPDE_BASE_CAST */
+    uint8_t reserved;
+    uint32_t scales_name_size; /* 0 with TPDE_BASE_CAST */
+};
+TPDE_OFFSET(DerivedParam, base_dtype, 0);
+TPDE_OFFSET(DerivedParam, form, 2);
+TPDE_OFFSET(DerivedParam, reserved, 3);
+TPDE_OFFSET(DerivedParam, scales_name_size, 4);
+TPDE_SIZE(DerivedParam, 8);
 
 /* Section files: the entries, then all names, then the stored contents, section 10. */
 struct FileEntry {

@@ -42,8 +42,8 @@ types:
       - id: required_features
         type: u8
         valid:
-          max: 7
-        doc: bit 0 digests, bit 1 payload_list, bit 2 parts
+          expr: '_ <= 7 or (_ >= 16 and _ <= 23)'
+        doc: bit 0 digests, bit 1 payload_list, bit 2 parts, bit 4 derived
       - id: optional_features
         type: u8
       - id: index_size
@@ -218,7 +218,7 @@ types:
         repeat: expr
         repeat-expr: tensor_count
       - id: names
-        type: names(entries[_index].name_size, entries[_index].base_name_size)
+        type: names(entries[_index].name_size, entries[_index].base_name_size, entries[_index].scales_name_size)
         repeat: expr
         repeat-expr: tensor_count
   tensor_entry:
@@ -261,6 +261,20 @@ types:
         type: u4
       - id: base_param
         type: u8
+        doc: with a derived base, four fields
+    instances:
+      is_derived:
+        value: base_kind == base_kinds::cast or base_kind == base_kinds::dequantised
+      base_dtype:
+        value: base_param & 0xffff
+        enum: dtypes
+        if: is_derived
+      base_form:
+        value: (base_param / 0x10000) & 0xff
+        enum: base_forms
+        if: is_derived
+      scales_name_size:
+        value: 'is_derived ? base_param / 0x100000000 : 0'
   dims:
     params:
       - id: rank
@@ -291,6 +305,8 @@ types:
         type: u4
       - id: base_name_size
         type: u4
+      - id: scales_name_size
+        type: u4
     seq:
       - id: name
         type: str
@@ -298,6 +314,9 @@ types:
       - id: base_name
         type: str
         size: base_name_size
+      - id: scales_name
+        type: str
+        size: scales_name_size
         doc: empty if the base tensor has the same name, or if there is none
   tables_section:
     params:
@@ -498,6 +517,13 @@ enums:
     0: none
     1: same
     2: prefix
+    3: cast
+    4: dequantised
+  base_forms:
+    0: none
+    1: fp8_blocks
+    2: mxfp4
+    3: mxfp4_transposed
   codecs:
     0: raw
     1: zstd

@@ -129,8 +129,8 @@ pub struct ReadDigest<'a> {
     pub tensor_index: usize,
     /// The bytes of the rectangle; `None` for the whole tensor.
     pub runs: Option<Runs>,
-    /// BLAKE3-128.
-    pub digest: &'a [u8; DIGEST_SIZE],
+    /// BLAKE3-128; `None` if the bytes were read but not hashed.
+    pub digest: Option<&'a [u8; DIGEST_SIZE]>,
 }
 
 /// A checkpoint in memory, row-major and little-endian as in safetensors.

@@ -371,6 +371,7 @@ rules! {
     TensorShape = "tensor.shape" in "8",
     TensorBaseKind = "tensor.base_kind" in "8.2",
     TensorBaseParam = "tensor.base_param" in "8.2",
+    TensorScalesName = "tensor.scales_name" in "8.5",
     TensorCodec = "tensor.codec" in "8",
     TensorChunkLanes = "tensor.chunk_lanes" in "8",
     TensorReserved = "tensor.reserved" in "8",

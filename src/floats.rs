@@ -1,7 +1,6 @@
-//! Arithmetic on lanes of floats, in integers (section 5 of `spec/draft-1.3.md`).
+//! Arithmetic on lanes of floats, in integers (spec section 8.6).
 //!
-//! Base lanes that have another dtype than the target are formed by these functions. Readers and writers do not use them yet:
-//! version 1.3 is a draft. Functions of a single lane are inlined, so that [`vectorized`] compiles loops over them for the processor.
+//! Base lanes that have another dtype than the target are formed by these functions. Functions of a single lane are inlined, so that [`vectorized`] compiles loops over them for the processor.
 
 #![forbid(unsafe_code)]
 
@@ -164,8 +163,8 @@ const fn low(lane: u32) -> [u8; 2] {
     (lane as u16).to_le_bytes()
 }
 
-/// Casts little-endian lanes from one dtype to another (section 5.3). Returns `false`, and stores nothing, if section 3 does not
-/// define the cast. `out` has as many lanes as `lanes`.
+/// Casts little-endian lanes from one dtype to another. Returns `false`, and stores nothing, if base kind `cast` does not
+/// convert between them. `out` has as many lanes as `lanes`.
 pub fn cast_lanes(from: Dtype, to: Dtype, lanes: &[u8], out: &mut [u8]) -> bool {
     match (from, to) {
         (Dtype::F32, Dtype::Bf16) => vectorized(|| each(lanes, out, |u| low(cast(u32::from_le_bytes(u), F32, BF16)))),
@@ -185,7 +184,7 @@ pub fn cast_lanes(from: Dtype, to: Dtype, lanes: &[u8], out: &mut [u8]) -> bool 
     true
 }
 
-/// Multiplies lanes of F8_E4M3 by one scale, the bits of an F32, and casts the products to `to` (section 5.4). Returns `false`, and
+/// Multiplies lanes of F8_E4M3 by one scale, the bits of an F32, and casts the products to `to`. Returns `false`, and
 /// stores nothing, if `to` is not BF16, F16 or F32. `out` has as many lanes as `lanes`.
 pub fn scale_lanes(lanes: &[u8], scale: u32, to: Dtype, out: &mut [u8]) -> bool {
     match to {
@@ -197,7 +196,7 @@ pub fn scale_lanes(lanes: &[u8], scale: u32, to: Dtype, out: &mut [u8]) -> bool 
     true
 }
 
-/// Forms the lanes of BF16 of one MXFP4 block, or of whole bytes of it (section 5.5): two lanes per byte, the low nibble first.
+/// Forms the lanes of BF16 of one MXFP4 block, or of whole bytes of it: two lanes per byte, the low nibble first.
 pub fn scale_nibbles(block: &[u8], scale: u8, out: &mut [u8]) {
     let values: [_; 16] = std::array::from_fn(|nibble| microscaled(nibble as u8, scale).to_le_bytes());
     each(block, out, |[byte]| {

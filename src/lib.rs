@@ -68,6 +68,7 @@ mod codec;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod cut;
+mod derived;
 mod digest;
 mod dispatch;
 mod encode;
@@ -107,6 +108,7 @@ pub use apply::{
 pub use chain::Chain;
 pub use checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 pub use codec::{Codec, Layout, PayloadParts};
+pub use derived::{BaseForm, Derived};
 pub use encode::{
     CodecChoice, Encode, EncodeOptions, EncodeReport, Explain, Explanation, Favor, PartReport, Split, Streamed, TableSetReport,
     TensorExplanation, TensorReport, WayReport,

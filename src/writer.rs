@@ -1,6 +1,7 @@
 //! Writes a pair, payload by payload (spec sections 4 to 11).
 
 use crate::codec::{Codec, Encoded, TableSet};
+use crate::derived::{BaseForm, Derived};
 use crate::digest;
 use crate::error::{Error, Result};
 use crate::format::*;
@@ -31,14 +32,38 @@ pub struct TensorSpec {
     pub part: Option<PartSpec>,
     /// Source of the base lanes.
     pub base_kind: BaseKind,
-    /// Number of rows of the base tensor for [`BaseKind::Prefix`], else 0.
+    /// Number of rows of the base tensor for [`BaseKind::Prefix`], else 0. The builder sets it for a derived base.
     pub base_param: u64,
+    /// The tensors from which base lanes are formed, for [`BaseKind::Cast`] and [`BaseKind::Dequantised`].
+    pub derived: Option<DerivedSpec>,
     /// Codec of the payloads.
     pub codec: Codec,
     /// Tables of codec `conditioned`.
     pub tables: Option<Arc<TableSet>>,
     /// log2 of the number of lanes per chunk.
     pub chunk_lanes_log2: u8,
+}
+
+/// The tensors from which base lanes are formed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DerivedSpec {
+    /// Dtype of the base tensor.
+    pub base_dtype: Dtype,
+    /// Form and name of the tensor of scales, for [`BaseKind::Dequantised`].
+    pub scales: Option<(BaseForm, String)>,
+}
+
+impl DerivedSpec {
+    fn param(&self) -> DerivedParam {
+        let (form, size) = self.scales.as_ref().map_or((0, 0), |(form, name)| (form.code(), name.len() as u32));
+        DerivedParam { base_dtype: self.base_dtype.code(), form, reserved: 0, scales_name_size: size }
+    }
+}
+
+impl From<Derived<'_>> for DerivedSpec {
+    fn from(of: Derived<'_>) -> Self {
+        Self { base_dtype: of.base_dtype, scales: of.scales.map(|(form, name)| (form, name.to_owned())) }
+    }
 }
 
 /// The place of a part in its tensor.
@@ -70,6 +95,8 @@ struct Named {
     entry: usize,
     name: String,
     base_name: String,
+    /// Scales names of the entry and of further parts, which follow the base name.
+    scales_names: String,
     is_part: bool,
 }
 
@@ -152,11 +179,16 @@ impl<W: Write> PairBuilder<W> {
             self.end_names();
             self.names.extend(tensor.name.as_bytes());
             let (entry, name) = (self.entries.len(), tensor.name.clone());
-            self.last_named = Some(Named { entry, name, base_name: String::new(), is_part: tensor.part.is_some() });
+            self.last_named =
+                Some(Named { entry, name, base_name: String::new(), scales_names: String::new(), is_part: tensor.part.is_some() });
         }
         // The base name is stated once for all parts. Parts of base kind `none` have none.
         if let Some(last) = self.last_named.as_mut().filter(|_| !base_name.is_empty()) {
             last.base_name = base_name.to_owned();
+        }
+        let scales_name = tensor.derived.as_ref().and_then(|derived| derived.scales.as_ref());
+        if let (Some(last), Some((_, name))) = (&mut self.last_named, scales_name) {
+            last.scales_names.push_str(name);
         }
         if let Some(PartSpec { whole, origin }) = &tensor.part {
             self.dims.extend(whole.iter().filter(|_| !is_further));
@@ -177,20 +209,27 @@ impl<W: Write> PairBuilder<W> {
             tables_size,
             first_chunk: self.records.len() as u32,
             chunk_count: 0,
-            base_param: tensor.base_param,
+            base_param: tensor.derived.as_ref().map_or(tensor.base_param, |derived| derived.param().to_bits()),
         });
     }
 
-    /// Appends the base name of the last entry with a name. Further parts of the tensor may have stated it.
+    /// Appends the base name of the last entry with a name, then the scales names of its parts. Further parts of the tensor may have
+    /// stated the base name.
     fn end_names(&mut self) {
-        if let Some(Named { entry, base_name, .. }) = self.last_named.take() {
+        if let Some(Named { entry, base_name, scales_names, .. }) = self.last_named.take() {
             self.names.extend(base_name.as_bytes());
+            self.names.extend(scales_names.as_bytes());
             self.entries[entry].base_name_size = base_name.len() as u32;
         }
     }
 
     fn has_parts(&self) -> bool {
         self.entries.iter().any(|entry| entry.part != PART_WHOLE)
+    }
+
+    fn has_derived(&self) -> bool {
+        let is_derived = |entry: &TensorEntry| BaseKind::from_code(entry.base_kind).is_some_and(BaseKind::is_derived);
+        self.entries.iter().any(is_derived)
     }
 
     /// Appends the tables of a tensor: the number of an earlier equal set, or else the set. Returns the number of bytes appended.
@@ -243,7 +282,7 @@ impl<W: Write> PairBuilder<W> {
             output_offset: (u64::from(entry.chunk_count) << entry.chunk_lanes_log2).into(),
         });
         self.sums.push(ChunkSums { base_sum: base_sum.into(), target_sum: target_sum.into() });
-        if self.form.version == FormatVersion::V1_2 {
+        if self.form.version >= FormatVersion::V1_2 {
             self.payloads.push(payload_digest);
         }
         entry.chunk_count += 1;
@@ -286,7 +325,7 @@ impl<W: Write> PairBuilder<W> {
             |record: &ChunkMetadata| ChunkMetadata { blob_offset: (record.blob_offset.get() - from + to).into(), ..*record };
         self.records.extend(records.iter().map(moved));
         self.sums.extend(sums);
-        if self.form.version == FormatVersion::V1_2 {
+        if self.form.version >= FormatVersion::V1_2 {
             self.payloads.extend(digests);
         }
         entry.chunk_count += records.len() as u32;
@@ -310,7 +349,7 @@ impl<W: Write> PairBuilder<W> {
                 self.base_root.add_hash(base.as_ref());
                 self.target_root.add_hash(Some(&target));
             }
-            FormatVersion::V1_2 => {
+            FormatVersion::V1_2 | FormatVersion::V1_3 => {
                 self.base_root.add(&base_digest);
                 self.target_root.add(&target_digest);
             }
@@ -350,6 +389,10 @@ impl<W: Write> PairBuilder<W> {
             }
             self.form.payload_digests = true; // a reader of some parts can then compare their payloads
         }
+        if self.has_derived() && self.form.version < FormatVersion::V1_3 {
+            let version = self.form.version;
+            return Err(Error::InvalidArgument(format!("format {version} cannot store derived bases: they need format 1.3")));
+        }
         let index = ValidatedIndex::parse(self.index_bytes()?, &Limits::default())?;
         let mut header = BlobHeader {
             magic: BLOB_MAGIC,
@@ -371,14 +414,20 @@ impl<W: Write> PairBuilder<W> {
     fn version_minor(&self) -> u16 {
         let is_conditioned = |entry: &TensorEntry| entry.codec == Codec::Conditioned.code();
         match self.form.version {
-            FormatVersion::V1_2 => VERSION_MINOR,
+            FormatVersion::V1_2 | FormatVersion::V1_3 => {
+                if self.has_derived() {
+                    3
+                } else {
+                    2
+                }
+            }
             FormatVersion::V1_1 => u16::from(self.entries.iter().any(is_conditioned)),
         }
     }
 
     fn required_features(&self) -> u64 {
         let mut features = 0;
-        if self.form.version == FormatVersion::V1_2 {
+        if self.form.version >= FormatVersion::V1_2 {
             features |= FEATURE_DIGESTS;
         }
         if self.form.payload_digests {
@@ -386,6 +435,9 @@ impl<W: Write> PairBuilder<W> {
         }
         if self.has_parts() {
             features |= FEATURE_PARTS;
+        }
+        if self.has_derived() {
+            features |= FEATURE_DERIVED;
         }
         features
     }
@@ -403,7 +455,7 @@ impl<W: Write> PairBuilder<W> {
         let payload_list = if self.form.payload_digests { self.payloads.as_flattened() } else { &[] };
         let payload_root = match self.form.version {
             FormatVersion::V1_1 => [0; 32],
-            FormatVersion::V1_2 => digest::payload_root(&self.payloads),
+            FormatVersion::V1_2 | FormatVersion::V1_3 => digest::payload_root(&self.payloads),
         };
         // For each section: the parts to concatenate, and the expanded size if the section is compressible.
         let sections: [(&[&[u8]], Option<u64>); 6] = [

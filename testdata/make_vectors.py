@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the test vectors of TPDE, from spec/tpde-format.md, spec/codecs.md and spec/draft-1.3.md alone.
+"""Writes the test vectors of TPDE, from spec/tpde-format.md and spec/codecs.md alone.
 
     python3 testdata/make_vectors.py                 # write testdata/v1, testdata/v1.2 and testdata/v1.3
     python3 testdata/make_vectors.py --check         # compare with the committed files, write nothing

@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SPEC = HERE.parent / "spec"
-FOLDERS = ["v1", "v1.2"]
+FOLDERS = ["v1", "v1.2", "v1.3"]
 EXAMPLE = "shape_scalar"
 PARTS_EXAMPLE = "parts_example"
 WALKTHROUGH = "conditioned_walkthrough"

@@ -1,5 +1,5 @@
-//! The arithmetic of derived bases (`spec/draft-1.3.md`, sections 4 and 5) on the vectors of the draft, whose lanes another program
-//! forms by a search among all lanes. The library does not read their pairs yet, so the test reads what it needs.
+//! The arithmetic of derived bases (spec sections 8.5 and 8.6) on the vectors of version 1.3, whose lanes another
+//! program forms by a search among all lanes. The test reads the pairs without the library's parser.
 
 #[allow(dead_code, reason = "other tests use more of it")]
 mod common;

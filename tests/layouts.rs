@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::io::Cursor;
 use std::path::Path;
 use tpde::internals::*;
-use tpde::{Codec, Dtype, Layout};
+use tpde::{BaseForm, Codec, Dtype, Layout};
 use zerocopy::{FromBytes, IntoBytes};
 
 fn spec(file: &str) -> String {
@@ -64,7 +64,9 @@ fn spec_crate_and_c_header_have_the_same_layouts() {
     let place: [u8; 256] = std::array::from_fn(|i| i as u8);
     let text = spec("tpde-format.md");
     let tables = spec_tables(&text[..text.find("\n## 14.").unwrap()]);
-    let [header, section, record, sums, _digests, tensor, file, blob] = &tables[..] else { panic!("{} tables", tables.len()) };
+    let [header, section, record, sums, _digests, tensor, derived, file, blob] = &tables[..] else {
+        panic!("{} tables", tables.len())
+    };
 
     let v = IndexHeader::read(&mut Cursor::new(&place)).unwrap();
     let mut fields =
@@ -100,6 +102,11 @@ fn spec_crate_and_c_header_have_the_same_layouts() {
     let fields = fields!(v: name_size, base_name_size, dtype, rank, base_kind, codec, chunk_lanes_log2, part, tables_size,
         first_chunk, chunk_count, base_param);
     check("TensorEntry", tensor, &fields);
+
+    let v = DerivedParam::from_bits(u64::from_le_bytes(place[..8].try_into().unwrap()));
+    assert_eq!(v.to_bits().to_le_bytes(), place[..8]);
+    assert_eq!(v.reserved, place[3]);
+    check("DerivedParam", derived, &fields!(v: base_dtype, form, scales_name_size));
 
     let v = FileEntry::read(&mut Cursor::new(&place)).unwrap();
     check("FileEntry", file, &fields!(v: kind, name_size, content_size; content_digest));
@@ -145,6 +152,10 @@ fn registries_and_constants_agree() {
         assert_eq!(c_number(&c_name("BASE_", kind.name())), u64::from(kind.code()));
         assert!(format.contains(&format!("| {} | `{}` |", kind.code(), kind.name())));
     }
+    for &form in BaseForm::ALL {
+        assert_eq!(c_number(&c_name("FORM_", form.name())), u64::from(form.code()));
+        assert!(format.contains(&format!("| {} | `{}` |", form.code(), form.name())));
+    }
     for &kind in FileKind::ALL {
         assert!(format.contains(&format!("| {} | {} |", kind.code(), kind.name())));
     }
@@ -162,6 +173,7 @@ fn registries_and_constants_agree() {
         ("TPDE_FEATURE_DIGESTS", FEATURE_DIGESTS),
         ("TPDE_FEATURE_PAYLOAD_LIST", FEATURE_PAYLOAD_LIST),
         ("TPDE_FEATURE_PARTS", FEATURE_PARTS),
+        ("TPDE_FEATURE_DERIVED", FEATURE_DERIVED),
         ("TPDE_PART_WHOLE", PART_WHOLE.into()),
         ("TPDE_PART_FIRST", PART_FIRST.into()),
         ("TPDE_PART_FURTHER", PART_FURTHER.into()),

@@ -622,6 +622,7 @@ fn tensors_beyond_32_bits_are_located_and_decoded() {
                 part: None,
                 base_kind,
                 base_param: base_rows,
+                derived: None,
                 codec: Codec::Zstd,
                 tables: None,
                 chunk_lanes_log2,

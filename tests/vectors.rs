@@ -87,7 +87,7 @@ fn published_vectors_keep_their_bytes() {
         let text = std::fs::read_to_string(folder().join(list)).unwrap_or_default();
         let lines = text.lines().map(|line| line.split_once("  ").expect("a digest and a path"));
         let published: BTreeMap<PathBuf, &str> = lines.map(|(digest, path)| (Path::new(version).join(path), digest)).collect();
-        let least = if version == "v1" { 1804 } else { 795 };
+        let least = [("v1", 1804), ("v1.2", 795), ("v1.3", 0)].into_iter().find(|known| known.0 == version).unwrap().1;
         assert!(published.len() >= least, "{} published files: none is ever taken from the list", published.len());
         for (path, digest) in &published {
             assert_eq!(*digest, hash(&manifest::read(path)), "{} has been published and never changes", path.display());
@@ -104,7 +104,7 @@ fn published_vectors_keep_their_bytes() {
 #[test]
 fn valid_vectors_decode_to_the_bytes_of_the_manifest() {
     let vectors: Vec<_> = vectors().into_iter().filter(|v| v.verdict == "valid").collect();
-    assert!(vectors.len() >= 383);
+    assert!(vectors.len() >= 460);
     for vector in vectors {
         match read(&vector) {
             Ok(decoded) => {
@@ -132,15 +132,16 @@ fn valid_vectors_are_applied_in_place_where_their_base_kind_allows() {
         for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
             let mut memory = BTreeMap::new();
             for tensor in pair.index().tensors() {
+                // A further part may be the first that has a base.
+                let with_base = pair.index().entries(tensor.name).find(|entry| entry.base_kind != BaseKind::None);
+                let base_kind = with_base.map_or(BaseKind::None, |entry| entry.base_kind);
                 let whole = TensorInfo { name: String::new(), dtype: tensor.dtype, shape: tensor.whole_shape().to_vec() };
                 let mut bytes = vec![0xA5; whole.bytes() as usize];
-                match tensor.base_kind {
-                    // The memory of a tensor with parts holds its base if a part needs it.
-                    _ if memory.contains_key(tensor.name) && tensor.base_kind == BaseKind::None => continue,
+                match base_kind {
                     BaseKind::None => {}
                     BaseKind::Same => {
                         let base = base.as_ref().unwrap();
-                        base.read(base.find(tensor.base_name).unwrap(), 0, &mut bytes).unwrap();
+                        base.read(base.find(with_base.unwrap().base_name).unwrap(), 0, &mut bytes).unwrap();
                     }
                     _ => {
                         let error = Apply::new(&pair).in_place([TensorMut { name: tensor.name, bytes: &mut bytes }], mode);
@@ -170,13 +171,13 @@ fn valid_vectors_are_applied_in_place_where_their_base_kind_allows() {
             }
         }
     }
-    assert!(refused >= 10 && partial >= 10 && huge <= 3, "{refused} {partial} {huge}");
+    assert!(refused >= 100 && partial >= 10 && huge <= 4, "{refused} {partial} {huge}");
 }
 
 #[test]
 fn invalid_vectors_are_refused_with_the_rule_that_they_break() {
     let vectors: Vec<_> = vectors().into_iter().filter(|v| v.verdict == "invalid").collect();
-    assert!(vectors.len() >= 786);
+    assert!(vectors.len() >= 961);
     let mut wrong = Vec::new();
     for vector in vectors {
         let (when, error) = match read(&vector) {

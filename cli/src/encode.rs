@@ -22,8 +22,9 @@ const RENAME_MAP_LIMIT: u64 = 100_000_000;
 
 /// Write the difference of a target checkpoint from a base
 ///
-/// Tensors are paired by name. A tensor is stored without a base if the base lacks it, or has another dtype or other trailing
-/// dims. If only the number of rows differs, the base's rows are used.
+/// Tensors are paired by name. If only the number of rows differs, the base's rows are used. A base of another dtype is converted:
+/// F32, BF16 and F16 into each other, and quantised weights with their scales, NAME with NAME_scale_inv (FP8) or NAME_blocks with
+/// NAME_scales (MXFP4). A tensor is stored without a base if the base lacks it or does not fit, or if that is smaller.
 #[derive(Args)]
 #[command(visible_alias = "diff")]
 #[command(override_usage = "tpde encode [OPTIONS] BASE TARGET -o OUT\n       tpde encode [OPTIONS] --no-base TARGET -o OUT")]
@@ -62,9 +63,13 @@ pub struct PairArgs {
     pub force: bool,
     #[command(flatten)]
     pub codec: CodecArgs,
-    /// Version of the format of the pair. 1.1 is for readers that do not know 1.2; its pair digest does not cover payloads
+    /// Newest version of the format that the pair may use. 1.2 refuses bases of another dtype. 1.1 is for readers that do not know 1.2;
+    /// its pair digest does not cover payloads
     #[arg(long, value_name = "VERSION", default_value = FormatVersion::default().name(), value_parser = named(FormatVersion::ALL, FormatVersion::name))]
     pub format: FormatVersion,
+    /// Do not use base tensors of another dtype. They need format 1.3, which is not published yet
+    #[arg(long)]
+    pub no_derived: bool,
     /// Store the digest of each payload, 16 bytes per chunk, so that readers of a part of the pair can compare them
     #[arg(long)]
     pub payload_digests: bool,
@@ -78,7 +83,7 @@ pub struct PairArgs {
 impl PairArgs {
     pub fn options(&self) -> EncodeOptions {
         let options = self.codec.options().format(self.format).payload_digests(self.payload_digests);
-        options.split(self.split.clone())
+        options.split(self.split.clone()).derived(!self.no_derived)
     }
 
     /// Runs an encoding and returns what a report needs.
@@ -138,6 +143,8 @@ pub struct Report {
     added: Vec<String>,
     /// Tensors whose base has another dtype or other trailing dims. They are stored without a base.
     retyped: Vec<String>,
+    /// Tensors whose base has another dtype, and was converted or dequantised.
+    derived: Vec<String>,
     /// Tensors whose base has another number of rows.
     resized: Vec<String>,
     /// Tensors that only the base has.
@@ -251,6 +258,7 @@ impl Report {
             gb_per_second: text::speed(report.target_bytes, seconds),
             threads: rayon::current_num_threads(),
             added: names(&|tensor| has_base && tensor.base_kind == BaseKind::None && !in_base(&tensor.name)),
+            derived: names(&|tensor| tensor.base_kind.is_derived()),
             resized: names(&|tensor| tensor.base_kind == BaseKind::Prefix),
             removed: report.removed.iter().filter(|name| !paired.contains(*name)).cloned().collect(),
             retyped,
@@ -314,6 +322,7 @@ impl fmt::Display for Report {
         let lists = [
             ("added", &self.added, "tensor", "stored whole"),
             ("retyped", &self.retyped, "tensor", "another dtype or shape, stored whole"),
+            ("derived", &self.derived, "tensor", "from a base of another dtype"),
             ("resized", &self.resized, "tensor", "another number of rows"),
             ("removed", &self.removed, "tensor", "in the base only"),
             ("left out", &self.not_included, "file", "in the folder, not part of the checkpoint"),

@@ -23,6 +23,7 @@ fn write_pair(path: &Path, tensors: impl Iterator<Item = (String, Vec<u64>)>) {
             part: None,
             base_kind: BaseKind::Same,
             base_param: 0,
+            derived: None,
             codec: Codec::Raw,
             tables: None,
             chunk_lanes_log2: 12,

@@ -27,6 +27,7 @@ pub struct Options {
     renamed: BTreeMap<String, String>,
     format: Option<String>,
     payload_digests: bool,
+    derived: bool,
     split: Option<String>,
 }
 
@@ -47,7 +48,7 @@ impl Options {
         let format = format.unwrap_or(defaults.format);
         let options = defaults.codec(codec).layout(layout).chunk_lanes(chunk_lanes).favor(favor).renamed(self.renamed);
         let split = self.split.map(|rules| rules.parse()).transpose()?.unwrap_or_default();
-        Ok(options.format(format).payload_digests(self.payload_digests).split(split))
+        Ok(options.format(format).payload_digests(self.payload_digests).derived(self.derived).split(split))
     }
 }
 

@@ -1,4 +1,4 @@
-"""The arithmetic of derived bases, of `spec/draft-1.3.md`, against PyTorch and transformers on the CPU. Ours is that of the second
+"""The arithmetic of derived bases, of spec sections 8.5 and 8.6, against PyTorch and transformers on the CPU. Ours is that of the second
 reader in `testdata/reader`. NaNs follow a rule of the text; the tests say where PyTorch has another one."""
 
 from __future__ import annotations

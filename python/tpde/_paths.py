@@ -49,7 +49,8 @@ class TensorReport:
     #: Element type, as safetensors names it: ``"BF16"``.
     dtype: str
     shape: tuple[int, ...]
-    #: Source of its base lanes: ``"none"``, ``"same"`` (equal dtype and shape), or ``"prefix"`` (another number of rows).
+    #: Source of its base lanes: ``"none"``, ``"same"`` (equal dtype and shape), ``"prefix"`` (another number of rows), ``"cast"``
+    #: (another dtype), or ``"dequantised"`` (quantised weights and their scales).
     base_kind: str
     #: ``"raw"``, ``"zstd"`` or ``"conditioned"``.
     codec: str
@@ -65,6 +66,10 @@ class TensorReport:
     payload_bytes: int
     #: For a part of a tensor, its place: the shape of the tensor, ``"whole"``, and the first index in each dimension, ``"origin"``.
     part: dict[str, list[int]] | None = None
+    #: Dtype of the base tensor, if it is another one.
+    base_dtype: str | None = None
+    #: Form of a quantised base: ``"fp8_blocks"``, ``"mxfp4"`` or ``"mxfp4_transposed"``.
+    base_form: str | None = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,7 @@ def options(
     format: str | None,
     payload_digests: bool,
     split: str | None,
+    derived: bool = True,
 ) -> dict[str, Any]:
     """Encoding options for the Rust half."""
     for what, name in {"codec": codec, "layout": layout, "favor": favor, "format version": format, "split": split}.items():
@@ -188,7 +194,7 @@ def options(
     if not isinstance(renamed, (Mapping, type(None))):
         raise InvalidArgument(f"renamed is a {type(renamed).__name__}: expected a dict of target names to base names")
     how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "favor": favor}
-    how |= {"format": format, "payload_digests": bool(payload_digests), "split": split}
+    how |= {"format": format, "payload_digests": bool(payload_digests), "split": split, "derived": bool(derived)}
     return {**how, "renamed": {check_name(name): check_name(base) for name, base in (renamed or {}).items()}}
 
 
@@ -215,6 +221,7 @@ def encode(
     renamed: Mapping[str, str] | None = None,
     format: str | None = None,
     payload_digests: bool = False,
+    derived: bool = True,
     split: str | None = None,
     replace: bool = False,
     progress: Progress = None,
@@ -240,10 +247,11 @@ def encode(
         chunk_lanes: Maximum lanes per chunk, a power of two of at least 4096.
         layout: Layout of codec zstd. ``None`` chooses one per chunk.
         renamed: Tensors that have another name in the base: target name to base name.
-        format: Version of the format. ``None`` means ``"1.2"``; ``"1.1"`` is for readers that do not know 1.2, and its pair digest
-            does not cover payloads.
+        format: Newest version of the format that the pair may use. ``None`` means ``"1.3"``, which only derived bases need; ``"1.1"``
+            is for readers that do not know 1.2, and its pair digest does not cover payloads.
         payload_digests: Whether the digest of each payload is stored, 16 bytes per chunk. Readers of a part of the pair then
             compare digests too.
+        derived: Whether base tensors of another dtype are converted or dequantised. They need format 1.3.
         split: Rules that cut tensors into parts, so that the ranks of a distributed job read their own: ``"PATTERN=DIM:N"`` cuts a
             dimension as ``torch.chunk`` does, ``"PRESET:N"`` cuts as tensor parallelism does for ``llama``, ``qwen``, ``mistral``,
             ``gemma``, ``mixtral`` or ``deepseek``. Rules are separated by commas.
@@ -265,6 +273,7 @@ def encode(
         renamed=renamed,
         format=format,
         payload_digests=payload_digests,
+        derived=derived,
         split=split,
     )
     with progress_callback(progress, "encode") as callback:

@@ -19,7 +19,8 @@ pub trait Accelerator: Sync {
     fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<PayloadDigests>;
 }
 
-/// BLAKE3 hashes of a rebuilt tensor, and of its base tensor if the base kind is [`BaseKind::Same`](crate::format::BaseKind::Same).
+/// BLAKE3 hashes of a rebuilt tensor, and of its base lanes unless the base kind is [`BaseKind::None`](crate::format::BaseKind::None) or
+/// [`BaseKind::Prefix`](crate::format::BaseKind::Prefix).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorHashes {
     /// The base tensor.

@@ -1,10 +1,9 @@
 //! Decoding one chunk: steps 8 to 11 of spec section 13.
 
 use crate::base::PaddedBase;
-use crate::checkpoint::Checkpoint;
 use crate::codec::{ChunkDecoder, Encoded, EncodedChunk};
 use crate::digest::{self, PieceHasher};
-use crate::error::{Error, Escaped, Result, Rule};
+use crate::error::{Error, Result, Rule};
 use crate::format::BaseKind;
 use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::Pair;
@@ -80,33 +79,9 @@ pub(super) struct Hashes {
     pub target: [u8; 32],
 }
 
-/// The position of a tensor's base tensor in `base`, after checking dtype and shape; `None` if the tensor has no base tensor.
-pub(crate) fn find_base(tensor: &Tensor<'_>, base: &dyn Checkpoint) -> Result<Option<usize>> {
-    let Some(shape) = tensor.base_shape() else { return Ok(None) };
-    let broken = |found: &dyn std::fmt::Display| {
-        let expected = format!("base tensor {} of {} {shape:?}", Escaped(tensor.base_name), tensor.dtype);
-        Rule::BaseTensor.broken(expected, found).in_tensor(tensor.name)
-    };
-    let base_index = base.find(tensor.base_name).ok_or_else(|| broken(&"none"))?;
-    let info = &base.tensors()[base_index];
-    if info.dtype != tensor.dtype || info.shape != shape {
-        return Err(broken(&format_args!("{} {:?}", info.dtype, info.shape)));
-    }
-    Ok(Some(base_index))
-}
-
 /// Step 8 for a block: fills `lanes` with the base lanes from `first_lane` on and adds them to `sum`. Lanes beyond the end of the
 /// base are zero (section 8.2).
-pub(super) fn base_lanes(
-    tensor: &Tensor<'_>,
-    base: &dyn Checkpoint,
-    base_index: Option<usize>,
-    first_lane: u64,
-    lanes: &mut [u8],
-    sum: &mut ChunkSum,
-) -> Result<()> {
-    // In an application in place, the old bytes of a tensor without a base are not its base.
-    let base = PaddedBase::new(Some(base), base_index.filter(|_| tensor.base_kind != BaseKind::None));
+fn base_lanes(tensor: &Tensor<'_>, base: PaddedBase<'_>, first_lane: u64, lanes: &mut [u8], sum: &mut ChunkSum) -> Result<()> {
     let offset = first_lane * tensor.lane_bytes() as u64;
     match base.in_place(offset, lanes.len()) {
         Some(bytes) => sum.copy(bytes, lanes),
@@ -116,6 +91,31 @@ pub(super) fn base_lanes(
         }
     }
     Ok(())
+}
+
+/// [`decode`] with base lanes of a checkpoint. `base` has the dtype of the target.
+pub(super) fn decode_from(
+    base: PaddedBase<'_>,
+    chunks: &dyn Chunks,
+    tensor: &Tensor<'_>,
+    chunk: u32,
+    worker: &mut DecodeWorker,
+    lanes: &mut [u8],
+    with_hashes: bool,
+) -> Result<Option<Hashes>> {
+    if !tensor.base_kind.is_derived() {
+        // In an application in place, the old bytes of a tensor without a base are not its base.
+        let base = if tensor.base_kind == BaseKind::None { PaddedBase::new(None, None) } else { base };
+        let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(tensor, base, first, lanes, sum);
+        return decode(chunks, tensor, chunk, fill, worker, lanes, with_hashes);
+    }
+    // Forming the lanes of a chunk at once costs less than block by block.
+    base.read(tensor.chunk_range(chunk).start * tensor.lane_bytes() as u64, lanes)?;
+    let fill = |_, lanes: &mut [u8], sum: &mut ChunkSum| {
+        sum.add(lanes);
+        Ok(())
+    };
+    decode(chunks, tensor, chunk, fill, worker, lanes, with_hashes)
 }
 
 /// Steps 8 to 11: fills `lanes`, which has the chunk's length, with the chunk's target lanes.
@@ -141,7 +141,7 @@ pub(super) fn decode(
     let offset = first_lane * width as u64;
 
     // A `prefix` base differs in length from its target, so `Run::hash_base` hashes it separately.
-    let hash_base = with_hashes && tensor.base_kind == BaseKind::Same;
+    let hash_base = with_hashes && tensor.base_kind.has_all_lanes();
     let mut hasher = hash_base.then(|| PieceHasher::new(offset, tensor.base_bytes()));
     let mut sum = ChunkSum::default();
     let mut filled = 0;

@@ -37,7 +37,7 @@ pub fn check_target(index: &ValidatedIndex, target: &dyn Checkpoint, progress: P
             Some(runs) => {
                 let mut part = Cut::new(target);
                 let info = TensorInfo { shape: tensor.shape.to_vec(), ..info.clone() };
-                part.push(info, Piece { tensor: tensor_index, runs: Some(runs) });
+                part.push(info, Piece::of(tensor_index, Some(runs)));
                 hash_tensor(&part, 0, progress)?
             }
         };

@@ -198,11 +198,7 @@ impl<B: Source> InPlaceRun<'_, B> {
             if previous.replace(memory.name) == Some(memory.name) {
                 return Err(Error::InvalidArgument(format!("tensor {name} occurs twice in the arguments")));
             }
-            if tensor.base_kind == BaseKind::Prefix {
-                return Err(Error::InvalidArgument(format!(
-                    "tensor {name} changes its number of rows, which cannot be done in place"
-                )));
-            }
+            self.pair.index().entries(memory.name).try_for_each(|entry| check_in_place(&entry))?;
             self.pair.index().check_has(memory.name, &Rectangle::whole(tensor.whole_shape()))?;
             let whole = TensorInfo { name: String::new(), dtype: tensor.dtype, shape: tensor.whole_shape().to_vec() };
             let (expected, found) = (whole.bytes(), memory.bytes.len());
@@ -229,7 +225,7 @@ impl<B: Source> InPlaceRun<'_, B> {
         for (number, memory) in tensors.iter().enumerate() {
             for tensor in index.entries(memory.name) {
                 let info = TensorInfo { shape: tensor.shape.to_vec(), ..base.infos[number].clone() };
-                cut.push(info, Piece { tensor: number, runs: tensor.runs() });
+                cut.push(info, Piece::of(number, tensor.runs()));
                 selected.push(tensor.place);
             }
         }
@@ -240,6 +236,22 @@ impl<B: Source> InPlaceRun<'_, B> {
         run.in_order = true; // each tensor is its own base; two may have the same base name
         work(&run)
     }
+}
+
+/// Checks that memory of an entry's base can hold its target.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if the base is longer or shorter.
+pub(super) fn check_in_place(entry: &Tensor<'_>) -> Result<()> {
+    let reason = match entry.base_kind {
+        BaseKind::None | BaseKind::Same => return Ok(()),
+        BaseKind::Prefix => "changes its number of rows, which cannot be done in place".to_owned(),
+        BaseKind::Cast | BaseKind::Dequantised => {
+            let (from, to) = (entry.base_dtype(), entry.dtype);
+            format!("has a base of {from} and a target of {to}, which cannot be changed in place: rebuild it in other memory")
+        }
+    };
+    Err(Error::InvalidArgument(format!("tensor {} {reason}", Escaped(entry.name))))
 }
 
 /// Whether the pair has parts of the tensor of this name.

@@ -8,6 +8,7 @@ mod bands;
 mod builder;
 mod chunk;
 mod compare;
+mod find;
 mod in_place;
 mod kept;
 mod moves;
@@ -21,7 +22,7 @@ mod verify;
 
 pub use accelerator::{Accelerator, TensorHashes, Work};
 pub use builder::Apply;
-pub(crate) use chunk::find_base;
+pub(crate) use find::find_base;
 pub use in_place::{InPlace, TensorMut};
 pub use moves::Moves;
 pub use range::Changes;

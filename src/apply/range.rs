@@ -1,15 +1,15 @@
 //! Parts of a tensor: a range of elements, and the changed elements.
 
-use super::chunk::{Chunks, DecodeWorker, base_lanes, decode};
+use super::chunk::{Chunks, DecodeWorker, decode_from};
 use super::moves::Moves;
 use super::run::Run;
+use crate::base::PaddedBase;
 use crate::batches::{Pool, in_batches};
 use crate::error::{Error, Escaped, Result};
 use crate::index::Tensor;
 use crate::lane::with_lane;
 use crate::rectangle::{Rectangle, Runs};
 use crate::source::Source;
-use crate::sums::ChunkSum;
 use std::ops::Range;
 
 /// The changed elements of a tensor. The result of [`Apply::changes`](crate::Apply::changes).
@@ -82,9 +82,9 @@ impl<'a> Entry<'a> {
         }
     }
 
-    /// Fills `lanes` with base lanes.
-    fn fill<B: Source>(&self, run: &Run<'_, B>, first: u64, lanes: &mut [u8], sum: &mut ChunkSum) -> Result<()> {
-        base_lanes(&self.tensor, run.base(), self.base, first, lanes, sum)
+    /// The base lanes of the entry.
+    fn base_lanes<'r, B: Source>(&self, run: &'r Run<'_, B>) -> PaddedBase<'r> {
+        PaddedBase::new(Some(run.base()), self.base)
     }
 
     /// Of bytes of the tensor, those that the entry has.
@@ -137,8 +137,7 @@ pub(super) fn range<B: Source>(run: &Run<'_, B>, name: &str, elements: Range<u64
             let job = Job { entry, chunk };
             let in_chunk = job.bytes();
             let mut decoded = vec![0; job.size()];
-            let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| entry.fill(run, first, lanes, sum);
-            decode(&compared, &entry.tensor, chunk, fill, &mut worker, &mut decoded, false)?;
+            decode_from(entry.base_lanes(run), &compared, &entry.tensor, chunk, &mut worker, &mut decoded, false)?;
             let (from, to) = (bytes.start.max(in_chunk.start), bytes.end.min(in_chunk.end));
             let decoded = &decoded[(from - in_chunk.start) as usize..(to - in_chunk.start) as usize];
             let mut copy = |at: u64, range: Range<usize>| -> Result<()> {
@@ -208,13 +207,12 @@ fn changed_chunks<'t, 'a, B: Source, T: Send>(
         |job| job.size() as u64,
         |&mut job| {
             let Job { entry, chunk } = job;
-            let size = job.size();
-            let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| entry.fill(run, first, lanes, sum);
+            let (size, start) = (job.size(), job.bytes().start);
             let found = workers.with(|worker| {
                 worker.with_lanes(2 * size, |worker, lanes| -> Result<T> {
                     let (new, old) = lanes.split_at_mut(size);
-                    decode(&compared, &entry.tensor, chunk, fill, worker, new, false)?;
-                    fill(entry.tensor.chunk_range(chunk).start, old, &mut ChunkSum::default())?;
+                    decode_from(entry.base_lanes(run), &compared, &entry.tensor, chunk, worker, new, false)?;
+                    entry.base_lanes(run).read(start, old)?;
                     Ok(of_chunk(job, old, new))
                 })
             })?;

@@ -170,7 +170,7 @@ impl<B: Source> Checkpoint for Rebuilt<'_, B> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::apply::chunk::find_base;
+    use crate::apply::find_base;
     use crate::{Dtype, Encode, EncodeOptions, MemoryCheckpoint};
 
     #[test]
@@ -188,7 +188,8 @@ mod tests {
         let (base, target_checkpoint) = (of(&base[..]), of(&target[..]));
         let options = EncodeOptions { chunk_lanes: 4096, ..EncodeOptions::default() };
         let (pair, _) = Encode::new(&target_checkpoint).base(&base).options(options).to_memory().unwrap();
-        let bases: Vec<_> = pair.index().tensors().map(|tensor| find_base(&tensor, &base).unwrap()).collect();
+        let bases: Vec<_> =
+            pair.index().tensors().map(|tensor| find_base(&tensor, &base).unwrap().map(|found| found.base)).collect();
         let rebuilt = Rebuilt::new(&pair, &base, &bases);
         assert_eq!(rebuilt.tensors(), target_checkpoint.tensors());
         let offsets = [0, 1, 2, 99, 8191, 8192, 8193, 8200, 16384, 16385, 24000, 24575, 24576, 24578, 24775, 24776];

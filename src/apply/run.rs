@@ -1,8 +1,10 @@
 //! One application of a pair: rebuilds selected tensors from a base (spec section 13, steps 8 to 12).
 
 use super::accelerator::{Accelerator, TensorHashes, Work};
-use super::chunk::{Chunks, DecodeWorker, Hashes, base_lanes, decode, find_base};
+use super::chunk::{Chunks, DecodeWorker, Hashes, decode_from};
+use super::find::{BaseTensors, find_base};
 use super::payloads::Compared;
+use crate::base::PaddedBase;
 use crate::batches::{Pool, hash_tensor, in_batches};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::{Cut, Piece};
@@ -12,7 +14,6 @@ use crate::format::BaseKind;
 use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::{Pair, PayloadDigests, VerifyReport};
 use crate::source::Source;
-use crate::sums::ChunkSum;
 use crate::watch::{NoProgress, Progress};
 use blake3::Hash;
 use rayon::prelude::*;
@@ -51,7 +52,7 @@ pub(crate) struct Run<'a, B> {
     pub chunks: &'a dyn Chunks,
     /// The base of the caller. Base lanes are read from [`Run::base`].
     pub whole_base: &'a dyn Checkpoint,
-    /// For a pair with parts, the base with one tensor per entry of the pair.
+    /// For a pair with parts or derived bases, the base with one tensor per entry of the pair.
     pub cut: Option<Cut<'a>>,
     /// Indexes of the selected tensors in the pair's index, ascending.
     pub selected: Vec<usize>,
@@ -102,14 +103,15 @@ impl<'a, B: Source> Run<'a, B> {
         }
     }
 
-    /// [`Run::new`] for any pair: if it has parts, bases are found by `find` and cut.
+    /// [`Run::new`] for any pair: if it has parts or derived bases, bases are found by `find`, and cut or formed.
     pub fn with_parts(
         pair: &'a Pair<B>,
         base: &'a dyn Checkpoint,
         progress: Progress<'a>,
         find: impl Fn(&dyn Checkpoint, &Tensor<'_>) -> Option<usize>,
     ) -> Self {
-        let cut = pair.index().has_parts().then(|| cut_base(pair.index(), base, find));
+        let is_cut = pair.index().has_parts() || pair.index().has_derived();
+        let cut = is_cut.then(|| cut_base(pair.index(), base, find));
         Self { cut, ..Self::new(pair, base, progress) }
     }
 
@@ -121,7 +123,7 @@ impl<'a, B: Source> Run<'a, B> {
     /// The number of a tensor's base tensor in [`Run::base`], after checking dtype and shape.
     pub fn find_base(&self, tensor: &Tensor<'_>) -> Result<Option<usize>> {
         let found = find_base(tensor, self.whole_base)?;
-        Ok(found.map(|base_index| if self.cut.is_some() { tensor.place } else { base_index }))
+        Ok(found.map(|found| if self.cut.is_some() { tensor.place } else { found.base }))
     }
 
     /// The selected tensors.
@@ -245,13 +247,13 @@ impl<'a, B: Source> Run<'a, B> {
                 let range = job.byte_range();
                 let size = (range.end - range.start) as usize;
                 let Job { tensor, chunk, base, .. } = *job;
-                let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(&tensor, self.base(), base, first, lanes, sum);
+                let base = PaddedBase::new(Some(self.base()), base);
                 let hashes = workers.with(|worker| {
                     if let Some(out) = &mut job.out {
-                        return decode(&chunks, &tensor, chunk, fill, worker, out, self.digests);
+                        return decode_from(base, &chunks, &tensor, chunk, worker, out, self.digests);
                     }
                     worker.with_lanes(size, |worker, lanes| {
-                        let hashes = decode(&chunks, &tensor, chunk, fill, worker, lanes, self.digests)?;
+                        let hashes = decode_from(base, &chunks, &tensor, chunk, worker, lanes, self.digests)?;
                         if let Some(sink) = sink {
                             sink.write(tensor.place, range.start, lanes)?;
                         }
@@ -317,7 +319,7 @@ impl<'a, B: Source> Run<'a, B> {
     fn hash_chunks(&self, at: usize, base: Option<usize>, target: &[u8]) -> Result<Vec<Hashes>> {
         let tensor = self.pair.index().tensor(self.selected[at]);
         let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
-        let base = base.filter(|_| tensor.base_kind == BaseKind::Same);
+        let base = base.filter(|_| tensor.base_kind.has_all_lanes());
         let hash = |scratch: &mut Vec<u8>, (i, lanes): (usize, &[u8])| {
             let offset = (i * chunk_bytes) as u64;
             let hash_base = |base_index| -> Result<[u8; 32]> {
@@ -391,18 +393,25 @@ fn cut_base<'a>(
 ) -> Cut<'a> {
     let mut cut = Cut::new(base);
     for tensor in index.tensors() {
-        let fits = |&i: &usize| base.tensors()[i].dtype == tensor.dtype && base.tensors()[i].shape == tensor.whole_shape();
-        match find(base, &tensor).filter(|i| tensor.part.is_none() || fits(i)) {
+        let (name, dtype) = (tensor.base_name.to_owned(), tensor.dtype);
+        if tensor.base_kind.is_derived() {
+            let scales = tensor.derived.and_then(|derived| base.find(derived.scales?.1));
+            let found = find(base, &tensor).map(|base| BaseTensors { base, scales });
+            let formed = found.filter(|found| found.fit(&tensor, base)).and_then(|found| found.formed(&tensor));
+            if let Some(formed) = formed {
+                cut.push(TensorInfo { name, dtype, shape: tensor.shape.to_vec() }, Piece::Formed(formed));
+                continue;
+            }
+        }
+        let fits = |&i: &usize| base.tensors()[i].dtype == dtype && base.tensors()[i].shape == tensor.whole_shape();
+        match find(base, &tensor).filter(|i| tensor.part.is_none() && tensor.derived.is_none() || fits(i)) {
             Some(i) => {
                 let whole = &base.tensors()[i];
                 let shape = if tensor.part.is_some() { tensor.shape } else { &whole.shape[..] };
                 let info = TensorInfo { shape: shape.to_vec(), ..whole.clone() };
-                cut.push(info, Piece { tensor: i, runs: tensor.runs() });
+                cut.push(info, Piece::of(i, tensor.runs()));
             }
-            None => {
-                let info = TensorInfo { name: tensor.base_name.to_owned(), dtype: tensor.dtype, shape: vec![0] };
-                cut.push(info, Piece { tensor: usize::MAX, runs: None });
-            }
+            None => cut.push(TensorInfo { name, dtype, shape: vec![0] }, Piece::of(usize::MAX, None)),
         }
     }
     cut
@@ -460,7 +469,9 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
         let chunks = self.chunks.remove(&self.ended).unwrap_or_default();
         let base_hash = match tensor.base_kind {
             BaseKind::None => None,
-            BaseKind::Same => Some(digest::combine(&chunks.iter().filter_map(|hashes| hashes.base).collect::<Vec<_>>())),
+            BaseKind::Same | BaseKind::Cast | BaseKind::Dequantised => {
+                Some(digest::combine(&chunks.iter().filter_map(|hashes| hashes.base).collect::<Vec<_>>()))
+            }
             BaseKind::Prefix => self.bases[self.ended].map(|base_index| self.run.hash_base(base_index)).transpose()?,
         };
         if let Some(found) = base_hash.as_ref().map(short).filter(|found| *found != tensor.digests.base_digest) {

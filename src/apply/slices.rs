@@ -1,10 +1,11 @@
 //! Rebuilds rectangles of tensors, in new memory or in place. Only the chunks that have elements of a rectangle are decoded.
 
-use super::chunk::{Chunks, DecodeWorker, base_lanes, decode};
-use super::in_place::InPlace;
+use super::chunk::{Chunks, DecodeWorker, decode, decode_from};
+use super::in_place::{InPlace, check_in_place};
 use super::kept::{KEPT_PAYLOADS, Kept};
 use super::payloads::Compared;
 use super::run::{ApplyReport, DigestCheck, Run};
+use crate::base::PaddedBase;
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::{Cut, Piece};
@@ -201,8 +202,8 @@ pub(super) fn rebuild<B: Source>(mut run: Run<'_, B>, mut held: Memories<'_>) ->
             let (size, entry) = (job.bytes().1, &job.touched.entry);
             let is_hashed = run.digests && complete.is_some();
             let mut decoded = vec![0; size];
-            let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(entry, run.base(), *base, first, lanes, sum);
-            let hashes = workers.with(|worker| decode(&compared, entry, job.chunk.chunk, fill, worker, &mut decoded, is_hashed))?;
+            let (base, chunk) = (PaddedBase::new(Some(run.base()), *base), job.chunk.chunk);
+            let hashes = workers.with(|worker| decode_from(base, &compared, entry, chunk, worker, &mut decoded, is_hashed))?;
             run.progress.done(size as u64)?;
             Ok((decoded, hashes))
         },
@@ -241,10 +242,7 @@ pub(super) fn in_place<B: Source>(
 ) -> Result<ApplyReport> {
     let plan = Plan::new(pair, &held)?;
     for touched in &plan.touched {
-        if touched.entry.base_kind == BaseKind::Prefix {
-            let name = Escaped(touched.entry.name);
-            return Err(Error::InvalidArgument(format!("tensor {name} changes its number of rows, which cannot be done in place")));
-        }
+        check_in_place(&touched.entry)?;
         let is_cut = |chunk: &&TouchedChunk| chunk.held < touched.bytes_of(chunk.chunk).1;
         if let Some(chunk) = touched.chunks.iter().find(is_cut) {
             let what = if chunk.slices.len() > 1 { "the memory of the slices" } else { "the slice" };
@@ -345,9 +343,10 @@ fn check<B: Source>(
         |&(at, chunk)| partial[at].bytes_of(chunk).1 as u64,
         |&mut (at, chunk)| {
             let (entry, size) = (&partial[at].entry, partial[at].bytes_of(chunk).1);
-            let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(entry, &cut, Some(at), first, lanes, sum);
-            workers
-                .with(|worker| worker.with_lanes(size, |worker, lanes| decode(chunks, entry, chunk, fill, worker, lanes, false)))?;
+            let decode = |worker: &mut DecodeWorker, lanes: &mut [u8]| {
+                decode_from(PaddedBase::new(Some(&cut), Some(at)), chunks, entry, chunk, worker, lanes, false)
+            };
+            workers.with(|worker| worker.with_lanes(size, decode))?;
             progress.done(size as u64)
         },
         |_, ()| Ok(()),
@@ -359,7 +358,7 @@ fn cut_held<'a>(base: &'a SliceCheckpoint<'_>, touched: &[&Touched<'_>]) -> Cut<
     let mut cut = Cut::new(base);
     for touched in touched {
         let info = TensorInfo { shape: touched.entry.shape.to_vec(), ..base.tensors()[touched.tensor].clone() };
-        cut.push(info, Piece { tensor: touched.tensor, runs: touched.runs.clone() });
+        cut.push(info, Piece::of(touched.tensor, touched.runs.clone()));
     }
     cut
 }

@@ -2,6 +2,7 @@
 
 use crate::apply::{Rebuilder, find_base};
 use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::cut::Formed;
 use crate::error::{Error, Escaped, Result, Rule, hex};
 use crate::format::DIGEST_SIZE;
 use crate::index::{Part, Tensor};
@@ -21,6 +22,8 @@ pub(super) enum BaseLanes {
     Entry(usize),
     /// A tensor of the version before, or the entry's rectangle of it.
     Tensor(usize),
+    /// Lanes that are formed from tensors of the version before: an index of [`Step::formed`].
+    Formed(usize),
 }
 
 /// A step of a chain.
@@ -33,6 +36,8 @@ pub(super) struct Step<'a, B> {
     pub tensors: Vec<TensorInfo>,
     /// For each entry, the source of its base lanes.
     pub bases: Vec<BaseLanes>,
+    /// The derived bases.
+    pub formed: Vec<Formed>,
     /// For each tensor, its first entry. One more number ends the last tensor's entries.
     first_entries: Vec<usize>,
     /// For each entry, its bytes in the tensor; `None` for a whole tensor.
@@ -57,6 +62,7 @@ impl<'a, B: Source> Step<'a, B> {
             rebuilder: Rebuilder::new(pair),
             tensors: Vec::new(),
             bases: Vec::with_capacity(index.tensor_count()),
+            formed: Vec::new(),
             first_entries: Vec::new(),
             runs: index.tensors().map(|tensor| tensor.runs()).collect(),
             ends: Vec::with_capacity(index.tensor_count()),
@@ -73,7 +79,7 @@ impl<'a, B: Source> Step<'a, B> {
             }
             let end = step.runs[tensor.place].as_ref().map_or(0, Runs::end);
             step.ends.push(step.ends.last().filter(|_| is_further).map_or(end, |before| end.max(*before)));
-            let lanes = find_base_lanes(&tensor, before, previous)?;
+            let lanes = find_base_lanes(&tensor, before, previous, &mut step.formed)?;
             step.bases.push(lanes);
             let (BaseLanes::Entry(entry), Some(previous)) = (lanes, previous) else { continue };
             let found = previous.pair.index().tensor(entry).target_digest();
@@ -125,8 +131,25 @@ pub(super) fn wrong_base(tensor: &Tensor<'_>, found: &[u8; DIGEST_SIZE]) -> Erro
     Error::WrongBase { tensor: tensor.base_name.to_owned(), expected, found }
 }
 
-fn find_base_lanes<B: Source>(tensor: &Tensor<'_>, before: &dyn Checkpoint, previous: Option<&Step<'_, B>>) -> Result<BaseLanes> {
-    let Some(tensor_index) = find_base(tensor, before)? else { return Ok(BaseLanes::Zeros) };
+fn find_base_lanes<B: Source>(
+    tensor: &Tensor<'_>,
+    before: &dyn Checkpoint,
+    previous: Option<&Step<'_, B>>,
+    formed: &mut Vec<Formed>,
+) -> Result<BaseLanes> {
+    let Some(found) = find_base(tensor, before)? else { return Ok(BaseLanes::Zeros) };
+    if let Some(lanes) = found.formed(tensor) {
+        for tensor_index in previous.iter().flat_map(|_| [Some(found.base), found.scales]).flatten() {
+            let name = &before.tensors()[tensor_index].name;
+            if !previous.is_some_and(|previous| previous.pair.index().is_tiled(name)) {
+                let expected = format_args!("all elements of base tensor {}", Escaped(name));
+                return Err(Rule::BaseTensor.broken(expected, "parts that do not cover it").in_tensor(tensor.name));
+            }
+        }
+        formed.push(lanes);
+        return Ok(BaseLanes::Formed(formed.len() - 1));
+    }
+    let tensor_index = found.base;
     let Some(previous) = previous else { return Ok(BaseLanes::Tensor(tensor_index)) };
     if let Some(entry) = previous.entry_of(tensor_index, tensor.runs().as_ref()) {
         return Ok(BaseLanes::Entry(entry));

@@ -189,6 +189,9 @@ impl<'a, B: Source> Chain<'a, B> {
             (BaseLanes::Zeros, _) => from_base.fill(0),
             // Zeros behind the lanes do not change their sum.
             (BaseLanes::Entry(entry), _) => return self.read_entry(step - 1, entry, offset, from_base),
+            (BaseLanes::Formed(formed), _) => {
+                self.steps[step].formed[formed].read(&Version { chain: self, level: step }, offset, from_base)?;
+            }
             (BaseLanes::Tensor(tensor_index), None) => self.read_tensor(step, tensor_index, offset, from_base)?,
             (BaseLanes::Tensor(tensor_index), Some(runs)) if step == 0 => {
                 read_runs(self.base, tensor_index, runs, offset, from_base)?;
@@ -306,8 +309,8 @@ impl<B: Source> Checkpoint for Chain<'_, B> {
         let of = &self.steps[last];
         let mut others = BTreeSet::new();
         for ReadDigest { tensor_index, runs, digest } in read {
-            match of.entry_of(tensor_index, runs.as_ref()) {
-                Some(entry) => self.check_target(last, entry, digest)?,
+            match of.entry_of(tensor_index, runs.as_ref()).zip(digest) {
+                Some((entry, digest)) => self.check_target(last, entry, digest)?,
                 None => _ = others.insert(tensor_index),
             }
         }
@@ -317,6 +320,34 @@ impl<B: Source> Checkpoint for Chain<'_, B> {
             self.check_target(last, entry, &short(&hash))?;
         }
         Ok(())
+    }
+}
+
+/// The version after `level` steps. Its tensors are covered if a step forms lanes from them.
+struct Version<'c, 'a, B> {
+    chain: &'c Chain<'a, B>,
+    level: usize,
+}
+
+impl<B: Source> Checkpoint for Version<'_, '_, B> {
+    fn tensors(&self) -> &[TensorInfo] {
+        self.level.checked_sub(1).map_or_else(|| self.chain.base.tensors(), |step| &self.chain.steps[step].tensors)
+    }
+
+    fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.chain.read_tensor(self.level, tensor_index, offset, out)
+    }
+
+    fn in_place(&self, tensor_index: usize, offset: u64, size: usize) -> Option<&[u8]> {
+        if self.level == 0 { self.chain.base.in_place(tensor_index, offset, size) } else { None }
+    }
+
+    fn read_part(&self, tensor_index: usize, runs: &Runs, offset: u64, out: &mut [u8]) -> Result<bool> {
+        if self.level == 0 { self.chain.base.read_part(tensor_index, runs, offset, out) } else { Ok(false) }
+    }
+
+    fn holds(&self, tensor_index: usize, offset: u64, size: usize) -> bool {
+        self.level > 0 || self.chain.base.holds(tensor_index, offset, size)
     }
 }
 

@@ -12,7 +12,7 @@ use super::runtime::device::Device;
 use super::runtime::memory::DeviceSlice;
 use crate::apply::{Accelerator, TensorHashes, Work};
 use crate::error::Result;
-use crate::format::{BaseKind, DIGEST_SIZE};
+use crate::format::DIGEST_SIZE;
 use crate::index::Tensor;
 use crate::reader::PayloadDigests;
 use rayon::prelude::*;
@@ -131,7 +131,7 @@ fn hashed_memory(work: &Work<'_>, bindings: &[Binding]) -> Vec<(DeviceSlice, Opt
 
 /// Bases of kind `prefix` are hashed by the CPU, once for all tensors that share one.
 fn has_hashed_base(work: &Work<'_>, binding: &Binding) -> bool {
-    binding.base.is_some() && work.index.tensor(binding.tensor).base_kind == BaseKind::Same
+    binding.base.is_some() && work.index.tensor(binding.tensor).base_kind.has_all_lanes()
 }
 
 /// Copies a tensor of the base to the device.

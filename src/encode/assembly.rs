@@ -158,7 +158,7 @@ impl<'a, W: Write> Assembly<'a, W> {
         self.is_begun_in_builder = false;
         let from_base = plan.way.get().is_some_and(|way| way.from_base);
         let base_hash = match (plan.base_kind, self.base, plan.base) {
-            (BaseKind::Same, ..) if from_base => Some(digest::combine(&self.base_hashes)),
+            (kind, ..) if from_base && kind.has_all_lanes() => Some(digest::combine(&self.base_hashes)),
             (BaseKind::Prefix, Some(base), Some(base_index)) if from_base => Some(match self.whole_bases.entry(base_index) {
                 Entry::Occupied(known) => *known.get(),
                 Entry::Vacant(new) => *new.insert(crate::batches::hash_tensor(base, base_index as usize, &|_| {})?),

@@ -1,5 +1,6 @@
-//! The entries of a pair with parts: which rectangles of which tensors.
+//! The entries of a pair with parts or derived bases: which rectangles of which tensors.
 
+use super::bases::{FoundBase, find_base};
 use super::options::EncodeOptions;
 use super::plan::{Plan, is_prefix, lanes, plan, plan_from};
 use crate::checkpoint::{Checkpoint, TensorInfo};
@@ -7,7 +8,7 @@ use crate::cut::{Cut, Piece};
 use crate::error::{Error, Escaped, PartNotHeld, Result};
 use crate::format::FormatVersion;
 use crate::rectangle::{Rectangle, Runs, part_fault, precedes};
-use crate::writer::PartSpec;
+use crate::writer::{DerivedSpec, PartSpec};
 
 /// What an encoding reads of base and target: all tensors, or the entries of a pair with parts.
 pub(crate) struct Selection<'a> {
@@ -26,6 +27,13 @@ impl<'a> Selection<'a> {
         if entries.as_ref().is_some_and(Entries::has_parts) && options.format == FormatVersion::V1_1 {
             return Err(Error::InvalidArgument("parts of tensors need format 1.2".into()));
         }
+        let derived = entries.as_ref().and_then(Entries::first_derived);
+        if let Some(name) = derived.filter(|_| options.format < FormatVersion::V1_3) {
+            let (name, format) = (Escaped(name), options.format);
+            return Err(Error::InvalidArgument(format!(
+                "the base of tensor {name} has another dtype, which needs format 1.3, not {format}; without derived bases it is stored whole"
+            )));
+        }
         Ok(Self { base, target, entries })
     }
 
@@ -42,9 +50,22 @@ impl<'a> Selection<'a> {
         self.entries.as_ref().map_or(self.target, |entries| &entries.target)
     }
 
-    /// The number, in the whole base, of a tensor of [`base`](Self::base).
+    /// The numbers, in the whole base, of the tensors that a tensor of [`base`](Self::base) is read from.
+    pub fn base_tensors(&self, number: usize) -> Vec<usize> {
+        let cut = self.entries.as_ref().and_then(|entries| entries.base.as_ref());
+        cut.map_or_else(|| vec![number], |base| base.tensors_of(number).collect())
+    }
+
+    /// The number, in the whole base, of a tensor of [`base`](Self::base) that is not derived.
+    #[cfg(feature = "cuda")]
     pub fn base_tensor(&self, number: usize) -> usize {
         self.entries.as_ref().and_then(|entries| entries.base.as_ref()).map_or(number, |base| base.tensor(number))
+    }
+
+    /// Name of the first tensor whose base is derived.
+    #[cfg(feature = "cuda")]
+    pub fn first_derived(&self) -> Option<&str> {
+        self.entries.as_ref().and_then(Entries::first_derived)
     }
 
     /// The number, in the whole target, of a tensor of [`target`](Self::target).
@@ -73,13 +94,15 @@ struct Entries<'a> {
     base: Option<Cut<'a>>,
     /// For each entry, the number of its base in `base`.
     bases: Vec<Option<usize>>,
+    /// For each entry, how the lanes of its base are formed, if its base is derived.
+    derived: Vec<Option<DerivedSpec>>,
     parts: Vec<Option<PartSpec>>,
     /// Whether all tensors are covered.
     is_complete: bool,
 }
 
 impl<'a> Entries<'a> {
-    /// The entries of a pair; `None` if they are all tensors of the target, and none is cut.
+    /// The entries of a pair; `None` if they are all tensors of the target, none is cut, and none has a derived base.
     ///
     /// # Errors
     /// [`Error::PartNotHeld`] for a part of which target or base have only some elements. [`Error::InvalidArgument`] for rectangles
@@ -88,14 +111,17 @@ impl<'a> Entries<'a> {
         if let Some(name) = options.cuts.keys().find(|name| target.find(name).is_none()) {
             return Err(Error::InvalidArgument(format!("the target has no tensor {} to cut", Escaped(name))));
         }
-        let mut entries =
-            Self { target: Cut::new(target), base: base.map(Cut::new), bases: Vec::new(), parts: Vec::new(), is_complete: true };
+        let (bases, derived, parts) = (Vec::new(), Vec::new(), Vec::new());
+        let mut entries = Self { target: Cut::new(target), base: base.map(Cut::new), bases, derived, parts, is_complete: true };
         for (number, info) in target.tensors().iter().enumerate() {
             lanes(info)?;
             let base_name = options.renamed.get(&info.name).unwrap_or(&info.name);
-            let found = base.and_then(|base| Some((base, base.find(base_name)?)));
-            let resized = found.is_some_and(|(base, i)| {
-                let base = &base.tensors()[i];
+            let found = match base {
+                Some(base) => find_base(base, base_name, info, options)?.map(|found| (base, found)),
+                None => None,
+            };
+            let resized = found.is_some_and(|(base, found)| {
+                let base = &base.tensors()[found.base];
                 base.dtype == info.dtype && is_prefix(&base.shape, &info.shape)
             });
             let parts = match options.cuts.get(&info.name) {
@@ -115,7 +141,7 @@ impl<'a> Entries<'a> {
             }
             entries.is_complete &= covered == whole.elements();
         }
-        let is_cut = entries.has_parts() || entries.parts.len() < target.tensors().len();
+        let is_cut = entries.has_parts() || entries.first_derived().is_some() || entries.parts.len() < target.tensors().len();
         Ok(is_cut.then_some(entries))
     }
 
@@ -124,32 +150,59 @@ impl<'a> Entries<'a> {
         self.parts.iter().any(Option::is_some)
     }
 
+    /// Name of the first tensor whose base is derived.
+    pub fn first_derived(&self) -> Option<&str> {
+        let entry = self.derived.iter().position(Option::is_some)?;
+        Some(&self.target.tensors()[entry].name)
+    }
+
     fn push(
         &mut self,
         number: usize,
         info: &TensorInfo,
-        found: Option<(&dyn Checkpoint, usize)>,
+        found: Option<(&dyn Checkpoint, FoundBase)>,
         part: Option<Rectangle>,
     ) -> Result<()> {
         let runs = |part: &Rectangle| Runs::new(info.dtype.bits(), &info.shape, &part.origin, &part.extent);
         let shape = part.as_ref().map_or(&info.shape, |part| &part.extent);
         let cut = TensorInfo { shape: shape.clone(), ..info.clone() };
-        self.target.push(cut, Piece { tensor: number, runs: part.as_ref().map(runs) });
-        // The base of a part is the same rectangle of a tensor of the same dtype and shape. The base of a tensor may have other
-        // rows.
+        self.target.push(cut, Piece::of(number, part.as_ref().map(runs)));
+        // The base of a part is the same rectangle of a tensor of the same dtype and shape, or of a formed one. The base of a tensor
+        // may have other rows.
         let is_base = |base: &TensorInfo| {
             base.dtype == info.dtype && (base.shape == info.shape || part.is_none() && is_prefix(&base.shape, &info.shape))
         };
-        let mut entry_base = None;
-        if let (Some((base, i)), Some(cut)) = (found.filter(|(base, i)| is_base(&base.tensors()[*i])), self.base.as_mut()) {
-            let base_info = &base.tensors()[i];
-            let needed = part.clone().unwrap_or_else(|| Rectangle::whole(&base_info.shape));
-            if !holds_part(base, i, "base", info, &needed)? {
-                return Err(not_held("base", info, &needed, Vec::new()));
+        let (mut entry_base, mut derived) = (None, None);
+        if let (Some((base, found)), Some(cut)) = (found, self.base.as_mut()) {
+            let base_info = &base.tensors()[found.base];
+            let whole = || Rectangle::whole(if found.derived.is_some() { &info.shape } else { &base_info.shape });
+            let needed = part.clone().unwrap_or_else(whole);
+            let piece = match found.derived {
+                None if is_base(base_info) => {
+                    if !holds_part(base, found.base, "base", info, &needed)? {
+                        return Err(not_held("base", info, &needed, Vec::new()));
+                    }
+                    Some(Piece::of(found.base, part.as_ref().map(runs)))
+                }
+                None => None,
+                Some(derivation) => match derivation.formed(found.base, info, &needed) {
+                    Some(formed) if !formed.is_held(base, 0, bytes_of(info, &needed)) => {
+                        return Err(not_held("base", info, &needed, Vec::new()));
+                    }
+                    Some(formed) => {
+                        derived = Some(derivation.spec(base));
+                        Some(Piece::Formed(formed))
+                    }
+                    None => None,
+                },
+            };
+            if let Some(piece) = piece {
+                let dtype = info.dtype;
+                cut.push(TensorInfo { shape: needed.extent, dtype, name: base_info.name.clone() }, piece);
+                entry_base = Some(cut.tensors().len() - 1);
             }
-            cut.push(TensorInfo { shape: needed.extent, ..base_info.clone() }, Piece { tensor: i, runs: part.as_ref().map(runs) });
-            entry_base = Some(cut.tensors().len() - 1);
         }
+        self.derived.push(derived);
         self.bases.push(entry_base);
         self.parts.push(part.map(|part| PartSpec { whole: info.shape.clone(), origin: part.origin }));
         Ok(())
@@ -160,10 +213,15 @@ impl<'a> Entries<'a> {
         let base = self.base.as_ref().map(|base| base as &dyn Checkpoint);
         let plan = |(i, part): (usize, &Option<PartSpec>)| {
             let plan = plan_from(base, self.bases[i], &self.target, i, options)?;
-            Ok(Plan { part: part.clone().map(Box::new), ..plan })
+            Ok(Plan { part: part.clone().map(Box::new), ..plan.derived_from(self.derived[i].clone()) })
         };
         self.parts.iter().enumerate().map(plan).collect()
     }
+}
+
+/// Size in bytes of a part of a tensor.
+fn bytes_of(info: &TensorInfo, part: &Rectangle) -> usize {
+    TensorInfo { shape: part.extent.clone(), ..info.clone() }.bytes() as usize
 }
 
 /// Whether a checkpoint has all elements of a part of a tensor, or none.

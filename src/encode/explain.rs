@@ -215,8 +215,11 @@ impl<'a, B: Source> Explain<'a, B> {
         let bases = run.bases()?;
         let target = Rebuilt::new(self.pair, run.base(), &bases);
         let options = self.options();
-        let plan = |i| match index.has_parts() {
-            true => plan_from(Some(run.base()), bases[i], &target, i, &options),
+        let plan = |i| match index.has_parts() || index.has_derived() {
+            true => {
+                let plan = plan_from(Some(run.base()), bases[i], &target, i, &options)?;
+                Ok(plan.derived_from(index.tensor(i).derived.map(Into::into)))
+            }
             false => plan(Some(base), &target, i, &options),
         };
         let plans = (0..index.tensor_count()).map(plan).collect::<Result<_>>();

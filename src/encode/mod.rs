@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod assembly;
+mod bases;
 mod builder;
 mod cuts;
 mod explain;

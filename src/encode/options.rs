@@ -27,7 +27,10 @@ pub struct EncodeOptions {
     pub favor: Favor,
     /// Renamed tensors: a map from the name in the target to the name in the base.
     pub renamed: BTreeMap<String, String>,
-    /// Version of the format. The default is 1.2.
+    /// Whether base tensors of another dtype are used: base kinds `cast` and `dequantised`. The default is `true`. A tensor takes such
+    /// a base only if that makes it smaller, unless `codec` fixes the codec. They need format 1.3.
+    pub derived: bool,
+    /// Version of the format. The default is 1.3. A pair without derived bases states version 1.2.
     pub format: FormatVersion,
     /// Tensors to describe in parts, each with codec, chunks and digests of its own: a map from the name in the target to
     /// rectangles that do not overlap. So that readers can find them, cuts must nest: sorted by origin, each rectangle ends
@@ -50,6 +53,7 @@ impl Default for EncodeOptions {
             chunk_lanes: 1 << 20,
             favor: Favor::Ratio,
             renamed: BTreeMap::new(),
+            derived: true,
             format: FormatVersion::default(),
             payload_digests: false,
             cuts: BTreeMap::new(),
@@ -91,6 +95,13 @@ impl EncodeOptions {
     #[must_use]
     pub fn renamed(mut self, names: impl IntoIterator<Item = (impl Into<String>, impl Into<String>)>) -> Self {
         self.renamed.extend(names.into_iter().map(|(target, base)| (target.into(), base.into())));
+        self
+    }
+
+    /// Sets [`derived`](Self#structfield.derived).
+    #[must_use]
+    pub fn derived(mut self, on: bool) -> Self {
+        self.derived = on;
         self
     }
 

@@ -8,7 +8,7 @@ use crate::format::{BaseKind, FileEntry, MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_FILES,
 use crate::index::{self, FileNames};
 use crate::lane::Dtype;
 use crate::limits::Limits;
-use crate::writer::{FileSpec, PartSpec, TensorSpec};
+use crate::writer::{DerivedSpec, FileSpec, PartSpec, TensorSpec};
 use std::sync::{Arc, OnceLock};
 
 /// One target tensor with its base. The struct is small, because a model may have very many tensors.
@@ -24,6 +24,8 @@ pub(crate) struct Plan {
     pub lanes: u64,
     /// Tables of codec `conditioned`: `[0]` for lanes coded from the base, `[1]` for lanes coded from zeros.
     pub tables: [Option<Arc<TableSet>>; 2],
+    /// How base lanes are formed, if the base is derived.
+    pub derived: Option<Box<DerivedSpec>>,
     /// For a part, its place in the tensor.
     pub part: Option<Box<PartSpec>>,
     /// The way in which all chunks are coded, once chosen.
@@ -33,6 +35,16 @@ pub(crate) struct Plan {
 impl Plan {
     pub fn width(&self) -> u64 {
         self.dtype.lane_bytes() as u64
+    }
+
+    /// The same plan for a base whose lanes are formed as `derived` says.
+    pub fn derived_from(self, derived: Option<DerivedSpec>) -> Self {
+        let base_kind = match &derived {
+            None => self.base_kind,
+            Some(DerivedSpec { scales: None, .. }) => BaseKind::Cast,
+            Some(_) => BaseKind::Dequantised,
+        };
+        Self { base_kind, derived: derived.map(Box::new), ..self }
     }
 
     /// The parameters for encoding a chunk of this tensor in a way.
@@ -76,6 +88,7 @@ impl Plan {
             part: self.part.as_deref().cloned(),
             base_kind,
             base_param,
+            derived: self.derived.as_deref().filter(|_| way.from_base).cloned(),
             codec: way.codec,
             tables: self.tables_of(way).filter(|_| tables && way.codec == Codec::Conditioned).cloned(),
             chunk_lanes_log2: self.chunk_lanes_log2,
@@ -119,7 +132,8 @@ pub(crate) fn check_holdable(
 fn tensor_table_bytes(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plans: &[Plan]) -> u64 {
     let entry = |plan: &Plan| {
         let info = &target.tensors()[plan.target as usize];
-        let names = info.name.len() + plan.base_name(base, target).map_or(0, str::len);
+        let scales_name = plan.derived.as_ref().and_then(|derived| Some(derived.scales.as_ref()?.1.len()));
+        let names = info.name.len() + plan.base_name(base, target).map_or(0, str::len) + scales_name.unwrap_or(0);
         (TensorEntry::SIZE + 8 * info.shape.len() + names) as u64
     };
     plans.iter().map(entry).sum()
@@ -171,7 +185,8 @@ pub(super) fn plan_from(
     let (base, base_kind) = match candidate {
         Some((i, base)) if base.dtype == *dtype && base.shape == *shape => (Some(i), BaseKind::Same),
         Some((i, base)) if base.dtype == *dtype && is_prefix(&base.shape, shape) => (Some(i), BaseKind::Prefix),
-        // A base with another dtype, or with other dimensions after the first, is not used.
+        // A base with another dtype, or with other dimensions after the first, is not used. The checkpoint of entries has derived bases
+        // with the dtype of the target.
         _ => (None, BaseKind::None),
     };
     let chunk_lanes_log2 = options.chunk_lanes.min(MAX_CHUNK_BYTES / dtype.lane_bytes() as u64).ilog2() as u8;
@@ -186,6 +201,7 @@ pub(super) fn plan_from(
         pace: options.favor.pace(options.chunk_lanes),
         lanes,
         tables: [None, None],
+        derived: None,
         part: None,
         way,
     })

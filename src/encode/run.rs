@@ -1,6 +1,7 @@
 //! Encodes the difference of two checkpoints as a pair.
 
 use super::assembly::{Assembly, Chunk, MAX_HELD_BYTES};
+use super::bases::has_base;
 use super::cuts::Selection;
 use super::options::{CodecChoice, EncodeOptions};
 use super::plan::{Plan, check_holdable};
@@ -10,6 +11,7 @@ use super::ways::{Attempt, Worker};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::{Checkpoint, ReadDigest};
 use crate::codec::Codec;
+use crate::derived::BaseForm;
 use crate::error::{Error, Escaped, Result};
 use crate::format::{BaseKind, FormatVersion, MIN_CHUNK_LANES_LOG2};
 use crate::lane::Dtype;
@@ -51,6 +53,12 @@ pub struct TensorReport {
     pub part: Option<PartReport>,
     /// Source of the base lanes.
     pub base_kind: BaseKind,
+    /// Dtype of the base tensor, if it differs from `dtype`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub base_dtype: Option<Dtype>,
+    /// Form of a quantised base.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub base_form: Option<BaseForm>,
     /// Codec of the payloads.
     pub codec: Codec,
     /// Number of chunks.
@@ -86,6 +94,8 @@ impl TensorReport {
             shape: tensor.shape.to_vec(),
             part: tensor.part.map(|part| PartReport { whole: part.whole.to_vec(), origin: part.origin.to_vec() }),
             base_kind: tensor.base_kind,
+            base_dtype: tensor.derived.map(|derived| derived.base_dtype),
+            base_form: tensor.derived.and_then(|derived| Some(derived.scales?.0)),
             codec: tensor.codec,
             chunks: tensor.chunk_count,
             lanes: tensor.lanes,
@@ -170,7 +180,7 @@ pub(super) fn encode_holding<W: Write>(
     target.check_unchanged()?;
     base.map_or(Ok(()), |base| base.check_unchanged())?;
     check_digests(&finished, whole_base, whole_target)?;
-    let bases = plans.iter().filter_map(|plan| plan.base).map(|i| selection.base_tensor(i as usize));
+    let bases = plans.iter().filter_map(|plan| plan.base).flat_map(|i| selection.base_tensors(i as usize));
     let report = report(&finished, whole_base, bases);
     Ok((finished, report))
 }
@@ -180,13 +190,17 @@ fn check_digests<W>(finished: &Finished<W>, base: Option<&dyn Checkpoint>, targe
     let entries = || finished.index.tensors();
     target.check_digests(&mut entries().filter_map(|tensor| {
         let tensor_index = target.find(tensor.name)?;
-        Some(ReadDigest { tensor_index, runs: tensor.runs(), digest: tensor.target_digest() })
+        Some(ReadDigest { tensor_index, runs: tensor.runs(), digest: Some(tensor.target_digest()) })
     }))?;
     let Some(base) = base else { return Ok(()) };
     let with_base = entries().filter(|tensor| tensor.base_kind != BaseKind::None);
-    base.check_digests(&mut with_base.filter_map(|tensor| {
-        let tensor_index = base.find(tensor.base_name)?;
-        Some(ReadDigest { tensor_index, runs: tensor.runs(), digest: tensor.base_digest() })
+    base.check_digests(&mut with_base.flat_map(|tensor| {
+        // The digest of a derived base is that of the formed lanes.
+        let digest = Some(tensor.base_digest()).filter(|_| tensor.derived.is_none());
+        let runs = tensor.runs().filter(|_| tensor.derived.is_none());
+        let read = |tensor_index| ReadDigest { tensor_index, runs: runs.clone(), digest };
+        let names = [Some(tensor.base_name), tensor.scales().map(|(name, ..)| name)];
+        names.into_iter().flatten().filter_map(|name| base.find(name)).map(read).collect::<Vec<_>>()
     }))
 }
 
@@ -207,7 +221,7 @@ pub(crate) fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoi
         if target.find(name).is_none() {
             return Err(Error::InvalidArgument(format!("the target has no tensor {} to rename", Escaped(name))));
         }
-        if base.is_none_or(|base| base.find(base_name).is_none()) {
+        if base.is_none_or(|base| !has_base(base, base_name)) {
             return Err(Error::InvalidArgument(format!("the base has no tensor {} for {}", Escaped(base_name), Escaped(name))));
         }
     }
@@ -227,7 +241,7 @@ fn encode_chunk(
     let Survey { difference, base_sum, target_sum, base_hash, target_hash } =
         Survey::of(plan, base_lanes, target_lanes, offset, masks);
     let mut attempts = encoders.attempts(plan, options, difference)?;
-    if options.format == FormatVersion::V1_2 {
+    if options.format >= FormatVersion::V1_2 {
         attempts.iter_mut().for_each(Attempt::hash);
     }
     Ok(Chunk { offset, size, attempts, base_sum, target_sum, base_hash, target_hash })

@@ -3,7 +3,6 @@
 use super::plan::Plan;
 use crate::codec::{Difference, GROUP, cleared, compare};
 use crate::digest::PieceHasher;
-use crate::format::BaseKind;
 use crate::lane::with_lane;
 use crate::sums::ChunkSum;
 
@@ -67,7 +66,7 @@ impl Hashes {
     fn new(plan: &Plan, offset: u64) -> Self {
         let hasher = PieceHasher::new(offset, plan.lanes * plan.width());
         match plan.base_kind {
-            BaseKind::Same => Self { base: Some(hasher), target: None },
+            kind if kind.has_all_lanes() => Self { base: Some(hasher), target: None },
             _ => Self { base: None, target: Some(hasher) },
         }
     }

@@ -7,6 +7,7 @@ use super::ways::Worker;
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::codec::conditioned;
+use crate::derived::BaseForm;
 use crate::error::Result;
 use crate::format::BaseKind;
 use crate::lane::Dtype;
@@ -22,11 +23,15 @@ const PIECES: std::ops::RangeInclusive<u64> = 128..=512;
 const CHANGES: u64 = 1 << 11;
 
 /// The tensors that share tables.
+///
+/// Lanes of a derived base lack low bits, or have few values, so their changes differ from those of other bases.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Group {
     pub dtype: Dtype,
     /// `true` if the lanes are coded from a base, `false` if from zeros.
     pub from_base: bool,
+    /// Dtype and form of a derived base.
+    pub derived: Option<(Dtype, Option<BaseForm>)>,
 }
 
 /// The samples of a group.
@@ -50,7 +55,14 @@ fn stride(all: u64, favor: Favor) -> u64 {
 }
 
 pub(crate) fn group(plan: &Plan) -> Group {
-    Group { dtype: plan.dtype, from_base: plan.base_kind != BaseKind::None }
+    group_in(plan, plan.base_kind != BaseKind::None)
+}
+
+/// The group of a tensor whose lanes are coded from the base, or from zeros.
+fn group_in(plan: &Plan, from_base: bool) -> Group {
+    let derived = plan.derived.as_ref().filter(|_| from_base);
+    let derived = derived.map(|derived| (derived.base_dtype, derived.scales.as_ref().map(|(form, _)| *form)));
+    Group { dtype: plan.dtype, from_base, derived }
 }
 
 /// Sets the tables of every plan. For each dtype there is one set for lanes coded from a base, and one for lanes coded from zeros.
@@ -74,7 +86,7 @@ pub(super) fn train(
             |(plan, _), (from_base, from_zeros)| {
                 for (from_base, sample) in [(true, from_base), (false, from_zeros)] {
                     if let Some(sample) = sample {
-                        add(Group { dtype: plan.dtype, from_base }, &sample);
+                        add(group_in(plan, from_base), &sample);
                     }
                 }
                 Ok(())
@@ -132,7 +144,7 @@ pub(crate) fn train_with(
     let sets: BTreeMap<_, _> = groups
         .into_iter()
         .map(|(group, sampled)| {
-            let Group { dtype, from_base } = group;
+            let Group { dtype, from_base, .. } = group;
             let low_bits = low_bits(dtype, from_base);
             let bits = 8 * dtype.lane_bytes() as u32 - low_bits;
             let seen_all = sampled.stride == 1 || (from_base && sampled.changes < CHANGES);
@@ -140,7 +152,7 @@ pub(crate) fn train_with(
         })
         .collect();
     for plan in plans {
-        plan.tables = [true, false].map(|from_base| sets.get(&Group { dtype: plan.dtype, from_base }).cloned().flatten());
+        plan.tables = [true, false].map(|from_base| sets.get(&group_in(plan, from_base)).cloned().flatten());
     }
     Ok(())
 }

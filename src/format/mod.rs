@@ -20,7 +20,7 @@ pub use header::{IndexHeader, Section, SectionEntry};
 pub(crate) use names::{named, parsed_by_name, registry};
 pub use payload::ConditionedHeader;
 pub use records::{ChunkMetadata, ChunkSums, TensorDigests};
-pub use tensors::{BaseKind, TensorEntry};
+pub use tensors::{BaseKind, DerivedParam, TensorEntry};
 pub use version::{Form, FormatVersion};
 
 /// First bytes of a `.tpde-index` (section 5).
@@ -30,15 +30,17 @@ pub const BLOB_MAGIC: [u8; 8] = *b"\x89TPB\r\n\x1a\n";
 /// The major version that this crate reads and writes.
 pub const VERSION_MAJOR: u16 = 1;
 /// The newest minor version that this crate supports. It writes the lowest version that a pair needs.
-pub const VERSION_MINOR: u16 = 2;
+pub const VERSION_MINOR: u16 = 3;
 /// Required feature bit 0: the header has a digest over all payloads, and roots are formed over stored digests (section 7.2).
 pub const FEATURE_DIGESTS: u64 = 1 << 0;
 /// Required feature bit 1: section `sums` has the digest of each payload (section 7.2).
 pub const FEATURE_PAYLOAD_LIST: u64 = 1 << 1;
 /// Required feature bit 2: entries of the tensor table may describe parts of tensors (section 8.4).
 pub const FEATURE_PARTS: u64 = 1 << 2;
+/// Required feature bit 4: base lanes may be formed from a base tensor of another dtype (section 8.2).
+pub const FEATURE_DERIVED: u64 = 1 << 4;
 /// Required feature bits that this crate knows.
-pub const KNOWN_REQUIRED_FEATURES: u64 = FEATURE_DIGESTS | FEATURE_PAYLOAD_LIST | FEATURE_PARTS;
+pub const KNOWN_REQUIRED_FEATURES: u64 = FEATURE_DIGESTS | FEATURE_PAYLOAD_LIST | FEATURE_PARTS | FEATURE_DERIVED;
 
 /// Field `part` of an entry that describes a whole tensor.
 pub const PART_WHOLE: u8 = 0;

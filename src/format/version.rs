@@ -9,8 +9,10 @@ named! {
         /// For readers that do not know 1.2. The pair states version 1.0 if that is enough. The pair digest does not cover payloads.
         V1_1 => "1.1",
         /// The pair digest covers every byte of both files.
-        #[default]
         V1_2 => "1.2",
+        /// Base tensors may have another dtype than the target. The pair states version 1.2 if that is enough.
+        #[default]
+        V1_3 => "1.3",
     }
 }
 

@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+mod derived;
 mod digests;
 mod files;
 mod header;
@@ -23,8 +24,8 @@ pub(crate) use tensors::check_holdable;
 use crate::codec::TableSet;
 use crate::error::{Error, Result, Rule, hex};
 use crate::format::{
-    ChunkMetadata, ChunkSums, DIGEST_SIZE, FEATURE_DIGESTS, FEATURE_PARTS, FEATURE_PAYLOAD_LIST, INDEX_HEADER_SIZE, IndexHeader,
-    PAIR_DIGEST_SIZE, SECTION_ALIGN, Section,
+    ChunkMetadata, ChunkSums, DIGEST_SIZE, FEATURE_DERIVED, FEATURE_DIGESTS, FEATURE_PARTS, FEATURE_PAYLOAD_LIST,
+    INDEX_HEADER_SIZE, IndexHeader, PAIR_DIGEST_SIZE, SECTION_ALIGN, Section,
 };
 use crate::limits::{Limits, OpenOptions};
 use crate::rectangle::{Rectangle, first_gap};
@@ -81,6 +82,8 @@ impl ValidatedIndex {
         let tables = tables::TableSets::parse(&header::expand(&bytes, &header, Section::Tables)?, &mut tensors)?;
         let is_used = tensors.has_parts() || !header.has(FEATURE_PARTS);
         Rule::HeaderRequiredFeatures.check(is_used, "bit 2 only with an entry that describes a part", "none")?;
+        let is_used = tensors.has_derived() || !header.has(FEATURE_DERIVED);
+        Rule::HeaderRequiredFeatures.check(is_used, "bit 4 only with an entry that has a derived base", "none")?;
         digests::check(&bytes, &header, &tensors)?;
         let files = files::FileTable::parse(&header::expand(&bytes, &header, Section::Files)?, &header)?;
         let mut index = Self { bytes, header, tensors, tables, files, digest, payloads: 0 };
@@ -238,6 +241,11 @@ impl ValidatedIndex {
         self.header.has(FEATURE_PARTS)
     }
 
+    /// Whether an entry of the pair has a derived base: base kind `cast` or `dequantised`.
+    pub fn has_derived(&self) -> bool {
+        self.header.has(FEATURE_DERIVED)
+    }
+
     /// Whether the entries of this name have all elements of the tensor.
     pub fn is_tiled(&self, name: &str) -> bool {
         self.find(name).is_some_and(|tensor| self.first_gap(name, &Rectangle::whole(tensor.whole_shape())).is_none())
@@ -292,7 +300,7 @@ impl ValidatedIndex {
         self.files.iter()
     }
 
-    /// Total size in bytes of the base tensors that decoding needs, and of the target tensors.
+    /// Total size in bytes of the base lanes that decoding needs, and of the target tensors.
     pub fn tensor_bytes(&self) -> (u64, u64) {
         self.tensors().fold((0, 0), |(b, t), tensor| (b.saturating_add(tensor.base_bytes()), t.saturating_add(tensor.bytes())))
     }

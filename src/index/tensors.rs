@@ -1,8 +1,10 @@
 //! Tensor table (spec section 8; section 13, step 4).
 
+use super::derived::Derivation;
 use super::view::{Part, Tensor};
 use crate::codec::{Codec, TableSet};
-use crate::error::{Result, Rule};
+use crate::derived::Derived;
+use crate::error::{Escaped, Result, Rule};
 use crate::format::*;
 use crate::lane::Dtype;
 use crate::rectangle::{part_fault, precedes};
@@ -27,6 +29,8 @@ struct Row {
     name: u32,
     base_name: u32,
     end: u32,
+    /// Offset and end, in `names`, of the scales name. Empty if the entry has none. Parts of a tensor share it.
+    scales_name: (u32, u32),
     first_dim: u32,
     /// Of a part, index in `dims` of the shape of its tensor, and of its origins. `first_dim` is that of its extents.
     part: Option<PartDims>,
@@ -91,6 +95,7 @@ impl TensorTable {
             ..TableParser::default()
         };
         parser.table.names.reserve_exact(names.len());
+        let has_derived = header.has(FEATURE_DERIVED);
         let mut rest = names;
         for i in 0..count as usize {
             let mut entry = next_entry()?;
@@ -99,7 +104,8 @@ impl TensorTable {
                 entry.part = PART_WHOLE; // what is left of the field is reserved
             }
             let is_last = part_of(i + 1) != PART_FURTHER;
-            parser.entry(&entry, part, is_last, &mut rest).map_err(|e| match parser.name.clone() {
+            let features = EntryFeatures { part, is_last, has_derived };
+            parser.entry(&entry, features, &mut rest).map_err(|e| match parser.name.clone() {
                 Some(name) => e.in_tensor(&parser.table.names[name]),
                 None => e.in_tensor(&numbered(i)),
             })?;
@@ -155,6 +161,11 @@ impl TensorTable {
         self.rows.iter().any(|row| row.part.is_some())
     }
 
+    /// Whether an entry has a derived base.
+    pub(super) fn has_derived(&self) -> bool {
+        self.rows.iter().any(|row| row.base_kind.is_derived())
+    }
+
     fn dims(&self, first: u32, rank: u16) -> &[u64] {
         &self.dims[first as usize..][..usize::from(rank)]
     }
@@ -163,6 +174,10 @@ impl TensorTable {
         let row = &self.rows[i];
         let name = self.name(i);
         let base_name = &self.names[row.base_name as usize..row.end as usize];
+        let derived = Derivation::of_checked(row.base_kind, row.base_param).map(|Derivation { base_dtype, form }| {
+            let scales_name = &self.names[row.scales_name.0 as usize..row.scales_name.1 as usize];
+            Derived { base_dtype, scales: form.map(|form| (form, scales_name)) }
+        });
         Tensor {
             place: i,
             name,
@@ -172,6 +187,7 @@ impl TensorTable {
             part: row.part.map(|part| Part { whole: self.dims(part.whole, row.rank), origin: self.dims(part.origin, row.rank) }),
             base_kind: row.base_kind,
             base_param: row.base_param,
+            derived,
             codec: row.codec,
             tables: self.table_set(i).and_then(|set| sets.get(set)),
             lanes: row.lanes,
@@ -197,6 +213,16 @@ fn dims_of(part: u8) -> u64 {
     }
 }
 
+/// What the parser of an entry knows besides its fields.
+#[derive(Clone, Copy)]
+struct EntryFeatures {
+    part: u8,
+    /// Whether the next entry belongs to another tensor.
+    is_last: bool,
+    /// Whether entries may have derived bases.
+    has_derived: bool,
+}
+
 /// State of the pass over the table: the rows so far, and totals of their fields.
 #[derive(Default)]
 struct TableParser {
@@ -207,13 +233,14 @@ struct TableParser {
     previous: usize,
     /// Range of the current entry's name in `table.names`; `None` until the name is read.
     name: Option<Range<usize>>,
-    /// Whether a part of the current tensor has a base.
-    has_base: bool,
+    /// Index of the first row of the current tensor that has a base.
+    with_base: Option<usize>,
 }
 
 impl TableParser {
-    /// Checks an entry. `is_last` says whether the next entry belongs to another tensor.
-    fn entry(&mut self, entry: &TensorEntry, part: u8, is_last: bool, names: &mut &[u8]) -> Result<()> {
+    /// Checks an entry.
+    fn entry(&mut self, entry: &TensorEntry, features: EntryFeatures, names: &mut &[u8]) -> Result<()> {
+        let EntryFeatures { part, is_last, has_derived } = features;
         let (name, base_name) = match part {
             PART_FURTHER => self.further_names(entry)?,
             _ => self.names(entry, names)?,
@@ -226,12 +253,16 @@ impl TableParser {
         check_rank(entry.rank.into())?;
         Rule::TensorRank.check(part == PART_WHOLE || entry.rank > 0, "at least 1 of a tensor with parts", entry.rank)?;
         let (dims, lanes) = self.shape(dtype, part, entry.rank)?;
-        let kind =
-            BaseKind::from_code(entry.base_kind).ok_or_else(|| Rule::TensorBaseKind.broken("a known code", entry.base_kind))?;
-        let is_kind_of_part = matches!(kind, BaseKind::None | BaseKind::Same);
-        Rule::TensorBaseKind.check(part == PART_WHOLE || is_kind_of_part, "none or same for a part", kind)?;
-        self.has_base = kind != BaseKind::None || self.has_base && part == PART_FURTHER;
-        let base_allowed = self.has_base || !is_last || base_name.is_empty();
+        let kind = BaseKind::from_code(entry.base_kind).filter(|kind| has_derived || !kind.is_derived());
+        let kind = kind.ok_or_else(|| Rule::TensorBaseKind.broken("a code that the features allow", entry.base_kind))?;
+        let is_kind_of_part = kind != BaseKind::Prefix;
+        Rule::TensorBaseKind.check(part == PART_WHOLE || is_kind_of_part, "a kind other than prefix for a part", kind)?;
+        let before = self.with_base.filter(|_| part == PART_FURTHER).map(|row| &self.table.rows[row]);
+        if let Some(before) = before.filter(|_| kind != BaseKind::None) {
+            let expected = format_args!("that of the parts before, {}", before.base_kind);
+            Rule::TensorBaseKind.check(kind == before.base_kind, expected, kind)?;
+        }
+        let base_allowed = kind != BaseKind::None || before.is_some() || !is_last || base_name.is_empty();
         Rule::TensorBaseName.check(base_allowed, "no base name without a base", "one")?;
         let codec = Codec::from_code(entry.codec).ok_or_else(|| Rule::TensorCodec.broken("a known id", entry.codec))?;
         let log2 = entry.chunk_lanes_log2;
@@ -242,7 +273,18 @@ impl TableParser {
         Rule::TensorTablesSize.check(tables_allowed, format_args!("0 for codec {codec}"), entry.tables_size)?;
         Rule::TensorFirstChunk.check_eq(self.chunks, u64::from(entry.first_chunk))?;
         Rule::TensorChunkCount.check_eq(lanes.div_ceil(1 << log2), u64::from(entry.chunk_count))?;
-        check_base_param(kind, entry.base_param, dtype, self.table.dims(dims.extent, entry.rank))?;
+        let scales_name = match kind.is_derived() {
+            true => self.derivation(kind, dtype, entry, part, &dims, base_name.clone(), names)?,
+            false => {
+                check_base_param(kind, entry.base_param, dtype, self.table.dims(dims.extent, entry.rank))?;
+                0..0
+            }
+        };
+        if kind != BaseKind::None && (part != PART_FURTHER || self.with_base.is_none()) {
+            self.with_base = Some(self.table.rows.len());
+        } else if part != PART_FURTHER {
+            self.with_base = None;
+        }
 
         self.table.rows.push(Row {
             lanes,
@@ -250,6 +292,7 @@ impl TableParser {
             name: name.start as u32,
             base_name: base_name.start as u32,
             end: base_name.end as u32,
+            scales_name: (scales_name.start as u32, scales_name.end as u32),
             first_dim: dims.extent,
             part: dims.part,
             first_chunk: entry.first_chunk,
@@ -299,6 +342,49 @@ impl TableParser {
             Rule::TensorPartOrder.check(precedes(last, (origins, extents)), expected, found)?;
         }
         Ok((EntryDims { extent, part: Some(PartDims { whole, origin }) }, lanes_of(extents)?))
+    }
+
+    /// Checks the base parameter of an entry with a derived base, and takes its scales name. Returns where that is in `table.names`.
+    #[expect(clippy::too_many_arguments, reason = "the parts of one entry")]
+    fn derivation(
+        &mut self,
+        kind: BaseKind,
+        dtype: Dtype,
+        entry: &TensorEntry,
+        part: u8,
+        dims: &EntryDims,
+        base_name: Range<usize>,
+        names: &mut &[u8],
+    ) -> Result<Range<usize>> {
+        let (param, dims_of) = (DerivedParam::from_bits(entry.base_param), |first| self.table.dims(first, entry.rank));
+        let shape = dims_of(dims.part.map_or(dims.extent, |part| part.whole));
+        let derivation = Derivation::parse(kind, param, dtype, shape)?;
+        let before = self.with_base.filter(|_| part == PART_FURTHER).map(|row| &self.table.rows[row]);
+        if let Some(stated) = before.and_then(|row| Derivation::of_checked(row.base_kind, row.base_param)) {
+            derivation.check_is(stated)?;
+        }
+        if kind == BaseKind::Cast {
+            return Ok(0..0);
+        }
+        if let Some(part) = dims.part {
+            derivation.check_blocks(shape, dims_of(part.origin), dims_of(dims.extent))?;
+        }
+        Rule::TensorScalesName.check(param.scales_name_size > 0, "a name", "none")?;
+        let scales_name = take_name(names, param.scales_name_size, Rule::TensorScalesName)?;
+        let base_name = match base_name.is_empty() {
+            true => self.name.clone().unwrap_or_default(),
+            false => base_name,
+        };
+        let is_other = scales_name != &self.table.names[base_name];
+        Rule::TensorScalesName.check(is_other, "a name other than that of the base tensor", "the same")?;
+        if let Some(stated) = before.map(|row| row.scales_name.0 as usize..row.scales_name.1 as usize) {
+            let is_stated = scales_name == &self.table.names[stated.clone()];
+            Rule::TensorScalesName.check(is_stated, "that of the parts before", Escaped(scales_name))?;
+            return Ok(stated);
+        }
+        let start = self.table.names.len();
+        self.table.names.push_str(scales_name);
+        Ok(start..self.table.names.len())
     }
 
     /// The names of a further part: those of the entry before. Only their sizes are stated, as 0.

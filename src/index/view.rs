@@ -1,6 +1,7 @@
 //! Views of the tensors, chunks and files of an index.
 
 use crate::codec::{Codec, TableSet};
+use crate::derived::Derived;
 use crate::error::{Error, Result};
 use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, FileKind, TensorDigests};
 use crate::lane::Dtype;
@@ -35,8 +36,10 @@ pub struct Tensor<'a> {
     pub part: Option<Part<'a>>,
     /// Source of the base lanes.
     pub base_kind: BaseKind,
-    /// Number of rows of the base tensor for [`BaseKind::Prefix`], else 0.
+    /// Number of rows of the base tensor for [`BaseKind::Prefix`], four fields for a derived base, else 0.
     pub base_param: u64,
+    /// The tensors from which base lanes are formed, for [`BaseKind::Cast`] and [`BaseKind::Dequantised`].
+    pub derived: Option<Derived<'a>>,
     /// Codec of the payloads.
     pub codec: Codec,
     /// Tables of codec `conditioned`, if any.
@@ -101,7 +104,11 @@ impl<'a> Tensor<'a> {
     pub fn base_shape(&self) -> Option<Vec<u64>> {
         match self.base_kind {
             BaseKind::None => None,
-            BaseKind::Same => Some(self.whole_shape().to_vec()),
+            BaseKind::Same | BaseKind::Cast => Some(self.whole_shape().to_vec()),
+            BaseKind::Dequantised => {
+                let form = self.derived.and_then(|derived| derived.scales).map(|(form, _)| form);
+                form.map(|form| form.base_shape(self.whole_shape()))
+            }
             BaseKind::Prefix => {
                 let mut shape = self.shape.to_vec();
                 shape[0] = self.base_param;
@@ -110,21 +117,34 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// Number of lanes of the base tensor, or of the part's rectangle of it; 0 if the tensor has no base.
+    /// Dtype that the base tensor must have. Has no meaning for [`BaseKind::None`].
+    pub fn base_dtype(&self) -> Dtype {
+        self.derived.map_or(self.dtype, |derived| derived.base_dtype)
+    }
+
+    /// Name, dtype and shape that the tensor of scales must have, for [`BaseKind::Dequantised`].
+    pub fn scales(&self) -> Option<(&'a str, Dtype, Vec<u64>)> {
+        let (form, name) = self.derived?.scales?;
+        Some((name, form.scales_dtype(), form.scales_dims(self.whole_shape())))
+    }
+
+    /// Number of lanes of the base tensor, or of the part's rectangle of it; 0 if the tensor has no base. Of a derived base, the
+    /// number of formed lanes.
     pub fn base_lanes(&self) -> u64 {
-        if self.part.is_some() {
+        if self.part.is_some() || self.base_kind.has_all_lanes() {
             return if self.base_kind == BaseKind::None { 0 } else { self.lanes };
         }
         // The table parser has checked that this shape is valid.
         self.base_shape().and_then(|shape| self.dtype.lanes(&shape)).unwrap_or(0)
     }
 
-    /// Size of the base tensor in bytes; 0 if the tensor has no base.
+    /// Size of the base tensor in bytes; 0 if the tensor has no base. Of a derived base, the size of the formed lanes.
     pub fn base_bytes(&self) -> u64 {
         self.base_lanes() * self.lane_bytes() as u64
     }
 
-    /// Digest of the base tensor: the first 16 bytes of its BLAKE3 hash. Zeros if the tensor has no base.
+    /// Digest of the base tensor: the first 16 bytes of its BLAKE3 hash. Zeros if the tensor has no base. Of a derived base, the
+    /// digest of the formed lanes.
     pub fn base_digest(&self) -> &'a [u8; DIGEST_SIZE] {
         &self.digests.base_digest
     }

@@ -184,7 +184,7 @@ impl<'a, B: Source> Merge<'a, B> {
 
     fn form(&self) -> Form {
         let is_stored = self.inputs.iter().any(|input| input.index().has_payload_digests());
-        Form { version: FormatVersion::V1_2, payload_digests: self.payload_digests || is_stored }
+        Form { version: FormatVersion::V1_3, payload_digests: self.payload_digests || is_stored }
     }
 
     fn run<W: Write>(&self, plan: &Plan, mut builder: PairBuilder<W>) -> Result<(Finished<W>, MergeReport)> {

@@ -3,9 +3,11 @@
 use super::files;
 use super::input::{Input, conflict};
 use crate::codec::TableSet;
+use crate::derived::Derived;
 use crate::error::{Conflict, Error, Escaped, Result, hex};
 use crate::format::{BaseKind, MAX_CHUNKS, MAX_TENSORS};
 use crate::index::{MAX_TABLE_SETS, Tensor};
+use crate::lane::Dtype;
 use crate::rectangle::{Rectangle, precedes};
 use crate::source::Source;
 use crate::writer::{FileSpec, PartSpec, TensorSpec};
@@ -62,6 +64,7 @@ impl Plan {
             part: tensor.part.map(|part| PartSpec { whole: part.whole.to_vec(), origin: part.origin.to_vec() }),
             base_kind: tensor.base_kind,
             base_param: tensor.base_param,
+            derived: tensor.derived.map(Into::into),
             codec: tensor.codec,
             tables: set.and_then(|set| self.sets[entry.input as usize][set].clone()),
             chunk_lanes_log2: tensor.chunk_lanes.ilog2() as u8,
@@ -125,11 +128,15 @@ fn contradiction(first: &Tensor<'_>, second: &Tensor<'_>) -> Option<(Conflict, [
     Some((if overlap { Conflict::Tensor } else { Conflict::Cuts }, found))
 }
 
+/// The base lanes of an entry: name of the base tensor, and for a derived base the dtype of the lanes and how they are formed.
+type BaseLanes<'a> = (&'a str, Option<Dtype>, Option<Derived<'a>>);
+
 /// Checks that all entries that use a base tensor state the same dtype and shape for it, and the same digest for the same elements,
 /// and that all parts of a tensor have one base tensor.
 fn check_bases<B: Source>(inputs: &[Input<'_, B>], entries: &[Entry]) -> Result<()> {
     let mut bases: HashMap<&str, Entry> = HashMap::new();
-    let mut digests: HashMap<(&str, Rectangle), Entry> = HashMap::new();
+    let mut digests: HashMap<(BaseLanes<'_>, Rectangle), Entry> = HashMap::new();
+    let mut scales: HashMap<&str, Entry> = HashMap::new();
     let mut last: Option<Entry> = None;
     for &entry in entries.iter().filter(|entry| tensor(inputs, **entry).base_kind != BaseKind::None) {
         let second = tensor(inputs, entry);
@@ -137,21 +144,40 @@ fn check_bases<B: Source>(inputs: &[Input<'_, B>], entries: &[Entry]) -> Result<
             let pair = [known, entry].map(|entry| &inputs[entry.input as usize]);
             Err(conflict(Conflict::Base, name, pair, [found(tensor(inputs, known)), found(second)]))
         };
-        let base_type = |tensor: &Tensor<'_>| (tensor.dtype, tensor.base_shape());
+        let base_type = |tensor: &Tensor<'_>| (tensor.base_dtype(), tensor.base_shape());
         let known = *bases.entry(second.base_name).or_insert(entry);
         if base_type(&tensor(inputs, known)) != base_type(&second) {
             return refuse(known, second.base_name, &|tensor| {
-                format!("{} {:?}", tensor.dtype, tensor.base_shape().unwrap_or_default())
+                format!("{} {:?}", tensor.base_dtype(), tensor.base_shape().unwrap_or_default())
             });
         }
+        if let Some((name, dtype, shape)) = second.scales() {
+            let known = *scales.entry(name).or_insert(entry);
+            if tensor(inputs, known).scales().is_some_and(|known| (known.1, &known.2) != (dtype, &shape)) {
+                return refuse(known, name, &|tensor| {
+                    let shown = |(_, dtype, shape)| format!("{dtype} {shape:?} as scales");
+                    tensor.scales().map(shown).unwrap_or_default()
+                });
+            }
+        }
         let rectangle = if second.part.is_some() { second.rectangle() } else { Rectangle::default() };
-        let known = *digests.entry((second.base_name, rectangle)).or_insert(entry);
+        // Other derivations of a base tensor give other lanes.
+        let lanes = (second.base_name, second.base_kind.is_derived().then_some(second.dtype), second.derived);
+        let known = *digests.entry((lanes, rectangle)).or_insert(entry);
         if tensor(inputs, known).base_digest() != second.base_digest() {
             return refuse(known, second.base_name, &|tensor| format!("digest {}", hex(tensor.base_digest())));
         }
         let same_tensor = last.filter(|last| tensor(inputs, *last).name == second.name);
         if let Some(known) = same_tensor.filter(|last| tensor(inputs, *last).base_name != second.base_name) {
             return refuse(known, second.name, &|tensor| format!("base tensor {}", Escaped(tensor.base_name)));
+        }
+        let is_derived_alike = |other: Tensor<'_>| (other.base_kind, other.derived) == (second.base_kind, second.derived);
+        if let Some(known) = same_tensor.filter(|last| !is_derived_alike(tensor(inputs, *last))) {
+            return refuse(known, second.name, &|tensor| {
+                let scales = tensor.derived.and_then(|derived| derived.scales);
+                let scales = scales.map(|(form, name)| format!(", {form} with scales {}", Escaped(name))).unwrap_or_default();
+                format!("base kind {} from {}{scales}", tensor.base_kind, tensor.base_dtype())
+            });
         }
         last = Some(entry);
     }
@@ -194,6 +220,7 @@ mod tests {
                 part: None,
                 base_kind: BaseKind::None,
                 base_param: 0,
+                derived: None,
                 codec: Codec::Conditioned,
                 tables: Some(Arc::new(TableSet::new(&[a, b]))),
                 chunk_lanes_log2: 12,

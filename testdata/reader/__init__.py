@@ -1,4 +1,4 @@
-"""A second reader of TPDE pairs, written from spec/tpde-format.md, spec/codecs.md and spec/draft-1.3.md alone.
+"""A second reader of TPDE pairs, written from spec/tpde-format.md and spec/codecs.md alone.
 
 It favours being plainly the text of the specification over speed. Needs `zstandard`; BLAKE3 is in the file beside this
 folder. `read_pair` below is the whole of it; the modules follow the specification, and are best read in this order:
@@ -8,8 +8,8 @@ folder. `read_pair` below is the whole of it; the modules follow the specificati
     index         opening an index: every check of it                  section 13, steps 1 to 6
     blob          opening a blob                                       section 13, step 7
     parts         rectangles of tensors                                section 8.4
-    floats        arithmetic on lanes of floats                        draft 1.3, section 5
-    derived       base lanes formed from another dtype                 draft 1.3, sections 2 to 4, 7
+    floats        arithmetic on lanes of floats                        section 8.6
+    derived       base lanes formed from another dtype                 section 8.5
     lanes         the arithmetic of lanes and their sums               sections 6.1, 9
     codec         a module a codec: from payloads to changes           codecs.md
     decode        chunks, tensors and their digests                    section 13, steps 8 to 12

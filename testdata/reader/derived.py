@@ -1,4 +1,4 @@
-"""Base lanes that are formed from a base tensor of another dtype: sections 2 to 4 and 7 of spec/draft-1.3.md."""
+"""Base lanes that are formed from a base tensor of another dtype: section 8.5 of spec/tpde-format.md."""
 
 import struct
 from collections import namedtuple

@@ -1,4 +1,4 @@
-"""Arithmetic on lanes of floats, in integers alone: section 5 of spec/draft-1.3.md."""
+"""Arithmetic on lanes of floats, in integers alone: section 8.6 of spec/tpde-format.md."""
 
 from collections import namedtuple
 

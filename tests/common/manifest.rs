@@ -29,7 +29,7 @@ pub struct Vector {
 }
 
 /// Folders of vectors, each with a manifest, and the lists of their published files.
-pub const VERSIONS: [(&str, &str); 2] = [("v1", "published.txt"), ("v1.2", "published-1.2.txt")];
+pub const VERSIONS: [(&str, &str); 3] = [("v1", "published.txt"), ("v1.2", "published-1.2.txt"), ("v1.3", "published-1.3.txt")];
 
 pub fn folder() -> PathBuf {
     super::root().join("testdata")

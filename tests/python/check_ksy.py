@@ -119,6 +119,7 @@ def check(Tpde, index_path, blob_path):
         else:
             same("names", [names.name, names.base_name, getattr(dims, "shape", None)], ["", "", None])
         same("tensor", [name, base_name, shape], [tensor.name, tensor.base_name, tensor.shape])
+        same("scales_name", names.scales_name, tensor.scales_name)
         same("part", [getattr(dims, "origins", None), getattr(dims, "extents", None)], [tensor.origin, tensor.extent])
 
     tables, too = section(parsed, 5, data, Tpde.TablesSection, tensors.entries)
@@ -172,7 +173,7 @@ def main():
     parser.add_argument("--npm", default="target/ksc", help="the folder with node_modules")
     Tpde = compiled(parser.parse_args().npm)
     passed = failed = compressed = 0
-    folders = [ROOT / "testdata/v1", ROOT / "testdata/v1.2"]
+    folders = [ROOT / "testdata/v1", ROOT / "testdata/v1.2", ROOT / "testdata/v1.3"]
     for folder, vector in [(f, v) for f in folders for v in json.loads((f / "manifest.json").read_text("utf-8"))["vectors"]]:
         paths = folder / vector["index"], folder / vector["blob"]
         if vector["verdict"] != "valid":

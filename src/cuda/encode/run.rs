@@ -15,7 +15,7 @@ use crate::cuda::runtime::stream::Stream;
 use crate::digest;
 use crate::encode::{CodecChoice, EncodeOptions, EncodeReport};
 use crate::encode::{Plan, Selection, check_holdable, check_options, report};
-use crate::error::{Error, Result};
+use crate::error::{Error, Escaped, Result};
 use crate::format::{ChunkMetadata, ChunkSums, DIGEST_SIZE, FormatVersion, PAYLOAD_ALIGN, TensorDigests};
 use crate::watch::Progress;
 use crate::writer::{FileSpec, Finished, PairBuilder};
@@ -50,6 +50,10 @@ pub(super) fn encode<W: Blob>(
     check_options(base_checkpoint, target, options)?;
     check_supported(job)?;
     let selection = Selection::new(base_checkpoint, target, options)?;
+    if let Some(name) = selection.first_derived() {
+        let name = Escaped(name);
+        return Err(unsupported(&format!("the base of tensor {name} has another dtype: encode on the processor")));
+    }
     let mut plans = selection.plans(options)?;
     let files = if selection.is_complete() { files } else { Vec::new() };
     check_holdable(selection.base(), selection.target(), &plans, &files)?;

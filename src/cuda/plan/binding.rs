@@ -158,17 +158,23 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &mut Binding, in_place: bool)
             return Err(Error::InvalidArgument(format!("tensor {name} is changed in place, so its binding cannot have a base")));
         }
         binding.base_rows = None;
-        if tensor.base_kind == BaseKind::Prefix {
-            return Err(Error::InvalidArgument(format!("tensor {name} changes its number of rows, which cannot be done in place")));
-        }
-        return Ok(());
+        let reason = match tensor.base_kind {
+            BaseKind::None | BaseKind::Same => return Ok(()),
+            BaseKind::Prefix => "changes its number of rows",
+            BaseKind::Cast | BaseKind::Dequantised => "has a base of another dtype",
+        };
+        return Err(Error::InvalidArgument(format!("tensor {name} {reason}, which cannot be done in place")));
     }
     match (&binding.base, tensor.base_kind) {
         (_, BaseKind::None) => {
             binding.base_rows = None;
             Ok(())
         }
-        (Some(base), _) => check_memory(tensor, "the base", base, &mut binding.base_rows, tensor.base_bytes),
+        (Some(base), kind) => {
+            // Kernels read base lanes of the target's dtype. `Apply::on` forms them on the processor.
+            let what = if kind.is_derived() { "the memory of formed base lanes" } else { "the base" };
+            check_memory(tensor, what, base, &mut binding.base_rows, tensor.base_bytes)
+        }
         (None, _) if tensor.base_bytes == 0 => Ok(()),
         (None, _) => Err(Error::InvalidArgument(format!("the binding of tensor {name} has no base"))),
     }

@@ -69,6 +69,7 @@ fn pair_with(cases: &[(Case, Vec<u8>)], form: Form, forged: Option<usize>, other
             part: None,
             base_kind: BaseKind::Same,
             base_param: 0,
+            derived: None,
             codec: case.codec,
             tables: case.set.clone().map(Arc::new),
             chunk_lanes_log2: 18,

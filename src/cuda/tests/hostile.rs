@@ -38,6 +38,7 @@ fn pair_of(cases: &[Hostile]) -> Pair<Vec<u8>> {
             part: None,
             base_kind: if whole { BaseKind::Same } else { BaseKind::Prefix },
             base_param: if whole { 0 } else { (case.base.len() / width) as u64 },
+            derived: None,
             codec: case.codec,
             tables: case.set.clone().map(Arc::new),
             chunk_lanes_log2: 14,

@@ -1,0 +1,99 @@
+//! Pieces of the tensors of a checkpoint, as a checkpoint.
+
+use super::formed::Formed;
+use super::runs::Region;
+use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::error::{Error, Result};
+use crate::rectangle::Runs;
+use std::path::PathBuf;
+
+/// A tensor of a [`Cut`].
+pub(crate) enum Piece {
+    /// A tensor of the other checkpoint, or a rectangle of it.
+    Of(Region),
+    /// Lanes that are formed from tensors of the other checkpoint.
+    Formed(Formed),
+}
+
+impl Piece {
+    /// A tensor by its number in the other checkpoint. `runs` are the bytes of the piece in that tensor; `None` for all.
+    pub fn of(tensor: usize, runs: Option<Runs>) -> Self {
+        Self::Of(Region { tensor, runs })
+    }
+
+    /// The tensors of the other checkpoint that the piece needs.
+    pub fn tensors(&self) -> impl Iterator<Item = usize> {
+        let (first, second) = match self {
+            Piece::Of(region) => (region.tensor, None),
+            Piece::Formed(formed) => formed.tensors(),
+        };
+        std::iter::once(first).chain(second)
+    }
+}
+
+/// Pieces of the tensors of a checkpoint. Several pieces may have the same name, so they are found by number.
+pub(crate) struct Cut<'a> {
+    of: &'a dyn Checkpoint,
+    infos: Vec<TensorInfo>,
+    pieces: Vec<Piece>,
+}
+
+impl<'a> Cut<'a> {
+    pub fn new(of: &'a dyn Checkpoint) -> Self {
+        Self { of, infos: Vec::new(), pieces: Vec::new() }
+    }
+
+    /// Adds a piece. `info` has the name, and the dtype and shape of the piece.
+    pub fn push(&mut self, info: TensorInfo, piece: Piece) {
+        self.infos.push(info);
+        self.pieces.push(piece);
+    }
+
+    /// Tensor number, in the other checkpoint, of a piece. Of a formed piece, that of its base tensor.
+    #[cfg(feature = "cuda")]
+    pub fn tensor(&self, piece: usize) -> usize {
+        self.tensors_of(piece).next().unwrap_or(usize::MAX)
+    }
+
+    /// The tensors of the other checkpoint that a piece needs.
+    pub fn tensors_of(&self, piece: usize) -> impl Iterator<Item = usize> {
+        self.pieces[piece].tensors()
+    }
+}
+
+impl Checkpoint for Cut<'_> {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.infos
+    }
+
+    fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        let piece = self.pieces.get(tensor_index).ok_or_else(|| Error::InvalidArgument(format!("no piece {tensor_index}")))?;
+        match piece {
+            Piece::Of(region) => region.read_into(self.of, offset, out),
+            Piece::Formed(formed) => formed.read(self.of, offset, out),
+        }
+    }
+
+    fn in_place(&self, tensor_index: usize, offset: u64, size: usize) -> Option<&[u8]> {
+        match self.pieces.get(tensor_index)? {
+            Piece::Of(region) => region.in_place(self.of, offset, size),
+            Piece::Formed(_) => None,
+        }
+    }
+
+    fn holds(&self, tensor_index: usize, offset: u64, size: usize) -> bool {
+        match self.pieces.get(tensor_index) {
+            Some(Piece::Of(region)) => region.is_held(self.of, offset..offset.saturating_add(size as u64)),
+            Some(Piece::Formed(formed)) => formed.is_held(self.of, offset, size),
+            None => false,
+        }
+    }
+
+    fn paths(&self) -> Vec<PathBuf> {
+        self.of.paths()
+    }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.of.check_unchanged()
+    }
+}
