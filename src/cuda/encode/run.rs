@@ -40,11 +40,7 @@ fn unsupported(what: &str) -> Error {
 }
 
 /// Encodes into `builder`. `files` describes the files that readers rebuild, if all tensors are encoded.
-pub(super) fn encode<W: Blob>(
-    job: &Job<'_>,
-    files: Vec<FileSpec>,
-    builder: PairBuilder<W>,
-) -> Result<(Finished<W>, EncodeReport)> {
+pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: PairBuilder<W>) -> Result<(Finished<W>, EncodeReport)> {
     let (base, target, options) = (job.base, job.target, job.options);
     let base_checkpoint = base.map(|base| base as &dyn Checkpoint);
     check_options(base_checkpoint, target, options)?;
