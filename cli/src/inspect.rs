@@ -24,7 +24,7 @@ use tpde::{
 /// Describe a pair
 ///
 /// Tensors with the largest payloads come first. Reads the index and the blob's header, and no payload. Memory: at most the size
-/// of the index, twice its expanded sections, and 100 bytes per tensor. An index of a few megabytes can expand to 256 MiB per
+/// of the index, twice its expanded sections, and 250 bytes per tensor. An index of a few megabytes can expand to 256 MiB per
 /// section.
 ///
 /// --explain adds the purpose of the bytes of both files, per tensor, and the reason for each tensor's codec. It reads every
