@@ -1,94 +1,22 @@
 //! Writes a pair, payload by payload (spec sections 4 to 11).
 
-use crate::codec::{Codec, Encoded, TableSet};
-use crate::derived::{BaseForm, Derived};
+mod sections;
+mod specs;
+
+pub use specs::{DerivedSpec, FileSpec, PartSpec, TensorSpec};
+
+use crate::codec::{Encoded, TableSet};
 use crate::digest;
 use crate::error::{Error, Result};
 use crate::format::*;
-use crate::index::{MAX_TABLE_SETS, ValidatedIndex};
-use crate::lane::Dtype;
+use crate::index::ValidatedIndex;
 use crate::limits::Limits;
-use binrw::BinWrite;
 use blake3::Hash;
+use sections::to_bytes;
 use std::collections::HashMap;
-use std::io::{Cursor, Write};
+use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
-use zerocopy::IntoBytes;
-
-/// The description of a tensor for the tensor table. The builder adds the fields that follow from the tensor's chunks.
-#[derive(Debug, Clone)]
-pub struct TensorSpec {
-    /// Name in the target. Tensors must be added in ascending order of name.
-    pub name: String,
-    /// Name of the base tensor, if it differs from `name`.
-    pub base_name: Option<String>,
-    /// Element type.
-    pub dtype: Dtype,
-    /// Dimensions. Of a part, its extents.
-    pub shape: Vec<u64>,
-    /// For a part, the shape of its tensor and the origins of the part. The parts of a tensor are added one after another, each
-    /// preceding the next (section 8.4).
-    pub part: Option<PartSpec>,
-    /// Source of the base lanes.
-    pub base_kind: BaseKind,
-    /// Number of rows of the base tensor for [`BaseKind::Prefix`], else 0. The builder sets it for a derived base.
-    pub base_param: u64,
-    /// The tensors from which base lanes are formed, for [`BaseKind::Cast`] and [`BaseKind::Dequantised`].
-    pub derived: Option<DerivedSpec>,
-    /// Codec of the payloads.
-    pub codec: Codec,
-    /// Tables of codec `conditioned`.
-    pub tables: Option<Arc<TableSet>>,
-    /// log2 of the number of lanes per chunk.
-    pub chunk_lanes_log2: u8,
-}
-
-/// The tensors from which base lanes are formed.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DerivedSpec {
-    /// Dtype of the base tensor.
-    pub base_dtype: Dtype,
-    /// Form and name of the tensor of scales, for [`BaseKind::Dequantised`].
-    pub scales: Option<(BaseForm, String)>,
-}
-
-impl DerivedSpec {
-    fn param(&self) -> DerivedParam {
-        let (form, size) = self.scales.as_ref().map_or((0, 0), |(form, name)| (form.code(), name.len() as u32));
-        DerivedParam { base_dtype: self.base_dtype.code(), form, reserved: 0, scales_name_size: size }
-    }
-}
-
-impl From<Derived<'_>> for DerivedSpec {
-    fn from(of: Derived<'_>) -> Self {
-        Self { base_dtype: of.base_dtype, scales: of.scales.map(|(form, name)| (form, name.to_owned())) }
-    }
-}
-
-/// The place of a part in its tensor.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PartSpec {
-    /// Shape of the tensor.
-    pub whole: Vec<u64>,
-    /// First index of the part in each dimension.
-    pub origin: Vec<u64>,
-}
-
-/// A target file that readers can rebuild.
-#[derive(Debug, Clone)]
-pub struct FileSpec {
-    /// Name of the file. Empty if the target is a single file.
-    pub name: String,
-    /// Structure of the file.
-    pub kind: FileKind,
-    /// Size of the content in bytes.
-    pub content_size: u64,
-    /// BLAKE3-128 of the content.
-    pub content_digest: [u8; DIGEST_SIZE],
-    /// The content if `kind` stores it, else empty.
-    pub content: Vec<u8>,
-}
 
 /// An entry with a name, whose base name may not be known yet.
 struct Named {
@@ -409,111 +337,6 @@ impl<W: Write> PairBuilder<W> {
         blob_header.copy_from_slice(&to_bytes(&header)?);
         Ok(Finished { index, blob_header, blob: self.blob })
     }
-
-    /// The lowest minor version that has all features of the pair.
-    fn version_minor(&self) -> u16 {
-        let is_conditioned = |entry: &TensorEntry| entry.codec == Codec::Conditioned.code();
-        match self.form.version {
-            FormatVersion::V1_2 | FormatVersion::V1_3 => {
-                if self.has_derived() {
-                    3
-                } else {
-                    2
-                }
-            }
-            FormatVersion::V1_1 => u16::from(self.entries.iter().any(is_conditioned)),
-        }
-    }
-
-    fn required_features(&self) -> u64 {
-        let mut features = 0;
-        if self.form.version >= FormatVersion::V1_2 {
-            features |= FEATURE_DIGESTS;
-        }
-        if self.form.payload_digests {
-            features |= FEATURE_PAYLOAD_LIST;
-        }
-        if self.has_parts() {
-            features |= FEATURE_PARTS;
-        }
-        if self.has_derived() {
-            features |= FEATURE_DERIVED;
-        }
-        features
-    }
-
-    fn index_bytes(&self) -> Result<Vec<u8>> {
-        let roots = [self.base_root.finish(), self.target_root.finish()];
-        let mut tensors = table_bytes(&self.entries)?;
-        tensors.extend(self.dims.iter().flat_map(|d| d.to_le_bytes()));
-        tensors.extend(&self.names);
-
-        let (tensors_size, tensors) = compress_section(tensors)?;
-        let (files_size, files) = compress_section(self.files_bytes()?)?;
-        count(self.sets.len(), MAX_TABLE_SETS as u32, "table sets")?;
-        let (tables_size, tables) = compress_section(self.tables.clone())?;
-        let payload_list = if self.form.payload_digests { self.payloads.as_flattened() } else { &[] };
-        let payload_root = match self.form.version {
-            FormatVersion::V1_1 => [0; 32],
-            FormatVersion::V1_2 | FormatVersion::V1_3 => digest::payload_root(&self.payloads),
-        };
-        // For each section: the parts to concatenate, and the expanded size if the section is compressible.
-        let sections: [(&[&[u8]], Option<u64>); 6] = [
-            (&[self.records.as_bytes()], None),
-            (&[self.sums.as_bytes(), payload_list], None),
-            (&[roots.as_flattened(), self.digests.as_bytes()], None),
-            (&[&tensors], Some(tensors_size)),
-            (&[&files], Some(files_size)),
-            (&[&tables], Some(tables_size)),
-        ];
-        let mut index = vec![0; INDEX_HEADER_SIZE as usize];
-        let entries = sections.map(|(parts, expanded_size)| {
-            pad(&mut index);
-            let offset = index.len() as u64;
-            parts.iter().for_each(|part| index.extend_from_slice(part));
-            let stored_size = index.len() as u64 - offset;
-            SectionEntry { offset, stored_size, expanded_size: expanded_size.unwrap_or(stored_size) }
-        });
-        pad(&mut index);
-        let mut header = IndexHeader {
-            magic: INDEX_MAGIC,
-            version_major: VERSION_MAJOR,
-            version_minor: self.version_minor(),
-            header_size: INDEX_HEADER_SIZE,
-            required_features: self.required_features(),
-            optional_features: 0,
-            index_size: index.len() as u64 + PAIR_DIGEST_SIZE,
-            blob_size: self.blob_size,
-            chunk_count: count(self.records.len(), MAX_CHUNKS, "chunks")?,
-            tensor_count: count(self.entries.len(), MAX_TENSORS, "tensors")?,
-            file_count: count(self.files.len(), MAX_FILES, "files")?,
-            reserved_0: 0,
-            sections: entries,
-            payload_root,
-            reserved_1: [0; 12],
-            header_crc32: 0,
-        };
-        header.header_crc32 = crc32fast::hash(&to_bytes(&header)?[..INDEX_HEADER_CRC_SPAN]);
-        index[..INDEX_HEADER_SIZE as usize].copy_from_slice(&to_bytes(&header)?);
-        let digest = digest::of(&index);
-        index.extend(digest.as_bytes());
-        Ok(index)
-    }
-
-    fn files_bytes(&self) -> Result<Vec<u8>> {
-        let entries = self.files.iter().map(|file| FileEntry {
-            kind: file.kind.code(),
-            reserved_0: 0,
-            name_size: file.name.len() as u32,
-            content_size: file.content_size,
-            content_digest: file.content_digest,
-            reserved_1: 0,
-        });
-        let mut bytes = table_bytes(&entries.collect::<Vec<_>>())?;
-        bytes.extend(self.files.iter().flat_map(|file| file.name.as_bytes()));
-        bytes.extend(self.files.iter().filter(|file| file.kind.is_stored()).flat_map(|file| &file.content));
-        Ok(bytes)
-    }
 }
 
 /// A complete pair that is not yet published.
@@ -536,45 +359,6 @@ impl Finished<Vec<u8>> {
         self.blob[..self.blob_header.len()].copy_from_slice(&self.blob_header);
         crate::reader::Pair::new(self.index, self.blob)
     }
-}
-
-fn count(value: usize, limit: u32, what: &'static str) -> Result<u32> {
-    let too_many = || Error::Limit { what, limit: limit.into(), found: value as u64 };
-    u32::try_from(value).ok().filter(|&n| n <= limit).ok_or_else(too_many)
-}
-
-fn pad(bytes: &mut Vec<u8>) {
-    bytes.resize(bytes.len().next_multiple_of(SECTION_ALIGN as usize), 0);
-}
-
-/// zstd level of the compressible sections. On real checkpoints, higher levels gain nothing and cost up to fifty times as much.
-/// That matters for small pairs, because this part of encoding is serial.
-const TABLE_LEVEL: i32 = 6;
-
-/// Compresses a section, unless compression makes it larger. Returns its expanded size and its stored form.
-fn compress_section(expanded: Vec<u8>) -> Result<(u64, Vec<u8>)> {
-    let size = expanded.len() as u64;
-    let frame = ::zstd::bulk::compress(&expanded, TABLE_LEVEL)
-        .map_err(|e| Error::InvalidArgument(format!("the zstd library failed: {e}")))?;
-    Ok((size, if (frame.len() as u64) < size { frame } else { expanded }))
-}
-
-fn to_bytes<T>(value: &T) -> Result<Vec<u8>>
-where
-    for<'a> T: BinWrite<Args<'a> = ()> + binrw::meta::WriteEndian,
-{
-    table_bytes(std::slice::from_ref(value))
-}
-
-fn table_bytes<T>(rows: &[T]) -> Result<Vec<u8>>
-where
-    for<'a> T: BinWrite<Args<'a> = ()> + binrw::meta::WriteEndian,
-{
-    let mut out = Cursor::new(Vec::new());
-    for row in rows {
-        row.write(&mut out).map_err(|e| Error::InvalidArgument(format!("a layout could not be written: {e}")))?;
-    }
-    Ok(out.into_inner())
 }
 
 #[cfg(test)]
