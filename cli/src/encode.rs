@@ -281,16 +281,7 @@ impl fmt::Display for Report {
         let tensors = self.tensors.len() as u64;
         let mut facts = vec![
             ("ratio", text::times(self.ratio)),
-            (
-                "size",
-                format!(
-                    "{} for {} of tensors: index {}, blob {}",
-                    text::bytes(self.stored_bytes),
-                    text::bytes(self.target_bytes),
-                    text::bytes(self.index_bytes),
-                    text::bytes(self.blob_bytes)
-                ),
-            ),
+            ("size", text::pair_size(self.target_bytes, self.index_bytes, self.blob_bytes)),
             (
                 "changed",
                 format!(

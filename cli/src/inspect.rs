@@ -369,16 +369,7 @@ impl Summary {
         };
         [
             ("ratio", text::times(self.ratio)),
-            (
-                "size",
-                format!(
-                    "{} for {} of tensors: index {}, blob {}",
-                    text::bytes(self.stored_bytes),
-                    text::bytes(self.target_bytes),
-                    text::bytes(self.index_bytes),
-                    text::bytes(self.blob_bytes)
-                ),
-            ),
+            ("size", text::pair_size(self.target_bytes, self.index_bytes, self.blob_bytes)),
             ("changed", format!("{} of {} lanes", text::share(self.changed, self.lanes), text::count(self.lanes))),
             ("holds", format!("{}, {}", text::counted(self.tensors.into(), "tensor"), text::counted(self.chunks.into(), "chunk"))),
             ("files", files),

@@ -102,6 +102,12 @@ pub fn share(part: u64, whole: u64) -> String {
     }
 }
 
+/// The size of a pair, beside that of its target.
+pub fn pair_size(target: u64, index: u64, blob: u64) -> String {
+    let (stored, target, index, blob) = (bytes(index + blob), bytes(target), bytes(index), bytes(blob));
+    format!("{stored} for {target} of tensors: index {index}, blob {blob}")
+}
+
 /// Compression ratio; `None` if nothing is stored.
 pub fn ratio(bytes: u64, stored: u64) -> Option<f64> {
     (stored > 0).then(|| bytes as f64 / stored as f64)

@@ -56,7 +56,7 @@ def stepped(weights: Weights, share: float, seed: int) -> None:
 
 
 class Ranks:
-    """The ranks of the measurement, and what all of them compare."""
+    """The group of all processes of the benchmark: it times a step over all of them, and compares their weights."""
 
     def __init__(self, group: tpde.sync.TorchGroup) -> None:
         self.group, self.rank = group, group.rank

@@ -109,7 +109,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 class Workers:
-    """Workers of an engine, and the client that the trainer has of them."""
+    """The workers of an engine. The trainer calls them through this client."""
 
     def __init__(self, kind: type[loaders.Model], ranks: int) -> None:
         from tpde_engines.vllm_worker import Engine
@@ -257,6 +257,6 @@ def test_a_version_that_does_not_come(tmp_path: Path) -> None:
     model.load_weights(weights_of(loaders.Llama, 0).items())
     tensors = live.described(weights_of(loaders.Llama, 0).items())
     follower = live.follower(model, tpde.sync.Folder(tmp_path), "one", tensors=tensors)
-    with pytest.raises(TimeoutError, match="version 1 has not come: the parameters have 0"):
+    with pytest.raises(TimeoutError, match="version 1 did not arrive in time: the parameters are at version 0"):
         follower.commit(1, timeout=0.2)
     follower.close()

@@ -116,14 +116,16 @@ class Follower:
 
         Raises:
             TpdeError: As :meth:`tpde.sync.Subscriber.update`.
-            TimeoutError: The version has not come.
+            TimeoutError: The version did not arrive in time.
         """
         done: list[tpde.sync.Sync] = []
         end = time.monotonic() + timeout
         while not done if version is None else self.subscriber.version < version:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._staged is not None, max(0.0, end - time.monotonic())):
-                    raise TimeoutError(f"version {version} has not come: the parameters have {self.subscriber.version}")
+                    raise TimeoutError(
+                        f"version {version} did not arrive in time: the parameters are at version {self.subscriber.version}"
+                    )
                 error, self._error = self._error, None
                 try:
                     if error is not None:

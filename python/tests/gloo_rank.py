@@ -163,12 +163,12 @@ def refused(rank: int, folder: Path) -> None:
         tpde.sync.Source(lambda: [tpde.Slice("w", held, whole[held], (300, 300))], group=group), channel, timeout=0
     )
     if channel is not None:
-        channel.join("never", 0, {"w": [(slice(0, 300), slice(0, 300))]})
+        channel.join("absent", 0, {"w": [(slice(0, 300), slice(0, 300))]})
     publisher.publish()
     try:
         publisher.publish()
     except tpde.NotAcknowledged as error:
-        assert "never has not answered" in str(error)
+        assert "absent sent no answer" in str(error)
         print("refused", publisher.version)
     distributed.destroy_process_group()
 

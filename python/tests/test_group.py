@@ -14,23 +14,17 @@ torch = pytest.importorskip("torch")
 
 from groups import Ended, Hub, Rank, together  # noqa: E402 (needs torch)
 from test_recorder import same  # noqa: E402
-from test_sync import Small, weights_of  # noqa: E402
+from test_sync import Loaded, Small, weights_of  # noqa: E402
 
 import tpde.slices  # noqa: E402
 import tpde.sync  # noqa: E402
 
 
-class Engine:
-    """A rank of an engine that has loaded a version."""
+class Engine(Loaded):
+    """One that subscribes to a group, again after each of its deaths."""
 
     def __init__(self, name: str, rank: int, ranks: int, version: int = 0) -> None:
-        self.name, self.rank, self.ranks = name, rank, ranks
-        self.model = Small(rank, ranks)
-        self.model.load_weights(weights_of(max(version, 0)).items())
-        if version < 0:
-            for parameter in self.model.parameters.values():
-                parameter.view(torch.uint8).bitwise_xor_(77)
-        self.map = tpde.slices.record(self.model.load_weights, weights_of(0), self.model.parameters)
+        super().__init__(name, rank, ranks, version)
         self.version = version
 
     def connect(self, communicator: Any, path: Path | None = None) -> Engine:

@@ -62,18 +62,25 @@ class Trainer:
         return self.publisher.publish()
 
 
-class Engine:
-    """A rank of an engine that has loaded a version, and subscribes. Without a version its memory is random."""
+class Loaded:
+    """A rank of an engine that has loaded a version. Without a version its memory is random."""
 
-    def __init__(self, folder: Path, name: str, rank: int, ranks: int, version: int) -> None:
+    def __init__(self, name: str, rank: int, ranks: int, version: int) -> None:
         self.name, self.rank, self.ranks = name, rank, ranks
         self.model = Small(rank, ranks)
         self.model.load_weights(weights_of(max(version, 0)).items())
         if version < 0:
             for parameter in self.model.parameters.values():
                 parameter.view(torch.uint8).bitwise_xor_(77)
-        found = tpde.slices.record(self.model.load_weights, weights_of(0), self.model.parameters)
-        self.subscriber = tpde.sync.Subscriber(found, tpde.sync.Folder(folder), name, version=version)
+        self.map = tpde.slices.record(self.model.load_weights, weights_of(0), self.model.parameters)
+
+
+class Engine(Loaded):
+    """One that subscribes."""
+
+    def __init__(self, folder: Path, name: str, rank: int, ranks: int, version: int) -> None:
+        super().__init__(name, rank, ranks, version)
+        self.subscriber = tpde.sync.Subscriber(self.map, tpde.sync.Folder(folder), name, version=version)
 
     def update(self) -> list[int]:
         return [one.version for one in self.subscriber.update()]
@@ -105,7 +112,7 @@ def test_versions_never_run_ahead(tmp_path: Path) -> None:
     fast, slow = Engine(tmp_path, "fast", 0, 1, version=0), Engine(tmp_path, "slow", 0, 1, version=0)
     trainer.publish()
     assert fast.update() == [1]
-    with pytest.raises(tpde.NotAcknowledged, match="not all subscribers have version 1: slow has not answered") as caught:
+    with pytest.raises(tpde.NotAcknowledged, match="version 1 is not confirmed by all subscribers: slow sent no answer") as caught:
         trainer.publish()
     assert (caught.value.version, caught.value.waiting, caught.value.failed) == (1, ["slow"], {})
     assert trainer.channel.versions() == [0, 1] and trainer.publisher.version == 1
@@ -123,7 +130,7 @@ def test_a_subscriber_that_joins_late(tmp_path: Path) -> None:
         trainer.publish()
         first.update()
     same_layout = Engine(tmp_path, "second", 0, 2, version=0)
-    with pytest.raises(tpde.NotAcknowledged, match="second has not answered"):
+    with pytest.raises(tpde.NotAcknowledged, match="second sent no answer"):
         trainer.publish()
     assert same_layout.update() == [1, 2]  # by the pairs that it missed
     other_layout, unknown = Engine(tmp_path, "third", 1, 2, version=0), Engine(tmp_path, "fourth", 0, 1, version=-1)

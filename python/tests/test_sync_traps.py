@@ -128,7 +128,7 @@ def test_two_updates_in_flight(tmp_path: Path) -> None:
     trainer, engine = Trainer(tmp_path), Engine(tmp_path, "one", 0, 1, version=0)
     trainer.publish()
     assert engine.subscriber.stage() == [1]
-    with pytest.raises(tpde.NotAcknowledged, match="one has not answered"):
+    with pytest.raises(tpde.NotAcknowledged, match="one sent no answer"):
         trainer.publish()  # the first one is staged, and not applied
     refused: list[BaseException] = []
 

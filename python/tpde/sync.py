@@ -324,9 +324,12 @@ class Publisher:
 
     def _not_acknowledged(self, version: int, failed: dict[str, str], waiting: list[str]) -> _errors.NotAcknowledged:
         problems = [f"{name} failed: {error}" for name, error in failed.items()]
-        problems += [f"{name} has not answered" for name in waiting]
+        problems += [f"{name} sent no answer" for name in waiting]
         return _errors.NotAcknowledged(
-            f"not all subscribers have version {version}: {'; '.join(problems)}", version=version, failed=failed, waiting=waiting
+            f"version {version} is not confirmed by all subscribers: {'; '.join(problems)}",
+            version=version,
+            failed=failed,
+            waiting=waiting,
         )
 
 

@@ -9,10 +9,10 @@ use crate::codec::{Encoded, TableSet};
 use crate::digest;
 use crate::error::{Error, Result};
 use crate::format::*;
-use crate::index::ValidatedIndex;
+use crate::index::{MAX_TABLE_SETS, ValidatedIndex};
 use crate::limits::Limits;
 use blake3::Hash;
-use sections::to_bytes;
+use sections::{Sections, count, to_bytes};
 use std::collections::HashMap;
 use std::io::Write;
 use std::path::PathBuf;
@@ -37,27 +37,13 @@ pub struct PairBuilder<W> {
     blob: W,
     blob_path: PathBuf,
     blob_size: u64,
-    records: Vec<ChunkMetadata>,
-    sums: Vec<ChunkSums>,
-    entries: Vec<TensorEntry>,
-    dims: Vec<u64>,
-    names: Vec<u8>,
+    sections: Sections,
     /// The last entry with a name.
     last_named: Option<Named>,
     /// Number of each table set, from 1, in the order of the first tensors that use them.
     sets: HashMap<Arc<TableSet>, u32>,
     /// Numbers of the sets by address, because hashing a set takes longer. The map keeps the sets, so no address is reused.
     set_addresses: HashMap<usize, (Arc<TableSet>, u32)>,
-    /// Encoded tables of all tensors.
-    tables: Vec<u8>,
-    digests: Vec<TensorDigests>,
-    /// Roots over hashes of tensors, for format 1.1.
-    base_root: digest::Root,
-    target_root: digest::Root,
-    /// Digests of payloads, for format 1.2.
-    payloads: Vec<[u8; DIGEST_SIZE]>,
-    files: Vec<FileSpec>,
-    form: Form,
 }
 
 impl<W: Write> PairBuilder<W> {
@@ -75,21 +61,10 @@ impl<W: Write> PairBuilder<W> {
             blob,
             blob_path,
             blob_size: BLOB_HEADER_SIZE.into(),
-            records: Vec::new(),
-            sums: Vec::new(),
-            entries: Vec::new(),
-            dims: Vec::new(),
-            names: Vec::new(),
+            sections: Sections::new(form),
             last_named: None,
             sets: HashMap::new(),
             set_addresses: HashMap::new(),
-            tables: Vec::new(),
-            digests: Vec::new(),
-            base_root: digest::Root::default(),
-            target_root: digest::Root::default(),
-            payloads: Vec::new(),
-            files: Vec::new(),
-            form,
         })
     }
 
@@ -105,8 +80,8 @@ impl<W: Write> PairBuilder<W> {
         };
         if !is_further {
             self.end_names();
-            self.names.extend(tensor.name.as_bytes());
-            let (entry, name) = (self.entries.len(), tensor.name.clone());
+            self.sections.names.extend(tensor.name.as_bytes());
+            let (entry, name) = (self.sections.entries.len(), tensor.name.clone());
             self.last_named =
                 Some(Named { entry, name, base_name: String::new(), scales_names: String::new(), is_part: tensor.part.is_some() });
         }
@@ -119,12 +94,12 @@ impl<W: Write> PairBuilder<W> {
             last.scales_names.push_str(name);
         }
         if let Some(PartSpec { whole, origin }) = &tensor.part {
-            self.dims.extend(whole.iter().filter(|_| !is_further));
-            self.dims.extend(origin);
+            self.sections.dims.extend(whole.iter().filter(|_| !is_further));
+            self.sections.dims.extend(origin);
         }
-        self.dims.extend(&tensor.shape);
+        self.sections.dims.extend(&tensor.shape);
         let tables_size = tensor.tables.as_ref().map_or(0, |set| self.put_tables(set));
-        self.entries.push(TensorEntry {
+        self.sections.entries.push(TensorEntry {
             name_size: if is_further { 0 } else { tensor.name.len() as u32 },
             base_name_size: 0, // set by `end_names`
             dtype: tensor.dtype.code(),
@@ -135,7 +110,7 @@ impl<W: Write> PairBuilder<W> {
             part,
             reserved: [0; 2],
             tables_size,
-            first_chunk: self.records.len() as u32,
+            first_chunk: self.sections.records.len() as u32,
             chunk_count: 0,
             base_param: tensor.derived.as_ref().map_or(tensor.base_param, |derived| derived.param().to_bits()),
         });
@@ -145,24 +120,15 @@ impl<W: Write> PairBuilder<W> {
     /// stated the base name.
     fn end_names(&mut self) {
         if let Some(Named { entry, base_name, scales_names, .. }) = self.last_named.take() {
-            self.names.extend(base_name.as_bytes());
-            self.names.extend(scales_names.as_bytes());
-            self.entries[entry].base_name_size = base_name.len() as u32;
+            self.sections.names.extend(base_name.as_bytes());
+            self.sections.names.extend(scales_names.as_bytes());
+            self.sections.entries[entry].base_name_size = base_name.len() as u32;
         }
-    }
-
-    fn has_parts(&self) -> bool {
-        self.entries.iter().any(|entry| entry.part != PART_WHOLE)
-    }
-
-    fn has_derived(&self) -> bool {
-        let is_derived = |entry: &TensorEntry| BaseKind::from_code(entry.base_kind).is_some_and(BaseKind::is_derived);
-        self.entries.iter().any(is_derived)
     }
 
     /// Appends the tables of a tensor: the number of an earlier equal set, or else the set. Returns the number of bytes appended.
     fn put_tables(&mut self, set: &Arc<TableSet>) -> u32 {
-        let before = self.tables.len();
+        let before = self.sections.tables.len();
         let next = self.sets.len() as u32 + 1;
         let address = Arc::as_ptr(set).addr();
         let &mut (_, number) = self
@@ -170,12 +136,12 @@ impl<W: Write> PairBuilder<W> {
             .entry(address)
             .or_insert_with(|| (Arc::clone(set), *self.sets.entry(Arc::clone(set)).or_insert(next)));
         if self.sets.len() as u32 == next {
-            self.tables.extend([0; 2]);
-            self.tables.extend(set.to_bytes());
+            self.sections.tables.extend([0; 2]);
+            self.sections.tables.extend(set.to_bytes());
         } else {
-            self.tables.extend((number as u16).to_le_bytes());
+            self.sections.tables.extend((number as u16).to_le_bytes());
         }
-        (self.tables.len() - before) as u32
+        (self.sections.tables.len() - before) as u32
     }
 
     /// Adds the next chunk of the current tensor: the payload, the encoder's description of the payload, and the chunk sums.
@@ -198,10 +164,10 @@ impl<W: Write> PairBuilder<W> {
         base_sum: u64,
         target_sum: u64,
     ) -> Result<()> {
-        let Some(entry) = self.entries.last_mut() else {
+        let Some(entry) = self.sections.entries.last_mut() else {
             return Err(Error::InvalidArgument("a chunk was added before the first tensor was begun".into()));
         };
-        self.records.push(ChunkMetadata {
+        self.sections.records.push(ChunkMetadata {
             blob_offset: self.blob_size.into(),
             compressed_size: (payload.len() as u32).into(),
             uncompressed_size: encoded.uncompressed_size.into(),
@@ -209,9 +175,9 @@ impl<W: Write> PairBuilder<W> {
             crc32: if payload.is_empty() { 0 } else { crc32fast::hash(payload) }.into(),
             output_offset: (u64::from(entry.chunk_count) << entry.chunk_lanes_log2).into(),
         });
-        self.sums.push(ChunkSums { base_sum: base_sum.into(), target_sum: target_sum.into() });
-        if self.form.version >= FormatVersion::V1_2 {
-            self.payloads.push(payload_digest);
+        self.sections.sums.push(ChunkSums { base_sum: base_sum.into(), target_sum: target_sum.into() });
+        if self.sections.form.version >= FormatVersion::V1_2 {
+            self.sections.payloads.push(payload_digest);
         }
         entry.chunk_count += 1;
         let padding = payload.len().next_multiple_of(PAYLOAD_ALIGN as usize) - payload.len();
@@ -245,16 +211,16 @@ impl<W: Write> PairBuilder<W> {
         sums: &[ChunkSums],
         digests: &[[u8; DIGEST_SIZE]],
     ) -> Result<()> {
-        let (Some(entry), Some(first)) = (self.entries.last_mut(), records.first()) else {
+        let (Some(entry), Some(first)) = (self.sections.entries.last_mut(), records.first()) else {
             return Err(Error::InvalidArgument("chunks are added to no tensor, or there are none".into()));
         };
         let (from, to) = (first.blob_offset.get(), self.blob_size);
         let moved =
             |record: &ChunkMetadata| ChunkMetadata { blob_offset: (record.blob_offset.get() - from + to).into(), ..*record };
-        self.records.extend(records.iter().map(moved));
-        self.sums.extend(sums);
-        if self.form.version >= FormatVersion::V1_2 {
-            self.payloads.extend(digests);
+        self.sections.records.extend(records.iter().map(moved));
+        self.sections.sums.extend(sums);
+        if self.sections.form.version >= FormatVersion::V1_2 {
+            self.sections.payloads.extend(digests);
         }
         entry.chunk_count += records.len() as u32;
         self.blob_size += stored;
@@ -271,15 +237,15 @@ impl<W: Write> PairBuilder<W> {
     pub fn end_tensor(&mut self, base: Option<Hash>, target: Hash) {
         let base_digest = base.as_ref().map_or([0; DIGEST_SIZE], digest::short);
         let target_digest = digest::short(&target);
-        self.digests.push(TensorDigests { base_digest, target_digest });
-        match self.form.version {
+        self.sections.digests.push(TensorDigests { base_digest, target_digest });
+        match self.sections.form.version {
             FormatVersion::V1_1 => {
-                self.base_root.add_hash(base.as_ref());
-                self.target_root.add_hash(Some(&target));
+                self.sections.base_root.add_hash(base.as_ref());
+                self.sections.target_root.add_hash(Some(&target));
             }
             FormatVersion::V1_2 | FormatVersion::V1_3 => {
-                self.base_root.add(&base_digest);
-                self.target_root.add(&target_digest);
+                self.sections.base_root.add(&base_digest);
+                self.sections.target_root.add(&target_digest);
             }
         }
     }
@@ -289,18 +255,18 @@ impl<W: Write> PairBuilder<W> {
     /// # Errors
     /// [`Error::InvalidArgument`] for format 1.1, whose roots are formed from hashes of tensors.
     pub fn end_copied_tensor(&mut self, digests: &TensorDigests) -> Result<()> {
-        if self.form.version == FormatVersion::V1_1 {
+        if self.sections.form.version == FormatVersion::V1_1 {
             return Err(Error::InvalidArgument("roots of format 1.1 cannot be formed from digests: they need format 1.2".into()));
         }
-        self.digests.push(*digests);
-        self.base_root.add(&digests.base_digest);
-        self.target_root.add(&digests.target_digest);
+        self.sections.digests.push(*digests);
+        self.sections.base_root.add(&digests.base_digest);
+        self.sections.target_root.add(&digests.target_digest);
         Ok(())
     }
 
     /// Adds a target file. Files must be added in ascending order of name.
     pub fn file(&mut self, file: FileSpec) {
-        self.files.push(file);
+        self.sections.files.push(file);
     }
 
     /// Assembles the index and validates it as a reader would. The caller must still write [`Finished::blob_header`] to the
@@ -311,21 +277,22 @@ impl<W: Write> PairBuilder<W> {
     pub fn finish(mut self) -> Result<Finished<W>> {
         self.blob.flush().map_err(|e| Error::io("write", &self.blob_path, e))?;
         self.end_names();
-        if self.has_parts() {
-            if self.form.version == FormatVersion::V1_1 {
+        if self.sections.has_parts() {
+            if self.sections.form.version == FormatVersion::V1_1 {
                 return Err(Error::InvalidArgument("format 1.1 cannot store parts of tensors: they need format 1.2".into()));
             }
-            self.form.payload_digests = true; // a reader of some parts can then compare their payloads
+            self.sections.form.payload_digests = true; // a reader of some parts can then compare their payloads
         }
-        if self.has_derived() && self.form.version < FormatVersion::V1_3 {
-            let version = self.form.version;
+        if self.sections.has_derived() && self.sections.form.version < FormatVersion::V1_3 {
+            let version = self.sections.form.version;
             return Err(Error::InvalidArgument(format!("format {version} cannot store derived bases: they need format 1.3")));
         }
-        let index = ValidatedIndex::parse(self.index_bytes()?, &Limits::default())?;
+        count(self.sets.len(), MAX_TABLE_SETS as u32, "table sets")?;
+        let index = ValidatedIndex::parse(self.sections.index_bytes(self.blob_size)?, &Limits::default())?;
         let mut header = BlobHeader {
             magic: BLOB_MAGIC,
             version_major: VERSION_MAJOR,
-            version_minor: self.version_minor(),
+            version_minor: self.sections.version_minor(),
             header_size: BLOB_HEADER_SIZE,
             blob_size: self.blob_size,
             pair_digest: *index.pair_digest(),
@@ -399,6 +366,6 @@ mod tests {
         let stored = builder.put_tables(&first);
         assert_eq!(stored as usize, 2 + first.to_bytes().len());
         assert_eq!((builder.put_tables(&same), builder.put_tables(&first)), (2, 2));
-        assert_eq!(builder.tables[stored as usize..], [1, 0, 1, 0]);
+        assert_eq!(builder.sections.tables[stored as usize..], [1, 0, 1, 0]);
     }
 }

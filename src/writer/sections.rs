@@ -1,18 +1,62 @@
 //! The bytes of the index: header and sections (spec sections 5 and 6).
 
-use super::PairBuilder;
+use super::specs::FileSpec;
 use crate::codec::Codec;
 use crate::digest;
 use crate::error::{Error, Result};
 use crate::format::*;
-use crate::index::MAX_TABLE_SETS;
 use binrw::BinWrite;
-use std::io::{Cursor, Write};
+use std::io::Cursor;
 use zerocopy::IntoBytes;
 
-impl<W: Write> PairBuilder<W> {
+/// What the index will hold, section by section.
+pub(super) struct Sections {
+    pub records: Vec<ChunkMetadata>,
+    pub sums: Vec<ChunkSums>,
+    pub entries: Vec<TensorEntry>,
+    pub dims: Vec<u64>,
+    pub names: Vec<u8>,
+    /// Encoded tables of all tensors.
+    pub tables: Vec<u8>,
+    pub digests: Vec<TensorDigests>,
+    /// Roots over hashes of tensors, for format 1.1.
+    pub base_root: digest::Root,
+    pub target_root: digest::Root,
+    /// Digests of payloads, for format 1.2.
+    pub payloads: Vec<[u8; DIGEST_SIZE]>,
+    pub files: Vec<FileSpec>,
+    pub form: Form,
+}
+
+impl Sections {
+    pub fn new(form: Form) -> Self {
+        Self {
+            records: Vec::new(),
+            sums: Vec::new(),
+            entries: Vec::new(),
+            dims: Vec::new(),
+            names: Vec::new(),
+            tables: Vec::new(),
+            digests: Vec::new(),
+            base_root: digest::Root::default(),
+            target_root: digest::Root::default(),
+            payloads: Vec::new(),
+            files: Vec::new(),
+            form,
+        }
+    }
+
+    pub fn has_parts(&self) -> bool {
+        self.entries.iter().any(|entry| entry.part != PART_WHOLE)
+    }
+
+    pub fn has_derived(&self) -> bool {
+        let is_derived = |entry: &TensorEntry| BaseKind::from_code(entry.base_kind).is_some_and(BaseKind::is_derived);
+        self.entries.iter().any(is_derived)
+    }
+
     /// The lowest minor version that has all features of the pair.
-    pub(super) fn version_minor(&self) -> u16 {
+    pub fn version_minor(&self) -> u16 {
         let is_conditioned = |entry: &TensorEntry| entry.codec == Codec::Conditioned.code();
         match self.form.version {
             FormatVersion::V1_2 | FormatVersion::V1_3 => {
@@ -43,7 +87,8 @@ impl<W: Write> PairBuilder<W> {
         features
     }
 
-    pub(super) fn index_bytes(&self) -> Result<Vec<u8>> {
+    /// The bytes of the index file, for a blob of this size.
+    pub fn index_bytes(&self, blob_size: u64) -> Result<Vec<u8>> {
         let roots = [self.base_root.finish(), self.target_root.finish()];
         let mut tensors = table_bytes(&self.entries)?;
         tensors.extend(self.dims.iter().flat_map(|d| d.to_le_bytes()));
@@ -51,7 +96,6 @@ impl<W: Write> PairBuilder<W> {
 
         let (tensors_size, tensors) = compress_section(tensors)?;
         let (files_size, files) = compress_section(self.files_bytes()?)?;
-        count(self.sets.len(), MAX_TABLE_SETS as u32, "table sets")?;
         let (tables_size, tables) = compress_section(self.tables.clone())?;
         let payload_list = if self.form.payload_digests { self.payloads.as_flattened() } else { &[] };
         let payload_root = match self.form.version {
@@ -84,7 +128,7 @@ impl<W: Write> PairBuilder<W> {
             required_features: self.required_features(),
             optional_features: 0,
             index_size: index.len() as u64 + PAIR_DIGEST_SIZE,
-            blob_size: self.blob_size,
+            blob_size,
             chunk_count: count(self.records.len(), MAX_CHUNKS, "chunks")?,
             tensor_count: count(self.entries.len(), MAX_TENSORS, "tensors")?,
             file_count: count(self.files.len(), MAX_FILES, "files")?,
@@ -117,7 +161,7 @@ impl<W: Write> PairBuilder<W> {
     }
 }
 
-fn count(value: usize, limit: u32, what: &'static str) -> Result<u32> {
+pub(super) fn count(value: usize, limit: u32, what: &'static str) -> Result<u32> {
     let too_many = || Error::Limit { what, limit: limit.into(), found: value as u64 };
     u32::try_from(value).ok().filter(|&n| n <= limit).ok_or_else(too_many)
 }
