@@ -53,7 +53,7 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
     if ours.is_none() && theirs.is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe) {
         return ExitCode::SUCCESS; // the reader of our output has closed the pipe
     }
-    let (kind, code) = kind_and_code(ours, theirs.is_some());
+    let (kind, code) = of_store(error).unwrap_or_else(|| kind_and_code(ours, theirs.is_some()));
     let mut at = Location::default();
     match ours.map(cause) {
         Some(Error::Invalid(invalid)) => at = invalid.at.clone(),
@@ -107,6 +107,31 @@ fn kind_and_code(ours: Option<&Error>, is_io: bool) -> (&'static str, u8) {
         None if is_io => ("io", SYSTEM),
         _ => ("other", DATA),
     }
+}
+
+/// As [`kind_and_code`], if the error is one of stores.
+#[cfg(feature = "store")]
+fn of_store(error: &anyhow::Error) -> Option<(&'static str, u8)> {
+    use tpde_store::Error;
+    Some(match error.chain().find_map(|cause| cause.downcast_ref::<Error>())? {
+        Error::NotAStore { .. } => ("not_a_store", DATA),
+        Error::AlreadyAStore { .. } => ("already_a_store", DATA),
+        Error::Schema { .. } | Error::Manifest { .. } => ("manifest", DATA),
+        Error::Damaged { .. } => ("damaged", DATA),
+        Error::NoVersion { .. } => ("no_version", DATA),
+        Error::Unreachable { .. } => ("unreachable", DATA),
+        Error::External { .. } => ("external", USAGE),
+        Error::InvalidArgument(_) => ("invalid_argument", USAGE),
+        Error::Request { .. } => ("request", SYSTEM),
+        Error::Conflict { .. } => ("conflict", SYSTEM),
+        Error::TooSlow { .. } => ("too_slow", SYSTEM),
+        _ => ("other", DATA),
+    })
+}
+
+#[cfg(not(feature = "store"))]
+fn of_store(_: &anyhow::Error) -> Option<(&'static str, u8)> {
+    None
 }
 
 /// Prints to stderr why a command failed after its report was printed.
@@ -169,11 +194,21 @@ fn message(error: &anyhow::Error) -> String {
     let mut parts = Vec::new();
     for cause in error.chain() {
         parts.push(cause.to_string());
-        if cause.is::<Error>() || cause.is::<Output>() || cause.is::<io::Error>() {
+        if cause.is::<Error>() || cause.is::<Output>() || cause.is::<io::Error>() || is_of_store(cause) {
             break;
         }
     }
     parts.join(": ")
+}
+
+#[cfg(feature = "store")]
+fn is_of_store(cause: &(dyn std::error::Error + 'static)) -> bool {
+    cause.is::<tpde_store::Error>()
+}
+
+#[cfg(not(feature = "store"))]
+fn is_of_store(_: &(dyn std::error::Error + 'static)) -> bool {
+    false
 }
 
 fn hint(error: &Error) -> Option<&'static str> {

@@ -19,6 +19,8 @@ mod inspect;
 mod man;
 mod merge;
 mod signals;
+#[cfg(feature = "store")]
+mod store;
 mod subset;
 mod text;
 mod verify;
@@ -58,6 +60,8 @@ enum Verb {
     Revert(fold::Revert),
     Merge(merge::Merge),
     Subset(subset::Subset),
+    #[cfg(feature = "store")]
+    Store(store::Store),
     Bench(bench::Bench),
     Demo(demo::Demo),
     Completions(completions::Completions),
@@ -129,6 +133,8 @@ impl Cli {
                 Verb::Revert(verb) => common.show("revert", verb.run(common)?),
                 Verb::Merge(verb) => common.show("merge", verb.run(common)?),
                 Verb::Subset(verb) => common.show("subset", verb.run(common)?),
+                #[cfg(feature = "store")]
+                Verb::Store(verb) => return verb.run(common),
                 Verb::Bench(verb) => common.show("bench", verb.run(common)?),
                 Verb::Demo(verb) => common.show("demo", verb.run(common)?),
                 Verb::Completions(verb) => common.show("completions", verb.run(Self::command())),

@@ -6,6 +6,7 @@ use anyhow::Context;
 use clap::Args;
 use clap_mangen::Man as Page;
 use serde::Serialize;
+use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -44,9 +45,10 @@ impl Man {
 
 fn write(command: clap::Command, dir: &Path) -> tpde::Result<Report> {
     create_folder(dir)?;
-    let verbs: Vec<_> = command.get_subcommands().filter(|verb| verb.get_name() != "help").cloned().collect();
-    let mut files = Vec::new();
-    for command in std::iter::once(command).chain(verbs) {
+    let (mut files, mut left) = (Vec::new(), VecDeque::from([command]));
+    while let Some(command) = left.pop_front() {
+        // Verbs may have verbs, as `tpde store put`.
+        left.extend(command.get_subcommands().filter(|verb| verb.get_name() != "help").cloned());
         let page = Page::new(command);
         let path = dir.join(page.get_filename());
         let error = |source| Error::Io { action: "write", path: path.clone(), source };

@@ -102,16 +102,7 @@ impl fmt::Display for Report {
                 ("made of", text::counted(self.pairs, "pair")),
                 ("holds", format!("{}, {}", text::counted(tensors, "tensor"), text::counted(chunks, "chunk"))),
                 ("files", files),
-                (
-                    "size",
-                    format!(
-                        "{} for {} of tensors: index {}, blob {}",
-                        text::bytes(index_bytes + blob_bytes),
-                        text::bytes(self.made.target_bytes),
-                        text::bytes(index_bytes),
-                        text::bytes(blob_bytes)
-                    ),
-                ),
+                ("size", text::pair_size(self.made.target_bytes, index_bytes, blob_bytes)),
                 (
                     "speed",
                     format!(

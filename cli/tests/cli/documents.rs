@@ -212,14 +212,32 @@ fn a_wrong_command_in_a_document_is_found() {
 #[test]
 fn verbs_and_options_in_the_text_of_documents_exist() {
     let place = Place::new();
-    let verbs =
-        ["encode", "apply", "verify", "inspect", "fold", "revert", "merge", "subset", "bench", "demo", "completions", "man"];
+    let verbs = [
+        "encode",
+        "apply",
+        "verify",
+        "inspect",
+        "fold",
+        "revert",
+        "merge",
+        "subset",
+        "store",
+        "bench",
+        "demo",
+        "completions",
+        "man",
+    ];
     let help = |verb: &str| -> BTreeSet<String> {
         let text = place.ok(&format!("{verb} --help")).out;
         let words = text.split(|c: char| !(c.is_alphanumeric() || c == '-')).map(String::from);
         words.filter(|word| word.starts_with("--")).collect()
     };
-    let options: Vec<_> = verbs.iter().map(|verb| (*verb, help(verb))).collect();
+    let of_store = ["init", "put", "get", "log", "branch create", "verify", "gc", "du", "watch"];
+    let all = |verb: &&'static str| match *verb {
+        "store" => (*verb, of_store.iter().flat_map(|verb| help(&format!("store {verb}"))).collect()),
+        _ => (*verb, help(verb)),
+    };
+    let options: Vec<_> = verbs.iter().map(all).collect();
     let (mut checked, mut wrong) = (0, Vec::new());
     for (path, text) in documents() {
         for span in spans(&text) {

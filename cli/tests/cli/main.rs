@@ -14,5 +14,7 @@ mod merge;
 mod outputs;
 mod printing;
 mod round_trips;
+#[cfg(feature = "store")]
+mod store;
 mod usage;
 mod verify;

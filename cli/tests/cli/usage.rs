@@ -126,8 +126,21 @@ fn help_is_text_and_a_value_of_json_is_an_error_in_json() {
 #[test]
 fn help_completions_and_manual_pages_are_there() {
     let place = Place::new();
-    let verbs =
-        ["encode", "apply", "verify", "inspect", "fold", "revert", "merge", "subset", "bench", "demo", "completions", "man"];
+    let verbs = [
+        "encode",
+        "apply",
+        "verify",
+        "inspect",
+        "fold",
+        "revert",
+        "merge",
+        "subset",
+        "store",
+        "bench",
+        "demo",
+        "completions",
+        "man",
+    ];
     let all = place.ok("--help").out;
     for verb in verbs {
         assert!(all.contains(verb));
@@ -140,7 +153,10 @@ fn help_completions_and_manual_pages_are_there() {
     }
     assert!(place.ok("man").out.contains(".TH tpde 1"));
     place.ok("man --dir pages");
-    assert_eq!(place.path("pages").read_dir().unwrap().count(), 1 + verbs.len());
+    let pages = place.path("pages").read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let (of_store, others): (Vec<_>, Vec<_>) = pages.partition(|page| page.starts_with("tpde-store-"));
+    assert_eq!(others.len(), 1 + verbs.len());
+    assert!(["put.1", "branch-create.1"].iter().all(|page| of_store.contains(&format!("tpde-store-{page}"))), "{of_store:?}");
     assert!(fs::read_to_string(place.path("pages/tpde-encode.1")).unwrap().contains("rename"));
 }
 

@@ -1,0 +1,126 @@
+//! `tpde store`: versions in a folder.
+
+use crate::common::place::*;
+use crate::common::*;
+use std::fs;
+
+/// Versions `v0` to `v2` of a checkpoint in a folder with other files, and an empty store.
+fn versions() -> Place {
+    let place = Place::new();
+    let mut version = model();
+    for i in 0..3 {
+        let folder = place.path(&format!("v{i}"));
+        fs::create_dir_all(folder.join("extra")).unwrap();
+        write_file(&folder.join("model.safetensors"), &version);
+        fs::write(folder.join("config.json"), "{}\r\n").unwrap();
+        fs::write(folder.join("extra/merges.txt"), format!("merges {i}")).unwrap();
+        version = version.iter().map(|tensor| tuned(tensor, 7 + i)).collect();
+    }
+    place.ok("store init st");
+    place
+}
+
+fn same_folders(place: &Place, one: &str, other: &str) {
+    for file in ["model.safetensors", "config.json", "extra/merges.txt"] {
+        assert_eq!(fs::read(place.path(one).join(file)).unwrap(), fs::read(place.path(other).join(file)).unwrap(), "{one} {file}");
+    }
+}
+
+#[test]
+fn versions_come_back_as_they_were() {
+    let place = versions();
+    for i in 0..3 {
+        let row = place.json(&format!("store put st v{i} --metadata step={i}"));
+        assert_eq!((&row["schema"], &row["version"]), (&"tpde.store.put/1".into(), &format!("main@{i}").into()));
+        assert_eq!(row["content"], if i == 0 { "whole" } else { "difference" });
+        assert_eq!((&row["metadata"]["step"], &row["files"]), (&i.to_string().into(), &2.into()));
+    }
+    for i in 0..3 {
+        place.ok(&format!("store get st main@{i} -o back{i}"));
+        same_folders(&place, &format!("back{i}"), &format!("v{i}"));
+    }
+    // What is here need not be read from the store.
+    place.ok("store get st main -o again --have main@1=v1 --cache kept");
+    same_folders(&place, "again", "v2");
+
+    let log = place.json("store log st");
+    let names: Vec<_> = log["versions"].as_array().unwrap().iter().map(|row| row["version"].as_str().unwrap()).collect();
+    assert_eq!(names, ["main@2", "main@1", "main@0"]);
+    let text = place.ok("store log st").out;
+    assert!(text.contains("step=2") && text.contains("difference"), "{text}");
+
+    place.ok("store branch create st trial --from main@1");
+    let heads = place.json("store branch list st");
+    assert_eq!(heads["versions"].as_array().unwrap().len(), 2);
+    place.ok("store put st v2 --branch trial");
+    place.ok("store get st trial -o trial");
+    same_folders(&place, "trial", "v2");
+
+    let sizes = place.json("store du st");
+    assert_eq!(sizes["versions"], 5);
+    assert!(sizes["difference_bytes"].as_u64().unwrap() > 0);
+    assert_eq!(place.json("store gc st")["removed"], 0);
+    assert_eq!(place.json("store verify st --rebuild")["versions"], 5);
+    assert_eq!(place.ok("store watch st --from 1 --limit 2").out, "main@1\nmain@2\n");
+
+    // Some tensors: the others are not in the output.
+    place.ok("store get st main@2 -o some.safetensors --tensor embed*");
+    let some = fs::read(place.path("some.safetensors")).unwrap();
+    assert!(some.len() < fs::metadata(place.path("v2/model.safetensors")).unwrap().len() as usize);
+}
+
+#[test]
+fn an_external_version_stores_no_weights() {
+    let place = versions();
+    let row = place.json("store put st v0 --external hub/base");
+    assert_eq!((&row["content"], &row["stored_bytes"], &row["hint"]), (&"external".into(), &0.into(), &"hub/base".into()));
+    let error = place.fails("store put st v1", USAGE, "hub/base");
+    assert_eq!(error["kind"], "external");
+    place.ok("store put st v1 --have main@0=v0");
+    let error = place.fails("store get st main -o out", USAGE, "main@0 is not stored");
+    assert_eq!(error["kind"], "external");
+    place.ok("store get st main -o out --have main@0=v0");
+    same_folders(&place, "out", "v1");
+    // Another checkpoint is not the version.
+    place.fails("store get st main -o other --have main@0=v2", DATA, "");
+    assert!(!place.path("other").exists());
+}
+
+#[test]
+fn failures_have_kinds_and_publish_nothing() {
+    let place = versions();
+    let kind = |line: &str, code: i32, expected: &str, says: &str| {
+        assert_eq!(place.fails(line, code, says)["kind"], expected, "{line}");
+    };
+    kind("store init st", DATA, "already_a_store", "is a store already");
+    kind("store log v0", DATA, "not_a_store", "no store.json");
+    kind("store log st", DATA, "no_version", "main");
+    place.ok("store put st v0");
+    kind("store get st main@7 -o out", DATA, "no_version", "main@7");
+    kind("store get st main -o v1", SYSTEM, "io", "v1");
+    kind("store put st v1 --branch ../out", USAGE, "invalid_argument", "");
+    kind("store put st nothing", SYSTEM, "io", "nothing");
+    kind("store put st v1 --have main@0", USAGE, "usage", "VERSION=PATH");
+    kind("store get st main -o out --tensor nothing*", USAGE, "invalid_argument", "no tensor of main@0 is selected");
+    assert!(!place.path("out").exists());
+
+    // A damaged object, and a manifest of a stranger.
+    place.ok("store put st v1");
+    let objects = || fs::read_dir(place.path("st/objects")).unwrap().map(|entry| entry.unwrap().path());
+    let largest = objects().max_by_key(|path| fs::metadata(path).unwrap().len()).unwrap();
+    let mut bytes = fs::read(&largest).unwrap();
+    bytes[100] ^= 1;
+    fs::write(&largest, bytes).unwrap();
+    kind("store get st main@0 -o out", DATA, "damaged", "object");
+    let run = place.tpde("store verify st --json");
+    assert_eq!(run.code, DATA, "{}{}", run.out, run.err);
+    let report: serde_json::Value = serde_json::from_str(&run.out).unwrap();
+    let damaged = report["faults"].as_object().unwrap();
+    assert!(damaged.contains_key("main@0") && run.err.contains("damaged"), "{damaged:?} {}", run.err);
+    let manifest = place.path("st/branches/main/0000000000.json");
+    let text = fs::read_to_string(&manifest).unwrap().replace("\"config.json\"", "\"../../config.json\"");
+    fs::write(&manifest, text).unwrap();
+    kind("store get st main@0 -o out", DATA, "manifest", "config.json");
+    kind("store gc st", DATA, "manifest", "config.json");
+    assert!(!place.path("out").exists());
+}
