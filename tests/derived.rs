@@ -145,6 +145,11 @@ fn check_applied(pair: &tpde::Pair<Vec<u8>>, case: &Case, target: &Owned) {
     let (base, disk) = (memory(&case.base), OnDisk(memory(&case.base)));
     let (info, bytes) = target;
     let width = info.dtype.lane_bytes();
+    // Changes of a part without a base tensor are those from zero.
+    let mut before = case.formed.1.clone();
+    for entry in pair.index().tensors().filter(|entry| entry.base_kind == BaseKind::None) {
+        place(&mut before, info, &entry.rectangle(), &vec![0; entry.bytes() as usize]);
+    }
     for base in [&base as &dyn Checkpoint, &disk] {
         let apply = Apply::new(pair).base(base);
         let mut whole = vec![0xA5; bytes.len()];
@@ -160,7 +165,7 @@ fn check_applied(pair: &tpde::Pair<Vec<u8>>, case: &Case, target: &Owned) {
             assert!(found == bytes[range.start * width..range.end * width], "{range:?}");
         }
         let changes = apply.changes("t").unwrap();
-        let differ = |i: &usize| case.formed.1[i * width..][..width] != bytes[i * width..][..width];
+        let differ = |i: &usize| before[i * width..][..width] != bytes[i * width..][..width];
         assert!(changes.positions.iter().map(|&i| i as usize).eq((0..lanes).filter(differ)));
     }
     let mut rectangle = Rectangle::whole(&info.shape);
