@@ -21,6 +21,11 @@ const SHIFTS: [&str; 6] = ["--shift", "0", "--shift", "1", "--shift", "6"];
 /// Tensors in rows with gaps between them, aligned and not.
 const ROWS: [&str; 6] = ["--rows", "1", "--shift", "0", "--shift", "3"];
 
+/// Returns `all` if `TPDE_LONG` is set, else `short`: the emulator is slow, and a check before a merge must not be.
+fn long_or_short(all: usize, short: usize) -> usize {
+    if std::env::var_os("TPDE_LONG").is_some() { all } else { short }
+}
+
 /// Returns the chunks of a pair that reach a kernel: as stored, and expanded for codec `zstd`.
 fn chunks_of(pair: &Pair<Vec<u8>>, checkpoint: Option<&SafetensorsCheckpoint>) -> Option<[Vec<Chunk>; 2]> {
     let (mut stored, mut expanded) = (Vec::new(), Vec::new());
@@ -236,13 +241,13 @@ fn every_cut_and_many_flipped_bits() {
         let lanes = 140.max(usize::from(segments_log2) * (tile(dtype) + 12));
         let shape = Shape { dtype, lanes, rarity: 6, classes: 2, states_log2: 1, segments_log2, low, ..Shape::any(random, 1) };
         let case = case_of(shape);
-        for size in 0..case.payload.len() + 18 {
+        for size in (0..case.payload.len() + 18).step_by(long_or_short(1, 3)) {
             let mut case = case.clone();
             case.payload.resize(size, 0);
             case.sign();
             add(format!("cut/{n}, {size} of {} bytes", case.payload.len()), case);
         }
-        for bit in (0..8 * case.payload.len()).step_by(3) {
+        for bit in (0..8 * case.payload.len()).step_by(long_or_short(3, 13)) {
             let mut case = case.clone();
             case.payload[bit / 8] ^= 1 << (bit % 8);
             case.sign();
@@ -298,7 +303,10 @@ fn hashes_of_memory() {
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn no_races() {
     let mut cases = Cases::default();
-    rows_and_turns().iter().step_by(3).for_each(|(name, chunk)| cases.add(name, false, std::slice::from_ref(chunk)));
+    rows_and_turns()
+        .iter()
+        .step_by(long_or_short(3, 10))
+        .for_each(|(name, chunk)| cases.add(name, false, std::slice::from_ref(chunk)));
     let mut seed = 0;
     for dtype in [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64] {
         for rarity in [1, 30] {
@@ -336,11 +344,11 @@ fn strangers(name: &str, make: fn(&mut Random, usize) -> hostile::Hostile, count
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn hostile_payloads_of_codec_conditioned() {
-    strangers("hostile", hostile::conditioned, 2000);
+    strangers("hostile", hostile::conditioned, long_or_short(2000, 600));
 }
 
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn hostile_payloads_of_codec_raw() {
-    strangers("hostile-raw", hostile::raw, 500);
+    strangers("hostile-raw", hostile::raw, long_or_short(500, 200));
 }
