@@ -269,8 +269,9 @@ impl Mutation {
                 let at = 1 + u64::from(*at).checked_rem(extent.checked_sub(1)?)?;
                 *extent = at;
                 let (origins, extents) = second.rectangle()?;
-                *pick(origins, place.1)? += at;
-                *pick(extents, place.1)? -= at;
+                // After other mutations the lists need not have the same lengths.
+                let (origin, extent) = (pick(origins, place.1)?, pick(extents, place.1)?);
+                (*origin, *extent) = (origin.wrapping_add(at), extent.wrapping_sub(at));
                 first.unchanged();
                 second.unchanged();
                 parts.tensors.insert(number + 1, second);
