@@ -231,7 +231,7 @@ fn file_names(index: &ValidatedIndex) -> HashSet<String> {
     index.files().map(|file| file.name.to_owned()).collect()
 }
 
-/// The files below a folder that no pair describes, as names and paths, in ascending order of name. Follows links to files.
+/// The files below a folder that no pair describes, as names and paths, in ascending order of name, with those to which links lead.
 fn files_below(folder: &Path, of_pair: &HashSet<String>) -> Result<Vec<(String, PathBuf)>> {
     let mut files = Vec::new();
     let mut open = vec![(folder.to_owned(), String::new())];
@@ -239,7 +239,11 @@ fn files_below(folder: &Path, of_pair: &HashSet<String>) -> Result<Vec<(String, 
         for entry in path.read_dir().map_err(|e| Error::io("list", &path, e))? {
             let entry = entry.map_err(|e| Error::io("list", &path, e))?;
             let kind = entry.file_type().map_err(|e| Error::io("look at", &entry.path(), e))?;
-            let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
+            let Ok(name) = entry.file_name().into_string() else {
+                let path = entry.path();
+                return Err(Error::InvalidArgument(format!("the name of {path:?} is not UTF-8, which names in a store are")));
+            };
+            let name = prefix.clone() + &name;
             if of_pair.contains(&name) {
                 continue;
             }
@@ -248,6 +252,9 @@ fn files_below(folder: &Path, of_pair: &HashSet<String>) -> Result<Vec<(String, 
                 open.push((entry.path(), format!("{name}/")));
             } else if kind.is_file() || (kind.is_symlink() && entry.path().is_file()) {
                 files.push((name, entry.path()));
+            } else {
+                let path = entry.path();
+                return Err(Error::InvalidArgument(format!("{path:?} is neither a file nor a folder, nor a link to a file")));
             }
         }
     }

@@ -180,14 +180,15 @@ impl Store {
 
     /// Stores a checkpoint, a `.safetensors` file or a folder, as the next version of a branch.
     ///
-    /// The other files of a folder, and of the folders in it, are stored too. Links to files are followed, links to folders are
-    /// not. A file that the parent has is not uploaded again.
+    /// The other files of a folder, and of the folders in it, are stored too, and links to files as the files. Nothing is left
+    /// out silently: other links are refused. A file that the parent has is not uploaded again.
     ///
     /// The blob is uploaded while it is encoded. Disk: the pairs that lead to the parent, in a temporary folder, unless the parent is
     /// one of [`PutOptions::have`]. Memory: that of encoding, and about ten segments of 32 MiB.
     ///
     /// # Errors
     /// [`Error::Conflict`] if another writer has created the version first; [`Error::External`] if the parent must be supplied;
+    /// [`Error::InvalidArgument`] for a name that is not UTF-8, a link to a folder or to nothing, or a special file;
     /// [`Error::TooSlow`]; [`Error::Unreachable`]; the errors of [`Encode::to_writer`](tpde::Encode::to_writer) and of requests. The branch is as it was. What
     /// was uploaded is collected by [`Store::gc`].
     pub fn put(&self, checkpoint: impl AsRef<Path>, options: &PutOptions) -> Result<Version> {

@@ -149,6 +149,41 @@ fn a_folder_comes_back_as_a_folder_byte_for_byte() {
     assert!(matches!(Store::open(place.at("step-0").to_str().unwrap()), Err(Error::NotAStore { .. })));
 }
 
+#[cfg(unix)]
+#[test]
+fn a_file_whose_name_is_not_utf8_is_refused() {
+    use std::os::unix::ffi::OsStrExt;
+    let place = Place::new();
+    let store = init(&Arc::new(InMemory::new()), &never_whole());
+    let folder = place.at("step");
+    Weights::new(3).write_folder(&folder, "{}");
+    fs::write(folder.join(std::ffi::OsStr::from_bytes(b"caf\xE9.json")), "{}").unwrap();
+    let error = store.put(&folder, &PutOptions::default()).unwrap_err();
+    assert!(matches!(&error, Error::InvalidArgument(why) if why.contains("caf\\xE9.json")), "{error}");
+    assert!(store.log("main").is_err());
+}
+
+#[cfg(unix)]
+#[test]
+fn links_to_files_are_stored_as_files_and_other_links_are_refused() {
+    use std::os::unix::fs::symlink;
+    let place = Place::new();
+    let store = init(&Arc::new(InMemory::new()), &never_whole());
+    let folder = place.at("step");
+    Weights::new(3).write_folder(&folder, "{}");
+    symlink(folder.join("config.json"), folder.join("linked.json")).unwrap();
+    store.put(&folder, &PutOptions::default()).unwrap();
+    store.get("main", place.at("out"), &GetOptions::default()).unwrap();
+    assert_eq!(fs::read(place.at("out").join("linked.json")).unwrap(), b"{}");
+    for target in [place.at("nothing"), folder.join("1_Pooling")] {
+        symlink(&target, folder.join("other")).unwrap();
+        let error = store.put(&folder, &PutOptions::default()).unwrap_err();
+        assert!(matches!(&error, Error::InvalidArgument(why) if why.contains("other")), "{error}");
+        fs::remove_file(folder.join("other")).unwrap();
+    }
+    assert_eq!(store.log("main").unwrap().len(), 1);
+}
+
 /// A store with one version, and the second version's weights.
 fn one_version(place: &Place) -> (Arc<InMemory>, Weights, Weights) {
     let memory = Arc::new(InMemory::new());
