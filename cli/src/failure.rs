@@ -87,7 +87,7 @@ fn cause(error: &Error) -> &Error {
     }
 }
 
-/// Kind of the error in JSON, and exit code. Both are listed in docs/command-line.md.
+/// Kind of the error in JSON, and exit code. Both are listed in docs/cli.md.
 fn kind_and_code(ours: Option<&Error>, is_io: bool) -> (&'static str, u8) {
     match ours.map(cause) {
         Some(Error::Io { .. }) => ("io", SYSTEM),
@@ -273,7 +273,7 @@ mod tests {
         let mut expected: BTreeSet<_> =
             arms.map(|arm| arm.split_once("\", ").unwrap()).map(|(kind, name)| (kind, code(name))).collect();
         expected.insert(("usage", code("USAGE")));
-        let document = include_str!("../../docs/command-line.md");
+        let document = include_str!("../../docs/cli.md");
         let table =
             document.lines().skip_while(|line| !line.starts_with("| `kind`")).skip(2).take_while(|line| line.starts_with('|'));
         let rows = table.map(|row| row.split('|').map(str::trim).collect::<Vec<_>>());

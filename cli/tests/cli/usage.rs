@@ -192,7 +192,7 @@ fn help_and_documents_say_that_small_chunks_have_short_streams() {
     let help = Place::new().ok("encode --help").out;
     let words: Vec<_> = help.split_whitespace().collect();
     assert!(words.join(" ").contains("Below the default, --favor ratio also halves the steps of streams"), "{help}");
-    let document = fs::read_to_string(root().join("docs/command-line.md")).unwrap();
+    let document = fs::read_to_string(root().join("docs/cli.md")).unwrap();
     assert!(document.contains("`--favor ratio` also halves the steps of streams"));
 }
 
