@@ -4,7 +4,7 @@ use crate::catalog::{Catalog, Have};
 use crate::digest::Digest;
 use crate::download::{Cache, each_segment};
 use crate::error::{Error, Result};
-use crate::get::check_state;
+use crate::get::check_pair;
 use crate::manifest::Version;
 use crate::names::{CLOCK, OBJECTS};
 use crate::prefix::Prefix;
@@ -76,7 +76,7 @@ fn verify_one(
         let folder = tempfile::tempdir().map_err(|e| Error::io("create", &std::env::temp_dir(), e))?;
         let pair = Cache { remote: &prefix.remote, folder: folder.path() }.whole(stored)?;
         pair.verify()?;
-        check_state(version, &pair)?;
+        check_pair(version, &pair)?;
         bytes += stored.bytes();
     }
     for file in &version.files {

@@ -101,7 +101,7 @@ fn rebuild(
     let Some(last) = pairs.last() else {
         return Err(Error::InvalidArgument(format!("{} is a checkpoint that the caller has", version.name())));
     };
-    check_state(version, last)?;
+    check_pair(version, last)?;
     let chain = Chain::new(base.map_or(&empty as &dyn Checkpoint, |base| base), pairs)?.without_last();
     let apply = Apply::new(last).base(&chain);
     if let Some(is_wanted) = tensors {
@@ -112,13 +112,9 @@ fn rebuild(
         apply.to_path(output)?;
         return Ok(());
     }
-    let of_pair: Vec<_> = last.index().files().map(|file| file.name).collect();
-    if of_pair.iter().all(|name| name.is_empty()) {
+    if is_one_file(last) {
         apply.to_path(output)?;
         return Ok(());
-    }
-    if let Some(file) = version.files.iter().find(|file| of_pair.contains(&file.name.as_str())) {
-        return Err(Error::manifest(&version.name(), format_args!("file {} is a file of the pair too", Escaped(&file.name))));
     }
     let parent = parent_of(output);
     let staged = tempfile::Builder::new().prefix(".tpde-").suffix(".tmp").tempdir_in(parent);
@@ -142,13 +138,27 @@ fn rebuild(
     sync(parent)
 }
 
-/// Compares the digest of the tensors that a manifest and its pair state.
-pub(crate) fn check_state(version: &Version, pair: &Pair<FileSource>) -> Result<()> {
-    let found = state(pair.index());
-    if found == version.state {
-        return Ok(());
+/// Checks that a pair is what the manifest of its version states: its tensors, and no file of the same name.
+pub(crate) fn check_pair(version: &Version, pair: &Pair<FileSource>) -> Result<()> {
+    let (name, found) = (version.name(), state(pair.index()));
+    if found != version.state {
+        return Err(Error::manifest(
+            &name,
+            format_args!("expected a pair whose target has state {}, found {found}", version.state),
+        ));
     }
-    Err(Error::manifest(&version.name(), format_args!("expected a pair whose target has state {}, found {found}", version.state)))
+    if let Some(file) = version.files.first().filter(|_| is_one_file(pair)) {
+        return Err(Error::manifest(&name, format_args!("file {} of a checkpoint that is one file", Escaped(&file.name))));
+    }
+    let of_pair: HashSet<_> = pair.index().files().map(|file| file.name).collect();
+    match version.files.iter().find(|file| of_pair.contains(file.name.as_str())) {
+        Some(file) => Err(Error::manifest(&name, format_args!("file {} is a file of the pair too", Escaped(&file.name)))),
+        None => Ok(()),
+    }
+}
+
+fn is_one_file(pair: &Pair<FileSource>) -> bool {
+    pair.index().files().all(|file| file.name.is_empty())
 }
 
 fn sync(path: &Path) -> Result<()> {

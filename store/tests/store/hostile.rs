@@ -138,6 +138,22 @@ fn manifests_that_break_a_rule_are_refused_with_the_rule() {
 }
 
 #[test]
+fn files_of_a_checkpoint_that_is_one_file_are_refused() {
+    let place = Place::new();
+    let memory = Arc::new(InMemory::new());
+    init(&memory, &never_whole()).put(place.file(&Weights::new(7)), &PutOptions::default()).unwrap();
+    let name = ObjectPath::from("a/prefix/branches/main/0000000000.json");
+    let mut manifest: Value = serde_json::from_slice(&read(&memory, &name)).unwrap();
+    manifest["files"] = json!([{"name": "config.json", "content": manifest["content"]["whole"]["index"]}]);
+    write(&memory, &name, manifest.to_string().into_bytes());
+    let error = open(&memory).get("main", place.at("out"), &GetOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("file config.json of a checkpoint that is one file"), "{error}");
+    assert!(!place.at("out").exists());
+    let report = open(&memory).verify(None, false).unwrap();
+    assert!(report.faults["main@0"].contains("one file"), "{report:?}");
+}
+
+#[test]
 fn a_version_that_is_its_own_ancestor_is_refused() {
     let place = Place::new();
     let memory = folders(&place);
