@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def merge(clock: Clock, other: Clock) -> None:
-    for stream, tick in list(other.items()):
+    for stream, tick in other.items():
         clock[stream] = max(clock.get(stream, 0), tick)
 
 
@@ -57,7 +57,7 @@ class World:
     """Clocks, memory, and the violations found."""
 
     def __init__(self, seed: int = 0) -> None:
-        #: Guards all attributes below, and makes each operation atomic.
+        #: Guards all attributes below and all clocks, and makes each operation atomic.
         self.lock = threading.RLock()
         self.random = random.Random(seed)
         self.violations: list[str] = []
@@ -173,11 +173,13 @@ class FakeStream:
         return self.clock.get(self.number, 0)
 
     def wait_event(self, event: FakeEvent) -> None:
-        merge(self.clock, event.clock)
-        self.capture = event.capture or self.capture
+        with self.world.lock:
+            merge(self.clock, event.clock)
+            self.capture = event.capture or self.capture
 
     def wait_stream(self, stream: FakeStream) -> None:
-        merge(self.clock, stream.clock)
+        with self.world.lock:
+            merge(self.clock, stream.clock)
 
 
 class FakeEvent:
@@ -186,8 +188,9 @@ class FakeEvent:
         self.capture: int | None = None
 
     def record(self, stream: FakeStream) -> None:
-        merge(stream.clock, stream.world.host)
-        self.clock, self.capture = dict(stream.clock), stream.capture
+        with stream.world.lock:
+            merge(stream.clock, stream.world.host)
+            self.clock, self.capture = dict(stream.clock), stream.capture
 
 
 class FakePair:
