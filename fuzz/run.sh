@@ -14,7 +14,9 @@ sanitizer=${SANITIZER:-address}
 # gcc takes constant tables for variables out of scope, and reports zstd for it.
 [ "$sanitizer" = none ] || export CFLAGS="${CFLAGS:-} -fno-sanitize-address-use-after-scope"
 command -v cargo-fuzz >/dev/null || cargo install cargo-fuzz --locked
-[ $# -gt 0 ] || set -- $(cargo +nightly fuzz list)
+# Without a name, `cargo fuzz build` builds all targets side by side.
+built=("$@")
+[ $# -gt 0 ] || { built=(""); set -- $(cargo +nightly fuzz list); }
 options=(--sanitizer "$sanitizer" --target-dir "fuzz/target/$sanitizer")
 [ "${COMPARES:-yes}" = yes ] || options=(--sanitizer "$sanitizer" --no-trace-compares --target-dir "fuzz/target/$sanitizer-count")
 logs=$(mktemp -d)
@@ -33,8 +35,8 @@ fuzz() {
     echo "$target: $(sed -n 's/^stat::number_of_executed_units: *//p' "$log") executions in $seconds s"
 }
 
-for target; do
-    cargo +nightly fuzz build "${options[@]}" "$target" >"$logs/build" 2>&1 || { cat "$logs/build"; exit 1; }
+for target in "${built[@]}"; do
+    cargo +nightly fuzz build "${options[@]}" ${target:+"$target"} >"$logs/build" 2>&1 || { cat "$logs/build"; exit 1; }
 done
 running=0
 failed=0
