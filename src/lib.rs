@@ -97,6 +97,10 @@ mod writer;
 #[doc = include_str!("../README.md")]
 struct Readme;
 
+#[cfg(doctest)]
+#[doc = include_str!("../docs/rust.md")]
+struct Guide;
+
 #[cfg(all(doctest, feature = "cuda"))]
 #[doc = include_str!("../docs/cuda.md")]
 struct Cuda;

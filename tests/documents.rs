@@ -79,7 +79,7 @@ fn rust_code_in_documents_is_compiled() {
         assert_eq!(text.matches("```").count() % 2, 0, "{}", path.display());
         found += 1;
     }
-    assert_eq!(found, 2, "README.md and docs/cuda.md");
+    assert_eq!(found, 3, "README.md, docs/rust.md and docs/cuda.md");
 }
 
 #[test]
