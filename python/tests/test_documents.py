@@ -100,4 +100,4 @@ def test_code_of_a_document_runs(document: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_documents_have_code() -> None:
-    assert {"README.md", "docs/python.md", "python/README.md"} <= CODE.keys()
+    assert {"README.md", "docs/python.md", "docs/serving-many-finetunes.md", "python/README.md"} <= CODE.keys()
