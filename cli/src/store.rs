@@ -124,7 +124,7 @@ struct Log {
     branch: String,
 }
 
-/// List or create branches
+/// List, create or delete branches
 #[derive(Args)]
 struct Branch {
     #[command(subcommand)]
@@ -147,6 +147,15 @@ enum BranchVerb {
         /// Version that it begins at
         #[arg(long, value_name = "VERSION", default_value = "main")]
         from: String,
+    },
+    /// Delete a branch: gc removes what no other branch needs
+    ///
+    /// Branches that begin at a version of it stay whole. gc waits until the deletion is older than the grace of the store.
+    Delete {
+        /// Folder or URL of the store
+        store: String,
+        /// Name of the branch
+        name: String,
     },
 }
 
@@ -212,6 +221,10 @@ impl Store {
                 BranchVerb::List { store } => common.show("store.branch", Versions::of(open(store)?.branches().map_err(error)?)),
                 BranchVerb::Create { store, name, from } => {
                     common.show("store.branch", Row::of(&open(store)?.create_branch(name, from).map_err(error)?))
+                }
+                BranchVerb::Delete { store, name } => {
+                    let head = open(store)?.delete_branch(name).map_err(error)?;
+                    common.show("store.branch", Deleted { branch: name.clone(), head: head.name() })
                 }
             },
             Verb::Verify(verb) => {
@@ -328,6 +341,19 @@ impl fmt::Display for Made {
     }
 }
 
+#[derive(Serialize)]
+struct Deleted {
+    branch: String,
+    /// The version that was its newest.
+    head: String,
+}
+
+impl fmt::Display for Deleted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "deleted the branch {}, whose newest version was {}", self.branch, self.head)
+    }
+}
+
 /// A version, without the list of its objects.
 #[derive(Serialize)]
 struct Row {
@@ -440,6 +466,9 @@ impl fmt::Display for Collected {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(report) = self;
         writeln!(f, "removed {}, {}", text::counted(report.removed, "object"), text::bytes(report.removed_bytes))?;
+        if report.versions > 0 {
+            writeln!(f, "  {} of deleted branches", text::counted(report.versions, "version"))?;
+        }
         let (used, young) = (text::count(report.used), text::count(report.young));
         writeln!(f, "  kept: {used} that versions use, {young} younger than the grace")
     }

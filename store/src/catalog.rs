@@ -5,11 +5,49 @@ use crate::manifest::{Content, MAX_MANIFEST, Reference, StoredPair, Version};
 use crate::names::{self, BRANCHES, MAX_NUMBER};
 use crate::remote::Remote;
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::PathBuf;
 
-/// The versions of a branch by number.
-pub(crate) type Branch = BTreeMap<u64, Version>;
+/// A branch: the versions behind its last deletion. What is before was deleted, and may be gone.
+#[derive(Default)]
+pub(crate) struct Branch {
+    /// All manifests that there are, by number.
+    manifests: BTreeMap<u64, Version>,
+    /// Number of the first version behind the last deletion.
+    begin: u64,
+}
+
+impl Branch {
+    fn new(manifests: BTreeMap<u64, Version>) -> Self {
+        let deletion = manifests.values().rfind(|version| version.content == Content::Deleted);
+        Self { begin: deletion.map_or(0, |deletion| deletion.number + 1), manifests }
+    }
+
+    /// The versions, in ascending order of number.
+    pub fn versions(&self) -> impl DoubleEndedIterator<Item = &Version> {
+        self.manifests.range(self.begin..).map(|(_, version)| version)
+    }
+
+    /// The newest version; `None` if there is no such branch.
+    pub fn head(&self) -> Option<&Version> {
+        self.versions().next_back()
+    }
+
+    /// Number of the manifest that is written next. Numbers of deleted versions are not used again.
+    pub fn next_number(&self) -> u64 {
+        self.manifests.keys().next_back().map_or(0, |last| last + 1)
+    }
+
+    /// Number of the last deletion.
+    pub fn deletion(&self) -> Option<u64> {
+        self.begin.checked_sub(1)
+    }
+
+    /// The manifests before the last deletion.
+    pub fn deleted(&self) -> impl Iterator<Item = &Version> {
+        self.manifests.range(..self.begin.saturating_sub(1)).map(|(_, version)| version)
+    }
+}
 
 /// The versions that were read so far.
 pub(crate) struct Catalog<'a> {
@@ -36,7 +74,7 @@ impl<'a> Catalog<'a> {
         Self { remote, branches: BTreeMap::new() }
     }
 
-    /// The versions of a branch. Empty if there is no such branch.
+    /// A branch. It has no versions if there is none of this name.
     pub fn branch(&mut self, name: &str) -> Result<&Branch> {
         match self.branches.entry(name.to_owned()) {
             Entry::Occupied(read) => Ok(read.into_mut()),
@@ -57,14 +95,33 @@ impl<'a> Catalog<'a> {
     /// The version that `text` names: `BRANCH@NUMBER`, or `BRANCH` for its head.
     pub fn find(&mut self, text: &str) -> Result<Version> {
         let (branch, number) = names::version(text)?;
-        let versions = self.branch(branch)?;
-        let found = number.map_or_else(|| versions.values().next_back(), |number| versions.get(&number));
+        let branch = self.branch(branch)?;
+        let found = number.map_or_else(|| branch.head(), |number| branch.versions().find(|version| version.number == number));
         found.cloned().ok_or_else(|| Error::NoVersion { version: text.to_owned() })
     }
 
-    /// The version before, if it still is the one that `reference` means.
+    /// The version before, if it still is the one that `reference` means. Its branch may be deleted.
     fn parent(&mut self, reference: &Reference) -> Result<Option<Version>> {
-        Ok(self.branch(&reference.branch)?.get(&reference.number).filter(|version| version.id == reference.id).cloned())
+        let manifests = &self.branch(&reference.branch)?.manifests;
+        Ok(manifests.get(&reference.number).filter(|version| version.id == reference.id).cloned())
+    }
+
+    /// The versions of all branches, and their ancestors as far as an anchor: all that is needed to rebuild them.
+    pub fn needed(&mut self) -> Result<HashSet<Reference>> {
+        let versions: Vec<Version> = self.all()?.values().flat_map(Branch::versions).cloned().collect();
+        let mut needed = HashSet::new();
+        for version in versions {
+            let mut next = Some(version);
+            while let Some(at) = next
+                && needed.insert(at.reference())
+            {
+                next = match (&at.content, &at.parent) {
+                    (Content::Difference(_) | Content::Same, Some(parent)) => self.parent(parent)?,
+                    _ => None,
+                };
+            }
+        }
+        Ok(needed)
     }
 
     /// The pairs that lead to a version. The way back ends at a checkpoint that the caller has, or at an anchor.
@@ -91,6 +148,7 @@ impl<'a> Catalog<'a> {
                 Content::External { hint } => return Err(Error::External { version: at.name(), hint: hint.clone() }),
                 Content::Difference(pair) => route.pairs.push(pair.clone()),
                 Content::Same => {}
+                Content::Deleted => return Err(unreachable(format!("{} is a deletion", at.name()))),
             }
             let Some(reference) = at.parent.clone() else {
                 return Err(unreachable(format!("{} has no parent", at.name())));
@@ -117,6 +175,7 @@ impl<'a> Catalog<'a> {
                     bytes = bytes.saturating_add(pair.bytes());
                 }
                 Content::Same => {}
+                Content::Deleted => break,
             }
             let Some(parent) = at.parent.clone() else { break };
             let Some(parent) = self.parent(&parent)? else { break };
@@ -137,7 +196,7 @@ pub(crate) fn read_version(remote: &Remote, branch: &str, number: u64) -> Result
 fn read_branch(remote: &Remote, name: &str) -> Result<Branch> {
     let listed = remote.list(&format!("{BRANCHES}/{name}"))?;
     let numbers = listed.iter().filter_map(|entry| names::of_manifest(&entry.name)).filter(|(branch, _)| *branch == name);
-    let mut versions = Branch::new();
+    let mut versions = BTreeMap::new();
     let start = |number: &u64| remote.get(names::manifest(name, *number), None, MAX_MANIFEST);
     Remote::each(numbers.map(|(_, number)| number), start, |number, bytes| {
         // One that was deleted since it was listed is no error.
@@ -153,5 +212,5 @@ fn read_branch(remote: &Remote, name: &str) -> Result<Branch> {
         versions.insert(next, version);
         next += 1;
     }
-    Ok(versions)
+    Ok(Branch::new(versions))
 }

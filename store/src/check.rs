@@ -1,12 +1,12 @@
 //! `verify` and `gc`.
 
-use crate::catalog::{Catalog, Have};
+use crate::catalog::{Branch, Catalog, Have};
 use crate::digest::Digest;
 use crate::download::{Cache, each_segment};
 use crate::error::{Error, Result};
 use crate::get::check_pair;
 use crate::manifest::Version;
-use crate::names::{CLOCK, OBJECTS};
+use crate::names::{self, BRANCHES, CLOCK, OBJECTS};
 use crate::prefix::Prefix;
 use crate::put::Base;
 use serde::Serialize;
@@ -31,6 +31,8 @@ pub struct VerifyReport {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct GcReport {
+    /// Number of removed versions: of deleted branches.
+    pub versions: u64,
     /// Number of objects that versions use.
     pub used: u64,
     /// Number of objects that no version uses, and that are too young to be removed.
@@ -44,12 +46,12 @@ pub struct GcReport {
 pub(crate) fn verify(prefix: &Prefix, branch: Option<&str>, rebuild: bool) -> Result<VerifyReport> {
     let mut catalog = Catalog::new(&prefix.remote);
     let versions: Vec<Version> = match branch {
-        Some(name) => match catalog.branch(name)? {
-            versions if versions.is_empty() => return Err(Error::NoVersion { version: name.to_owned() }),
-            versions => versions.values().cloned().collect(),
-        },
-        None => catalog.all()?.values().flat_map(|branch| branch.values()).cloned().collect(),
+        Some(name) => catalog.branch(name)?.versions().cloned().collect(),
+        None => catalog.all()?.values().flat_map(Branch::versions).cloned().collect(),
     };
+    if let (Some(name), true) = (branch, versions.is_empty()) {
+        return Err(Error::NoVersion { version: name.to_owned() });
+    }
     let mut report = VerifyReport::default();
     let mut checked = HashSet::new();
     for version in &versions {
@@ -110,9 +112,24 @@ pub(crate) fn gc(prefix: &Prefix) -> Result<GcReport> {
     })?;
     let oldest = now.saturating_sub(i64::try_from(prefix.rules.grace.saturating_mul(1000)).unwrap_or(i64::MAX));
     let mut catalog = Catalog::new(&prefix.remote);
-    let versions = catalog.all()?.values().flat_map(|branch| branch.values());
-    let used: HashSet<Digest> = versions.flat_map(Version::segments).map(|segment| segment.digest).collect();
+    let needed = catalog.needed()?;
+    let old: HashSet<String> =
+        prefix.remote.list(BRANCHES)?.into_iter().filter(|entry| entry.modified <= oldest).map(|entry| entry.name).collect();
+    let mut used = HashSet::new();
     let mut report = GcReport::default();
+    for (name, branch) in catalog.all()? {
+        let may_go = branch.deletion().is_some_and(|number| old.contains(&names::manifest(name, number)));
+        for version in branch.deleted() {
+            if may_go && !needed.contains(&version.reference()) {
+                // Before the objects that it names: a manifest never names an object that was removed.
+                prefix.remote.delete(&names::manifest(&version.branch, version.number))?;
+                report.versions += 1;
+            } else {
+                used.extend(version.segments().map(|segment| segment.digest));
+            }
+        }
+        used.extend(branch.versions().flat_map(Version::segments).map(|segment| segment.digest));
+    }
     for entry in prefix.remote.list(OBJECTS)? {
         let digest = entry.name.strip_prefix(OBJECTS).and_then(|name| Digest::parse(name.strip_prefix('/')?));
         match digest {

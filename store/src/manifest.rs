@@ -60,7 +60,7 @@ pub struct Version {
 }
 
 /// Names a version.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Reference {
@@ -88,6 +88,8 @@ pub enum Content {
     },
     /// The tensors of the parent.
     Same,
+    /// Nothing: the branch was deleted. Its versions end at the parent.
+    Deleted,
 }
 
 /// A pair in a store.
@@ -158,7 +160,7 @@ impl Version {
     pub fn pair(&self) -> Option<&StoredPair> {
         match &self.content {
             Content::Whole(pair) | Content::Difference(pair) => Some(pair),
-            Content::External { .. } | Content::Same => None,
+            Content::External { .. } | Content::Same | Content::Deleted => None,
         }
     }
 
@@ -191,6 +193,14 @@ impl Version {
             }
             if parent.branch == branch && parent.number >= number {
                 return Err(format!("number of the parent: expected less than {number}, found {}", parent.number));
+            }
+        }
+        if self.content == Content::Deleted {
+            if self.parent.as_ref().is_none_or(|parent| parent.branch != branch) {
+                return Err("a deletion needs a parent of the same branch".into());
+            }
+            if !self.files.is_empty() {
+                return Err("a deletion has files".into());
             }
         }
         if self.parent.is_none() && matches!(self.content, Content::Difference(_) | Content::Same) {

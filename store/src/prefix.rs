@@ -9,7 +9,7 @@ use crate::remote::Remote;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 /// Size of the segments of new files, in bytes.
 pub(crate) const SEGMENT_BYTES: usize = 32 << 20;
@@ -22,8 +22,13 @@ pub(crate) struct Prefix {
 }
 
 impl Prefix {
-    /// Creates the manifest of a version.
-    pub fn publish(&self, version: &Version) -> Result<()> {
+    /// Creates the manifest of a version by a call that began to read the store at `begin`. In half of the grace, nothing that it
+    /// has read or uploaded is collected.
+    pub fn publish(&self, version: &Version, begin: Instant) -> Result<()> {
+        let (seconds, grace) = (begin.elapsed().as_secs_f64(), self.rules.grace);
+        if seconds > grace as f64 / 2.0 {
+            return Err(Error::TooSlow { seconds: seconds as u64, grace });
+        }
         if version.number > MAX_NUMBER {
             return Err(Error::InvalidArgument(format!("a branch has at most {MAX_NUMBER} versions")));
         }

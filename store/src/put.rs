@@ -112,7 +112,8 @@ pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOp
     let path = checkpoint.as_ref();
     let target = SafetensorsCheckpoint::open(path)?;
     let mut catalog = Catalog::new(&prefix.remote);
-    let head = catalog.branch(&options.branch)?.values().next_back().cloned();
+    let branch = catalog.branch(&options.branch)?;
+    let (head, number) = (branch.head().cloned(), branch.next_number());
     let parent = match &options.parent {
         Some(version) => Some(catalog.find(version)?),
         None => head.clone(),
@@ -124,7 +125,7 @@ pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOp
         return Err(Error::InvalidArgument(reason));
     }
     let have = resolve(&mut catalog, &options.have)?;
-    let mut version = new_version(&options.branch, head.map_or(0, |head| head.number + 1), parent.as_ref());
+    let mut version = new_version(&options.branch, number, parent.as_ref());
     version.metadata.clone_from(&options.metadata);
     version.tensors = target.tensors().len() as u64;
     version.tensor_bytes = target.tensors().iter().map(|tensor| tensor.bytes()).sum();
@@ -162,11 +163,7 @@ pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOp
             version.files.push(StoredFile { name, content: content.map_err(|e| Error::io("read", &path, e))?? });
         }
     }
-    let (seconds, grace) = (begin.elapsed().as_secs_f64(), prefix.rules.grace);
-    if seconds > grace as f64 / 2.0 {
-        return Err(Error::TooSlow { seconds: seconds as u64, grace });
-    }
-    prefix.publish(&version)?;
+    prefix.publish(&version, begin)?;
     Ok(version)
 }
 

@@ -1,18 +1,18 @@
 //! The store: its calls.
 
-use crate::catalog::Catalog;
+use crate::catalog::{Branch, Catalog};
 use crate::check::{self, GcReport, VerifyReport};
 use crate::error::{Error, Result};
 use crate::get::{self, GetOptions};
 use crate::manifest::{Content, MAX_MANIFEST, STORE_SCHEMA, StoreManifest, Version};
 use crate::names::{self, STORE};
-use crate::prefix::{Prefix, SEGMENT_BYTES, json, new_id, now};
+use crate::prefix::{Prefix, SEGMENT_BYTES, json, new_id, new_version, now};
 use crate::put::{self, PutOptions};
 use crate::remote::Remote;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Versions of checkpoints in a folder or an object store.
 ///
@@ -135,11 +135,11 @@ impl Store {
     pub fn log(&self, branch: &str) -> Result<Vec<Version>> {
         names::check_branch(branch).map_err(Error::InvalidArgument)?;
         let mut catalog = Catalog::new(&self.0.remote);
-        let versions = catalog.branch(branch)?;
+        let versions: Vec<_> = catalog.branch(branch)?.versions().rev().cloned().collect();
         if versions.is_empty() {
             return Err(Error::NoVersion { version: branch.to_owned() });
         }
-        Ok(versions.values().rev().cloned().collect())
+        Ok(versions)
     }
 
     /// The heads of all branches, in ascending order of name.
@@ -148,25 +148,27 @@ impl Store {
     /// The errors of reading manifests.
     pub fn branches(&self) -> Result<Vec<Version>> {
         let mut catalog = Catalog::new(&self.0.remote);
-        Ok(catalog.all()?.values().filter_map(|branch| branch.values().next_back()).cloned().collect())
+        Ok(catalog.all()?.values().filter_map(Branch::head).cloned().collect())
     }
 
     /// Creates a branch: its first version has the tensors and files of version `from`. Nothing is copied.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the branch exists; [`Error::Conflict`] if another writer creates it first; the errors of
-    /// [`Store::version`].
+    /// [`Error::InvalidArgument`] if the branch exists; [`Error::Conflict`] if another writer creates it first;
+    /// [`Error::TooSlow`]; the errors of [`Store::version`].
     pub fn create_branch(&self, name: &str, from: &str) -> Result<Version> {
         let invalid = |reason: String| Error::InvalidArgument(reason);
+        let begin = Instant::now();
         names::check_branch(name).map_err(invalid)?;
         let mut catalog = Catalog::new(&self.0.remote);
         let from = catalog.find(from)?;
-        if !catalog.branch(name)?.is_empty() {
+        let branch = catalog.branch(name)?;
+        if branch.head().is_some() {
             return Err(invalid(format!("branch {name} exists")));
         }
         let version = Version {
             branch: name.to_owned(),
-            number: 0,
+            number: branch.next_number(),
             id: new_id(),
             parent: Some(from.reference()),
             content: Content::Same,
@@ -174,8 +176,26 @@ impl Store {
             metadata: BTreeMap::new(),
             ..from
         };
-        self.0.publish(&version)?;
+        self.0.publish(&version, begin)?;
         Ok(version)
+    }
+
+    /// Deletes a branch. Its versions can be neither named nor listed from now on. Branches that begin at one of them stay whole:
+    /// [`Store::gc`] removes what no other version needs, once the deletion is older than the grace. A new branch of this name
+    /// goes on with higher numbers. Returns the version that was the head.
+    ///
+    /// # Errors
+    /// [`Error::NoVersion`] if there is no such branch; [`Error::Conflict`] if a writer stores a version first: the branch stays;
+    /// [`Error::TooSlow`]; the errors of reading the branch's manifests.
+    pub fn delete_branch(&self, name: &str) -> Result<Version> {
+        let begin = Instant::now();
+        names::check_branch(name).map_err(Error::InvalidArgument)?;
+        let mut catalog = Catalog::new(&self.0.remote);
+        let branch = catalog.branch(name)?;
+        let head = branch.head().cloned().ok_or_else(|| Error::NoVersion { version: name.to_owned() })?;
+        let deletion = Version { content: Content::Deleted, ..new_version(name, branch.next_number(), Some(&head)) };
+        self.0.publish(&deletion, begin)?;
+        Ok(head)
     }
 
     /// Stores a checkpoint, a `.safetensors` file or a folder, as the next version of a branch.
@@ -216,8 +236,8 @@ impl Store {
         check::verify(&self.0, branch, rebuild)
     }
 
-    /// Removes objects that no version uses and that are older than the store's grace, by the store's clock. So what a running `put`
-    /// has uploaded stays.
+    /// Removes versions of deleted branches that no other version needs, and objects that no version uses, if the deletion or the
+    /// object is older than the store's grace, by the store's clock. So what a running `put` has read or uploaded stays.
     ///
     /// # Errors
     /// The errors of requests, and of reading any manifest: nothing is removed then, because what that manifest uses is not known.
@@ -225,7 +245,7 @@ impl Store {
         check::gc(&self.0)
     }
 
-    /// Sizes of what the manifests name.
+    /// Sizes of what the manifests name. Versions of deleted branches count until [`Store::gc`] removes them.
     ///
     /// # Errors
     /// The errors of reading manifests.
@@ -233,13 +253,16 @@ impl Store {
         let mut catalog = Catalog::new(&self.0.remote);
         let mut usage = Usage::default();
         let mut files = BTreeMap::new();
-        for version in catalog.all()?.values().flat_map(|branch| branch.values()) {
+        for version in catalog.all()?.values().flat_map(|branch| branch.deleted().chain(branch.versions())) {
+            if version.content == Content::Deleted {
+                continue;
+            }
             usage.versions += 1;
             usage.tensor_bytes += version.tensor_bytes;
             match &version.content {
                 Content::Whole(pair) => usage.anchor_bytes += pair.bytes(),
                 Content::Difference(pair) => usage.difference_bytes += pair.bytes(),
-                Content::External { .. } | Content::Same => {}
+                Content::External { .. } | Content::Same | Content::Deleted => {}
             }
             let segments = version.files.iter().flat_map(|file| &file.content.segments);
             files.extend(segments.map(|segment| (segment.digest, segment.bytes)));
@@ -257,7 +280,7 @@ impl Store {
                 // Versions may have been cut out of the branch, so numbers are not tried one by one.
                 match Catalog::new(&self.0.remote)
                     .branch(branch)
-                    .map(|versions| versions.range(next..).next().map(|(_, v)| v.clone()))
+                    .map(|branch| branch.versions().find(|version| version.number >= next).cloned())
                 {
                     Ok(Some(version)) => {
                         next = version.number + 1;

@@ -62,6 +62,10 @@ fn versions_come_back_as_they_were() {
     assert_eq!(place.json("store gc st")["removed"], 0);
     assert_eq!(place.json("store verify st --rebuild")["versions"], 5);
     assert_eq!(place.ok("store watch st --from 1 --limit 2").out, "main@1\nmain@2\n");
+    let deleted = place.ok("store branch delete st trial").out;
+    assert_eq!(deleted, "deleted the branch trial, whose newest version was trial@1\n");
+    assert_eq!(place.json("store branch list st")["versions"].as_array().unwrap().len(), 1);
+    assert_eq!(place.json("store gc st")["versions"], 0, "the deletion is younger than the grace");
 
     // Some tensors: the others are not in the output.
     place.ok("store get st main@2 -o some.safetensors --tensor embed*");

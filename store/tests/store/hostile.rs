@@ -125,6 +125,14 @@ fn manifests_that_break_a_rule_are_refused_with_the_rule() {
         ("expected segments of", Box::new(|m| m["files"][0]["content"]["bytes"] = json!(5))),
         ("segments of 1 to", Box::new(|m| m["content"]["difference"]["blob"]["segments"][0]["bytes"] = json!(0))),
         ("expected segments of", Box::new(|m| m["content"]["difference"]["blob"]["bytes"] = json!(u64::MAX))),
+        ("a deletion has files", Box::new(|m| m["content"] = json!("deleted"))),
+        (
+            "a deletion needs a parent of the same branch",
+            Box::new(move |m| {
+                m["content"] = json!("deleted");
+                m["parent"] = json!({"branch": "side", "number": 0, "id": id});
+            }),
+        ),
         ("64 hexadecimal digits", Box::new(|m| m["state"] = json!("xyz"))),
         ("expected a pair whose target has state", Box::new(|m| m["state"] = json!("0".repeat(64)))),
         ("not the expected pair", Box::new(|m| m["content"]["difference"]["digest"] = json!("0".repeat(64)))),

@@ -1,6 +1,7 @@
 //! Stores in memory with faults, and in a folder. Every version is compared bit for bit.
 
 mod checkpoints;
+mod deleted;
 mod faulty;
 mod hostile;
 
