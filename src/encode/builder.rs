@@ -95,8 +95,8 @@ impl<'a> Encode<'a> {
     /// in the last pair; one that the last pair describes completely, and whose base has another shape, is left whole.
     ///
     /// Cost: that of encoding, and of rebuilding each chunk once through all steps, and once more if training samples it and the
-    /// target is larger than 64 MiB. The digests of all tensors are compared with those of the last pair before anything is published; if the new pair is cut in another way
-    /// than the last pair, tensors are read once more for that.
+    /// target is larger than 64 MiB. The digests of all tensors are compared with those of the last pair before anything is
+    /// published; if the new pair is cut in another way than the last pair, tensors are read once more for that.
     ///
     /// # Errors
     /// Those of [`Encode::to_path`]; [`Error::Step`](crate::Error::Step) for a step that is damaged or that does not fit.

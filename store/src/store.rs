@@ -209,8 +209,8 @@ impl Store {
     /// # Errors
     /// [`Error::Conflict`] if another writer has created the version first; [`Error::External`] if the parent must be supplied;
     /// [`Error::InvalidArgument`] for a name that is not UTF-8, a link to a folder or to nothing, or a special file;
-    /// [`Error::TooSlow`]; [`Error::Unreachable`]; the errors of [`Encode::to_writer`](tpde::Encode::to_writer) and of requests. The branch is as it was. What
-    /// was uploaded is collected by [`Store::gc`].
+    /// [`Error::TooSlow`]; [`Error::Unreachable`]; the errors of [`Encode::to_writer`](tpde::Encode::to_writer) and of requests. The
+    /// branch is as it was. What was uploaded is collected by [`Store::gc`].
     pub fn put(&self, checkpoint: impl AsRef<Path>, options: &PutOptions) -> Result<Version> {
         put::put(&self.0, checkpoint.as_ref(), options)
     }
@@ -272,7 +272,8 @@ impl Store {
     }
 
     /// The versions of a branch as they appear, from number `from` on. The iterator asks the store every `interval`, and has no
-    /// end. After an error it goes on with the next call.
+    /// end. A branch that does not exist yet is waited for, and one that is deleted until it exists again. After an error the
+    /// iterator goes on with the next call.
     pub fn watch(&self, branch: &str, from: u64, interval: Duration) -> impl Iterator<Item = Result<Version>> {
         let mut next = from;
         std::iter::from_fn(move || {
