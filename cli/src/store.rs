@@ -15,7 +15,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
-use tpde::{Escaped, Split};
+use tpde::{Checkpoint, Escaped, SafetensorsCheckpoint, Split};
 use tpde_store::{Anchor, Content, GcReport, GetOptions, PutOptions, Store as Opened, StoreOptions, Usage, VerifyReport, Version};
 
 /// Keep versions of checkpoints in a folder or an object store
@@ -214,8 +214,8 @@ impl Store {
         let _ = tempfile::env::override_temp_dir(temporary.path());
         match &self.verb {
             Verb::Init(verb) => common.show("store.init", verb.run()?),
-            Verb::Put(verb) => common.show("store.put", verb.run()?),
-            Verb::Get(verb) => common.show("store.get", verb.run()?),
+            Verb::Put(verb) => common.show("store.put", verb.run(common)?),
+            Verb::Get(verb) => common.show("store.get", verb.run(common)?),
             Verb::Log(verb) => common.show("store.log", Versions::of(open(&verb.store)?.log(&verb.branch).map_err(error)?)),
             Verb::Branch(verb) => match &verb.verb {
                 BranchVerb::List { store } => common.show("store.branch", Versions::of(open(store)?.branches().map_err(error)?)),
@@ -276,8 +276,12 @@ impl Init {
 }
 
 impl Put {
-    fn run(&self) -> anyhow::Result<Row> {
-        let mut options = PutOptions::default().branch(&self.branch).metadata(self.metadata.clone());
+    fn run(&self, common: &Common) -> anyhow::Result<Row> {
+        let store = open(&self.store)?;
+        let target = SafetensorsCheckpoint::open(&self.checkpoint)?;
+        let bar = common.bar("put", target.tensors().iter().map(|tensor| tensor.bytes()).sum());
+        let advance = |bytes| bar.inc(bytes);
+        let mut options = PutOptions::default().watch(&advance).branch(&self.branch).metadata(self.metadata.clone());
         options = options.encode(self.codec.options().split(self.split.clone())).anchor(match &self.external {
             Some(hint) => Anchor::External { hint: hint.clone() },
             None if self.whole => Anchor::Whole,
@@ -289,17 +293,24 @@ impl Put {
         for (version, path) in &self.have {
             options = options.have(version, path);
         }
-        Ok(Row::of(&open(&self.store)?.put(&self.checkpoint, &options).map_err(error)?))
+        let version = store.put(&self.checkpoint, &options).map_err(error)?;
+        bar.finish_and_clear();
+        Ok(Row::of(&version))
     }
 }
 
 impl Get {
-    fn run(&self) -> anyhow::Result<Row> {
+    fn run(&self, common: &Common) -> anyhow::Result<Row> {
+        let store = open(&self.store)?;
+        let version = store.version(&self.version).map_err(error)?;
+        // Of some tensors, less is rebuilt: the bar ends early.
+        let bar = common.bar("get", version.tensor_bytes);
+        let advance = |bytes| bar.inc(bytes);
         let mut set = GlobSetBuilder::new();
         self.tensor.iter().for_each(|one| _ = set.add(one.clone()));
         let set = set.build().context("the patterns of --tensor")?;
         let is_wanted = |name: &str| set.is_match(name);
-        let mut options = GetOptions::default();
+        let mut options = GetOptions::default().watch(&advance);
         if !self.tensor.is_empty() {
             options = options.tensors(&is_wanted);
         }
@@ -309,7 +320,9 @@ impl Get {
         for (version, path) in &self.have {
             options = options.have(version, path);
         }
-        Ok(Row::of(&open(&self.store)?.get(&self.version, &self.output, &options).map_err(error)?))
+        let version = store.get(&version.name(), &self.output, &options).map_err(error)?;
+        bar.finish_and_clear();
+        Ok(Row::of(&version))
     }
 }
 

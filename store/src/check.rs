@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::get::check_pair;
 use crate::manifest::Version;
 use crate::names::{self, BRANCHES, CLOCK, OBJECTS};
-use crate::prefix::Prefix;
+use crate::prefix::{NOBODY, Prefix};
 use crate::put::Base;
 use serde::Serialize;
 use std::collections::{BTreeMap, HashSet};
@@ -76,7 +76,7 @@ fn verify_one(
     let mut bytes = 0;
     if let Some(stored) = version.pair() {
         let folder = tempfile::tempdir().map_err(|e| Error::io("create", &std::env::temp_dir(), e))?;
-        let pair = Cache { remote: &prefix.remote, folder: folder.path() }.whole(stored)?;
+        let pair = Cache { remote: &prefix.remote, folder: folder.path(), watch: NOBODY }.whole(stored)?;
         pair.verify()?;
         check_pair(version, &pair)?;
         bytes += stored.bytes();
@@ -91,7 +91,7 @@ fn verify_one(
     }
     let route = catalog.route(version, &Have::new())?;
     if rebuild {
-        let base = Base::open(prefix, route)?;
+        let base = Base::open(prefix, route, NOBODY)?;
         let chain = base.chain()?;
         if let Some(last) = base.last() {
             Apply::new(last).base(&chain.without_last()).verify()?;

@@ -9,7 +9,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use tpde::{BaseKind, FileSource, OpenOptions, Pair, ValidatedIndex};
+use tpde::{BaseKind, FileSource, OpenOptions, Pair, ValidatedIndex, Watch};
 
 /// Ranges with a smaller gap between them are read by one request.
 const GAP: u64 = 1 << 20;
@@ -53,7 +53,7 @@ fn fetch(remote: &Remote, placed: Vec<(u64, Segment)>, done: &mut dyn FnMut(u64,
 
 /// Writes a stored file to `path`. Segments that the file has already, from an interrupted call, are not read again. The
 /// caller syncs the file if that matters.
-pub(crate) fn to_file(remote: &Remote, stored: &Stored, path: &Path) -> Result<()> {
+pub(crate) fn to_file(remote: &Remote, stored: &Stored, path: &Path, watch: &dyn Watch) -> Result<()> {
     let file = open(path)?;
     let held = file.metadata().map_err(|e| Error::io("look at", path, e))?.len();
     file.set_len(stored.bytes).map_err(|e| Error::io("write", path, e))?;
@@ -72,7 +72,10 @@ pub(crate) fn to_file(remote: &Remote, stored: &Stored, path: &Path) -> Result<(
         }
         offset += segment.bytes;
     }
-    fetch(remote, missing, &mut |offset, bytes| file.write_all_at(&bytes, offset).map_err(|e| Error::io("write", path, e)))
+    fetch(remote, missing, &mut |offset, bytes| {
+        watch.done(0)?;
+        file.write_all_at(&bytes, offset).map_err(|e| Error::io("write", path, e))
+    })
 }
 
 fn open(path: &Path) -> Result<File> {
@@ -83,6 +86,7 @@ fn open(path: &Path) -> Result<File> {
 pub(crate) struct Cache<'a> {
     pub remote: &'a Remote,
     pub folder: &'a Path,
+    pub watch: &'a dyn Watch,
 }
 
 impl Cache<'_> {
@@ -96,8 +100,8 @@ impl Cache<'_> {
 
     /// A pair with all its payloads.
     pub fn whole(&self, pair: &StoredPair) -> Result<Pair<FileSource>> {
-        to_file(self.remote, &pair.index, &self.stem(pair).with_extension("tpde-index"))?;
-        to_file(self.remote, &pair.blob, &self.stem(pair).with_extension("tpde-blob"))?;
+        to_file(self.remote, &pair.index, &self.stem(pair).with_extension("tpde-index"), self.watch)?;
+        to_file(self.remote, &pair.blob, &self.stem(pair).with_extension("tpde-blob"), self.watch)?;
         self.open(pair)
     }
 
@@ -105,7 +109,7 @@ impl Cache<'_> {
     /// the names of the base tensors of the wanted tensors too.
     pub fn partial(&self, pair: &StoredPair, is_wanted: &dyn Fn(&str) -> bool) -> Result<(Pair<FileSource>, Vec<String>)> {
         let path = self.stem(pair).with_extension("tpde-index");
-        to_file(self.remote, &pair.index, &path)?;
+        to_file(self.remote, &pair.index, &path, self.watch)?;
         let bytes = FileSource::open(&path)?.read_all("size of the index", MAX_INDEX)?;
         let index = ValidatedIndex::parse_with(bytes, &OpenOptions::default().expect(pair.digest.0))?;
         let mut ranges = Vec::from([HEADER]);
@@ -131,6 +135,7 @@ impl Cache<'_> {
             self.remote.get(names::object(&segment.digest), Some(range.clone()), MAX_SEGMENT)
         };
         Remote::each(cut(stored, ranges), start, |(offset, segment, range), found| {
+            self.watch.done(0)?;
             let bytes = found.unwrap_or_default();
             if bytes.len() as u64 != range.end - range.start {
                 let expected = format!("bytes {range:?} of {}", segment.bytes);

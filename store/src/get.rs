@@ -4,12 +4,12 @@ use crate::catalog::Catalog;
 use crate::download::{Cache, to_file};
 use crate::error::{Error, Result};
 use crate::manifest::Version;
-use crate::prefix::{Prefix, resolve};
+use crate::prefix::{NOBODY, Prefix, resolve};
 use crate::put::state;
 use std::collections::HashSet;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use tpde::{Apply, Chain, Checkpoint, Escaped, FileSource, MemoryCheckpoint, Pair, SafetensorsCheckpoint};
+use tpde::{Apply, Chain, Checkpoint, Escaped, FileSource, MemoryCheckpoint, Pair, SafetensorsCheckpoint, Watch};
 
 /// Options of [`Store::get`](crate::Store::get).
 #[derive(Default)]
@@ -22,6 +22,9 @@ pub struct GetOptions<'a> {
     /// Folder for the pairs that are read. They stay there for later calls. By default a hidden folder beside the output, which is
     /// removed when the output is complete and used again after an interruption.
     pub cache: Option<PathBuf>,
+    /// Is told how many bytes of tensors are rebuilt; the total is the size of all tensors, or of the selected ones. It can stop the
+    /// call, also between two objects of the store: the error is the one that it returns.
+    pub watch: Option<&'a dyn Watch>,
 }
 
 impl<'a> GetOptions<'a> {
@@ -45,6 +48,13 @@ impl<'a> GetOptions<'a> {
         self.cache = Some(folder.into());
         self
     }
+
+    /// Sets [`watch`](Self#structfield.watch).
+    #[must_use]
+    pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
+        self.watch = Some(watch);
+        self
+    }
 }
 
 pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, options: &GetOptions<'_>) -> Result<Version> {
@@ -60,7 +70,8 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
     let own = own_cache(output, &version)?;
     let folder = options.cache.as_deref().unwrap_or(&own);
     fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
-    let cache = Cache { remote: &prefix.remote, folder };
+    let watch = options.watch.unwrap_or(NOBODY);
+    let cache = Cache { remote: &prefix.remote, folder, watch };
 
     let mut pairs = Vec::new();
     match options.tensors {
@@ -81,7 +92,7 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
         }
     }
     let base = route.have.map(SafetensorsCheckpoint::open).transpose()?;
-    rebuild(prefix, &version, base.as_ref(), &pairs, output, options.tensors)?;
+    rebuild(&cache, &version, base.as_ref(), &pairs, output, options.tensors)?;
     if options.cache.is_none() {
         // The output is complete. What stays of the cache is only in the way.
         let _ = fs::remove_dir_all(&own);
@@ -90,7 +101,7 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
 }
 
 fn rebuild(
-    prefix: &Prefix,
+    cache: &Cache<'_>,
     version: &Version,
     base: Option<&SafetensorsCheckpoint>,
     pairs: &[Pair<FileSource>],
@@ -103,7 +114,7 @@ fn rebuild(
     };
     check_pair(version, last)?;
     let chain = Chain::new(base.map_or(&empty as &dyn Checkpoint, |base| base), pairs)?.without_last();
-    let apply = Apply::new(last).base(&chain);
+    let apply = Apply::new(last).base(&chain).watch(cache.watch);
     if let Some(is_wanted) = tensors {
         let apply = apply.tensors(is_wanted);
         if apply.selected().next().is_none() {
@@ -129,7 +140,7 @@ fn rebuild(
         }
         // Fails for a name that the file system does not tell apart from another one.
         File::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
-        to_file(&prefix.remote, &file.content, &path)?;
+        to_file(cache.remote, &file.content, &path, cache.watch)?;
         sync(&path)?;
         sync(path.parent().unwrap_or(&folder))?;
     }

@@ -10,9 +10,13 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Instant, SystemTime};
+use tpde::Watch;
 
 /// Size of the segments of new files, in bytes.
 pub(crate) const SEGMENT_BYTES: usize = 32 << 20;
+
+/// The watcher of a call that has none.
+pub(crate) const NOBODY: &dyn Watch = &|_: u64| ();
 
 /// An opened store.
 pub(crate) struct Prefix {

@@ -6,13 +6,13 @@ use crate::download::Cache;
 use crate::error::{Error, Result};
 use crate::manifest::{Content, Stored, StoredFile, StoredPair, Version};
 use crate::names;
-use crate::prefix::{Prefix, new_version, resolve};
+use crate::prefix::{NOBODY, Prefix, new_version, resolve};
 use crate::upload::{Upload, take};
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use tpde::{Chain, Checkpoint, Encode, EncodeOptions, FileSource, MemoryCheckpoint, SafetensorsCheckpoint, ValidatedIndex};
+use tpde::{Chain, Checkpoint, Encode, EncodeOptions, FileSource, MemoryCheckpoint, SafetensorsCheckpoint, ValidatedIndex, Watch};
 
 /// How a version is stored.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -31,9 +31,9 @@ pub enum Anchor {
 }
 
 /// Options of [`Store::put`](crate::Store::put).
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 #[non_exhaustive]
-pub struct PutOptions {
+pub struct PutOptions<'a> {
     /// The branch. It is created if it does not exist. The default is `main`.
     pub branch: String,
     /// The version that is the base. By default the head of the branch. A version of another branch can be named only for the first
@@ -47,9 +47,12 @@ pub struct PutOptions {
     pub metadata: BTreeMap<String, String>,
     /// Options of the encoder.
     pub encode: EncodeOptions,
+    /// Is told how many bytes of tensors are encoded; the total is the size of all tensors. It can stop the call, also between
+    /// two objects of the store: the error is the one that it returns.
+    pub watch: Option<&'a dyn Watch>,
 }
 
-impl Default for PutOptions {
+impl Default for PutOptions<'_> {
     fn default() -> Self {
         Self {
             branch: "main".into(),
@@ -58,11 +61,12 @@ impl Default for PutOptions {
             have: Vec::new(),
             metadata: BTreeMap::new(),
             encode: EncodeOptions::default(),
+            watch: None,
         }
     }
 }
 
-impl PutOptions {
+impl<'a> PutOptions<'a> {
     /// Sets [`branch`](Self#structfield.branch).
     #[must_use]
     pub fn branch(mut self, name: impl Into<String>) -> Self {
@@ -104,10 +108,18 @@ impl PutOptions {
         self.encode = options;
         self
     }
+
+    /// Sets [`watch`](Self#structfield.watch).
+    #[must_use]
+    pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
+        self.watch = Some(watch);
+        self
+    }
 }
 
-pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOptions) -> Result<Version> {
+pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOptions<'_>) -> Result<Version> {
     let begin = Instant::now();
+    let watch = options.watch.unwrap_or(NOBODY);
     names::check_branch(&options.branch).map_err(Error::InvalidArgument)?;
     let path = checkpoint.as_ref();
     let target = SafetensorsCheckpoint::open(path)?;
@@ -135,22 +147,22 @@ pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOp
     let pair_files = match (&options.anchor, &parent) {
         (Anchor::External { hint }, _) => {
             // Encoded against itself, only to form its digests. Nothing of it is kept.
-            let pair = Encode::new(&target).base(&target).options(encode).to_memory()?.0;
+            let pair = Encode::new(&target).base(&target).options(encode).watch(watch).to_memory()?.0;
             version.state = state(pair.index());
             version.content = Content::External { hint: hint.clone() };
             file_names(pair.index())
         }
         (Anchor::ByRule, Some(parent)) if !needs_anchor(prefix, &mut catalog, parent)? => {
             let route = catalog.route(parent, &have)?;
-            let base = Base::open(prefix, route)?;
+            let base = Base::open(prefix, route, watch)?;
             let chain = base.chain()?;
-            let (index, pair) = upload_pair(prefix, Encode::new(&target).base(&chain).options(encode), &known)?;
+            let (index, pair) = upload_pair(prefix, Encode::new(&target).base(&chain).options(encode).watch(watch), &known)?;
             version.state = state(&index);
             version.content = Content::Difference(pair);
             file_names(&index)
         }
         _ => {
-            let (index, pair) = upload_pair(prefix, Encode::new(&target).options(encode), &known)?;
+            let (index, pair) = upload_pair(prefix, Encode::new(&target).options(encode).watch(watch), &known)?;
             version.state = state(&index);
             version.content = Content::Whole(pair);
             file_names(&index)
@@ -158,6 +170,7 @@ pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOp
     };
     if path.is_dir() {
         for (name, path) in files_below(path, &pair_files)? {
+            watch.done(0)?;
             let file = File::open(&path).map_err(|e| Error::io("open", &path, e))?;
             let content = Upload::new(&prefix.remote, prefix.segment_bytes, &known).all(file);
             version.files.push(StoredFile { name, content: content.map_err(|e| Error::io("read", &path, e))?? });
@@ -199,9 +212,9 @@ pub(crate) struct Base {
 static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
 
 impl Base {
-    pub fn open(prefix: &Prefix, route: Route) -> Result<Self> {
+    pub fn open(prefix: &Prefix, route: Route, watch: &dyn Watch) -> Result<Self> {
         let folder = tempfile::tempdir().map_err(|e| Error::io("create", &std::env::temp_dir(), e))?;
-        let cache = Cache { remote: &prefix.remote, folder: folder.path() };
+        let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch };
         let pairs = route.pairs.iter().map(|pair| cache.whole(pair)).collect::<Result<_>>()?;
         Ok(Self { checkpoint: route.have.map(SafetensorsCheckpoint::open).transpose()?, pairs, _folder: folder })
     }

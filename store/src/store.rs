@@ -211,7 +211,7 @@ impl Store {
     /// [`Error::InvalidArgument`] for a name that is not UTF-8, a link to a folder or to nothing, or a special file;
     /// [`Error::TooSlow`]; [`Error::Unreachable`]; the errors of [`Encode::to_writer`](tpde::Encode::to_writer) and of requests. The
     /// branch is as it was. What was uploaded is collected by [`Store::gc`].
-    pub fn put(&self, checkpoint: impl AsRef<Path>, options: &PutOptions) -> Result<Version> {
+    pub fn put(&self, checkpoint: impl AsRef<Path>, options: &PutOptions<'_>) -> Result<Version> {
         put::put(&self.0, checkpoint.as_ref(), options)
     }
 

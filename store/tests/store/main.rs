@@ -4,6 +4,7 @@ mod checkpoints;
 mod deleted;
 mod faulty;
 mod hostile;
+mod watched;
 
 use checkpoints::{NAMES, Random, Weights, tree};
 use faulty::{Fault, Faulty};
