@@ -21,7 +21,7 @@ import reader  # noqa: E402
 from reader.layout import Record, TensorEntry  # noqa: E402
 
 SEEDS = ROOT / "fuzz" / "seeds"
-VECTORS = [ROOT / "testdata" / version for version in ("v1", "v1.2")]
+VECTORS = [ROOT / "testdata" / version for version in ("v1", "v1.2", "v1.3")]
 DTYPES = list(reader.DTYPES)  # in the order of the crate's list
 BF16, F32, I8, F8_E4M3 = 17, 18, 2, 32
 CONDITIONED = 2

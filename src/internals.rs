@@ -11,6 +11,8 @@ pub use crate::format::*;
 pub use crate::sums::chunk_sum;
 pub use crate::writer::{FileSpec, Finished, PairBuilder, PartSpec, TensorSpec};
 
+use crate::apply::find_base;
+use crate::checkpoint::Checkpoint;
 use crate::index::{Tensor, ValidatedIndex};
 
 /// Returns the header of an index.
@@ -41,4 +43,13 @@ pub fn tables<'a>(tensor: &Tensor<'a>) -> Option<&'a TableSet> {
 /// Returns the digests of a tensor.
 pub fn digests<'a>(tensor: &Tensor<'a>) -> &'a TensorDigests {
     tensor.digests
+}
+
+/// Returns the lanes that a base gives for an entry with a derived base; `None` for another entry, and if the base does not have the
+/// tensors that the entry states.
+pub fn formed_lanes(tensor: &Tensor<'_>, base: &dyn Checkpoint) -> Option<Vec<u8>> {
+    let formed = find_base(tensor, base).ok()??.formed(tensor)?;
+    let mut lanes = vec![0; usize::try_from(tensor.bytes()).ok()?];
+    formed.read(base, 0, &mut lanes).ok()?;
+    Some(lanes)
 }

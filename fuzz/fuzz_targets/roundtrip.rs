@@ -9,6 +9,7 @@ use tpde::{
     Apply, BaseKind, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Favor, InPlace, Layout, MemoryCheckpoint, TensorInfo,
     TensorMut,
 };
+use tpde_fuzz::derived::{Origin, derived};
 use tpde_fuzz::{base_lanes, one_thread};
 
 #[derive(Arbitrary, Debug)]
@@ -46,6 +47,7 @@ enum Base {
     /// The base tensor of the first tensor, whose dtype may differ from this tensor's.
     Tied,
     Rows(u8),
+    Derived(Origin),
 }
 
 /// A change to one lane or several.
@@ -78,10 +80,10 @@ fn shape(tensor: &Tensor) -> Vec<u64> {
     }
 }
 
-fn target_of(tensor: &Tensor, base: &[u8], size: usize) -> Vec<u8> {
+fn target_of(tensor: &Tensor, dtype: Dtype, base: &[u8], size: usize) -> Vec<u8> {
     let mut target = base.to_vec();
     target.resize(size, tensor.base_seed);
-    let width = tensor.dtype.lane_bytes();
+    let width = dtype.lane_bytes();
     let lanes = size / width;
     for (at, edit) in tensor.edits.iter().filter(|_| lanes > 0) {
         let at = usize::from(*at) % lanes;
@@ -104,6 +106,14 @@ fn check(input: &Input) {
     let mut renamed = BTreeMap::new();
     for (i, tensor) in input.tensors.iter().enumerate() {
         let info = TensorInfo { name: format!("t{i}"), dtype: tensor.dtype, shape: shape(tensor) };
+        if let Base::Derived(origin) = tensor.base
+            && let Some((info, of_base, formed)) = derived(origin, info.clone(), tensor.base_seed)
+        {
+            let tensor = target_of(tensor, info.dtype, &formed, info.bytes() as usize);
+            targets.push((info, tensor));
+            bases.extend(of_base);
+            continue;
+        }
         let mut base = info.clone();
         match tensor.base {
             Base::OtherDtype => base.dtype = if base.dtype == Dtype::U8 { Dtype::I8 } else { Dtype::U8 },
@@ -114,12 +124,12 @@ fn check(input: &Input) {
             _ => {}
         }
         let base_bytes = base_lanes(tensor.base_seed, base.bytes() as usize);
-        targets.push((info.clone(), target_of(tensor, base_bytes, info.bytes() as usize)));
+        targets.push((info.clone(), target_of(tensor, info.dtype, base_bytes, info.bytes() as usize)));
         match tensor.base {
             Base::Tied if i > 0 && bases.first().is_some_and(|(first, _)| first.name == "t0") => {
                 renamed.insert(info.name, "t0".to_owned());
             }
-            Base::None | Base::Tied => {}
+            Base::None | Base::Tied | Base::Derived(_) => {}
             _ => {
                 if let Base::Renamed = tensor.base {
                     renamed.insert(info.name, base.name.clone());
@@ -155,7 +165,7 @@ fn check(input: &Input) {
     }
 
     for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
-        let in_place = pair.index().tensors().filter(|tensor| tensor.base_kind != BaseKind::Prefix);
+        let in_place = pair.index().tensors().filter(|tensor| matches!(tensor.base_kind, BaseKind::None | BaseKind::Same));
         let mut lanes: Vec<_> = in_place
             .map(|tensor| {
                 use tpde::Checkpoint;

@@ -4,6 +4,7 @@
 //! correct checksums first, as an attacker would.
 
 pub mod application;
+pub mod derived;
 pub mod memory;
 pub mod mutation;
 pub mod parts;
@@ -76,15 +77,17 @@ pub fn base_lanes(seed: u8, size: usize) -> &'static [u8] {
     }
 }
 
-/// The base tensors that a pair needs. For a shared base name, the first tensor decides dtype and shape.
+/// The base tensors that a pair needs. For a shared name, the first entry decides dtype and shape.
 pub fn base_tensors(index: &ValidatedIndex) -> Vec<(TensorInfo, &'static [u8])> {
     let mut tensors: Vec<(TensorInfo, &'static [u8])> = Vec::new();
     for tensor in index.tensors() {
-        let Some(shape) = tensor.base_shape() else { continue };
-        if tensors.iter().all(|(info, _)| info.name != tensor.base_name) {
-            let info = TensorInfo { name: tensor.base_name.to_owned(), dtype: tensor.dtype, shape: shape.to_vec() };
-            let lanes = base_lanes(tensors.len() as u8, info.bytes() as usize);
-            tensors.push((info, lanes));
+        let base = tensor.base_shape().map(|shape| (tensor.base_name, tensor.base_dtype(), shape));
+        for (name, dtype, shape) in base.into_iter().chain(tensor.scales()) {
+            if tensors.iter().all(|(info, _)| info.name != name) {
+                let info = TensorInfo { name: name.to_owned(), dtype, shape };
+                let lanes = base_lanes(tensors.len() as u8, info.bytes() as usize);
+                tensors.push((info, lanes));
+            }
         }
     }
     tensors

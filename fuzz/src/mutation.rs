@@ -108,6 +108,7 @@ enum Mutation {
     Cut(Place, u8),
     Name(Place, Edit),
     BaseName(Place, Edit),
+    ScalesName(Place, Edit),
     Digest(Place, u8, u8),
     Root(u8, u8),
     Tables(Place, Edit),
@@ -279,6 +280,7 @@ impl Mutation {
                 parts.header.required_features |= FEATURE_DIGESTS | FEATURE_PAYLOAD_LIST | FEATURE_PARTS;
             }
             Mutation::Name(place, edit) => edit.apply(&mut pick(&mut parts.tensors, place.0)?.name),
+            Mutation::ScalesName(place, edit) => edit.apply(&mut pick(&mut parts.tensors, place.0)?.scales_name),
             Mutation::BaseName(place, edit) => edit.apply(&mut pick(&mut parts.tensors, place.0)?.base_name),
             Mutation::Digest(place, at, flip) => *pick(&mut pick(&mut parts.tensors, place.0)?.digests, *at)? ^= flip,
             Mutation::Root(at, flip) => *pick(&mut parts.roots, *at)? ^= flip,

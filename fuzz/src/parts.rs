@@ -1,9 +1,9 @@
 //! A pair split into parts, which can be changed one by one and written again. The integration tests share this file.
 
-use super::sign::{chunk_bytes, part_bytes, repair_layout, repair_pair};
+use super::sign::{chunk_bytes, lanes_of_base, repair_layout, repair_pair};
 use binrw::{BinRead, BinWrite};
 use std::io::Cursor;
-use tpde::internals::{self, FileEntry, IndexHeader, PART_FIRST, PART_FURTHER, Section, TableSet, TensorEntry};
+use tpde::internals::{self, DerivedParam, FileEntry, IndexHeader, PART_FIRST, PART_FURTHER, Section, TableSet, TensorEntry};
 use tpde::{BaseKind, Dtype, TensorInfo, ValidatedIndex};
 
 #[derive(Debug, Clone)]
@@ -20,6 +20,8 @@ pub struct TensorPart {
     pub dims: Vec<u64>,
     pub name: Vec<u8>,
     pub base_name: Vec<u8>,
+    /// Empty unless the base is dequantised.
+    pub scales_name: Vec<u8>,
     /// The tables as stored: a number, and possibly a set.
     pub tables: Vec<u8>,
     pub digests: Vec<u8>,
@@ -83,8 +85,7 @@ impl Parts {
         let tensors = valid.tensors().map(|tensor| {
             let entry = TensorEntry::read(&mut entries).expect("an entry");
             let own = tables.split_off(..entry.tables_size as usize).expect("tables");
-            let base = bases.iter().find(|(info, _)| tensor.base_kind != BaseKind::None && info.name == tensor.base_name);
-            let mut lanes = base.map_or(Vec::new(), |(_, bytes)| part_bytes(bytes.as_ref(), &tensor));
+            let mut lanes = lanes_of_base(&tensor, bases);
             lanes.resize(tensor.bytes() as usize, 0);
             let chunks = tensor.chunks().map(|chunk| {
                 let record = &internals::records(valid)[chunk as usize];
@@ -107,6 +108,7 @@ impl Parts {
                 },
                 name: if entry.name_size == 0 { Vec::new() } else { tensor.name.as_bytes().to_vec() },
                 base_name: if entry.base_name_size == 0 { Vec::new() } else { tensor.base_name.as_bytes().to_vec() },
+                scales_name: tensor.scales().map_or(Vec::new(), |(name, ..)| name.as_bytes().to_vec()),
                 tables: own.to_vec(),
                 digests: digests[64 + 32 * tensor.place..][..32].to_vec(),
                 chunks: chunks.collect(),
@@ -130,6 +132,10 @@ impl Parts {
             let entry = &mut tensor.entry;
             entry.name_size = tensor.name.len() as u32;
             entry.base_name_size = tensor.base_name.len() as u32;
+            if BaseKind::from_code(entry.base_kind).is_some_and(BaseKind::is_derived) {
+                let param = DerivedParam::from_bits(entry.base_param);
+                entry.base_param = DerivedParam { scales_name_size: tensor.scales_name.len() as u32, ..param }.to_bits();
+            }
             // A part has several lists of dims.
             entry.rank = match entry.part {
                 PART_FIRST => tensor.dims.len() / 3,
@@ -179,7 +185,7 @@ impl Parts {
             digests.extend(&tensor.digests);
             tensor.entry.write(&mut tensors).expect("a write to memory");
             dims.extend(tensor.dims.iter().flat_map(|dim| dim.to_le_bytes()));
-            names.extend([&tensor.name[..], &tensor.base_name].concat());
+            names.extend([&tensor.name[..], &tensor.base_name, &tensor.scales_name].concat());
             tables.extend(&tensor.tables);
         }
         let mut files = Cursor::new(Vec::new());

@@ -4,10 +4,10 @@
 
 use std::ops::Range;
 use tpde::internals::{
-    self, BLOB_HEADER_SIZE, BLOB_MAGIC, ChunkDecoder, Encoded, EncodedChunk, FEATURE_DIGESTS, FEATURE_PARTS, FEATURE_PAYLOAD_LIST,
-    INDEX_HEADER_CRC_SPAN, INDEX_HEADER_SIZE, INDEX_MAGIC, PAIR_DIGEST_SIZE, VERSION_MAJOR, chunk_sum,
+    self, BLOB_HEADER_SIZE, BLOB_MAGIC, ChunkDecoder, Encoded, EncodedChunk, FEATURE_DERIVED, FEATURE_DIGESTS, FEATURE_PARTS,
+    FEATURE_PAYLOAD_LIST, INDEX_HEADER_CRC_SPAN, INDEX_HEADER_SIZE, INDEX_MAGIC, PAIR_DIGEST_SIZE, VERSION_MAJOR, chunk_sum,
 };
-use tpde::{BaseKind, Tensor, TensorInfo, ValidatedIndex};
+use tpde::{BaseKind, MemoryCheckpoint, Tensor, TensorInfo, ValidatedIndex};
 
 /// Maximum size in bytes of the tensors that a target works on.
 pub const MOST_BYTES: u64 = 1 << 18;
@@ -98,7 +98,7 @@ pub fn repair_layout(index: &mut Vec<u8>) {
     put(index, 12, &INDEX_HEADER_SIZE.to_le_bytes());
     let (has_digests, has_list) = features(index);
     let has_parts = has_list && index[16] & FEATURE_PARTS as u8 != 0;
-    let bits = u8::from(has_digests) | u8::from(has_list) << 1 | u8::from(has_parts) << 2;
+    let bits = u8::from(has_digests) | u8::from(has_list) << 1 | u8::from(has_parts) << 2 | index[16] & FEATURE_DERIVED as u8;
     put(index, 16, &[bits, 0, 0, 0, 0, 0, 0, 0]);
     put(index, 60, &[0; 4]);
     if !has_digests {
@@ -196,6 +196,16 @@ pub fn part_bytes(whole: &[u8], entry: &Tensor<'_>) -> Vec<u8> {
     bytes.into_iter().map(|(_, byte)| byte).collect()
 }
 
+/// The base lanes of an entry. They are missing, in part or as a whole, where these base tensors do not fit.
+pub fn lanes_of_base<B: AsRef<[u8]>>(tensor: &Tensor<'_>, bases: &[(TensorInfo, B)]) -> Vec<u8> {
+    if tensor.derived.is_some() {
+        let base = MemoryCheckpoint::new(bases.iter().map(|(info, bytes)| (info.clone(), bytes.as_ref())));
+        return internals::formed_lanes(tensor, &base.expect("tensors as long as their shapes say")).unwrap_or_default();
+    }
+    let base = bases.iter().find(|(info, _)| tensor.base_kind != BaseKind::None && info.name == tensor.base_name);
+    base.map_or(Vec::new(), |(_, bytes)| part_bytes(bytes.as_ref(), tensor))
+}
+
 /// Byte range of a chunk in its tensor.
 pub fn chunk_bytes(tensor: &Tensor<'_>, chunk: u32) -> Range<usize> {
     let (range, width) = (tensor.chunk_range(chunk), tensor.lane_bytes() as u64);
@@ -211,9 +221,8 @@ pub fn repair_sums<B: AsRef<[u8]>>(index: &ValidatedIndex, blob: &mut [u8], base
     let (mut base_root, mut target_root) = (blake3::Hasher::new(), blake3::Hasher::new());
     let mut decoder = ChunkDecoder::new();
     for (i, tensor) in index.tensors().enumerate() {
-        let base = bases.iter().find(|(info, _)| tensor.base_kind != BaseKind::None && info.name == tensor.base_name);
-        let base = &base.map_or(Vec::new(), |(_, bytes)| part_bytes(bytes.as_ref(), &tensor))[..];
-        let mut target = base.to_vec();
+        let base = lanes_of_base(&tensor, bases);
+        let mut target = base.clone();
         target.resize(tensor.bytes() as usize, 0);
         for chunk in tensor.chunks() {
             let lanes = &mut target[chunk_bytes(&tensor, chunk)];
@@ -231,7 +240,7 @@ pub fn repair_sums<B: AsRef<[u8]>>(index: &ValidatedIndex, blob: &mut [u8], base
             put(&mut bytes, sums_at + 16 * chunk as usize, &base_sum.to_le_bytes());
             put(&mut bytes, sums_at + 16 * chunk as usize + 8, &target_sum.to_le_bytes());
         }
-        let (base_hash, target_hash) = (blake3::hash(base), blake3::hash(&target));
+        let (base_hash, target_hash) = (blake3::hash(&base), blake3::hash(&target));
         let base_hash = if tensor.base_kind == BaseKind::None { [0; 32] } else { *base_hash.as_bytes() };
         base_root.update(&base_hash);
         target_root.update(target_hash.as_bytes());
