@@ -161,3 +161,56 @@ def test_damage_of_one_pair_names_it(chain: Chain, tmp_path: Path) -> None:
     with pytest.raises(tpde.Invalid) as invalid:
         tpde.apply(pairs, tmp_path / "never", base=chain.files[0])
     assert invalid.value.pair is not None and invalid.value.pair.endswith("bad")
+
+
+def test_bases_of_another_dtype(tmp_path: Path) -> None:
+    """Weights in F32, their F16 export, and a later export: as pairs, folded, and back."""
+    random = np.random.default_rng(2)
+    master = {"w": (random.standard_normal((64, 300)) * 0.02).astype(np.float16).astype(np.float32)}
+    export = {"w": master["w"].astype(np.float16)}
+    later = {"w": export["w"].copy()}
+    later["w"].view(np.uint16)[::7, ::11] += 1
+    for name, arrays in {"master": master, "export": export, "later": later}.items():
+        tpde.numpy.save_file(arrays, tmp_path / f"{name}-whole")
+        tpde.apply(tmp_path / f"{name}-whole", tmp_path / f"{name}.safetensors")
+
+    def kind(pair: str) -> str:
+        (tensor,) = tpde.inspect(tmp_path / pair).tensors
+        return tensor.base_kind
+
+    tpde.numpy.save_file(export, tmp_path / "first", base=master)
+    tpde.numpy.save_file(later, tmp_path / "second", base=export)
+    tpde.numpy.save_file(later, tmp_path / "direct", base=master)
+    tpde.numpy.save_file(later, tmp_path / "whole", base=master, derived=False)
+    assert [kind(pair) for pair in ("first", "second", "direct", "whole")] == ["cast", "same", "cast", "none"]
+    assert np.array_equal(tpde.numpy.load_file(tmp_path / "first", base=master)["w"], export["w"])
+    assert np.array_equal(tpde.numpy.load_file(tmp_path / "direct", base=master)["w"], later["w"])
+
+    files = {name: tmp_path / f"{name}.safetensors" for name in ("master", "export", "later")}
+    for name, base, target in (("a", "master", "export"), ("b", "export", "later"), ("ab", "master", "later")):
+        tpde.encode(files[target], tmp_path / name, base=files[base])
+    tpde.encode(files["later"], tmp_path / "ab-whole", base=files["master"], derived=False)
+    steps = [tmp_path / "a", tmp_path / "b"]
+    tpde.fold(steps, tmp_path / "folded", base=files["master"])
+    assert pair_bytes(tmp_path / "folded") == pair_bytes(tmp_path / "ab") and kind("folded") == "cast"
+    tpde.fold(steps, tmp_path / "folded-whole", base=files["master"], derived=False)
+    assert pair_bytes(tmp_path / "folded-whole") == pair_bytes(tmp_path / "ab-whole") and kind("folded-whole") == "none"
+    tpde.revert(steps, tmp_path / "back", base=files["master"])
+    assert kind("back") == "cast"
+    tpde.apply(tmp_path / "back", tmp_path / "out", base=files["later"])
+    assert (tmp_path / "out").read_bytes() == files["master"].read_bytes()
+    tpde.revert(steps, tmp_path / "back", base=files["master"], derived=False, replace=True)
+    assert kind("back") == "none"
+
+
+def test_derived_of_torch_tensors(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    import tpde.torch
+
+    base = {"w": torch.randn(64, 300, generator=torch.Generator().manual_seed(3))}
+    target = {"w": base["w"].to(torch.bfloat16)}
+    tpde.torch.save_file(target, tmp_path / "pair", base=base)
+    tpde.torch.save_file(target, tmp_path / "whole", base=base, derived=False)
+    kinds = [tpde.inspect(tmp_path / name).tensors[0].base_kind for name in ("pair", "whole")]
+    assert kinds == ["cast", "none"]
+    assert torch.equal(tpde.torch.load_file(tmp_path / "pair", base=base)["w"].view(torch.int16), target["w"].view(torch.int16))

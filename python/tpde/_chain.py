@@ -21,6 +21,7 @@ def fold(
     layout: str | None = None,
     format: str | None = None,
     payload_digests: bool = False,
+    derived: bool = True,
     split: str | None = None,
     replace: bool = False,
     expect: Digest | None = None,
@@ -36,7 +37,7 @@ def fold(
         pairs: The pairs, in the order in which they are applied: their names, or either file of each. A single one is encoded anew.
         path: Name of the new pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
         base: The checkpoint that the first pair was made from; ``None`` if it needs none.
-        codec, favor, chunk_lanes, layout, format, payload_digests, split, replace, progress: As for :func:`encode`.
+        codec, favor, chunk_lanes, layout, format, payload_digests, derived, split, replace, progress: As for :func:`encode`.
         expect: The pair digest of the last pair, as for :func:`apply`.
 
     Raises:
@@ -54,6 +55,7 @@ def fold(
         renamed=None,
         format=format,
         payload_digests=payload_digests,
+        derived=derived,
         split=split,
     )
     return _write("fold", pairs, path, base, how, expect, progress, replace=replace)
@@ -70,6 +72,7 @@ def revert(
     layout: str | None = None,
     format: str | None = None,
     payload_digests: bool = False,
+    derived: bool = True,
     split: str | None = None,
     replace: bool = False,
     expect: Digest | None = None,
@@ -87,6 +90,7 @@ def revert(
         renamed=None,
         format=format,
         payload_digests=payload_digests,
+        derived=derived,
         split=split,
     )
     return _write("revert", pairs, path, base, how, expect, progress, replace=replace)

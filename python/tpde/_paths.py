@@ -182,8 +182,8 @@ def options(
     renamed: Mapping[str, str] | None,
     format: str | None,
     payload_digests: bool,
+    derived: bool,
     split: str | None,
-    derived: bool = True,
 ) -> dict[str, Any]:
     """Encoding options for the Rust half."""
     for what, name in {"codec": codec, "layout": layout, "favor": favor, "format version": format, "split": split}.items():

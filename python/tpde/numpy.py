@@ -45,6 +45,7 @@ def save_file(
     renamed: Mapping[str, str] | None = None,
     format: str | None = None,
     payload_digests: bool = False,
+    derived: bool = True,
     split: str | None = None,
     replace: bool = False,
     progress: Progress = None,
@@ -61,6 +62,7 @@ def save_file(
         renamed=renamed,
         format=format,
         payload_digests=payload_digests,
+        derived=derived,
         split=split,
     )
     return _state.save(tensors, path, base=base, options=how, replace=replace, progress=progress)

@@ -96,6 +96,7 @@ def save_file(
     renamed: Mapping[str, str] | None = None,
     format: str | None = None,
     payload_digests: bool = False,
+    derived: bool = True,
     split: str | None = None,
     replace: bool = False,
     progress: Progress = None,
@@ -114,7 +115,8 @@ def save_file(
         path: Name of the pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
         base: Path of a checkpoint, a state dict, a module, or the slices of the base that the rank holds; ``None`` for a pair that
             needs no base.
-        codec, favor, chunk_lanes, layout, renamed, format, payload_digests, split, replace, progress: As for :func:`tpde.encode`.
+        codec, favor, chunk_lanes, layout, renamed, format, payload_digests, derived, split, replace, progress: As for
+            :func:`tpde.encode`.
 
     Raises:
         NotContiguous, InvalidArgument: A tensor that cannot be read, or a name that is not a string.
@@ -130,6 +132,7 @@ def save_file(
         renamed=renamed,
         format=format,
         payload_digests=payload_digests,
+        derived=derived,
         split=split,
     )
     return _state.save(tensors, path, base=base, options=how, replace=replace, progress=progress)

@@ -45,7 +45,7 @@ impl Xorshift {
 /// Size in bytes of an element, for the dtypes used in tests.
 pub fn width(dtype: &str) -> usize {
     match dtype {
-        "U8" => 1,
+        "U8" | "F8_E4M3" => 1,
         "BF16" | "F16" => 2,
         "F32" | "U32" => 4,
         "F64" | "I64" => 8,

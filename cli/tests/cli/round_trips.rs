@@ -213,3 +213,69 @@ fn more_shards_than_a_process_may_open_are_encoded_and_verified() {
         assert_eq!(run.code, 0, "{line}: {}", run.err);
     }
 }
+
+#[test]
+fn a_base_of_another_dtype_is_converted_or_dequantised() {
+    let place = Place::new();
+    let upper_halves = |tensor: &Tensor| tensor.bytes.chunks(4).flat_map(|lane| [lane[2], lane[3]]).collect();
+    let mut cast = tensor("cast", "F32", &[64, 64], 1);
+    // Lanes with a low half of zero are cast exactly, but those of infinity and NaN.
+    cast.bytes.chunks_mut(4).for_each(|lane| (lane[0], lane[1], lane[3]) = (0, 0, lane[3] & 0x3F));
+    let target = vec![
+        tuned(&Tensor { dtype: "BF16", bytes: upper_halves(&cast), ..cast.clone() }, 50),
+        Tensor { name: "fp8".into(), dtype: "BF16", shape: vec![128, 200], bytes: vec![0; 2 * 128 * 200] },
+        Tensor { name: "experts".into(), dtype: "BF16", shape: vec![2, 64, 7], bytes: vec![0; 2 * 2 * 64 * 7] },
+    ];
+    let zeros = |name: &str, dtype, shape: &[usize]| {
+        let mut zeros = tensor(name, dtype, shape, 1);
+        zeros.bytes.fill(0);
+        zeros
+    };
+    let quantised = [
+        zeros("fp8", "F8_E4M3", &[128, 200]),
+        zeros("fp8_scale_inv", "F32", &[1, 2]),
+        zeros("experts_blocks", "U8", &[2, 7, 2, 16]),
+        zeros("experts_scales", "U8", &[2, 7, 2]),
+    ];
+    let base = [&[cast][..], &quantised].concat();
+    write_file(&place.path("base.safetensors"), &base);
+    write_file(&place.path("target.safetensors"), &target);
+
+    let report = place.json("encode base.safetensors target.safetensors -o pair");
+    assert_eq!(list(&report["derived"]), ["cast", "experts", "fp8"]);
+    let facts = |report: &serde_json::Value, field: &str| -> Vec<serde_json::Value> {
+        report["tensors"].as_array().unwrap().iter().map(|tensor| tensor[field].clone()).collect()
+    };
+    for report in [&report, &place.json("inspect pair")] {
+        assert_eq!(facts(report, "base_kind"), ["cast", "dequantised", "dequantised"]);
+        assert_eq!(facts(report, "base_dtype"), ["F32", "U8", "F8_E4M3"]);
+        let forms = ["".into(), "mxfp4_transposed".into(), "fp8_blocks".into()];
+        assert_eq!(facts(report, "base_form"), forms.map(|form: serde_json::Value| if form == "" { ().into() } else { form }));
+    }
+    let text = place.ok("encode base.safetensors target.safetensors -o pair -f").out;
+    assert!(text.contains("3 tensors, from a base of another dtype: cast, experts, fp8"), "{text}");
+    place.ok("apply base.safetensors pair -o out.safetensors");
+    place.assert_same("out.safetensors", "target.safetensors");
+    place.json("verify pair --base base.safetensors --target target.safetensors");
+    place.ok("revert base.safetensors pair -o back");
+    place.ok("apply target.safetensors back -o again.safetensors");
+    place.assert_same("again.safetensors", "base.safetensors");
+
+    let whole = place.json("encode base.safetensors target.safetensors -o whole --no-derived --format 1.2");
+    assert_eq!((list(&whole["derived"]), list(&whole["retyped"])), (vec![], vec!["cast", "fp8"]));
+    assert!(whole["stored_bytes"].as_u64() > report["stored_bytes"].as_u64());
+    place.ok("apply base.safetensors whole -o out.safetensors -f");
+    place.assert_same("out.safetensors", "target.safetensors");
+    place.fails("encode base.safetensors target.safetensors -o x --format 1.2", USAGE, "1.3");
+
+    // A tensor of scales is missing, or has another shape, when the pair is made and when it is applied.
+    for scales in [None, Some(zeros("fp8_scale_inv", "F32", &[2, 1]))] {
+        let found = base.iter().filter(|tensor| tensor.name != "fp8_scale_inv").cloned().chain(scales).collect::<Vec<_>>();
+        write_file(&place.path("other.safetensors"), &found);
+        let error = place.fails("apply other.safetensors pair -o x.safetensors", DATA, "fp8_scale_inv");
+        assert_eq!(error["rule"], "base.tensor");
+    }
+    let error = place.fails("encode other.safetensors target.safetensors -o x", DATA, "fp8_scale_inv");
+    assert_eq!(error["rule"], "base.tensor");
+    assert!(!place.path("x.safetensors").exists() && !place.path("x.tpde-index").exists());
+}
