@@ -7,6 +7,7 @@
 
 mod device;
 mod device_pair;
+mod encoder;
 mod errors;
 mod memory;
 mod pair;
@@ -22,6 +23,8 @@ mod _tpde {
     use super::device::{Device, Graph};
     #[pymodule_export]
     use super::device_pair::{DevicePair, PlanOfAll, Ready};
+    #[pymodule_export]
+    use super::encoder::Encoder;
     #[pymodule_export]
     use super::pair::Pair;
     #[pymodule_export]

@@ -50,6 +50,12 @@ impl Options {
         let split = self.split.map(|rules| rules.parse()).transpose()?.unwrap_or_default();
         Ok(options.format(format).payload_digests(self.payload_digests).derived(self.derived).split(split))
     }
+
+    /// The options for these tensors. Without rules, they are cut at the slices.
+    pub fn parse_for(self, target: &Tensors) -> Result<EncodeOptions> {
+        let options = self.parse()?;
+        Ok(if options.split.is_empty() { options.cuts(target.rectangles()) } else { options })
+    }
 }
 
 /// Opens several pairs. If the bytes of a pair are at fault, the error has the path of that pair.
@@ -85,7 +91,8 @@ fn bytes_of(checkpoint: &dyn Checkpoint) -> u64 {
     checkpoint.tensors().iter().map(|tensor| tensor.bytes()).sum()
 }
 
-fn encode_report(report: &EncodeReport, output: &std::path::Path, not_included: &[String]) -> String {
+/// The report of a pair that was written, for the Python half.
+pub fn encode_report(report: &EncodeReport, output: &std::path::Path, not_included: &[String]) -> String {
     let paths = PairPaths::new(output);
     json!({
         "index": paths.index.to_string_lossy(),
@@ -146,11 +153,7 @@ pub fn encode_memory(
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
     run(py, progress, target.size(), |steering| {
-        let mut options = options.parse()?;
-        if options.split.is_empty() {
-            // Without rules, tensors are cut at the slices.
-            options = options.cuts(target.rectangles());
-        }
+        let options = options.parse_for(&target)?;
         let target = target.checkpoint()?;
         let encode = Encode::new(&*target).options(options).overwrite(replace).watch(steering);
         let report = match &base {

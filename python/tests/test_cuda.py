@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from test_torch import DTYPES, Tied, raw_of, tensors_of, tuned
 torch = importlib.import_module("torch") if "TPDE_GPU" in os.environ else pytest.importorskip("torch")
 
 import tpde.nn  # noqa: E402 (needs torch)
+import tpde.slices  # noqa: E402
+import tpde.sync  # noqa: E402
 
 gpu = pytest.mark.skipif(
     not torch.cuda.is_available() and "TPDE_GPU" not in os.environ, reason="SKIPPED: PyTorch shows no CUDA device here"
@@ -227,6 +230,72 @@ class TestLoad:
                 assert (patch.indices is None) == (host[name].indices is None)
                 if patch.indices is not None:
                     assert patch.indices.dtype == torch.int32 and torch.equal(patch.indices.cpu(), host[name].indices)
+
+
+@gpu
+class TestEncode:
+    def test_every_dtype(self, made: Made, tmp_path: Path) -> None:
+        base, target = tensors_of(made.base_bytes), tensors_of(made.target_bytes)
+        for codec in ("conditioned", "raw"):
+            tpde.torch.save_file(moved(target), tmp_path / "device", base=moved(base), codec=codec, replace=True)
+            tpde.torch.save_file(target, tmp_path / "cpu", base=base, codec=codec, replace=True)
+            for end in (".tpde-index", ".tpde-blob"):
+                assert (tmp_path / f"device{end}").read_bytes() == (tmp_path / f"cpu{end}").read_bytes()
+
+    def test_tensors_are_read_after_the_work_of_the_current_stream(self, large: Large, tmp_path: Path) -> None:
+        base, target = large.base.cuda(), large.target.cuda()
+        late, stream = base.clone(), torch.cuda.Stream()
+        encoder = tpde.torch.Encoder()
+        with torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.default_stream())
+            torch.cuda._sleep(200_000_000)
+            late.copy_(target)
+            report = encoder.save_file({"w": late}, tmp_path / "device", base={"w": base})
+        assert report.stored_bytes == large.report.stored_bytes
+        assert (tmp_path / "device.tpde-blob").read_bytes() == Path(f"{large.pair}.tpde-blob").read_bytes()
+
+    def test_another_device_than_the_encoder(self, large: Large, tmp_path: Path) -> None:
+        with pytest.raises(tpde.TpdeError, match="cpu"):
+            tpde.torch.Encoder().save_file({"w": large.target}, tmp_path / "pair")
+        assert not list(tmp_path.iterdir())
+
+    def test_a_full_device_is_an_error_and_serves_again(self, large: Large, tmp_path: Path) -> None:
+        tensors, base = {"w": large.target.cuda()}, {"w": large.base.cuda()}
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        full = torch.empty(max(free - 16 * MIB, 1), dtype=torch.uint8, device="cuda")
+        with pytest.raises(tpde.DeviceFailed, match="OUT_OF_MEMORY"):
+            tpde.torch.save_file(tensors, tmp_path / "pair", base=base)
+        assert not list(tmp_path.iterdir())
+        del full  # PyTorch keeps the memory, and gives it back for the encoder
+        tpde.torch.save_file(tensors, tmp_path / "pair", base=base)
+        assert (tmp_path / "pair.tpde-blob").read_bytes() == Path(f"{large.pair}.tpde-blob").read_bytes()
+
+    def test_a_publisher_encodes_on_the_device(self, tmp_path: Path) -> None:
+        torch.manual_seed(1)
+        state = {"a": torch.randn(300, 512).bfloat16().cuda(), "b": torch.randn(7).cuda()}
+        source = tpde.sync.Source(lambda: state, device="cuda")
+        publisher = tpde.sync.Publisher(source, tpde.sync.Folder(tmp_path / "channel"))
+        model = Plain({name: tensor.clone() for name, tensor in state.items()})
+        weights = tpde.slices.record(model.load_weights, state, model.parameters)
+        subscriber = tpde.sync.Subscriber(weights, tpde.sync.Folder(tmp_path / "channel"), "engine")
+        for _ in range(3):
+            state["a"].view(torch.int16)[::5, ::7] += 1
+            state["b"].mul_(1.5)
+            publisher.publish()
+            subscriber.update()
+            assert all(torch.equal(model.parameters[name], tensor) for name, tensor in state.items())
+
+
+class Plain:
+    """A model with one parameter per tensor."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
+        self.parameters = parameters
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.parameters[name].copy_(tensor)
 
 
 @gpu

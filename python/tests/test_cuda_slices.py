@@ -292,3 +292,95 @@ class TestSlices:
         tpde.nn.attach(model, pair, payloads=payloads)
         for name in names:
             assert raw(model[name].weight) == cut.target[name].tobytes()
+
+
+class TestEncode:
+    def test_the_pair_is_that_of_the_cpu(self, cut: Cut, tmp_path: Path) -> None:  # noqa: F811
+        base, target = moved(cut.base), moved(cut.target)
+        for number, how in enumerate(({}, {"favor": "speed", "payload_digests": True}, {"split": SPLIT}, {"codec": "raw"})):
+            ours, cpu = tmp_path / f"device-{number}", tmp_path / f"cpu-{number}"
+            done: list[tuple[int, int]] = []
+            progress = lambda at, total: done.append((at, total))  # noqa: B023, E731
+            report = tpde.torch.save_file(target, ours, base=base, chunk_lanes=4096, progress=progress, **how)
+            expected = tpde.numpy.save_file(cut.target, cpu, base=cut.base, chunk_lanes=4096, **{"codec": "conditioned", **how})
+            assert same_pairs(ours, cpu) and report.tensors == expected.tensors
+            assert done[-1] == (sum(array.nbytes for array in cut.target.values()),) * 2
+        tpde.torch.save_file(target, tmp_path / "device")
+        tpde.numpy.save_file(cut.target, tmp_path / "cpu", codec="conditioned")
+        assert same_pairs(tmp_path / "device", tmp_path / "cpu")
+
+    def test_slices_of_a_rank(self, cut: Cut, tmp_path: Path) -> None:  # noqa: F811
+        for rank in range(RANKS):
+            (_, base), (_, target) = (shards(cut, rank, arrays) for arrays in (cut.base, cut.target))
+            tpde.torch.save_file(iter(target), tmp_path / "device", base=iter(base), chunk_lanes=4096, replace=True)
+            base, target = (cut.shards(rank, arrays)[1] for arrays in (cut.base, cut.target))
+            how = {"chunk_lanes": 4096, "codec": "conditioned", "replace": True}
+            tpde.numpy.save_file(iter(target), tmp_path / "cpu", base=iter(base), **how)  # type: ignore[arg-type]
+            assert same_pairs(tmp_path / "device", tmp_path / "cpu")
+
+    def test_an_encoder_takes_digests_from_the_pair_before(self, cut: Cut, tmp_path: Path) -> None:  # noqa: F811
+        encoder = tpde.torch.Encoder(DEVICE)
+        versions = [cut.base, cut.target, {name: array.copy() for name, array in cut.target.items()}]
+        next(iter(versions[2].values())).reshape(-1).view(np.uint8)[::7] ^= 1
+        on_device = [moved(arrays) for arrays in versions]
+        encoder.save_file(on_device[0], tmp_path / "whole")
+        names = ["whole", "first", "second"]
+        for number in (1, 2):
+            base, target = on_device[number - 1], on_device[number]
+            before = tmp_path / names[number - 1]
+            encoder.save_file(target, tmp_path / names[number], base=base, base_pair=before)
+            tpde.numpy.save_file(versions[number], tmp_path / "cpu", base=versions[number - 1], codec="conditioned", replace=True)
+            assert same_pairs(tmp_path / names[number], tmp_path / "cpu")
+        # Digests of another version: readers refuse the base, and the tensors stay.
+        encoder.save_file(on_device[2], tmp_path / "forged", base=on_device[1], base_pair=tmp_path / "whole")
+        arrays = {name: array.copy() for name, array in versions[1].items()}
+        with pytest.raises(tpde.WrongBase):
+            tpde.numpy.load_file(tmp_path / "forged", base=arrays)
+
+    def test_memory_that_pytorch_keeps_is_given_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        emptied: list[int] = []
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+
+        def failing(times: int, reason: str) -> Any:
+            left = [times]
+
+            def work(number: int, *, step: int) -> int:
+                left[0] -= 1
+                if left[0] >= 0:
+                    raise tpde.DeviceFailed("allocate memory: " + reason, action="allocate memory", reason=reason)
+                return number + step
+
+            return tpde.torch.Encoder(DEVICE)._device.with_room(work)
+
+        full = "out of memory (CUDA_ERROR_OUT_OF_MEMORY)"
+        assert failing(0, full)(1, step=2) == 3 and not emptied
+        assert failing(1, full)(1, step=2) == 3 and len(emptied) == 1
+        with pytest.raises(tpde.DeviceFailed, match="OUT_OF_MEMORY"):
+            failing(2, full)(1, step=2)
+        with pytest.raises(tpde.DeviceFailed, match="LAUNCH"):
+            failing(1, "CUDA_ERROR_LAUNCH_FAILED")(1, step=2)
+        assert len(emptied) == 2
+
+    def test_what_a_device_does_not_encode(self, cut: Cut, tmp_path: Path) -> None:  # noqa: F811
+        base, target = moved(cut.base), moved(cut.target)
+        name = next(iter(target))
+        tpde.numpy.save_file(cut.base, tmp_path / "base")
+        refused: list[tuple[str, dict[str, Any], Any]] = [
+            ("on that device", {"base": str(tmp_path / "base")}, target),
+            ("conditioned", {"codec": "zstd"}, target),
+            ("zstd", {"layout": "planes"}, target),
+            ("on", {"base": {**base, name: torch.from_numpy(cut.base[name].copy())}}, target),
+            ("on", {}, {**target, "last": torch.zeros(4)}),
+            ("exists", {"base": base}, target),
+        ]
+        before = sorted(path.name for path in tmp_path.iterdir())
+        for what, how, tensors in refused:
+            path = tmp_path / ("base" if what == "exists" else "refused")
+            with pytest.raises(tpde.TpdeError, match=what):
+                tpde.torch.save_file(tensors, path, **how)
+            assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def same_pairs(one: Path, other: Path) -> bool:
+    """Whether two pairs have the same bytes."""
+    return all(Path(f"{one}{end}").read_bytes() == Path(f"{other}{end}").read_bytes() for end in (".tpde-index", ".tpde-blob"))

@@ -41,6 +41,7 @@ POSITIONAL = {
     tpde.torch.iter_weights: ["pair"],
     tpde.torch.iter_patches: ["pair"],
     tpde.torch.DevicePair: ["pair", "device"],
+    tpde.torch.Encoder: ["device"],
     tpde.numpy.load_file: ["pair"],
     tpde.numpy.save_file: ["tensors", "path"],
     tpde.numpy.apply_: ["tensors", "pair"],

@@ -16,7 +16,7 @@ import torch
 
 from . import _tpde
 from ._entry import Entry
-from ._errors import AlreadyApplied, DeviceUnavailable, InvalidArgument, OutOfMemory
+from ._errors import AlreadyApplied, DeviceFailed, DeviceUnavailable, InvalidArgument, OutOfMemory
 from ._paths import Digest, StrPath, open_pair, path_of
 from ._progress import Progress, progress_callback
 from ._tensor import Memory, SliceMemory
@@ -70,6 +70,21 @@ class Device:
                 return on_stream(self.copies, lambda: self.raw.beside_captures(lambda: self._empty(bytes)))
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"no memory on {self.torch} for {what}, {bytes} bytes", tensor=what, bytes=bytes) from error
+
+    def with_room(self, work: Callable[..., _Result]) -> Callable[..., _Result]:
+        """``work``, which takes memory from the driver. If there is not enough, it is called again after PyTorch has given back what it
+        does not use."""
+
+        def call(*arguments: Any, **how: Any) -> _Result:
+            try:
+                return work(*arguments, **how)
+            except DeviceFailed as error:
+                if "CUDA_ERROR_OUT_OF_MEMORY" not in error.reason:
+                    raise
+            torch.cuda.empty_cache()
+            return work(*arguments, **how)
+
+        return call
 
     def _empty(self, bytes: int) -> torch.Tensor:
         return torch.empty(max(bytes, 1), dtype=torch.uint8, device=self.torch)

@@ -79,6 +79,6 @@ def describe_each(
     return [describe(name, value, like, writable=writable, device=device) for name, value, like in each]
 
 
-def describe_all(tensors: Mapping[str, Any]) -> list[Memory]:
-    """Describes all tensors of a state dict."""
-    return [describe(check_name(name), value) for name, value in tensors.items()]
+def describe_all(tensors: Mapping[str, Any], device: Any = "cpu") -> list[Memory]:
+    """Describes all tensors of a state dict, on this device."""
+    return [describe(check_name(name), value, device=device) for name, value in tensors.items()]

@@ -80,13 +80,13 @@ def describe_slices(
     return [memory for memory in described if 0 not in memory[2]]
 
 
-def describe_saved(slices: Any) -> list[SliceMemory]:
-    """Checks slices that are to be encoded and describes their memory. Leaves out those without elements."""
+def describe_saved(slices: Any, device: Any = "cpu") -> list[SliceMemory]:
+    """Checks slices that are to be encoded and describes their memory, on this device. Leaves out those without elements."""
     described = []
     for one in checked(slices):
         if one.shape is None:
             raise InvalidArgument(f"slice of tensor {one.name!r} has no shape: expected that of the whole tensor")
-        described.append(_describe(one, [*one.shape], None, writable=False))
+        described.append(_describe(one, [*one.shape], None, writable=False, device=device))
     return [memory for memory in described if 0 not in memory[2]]
 
 

@@ -36,7 +36,7 @@ class Source:
             the checkpoint. With ``group``, tensors may be ``DTensor`` with placements ``Shard`` and ``Replicate``, as FSDP2 has them,
             and the function may return slices with ``shape`` instead, as ranks of tensor parallelism hold them.
         dtype: The rollout's dtype: floating-point tensors are cast to it. ``None`` keeps theirs.
-        device: Where the copies are: the CPU, or the device of the tensors if :func:`tpde.torch.save_file` takes such tensors.
+        device: Where the copies are: the CPU, or a CUDA device, which then encodes them.
         group: The trainer's ranks, as :class:`Collective`; its first rank has the channel.
     """
 
@@ -48,7 +48,9 @@ class Source:
         device: str | torch.device = "cpu",
         group: Any = None,
     ) -> None:
-        self._tensors, self._dtype, self._device = tensors, dtype, torch.device(device)
+        self._tensors, self._dtype = tensors, dtype
+        #: Where copies are, and are encoded.
+        self.device = torch.device(device)
         self._messages = None if group is None else Messages(group)
         #: Whether each rank passes what it holds.
         self.is_sharded = self._messages is not None
@@ -112,7 +114,7 @@ class Source:
 
     def _copied(self, shapes: Mapping[str, tuple[int, ...]], own: Any, cuts: list[Rectangles]) -> Snapshot:
         copies = {
-            name: [(index, one.detach().to(self._device, self._cast(one), copy=True).contiguous()) for index, one in held]
+            name: [(index, one.detach().to(self.device, self._cast(one), copy=True).contiguous()) for index, one in held]
             for name, held in own.items()
         }
         return Snapshot(shapes, copies, cuts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Union
 
 from . import _tpde
 from ._entry import Entry
@@ -34,19 +34,73 @@ def load(
     return reader.read(list(reader.entries), digests=digests, progress=progress)
 
 
-def save(tensors: Any, path: StrPath, *, base: Any, options: dict[str, Any], replace: bool, progress: Progress) -> EncodeReport:
-    """Writes the difference of two state dicts as a pair."""
+def save(
+    tensors: Any,
+    path: StrPath,
+    *,
+    base: Any,
+    options: dict[str, Any],
+    replace: bool,
+    progress: Progress,
+    encoder: Any = None,
+    base_pair: StrPath | None = None,
+) -> EncodeReport:
+    """Writes the difference of two state dicts as a pair: on the CPU, or on the CUDA device of ``encoder`` or of the tensors."""
+    target = held(tensors)
+    device = device_of_held(target) if encoder is None else encoder.device
+    how = {"options": options, "replace": replace}
+    encode: Callable[..., str] = _tpde.encode_memory
+    if device is not None:
+        if is_path(base):
+            raise InvalidArgument("the base of tensors on a CUDA device must be on that device too, not in files")
+        encode, how = _encode_on(device, encoder, base_pair, how)
     if base is not None:
-        base = path_of(base) if is_path(base) else _described(base)
+        base = path_of(base) if is_path(base) else describe_held(held(base), device)
+    described = describe_held(target, device)
     with progress_callback(progress, "encode") as callback:
-        target = _described(tensors)
-        text = _tpde.encode_memory(target, path_of(path), base=base, options=options, replace=replace, progress=callback)
+        text = encode(described, path_of(path), base=base, progress=callback, **how)
     return report(EncodeReport, text)
 
 
-def _described(value: Any) -> list[Any]:
-    """The memory of a state dict, a module, or slices."""
-    return describe_saved(value) if is_slices(value) else describe_all(saved_of(value))
+def _encode_on(
+    device: Any, encoder: Any, base_pair: StrPath | None, how: dict[str, Any]
+) -> tuple[Callable[..., str], dict[str, Any]]:
+    """The function that encodes on a CUDA device, and its arguments. ``base_pair`` is the pair of which the base is the target."""
+    from ._device import Device
+
+    on_device = Device.of(device)
+    on_device.refuse_capture("encoding")
+    options = how["options"]
+    if options["codec"] is None and options["layout"] is None:
+        options = {**options, "codec": "conditioned"}
+    known = None if base_pair is None else open_pair(base_pair)
+    raw = _tpde.Encoder(on_device.raw) if encoder is None else encoder._raw
+    return on_device.with_room(raw.encode), {
+        **how,
+        "options": options,
+        "base_pair": known,
+        "stream": on_device.stream().cuda_stream,
+    }
+
+
+#: Tensors by name, or slices of tensors.
+Held = Union[Mapping[str, Any], list[Slice]]
+
+
+def held(value: Any) -> Held:
+    """The tensors of a state dict or of a module, or slices."""
+    return checked(value) if is_slices(value) else saved_of(value)
+
+
+def device_of_held(value: Held) -> Any:
+    """The CUDA device of the tensors or slices; ``None`` for the CPU."""
+    return device_of_slices(value) if isinstance(value, list) else device_of(value.values())
+
+
+def describe_held(value: Held, device: Any) -> list[Any]:
+    """The memory of tensors or slices, on this CUDA device; ``None`` for the CPU."""
+    device = "cpu" if device is None else device
+    return describe_saved(value, device) if isinstance(value, list) else describe_all(value, device)
 
 
 def saved_of(value: Any) -> Mapping[str, Any]:

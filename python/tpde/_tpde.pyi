@@ -88,6 +88,21 @@ class Device:
 class Graph:
     def is_destroyed(self) -> bool: ...
 
+class Encoder:
+    def __new__(cls, device: Device) -> Encoder: ...
+    def encode(
+        self,
+        target: _Tensors,
+        path: _Path,
+        *,
+        base: _Tensors | None,
+        base_pair: Pair | None,
+        stream: int,
+        options: dict[str, Any],
+        replace: bool,
+        progress: _Progress | None,
+    ) -> str: ...
+
 class DevicePair:
     @staticmethod
     def index_bytes(pair: Pair) -> int: ...

@@ -42,7 +42,7 @@ from ._merge import merge_expected
 from ._paths import digest_of, inspect
 from ._source import Snapshot, Source
 from .slices import Loader, Map, apply_, check
-from .torch import save_file
+from .torch import Encoder, save_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -118,6 +118,7 @@ class Publisher:
             raise _errors.InvalidArgument("expected a channel for the first rank of the source, and None for the others")
         self._channel = channel
         self._favor, self._timeout, self._bucket = favor, timeout, bucket
+        self._save = save_file if self._source.device.type == "cpu" else Encoder(self._source.device).save_file
         self._session = uuid4().hex
         versions = self._source.share(channel.versions() if channel is not None else None)
         #: The weights of the last version; ``None`` if they are not known.
@@ -240,11 +241,11 @@ class Publisher:
             assert self._channel is not None
             path = self._channel.pair(name)
             # An attempt that failed may have left the pair behind. No record names it yet.
-            save_file(slices, path, base=base, favor=self._favor, replace=True)
+            self._save(slices, path, base=base, favor=self._favor, replace=True)
             return inspect(path)
         with tempfile.TemporaryDirectory(prefix="tpde-") as folder:
             own = Path(folder) / "own"
-            paths = self._gathered(own, lambda: save_file(slices, own, base=base, favor=self._favor) if slices else None)
+            paths = self._gathered(own, lambda: self._save(slices, own, base=base, favor=self._favor) if slices else None)
             if self._channel is None:
                 return None
             path = self._channel.pair(name)

@@ -22,6 +22,7 @@ import torch
 
 from . import _state
 from ._device import DevicePair
+from ._encoder import Encoder
 from ._entry import Entry
 from ._errors import InvalidArgument
 from ._open import Reader
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointWeightPatch",
     "DevicePair",
+    "Encoder",
     "apply_",
     "apply_slices_",
     "iter_patches",
@@ -103,8 +105,9 @@ def save_file(
 ) -> EncodeReport:
     """Write the difference of ``tensors`` from ``base`` as the pair ``path``.
 
-    Tensors are read without a copy. They must be contiguous, on the CPU (``tensor.cpu()`` copies others there) and of a dtype
-    that safetensors knows, and must not be written during the call. Tied weights are stored under each of their names. The pair
+    Tensors are read without a copy. They must be contiguous, on the CPU or on one CUDA device, and of a dtype that safetensors knows,
+    and must not be written during the call. On a device, kernels encode after the work that is queued on the current stream, the base
+    must be there too, and only the compressed bytes are copied to the host; :class:`Encoder` keeps memory for several pairs. Tied weights are stored under each of their names. The pair
     holds tensors, not files: :func:`tpde.apply` rebuilds one file with a header of its own.
 
     Args:
@@ -115,13 +118,14 @@ def save_file(
         path: Name of the pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
         base: Path of a checkpoint, a state dict, a module, or the slices of the base that the rank holds; ``None`` for a pair that
             needs no base.
-        codec, favor, chunk_lanes, layout, renamed, format, payload_digests, derived, split, replace, progress: As for
-            :func:`tpde.encode`.
+        codec: As for :func:`tpde.encode`. On a CUDA device ``"conditioned"``, which is the default there, or ``"raw"``.
+        favor, chunk_lanes, layout, renamed, format, payload_digests, derived, split, replace, progress: As for :func:`tpde.encode`.
 
     Raises:
-        NotContiguous, InvalidArgument: A tensor that cannot be read, or a name that is not a string.
+        NotContiguous, InvalidArgument: A tensor that cannot be read, a name that is not a string, or an option that a device lacks.
         NotHeld: The slices have only some elements of a part.
-        DeviceUnavailable: A tensor, or a slice, on another device than the CPU.
+        DeviceUnavailable, DeviceFailed: Tensors are on two devices, or on one that is neither the CPU nor a CUDA device; the device
+            fails.
         AlreadyExists, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
     how = options(

@@ -1,0 +1,87 @@
+"""Encodes tensors on a CUDA device, one pair after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Union
+
+import torch
+
+from . import _state, _tpde
+from ._device import Device
+from ._paths import EncodeReport, StrPath, options
+from ._progress import Progress
+from ._slices import Slice
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Tensors = Union[Mapping[str, torch.Tensor], "nn.Module", Iterable[Slice]]
+
+
+class Encoder:
+    """Encodes tensors on a CUDA device, one pair after the other, as for the versions of a model in training.
+
+    It keeps memory of the device between pairs: the compressed bytes of the largest one, and up to 512 MiB. This memory is not that
+    of PyTorch's allocator. Calls at the same time do not share memory.
+
+    Args:
+        device: The CUDA device.
+
+    Raises:
+        DeviceUnavailable, DeviceFailed: There is no such device, or it fails.
+    """
+
+    def __init__(self, device: Any = "cuda") -> None:
+        self._device = Device.of(device)
+        self._raw = _tpde.Encoder(self._device.raw)
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return self._device.torch
+
+    def save_file(
+        self,
+        tensors: Tensors,
+        path: StrPath,
+        *,
+        base: Tensors | None = None,
+        base_pair: StrPath | None = None,
+        codec: str | None = None,
+        favor: str | None = None,
+        chunk_lanes: int | None = None,
+        renamed: Mapping[str, str] | None = None,
+        format: str | None = None,
+        payload_digests: bool = False,
+        split: str | None = None,
+        replace: bool = False,
+        progress: Progress = None,
+    ) -> EncodeReport:
+        """Write the difference of ``tensors`` from ``base`` as the pair ``path``. As :func:`tpde.torch.save_file`.
+
+        Args:
+            tensors, base: The target and its base, on this device.
+            path: Name of the pair.
+            base_pair: The pair of which ``base`` is the target. Its target digests become base digests, so that only the digests of
+                the target are computed. If ``base`` is not that target, readers refuse the base of the new pair.
+            codec, favor, chunk_lanes, renamed, format, payload_digests, split, replace, progress: As for :func:`tpde.torch.save_file`.
+
+        Raises:
+            Invalid, Limit, SystemRefused: ``base_pair`` is damaged, too large, or cannot be read.
+            Exception: Those of :func:`tpde.torch.save_file`.
+        """
+        how = options(
+            codec=codec,
+            favor=favor,
+            chunk_lanes=chunk_lanes,
+            layout=None,
+            renamed=renamed,
+            format=format,
+            payload_digests=payload_digests,
+            derived=False,
+            split=split,
+        )
+        return _state.save(
+            tensors, path, base=base, options=how, replace=replace, progress=progress, encoder=self, base_pair=base_pair
+        )
