@@ -11,8 +11,8 @@ use crate::paths::{Options, encode_report};
 use crate::run::run;
 use pyo3::prelude::*;
 use std::path::PathBuf;
-use tpde::cuda::{self, DeviceCheckpoint, Encode};
 use tpde::Result;
+use tpde::cuda::{self, DeviceCheckpoint, Encode};
 
 /// Encodes tensors on a CUDA device. Keeps device memory and pinned memory from one pair to the next.
 #[pyclass(frozen, module = "tpde._tpde")]
