@@ -45,7 +45,7 @@ class Device:
             raise DeviceUnavailable(f"PyTorch cannot use {device}: {error}", device=str(device)) from error
         with torch.cuda.device(device):
             torch.cuda.current_stream()
-            self.raw = _tpde.Device(device.index)
+            self.raw = self.with_room(_tpde.Device)(device.index)
             self.copies = torch.cuda.ExternalStream(self.raw.copy_stream(), device=device)  # type: ignore[no-untyped-call]
 
     @classmethod
