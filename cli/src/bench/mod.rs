@@ -32,9 +32,10 @@ use tpde::{Checkpoint, EncodeOptions, MemoryCheckpoint, SafetensorsCheckpoint, T
 /// The two peers encode each tensor as one zstd frame: base XOR target at level 1, and the byte planes of base XOR target at
 /// level 3. Columns with digests include the time for BLAKE3 of all base and target tensors, for every contender.
 ///
-/// With --device cuda: times to rebuild the target on the device, out of place and in place, from payloads in device memory, in
-/// pinned memory and in host memory, and times to copy the target instead. Measures the codecs conditioned, raw and zstd, or only
-/// --codec. Checkpoints are then read as needed, so they can be larger than memory.
+/// With --device cuda: times to encode the target on the device, from device memory to pinned memory (not codec zstd); times to
+/// rebuild it, out of place and in place, from payloads in device memory, in pinned memory and in host memory; and times to copy it
+/// instead. Measures the codecs conditioned, raw and zstd, or only --codec. Checkpoints are then read as needed, so they can be
+/// larger than memory.
 #[derive(Args)]
 pub struct Bench {
     /// Base checkpoint: a .safetensors file, or a folder of such files. On the CPU, both checkpoints are read into memory
