@@ -70,6 +70,24 @@ fn a_device_encodes_the_same_pairs() {
     place.fails("encode base.safetensors target.safetensors -o cuda0 --codec raw --device cuda", SYSTEM, "cuda0");
 }
 
+/// Each row of `bench` was compared: pairs that the device encodes with those of the CPU, rebuilt tensors with the target.
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_device_is_measured() {
+    let place = Place::with_pair();
+    let rows_of = |options: &str| {
+        let report = place.json(&format!("bench base.safetensors target.safetensors --device cuda --runs 1 {options}"));
+        let rows = report["pairs"][0]["rows"].as_array().unwrap().clone();
+        rows.iter().map(|row| row["what"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let encoded = ["encode, all digests", "encode, digests of targets", "encode, digests given"];
+    let rows = rows_of("--codec conditioned");
+    assert!(rows[..3] == encoded && rows.iter().any(|row| row == "in place, all checked"), "{rows:?}");
+    assert_eq!(rows_of("--codec raw")[..3], encoded);
+    assert!(!rows_of("--codec zstd").iter().any(|row| row.starts_with("encode")));
+}
+
 /// The same with a driver that has no device and runs the kernels on the CPU.
 #[cfg(feature = "cuda")]
 #[test]
@@ -82,9 +100,10 @@ fn the_stand_in_of_a_device_gives_the_same_files() {
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     let output = std::process::Command::new(&test)
         .args(["--ignored", "--exact", "device::a_device_gives_the_same_files", "device::a_device_encodes_the_same_pairs"])
+        .arg("device::a_device_is_measured")
         .envs([("LD_LIBRARY_PATH", folder.join("driver")), ("TPDE_STAND_IN", "late".into())])
         .output()
         .unwrap();
     let told = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && told.contains("2 passed"), "{told}");
+    assert!(output.status.success() && told.contains("3 passed"), "{told}");
 }
