@@ -58,8 +58,8 @@ pub trait Checkpoint: Sync {
         Ok(out)
     }
 
-    /// The rectangles of a tensor that the checkpoint has. They have no elements in common. A checkpoint that holds slices of tensors
-    /// overrides this method and [`Checkpoint::holds`].
+    /// The rectangles of a tensor that the checkpoint has. They have no elements in common. A checkpoint that holds slices of
+    /// tensors overrides this method and [`Checkpoint::holds`].
     fn held(&self, tensor_index: usize) -> Vec<Rectangle> {
         self.tensors().get(tensor_index).map(|tensor| Rectangle::whole(&tensor.shape)).into_iter().collect()
     }
@@ -118,7 +118,8 @@ pub trait CheckpointFiles {
     /// Size and BLAKE3-128 digest of the content of a file; `None` if there is no such file.
     fn digest(&self, name: &str, has_tensors: bool) -> Result<Option<(u64, [u8; DIGEST_SIZE])>>;
 
-    /// The content of a file: length field and header if `has_tensors`, else the whole shard index. `None` if there is no such file.
+    /// The content of a file: length field and header if `has_tensors`, else the whole shard index. `None` if there is no such
+    /// file.
     fn content(&self, name: &str, has_tensors: bool) -> Result<Option<Vec<u8>>>;
 }
 

@@ -71,8 +71,8 @@ impl BaseForm {
         }
     }
 
-    /// Shape of the tensor of scales of a tensor of this shape. Also gives the origin and the extents, in the tensor of scales, of a
-    /// part that consists of whole blocks.
+    /// Shape of the tensor of scales of a tensor of this shape. Also gives the origin and the extents, in the tensor of scales,
+    /// of a part that consists of whole blocks.
     pub(crate) fn scales_dims(self, dims: &[u64]) -> Vec<u64> {
         let mut dims = dims.to_vec();
         match self {

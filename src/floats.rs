@@ -1,6 +1,7 @@
 //! Arithmetic on lanes of floats, in integers (spec section 8.6).
 //!
-//! Base lanes that have another dtype than the target are formed by these functions. Functions of a single lane are inlined, so that [`vectorized`] compiles loops over them for the processor.
+//! Base lanes that have another dtype than the target are formed by these functions. Functions of a single lane are inlined, so
+//! that [`vectorized`] compiles loops over them for the processor.
 
 #![forbid(unsafe_code)]
 

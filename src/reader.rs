@@ -357,6 +357,7 @@ pub enum PayloadDigests {
     All,
     /// Each payload that was read was compared. Others were not read.
     EachRead,
-    /// Not compared: the pair is of format 1.0 or 1.1; or it stores only the digest over all payloads, and not all were read at once.
+    /// Not compared: the pair is of format 1.0 or 1.1; or it stores only the digest over all payloads, and not all were read at
+    /// once.
     NotCompared,
 }

@@ -28,8 +28,8 @@ impl Rectangle {
     }
 
     /// The part of this rectangle that rank `rank` of `ranks` holds if dimension `dim` is sharded as by `torch.chunk`: ranks have
-    /// ⌈length / ranks⌉ indexes each, until none are left. The last rectangles may be empty. `None` if there is no such dimension or
-    /// rank.
+    /// ⌈length / ranks⌉ indexes each, until none are left. The last rectangles may be empty. `None` if there is no such dimension
+    /// or rank.
     ///
     /// ```
     /// # use tpde::Rectangle;

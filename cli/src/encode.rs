@@ -63,8 +63,8 @@ pub struct PairArgs {
     pub force: bool,
     #[command(flatten)]
     pub codec: CodecArgs,
-    /// Newest version of the format that the pair may use. 1.2 refuses bases of another dtype. 1.1 is for readers that do not know 1.2;
-    /// its pair digest does not cover payloads
+    /// Newest version of the format that the pair may use. 1.2 refuses bases of another dtype. 1.1 is for readers that do not
+    /// know 1.2; its pair digest does not cover payloads
     #[arg(long, value_name = "VERSION", default_value = FormatVersion::default().name(), value_parser = named(FormatVersion::ALL, FormatVersion::name))]
     pub format: FormatVersion,
     /// Do not use base tensors of another dtype. They need format 1.3, which is not published yet

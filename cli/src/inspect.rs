@@ -48,15 +48,15 @@ pub struct Inspect {
     /// Explain the purpose of the bytes, and the codec of each tensor; reads all payloads
     #[arg(long, conflicts_with = "chunks", group = "reads")]
     pub explain: bool,
-    /// Write a page with drawings to FILE: changes and sizes by layer, stored bytes, chunks, and with --base how far lanes move. The
-    /// page is one file of HTML, without scripts
+    /// Write a page with drawings to FILE: changes and sizes by layer, stored bytes, chunks, and with --base how far lanes move.
+    /// The page is one file of HTML, without scripts
     #[arg(long, value_name = "FILE", conflicts_with_all = ["chunks", "tensors", "explain"], group = "reads")]
     pub html: Option<PathBuf>,
     /// With --html: replace an existing file
     #[arg(short, long, requires = "html")]
     pub force: bool,
-    /// The base checkpoint of the pair. With --explain, the codecs are compared with and without it. With --html, the page shows how
-    /// far lanes move
+    /// The base checkpoint of the pair. With --explain, the codecs are compared with and without it. With --html, the page shows
+    /// how far lanes move
     #[arg(long, value_name = "BASE", requires = "reads")]
     pub base: Option<PathBuf>,
     /// With --explain: compare the codecs, for a pair without a base

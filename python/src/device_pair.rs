@@ -154,7 +154,8 @@ impl DevicePair {
         })
     }
 
-    /// Plans how tensors, or slices of tensors, are rebuilt from `base`, or changed in place. Lists of changes take at most `scratch_most` bytes.
+    /// Plans how tensors, or slices of tensors, are rebuilt from `base`, or changed in place. Lists of changes take at most
+    /// `scratch_most` bytes.
     fn plan_all(&self, py: Python<'_>, tensors: Tensors, base: Tensors, mode: &str, scratch_most: u64) -> PyResult<PlanOfAll> {
         let is_whole = matches!(tensors, Tensors::Whole(_));
         let (tensors, base) = (tensors.unowned(py), base.unowned(py));
@@ -246,8 +247,8 @@ impl Bound {
             }
         }
         let tensors: Vec<_> = self.tensors.iter().zip(wanted).filter_map(|(tensor, wanted)| wanted.then_some(tensor)).collect();
-        // SAFETY: `tpde/_torch_memory.py` has checked that these are PyTorch tensors on this device, and the caller holds them until
-        // the streams that use them have finished.
+        // SAFETY: `tpde/_torch_memory.py` has checked that these are PyTorch tensors on this device, and the caller holds them
+        // until the streams that use them have finished.
         let slices: Vec<_> = tensors.iter().map(|tensor| unsafe { tensor.on_device() }).collect();
         if self.mode != Mode::OutOfPlace {
             return TensorSlice::in_place(&self.index, &slices);

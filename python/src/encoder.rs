@@ -28,8 +28,8 @@ impl Encoder {
         Self { device: device.0.clone(), memory: cuda::Encoder::new() }
     }
 
-    /// Writes a pair. `base_pair` is the pair of which the base is the target: its target digests are not computed again. Work that is
-    /// queued on `stream` completes before tensors are read.
+    /// Writes a pair. `base_pair` is the pair of which the base is the target: its target digests are not computed again. Work
+    /// that is queued on `stream` completes before tensors are read.
     #[pyo3(signature = (target, path, *, base, base_pair, stream, options, replace, progress))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
     fn encode(

@@ -138,8 +138,9 @@ pub unsafe fn fused(slices: &[SliceMemory]) -> Vec<FusedSlices<'_>> {
         let bytes: &mut [u8] = if start == end || start == 0 {
             &mut []
         } else {
-            // SAFETY: the memory of each of these is valid while the owners are held. Each reaches into one before it, so they are parts
-            // of one allocation, without a gap. The caller promises that no other slice of it exists, and others in `all` begin behind it.
+            // SAFETY: the memory of each of these is valid while the owners are held. Each reaches into one before it, so they
+            // are parts of one allocation, without a gap. The caller promises that no other slice of it exists, and others in
+            // `all` begin behind it.
             unsafe { std::slice::from_raw_parts_mut(start as *mut u8, end - start) }
         };
         all.push(together.iter().fold(FusedSlices::new(bytes), |memory, slice| {

@@ -106,8 +106,8 @@ impl Pair {
                 let mut places = HashMap::new();
                 for (_, output) in outputs.iter_mut().enumerate().filter(|(i, _)| once.contains(i)) {
                     let found = self.pair.index().find(output.name()).ok_or_else(|| unknown(output.name()))?;
-                    // SAFETY: `each_memory_once` has checked that outputs do not overlap, `check_apart_from_base` that none overlaps
-                    // a base.
+                    // SAFETY: `each_memory_once` has checked that outputs do not overlap, `check_apart_from_base` that none
+                    // overlaps a base.
                     if places.insert(found.name, unsafe { output.bytes_mut() }).is_some() {
                         return Err(Error::InvalidArgument(format!("tensor {} has two outputs", Escaped(found.name))));
                     }

@@ -19,7 +19,8 @@ pub trait Accelerator: Sync {
     fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<PayloadDigests>;
 }
 
-/// BLAKE3 hashes of a rebuilt tensor, and of its base lanes unless the base kind is [`BaseKind::None`](crate::format::BaseKind::None) or
+/// BLAKE3 hashes of a rebuilt tensor, and of its base lanes unless the base kind is
+/// [`BaseKind::None`](crate::format::BaseKind::None) or
 /// [`BaseKind::Prefix`](crate::format::BaseKind::Prefix).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorHashes {

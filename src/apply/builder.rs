@@ -105,8 +105,8 @@ impl<'a, B: Source> Apply<'a, B> {
         self
     }
 
-    /// Decodes on a device, with the same result. The device also hashes bases and targets, if digests are compared. The CPU does all
-    /// the work of [`Apply::range`] and [`Apply::changes`].
+    /// Decodes on a device, with the same result. The device also hashes bases and targets, if digests are compared. The CPU does
+    /// all the work of [`Apply::range`] and [`Apply::changes`].
     pub fn on(mut self, device: &'a dyn Accelerator) -> Self {
         self.accelerator = Some(device);
         self
@@ -205,8 +205,8 @@ impl<'a, B: Source> Apply<'a, B> {
     /// The elements of a tensor whose bits differ between base and target, in ascending order, with their new values. An element
     /// that the base lacks is compared with zero. For a packed dtype the unit is a byte. The tensor need not be selected.
     ///
-    /// Only the changed chunks are decoded. They are checked as in [`Apply::range`]. Memory: the size of the result, and about twice
-    /// that while changes of parts are sorted.
+    /// Only the changed chunks are decoded. They are checked as in [`Apply::range`]. Memory: the size of the result, and about
+    /// twice that while changes of parts are sorted.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the pair has no such tensor; [`Error::Incomplete`] if it has only some parts of the tensor;
@@ -261,8 +261,8 @@ impl<'a, B: Source> Apply<'a, B> {
     }
 
     /// Rebuilds slices: rectangles of tensors, in memory that may have gaps between rows. Decodes only the chunks that have
-    /// elements of the slices. The tensors need not be selected. Several slices may be of one tensor, without common elements. Slices
-    /// whose rows interleave in one memory are a [`FusedSlices`].
+    /// elements of the slices. The tensors need not be selected. Several slices may be of one tensor, without common elements.
+    /// Slices whose rows interleave in one memory are a [`FusedSlices`].
     ///
     /// The base may hold only slices of its tensors ([`SliceCheckpoint`](crate::SliceCheckpoint)), if they have the base lanes of
     /// these chunks. Chunks are checked as in [`Apply::range`]. Tensors and parts of which all chunks are decoded are also compared
@@ -280,9 +280,9 @@ impl<'a, B: Source> Apply<'a, B> {
         slices::rebuild(run, held)
     }
 
-    /// Changes slices of tensors ([`SliceMut`](crate::SliceMut), or several in one memory, [`FusedSlices`]) from base to target. Several slices may be of one tensor, without common elements. The
-    /// slices themselves are the base, so no other base may be set. The pair must have all elements of each slice. Bytes between
-    /// rows stay as they are.
+    /// Changes slices of tensors ([`SliceMut`](crate::SliceMut), or several in one memory, [`FusedSlices`]) from base to target.
+    /// Several slices may be of one tensor, without common elements. The slices themselves are the base, so no other base may be
+    /// set. The pair must have all elements of each slice. Bytes between rows stay as they are.
     ///
     /// The slices must have all elements of each chunk of which they have some. A pair in which each slice is a part of its tensor,
     /// or is cut into parts, fulfils that.
@@ -306,8 +306,8 @@ impl<'a, B: Source> Apply<'a, B> {
     /// chunk, the base is compared with its digests, and the error may become [`Error::WrongBase`] or [`Error::AlreadyApplied`].
     /// Other errors are returned unchanged.
     ///
-    /// Tensors and parts of which the base holds only some elements are not compared. Cost for an error about a base sum: one read and
-    /// one hash of the selected tensors of the base.
+    /// Tensors and parts of which the base holds only some elements are not compared. Cost for an error about a base sum: one
+    /// read and one hash of the selected tensors of the base.
     #[must_use]
     pub fn explain(&self, error: Error) -> Error {
         self.explain_with(error, |base, tensor| base.find(tensor.base_name).filter(|_| tensor.base_kind != BaseKind::None))

@@ -32,8 +32,8 @@ impl<'a> Compared<'a> {
         Self { chunks, reads_all, digests: is_collected.then(|| Mutex::new(Vec::with_capacity(payloads))) }
     }
 
-    /// Finds the cause of wrong target digests: if payloads are not those of the pair, returns that error. Other errors are returned
-    /// unchanged.
+    /// Finds the cause of wrong target digests: if payloads are not those of the pair, returns that error. Other errors are
+    /// returned unchanged.
     pub fn explain(&self, error: Error) -> Error {
         if self.digests.is_none() || error.rule() != Some(Rule::TensorTargetDigest) {
             return error;

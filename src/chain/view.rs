@@ -16,8 +16,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::PoisonError;
 
-/// Size of the chunks of the last version that are kept, if they are not read as a whole. So an encoder that samples the chunks of a
-/// small checkpoint does not rebuild them twice.
+/// Size of the chunks of the last version that are kept, if they are not read as a whole. So an encoder that samples the chunks
+/// of a small checkpoint does not rebuild them twice.
 const KEPT_BYTES: u64 = 64 << 20;
 
 /// A base and a chain of pairs, as the checkpoint that the last pair gives: each pair is applied to the result of the one before.
@@ -55,8 +55,8 @@ const KEPT_BYTES: u64 = 64 << 20;
 /// last step, so their result is that of the last pair. Digests of tensors between base and last step are compared in the indexes
 /// alone.
 ///
-/// Memory: the indexes of the pairs, for each step some buffers per thread, and up to 64 MiB of the last version. If chunks of a step
-/// are not read as a whole, also two chunks per thread. Time of a read: that of decoding the chunks in each step.
+/// Memory: the indexes of the pairs, for each step some buffers per thread, and up to 64 MiB of the last version. If chunks of a
+/// step are not read as a whole, also two chunks per thread. Time of a read: that of decoding the chunks in each step.
 pub struct Chain<'a, B> {
     base: &'a dyn Checkpoint,
     steps: Vec<Step<'a, B>>,
@@ -204,8 +204,8 @@ impl<'a, B: Source> Chain<'a, B> {
         Ok(None)
     }
 
-    /// Adds the step to an error about a chunk of an entry. If the sum of the base lanes is wrong, compares the entry's base with its
-    /// digest. That reads and hashes the base once per entry.
+    /// Adds the step to an error about a chunk of an entry. If the sum of the base lanes is wrong, compares the entry's base with
+    /// its digest. That reads and hashes the base once per entry.
     fn explain(&self, step: usize, entry: usize, error: Error) -> Error {
         let Error::Invalid(invalid) = &error else { return error };
         if invalid.rule != Rule::ChunkBaseSum {

@@ -102,8 +102,8 @@ impl TensorOnDevice {
 
 impl DeviceIndex {
     /// Uploads the records, sums, tensors, tables and payload digests of an index. One upload per pair is enough. Memory: 52 bytes
-    /// per chunk on the device, 32 bytes per chunk on the host, and 16 bytes more on both with a payload list. The first index with chunks without a base compiles their kernel, unless the
-    /// driver's cache has it.
+    /// per chunk on the device, 32 bytes per chunk on the host, and 16 bytes more on both with a payload list. The first index
+    /// with chunks without a base compiles their kernel, unless the driver's cache has it.
     ///
     /// The copies are queued. Every application of this index waits for them.
     ///

@@ -18,8 +18,8 @@ use std::fmt;
 /// The elements of the rectangle are in row-major order. A *row* is what the rectangle has of the last dimension. Rows follow
 /// each other without gaps, or begin at multiples of a pitch. The bytes between rows are neither read nor written.
 ///
-/// A device decodes whole entries of a pair. So a slice is one entry, or several parts tile it. The rows of each entry must be at one
-/// distance: an entry that has only some indexes of two or more inner dimensions of the slice is refused.
+/// A device decodes whole entries of a pair. So a slice is one entry, or several parts tile it. The rows of each entry must be at
+/// one distance: an entry that has only some indexes of two or more inner dimensions of the slice is refused.
 ///
 /// ```no_run
 /// use tpde::cuda::{ApplyPlan, Device, DeviceIndex, DeviceSlice, Mode, Payloads, TensorSlice};

@@ -61,8 +61,8 @@ impl Formed {
         (self.base.tensor, self.scales.as_ref().map(|(_, scales)| scales.tensor))
     }
 
-    /// Whether a checkpoint has the bytes from which `size` bytes from byte `offset` on are formed. Of a quantised base, `false` unless
-    /// the checkpoint has all bytes of the rectangle.
+    /// Whether a checkpoint has the bytes from which `size` bytes from byte `offset` on are formed. Of a quantised base, `false`
+    /// unless the checkpoint has all bytes of the rectangle.
     pub fn is_held(&self, of: &dyn Checkpoint, offset: u64, size: usize) -> bool {
         match &self.scales {
             Some((_, scales)) => self.base.is_held(of, 0..self.base.bytes(of)) && scales.is_held(of, 0..scales.bytes(of)),

@@ -67,15 +67,15 @@ pub struct Streamed<W> {
 impl<'a> Encode<'a> {
     /// Encodes all tensors of `target`, with the default options and without a base.
     ///
-    /// If `target` holds only slices of tensors ([`SliceCheckpoint`](crate::SliceCheckpoint)), the pair gets the parts that it holds:
-    /// of all parts that the options [`split`](EncodeOptions#structfield.split) and [`cuts`](EncodeOptions#structfield.cuts) name,
-    /// those of which it has all elements. Parts of which it has no element are left out. With the same options on each rank of a
+    /// If `target` holds only slices of tensors ([`SliceCheckpoint`](crate::SliceCheckpoint)), the pair gets the parts that it
+    /// holds: of all parts that the options [`split`](EncodeOptions#structfield.split) and
+    /// [`cuts`](EncodeOptions#structfield.cuts) name, those of which it has all elements. Parts of which it has no element are left out. With the same options on each rank of a
     /// job, [`Merge`](crate::Merge) makes one pair of the ranks' pairs. No element may be in two of them: of a tensor that several
     /// ranks hold, one rank alone encodes each part. A rank that has nothing of a tensor in `cuts` gives an empty slice of it.
     ///
     /// If `target` is a [`SafetensorsCheckpoint`](crate::SafetensorsCheckpoint), the pair also describes its files, and readers
-    /// rebuild them byte for byte. The files of a [`Chain`] are those of its last pair. Any other target is rebuilt as one safetensors
-    /// file with a new header.
+    /// rebuild them byte for byte. The files of a [`Chain`] are those of its last pair. Any other target is rebuilt as one
+    /// safetensors file with a new header.
     pub fn new(target: &'a dyn Checkpoint) -> Self {
         Self {
             target,
@@ -88,11 +88,11 @@ impl<'a> Encode<'a> {
         }
     }
 
-    /// Folds a chain: encodes one pair from its base to its last target, without writing that target. With the same options the pair
-    /// has the same bytes as one that is encoded from the two checkpoints.
+    /// Folds a chain: encodes one pair from its base to its last target, without writing that target. With the same options the
+    /// pair has the same bytes as one that is encoded from the two checkpoints.
     ///
-    /// Tensors that the pairs rename are paired with their base tensors. Unless the options have cuts or a split, tensors are cut as
-    /// in the last pair; one that the last pair describes completely, and whose base has another shape, is left whole.
+    /// Tensors that the pairs rename are paired with their base tensors. Unless the options have cuts or a split, tensors are cut
+    /// as in the last pair; one that the last pair describes completely, and whose base has another shape, is left whole.
     ///
     /// Cost: that of encoding, and of rebuilding each chunk once through all steps, and once more if training samples it and the
     /// target is larger than 64 MiB. The digests of all tensors are compared with those of the last pair before anything is

@@ -167,8 +167,8 @@ impl<'a> Entries<'a> {
         let shape = part.as_ref().map_or(&info.shape, |part| &part.extent);
         let cut = TensorInfo { shape: shape.clone(), ..info.clone() };
         self.target.push(cut, Piece::of(number, part.as_ref().map(runs)));
-        // The base of a part is the same rectangle of a tensor of the same dtype and shape, or of a formed one. The base of a tensor
-        // may have other rows.
+        // The base of a part is the same rectangle of a tensor of the same dtype and shape, or of a formed one. The base of a
+        // tensor may have other rows.
         let is_base = |base: &TensorInfo| {
             base.dtype == info.dtype && (base.shape == info.shape || part.is_none() && is_prefix(&base.shape, &info.shape))
         };

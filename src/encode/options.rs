@@ -27,15 +27,16 @@ pub struct EncodeOptions {
     pub favor: Favor,
     /// Renamed tensors: a map from the name in the target to the name in the base.
     pub renamed: BTreeMap<String, String>,
-    /// Whether base tensors of another dtype are used: base kinds `cast` and `dequantised`. The default is `true`. A tensor takes such
-    /// a base only if that makes it smaller, unless `codec` fixes the codec. They need format 1.3.
+    /// Whether base tensors of another dtype are used: base kinds `cast` and `dequantised`. The default is `true`. A tensor takes
+    /// such a base only if that makes it smaller, unless `codec` fixes the codec. They need format 1.3.
     pub derived: bool,
     /// Version of the format. The default is 1.3. A pair without derived bases states version 1.2.
     pub format: FormatVersion,
     /// Tensors to describe in parts, each with codec, chunks and digests of its own: a map from the name in the target to
     /// rectangles that do not overlap. So that readers can find them, cuts must nest: sorted by origin, each rectangle ends
     /// before the next one begins, in the first dimension in which they differ. If the rectangles of a tensor do not cover it, or
-    /// the target holds only slices, the pair has only the parts that are named and held, and no files. Takes precedence over [`split`](Self#structfield.split). Needs format 1.2.
+    /// the target holds only slices, the pair has only the parts that are named and held, and no files. Takes precedence over
+    /// [`split`](Self#structfield.split). Needs format 1.2.
     pub cuts: BTreeMap<String, Vec<Rectangle>>,
     /// Rules that cut tensors into parts by name. A tensor whose base has another number of rows stays whole. Needs format 1.2.
     pub split: Split,

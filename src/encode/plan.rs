@@ -185,8 +185,8 @@ pub(super) fn plan_from(
     let (base, base_kind) = match candidate {
         Some((i, base)) if base.dtype == *dtype && base.shape == *shape => (Some(i), BaseKind::Same),
         Some((i, base)) if base.dtype == *dtype && is_prefix(&base.shape, shape) => (Some(i), BaseKind::Prefix),
-        // A base with another dtype, or with other dimensions after the first, is not used. The checkpoint of entries has derived bases
-        // with the dtype of the target.
+        // A base with another dtype, or with other dimensions after the first, is not used. The checkpoint of entries has derived
+        // bases with the dtype of the target.
         _ => (None, BaseKind::None),
     };
     let chunk_lanes_log2 = options.chunk_lanes.min(MAX_CHUNK_BYTES / dtype.lane_bytes() as u64).ilog2() as u8;

@@ -6,7 +6,8 @@ named! {
     /// Version of the format of a new pair. A pair states the lowest minor version that has all that it uses.
     #[derive(Default)]
     enum FormatVersion as "format version" {
-        /// For readers that do not know 1.2. The pair states version 1.0 if that is enough. The pair digest does not cover payloads.
+        /// For readers that do not know 1.2. The pair states version 1.0 if that is enough. The pair digest does not cover
+        /// payloads.
         V1_1 => "1.1",
         /// The pair digest covers every byte of both files.
         V1_2 => "1.2",

@@ -344,7 +344,8 @@ impl TableParser {
         Ok((EntryDims { extent, part: Some(PartDims { whole, origin }) }, lanes_of(extents)?))
     }
 
-    /// Checks the base parameter of an entry with a derived base, and takes its scales name. Returns where that is in `table.names`.
+    /// Checks the base parameter of an entry with a derived base, and takes its scales name. Returns where that is in
+    /// `table.names`.
     #[expect(clippy::too_many_arguments, reason = "the parts of one entry")]
     fn derivation(
         &mut self,

@@ -44,8 +44,8 @@ use std::path::Path;
 /// Payloads of formats 1.0 and 1.1 are copied as they are, so a forged payload stays forged, under a new pair digest that covers
 /// it. [`Apply::verify`](crate::Apply::verify) detects that, before or after.
 ///
-/// Memory, besides the indexes of the inputs and of the result: 1 MiB of payloads per thread, or one payload if that is larger, up to
-/// 64 MiB of free buffers, about 100 bytes per tensor, and 80 bytes per chunk.
+/// Memory, besides the indexes of the inputs and of the result: 1 MiB of payloads per thread, or one payload if that is larger,
+/// up to 64 MiB of free buffers, about 100 bytes per tensor, and 80 bytes per chunk.
 #[must_use = "nothing is merged before `to_path` or `to_memory` is called"]
 pub struct Merge<'a, B> {
     inputs: Vec<Input<'a, B>>,

@@ -27,8 +27,8 @@ impl Staged {
         Ok((Self::Unnamed(file.clone()), file))
     }
 
-    /// Like [`Staged::create`], but with a temporary name. For file systems without `O_TMPFILE`, and if there are so many files that
-    /// not all can stay open.
+    /// Like [`Staged::create`], but with a temporary name. For file systems without `O_TMPFILE`, and if there are so many files
+    /// that not all can stay open.
     pub fn create_named(folder: &Path, mode: u32) -> io::Result<(Self, Arc<File>)> {
         let (temporary, file) = Temporary::create(folder, |path| create_new(path, mode))?;
         Ok((Self::Named(temporary), Arc::new(file)))
@@ -60,8 +60,9 @@ impl OpenFiles {
     /// Maximum number of open files with temporary names per publication. The first `MAX` files may be unnamed and stay open too.
     pub const MAX: usize = 64;
 
-    /// Adds file `i`. If there are too many files, syncs and closes the least recently used one. It is synced first, because closing
-    /// a file can lose a write error. The lock is not held during the sync, so another thread may reopen the file before it ends.
+    /// Adds file `i`. If there are too many files, syncs and closes the least recently used one. It is synced first, because
+    /// closing a file can lose a write error. The lock is not held during the sync, so another thread may reopen the file before
+    /// it ends.
     pub fn insert(&self, i: usize, file: Arc<File>) -> io::Result<()> {
         self.push(i, file).map_or(Ok(()), |closed| closed.sync_all())
     }

@@ -1,5 +1,5 @@
-//! Parses safetensors headers and shard indexes by the rules of spec section 10.3. The rules are stricter than `serde_json`, so that
-//! all readers accept the same files.
+//! Parses safetensors headers and shard indexes by the rules of spec section 10.3. The rules are stricter than `serde_json`, so
+//! that all readers accept the same files.
 
 use crate::checkpoint::TensorInfo;
 use crate::error::{Error, Escaped, Result};

@@ -97,7 +97,8 @@ impl<'a> FusedSlices<'a> {
         Self { bytes, slices: Vec::new() }
     }
 
-    /// Adds a slice of tensor `name`. Its first row begins and its last row ends with `range`, a range of the bytes. `pitch` is as in
+    /// Adds a slice of tensor `name`. Its first row begins and its last row ends with `range`, a range of the bytes. `pitch` is
+    /// as in
     /// [`SliceMut`].
     #[must_use]
     pub fn slice(mut self, name: &'a str, rectangle: Rectangle, range: Range<usize>, pitch: Option<u64>) -> Self {

@@ -14,8 +14,8 @@ pub(crate) struct Span {
 }
 
 impl Span {
-    /// Rows in `size` bytes from `start` on, which are not empty and begin and end with a row. `rows` has the size of a row, and the
-    /// distance between the beginnings of rows.
+    /// Rows in `size` bytes from `start` on, which are not empty and begin and end with a row. `rows` has the size of a row, and
+    /// the distance between the beginnings of rows.
     pub fn new(start: u64, size: u64, rows: Option<(u64, u64)>) -> Self {
         let (width, pitch) = rows.filter(|(width, pitch)| width < pitch).unwrap_or((size, size));
         Self { start, count: (size - width) / pitch + 1, width, pitch }

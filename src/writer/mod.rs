@@ -116,8 +116,8 @@ impl<W: Write> PairBuilder<W> {
         });
     }
 
-    /// Appends the base name of the last entry with a name, then the scales names of its parts. Further parts of the tensor may have
-    /// stated the base name.
+    /// Appends the base name of the last entry with a name, then the scales names of its parts. Further parts of the tensor may
+    /// have stated the base name.
     fn end_names(&mut self) {
         if let Some(Named { entry, base_name, scales_names, .. }) = self.last_named.take() {
             self.sections.names.extend(base_name.as_bytes());
@@ -187,7 +187,8 @@ impl<W: Write> PairBuilder<W> {
         Ok(())
     }
 
-    /// Adds the next chunks of the current tensor: consecutive chunks of a tensor of another pair that has the same lanes per chunk.
+    /// Adds the next chunks of the current tensor: consecutive chunks of a tensor of another pair that has the same lanes per
+    /// chunk.
     /// `stored` has their payloads with padding, `digests` the digests of the payloads. Format 1.1 ignores the digests.
     ///
     /// # Errors

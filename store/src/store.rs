@@ -203,8 +203,8 @@ impl Store {
     /// The other files of a folder, and of the folders in it, are stored too, and links to files as the files. Nothing is left
     /// out silently: other links are refused. A file that the parent has is not uploaded again.
     ///
-    /// The blob is uploaded while it is encoded. Disk: the pairs that lead to the parent, in a temporary folder, unless the parent is
-    /// one of [`PutOptions::have`]. Memory: that of encoding, and about ten segments of 32 MiB.
+    /// The blob is uploaded while it is encoded. Disk: the pairs that lead to the parent, in a temporary folder, unless the
+    /// parent is one of [`PutOptions::have`]. Memory: that of encoding, and about ten segments of 32 MiB.
     ///
     /// # Errors
     /// [`Error::Conflict`] if another writer has created the version first; [`Error::External`] if the parent must be supplied;

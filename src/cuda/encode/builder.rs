@@ -25,9 +25,10 @@ use std::path::{Path, PathBuf};
 /// or `raw` for all tensors. Each part that the pair describes must be in one slice of the target and in one of the base, with rows
 /// at one distance, as [`TensorSlice`](crate::cuda::TensorSlice) explains. Digests are hashed on the device.
 ///
-/// Device memory: the compressed bytes, and up to 512 MiB, whatever the size of the checkpoints. Rows with gaps, and lanes at addresses
-/// that are not multiples of their size, are copied before they are encoded: their bytes are read and written once more. Calls wait until the pair is
-/// complete. After an error, nothing is published, and the device does no more work for the call.
+/// Device memory: the compressed bytes, and up to 512 MiB, whatever the size of the checkpoints. Rows with gaps, and lanes at
+/// addresses that are not multiples of their size, are copied before they are encoded: their bytes are read and written once
+/// more. Calls wait until the pair is complete. After an error, nothing is published, and the device does no more work for the
+/// call.
 ///
 /// ```no_run
 /// use tpde::cuda::{Device, DeviceCheckpoint, Encode};
@@ -114,8 +115,8 @@ impl<'a> Encode<'a> {
     }
 
     /// Adds digests of base tensors that are known, by name: BLAKE3-128 of the bytes of a tensor. In a chain of pairs, they are the
-    /// target digests of the previous pair. The digests of other tensors, and those of parts, are computed. They are stored in the pair as they are: with
-    /// a wrong digest, readers that compare it refuse the base.
+    /// target digests of the previous pair. The digests of other tensors, and those of parts, are computed. They are stored in
+    /// the pair as they are: with a wrong digest, readers that compare it refuse the base.
     pub fn base_digests(mut self, digests: impl IntoIterator<Item = (String, [u8; DIGEST_SIZE])>) -> Self {
         self.base_digests.extend(digests);
         self
@@ -127,8 +128,8 @@ impl<'a> Encode<'a> {
         self
     }
 
-    /// States from which target and base were copied to the device ([`DeviceCheckpoint::upload`]). As with [`crate::Encode`], the pair
-    /// then describes the files of the target, it must not overlap the files of either, and nothing is published if they have
+    /// States from which target and base were copied to the device ([`DeviceCheckpoint::upload`]). As with [`crate::Encode`], the
+    /// pair then describes the files of the target, it must not overlap the files of either, and nothing is published if they have
     /// changed.
     pub fn read_from(mut self, target: &'a dyn Checkpoint, base: Option<&'a dyn Checkpoint>) -> Self {
         self.read_from = Some((target, base));
@@ -152,7 +153,8 @@ impl<'a> Encode<'a> {
     /// Encodes the pair into files, as [`crate::Encode::to_path`] does.
     ///
     /// # Errors
-    /// - [`Error::InvalidArgument`](crate::Error::InvalidArgument) for options that a device does not support, or that are invalid, and if base and target are on
+    /// - [`Error::InvalidArgument`](crate::Error::InvalidArgument) for options that a device does not support, or that are
+    ///   invalid, and if base and target are on
     ///   two devices.
     /// - [`Error::PartNotHeld`](crate::Error::PartNotHeld) if no slice has a whole part.
     /// - [`Error::Device`](crate::Error::Device) if the driver fails, or if there is too little memory.

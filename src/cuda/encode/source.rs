@@ -111,8 +111,8 @@ impl Source {
         lanes.filter(|lanes| lanes.needs_copy(plan.width())).count() as u64 * plan.width()
     }
 
-    /// Describes chunks: of each, up to this number of lanes of an entry, from this lane on. Queues copies of lanes that the kernels
-    /// cannot read where they are. The memory of the copies is needed as long as the chunks.
+    /// Describes chunks: of each, up to this number of lanes of an entry, from this lane on. Queues copies of lanes that the
+    /// kernels cannot read where they are. The memory of the copies is needed as long as the chunks.
     pub fn chunks<'p>(
         &self,
         session: &Session<'_>,

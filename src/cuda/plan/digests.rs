@@ -36,8 +36,8 @@ pub(in crate::cuda) struct DigestPlan {
     pub slices: Vec<Range<u32>>,
     /// Size of the payload list in bytes, and the warps that hash it, if the list is formed on the device.
     pub list: Option<(u32, Range<u32>)>,
-    /// Whether the host forms the payload list from the payloads when the application is prepared. It must, if it expands some of the
-    /// payloads and the index has only the root.
+    /// Whether the host forms the payload list from the payloads when the application is prepared. It must, if it expands some of
+    /// the payloads and the index has only the root.
     pub is_formed_by_host: bool,
     /// Pieces of the warp that is not yet complete, and the number of its threads in use.
     open: Vec<DigestPiece>,
@@ -45,8 +45,8 @@ pub(in crate::cuda) struct DigestPlan {
 }
 
 impl DigestPlan {
-    /// Plans the digests of a schedule. Returns `None` if the device has none to compare: the index has none, or only the digest over
-    /// all payloads and the application does not read all of them, or the host expands all payloads.
+    /// Plans the digests of a schedule. Returns `None` if the device has none to compare: the index has none, or only the digest
+    /// over all payloads and the application does not read all of them, or the host expands all payloads.
     pub fn new(index: &DeviceIndex, schedule: &Schedule) -> Option<Self> {
         let records = &index.uploaded.records;
         let mut plan = Self::default();

@@ -143,7 +143,8 @@ impl<'a> ApplyPlan<'a> {
     }
 
     /// Returns the size of the device memory for [`Application::prepare_in`](super::Application::prepare_in), in bytes: 8 per
-    /// chunk for order and status, 48 per tensor, or 80 if some have gaps between rows, the payloads if they are copied, and in place the lists of changes, up to
+    /// chunk for order and status, 48 per tensor, or 80 if some have gaps between rows, the payloads if they are copied, and in
+    /// place the lists of changes, up to
     /// `max_scratch_bytes`. Comparing payload digests adds 4 per chunk, 16 per chunk of the pair if the index has only the
     /// root, and 16 to 70 per 32 KiB of a payload. Comparing digests of tensors adds 68 per tensor and 34 per 32 KiB of the
     /// targets. With [`InPlace::AllChecked`] it also adds the targets, up to 128 MiB, or one chunk if that is larger.

@@ -106,8 +106,8 @@ struct Memory {
 }
 
 impl Memory {
-    /// Adds parameters, each a row of tensors one below the other, or `beside` each other in the rows of one matrix. `padding` is the
-    /// gap between the rows of the matrix in lanes.
+    /// Adds parameters, each a row of tensors one below the other, or `beside` each other in the rows of one matrix. `padding` is
+    /// the gap between the rows of the matrix in lanes.
     fn add(&mut self, model: &Model, names: &[&str], rank: u64, ranks: u64, beside: bool, padding: usize) {
         self.before.resize(self.before.len().next_multiple_of(16) + 48, CANARY);
         let parts: Vec<_> = names.iter().map(|name| (model.weight(name), model.weight(name).part(rank, ranks))).collect();

@@ -25,8 +25,8 @@ pub struct Shape {
 impl Shape {
     /// Returns a random shape of up to `most` lanes.
     pub fn any(random: &mut Random, most: usize) -> Self {
-        // Packed dtypes need multiples of two (F4) or four (F6) elements. Their lanes are like lanes of U8. Lanes of C64 are like lanes of
-        // F32.
+        // Packed dtypes need multiples of two (F4) or four (F6) elements. Their lanes are like lanes of U8. Lanes of C64 are like
+        // lanes of F32.
         let dtypes: Vec<_> =
             Dtype::ALL.iter().filter(|dtype| dtype.bits() != 6 && dtype.bits() != 4 && **dtype != Dtype::C64).collect();
         Self {
