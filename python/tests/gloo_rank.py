@@ -7,7 +7,7 @@ import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed
@@ -63,12 +63,14 @@ def sync(rank: int, folder: Path, killed: int, at: int) -> None:
             while not channel.is_closed:
                 engine.update()
             print("follows", engine.version)
+        is_together = True
     except tpde.Disconnected:
         print("disconnected")
+        is_together = False
     finally:
         if engine is not None:
             engine.check()
-    distributed.destroy_process_group()
+    leave(is_together=is_together)
 
 
 def fsdp_weights(version: int) -> dict[str, torch.Tensor]:
@@ -142,7 +144,7 @@ def publish(rank: int, folder: Path, source: tpde.sync.Source, load: Any) -> Non
         assert sync.version == version and sync.bytes > 0 and 0.01 < (sync.changed or 0) < 0.2, sync
         publisher.wait()
     print("published", publisher.version)
-    distributed.destroy_process_group()
+    leave()
 
 
 def refused(rank: int, folder: Path) -> None:
@@ -170,7 +172,16 @@ def refused(rank: int, folder: Path) -> None:
     except tpde.NotAcknowledged as error:
         assert "absent sent no answer" in str(error)
         print("refused", publisher.version)
-    distributed.destroy_process_group()
+    leave()
+
+
+def leave(*, is_together: bool = True) -> NoReturn:
+    """Ends the process, once all ranks have come here. gloo is not taken down: now and then that aborts a rank if another one has
+    ended."""
+    if is_together:
+        distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     finally:
         for one in processes:
             one.kill()
-    return [(code, out.strip() if code <= 0 else err) for (out, err), code in found]
+    return [(code, out.strip() if code in (0, -signal.SIGKILL) else err) for (out, err), code in found]
 
 
 def test_processes_follow(tmp_path: Path) -> None:
