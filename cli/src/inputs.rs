@@ -77,7 +77,7 @@ impl CodecArgs {
 #[derive(Args)]
 pub struct ExpectArgs {
     /// Pair digest that the pair must have: 64 hexadecimal digits, as inspect prints them. It is compared before anything of the
-    /// pair is parsed. Of several pairs, the digest of the last one: what is rebuilt must have the digests that it states
+    /// pair is parsed. For several pairs, the digest of the last one: what is rebuilt must have the digests that it states
     #[arg(long, value_name = "DIGEST", value_parser = digest)]
     expect: Option<[u8; 32]>,
 }

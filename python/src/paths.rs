@@ -252,7 +252,7 @@ pub fn verify(
 /// Rectangles by name of their tensor: first index and number of indexes in each dimension.
 type Parts = BTreeMap<String, Vec<(Vec<u64>, Vec<u64>)>>;
 
-/// Merges pairs. With `wanted`, only the tensors of these names. Of the tensors in `parts`, only the parts within these rectangles.
+/// Merges pairs. `wanted` selects tensors by name. `parts` keeps only the parts of its tensors that are within their rectangles.
 #[pyfunction]
 #[pyo3(signature = (pairs, path, *, wanted, parts, files, payload_digests, replace, progress))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 const BLOCK: u64 = 1 << 20;
 /// Maximum number of blocks in memory. They hold the bytes of a batch of chunks, and the blocks that two batches share.
 const MAX_BLOCKS: usize = 64;
-/// Runs of at least so many bytes are not gathered.
+/// Minimum size, in bytes, of runs that are not gathered.
 const LONG_RUN: u64 = 64 << 10;
 
 /// Whether writing these runs one by one is expensive.
@@ -189,7 +189,7 @@ mod tests {
     fn runs_beyond_the_memory_are_written_one_by_one() {
         let rows = (MAX_BLOCKS as u64 + 1) * BLOCK / 3;
         assert_eq!(written(rows, |pieces| pieces.sort_unstable()), MAX_BLOCKS as u64 + 1);
-        // Whole parts one after another: the blocks after the first `MAX_BLOCKS` have no room.
+        // Whole parts one after another: the blocks after the first `MAX_BLOCKS` are not held in memory.
         let writes = written(rows, |_| {});
         assert!(writes > BLOCK, "{writes}");
     }

@@ -324,7 +324,7 @@ impl<'a, B: Source> Apply<'a, B> {
         let mut run = Run::with_parts(self.pair, base, &self.watcher, &find);
         run.selected = self.selected.clone();
         let number = |tensor: &Tensor<'_>, i: usize| if run.cut.is_some() { tensor.place } else { i };
-        // Of an entry that the base holds only in part, nothing can be told from digests.
+        // If the base holds only a part of an entry, its digest cannot be compared.
         let is_held = |i: &usize| {
             let bytes = run.base().tensors().get(*i).map_or(0, TensorInfo::bytes);
             run.base().holds(*i, 0, bytes as usize)

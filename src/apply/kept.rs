@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock};
 
 /// Maximum size, in bytes, of the payloads that [`InPlace::AllChecked`](super::InPlace::AllChecked) keeps in memory between its
-/// passes. Of other payloads it keeps only the digest, and compares it when it reads the payload again.
+/// passes. For each further payload it keeps only the digest, and compares it when it reads the payload again.
 pub const KEPT_PAYLOADS: u64 = 256 << 20;
 
 /// The payloads of a pair whose blob may change on disk. Every later read of a payload gives the bytes of its first read, or fails.

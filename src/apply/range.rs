@@ -87,7 +87,7 @@ impl<'a> Entry<'a> {
         PaddedBase::new(Some(run.base()), self.base)
     }
 
-    /// Of bytes of the tensor, those that the entry has.
+    /// Those of these bytes of the tensor that the entry has.
     fn bytes_in(&self, bytes: &Range<u64>) -> Range<u64> {
         match &self.runs {
             Some(runs) => runs.before(bytes.start)..runs.before(bytes.end),

@@ -30,8 +30,8 @@ const MAX_KEPT: usize = 256;
 /// Rebuilds ranges of the entries of a pair. Every rebuilt chunk has passed the checks of its CRC and sums; digests of tensors are
 /// not compared.
 ///
-/// A range that is a whole chunk is rebuilt in the buffer of the caller. Of other ranges, the last chunks are kept: two per thread,
-/// and more up to `kept_bytes`.
+/// A range that is a whole chunk is rebuilt in the buffer of the caller. For other ranges, the most recently used chunks are kept:
+/// two per thread, and more up to `kept_bytes`.
 pub(crate) struct Rebuilder<'a, B> {
     pair: &'a Pair<B>,
     kept_bytes: u64,

@@ -17,9 +17,9 @@ struct Files<'a> {
     paths: Vec<PathBuf>,
     publication: &'a Publication,
     locations: Locations,
-    /// Of each part, its bytes within its tensor.
+    /// For each part, its bytes within its tensor.
     runs: Vec<Option<Runs>>,
-    /// Of each part that is gathered, the size of its tensor in bytes. All parts of a tensor are gathered or none.
+    /// For each part that is gathered, the size of its tensor in bytes. All parts of a tensor are gathered or none.
     gathered: Vec<Option<u64>>,
     bands: Bands,
 }

@@ -22,7 +22,7 @@ pub(super) fn derived<'a, B: Source>(steps: &'a [Step<'_, B>]) -> Vec<Derived<'a
     let follow = |(tensor_index, name): (usize, &'a str)| {
         let mut base_name = name;
         for step in steps.iter().rev() {
-            // A tensor without a base may have one of its name all the same.
+            // The version before may have a tensor of the same name as one that is encoded without a base.
             let entries = step.pair.index().entries(base_name);
             let with_base = entries.into_iter().find(|entry| entry.base_kind != BaseKind::None);
             base_name = with_base.map_or(base_name, |entry| entry.base_name);

@@ -16,8 +16,8 @@ const TRANSPOSED_BYTES: u64 = 1 << 20;
 
 /// A tensor, or a rectangle of one, whose lanes are formed from tensors of another dtype.
 ///
-/// A read costs least if its range is long: each read takes the scales of its range, and of form `mxfp4_transposed` the range of
-/// each row of the base. Memory of a read: 3 MiB, of form `fp8_blocks` at most 8 bytes per lane.
+/// Long ranges cost less per lane, because each read also reads the scales of its range. A read of form `mxfp4_transposed` reads a
+/// part of each row of the base. Memory of a read: 3 MiB, or for form `fp8_blocks` at most 8 bytes per lane.
 pub(crate) struct Formed {
     dtype: Dtype,
     base_dtype: Dtype,
@@ -61,7 +61,7 @@ impl Formed {
         (self.base.tensor, self.scales.as_ref().map(|(_, scales)| scales.tensor))
     }
 
-    /// Whether a checkpoint has the bytes from which `size` bytes from byte `offset` on are formed. Of a quantised base, `false`
+    /// Whether a checkpoint has the bytes from which `size` bytes from byte `offset` on are formed. For a quantised base, `false`
     /// unless the checkpoint has all bytes of the rectangle.
     pub fn is_held(&self, of: &dyn Checkpoint, offset: u64, size: usize) -> bool {
         match &self.scales {

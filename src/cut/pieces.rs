@@ -49,7 +49,7 @@ impl<'a> Cut<'a> {
         self.pieces.push(piece);
     }
 
-    /// Tensor number, in the other checkpoint, of a piece. Of a formed piece, that of its base tensor.
+    /// Tensor number, in the other checkpoint, of a piece. For a formed piece, the number of its base tensor.
     #[cfg(feature = "cuda")]
     pub fn tensor(&self, piece: usize) -> usize {
         self.tensors_of(piece).next().unwrap_or(usize::MAX)

@@ -49,8 +49,8 @@ impl Derivation {
     }
 }
 
-/// Suffixes of the names of quantised tensors that have no tensor of their own name, with those of their scales. The last member is
-/// the form that a tensor has if its shape allows both forms of MXFP4.
+/// Suffixes with which publishers of MXFP4 name the two tensors that stand for a tensor: its blocks and its scales. The third
+/// member is the form that is used if the shape of the tensor allows both forms.
 const MXFP4_NAMES: [(&str, &str, BaseForm); 2] =
     [("_blocks", "_scales", BaseForm::Mxfp4Transposed), (".blocks", ".scales", BaseForm::Mxfp4)];
 
@@ -58,8 +58,8 @@ const MXFP4_NAMES: [(&str, &str, BaseForm); 2] =
 /// `NAME_blocks` or `NAME.blocks` are its base, if their dtype and shape are those of MXFP4.
 ///
 /// # Errors
-/// [`Error::Invalid`] with rule `base.tensor` if the tensor of scales of such a tensor, or `NAME_scale_inv` of a tensor of F8_E4M3, is
-/// missing or has another dtype or shape.
+/// [`Error::Invalid`] with rule `base.tensor` if the tensor of scales of such a tensor, or `NAME_scale_inv` of a tensor of F8_E4M3,
+/// is missing or has another dtype or shape.
 pub(super) fn find_base(
     base: &dyn Checkpoint,
     name: &str,

@@ -68,10 +68,12 @@ impl<'a> Encode<'a> {
     /// Encodes all tensors of `target`, with the default options and without a base.
     ///
     /// If `target` holds only slices of tensors ([`SliceCheckpoint`](crate::SliceCheckpoint)), the pair gets the parts that it
-    /// holds: of all parts that the options [`split`](EncodeOptions#structfield.split) and
-    /// [`cuts`](EncodeOptions#structfield.cuts) name, those of which it has all elements. Parts of which it has no element are left out. With the same options on each rank of a
-    /// job, [`Merge`](crate::Merge) makes one pair of the ranks' pairs. No element may be in two of them: of a tensor that several
-    /// ranks hold, one rank alone encodes each part. A rank that has nothing of a tensor in `cuts` gives an empty slice of it.
+    /// holds. The options [`split`](EncodeOptions#structfield.split) and [`cuts`](EncodeOptions#structfield.cuts) define the parts.
+    /// A part is encoded if the target has all of its elements, and left out if it has none of them.
+    ///
+    /// With the same options on each rank of a job, [`Merge`](crate::Merge) makes one pair of the ranks' pairs. No element may be
+    /// in two of these pairs: if several ranks hold a part, only one of them encodes it. A rank that has no element of a tensor in
+    /// `cuts` gives an empty slice of it.
     ///
     /// If `target` is a [`SafetensorsCheckpoint`](crate::SafetensorsCheckpoint), the pair also describes its files, and readers
     /// rebuild them byte for byte. The files of a [`Chain`] are those of its last pair. Any other target is rebuilt as one
@@ -92,11 +94,12 @@ impl<'a> Encode<'a> {
     /// pair has the same bytes as one that is encoded from the two checkpoints.
     ///
     /// Tensors that the pairs rename are paired with their base tensors. Unless the options have cuts or a split, tensors are cut
-    /// as in the last pair; one that the last pair describes completely, and whose base has another shape, is left whole.
+    /// as in the last pair. A tensor that the last pair describes completely, and whose base has another shape, is left whole.
     ///
-    /// Cost: that of encoding, and of rebuilding each chunk once through all steps, and once more if training samples it and the
-    /// target is larger than 64 MiB. The digests of all tensors are compared with those of the last pair before anything is
-    /// published; if the new pair is cut in another way than the last pair, tensors are read once more for that.
+    /// Before anything is published, the digests of all tensors are compared with those of the last pair.
+    ///
+    /// Cost: that of encoding, and of rebuilding each chunk through all steps. Chunks that training samples are rebuilt twice if
+    /// the target is larger than 64 MiB. Tensors are read again for their digests if the new pair is not cut like the last pair.
     ///
     /// # Errors
     /// Those of [`Encode::to_path`]; [`Error::Step`](crate::Error::Step) for a step that is damaged or that does not fit.
@@ -137,13 +140,13 @@ impl<'a> Encode<'a> {
 
     progress_methods!("[`progress_bytes`](Self::progress_bytes)");
 
-    /// Returns the number of bytes of target tensors to encode. Of a target that holds only slices of tensors, that is the size of
-    /// the parts that it holds. No lane is read.
+    /// Returns the number of bytes of target tensors to encode. If the target holds only slices of tensors, this is the size of the
+    /// parts that it holds. No lane is read.
     ///
     /// # Errors
     /// The errors of [`Encode::to_path`] about parts and cuts of tensors: [`Error::PartNotHeld`](crate::Error::PartNotHeld),
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument), and [`Error::Invalid`](crate::Error::Invalid) for a shape that the
-    /// format does not allow.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument), and [`Error::Invalid`](crate::Error::Invalid) for a shape that
+    /// the format does not allow.
     pub fn progress_bytes(&self) -> Result<u64> {
         encoded_bytes(self.base, self.target, &self.effective_options())
     }

@@ -46,7 +46,7 @@ pub struct TensorReport {
     pub name: String,
     /// Element type.
     pub dtype: Dtype,
-    /// Dimensions. Of a part, its extents.
+    /// Dimensions of the tensor, or extents of the part.
     pub shape: Vec<u64>,
     /// For a part of a tensor, its place.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -1,4 +1,4 @@
-//! Texts of strangers in messages: escaped, and of bounded length.
+//! Untrusted texts in messages: escaped, and of bounded length.
 
 use std::fmt;
 

@@ -32,7 +32,7 @@ struct Row {
     /// Offset and end, in `names`, of the scales name. Empty if the entry has none. Parts of a tensor share it.
     scales_name: (u32, u32),
     first_dim: u32,
-    /// Of a part, index in `dims` of the shape of its tensor, and of its origins. `first_dim` is that of its extents.
+    /// For a part, where the shape of its tensor and its origins begin in `dims`. Its extents begin at `first_dim`.
     part: Option<PartDims>,
     first_chunk: u32,
     chunk_count: u32,
@@ -101,7 +101,7 @@ impl TensorTable {
             let mut entry = next_entry()?;
             let part = part_of(i);
             if has_parts {
-                entry.part = PART_WHOLE; // what is left of the field is reserved
+                entry.part = PART_WHOLE; // the rest of the field is reserved
             }
             let is_last = part_of(i + 1) != PART_FURTHER;
             let features = EntryFeatures { part, is_last, has_derived };

@@ -30,7 +30,7 @@ pub struct Tensor<'a> {
     pub base_name: &'a str,
     /// Element type.
     pub dtype: Dtype,
-    /// Dimensions; empty for a scalar. Of a part, its extents.
+    /// Dimensions of the tensor, or extents of the part. Empty for a scalar.
     pub shape: &'a [u64],
     /// Set if this is a part of a tensor. Lanes, chunks, codec and digests are then those of the part.
     pub part: Option<Part<'a>>,
@@ -83,7 +83,7 @@ impl<'a> Tensor<'a> {
         start..(start + self.chunk_lanes).min(self.lanes)
     }
 
-    /// Shape of the tensor: of a part, the shape of the whole tensor.
+    /// Shape of the whole tensor, also for a part.
     pub fn whole_shape(&self) -> &'a [u64] {
         self.part.map_or(self.shape, |part| part.whole)
     }
@@ -128,7 +128,7 @@ impl<'a> Tensor<'a> {
         Some((name, form.scales_dtype(), form.scales_dims(self.whole_shape())))
     }
 
-    /// Number of lanes of the base tensor, or of the part's rectangle of it; 0 if the tensor has no base. Of a derived base, the
+    /// Number of lanes of the base tensor, or of the part's rectangle of it; 0 if the tensor has no base. For a derived base, the
     /// number of formed lanes.
     pub fn base_lanes(&self) -> u64 {
         if self.part.is_some() || self.base_kind.has_all_lanes() {
@@ -138,12 +138,12 @@ impl<'a> Tensor<'a> {
         self.base_shape().and_then(|shape| self.dtype.lanes(&shape)).unwrap_or(0)
     }
 
-    /// Size of the base tensor in bytes; 0 if the tensor has no base. Of a derived base, the size of the formed lanes.
+    /// Size of the base tensor in bytes; 0 if the tensor has no base. For a derived base, the size of the formed lanes.
     pub fn base_bytes(&self) -> u64 {
         self.base_lanes() * self.lane_bytes() as u64
     }
 
-    /// Digest of the base tensor: the first 16 bytes of its BLAKE3 hash. Zeros if the tensor has no base. Of a derived base, the
+    /// Digest of the base tensor: the first 16 bytes of its BLAKE3 hash. Zeros if the tensor has no base. For a derived base, the
     /// digest of the formed lanes.
     pub fn base_digest(&self) -> &'a [u8; DIGEST_SIZE] {
         &self.digests.base_digest
@@ -154,7 +154,8 @@ impl<'a> Tensor<'a> {
         &self.digests.target_digest
     }
 
-    /// The lanes of a range of elements, and the chunks that contain these lanes. Of a part, elements and lanes are its own.
+    /// The lanes of a range of elements, and the chunks that contain these lanes. Elements and lanes of a part count from its
+    /// start.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the range is not inside the tensor, or splits a byte of a packed dtype.

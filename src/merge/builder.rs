@@ -105,7 +105,7 @@ impl<'a, B: Source> Merge<'a, B> {
         self
     }
 
-    /// Narrows the selection of some tensors, which are named, to their parts within rectangles. Other tensors are not affected.
+    /// Keeps only those parts of the named tensors that are within their rectangles. Other tensors are not affected.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if no pair has a tensor of that name, or a part within one of its

@@ -12,8 +12,8 @@ use std::collections::btree_map::Entry;
 
 /// Returns the files of the merged pair, in ascending order of name.
 ///
-/// A file that several inputs have equally is kept once. If an input is a part of its pair that is no set of whole files, the
-/// result has no files.
+/// A file that is equal in several inputs is kept once. If the kept tensors of an input are not exactly the tensors of some of its
+/// files, the result has no files.
 ///
 /// # Errors
 /// [`Error::NotMergeable`](crate::Error::NotMergeable) if inputs have different files of one name, if an input has no files for

@@ -115,7 +115,7 @@ impl Publication {
         Ok(file)
     }
 
-    /// The file with index `i`, in the order of [`add`](Self::add), open for writing. Of many files, only a few are open at a time.
+    /// The file with index `i`, in the order of [`add`](Self::add), open for writing. Only a few files are open at a time.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be opened.

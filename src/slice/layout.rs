@@ -9,7 +9,7 @@ use std::ops::Range;
 /// Where the bytes of a tensor are in the memory of a slice.
 #[derive(Debug, Clone)]
 pub(crate) struct SliceLayout {
-    /// Of each dimension before the row: its length, the first index that is held, and the number of indexes that are held.
+    /// For each dimension before the row: its length, the first index that is held, and the number of indexes that are held.
     outer: Vec<(u64, u64, u64)>,
     /// Size of a row of the tensor in bytes.
     row: u64,

@@ -9,8 +9,8 @@ use std::ops::Range;
 
 /// Memory for a rectangle of a tensor, to be rebuilt or to be changed in place.
 ///
-/// The elements of the rectangle are in row-major order. A *row* is what the rectangle has of the last dimension. Rows follow
-/// each other without gaps, or begin at multiples of a pitch. The bytes between rows are neither read nor written.
+/// The elements of the rectangle are in row-major order. A *row* is the elements of the rectangle along the last dimension. Rows
+/// follow each other without gaps, or begin at multiples of a pitch. The bytes between rows are neither read nor written.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct SliceMut<'a> {

@@ -1,4 +1,4 @@
-//! What a caller says of tensors, parts and files of a new pair (spec sections 8 and 10).
+//! Descriptions of the tensors, parts and files of a new pair (spec sections 8 and 10).
 
 use crate::codec::{Codec, TableSet};
 use crate::derived::{BaseForm, Derived};
@@ -15,7 +15,7 @@ pub struct TensorSpec {
     pub base_name: Option<String>,
     /// Element type.
     pub dtype: Dtype,
-    /// Dimensions. Of a part, its extents.
+    /// Dimensions of the tensor, or extents of the part.
     pub shape: Vec<u64>,
     /// For a part, the shape of its tensor and the origins of the part. The parts of a tensor are added one after another, each
     /// preceding the next (section 8.4).
