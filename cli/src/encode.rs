@@ -23,8 +23,9 @@ const RENAME_MAP_LIMIT: u64 = 100_000_000;
 /// Write the difference of a target checkpoint from a base
 ///
 /// Tensors are paired by name. If only the number of rows differs, the base's rows are used. A base of another dtype is converted:
-/// F32, BF16 and F16 into each other, and quantised weights with their scales, NAME with NAME_scale_inv (FP8) or NAME_blocks with
-/// NAME_scales (MXFP4). A tensor is stored without a base if the base lacks it or does not fit, or if that is smaller.
+/// F32 into BF16 and F16 and back, F8 into BF16 and F16, and quantised weights with their scales, NAME with NAME_scale_inv (FP8) or
+/// NAME_blocks with NAME_scales (MXFP4). A tensor is stored without a base if the base lacks it, if the base does not fit, or if
+/// that is smaller.
 #[derive(Args)]
 #[command(visible_alias = "diff")]
 #[command(override_usage = "tpde encode [OPTIONS] BASE TARGET -o OUT\n       tpde encode [OPTIONS] --no-base TARGET -o OUT")]

@@ -25,8 +25,8 @@ pub struct Fold {
 
 /// Make the pair that leads back from the target of a pair to its base
 ///
-/// Of several pairs, which are applied one after the other, the result leads from the target of the last pair to BASE. No
-/// checkpoint is written. Renamed tensors are followed. Without --split, tensors are cut into parts as in the last pair.
+/// Several pairs are applied one after the other. The result leads from the target of the last pair to BASE. No checkpoint is
+/// written. Renamed tensors are followed. Without --split, tensors are cut into parts as in the last pair.
 #[derive(Args)]
 #[command(override_usage = "tpde revert [OPTIONS] BASE PAIR... -o OUT\n       tpde revert [OPTIONS] --no-base PAIR... -o OUT")]
 #[command(after_long_help = jobs())]

@@ -64,7 +64,7 @@ pub(super) struct TensorOnDevice {
     pub name: String,
     pub base_name: String,
     pub dtype: Dtype,
-    /// Shape of the tensor: of a part, the shape of the whole tensor.
+    /// Shape of the whole tensor, also for a part.
     pub whole_shape: Vec<u64>,
     /// The elements of the entry.
     pub rectangle: Rectangle,

@@ -15,8 +15,8 @@ use std::fmt;
 /// Device memory that holds a rectangle of a tensor: the counterpart of [`SliceMut`](crate::SliceMut) and
 /// [`Slice`](crate::Slice), for memory of this crate or of another library.
 ///
-/// The elements of the rectangle are in row-major order. A *row* is what the rectangle has of the last dimension. Rows follow
-/// each other without gaps, or begin at multiples of a pitch. The bytes between rows are neither read nor written.
+/// The elements of the rectangle are in row-major order. A *row* is the elements of the rectangle along the last dimension. Rows
+/// follow each other without gaps, or begin at multiples of a pitch. The bytes between rows are neither read nor written.
 ///
 /// A device decodes whole entries of a pair. So a slice is one entry, or several parts tile it. The rows of each entry must be at
 /// one distance: an entry that has only some indexes of two or more inner dimensions of the slice is refused.
@@ -196,7 +196,7 @@ mod tests {
     use crate::rectangle::Runs;
     use proptest::prelude::*;
 
-    /// A shape, and of each dimension the range of a slice and a range within it.
+    /// A shape; and for each dimension the range of a slice, and a range within it.
     fn slices() -> impl Strategy<Value = (Vec<u64>, Rectangle, Rectangle)> {
         let within = |length: u64, a: u64, b: u64| {
             let origin = a % length;
@@ -247,7 +247,8 @@ mod tests {
                         (start..end).step_by(rows.pitch as usize).flat_map(|row| row..row + rows.bytes).collect();
                     prop_assert_eq!(found, expected);
                 }
-                // With three dimensions, parts can be at two distances. Parts of one index are at one, as the error says.
+                // With three dimensions, the rows of a part can be at two distances. Parts of one index avoid that, as the error
+                // says.
                 Err(error) => {
                     let mut dims = (1..shape.len()).map(|i| (i, format!("dimensions 0 to {i}"))).chain([(0, "dimension 0".into())]);
                     let (last, _) = dims.find(|(_, text)| error.to_string().ends_with(text.as_str())).unwrap();

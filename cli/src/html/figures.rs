@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::ops::{AddAssign, Range};
 use tpde::{Escaped, Moves, TensorReport, ValidatedIndex};
 
-/// Maximum number of columns, of rows, of tiles and of cells. An index from a stranger may have millions of tensors.
+/// Maximum number of columns, of rows, of tiles and of cells. An untrusted index may have millions of tensors.
 const COLUMNS: usize = 128;
 const ROWS: usize = 48;
 const TILES: usize = 40;

@@ -1,4 +1,4 @@
-//! Places of tensors in a model, as far as their names tell them.
+//! Layers and kinds of tensors, from their names.
 
 /// Returns the number of a tensor's layer, and its name without numbers: 3 and `layers.*.mlp.up_proj.weight` for
 /// `layers.3.mlp.up_proj.weight`. The layer is the first number between dots. Later ones, such as those of experts, become `*`.

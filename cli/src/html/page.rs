@@ -9,7 +9,7 @@ use tpde::Moves;
 /// A label and its text.
 pub type Fact = (&'static str, String);
 
-/// Width of the drawings, in units of their own.
+/// Width of the drawings, in SVG units.
 const WIDTH: f64 = 960.0;
 
 /// The page of a pair named `name`.
@@ -20,7 +20,7 @@ pub fn page(name: &str, facts: &[Fact], figures: &Figures) -> String {
             head {
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width, initial-scale=1";
-                // Names in a pair come from strangers. Whatever they hold, the browser loads and runs nothing.
+                // Names in a pair are untrusted. This policy keeps the browser from loading or running anything.
                 meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:";
                 link rel="icon" href="data:,";
                 title { (name) " – TPDE" }

@@ -216,10 +216,11 @@ impl Schedule {
     }
 }
 
-/// Returns the sort key of a chunk with `bytes` bytes of lanes and a payload of `size` bytes. The order is by kernel, then chunks
-/// of strided tensors, except where nvCOMP expands all frames of a run together, then chunks with a frame before chunks without,
-/// because nvCOMP expands a prefix, then descending cost. On an H200 one payload byte of codec `conditioned` costs about as much
-/// as 30 base bytes.
+/// Returns the sort key of a chunk with `bytes` bytes of lanes and a payload of `size` bytes:
+/// 1. Kernel.
+/// 2. Strided tensors last. Ignored for [`Group::Frames`], because nvCOMP expands all frames of a run together.
+/// 3. For [`Group::Frames`], chunks with a frame first, because nvCOMP expands a prefix.
+/// 4. Descending cost. On an H200 one payload byte of codec `conditioned` costs about as much as 30 base bytes.
 fn rank(group: Group, is_strided: bool, bytes: u64, size: u64) -> (Group, bool, bool, Reverse<u64>) {
     let estimated_cost = bytes + if matches!(group, Group::Conditioned | Group::WithoutBase) { 30 * size } else { size };
     (group, is_strided && group != Group::Frames, group == Group::Frames && size == 0, Reverse(estimated_cost))
