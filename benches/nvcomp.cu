@@ -3,8 +3,8 @@
 //     nvcc -O3 -std=c++17 -arch=native -I$NVCOMP/include benches/nvcomp.cu -o nvcomp -ldl -Xlinker $NVCOMP/lib64/libnvcomp.so.6
 //     nvcomp BASE.safetensors TARGET.safetensors TIMES [RUNS]
 //
-// $NVCOMP is the folder nvidia/libnvcomp of the PyPI wheel nvidia-libnvcomp-cu13. All tensors must be BF16; they are taken as one run
-// of lanes, TIMES times over, with payloads of its own each time, in chunks of 64 Ki lanes. A delta is the distance from base to
+// $NVCOMP is the folder nvidia/libnvcomp of the PyPI wheel nvidia-libnvcomp-cu13. All tensors must be BF16. They are joined to one
+// run of lanes, which is repeated TIMES times, each time with its own payloads, in chunks of 64 Ki lanes. A delta is the distance from base to
 // target in units in the last place, zigzag. Layouts:
 //
 //     planes      the deltas of all lanes, low bytes and then high bytes, applied out of place

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes fuzz/seeds/ anew from the published vectors and from pairs of our encoder. fuzz/run.sh calls it before each run.
+"""Writes fuzz/seeds/ from the published vectors and from pairs of our encoder. fuzz/run.sh calls it before each run.
 
     $(scripts/environment) fuzz/make_seeds.py
 
-Needs `zstandard`, for the second reader, and cargo, for the encoder. Sections and payloads are expanded, because mutation gets
-nowhere inside a frame. An input that fuzzing finds becomes a test or a vector, not a file beside these: all of them are replaced.
+Needs `zstandard`, for the second reader, and cargo, for the encoder. Sections and payloads are expanded, because mutations of a
+frame are nearly always refused. All files are replaced, so an input that fuzzing finds becomes a test or a vector.
 """
 
 import json
@@ -143,7 +143,7 @@ def safetensors(tensors):
 
 
 def changed(lanes, width, every):
-    """Every so many-th lane a little larger in its lowest byte."""
+    """Adds a small number to the lowest byte of every `every`-th lane."""
     out = bytearray(lanes)
     for at in range(0, len(lanes), width * every):
         out[at] = (out[at] + 1 + at // width % 3) % 256

@@ -1,31 +1,30 @@
 #!/usr/bin/env python3
-"""Measures what other ways of storing the difference of two safetensors files achieve.
+"""Measures other ways to store the difference of two safetensors files.
 
     python3 -m venv target/venv-peers && target/venv-peers/bin/pip install numpy zstandard==0.25.0
     target/venv-peers/bin/pip install --no-deps zipnn==0.5.4
     target/venv-peers/bin/python scripts/bench_peers.py BASE TARGET
 
-The ratio is bytes of the target's tensors by stored bytes. Stored bytes are those of the compressed frames alone: no
-names, lengths or checksums, which favours the peers. A tensor equal to its base costs nothing in all rows but ZipNN's,
-and one that the base lacks, or has with another dtype or shape, is taken as a difference to zeros. What is stored is
-decoded again and compared with the target, bit for bit.
+The ratio is the bytes of the target's tensors divided by the stored bytes. Stored bytes are the compressed frames alone,
+without names, lengths or checksums, which favours the peers. A tensor that equals its base costs nothing, except in the
+row of ZipNN. A tensor that the base lacks, or has with another dtype or shape, is stored as its difference from zeros.
+Stored bytes are decoded again and compared with the target, bit for bit.
 
     xor, zstd-1            each tensor XOR its base
     xor planes, zstd-3     the same, its bytes regrouped: all first bytes of the lanes, all second bytes, and so on
-    u16 gaps, zstd-1       where a tensor's changed lanes are, then their XOR values, in one frame. Where: how many
-                           unchanged lanes lie before each, as u16; 65535 stands for as many and says that more follow
+    u16 gaps, zstd-1       the gaps before a tensor's changed lanes, then their XOR values, in one frame. A gap is the
+                           number of unchanged lanes, as u16; 65535 means that 65535 lanes are unchanged and more follow
     NeMo-RL's, zstd-1      as NeMo-RL sends it (weight_transfer_sparse_codec.py): gaps as u16, or u32 or u64 in a tensor
-                           with a greater gap, none for a tensor whose changes are one run; one frame for all tensors,
-                           first all gaps, then all values, grouped by width. Its metadata and its container, which it
-                           compresses as well, are left out
+                           with a larger gap, none for a tensor whose changes are one run; one frame for all tensors,
+                           first all gaps, then all values, grouped by width. Metadata and container, which NeMo-RL
+                           compresses too, are left out
     ZipNN                  its delta of byte buffers (`delta_compressed_type="byte"`), one buffer for all tensors of a
-                           dtype, on one thread. Speeds are bytes of the target a second, medians of 5 runs, and
+                           dtype, on one thread. Speeds are bytes of the target per second, medians of 5 runs, and
                            include the XOR, which ZipNN does in NumPy. Tensors whose dtype ZipNN does not know are left
                            out of its row, and counted below the table
 
-ZipNN imports PyTorch, some GB with what it depends on, for its tensors. With byte buffers it looks up the names of
-dtypes in it, and nothing else; where PyTorch is absent, an empty stand-in takes its place. The code that runs and is
-timed is ZipNN's own, unchanged.
+ZipNN imports PyTorch, which takes some GB. For byte buffers it only looks up names of dtypes there. Without PyTorch, an
+empty stand-in is imported instead. The code that is timed is that of ZipNN, unchanged.
 """
 
 import importlib.util
@@ -41,7 +40,7 @@ import zstandard
 from make_variants import read
 
 RUNS = 5
-# A lane is the unit whose change is stored; a complex number is two. Types below a byte are taken as bytes.
+# A lane is the unit whose change is stored. A complex number is two lanes, and packed dtypes have bytes as lanes.
 LANE_BYTES = {
     **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
     **dict.fromkeys(("F32", "I32", "U32", "C64"), 4),
@@ -106,7 +105,7 @@ def xor_planes(all_pairs):
 
 
 def gaps_of(base, target):
-    """Where the changed lanes are, how many unchanged ones lie before each, and the XOR values."""
+    """Positions of the changed lanes, the number of unchanged lanes before each, and the XOR values."""
     where = np.flatnonzero(base != target)
     return where, np.diff(where, prepend=-1) - 1, (base ^ target)[where]
 

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""Makes checkpoints for benches from a seed. Needs NumPy for `drawn`, else PyTorch, which uses a GPU where there is one.
+"""Makes checkpoints for benchmarks from a seed. `drawn` needs NumPy; the others need PyTorch and use a GPU if there is one.
 
     python3 scripts/make_bench_data.py layers OUT
     python3 scripts/make_bench_data.py model OUT [--layers 32 --vocabulary 128256]
     python3 scripts/make_bench_data.py drawn OUT --like BASE TARGET [--layers 32 --vocabulary 128256]
 
-layers  OUT/layer.base and OUT/layer.target, one F32 tensor of 1024×4096, a tenth of it moved by N(0, 0.01); and
-        OUT/large.base and OUT/large.target, the same of 16384×4096.
-model   OUT/model.base and OUT/model.target, the tensors of Llama 3.1 8B by shape and name: weights of N(0, 0.02) in FP32 before
-        and after one step of Adam at a rate of 7e-7, its moments those of eight gradients of N(0, 1); both rounded to BF16.
+layers  OUT/layer.base and OUT/layer.target: one F32 tensor of 1024×4096, of which a tenth is moved by N(0, 0.01).
+        OUT/large.base and OUT/large.target: the same with 16384×4096.
+model   OUT/model.base and OUT/model.target: tensors with the names and shapes of Llama 3.1 8B. Weights are N(0, 0.02) in FP32,
+        before and after one step of Adam at a rate of 7e-7, with the moments of eight gradients of N(0, 1), rounded to BF16.
+drawn   OUT/drawn.base and OUT/drawn.target: the same names and shapes. Each lane and its change are drawn from the tensors of
+        BASE and TARGET that have the same role.
 
-Each with the ending .safetensors. The same seed, version of PyTorch and kind of device give the same bytes.
+All files end with .safetensors. The same seed, version of PyTorch and kind of device give the same bytes.
 """
 
 import argparse
@@ -26,7 +28,7 @@ RATE, GRADIENTS, BETAS, EPSILON = 7e-7, 8, (0.9, 0.999), 1e-8
 WIDTH, INNER, KEYS = 4096, 14336, 8 * 128
 PIECE = 64 << 20  # bytes that are written at once
 THREADS = 16
-DRAWN = 4 << 20  # lanes that are drawn at once, from a generator of their own
+DRAWN = 4 << 20  # lanes that are drawn together, with one generator
 # Real tensors for `drawn`, by a part of the name that they are for.
 LIKE = {
     "embed_tokens": "embeddings.word_embeddings.weight",

@@ -4,18 +4,18 @@
     python3 -m venv target/venv-train && target/venv-train/bin/pip install jax optax
     target/venv-train/bin/python scripts/train_pair.py [--rate R] OUT_FOLDER
 
-A GPT-2-shaped transformer over bytes (8 blocks of 256, 6.5 M parameters) is trained with AdamW on the modules of the
-Python standard library that lie in no package, for 500 steps. That is the base. From it, with fresh moments and a
-constant learning rate, 1e-5 unless --rate says another, training goes on with the modules of some packages, as a fine-tune does. Written are
+A GPT-2-shaped transformer over bytes (8 blocks of 256, 6.5 M parameters) is trained for 500 steps with AdamW, on the
+modules of the Python standard library that are in no package. That is the base. Then it is fine-tuned on the modules of
+some packages, with new moments and a constant learning rate (--rate, 1e-5 by default). The script writes
 
     base_f32  step1_f32  step10_f32  step100_f32      the master weights
     base_bf16 step1_bf16 step10_bf16 step100_bf16     the same, rounded to nearest, ties to even
 
-each with the ending .safetensors, and log.json, which holds the losses and the versions of all that took part.
+each with the ending .safetensors, and log.json with the losses and the versions of Python and of its packages.
 
-Everything is seeded, and it runs on one core, so that sums are always formed in the same order: two runs on one machine
-give the same bytes. Another CPU, or another version of Python (other text) or of JAX (other code), gives other bytes of
-the same kind. It takes some minutes.
+Everything is seeded, and training runs on one core, so that sums are always formed in the same order. Two runs on one
+machine give the same bytes. Another CPU, or another version of Python (other text) or of JAX (other code), gives other
+bytes. The script takes some minutes.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """BLAKE3 (hash mode, 32 bytes) in pure Python.
 
-One Python integer holds the same state word of many independent compressions, 64 bits apart, of
-which the upper 32 catch carries and shifted-out bits until they are masked away. So all whole
-chunks of an input, and then all parents of a level of the tree, are hashed by the same few
-operations on long integers, which is what makes this quick enough for test data.
+One Python integer holds the same state word of many independent compressions, 64 bits apart. The
+upper 32 of these bits take carries and shifted-out bits until they are masked off. So a few operations
+on long integers hash all whole chunks of an input, and then all parents of a level of the tree. This is
+fast enough for test data.
 """
 
 import struct

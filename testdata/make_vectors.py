@@ -13,9 +13,9 @@ The vectors and what makes them are in the folder `vectors`. Their numbers follo
 (i mod 1021) * 9E3779B97F4A7C15 + seed * D1B54A32D192ED03 (mod 2^64), so it repeats with the prime
 period 1021. A target changes each lane i with i mod p = r by the next of a short list of steps.
 
-Another version of the zstd library may compress to other bytes. So --check takes the frames it
-finds in a committed vector that expand to the content it wants, and then compares whole files byte
-by byte. All invalid vectors, and some valid ones, have frames made by hand, without the library.
+Another version of the zstd library may compress to other bytes. So --check reuses the frames of a committed vector if they expand
+to the right content, and then compares whole files byte by byte. All invalid vectors, and some valid ones, have frames made by
+hand, without the library.
 """
 
 import argparse

@@ -27,7 +27,7 @@ struct Recipe {
     lanes: u64,
     /// Name of the base tensor, among few, so that tensors share them; `None` for a tensor without a base.
     base: Option<u8>,
-    /// One of so many lanes changes.
+    /// One lane in `rarity` changes.
     rarity: u64,
     /// The shard that has the tensor.
     shard: usize,

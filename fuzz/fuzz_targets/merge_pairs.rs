@@ -34,7 +34,7 @@ struct Tensor {
     rows: u8,
     columns: u8,
     has_base: bool,
-    /// One of so many bytes changes.
+    /// One byte in `rarity` changes.
     rarity: u8,
     /// Rows and columns at which the tensor is cut.
     cuts: [Vec<u8>; 2],

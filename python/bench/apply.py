@@ -3,11 +3,13 @@
 
     python bench/apply.py FOLDER [--tiles 24] [--pair rl20] [--keep FOLDER] [--tpde PROGRAM]
 
-FOLDER has base.safetensors, or a pair `anchor` without a base that gives it, and a pair on it. Both checkpoints are tiled, so
-that they are as large as a model: every tensor so many times along its first dim. All results are compared with the
-target. Files are in the page cache. Times are medians of wall times, with the device idle before and after, of calls that repeat
-one before, and beside them what the first call took; `host` is the part of such a call before all is queued and the waiting
-begins. With a program tpde, what it measures of the same library without Python is set beside each.
+FOLDER has base.safetensors, or a pair `anchor` without a base from which it is rebuilt, and a pair on it. Every tensor is repeated
+`--tiles` times along its first dim, so that checkpoints are as large as a model. All results are compared with the target. Files
+are in the page cache.
+
+Times are medians of wall times of repeated calls, with the device idle before and after; the time of the first call is printed
+too. `host` is the time until all work of a call is queued. With `--tpde`, each row also has the time that the program measures for
+the same library without Python.
 """
 
 import argparse
@@ -62,8 +64,8 @@ def main() -> None:
         bench(how.folder, how.pair, how.tiles, work, how.tpde)
 
 
-#: Where the program has its payloads where a pair has them, and the clock of such a row: the program takes no wall times of
-#: payloads on the device.
+#: By place of a pair's payloads: the place and the clock of the corresponding row of the program. The program measures no wall
+#: times for payloads on the device.
 ALIKE = {
     "path": ("files, opened anew", "wall"),
     "file": ("host memory", "wall"),

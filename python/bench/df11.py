@@ -1,7 +1,7 @@
-"""Decoder layers of a Llama in the format of DFloat11, made by its own tables and loaded by its own code.
+"""Decoder layers of a Llama in the format of DFloat11, made with its own tables and loaded by its own code.
 
-Its encoder goes through the weights in Python, one by one, which takes hours for a large model: here all lanes are coded at once,
-on the device. The bytes are the same.
+The encoder of DFloat11 codes weights one by one in Python, which takes hours for a large model. This one codes all lanes together,
+on the device, and gives the same bytes.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def encode(exponents: torch.Tensor, codec: Any) -> tuple[torch.Tensor, torch.Ten
     ends = lengths.cumsum(0)
     total = int(ends[-1])
     starts = ends.sub_(lengths)
-    # A code has at most 32 bits: it lies in a word of 32 and the next.
+    # A code has at most 32 bits, so it is within two adjacent 32-bit words.
     at = starts >> 5
     both = codes.to(device)[symbols] << (64 - (starts & 31) - lengths)
     del symbols, lengths
@@ -50,7 +50,7 @@ def encode(exponents: torch.Tensor, codec: Any) -> tuple[torch.Tensor, torch.Ten
     encoded = torch.stack([words >> shift & 0xFF for shift in (24, 16, 8, 0)], 1).to(torch.uint8).view(-1)[: (total + 7) // 8]
 
     def firsts(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each place after so many bits, and the first lane whose code begins there or later."""
+        """Multiples of `step` bits, and for each the first lane whose code begins there or later."""
         begun = int(starts[-1]) if not rest else total
         places = torch.arange(begun // step + 1, device=device) * step
         return places, torch.searchsorted(starts, places)

@@ -1,26 +1,27 @@
 #!/usr/bin/env python3
-"""A Llama 3.1 8B on a GPU that is held to 12 or 8 GiB of memory, generating at batch 1; and many fine-tunes over one base.
+"""Generates with a Llama 3.1 8B at batch 1 in 12 or 8 GiB of device memory, and switches between fine-tunes of one base.
 
     python bench/llama_8b.py [--only NAME,...] [--seconds 500] [--tokens 16] [--tunes 8] [--folder FOLDER] [--out FILE]
     python bench/llama_8b.py --list
-    python bench/llama_8b.py --small --device cpu        # the same steps on the CPU, for a look at the script
+    python bench/llama_8b.py --small --device cpu        # the same steps on the CPU, to try the script
 
-The class is that of transformers, the weights are made up (normal, 0.02, each from a seed of its own) and nothing is downloaded.
-Every step runs in a process of its own (`llama_steps.py`), so that nothing of one is left on the device for the next, and that
-one which fails or takes too long leaves the others theirs; this process does not touch the device. What steps need of each other
-is in FOLDER: the compressed layers, and a digest of the unrestricted model's logits, which those of every contender are compared
-with, bit for bit. A folder that is named is kept, and a later run takes what is there. FILE gets a line of JSON for each step as
-soon as it is done.
+The model class is that of transformers. Weights are random (normal, 0.02, one seed per weight), and nothing is downloaded. Each
+step runs in its own process (`llama_steps.py`): it leaves nothing on the device, and other steps run even if it fails or takes
+too long. This process does not use the device.
 
-Budgets are of the whole device, with the context and all libraries: PyTorch's allocator is capped, and `mem_get_info` is asked.
-Embedding, head and norms are dense and resident for every contender; each then fills its budget with resident layers, spread
-evenly, and streams the others from pinned memory:
+FOLDER has the results that steps share: the compressed layers, and a digest of the logits of the model without a memory limit.
+The logits of every contender are compared with that digest, bit for bit. A folder that is passed is kept, and later runs reuse
+its results. After each step, a line of JSON is appended to FILE.
 
-- dense: layers are resident, or copied to one of two slots while those before them compute;
-- tpde: layers are compressed without a base, on the device or in pinned memory, and rebuilt just in time; where all compressed
-  layers fit, the rest of the budget takes dense ones; once kernel by kernel, and once as a CUDA graph;
-- accelerate: `dispatch_model`, with the layers that do not fit on the CPU; for reference;
-- dfloat11: decoder layers compressed by that package, where it is installed, those that do not fit offloaded by it.
+A budget covers the whole device, with context and libraries: PyTorch's allocator is capped, and `mem_get_info` is checked. For
+every contender, embedding, head and norms are dense and resident. A contender fills the rest of its budget with resident layers,
+spread evenly, and streams the others from pinned memory:
+
+- dense: a layer is resident, or is copied to one of two slots while earlier layers compute;
+- tpde: layers are compressed without a base, on the device or in pinned memory, and rebuilt just in time. If all compressed
+  layers fit, the rest of the budget holds dense layers. Measured kernel by kernel, and as a CUDA graph;
+- accelerate: `dispatch_model`, with the layers that do not fit on the CPU, for reference;
+- dfloat11: decoder layers compressed by that package, if it is installed. It offloads the layers that do not fit.
 """
 
 import argparse
@@ -52,16 +53,16 @@ STEPS: dict[str, tuple[str, ...]] = {
     "12-dfloat11": ("reference", "dfloat11"),
     "8-dfloat11": ("reference", "dfloat11"),
 }
-#: Steps that leave something for others, and run when that is needed.
+#: Steps whose results other steps need. They run when a selected step needs them.
 PREPARE = {"reference", "anchor", "dfloat11"}
-#: How many times as fast as dense with prefetch the contender tpde is wanted.
+#: Required speed of tpde relative to dense with prefetch, by budget in GiB.
 WANTED = {"12": 3.0, "8": 1.7}
-#: Bytes that a folder for the large model should have room for.
+#: Free space, in bytes, that the folder of the large model needs.
 ROOM = 48 << 30
 
 
 def selected(only: str) -> list[str]:
-    """The steps of these names; what is no step itself stands for all that begin with it."""
+    """The steps with these names. A name that is no step stands for all steps that begin with it."""
     names = only.split(",")
     for name in names:
         if not any(step == name or step.startswith(f"{name}-") for step in STEPS):
@@ -71,7 +72,7 @@ def selected(only: str) -> list[str]:
 
 
 def temporary_folder(is_small: bool) -> Path:
-    """In memory, where there is room."""
+    """A temporary folder: in memory if it has enough space."""
     memory = Path("/dev/shm")
     fits = is_small or (memory.is_dir() and shutil.disk_usage(memory).free > ROOM)
     return Path(tempfile.mkdtemp(prefix="llama-8b-", dir=memory if fits and memory.is_dir() else None))
@@ -86,15 +87,15 @@ class Driver:
         print(f"[{time.monotonic() - self.begin:5.0f} s] {text}", flush=True)
 
     def left(self) -> float:
-        """Seconds."""
+        """Remaining time in seconds."""
         return float(self.how.seconds - (time.monotonic() - self.begin))
 
     def settings(self) -> dict[str, Any]:
-        """What steps must have in common to be used together."""
+        """Settings that must be equal for steps whose results are used together."""
         return {"config": "small" if self.how.small else "8b", "device": self.how.device, "tokens": self.how.tokens}
 
     def is_there(self, name: str) -> bool:
-        """Whether an earlier run has left what this step prepares."""
+        """Whether an earlier run has left the result of this step."""
         try:
             found: dict[str, Any] = json.loads((self.folder / f"{name}.json").read_text())
         except (OSError, ValueError):
@@ -102,7 +103,7 @@ class Driver:
         return found.get("ok") is True and found.get("settings") == self.settings()
 
     def run(self, name: str) -> None:
-        """A step, after those that it needs."""
+        """Runs a step, after the steps that it needs."""
         for needed in STEPS[name]:
             if needed not in self.results and not self.is_there(needed):
                 self.run(needed)

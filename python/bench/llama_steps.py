@@ -1,4 +1,4 @@
-"""The steps of `llama_8b.py`: each runs in a process of its own, which that script starts.
+"""The steps of `llama_8b.py`. That script runs each step in its own process.
 
     python bench/llama_steps.py STEP --folder FOLDER --settings JSON ...
 
@@ -27,7 +27,7 @@ import tpde.nn
 import tpde.torch
 
 GIB = 1 << 30
-#: Kept free for activations, the cache, workspaces of libraries and what the allocator rounds up; the same for all.
+#: Bytes kept free for activations, the cache, workspaces of libraries and rounding of the allocator, for every contender.
 RESERVE = 448 << 20
 SHAPES = {
     "8b": dict(
@@ -42,18 +42,18 @@ SHAPES = {
         hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=2000
     ),
 }
-#: For the small model, in the place of so many GiB: so that all compressed layers fit, or a part, beside context and libraries.
+#: Budgets of the small model, by the GiB that they stand for: all compressed layers fit, or some of them.
 SMALL_BUDGETS = {12: RESERVE + 7_100_000, 8: RESERVE + 4_500_000}
 #: Lanes that are made at a time, so that making them takes little memory.
 PIECE = 4 << 20
 
 
 class NotHere(Exception):
-    """Why a step cannot be measured on this machine."""
+    """A step cannot be measured on this machine. The text says why."""
 
 
 class Model:
-    """A model whose weights are made, by name, wherever they are wanted."""
+    """A model whose weights are made on demand, from their names."""
 
     def __init__(self, how: argparse.Namespace) -> None:
         self.how, self.folder, self.begin = how, how.folder, time.perf_counter()
@@ -115,8 +115,8 @@ class Model:
     def run(
         self, model: nn.Module, count: int, graph: bool = False, before_graph: Callable[[], None] = lambda: None
     ) -> tuple[torch.Tensor, list[int], float]:
-        """Logits and token of each step, and tokens a second; two steps come before those that count. With ``graph``, those that
-        count are replays of a CUDA graph of one step."""
+        """Logits and token of each step, and tokens per second. Two warm-up steps are not counted. With ``graph``, the counted
+        steps are replays of a CUDA graph of one step."""
         tokens = torch.arange(1, 17, device=self.device).view(1, 16)
         cache, logits, found, begin = StaticCache(config=model.config, max_cache_len=count + 24), [], [], 0.0
         replay = None
@@ -127,7 +127,7 @@ class Model:
                     before_graph()
                     torch.cuda.empty_cache()
                     given, replay = tokens.clone(), torch.cuda.CUDAGraph()
-                    # What is decoded for later layers must not keep those before it waiting.
+                    # Decoding for later layers must not delay earlier layers.
                     with torch.cuda.graph(replay, stream=torch.cuda.Stream(priority=-1)):
                         made = model(given, past_key_values=cache, use_cache=True).logits[:, -1]
                 self.wait()
@@ -139,7 +139,7 @@ class Model:
             else:
                 logits.append(model(tokens, past_key_values=cache, use_cache=True).logits[:, -1])
             tokens = logits[-1].argmax(-1, keepdim=True)
-            found.append(int(tokens))  # whoever generates reads it
+            found.append(int(tokens))  # reading the token is part of generating
         self.wait()
         seconds = time.perf_counter() - begin
         return torch.cat(logits).cpu(), found, count / seconds
@@ -149,7 +149,7 @@ class Model:
             torch.cuda.synchronize()
 
     def warm_up(self) -> None:
-        """Has libraries loaded that every contender needs, by a model of one layer, so that their memory is known."""
+        """Runs a model of one layer, so that libraries which every contender needs are loaded and their memory is known."""
         if self.is_gpu:
             config = self.configured(num_hidden_layers=1, vocab_size=1000)
             model = self.empty(config)
@@ -234,7 +234,7 @@ def contender(m: Model, gib: int, build: Callable[[Model, int], nn.Module], coun
 
 
 def spread(names: list[str], sizes: dict[str, int], room: int) -> set[str]:
-    """Some of the names, evenly among all, that fit into the room."""
+    """Names, chosen evenly from all, whose sizes fit in `room`."""
     fraction = min(1.0, max(0.0, room / sum(sizes.values())))
     taken, held, owed = set(), 0, 0.0
     for name in names:
@@ -339,7 +339,7 @@ def anchor(m: Model) -> dict[str, Any]:
 def compressed(m: Model, room: int) -> nn.Module:
     model = m.empty()
     stored = {tensor.name: tensor.payload_bytes for tensor in tpde.inspect(m.folder / "anchor").tensors}
-    # Two slots for weights, the index, and two rooms for payloads.
+    # Two slots for weights, the index, and two buffers for payloads.
     room -= 2 * max(m.dense_bytes.values()) + (0 if m.is_small else 16 << 20)
     plain: set[str] = set()
     if sum(stored.values()) <= room:
@@ -428,7 +428,7 @@ def by_dfloat11(m: Model, room: int) -> nn.Module:
 
 @torch.no_grad()
 def tuned(name: str, base: torch.Tensor, number: int, share: float) -> torch.Tensor:
-    """A weight of a fine-tune: so many lanes moved by a unit in the last place, the same whenever it is asked for."""
+    """A weight of a fine-tune: `share` of the lanes are moved by a unit in the last place. Equal arguments give equal weights."""
     generator = torch.Generator(base.device).manual_seed(zlib.crc32(f"{number} {name}".encode()))
     moved = torch.rand(base.shape, generator=generator, device=base.device) < share
     return (base.view(torch.int16) + moved.to(torch.int16)).view(torch.bfloat16)

@@ -297,7 +297,7 @@ class FakeModel:
             self.world.violations.append(f"{name} gave {y}")
 
     def interrupted(self, error: BaseException) -> None:
-        """Handles a signal's exception whose context is a fault: the fault may be raised once more, but need not be."""
+        """Handles a signal's exception whose context is a fault: the fault may be raised a second time."""
         shown = getattr(error.__context__, "fault", None)
         if shown in self.faults:
             self.faults[shown] = False

@@ -214,7 +214,7 @@ def rounds(tmp_path: Path, ends: dict[int, int]) -> tuple[Trainer, list[Engine],
     for one in found:
         assert one is None or isinstance(one, (Ended, tpde.Disconnected, tpde.NotAcknowledged)), repr(one)
     for rank, engine in enumerate(engines):
-        engine.check()  # whatever ended when: one version, and not two
+        engine.check()  # one version, whichever rank ended at which call
         if isinstance(found[rank + 1], Ended):
             engines[rank] = Engine(engine.name, rank, 2, version=0)  # its memory is gone
     hub = Hub(3)

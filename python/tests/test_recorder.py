@@ -204,7 +204,7 @@ FOLLOWED: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[Any, Any],
 def test_views_are_followed(name: str) -> None:
     shape, parameter_shape, load = FOLLOWED[name]
     found = one_parameter(load, shape, torch.zeros(parameter_shape))
-    if name == "rotary":  # neighbouring rows are taken apart, and lie between each other
+    if name == "rotary":  # neighbouring rows are separated, and interleave
         assert found.refused == ["layer.p"]
         return
     weight = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)

@@ -50,8 +50,8 @@ def _check(name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> None:
 def _tiles(shape: tuple[int, ...], bounds: list[list[int]]) -> list[Any]:
     if 0 in shape or not shape:
         return [...]
-    # Rows of a slice are at equal distances. So the dims before one that is cut are cut at each index, unless that one is the last.
-    # This keeps the grid, whose parts nest as the format wants it.
+    # Rows of a slice must be at equal distances. So if a dim other than the last is cut, the dims before it are cut at each index.
+    # The parts still form a grid, so they nest as the format requires.
     last_cut = max((dim for dim in range(1, len(shape) - 1) if len(bounds[dim]) > 2), default=0)
     cells = product(*(pairwise(range(shape[dim] + 1) if dim < last_cut else one) for dim, one in enumerate(bounds)))
     return [tuple(slice(start, stop) for start, stop in cell) for cell in cells]

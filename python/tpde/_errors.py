@@ -139,9 +139,9 @@ class NotWritable(TpdeError, ValueError):
 class NotMergeable(TpdeError, ValueError):
     """Two pairs contradict each other, so they cannot be merged.
 
-    Attributes: ``conflict`` (``"tensor"`` if both have the tensor, ``"type"`` if its dtypes or shapes differ, ``"cuts"`` if its parts do not nest, ``"base"`` if the pairs
-    have different bases, or ``"file"``), ``name`` of the tensor, base tensor or file, ``pairs``, the two paths, and ``found``, the
-    property in each pair.
+    Attributes: ``conflict`` (``"tensor"`` if both have the tensor, ``"type"`` if its dtypes or shapes differ, ``"cuts"`` if its
+    parts do not nest, ``"base"`` if the pairs have different bases, or ``"file"``), ``name`` of the tensor, base tensor or file,
+    ``pairs``, the two paths, and ``found``, the property in each pair.
     """
 
     conflict: str
@@ -171,7 +171,7 @@ class Poisoned(TpdeError, RuntimeError):
 
 
 class InvalidArgument(TpdeError, ValueError):
-    """The call makes no sense: a wrong name, range, size or kind of tensor."""
+    """An argument is wrong: a name, a range, a size, or a kind of tensor."""
 
 
 class NotContiguous(InvalidArgument):

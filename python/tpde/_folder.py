@@ -93,7 +93,7 @@ class Folder:
         """Brings joins and answers of subscribers here. Those of a folder are here."""
 
     def serve(self, versions: list[int]) -> bool:
-        """Sends versions that subscribers have missed. False if they take them themselves."""
+        """Sends versions that subscribers have missed. False if they read them themselves."""
         return False
 
     def send(self, names: list[str]) -> None:
@@ -137,7 +137,7 @@ class Folder:
         return {name: [tuple(slice(*bounds) for bounds in index) for index in indices] for name, indices in plain.items()}
 
     def answer(self, name: str, session: str, version: int, answer: dict[str, Any]) -> None:
-        """Tells the publisher what became of a version."""
+        """Reports the outcome of a version to the publisher."""
         folder = self.path / "answers" / f"{name}.{session}"
         count = len(list(folder.glob("*.json")))  # a version that failed may succeed later
         self._write(folder / f"{count:08}.json", {**answer, "version": version})

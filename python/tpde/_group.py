@@ -196,7 +196,7 @@ class Group(Folder):
         return session, layout
 
     def answer(self, name: str, session: str, version: int, answer: dict[str, Any]) -> None:
-        """Tells the publisher what became of a version, with the next answers."""
+        """Reports the outcome of a version to the publisher, with the next answers."""
         super().answer(name, session, version, answer)
         self._outbox.append({"kind": "answer", "name": name, "session": session, "version": version, "answer": answer})
 

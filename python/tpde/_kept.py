@@ -95,7 +95,7 @@ def keep(weights: Any, base: Any, modules: Iterable[str], *, pinned: bool) -> Ke
 
 
 def _grouped(tensors_of: Mapping[str, list[str]], wanted: Iterable[str]) -> list[tuple[list[str], list[str]]]:
-    """Modules and their tensors. Modules that share tensors, wanted or not, are one group."""
+    """Modules and their tensors. Modules that share tensors are one group, also those that are not listed."""
     tensors: dict[str, list[str]] = {}
     modules: dict[str, list[str]] = {}
     for parameter, names in tensors_of.items():

@@ -118,7 +118,7 @@ def subset(
         pair: Name of the pair, or either file.
         path: Name of the new pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
         tensors: The tensors to keep: a pattern with ``*``, several patterns, or a function of the name.
-        parts: Rectangles by pattern. Of the tensors whose names match, only the parts within a rectangle are kept. A rectangle is an
+        parts: Rectangles by pattern. A tensor whose name matches keeps only its parts within a rectangle. A rectangle is an
             index as NumPy has it, such as ``np.s_[0:512, :]``; a list has several. Payloads are copied whole, so a part that is
             only partly within the rectangles is an error.
         files: Whether the new pair describes files.

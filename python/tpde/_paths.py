@@ -303,7 +303,8 @@ def apply(
             function of the name.
         replace: Whether existing files are replaced.
         expect: The pair digest that the pair must have, as 64 hexadecimal digits or 32 bytes. It is compared before anything of the
-            pair is parsed. Of several pairs, the last one must have it: what is rebuilt has the digests that it states.
+            pair is parsed. Of several pairs, the last one must have it, because the result has the digests that the last pair
+            states.
         progress: As for :func:`encode`.
 
     Raises:

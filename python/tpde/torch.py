@@ -105,10 +105,12 @@ def save_file(
 ) -> EncodeReport:
     """Write the difference of ``tensors`` from ``base`` as the pair ``path``.
 
-    Tensors are read without a copy. They must be contiguous, on the CPU or on one CUDA device, and of a dtype that safetensors knows,
-    and must not be written during the call. On a device, kernels encode after the work that is queued on the current stream, the base
-    must be there too, and only the compressed bytes are copied to the host; :class:`Encoder` keeps memory for several pairs. Tied weights are stored under each of their names. The pair
-    holds tensors, not files: :func:`tpde.apply` rebuilds one file with a header of its own.
+    Tensors are read without a copy. They must be contiguous, of a dtype that safetensors knows, on the CPU or on one CUDA device.
+    They must not be written during the call. Tied weights are stored under each of their names. The pair holds tensors, not files:
+    :func:`tpde.apply` rebuilds one file with a new header.
+
+    On a device, the base must be there too. Kernels encode after the work that is queued on the current stream, and only the
+    compressed bytes are copied to the host. :class:`Encoder` keeps memory for several pairs.
 
     Args:
         tensors: The target: a state dict or a module. A module with layers of :mod:`tpde.nn` is refused, also as a base, because

@@ -1,7 +1,7 @@
 """A second reader of TPDE pairs, written from spec/tpde-format.md and spec/codecs.md alone.
 
-It favours being plainly the text of the specification over speed. Needs `zstandard`; BLAKE3 is in the file beside this
-folder. `read_pair` below is the whole of it; the modules follow the specification, and are best read in this order:
+It follows the text of the specification as directly as possible, at the cost of speed. Needs `zstandard`; BLAKE3 is in the file
+beside this folder. `read_pair` below is the whole of it; the modules follow the specification, and are best read in this order:
 
     common        refusals, parts of a row of bytes, zstd frames       sections 2, 5
     layout        the tables of fields, dtypes and base kinds          sections 5 to 8, 10, 11
@@ -11,7 +11,7 @@ folder. `read_pair` below is the whole of it; the modules follow the specificati
     floats        arithmetic on lanes of floats                        section 8.6
     derived       base lanes formed from another dtype                 section 8.5
     lanes         the arithmetic of lanes and their sums               sections 6.1, 9
-    codec         a module a codec: from payloads to changes           codecs.md
+    codec         one module per codec: from payloads to changes       codecs.md
     decode        chunks, tensors and their digests                    section 13, steps 8 to 12
     safetensors   the base, and the files that are rebuilt             section 10
 

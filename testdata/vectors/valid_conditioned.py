@@ -140,7 +140,7 @@ def valid_conditioned_vectors(out):
             [[0, 1]], 106, states_log2=5))], base)
 
     def no_base(dtype, tiles, more, plan):
-        """All lanes of so many tiles, and some more or less, have context 0; few change, the last one among them."""
+        """All lanes of `tiles` tiles and `more` further lanes have context 0. Few lanes change, and the last one does."""
         count = TILE[DTYPES[dtype][2]] * tiles + more
         changes = {i: 1 for i in (*range(0, count, 37), count - 1)}
         return coded(dtype, dtype, None, zeros_but_lanes(count, changes), RARE, plan, log2=max(12, (count - 1).bit_length()))

@@ -40,7 +40,7 @@ SCALES = [0, 1, 3, 0x007FFFFF, 0x00800000, 0x00400001, 0x0B800000, 0x3F800000, 0
 
 
 def tied_scales():
-    """Lanes of F32 whose product with 15 / 8 lies so close to the middle of two lanes of BF16 that F32 rounds it to that."""
+    """Lanes of F32 whose product with 15 / 8 is so close to the middle of two lanes of BF16 that F32 rounds it to the middle."""
     inverse = pow(15, -1, 2**20)
     mantissas = [(2**19 + d) * inverse % 2**20 + (8 + i << 20) for i, d in enumerate((-3, -2, -1, 1, 2, 3))]
     return [120 << 23 | n - 2**23 for n in mantissas]

@@ -1,6 +1,6 @@
-"""The registry of codecs.md, section 1. A module a codec, and in each:
+"""The registry of codecs.md, section 1. One module per codec, each with:
 
-sizes_fit(record, w, lanes)                     whether a chunk of so many lanes, of `w` bytes each, can have
+sizes_fit(record, w, lanes)                     whether a chunk of `lanes` lanes of `w` bytes can have
                                                 a record with these sizes
 changes(payload, record, tensor, base_lanes)    positions and deltas of the chunk; the rules that all codecs
                                                 share are checked by the caller

@@ -9,8 +9,8 @@ from ..layout import table
 HAS_TABLES = True
 TOTAL = 4096  # what the frequencies of a class add up to
 BLOCK = 128  # lanes
-TILE = {1: 8, 2: 8, 4: 4, 8: 2}  # blocks, for lanes of so many bytes
-LEAST = 2**16  # of a state between two turns; all states end there
+TILE = {1: 8, 2: 8, 4: 4, 8: 2}  # blocks per tile, by bytes per lane
+LEAST = 2**16  # lower bound of a state between two turns, and its final value
 MOST_SETS = 65_535
 
 Header = table(

@@ -1,4 +1,4 @@
-"""Codec 1, `zstd`: section 3 of codecs.md. A function a layout, with `n` changes among `lanes` lanes of `w` bytes."""
+"""Codec 1, `zstd`: section 3 of codecs.md. One function per layout, with `n` changes among `lanes` lanes of `w` bytes."""
 
 from ..common import Parts, expand, need
 
