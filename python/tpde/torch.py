@@ -168,13 +168,15 @@ def apply_(
         base: The base, if ``tensors`` hold something else, such as another fine-tune of the base. The tensors are then overwritten
             in one pass, and the base is not changed. For weights on a CUDA device, the base must be tensors on that device. If the
             call fails midway, the weights are unusable: :class:`Poisoned` has the reason as its ``__cause__``.
-        mode: ``"all_checked"`` decodes and checks everything before it writes, and the writing is not interrupted: whatever is
-            raised, the weights are the base or the target. The exception is a blob that changes or cannot be read, or a device
-            that fails, while the weights are written. On the CPU this mode compares CRC, sums and all digests, on a CUDA device
-            CRC, sums and digests of targets. ``"chunk_by_chunk"`` checks CRC and sums of each chunk and writes it, in one pass;
-            on a CUDA device it then compares digests of targets. If it fails midway, :class:`Poisoned` is raised. If it is interrupted midway, the exception of the interruption (such as
-            ``KeyboardInterrupt``) has a :class:`Poisoned` as its ``__cause__``. Either way the weights are a mixture. Without
-            digests a forged blob is not detected: see :mod:`tpde.torch`.
+        mode: What is checked before the first write:
+
+            - ``"all_checked"``: everything. Writing is not interrupted, so whatever is raised, the weights are the base or the target.
+              The exception is a blob that changes or cannot be read, or a device that fails, while the weights are written. On the
+              CPU, CRC, sums and all digests are compared; on a CUDA device, CRC, sums and digests of targets.
+            - ``"chunk_by_chunk"``: CRC and sums of each chunk, just before the chunk is written. On a CUDA device, digests of targets
+              are compared afterwards. If the call fails midway, :class:`Poisoned` is raised. If it is interrupted midway, the
+              exception of the interruption (such as ``KeyboardInterrupt``) has a :class:`Poisoned` as its ``__cause__``. Either way
+              the weights are a mixture. Without digests a forged blob is not detected: see :mod:`tpde.torch`.
         strict: Whether every tensor of the pair must be among ``tensors``. A module with layers of :mod:`tpde.nn` is refused in
             either case, because it lacks their weights.
         expect: As for :func:`tpde.apply`.
@@ -233,8 +235,8 @@ def apply_slices_(
             that device. It shares no memory with the slices, and on the CPU has no rows between theirs. The slices are then overwritten
             in one pass. If the call fails midway, they are unusable: :class:`Poisoned` has the reason as its ``__cause__``.
         mode: As for :func:`apply_`. ``"all_checked"`` compares the digests of those tensors and parts of which the slices have all
-            elements. Of others it compares CRC and sums, and the digests of payloads, which every pair with parts has. On a CUDA device
-            it compares CRC, sums and digests of payloads.
+            elements. For others it compares CRC and sums, and the digests of payloads, which every pair with parts has. On a CUDA
+            device it compares CRC, sums, digests of payloads and digests of targets.
         expect, progress: As for :func:`apply_`.
 
     Returns:
