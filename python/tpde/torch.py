@@ -116,7 +116,8 @@ def save_file(
         tensors: The target: a state dict or a module. A module with layers of :mod:`tpde.nn` is refused, also as a base, because
             its state dict lacks their weights. Pass a dict that also has ``layer.weight`` of each such layer: reading this
             attribute rebuilds the weight. Or the slices that a rank of a distributed job holds, with ``shape``: the pair then has
-            these as parts, or with ``split`` the parts that the rank holds. :func:`tpde.merge` makes one pair of those of all ranks.
+            these as parts, or with ``split`` the parts that the rank holds. :func:`tpde.merge` makes one pair of those of all
+            ranks.
         path: Name of the pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
         base: Path of a checkpoint, a state dict, a module, or the slices of the base that the rank holds; ``None`` for a pair that
             needs no base.
@@ -170,13 +171,13 @@ def apply_(
             call fails midway, the weights are unusable: :class:`Poisoned` has the reason as its ``__cause__``.
         mode: What is checked before the first write:
 
-            - ``"all_checked"``: everything. Writing is not interrupted, so whatever is raised, the weights are the base or the target.
-              The exception is a blob that changes or cannot be read, or a device that fails, while the weights are written. On the
-              CPU, CRC, sums and all digests are compared; on a CUDA device, CRC, sums and digests of targets.
-            - ``"chunk_by_chunk"``: CRC and sums of each chunk, just before the chunk is written. On a CUDA device, digests of targets
-              are compared afterwards. If the call fails midway, :class:`Poisoned` is raised. If it is interrupted midway, the
-              exception of the interruption (such as ``KeyboardInterrupt``) has a :class:`Poisoned` as its ``__cause__``. Either way
-              the weights are a mixture. Without digests a forged blob is not detected: see :mod:`tpde.torch`.
+            - ``"all_checked"``: everything. Writing is not interrupted, so whatever is raised, the weights are the base or the
+              target. The exception is a blob that changes or cannot be read, or a device that fails, while the weights are written.
+              On the CPU, CRC, sums and all digests are compared; on a CUDA device, CRC, sums and digests of targets.
+            - ``"chunk_by_chunk"``: CRC and sums of each chunk, just before the chunk is written. On a CUDA device, digests of
+              targets are compared afterwards. If the call fails midway, :class:`Poisoned` is raised. If it is interrupted midway,
+              the exception of the interruption (such as ``KeyboardInterrupt``) has a :class:`Poisoned` as its ``__cause__``. Either
+              way the weights are a mixture. Without digests a forged blob is not detected: see :mod:`tpde.torch`.
         strict: Whether every tensor of the pair must be among ``tensors``. A module with layers of :mod:`tpde.nn` is refused in
             either case, because it lacks their weights.
         expect: As for :func:`tpde.apply`.
@@ -220,20 +221,21 @@ def apply_slices_(
     """Turn slices of live base weights into slices of target weights in place, for a rank of a distributed job.
 
     Only the chunks with elements of the slices are decoded. A pair whose tensors are cut where the ranks cut them, by
-    ``encode(split=...)``, gives each rank its own chunks. A parameter that is fused of several tensors is several slices, each with a
-    view of the parameter. Autograd is informed, as by :func:`apply_`.
+    ``encode(split=...)``, gives each rank its own chunks. A parameter that is fused of several tensors is several slices, each with
+    a view of the parameter. Autograd is informed, as by :func:`apply_`.
 
-    On a CUDA device, one launch changes all slices, on the current stream. A device decodes whole parts, so each part of which a slice
-    has elements must be within that slice.
+    On a CUDA device, one launch changes all slices, on the current stream. A device decodes whole parts, so each part of which a
+    slice has elements must be within that slice.
 
     Args:
-        slices: The slices, on the CPU or all on one CUDA device. No element belongs to two of them, but their rows may interleave, as in
-            views of columns of one parameter. Nothing else may read or write them during the call.
+        slices: The slices, on the CPU or all on one CUDA device. No element belongs to two of them, but their rows may interleave,
+            as in views of columns of one parameter. Nothing else may read or write them during the call.
         pair: Name of the pair, or either file; or a :class:`DevicePair`.
         base: The base, if ``slices`` hold something else: a path, a dict of whole tensors, a module, or the slices of the base that
             the rank holds, with the names of the base's tensors. For slices on a CUDA device, the base must be tensors or slices on
-            that device. It shares no memory with the slices, and on the CPU has no rows between theirs. The slices are then overwritten
-            in one pass. If the call fails midway, they are unusable: :class:`Poisoned` has the reason as its ``__cause__``.
+            that device. It shares no memory with the slices, and on the CPU has no rows between theirs. The slices are then
+            overwritten in one pass. If the call fails midway, they are unusable: :class:`Poisoned` has the reason as its
+            ``__cause__``.
         mode: As for :func:`apply_`. ``"all_checked"`` compares the digests of those tensors and parts of which the slices have all
             elements. For others it compares CRC and sums, and the digests of payloads, which every pair with parts has. On a CUDA
             device it compares CRC, sums, digests of payloads and digests of targets.
@@ -244,11 +246,11 @@ def apply_slices_(
 
     Raises:
         UnexpectedPair, WrongBase, Invalid, Limit, SystemRefused: As their names say. Nothing was written.
-        NotHeld: In place, the slices have only some elements of a chunk; or the base has. On a CUDA device, a slice or the base has only
-            some elements of a part. Encode the pair with these slices as parts. Nothing was written.
+        NotHeld: In place, the slices have only some elements of a chunk; or the base has. On a CUDA device, a slice or the base has
+            only some elements of a part. Encode the pair with these slices as parts. Nothing was written.
         Incomplete: The pair lacks elements of a slice. Nothing was written.
-        NotContiguous, InvalidArgument: A slice is not within its tensor, has another dtype or shape, has no regular rows, is read-only,
-            or shares memory with another one; or a CUDA graph is being captured. Nothing was written.
+        NotContiguous, InvalidArgument: A slice is not within its tensor, has another dtype or shape, has no regular rows, is
+            read-only, or shares memory with another one; or a CUDA graph is being captured. Nothing was written.
         DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
         Poisoned: See ``mode`` of :func:`apply_`, and ``base``.
     """
@@ -333,9 +335,9 @@ def iter_patches(
 ) -> Iterator[CheckpointWeightPatch]:
     """The changes of the pair, tensor by tensor, as patches of new values at flat indices.
 
-    A patch is dense (``indices`` is ``None``) for tensors, or tensors with parts, without a base of their shape, for dtypes that are not floating-point,
-    and for new values that are NaN, because vLLM reads NaN as 'unchanged'. vLLM loads dense and sparse patches in separate calls:
-    ``kind`` selects. Tensors that do not change have no patch.
+    A patch is dense (``indices`` is ``None``) for tensors, or tensors with parts, without a base of their shape, for dtypes that
+    are not floating-point, and for new values that are NaN, because vLLM reads NaN as 'unchanged'. vLLM loads dense and sparse
+    patches in separate calls: ``kind`` selects. Tensors that do not change have no patch.
 
     Chunks are checked by CRC and sums. Sparse patches are not compared with the digests, which would need the whole tensor, so a
     forged blob is not detected: see :mod:`tpde.torch`.
